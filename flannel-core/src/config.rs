@@ -1,0 +1,321 @@
+//! The network config: which addresses the cluster's pods have, and which backend connects them.
+//!
+//! The one thing to know: parsing, defaults and checks are one step. A [`Config`] that exists is valid, with
+//! every default filled in.
+//!
+//! **Source**: flannel `pkg/subnet/config.go: ParseConfig, CheckNetworkConfig`. Different on purpose: the
+//! checks run for every store (Go runs them with etcd only), a missing `Backend` means `vxlan` as flannel
+//! documents (its code takes `udp`), `SubnetMin` may not exceed `SubnetMax`, an IPv4 subnet in `IPv6Network`
+//! is an error, and a config that enables no family is refused at once.
+
+use std::net::IpAddr;
+
+use crate::address::{Dual, Family, Subnet};
+use crate::json::{FieldError, Fields};
+
+/// A valid network config with every default filled in.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// The enabled families, at least one.
+    pub networks: Dual<PodNetwork>,
+    /// nftables rules instead of iptables rules (`EnableNFTables`).
+    pub nftables: bool,
+    /// How pods of different nodes reach each other.
+    pub backend: BackendConfig,
+}
+
+/// The pod addresses of one family and how they are cut into subnets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PodNetwork {
+    /// Every pod address of the cluster lies in it.
+    pub network: Subnet,
+    /// The prefix length of each node's subnet, in bits.
+    pub subnet_len: u8,
+    /// The first subnet to hand out.
+    pub min: Subnet,
+    /// The last subnet to hand out.
+    pub max: Subnet,
+}
+
+impl PodNetwork {
+    /// How many subnets there are to hand out, at least 1; saturates.
+    pub fn subnets(&self) -> u128 {
+        self.max.steps_from(&self.min).unwrap_or(0).saturating_add(1)
+    }
+}
+
+/// The `Backend` object of the config.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BackendConfig {
+    /// `Type`, in lower case.
+    pub kind: String,
+    /// The whole object as JSON text, for the backend to read its own options from.
+    pub options: String,
+    /// The config has a `Backend`. If not, `kind` is flannel's documented default, `vxlan`; but a cluster
+    /// of Go daemons runs `udp` then, which their leases show by an empty backend type.
+    pub explicit: bool,
+}
+
+impl BackendConfig {
+    /// The options, to be read by name.
+    ///
+    /// # Errors
+    /// The options are not a JSON object (they are when they came from [`Config::parse`]).
+    pub fn fields(&self) -> Result<Fields, FieldError> {
+        Fields::parse(&self.options, "Backend")
+    }
+}
+
+/// How the two families' fields are called, and which limits hold.
+struct Names {
+    network: &'static str,
+    len: &'static str,
+    min: &'static str,
+    max: &'static str,
+    example: &'static str,
+    /// Networks up to this length get subnets of `auto_len`; longer ones, subnets two bits longer.
+    auto_up_to: u8,
+    auto_len: u8,
+}
+
+const fn names(family: Family) -> Names {
+    match family {
+        Family::V4 => Names {
+            network: "Network",
+            len: "SubnetLen",
+            min: "SubnetMin",
+            max: "SubnetMax",
+            example: "an IPv4 subnet such as \"10.1.0.0/16\"",
+            auto_up_to: 22,
+            auto_len: 24,
+        },
+        Family::V6 => Names {
+            network: "IPv6Network",
+            len: "IPv6SubnetLen",
+            min: "IPv6SubnetMin",
+            max: "IPv6SubnetMax",
+            example: "an IPv6 subnet such as \"fd00:10::/48\"",
+            auto_up_to: 62,
+            auto_len: 64,
+        },
+    }
+}
+
+impl Config {
+    /// Reads, completes and checks a network config.
+    ///
+    /// # Errors
+    /// The first thing that is wrong: which field, what it held, and what would be right.
+    ///
+    /// ```
+    /// let config = flannel_core::Config::parse(r#"{"Network": "10.3.0.0/16", "Backend": {"Type": "host-gw"}}"#)?;
+    /// assert_eq!(config.networks.v4.unwrap().min.to_string(), "10.3.1.0/24");
+    /// # Ok::<(), flannel_core::FieldError>(())
+    /// ```
+    pub fn parse(text: &str) -> Result<Self, FieldError> {
+        let fields = Fields::parse(text, "")?;
+        let flag = |name, default| Ok(fields.take(name, "true or false")?.unwrap_or(default));
+        let enabled = Dual { v4: Some(flag("EnableIPv4", true)?), v6: Some(flag("EnableIPv6", false)?) };
+        let mut networks = Dual::default();
+        for family in Family::BOTH {
+            // A disabled family's fields are still read: a typing error is better found today.
+            let network = pod_network(&fields, family, enabled[family] == Some(true))?;
+            networks[family] = network;
+        }
+        if networks.is_empty() {
+            return Err(fields.error(
+                "EnableIPv4",
+                &"false",
+                "at least one of EnableIPv4 and EnableIPv6 is true",
+            ));
+        }
+        Ok(Self { networks, nftables: flag("EnableNFTables", false)?, backend: backend(&fields)? })
+    }
+
+    /// The enabled pod networks, IPv4 first.
+    pub fn pod_networks(&self) -> impl Iterator<Item = Subnet> {
+        self.networks.values().map(|network| network.network)
+    }
+}
+
+fn pod_network(fields: &Fields, family: Family, enabled: bool) -> Result<Option<PodNetwork>, FieldError> {
+    let names = names(family);
+    // Go refuses a null Network, and takes a null IPv6Network for an empty one.
+    if family == Family::V4 && fields.has(names.network) && fields.raw(names.network).is_none() {
+        return Err(fields.error(names.network, &"null", names.example));
+    }
+    let network: Option<Subnet> = fields.parsed(names.network, names.example)?;
+    let given_len: u64 = fields.take(names.len, "a prefix length in bits, 0 for automatic")?.unwrap_or(0);
+    let bound = |name| -> Result<Option<IpAddr>, FieldError> {
+        let expected = format!("an {family} address inside {}", names.network);
+        let address: Option<IpAddr> = fields.parsed(name, &expected)?;
+        match address.filter(|a| !a.is_unspecified()) {
+            Some(a) if Family::of(a) != family => Err(fields.error(name, &a, expected)),
+            address => Ok(address),
+        }
+    };
+    let (given_min, given_max) = (bound(names.min)?, bound(names.max)?);
+    if let Some(other) = network.filter(|n| n.family() != family) {
+        return Err(fields.error(names.network, &other, names.example));
+    }
+    if !enabled {
+        return Ok(None);
+    }
+    let Some(network) = network.filter(|n| !n.is_everything()) else {
+        let value = network.map_or_else(|| "nothing".to_owned(), |n| n.to_string());
+        return Err(fields.error(
+            names.network,
+            &value,
+            format!("{}, since {family} is enabled", names.example),
+        ));
+    };
+    let subnet_len = subnet_len(fields, &names, network, given_len)?;
+    let edge = |name, given: Option<IpAddr>, auto: fn(Subnet, u8) -> Option<Subnet>| {
+        let Some(address) = given else {
+            return auto(network, subnet_len)
+                .ok_or_else(|| fields.error(names.network, &network, "a network with room for 4 subnets"));
+        };
+        let subnet = Subnet::new(address, subnet_len).filter(|_| network.contains(address));
+        let subnet =
+            subnet.ok_or_else(|| fields.error(name, &address, format!("an address inside {network}")))?;
+        if subnet.base() != address {
+            let expected =
+                format!("the first address of a /{subnet_len} subnet, for example {}", subnet.base());
+            return Err(fields.error(name, &address, expected));
+        }
+        Ok(subnet)
+    };
+    let min = edge(names.min, given_min, |network, len| Subnet::new(network.base(), len)?.step(1))?;
+    let max = edge(names.max, given_max, |network, len| Subnet::new(network.last(), len))?;
+    if max < min {
+        return Err(fields.error(names.max, &max.base(), format!("at least {} ({})", names.min, min.base())));
+    }
+    Ok(Some(PodNetwork { network, subnet_len, min, max }))
+}
+
+fn subnet_len(fields: &Fields, names: &Names, network: Subnet, given: u64) -> Result<u8, FieldError> {
+    let longest = network.family().bits() - 2;
+    if given == 0 {
+        return match network.len() {
+            len if len <= names.auto_up_to => Ok(names.auto_len),
+            len if len <= longest - 2 => Ok(len + 2),
+            _ => Err(fields.error(names.network, &network, format!("at most a /{} network", longest - 2))),
+        };
+    }
+    // At least 4 subnets must fit, so that some are left when the first is skipped.
+    match u8::try_from(given) {
+        Ok(len) if len <= longest && len >= network.len() + 2 => Ok(len),
+        _ => {
+            let expected =
+                format!("from {} to {longest} (room for 4 subnets in {network})", network.len() + 2);
+            Err(fields.error(names.len, &given, expected))
+        }
+    }
+}
+
+fn backend(fields: &Fields) -> Result<BackendConfig, FieldError> {
+    if !fields.has("Backend") {
+        return Ok(BackendConfig { kind: "vxlan".into(), options: "{}".into(), explicit: false });
+    }
+    let expected = "an object with the backend's Type, for example {\"Type\": \"vxlan\"}";
+    let raw = fields.raw("Backend").ok_or_else(|| fields.error("Backend", &"null", expected))?;
+    let options = Fields::parse(raw.get(), "Backend")?;
+    let kind: Option<String> = options.take("Type", "the name of a backend, for example \"vxlan\"")?;
+    let kind = kind.filter(|kind| !kind.is_empty());
+    let kind = kind.ok_or_else(|| fields.error("Backend", &raw.get(), expected))?;
+    Ok(BackendConfig { kind: kind.to_lowercase(), options: raw.get().to_owned(), explicit: true })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn v4(text: &str) -> PodNetwork {
+        Config::parse(text).unwrap().networks.v4.unwrap()
+    }
+
+    fn cut(n: PodNetwork) -> (u8, String, String) {
+        (n.subnet_len, n.min.base().to_string(), n.max.base().to_string())
+    }
+
+    /// The examples of flannel's own behaviour, checked against the Go code.
+    #[test]
+    fn derives_what_go_derives() {
+        for (network, extra, len, min, max) in [
+            ("10.3.0.0/16", "", 24, "10.3.1.0", "10.3.255.0"),
+            ("10.3.0.0/23", "", 25, "10.3.0.128", "10.3.1.128"),
+            ("10.3.0.0/28", "", 30, "10.3.0.4", "10.3.0.12"),
+            ("10.3.0.0/16", r#","SubnetLen":18"#, 18, "10.3.64.0", "10.3.192.0"),
+            ("10.3.7.9/16", r#","SubnetMin":"10.3.5.0","SubnetMax":"0.0.0.0""#, 24, "10.3.5.0", "10.3.255.0"),
+        ] {
+            let config = format!(r#"{{"network":"{network}"{extra}}}"#);
+            assert_eq!(cut(v4(&config)), (len, min.into(), max.into()), "{config}");
+        }
+        for (network, len, min, max) in [
+            ("fd00::/48", 64, "fd00:0:0:1::", "fd00:0:0:ffff::"),
+            ("fd00::/120", 122, "fd00::40", "fd00::c0"),
+        ] {
+            let config = format!(r#"{{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"{network}"}}"#);
+            let config = Config::parse(&config).unwrap();
+            assert_eq!(config.networks.v4, None);
+            assert_eq!(cut(config.networks.v6.unwrap()), (len, min.into(), max.into()));
+        }
+    }
+
+    #[test]
+    fn backend_defaults_to_what_is_documented() {
+        let config = Config::parse(r#"{"Network":"10.3.0.0/16"}"#).unwrap();
+        assert_eq!((config.backend.kind.as_str(), config.backend.explicit), ("vxlan", false));
+        let config = Config::parse(r#"{"NETWORK":"10.3.0.0/16","backend":{"type":"Host-GW"}}"#).unwrap();
+        assert_eq!((config.backend.kind.as_str(), config.backend.explicit), ("host-gw", true));
+    }
+
+    #[test]
+    fn errors_say_which_field_and_what_would_be_right() {
+        for (bad, field, says) in [
+            ("", "(document)", "JSON object"),
+            (r#"{"Network":"10.3.0.0/16"} x"#, "(document)", "JSON object"),
+            ("{}", "Network", "since IPv4 is enabled"),
+            (r#"{"Network":"0.0.0.0/0"}"#, "Network", "10.1.0.0/16"),
+            (r#"{"Network":"fd00::/48"}"#, "Network", "IPv4"),
+            (r#"{"Network":null}"#, "Network", "IPv4"),
+            (r#"{"Network":"10.3.0.0"}"#, "Network", "10.1.0.0/16"),
+            (r#"{"Network":"10.3.0.0/29"}"#, "Network", "/28"),
+            (r#"{"Network":"10.3.0.0/16","SubnetLen":31}"#, "SubnetLen", "from 18 to 30"),
+            (r#"{"Network":"10.3.0.0/16","SubnetLen":17}"#, "SubnetLen", "from 18 to 30"),
+            (r#"{"Network":"10.3.0.0/16","SubnetLen":"24"}"#, "SubnetLen", "bits"),
+            (r#"{"Network":"10.3.0.0/16","SubnetLen":-1}"#, "SubnetLen", "bits"),
+            (r#"{"Network":"10.3.0.0/16","SubnetMin":"10.4.0.0"}"#, "SubnetMin", "10.3.0.0/16"),
+            (r#"{"Network":"10.3.0.0/16","SubnetMax":"10.4.0.0"}"#, "SubnetMax", "10.3.0.0/16"),
+            (r#"{"Network":"10.3.0.0/16","SubnetMin":"10.3.1.1"}"#, "SubnetMin", "10.3.1.0"),
+            (r#"{"Network":"10.3.0.0/16","SubnetMin":"::1"}"#, "SubnetMin", "IPv4"),
+            (
+                r#"{"Network":"10.3.0.0/16","SubnetMin":"10.3.9.0","SubnetMax":"10.3.8.0"}"#,
+                "SubnetMax",
+                "at least",
+            ),
+            (r#"{"Network":"10.3.0.0/16","EnableIPv6":true}"#, "IPv6Network", "since IPv6 is enabled"),
+            (
+                r#"{"Network":"10.3.0.0/16","EnableIPv6":true,"IPv6Network":"10.4.0.0/16"}"#,
+                "IPv6Network",
+                "IPv6",
+            ),
+            (r#"{"EnableIPv6":true,"EnableIPv4":false,"IPv6Network":"fd00::/125"}"#, "IPv6Network", "/124"),
+            (r#"{"EnableIPv4":false}"#, "EnableIPv4", "at least one"),
+            (r#"{"EnableIPv4":"no"}"#, "EnableIPv4", "true or false"),
+            (r#"{"Network":"10.3.0.0/16","Backend":null}"#, "Backend", "Type"),
+            (r#"{"Network":"10.3.0.0/16","Backend":{}}"#, "Backend", "Type"),
+            (r#"{"Network":"10.3.0.0/16","Backend":{"Type":3}}"#, "Backend.Type", "vxlan"),
+            (r#"{"Network":"10.3.0.0/16","Backend":[]}"#, "Backend", "object"),
+        ] {
+            let error = Config::parse(bad).unwrap_err();
+            assert_eq!(error.field, field, "{bad}: {error}");
+            assert!(error.to_string().contains(says), "{bad}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_network_at_the_end_of_the_address_space_has_a_last_subnet() {
+        assert_eq!(cut(v4(r#"{"Network":"255.255.0.0/16"}"#)).2, "255.255.255.0");
+    }
+}

@@ -1,0 +1,183 @@
+//! JSON objects read the way Go's `encoding/json` reads them, with errors that name the field.
+//!
+//! The one thing to know: Go matches field names without regard to case, ignores unknown ones, and lets the
+//! last duplicate win. Clusters rely on it, so every object that flannel reads goes through [`Fields`].
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::de::{Deserialize, DeserializeOwned, Deserializer, MapAccess, Visitor};
+use serde_json::value::RawValue;
+
+/// What is wrong with one field: which one, what it held, and what would be right.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("field {field}: {value} is not valid: {expected}")]
+pub struct FieldError {
+    /// The field with its path, for example `Backend.VNI`; `(document)` if the text is no JSON object.
+    pub field: String,
+    /// What it held, as JSON text (shortened), or `nothing`.
+    pub value: String,
+    /// What would be right.
+    pub expected: String,
+}
+
+impl FieldError {
+    /// An error about `field`, which held `value`.
+    pub fn new(field: impl Into<String>, value: &dyn fmt::Display, expected: impl Into<String>) -> Self {
+        Self { field: field.into(), value: shorten(&value.to_string()), expected: expected.into() }
+    }
+}
+
+/// The first 120 characters: an error message is no place for a whole document.
+fn shorten(text: &str) -> String {
+    match text.char_indices().nth(120) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
+/// The fields of one JSON object, found without regard to case.
+///
+/// **Source**: Go `encoding/json` (`Unmarshal`: "preferring exact matches but also accepting
+/// case-insensitive matches"; the last duplicate wins; unknown keys are ignored; text behind the value is an
+/// error).
+///
+/// ```
+/// let fields = flannel_core::Fields::parse(r#"{"network": "10.1.0.0/16", "Other": 1}"#, "").unwrap();
+/// assert_eq!(fields.take::<String>("Network", "a subnet").unwrap().unwrap(), "10.1.0.0/16");
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct Fields {
+    path: String,
+    by_name: BTreeMap<String, Box<RawValue>>,
+}
+
+impl Fields {
+    /// Reads the object in `text`; `path` (such as `Backend`) goes in front of field names in errors.
+    ///
+    /// # Errors
+    /// `text` is not exactly one JSON object.
+    pub fn parse(text: &str, path: &str) -> Result<Self, FieldError> {
+        let Object(by_name) = serde_json::from_str(text).map_err(|error| {
+            let field = if path.is_empty() { "(document)" } else { path };
+            FieldError::new(field, &text.trim(), format!("expected one JSON object ({error})"))
+        })?;
+        Ok(Self { path: path.to_owned(), by_name })
+    }
+
+    /// The field's value as JSON text; `None` if the field is absent or `null`.
+    pub fn raw(&self, name: &str) -> Option<&RawValue> {
+        self.by_name.get(&name.to_ascii_lowercase()).map(|raw| &**raw).filter(|raw| raw.get() != "null")
+    }
+
+    /// The field is there, even if `null`.
+    pub fn has(&self, name: &str) -> bool {
+        self.by_name.contains_key(&name.to_ascii_lowercase())
+    }
+
+    /// The field's value; `None` if it is absent or `null`. `expected` says what would be right.
+    ///
+    /// # Errors
+    /// The value is not a `T`.
+    pub fn take<T: DeserializeOwned>(&self, name: &str, expected: &str) -> Result<Option<T>, FieldError> {
+        let parse = |raw: &RawValue| {
+            serde_json::from_str(raw.get()).map_err(|_| self.error(name, &raw.get(), expected))
+        };
+        self.raw(name).map(parse).transpose()
+    }
+
+    /// The field's value, given as a JSON string and parsed with `FromStr`; `None` if absent or `null`.
+    ///
+    /// # Errors
+    /// The value is not a string, or the string is not a `T`.
+    pub fn parsed<T: std::str::FromStr>(&self, name: &str, expected: &str) -> Result<Option<T>, FieldError> {
+        let Some(text) = self.take::<String>(name, expected)? else { return Ok(None) };
+        text.parse().map(Some).map_err(|_| self.error(name, &format!("{text:?}"), expected))
+    }
+
+    /// An error about one of these fields.
+    pub fn error(&self, name: &str, value: &dyn fmt::Display, expected: impl Into<String>) -> FieldError {
+        let dot = if self.path.is_empty() { "" } else { "." };
+        FieldError::new(format!("{}{dot}{name}", self.path), value, expected)
+    }
+}
+
+struct Object(BTreeMap<String, Box<RawValue>>);
+
+impl<'de> Deserialize<'de> for Object {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Read;
+        impl<'de> Visitor<'de> for Read {
+            type Value = Object;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Object, A::Error> {
+                let mut fields = BTreeMap::new();
+                while let Some((name, value)) = map.next_entry::<String, Box<RawValue>>()? {
+                    fields.insert(name.to_ascii_lowercase(), value);
+                }
+                Ok(Object(fields))
+            }
+        }
+        deserializer.deserialize_map(Read)
+    }
+}
+
+/// JSON text as Go writes it: no white space between tokens, and `<`, `>`, `&`, U+2028 and U+2029 escaped.
+///
+/// Peers compare such texts byte for byte. `text` must be valid JSON; anything else comes back as it was,
+/// less its white space.
+///
+/// **Source**: Go `encoding/json: compact` with `escape` set, which `Marshal` applies to raw messages.
+pub fn compact(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let (mut in_string, mut escaped) = (false, false);
+    for c in text.chars() {
+        if !in_string && matches!(c, ' ' | '\t' | '\r' | '\n') {
+            continue;
+        }
+        if c == '"' && !escaped {
+            in_string = !in_string;
+        }
+        escaped = in_string && c == '\\' && !escaped;
+        match c {
+            '<' | '>' | '&' | '\u{2028}' | '\u{2029}' => out.push_str(&format!("\\u{:04x}", u32::from(c))),
+            _ => out.push(c),
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_objects_as_go_does() {
+        let fields = Fields::parse(r#" {"A":1,"a":2,"B":null,"x":[]} "#, "").unwrap();
+        assert_eq!(fields.take::<u8>("A", "").unwrap(), Some(2));
+        assert_eq!(fields.take::<u8>("b", "").unwrap(), None);
+        assert!(fields.has("B") && !fields.has("C"));
+        for bad in ["", "[]", "{} x", "{", "null", "\"{}\""] {
+            assert_eq!(Fields::parse(bad, "").unwrap_err().field, "(document)", "{bad}");
+        }
+    }
+
+    #[test]
+    fn errors_name_field_value_and_what_would_be_right() {
+        let fields = Fields::parse(r#"{"VNI":"one"}"#, "Backend").unwrap();
+        let error = fields.take::<u32>("VNI", "a number from 1 to 16777215").unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            r#"field Backend.VNI: "one" is not valid: a number from 1 to 16777215"#
+        );
+    }
+
+    #[test]
+    fn compacts_as_go_does() {
+        assert_eq!(compact("{ \"a\" : [ 1,\n2 ] }"), r#"{"a":[1,2]}"#);
+        assert_eq!(compact(r#""a \" b <&> c""#), r#""a \" b \u003c\u0026\u003e c""#);
+        assert_eq!(compact(r#"["\\", " x "]"#), r#"["\\"," x "]"#);
+    }
+}

@@ -1,0 +1,248 @@
+//! What is asked of a kernel, and which of its objects are ours to touch.
+//!
+//! The one thing to know: [`Kernel`] has four methods, all idempotent or read-only. Policy ([`Owned`]) is a
+//! value decided here; implementations only carry it out.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::net::IpAddr;
+
+use async_trait::async_trait;
+
+use crate::address::{LinkName, Subnet};
+use crate::state::{Addr, Change, Key, Route, State, Via};
+
+/// The route protocol that flannel's routes and nexthops carry (`ip route … proto 241`).
+///
+/// Not Go flannel's, which uses `boot` (3) as every script does. Unassigned in iproute2's `rt_protos`.
+pub const ROUTE_PROTOCOL: u8 = 241;
+
+/// `RTPROT_KERNEL`: routes that the kernel made itself.
+const PROTOCOL_KERNEL: u8 = 2;
+
+/// What one network may touch in the kernel; everything else it must leave alone.
+///
+/// | object | ours if |
+/// |---|---|
+/// | link | its name is in `links` and it is of a kind we know |
+/// | address | on one of `links`, not link-local |
+/// | neigh, fdb | on one of `links` and permanent |
+/// | route | main table, default metric, no TOS, and: on one of `links` and not made by the kernel itself; or of our protocol and inside `networks` on one of `routes_on`, or without a device |
+/// | nexthop | of our protocol and on one of `links` or `routes_on` |
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Owned {
+    /// Devices that this network makes.
+    pub links: BTreeSet<LinkName>,
+    /// The pod networks; bounds what we may claim by route protocol alone.
+    pub networks: Vec<Subnet>,
+    /// Devices of others on which this network keeps routes: the external interface.
+    pub routes_on: BTreeSet<LinkName>,
+    /// This network keeps routes without a device (blackholes) inside `networks`.
+    pub routes_without_link: bool,
+}
+
+impl Owned {
+    /// An address read from the kernel is ours.
+    pub fn owns_addr(&self, addr: &Addr) -> bool {
+        let link_local = match addr.address {
+            IpAddr::V4(a) => a.is_link_local(),
+            IpAddr::V6(a) => a.is_unicast_link_local(),
+        };
+        self.links.contains(&addr.link) && !link_local
+    }
+
+    /// A neighbour or forwarding entry read from the kernel is ours.
+    pub fn owns_entry(&self, link: LinkName, permanent: bool) -> bool {
+        permanent && self.links.contains(&link)
+    }
+
+    /// A route read from the kernel (main table, default metric, no TOS) is ours.
+    pub fn owns_route(&self, route: &Route, protocol: u8) -> bool {
+        let ours_by_protocol =
+            protocol == ROUTE_PROTOCOL && self.networks.iter().any(|network| network.covers(&route.dst));
+        match route.via {
+            Via::Gateway { link, .. } | Via::Link(link) if self.links.contains(&link) => {
+                protocol != PROTOCOL_KERNEL
+            }
+            Via::Gateway { link, .. } | Via::Link(link) => ours_by_protocol && self.routes_on.contains(&link),
+            Via::Nexthop(_) | Via::Blackhole => ours_by_protocol && self.routes_without_link,
+        }
+    }
+
+    /// A nexthop object read from the kernel is ours.
+    pub fn owns_nexthop(&self, link: LinkName, protocol: u8) -> bool {
+        protocol == ROUTE_PROTOCOL && (self.links.contains(&link) || self.routes_on.contains(&link))
+    }
+
+    /// A change of the object with this key may concern us, even if it is none that we put there.
+    pub fn concerns(&self, key: &Key) -> bool {
+        match key {
+            Key::Link(link) | Key::Addr(link, _) | Key::Neigh(link, _) | Key::Fdb(link, _) => {
+                self.links.contains(link)
+            }
+            Key::Nexthop(_) => false,
+            Key::Route(dst) => self.networks.iter().any(|network| network.covers(dst)),
+        }
+    }
+}
+
+/// Why the kernel refused, with its own explanation where it gave one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KernelError {
+    /// The errno, positive.
+    pub errno: i32,
+    /// The kernel's or the implementation's explanation (netlink "extended ack").
+    pub detail: Option<String>,
+}
+
+impl KernelError {
+    /// An errno without explanation.
+    pub const fn new(errno: i32) -> Self {
+        Self { errno, detail: None }
+    }
+
+    /// An errno with an explanation.
+    pub fn explained(errno: i32, detail: impl Into<String>) -> Self {
+        Self { errno, detail: Some(detail.into()) }
+    }
+
+    /// Says that what was to be deleted is not there (`ENOENT`, `ESRCH`, `ENODEV`, `ENXIO`, `EADDRNOTAVAIL`).
+    pub fn is_absent(&self) -> bool {
+        matches!(self.errno, 2 | 3 | 6 | 19 | 99)
+    }
+}
+
+impl fmt::Display for KernelError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let errno = std::io::Error::from_raw_os_error(self.errno);
+        match &self.detail {
+            Some(detail) => write!(f, "{detail}: {errno}"),
+            None => write!(f, "{errno}"),
+        }
+    }
+}
+
+impl std::error::Error for KernelError {}
+
+/// An error without errno becomes `EIO` with its text as the detail.
+impl From<std::io::Error> for KernelError {
+    fn from(error: std::io::Error) -> Self {
+        match error.raw_os_error() {
+            Some(errno) => Self::new(errno),
+            None => Self::explained(5, error.to_string()),
+        }
+    }
+}
+
+impl From<KernelError> for std::io::Error {
+    fn from(error: KernelError) -> Self {
+        let kind = Self::from_raw_os_error(error.errno).kind();
+        Self::new(kind, error)
+    }
+}
+
+/// Where the kernel would send a packet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RouteAnswer {
+    /// The device; `None` if packets are dropped or refused (`blackhole`, `unreachable`, `prohibit`).
+    pub link: Option<LinkName>,
+    /// The gateway; `None`: the destination is on the link.
+    pub gateway: Option<IpAddr>,
+    /// The source address that the kernel would choose.
+    pub source: Option<IpAddr>,
+    /// The destination is an address of this host.
+    pub local: bool,
+}
+
+impl RouteAnswer {
+    /// An answer that sends packets to `link`, through `gateway` or directly, from `source`.
+    pub const fn via(link: LinkName, gateway: Option<IpAddr>, source: Option<IpAddr>) -> Self {
+        Self { link: Some(link), gateway, source, local: false }
+    }
+
+    /// An answer that sends packets nowhere.
+    pub const fn nowhere() -> Self {
+        Self { link: None, gateway: None, source: None, local: false }
+    }
+
+    /// Packets reach the destination without a router, by this device.
+    pub fn on_link(&self) -> Option<LinkName> {
+        self.link.filter(|_| self.gateway.is_none() && !self.local)
+    }
+}
+
+/// A kernel's network tables: one network namespace.
+///
+/// Every method blocks (rtnetlink does its work inside `send`), so call it from a thread that may block.
+/// Methods of one instance never overlap: a snapshot does not see half a batch.
+///
+/// Implementations: `flannel_netlink::NetlinkKernel`, and `testing::FakeKernel` (feature `testing`). Both pass
+/// `testing::kernel_suite`.
+///
+/// ```
+/// use flannel_core::{Addr, Change, Kernel, KernelError, Owned};
+///
+/// /// Puts one address in place, and says whether anything had to be done.
+/// fn ensure(kernel: &dyn Kernel, owned: &Owned, addr: Addr) -> Result<bool, KernelError> {
+///     let there = kernel.snapshot(owned)?;
+///     if there.iter().any(|object| *object == addr.into()) {
+///         return Ok(false);
+///     }
+///     kernel.apply(owned, &[Change::Put(addr.into())]).remove(0)?;
+///     Ok(true)
+/// }
+/// ```
+pub trait Kernel: fmt::Debug + Send + Sync {
+    /// Everything there is that `owned` claims.
+    ///
+    /// # Errors
+    /// The kernel could not be read. A dump that changed under way is read again, not reported.
+    fn snapshot(&self, owned: &Owned) -> Result<State, KernelError>;
+
+    /// Applies `changes` in order and goes on after a failure; one result for each.
+    ///
+    /// `Put` creates or changes in place, keeping whatever the kernel can keep; a foreign object in its place
+    /// is replaced, except for a foreign link, which fails with `EEXIST`. `Delete` deletes the object only
+    /// as described (same device, same gateway), so that a foreign one that took its place stays; that it
+    /// is gone already is success.
+    fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>>;
+
+    /// Where a packet for `dst` would go now, all routing tables considered.
+    ///
+    /// # Errors
+    /// The kernel could not be asked. "No route" is not an error but [`RouteAnswer::nowhere`].
+    fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError>;
+
+    /// Starts listening for changes made by others. Listen first, then take the snapshot.
+    ///
+    /// # Errors
+    /// The kernel refused to let us listen.
+    fn changes(&self) -> Result<Box<dyn Changes>, KernelError>;
+}
+
+/// What may no longer be as we put it. Doubt is removed by putting the object again, or by a snapshot; never
+/// by trusting the message that raised it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Doubts {
+    /// These objects were changed or deleted by somebody else.
+    Keys(Vec<Key>),
+    /// The device changed in some way: it and everything on it. The kernel deletes IPv4 routes and permanent
+    /// neighbours of a device that goes down without a word about each.
+    Link(LinkName),
+    /// Messages were lost.
+    Everything,
+}
+
+/// A stream of doubts.
+#[async_trait]
+pub trait Changes: Send {
+    /// Waits until somebody else changed something.
+    ///
+    /// # Errors
+    /// The stream is broken for good. Lost messages are no error but [`Doubts::Everything`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future loses nothing.
+    async fn next(&mut self) -> Result<Doubts, KernelError>;
+}

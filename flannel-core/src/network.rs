@@ -1,0 +1,203 @@
+//! Backends and networks: what turns leases into connectivity on this host.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use async_trait::async_trait;
+use tokio::sync::watch;
+
+use crate::address::{Dual, LinkName};
+use crate::config::Config;
+use crate::error::Result;
+use crate::kernel::{Kernel, KernelError};
+use crate::lease::{Lease, Subnets, View};
+use crate::state::Key;
+use crate::subnet::SubnetManager;
+
+/// This host, as a backend sees it.
+#[derive(Debug, Clone)]
+pub struct Host {
+    /// The interface that connects it with its peers.
+    pub iface: ExternalInterface,
+    /// Its kernel.
+    pub kernel: Arc<dyn Kernel>,
+    /// Where leases come from.
+    pub subnets: Arc<dyn SubnetManager>,
+    /// What tells this node from its clones, for values that must be stable and differ between nodes; for
+    /// example the text of `/etc/machine-id`. May be empty.
+    pub identity: String,
+}
+
+/// The interface that connects this host with its peers, and why it was chosen.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExternalInterface {
+    /// Its name.
+    pub name: LinkName,
+    /// Its MTU in bytes.
+    pub mtu: u32,
+    /// Its address, per enabled family: the source of tunnel packets.
+    pub address: Dual<IpAddr>,
+    /// The address that peers are told; differs from `address` behind NAT.
+    pub public: Dual<IpAddr>,
+    /// Why this interface, as a sentence without a full stop: `it has the default route`.
+    pub reason: String,
+}
+
+/// Makes networks of one kind.
+///
+/// ```
+/// use async_trait::async_trait;
+/// use flannel_core::{Backend, Config, Host, LeaseAttrs, Network, Result};
+///
+/// /// A backend that refuses.
+/// #[derive(Debug)]
+/// struct Nowhere;
+///
+/// #[async_trait]
+/// impl Backend for Nowhere {
+///     fn name(&self) -> &'static str {
+///         "nowhere"
+///     }
+///     async fn register(&self, _: &Host, _: &Config) -> Result<Box<dyn Network>> {
+///         Err(flannel_core::Error::Backend { backend: "nowhere".into(), reason: "it leads nowhere".into() })
+///     }
+/// }
+/// ```
+#[async_trait]
+pub trait Backend: fmt::Debug + Send + Sync {
+    /// The `Type` in the network config, in lower case.
+    fn name(&self) -> &'static str;
+
+    /// The backend type that its leases carry; empty for flannel's `udp` and `alloc`.
+    fn lease_type(&self) -> &'static str {
+        self.name()
+    }
+
+    /// Checks that the network can run here, and acquires this node's lease. Touches nothing in the kernel
+    /// but what the lease's attributes must tell truly (a device's MAC address).
+    ///
+    /// # Errors
+    /// The config's backend options are wrong, the host does not fit, or no lease can be had.
+    async fn register(&self, host: &Host, config: &Config) -> Result<Box<dyn Network>>;
+}
+
+/// A network that this node takes part in.
+#[async_trait]
+pub trait Network: fmt::Debug + Send {
+    /// A handle that outlives [`Network::run`].
+    fn handle(&self) -> NetworkHandle;
+
+    /// Makes the kernel follow the views until something that the network was built from changes.
+    ///
+    /// # Errors
+    /// The network cannot go on, and running it again as it is will not help.
+    ///
+    /// # Cancel safety
+    /// Dropping the future stops it: what is in the kernel stays there, and nothing is written after the
+    /// drop returned. The drop may block for one batch of changes (milliseconds).
+    async fn run(self: Box<Self>, views: watch::Receiver<View>) -> Result<Ended>;
+}
+
+/// Why a network stopped without an error.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Ended {
+    /// Something it was built from changed: choose the interface, register and run again. What is in the
+    /// kernel stays and is adopted, so no packet is lost.
+    Rebuild(String),
+    /// Nobody will send views any more.
+    ViewsClosed,
+}
+
+/// What the outside sees of a network; cloned freely, valid after the network stopped.
+#[derive(Debug, Clone)]
+pub struct NetworkHandle {
+    /// This node's lease.
+    pub lease: Lease,
+    /// What pods may send, in bytes: the smallest over the enabled families.
+    pub mtu: u32,
+    /// The latest status.
+    pub status: watch::Receiver<Arc<Status>>,
+}
+
+/// How far the kernel is what the leases say. Holds only what is wrong: an empty status is a good one.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Status {
+    /// Everything that is wanted is in place, by a complete, live lease set.
+    pub in_sync: bool,
+    /// The leases come from the store, not from a cache, and are complete.
+    pub live: bool,
+    /// Peers that are believed.
+    pub peers: usize,
+    /// Objects that are wanted.
+    pub objects: usize,
+    /// Leases that are not believed, and why.
+    pub disbelieved: BTreeMap<Subnets, Disbelief>,
+    /// Objects that the kernel refused, or that could not be deleted.
+    pub failing: BTreeMap<Key, Failure>,
+    /// Why the kernel could not be read or watched; `None` if it can.
+    pub kernel_error: Option<KernelError>,
+    /// Things that are in order but worth knowing, such as a public address used by two peers.
+    pub remarks: Vec<String>,
+    /// Changes applied so far because of leases.
+    pub applied: u64,
+    /// Objects put back so far after somebody else changed or deleted them.
+    pub repaired: u64,
+}
+
+/// An object that is not as it should be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure {
+    /// The change that fails, as text.
+    pub change: String,
+    /// What the kernel says.
+    pub error: KernelError,
+    /// Since when.
+    pub since: SystemTime,
+    /// How many times it was tried.
+    pub tries: u32,
+}
+
+/// Why a lease is not believed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Disbelief {
+    /// A subnet lies outside the pod network, or its family is not enabled.
+    #[error("{subnet} lies outside the pod network {network}")]
+    Outside {
+        /// The lease's subnet.
+        subnet: crate::address::Subnet,
+        /// The network, or `(none)` for the family.
+        network: String,
+    },
+    /// It overlaps this node's own lease, which always wins at home.
+    #[error("it overlaps this node's own lease {own}")]
+    OverlapsOwn {
+        /// Ours.
+        own: Subnets,
+    },
+    /// It overlaps another peer's lease, which was there first.
+    #[error("it overlaps the earlier lease {earlier} of {holder}")]
+    Overlaps {
+        /// The other one.
+        earlier: Subnets,
+        /// Its node.
+        holder: String,
+    },
+    /// It asks for a kernel object that an earlier peer's lease defines differently.
+    #[error("{key} is defined otherwise by the earlier lease {earlier} of {holder}")]
+    Contradicts {
+        /// The object.
+        key: Key,
+        /// The other lease.
+        earlier: Subnets,
+        /// Its node.
+        holder: String,
+    },
+    /// The backend cannot use it.
+    #[error("{0}")]
+    Rejected(String),
+}

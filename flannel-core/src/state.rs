@@ -1,0 +1,499 @@
+//! Kernel objects as values, and the pure diff between two sets of them.
+//!
+//! The one thing to know: an [`Object`]'s [`Key`] is what the kernel takes for its identity, and the order of
+//! keys is the order of creation (a route needs its nexthop, which needs its link). Deletion runs backwards.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::IpAddr;
+
+use crate::address::{LinkName, MacAddr, Subnet};
+
+/// One kernel object as we want it, or as it is.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Object {
+    /// A network device of ours.
+    Link(Link),
+    /// An address on a device.
+    Addr(Addr),
+    /// A permanent neighbour entry.
+    Neigh(Neigh),
+    /// A forwarding entry of a vxlan device.
+    Fdb(Fdb),
+    /// A nexthop object.
+    Nexthop(Nexthop),
+    /// A route in the main table.
+    Route(Route),
+}
+
+/// What the kernel takes for an object's identity; `Ord` is the order of creation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum Key {
+    /// A device, by name.
+    Link(LinkName),
+    /// An address on a device.
+    Addr(LinkName, IpAddr),
+    /// A neighbour on a device, by IP address.
+    Neigh(LinkName, IpAddr),
+    /// A forwarding entry, by MAC address. Where it leads is a value, not a part of the key.
+    Fdb(LinkName, MacAddr),
+    /// A nexthop object, by its id, which is unique in the network namespace.
+    Nexthop(u32),
+    /// A route, by destination (main table, default metric, no TOS).
+    Route(Subnet),
+}
+
+/// A network device.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Link {
+    /// Its name.
+    pub name: LinkName,
+    /// In bytes.
+    pub mtu: u32,
+    /// Administratively up.
+    pub up: bool,
+    /// What it is.
+    pub kind: LinkKind,
+}
+
+/// What a device is.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum LinkKind {
+    /// A vxlan device without multicast group.
+    Vxlan(Vxlan),
+}
+
+/// The attributes of a vxlan device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Vxlan {
+    /// VXLAN network identifier, 1 to 16777215. Another one needs a new device.
+    pub vni: u32,
+    /// UDP port; flannel's default is 8472. Another one needs a new device.
+    pub port: u16,
+    /// The MAC address.
+    pub mac: MacAddr,
+    /// Source address of the outer packets; `None`: the kernel chooses.
+    pub local: Option<IpAddr>,
+    /// The device that outer packets leave by; `None`: the routing table decides. `None` as well when it
+    /// has been deleted.
+    pub lower: Option<LinkName>,
+    /// Learn forwarding entries from traffic.
+    pub learning: bool,
+    /// Group Based Policy extension. Another value needs a new device.
+    pub gbp: bool,
+}
+
+/// An address on a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Addr {
+    /// The device.
+    pub link: LinkName,
+    /// The address.
+    pub address: IpAddr,
+    /// Prefix length in bits; flannel's own are /32 and /128.
+    pub len: u8,
+}
+
+/// A permanent neighbour entry: `address` is at `mac`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Neigh {
+    /// The device.
+    pub link: LinkName,
+    /// The neighbour.
+    pub address: IpAddr,
+    /// Its MAC address.
+    pub mac: MacAddr,
+}
+
+/// A permanent forwarding entry: frames for `mac` go to the VTEP at `dst`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Fdb {
+    /// The vxlan device.
+    pub link: LinkName,
+    /// The inner destination.
+    pub mac: MacAddr,
+    /// The outer destination.
+    pub dst: IpAddr,
+}
+
+/// A nexthop object (kernel 5.3 and later).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Nexthop {
+    /// Not 0.
+    pub id: u32,
+    /// The device.
+    pub link: LinkName,
+    /// The gateway.
+    pub gateway: IpAddr,
+    /// The gateway is taken to be on the link without a look at the routing table.
+    pub onlink: bool,
+}
+
+/// A route in the main table with the default metric.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Route {
+    /// The destination.
+    pub dst: Subnet,
+    /// What happens to packets.
+    pub via: Via,
+    /// The route's own MTU in bytes; `None`: the device's.
+    pub mtu: Option<u32>,
+}
+
+/// What a route does with packets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Via {
+    /// Sends them to a gateway.
+    Gateway {
+        /// The gateway.
+        gateway: IpAddr,
+        /// The device.
+        link: LinkName,
+        /// The gateway is taken to be on the link without a look at the routing table.
+        onlink: bool,
+    },
+    /// Sends them to a device, the destination itself being the neighbour (scope link).
+    Link(LinkName),
+    /// Sends them where a nexthop object says.
+    Nexthop(u32),
+    /// Drops them silently.
+    Blackhole,
+}
+
+impl Object {
+    /// Its identity.
+    pub fn key(&self) -> Key {
+        match self {
+            Self::Link(o) => Key::Link(o.name),
+            Self::Addr(o) => Key::Addr(o.link, o.address),
+            Self::Neigh(o) => Key::Neigh(o.link, o.address),
+            Self::Fdb(o) => Key::Fdb(o.link, o.mac),
+            Self::Nexthop(o) => Key::Nexthop(o.id),
+            Self::Route(o) => Key::Route(o.dst),
+        }
+    }
+
+    /// The device it vanishes with; `None` if it needs none, or if only its nexthop knows.
+    pub fn link(&self) -> Option<LinkName> {
+        match self {
+            Self::Link(_) => None,
+            Self::Addr(o) => Some(o.link),
+            Self::Neigh(o) => Some(o.link),
+            Self::Fdb(o) => Some(o.link),
+            Self::Nexthop(o) => Some(o.link),
+            Self::Route(o) => match o.via {
+                Via::Gateway { link, .. } | Via::Link(link) => Some(link),
+                Via::Nexthop(_) | Via::Blackhole => None,
+            },
+        }
+    }
+}
+
+impl From<Link> for Object {
+    fn from(o: Link) -> Self {
+        Self::Link(o)
+    }
+}
+impl From<Addr> for Object {
+    fn from(o: Addr) -> Self {
+        Self::Addr(o)
+    }
+}
+impl From<Neigh> for Object {
+    fn from(o: Neigh) -> Self {
+        Self::Neigh(o)
+    }
+}
+impl From<Fdb> for Object {
+    fn from(o: Fdb) -> Self {
+        Self::Fdb(o)
+    }
+}
+impl From<Nexthop> for Object {
+    fn from(o: Nexthop) -> Self {
+        Self::Nexthop(o)
+    }
+}
+impl From<Route> for Object {
+    fn from(o: Route) -> Self {
+        Self::Route(o)
+    }
+}
+
+/// Written the way `ip` and `bridge` write it, so that a message can be pasted into a shell.
+impl fmt::Display for Object {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let onlink = |onlink: bool| if onlink { " onlink" } else { "" };
+        match self {
+            Self::Link(Link { name, mtu, up, kind: LinkKind::Vxlan(v) }) => {
+                write!(f, "link {name} mtu {mtu} {} address {}", if *up { "up" } else { "down" }, v.mac)?;
+                write!(f, " type vxlan id {} dstport {}", v.vni, v.port)?;
+                v.local.map_or(Ok(()), |local| write!(f, " local {local}"))?;
+                v.lower.map_or(Ok(()), |lower| write!(f, " dev {lower}"))?;
+                f.write_str(if v.learning { " learning" } else { " nolearning" })?;
+                f.write_str(if v.gbp { " gbp" } else { "" })
+            }
+            Self::Addr(o) => write!(f, "address {}/{} dev {}", o.address, o.len, o.link),
+            Self::Neigh(o) => write!(f, "neigh {} lladdr {} dev {}", o.address, o.mac, o.link),
+            Self::Fdb(o) => write!(f, "fdb {} dst {} dev {}", o.mac, o.dst, o.link),
+            Self::Nexthop(o) => {
+                write!(f, "nexthop id {} via {} dev {}{}", o.id, o.gateway, o.link, onlink(o.onlink))
+            }
+            Self::Route(o) => {
+                match o.via {
+                    Via::Gateway { gateway, link, onlink: flag } => {
+                        write!(f, "route {} via {gateway} dev {link}{}", o.dst, onlink(flag))?;
+                    }
+                    Via::Link(link) => write!(f, "route {} dev {link} scope link", o.dst)?,
+                    Via::Nexthop(id) => write!(f, "route {} nhid {id}", o.dst)?,
+                    Via::Blackhole => write!(f, "route blackhole {}", o.dst)?,
+                }
+                o.mtu.map_or(Ok(()), |mtu| write!(f, " mtu {mtu}"))
+            }
+        }
+    }
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Link(name) => write!(f, "link {name}"),
+            Self::Addr(link, address) => write!(f, "address {address} dev {link}"),
+            Self::Neigh(link, address) => write!(f, "neigh {address} dev {link}"),
+            Self::Fdb(link, mac) => write!(f, "fdb {mac} dev {link}"),
+            Self::Nexthop(id) => write!(f, "nexthop id {id}"),
+            Self::Route(dst) => write!(f, "route {dst}"),
+        }
+    }
+}
+
+/// One step towards the wanted state. Both are idempotent: what is so already stays so.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Change {
+    /// Create the object or change it in place, whatever is there.
+    Put(Object),
+    /// Delete the object. That it is not there is as good.
+    Delete(Object),
+}
+
+impl Change {
+    /// The object concerned.
+    pub fn object(&self) -> &Object {
+        match self {
+            Self::Put(object) | Self::Delete(object) => object,
+        }
+    }
+}
+
+impl fmt::Display for Change {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Put(object) => write!(f, "put {object}"),
+            Self::Delete(object) => write!(f, "delete {object}"),
+        }
+    }
+}
+
+/// A set of kernel objects, one per key, in the order of creation.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct State(BTreeMap<Key, Object>);
+
+impl State {
+    /// Puts `object` in; returns the one with the same key that it replaces.
+    pub fn insert(&mut self, object: impl Into<Object>) -> Option<Object> {
+        let object = object.into();
+        self.0.insert(object.key(), object)
+    }
+
+    /// Takes an object out.
+    pub fn remove(&mut self, key: &Key) -> Option<Object> {
+        self.0.remove(key)
+    }
+
+    /// The object with this key.
+    pub fn get(&self, key: &Key) -> Option<&Object> {
+        self.0.get(key)
+    }
+
+    /// The objects in the order of creation.
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Object> {
+        self.0.values()
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// There are none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Keeps the objects for which `keep` is true.
+    pub fn retain(&mut self, mut keep: impl FnMut(&Object) -> bool) {
+        self.0.retain(|_, object| keep(object));
+    }
+
+    /// The changes that turn `actual` into `self`: puts in the order of creation, then deletions in the
+    /// reverse order, so that a replacement is in place before what it replaces goes.
+    ///
+    /// Applying them to `actual` yields `self`; the diff of equal states is empty.
+    pub fn diff(&self, actual: &Self) -> Vec<Change> {
+        diff(self.iter(), actual)
+    }
+}
+
+impl<O: Into<Object>> FromIterator<O> for State {
+    fn from_iter<I: IntoIterator<Item = O>>(objects: I) -> Self {
+        let mut state = Self::default();
+        for object in objects {
+            state.insert(object);
+        }
+        state
+    }
+}
+
+impl<O: Into<Object>> Extend<O> for State {
+    fn extend<I: IntoIterator<Item = O>>(&mut self, objects: I) {
+        for object in objects {
+            self.insert(object);
+        }
+    }
+}
+
+/// [`State::diff`] for wanted objects that are not held in a [`State`]; they must come in the order of keys.
+pub(crate) fn diff<'a>(want: impl Iterator<Item = &'a Object>, actual: &State) -> Vec<Change> {
+    let mut changes = Vec::new();
+    let mut stale = Vec::new();
+    let mut there = actual.0.iter().peekable();
+    for object in want {
+        let key = object.key();
+        while let Some((_, old)) = there.next_if(|(there, _)| **there < key) {
+            stale.push(Change::Delete(old.clone()));
+        }
+        match there.next_if(|(there, _)| **there == key) {
+            Some((_, old)) if old == object => {}
+            _ => changes.push(Change::Put(object.clone())),
+        }
+    }
+    stale.extend(there.map(|(_, old)| Change::Delete(old.clone())));
+    changes.extend(stale.into_iter().rev());
+    changes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn name(n: u8) -> LinkName {
+        format!("flannel.{n}").parse().unwrap()
+    }
+
+    fn address(n: u8) -> IpAddr {
+        if n < 4 {
+            IpAddr::from([10, 0, n, 0])
+        } else {
+            IpAddr::from([0xfd00, 0, 0, u16::from(n), 0, 0, 0, 0])
+        }
+    }
+
+    fn any_object() -> impl Strategy<Value = Object> {
+        let n = || 0..8u8;
+        let mac = |n: u8| MacAddr::local([n; 6]);
+        prop_oneof![
+            (n(), any::<bool>(), 1..3u32).prop_map(move |(l, up, vni)| {
+                let vxlan = Vxlan {
+                    vni,
+                    port: 8472,
+                    mac: mac(l),
+                    local: None,
+                    lower: None,
+                    learning: false,
+                    gbp: false,
+                };
+                Link { name: name(l), mtu: 1450, up, kind: LinkKind::Vxlan(vxlan) }.into()
+            }),
+            (n(), n(), 30..33u8)
+                .prop_map(|(l, a, len)| Addr { link: name(l), address: address(a), len }.into()),
+            (n(), n(), n()).prop_map(move |(l, a, m)| {
+                Neigh { link: name(l), address: address(a), mac: mac(m) }.into()
+            }),
+            (n(), n(), n())
+                .prop_map(move |(l, m, a)| Fdb { link: name(l), mac: mac(m), dst: address(a) }.into()),
+            (1..6u32, n(), n(), any::<bool>()).prop_map(|(id, l, a, onlink)| {
+                Nexthop { id, link: name(l), gateway: address(a), onlink }.into()
+            }),
+            (n(), n(), prop::option::of(1400..1402u32), 0..4u8).prop_map(|(a, l, mtu, kind)| {
+                let via = match kind {
+                    0 => Via::Gateway { gateway: address(a), link: name(l), onlink: true },
+                    1 => Via::Link(name(l)),
+                    2 => Via::Nexthop(u32::from(l) + 1),
+                    _ => Via::Blackhole,
+                };
+                Route { dst: Subnet::new(address(a), 24).unwrap(), via, mtu }.into()
+            }),
+        ]
+    }
+
+    fn any_state() -> impl Strategy<Value = State> {
+        prop::collection::vec(any_object(), 0..40).prop_map(State::from_iter)
+    }
+
+    fn apply(state: &State, changes: &[Change]) -> State {
+        let mut state = state.clone();
+        for change in changes {
+            match change {
+                Change::Put(object) => drop(state.insert(object.clone())),
+                Change::Delete(object) => drop(state.remove(&object.key())),
+            }
+        }
+        state
+    }
+
+    proptest! {
+        #[test]
+        fn diff_converges(want in any_state(), actual in any_state()) {
+            prop_assert_eq!(apply(&actual, &want.diff(&actual)), want);
+        }
+
+        #[test]
+        fn diff_is_idempotent(want in any_state(), actual in any_state()) {
+            prop_assert_eq!(want.diff(&want), vec![]);
+            let changes = want.diff(&actual);
+            prop_assert_eq!(apply(&apply(&actual, &changes), &changes), want);
+        }
+
+        #[test]
+        fn diff_is_ordered_and_minimal(want in any_state(), actual in any_state()) {
+            let changes = want.diff(&actual);
+            let split = changes.iter().position(|c| matches!(c, Change::Delete(_))).unwrap_or(changes.len());
+            let keys = |part: &[Change]| part.iter().map(|c| c.object().key()).collect::<Vec<_>>();
+            let (puts, deletes) = (keys(&changes[..split]), keys(&changes[split..]));
+            prop_assert!(changes[split..].iter().all(|c| matches!(c, Change::Delete(_))));
+            prop_assert!(puts.is_sorted() && deletes.iter().rev().is_sorted());
+            for change in &changes {
+                let (want, actual) = (want.get(&change.object().key()), actual.get(&change.object().key()));
+                prop_assert!(want != actual);
+            }
+        }
+    }
+
+    #[test]
+    fn objects_read_like_ip_route() {
+        let route = Route {
+            dst: "10.1.2.0/24".parse().unwrap(),
+            via: Via::Gateway { gateway: "10.1.2.0".parse().unwrap(), link: name(1), onlink: true },
+            mtu: Some(1400),
+        };
+        assert_eq!(
+            Object::from(route).to_string(),
+            "route 10.1.2.0/24 via 10.1.2.0 dev flannel.1 onlink mtu 1400"
+        );
+    }
+}

@@ -1,0 +1,141 @@
+//! What is asked of a subnet manager: a lease for this node, kept, and everybody's leases, watched.
+
+use std::fmt;
+use std::net::IpAddr;
+use std::time::SystemTime;
+
+use async_trait::async_trait;
+use tokio::sync::watch;
+
+use crate::address::Dual;
+use crate::config::Config;
+use crate::error::Result;
+use crate::lease::{Lease, LeaseAttrs, Revision, Subnets, View};
+
+/// Gives this node its lease and shows everybody's. The lease engine's face.
+///
+/// Implementations: `flannel_subnet::LocalManager` over any registry, `testing::FakeSubnets` (feature `testing`).
+///
+/// ```
+/// use flannel_core::{LeaseAttrs, Result, SubnetManager};
+///
+/// /// Prints what every node holds, once.
+/// async fn print_leases(subnets: &dyn SubnetManager) -> Result<()> {
+///     let views = subnets.watch_leases().await?;
+///     for lease in views.borrow().leases.iter() {
+///         println!("{} {:?}", lease.subnets, lease.attrs.public);
+///     }
+///     Ok(())
+/// }
+/// ```
+#[async_trait]
+pub trait SubnetManager: fmt::Debug + Send + Sync {
+    /// The network config, parsed and checked.
+    ///
+    /// # Errors
+    /// [`Error::NoConfig`](crate::Error::NoConfig), [`Error::Config`](crate::Error::Config), or the store
+    /// does not answer.
+    async fn network_config(&self) -> Result<Config>;
+
+    /// What the store knows of this node, asked before the external interface is chosen.
+    ///
+    /// # Errors
+    /// The store does not answer, or what it holds cannot be understood.
+    async fn hints(&self) -> Result<Hints> {
+        Ok(Hints::default())
+    }
+
+    /// Gets this node a lease with these attributes: the one it has, the one it had before, or a free one.
+    ///
+    /// # Errors
+    /// [`Error::OutOfSubnets`](crate::Error::OutOfSubnets), [`Error::Taken`](crate::Error::Taken), or the
+    /// store does not answer. A lost race is not an error; the next subnet is tried.
+    ///
+    /// # Cancel safety
+    /// Dropped half-way, a lease may have been taken; the next call finds it again by the public address.
+    async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease>;
+
+    /// Publishes other attributes for the lease that we hold.
+    ///
+    /// # Errors
+    /// [`Error::Conflict`](crate::Error::Conflict) if somebody else wrote since `held` was read.
+    async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> Result<Lease>;
+
+    /// Keeps the lease until it ends, which is what it returns. Failures to renew are retried inside.
+    ///
+    /// # Errors
+    /// The lease cannot be kept, and trying again will not help.
+    ///
+    /// # Cancel safety
+    /// Dropping stops renewing; the lease lives on until it expires.
+    async fn hold_lease(&self, held: &Lease) -> Result<LeaseEnd>;
+
+    /// Everybody's leases, always the latest: bursts coalesce, nothing queues. The receiver may start with
+    /// [`View::unknown`] and stays valid for as long as the manager lives.
+    ///
+    /// # Errors
+    /// Watching cannot even start.
+    async fn watch_leases(&self) -> Result<watch::Receiver<View>>;
+
+    /// How the store is doing. Cheap; wakes nobody.
+    fn store_status(&self) -> StoreStatus;
+}
+
+/// What the store knows of this node before its external interface is chosen.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Hints {
+    /// Public addresses that the store prescribes for this node; they override the command line.
+    pub public: Dual<IpAddr>,
+    /// What this node published last, if the store still has it: a backend keeps its keys and MAC addresses.
+    pub last_published: Option<LeaseAttrs>,
+    /// The subnets that this node had before.
+    pub previous: Option<Subnets>,
+}
+
+/// Why a lease is no longer ours.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum LeaseEnd {
+    /// It could not be renewed in time and the store forgot it.
+    Expired,
+    /// Somebody deleted it: the order to stop.
+    Deleted,
+    /// Another node holds it now.
+    Taken {
+        /// That node, for a message.
+        by: String,
+    },
+    /// The store gave this node other subnets.
+    Moved {
+        /// The new ones.
+        to: Subnets,
+    },
+}
+
+impl fmt::Display for LeaseEnd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Expired => f.write_str("it expired before it could be renewed"),
+            Self::Deleted => f.write_str("somebody deleted it, which orders this node to stop"),
+            Self::Taken { by } => write!(f, "it is now held by {by}"),
+            Self::Moved { to } => write!(f, "this node was given {to} instead"),
+        }
+    }
+}
+
+/// How a store is doing.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct StoreStatus {
+    /// The store's name, such as `dir:/var/lib/flannel`.
+    pub store: String,
+    /// The last revision that the store confirmed, and when; `None` before the first.
+    pub confirmed: Option<(Revision, SystemTime)>,
+    /// Requests sent so far.
+    pub requests: u64,
+    /// Requests that failed.
+    pub failures: u64,
+    /// Entries in the store that are no leases and were skipped: key and reason.
+    pub skipped: Vec<(String, String)>,
+    /// The last failure, and when; `None` if there was none, or one since put right.
+    pub last_error: Option<(String, SystemTime)>,
+}

@@ -1,0 +1,2 @@
+//! A cluster on one machine.
+fn main() {}

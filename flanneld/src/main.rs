@@ -1,0 +1,2 @@
+//! The flannel daemon.
+fn main() {}
