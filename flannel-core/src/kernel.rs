@@ -10,7 +10,7 @@ use std::net::IpAddr;
 use async_trait::async_trait;
 
 use crate::address::{LinkName, Subnet};
-use crate::state::{Addr, Change, Key, Route, State, Via};
+use crate::state::{Addr, Change, Key, Object, Route, State, Via};
 
 /// The route protocol that flannel's routes and nexthops carry (`ip route … proto 241`).
 ///
@@ -221,17 +221,29 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError>;
 }
 
-/// What may no longer be as we put it. Doubt is removed by putting the object again, or by a snapshot; never
-/// by trusting the message that raised it.
+/// News from the kernel: what may no longer be as we put it. Doubt is removed by putting the object again, or
+/// by a snapshot; never by trusting the message that raised it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Doubts {
-    /// These objects were changed or deleted by somebody else.
-    Keys(Vec<Key>),
+    /// Single objects were changed or deleted, in this order, by somebody else (or by ourselves, where the
+    /// kernel does not say by whom: links and forwarding entries).
+    Objects(Vec<Report>),
     /// The device changed in some way: it and everything on it. The kernel deletes IPv4 routes and permanent
     /// neighbours of a device that goes down without a word about each.
     Link(LinkName),
     /// Messages were lost.
     Everything,
+}
+
+/// What one message said of one object.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Report {
+    /// It is there, like this.
+    Now(Object),
+    /// It is there, in a form that no [`Object`] expresses (a multipath route, a dynamic neighbour, …).
+    Other(Key),
+    /// It is gone.
+    Gone(Key),
 }
 
 /// A stream of doubts.

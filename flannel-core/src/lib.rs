@@ -1,23 +1,31 @@
 #![doc = include_str!("../README.md")]
 
 mod address;
+mod admit;
 mod config;
 mod error;
 mod json;
 mod kernel;
+mod kernel_network;
 mod lease;
 mod network;
+mod plan;
+mod reconcile;
 mod state;
 mod subnet;
+#[cfg(feature = "testing")]
+pub mod testing;
 
 pub use address::{Dual, Family, LinkName, MacAddr, ParseError, Subnet};
 pub use config::{BackendConfig, Config, PodNetwork};
 pub use error::{Error, Result, holder};
 pub use json::{FieldError, Fields, compact};
-pub use kernel::{Changes, Doubts, Kernel, KernelError, Owned, ROUTE_PROTOCOL, RouteAnswer};
+pub use kernel::{Changes, Doubts, Kernel, KernelError, Owned, ROUTE_PROTOCOL, Report, RouteAnswer};
+pub use kernel_network::{Blueprint, KernelNetwork};
 pub use lease::{Endpoint, KeyError, Lease, LeaseAttrs, LeaseSet, Origin, Revision, Subnets, View};
 pub use network::{
     Backend, Disbelief, Ended, ExternalInterface, Failure, Host, Network, NetworkHandle, Status,
 };
+pub use plan::{Env, Plan, Rejected};
 pub use state::{Addr, Change, Fdb, Key, Link, LinkKind, Neigh, Nexthop, Object, Route, State, Via, Vxlan};
 pub use subnet::{Hints, LeaseEnd, StoreStatus, SubnetManager};

@@ -9,7 +9,7 @@ use std::time::SystemTime;
 use async_trait::async_trait;
 use tokio::sync::watch;
 
-use crate::address::{Dual, LinkName};
+use crate::address::{Dual, LinkName, Subnet};
 use crate::config::Config;
 use crate::error::Result;
 use crate::kernel::{Kernel, KernelError};
@@ -165,14 +165,17 @@ pub struct Failure {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Disbelief {
-    /// A subnet lies outside the pod network, or its family is not enabled.
+    /// A subnet lies outside the pod network.
     #[error("{subnet} lies outside the pod network {network}")]
     Outside {
         /// The lease's subnet.
-        subnet: crate::address::Subnet,
-        /// The network, or `(none)` for the family.
-        network: String,
+        subnet: Subnet,
+        /// The network.
+        network: Subnet,
     },
+    /// It has no subnet in any family that the network config enables.
+    #[error("it has no subnet in a family that the network config enables")]
+    NoEnabledFamily,
     /// It overlaps this node's own lease, which always wins at home.
     #[error("it overlaps this node's own lease {own}")]
     OverlapsOwn {
@@ -196,6 +199,12 @@ pub enum Disbelief {
         earlier: Subnets,
         /// Its node.
         holder: String,
+    },
+    /// It asks for a kernel object that is this node's own.
+    #[error("{key} is this node's own")]
+    ContradictsOwn {
+        /// The object.
+        key: Key,
     },
     /// The backend cannot use it.
     #[error("{0}")]

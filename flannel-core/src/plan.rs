@@ -1,0 +1,60 @@
+//! What a backend is, at heart: a pure function from one peer's lease to kernel objects.
+
+use std::cell::RefCell;
+use std::net::IpAddr;
+
+use crate::address::LinkName;
+use crate::lease::Lease;
+use crate::state::Object;
+
+/// From one peer's lease to the kernel objects that reach it.
+///
+/// Pure: the same lease and the same answers from [`Env`] give the same objects. Called again when the lease
+/// changes or an answer does, never otherwise. Called for this node's own lease too, to know which
+/// objects no peer may claim; those are not put into the kernel.
+pub type Plan = dyn Fn(&Lease, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejected> + Send + Sync;
+
+/// Why a plan cannot use a lease: its backend data are malformed, or it is for another backend.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Rejected(pub String);
+
+impl From<crate::json::FieldError> for Rejected {
+    fn from(error: crate::json::FieldError) -> Self {
+        Self(error.to_string())
+    }
+}
+
+/// The facts that a plan may ask for. What it asks is remembered: when an answer changes, it is called again.
+pub struct Env<'a> {
+    on_link: &'a dyn Fn(IpAddr) -> Option<LinkName>,
+    asked: RefCell<Vec<IpAddr>>,
+}
+
+impl<'a> Env<'a> {
+    /// An environment that answers with `on_link`.
+    pub fn new(on_link: &'a dyn Fn(IpAddr) -> Option<LinkName>) -> Self {
+        Self { on_link, asked: RefCell::default() }
+    }
+
+    /// The device by which packets reach `address` without a router; `None` if they need one, or cannot
+    /// reach it, or if it is an address of this host.
+    pub fn on_link(&self, address: IpAddr) -> Option<LinkName> {
+        self.asked.borrow_mut().push(address);
+        (self.on_link)(address)
+    }
+
+    /// The addresses that were asked for.
+    pub(crate) fn into_asked(self) -> Vec<IpAddr> {
+        let mut asked = self.asked.into_inner();
+        asked.sort_unstable();
+        asked.dedup();
+        asked
+    }
+}
+
+impl std::fmt::Debug for Env<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Env").field("asked", &self.asked).finish_non_exhaustive()
+    }
+}

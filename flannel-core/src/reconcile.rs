@@ -1,0 +1,354 @@
+//! Makes the kernel equal to what is wanted, whatever state it finds.
+//!
+//! The one thing to know: the kernel is taken to be what was last put there, except for what is *in doubt*. A
+//! doubt about one object is removed by putting the object again, a doubt about more by a snapshot. No message
+//! from the kernel is trusted to say how things are, only that they may have changed.
+//!
+//! No clock and no task in here: the driver ([`KernelNetwork`](crate::KernelNetwork)) says when.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::sync::Mutex;
+use std::time::SystemTime;
+
+use crate::address::{LinkName, Subnet};
+use crate::admit::{Delta, Peers};
+use crate::kernel::{Doubts, Kernel, KernelError, Owned, Report};
+use crate::lease::{LeaseSet, Origin, View};
+use crate::network::{Failure, Status};
+use crate::state::{Change, Key, Object, State, diff};
+
+/// How many changes are handed to the kernel at once. More gains nothing (the kernel works at its own pace), and a
+/// stop waits for at most one batch.
+const BATCH: usize = 128;
+
+/// Why an object is to be put.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Cause {
+    /// A lease defined it anew.
+    Lease,
+    /// It may not be as we put it.
+    Doubt,
+}
+
+/// Which answers that plans were given may no longer hold.
+#[derive(Debug, Default)]
+struct StaleFacts {
+    all: bool,
+    under: BTreeSet<Subnet>,
+}
+
+/// Lets batches through until it is closed; closing waits for the batch in hand.
+#[derive(Debug, Default)]
+pub(crate) struct Gate {
+    closed: Mutex<bool>,
+}
+
+impl Gate {
+    /// Does `work` unless the gate is closed; `None` if it is.
+    fn pass<T>(&self, work: impl FnOnce() -> T) -> Option<T> {
+        let closed = self.closed.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        (!*closed).then(work)
+    }
+
+    pub(crate) fn close(&self) {
+        *self.closed.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = true;
+    }
+}
+
+/// The gate was closed: leave everything as it is.
+#[derive(Debug)]
+pub(crate) struct Closed;
+
+pub(crate) struct Reconciler {
+    owned: Owned,
+    base: State,
+    peers: Peers,
+    leases: LeaseSet,
+    live: bool,
+    /// Wanted objects that are not known to be in place.
+    put: BTreeMap<Key, Cause>,
+    /// Objects of ours that are not wanted and not known to be gone.
+    gone: BTreeMap<Key, Object>,
+    /// Everything is in doubt: only a snapshot helps.
+    unread: bool,
+    /// How many times the kernel was read.
+    reads: u64,
+    /// How many objects peers add to `base`.
+    peer_objects: usize,
+    stale_facts: StaleFacts,
+    failing: BTreeMap<Key, Failure>,
+    kernel_error: Option<KernelError>,
+    applied: u64,
+    repaired: u64,
+}
+
+impl Reconciler {
+    pub(crate) fn new(owned: Owned, base: State, peers: Peers) -> Self {
+        Self {
+            owned,
+            base,
+            peers,
+            leases: LeaseSet::default(),
+            live: false,
+            put: BTreeMap::new(),
+            gone: BTreeMap::new(),
+            unread: true,
+            reads: 0,
+            peer_objects: 0,
+            stale_facts: StaleFacts::default(),
+            failing: BTreeMap::new(),
+            kernel_error: None,
+            applied: 0,
+            repaired: 0,
+        }
+    }
+
+    /// Takes in a newer view. Asks `kernel` what plans ask.
+    pub(crate) fn view(&mut self, view: &View, kernel: &dyn Kernel) {
+        let deltas = self.peers.update(view.leases.changes_since(&self.leases), &on_link(kernel));
+        self.leases = view.leases.clone();
+        self.live = matches!(view.origin, Origin::Live { .. });
+        self.take(deltas);
+    }
+
+    /// Asks anew what plans asked, where the answer may have changed.
+    pub(crate) fn recheck_facts(&mut self, kernel: &dyn Kernel) {
+        let stale = std::mem::take(&mut self.stale_facts);
+        let answers = on_link(kernel);
+        if stale.all {
+            let deltas = self.peers.recheck(None, &answers);
+            return self.take(deltas);
+        }
+        for subnet in stale.under {
+            let deltas = self.peers.recheck(Some(subnet), &answers);
+            self.take(deltas);
+        }
+    }
+
+    pub(crate) fn has_stale_facts(&self) -> bool {
+        self.stale_facts.all || !self.stale_facts.under.is_empty()
+    }
+
+    /// Takes in news from the kernel.
+    pub(crate) fn doubt(&mut self, doubts: &Doubts) {
+        match doubts {
+            Doubts::Everything => {
+                self.unread = true;
+                self.stale_facts.all = true;
+            }
+            Doubts::Link(name) => {
+                let ours = self.owned.links.contains(name) || self.owned.routes_on.contains(name);
+                self.unread |= ours;
+                self.stale_facts.all |= ours || self.peers.relies_on(*name);
+            }
+            Doubts::Objects(reports) => reports.iter().for_each(|report| self.doubt_object(report)),
+        }
+    }
+
+    fn doubt_object(&mut self, report: &Report) {
+        let key = match report {
+            Report::Now(object) => object.key(),
+            Report::Other(key) | Report::Gone(key) => *key,
+        };
+        let concerned = self.owned.concerns(&key);
+        if let (Key::Route(dst), false) = (key, concerned) {
+            if self.peers.asks_under(dst) {
+                self.stale_facts.under.insert(dst);
+            }
+        }
+        match (self.want(&key), report) {
+            // Says what we want to hear: no reason for doubt (and none for trust: a doubt stays one).
+            (Some(want), Report::Now(object)) if want == object => {}
+            (Some(_), _) => {
+                self.put.entry(key).or_insert(Cause::Doubt);
+            }
+            (None, Report::Gone(_)) => {}
+            (None, _) => self.unread |= concerned,
+        }
+    }
+
+    /// There is work for [`Reconciler::settle`].
+    pub(crate) fn is_unsettled(&self) -> bool {
+        self.unread || !self.put.is_empty() || (self.live && !self.gone.is_empty())
+    }
+
+    /// Brings the kernel to what is wanted, as far as it lets us; what it refuses is in the status. Blocks.
+    ///
+    /// # Errors
+    /// [`Closed`]: the gate was closed before everything was done.
+    pub(crate) fn settle(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
+        let mut links_put = BTreeSet::new();
+        // A link that is put may take all that is on it with it, so the kernel is read again after each.
+        while self.is_unsettled() {
+            if self.unread && !self.read(kernel, &links_put) {
+                return Ok(());
+            }
+            let links: Vec<Change> = self.puts(|key| matches!(key, Key::Link(_))).collect();
+            if links.is_empty() {
+                break;
+            }
+            links_put.extend(links.iter().map(|change| change.object().key()));
+            self.unread |= self.apply(kernel, gate, &links)?;
+        }
+        // Without its link nothing can be put; one failure in the status says more than ten thousand.
+        let missing = |link: LinkName| self.failing.contains_key(&Key::Link(link));
+        let on_missing_link = |key: &Key| self.want(key).and_then(Object::link).is_some_and(missing);
+        let mut changes: Vec<Change> = self.puts(|key| !on_missing_link(key)).collect();
+        if self.live {
+            changes.extend(self.gone.values().rev().cloned().map(Change::Delete));
+        }
+        self.apply(kernel, gate, &changes).map(drop)
+    }
+
+    /// How many times the kernel was read so far.
+    pub(crate) fn reads(&self) -> u64 {
+        self.reads
+    }
+
+    pub(crate) fn is_failing(&self) -> bool {
+        !self.failing.is_empty() || self.kernel_error.is_some()
+    }
+
+    pub(crate) fn status(&self) -> Status {
+        let remark = |(address, count)| format!("{count} peers share the public address {address}");
+        Status {
+            in_sync: self.live && !self.is_unsettled() && !self.is_failing(),
+            live: self.live,
+            peers: self.peers.believed(),
+            objects: self.base.len() + self.peer_objects,
+            disbelieved: self.peers.disbelieved().clone(),
+            failing: self.failing.clone(),
+            kernel_error: self.kernel_error.clone(),
+            remarks: self.peers.repeated_publics().map(remark).collect(),
+            applied: self.applied,
+            repaired: self.repaired,
+        }
+    }
+
+    fn want(&self, key: &Key) -> Option<&Object> {
+        self.base.get(key).or_else(|| self.peers.object(key))
+    }
+
+    fn take(&mut self, deltas: Vec<Delta>) {
+        for Delta { key, before, after } in deltas {
+            self.peer_objects += usize::from(after.is_some());
+            self.peer_objects -= usize::from(before.is_some());
+            if after.is_some() {
+                self.gone.remove(&key);
+                self.put.insert(key, Cause::Lease);
+            } else if let Some(before) = before {
+                self.put.remove(&key);
+                self.failing.remove(&key);
+                self.gone.insert(key, before);
+            }
+        }
+    }
+
+    fn puts(&self, filter: impl Fn(&Key) -> bool) -> impl Iterator<Item = Change> {
+        let keys = self.put.keys().filter(move |key| filter(key));
+        keys.filter_map(|key| self.want(key)).cloned().map(Change::Put)
+    }
+
+    /// Reads the kernel and finds out what is to be done; false if it could not be read.
+    ///
+    /// A link in `links_put` that still is not as wanted is one that the kernel keeps as it is: say so
+    /// instead of putting it for ever.
+    fn read(&mut self, kernel: &dyn Kernel, links_put: &BTreeSet<Key>) -> bool {
+        let actual = match kernel.snapshot(&self.owned) {
+            Ok(actual) => actual,
+            Err(error) => {
+                self.kernel_error = Some(error);
+                return false;
+            }
+        };
+        self.kernel_error = None;
+        self.unread = false;
+        let cause = if self.reads == 0 { Cause::Lease } else { Cause::Doubt };
+        self.reads += 1;
+        let before = std::mem::take(&mut self.put);
+        self.gone.clear();
+        for change in diff(merge(self.base.iter(), self.peers.objects()), &actual) {
+            let key = change.object().key();
+            match change {
+                Change::Put(object) if links_put.contains(&key) => {
+                    let now = actual.get(&key).map_or_else(|| "absent".to_owned(), ToString::to_string);
+                    let detail = format!("the kernel did not take it over: it is now {now}");
+                    let error = KernelError::explained(EAGAIN, detail);
+                    self.fail(&Change::Put(object), error);
+                }
+                Change::Put(_) => {
+                    self.put.insert(key, before.get(&key).copied().unwrap_or(cause));
+                }
+                Change::Delete(object) => {
+                    self.gone.insert(key, object);
+                }
+            }
+        }
+        let (put, gone) = (&self.put, &self.gone);
+        self.failing
+            .retain(|key, _| put.contains_key(key) || gone.contains_key(key) || links_put.contains(key));
+        true
+    }
+
+    /// Applies changes batch by batch; true if one of them succeeded.
+    fn apply(&mut self, kernel: &dyn Kernel, gate: &Gate, changes: &[Change]) -> Result<bool, Closed> {
+        let mut any = false;
+        for batch in changes.chunks(BATCH) {
+            let results = gate.pass(|| kernel.apply(&self.owned, batch)).ok_or(Closed)?;
+            for (change, result) in batch.iter().zip(results) {
+                any |= result.is_ok();
+                self.record(change, result);
+            }
+        }
+        Ok(any)
+    }
+
+    fn record(&mut self, change: &Change, result: Result<(), KernelError>) {
+        let key = change.object().key();
+        let cause = self.put.remove(&key);
+        match result {
+            Ok(()) => {
+                self.failing.remove(&key);
+                self.gone.remove(&key);
+                match cause {
+                    Some(Cause::Doubt) => self.repaired += 1,
+                    _ => self.applied += 1,
+                }
+            }
+            Err(error) => self.fail(change, error),
+        }
+    }
+
+    fn fail(&mut self, change: &Change, error: KernelError) {
+        let key = change.object().key();
+        let failure = self.failing.entry(key).or_insert_with(|| {
+            tracing::warn!(%change, %error, "the kernel refused");
+            Failure { change: String::new(), error: error.clone(), since: SystemTime::now(), tries: 0 }
+        });
+        failure.change = change.to_string();
+        failure.error = error;
+        failure.tries = failure.tries.saturating_add(1);
+    }
+}
+
+const EAGAIN: i32 = 11;
+
+/// What plans ask of a kernel. One that cannot answer says that nothing is on the link: the safe answer, since
+/// every peer can be reached through a tunnel or not at all.
+fn on_link(kernel: &dyn Kernel) -> impl Fn(IpAddr) -> Option<LinkName> {
+    |address| kernel.lookup(address).ok()?.on_link()
+}
+
+/// Merges two sequences that are each in the order of keys.
+fn merge<'a>(
+    a: impl Iterator<Item = &'a Object>,
+    b: impl Iterator<Item = &'a Object>,
+) -> impl Iterator<Item = &'a Object> {
+    let (mut a, mut b) = (a.peekable(), b.peekable());
+    std::iter::from_fn(move || match (a.peek(), b.peek()) {
+        (Some(x), Some(y)) if y.key() < x.key() => b.next(),
+        (Some(_), _) => a.next(),
+        (None, _) => b.next(),
+    })
+}

@@ -1,0 +1,438 @@
+//! A kernel in memory that behaves like Linux where it matters, and fails on demand.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use async_trait::async_trait;
+use tokio::sync::mpsc;
+
+use crate::address::{LinkName, Subnet};
+use crate::kernel::{Changes, Doubts, Kernel, KernelError, Owned, ROUTE_PROTOCOL, Report, RouteAnswer};
+use crate::state::{Change, Key, Link, LinkKind, Object, State, Via};
+
+const ENOENT: i32 = 2;
+const EEXIST: i32 = 17;
+const ENODEV: i32 = 19;
+const EINVAL: i32 = 22;
+const ENETDOWN: i32 = 100;
+const ENETUNREACH: i32 = 101;
+const ENOBUFS: i32 = 105;
+
+/// A kernel in memory: it has Linux's rules for what needs what, what vanishes with what, and what is told to
+/// whom; and a fault can be planted in every call.
+///
+/// Clones are the same kernel and the same writer. [`FakeKernel::other`] is the same kernel seen by another
+/// process, whose changes are news to the first.
+#[derive(Clone)]
+pub struct FakeKernel {
+    writer: u32,
+    tables: Arc<Mutex<Tables>>,
+}
+
+#[derive(Default)]
+struct Tables {
+    writers: u32,
+    /// Links of others: the name, up, and the subnet that is on the link.
+    foreign: BTreeMap<LinkName, Foreign>,
+    objects: BTreeMap<Key, Entry>,
+    listeners: Vec<(u32, mpsc::UnboundedSender<Doubts>)>,
+    faults: Vec<Fault>,
+    calls: Vec<Call>,
+}
+
+#[derive(Debug)]
+struct Foreign {
+    up: bool,
+    on_link: Vec<Subnet>,
+}
+
+#[derive(Debug, Clone)]
+struct Entry {
+    object: Object,
+    /// The route protocol, where there is one.
+    protocol: u8,
+}
+
+struct Fault {
+    matches: Box<dyn Fn(&Call) -> bool + Send>,
+    error: KernelError,
+    times: usize,
+}
+
+/// One call to the kernel, as faults see it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Call {
+    /// What was asked.
+    pub operation: Operation,
+    /// Of which object; `None` where none is meant.
+    pub key: Option<Key>,
+}
+
+/// What a [`Call`] asks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Operation {
+    /// [`Kernel::snapshot`].
+    Snapshot,
+    /// [`Change::Put`] of something that is not there.
+    Create,
+    /// [`Change::Put`] of something that is there.
+    Replace,
+    /// [`Change::Delete`].
+    Delete,
+    /// [`Kernel::lookup`].
+    Lookup,
+    /// [`Kernel::changes`].
+    Listen,
+}
+
+impl fmt::Debug for FakeKernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FakeKernel").field("writer", &self.writer).finish_non_exhaustive()
+    }
+}
+
+impl Default for FakeKernel {
+    fn default() -> Self {
+        Self { writer: 1, tables: Arc::new(Mutex::new(Tables { writers: 1, ..Tables::default() })) }
+    }
+}
+
+impl FakeKernel {
+    /// A kernel with one link of others that is up and has `192.0.2.0/24` and `2001:db8::/64` on it.
+    pub fn with_uplink(name: &str) -> Self {
+        let kernel = Self::default();
+        let on_link = ["192.0.2.0/24", "2001:db8::/64"].map(|s| s.parse().expect("a subnet"));
+        kernel.add_foreign_link(name, &on_link);
+        kernel
+    }
+
+    /// The same kernel, seen by another process.
+    pub fn other(&self) -> Self {
+        let mut tables = self.lock();
+        tables.writers += 1;
+        Self { writer: tables.writers, tables: Arc::clone(&self.tables) }
+    }
+
+    /// Adds a link of others, up, with these subnets on it.
+    ///
+    /// # Panics
+    /// `name` is no interface name.
+    pub fn add_foreign_link(&self, name: &str, on_link: &[Subnet]) {
+        let name = name.parse().expect("an interface name");
+        let mut tables = self.lock();
+        tables.foreign.insert(name, Foreign { up: true, on_link: on_link.to_vec() });
+        tables.tell(0, Doubts::Link(name));
+    }
+
+    /// Changes what is on a link of others, as an address change does.
+    pub fn set_on_link(&self, name: &str, on_link: &[Subnet]) {
+        let mut tables = self.lock();
+        let name = name.parse().expect("an interface name");
+        let Some(foreign) = tables.foreign.get_mut(&name) else { return };
+        let old = std::mem::replace(&mut foreign.on_link, on_link.to_vec());
+        let routes = old.into_iter().chain(on_link.iter().copied()).map(|s| Report::Other(Key::Route(s)));
+        let routes = routes.collect();
+        tables.tell(0, Doubts::Objects(routes));
+    }
+
+    /// Sets a link up or down, as an administrator does: down drops its IPv4 routes, nexthops and permanent
+    /// neighbours, and says so only by a message about the link.
+    pub fn set_up(&self, name: &str, up: bool) {
+        let mut tables = self.lock();
+        let name: LinkName = name.parse().expect("an interface name");
+        if let Some(foreign) = tables.foreign.get_mut(&name) {
+            foreign.up = up;
+        }
+        if let Some(Entry { object: Object::Link(link), .. }) = tables.objects.get_mut(&Key::Link(name)) {
+            link.up = up;
+        }
+        if !up {
+            tables.drop_by_down(name);
+        }
+        tables.tell(0, Doubts::Link(name));
+    }
+
+    /// Deletes a link, ours or another's, with all that is on it.
+    pub fn delete_link(&self, name: &str) {
+        let mut tables = self.lock();
+        let name = name.parse().expect("an interface name");
+        tables.foreign.remove(&name);
+        tables.drop_link(name);
+        tables.tell(0, Doubts::Link(name));
+    }
+
+    /// Puts an object the way another process would, with this route protocol.
+    pub fn foreign_put(&self, object: impl Into<Object>, protocol: u8) {
+        let object = object.into();
+        let mut tables = self.lock();
+        tables.objects.insert(object.key(), Entry { object: object.clone(), protocol });
+        let doubts = match &object {
+            Object::Link(link) => Doubts::Link(link.name),
+            _ => Doubts::Objects(vec![Report::Now(object)]),
+        };
+        tables.tell(0, doubts);
+    }
+
+    /// Deletes an object the way another process would.
+    pub fn foreign_delete(&self, key: Key) {
+        let mut tables = self.lock();
+        tables.objects.remove(&key);
+        tables.tell(0, Doubts::Objects(vec![Report::Gone(key)]));
+    }
+
+    /// Makes every listener lose its messages.
+    pub fn lose_messages(&self) {
+        self.lock().tell(0, Doubts::Everything);
+    }
+
+    /// Makes the next `times` calls that `matches` fail with `errno`.
+    pub fn fail(&self, times: usize, errno: i32, matches: impl Fn(&Call) -> bool + Send + 'static) {
+        let error = KernelError::explained(errno, "planted fault");
+        self.lock().faults.push(Fault { matches: Box::new(matches), error, times });
+    }
+
+    /// Takes all planted faults away; true if each of them fired as often as it was to.
+    pub fn clear_faults(&self) -> bool {
+        let faults = std::mem::take(&mut self.lock().faults);
+        faults.iter().all(|fault| fault.times == 0)
+    }
+
+    /// The calls since the last time this was asked.
+    pub fn take_calls(&self) -> Vec<Call> {
+        std::mem::take(&mut self.lock().calls)
+    }
+
+    /// All objects, whoever made them, as text.
+    pub fn dump(&self) -> Vec<String> {
+        self.lock().objects.values().map(|entry| entry.object.to_string()).collect()
+    }
+
+    /// All objects, whoever made them.
+    pub fn state(&self) -> State {
+        self.lock().objects.values().map(|entry| entry.object.clone()).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Tables> {
+        self.tables.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Tables {
+    /// Notes a call, and fails it if a fault says so.
+    fn call(&mut self, operation: Operation, key: Option<Key>) -> Result<(), KernelError> {
+        let call = Call { operation, key };
+        let fault = self.faults.iter_mut().find(|fault| fault.times > 0 && (fault.matches)(&call));
+        self.calls.push(call);
+        match fault {
+            Some(fault) => {
+                fault.times -= 1;
+                Err(fault.error.clone())
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Tells all listeners but the writer itself. Nobody is the writer of messages about links and fdb.
+    fn tell(&mut self, writer: u32, doubts: Doubts) {
+        self.listeners.retain(|(listener, _)| *listener != u32::MAX);
+        for (listener, sender) in &mut self.listeners {
+            if *listener != writer && sender.send(doubts.clone()).is_err() {
+                *listener = u32::MAX;
+            }
+        }
+    }
+
+    fn is_up(&self, name: LinkName) -> Result<bool, KernelError> {
+        if let Some(foreign) = self.foreign.get(&name) {
+            return Ok(foreign.up);
+        }
+        match self.objects.get(&Key::Link(name)) {
+            Some(Entry { object: Object::Link(link), .. }) => Ok(link.up),
+            _ => Err(KernelError::explained(ENODEV, format!("no interface named {name}"))),
+        }
+    }
+
+    fn drop_by_down(&mut self, name: LinkName) {
+        let dropped = |object: &Object| match object {
+            Object::Neigh(o) => o.link == name,
+            Object::Nexthop(o) => o.link == name,
+            Object::Route(o) => o.dst.base().is_ipv4() && object.link() == Some(name),
+            _ => false,
+        };
+        self.objects.retain(|_, entry| !dropped(&entry.object));
+        self.drop_orphans();
+    }
+
+    fn drop_link(&mut self, name: LinkName) {
+        self.objects.remove(&Key::Link(name));
+        self.objects.retain(|_, entry| entry.object.link() != Some(name));
+        self.drop_orphans();
+        for entry in self.objects.values_mut() {
+            if let Object::Link(Link { kind: LinkKind::Vxlan(vxlan), .. }) = &mut entry.object {
+                if vxlan.lower == Some(name) {
+                    vxlan.lower = None;
+                }
+            }
+        }
+    }
+
+    /// Routes by a nexthop object go with it.
+    fn drop_orphans(&mut self) {
+        let there: Vec<u32> = self
+            .objects
+            .keys()
+            .filter_map(|k| if let Key::Nexthop(id) = k { Some(*id) } else { None })
+            .collect();
+        self.objects.retain(|_, entry| match &entry.object {
+            Object::Route(route) => !matches!(route.via, Via::Nexthop(id) if !there.contains(&id)),
+            _ => true,
+        });
+    }
+
+    fn on_link(&self, address: IpAddr) -> Option<LinkName> {
+        let on =
+            |foreign: &Foreign| foreign.up && foreign.on_link.iter().any(|subnet| subnet.contains(address));
+        self.foreign.iter().find(|(_, foreign)| on(foreign)).map(|(name, _)| *name)
+    }
+
+    fn put(&mut self, writer: u32, object: &Object) -> Result<(), KernelError> {
+        let key = object.key();
+        let operation = if self.objects.contains_key(&key) { Operation::Replace } else { Operation::Create };
+        self.call(operation, Some(key))?;
+        if let Object::Link(link) = object {
+            return self.put_link(link);
+        }
+        if let Some(link) = object.link() {
+            let up = self.is_up(link)?;
+            if !up && matches!(object, Object::Nexthop(_) | Object::Route(_)) {
+                return Err(KernelError::explained(ENETDOWN, "Device for nexthop is not up"));
+            }
+        }
+        match object {
+            Object::Fdb(fdb) if self.foreign.contains_key(&fdb.link) => return Err(KernelError::new(EINVAL)),
+            Object::Route(route) => match route.via {
+                Via::Gateway { gateway, link, onlink: false } if self.on_link(gateway) != Some(link) => {
+                    return Err(KernelError::explained(ENETUNREACH, "Nexthop has invalid gateway"));
+                }
+                Via::Nexthop(id) if !self.objects.contains_key(&Key::Nexthop(id)) => {
+                    return Err(KernelError::explained(EINVAL, "Nexthop id does not exist"));
+                }
+                _ => {}
+            },
+            _ => {}
+        }
+        let entry = Entry { object: object.clone(), protocol: ROUTE_PROTOCOL };
+        let old = self.objects.insert(key, entry);
+        if old.is_none_or(|old| old.object != *object) {
+            let teller = if matches!(object, Object::Fdb(_)) { 0 } else { writer };
+            self.tell(teller, Doubts::Objects(vec![Report::Now(object.clone())]));
+        }
+        Ok(())
+    }
+
+    fn put_link(&mut self, link: &Link) -> Result<(), KernelError> {
+        if self.foreign.contains_key(&link.name) {
+            let detail = format!("{} exists and is not a vxlan device", link.name);
+            return Err(KernelError::explained(EEXIST, detail));
+        }
+        let LinkKind::Vxlan(want) = &link.kind;
+        if let Some(lower) = want.lower {
+            self.is_up(lower)?;
+        }
+        let old = self.objects.get(&Key::Link(link.name)).map(|entry| entry.object.clone());
+        if let Some(Object::Link(Link { kind: LinkKind::Vxlan(is), up, .. })) = &old {
+            if (is.vni, is.port, is.gbp) != (want.vni, want.port, want.gbp) {
+                self.drop_link(link.name);
+            } else if *up && !link.up {
+                self.drop_by_down(link.name);
+            }
+        }
+        let object = Object::Link(link.clone());
+        if old.as_ref() != Some(&object) {
+            self.objects.insert(Key::Link(link.name), Entry { object, protocol: 0 });
+            self.tell(0, Doubts::Link(link.name));
+        }
+        Ok(())
+    }
+
+    fn delete(&mut self, writer: u32, object: &Object) -> Result<(), KernelError> {
+        let key = object.key();
+        self.call(Operation::Delete, Some(key))?;
+        // Only as described: what took its place by another link or gateway stays.
+        let same = |there: &Object| match (there, object) {
+            (Object::Route(a), Object::Route(b)) => a.via == b.via,
+            (Object::Nexthop(a), Object::Nexthop(b)) => a.link == b.link,
+            _ => true,
+        };
+        if !self.objects.get(&key).is_some_and(|entry| same(&entry.object)) {
+            return Err(KernelError::new(ENOENT));
+        }
+        if let Object::Link(link) = object {
+            self.drop_link(link.name);
+            self.tell(0, Doubts::Link(link.name));
+            return Ok(());
+        }
+        self.objects.remove(&key);
+        self.drop_orphans();
+        let teller = if matches!(object, Object::Fdb(_)) { 0 } else { writer };
+        self.tell(teller, Doubts::Objects(vec![Report::Gone(key)]));
+        Ok(())
+    }
+
+    fn owned(&self, owned: &Owned, entry: &Entry) -> bool {
+        match &entry.object {
+            Object::Link(link) => owned.links.contains(&link.name),
+            Object::Addr(addr) => owned.owns_addr(addr),
+            Object::Neigh(neigh) => owned.owns_entry(neigh.link, true),
+            Object::Fdb(fdb) => owned.owns_entry(fdb.link, true),
+            Object::Nexthop(nexthop) => owned.owns_nexthop(nexthop.link, entry.protocol),
+            Object::Route(route) => owned.owns_route(route, entry.protocol),
+        }
+    }
+}
+
+impl Kernel for FakeKernel {
+    fn snapshot(&self, owned: &Owned) -> Result<State, KernelError> {
+        let mut tables = self.lock();
+        tables.call(Operation::Snapshot, None)?;
+        let ours = tables.objects.values().filter(|entry| tables.owned(owned, entry));
+        Ok(ours.map(|entry| entry.object.clone()).collect())
+    }
+
+    fn apply(&self, _: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+        let mut tables = self.lock();
+        let one = |change: &Change| match change {
+            Change::Put(object) => tables.put(self.writer, object),
+            Change::Delete(object) => match tables.delete(self.writer, object) {
+                Err(error) if error.is_absent() => Ok(()),
+                result => result,
+            },
+        };
+        changes.iter().map(one).collect()
+    }
+
+    fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
+        let mut tables = self.lock();
+        tables.call(Operation::Lookup, None)?;
+        Ok(tables.on_link(dst).map_or_else(RouteAnswer::nowhere, |link| RouteAnswer::via(link, None, None)))
+    }
+
+    fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
+        let mut tables = self.lock();
+        tables.call(Operation::Listen, None)?;
+        let (sender, receiver) = mpsc::unbounded_channel();
+        tables.listeners.push((self.writer, sender));
+        Ok(Box::new(Queue(receiver)))
+    }
+}
+
+struct Queue(mpsc::UnboundedReceiver<Doubts>);
+
+#[async_trait]
+impl Changes for Queue {
+    async fn next(&mut self) -> Result<Doubts, KernelError> {
+        self.0.recv().await.ok_or(KernelError::new(ENOBUFS))
+    }
+}

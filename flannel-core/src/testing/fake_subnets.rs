@@ -1,0 +1,154 @@
+//! A subnet manager in memory.
+
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use async_trait::async_trait;
+use tokio::sync::watch;
+
+use crate::address::{Dual, Subnet};
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::lease::{Lease, LeaseAttrs, LeaseSet, Origin, Revision, Subnets, View};
+use crate::subnet::{Hints, LeaseEnd, StoreStatus, SubnetManager};
+
+/// A subnet manager whose leases a test writes; `acquire_lease` gives the first subnet to this node.
+///
+/// Clones are the same manager.
+#[derive(Debug, Clone)]
+pub struct FakeSubnets(Arc<Mutex<Inner>>);
+
+#[derive(Debug)]
+struct Inner {
+    config: String,
+    hints: Hints,
+    revision: u64,
+    views: watch::Sender<View>,
+    ends: watch::Sender<Option<LeaseEnd>>,
+}
+
+impl FakeSubnets {
+    /// A manager with this IPv4 network, no leases and the default backend.
+    pub fn new(network: &str) -> Self {
+        Self::with_config(&format!(r#"{{"Network":"{network}"}}"#))
+    }
+
+    /// A manager with this network config and no leases.
+    pub fn with_config(config: &str) -> Self {
+        let view = View { leases: LeaseSet::default(), origin: Origin::Live { revision: Revision(1) } };
+        Self(Arc::new(Mutex::new(Inner {
+            config: config.to_owned(),
+            hints: Hints::default(),
+            revision: 1,
+            views: watch::channel(view).0,
+            ends: watch::channel(None).0,
+        })))
+    }
+
+    /// Puts a peer's lease with a public address and nothing else.
+    ///
+    /// # Panics
+    /// `key` is no lease key, or `public` no address.
+    pub fn put(&self, key: &str, public: &str) {
+        let public: IpAddr = public.parse().expect("an IP address");
+        self.put_attrs(key, LeaseAttrs { public: [public].into_iter().collect(), ..LeaseAttrs::default() });
+    }
+
+    /// Puts a peer's lease.
+    ///
+    /// # Panics
+    /// `key` is no lease key.
+    pub fn put_attrs(&self, key: &str, attrs: LeaseAttrs) {
+        let subnets = key.parse().expect("a lease key");
+        self.lock().write(subnets, attrs);
+    }
+
+    /// Takes a lease away.
+    ///
+    /// # Panics
+    /// `key` is no lease key.
+    pub fn delete(&self, key: &str) {
+        let subnets: Subnets = key.parse().expect("a lease key");
+        self.lock().change(|leases| drop(leases.remove(&subnets)));
+    }
+
+    /// Publishes a whole view at once.
+    pub fn set_view(&self, view: View) {
+        self.lock().views.send_replace(view);
+    }
+
+    /// Sets what [`SubnetManager::hints`] answers.
+    pub fn set_hints(&self, hints: Hints) {
+        self.lock().hints = hints;
+    }
+
+    /// Ends every lease that is held.
+    pub fn end_leases(&self, end: LeaseEnd) {
+        self.lock().ends.send_replace(Some(end));
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    fn change(&mut self, change: impl FnOnce(&mut LeaseSet)) {
+        self.revision += 1;
+        let revision = Revision(self.revision);
+        self.views.send_modify(|view| {
+            change(&mut view.leases);
+            view.origin = Origin::Live { revision };
+        });
+    }
+
+    fn write(&mut self, subnets: Subnets, attrs: LeaseAttrs) -> Lease {
+        let revision = Revision(self.revision + 1);
+        let since = self.views.borrow().leases.get(&subnets).map_or(revision, |lease| lease.since);
+        let lease = Lease { subnets, attrs, expires: None, since, revision };
+        self.change(|leases| leases.insert(lease.clone()));
+        lease
+    }
+}
+
+#[async_trait]
+impl SubnetManager for FakeSubnets {
+    async fn network_config(&self) -> Result<Config> {
+        let text = self.lock().config.clone();
+        Config::parse(&text).map_err(|source| Error::Config { location: "memory".into(), source })
+    }
+
+    async fn hints(&self) -> Result<Hints> {
+        Ok(self.lock().hints.clone())
+    }
+
+    async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease> {
+        let networks: Dual<Subnet> = self.network_config().await?.networks.map(|_, n| n.min);
+        let subnets = Subnets::new(networks.values().copied());
+        let subnets = subnets.expect("a checked config enables a family, and its subnets fit into a key");
+        Ok(self.lock().write(subnets, attrs.clone()))
+    }
+
+    async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> Result<Lease> {
+        let mut inner = self.lock();
+        let current = inner.views.borrow().leases.get(&held.subnets).map(|lease| lease.revision);
+        if current != Some(held.revision) {
+            return Err(Error::Conflict { subnets: held.subnets });
+        }
+        Ok(inner.write(held.subnets, attrs.clone()))
+    }
+
+    async fn hold_lease(&self, _: &Lease) -> Result<LeaseEnd> {
+        let mut ends = self.lock().ends.subscribe();
+        let end = ends.wait_for(Option::is_some).await.ok().and_then(|end| end.clone());
+        Ok(end.unwrap_or(LeaseEnd::Deleted))
+    }
+
+    async fn watch_leases(&self) -> Result<watch::Receiver<View>> {
+        Ok(self.lock().views.subscribe())
+    }
+
+    fn store_status(&self) -> StoreStatus {
+        StoreStatus { store: "memory".into(), ..StoreStatus::default() }
+    }
+}
