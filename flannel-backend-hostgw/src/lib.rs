@@ -1,1 +1,88 @@
 #![doc = include_str!("../README.md")]
+
+use async_trait::async_trait;
+use flannel_core::{
+    Backend, Blueprint, Config, Env, Error, Host, KernelNetwork, Lease, LeaseAttrs, LinkName, Network,
+    Object, Owned, Rejected, Result, Route, State, Via,
+};
+
+/// The backend type in leases.
+const TYPE: &str = "host-gw";
+
+/// The backend `host-gw`: a route to every peer's subnet, through the peer itself. All nodes must share a link.
+///
+/// No options. **Source**: flannel `pkg/backend/hostgw/hostgw.go`, `pkg/backend/route_network.go`.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct HostGw;
+
+#[async_trait]
+impl Backend for HostGw {
+    fn name(&self) -> &'static str {
+        TYPE
+    }
+
+    async fn register(&self, host: &Host, config: &Config) -> Result<Box<dyn Network>> {
+        for family in config.networks.families() {
+            let (address, public) = (host.iface.address[family], host.iface.public[family]);
+            let refuse = |reason| Error::Backend { backend: TYPE.into(), reason };
+            let Some(address) = address else {
+                let name = host.iface.name;
+                return Err(refuse(format!(
+                    "{name} has no {family} address, which the network config enables"
+                )));
+            };
+            if let Some(public) = public.filter(|public| *public != address) {
+                return Err(refuse(format!(
+                    "the public address {public} is not the address of {} ({address}): peers use it as their \
+                     gateway, so it must be on the shared link (NAT needs a tunnel, for example vxlan)",
+                    host.iface.name
+                )));
+            }
+        }
+        let attrs = LeaseAttrs {
+            public: flannel_core::Dual::from_fn(|family| {
+                host.iface.address[family].filter(|_| config.networks[family].is_some())
+            }),
+            backend_type: TYPE.into(),
+            ..LeaseAttrs::default()
+        };
+        let lease = host.subnets.acquire_lease(&attrs).await?;
+        let uplink = host.iface.name;
+        let blueprint = Blueprint {
+            lease,
+            networks: config.pod_networks().collect(),
+            mtu: host.iface.mtu,
+            owned: Owned {
+                networks: config.pod_networks().collect(),
+                routes_on: [uplink].into(),
+                ..Owned::default()
+            },
+            base: State::default(),
+            plan: Box::new(move |lease, env, objects| plan(uplink, lease, env, objects)),
+        };
+        Ok(Box::new(KernelNetwork::new(host.kernel.clone(), blueprint)))
+    }
+}
+
+/// One route per family, if the peer is on the link.
+fn plan(uplink: LinkName, lease: &Lease, env: &Env<'_>, objects: &mut Vec<Object>) -> Result<(), Rejected> {
+    if lease.attrs.backend_type != TYPE {
+        let theirs = &lease.attrs.backend_type;
+        return Err(Rejected(format!("its backend type is {theirs:?}, this node's is {TYPE:?}")));
+    }
+    for peer in lease.endpoints() {
+        // A node that published nothing for a family cannot be reached by it, but by the other one.
+        let Some(gateway) = peer.public else { continue };
+        if env.on_link(gateway) != Some(uplink) {
+            return Err(Rejected(format!(
+                "its public address {gateway} is not directly on the link {uplink}, which host-gw needs"
+            )));
+        }
+        let via = Via::Gateway { gateway, link: uplink, onlink: false };
+        objects.push(Route { dst: peer.subnet, via, mtu: None }.into());
+    }
+    if objects.is_empty() {
+        return Err(Rejected("it has no public address".into()));
+    }
+    Ok(())
+}

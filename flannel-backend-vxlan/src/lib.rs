@@ -1,1 +1,155 @@
 #![doc = include_str!("../README.md")]
+
+mod mac;
+mod options;
+mod plan;
+
+use async_trait::async_trait;
+use flannel_core::{
+    Addr, Backend, Blueprint, Config, Dual, Error, Family, Host, KernelNetwork, LeaseAttrs, Link, LinkKind,
+    LinkName, MacAddr, Network, Object, Owned, Result, State, Vxlan,
+};
+
+pub use options::Options;
+
+/// The backend `vxlan`: one tunnel device per family, and per peer a neighbour, a forwarding entry and a route.
+///
+/// Options: [`Options`]. The MTU is the underlay's less 50 bytes for IPv4 and 70 for IPv6; what pods are told is
+/// the smallest over the enabled families.
+///
+/// **Source**: flannel `pkg/backend/vxlan`. Different on purpose: IPv6 costs 70 bytes, not 50; the tunnel's
+/// source is the interface's address, not a public one that the host may not own; an existing device is changed in
+/// place where the kernel can.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct VxlanBackend;
+
+#[async_trait]
+impl Backend for VxlanBackend {
+    fn name(&self) -> &'static str {
+        plan::TYPE
+    }
+
+    async fn register(&self, host: &Host, config: &Config) -> Result<Box<dyn Network>> {
+        let options = Options::parse(&config.backend).map_err(|error| refuse(error.to_string()))?;
+        let names = config.networks.try_map(|family, _| device_name(family, options.vni))?;
+        let macs = choose_macs(host, &names, options.vni).await?;
+        let links = names.try_map(|family, name| device(host, &options, family, *name, &macs))?;
+        let mtu = links.values().map(|link| link.mtu).min();
+        let mtu = mtu.ok_or_else(|| refuse("the network config enables no family".into()))?;
+
+        let attrs = LeaseAttrs {
+            public: host.iface.public,
+            backend_type: plan::TYPE.into(),
+            backend_data: macs.map(|_, mac| plan::backend_data(options.vni, *mac).into()),
+        };
+        let lease = host.subnets.acquire_lease(&attrs).await?;
+        let mut base: State = links.values().cloned().collect();
+        for subnet in lease.subnets.iter() {
+            let Some(link) = names[subnet.family()] else { continue };
+            base.insert(Addr { link, address: subnet.base(), len: subnet.family().bits() });
+        }
+        let direct = options.direct_routing.then_some(host.iface.name);
+        let plan = plan::Plan { devices: names, direct };
+        let blueprint = Blueprint {
+            lease,
+            networks: config.pod_networks().collect(),
+            mtu,
+            owned: Owned {
+                links: names.values().copied().collect(),
+                networks: config.pod_networks().collect(),
+                // Also without DirectRouting: its routes must go when it is switched off.
+                routes_on: [host.iface.name].into(),
+                routes_without_link: false,
+            },
+            base,
+            plan: Box::new(move |lease, env, objects| plan.objects(lease, env, objects)),
+        };
+        Ok(Box::new(KernelNetwork::new(host.kernel.clone(), blueprint)))
+    }
+}
+
+fn refuse(reason: String) -> Error {
+    Error::Backend { backend: plan::TYPE.into(), reason }
+}
+
+/// `flannel.<VNI>` and `flannel-v6.<VNI>`.
+fn device_name(family: Family, vni: u32) -> Result<LinkName> {
+    let name = match family {
+        Family::V4 => format!("flannel.{vni}"),
+        Family::V6 => format!("flannel-v6.{vni}"),
+    };
+    let too_long =
+        |_| refuse(format!("Backend.VNI {vni}: the device name {name} is too long; with IPv6 at most 9999"));
+    name.parse().map_err(too_long)
+}
+
+/// What a tunnel header costs, in bytes: outer IP, UDP, VXLAN and inner Ethernet headers.
+const fn overhead(family: Family) -> u32 {
+    match family {
+        Family::V4 => 20 + 8 + 8 + 14,
+        Family::V6 => 40 + 8 + 8 + 14,
+    }
+}
+
+/// The smallest MTU with which the kernel runs a family, in bytes.
+const fn smallest_mtu(family: Family) -> u32 {
+    match family {
+        Family::V4 => 68,
+        Family::V6 => 1280,
+    }
+}
+
+fn device(
+    host: &Host,
+    options: &Options,
+    family: Family,
+    name: LinkName,
+    macs: &Dual<MacAddr>,
+) -> Result<Link> {
+    let iface = &host.iface;
+    let (Some(local), Some(mac)) = (iface.address[family], macs[family]) else {
+        let name = iface.name;
+        return Err(refuse(format!("{name} has no {family} address, which the network config enables")));
+    };
+    let underlay = options.mtu.unwrap_or(iface.mtu);
+    let mtu = underlay.checked_sub(overhead(family)).filter(|mtu| *mtu >= smallest_mtu(family));
+    let mtu = mtu.ok_or_else(|| {
+        let least = smallest_mtu(family) + overhead(family);
+        refuse(format!("the underlay's MTU {underlay} is too small for {family}: at least {least}"))
+    })?;
+    let vxlan = Vxlan {
+        vni: options.vni,
+        port: options.port,
+        mac,
+        local: Some(local),
+        lower: Some(iface.name),
+        learning: options.learning,
+        gbp: options.gbp,
+    };
+    Ok(Link { name, mtu, up: true, kind: LinkKind::Vxlan(vxlan) })
+}
+
+/// A MAC address for each device: see [`mac`].
+async fn choose_macs(host: &Host, names: &Dual<LinkName>, vni: u32) -> Result<Dual<MacAddr>> {
+    let owned = Owned { links: names.values().copied().collect(), ..Owned::default() };
+    let there =
+        host.kernel.snapshot(&owned).map_err(|source| Error::Kernel { object: "links".into(), source })?;
+    let devices = there.iter().filter_map(|object| match object {
+        Object::Link(Link { name, kind: LinkKind::Vxlan(vxlan), .. }) => Some((*name, vxlan.mac)),
+        _ => None,
+    });
+    let devices: Vec<_> = devices.collect();
+    let last = host.subnets.hints().await?.last_published.unwrap_or_default();
+    let view = host.subnets.watch_leases().await?.borrow().clone();
+    let mut taken = mac::taken(view.leases.iter().map(|lease| &**lease), &host.iface.public);
+    let mut macs = Dual::default();
+    for (family, name) in names.iter() {
+        let device = devices.iter().find(|(device, _)| device == name).map(|(_, mac)| *mac);
+        let public = host.iface.public.map(|_, address| address.to_string());
+        let seed = format!("{} {:?} {:?} {vni} {family}", host.identity, public.v4, public.v6);
+        let mac = mac::choose(mac::published(&last, family), device, &seed, &taken);
+        taken.insert(mac);
+        macs[family] = Some(mac);
+    }
+    Ok(macs)
+}

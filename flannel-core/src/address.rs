@@ -217,6 +217,7 @@ impl Subnet {
     }
 
     /// The prefix length in bits.
+    #[expect(clippy::len_without_is_empty, reason = "no subnet is empty")]
     pub fn len(&self) -> u8 {
         self.0.prefix()
     }

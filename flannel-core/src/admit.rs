@@ -85,9 +85,10 @@ impl Claim {
     }
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Fact {
-    on_link: Option<LinkName>,
+    /// What all who asked were told; `None` if not all were told the same.
+    told: Option<Option<LinkName>>,
     asked_by: BTreeSet<Id>,
 }
 
@@ -140,7 +141,7 @@ impl Peers {
 
     /// Some plan was told that an address is on this link.
     pub(crate) fn relies_on(&self, link: LinkName) -> bool {
-        self.facts.values().any(|fact| fact.on_link == Some(link))
+        self.facts.values().any(|fact| fact.told == Some(Some(link)))
     }
 
     pub(crate) fn believed(&self) -> usize {
@@ -188,9 +189,9 @@ impl Peers {
             None => Box::new(self.facts.iter_mut()),
         };
         for (address, fact) in facts {
-            let now = on_link(*address);
-            if now != fact.on_link {
-                fact.on_link = now;
+            let now = Some(on_link(*address));
+            if now != fact.told {
+                fact.told = now;
                 again.extend(fact.asked_by.iter().copied());
             }
         }
@@ -219,9 +220,12 @@ impl Peers {
             objects.clear();
         }
         let asked = env.into_asked();
-        for address in &asked {
-            let fact = self.facts.entry(*address);
-            let fact = fact.or_insert_with(|| Fact { on_link: on_link(*address), asked_by: BTreeSet::new() });
+        for (address, on_link) in &asked {
+            let fact = self
+                .facts
+                .entry(*address)
+                .or_insert_with(|| Fact { told: Some(*on_link), ..Fact::default() });
+            fact.told = fact.told.filter(|told| told == on_link);
             fact.asked_by.insert(id);
         }
         for object in &objects {
@@ -247,7 +251,7 @@ impl Peers {
         self.slots[id as usize] = Some(Peer {
             lease,
             objects: objects.into(),
-            asked: asked.into(),
+            asked: asked.into_keys().collect(),
             rejected: rejected.map(|r| r.0.into()),
             believed: false,
         });
@@ -272,10 +276,10 @@ impl Peers {
         }
         for subnet in peer.lease.subnets.iter() {
             self.subnets.remove(&(subnet, id));
-            decrement(&mut self.lengths, subnet.len());
+            decrement(&mut self.lengths, &subnet.len());
         }
         for address in peer.lease.attrs.public.values() {
-            decrement(&mut self.publics, *address);
+            decrement(&mut self.publics, address);
             if self.publics.get(address).is_none_or(|count| *count < 2) {
                 self.repeated.remove(address);
             }
@@ -417,14 +421,11 @@ impl Peers {
 }
 
 /// Counts down, and forgets what is no longer there.
-fn decrement<K: Ord, N: Copy + From<u8> + std::ops::SubAssign + PartialEq>(
-    counts: &mut BTreeMap<K, N>,
-    key: K,
-) {
-    if let Some(count) = counts.get_mut(&key) {
+fn decrement<K: Ord, N: From<u8> + std::ops::SubAssign + PartialEq>(counts: &mut BTreeMap<K, N>, key: &K) {
+    if let Some(count) = counts.get_mut(key) {
         *count -= N::from(1);
         if *count == N::from(0) {
-            counts.remove(&key);
+            counts.remove(key);
         }
     }
 }
@@ -443,12 +444,12 @@ mod tests {
         let link = "flannel.1".parse().unwrap();
         for endpoint in lease.endpoints() {
             let gateway = endpoint.subnet.base();
-            let public = endpoint.public.ok_or(Rejected("no public address".into()))?;
+            let public = endpoint.public.ok_or_else(|| Rejected("no public address".into()))?;
             let link = env.on_link(public).unwrap_or(link);
             let via = Via::Gateway { gateway, link, onlink: true };
             out.push(Route { dst: endpoint.subnet, via, mtu: None }.into());
             let mac = endpoint.data.and_then(|d| d.trim_matches('"').parse().ok());
-            let mac: MacAddr = mac.ok_or(Rejected("no MAC address".into()))?;
+            let mac: MacAddr = mac.ok_or_else(|| Rejected("no MAC address".into()))?;
             out.push(Fdb { link, mac, dst: public }.into());
         }
         Ok(())

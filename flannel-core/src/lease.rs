@@ -140,7 +140,7 @@ impl LeaseAttrs {
     ///
     /// **Source**: flannel `pkg/lease/lease.go: LeaseAttrs`; Go `encoding/json`.
     pub fn to_json(&self) -> String {
-        let raw = |data: &Box<str>| RawValue::from_string(compact(data)).ok();
+        let raw = |data: &str| RawValue::from_string(compact(data)).ok();
         let wire = Wire {
             public_ip: match self.public.v4 {
                 Some(IpAddr::V4(address)) => address,
@@ -151,8 +151,8 @@ impl LeaseAttrs {
                 _ => None,
             },
             backend_type: &self.backend_type,
-            backend_data: self.backend_data.v4.as_ref().and_then(raw),
-            backend_v6_data: self.backend_data.v6.as_ref().and_then(raw),
+            backend_data: self.backend_data.v4.as_deref().and_then(raw),
+            backend_v6_data: self.backend_data.v6.as_deref().and_then(raw),
         };
         // Only maps with keys that are no strings, and I/O, can fail.
         let text = serde_json::to_string(&wire).expect("a struct of strings and addresses serializes");

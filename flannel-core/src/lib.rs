@@ -2,6 +2,7 @@
 
 mod address;
 mod admit;
+mod alloc;
 mod config;
 mod error;
 mod json;
@@ -17,6 +18,7 @@ mod subnet;
 pub mod testing;
 
 pub use address::{Dual, Family, LinkName, MacAddr, ParseError, Subnet};
+pub use alloc::Alloc;
 pub use config::{BackendConfig, Config, PodNetwork};
 pub use error::{Error, Result, holder};
 pub use json::{FieldError, Fields, compact};

@@ -1,6 +1,7 @@
 //! What a backend is, at heart: a pure function from one peer's lease to kernel objects.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use crate::address::LinkName;
@@ -28,7 +29,7 @@ impl From<crate::json::FieldError> for Rejected {
 /// The facts that a plan may ask for. What it asks is remembered: when an answer changes, it is called again.
 pub struct Env<'a> {
     on_link: &'a dyn Fn(IpAddr) -> Option<LinkName>,
-    asked: RefCell<Vec<IpAddr>>,
+    asked: RefCell<BTreeMap<IpAddr, Option<LinkName>>>,
 }
 
 impl<'a> Env<'a> {
@@ -40,16 +41,12 @@ impl<'a> Env<'a> {
     /// The device by which packets reach `address` without a router; `None` if they need one, or cannot
     /// reach it, or if it is an address of this host.
     pub fn on_link(&self, address: IpAddr) -> Option<LinkName> {
-        self.asked.borrow_mut().push(address);
-        (self.on_link)(address)
+        *self.asked.borrow_mut().entry(address).or_insert_with(|| (self.on_link)(address))
     }
 
-    /// The addresses that were asked for.
-    pub(crate) fn into_asked(self) -> Vec<IpAddr> {
-        let mut asked = self.asked.into_inner();
-        asked.sort_unstable();
-        asked.dedup();
-        asked
+    /// The addresses that were asked for, and the answers.
+    pub(crate) fn into_asked(self) -> BTreeMap<IpAddr, Option<LinkName>> {
+        self.asked.into_inner()
     }
 }
 

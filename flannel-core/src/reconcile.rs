@@ -6,6 +6,7 @@
 //!
 //! No clock and no task in here: the driver ([`KernelNetwork`](crate::KernelNetwork)) says when.
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Mutex;
@@ -16,7 +17,7 @@ use crate::admit::{Delta, Peers};
 use crate::kernel::{Doubts, Kernel, KernelError, Owned, Report};
 use crate::lease::{LeaseSet, Origin, View};
 use crate::network::{Failure, Status};
-use crate::state::{Change, Key, Object, State, diff};
+use crate::state::{Change, Key, Object, Route, State, Via, diff};
 
 /// How many changes are handed to the kernel at once. More gains nothing (the kernel works at its own pace), and a
 /// stop waits for at most one batch.
@@ -79,6 +80,7 @@ pub(crate) struct Reconciler {
     stale_facts: StaleFacts,
     failing: BTreeMap<Key, Failure>,
     kernel_error: Option<KernelError>,
+    lookup_error: Option<KernelError>,
     applied: u64,
     repaired: u64,
 }
@@ -99,6 +101,7 @@ impl Reconciler {
             stale_facts: StaleFacts::default(),
             failing: BTreeMap::new(),
             kernel_error: None,
+            lookup_error: None,
             applied: 0,
             repaired: 0,
         }
@@ -106,24 +109,28 @@ impl Reconciler {
 
     /// Takes in a newer view. Asks `kernel` what plans ask.
     pub(crate) fn view(&mut self, view: &View, kernel: &dyn Kernel) {
-        let deltas = self.peers.update(view.leases.changes_since(&self.leases), &on_link(kernel));
+        let answers = Answers::new(kernel);
+        let deltas = self.peers.update(view.leases.changes_since(&self.leases), &|a| answers.on_link(a));
         self.leases = view.leases.clone();
         self.live = matches!(view.origin, Origin::Live { .. });
         self.take(deltas);
+        self.take_unanswered(answers);
     }
 
     /// Asks anew what plans asked, where the answer may have changed.
     pub(crate) fn recheck_facts(&mut self, kernel: &dyn Kernel) {
         let stale = std::mem::take(&mut self.stale_facts);
-        let answers = on_link(kernel);
-        if stale.all {
-            let deltas = self.peers.recheck(None, &answers);
-            return self.take(deltas);
-        }
-        for subnet in stale.under {
-            let deltas = self.peers.recheck(Some(subnet), &answers);
+        let answers = Answers::new(kernel);
+        let everything = stale.all.then_some(None);
+        let parts = stale.under.into_iter().filter(|_| !stale.all).map(Some);
+        for under in everything.into_iter().chain(parts) {
+            let deltas = self.peers.recheck(under, &|a| answers.on_link(a));
             self.take(deltas);
         }
+        if stale.all {
+            self.lookup_error = None;
+        }
+        self.take_unanswered(answers);
     }
 
     pub(crate) fn has_stale_facts(&self) -> bool {
@@ -140,7 +147,7 @@ impl Reconciler {
             Doubts::Link(name) => {
                 let ours = self.owned.links.contains(name) || self.owned.routes_on.contains(name);
                 self.unread |= ours;
-                self.stale_facts.all |= ours || self.peers.relies_on(*name);
+                self.stale_facts.all |= self.owned.routes_on.contains(name) || self.peers.relies_on(*name);
             }
             Doubts::Objects(reports) => reports.iter().for_each(|report| self.doubt_object(report)),
         }
@@ -152,10 +159,11 @@ impl Reconciler {
             Report::Other(key) | Report::Gone(key) => *key,
         };
         let concerned = self.owned.concerns(&key);
-        if let (Key::Route(dst), false) = (key, concerned) {
-            if self.peers.asks_under(dst) {
-                self.stale_facts.under.insert(dst);
-            }
+        if let Key::Route(dst) = key
+            && !concerned
+            && self.peers.asks_under(dst)
+        {
+            self.stale_facts.under.insert(dst);
         }
         match (self.want(&key), report) {
             // Says what we want to hear: no reason for doubt (and none for trust: a doubt stays one).
@@ -188,17 +196,20 @@ impl Reconciler {
             if links.is_empty() {
                 break;
             }
-            links_put.extend(links.iter().map(|change| change.object().key()));
-            self.unread |= self.apply(kernel, gate, &links)?;
+            self.apply(kernel, gate, &links)?;
+            let taken = links.iter().map(|change| change.object().key());
+            let taken: Vec<Key> = taken.filter(|key| !self.failing.contains_key(key)).collect();
+            self.unread |= !taken.is_empty();
+            links_put.extend(taken);
         }
         // Without its link nothing can be put; one failure in the status says more than ten thousand.
         let missing = |link: LinkName| self.failing.contains_key(&Key::Link(link));
-        let on_missing_link = |key: &Key| self.want(key).and_then(Object::link).is_some_and(missing);
+        let on_missing_link = |key: &Key| self.want(key).and_then(|o| self.link_of(o)).is_some_and(missing);
         let mut changes: Vec<Change> = self.puts(|key| !on_missing_link(key)).collect();
         if self.live {
             changes.extend(self.gone.values().rev().cloned().map(Change::Delete));
         }
-        self.apply(kernel, gate, &changes).map(drop)
+        self.apply(kernel, gate, &changes)
     }
 
     /// How many times the kernel was read so far.
@@ -207,7 +218,7 @@ impl Reconciler {
     }
 
     pub(crate) fn is_failing(&self) -> bool {
-        !self.failing.is_empty() || self.kernel_error.is_some()
+        !self.failing.is_empty() || self.kernel_error.is_some() || self.lookup_error.is_some()
     }
 
     pub(crate) fn status(&self) -> Status {
@@ -219,10 +230,26 @@ impl Reconciler {
             objects: self.base.len() + self.peer_objects,
             disbelieved: self.peers.disbelieved().clone(),
             failing: self.failing.clone(),
-            kernel_error: self.kernel_error.clone(),
+            kernel_error: self.kernel_error.clone().or_else(|| self.lookup_error.clone()),
             remarks: self.peers.repeated_publics().map(remark).collect(),
             applied: self.applied,
             repaired: self.repaired,
+        }
+    }
+
+    /// The link that an object needs, directly or through its nexthop.
+    fn link_of(&self, object: &Object) -> Option<LinkName> {
+        match object {
+            Object::Route(Route { via: Via::Nexthop(id), .. }) => self.want(&Key::Nexthop(*id))?.link(),
+            object => object.link(),
+        }
+    }
+
+    /// What the kernel could not answer is asked again when it is read again.
+    fn take_unanswered(&mut self, answers: Answers<'_>) {
+        if let Some(error) = answers.error.into_inner() {
+            self.stale_facts.all = true;
+            self.lookup_error = Some(error);
         }
     }
 
@@ -291,17 +318,15 @@ impl Reconciler {
         true
     }
 
-    /// Applies changes batch by batch; true if one of them succeeded.
-    fn apply(&mut self, kernel: &dyn Kernel, gate: &Gate, changes: &[Change]) -> Result<bool, Closed> {
-        let mut any = false;
+    /// Applies changes batch by batch.
+    fn apply(&mut self, kernel: &dyn Kernel, gate: &Gate, changes: &[Change]) -> Result<(), Closed> {
         for batch in changes.chunks(BATCH) {
             let results = gate.pass(|| kernel.apply(&self.owned, batch)).ok_or(Closed)?;
             for (change, result) in batch.iter().zip(results) {
-                any |= result.is_ok();
                 self.record(change, result);
             }
         }
-        Ok(any)
+        Ok(())
     }
 
     fn record(&mut self, change: &Change, result: Result<(), KernelError>) {
@@ -334,10 +359,22 @@ impl Reconciler {
 
 const EAGAIN: i32 = 11;
 
-/// What plans ask of a kernel. One that cannot answer says that nothing is on the link: the safe answer, since
-/// every peer can be reached through a tunnel or not at all.
-fn on_link(kernel: &dyn Kernel) -> impl Fn(IpAddr) -> Option<LinkName> {
-    |address| kernel.lookup(address).ok()?.on_link()
+/// A kernel's answers to what plans ask. One that cannot answer says that nothing is on the link: the safe answer,
+/// since every peer can be reached through a tunnel or not at all.
+struct Answers<'a> {
+    kernel: &'a dyn Kernel,
+    error: RefCell<Option<KernelError>>,
+}
+
+impl<'a> Answers<'a> {
+    fn new(kernel: &'a dyn Kernel) -> Self {
+        Self { kernel, error: RefCell::default() }
+    }
+
+    fn on_link(&self, address: IpAddr) -> Option<LinkName> {
+        let answer = self.kernel.lookup(address).map_err(|error| self.error.replace(Some(error)));
+        answer.ok()?.on_link()
+    }
 }
 
 /// Merges two sequences that are each in the order of keys.

@@ -123,7 +123,7 @@ impl FakeKernel {
         let name = name.parse().expect("an interface name");
         let mut tables = self.lock();
         tables.foreign.insert(name, Foreign { up: true, on_link: on_link.to_vec() });
-        tables.tell(0, Doubts::Link(name));
+        tables.tell(0, &Doubts::Link(name));
     }
 
     /// Changes what is on a link of others, as an address change does.
@@ -134,7 +134,7 @@ impl FakeKernel {
         let old = std::mem::replace(&mut foreign.on_link, on_link.to_vec());
         let routes = old.into_iter().chain(on_link.iter().copied()).map(|s| Report::Other(Key::Route(s)));
         let routes = routes.collect();
-        tables.tell(0, Doubts::Objects(routes));
+        tables.tell(0, &Doubts::Objects(routes));
     }
 
     /// Sets a link up or down, as an administrator does: down drops its IPv4 routes, nexthops and permanent
@@ -151,7 +151,7 @@ impl FakeKernel {
         if !up {
             tables.drop_by_down(name);
         }
-        tables.tell(0, Doubts::Link(name));
+        tables.tell(0, &Doubts::Link(name));
     }
 
     /// Deletes a link, ours or another's, with all that is on it.
@@ -160,7 +160,7 @@ impl FakeKernel {
         let name = name.parse().expect("an interface name");
         tables.foreign.remove(&name);
         tables.drop_link(name);
-        tables.tell(0, Doubts::Link(name));
+        tables.tell(0, &Doubts::Link(name));
     }
 
     /// Puts an object the way another process would, with this route protocol.
@@ -172,19 +172,19 @@ impl FakeKernel {
             Object::Link(link) => Doubts::Link(link.name),
             _ => Doubts::Objects(vec![Report::Now(object)]),
         };
-        tables.tell(0, doubts);
+        tables.tell(0, &doubts);
     }
 
     /// Deletes an object the way another process would.
     pub fn foreign_delete(&self, key: Key) {
         let mut tables = self.lock();
         tables.objects.remove(&key);
-        tables.tell(0, Doubts::Objects(vec![Report::Gone(key)]));
+        tables.tell(0, &Doubts::Objects(vec![Report::Gone(key)]));
     }
 
     /// Makes every listener lose its messages.
     pub fn lose_messages(&self) {
-        self.lock().tell(0, Doubts::Everything);
+        self.lock().tell(0, &Doubts::Everything);
     }
 
     /// Makes the next `times` calls that `matches` fail with `errno`.
@@ -235,7 +235,7 @@ impl Tables {
     }
 
     /// Tells all listeners but the writer itself. Nobody is the writer of messages about links and fdb.
-    fn tell(&mut self, writer: u32, doubts: Doubts) {
+    fn tell(&mut self, writer: u32, doubts: &Doubts) {
         self.listeners.retain(|(listener, _)| *listener != u32::MAX);
         for (listener, sender) in &mut self.listeners {
             if *listener != writer && sender.send(doubts.clone()).is_err() {
@@ -270,10 +270,10 @@ impl Tables {
         self.objects.retain(|_, entry| entry.object.link() != Some(name));
         self.drop_orphans();
         for entry in self.objects.values_mut() {
-            if let Object::Link(Link { kind: LinkKind::Vxlan(vxlan), .. }) = &mut entry.object {
-                if vxlan.lower == Some(name) {
-                    vxlan.lower = None;
-                }
+            if let Object::Link(Link { kind: LinkKind::Vxlan(vxlan), .. }) = &mut entry.object
+                && vxlan.lower == Some(name)
+            {
+                vxlan.lower = None;
             }
         }
     }
@@ -327,7 +327,7 @@ impl Tables {
         let old = self.objects.insert(key, entry);
         if old.is_none_or(|old| old.object != *object) {
             let teller = if matches!(object, Object::Fdb(_)) { 0 } else { writer };
-            self.tell(teller, Doubts::Objects(vec![Report::Now(object.clone())]));
+            self.tell(teller, &Doubts::Objects(vec![Report::Now(object.clone())]));
         }
         Ok(())
     }
@@ -352,7 +352,7 @@ impl Tables {
         let object = Object::Link(link.clone());
         if old.as_ref() != Some(&object) {
             self.objects.insert(Key::Link(link.name), Entry { object, protocol: 0 });
-            self.tell(0, Doubts::Link(link.name));
+            self.tell(0, &Doubts::Link(link.name));
         }
         Ok(())
     }
@@ -371,13 +371,13 @@ impl Tables {
         }
         if let Object::Link(link) = object {
             self.drop_link(link.name);
-            self.tell(0, Doubts::Link(link.name));
+            self.tell(0, &Doubts::Link(link.name));
             return Ok(());
         }
         self.objects.remove(&key);
         self.drop_orphans();
         let teller = if matches!(object, Object::Fdb(_)) { 0 } else { writer };
-        self.tell(teller, Doubts::Objects(vec![Report::Gone(key)]));
+        self.tell(teller, &Doubts::Objects(vec![Report::Gone(key)]));
         Ok(())
     }
 

@@ -111,7 +111,9 @@ fn apply(ground: &Ground<'_>, changes: &[Change]) {
     let results = ground.kernel.apply(&owned(ground.uplink), changes);
     assert_eq!(results.len(), changes.len(), "one result for each change");
     for (change, result) in changes.iter().zip(results) {
-        assert!(result.is_ok(), "{change}: {}", result.unwrap_err());
+        if let Err(error) = result {
+            panic!("{change}: {error}");
+        }
     }
 }
 
@@ -197,7 +199,7 @@ fn a_failure_in_the_middle_stops_nothing(ground: &Ground<'_>) {
     let results = ground.kernel.apply(&owned(ground.uplink), &batch);
     let ok: Vec<bool> = results.iter().map(Result::is_ok).collect();
     assert_eq!(ok, [true, true, false, true]);
-    let error = results[2].as_ref().unwrap_err();
+    let error = results[2].as_ref().expect_err("no such link");
     assert_eq!(error.errno, 19, "ENODEV: {error}");
     assert!(error.to_string().contains("flannel.2"), "{error}");
     assert_state(ground, &[device, neigh(1, 1), neigh(1, 3)].into_iter().collect());

@@ -1,0 +1,97 @@
+//! The options of the `Backend` object.
+
+use flannel_core::{BackendConfig, FieldError};
+
+/// The UDP port that flannel's vxlan uses: the kernel's default, not IANA's 4789.
+const DEFAULT_PORT: u16 = 8472;
+
+/// What can be set for vxlan in the network config.
+///
+/// **Source**: flannel `pkg/backend/vxlan/vxlan.go: RegisterNetwork`. `MacPrefix` and `Name` are for Windows and
+/// ignored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Options {
+    /// `VNI`: the network identifier, 1 to 16777215 (to 9999 with IPv6, since device names are short); default 1.
+    pub vni: u32,
+    /// `Port`: the UDP port, the same on all nodes; 0 and default: 8472.
+    pub port: u16,
+    /// `MTU`: of the underlay, in bytes; `None` (0, default): that of the external interface.
+    pub mtu: Option<u32>,
+    /// `GBP`: Group Based Policy; default off.
+    pub gbp: bool,
+    /// `Learning`: learn forwarding entries from traffic; default off.
+    pub learning: bool,
+    /// `DirectRouting`: no tunnel to peers on the same link; default off.
+    pub direct_routing: bool,
+}
+
+impl Options {
+    /// Reads the options.
+    ///
+    /// # Errors
+    /// Which field is wrong, what it held, and what would be right.
+    pub fn parse(config: &BackendConfig) -> Result<Self, FieldError> {
+        let fields = config.fields()?;
+        let flag = |name| Ok::<_, FieldError>(fields.take(name, "true or false")?.unwrap_or(false));
+        let number = |name, expected: &str, max: u64| {
+            let value: Option<u64> = fields.take(name, expected)?;
+            match value {
+                Some(value) if value > max => Err(fields.error(name, &value, expected)),
+                value => Ok(value),
+            }
+        };
+        let vni_range = "a number from 1 to 16777215";
+        let vni = number("VNI", vni_range, 0xff_ffff)?.unwrap_or(1);
+        if vni == 0 {
+            return Err(fields.error("VNI", &vni, vni_range));
+        }
+        let port = number("Port", "a UDP port, 0 for 8472", u64::from(u16::MAX))?.unwrap_or(0);
+        let mtu = number("MTU", "the underlay's MTU in bytes, 0 for the interface's", 65_535)?.unwrap_or(0);
+        Ok(Self {
+            // Both are below their maxima, which fit.
+            vni: vni as u32,
+            port: if port == 0 { DEFAULT_PORT } else { port as u16 },
+            mtu: (mtu != 0).then_some(mtu as u32),
+            gbp: flag("GBP")?,
+            learning: flag("Learning")?,
+            direct_routing: flag("DirectRouting")?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flannel_core::Config;
+
+    fn parse(backend: &str) -> Result<Options, FieldError> {
+        let config = format!(r#"{{"Network":"10.1.0.0/16","Backend":{backend}}}"#);
+        Options::parse(&Config::parse(&config).unwrap().backend)
+    }
+
+    #[test]
+    fn defaults_and_all_options() {
+        let defaults =
+            Options { vni: 1, port: 8472, mtu: None, gbp: false, learning: false, direct_routing: false };
+        assert_eq!(parse(r#"{"Type":"vxlan"}"#).unwrap(), defaults);
+        let all = r#"{"type":"vxlan","vni":7,"port":4789,"mtu":1400,"gbp":true,"learning":true,"directrouting":true}"#;
+        let expected =
+            Options { vni: 7, port: 4789, mtu: Some(1400), gbp: true, learning: true, direct_routing: true };
+        assert_eq!(parse(all).unwrap(), expected);
+    }
+
+    #[test]
+    fn errors_name_the_field() {
+        for (bad, field) in [
+            (r#"{"Type":"vxlan","VNI":0}"#, "Backend.VNI"),
+            (r#"{"Type":"vxlan","VNI":16777216}"#, "Backend.VNI"),
+            (r#"{"Type":"vxlan","VNI":"1"}"#, "Backend.VNI"),
+            (r#"{"Type":"vxlan","Port":65536}"#, "Backend.Port"),
+            (r#"{"Type":"vxlan","MTU":-1}"#, "Backend.MTU"),
+            (r#"{"Type":"vxlan","GBP":1}"#, "Backend.GBP"),
+            (r#"{"Type":"vxlan","DirectRouting":"yes"}"#, "Backend.DirectRouting"),
+        ] {
+            assert_eq!(parse(bad).unwrap_err().field, field);
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! The backend that only allocates: a lease and a subnet file, no routes.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use tokio::sync::watch;
+
+use crate::config::Config;
+use crate::error::Result;
+use crate::lease::{LeaseAttrs, View};
+use crate::network::{Backend, Ended, Host, Network, NetworkHandle, Status};
+
+/// The backend `alloc`: gives this node a subnet and leaves connectivity to others.
+///
+/// **Source**: flannel `pkg/backend/alloc/alloc.go`; its leases carry no backend type.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Alloc;
+
+#[async_trait]
+impl Backend for Alloc {
+    fn name(&self) -> &'static str {
+        "alloc"
+    }
+
+    fn lease_type(&self) -> &'static str {
+        ""
+    }
+
+    async fn register(&self, host: &Host, _: &Config) -> Result<Box<dyn Network>> {
+        let attrs = LeaseAttrs { public: host.iface.public, ..LeaseAttrs::default() };
+        let lease = host.subnets.acquire_lease(&attrs).await?;
+        let status = Status { in_sync: true, live: true, ..Status::default() };
+        let (status, receiver) = watch::channel(Arc::new(status));
+        let handle = NetworkHandle { lease, mtu: host.iface.mtu, status: receiver };
+        Ok(Box::new(AllocNetwork { handle, _status: status }))
+    }
+}
+
+/// A network that does nothing.
+#[derive(Debug)]
+struct AllocNetwork {
+    handle: NetworkHandle,
+    /// Kept so that receivers stay open.
+    _status: watch::Sender<Arc<Status>>,
+}
+
+#[async_trait]
+impl Network for AllocNetwork {
+    fn handle(&self) -> NetworkHandle {
+        self.handle.clone()
+    }
+
+    async fn run(self: Box<Self>, mut views: watch::Receiver<View>) -> Result<Ended> {
+        while views.changed().await.is_ok() {}
+        Ok(Ended::ViewsClosed)
+    }
+}

@@ -1,0 +1,539 @@
+//! `KernelNetwork` on the fake kernel: every scenario, and every scenario with every kind of call failing once.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
+use flannel_core::{
+    Addr, Blueprint, Dual, Family, Fdb, Kernel, KernelNetwork, Key, LeaseAttrs, Link, LinkKind, LinkName,
+    MacAddr, Neigh, Network, NetworkHandle, Nexthop, Object, Origin, Owned, Revision, Route, State, Subnet,
+    SubnetManager, Via, View, Vxlan,
+};
+
+const EINTR: i32 = 4;
+const CONFIG: &str =
+    r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"test"}}"#;
+
+fn uplink() -> LinkName {
+    "eth0".parse().unwrap()
+}
+
+fn tunnel(family: Family) -> LinkName {
+    if family == Family::V4 { "flannel.1".parse().unwrap() } else { "flannel-v6.1".parse().unwrap() }
+}
+
+/// A number that a subnet's place in its network gives: 10.1.7.0/24 and fd00:1:0:7::/64 have 7.
+fn place(subnet: Subnet) -> u8 {
+    match subnet.base() {
+        std::net::IpAddr::V4(a) => a.octets()[2],
+        std::net::IpAddr::V6(a) => a.segments()[3] as u8,
+    }
+}
+
+/// Every kind of object that a plan may define; even peers by nexthop object, odd ones by gateway.
+fn plan_peer(mac: MacAddr, subnet: Subnet, public: std::net::IpAddr, direct: bool) -> Vec<Object> {
+    let (family, base) = (subnet.family(), subnet.base());
+    let link = tunnel(family);
+    if direct {
+        let via = Via::Gateway { gateway: public, link: uplink(), onlink: false };
+        return vec![Route { dst: subnet, via, mtu: None }.into()];
+    }
+    let id = 1000 * u32::from(family.bits()) + u32::from(place(subnet));
+    let via = if id % 2 == 0 { Via::Nexthop(id) } else { Via::Gateway { gateway: base, link, onlink: true } };
+    let mut objects = vec![
+        Neigh { link, address: base, mac }.into(),
+        Fdb { link, mac, dst: public }.into(),
+        Route { dst: subnet, via, mtu: None }.into(),
+    ];
+    if id % 2 == 0 {
+        objects.push(Nexthop { id, link, gateway: base, onlink: true }.into());
+    }
+    objects
+}
+
+fn base(own: u8) -> State {
+    let mut state = State::default();
+    for family in Family::BOTH {
+        let vxlan = Vxlan {
+            vni: 1,
+            port: 8472,
+            mac: MacAddr::local([if family == Family::V4 { 1 } else { 2 }; 6]),
+            local: None,
+            lower: Some(uplink()),
+            learning: false,
+            gbp: false,
+        };
+        let name = tunnel(family);
+        state.insert(Link { name, mtu: 1430, up: true, kind: LinkKind::Vxlan(vxlan) });
+        state.insert(Addr { link: name, address: subnet(family, own).base(), len: family.bits() });
+    }
+    state
+}
+
+fn subnet(family: Family, n: u8) -> Subnet {
+    match family {
+        Family::V4 => format!("10.1.{n}.0/24").parse().unwrap(),
+        Family::V6 => format!("fd00:1:0:{n:x}::/64").parse().unwrap(),
+    }
+}
+
+#[derive(Clone, Copy, PartialEq)]
+struct Peer {
+    n: u8,
+    mac: u8,
+    public: u8,
+}
+
+impl Peer {
+    fn new(n: u8) -> Self {
+        Self { n, mac: n, public: n }
+    }
+
+    fn key(self) -> String {
+        format!("10.1.{n}.0-24&fd00:1:0:{n:x}::-64", n = self.n)
+    }
+
+    /// Peers up to 99 live behind a router, later ones on the link.
+    fn public(self, family: Family) -> std::net::IpAddr {
+        let direct = self.n >= 100;
+        match (family, direct) {
+            (Family::V4, false) => [198, 51, 100, self.public].into(),
+            (Family::V4, true) => [192, 0, 2, self.public].into(),
+            (Family::V6, false) => [0x2001, 0xdb8, 7, 0, 0, 0, 0, u16::from(self.public)].into(),
+            (Family::V6, true) => [0x2001, 0xdb8, 0, 0, 0, 0, 0, u16::from(self.public)].into(),
+        }
+    }
+
+    fn mac(self, family: Family) -> MacAddr {
+        MacAddr::local([2, self.mac, 0, 0, 0, if family == Family::V4 { 4 } else { 6 }])
+    }
+
+    fn attrs(self) -> LeaseAttrs {
+        LeaseAttrs {
+            public: Dual::from_fn(|family| Some(self.public(family))),
+            backend_type: "test".into(),
+            backend_data: Dual::from_fn(|family| Some(format!("\"{}\"", self.mac(family)).into())),
+        }
+    }
+
+    fn objects(self) -> Vec<Object> {
+        let one =
+            |family| plan_peer(self.mac(family), subnet(family, self.n), self.public(family), self.n >= 100);
+        Family::BOTH.into_iter().flat_map(one).collect()
+    }
+}
+
+struct World {
+    kernel: FakeKernel,
+    subnets: FakeSubnets,
+    handle: NetworkHandle,
+    task: tokio::task::JoinHandle<()>,
+    peers: Vec<Peer>,
+    foreign: State,
+}
+
+impl World {
+    async fn new() -> Self {
+        Self::on(FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(CONFIG)).await
+    }
+
+    async fn on(kernel: FakeKernel, subnets: FakeSubnets) -> Self {
+        let attrs = LeaseAttrs { backend_type: "test".into(), ..LeaseAttrs::default() };
+        let lease = subnets.acquire_lease(&attrs).await.unwrap();
+        let networks: Dual<Subnet> = subnets.network_config().await.unwrap().pod_networks().collect();
+        let blueprint = Blueprint {
+            lease,
+            networks,
+            mtu: 1430,
+            owned: Owned {
+                links: Family::BOTH.map(tunnel).into(),
+                networks: networks.values().copied().collect(),
+                routes_on: [uplink()].into(),
+                routes_without_link: true,
+            },
+            base: base(1),
+            plan: Box::new(|lease, env, objects| {
+                for peer in lease.endpoints() {
+                    let (Some(public), Some(data)) = (peer.public, peer.data) else { continue };
+                    let mac = data.trim_matches('"').parse().unwrap();
+                    let direct = env.on_link(public) == Some(uplink());
+                    objects.extend(plan_peer(mac, peer.subnet, public, direct));
+                }
+                Ok(())
+            }),
+        };
+        let network = KernelNetwork::new(Arc::new(kernel.clone()), blueprint);
+        let handle = network.handle();
+        let views = subnets.watch_leases().await.unwrap();
+        let task = tokio::spawn(async move { drop(Box::new(network).run(views).await) });
+        Self { kernel, subnets, handle, task, peers: Vec::new(), foreign: State::default() }
+    }
+
+    fn put(&mut self, peer: Peer) {
+        self.peers.retain(|old| old.n != peer.n);
+        self.peers.push(peer);
+        self.subnets.put_attrs(&peer.key(), peer.attrs());
+    }
+
+    fn delete(&mut self, n: u8) {
+        self.peers.retain(|old| old.n != n);
+        self.subnets.delete(&Peer::new(n).key());
+    }
+
+    fn want(&self) -> State {
+        let mut want = base(1);
+        self.peers.iter().for_each(|peer| want.extend(peer.objects()));
+        want.extend(self.foreign.iter().cloned());
+        want
+    }
+
+    /// Waits (in virtual time) until the kernel is as wanted and the status says so.
+    async fn settled(&mut self, what: &str) {
+        let converge = async {
+            while self.kernel.state() != self.want() || !self.handle.status.borrow().in_sync {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        if tokio::time::timeout(Duration::from_secs(600), converge).await.is_err() {
+            let changes = self.want().diff(&self.kernel.state());
+            let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
+            panic!("{what}: never converged: {changes:#?}\n{:#?}", self.handle.status.borrow());
+        }
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+type Step = Box<dyn Fn(&mut World)>;
+
+/// What can happen to a settled world, by name. Each kind of object of each family is hit.
+fn scenarios() -> Vec<(String, Step)> {
+    let mut all: Vec<(String, Step)> = Vec::new();
+    let mut add = |name: String, step: Step| all.push((name, step));
+    add("peers arrive".into(), Box::new(|w| (10..14).for_each(|n| w.put(Peer::new(n)))));
+    add("a peer leaves".into(), Box::new(|w| w.delete(3)));
+    add("a peer on the link leaves".into(), Box::new(|w| w.delete(101)));
+    add("a peer has another MAC".into(), Box::new(|w| w.put(Peer { mac: 77, ..Peer::new(3) })));
+    add("a peer moves".into(), Box::new(|w| w.put(Peer { public: 77, ..Peer::new(3) })));
+    add("a peer on the link moves".into(), Box::new(|w| w.put(Peer { public: 77, ..Peer::new(101) })));
+    add(
+        "a foreign route in the pod network".into(),
+        Box::new(|w| {
+            let via = Via::Gateway { gateway: [192, 0, 2, 9].into(), link: uplink(), onlink: false };
+            let route = Route { dst: subnet(Family::V4, 200), via, mtu: None };
+            w.kernel.foreign_put(route, 3);
+            w.foreign.insert(route);
+        }),
+    );
+    add(
+        "messages are lost".into(),
+        Box::new(|w| {
+            w.kernel.lose_messages();
+        }),
+    );
+    for family in Family::BOTH {
+        let link = tunnel(family);
+        add(format!("{link} deleted"), Box::new(move |w| w.kernel.delete_link(link.as_str())));
+        add(format!("{link} down"), Box::new(move |w| w.kernel.set_up(link.as_str(), false)));
+        add(
+            format!("{link} down and up"),
+            Box::new(move |w| {
+                w.kernel.set_up(link.as_str(), false);
+                w.kernel.set_up(link.as_str(), true);
+            }),
+        );
+        add(
+            format!("{link} gets another MTU"),
+            Box::new(move |w| {
+                let link = w.want().get(&Key::Link(link)).cloned();
+                if let Some(Object::Link(mut link)) = link {
+                    link.mtu = 1280;
+                    w.kernel.foreign_put(link, 0);
+                }
+            }),
+        );
+        add(
+            format!("something unwanted on {link}"),
+            Box::new(move |w| {
+                let mac = MacAddr::local([9; 6]);
+                w.kernel.foreign_put(Neigh { link, address: subnet(family, 99).base(), mac }, 0);
+                w.kernel.foreign_put(Fdb { link, mac, dst: subnet(family, 99).base() }, 0);
+            }),
+        );
+        add(
+            "the uplink down".into(),
+            Box::new(|w| {
+                w.kernel.set_up("eth0", false);
+                w.kernel.set_up("eth0", true);
+            }),
+        );
+        for n in [2, 3, 101] {
+            for object in Peer::new(n).objects().into_iter().filter(|o| of_family(o, family)) {
+                let key = object.key();
+                add(format!("{key} deleted by another"), Box::new(move |w| w.kernel.foreign_delete(key)));
+                let (other, name) = (modified(&object), format!("{key} changed by another"));
+                add(name, Box::new(move |w| w.kernel.foreign_put(other.clone(), 3)));
+            }
+        }
+        let key = Key::Addr(link, subnet(family, 1).base());
+        add(format!("{key} deleted by another"), Box::new(move |w| w.kernel.foreign_delete(key)));
+    }
+    all
+}
+
+fn of_family(object: &Object, family: Family) -> bool {
+    match object {
+        Object::Neigh(o) => o.link == tunnel(family),
+        Object::Fdb(o) => o.link == tunnel(family),
+        Object::Nexthop(o) => o.link == tunnel(family),
+        Object::Route(o) => o.dst.family() == family,
+        _ => false,
+    }
+}
+
+/// The same object with another value.
+fn modified(object: &Object) -> Object {
+    let mut object = object.clone();
+    match &mut object {
+        Object::Neigh(o) => o.mac = MacAddr::local([99; 6]),
+        Object::Fdb(o) => o.dst = [203, 0, 113, 1].into(),
+        Object::Nexthop(o) => o.onlink = !o.onlink,
+        Object::Route(o) => o.mtu = Some(1200),
+        other => panic!("no scenario modifies {other}"),
+    }
+    object
+}
+
+async fn settled_world() -> World {
+    let mut world = World::new().await;
+    [2, 3, 4, 100, 101].into_iter().for_each(|n| world.put(Peer::new(n)));
+    world.settled("start").await;
+    world
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_scenario_converges() {
+    for (name, step) in scenarios() {
+        let mut world = settled_world().await;
+        step(&mut world);
+        world.settled(&name).await;
+    }
+}
+
+/// The operations of every kind of object, as a fault sees them.
+fn operations() -> Vec<(String, impl Fn(&Call) -> bool + Clone + Send + 'static)> {
+    let kinds: [(&str, fn(&Key) -> bool); 6] = [
+        ("link", |key| matches!(key, Key::Link(_))),
+        ("address", |key| matches!(key, Key::Addr(..))),
+        ("neigh", |key| matches!(key, Key::Neigh(..))),
+        ("fdb", |key| matches!(key, Key::Fdb(..))),
+        ("nexthop", |key| matches!(key, Key::Nexthop(_))),
+        ("route", |key| matches!(key, Key::Route(_))),
+    ];
+    let mut all = Vec::new();
+    for operation in [Operation::Create, Operation::Replace, Operation::Delete] {
+        for (kind, is) in kinds {
+            all.push((format!("{operation:?} {kind}"), operation, Some(is)));
+        }
+    }
+    for operation in [Operation::Snapshot, Operation::Lookup, Operation::Listen] {
+        all.push((format!("{operation:?}"), operation, None));
+    }
+    let matcher = |(name, operation, is): (String, Operation, Option<fn(&Key) -> bool>)| {
+        let fails = move |call: &Call| {
+            call.operation == operation && is.is_none_or(|is| call.key.is_some_and(|k| is(&k)))
+        };
+        (name, fails)
+    };
+    all.into_iter().map(matcher).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_scenario_converges_with_every_call_failing_once() {
+    // EEXIST, ENOENT, ENODEV, ENOBUFS, EINTR.
+    let (mut fired, mut runs) = (std::collections::BTreeMap::<String, usize>::new(), 0);
+    for (scenario, step) in scenarios() {
+        for (operation, fails) in operations() {
+            for errno in [17, 2, 19, 105, EINTR] {
+                let mut world = settled_world().await;
+                world.kernel.fail(1, errno, fails.clone());
+                step(&mut world);
+                let what = format!("{scenario}; {operation} fails once with errno {errno}");
+                world.settled(&what).await;
+                *fired.entry(operation.clone()).or_default() += usize::from(world.kernel.clear_faults());
+                runs += 1;
+            }
+        }
+    }
+    for (operation, _) in operations() {
+        // Nothing is listened to or replaced anew in a settled world, and nexthops of ours are never deleted alone.
+        let never = ["Listen", "Replace address"].contains(&operation.as_str());
+        assert!(
+            never || fired[&operation] > 0,
+            "the fault {operation} never fired in {runs} runs: {fired:?}"
+        );
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_start_converges_with_every_call_failing() {
+    for (operation, fails) in operations() {
+        for times in [1, 3] {
+            let kernel = FakeKernel::with_uplink("eth0");
+            kernel.fail(times, 105, fails.clone());
+            let mut world = World::on(kernel, FakeSubnets::with_config(CONFIG)).await;
+            [2, 3, 100].into_iter().for_each(|n| world.put(Peer::new(n)));
+            world.settled(&format!("start; {operation} fails {times} times")).await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_start_adopts_what_is_right_and_removes_what_is_not() {
+    let kernel = FakeKernel::with_uplink("eth0");
+    let mut want = base(1);
+    Peer::new(2).objects().into_iter().for_each(|object| drop(want.insert(object)));
+    for object in want.iter() {
+        // A predecessor's routes may have any protocol; nexthop objects are only ever ours.
+        let nexthop =
+            matches!(object, Object::Nexthop(_) | Object::Route(Route { via: Via::Nexthop(_), .. }));
+        kernel.foreign_put(object.clone(), if nexthop { flannel_core::ROUTE_PROTOCOL } else { 3 });
+    }
+    Peer::new(3)
+        .objects()
+        .into_iter()
+        .for_each(|object| kernel.foreign_put(object, flannel_core::ROUTE_PROTOCOL));
+    let subnets = FakeSubnets::with_config(CONFIG);
+    subnets.put_attrs(&Peer::new(2).key(), Peer::new(2).attrs());
+    let mut world = World::on(kernel.clone(), subnets).await;
+    world.peers.push(Peer::new(2));
+    world.settled("adoption").await;
+    let touched: Vec<_> = kernel.take_calls().into_iter().filter(|call| call.key.is_some()).collect();
+    let stale: Vec<Key> = Peer::new(3).objects().iter().map(Object::key).collect();
+    let only_stale = |call: &Call| call.operation == Operation::Delete && stale.contains(&call.key.unwrap());
+    assert!(!touched.is_empty() && touched.iter().all(only_stale), "{touched:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_is_deleted_on_the_word_of_a_cache() {
+    let kernel = FakeKernel::with_uplink("eth0");
+    for object in base(1).iter().cloned().chain(Peer::new(3).objects()) {
+        kernel.foreign_put(object, flannel_core::ROUTE_PROTOCOL);
+    }
+    let subnets = FakeSubnets::with_config(CONFIG);
+    let mut world = World::on(kernel.clone(), subnets.clone()).await;
+    let mut view = subnets.watch_leases().await.unwrap().borrow().clone();
+    view.origin = Origin::Cached { written: None };
+    subnets.set_view(view.clone());
+    let mut status = world.handle.status.clone();
+    status.wait_for(|status| status.objects == 4 && !status.live).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(1000)).await;
+    assert!(Peer::new(3).objects().iter().all(|object| kernel.state().get(&object.key()).is_some()));
+    assert!(!status.borrow().in_sync, "a cache is never in sync");
+    subnets.set_view(View { origin: Origin::Live { revision: Revision(9) }, ..view });
+    world.settled("live").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_peer_costs_one_peer() {
+    let mut world = settled_world().await;
+    world.kernel.take_calls();
+    world.put(Peer::new(9));
+    world.settled("one more").await;
+    let calls = world.kernel.take_calls();
+    let of = |operation| calls.iter().filter(|call| call.operation == operation).count();
+    assert_eq!(of(Operation::Snapshot), 0, "{calls:?}");
+    // Its objects, and each forwarding entry once more at most: the kernel does not say who changed it.
+    assert!(calls.len() <= Peer::new(9).objects().len() + 2 + 2, "{calls:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn foreign_churn_elsewhere_costs_nothing() {
+    let mut world = settled_world().await;
+    world.kernel.take_calls();
+    for n in 0..200u8 {
+        let dst: Subnet = format!("172.16.{n}.0/24").parse().unwrap();
+        let via = Via::Gateway { gateway: [192, 0, 2, 9].into(), link: uplink(), onlink: false };
+        world.kernel.foreign_put(Route { dst, via, mtu: None }, 3);
+        world.foreign.insert(Route { dst, via, mtu: None });
+    }
+    world.settled("churn").await;
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    assert_eq!(world.kernel.take_calls(), vec![]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn idle_reads_the_kernel_once_in_five_minutes_and_does_nothing_else() {
+    let world = settled_world().await;
+    tokio::time::sleep(Duration::from_secs(301)).await;
+    world.kernel.take_calls();
+    tokio::time::sleep(Duration::from_secs(3000)).await;
+    let calls = world.kernel.take_calls();
+    let snapshots = calls.iter().filter(|call| call.operation == Operation::Snapshot).count();
+    let lookups = calls.iter().filter(|call| call.operation == Operation::Lookup).count();
+    assert_eq!((snapshots, lookups), (10, 10 * 2 * world.peers.len()));
+    assert_eq!(snapshots + lookups, calls.len(), "{calls:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_the_kernel_refuses_is_in_the_status_and_tried_again() {
+    let mut world = settled_world().await;
+    let key = Peer::new(9).objects()[1].key();
+    world.kernel.fail(3, 22, move |call| call.key == Some(key));
+    world.put(Peer::new(9));
+    let mut status = world.handle.status.clone();
+    let failing = status.wait_for(|status| status.failing.contains_key(&key)).await.unwrap().clone();
+    let failure = &failing.failing[&key];
+    assert_eq!(failure.error.errno, 22);
+    assert!(failure.change.starts_with("put fdb") && failure.error.to_string().contains("planted fault"));
+    assert!(!failing.in_sync && failing.failing.len() == 1);
+    world.settled("after three refusals").await;
+    assert!(world.handle.status.borrow().failing.is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_device_name_taken_by_another_is_said_and_nothing_else_is_tried_on_it() {
+    let kernel = FakeKernel::with_uplink("eth0");
+    kernel.add_foreign_link("flannel.1", &[]);
+    let mut world = World::on(kernel.clone(), FakeSubnets::with_config(CONFIG)).await;
+    (2..30).for_each(|n| world.put(Peer::new(n)));
+    let mut status = world.handle.status.clone();
+    let status = status.wait_for(|s| !s.failing.is_empty()).await.unwrap().clone();
+    let failing: Vec<String> = status.failing.values().map(|f| f.error.to_string()).collect();
+    assert!(failing.len() == 1 && failing[0].contains("exists and is not a vxlan device"), "{failing:?}");
+    kernel.delete_link("flannel.1");
+    world.settled("the other link is gone").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn dropping_run_leaves_everything_and_writes_nothing_more() {
+    let mut world = settled_world().await;
+    let before = world.kernel.state();
+    world.task.abort();
+    let _ = (&mut world.task).await;
+    world.kernel.take_calls();
+    world.put(Peer::new(9));
+    world.kernel.foreign_delete(Peer::new(2).objects()[0].key());
+    tokio::time::sleep(Duration::from_secs(1000)).await;
+    assert_eq!(world.kernel.take_calls(), vec![]);
+    assert_eq!(world.kernel.state().len(), before.len() - 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_networks_on_one_kernel_leave_each_other_alone() {
+    let mut world = settled_world().await;
+    let other = Owned { links: ["other.1".parse().unwrap()].into(), ..Owned::default() };
+    let Some(Object::Link(mut link)) = base(1).get(&Key::Link(tunnel(Family::V4))).cloned() else { panic!() };
+    link.name = "other.1".parse().unwrap();
+    let neigh = Neigh { link: link.name, address: [10, 9, 0, 1].into(), mac: MacAddr::local([5; 6]) };
+    for object in [Object::from(link), neigh.into()] {
+        assert!(world.kernel.other().apply(&other, &[flannel_core::Change::Put(object.clone())])[0].is_ok());
+        world.foreign.insert(object);
+    }
+    world.kernel.lose_messages();
+    world.settled("both").await;
+}
