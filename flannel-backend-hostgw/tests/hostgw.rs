@@ -1,0 +1,96 @@
+//! The host-gw backend on the fake kernel: which routes, from which leases.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use flannel_backend_hostgw::HostGw;
+use flannel_core::testing::{FakeKernel, FakeSubnets};
+use flannel_core::{Backend, Dual, ExternalInterface, Host, LeaseAttrs, Subnet, SubnetManager};
+
+const DUAL: &str =
+    r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"host-gw"}}"#;
+
+fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
+    let address: Dual<IpAddr> =
+        ["192.0.2.1", "2001:db8::1"].into_iter().map(|a| a.parse::<IpAddr>().unwrap()).collect();
+    Host {
+        iface: ExternalInterface {
+            name: "eth0".parse().unwrap(),
+            mtu: 1500,
+            address,
+            public: address,
+            reason: "it has the default route".into(),
+        },
+        kernel: Arc::new(kernel.clone()),
+        subnets: Arc::new(subnets.clone()),
+        identity: String::new(),
+    }
+}
+
+fn peer(public: &[&str]) -> LeaseAttrs {
+    LeaseAttrs {
+        public: public.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
+        backend_type: "host-gw".into(),
+        ..LeaseAttrs::default()
+    }
+}
+
+#[tokio::test]
+async fn a_route_for_every_peer_on_the_link() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(DUAL));
+    subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer(&["192.0.2.7", "2001:db8::7"]));
+    subnets.put_attrs("10.1.8.0-24&fd00:1:0:8::-64", peer(&["198.51.100.8", "2001:db8::8"]));
+    subnets.put_attrs("10.1.9.0-24", peer(&["192.0.2.9"]));
+    let network =
+        HostGw.register(&host(&kernel, &subnets), &subnets.network_config().await.unwrap()).await.unwrap();
+    let handle = network.handle();
+    assert_eq!(handle.mtu, 1500);
+    assert_eq!(
+        handle.lease.attrs.to_json(),
+        r#"{"PublicIP":"192.0.2.1","PublicIPv6":"2001:db8::1","BackendType":"host-gw"}"#
+    );
+    let views = subnets.watch_leases().await.unwrap();
+    let task = tokio::spawn(network.run(views));
+    let mut status = handle.status.clone();
+    let far = "10.1.8.0-24&fd00:1:0:8::-64".parse().unwrap();
+    let first = status.wait_for(|status| status.in_sync).await.unwrap().clone();
+    assert_eq!(
+        first.disbelieved[&far].to_string(),
+        "its public address 198.51.100.8 is not directly on the link eth0, which host-gw needs"
+    );
+    let near = [
+        "route 10.1.7.0/24 via 192.0.2.7 dev eth0",
+        "route 10.1.9.0/24 via 192.0.2.9 dev eth0",
+        "route fd00:1:0:7::/64 via 2001:db8::7 dev eth0",
+    ];
+    assert_eq!(kernel.dump(), near);
+
+    // The underlay grows: the peer is on the link now.
+    let on_link: Vec<Subnet> =
+        ["192.0.2.0/24", "2001:db8::/64", "198.51.100.0/24"].map(|s| s.parse().unwrap()).into();
+    kernel.set_on_link("eth0", &on_link);
+    status.wait_for(|status| status.in_sync && status.disbelieved.is_empty()).await.unwrap();
+    assert_eq!(kernel.dump().len(), 5);
+
+    // A peer that moves is one route replaced.
+    subnets.put_attrs("10.1.9.0-24", peer(&["192.0.2.99"]));
+    let moved = "route 10.1.9.0/24 via 192.0.2.99 dev eth0".to_owned();
+    status.wait_for(|status| status.in_sync && kernel.dump().contains(&moved)).await.unwrap();
+    task.abort();
+}
+
+#[tokio::test]
+async fn a_public_address_that_is_not_the_interfaces_is_refused() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(DUAL));
+    let config = subnets.network_config().await.unwrap();
+    let mut nat = host(&kernel, &subnets);
+    nat.iface.public.v6 = Some("2001:db8:99::1".parse().unwrap());
+    let error = HostGw.register(&nat, &config).await.unwrap_err().to_string();
+    assert!(error.contains("2001:db8:99::1 is not the address of eth0 (2001:db8::1)"), "{error}");
+    let mut bare = host(&kernel, &subnets);
+    bare.iface.address.v4 = None;
+    let error = HostGw.register(&bare, &config).await.unwrap_err().to_string();
+    assert!(error.contains("eth0 has no IPv4 address"), "{error}");
+}
