@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Runs every test. Installs the tools that tests need where it may (root on Debian), says what to install where not.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+needs=()
+command -v ip >/dev/null || [ -x /usr/sbin/ip ] || [ -x /sbin/ip ] || needs+=(iproute2)
+command -v unshare >/dev/null || needs+=(util-linux)
+command -v cc >/dev/null || needs+=(gcc libc6-dev)
+if [ ${#needs[@]} -gt 0 ]; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        apt-get update -qq
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${needs[@]}"
+    else
+        echo "test.sh: install these first: ${needs[*]} (on Debian: apt-get install ${needs[*]})" >&2
+        exit 1
+    fi
+fi
+command -v cargo >/dev/null || { echo "test.sh: install Rust first: https://rustup.rs" >&2; exit 1; }
+export PATH="$PATH:/usr/sbin:/sbin"
+
+cargo test --workspace --all-features "$@"
+
+# Root has tested with its own powers; the same must work for an ordinary user.
+if [ "$(id -u)" = 0 ]; then
+    dir=$(mktemp -d)
+    trap 'rm -rf "$dir"' EXIT
+    chmod 755 "$dir"
+    cargo build -q -p flannel-lab
+    netns_tests=$(cargo test --no-run --message-format=json -p flannel-netlink --all-features 2>/dev/null |
+        sed -n 's/.*"kind":\["\(lib\|test\)"\].*"executable":"\([^"]*\)".*/\2/p')
+    cp "${CARGO_TARGET_DIR:-target}/debug/lab" $netns_tests "$dir"
+    as_nobody() { (cd / && setpriv --reuid=65534 --regid=65534 --clear-groups env HOME=/nonexistent "$@"); }
+    for test in $netns_tests; do
+        as_nobody "$dir/$(basename "$test")" --quiet
+    done
+    as_nobody "$dir/lab" --backend vxlan --family dual --json >"$dir/lab.json" 2>"$dir/lab.log" ||
+        { cat "$dir/lab.log" "$dir/lab.json" >&2; exit 1; }
+    echo "as an ordinary user: the kernel tests and the lab passed"
+fi
