@@ -1,0 +1,50 @@
+//! Where benches run: a fresh network namespace with an uplink.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use anyhow::Context;
+use flannel_core::{Dual, ExternalInterface, Host, SubnetManager};
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::testing::{Netns, ip};
+
+/// A fresh network namespace with `eth0` up.
+pub(crate) struct Ground {
+    pub(crate) netns: Netns,
+}
+
+impl Ground {
+    pub(crate) fn new() -> anyhow::Result<Self> {
+        let netns = Netns::new().context(
+            "a network namespace is needed: run this as root, or inside `unshare --user --map-root-user`",
+        )?;
+        netns.run(|| {
+            ip("link add eth0 type veth peer name wire");
+            ip("link set wire up");
+            ip("address add 192.0.2.1/24 dev eth0");
+            ip("address add 2001:db8::1/64 dev eth0 nodad");
+            ip("link set eth0 up");
+            // Peers are somewhere behind a router.
+            ip("route add default via 192.0.2.254");
+            ip("-6 route add default via 2001:db8::ffff");
+        });
+        Ok(Self { netns })
+    }
+
+    /// This host, for a backend.
+    pub(crate) fn host(&self, subnets: Arc<dyn SubnetManager>) -> anyhow::Result<Host> {
+        let address: Dual<IpAddr> =
+            [IpAddr::from([192, 0, 2, 1]), IpAddr::from([0x2001, 0xdb8, 0, 0, 0, 0, 0, 1])]
+                .into_iter()
+                .collect();
+        let iface = ExternalInterface {
+            name: "eth0".parse()?,
+            mtu: 1500,
+            address,
+            public: address,
+            reason: "it is the only one".into(),
+        };
+        let kernel = Arc::new(NetlinkKernel::open_in(self.netns.path())?);
+        Ok(Host { iface, kernel, subnets, identity: String::new() })
+    }
+}

@@ -1,0 +1,44 @@
+//! What a bench found out.
+
+use serde::Serialize;
+
+/// One JSON object; what does not apply is left out.
+#[derive(Debug, Default, Serialize)]
+pub(crate) struct Report {
+    pub(crate) bench: &'static str,
+    pub(crate) peers: u32,
+    pub(crate) family: String,
+    /// The median over the pairs, like the other times.
+    pub(crate) seconds: f64,
+    pub(crate) floor_seconds: f64,
+    /// The median of the ratios, pair by pair.
+    pub(crate) ratio: f64,
+    /// An independent reader found exactly the objects that should be there, after every run.
+    pub(crate) ok: bool,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) wrong: Vec<String>,
+}
+
+impl Report {
+    /// Prints to standard output.
+    pub(crate) fn print(&self, json: bool) -> anyhow::Result<()> {
+        if json {
+            println!("{}", serde_json::to_string(self)?);
+            return Ok(());
+        }
+        println!("{} of {} peers, {}", self.bench, self.peers, self.family);
+        println!("  ours     {:>10.1} ms", self.seconds * 1e3);
+        println!("  floor    {:>10.1} ms   (a raw writer of the same objects)", self.floor_seconds * 1e3);
+        println!("  ratio    {:>10.2}", self.ratio);
+        println!("  objects  {}", if self.ok { "all as they should be" } else { "WRONG:" });
+        self.wrong.iter().for_each(|line| println!("    {line}"));
+        Ok(())
+    }
+}
+
+/// The middle one of an odd number of figures.
+pub(crate) fn median(figures: impl IntoIterator<Item = f64>) -> f64 {
+    let mut figures: Vec<f64> = figures.into_iter().collect();
+    figures.sort_by(f64::total_cmp);
+    figures.get(figures.len() / 2).copied().unwrap_or(f64::NAN)
+}
