@@ -229,7 +229,8 @@ pub enum Doubts {
     /// kernel does not say by whom: links and forwarding entries).
     Objects(Vec<Report>),
     /// The device changed in some way: it and everything on it. The kernel deletes IPv4 routes and permanent
-    /// neighbours of a device that goes down without a word about each.
+    /// neighbours of a device that goes down without a word about each, the neighbours when its MAC address
+    /// changes, and the IPv4 routes with its last IPv4 address.
     Link(LinkName),
     /// Messages were lost.
     Everything,

@@ -168,6 +168,8 @@ impl Reconciler {
         match (self.want(&key), report) {
             // Says what we want to hear: no reason for doubt (and none for trust: a doubt stays one).
             (Some(want), Report::Now(object)) if want == object => {}
+            // Its routes went with it, without a word about each.
+            (Some(Object::Nexthop(_)), Report::Gone(_)) => self.unread = true,
             (Some(_), _) => {
                 self.put.entry(key).or_insert(Cause::Doubt);
             }

@@ -1,1 +1,16 @@
 #![doc = include_str!("../README.md")]
+
+mod apply;
+mod changes;
+mod codec;
+pub mod iface;
+mod kernel;
+mod namespace;
+mod news;
+mod snapshot;
+mod socket;
+#[cfg(feature = "testing")]
+pub mod testing;
+mod wire;
+
+pub use kernel::NetlinkKernel;

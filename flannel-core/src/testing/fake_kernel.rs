@@ -179,7 +179,11 @@ impl FakeKernel {
     pub fn foreign_delete(&self, key: Key) {
         let mut tables = self.lock();
         tables.objects.remove(&key);
+        tables.drop_after(key);
         tables.tell(0, &Doubts::Objects(vec![Report::Gone(key)]));
+        if let Key::Addr(link, IpAddr::V4(_)) = key {
+            tables.tell(0, &Doubts::Link(link));
+        }
     }
 
     /// Makes every listener lose its messages.
@@ -278,6 +282,20 @@ impl Tables {
         }
     }
 
+    /// What goes with an object that was deleted: routes by a nexthop object, and with the last IPv4 address of a
+    /// device all its IPv4 routes.
+    fn drop_after(&mut self, key: Key) {
+        self.drop_orphans();
+        let Key::Addr(name, IpAddr::V4(_)) = key else { return };
+        let left =
+            self.objects.keys().any(|key| matches!(key, Key::Addr(link, IpAddr::V4(_)) if *link == name));
+        if !left {
+            self.objects.retain(|key, entry| {
+                !matches!(key, Key::Route(dst) if dst.base().is_ipv4()) || entry.object.link() != Some(name)
+            });
+        }
+    }
+
     /// Routes by a nexthop object go with it.
     fn drop_orphans(&mut self) {
         let there: Vec<u32> = self
@@ -343,10 +361,13 @@ impl Tables {
         }
         let old = self.objects.get(&Key::Link(link.name)).map(|entry| entry.object.clone());
         if let Some(Object::Link(Link { kind: LinkKind::Vxlan(is), up, .. })) = &old {
-            if (is.vni, is.port, is.gbp) != (want.vni, want.port, want.gbp) {
+            let lower_removed = is.lower.is_some() && want.lower.is_none();
+            if (is.vni, is.port, is.gbp) != (want.vni, want.port, want.gbp) || lower_removed {
                 self.drop_link(link.name);
             } else if *up && !link.up {
                 self.drop_by_down(link.name);
+            } else if is.mac != want.mac {
+                self.objects.retain(|key, _| !matches!(key, Key::Neigh(on, _) if *on == link.name));
             }
         }
         let object = Object::Link(link.clone());
@@ -375,7 +396,7 @@ impl Tables {
             return Ok(());
         }
         self.objects.remove(&key);
-        self.drop_orphans();
+        self.drop_after(key);
         let teller = if matches!(object, Object::Fdb(_)) { 0 } else { writer };
         self.tell(teller, &Doubts::Objects(vec![Report::Gone(key)]));
         Ok(())

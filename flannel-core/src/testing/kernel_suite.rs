@@ -159,7 +159,7 @@ fn every_attribute_is_changed_in_place(ground: &Ground<'_>) {
         let mut device = device(family, n, ground.uplink);
         device.mtu = 1350;
         let LinkKind::Vxlan(vxlan) = &mut device.kind;
-        *vxlan = Vxlan { mac: mac(30), local: Some(peer(family, 9)), lower: None, learning: true, ..*vxlan };
+        *vxlan = Vxlan { local: Some(peer(family, 9)), learning: true, ..*vxlan };
         let route = |dst, via, mtu| Object::from(Route { dst: subnet(family, dst), via, mtu });
         let gateway = |gateway, link, onlink| Via::Gateway { gateway, link, onlink };
         let mut down = device.clone();
@@ -290,11 +290,11 @@ async fn others_are_heard_and_we_are_not(ground: &Ground<'_>) {
         let loud = |o: &Object| matches!(o, Object::Fdb(_));
         let ours: Vec<Change> = objects.iter().filter(|o| !loud(o)).cloned().map(Change::Put).collect();
         apply(ground, &ours);
-        for object in objects {
+        for object in objects.iter().rev() {
             let results = ground.other.apply(&owned, &[Change::Delete(object.clone())]);
             assert!(results[0].is_ok(), "{object}: {:?}", results[0]);
         }
-        let last = objects.last().expect("objects").key();
+        let last = objects.first().expect("objects").key();
         let heard = listen(&mut *changes, |doubts| mentions(doubts, &last, true)).await;
         for object in objects.iter().filter(|o| !loud(o)) {
             let gone = heard.iter().any(|doubts| mentions(doubts, &object.key(), true));
@@ -302,7 +302,9 @@ async fn others_are_heard_and_we_are_not(ground: &Ground<'_>) {
             let implied = matches!(object, Object::Route(Route { via: Via::Nexthop(_), .. }));
             assert!(gone || implied, "{object} was deleted by another: {heard:?}");
             let here = heard.iter().any(|doubts| mentions(doubts, &object.key(), false));
-            assert!(!here, "{object} was put by ourselves: {heard:?}");
+            // The kernel finishes an IPv6 address by itself, later, and does not say for whom.
+            let late = matches!(object, Object::Addr(addr) if addr.address.is_ipv6());
+            assert!(!here || late, "{object} was put by ourselves: {heard:?}");
         }
         let theirs = Neigh { link: link(n), address: ip(family, 9), mac: mac(9) };
         assert!(ground.other.apply(&owned, &[Change::Put(theirs.into())])[0].is_ok());

@@ -1,0 +1,312 @@
+//! Carries out changes: names become indexes, changes become requests, requests go in batches.
+//!
+//! The one thing to know: links and whatever must be looked at before it is changed are done one at a time, after
+//! all that stands before them in the list; everything else goes 128 to a `send`.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+
+use flannel_core::{
+    Addr, Change, KernelError, Link, LinkKind, LinkName, Nexthop, Object, Owned, ROUTE_PROTOCOL, Route, Via,
+    Vxlan,
+};
+
+use crate::codec::addr::AddrMessage;
+use crate::codec::{addr, link, neigh, nexthop, route};
+use crate::kernel::{ENODEV, find_link};
+use crate::namespace::Namespace;
+use crate::socket::Socket;
+use crate::wire::Messages;
+
+/// More gains nothing, and one `send` stays below a millisecond.
+const BATCH: usize = 128;
+
+const EEXIST: i32 = 17;
+const EINVAL: i32 = 22;
+const EOPNOTSUPP: i32 = 95;
+
+/// One call of [`Kernel::apply`](flannel_core::Kernel::apply).
+pub(crate) struct Writer<'a> {
+    socket: &'a mut Socket,
+    namespace: &'a Namespace,
+    owned: &'a Owned,
+    results: Vec<Result<(), KernelError>>,
+    requests: Messages,
+    /// For each of `requests`, the number of its change, and whether it deletes.
+    pending: Vec<(usize, bool)>,
+    indexes: HashMap<LinkName, Result<u32, KernelError>>,
+    /// What addresses there are on a link.
+    addrs: HashMap<u32, Vec<AddrMessage>>,
+}
+
+impl<'a> Writer<'a> {
+    pub(crate) fn new(socket: &'a mut Socket, namespace: &'a Namespace, owned: &'a Owned) -> Self {
+        Self {
+            socket,
+            namespace,
+            owned,
+            results: Vec::new(),
+            requests: Messages::default(),
+            pending: Vec::new(),
+            indexes: HashMap::new(),
+            addrs: HashMap::new(),
+        }
+    }
+
+    pub(crate) fn apply(mut self, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+        self.results = vec![Ok(()); changes.len()];
+        for (n, change) in changes.iter().enumerate() {
+            let result = match change {
+                Change::Put(object) => self.put(changes, n, object),
+                Change::Delete(object) => accept_absence(self.delete(changes, n, object), object),
+            };
+            if result.is_err() {
+                self.results[n] = result;
+            }
+            if self.requests.len() >= BATCH {
+                self.flush(changes);
+            }
+        }
+        self.flush(changes);
+        self.results
+    }
+
+    fn put(&mut self, changes: &[Change], n: usize, object: &Object) -> Result<(), KernelError> {
+        let index = match object {
+            Object::Link(link) => {
+                self.flush(changes);
+                return self.put_link(link);
+            }
+            object => self.index_of(object)?,
+        };
+        let requests = &mut self.requests;
+        match object {
+            Object::Addr(addr) => return self.put_addr(n, addr, index),
+            Object::Neigh(neigh) => neigh::put(requests, neigh, index),
+            Object::Fdb(fdb) => neigh::put_fdb(requests, fdb, index),
+            Object::Nexthop(nexthop) => nexthop::put(requests, nexthop, index),
+            Object::Route(route) if route::is_known(route) => route::put(requests, route, index),
+            other => return Err(unknown(other)),
+        }
+        self.pending.push((n, false));
+        Ok(())
+    }
+
+    fn delete(&mut self, changes: &[Change], n: usize, object: &Object) -> Result<(), KernelError> {
+        let index = match object {
+            Object::Link(link) => {
+                self.flush(changes);
+                return self.delete_link(link);
+            }
+            object => self.index_of(object)?,
+        };
+        match object {
+            Object::Addr(addr) => addr::delete(&mut self.requests, addr, index),
+            Object::Neigh(neigh) => neigh::delete(&mut self.requests, neigh, index),
+            Object::Fdb(fdb) => neigh::delete_fdb(&mut self.requests, fdb, index),
+            Object::Nexthop(nexthop) => {
+                if self.pending.iter().any(|(_, deletes)| !deletes) {
+                    self.flush(changes);
+                }
+                if !self.is_there(nexthop, index)? {
+                    return Ok(());
+                }
+                nexthop::delete(&mut self.requests, nexthop.id);
+            }
+            Object::Route(route) => {
+                let protocol = self.protocol(route);
+                route::delete(&mut self.requests, route, index, protocol);
+            }
+            other => return Err(unknown(other)),
+        }
+        self.pending.push((n, true));
+        Ok(())
+    }
+
+    /// Sends what is pending.
+    fn flush(&mut self, changes: &[Change]) {
+        let results = self.socket.send(&mut self.requests);
+        self.requests.clear();
+        for ((n, deletes), result) in std::mem::take(&mut self.pending).into_iter().zip(results) {
+            let result = match (result, &changes[n]) {
+                (result, change) if deletes => accept_absence(result, change.object()),
+                (Err(error), Change::Put(Object::Route(route))) if error.errno == EEXIST => {
+                    self.unhide(route)
+                }
+                (Err(error), Change::Put(Object::Route(route))) if stands_in_its_own_way(route, &error) => {
+                    self.make_way(route).map_err(|_| error)
+                }
+                (result, _) => result,
+            };
+            if result.is_err() {
+                self.results[n] = result;
+            }
+        }
+    }
+
+    /// The index of the link that an object is on; 0 if it needs none.
+    fn index_of(&mut self, object: &Object) -> Result<u32, KernelError> {
+        object.link().map_or(Ok(0), |name| self.index(name))
+    }
+
+    fn index(&mut self, name: LinkName) -> Result<u32, KernelError> {
+        match self.indexes.entry(name) {
+            Entry::Occupied(known) => known.get().clone(),
+            Entry::Vacant(unknown) => {
+                let found = find_link(self.socket, name).map(|link| link.index);
+                unknown.insert(found).clone()
+            }
+        }
+    }
+
+    /// The protocol that a route must have to be ours to delete; 0 is any. See [`Owned::owns_route`].
+    fn protocol(&self, route: &Route) -> u8 {
+        match route.via {
+            Via::Gateway { link, .. } | Via::Link(link) if self.owned.links.contains(&link) => 0,
+            _ => ROUTE_PROTOCOL,
+        }
+    }
+
+    /// The nexthop has this id, device and our protocol: the kernel deletes by id alone.
+    fn is_there(&mut self, nexthop: &Nexthop, index: u32) -> Result<bool, KernelError> {
+        let found = self.socket.ask(nexthop::by_id(nexthop.id), nexthop::read)?;
+        Ok(found.index == index && found.protocol == ROUTE_PROTOCOL)
+    }
+
+    /// A route of ours is there but another one stands before it, so that a replacement would make a second one
+    /// of ours. It is taken out, then put in the place of the other.
+    fn unhide(&mut self, route: &Route) -> Result<(), KernelError> {
+        let index = self.index_of(&Object::Route(*route))?;
+        let mut requests = Messages::default();
+        route::delete(&mut requests, route, index, ROUTE_PROTOCOL);
+        route::put(&mut requests, route, index);
+        let mut results = self.socket.send(&mut requests);
+        results.remove(1)
+    }
+
+    /// What stands at the route's destination is taken out, whoever put it there; then the route is put.
+    fn make_way(&mut self, route: &Route) -> Result<(), KernelError> {
+        let index = self.index_of(&Object::Route(*route))?;
+        let mut requests = Messages::default();
+        route::delete_any(&mut requests, &route.dst);
+        route::put(&mut requests, route, index);
+        let mut results = self.socket.send(&mut requests);
+        results.remove(1)
+    }
+
+    /// IPv4 takes an address with another prefix length for another address, IPv6 keeps the length it has: in both
+    /// cases the old one must go. IPv4 first puts the new one, because with the last address all routes go.
+    fn put_addr(&mut self, n: usize, addr: &Addr, index: u32) -> Result<(), KernelError> {
+        let there = match self.addrs.entry(index) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(unknown) => unknown.insert(self.socket.dump(addr::on(index), addr::read)?),
+        };
+        let is_other = |a: &AddrMessage| a.index == index && a.address == addr.address && a.len != addr.len;
+        let others: Vec<Addr> = there.iter().filter(|a| is_other(a)).map(|a| a.object(addr.link)).collect();
+        // Lengths that were put in this call are told apart too.
+        there.retain(|a| a.address != addr.address);
+        there.push(AddrMessage { index, address: addr.address, len: addr.len, flags: 0, host_scope: false });
+        let v6 = addr.address.is_ipv6();
+        for old in others.iter().filter(|_| v6) {
+            addr::delete(&mut self.requests, old, index);
+            self.pending.push((n, true));
+        }
+        addr::put(&mut self.requests, addr, index);
+        self.pending.push((n, false));
+        for old in others.iter().filter(|_| !v6) {
+            addr::delete(&mut self.requests, old, index);
+            self.pending.push((n, true));
+        }
+        Ok(())
+    }
+
+    /// With another MAC address the kernel drops all neighbours on the device, permanent ones too. Routes stay.
+    fn put_link(&mut self, want: &Link) -> Result<(), KernelError> {
+        let LinkKind::Vxlan(vxlan) = &want.kind else { return Err(unknown(&Object::Link(want.clone()))) };
+        let lower = vxlan.lower.map_or(Ok(0), |name| self.index(name))?;
+        let is = match find_link(self.socket, want.name) {
+            Ok(is) => is,
+            Err(error) if error.errno == ENODEV => return self.create_link(want, vxlan, lower),
+            Err(error) => return Err(error),
+        };
+        if !is.is_vxlan() {
+            let kind = if is.kind.is_empty() { "physical or built-in" } else { &is.kind };
+            let detail =
+                format!("{} exists and is no vxlan device but a {kind} one: rename or remove it", want.name);
+            return Err(KernelError::explained(EEXIST, detail));
+        }
+        if link::is_changeable(&is, vxlan) {
+            let changed: Result<(), KernelError> =
+                self.socket.send(&mut link::change(&is, want, vxlan, lower)).into_iter().collect();
+            match changed {
+                // What this kernel cannot change in place is made anew.
+                Err(error) if error.errno == EOPNOTSUPP => {
+                    tracing::debug!(link = %want.name, %error, "a change in place was refused");
+                }
+                changed => return changed,
+            }
+        }
+        self.socket.send_one(link::delete(is.index))?;
+        self.create_link(want, vxlan, lower)
+    }
+
+    fn create_link(&mut self, want: &Link, vxlan: &Vxlan, lower: u32) -> Result<(), KernelError> {
+        self.forget(want.name);
+        self.socket.send_one(link::create(want, vxlan, lower))?;
+        let index = self.index(want.name)?;
+        self.ignore_router_advertisements(want.name);
+        if want.up { self.socket.send_one(link::set_up(index, true)) } else { Ok(()) }
+    }
+
+    /// The far end of a tunnel must not configure this host. There is no such file without IPv6, which is as good.
+    fn ignore_router_advertisements(&self, name: LinkName) {
+        let path = format!("/proc/sys/net/ipv6/conf/{name}/accept_ra");
+        let written = self.namespace.run(|| std::fs::write(&path, "0"));
+        if let Err(error) = written.and_then(|written| Ok(written?)) {
+            tracing::debug!(%error, path, "router advertisements are not turned off");
+        }
+    }
+
+    /// Deletes the device if it is the one described; MTU and the like may differ.
+    fn delete_link(&mut self, link: &Link) -> Result<(), KernelError> {
+        let is = find_link(self.socket, link.name)?;
+        if !link::is_same_device(&is, link) {
+            return Ok(());
+        }
+        self.forget(link.name);
+        self.socket.send_one(link::delete(is.index))
+    }
+
+    /// What is known of a link is about to be wrong.
+    fn forget(&mut self, name: LinkName) {
+        if let Some(Ok(index)) = self.indexes.remove(&name) {
+            self.addrs.remove(&index);
+        }
+    }
+}
+
+/// IPv6 looks for the gateway in the routing table even if the route says `onlink`, and refuses a gateway that is
+/// reached by another device. Inside the destination itself, that is a foreign route in the place of ours.
+fn stands_in_its_own_way(route: &Route, error: &KernelError) -> bool {
+    let inside = matches!(route.via, Via::Gateway { gateway, .. } if route.dst.contains(gateway));
+    error.errno == EINVAL && route.dst.base().is_ipv6() && inside
+}
+
+/// That something to be deleted is not there is as good.
+fn accept_absence(result: Result<(), KernelError>, object: &Object) -> Result<(), KernelError> {
+    // Without its nexthop object a route by it is gone as well, but the kernel calls it a mistake to ask.
+    let by_nexthop = matches!(object, Object::Route(Route { via: Via::Nexthop(_), .. }));
+    match result {
+        Err(error) if error.is_absent() => Ok(()),
+        Err(KernelError { errno: EINVAL, detail: Some(text) })
+            if by_nexthop && text.contains("does not exist") =>
+        {
+            Ok(())
+        }
+        result => result,
+    }
+}
+
+fn unknown(object: &Object) -> KernelError {
+    KernelError::explained(EOPNOTSUPP, format!("this version cannot handle {object}"))
+}

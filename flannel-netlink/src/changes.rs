@@ -1,0 +1,163 @@
+//! What others change in the kernel: a multicast socket of its own.
+//!
+//! The one thing to know: the kernel names the socket that asked for a change of a route, address, neighbour or
+//! nexthop, so our own changes are left out (by a filter in the kernel, where that works). Of links and forwarding
+//! entries it does not say by whom they were changed; those are reported even if it was us.
+
+use std::io;
+use std::os::fd::AsFd;
+
+use async_trait::async_trait;
+use flannel_core::{Changes, Doubts, KernelError};
+use neli::consts::rtnl::Rtm;
+use neli::consts::socket::{Msg, NlFamily};
+use neli::socket::NlSocket;
+use neli::utils::Groups;
+use nix::sys::socket::{setsockopt, sockopt};
+use socket2::{SockFilter, SockRef};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+
+use crate::news::News;
+use crate::socket::Socket;
+
+/// `RTNLGRP_…`: LINK, NEIGH, IPV4_IFADDR, IPV4_ROUTE, IPV6_IFADDR, IPV6_ROUTE, NEXTHOP.
+const GROUPS: [u32; 7] = [1, 3, 5, 7, 9, 11, NEXTHOP_GROUP];
+const NEXTHOP_GROUP: u32 = 32;
+/// Bytes for messages not yet read: some 10,000 of them. Without privilege the kernel gives less.
+const RECEIVE_BUFFER: usize = 8 << 20;
+/// No multicast message is longer.
+const MESSAGE: usize = 32 << 10;
+/// How many datagrams are read before those read are handed out.
+const AT_ONCE: usize = 1024;
+const ENOBUFS: i32 = 105;
+
+/// Listens for multicast messages and says what is in doubt.
+pub(crate) struct Listener {
+    socket: Multicast,
+    /// Whose changes are our own.
+    port: u32,
+    news: News,
+    /// Messages were lost, and more will be until all that is there was read.
+    lost: bool,
+    buffer: Box<[u8]>,
+}
+
+/// The socket, before and after it is known to a runtime.
+enum Multicast {
+    Bare(NlSocket),
+    Registered(AsyncFd<NlSocket>),
+    /// Registering failed.
+    Lost,
+}
+
+impl Listener {
+    /// Listens in the network namespace of the calling thread; changes by the socket with `port` are our own.
+    pub(crate) fn open(port: u32) -> Result<Self, KernelError> {
+        let socket = NlSocket::connect(NlFamily::Route, None, Groups::empty())?;
+        socket.nonblock()?;
+        socket.set_recv_buffer_size(RECEIVE_BUFFER)?;
+        for group in GROUPS {
+            match socket.add_mcast_membership(Groups::new_groups(&[group])) {
+                // Kernels before 5.3 have no nexthop objects.
+                Err(error) if group == NEXTHOP_GROUP && error.kind() == io::ErrorKind::InvalidInput => {}
+                joined => joined?,
+            }
+        }
+        let news = News::new(Socket::open()?, port)?;
+        Ok(Self { socket: Multicast::Bare(socket), port, news, lost: false, buffer: vec![0; MESSAGE].into() })
+    }
+
+    /// Makes the socket known to the runtime now, if there is one on this thread, else on the first use.
+    pub(crate) fn registered_if_possible(mut self) -> Result<Self, KernelError> {
+        if tokio::runtime::Handle::try_current().is_ok() {
+            self.socket.register(self.port)?;
+        }
+        Ok(self)
+    }
+}
+
+#[async_trait]
+impl Changes for Listener {
+    async fn next(&mut self) -> Result<Doubts, KernelError> {
+        loop {
+            if let Some(doubts) = self.news.pop() {
+                return Ok(doubts);
+            }
+            let mut ready = self.socket.register(self.port)?.readable().await?;
+            for _ in 0..AT_ONCE {
+                match ready.try_io(|socket| socket.get_ref().recv(&mut self.buffer, Msg::TRUNC)) {
+                    Ok(Ok(_)) if self.lost => {}
+                    Ok(Ok((len, _))) => self.news.take_datagram(self.buffer.get(..len)),
+                    // From here on the kernel drops what it has to tell, and does not say so again, until
+                    // everything was read. Doubt that was told before then would be told too early.
+                    Ok(Err(error)) if error.raw_os_error() == Some(ENOBUFS) => {
+                        self.lost = true;
+                        self.news.forget();
+                    }
+                    Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Ok(Err(error)) => return Err(error.into()),
+                    Err(_nothing_left) => {
+                        if std::mem::take(&mut self.lost) {
+                            self.news.lost()?;
+                        }
+                        break;
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl Multicast {
+    fn register(&mut self, port: u32) -> Result<&AsyncFd<NlSocket>, KernelError> {
+        if matches!(self, Self::Bare(_))
+            && let Self::Bare(socket) = std::mem::replace(self, Self::Lost)
+        {
+            let socket = registered(socket)?;
+            improve(&socket, port);
+            *self = Self::Registered(socket);
+        }
+        match self {
+            Self::Registered(socket) => Ok(socket),
+            _ => Err(KernelError::explained(ENOBUFS, "the socket could not be registered with the runtime")),
+        }
+    }
+}
+
+// The successor is `unsafe` because not every type keeps its descriptor for itself. An NlSocket does: it owns the
+// descriptor, never changes it and closes it when dropped. Without unsafe code this is the way to say so.
+#[expect(deprecated, reason = "sound for a socket that owns its descriptor; the successor needs unsafe code")]
+fn registered(socket: NlSocket) -> io::Result<AsyncFd<NlSocket>> {
+    AsyncFd::with_interest(socket, Interest::READABLE)
+}
+
+/// Makes an overrun less likely: a larger buffer where that is permitted, and without our own messages in it.
+fn improve(socket: &impl AsFd, port: u32) {
+    if let Err(error) = setsockopt(socket, sockopt::RcvBufForce, &RECEIVE_BUFFER) {
+        tracing::debug!(%error, "the receive buffer keeps to net.core.rmem_max");
+    }
+    if let Err(error) = SockRef::from(socket).attach_filter(&without_own_messages(port)) {
+        tracing::debug!(%error, "our own messages are not filtered in the kernel");
+    }
+}
+
+/// A filter (classic BPF) that lets messages pass that are about links or not from `port`.
+fn without_own_messages(port: u32) -> [SockFilter; 7] {
+    const LOAD_HALF: u16 = 0x28;
+    const LOAD_WORD: u16 = 0x20;
+    const JUMP_IF_EQUAL: u16 = 0x15;
+    const RETURN: u16 = 0x06;
+    // Loads take what they load for big-endian; the header is in the machine's byte order.
+    let kind = |kind: Rtm| u32::from(u16::from_be_bytes(u16::from(kind).to_ne_bytes()));
+    let port = u32::from_be_bytes(port.to_ne_bytes());
+    [
+        SockFilter::new(LOAD_HALF, 0, 0, 4),
+        SockFilter::new(JUMP_IF_EQUAL, 4, 0, kind(Rtm::Newlink)),
+        SockFilter::new(JUMP_IF_EQUAL, 3, 0, kind(Rtm::Dellink)),
+        SockFilter::new(LOAD_WORD, 0, 0, 12),
+        SockFilter::new(JUMP_IF_EQUAL, 0, 1, port),
+        SockFilter::new(RETURN, 0, 0, 0),
+        SockFilter::new(RETURN, 0, 0, u32::MAX),
+    ]
+}

@@ -1,0 +1,183 @@
+//! Kernel objects as rtnetlink messages, one module per kind.
+//!
+//! The one thing to know: messages speak of interface indexes, objects of names. What is read stays a message's
+//! content (`…Message`) with its index and the facts that ownership is judged by, until a caller names the link.
+
+pub(crate) mod addr;
+pub(crate) mod link;
+pub(crate) mod neigh;
+pub(crate) mod nexthop;
+pub(crate) mod route;
+
+use std::net::IpAddr;
+
+use flannel_core::Family;
+use neli::consts::nl::NlmF;
+use neli::consts::rtnl::RtAddrFamily;
+
+/// Create it, or replace what is there.
+pub(crate) fn put_flags() -> NlmF {
+    NlmF::CREATE | NlmF::REPLACE
+}
+
+/// `AF_INET` or `AF_INET6`.
+pub(crate) fn af(family: Family) -> RtAddrFamily {
+    match family {
+        Family::V4 => RtAddrFamily::Inet,
+        Family::V6 => RtAddrFamily::Inet6,
+    }
+}
+
+pub(crate) fn af_of(address: IpAddr) -> RtAddrFamily {
+    af(Family::of(address))
+}
+
+pub(crate) fn family_of(af: RtAddrFamily) -> Option<Family> {
+    match af {
+        RtAddrFamily::Inet => Some(Family::V4),
+        RtAddrFamily::Inet6 => Some(Family::V6),
+        _ => None,
+    }
+}
+
+/// The kernel's interface index is an `int` in some messages.
+pub(crate) fn signed(index: u32) -> i32 {
+    index.cast_signed()
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::{
+        Addr, Fdb, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, Route, Subnet, Via, Vxlan,
+    };
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::wire::{Message, Messages, messages};
+
+    const INDEX: u32 = 0x1234_5678;
+    const LOWER: u32 = 7;
+
+    fn name() -> LinkName {
+        "flannel.1".parse().unwrap()
+    }
+
+    fn lower() -> LinkName {
+        "eth0".parse().unwrap()
+    }
+
+    fn any_ip() -> impl Strategy<Value = IpAddr> {
+        prop_oneof![any::<[u8; 4]>().prop_map(IpAddr::from), any::<[u8; 16]>().prop_map(IpAddr::from)]
+    }
+
+    fn any_mac() -> impl Strategy<Value = MacAddr> {
+        any::<[u8; 6]>().prop_map(MacAddr)
+    }
+
+    fn any_link() -> impl Strategy<Value = Link> {
+        let vxlan = (1..1u32 << 24, any::<u16>(), any_mac(), prop::option::of(any_ip()), any::<[bool; 4]>());
+        (any::<u32>(), vxlan).prop_map(|(mtu, (vni, port, mac, local, [up, learning, gbp, on]))| {
+            let local = local.filter(|address| !address.is_unspecified());
+            let vxlan = Vxlan { vni, port, mac, local, lower: on.then(lower), learning, gbp };
+            Link { name: name(), mtu, up, kind: LinkKind::Vxlan(vxlan) }
+        })
+    }
+
+    fn any_route() -> impl Strategy<Value = Route> {
+        (any_ip(), 0..=128u8, any_ip(), any::<bool>(), 0..4u8, 1..9u32, prop::option::of(any::<u32>()))
+            .prop_map(|(address, len, gateway, onlink, kind, id, mtu)| {
+                let same = Family::of(gateway) == Family::of(address);
+                let via = match kind {
+                    0 if same => Via::Gateway { gateway, link: name(), onlink },
+                    1 => Via::Nexthop(id),
+                    2 => Via::Blackhole,
+                    _ => Via::Link(name()),
+                };
+                Route { dst: Subnet::new(address, len % (Family::of(address).bits() + 1)).unwrap(), via, mtu }
+            })
+    }
+
+    fn bytes(mut requests: Messages) -> Vec<u8> {
+        let count = requests.len();
+        requests.ready(0, count, 0, NlmF::empty()).to_vec()
+    }
+
+    /// What the only message in `bytes` is read as.
+    fn read<T>(bytes: &[u8], read: impl Fn(&Message<'_>) -> Option<T>) -> T {
+        let all: Vec<_> = messages(bytes).collect::<Result<_, _>>().unwrap();
+        assert_eq!(all.len(), 1);
+        read(&all[0]).unwrap()
+    }
+
+    fn written(write: impl FnOnce(&mut Messages)) -> Vec<u8> {
+        let mut requests = Messages::default();
+        write(&mut requests);
+        bytes(requests)
+    }
+
+    proptest! {
+        #[test]
+        fn links_round_trip(link in any_link()) {
+            let LinkKind::Vxlan(vxlan) = &link.kind else { unreachable!() };
+            let index = vxlan.lower.map_or(0, |_| LOWER);
+            let got = read(&bytes(link::create(&link, vxlan, index)), link::read);
+            prop_assert_eq!(got.lower(), index);
+            // A device is made down, and set up afterwards.
+            prop_assert_eq!(got.object(vxlan.lower), Some(Link { up: false, ..link }));
+        }
+
+        #[test]
+        fn a_link_that_is_as_wanted_is_left_alone(link in any_link()) {
+            let LinkKind::Vxlan(vxlan) = &link.kind else { unreachable!() };
+            let index = vxlan.lower.map_or(0, |_| LOWER);
+            let is = read(&bytes(link::create(&link, vxlan, index)), link::read);
+            prop_assert!(link::is_changeable(&is, vxlan));
+            prop_assert_eq!(link::change(&is, &Link { up: false, ..link.clone() }, vxlan, index).len(), 0);
+        }
+
+        #[test]
+        fn addresses_round_trip(address in any_ip(), len in 0..=32u8) {
+            let addr = Addr { link: name(), address, len };
+            let got = read(&written(|r| addr::put(r, &addr, INDEX)), addr::read);
+            prop_assert_eq!((got.index, got.object(name())), (INDEX, addr));
+        }
+
+        #[test]
+        fn neighbours_round_trip(address in any_ip(), mac in any_mac()) {
+            let neigh = Neigh { link: name(), address, mac };
+            let got = read(&written(|r| neigh::put(r, &neigh, INDEX)), neigh::read);
+            prop_assert_eq!((got.index, got.object(name())), (INDEX, Some(Object::Neigh(neigh))));
+        }
+
+        #[test]
+        fn forwarding_entries_round_trip(dst in any_ip(), mac in any_mac()) {
+            let fdb = Fdb { link: name(), mac, dst };
+            let got = read(&written(|r| neigh::put_fdb(r, &fdb, INDEX)), neigh::read);
+            prop_assert_eq!((got.index, got.object(name())), (INDEX, Some(Object::Fdb(fdb))));
+        }
+
+        #[test]
+        fn nexthops_round_trip(id in 1..u32::MAX, gateway in any_ip(), onlink in any::<bool>()) {
+            let nexthop = Nexthop { id, link: name(), gateway, onlink };
+            let got = read(&written(|r| nexthop::put(r, &nexthop, INDEX)), nexthop::read);
+            prop_assert_eq!((got.index, got.protocol, got.object(name())), (INDEX, 241, Some(nexthop)));
+        }
+
+        #[test]
+        fn routes_round_trip(route in any_route()) {
+            let got = read(&written(|r| route::put(r, &route, INDEX)), route::read);
+            prop_assert_eq!((got.main, got.protocol), (true, 241));
+            prop_assert_eq!(got.object(|index| (index == INDEX).then(name)), Some(route));
+        }
+
+        #[test]
+        fn no_bytes_make_a_reader_panic(kind in 16..110u16, payload in prop::collection::vec(any::<u8>(), 0..120)) {
+            let message = Message { kind, flags: NlmF::empty(), sequence: 0, port: 0, payload: &payload };
+            let _ = link::read(&message).map(|found| found.object(None));
+            let _ = addr::read(&message);
+            let _ = neigh::read(&message).map(|found| found.object(name()));
+            let _ = nexthop::read(&message).map(|found| found.object(name()));
+            let _ = route::read(&message).map(|found| found.object(|_| Some(name())));
+        }
+    }
+}

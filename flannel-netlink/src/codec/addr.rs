@@ -1,0 +1,90 @@
+//! Addresses on links. The one thing to know: IPv4 takes address and prefix length for the identity, IPv6 only the
+//! address.
+
+use std::net::IpAddr;
+
+use flannel_core::{Addr, LinkName};
+use neli::consts::nl::NlmF;
+use neli::consts::rtnl::{Ifa, IfaF, RtAddrFamily, RtScope, Rtm};
+use neli::rtnl::{Ifaddrmsg, IfaddrmsgBuilder};
+
+use super::{af_of, put_flags};
+use crate::wire::{Message, Messages, ip_of, u32_of};
+
+/// `IFA_F_NODAD`: use the address at once, without asking the link whether somebody else has it.
+const NODAD: u32 = 0x02;
+
+/// What a message says of an address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct AddrMessage {
+    pub(crate) index: u32,
+    pub(crate) address: IpAddr,
+    pub(crate) len: u8,
+    /// `IFA_F_…`.
+    pub(crate) flags: u32,
+    /// Valid only on this host (`scope host`).
+    pub(crate) host_scope: bool,
+}
+
+/// Reads `RTM_NEWADDR` and `RTM_DELADDR`.
+pub(crate) fn read(message: &Message<'_>) -> Option<AddrMessage> {
+    let (header, attributes) = message.split::<Ifaddrmsg>()?;
+    let (mut local, mut address, mut flags) = (None, None, u32::from(header.ifa_flags().bits()));
+    for (id, value) in attributes {
+        match Ifa::from(id) {
+            Ifa::Local => local = ip_of(value),
+            Ifa::Address => address = ip_of(value),
+            Ifa::Flags => flags = u32_of(value)?,
+            _ => {}
+        }
+    }
+    Some(AddrMessage {
+        index: *header.ifa_index(),
+        // On a point-to-point link IFA_ADDRESS is the other end.
+        address: local.or(address)?,
+        len: *header.ifa_prefixlen(),
+        flags,
+        host_scope: *header.ifa_scope() == RtScope::Host,
+    })
+}
+
+impl AddrMessage {
+    pub(crate) fn object(&self, link: LinkName) -> Addr {
+        Addr { link, address: self.address, len: self.len }
+    }
+}
+
+fn header(family: RtAddrFamily, len: u8, index: u32) -> Ifaddrmsg {
+    IfaddrmsgBuilder::default()
+        .ifa_family(family)
+        .ifa_prefixlen(len)
+        .ifa_flags(IfaF::empty())
+        .ifa_scope(RtScope::Universe)
+        .ifa_index(index)
+        .build()
+        .expect("all fields are set")
+}
+
+pub(crate) fn put(requests: &mut Messages, addr: &Addr, index: u32) {
+    let header = header(af_of(addr.address), addr.len, index);
+    requests
+        .begin(Rtm::Newaddr, put_flags(), &header)
+        .ip(Ifa::Local, addr.address)
+        .ip(Ifa::Address, addr.address);
+    if addr.address.is_ipv6() {
+        requests.u32(Ifa::Flags, NODAD);
+    }
+}
+
+pub(crate) fn delete(requests: &mut Messages, addr: &Addr, index: u32) {
+    let header = header(af_of(addr.address), addr.len, index);
+    requests
+        .begin(Rtm::Deladdr, NlmF::empty(), &header)
+        .ip(Ifa::Local, addr.address)
+        .ip(Ifa::Address, addr.address);
+}
+
+/// Asks for all addresses on a link, or on all links if `index` is 0.
+pub(crate) fn on(index: u32) -> Messages {
+    Messages::one(Rtm::Getaddr, NlmF::empty(), &header(RtAddrFamily::Unspecified, 0, index))
+}

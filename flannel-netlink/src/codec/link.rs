@@ -1,0 +1,278 @@
+//! Links. The one thing to know: on a change the kernel refuses some attributes even if they are what they were, so
+//! only what differs is sent.
+
+use std::net::IpAddr;
+
+use flannel_core::{Family, Link, LinkKind, LinkName, MacAddr, Vxlan};
+use neli::consts::nl::NlmF;
+use neli::consts::rtnl::{Iff, Ifla, IflaInfo, RtAddrFamily, Rtm};
+use neli::rtnl::{Ifinfomsg, IfinfomsgBuilder};
+
+use super::signed;
+use crate::wire::{Attributes, Message, Messages, ip_of, mac_of, text_of, u32_of};
+
+/// `IFLA_VXLAN_…` (linux `include/uapi/linux/if_link.h`).
+mod vxlan {
+    pub(super) const ID: u16 = 1;
+    pub(super) const GROUP: u16 = 2;
+    pub(super) const LINK: u16 = 3;
+    pub(super) const LOCAL: u16 = 4;
+    pub(super) const TTL: u16 = 5;
+    pub(super) const TOS: u16 = 6;
+    pub(super) const LEARNING: u16 = 7;
+    pub(super) const PROXY: u16 = 11;
+    pub(super) const RSC: u16 = 12;
+    pub(super) const L2MISS: u16 = 13;
+    pub(super) const L3MISS: u16 = 14;
+    pub(super) const PORT: u16 = 15;
+    pub(super) const GROUP6: u16 = 16;
+    pub(super) const LOCAL6: u16 = 17;
+    pub(super) const UDP_ZERO_CSUM6_TX: u16 = 19;
+    pub(super) const UDP_ZERO_CSUM6_RX: u16 = 20;
+    pub(super) const GBP: u16 = 23;
+    pub(super) const COLLECT_METADATA: u16 = 25;
+    pub(super) const VNIFILTER: u16 = 30;
+}
+
+/// What a message says of a link.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct LinkMessage {
+    pub(crate) index: u32,
+    pub(crate) name: LinkName,
+    pub(crate) mtu: u32,
+    pub(crate) up: bool,
+    /// `IFLA_INFO_KIND`; empty for a device that no driver made on demand.
+    pub(crate) kind: String,
+    /// The message is about the link itself, not about its part in a bridge.
+    pub(crate) whole: bool,
+    mac: Option<MacAddr>,
+    vxlan: VxlanMessage,
+}
+
+/// `IFLA_INFO_DATA` of a vxlan device.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct VxlanMessage {
+    vni: u32,
+    port: u16,
+    local: Option<IpAddr>,
+    /// The index of the lower device.
+    lower: u32,
+    learning: bool,
+    gbp: bool,
+    /// Has something that flannel's devices do not have: a group, or tunnel metadata from outside.
+    alien: bool,
+}
+
+/// Reads `RTM_NEWLINK` and `RTM_DELLINK`.
+pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
+    if message.kind != u16::from(Rtm::Newlink) && message.kind != u16::from(Rtm::Dellink) {
+        return None;
+    }
+    let (header, attributes) = message.split::<Ifinfomsg>()?;
+    let (mut name, mut mtu, mut mac, mut kind, mut data) =
+        (None, 0, None, String::new(), VxlanMessage::default());
+    for (id, value) in attributes {
+        match Ifla::from(id) {
+            Ifla::Ifname => name = text_of(value).and_then(|text| text.parse().ok()),
+            Ifla::Mtu => mtu = u32_of(value)?,
+            Ifla::Address => mac = mac_of(value),
+            Ifla::Linkinfo => (kind, data) = read_info(value),
+            _ => {}
+        }
+    }
+    Some(LinkMessage {
+        index: header.ifi_index().cast_unsigned(),
+        name: name?,
+        mtu,
+        up: header.ifi_flags().contains(Iff::UP),
+        kind,
+        whole: *header.ifi_family() == RtAddrFamily::Unspecified,
+        mac,
+        vxlan: data,
+    })
+}
+
+fn read_info(info: &[u8]) -> (String, VxlanMessage) {
+    let find =
+        |wanted| Attributes(info).find(|(id, _)| IflaInfo::from(*id) == wanted).map(|(_, value)| value);
+    let kind = find(IflaInfo::Kind).and_then(text_of).unwrap_or_default();
+    let data = find(IflaInfo::Data).filter(|_| kind == VXLAN).unwrap_or_default();
+    (kind, read_vxlan(data))
+}
+
+const VXLAN: &str = "vxlan";
+
+fn read_vxlan(data: &[u8]) -> VxlanMessage {
+    let mut read = VxlanMessage::default();
+    let flag = |value: &[u8]| value.first().is_none_or(|byte| *byte != 0);
+    for (id, value) in Attributes(data) {
+        match id {
+            vxlan::ID => read.vni = u32_of(value).unwrap_or_default(),
+            vxlan::PORT => read.port = value.try_into().map_or(0, u16::from_be_bytes),
+            vxlan::LOCAL | vxlan::LOCAL6 => {
+                read.local = ip_of(value).filter(|address| !address.is_unspecified());
+            }
+            vxlan::LINK => read.lower = u32_of(value).unwrap_or_default(),
+            vxlan::LEARNING => read.learning = flag(value),
+            vxlan::GBP => read.gbp = true,
+            vxlan::GROUP | vxlan::GROUP6 => read.alien = true,
+            vxlan::COLLECT_METADATA | vxlan::VNIFILTER => read.alien |= flag(value),
+            _ => {}
+        }
+    }
+    read
+}
+
+impl LinkMessage {
+    pub(crate) fn is_vxlan(&self) -> bool {
+        self.kind == VXLAN
+    }
+
+    /// The index of the device that a vxlan device's packets leave by; 0 if there is none.
+    pub(crate) fn lower(&self) -> u32 {
+        self.vxlan.lower
+    }
+
+    /// The object, if there is one for such a link; `lower` is the name of [`LinkMessage::lower`].
+    pub(crate) fn object(&self, lower: Option<LinkName>) -> Option<Link> {
+        if !self.is_vxlan() || self.vxlan.alien {
+            return None;
+        }
+        let VxlanMessage { vni, port, local, learning, gbp, .. } = self.vxlan;
+        let vxlan = Vxlan { vni, port, mac: self.mac?, local, lower, learning, gbp };
+        Some(Link { name: self.name, mtu: self.mtu, up: self.up, kind: LinkKind::Vxlan(vxlan) })
+    }
+}
+
+fn header(index: u32, up: Option<bool>) -> Ifinfomsg {
+    let builder = IfinfomsgBuilder::default().ifi_family(RtAddrFamily::Unspecified).ifi_index(signed(index));
+    let builder = match up {
+        Some(true) => builder.up(),
+        Some(false) => builder.down(),
+        None => builder,
+    };
+    builder.build().expect("all fields that have no default are set")
+}
+
+/// Makes a vxlan device, not up yet; `lower` is the index of its lower device, 0 if it has none.
+///
+/// **Source**: the attributes are those of flannel `pkg/backend/vxlan/device.go: newVXLANDevice`.
+pub(crate) fn create(link: &Link, v: &Vxlan, lower: u32) -> Messages {
+    let mut request = Messages::one(Rtm::Newlink, NlmF::CREATE | NlmF::EXCL, &header(0, None));
+    request.text(Ifla::Ifname, link.name.as_str()).u32(Ifla::Mtu, link.mtu).u32(Ifla::Txqlen, 0);
+    request.attr(Ifla::Address, &v.mac.0).nest(Ifla::Linkinfo, |info| {
+        info.text(IflaInfo::Kind, VXLAN).nest(IflaInfo::Data, |data| {
+            data.u32(vxlan::ID, v.vni).attr(vxlan::PORT, &v.port.to_be_bytes());
+            if lower != 0 {
+                data.u32(vxlan::LINK, lower);
+            }
+            if let Some(local) = v.local {
+                put_local(data, local);
+            }
+            data.attr(vxlan::LEARNING, &[u8::from(v.learning)]);
+            if v.gbp {
+                data.attr(vxlan::GBP, &[]);
+            }
+            for off in [
+                vxlan::TTL,
+                vxlan::TOS,
+                vxlan::PROXY,
+                vxlan::RSC,
+                vxlan::L2MISS,
+                vxlan::L3MISS,
+                vxlan::UDP_ZERO_CSUM6_TX,
+                vxlan::UDP_ZERO_CSUM6_RX,
+            ] {
+                data.attr(off, &[0]);
+            }
+        });
+    });
+    request
+}
+
+fn put_local(data: &mut Messages, local: IpAddr) {
+    data.ip(if local.is_ipv4() { vxlan::LOCAL } else { vxlan::LOCAL6 }, local);
+}
+
+/// Turns the device `is` into `want`, sending only what differs: no message if nothing does. `lower` is the index of
+/// `want`'s lower device, 0 if it has none.
+pub(crate) fn change(is: &LinkMessage, want: &Link, v: &Vxlan, lower: u32) -> Messages {
+    let mut requests = Messages::default();
+    // A message of its own: the driver refuses an MTU beside its attributes.
+    if (is.vxlan.local, is.vxlan.lower, is.vxlan.learning) != (v.local, lower, v.learning) {
+        requests.begin(Rtm::Newlink, NlmF::empty(), &header(is.index, None)).nest(Ifla::Linkinfo, |info| {
+            info.text(IflaInfo::Kind, VXLAN)
+                .nest(IflaInfo::Data, |data| change_data(data, &is.vxlan, v, lower));
+        });
+    }
+    if (is.mtu, is.up, is.mac) != (want.mtu, want.up, Some(v.mac)) {
+        let up = (is.up != want.up).then_some(want.up);
+        requests.begin(Rtm::Newlink, NlmF::empty(), &header(is.index, up));
+        if is.mtu != want.mtu {
+            requests.u32(Ifla::Mtu, want.mtu);
+        }
+        if is.mac != Some(v.mac) {
+            requests.attr(Ifla::Address, &v.mac.0);
+        }
+    }
+    requests
+}
+
+fn change_data(data: &mut Messages, is: &VxlanMessage, v: &Vxlan, lower: u32) {
+    match (is.local, v.local) {
+        (old, Some(local)) if old != Some(local) => put_local(data, local),
+        (Some(old), None) => put_local(data, Family::of(old).unspecified()),
+        _ => {}
+    }
+    if is.lower != lower {
+        data.u32(vxlan::LINK, lower);
+    }
+    if is.learning != v.learning {
+        data.attr(vxlan::LEARNING, &[u8::from(v.learning)]);
+    }
+}
+
+/// The device `is` can become `v` without being made anew, as far as can be told without trying.
+pub(crate) fn is_changeable(is: &LinkMessage, v: &Vxlan) -> bool {
+    let same = (is.vxlan.vni, is.vxlan.port, is.vxlan.gbp) == (v.vni, v.port, v.gbp);
+    // The family of the outer packets is fixed when the device is made. Without an address it cannot be told.
+    let family = |local: Option<IpAddr>| local.map(Family::of);
+    let family = family(is.vxlan.local) == family(v.local) || is.vxlan.local.is_none() || v.local.is_none();
+    // The kernel moves a device from one lower device to another, but a request to have none it ignores.
+    let lower = v.lower.is_some() || is.vxlan.lower == 0;
+    is.is_vxlan() && !is.vxlan.alien && same && family && lower
+}
+
+/// The device `is` is the one described, though MTU and the like may differ.
+pub(crate) fn is_same_device(is: &LinkMessage, link: &Link) -> bool {
+    match &link.kind {
+        LinkKind::Vxlan(v) => is.is_vxlan() && is.vxlan.vni == v.vni,
+        _ => false,
+    }
+}
+
+/// Sets a device up or down.
+pub(crate) fn set_up(index: u32, up: bool) -> Messages {
+    Messages::one(Rtm::Newlink, NlmF::empty(), &header(index, Some(up)))
+}
+
+pub(crate) fn delete(index: u32) -> Messages {
+    Messages::one(Rtm::Dellink, NlmF::empty(), &header(index, None))
+}
+
+/// Asks for one link by name.
+pub(crate) fn by_name(name: LinkName) -> Messages {
+    let mut request = Messages::one(Rtm::Getlink, NlmF::empty(), &header(0, None));
+    request.text(Ifla::Ifname, name.as_str());
+    request
+}
+
+/// Asks for one link by index.
+pub(crate) fn by_index(index: u32) -> Messages {
+    Messages::one(Rtm::Getlink, NlmF::empty(), &header(index, None))
+}
+
+/// Asks for all links.
+pub(crate) fn all() -> Messages {
+    Messages::one(Rtm::Getlink, NlmF::empty(), &header(0, None))
+}

@@ -1,0 +1,123 @@
+//! Neighbours and forwarding entries, which are one kind of message.
+
+use std::net::IpAddr;
+
+use flannel_core::{Fdb, Key, LinkName, MacAddr, Neigh, Object};
+use neli::consts::nl::NlmF;
+use neli::consts::rtnl::{Nda, Ntf, Nud, RtAddrFamily, Rtm, Rtn};
+use neli::rtnl::{Ndmsg, NdmsgBuilder};
+
+use super::{af_of, family_of, put_flags, signed};
+use crate::wire::{Message, Messages, ip_of, mac_of};
+
+/// `AF_BRIDGE`: forwarding entries, of bridges and vxlan devices.
+const BRIDGE: RtAddrFamily = RtAddrFamily::UnrecognizedConst(7);
+
+/// What a message says of a neighbour or a forwarding entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct NeighMessage {
+    pub(crate) index: u32,
+    /// It was put there by hand and stays.
+    pub(crate) permanent: bool,
+    /// It leads nowhere (any more): the kernel says so of an entry before it says that it is deleted.
+    pub(crate) failed: bool,
+    fdb: bool,
+    mac: Option<MacAddr>,
+    dst: Option<IpAddr>,
+    /// Has something that flannel's entries do not have, such as a VNI or a UDP port of its own.
+    alien: bool,
+}
+
+/// Reads `RTM_NEWNEIGH` and `RTM_DELNEIGH`; `None` for the entries of bridges and other families.
+pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
+    let (header, attributes) = message.split::<Ndmsg>()?;
+    let fdb = *header.ndm_family() == BRIDGE;
+    if !fdb && family_of(*header.ndm_family()).is_none() {
+        return None;
+    }
+    // Proxy entries are a table of their own, and MASTER without SELF is the bridge's.
+    if header.ndm_flags().contains(Ntf::PROXY) || (fdb && !header.ndm_flags().contains(Ntf::SELF)) {
+        return None;
+    }
+    let mut read = NeighMessage {
+        index: header.ndm_index().cast_unsigned(),
+        permanent: header.ndm_state().contains(Nud::PERMANENT),
+        failed: header.ndm_state().contains(Nud::FAILED),
+        fdb,
+        mac: None,
+        dst: None,
+        alien: false,
+    };
+    for (id, value) in attributes {
+        match Nda::from(id) {
+            Nda::Dst => read.dst = ip_of(value),
+            Nda::Lladdr => read.mac = mac_of(value),
+            Nda::Port | Nda::Vni | Nda::Ifindex => read.alien = true,
+            _ => {}
+        }
+    }
+    Some(read)
+}
+
+impl NeighMessage {
+    /// The key; `None` if it is nothing that an object could stand for.
+    pub(crate) fn key(&self, link: LinkName) -> Option<Key> {
+        if self.fdb { Some(Key::Fdb(link, self.mac?)) } else { Some(Key::Neigh(link, self.dst?)) }
+    }
+
+    /// The object, if one expresses it.
+    pub(crate) fn object(&self, link: LinkName) -> Option<Object> {
+        let (mac, dst) = (self.mac?, self.dst?);
+        if !self.permanent || self.alien {
+            return None;
+        }
+        Some(if self.fdb { Fdb { link, mac, dst }.into() } else { Neigh { link, address: dst, mac }.into() })
+    }
+}
+
+fn header(family: RtAddrFamily, index: u32, state: Nud, flags: Ntf) -> Ndmsg {
+    NdmsgBuilder::default()
+        .ndm_family(family)
+        .ndm_index(signed(index))
+        .ndm_state(state)
+        .ndm_flags(flags)
+        .ndm_type(Rtn::Unspec)
+        .build()
+        .expect("all fields are set")
+}
+
+pub(crate) fn put(requests: &mut Messages, neigh: &Neigh, index: u32) {
+    let header = header(af_of(neigh.address), index, Nud::PERMANENT, Ntf::empty());
+    requests
+        .begin(Rtm::Newneigh, put_flags(), &header)
+        .ip(Nda::Dst, neigh.address)
+        .attr(Nda::Lladdr, &neigh.mac.0);
+}
+
+pub(crate) fn delete(requests: &mut Messages, neigh: &Neigh, index: u32) {
+    let header = header(af_of(neigh.address), index, Nud::empty(), Ntf::empty());
+    requests.begin(Rtm::Delneigh, NlmF::empty(), &header).ip(Nda::Dst, neigh.address);
+}
+
+pub(crate) fn put_fdb(requests: &mut Messages, fdb: &Fdb, index: u32) {
+    let header = header(BRIDGE, index, Nud::PERMANENT, Ntf::SELF);
+    requests.begin(Rtm::Newneigh, put_flags(), &header).attr(Nda::Lladdr, &fdb.mac.0).ip(Nda::Dst, fdb.dst);
+}
+
+pub(crate) fn delete_fdb(requests: &mut Messages, fdb: &Fdb, index: u32) {
+    let header = header(BRIDGE, index, Nud::empty(), Ntf::SELF);
+    requests.begin(Rtm::Delneigh, NlmF::empty(), &header).attr(Nda::Lladdr, &fdb.mac.0).ip(Nda::Dst, fdb.dst);
+}
+
+/// Asks for all neighbours on a link.
+pub(crate) fn on(index: u32) -> Messages {
+    let header = header(RtAddrFamily::Unspecified, 0, Nud::empty(), Ntf::empty());
+    let mut request = Messages::one(Rtm::Getneigh, NlmF::empty(), &header);
+    request.u32(Nda::Ifindex, index);
+    request
+}
+
+/// Asks for all forwarding entries of a link.
+pub(crate) fn fdb_on(index: u32) -> Messages {
+    Messages::one(Rtm::Getneigh, NlmF::empty(), &header(BRIDGE, index, Nud::empty(), Ntf::empty()))
+}

@@ -1,0 +1,107 @@
+//! Nexthop objects (kernel 5.3 and later). neli has no message for them, so it is defined here.
+
+use std::net::IpAddr;
+
+use flannel_core::{LinkName, Nexthop, ROUTE_PROTOCOL};
+use neli::consts::nl::NlmF;
+use neli::{FromBytesWithInput, Header, Size, ToBytes};
+
+use super::{af_of, put_flags};
+use crate::codec::route::ONLINK;
+use crate::wire::{Message, Messages, ip_of, u32_of};
+
+pub(crate) const NEW: u16 = 104;
+pub(crate) const DELETE: u16 = 105;
+const GET: u16 = 106;
+
+/// `NHA_…` (linux `include/uapi/linux/nexthop.h`).
+const ID: u16 = 1;
+const OIF: u16 = 5;
+const GATEWAY: u16 = 6;
+
+/// `struct nhmsg`.
+#[derive(Debug, Size, ToBytes, FromBytesWithInput, Header)]
+struct Nhmsg {
+    family: u8,
+    scope: u8,
+    protocol: u8,
+    reserved: u8,
+    flags: u32,
+    #[neli(input = "input.checked_sub(Self::header_size()).ok_or(neli::err::DeError::InvalidInput(input))?")]
+    attributes: neli::types::Buffer,
+}
+
+/// What a message says of a nexthop object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct NexthopMessage {
+    pub(crate) id: u32,
+    /// The interface index; 0 for a group or a blackhole.
+    pub(crate) index: u32,
+    pub(crate) protocol: u8,
+    gateway: Option<IpAddr>,
+    onlink: bool,
+    alien: bool,
+}
+
+/// Reads `RTM_NEWNEXTHOP` and `RTM_DELNEXTHOP`.
+pub(crate) fn read(message: &Message<'_>) -> Option<NexthopMessage> {
+    let (header, attributes) = message.split::<Nhmsg>()?;
+    let mut read = NexthopMessage {
+        id: 0,
+        index: 0,
+        protocol: header.protocol,
+        gateway: None,
+        onlink: header.flags & ONLINK != 0,
+        alien: false,
+    };
+    for (kind, value) in attributes {
+        match kind {
+            ID => read.id = u32_of(value)?,
+            OIF => read.index = u32_of(value)?,
+            GATEWAY => read.gateway = ip_of(value),
+            // A group, a blackhole, an encapsulation, a forwarding entry.
+            _ => read.alien = true,
+        }
+    }
+    Some(read)
+}
+
+impl NexthopMessage {
+    /// The object, if one expresses it.
+    pub(crate) fn object(&self, link: LinkName) -> Option<Nexthop> {
+        if self.alien {
+            return None;
+        }
+        Some(Nexthop { id: self.id, link, gateway: self.gateway?, onlink: self.onlink })
+    }
+}
+
+fn header(family: u8, protocol: u8, flags: u32) -> Nhmsg {
+    Nhmsg { family, scope: 0, protocol, reserved: 0, flags, attributes: neli::types::Buffer::new() }
+}
+
+pub(crate) fn put(requests: &mut Messages, nexthop: &Nexthop, index: u32) {
+    let flags = if nexthop.onlink { ONLINK } else { 0 };
+    let header = header(af_of(nexthop.gateway).into(), ROUTE_PROTOCOL, flags);
+    requests
+        .begin(NEW, put_flags(), &header)
+        .u32(ID, nexthop.id)
+        .u32(OIF, index)
+        .ip(GATEWAY, nexthop.gateway);
+}
+
+pub(crate) fn delete(requests: &mut Messages, id: u32) {
+    requests.begin(DELETE, NlmF::empty(), &header(0, 0, 0)).u32(ID, id);
+}
+
+/// Asks for one nexthop.
+pub(crate) fn by_id(id: u32) -> Messages {
+    let mut request = Messages::one(GET, NlmF::empty(), &header(0, 0, 0));
+    request.u32(ID, id);
+    request
+}
+
+/// Asks for all nexthops.
+pub(crate) fn all() -> Messages {
+    Messages::one(GET, NlmF::empty(), &header(0, 0, 0))
+}

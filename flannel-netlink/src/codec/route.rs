@@ -1,0 +1,231 @@
+//! Routes. The one thing to know: a message that has anything that [`Route`] does not express (a source address, a
+//! second path, a metric, …) is not read as a route, so that a wanted route that was tampered with is put again.
+
+use std::net::IpAddr;
+
+use flannel_core::{Family, LinkName, ROUTE_PROTOCOL, Route, Subnet, Via};
+use neli::consts::nl::NlmF;
+use neli::consts::rtnl::{RtScope, RtTable, Rta, Rtm, RtmF, Rtn, Rtprot};
+use neli::rtnl::{Rtmsg, RtmsgBuilder};
+
+use super::{af, family_of, put_flags};
+use crate::wire::{Attributes, Message, Messages, ip_of, u32_of};
+
+/// `RTNH_F_ONLINK`: the gateway is on the link, whatever the routing table says.
+pub(crate) const ONLINK: u32 = 4;
+/// `RTAX_MTU` inside `RTA_METRICS`.
+const RTAX_MTU: u16 = 2;
+const RTA_VIA: u16 = 18;
+const RTA_PREF: u16 = 20;
+const RTA_NH_ID: u16 = 30;
+/// The metric that IPv6 routes get if none is asked for.
+const IPV6_METRIC: u32 = 1024;
+const MAIN: u32 = 254;
+
+/// What a message says of a route.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RouteMessage {
+    pub(crate) dst: Subnet,
+    /// In the main table.
+    pub(crate) main: bool,
+    /// Default metric and no TOS, so that a route of ours with this destination is the same entry.
+    pub(crate) default_metric: bool,
+    pub(crate) protocol: u8,
+    pub(crate) kind: Rtn,
+    /// The interface index; 0 if there is none.
+    pub(crate) index: u32,
+    pub(crate) gateway: Option<IpAddr>,
+    pub(crate) source: Option<IpAddr>,
+    /// It has more than one path.
+    pub(crate) multipath: bool,
+    scope: RtScope,
+    nexthop: Option<u32>,
+    onlink: bool,
+    mtu: Option<u32>,
+    alien: bool,
+}
+
+/// Reads `RTM_NEWROUTE` and `RTM_DELROUTE`; `None` for cached routes and other families.
+pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
+    if message.kind != u16::from(Rtm::Newroute) && message.kind != u16::from(Rtm::Delroute) {
+        return None;
+    }
+    let (header, attributes) = message.split::<Rtmsg>()?;
+    let family = family_of(*header.rtm_family())?;
+    let len = *header.rtm_dst_len();
+    let mut read = RouteMessage {
+        dst: Subnet::new(family.unspecified(), len)?,
+        main: *header.rtm_table() == RtTable::Main,
+        default_metric: true,
+        protocol: (*header.rtm_protocol()).into(),
+        kind: *header.rtm_type(),
+        index: 0,
+        gateway: None,
+        source: None,
+        multipath: false,
+        scope: *header.rtm_scope(),
+        nexthop: None,
+        onlink: header.rtm_flags().bits() & ONLINK != 0,
+        mtu: None,
+        alien: header.rtm_flags().contains(RtmF::CLONED) || *header.rtm_src_len() != 0,
+    };
+    let mut metric = 0;
+    for (id, value) in attributes {
+        match id {
+            RTA_NH_ID => read.nexthop = Some(u32_of(value)?),
+            // The router preference of IPv6 routes; 0 is medium.
+            RTA_PREF => read.alien |= value.first().is_some_and(|pref| *pref != 0),
+            // A gateway of the other family: the family (2 bytes), then the address.
+            RTA_VIA => {
+                read.gateway = value.get(2..).and_then(ip_of);
+                read.alien = true;
+            }
+            _ => match Rta::from(id) {
+                Rta::Dst => read.dst = Subnet::new(ip_of(value)?, len)?,
+                Rta::Oif => read.index = u32_of(value)?,
+                Rta::Gateway => read.gateway = ip_of(value),
+                Rta::Prefsrc => read.source = ip_of(value),
+                Rta::Priority => metric = u32_of(value)?,
+                Rta::Table => read.main = u32_of(value)? == MAIN,
+                Rta::Multipath => read.multipath = true,
+                Rta::Metrics => {
+                    for (metric, value) in Attributes(value) {
+                        if metric == RTAX_MTU { read.mtu = u32_of(value) } else { read.alien = true }
+                    }
+                }
+                Rta::Cacheinfo => {}
+                _ => read.alien = true,
+            },
+        }
+    }
+    read.default_metric = metric == default_metric(family) && *header.rtm_tos() == 0;
+    Some(read)
+}
+
+const fn default_metric(family: Family) -> u32 {
+    match family {
+        Family::V4 => 0,
+        Family::V6 => IPV6_METRIC,
+    }
+}
+
+impl RouteMessage {
+    /// The route, if it is in the main table with the default metric and [`Route`] expresses it; `name` finds the
+    /// name of a link.
+    pub(crate) fn object(&self, name: impl FnOnce(u32) -> Option<LinkName>) -> Option<Route> {
+        let odd = self.alien || self.multipath || self.source.is_some();
+        if odd || !self.main || !self.default_metric {
+            return None;
+        }
+        let scope_of_link = if self.dst.family() == Family::V4 { RtScope::Link } else { RtScope::Universe };
+        let via = match (self.kind, self.nexthop, self.gateway) {
+            (Rtn::Blackhole, None, None) => Via::Blackhole,
+            (Rtn::Unicast, Some(id), _) => Via::Nexthop(id),
+            (Rtn::Unicast, None, Some(gateway)) if Family::of(gateway) == self.dst.family() => {
+                Via::Gateway { gateway, link: name(self.index)?, onlink: self.onlink }
+            }
+            (Rtn::Unicast, None, None) if self.scope == scope_of_link => Via::Link(name(self.index)?),
+            _ => return None,
+        };
+        Some(Route { dst: self.dst, via, mtu: self.mtu })
+    }
+}
+
+fn header(dst: &Subnet, via: Option<&Via>, protocol: u8, scope: RtScope) -> Rtmsg {
+    let kind = match via {
+        Some(Via::Blackhole) => Rtn::Blackhole,
+        Some(_) => Rtn::Unicast,
+        None => Rtn::Unspec,
+    };
+    let onlink = matches!(via, Some(Via::Gateway { onlink: true, .. }));
+    RtmsgBuilder::default()
+        .rtm_family(af(dst.family()))
+        .rtm_dst_len(dst.len())
+        .rtm_src_len(0)
+        .rtm_tos(0)
+        .rtm_table(RtTable::Main)
+        .rtm_protocol(Rtprot::from(protocol))
+        .rtm_scope(scope)
+        .rtm_type(kind)
+        .rtm_flags(RtmF::from_bits_retain(if onlink { ONLINK } else { 0 }))
+        .build()
+        .expect("all fields are set")
+}
+
+/// This version knows what the route does.
+pub(crate) fn is_known(route: &Route) -> bool {
+    matches!(route.via, Via::Gateway { .. } | Via::Link(_) | Via::Nexthop(_) | Via::Blackhole)
+}
+
+/// `link`'s index is `index`; 0 for a route that has none.
+pub(crate) fn put(requests: &mut Messages, route: &Route, index: u32) {
+    let to_link = matches!(route.via, Via::Link(_)) && route.dst.family() == Family::V4;
+    let scope = if to_link { RtScope::Link } else { RtScope::Universe };
+    requests.begin(Rtm::Newroute, put_flags(), &header(&route.dst, Some(&route.via), ROUTE_PROTOCOL, scope));
+    path(requests, route, index);
+    if let Some(mtu) = route.mtu {
+        requests.nest(Rta::Metrics, |metrics| {
+            metrics.u32(RTAX_MTU, mtu);
+        });
+    }
+}
+
+/// `protocol` limits the deletion to routes of it; 0 is any.
+pub(crate) fn delete(requests: &mut Messages, route: &Route, index: u32, protocol: u8) {
+    let scope = match route.via {
+        Via::Link(_) if route.dst.family() == Family::V4 => RtScope::Link,
+        _ => RtScope::Nowhere,
+    };
+    requests.begin(Rtm::Delroute, NlmF::empty(), &header(&route.dst, Some(&route.via), protocol, scope));
+    path(requests, route, index);
+}
+
+/// Deletes the route to `dst` with the default metric, whatever it is.
+pub(crate) fn delete_any(requests: &mut Messages, dst: &Subnet) {
+    requests.begin(Rtm::Delroute, NlmF::empty(), &header(dst, None, 0, RtScope::Nowhere));
+    requests.ip(Rta::Dst, dst.base());
+    if dst.family() == Family::V6 {
+        requests.u32(Rta::Priority, IPV6_METRIC);
+    }
+}
+
+fn path(requests: &mut Messages, route: &Route, index: u32) {
+    requests.ip(Rta::Dst, route.dst.base());
+    match route.via {
+        Via::Gateway { gateway, .. } => drop(requests.ip(Rta::Gateway, gateway).u32(Rta::Oif, index)),
+        Via::Link(_) => drop(requests.u32(Rta::Oif, index)),
+        Via::Nexthop(id) => drop(requests.u32(RTA_NH_ID, id)),
+        // Blackhole; a kind that is not known here does not come here.
+        _ => {}
+    }
+    if route.dst.family() == Family::V6 {
+        requests.u32(Rta::Priority, IPV6_METRIC);
+    }
+}
+
+/// Asks for all routes of a family in the main table.
+pub(crate) fn all(family: Family) -> Messages {
+    let everything = Subnet::new(family.unspecified(), 0).expect("0 bits fit every family");
+    let header = header(&everything, None, 0, RtScope::Universe);
+    let mut request = Messages::one(Rtm::Getroute, NlmF::empty(), &header);
+    request.u32(Rta::Table, MAIN);
+    request
+}
+
+/// Asks where packets for `dst` go.
+pub(crate) fn lookup(dst: IpAddr) -> Messages {
+    let header = RtmsgBuilder::default()
+        .rtm_family(af(Family::of(dst)))
+        .rtm_dst_len(Family::of(dst).bits())
+        .rtm_src_len(0)
+        .rtm_tos(0)
+        .rtm_table(RtTable::Unspec)
+        .rtm_protocol(Rtprot::Unspec)
+        .rtm_scope(RtScope::Universe)
+        .rtm_type(Rtn::Unspec)
+        .build()
+        .expect("all fields are set");
+    let mut request = Messages::one(Rtm::Getroute, NlmF::empty(), &header);
+    request.ip(Rta::Dst, dst);
+    request
+}

@@ -1,0 +1,12 @@
+//! The choice of the interface that connects this host with its peers.
+//!
+//! The one thing to know: [`choose`] is a pure function of [`Facts`]; [`NetlinkKernel::facts`](crate::NetlinkKernel::facts)
+//! reads them.
+//!
+//! **Source**: flannel `pkg/ipmatch/match.go: LookupExtIface`, without its panics.
+
+mod choose;
+mod facts;
+
+pub use choose::{Attempt, SelectError, Selectors, choose};
+pub use facts::{Address, DefaultRoute, Facts, Interface};

@@ -1,0 +1,590 @@
+//! The choice itself: selectors are tried in a fixed order, and the first that fits wins.
+
+use std::fmt;
+use std::net::IpAddr;
+
+use flannel_core::{Dual, ExternalInterface, Family, KernelError, LinkName};
+use regex_lite::Regex;
+
+use super::{Facts, Interface};
+
+/// What the user said about the interface. With no selector at all the public address is one, and if there is none
+/// either, the default route decides.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Selectors {
+    /// Names or addresses of interfaces (`--iface`), tried first, in this order.
+    pub iface: Vec<String>,
+    /// Regular expressions for addresses, then for names (`--iface-regex`), tried next.
+    pub iface_regex: Vec<String>,
+    /// An address that the interface must lead to (`--iface-can-reach`), tried last.
+    pub can_reach: Option<IpAddr>,
+    /// What peers are told instead of the interface's own address (`--public-ip`, `--public-ipv6`).
+    pub public: Dual<IpAddr>,
+}
+
+/// Why there is no external interface.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SelectError {
+    /// Nothing that was tried fits.
+    #[error("no external interface: {}", list(.tried))]
+    NoneFits {
+        /// What was tried, in this order.
+        tried: Vec<Attempt>,
+    },
+    /// The kernel cannot be read.
+    #[error("cannot read interfaces and routes: {0}")]
+    Kernel(#[from] KernelError),
+}
+
+/// A selector that did not fit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Attempt {
+    /// The selector, as in a configuration: `iface eth7`.
+    pub selector: String,
+    /// Why it does not fit.
+    pub reason: String,
+}
+
+impl fmt::Display for Attempt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.selector, self.reason)
+    }
+}
+
+fn list(tried: &[Attempt]) -> String {
+    tried.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+}
+
+/// An interface with the address of each enabled family.
+struct Found<'a> {
+    interface: &'a Interface,
+    address: Dual<IpAddr>,
+    reason: String,
+}
+
+/// What the choice is made from.
+struct Choice<'a> {
+    facts: &'a Facts,
+    families: Vec<Family>,
+    public: Dual<IpAddr>,
+}
+
+/// Chooses the external interface of a network of these families.
+///
+/// Order: each of [`Selectors::iface`], each of [`Selectors::iface_regex`], [`Selectors::can_reach`]; with none of
+/// these a public address (IPv4 before IPv6), which must then be on an interface; with no public address either,
+/// the default route. Of an interface's addresses the best is taken: global before link-local, permanent before
+/// expiring, lasting before temporary.
+///
+/// The public address is what was given, else the interface's; a given IPv6 one is kept even if IPv6 is not
+/// enabled.
+///
+/// # Errors
+/// [`SelectError::NoneFits`] with what was tried and why each failed.
+///
+/// **Source**: flannel `pkg/ipmatch/match.go: LookupExtIface`, `main.go: main`. Where Go flannel panics or takes an
+/// address of the wrong family, this is an error.
+pub fn choose(
+    selectors: &Selectors,
+    families: impl IntoIterator<Item = Family>,
+    facts: &Facts,
+) -> Result<ExternalInterface, SelectError> {
+    let choice = Choice { facts, families: families.into_iter().collect(), public: selectors.public };
+    let mut tried = Vec::new();
+    for (selector, find) in choice.selectors(selectors) {
+        match find().and_then(|found| choice.finish(found)) {
+            Ok(chosen) => return Ok(chosen),
+            Err(reason) => tried.push(Attempt { selector, reason }),
+        }
+    }
+    Err(SelectError::NoneFits { tried })
+}
+
+type Find<'a> = Box<dyn Fn() -> Result<Found<'a>, String> + 'a>;
+
+impl<'a> Choice<'a> {
+    /// What is to be tried, in this order.
+    fn selectors(&'a self, selectors: &'a Selectors) -> Vec<(String, Find<'a>)> {
+        let mut all: Vec<(String, Find<'a>)> = Vec::new();
+        for text in &selectors.iface {
+            all.push((format!("iface {text}"), Box::new(move || self.by_iface(text))));
+        }
+        for regex in &selectors.iface_regex {
+            all.push((format!("iface-regex {regex}"), Box::new(move || self.by_regex(regex))));
+        }
+        if let Some(address) = selectors.can_reach {
+            all.push((format!("iface-can-reach {address}"), Box::new(move || self.by_reach(address))));
+        }
+        if all.is_empty() {
+            let public = selectors.public.iter().next();
+            all.push(match public {
+                Some((Family::V4, address)) => {
+                    (format!("public-ip {address}"), Box::new(move || self.by_address(*address)))
+                }
+                Some((Family::V6, address)) => {
+                    (format!("public-ipv6 {address}"), Box::new(move || self.by_address(*address)))
+                }
+                None => ("default route".to_owned(), Box::new(move || self.by_default_route())),
+            });
+        }
+        all
+    }
+
+    fn by_iface(&self, text: &str) -> Result<Found<'a>, String> {
+        match text.parse() {
+            Ok(address) => self.by_address(address),
+            Err(_) => self.by_name(text),
+        }
+    }
+
+    /// The first interface that has the address. With both families an IPv6 address that peers are told must be on
+    /// the same interface.
+    fn by_address(&self, address: IpAddr) -> Result<Found<'a>, String> {
+        let family = Family::of(address);
+        if !self.families.contains(&family) {
+            return Err(format!("{family} is not enabled in the network config"));
+        }
+        let has = |interface: &Interface, wanted| interface.addresses.iter().any(|a| a.address == wanted);
+        let interface = self.facts.interfaces.iter().find(|interface| has(interface, address));
+        let interface = interface.ok_or_else(|| format!("no interface has the address {address}"))?;
+        let public_v6 = self.public.v6.filter(|_| self.families.len() > 1);
+        if let Some(public) = public_v6.filter(|public| !has(interface, *public)) {
+            return Err(format!("{} has {address} but not the public address {public}", interface.name));
+        }
+        let given = |wanted| match wanted {
+            _ if wanted == family => Some(address),
+            Family::V6 => public_v6,
+            Family::V4 => None,
+        };
+        let best = |family| given(family).map_or_else(|| best(interface, family), Ok);
+        Ok(Found {
+            interface,
+            address: self.addresses(best)?,
+            reason: format!("it has the address {address}"),
+        })
+    }
+
+    fn by_name(&self, name: &str) -> Result<Found<'a>, String> {
+        let interface = self.interface(name).ok_or_else(|| format!("no interface named {name}"))?;
+        self.with_best(interface, format!("it is named {name}"))
+    }
+
+    /// The first interface with a matching address in every enabled family, else the first with a matching name.
+    fn by_regex(&self, text: &str) -> Result<Found<'a>, String> {
+        let regex = Regex::new(text).map_err(|error| format!("not a regular expression: {error}"))?;
+        for interface in &self.facts.interfaces {
+            let matching = |family| {
+                let mut candidates = candidates(interface, family).into_iter();
+                candidates.find(|address| regex.is_match(&address.to_string())).ok_or_else(String::new)
+            };
+            if let Ok(address) = self.addresses(matching) {
+                let texts: Vec<String> = address.values().map(ToString::to_string).collect();
+                let reason = format!("its address {} matches {text}", texts.join(" and "));
+                return Ok(Found { interface, address, reason });
+            }
+        }
+        let named = self.facts.interfaces.iter().find(|interface| regex.is_match(interface.name.as_str()));
+        let interface = named.ok_or_else(|| "matches no interface's addresses and no name".to_owned())?;
+        self.with_best(interface, format!("its name matches {text}"))
+    }
+
+    fn by_reach(&self, address: IpAddr) -> Result<Found<'a>, String> {
+        let answer = self.facts.reach.ok_or("it was not looked up")?;
+        if answer.local {
+            return Err("it is an address of this host".to_owned());
+        }
+        let link = answer.link.ok_or("there is no route to it")?;
+        let interface = self.interface(link.as_str()).ok_or_else(|| format!("{link} is gone"))?;
+        // The kernel's choice of a source counts for IPv4 only, as in Go flannel.
+        let source = answer.source.filter(|source| source.is_ipv4() && address.is_ipv4());
+        let address_of = |family| match source {
+            Some(source) if family == Family::V4 => Ok(source),
+            _ => best(interface, family),
+        };
+        Ok(Found {
+            interface,
+            address: self.addresses(address_of)?,
+            reason: format!("it leads to {address}"),
+        })
+    }
+
+    /// With both families the default routes must leave by the same interface.
+    fn by_default_route(&self) -> Result<Found<'a>, String> {
+        let mut chosen: Option<LinkName> = None;
+        for family in &self.families {
+            let route =
+                self.facts.default[*family].ok_or_else(|| format!("there is no {family} default route"))?;
+            let several = || format!("the {family} default route does not leave by a single interface");
+            let link = route.link.ok_or_else(several)?;
+            match chosen {
+                Some(other) if other != link => {
+                    return Err(format!(
+                        "IPv4 leaves by {other} but {family} by {link}: name one with iface"
+                    ));
+                }
+                _ => chosen = Some(link),
+            }
+        }
+        let link = chosen.ok_or("no address family is enabled")?;
+        let interface = self.interface(link.as_str()).ok_or_else(|| format!("{link} is gone"))?;
+        self.with_best(interface, "it has the default route".to_owned())
+    }
+
+    fn interface(&self, name: &str) -> Option<&'a Interface> {
+        self.facts.interfaces.iter().find(|interface| interface.name.as_str() == name)
+    }
+
+    fn with_best(&self, interface: &'a Interface, reason: String) -> Result<Found<'a>, String> {
+        Ok(Found { interface, address: self.addresses(|family| best(interface, family))?, reason })
+    }
+
+    /// An address for every enabled family.
+    fn addresses(&self, find: impl Fn(Family) -> Result<IpAddr, String>) -> Result<Dual<IpAddr>, String> {
+        self.families.iter().map(|family| find(*family)).collect()
+    }
+
+    fn finish(&self, found: Found<'_>) -> Result<ExternalInterface, String> {
+        let Found { interface, address, reason } = found;
+        if interface.mtu == 0 {
+            return Err(format!("{} has the MTU 0", interface.name));
+        }
+        let kept = |family| family == Family::V6 || self.families.contains(&family);
+        let public = Dual::from_fn(|family| self.public[family].filter(|_| kept(family)).or(address[family]));
+        Ok(ExternalInterface { name: interface.name, mtu: interface.mtu, address, public, reason })
+    }
+}
+
+fn best(interface: &Interface, family: Family) -> Result<IpAddr, String> {
+    let first = candidates(interface, family).first().copied();
+    first.ok_or_else(|| format!("{} has no usable {family} address", interface.name))
+}
+
+/// The usable addresses of a family, the best first, else in the kernel's order.
+fn candidates(interface: &Interface, family: Family) -> Vec<IpAddr> {
+    let usable = interface.addresses.iter().filter(|a| a.usable && Family::of(a.address) == family);
+    let mut usable: Vec<_> = usable.filter(|a| is_unicast(a.address)).collect();
+    usable.sort_by_key(|a| (is_link_local(a.address), !a.permanent, a.temporary));
+    usable.into_iter().map(|a| a.address).collect()
+}
+
+fn is_unicast(address: IpAddr) -> bool {
+    let broadcast = matches!(address, IpAddr::V4(v4) if v4.is_broadcast());
+    !address.is_unspecified() && !address.is_loopback() && !address.is_multicast() && !broadcast
+}
+
+fn is_link_local(address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(v4) => v4.is_link_local(),
+        IpAddr::V6(v6) => v6.is_unicast_link_local(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::RouteAnswer;
+
+    use super::super::{Address, DefaultRoute};
+    use super::*;
+
+    const V4: [Family; 1] = [Family::V4];
+    const V6: [Family; 1] = [Family::V6];
+    const DUAL: [Family; 2] = Family::BOTH;
+
+    fn interface(name: &str, addresses: &[&str]) -> Interface {
+        let address = |text: &&str| Address {
+            address: text.parse().unwrap(),
+            usable: true,
+            permanent: true,
+            temporary: false,
+        };
+        Interface {
+            name: name.parse().unwrap(),
+            mtu: 1500,
+            addresses: addresses.iter().map(address).collect(),
+        }
+    }
+
+    /// A host with three interfaces; the default routes leave by eth0.
+    fn facts() -> Facts {
+        let default = Some(DefaultRoute { link: Some("eth0".parse().unwrap()) });
+        Facts {
+            interfaces: vec![
+                interface("lo", &["127.0.0.1", "::1"]),
+                interface("eth0", &["169.254.0.9", "192.0.2.1", "192.0.2.2", "fe80::1", "2001:db8::1"]),
+                interface("eth1", &["198.51.100.1", "2001:db8:1::1", "2001:db8:1::2"]),
+                interface("wg0", &["10.9.0.1"]),
+            ],
+            default: Dual { v4: default, v6: default },
+            reach: None,
+        }
+    }
+
+    fn selectors(iface: &[&str], regex: &[&str], public: &[&str]) -> Selectors {
+        Selectors {
+            iface: iface.iter().map(ToString::to_string).collect(),
+            iface_regex: regex.iter().map(ToString::to_string).collect(),
+            can_reach: None,
+            public: public.iter().map(|text| text.parse::<IpAddr>().unwrap()).collect(),
+        }
+    }
+
+    /// `eth0 192.0.2.1 - public 203.0.113.1 -`, or the error.
+    fn chosen(selectors: &Selectors, families: &[Family], facts: &Facts) -> String {
+        let text = |dual: &Dual<IpAddr>| {
+            let one =
+                |family: Family| dual[family].map_or_else(|| "-".to_owned(), |address| address.to_string());
+            format!("{} {}", one(Family::V4), one(Family::V6))
+        };
+        match choose(selectors, families.iter().copied(), facts) {
+            Ok(got) if got.public == got.address => format!("{} {}", got.name, text(&got.address)),
+            Ok(got) => format!("{} {} public {}", got.name, text(&got.address), text(&got.public)),
+            Err(error) => error.to_string(),
+        }
+    }
+
+    #[test]
+    fn every_selector_in_every_stack() {
+        let none: &[&str] = &[];
+        for (iface, regex, public, v4, v6, dual) in [
+            (none, none, none, "eth0 192.0.2.1 -", "eth0 - 2001:db8::1", "eth0 192.0.2.1 2001:db8::1"),
+            // A name.
+            (
+                &["eth1"],
+                none,
+                none,
+                "eth1 198.51.100.1 -",
+                "eth1 - 2001:db8:1::1",
+                "eth1 198.51.100.1 2001:db8:1::1",
+            ),
+            (
+                &["wg0"],
+                none,
+                none,
+                "wg0 10.9.0.1 -",
+                "no external interface: iface wg0: wg0 has no usable IPv6 address",
+                "no external interface: iface wg0: wg0 has no usable IPv6 address",
+            ),
+            // An address is kept, even if it is not the best of its interface.
+            (
+                &["192.0.2.2"],
+                none,
+                none,
+                "eth0 192.0.2.2 -",
+                "no external interface: iface 192.0.2.2: IPv4 is not enabled in the network config",
+                "eth0 192.0.2.2 2001:db8::1",
+            ),
+            (
+                &["2001:db8:1::2"],
+                none,
+                none,
+                "no external interface: iface 2001:db8:1::2: IPv6 is not enabled in the network config",
+                "eth1 - 2001:db8:1::2",
+                "eth1 198.51.100.1 2001:db8:1::2",
+            ),
+            // The first that fits wins; failures before it do not matter.
+            (
+                &["eth7", "eth1", "eth0"],
+                none,
+                none,
+                "eth1 198.51.100.1 -",
+                "eth1 - 2001:db8:1::1",
+                "eth1 198.51.100.1 2001:db8:1::1",
+            ),
+            (
+                &["eth7"],
+                &["^eth0$"],
+                none,
+                "eth0 192.0.2.1 -",
+                "eth0 - 2001:db8::1",
+                "eth0 192.0.2.1 2001:db8::1",
+            ),
+            // Regular expressions: addresses before names, and with both families both must match.
+            (
+                none,
+                &[r"^192\.0\.2\.2$|^2001:db8:1::2"],
+                none,
+                "eth0 192.0.2.2 -",
+                "eth1 - 2001:db8:1::2",
+                r"no external interface: iface-regex ^192\.0\.2\.2$|^2001:db8:1::2: matches no interface's addresses and no name",
+            ),
+            (
+                none,
+                &["^198|:1::2$"],
+                none,
+                "eth1 198.51.100.1 -",
+                "eth1 - 2001:db8:1::2",
+                "eth1 198.51.100.1 2001:db8:1::2",
+            ),
+            (
+                none,
+                &["wg"],
+                none,
+                "wg0 10.9.0.1 -",
+                "no external interface: iface-regex wg: wg0 has no usable IPv6 address",
+                "no external interface: iface-regex wg: wg0 has no usable IPv6 address",
+            ),
+            // A public address is a selector if there is no other, and then must be on an interface.
+            (
+                none,
+                none,
+                &["198.51.100.1"],
+                "eth1 198.51.100.1 -",
+                "no external interface: public-ip 198.51.100.1: IPv4 is not enabled in the network config",
+                "eth1 198.51.100.1 2001:db8:1::1",
+            ),
+            (
+                none,
+                none,
+                &["2001:db8::1"],
+                "no external interface: public-ipv6 2001:db8::1: IPv6 is not enabled in the network config",
+                "eth0 - 2001:db8::1",
+                "eth0 192.0.2.1 2001:db8::1",
+            ),
+            (
+                none,
+                none,
+                &["203.0.113.1"],
+                "no external interface: public-ip 203.0.113.1: no interface has the address 203.0.113.1",
+                "no external interface: public-ip 203.0.113.1: IPv4 is not enabled in the network config",
+                "no external interface: public-ip 203.0.113.1: no interface has the address 203.0.113.1",
+            ),
+            // With another selector it only is what peers are told. IPv6 is kept even if it is not enabled.
+            (
+                &["eth0"],
+                none,
+                &["203.0.113.1"],
+                "eth0 192.0.2.1 - public 203.0.113.1 -",
+                "eth0 - 2001:db8::1",
+                "eth0 192.0.2.1 2001:db8::1 public 203.0.113.1 2001:db8::1",
+            ),
+            (
+                &["eth0"],
+                none,
+                &["2001:db8:ffff::1"],
+                "eth0 192.0.2.1 - public 192.0.2.1 2001:db8:ffff::1",
+                "eth0 - 2001:db8::1 public - 2001:db8:ffff::1",
+                "eth0 192.0.2.1 2001:db8::1 public 192.0.2.1 2001:db8:ffff::1",
+            ),
+            // With an address as selector and both families, a public IPv6 address must be on the same interface.
+            (
+                &["198.51.100.1"],
+                none,
+                &["2001:db8:1::2"],
+                "eth1 198.51.100.1 - public 198.51.100.1 2001:db8:1::2",
+                "no external interface: iface 198.51.100.1: IPv4 is not enabled in the network config",
+                "eth1 198.51.100.1 2001:db8:1::2",
+            ),
+            (
+                &["198.51.100.1"],
+                none,
+                &["2001:db8::1"],
+                "eth1 198.51.100.1 - public 198.51.100.1 2001:db8::1",
+                "no external interface: iface 198.51.100.1: IPv4 is not enabled in the network config",
+                "no external interface: iface 198.51.100.1: eth1 has 198.51.100.1 but not the public address 2001:db8::1",
+            ),
+        ] {
+            let selectors = selectors(iface, regex, public);
+            for (families, want) in [(&V4[..], v4), (&V6[..], v6), (&DUAL[..], dual)] {
+                assert_eq!(chosen(&selectors, families, &facts()), want, "{selectors:?} {families:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn can_reach() {
+        let via = |source: &str| Some(RouteAnswer::via("eth1".parse().unwrap(), None, source.parse().ok()));
+        let mut selectors = selectors(&["eth7"], &[], &[]);
+        selectors.can_reach = Some("198.51.100.77".parse().unwrap());
+        let reaching = |reach| Facts { reach, ..facts() };
+        let facts = reaching(via("198.51.100.9"));
+        assert_eq!(chosen(&selectors, &V4, &facts), "eth1 198.51.100.9 -", "the kernel's choice of a source");
+        assert_eq!(chosen(&selectors, &V6, &facts), "eth1 - 2001:db8:1::1");
+        assert_eq!(chosen(&selectors, &DUAL, &facts), "eth1 198.51.100.9 2001:db8:1::1");
+        let both =
+            "no external interface: iface eth7: no interface named eth7; iface-can-reach 198.51.100.77: ";
+        let nowhere = reaching(Some(RouteAnswer::nowhere()));
+        assert_eq!(chosen(&selectors, &V4, &nowhere), format!("{both}there is no route to it"));
+        let mut local = via("198.51.100.77");
+        local.as_mut().unwrap().local = true;
+        let local = reaching(local);
+        assert_eq!(chosen(&selectors, &V4, &local), format!("{both}it is an address of this host"));
+        selectors.can_reach = Some("2001:db8:1::77".parse().unwrap());
+        let facts = reaching(via("2001:db8:1::9"));
+        assert_eq!(chosen(&selectors, &DUAL, &facts), "eth1 198.51.100.1 2001:db8:1::1");
+    }
+
+    #[test]
+    fn default_routes_that_decide_nothing() {
+        let none = Selectors::default();
+        let other = Facts {
+            default: Dual {
+                v6: Some(DefaultRoute { link: Some("eth1".parse().unwrap()) }),
+                ..facts().default
+            },
+            ..facts()
+        };
+        assert_eq!(
+            chosen(&none, &DUAL, &other),
+            "no external interface: default route: IPv4 leaves by eth0 but IPv6 by eth1: name one with iface"
+        );
+        assert_eq!(chosen(&none, &V6, &other), "eth1 - 2001:db8:1::1");
+        let multipath =
+            Facts { default: Dual { v4: Some(DefaultRoute { link: None }), v6: None }, ..facts() };
+        assert_eq!(
+            chosen(&none, &V4, &multipath),
+            "no external interface: default route: the IPv4 default route does not leave by a single interface"
+        );
+        assert_eq!(
+            chosen(&none, &V6, &multipath),
+            "no external interface: default route: there is no IPv6 default route"
+        );
+        assert_eq!(
+            chosen(&none, &[], &facts()),
+            "no external interface: default route: no address family is enabled"
+        );
+    }
+
+    #[test]
+    fn the_best_address_is_taken() {
+        let address = |text: &str, usable, permanent, temporary| Address {
+            address: text.parse().unwrap(),
+            usable,
+            permanent,
+            temporary,
+        };
+        let mut facts = facts();
+        facts.interfaces[1].addresses = vec![
+            address("fe80::1", true, true, false),
+            address("2001:db8::d", false, true, false),
+            address("2001:db8::7", true, false, true),
+            address("2001:db8::a", true, false, false),
+            address("2001:db8::f", true, true, false),
+            address("2001:db8::b", true, true, false),
+        ];
+        let mut order = Vec::new();
+        while !facts.interfaces[1].addresses.is_empty() {
+            let Ok(got) = choose(&Selectors::default(), V6, &facts) else { break };
+            let best = got.address.v6.unwrap();
+            order.push(best.to_string());
+            facts.interfaces[1].addresses.retain(|a| a.address != best);
+        }
+        assert_eq!(order, ["2001:db8::f", "2001:db8::b", "2001:db8::a", "2001:db8::7", "fe80::1"]);
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        let mut facts = facts();
+        let wrong = selectors(&[], &["(", "lo"], &[]);
+        let said = chosen(&wrong, &V4, &facts);
+        assert!(said.contains("iface-regex (: not a regular expression: "), "{said}");
+        assert!(said.ends_with("iface-regex lo: lo has no usable IPv4 address"), "{said}");
+        facts.interfaces[1].mtu = 0;
+        assert_eq!(
+            chosen(&Selectors::default(), &V4, &facts),
+            "no external interface: default route: eth0 has the MTU 0"
+        );
+        let got = choose(&selectors(&["eth1"], &[], &[]), V4, &facts).unwrap();
+        assert_eq!((got.mtu, got.reason.as_str()), (1500, "it is named eth1"));
+    }
+}

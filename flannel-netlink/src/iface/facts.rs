@@ -1,0 +1,125 @@
+//! What the kernel says that bears on the choice.
+
+use std::net::IpAddr;
+
+use flannel_core::{Dual, ExternalInterface, Family, KernelError, LinkName, RouteAnswer};
+
+use crate::NetlinkKernel;
+use crate::codec::addr::AddrMessage;
+use crate::codec::{addr, link, route};
+use crate::kernel::{lookup, name_of};
+use crate::socket::Socket;
+
+use super::{SelectError, Selectors, choose};
+
+/// `IFA_F_…` (linux `include/uapi/linux/if_addr.h`).
+const TEMPORARY: u32 = 0x01;
+const DADFAILED: u32 = 0x08;
+const DEPRECATED: u32 = 0x20;
+const TENTATIVE: u32 = 0x40;
+const PERMANENT: u32 = 0x80;
+
+/// What the choice depends on.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Facts {
+    /// All interfaces, in the order of their indexes.
+    pub interfaces: Vec<Interface>,
+    /// The first default route of each family in the main table.
+    pub default: Dual<DefaultRoute>,
+    /// Where packets for [`Selectors::can_reach`] go; `None` if there is no such selector.
+    pub reach: Option<RouteAnswer>,
+}
+
+/// An interface.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Interface {
+    /// Its name.
+    pub name: LinkName,
+    /// Its MTU in bytes.
+    pub mtu: u32,
+    /// Its addresses of both families, in the kernel's order.
+    pub addresses: Vec<Address>,
+}
+
+/// An address on an interface.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Address {
+    /// The address.
+    pub address: IpAddr,
+    /// It may serve hosts elsewhere now: neither deprecated, nor still to be checked for a duplicate, nor one, nor
+    /// of `scope host`.
+    pub usable: bool,
+    /// It does not expire.
+    pub permanent: bool,
+    /// It is one of those that change for privacy (IPv6), or a secondary one (IPv4).
+    pub temporary: bool,
+}
+
+/// A default route.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DefaultRoute {
+    /// Its interface; `None` if it has several paths or none.
+    pub link: Option<LinkName>,
+}
+
+impl NetlinkKernel {
+    /// Chooses the external interface for a network of these families; reads the kernel once.
+    ///
+    /// # Errors
+    /// The kernel cannot be read, or nothing fits: then the error lists what was tried.
+    ///
+    /// # Blocking
+    /// A few milliseconds on a host with thousands of routes or interfaces.
+    pub fn external_interface(
+        &self,
+        selectors: &Selectors,
+        families: impl IntoIterator<Item = Family>,
+    ) -> Result<ExternalInterface, SelectError> {
+        choose(selectors, families, &self.facts(selectors)?)
+    }
+
+    /// Reads what [`choose`] needs to know.
+    ///
+    /// # Errors
+    /// The kernel cannot be read.
+    pub fn facts(&self, selectors: &Selectors) -> Result<Facts, KernelError> {
+        let socket = &mut self.lock();
+        Ok(Facts {
+            interfaces: interfaces(socket)?,
+            default: Dual { v4: default_route(socket, Family::V4)?, v6: default_route(socket, Family::V6)? },
+            reach: selectors.can_reach.map(|address| lookup(socket, address)).transpose()?,
+        })
+    }
+}
+
+fn interfaces(socket: &mut Socket) -> Result<Vec<Interface>, KernelError> {
+    let mut links = socket.dump(link::all(), link::read)?;
+    links.sort_by_key(|link| link.index);
+    let addresses = socket.dump(addr::on(0), addr::read)?;
+    let of = |index| addresses.iter().filter(move |found| found.index == index).map(Address::from).collect();
+    let one =
+        |link: &link::LinkMessage| Interface { name: link.name, mtu: link.mtu, addresses: of(link.index) };
+    Ok(links.iter().map(one).collect())
+}
+
+impl From<&AddrMessage> for Address {
+    fn from(found: &AddrMessage) -> Self {
+        let has = |flag| found.flags & flag != 0;
+        Self {
+            address: found.address,
+            usable: !has(DEPRECATED | TENTATIVE | DADFAILED) && !found.host_scope,
+            permanent: has(PERMANENT),
+            temporary: has(TEMPORARY),
+        }
+    }
+}
+
+fn default_route(socket: &mut Socket, family: Family) -> Result<Option<DefaultRoute>, KernelError> {
+    let found = socket.dump(route::all(family), |message| {
+        route::read(message).filter(|found| found.main && found.dst.is_everything())
+    })?;
+    let Some(first) = found.first() else { return Ok(None) };
+    let index = if first.multipath { 0 } else { first.index };
+    let link = if index == 0 { None } else { name_of(socket, index)? };
+    Ok(Some(DefaultRoute { link }))
+}

@@ -1,0 +1,138 @@
+//! One network namespace of a Linux kernel.
+
+use std::fmt;
+use std::net::IpAddr;
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use flannel_core::{Change, Changes, Kernel, KernelError, LinkName, Owned, RouteAnswer, State};
+use neli::consts::rtnl::Rtn;
+
+use crate::apply::Writer;
+use crate::changes::Listener;
+use crate::codec::link::LinkMessage;
+use crate::codec::{link, route};
+use crate::namespace::Namespace;
+use crate::snapshot::snapshot;
+use crate::socket::Socket;
+
+pub(crate) const ENODEV: i32 = 19;
+
+/// The network tables of one network namespace, over rtnetlink.
+///
+/// Opening needs no privilege; changing anything needs `CAP_NET_ADMIN` in the user namespace that owns the network
+/// namespace. Several may be open at once, for the same namespace or for different ones.
+///
+/// ```no_run
+/// use flannel_core::{Kernel, Owned};
+/// use flannel_netlink::NetlinkKernel;
+///
+/// # fn main() -> Result<(), flannel_core::KernelError> {
+/// let kernel = NetlinkKernel::open()?;
+/// let owned = Owned { links: ["flannel.1".parse().unwrap()].into(), ..Owned::default() };
+/// for object in kernel.snapshot(&owned)?.iter() {
+///     println!("{object}");
+/// }
+/// # Ok(()) }
+/// ```
+pub struct NetlinkKernel {
+    namespace: Namespace,
+    socket: Mutex<Socket>,
+    port: u32,
+}
+
+impl NetlinkKernel {
+    /// The network namespace of the calling thread.
+    ///
+    /// # Errors
+    /// There is no netlink or no `/proc` here.
+    pub fn open() -> Result<Self, KernelError> {
+        Self::of(Namespace::current()?)
+    }
+
+    /// The network namespace that a file stands for: `/run/netns/red`, `/proc/1234/ns/net`.
+    ///
+    /// # Errors
+    /// The file is not there or not a network namespace, or entering it is not permitted (it takes
+    /// `CAP_SYS_ADMIN`).
+    ///
+    /// # Blocking
+    /// A thread goes into the namespace and ends: microseconds. [`Kernel::changes`] does the same.
+    pub fn open_in(path: impl AsRef<Path>) -> Result<Self, KernelError> {
+        Self::of(Namespace::at(path.as_ref())?)
+    }
+
+    fn of(namespace: Namespace) -> Result<Self, KernelError> {
+        let socket = namespace.run(Socket::open)??;
+        Ok(Self { namespace, port: socket.port(), socket: Mutex::new(socket) })
+    }
+
+    /// A panic while the lock was held leaves the socket usable: stale answers carry old sequence numbers.
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Socket> {
+        self.socket.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for NetlinkKernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NetlinkKernel").field("namespace", &self.namespace).field("port", &self.port).finish()
+    }
+}
+
+impl Kernel for NetlinkKernel {
+    fn snapshot(&self, owned: &Owned) -> Result<State, KernelError> {
+        snapshot(&mut self.lock(), owned)
+    }
+
+    fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+        Writer::new(&mut self.lock(), &self.namespace, owned).apply(changes)
+    }
+
+    fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
+        lookup(&mut self.lock(), dst)
+    }
+
+    fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
+        let listener = self.namespace.run(|| Listener::open(self.port))??;
+        Ok(Box::new(listener.registered_if_possible()?))
+    }
+}
+
+/// The link with this name; an alternative name does not count.
+pub(crate) fn find_link(socket: &mut Socket, name: LinkName) -> Result<LinkMessage, KernelError> {
+    let absent = || KernelError::explained(ENODEV, format!("no interface named {name}"));
+    match socket.ask(link::by_name(name), link::read) {
+        Ok(link) if link.name == name => Ok(link),
+        Ok(_) => Err(absent()),
+        Err(error) if error.errno == ENODEV => Err(absent()),
+        Err(error) => Err(error),
+    }
+}
+
+/// The name of the link with this index; `None` if there is none.
+pub(crate) fn name_of(socket: &mut Socket, index: u32) -> Result<Option<LinkName>, KernelError> {
+    match socket.ask(link::by_index(index), link::read) {
+        Ok(link) => Ok(Some(link.name)),
+        Err(error) if error.errno == ENODEV => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Where packets for `dst` go.
+pub(crate) fn lookup(socket: &mut Socket, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
+    // EACCES, EINVAL, ENETUNREACH, EHOSTUNREACH: prohibited, dropped, no route, unreachable.
+    let answer = match socket.ask(route::lookup(dst), route::read) {
+        Ok(answer) => answer,
+        Err(error) if matches!(error.errno, 13 | 22 | 101 | 113) => return Ok(RouteAnswer::nowhere()),
+        Err(error) => return Err(error),
+    };
+    let nowhere = matches!(answer.kind, Rtn::Blackhole | Rtn::Unreachable | Rtn::Prohibit | Rtn::Throw);
+    if nowhere || answer.index == 0 {
+        return Ok(RouteAnswer::nowhere());
+    }
+    // Gone between the two questions: there is no route by it any more.
+    let Some(link) = name_of(socket, answer.index)? else { return Ok(RouteAnswer::nowhere()) };
+    let mut route = RouteAnswer::via(link, answer.gateway, answer.source);
+    route.local = answer.kind == Rtn::Local;
+    Ok(route)
+}

@@ -1,0 +1,177 @@
+//! From multicast messages to doubts. The one thing to know: a message names a link by its index, and names are
+//! learned from messages about links, which come in the same order as everything else.
+
+use std::collections::{HashMap, VecDeque};
+
+use flannel_core::{Doubts, KernelError, Key, LinkName, Object, Report};
+use neli::consts::rtnl::Rtm;
+
+use crate::codec::link::LinkMessage;
+use crate::codec::{addr, link, neigh, nexthop, route};
+use crate::kernel::name_of;
+use crate::socket::Socket;
+use crate::wire::{Message, messages};
+
+/// What was heard and not yet told.
+pub(crate) struct News {
+    /// For the names of links that no message told.
+    requests: Socket,
+    /// Whose changes are our own.
+    port: u32,
+    names: HashMap<u32, LinkName>,
+    pending: VecDeque<Doubts>,
+}
+
+impl News {
+    /// Changes by the socket with `port` are our own; `requests` is another one.
+    pub(crate) fn new(requests: Socket, port: u32) -> Result<Self, KernelError> {
+        let mut news = Self { requests, port, names: HashMap::new(), pending: VecDeque::new() };
+        news.learn_names()?;
+        Ok(news)
+    }
+
+    /// The next doubt, in the order of messages.
+    pub(crate) fn pop(&mut self) -> Option<Doubts> {
+        self.pending.pop_front()
+    }
+
+    fn learn_names(&mut self) -> Result<(), KernelError> {
+        let links = self.requests.dump(link::all(), link::read)?;
+        self.names = links.into_iter().map(|link| (link.index, link.name)).collect();
+        Ok(())
+    }
+
+    /// Takes in one datagram; `None` is one that did not fit.
+    pub(crate) fn take_datagram(&mut self, datagram: Option<&[u8]>) {
+        // What does not fit or is malformed is lost, which is reason for doubt about everything.
+        let Some(datagram) = datagram else { return self.everything() };
+        for message in messages(datagram) {
+            if let Err(error) = message.and_then(|message| self.take(&message)) {
+                tracing::debug!(%error, "a message from the kernel was lost");
+                self.everything();
+            }
+        }
+    }
+
+    /// Drops what was not yet told; [`News::lost`] follows.
+    pub(crate) fn forget(&mut self) {
+        self.pending.clear();
+    }
+
+    /// Messages were lost, among them perhaps some about links.
+    pub(crate) fn lost(&mut self) -> Result<(), KernelError> {
+        self.everything();
+        self.learn_names()
+    }
+
+    fn take(&mut self, message: &Message<'_>) -> Result<(), KernelError> {
+        let kind = Rtm::from(message.kind);
+        if let Some(link) = link::read(message) {
+            self.take_link(&link, kind == Rtm::Dellink);
+            return Ok(());
+        }
+        if message.port == self.port {
+            return Ok(());
+        }
+        let report = match kind {
+            Rtm::Newaddr | Rtm::Deladdr => self.addr(message, kind == Rtm::Deladdr)?,
+            Rtm::Newneigh | Rtm::Delneigh => self.neigh(message, kind == Rtm::Delneigh)?,
+            Rtm::Newroute | Rtm::Delroute => self.route(message, kind == Rtm::Delroute)?,
+            _ if message.kind == nexthop::NEW || message.kind == nexthop::DELETE => {
+                self.nexthop(message, message.kind == nexthop::DELETE)?
+            }
+            _ => None,
+        };
+        if let Some(report) = report {
+            self.report(report);
+        }
+        Ok(())
+    }
+
+    fn take_link(&mut self, link: &LinkMessage, deleted: bool) {
+        let before = match (link.whole, deleted) {
+            (true, true) => self.names.remove(&link.index),
+            (true, false) => self.names.insert(link.index, link.name),
+            (false, _) => None,
+        };
+        for name in before.filter(|before| *before != link.name).into_iter().chain([link.name]) {
+            self.link(name);
+        }
+    }
+
+    fn addr(&mut self, message: &Message<'_>, deleted: bool) -> Result<Option<Report>, KernelError> {
+        let Some(found) = addr::read(message) else { return Ok(None) };
+        let Some(link) = self.name(found.index)? else { return Ok(None) };
+        let object = Object::Addr(found.object(link));
+        if deleted && found.address.is_ipv4() {
+            // With the last IPv4 address of a device all IPv4 routes on it go, without a message about each.
+            self.link(link);
+        }
+        Ok(Some(if deleted { Report::Gone(object.key()) } else { Report::Now(object) }))
+    }
+
+    fn neigh(&mut self, message: &Message<'_>, deleted: bool) -> Result<Option<Report>, KernelError> {
+        let Some(found) = neigh::read(message) else { return Ok(None) };
+        let Some(link) = self.name(found.index)? else { return Ok(None) };
+        Ok(found.key(link).map(|key| report(key, found.object(link), deleted || found.failed)))
+    }
+
+    fn nexthop(&mut self, message: &Message<'_>, deleted: bool) -> Result<Option<Report>, KernelError> {
+        let Some(found) = nexthop::read(message) else { return Ok(None) };
+        let link = if deleted || found.index == 0 { None } else { self.name(found.index)? };
+        let object = link.and_then(|link| found.object(link)).map(Object::Nexthop);
+        Ok(Some(report(Key::Nexthop(found.id), object, deleted)))
+    }
+
+    fn route(&mut self, message: &Message<'_>, deleted: bool) -> Result<Option<Report>, KernelError> {
+        let Some(found) = route::read(message).filter(|found| found.main) else { return Ok(None) };
+        let key = Key::Route(found.dst);
+        // A route with another metric is another entry, but it may change where packets go.
+        if !found.default_metric {
+            return Ok(Some(Report::Other(key)));
+        }
+        let link = if deleted || found.index == 0 { None } else { self.name(found.index)? };
+        Ok(Some(report(key, found.object(|_| link).map(Object::Route), deleted)))
+    }
+
+    /// The name of a link. If it is gone before its name could be learned, everything is in doubt.
+    fn name(&mut self, index: u32) -> Result<Option<LinkName>, KernelError> {
+        if let Some(name) = self.names.get(&index) {
+            return Ok(Some(*name));
+        }
+        let name = name_of(&mut self.requests, index)?;
+        match name {
+            Some(name) => drop(self.names.insert(index, name)),
+            None => self.everything(),
+        }
+        Ok(name)
+    }
+
+    fn report(&mut self, report: Report) {
+        match self.pending.back_mut() {
+            Some(Doubts::Objects(reports)) => reports.push(report),
+            _ => self.pending.push_back(Doubts::Objects(vec![report])),
+        }
+    }
+
+    fn link(&mut self, name: LinkName) {
+        let doubt = Doubts::Link(name);
+        if self.pending.back() != Some(&doubt) {
+            self.pending.push_back(doubt);
+        }
+    }
+
+    /// Doubt about everything swallows all doubts before it.
+    fn everything(&mut self) {
+        self.pending.clear();
+        self.pending.push_back(Doubts::Everything);
+    }
+}
+
+fn report(key: Key, object: Option<Object>, deleted: bool) -> Report {
+    match object {
+        _ if deleted => Report::Gone(key),
+        Some(object) => Report::Now(object),
+        None => Report::Other(key),
+    }
+}

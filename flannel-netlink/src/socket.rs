@@ -1,0 +1,238 @@
+//! The connection on which the kernel is asked and told: batched requests, strict dumps, and the kernel's own
+//! explanations.
+//!
+//! The one thing to know: rtnetlink does its work inside `send`, so the answer is there when `send` returns. Nothing
+//! here ever waits, and an answer that is not there is an error instead of a hang.
+
+use std::io;
+
+use flannel_core::KernelError;
+use neli::consts::nl::NlmF;
+use neli::consts::socket::{Msg, NlFamily};
+use neli::socket::NlSocket;
+use neli::utils::Groups;
+
+use crate::wire::{EBADMSG, Message, Messages, messages, outcome};
+
+const EINTR: i32 = 4;
+const EAGAIN: i32 = 11;
+const EBUSY: i32 = 16;
+const EMSGSIZE: i32 = 90;
+const ENOBUFS: i32 = 105;
+
+/// The kernel fills at most 32 KiB at a time in a dump; answers and errors are far smaller.
+const RECEIVE_BUFFER: usize = 64 << 10;
+/// How often a request is tried that fails for a passing reason.
+const TRIES: usize = 4;
+/// How often a dump is read that changes while it is read.
+const DUMP_TRIES: usize = 32;
+
+const ERROR: u16 = 2;
+const DONE: u16 = 3;
+
+/// A request connection, in the network namespace of the thread that opened it.
+pub(crate) struct Socket {
+    socket: NlSocket,
+    port: u32,
+    sequence: u32,
+    buffer: Box<[u8]>,
+}
+
+impl Socket {
+    pub(crate) fn open() -> io::Result<Self> {
+        let socket = NlSocket::connect(NlFamily::Route, None, Groups::empty())?;
+        // Old kernels lack these: then errors are bare and dumps are not filtered, which the readers do anyway.
+        for enabled in [socket.enable_ext_ack(true), socket.enable_strict_checking(true)] {
+            if let Err(error) = enabled {
+                tracing::debug!(%error, "netlink without extended acknowledgements or strict checks");
+            }
+        }
+        let port = socket.pid()?;
+        Ok(Self { socket, port, sequence: 0, buffer: vec![0; RECEIVE_BUFFER].into() })
+    }
+
+    /// The port that notifications of our own changes carry.
+    pub(crate) fn port(&self) -> u32 {
+        self.port
+    }
+
+    /// Sends all of `requests` at once and returns one result for each. What fails for a passing reason is tried again.
+    pub(crate) fn send(&mut self, requests: &mut Messages) -> Vec<Result<(), KernelError>> {
+        let mut results = self.exchange(requests, 0, requests.len());
+        for (n, result) in results.iter_mut().enumerate() {
+            for _ in 1..TRIES {
+                if !is_passing(result) {
+                    break;
+                }
+                *result = self.exchange(requests, n, n + 1).remove(0);
+            }
+        }
+        results
+    }
+
+    /// Sends one request that has no answer but success or failure.
+    pub(crate) fn send_one(&mut self, mut request: Messages) -> Result<(), KernelError> {
+        self.send(&mut request).remove(0)
+    }
+
+    /// Asks for one thing.
+    pub(crate) fn ask<T>(
+        &mut self,
+        mut request: Messages,
+        read: impl Fn(&Message<'_>) -> Option<T>,
+    ) -> Result<T, KernelError> {
+        let mut answer = Err(KernelError::new(EAGAIN));
+        for _ in 0..TRIES {
+            answer = self.ask_once(&mut request, &read);
+            if !is_passing(&answer) {
+                break;
+            }
+        }
+        answer
+    }
+
+    /// Reads a table: everything for which `read` is not `None`, in the kernel's order.
+    pub(crate) fn dump<T>(
+        &mut self,
+        mut request: Messages,
+        read: impl Fn(&Message<'_>) -> Option<T>,
+    ) -> Result<Vec<T>, KernelError> {
+        for _ in 0..DUMP_TRIES {
+            match self.dump_once(&mut request, &read) {
+                Ok(Some(all)) => return Ok(all),
+                Ok(None) => {}
+                Err(error) if is_passing_error(&error) || error.errno == EBUSY => self.drain(),
+                Err(error) => return Err(error),
+            }
+        }
+        Err(KernelError::explained(EAGAIN, format!("a table changed {DUMP_TRIES} times while it was read")))
+    }
+
+    /// Messages `from` to before `to`, with only the last one acknowledged: errors come without being asked for.
+    fn exchange(&mut self, requests: &mut Messages, from: usize, to: usize) -> Vec<Result<(), KernelError>> {
+        let count = to - from;
+        let mut results = vec![Ok(()); count];
+        if count == 0 {
+            return results;
+        }
+        let first = self.sequence;
+        self.sequence = first.wrapping_add(u32::try_from(count).expect("a batch is short"));
+        let sent = self.socket.send(requests.ready(from, to, first, NlmF::ACK), Msg::empty());
+        let received = sent.map_err(KernelError::from).and_then(|_| {
+            self.receive_until(|message| {
+                let n = message.sequence.wrapping_sub(first) as usize;
+                if message.kind == ERROR && n < count {
+                    results[n] = outcome(message, true);
+                }
+                message.kind == ERROR && n + 1 == count
+            })
+        });
+        match received {
+            Ok(()) => results,
+            // Which of them failed is not known; all of them can be repeated.
+            Err(error) => vec![Err(error); count],
+        }
+    }
+
+    fn ask_once<T>(
+        &mut self,
+        request: &mut Messages,
+        read: &impl Fn(&Message<'_>) -> Option<T>,
+    ) -> Result<T, KernelError> {
+        let sequence = self.sequence;
+        self.sequence = sequence.wrapping_add(1);
+        self.socket.send(request.ready(0, 1, sequence, NlmF::empty()), Msg::empty())?;
+        let mut answer = Err(KernelError::explained(EBADMSG, "the kernel's answer cannot be understood"));
+        self.receive_until(|message| {
+            if message.sequence != sequence {
+                return false;
+            }
+            match (message.kind, read(message)) {
+                (ERROR, _) => answer = Err(outcome(message, true).err().unwrap_or(KernelError::new(EBADMSG))),
+                (_, Some(value)) => answer = Ok(value),
+                _ => {}
+            }
+            true
+        })?;
+        answer
+    }
+
+    /// `None`: the table changed while it was read.
+    fn dump_once<T>(
+        &mut self,
+        request: &mut Messages,
+        read: &impl Fn(&Message<'_>) -> Option<T>,
+    ) -> Result<Option<Vec<T>>, KernelError> {
+        let sequence = self.sequence;
+        self.sequence = sequence.wrapping_add(1);
+        self.socket.send(request.ready(0, 1, sequence, NlmF::DUMP), Msg::empty())?;
+        let (mut all, mut changed, mut end) = (Vec::new(), false, Ok(()));
+        self.receive_until(|message| {
+            if message.sequence != sequence {
+                return false;
+            }
+            changed |= message.flags.contains(NlmF::DUMP_INTR);
+            match message.kind {
+                ERROR => end = outcome(message, true),
+                DONE => end = outcome(message, false),
+                _ => {
+                    all.extend(read(message));
+                    return false;
+                }
+            }
+            true
+        })?;
+        end.map(|()| (!changed).then_some(all))
+    }
+
+    /// Gives messages to `take` until it says that it was the last one.
+    fn receive_until(&mut self, mut take: impl FnMut(&Message<'_>) -> bool) -> Result<(), KernelError> {
+        loop {
+            let len = match self.socket.recv(&mut self.buffer, Msg::DONTWAIT | Msg::TRUNC) {
+                Ok((len, _)) => len,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return Err(KernelError::explained(EBADMSG, "the kernel did not answer"));
+                }
+                Err(error) => return Err(error.into()),
+            };
+            let Some(datagram) = self.buffer.get(..len) else {
+                return Err(KernelError::explained(EMSGSIZE, format!("the kernel's answer has {len} bytes")));
+            };
+            for message in messages(datagram) {
+                if take(&message?) {
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    /// Throws away what is left of an exchange that failed.
+    fn drain(&mut self) {
+        for _ in 0..TRIES {
+            if self.receive_until(|_| false).is_err_and(|error| error.errno == EBADMSG) {
+                break;
+            }
+        }
+    }
+}
+
+fn is_passing<T>(result: &Result<T, KernelError>) -> bool {
+    result.as_ref().is_err_and(is_passing_error)
+}
+
+fn is_passing_error(error: &KernelError) -> bool {
+    matches!(error.errno, EINTR | EAGAIN | ENOBUFS)
+}
+
+#[cfg(test)]
+mod tests {
+    use neli::consts::nl::Nlmsg;
+
+    use super::*;
+
+    #[test]
+    fn constants_are_nelis() {
+        assert_eq!((ERROR, DONE), (Nlmsg::Error.into(), Nlmsg::Done.into()));
+    }
+}

@@ -1,0 +1,155 @@
+//! Network namespaces for tests, for root and for an ordinary user alike.
+//!
+//! The one thing to know: a test that cannot have its namespace fails; it is never skipped.
+
+use std::any::type_name;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::panic::resume_unwind;
+use std::path::PathBuf;
+use std::process::Command;
+use std::thread;
+
+use nix::sched::{CloneFlags, setns, unshare};
+
+/// Set in a process that [`in_netns`] started inside a user namespace.
+const INSIDE: &str = "FLANNEL_NETLINK_INSIDE_USER_NAMESPACE";
+
+/// A new, empty network namespace with `lo` up. It lives as long as this value and the processes and sockets in it.
+#[derive(Debug)]
+pub struct Netns(File);
+
+impl Netns {
+    /// Makes one.
+    ///
+    /// # Errors
+    /// The process lacks `CAP_SYS_ADMIN`; see [`in_netns`] for a way to have it.
+    pub fn new() -> io::Result<Self> {
+        let make = || {
+            unshare(CloneFlags::CLONE_NEWNET)?;
+            File::open("/proc/thread-self/ns/net")
+        };
+        let netns =
+            thread::scope(|scope| scope.spawn(make).join()).unwrap_or_else(|panic| resume_unwind(panic))?;
+        let netns = Self(netns);
+        netns.run(|| ip("link set lo up"));
+        Ok(netns)
+    }
+
+    /// A file that stands for it in this process, for [`NetlinkKernel::open_in`](crate::NetlinkKernel::open_in).
+    pub fn path(&self) -> PathBuf {
+        format!("/proc/self/fd/{}", self.0.as_raw_fd()).into()
+    }
+
+    /// Runs `work` inside, on a thread of its own.
+    ///
+    /// # Panics
+    /// `work` does, or the namespace cannot be entered.
+    pub fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
+        let inside = || {
+            setns(&self.0, CloneFlags::CLONE_NEWNET).expect("whoever makes a namespace may enter it");
+            work()
+        };
+        thread::scope(|scope| scope.spawn(inside).join()).unwrap_or_else(|panic| resume_unwind(panic))
+    }
+}
+
+/// Runs a test in a network namespace of its own with `lo` up.
+///
+/// Root does so on a thread. An ordinary user may do so only in a user namespace, which a process with several threads
+/// cannot enter; then the test binary runs once more for this one test inside `unshare --user --map-root-user`. So
+/// call this straight from the test function, not through another one, and put nothing before or after it.
+///
+/// ```no_run
+/// fn a_test() {
+///     flannel_netlink::testing::in_netns(|| {
+///         flannel_netlink::testing::ip("link add dummy0 type dummy");
+///     });
+/// }
+/// ```
+///
+/// # Panics
+/// `test` does, or there is no way to have a namespace.
+pub fn in_netns<F: FnOnce() + Send + 'static>(test: F) {
+    match Netns::new() {
+        Ok(netns) => netns.run(test),
+        Err(error)
+            if error.kind() == io::ErrorKind::PermissionDenied && std::env::var_os(INSIDE).is_none() =>
+        {
+            run_again_in_user_namespace(&test_name::<F>());
+        }
+        Err(error) => panic!("no network namespace for this test: {error}"),
+    }
+}
+
+/// [`in_netns`] for asynchronous tests: `test` makes a future, which runs on a runtime of one thread inside.
+///
+/// # Panics
+/// As [`in_netns`].
+pub fn in_netns_async<F, T>(test: F)
+where
+    F: FnOnce() -> T + Send + 'static,
+    T: Future<Output = ()>,
+{
+    match Netns::new() {
+        Ok(netns) => netns.run(|| {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            runtime.expect("a runtime").block_on(test());
+        }),
+        Err(error)
+            if error.kind() == io::ErrorKind::PermissionDenied && std::env::var_os(INSIDE).is_none() =>
+        {
+            run_again_in_user_namespace(&test_name::<F>());
+        }
+        Err(error) => panic!("no network namespace for this test: {error}"),
+    }
+}
+
+/// The test harness names its threads after the tests, unless it uses only one; then the closure's path must do.
+fn test_name<F>() -> String {
+    match thread::current().name() {
+        Some(name) if name != "main" => name.to_owned(),
+        _ => {
+            let path = type_name::<F>().trim_end_matches("::{{closure}}");
+            path.split_once("::").map_or(path, |(_crate, rest)| rest).to_owned()
+        }
+    }
+}
+
+fn run_again_in_user_namespace(test: &str) {
+    let binary = std::env::current_exe().expect("this process has a binary");
+    let mut command = Command::new("unshare");
+    command.args(["--user", "--map-root-user", "--"]).arg(binary);
+    command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(INSIDE, "1");
+    let output =
+        command.output().expect("`unshare` of util-linux is needed to run this test as an ordinary user");
+    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let ran = output.status.success() && stdout.contains("1 passed");
+    assert!(ran, "{test} failed in a user namespace ({}):\n{stdout}\n{stderr}", output.status);
+}
+
+/// Runs `ip` of iproute2 in the calling thread's network namespace and returns what it prints; arguments are
+/// separated by white space.
+///
+/// # Panics
+/// It fails, or is not there.
+pub fn ip(args: &str) -> String {
+    run("ip", args)
+}
+
+/// Runs `bridge` of iproute2, as [`ip`] does.
+///
+/// # Panics
+/// It fails, or is not there.
+pub fn bridge(args: &str) -> String {
+    run("bridge", args)
+}
+
+fn run(program: &str, args: &str) -> String {
+    let output = Command::new(program).args(args.split_whitespace()).output();
+    let output =
+        output.unwrap_or_else(|error| panic!("`{program}` of iproute2 is needed for this test: {error}"));
+    assert!(output.status.success(), "{program} {args}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).expect("iproute2 prints UTF-8")
+}

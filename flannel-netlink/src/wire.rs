@@ -1,0 +1,310 @@
+//! Netlink messages as bytes: written without an allocation each, read without a copy.
+//!
+//! The one thing to know: the fixed headers are neli's types; attributes are written to and read from the buffer
+//! directly, because neli makes a `Vec` of each, and there are hundreds of thousands of them.
+
+use std::io::Cursor;
+use std::net::IpAddr;
+
+use flannel_core::{KernelError, MacAddr};
+use neli::consts::nl::NlmF;
+use neli::{FromBytesWithInput, Header, ToBytes};
+
+/// Bytes of `struct nlmsghdr`.
+const HEADER: usize = 16;
+/// `NLA_F_NESTED`: newer kernels insist on it in some places.
+const NESTED: u16 = 1 << 15;
+/// The bits of an attribute's type that are flags.
+const FLAGS: u16 = 0b11 << 14;
+
+/// Requests, one after the other in one buffer.
+#[derive(Debug, Default)]
+pub(crate) struct Messages {
+    bytes: Cursor<Vec<u8>>,
+    starts: Vec<usize>,
+}
+
+impl Messages {
+    /// A single request.
+    pub(crate) fn one(kind: impl Into<u16>, flags: NlmF, header: &impl ToBytes) -> Self {
+        let mut messages = Self::default();
+        messages.begin(kind, flags, header);
+        messages
+    }
+
+    /// How many there are.
+    pub(crate) fn len(&self) -> usize {
+        self.starts.len()
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.bytes.get_mut().clear();
+        self.bytes.set_position(0);
+        self.starts.clear();
+    }
+
+    /// Starts a message; attributes that follow belong to it.
+    pub(crate) fn begin(&mut self, kind: impl Into<u16>, flags: NlmF, header: &impl ToBytes) -> &mut Self {
+        self.starts.push(self.bytes.get_ref().len());
+        let flags = (flags | NlmF::REQUEST).bits();
+        // Length, sequence number and port are filled in when it is sent.
+        self.put(&[0; 4]).put(&kind.into().to_ne_bytes()).put(&flags.to_ne_bytes()).put(&[0; 8]);
+        header.to_bytes(&mut self.bytes).expect("a Vec takes all that is written");
+        self
+    }
+
+    /// Adds an attribute.
+    pub(crate) fn attr(&mut self, kind: impl Into<u16>, value: &[u8]) -> &mut Self {
+        let len = u16::try_from(4 + value.len()).expect("no attribute of ours is longer than a name");
+        self.put(&len.to_ne_bytes()).put(&kind.into().to_ne_bytes()).put(value);
+        self.put(&[0; 3][..value.len().next_multiple_of(4) - value.len()])
+    }
+
+    /// Adds a number in the machine's byte order.
+    pub(crate) fn u32(&mut self, kind: impl Into<u16>, value: u32) -> &mut Self {
+        self.attr(kind, &value.to_ne_bytes())
+    }
+
+    /// Adds an IP address.
+    pub(crate) fn ip(&mut self, kind: impl Into<u16>, address: IpAddr) -> &mut Self {
+        match address {
+            IpAddr::V4(a) => self.attr(kind, &a.octets()),
+            IpAddr::V6(a) => self.attr(kind, &a.octets()),
+        }
+    }
+
+    /// Adds a text with the zero that ends it.
+    pub(crate) fn text(&mut self, kind: impl Into<u16>, value: &str) -> &mut Self {
+        self.attr(kind, &[value.as_bytes(), &[0]].concat())
+    }
+
+    /// Adds an attribute that consists of those that `fill` adds.
+    pub(crate) fn nest(&mut self, kind: impl Into<u16>, fill: impl FnOnce(&mut Self)) -> &mut Self {
+        let start = self.bytes.get_ref().len();
+        self.attr(kind.into() | NESTED, &[]);
+        fill(self);
+        let len = u16::try_from(self.bytes.get_ref().len() - start).expect("a few short attributes");
+        self.bytes.get_mut()[start..start + 2].copy_from_slice(&len.to_ne_bytes());
+        self
+    }
+
+    fn put(&mut self, bytes: &[u8]) -> &mut Self {
+        self.bytes.get_mut().extend_from_slice(bytes);
+        self.bytes.set_position(self.bytes.get_ref().len() as u64);
+        self
+    }
+
+    /// The messages from `from` to before `to`, ready to be sent: numbered from `sequence` on, and `last` set in the
+    /// flags of the last.
+    pub(crate) fn ready(&mut self, from: usize, to: usize, sequence: u32, last: NlmF) -> &[u8] {
+        let bytes = self.bytes.get_mut();
+        let end_of = |n: usize, all: usize| self.starts.get(n + 1).copied().unwrap_or(all);
+        for n in from..to {
+            let (start, end) = (self.starts[n], end_of(n, bytes.len()));
+            let len = u32::try_from(end - start).expect("a message is short");
+            let number = sequence.wrapping_add(u32::try_from(n - from).expect("a batch is short"));
+            let flags = NlmF::from_bits_retain(u16::from_ne_bytes([bytes[start + 6], bytes[start + 7]]));
+            let flags = if n + 1 == to { flags | last } else { flags - last };
+            bytes[start..start + 4].copy_from_slice(&len.to_ne_bytes());
+            bytes[start + 6..start + 8].copy_from_slice(&flags.bits().to_ne_bytes());
+            bytes[start + 8..start + 12].copy_from_slice(&number.to_ne_bytes());
+        }
+        let end = end_of(to - 1, bytes.len());
+        &bytes[self.starts[from]..end]
+    }
+}
+
+/// A message that was received.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Message<'a> {
+    pub(crate) kind: u16,
+    pub(crate) flags: NlmF,
+    pub(crate) sequence: u32,
+    /// The port of the socket that asked for what this tells of; 0 if the kernel does not say.
+    pub(crate) port: u32,
+    pub(crate) payload: &'a [u8],
+}
+
+impl<'a> Message<'a> {
+    /// The fixed header and the attributes after it; `None` if it is too short for the header.
+    pub(crate) fn split<H: Header + FromBytesWithInput<Input = usize>>(&self) -> Option<(H, Attributes<'a>)> {
+        let size = H::header_size();
+        let rest = self.payload.get(size..)?;
+        let header = H::from_bytes_with_input(&mut Cursor::new(&self.payload[..size]), size).ok()?;
+        Some((header, Attributes(rest)))
+    }
+}
+
+/// The messages in a datagram. One that is cut short ends them with an error.
+pub(crate) fn messages(datagram: &[u8]) -> impl Iterator<Item = Result<Message<'_>, KernelError>> {
+    let mut rest = datagram;
+    std::iter::from_fn(move || {
+        if rest.is_empty() {
+            return None;
+        }
+        let message = message(rest).map(|(message, len)| {
+            rest = rest.get(len.next_multiple_of(4)..).unwrap_or_default();
+            message
+        });
+        Some(message.ok_or_else(|| {
+            rest = &[];
+            KernelError::explained(EBADMSG, "the kernel sent a message that is cut short")
+        }))
+    })
+}
+
+/// `EBADMSG`.
+pub(crate) const EBADMSG: i32 = 74;
+
+fn message(bytes: &[u8]) -> Option<(Message<'_>, usize)> {
+    let len = usize::try_from(u32_at(bytes, 0)?).ok()?;
+    let payload = bytes.get(HEADER..len)?;
+    let message = Message {
+        kind: u16_at(bytes, 4)?,
+        flags: NlmF::from_bits_retain(u16_at(bytes, 6)?),
+        sequence: u32_at(bytes, 8)?,
+        port: u32_at(bytes, 12)?,
+        payload,
+    };
+    Some((message, len))
+}
+
+/// The errno in the payload of `NLMSG_ERROR` or `NLMSG_DONE`, with the kernel's explanation; errno 0 is success.
+pub(crate) fn outcome(message: &Message<'_>, is_error: bool) -> Result<(), KernelError> {
+    let errno = u32_at(message.payload, 0).map_or(0, u32::cast_signed);
+    if errno == 0 {
+        return Ok(());
+    }
+    // An error carries the request that it is about, unless the socket asked for only its header.
+    let whole = is_error && !message.flags.contains(NlmF::CAPPED);
+    let request = match u32_at(message.payload, 4) {
+        Some(len) if whole => usize::try_from(len).unwrap_or(usize::MAX).checked_next_multiple_of(4),
+        _ => Some(if is_error { HEADER } else { 0 }),
+    };
+    let rest = request.and_then(|len| message.payload.get(4usize.checked_add(len)?..));
+    let has_text = message.flags.contains(NlmF::ACK_TLVS);
+    let text = rest.filter(|_| has_text).and_then(|rest| Attributes(rest).find(|(kind, _)| *kind == 1));
+    Err(KernelError { errno: errno.wrapping_neg(), detail: text.and_then(|(_, value)| text_of(value)) })
+}
+
+/// The attributes of a message or in another attribute: type without flags, and value. A malformed one ends them.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Attributes<'a>(pub(crate) &'a [u8]);
+
+impl<'a> Iterator for Attributes<'a> {
+    type Item = (u16, &'a [u8]);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let len = usize::from(u16_at(self.0, 0)?);
+        let kind = u16_at(self.0, 2)? & !FLAGS;
+        let value = self.0.get(4..len)?;
+        self.0 = self.0.get(len.next_multiple_of(4)..).unwrap_or_default();
+        Some((kind, value))
+    }
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
+    Some(u16::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
+}
+
+/// A number in the machine's byte order.
+pub(crate) fn u32_of(value: &[u8]) -> Option<u32> {
+    u32_at(value, 0)
+}
+
+/// An IP address, of the family that its length tells.
+pub(crate) fn ip_of(value: &[u8]) -> Option<IpAddr> {
+    let v4 = <[u8; 4]>::try_from(value).map(IpAddr::from);
+    v4.or_else(|_| <[u8; 16]>::try_from(value).map(IpAddr::from)).ok()
+}
+
+/// A MAC address.
+pub(crate) fn mac_of(value: &[u8]) -> Option<MacAddr> {
+    <[u8; 6]>::try_from(value).map(MacAddr).ok()
+}
+
+/// A text, up to the zero that ends it; `None` if it is not UTF-8.
+pub(crate) fn text_of(value: &[u8]) -> Option<String> {
+    let text = value.split(|byte| *byte == 0).next()?;
+    String::from_utf8(text.to_vec()).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// `NLMSG_ERROR` as Linux 6 sent it: ENODEV for a route, with its request and a text.
+    fn refusal(flags: NlmF, request: usize) -> Vec<u8> {
+        let mut payload = (-19i32).to_ne_bytes().to_vec();
+        payload.extend((request as u32).to_ne_bytes());
+        payload.resize(4 + if flags.contains(NlmF::CAPPED) { HEADER } else { request }, 7);
+        let text = b"no device\0";
+        payload.extend(14u16.to_ne_bytes());
+        payload.extend(1u16.to_ne_bytes());
+        payload.extend(text);
+        payload
+    }
+
+    #[test]
+    fn the_kernels_explanation_is_found() {
+        for flags in [NlmF::ACK_TLVS, NlmF::ACK_TLVS | NlmF::CAPPED] {
+            let payload = refusal(flags, 44);
+            let message = Message { kind: 2, flags, sequence: 1, port: 0, payload: &payload };
+            assert_eq!(outcome(&message, true), Err(KernelError::explained(19, "no device")));
+        }
+        let payload = refusal(NlmF::empty(), 44);
+        let message = Message { kind: 2, flags: NlmF::empty(), sequence: 1, port: 0, payload: &payload };
+        assert_eq!(outcome(&message, true), Err(KernelError::new(19)));
+    }
+
+    #[test]
+    fn a_success_with_attributes_is_a_success() {
+        let mut payload = vec![0; 4 + HEADER];
+        payload.extend([8, 0, 3, 0, 1, 2, 3, 4]);
+        let message = Message {
+            kind: 2,
+            flags: NlmF::ACK_TLVS | NlmF::CAPPED,
+            sequence: 1,
+            port: 0,
+            payload: &payload,
+        };
+        assert_eq!(outcome(&message, true), Ok(()));
+    }
+
+    #[test]
+    fn a_dump_that_fails_says_so_when_done() {
+        let payload = (-16i32).to_ne_bytes();
+        let message = Message { kind: 3, flags: NlmF::MULTI, sequence: 1, port: 0, payload: &payload };
+        assert_eq!(outcome(&message, false), Err(KernelError::new(16)));
+    }
+
+    proptest! {
+        #[test]
+        fn attributes_round_trip(values in prop::collection::vec((1..100u16, prop::collection::vec(any::<u8>(), 0..40)), 0..20)) {
+            let mut sent = Messages::one(24u16, NlmF::empty(), &7u32);
+            for (kind, value) in &values {
+                sent.attr(*kind, value);
+            }
+            let bytes = sent.ready(0, 1, 5, NlmF::ACK).to_vec();
+            let got: Vec<_> = messages(&bytes).collect::<Result<_, _>>().unwrap();
+            prop_assert_eq!(got.len(), 1);
+            prop_assert_eq!((got[0].kind, got[0].sequence, got[0].flags), (24, 5, NlmF::REQUEST | NlmF::ACK));
+            let read: Vec<_> = Attributes(&got[0].payload[4..]).map(|(kind, value)| (kind, value.to_vec())).collect();
+            prop_assert_eq!(read, values);
+        }
+
+        #[test]
+        fn no_bytes_make_the_reader_panic_or_loop(bytes in prop::collection::vec(any::<u8>(), 0..200), flags in any::<u16>()) {
+            prop_assert!(messages(&bytes).count() <= bytes.len() + 1);
+            prop_assert!(Attributes(&bytes).count() <= bytes.len());
+            let message = Message { kind: 2, flags: NlmF::from_bits_retain(flags), sequence: 0, port: 0, payload: &bytes };
+            let _ = outcome(&message, true);
+            let _ = outcome(&message, false);
+        }
+    }
+}

@@ -1,0 +1,251 @@
+//! What others change is heard; what we change is not; what is lost is known to be lost.
+
+#![allow(clippy::unwrap_used, reason = "a test fails that way")]
+
+use std::net::IpAddr;
+use std::time::Duration;
+
+use flannel_core::{
+    Addr, Change, Changes, Doubts, Kernel, Key, LinkName, MacAddr, Neigh, Nexthop, Object, Owned, Report,
+    Route, Via,
+};
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::testing::{Netns, bridge, in_netns_async, ip};
+
+fn link(text: &str) -> LinkName {
+    text.parse().unwrap()
+}
+
+fn address(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+fn uplink() -> NetlinkKernel {
+    ip("link add up0 type veth peer name far0");
+    ip("link set far0 up");
+    ip("addr add 192.0.2.1/24 dev up0");
+    ip("addr add 2001:db8::1/64 dev up0 nodad");
+    ip("link set up0 up");
+    NetlinkKernel::open().unwrap()
+}
+
+/// Listens until a doubt comes for which `wanted` is true; returns those before it.
+async fn until(changes: &mut dyn Changes, wanted: impl Fn(&Doubts) -> bool) -> Vec<Doubts> {
+    let mut before = Vec::new();
+    loop {
+        let next = tokio::time::timeout(Duration::from_secs(10), changes.next()).await;
+        let doubts = next.unwrap_or_else(|_| panic!("not told; only {before:?}")).unwrap();
+        if wanted(&doubts) {
+            return before;
+        }
+        before.push(doubts);
+    }
+}
+
+fn tells(report: Report) -> impl Fn(&Doubts) -> bool {
+    move |doubts| matches!(doubts, Doubts::Objects(reports) if reports.contains(&report))
+}
+
+fn neigh(n: u32) -> Object {
+    let address = IpAddr::from((0x0a01_0000 + n).to_be_bytes());
+    Neigh { link: link("up0"), address, mac: MacAddr::local([7; 6]) }.into()
+}
+
+fn route(n: u32) -> Object {
+    let base = IpAddr::from((0x0a01_0000 + n).to_be_bytes());
+    Route { dst: flannel_core::Subnet::host(base), via: Via::Blackhole, mtu: None }.into()
+}
+
+#[test]
+fn others_changes_are_told_object_by_object() {
+    in_netns_async(|| async {
+        let kernel = uplink();
+        ip("link add flannel.1 type vxlan id 1 dstport 8472");
+        ip("link set flannel.1 up");
+        let mut changes = kernel.changes().unwrap();
+        let changes = &mut *changes;
+        let nexthop = Nexthop { id: 9, link: link("up0"), gateway: address("192.0.2.9"), onlink: false };
+        let via = Via::Gateway { gateway: address("192.0.2.9"), link: link("up0"), onlink: false };
+        let dst = "10.1.2.0/24".parse().unwrap();
+        let mac: MacAddr = "0a:00:00:00:00:09".parse().unwrap();
+        let fdb = flannel_core::Fdb { link: link("flannel.1"), mac, dst: address("192.0.2.9") };
+        for (command, report) in [
+            (
+                "neigh replace 10.1.0.9 lladdr 0a:00:00:00:00:09 dev up0 nud permanent",
+                Report::Now(Neigh { link: link("up0"), address: address("10.1.0.9"), mac }.into()),
+            ),
+            (
+                "neigh replace 10.1.0.9 lladdr 0a:00:00:00:00:09 dev up0 nud stale",
+                Report::Other(Key::Neigh(link("up0"), address("10.1.0.9"))),
+            ),
+            ("neigh del 10.1.0.9 dev up0", Report::Gone(Key::Neigh(link("up0"), address("10.1.0.9")))),
+            ("nexthop add id 9 via 192.0.2.9 dev up0", Report::Now(nexthop.into())),
+            (
+                "route add 10.1.2.0/24 nhid 9",
+                Report::Now(Route { dst, via: Via::Nexthop(9), mtu: None }.into()),
+            ),
+            (
+                "route replace 10.1.2.0/24 via 192.0.2.9 dev up0 mtu 1400",
+                Report::Now(Route { dst, via, mtu: Some(1400) }.into()),
+            ),
+            (
+                "route replace 10.1.2.0/24 nexthop via 192.0.2.9 dev up0 nexthop via 192.0.2.8 dev up0",
+                Report::Other(Key::Route(dst)),
+            ),
+            ("route del 10.1.2.0/24", Report::Gone(Key::Route(dst))),
+            ("route add 10.1.2.0/24 via 192.0.2.9 metric 70", Report::Other(Key::Route(dst))),
+            ("nexthop del id 9", Report::Gone(Key::Nexthop(9))),
+            (
+                "addr add 10.1.0.1/32 dev up0",
+                Report::Now(Addr { link: link("up0"), address: address("10.1.0.1"), len: 32 }.into()),
+            ),
+            ("addr del 10.1.0.1/32 dev up0", Report::Gone(Key::Addr(link("up0"), address("10.1.0.1")))),
+            (
+                "-6 route add fd00:1::/64 via 2001:db8::9",
+                Report::Now(
+                    Route {
+                        dst: "fd00:1::/64".parse().unwrap(),
+                        via: Via::Gateway {
+                            gateway: address("2001:db8::9"),
+                            link: link("up0"),
+                            onlink: false,
+                        },
+                        mtu: None,
+                    }
+                    .into(),
+                ),
+            ),
+        ] {
+            ip(command);
+            until(changes, tells(report)).await;
+        }
+        bridge("fdb add 0a:00:00:00:00:09 dev flannel.1 dst 192.0.2.9");
+        until(changes, tells(Report::Now(fdb.into()))).await;
+        bridge("fdb del 0a:00:00:00:00:09 dev flannel.1 dst 192.0.2.9");
+        until(changes, tells(Report::Gone(Key::Fdb(link("flannel.1"), mac)))).await;
+    });
+}
+
+#[test]
+fn whatever_befalls_a_link_puts_it_in_doubt() {
+    in_netns_async(|| async {
+        let kernel = uplink();
+        let mut changes = kernel.changes().unwrap();
+        for command in [
+            "link set up0 mtu 1400",
+            "link set up0 down",
+            "link set up0 up",
+            "link set up0 address 0a:00:00:00:00:01",
+            // The last address takes all IPv4 routes along, without a message about each.
+            "addr del 192.0.2.1/24 dev up0",
+            "link del up0",
+        ] {
+            ip(command);
+            until(&mut *changes, |doubts| *doubts == Doubts::Link(link("up0"))).await;
+        }
+        // A link that was not there when listening began, and a new name of one.
+        ip("link add new0 type bridge");
+        until(&mut *changes, |doubts| *doubts == Doubts::Link(link("new0"))).await;
+        ip("link set new0 name old0");
+        let before = until(&mut *changes, |doubts| *doubts == Doubts::Link(link("old0"))).await;
+        assert!(before.contains(&Doubts::Link(link("new0"))), "{before:?}");
+        ip("addr add 192.0.2.7/32 dev old0");
+        let there = Addr { link: link("old0"), address: address("192.0.2.7"), len: 32 };
+        until(&mut *changes, tells(Report::Now(there.into()))).await;
+    });
+}
+
+#[test]
+fn our_own_changes_are_not_told_however_many() {
+    in_netns_async(|| async {
+        let (kernel, other) = (uplink(), NetlinkKernel::open().unwrap());
+        let owned = Owned { routes_without_link: true, ..Owned::default() };
+        let mut changes = kernel.changes().unwrap();
+        let ours: Vec<Change> = (0..50_000).flat_map(|n| [neigh(n), route(n)]).map(Change::Put).collect();
+        assert!(kernel.apply(&owned, &ours).iter().all(Result::is_ok));
+        assert!(other.apply(&owned, &[Change::Put(neigh(60_000))])[0].is_ok());
+        let before = until(&mut *changes, tells(Report::Now(neigh(60_000)))).await;
+        // What the kernel does by itself meanwhile is about links and their own addresses.
+        let about_ours = |report: &Report| match report {
+            Report::Now(Object::Neigh(_) | Object::Route(_)) => true,
+            Report::Gone(key) | Report::Other(key) => matches!(key, Key::Neigh(..)),
+            Report::Now(_) => false,
+        };
+        for doubts in before {
+            assert_ne!(doubts, Doubts::Everything);
+            assert!(
+                !matches!(&doubts, Doubts::Objects(reports) if reports.iter().any(about_ours)),
+                "{doubts:?}"
+            );
+        }
+    });
+}
+
+#[test]
+fn messages_that_were_lost_put_everything_in_doubt() {
+    in_netns_async(|| async {
+        let (kernel, other) = (uplink(), NetlinkKernel::open().unwrap());
+        let owned = Owned::default();
+        let mut changes = kernel.changes().unwrap();
+        // Until the buffer, however large, overflows.
+        for round in 0.. {
+            assert!(round < 100, "the listener's buffer has no end");
+            let theirs: Vec<Change> = (0..20_000).map(|n| Change::Put(neigh(n + round % 2))).collect();
+            assert!(other.apply(&owned, &theirs).iter().all(Result::is_ok));
+            let gone: Vec<Change> = (0..20_000).map(|n| Change::Delete(neigh(n + round % 2))).collect();
+            assert!(other.apply(&owned, &gone).iter().all(Result::is_ok));
+            if round >= 4 {
+                break;
+            }
+        }
+        until(&mut *changes, |doubts| *doubts == Doubts::Everything).await;
+        // It goes on.
+        assert!(other.apply(&owned, &[Change::Put(neigh(70_000))])[0].is_ok());
+        until(&mut *changes, tells(Report::Now(neigh(70_000)))).await;
+    });
+}
+
+#[test]
+fn one_process_manages_two_namespaces() {
+    in_netns_async(|| async {
+        let spaces = [Netns::new().unwrap(), Netns::new().unwrap()];
+        let kernels = spaces.each_ref().map(|space| {
+            space.run(|| drop(uplink()));
+            NetlinkKernel::open_in(space.path()).unwrap()
+        });
+        let owned = Owned {
+            routes_without_link: true,
+            networks: vec!["10.1.0.0/16".parse().unwrap()],
+            ..Owned::default()
+        };
+        let mut changes = kernels[1].changes().unwrap();
+        assert!(kernels[0].apply(&owned, &[Change::Put(route(1))])[0].is_ok());
+        assert!(kernels[1].apply(&owned, &[Change::Put(route(2))])[0].is_ok());
+        assert_eq!(kernels[0].snapshot(&owned).unwrap().iter().collect::<Vec<_>>(), [&route(1)]);
+        assert_eq!(kernels[1].snapshot(&owned).unwrap().iter().collect::<Vec<_>>(), [&route(2)]);
+        // News come from the kernel's own namespace only, whichever thread asks.
+        spaces[0].run(|| drop(ip("route add blackhole 10.1.0.8/32")));
+        spaces[1].run(|| drop(ip("route add blackhole 10.1.0.9/32")));
+        let before = until(&mut *changes, tells(Report::Now(route(9)))).await;
+        assert!(!before.iter().any(|doubts| tells(Report::Now(route(8)))(doubts)), "{before:?}");
+    });
+}
+
+#[test]
+fn a_namespace_that_is_not_there_is_named() {
+    let error = NetlinkKernel::open_in("/nowhere/netns").unwrap_err();
+    assert!(error.to_string().contains("/nowhere/netns"), "{error}");
+    assert!(NetlinkKernel::open_in("/proc/self/status").is_err());
+}
+
+/// A kernel may be asked to listen on a thread that belongs to no runtime.
+#[test]
+fn listening_may_begin_outside_a_runtime() {
+    in_netns_async(|| async {
+        let kernel = uplink();
+        let mut changes =
+            std::thread::scope(|scope| scope.spawn(|| kernel.changes().unwrap()).join()).unwrap();
+        ip("route add blackhole 10.1.0.9/32");
+        until(&mut *changes, tells(Report::Now(route(9)))).await;
+    });
+}

@@ -1,0 +1,391 @@
+//! Every kind of object, as iproute2 sees it: created, each attribute changed in place, put again, deleted.
+
+#![allow(clippy::unwrap_used, reason = "a test fails that way")]
+
+use std::net::IpAddr;
+
+use flannel_core::{
+    Addr, Change, Family, Fdb, Kernel, KernelError, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop,
+    Object, Owned, Route, State, Via, Vxlan,
+};
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::testing::{Netns, bridge, in_netns, ip};
+use serde_json::{Value, json};
+
+fn name(text: &str) -> LinkName {
+    text.parse().unwrap()
+}
+
+fn address(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+fn mac(text: &str) -> MacAddr {
+    text.parse().unwrap()
+}
+
+fn json_of(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or(json!([]))
+}
+
+/// Two uplinks with addresses, which stand for a host's network.
+fn uplinks() -> NetlinkKernel {
+    for n in 0..2 {
+        ip(&format!("link add up{n} type veth peer name far{n}"));
+        ip(&format!("link set far{n} up"));
+        ip(&format!("addr add 192.0.{}.1/24 dev up{n}", 2 + n));
+        ip(&format!("addr add 2001:db8:{n}::1/64 dev up{n} nodad"));
+        ip(&format!("link set up{n} up"));
+    }
+    NetlinkKernel::open().unwrap()
+}
+
+fn owned() -> Owned {
+    Owned {
+        links: [name("flannel.1")].into(),
+        networks: vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/32".parse().unwrap()],
+        routes_on: [name("up0")].into(),
+        routes_without_link: true,
+    }
+}
+
+fn device(family: Family) -> (Link, Vxlan) {
+    let local = if family == Family::V4 { address("192.0.2.1") } else { address("2001:db8::1") };
+    let vxlan = Vxlan {
+        vni: 1,
+        port: 8472,
+        mac: mac("0a:00:00:00:00:01"),
+        local: Some(local),
+        lower: Some(name("up0")),
+        learning: false,
+        gbp: false,
+    };
+    (link(mtu(family), true, vxlan), vxlan)
+}
+
+/// What is left of 1500 bytes in a tunnel; the kernel refuses more.
+fn mtu(family: Family) -> u32 {
+    if family == Family::V4 { 1450 } else { 1430 }
+}
+
+fn link(mtu: u32, up: bool, vxlan: Vxlan) -> Link {
+    Link { name: name("flannel.1"), mtu, up, kind: LinkKind::Vxlan(vxlan) }
+}
+
+fn apply(kernel: &NetlinkKernel, change: Change) -> Result<(), KernelError> {
+    kernel.apply(&owned(), &[change]).remove(0)
+}
+
+/// Puts it twice, and finds it in a snapshot.
+fn put(kernel: &NetlinkKernel, object: impl Into<Object>) {
+    let object = object.into();
+    for _ in 0..2 {
+        apply(kernel, Change::Put(object.clone())).unwrap_or_else(|error| panic!("put {object}: {error}"));
+    }
+    let snapshot = kernel.snapshot(&owned()).unwrap();
+    assert_eq!(snapshot.get(&object.key()), Some(&object));
+}
+
+/// Deletes it twice, and finds it gone.
+fn delete(kernel: &NetlinkKernel, object: impl Into<Object>) {
+    let object = object.into();
+    for _ in 0..2 {
+        apply(kernel, Change::Delete(object.clone()))
+            .unwrap_or_else(|error| panic!("delete {object}: {error}"));
+    }
+    assert_eq!(kernel.snapshot(&owned()).unwrap().get(&object.key()), None);
+}
+
+/// Each family gets a namespace of its own.
+fn for_both_families(test: fn(&NetlinkKernel, Family)) {
+    for family in Family::BOTH {
+        Netns::new().unwrap().run(|| test(&uplinks(), family));
+    }
+}
+
+fn shown_link() -> Value {
+    json_of(&ip("-j -d link show dev flannel.1"))[0].clone()
+}
+
+#[test]
+fn a_device_is_made_as_go_flannel_makes_it() {
+    in_netns(|| for_both_families(a_device_has_all_attributes));
+}
+
+fn a_device_has_all_attributes(kernel: &NetlinkKernel, family: Family) {
+    let (wanted, vxlan) = device(family);
+    put(kernel, wanted.clone());
+    let shown = shown_link();
+    assert_eq!(shown["mtu"], mtu(family));
+    assert_eq!(shown["address"], "0a:00:00:00:00:01");
+    assert!(shown["flags"].as_array().unwrap().contains(&json!("UP")), "{shown}");
+    assert!(shown["txqlen"].is_null() || shown["txqlen"] == 0, "{shown}");
+    let data = &shown["linkinfo"]["info_data"];
+    assert_eq!(shown["linkinfo"]["info_kind"], "vxlan");
+    assert_eq!((&data["id"], &data["port"], &data["link"]), (&json!(1), &json!(8472), &json!("up0")));
+    let local = vxlan.local.unwrap().to_string();
+    assert!(data["local"] == *local || data["local6"] == *local, "{data}");
+    assert_eq!(data["learning"], false);
+    assert_eq!(data["udp_zero_csum6_rx"], false);
+    assert!(data["gbp"].is_null(), "{data}");
+    let accept_ra = std::fs::read_to_string("/proc/sys/net/ipv6/conf/flannel.1/accept_ra");
+    assert_eq!(accept_ra.unwrap().trim(), "0");
+    delete(kernel, wanted);
+}
+
+#[test]
+fn a_device_changes_in_place_and_keeps_its_routes() {
+    in_netns(|| for_both_families(a_device_changes));
+}
+
+fn a_device_changes(kernel: &NetlinkKernel, family: Family) {
+    let (wanted, vxlan) = device(family);
+    put(kernel, wanted.clone());
+    let index = shown_link()["ifindex"].clone();
+    let (dst, gateway) = match family {
+        Family::V4 => ("10.1.2.0/24", "10.1.2.0"),
+        Family::V6 => ("fd00:1:2::/64", "fd00:1:2::"),
+    };
+    let via = Via::Gateway { gateway: address(gateway), link: name("flannel.1"), onlink: true };
+    let route = Route { dst: dst.parse().unwrap(), via, mtu: None };
+    put(kernel, route);
+    let other = if family == Family::V4 { address("192.0.3.1") } else { address("2001:db8:1::1") };
+    for changed in [
+        link(1400, true, vxlan),
+        link(mtu(family), true, Vxlan { mac: mac("0a:00:00:00:00:02"), ..vxlan }),
+        link(mtu(family), true, Vxlan { local: Some(other), ..vxlan }),
+        link(mtu(family), true, Vxlan { local: None, ..vxlan }),
+        link(mtu(family), true, Vxlan { lower: Some(name("up1")), ..vxlan }),
+        link(mtu(family), true, Vxlan { learning: true, ..vxlan }),
+        link(1300, true, Vxlan { local: Some(other), lower: Some(name("up1")), learning: true, ..vxlan }),
+        wanted.clone(),
+    ] {
+        put(kernel, changed.clone());
+        assert_eq!(shown_link()["ifindex"], index, "{changed:?} in place");
+        let snapshot = kernel.snapshot(&owned()).unwrap();
+        assert!(snapshot.get(&Object::from(route).key()).is_some(), "{changed:?} keeps routes");
+    }
+    put(kernel, link(mtu(family), false, vxlan));
+    put(kernel, wanted);
+    assert_eq!(shown_link()["ifindex"], index, "down and up in place");
+}
+
+#[test]
+fn a_device_with_another_identity_is_made_anew() {
+    in_netns(|| {
+        let kernel = uplinks();
+        let (wanted, vxlan) = device(Family::V4);
+        put(&kernel, wanted);
+        for changed in [
+            Vxlan { vni: 2, ..vxlan },
+            Vxlan { port: 4789, ..vxlan },
+            Vxlan { gbp: true, ..vxlan },
+            Vxlan { local: Some(address("2001:db8::1")), ..vxlan },
+            Vxlan { lower: None, ..vxlan },
+        ] {
+            let index = shown_link()["ifindex"].clone();
+            put(&kernel, link(1430, true, changed));
+            assert_ne!(shown_link()["ifindex"], index, "{changed:?}");
+        }
+        // One with a multicast group is not what flannel uses.
+        ip("link del flannel.1");
+        ip("link add flannel.1 type vxlan id 1 dstport 8472 group 239.0.0.1 dev up0");
+        put(&kernel, link(1430, true, vxlan));
+        assert!(shown_link()["linkinfo"]["info_data"]["group"].is_null());
+    });
+}
+
+#[test]
+fn a_foreign_device_of_that_name_stays() {
+    in_netns(|| {
+        let kernel = uplinks();
+        ip("link add flannel.1 type bridge");
+        ip("addr add 10.1.0.1/24 dev flannel.1");
+        ip("link set flannel.1 up");
+        let error = apply(&kernel, Change::Put(device(Family::V4).0.into())).unwrap_err();
+        assert_eq!(error.errno, 17);
+        assert!(error.to_string().contains("flannel.1") && error.to_string().contains("bridge"), "{error}");
+        apply(&kernel, Change::Delete(device(Family::V4).0.into())).unwrap();
+        assert_eq!(shown_link()["linkinfo"]["info_kind"], "bridge");
+        assert_eq!(kernel.snapshot(&owned()).unwrap(), State::default());
+    });
+}
+
+fn shown_addresses() -> Vec<(String, u64)> {
+    let shown = json_of(&ip("-j addr show dev flannel.1"));
+    let all = shown[0]["addr_info"].as_array().unwrap().iter();
+    let global = all.filter(|a| a["scope"] == "global");
+    global.map(|a| (a["local"].as_str().unwrap().to_owned(), a["prefixlen"].as_u64().unwrap())).collect()
+}
+
+#[test]
+fn addresses() {
+    in_netns(|| {
+        let kernel = uplinks();
+        put(&kernel, device(Family::V4).0);
+        for (text, len) in [("10.1.5.0", 32u8), ("fd00:1:5::", 128)] {
+            let addr = Addr { link: name("flannel.1"), address: address(text), len };
+            put(&kernel, addr);
+            assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len))]);
+            let shown = ip("-j addr show dev flannel.1 scope global");
+            assert!(!shown.contains("tentative"), "usable at once: {shown}");
+            let shorter = Addr { len: len - 8, ..addr };
+            put(&kernel, shorter);
+            assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len - 8))]);
+            put(&kernel, addr);
+            assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len))]);
+            // Only as described: another length is another address.
+            apply(&kernel, Change::Delete(shorter.into())).unwrap();
+            assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len))]);
+            delete(&kernel, addr);
+            assert_eq!(shown_addresses(), []);
+        }
+    });
+}
+
+#[test]
+fn both_lengths_in_one_call_end_with_the_last() {
+    in_netns(|| {
+        let kernel = uplinks();
+        put(&kernel, device(Family::V4).0);
+        for (text, len) in [("10.1.5.0", 32u8), ("fd00:1:5::", 128)] {
+            let addr =
+                |len| Change::Put(Addr { link: name("flannel.1"), address: address(text), len }.into());
+            let results = kernel.apply(&owned(), &[addr(len - 8), addr(len - 4), addr(len)]);
+            assert_eq!(results, [Ok(()), Ok(()), Ok(())]);
+            assert!(shown_addresses().ends_with(&[(text.to_owned(), u64::from(len))]));
+        }
+        assert_eq!(shown_addresses().len(), 2);
+    });
+}
+
+#[test]
+fn neighbours_and_forwarding_entries() {
+    in_netns(|| {
+        for_both_families(|kernel, family| {
+            put(kernel, device(family).0);
+            let (a, d, e) = match family {
+                Family::V4 => ("10.1.2.0", "192.0.2.7", "192.0.2.8"),
+                Family::V6 => ("fd00:1:2::", "2001:db8::7", "2001:db8::8"),
+            };
+            let shown = || json_of(&ip("-j neigh show dev flannel.1 nud permanent"));
+            for mac in [mac("0a:00:00:00:00:07"), mac("0a:00:00:00:00:08")] {
+                put(kernel, Neigh { link: name("flannel.1"), address: address(a), mac });
+                assert_eq!(shown()[0]["dst"], a);
+                assert_eq!(shown()[0]["lladdr"], mac.to_string());
+            }
+            let neigh = Neigh { link: name("flannel.1"), address: address(a), mac: mac("0a:00:00:00:00:08") };
+            delete(kernel, neigh);
+            assert_eq!(shown().as_array().unwrap().len(), 0);
+
+            let shown = || json_of(&bridge("-j fdb show dev flannel.1"));
+            let fdb = |dst| Fdb { link: name("flannel.1"), mac: mac("0a:00:00:00:00:07"), dst: address(dst) };
+            for dst in [d, e] {
+                put(kernel, fdb(dst));
+                assert_eq!(
+                    (&shown()[0]["dst"], &shown()[0]["mac"]),
+                    (&json!(dst), &json!("0a:00:00:00:00:07"))
+                );
+                assert_eq!((&shown()[0]["state"], shown()[1].is_null()), (&json!("permanent"), true));
+            }
+            apply(kernel, Change::Delete(fdb(d).into())).unwrap();
+            assert_eq!(shown()[0]["dst"], e, "only as described");
+            delete(kernel, fdb(e));
+            assert_eq!(shown().as_array().unwrap().len(), 0);
+        });
+    });
+}
+
+#[test]
+fn learned_and_foreign_entries_are_not_ours() {
+    in_netns(|| {
+        let kernel = uplinks();
+        put(&kernel, device(Family::V4).0);
+        ip("neigh add 10.1.7.0 lladdr 0a:00:00:00:00:70 dev flannel.1 nud reachable");
+        bridge("fdb add 0a:00:00:00:00:70 dev flannel.1 dst 192.0.2.70 dynamic");
+        ip("neigh add 192.0.2.9 lladdr 0a:00:00:00:00:09 dev up0 nud permanent");
+        ip("route add 10.1.9.0/24 via 192.0.2.9 dev up0");
+        ip("route add 10.1.10.0/24 via 192.0.2.9 dev up0 metric 7 proto 241");
+        ip("route add 10.1.11.0/24 via 192.0.2.9 dev up0 table 7 proto 241");
+        ip("route add 10.9.0.0/24 via 192.0.2.9 dev up0 proto 241");
+        ip("nexthop add id 5 via 192.0.2.9 dev up0");
+        ip("nexthop add id 6 via 192.0.3.9 dev up1 proto 241");
+        let snapshot = kernel.snapshot(&owned()).unwrap();
+        assert_eq!(snapshot.iter().cloned().collect::<Vec<_>>(), [device(Family::V4).0.into()]);
+        // Theirs by protocol: a deletion that describes it does not reach it.
+        let theirs = Via::Gateway { gateway: address("192.0.2.9"), link: name("up0"), onlink: false };
+        let route = Route { dst: "10.1.9.0/24".parse().unwrap(), via: theirs, mtu: None };
+        apply(&kernel, Change::Delete(route.into())).unwrap();
+        let nexthop = Nexthop { id: 5, link: name("up0"), gateway: address("192.0.2.9"), onlink: false };
+        apply(&kernel, Change::Delete(nexthop.into())).unwrap();
+        assert!(ip("route show").contains("10.1.9.0/24"));
+        assert!(ip("nexthop show").contains("id 5"));
+    });
+}
+
+#[test]
+fn nexthops() {
+    in_netns(|| {
+        for_both_families(|kernel, family| {
+            put(kernel, device(family).0);
+            let (g, h, dst) = match family {
+                Family::V4 => ("10.1.2.0", "10.1.3.0", "10.1.2.0/24"),
+                Family::V6 => ("fd00:1:2::", "fd00:1:3::", "fd00:1:2::/64"),
+            };
+            let nexthop = |gateway| Nexthop {
+                id: 77,
+                link: name("flannel.1"),
+                gateway: address(gateway),
+                onlink: true,
+            };
+            let shown = || json_of(&ip("-j nexthop show id 77"))[0].clone();
+            put(kernel, nexthop(g));
+            put(kernel, Route { dst: dst.parse().unwrap(), via: Via::Nexthop(77), mtu: None });
+            assert_eq!((&shown()["gateway"], &shown()["dev"]), (&json!(g), &json!("flannel.1")));
+            assert_eq!((&shown()["flags"], &shown()["protocol"]), (&json!(["onlink"]), &json!("241")));
+            put(kernel, nexthop(h));
+            assert_eq!(shown()["gateway"], h);
+            assert!(
+                ip(&format!("{} route show {dst}", flag(family))).contains("nhid 77"),
+                "the route follows"
+            );
+            delete(kernel, nexthop(h));
+            // Deleting it took the route along; that this is so already is as good.
+            delete(kernel, Route { dst: dst.parse().unwrap(), via: Via::Nexthop(77), mtu: None });
+        });
+    });
+}
+
+fn flag(family: Family) -> &'static str {
+    if family == Family::V4 { "-4" } else { "-6" }
+}
+
+#[test]
+fn a_failure_in_the_middle_of_a_batch_is_that_ones_alone() {
+    in_netns(|| {
+        let kernel = uplinks();
+        put(&kernel, device(Family::V4).0);
+        let route = |n: u8, onlink| {
+            let via = Via::Gateway { gateway: IpAddr::from([10, 1, n, 0]), link: name("flannel.1"), onlink };
+            let dst = format!("10.1.{n}.0/24").parse().unwrap();
+            Change::Put(Route { dst, via, mtu: None }.into())
+        };
+        let missing =
+            Neigh { link: name("flannel.9"), address: address("10.1.1.1"), mac: mac("0a:00:00:00:00:01") };
+        let mut changes: Vec<Change> = (0..250).map(|n| route(n, n != 100)).collect();
+        changes.insert(200, Change::Put(missing.into()));
+        let results = kernel.apply(&owned(), &changes);
+        assert_eq!(results.len(), 251);
+        let failed: Vec<usize> = (0..251).filter(|n| results[*n].is_err()).collect();
+        assert_eq!(failed, [100, 200]);
+        let error = results[100].as_ref().unwrap_err();
+        assert_eq!(error.errno, 101, "ENETUNREACH");
+        assert!(
+            error.detail.as_ref().is_some_and(|text| text.contains("gateway")),
+            "the kernel's words: {error}"
+        );
+        assert_eq!(results[200], Err(KernelError::explained(19, "no interface named flannel.9")));
+        let shown = json_of(&ip("-j route show dev flannel.1 proto 241"));
+        assert_eq!(shown.as_array().unwrap().len(), 249);
+    });
+}

@@ -1,0 +1,267 @@
+//! Routes of every form, and what others may have left in their place.
+
+#![allow(clippy::unwrap_used, reason = "a test fails that way")]
+
+use std::net::IpAddr;
+
+use flannel_core::{
+    Change, Family, Kernel, Key, LinkName, Nexthop, Object, Owned, Route, RouteAnswer, Subnet, Via,
+};
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::testing::{Netns, in_netns, ip};
+use serde_json::Value;
+
+/// The two families' version of one scene.
+struct Scene {
+    kernel: NetlinkKernel,
+    family: Family,
+}
+
+impl Scene {
+    fn set(family: Family) -> Self {
+        ip("link add up0 type veth peer name far0");
+        ip("link set far0 up");
+        ip("addr add 192.0.2.1/24 dev up0");
+        ip("addr add 2001:db8::1/64 dev up0 nodad");
+        ip("link set up0 up");
+        let scene = Self { kernel: NetlinkKernel::open().unwrap(), family };
+        for id in [7, 8] {
+            let nexthop = Nexthop { id, link: up(), gateway: scene.gateway(id as u8), onlink: true };
+            scene.apply(&Change::Put(nexthop.into()));
+        }
+        scene
+    }
+
+    fn owned(&self) -> Owned {
+        let networks = vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/32".parse().unwrap()];
+        Owned { networks, routes_on: [up()].into(), routes_without_link: true, ..Owned::default() }
+    }
+
+    fn gateway(&self, n: u8) -> IpAddr {
+        match self.family {
+            Family::V4 => [192, 0, 2, n].into(),
+            Family::V6 => [0x2001, 0xdb8, 0, 0, 0, 0, 0, u16::from(n)].into(),
+        }
+    }
+
+    fn dst(&self) -> Subnet {
+        match self.family {
+            Family::V4 => "10.1.2.0/24".parse().unwrap(),
+            Family::V6 => "fd00:1:2::/64".parse().unwrap(),
+        }
+    }
+
+    /// Every form that a route can have.
+    fn forms(&self) -> Vec<Route> {
+        let gateway = |n, onlink| Via::Gateway { gateway: self.gateway(n), link: up(), onlink };
+        let route = |via, mtu| Route { dst: self.dst(), via, mtu };
+        vec![
+            route(gateway(5, false), None),
+            route(gateway(6, false), None),
+            route(gateway(6, true), None),
+            route(gateway(6, true), Some(1400)),
+            route(gateway(6, true), Some(1300)),
+            route(Via::Nexthop(7), None),
+            route(Via::Nexthop(8), None),
+            route(Via::Blackhole, None),
+            route(Via::Link(up()), None),
+            route(Via::Link(up()), Some(1400)),
+        ]
+    }
+
+    fn apply(&self, change: &Change) {
+        let result = self.kernel.apply(&self.owned(), std::slice::from_ref(change)).remove(0);
+        result.unwrap_or_else(|error| panic!("{change}: {error}"));
+    }
+
+    fn found(&self) -> Option<Object> {
+        // The witness agrees that there is exactly one route to the destination, or none.
+        let flag = if self.family == Family::V4 { "-4" } else { "-6" };
+        let shown: Value =
+            serde_json::from_str(&ip(&format!("-j {flag} route show {}", self.dst()))).unwrap();
+        let found = self.kernel.snapshot(&self.owned()).unwrap().get(&Key::Route(self.dst())).cloned();
+        assert_eq!(shown.as_array().unwrap().len(), usize::from(found.is_some()), "{shown} {found:?}");
+        found
+    }
+
+    fn foreign(&self, command: &str) {
+        let (dst, five, six) = (self.dst(), self.gateway(5), self.gateway(6));
+        let flag = if self.family == Family::V4 { "-4" } else { "-6" };
+        let command = command.replace("DST", &dst.to_string()).replace("FIVE", &five.to_string());
+        ip(&format!("{flag} {}", command.replace("SIX", &six.to_string())));
+    }
+}
+
+fn up() -> LinkName {
+    "up0".parse().unwrap()
+}
+
+/// Each family gets a namespace of its own.
+fn in_both_families(test: fn(&Scene)) {
+    for family in Family::BOTH {
+        Netns::new().unwrap().run(|| test(&Scene::set(family)));
+    }
+}
+
+#[test]
+fn every_form_becomes_every_other_in_place() {
+    in_netns(|| {
+        in_both_families(|scene| {
+            for from in scene.forms() {
+                for to in scene.forms() {
+                    scene.apply(&Change::Put(from.into()));
+                    scene.apply(&Change::Put(to.into()));
+                    scene.apply(&Change::Put(to.into()));
+                    assert_eq!(scene.found(), Some(to.into()), "from {from:?}");
+                }
+                let last = scene.forms().pop().unwrap();
+                scene.apply(&Change::Delete(last.into()));
+                scene.apply(&Change::Delete(last.into()));
+                assert_eq!(scene.found(), None);
+            }
+        });
+    });
+}
+
+#[test]
+fn a_deletion_spares_another_path_to_the_destination() {
+    in_netns(|| {
+        in_both_families(|scene| {
+            let forms = scene.forms();
+            for (there, deleted) in [(0, 1), (1, 0), (3, 5), (5, 6), (7, 1), (8, 1), (7, 5)] {
+                scene.apply(&Change::Put(forms[there].into()));
+                scene.apply(&Change::Delete(forms[deleted].into()));
+                assert_eq!(scene.found(), Some(forms[there].into()), "deleting {:?}", forms[deleted]);
+            }
+        });
+    });
+}
+
+#[test]
+fn a_route_takes_the_place_of_a_foreign_one() {
+    in_netns(|| {
+        in_both_families(|scene| {
+            for wanted in scene.forms() {
+                for foreign in [
+                    "route add DST via FIVE dev up0",
+                    "route add DST via SIX dev up0 mtu 1200",
+                    "route add DST dev up0",
+                    "route add unreachable DST",
+                    "route add DST nexthop via FIVE dev up0 nexthop via SIX dev up0",
+                    "route add DST via FIVE dev up0 proto 241 src SOURCE",
+                ] {
+                    let source = if scene.family == Family::V4 { "192.0.2.1" } else { "2001:db8::1" };
+                    scene.foreign(&foreign.replace("SOURCE", source));
+                    assert_eq!(
+                        scene.kernel.snapshot(&scene.owned()).unwrap().get(&Key::Route(scene.dst())),
+                        None
+                    );
+                    scene.apply(&Change::Put(wanted.into()));
+                    assert_eq!(scene.found(), Some(wanted.into()), "in place of {foreign}");
+                    scene.apply(&Change::Delete(wanted.into()));
+                    assert_eq!(scene.found(), None);
+                }
+            }
+        });
+    });
+}
+
+#[test]
+fn ours_is_put_before_one_that_hides_it() {
+    in_netns(|| {
+        in_both_families(|scene| {
+            for n in 0..scene.forms().len() {
+                for foreign in ["route prepend DST via FIVE dev up0", "route append DST via FIVE dev up0"] {
+                    let once = || hide(&Scene::set(scene.family), n, foreign);
+                    Netns::new().unwrap().run(once);
+                }
+            }
+        });
+    });
+}
+
+fn hide(scene: &Scene, form: usize, foreign: &str) {
+    let wanted = scene.forms()[form];
+    scene.apply(&Change::Put(wanted.into()));
+    // IPv6 takes that for the same path, whatever the protocol.
+    if form == 0 && scene.family == Family::V6 {
+        return;
+    }
+    scene.foreign(foreign);
+    scene.apply(&Change::Put(wanted.into()));
+    let found = scene.kernel.snapshot(&scene.owned()).unwrap();
+    assert_eq!(found.get(&Key::Route(scene.dst())), Some(&wanted.into()), "{wanted:?} after {foreign}");
+}
+
+#[test]
+fn lookup_answers() {
+    in_netns(|| {
+        in_both_families(|scene| {
+            let ask = |address| scene.kernel.lookup(address).unwrap();
+            let inside = scene.dst().nth(9).unwrap();
+            assert_eq!(ask(inside), RouteAnswer::nowhere(), "no route");
+            assert_eq!(ask(scene.gateway(77)).on_link(), Some(up()));
+            assert_eq!(ask(scene.gateway(77)).source, Some(scene.gateway(1)));
+            assert!(ask(scene.gateway(1)).local && ask(scene.gateway(1)).on_link().is_none());
+            for form in scene.forms() {
+                scene.apply(&Change::Put(form.into()));
+                let answer = ask(inside);
+                match form.via {
+                    Via::Blackhole => assert_eq!(answer, RouteAnswer::nowhere()),
+                    Via::Link(_) => assert_eq!(answer.on_link(), Some(up())),
+                    Via::Gateway { gateway, .. } => {
+                        assert_eq!((answer.link, answer.gateway), (Some(up()), Some(gateway)));
+                    }
+                    _ => assert!(answer.link == Some(up()) && answer.gateway.is_some()),
+                }
+            }
+            for kind in ["unreachable", "prohibit"] {
+                scene.foreign(&format!("route replace {kind} DST"));
+                assert_eq!(ask(inside), RouteAnswer::nowhere(), "{kind}");
+            }
+        });
+    });
+}
+
+#[test]
+fn five_thousand_routes_are_read_while_others_change() {
+    in_netns(|| {
+        in_both_families(|scene| {
+            let first =
+                Subnet::new(scene.dst().base(), if scene.family == Family::V4 { 30 } else { 64 }).unwrap();
+            let route = |n| Route { dst: first.step(n).unwrap(), via: Via::Nexthop(7), mtu: None };
+            let puts: Vec<Change> = (0..5000).map(|n| Change::Put(route(n).into())).collect();
+            let owned = Owned {
+                networks: vec!["10.0.0.0/8".parse().unwrap(), "fd00::/16".parse().unwrap()],
+                ..scene.owned()
+            };
+            assert!(scene.kernel.apply(&owned, &puts).iter().all(Result::is_ok));
+            let other = NetlinkKernel::open().unwrap();
+            let flapping = [route(6000), route(6001)].map(Object::from);
+            let stop = std::sync::atomic::AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                        for object in &flapping {
+                            other.apply(&owned, &[Change::Put(object.clone())]);
+                            other.apply(&owned, &[Change::Delete(object.clone())]);
+                        }
+                    }
+                });
+                for _ in 0..20 {
+                    // A table that never rests may be more than the kernel can show; then that is what it says.
+                    match scene.kernel.snapshot(&owned) {
+                        Ok(found) => {
+                            let steady =
+                                (0..5000).filter(|n| found.get(&Key::Route(route(*n).dst)).is_some());
+                            assert_eq!(steady.count(), 5000);
+                        }
+                        Err(error) => assert!(error.to_string().contains("changed"), "{error}"),
+                    }
+                }
+                stop.store(true, std::sync::atomic::Ordering::Relaxed);
+            });
+            assert_eq!(scene.kernel.snapshot(&owned).unwrap().len(), 5000 + 2, "routes and nexthops");
+        });
+    });
+}
