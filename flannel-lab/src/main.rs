@@ -1,2 +1,195 @@
-//! A cluster on one machine.
-fn main() {}
+//! `lab`: a cluster on one machine, in one command.
+
+mod options;
+mod outcome;
+mod table;
+
+use std::ffi::OsString;
+use std::future::poll_fn;
+use std::io::{self, IsTerminal, Write};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::task::Poll;
+use std::time::Duration;
+
+use clap::Parser;
+use flannel_lab::{Error, Interrupter, Lab, Result, Signal};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::options::Options;
+use crate::outcome::Outcome;
+
+fn main() -> ExitCode {
+    let mut args = std::env::args_os();
+    let program = args.next().unwrap_or_else(|| "lab".into());
+    let rest: Vec<OsString> = args.collect();
+    match rest.first().and_then(|first| first.to_str()) {
+        // How the lab starts its daemons.
+        Some("daemon") => daemon(program, rest),
+        // For tests: `lab enter PROGRAM ARGS…`.
+        Some("enter") => match rest.split_at_checked(2) {
+            Some((words, args)) => failed(&flannel_lab::enter_and_exec(&words[1], args)),
+            None => failed(&"enter: expected a program to run"),
+        },
+        _ => run(&Options::parse()),
+    }
+}
+
+/// Becomes flanneld.
+fn daemon(program: OsString, mut args: Vec<OsString>) -> ExitCode {
+    if let Err(error) = flannel_lab::end_with_lab() {
+        return failed(&error);
+    }
+    args[0] = program;
+    flanneld::main(args)
+}
+
+fn run(options: &Options) -> ExitCode {
+    let signals = Signals::default();
+    let outcome = lab(options, &signals);
+    if let Err(error) = &outcome {
+        if options.json {
+            print(&format!("{}\n", Outcome::failed(options, error)));
+        }
+        say_always(&format!("lab: {error}"));
+    }
+    match outcome {
+        _ if signals.received() != 0 => ExitCode::from(128 + signals.received()),
+        Ok(true) => ExitCode::SUCCESS,
+        _ => ExitCode::FAILURE,
+    }
+}
+
+/// Makes the lab, waits, reports; says whether everything reached everything.
+fn lab(options: &Options, signals: &Signals) -> Result<bool> {
+    // Before any thread starts.
+    flannel_lab::enter()?;
+    signals.watch()?;
+    raise_file_limit();
+    say(options, &format!("making {} hosts and a switch", options.hosts));
+    let mut lab = Lab::builder()
+        .hosts(options.hosts)
+        .backend(options.backend.to_string())
+        .families(options.family.families().iter().copied())
+        .interrupter(signals.interrupter.clone())
+        .start()?;
+    let outcome = report(options, &lab);
+    let complete = *outcome.as_ref().unwrap_or(&false);
+    if options.hold && outcome.is_ok() {
+        hold(&lab);
+        signals.interrupter.wait();
+    }
+    let interrupted = matches!(outcome, Err(Error::Interrupted));
+    if options.keep || (!complete && !interrupted && !options.hold) {
+        let dir = lab.keep_files();
+        say_always(&format!("logs, leases and subnet.env files are kept in {}", dir.display()));
+    }
+    outcome
+}
+
+fn report(options: &Options, lab: &Lab) -> Result<bool> {
+    lab.start_daemons()?;
+    say(options, "waiting until every pod reaches every other");
+    let matrix = lab.wait_until_reachable(options.patience())?;
+    let outcome = Outcome::new(options, lab, &matrix)?;
+    if options.json {
+        print(&format!("{outcome}\n"));
+    } else {
+        print(&table::render(&outcome, io::stdout().is_terminal()));
+    }
+    Ok(outcome.ok)
+}
+
+/// Tells a person how to look around.
+fn hold(lab: &Lab) {
+    let mut text = String::from("\nThe lab stays up until interrupted (Ctrl-C). To look around:\n");
+    for host in lab.hosts() {
+        text += &format!("  {:<8} {} sh\n", host.name(), host.enter_command());
+        if let Some(pod) = host.pod() {
+            text += &format!("  {:<8} {} sh\n", pod.name(), pod.enter_command());
+        }
+    }
+    say_always(&format!("{text}  files    {}", lab.dir().display()));
+}
+
+/// Progress, for a person who waits.
+fn say(options: &Options, text: &str) {
+    if !options.json || io::stderr().is_terminal() {
+        say_always(text);
+    }
+}
+
+fn say_always(text: &str) {
+    // Whoever closed stderr does not want to know.
+    let _ = writeln!(io::stderr(), "{text}");
+}
+
+fn print(text: &str) {
+    let mut out = io::stdout().lock();
+    // Whoever closed stdout, such as `head`, does not want the rest.
+    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+}
+
+fn failed(error: &dyn std::fmt::Display) -> ExitCode {
+    say_always(&format!("lab: {error}"));
+    ExitCode::FAILURE
+}
+
+/// Each host takes three open files, and many shells allow a process 1,024.
+fn raise_file_limit() {
+    if let Ok((_, most)) = getrlimit(Resource::RLIMIT_NOFILE) {
+        // Small labs do without, and big ones say what failed.
+        let _ = setrlimit(Resource::RLIMIT_NOFILE, most, most);
+    }
+}
+
+/// SIGINT, SIGTERM and SIGHUP end the lab in good order.
+#[derive(Default)]
+struct Signals {
+    interrupter: Interrupter,
+    received: Arc<AtomicU8>,
+}
+
+impl Signals {
+    /// Starts to listen, on a thread of its own.
+    fn watch(&self) -> Result<()> {
+        let failed = |source: io::Error| Error::Io { object: "listening for signals".into(), source };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+        let guard = runtime.enter();
+        let kinds = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP];
+        let streams = kinds.map(|kind| Ok((kind, signal(SignalKind::from_raw(kind as i32))?)));
+        let mut streams = streams.into_iter().collect::<io::Result<Vec<_>>>().map_err(failed)?;
+        drop(guard);
+        let (interrupter, received) = (self.interrupter.clone(), self.received.clone());
+        std::thread::spawn(move || {
+            let first = poll_fn(|context| {
+                let ready = streams.iter_mut().find_map(|(kind, stream)| match stream.poll_recv(context) {
+                    Poll::Ready(_) => Some(*kind),
+                    Poll::Pending => None,
+                });
+                ready.map_or(Poll::Pending, Poll::Ready)
+            });
+            received.store(runtime.block_on(first) as u8, Ordering::SeqCst);
+            interrupter.interrupt();
+            // Later signals are ignored: the handlers stay, and the lab is ending already.
+        });
+        Ok(())
+    }
+
+    /// The number of the first signal, 0 if there was none.
+    fn received(&self) -> u8 {
+        self.received.load(Ordering::SeqCst)
+    }
+}
+
+impl Options {
+    /// How long to wait until everything reaches everything.
+    fn patience(&self) -> Duration {
+        let pairs = self.hosts * self.hosts * self.family.families().len();
+        Duration::from_millis(
+            self.timeout.map_or(30_000 + 2 * pairs as u64, |seconds| seconds.saturating_mul(1000)),
+        )
+    }
+}

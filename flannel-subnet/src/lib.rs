@@ -1,1 +1,30 @@
 #![doc = include_str!("../README.md")]
+
+mod allocate;
+mod assigned;
+mod atomic_file;
+mod backoff;
+mod clock;
+mod dir;
+mod hold;
+mod manager;
+mod memory;
+mod metered;
+mod readiness;
+mod reflect;
+mod registry;
+mod subnet_env;
+#[cfg(feature = "testing")]
+pub mod testing;
+
+pub use allocate::allocate;
+pub use assigned::AssignedManager;
+pub use clock::{Clock, SystemClock};
+pub use dir::{Assign, DirLocation, DirOptions, DirRegistry, LocationError};
+pub use manager::{Identity, LocalManager, Ownership};
+pub use memory::MemoryRegistry;
+pub use reflect::Reflector;
+pub use registry::{
+    Batch, ConfigText, Entry, Event, Listing, Mark, MarkError, Now, Registry, Skipped, Tenure, Watch,
+};
+pub use subnet_env::{SubnetEnv, SubnetEnvError};

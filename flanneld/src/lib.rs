@@ -1,1 +1,66 @@
 #![doc = include_str!("../README.md")]
+
+mod backends;
+mod cli;
+mod error;
+mod registry;
+mod run;
+mod state;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use tokio::signal::unix::{SignalKind, signal};
+
+pub use cli::Options;
+pub use error::Error;
+pub use registry::RegistryUrl;
+pub use run::run;
+
+/// How long a stop waits for work in hand.
+const STOP: Duration = Duration::from_millis(800);
+
+/// The whole program: parses `args` (`args[0]` is the program's name) and the environment, logs to standard error,
+/// and runs until SIGINT or SIGTERM (exit code 0) or an error ([`Error::exit_code`]).
+///
+/// # Blocking
+/// It owns the process: a runtime, the signals and the log are set up here. An embedder calls [`run`].
+pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    match start(args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(Error::Help(text)) => {
+            print!("{text}");
+            ExitCode::SUCCESS
+        }
+        Err(error @ Error::Usage(_)) => {
+            eprintln!("{error}");
+            ExitCode::from(error.exit_code())
+        }
+        Err(error) => {
+            tracing::error!("{error}");
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
+    let options = Options::parse_from(args, |name| std::env::var_os(name))?;
+    let filter = tracing_subscriber::EnvFilter::try_new(&options.log);
+    let filter = filter.map_err(|error| Error::Usage(format!("--log {}: {error}", options.log)))?;
+    // Another subscriber in this process (a test's) stays.
+    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).try_init();
+    let failed = |error: std::io::Error| Error::File { path: "the runtime".into(), reason: error.to_string() };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+    let ended = runtime.block_on(async {
+        let (mut interrupt, mut terminate) =
+            (signal(SignalKind::interrupt()).map_err(failed)?, signal(SignalKind::terminate()).map_err(failed)?);
+        tokio::select! {
+            ended = run(&options) => ended.map(|never| match never {}),
+            _ = interrupt.recv() => Ok("SIGINT"),
+            _ = terminate.recv() => Ok("SIGTERM"),
+        }
+    });
+    runtime.shutdown_timeout(STOP);
+    ended.map(|signal| tracing::info!("{signal}: stopped; the data path stays in place"))
+}

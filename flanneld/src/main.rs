@@ -1,2 +1,5 @@
 //! The flannel daemon.
-fn main() {}
+
+fn main() -> std::process::ExitCode {
+    flanneld::main(std::env::args_os())
+}

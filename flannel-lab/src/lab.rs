@@ -1,0 +1,371 @@
+//! The whole lab. The one thing to know: it exists in this process alone. When the [`Lab`] is dropped, or the
+//! process ends in whatever way, daemons, namespaces and links are gone.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use flannel_core::{Dual, Family, Subnet};
+use nix::sys::signal::Signal;
+use serde_json::{Map, Value, json};
+use tempfile::TempDir;
+
+use crate::daemon::{self, Nursery};
+use crate::error::{Error, Result};
+use crate::host::{Host, Parts};
+use crate::interrupt::Interrupter;
+use crate::namespace::Namespace;
+use crate::privilege::{has_ipv6, may_watch, preflight};
+use crate::reach::{Matrix, reach};
+use crate::switch::{Switch, mac, underlay_address};
+
+/// How many hosts a lab may have at most.
+pub const MAX_HOSTS: usize = 250;
+
+/// From this many hosts on, hosts know each other's MAC addresses beforehand: the kernel remembers 1,024
+/// neighbours in all namespaces together, and nobody but the machine's root can change that.
+///
+/// **Source**: linux `net/ipv4/arp.c: arp_tbl.gc_thresh3`; permanent entries do not count (`neighbour.c`).
+const KNOWN_NEIGHBOURS: usize = 20;
+
+/// What a lab shall be; [`Builder::start`] makes it.
+#[derive(Debug, Clone)]
+#[must_use]
+pub struct Builder {
+    hosts: usize,
+    backend: Value,
+    networks: Dual<Subnet>,
+    config: Map<String, Value>,
+    mtu: u32,
+    program: Option<PathBuf>,
+    interrupter: Interrupter,
+}
+
+impl Default for Builder {
+    fn default() -> Self {
+        Self {
+            hosts: 3,
+            backend: json!({ "Type": "vxlan" }),
+            networks: pod_networks([Family::V4]),
+            config: Map::new(),
+            mtu: 1500,
+            program: None,
+            interrupter: Interrupter::default(),
+        }
+    }
+}
+
+fn pod_networks(families: impl IntoIterator<Item = Family>) -> Dual<Subnet> {
+    let network = |family| match family {
+        Family::V4 => "10.244.0.0/16",
+        Family::V6 => "fd00:10:244::/48",
+    };
+    families.into_iter().map(|f| network(f).parse::<Subnet>().expect("a constant that is a subnet")).collect()
+}
+
+impl Builder {
+    /// How many hosts, from 1 to [`MAX_HOSTS`]; 3 if not called.
+    pub fn hosts(mut self, hosts: usize) -> Self {
+        self.hosts = hosts;
+        self
+    }
+
+    /// The `Backend` object of the network config, or only its `Type`; `vxlan` if not called.
+    pub fn backend(mut self, backend: impl Into<Value>) -> Self {
+        self.backend = match backend.into() {
+            Value::String(kind) => json!({ "Type": kind }),
+            object => object,
+        };
+        self
+    }
+
+    /// The address families of the pods; IPv4 only if not called. The hosts always have both, if the kernel
+    /// does.
+    pub fn families(mut self, families: impl IntoIterator<Item = Family>) -> Self {
+        self.networks = pod_networks(families);
+        self
+    }
+
+    /// Another field of the network config, such as `SubnetLen`; overrides what the lab would write.
+    pub fn config_field(mut self, name: &str, value: impl Into<Value>) -> Self {
+        self.config.insert(name.to_owned(), value.into());
+        self
+    }
+
+    /// The MTU of the hosts' wires in bytes, at least 1280; 1500 if not called.
+    pub fn underlay_mtu(mut self, mtu: u32) -> Self {
+        self.mtu = mtu;
+        self
+    }
+
+    /// The program that becomes flanneld when called with `daemon` and flanneld's options, and calls
+    /// [`end_with_lab`](crate::end_with_lab) first; this very program if not called.
+    pub fn program(mut self, program: impl Into<PathBuf>) -> Self {
+        self.program = Some(program.into());
+        self
+    }
+
+    /// What ends the lab's waits early.
+    pub fn interrupter(mut self, interrupter: Interrupter) -> Self {
+        self.interrupter = interrupter;
+        self
+    }
+
+    /// Makes the hosts and the switch, without daemons and pods.
+    ///
+    /// # Errors
+    /// This machine cannot carry the lab ([`Error::Missing`] says why), or something failed meanwhile; what was
+    /// made until then is gone.
+    pub fn start(self) -> Result<Lab> {
+        if !(1..=MAX_HOSTS).contains(&self.hosts) {
+            let hosts = self.hosts;
+            return Err(Error::Unsuitable(format!("{hosts} hosts asked for, possible are 1 to {MAX_HOSTS}")));
+        }
+        let mut kinds = vec!["bridge", "veth"];
+        if self.backend["Type"].as_str().is_some_and(|kind| kind.eq_ignore_ascii_case("vxlan")) {
+            kinds.push("vxlan");
+        }
+        preflight(&kinds, self.networks.v6.is_some())?;
+        let dir = tempfile::Builder::new().prefix("flannel-lab-").tempdir();
+        let dir = dir.map_err(Error::io(std::env::temp_dir().display().to_string()))?;
+        let registry = dir.path().join("registry");
+        write_config(&registry, &self.network_config())?;
+        let program = self.program.clone().map_or_else(std::env::current_exe, Ok);
+        let program = program.map_err(Error::io("this program's own path"))?;
+
+        let families: Vec<Family> =
+            Family::BOTH.into_iter().filter(|f| *f == Family::V4 || has_ipv6()).collect();
+        let numbers: Vec<usize> = (1..=self.hosts).collect();
+        let name = |n: &usize| Namespace::new(&format!("host-{n}"));
+        let namespaces = numbers.iter().map(name).collect::<Result<Vec<_>>>()?;
+        self.interrupter.check()?;
+        let switch = Switch::new(&families)?;
+        switch.plug(&namespaces, self.mtu)?;
+        let nursery = Arc::new(Nursery::new());
+        let host = |(number, namespace)| {
+            Host::new(Parts {
+                number,
+                namespace,
+                addresses: families.iter().map(|family| underlay_address(*family, number)).collect(),
+                dir: dir.path().join(format!("host-{number}")),
+                registry: registry.clone(),
+                program: program.clone(),
+                nursery: nursery.clone(),
+            })
+        };
+        let hosts: Vec<Host> = numbers.into_iter().zip(namespaces).map(host).collect();
+        each(&hosts, &self.interrupter, |host| {
+            host.connect(switch.addresses(), &neighbours(host, self.hosts, &families))
+        })?;
+        let interrupter = self.interrupter;
+        Ok(Lab { hosts, switch, registry, dir: Some(dir), interrupter, last_start: Mutex::default() })
+    }
+
+    fn network_config(&self) -> Value {
+        let mut config = Map::new();
+        config.insert("EnableIPv4".into(), self.networks.v4.is_some().into());
+        config.insert("EnableIPv6".into(), self.networks.v6.is_some().into());
+        for (family, network) in self.networks.iter() {
+            let name = if family == Family::V4 { "Network" } else { "IPv6Network" };
+            config.insert(name.into(), network.to_string().into());
+        }
+        config.insert("Backend".into(), self.backend.clone());
+        config.extend(self.config.clone());
+        Value::Object(config)
+    }
+}
+
+fn write_config(registry: &Path, config: &Value) -> Result<()> {
+    let path = registry.join("config");
+    let write = || {
+        fs::create_dir_all(registry)?;
+        fs::write(&path, format!("{config:#}\n"))
+    };
+    write().map_err(Error::io(path.display().to_string()))
+}
+
+/// What a host of a big lab has to know beforehand, as lines for `ip`.
+fn neighbours(host: &Host, hosts: usize, families: &[Family]) -> String {
+    if hosts <= KNOWN_NEIGHBOURS {
+        return String::new();
+    }
+    let line = |n: usize, family: &Family| {
+        format!("neigh add {} lladdr {} dev eth0 nud permanent\n", underlay_address(*family, n), mac(n))
+    };
+    let others = (1..=hosts).filter(|n| *n != host.number());
+    others.flat_map(|n| families.iter().map(move |family| line(n, family))).collect()
+}
+
+/// Does something with every item, several at a time; the first error wins.
+fn each<T: Sync>(
+    items: &[T],
+    interrupter: &Interrupter,
+    work: impl Fn(&T) -> Result<()> + Sync,
+) -> Result<()> {
+    let next = Mutex::new(items.iter());
+    let take = || next.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let worker = || {
+        while let Some(item) = take() {
+            interrupter.check()?;
+            work(item)?;
+        }
+        Ok(())
+    };
+    let workers = items.len().min(8);
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..workers).map(|_| scope.spawn(worker)).collect();
+        let join = |thread: std::thread::ScopedJoinHandle<'_, Result<()>>| {
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        threads.into_iter().map(join).fold(Ok(()), Result::and)
+    })
+}
+
+/// Hosts and a switch; daemons and pods when asked. Everything ends with it.
+///
+/// ```no_run
+/// // Needs the right to make namespaces: `flannel_lab::enter` first.
+/// use std::time::Duration;
+///
+/// let lab = flannel_lab::Lab::builder().hosts(2).backend("host-gw").start()?;
+/// lab.start_daemons()?;
+/// let matrix = lab.wait_until_reachable(Duration::from_secs(30))?;
+/// assert!(matrix.is_complete());
+/// lab.switch().cut(&lab.hosts()[1])?;
+/// assert!(!lab.matrix(Duration::from_secs(1))?.is_complete());
+/// # Ok::<(), flannel_lab::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Lab {
+    hosts: Vec<Host>,
+    switch: Switch,
+    registry: PathBuf,
+    dir: Option<TempDir>,
+    interrupter: Interrupter,
+    last_start: Mutex<Option<Instant>>,
+}
+
+impl Lab {
+    /// Describes a lab.
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+
+    /// The hosts, at least one.
+    pub fn hosts(&self) -> &[Host] {
+        &self.hosts
+    }
+
+    /// The switch between them.
+    pub fn switch(&self) -> &Switch {
+        &self.switch
+    }
+
+    /// The directory that the daemons share as their registry.
+    pub fn registry(&self) -> &Path {
+        &self.registry
+    }
+
+    /// Starts every host's daemon.
+    ///
+    /// # Errors
+    /// One cannot be started, or so many may not run ([`Error::Missing`]).
+    pub fn start_daemons(&self) -> Result<()> {
+        may_watch(self.hosts.len())?;
+        for host in &self.hosts {
+            self.interrupter.check()?;
+            host.start_daemon()?;
+        }
+        *self.last_start.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        Ok(())
+    }
+
+    /// Puts a pod on every host that has none as soon as its daemon has written its `subnet.env`.
+    ///
+    /// # Blocking
+    /// Until all are there, at most `patience`.
+    ///
+    /// # Errors
+    /// A daemon ended, or wrote nothing in time; both with the end of its log.
+    pub fn add_pods(&self, patience: Duration) -> Result<()> {
+        let start = Instant::now();
+        let mut waiting: Vec<&Host> = self.hosts.iter().filter(|host| host.pod().is_none()).collect();
+        while let Some(first) = waiting.first() {
+            if start.elapsed() > patience {
+                let (host, path) = (first.name().to_owned(), first.subnet_file());
+                let (seconds, log) = (patience.as_secs_f64(), first.log_tail());
+                return Err(Error::NoSubnetEnv { host, path, seconds, log });
+            }
+            let mut ready = Vec::new();
+            let mut rest = Vec::new();
+            for host in waiting {
+                match host.subnet_env()? {
+                    Some(env) => ready.push((host, env)),
+                    None => {
+                        host.check_daemon()?;
+                        rest.push(host);
+                    }
+                }
+            }
+            each(&ready, &self.interrupter, |(host, env)| host.add_pod(env).map(drop))?;
+            if ready.is_empty() {
+                self.interrupter.pause(Duration::from_millis(5))?;
+            }
+            waiting = rest;
+        }
+        Ok(())
+    }
+
+    /// Waits for every daemon's `subnet.env`, puts the pods there, and waits until every pod has reached every
+    /// other.
+    ///
+    /// # Blocking
+    /// At most `patience`; then the result says who does not reach whom.
+    ///
+    /// # Errors
+    /// A daemon ended or published no subnet, or the lab was interrupted.
+    pub fn wait_until_reachable(&self, patience: Duration) -> Result<Matrix> {
+        let start = Instant::now();
+        self.add_pods(patience)?;
+        let mut matrix = self.matrix(patience.saturating_sub(start.elapsed()))?;
+        let last_start = *self.last_start.lock().unwrap_or_else(PoisonError::into_inner);
+        matrix.since = last_start.unwrap_or(start);
+        Ok(matrix)
+    }
+
+    /// Finds out which pods reach which, and how fast. Each pair has `patience` to succeed.
+    ///
+    /// # Blocking
+    /// At most `patience` and a few seconds; less if everything reaches everything.
+    ///
+    /// # Errors
+    /// A daemon ended by itself, or the lab was interrupted.
+    pub fn matrix(&self, patience: Duration) -> Result<Matrix> {
+        let pods: Vec<_> = self.hosts.iter().filter_map(Host::pod).collect();
+        let matrix = reach(&pods, patience, &self.interrupter)?;
+        self.hosts.iter().try_for_each(Host::check_daemon)?;
+        Ok(matrix)
+    }
+
+    /// Where the lab keeps its files: the registry, and a directory for each host.
+    pub fn dir(&self) -> &Path {
+        self.registry.parent().expect("the registry is a directory in the lab's own")
+    }
+
+    /// Leaves the lab's files behind when it ends, for somebody to look at; returns where they are.
+    pub fn keep_files(&mut self) -> PathBuf {
+        match self.dir.take() {
+            Some(dir) => dir.keep(),
+            None => self.dir().to_owned(),
+        }
+    }
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        let mut daemons: Vec<_> = self.hosts.iter().filter_map(Host::take_daemon).collect();
+        // What cannot be ended now is killed by the kernel when the nursery ends, right after this.
+        let _ = daemon::end(&mut daemons, Signal::SIGTERM);
+    }
+}

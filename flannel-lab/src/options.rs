@@ -1,0 +1,88 @@
+//! The command line of `lab`.
+
+use std::fmt;
+
+use clap::{Parser, ValueEnum};
+use flannel_core::Family;
+use flannel_lab::MAX_HOSTS;
+
+/// A cluster on one machine: hosts, pods and a switch out of network namespaces, one flanneld for each host.
+///
+/// Waits until every pod reaches every other (ping, full-size ping, TCP), shows the result and cleans up.
+/// Works as root and as an ordinary user.
+///
+/// Exit status: 0 everything reached everything, 1 not, 2 wrong usage, 130 or 143 interrupted.
+#[derive(Debug, Parser)]
+#[command(name = "lab", version)]
+pub(crate) struct Options {
+    /// How many hosts, from 1 to 250.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = hosts)]
+    pub(crate) hosts: usize,
+    /// How pods of different hosts reach each other.
+    #[arg(long, value_enum, default_value_t = Backend::Vxlan)]
+    pub(crate) backend: Backend,
+    /// The pods' address families.
+    #[arg(long, value_enum, default_value_t = Families::Ipv4)]
+    pub(crate) family: Families,
+    /// Print one JSON object on stdout instead of tables.
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Stay up until interrupted, and say how to enter a host.
+    #[arg(long)]
+    pub(crate) hold: bool,
+    /// How long to wait until everything reaches everything; 30 and a little for each pair if not given.
+    #[arg(long, value_name = "SECONDS")]
+    pub(crate) timeout: Option<u64>,
+    /// Leave logs, leases and subnet.env files behind, as after a failure.
+    #[arg(long)]
+    pub(crate) keep: bool,
+}
+
+fn hosts(text: &str) -> Result<usize, String> {
+    let hosts = text.parse().ok().filter(|hosts| (1..=MAX_HOSTS).contains(hosts));
+    hosts.ok_or_else(|| format!("expected a number from 1 to {MAX_HOSTS}"))
+}
+
+/// The backends that the lab can carry.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum Backend {
+    Vxlan,
+    HostGw,
+}
+
+impl fmt::Display for Backend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Vxlan => "vxlan",
+            Self::HostGw => "host-gw",
+        })
+    }
+}
+
+/// The address families of the pods.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum Families {
+    Ipv4,
+    Ipv6,
+    Dual,
+}
+
+impl Families {
+    pub(crate) fn families(self) -> &'static [Family] {
+        match self {
+            Self::Ipv4 => &[Family::V4],
+            Self::Ipv6 => &[Family::V6],
+            Self::Dual => &Family::BOTH,
+        }
+    }
+}
+
+impl fmt::Display for Families {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Ipv4 => "ipv4",
+            Self::Ipv6 => "ipv6",
+            Self::Dual => "dual",
+        })
+    }
+}

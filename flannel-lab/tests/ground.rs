@@ -1,0 +1,197 @@
+//! The ground is sound: what the lab says about reachability is so, without any flanneld. Routes are static.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::time::{Duration, Instant};
+
+use flannel_core::{Dual, Family, Subnet};
+use flannel_lab::{Host, Interrupter, Lab, Pair, SubnetEnv, Unreached};
+
+mod as_root;
+use as_root::as_root;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+const SHORT: Duration = Duration::from_millis(300);
+
+fn subnets(host: &Host, families: &[Family]) -> Dual<Subnet> {
+    let n = host.number();
+    let text = |family: &Family| match family {
+        Family::V4 => format!("10.244.{n}.0/24"),
+        Family::V6 => format!("fd00:10:244:{n}::/64"),
+    };
+    families.iter().map(|family| text(family).parse::<Subnet>().unwrap()).collect()
+}
+
+/// A lab with static routes and pods, as host-gw would make it.
+fn routed(hosts: usize, families: &[Family], pod_mtu: u32) -> Lab {
+    let lab =
+        Lab::builder().hosts(hosts).families(families.iter().copied()).backend("host-gw").start().unwrap();
+    for host in lab.hosts() {
+        let mut routes = String::new();
+        for peer in lab.hosts().iter().filter(|peer| peer.number() != host.number()) {
+            for (family, subnet) in subnets(peer, families).iter() {
+                routes += &format!("route add {subnet} via {}\n", peer.addresses()[family].unwrap());
+            }
+        }
+        host.namespace().ip(&routes).unwrap();
+        host.add_pod(&SubnetEnv::new(subnets(host, families), pod_mtu)).unwrap();
+    }
+    lab
+}
+
+#[test]
+fn pods_reach_each_other_over_static_routes() {
+    as_root("pods_reach_each_other_over_static_routes", || {
+        let lab = routed(3, &Family::BOTH, 1500);
+        let matrix = lab.wait_until_reachable(PATIENCE).unwrap();
+        assert!(matrix.is_complete(), "{:#?}", matrix.failures().collect::<Vec<_>>());
+        assert_eq!(matrix.pairs.len(), 12);
+        for pair in &matrix.pairs {
+            assert!(pair.rtt.is_some_and(|rtt| rtt < Duration::from_millis(500)), "{pair:?}");
+            let headers = if pair.family == Family::V4 { 20 } else { 40 };
+            // 64 KiB, and a segment that fills the MTU beside the headers and the timestamps.
+            assert_eq!(pair.tcp_bytes, 65_536 + 1500 - headers - 20 - 12, "{pair:?}");
+        }
+        assert!(matrix.time_to_complete().unwrap() < PATIENCE);
+    });
+}
+
+#[test]
+fn one_family_is_tried_alone() {
+    as_root("one_family_is_tried_alone", || {
+        for family in Family::BOTH {
+            let matrix = routed(2, &[family], 1500).matrix(PATIENCE).unwrap();
+            assert!(matrix.is_complete(), "{matrix:#?}");
+            assert!(matrix.pairs.iter().all(|pair| pair.family == family) && matrix.pairs.len() == 2);
+        }
+    });
+}
+
+/// The hosts' wires take less than the pods believe, and the hosts know it: path MTU discovery lets TCP work
+/// all the same, which must not hide that the MTU is wrong.
+#[test]
+fn an_mtu_that_the_hosts_know_to_be_too_big_is_detected() {
+    as_root("an_mtu_that_the_hosts_know_to_be_too_big_is_detected", || {
+        let lab = routed(2, &Family::BOTH, 1500);
+        for host in lab.hosts() {
+            host.run("ip", &["link", "set", "eth0", "mtu", "1400"]).unwrap();
+        }
+        let start = Instant::now();
+        let matrix = lab.matrix(PATIENCE).unwrap();
+        assert!(start.elapsed() < PATIENCE, "a wrong MTU does not mend itself: no need to wait");
+        for pair in &matrix.pairs {
+            assert_eq!(pair.error, Some(Unreached::PathMtu { mtu: 1500, path: 1400 }), "{pair:?}");
+        }
+        assert_eq!((matrix.pairs.len(), matrix.complete), (4, None));
+    });
+}
+
+/// The path loses big packets without a word, as many a tunnel does.
+#[test]
+fn an_mtu_that_nobody_knows_to_be_too_big_is_detected() {
+    as_root("an_mtu_that_nobody_knows_to_be_too_big_is_detected", || {
+        let lab = routed(2, &Family::BOTH, 1500);
+        lab.switch().namespace().ip("link set port-1 mtu 1400\nlink set port-2 mtu 1400\n").unwrap();
+        let matrix = lab.matrix(SHORT).unwrap();
+        for pair in &matrix.pairs {
+            assert_eq!(pair.error, Some(Unreached::FullSizeLost { size: 1500 }), "{pair:?}");
+        }
+    });
+}
+
+#[test]
+fn a_cut_wire_is_detected_and_so_is_its_mending() {
+    as_root("a_cut_wire_is_detected_and_so_is_its_mending", || {
+        let lab = routed(3, &Family::BOTH, 1500);
+        let third = &lab.hosts()[2];
+        let touches = |pair: &Pair| pair.from == "pod-3" || pair.to == "pod-3";
+        for (cut, mend) in [
+            (flannel_lab::Switch::cut as fn(&_, &_) -> _, flannel_lab::Switch::mend as fn(&_, &_) -> _),
+            (flannel_lab::Switch::ignore, flannel_lab::Switch::listen),
+        ] {
+            assert!(lab.matrix(PATIENCE).unwrap().is_complete());
+            cut(lab.switch(), third).unwrap();
+            let matrix = lab.matrix(SHORT).unwrap();
+            for pair in &matrix.pairs {
+                let expected = touches(pair).then_some(Unreached::NoReply);
+                assert_eq!(pair.error, expected, "{pair:?}");
+                assert_eq!(pair.rtt.is_none(), touches(pair), "{pair:?}");
+            }
+            mend(lab.switch(), third).unwrap();
+            assert!(lab.matrix(PATIENCE).unwrap().is_complete());
+        }
+    });
+}
+
+#[test]
+fn a_pod_without_tcp_is_detected() {
+    as_root("a_pod_without_tcp_is_detected", || {
+        let lab = routed(2, &[Family::V4], 1500);
+        // Pings pass; the answers of the echo service do not find back, or are refused.
+        let pod = lab.hosts()[1].pod().unwrap();
+        pod.namespace().ip("rule add ipproto tcp sport 7 blackhole\n").unwrap();
+        let matrix = lab.matrix(Duration::from_secs(3)).unwrap();
+        let errors: Vec<_> = matrix.pairs.iter().map(|pair| pair.error.clone()).collect();
+        assert_eq!(errors, [Some(Unreached::TcpStalled { bytes: 0 }), None]);
+        pod.namespace().ip("rule del ipproto tcp sport 7 blackhole\n").unwrap();
+        lab.hosts()[1].namespace().ip("rule add ipproto tcp dport 7 prohibit\n").unwrap();
+        let matrix = lab.matrix(SHORT).unwrap();
+        assert!(matches!(matrix.pairs[0].error, Some(Unreached::Tcp(_))), "{matrix:#?}");
+    });
+}
+
+/// More hosts than the kernel remembers neighbours for.
+#[test]
+fn forty_hosts_reach_each_other() {
+    as_root("forty_hosts_reach_each_other", || {
+        let matrix = routed(40, &[Family::V4], 1500).matrix(Duration::from_secs(60)).unwrap();
+        assert!(matrix.is_complete(), "{:#?}", matrix.failures().take(5).collect::<Vec<_>>());
+        assert_eq!(matrix.pairs.len(), 40 * 39);
+    });
+}
+
+#[test]
+fn hosts_can_be_used_by_hand() {
+    as_root("hosts_can_be_used_by_hand", || {
+        let lab = routed(2, &Family::BOTH, 1450);
+        let [first, second] = lab.hosts() else { panic!("{:?}", lab.hosts()) };
+        assert!(first.run("ip", &["addr", "show", "dev", "eth0"]).unwrap().contains("192.168.77.1/24"));
+        let error = first.run("ip", &["link", "show", "nothing"]).unwrap_err().to_string();
+        assert!(
+            error.contains("host-1: `ip link show nothing` failed") && error.contains("does not exist"),
+            "{error}"
+        );
+        let error = first.namespace().ip("link show lo\nlink set nothing up\n").unwrap_err().to_string();
+        assert!(error.contains("`ip link set nothing up` failed: Cannot find device"), "{error}");
+        assert!(first.run("ip", &["route", "get", "8.8.8.8"]).unwrap().contains("via 192.168.77.254"));
+        // A pod is made anew from another subnet.env.
+        second.remove_pod().unwrap();
+        assert_eq!(lab.matrix(SHORT).unwrap().pairs.len(), 0);
+        assert!(first.add_pod(&SubnetEnv::new(subnets(first, &[Family::V4]), 1450)).is_err());
+        second.add_pod(&SubnetEnv::new(subnets(second, &[Family::V4]), 1400)).unwrap();
+        let matrix = lab.matrix(PATIENCE).unwrap();
+        assert!(matrix.is_complete() && matrix.pairs.len() == 2, "{matrix:#?}");
+        assert_eq!(second.pod().unwrap().mtu(), 1400);
+        assert_eq!(first.log().unwrap(), "");
+        assert!(first.subnet_env().unwrap().is_none() && first.daemon_rss().is_none());
+    });
+}
+
+#[test]
+fn an_interrupt_ends_every_wait_and_nothing_is_left() {
+    as_root("an_interrupt_ends_every_wait_and_nothing_is_left", || {
+        let interrupter = Interrupter::default();
+        let lab = Lab::builder().hosts(2).interrupter(interrupter.clone()).start().unwrap();
+        let (dir, namespace) = (lab.dir().to_owned(), lab.hosts()[0].namespace().path());
+        assert!(dir.join("registry/config").exists() && namespace.exists());
+        let start = Instant::now();
+        let signal = std::thread::spawn(move || interrupter.interrupt());
+        // Nobody will ever write a subnet.env.
+        let error = lab.wait_until_reachable(Duration::from_secs(60)).unwrap_err();
+        assert!(matches!(error, flannel_lab::Error::Interrupted), "{error}");
+        assert!(start.elapsed() < Duration::from_secs(5));
+        signal.join().unwrap();
+        drop(lab);
+        assert!(!dir.exists());
+    });
+}

@@ -1,0 +1,222 @@
+//! Which subnet a new lease gets: any free one, at random.
+//!
+//! The one thing to know: subnets are numbered, and what is taken is a sorted list of ranges of numbers. The
+//! cost is that of sorting what is taken, not of the network's size.
+//!
+//! **Source**: flannel `pkg/subnet/etcd/local_manager.go: allocateSubnet`. Different on purpose: it chooses among
+//! the first 100 free subnets, so that many nodes at once collide, and wraps around at the end of the
+//! address space.
+
+use flannel_core::{PodNetwork, Subnet};
+
+/// Picks uniformly at random among all subnets of `network` from its `min` to its `max` that overlap nothing in
+/// `taken`. Those that overlap something in `avoid` come only when there are no others. `None`: all are taken.
+///
+/// `below(n)` returns a uniform random number less than `n`, which is at least 1. Subnets of the other family
+/// are passed over.
+///
+/// ```
+/// let config = flannel_core::Config::parse(r#"{"Network": "10.3.0.0/28"}"#)?;
+/// let network = config.networks.v4.unwrap();
+/// let taken = ["10.3.0.4/30".parse().unwrap(), "10.3.0.12/30".parse().unwrap()];
+/// let subnet = flannel_subnet::allocate(&network, &taken, &[], |n| n - 1);
+/// assert_eq!(subnet.unwrap().to_string(), "10.3.0.8/30");
+/// # Ok::<(), flannel_core::FieldError>(())
+/// ```
+pub fn allocate(
+    network: &PodNetwork,
+    taken: &[Subnet],
+    avoid: &[Subnet],
+    mut below: impl FnMut(u128) -> u128,
+) -> Option<Subnet> {
+    let both = [taken, avoid].concat();
+    let place = pick(network, &both, &mut below).or_else(|| pick(network, taken, &mut below))?;
+    network.min.step(place)
+}
+
+/// The number of a free subnet, counted from `network.min`.
+fn pick(network: &PodNetwork, taken: &[Subnet], below: &mut dyn FnMut(u128) -> u128) -> Option<u128> {
+    let total = network.subnets();
+    let ranges = occupied(network, taken);
+    let occupied: u128 = ranges.iter().map(|(first, last)| last - first + 1).sum();
+    let free = total.checked_sub(occupied).filter(|free| *free > 0)?;
+    let mut place = below(free);
+    for (first, last) in ranges {
+        if place < first {
+            break;
+        }
+        place += last - first + 1;
+    }
+    Some(place)
+}
+
+/// The numbers that are not free, as sorted ranges (both ends included) that do not touch each other twice.
+fn occupied(network: &PodNetwork, taken: &[Subnet]) -> Vec<(u128, u128)> {
+    let highest = network.subnets() - 1;
+    let mut ranges: Vec<_> = taken.iter().filter_map(|subnet| range(network, highest, subnet)).collect();
+    ranges.sort_unstable();
+    ranges.dedup_by(|next, kept| {
+        let overlap = next.0 <= kept.1;
+        if overlap {
+            kept.1 = kept.1.max(next.1);
+        }
+        overlap
+    });
+    ranges
+}
+
+/// The numbers of the subnets that `subnet` overlaps; `None` if it overlaps none from min to max.
+fn range(network: &PodNetwork, highest: u128, subnet: &Subnet) -> Option<(u128, u128)> {
+    if subnet.family() != network.min.family() {
+        return None;
+    }
+    let place = |address| Subnet::new(address, network.subnet_len)?.steps_from(&network.min);
+    // Before min there are no numbers: what ends there overlaps nothing, what begins there begins at min.
+    let last = place(subnet.last())?;
+    let first = place(subnet.base()).unwrap_or(0);
+    (first <= highest).then(|| (first, last.min(highest)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+    use std::net::IpAddr;
+    use std::time::{Duration, Instant};
+
+    use flannel_core::{Config, Family};
+
+    fn network(family: Family, network: &str, len: u8) -> PodNetwork {
+        let v6 = if family == Family::V6 { "IPv6" } else { "" };
+        let off = if family == Family::V6 { r#""EnableIPv4":false,"EnableIPv6":true,"# } else { "" };
+        let text = format!(r#"{{{off}"{v6}Network":"{network}","{v6}SubnetLen":{len}}}"#);
+        Config::parse(&text).unwrap().networks[family].unwrap()
+    }
+
+    #[test]
+    fn the_last_subnet_of_the_address_space_is_found_and_nothing_wraps() {
+        for (family, text, len, last) in [
+            (Family::V4, "255.255.255.0/24", 26, "255.255.255.192/26"),
+            (Family::V6, "ffff:ffff:ffff:ff00::/56", 58, "ffff:ffff:ffff:ffc0::/58"),
+        ] {
+            let network = network(family, text, len);
+            let mut taken = Vec::new();
+            while let Some(subnet) = allocate(&network, &taken, &[], |_| 0) {
+                taken.push(subnet);
+            }
+            assert_eq!(taken.len(), 3, "{taken:?}");
+            assert_eq!(taken[2].to_string(), last);
+        }
+    }
+
+    #[test]
+    fn freed_subnets_come_last() {
+        let network = network(Family::V4, "10.0.0.0/24", 26);
+        let all = ["10.0.0.64/26", "10.0.0.128/26", "10.0.0.192/26"].map(|s| s.parse::<Subnet>().unwrap());
+        for highest in [false, true] {
+            let below = |n| if highest { n - 1 } else { 0 };
+            assert_eq!(allocate(&network, &all[..1], &all[1..2], below), Some(all[2]));
+            assert_eq!(allocate(&network, &all[..2], &all[2..], below), Some(all[2]));
+            assert_eq!(allocate(&network, &all, &all, below), None);
+        }
+    }
+
+    #[test]
+    fn every_free_subnet_is_as_likely_as_any_other() {
+        let network = network(Family::V4, "10.0.0.0/16", 24);
+        let taken: Vec<Subnet> =
+            (1..=255).filter(|n| n % 3 == 0).map(|n| format!("10.0.{n}.0/24").parse().unwrap()).collect();
+        let places = (0..170).map(|k| {
+            allocate(&network, &taken, &[], |n| {
+                assert_eq!(n, 170);
+                k
+            })
+        });
+        let found: BTreeSet<Subnet> = places.map(Option::unwrap).collect();
+        assert_eq!(found.len(), 170);
+        assert!(found.iter().all(|s| !taken.contains(s)));
+    }
+
+    #[test]
+    fn big_networks_cost_no_more_than_what_is_taken() {
+        for (family, text, len) in [(Family::V4, "10.0.0.0/8", 24), (Family::V6, "fd00::/48", 64)] {
+            let network = network(family, text, len);
+            let total = network.subnets();
+            let taken: Vec<Subnet> =
+                (0..20_000).map(|n| network.min.step(n * (total / 20_000)).unwrap()).collect();
+            let begin = Instant::now();
+            let subnet = allocate(&network, &taken, &[], |n| n / 2).unwrap();
+            assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
+            assert!(!taken.contains(&subnet));
+        }
+    }
+
+    fn address(family: Family, bits: u128) -> IpAddr {
+        match family {
+            Family::V4 => IpAddr::from((bits as u32).to_be_bytes()),
+            Family::V6 => IpAddr::from(bits.to_be_bytes()),
+        }
+    }
+
+    fn bits(address: IpAddr) -> u128 {
+        match address {
+            IpAddr::V4(address) => u128::from(address.to_bits()),
+            IpAddr::V6(address) => address.to_bits(),
+        }
+    }
+
+    /// A network of 4 to 32 subnets anywhere, the ends of the address space included, with any min and max.
+    fn small_network() -> impl Strategy<Value = PodNetwork> {
+        let place = prop_oneof![Just(0), Just(u128::MAX), any::<u128>()];
+        let family = prop_oneof![Just(Family::V4), Just(Family::V6)];
+        (family, place, 2..=5u8, 0..20u8, 0..32u128, 0..32u128).prop_map(
+            |(family, place, cut, host, a, b)| {
+                let subnet_len = family.bits() - 2 - host;
+                let network = Subnet::new(address(family, place), subnet_len - cut).unwrap();
+                let first = Subnet::new(network.base(), subnet_len).unwrap();
+                let (a, b) = (a % (1 << cut), b % (1 << cut));
+                let (min, max) = (first.step(a.min(b)).unwrap(), first.step(a.max(b)).unwrap());
+                PodNetwork { network, subnet_len, min, max }
+            },
+        )
+    }
+
+    /// Subnets up to 4 times larger and 256 times smaller, in and around the network.
+    fn crowd(network: PodNetwork) -> impl Strategy<Value = Vec<Subnet>> {
+        let family = network.network.family();
+        let one = (0..40u128, any::<u128>(), 0..=10u8).prop_map(move |(place, offset, longer)| {
+            let size = 1u128 << (family.bits() - network.subnet_len);
+            let bits = bits(network.network.base()).wrapping_add(place * size + offset % size);
+            let len = (network.subnet_len - 2 + longer).min(family.bits());
+            Subnet::new(address(family, bits), len).unwrap()
+        });
+        prop::collection::vec(one, 0..24)
+    }
+
+    proptest! {
+        #[test]
+        fn a_free_subnet_is_found_exactly_if_there_is_one(
+            (network, taken) in small_network().prop_flat_map(|network| (Just(network), crowd(network))),
+            seed in any::<u64>(),
+        ) {
+            let free: Vec<Subnet> = (0..network.subnets())
+                .map(|n| network.min.step(n).unwrap())
+                .filter(|s| !taken.iter().any(|t| t.overlaps(s)))
+                .collect();
+            let mut asked = None;
+            let found = allocate(&network, &taken, &[], |n| {
+                asked = Some(n);
+                u128::from(seed) % n
+            });
+            match found {
+                Some(subnet) => {
+                    prop_assert!(free.contains(&subnet), "{subnet} of {free:?}");
+                    prop_assert_eq!(asked, Some(free.len() as u128));
+                    prop_assert!(network.min <= subnet && subnet <= network.max);
+                }
+                None => prop_assert!(free.is_empty(), "{free:?}"),
+            }
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! A node whose lease others write: a directory that configuration management copies to every host.
+//!
+//! The one thing to know: nothing is ever written here. The node finds its own entry by its addresses, and
+//! either publishes exactly what that entry says or stops with the difference.
+
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use async_trait::async_trait;
+use flannel_core::{
+    Config, Dual, Error, Family, Hints, Lease, LeaseAttrs, LeaseEnd, Origin, Result, StoreStatus,
+    SubnetManager, Subnets, View,
+};
+use serde_json::Value;
+use tokio::sync::watch;
+
+use crate::clock::SystemClock;
+use crate::manager::as_stored;
+use crate::metered::Metered;
+use crate::reflect::Reflector;
+use crate::registry::{Entry, Registry};
+
+/// Takes this node's lease from a registry in which every node's is written beforehand.
+///
+/// Made for a [`DirRegistry`](crate::DirRegistry) with `assign=static`; it asks any registry only to read.
+#[derive(Debug)]
+pub struct AssignedManager {
+    store: Arc<Metered>,
+    local_addresses: Vec<IpAddr>,
+    reflector: Mutex<Option<Reflector>>,
+}
+
+impl AssignedManager {
+    /// A manager for the node with these addresses (all that its host has, and the public address that it was
+    /// told to use, if any).
+    pub fn new(registry: Arc<dyn Registry>, local_addresses: Vec<IpAddr>) -> Self {
+        let store = Arc::new(Metered::new(registry, Arc::new(SystemClock)));
+        Self { store, local_addresses, reflector: Mutex::default() }
+    }
+
+    fn views(&self) -> watch::Receiver<View> {
+        let mut reflector = self.reflector.lock().unwrap_or_else(PoisonError::into_inner);
+        reflector.get_or_insert_with(|| Reflector::start(Arc::clone(&self.store) as _)).views()
+    }
+
+    fn refused(&self, reason: String) -> Error {
+        Error::Refused { store: self.store.to_string(), reason }
+    }
+
+    /// The one entry whose public address is among `addresses`; `None` if there is none.
+    async fn own(&self, addresses: &[IpAddr]) -> Result<Option<Entry>> {
+        let listing = self.store.list().await?;
+        let mine = |entry: &Entry| entry.lease.attrs.public.values().any(|a| addresses.contains(a));
+        let mut own = listing.entries.into_iter().filter(mine);
+        let first = own.next();
+        if let (Some(first), Some(second)) = (&first, own.next()) {
+            return Err(self.refused(format!(
+                "{} and {} both have a public address of this host: delete one of them",
+                first.lease.subnets, second.lease.subnets
+            )));
+        }
+        Ok(first)
+    }
+
+    /// The first attribute in which the entry differs from what this node is about to publish.
+    fn check(&self, subnets: &Subnets, written: &LeaseAttrs, ours: &LeaseAttrs) -> Result<()> {
+        let Some((field, theirs, ours)) = difference(written, ours) else { return Ok(()) };
+        Err(self.refused(format!(
+            "subnets/{subnets}: {field} is {theirs}, but this host has {ours}: correct one of them"
+        )))
+    }
+}
+
+#[async_trait]
+impl SubnetManager for AssignedManager {
+    async fn network_config(&self) -> Result<Config> {
+        let config = self.store.config().await?;
+        Config::parse(&config.text).map_err(|source| Error::Config { location: config.location, source })
+    }
+
+    /// The public addresses of this node's entry, and all that it is to publish.
+    async fn hints(&self) -> Result<Hints> {
+        let Some(own) = self.own(&self.local_addresses).await? else { return Ok(Hints::default()) };
+        Ok(Hints {
+            public: own.lease.attrs.public,
+            previous: Some(own.lease.subnets),
+            last_published: Some(own.lease.attrs),
+        })
+    }
+
+    async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease> {
+        let attrs = as_stored(attrs);
+        let addresses: Vec<IpAddr> = attrs.public.values().copied().collect();
+        let Some(own) = self.own(&addresses).await? else {
+            let addresses: Vec<String> = addresses.iter().map(ToString::to_string).collect();
+            return Err(self.refused(format!(
+                "no file in subnets/ has this host's public address {}: write one, such as \
+                 subnets/10.1.5.0-24 with {{\"PublicIP\": \"{0}\"}}",
+                addresses.join(" or ")
+            )));
+        };
+        self.check(&own.lease.subnets, &own.lease.attrs, &attrs)?;
+        Ok(own.lease)
+    }
+
+    /// Nothing can be published but what is written already.
+    async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> Result<Lease> {
+        self.check(&held.subnets, &held.attrs, &as_stored(attrs))?;
+        Ok(held.clone())
+    }
+
+    /// # Errors
+    /// What the entry says has become something else than this node published.
+    async fn hold_lease(&self, held: &Lease) -> Result<LeaseEnd> {
+        let mut views = self.views();
+        loop {
+            let view = views.borrow_and_update().clone();
+            if let Origin::Live { .. } = view.origin {
+                match view.leases.get(&held.subnets).filter(|lease| shares_address(lease, held)) {
+                    Some(lease) => self.check(&held.subnets, &lease.attrs, &held.attrs)?,
+                    None => {
+                        let moved = view.leases.iter().find(|lease| shares_address(lease, held));
+                        return Ok(match moved {
+                            Some(lease) => LeaseEnd::Moved { to: lease.subnets },
+                            None => LeaseEnd::Deleted,
+                        });
+                    }
+                }
+            }
+            if views.changed().await.is_err() {
+                // The reflector is dropped with this manager only.
+                std::future::pending::<()>().await;
+            }
+        }
+    }
+
+    async fn watch_leases(&self) -> Result<watch::Receiver<View>> {
+        Ok(self.views())
+    }
+
+    fn store_status(&self) -> StoreStatus {
+        self.store.status()
+    }
+}
+
+fn shares_address(one: &Lease, other: &Lease) -> bool {
+    one.attrs.public.values().any(|address| other.attrs.public.values().any(|a| a == address))
+}
+
+/// The first attribute that differs: its name, and both values as text.
+fn difference(written: &LeaseAttrs, ours: &LeaseAttrs) -> Option<(String, String, String)> {
+    let address = |name: &str, family: Family| {
+        let text = |a: Option<IpAddr>| a.map_or_else(|| "absent".to_owned(), |a| a.to_string());
+        let (theirs, ours) = (written.public[family], ours.public[family]);
+        (theirs != ours).then(|| (name.to_owned(), text(theirs), text(ours)))
+    };
+    let kind = || {
+        let text = |kind: &str| format!("{kind:?}");
+        (written.backend_type != ours.backend_type)
+            .then(|| ("BackendType".to_owned(), text(&written.backend_type), text(&ours.backend_type)))
+    };
+    let data = |name: &str, family: Family| {
+        let parse = |data: &Dual<Box<str>>| {
+            data[family].as_deref().map_or(Value::Null, |text| {
+                serde_json::from_str(text).unwrap_or_else(|_| Value::String(text.to_owned()))
+            })
+        };
+        json_difference(name, &parse(&written.backend_data), &parse(&ours.backend_data))
+    };
+    address("PublicIP", Family::V4)
+        .or_else(|| address("PublicIPv6", Family::V6))
+        .or_else(kind)
+        .or_else(|| data("BackendData", Family::V4))
+        .or_else(|| data("BackendV6Data", Family::V6))
+}
+
+/// The same for JSON values: where both are objects, the first field that differs, names in any case.
+fn json_difference(name: &str, written: &Value, ours: &Value) -> Option<(String, String, String)> {
+    let text = |value: Option<&Value>| match value {
+        None | Some(Value::Null) => "absent".to_owned(),
+        Some(value) => value.to_string(),
+    };
+    let (Value::Object(written), Value::Object(ours)) = (written, ours) else {
+        return (written != ours).then(|| (name.to_owned(), text(Some(written)), text(Some(ours))));
+    };
+    let find = |object: &serde_json::Map<String, Value>, field: &str| {
+        object.iter().find(|(name, _)| name.eq_ignore_ascii_case(field)).map(|(_, value)| value.clone())
+    };
+    ours.keys().chain(written.keys()).find_map(|field| {
+        let (theirs, ours) = (find(written, field), find(ours, field));
+        (theirs != ours).then(|| (format!("{name}.{field}"), text(theirs.as_ref()), text(ours.as_ref())))
+    })
+}

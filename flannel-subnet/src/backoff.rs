@@ -1,0 +1,44 @@
+//! Pauses between attempts: each about twice as long as the one before, and random, so that nodes which
+//! failed together do not come back together.
+
+use std::time::Duration;
+
+#[derive(Debug)]
+pub(crate) struct Backoff {
+    first: Duration,
+    longest: Duration,
+    next: Duration,
+}
+
+impl Backoff {
+    pub(crate) fn new(first: Duration, longest: Duration) -> Self {
+        Self { first, longest, next: first }
+    }
+
+    pub(crate) fn reset(&mut self) {
+        self.next = self.first;
+    }
+
+    /// The next pause: from half of the current length to all of it.
+    pub(crate) fn pause(&mut self) -> Duration {
+        let whole = self.next;
+        self.next = (2 * whole).min(self.longest);
+        whole.mul_f64(0.5 + fastrand::f64() / 2.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_up_to_a_limit() {
+        let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(5));
+        for longest in [1, 2, 4, 5, 5] {
+            let pause = backoff.pause();
+            assert!(pause <= Duration::from_secs(longest) && 2 * pause >= Duration::from_secs(longest));
+        }
+        backoff.reset();
+        assert!(backoff.pause() <= Duration::from_secs(1));
+    }
+}

@@ -1,0 +1,94 @@
+//! The clocks that leases are counted by.
+//!
+//! The one thing to know: a right to a subnet is counted by boot time, which goes on while the machine is
+//! suspended and which nobody can set; wall time is for what machines or people read.
+
+use std::fmt;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, SystemTime};
+
+use async_trait::async_trait;
+use nix::sys::time::TimeSpec;
+use nix::sys::timerfd::{ClockId as TimerClock, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
+use nix::time::{ClockId, clock_gettime};
+use tokio::io::unix::AsyncFd;
+
+use crate::readiness::readable;
+
+/// The time, and waiting for it. A parameter, so that tests can make time pass.
+#[async_trait]
+pub trait Clock: fmt::Debug + Send + Sync {
+    /// Since the machine was started, suspended time included.
+    fn boottime(&self) -> Duration;
+
+    /// Time of day.
+    fn wall(&self) -> SystemTime;
+
+    /// Waits until [`Clock::boottime`] has reached `boottime`. May return early.
+    async fn sleep_until(&self, boottime: Duration);
+
+    /// Waits until [`Clock::wall`] has reached `wall`, or somebody set the clock. May return early.
+    async fn sleep_until_wall(&self, wall: SystemTime);
+}
+
+/// Linux' own clocks. Waiting needs a tokio runtime with I/O and time enabled.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SystemClock;
+
+impl SystemClock {
+    /// Waits on a timer of the kernel, which counts suspended time too, unlike tokio's.
+    async fn sleep(self, clock: TimerClock, until: Duration, flags: TimerSetTimeFlags) {
+        let timer = || -> io::Result<AsyncFd<OwnedFd>> {
+            let timer = TimerFd::new(clock, TimerFlags::TFD_NONBLOCK | TimerFlags::TFD_CLOEXEC)?;
+            // A time of 0 would disarm the timer.
+            let until = until.max(Duration::from_nanos(1));
+            timer.set(Expiration::OneShot(TimeSpec::from_duration(until)), flags)?;
+            readable(timer.into())
+        };
+        match timer() {
+            Ok(timer) => drop(timer.readable().await),
+            // Out of file descriptors. Waking up early is allowed, never waking up is not.
+            Err(_) => tokio::time::sleep(Duration::from_secs(1)).await,
+        }
+    }
+}
+
+#[async_trait]
+impl Clock for SystemClock {
+    fn boottime(&self) -> Duration {
+        let now = clock_gettime(ClockId::CLOCK_BOOTTIME).expect("Linux has CLOCK_BOOTTIME since 2.6.39");
+        now.into()
+    }
+
+    fn wall(&self) -> SystemTime {
+        SystemTime::now()
+    }
+
+    async fn sleep_until(&self, boottime: Duration) {
+        self.sleep(TimerClock::CLOCK_BOOTTIME, boottime, TimerSetTimeFlags::TFD_TIMER_ABSTIME).await;
+    }
+
+    async fn sleep_until_wall(&self, wall: SystemTime) {
+        let until = wall.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let flags = TimerSetTimeFlags::TFD_TIMER_ABSTIME | TimerSetTimeFlags::TFD_TIMER_CANCEL_ON_SET;
+        self.sleep(TimerClock::CLOCK_REALTIME, until, flags).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn the_kernels_timers_wait() {
+        let clock = SystemClock;
+        let (boottime, wall) = (clock.boottime(), clock.wall());
+        let pause = Duration::from_millis(20);
+        clock.sleep_until(boottime + pause).await;
+        assert!(clock.boottime() >= boottime + pause);
+        clock.sleep_until_wall(wall + 2 * pause).await;
+        assert!(clock.wall() >= wall + 2 * pause);
+        clock.sleep_until(Duration::ZERO).await;
+    }
+}

@@ -1,0 +1,452 @@
+//! A store in a directory: several daemons on one machine make one network with no server at all.
+//!
+//! The one thing to know: the directory mirrors etcd's tree (`config`, `subnets/<key>`), one JSON file per key,
+//! to be read and edited with any editor. What etcd does, the file system does: a lock on `.lock` and a rename
+//! make compare-and-swap, the revision is a hash of the content, renewal is the time of modification (which
+//! wakes nobody), and a file without `TTL` is a reservation.
+//!
+//! `since` is 0 for every lease, so that of two that overlap the smaller key text is believed. That is enough:
+//! under the one lock no node creates a lease that overlaps another's, so only edits by hand can.
+
+mod file;
+mod location;
+mod mirror;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use async_trait::async_trait;
+use flannel_core::{Error, LeaseAttrs, Result, Revision, Subnets};
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
+use nix::sys::inotify::{InitFlags, Inotify};
+use tokio::io::unix::AsyncFd;
+use tokio::sync::watch;
+
+use crate::atomic_file::{self, TEMPORARY};
+use crate::backoff::Backoff;
+use crate::clock::{Clock, SystemClock};
+use crate::readiness::readable;
+use crate::registry::{Batch, ConfigText, Entry, Listing, Mark, Registry, Tenure, Watch};
+pub use location::{Assign, DirLocation, DirOptions, LocationError};
+use mirror::Mirror;
+
+/// How long a writer may hold the lock before others give up.
+const LOCK_PATIENCE: Duration = Duration::from_secs(10);
+
+/// A registry in a directory on a local file system. Clones are the same registry.
+///
+/// - A file that cannot be read keeps its last good content in force and is told as skipped: an editor may be
+///   at work. Files whose names begin with `.` or end with `~` are passed over.
+/// - A symbolic link is followed when it is read; changes behind it are not noticed.
+/// - Time to live is counted by wall clock, which all processes of a machine share: if it is set forward by
+///   more than a lease has left, that lease ends, and its holder wins it back or finds out who holds it now.
+#[derive(Clone)]
+pub struct DirRegistry(Arc<Shared>);
+
+struct Shared {
+    location: DirLocation,
+    clock: Arc<dyn Clock>,
+    inotify: AsyncFd<Notifier>,
+    mirror: Mutex<Mirror>,
+    /// Told of whatever the mirror learns, whoever made it look.
+    news: watch::Sender<()>,
+    /// What this process wrote or renewed, and when that ends: a file that is gone before was deleted.
+    held: Mutex<BTreeMap<Subnets, (Mark, SystemTime)>>,
+}
+
+/// `Inotify` as `AsyncFd` wants it.
+struct Notifier(Inotify);
+
+impl AsRawFd for Notifier {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_fd().as_raw_fd()
+    }
+}
+
+impl DirRegistry {
+    /// Opens a directory, created (mode 0755) if it is missing and subnets are not assigned statically.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] on a network file system; or the directory cannot be made, read or watched.
+    ///
+    /// # Panics
+    /// There is no tokio runtime with I/O enabled.
+    pub async fn open(path: impl Into<PathBuf>, options: DirOptions) -> Result<Self> {
+        Self::open_with_clock(DirLocation { path: path.into(), options }, Arc::new(SystemClock)).await
+    }
+
+    /// Like [`DirRegistry::open`], by another clock.
+    ///
+    /// # Errors
+    /// As [`DirRegistry::open`].
+    ///
+    /// # Panics
+    /// As [`DirRegistry::open`].
+    pub async fn open_with_clock(location: DirLocation, clock: Arc<dyn Clock>) -> Result<Self> {
+        let store = || format!("dir:{}", location.path.display());
+        let broken = |source: io::Error| Error::Store { store: store(), source: source.into() };
+        let writes = location.options.assign == Assign::Free;
+        if writes {
+            let subnets = location.path.join("subnets");
+            DirBuilder::new().recursive(true).mode(0o755).create(subnets).map_err(broken)?;
+        }
+        location::check_file_system(&location.path)?;
+        location::check_file_system(&location.path.join("subnets"))?;
+        let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC);
+        let inotify = inotify.map_err(|errno| broken(errno.into()))?;
+        let inotify = readable(Notifier(inotify)).map_err(broken)?;
+        let mirror = Mutex::new(Mirror::new(location.path.clone(), !writes));
+        let registry = Self(Arc::new(Shared {
+            location,
+            clock,
+            inotify,
+            mirror,
+            news: watch::channel(()).0,
+            held: Mutex::default(),
+        }));
+        registry.0.refresh().await?;
+        if writes {
+            registry.locked(|shared| shared.clean_up()).await?;
+        }
+        Ok(registry)
+    }
+
+    /// Does `work` off the runtime while this process alone may write.
+    async fn locked<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&Shared) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let shared = Arc::clone(&self.0);
+        let lock = shared.lock().await?;
+        blocking(move || {
+            let _lock = lock;
+            work(&shared)
+        })
+        .await
+    }
+}
+
+/// Runs what waits for the disk where it disturbs nobody.
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(done) => done,
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            // The runtime is shutting down, and so is whoever waits here.
+            Err(_) => std::future::pending().await,
+        },
+    }
+}
+
+impl Shared {
+    fn mirror(&self) -> MutexGuard<'_, Mirror> {
+        self.mirror.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn held(&self) -> MutexGuard<'_, BTreeMap<Subnets, (Mark, SystemTime)>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn path(&self, subnets: &Subnets) -> PathBuf {
+        self.location.path.join("subnets").join(subnets.to_string())
+    }
+
+    /// An error about one file, by its path below the directory.
+    fn broken(&self, name: &str, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
+        let path = self.location.path.join(name);
+        Error::Store { store: format!("dir:{}", path.display()), source: source.into() }
+    }
+
+    /// Brings the mirror up to date.
+    async fn refresh(self: &Arc<Self>) -> Result<()> {
+        let shared = Arc::clone(self);
+        blocking(move || {
+            let mut mirror = shared.mirror();
+            let before = (mirror.revision(), mirror.config_changes, mirror.due());
+            let done = mirror.refresh(&shared.inotify.get_ref().0, shared.clock.wall());
+            if (mirror.revision(), mirror.config_changes, mirror.due()) != before || done.is_err() {
+                shared.news.send_replace(());
+            }
+            done.map_err(|error| shared.broken("", error))
+        })
+        .await
+    }
+
+    /// Waits until the mirror may have to be brought up to date, or somebody else did it.
+    async fn wait(&self, news: &mut watch::Receiver<()>, due: Option<SystemTime>) {
+        let expiry = async {
+            match due {
+                Some(due) => self.clock.sleep_until_wall(due).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            ready = self.inotify.readable() => {
+                // An error here shows again when the mirror reads.
+                if let Ok(mut ready) = ready {
+                    ready.clear_ready();
+                }
+            }
+            _ = news.changed() => (),
+            () = expiry => (),
+        }
+    }
+
+    /// Takes the lock between processes, and between tasks of this one. Waiting is cancelled by dropping.
+    async fn lock(&self) -> Result<Flock<File>> {
+        if self.location.options.assign == Assign::Static {
+            return Err(Error::Refused {
+                store: self.location.to_string(),
+                reason: "with assign=static nothing is ever written there; write the file where this \
+                         directory comes from"
+                    .into(),
+            });
+        }
+        let path = self.location.path.join(".lock");
+        let begin = self.clock.boottime();
+        let mut backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(20));
+        loop {
+            // Opened for reading where it exists: closing what was open for writing would wake every watch.
+            let file = File::open(&path)
+                .or_else(|_| OpenOptions::new().read(true).append(true).create(true).open(&path));
+            let file = file.map_err(|error| self.broken(".lock", error))?;
+            match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+                Ok(lock) => return Ok(lock),
+                Err((_, Errno::EWOULDBLOCK | Errno::EINTR)) => (),
+                Err((_, errno)) => return Err(self.broken(".lock", errno)),
+            }
+            if self.clock.boottime().saturating_sub(begin) > LOCK_PATIENCE {
+                let reason = format!("held by another process for {LOCK_PATIENCE:?}");
+                return Err(self.broken(".lock", reason));
+            }
+            tokio::time::sleep(backoff.pause()).await;
+        }
+    }
+
+    /// Removes what writers that died left behind. Under the lock, nobody is writing.
+    fn clean_up(&self) -> Result<()> {
+        let error = |error| self.broken("subnets", error);
+        for entry in fs::read_dir(self.location.path.join("subnets")).map_err(error)? {
+            let entry = entry.map_err(error)?;
+            if entry.file_name().to_string_lossy().starts_with(TEMPORARY) {
+                fs::remove_file(entry.path()).map_err(error)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What a key's file holds right now; `None` if there is none or it has expired.
+    fn current(&self, subnets: &Subnets) -> Result<Option<Current>> {
+        let name = subnets.to_string();
+        let error = |error| self.broken(&format!("subnets/{name}"), error);
+        let path = self.path(subnets);
+        let modified = match fs::metadata(&path).and_then(|metadata| metadata.modified()) {
+            Ok(modified) => modified,
+            Err(gone) if gone.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(other) => return Err(error(other)),
+        };
+        let text = fs::read_to_string(&path).map_err(error)?;
+        let Ok(file) = mirror::parse(&name, &text, false) else {
+            return Ok(Some(Current { revision: file::revision(&text), mark: None, ttl: None }));
+        };
+        if file.end(modified).is_some_and(|end| end <= self.clock.wall()) {
+            return Ok(None);
+        }
+        Ok(Some(Current { revision: file.entry.lease.revision, mark: file.entry.mark, ttl: file.ttl }))
+    }
+
+    /// Some other key in force shares an address with `subnets`.
+    fn overlapped(&self, subnets: &Subnets) -> Result<bool> {
+        let error = |error| self.broken("subnets", error);
+        for entry in fs::read_dir(self.location.path.join("subnets")).map_err(error)? {
+            let name = entry.map_err(error)?.file_name();
+            let Ok(other) = name.to_string_lossy().parse::<Subnets>() else { continue };
+            if other != *subnets && other.overlaps(subnets) && self.current(&other)?.is_some() {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn at(&self, subnets: &Subnets, at: Revision) -> Result<()> {
+        match self.current(subnets)? {
+            Some(current) if current.revision == at => Ok(()),
+            _ => Err(Error::Conflict { subnets: *subnets }),
+        }
+    }
+
+    fn write(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry> {
+        let name = format!("subnets/{subnets}");
+        let (text, now) = (file::text(attrs, tenure), self.clock.wall());
+        atomic_file::replace(&self.path(subnets), text.as_bytes(), 0o644, Some(now))
+            .map_err(|error| self.broken(&name, error))?;
+        let file = file::LeaseFile::parse(*subnets, &text);
+        let file = file.map_err(|source| Error::Lease { location: name, source })?;
+        self.hold(subnets, file.entry.mark, file.end(now));
+        Ok(file.entry)
+    }
+
+    fn hold(&self, subnets: &Subnets, mark: Option<Mark>, end: Option<SystemTime>) {
+        match mark.zip(end) {
+            Some(holding) => self.held().insert(*subnets, holding),
+            None => self.held().remove(subnets),
+        };
+    }
+
+    fn renew(&self, subnets: &Subnets, mark: Mark) -> Result<Option<Duration>> {
+        let now = self.clock.wall();
+        let current = self.current(subnets)?;
+        if let Some(ttl) =
+            current.filter(|current| current.mark == Some(mark)).and_then(|current| current.ttl)
+        {
+            // Opened for reading, which is enough and wakes nobody.
+            let renewed = File::open(self.path(subnets)).and_then(|file| file.set_modified(now));
+            renewed.map_err(|error| self.broken(&format!("subnets/{subnets}"), error))?;
+            self.hold(subnets, Some(mark), now.checked_add(ttl));
+            return Ok(Some(ttl));
+        }
+        let end = self.held().get(subnets).filter(|(holder, _)| *holder == mark).map(|(_, end)| *end);
+        Ok(end.and_then(|end| end.duration_since(now).ok()).filter(|left| !left.is_zero()))
+    }
+}
+
+/// What a writer must know of a file.
+#[derive(Debug, Clone, Copy)]
+struct Current {
+    revision: Revision,
+    mark: Option<Mark>,
+    ttl: Option<Duration>,
+}
+
+impl fmt::Debug for DirRegistry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("DirRegistry").field(&self.0.location).finish()
+    }
+}
+
+impl fmt::Display for DirRegistry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.location.fmt(f)
+    }
+}
+
+#[async_trait]
+impl Registry for DirRegistry {
+    async fn config(&self) -> Result<ConfigText> {
+        let path = self.0.location.path.join("config");
+        let location = path.display().to_string();
+        match blocking(move || fs::read_to_string(path)).await {
+            Ok(text) => Ok(ConfigText { location, text }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Err(Error::NoConfig { location }),
+            Err(error) => Err(self.0.broken("config", error)),
+        }
+    }
+
+    async fn config_changed(&self, seen: Option<&ConfigText>) -> Result<()> {
+        let mut news = self.0.news.subscribe();
+        loop {
+            self.0.refresh().await?;
+            news.borrow_and_update();
+            match self.config().await {
+                Ok(now) if Some(&now.text) == seen.map(|seen| &seen.text) => (),
+                Err(Error::NoConfig { .. }) if seen.is_none() => (),
+                Ok(_) | Err(Error::NoConfig { .. }) => return Ok(()),
+                Err(error) => return Err(error),
+            }
+            self.0.wait(&mut news, None).await;
+        }
+    }
+
+    async fn list(&self) -> Result<Listing> {
+        self.0.refresh().await?;
+        Ok(self.0.mirror().list())
+    }
+
+    async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {
+        self.0.refresh().await?;
+        Ok(self.0.mirror().file(&subnets.to_string()).map(|file| file.entry.clone()))
+    }
+
+    /// Stricter than it must be: no other key in force may overlap either.
+    async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry> {
+        let (subnets, attrs) = (*subnets, attrs.clone());
+        self.locked(move |shared| {
+            if shared.current(&subnets)?.is_some() || shared.overlapped(&subnets)? {
+                return Err(Error::Conflict { subnets });
+            }
+            shared.write(&subnets, &attrs, tenure)
+        })
+        .await
+    }
+
+    async fn update(
+        &self,
+        subnets: &Subnets,
+        at: Revision,
+        attrs: &LeaseAttrs,
+        tenure: Option<Tenure>,
+    ) -> Result<Entry> {
+        let (subnets, attrs) = (*subnets, attrs.clone());
+        self.locked(move |shared| {
+            shared.at(&subnets, at)?;
+            shared.write(&subnets, &attrs, tenure)
+        })
+        .await
+    }
+
+    async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
+        let subnets = *subnets;
+        self.locked(move |shared| {
+            shared.at(&subnets, at)?;
+            let removed = fs::remove_file(shared.path(&subnets));
+            removed.map_err(|error| shared.broken(&format!("subnets/{subnets}"), error))
+        })
+        .await
+    }
+
+    async fn keep_alive(&self, subnets: &Subnets, mark: Mark) -> Result<Option<Duration>> {
+        let subnets = *subnets;
+        self.locked(move |shared| shared.renew(&subnets, mark)).await
+    }
+
+    async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
+        let news = self.0.news.subscribe();
+        Ok(Box::new(DirWatch { shared: Arc::clone(&self.0), news, after }))
+    }
+}
+
+struct DirWatch {
+    shared: Arc<Shared>,
+    news: watch::Receiver<()>,
+    after: Revision,
+}
+
+#[async_trait]
+impl Watch for DirWatch {
+    async fn next(&mut self) -> Result<Option<Batch>> {
+        loop {
+            self.shared.refresh().await?;
+            self.news.borrow_and_update();
+            let due = {
+                let mirror = self.shared.mirror();
+                match mirror.changes(self.after) {
+                    Some(batch) if batch.events.is_empty() => mirror.due(),
+                    Some(batch) => {
+                        self.after = batch.revision;
+                        return Ok(Some(batch));
+                    }
+                    None => return Ok(None),
+                }
+            };
+            self.shared.wait(&mut self.news, due).await;
+        }
+    }
+}

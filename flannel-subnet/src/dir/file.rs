@@ -1,0 +1,144 @@
+//! One lease as a file: Go flannel's lease value, with `Mark` and `TTL` behind it.
+//!
+//! The one thing to know: a file without `TTL` is a reservation, so that the shortest file that a person can
+//! write is one: `{"PublicIP": "192.0.2.7"}`.
+
+use std::time::{Duration, SystemTime};
+
+use flannel_core::{FieldError, Fields, Lease, LeaseAttrs, Revision, Subnets};
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
+use crate::registry::{Entry, Mark, Tenure};
+
+/// Go's lease value in Go's order, then ours.
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Wire<'a> {
+    #[serde(rename = "PublicIP", borrow)]
+    public_ip: &'a RawValue,
+    #[serde(rename = "PublicIPv6", borrow)]
+    public_ipv6: &'a RawValue,
+    #[serde(borrow, default, skip_serializing_if = "Option::is_none")]
+    backend_type: Option<&'a RawValue>,
+    #[serde(borrow, default, skip_serializing_if = "Option::is_none")]
+    backend_data: Option<&'a RawValue>,
+    #[serde(borrow, default, skip_serializing_if = "Option::is_none")]
+    backend_v6_data: Option<&'a RawValue>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    mark: Option<String>,
+    #[serde(rename = "TTL", default, skip_serializing_if = "Option::is_none")]
+    ttl: Option<u64>,
+}
+
+/// The file's text.
+pub(super) fn text(attrs: &LeaseAttrs, tenure: Option<Tenure>) -> String {
+    let value = attrs.to_json();
+    let mut wire: Wire<'_> = serde_json::from_str(&value).expect("a lease value has Go's fields");
+    wire.mark = tenure.map(|tenure| tenure.mark.to_string());
+    // Whole seconds, rounded up: nothing ends before its holder thinks so.
+    wire.ttl = tenure.map(|tenure| (tenure.ttl.as_secs() + u64::from(tenure.ttl.subsec_nanos() > 0)).max(1));
+    let text = serde_json::to_string_pretty(&wire);
+    text.expect("a struct of strings, numbers and raw values serializes") + "\n"
+}
+
+/// A file that could be read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct LeaseFile {
+    pub(super) entry: Entry,
+    /// `None`: never expires.
+    pub(super) ttl: Option<Duration>,
+}
+
+impl LeaseFile {
+    /// Reads a file's text.
+    ///
+    /// # Errors
+    /// Which field is wrong.
+    pub(super) fn parse(subnets: Subnets, text: &str) -> Result<Self, FieldError> {
+        let attrs = LeaseAttrs::from_json(text)?;
+        let fields = Fields::parse(text, "")?;
+        let ttl: Option<u64> = fields.take("TTL", "a number of seconds; no TTL: the lease never expires")?;
+        let mark: Option<Mark> = fields.parsed("Mark", "1 to 16 hexadecimal digits")?;
+        // What expires has a holder, even if nobody can be it.
+        let mark = ttl.map(|_| mark.unwrap_or(Mark(0)));
+        let lease = Lease { subnets, attrs, expires: None, since: Revision(0), revision: revision(text) };
+        Ok(Self { entry: Entry { lease, mark }, ttl: ttl.map(Duration::from_secs) })
+    }
+
+    /// When it expires, given when the file was modified; `None`: never.
+    pub(super) fn end(&self, modified: SystemTime) -> Option<SystemTime> {
+        // A time that no clock can reach is never.
+        modified.checked_add(self.ttl?)
+    }
+}
+
+/// The version of a content: FNV-1a, which every version of this program computes alike. Never 0.
+pub(super) fn revision(text: &str) -> Revision {
+    let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    Revision(hash.max(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GO: &str = r#"{"PublicIP":"192.0.2.7","PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"aa:bb:cc:dd:ee:ff"}}"#;
+
+    fn key() -> Subnets {
+        "10.1.5.0-24".parse().unwrap()
+    }
+
+    #[test]
+    fn the_bytes_of_a_lease_file() {
+        let attrs = LeaseAttrs::from_json(GO).unwrap();
+        let tenure = Tenure { mark: Mark(0xbeef), ttl: Duration::from_millis(86_399_001) };
+        let golden = r#"{
+  "PublicIP": "192.0.2.7",
+  "PublicIPv6": null,
+  "BackendType": "vxlan",
+  "BackendData": {"VNI":1,"VtepMAC":"aa:bb:cc:dd:ee:ff"},
+  "Mark": "000000000000beef",
+  "TTL": 86400
+}
+"#;
+        let text = text(&attrs, Some(tenure));
+        assert_eq!(text, golden);
+        let file = LeaseFile::parse(key(), &text).unwrap();
+        assert_eq!((file.entry.mark, file.ttl), (Some(Mark(0xbeef)), Some(Duration::from_secs(86_400))));
+        assert_eq!(file.entry.lease.attrs.to_json(), GO);
+        assert_eq!(
+            super::text(&LeaseAttrs::default(), None),
+            "{\n  \"PublicIP\": \"0.0.0.0\",\n  \"PublicIPv6\": null\n}\n"
+        );
+    }
+
+    #[test]
+    fn a_file_without_ttl_is_a_reservation() {
+        let file = LeaseFile::parse(key(), r#"{"publicip": "192.0.2.7", "Mark": "1", "Comment": "rack 4"}"#)
+            .unwrap();
+        assert_eq!((file.entry.mark, file.ttl, file.end(SystemTime::now())), (None, None, None));
+        let file = LeaseFile::parse(key(), r#"{"PublicIP": "192.0.2.7", "TTL": 60}"#).unwrap();
+        assert_eq!(file.entry.mark, Some(Mark(0)));
+    }
+
+    #[test]
+    fn errors_name_the_field() {
+        for (bad, field) in [
+            ("", "(document)"),
+            (r#"{"TTL":-1}"#, "TTL"),
+            (r#"{"TTL":"60"}"#, "TTL"),
+            (r#"{"Mark":"xyz"}"#, "Mark"),
+            (r#"{"PublicIP":"x"}"#, "PublicIP"),
+        ] {
+            assert_eq!(LeaseFile::parse(key(), bad).unwrap_err().field, field, "{bad}");
+        }
+    }
+
+    #[test]
+    fn revisions_are_fnv() {
+        assert_eq!(revision("foobar"), Revision(0x8594_4171_f739_67e8));
+    }
+}

@@ -1,0 +1,266 @@
+//! Keeping the lease, and noticing at once when it is no longer ours.
+//!
+//! The one thing to know: this node owns its subnet until the last renewal that the store confirmed, counted
+//! from its *sending*, plus the time to live: the store began to count later, so it cannot forget us before.
+//! Whatever looks different from what we wrote is judged by reading the key itself.
+
+use std::time::Duration;
+
+use flannel_core::{Error, Lease, LeaseAttrs, LeaseEnd, Origin, Result, Revision, Subnets, View, holder};
+
+use crate::backoff::Backoff;
+use crate::manager::{LocalManager, as_stored};
+use crate::registry::{Entry, Registry};
+
+/// What we hold.
+#[derive(Debug, Clone)]
+pub(crate) struct Tenancy {
+    pub(crate) subnets: Subnets,
+    pub(crate) attrs: LeaseAttrs,
+    pub(crate) revision: Revision,
+    /// `None`: a reservation, for ever.
+    pub(crate) term: Option<Term>,
+}
+
+/// For how long, by boot time.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Term {
+    /// When the last confirmed write or renewal was sent.
+    pub(crate) sent: Duration,
+    pub(crate) ttl: Duration,
+}
+
+impl Term {
+    pub(crate) fn end(&self) -> Duration {
+        self.sent.saturating_add(self.ttl)
+    }
+
+    /// When to renew: `margin` before the end, but not within the first third.
+    fn renewal(&self, margin: Duration) -> Duration {
+        self.sent.saturating_add(self.ttl.saturating_sub(margin).max(self.ttl / 3))
+    }
+}
+
+/// What the view says of our key, if it says something else than we know.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Doubt {
+    Gone,
+    At(Revision),
+}
+
+impl LocalManager {
+    /// Renews, watches and judges until the lease ends.
+    pub(crate) async fn hold(&self, held: &Lease) -> Result<LeaseEnd> {
+        self.resume(held);
+        let mut views = self.views();
+        let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
+        let mut judged = None;
+        let mut again = None;
+        let mut lapsed = false;
+        loop {
+            let doubt = self.doubt(&views.borrow_and_update());
+            let renewal = self.renewal();
+            let due = again.or(renewal).is_some_and(|time| time <= self.clock.boottime());
+            // A failure puts off everything, the judging of a doubt too.
+            let outcome = if due {
+                let _writing = self.writing.lock().await;
+                self.renew_or_check(doubt.is_some()).await
+            } else if again.is_none() && doubt.is_some() && doubt != judged {
+                let _writing = self.writing.lock().await;
+                self.check().await
+            } else {
+                judged = judged.filter(|_| doubt.is_some());
+                self.wait(again.or(renewal), &mut views).await;
+                continue;
+            };
+            match outcome {
+                Ok(Some(end)) => {
+                    *self.tenancy() = None;
+                    return Ok(end);
+                }
+                Ok(None) => {
+                    (judged, again) = (doubt, None);
+                    backoff.reset();
+                    if std::mem::take(&mut lapsed) {
+                        tracing::info!(subnets = %held.subnets, "the store confirms that the subnet is ours again");
+                    }
+                }
+                Err(error) => {
+                    again = Some(self.again(&mut backoff));
+                    tracing::debug!(subnets = %held.subnets, "cannot look after the lease yet: {error}");
+                    if !lapsed && self.lapsed() {
+                        lapsed = true;
+                        tracing::warn!(
+                            subnets = %held.subnets,
+                            "the lease could not be renewed in time, the subnet is no longer ours: {error}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    /// Takes up a lease that an earlier manager acquired: renewed at once, since nobody knows when it was last.
+    fn resume(&self, held: &Lease) {
+        let mut tenancy = self.tenancy();
+        if tenancy.as_ref().is_none_or(|tenancy| tenancy.subnets != held.subnets) {
+            let sent = self.clock.boottime();
+            *tenancy = Some(Tenancy {
+                subnets: held.subnets,
+                attrs: as_stored(&held.attrs),
+                revision: held.revision,
+                term: held.expires.map(|_| Term { sent, ttl: Duration::ZERO }),
+            });
+        }
+    }
+
+    fn doubt(&self, view: &View) -> Option<Doubt> {
+        let Origin::Live { .. } = view.origin else { return None };
+        let (subnets, revision) = self.tenancy().as_ref().map(|t| (t.subnets, t.revision))?;
+        match view.leases.get(&subnets) {
+            None => Some(Doubt::Gone),
+            Some(lease) if lease.revision != revision => Some(Doubt::At(lease.revision)),
+            Some(_) => None,
+        }
+    }
+
+    fn term(&self) -> Option<Term> {
+        self.tenancy().as_ref().and_then(|tenancy| tenancy.term)
+    }
+
+    fn renewal(&self) -> Option<Duration> {
+        self.term().map(|term| term.renewal(self.margin))
+    }
+
+    fn lapsed(&self) -> bool {
+        self.term().is_some_and(|term| term.end() <= self.clock.boottime())
+    }
+
+    /// When to try again: after a pause, but also at the very moment when our time runs out.
+    fn again(&self, backoff: &mut Backoff) -> Duration {
+        let now = self.clock.boottime();
+        let again = now + backoff.pause();
+        match self.term().map(|term| term.end()) {
+            Some(end) if end > now => again.min(end),
+            _ => again,
+        }
+    }
+
+    async fn wait(&self, until: Option<Duration>, views: &mut tokio::sync::watch::Receiver<View>) {
+        let timer = async {
+            match until {
+                Some(until) => self.clock.sleep_until(until).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = timer => (),
+            // Our reflector lives as long as we do.
+            _ = views.changed() => (),
+        }
+    }
+
+    async fn renew_or_check(&self, doubtful: bool) -> Result<Option<LeaseEnd>> {
+        let Some(tenancy) = self.tenancy().clone() else { return Ok(Some(LeaseEnd::Expired)) };
+        if tenancy.term.is_none() {
+            return self.check().await;
+        }
+        let was_lapsed = self.lapsed();
+        let sent = self.clock.boottime();
+        let Some(ttl) = self.store.keep_alive(&tenancy.subnets, self.identity.mark).await? else {
+            let end = self.check().await?;
+            if end.is_none() && self.term().is_some_and(|term| term.sent < sent) {
+                let reason = "it has forgotten the lease's holder, but not its key";
+                return Err(Error::Store {
+                    store: format!("{}: {}", self.store, tenancy.subnets),
+                    source: reason.into(),
+                });
+            }
+            return Ok(end);
+        };
+        self.extend(Term { sent, ttl });
+        tracing::debug!(subnets = %tenancy.subnets, "lease renewed");
+        if doubtful || was_lapsed { self.check().await } else { Ok(None) }
+    }
+
+    fn extend(&self, term: Term) {
+        if let Some(tenancy) = self.tenancy().as_mut() {
+            tenancy.term = Some(term);
+        }
+    }
+
+    /// Reads our key and judges what it says. `None`: still ours.
+    async fn check(&self) -> Result<Option<LeaseEnd>> {
+        let Some(tenancy) = self.tenancy().clone() else { return Ok(Some(LeaseEnd::Expired)) };
+        match self.store.entry(&tenancy.subnets).await? {
+            Some(entry) => self.judge(&tenancy, entry).await,
+            None if tenancy.term.is_none() => Ok(Some(LeaseEnd::Deleted)),
+            None => match self.store.keep_alive(&tenancy.subnets, self.identity.mark).await? {
+                Some(_) => Ok(Some(LeaseEnd::Deleted)),
+                None => self.win_back(&tenancy).await,
+            },
+        }
+    }
+
+    /// The key is there: under whose mark, and with whose attributes?
+    async fn judge(&self, tenancy: &Tenancy, entry: Entry) -> Result<Option<LeaseEnd>> {
+        let (now, wanted) = (&entry.lease.attrs, &tenancy.attrs);
+        let same_node = now.public == wanted.public;
+        let blank = now.backend_type.is_empty() && now.backend_data.is_empty();
+        let ours = match entry.mark {
+            Some(mark) => mark == self.identity.mark && same_node,
+            // Reservations have no mark: what tells two nodes with one public address apart is what they wrote.
+            None => now == wanted || (same_node && blank),
+        };
+        if !ours {
+            return Ok(Some(LeaseEnd::Taken { by: self.holder(&entry) }));
+        }
+        if now == wanted {
+            // A reservation that became a lease is renewed at once, to learn its time to live.
+            let sent = self.clock.boottime();
+            let term = tenancy.term.or(Some(Term { sent, ttl: Duration::ZERO }));
+            self.settle(entry, term);
+            return Ok(None);
+        }
+        tracing::warn!(subnets = %tenancy.subnets, "somebody changed this node's lease; putting it back");
+        // Two who both put back what they want must not do so at full speed.
+        tokio::time::sleep(Duration::from_millis(fastrand::u64(50..200))).await;
+        let (sent, tenure) = (self.clock.boottime(), self.tenure(entry.mark.is_none()));
+        match self.store.update(&tenancy.subnets, entry.lease.revision, wanted, tenure).await {
+            Ok(entry) => drop(self.settle(entry, Some(Term { sent, ttl: self.ttl }))),
+            // Changed once more: the view will show it, and it will be judged again.
+            Err(Error::Conflict { .. }) => (),
+            Err(error) => return Err(error),
+        }
+        Ok(None)
+    }
+
+    /// The key and the store's memory of us are gone: nobody has stopped us, we were only forgotten.
+    async fn win_back(&self, tenancy: &Tenancy) -> Result<Option<LeaseEnd>> {
+        let sent = self.clock.boottime();
+        match self.store.create(&tenancy.subnets, &tenancy.attrs, self.tenure(false)).await {
+            Ok(entry) => {
+                self.settle(entry, Some(Term { sent, ttl: self.ttl }));
+                tracing::warn!(subnets = %tenancy.subnets, "the lease had expired; the same subnet was won back");
+                Ok(None)
+            }
+            Err(Error::Conflict { .. }) => Ok(Some(match self.store.entry(&tenancy.subnets).await? {
+                Some(entry) => LeaseEnd::Taken { by: self.holder(&entry) },
+                None => LeaseEnd::Expired,
+            })),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Names another node for a message, so that two with one public address can be told apart.
+    fn holder(&self, entry: &Entry) -> String {
+        let node = holder(&entry.lease.attrs);
+        match entry.mark {
+            Some(mark) if mark == self.identity.mark => {
+                format!("{node} under our own mark {mark} (was this host's state directory copied?)")
+            }
+            Some(mark) => format!("{node} under mark {mark}, while ours is {}", self.identity.mark),
+            None => format!("{node}, as a reservation"),
+        }
+    }
+}

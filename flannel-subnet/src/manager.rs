@@ -1,0 +1,347 @@
+//! This node's lease, on any registry: found again, taken over, or newly allocated.
+//!
+//! The one thing to know: a node is known by its mark, then by its public address. What it finds of itself it
+//! keeps; only a lease that no longer fits the network config is given up.
+
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use async_trait::async_trait;
+use flannel_core::{
+    Config, Dual, Error, Family, Hints, Lease, LeaseAttrs, LeaseEnd, Result, StoreStatus, Subnet,
+    SubnetManager, Subnets, View, holder,
+};
+use tokio::sync::watch;
+
+use crate::allocate::allocate;
+use crate::backoff::Backoff;
+use crate::clock::{Clock, SystemClock};
+use crate::hold::{Tenancy, Term};
+use crate::metered::Metered;
+use crate::reflect::Reflector;
+use crate::registry::{Entry, Listing, Mark, Registry, Tenure};
+
+/// How a node is told from all others.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Identity {
+    /// Chosen at random once ([`Mark::random`]) and kept in the node's state directory.
+    pub mark: Mark,
+    /// What it had before, as its `subnet.env` says ([`SubnetEnv::previous`](crate::SubnetEnv::previous)).
+    pub previous: Option<Subnets>,
+    /// All addresses of the host, and the public address that it was told to use, if any: before the external
+    /// interface is chosen, they are what [`SubnetManager::hints`] finds its lease by.
+    pub local_addresses: Vec<IpAddr>,
+}
+
+/// Whether the subnet is this node's, by its own clock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ownership {
+    /// No lease was acquired, or it has ended.
+    Nothing,
+    /// A reservation: for ever.
+    Reserved,
+    /// For so much longer, unless renewed.
+    For(Duration),
+    /// No longer, since then: the store did not confirm a renewal in time. Peers' routes stay, but this node
+    /// is not ready.
+    Lapsed(SystemTime),
+}
+
+/// The lease engine: gives this node its lease on any [`Registry`] and shows everybody's.
+///
+/// ```
+/// use flannel_core::{LeaseAttrs, SubnetManager};
+/// use flannel_subnet::{Identity, LocalManager, Mark, MemoryRegistry};
+/// use std::sync::Arc;
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+/// let registry = MemoryRegistry::with_config(r#"{"Network": "10.1.0.0/16"}"#);
+/// let identity = Identity { mark: Mark::random(), previous: None, local_addresses: Vec::new() };
+/// let manager = LocalManager::new(Arc::new(registry), identity);
+/// let attrs = LeaseAttrs { public: ["192.0.2.1".parse().unwrap()].into_iter().collect(), ..Default::default() };
+/// let lease = manager.acquire_lease(&attrs).await?;
+/// assert_eq!(manager.acquire_lease(&attrs).await?.subnets, lease.subnets);
+/// # Ok::<(), flannel_core::Error>(())
+/// # }).unwrap();
+/// ```
+#[derive(Debug)]
+pub struct LocalManager {
+    pub(crate) store: Arc<Metered>,
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) identity: Identity,
+    pub(crate) ttl: Duration,
+    pub(crate) margin: Duration,
+    tenancy: Mutex<Option<Tenancy>>,
+    /// Held while our key is written or judged: what we publish must not look like somebody else's doing.
+    pub(crate) writing: tokio::sync::Mutex<()>,
+    reflector: Mutex<Option<Reflector>>,
+}
+
+impl LocalManager {
+    /// A manager with a time to live of 24 hours, renewed 60 minutes before its end, by Linux' own clocks.
+    pub fn new(registry: Arc<dyn Registry>, identity: Identity) -> Self {
+        Self::with_clock(registry, identity, Arc::new(SystemClock))
+    }
+
+    /// Like [`LocalManager::new`], by another clock.
+    pub fn with_clock(registry: Arc<dyn Registry>, identity: Identity, clock: Arc<dyn Clock>) -> Self {
+        Self {
+            store: Arc::new(Metered::new(registry, Arc::clone(&clock))),
+            clock,
+            identity,
+            ttl: Duration::from_secs(24 * 60 * 60),
+            margin: Duration::from_secs(60 * 60),
+            tenancy: Mutex::default(),
+            writing: tokio::sync::Mutex::default(),
+            reflector: Mutex::default(),
+        }
+    }
+
+    /// How long a lease lives unless renewed; whole seconds, at least 1.
+    #[must_use]
+    pub fn with_ttl(self, ttl: Duration) -> Self {
+        Self { ttl, ..self }
+    }
+
+    /// How long before a lease's end it is renewed. More than two thirds of the time to live count as that.
+    #[must_use]
+    pub fn with_renew_margin(self, margin: Duration) -> Self {
+        Self { margin, ..self }
+    }
+
+    /// Whether the subnet is this node's right now. Cheap; asks no store.
+    pub fn ownership(&self) -> Ownership {
+        let Some(tenancy) = self.tenancy().clone() else { return Ownership::Nothing };
+        let Some(term) = tenancy.term else { return Ownership::Reserved };
+        let (now, end) = (self.clock.boottime(), term.end());
+        match end.checked_sub(now).filter(|left| !left.is_zero()) {
+            Some(left) => Ownership::For(left),
+            None => Ownership::Lapsed(self.clock.wall() - (now - end)),
+        }
+    }
+
+    pub(crate) fn tenancy(&self) -> MutexGuard<'_, Option<Tenancy>> {
+        self.tenancy.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What a lease is written with; `None` for a reservation, which stays one.
+    pub(crate) fn tenure(&self, reserved: bool) -> Option<Tenure> {
+        (!reserved).then_some(Tenure { mark: self.identity.mark, ttl: self.ttl })
+    }
+
+    pub(crate) fn views(&self) -> watch::Receiver<View> {
+        let mut reflector = self.reflector.lock().unwrap_or_else(PoisonError::into_inner);
+        reflector.get_or_insert_with(|| Reflector::start(Arc::clone(&self.store) as _)).views()
+    }
+
+    /// Subnets that were let go lately, as far as this node saw it.
+    fn freed(&self) -> Vec<Subnet> {
+        let reflector = self.reflector.lock().unwrap_or_else(PoisonError::into_inner);
+        let freed = reflector.as_ref().map(Reflector::freed).unwrap_or_default();
+        freed.iter().flat_map(Subnets::iter).collect()
+    }
+
+    /// One attempt; `None` if somebody else was faster.
+    async fn try_acquire(&self, config: &Config, attrs: &LeaseAttrs) -> Result<Option<Lease>> {
+        let listing = self.store.list().await?;
+        let asked = self.clock.boottime();
+        if let Some(entry) = own_entry(&listing, self.identity.mark, config, attrs) {
+            let outcome = match fits(config, &entry.lease.subnets) {
+                true => self.take_over(entry, attrs).await,
+                false if entry.mark.is_none() => {
+                    tracing::warn!(
+                        subnets = %entry.lease.subnets,
+                        "this node's reservation does not fit the network config and is left alone"
+                    );
+                    return self.take_new(config, &listing, attrs, asked).await;
+                }
+                false => self.give_up(entry).await,
+            };
+            return lost_race(outcome);
+        }
+        self.take_new(config, &listing, attrs, asked).await
+    }
+
+    async fn take_over(&self, entry: &Entry, attrs: &LeaseAttrs) -> Result<Option<Lease>> {
+        let (subnets, reserved) = (entry.lease.subnets, entry.mark.is_none());
+        let ours = entry.mark == Some(self.identity.mark);
+        let sent = self.clock.boottime();
+        if entry.lease.attrs == *attrs && (ours || reserved) {
+            // Nothing to tell the others: a renewal will do.
+            if reserved {
+                return Ok(Some(self.settle(entry.clone(), None)));
+            }
+            let ttl = self.store.keep_alive(&subnets, self.identity.mark).await?;
+            return Ok(ttl.map(|ttl| self.settle(entry.clone(), Some(Term { sent, ttl }))));
+        }
+        if let Some(mark) = entry.mark.filter(|_| !ours) {
+            tracing::warn!(
+                %subnets, %mark,
+                "taking over the lease that {} has under our public address: this host lost its state, or ran \
+                 another flannel before, or two hosts have one address",
+                holder(&entry.lease.attrs)
+            );
+        }
+        let written = self.store.update(&subnets, entry.lease.revision, attrs, self.tenure(reserved)).await?;
+        Ok(Some(self.settle(written, Some(Term { sent, ttl: self.ttl }))))
+    }
+
+    async fn give_up(&self, entry: &Entry) -> Result<Option<Lease>> {
+        let subnets = entry.lease.subnets;
+        tracing::warn!(%subnets, "this node's lease does not fit the network config and is given up");
+        self.store.delete(&subnets, entry.lease.revision).await?;
+        Ok(None)
+    }
+
+    /// The previous subnets if they are free, else any free ones.
+    async fn take_new(
+        &self,
+        config: &Config,
+        listing: &Listing,
+        attrs: &LeaseAttrs,
+        sent: Duration,
+    ) -> Result<Option<Lease>> {
+        // A key whose value cannot be read is somebody's all the same.
+        let unreadable = listing.skipped.iter().filter_map(|skipped| skipped.key.parse().ok());
+        let taken: Vec<Subnets> =
+            listing.entries.iter().map(|entry| entry.lease.subnets).chain(unreadable).collect();
+        let free = |subnets: &Subnets| !taken.iter().any(|other| other.overlaps(subnets));
+        let previous = self.identity.previous.filter(|subnets| fits(config, subnets) && free(subnets));
+        let subnets = match previous {
+            Some(subnets) => subnets,
+            None => self.pick(config, &taken)?,
+        };
+        let written = self.store.create(&subnets, attrs, self.tenure(false)).await;
+        lost_race(written.map(|entry| Some(self.settle(entry, Some(Term { sent, ttl: self.ttl })))))
+    }
+
+    fn pick(&self, config: &Config, taken: &[Subnets]) -> Result<Subnets> {
+        let taken: Vec<Subnet> = taken.iter().flat_map(Subnets::iter).collect();
+        let freed = self.freed();
+        let subnets: Dual<Subnet> = config.networks.try_map(|family, network| {
+            let subnet = allocate(network, &taken, &freed, |n| fastrand::u128(..n));
+            subnet.ok_or_else(|| Error::OutOfSubnets { family, total: network.subnets() })
+        })?;
+        let subnets = Subnets::new(subnets.values().copied());
+        Ok(subnets.expect("a checked config enables a family, and its subnets fit into a key"))
+    }
+
+    /// Remembers what was written or confirmed as ours.
+    pub(crate) fn settle(&self, entry: Entry, term: Option<Term>) -> Lease {
+        let term = term.filter(|_| entry.mark.is_some());
+        let mut lease = entry.lease;
+        lease.expires = term.map(|term| {
+            let left = term.end().saturating_sub(self.clock.boottime());
+            self.clock.wall() + left
+        });
+        *self.tenancy() = Some(Tenancy {
+            subnets: lease.subnets,
+            attrs: lease.attrs.clone(),
+            revision: lease.revision,
+            term,
+        });
+        lease
+    }
+}
+
+#[async_trait]
+impl SubnetManager for LocalManager {
+    async fn network_config(&self) -> Result<Config> {
+        let config = self.store.config().await?;
+        Config::parse(&config.text).map_err(|source| Error::Config { location: config.location, source })
+    }
+
+    /// Finds the lease by mark, else by public address if exactly one lease has one of this host's, else by the
+    /// previous subnets.
+    async fn hints(&self) -> Result<Hints> {
+        let listing = self.store.list().await?;
+        let Identity { mark, previous, local_addresses } = &self.identity;
+        let by_mark = listing.entries.iter().find(|entry| entry.mark == Some(*mark));
+        let local = |entry: &&Entry| entry.lease.attrs.public.values().any(|a| local_addresses.contains(a));
+        let mut by_address = listing.entries.iter().filter(local);
+        let by_address = by_address.next().filter(|_| by_address.next().is_none());
+        let by_subnets = listing.entries.iter().find(|entry| Some(entry.lease.subnets) == *previous);
+        let own = by_mark.or(by_address).or(by_subnets).map(|entry| &entry.lease);
+        Ok(Hints {
+            public: Dual::default(),
+            last_published: own.map(|lease| lease.attrs.clone()),
+            previous: own.map(|lease| lease.subnets).or(*previous),
+        })
+    }
+
+    async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease> {
+        let _writing = self.writing.lock().await;
+        let attrs = as_stored(attrs);
+        let config = self.network_config().await?;
+        let mut backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(500));
+        loop {
+            if let Some(lease) = self.try_acquire(&config, &attrs).await? {
+                tracing::info!(subnets = %lease.subnets, store = %self.store, "lease acquired");
+                return Ok(lease);
+            }
+            tracing::debug!("somebody else was faster, trying again");
+            tokio::time::sleep(backoff.pause()).await;
+        }
+    }
+
+    async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> Result<Lease> {
+        let _writing = self.writing.lock().await;
+        let sent = self.clock.boottime();
+        let tenure = self.tenure(held.expires.is_none());
+        let written = self.store.update(&held.subnets, held.revision, &as_stored(attrs), tenure).await?;
+        Ok(self.settle(written, Some(Term { sent, ttl: self.ttl })))
+    }
+
+    async fn hold_lease(&self, held: &Lease) -> Result<LeaseEnd> {
+        self.hold(held).await
+    }
+
+    async fn watch_leases(&self) -> Result<watch::Receiver<View>> {
+        Ok(self.views())
+    }
+
+    fn store_status(&self) -> StoreStatus {
+        self.store.status()
+    }
+}
+
+/// Another's faster write is no failure, but a reason to look again.
+fn lost_race<T>(outcome: Result<Option<T>>) -> Result<Option<T>> {
+    match outcome {
+        Err(Error::Conflict { .. }) => Ok(None),
+        outcome => outcome,
+    }
+}
+
+/// Attributes as they come back from a store, so that they can be compared.
+pub(crate) fn as_stored(attrs: &LeaseAttrs) -> LeaseAttrs {
+    LeaseAttrs::from_json(&attrs.to_json()).unwrap_or_else(|_| attrs.clone())
+}
+
+/// The address by which nodes are told apart: IPv4, or IPv6 where there is no IPv4.
+fn identifying(attrs: &LeaseAttrs, families: impl Iterator<Item = Family>) -> Option<IpAddr> {
+    families.filter_map(|family| attrs.public[family]).next()
+}
+
+/// The entry with our mark, else the first by precedence with our public address.
+fn own_entry<'a>(listing: &'a Listing, mark: Mark, config: &Config, attrs: &LeaseAttrs) -> Option<&'a Entry> {
+    let by_mark = listing.entries.iter().find(|entry| entry.mark == Some(mark));
+    let address = identifying(attrs, config.networks.families());
+    let same_address = |entry: &&Entry| {
+        address.is_some_and(|address| entry.lease.attrs.public[Family::of(address)] == Some(address))
+    };
+    by_mark
+        .or_else(|| listing.entries.iter().filter(same_address).min_by_key(|entry| entry.lease.precedence()))
+}
+
+/// The subnets are of exactly the enabled families, of the right length, and between min and max.
+fn fits(config: &Config, subnets: &Subnets) -> bool {
+    Family::BOTH.into_iter().all(|family| match (config.networks[family], subnets.family(family)) {
+        (Some(network), Some(subnet)) => {
+            subnet.len() == network.subnet_len && (network.min..=network.max).contains(&subnet)
+        }
+        (None, None) => true,
+        _ => false,
+    })
+}

@@ -1,0 +1,354 @@
+//! A store in memory, which behaves as etcd does: the fake for tests, and a network of one process.
+//!
+//! The one thing to know: as in etcd, a holder (a mark) is a thing of its own that has a time to live, and keys
+//! hang on it. Deleting a key leaves its holder alive; when a holder's time is over, its keys go.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use flannel_core::{Error, Lease, LeaseAttrs, Result, Revision, Subnets};
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use crate::registry::{
+    Batch, ConfigText, Entry, Event, Listing, Mark, Now, Registry, Skipped, Tenure, Watch,
+};
+
+/// How many changes are remembered for watches that lag behind.
+const HISTORY: usize = 16_384;
+
+/// A registry in memory. Clones are the same registry. Time is tokio's, so that tests can pause it.
+///
+/// What a test can do to it: write what is no lease ([`MemoryRegistry::put_raw`]), delete as an operator
+/// would, forget history, be out of reach.
+#[derive(Debug, Clone)]
+pub struct MemoryRegistry(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    inner: Mutex<Inner>,
+    /// Counts whatever somebody may wait for.
+    changes: watch::Sender<u64>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    config: Option<String>,
+    revision: u64,
+    keys: BTreeMap<String, Stored>,
+    holders: BTreeMap<Mark, Holder>,
+    /// Which key changed at which revision; everything up to `forgotten` is forgotten.
+    history: BTreeMap<u64, String>,
+    forgotten: u64,
+    outage: bool,
+}
+
+#[derive(Debug)]
+struct Stored {
+    value: String,
+    mark: Option<Mark>,
+    since: u64,
+    revision: u64,
+}
+
+#[derive(Debug)]
+struct Holder {
+    ttl: Duration,
+    end: Instant,
+}
+
+impl Default for MemoryRegistry {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl MemoryRegistry {
+    /// An empty registry without a config.
+    pub fn new() -> Self {
+        Self(Arc::new(Shared { inner: Mutex::default(), changes: watch::channel(0).0 }))
+    }
+
+    /// An empty registry with a config.
+    pub fn with_config(text: &str) -> Self {
+        let registry = Self::new();
+        registry.set_config(Some(text));
+        registry
+    }
+
+    /// Writes, or with `None` deletes, the network config.
+    pub fn set_config(&self, text: Option<&str>) {
+        self.lock().config = text.map(str::to_owned);
+        self.wake();
+    }
+
+    /// Writes any key with any value, as an operator or a foreign program would. No `tenure`: for ever.
+    pub fn put_raw(&self, key: &str, value: &str, tenure: Option<Tenure>) {
+        self.lock().put(key, value.to_owned(), tenure);
+        self.wake();
+    }
+
+    /// Deletes a key, as an operator would: the order to stop.
+    pub fn delete_key(&self, key: &str) {
+        self.lock().remove(key);
+        self.wake();
+    }
+
+    /// Forgets a holder and deletes its keys, as `etcdctl lease revoke` does.
+    pub fn revoke(&self, mark: Mark) {
+        self.lock().end_holder(mark);
+        self.wake();
+    }
+
+    /// Forgets all history: watches that are not up to date, and those to come from older revisions, have a gap.
+    pub fn forget_history(&self) {
+        let mut inner = self.lock();
+        inner.forgotten = inner.revision;
+        inner.history.clear();
+    }
+
+    /// Is out of reach, or in reach again: every request and watch fails meanwhile. Time goes on.
+    pub fn set_outage(&self, outage: bool) {
+        self.lock().outage = outage;
+        self.wake();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        let mut inner = self.0.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        inner.expire(Instant::now());
+        inner
+    }
+
+    /// The state, if it is in reach.
+    fn reach(&self) -> Result<MutexGuard<'_, Inner>> {
+        let inner = self.lock();
+        if inner.outage {
+            return Err(Error::Store { store: self.to_string(), source: "out of reach".into() });
+        }
+        Ok(inner)
+    }
+
+    fn wake(&self) {
+        self.0.changes.send_modify(|changes| *changes += 1);
+    }
+}
+
+impl Inner {
+    fn expire(&mut self, now: Instant) {
+        let over = self.holders.iter().filter(|(_, holder)| holder.end <= now);
+        for mark in over.map(|(mark, _)| *mark).collect::<Vec<_>>() {
+            self.end_holder(mark);
+        }
+    }
+
+    fn end_holder(&mut self, mark: Mark) {
+        self.holders.remove(&mark);
+        let keys = self.keys.iter().filter(|(_, stored)| stored.mark == Some(mark));
+        for key in keys.map(|(key, _)| key.clone()).collect::<Vec<_>>() {
+            self.remove(&key);
+        }
+    }
+
+    fn put(&mut self, key: &str, value: String, tenure: Option<Tenure>) {
+        let revision = self.log(key);
+        let since = self.keys.get(key).map_or(revision, |stored| stored.since);
+        let mark = tenure.map(|tenure| tenure.mark);
+        self.keys.insert(key.to_owned(), Stored { value, mark, since, revision });
+        if let Some(Tenure { mark, ttl }) = tenure {
+            self.holders.insert(mark, Holder { ttl, end: Instant::now() + ttl });
+        }
+    }
+
+    fn remove(&mut self, key: &str) {
+        if self.keys.remove(key).is_some() {
+            self.log(key);
+        }
+    }
+
+    fn log(&mut self, key: &str) -> u64 {
+        self.revision += 1;
+        self.history.insert(self.revision, key.to_owned());
+        if self.history.len() > HISTORY {
+            self.forgotten = self.history.pop_first().map_or(self.forgotten, |(revision, _)| revision);
+        }
+        self.revision
+    }
+
+    fn read(&self, key: &str) -> Now {
+        let Some(stored) = self.keys.get(key) else { return Now::Gone };
+        let subnets = match key.parse() {
+            Ok(subnets) => subnets,
+            Err(error) => return Now::Unreadable(flannel_core::KeyError::to_string(&error)),
+        };
+        match LeaseAttrs::from_json(&stored.value) {
+            Ok(attrs) => {
+                let (since, revision) = (Revision(stored.since), Revision(stored.revision));
+                let lease = Lease { subnets, attrs, expires: None, since, revision };
+                Now::Held(Entry { lease, mark: stored.mark })
+            }
+            Err(error) => Now::Unreadable(error.to_string()),
+        }
+    }
+
+    fn at(&self, subnets: &Subnets, at: Revision) -> Result<String> {
+        let key = subnets.to_string();
+        match self.keys.get(&key) {
+            Some(stored) if stored.revision == at.0 => Ok(key),
+            _ => Err(Error::Conflict { subnets: *subnets }),
+        }
+    }
+
+    fn written(&self, key: &str, subnets: &Subnets) -> Result<Entry> {
+        match self.read(key) {
+            Now::Held(entry) => Ok(entry),
+            _ => Err(Error::Conflict { subnets: *subnets }),
+        }
+    }
+}
+
+impl fmt::Display for MemoryRegistry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("memory")
+    }
+}
+
+#[async_trait]
+impl Registry for MemoryRegistry {
+    async fn config(&self) -> Result<ConfigText> {
+        let location = "memory: config".to_owned();
+        match self.reach()?.config.clone() {
+            Some(text) => Ok(ConfigText { location, text }),
+            None => Err(Error::NoConfig { location }),
+        }
+    }
+
+    async fn config_changed(&self, seen: Option<&ConfigText>) -> Result<()> {
+        let mut changes = self.0.changes.subscribe();
+        while self.reach()?.config.as_ref() == seen.map(|seen| &seen.text) {
+            // The sender lives as long as `self`.
+            let _ = changes.changed().await;
+        }
+        Ok(())
+    }
+
+    async fn list(&self) -> Result<Listing> {
+        let inner = self.reach()?;
+        let mut listing = Listing { revision: Revision(inner.revision), ..Listing::default() };
+        for key in inner.keys.keys() {
+            match inner.read(key) {
+                Now::Held(entry) => listing.entries.push(entry),
+                Now::Unreadable(reason) => listing.skipped.push(Skipped { key: key.clone(), reason }),
+                Now::Gone => (),
+            }
+        }
+        Ok(listing)
+    }
+
+    async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {
+        match self.reach()?.read(&subnets.to_string()) {
+            Now::Held(entry) => Ok(Some(entry)),
+            Now::Gone => Ok(None),
+            Now::Unreadable(reason) => {
+                Err(Error::Store { store: format!("{self}: {subnets}"), source: reason.into() })
+            }
+        }
+    }
+
+    async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry> {
+        let mut inner = self.reach()?;
+        let key = subnets.to_string();
+        if inner.keys.contains_key(&key) {
+            return Err(Error::Conflict { subnets: *subnets });
+        }
+        inner.put(&key, attrs.to_json(), tenure);
+        let entry = inner.written(&key, subnets);
+        drop(inner);
+        self.wake();
+        entry
+    }
+
+    async fn update(
+        &self,
+        subnets: &Subnets,
+        at: Revision,
+        attrs: &LeaseAttrs,
+        tenure: Option<Tenure>,
+    ) -> Result<Entry> {
+        let mut inner = self.reach()?;
+        let key = inner.at(subnets, at)?;
+        inner.put(&key, attrs.to_json(), tenure);
+        let entry = inner.written(&key, subnets);
+        drop(inner);
+        self.wake();
+        entry
+    }
+
+    async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
+        let mut inner = self.reach()?;
+        let key = inner.at(subnets, at)?;
+        inner.remove(&key);
+        drop(inner);
+        self.wake();
+        Ok(())
+    }
+
+    async fn keep_alive(&self, _: &Subnets, mark: Mark) -> Result<Option<Duration>> {
+        let mut inner = self.reach()?;
+        Ok(inner.holders.get_mut(&mark).map(|holder| {
+            holder.end = Instant::now() + holder.ttl;
+            holder.ttl
+        }))
+    }
+
+    async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
+        drop(self.reach()?);
+        Ok(Box::new(MemoryWatch {
+            registry: self.clone(),
+            after: after.0,
+            changes: self.0.changes.subscribe(),
+        }))
+    }
+}
+
+struct MemoryWatch {
+    registry: MemoryRegistry,
+    after: u64,
+    changes: watch::Receiver<u64>,
+}
+
+#[async_trait]
+impl Watch for MemoryWatch {
+    async fn next(&mut self) -> Result<Option<Batch>> {
+        loop {
+            self.changes.borrow_and_update();
+            let end = {
+                let inner = self.registry.reach()?;
+                if self.after < inner.forgotten || self.after > inner.revision {
+                    return Ok(None);
+                }
+                if self.after < inner.revision {
+                    let keys: BTreeSet<&String> =
+                        inner.history.range(self.after + 1..).map(|(_, key)| key).collect();
+                    let event = |key: &String| Event { key: key.clone(), now: inner.read(key) };
+                    let events = keys.into_iter().map(event).collect();
+                    self.after = inner.revision;
+                    return Ok(Some(Batch { events, revision: Revision(inner.revision) }));
+                }
+                inner.holders.values().map(|holder| holder.end).min()
+            };
+            let expiry = async {
+                match end {
+                    Some(end) => tokio::time::sleep_until(end).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                _ = self.changes.changed() => (),
+                () = expiry => (),
+            }
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! A registry that keeps the books on another: what was asked, what failed, what was skipped.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use flannel_core::{Error, LeaseAttrs, Result, Revision, StoreStatus, Subnets};
+
+use crate::clock::Clock;
+use crate::registry::{Batch, ConfigText, Entry, Listing, Mark, Now, Registry, Skipped, Tenure, Watch};
+
+#[derive(Debug)]
+pub(crate) struct Metered {
+    registry: Arc<dyn Registry>,
+    books: Arc<Books>,
+}
+
+#[derive(Debug)]
+struct Books {
+    status: Mutex<StoreStatus>,
+    clock: Arc<dyn Clock>,
+}
+
+impl Metered {
+    pub(crate) fn new(registry: Arc<dyn Registry>, clock: Arc<dyn Clock>) -> Self {
+        let status = StoreStatus { store: registry.to_string(), ..StoreStatus::default() };
+        Self { registry, books: Arc::new(Books { status: Mutex::new(status), clock }) }
+    }
+
+    pub(crate) fn status(&self) -> StoreStatus {
+        self.books.lock().clone()
+    }
+}
+
+impl Books {
+    fn lock(&self) -> MutexGuard<'_, StoreStatus> {
+        self.status.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Enters one request. An answer that is a refusal is an answer.
+    fn request<T>(&self, result: Result<T>, revision: impl Fn(&T) -> Option<Revision>) -> Result<T> {
+        self.lock().requests += 1;
+        self.outcome(&result, revision);
+        result
+    }
+
+    fn outcome<T>(&self, result: &Result<T>, revision: impl Fn(&T) -> Option<Revision>) {
+        let now = self.clock.wall();
+        let mut status = self.lock();
+        let revision = match result {
+            Ok(answer) => revision(answer),
+            Err(Error::Store { .. }) => {
+                status.failures += 1;
+                status.last_error = result.as_ref().err().map(|error| (error.to_string(), now));
+                return;
+            }
+            Err(_) => None,
+        };
+        let known = revision.or(status.confirmed.map(|(revision, _)| revision));
+        status.confirmed = Some((known.unwrap_or_default(), now));
+        status.last_error = None;
+    }
+
+    /// Replaces what is skipped, and tells what is new in it.
+    fn skip_all(&self, skipped: &[Skipped]) {
+        let now: Vec<_> = skipped.iter().map(|s| (s.key.clone(), s.reason.clone())).collect();
+        let mut status = self.lock();
+        for new in now.iter().filter(|new| !status.skipped.contains(new)) {
+            warn(&status.store, new);
+        }
+        status.skipped = now;
+    }
+
+    fn skip(&self, batch: &Batch) {
+        let mut status = self.lock();
+        for event in &batch.events {
+            let before = status.skipped.iter().position(|(key, _)| *key == event.key);
+            let before = before.map(|place| status.skipped.remove(place));
+            if let Now::Unreadable(reason) = &event.now {
+                let now = (event.key.clone(), reason.clone());
+                if before.as_ref() != Some(&now) {
+                    warn(&status.store, &now);
+                }
+                status.skipped.push(now);
+            }
+        }
+    }
+}
+
+fn warn(store: &str, (key, reason): &(String, String)) {
+    tracing::warn!(%store, %key, "skipped: {reason}");
+}
+
+impl fmt::Display for Metered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.registry.fmt(f)
+    }
+}
+
+#[async_trait]
+impl Registry for Metered {
+    async fn config(&self) -> Result<ConfigText> {
+        self.books.request(self.registry.config().await, |_| None)
+    }
+
+    async fn config_changed(&self, seen: Option<&ConfigText>) -> Result<()> {
+        self.books.request(self.registry.config_changed(seen).await, |_| None)
+    }
+
+    async fn list(&self) -> Result<Listing> {
+        let listing = self.books.request(self.registry.list().await, |listing| Some(listing.revision))?;
+        self.books.skip_all(&listing.skipped);
+        Ok(listing)
+    }
+
+    async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {
+        self.books.request(self.registry.entry(subnets).await, |_| None)
+    }
+
+    async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry> {
+        self.books.request(self.registry.create(subnets, attrs, tenure).await, |_| None)
+    }
+
+    async fn update(
+        &self,
+        subnets: &Subnets,
+        at: Revision,
+        attrs: &LeaseAttrs,
+        tenure: Option<Tenure>,
+    ) -> Result<Entry> {
+        self.books.request(self.registry.update(subnets, at, attrs, tenure).await, |_| None)
+    }
+
+    async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
+        self.books.request(self.registry.delete(subnets, at).await, |()| None)
+    }
+
+    async fn keep_alive(&self, subnets: &Subnets, mark: Mark) -> Result<Option<Duration>> {
+        self.books.request(self.registry.keep_alive(subnets, mark).await, |_| None)
+    }
+
+    async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
+        let watch = self.books.request(self.registry.watch(after).await, |_| None)?;
+        Ok(Box::new(MeteredWatch { watch, books: Arc::clone(&self.books) }))
+    }
+}
+
+struct MeteredWatch {
+    watch: Box<dyn Watch>,
+    books: Arc<Books>,
+}
+
+#[async_trait]
+impl Watch for MeteredWatch {
+    async fn next(&mut self) -> Result<Option<Batch>> {
+        let batch = self.watch.next().await;
+        self.books.outcome(&batch, |batch| batch.as_ref().map(|batch| batch.revision));
+        if let Ok(Some(batch)) = &batch {
+            self.books.skip(batch);
+        }
+        batch
+    }
+}

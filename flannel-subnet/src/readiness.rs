@@ -1,0 +1,18 @@
+//! File descriptors that the runtime waits for.
+
+use std::io;
+use std::os::fd::AsRawFd;
+
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+
+/// Registers a descriptor with the current runtime, to be waited for until it is readable.
+///
+/// `inner` must own its descriptor, never change it, and close it only when it is dropped.
+///
+/// # Panics
+/// There is no tokio runtime with I/O enabled.
+#[expect(deprecated, reason = "sound for what owns its descriptor; the successor needs unsafe code")]
+pub(crate) fn readable<T: AsRawFd>(inner: T) -> io::Result<AsyncFd<T>> {
+    AsyncFd::with_interest(inner, Interest::READABLE)
+}

@@ -1,0 +1,173 @@
+//! Everybody's leases as a [`View`], kept up to date by listing once and watching from there.
+//!
+//! The one thing to know: values are compared, never events applied. Whatever goes wrong (a lost watch, a gap,
+//! an outage, a store restored from a backup) ends in listing again, and until a list is complete the last
+//! view stays as it is.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use flannel_core::{Lease, LeaseSet, Origin, Result, Subnets, View};
+use tokio::sync::watch;
+use tokio::task::AbortHandle;
+
+use crate::backoff::Backoff;
+use crate::registry::{Batch, Listing, Now, Registry};
+
+/// How many subnets that were let go are remembered.
+const FREED: usize = 1024;
+
+/// Follows a registry for as long as it lives.
+///
+/// ```
+/// use flannel_subnet::{MemoryRegistry, Reflector, Registry};
+/// use std::sync::Arc;
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+/// let registry = MemoryRegistry::new();
+/// let reflector = Reflector::start(Arc::new(registry.clone()));
+/// registry.create(&"10.1.5.0-24".parse()?, &Default::default(), None).await?;
+/// let mut views = reflector.views();
+/// let view = views.wait_for(|view| view.leases.len() == 1).await.unwrap();
+/// # Ok::<(), flannel_core::Error>(())
+/// # }).unwrap();
+/// ```
+#[derive(Debug)]
+pub struct Reflector {
+    shared: Arc<Shared>,
+    task: AbortHandle,
+}
+
+#[derive(Debug)]
+struct Shared {
+    views: watch::Sender<View>,
+    freed: Mutex<VecDeque<Subnets>>,
+}
+
+impl Reflector {
+    /// Begins to follow, on the current tokio runtime. Failures are retried for ever, with one log line
+    /// when the store is lost and one when it is back.
+    ///
+    /// # Panics
+    /// There is no tokio runtime.
+    pub fn start(registry: Arc<dyn Registry>) -> Self {
+        let freed = Mutex::default();
+        let shared = Arc::new(Shared { views: watch::channel(View::unknown()).0, freed });
+        let task = tokio::spawn(follow(registry, Arc::clone(&shared))).abort_handle();
+        Self { shared, task }
+    }
+
+    /// The latest view, always; bursts coalesce. [`View::unknown`] until the first list is complete. It stays
+    /// valid when the reflector is dropped, and changes no more.
+    pub fn views(&self) -> watch::Receiver<View> {
+        self.shared.views.subscribe()
+    }
+
+    /// Subnets that were let go while it followed and that nobody has taken since, the latest 1024 of them.
+    pub fn freed(&self) -> Vec<Subnets> {
+        let views = self.shared.views.borrow();
+        let freed = self.shared.freed.lock().unwrap_or_else(PoisonError::into_inner);
+        freed.iter().filter(|subnets| views.leases.get(subnets).is_none()).copied().collect()
+    }
+}
+
+impl Drop for Reflector {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+async fn follow(registry: Arc<dyn Registry>, shared: Arc<Shared>) {
+    let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(5));
+    let mut lost = false;
+    loop {
+        if let Err(error) = list_and_watch(&*registry, &shared, &mut backoff, &mut lost).await {
+            if !lost {
+                lost = true;
+                let leases = shared.views.borrow().leases.len();
+                tracing::warn!(store = %registry, "store lost, the last {leases} leases stay in force: {error}");
+            }
+        } else {
+            tracing::debug!(store = %registry, "changes were missed, listing again");
+        }
+        tokio::time::sleep(backoff.pause()).await;
+    }
+}
+
+/// Returns when changes were missed.
+async fn list_and_watch(
+    registry: &dyn Registry,
+    shared: &Shared,
+    backoff: &mut Backoff,
+    lost: &mut bool,
+) -> Result<()> {
+    let listing = registry.list().await?;
+    shared.replace(&listing);
+    let mut watch = registry.watch(listing.revision).await?;
+    if std::mem::take(lost) {
+        tracing::info!(store = %registry, "store is back, {} leases", listing.entries.len());
+    }
+    while let Some(batch) = watch.next().await? {
+        backoff.reset();
+        shared.apply(batch);
+    }
+    Ok(())
+}
+
+impl Shared {
+    /// Makes the view equal to a complete list. A key that is there but cannot be read keeps its last value.
+    fn replace(&self, listing: &Listing) {
+        let unreadable = listing.skipped.iter().filter_map(|skipped| skipped.key.parse::<Subnets>().ok());
+        let present: BTreeSet<Subnets> =
+            listing.entries.iter().map(|entry| entry.lease.subnets).chain(unreadable).collect();
+        self.modify(Origin::Live { revision: listing.revision }, |leases| {
+            let old = leases.clone();
+            for lease in old.iter().filter(|lease| !present.contains(&lease.subnets)) {
+                self.remove(leases, &lease.subnets);
+            }
+            listing.entries.iter().for_each(|entry| insert(leases, &entry.lease));
+        });
+    }
+
+    fn apply(&self, batch: Batch) {
+        self.modify(Origin::Live { revision: batch.revision }, |leases| {
+            for event in batch.events {
+                match (event.now, event.key.parse()) {
+                    (Now::Held(entry), _) => insert(leases, &entry.lease),
+                    (Now::Gone, Ok(subnets)) => self.remove(leases, &subnets),
+                    (Now::Gone, Err(_)) | (Now::Unreadable(_), _) => (),
+                }
+            }
+        });
+    }
+
+    /// Changes the view, and wakes those who wait for it only if leases changed or have become live.
+    fn modify(&self, origin: Origin, change: impl FnOnce(&mut LeaseSet)) {
+        self.views.send_if_modified(|view| {
+            let before = view.leases.clone();
+            change(&mut view.leases);
+            let first = matches!(view.origin, Origin::Cached { .. });
+            view.origin = origin;
+            first || view.leases.changes_since(&before).next().is_some()
+        });
+    }
+
+    fn remove(&self, leases: &mut LeaseSet, subnets: &Subnets) {
+        if leases.remove(subnets).is_some() {
+            let mut freed = self.freed.lock().unwrap_or_else(PoisonError::into_inner);
+            freed.retain(|other| other != subnets);
+            freed.push_back(*subnets);
+            if freed.len() > FREED {
+                freed.pop_front();
+            }
+        }
+    }
+}
+
+/// Keeps the very same lease where the value is the same, so that comparing sets stays cheap.
+fn insert(leases: &mut LeaseSet, lease: &Lease) {
+    if leases.get(&lease.subnets).is_none_or(|old| **old != *lease) {
+        leases.insert(lease.clone());
+    }
+}

@@ -1,0 +1,347 @@
+//! What every [`Registry`] must do, and a clock that tests can move.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use async_trait::async_trait;
+use flannel_core::{Error, LeaseAttrs, Subnets};
+use tokio::time::Instant;
+
+use crate::clock::Clock;
+use crate::registry::{Entry, Mark, Now, Registry, Tenure, Watch};
+
+/// Tokio's time as the time of everything: with tokio's time paused, a test makes days pass at once.
+#[derive(Debug, Clone)]
+pub struct TokioClock {
+    start: Instant,
+    wall: SystemTime,
+}
+
+impl TokioClock {
+    /// Starts now, a day after the machine did.
+    pub fn new() -> Self {
+        Self { start: Instant::now(), wall: SystemTime::now() }
+    }
+
+    fn since_boot() -> Duration {
+        Duration::from_secs(86_400)
+    }
+}
+
+impl Default for TokioClock {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+#[async_trait]
+impl Clock for TokioClock {
+    fn boottime(&self) -> Duration {
+        Self::since_boot() + self.start.elapsed()
+    }
+
+    fn wall(&self) -> SystemTime {
+        self.wall + self.start.elapsed()
+    }
+
+    async fn sleep_until(&self, boottime: Duration) {
+        tokio::time::sleep_until(self.start + boottime.saturating_sub(Self::since_boot())).await;
+    }
+
+    async fn sleep_until_wall(&self, wall: SystemTime) {
+        tokio::time::sleep_until(self.start + wall.duration_since(self.wall).unwrap_or_default()).await;
+    }
+}
+
+/// Where the suite runs: a store without leases.
+pub struct Ground<'a> {
+    /// The registry under test.
+    pub registry: Arc<dyn Registry>,
+    /// The same store, as another process uses it.
+    pub other: Arc<dyn Registry>,
+    /// Writes any key below `subnets` with any value, past the registry.
+    pub put_raw: &'a (dyn Fn(&str, &str) + Sync),
+    /// Writes the network config, past the registry.
+    pub put_config: &'a (dyn Fn(&str) + Sync),
+}
+
+impl fmt::Debug for Ground<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ground").field("registry", &self.registry).finish_non_exhaustive()
+    }
+}
+
+/// Runs the suite. It takes a few seconds of the store's time, since leases expire in it.
+///
+/// # Panics
+/// The registry does not behave.
+pub async fn registry_suite(ground: &Ground<'_>) {
+    config_is_read_and_awaited(ground).await;
+    what_is_written_is_read_back(ground).await;
+    a_key_is_created_only_once(ground).await;
+    a_key_is_changed_only_at_its_revision(ground).await;
+    of_many_at_once_exactly_one_wins(ground).await;
+    nothing_is_missed_between_list_and_watch(ground).await;
+    renewals_are_no_changes(ground).await;
+    what_is_not_renewed_expires(ground).await;
+    a_deletion_is_not_the_end_of_the_holder(ground).await;
+    reservations_have_no_holder(ground).await;
+    the_unreadable_is_skipped_and_told(ground).await;
+}
+
+const DAY: Duration = Duration::from_secs(86_400);
+
+fn key(n: u8) -> Subnets {
+    format!("10.77.{n}.0-24").parse().expect("a key")
+}
+
+fn attrs(n: u8) -> LeaseAttrs {
+    let value = format!(
+        r#"{{"PublicIP":"192.0.2.{n}","PublicIPv6":"2001:db8::{n}","BackendType":"vxlan","BackendData":{{"VNI":{n}}}}}"#
+    );
+    LeaseAttrs::from_json(&value).expect("a value")
+}
+
+fn tenure(mark: u64, ttl: Duration) -> Option<Tenure> {
+    Some(Tenure { mark: Mark(mark), ttl })
+}
+
+/// What must come, and come soon.
+async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(Duration::from_secs(30), future)
+        .await
+        .unwrap_or_else(|_| panic!("{what}: nothing happened for 30 s"))
+}
+
+fn conflicts<T: fmt::Debug>(result: Result<T, Error>, on: &Subnets) {
+    assert!(matches!(&result, Err(Error::Conflict { subnets }) if subnets == on), "{result:?}");
+}
+
+async fn clear(ground: &Ground<'_>) {
+    let listing = ground.registry.list().await.expect("a list");
+    for entry in listing.entries {
+        ground.registry.delete(&entry.lease.subnets, entry.lease.revision).await.expect("deleted");
+    }
+}
+
+async fn watch_from_now(registry: &dyn Registry) -> Box<dyn Watch> {
+    let listing = registry.list().await.expect("a list");
+    registry.watch(listing.revision).await.expect("a watch")
+}
+
+/// Reads changes until `enough`, the latest for each key.
+async fn changes(
+    watch: &mut dyn Watch,
+    enough: impl Fn(&BTreeMap<String, Now>) -> bool,
+) -> BTreeMap<String, Now> {
+    let mut seen = BTreeMap::new();
+    soon("watch", async {
+        while !enough(&seen) {
+            let batch = watch.next().await.expect("a watch that works").expect("no gap");
+            seen.extend(batch.events.into_iter().map(|event| (event.key, event.now)));
+        }
+    })
+    .await;
+    seen
+}
+
+async fn config_is_read_and_awaited(ground: &Ground<'_>) {
+    let registry = &ground.registry;
+    (ground.put_config)(r#"{"Network":"10.77.0.0/16"}"#);
+    let first = registry.config().await.expect("a config");
+    assert_eq!(first.text, r#"{"Network":"10.77.0.0/16"}"#);
+    assert!(!first.location.is_empty());
+    soon("config differs from none", registry.config_changed(None)).await.expect("in reach");
+    let changed = registry.config_changed(Some(&first));
+    let change = async {
+        tokio::task::yield_now().await;
+        (ground.put_config)(r#"{"Network":"10.77.0.0/17"}"#);
+    };
+    let (changed, ()) = soon("config changes", async { tokio::join!(changed, change) }).await;
+    changed.expect("in reach");
+    assert_ne!(registry.config().await.expect("a config").text, first.text);
+}
+
+async fn what_is_written_is_read_back(ground: &Ground<'_>) {
+    for (n, text) in
+        ["10.77.1.0-24", "10.77.2.0-24&fd00:0:0:2::-64", "0.0.0.0-0&fd00:0:0:3::-64"].iter().enumerate()
+    {
+        let (subnets, n) = (text.parse::<Subnets>().expect("a key"), n as u8 + 1);
+        let written =
+            ground.registry.create(&subnets, &attrs(n), tenure(u64::from(n), DAY)).await.expect("created");
+        assert_eq!(written.mark, Some(Mark(u64::from(n))));
+        assert_eq!((written.lease.subnets, &written.lease.attrs), (subnets, &attrs(n)));
+        assert_eq!(ground.other.entry(&subnets).await.expect("in reach"), Some(written.clone()));
+        let listing = ground.other.list().await.expect("a list");
+        assert!(listing.entries.contains(&written), "{listing:?}");
+        assert_eq!(listing.entries.len(), usize::from(n));
+    }
+    clear(ground).await;
+    assert_eq!(ground.other.list().await.expect("a list").entries, []);
+    assert_eq!(ground.other.entry(&key(1)).await.expect("in reach"), None);
+}
+
+async fn a_key_is_created_only_once(ground: &Ground<'_>) {
+    let first = ground.registry.create(&key(1), &attrs(1), tenure(1, DAY)).await.expect("created");
+    conflicts(ground.other.create(&key(1), &attrs(2), tenure(2, DAY)).await, &key(1));
+    conflicts(ground.registry.create(&key(1), &attrs(1), tenure(1, DAY)).await, &key(1));
+    assert_eq!(ground.other.entry(&key(1)).await.expect("in reach"), Some(first));
+    clear(ground).await;
+}
+
+async fn a_key_is_changed_only_at_its_revision(ground: &Ground<'_>) {
+    let (registry, other) = (&ground.registry, &ground.other);
+    let first = registry.create(&key(1), &attrs(1), tenure(1, DAY)).await.expect("created");
+    let at = first.lease.revision;
+    let second = other.update(&key(1), at, &attrs(2), tenure(2, DAY)).await.expect("updated");
+    assert_ne!(second.lease.revision, at);
+    assert_eq!((second.lease.since, second.mark), (first.lease.since, Some(Mark(2))));
+    conflicts(registry.update(&key(1), at, &attrs(3), tenure(1, DAY)).await, &key(1));
+    conflicts(registry.delete(&key(1), at).await, &key(1));
+    assert_eq!(registry.entry(&key(1)).await.expect("in reach"), Some(second.clone()));
+    registry.delete(&key(1), second.lease.revision).await.expect("deleted");
+    conflicts(registry.delete(&key(1), second.lease.revision).await, &key(1));
+    conflicts(registry.update(&key(1), second.lease.revision, &attrs(3), None).await, &key(1));
+    assert_eq!(other.entry(&key(1)).await.expect("in reach"), None);
+}
+
+async fn of_many_at_once_exactly_one_wins(ground: &Ground<'_>) {
+    let at_once = async |at: Option<Entry>| {
+        let mut tasks = tokio::task::JoinSet::new();
+        for n in 1..=24u8 {
+            let registry = Arc::clone(if n % 2 == 0 { &ground.registry } else { &ground.other });
+            let at = at.clone();
+            tasks.spawn(async move {
+                let tenure = tenure(u64::from(n) + 100, DAY);
+                match at {
+                    None => registry.create(&key(9), &attrs(n), tenure).await,
+                    // Where the revision is made from the content, writing the same again is no change.
+                    Some(at) => registry.update(&key(9), at.lease.revision, &attrs(n + 100), tenure).await,
+                }
+            });
+        }
+        let results = soon("24 writers", tasks.join_all()).await;
+        let (won, lost): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
+        assert_eq!((won.len(), lost.len()), (1, 23), "{won:?}");
+        lost.into_iter().for_each(|lost| conflicts(lost, &key(9)));
+        let winner = won.into_iter().next().and_then(Result::ok).expect("one won");
+        assert_eq!(ground.registry.entry(&key(9)).await.expect("in reach"), Some(winner.clone()));
+        winner
+    };
+    let created = at_once(None).await;
+    let updated = at_once(Some(created.clone())).await;
+    assert_ne!(created.lease.revision, updated.lease.revision);
+    clear(ground).await;
+}
+
+async fn nothing_is_missed_between_list_and_watch(ground: &Ground<'_>) {
+    let (registry, other) = (&ground.registry, &ground.other);
+    let stays = other.create(&key(1), &attrs(1), tenure(1, DAY)).await.expect("created");
+    let goes = other.create(&key(2), &attrs(2), tenure(2, DAY)).await.expect("created");
+    let listing = registry.list().await.expect("a list");
+    let changed =
+        other.update(&key(1), stays.lease.revision, &attrs(9), tenure(1, DAY)).await.expect("updated");
+    other.delete(&key(2), goes.lease.revision).await.expect("deleted");
+    let comes = registry.create(&key(3), &attrs(3), tenure(3, DAY)).await.expect("created");
+    let mut watch = registry.watch(listing.revision).await.expect("a watch");
+    let seen = changes(&mut *watch, |seen| seen.len() >= 3).await;
+    let expected = [
+        (key(1).to_string(), Now::Held(changed)),
+        (key(2).to_string(), Now::Gone),
+        (key(3).to_string(), Now::Held(comes.clone())),
+    ];
+    assert_eq!(seen, expected.into_iter().collect());
+
+    other.delete(&key(3), comes.lease.revision).await.expect("deleted");
+    let seen = changes(&mut *watch, |seen| !seen.is_empty()).await;
+    assert_eq!(seen, [(key(3).to_string(), Now::Gone)].into_iter().collect());
+    clear(ground).await;
+}
+
+async fn renewals_are_no_changes(ground: &Ground<'_>) {
+    let held = ground.registry.create(&key(1), &attrs(1), tenure(1, DAY)).await.expect("created");
+    let mut watch = watch_from_now(&*ground.other).await;
+    for _ in 0..3 {
+        let ttl = ground.registry.keep_alive(&key(1), Mark(1)).await.expect("in reach");
+        assert_eq!(ttl, Some(DAY));
+    }
+    assert_eq!(ground.other.entry(&key(1)).await.expect("in reach"), Some(held));
+    // What comes after the renewals comes first.
+    ground.registry.create(&key(2), &attrs(2), tenure(2, DAY)).await.expect("created");
+    let seen = changes(&mut *watch, |seen| !seen.is_empty()).await;
+    assert_eq!(seen.keys().collect::<Vec<_>>(), [&key(2).to_string()]);
+    clear(ground).await;
+}
+
+async fn what_is_not_renewed_expires(ground: &Ground<'_>) {
+    let (registry, ttl) = (&ground.registry, Duration::from_secs(2));
+    let renewed = registry.create(&key(1), &attrs(1), tenure(11, ttl)).await.expect("created");
+    registry.create(&key(2), &attrs(2), tenure(12, ttl)).await.expect("created");
+    let mut watch = watch_from_now(&*ground.other).await;
+    let begin = Instant::now();
+    let seen = soon("expiry", async {
+        loop {
+            let kept = registry.keep_alive(&key(1), Mark(11)).await.expect("in reach");
+            assert_eq!(kept, Some(ttl), "renewed in time");
+            if let Ok(batch) = tokio::time::timeout(ttl / 8, watch.next()).await {
+                break batch.expect("a watch that works").expect("no gap").events;
+            }
+        }
+    })
+    .await;
+    // Created a moment before the watch began.
+    assert!(begin.elapsed() + ttl / 4 >= ttl, "expired after {:?}", begin.elapsed());
+    let seen: Vec<_> = seen.into_iter().map(|event| (event.key, event.now)).collect();
+    assert_eq!(seen, [(key(2).to_string(), Now::Gone)]);
+    let listing = ground.other.list().await.expect("a list");
+    assert_eq!(listing.entries, [renewed]);
+    assert_eq!(registry.keep_alive(&key(2), Mark(12)).await.expect("in reach"), None, "forgotten");
+    assert_eq!(registry.entry(&key(2)).await.expect("in reach"), None);
+    registry.create(&key(2), &attrs(3), tenure(13, DAY)).await.expect("free again");
+    clear(ground).await;
+}
+
+async fn a_deletion_is_not_the_end_of_the_holder(ground: &Ground<'_>) {
+    let held = ground.registry.create(&key(1), &attrs(1), tenure(21, DAY)).await.expect("created");
+    ground.other.delete(&key(1), held.lease.revision).await.expect("deleted");
+    assert_eq!(ground.registry.entry(&key(1)).await.expect("in reach"), None);
+    let kept = ground.registry.keep_alive(&key(1), Mark(21)).await.expect("in reach");
+    assert!(kept.is_some_and(|left| left > DAY / 2), "{kept:?}");
+}
+
+async fn reservations_have_no_holder(ground: &Ground<'_>) {
+    let reserved = ground.registry.create(&key(1), &attrs(1), None).await.expect("created");
+    assert_eq!(reserved.mark, None);
+    let used =
+        ground.registry.update(&key(1), reserved.lease.revision, &attrs(2), None).await.expect("updated");
+    assert_eq!((used.mark, &used.lease.attrs), (None, &attrs(2)));
+    assert_eq!(ground.other.entry(&key(1)).await.expect("in reach"), Some(used));
+    clear(ground).await;
+}
+
+async fn the_unreadable_is_skipped_and_told(ground: &Ground<'_>) {
+    let good = ground.registry.create(&key(1), &attrs(1), tenure(1, DAY)).await.expect("created");
+    let mut watch = watch_from_now(&*ground.other).await;
+    let bad = [
+        ("nonsense".to_owned(), "{}"),
+        (key(2).to_string(), "nonsense"),
+        (key(3).to_string(), r#"{"PublicIP":1}"#),
+    ];
+    bad.iter().for_each(|(key, value)| (ground.put_raw)(key, value));
+    let seen = changes(&mut *watch, |seen| seen.len() >= bad.len()).await;
+    assert!(seen.values().all(|now| matches!(now, Now::Unreadable(_))), "{seen:?}");
+    for registry in [&ground.registry, &ground.other] {
+        let listing = registry.list().await.expect("a list");
+        assert_eq!(listing.entries, std::slice::from_ref(&good));
+        let skipped: BTreeSet<_> = listing.skipped.iter().map(|skipped| &skipped.key).collect();
+        assert_eq!(skipped, bad.iter().map(|(key, _)| key).collect());
+        assert!(listing.skipped.iter().all(|skipped| !skipped.reason.is_empty()), "{listing:?}");
+    }
+    conflicts(ground.registry.create(&key(2), &attrs(2), tenure(2, DAY)).await, &key(2));
+    (ground.put_raw)(&key(2).to_string(), r#"{"PublicIP":"192.0.2.2"}"#);
+    let seen = changes(&mut *watch, |seen| !seen.is_empty()).await;
+    assert!(matches!(seen.get(&key(2).to_string()), Some(Now::Held(_))), "mended: {seen:?}");
+}

@@ -1,0 +1,33 @@
+//! The backends of this build: an explicit list, so that what is there can be seen.
+
+use flannel_backend_hostgw::HostGw;
+use flannel_backend_vxlan::VxlanBackend;
+use flannel_core::{Alloc, Backend};
+
+use crate::error::Error;
+
+/// All backends.
+pub(crate) fn all() -> [&'static dyn Backend; 3] {
+    [&VxlanBackend, &HostGw, &Alloc]
+}
+
+/// The backend that the network config names (in lower case).
+pub(crate) fn find(kind: &str) -> Result<&'static dyn Backend, Error> {
+    all().into_iter().find(|backend| backend.name() == kind).ok_or_else(|| {
+        let known: Vec<&str> = all().iter().map(|backend| backend.name()).collect();
+        Error::UnknownBackend { kind: kind.to_owned(), known: known.join(", ") }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_found_and_unknown_ones_are_listed() {
+        assert_eq!(find("host-gw").unwrap().lease_type(), "host-gw");
+        assert_eq!(find("alloc").unwrap().lease_type(), "");
+        let error = find("vlxan").unwrap_err().to_string();
+        assert!(error.contains("\"vlxan\"") && error.contains("vxlan, host-gw, alloc"), "{error}");
+    }
+}

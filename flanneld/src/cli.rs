@@ -1,0 +1,183 @@
+//! The options of the daemon, from the command line and the environment.
+//!
+//! The one thing to know: flags may be written Go's way (`-iface eth0`, `--iface=eth0`), and each may come from
+//! `FLANNELD_<FLAG>` in the environment instead. The command line wins; an empty variable counts as unset.
+//!
+//! **Source**: flannel `main.go`, Go `flag`, coreos `flagutil.SetFlagsFromEnv`.
+
+use std::ffi::{OsStr, OsString};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{CommandFactory, FromArgMatches, Parser};
+use flannel_core::{Dual, Family};
+
+use crate::error::Error;
+use crate::registry::RegistryUrl;
+
+/// What the daemon is told.
+#[derive(Debug, Clone, Parser)]
+#[command(name = "flanneld", version, about = "Gives this host a subnet of the cluster's pod network, and makes its kernel reach every other host's.")]
+#[command(after_help = "Every option can come from the environment as FLANNELD_<OPTION>, for example FLANNELD_SUBNET_FILE.")]
+#[non_exhaustive]
+pub struct Options {
+    /// Where leases are kept: dir:PATH, or dir:PATH?assign=static for a directory written beforehand
+    #[arg(long, value_name = "URL")]
+    pub registry: RegistryUrl,
+
+    /// The interface towards the other hosts, by name or address; may be repeated, the first that fits is taken
+    #[arg(long, value_name = "NAME|ADDRESS")]
+    pub iface: Vec<String>,
+
+    /// The same by regular expression, matched against addresses first and names second; after all --iface
+    #[arg(long, value_name = "REGEX")]
+    pub iface_regex: Vec<String>,
+
+    /// Take the interface by which this address is reached, if nothing above fits
+    #[arg(long, value_name = "ADDRESS")]
+    pub iface_can_reach: Option<IpAddr>,
+
+    /// The IPv4 address that other hosts reach this one by, if it is not the interface's
+    #[arg(long, value_name = "ADDRESS")]
+    pub public_ip: Option<Ipv4Addr>,
+
+    /// The IPv6 address that other hosts reach this one by, if it is not the interface's
+    #[arg(long, value_name = "ADDRESS")]
+    pub public_ipv6: Option<Ipv6Addr>,
+
+    /// The file that tells CNI plugins about this host's subnet
+    #[arg(long, value_name = "FILE", default_value = "/run/flannel/subnet.env")]
+    pub subnet_file: PathBuf,
+
+    /// Where this host remembers which leases are its own
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/flannel")]
+    pub state_dir: PathBuf,
+
+    /// Renew the lease when this many minutes are left of it, 1 to 1439
+    #[arg(long, value_name = "MINUTES", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..1440))]
+    pub subnet_lease_renew_margin: u64,
+
+    /// What to log: error, warn, info, debug, trace, or a filter such as info,flannel_core=debug
+    #[arg(long, value_name = "FILTER", default_value = "info")]
+    pub log: String,
+}
+
+impl Options {
+    /// Parses a command line (`args[0]` is the program's name) and the environment.
+    ///
+    /// # Errors
+    /// [`Error::Usage`], with the text to print; `--help` and `--version` are [`Error::Help`].
+    pub fn parse_from(
+        args: impl IntoIterator<Item = OsString>,
+        env: impl Fn(&str) -> Option<OsString>,
+    ) -> Result<Self, Error> {
+        let command = Self::command();
+        let mut args: Vec<OsString> = args.into_iter().map(go_style).collect();
+        let flags: Vec<String> = command.get_arguments().filter_map(|a| a.get_long()).map(str::to_owned).collect();
+        let mut variables = Vec::new();
+        let given = args.clone();
+        for flag in flags.iter().filter(|flag| !is_given(&given, flag)) {
+            let name = format!("FLANNELD_{}", flag.to_uppercase().replace(['-', '.'], "_"));
+            if let Some(value) = env(&name).filter(|value| !value.is_empty()) {
+                let mut arg = OsString::from(format!("--{flag}="));
+                arg.push(&value);
+                variables.push((flag.clone(), name));
+                // In front of positional words, which end the flags.
+                args.insert(1.min(args.len()), arg);
+            }
+        }
+        let matches = command.try_get_matches_from(args).map_err(|error| {
+            let text = error.render().to_string();
+            if !error.use_stderr() {
+                return Error::Help(text);
+            }
+            let culprit = variables.iter().find(|(flag, _)| text.contains(&format!("'--{flag} ")));
+            Error::Usage(match culprit {
+                Some((_, name)) => format!("{text}\n(the value comes from the environment: {name})\n"),
+                None => text,
+            })
+        })?;
+        Self::from_arg_matches(&matches).map_err(|error| Error::Usage(error.to_string()))
+    }
+
+    /// The public addresses that were given.
+    pub fn public(&self) -> Dual<IpAddr> {
+        Dual::from_fn(|family| match family {
+            Family::V4 => self.public_ip.map(IpAddr::V4),
+            Family::V6 => self.public_ipv6.map(IpAddr::V6),
+        })
+    }
+
+    /// How long before its end the lease is renewed.
+    pub fn renew_margin(&self) -> Duration {
+        Duration::from_secs(60 * self.subnet_lease_renew_margin)
+    }
+}
+
+/// `-iface` is `--iface` to Go; single letters stay what they are.
+fn go_style(arg: OsString) -> OsString {
+    match arg.to_str() {
+        Some(text) if text.len() > 2 && text.starts_with('-') && text.as_bytes()[1].is_ascii_alphabetic() => {
+            OsString::from(format!("-{text}"))
+        }
+        _ => arg,
+    }
+}
+
+fn is_given(args: &[OsString], flag: &str) -> bool {
+    let given = |arg: &OsStr| {
+        let name = arg.to_str().and_then(|text| text.strip_prefix("--"));
+        name.and_then(|name| name.split('=').next()) == Some(flag)
+    };
+    args.iter().any(|arg| given(arg))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(args: &[&str], env: &[(&str, &str)]) -> Result<Options, Error> {
+        let args = std::iter::once("flanneld").chain(args.iter().copied()).map(OsString::from);
+        let find = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
+        Options::parse_from(args, find)
+    }
+
+    #[test]
+    fn flags_in_gos_way_and_ours() {
+        let all = ["-registry=dir:/x", "-iface", "eth0", "--iface=eth1", "-public-ip", "192.0.2.1"];
+        let options = parse(&all, &[]).unwrap();
+        assert_eq!(options.iface, ["eth0", "eth1"]);
+        assert_eq!(options.public().v4, Some("192.0.2.1".parse().unwrap()));
+        assert_eq!(options.subnet_file.to_str(), Some("/run/flannel/subnet.env"));
+        assert_eq!(options.renew_margin(), Duration::from_secs(3600));
+    }
+
+    #[test]
+    fn the_command_line_beats_the_environment_and_empty_is_unset() {
+        let env = [("FLANNELD_REGISTRY", "dir:/env"), ("FLANNELD_IFACE", "eth7"), ("FLANNELD_SUBNET_FILE", "")];
+        let options = parse(&[], &env).unwrap();
+        assert_eq!((options.registry.to_string().as_str(), options.iface), ("dir:/env", vec!["eth7".to_owned()]));
+        assert_eq!(options.subnet_file.to_str(), Some("/run/flannel/subnet.env"));
+        let options = parse(&["--registry", "dir:/cli", "-iface=eth0"], &env).unwrap();
+        assert_eq!((options.registry.to_string().as_str(), options.iface), ("dir:/cli", vec!["eth0".to_owned()]));
+    }
+
+    #[test]
+    fn usage_errors_name_the_option_the_value_and_the_variable() {
+        for (args, env, says) in [
+            (vec![], vec![], "--registry <URL>"),
+            (vec!["--registry", "consul:x"], vec![], "consul:x"),
+            (vec!["--registry", "dir:/x?assign=magic"], vec![], "magic"),
+            (vec!["--registry", "dir:/x", "--ifcae", "eth0"], vec![], "--iface"),
+            (vec!["--registry", "dir:/x", "--public-ip", "::1"], vec![], "::1"),
+            (vec!["--registry", "dir:/x", "-subnet-lease-renew-margin=1440"], vec![], "1440"),
+            (vec!["--registry", "dir:/x"], vec![("FLANNELD_PUBLIC_IP", "nonsense")], "FLANNELD_PUBLIC_IP"),
+        ] {
+            let error = parse(&args, &env).unwrap_err();
+            assert_eq!(error.exit_code(), 2);
+            assert!(error.to_string().contains(says), "{args:?}: {error}");
+        }
+        assert_eq!(parse(&["--help"], &[]).unwrap_err().exit_code(), 0);
+    }
+}

@@ -1,0 +1,81 @@
+//! Why the daemon stops, and with which exit code.
+
+use std::path::PathBuf;
+
+use flannel_core::{LeaseEnd, Subnets};
+
+/// Why the daemon cannot start or go on.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Not an error: the text that `--help` or `--version` asked for.
+    #[error("{0}")]
+    Help(String),
+    /// The command line or the environment is wrong.
+    #[error("{0}")]
+    Usage(String),
+    /// The registry cannot be used.
+    #[error("registry {url}: {source}")]
+    Registry {
+        /// As given.
+        url: String,
+        /// Why.
+        source: Box<flannel_core::Error>,
+    },
+    /// The kernel cannot be reached.
+    #[error("the kernel: {0}")]
+    Kernel(#[from] flannel_core::KernelError),
+    /// No interface fits.
+    #[error("no external interface: {0}")]
+    Interface(String),
+    /// The config names a backend that does not exist.
+    #[error("network config: field Backend.Type: {kind:?} is not a backend of this build; it has {known}")]
+    UnknownBackend {
+        /// What the config says.
+        kind: String,
+        /// Those there are.
+        known: String,
+    },
+    /// The config names no backend, and the cluster's leases show that Go flannel chose `udp`.
+    #[error(
+        "network config: it names no Backend, and {holder} holds {subnets} without a backend type: that node runs \
+         Go flannel's udp, its choice when none is named; write the backend into the config, for example \
+         {{\"Backend\": {{\"Type\": \"vxlan\"}}}}, and restart every node"
+    )]
+    ImplicitUdp {
+        /// A lease of the other kind.
+        subnets: Box<Subnets>,
+        /// Its node.
+        holder: String,
+    },
+    /// A store or backend cannot go on.
+    #[error(transparent)]
+    Network(#[from] flannel_core::Error),
+    /// A file of ours cannot be read or written.
+    #[error("{path}: {reason}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What happened.
+        reason: String,
+    },
+    /// This node no longer owns its subnets.
+    #[error("the lease {subnets} is lost: {end}")]
+    LeaseLost {
+        /// The lease.
+        subnets: Box<Subnets>,
+        /// How it ended.
+        end: Box<LeaseEnd>,
+    },
+}
+
+impl Error {
+    /// 0 for help, 2 for usage, 1 for everything that happens while running.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Help(_) => 0,
+            Self::Usage(_) => 2,
+            _ => 1,
+        }
+    }
+}

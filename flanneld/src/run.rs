@@ -1,0 +1,201 @@
+//! The daemon: choose the interface, get a lease, say so in the subnet file, and keep the kernel following the leases.
+//!
+//! **Source**: flannel `main.go`, for the order.
+
+use std::convert::Infallible;
+use std::io::ErrorKind;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use flannel_core::{
+    Config, Ended, ExternalInterface, Host, Kernel, LeaseEnd, NetworkHandle, Origin, Status, SubnetManager, View,
+    holder,
+};
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::iface::Selectors;
+use flannel_subnet::{SubnetEnv, SubnetEnvError};
+use tokio::sync::watch;
+
+use crate::backends;
+use crate::cli::Options;
+use crate::error::Error;
+use crate::registry::Node;
+use crate::state;
+
+/// How often the network config is asked for while there is none, or a wrong one.
+const CONFIG_RETRY: Duration = Duration::from_secs(1);
+
+/// Runs the daemon in the calling thread's network namespace. Ends only with an error.
+///
+/// # Errors
+/// Whatever makes it impossible to start or go on; see [`Error`]. A missing or wrong network config is waited for.
+///
+/// # Cancel safety
+/// Dropping the future stops the daemon; the data path stays in place and the next start adopts it.
+pub async fn run(options: &Options) -> Result<Infallible, Error> {
+    let kernel = Arc::new(NetlinkKernel::open()?);
+    let mark = state::mark(&options.state_dir)?;
+    let node = Node {
+        mark,
+        previous: previous_subnets(options),
+        addresses: addresses(&kernel, options)?,
+        renew_margin: options.renew_margin(),
+    };
+    let subnets = options.registry.open(node).await?;
+    loop {
+        let config = wait_for_config(&*subnets).await;
+        let iface = choose_interface(&kernel, options, &*subnets, &config).await?;
+        tracing::info!(
+            interface = %iface.name, mtu = iface.mtu, reason = iface.reason,
+            address = ?iface.address, public = ?iface.public, "external interface"
+        );
+        let host = Host {
+            iface,
+            kernel: Arc::clone(&kernel) as Arc<dyn Kernel>,
+            subnets: Arc::clone(&subnets),
+            identity: state::identity(mark),
+        };
+        let reason = run_network(options, &host, &config).await?;
+        tracing::info!(reason, "building the network anew");
+    }
+}
+
+/// One network, from registration until something it was built from changes: the reason.
+async fn run_network(options: &Options, host: &Host, config: &Config) -> Result<String, Error> {
+    let backend = backends::find(&config.backend.kind)?;
+    let views = host.subnets.watch_leases().await?;
+    if !config.backend.explicit {
+        refuse_implicit_udp(views.clone()).await?;
+    }
+    let network = backend.register(host, config).await?;
+    let handle = network.handle();
+    write_subnet_file(options, config, &handle)?;
+    tracing::info!(
+        lease = %handle.lease.subnets, backend = backend.name(), mtu = handle.mtu,
+        subnet_file = %options.subnet_file.display(), "running"
+    );
+    let subnets = handle.lease.subnets;
+    tokio::select! {
+        ended = network.run(views) => match ended? {
+            Ended::Rebuild(reason) => Ok(reason),
+            ended => Ok(format!("{ended:?}")),
+        },
+        end = host.subnets.hold_lease(&handle.lease) => match end? {
+            LeaseEnd::Moved { to } => Ok(format!("this node was given {to}")),
+            end => Err(Error::LeaseLost { subnets: subnets.into(), end: end.into() }),
+        },
+        () = log_status(handle.status) => Ok("the network stopped".into()),
+    }
+}
+
+/// What the last run wrote; a file that cannot be read is as good as none, but said.
+fn previous_subnets(options: &Options) -> Option<flannel_core::Subnets> {
+    match SubnetEnv::read(&options.subnet_file) {
+        Ok(env) => env.previous(),
+        Err(SubnetEnvError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => None,
+        Err(error) => {
+            tracing::warn!(%error, "the previous subnet is not known");
+            None
+        }
+    }
+}
+
+/// The addresses by which a lease is known to be this host's.
+fn addresses(kernel: &NetlinkKernel, options: &Options) -> Result<Vec<IpAddr>, Error> {
+    let facts = kernel.facts(&Selectors::default())?;
+    let local = facts.interfaces.iter().flat_map(|interface| &interface.addresses).map(|a| a.address);
+    Ok(options.public().values().copied().chain(local).collect())
+}
+
+/// Asks until there is a config that is right; says why it waits once per reason.
+async fn wait_for_config(subnets: &dyn SubnetManager) -> Config {
+    let mut said = String::new();
+    loop {
+        match subnets.network_config().await {
+            Ok(config) => {
+                tracing::info!(networks = ?config.pod_networks().collect::<Vec<_>>(), backend = config.backend.kind, "network config");
+                return config;
+            }
+            Err(error) => {
+                let error = error.to_string();
+                if error != said {
+                    tracing::warn!(error, "waiting for the network config");
+                    said = error;
+                }
+            }
+        }
+        tokio::time::sleep(CONFIG_RETRY).await;
+    }
+}
+
+async fn choose_interface(
+    kernel: &NetlinkKernel,
+    options: &Options,
+    subnets: &dyn SubnetManager,
+    config: &Config,
+) -> Result<ExternalInterface, Error> {
+    let prescribed = subnets.hints().await?.public;
+    let given = options.public();
+    let selectors = Selectors {
+        iface: options.iface.clone(),
+        iface_regex: options.iface_regex.clone(),
+        can_reach: options.iface_can_reach,
+        public: flannel_core::Dual::from_fn(|family| prescribed[family].or(given[family])),
+    };
+    let families: Vec<_> = config.networks.families().collect();
+    kernel.external_interface(&selectors, families).map_err(|error| Error::Interface(error.to_string()))
+}
+
+/// The config names no backend: Go flannel runs `udp` then, and its leases have no backend type.
+async fn refuse_implicit_udp(mut views: watch::Receiver<View>) -> Result<(), Error> {
+    let live = |view: &View| matches!(view.origin, Origin::Live { .. });
+    // A watch that is closed says nothing about other nodes.
+    let Ok(view) = views.wait_for(live).await else { return Ok(()) };
+    match view.leases.iter().find(|lease| lease.attrs.backend_type.is_empty()) {
+        Some(lease) => Err(Error::ImplicitUdp { subnets: lease.subnets.into(), holder: holder(&lease.attrs) }),
+        None => Ok(()),
+    }
+}
+
+fn write_subnet_file(options: &Options, config: &Config, handle: &NetworkHandle) -> Result<(), Error> {
+    let env = SubnetEnv {
+        networks: config.pod_networks().collect(),
+        subnets: handle.lease.subnets.iter().collect(),
+        mtu: handle.mtu,
+        ip_masq: false,
+    };
+    env.write_atomic(&options.subnet_file).map_err(|error| Error::File {
+        path: options.subnet_file.clone(),
+        reason: error.to_string(),
+    })
+}
+
+/// One line per change of state: in sync or not, each lease that is not believed, each object that fails.
+async fn log_status(mut status: watch::Receiver<Arc<Status>>) {
+    let mut said = Arc::new(Status::default());
+    loop {
+        let now = Arc::clone(&status.borrow_and_update());
+        if now.in_sync != said.in_sync {
+            if now.in_sync {
+                tracing::info!(peers = now.peers, objects = now.objects, "in sync");
+            } else {
+                tracing::warn!(failing = now.failing.len(), kernel_error = ?now.kernel_error, "not in sync");
+            }
+        }
+        for (subnets, why) in now.disbelieved.iter().filter(|(subnets, why)| said.disbelieved.get(subnets) != Some(why)) {
+            tracing::warn!(%subnets, %why, "a lease is not believed");
+        }
+        for subnets in said.disbelieved.keys().filter(|subnets| !now.disbelieved.contains_key(subnets)) {
+            tracing::info!(%subnets, "a lease that was not believed is right now, or gone");
+        }
+        for remark in now.remarks.iter().filter(|remark| !said.remarks.contains(remark)) {
+            tracing::warn!("{remark}");
+        }
+        said = now;
+        if status.changed().await.is_err() {
+            // The network has stopped, which its own future tells.
+            std::future::pending::<()>().await;
+        }
+    }
+}

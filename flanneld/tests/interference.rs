@@ -1,0 +1,262 @@
+//! Whatever somebody else does to the kernel is put right, without any word from the peers.
+//!
+//! Real kernel, real backends, and iproute2 both as the culprit and as the witness.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use flannel_backend_hostgw::HostGw;
+use flannel_backend_vxlan::VxlanBackend;
+use flannel_core::testing::FakeSubnets;
+use flannel_core::{Backend, Dual, ExternalInterface, Family, Host, LeaseAttrs, SubnetManager};
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::testing::{bridge, in_netns_async, ip};
+use serde_json::Value;
+
+fn config(backend: &str) -> String {
+    format!(
+        r#"{{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{{"Type":"{backend}"}}}}"#
+    )
+}
+
+/// A host with an uplink, and one peer on it.
+async fn start(backend: &'static dyn Backend) -> Witness {
+    ip("link add eth0 type veth peer name wire");
+    ip("link set wire up");
+    ip("address add 192.0.2.1/24 dev eth0");
+    ip("address add 2001:db8::1/64 dev eth0 nodad");
+    ip("link set eth0 up");
+    let address: Dual<IpAddr> =
+        ["192.0.2.1", "2001:db8::1"].iter().map(|a| a.parse::<IpAddr>().unwrap()).collect();
+    let subnets = FakeSubnets::with_config(&config(backend.name()));
+    let data = |mac| Some(format!(r#"{{"VNI":1,"VtepMAC":"{mac}"}}"#).into());
+    let peer = LeaseAttrs {
+        public: ["192.0.2.7", "2001:db8::7"].iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
+        backend_type: backend.lease_type().into(),
+        backend_data: Dual { v4: data("0a:00:00:00:04:07"), v6: data("0a:00:00:00:06:07") },
+    };
+    subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer);
+    let host = Host {
+        iface: ExternalInterface {
+            name: "eth0".parse().unwrap(),
+            mtu: 1500,
+            address,
+            public: address,
+            reason: "it is the only one".into(),
+        },
+        kernel: Arc::new(NetlinkKernel::open().unwrap()),
+        subnets: Arc::new(subnets.clone()),
+        identity: "test".into(),
+    };
+    let config = subnets.network_config().await.unwrap();
+    let network = backend.register(&host, &config).await.unwrap();
+    let mut status = network.handle().status;
+    let views = subnets.watch_leases().await.unwrap();
+    tokio::spawn(async move {
+        let ended = network.run(views).await;
+        panic!("the network ended: {ended:?}, {subnets:?}");
+    });
+    let settled = async { drop(status.wait_for(|status| status.in_sync).await.unwrap()) };
+    if tokio::time::timeout(Duration::from_secs(10), settled).await.is_err() {
+        panic!("never in sync: {:#?}", status.borrow());
+    }
+    Witness::new(backend.name() == "vxlan")
+}
+
+/// What iproute2 sees when all is well.
+struct Witness {
+    vxlan: bool,
+    healthy: BTreeSet<String>,
+}
+
+impl Witness {
+    fn new(vxlan: bool) -> Self {
+        let witness = Self { vxlan, healthy: BTreeSet::new() };
+        let healthy = witness.see();
+        assert!(healthy.len() >= if vxlan { 10 } else { 2 }, "{healthy:#?}");
+        Self { healthy, ..witness }
+    }
+
+    fn see(&self) -> BTreeSet<String> {
+        let mut seen = BTreeSet::new();
+        let mut rows = |what: &str, text: String, columns: &[&str]| {
+            let rows: Vec<Value> =
+                if text.trim().is_empty() { vec![] } else { serde_json::from_str(&text).unwrap() };
+            for row in rows {
+                let values: Vec<String> =
+                    columns.iter().map(|c| row.pointer(c).unwrap_or(&Value::Null).to_string()).collect();
+                seen.insert(format!("{what} {}", values.join(" ")));
+            }
+        };
+        for (inet, network) in [("-4", "10.1.0.0/16"), ("-6", "fd00:1::/48")] {
+            let routes = ip(&format!("-j {inet} route show root {network}"));
+            let columns = ["/dst", "/type", "/gateway", "/dev", "/protocol", "/flags", "/metrics"];
+            // Routes that the kernel made itself are its own: our addresses are in the table `local`.
+            let made_by_us = |row: &Value| row["protocol"] != "kernel" && row["dst"].is_string();
+            let mut routes: Vec<Value> = serde_json::from_str(&routes).unwrap();
+            routes.retain(made_by_us);
+            rows("route", Value::from(routes).to_string(), &columns);
+        }
+        if !self.vxlan {
+            return seen;
+        }
+        for dev in ["flannel.1", "flannel-v6.1"] {
+            let shown = std::process::Command::new("ip").args(["link", "show", dev]).output().unwrap();
+            if !shown.status.success() {
+                rows("link", format!(r#"["{dev} is not there"]"#), &[""]);
+                continue;
+            }
+            let vxlan = ["/ifname", "/mtu", "/address", "/linkinfo/info_data/id", "/linkinfo/info_data/port"];
+            rows("link", ip(&format!("-d -j link show {dev}")), &vxlan);
+            let link = [
+                "/linkinfo/info_data/local",
+                "/linkinfo/info_data/local6",
+                "/linkinfo/info_data/link",
+                "/flags",
+            ];
+            rows("link", ip(&format!("-d -j link show {dev}")), &link);
+            let addresses: Vec<Value> = serde_json::from_str(&ip(&format!("-j address show {dev}"))).unwrap();
+            for address in addresses[0]["addr_info"].as_array().unwrap() {
+                if address["scope"] == "global" {
+                    rows("address", format!("[{address}]"), &["/local", "/prefixlen"]);
+                }
+            }
+            rows("neigh", ip(&format!("-j neigh show dev {dev} nud permanent")), &["/dst", "/lladdr"]);
+            rows("fdb", bridge(&format!("-j fdb show dev {dev}")), &["/mac", "/dst"]);
+        }
+        seen
+    }
+
+    /// Does damage and waits until nothing of it is left. The damage must show, or there is nothing to repair.
+    async fn survives(&self, damage: &str, commands: &[String]) {
+        for command in commands {
+            let run =
+                |(program, args): (&str, &str)| if program == "bridge" { bridge(args) } else { ip(args) };
+            run(command.split_once(' ').unwrap());
+        }
+        // The repair may be quicker than a look at the damage; so the damage is not looked for, only its end.
+        let repaired = async {
+            while self.see() != self.healthy {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        if tokio::time::timeout(Duration::from_secs(20), repaired).await.is_err() {
+            let seen = self.see();
+            let missing: Vec<_> = self.healthy.difference(&seen).collect();
+            let added: Vec<_> = seen.difference(&self.healthy).collect();
+            panic!("{damage}: not repaired\nmissing: {missing:#?}\ntoo much: {added:#?}");
+        }
+    }
+}
+
+/// What can be done to one family of vxlan: a name and the commands.
+fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
+    let v4 = family == Family::V4;
+    let (dev, inet) = if v4 { ("flannel.1", "-4") } else { ("flannel-v6.1", "-6") };
+    let (dst, gateway, other) = if v4 {
+        ("10.1.7.0/24", "10.1.7.0", "10.1.8.0")
+    } else {
+        ("fd00:1:0:7::/64", "fd00:1:0:7::", "fd00:1:0:8::")
+    };
+    let (unwanted, base) =
+        if v4 { ("10.1.9.0/24", "10.1.1.0/32") } else { ("fd00:1:0:9::/64", "fd00:1:0:1::/128") };
+    let (mac, public) =
+        if v4 { ("0a:00:00:00:04:07", "192.0.2.8") } else { ("0a:00:00:00:06:07", "2001:db8::8") };
+    let one = |text: String| vec![text];
+    vec![
+        ("device deleted", one(format!("ip link del {dev}"))),
+        ("device down", one(format!("ip link set {dev} down"))),
+        ("device down and up", vec![format!("ip link set {dev} down"), format!("ip link set {dev} up")]),
+        ("MTU changed", one(format!("ip link set {dev} mtu 1300"))),
+        ("MAC changed", one(format!("ip link set {dev} address 0a:99:99:99:99:99"))),
+        ("learning switched on", one(format!("ip link set {dev} type vxlan id 1 learning"))),
+        ("neighbours flushed", one(format!("ip {inet} neigh flush dev {dev} nud permanent"))),
+        ("neighbour deleted", one(format!("ip neigh del {gateway} dev {dev}"))),
+        (
+            "neighbour changed",
+            one(format!("ip neigh replace {gateway} lladdr 0a:88:88:88:88:88 dev {dev} nud permanent")),
+        ),
+        (
+            "neighbour added",
+            one(format!("ip neigh add {other} lladdr 0a:88:88:88:88:88 dev {dev} nud permanent")),
+        ),
+        ("FDB entry deleted", one(format!("bridge fdb del {mac} dev {dev}"))),
+        ("FDB entry changed", one(format!("bridge fdb replace {mac} dev {dev} dst {public} self permanent"))),
+        (
+            "FDB entry added",
+            one(format!("bridge fdb add 0a:77:77:77:77:77 dev {dev} dst {public} self permanent")),
+        ),
+        ("route deleted", one(format!("ip {inet} route del {dst}"))),
+        (
+            "route to another gateway",
+            one(format!("ip {inet} route replace {dst} via {other} dev {dev} onlink")),
+        ),
+        (
+            "route with an MTU",
+            one(format!("ip {inet} route replace {dst} via {gateway} dev {dev} onlink mtu 1300")),
+        ),
+        ("route by another device", one(format!("ip {inet} route replace {dst} dev eth0"))),
+        ("route to nowhere", one(format!("ip {inet} route replace blackhole {dst}"))),
+        ("route added", one(format!("ip {inet} route add {unwanted} via {gateway} dev {dev} onlink"))),
+        ("routes flushed", one(format!("ip {inet} route flush dev {dev}"))),
+        ("address flushed", one(format!("ip {inet} address flush dev {dev} scope global"))),
+        ("address deleted", one(format!("ip address del {base} dev {dev}"))),
+        ("address added", one(format!("ip address add {unwanted} dev {dev}"))),
+        ("uplink down and up", vec!["ip link set eth0 down".into(), "ip link set eth0 up".into()]),
+    ]
+}
+
+#[test]
+fn vxlan_survives_what_others_do() {
+    in_netns_async(|| async {
+        let witness = start(&VxlanBackend).await;
+        for family in Family::BOTH {
+            for (damage, commands) in damages(family) {
+                // Addresses of IPv6 go with the link; that is the uplink's owner's to put back.
+                let commands = keep_uplink_addresses(commands);
+                witness.survives(&format!("{family}: {damage}"), &commands).await;
+            }
+        }
+    });
+}
+
+#[test]
+fn host_gw_survives_what_others_do() {
+    in_netns_async(|| async {
+        let witness = start(&HostGw).await;
+        for (inet, dst, gateway, other) in [
+            ("-4", "10.1.7.0/24", "192.0.2.7", "192.0.2.8"),
+            ("-6", "fd00:1:0:7::/64", "2001:db8::7", "2001:db8::8"),
+        ] {
+            for (damage, commands) in [
+                ("route deleted", vec![format!("ip {inet} route del {dst}")]),
+                (
+                    "route to another gateway",
+                    vec![format!("ip {inet} route replace {dst} via {other} dev eth0")],
+                ),
+                (
+                    "route with an MTU",
+                    vec![format!("ip {inet} route replace {dst} via {gateway} dev eth0 mtu 1300")],
+                ),
+                ("route to nowhere", vec![format!("ip {inet} route replace blackhole {dst}")]),
+                ("routes flushed", vec![format!("ip {inet} route flush root {dst}")]),
+                ("uplink down and up", vec!["ip link set eth0 down".into(), "ip link set eth0 up".into()]),
+            ] {
+                let commands = keep_uplink_addresses(commands);
+                witness.survives(&format!("{inet}: {damage}"), &commands).await;
+            }
+        }
+    });
+}
+
+/// The kernel drops an uplink's IPv6 addresses when it goes down; its owner puts them back.
+fn keep_uplink_addresses(mut commands: Vec<String>) -> Vec<String> {
+    if commands.last().is_some_and(|command| command == "ip link set eth0 up") {
+        commands.push("ip address replace 2001:db8::1/64 dev eth0 nodad".into());
+    }
+    commands
+}
