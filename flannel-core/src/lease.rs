@@ -23,7 +23,7 @@ use crate::json::{FieldError, Fields, compact};
 /// **Source**: flannel `pkg/subnet/subnet.go: MakeSubnetKey, ParseSubnetKey`. Stricter when reading: nothing
 /// may stand before the key, host bits must be zero, and `0.0.0.0-0` alone (which Go reads as a lease of
 /// every address) is no lease. It means "no IPv4" in front of an IPv6 subnet.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Subnets(Dual<Subnet>);
 
 impl Subnets {
@@ -61,6 +61,12 @@ impl fmt::Display for Subnets {
             Some(v6) => write!(f, "&{}-{}", v6.base(), v6.len()),
             None => Ok(()),
         }
+    }
+}
+
+impl fmt::Debug for Subnets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
     }
 }
 

@@ -18,8 +18,14 @@ use crate::registry::RegistryUrl;
 
 /// What the daemon is told.
 #[derive(Debug, Clone, Parser)]
-#[command(name = "flanneld", version, about = "Gives this host a subnet of the cluster's pod network, and makes its kernel reach every other host's.")]
-#[command(after_help = "Every option can come from the environment as FLANNELD_<OPTION>, for example FLANNELD_SUBNET_FILE.")]
+#[command(
+    name = "flanneld",
+    version,
+    about = "Gives this host a subnet of the cluster's pod network, and makes its kernel reach every other host's."
+)]
+#[command(
+    after_help = "Every option can come from the environment as FLANNELD_<OPTION>, for example FLANNELD_SUBNET_FILE."
+)]
 #[non_exhaustive]
 pub struct Options {
     /// Where leases are kept: dir:PATH, or dir:PATH?assign=static for a directory written beforehand
@@ -74,7 +80,8 @@ impl Options {
     ) -> Result<Self, Error> {
         let command = Self::command();
         let mut args: Vec<OsString> = args.into_iter().map(go_style).collect();
-        let flags: Vec<String> = command.get_arguments().filter_map(|a| a.get_long()).map(str::to_owned).collect();
+        let flags: Vec<String> =
+            command.get_arguments().filter_map(|a| a.get_long()).map(str::to_owned).collect();
         let mut variables = Vec::new();
         let given = args.clone();
         for flag in flags.iter().filter(|flag| !is_given(&given, flag)) {
@@ -155,12 +162,19 @@ mod tests {
 
     #[test]
     fn the_command_line_beats_the_environment_and_empty_is_unset() {
-        let env = [("FLANNELD_REGISTRY", "dir:/env"), ("FLANNELD_IFACE", "eth7"), ("FLANNELD_SUBNET_FILE", "")];
+        let env =
+            [("FLANNELD_REGISTRY", "dir:/env"), ("FLANNELD_IFACE", "eth7"), ("FLANNELD_SUBNET_FILE", "")];
         let options = parse(&[], &env).unwrap();
-        assert_eq!((options.registry.to_string().as_str(), options.iface), ("dir:/env", vec!["eth7".to_owned()]));
+        assert_eq!(
+            (options.registry.to_string().as_str(), options.iface),
+            ("dir:/env", vec!["eth7".to_owned()])
+        );
         assert_eq!(options.subnet_file.to_str(), Some("/run/flannel/subnet.env"));
         let options = parse(&["--registry", "dir:/cli", "-iface=eth0"], &env).unwrap();
-        assert_eq!((options.registry.to_string().as_str(), options.iface), ("dir:/cli", vec!["eth0".to_owned()]));
+        assert_eq!(
+            (options.registry.to_string().as_str(), options.iface),
+            ("dir:/cli", vec!["eth0".to_owned()])
+        );
     }
 
     #[test]

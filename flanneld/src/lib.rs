@@ -49,12 +49,19 @@ fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
     let filter = tracing_subscriber::EnvFilter::try_new(&options.log);
     let filter = filter.map_err(|error| Error::Usage(format!("--log {}: {error}", options.log)))?;
     // Another subscriber in this process (a test's) stays.
-    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).try_init();
-    let failed = |error: std::io::Error| Error::File { path: "the runtime".into(), reason: error.to_string() };
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .try_init();
+    let failed =
+        |error: std::io::Error| Error::File { path: "the runtime".into(), reason: error.to_string() };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
     let ended = runtime.block_on(async {
-        let (mut interrupt, mut terminate) =
-            (signal(SignalKind::interrupt()).map_err(failed)?, signal(SignalKind::terminate()).map_err(failed)?);
+        let (mut interrupt, mut terminate) = (
+            signal(SignalKind::interrupt()).map_err(failed)?,
+            signal(SignalKind::terminate()).map_err(failed)?,
+        );
         tokio::select! {
             ended = run(&options) => ended.map(|never| match never {}),
             _ = interrupt.recv() => Ok("SIGINT"),

@@ -23,7 +23,9 @@ impl FromStr for RegistryUrl {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
         if !text.starts_with("dir:") {
-            return Err(format!("{text:?} names no kind of registry that this build has, such as dir:/etc/flannel/network"));
+            return Err(format!(
+                "{text:?} names no kind of registry that this build has, such as dir:/etc/flannel/network"
+            ));
         }
         text.parse().map(Self::Dir).map_err(|error: flannel_subnet::LocationError| error.to_string())
     }
@@ -50,7 +52,9 @@ impl RegistryUrl {
     pub(crate) async fn open(&self, node: Node) -> Result<Arc<dyn SubnetManager>, Error> {
         let Self::Dir(location) = self;
         let opened = DirRegistry::open(location.path.clone(), location.options).await;
-        let registry = Arc::new(opened.map_err(|source| Error::Registry { url: self.to_string(), source: source.into() })?);
+        let registry = Arc::new(
+            opened.map_err(|source| Error::Registry { url: self.to_string(), source: source.into() })?,
+        );
         Ok(match location.options.assign {
             Assign::Static => Arc::new(AssignedManager::new(registry, node.addresses)),
             _ => {

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::{
-    Config, Ended, ExternalInterface, Host, Kernel, LeaseEnd, NetworkHandle, Origin, Status, SubnetManager, View,
-    holder,
+    Config, Ended, ExternalInterface, Host, Kernel, LeaseEnd, NetworkHandle, Origin, Status, SubnetManager,
+    View, holder,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
@@ -153,7 +153,9 @@ async fn refuse_implicit_udp(mut views: watch::Receiver<View>) -> Result<(), Err
     // A watch that is closed says nothing about other nodes.
     let Ok(view) = views.wait_for(live).await else { return Ok(()) };
     match view.leases.iter().find(|lease| lease.attrs.backend_type.is_empty()) {
-        Some(lease) => Err(Error::ImplicitUdp { subnets: lease.subnets.into(), holder: holder(&lease.attrs) }),
+        Some(lease) => {
+            Err(Error::ImplicitUdp { subnets: lease.subnets.into(), holder: holder(&lease.attrs) })
+        }
         None => Ok(()),
     }
 }
@@ -165,10 +167,8 @@ fn write_subnet_file(options: &Options, config: &Config, handle: &NetworkHandle)
         mtu: handle.mtu,
         ip_masq: false,
     };
-    env.write_atomic(&options.subnet_file).map_err(|error| Error::File {
-        path: options.subnet_file.clone(),
-        reason: error.to_string(),
-    })
+    env.write_atomic(&options.subnet_file)
+        .map_err(|error| Error::File { path: options.subnet_file.clone(), reason: error.to_string() })
 }
 
 /// One line per change of state: in sync or not, each lease that is not believed, each object that fails.
@@ -183,7 +183,9 @@ async fn log_status(mut status: watch::Receiver<Arc<Status>>) {
                 tracing::warn!(failing = now.failing.len(), kernel_error = ?now.kernel_error, "not in sync");
             }
         }
-        for (subnets, why) in now.disbelieved.iter().filter(|(subnets, why)| said.disbelieved.get(subnets) != Some(why)) {
+        for (subnets, why) in
+            now.disbelieved.iter().filter(|(subnets, why)| said.disbelieved.get(subnets) != Some(why))
+        {
             tracing::warn!(%subnets, %why, "a lease is not believed");
         }
         for subnets in said.disbelieved.keys().filter(|subnets| !now.disbelieved.contains_key(subnets)) {

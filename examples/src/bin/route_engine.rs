@@ -1,0 +1,52 @@
+//! The route engine alone: leases of your own making in, kernel routes out, kept there whatever others do. No store.
+
+use std::sync::Arc;
+
+use flannel_core::{
+    Blueprint, KernelNetwork, Lease, LeaseAttrs, LeaseSet, LinkName, Network, Origin, Owned, Revision, Route,
+    State, Via, View,
+};
+use flannel_netlink::NetlinkKernel;
+use tokio::sync::watch;
+
+fn main() -> anyhow::Result<()> {
+    examples::in_sandbox(embed)
+}
+
+async fn embed() -> anyhow::Result<()> {
+    let eth0: LinkName = "eth0".parse()?;
+    let leases: LeaseSet =
+        [lease("10.1.1.0-24", "192.0.2.1")?, lease("10.1.7.0-24", "192.0.2.7")?].into_iter().collect();
+    let (_views, views) = watch::channel(View { leases, origin: Origin::Live { revision: Revision(1) } });
+    let pods = "10.1.0.0/16".parse()?;
+    let network = KernelNetwork::new(
+        Arc::new(NetlinkKernel::open()?),
+        Blueprint {
+            lease: lease("10.1.1.0-24", "192.0.2.1")?,
+            networks: [pods].into_iter().collect(),
+            mtu: 1500,
+            owned: Owned { networks: vec![pods], routes_on: [eth0].into(), ..Owned::default() },
+            base: State::default(),
+            plan: Box::new(move |lease, _env, objects| {
+                for peer in lease.endpoints() {
+                    let Some(gateway) = peer.public else { continue };
+                    let via = Via::Gateway { gateway, link: eth0, onlink: false };
+                    objects.push(Route { dst: peer.subnet, via, mtu: None }.into());
+                }
+                Ok(())
+            }),
+        },
+    );
+    let mut status = network.handle().status;
+    tokio::select! {
+        ended = Box::new(network).run(views) => anyhow::bail!("the network ended: {ended:?}"),
+        synced = status.wait_for(|status| status.in_sync) => println!("in sync with {} peer", synced?.peers),
+    }
+    Ok(())
+}
+
+fn lease(key: &str, public: &str) -> anyhow::Result<Lease> {
+    let public = [public.parse::<std::net::IpAddr>()?].into_iter().collect();
+    let attrs = LeaseAttrs { public, ..LeaseAttrs::default() };
+    Ok(Lease { subnets: key.parse()?, attrs, expires: None, since: Revision(1), revision: Revision(1) })
+}

@@ -1,0 +1,423 @@
+//! `LocalManager` on the registry in memory, with time paused: days pass at once.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::collections::BTreeSet;
+use std::future::Future;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use flannel_core::{Error, Family, Lease, LeaseAttrs, LeaseEnd, Origin, SubnetManager, Subnets};
+use flannel_subnet::testing::TokioClock;
+use flannel_subnet::{Entry, Identity, LocalManager, Mark, MemoryRegistry, Ownership, Registry, Tenure};
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+const V4: &str = r#"{"Network":"10.1.0.0/16"}"#;
+const V6: &str = r#"{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:1::/48"}"#;
+const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48"}"#;
+const HOUR: Duration = Duration::from_secs(3600);
+const DAY: Duration = Duration::from_secs(86_400);
+
+fn key(text: &str) -> Subnets {
+    text.parse().unwrap()
+}
+
+fn attrs(addresses: &[&str]) -> LeaseAttrs {
+    LeaseAttrs {
+        public: addresses.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
+        backend_type: "vxlan".into(),
+        ..LeaseAttrs::default()
+    }
+}
+
+/// The same node with another VTEP.
+fn other_data(of: &LeaseAttrs) -> LeaseAttrs {
+    let mut attrs = of.clone();
+    attrs.backend_data.v4 = Some(r#"{"VNI":2}"#.into());
+    attrs
+}
+
+fn node(registry: &MemoryRegistry, mark: u64) -> LocalManager {
+    node_with_previous(registry, mark, None)
+}
+
+fn node_with_previous(registry: &MemoryRegistry, mark: u64, previous: Option<&str>) -> LocalManager {
+    let identity = Identity {
+        mark: Mark(mark),
+        previous: previous.map(key),
+        local_addresses: vec!["192.0.2.1".parse().unwrap(), "2001:db8::1".parse().unwrap()],
+    };
+    LocalManager::with_clock(Arc::new(registry.clone()), identity, Arc::new(TokioClock::new()))
+}
+
+fn tenure(mark: u64) -> Option<Tenure> {
+    Some(Tenure { mark: Mark(mark), ttl: DAY })
+}
+
+async fn put(registry: &MemoryRegistry, text: &str, attrs: &LeaseAttrs, mark: Option<u64>) -> Entry {
+    registry.create(&key(text), attrs, mark.and_then(tenure)).await.unwrap()
+}
+
+async fn keys(registry: &MemoryRegistry) -> Vec<String> {
+    registry.list().await.unwrap().entries.iter().map(|entry| entry.lease.subnets.to_string()).collect()
+}
+
+/// A node that holds its lease in a task of its own.
+struct Held {
+    manager: Arc<LocalManager>,
+    lease: Lease,
+    task: JoinHandle<flannel_core::Result<LeaseEnd>>,
+}
+
+async fn hold(manager: LocalManager, attrs: &LeaseAttrs) -> Held {
+    let manager = Arc::new(manager);
+    let lease = manager.acquire_lease(attrs).await.unwrap();
+    let mut views = manager.watch_leases().await.unwrap();
+    let task = tokio::spawn({
+        let (manager, lease) = (Arc::clone(&manager), lease.clone());
+        async move { manager.hold_lease(&lease).await }
+    });
+    soon(views.wait_for(|view| matches!(view.origin, Origin::Live { .. }))).await.unwrap();
+    Held { manager, lease, task }
+}
+
+impl Held {
+    /// How it ended; it ends within a second.
+    async fn end(self) -> LeaseEnd {
+        soon(self.task).await.unwrap().unwrap()
+    }
+}
+
+async fn soon<T>(future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(Duration::from_secs(1), future).await.expect("happens within a second")
+}
+
+async fn until<F: Future<Output = bool>>(within: Duration, what: &str, condition: impl Fn() -> F) {
+    let begin = Instant::now();
+    while !condition().await {
+        assert!(begin.elapsed() < within, "not within {within:?}: {what}");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_new_node_gets_a_subnet_and_keeps_it_over_restarts() {
+    let registry = MemoryRegistry::with_config(V4);
+    let first = node(&registry, 1).acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
+    let subnet = first.subnets.family(Family::V4).unwrap();
+    assert!(subnet.len() == 24 && subnet.to_string().starts_with("10.1."), "{subnet}");
+    assert!(first.expires.is_some());
+    // By mark, even with another address; by address, even with another mark.
+    let by_mark = node(&registry, 1).acquire_lease(&attrs(&["192.0.2.9"])).await.unwrap();
+    assert_eq!(by_mark.subnets, first.subnets);
+    let by_address = node(&registry, 2).acquire_lease(&attrs(&["192.0.2.9"])).await.unwrap();
+    assert_eq!(by_address.subnets, first.subnets);
+    assert_eq!(registry.entry(&first.subnets).await.unwrap().unwrap().mark, Some(Mark(2)));
+    assert_eq!(keys(&registry).await.len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_previous_subnets_come_back_if_they_are_free_and_fit() {
+    let registry = MemoryRegistry::with_config(V4);
+    let acquire = async |n: u64, previous: &str| {
+        let manager = node_with_previous(&registry, n, Some(previous));
+        manager.acquire_lease(&attrs(&[&format!("192.0.2.{n}")])).await.unwrap().subnets.to_string()
+    };
+    assert_eq!(acquire(1, "10.1.7.0-24").await, "10.1.7.0-24");
+    for (n, taken_or_unfit) in
+        [(2, "10.1.7.0-24"), (3, "10.1.0.0-24"), (4, "10.1.8.0-25"), (5, "10.2.7.0-24")]
+    {
+        let subnets = acquire(n, taken_or_unfit).await;
+        assert!(subnets != taken_or_unfit && subnets.ends_with("-24"), "{subnets}");
+    }
+    put(&registry, "10.1.32.0-19", &attrs(&["192.0.2.77"]), Some(77)).await;
+    assert_ne!(acquire(6, "10.1.40.0-24").await, "10.1.40.0-24", "overlaps");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_no_longer_fits_is_given_up_but_a_reservation_is_left_alone() {
+    for (mark, left) in [(Some(1), 1), (Some(9), 1), (None, 2)] {
+        let registry = MemoryRegistry::with_config(V4);
+        let us = attrs(&["192.0.2.1"]);
+        put(&registry, "10.9.1.0-24", &us, mark).await;
+        let lease = node(&registry, 1).acquire_lease(&us).await.unwrap();
+        assert!(lease.subnets.to_string().starts_with("10.1."), "{lease:?}");
+        assert_eq!(keys(&registry).await.len(), left, "{mark:?}");
+        let again = node(&registry, 1).acquire_lease(&us).await.unwrap();
+        assert_eq!(again.subnets, lease.subnets);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_two_leases_with_our_address_the_one_with_our_mark_is_ours_else_the_older() {
+    let us = attrs(&["192.0.2.1"]);
+    for (mark, expected) in [(7, "10.1.3.0-24"), (1, "10.1.5.0-24")] {
+        let registry = MemoryRegistry::with_config(V4);
+        put(&registry, "10.1.5.0-24", &us, Some(6)).await;
+        put(&registry, "10.1.3.0-24", &us, Some(7)).await;
+        let lease = node(&registry, mark).acquire_lease(&us).await.unwrap();
+        assert_eq!(lease.subnets, key(expected));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn as_many_nodes_as_subnets_at_once_all_get_one_and_the_next_is_told() {
+    for (config, total) in [
+        (r#"{"Network":"10.1.0.0/22","SubnetLen":28}"#, 63),
+        (r#"{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:1::/58"}"#, 63),
+    ] {
+        let registry = MemoryRegistry::with_config(config);
+        let address = |n: u64| attrs(&[&format!("192.0.2.{n}"), &format!("2001:db8::{n}")]);
+        let mut tasks = tokio::task::JoinSet::new();
+        for n in 1..=total {
+            let manager = node(&registry, n);
+            tasks.spawn(async move { manager.acquire_lease(&address(n)).await.unwrap().subnets });
+        }
+        let subnets: BTreeSet<Subnets> = tasks.join_all().await.into_iter().collect();
+        assert_eq!(subnets.len() as u64, total);
+        let error = node(&registry, 99).acquire_lease(&address(99)).await.unwrap_err();
+        assert!(matches!(error, Error::OutOfSubnets { total: 63, .. }), "{error}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_key_that_cannot_be_read_is_taken() {
+    let registry = MemoryRegistry::with_config(r#"{"Network":"10.1.0.0/26","SubnetLen":28}"#);
+    registry.put_raw("10.1.0.16-28", "nonsense", None);
+    registry.put_raw("nonsense", "{}", None);
+    put(&registry, "10.1.0.48-28", &attrs(&["192.0.2.8"]), Some(8)).await;
+    let manager = node(&registry, 1);
+    let lease = manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
+    assert_eq!(lease.subnets, key("10.1.0.32-28"));
+    let skipped: Vec<String> = manager.store_status().skipped.into_iter().map(|(key, _)| key).collect();
+    assert_eq!(skipped, ["10.1.0.16-28", "nonsense"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn both_families_are_picked_independently_and_ipv6_alone_works() {
+    let registry = MemoryRegistry::with_config(DUAL);
+    let dual = node(&registry, 1).acquire_lease(&attrs(&["192.0.2.1", "2001:db8::1"])).await.unwrap();
+    assert_eq!(dual.subnets.iter().map(|s| s.len()).collect::<Vec<_>>(), [24, 64]);
+
+    let registry = MemoryRegistry::with_config(V6);
+    let first = hold(node(&registry, 1), &attrs(&["2001:db8::1"])).await;
+    let second = node(&registry, 2).acquire_lease(&attrs(&["2001:db8::2"])).await.unwrap();
+    assert!(first.lease.subnets.to_string().starts_with("0.0.0.0-0&fd00:1:"));
+    assert!(!first.lease.subnets.overlaps(&second.subnets), "nobody is taken over for having no IPv4");
+    let restarted = node(&registry, 3).acquire_lease(&attrs(&["2001:db8::1"])).await.unwrap();
+    assert_eq!(restarted.subnets, first.lease.subnets);
+    assert!(matches!(first.end().await, LeaseEnd::Taken { .. }));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_renewed_lease_lives_for_ever_and_wakes_nobody() {
+    let registry = MemoryRegistry::with_config(V4);
+    let held = hold(node(&registry, 1), &attrs(&["192.0.2.1"])).await;
+    let observer = node(&registry, 2);
+    let mut views = observer.watch_leases().await.unwrap();
+    soon(views.wait_for(|view| view.leases.len() == 1)).await.unwrap();
+    let before = held.manager.store_status().requests;
+    tokio::time::sleep(10 * DAY).await;
+    assert!(!views.has_changed().unwrap());
+    assert_eq!(held.manager.store_status().requests - before, 10, "one request every 23 hours, no more");
+    assert!(matches!(held.manager.ownership(), Ownership::For(left) if left > HOUR - Duration::from_secs(1)));
+    assert!(!held.task.is_finished());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_deletion_is_the_order_to_stop_and_is_obeyed_at_once() {
+    let registry = MemoryRegistry::with_config(V4);
+    let held = hold(node(&registry, 1), &attrs(&["192.0.2.1"])).await;
+    let manager = Arc::clone(&held.manager);
+    registry.delete_key(&held.lease.subnets.to_string());
+    assert_eq!(held.end().await, LeaseEnd::Deleted);
+    assert_eq!(manager.ownership(), Ownership::Nothing);
+    assert_eq!(keys(&registry).await, [""; 0], "nothing is put back");
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_nodes_with_one_address_end_as_exactly_one_and_the_other_is_named() {
+    let registry = MemoryRegistry::with_config(V4);
+    let us = attrs(&["192.0.2.1"]);
+    let first = hold(node(&registry, 0xaaa), &us).await;
+    let second = hold(node(&registry, 0xbbb), &other_data(&us)).await;
+    assert_eq!(first.lease.subnets, second.lease.subnets);
+    let LeaseEnd::Taken { by } = first.end().await else { panic!("taken") };
+    assert!(by.contains("192.0.2.1") && by.contains("0bbb") && by.contains("0aaa"), "{by}");
+    tokio::time::sleep(3 * DAY).await;
+    assert!(!second.task.is_finished());
+    assert_eq!(keys(&registry).await.len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_outage_keeps_the_view_and_a_lease_that_lived_through_it() {
+    let registry = MemoryRegistry::with_config(V4);
+    put(&registry, "10.1.9.0-24", &attrs(&["192.0.2.9"]), None).await;
+    let held = hold(node(&registry, 1), &attrs(&["192.0.2.1"])).await;
+    let views = held.manager.watch_leases().await.unwrap();
+    registry.set_outage(true);
+    tokio::time::sleep(23 * HOUR + HOUR / 2).await;
+    assert_eq!(views.borrow().leases.len(), 2);
+    let status = held.manager.store_status();
+    assert!(status.failures > 0 && status.last_error.is_some(), "{status:?}");
+    assert!(matches!(held.manager.ownership(), Ownership::For(left) if left <= HOUR / 2 + HOUR / 60));
+    registry.set_outage(false);
+    tokio::time::sleep(2 * Duration::from_secs(60)).await;
+    assert!(matches!(held.manager.ownership(), Ownership::For(left) if left > 23 * HOUR));
+    assert_eq!(held.manager.store_status().last_error, None);
+    assert!(!held.task.is_finished());
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_its_time_a_node_is_no_owner_and_wins_its_subnet_back() {
+    let registry = MemoryRegistry::with_config(V4);
+    let held = hold(node(&registry, 1), &attrs(&["192.0.2.1"])).await;
+    registry.set_outage(true);
+    tokio::time::sleep(25 * HOUR).await;
+    assert!(matches!(held.manager.ownership(), Ownership::Lapsed(_)), "{:?}", held.manager.ownership());
+    assert!(!held.task.is_finished(), "nobody knows yet what became of the key");
+    registry.set_outage(false);
+    let subnets = held.lease.subnets;
+    until(2 * Duration::from_secs(60), "won back", async || {
+        registry.entry(&subnets).await.unwrap().is_some()
+    })
+    .await;
+    assert!(matches!(held.manager.ownership(), Ownership::For(_)));
+    tokio::time::sleep(3 * DAY).await;
+    assert!(!held.task.is_finished());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_subnet_that_somebody_took_after_it_expired_is_not_won_back() {
+    let registry = MemoryRegistry::with_config(V4);
+    let held = hold(node(&registry, 1), &attrs(&["192.0.2.1"])).await;
+    registry.set_outage(true);
+    tokio::time::sleep(25 * HOUR).await;
+    let value = attrs(&["192.0.2.2"]).to_json();
+    registry.put_raw(&held.lease.subnets.to_string(), &value, tenure(2));
+    registry.set_outage(false);
+    let end = tokio::time::timeout(Duration::from_secs(120), held.task).await.unwrap().unwrap().unwrap();
+    let LeaseEnd::Taken { by } = end else { panic!("{end:?}") };
+    assert!(by.contains("192.0.2.2"), "{by}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_revoked_holder_wins_its_subnet_back_at_once() {
+    let registry = MemoryRegistry::with_config(V4);
+    let held = hold(node(&registry, 1), &attrs(&["192.0.2.1"])).await;
+    registry.revoke(Mark(1));
+    let subnets = held.lease.subnets;
+    until(Duration::from_secs(1), "won back", async || registry.entry(&subnets).await.unwrap().is_some())
+        .await;
+    assert!(!held.task.is_finished());
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_others_write_over_our_attributes_is_put_back_but_what_we_publish_stays() {
+    let registry = MemoryRegistry::with_config(V4);
+    let us = attrs(&["192.0.2.1"]);
+    let held = hold(node(&registry, 1), &us).await;
+    let subnets = held.lease.subnets;
+    let stored = async || registry.entry(&subnets).await.unwrap().unwrap().lease.attrs;
+
+    registry.put_raw(&subnets.to_string(), &other_data(&us).to_json(), tenure(1));
+    until(Duration::from_secs(1), "put back", async || stored().await == us).await;
+
+    let current = registry.entry(&subnets).await.unwrap().unwrap().lease;
+    let lease = Lease { revision: current.revision, ..held.lease.clone() };
+    let published = held.manager.publish(&lease, &other_data(&us)).await.unwrap();
+    tokio::time::sleep(2 * DAY).await;
+    assert_eq!(stored().await, other_data(&us));
+    let stale = held.manager.publish(&lease, &us).await.unwrap_err();
+    assert!(matches!(stale, Error::Conflict { .. }), "{stale}");
+    held.manager.publish(&published, &us).await.unwrap();
+    assert!(!held.task.is_finished());
+
+    // Our own mark with another node's address: a copy of our state directory.
+    registry.put_raw(&subnets.to_string(), &attrs(&["192.0.2.2"]).to_json(), tenure(1));
+    let LeaseEnd::Taken { by } = held.end().await else { panic!("taken") };
+    assert!(by.contains("192.0.2.2") && by.contains("copied"), "{by}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reservation_stays_one() {
+    let registry = MemoryRegistry::with_config(V4);
+    let reserved = LeaseAttrs { backend_type: String::new(), ..attrs(&["192.0.2.1"]) };
+    put(&registry, "10.1.5.0-24", &reserved, None).await;
+    let us = attrs(&["192.0.2.1"]);
+    let held = hold(node(&registry, 1), &us).await;
+    assert_eq!((held.lease.subnets, held.lease.expires), (key("10.1.5.0-24"), None));
+    assert_eq!(held.manager.ownership(), Ownership::Reserved);
+    let before = held.manager.store_status().requests;
+    tokio::time::sleep(10 * DAY).await;
+    assert_eq!(held.manager.store_status().requests, before, "nothing to renew");
+    let entry = registry.entry(&held.lease.subnets).await.unwrap().unwrap();
+    assert_eq!((entry.mark, &entry.lease.attrs), (None, &us));
+
+    // Emptied again by hand: filled in again.
+    registry.put_raw("10.1.5.0-24", &reserved.to_json(), None);
+    let subnets = held.lease.subnets;
+    let filled = async || registry.entry(&subnets).await.unwrap().unwrap().lease.attrs == us;
+    until(Duration::from_secs(1), "filled in", filled).await;
+
+    // A second node with the same address.
+    let second = hold(node(&registry, 2), &other_data(&us)).await;
+    assert!(matches!(held.end().await, LeaseEnd::Taken { .. }));
+    registry.delete_key("10.1.5.0-24");
+    assert_eq!(second.end().await, LeaseEnd::Deleted);
+}
+
+#[tokio::test(start_paused = true)]
+async fn subnets_that_were_just_freed_come_last() {
+    let registry = MemoryRegistry::with_config(r#"{"Network":"10.1.0.0/26","SubnetLen":28}"#);
+    let first = put(&registry, "10.1.0.16-28", &attrs(&["192.0.2.8"]), Some(8)).await;
+    let manager = node(&registry, 1);
+    let mut views = manager.watch_leases().await.unwrap();
+    soon(views.wait_for(|view| view.leases.len() == 1)).await.unwrap();
+    registry.delete(&first.lease.subnets, first.lease.revision).await.unwrap();
+    soon(views.wait_for(|view| view.leases.is_empty())).await.unwrap();
+    let mut order = Vec::new();
+    for _ in 0..3 {
+        let lease = manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
+        order.push(lease.subnets.to_string());
+        // Somebody else's from now on.
+        let value = attrs(&[&format!("192.0.2.{}", 20 + order.len())]).to_json();
+        registry.put_raw(&lease.subnets.to_string(), &value, None);
+    }
+    assert_eq!(order[2], "10.1.0.16-28", "{order:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn hints_find_our_lease_by_mark_by_address_or_by_subnets() {
+    let registry = MemoryRegistry::with_config(V4);
+    let manager = node_with_previous(&registry, 1, Some("10.1.3.0-24"));
+    let previous = async || manager.hints().await.unwrap().previous.unwrap().to_string();
+    assert_eq!(manager.hints().await.unwrap().last_published, None);
+    assert_eq!(previous().await, "10.1.3.0-24");
+
+    let by_subnets = other_data(&attrs(&["192.0.2.33"]));
+    put(&registry, "10.1.3.0-24", &by_subnets, Some(3)).await;
+    assert_eq!(manager.hints().await.unwrap().last_published, Some(by_subnets));
+    put(&registry, "10.1.4.0-24", &attrs(&["192.0.2.1"]), Some(4)).await;
+    assert_eq!(previous().await, "10.1.4.0-24");
+    put(&registry, "10.1.5.0-24", &attrs(&["192.0.2.1"]), Some(5)).await;
+    assert_eq!(previous().await, "10.1.3.0-24", "two leases have our address");
+    put(&registry, "10.1.6.0-24", &attrs(&["192.0.2.66"]), Some(1)).await;
+    assert_eq!(previous().await, "10.1.6.0-24");
+    assert!(manager.hints().await.unwrap().public.is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn config_errors_say_where() {
+    let registry = MemoryRegistry::new();
+    let manager = node(&registry, 1);
+    let error = manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap_err();
+    assert!(matches!(&error, Error::NoConfig { location } if location.contains("config")), "{error}");
+    registry.set_config(Some(r#"{"Network":7}"#));
+    let error = manager.network_config().await.unwrap_err().to_string();
+    assert!(error.contains("config") && error.contains("field Network: 7"), "{error}");
+    assert_eq!(manager.store_status().failures, 0, "the store answered");
+    assert_eq!(manager.store_status().requests, 2);
+}
