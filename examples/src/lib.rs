@@ -23,3 +23,8 @@ where
         runtime.context("a runtime")?.block_on(example())
     })?
 }
+
+/// The code in the project's README compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct Readme;

@@ -350,13 +350,13 @@ impl Registry for DirRegistry {
         }
     }
 
-    async fn config_changed(&self, seen: Option<&ConfigText>) -> Result<()> {
+    async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()> {
         let mut news = self.0.news.subscribe();
         loop {
             self.0.refresh().await?;
             news.borrow_and_update();
             match self.config().await {
-                Ok(now) if Some(&now.text) == seen.map(|seen| &seen.text) => (),
+                Ok(now) if Some(&now.text) == seen.as_ref().map(|seen| &seen.text) => (),
                 Err(Error::NoConfig { .. }) if seen.is_none() => (),
                 Ok(_) | Err(Error::NoConfig { .. }) => return Ok(()),
                 Err(error) => return Err(error),

@@ -225,9 +225,9 @@ impl Registry for MemoryRegistry {
         }
     }
 
-    async fn config_changed(&self, seen: Option<&ConfigText>) -> Result<()> {
+    async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()> {
         let mut changes = self.0.changes.subscribe();
-        while self.reach()?.config.as_ref() == seen.map(|seen| &seen.text) {
+        while self.reach()?.config.as_ref() == seen.as_ref().map(|seen| &seen.text) {
             // The sender lives as long as `self`.
             let _ = changes.changed().await;
         }

@@ -104,7 +104,7 @@ impl Registry for Metered {
         self.books.request(self.registry.config().await, |_| None)
     }
 
-    async fn config_changed(&self, seen: Option<&ConfigText>) -> Result<()> {
+    async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()> {
         self.books.request(self.registry.config_changed(seen).await, |_| None)
     }
 

@@ -176,7 +176,7 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     ///
     /// # Cancel safety
     /// Dropping the future loses nothing: the next call compares again.
-    async fn config_changed(&self, seen: Option<&ConfigText>) -> Result<()>;
+    async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()>;
 
     /// All leases. An unreadable key is skipped and told; it never fails the list.
     ///

@@ -155,7 +155,7 @@ async fn config_is_read_and_awaited(ground: &Ground<'_>) {
     assert_eq!(first.text, r#"{"Network":"10.77.0.0/16"}"#);
     assert!(!first.location.is_empty());
     soon("config differs from none", registry.config_changed(None)).await.expect("in reach");
-    let changed = registry.config_changed(Some(&first));
+    let changed = registry.config_changed(Some(first.clone()));
     let change = async {
         tokio::task::yield_now().await;
         (ground.put_config)(r#"{"Network":"10.77.0.0/17"}"#);

@@ -1,0 +1,409 @@
+//! `DirRegistry` beyond the suite: editors, crashes, other processes, and what the files look like.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::Read;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use flannel_core::{Error, LeaseAttrs, LeaseEnd, Origin, SubnetManager, Subnets, View};
+use flannel_subnet::{
+    Assign, AssignedManager, DirLocation, DirOptions, DirRegistry, Identity, LocalManager, Mark, Reflector,
+    Registry, Tenure,
+};
+use tempfile::TempDir;
+use tokio::sync::watch;
+
+const DAY: Duration = Duration::from_secs(86_400);
+const VALUE: &str =
+    r#"{"PublicIP":"192.0.2.1","PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1}}"#;
+
+fn key(n: u8) -> Subnets {
+    format!("10.1.{n}.0-24").parse().unwrap()
+}
+
+fn attrs(address: &str) -> LeaseAttrs {
+    LeaseAttrs { public: [address.parse().unwrap()].into_iter().collect(), ..LeaseAttrs::default() }
+}
+
+fn tenure(mark: u64, ttl: Duration) -> Option<Tenure> {
+    Some(Tenure { mark: Mark(mark), ttl })
+}
+
+struct Net {
+    dir: TempDir,
+    registry: DirRegistry,
+}
+
+impl Net {
+    async fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let registry = DirRegistry::open(dir.path(), DirOptions::default()).await.unwrap();
+        fs::write(dir.path().join("config"), r#"{"Network":"10.1.0.0/16"}"#).unwrap();
+        Self { dir, registry }
+    }
+
+    /// As another process sees it.
+    async fn again(&self) -> DirRegistry {
+        DirRegistry::open(self.dir.path(), DirOptions::default()).await.unwrap()
+    }
+
+    fn file(&self, name: impl ToString) -> PathBuf {
+        self.dir.path().join("subnets").join(name.to_string())
+    }
+
+    fn names(&self) -> BTreeSet<String> {
+        let names = fs::read_dir(self.dir.path().join("subnets")).unwrap();
+        names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    }
+
+    async fn following(&self) -> (Reflector, watch::Receiver<View>) {
+        let reflector = Reflector::start(Arc::new(self.again().await));
+        let mut views = reflector.views();
+        wait(&mut views, |view| matches!(view.origin, Origin::Live { .. })).await;
+        (reflector, views)
+    }
+}
+
+async fn wait(views: &mut watch::Receiver<View>, what: impl FnMut(&View) -> bool) -> View {
+    let view = tokio::time::timeout(Duration::from_secs(20), views.wait_for(what)).await;
+    view.expect("within 20 s").unwrap().clone()
+}
+
+fn node(registry: &DirRegistry, mark: u64) -> LocalManager {
+    let identity = Identity { mark: Mark(mark), previous: None, local_addresses: Vec::new() };
+    LocalManager::new(Arc::new(registry.clone()), identity)
+}
+
+#[tokio::test]
+async fn files_are_for_people_and_renewal_is_their_time() {
+    let net = Net::new().await;
+    let golden = "{\n  \"PublicIP\": \"192.0.2.1\",\n  \"PublicIPv6\": null,\n  \"BackendType\": \"vxlan\",\n  \
+                  \"BackendData\": {\"VNI\":1},\n  \"Mark\": \"000000000000002a\",\n  \"TTL\": 86400\n}\n";
+    let value = LeaseAttrs::from_json(VALUE).unwrap();
+    net.registry.create(&key(5), &value, tenure(42, DAY)).await.unwrap();
+    let path = net.file("10.1.5.0-24");
+    assert_eq!(fs::read_to_string(&path).unwrap(), golden);
+    assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o644);
+    assert_eq!(net.names(), ["10.1.5.0-24".to_owned()].into());
+
+    let old = SystemTime::now() - Duration::from_secs(1000);
+    File::open(&path).unwrap().set_modified(old).unwrap();
+    assert_eq!(net.registry.keep_alive(&key(5), Mark(42)).await.unwrap(), Some(DAY));
+    assert!(fs::metadata(&path).unwrap().modified().unwrap() > old + Duration::from_secs(900));
+    assert_eq!(fs::read_to_string(&path).unwrap(), golden);
+
+    // Other marks renew nothing.
+    File::open(&path).unwrap().set_modified(old).unwrap();
+    assert_eq!(net.registry.keep_alive(&key(5), Mark(43)).await.unwrap(), None);
+    assert_eq!(fs::metadata(&path).unwrap().modified().unwrap(), old);
+}
+
+#[tokio::test]
+async fn what_expired_while_nobody_looked_is_gone_and_its_place_is_free() {
+    let net = Net::new().await;
+    net.registry.create(&key(5), &attrs("192.0.2.1"), tenure(1, DAY)).await.unwrap();
+    File::open(net.file(key(5))).unwrap().set_modified(SystemTime::now() - 2 * DAY).unwrap();
+    let other = net.again().await;
+    assert_eq!(other.list().await.unwrap().entries, []);
+    assert_eq!(other.keep_alive(&key(5), Mark(1)).await.unwrap(), None, "too late");
+    let taken = other.create(&key(5), &attrs("192.0.2.2"), tenure(2, DAY)).await.unwrap();
+    assert_eq!(other.list().await.unwrap().entries, [taken]);
+}
+
+#[tokio::test]
+async fn no_key_is_created_that_overlaps_another() {
+    let net = Net::new().await;
+    net.registry.create(&key(5), &attrs("192.0.2.1"), tenure(1, DAY)).await.unwrap();
+    for overlapping in ["10.1.4.0-23", "10.1.5.128-25", "10.1.5.0-24&fd00::-64"] {
+        let overlapping: Subnets = overlapping.parse().unwrap();
+        let result = net.registry.create(&overlapping, &attrs("192.0.2.2"), tenure(2, DAY)).await;
+        assert!(matches!(result, Err(Error::Conflict { .. })), "{overlapping}: {result:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_half_written_file_keeps_its_last_content_in_force() {
+    let net = Net::new().await;
+    fs::write(net.file(key(5)), r#"{"PublicIP": "192.0.2.1"}"#).unwrap();
+    let (_reflector, mut views) = net.following().await;
+    assert_eq!(views.borrow_and_update().leases.len(), 1);
+    assert_eq!(net.registry.list().await.unwrap().entries.len(), 1);
+
+    fs::write(net.file(key(5)), r#"{"PublicIP": "192.0"#).unwrap();
+    let listing = net.registry.list().await.unwrap();
+    assert_eq!(listing.skipped[0].key, "10.1.5.0-24");
+    assert_eq!(listing.entries[0].lease.attrs, attrs("192.0.2.1"), "still in force");
+    let at = listing.entries[0].lease.revision;
+    let blind = net.registry.update(&key(5), at, &attrs("192.0.2.3"), None).await;
+    assert!(matches!(blind, Err(Error::Conflict { .. })), "{blind:?}");
+
+    fs::write(net.file(key(5)), r#"{"PublicIP": "192.0.2.2"}"#).unwrap();
+    let view = wait(&mut views, |view| view.leases.get(&key(5)).unwrap().attrs == attrs("192.0.2.2")).await;
+    assert_eq!(view.leases.len(), 1);
+    assert_eq!(net.registry.list().await.unwrap().skipped, []);
+}
+
+#[tokio::test]
+async fn an_editor_that_renames_the_old_file_away_removes_no_peer() {
+    let net = Net::new().await;
+    fs::write(net.file(key(5)), r#"{"PublicIP": "192.0.2.1"}"#).unwrap();
+    let mut watch = net.registry.watch(net.registry.list().await.unwrap().revision).await.unwrap();
+    fs::rename(net.file(key(5)), net.file("10.1.5.0-24~")).unwrap();
+    assert_eq!(net.registry.list().await.unwrap().entries.len(), 1, "it may come back");
+    fs::write(net.file(".10.1.5.0-24.swp"), "x").unwrap();
+    fs::write(net.file(key(5)), r#"{"PublicIP": "192.0.2.2"}"#).unwrap();
+    let batch = watch.next().await.unwrap().unwrap();
+    assert_eq!(batch.events.len(), 1);
+    assert!(format!("{:?}", batch.events[0].now).contains("192.0.2.2"), "{batch:?}");
+    assert_eq!(net.registry.list().await.unwrap().skipped, [], "what editors leave is no key");
+
+    // Moved away for good.
+    let (_reflector, mut views) = net.following().await;
+    fs::rename(net.file(key(5)), net.dir.path().join("elsewhere")).unwrap();
+    wait(&mut views, |view| view.leases.is_empty()).await;
+}
+
+#[tokio::test]
+async fn hard_links_and_symbolic_links_are_files_too() {
+    let net = Net::new().await;
+    let (_reflector, mut views) = net.following().await;
+    let source = net.dir.path().join("source");
+    fs::write(&source, r#"{"PublicIP": "192.0.2.1"}"#).unwrap();
+    fs::hard_link(&source, net.file(key(1))).unwrap();
+    wait(&mut views, |view| view.leases.len() == 1).await;
+    std::os::unix::fs::symlink(&source, net.file(key(2))).unwrap();
+    wait(&mut views, |view| view.leases.len() == 2).await;
+    fs::create_dir(net.file(key(3))).unwrap();
+    assert_eq!(net.registry.list().await.unwrap().entries.len(), 2);
+}
+
+#[tokio::test]
+async fn a_directory_that_is_replaced_is_read_anew() {
+    let net = Net::new().await;
+    fs::write(net.file(key(1)), "{}").unwrap();
+    fs::write(net.file(key(2)), "{}").unwrap();
+    let (_reflector, mut views) = net.following().await;
+    let new = net.dir.path().join("new");
+    fs::create_dir(&new).unwrap();
+    fs::write(new.join("10.1.2.0-24"), "{}").unwrap();
+    fs::write(new.join("10.1.3.0-24"), "{}").unwrap();
+    fs::rename(net.dir.path().join("subnets"), net.dir.path().join("old")).unwrap();
+    fs::rename(&new, net.dir.path().join("subnets")).unwrap();
+    let keys = |view: &View| view.leases.iter().map(|lease| lease.subnets).collect::<Vec<_>>();
+    wait(&mut views, |view| keys(view) == [key(2), key(3)]).await;
+    // It is watched, too.
+    fs::remove_file(net.file(key(2))).unwrap();
+    wait(&mut views, |view| keys(view) == [key(3)]).await;
+}
+
+#[tokio::test]
+async fn a_storm_that_overflows_the_queue_loses_nothing() {
+    let net = Net::new().await;
+    let listing = net.registry.list().await.unwrap();
+    let limit: usize =
+        fs::read_to_string("/proc/sys/fs/inotify/max_queued_events").unwrap().trim().parse().unwrap();
+    let (one, two) = (net.file(key(1)), net.file(key(2)));
+    fs::write(net.file(key(3)), "{}").unwrap();
+    // Renames, since equal events would be merged.
+    fs::write(&one, "{}").unwrap();
+    for n in 0..=limit / 2 {
+        let (from, to) = if n % 2 == 0 { (&one, &two) } else { (&two, &one) };
+        fs::rename(from, to).unwrap();
+    }
+    fs::remove_file(net.file(key(3))).unwrap();
+    fs::write(net.file(key(4)), "{}").unwrap();
+    let left = if one.exists() { key(1) } else { key(2) };
+    let mut watch = net.registry.watch(listing.revision).await.unwrap();
+    let batch = watch.next().await.unwrap().unwrap();
+    let held: BTreeSet<String> = batch.events.into_iter().map(|event| event.key).collect();
+    assert_eq!(held, [left.to_string(), key(4).to_string()].into());
+}
+
+#[tokio::test]
+async fn what_a_dead_writer_left_is_cleaned_up_and_never_read() {
+    let net = Net::new().await;
+    let leftover = net.file(".flannel-tmp-10.1.5.0-24-00112233");
+    fs::write(&leftover, "{").unwrap();
+    let listing = net.registry.list().await.unwrap();
+    assert_eq!((listing.entries.len(), listing.skipped.len()), (0, 0));
+    net.again().await;
+    assert!(!leftover.exists());
+}
+
+#[tokio::test]
+async fn a_lock_that_is_held_is_waited_for() {
+    let net = Net::new().await;
+    // Another process: its lock ends when its input does.
+    let mut holder = Command::new("flock")
+        .arg(net.dir.path().join(".lock"))
+        .args(["sh", "-c", "echo locked; read line"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("flock(1) of util-linux");
+    holder.stdout.take().unwrap().read_exact(&mut [0]).unwrap();
+    let (key, us) = (key(1), attrs("192.0.2.1"));
+    let mut create = Box::pin(net.registry.create(&key, &us, tenure(1, DAY)));
+    let early = tokio::time::timeout(Duration::from_millis(100), &mut create).await;
+    assert!(early.is_err() && !net.file(key).exists(), "{early:?}");
+    drop(holder.stdin.take());
+    create.await.unwrap();
+    holder.wait().unwrap();
+}
+
+const SHARED: &str = "FLANNEL_TEST_SHARED_DIR";
+const FIRST: &str = "FLANNEL_TEST_FIRST_NODE";
+
+/// 3 processes (this program, told to be one of them) with 20 nodes each, and not one subnet more.
+#[tokio::test]
+async fn many_processes_share_one_directory() {
+    if let (Some(path), Ok(first)) = (std::env::var_os(SHARED), std::env::var(FIRST)) {
+        return acquire_twenty(Path::new(&path), first.parse().unwrap()).await;
+    }
+    let net = Net::new().await;
+    let config = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.1.0","SubnetMax":"10.1.60.0"}"#;
+    fs::write(net.dir.path().join("config"), config).unwrap();
+    let (_reflector, mut views) = net.following().await;
+    let mut workers = tokio::task::JoinSet::new();
+    for first in [1, 21, 41] {
+        let mut worker = Command::new(std::env::current_exe().unwrap());
+        worker.args(["--exact", "many_processes_share_one_directory", "--nocapture"]);
+        worker.env(SHARED, net.dir.path()).env(FIRST, first.to_string());
+        workers.spawn_blocking(move || worker.output().unwrap());
+    }
+    let mut leases = Vec::new();
+    for output in workers.join_all().await {
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let text = String::from_utf8(output.stdout).unwrap();
+        leases.extend(text.lines().filter_map(|line| line.split("lease ").nth(1)).map(str::to_owned));
+    }
+    assert_eq!((leases.len(), leases.iter().collect::<BTreeSet<_>>().len()), (60, 60));
+    wait(&mut views, |view| view.leases.len() == 60).await;
+    let error = node(&net.registry, 99).acquire_lease(&attrs("192.0.2.99")).await.unwrap_err();
+    assert!(matches!(error, Error::OutOfSubnets { total: 60, .. }), "{error}");
+}
+
+async fn acquire_twenty(path: &Path, first: u64) {
+    let registry = DirRegistry::open(path, DirOptions::default()).await.unwrap();
+    for n in first..first + 20 {
+        let lease = node(&registry, n).acquire_lease(&attrs(&format!("192.0.2.{n}"))).await.unwrap();
+        println!("lease {}", lease.subnets);
+    }
+}
+
+#[tokio::test]
+async fn deleting_a_file_stops_its_node() {
+    let net = Net::new().await;
+    let manager = Arc::new(node(&net.registry, 1));
+    let lease = manager.acquire_lease(&attrs("192.0.2.1")).await.unwrap();
+    let held = tokio::spawn({
+        let (manager, lease) = (Arc::clone(&manager), lease.clone());
+        async move { manager.hold_lease(&lease).await }
+    });
+    let mut views = manager.watch_leases().await.unwrap();
+    wait(&mut views, |view| view.leases.len() == 1).await;
+    fs::remove_file(net.file(lease.subnets)).unwrap();
+    let end = tokio::time::timeout(Duration::from_secs(20), held).await.unwrap().unwrap().unwrap();
+    assert_eq!(end, LeaseEnd::Deleted);
+}
+
+#[tokio::test]
+async fn a_wrong_place_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    fs::write(&file, "").unwrap();
+    for path in [file.clone(), file.join("below")] {
+        let error = DirRegistry::open(&path, DirOptions::default()).await.unwrap_err().to_string();
+        assert!(error.contains(&path.display().to_string()), "{error}");
+    }
+    let missing = dir.path().join("missing");
+    let error = DirRegistry::open(&missing, DirOptions { assign: Assign::Static }).await.unwrap_err();
+    assert!(error.to_string().contains("missing"), "{error}");
+    assert!(!missing.exists(), "static directories are not made");
+    let made = dir.path().join("a/b");
+    let registry = DirRegistry::open(&made, DirOptions::default()).await.unwrap();
+    let error = registry.config().await.unwrap_err();
+    assert_eq!(error.to_string(), format!("{}/config holds no network config yet", made.display()));
+}
+
+/// A static directory with two nodes.
+async fn assigned(dir: &Path, address: &str) -> AssignedManager {
+    let subnets = dir.join("subnets");
+    fs::create_dir_all(&subnets).unwrap();
+    fs::write(dir.join("config"), r#"{"Network":"10.1.0.0/16"}"#).unwrap();
+    fs::write(subnets.join("10.1.1.0-24"), VALUE).unwrap();
+    fs::write(subnets.join("10.1.2.0-24"), VALUE.replace("192.0.2.1", "192.0.2.2")).unwrap();
+    let location: DirLocation = format!("dir:{}?assign=static", dir.display()).parse().unwrap();
+    let registry = DirRegistry::open(location.path, location.options).await.unwrap();
+    AssignedManager::new(Arc::new(registry), vec![address.parse().unwrap()])
+}
+
+#[tokio::test]
+async fn a_static_directory_gives_every_node_what_is_written_there_and_is_never_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let manager = assigned(dir.path(), "192.0.2.1").await;
+    let hints = manager.hints().await.unwrap();
+    let written = LeaseAttrs::from_json(VALUE).unwrap();
+    assert_eq!((hints.public, hints.previous), (written.public, Some(key(1))));
+    assert_eq!(hints.last_published.as_ref(), Some(&written));
+    let lease = manager.acquire_lease(&written).await.unwrap();
+    assert_eq!((lease.subnets, lease.expires), (key(1), None));
+
+    let mut ours = written.clone();
+    ours.backend_data.v4 = Some(r#"{"VNI":2}"#.into());
+    let error = manager.acquire_lease(&ours).await.unwrap_err().to_string();
+    assert!(error.contains("subnets/10.1.1.0-24: BackendData.VNI is 1, but this host has 2"), "{error}");
+    let kind = LeaseAttrs { backend_type: "host-gw".into(), ..written.clone() };
+    let error = manager.acquire_lease(&kind).await.unwrap_err().to_string();
+    assert!(error.contains(r#"BackendType is "vxlan", but this host has "host-gw""#), "{error}");
+    let error = manager.acquire_lease(&attrs("192.0.2.9")).await.unwrap_err().to_string();
+    assert!(error.contains("no file in subnets/ has this host's public address 192.0.2.9"), "{error}");
+
+    let names = |path: &Path| fs::read_dir(path).unwrap().count();
+    assert_eq!((names(dir.path()), names(&dir.path().join("subnets"))), (2, 2), "not even a lock");
+    let location = DirOptions { assign: Assign::Static };
+    let registry = DirRegistry::open(dir.path(), location).await.unwrap();
+    let refused = registry.create(&key(9), &written, None).await.unwrap_err().to_string();
+    assert!(refused.contains("assign=static"), "{refused}");
+}
+
+#[tokio::test]
+async fn a_static_lease_ends_when_its_file_goes_moves_or_says_something_else() {
+    for (what, expected) in [("gone", "Deleted"), ("moved", "Moved"), ("changed", "BackendData.VNI is 7")] {
+        let dir = tempfile::tempdir().unwrap();
+        let manager = assigned(dir.path(), "192.0.2.1").await;
+        let lease = manager.acquire_lease(&LeaseAttrs::from_json(VALUE).unwrap()).await.unwrap();
+        let mut views = manager.watch_leases().await.unwrap();
+        wait(&mut views, |view| view.leases.len() == 2).await;
+        let subnets = dir.path().join("subnets");
+        match what {
+            "gone" => fs::remove_file(subnets.join("10.1.1.0-24")).unwrap(),
+            "moved" => fs::rename(subnets.join("10.1.1.0-24"), subnets.join("10.1.8.0-24")).unwrap(),
+            _ => fs::write(subnets.join("10.1.1.0-24"), VALUE.replace(":1}", ":7}")).unwrap(),
+        }
+        let end = tokio::time::timeout(Duration::from_secs(20), manager.hold_lease(&lease)).await.unwrap();
+        let end = end.map_or_else(|error| error.to_string(), |end| format!("{end:?}"));
+        assert!(end.contains(expected), "{what}: {end}");
+    }
+}
+
+#[tokio::test]
+async fn renewals_and_writers_elsewhere_make_no_one_read() {
+    let net = Net::new().await;
+    net.registry.create(&key(1), &attrs("192.0.2.1"), tenure(1, DAY)).await.unwrap();
+    let other = net.again().await;
+    let mut watch = other.watch(other.list().await.unwrap().revision).await.unwrap();
+    net.registry.keep_alive(&key(1), Mark(1)).await.unwrap();
+    // The same bytes again are no change either.
+    let text = fs::read(net.file(key(1))).unwrap();
+    fs::write(net.file(key(1)), text).unwrap();
+    fs::write(net.file(key(2)), "{}").unwrap();
+    let batch = watch.next().await.unwrap().unwrap();
+    assert_eq!(batch.events.iter().map(|event| event.key.as_str()).collect::<Vec<_>>(), ["10.1.2.0-24"]);
+}

@@ -1,0 +1,102 @@
+//! Which requests a manager makes: here the call itself is what the tests are about.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use flannel_core::{Lease, LeaseAttrs, Result, Revision, SubnetManager, Subnets};
+use flannel_subnet::testing::TokioClock;
+use flannel_subnet::{ConfigText, Entry, Identity, Listing, LocalManager, Mark, Registry, Tenure, Watch};
+use mockall::mock;
+
+mock! {
+    #[derive(Debug)]
+    Store {}
+    impl fmt::Display for Store {
+        fn fmt<'a>(&self, f: &mut fmt::Formatter<'a>) -> fmt::Result;
+    }
+    #[async_trait]
+    impl Registry for Store {
+        async fn config(&self) -> Result<ConfigText>;
+        async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()>;
+        async fn list(&self) -> Result<Listing>;
+        async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>>;
+        async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry>;
+        async fn update(&self, subnets: &Subnets, at: Revision, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry>;
+        async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()>;
+        async fn keep_alive(&self, subnets: &Subnets, mark: Mark) -> Result<Option<Duration>>;
+        async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>>;
+    }
+}
+
+const DAY: Duration = Duration::from_secs(86_400);
+
+fn entry(mark: Option<u64>) -> Entry {
+    let attrs = LeaseAttrs::from_json(r#"{"PublicIP":"192.0.2.1","BackendType":"vxlan"}"#).unwrap();
+    let lease = Lease {
+        subnets: "10.1.5.0-24".parse().unwrap(),
+        attrs,
+        expires: None,
+        since: Revision(1),
+        revision: Revision(7),
+    };
+    Entry { lease, mark: mark.map(Mark) }
+}
+
+/// A store with a config and these leases, listed once; everything else must be expected.
+fn store(entries: Vec<Entry>) -> MockStore {
+    let mut store = MockStore::new();
+    store.expect_fmt().returning(|f| f.write_str("mock"));
+    store.expect_config().times(1).returning(|| {
+        Ok(ConfigText { location: "config".into(), text: r#"{"Network":"10.1.0.0/16"}"#.into() })
+    });
+    store.expect_list().times(1).returning(move || {
+        Ok(Listing { entries: entries.clone(), revision: Revision(9), ..Listing::default() })
+    });
+    store
+}
+
+async fn acquire(store: MockStore) -> Lease {
+    let identity = Identity { mark: Mark(1), previous: None, local_addresses: Vec::new() };
+    let manager = LocalManager::with_clock(Arc::new(store), identity, Arc::new(TokioClock::new()));
+    manager.acquire_lease(&entry(None).lease.attrs).await.unwrap()
+}
+
+#[tokio::test]
+async fn a_restart_with_nothing_new_to_tell_renews_and_writes_nothing() {
+    let mut store = store(vec![entry(Some(1))]);
+    store.expect_keep_alive().times(1).withf(|_, mark| *mark == Mark(1)).returning(|_, _| Ok(Some(DAY)));
+    assert!(acquire(store).await.expires.is_some());
+}
+
+#[tokio::test]
+async fn a_reservation_that_says_it_all_already_costs_no_request() {
+    assert_eq!(acquire(store(vec![entry(None)])).await.expires, None);
+}
+
+#[tokio::test]
+async fn a_take_over_is_one_compare_and_swap_at_the_revision_that_was_read() {
+    let mut store = store(vec![entry(Some(2))]);
+    let ours = |at: &Revision, tenure: &Option<Tenure>| {
+        *at == Revision(7) && *tenure == Some(Tenure { mark: Mark(1), ttl: DAY })
+    };
+    store
+        .expect_update()
+        .times(1)
+        .withf(move |_, at, _, tenure| ours(at, tenure))
+        .returning(|_, _, _, _| Ok(entry(Some(1))));
+    acquire(store).await;
+}
+
+#[tokio::test]
+async fn a_new_lease_is_three_requests() {
+    let mut store = store(Vec::new());
+    store.expect_create().times(1).returning(|subnets, _, tenure| {
+        let entry = entry(tenure.map(|tenure| tenure.mark.0));
+        Ok(Entry { lease: Lease { subnets: *subnets, ..entry.lease }, ..entry })
+    });
+    acquire(store).await;
+}
