@@ -1,6 +1,6 @@
 //! The choice of the interface that connects this host with its peers.
 //!
-//! The one thing to know: [`choose`] is a pure function of [`Facts`]; [`NetlinkKernel::facts`](crate::NetlinkKernel::facts)
+//! The one thing to know: [`choose`](fn@choose) is a pure function of [`Facts`]; [`NetlinkKernel::facts`](crate::NetlinkKernel::facts)
 //! reads them.
 //!
 //! **Source**: flannel `pkg/ipmatch/match.go: LookupExtIface`, without its panics.

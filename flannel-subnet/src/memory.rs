@@ -44,6 +44,7 @@ struct Inner {
     history: BTreeMap<u64, String>,
     forgotten: u64,
     outage: bool,
+    delay: Duration,
 }
 
 #[derive(Debug)]
@@ -114,6 +115,19 @@ impl MemoryRegistry {
     pub fn set_outage(&self, outage: bool) {
         self.lock().outage = outage;
         self.wake();
+    }
+
+    /// Lets the replies to all requests come this much after they were carried out.
+    pub fn set_reply_delay(&self, delay: Duration) {
+        self.lock().delay = delay;
+    }
+
+    async fn reply<T>(&self, result: Result<T>) -> Result<T> {
+        let delay = self.lock().delay;
+        if !delay.is_zero() {
+            tokio::time::sleep(delay).await;
+        }
+        result
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -193,25 +207,79 @@ impl Inner {
         }
     }
 
-    fn at(&self, subnets: &Subnets, at: Revision) -> Result<String> {
+    /// The key, if it is at this revision (`None`: if it does not exist).
+    fn at(&self, subnets: &Subnets, at: Option<Revision>) -> Result<String> {
         let key = subnets.to_string();
-        match self.keys.get(&key) {
-            Some(stored) if stored.revision == at.0 => Ok(key),
-            _ => Err(Error::Conflict { subnets: *subnets }),
+        if self.keys.get(&key).map(|stored| Revision(stored.revision)) == at {
+            return Ok(key);
         }
-    }
-
-    fn written(&self, key: &str, subnets: &Subnets) -> Result<Entry> {
-        match self.read(key) {
-            Now::Held(entry) => Ok(entry),
-            _ => Err(Error::Conflict { subnets: *subnets }),
-        }
+        Err(Error::Conflict { subnets: *subnets })
     }
 }
 
 impl fmt::Display for MemoryRegistry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("memory")
+    }
+}
+
+/// What each request does, at once and in one step.
+impl MemoryRegistry {
+    fn list_now(&self) -> Result<Listing> {
+        let inner = self.reach()?;
+        let mut listing = Listing { revision: Revision(inner.revision), ..Listing::default() };
+        for key in inner.keys.keys() {
+            match inner.read(key) {
+                Now::Held(entry) => listing.entries.push(entry),
+                Now::Unreadable(reason) => listing.skipped.push(Skipped { key: key.clone(), reason }),
+                Now::Gone => (),
+            }
+        }
+        Ok(listing)
+    }
+
+    fn entry_now(&self, subnets: &Subnets) -> Result<Option<Entry>> {
+        match self.reach()?.read(&subnets.to_string()) {
+            Now::Held(entry) => Ok(Some(entry)),
+            Now::Gone => Ok(None),
+            Now::Unreadable(reason) => {
+                Err(Error::Store { store: format!("{self}: {subnets}"), source: reason.into() })
+            }
+        }
+    }
+
+    /// Writes a key that is at this revision; `None`: that does not exist.
+    fn write_now(
+        &self,
+        subnets: &Subnets,
+        at: Option<Revision>,
+        attrs: &LeaseAttrs,
+        tenure: Option<Tenure>,
+    ) -> Result<Entry> {
+        let mut inner = self.reach()?;
+        let key = inner.at(subnets, at)?;
+        inner.put(&key, attrs.to_json(), tenure);
+        let Now::Held(entry) = inner.read(&key) else { return Err(Error::Conflict { subnets: *subnets }) };
+        drop(inner);
+        self.wake();
+        Ok(entry)
+    }
+
+    fn delete_now(&self, subnets: &Subnets, at: Revision) -> Result<()> {
+        let mut inner = self.reach()?;
+        let key = inner.at(subnets, Some(at))?;
+        inner.remove(&key);
+        drop(inner);
+        self.wake();
+        Ok(())
+    }
+
+    fn keep_alive_now(&self, mark: Mark) -> Result<Option<Duration>> {
+        let mut inner = self.reach()?;
+        Ok(inner.holders.get_mut(&mark).map(|holder| {
+            holder.end = Instant::now() + holder.ttl;
+            holder.ttl
+        }))
     }
 }
 
@@ -235,39 +303,15 @@ impl Registry for MemoryRegistry {
     }
 
     async fn list(&self) -> Result<Listing> {
-        let inner = self.reach()?;
-        let mut listing = Listing { revision: Revision(inner.revision), ..Listing::default() };
-        for key in inner.keys.keys() {
-            match inner.read(key) {
-                Now::Held(entry) => listing.entries.push(entry),
-                Now::Unreadable(reason) => listing.skipped.push(Skipped { key: key.clone(), reason }),
-                Now::Gone => (),
-            }
-        }
-        Ok(listing)
+        self.reply(self.list_now()).await
     }
 
     async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {
-        match self.reach()?.read(&subnets.to_string()) {
-            Now::Held(entry) => Ok(Some(entry)),
-            Now::Gone => Ok(None),
-            Now::Unreadable(reason) => {
-                Err(Error::Store { store: format!("{self}: {subnets}"), source: reason.into() })
-            }
-        }
+        self.reply(self.entry_now(subnets)).await
     }
 
     async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry> {
-        let mut inner = self.reach()?;
-        let key = subnets.to_string();
-        if inner.keys.contains_key(&key) {
-            return Err(Error::Conflict { subnets: *subnets });
-        }
-        inner.put(&key, attrs.to_json(), tenure);
-        let entry = inner.written(&key, subnets);
-        drop(inner);
-        self.wake();
-        entry
+        self.reply(self.write_now(subnets, None, attrs, tenure)).await
     }
 
     async fn update(
@@ -277,30 +321,15 @@ impl Registry for MemoryRegistry {
         attrs: &LeaseAttrs,
         tenure: Option<Tenure>,
     ) -> Result<Entry> {
-        let mut inner = self.reach()?;
-        let key = inner.at(subnets, at)?;
-        inner.put(&key, attrs.to_json(), tenure);
-        let entry = inner.written(&key, subnets);
-        drop(inner);
-        self.wake();
-        entry
+        self.reply(self.write_now(subnets, Some(at), attrs, tenure)).await
     }
 
     async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
-        let mut inner = self.reach()?;
-        let key = inner.at(subnets, at)?;
-        inner.remove(&key);
-        drop(inner);
-        self.wake();
-        Ok(())
+        self.reply(self.delete_now(subnets, at)).await
     }
 
     async fn keep_alive(&self, _: &Subnets, mark: Mark) -> Result<Option<Duration>> {
-        let mut inner = self.reach()?;
-        Ok(inner.holders.get_mut(&mark).map(|holder| {
-            holder.end = Instant::now() + holder.ttl;
-            holder.ttl
-        }))
+        self.reply(self.keep_alive_now(mark)).await
     }
 
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {

@@ -57,7 +57,7 @@ impl Books {
             }
             Err(_) => None,
         };
-        let known = revision.or(status.confirmed.map(|(revision, _)| revision));
+        let known = revision.or_else(|| status.confirmed.map(|(revision, _)| revision));
         status.confirmed = Some((known.unwrap_or_default(), now));
         status.last_error = None;
     }

@@ -91,7 +91,7 @@ impl fmt::Display for SubnetEnv {
                 writeln!(f, "{network_key}={network}")?;
             }
             if let Some(subnet) = self.subnets[family] {
-                let host = subnet.nth(1).unwrap_or(subnet.base());
+                let host = subnet.nth(1).unwrap_or_else(|| subnet.base());
                 writeln!(f, "{subnet_key}={host}/{}", subnet.len())?;
             }
         }

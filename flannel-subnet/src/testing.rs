@@ -116,8 +116,8 @@ async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
         .unwrap_or_else(|_| panic!("{what}: nothing happened for 30 s"))
 }
 
-fn conflicts<T: fmt::Debug>(result: Result<T, Error>, on: &Subnets) {
-    assert!(matches!(&result, Err(Error::Conflict { subnets }) if subnets == on), "{result:?}");
+fn conflicts<T: fmt::Debug>(result: &Result<T, Error>, on: &Subnets) {
+    assert!(matches!(result, Err(Error::Conflict { subnets }) if subnets == on), "{result:?}");
 }
 
 async fn clear(ground: &Ground<'_>) {
@@ -186,8 +186,8 @@ async fn what_is_written_is_read_back(ground: &Ground<'_>) {
 
 async fn a_key_is_created_only_once(ground: &Ground<'_>) {
     let first = ground.registry.create(&key(1), &attrs(1), tenure(1, DAY)).await.expect("created");
-    conflicts(ground.other.create(&key(1), &attrs(2), tenure(2, DAY)).await, &key(1));
-    conflicts(ground.registry.create(&key(1), &attrs(1), tenure(1, DAY)).await, &key(1));
+    conflicts(&ground.other.create(&key(1), &attrs(2), tenure(2, DAY)).await, &key(1));
+    conflicts(&ground.registry.create(&key(1), &attrs(1), tenure(1, DAY)).await, &key(1));
     assert_eq!(ground.other.entry(&key(1)).await.expect("in reach"), Some(first));
     clear(ground).await;
 }
@@ -199,12 +199,12 @@ async fn a_key_is_changed_only_at_its_revision(ground: &Ground<'_>) {
     let second = other.update(&key(1), at, &attrs(2), tenure(2, DAY)).await.expect("updated");
     assert_ne!(second.lease.revision, at);
     assert_eq!((second.lease.since, second.mark), (first.lease.since, Some(Mark(2))));
-    conflicts(registry.update(&key(1), at, &attrs(3), tenure(1, DAY)).await, &key(1));
-    conflicts(registry.delete(&key(1), at).await, &key(1));
+    conflicts(&registry.update(&key(1), at, &attrs(3), tenure(1, DAY)).await, &key(1));
+    conflicts(&registry.delete(&key(1), at).await, &key(1));
     assert_eq!(registry.entry(&key(1)).await.expect("in reach"), Some(second.clone()));
     registry.delete(&key(1), second.lease.revision).await.expect("deleted");
-    conflicts(registry.delete(&key(1), second.lease.revision).await, &key(1));
-    conflicts(registry.update(&key(1), second.lease.revision, &attrs(3), None).await, &key(1));
+    conflicts(&registry.delete(&key(1), second.lease.revision).await, &key(1));
+    conflicts(&registry.update(&key(1), second.lease.revision, &attrs(3), None).await, &key(1));
     assert_eq!(other.entry(&key(1)).await.expect("in reach"), None);
 }
 
@@ -226,7 +226,7 @@ async fn of_many_at_once_exactly_one_wins(ground: &Ground<'_>) {
         let results = soon("24 writers", tasks.join_all()).await;
         let (won, lost): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
         assert_eq!((won.len(), lost.len()), (1, 23), "{won:?}");
-        lost.into_iter().for_each(|lost| conflicts(lost, &key(9)));
+        lost.iter().for_each(|lost| conflicts(lost, &key(9)));
         let winner = won.into_iter().next().and_then(Result::ok).expect("one won");
         assert_eq!(ground.registry.entry(&key(9)).await.expect("in reach"), Some(winner.clone()));
         winner
@@ -340,7 +340,7 @@ async fn the_unreadable_is_skipped_and_told(ground: &Ground<'_>) {
         assert_eq!(skipped, bad.iter().map(|(key, _)| key).collect());
         assert!(listing.skipped.iter().all(|skipped| !skipped.reason.is_empty()), "{listing:?}");
     }
-    conflicts(ground.registry.create(&key(2), &attrs(2), tenure(2, DAY)).await, &key(2));
+    conflicts(&ground.registry.create(&key(2), &attrs(2), tenure(2, DAY)).await, &key(2));
     (ground.put_raw)(&key(2).to_string(), r#"{"PublicIP":"192.0.2.2"}"#);
     let seen = changes(&mut *watch, |seen| !seen.is_empty()).await;
     assert!(matches!(seen.get(&key(2).to_string()), Some(Now::Held(_))), "mended: {seen:?}");

@@ -1,6 +1,6 @@
 //! `DirRegistry` beyond the suite: editors, crashes, other processes, and what the files look like.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+#![allow(clippy::unwrap_used, clippy::needless_pass_by_value, reason = "helpers of tests are tests")]
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -16,6 +16,8 @@ use flannel_subnet::{
     Assign, AssignedManager, DirLocation, DirOptions, DirRegistry, Identity, LocalManager, Mark, Reflector,
     Registry, Tenure,
 };
+use nix::errno::Errno;
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use tempfile::TempDir;
 use tokio::sync::watch;
 
@@ -394,9 +396,17 @@ async fn a_static_lease_ends_when_its_file_goes_moves_or_says_something_else() {
 }
 
 #[tokio::test]
-async fn renewals_and_writers_elsewhere_make_no_one_read() {
+async fn renewals_and_writers_of_the_same_wake_no_one() {
     let net = Net::new().await;
     net.registry.create(&key(1), &attrs("192.0.2.1"), tenure(1, DAY)).await.unwrap();
+    let inotify = Inotify::init(InitFlags::IN_NONBLOCK).unwrap();
+    let all = AddWatchFlags::IN_ALL_EVENTS - AddWatchFlags::IN_ATTRIB - AddWatchFlags::IN_ACCESS;
+    let reading = AddWatchFlags::IN_OPEN | AddWatchFlags::IN_CLOSE_NOWRITE;
+    for watched in [net.dir.path(), &net.dir.path().join("subnets")] {
+        inotify.add_watch(watched, all - reading).unwrap();
+    }
+    net.registry.keep_alive(&key(1), Mark(1)).await.unwrap();
+    assert_eq!(inotify.read_events().unwrap_err(), Errno::EAGAIN, "a renewal is only a change of time");
     let other = net.again().await;
     let mut watch = other.watch(other.list().await.unwrap().revision).await.unwrap();
     net.registry.keep_alive(&key(1), Mark(1)).await.unwrap();

@@ -421,3 +421,63 @@ async fn config_errors_say_where() {
     assert_eq!(manager.store_status().failures, 0, "the store answered");
     assert_eq!(manager.store_status().requests, 2);
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_right_is_counted_from_the_sending_not_from_the_reply() {
+    let registry = MemoryRegistry::with_config(V4);
+    let delay = Duration::from_secs(600);
+    registry.set_reply_delay(delay);
+    let manager = Arc::new(node(&registry, 1));
+    let lease = manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
+    assert!(
+        matches!(manager.ownership(), Ownership::For(left) if left <= DAY - delay),
+        "{:?}",
+        manager.ownership()
+    );
+    let held = tokio::spawn({
+        let manager = Arc::clone(&manager);
+        async move { manager.hold_lease(&lease).await }
+    });
+    // At every moment the store keeps the key for at least as long as we believe.
+    for _ in 0..400 {
+        tokio::time::sleep(delay).await;
+        assert!(
+            matches!(manager.ownership(), Ownership::For(left) if left <= DAY - delay || left > DAY - 2 * delay)
+        );
+    }
+    registry.set_outage(true);
+    let Ownership::For(left) = manager.ownership() else { panic!("{:?}", manager.ownership()) };
+    tokio::time::sleep(left - Duration::from_secs(1)).await;
+    registry.set_outage(false);
+    registry.set_reply_delay(Duration::ZERO);
+    assert_eq!(keys(&registry).await.len(), 1, "still ours, and still there");
+    assert!(!held.is_finished());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_whose_reply_was_lost_is_found_again() {
+    let registry = MemoryRegistry::with_config(V4);
+    registry.set_reply_delay(Duration::from_secs(10));
+    let manager = node(&registry, 1);
+    let us = attrs(&["192.0.2.1"]);
+    let lost = tokio::time::timeout(Duration::from_secs(15), manager.acquire_lease(&us)).await;
+    assert!(lost.is_err());
+    let lease = manager.acquire_lease(&us).await.unwrap();
+    assert_eq!(keys(&registry).await, [lease.subnets.to_string()]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn another_manager_can_go_on_holding() {
+    let registry = MemoryRegistry::with_config(V4);
+    let lease = node(&registry, 1).acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
+    tokio::time::sleep(20 * HOUR).await;
+    let manager = Arc::new(node(&registry, 1));
+    let held = tokio::spawn({
+        let (manager, lease) = (Arc::clone(&manager), lease.clone());
+        async move { manager.hold_lease(&lease).await }
+    });
+    tokio::time::sleep(3 * DAY).await;
+    assert!(!held.is_finished());
+    registry.delete_key(&lease.subnets.to_string());
+    assert_eq!(soon(held).await.unwrap().unwrap(), LeaseEnd::Deleted);
+}

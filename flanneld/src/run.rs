@@ -47,8 +47,11 @@ pub async fn run(options: &Options) -> Result<Infallible, Error> {
         let config = wait_for_config(&*subnets).await;
         let iface = choose_interface(&kernel, options, &*subnets, &config).await?;
         tracing::info!(
-            interface = %iface.name, mtu = iface.mtu, reason = iface.reason,
-            address = ?iface.address, public = ?iface.public, "external interface"
+            "external interface {}: {} ({}; MTU {})",
+            iface.name,
+            addresses_of(&iface),
+            iface.reason,
+            iface.mtu
         );
         let host = Host {
             iface,
@@ -57,7 +60,7 @@ pub async fn run(options: &Options) -> Result<Infallible, Error> {
             identity: state::identity(mark),
         };
         let reason = run_network(options, &host, &config).await?;
-        tracing::info!(reason, "building the network anew");
+        tracing::info!("building the network anew: {reason}");
     }
 }
 
@@ -95,7 +98,7 @@ fn previous_subnets(options: &Options) -> Option<flannel_core::Subnets> {
         Ok(env) => env.previous(),
         Err(SubnetEnvError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => None,
         Err(error) => {
-            tracing::warn!(%error, "the previous subnet is not known");
+            tracing::warn!("the previous subnet is not known: {error}");
             None
         }
     }
@@ -106,6 +109,15 @@ fn addresses(kernel: &NetlinkKernel, options: &Options) -> Result<Vec<IpAddr>, E
     let facts = kernel.facts(&Selectors::default())?;
     let local = facts.interfaces.iter().flat_map(|interface| &interface.addresses).map(|a| a.address);
     Ok(options.public().values().copied().chain(local).collect())
+}
+
+/// `192.0.2.1, known to peers as 198.51.100.1`.
+fn addresses_of(iface: &ExternalInterface) -> String {
+    let one = |(family, address): (flannel_core::Family, &IpAddr)| match iface.public[family] {
+        Some(public) if public != *address => format!("{address}, known to peers as {public}"),
+        _ => address.to_string(),
+    };
+    iface.address.iter().map(one).collect::<Vec<_>>().join(", ")
 }
 
 /// Asks until there is a config that is right; says why it waits once per reason.
@@ -120,7 +132,7 @@ async fn wait_for_config(subnets: &dyn SubnetManager) -> Config {
             Err(error) => {
                 let error = error.to_string();
                 if error != said {
-                    tracing::warn!(error, "waiting for the network config");
+                    tracing::warn!("waiting for the network config: {error}");
                     said = error;
                 }
             }
@@ -186,10 +198,10 @@ async fn log_status(mut status: watch::Receiver<Arc<Status>>) {
         for (subnets, why) in
             now.disbelieved.iter().filter(|(subnets, why)| said.disbelieved.get(subnets) != Some(why))
         {
-            tracing::warn!(%subnets, %why, "a lease is not believed");
+            tracing::warn!("the lease {subnets} is not believed: {why}");
         }
         for subnets in said.disbelieved.keys().filter(|subnets| !now.disbelieved.contains_key(subnets)) {
-            tracing::info!(%subnets, "a lease that was not believed is right now, or gone");
+            tracing::info!("the lease {subnets}, which was not believed, is right now, or gone");
         }
         for remark in now.remarks.iter().filter(|remark| !said.remarks.contains(remark)) {
             tracing::warn!("{remark}");

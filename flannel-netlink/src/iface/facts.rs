@@ -78,7 +78,7 @@ impl NetlinkKernel {
         choose(selectors, families, &self.facts(selectors)?)
     }
 
-    /// Reads what [`choose`] needs to know.
+    /// Reads what [`choose`](fn@choose) needs to know.
     ///
     /// # Errors
     /// The kernel cannot be read.

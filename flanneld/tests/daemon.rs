@@ -1,0 +1,334 @@
+//! The daemon as a process: what it says, what it leaves, and how it ends.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::fs;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use flannel_netlink::testing::{in_netns, ip};
+
+const CONFIG: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
+
+/// A host's uplink, in the namespace of the calling test.
+fn uplink() {
+    ip("link add eth0 type veth peer name wire");
+    ip("link set wire up");
+    ip("address add 192.0.2.1/24 dev eth0");
+    ip("address add 2001:db8::1/64 dev eth0 nodad");
+    ip("link set eth0 up");
+}
+
+/// A directory with the registry, the state and the subnet file of one daemon.
+struct Place {
+    dir: tempfile::TempDir,
+}
+
+impl Place {
+    fn new(config: &str) -> Self {
+        let place = Self { dir: tempfile::tempdir().unwrap() };
+        fs::create_dir_all(place.leases()).unwrap();
+        fs::write(place.registry().join("config"), config).unwrap();
+        place
+    }
+
+    fn registry(&self) -> PathBuf {
+        self.dir.path().join("network")
+    }
+
+    fn leases(&self) -> PathBuf {
+        self.registry().join("subnets")
+    }
+
+    fn subnet_file(&self) -> PathBuf {
+        self.dir.path().join("run/subnet.env")
+    }
+
+    fn own_lease(&self) -> PathBuf {
+        let text = fs::read_to_string(self.subnet_file()).unwrap();
+        let subnet = text.lines().find_map(|line| line.strip_prefix("FLANNEL_SUBNET=")).unwrap();
+        let base = subnet.strip_suffix(".1/24").unwrap();
+        self.leases().join(format!("{base}.0-24"))
+    }
+
+    fn start(&self, extra: &[&str]) -> Daemon {
+        let registry = format!("dir:{}", self.registry().display());
+        self.start_on(&registry, extra)
+    }
+
+    fn start_on(&self, registry: &str, extra: &[&str]) -> Daemon {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_flanneld"));
+        command.args(["--registry", registry, "-iface=eth0", "--subnet-file"]).arg(self.subnet_file());
+        command.arg("--state-dir").arg(self.dir.path().join("state")).args(extra);
+        Daemon::start(&mut command)
+    }
+}
+
+struct Daemon {
+    child: Child,
+    log: Arc<Mutex<String>>,
+}
+
+impl Daemon {
+    fn start(command: &mut Command) -> Self {
+        let mut child =
+            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let (mut stderr, log) = (child.stderr.take().unwrap(), Arc::<Mutex<String>>::default());
+        let sink = Arc::clone(&log);
+        std::thread::spawn(move || {
+            let mut buffer = [0; 4096];
+            while let Ok(len @ 1..) = stderr.read(&mut buffer) {
+                sink.lock().unwrap().push_str(&String::from_utf8_lossy(&buffer[..len]));
+            }
+        });
+        Self { child, log }
+    }
+
+    fn log(&self) -> String {
+        self.log.lock().unwrap().clone()
+    }
+
+    fn wait_for_log(&self, text: &str) {
+        wait_until(|| self.log().contains(text), || format!("{text:?} was never said:\n{}", self.log()));
+    }
+
+    fn signal(&self, signal: &str) {
+        let pid = self.child.id().to_string();
+        assert!(Command::new("kill").args(["-s", signal, &pid]).status().unwrap().success());
+    }
+
+    fn ended(&mut self) -> ExitStatus {
+        let mut status = None;
+        let log = Arc::clone(&self.log);
+        let mut over = || {
+            status = self.child.try_wait().unwrap();
+            status.is_some()
+        };
+        wait_until(&mut over, || format!("it goes on:\n{}", log.lock().unwrap()));
+        status.unwrap()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn wait_until(mut condition: impl FnMut() -> bool, otherwise: impl Fn() -> String) {
+    let (_sender, pause) = std::sync::mpsc::channel::<()>();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !condition() {
+        assert!(Instant::now() < deadline, "{}", otherwise());
+        let _ = pause.recv_timeout(Duration::from_millis(5));
+    }
+}
+
+fn peer(leases: &Path, key: &str, public: &str, mac: &str) {
+    let value = format!(
+        r#"{{"PublicIP":"{public}","PublicIPv6":null,"BackendType":"vxlan","BackendData":{{"VNI":1,"VtepMAC":"{mac}"}}}}"#
+    );
+    fs::write(leases.join(key), value).unwrap();
+}
+
+#[test]
+fn a_signal_stops_it_within_a_second_and_leaves_the_data_path() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(CONFIG);
+        peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
+        for signal in ["TERM", "INT"] {
+            let mut daemon = place.start(&[]);
+            daemon.wait_for_log("in sync peers=1");
+            let asked = Instant::now();
+            daemon.signal(signal);
+            assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
+            assert!(asked.elapsed() < Duration::from_secs(1), "{:?}", asked.elapsed());
+            daemon.wait_for_log(&format!("SIG{signal}: stopped"));
+            let routes = ip("route show 10.1.7.0/24");
+            assert!(routes.contains("via 10.1.7.0 dev flannel.1") && routes.contains("onlink"), "{routes}");
+            assert!(place.own_lease().exists(), "the lease stays until it expires");
+        }
+    });
+}
+
+#[test]
+fn a_restart_keeps_subnet_mac_and_every_entry() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(CONFIG);
+        peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
+        let see = || {
+            ["-o link show flannel.1", "route show dev flannel.1", "neigh show dev flannel.1 nud permanent"]
+                .map(ip)
+        };
+        let mut before = None;
+        for kill in ["KILL", "TERM", "KILL"] {
+            let mut daemon = place.start(&[]);
+            daemon.wait_for_log("in sync peers=1");
+            let now = (see(), fs::read_to_string(place.subnet_file()).unwrap());
+            assert_eq!(*before.get_or_insert_with(|| now.clone()), now);
+            daemon.signal(kill);
+            daemon.ended();
+        }
+        assert_eq!(fs::read_dir(place.leases()).unwrap().count(), 2, "its own lease and the peer's");
+    });
+}
+
+#[test]
+fn deleting_its_lease_is_the_order_to_stop() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(CONFIG);
+        let mut daemon = place.start(&[]);
+        daemon.wait_for_log("in sync");
+        fs::remove_file(place.own_lease()).unwrap();
+        assert_eq!(daemon.ended().code(), Some(1));
+        daemon.wait_for_log("somebody deleted it, which orders this node to stop");
+    });
+}
+
+#[test]
+fn wrong_usage_is_2_and_what_does_not_work_is_1() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(CONFIG);
+        for (args, code, says) in [(vec!["--nonsense"], 2, "--nonsense"), (vec!["--log", "=="], 2, "--log")] {
+            let mut daemon = place.start(&args);
+            assert_eq!(daemon.ended().code(), Some(code), "{args:?}");
+            daemon.wait_for_log(says);
+        }
+        let registry = format!("dir:{}", place.registry().display());
+        let state = place.dir.path().join("state");
+        for (args, says) in [
+            (vec!["--iface", "eth9"], "eth9"),
+            (vec!["--iface", "eth0", "--subnet-file", "/proc/nowhere/subnet.env"], "/proc/nowhere"),
+            (vec![], "default route"),
+        ] {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_flanneld"));
+            command.args(["--registry", &registry, "--state-dir"]).arg(&state);
+            let subnet_file = place.subnet_file();
+            if !args.contains(&"--subnet-file") {
+                command.arg("--subnet-file").arg(&subnet_file);
+            }
+            let mut daemon = Daemon::start(command.args(&args));
+            assert_eq!(daemon.ended().code(), Some(1), "{args:?}: {}", daemon.log());
+            daemon.wait_for_log(says);
+        }
+    });
+}
+
+#[test]
+fn a_wrong_config_is_waited_for_and_said_once() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(r#"{"Network":"10.1.0.0/33"}"#);
+        let daemon = place.start(&[]);
+        daemon.wait_for_log("field Network: \"10.1.0.0/33\" is not valid");
+        assert!(daemon.log().contains("network/config"), "the file is named: {}", daemon.log());
+        fs::remove_file(place.registry().join("config")).unwrap();
+        daemon.wait_for_log("holds no network config yet");
+        fs::write(place.registry().join("config"), CONFIG).unwrap();
+        daemon.wait_for_log("in sync");
+        assert_eq!(daemon.log().matches("is not valid").count(), 1, "{}", daemon.log());
+    });
+}
+
+#[test]
+fn an_unknown_backend_and_an_implied_udp_end_it_with_the_cure() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vlxan"}}"#);
+        let mut daemon = place.start(&[]);
+        assert_eq!(daemon.ended().code(), Some(1));
+        daemon.wait_for_log("\"vlxan\" is not a backend");
+        daemon.wait_for_log("vxlan, host-gw, alloc");
+
+        let place = Place::new(r#"{"Network":"10.1.0.0/16"}"#);
+        fs::write(place.leases().join("10.1.7.0-24"), r#"{"PublicIP":"192.0.2.7"}"#).unwrap();
+        let mut daemon = place.start(&[]);
+        assert_eq!(daemon.ended().code(), Some(1));
+        daemon.wait_for_log("10.1.7.0-24 without a backend type");
+        daemon.wait_for_log("write the backend into the config");
+    });
+}
+
+#[test]
+fn a_bad_lease_is_skipped_said_once_and_picked_up_when_it_is_mended() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(CONFIG);
+        peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
+        fs::write(place.leases().join("10.1.8.0-24"), r#"{"PublicIP":"192.0.2.8""#).unwrap();
+        fs::write(place.leases().join("notes.txt"), "hello").unwrap();
+        peer(&place.leases(), "10.2.9.0-24", "192.0.2.9", "0a:00:00:00:00:09");
+        let daemon = place.start(&[]);
+        daemon.wait_for_log("in sync peers=1");
+        daemon.wait_for_log("10.1.8.0-24");
+        daemon.wait_for_log("10.2.9.0/24 lies outside the pod network 10.1.0.0/16");
+        peer(&place.leases(), "10.1.8.0-24", "192.0.2.8", "0a:00:00:00:00:08");
+        wait_until(|| ip("route show 10.1.8.0/24").contains("flannel.1"), || daemon.log());
+    });
+}
+
+#[test]
+fn an_assigned_lease_is_taken_as_it_is_written() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(CONFIG);
+        peer(&place.leases(), "10.1.4.0-24", "192.0.2.1", "0a:00:00:00:00:01");
+        peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
+        let before = fs::read_to_string(place.leases().join("10.1.4.0-24")).unwrap();
+        let registry = format!("dir:{}?assign=static", place.registry().display());
+        let daemon = place.start_on(&registry, &[]);
+        daemon.wait_for_log("in sync peers=1");
+        assert!(
+            ip("link show flannel.1").contains("0a:00:00:00:00:01"),
+            "the MAC address is the written one"
+        );
+        assert_eq!(fs::read_to_string(place.leases().join("10.1.4.0-24")).unwrap(), before);
+        let entries: Vec<_> =
+            fs::read_dir(place.registry()).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(entries.len(), 2, "nothing is written there: {entries:?}");
+    });
+}
+
+#[test]
+fn every_family_gets_its_lines_in_the_subnet_file() {
+    in_netns(|| {
+        uplink();
+        for (config, lines) in [
+            (
+                CONFIG,
+                vec![
+                    "FLANNEL_NETWORK=10.1.0.0/16",
+                    "FLANNEL_SUBNET=10.1.",
+                    "FLANNEL_MTU=1450",
+                    "FLANNEL_IPMASQ=false",
+                ],
+            ),
+            (
+                r#"{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#,
+                vec![
+                    "FLANNEL_IPV6_NETWORK=fd00:1::/48",
+                    "FLANNEL_IPV6_SUBNET=fd00:1:0:",
+                    "FLANNEL_MTU=1430",
+                    "FLANNEL_IPMASQ=false",
+                ],
+            ),
+        ] {
+            let place = Place::new(config);
+            let daemon = place.start(&[]);
+            daemon.wait_for_log("in sync");
+            let text = fs::read_to_string(place.subnet_file()).unwrap();
+            assert_eq!(text.lines().count(), lines.len(), "{text}");
+            for (line, start) in text.lines().zip(lines) {
+                assert!(line.starts_with(start), "{text}");
+            }
+        }
+    });
+}
