@@ -9,9 +9,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use crate::address::{Dual, LinkName, Subnet};
+use crate::address::{Dual, Subnet};
 use crate::error::holder;
 use crate::lease::{Lease, Revision, Subnets};
+use crate::name::LinkName;
 use crate::network::Disbelief;
 use crate::plan::{Env, Plan};
 use crate::state::{Key, Object};
@@ -433,8 +434,8 @@ fn decrement<K: Ord, N: From<u8> + std::ops::SubAssign + PartialEq>(counts: &mut
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::address::MacAddr;
     use crate::lease::{LeaseAttrs, LeaseSet};
+    use crate::name::MacAddr;
     use crate::plan::Rejected;
     use crate::state::{Fdb, Route, Via};
     use proptest::prelude::*;

@@ -9,7 +9,8 @@ use std::net::IpAddr;
 
 use async_trait::async_trait;
 
-use crate::address::{LinkName, Subnet};
+use crate::address::Subnet;
+use crate::name::LinkName;
 use crate::state::{Addr, Change, Key, Object, Route, State, Via};
 
 /// The route protocol that flannel's routes and nexthops carry (`ip route … proto 241`).

@@ -9,6 +9,7 @@ mod json;
 mod kernel;
 mod kernel_network;
 mod lease;
+mod name;
 mod network;
 mod plan;
 mod reconcile;
@@ -17,7 +18,7 @@ mod subnet;
 #[cfg(feature = "testing")]
 pub mod testing;
 
-pub use address::{Dual, Family, LinkName, MacAddr, ParseError, Subnet};
+pub use address::{Dual, Family, ParseError, Subnet};
 pub use alloc::Alloc;
 pub use config::{BackendConfig, Config, PodNetwork};
 pub use error::{Error, Result, holder};
@@ -25,6 +26,7 @@ pub use json::{FieldError, Fields, compact};
 pub use kernel::{Changes, Doubts, Kernel, KernelError, Owned, ROUTE_PROTOCOL, Report, RouteAnswer};
 pub use kernel_network::{Blueprint, KernelNetwork};
 pub use lease::{Endpoint, KeyError, Lease, LeaseAttrs, LeaseSet, Origin, Revision, Subnets, View};
+pub use name::{LinkName, MacAddr};
 pub use network::{
     Backend, Disbelief, Ended, ExternalInterface, Failure, Host, Network, NetworkHandle, Status,
 };

@@ -9,11 +9,12 @@ use std::time::SystemTime;
 use async_trait::async_trait;
 use tokio::sync::watch;
 
-use crate::address::{Dual, LinkName, Subnet};
+use crate::address::{Dual, Subnet};
 use crate::config::Config;
 use crate::error::Result;
 use crate::kernel::{Kernel, KernelError};
 use crate::lease::{Lease, Subnets, View};
+use crate::name::LinkName;
 use crate::state::Key;
 use crate::subnet::SubnetManager;
 

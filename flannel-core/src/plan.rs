@@ -4,8 +4,8 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
-use crate::address::LinkName;
 use crate::lease::Lease;
+use crate::name::LinkName;
 use crate::state::Object;
 
 /// From one peer's lease to the kernel objects that reach it.

@@ -12,10 +12,11 @@ use std::net::IpAddr;
 use std::sync::Mutex;
 use std::time::SystemTime;
 
-use crate::address::{LinkName, Subnet};
+use crate::address::Subnet;
 use crate::admit::{Delta, Peers};
 use crate::kernel::{Doubts, Kernel, KernelError, Owned, Report};
 use crate::lease::{LeaseSet, Origin, View};
+use crate::name::LinkName;
 use crate::network::{Failure, Status};
 use crate::state::{Change, Key, Object, Route, State, Via, diff};
 

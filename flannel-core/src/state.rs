@@ -7,7 +7,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 
-use crate::address::{LinkName, MacAddr, Subnet};
+use crate::address::Subnet;
+use crate::name::{LinkName, MacAddr};
 
 /// One kernel object as we want it, or as it is.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

@@ -11,9 +11,9 @@ use flannel_core::{
     Vxlan,
 };
 
+use crate::ask::{ENODEV, find_link};
 use crate::codec::addr::AddrMessage;
 use crate::codec::{addr, link, neigh, nexthop, route};
-use crate::kernel::{ENODEV, find_link};
 use crate::namespace::Namespace;
 use crate::socket::Socket;
 use crate::wire::Messages;

@@ -5,18 +5,14 @@ use std::net::IpAddr;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use flannel_core::{Change, Changes, Kernel, KernelError, LinkName, Owned, RouteAnswer, State};
-use neli::consts::rtnl::Rtn;
+use flannel_core::{Change, Changes, Kernel, KernelError, Owned, RouteAnswer, State};
 
 use crate::apply::Writer;
+use crate::ask::lookup;
 use crate::changes::Listener;
-use crate::codec::link::LinkMessage;
-use crate::codec::{link, route};
 use crate::namespace::Namespace;
 use crate::snapshot::snapshot;
 use crate::socket::Socket;
-
-pub(crate) const ENODEV: i32 = 19;
 
 /// The network tables of one network namespace, over rtnetlink.
 ///
@@ -96,43 +92,4 @@ impl Kernel for NetlinkKernel {
         let listener = self.namespace.run(|| Listener::open(self.port))??;
         Ok(Box::new(listener.registered_if_possible()?))
     }
-}
-
-/// The link with this name; an alternative name does not count.
-pub(crate) fn find_link(socket: &mut Socket, name: LinkName) -> Result<LinkMessage, KernelError> {
-    let absent = || KernelError::explained(ENODEV, format!("no interface named {name}"));
-    match socket.ask(link::by_name(name), link::read) {
-        Ok(link) if link.name == name => Ok(link),
-        Ok(_) => Err(absent()),
-        Err(error) if error.errno == ENODEV => Err(absent()),
-        Err(error) => Err(error),
-    }
-}
-
-/// The name of the link with this index; `None` if there is none.
-pub(crate) fn name_of(socket: &mut Socket, index: u32) -> Result<Option<LinkName>, KernelError> {
-    match socket.ask(link::by_index(index), link::read) {
-        Ok(link) => Ok(Some(link.name)),
-        Err(error) if error.errno == ENODEV => Ok(None),
-        Err(error) => Err(error),
-    }
-}
-
-/// Where packets for `dst` go.
-pub(crate) fn lookup(socket: &mut Socket, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
-    // EACCES, EINVAL, ENETUNREACH, EHOSTUNREACH: prohibited, dropped, no route, unreachable.
-    let answer = match socket.ask(route::lookup(dst), route::read) {
-        Ok(answer) => answer,
-        Err(error) if matches!(error.errno, 13 | 22 | 101 | 113) => return Ok(RouteAnswer::nowhere()),
-        Err(error) => return Err(error),
-    };
-    let nowhere = matches!(answer.kind, Rtn::Blackhole | Rtn::Unreachable | Rtn::Prohibit | Rtn::Throw);
-    if nowhere || answer.index == 0 {
-        return Ok(RouteAnswer::nowhere());
-    }
-    // Gone between the two questions: there is no route by it any more.
-    let Some(link) = name_of(socket, answer.index)? else { return Ok(RouteAnswer::nowhere()) };
-    let mut route = RouteAnswer::via(link, answer.gateway, answer.source);
-    route.local = answer.kind == Rtn::Local;
-    Ok(route)
 }

@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 mod apply;
+mod ask;
 mod changes;
 mod codec;
 pub mod iface;

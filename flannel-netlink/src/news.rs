@@ -6,9 +6,9 @@ use std::collections::{HashMap, VecDeque};
 use flannel_core::{Doubts, KernelError, Key, LinkName, Object, Report};
 use neli::consts::rtnl::Rtm;
 
+use crate::ask::name_of;
 use crate::codec::link::LinkMessage;
 use crate::codec::{addr, link, neigh, nexthop, route};
-use crate::kernel::name_of;
 use crate::socket::Socket;
 use crate::wire::{Message, messages};
 

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use flannel_core::{Family, KernelError, LinkName, Owned, State};
 
+use crate::ask::{ENODEV, find_link, name_of};
 use crate::codec::{addr, neigh, nexthop, route};
-use crate::kernel::{ENODEV, find_link, name_of};
 use crate::socket::Socket;
 
 /// Kernels before 5.3 have no nexthop objects.

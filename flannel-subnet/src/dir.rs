@@ -39,7 +39,8 @@ use mirror::Mirror;
 ///
 /// - A file that cannot be read keeps its last good content in force and is told as skipped: an editor may be
 ///   at work. Files whose names begin with `.` or end with `~` are passed over.
-/// - A symbolic link is followed when it is read; changes behind it are not noticed.
+/// - A symbolic link is followed when it is read; changes behind it are not noticed. The directory may be replaced
+///   by renaming, but not by switching a symbolic link that leads to it.
 /// - Time to live is counted by wall clock, which all processes of a machine share: if it is set forward by
 ///   more than a lease has left, that lease ends, and its holder wins it back or finds out who holds it now.
 #[derive(Clone)]

@@ -8,8 +8,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use async_trait::async_trait;
 use tokio::sync::mpsc;
 
-use crate::address::{LinkName, Subnet};
+use crate::address::Subnet;
 use crate::kernel::{Changes, Doubts, Kernel, KernelError, Owned, ROUTE_PROTOCOL, Report, RouteAnswer};
+use crate::name::LinkName;
 use crate::state::{Change, Key, Link, LinkKind, Object, State, Via};
 
 const ENOENT: i32 = 2;

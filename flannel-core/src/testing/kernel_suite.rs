@@ -2,8 +2,9 @@
 
 use std::net::IpAddr;
 
-use crate::address::{Family, LinkName, MacAddr, Subnet};
+use crate::address::{Family, Subnet};
 use crate::kernel::{Doubts, Kernel, Owned, Report};
+use crate::name::{LinkName, MacAddr};
 use crate::state::{
     Addr, Change, Fdb, Key, Link, LinkKind, Neigh, Nexthop, Object, Route, State, Via, Vxlan,
 };

@@ -5,9 +5,9 @@ use std::net::IpAddr;
 use flannel_core::{Dual, ExternalInterface, Family, KernelError, LinkName, RouteAnswer};
 
 use crate::NetlinkKernel;
+use crate::ask::{lookup, name_of};
 use crate::codec::addr::AddrMessage;
 use crate::codec::{addr, link, route};
-use crate::kernel::{lookup, name_of};
 use crate::socket::Socket;
 
 use super::{SelectError, Selectors, choose};

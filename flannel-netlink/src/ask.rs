@@ -1,0 +1,51 @@
+//! Single questions to the kernel: a link by name, a name by index, a route by destination.
+
+use std::net::IpAddr;
+
+use flannel_core::{KernelError, LinkName, RouteAnswer};
+use neli::consts::rtnl::Rtn;
+
+use crate::codec::link::LinkMessage;
+use crate::codec::{link, route};
+use crate::socket::Socket;
+
+pub(crate) const ENODEV: i32 = 19;
+
+/// The link with this name; an alternative name does not count.
+pub(crate) fn find_link(socket: &mut Socket, name: LinkName) -> Result<LinkMessage, KernelError> {
+    let absent = || KernelError::explained(ENODEV, format!("no interface named {name}"));
+    match socket.ask(link::by_name(name), link::read) {
+        Ok(link) if link.name == name => Ok(link),
+        Ok(_) => Err(absent()),
+        Err(error) if error.errno == ENODEV => Err(absent()),
+        Err(error) => Err(error),
+    }
+}
+
+/// The name of the link with this index; `None` if there is none.
+pub(crate) fn name_of(socket: &mut Socket, index: u32) -> Result<Option<LinkName>, KernelError> {
+    match socket.ask(link::by_index(index), link::read) {
+        Ok(link) => Ok(Some(link.name)),
+        Err(error) if error.errno == ENODEV => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Where packets for `dst` go.
+pub(crate) fn lookup(socket: &mut Socket, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
+    // EACCES, EINVAL, ENETUNREACH, EHOSTUNREACH: prohibited, dropped, no route, unreachable.
+    let answer = match socket.ask(route::lookup(dst), route::read) {
+        Ok(answer) => answer,
+        Err(error) if matches!(error.errno, 13 | 22 | 101 | 113) => return Ok(RouteAnswer::nowhere()),
+        Err(error) => return Err(error),
+    };
+    let nowhere = matches!(answer.kind, Rtn::Blackhole | Rtn::Unreachable | Rtn::Prohibit | Rtn::Throw);
+    if nowhere || answer.index == 0 {
+        return Ok(RouteAnswer::nowhere());
+    }
+    // Gone between the two questions: there is no route by it any more.
+    let Some(link) = name_of(socket, answer.index)? else { return Ok(RouteAnswer::nowhere()) };
+    let mut route = RouteAnswer::via(link, answer.gateway, answer.source);
+    route.local = answer.kind == Rtn::Local;
+    Ok(route)
+}
