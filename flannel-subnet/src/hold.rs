@@ -178,15 +178,18 @@ impl LocalManager {
             }
             return Ok(end);
         };
-        self.extend(Term { sent, ttl });
-        tracing::debug!(subnets = %tenancy.subnets, "lease renewed");
-        if doubtful || was_lapsed { self.check().await } else { Ok(None) }
-    }
-
-    fn extend(&self, term: Term) {
-        if let Some(tenancy) = self.tenancy().as_mut() {
-            tenancy.term = Some(term);
+        // The store knows us; whether our key is still there and ours is another question.
+        if (doubtful || was_lapsed)
+            && let Some(end) = self.check().await?
+        {
+            return Ok(Some(end));
         }
+        if let Some(tenancy) = self.tenancy().as_mut() {
+            // Unless something was written meanwhile, which counts as a later renewal.
+            tenancy.term = tenancy.term.map(|term| if term.sent > sent { term } else { Term { sent, ttl } });
+        }
+        tracing::debug!(subnets = %tenancy.subnets, "lease renewed");
+        Ok(None)
     }
 
     /// Reads our key and judges what it says. `None`: still ours.

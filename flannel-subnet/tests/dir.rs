@@ -205,6 +205,25 @@ async fn a_directory_that_is_replaced_is_read_anew() {
 }
 
 #[tokio::test]
+async fn a_root_that_is_replaced_is_read_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let (root, new) = (dir.path().join("net"), dir.path().join("new"));
+    for (root, n) in [(&root, 1), (&new, 2)] {
+        fs::create_dir_all(root.join("subnets")).unwrap();
+        fs::write(root.join("subnets").join(key(n).to_string()), "{}").unwrap();
+    }
+    let registry = DirRegistry::open(&root, DirOptions::default()).await.unwrap();
+    let reflector = Reflector::start(Arc::new(registry));
+    let mut views = reflector.views();
+    wait(&mut views, |view| view.leases.get(&key(1)).is_some()).await;
+    fs::rename(&root, dir.path().join("old")).unwrap();
+    fs::rename(&new, &root).unwrap();
+    wait(&mut views, |view| view.leases.get(&key(2)).is_some() && view.leases.len() == 1).await;
+    fs::write(root.join("subnets").join(key(3).to_string()), "{}").unwrap();
+    wait(&mut views, |view| view.leases.len() == 2).await;
+}
+
+#[tokio::test]
 async fn a_storm_that_overflows_the_queue_loses_nothing() {
     let net = Net::new().await;
     let listing = net.registry.list().await.unwrap();

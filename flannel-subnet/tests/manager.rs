@@ -193,6 +193,9 @@ async fn a_key_that_cannot_be_read_is_taken() {
     assert_eq!(lease.subnets, key("10.1.0.32-28"));
     let skipped: Vec<String> = manager.store_status().skipped.into_iter().map(|(key, _)| key).collect();
     assert_eq!(skipped, ["10.1.0.16-28", "nonsense"]);
+    let other = node(&registry, 2);
+    let error = soon(other.acquire_lease(&attrs(&["192.0.2.2"]))).await.unwrap_err();
+    assert!(matches!(error, Error::OutOfSubnets { total: 3, .. }), "{error}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -480,4 +483,18 @@ async fn another_manager_can_go_on_holding() {
     assert!(!held.is_finished());
     registry.delete_key(&lease.subnets.to_string());
     assert_eq!(soon(held).await.unwrap().unwrap(), LeaseEnd::Deleted);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_we_publish_is_ours_even_if_the_watch_is_faster_than_the_reply() {
+    let registry = MemoryRegistry::with_config(V4);
+    let us = attrs(&["192.0.2.1"]);
+    let held = hold(node(&registry, 1), &us).await;
+    registry.set_reply_delay(Duration::from_secs(2));
+    held.manager.publish(&held.lease, &other_data(&us)).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    registry.set_reply_delay(Duration::ZERO);
+    let entry = registry.entry(&held.lease.subnets).await.unwrap().unwrap();
+    assert_eq!(entry.lease.attrs, other_data(&us));
+    assert!(!held.task.is_finished());
 }

@@ -7,9 +7,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use flannel_core::{Lease, LeaseAttrs, Result, Revision, SubnetManager, Subnets};
+use flannel_core::{Error, Lease, LeaseAttrs, LeaseEnd, Result, Revision, SubnetManager, Subnets};
 use flannel_subnet::testing::TokioClock;
-use flannel_subnet::{ConfigText, Entry, Identity, Listing, LocalManager, Mark, Registry, Tenure, Watch};
+use flannel_subnet::{
+    Batch, Clock, ConfigText, Entry, Identity, Listing, LocalManager, Mark, Registry, Tenure, Watch,
+};
 use mockall::mock;
 
 mock! {
@@ -99,4 +101,51 @@ async fn a_new_lease_is_three_requests() {
         Ok(Entry { lease: Lease { subnets: *subnets, ..entry.lease }, ..entry })
     });
     acquire(store).await;
+}
+
+/// A watch that tells nothing, as one whose connection has died.
+struct Silence;
+
+#[async_trait]
+impl Watch for Silence {
+    async fn next(&mut self) -> Result<Option<Batch>> {
+        std::future::pending().await
+    }
+}
+
+/// Holds the lease of `entry(Some(1))` on a store whose list said once that `listed` is all there is.
+async fn hold(mut store: MockStore, listed: Vec<Entry>) -> LeaseEnd {
+    store.expect_fmt().returning(|f| f.write_str("mock"));
+    store.expect_list().times(1).returning(move || {
+        Ok(Listing { entries: listed.clone(), revision: Revision(9), ..Listing::default() })
+    });
+    store.expect_watch().times(1).returning(|_| Ok(Box::new(Silence)));
+    let clock = TokioClock::new();
+    let identity = Identity { mark: Mark(1), previous: None, local_addresses: Vec::new() };
+    let held = Lease { expires: Some(clock.wall()), ..entry(Some(1)).lease };
+    let manager = LocalManager::with_clock(Arc::new(store), identity, Arc::new(clock));
+    manager.hold_lease(&held).await.unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_renewal_looks_at_the_key_if_the_view_disagrees() {
+    let mut store = MockStore::new();
+    let mut entries = vec![None, Some(entry(Some(1))), Some(entry(Some(1)))];
+    store.expect_entry().returning(move |_| Ok(entries.pop().flatten()));
+    store.expect_keep_alive().returning(|_, _| Ok(Some(DAY)));
+    assert_eq!(hold(store, Vec::new()).await, LeaseEnd::Deleted);
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_was_no_owner_for_a_while_looks_at_the_key_before_it_is_one_again() {
+    let mut store = MockStore::new();
+    let begin = tokio::time::Instant::now();
+    store.expect_keep_alive().returning(move |_, _| match begin.elapsed() {
+        passed if passed < Duration::from_secs(1) || passed > 2 * DAY => Ok(Some(DAY)),
+        _ => Err(Error::Store { store: "mock".into(), source: "out of reach".into() }),
+    });
+    store.expect_entry().times(1).returning(|_| Ok(Some(entry(Some(1)))));
+    store.expect_entry().times(1).returning(|_| Ok(Some(entry(Some(2)))));
+    let LeaseEnd::Taken { by } = hold(store, vec![entry(Some(1))]).await else { panic!("taken") };
+    assert!(by.contains("0002"), "{by}");
 }
