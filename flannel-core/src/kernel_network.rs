@@ -22,6 +22,8 @@ const RESYNC: Duration = Duration::from_secs(300);
 /// After a failure, the kernel is read again: first after this time, then after twice that, and so on.
 const RETRY_FIRST: Duration = Duration::from_millis(100);
 const RETRY_LONGEST: Duration = Duration::from_secs(30);
+/// More doubts than this at once become doubt about everything: memory is bounded by peers, not by events.
+const MOST_DOUBTS: usize = 1 << 16;
 /// Answers to plans' questions are asked for again at most this often.
 const RECHECK: Duration = Duration::from_secs(1);
 
@@ -209,14 +211,15 @@ impl Driver {
             self.doubts.push(Doubts::Everything);
         }
         let may_recheck = now >= self.recheck_next;
-        let view = self.views.has_changed().unwrap_or(false).then(|| self.views.borrow_and_update().clone());
+        // When nobody will send more, the last view still counts.
+        let view = self.views.has_changed().unwrap_or(true).then(|| self.views.borrow_and_update().clone());
         let doubts = std::mem::take(&mut self.doubts);
         // The invariant: only this function takes the reconciler, and it puts it back before it returns.
         let Some(mut reconciler) = self.reconciler.take() else { return };
         let (kernel, gate) = (Arc::clone(&self.kernel), Arc::clone(gate));
         let mut job = tokio::task::spawn_blocking(move || {
             doubts.iter().for_each(|doubts| reconciler.doubt(doubts));
-            let recheck = may_recheck && reconciler.has_stale_facts();
+            let recheck = reconciler.has_urgent_facts() || may_recheck && reconciler.has_stale_facts();
             if recheck {
                 reconciler.recheck_facts(&*kernel);
             }
@@ -232,7 +235,7 @@ impl Driver {
                     Ok(done) => break done,
                     Err(panic) => std::panic::resume_unwind(panic.into_panic()),
                 },
-                doubts = self.listener.next() => self.doubts.push(doubts),
+                doubts = self.listener.next() => self.hear(doubts),
             }
         };
         if rechecked {
@@ -241,6 +244,15 @@ impl Driver {
         self.publish(&reconciler);
         self.schedule(&reconciler);
         self.reconciler = Some(reconciler);
+    }
+
+    /// Notes a doubt; so many that one snapshot is cheaper become one.
+    fn hear(&mut self, doubts: Doubts) {
+        if self.doubts.len() >= MOST_DOUBTS {
+            self.doubts.clear();
+            self.doubts.push(Doubts::Everything);
+        }
+        self.doubts.push(doubts);
     }
 
     fn publish(&self, reconciler: &Reconciler) {
@@ -288,7 +300,7 @@ impl Driver {
                 Ok(()) => { self.views.mark_changed(); true }
                 Err(_) => false,
             },
-            doubts = self.listener.next() => { self.doubts.push(doubts); true }
+            doubts = self.listener.next() => { self.hear(doubts); true }
             () = sleep_until(deadline) => true,
         }
     }

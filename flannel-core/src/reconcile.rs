@@ -37,6 +37,8 @@ enum Cause {
 #[derive(Debug, Default)]
 struct StaleFacts {
     all: bool,
+    /// The link that routes are on changed: answers cannot wait.
+    urgent: bool,
     under: BTreeSet<Subnet>,
 }
 
@@ -134,6 +136,10 @@ impl Reconciler {
         self.take_unanswered(answers);
     }
 
+    pub(crate) fn has_urgent_facts(&self) -> bool {
+        self.stale_facts.urgent
+    }
+
     pub(crate) fn has_stale_facts(&self) -> bool {
         self.stale_facts.all || !self.stale_facts.under.is_empty()
     }
@@ -148,7 +154,8 @@ impl Reconciler {
             Doubts::Link(name) => {
                 let ours = self.owned.links.contains(name) || self.owned.routes_on.contains(name);
                 self.unread |= ours;
-                self.stale_facts.all |= self.owned.routes_on.contains(name) || self.peers.relies_on(*name);
+                self.stale_facts.urgent |= self.owned.routes_on.contains(name);
+                self.stale_facts.all |= self.stale_facts.urgent || self.peers.relies_on(*name);
             }
             Doubts::Objects(reports) => reports.iter().for_each(|report| self.doubt_object(report)),
         }

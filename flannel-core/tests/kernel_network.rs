@@ -342,9 +342,11 @@ async fn every_scenario_converges() {
     }
 }
 
+type Is = fn(&Key) -> bool;
+
 /// The operations of every kind of object, as a fault sees them.
 fn operations() -> Vec<(String, impl Fn(&Call) -> bool + Clone + Send + 'static)> {
-    let kinds: [(&str, fn(&Key) -> bool); 6] = [
+    let kinds: [(&str, Is); 6] = [
         ("link", |key| matches!(key, Key::Link(_))),
         ("address", |key| matches!(key, Key::Addr(..))),
         ("neigh", |key| matches!(key, Key::Neigh(..))),
@@ -361,7 +363,7 @@ fn operations() -> Vec<(String, impl Fn(&Call) -> bool + Clone + Send + 'static)
     for operation in [Operation::Snapshot, Operation::Lookup, Operation::Listen] {
         all.push((format!("{operation:?}"), operation, None));
     }
-    let matcher = |(name, operation, is): (String, Operation, Option<fn(&Key) -> bool>)| {
+    let matcher = |(name, operation, is): (String, Operation, Option<Is>)| {
         let fails = move |call: &Call| {
             call.operation == operation && is.is_none_or(|is| call.key.is_some_and(|k| is(&k)))
         };
@@ -413,7 +415,7 @@ async fn the_start_converges_with_every_call_failing() {
 async fn a_start_adopts_what_is_right_and_removes_what_is_not() {
     let kernel = FakeKernel::with_uplink("eth0");
     let mut want = base(1);
-    Peer::new(2).objects().into_iter().for_each(|object| drop(want.insert(object)));
+    want.extend(Peer::new(2).objects());
     for object in want.iter() {
         // A predecessor's routes may have any protocol; nexthop objects are only ever ours.
         let nexthop =
