@@ -70,19 +70,23 @@ fn plan(uplink: LinkName, lease: &Lease, env: &Env<'_>, objects: &mut Vec<Object
         let theirs = &lease.attrs.backend_type;
         return Err(Rejected(format!("its backend type is {theirs:?}, this node's is {TYPE:?}")));
     }
+    let mut far = None;
     for peer in lease.endpoints() {
-        // A node that published nothing for a family cannot be reached by it, but by the other one.
+        // What one family lacks is no reason to lose the other.
         let Some(gateway) = peer.public else { continue };
-        if env.on_link(gateway) != Some(uplink) {
-            return Err(Rejected(format!(
+        if env.on_link(gateway) == Some(uplink) {
+            let via = Via::Gateway { gateway, link: uplink, onlink: false };
+            objects.push(Route { dst: peer.subnet, via, mtu: None }.into());
+        } else {
+            let reason = format!(
                 "its public address {gateway} is not directly on the link {uplink}, which host-gw needs"
-            )));
+            );
+            env.remark(reason.clone());
+            far = Some(reason);
         }
-        let via = Via::Gateway { gateway, link: uplink, onlink: false };
-        objects.push(Route { dst: peer.subnet, via, mtu: None }.into());
     }
     if objects.is_empty() {
-        return Err(Rejected("it has no public address".into()));
+        return Err(Rejected(far.unwrap_or_else(|| "it has no public address".into())));
     }
     Ok(())
 }

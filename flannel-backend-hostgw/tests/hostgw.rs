@@ -43,6 +43,7 @@ async fn a_route_for_every_peer_on_the_link() {
     subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer(&["192.0.2.7", "2001:db8::7"]));
     subnets.put_attrs("10.1.8.0-24&fd00:1:0:8::-64", peer(&["198.51.100.8", "2001:db8::8"]));
     subnets.put_attrs("10.1.9.0-24", peer(&["192.0.2.9"]));
+    subnets.put_attrs("10.1.10.0-24", peer(&["203.0.113.10"]));
     let network =
         HostGw.register(&host(&kernel, &subnets), &subnets.network_config().await.unwrap()).await.unwrap();
     let handle = network.handle();
@@ -54,16 +55,20 @@ async fn a_route_for_every_peer_on_the_link() {
     let views = subnets.watch_leases().await.unwrap();
     let task = tokio::spawn(network.run(views));
     let mut status = handle.status.clone();
-    let far = "10.1.8.0-24&fd00:1:0:8::-64".parse().unwrap();
+    let far = "10.1.8.0-24&fd00:1:0:8::-64";
     let first = status.wait_for(|status| status.in_sync).await.unwrap().clone();
+    let reason = "its public address 198.51.100.8 is not directly on the link eth0, which host-gw needs";
+    let farther = "its public address 203.0.113.10 is not directly on the link eth0, which host-gw needs";
     assert_eq!(
-        first.disbelieved[&far].to_string(),
-        "its public address 198.51.100.8 is not directly on the link eth0, which host-gw needs"
+        first.remarks,
+        [format!("the lease {far}: {reason}"), format!("the lease 10.1.10.0-24: {farther}")]
     );
+    assert_eq!(first.disbelieved[&"10.1.10.0-24".parse().unwrap()].to_string(), farther);
     let near = [
         "route 10.1.7.0/24 via 192.0.2.7 dev eth0",
         "route 10.1.9.0/24 via 192.0.2.9 dev eth0",
         "route fd00:1:0:7::/64 via 2001:db8::7 dev eth0",
+        "route fd00:1:0:8::/64 via 2001:db8::8 dev eth0",
     ];
     assert_eq!(kernel.dump(), near);
 
@@ -71,7 +76,7 @@ async fn a_route_for_every_peer_on_the_link() {
     let on_link: Vec<Subnet> =
         ["192.0.2.0/24", "2001:db8::/64", "198.51.100.0/24"].map(|s| s.parse().unwrap()).into();
     kernel.set_on_link("eth0", &on_link);
-    status.wait_for(|status| status.in_sync && status.disbelieved.is_empty()).await.unwrap();
+    status.wait_for(|status| status.in_sync && status.remarks.len() == 1).await.unwrap();
     assert_eq!(kernel.dump().len(), 5);
 
     // A peer that moves is one route replaced.

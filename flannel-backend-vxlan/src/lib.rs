@@ -4,10 +4,12 @@ mod mac;
 mod options;
 mod plan;
 
+use std::time::Duration;
+
 use async_trait::async_trait;
 use flannel_core::{
     Addr, Backend, Blueprint, Config, Dual, Error, Family, Host, KernelNetwork, LeaseAttrs, Link, LinkKind,
-    LinkName, MacAddr, Network, Object, Owned, Result, State, Vxlan,
+    LinkName, MacAddr, Network, Object, Owned, Result, State, Vxlan, live_view,
 };
 
 pub use options::Options;
@@ -55,7 +57,8 @@ impl Backend for VxlanBackend {
             networks: config.pod_networks().collect(),
             mtu,
             owned: Owned {
-                links: names.values().copied().collect(),
+                // Both families': the device of one that was switched off must go.
+                links: Family::BOTH.iter().filter_map(|f| device_name(*f, options.vni).ok()).collect(),
                 networks: config.pod_networks().collect(),
                 // Also without DirectRouting: its routes must go when it is switched off.
                 routes_on: [host.iface.name].into(),
@@ -68,6 +71,9 @@ impl Backend for VxlanBackend {
     }
 }
 
+/// How long to wait for everybody's leases before a MAC address is chosen without them.
+const PATIENCE: Duration = Duration::from_secs(5);
+
 fn refuse(reason: String) -> Error {
     Error::Backend { backend: plan::TYPE.into(), reason }
 }
@@ -78,8 +84,11 @@ fn device_name(family: Family, vni: u32) -> Result<LinkName> {
         Family::V4 => format!("flannel.{vni}"),
         Family::V6 => format!("flannel-v6.{vni}"),
     };
-    let too_long =
-        |_| refuse(format!("Backend.VNI {vni}: the device name {name} is too long; with IPv6 at most 9999"));
+    let too_long = |_| {
+        refuse(format!(
+            "Backend.VNI {vni}: the device name {name} is too long; at most 9999999, with IPv6 at most 9999"
+        ))
+    };
     name.parse().map_err(too_long)
 }
 
@@ -112,10 +121,17 @@ fn device(
         return Err(refuse(format!("{name} has no {family} address, which the network config enables")));
     };
     let underlay = options.mtu.unwrap_or(iface.mtu);
+    if underlay > iface.mtu {
+        return Err(refuse(format!(
+            "Backend.MTU {underlay}: at most {}, the MTU of {}",
+            iface.mtu, iface.name
+        )));
+    }
     let mtu = underlay.checked_sub(overhead(family)).filter(|mtu| *mtu >= smallest_mtu(family));
     let mtu = mtu.ok_or_else(|| {
         let least = smallest_mtu(family) + overhead(family);
-        refuse(format!("the underlay's MTU {underlay} is too small for {family}: at least {least}"))
+        let field = if options.mtu.is_some() { "Backend.MTU" } else { "the interface's MTU" };
+        refuse(format!("{field} {underlay} is too small for {family}: at least {least}"))
     })?;
     let vxlan = Vxlan {
         vni: options.vni,
@@ -140,7 +156,7 @@ async fn choose_macs(host: &Host, names: &Dual<LinkName>, vni: u32) -> Result<Du
     });
     let devices: Vec<_> = devices.collect();
     let last = host.subnets.hints().await?.last_published.unwrap_or_default();
-    let view = host.subnets.watch_leases().await?.borrow().clone();
+    let view = live_view(&*host.subnets, PATIENCE).await?;
     let mut taken = mac::taken(view.leases.iter().map(|lease| &**lease), &host.iface.public);
     let mut macs = Dual::default();
     for (family, name) in names.iter() {

@@ -11,7 +11,7 @@ const DEFAULT_PORT: u16 = 8472;
 /// ignored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// `VNI`: the network identifier, 1 to 16777215 (to 9999 with IPv6, since device names are short); default 1.
+    /// `VNI`: the network identifier, 1 to 16777215 (to 9999999 in fact, and to 9999 with IPv6, since device names are short); default 1.
     pub vni: u32,
     /// `Port`: the UDP port, the same on all nodes; 0 and default: 8472.
     pub port: u16,
@@ -46,7 +46,8 @@ impl Options {
             return Err(fields.error("VNI", &vni, vni_range));
         }
         let port = number("Port", "a UDP port, 0 for 8472", u64::from(u16::MAX))?.unwrap_or(0);
-        let mtu = number("MTU", "the underlay's MTU in bytes, 0 for the interface's", 65_535)?.unwrap_or(0);
+        let mtu = number("MTU", "the underlay's MTU in bytes, at most the interface's, 0 for that", 65_535)?
+            .unwrap_or(0);
         Ok(Self {
             // Both are below their maxima, which fit.
             vni: vni as u32,

@@ -32,13 +32,19 @@ impl Plan {
             let theirs = &lease.attrs.backend_type;
             return Err(Rejected(format!("its backend type is {theirs:?}, this node's is {TYPE:?}")));
         }
+        let mut bad = None;
         for peer in lease.endpoints() {
-            if let Some(device) = self.devices[peer.subnet.family()] {
-                self.endpoint(device, &peer, env, out)?;
+            let Some(device) = self.devices[peer.subnet.family()] else { continue };
+            // What one family lacks is no reason to lose the other.
+            if let Err(error) = self.endpoint(device, &peer, env, out) {
+                env.remark(error.0.clone());
+                bad = Some(error);
             }
         }
         if out.is_empty() {
-            return Err(Rejected("it has no public address with backend data for any enabled family".into()));
+            let nothing =
+                || Rejected("it has no public address with backend data for any enabled family".into());
+            return Err(bad.unwrap_or_else(nothing));
         }
         Ok(())
     }

@@ -135,6 +135,10 @@ async fn direct_routing_needs_no_tunnel_to_peers_on_the_link() {
     );
 }
 
+fn both(attrs: &mut LeaseAttrs, data: &str) {
+    attrs.backend_data = Dual::from_fn(|_| Some(data.into()));
+}
+
 #[tokio::test]
 async fn a_bad_peer_disturbs_no_other_and_is_explained() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(DUAL));
@@ -152,16 +156,9 @@ async fn a_bad_peer_disturbs_no_other_and_is_explained() {
         (change(|a| a.backend_type = String::new()), r#"its backend type is """#),
         (change(|a| a.backend_data = Dual::default()), "no public address with backend data"),
         (change(|a| a.public = Dual::default()), "no public address with backend data"),
-        (change(|a| a.backend_data.v4 = Some("[]".into())), "field BackendData: [] is not valid"),
-        (change(|a| a.backend_data.v4 = Some(r#"{"VNI":1}"#.into())), "field BackendData.VtepMAC: nothing"),
-        (
-            change(|a| a.backend_data.v6 = Some(r#"{"VtepMAC":"x"}"#.into())),
-            r#"field BackendData.VtepMAC: "x""#,
-        ),
-        (
-            change(|a| a.backend_data.v4 = Some(r#"{"VtepMAC":"ff:ff:ff:ff:ff:ff"}"#.into())),
-            "ff:ff:ff:ff:ff:ff",
-        ),
+        (change(|a| both(a, "[]")), "field BackendData: [] is not valid"),
+        (change(|a| both(a, r#"{"VNI":1}"#)), "field BackendData.VtepMAC: nothing"),
+        (change(|a| both(a, r#"{"VtepMAC":"ff:ff:ff:ff:ff:ff"}"#)), "ff:ff:ff:ff:ff:ff"),
     ];
     subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", good);
     for (n, (attrs, _)) in bad.iter().enumerate() {
@@ -181,6 +178,16 @@ async fn a_bad_peer_disturbs_no_other_and_is_explained() {
         let why = status.disbelieved[&subnets].to_string();
         assert!(why.contains(says), "{says}: {why}");
     }
+}
+
+#[tokio::test]
+async fn one_bad_family_of_a_peer_does_not_cost_the_other() {
+    let objects = dump(DUAL, |_, subnets| {
+        let mut attrs = peer(["198.51.100.7", "2001:db8:7::7"], ["0a:00:00:00:00:07", "0a:00:00:00:06:07"]);
+        attrs.backend_data.v6 = Some(r#"{"VtepMAC":"x"}"#.into());
+        subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", attrs);
+    });
+    assert_eq!(objects.await[4..].len(), 3);
 }
 
 #[tokio::test]
@@ -248,11 +255,15 @@ async fn what_does_not_fit_is_refused_with_the_reason() {
         (r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","VNI":0}}"#, "Backend.VNI"),
         (
             r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","MTU":100}}"#,
-            "MTU 100 is too small for IPv4: at least 118",
+            "Backend.MTU 100 is too small for IPv4: at least 118",
         ),
         (
             r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan","MTU":1349}}"#,
-            "MTU 1349 is too small for IPv6: at least 1350",
+            "Backend.MTU 1349 is too small for IPv6: at least 1350",
+        ),
+        (
+            r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","MTU":9000}}"#,
+            "Backend.MTU 9000: at most 1500, the MTU of eth0",
         ),
         (
             r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan","VNI":10000}}"#,

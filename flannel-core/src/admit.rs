@@ -14,7 +14,7 @@ use crate::error::holder;
 use crate::lease::{Lease, Revision, Subnets};
 use crate::name::LinkName;
 use crate::network::Disbelief;
-use crate::plan::{Env, Plan};
+use crate::plan::{Answer, Env, Plan, Rejected};
 use crate::state::{Key, Object};
 
 /// What leases are judged by.
@@ -24,6 +24,8 @@ pub(crate) struct Terms {
     pub(crate) networks: Dual<Subnet>,
     /// This node's own subnets.
     pub(crate) own: Option<Subnets>,
+    /// This node's own public addresses.
+    pub(crate) public: Dual<IpAddr>,
     /// Objects that no peer may define.
     pub(crate) reserved: BTreeSet<Key>,
 }
@@ -68,6 +70,7 @@ pub(crate) struct Peers {
     /// Those of `publics` with a count above 1.
     repeated: BTreeSet<IpAddr>,
     disbelieved: BTreeMap<Subnets, Disbelief>,
+    remarks: BTreeMap<Subnets, Vec<String>>,
 }
 
 /// Who defines an object: nearly always one peer.
@@ -106,6 +109,7 @@ struct Update {
 
 impl Peers {
     pub(crate) fn new(terms: Terms, plan: Box<Plan>) -> Self {
+        let publics = terms.public.values().map(|address| (*address, 1)).collect();
         Self {
             terms,
             plan,
@@ -116,9 +120,10 @@ impl Peers {
             lengths: BTreeMap::new(),
             claims: BTreeMap::new(),
             facts: BTreeMap::new(),
-            publics: BTreeMap::new(),
+            publics,
             repeated: BTreeSet::new(),
             disbelieved: BTreeMap::new(),
+            remarks: BTreeMap::new(),
         }
     }
 
@@ -153,9 +158,22 @@ impl Peers {
         &self.disbelieved
     }
 
-    /// Public addresses that more than one peer uses, which is in order only behind some kinds of NAT.
-    pub(crate) fn repeated_publics(&self) -> impl Iterator<Item = (IpAddr, u32)> {
-        self.repeated.iter().map(|address| (*address, self.publics.get(address).copied().unwrap_or(0)))
+    /// What is in order but worth knowing: public addresses that several nodes use, this one included (which is in
+    /// order only behind some kinds of NAT), and what plans remarked.
+    pub(crate) fn remarks(&self) -> impl Iterator<Item = String> {
+        let shared = self.repeated.iter().map(|address| {
+            let count = self.publics.get(address).copied().unwrap_or(0);
+            let own = if self.terms.public.values().any(|own| own == address) {
+                ", this one among them"
+            } else {
+                ""
+            };
+            format!("{count} nodes share the public address {address}{own}")
+        });
+        let told = self.remarks.iter().flat_map(|(subnets, remarks)| {
+            remarks.iter().map(move |remark| format!("the lease {subnets}: {remark}"))
+        });
+        shared.chain(told)
     }
 
     /// Takes in changed leases (`None`: gone) and returns what changed in the objects, in the order of keys.
@@ -163,7 +181,7 @@ impl Peers {
     pub(crate) fn update<'a>(
         &mut self,
         changes: impl Iterator<Item = (Subnets, Option<&'a Arc<Lease>>)>,
-        on_link: &dyn Fn(IpAddr) -> Option<LinkName>,
+        on_link: &Answer<'_>,
     ) -> Vec<Delta> {
         let mut update = Update::default();
         let own = self.terms.own;
@@ -179,20 +197,17 @@ impl Peers {
     }
 
     /// Asks the facts about addresses inside `under` (`None`: all) again, and plans anew where one changed.
-    pub(crate) fn recheck(
-        &mut self,
-        under: Option<Subnet>,
-        on_link: &dyn Fn(IpAddr) -> Option<LinkName>,
-    ) -> Vec<Delta> {
+    pub(crate) fn recheck(&mut self, under: Option<Subnet>, on_link: &Answer<'_>) -> Vec<Delta> {
         let mut again = BTreeSet::new();
         let facts: Box<dyn Iterator<Item = (&IpAddr, &mut Fact)>> = match under {
             Some(subnet) => Box::new(self.facts.range_mut(subnet.base()..=subnet.last())),
             None => Box::new(self.facts.iter_mut()),
         };
         for (address, fact) in facts {
-            let now = Some(on_link(*address));
-            if now != fact.told {
-                fact.told = now;
+            // Where the kernel cannot say, what it said last holds.
+            let Some(now) = on_link(*address) else { continue };
+            if fact.told != Some(now) {
+                fact.told = Some(now);
                 again.extend(fact.asked_by.iter().copied());
             }
         }
@@ -204,29 +219,24 @@ impl Peers {
         self.update(leases.iter().map(|lease| (lease.subnets, Some(lease))), on_link)
     }
 
-    fn insert(
-        &mut self,
-        lease: Arc<Lease>,
-        on_link: &dyn Fn(IpAddr) -> Option<LinkName>,
-        update: &mut Update,
-    ) {
+    fn insert(&mut self, lease: Arc<Lease>, on_link: &Answer<'_>, update: &mut Update) {
         let id = self.free.pop().unwrap_or_else(|| {
             self.slots.push(None);
             (self.slots.len() - 1) as Id
         });
         let env = Env::new(on_link);
         let mut objects = Vec::new();
-        let rejected = (self.plan)(&lease, &env, &mut objects).err();
+        let rejected = self.plan(&lease, &env, &mut objects).err();
         if rejected.is_some() {
             objects.clear();
         }
-        let asked = env.into_asked();
-        for (address, on_link) in &asked {
-            let fact = self
-                .facts
-                .entry(*address)
-                .or_insert_with(|| Fact { told: Some(*on_link), ..Fact::default() });
-            fact.told = fact.told.filter(|told| told == on_link);
+        let (asked, remarks) = env.into_parts();
+        if !remarks.is_empty() {
+            self.remarks.insert(lease.subnets, remarks);
+        }
+        for (address, told) in &asked {
+            let fact = self.facts.entry(*address).or_insert_with(|| Fact { told: *told, ..Fact::default() });
+            fact.told = fact.told.filter(|before| Some(before) == told.as_ref());
             fact.asked_by.insert(id);
         }
         for object in &objects {
@@ -295,7 +305,25 @@ impl Peers {
         }
         self.ids.remove(&peer.lease.subnets);
         self.disbelieved.remove(&peer.lease.subnets);
+        self.remarks.remove(&peer.lease.subnets);
         update.vacated.push(id);
+    }
+
+    /// What the plan makes of the part of a lease that is ours to believe: the enabled families. No plan may claim
+    /// a route outside of that.
+    fn plan(&self, lease: &Lease, env: &Env<'_>, objects: &mut Vec<Object>) -> Result<(), Rejected> {
+        let enabled = lease.subnets.iter().filter(|subnet| self.terms.networks[subnet.family()].is_some());
+        let Some(subnets) = Subnets::new(enabled) else { return Ok(()) };
+        if subnets == lease.subnets {
+            (self.plan)(lease, env, objects)?;
+        } else {
+            (self.plan)(&Lease { subnets, ..lease.clone() }, env, objects)?;
+        }
+        let stray = objects.iter().find(|object| match object {
+            Object::Route(route) => !subnets.iter().any(|subnet| subnet.covers(&route.dst)),
+            _ => false,
+        });
+        stray.map_or(Ok(()), |route| Err(Rejected(format!("it would need the {route}, outside its subnets"))))
     }
 
     /// Recomputes belief for the dirty peers and all that they can touch.
@@ -370,6 +398,10 @@ impl Peers {
         }
         if !enabled {
             return Some(Disbelief::NoEnabledFamily);
+        }
+        let unusable = |a: &&IpAddr| a.is_multicast() || a.is_loopback() || **a == IpAddr::from([255; 4]);
+        if let Some(public) = peer.lease.attrs.public.values().find(unusable) {
+            return Some(Disbelief::Rejected(format!("its public address {public} is no host's address")));
         }
         if let Some(own) = self.terms.own.filter(|own| own.overlaps(&peer.lease.subnets)) {
             return Some(Disbelief::OverlapsOwn { own });
@@ -469,11 +501,11 @@ mod tests {
     fn peers(own: Option<&str>) -> Peers {
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
         let own = own.map(|own| own.parse().unwrap());
-        Peers::new(Terms { networks, own, reserved: BTreeSet::new() }, Box::new(plan))
+        Peers::new(Terms { networks, own, ..Terms::default() }, Box::new(plan))
     }
 
-    fn no_answer(_: IpAddr) -> Option<LinkName> {
-        None
+    fn no_answer(_: IpAddr) -> Option<Option<LinkName>> {
+        Some(None)
     }
 
     fn put(peers: &mut Peers, lease: &Arc<Lease>) -> Vec<Delta> {
@@ -552,11 +584,50 @@ mod tests {
         put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
         put(&mut peers, &lease("10.1.2.0-24", 1, 2, 2));
         let eth0: LinkName = "eth0".parse().unwrap();
-        let one = |address: IpAddr| (address == IpAddr::from([192, 0, 2, 1])).then_some(eth0);
+        let one = |address: IpAddr| Some((address == IpAddr::from([192, 0, 2, 1])).then_some(eth0));
         assert_eq!(peers.recheck(Some("198.51.100.0/24".parse().unwrap()), &|_| panic!("asked")), vec![]);
         let deltas = peers.recheck(Some("192.0.2.0/24".parse().unwrap()), &one);
         assert_eq!(deltas.len(), 3, "one route changed, one fdb moved: {deltas:?}");
         assert_eq!(peers.recheck(None, &one), vec![]);
+        assert_eq!(peers.recheck(None, &|_| None), vec![], "no answer is no news");
+    }
+
+    #[test]
+    fn a_family_that_is_not_enabled_defines_nothing() {
+        let mut peers = peers(None);
+        let dual = lease("10.1.1.0-24&2000::-3", 1, 1, 1);
+        put(&mut peers, &dual);
+        assert_eq!(why(&peers, &dual), "");
+        assert!(peers.objects().all(|object| !object.to_string().contains("2000::")));
+        assert_eq!(peers.objects().count(), 2);
+    }
+
+    #[test]
+    fn no_plan_may_claim_a_route_outside_its_lease() {
+        let plan: Box<Plan> = Box::new(|_, _, objects| {
+            let dst = "10.1.0.0/16".parse().unwrap();
+            objects.push(Route { dst, via: Via::Blackhole, mtu: None }.into());
+            Ok(())
+        });
+        let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
+        let mut peers = Peers::new(Terms { networks, ..Terms::default() }, plan);
+        let greedy = lease("10.1.1.0-24", 1, 1, 1);
+        put(&mut peers, &greedy);
+        assert!(why(&peers, &greedy).contains("route blackhole 10.1.0.0/16, outside its subnets"));
+    }
+
+    #[test]
+    fn shared_public_addresses_are_remarked() {
+        let mut peers = peers(None);
+        peers.publics.insert([192, 0, 2, 1].into(), 1);
+        peers.terms.public.v4 = Some([192, 0, 2, 1].into());
+        put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
+        let own = "2 nodes share the public address 192.0.2.1, this one among them";
+        assert_eq!(peers.remarks().collect::<Vec<_>>(), [own]);
+        let mut loopback = Arc::unwrap_or_clone(lease("10.1.2.0-24", 1, 2, 2));
+        loopback.attrs.public.v4 = Some([127, 0, 0, 1].into());
+        put(&mut peers, &Arc::new(loopback.clone()));
+        assert_eq!(why(&peers, &loopback), "its public address 127.0.0.1 is no host's address");
     }
 
     /// The definition of belief, without any index.

@@ -45,7 +45,7 @@ impl PodNetwork {
 }
 
 /// The `Backend` object of the config.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct BackendConfig {
     /// `Type`, in lower case.
     pub kind: String,
@@ -54,6 +54,13 @@ pub struct BackendConfig {
     /// The config has a `Backend`. If not, `kind` is flannel's documented default, `vxlan`; but a cluster
     /// of Go daemons runs `udp` then, which their leases show by an empty backend type.
     pub explicit: bool,
+}
+
+/// Without the options: some backends' hold a secret.
+impl std::fmt::Debug for BackendConfig {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("BackendConfig").field("kind", &self.kind).finish_non_exhaustive()
+    }
 }
 
 impl BackendConfig {
@@ -169,6 +176,9 @@ fn pod_network(fields: &Fields, family: Family, enabled: bool) -> Result<Option<
             format!("{}, since {family} is enabled", names.example),
         ));
     };
+    if network.base().is_loopback() || network.base().is_multicast() {
+        return Err(fields.error(names.network, &network, format!("{}, which hosts may use", names.example)));
+    }
     let subnet_len = subnet_len(fields, &names, network, given_len)?;
     let edge = |name, given: Option<IpAddr>, auto: fn(Subnet, u8) -> Option<Subnet>| {
         let Some(address) = given else {
@@ -222,7 +232,7 @@ fn backend(fields: &Fields) -> Result<BackendConfig, FieldError> {
     let options = Fields::parse(raw.get(), "Backend")?;
     let kind: Option<String> = options.take("Type", "the name of a backend, for example \"vxlan\"")?;
     let kind = kind.filter(|kind| !kind.is_empty());
-    let kind = kind.ok_or_else(|| fields.error("Backend", &raw.get(), expected))?;
+    let kind = kind.ok_or_else(|| fields.error("Backend", &"an object without a Type", expected))?;
     Ok(BackendConfig { kind: kind.to_lowercase(), options: raw.get().to_owned(), explicit: true })
 }
 
@@ -279,6 +289,8 @@ mod tests {
             (r#"{"Network":"0.0.0.0/0"}"#, "Network", "10.1.0.0/16"),
             (r#"{"Network":"fd00::/48"}"#, "Network", "IPv4"),
             (r#"{"Network":null}"#, "Network", "IPv4"),
+            (r#"{"Network":"127.0.0.0/8"}"#, "Network", "hosts may use"),
+            (r#"{"Network":"224.0.0.0/8"}"#, "Network", "hosts may use"),
             (r#"{"Network":"10.3.0.0"}"#, "Network", "10.1.0.0/16"),
             (r#"{"Network":"10.3.0.0/29"}"#, "Network", "/28"),
             (r#"{"Network":"10.3.0.0/16","SubnetLen":31}"#, "SubnetLen", "from 18 to 30"),

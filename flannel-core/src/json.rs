@@ -11,7 +11,7 @@ use serde_json::value::RawValue;
 
 /// What is wrong with one field: which one, what it held, and what would be right.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("field {field}: {value} is not valid: {expected}")]
+#[error("field {field}: {value} is not valid, expected {expected}")]
 pub struct FieldError {
     /// The field with its path, for example `Backend.VNI`; `(document)` if the text is no JSON object.
     pub field: String,
@@ -60,7 +60,7 @@ impl Fields {
     pub fn parse(text: &str, path: &str) -> Result<Self, FieldError> {
         let Object(by_name) = serde_json::from_str(text).map_err(|error| {
             let field = if path.is_empty() { "(document)" } else { path };
-            FieldError::new(field, &text.trim(), format!("expected one JSON object ({error})"))
+            FieldError::new(field, &text.trim(), format!("one JSON object ({error})"))
         })?;
         Ok(Self { path: path.to_owned(), by_name })
     }
@@ -170,7 +170,7 @@ mod tests {
         let error = fields.take::<u32>("VNI", "a number from 1 to 16777215").unwrap_err();
         assert_eq!(
             error.to_string(),
-            r#"field Backend.VNI: "one" is not valid: a number from 1 to 16777215"#
+            r#"field Backend.VNI: "one" is not valid, expected a number from 1 to 16777215"#
         );
     }
 

@@ -75,6 +75,14 @@ impl Owned {
         protocol == ROUTE_PROTOCOL && (self.links.contains(&link) || self.routes_on.contains(&link))
     }
 
+    /// An object that somebody put may be one that a snapshot shows as ours; its protocol is not known yet.
+    pub fn may_own(&self, object: &Object) -> bool {
+        match object.link() {
+            Some(link) => self.links.contains(&link) || self.routes_on.contains(&link),
+            None => matches!(object, Object::Link(_)) || self.routes_without_link,
+        }
+    }
+
     /// A change of the object with this key may concern us, even if it is none that we put there.
     pub fn concerns(&self, key: &Key) -> bool {
         match key {

@@ -22,10 +22,12 @@ const RESYNC: Duration = Duration::from_secs(300);
 /// After a failure, the kernel is read again: first after this time, then after twice that, and so on.
 const RETRY_FIRST: Duration = Duration::from_millis(100);
 const RETRY_LONGEST: Duration = Duration::from_secs(30);
-/// More doubts than this at once become doubt about everything: memory is bounded by peers, not by events.
-const MOST_DOUBTS: usize = 1 << 16;
+/// More reports than this at once become doubt about everything: memory is bounded by peers, not by events.
+const MOST_REPORTS: usize = 1 << 16;
 /// Answers to plans' questions are asked for again at most this often.
 const RECHECK: Duration = Duration::from_secs(1);
+/// … unless the link that routes are on changed: then after this.
+const HURRY: Duration = Duration::from_millis(100);
 
 /// All that makes one kernel network differ from another.
 pub struct Blueprint {
@@ -107,11 +109,14 @@ impl KernelNetwork {
         let Blueprint { lease, networks, mtu, owned, base, plan } = blueprint;
         // What the plan makes of our own lease is what peers must not define.
         let mut own_objects = Vec::new();
-        let not_asked = |_| None;
+        let not_asked = |_| Some(None);
         // A plan that rejects our own lease defines nothing of ours.
         let _ = plan(&lease, &Env::new(&not_asked), &mut own_objects);
         let reserved = base.iter().chain(&own_objects).map(Object::key).collect();
-        let peers = Peers::new(Terms { networks, own: Some(lease.subnets), reserved }, plan);
+        let peers = Peers::new(
+            Terms { networks, own: Some(lease.subnets), public: lease.attrs.public, reserved },
+            plan,
+        );
         let (status, receiver) = watch::channel(Arc::new(Status::default()));
         Self {
             kernel,
@@ -135,12 +140,15 @@ impl Network for KernelNetwork {
             reconciler: Some(self.reconciler),
             status: self.status,
             views,
-            listener: Listener::Closed(KernelError::new(0)),
+            listener: Listener::Unopened,
             doubts: Vec::new(),
+            heard: 0,
+            overrun: false,
             reads: 0,
             read_next: Instant::now() + RESYNC,
             retry_after: RETRY_FIRST,
             recheck_next: Instant::now(),
+            recheck_last: Instant::now() - HURRY,
         };
         driver.views.mark_changed();
         loop {
@@ -163,6 +171,7 @@ impl Drop for CloseOnDrop {
 
 /// The ear on the kernel, or why there is none.
 enum Listener {
+    Unopened,
     Open(Box<dyn Changes>),
     Closed(KernelError),
 }
@@ -189,47 +198,58 @@ struct Driver {
     views: watch::Receiver<View>,
     listener: Listener,
     doubts: Vec<Doubts>,
+    /// How many reports `doubts` hold, and whether they became too many.
+    heard: usize,
+    overrun: bool,
     reads: u64,
     read_next: Instant,
     retry_after: Duration,
     recheck_next: Instant,
+    recheck_last: Instant,
 }
 
 impl Driver {
     /// Does all there is to do, listening meanwhile so that the kernel's messages do not pile up.
     async fn work(&mut self, gate: &Arc<Gate>) {
-        if matches!(self.listener, Listener::Closed(_)) {
-            // Listen first, then read: what changes in between is heard.
-            match self.kernel.changes() {
-                Ok(changes) => self.listener = Listener::Open(changes),
-                Err(error) => self.listener = Listener::Closed(error),
-            }
-            self.doubts.push(Doubts::Everything);
-        }
+        // A stream that broke is opened again at the pace of all that failed.
+        let listen = match self.listener {
+            Listener::Unopened => true,
+            Listener::Open(_) => false,
+            Listener::Closed(_) => Instant::now() >= self.read_next,
+        };
         let now = Instant::now();
         if now >= self.read_next {
             self.doubts.push(Doubts::Everything);
         }
         let may_recheck = now >= self.recheck_next;
+        let may_hurry = now >= self.recheck_last + HURRY;
         // When nobody will send more, the last view still counts.
         let view = self.views.has_changed().unwrap_or(true).then(|| self.views.borrow_and_update().clone());
         let doubts = std::mem::take(&mut self.doubts);
+        (self.heard, self.overrun) = (0, false);
         // The invariant: only this function takes the reconciler, and it puts it back before it returns.
         let Some(mut reconciler) = self.reconciler.take() else { return };
         let (kernel, gate) = (Arc::clone(&self.kernel), Arc::clone(gate));
         let mut job = tokio::task::spawn_blocking(move || {
+            // Listen first, then read: what changes in between is heard.
+            let listener = listen.then(|| kernel.changes());
+            if listen {
+                reconciler.doubt(&Doubts::Everything);
+            }
             doubts.iter().for_each(|doubts| reconciler.doubt(doubts));
-            let recheck = reconciler.has_urgent_facts() || may_recheck && reconciler.has_stale_facts();
+            let urgent = may_hurry && reconciler.has_urgent_facts();
+            let recheck = urgent || may_recheck && reconciler.has_stale_facts();
             if recheck {
                 reconciler.recheck_facts(&*kernel);
             }
             if let Some(view) = view {
                 reconciler.view(&view, &*kernel);
             }
-            let closed = reconciler.settle(&*kernel, &gate).is_err();
-            (reconciler, recheck, closed)
+            // Closed: this driver is gone, and nobody asks.
+            let _ = reconciler.settle(&*kernel, &gate);
+            (reconciler, recheck, listener)
         });
-        let (reconciler, rechecked, _closed) = loop {
+        let (mut reconciler, rechecked, listener) = loop {
             tokio::select! {
                 done = &mut job => match done {
                     Ok(done) => break done,
@@ -238,8 +258,17 @@ impl Driver {
                 doubts = self.listener.next() => self.hear(doubts),
             }
         };
+        match listener {
+            Some(Ok(changes)) => self.listener = Listener::Open(changes),
+            Some(Err(error)) => self.listener = Listener::Closed(error),
+            None => {}
+        }
         if rechecked {
-            self.recheck_next = Instant::now() + RECHECK;
+            self.recheck_last = Instant::now();
+            self.recheck_next = self.recheck_last + RECHECK;
+        }
+        if reconciler.take_newly_failing() {
+            self.retry_after = RETRY_FIRST;
         }
         self.publish(&reconciler);
         self.schedule(&reconciler);
@@ -248,11 +277,20 @@ impl Driver {
 
     /// Notes a doubt; so many that one snapshot is cheaper become one.
     fn hear(&mut self, doubts: Doubts) {
-        if self.doubts.len() >= MOST_DOUBTS {
-            self.doubts.clear();
-            self.doubts.push(Doubts::Everything);
+        if let Doubts::Objects(reports) = &doubts {
+            if self.overrun {
+                return;
+            }
+            self.heard += reports.len();
+            if self.heard > MOST_REPORTS {
+                self.overrun = true;
+                self.doubts.retain(|doubts| !matches!(doubts, Doubts::Objects(_)));
+                return self.doubts.push(Doubts::Everything);
+            }
         }
-        self.doubts.push(doubts);
+        if self.doubts.last() != Some(&doubts) {
+            self.doubts.push(doubts);
+        }
     }
 
     fn publish(&self, reconciler: &Reconciler) {
@@ -294,7 +332,12 @@ impl Driver {
             return true;
         }
         let stale_facts = self.reconciler.as_ref().is_some_and(|r| r.has_stale_facts());
-        let deadline = if stale_facts { self.read_next.min(self.recheck_next) } else { self.read_next };
+        let urgent = self.reconciler.as_ref().is_some_and(|r| r.has_urgent_facts());
+        let deadline = match (urgent, stale_facts) {
+            (true, _) => self.read_next.min(self.recheck_last + HURRY),
+            (_, true) => self.read_next.min(self.recheck_next),
+            _ => self.read_next,
+        };
         tokio::select! {
             changed = self.views.changed() => match changed {
                 Ok(()) => { self.views.mark_changed(); true }

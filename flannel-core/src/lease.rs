@@ -109,7 +109,13 @@ impl FromStr for Subnets {
             None => (key, None),
         };
         let v4 = Some(subnet(part(v4)?, Family::V4)?).filter(|v4| !v4.is_everything());
-        Self::new([v4, v6].into_iter().flatten()).ok_or_else(|| error("it names no subnet"))
+        let subnets = Self::new([v4, v6].into_iter().flatten()).ok_or_else(|| error("it names no subnet"))?;
+        // One identity, one key: a delete of another spelling must not look like a delete of this lease.
+        if subnets.to_string() == key {
+            Ok(subnets)
+        } else {
+            Err(error("the address is not in its shortest form"))
+        }
     }
 }
 
@@ -146,7 +152,11 @@ impl LeaseAttrs {
     ///
     /// **Source**: flannel `pkg/lease/lease.go: LeaseAttrs`; Go `encoding/json`.
     pub fn to_json(&self) -> String {
-        let raw = |data: &str| RawValue::from_string(compact(data)).ok();
+        // What is no JSON is still said, as a string.
+        let raw = |data: &str| {
+            let text = || RawValue::from_string(serde_json::Value::from(data).to_string()).ok();
+            RawValue::from_string(compact(data)).ok().or_else(text)
+        };
         let wire = Wire {
             public_ip: match self.public.v4 {
                 Some(IpAddr::V4(address)) => address,
@@ -383,6 +393,7 @@ mod tests {
             ("10.5.34.0-24&fd00::-128", "at most 31, or 127"),
             ("10.5.34.0-24&10.6.0.0-24", "IPv4 stands first"),
             ("", "ADDRESS-LENGTH"),
+            ("10.5.34.0-24&fd00:0:0:5:0::-64", "shortest form"),
         ] {
             let error = bad.parse::<Subnets>().unwrap_err().to_string();
             assert!(error.contains(why) && error.contains(&format!("{bad:?}")), "{bad}: {error}");
@@ -399,6 +410,9 @@ mod tests {
         let dual = r#"{"PublicIP":"1.2.3.4","PublicIPv6":"2001:db8::1","BackendType":"vxlan","BackendData":{"VNI":1},"BackendV6Data":{"VNI":1}}"#;
         assert_eq!(LeaseAttrs::from_json(dual).unwrap().to_json(), dual);
         assert_eq!(LeaseAttrs::default().to_json(), r#"{"PublicIP":"0.0.0.0","PublicIPv6":null}"#);
+        let mut odd = LeaseAttrs::default();
+        odd.backend_data.v4 = Some("not \"JSON\"".into());
+        assert_eq!(odd.to_json(), r#"{"PublicIP":"0.0.0.0","PublicIPv6":null,"BackendData":"not \"JSON\""}"#);
         let raw = LeaseAttrs::from_json(
             r#"{"PublicIP":"1.2.3.4","BackendType":"extension","BackendData":" a <b> & c "}"#,
         );

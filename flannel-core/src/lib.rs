@@ -32,4 +32,4 @@ pub use network::{
 };
 pub use plan::{Env, Plan, Rejected};
 pub use state::{Addr, Change, Fdb, Key, Link, LinkKind, Neigh, Nexthop, Object, Route, State, Via, Vxlan};
-pub use subnet::{Hints, LeaseEnd, StoreStatus, SubnetManager};
+pub use subnet::{Hints, LeaseEnd, StoreStatus, SubnetManager, live_view};

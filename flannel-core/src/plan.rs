@@ -28,25 +28,35 @@ impl From<crate::json::FieldError> for Rejected {
 
 /// The facts that a plan may ask for. What it asks is remembered: when an answer changes, it is called again.
 pub struct Env<'a> {
-    on_link: &'a dyn Fn(IpAddr) -> Option<LinkName>,
-    asked: RefCell<BTreeMap<IpAddr, Option<LinkName>>>,
+    on_link: &'a Answer<'a>,
+    asked: RefCell<BTreeMap<IpAddr, Option<Option<LinkName>>>>,
+    remarks: RefCell<Vec<String>>,
 }
 
+/// Says which link an address is on, if any; `None` if the kernel could not say.
+pub(crate) type Answer<'a> = dyn Fn(IpAddr) -> Option<Option<LinkName>> + 'a;
+
 impl<'a> Env<'a> {
-    /// An environment that answers with `on_link`.
-    pub fn new(on_link: &'a dyn Fn(IpAddr) -> Option<LinkName>) -> Self {
-        Self { on_link, asked: RefCell::default() }
+    /// An environment that answers with `on_link`: the link that an address is on, if any; `None` if that cannot
+    /// be said now.
+    pub fn new(on_link: &'a Answer<'a>) -> Self {
+        Self { on_link, asked: RefCell::default(), remarks: RefCell::default() }
+    }
+
+    /// Notes something that does not stand in the way but is worth knowing: it ends up in the status.
+    pub fn remark(&self, remark: String) {
+        self.remarks.borrow_mut().push(remark);
     }
 
     /// The device by which packets reach `address` without a router; `None` if they need one, or cannot
     /// reach it, or if it is an address of this host.
     pub fn on_link(&self, address: IpAddr) -> Option<LinkName> {
-        *self.asked.borrow_mut().entry(address).or_insert_with(|| (self.on_link)(address))
+        self.asked.borrow_mut().entry(address).or_insert_with(|| (self.on_link)(address)).flatten()
     }
 
-    /// The addresses that were asked for, and the answers.
-    pub(crate) fn into_asked(self) -> BTreeMap<IpAddr, Option<LinkName>> {
-        self.asked.into_inner()
+    /// The addresses that were asked for with the answers, and the remarks.
+    pub(crate) fn into_parts(self) -> (BTreeMap<IpAddr, Option<Option<LinkName>>>, Vec<String>) {
+        (self.asked.into_inner(), self.remarks.into_inner())
     }
 }
 

@@ -76,6 +76,10 @@ pub(crate) struct Reconciler {
     gone: BTreeMap<Key, Object>,
     /// Everything is in doubt: only a snapshot helps.
     unread: bool,
+    /// Wanted links that are not there: nothing can be put on them.
+    missing_links: BTreeSet<LinkName>,
+    /// Something failed that did not fail before.
+    newly_failing: bool,
     /// How many times the kernel was read.
     reads: u64,
     /// How many objects peers add to `base`.
@@ -99,6 +103,8 @@ impl Reconciler {
             put: BTreeMap::new(),
             gone: BTreeMap::new(),
             unread: true,
+            missing_links: BTreeSet::new(),
+            newly_failing: false,
             reads: 0,
             peer_objects: 0,
             stale_facts: StaleFacts::default(),
@@ -181,8 +187,9 @@ impl Reconciler {
             (Some(_), _) => {
                 self.put.entry(key).or_insert(Cause::Doubt);
             }
-            (None, Report::Gone(_)) => {}
-            (None, _) => self.unread |= concerned,
+            // Ours to remove, if it is one that a snapshot shows as ours.
+            (None, Report::Now(object)) => self.unread |= concerned && self.owned.may_own(object),
+            (None, _) => {}
         }
     }
 
@@ -200,7 +207,10 @@ impl Reconciler {
         // A link that is put may take all that is on it with it, so the kernel is read again after each.
         while self.is_unsettled() {
             if self.unread && !self.read(kernel, &links_put) {
-                return Ok(());
+                // What leases brought needs no look at the kernel first.
+                let by_lease = |key: &Key| self.put.get(key) == Some(&Cause::Lease);
+                let changes: Vec<Change> = self.puts(by_lease).collect();
+                return self.apply(kernel, gate, &changes);
             }
             let links: Vec<Change> = self.puts(|key| matches!(key, Key::Link(_))).collect();
             if links.is_empty() {
@@ -209,17 +219,27 @@ impl Reconciler {
             self.apply(kernel, gate, &links)?;
             let taken = links.iter().map(|change| change.object().key());
             let taken: Vec<Key> = taken.filter(|key| !self.failing.contains_key(key)).collect();
+            for key in &taken {
+                if let Key::Link(name) = key {
+                    self.missing_links.remove(name);
+                }
+            }
             self.unread |= !taken.is_empty();
             links_put.extend(taken);
         }
         // Without its link nothing can be put; one failure in the status says more than ten thousand.
-        let missing = |link: LinkName| self.failing.contains_key(&Key::Link(link));
+        let missing = |link: LinkName| self.missing_links.contains(&link);
         let on_missing_link = |key: &Key| self.want(key).and_then(|o| self.link_of(o)).is_some_and(missing);
         let mut changes: Vec<Change> = self.puts(|key| !on_missing_link(key)).collect();
         if self.live {
             changes.extend(self.gone.values().rev().cloned().map(Change::Delete));
         }
         self.apply(kernel, gate, &changes)
+    }
+
+    /// Something failed that did not fail when this was last asked.
+    pub(crate) fn take_newly_failing(&mut self) -> bool {
+        std::mem::take(&mut self.newly_failing)
     }
 
     /// How many times the kernel was read so far.
@@ -232,7 +252,6 @@ impl Reconciler {
     }
 
     pub(crate) fn status(&self) -> Status {
-        let remark = |(address, count)| format!("{count} peers share the public address {address}");
         Status {
             in_sync: self.live && !self.is_unsettled() && !self.is_failing(),
             live: self.live,
@@ -241,7 +260,7 @@ impl Reconciler {
             disbelieved: self.peers.disbelieved().clone(),
             failing: self.failing.clone(),
             kernel_error: self.kernel_error.clone().or_else(|| self.lookup_error.clone()),
-            remarks: self.peers.repeated_publics().map(remark).collect(),
+            remarks: self.peers.remarks().collect(),
             applied: self.applied,
             repaired: self.repaired,
         }
@@ -301,6 +320,11 @@ impl Reconciler {
         };
         self.kernel_error = None;
         self.unread = false;
+        let absent = |object: &Object| match object {
+            Object::Link(link) => actual.get(&object.key()).is_none().then_some(link.name),
+            _ => None,
+        };
+        self.missing_links = self.base.iter().filter_map(absent).collect();
         let cause = if self.reads == 0 { Cause::Lease } else { Cause::Doubt };
         self.reads += 1;
         let before = std::mem::take(&mut self.put);
@@ -357,8 +381,9 @@ impl Reconciler {
 
     fn fail(&mut self, change: &Change, error: KernelError) {
         let key = change.object().key();
+        self.newly_failing |= !self.failing.contains_key(&key);
         let failure = self.failing.entry(key).or_insert_with(|| {
-            tracing::warn!(%change, %error, "the kernel refused");
+            tracing::debug!(%change, %error, "the kernel refused");
             Failure { change: String::new(), error: error.clone(), since: SystemTime::now(), tries: 0 }
         });
         failure.change = change.to_string();
@@ -369,8 +394,7 @@ impl Reconciler {
 
 const EAGAIN: i32 = 11;
 
-/// A kernel's answers to what plans ask. One that cannot answer says that nothing is on the link: the safe answer,
-/// since every peer can be reached through a tunnel or not at all.
+/// A kernel's answers to what plans ask. What it cannot answer is asked again soon.
 struct Answers<'a> {
     kernel: &'a dyn Kernel,
     error: RefCell<Option<KernelError>>,
@@ -381,9 +405,9 @@ impl<'a> Answers<'a> {
         Self { kernel, error: RefCell::default() }
     }
 
-    fn on_link(&self, address: IpAddr) -> Option<LinkName> {
+    fn on_link(&self, address: IpAddr) -> Option<Option<LinkName>> {
         let answer = self.kernel.lookup(address).map_err(|error| self.error.replace(Some(error)));
-        answer.ok()?.on_link()
+        Some(answer.ok()?.on_link())
     }
 }
 

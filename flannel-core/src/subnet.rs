@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::net::IpAddr;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use tokio::sync::watch;
@@ -10,7 +10,7 @@ use tokio::sync::watch;
 use crate::address::Dual;
 use crate::config::Config;
 use crate::error::Result;
-use crate::lease::{Lease, LeaseAttrs, Revision, Subnets, View};
+use crate::lease::{Lease, LeaseAttrs, Origin, Revision, Subnets, View};
 
 /// Gives this node its lease and shows everybody's. The lease engine's face.
 ///
@@ -79,6 +79,20 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
 
     /// How the store is doing. Cheap; wakes nobody.
     fn store_status(&self) -> StoreStatus;
+}
+
+/// The lease set once it is live and complete; after `patience` (at least one is needed to start at all) the latest
+/// there is.
+///
+/// # Errors
+/// Watching cannot even start.
+pub async fn live_view(subnets: &dyn SubnetManager, patience: Duration) -> Result<View> {
+    let mut views = subnets.watch_leases().await?;
+    let live = views.wait_for(|view| matches!(view.origin, Origin::Live { .. }));
+    // Too late, or nobody will say more: what is known now must do.
+    let _ = tokio::time::timeout(patience, live).await;
+    let view = views.borrow().clone();
+    Ok(view)
 }
 
 /// What the store knows of this node before its external interface is chosen.

@@ -556,3 +556,90 @@ async fn two_networks_on_one_kernel_leave_each_other_alone() {
     world.kernel.lose_messages();
     world.settled("both").await;
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_kernel_that_cannot_answer_moves_no_peer() {
+    let mut world = settled_world().await;
+    world.kernel.take_calls();
+    world.kernel.fail(6, 105, |call| call.operation == Operation::Lookup);
+    world.kernel.lose_messages();
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    world.settled("lookups failed").await;
+    let calls = world.kernel.take_calls();
+    let changes: Vec<_> = calls.iter().filter(|call| call.key.is_some()).collect();
+    assert!(world.kernel.clear_faults() && changes.is_empty(), "{changes:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_kernel_that_cannot_be_read_keeps_no_peer_waiting() {
+    let mut world = settled_world().await;
+    world.kernel.fail(1000, 11, |call| call.operation == Operation::Snapshot);
+    world.kernel.lose_messages();
+    world.put(Peer::new(9));
+    let there =
+        |world: &World| Peer::new(9).objects().iter().all(|o| world.kernel.state().get(&o.key()) == Some(o));
+    let arrived = async {
+        while !there(&world) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(1), arrived).await.expect("the new peer's objects are put");
+    assert!(!world.handle.status.borrow().in_sync);
+    world.kernel.clear_faults();
+    world.settled("readable again").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_listener_that_breaks_again_and_again_keeps_no_core_busy() {
+    let mut world = settled_world().await;
+    world.kernel.take_calls();
+    for _ in 0..1000 {
+        world.kernel.break_listeners();
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let snapshots = world.kernel.take_calls().iter().filter(|c| c.operation == Operation::Snapshot).count();
+    assert!((1..=20).contains(&snapshots), "{snapshots} snapshots in a second");
+    world.kernel.foreign_delete(Peer::new(2).objects()[0].key());
+    world.settled("listening again").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn routes_of_pods_cost_no_snapshot() {
+    let mut world = settled_world().await;
+    world.kernel.add_foreign_link("cali1", &[]);
+    world.settled("a pod's link").await;
+    world.kernel.take_calls();
+    for n in 1..50u8 {
+        let dst = Subnet::host([10, 1, 1, n].into());
+        let route = Route { dst, via: Via::Link("cali1".parse().unwrap()), mtu: None };
+        world.kernel.foreign_put(route, 3);
+        world.foreign.insert(route);
+    }
+    world.settled("pods").await;
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    assert_eq!(world.kernel.take_calls(), vec![]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_device_that_the_kernel_will_not_change_still_carries_its_peers() {
+    let mut world = settled_world().await;
+    let name = tunnel(Family::V4);
+    world.kernel.fail(1000, 22, move |call| {
+        call.operation == Operation::Replace && call.key == Some(Key::Link(name))
+    });
+    let Some(Object::Link(mut link)) = base(1).get(&Key::Link(name)).cloned() else { panic!() };
+    link.mtu = 1300;
+    world.kernel.foreign_put(link, 0);
+    let mut status = world.handle.status.clone();
+    status.wait_for(|status| status.failing.contains_key(&Key::Link(name))).await.unwrap();
+    world.put(Peer::new(9));
+    let objects = Peer::new(9).objects();
+    let arrived = async {
+        while !objects.iter().all(|o| world.kernel.state().get(&o.key()) == Some(o)) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(1), arrived).await.expect("the new peer's objects are put");
+    world.kernel.clear_faults();
+    world.settled("the device may be changed again").await;
+}

@@ -39,8 +39,8 @@ pub(crate) fn lookup(socket: &mut Socket, dst: IpAddr) -> Result<RouteAnswer, Ke
         Err(error) if matches!(error.errno, 13 | 22 | 101 | 113) => return Ok(RouteAnswer::nowhere()),
         Err(error) => return Err(error),
     };
-    let nowhere = matches!(answer.kind, Rtn::Blackhole | Rtn::Unreachable | Rtn::Prohibit | Rtn::Throw);
-    if nowhere || answer.index == 0 {
+    // Blackholes and the like, and broadcasts: no host is there.
+    if !matches!(answer.kind, Rtn::Unicast | Rtn::Local) || answer.index == 0 {
         return Ok(RouteAnswer::nowhere());
     }
     // Gone between the two questions: there is no route by it any more.

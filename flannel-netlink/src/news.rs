@@ -18,14 +18,14 @@ pub(crate) struct News {
     requests: Socket,
     /// Whose changes are our own.
     port: u32,
-    names: HashMap<u32, LinkName>,
+    links: HashMap<u32, LinkMessage>,
     pending: VecDeque<Doubts>,
 }
 
 impl News {
     /// Changes by the socket with `port` are our own; `requests` is another one.
     pub(crate) fn new(requests: Socket, port: u32) -> Result<Self, KernelError> {
-        let mut news = Self { requests, port, names: HashMap::new(), pending: VecDeque::new() };
+        let mut news = Self { requests, port, links: HashMap::new(), pending: VecDeque::new() };
         news.learn_names()?;
         Ok(news)
     }
@@ -37,7 +37,7 @@ impl News {
 
     fn learn_names(&mut self) -> Result<(), KernelError> {
         let links = self.requests.dump(link::all(), link::read)?;
-        self.names = links.into_iter().map(|link| (link.index, link.name)).collect();
+        self.links = links.into_iter().map(|link| (link.index, link)).collect();
         Ok(())
     }
 
@@ -90,11 +90,16 @@ impl News {
 
     fn take_link(&mut self, link: &LinkMessage, deleted: bool) {
         let before = match (link.whole, deleted) {
-            (true, true) => self.names.remove(&link.index),
-            (true, false) => self.names.insert(link.index, link.name),
+            (true, true) => self.links.remove(&link.index),
+            (true, false) => self.links.insert(link.index, link.clone()),
             (false, _) => None,
         };
-        for name in before.filter(|before| *before != link.name).into_iter().chain([link.name]) {
+        // Counters, promiscuous mode, carrier …: nothing that anybody here looks at.
+        if !deleted && link.whole && before.as_ref() == Some(link) && !link.is_vxlan() {
+            return;
+        }
+        let renamed = before.map(|before| before.name).filter(|before| *before != link.name);
+        for name in renamed.into_iter().chain([link.name]) {
             self.link(name);
         }
     }
@@ -136,13 +141,12 @@ impl News {
 
     /// The name of a link. If it is gone before its name could be learned, everything is in doubt.
     fn name(&mut self, index: u32) -> Result<Option<LinkName>, KernelError> {
-        if let Some(name) = self.names.get(&index) {
-            return Ok(Some(*name));
+        if let Some(link) = self.links.get(&index) {
+            return Ok(Some(link.name));
         }
         let name = name_of(&mut self.requests, index)?;
-        match name {
-            Some(name) => drop(self.names.insert(index, name)),
-            None => self.everything(),
+        if name.is_none() {
+            self.everything();
         }
         Ok(name)
     }

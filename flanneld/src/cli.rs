@@ -23,6 +23,7 @@ use crate::registry::RegistryUrl;
     version,
     about = "Gives this host a subnet of the cluster's pod network, and makes its kernel reach every other host's."
 )]
+#[command(args_override_self = true)]
 #[command(
     after_help = "Every option can come from the environment as FLANNELD_<OPTION>, for example FLANNELD_SUBNET_FILE."
 )]
@@ -44,11 +45,12 @@ pub struct Options {
     #[arg(long, value_name = "ADDRESS")]
     pub iface_can_reach: Option<IpAddr>,
 
-    /// The IPv4 address that other hosts reach this one by, if it is not the interface's
+    /// The IPv4 address that other hosts reach this one by. Without --iface and the like it also selects the
+    /// interface; an address that no interface has (behind NAT) needs --iface
     #[arg(long, value_name = "ADDRESS")]
     pub public_ip: Option<Ipv4Addr>,
 
-    /// The IPv6 address that other hosts reach this one by, if it is not the interface's
+    /// The same for IPv6
     #[arg(long, value_name = "ADDRESS")]
     pub public_ipv6: Option<Ipv6Addr>,
 
@@ -61,7 +63,7 @@ pub struct Options {
     pub state_dir: PathBuf,
 
     /// Renew the lease when this many minutes are left of it, 1 to 1439
-    #[arg(long, value_name = "MINUTES", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..1440))]
+    #[arg(long, value_name = "MINUTES", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=1439))]
     pub subnet_lease_renew_margin: u64,
 
     /// What to log: error, warn, info, debug, trace, or a filter such as info,flannel_core=debug
@@ -79,7 +81,10 @@ impl Options {
         env: impl Fn(&str) -> Option<OsString>,
     ) -> Result<Self, Error> {
         let command = Self::command();
-        let mut args: Vec<OsString> = args.into_iter().map(go_style).collect();
+        // An empty value is none, as in Go's string flags.
+        let is_empty =
+            |arg: &OsString| arg.to_str().is_some_and(|arg| arg.starts_with("--") && arg.ends_with('='));
+        let mut args: Vec<OsString> = args.into_iter().map(go_style).filter(|arg| !is_empty(arg)).collect();
         let flags: Vec<String> =
             command.get_arguments().filter_map(|a| a.get_long()).map(str::to_owned).collect();
         let mut variables = Vec::new();
@@ -170,6 +175,13 @@ mod tests {
             ("dir:/env", vec!["eth7".to_owned()])
         );
         assert_eq!(options.subnet_file.to_str(), Some("/run/flannel/subnet.env"));
+        let twice = ["--registry", "dir:/a", "--registry=dir:/b", "--public-ip=", "--iface=a", "--iface=b"];
+        let options = parse(&twice, &env).unwrap();
+        assert_eq!(
+            (options.registry.to_string().as_str(), options.iface.len()),
+            ("dir:/b", 2),
+            "the last one wins"
+        );
         let options = parse(&["--registry", "dir:/cli", "-iface=eth0"], &env).unwrap();
         assert_eq!(
             (options.registry.to_string().as_str(), options.iface),

@@ -15,7 +15,7 @@ pub enum Error {
     #[error("{0}")]
     Usage(String),
     /// The registry cannot be used.
-    #[error("registry {url}: {source}")]
+    #[error("--registry {url}: {source}")]
     Registry {
         /// As given.
         url: String,
@@ -26,8 +26,16 @@ pub enum Error {
     #[error("the kernel: {0}")]
     Kernel(#[from] flannel_core::KernelError),
     /// No interface fits.
-    #[error("no external interface: {0}")]
-    Interface(String),
+    #[error(transparent)]
+    Interface(#[from] flannel_netlink::iface::SelectError),
+    /// The interface that was chosen cannot serve.
+    #[error("external interface {name}: {reason}")]
+    UnfitInterface {
+        /// Its name.
+        name: flannel_core::LinkName,
+        /// Why not.
+        reason: String,
+    },
     /// The config names a backend that does not exist.
     #[error("network config: field Backend.Type: {kind:?} is not a backend of this build; it has {known}")]
     UnknownBackend {
@@ -39,7 +47,7 @@ pub enum Error {
     /// The config names no backend, and the cluster's leases show that Go flannel chose `udp`.
     #[error(
         "network config: it names no Backend, and {holder} holds {subnets} without a backend type: that node runs \
-         Go flannel's udp, its choice when none is named; write the backend into the config, for example \
+         Go flannel's udp, its choice when none is named (or this is a reservation, which then needs a BackendType); write the backend into the config, for example \
          {{\"Backend\": {{\"Type\": \"vxlan\"}}}}, and restart every node"
     )]
     ImplicitUdp {
@@ -51,6 +59,9 @@ pub enum Error {
     /// A store or backend cannot go on.
     #[error(transparent)]
     Network(#[from] flannel_core::Error),
+    /// The subnet file cannot be written.
+    #[error("--subnet-file: {0}")]
+    SubnetFile(#[from] flannel_subnet::SubnetEnvError),
     /// A file of ours cannot be read or written.
     #[error("{path}: {reason}")]
     File {
@@ -59,8 +70,11 @@ pub enum Error {
         /// What happened.
         reason: String,
     },
+    /// The network stopped by itself.
+    #[error("the network stopped: {0}")]
+    Stopped(String),
     /// This node no longer owns its subnets.
-    #[error("the lease {subnets} is lost: {end}")]
+    #[error("the lease {subnets} is lost: {end}; subnet file and data path stay in place")]
     LeaseLost {
         /// The lease.
         subnets: Box<Subnets>,

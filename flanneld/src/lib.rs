@@ -25,7 +25,7 @@ const STOP: Duration = Duration::from_millis(800);
 /// and runs until SIGINT or SIGTERM (exit code 0) or an error ([`Error::exit_code`]).
 ///
 /// # Blocking
-/// It owns the process: a runtime, the signals and the log are set up here. An embedder calls [`run`].
+/// It owns the process: a runtime, the signals and the log are set up here. An embedder calls [`run()`].
 pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     match start(args) {
         Ok(()) => ExitCode::SUCCESS,
@@ -33,12 +33,9 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             print!("{text}");
             ExitCode::SUCCESS
         }
-        Err(error @ Error::Usage(_)) => {
-            eprintln!("{error}");
-            ExitCode::from(error.exit_code())
-        }
+        // Not through the log, which --log may have silenced.
         Err(error) => {
-            tracing::error!("{error}");
+            eprintln!("flanneld: {error}");
             ExitCode::from(error.exit_code())
         }
     }
@@ -46,8 +43,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
 
 fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
     let options = Options::parse_from(args, |name| std::env::var_os(name))?;
-    let filter = tracing_subscriber::EnvFilter::try_new(&options.log);
-    let filter = filter.map_err(|error| Error::Usage(format!("--log {}: {error}", options.log)))?;
+    let filter = log_filter(&options.log)?;
     // Another subscriber in this process (a test's) stays.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
@@ -70,4 +66,19 @@ fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
     });
     runtime.shutdown_timeout(STOP);
     ended.map(|signal| tracing::info!("{signal}: stopped; the data path stays in place"))
+}
+
+/// Reads `--log`; a word alone must be a level, or a typing error would silence everything.
+fn log_filter(text: &str) -> Result<tracing_subscriber::EnvFilter, Error> {
+    let expected =
+        "error, warn, info, debug, trace, off, or parts such as flannel_core=debug, separated by commas";
+    let wrong =
+        |part: &str| Error::Usage(format!("--log {text}: {part:?} is not valid, expected {expected}"));
+    let levels = ["error", "warn", "info", "debug", "trace", "off"];
+    let word =
+        |part: &&str| !part.contains(['=', '[']) && !levels.contains(&part.to_ascii_lowercase().as_str());
+    if let Some(part) = text.split(',').map(str::trim).find(word) {
+        return Err(wrong(part));
+    }
+    tracing_subscriber::EnvFilter::try_new(text).map_err(|_| wrong(text))
 }

@@ -24,7 +24,7 @@ impl FromStr for RegistryUrl {
     fn from_str(text: &str) -> Result<Self, String> {
         if !text.starts_with("dir:") {
             return Err(format!(
-                "{text:?} names no kind of registry that this build has, such as dir:/etc/flannel/network"
+                "{text:?} names no kind of registry; this build has dir:PATH, for example dir:/etc/flannel/network"
             ));
         }
         text.parse().map(Self::Dir).map_err(|error: flannel_subnet::LocationError| error.to_string())

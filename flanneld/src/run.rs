@@ -23,6 +23,8 @@ use crate::error::Error;
 use crate::registry::Node;
 use crate::state;
 
+/// Between two networks, so that what changes all the time does not keep a core busy.
+const REBUILD_PAUSE: Duration = Duration::from_millis(100);
 /// How often the network config is asked for while there is none, or a wrong one.
 const CONFIG_RETRY: Duration = Duration::from_secs(1);
 
@@ -61,6 +63,7 @@ pub async fn run(options: &Options) -> Result<Infallible, Error> {
         };
         let reason = run_network(options, &host, &config).await?;
         tracing::info!("building the network anew: {reason}");
+        tokio::time::sleep(REBUILD_PAUSE).await;
     }
 }
 
@@ -82,13 +85,13 @@ async fn run_network(options: &Options, host: &Host, config: &Config) -> Result<
     tokio::select! {
         ended = network.run(views) => match ended? {
             Ended::Rebuild(reason) => Ok(reason),
-            ended => Ok(format!("{ended:?}")),
+            ended => Err(Error::Stopped(format!("{ended:?}"))),
         },
         end = host.subnets.hold_lease(&handle.lease) => match end? {
             LeaseEnd::Moved { to } => Ok(format!("this node was given {to}")),
             end => Err(Error::LeaseLost { subnets: subnets.into(), end: end.into() }),
         },
-        () = log_status(handle.status) => Ok("the network stopped".into()),
+        never = log_status(handle.status) => match never {},
     }
 }
 
@@ -156,7 +159,33 @@ async fn choose_interface(
         public: flannel_core::Dual::from_fn(|family| prescribed[family].or(given[family])),
     };
     let families: Vec<_> = config.networks.families().collect();
-    kernel.external_interface(&selectors, families).map_err(|error| Error::Interface(error.to_string()))
+    let iface = kernel.external_interface(&selectors, families)?;
+    if let Some(IpAddr::V6(address)) = iface.public.v6.filter(|_| config.networks.v6.is_some())
+        && address.is_unicast_link_local()
+    {
+        let reason = format!("its only IPv6 address {address} is link-local, which peers cannot reach");
+        return Err(Error::UnfitInterface { name: iface.name, reason });
+    }
+    warn_of_clashes(kernel, config, &selectors)?;
+    Ok(iface)
+}
+
+/// Pod networks that hold an address of this host cut it off from whatever else has such addresses.
+fn warn_of_clashes(kernel: &NetlinkKernel, config: &Config, selectors: &Selectors) -> Result<(), Error> {
+    for interface in kernel.facts(selectors)?.interfaces {
+        if interface.name.as_str().starts_with("flannel") || interface.name.as_str() == "cni0" {
+            continue;
+        }
+        for address in interface.addresses.iter().map(|a| a.address) {
+            if let Some(network) = config.pod_networks().find(|network| network.contains(address)) {
+                tracing::warn!(
+                    "the pod network {network} contains {address}, an address of {}",
+                    interface.name
+                );
+            }
+        }
+    }
+    Ok(())
 }
 
 /// The config names no backend: Go flannel runs `udp` then, and its leases have no backend type.
@@ -179,21 +208,47 @@ fn write_subnet_file(options: &Options, config: &Config, handle: &NetworkHandle)
         mtu: handle.mtu,
         ip_masq: false,
     };
-    env.write_atomic(&options.subnet_file)
-        .map_err(|error| Error::File { path: options.subnet_file.clone(), reason: error.to_string() })
+    Ok(env.write_atomic(&options.subnet_file)?)
 }
 
-/// One line per change of state: in sync or not, each lease that is not believed, each object that fails.
-async fn log_status(mut status: watch::Receiver<Arc<Status>>) {
+/// What would help against an error.
+fn hint(error: &flannel_core::KernelError) -> &'static str {
+    match error.errno {
+        // EPERM
+        1 => "; flanneld needs CAP_NET_ADMIN in this network namespace",
+        _ => "",
+    }
+}
+
+/// One line per change of state: in sync or not and why, each lease that is not believed, each remark.
+async fn log_status(mut status: watch::Receiver<Arc<Status>>) -> Infallible {
     let mut said = Arc::new(Status::default());
     loop {
         let now = Arc::clone(&status.borrow_and_update());
-        if now.in_sync != said.in_sync {
-            if now.in_sync {
-                tracing::info!(peers = now.peers, objects = now.objects, "in sync");
-            } else {
-                tracing::warn!(failing = now.failing.len(), kernel_error = ?now.kernel_error, "not in sync");
-            }
+        if now.in_sync && (!said.in_sync || now.peers != said.peers) {
+            tracing::info!("in sync peers={} objects={}", now.peers, now.objects);
+        }
+        if let (Some(error), None) = (&now.kernel_error, &said.kernel_error) {
+            tracing::warn!("not in sync: the kernel cannot be read or watched: {error}{}", hint(error));
+        }
+        let mut new = now.failing.iter().filter(|(key, _)| !said.failing.contains_key(key));
+        if let Some((_, failure)) = new.next() {
+            let others = match new.count() {
+                0 => String::new(),
+                more => format!(" (and {more} more)"),
+            };
+            let error = &failure.error;
+            tracing::warn!(
+                "not in sync: the kernel refused: {}: {error}{}{others}",
+                failure.change,
+                hint(error)
+            );
+        }
+        if now.repaired > said.repaired {
+            tracing::info!(
+                "put back {} objects that others changed or deleted",
+                now.repaired - said.repaired
+            );
         }
         for (subnets, why) in
             now.disbelieved.iter().filter(|(subnets, why)| said.disbelieved.get(subnets) != Some(why))

@@ -14,7 +14,8 @@ use crate::error::Error;
 /// The directory or the file cannot be read or written.
 pub(crate) fn mark(dir: &Path) -> Result<Mark, Error> {
     let path = dir.join("mark");
-    let failed = |error: io::Error| Error::File { path: path.clone(), reason: error.to_string() };
+    let failed =
+        |error: io::Error| Error::File { path: path.clone(), reason: format!("{error} (see --state-dir)") };
     match fs::read_to_string(&path) {
         Ok(text) => match text.trim().parse() {
             Ok(mark) => return Ok(mark),

@@ -189,6 +189,7 @@ fn deleting_its_lease_is_the_order_to_stop() {
         fs::remove_file(place.own_lease()).unwrap();
         assert_eq!(daemon.ended().code(), Some(1));
         daemon.wait_for_log("somebody deleted it, which orders this node to stop");
+        daemon.wait_for_log("data path stay in place");
     });
 }
 
@@ -197,7 +198,11 @@ fn wrong_usage_is_2_and_what_does_not_work_is_1() {
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
-        for (args, code, says) in [(vec!["--nonsense"], 2, "--nonsense"), (vec!["--log", "=="], 2, "--log")] {
+        for (args, code, says) in [
+            (vec!["--nonsense"], 2, "--nonsense"),
+            (vec!["--log", "warning"], 2, "\"warning\" is not valid, expected error, warn"),
+            (vec!["--log", "a=b=c"], 2, "--log"),
+        ] {
             let mut daemon = place.start(&args);
             assert_eq!(daemon.ended().code(), Some(code), "{args:?}");
             daemon.wait_for_log(says);

@@ -187,6 +187,11 @@ impl FakeKernel {
         }
     }
 
+    /// Breaks every listener for good; new ones can be had.
+    pub fn break_listeners(&self) {
+        self.lock().listeners.clear();
+    }
+
     /// Makes every listener lose its messages.
     pub fn lose_messages(&self) {
         self.lock().tell(0, &Doubts::Everything);
