@@ -2,11 +2,14 @@
 //!
 //! The one thing to know: this node owns its subnet until the last renewal that the store confirmed, counted
 //! from its *sending*, plus the time to live: the store began to count later, so it cannot forget us before.
+//! What two clocks may drift apart meanwhile is taken off.
 //! Whatever looks different from what we wrote is judged by reading the key itself.
 
 use std::time::Duration;
 
-use flannel_core::{Error, Lease, LeaseAttrs, LeaseEnd, Origin, Result, Revision, Subnets, View, holder};
+use flannel_core::{
+    Error, Lease, LeaseAttrs, LeaseEnd, LeaseSet, Origin, Result, Revision, Subnets, View, holder,
+};
 
 use crate::backoff::Backoff;
 use crate::manager::{LocalManager, as_stored};
@@ -30,9 +33,13 @@ pub(crate) struct Term {
     pub(crate) ttl: Duration,
 }
 
+/// Of the time to live, what two clocks may drift apart in it: the kernel slews each by up to 500 ppm.
+const DRIFT: u32 = 1000;
+
 impl Term {
+    /// A thousandth early: if our clock is slow and the store's is fast, the store must still not be first.
     pub(crate) fn end(&self) -> Duration {
-        self.sent.saturating_add(self.ttl)
+        self.sent.saturating_add(self.ttl - self.ttl / DRIFT)
     }
 
     /// When to renew: `margin` before the end, but not within the first third.
@@ -57,8 +64,11 @@ impl LocalManager {
         let mut judged = None;
         let mut again = None;
         let mut lapsed = false;
+        let (mut seen, mut stray) = (LeaseSet::default(), false);
         loop {
-            let doubt = self.doubt(&views.borrow_and_update());
+            let view = views.borrow_and_update().clone();
+            let doubt = self.doubt(&view);
+            stray |= self.may_stray(&view, &mut seen);
             let renewal = self.renewal();
             let due = again.or(renewal).is_some_and(|time| time <= self.clock.boottime());
             // A failure puts off everything, the judging of a doubt too.
@@ -68,6 +78,11 @@ impl LocalManager {
             } else if again.is_none() && doubt.is_some() && doubt != judged {
                 let _writing = self.writing.lock().await;
                 self.check().await
+            } else if again.is_none() && stray {
+                let _writing = self.writing.lock().await;
+                let swept = self.sweep(&held.subnets).await;
+                stray = swept.is_err();
+                swept.map(|()| None)
             } else {
                 judged = judged.filter(|_| doubt.is_some());
                 self.wait(again.or(renewal), &mut views).await;
@@ -75,7 +90,7 @@ impl LocalManager {
             };
             match outcome {
                 Ok(Some(end)) => {
-                    *self.tenancy() = None;
+                    self.forget();
                     return Ok(end);
                 }
                 Ok(None) => {
@@ -124,6 +139,17 @@ impl LocalManager {
         }
     }
 
+    /// Another lease with our address has appeared.
+    fn may_stray(&self, view: &View, seen: &mut LeaseSet) -> bool {
+        let Origin::Live { .. } = view.origin else { return false };
+        let Some((subnets, public)) = self.tenancy().as_ref().map(|t| (t.subnets, t.attrs.public)) else {
+            return false;
+        };
+        let seen = std::mem::replace(seen, view.leases.clone());
+        let mut new = view.leases.changes_since(&seen).filter_map(|(_, lease)| lease);
+        !public.is_empty() && new.any(|lease| lease.subnets != subnets && lease.attrs.public == public)
+    }
+
     fn term(&self) -> Option<Term> {
         self.tenancy().as_ref().and_then(|tenancy| tenancy.term)
     }
@@ -132,7 +158,7 @@ impl LocalManager {
         self.term().map(|term| term.renewal(self.margin))
     }
 
-    fn lapsed(&self) -> bool {
+    pub(crate) fn lapsed(&self) -> bool {
         self.term().is_some_and(|term| term.end() <= self.clock.boottime())
     }
 
@@ -154,6 +180,7 @@ impl LocalManager {
             }
         };
         tokio::select! {
+            biased;
             () = timer => (),
             // Our reflector lives as long as we do.
             _ = views.changed() => (),
@@ -188,6 +215,7 @@ impl LocalManager {
             // Unless something was written meanwhile, which counts as a later renewal.
             tenancy.term = tenancy.term.map(|term| if term.sent > sent { term } else { Term { sent, ttl } });
         }
+        self.note_change();
         tracing::debug!(subnets = %tenancy.subnets, "lease renewed");
         Ok(None)
     }
@@ -199,7 +227,11 @@ impl LocalManager {
             Some(entry) => self.judge(&tenancy, entry).await,
             None if tenancy.term.is_none() => Ok(Some(LeaseEnd::Deleted)),
             None => match self.store.keep_alive(&tenancy.subnets, self.identity.mark).await? {
-                Some(_) => Ok(Some(LeaseEnd::Deleted)),
+                // Unless an attempt of ours to win it back was carried out just now.
+                Some(_) => match self.store.entry(&tenancy.subnets).await? {
+                    Some(entry) => self.judge(&tenancy, entry).await,
+                    None => Ok(Some(LeaseEnd::Deleted)),
+                },
                 None => self.win_back(&tenancy).await,
             },
         }
@@ -217,6 +249,13 @@ impl LocalManager {
         };
         if !ours {
             return Ok(Some(LeaseEnd::Taken { by: self.holder(&entry) }));
+        }
+        // Perhaps created by an attempt of ours whose answer was lost, and too late.
+        if entry.mark.is_some()
+            && entry.lease.revision != tenancy.revision
+            && self.undisputed(entry.clone()).await?.is_none()
+        {
+            return Ok(Some(disputed()));
         }
         if now == wanted {
             // A reservation that became a lease is renewed at once, to learn its time to live.
@@ -243,14 +282,18 @@ impl LocalManager {
         let sent = self.clock.boottime();
         match self.store.create(&tenancy.subnets, &tenancy.attrs, self.tenure(false)).await {
             Ok(entry) => {
+                let Some(entry) = self.undisputed(entry).await? else {
+                    return Ok(Some(disputed()));
+                };
                 self.settle(entry, Some(Term { sent, ttl: self.ttl }));
                 tracing::warn!(subnets = %tenancy.subnets, "the lease had expired; the same subnet was won back");
                 Ok(None)
             }
-            Err(Error::Conflict { .. }) => Ok(Some(match self.store.entry(&tenancy.subnets).await? {
-                Some(entry) => LeaseEnd::Taken { by: self.holder(&entry) },
-                None => LeaseEnd::Expired,
-            })),
+            // Perhaps by an earlier attempt of ours, whose answer was lost.
+            Err(Error::Conflict { .. }) => match self.store.entry(&tenancy.subnets).await? {
+                Some(entry) => self.judge(tenancy, entry).await,
+                None => Ok(Some(LeaseEnd::Expired)),
+            },
             Err(error) => Err(error),
         }
     }
@@ -266,4 +309,8 @@ impl LocalManager {
             None => format!("{node}, as a reservation"),
         }
     }
+}
+
+fn disputed() -> LeaseEnd {
+    LeaseEnd::Taken { by: "a node that took one of the two subnets after the lease had expired".to_owned() }
 }

@@ -4,8 +4,10 @@ mod allocate;
 mod assigned;
 mod atomic_file;
 mod backoff;
+mod cache;
 mod clock;
 mod dir;
+mod fallback;
 mod hold;
 mod manager;
 mod memory;
@@ -19,6 +21,7 @@ pub mod testing;
 
 pub use allocate::allocate;
 pub use assigned::AssignedManager;
+pub use cache::{Cache, CacheError, Saved};
 pub use clock::{Clock, SystemClock};
 pub use dir::{Assign, DirLocation, DirOptions, DirRegistry, LocationError};
 pub use manager::{Identity, LocalManager, Ownership};

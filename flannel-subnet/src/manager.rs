@@ -17,6 +17,7 @@ use tokio::sync::watch;
 use crate::allocate::allocate;
 use crate::backoff::Backoff;
 use crate::clock::{Clock, SystemClock};
+use crate::fallback::{Fallback, Task};
 use crate::hold::{Tenancy, Term};
 use crate::metered::Metered;
 use crate::reflect::Reflector;
@@ -72,10 +73,11 @@ pub struct LocalManager {
     pub(crate) identity: Identity,
     pub(crate) ttl: Duration,
     pub(crate) margin: Duration,
-    tenancy: Mutex<Option<Tenancy>>,
+    pub(crate) tenancy: Arc<Mutex<Option<Tenancy>>>,
     /// Held while our key is written or judged: what we publish must not look like somebody else's doing.
     pub(crate) writing: tokio::sync::Mutex<()>,
-    reflector: Mutex<Option<Reflector>>,
+    pub(crate) reflector: Mutex<Option<(Reflector, Option<Task>)>>,
+    pub(crate) fallback: Option<Arc<Fallback>>,
 }
 
 impl LocalManager {
@@ -92,9 +94,10 @@ impl LocalManager {
             identity,
             ttl: Duration::from_secs(24 * 60 * 60),
             margin: Duration::from_secs(60 * 60),
-            tenancy: Mutex::default(),
+            tenancy: Arc::default(),
             writing: tokio::sync::Mutex::default(),
             reflector: Mutex::default(),
+            fallback: None,
         }
     }
 
@@ -132,13 +135,18 @@ impl LocalManager {
 
     pub(crate) fn views(&self) -> watch::Receiver<View> {
         let mut reflector = self.reflector.lock().unwrap_or_else(PoisonError::into_inner);
-        reflector.get_or_insert_with(|| Reflector::start(Arc::clone(&self.store) as _)).views()
+        let begin = || {
+            let reflector = Reflector::start_from(self.first_view(), Arc::clone(&self.store) as _);
+            let keeper = self.keep(reflector.views());
+            (reflector, keeper)
+        };
+        reflector.get_or_insert_with(begin).0.views()
     }
 
     /// Subnets that were let go lately, as far as this node saw it.
     fn freed(&self) -> Vec<Subnet> {
         let reflector = self.reflector.lock().unwrap_or_else(PoisonError::into_inner);
-        let freed = reflector.as_ref().map(Reflector::freed).unwrap_or_default();
+        let freed = reflector.as_ref().map(|(reflector, _)| reflector.freed()).unwrap_or_default();
         freed.iter().flat_map(Subnets::iter).collect()
     }
 
@@ -146,21 +154,33 @@ impl LocalManager {
     async fn try_acquire(&self, config: &Config, attrs: &LeaseAttrs) -> Result<Option<Lease>> {
         let listing = self.store.list().await?;
         let asked = self.clock.boottime();
-        if let Some(entry) = own_entry(&listing, self.identity.mark, config, attrs) {
-            let outcome = match fits(config, &entry.lease.subnets) {
-                true => self.take_over(entry, attrs).await,
-                false if entry.mark.is_none() => {
-                    tracing::warn!(
-                        subnets = %entry.lease.subnets,
-                        "this node's reservation does not fit the network config and is left alone"
-                    );
-                    return self.take_new(config, &listing, attrs, asked).await;
-                }
-                false => self.give_up(entry).await,
+        if let Some(entry) = own_entry(&listing, &self.identity, config, attrs) {
+            let Some(unfit) = unfit(config, &listing, entry) else {
+                return lost_race(self.take_over(entry, attrs).await);
             };
-            return lost_race(outcome);
+            if entry.mark.is_some() {
+                return lost_race(self.give_up(entry, &unfit).await);
+            }
+            tracing::warn!(subnets = %entry.lease.subnets, "this node's reservation {unfit} and is left alone");
         }
         self.take_new(config, &listing, attrs, asked).await
+    }
+
+    async fn acquire(&self, attrs: &LeaseAttrs) -> Result<Lease> {
+        let config = self.network_config().await?;
+        let mut backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(500));
+        loop {
+            if let Some(lease) = self.try_acquire(&config, attrs).await? {
+                if self.lapsed() {
+                    tracing::debug!("the store's answer came after the lease's end, trying again");
+                    continue;
+                }
+                tracing::info!(subnets = %lease.subnets, store = %self.store, "lease acquired");
+                return Ok(lease);
+            }
+            tracing::debug!("somebody else was faster, trying again");
+            tokio::time::sleep(backoff.pause()).await;
+        }
     }
 
     async fn take_over(&self, entry: &Entry, attrs: &LeaseAttrs) -> Result<Option<Lease>> {
@@ -187,9 +207,9 @@ impl LocalManager {
         Ok(Some(self.settle(written, Some(Term { sent, ttl: self.ttl }))))
     }
 
-    async fn give_up(&self, entry: &Entry) -> Result<Option<Lease>> {
+    async fn give_up(&self, entry: &Entry, unfit: &str) -> Result<Option<Lease>> {
         let subnets = entry.lease.subnets;
-        tracing::warn!(%subnets, "this node's lease does not fit the network config and is given up");
+        tracing::warn!(%subnets, "this node's lease {unfit} and is given up");
         self.store.delete(&subnets, entry.lease.revision).await?;
         Ok(None)
     }
@@ -202,18 +222,45 @@ impl LocalManager {
         attrs: &LeaseAttrs,
         sent: Duration,
     ) -> Result<Option<Lease>> {
-        // A key whose value cannot be read is somebody's all the same.
-        let unreadable = listing.skipped.iter().filter_map(|skipped| skipped.key.parse().ok());
-        let taken: Vec<Subnets> =
-            listing.entries.iter().map(|entry| entry.lease.subnets).chain(unreadable).collect();
+        let taken: Vec<Subnets> = taken(listing).collect();
         let free = |subnets: &Subnets| !taken.iter().any(|other| other.overlaps(subnets));
         let previous = self.identity.previous.filter(|subnets| fits(config, subnets) && free(subnets));
         let subnets = match previous {
             Some(subnets) => subnets,
             None => self.pick(config, &taken)?,
         };
-        let written = self.store.create(&subnets, attrs, self.tenure(false)).await;
-        lost_race(written.map(|entry| Some(self.settle(entry, Some(Term { sent, ttl: self.ttl })))))
+        let written = match lost_race(self.store.create(&subnets, attrs, self.tenure(false)).await.map(Some))?
+        {
+            Some(entry) => self.undisputed(entry).await?,
+            None => None,
+        };
+        Ok(written.map(|entry| self.settle(entry, Some(Term { sent, ttl: self.ttl }))))
+    }
+
+    /// The key was free, but the store knows nothing of subnets: where a key names two, another key may name
+    /// one of them and have been created at the same time. Whoever came later sees the earlier one here, and
+    /// steps back: `None`, and the key is deleted again.
+    pub(crate) async fn undisputed(&self, entry: Entry) -> Result<Option<Entry>> {
+        let subnets = entry.lease.subnets;
+        if subnets.iter().count() < 2 {
+            return Ok(Some(entry));
+        }
+        let listing = self.store.list().await?;
+        let Some(other) = earlier(&listing, &entry) else { return Ok(Some(entry)) };
+        tracing::info!(%subnets, other = %other.lease.subnets, "another node was faster with one of the two, stepping back");
+        lost_race(self.store.delete(&subnets, entry.lease.revision).await.map(|()| None))
+    }
+
+    /// Deletes what we hold besides `held`: a request that we had given up can have been carried out later.
+    pub(crate) async fn sweep(&self, held: &Subnets) -> Result<()> {
+        let listing = self.store.list().await?;
+        let ours = |entry: &&Entry| entry.mark == Some(self.identity.mark) && entry.lease.subnets != *held;
+        for stray in listing.entries.iter().filter(ours) {
+            let subnets = stray.lease.subnets;
+            tracing::info!(%subnets, %held, "this node came to hold a second lease, which is given up");
+            lost_race(self.store.delete(&subnets, stray.lease.revision).await.map(Some))?;
+        }
+        Ok(())
     }
 
     fn pick(&self, config: &Config, taken: &[Subnets]) -> Result<Subnets> {
@@ -241,6 +288,7 @@ impl LocalManager {
             revision: lease.revision,
             term,
         });
+        self.note_change();
         lease
     }
 }
@@ -248,21 +296,29 @@ impl LocalManager {
 #[async_trait]
 impl SubnetManager for LocalManager {
     async fn network_config(&self) -> Result<Config> {
-        let config = self.store.config().await?;
+        let config = self.config_text().await?;
         Config::parse(&config.text).map_err(|source| Error::Config { location: config.location, source })
     }
 
-    /// Finds the lease by mark, else by public address if exactly one lease has one of this host's, else by the
-    /// previous subnets.
+    /// Finds the lease by mark, else by public address if exactly one lease has one of this host's. Not by the
+    /// previous subnets: another node may have them by now, with keys and MAC addresses of its own.
     async fn hints(&self) -> Result<Hints> {
-        let listing = self.store.list().await?;
+        let listing = match self.cached_lease() {
+            None => self.store.list().await?,
+            Some(cached) => match self.promptly(self.store.list()).await {
+                Err(Error::Store { .. }) => {
+                    let (previous, last_published) = (Some(cached.subnets), Some(cached.attrs));
+                    return Ok(Hints { public: Dual::default(), last_published, previous });
+                }
+                listing => listing?,
+            },
+        };
         let Identity { mark, previous, local_addresses } = &self.identity;
         let by_mark = listing.entries.iter().find(|entry| entry.mark == Some(*mark));
         let local = |entry: &&Entry| entry.lease.attrs.public.values().any(|a| local_addresses.contains(a));
         let mut by_address = listing.entries.iter().filter(local);
         let by_address = by_address.next().filter(|_| by_address.next().is_none());
-        let by_subnets = listing.entries.iter().find(|entry| Some(entry.lease.subnets) == *previous);
-        let own = by_mark.or(by_address).or(by_subnets).map(|entry| &entry.lease);
+        let own = by_mark.or(by_address).map(|entry| &entry.lease);
         Ok(Hints {
             public: Dual::default(),
             last_published: own.map(|lease| lease.attrs.clone()),
@@ -273,15 +329,10 @@ impl SubnetManager for LocalManager {
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease> {
         let _writing = self.writing.lock().await;
         let attrs = as_stored(attrs);
-        let config = self.network_config().await?;
-        let mut backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(500));
-        loop {
-            if let Some(lease) = self.try_acquire(&config, &attrs).await? {
-                tracing::info!(subnets = %lease.subnets, store = %self.store, "lease acquired");
-                return Ok(lease);
-            }
-            tracing::debug!("somebody else was faster, trying again");
-            tokio::time::sleep(backoff.pause()).await;
+        let Some(cached) = self.cached_lease() else { return self.acquire(&attrs).await };
+        match self.promptly(self.acquire(&attrs)).await {
+            Err(error @ Error::Store { .. }) => Ok(self.settle_cached(&cached, &attrs, &error)),
+            acquired => acquired,
         }
     }
 
@@ -324,15 +375,45 @@ fn identifying(attrs: &LeaseAttrs, families: impl Iterator<Item = Family>) -> Op
     families.filter_map(|family| attrs.public[family]).next()
 }
 
-/// The entry with our mark, else the first by precedence with our public address.
-fn own_entry<'a>(listing: &'a Listing, mark: Mark, config: &Config, attrs: &LeaseAttrs) -> Option<&'a Entry> {
-    let by_mark = listing.entries.iter().find(|entry| entry.mark == Some(mark));
+/// The entry with our mark, else one with our public address; of several the one that we had before, else the
+/// first by precedence.
+fn own_entry<'a>(
+    listing: &'a Listing,
+    us: &Identity,
+    config: &Config,
+    attrs: &LeaseAttrs,
+) -> Option<&'a Entry> {
     let address = identifying(attrs, config.networks.families());
-    let same_address = |entry: &&Entry| {
+    let same_address = |entry: &Entry| {
         address.is_some_and(|address| entry.lease.attrs.public[Family::of(address)] == Some(address))
     };
-    by_mark
-        .or_else(|| listing.entries.iter().filter(same_address).min_by_key(|entry| entry.lease.precedence()))
+    let our_mark = |entry: &Entry| entry.mark == Some(us.mark);
+    let had_before = |entry: &Entry| Some(entry.lease.subnets) == us.previous;
+    let ours = listing.entries.iter().filter(|entry| our_mark(entry) || same_address(entry));
+    ours.min_by_key(|entry| (!our_mark(entry), !had_before(entry), entry.lease.precedence()))
+}
+
+/// What a new lease must not overlap. A key whose value cannot be read is somebody's all the same.
+fn taken(listing: &Listing) -> impl Iterator<Item = Subnets> {
+    let unreadable = listing.skipped.iter().filter_map(|skipped| skipped.key.parse().ok());
+    listing.entries.iter().map(|entry| entry.lease.subnets).chain(unreadable)
+}
+
+/// Why this entry cannot be our lease, if it cannot.
+fn unfit(config: &Config, listing: &Listing, entry: &Entry) -> Option<String> {
+    if !fits(config, &entry.lease.subnets) {
+        return Some("does not fit the network config".into());
+    }
+    let other = earlier(listing, entry)?;
+    Some(format!("overlaps {}, which {} had earlier,", other.lease.subnets, holder(&other.lease.attrs)))
+}
+
+/// An overlapping entry that was created before this one, which therefore never had an owner.
+fn earlier<'a>(listing: &'a Listing, entry: &Entry) -> Option<&'a Entry> {
+    let overlaps = |other: &&Entry| other.lease.subnets.overlaps(&entry.lease.subnets);
+    let overlapping = listing.entries.iter().filter(overlaps);
+    let first = overlapping.min_by_key(|other| other.lease.precedence())?;
+    (first.lease.precedence() < entry.lease.precedence()).then_some(first)
 }
 
 /// The subnets are of exactly the enabled families, of the right length, and between min and max.

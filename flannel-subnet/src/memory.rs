@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use flannel_core::{Error, Lease, LeaseAttrs, Result, Revision, Subnets};
-use tokio::sync::watch;
+use flannel_core::{Error, KeyError, Lease, LeaseAttrs, Result, Revision, Subnets};
+use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use crate::registry::{
@@ -30,8 +30,8 @@ pub struct MemoryRegistry(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     inner: Mutex<Inner>,
-    /// Counts whatever somebody may wait for.
-    changes: watch::Sender<u64>,
+    /// Wakes whoever waits, in the order in which they began to.
+    changes: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -49,7 +49,8 @@ struct Inner {
 
 #[derive(Debug)]
 struct Stored {
-    value: String,
+    /// What key and value say, or why they cannot be read.
+    said: Result<(Subnets, LeaseAttrs), String>,
     mark: Option<Mark>,
     since: u64,
     revision: u64,
@@ -70,7 +71,7 @@ impl Default for MemoryRegistry {
 impl MemoryRegistry {
     /// An empty registry without a config.
     pub fn new() -> Self {
-        Self(Arc::new(Shared { inner: Mutex::default(), changes: watch::channel(0).0 }))
+        Self(Arc::new(Shared { inner: Mutex::default(), changes: Notify::new() }))
     }
 
     /// An empty registry with a config.
@@ -88,7 +89,7 @@ impl MemoryRegistry {
 
     /// Writes any key with any value, as an operator or a foreign program would. No `tenure`: for ever.
     pub fn put_raw(&self, key: &str, value: &str, tenure: Option<Tenure>) {
-        self.lock().put(key, value.to_owned(), tenure);
+        self.lock().put(key, value, tenure);
         self.wake();
     }
 
@@ -146,7 +147,7 @@ impl MemoryRegistry {
     }
 
     fn wake(&self) {
-        self.0.changes.send_modify(|changes| *changes += 1);
+        self.0.changes.notify_waiters();
     }
 }
 
@@ -166,11 +167,16 @@ impl Inner {
         }
     }
 
-    fn put(&mut self, key: &str, value: String, tenure: Option<Tenure>) {
+    fn put(&mut self, key: &str, value: &str, tenure: Option<Tenure>) {
+        let subnets = key.parse().map_err(|error: KeyError| error.to_string());
+        let said = subnets.and_then(|subnets| {
+            let attrs = LeaseAttrs::from_json(value).map_err(|error| error.to_string())?;
+            Ok((subnets, attrs))
+        });
         let revision = self.log(key);
         let since = self.keys.get(key).map_or(revision, |stored| stored.since);
         let mark = tenure.map(|tenure| tenure.mark);
-        self.keys.insert(key.to_owned(), Stored { value, mark, since, revision });
+        self.keys.insert(key.to_owned(), Stored { said, mark, since, revision });
         if let Some(Tenure { mark, ttl }) = tenure {
             self.holders.insert(mark, Holder { ttl, end: Instant::now() + ttl });
         }
@@ -193,17 +199,13 @@ impl Inner {
 
     fn read(&self, key: &str) -> Now {
         let Some(stored) = self.keys.get(key) else { return Now::Gone };
-        let subnets = match key.parse() {
-            Ok(subnets) => subnets,
-            Err(error) => return Now::Unreadable(flannel_core::KeyError::to_string(&error)),
-        };
-        match LeaseAttrs::from_json(&stored.value) {
-            Ok(attrs) => {
+        match stored.said.clone() {
+            Ok((subnets, attrs)) => {
                 let (since, revision) = (Revision(stored.since), Revision(stored.revision));
                 let lease = Lease { subnets, attrs, expires: None, since, revision };
                 Now::Held(Entry { lease, mark: stored.mark })
             }
-            Err(error) => Now::Unreadable(error.to_string()),
+            Err(reason) => Now::Unreadable(reason),
         }
     }
 
@@ -258,7 +260,7 @@ impl MemoryRegistry {
     ) -> Result<Entry> {
         let mut inner = self.reach()?;
         let key = inner.at(subnets, at)?;
-        inner.put(&key, attrs.to_json(), tenure);
+        inner.put(&key, &attrs.to_json(), tenure);
         let Now::Held(entry) = inner.read(&key) else { return Err(Error::Conflict { subnets: *subnets }) };
         drop(inner);
         self.wake();
@@ -294,12 +296,14 @@ impl Registry for MemoryRegistry {
     }
 
     async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()> {
-        let mut changes = self.0.changes.subscribe();
-        while self.reach()?.config.as_ref() == seen.as_ref().map(|seen| &seen.text) {
-            // The sender lives as long as `self`.
-            let _ = changes.changed().await;
+        loop {
+            // Counts what happens from here on, before it is waited for.
+            let changed = self.0.changes.notified();
+            if self.reach()?.config.as_ref() != seen.as_ref().map(|seen| &seen.text) {
+                return Ok(());
+            }
+            changed.await;
         }
-        Ok(())
     }
 
     async fn list(&self) -> Result<Listing> {
@@ -334,25 +338,20 @@ impl Registry for MemoryRegistry {
 
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
         drop(self.reach()?);
-        Ok(Box::new(MemoryWatch {
-            registry: self.clone(),
-            after: after.0,
-            changes: self.0.changes.subscribe(),
-        }))
+        Ok(Box::new(MemoryWatch { registry: self.clone(), after: after.0 }))
     }
 }
 
 struct MemoryWatch {
     registry: MemoryRegistry,
     after: u64,
-    changes: watch::Receiver<u64>,
 }
 
 #[async_trait]
 impl Watch for MemoryWatch {
     async fn next(&mut self) -> Result<Option<Batch>> {
         loop {
-            self.changes.borrow_and_update();
+            let changed = self.registry.0.changes.notified();
             let end = {
                 let inner = self.registry.reach()?;
                 if self.after < inner.forgotten || self.after > inner.revision {
@@ -375,7 +374,8 @@ impl Watch for MemoryWatch {
                 }
             };
             tokio::select! {
-                _ = self.changes.changed() => (),
+                biased;
+                () = changed => (),
                 () = expiry => (),
             }
         }

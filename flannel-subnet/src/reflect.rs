@@ -52,13 +52,21 @@ impl Reflector {
     /// # Panics
     /// There is no tokio runtime.
     pub fn start(registry: Arc<dyn Registry>) -> Self {
+        Self::start_from(View::unknown(), registry)
+    }
+
+    /// Like [`Reflector::start`], with a first view from elsewhere, such as a [`Cache`](crate::Cache).
+    ///
+    /// # Panics
+    /// There is no tokio runtime.
+    pub fn start_from(view: View, registry: Arc<dyn Registry>) -> Self {
         let freed = Mutex::default();
-        let shared = Arc::new(Shared { views: watch::channel(View::unknown()).0, freed });
+        let shared = Arc::new(Shared { views: watch::channel(view).0, freed });
         let task = tokio::spawn(follow(registry, Arc::clone(&shared))).abort_handle();
         Self { shared, task }
     }
 
-    /// The latest view, always; bursts coalesce. [`View::unknown`] until the first list is complete. It stays
+    /// The latest view, always; bursts coalesce. [`View::unknown`], or what it was started from, until the first list is complete. It stays
     /// valid when the reflector is dropped, and changes no more.
     pub fn views(&self) -> watch::Receiver<View> {
         self.shared.views.subscribe()

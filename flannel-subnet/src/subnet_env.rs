@@ -138,7 +138,11 @@ impl SubnetEnv {
         Self::parse(&fs::read_to_string(path).map_err(error)?, path)
     }
 
-    fn parse(text: &str, path: &Path) -> Result<Self, SubnetEnvError> {
+    /// Reads the text of a file, as [`SubnetEnv::read`] does; `path` is for messages.
+    ///
+    /// # Errors
+    /// As for [`SubnetEnv::read`].
+    pub fn parse(text: &str, path: &Path) -> Result<Self, SubnetEnvError> {
         let mut env = Self { networks: Dual::default(), subnets: Dual::default(), mtu: 0, ip_masq: false };
         let (mut mtu, mut ip_masq) = (None, None);
         for (number, text) in text.lines().enumerate() {

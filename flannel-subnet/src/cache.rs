@@ -1,0 +1,365 @@
+//! The last good set of leases on disk: what a node starts with while its store is out of reach.
+//!
+//! The one thing to know: a cache is never trusted further than it goes. A file that is damaged, of another
+//! store or of another version is as good as none; what it says of peers may be put in place but deletes
+//! nothing; and our own lease counts only while its end, by wall clock, lies ahead.
+//!
+//! The file is text. The first line names the format, its version and a checksum of the rest; the second is a
+//! JSON object about the whole; then follows one lease a line: key, `since`, revision, and the store's value.
+
+use std::fmt::Write;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use flannel_core::{Lease, LeaseAttrs, LeaseSet, Origin, Revision, View};
+use serde::{Deserialize, Serialize};
+
+use crate::atomic_file;
+use crate::registry::{ConfigText, Mark};
+
+const FORMAT: &str = "flannel-leases";
+const VERSION: &str = "1";
+
+/// Where the last good set is kept.
+#[derive(Debug, Clone)]
+pub struct Cache {
+    path: PathBuf,
+}
+
+/// What is kept.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Saved {
+    /// The store it came from, as the registry's `Display` names it.
+    pub store: String,
+    /// When it was written, by wall clock, in whole milliseconds.
+    pub written: SystemTime,
+    /// Everybody's leases.
+    pub leases: LeaseSet,
+    /// The network config, if it is known.
+    pub config: Option<ConfigText>,
+    /// Our own lease and the mark that it is held by.
+    pub own: Option<(Lease, Mark)>,
+}
+
+impl Saved {
+    /// The leases as what they are: of yesterday.
+    pub fn view(&self) -> View {
+        View { leases: self.leases.clone(), origin: Origin::Cached { written: Some(self.written) } }
+    }
+
+    /// Our own lease, if it is still ours: held by `mark`, its end ahead of `now`, and `now` not before the
+    /// cache was written, since a clock that was set back says nothing about the time that has passed.
+    pub fn own(&self, mark: Mark, now: SystemTime) -> Option<&Lease> {
+        let (lease, held_by) = self.own.as_ref()?;
+        let in_force = lease.expires.is_none_or(|end| self.written <= now && now < end);
+        (*held_by == mark && in_force).then_some(lease)
+    }
+}
+
+/// Why a cache is not used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CacheError {
+    /// The file system refused; `NotFound` if there is no cache yet.
+    #[error("{path}: {source}", path = path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What happened.
+        source: io::Error,
+    },
+    /// It is no cache, or a damaged one.
+    #[error("{path}: {reason}", path = path.display())]
+    Content {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+}
+
+#[derive(Serialize, Deserialize)]
+struct Whole {
+    store: String,
+    /// Milliseconds since 1970, as all times here.
+    written: u64,
+    config: Option<(String, String)>,
+    own: Option<Own>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Own {
+    lease: String,
+    mark: String,
+    expires: Option<u64>,
+}
+
+fn millis(time: SystemTime) -> u64 {
+    let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+fn time(millis: u64) -> Option<SystemTime> {
+    SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(millis))
+}
+
+/// FNV-1a: no change of a single byte goes unnoticed.
+fn checksum(text: &[u8]) -> u64 {
+    text.iter()
+        .fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3))
+}
+
+fn line(lease: &Lease) -> String {
+    format!("{} {} {} {}", lease.subnets, lease.since, lease.revision, lease.attrs.to_json())
+}
+
+fn lease(line: &str) -> Result<Lease, String> {
+    let mut parts = line.splitn(4, ' ');
+    let mut part =
+        || parts.next().ok_or_else(|| format!("{line:?} is not a lease: KEY SINCE REVISION VALUE"));
+    let (subnets, since, revision, value) = (part()?, part()?, part()?, part()?);
+    let number = |text: &str| text.parse().map(Revision).map_err(|_| format!("{text:?} is not a revision"));
+    Ok(Lease {
+        subnets: subnets.parse().map_err(|error: flannel_core::KeyError| error.to_string())?,
+        attrs: LeaseAttrs::from_json(value).map_err(|error| format!("{subnets}: {error}"))?,
+        expires: None,
+        since: number(since)?,
+        revision: number(revision)?,
+    })
+}
+
+impl Cache {
+    /// A cache in this file. Nothing is read or made yet.
+    pub fn open(path: impl Into<PathBuf>) -> Self {
+        Self { path: path.into() }
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Replaces the file in one step, with mode 0600.
+    ///
+    /// # Errors
+    /// Whatever the file system says; the file is as it was then.
+    ///
+    /// # Blocking
+    /// Writes and syncs a file of some hundred bytes a lease.
+    pub fn save(&self, saved: &Saved) -> Result<(), CacheError> {
+        let io = |source| CacheError::Io { path: self.path.clone(), source };
+        if let Some(dir) = self.path.parent() {
+            fs::create_dir_all(dir).map_err(io)?;
+        }
+        atomic_file::replace(&self.path, text(saved).as_bytes(), 0o600, None).map_err(io)
+    }
+
+    /// Reads what was saved last.
+    ///
+    /// # Errors
+    /// There is no file, it cannot be read, or it is not what [`Cache::save`] wrote: the message names the file
+    /// and what is wrong.
+    ///
+    /// # Blocking
+    /// Reads one file.
+    pub fn load(&self) -> Result<Saved, CacheError> {
+        let bytes =
+            fs::read(&self.path).map_err(|source| CacheError::Io { path: self.path.clone(), source })?;
+        parse(&bytes).map_err(|reason| CacheError::Content { path: self.path.clone(), reason })
+    }
+
+    /// What was saved last from `store`. Whatever else the file holds is ignored, with a warning that says why.
+    ///
+    /// # Blocking
+    /// Reads one file.
+    pub fn load_from(&self, store: &str) -> Option<Saved> {
+        match self.load() {
+            Ok(saved) if saved.store == store => Some(saved),
+            Ok(saved) => {
+                tracing::warn!(path = %self.path.display(), "the cache is ignored: it is of {}, not of {store}", saved.store);
+                None
+            }
+            Err(CacheError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => None,
+            Err(error) => {
+                tracing::warn!("the cache is ignored: {error}");
+                None
+            }
+        }
+    }
+}
+
+fn text(saved: &Saved) -> String {
+    let own = saved.own.as_ref().map(|(lease, mark)| Own {
+        lease: line(lease),
+        mark: mark.to_string(),
+        expires: lease.expires.map(millis),
+    });
+    let whole = Whole {
+        store: saved.store.clone(),
+        written: millis(saved.written),
+        config: saved.config.clone().map(|config| (config.location, config.text)),
+        own,
+    };
+    // Only maps with keys that are no strings, and I/O, can fail.
+    let mut body = serde_json::to_string(&whole).expect("a struct of strings and numbers serializes");
+    for lease in saved.leases.iter() {
+        // Writing to a string does not fail.
+        let _ = write!(body, "\n{}", line(lease));
+    }
+    body.push('\n');
+    format!("{FORMAT} {VERSION} {:016x}\n{body}", checksum(body.as_bytes()))
+}
+
+fn parse(bytes: &[u8]) -> Result<Saved, String> {
+    let end = bytes.iter().position(|byte| *byte == b'\n').ok_or("its first line does not end")?;
+    let (head, body) = (String::from_utf8_lossy(&bytes[..end]), &bytes[end + 1..]);
+    let parts: Vec<&str> = head.split(' ').collect();
+    let [FORMAT, version, sum] = parts[..] else {
+        return Err(format!("its first line is not \"{FORMAT} VERSION CHECKSUM\""));
+    };
+    if version != VERSION {
+        return Err(format!("it is of version {version:?}, this build reads version {VERSION}"));
+    }
+    if sum != format!("{:016x}", checksum(body)) {
+        return Err(format!("the checksum {sum:?} is not that of its content: the file is damaged"));
+    }
+    let body = std::str::from_utf8(body).map_err(|error| error.to_string())?;
+    let mut lines = body.lines();
+    let whole: Whole =
+        serde_json::from_str(lines.next().unwrap_or_default()).map_err(|error| format!("line 2: {error}"))?;
+    let instant = |millis| time(millis).ok_or_else(|| format!("{millis} is not a time"));
+    let own = match whole.own {
+        Some(own) => {
+            let expires = own.expires.map(instant).transpose()?;
+            let mark = own.mark.parse().map_err(|error: crate::registry::MarkError| error.to_string())?;
+            Some((Lease { expires, ..lease(&own.lease)? }, mark))
+        }
+        None => None,
+    };
+    Ok(Saved {
+        store: whole.store,
+        written: instant(whole.written)?,
+        leases: lines.map(lease).collect::<Result<_, _>>()?,
+        config: whole.config.map(|(location, text)| ConfigText { location, text }),
+        own,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Instant;
+
+    use flannel_core::Subnets;
+
+    fn at(secs: u64) -> SystemTime {
+        SystemTime::UNIX_EPOCH + Duration::from_secs(secs)
+    }
+
+    fn peer(n: u32) -> Lease {
+        let value = format!(
+            r#"{{"PublicIP":"192.{}.{}.7","PublicIPv6":"2001:db8::{n:x}","BackendType":"vxlan","BackendData":{{"VNI":1,"VtepMAC":"0a:00:00:00:00:07"}}}}"#,
+            n / 256 % 256,
+            n % 256
+        );
+        Lease {
+            subnets: Subnets::new([
+                format!("10.{}.{}.0/24", n / 256, n % 256).parse().unwrap(),
+                format!("fd00:0:0:{n:x}::/64").parse().unwrap(),
+            ])
+            .unwrap(),
+            attrs: LeaseAttrs::from_json(&value).unwrap(),
+            expires: None,
+            since: Revision(u64::from(n)),
+            revision: Revision(u64::MAX),
+        }
+    }
+
+    fn saved(peers: u32) -> Saved {
+        let config =
+            ConfigText { location: "file".into(), text: "{\n\"Network\": \"10.0.0.0/8\" }\n".into() };
+        Saved {
+            store: "dir:/a b/\"c\"\n".into(),
+            written: at(1_000),
+            leases: (0..peers).map(peer).collect(),
+            config: Some(config),
+            own: Some((Lease { expires: Some(at(2_000)), ..peer(1) }, Mark(7))),
+        }
+    }
+
+    #[test]
+    fn what_is_saved_is_loaded_by_the_store_it_is_of() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = Cache::open(dir.path().join("new/leases"));
+        assert!(matches!(cache.load(), Err(CacheError::Io { .. })));
+        assert_eq!(cache.load_from("any"), None);
+        for saved in [saved(3), Saved { own: None, config: None, ..saved(0) }] {
+            cache.save(&saved).unwrap();
+            assert_eq!(cache.load().unwrap(), saved);
+            assert_eq!(cache.load_from(&saved.store), Some(saved));
+            assert_eq!(cache.load_from("dir:/other"), None);
+        }
+        assert_eq!(fs::read_dir(dir.path().join("new")).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn our_lease_is_ours_while_its_end_lies_ahead() {
+        let saved = saved(0);
+        for (mark, now, ours) in
+            [(7, 1_000, true), (7, 1_999, true), (7, 2_000, false), (7, 999, false), (8, 1_500, false)]
+        {
+            assert_eq!(saved.own(Mark(mark), at(now)).is_some(), ours, "{mark} {now}");
+        }
+        let reservation = Saved { own: Some((peer(1), Mark(7))), ..saved };
+        assert!(reservation.own(Mark(7), at(1)).is_some() && reservation.own(Mark(7), at(9_999)).is_some());
+    }
+
+    #[test]
+    fn no_damage_goes_unnoticed() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = Cache::open(dir.path().join("leases"));
+        let good = text(&saved(2)).into_bytes();
+        for end in 0..good.len() {
+            parse(&good[..end]).unwrap_err();
+        }
+        for place in 0..good.len() {
+            for bit in 0..8 {
+                let mut bad = good.clone();
+                bad[place] ^= 1 << bit;
+                parse(&bad).unwrap_err();
+            }
+        }
+        let other_version = text(&saved(2)).replacen(" 1 ", " 2 ", 1);
+        let resealed = |body: &str| format!("{FORMAT} {VERSION} {:016x}\n{body}", checksum(body.as_bytes()));
+        for (bad, says) in [
+            (other_version, "version \"2\", this build reads version 1"),
+            (String::new(), "first line"),
+            ("{}\n".into(), "first line"),
+            (text(&saved(2)).replace("2001", "2002"), "damaged"),
+            (resealed("{}"), "line 2"),
+            (resealed(""), "line 2"),
+            (resealed("{\"store\":\"s\",\"written\":1,\"config\":null,\"own\":null}\nx 1 2"), "not a lease"),
+            (
+                resealed("{\"store\":\"s\",\"written\":1,\"config\":null,\"own\":null}\nx 1 2 {}"),
+                "\"x\" is not",
+            ),
+        ] {
+            fs::write(cache.path(), bad).unwrap();
+            let error = cache.load().unwrap_err().to_string();
+            assert!(error.contains(says) && error.contains("leases: "), "{error}");
+            assert_eq!(cache.load_from(&saved(2).store), None);
+        }
+    }
+
+    #[test]
+    fn ten_thousand_leases_load_at_once() {
+        let bytes = text(&saved(10_000)).into_bytes();
+        let begin = Instant::now();
+        let loaded = parse(&bytes).unwrap();
+        let limit = Duration::from_millis(if cfg!(debug_assertions) { 1_500 } else { 100 });
+        assert!(begin.elapsed() < limit, "{:?}", begin.elapsed());
+        assert_eq!(loaded.leases.len(), 10_000);
+    }
+}

@@ -1,0 +1,236 @@
+//! Going on without the store: what is kept on disk while it is there, and used while it is not.
+//!
+//! The one thing to know: the cache answers only until the store has answered for the first time. From then on
+//! the store's word counts, and what is known of it.
+
+use std::future::Future;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use flannel_core::{Error, Lease, LeaseAttrs, Origin, Result, Revision, View};
+use tokio::sync::{Notify, watch};
+use tokio::task::AbortHandle;
+
+use crate::cache::{Cache, Saved};
+use crate::clock::Clock;
+use crate::hold::{Tenancy, Term};
+use crate::manager::LocalManager;
+use crate::registry::{ConfigText, Mark, Registry};
+
+/// How long the store has to give its first answer before the cache answers instead.
+const PATIENCE: Duration = Duration::from_millis(25);
+
+/// The cache is written at once, but then not again for so long.
+const PAUSE: Duration = Duration::from_secs(5);
+
+/// The cache of one manager.
+#[derive(Debug)]
+pub(crate) struct Fallback {
+    cache: Cache,
+    store: String,
+    mark: Mark,
+    loaded: Option<Saved>,
+    /// The store was given its chance to answer at once, and did not.
+    absent: AtomicBool,
+    config: Mutex<Option<ConfigText>>,
+    saving: Mutex<()>,
+    changed: Notify,
+}
+
+/// Everything that is kept of a running manager.
+#[derive(Debug)]
+struct Keeper {
+    fallback: Arc<Fallback>,
+    views: watch::Receiver<View>,
+    tenancy: Arc<Mutex<Option<Tenancy>>>,
+    clock: Arc<dyn Clock>,
+}
+
+/// A task that ends with its owner.
+#[derive(Debug)]
+pub(crate) struct Task(AbortHandle);
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+impl LocalManager {
+    /// Keeps the last good set of leases in this file, and starts from it while the store is out of reach: the
+    /// view begins with it, marked [`Origin::Cached`]; config, hints and the own lease come from it until the
+    /// store has answered once, the lease only while its end lies ahead by wall clock.
+    ///
+    /// The file is written when leases or the own lease have changed, at most every 5 seconds. A file that is
+    /// damaged, or of another store, is ignored with a warning that says why.
+    ///
+    /// # Blocking
+    /// Reads the file.
+    #[must_use]
+    pub fn with_cache(self, path: impl Into<PathBuf>) -> Self {
+        let (cache, store) = (Cache::open(path), self.store.to_string());
+        let loaded = cache.load_from(&store);
+        let config = Mutex::new(loaded.as_ref().and_then(|saved| saved.config.clone()));
+        let fallback = Fallback {
+            cache,
+            store,
+            mark: self.identity.mark,
+            loaded,
+            absent: AtomicBool::new(false),
+            config,
+            saving: Mutex::default(),
+            changed: Notify::new(),
+        };
+        Self { fallback: Some(Arc::new(fallback)), ..self }
+    }
+
+    /// What the first view is.
+    pub(crate) fn first_view(&self) -> View {
+        let loaded = self.fallback.as_ref().and_then(|fallback| fallback.loaded.as_ref());
+        loaded.map_or_else(View::unknown, Saved::view)
+    }
+
+    /// What the cache holds, as long as the store has not answered yet.
+    pub(crate) fn cached(&self) -> Option<&Saved> {
+        let loaded = self.fallback.as_ref()?.loaded.as_ref();
+        loaded.filter(|_| self.store.status().confirmed.is_none())
+    }
+
+    /// The answer, or the failure, of a store that has to answer at once, since the cache can do so instead.
+    pub(crate) async fn promptly<T>(&self, request: impl Future<Output = Result<T>> + Send) -> Result<T> {
+        let absent = self.fallback.as_ref().map(|fallback| &fallback.absent);
+        let patience = match absent.is_some_and(|absent| absent.load(Ordering::Relaxed)) {
+            true => Duration::ZERO,
+            false => PATIENCE,
+        };
+        let result = tokio::time::timeout(patience, request).await.unwrap_or_else(|_| {
+            let source = "no answer yet, going on from the cache".into();
+            Err(Error::Store { store: self.store.to_string(), source })
+        });
+        if let (Err(Error::Store { .. }), Some(absent)) = (&result, absent) {
+            absent.store(true, Ordering::Relaxed);
+        }
+        result
+    }
+
+    /// The config from the store, and as long as that has never answered, from the cache.
+    pub(crate) async fn config_text(&self) -> Result<ConfigText> {
+        let Some(cached) = self.cached().and_then(|saved| saved.config.clone()) else {
+            let config = self.store.config().await?;
+            if let Some(fallback) = &self.fallback {
+                *fallback.config.lock().unwrap_or_else(PoisonError::into_inner) = Some(config.clone());
+                fallback.changed.notify_one();
+            }
+            return Ok(config);
+        };
+        match self.promptly(self.store.config()).await {
+            Err(error @ Error::Store { .. }) => {
+                tracing::warn!("the network config comes from the cache: {error}");
+                Ok(cached)
+            }
+            answer => answer,
+        }
+    }
+
+    /// Our own lease as the cache has it, if it is still ours.
+    pub(crate) fn cached_lease(&self) -> Option<Lease> {
+        self.cached()?.own(self.identity.mark, self.clock.wall()).cloned()
+    }
+
+    /// Takes up the lease from the cache. What it was published with is put right when the store is back.
+    pub(crate) fn settle_cached(&self, lease: &Lease, attrs: &LeaseAttrs, error: &Error) -> Lease {
+        let (boottime, wall) = (self.clock.boottime(), self.clock.wall());
+        let term = lease
+            .expires
+            .map(|end| Term { sent: boottime, ttl: end.duration_since(wall).unwrap_or_default() });
+        tracing::warn!(
+            subnets = %lease.subnets,
+            "going on with the lease from the cache, which is still ours: {error}"
+        );
+        // With other attributes than before, whatever the store shows then is in doubt.
+        let revision = if lease.attrs == *attrs { lease.revision } else { Revision::default() };
+        let tenancy = Tenancy { subnets: lease.subnets, attrs: attrs.clone(), revision, term };
+        *self.tenancy() = Some(tenancy);
+        Lease { attrs: attrs.clone(), ..lease.clone() }
+    }
+
+    /// Our lease has changed: the cache is to say so soon.
+    pub(crate) fn note_change(&self) {
+        if let Some(fallback) = &self.fallback {
+            fallback.changed.notify_one();
+        }
+    }
+
+    /// Our lease has ended, and no restart may find it in the cache.
+    pub(crate) fn forget(&self) {
+        *self.tenancy() = None;
+        if let Some(keeper) = self.keeper(self.views()) {
+            keeper.save();
+        }
+    }
+
+    fn keeper(&self, views: watch::Receiver<View>) -> Option<Keeper> {
+        let fallback = Arc::clone(self.fallback.as_ref()?);
+        let (tenancy, clock) = (Arc::clone(&self.tenancy), Arc::clone(&self.clock));
+        Some(Keeper { fallback, views, tenancy, clock })
+    }
+
+    /// Writes the cache whenever there is something new.
+    pub(crate) fn keep(&self, views: watch::Receiver<View>) -> Option<Task> {
+        let keeper = Arc::new(self.keeper(views)?);
+        Some(Task(tokio::spawn(async move { keeper.run().await }).abort_handle()))
+    }
+}
+
+impl Keeper {
+    async fn run(self: Arc<Self>) {
+        let mut views = self.views.clone();
+        // A view from the cache need not be written there.
+        let live = |view: &View| matches!(view.origin, Origin::Live { .. });
+        if views.wait_for(live).await.is_err() {
+            return;
+        }
+        loop {
+            let keeper = Arc::clone(&self);
+            // It fails only if the runtime ends.
+            let _ = tokio::task::spawn_blocking(move || keeper.save()).await;
+            tokio::time::sleep(PAUSE).await;
+            tokio::select! {
+                changed = views.changed() => if changed.is_err() { return },
+                () = self.fallback.changed.notified() => (),
+            }
+        }
+    }
+
+    fn save(&self) {
+        let Fallback { saving, cache, store, mark, loaded, config, .. } = &*self.fallback;
+        // Whoever writes last must know most.
+        let _saving = saving.lock().unwrap_or_else(PoisonError::into_inner);
+        let view = self.views.borrow().clone();
+        let now = self.clock.wall();
+        let written = match view.origin {
+            Origin::Live { .. } => now,
+            Origin::Cached { written } => {
+                match written.or_else(|| loaded.as_ref().map(|saved| saved.written)) {
+                    Some(written) => written,
+                    None => return,
+                }
+            }
+        };
+        let tenancy = self.tenancy.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let own = tenancy.map(|tenancy| {
+            let since = view.leases.get(&tenancy.subnets).map_or(tenancy.revision, |lease| lease.since);
+            let left = |term: Term| term.end().saturating_sub(self.clock.boottime());
+            let expires = tenancy.term.map(|term| now + left(term));
+            let Tenancy { subnets, attrs, revision, .. } = tenancy;
+            (Lease { subnets, attrs, expires, since, revision }, *mark)
+        });
+        let config = config.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let saved = Saved { store: store.clone(), written, leases: view.leases, config, own };
+        if let Err(error) = cache.save(&saved) {
+            tracing::warn!("the cache could not be written: {error}");
+        }
+    }
+}

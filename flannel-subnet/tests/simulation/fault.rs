@@ -1,0 +1,77 @@
+//! Everything that can go wrong, and how often it did.
+
+/// A kind of fault. A run in which one of them never happened proves less than it says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fault {
+    LostRequest,
+    LostReply,
+    LateRequest,
+    Duplicate,
+    SlowReply,
+    CrashKeepingState,
+    CrashLosingMark,
+    CrashLosingSubnetFile,
+    CrashLosingState,
+    Partition,
+    Suspension,
+    StoreOutage,
+    StoreRestart,
+    Compaction,
+    Expiry,
+    KeyDeleted,
+    HolderRevoked,
+    Reserved,
+    Overwritten,
+    ForeignLease,
+    WallForward,
+    WallBack,
+    Published,
+    ConfigChanged,
+}
+
+impl Fault {
+    pub(crate) const ALL: [Self; 24] = [
+        Self::LostRequest,
+        Self::LostReply,
+        Self::LateRequest,
+        Self::Duplicate,
+        Self::SlowReply,
+        Self::CrashKeepingState,
+        Self::CrashLosingMark,
+        Self::CrashLosingSubnetFile,
+        Self::CrashLosingState,
+        Self::Partition,
+        Self::Suspension,
+        Self::StoreOutage,
+        Self::StoreRestart,
+        Self::Compaction,
+        Self::Expiry,
+        Self::KeyDeleted,
+        Self::HolderRevoked,
+        Self::Reserved,
+        Self::Overwritten,
+        Self::ForeignLease,
+        Self::WallForward,
+        Self::WallBack,
+        Self::Published,
+        Self::ConfigChanged,
+    ];
+}
+
+/// How often each kind happened.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Counts([u64; Fault::ALL.len()]);
+
+impl Counts {
+    pub(crate) fn count(&mut self, fault: Fault) {
+        self.0[fault as usize] += 1;
+    }
+
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.0.iter_mut().zip(other.0).for_each(|(sum, n)| *sum += n);
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (Fault, u64)> {
+        Fault::ALL.into_iter().zip(self.0)
+    }
+}

@@ -1,0 +1,111 @@
+//! A deterministic simulation of many nodes on one store.
+//!
+//! Whatever happens (lost, late and repeated requests, crashes with and without state, partitions, suspended
+//! machines, clocks that jump and drift, a store that restarts, operators who delete, reserve and overwrite):
+//! no two nodes ever own overlapping subnets, a node that comes back gets its subnet back unless somebody else
+//! had it meanwhile, no lease ends without a reason, and once it is calm everybody who can get a subnet has one
+//! and all views equal the store.
+//!
+//! `FLANNEL_SIM_SEEDS=n` runs that many seeds, `FLANNEL_SIM_SEED=n` one, and prints what happened in it.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+mod clock;
+mod fault;
+mod node;
+mod store;
+mod transport;
+mod world;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use fault::Counts;
+use store::Broken;
+use world::simulate;
+
+/// How many seeds are run if nobody says: without optimization each takes ten times as long.
+const SEEDS: u64 = if cfg!(debug_assertions) { 200 } else { 2_000 };
+/// How long a lease lives.
+const TTL: Duration = Duration::from_secs(120);
+/// It is renewed when so much is left.
+const MARGIN: Duration = Duration::from_secs(40);
+
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
+}
+
+/// Runs seeds on all processors until one fails: how often each fault happened.
+fn run(seeds: u64) -> Counts {
+    let next = AtomicU64::new(0);
+    let work = || {
+        let mut counts = Counts::default();
+        loop {
+            let seed = next.fetch_add(1, Ordering::Relaxed);
+            if seed >= seeds {
+                return counts;
+            }
+            let outcome = simulate(seed, None, false);
+            if let Some(wrong) = outcome.wrong {
+                next.store(seeds, Ordering::Relaxed);
+                panic!(
+                    "seed {seed}: {wrong}\nrun it again: FLANNEL_SIM_SEED={seed} cargo test -p flannel-subnet \
+                     --test simulation nodes_share -- --nocapture"
+                );
+            }
+            counts.add(&outcome.counts);
+        }
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        let mut sum = Counts::default();
+        for worker in workers {
+            match worker.join() {
+                Ok(counts) => sum.add(&counts),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        sum
+    })
+}
+
+#[test]
+fn nodes_share_a_network_in_every_storm() {
+    if let Some(seed) = number("FLANNEL_SIM_SEED") {
+        let outcome = simulate(seed, None, true);
+        outcome.trace.iter().for_each(|line| println!("{line}"));
+        assert_eq!(outcome.wrong, None, "seed {seed}");
+        return;
+    }
+    let counts = run(number("FLANNEL_SIM_SEEDS").unwrap_or(SEEDS));
+    for (fault, times) in counts.iter() {
+        println!("{fault:?}: {times}");
+        assert!(times > 0, "{fault:?} never happened");
+    }
+}
+
+#[test]
+fn the_same_seed_is_the_same_simulation() {
+    let (one, other) = (simulate(7, None, true), simulate(7, None, true));
+    assert!(one.trace.len() > 1_000);
+    for (place, (one, other)) in one.trace.iter().zip(&other.trace).enumerate() {
+        assert_eq!(one, other, "line {place}");
+    }
+    assert_eq!(one.trace.len(), other.trace.len());
+}
+
+/// The first seed that notices what is broken.
+fn caught(broken: Broken, within: u64) -> (u64, String) {
+    (0..within)
+        .find_map(|seed| simulate(seed, Some(broken), false).wrong.map(|wrong| (seed, wrong)))
+        .unwrap_or_else(|| panic!("{broken:?} is not noticed within {within} seeds"))
+}
+
+#[test]
+fn every_compare_that_is_left_out_is_noticed() {
+    for broken in [Broken::Create, Broken::Update, Broken::Delete, Broken::KeepAlive] {
+        let (seed, wrong) = caught(broken, 300);
+        println!("without the compare of {broken:?}, seed {seed}: {wrong}");
+    }
+}

@@ -1,0 +1,228 @@
+//! One node: a machine with clocks and a disk, and a daemon on it that is started again whenever it ends.
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::{Arc, Mutex};
+use std::task::Poll;
+use std::time::Duration;
+
+use flannel_core::{Error, Lease, LeaseAttrs, LeaseEnd, SubnetManager, Subnets, View};
+use flannel_subnet::{Identity, LocalManager, Mark, Ownership};
+use tokio::sync::{Notify, watch};
+use tokio::task::AbortHandle;
+use tokio::time::sleep;
+
+use crate::clock::NodeClock;
+use crate::store::{Run, SharedStore, addresses};
+use crate::transport::{Link, Transport};
+use crate::{MARGIN, TTL};
+
+/// What survives a crash, if it does.
+#[derive(Debug, Clone)]
+pub(crate) struct Disk {
+    pub(crate) mark: Mark,
+    /// As in `subnet.env`, and the state of the books when it was last known to be held.
+    pub(crate) previous: Option<(Subnets, u64)>,
+}
+
+/// The daemon while it runs.
+#[derive(Debug)]
+pub(crate) struct Daemon {
+    pub(crate) run: Run,
+    pub(crate) manager: Arc<LocalManager>,
+    pub(crate) lease: Option<Subnets>,
+    pub(crate) views: watch::Receiver<View>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Node {
+    pub(crate) id: usize,
+    pub(crate) link: Arc<Link>,
+    pub(crate) clock: Mutex<Arc<NodeClock>>,
+    pub(crate) disk: Mutex<Disk>,
+    pub(crate) daemon: Mutex<Option<Daemon>>,
+    pub(crate) publish: Notify,
+    power: Mutex<Option<AbortHandle>>,
+    runs: Mutex<u64>,
+}
+
+impl Node {
+    pub(crate) fn new(id: usize) -> Self {
+        Self {
+            id,
+            link: Arc::new(Link::new()),
+            clock: Mutex::new(Arc::new(NodeClock::random())),
+            disk: Mutex::new(Disk { mark: Mark::random(), previous: None }),
+            daemon: Mutex::new(None),
+            publish: Notify::new(),
+            power: Mutex::new(None),
+            runs: Mutex::new(0),
+        }
+    }
+
+    pub(crate) fn is_on(&self) -> bool {
+        self.power.lock().unwrap().is_some()
+    }
+
+    pub(crate) fn power_on(self: &Arc<Self>, store: &SharedStore) {
+        *self.clock.lock().unwrap() = Arc::new(NodeClock::random());
+        let (node, store) = (Arc::clone(self), Arc::clone(store));
+        let link = Arc::clone(&self.link);
+        let life = tokio::spawn(while_running(link, async move { node.live(&store).await }));
+        *self.power.lock().unwrap() = Some(life.abort_handle());
+    }
+
+    pub(crate) fn crash(&self, store: &SharedStore) {
+        if let Some(power) = self.power.lock().unwrap().take() {
+            power.abort();
+        }
+        self.stopped(store);
+    }
+
+    fn stopped(&self, store: &SharedStore) {
+        *self.daemon.lock().unwrap() = None;
+        store.books().running.remove(&self.id);
+    }
+
+    /// The subnets that this node calls its own right now.
+    pub(crate) fn owns(&self) -> Option<(Subnets, Run)> {
+        let daemon = self.daemon.lock().unwrap();
+        let daemon = daemon.as_ref()?;
+        let owner = matches!(daemon.manager.ownership(), Ownership::Reserved | Ownership::For(_));
+        daemon.lease.filter(|_| owner).map(|subnets| (subnets, daemon.run.clone()))
+    }
+
+    fn attrs(&self) -> LeaseAttrs {
+        LeaseAttrs { public: addresses(self.id), backend_type: "vxlan".into(), ..LeaseAttrs::default() }
+    }
+
+    /// As the service manager does: whenever the daemon ends, it is started again.
+    async fn live(&self, store: &SharedStore) {
+        loop {
+            let number = {
+                let mut runs = self.runs.lock().unwrap();
+                *runs += 1;
+                *runs
+            };
+            let disk = self.disk.lock().unwrap().clone();
+            let run = Run { node: self.id, number, mark: disk.mark };
+            store.books().running.insert(self.id, run.clone());
+            self.daemon(store, run, &disk).await;
+            self.stopped(store);
+            sleep(Duration::from_millis(fastrand::u64(1_000..15_000))).await;
+        }
+    }
+
+    /// From start to exit.
+    async fn daemon(&self, store: &SharedStore, run: Run, disk: &Disk) {
+        let (store_, link) = (Arc::clone(store), Arc::clone(&self.link));
+        let transport = Transport { store: store_, link, run: run.clone() };
+        let identity = Identity {
+            mark: disk.mark,
+            previous: disk.previous.map(|(subnets, _)| subnets),
+            local_addresses: Vec::new(),
+        };
+        let clock = Arc::clone(&*self.clock.lock().unwrap());
+        let manager = LocalManager::with_clock(Arc::new(transport), identity, clock);
+        let manager = Arc::new(manager.with_ttl(TTL).with_renew_margin(MARGIN));
+        let views = manager.watch_leases().await.unwrap();
+        *self.daemon.lock().unwrap() =
+            Some(Daemon { run: run.clone(), manager: Arc::clone(&manager), lease: None, views });
+        let begin = store.books().sequence();
+        let lease = match manager.acquire_lease(&self.attrs()).await {
+            Ok(lease) => lease,
+            Err(error) => {
+                store.books().note(|| format!("{run:?} has no lease: {error}"));
+                return;
+            }
+        };
+        self.judge_acquired(store, &run, disk, &lease, begin);
+        self.hold(store, &run, &manager, lease.clone(), begin).await;
+    }
+
+    /// A node that comes back gets what it had, unless somebody else had it meanwhile.
+    fn judge_acquired(&self, store: &SharedStore, run: &Run, disk: &Disk, lease: &Lease, begin: u64) {
+        let mut books = store.books();
+        books.note(|| format!("{run:?} acquired {}", lease.subnets));
+        if let Some((previous, since)) = disk.previous
+            && previous != lease.subnets
+            && lease.expires.is_some()
+            && !books.others_wrote(self.id, &previous, since)
+            && store.fits_every_config(&previous)
+        {
+            books.fail(format!(
+                "{run:?} had {previous}, which nobody else had since, but got {}",
+                lease.subnets
+            ));
+        }
+        // Another's key that overlaps ours, left behind by who came later, counts as written since.
+        let since = books.first_write(self.id, &lease.subnets).map_or(begin, |first| first.min(begin));
+        drop(books);
+        if let Some(daemon) = &mut *self.daemon.lock().unwrap() {
+            daemon.lease = Some(lease.subnets);
+        }
+        self.disk.lock().unwrap().previous = Some((lease.subnets, since));
+    }
+
+    async fn hold(&self, store: &SharedStore, run: &Run, manager: &LocalManager, lease: Lease, begin: u64) {
+        let mut held = lease.clone();
+        let publish = async {
+            loop {
+                self.publish.notified().await;
+                let mut attrs = self.attrs();
+                attrs.backend_data.v4 = Some(format!(r#"{{"VNI":{}}}"#, fastrand::u16(..)).into());
+                match manager.publish(&held, &attrs).await {
+                    Ok(lease) => held = lease,
+                    Err(error) => return error,
+                }
+            }
+        };
+        tokio::select! {
+            biased;
+            end = manager.hold_lease(&lease) => self.judge_end(store, run, &lease.subnets, begin, &end),
+            error = publish => store.books().note(|| format!("{run:?} ends: {error}")),
+        }
+    }
+
+    /// A lease ends for a reason.
+    fn judge_end(
+        &self,
+        store: &SharedStore,
+        run: &Run,
+        subnets: &Subnets,
+        begin: u64,
+        end: &Result<LeaseEnd, Error>,
+    ) {
+        let mut books = store.books();
+        books.note(|| format!("{run:?} held {subnets} until {end:?}"));
+        let justified = match end {
+            Ok(LeaseEnd::Deleted) => books.is_robbed(run, subnets),
+            // A reservation has no mark: a late write of our own there looks like somebody else's.
+            Ok(LeaseEnd::Taken { by }) if by.ends_with("as a reservation") => true,
+            Ok(LeaseEnd::Taken { .. }) => books.others_wrote(self.id, subnets, begin),
+            Ok(LeaseEnd::Expired) => true,
+            _ => false,
+        };
+        if !justified {
+            books.fail(format!("{run:?}: {subnets} ended without a reason: {end:?}"));
+        }
+    }
+}
+
+/// Runs the future, but not while the machine is suspended.
+async fn while_running<F: Future>(link: Arc<Link>, future: F) -> F::Output {
+    let mut future = pin!(future);
+    loop {
+        link.running().await;
+        let mut suspended = pin!(link.until(|now| now.suspended));
+        let output = std::future::poll_fn(|cx| {
+            if suspended.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(None);
+            }
+            future.as_mut().poll(cx).map(Some)
+        });
+        if let Some(output) = output.await {
+            return output;
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! The one store of all nodes, and the books that the invariants are checked by.
+//!
+//! The one thing to know: what takes a subnet from a node against the rules of leases (an operator who deletes
+//! or overwrites its key) *robs* the node. It may call itself the owner until it notices; everybody else may not.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, Ipv6Addr};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use flannel_core::{Config, Dual, Error, LeaseAttrs, Result, Revision, Subnet, Subnets};
+use flannel_subnet::{Entry, Mark, MemoryRegistry, Registry, Tenure};
+
+use crate::fault::{Counts, Fault};
+
+/// A compare that the store leaves out on purpose.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Broken {
+    /// Writes over what exists.
+    Create,
+    /// Writes over any revision, and where there is nothing.
+    Update,
+    /// Deletes any revision.
+    Delete,
+    /// Says yes to a holder that the store has forgotten.
+    KeepAlive,
+}
+
+/// A node's public addresses, which it keeps.
+pub(crate) fn addresses(node: usize) -> Dual<IpAddr> {
+    let node = u8::try_from(node + 1).unwrap();
+    let v6 = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, node.into());
+    [IpAddr::from([192, 0, 2, node]), v6.into()].into_iter().collect()
+}
+
+/// One run of a node's daemon, under one mark.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Run {
+    pub(crate) node: usize,
+    pub(crate) number: u64,
+    pub(crate) mark: Mark,
+}
+
+#[derive(Debug)]
+pub(crate) struct Store {
+    pub(crate) registry: MemoryRegistry,
+    /// The network configs that the operator changes between.
+    pub(crate) configs: Vec<String>,
+    parsed: Vec<Config>,
+    broken: Option<Broken>,
+    books: Mutex<Books>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Books {
+    /// Faults come only while it is storming.
+    pub(crate) storm: bool,
+    pub(crate) counts: Counts,
+    /// The run that each node is in, if any.
+    pub(crate) running: BTreeMap<usize, Run>,
+    robbed: BTreeSet<(usize, u64, Subnets)>,
+    /// What somebody deleted, by key and `since`: whatever else is gone has expired.
+    deleted: BTreeSet<(Subnets, Revision)>,
+    /// Who wrote each key, and when; `None`: an operator or a foreign program.
+    writes: BTreeMap<Subnets, Vec<(u64, Option<usize>)>>,
+    sequence: u64,
+    pub(crate) wrong: Option<String>,
+    /// What happened, if somebody wants to know.
+    pub(crate) trace: Option<Vec<String>>,
+}
+
+impl Books {
+    pub(crate) fn is_robbed(&self, run: &Run, subnets: &Subnets) -> bool {
+        self.robbed.contains(&(run.node, run.number, *subnets))
+    }
+
+    /// Since then, somebody else than `node` wrote a key that overlaps.
+    pub(crate) fn others_wrote(&self, node: usize, subnets: &Subnets, since: u64) -> bool {
+        let overlapping = self.writes.iter().filter(|(key, _)| key.overlaps(subnets));
+        overlapping.flat_map(|(_, writes)| writes).any(|(when, who)| *when > since && *who != Some(node))
+    }
+
+    pub(crate) fn was_deleted(&self, key: &(Subnets, Revision)) -> bool {
+        self.deleted.contains(key)
+    }
+
+    /// When the node wrote this key for the first time.
+    pub(crate) fn first_write(&self, node: usize, key: &Subnets) -> Option<u64> {
+        self.writes.get(key)?.iter().find(|(_, who)| *who == Some(node)).map(|(when, _)| *when)
+    }
+
+    pub(crate) fn sequence(&self) -> u64 {
+        self.sequence
+    }
+
+    pub(crate) fn fail(&mut self, what: String) {
+        self.note(|| format!("WRONG: {what}"));
+        self.wrong.get_or_insert(what);
+    }
+
+    pub(crate) fn note(&mut self, what: impl FnOnce() -> String) {
+        if let Some(trace) = &mut self.trace {
+            trace.push(what());
+        }
+    }
+
+    fn wrote(&mut self, key: &Subnets, who: Option<usize>) {
+        self.sequence += 1;
+        self.writes.entry(*key).or_default().push((self.sequence, who));
+    }
+}
+
+impl Store {
+    pub(crate) fn new(configs: Vec<String>, broken: Option<Broken>, trace: bool) -> Self {
+        let parsed = configs.iter().map(|text| Config::parse(text).unwrap()).collect();
+        let books = Books { storm: true, trace: trace.then(Vec::new), ..Books::default() };
+        let registry = MemoryRegistry::with_config(&configs[0]);
+        Self { registry, configs, parsed, broken, books: Mutex::new(books) }
+    }
+
+    pub(crate) fn fits_every_config(&self, subnets: &Subnets) -> bool {
+        self.parsed.iter().all(|config| {
+            let inside = |s: Subnet| config.networks[s.family()].is_some_and(|n| n.min <= s && s <= n.max);
+            subnets.iter().all(inside)
+        })
+    }
+
+    /// How many subnets there are to hand out under the config that is in force at the end, the first.
+    pub(crate) fn network(&self) -> &Config {
+        &self.parsed[0]
+    }
+
+    pub(crate) fn books(&self) -> MutexGuard<'_, Books> {
+        self.books.lock().unwrap()
+    }
+
+    pub(crate) fn count(&self, fault: Fault) {
+        self.books().counts.count(fault);
+    }
+
+    /// All entries, past every fault.
+    pub(crate) async fn entries(&self) -> Vec<Entry> {
+        self.registry.list().await.map(|listing| listing.entries).unwrap_or_default()
+    }
+
+    async fn entry(&self, subnets: &Subnets) -> Option<Entry> {
+        self.registry.entry(subnets).await.ok().flatten()
+    }
+
+    /// Whoever has the lease is about to lose it by no fault of its own.
+    fn rob(&self, entry: &Entry) {
+        let mut books = self.books();
+        books.deleted.insert((entry.lease.subnets, entry.lease.since));
+        let holds = |run: &&Run| match entry.mark {
+            Some(mark) => run.mark == mark,
+            None => addresses(run.node) == entry.lease.attrs.public,
+        };
+        let victims: Vec<Run> = books.running.values().filter(holds).cloned().collect();
+        for victim in victims {
+            books.robbed.insert((victim.node, victim.number, entry.lease.subnets));
+        }
+    }
+
+    /// An operator or a foreign program deletes a key.
+    pub(crate) fn operator_deletes(&self, entry: &Entry) {
+        self.rob(entry);
+        self.registry.delete_key(&entry.lease.subnets.to_string());
+    }
+
+    /// An operator has the store forget a holder.
+    pub(crate) fn operator_revokes(&self, entry: &Entry) {
+        self.rob(entry);
+        if let Some(mark) = entry.mark {
+            self.registry.revoke(mark);
+        }
+    }
+
+    /// An operator or a foreign program writes a key.
+    pub(crate) fn operator_writes(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) {
+        self.registry.put_raw(&subnets.to_string(), &attrs.to_json(), tenure);
+        self.books().wrote(subnets, None);
+    }
+
+    async fn written(&self, run: &Run, subnets: &Subnets) {
+        let was_robbed = self.books().is_robbed(run, subnets);
+        let alone = !was_robbed || {
+            let entries = self.entries().await;
+            entries.iter().filter(|entry| entry.lease.subnets.overlaps(subnets)).count() == 1
+        };
+        let mut books = self.books();
+        books.wrote(subnets, Some(run.node));
+        if alone {
+            books.robbed.remove(&(run.node, run.number, *subnets));
+        }
+    }
+
+    pub(crate) async fn create(
+        &self,
+        run: &Run,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        tenure: Option<Tenure>,
+    ) -> Result<Entry> {
+        let mut result = self.registry.create(subnets, attrs, tenure).await;
+        if self.broken == Some(Broken::Create) && matches!(result, Err(Error::Conflict { .. })) {
+            result = self.write_blindly(subnets, attrs, tenure).await;
+        }
+        if result.is_ok() {
+            self.written(run, subnets).await;
+        }
+        result
+    }
+
+    pub(crate) async fn update(
+        &self,
+        run: &Run,
+        subnets: &Subnets,
+        at: Revision,
+        attrs: &LeaseAttrs,
+        tenure: Option<Tenure>,
+    ) -> Result<Entry> {
+        let mut result = self.registry.update(subnets, at, attrs, tenure).await;
+        if self.broken == Some(Broken::Update) && matches!(result, Err(Error::Conflict { .. })) {
+            result = self.write_blindly(subnets, attrs, tenure).await;
+        }
+        if result.is_ok() {
+            self.written(run, subnets).await;
+        }
+        result
+    }
+
+    async fn write_blindly(
+        &self,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        tenure: Option<Tenure>,
+    ) -> Result<Entry> {
+        self.registry.put_raw(&subnets.to_string(), &attrs.to_json(), tenure);
+        self.registry.entry(subnets).await?.ok_or(Error::Conflict { subnets: *subnets })
+    }
+
+    pub(crate) async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
+        let before = self.entry(subnets).await;
+        let result = self.registry.delete(subnets, at).await;
+        if result.is_ok()
+            && let Some(entry) = before
+        {
+            // Only the node itself deletes at the right revision, if perhaps later than it would like to.
+            self.rob(&entry);
+        } else if self.broken == Some(Broken::Delete) && matches!(result, Err(Error::Conflict { .. })) {
+            self.registry.delete_key(&subnets.to_string());
+            return Ok(());
+        }
+        result
+    }
+
+    pub(crate) async fn keep_alive(
+        &self,
+        subnets: &Subnets,
+        mark: Mark,
+        ttl: Duration,
+    ) -> Result<Option<Duration>> {
+        let kept = self.registry.keep_alive(subnets, mark).await?;
+        Ok(if self.broken == Some(Broken::KeepAlive) { Some(ttl) } else { kept })
+    }
+}
+
+/// Shared by everything in one simulation.
+pub(crate) type SharedStore = Arc<Store>;

@@ -1,0 +1,272 @@
+//! The way from a node to the store: slow, lossy, and sometimes cut.
+
+use std::fmt;
+use std::future::Future;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use flannel_core::{Error, LeaseAttrs, Result, Revision, Subnets};
+use flannel_subnet::{Batch, ConfigText, Entry, Listing, Mark, Registry, Tenure, Watch};
+use tokio::sync::Notify;
+use tokio::time::sleep;
+
+use crate::TTL;
+use crate::fault::Fault;
+use crate::store::{Run, SharedStore};
+
+/// After this a request has failed for the one who made it.
+const TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What keeps a node from the store, or from running at all.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Condition {
+    pub(crate) suspended: bool,
+    pub(crate) cut: bool,
+}
+
+/// A node's network card, so to speak: it outlives every run.
+#[derive(Debug)]
+pub(crate) struct Link {
+    now: Mutex<Condition>,
+    changed: Notify,
+}
+
+impl Link {
+    pub(crate) fn new() -> Self {
+        Self { now: Mutex::default(), changed: Notify::new() }
+    }
+
+    pub(crate) fn set(&self, change: impl FnOnce(&mut Condition)) {
+        change(&mut self.now.lock().unwrap());
+        self.changed.notify_waiters();
+    }
+
+    pub(crate) fn now(&self) -> Condition {
+        *self.now.lock().unwrap()
+    }
+
+    pub(crate) async fn until(&self, condition: impl Fn(Condition) -> bool) {
+        loop {
+            let changed = self.changed.notified();
+            if condition(self.now()) {
+                return;
+            }
+            changed.await;
+        }
+    }
+
+    /// Waits while the machine is suspended.
+    pub(crate) async fn running(&self) {
+        self.until(|now| !now.suspended).await;
+    }
+}
+
+/// One run's way to the store.
+#[derive(Debug, Clone)]
+pub(crate) struct Transport {
+    pub(crate) store: SharedStore,
+    pub(crate) link: Arc<Link>,
+    pub(crate) run: Run,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Fate {
+    Smooth,
+    LostRequest,
+    LostReply,
+    /// Carried out so much later than it was given up.
+    Late(Duration),
+    Duplicate,
+    Slow,
+}
+
+fn millis(range: std::ops::Range<u64>) -> Duration {
+    Duration::from_millis(fastrand::u64(range))
+}
+
+fn out_of_reach() -> Error {
+    Error::Store { store: "simulation".into(), source: "out of reach".into() }
+}
+
+impl Transport {
+    fn fate(&self, latest: Duration) -> Fate {
+        let mut books = self.store.books();
+        if !books.storm {
+            return Fate::Smooth;
+        }
+        let (fate, fault) = match fastrand::u8(..100) {
+            0..3 => (Fate::LostRequest, Fault::LostRequest),
+            3..6 => (Fate::LostReply, Fault::LostReply),
+            6..9 => (Fate::Late(latest.mul_f64(fastrand::f64())), Fault::LateRequest),
+            9..12 => (Fate::Duplicate, Fault::Duplicate),
+            12..20 => (Fate::Slow, Fault::SlowReply),
+            _ => return Fate::Smooth,
+        };
+        books.counts.count(fault);
+        fate
+    }
+
+    /// One request: `latest` is how much later than its end it may still be carried out.
+    async fn call<T, F>(&self, what: &str, latest: Duration, request: impl Fn(Self) -> F) -> Result<T>
+    where
+        F: Future<Output = Result<T>> + Send + 'static,
+        T: fmt::Debug + Send + 'static,
+    {
+        self.link.running().await;
+        let fate = self.fate(latest);
+        let reply = match fate {
+            _ if self.link.now().cut => None,
+            Fate::LostRequest => None,
+            Fate::Smooth | Fate::Slow => {
+                let longest = if matches!(fate, Fate::Slow) { 4_900 } else { 30 };
+                sleep(millis(1..longest)).await;
+                let reply = request(self.clone()).await;
+                sleep(millis(1..longest)).await;
+                Some(reply)
+            }
+            Fate::LostReply => {
+                sleep(millis(1..100)).await;
+                let _ = request(self.clone()).await;
+                None
+            }
+            Fate::Late(by) => {
+                let request = request(self.clone());
+                drop(tokio::spawn(async move {
+                    sleep(TIMEOUT + by).await;
+                    let _ = request.await;
+                }));
+                None
+            }
+            Fate::Duplicate => {
+                let first = request(self.clone()).await;
+                sleep(millis(1..2_000)).await;
+                let second = request(self.clone()).await;
+                Some(if fastrand::bool() { first } else { second })
+            }
+        };
+        if reply.is_none() {
+            sleep(if fastrand::bool() { TIMEOUT } else { millis(1..1_000) }).await;
+        }
+        self.link.running().await;
+        let reply = reply.filter(|_| !self.link.now().cut).unwrap_or_else(|| Err(out_of_reach()));
+        self.store.books().note(|| {
+            let reply = match &reply {
+                Ok(reply) => format!("{reply:?}").chars().take(300).collect(),
+                Err(error) => error.to_string(),
+            };
+            format!("  {:?} {what}: {fate:?}: {reply}", self.run)
+        });
+        reply
+    }
+}
+
+impl fmt::Display for Transport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("simulation")
+    }
+}
+
+#[async_trait]
+impl Registry for Transport {
+    async fn config(&self) -> Result<ConfigText> {
+        self.call("config", TTL, |way| async move { way.store.registry.config().await }).await
+    }
+
+    async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()> {
+        self.store.registry.config_changed(seen).await
+    }
+
+    async fn list(&self) -> Result<Listing> {
+        self.call("list", TTL, |way| async move { way.store.registry.list().await }).await
+    }
+
+    async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {
+        let subnets = *subnets;
+        self.call("entry", TTL, move |way| async move { way.store.registry.entry(&subnets).await }).await
+    }
+
+    async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry> {
+        let subnets = *subnets;
+        self.call("create", TTL / 2, move |way| {
+            let attrs = attrs.clone();
+            async move { way.store.create(&way.run, &subnets, &attrs, tenure).await }
+        })
+        .await
+    }
+
+    async fn update(
+        &self,
+        subnets: &Subnets,
+        at: Revision,
+        attrs: &LeaseAttrs,
+        tenure: Option<Tenure>,
+    ) -> Result<Entry> {
+        let subnets = *subnets;
+        self.call("update", 3 * TTL, move |way| {
+            let attrs = attrs.clone();
+            async move { way.store.update(&way.run, &subnets, at, &attrs, tenure).await }
+        })
+        .await
+    }
+
+    async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
+        let subnets = *subnets;
+        self.call("delete", 3 * TTL, move |way| async move { way.store.delete(&subnets, at).await }).await
+    }
+
+    async fn keep_alive(&self, subnets: &Subnets, mark: Mark) -> Result<Option<Duration>> {
+        let subnets = *subnets;
+        self.call(
+            "keep_alive",
+            TTL / 2,
+            move |way| async move { way.store.keep_alive(&subnets, mark, TTL).await },
+        )
+        .await
+    }
+
+    async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
+        let watch = self
+            .call("watch", TTL, move |way| async move { way.store.registry.watch(after).await.map(Opaque) });
+        Ok(Box::new(SlowWatch {
+            watch: watch.await?.0,
+            link: Arc::clone(&self.link),
+            store: Arc::clone(&self.store),
+        }))
+    }
+}
+
+struct Opaque(Box<dyn Watch>);
+
+impl fmt::Debug for Opaque {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("watch")
+    }
+}
+
+/// A watch that delivers late, and breaks some time after its line was cut.
+struct SlowWatch {
+    watch: Box<dyn Watch>,
+    link: Arc<Link>,
+    store: SharedStore,
+}
+
+#[async_trait]
+impl Watch for SlowWatch {
+    async fn next(&mut self) -> Result<Option<Batch>> {
+        let batch = tokio::select! {
+            biased;
+            () = self.link.until(|now| now.cut) => {
+                sleep(millis(1..15_000)).await;
+                Err(out_of_reach())
+            }
+            batch = self.watch.next() => {
+                let slow = self.store.books().storm && fastrand::u8(..10) == 0;
+                sleep(millis(1..if slow { 8_000 } else { 30 })).await;
+                batch
+            }
+        };
+        self.link.running().await;
+        batch
+    }
+}

@@ -1,0 +1,408 @@
+//! One simulation: nodes, a store between them, a storm of faults, and then calm weather.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use flannel_core::{LeaseAttrs, Origin, Revision, Subnet, Subnets};
+use flannel_subnet::{Entry, Mark, Ownership, Registry, Tenure};
+use tokio::time::{Instant, sleep};
+
+use crate::fault::{Counts, Fault};
+use crate::node::{Disk, Node};
+use crate::store::{Broken, SharedStore, Store};
+use crate::{MARGIN, TTL};
+
+const NODES: usize = 20;
+const STEPS: usize = 200;
+/// After the storm everything is in order within this time.
+const CALM: Duration = Duration::from_secs(10 * 60);
+
+/// What came of a simulation.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    pub(crate) counts: Counts,
+    pub(crate) wrong: Option<String>,
+    pub(crate) trace: Vec<String>,
+}
+
+/// Runs one simulation from beginning to end. The same seed is the same simulation.
+pub(crate) fn simulate(seed: u64, broken: Option<Broken>, trace: bool) -> Outcome {
+    fastrand::seed(seed);
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    runtime.block_on(async {
+        // From the first timer on, time stands at whole milliseconds of the runtime's own.
+        sleep(Duration::from_millis(1)).await;
+        let store = Arc::new(Store::new(configs(), broken, trace));
+        let mut world = World::new(store);
+        world.run().await;
+        let mut books = world.store.books();
+        Outcome {
+            counts: books.counts,
+            wrong: books.wrong.take(),
+            trace: books.trace.take().unwrap_or_default(),
+        }
+    })
+}
+
+/// Two networks that overlap, of about as many subnets as there are nodes: whatever is freed is taken at once.
+fn configs() -> Vec<String> {
+    let family = fastrand::u8(..3);
+    let total = fastrand::usize(NODES - 3..NODES + 6);
+    let config = |first: usize| {
+        let last = first + total - 1;
+        let v4 =
+            format!(r#""Network":"10.1.0.0/16","SubnetMin":"10.1.{first}.0","SubnetMax":"10.1.{last}.0""#);
+        let v6 = format!(
+            r#""EnableIPv6":true,"IPv6Network":"fd00::/48","IPv6SubnetMin":"fd00:0:0:{first:x}::","IPv6SubnetMax":"fd00:0:0:{last:x}::""#
+        );
+        match family {
+            0 => format!("{{{v4}}}"),
+            1 => format!(r#"{{"EnableIPv4":false,{v6}}}"#),
+            _ => format!("{{{v4},{v6}}}"),
+        }
+    };
+    vec![config(1), config(4)]
+}
+
+struct World {
+    store: SharedStore,
+    nodes: Vec<Arc<Node>>,
+    /// What is put right again, and when.
+    repairs: Vec<(Instant, Repair)>,
+    /// What the operator has reserved.
+    reserved: Vec<Subnets>,
+    config: usize,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Repair {
+    PowerOn(usize),
+    Heal(usize),
+    Resume(usize),
+    StoreBack,
+}
+
+fn up_to(longest: Duration) -> Duration {
+    // Short times are as likely as long ones: the interesting ones differ by orders of magnitude.
+    longest.mul_f64(fastrand::f64().powi(3))
+}
+
+impl World {
+    fn new(store: SharedStore) -> Self {
+        let nodes: Vec<_> = (0..NODES).map(|id| Arc::new(Node::new(id))).collect();
+        nodes.iter().for_each(|node| node.power_on(&store));
+        Self { store, nodes, repairs: Vec::new(), reserved: Vec::new(), config: 0 }
+    }
+
+    async fn run(&mut self) {
+        let mut keys = BTreeSet::new();
+        for step in 0..STEPS {
+            let fault = self.act().await;
+            let pause = self.pause();
+            self.store.books().note(|| format!("step {step}: {fault:?}, then {pause:?}"));
+            sleep(pause).await;
+            self.repair();
+            self.notice_expiries(&mut keys).await;
+            self.check_owners();
+            if self.is_wrong() {
+                return;
+            }
+        }
+        self.calm_down().await;
+    }
+
+    fn is_wrong(&self) -> bool {
+        self.store.books().wrong.is_some()
+    }
+
+    fn node(&self) -> &Arc<Node> {
+        &self.nodes[fastrand::usize(..NODES)]
+    }
+
+    async fn entry(&self) -> Option<Entry> {
+        let entries = self.store.entries().await;
+        (!entries.is_empty()).then(|| entries[fastrand::usize(..entries.len())].clone())
+    }
+
+    /// How long nothing new happens: often until just about the end of some node's time.
+    fn pause(&self) -> Duration {
+        if fastrand::u8(..4) > 0 {
+            return up_to(Duration::from_secs(20)) + Duration::from_millis(1);
+        }
+        let daemon = self.node().daemon.lock().unwrap();
+        match daemon.as_ref().map(|daemon| daemon.manager.ownership()) {
+            Some(Ownership::For(left)) if left <= TTL - MARGIN => {
+                left.saturating_sub(Duration::from_millis(fastrand::u64(0..200)))
+            }
+            _ => Duration::from_millis(fastrand::u64(1..200)),
+        }
+    }
+
+    fn later(&mut self, longest: Duration, repair: Repair) {
+        self.repairs.push((Instant::now() + up_to(longest), repair));
+    }
+
+    fn repair(&mut self) {
+        let now = Instant::now();
+        let due: Vec<Repair> =
+            self.repairs.extract_if(.., |(when, _)| *when <= now).map(|(_, what)| what).collect();
+        due.into_iter().for_each(|repair| self.apply(repair));
+    }
+
+    fn apply(&self, repair: Repair) {
+        self.store.books().note(|| format!("{repair:?}"));
+        match repair {
+            Repair::PowerOn(id) => self.nodes[id].power_on(&self.store),
+            Repair::Heal(id) => self.nodes[id].link.set(|now| now.cut = false),
+            Repair::Resume(id) => self.nodes[id].link.set(|now| now.suspended = false),
+            Repair::StoreBack => self.store.registry.set_outage(false),
+        }
+    }
+
+    /// At most one fault a step.
+    async fn act(&mut self) -> Option<Fault> {
+        let fault = match fastrand::u8(..100) {
+            0..4 => Fault::CrashKeepingState,
+            4..6 => Fault::CrashLosingMark,
+            6..8 => Fault::CrashLosingSubnetFile,
+            8..10 => Fault::CrashLosingState,
+            10..18 => Fault::Partition,
+            18..26 => Fault::Suspension,
+            26..28 => Fault::StoreOutage,
+            28..30 => Fault::StoreRestart,
+            30..32 => Fault::Compaction,
+            32..34 => Fault::KeyDeleted,
+            34..36 => Fault::HolderRevoked,
+            36..39 => Fault::Reserved,
+            39..41 => Fault::Overwritten,
+            41..43 => Fault::ForeignLease,
+            43..45 => Fault::WallForward,
+            45..47 => Fault::WallBack,
+            47..50 => Fault::Published,
+            50..53 => Fault::ConfigChanged,
+            _ => return None,
+        };
+        let happened = match fault {
+            Fault::CrashKeepingState
+            | Fault::CrashLosingMark
+            | Fault::CrashLosingSubnetFile
+            | Fault::CrashLosingState => self.crash(fault),
+            Fault::Partition | Fault::Suspension => self.cut_off(fault),
+            Fault::StoreOutage | Fault::StoreRestart | Fault::Compaction | Fault::ConfigChanged => {
+                self.store_trouble(fault)
+            }
+            Fault::WallForward | Fault::WallBack | Fault::Published => self.disturb(fault),
+            _ => self.operate(fault).await.is_some(),
+        };
+        if happened {
+            self.store.count(fault);
+        }
+        happened.then_some(fault)
+    }
+
+    fn crash(&mut self, fault: Fault) -> bool {
+        let node = Arc::clone(self.node());
+        if !node.is_on() {
+            return false;
+        }
+        node.crash(&self.store);
+        let mut disk = node.disk.lock().unwrap();
+        let kept = disk.clone();
+        let mark = if matches!(fault, Fault::CrashLosingMark | Fault::CrashLosingState) {
+            Mark::random()
+        } else {
+            kept.mark
+        };
+        let lost = matches!(fault, Fault::CrashLosingSubnetFile | Fault::CrashLosingState);
+        *disk = Disk { mark, previous: kept.previous.filter(|_| !lost) };
+        self.later(2 * TTL, Repair::PowerOn(node.id));
+        true
+    }
+
+    fn cut_off(&mut self, fault: Fault) -> bool {
+        let node = Arc::clone(self.node());
+        let now = node.link.now();
+        if now.cut || now.suspended {
+            return false;
+        }
+        if fault == Fault::Partition {
+            node.link.set(|now| now.cut = true);
+            self.later(3 * TTL, Repair::Heal(node.id));
+        } else {
+            node.link.set(|now| now.suspended = true);
+            self.later(3 * TTL, Repair::Resume(node.id));
+        }
+        true
+    }
+
+    fn store_trouble(&mut self, fault: Fault) -> bool {
+        let registry = self.store.registry.clone();
+        match fault {
+            Fault::StoreOutage => {
+                registry.set_outage(true);
+                self.later(TTL * 3 / 2, Repair::StoreBack);
+            }
+            Fault::StoreRestart => {
+                registry.set_outage(true);
+                registry.forget_history();
+                self.later(Duration::from_secs(5), Repair::StoreBack);
+            }
+            Fault::Compaction => registry.forget_history(),
+            _ => {
+                self.config = (self.config + 1) % self.store.configs.len();
+                registry.set_config(Some(&self.store.configs[self.config]));
+            }
+        }
+        true
+    }
+
+    fn disturb(&self, fault: Fault) -> bool {
+        let node = self.node();
+        if fault == Fault::Published {
+            node.publish.notify_one();
+        } else {
+            let by = up_to(Duration::from_secs(400 * 86_400));
+            node.clock.lock().unwrap().jump(fault == Fault::WallForward, by);
+        }
+        true
+    }
+
+    /// What people and other programs do to the store.
+    async fn operate(&mut self, fault: Fault) -> Option<()> {
+        let entry = self.entry().await?;
+        let subnets = entry.lease.subnets;
+        let mut attrs = entry.lease.attrs.clone();
+        match fault {
+            Fault::KeyDeleted => self.store.operator_deletes(&entry),
+            Fault::HolderRevoked => self.store.operator_revokes(&entry),
+            Fault::Reserved if self.reserved.len() > 2 => {
+                let subnets = self.reserved.remove(0);
+                let entries = self.store.entries().await;
+                let entry = entries.iter().find(|entry| entry.lease.subnets == subnets)?;
+                self.store.operator_deletes(entry);
+            }
+            Fault::Reserved => {
+                // Two overlapping reservations would be the operator's own doing.
+                let entries = self.store.entries().await;
+                let overlapping = entries.iter().filter(|entry| entry.lease.subnets.overlaps(&subnets));
+                if overlapping.count() > 1 {
+                    return None;
+                }
+                self.store.operator_writes(&subnets, &attrs, None);
+                self.reserved.push(subnets);
+            }
+            Fault::Overwritten => {
+                attrs.backend_data.v4 = Some(r#"{"VNI":0}"#.into());
+                self.store.operator_writes(
+                    &subnets,
+                    &attrs,
+                    entry.mark.map(|mark| Tenure { mark, ttl: TTL }),
+                );
+            }
+            _ => {
+                let free = self.free().await;
+                let subnets = *free.first()?;
+                let foreign = LeaseAttrs { backend_type: "vxlan".into(), ..LeaseAttrs::default() };
+                let ttl = up_to(2 * TTL) + Duration::from_secs(1);
+                self.store.operator_writes(&subnets, &foreign, Some(Tenure { mark: Mark::random(), ttl }));
+            }
+        }
+        Some(())
+    }
+
+    /// Subnets that no key overlaps, by the first config.
+    async fn free(&self) -> Vec<Subnets> {
+        let entries = self.store.entries().await;
+        let free = |subnet: &Subnet| {
+            !entries.iter().any(|entry| entry.lease.subnets.iter().any(|other| other.overlaps(subnet)))
+        };
+        let families = self.store.network().networks.values().map(|network| {
+            (0..network.subnets()).filter_map(|n| network.min.step(n)).filter(free).collect::<Vec<_>>()
+        });
+        let families: Vec<Vec<Subnet>> = families.collect();
+        let pairs = families.iter().map(Vec::len).min().unwrap_or(0);
+        (0..pairs).filter_map(|n| Subnets::new(families.iter().map(|family| family[n]))).collect()
+    }
+
+    async fn notice_expiries(&self, keys: &mut BTreeSet<(Subnets, Revision)>) {
+        let outage = self.repairs.iter().any(|(_, repair)| matches!(repair, Repair::StoreBack));
+        if outage {
+            return;
+        }
+        let now: BTreeSet<_> =
+            self.store.entries().await.iter().map(|e| (e.lease.subnets, e.lease.since)).collect();
+        let mut books = self.store.books();
+        let expired = keys.difference(&now).filter(|key| !books.was_deleted(key)).count();
+        (0..expired).for_each(|_| books.counts.count(Fault::Expiry));
+        *keys = now;
+    }
+
+    /// No two owners of overlapping subnets, ever.
+    fn check_owners(&self) {
+        let owners: Vec<_> = self.nodes.iter().filter_map(|node| node.owns()).collect();
+        let mut books = self.store.books();
+        for (place, (subnets, run)) in owners.iter().enumerate() {
+            for (other, other_run) in &owners[..place] {
+                if subnets.overlaps(other)
+                    && !books.is_robbed(run, subnets)
+                    && !books.is_robbed(other_run, other)
+                {
+                    books.fail(format!("two owners: {run:?} of {subnets} and {other_run:?} of {other}"));
+                }
+            }
+        }
+    }
+
+    /// The storm is over: everybody who can get a subnet has one, and all see the same.
+    async fn calm_down(&mut self) {
+        self.store.books().storm = false;
+        self.store.books().note(|| "calm".into());
+        for (_, repair) in std::mem::take(&mut self.repairs) {
+            self.apply(repair);
+        }
+        self.store.registry.set_config(Some(&self.store.configs[0]));
+        let begin = Instant::now();
+        loop {
+            sleep(Duration::from_secs(10)).await;
+            self.check_owners();
+            if self.is_wrong() {
+                return;
+            }
+            let Some(amiss) = self.amiss().await else { return };
+            if begin.elapsed() > CALM {
+                return self.store.books().fail(format!("{CALM:?} after the storm: {amiss}"));
+            }
+        }
+    }
+
+    /// What is not in order.
+    async fn amiss(&self) -> Option<String> {
+        let listing = self.store.registry.list().await.unwrap();
+        let owners: Vec<_> = self.nodes.iter().map(|node| node.owns()).collect();
+        for (node, owner) in self.nodes.iter().zip(&owners) {
+            let daemon = node.daemon.lock().unwrap();
+            if let Some((subnets, run)) = owner {
+                let entry = listing.entries.iter().find(|entry| entry.lease.subnets == *subnets);
+                if entry.is_none_or(|entry| entry.mark.is_some_and(|mark| mark != run.mark)) {
+                    return Some(format!("{run:?} owns {subnets}, but the store holds {entry:?}"));
+                }
+                let view = daemon.as_ref()?.views.borrow().clone();
+                let stored = listing.entries.iter().map(|entry| entry.lease.clone());
+                if !matches!(view.origin, Origin::Live { .. }) || view.leases != stored.collect() {
+                    return Some(format!("node {} sees {view:?}, but the store holds {listing:?}", node.id));
+                }
+            }
+        }
+        let without = owners.iter().filter(|owner| owner.is_none()).count();
+        let free = self.free().await.len();
+        if without > 0 && free > 0 {
+            return Some(format!("{without} nodes have no subnet, while {free} are free"));
+        }
+        let owned =
+            |entry: &&Entry| owners.iter().flatten().any(|(subnets, _)| *subnets == entry.lease.subnets);
+        let orphan = listing.entries.iter().find(|entry| entry.mark.is_some() && !owned(entry));
+        orphan.map(|entry| format!("nobody owns {entry:?}, but it stays"))
+    }
+}

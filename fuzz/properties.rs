@@ -1,0 +1,73 @@
+//! What holds for every text that flannel reads, however wrong it is: nothing panics, and what is read and
+//! written again stays the same. The fuzz targets check it for what they make up, and `cargo test` for the corpora.
+//!
+//! Each function returns whether the text was accepted.
+
+use std::path::Path;
+
+use flannel_core::{Config, LeaseAttrs, Subnets};
+use flannel_subnet::SubnetEnv;
+
+/// A key that parses is what its text parses to, and is made of subnets that make up a key.
+pub(crate) fn lease_key(text: &str) -> bool {
+    let subnets: Subnets = match text.parse() {
+        Ok(subnets) => subnets,
+        Err(error) => return refused(&error),
+    };
+    assert_eq!(subnets.to_string().parse(), Ok(subnets));
+    assert_eq!(Subnets::new(subnets.iter()), Some(subnets));
+    assert!(subnets.overlaps(&subnets));
+    true
+}
+
+/// A value that parses is written the same for ever after.
+pub(crate) fn lease_value(text: &str) -> bool {
+    let attrs = match LeaseAttrs::from_json(text) {
+        Ok(attrs) => attrs,
+        Err(error) => return refused(&error),
+    };
+    let written = attrs.to_json();
+    let again = LeaseAttrs::from_json(&written).expect("what we write, we read");
+    assert_eq!(again.to_json(), written);
+    assert_eq!(again, attrs);
+    true
+}
+
+/// A config that parses hands out subnets of the right length, in order, inside its network.
+pub(crate) fn network_config(text: &str) -> bool {
+    let config = match Config::parse(text) {
+        Ok(config) => config,
+        Err(error) => return refused(&error),
+    };
+    assert!(!config.networks.is_empty());
+    for (family, network) in config.networks.iter() {
+        assert!(network.min <= network.max, "{network:?}");
+        for subnet in [network.min, network.max] {
+            assert!(network.network.covers(&subnet), "{network:?}");
+            assert_eq!((subnet.family(), subnet.len()), (family, network.subnet_len));
+            assert!(Subnets::new([subnet]).is_some(), "{network:?}");
+        }
+        assert!(network.subnets() >= 1);
+        assert_eq!(network.min.step(network.subnets() - 1), Some(network.max));
+    }
+    assert_eq!(config.backend.kind, config.backend.kind.to_lowercase());
+    config.backend.fields().expect("the options are an object");
+    true
+}
+
+/// A file that parses is written so that it parses to the same.
+pub(crate) fn subnet_env(text: &str) -> bool {
+    let path = Path::new("/run/flannel/subnet.env");
+    let env = match SubnetEnv::parse(text, path) {
+        Ok(env) => env,
+        Err(error) => return refused(&error),
+    };
+    assert_eq!(SubnetEnv::parse(&env.to_string(), path).expect("what we write, we read"), env);
+    let _ = env.previous();
+    true
+}
+
+fn refused(error: &dyn std::error::Error) -> bool {
+    assert!(!error.to_string().is_empty());
+    false
+}
