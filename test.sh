@@ -7,6 +7,10 @@ needs=()
 command -v ip >/dev/null || [ -x /usr/sbin/ip ] || [ -x /sbin/ip ] || needs+=(iproute2)
 command -v unshare >/dev/null || needs+=(util-linux)
 command -v cc >/dev/null || needs+=(gcc libc6-dev)
+command -v protoc >/dev/null || needs+=(protobuf-compiler)
+[ -e /usr/include/google/protobuf/empty.proto ] || needs+=(libprotobuf-dev)
+[ -n "${ETCD:-}" ] || command -v etcd >/dev/null || needs+=(etcd-server)
+[ -n "${ETCDCTL:-}" ] || command -v etcdctl >/dev/null || needs+=(etcd-client)
 if [ ${#needs[@]} -gt 0 ]; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
         apt-get update -qq

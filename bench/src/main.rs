@@ -4,14 +4,18 @@
 
 mod arrive;
 mod cluster;
+mod etcd;
 mod floor;
 mod ground;
+mod lease_event;
+mod lease_storm;
 mod report;
 mod witness;
 
 use clap::{Parser, Subcommand};
 
 use crate::cluster::Families;
+use crate::lease_storm::Room;
 
 /// Measures one thing and prints it as a table, or with --json as one JSON object.
 #[derive(Debug, Parser)]
@@ -35,13 +39,47 @@ enum Bench {
         #[arg(long)]
         json: bool,
     },
+    /// Nodes that ask one etcd for a lease at once: how long, at how many requests, and whether all get one
+    LeaseStorm {
+        /// How many nodes
+        #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=60_000))]
+        nodes: u32,
+        /// How much room there is
+        #[arg(long, value_enum, default_value_t = Room::Sparse)]
+        network: Room,
+        /// One JSON object on standard output, and nothing else there
+        #[arg(long)]
+        json: bool,
+    },
+    /// From a put in etcd to the set of leases, against a plain watch of etcd
+    LeaseEvent {
+        /// How many puts
+        #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..=60_000))]
+        events: u32,
+        /// One JSON object on standard output, and nothing else there
+        #[arg(long)]
+        json: bool,
+    },
 }
 
 fn main() -> anyhow::Result<std::process::ExitCode> {
     let Options { bench } = Options::parse();
-    let (report, json) = match bench {
-        Bench::Arrive { peers, family, json } => (arrive::run(peers, family)?, json),
+    let ok = match bench {
+        Bench::Arrive { peers, family, json } => {
+            let report = arrive::run(peers, family)?;
+            report.print(json)?;
+            report.ok
+        }
+        Bench::LeaseStorm { nodes, network, json } => {
+            let report = lease_storm::run(nodes, network)?;
+            report.print(json)?;
+            report.ok
+        }
+        Bench::LeaseEvent { events, json } => {
+            let report = lease_event::run(events)?;
+            report.print(json)?;
+            report.ok
+        }
     };
-    report.print(json)?;
-    Ok(std::process::ExitCode::from(u8::from(!report.ok)))
+    Ok(std::process::ExitCode::from(u8::from(!ok)))
 }

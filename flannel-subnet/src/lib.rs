@@ -7,6 +7,8 @@ mod backoff;
 mod cache;
 mod clock;
 mod dir;
+#[cfg(feature = "etcd")]
+mod etcd;
 mod fallback;
 mod hold;
 mod manager;
@@ -24,6 +26,8 @@ pub use assigned::AssignedManager;
 pub use cache::{Cache, CacheError, Saved};
 pub use clock::{Clock, SystemClock};
 pub use dir::{Assign, DirLocation, DirOptions, DirRegistry, LocationError};
+#[cfg(feature = "etcd")]
+pub use etcd::{EtcdOptions, EtcdRegistry};
 pub use manager::{Identity, LocalManager, Ownership};
 pub use memory::MemoryRegistry;
 pub use reflect::Reflector;

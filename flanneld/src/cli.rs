@@ -14,6 +14,8 @@ use clap::{CommandFactory, FromArgMatches, Parser};
 use flannel_core::{Dual, Family};
 
 use crate::error::Error;
+#[cfg(feature = "etcd")]
+use crate::etcd::EtcdFlags;
 use crate::registry::RegistryUrl;
 
 /// What the daemon is told.
@@ -29,9 +31,15 @@ use crate::registry::RegistryUrl;
 )]
 #[non_exhaustive]
 pub struct Options {
-    /// Where leases are kept: dir:PATH, or dir:PATH?assign=static for a directory written beforehand
+    /// Where leases are kept: etcd, dir:PATH, or dir:PATH?assign=static for a directory written beforehand
     #[arg(long, value_name = "URL")]
+    #[cfg_attr(feature = "etcd", arg(default_value = "etcd"))]
     pub registry: RegistryUrl,
+
+    /// Where etcd is.
+    #[cfg(feature = "etcd")]
+    #[command(flatten)]
+    pub etcd: EtcdFlags,
 
     /// The interface towards the other hosts, by name or address; may be repeated, the first that fits is taken
     #[arg(long, value_name = "NAME|ADDRESS")]
@@ -192,7 +200,10 @@ mod tests {
     #[test]
     fn usage_errors_name_the_option_the_value_and_the_variable() {
         for (args, env, says) in [
+            #[cfg(not(feature = "etcd"))]
             (vec![], vec![], "--registry <URL>"),
+            #[cfg(not(feature = "etcd"))]
+            (vec!["--registry", "etcd"], vec![], "etcd"),
             (vec!["--registry", "consul:x"], vec![], "consul:x"),
             (vec!["--registry", "dir:/x?assign=magic"], vec![], "magic"),
             (vec!["--registry", "dir:/x", "--ifcae", "eth0"], vec![], "--iface"),
@@ -205,5 +216,37 @@ mod tests {
             assert!(error.to_string().contains(says), "{args:?}: {error}");
         }
         assert_eq!(parse(&["--help"], &[]).unwrap_err().exit_code(), 0);
+    }
+
+    #[cfg(feature = "etcd")]
+    #[test]
+    fn etcd_is_the_registry_if_none_is_named() {
+        use flannel_subnet::EtcdOptions;
+
+        let options = parse(&[], &[]).unwrap();
+        assert_eq!(options.registry.to_string(), "etcd");
+        assert_eq!(options.etcd.options(), EtcdOptions::default());
+        let given = ["-etcd-endpoints=https://a:1,https://b:2", "-etcd-prefix", "/net", "-etcd-cafile=/ca"];
+        let env = [
+            ("FLANNELD_ETCD_USERNAME", "us"),
+            ("FLANNELD_ETCD_PASSWORD", "hunter2"),
+            ("FLANNELD_ETCD_CERTFILE", "/cert"),
+            ("FLANNELD_ETCD_KEYFILE", "/key"),
+            ("FLANNELD_ETCD_PREFIX", "/other"),
+        ];
+        let options = parse(&given, &env).unwrap();
+        let expected = EtcdOptions {
+            endpoints: vec!["https://a:1".into(), "https://b:2".into()],
+            prefix: "/net".into(),
+            cafile: Some("/ca".into()),
+            certfile: Some("/cert".into()),
+            keyfile: Some("/key".into()),
+            username: Some("us".into()),
+            password: Some("hunter2".into()),
+            ..EtcdOptions::default()
+        };
+        assert_eq!(options.etcd.options(), expected);
+        assert!(!format!("{options:?}").contains("hunter2"));
+        assert_eq!(parse(&["--etcd-cafile="], &[]).unwrap().etcd.options().cafile, None);
     }
 }

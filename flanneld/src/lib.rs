@@ -3,6 +3,8 @@
 mod backends;
 mod cli;
 mod error;
+#[cfg(feature = "etcd")]
+mod etcd;
 mod registry;
 mod run;
 mod state;
@@ -15,6 +17,8 @@ use tokio::signal::unix::{SignalKind, signal};
 
 pub use cli::Options;
 pub use error::Error;
+#[cfg(feature = "etcd")]
+pub use etcd::EtcdFlags;
 pub use registry::RegistryUrl;
 pub use run::run;
 

@@ -2,12 +2,17 @@
 
 use std::fmt;
 use std::net::IpAddr;
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::{SubnetManager, Subnets};
-use flannel_subnet::{Assign, AssignedManager, DirLocation, DirRegistry, Identity, LocalManager, Mark};
+use flannel_subnet::{
+    Assign, AssignedManager, DirLocation, DirRegistry, Identity, LocalManager, Mark, Registry,
+};
+#[cfg(feature = "etcd")]
+use flannel_subnet::{EtcdOptions, EtcdRegistry};
 
 use crate::error::Error;
 
@@ -17,14 +22,22 @@ use crate::error::Error;
 pub enum RegistryUrl {
     /// `dir:PATH`, `dir:PATH?assign=static`: a directory.
     Dir(DirLocation),
+    /// `etcd`: where [`EtcdFlags`](crate::EtcdFlags) say.
+    #[cfg(feature = "etcd")]
+    Etcd,
 }
 
 impl FromStr for RegistryUrl {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
+        #[cfg(feature = "etcd")]
+        if text == "etcd" {
+            return Ok(Self::Etcd);
+        }
         if !text.starts_with("dir:") {
             return Err(format!(
-                "{text:?} names no kind of registry; this build has dir:PATH, for example dir:/etc/flannel/network"
+                "{text:?} names no kind of registry; this build has {}dir:PATH, for example dir:/etc/flannel/network",
+                if cfg!(feature = "etcd") { "etcd and " } else { "" }
             ));
         }
         text.parse().map(Self::Dir).map_err(|error: flannel_subnet::LocationError| error.to_string())
@@ -35,6 +48,8 @@ impl fmt::Display for RegistryUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Dir(location) => location.fmt(f),
+            #[cfg(feature = "etcd")]
+            Self::Etcd => f.write_str("etcd"),
         }
     }
 }
@@ -45,23 +60,31 @@ pub(crate) struct Node {
     pub(crate) previous: Option<Subnets>,
     pub(crate) addresses: Vec<IpAddr>,
     pub(crate) renew_margin: Duration,
+    #[cfg(feature = "etcd")]
+    pub(crate) etcd: EtcdOptions,
+    /// The file that the last good set of leases is kept in.
+    pub(crate) cache: PathBuf,
 }
 
 impl RegistryUrl {
     /// Opens the store.
     pub(crate) async fn open(&self, node: Node) -> Result<Arc<dyn SubnetManager>, Error> {
-        let Self::Dir(location) = self;
-        let opened = DirRegistry::open(location.path.clone(), location.options).await;
-        let registry = Arc::new(
-            opened.map_err(|source| Error::Registry { url: self.to_string(), source: source.into() })?,
-        );
-        Ok(match location.options.assign {
-            Assign::Static => Arc::new(AssignedManager::new(registry, node.addresses)),
-            _ => {
-                let identity =
-                    Identity { mark: node.mark, previous: node.previous, local_addresses: node.addresses };
-                Arc::new(LocalManager::new(registry, identity).with_renew_margin(node.renew_margin))
+        let failed =
+            |source: flannel_core::Error| Error::Registry { url: self.to_string(), source: source.into() };
+        let registry: Arc<dyn Registry> = match self {
+            Self::Dir(location) => {
+                let opened = DirRegistry::open(location.path.clone(), location.options).await;
+                let registry = Arc::new(opened.map_err(failed)?);
+                if location.options.assign == Assign::Static {
+                    return Ok(Arc::new(AssignedManager::new(registry, node.addresses)));
+                }
+                registry
             }
-        })
+            #[cfg(feature = "etcd")]
+            Self::Etcd => Arc::new(EtcdRegistry::new(node.etcd).map_err(failed)?),
+        };
+        let identity = Identity { mark: node.mark, previous: node.previous, local_addresses: node.addresses };
+        let manager = LocalManager::new(registry, identity).with_renew_margin(node.renew_margin);
+        Ok(Arc::new(manager.with_cache(node.cache)))
     }
 }

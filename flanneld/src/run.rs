@@ -43,6 +43,9 @@ pub async fn run(options: &Options) -> Result<Infallible, Error> {
         previous: previous_subnets(options),
         addresses: addresses(&kernel, options)?,
         renew_margin: options.renew_margin(),
+        #[cfg(feature = "etcd")]
+        etcd: options.etcd.options(),
+        cache: options.state_dir.join("leases"),
     };
     let subnets = options.registry.open(node).await?;
     loop {
@@ -190,9 +193,9 @@ fn warn_of_clashes(kernel: &NetlinkKernel, config: &Config, selectors: &Selector
 
 /// The config names no backend: Go flannel runs `udp` then, and its leases have no backend type.
 async fn refuse_implicit_udp(mut views: watch::Receiver<View>) -> Result<(), Error> {
-    let live = |view: &View| matches!(view.origin, Origin::Live { .. });
+    let known = |view: &View| !matches!(view.origin, Origin::Cached { written: None });
     // A watch that is closed says nothing about other nodes.
-    let Ok(view) = views.wait_for(live).await else { return Ok(()) };
+    let Ok(view) = views.wait_for(known).await else { return Ok(()) };
     match view.leases.iter().find(|lease| lease.attrs.backend_type.is_empty()) {
         Some(lease) => {
             Err(Error::ImplicitUdp { subnets: lease.subnets.into(), holder: holder(&lease.attrs) })

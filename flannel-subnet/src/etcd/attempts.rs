@@ -1,0 +1,113 @@
+//! A request until it is answered: at one endpoint after the other, and with pauses.
+
+use std::future::Future;
+use std::time::Duration;
+
+use flannel_core::{Error, Result};
+use tokio::time::{Instant, timeout};
+
+use super::connections::{Connection, Connections};
+use super::failure::{Cure, Trouble};
+use super::options::EtcdOptions;
+use crate::backoff::Backoff;
+
+/// An answer, perhaps not to the first attempt.
+pub(super) struct Answer<T> {
+    pub(super) value: T,
+    /// Earlier attempts got no answer: they may have been carried out or not.
+    pub(super) repeated: bool,
+}
+
+/// Repeats requests.
+pub(super) struct Attempts {
+    connections: Connections,
+}
+
+impl Attempts {
+    pub(super) fn new(connections: Connections) -> Self {
+        Self { connections }
+    }
+
+    pub(super) fn options(&self) -> &EtcdOptions {
+        &self.connections.options
+    }
+
+    /// The endpoint in use, for messages.
+    pub(super) fn endpoint(&self) -> String {
+        self.connections.name(self.connections.current()).to_owned()
+    }
+
+    /// Sends a request that is about `key` until it is answered, nothing can help, or patience is at an end.
+    pub(super) async fn ask<T, F>(
+        &self,
+        key: &str,
+        request: impl Fn(Connection) -> F + Send + Sync,
+    ) -> Result<Answer<T>>
+    where
+        F: Future<Output = Result<T, Trouble>> + Send,
+    {
+        let connections = &self.connections;
+        let begin = Instant::now();
+        let mut backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(1));
+        let mut failures: Vec<Option<Trouble>> = vec![None; connections.len()];
+        for attempt in 0.. {
+            let place = connections.current();
+            let trouble = match self.attempt(place, &request).await {
+                Ok(value) => return Ok(Answer { value, repeated: attempt > 0 }),
+                Err(trouble) => trouble.explained(key, self.options()),
+            };
+            let endpoint = connections.name(place);
+            if trouble.cure == Cure::People {
+                return Err(Error::Refused { store: format!("etcd {endpoint}"), reason: trouble.text });
+            }
+            tracing::debug!(endpoint, key, "no answer: {}", trouble.text);
+            failures[place] = Some(trouble);
+            connections.move_on(place);
+            let all = failures.iter().flatten();
+            let hopeless =
+                all.clone().filter(|trouble| trouble.cure == Cure::Endpoint).count() == failures.len();
+            if hopeless || begin.elapsed() >= self.options().patience {
+                return Err(self.give_up(key, &failures, hopeless));
+            }
+            // Every endpoint gets its chance before anybody waits.
+            if failures.iter().all(Option::is_some) {
+                tokio::time::sleep(backoff.pause()).await;
+            }
+        }
+        unreachable!("attempts are not counted out")
+    }
+
+    async fn attempt<T, F>(
+        &self,
+        place: usize,
+        request: impl Fn(Connection) -> F + Send + Sync,
+    ) -> Result<T, Trouble>
+    where
+        F: Future<Output = Result<T, Trouble>> + Send,
+    {
+        let within = self.options().request_timeout;
+        let outcome = timeout(within, async {
+            let connection = self.connections.connect(place).await?;
+            let outcome = connection.interpret(request(connection.clone()).await);
+            if outcome.as_ref().is_err_and(|trouble| trouble.cure == Cure::Connection) {
+                self.connections.forget(place, &connection).await;
+            }
+            outcome
+        });
+        outcome.await.unwrap_or_else(|_| Err(Trouble::passing(format!("no answer within {within:?}"))))
+    }
+
+    fn give_up(&self, key: &str, failures: &[Option<Trouble>], hopeless: bool) -> Error {
+        let each: Vec<String> = failures
+            .iter()
+            .enumerate()
+            .filter_map(|(place, trouble)| Some((place, trouble.as_ref()?)))
+            .map(|(place, trouble)| format!("{}: {}", self.connections.name(place), trouble.text))
+            .collect();
+        let each = each.join("; ");
+        if hopeless {
+            return Error::Refused { store: "etcd".into(), reason: each };
+        }
+        Error::Store { store: format!("etcd: {key}"), source: each.into() }
+    }
+}

@@ -1,0 +1,101 @@
+//! Which keys there are, and what is read from them.
+
+use etcd_client::KeyValue;
+use flannel_core::{KeyError, Lease, LeaseAttrs, Revision, Subnets};
+
+use crate::registry::{Entry, Mark};
+
+/// The keys below one prefix.
+#[derive(Debug)]
+pub(super) struct Keys {
+    config: String,
+    /// With the `/` behind it: `<prefix>/subnetsX` is none of ours.
+    leases: String,
+}
+
+impl Keys {
+    pub(super) fn new(prefix: &str) -> Self {
+        Self { config: join(prefix, "config"), leases: format!("{}/", join(prefix, "subnets")) }
+    }
+
+    pub(super) fn config(&self) -> &str {
+        &self.config
+    }
+
+    /// What all keys of leases begin with.
+    pub(super) fn leases(&self) -> &str {
+        &self.leases
+    }
+
+    pub(super) fn lease(&self, subnets: &Subnets) -> String {
+        format!("{}{subnets}", self.leases)
+    }
+
+    /// A key without what all keys of leases have in front.
+    pub(super) fn name(&self, key: &[u8]) -> String {
+        String::from_utf8_lossy(key.strip_prefix(self.leases.as_bytes()).unwrap_or(key)).into_owned()
+    }
+}
+
+/// Joins and cleans, without a file system: `//` and `/./` are `/`, and `..` takes away what is before it.
+///
+/// **Source**: Go `path.Join`, which flannel makes its keys with.
+fn join(prefix: &str, name: &str) -> String {
+    let rooted = prefix.starts_with('/');
+    let mut parts: Vec<&str> = Vec::new();
+    for part in prefix.split('/').chain([name]).filter(|part| !part.is_empty() && *part != ".") {
+        match part {
+            ".." if parts.last().is_some_and(|last| *last != "..") => drop(parts.pop()),
+            ".." if rooted => (),
+            part => parts.push(part),
+        }
+    }
+    format!("{}{}", if rooted { "/" } else { "" }, parts.join("/"))
+}
+
+/// The lease that a key (without what all have in front) and its value are, or why they are none.
+pub(super) fn read(key: &str, kv: &KeyValue) -> Result<Entry, String> {
+    let subnets: Subnets = key.parse().map_err(|error: KeyError| error.to_string())?;
+    let value = kv.value_str().map_err(|_| "the value is not UTF-8 text".to_owned())?;
+    let attrs = LeaseAttrs::from_json(value).map_err(|error| error.to_string())?;
+    let (since, revision) = (revision(kv.create_revision()), revision(kv.mod_revision()));
+    let mark = (kv.lease() != 0).then(|| Mark(kv.lease().cast_unsigned()));
+    Ok(Entry { lease: Lease { subnets, attrs, expires: None, since, revision }, mark })
+}
+
+pub(super) fn revision(revision: i64) -> Revision {
+    Revision(revision.unsigned_abs())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_joined_as_go_does() {
+        for (prefix, config) in [
+            ("/coreos.com/network", "/coreos.com/network/config"),
+            ("/coreos.com/network/", "/coreos.com/network/config"),
+            ("//a//b/./c/../d", "/a/b/d/config"),
+            ("/../a", "/a/config"),
+            ("a/b", "a/b/config"),
+            ("../a", "../a/config"),
+            ("a/../..", "../config"),
+            ("", "config"),
+            ("/", "/config"),
+            (".", "config"),
+        ] {
+            assert_eq!(Keys::new(prefix).config(), config, "{prefix:?}");
+        }
+    }
+
+    #[test]
+    fn leases_are_below_subnets_only() {
+        let keys = Keys::new("/coreos.com/network");
+        let subnets: Subnets = "10.5.34.0-24&fd00:0:0:5::-64".parse().unwrap();
+        let key = keys.lease(&subnets);
+        assert_eq!(key, "/coreos.com/network/subnets/10.5.34.0-24&fd00:0:0:5::-64");
+        assert_eq!(keys.name(key.as_bytes()), subnets.to_string());
+        assert!(!"/coreos.com/network/subnetsX/10.5.34.0-24".starts_with(keys.leases()));
+    }
+}

@@ -1,0 +1,117 @@
+//! The registry in etcd, on real etcd processes that the tests start: `etcd` in the search path, or the program
+//! that `ETCD` names.
+
+#![cfg(feature = "etcd")]
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+mod certificates;
+mod leases;
+mod outages;
+mod proxy;
+mod security;
+mod server;
+mod store;
+
+use std::future::Future;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use flannel_core::{LeaseAttrs, Origin, SubnetManager, Subnets, View};
+use flannel_subnet::{EtcdOptions, EtcdRegistry, Identity, LocalManager, Mark, Reflector, Tenure};
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout};
+
+const DAY: Duration = Duration::from_secs(86_400);
+const V4: &str = r#"{"Network":"10.1.0.0/16"}"#;
+
+fn key(text: &str) -> Subnets {
+    text.parse().unwrap()
+}
+
+fn attrs(addresses: &[&str]) -> LeaseAttrs {
+    LeaseAttrs {
+        public: addresses.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
+        backend_type: "vxlan".into(),
+        ..LeaseAttrs::default()
+    }
+}
+
+fn tenure(mark: u64) -> Option<Tenure> {
+    Some(Tenure { mark: Mark(mark), ttl: DAY })
+}
+
+/// Options for these endpoints that give up soon enough for a test.
+fn options(endpoints: &[String]) -> EtcdOptions {
+    EtcdOptions {
+        endpoints: endpoints.to_vec(),
+        request_timeout: Duration::from_secs(2),
+        ..EtcdOptions::default()
+    }
+}
+
+fn registry(endpoints: &[String]) -> EtcdRegistry {
+    EtcdRegistry::new(options(endpoints)).unwrap()
+}
+
+fn node(registry: &EtcdRegistry, mark: u64) -> Arc<LocalManager> {
+    let identity = Identity { mark: Mark(mark), previous: None, local_addresses: Vec::new() };
+    Arc::new(LocalManager::new(Arc::new(registry.clone()), identity))
+}
+
+/// What must come, and within `seconds`.
+async fn within<T>(seconds: u64, what: &str, future: impl Future<Output = T>) -> T {
+    let limit = Duration::from_secs(seconds);
+    timeout(limit, future).await.unwrap_or_else(|_| panic!("{what}: not within {limit:?}"))
+}
+
+/// Waits until a condition holds that only asking can tell.
+async fn until<F: Future<Output = bool>>(seconds: u64, what: &str, condition: impl Fn() -> F) {
+    let begin = Instant::now();
+    while !condition().await {
+        assert!(begin.elapsed() < Duration::from_secs(seconds), "{what}: not within {seconds} s");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+fn names(view: &View) -> Vec<String> {
+    view.leases.iter().map(|lease| lease.subnets.to_string()).collect()
+}
+
+/// A node that only looks.
+struct Peer {
+    _reflector: Reflector,
+    views: watch::Receiver<View>,
+}
+
+impl Peer {
+    async fn of(registry: &EtcdRegistry) -> Self {
+        let reflector = Reflector::start(Arc::new(registry.clone()));
+        let mut views = reflector.views();
+        let live = views.wait_for(|view| matches!(view.origin, Origin::Live { .. }));
+        drop(within(30, "first view", live).await.unwrap());
+        Self { _reflector: reflector, views }
+    }
+
+    async fn sees(&mut self, seconds: u64, keys: &[&str]) {
+        let seen = self.views.wait_for(|view| names(view) == keys);
+        let what = format!("{keys:?} seen");
+        drop(within(seconds, &what, seen).await.unwrap());
+    }
+}
+
+/// Holds its lease in a task of its own.
+async fn hold(
+    manager: &Arc<LocalManager>,
+    addresses: &[&str],
+) -> (flannel_core::Lease, tokio::task::JoinHandle<flannel_core::LeaseEnd>) {
+    let lease = within(30, "a lease", manager.acquire_lease(&attrs(addresses))).await.unwrap();
+    let mut views = manager.watch_leases().await.unwrap();
+    let task = tokio::spawn({
+        let (manager, lease) = (Arc::clone(manager), lease.clone());
+        async move { manager.hold_lease(&lease).await.unwrap() }
+    });
+    let live = views.wait_for(|view| matches!(view.origin, Origin::Live { .. }));
+    drop(within(30, "own view", live).await.unwrap());
+    (lease, task)
+}

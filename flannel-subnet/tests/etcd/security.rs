@@ -1,0 +1,232 @@
+//! Whom we trust, who trusts us, and what is said when they do not.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use etcd_client::{Permission, PermissionType};
+use flannel_core::{Error, Revision};
+use flannel_subnet::{EtcdOptions, EtcdRegistry, Mark, Registry};
+
+use super::certificates::Authority;
+use super::server::Etcd;
+use super::{DAY, attrs, key, options, tenure, within};
+
+/// A member with a certificate; it is ready when a registry reaches it.
+fn tls_member(certificate: &(PathBuf, PathBuf), clients: Option<&Authority>) -> Etcd {
+    let file = |path: &Path| path.to_str().unwrap().to_owned();
+    let mut args =
+        vec!["--cert-file".to_owned(), file(&certificate.0), "--key-file".to_owned(), file(&certificate.1)];
+    if let Some(authority) = clients {
+        args.extend(["--client-cert-auth".to_owned(), "--trusted-ca-file".to_owned(), file(&authority.file)]);
+    }
+    Etcd::spawn("https", &args)
+}
+
+fn trusting(etcd: &Etcd, cafile: &Path) -> EtcdOptions {
+    EtcdOptions { cafile: Some(cafile.into()), ..options(&etcd.endpoints()) }
+}
+
+fn with_certificate(options: EtcdOptions, (certfile, keyfile): &(PathBuf, PathBuf)) -> EtcdOptions {
+    EtcdOptions { certfile: Some(certfile.clone()), keyfile: Some(keyfile.clone()), ..options }
+}
+
+/// Refused at once, once the member answers at all.
+async fn refused(options: EtcdOptions, says: &[&str]) {
+    let registry = EtcdRegistry::new(options).unwrap();
+    let error = within(30, "an answer", registry.list()).await.unwrap_err();
+    let Error::Refused { .. } = &error else { panic!("not for people: {error}") };
+    let begin = Instant::now();
+    registry.list().await.unwrap_err();
+    assert!(begin.elapsed() < Duration::from_secs(2), "waits for what waiting does not mend: {error}");
+    for says in says {
+        assert!(error.to_string().contains(says), "{says:?} in {error}");
+    }
+}
+
+#[tokio::test]
+async fn an_authority_alone_makes_tls() {
+    let dir = tempfile::tempdir().unwrap();
+    let (ours, theirs) = (Authority::new(dir.path(), "ours"), Authority::new(dir.path(), "theirs"));
+    let etcd = tls_member(&ours.sign_into(dir.path(), "server", 2090), None);
+    let registry = EtcdRegistry::new(trusting(&etcd, &ours.file)).unwrap();
+    let mut watch = registry.watch(registry.list().await.unwrap().revision).await.unwrap();
+    registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+    assert_eq!(within(5, "a change", watch.next()).await.unwrap().unwrap().events.len(), 1);
+    refused(trusting(&etcd, &theirs.file), &[&etcd.endpoint, "none of those whom we trust"]).await;
+    // What this system trusts does not include them.
+    let system = options(&etcd.endpoints());
+    if let Ok(registry) = EtcdRegistry::new(system) {
+        registry.list().await.unwrap_err();
+    }
+}
+
+#[tokio::test]
+async fn an_expired_certificate_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let authority = Authority::new(dir.path(), "ca");
+    let etcd = tls_member(&authority.sign_into(dir.path(), "server", 2020), None);
+    refused(trusting(&etcd, &authority.file), &[&etcd.endpoint, "has expired"]).await;
+}
+
+#[tokio::test]
+async fn members_may_ask_for_our_certificate() {
+    let dir = tempfile::tempdir().unwrap();
+    let authority = Authority::new(dir.path(), "ca");
+    let stranger = Authority::new(dir.path(), "stranger");
+    let etcd = tls_member(&authority.sign_into(dir.path(), "server", 2090), Some(&authority));
+    let ours = || trusting(&etcd, &authority.file);
+    let good = authority.sign_into(dir.path(), "good", 2090);
+    EtcdRegistry::new(with_certificate(ours(), &good)).unwrap().list().await.unwrap();
+    refused(ours(), &[&etcd.endpoint, "certificate"]).await;
+    let expired = authority.sign_into(dir.path(), "expired", 2020);
+    refused(with_certificate(ours(), &expired), &[&etcd.endpoint, "our certificate"]).await;
+    let strange = stranger.sign_into(dir.path(), "strange", 2090);
+    refused(with_certificate(ours(), &strange), &[&etcd.endpoint, "our certificate"]).await;
+}
+
+#[tokio::test]
+async fn changed_files_are_read_again_without_a_restart() {
+    let dir = tempfile::tempdir().unwrap();
+    let (first, second) = (Authority::new(dir.path(), "first"), Authority::new(dir.path(), "second"));
+    let server = first.sign_into(dir.path(), "server", 2090);
+    let both = Authority::new(dir.path(), "both");
+    let bundle = [&first.file, &second.file].map(|file| fs::read_to_string(file).unwrap()).concat();
+    fs::write(&both.file, bundle).unwrap();
+    let mut etcd = tls_member(&server, Some(&both));
+    let cafile = dir.path().join("ca.pem");
+    fs::copy(&first.file, &cafile).unwrap();
+    let client = first.sign_into(dir.path(), "client", 2020);
+    let registry = EtcdRegistry::new(with_certificate(trusting(&etcd, &cafile), &client)).unwrap();
+    within(30, "an answer", registry.list()).await.unwrap_err();
+
+    first.sign_into(dir.path(), "client", 2090);
+    registry.list().await.unwrap();
+
+    // One of two files is new: nothing gets worse.
+    let (certificate, private) = second.sign("client", 2090);
+    fs::write(&client.0, certificate).unwrap();
+    registry.list().await.unwrap();
+    fs::write(&client.1, private).unwrap();
+    registry.list().await.unwrap();
+
+    // The other side changes too.
+    etcd.kill();
+    second.sign_into(dir.path(), "server", 2090);
+    etcd.go();
+    let error = registry.list().await.unwrap_err();
+    assert!(error.to_string().contains("none of those whom we trust"), "{error}");
+    fs::copy(&second.file, &cafile).unwrap();
+    registry.list().await.unwrap();
+}
+
+#[tokio::test]
+async fn files_that_hold_nothing_are_named_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let authority = Authority::new(dir.path(), "ca");
+    let good = authority.sign_into(dir.path(), "good", 2090);
+    let (missing, empty) = (dir.path().join("missing"), dir.path().join("empty"));
+    fs::write(&empty, "").unwrap();
+    let base = || EtcdOptions { endpoints: vec!["https://127.0.0.1:2379".into()], ..EtcdOptions::default() };
+    for bad in [&missing, &empty] {
+        let name = bad.to_str().unwrap();
+        for options in [
+            EtcdOptions { cafile: Some(bad.clone()), ..base() },
+            with_certificate(base(), &(bad.clone(), good.1.clone())),
+            with_certificate(base(), &(good.0.clone(), bad.clone())),
+        ] {
+            let error = EtcdRegistry::new(options).unwrap_err();
+            assert!(matches!(error, Error::Refused { .. }) && error.to_string().contains(name), "{error}");
+        }
+    }
+}
+
+/// A member with users: `root`, and `flannel` who may do what flannel does. Tokens live for a second.
+async fn member_with_users() -> Etcd {
+    let etcd = Etcd::spawn("http", &["--auth-token-ttl".into(), "1".into()]);
+    etcd.ready().await;
+    let mut client = etcd.client().await;
+    client.user_add("root", "rootpass", None).await.unwrap();
+    client.role_add("root").await.unwrap();
+    client.user_grant_role("root", "root").await.unwrap();
+    client.user_add("flannel", "right", None).await.unwrap();
+    client.role_add("network").await.unwrap();
+    let permission = Permission::new(PermissionType::Readwrite, "/coreos.com/network/").with_prefix();
+    client.role_grant_permission("network", permission).await.unwrap();
+    client.user_grant_role("flannel", "network").await.unwrap();
+    client.auth_enable().await.unwrap();
+    etcd
+}
+
+fn user(etcd: &Etcd, name: &str, password: &str) -> EtcdOptions {
+    EtcdOptions { username: Some(name.into()), password: Some(password.into()), ..options(&etcd.endpoints()) }
+}
+
+#[tokio::test]
+async fn users_need_their_password_and_their_permissions() {
+    let etcd = member_with_users().await;
+    let registry = EtcdRegistry::new(user(&etcd, "flannel", "right")).unwrap();
+    let entry = registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+    assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), Mark(5)).await.unwrap(), Some(DAY));
+    let mut watch = registry.watch(entry.lease.revision).await.unwrap();
+    registry.delete(&key("10.1.5.0-24"), entry.lease.revision).await.unwrap();
+    assert_eq!(within(5, "a change", watch.next()).await.unwrap().unwrap().events.len(), 1);
+
+    refused(user(&etcd, "flannel", "sesame"), &[&etcd.endpoint, "\"flannel\"", "password"]).await;
+    refused(user(&etcd, "nobody", "sesame"), &[&etcd.endpoint, "\"nobody\"", "password"]).await;
+    refused(options(&etcd.endpoints()), &[&etcd.endpoint, "user name"]).await;
+    let elsewhere = EtcdOptions { prefix: "/elsewhere".into(), ..user(&etcd, "flannel", "right") };
+    refused(elsewhere.clone(), &[&etcd.endpoint, "\"flannel\"", "permission", "/elsewhere/subnets"]).await;
+    let elsewhere = EtcdRegistry::new(elsewhere).unwrap();
+    for (error, names) in [
+        (elsewhere.config().await.map(drop), "/elsewhere/config"),
+        (elsewhere.watch(Revision(1)).await.map(drop), "/elsewhere/subnets"),
+        (
+            elsewhere.create(&key("10.1.5.0-24"), &attrs(&[]), tenure(6)).await.map(drop),
+            "/elsewhere/subnets/10.1.5.0-24",
+        ),
+    ] {
+        let error = error.unwrap_err();
+        assert!(matches!(error, Error::Refused { .. }), "{error}");
+        let text = error.to_string();
+        assert!(text.contains(names) && text.contains("permission") && !text.contains("right"), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn tokens_that_have_run_out_are_replaced() {
+    let mut etcd = member_with_users().await;
+    let registry = EtcdRegistry::new(user(&etcd, "flannel", "right")).unwrap();
+    let created = registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+    // A token is used up by time alone: another client's tells when.
+    let outlived = async || {
+        let mut other = etcd.client_as(Some(("flannel", "right"))).await;
+        let begin = Instant::now();
+        while other.get("/coreos.com/network/config", None).await.is_ok() {
+            assert!(begin.elapsed() < Duration::from_secs(30), "tokens live for ever");
+            tokio::time::sleep(Duration::from_secs(3)).await;
+        }
+    };
+    outlived().await;
+    assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), Mark(5)).await.unwrap(), Some(DAY));
+    outlived().await;
+    assert!(registry.watch(created.lease.revision).await.is_ok());
+    outlived().await;
+    assert_eq!(registry.list().await.unwrap().entries.len(), 1);
+    // A member that has restarted knows no tokens at all.
+    etcd.kill();
+    etcd.go();
+    assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), Mark(5)).await.unwrap(), Some(DAY));
+    // Users were changed: the old token is too old.
+    let mut root = etcd.client_as(Some(("root", "rootpass"))).await;
+    root.role_add("another").await.unwrap();
+    let (subnets, at) = (key("10.1.5.0-24"), created.lease.revision);
+    registry.update(&subnets, at, &attrs(&["192.0.2.6"]), tenure(5)).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_user_where_none_is_needed_is_no_harm() {
+    let etcd = Etcd::start().await;
+    let registry = EtcdRegistry::new(user(&etcd, "flannel", "right")).unwrap();
+    registry.list().await.unwrap();
+}

@@ -1,0 +1,228 @@
+//! etcd as a child process: alone or as a cluster, with whatever arguments.
+
+use std::fs::{self, File};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
+
+use etcd_client::{Client, ConnectOptions};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tempfile::TempDir;
+use tokio::time::Instant;
+
+/// One member. It ends with the value.
+pub(crate) struct Etcd {
+    dir: TempDir,
+    child: Option<Child>,
+    pub(crate) endpoint: String,
+    args: Vec<String>,
+}
+
+/// The program, which tests cannot do without.
+fn program(name: &str) -> PathBuf {
+    let variable = name.to_uppercase();
+    std::env::var_os(&variable).map_or_else(|| name.into(), PathBuf::from)
+}
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+impl Etcd {
+    /// A single member that answers.
+    pub(crate) async fn start() -> Self {
+        let etcd = Self::spawn("http", &[]);
+        etcd.ready().await;
+        etcd
+    }
+
+    /// A single member with more arguments, on `https` if these say so.
+    pub(crate) fn spawn(scheme: &str, more: &[String]) -> Self {
+        let (client, peer) = (free_port(), free_port());
+        let peers = format!("m0=http://127.0.0.1:{peer}");
+        Self::member("m0", scheme, client, peer, &peers, more)
+    }
+
+    /// A cluster of three that answers.
+    pub(crate) async fn cluster() -> Vec<Self> {
+        let ports: Vec<_> = (0..3).map(|_| (free_port(), free_port())).collect();
+        let peers: Vec<_> =
+            ports.iter().enumerate().map(|(n, (_, peer))| format!("m{n}=http://127.0.0.1:{peer}")).collect();
+        let peers = peers.join(",");
+        let member = |(n, (client, peer)): (usize, &(u16, u16))| {
+            Self::member(&format!("m{n}"), "http", *client, *peer, &peers, &[])
+        };
+        let members: Vec<_> = ports.iter().enumerate().map(member).collect();
+        for member in &members {
+            member.ready().await;
+        }
+        members
+    }
+
+    fn member(name: &str, scheme: &str, client: u16, peer: u16, peers: &str, more: &[String]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let endpoint = format!("{scheme}://127.0.0.1:{client}");
+        let peer = format!("http://127.0.0.1:{peer}");
+        let mut args: Vec<String> = [
+            "--name",
+            name,
+            "--listen-client-urls",
+            &endpoint,
+            "--advertise-client-urls",
+            &endpoint,
+            "--listen-peer-urls",
+            &peer,
+            "--initial-advertise-peer-urls",
+            &peer,
+            "--initial-cluster",
+            peers,
+        ]
+        .map(str::to_owned)
+        .into();
+        args.extend(more.iter().cloned());
+        let mut etcd = Self { dir, child: None, endpoint, args };
+        etcd.go();
+        etcd
+    }
+
+    /// Starts the process, again after [`Etcd::kill`].
+    pub(crate) fn go(&mut self) {
+        let log = File::options().create(true).append(true).open(self.dir.path().join("log")).unwrap();
+        let program = program("etcd");
+        let child = Command::new(&program)
+            .arg("--data-dir")
+            .arg(self.data())
+            .args(&self.args)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn();
+        self.child = Some(child.unwrap_or_else(|error| {
+            panic!(
+                "{program:?} cannot be started: {error}; install Debian's etcd-server, or name etcd in ETCD"
+            )
+        }));
+    }
+
+    pub(crate) fn data(&self) -> PathBuf {
+        self.dir.path().join("data")
+    }
+
+    pub(crate) fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Its name, the cluster's members and its own URL among them: what data are restored for.
+    pub(crate) fn initial_cluster(&self) -> [String; 3] {
+        ["--name", "--initial-cluster", "--initial-advertise-peer-urls"].map(|flag| {
+            let at = self.args.iter().position(|arg| arg == flag).unwrap();
+            self.args[at + 1].clone()
+        })
+    }
+
+    /// The same program on other data.
+    pub(crate) fn replace_data(&self, with: &Path) {
+        fs::remove_dir_all(self.data()).unwrap();
+        fs::rename(with, self.data()).unwrap();
+    }
+
+    pub(crate) fn endpoints(&self) -> Vec<String> {
+        vec![self.endpoint.clone()]
+    }
+
+    /// A client of its own.
+    pub(crate) async fn client(&self) -> Client {
+        self.client_as(None).await
+    }
+
+    pub(crate) async fn client_as(&self, user: Option<(&str, &str)>) -> Client {
+        let mut options = ConnectOptions::new().with_timeout(Duration::from_secs(2));
+        if let Some((name, password)) = user {
+            options = options.with_user(name, password);
+        }
+        Client::connect([&self.endpoint], Some(options)).await.unwrap()
+    }
+
+    /// Waits until it answers.
+    pub(crate) async fn ready(&self) {
+        let begin = Instant::now();
+        loop {
+            let mut client = self.client().await;
+            match client.get("/", None).await {
+                Ok(_) => return,
+                Err(error) => assert!(
+                    begin.elapsed() < Duration::from_secs(30),
+                    "{}: {error}; it says: {}",
+                    self.endpoint,
+                    fs::read_to_string(self.dir.path().join("log")).unwrap()
+                ),
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    pub(crate) async fn put(&self, key: &str, value: &str) {
+        self.client().await.put(key, value, None).await.unwrap();
+    }
+
+    /// The same for those who cannot wait asynchronously.
+    pub(crate) fn put_now(&self, key: &str, value: &str) {
+        std::thread::scope(|scope| {
+            let put = scope.spawn(|| {
+                let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+                runtime.block_on(self.put(key, value));
+            });
+            put.join().unwrap();
+        });
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pid = self.child.as_ref().unwrap().id();
+        kill(Pid::from_raw(pid.cast_signed()), signal).unwrap();
+    }
+
+    /// Stops it in the middle of whatever it does, until [`Etcd::resume`]. Its connections stay.
+    pub(crate) fn pause(&self) {
+        self.signal(Signal::SIGSTOP);
+    }
+
+    pub(crate) fn resume(&self) {
+        self.signal(Signal::SIGCONT);
+    }
+
+    /// Ends it without a word.
+    pub(crate) fn kill(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+    }
+
+    pub(crate) fn snapshot(&self, file: &Path) {
+        self.etcdctl(&["snapshot", "save", file.to_str().unwrap()]);
+    }
+
+    pub(crate) fn etcdctl(&self, args: &[&str]) -> Output {
+        let mut all = vec!["--endpoints", &self.endpoint];
+        all.extend_from_slice(args);
+        etcdctl(&all)
+    }
+}
+
+pub(crate) fn etcdctl(args: &[&str]) -> Output {
+    let program = program("etcdctl");
+    let output = Command::new(&program).env("ETCDCTL_API", "3").args(args).output();
+    let output = output.unwrap_or_else(|error| {
+        panic!("{program:?} cannot be started: {error}; install Debian's etcd-client, or name it in ETCDCTL")
+    });
+    assert!(output.status.success(), "etcdctl {args:?}: {output:?}");
+    output
+}
+
+impl Drop for Etcd {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}

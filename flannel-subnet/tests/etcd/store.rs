@@ -1,0 +1,255 @@
+//! What every registry does, and what is in etcd, byte for byte.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use etcd_client::{GetOptions, PutOptions};
+use flannel_core::{Error, LeaseAttrs, Revision, SubnetManager};
+use flannel_subnet::testing::{Ground, registry_suite};
+use flannel_subnet::{EtcdOptions, EtcdRegistry, Mark, Now, Registry, Tenure};
+
+use super::server::Etcd;
+use super::{DAY, Peer, V4, attrs, key, node, options, registry, tenure, within};
+
+const PREFIX: &str = "/coreos.com/network";
+
+#[tokio::test]
+async fn it_is_a_registry() {
+    suite("/coreos.com/network", "/coreos.com/network").await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn it_is_a_registry_on_many_threads_and_below_any_prefix() {
+    suite("some//where/./else/", "some/where/else").await;
+}
+
+async fn suite(prefix: &str, clean: &str) {
+    let etcd = Etcd::start().await;
+    let options = EtcdOptions { prefix: prefix.into(), ..options(&etcd.endpoints()) };
+    registry_suite(&Ground {
+        registry: Arc::new(EtcdRegistry::new(options.clone()).unwrap()),
+        other: Arc::new(EtcdRegistry::new(options).unwrap()),
+        put_raw: &|key, value| etcd.put_now(&format!("{clean}/subnets/{key}"), value),
+        put_config: &|text| etcd.put_now(&format!("{clean}/config"), text),
+    })
+    .await;
+}
+
+/// compat.md's facts about Go flannel: these bytes and no others.
+#[tokio::test]
+async fn what_is_stored_is_go_flannels_byte_for_byte() {
+    let etcd = Etcd::start().await;
+    let registry = registry(&etcd.endpoints());
+    let golden = [
+        (
+            "10.5.34.0-24",
+            r#"{"PublicIP":"1.2.3.4","PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"aa:bb:cc:dd:ee:ff"}}"#,
+        ),
+        (
+            "10.5.35.0-24&fd00:0:0:5::-64",
+            r#"{"PublicIP":"1.2.3.5","PublicIPv6":"2001:db8::5","BackendType":"host-gw"}"#,
+        ),
+        (
+            "0.0.0.0-0&fd00:0:0:6::-64",
+            r#"{"PublicIP":"0.0.0.0","PublicIPv6":"2001:db8::6","BackendType":"host-gw"}"#,
+        ),
+    ];
+    for (n, (text, value)) in golden.iter().enumerate() {
+        let attrs = LeaseAttrs::from_json(value).unwrap();
+        registry.create(&key(text), &attrs, tenure(n as u64 + 1)).await.unwrap();
+    }
+    // As an update writes it, too.
+    let first = registry.entry(&key("10.5.34.0-24")).await.unwrap().unwrap();
+    let updated =
+        registry.update(&key("10.5.34.0-24"), first.lease.revision, &first.lease.attrs, tenure(1)).await;
+    assert_eq!(updated.unwrap().lease.since, first.lease.since);
+    let mut client = etcd.client().await;
+    let got = client.get("", Some(GetOptions::new().with_all_keys())).await.unwrap();
+    let mut stored: Vec<_> = got
+        .kvs()
+        .iter()
+        .map(|kv| (kv.key_str().unwrap().to_owned(), kv.value_str().unwrap().to_owned(), kv.lease()))
+        .collect();
+    stored.sort_by_key(|(.., lease)| *lease);
+    let expected: Vec<_> = golden
+        .iter()
+        .enumerate()
+        .map(|(n, (key, value))| (format!("{PREFIX}/subnets/{key}"), (*value).to_owned(), n as i64 + 1))
+        .collect();
+    assert_eq!(stored, expected, "and nothing else");
+    let lease = client.lease_client().time_to_live(1, None).await.unwrap();
+    assert_eq!(lease.granted_ttl(), 86_400);
+}
+
+#[tokio::test]
+async fn what_go_writes_is_read() {
+    let etcd = Etcd::start().await;
+    let mut client = etcd.client().await;
+    let lease = client.lease_grant(86_400, None).await.unwrap().id();
+    let value = r#"{"PublicIP":"192.0.2.9","PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1}}"#;
+    let options = PutOptions::new().with_lease(lease);
+    client.put(format!("{PREFIX}/subnets/10.1.9.0-24"), value, Some(options)).await.unwrap();
+    client.put(format!("{PREFIX}/subnets/10.1.10.0-24"), r#"{"PublicIP":"192.0.2.10"}"#, None).await.unwrap();
+    // None of these is below the prefix.
+    for key in ["/coreos.com/networks/subnets/10.1.11.0-24", "/coreos.com/network/subnetsX/10.1.12.0-24"] {
+        client.put(key, value, None).await.unwrap();
+    }
+    let listing = registry(&etcd.endpoints()).list().await.unwrap();
+    let marks: Vec<_> = listing.entries.iter().map(|e| (e.lease.subnets.to_string(), e.mark)).collect();
+    let mark = Some(Mark(lease.cast_unsigned()));
+    assert_eq!(marks, [("10.1.10.0-24".to_owned(), None), ("10.1.9.0-24".to_owned(), mark)]);
+    assert_eq!(listing.skipped, []);
+}
+
+#[tokio::test]
+async fn foreign_keys_are_skipped_and_remove_nobody() {
+    let etcd = Etcd::start().await;
+    let registry = registry(&etcd.endpoints());
+    registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+    let mut peer = Peer::of(&registry).await;
+    for foreign in ["lock", "10.1.6.0-24/x", "0.0.0.0-0", "10.1.7.0-32", ""] {
+        etcd.put(&format!("{PREFIX}/subnets/{foreign}"), "x").await;
+    }
+    etcd.client().await.put(format!("{PREFIX}/subnets/bin"), vec![0xff, 0xfe], None).await.unwrap();
+    registry.create(&key("10.1.8.0-24"), &attrs(&["192.0.2.8"]), tenure(8)).await.unwrap();
+    peer.sees(5, &["10.1.5.0-24", "10.1.8.0-24"]).await;
+    let listing = registry.list().await.unwrap();
+    assert_eq!((listing.entries.len(), listing.skipped.len()), (2, 6), "{:?}", listing.skipped);
+}
+
+#[tokio::test]
+async fn more_leases_than_fit_into_4_mib_are_one_request() {
+    let etcd = Etcd::start().await;
+    let mut client = etcd.client().await;
+    let value = format!(
+        r#"{{"PublicIP":"192.0.2.1","PublicIPv6":null,"BackendType":"vxlan","BackendData":"{}"}}"#,
+        "x".repeat(1000)
+    );
+    for third in 0..40u32 {
+        let puts: Vec<_> = (0..120u32)
+            .map(|n| {
+                etcd_client::TxnOp::put(format!("{PREFIX}/subnets/10.{third}.{n}.0-24"), value.as_str(), None)
+            })
+            .collect();
+        client.txn(etcd_client::Txn::new().and_then(puts)).await.unwrap();
+    }
+    let registry = registry(&etcd.endpoints());
+    assert_eq!(registry.list().await.unwrap().entries.len(), 4800);
+    // And so they come through a watch from the beginning.
+    let mut watch = registry.watch(Revision(1)).await.unwrap();
+    let mut seen = 0;
+    within(30, "all changes", async {
+        while seen < 4800 {
+            seen += watch.next().await.unwrap().expect("no gap").events.len();
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_start_costs_the_same_few_requests_however_many_leases_there_are() {
+    let mut requests = Vec::new();
+    for peers in [0u8, 200] {
+        let etcd = Etcd::start().await;
+        etcd.put(&format!("{PREFIX}/config"), V4).await;
+        let registry = registry(&etcd.endpoints());
+        for n in 0..peers {
+            let text = format!("10.1.{}.0-24", n + 1);
+            registry
+                .create(&key(&text), &attrs(&[&format!("192.0.2.{n}")]), tenure(u64::from(n) + 1))
+                .await
+                .unwrap();
+        }
+        let manager = node(&registry, 1000);
+        let mut views = manager.watch_leases().await.unwrap();
+        let lease = manager.acquire_lease(&attrs(&["198.51.100.1"])).await.unwrap();
+        let all = views.wait_for(|view| view.leases.len() == usize::from(peers) + 1);
+        drop(within(30, "all leases", all).await.unwrap());
+        assert!(lease.expires.is_some());
+        requests.push(manager.store_status().requests);
+    }
+    assert_eq!(requests[0], requests[1]);
+    // The config, two lists (to choose, and to follow), the watch, the lease.
+    assert!(requests[0] <= 5, "{requests:?}");
+}
+
+#[tokio::test]
+async fn renewals_write_nothing_and_wake_nobody() {
+    let etcd = Etcd::start().await;
+    let registry = registry(&etcd.endpoints());
+    registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+    let before = registry.list().await.unwrap();
+    let mut watch = registry.watch(before.revision).await.unwrap();
+    for _ in 0..20 {
+        assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), Mark(5)).await.unwrap(), Some(DAY));
+    }
+    assert_eq!(registry.list().await.unwrap(), before, "the revision of the whole store too");
+    registry.create(&key("10.1.6.0-24"), &attrs(&["192.0.2.6"]), tenure(6)).await.unwrap();
+    let batch = within(5, "a change", watch.next()).await.unwrap().unwrap();
+    let keys: Vec<_> = batch.events.iter().map(|event| event.key.as_str()).collect();
+    assert_eq!(keys, ["10.1.6.0-24"], "and nothing before it");
+    assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), Mark(77)).await.unwrap(), None, "never heard of");
+}
+
+#[tokio::test]
+async fn an_etcd_lease_that_is_there_already_is_used_again() {
+    let etcd = Etcd::start().await;
+    let (before, after) = (registry(&etcd.endpoints()), registry(&etcd.endpoints()));
+    before.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+    after.create(&key("10.1.6.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+    let mut client = etcd.client().await;
+    assert_eq!(client.leases().await.unwrap().leases().len(), 1);
+    client.lease_revoke(5).await.unwrap();
+    assert_eq!(after.list().await.unwrap().entries, []);
+    // It counts on the lease, which is gone.
+    after.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+    // One that is too short would end while its holder counts on it.
+    let short = Tenure { mark: Mark(9), ttl: Duration::from_secs(30) };
+    after.create(&key("10.1.7.0-24"), &attrs(&["192.0.2.7"]), Some(short)).await.unwrap();
+    let error = before.create(&key("10.1.8.0-24"), &attrs(&["192.0.2.7"]), tenure(9)).await.unwrap_err();
+    assert!(error.to_string().contains("30s"), "{error}");
+}
+
+#[tokio::test]
+async fn marks_that_are_no_ids_are_refused() {
+    let etcd = Etcd::start().await;
+    let registry = registry(&etcd.endpoints());
+    for mark in [0, u64::MAX] {
+        let error = registry.create(&key("10.1.5.0-24"), &attrs(&[]), tenure(mark)).await.unwrap_err();
+        assert!(matches!(error, Error::Refused { .. }), "{error}");
+        assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), Mark(mark)).await.unwrap(), None);
+    }
+}
+
+#[tokio::test]
+async fn the_config_is_named_and_its_deletion_is_a_change() {
+    let etcd = Etcd::start().await;
+    let registry = registry(&etcd.endpoints());
+    let error = registry.config().await.unwrap_err().to_string();
+    assert!(error.contains(&etcd.endpoint) && error.contains("/coreos.com/network/config"), "{error}");
+    etcd.put(&format!("{PREFIX}/config"), "nonsense").await;
+    let error = node(&registry, 1).network_config().await.unwrap_err().to_string();
+    assert!(error.contains("/coreos.com/network/config"), "{error}");
+    let seen = registry.config().await.unwrap();
+    let changed = registry.config_changed(Some(seen));
+    tokio::pin!(changed);
+    assert!(futures_pending(&mut changed).await, "nothing has changed");
+    etcd.client().await.delete(format!("{PREFIX}/config"), None).await.unwrap();
+    within(5, "the deletion", changed).await.unwrap();
+}
+
+/// The future is not ready, though everything that was asked is answered.
+async fn futures_pending(future: &mut (impl Future<Output = flannel_core::Result<()>> + Unpin)) -> bool {
+    tokio::time::timeout(Duration::from_millis(300), future).await.is_err()
+}
+
+#[tokio::test]
+async fn events_say_who_holds_what() {
+    let etcd = Etcd::start().await;
+    let registry = registry(&etcd.endpoints());
+    let mut watch = registry.watch(registry.list().await.unwrap().revision).await.unwrap();
+    let written = registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+    let batch = within(5, "a change", watch.next()).await.unwrap().unwrap();
+    assert_eq!(batch.revision, written.lease.revision);
+    assert!(matches!(&batch.events[0].now, Now::Held(entry) if *entry == written), "{batch:?}");
+}
