@@ -24,8 +24,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use etcd_client::{
-    Compare, CompareOp, GetOptions, GetResponse, KvClient, LeaseGrantOptions, PutOptions, Txn, TxnOp,
-    TxnOpResponse, WatchOptions,
+    Compare, CompareOp, GetOptions, GetResponse, KeyValue, KvClient, LeaseGrantOptions, PutOptions, Txn,
+    TxnOp, TxnOpResponse, WatchOptions,
 };
 use flannel_core::{Error, Lease, LeaseAttrs, Result, Revision, Subnets};
 
@@ -90,6 +90,19 @@ impl EtcdRegistry {
             async move { Ok(kv(&connection).get(key, options).await?) }
         });
         Ok(answer.await?.value)
+    }
+
+    /// What these keys are, read at that revision.
+    fn listing(&self, kvs: Vec<KeyValue>, at: Revision) -> Listing {
+        let mut listing = Listing { revision: at, ..Listing::default() };
+        for kv in kvs {
+            let key = self.0.keys.name(kv.key());
+            match read(&key, &kv) {
+                Ok(entry) => listing.entries.push(entry),
+                Err(reason) => listing.skipped.push(Skipped { key, reason }),
+            }
+        }
+        listing
     }
 
     /// Makes sure that the etcd lease exists and has all its time before it. A later `known` is not needed:
@@ -157,46 +170,54 @@ impl EtcdRegistry {
         Ok(answer.await?.value)
     }
 
-    /// Carries out `then` if `compare` holds; tells what the key holds if it does not.
-    async fn transaction(&self, key: &str, compare: Compare, then: TxnOp) -> Result<Answer<Outcome>> {
-        let transaction = Txn::new()
-            .when([compare])
-            .and_then([then, TxnOp::get(key, None)])
-            .or_else([TxnOp::get(key, None)]);
-        self.0
-            .attempts
-            .ask(key, |connection| {
-                let transaction = transaction.clone();
-                async move {
-                    let answer = match kv(&connection).txn(transaction).await {
-                        Err(error) if failure::says(&error, "requested lease not found") => {
-                            return Ok(Outcome::NoLease);
-                        }
-                        answer => answer?,
-                    };
-                    let kv = answer.op_responses().into_iter().find_map(|answer| match answer {
-                        TxnOpResponse::Get(mut got) => Some(got.take_kvs().pop()),
-                        _ => None,
-                    });
-                    let kv =
-                        kv.ok_or_else(|| Trouble::passing("the answer to a transaction lacks the key"))?;
-                    Ok(if answer.succeeded() { Outcome::Done(kv) } else { Outcome::Differs(kv) })
-                }
-            })
-            .await
+    /// Carries out `then` if `compare` holds, and reads the key; reads `otherwise` if it does not.
+    async fn transaction(
+        &self,
+        key: &str,
+        compare: Compare,
+        then: TxnOp,
+        otherwise: TxnOp,
+    ) -> Result<Answer<Outcome>> {
+        let transaction =
+            Txn::new().when([compare]).and_then([then, TxnOp::get(key, None)]).or_else([otherwise]);
+        let answer = self.0.attempts.ask(key, |connection| {
+            let transaction = transaction.clone();
+            async move {
+                let answer = match kv(&connection).txn(transaction).await {
+                    Err(error) if failure::says(&error, "requested lease not found") => {
+                        return Ok(Outcome::NoLease);
+                    }
+                    answer => answer?,
+                };
+                let now = answer.header().map_or(0, etcd_client::ResponseHeader::revision);
+                let kvs = answer.op_responses().into_iter().find_map(|answer| match answer {
+                    TxnOpResponse::Get(mut got) => Some(got.take_kvs()),
+                    _ => None,
+                });
+                let mut kvs =
+                    kvs.ok_or_else(|| Trouble::passing("the answer to a transaction lacks the key"))?;
+                Ok(if answer.succeeded() {
+                    Outcome::Done(kvs.pop())
+                } else {
+                    Outcome::Differs(kvs, revision(now))
+                })
+            }
+        });
+        answer.await
     }
 
-    /// Writes a key for which `compare` holds.
+    /// Writes a key for which `compare` holds; or else what `otherwise` reads, and when.
     async fn write(
         &self,
         subnets: &Subnets,
         compare: impl Fn(&str) -> Compare + Send + Sync,
+        otherwise: Option<TxnOp>,
         attrs: &LeaseAttrs,
         tenure: Option<Tenure>,
-    ) -> Result<Entry> {
+    ) -> Result<Result<Entry, (Vec<KeyValue>, Revision)>> {
         let key = self.0.keys.lease(subnets);
         let value = attrs.to_json();
-        let conflict = || Error::Conflict { subnets: *subnets };
+        let otherwise = otherwise.unwrap_or_else(|| TxnOp::get(key.as_str(), None));
         let mut repeated = false;
         loop {
             let lease = match tenure {
@@ -204,13 +225,22 @@ impl EtcdRegistry {
                 None => 0,
             };
             let put = TxnOp::put(key.as_str(), value.as_str(), Some(PutOptions::new().with_lease(lease)));
-            let answer = self.transaction(&key, compare(&key), put).await?;
+            let answer = self.transaction(&key, compare(&key), put, otherwise.clone()).await?;
             repeated |= answer.repeated;
             let kv = match answer.value {
                 Outcome::Done(kv) => kv,
-                // Carried out by an earlier attempt, whose answer was lost.
-                Outcome::Differs(kv) => {
-                    kv.filter(|kv| repeated && kv.lease() == lease && kv.value() == value.as_bytes())
+                Outcome::Differs(kvs, now) => {
+                    // Carried out by an earlier attempt, whose answer was lost.
+                    let ours = |kv: &&KeyValue| {
+                        repeated
+                            && kv.key() == key.as_bytes()
+                            && kv.lease() == lease
+                            && kv.value() == value.as_bytes()
+                    };
+                    match kvs.iter().find(ours).cloned() {
+                        None => return Ok(Err((kvs, now))),
+                        kv => kv,
+                    }
                 }
                 Outcome::NoLease => {
                     // It ran out between the two requests.
@@ -218,7 +248,7 @@ impl EtcdRegistry {
                     continue;
                 }
             };
-            let kv = kv.ok_or_else(conflict)?;
+            let kv = kv.ok_or_else(|| self.error(&key, "the key is gone while it was written"))?;
             let lease = Lease {
                 subnets: *subnets,
                 attrs: LeaseAttrs::from_json(&value)
@@ -227,7 +257,7 @@ impl EtcdRegistry {
                 since: revision(kv.create_revision()),
                 revision: revision(kv.mod_revision()),
             };
-            return Ok(Entry { lease, mark: tenure.map(|tenure| tenure.mark) });
+            return Ok(Ok(Entry { lease, mark: tenure.map(|tenure| tenure.mark) }));
         }
     }
 }
@@ -235,15 +265,19 @@ impl EtcdRegistry {
 /// What became of a transaction.
 enum Outcome {
     /// It was carried out, and this is the key now.
-    Done(Option<etcd_client::KeyValue>),
-    /// The comparison failed, and this is the key.
-    Differs(Option<etcd_client::KeyValue>),
+    Done(Option<KeyValue>),
+    /// The comparison failed, and this was read instead, at that revision of the store.
+    Differs(Vec<KeyValue>, Revision),
     /// The etcd lease that it names does not exist.
     NoLease,
 }
 
 fn kv(connection: &Connection) -> KvClient {
     connection.client.kv_client().max_decoding_message_size(LARGEST_ANSWER)
+}
+
+fn absent(key: &str) -> Compare {
+    Compare::version(key, CompareOp::Equal, 0)
 }
 
 fn lease_id(mark: Mark) -> Option<i64> {
@@ -296,15 +330,7 @@ impl Registry for EtcdRegistry {
     async fn list(&self) -> Result<Listing> {
         let mut got = self.get(self.0.keys.leases(), true).await?;
         let now = got.header().map_or(0, etcd_client::ResponseHeader::revision);
-        let mut listing = Listing { revision: revision(now), ..Listing::default() };
-        for kv in got.take_kvs() {
-            let key = self.0.keys.name(kv.key());
-            match read(&key, &kv) {
-                Ok(entry) => listing.entries.push(entry),
-                Err(reason) => listing.skipped.push(Skipped { key, reason }),
-            }
-        }
-        Ok(listing)
+        Ok(self.listing(got.take_kvs(), revision(now)))
     }
 
     async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {
@@ -314,8 +340,19 @@ impl Registry for EtcdRegistry {
     }
 
     async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry> {
-        let absent = |key: &str| Compare::version(key, CompareOp::Equal, 0);
-        self.write(subnets, absent, attrs, tenure).await
+        let written = self.write(subnets, absent, None, attrs, tenure).await?;
+        written.map_err(|_| Error::Conflict { subnets: *subnets })
+    }
+
+    async fn create_or_list(
+        &self,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        tenure: Option<Tenure>,
+    ) -> Result<Result<Entry, Listing>> {
+        let all = TxnOp::get(self.0.keys.leases(), Some(GetOptions::new().with_prefix()));
+        let written = self.write(subnets, absent, Some(all), attrs, tenure).await?;
+        Ok(written.map_err(|(kvs, now)| self.listing(kvs, now)))
     }
 
     async fn update(
@@ -325,18 +362,20 @@ impl Registry for EtcdRegistry {
         attrs: &LeaseAttrs,
         tenure: Option<Tenure>,
     ) -> Result<Entry> {
-        self.write(subnets, at_revision(at), attrs, tenure).await
+        let written = self.write(subnets, at_revision(at), None, attrs, tenure).await?;
+        written.map_err(|_| Error::Conflict { subnets: *subnets })
     }
 
     async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
         let key = self.0.keys.lease(subnets);
         let delete = TxnOp::delete(key.as_str(), None);
-        let answer = self.transaction(&key, at_revision(at)(&key), delete).await?;
+        let get = TxnOp::get(key.as_str(), None);
+        let answer = self.transaction(&key, at_revision(at)(&key), delete, get).await?;
         match answer.value {
             Outcome::Done(_) => Ok(()),
             // By an earlier attempt, whose answer was lost.
-            Outcome::Differs(None) if answer.repeated => Ok(()),
-            Outcome::Differs(_) | Outcome::NoLease => Err(Error::Conflict { subnets: *subnets }),
+            Outcome::Differs(kvs, _) if answer.repeated && kvs.is_empty() => Ok(()),
+            Outcome::Differs(..) | Outcome::NoLease => Err(Error::Conflict { subnets: *subnets }),
         }
     }
 
@@ -352,7 +391,7 @@ impl Registry for EtcdRegistry {
 }
 
 /// What a key holds after a change.
-fn now(key: &str, kv: Option<&etcd_client::KeyValue>) -> Now {
+fn now(key: &str, kv: Option<&KeyValue>) -> Now {
     match kv.map(|kv| read(key, kv)) {
         Some(Ok(entry)) => Now::Held(entry),
         Some(Err(reason)) => Now::Unreadable(reason),

@@ -7,6 +7,7 @@ mod backoff;
 mod cache;
 mod clock;
 mod dir;
+mod entries;
 #[cfg(feature = "etcd")]
 mod etcd;
 mod fallback;

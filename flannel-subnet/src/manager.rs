@@ -9,14 +9,15 @@ use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use flannel_core::{
-    Config, Dual, Error, Family, Hints, Lease, LeaseAttrs, LeaseEnd, Result, StoreStatus, Subnet,
-    SubnetManager, Subnets, View, holder,
+    Config, Dual, Error, Hints, Lease, LeaseAttrs, LeaseEnd, Result, StoreStatus, Subnet, SubnetManager,
+    Subnets, View, holder,
 };
 use tokio::sync::watch;
 
 use crate::allocate::allocate;
 use crate::backoff::Backoff;
 use crate::clock::{Clock, SystemClock};
+use crate::entries::{earlier, fits, own_entry, taken, unfit};
 use crate::fallback::{Fallback, Task};
 use crate::hold::{Tenancy, Term};
 use crate::metered::Metered;
@@ -150,36 +151,41 @@ impl LocalManager {
         freed.iter().flat_map(Subnets::iter).collect()
     }
 
-    /// One attempt; `None` if somebody else was faster.
-    async fn try_acquire(&self, config: &Config, attrs: &LeaseAttrs) -> Result<Option<Lease>> {
-        let listing = self.store.list().await?;
-        let asked = self.clock.boottime();
-        if let Some(entry) = own_entry(&listing, &self.identity, config, attrs) {
-            let Some(unfit) = unfit(config, &listing, entry) else {
-                return lost_race(self.take_over(entry, attrs).await);
+    /// One attempt, from what the store held a moment ago.
+    async fn try_acquire(&self, config: &Config, attrs: &LeaseAttrs, listing: &Listing) -> Result<Attempt> {
+        if let Some(entry) = own_entry(listing, &self.identity, config, attrs) {
+            let Some(unfit) = unfit(config, listing, entry) else {
+                return lost_race(self.take_over(entry, attrs).await).map(Attempt::from);
             };
             if entry.mark.is_some() {
-                return lost_race(self.give_up(entry, &unfit).await);
+                return lost_race(self.give_up(entry, &unfit).await).map(Attempt::from);
             }
             tracing::warn!(subnets = %entry.lease.subnets, "this node's reservation {unfit} and is left alone");
         }
-        self.take_new(config, &listing, attrs, asked).await
+        self.take_new(config, listing, attrs).await
     }
 
     async fn acquire(&self, attrs: &LeaseAttrs) -> Result<Lease> {
         let config = self.network_config().await?;
         let mut backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(500));
+        let mut listing = self.store.list().await?;
         loop {
-            if let Some(lease) = self.try_acquire(&config, attrs).await? {
-                if self.lapsed() {
-                    tracing::debug!("the store's answer came after the lease's end, trying again");
-                    continue;
+            listing = match self.try_acquire(&config, attrs, &listing).await? {
+                Attempt::Acquired(lease) if !self.lapsed() => {
+                    tracing::info!(subnets = %lease.subnets, store = %self.store, "lease acquired");
+                    return Ok(lease);
                 }
-                tracing::info!(subnets = %lease.subnets, store = %self.store, "lease acquired");
-                return Ok(lease);
-            }
-            tracing::debug!("somebody else was faster, trying again");
-            tokio::time::sleep(backoff.pause()).await;
+                Attempt::Acquired(_) => {
+                    tracing::debug!("the store's answer came after the lease's end, trying again");
+                    self.store.list().await?
+                }
+                Attempt::Beaten(listing) => listing,
+                Attempt::Lost => {
+                    tracing::debug!("something has changed meanwhile, trying again");
+                    tokio::time::sleep(backoff.pause()).await;
+                    self.store.list().await?
+                }
+            };
         }
     }
 
@@ -215,26 +221,24 @@ impl LocalManager {
     }
 
     /// The previous subnets if they are free, else any free ones.
-    async fn take_new(
-        &self,
-        config: &Config,
-        listing: &Listing,
-        attrs: &LeaseAttrs,
-        sent: Duration,
-    ) -> Result<Option<Lease>> {
-        let taken: Vec<Subnets> = taken(listing).collect();
-        let free = |subnets: &Subnets| !taken.iter().any(|other| other.overlaps(subnets));
+    async fn take_new(&self, config: &Config, listing: &Listing, attrs: &LeaseAttrs) -> Result<Attempt> {
+        let all: Vec<Subnets> = taken(listing).collect();
+        let free = |subnets: &Subnets| !all.iter().any(|other| other.overlaps(subnets));
         let previous = self.identity.previous.filter(|subnets| fits(config, subnets) && free(subnets));
         let subnets = match previous {
             Some(subnets) => subnets,
-            None => self.pick(config, &taken)?,
+            None => self.pick(config, &all)?,
         };
-        let written = match lost_race(self.store.create(&subnets, attrs, self.tenure(false)).await.map(Some))?
-        {
-            Some(entry) => self.undisputed(entry).await?,
-            None => None,
+        let sent = self.clock.boottime();
+        let written = match self.store.create_or_list(&subnets, attrs, self.tenure(false)).await? {
+            Ok(entry) => self.undisputed(entry).await?,
+            // Somebody was faster, and is seen to be.
+            Err(now) if taken(&now).any(|other| other.overlaps(&subnets)) => {
+                return Ok(Attempt::Beaten(now));
+            }
+            Err(_) => None,
         };
-        Ok(written.map(|entry| self.settle(entry, Some(Term { sent, ttl: self.ttl }))))
+        Ok(written.map(|entry| self.settle(entry, Some(Term { sent, ttl: self.ttl }))).into())
     }
 
     /// The key was free, but the store knows nothing of subnets: where a key names two, another key may name
@@ -357,6 +361,21 @@ impl SubnetManager for LocalManager {
     }
 }
 
+/// What became of one attempt to get a lease.
+enum Attempt {
+    Acquired(Lease),
+    /// Somebody else took the subnets first, and this is what the store holds since.
+    Beaten(Listing),
+    /// Something is not as it was; only another look tells.
+    Lost,
+}
+
+impl From<Option<Lease>> for Attempt {
+    fn from(lease: Option<Lease>) -> Self {
+        lease.map_or(Self::Lost, Self::Acquired)
+    }
+}
+
 /// Another's faster write is no failure, but a reason to look again.
 fn lost_race<T>(outcome: Result<Option<T>>) -> Result<Option<T>> {
     match outcome {
@@ -368,61 +387,4 @@ fn lost_race<T>(outcome: Result<Option<T>>) -> Result<Option<T>> {
 /// Attributes as they come back from a store, so that they can be compared.
 pub(crate) fn as_stored(attrs: &LeaseAttrs) -> LeaseAttrs {
     LeaseAttrs::from_json(&attrs.to_json()).unwrap_or_else(|_| attrs.clone())
-}
-
-/// The address by which nodes are told apart: IPv4, or IPv6 where there is no IPv4.
-fn identifying(attrs: &LeaseAttrs, families: impl Iterator<Item = Family>) -> Option<IpAddr> {
-    families.filter_map(|family| attrs.public[family]).next()
-}
-
-/// The entry with our mark, else one with our public address; of several the one that we had before, else the
-/// first by precedence.
-fn own_entry<'a>(
-    listing: &'a Listing,
-    us: &Identity,
-    config: &Config,
-    attrs: &LeaseAttrs,
-) -> Option<&'a Entry> {
-    let address = identifying(attrs, config.networks.families());
-    let same_address = |entry: &Entry| {
-        address.is_some_and(|address| entry.lease.attrs.public[Family::of(address)] == Some(address))
-    };
-    let our_mark = |entry: &Entry| entry.mark == Some(us.mark);
-    let had_before = |entry: &Entry| Some(entry.lease.subnets) == us.previous;
-    let ours = listing.entries.iter().filter(|entry| our_mark(entry) || same_address(entry));
-    ours.min_by_key(|entry| (!our_mark(entry), !had_before(entry), entry.lease.precedence()))
-}
-
-/// What a new lease must not overlap. A key whose value cannot be read is somebody's all the same.
-fn taken(listing: &Listing) -> impl Iterator<Item = Subnets> {
-    let unreadable = listing.skipped.iter().filter_map(|skipped| skipped.key.parse().ok());
-    listing.entries.iter().map(|entry| entry.lease.subnets).chain(unreadable)
-}
-
-/// Why this entry cannot be our lease, if it cannot.
-fn unfit(config: &Config, listing: &Listing, entry: &Entry) -> Option<String> {
-    if !fits(config, &entry.lease.subnets) {
-        return Some("does not fit the network config".into());
-    }
-    let other = earlier(listing, entry)?;
-    Some(format!("overlaps {}, which {} had earlier,", other.lease.subnets, holder(&other.lease.attrs)))
-}
-
-/// An overlapping entry that was created before this one, which therefore never had an owner.
-fn earlier<'a>(listing: &'a Listing, entry: &Entry) -> Option<&'a Entry> {
-    let overlaps = |other: &&Entry| other.lease.subnets.overlaps(&entry.lease.subnets);
-    let overlapping = listing.entries.iter().filter(overlaps);
-    let first = overlapping.min_by_key(|other| other.lease.precedence())?;
-    (first.lease.precedence() < entry.lease.precedence()).then_some(first)
-}
-
-/// The subnets are of exactly the enabled families, of the right length, and between min and max.
-fn fits(config: &Config, subnets: &Subnets) -> bool {
-    Family::BOTH.into_iter().all(|family| match (config.networks[family], subnets.family(family)) {
-        (Some(network), Some(subnet)) => {
-            subnet.len() == network.subnet_len && (network.min..=network.max).contains(&subnet)
-        }
-        (None, None) => true,
-        _ => false,
-    })
 }

@@ -122,6 +122,22 @@ impl Registry for Metered {
         self.books.request(self.registry.create(subnets, attrs, tenure).await, |_| None)
     }
 
+    async fn create_or_list(
+        &self,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        tenure: Option<Tenure>,
+    ) -> Result<Result<Entry, Listing>> {
+        let outcome = self.registry.create_or_list(subnets, attrs, tenure).await;
+        let listed =
+            |outcome: &Result<Entry, Listing>| outcome.as_ref().err().map(|listing| listing.revision);
+        let outcome = self.books.request(outcome, listed)?;
+        if let Err(listing) = &outcome {
+            self.books.skip_all(&listing.skipped);
+        }
+        Ok(outcome)
+    }
+
     async fn update(
         &self,
         subnets: &Subnets,

@@ -8,7 +8,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use flannel_core::{Lease, LeaseAttrs, Result, Revision, Subnets};
+use flannel_core::{Error, Lease, LeaseAttrs, Result, Revision, Subnets};
 
 /// Tells holders of leases apart: two nodes with one public address have different marks.
 ///
@@ -165,7 +165,7 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// The network config's text.
     ///
     /// # Errors
-    /// [`Error::NoConfig`](flannel_core::Error::NoConfig), or the store is out of reach.
+    /// [`Error::NoConfig`], or the store is out of reach.
     async fn config(&self) -> Result<ConfigText>;
 
     /// Waits until the config is not, or no longer, `seen` (`None`: there was none). What comes then may be
@@ -193,17 +193,37 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// Writes a lease where there is none; without `tenure`, a reservation.
     ///
     /// # Errors
-    /// [`Error::Conflict`](flannel_core::Error::Conflict) if the key exists, or the store is out of reach.
+    /// [`Error::Conflict`] if the key exists, or the store is out of reach.
     ///
     /// # Cancel safety
     /// Dropped half-way, the lease may have been written.
     async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry>;
 
+    /// Writes a lease where there is none, as [`Registry::create`] does, or else says what the store holds:
+    /// `Err` if the key exists. Stores that can do both in one request should.
+    ///
+    /// # Errors
+    /// The store is out of reach.
+    ///
+    /// # Cancel safety
+    /// Dropped half-way, the lease may have been written.
+    async fn create_or_list(
+        &self,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        tenure: Option<Tenure>,
+    ) -> Result<Result<Entry, Listing>> {
+        match self.create(subnets, attrs, tenure).await {
+            Err(Error::Conflict { .. }) => self.list().await.map(Err),
+            created => created.map(Ok),
+        }
+    }
+
     /// Replaces the lease at revision `at`, holder and time included; `since` stays. A store that makes revisions
     /// from the content may keep the revision when exactly the same is written again.
     ///
     /// # Errors
-    /// [`Error::Conflict`](flannel_core::Error::Conflict) if the key is at another revision or gone, or the
+    /// [`Error::Conflict`] if the key is at another revision or gone, or the
     /// store is out of reach.
     ///
     /// # Cancel safety
@@ -219,7 +239,7 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// Deletes the lease at revision `at`.
     ///
     /// # Errors
-    /// [`Error::Conflict`](flannel_core::Error::Conflict) if the key is at another revision or gone, or the
+    /// [`Error::Conflict`] if the key is at another revision or gone, or the
     /// store is out of reach.
     async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()>;
 

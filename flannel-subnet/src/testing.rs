@@ -188,7 +188,15 @@ async fn a_key_is_created_only_once(ground: &Ground<'_>) {
     let first = ground.registry.create(&key(1), &attrs(1), tenure(1, DAY)).await.expect("created");
     conflicts(&ground.other.create(&key(1), &attrs(2), tenure(2, DAY)).await, &key(1));
     conflicts(&ground.registry.create(&key(1), &attrs(1), tenure(1, DAY)).await, &key(1));
-    assert_eq!(ground.other.entry(&key(1)).await.expect("in reach"), Some(first));
+    assert_eq!(ground.other.entry(&key(1)).await.expect("in reach"), Some(first.clone()));
+    let listing = ground.other.create_or_list(&key(1), &attrs(2), tenure(2, DAY)).await.expect("in reach");
+    let listing = listing.expect_err("the key exists");
+    assert_eq!(listing.entries, [first]);
+    let mut watch = ground.other.watch(listing.revision).await.expect("a watch");
+    let second = ground.other.create_or_list(&key(2), &attrs(2), tenure(2, DAY)).await.expect("in reach");
+    assert_eq!(ground.registry.entry(&key(2)).await.expect("in reach"), second.ok());
+    let seen = changes(&mut *watch, |seen| !seen.is_empty()).await;
+    assert_eq!(seen.into_keys().collect::<Vec<_>>(), [key(2).to_string()]);
     clear(ground).await;
 }
 

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -27,6 +27,7 @@ mock! {
         async fn list(&self) -> Result<Listing>;
         async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>>;
         async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry>;
+        async fn create_or_list(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Result<Entry, Listing>>;
         async fn update(&self, subnets: &Subnets, at: Revision, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry>;
         async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()>;
         async fn keep_alive(&self, subnets: &Subnets, mark: Mark) -> Result<Option<Duration>>;
@@ -93,14 +94,54 @@ async fn a_take_over_is_one_compare_and_swap_at_the_revision_that_was_read() {
     acquire(store).await;
 }
 
+/// The same with other subnets.
+fn at(subnets: Subnets, mark: u64) -> Entry {
+    let entry = entry(Some(mark));
+    Entry { lease: Lease { subnets, ..entry.lease }, ..entry }
+}
+
 #[tokio::test]
 async fn a_new_lease_is_three_requests() {
     let mut store = store(Vec::new());
-    store.expect_create().times(1).returning(|subnets, _, tenure| {
-        let entry = entry(tenure.map(|tenure| tenure.mark.0));
-        Ok(Entry { lease: Lease { subnets: *subnets, ..entry.lease }, ..entry })
-    });
+    store
+        .expect_create_or_list()
+        .times(1)
+        .withf(|_, _, tenure| *tenure == Some(Tenure { mark: Mark(1), ttl: DAY }))
+        .returning(|subnets, _, _| Ok(Ok(at(*subnets, 1))));
     acquire(store).await;
+}
+
+#[tokio::test]
+async fn a_lost_race_costs_one_request_more() {
+    let mut store = store(Vec::new());
+    let lost = Arc::new(OnceLock::new());
+    store.expect_create_or_list().times(2).returning({
+        let lost = Arc::clone(&lost);
+        move |subnets, _, _| match lost.set(*subnets) {
+            Ok(()) => Ok(Err(Listing { entries: vec![at(*subnets, 2)], ..Listing::default() })),
+            Err(_) => Ok(Ok(at(*subnets, 1))),
+        }
+    });
+    assert_ne!(lost.get(), Some(&acquire(store).await.subnets));
+}
+
+/// A store that says that something is in the way, but not what.
+#[tokio::test(start_paused = true)]
+async fn a_lost_race_that_is_not_explained_is_looked_at_again_later() {
+    let mut store = MockStore::new();
+    store.expect_fmt().returning(|f| f.write_str("mock"));
+    let config = || ConfigText { location: "config".into(), text: r#"{"Network":"10.1.0.0/16"}"#.into() };
+    store.expect_config().returning(move || Ok(config()));
+    store.expect_list().times(4).returning(|| Ok(Listing::default()));
+    let mut refusals = 3;
+    store.expect_create_or_list().times(4).returning(move |subnets, _, _| {
+        let refused = refusals > 0;
+        refusals -= i32::from(refused);
+        Ok(if refused { Err(Listing::default()) } else { Ok(at(*subnets, 1)) })
+    });
+    let begin = tokio::time::Instant::now();
+    acquire(store).await;
+    assert!(begin.elapsed() > Duration::ZERO, "it does not spin");
 }
 
 /// A watch that tells nothing, as one whose connection has died.

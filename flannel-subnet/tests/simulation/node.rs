@@ -140,15 +140,18 @@ impl Node {
         self.hold(store, &run, &manager, lease.clone(), begin).await;
     }
 
-    /// A node that comes back gets what it had, unless somebody else had it meanwhile.
+    /// A node that comes back gets what it had, unless somebody else had it meanwhile; or, where that was deleted,
+    /// what the store holds under its mark: a late write of an earlier run.
     fn judge_acquired(&self, store: &SharedStore, run: &Run, disk: &Disk, lease: &Lease, begin: u64) {
         let mut books = store.books();
         books.note(|| format!("{run:?} acquired {}", lease.subnets));
+        let found = books.first_write(self.id, &lease.subnets).is_some_and(|first| first <= begin);
         if let Some((previous, since)) = disk.previous
             && previous != lease.subnets
             && lease.expires.is_some()
             && !books.others_wrote(self.id, &previous, since)
             && store.fits_every_config(&previous)
+            && !(found && books.was_ever_deleted(&previous))
         {
             books.fail(format!(
                 "{run:?} had {previous}, which nobody else had since, but got {}",

@@ -84,6 +84,10 @@ impl Books {
         self.deleted.contains(key)
     }
 
+    pub(crate) fn was_ever_deleted(&self, key: &Subnets) -> bool {
+        self.deleted.iter().any(|(deleted, _)| deleted == key)
+    }
+
     /// When the node wrote this key for the first time.
     pub(crate) fn first_write(&self, node: usize, key: &Subnets) -> Option<u64> {
         self.writes.get(key)?.iter().find(|(_, who)| *who == Some(node)).map(|(when, _)| *when)

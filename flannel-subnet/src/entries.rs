@@ -1,0 +1,65 @@
+//! What a list of the store means for one node: which entry is its own, what is taken, and what cannot be kept.
+
+use std::net::IpAddr;
+
+use flannel_core::{Config, Family, LeaseAttrs, Subnets, holder};
+
+use crate::manager::Identity;
+use crate::registry::{Entry, Listing};
+
+/// The address by which nodes are told apart: IPv4, or IPv6 where there is no IPv4.
+fn identifying(attrs: &LeaseAttrs, families: impl Iterator<Item = Family>) -> Option<IpAddr> {
+    families.filter_map(|family| attrs.public[family]).next()
+}
+
+/// The entry with our mark, else one with our public address; of several the one that we had before, else the
+/// first by precedence.
+pub(crate) fn own_entry<'a>(
+    listing: &'a Listing,
+    us: &Identity,
+    config: &Config,
+    attrs: &LeaseAttrs,
+) -> Option<&'a Entry> {
+    let address = identifying(attrs, config.networks.families());
+    let same_address = |entry: &Entry| {
+        address.is_some_and(|address| entry.lease.attrs.public[Family::of(address)] == Some(address))
+    };
+    let our_mark = |entry: &Entry| entry.mark == Some(us.mark);
+    let had_before = |entry: &Entry| Some(entry.lease.subnets) == us.previous;
+    let ours = listing.entries.iter().filter(|entry| our_mark(entry) || same_address(entry));
+    ours.min_by_key(|entry| (!our_mark(entry), !had_before(entry), entry.lease.precedence()))
+}
+
+/// What a new lease must not overlap. A key whose value cannot be read is somebody's all the same.
+pub(crate) fn taken(listing: &Listing) -> impl Iterator<Item = Subnets> {
+    let unreadable = listing.skipped.iter().filter_map(|skipped| skipped.key.parse().ok());
+    listing.entries.iter().map(|entry| entry.lease.subnets).chain(unreadable)
+}
+
+/// Why this entry cannot be our lease, if it cannot.
+pub(crate) fn unfit(config: &Config, listing: &Listing, entry: &Entry) -> Option<String> {
+    if !fits(config, &entry.lease.subnets) {
+        return Some("does not fit the network config".into());
+    }
+    let other = earlier(listing, entry)?;
+    Some(format!("overlaps {}, which {} had earlier,", other.lease.subnets, holder(&other.lease.attrs)))
+}
+
+/// An overlapping entry that was created before this one, which therefore never had an owner.
+pub(crate) fn earlier<'a>(listing: &'a Listing, entry: &Entry) -> Option<&'a Entry> {
+    let overlaps = |other: &&Entry| other.lease.subnets.overlaps(&entry.lease.subnets);
+    let overlapping = listing.entries.iter().filter(overlaps);
+    let first = overlapping.min_by_key(|other| other.lease.precedence())?;
+    (first.lease.precedence() < entry.lease.precedence()).then_some(first)
+}
+
+/// The subnets are of exactly the enabled families, of the right length, and between min and max.
+pub(crate) fn fits(config: &Config, subnets: &Subnets) -> bool {
+    Family::BOTH.into_iter().all(|family| match (config.networks[family], subnets.family(family)) {
+        (Some(network), Some(subnet)) => {
+            subnet.len() == network.subnet_len && (network.min..=network.max).contains(&subnet)
+        }
+        (None, None) => true,
+        _ => false,
+    })
+}
