@@ -46,6 +46,10 @@ impl Etcd {
         Ok(etcd)
     }
 
+    pub(crate) fn endpoint(&self) -> &str {
+        &self.endpoint
+    }
+
     pub(crate) async fn client(&self) -> anyhow::Result<Client> {
         Ok(Client::connect([&self.endpoint], None).await?)
     }

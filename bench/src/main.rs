@@ -8,6 +8,7 @@ mod etcd;
 mod floor;
 mod ground;
 mod lease_event;
+mod lease_memory;
 mod lease_storm;
 mod report;
 mod witness;
@@ -51,6 +52,23 @@ enum Bench {
         #[arg(long)]
         json: bool,
     },
+    /// What the set of all leases costs in memory
+    LeaseMemory {
+        /// How many leases
+        #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=60_000))]
+        leases: u32,
+        /// One JSON object on standard output, and nothing else there
+        #[arg(long)]
+        json: bool,
+    },
+    /// The process that holds the leases for lease-memory
+    #[command(hide = true)]
+    HoldLeases {
+        #[arg(long)]
+        endpoint: String,
+        #[arg(long)]
+        leases: u32,
+    },
     /// From a put in etcd to the set of leases, against a plain watch of etcd
     LeaseEvent {
         /// How many puts
@@ -74,6 +92,15 @@ fn main() -> anyhow::Result<std::process::ExitCode> {
             let report = lease_storm::run(nodes, network)?;
             report.print(json)?;
             report.ok
+        }
+        Bench::LeaseMemory { leases, json } => {
+            let report = lease_memory::run(leases)?;
+            report.print(json)?;
+            report.ok
+        }
+        Bench::HoldLeases { endpoint, leases } => {
+            lease_memory::hold(&endpoint, leases)?;
+            true
         }
         Bench::LeaseEvent { events, json } => {
             let report = lease_event::run(events)?;

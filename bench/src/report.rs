@@ -69,6 +69,9 @@ pub(crate) struct LeaseReport {
     /// Of the medians.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) ratio: Option<f64>,
+    /// How much more memory is resident.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) rss_kib: Option<u64>,
     /// Everything is as it should be, and within its limits.
     pub(crate) ok: bool,
     #[serde(skip_serializing_if = "Vec::is_empty")]
