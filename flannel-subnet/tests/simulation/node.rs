@@ -136,13 +136,13 @@ impl Node {
                 return;
             }
         };
-        self.judge_acquired(store, &run, disk, &lease, begin);
-        self.hold(store, &run, &manager, lease.clone(), begin).await;
+        let since = self.judge_acquired(store, &run, disk, &lease, begin);
+        self.hold(store, &run, &manager, lease.clone(), since).await;
     }
 
     /// A node that comes back gets what it had, unless somebody else had it meanwhile; or, where that was deleted,
-    /// what the store holds under its mark: a late write of an earlier run.
-    fn judge_acquired(&self, store: &SharedStore, run: &Run, disk: &Disk, lease: &Lease, begin: u64) {
+    /// what the store holds under its mark: a late write of an earlier run. Returns since when it has the lease.
+    fn judge_acquired(&self, store: &SharedStore, run: &Run, disk: &Disk, lease: &Lease, begin: u64) -> u64 {
         let mut books = store.books();
         books.note(|| format!("{run:?} acquired {}", lease.subnets));
         let found = books.first_write(self.id, &lease.subnets).is_some_and(|first| first <= begin);
@@ -165,9 +165,10 @@ impl Node {
             daemon.lease = Some(lease.subnets);
         }
         self.disk.lock().unwrap().previous = Some((lease.subnets, since));
+        since
     }
 
-    async fn hold(&self, store: &SharedStore, run: &Run, manager: &LocalManager, lease: Lease, begin: u64) {
+    async fn hold(&self, store: &SharedStore, run: &Run, manager: &LocalManager, lease: Lease, since: u64) {
         let mut held = lease.clone();
         let publish = async {
             loop {
@@ -182,7 +183,7 @@ impl Node {
         };
         tokio::select! {
             biased;
-            end = manager.hold_lease(&lease) => self.judge_end(store, run, &lease.subnets, begin, &end),
+            end = manager.hold_lease(&lease) => self.judge_end(store, run, &lease.subnets, since, &end),
             error = publish => store.books().note(|| format!("{run:?} ends: {error}")),
         }
     }
@@ -193,7 +194,7 @@ impl Node {
         store: &SharedStore,
         run: &Run,
         subnets: &Subnets,
-        begin: u64,
+        since: u64,
         end: &Result<LeaseEnd, Error>,
     ) {
         let mut books = store.books();
@@ -202,7 +203,7 @@ impl Node {
             Ok(LeaseEnd::Deleted) => books.is_robbed(run, subnets),
             // A reservation has no mark: a late write of our own there looks like somebody else's.
             Ok(LeaseEnd::Taken { by }) if by.ends_with("as a reservation") => true,
-            Ok(LeaseEnd::Taken { .. }) => books.others_wrote(self.id, subnets, begin),
+            Ok(LeaseEnd::Taken { .. }) => books.others_wrote(self.id, subnets, since),
             Ok(LeaseEnd::Expired) => true,
             _ => false,
         };
