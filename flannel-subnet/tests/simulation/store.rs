@@ -172,11 +172,15 @@ impl Store {
     }
 
     /// An operator has the store forget a holder.
-    pub(crate) fn operator_revokes(&self, entry: &Entry) {
-        self.rob(entry);
-        if let Some(mark) = entry.mark {
-            self.registry.revoke(mark);
-        }
+    pub(crate) async fn operator_revokes(&self, entry: &Entry) {
+        let Some(mark) = entry.mark else { return self.rob(entry) };
+        // A late write may have left it a second key, which goes too.
+        self.entries()
+            .await
+            .iter()
+            .filter(|entry| entry.mark == Some(mark))
+            .for_each(|entry| self.rob(entry));
+        self.registry.revoke(mark);
     }
 
     /// An operator or a foreign program writes a key.

@@ -276,7 +276,7 @@ impl World {
         let mut attrs = entry.lease.attrs.clone();
         match fault {
             Fault::KeyDeleted => self.store.operator_deletes(&entry),
-            Fault::HolderRevoked => self.store.operator_revokes(&entry),
+            Fault::HolderRevoked => self.store.operator_revokes(&entry).await,
             Fault::Reserved if self.reserved.len() > 2 => {
                 let subnets = self.reserved.remove(0);
                 let entries = self.store.entries().await;
