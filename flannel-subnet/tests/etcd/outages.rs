@@ -65,11 +65,11 @@ async fn a_repeated_request_takes_nobody_elses_doing_for_its_own() {
         conflicts(repeating().delete(&held, stale).await.unwrap_err());
     }
     assert_eq!(other.entry(&held).await.unwrap(), Some(entry));
-    // Nor another key of its own, when it is told of all.
-    let own = other.create(&key("10.1.7.0-24"), &two, tenure(2)).await.unwrap();
+    // Nor another key that looks like its own, when it is told of all.
+    let own = other.create(&key("10.1.7.0-24"), &two, None).await.unwrap();
     for _ in 0..12 {
         let repeating = registry(&["http://127.0.0.1:1".to_owned(), etcd.endpoint.clone()]);
-        let listing = repeating.create_or_list(&held, &two, tenure(2)).await.unwrap().unwrap_err();
+        let listing = repeating.create_or_list(&held, &two, None).await.unwrap().unwrap_err();
         assert!(listing.entries.contains(&own), "{listing:?}");
     }
 }
