@@ -4,7 +4,7 @@ mod mac;
 mod options;
 mod plan;
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use flannel_core::{
@@ -46,7 +46,9 @@ impl Backend for VxlanBackend {
         };
         let lease = host.subnets.acquire_lease(&attrs).await?;
         let mut base: State = links.values().cloned().collect();
-        for subnet in lease.subnets.iter() {
+        // A lease that has run out leads to the peers, but its subnets are not ours.
+        let ours = lease.expires.is_none_or(|end| SystemTime::now() < end);
+        for subnet in lease.subnets.iter().filter(|_| ours) {
             let Some(link) = names[subnet.family()] else { continue };
             base.insert(Addr { link, address: subnet.base(), len: subnet.family().bits() });
         }

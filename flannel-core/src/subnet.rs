@@ -82,15 +82,18 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
 }
 
 /// The lease set once it is live and complete; after `patience` (at least one is needed to start at all) the latest
-/// there is.
+/// there is. Nobody waits for a store that has not answered so far where there is a set from an earlier run.
 ///
 /// # Errors
 /// Watching cannot even start.
 pub async fn live_view(subnets: &dyn SubnetManager, patience: Duration) -> Result<View> {
     let mut views = subnets.watch_leases().await?;
-    let live = views.wait_for(|view| matches!(view.origin, Origin::Live { .. }));
-    // Too late, or nobody will say more: what is known now must do.
-    let _ = tokio::time::timeout(patience, live).await;
+    let from_before = matches!(views.borrow().origin, Origin::Cached { written: Some(_) });
+    if !(from_before && subnets.store_status().confirmed.is_none()) {
+        let live = views.wait_for(|view| matches!(view.origin, Origin::Live { .. }));
+        // Too late, or nobody will say more: what is known now must do.
+        let _ = tokio::time::timeout(patience, live).await;
+    }
     let view = views.borrow().clone();
     Ok(view)
 }
@@ -104,6 +107,9 @@ pub struct Hints {
     pub last_published: Option<LeaseAttrs>,
     /// The subnets that this node had before.
     pub previous: Option<Subnets>,
+    /// The lease that this node had until its time ran out, while the store cannot be asked whether it still
+    /// has it. It is not to be used; but peers can be reached by what was published with it.
+    pub lapsed: Option<Lease>,
 }
 
 /// Why a lease is no longer ours.

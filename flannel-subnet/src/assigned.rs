@@ -85,6 +85,7 @@ impl SubnetManager for AssignedManager {
             public: own.lease.attrs.public,
             previous: Some(own.lease.subnets),
             last_published: Some(own.lease.attrs),
+            lapsed: None,
         })
     }
 

@@ -3,24 +3,36 @@
 
 use std::time::Duration;
 
+/// The pauses between attempts.
+///
+/// ```
+/// use flannel_subnet::Backoff;
+/// use std::time::Duration;
+///
+/// let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(5));
+/// assert!(backoff.pause() <= Duration::from_secs(1));
+/// assert!(backoff.pause() <= Duration::from_secs(2));
+/// ```
 #[derive(Debug)]
-pub(crate) struct Backoff {
+pub struct Backoff {
     first: Duration,
     longest: Duration,
     next: Duration,
 }
 
 impl Backoff {
-    pub(crate) fn new(first: Duration, longest: Duration) -> Self {
+    /// Pauses of about `first`, then longer ones, none longer than `longest`.
+    pub fn new(first: Duration, longest: Duration) -> Self {
         Self { first, longest, next: first }
     }
 
-    pub(crate) fn reset(&mut self) {
+    /// The next pause is as long as the first one was.
+    pub fn reset(&mut self) {
         self.next = self.first;
     }
 
     /// The next pause: from half of the current length to all of it.
-    pub(crate) fn pause(&mut self) -> Duration {
+    pub fn pause(&mut self) -> Duration {
         let whole = self.next;
         self.next = (2 * whole).min(self.longest);
         whole.mul_f64(0.5 + fastrand::f64() / 2.0)

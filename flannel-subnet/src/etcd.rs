@@ -383,6 +383,10 @@ impl Registry for EtcdRegistry {
         self.renew(&self.0.keys.lease(subnets), mark).await
     }
 
+    fn trouble(&self) -> Option<String> {
+        self.0.attempts.trouble()
+    }
+
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
         let options = WatchOptions::new().with_prefix();
         let watch = EtcdWatch::open(&self.0.attempts, self.0.keys.leases(), options, after).await?;

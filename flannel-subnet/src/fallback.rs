@@ -61,7 +61,8 @@ impl Drop for Task {
 impl LocalManager {
     /// Keeps the last good set of leases in this file, and starts from it while the store is out of reach: the
     /// view begins with it, marked [`Origin::Cached`]; config, hints and the own lease come from it until the
-    /// store has answered once, the lease only while its end lies ahead by wall clock.
+    /// store has answered once, the lease only while its end lies ahead by wall clock; afterwards it is a hint
+    /// ([`Hints::lapsed`](flannel_core::Hints::lapsed)).
     ///
     /// The file is written when leases or the own lease have changed, at most every 5 seconds. A file that is
     /// damaged, or of another store, is ignored with a warning that says why.
@@ -137,6 +138,12 @@ impl LocalManager {
     /// Our own lease as the cache has it, if it is still ours.
     pub(crate) fn cached_lease(&self) -> Option<Lease> {
         self.cached()?.own(self.identity.mark, self.clock.wall()).cloned()
+    }
+
+    /// Our own lease as the cache has it, be it still ours or not.
+    pub(crate) fn remembered_lease(&self) -> Option<Lease> {
+        let (lease, mark) = self.cached()?.own.as_ref()?;
+        (*mark == self.identity.mark).then(|| lease.clone())
     }
 
     /// Takes up the lease from the cache. What it was published with is put right when the store is back.

@@ -63,7 +63,7 @@ impl LocalManager {
         let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
         let mut judged = None;
         let mut again = None;
-        let mut lapsed = false;
+        let (mut lapsed, mut refused) = (false, false);
         let (mut seen, mut stray) = (LeaseSet::default(), false);
         loop {
             let view = views.borrow_and_update().clone();
@@ -96,6 +96,7 @@ impl LocalManager {
                 Ok(None) => {
                     (judged, again) = (doubt, None);
                     backoff.reset();
+                    refused = false;
                     if std::mem::take(&mut lapsed) {
                         tracing::info!(subnets = %held.subnets, "the store confirms that the subnet is ours again");
                     }
@@ -103,6 +104,10 @@ impl LocalManager {
                 Err(error) => {
                     again = Some(self.again(&mut backoff));
                     tracing::debug!(subnets = %held.subnets, "cannot look after the lease yet: {error}");
+                    // That the store is out of reach, whoever follows it says too.
+                    if matches!(error, Error::Refused { .. }) && !std::mem::replace(&mut refused, true) {
+                        tracing::warn!(subnets = %held.subnets, "the lease cannot be renewed, trying on: {error}");
+                    }
                     if !lapsed && self.lapsed() {
                         lapsed = true;
                         tracing::warn!(

@@ -24,6 +24,7 @@ pub mod testing;
 
 pub use allocate::allocate;
 pub use assigned::AssignedManager;
+pub use backoff::Backoff;
 pub use cache::{Cache, CacheError, Saved};
 pub use clock::{Clock, SystemClock};
 pub use dir::{Assign, DirLocation, DirOptions, DirRegistry, LocationError};

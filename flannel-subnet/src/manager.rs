@@ -307,12 +307,16 @@ impl SubnetManager for LocalManager {
     /// Finds the lease by mark, else by public address if exactly one lease has one of this host's. Not by the
     /// previous subnets: another node may have them by now, with keys and MAC addresses of its own.
     async fn hints(&self) -> Result<Hints> {
-        let listing = match self.cached_lease() {
+        let listing = match self.remembered_lease() {
             None => self.store.list().await?,
-            Some(cached) => match self.promptly(self.store.list()).await {
+            Some(lease) => match self.promptly(self.store.list()).await {
                 Err(Error::Store { .. }) => {
-                    let (previous, last_published) = (Some(cached.subnets), Some(cached.attrs));
-                    return Ok(Hints { public: Dual::default(), last_published, previous });
+                    return Ok(Hints {
+                        public: Dual::default(),
+                        last_published: Some(lease.attrs.clone()),
+                        previous: Some(lease.subnets),
+                        lapsed: self.cached_lease().is_none().then_some(lease),
+                    });
                 }
                 listing => listing?,
             },
@@ -327,6 +331,7 @@ impl SubnetManager for LocalManager {
             public: Dual::default(),
             last_published: own.map(|lease| lease.attrs.clone()),
             previous: own.map(|lease| lease.subnets).or(*previous),
+            lapsed: None,
         })
     }
 

@@ -29,7 +29,11 @@ impl Metered {
     }
 
     pub(crate) fn status(&self) -> StoreStatus {
-        self.books.lock().clone()
+        let mut status = self.books.lock().clone();
+        if let Some(trouble) = self.registry.trouble() {
+            status.last_error = Some((trouble, self.books.clock.wall()));
+        }
+        status
     }
 }
 

@@ -88,11 +88,13 @@ impl Drop for Reflector {
 
 async fn follow(registry: Arc<dyn Registry>, shared: Arc<Shared>) {
     let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(5));
-    let mut lost = false;
+    // Leases from an earlier run are as those of a store that was lost.
+    let mut lost = matches!(shared.views.borrow().origin, Origin::Cached { written: Some(_) });
+    let mut said = false;
     loop {
         if let Err(error) = list_and_watch(&*registry, &shared, &mut backoff, &mut lost).await {
-            if !lost {
-                lost = true;
+            if !(lost && said) {
+                (lost, said) = (true, true);
                 let leases = shared.views.borrow().leases.len();
                 tracing::warn!(store = %registry, "store lost, the last {leases} leases stay in force: {error}");
             }
@@ -114,7 +116,7 @@ async fn list_and_watch(
     shared.replace(&listing);
     let mut watch = registry.watch(listing.revision).await?;
     if std::mem::take(lost) {
-        tracing::info!(store = %registry, "store is back, {} leases", listing.entries.len());
+        tracing::info!(store = %registry, "the store answers, {} leases", listing.entries.len());
     }
     while let Some(batch) = watch.next().await? {
         backoff.reset();

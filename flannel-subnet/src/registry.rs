@@ -251,6 +251,12 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// The store is out of reach.
     async fn keep_alive(&self, subnets: &Subnets, mark: Mark) -> Result<Option<Duration>>;
 
+    /// Why requests are not answered at present, while they are repeated inside; `None`: they are, as far as is
+    /// known.
+    fn trouble(&self) -> Option<String> {
+        None
+    }
+
     /// Changes after `after`, which [`Registry::list`] returned: nothing between the two is missed.
     ///
     /// # Errors

@@ -1,6 +1,7 @@
 //! A request until it is answered: at one endpoint after the other, and with pauses.
 
 use std::future::Future;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use flannel_core::{Error, Result};
@@ -21,11 +22,13 @@ pub(super) struct Answer<T> {
 /// Repeats requests.
 pub(super) struct Attempts {
     connections: Connections,
+    /// Why no endpoint answers, since the last answer.
+    trouble: Mutex<Option<String>>,
 }
 
 impl Attempts {
     pub(super) fn new(connections: Connections) -> Self {
-        Self { connections }
+        Self { connections, trouble: Mutex::default() }
     }
 
     pub(super) fn options(&self) -> &EtcdOptions {
@@ -35,6 +38,15 @@ impl Attempts {
     /// The endpoint in use, for messages.
     pub(super) fn endpoint(&self) -> String {
         self.connections.name(self.connections.current()).to_owned()
+    }
+
+    /// Why requests are not answered at present.
+    pub(super) fn trouble(&self) -> Option<String> {
+        self.note().clone()
+    }
+
+    fn note(&self) -> MutexGuard<'_, Option<String>> {
+        self.trouble.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Sends a request that is about `key` until it is answered, nothing can help, or patience is at an end.
@@ -53,7 +65,10 @@ impl Attempts {
         for attempt in 0.. {
             let place = connections.current();
             let trouble = match self.attempt(place, &request).await {
-                Ok(value) => return Ok(Answer { value, repeated: attempt > 0 }),
+                Ok(value) => {
+                    *self.note() = None;
+                    return Ok(Answer { value, repeated: attempt > 0 });
+                }
                 Err(trouble) => trouble.explained(key, self.options()),
             };
             let endpoint = connections.name(place);
@@ -71,6 +86,7 @@ impl Attempts {
             }
             // Every endpoint gets its chance before anybody waits.
             if failures.iter().all(Option::is_some) {
+                *self.note() = Some(format!("etcd: {key}: {}", self.each(&failures)));
                 tokio::time::sleep(backoff.pause()).await;
             }
         }
@@ -97,14 +113,19 @@ impl Attempts {
         outcome.await.unwrap_or_else(|_| Err(Trouble::passing(format!("no answer within {within:?}"))))
     }
 
-    fn give_up(&self, key: &str, failures: &[Option<Trouble>], hopeless: bool) -> Error {
+    /// What is wrong with each endpoint.
+    fn each(&self, failures: &[Option<Trouble>]) -> String {
         let each: Vec<String> = failures
             .iter()
             .enumerate()
             .filter_map(|(place, trouble)| Some((place, trouble.as_ref()?)))
             .map(|(place, trouble)| format!("{}: {}", self.connections.name(place), trouble.text))
             .collect();
-        let each = each.join("; ");
+        each.join("; ")
+    }
+
+    fn give_up(&self, key: &str, failures: &[Option<Trouble>], hopeless: bool) -> Error {
+        let each = self.each(failures);
         if hopeless {
             return Error::Refused { store: "etcd".into(), reason: each };
         }

@@ -40,19 +40,29 @@ impl Etcd {
 
     /// A single member with more arguments, on `https` if these say so.
     pub(crate) fn spawn(scheme: &str, more: &[String]) -> Self {
+        Self::spawn_on("127.0.0.1", scheme, more)
+    }
+
+    /// The same for clients at this address of the calling thread's network namespace.
+    pub(crate) fn spawn_on(address: &str, scheme: &str, more: &[String]) -> Self {
         let (client, peer) = (free_port(), free_port());
         let peers = format!("m0=http://127.0.0.1:{peer}");
-        Self::member("m0", scheme, client, peer, &peers, more)
+        Self::member("m0", &format!("{scheme}://{address}:{client}"), peer, &peers, more)
     }
 
     /// A cluster of three that answers.
     pub(crate) async fn cluster() -> Vec<Self> {
+        Self::cluster_on("127.0.0.1").await
+    }
+
+    /// The same for clients at this address of the calling thread's network namespace.
+    pub(crate) async fn cluster_on(address: &str) -> Vec<Self> {
         let ports: Vec<_> = (0..3).map(|_| (free_port(), free_port())).collect();
         let peers: Vec<_> =
             ports.iter().enumerate().map(|(n, (_, peer))| format!("m{n}=http://127.0.0.1:{peer}")).collect();
         let peers = peers.join(",");
         let member = |(n, (client, peer)): (usize, &(u16, u16))| {
-            Self::member(&format!("m{n}"), "http", *client, *peer, &peers, &[])
+            Self::member(&format!("m{n}"), &format!("http://{address}:{client}"), *peer, &peers, &[])
         };
         let members: Vec<_> = ports.iter().enumerate().map(member).collect();
         for member in &members {
@@ -61,17 +71,16 @@ impl Etcd {
         members
     }
 
-    fn member(name: &str, scheme: &str, client: u16, peer: u16, peers: &str, more: &[String]) -> Self {
+    fn member(name: &str, endpoint: &str, peer: u16, peers: &str, more: &[String]) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let endpoint = format!("{scheme}://127.0.0.1:{client}");
         let peer = format!("http://127.0.0.1:{peer}");
         let mut args: Vec<String> = [
             "--name",
             name,
             "--listen-client-urls",
-            &endpoint,
+            endpoint,
             "--advertise-client-urls",
-            &endpoint,
+            endpoint,
             "--listen-peer-urls",
             &peer,
             "--initial-advertise-peer-urls",
@@ -82,7 +91,7 @@ impl Etcd {
         .map(str::to_owned)
         .into();
         args.extend(more.iter().cloned());
-        let mut etcd = Self { dir, child: None, endpoint, args };
+        let mut etcd = Self { dir, child: None, endpoint: endpoint.to_owned(), args };
         etcd.go();
         etcd
     }
