@@ -7,7 +7,9 @@ mod error;
 mod etcd;
 mod registry;
 mod run;
+mod stale;
 mod state;
+mod wait;
 
 use std::ffi::OsString;
 use std::process::ExitCode;

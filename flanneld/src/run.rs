@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::{
-    Config, Ended, ExternalInterface, Host, Kernel, LeaseEnd, NetworkHandle, Origin, Status, SubnetManager,
-    View, holder,
+    Backend, Config, Ended, ExternalInterface, Hints, Host, Kernel, LeaseEnd, Network, NetworkHandle, Origin,
+    Status, SubnetManager, View, holder,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
@@ -21,17 +21,17 @@ use crate::backends;
 use crate::cli::Options;
 use crate::error::Error;
 use crate::registry::Node;
+use crate::stale::StaleManager;
 use crate::state;
+use crate::wait::patiently;
 
 /// Between two networks, so that what changes all the time does not keep a core busy.
 const REBUILD_PAUSE: Duration = Duration::from_millis(100);
-/// How often the network config is asked for while there is none, or a wrong one.
-const CONFIG_RETRY: Duration = Duration::from_secs(1);
-
 /// Runs the daemon in the calling thread's network namespace. Ends only with an error.
 ///
 /// # Errors
-/// Whatever makes it impossible to start or go on; see [`Error`]. A missing or wrong network config is waited for.
+/// Whatever makes it impossible to start or go on; see [`Error`]. Waited for, as long as it takes: a store that does
+/// not answer, a network config that is missing or wrong, and a subnet, if all are taken.
 ///
 /// # Cancel safety
 /// Dropping the future stops the daemon; the data path stays in place and the next start adopts it.
@@ -48,53 +48,120 @@ pub async fn run(options: &Options) -> Result<Infallible, Error> {
         cache: options.state_dir.join("leases"),
     };
     let subnets = options.registry.open(node).await?;
+    let mut has_run = false;
     loop {
-        let config = wait_for_config(&*subnets).await;
-        let iface = choose_interface(&kernel, options, &*subnets, &config).await?;
-        tracing::info!(
-            "external interface {}: {} ({}; MTU {})",
-            iface.name,
-            addresses_of(&iface),
-            iface.reason,
-            iface.mtu
-        );
-        let host = Host {
-            iface,
-            kernel: Arc::clone(&kernel) as Arc<dyn Kernel>,
-            subnets: Arc::clone(&subnets),
-            identity: state::identity(mark),
-        };
-        let reason = run_network(options, &host, &config).await?;
+        let start = || start(options, &kernel, &subnets, state::identity(mark));
+        let ready = patiently(&*subnets, has_run, start).await?;
+        has_run = true;
+        let reason = run_network(options, &*subnets, ready).await?;
         tracing::info!("building the network anew: {reason}");
         tokio::time::sleep(REBUILD_PAUSE).await;
     }
 }
 
-/// One network, from registration until something it was built from changes: the reason.
-async fn run_network(options: &Options, host: &Host, config: &Config) -> Result<String, Error> {
+/// A network that can run.
+struct Ready {
+    config: Config,
+    backend: &'static dyn Backend,
+    network: Box<dyn Network>,
+    views: watch::Receiver<View>,
+    /// It leads to the peers, but this node has no lease: its time ran out, and the store does not answer.
+    lapsed: bool,
+}
+
+/// Asks the store for everything that a network is built from, and builds it.
+async fn start(
+    options: &Options,
+    kernel: &Arc<NetlinkKernel>,
+    subnets: &Arc<dyn SubnetManager>,
+    identity: String,
+) -> Result<Ready, Error> {
+    let config = subnets.network_config().await?;
+    let hints = subnets.hints().await?;
+    let iface = choose_interface(kernel, options, &hints, &config)?;
     let backend = backends::find(&config.backend.kind)?;
-    let views = host.subnets.watch_leases().await?;
+    let views = subnets.watch_leases().await?;
     if !config.backend.explicit {
         refuse_implicit_udp(views.clone()).await?;
     }
-    let network = backend.register(host, config).await?;
-    let handle = network.handle();
-    write_subnet_file(options, config, &handle)?;
+    let lapsed = hints.lapsed.is_some();
+    let host = Host {
+        iface,
+        kernel: Arc::clone(kernel) as Arc<dyn Kernel>,
+        subnets: match hints.lapsed {
+            Some(lease) => Arc::new(StaleManager::new(Arc::clone(subnets), lease)),
+            None => Arc::clone(subnets),
+        },
+        identity,
+    };
+    let network = backend.register(&host, &config).await?;
+    tracing::info!(networks = ?config.pod_networks().collect::<Vec<_>>(), backend = backend.name(), "network config");
+    let iface = &host.iface;
     tracing::info!(
-        lease = %handle.lease.subnets, backend = backend.name(), mtu = handle.mtu,
-        subnet_file = %options.subnet_file.display(), "running"
+        "external interface {}: {} ({}; MTU {})",
+        iface.name,
+        addresses_of(iface),
+        iface.reason,
+        iface.mtu
     );
-    let subnets = handle.lease.subnets;
+    warn_of_clashes(kernel, &config)?;
+    Ok(Ready { config, backend, network, views, lapsed })
+}
+
+/// One network, from its start until something it was built from changes: the reason.
+async fn run_network(options: &Options, subnets: &dyn SubnetManager, ready: Ready) -> Result<String, Error> {
+    let Ready { config, backend, network, mut views, lapsed } = ready;
+    let handle = network.handle();
+    warn_if_stale(subnets, &views.borrow());
+    if lapsed {
+        tracing::warn!(
+            lease = %handle.lease.subnets,
+            "this node's lease has run out: peers are kept in place, its own subnet is not, until {} answers",
+            subnets.store_status().store
+        );
+    } else {
+        write_subnet_file(options, &config, &handle)?;
+        tracing::info!(
+            lease = %handle.lease.subnets, backend = backend.name(), mtu = handle.mtu,
+            subnet_file = %options.subnet_file.display(), "running"
+        );
+    }
+    let own = handle.lease.subnets;
+    let followed = views.clone();
+    let hold = async {
+        if lapsed {
+            let live = |view: &View| matches!(view.origin, Origin::Live { .. });
+            if views.wait_for(live).await.is_err() {
+                // Nobody follows the store any more, which the network itself tells.
+                std::future::pending::<()>().await;
+            }
+            return Ok("the store answers, and can be asked for a lease".to_owned());
+        }
+        match subnets.hold_lease(&handle.lease).await? {
+            LeaseEnd::Moved { to } => Ok(format!("this node was given {to}")),
+            end => Err(Error::LeaseLost { subnets: own.into(), end: end.into() }),
+        }
+    };
     tokio::select! {
-        ended = network.run(views) => match ended? {
+        ended = network.run(followed) => match ended? {
             Ended::Rebuild(reason) => Ok(reason),
             ended => Err(Error::Stopped(format!("{ended:?}"))),
         },
-        end = host.subnets.hold_lease(&handle.lease) => match end? {
-            LeaseEnd::Moved { to } => Ok(format!("this node was given {to}")),
-            end => Err(Error::LeaseLost { subnets: subnets.into(), end: end.into() }),
-        },
+        reason = hold => reason,
         never = log_status(handle.status) => match never {},
+    }
+}
+
+/// Leases of an earlier run are put in place, and said to be no more than that.
+fn warn_if_stale(subnets: &dyn SubnetManager, view: &View) {
+    let status = subnets.store_status();
+    if let (Origin::Cached { written: Some(written) }, None) = (view.origin, status.confirmed) {
+        let age = Duration::from_secs(written.elapsed().unwrap_or_default().as_secs());
+        tracing::warn!(
+            "stale: {} leases from the cache, written {age:?} ago, are put in place; nothing is deleted until {} answers",
+            view.leases.len(),
+            status.store
+        );
     }
 }
 
@@ -126,34 +193,13 @@ fn addresses_of(iface: &ExternalInterface) -> String {
     iface.address.iter().map(one).collect::<Vec<_>>().join(", ")
 }
 
-/// Asks until there is a config that is right; says why it waits once per reason.
-async fn wait_for_config(subnets: &dyn SubnetManager) -> Config {
-    let mut said = String::new();
-    loop {
-        match subnets.network_config().await {
-            Ok(config) => {
-                tracing::info!(networks = ?config.pod_networks().collect::<Vec<_>>(), backend = config.backend.kind, "network config");
-                return config;
-            }
-            Err(error) => {
-                let error = error.to_string();
-                if error != said {
-                    tracing::warn!("waiting for the network config: {error}");
-                    said = error;
-                }
-            }
-        }
-        tokio::time::sleep(CONFIG_RETRY).await;
-    }
-}
-
-async fn choose_interface(
+fn choose_interface(
     kernel: &NetlinkKernel,
     options: &Options,
-    subnets: &dyn SubnetManager,
+    hints: &Hints,
     config: &Config,
 ) -> Result<ExternalInterface, Error> {
-    let prescribed = subnets.hints().await?.public;
+    let prescribed = hints.public;
     let given = options.public();
     let selectors = Selectors {
         iface: options.iface.clone(),
@@ -169,13 +215,12 @@ async fn choose_interface(
         let reason = format!("its only IPv6 address {address} is link-local, which peers cannot reach");
         return Err(Error::UnfitInterface { name: iface.name, reason });
     }
-    warn_of_clashes(kernel, config, &selectors)?;
     Ok(iface)
 }
 
 /// Pod networks that hold an address of this host cut it off from whatever else has such addresses.
-fn warn_of_clashes(kernel: &NetlinkKernel, config: &Config, selectors: &Selectors) -> Result<(), Error> {
-    for interface in kernel.facts(selectors)?.interfaces {
+fn warn_of_clashes(kernel: &NetlinkKernel, config: &Config) -> Result<(), Error> {
+    for interface in kernel.facts(&Selectors::default())?.interfaces {
         if interface.name.as_str().starts_with("flannel") || interface.name.as_str() == "cni0" {
             continue;
         }

@@ -1,0 +1,108 @@
+//! Waiting for what others must do: start the store, write the config, let a subnet go.
+//!
+//! The one thing to know: each reason is said once, when it becomes the reason, and not again while it stays.
+
+use std::pin::pin;
+use std::time::Duration;
+
+use flannel_core::SubnetManager;
+use flannel_subnet::Backoff;
+use tokio::time::{Instant, interval_at, sleep};
+
+use crate::error::Error;
+
+/// The first pause between attempts.
+const FIRST: Duration = Duration::from_millis(200);
+/// No pause is longer: this soon a config that was put right is noticed.
+const LONGEST: Duration = Duration::from_secs(3);
+/// A store that has not answered after so long is said to be waited for.
+const SILENCE: Duration = Duration::from_millis(500);
+
+/// What is waited for.
+#[derive(Debug, PartialEq, Eq)]
+enum Reason {
+    /// The store, whatever it is that goes wrong at the moment.
+    Store,
+    /// Something that the store says.
+    Said(String),
+}
+
+/// Repeats `start`, with growing random pauses, until it succeeds or fails in a way that waiting does not mend.
+///
+/// Once a network has run (`has_run`), refusals are waited for too: a password or a certificate that was changed is
+/// no reason to end what works.
+///
+/// # Errors
+/// The last one.
+pub(crate) async fn patiently<T>(
+    subnets: &dyn SubnetManager,
+    has_run: bool,
+    start: impl AsyncFn() -> Result<T, Error>,
+) -> Result<T, Error> {
+    let mut backoff = Backoff::new(FIRST, LONGEST);
+    let mut said = None;
+    loop {
+        let error = match impatiently(subnets, &mut said, start()).await {
+            Ok(started) => {
+                if said.is_some() {
+                    tracing::info!("the wait is over");
+                }
+                return Ok(started);
+            }
+            Err(error) => error,
+        };
+        let text = error.to_string();
+        let Some(reason) = reason(&error, has_run) else { return Err(error) };
+        if say(&mut said, reason, &text) {
+            backoff.reset();
+        }
+        sleep(backoff.pause()).await;
+    }
+}
+
+/// One attempt, which a store that does not answer may keep busy for long: then it says so.
+async fn impatiently<T>(
+    subnets: &dyn SubnetManager,
+    said: &mut Option<Reason>,
+    attempt: impl Future<Output = T>,
+) -> T {
+    let mut attempt = pin!(attempt);
+    let mut silence = interval_at(Instant::now() + SILENCE, SILENCE);
+    loop {
+        tokio::select! {
+            done = &mut attempt => return done,
+            _ = silence.tick() => if let Some((text, _)) = subnets.store_status().last_error {
+                say(said, Reason::Store, &text);
+            },
+        }
+    }
+}
+
+/// Returns whether it is news.
+fn say(said: &mut Option<Reason>, reason: Reason, text: &str) -> bool {
+    let new = said.as_ref() != Some(&reason);
+    if new {
+        match reason {
+            Reason::Store => tracing::warn!("waiting for the store: {text}"),
+            Reason::Said(_) => tracing::warn!("waiting: {text}"),
+        }
+        *said = Some(reason);
+    }
+    new
+}
+
+/// What an error makes us wait for; `None`: waiting does not mend it.
+fn reason(error: &Error, has_run: bool) -> Option<Reason> {
+    use flannel_core::Error as Cause;
+
+    let Error::Network(cause) = error else { return None };
+    match cause {
+        Cause::Store { .. } => Some(Reason::Store),
+        Cause::NoConfig { .. }
+        | Cause::Config { .. }
+        | Cause::OutOfSubnets { .. }
+        | Cause::Conflict { .. } => Some(Reason::Said(cause.to_string())),
+        Cause::Refused { .. } if has_run => Some(Reason::Said(cause.to_string())),
+        _ => None,
+    }
+}
