@@ -73,7 +73,11 @@ impl EtcdRegistry {
     /// Reads the files of certificates and keys.
     pub fn new(options: EtcdOptions) -> Result<Self> {
         let keys = Keys::new(&options.prefix);
-        let name = format!("etcd:{}", options.endpoints.join(","));
+        let mut name = format!("etcd:{}", options.endpoints.join(","));
+        // Another prefix is another store: what was cached of one is not the other's.
+        if options.prefix != EtcdOptions::default().prefix {
+            name += &format!(" (prefix {})", options.prefix);
+        }
         let attempts = Attempts::new(Connections::new(options)?);
         Ok(Self(Arc::new(Shared { attempts, keys, name, known: Mutex::default() })))
     }
@@ -400,5 +404,20 @@ fn now(key: &str, kv: Option<&KeyValue>) -> Now {
         Some(Ok(entry)) => Now::Held(entry),
         Some(Err(reason)) => Now::Unreadable(reason),
         None => Now::Gone,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_prefix_is_another_store() {
+        let name = |prefix: &str| {
+            let options = EtcdOptions { prefix: prefix.into(), ..EtcdOptions::default() };
+            EtcdRegistry::new(options).unwrap().to_string()
+        };
+        assert_eq!(name("/coreos.com/network"), "etcd:http://127.0.0.1:4001,http://127.0.0.1:2379");
+        assert!(name("/elsewhere").ends_with(" (prefix /elsewhere)"), "{}", name("/elsewhere"));
     }
 }

@@ -34,6 +34,8 @@ pub(crate) struct Fallback {
     loaded: Option<Saved>,
     /// The store was given its chance to answer at once, and did not.
     absent: AtomicBool,
+    /// It was said that the config comes from the cache.
+    said: AtomicBool,
     config: Mutex<Option<ConfigText>>,
     saving: Mutex<()>,
     changed: Notify,
@@ -80,6 +82,7 @@ impl LocalManager {
             mark: self.identity.mark,
             loaded,
             absent: AtomicBool::new(false),
+            said: AtomicBool::new(false),
             config,
             saving: Mutex::default(),
             changed: Notify::new(),
@@ -128,7 +131,10 @@ impl LocalManager {
         };
         match self.promptly(self.store.config()).await {
             Err(error @ Error::Store { .. }) => {
-                tracing::warn!("the network config comes from the cache: {error}");
+                if self.fallback.as_ref().is_some_and(|fallback| !fallback.said.swap(true, Ordering::Relaxed))
+                {
+                    tracing::warn!("the network config comes from the cache: {error}");
+                }
                 Ok(cached)
             }
             answer => answer,

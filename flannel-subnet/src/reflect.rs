@@ -8,7 +8,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use flannel_core::{Lease, LeaseSet, Origin, Result, Subnets, View};
+use flannel_core::{Error, Lease, LeaseSet, Origin, Result, Subnets, View};
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 
@@ -90,11 +90,16 @@ async fn follow(registry: Arc<dyn Registry>, shared: Arc<Shared>) {
     let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(5));
     // Leases from an earlier run are as those of a store that was lost.
     let mut lost = matches!(shared.views.borrow().origin, Origin::Cached { written: Some(_) });
-    let mut said = false;
+    let (mut said, mut refused) = (false, false);
     loop {
         if let Err(error) = list_and_watch(&*registry, &shared, &mut backoff, &mut lost).await {
-            if !(lost && said) {
-                (lost, said) = (true, true);
+            if !lost {
+                (said, refused) = (false, false);
+            }
+            // That people must help is news even in an outage.
+            let worse = matches!(error, Error::Refused { .. }) && !refused;
+            if !said || worse {
+                (lost, said, refused) = (true, true, worse);
                 let leases = shared.views.borrow().leases.len();
                 tracing::warn!(store = %registry, "store lost, the last {leases} leases stay in force: {error}");
             }
