@@ -156,9 +156,9 @@ async fn run_network(options: &Options, subnets: &dyn SubnetManager, ready: Read
 fn warn_if_stale(subnets: &dyn SubnetManager, view: &View) {
     let status = subnets.store_status();
     if let (Origin::Cached { written: Some(written) }, None) = (view.origin, status.confirmed) {
-        let age = Duration::from_secs(written.elapsed().unwrap_or_default().as_secs());
+        let age = written.elapsed().unwrap_or_default().as_secs();
         tracing::warn!(
-            "stale: {} leases from the cache, written {age:?} ago, are put in place; nothing is deleted until {} answers",
+            "stale: {} leases from the cache, written {age} s ago, are put in place; nothing is deleted until {} answers",
             view.leases.len(),
             status.store
         );

@@ -1,0 +1,137 @@
+//! Starts while etcd is away: from the leases that an earlier run has kept on disk.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::time::{Duration, Instant, SystemTime};
+
+use flannel_netlink::testing::in_netns_async;
+use flannel_subnet::Cache;
+
+use crate::ground::{Daemon, Host, delete, etcd_with_peers, peer_key, put_peer, switch, until};
+use crate::server::Etcd;
+use crate::witness::{Monitor, agrees, present, wanted};
+
+/// A host whose daemon ran and was killed, as was etcd; and what its kernel should hold.
+async fn first_run() -> (Etcd, Host, BTreeSet<String>) {
+    switch();
+    let mut etcd = etcd_with_peers().await;
+    let host = Host::new(1);
+    let daemon = host.start(&etcd.endpoint);
+    daemon.says("in sync peers=3").await;
+    let cache = Cache::open(host.cache());
+    let kept = || cache.load().is_ok_and(|saved| saved.own.is_some() && saved.leases.len() == 4);
+    until(30, kept, || format!("the leases are not kept:\n{}", daemon.log())).await;
+    let wanted = wanted(&etcd, &host).await;
+    daemon.kill();
+    etcd.kill();
+    (etcd, host, wanted)
+}
+
+/// As a reboot leaves it.
+fn forget_kernel(host: &Host) {
+    host.ip("link del flannel.1");
+    fs::remove_file(host.subnet_file()).unwrap();
+    assert_eq!(present(host), BTreeSet::new());
+}
+
+/// How long it takes from the start of the daemon until its kernel holds what it should.
+async fn start(etcd: &Etcd, host: &Host, wanted: &BTreeSet<String>) -> Daemon {
+    let begin = Instant::now();
+    let daemon = host.start(&etcd.endpoint);
+    until(30, || present(host).is_superset(wanted), || format!("{:?}\n{}", present(host), daemon.log()))
+        .await;
+    let elapsed = begin.elapsed();
+    println!("peers in the kernel {elapsed:?} after the start without etcd");
+    assert!(elapsed < Duration::from_secs(2), "{elapsed:?}\n{}", daemon.log());
+    daemon
+}
+
+#[test]
+fn peers_and_own_subnet_are_there_at_once_and_reconciled_later() {
+    in_netns_async(|| async {
+        let (mut etcd, host, wanted) = first_run().await;
+        let own = host.subnet();
+        forget_kernel(&host);
+        let daemon = start(&etcd, &host, &wanted).await;
+        daemon.says("stale: 4 leases from the cache").await;
+        daemon.says("running").await;
+        assert_eq!(host.subnet(), own);
+        assert!(host.ip("address show flannel.1").contains(&format!("inet {own}/32")));
+        daemon.kill();
+
+        // What an earlier run left stays as long as nobody knows better.
+        let extra = "route 10.1.200.0/24 via 10.1.200.0";
+        host.ip("route add 10.1.200.0/24 via 10.1.200.0 dev flannel.1 onlink");
+        host.ip("route del 10.1.101.0/24");
+        let daemon = start(&etcd, &host, &wanted).await;
+        daemon.says("running").await;
+        assert!(present(&host).contains(extra));
+        let monitor = Monitor::of(&host).await;
+        assert!(present(&host).contains(extra));
+
+        etcd.go();
+        etcd.ready().await;
+        delete(&etcd, &peer_key(102)).await;
+        put_peer(&etcd, 103, 203).await;
+        put_peer(&etcd, 104, 104).await;
+        agrees(&etcd, &host, &daemon).await;
+        assert_eq!(host.subnet(), own);
+        monitor.kept(&[101, 103]);
+        daemon.says("the store answers").await;
+    });
+}
+
+#[test]
+fn with_a_lease_that_has_run_out_only_the_peers_are_there() {
+    in_netns_async(|| async {
+        let (mut etcd, host, wanted) = first_run().await;
+        let own = host.subnet();
+        forget_kernel(&host);
+        let cache = Cache::open(host.cache());
+        let mut saved = cache.load().unwrap();
+        saved.written = SystemTime::now() - Duration::from_secs(60);
+        saved.own.as_mut().unwrap().0.expires = Some(SystemTime::now() - Duration::from_secs(1));
+        cache.save(&saved).unwrap();
+        let mut daemon = start(&etcd, &host, &wanted).await;
+        daemon.says("has run out").await;
+        daemon.says("stale: 4 leases from the cache").await;
+        assert!(!host.ip("address show flannel.1").contains(&own), "its own subnet is not");
+        assert!(!host.subnet_file().exists());
+        assert!(daemon.is_running());
+        let monitor = Monitor::of(&host).await;
+
+        // etcd still has it.
+        etcd.go();
+        etcd.ready().await;
+        daemon.says("running").await;
+        agrees(&etcd, &host, &daemon).await;
+        assert_eq!(host.subnet(), own);
+        assert!(host.ip("address show flannel.1").contains(&format!("inet {own}/32")));
+        monitor.kept(&[101, 102, 103]);
+    });
+}
+
+#[test]
+fn a_damaged_cache_is_ignored_and_said_to_be() {
+    in_netns_async(|| async {
+        let (mut etcd, host, _) = first_run().await;
+        forget_kernel(&host);
+        let good = fs::read(host.cache()).unwrap();
+        let mut flipped = good.clone();
+        flipped[good.len() / 2] ^= 0x10;
+        for bad in [flipped, good[..good.len() / 2].to_vec(), Vec::new()] {
+            fs::write(host.cache(), bad).unwrap();
+            let daemon = host.start(&etcd.endpoint);
+            daemon.says("the cache is ignored").await;
+            daemon.says(host.cache().to_str().unwrap()).await;
+            daemon.says("waiting for the store").await;
+            assert_eq!(present(&host), BTreeSet::new());
+            daemon.kill();
+        }
+        let daemon = host.start(&etcd.endpoint);
+        daemon.says("waiting for the store").await;
+        etcd.go();
+        etcd.ready().await;
+        agrees(&etcd, &host, &daemon).await;
+    });
+}

@@ -1,0 +1,239 @@
+//! Whatever happens to etcd or to the way there: no peer is withdrawn, and afterwards every kernel is as etcd says.
+
+use std::time::{Duration, Instant};
+
+use flannel_netlink::testing::in_netns_async;
+use nix::sys::signal::Signal;
+
+use crate::ground::{Daemon, Host, PREFIX, delete, etcd_with_peers, fill, peer_key, put_peer, switch, until};
+use crate::server::Etcd;
+use crate::witness::{Monitor, agrees, leases, present};
+
+/// Two hosts whose daemons are in sync, and who watches them.
+struct Two {
+    hosts: [Host; 2],
+    daemons: [Daemon; 2],
+    monitors: [Monitor; 2],
+}
+
+impl Two {
+    async fn start(etcd: &Etcd, endpoints: &str) -> Self {
+        let hosts = [Host::new(1), Host::new(2)];
+        let daemons = [hosts[0].start(endpoints), hosts[1].start(endpoints)];
+        for daemon in &daemons {
+            daemon.says("in sync peers=4").await;
+        }
+        let monitors = [Monitor::of(&hosts[0]).await, Monitor::of(&hosts[1]).await];
+        let two = Self { hosts, daemons, monitors };
+        two.agree(etcd).await;
+        two
+    }
+
+    async fn agree(&self, etcd: &Etcd) {
+        for (host, daemon) in self.hosts.iter().zip(&self.daemons) {
+            agrees(etcd, host, daemon).await;
+        }
+    }
+
+    async fn say(&self, text: &str) {
+        for daemon in &self.daemons {
+            daemon.says(text).await;
+        }
+    }
+
+    /// The peers without a daemon, and each other.
+    fn kept(&mut self, peers: &[u8]) {
+        for (n, monitor) in self.monitors.iter().enumerate() {
+            monitor.kept(peers);
+            let other = &self.hosts[1 - n];
+            monitor.kept_all(&[&other.subnet(), &other.public()]);
+        }
+        for daemon in &mut self.daemons {
+            assert!(daemon.is_running(), "{}", daemon.log());
+        }
+    }
+}
+
+/// 102 goes, 103 moves, 104 comes.
+async fn change(etcd: &Etcd) {
+    delete(etcd, &peer_key(102)).await;
+    put_peer(etcd, 103, 203).await;
+    put_peer(etcd, 104, 104).await;
+}
+
+#[test]
+fn etcd_is_killed_and_comes_back() {
+    in_netns_async(|| async {
+        switch();
+        let mut etcd = etcd_with_peers().await;
+        let mut two = Two::start(&etcd, &etcd.endpoint.clone()).await;
+        let before = present(&two.hosts[0]);
+        etcd.kill();
+        two.say("store lost").await;
+        assert_eq!(present(&two.hosts[0]), before);
+        etcd.go();
+        etcd.ready().await;
+        two.say("the store answers, 5 leases").await;
+        change(&etcd).await;
+        two.agree(&etcd).await;
+        two.kept(&[101, 103]);
+        for daemon in &two.daemons {
+            assert_eq!(daemon.said("store lost"), 1, "{}", daemon.log());
+            assert_eq!(daemon.said("the store answers"), 1, "{}", daemon.log());
+        }
+    });
+}
+
+/// `ETCD_PAUSE` says for how many seconds; 3 if it says nothing.
+#[test]
+fn etcd_stands_still_for_a_while() {
+    in_netns_async(|| async {
+        let pause =
+            std::env::var("ETCD_PAUSE").map_or(3, |seconds| seconds.parse().expect("ETCD_PAUSE in seconds"));
+        switch();
+        let etcd = etcd_with_peers().await;
+        let mut two = Two::start(&etcd, &etcd.endpoint.clone()).await;
+        let before = present(&two.hosts[0]);
+        etcd.pause();
+        // One that starts meanwhile waits.
+        let third = Host::new(3);
+        let late = third.start(&etcd.endpoint);
+        let begin = Instant::now();
+        while begin.elapsed() < Duration::from_secs(pause) {
+            assert_eq!(present(&two.hosts[0]), before);
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        etcd.resume();
+        late.says("in sync peers=5").await;
+        change(&etcd).await;
+        two.agree(&etcd).await;
+        agrees(&etcd, &third, &late).await;
+        two.kept(&[101, 103]);
+    });
+}
+
+#[test]
+fn etcd_forgets_history_under_the_watchers() {
+    in_netns_async(|| async {
+        switch();
+        let mut etcd = etcd_with_peers().await;
+        let mut two = Two::start(&etcd, &etcd.endpoint.clone()).await;
+        let compact = async |etcd: &Etcd| {
+            let mut client = etcd.client().await;
+            let now = client.get("/", None).await.unwrap().header().unwrap().revision();
+            client.compact(now, None).await.unwrap();
+        };
+        for n in 110..115 {
+            put_peer(&etcd, n, n).await;
+            compact(&etcd).await;
+        }
+        two.agree(&etcd).await;
+        // What happens while they stand still is forgotten before they can be told.
+        for daemon in &two.daemons {
+            daemon.signal(Signal::SIGSTOP);
+        }
+        etcd.kill();
+        etcd.go();
+        etcd.ready().await;
+        change(&etcd).await;
+        for n in 110..115 {
+            delete(&etcd, &peer_key(n)).await;
+        }
+        compact(&etcd).await;
+        for daemon in &two.daemons {
+            daemon.signal(Signal::SIGCONT);
+        }
+        two.agree(&etcd).await;
+        two.kept(&[101, 103]);
+    });
+}
+
+#[test]
+fn a_member_of_three_is_killed() {
+    in_netns_async(|| async {
+        switch();
+        let mut members = Etcd::cluster_on("192.0.2.254").await;
+        fill(&members[0]).await;
+        let endpoints: Vec<_> = members.iter().map(|member| member.endpoint.clone()).collect();
+        let mut two = Two::start(&members[0], &endpoints.join(",")).await;
+        // Each once, so the leader too, and whichever the daemons use.
+        for (killed, peer) in [(0, 111), (1, 112), (2, 113)] {
+            members[killed].kill();
+            let alive = &members[(killed + 1) % 3];
+            alive.ready().await;
+            put_peer(alive, peer, peer).await;
+            two.agree(alive).await;
+            members[killed].go();
+            members[killed].ready().await;
+        }
+        change(&members[0]).await;
+        two.agree(&members[0]).await;
+        two.kept(&[101, 103, 111, 112, 113]);
+    });
+}
+
+#[test]
+fn the_way_to_etcd_is_cut_and_mended() {
+    in_netns_async(|| async {
+        switch();
+        let etcd = etcd_with_peers().await;
+        let mut two = Two::start(&etcd, &etcd.endpoint.clone()).await;
+        let before = present(&two.hosts[0]);
+        two.hosts[0].cut();
+        let begin = Instant::now();
+        change(&etcd).await;
+        agrees(&etcd, &two.hosts[1], &two.daemons[1]).await;
+        // Nothing tells it but that nobody answers.
+        two.daemons[0].says("store lost").await;
+        assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
+        // It goes on for longer than a connection may be silent.
+        while begin.elapsed() < Duration::from_secs(12) {
+            assert_eq!(present(&two.hosts[0]), before);
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        two.hosts[0].mend();
+        two.agree(&etcd).await;
+        two.kept(&[101, 103]);
+        assert_eq!(two.daemons[0].said("store lost"), 1, "{}", two.daemons[0].log());
+        assert_eq!(two.daemons[1].said("store lost"), 0, "{}", two.daemons[1].log());
+    });
+}
+
+#[test]
+fn two_daemons_with_one_public_address_end_as_one() {
+    in_netns_async(|| async {
+        switch();
+        let etcd = etcd_with_peers().await;
+        let hosts = [Host::new(1), Host::new(2)];
+        let args = ["--etcd-endpoints", &etcd.endpoint, "--public-ip", "192.0.2.50"];
+        let mut first = hosts[0].start_with(&args, &[]);
+        first.says("in sync peers=3").await;
+        let mut second = hosts[1].start_with(&args, &[]);
+        assert_eq!(first.ended().await.code(), Some(1), "{}", first.log());
+        second.says("in sync peers=3").await;
+        first.says(&hosts[1].mark()).await;
+        first.says("192.0.2.50").await;
+        second.says(&hosts[0].mark()).await;
+        second.says("taking over the lease").await;
+        let ours = leases(&etcd).await.into_values().filter(|(public, _)| public == "192.0.2.50").count();
+        assert_eq!(ours, 1);
+        assert_eq!(hosts[0].subnet(), hosts[1].subnet());
+        assert!(second.is_running());
+    });
+}
+
+#[test]
+fn a_lease_that_somebody_deletes_orders_to_stop() {
+    in_netns_async(|| async {
+        switch();
+        let etcd = etcd_with_peers().await;
+        let host = Host::new(1);
+        let mut daemon = host.start(&etcd.endpoint);
+        daemon.says("in sync peers=3").await;
+        let before = present(&host);
+        delete(&etcd, &format!("{PREFIX}/subnets/{}-24", host.subnet())).await;
+        assert_eq!(daemon.ended().await.code(), Some(1));
+        daemon.says("somebody deleted it").await;
+        until(1, || present(&host) == before, || "the data path stays".into()).await;
+    });
+}

@@ -1,0 +1,139 @@
+//! TLS and users: what is accepted, what ends the daemon, and what does not.
+
+use std::time::{Duration, Instant};
+
+use etcd_client::{Client, ConnectOptions, Permission, PermissionType};
+use flannel_netlink::testing::in_netns_async;
+
+use crate::certificates::Authority;
+use crate::ground::{Host, PREFIX, SWITCH, fill, start_on_switch, switch};
+use crate::server::Etcd;
+use crate::witness::{Monitor, present};
+
+const PASSWORD: &str = "correct-horse-battery-staple";
+
+fn network() -> Permission {
+    Permission::new(PermissionType::Readwrite, format!("{PREFIX}/")).with_prefix()
+}
+
+/// An etcd with a network and users: `root`, and `flannel` who may do what flannel does.
+async fn etcd_with_users() -> Etcd {
+    let etcd = Etcd::spawn_on(SWITCH, "http", &[]);
+    etcd.ready().await;
+    fill(&etcd).await;
+    let mut client = etcd.client().await;
+    client.user_add("root", "root", None).await.unwrap();
+    client.role_add("root").await.unwrap();
+    client.user_grant_role("root", "root").await.unwrap();
+    client.user_add("flannel", PASSWORD, None).await.unwrap();
+    client.role_add("network").await.unwrap();
+    client.role_grant_permission("network", network()).await.unwrap();
+    client.user_grant_role("flannel", "network").await.unwrap();
+    client.auth_enable().await.unwrap();
+    etcd
+}
+
+/// As soon as it answers.
+async fn root(etcd: &Etcd) -> Client {
+    let begin = Instant::now();
+    loop {
+        let options = ConnectOptions::new().with_user("root", "root");
+        match Client::connect([&etcd.endpoint], Some(options)).await {
+            Ok(client) => return client,
+            Err(error) => assert!(begin.elapsed() < Duration::from_secs(30), "{error}"),
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[test]
+fn the_password_works_and_is_in_no_log() {
+    in_netns_async(|| async {
+        switch();
+        let etcd = etcd_with_users().await;
+        let host = Host::new(1);
+        let args = ["--etcd-endpoints", &etcd.endpoint, "--log", "trace"];
+        let env = [("FLANNELD_ETCD_USERNAME", "flannel"), ("FLANNELD_ETCD_PASSWORD", PASSWORD)];
+        let daemon = host.start_with(&args, &env);
+        daemon.says("in sync peers=3").await;
+        daemon.says("TRACE").await;
+        assert_eq!(daemon.said(PASSWORD), 0, "{}", daemon.log());
+        daemon.kill();
+
+        let mut wrong = host.start_with(&args, &[env[0], ("FLANNELD_ETCD_PASSWORD", "sesame-street")]);
+        assert_eq!(wrong.ended().await.code(), Some(1));
+        for says in [&etcd.endpoint, "\"flannel\"", "password"] {
+            wrong.says(says).await;
+        }
+        assert_eq!(wrong.said("sesame-street"), 0, "{}", wrong.log());
+
+        let mut elsewhere =
+            host.start_with(&[args[0], args[1], "--etcd-prefix", "/elsewhere", "--log", "trace"], &env);
+        assert_eq!(elsewhere.ended().await.code(), Some(1));
+        for says in [&etcd.endpoint, "permission", "/elsewhere/config"] {
+            elsewhere.says(says).await;
+        }
+        assert_eq!(elsewhere.said(PASSWORD), 0, "{}", elsewhere.log());
+
+        let mut nobody = host.start(&etcd.endpoint);
+        assert_eq!(nobody.ended().await.code(), Some(1));
+        nobody.says("user name").await;
+    });
+}
+
+#[test]
+fn a_permission_that_is_taken_away_ends_no_running_daemon() {
+    in_netns_async(|| async {
+        switch();
+        let mut etcd = etcd_with_users().await;
+        let host = Host::new(1);
+        let env = [("FLANNELD_ETCD_USERNAME", "flannel"), ("FLANNELD_ETCD_PASSWORD", PASSWORD)];
+        let mut daemon = host.start_with(&["--etcd-endpoints", &etcd.endpoint], &env);
+        daemon.says("in sync peers=3").await;
+        let (before, monitor) = (present(&host), Monitor::of(&host).await);
+        root(&etcd).await.user_revoke_role("flannel", "network").await.unwrap();
+        etcd.kill();
+        etcd.go();
+        daemon.says("has no permission").await;
+        assert!(daemon.is_running());
+        assert_eq!(present(&host), before);
+        root(&etcd).await.user_grant_role("flannel", "network").await.unwrap();
+        daemon.says("the store answers").await;
+        monitor.kept(&[101, 102, 103]);
+        assert!(daemon.is_running());
+        assert_eq!(daemon.said("has no permission"), 1, "{}", daemon.log());
+    });
+}
+
+#[test]
+fn an_authority_alone_makes_tls_and_a_wrong_one_ends_it() {
+    in_netns_async(|| async {
+        switch();
+        let dir = tempfile::tempdir().unwrap();
+        let (ours, theirs) = (Authority::new(dir.path(), "ours"), Authority::new(dir.path(), "theirs"));
+        let server = ours.sign_into(dir.path(), "server", 2090);
+        let file = |path: &std::path::Path| path.to_str().unwrap().to_owned();
+        let args = ["--cert-file".into(), file(&server.0), "--key-file".into(), file(&server.1)];
+        let etcd = Etcd::spawn("https", &args);
+        let start = |authority: &Authority| {
+            let cafile = file(&authority.file);
+            start_on_switch(dir.path(), &["--etcd-endpoints", &etcd.endpoint, "--etcd-cafile", &cafile])
+        };
+        let mut daemon = start(&ours);
+        daemon.says("holds no network config yet").await;
+        etcd.etcdctl(&[
+            "--cacert",
+            &file(&ours.file),
+            "put",
+            &format!("{PREFIX}/config"),
+            crate::ground::CONFIG,
+        ]);
+        daemon.says("running").await;
+        assert!(daemon.is_running());
+        daemon.kill();
+        let mut wrong = start(&theirs);
+        assert_eq!(wrong.ended().await.code(), Some(1));
+        wrong.says(&etcd.endpoint).await;
+        wrong.says("none of those whom we trust").await;
+    });
+}

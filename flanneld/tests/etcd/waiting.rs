@@ -1,0 +1,95 @@
+//! What the daemon waits for when it starts, and what it says meanwhile.
+
+use flannel_netlink::testing::in_netns_async;
+
+use crate::ground::{
+    CONFIG, Host, PREFIX, SWITCH, delete, etcd_with_peers, fill, peer_key, start_on_switch, switch,
+};
+use crate::server::Etcd;
+use crate::witness::{agrees, present};
+
+#[test]
+fn for_etcd_for_a_config_and_for_a_right_one_with_one_line_each() {
+    in_netns_async(|| async {
+        switch();
+        let mut etcd = Etcd::spawn_on(SWITCH, "http", &[]);
+        etcd.kill();
+        let host = Host::new(1);
+        let mut daemon = host.start(&etcd.endpoint);
+        daemon.says("waiting for the store").await;
+        daemon.says(&etcd.endpoint).await;
+        daemon.says("refused").await;
+        etcd.go();
+        daemon.says(&format!("{PREFIX}/config holds no network config yet")).await;
+        for (config, says) in [
+            (r#"{"Network":"10.1.0.0/16""#, "EOF while parsing"),
+            (r#"{"Network":"10.1.0.0/33"}"#, "10.1.0.0/33"),
+        ] {
+            etcd.put(&format!("{PREFIX}/config"), config).await;
+            daemon.says(says).await;
+        }
+        assert_eq!(daemon.said("waiting"), 4, "{}", daemon.log());
+        assert!(daemon.is_running());
+        fill(&etcd).await;
+        daemon.says("the wait is over").await;
+        agrees(&etcd, &host, &daemon).await;
+        assert_eq!(daemon.said("waiting"), 4, "{}", daemon.log());
+    });
+}
+
+#[test]
+fn for_a_majority() {
+    in_netns_async(|| async {
+        switch();
+        let mut members = Etcd::cluster_on(SWITCH).await;
+        fill(&members[0]).await;
+        members[1].kill();
+        members[2].kill();
+        let host = Host::new(1);
+        let endpoints: Vec<_> = members.iter().map(|member| member.endpoint.clone()).collect();
+        let mut daemon = host.start(&endpoints.join(","));
+        daemon.says("waiting for the store").await;
+        assert!(daemon.is_running());
+        members[1].go();
+        daemon.says("running").await;
+        agrees(&members[0], &host, &daemon).await;
+        assert_eq!(daemon.said("waiting"), 1, "{}", daemon.log());
+    });
+}
+
+#[test]
+fn for_a_subnet_if_all_are_taken() {
+    in_netns_async(|| async {
+        switch();
+        let etcd = etcd_with_peers().await;
+        let config = CONFIG.replacen('{', r#"{"SubnetMin":"10.1.101.0","SubnetMax":"10.1.103.0","#, 1);
+        etcd.put(&format!("{PREFIX}/config"), &config).await;
+        let host = Host::new(1);
+        let mut daemon = host.start(&etcd.endpoint);
+        daemon.says("out of IPv4 subnets: all 3").await;
+        assert!(daemon.is_running());
+        assert!(present(&host).is_empty());
+        delete(&etcd, &peer_key(102)).await;
+        daemon.says("running").await;
+        assert_eq!(host.subnet(), "10.1.102.0");
+        assert_eq!(daemon.said("out of IPv4"), 1, "{}", daemon.log());
+    });
+}
+
+#[test]
+fn without_a_registry_named_it_is_etcd_at_the_usual_place() {
+    in_netns_async(|| async {
+        switch();
+        let place = "http://127.0.0.1:2379".to_owned();
+        let flags = ["--listen-client-urls", "--advertise-client-urls"];
+        let args: Vec<String> = flags.iter().flat_map(|flag| [(*flag).to_owned(), place.clone()]).collect();
+        let mut etcd = Etcd::spawn("http", &args);
+        etcd.endpoint = place;
+        etcd.ready().await;
+        fill(&etcd).await;
+        let dir = tempfile::tempdir().unwrap();
+        let daemon = start_on_switch(dir.path(), &[]);
+        daemon.says("in sync peers=3").await;
+        daemon.says("store=etcd:http://127.0.0.1:4001,http://127.0.0.1:2379").await;
+    });
+}
