@@ -215,6 +215,27 @@ async fn a_lease_counts_only_while_its_end_lies_ahead_by_a_clock_that_goes_forwa
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_lease_that_has_run_out_is_a_hint_until_the_store_answers() {
+    let ground = Ground::new();
+    let lease = ground.first_run().await;
+    assert_eq!(ground.node(0).hints().await.unwrap().lapsed, None, "it is still ours");
+    assert!(ground.node_with_mark(2, 0).hints().await.is_err(), "it never was ours");
+    for wall in [90_000, -60] {
+        let manager = ground.node(wall);
+        let begin = tokio::time::Instant::now();
+        let hints = manager.hints().await.unwrap();
+        assert!(begin.elapsed() < Duration::from_millis(100), "{:?}", begin.elapsed());
+        assert_eq!(hints.lapsed.map(|lapsed| lapsed.subnets), Some(lease.subnets));
+        assert_eq!(hints.last_published, Some(attrs(1)));
+        assert_eq!(manager.ownership(), Ownership::Nothing);
+        manager.acquire_lease(&attrs(1)).await.unwrap_err();
+    }
+    ground.registry.set_outage(false);
+    let hints = ground.node(90_000).hints().await.unwrap();
+    assert_eq!((hints.lapsed, hints.previous), (None, Some(lease.subnets)));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_reservation_is_ours_for_ever() {
     let ground = Ground::new();
     ground.registry.create(&key("10.1.5.0-24"), &attrs(1), None).await.unwrap();

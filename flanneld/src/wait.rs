@@ -106,3 +106,72 @@ fn reason(error: &Error, has_run: bool) -> Option<Reason> {
         _ => None,
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    use flannel_core::Error as Cause;
+    use flannel_core::testing::FakeSubnets;
+
+    fn refused() -> Cause {
+        Cause::Refused { store: "store".into(), reason: "no".into() }
+    }
+
+    fn lost() -> Cause {
+        Cause::Store { store: "store".into(), source: "gone".into() }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_time_mends_is_waited_for_with_growing_pauses() {
+        let subnets = FakeSubnets::new("10.1.0.0/16");
+        let family = flannel_core::Family::V4;
+        for cause in [
+            lost as fn() -> Cause,
+            || Cause::NoConfig { location: "key".into() },
+            || Cause::OutOfSubnets { family: flannel_core::Family::V4, total: 1 },
+        ] {
+            let (begin, attempts) = (Instant::now(), Cell::new(0));
+            let start = async || {
+                attempts.set(attempts.get() + 1);
+                if attempts.get() <= 20 { Err(Error::Network(cause())) } else { Ok(family) }
+            };
+            assert_eq!(patiently(&subnets, false, start).await.unwrap(), family);
+            let waited = begin.elapsed();
+            assert!(waited > Duration::from_secs(20) && waited < 20 * LONGEST, "{waited:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_only_people_mend_ends_a_start_but_nothing_that_ran() {
+        let subnets = FakeSubnets::new("10.1.0.0/16");
+        let begin = Instant::now();
+        let start = async || -> Result<(), Error> { Err(refused().into()) };
+        patiently(&subnets, false, start).await.unwrap_err();
+        assert_eq!(begin.elapsed(), Duration::ZERO);
+        let mended = async || match begin.elapsed().as_secs() {
+            ..60 => Err(refused().into()),
+            _ => Ok(()),
+        };
+        patiently(&subnets, true, mended).await.unwrap();
+        let stopped = async || -> Result<(), Error> { Err(Error::Stopped("it".into())) };
+        patiently(&subnets, true, stopped).await.unwrap_err();
+    }
+
+    #[test]
+    fn a_reason_is_news_once_and_a_lost_store_is_one_reason() {
+        let mut said = None;
+        let mut tell = |cause: Cause| {
+            let error = Error::Network(cause);
+            say(&mut said, reason(&error, false).unwrap(), &error.to_string())
+        };
+        let none = |key: &str| Cause::NoConfig { location: key.into() };
+        let other = Cause::Store { store: "store".into(), source: "other words".into() };
+        assert_eq!(
+            [lost(), other, none("a"), none("a"), none("b"), lost()].map(&mut tell),
+            [true, false, true, false, true, true]
+        );
+    }
+}

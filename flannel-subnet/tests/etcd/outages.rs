@@ -35,6 +35,25 @@ async fn unreachable_endpoints_are_named_each() {
 }
 
 #[tokio::test]
+async fn why_a_request_is_not_answered_is_known_before_it_fails() {
+    let mut etcd = Etcd::start().await;
+    etcd.kill();
+    let manager = node(&registry(&etcd.endpoints()), 1);
+    let asking = tokio::spawn({
+        let manager = Arc::clone(&manager);
+        async move { manager.network_config().await }
+    });
+    until(10, "the reason", || async { manager.store_status().last_error.is_some() }).await;
+    let (reason, _) = manager.store_status().last_error.unwrap();
+    assert!(reason.contains(&etcd.endpoint) && reason.contains("/config") && reason.contains("refused"));
+    assert!(!asking.is_finished(), "it goes on asking");
+    etcd.go();
+    let error = within(20, "an answer", asking).await.unwrap().unwrap_err();
+    assert!(matches!(error, Error::NoConfig { .. }), "{error}");
+    assert_eq!(manager.store_status().last_error, None);
+}
+
+#[tokio::test]
 async fn a_dead_endpoint_among_good_ones_costs_no_failure() {
     let etcd = Etcd::start().await;
     let endpoints = ["http://127.0.0.1:1".to_owned(), "http://127.0.0.1:2".to_owned(), etcd.endpoint.clone()];
