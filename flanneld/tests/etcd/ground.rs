@@ -11,7 +11,9 @@ use flannel_netlink::testing::{Netns, ip};
 
 use crate::server::Etcd;
 
-pub(crate) const CONFIG: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
+/// Daemons take their subnets below those of the peers that tests write, which nothing but the network bounds.
+pub(crate) const CONFIG: &str =
+    r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.1.0","SubnetMax":"10.1.99.0","Backend":{"Type":"vxlan"}}"#;
 pub(crate) const PREFIX: &str = "/coreos.com/network";
 /// Where the hosts find etcd.
 pub(crate) const SWITCH: &str = "192.0.2.254";

@@ -62,7 +62,7 @@ fn for_a_subnet_if_all_are_taken() {
     in_netns_async(|| async {
         switch();
         let etcd = etcd_with_peers().await;
-        let config = CONFIG.replacen('{', r#"{"SubnetMin":"10.1.101.0","SubnetMax":"10.1.103.0","#, 1);
+        let config = CONFIG.replace("10.1.1.0", "10.1.101.0").replace("10.1.99.0", "10.1.103.0");
         etcd.put(&format!("{PREFIX}/config"), &config).await;
         let host = Host::new(1);
         let mut daemon = host.start(&etcd.endpoint);
