@@ -7,6 +7,7 @@
 
 mod choose;
 mod facts;
+mod follow;
 
 pub use choose::{Attempt, SelectError, Selectors, choose};
 pub use facts::{Address, DefaultRoute, Facts, Interface};

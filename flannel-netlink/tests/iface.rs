@@ -5,7 +5,7 @@
 use flannel_core::{Dual, Family};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
-use flannel_netlink::testing::{in_netns, ip};
+use flannel_netlink::testing::{in_netns, in_netns_async, ip};
 
 fn host() -> NetlinkKernel {
     for n in 0..3 {
@@ -72,5 +72,55 @@ fn deprecated_and_unready_addresses_do_not_count() {
         ip("-6 addr flush dev up1 scope link");
         let error = kernel.external_interface(&Selectors::default(), [Family::V6]).unwrap_err();
         assert!(error.to_string().contains("up1 has no usable IPv6 address"), "{error}");
+    });
+}
+
+/// What ends the wait after `changes` to a host whose interface is up1, or that nothing did.
+async fn waits_for(changes: &[&str]) -> String {
+    let kernel = host();
+    let selectors = Selectors { iface: vec!["up1".into(), "up0".into()], ..Selectors::default() };
+    let chosen = kernel.external_interface(&selectors, Family::BOTH).unwrap();
+    let mut wait = std::pin::pin!(kernel.interface_changed(&chosen, &selectors, &Family::BOTH));
+    // It watches from its first poll on.
+    assert!(std::future::poll_fn(|cx| std::task::Poll::Ready(wait.as_mut().poll(cx))).await.is_pending());
+    for change in changes {
+        ip(change);
+    }
+    tokio::time::timeout(std::time::Duration::from_secs(20), wait).await.expect("nothing ended it").unwrap()
+}
+
+#[test]
+fn only_what_the_interface_was_chosen_with_ends_the_choice() {
+    in_netns_async(async || {
+        let reason = waits_for(&[
+            "addr add 192.0.3.77/24 dev up1",
+            "addr del 192.0.2.1/24 dev up0",
+            "link set up2 mtu 1300",
+            "route replace default via 192.0.4.9",
+            "link set up1 down",
+            "link set up1 up",
+            // The kernel takes IPv6 addresses away with the link.
+            "addr replace 2001:db8:1::1/64 dev up1 nodad",
+            "link set up1 mtu 1350",
+        ])
+        .await;
+        assert_eq!(reason, "up1 has the MTU 1350 now, not 1401");
+    });
+}
+
+#[test]
+fn another_address_is_another_choice() {
+    in_netns_async(async || {
+        let reason = waits_for(&["addr add 192.0.3.5/25 dev up1", "addr del 192.0.3.1/24 dev up1"]).await;
+        assert_eq!(reason, "up1 has the IPv4 address 192.0.3.5 now, not 192.0.3.1");
+    });
+}
+
+#[test]
+fn an_interface_that_is_gone_is_waited_for_until_something_fits() {
+    in_netns_async(async || {
+        let reason =
+            waits_for(&["addr flush dev up0", "link del up1", "addr add 192.0.2.8/24 dev up0"]).await;
+        assert_eq!(reason, "never");
     });
 }
