@@ -56,7 +56,9 @@ impl NetlinkKernel {
                 }
             }
             while !bears_on(&changes.next().await?, chosen.name, kept) {}
-            tokio::time::sleep(PAUSE).await;
+            // What comes until then is in the next look.
+            let rest = async { while changes.next().await.is_ok() {} };
+            let _ = tokio::time::timeout(PAUSE, rest).await;
         }
     }
 }
