@@ -157,9 +157,13 @@ async fn choose_macs(host: &Host, names: &Dual<LinkName>, vni: u32) -> Result<Du
         _ => None,
     });
     let devices: Vec<_> = devices.collect();
-    let last = host.subnets.hints().await?.last_published.unwrap_or_default();
+    let hints = host.subnets.hints().await?;
+    // Ours, though it may tell an address that this host has no more.
+    let own = hints.previous.filter(|_| hints.last_published.is_some());
+    let last = hints.last_published.unwrap_or_default();
     let view = live_view(&*host.subnets, PATIENCE).await?;
-    let mut taken = mac::taken(view.leases.iter().map(|lease| &**lease), &host.iface.public);
+    let others = view.leases.iter().filter(|lease| Some(lease.subnets) != own);
+    let mut taken = mac::taken(others.map(|lease| &**lease), &host.iface.public);
     let mut macs = Dual::default();
     for (family, name) in names.iter() {
         let device = devices.iter().find(|(device, _)| device == name).map(|(_, mac)| *mac);

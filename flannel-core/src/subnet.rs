@@ -37,6 +37,18 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     /// does not answer.
     async fn network_config(&self) -> Result<Config>;
 
+    /// Waits until the store is known to hold another valid network config than `seen`: that one. Configs that are wrong, and
+    /// a store that does not answer, are waited out. Where configs do not change it waits for ever.
+    ///
+    /// # Errors
+    /// Waiting is of no use.
+    ///
+    /// # Cancel safety
+    /// Dropping the future loses nothing: the next call compares again.
+    async fn config_changed(&self, _seen: &Config) -> Result<Config> {
+        std::future::pending().await
+    }
+
     /// What the store knows of this node, asked before the external interface is chosen.
     ///
     /// # Errors

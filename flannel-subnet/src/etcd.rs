@@ -73,12 +73,13 @@ impl EtcdRegistry {
     /// Reads the files of certificates and keys.
     pub fn new(options: EtcdOptions) -> Result<Self> {
         let keys = Keys::new(&options.prefix);
+        let attempts = Attempts::new(Connections::new(options)?);
+        let options = attempts.options();
         let mut name = format!("etcd:{}", options.endpoints.join(","));
         // Another prefix is another store: what was cached of one is not the other's.
         if options.prefix != EtcdOptions::default().prefix {
             name += &format!(" (prefix {})", options.prefix);
         }
-        let attempts = Attempts::new(Connections::new(options)?);
         Ok(Self(Arc::new(Shared { attempts, keys, name, known: Mutex::default() })))
     }
 
@@ -103,7 +104,10 @@ impl EtcdRegistry {
             let key = self.0.keys.name(kv.key());
             match read(&key, &kv) {
                 Ok(entry) => listing.entries.push(entry),
-                Err(reason) => listing.skipped.push(Skipped { key, reason }),
+                Err(reason) => {
+                    let revision = revision(kv.mod_revision());
+                    listing.skipped.push(Skipped { key, reason, revision });
+                }
             }
         }
         listing

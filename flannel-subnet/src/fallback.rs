@@ -113,7 +113,9 @@ impl LocalManager {
             let source = "no answer yet, going on from the cache".into();
             Err(Error::Store { store: self.store.to_string(), source })
         });
-        if let (Err(Error::Store { .. }), Some(absent)) = (&result, absent) {
+        if let (Err(error), Some(absent)) = (&result, absent)
+            && unanswered(error)
+        {
             absent.store(true, Ordering::Relaxed);
         }
         result
@@ -123,14 +125,11 @@ impl LocalManager {
     pub(crate) async fn config_text(&self) -> Result<ConfigText> {
         let Some(cached) = self.cached().and_then(|saved| saved.config.clone()) else {
             let config = self.store.config().await?;
-            if let Some(fallback) = &self.fallback {
-                *fallback.config.lock().unwrap_or_else(PoisonError::into_inner) = Some(config.clone());
-                fallback.changed.notify_one();
-            }
+            self.note_config(&config);
             return Ok(config);
         };
         match self.promptly(self.store.config()).await {
-            Err(error @ Error::Store { .. }) => {
+            Err(error) if unanswered(&error) => {
                 if self.fallback.as_ref().is_some_and(|fallback| !fallback.said.swap(true, Ordering::Relaxed))
                 {
                     tracing::warn!("the network config comes from the cache: {error}");
@@ -169,6 +168,14 @@ impl LocalManager {
         Lease { attrs: attrs.clone(), ..lease.clone() }
     }
 
+    /// This is the config now: the cache is to say so soon.
+    pub(crate) fn note_config(&self, config: &ConfigText) {
+        if let Some(fallback) = &self.fallback {
+            *fallback.config.lock().unwrap_or_else(PoisonError::into_inner) = Some(config.clone());
+            fallback.changed.notify_one();
+        }
+    }
+
     /// Our lease has changed: the cache is to say so soon.
     pub(crate) fn note_change(&self) {
         if let Some(fallback) = &self.fallback {
@@ -195,6 +202,11 @@ impl LocalManager {
         let keeper = Arc::new(self.keeper(views)?);
         Some(Task(tokio::spawn(async move { keeper.run().await }).abort_handle()))
     }
+}
+
+/// The store has not said anything about what it was asked: it is out of reach, or refuses to speak with us.
+pub(crate) fn unanswered(error: &Error) -> bool {
+    matches!(error, Error::Store { .. } | Error::Refused { .. })
 }
 
 impl Keeper {

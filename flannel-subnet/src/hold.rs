@@ -13,7 +13,7 @@ use flannel_core::{
 
 use crate::backoff::Backoff;
 use crate::manager::{LocalManager, as_stored};
-use crate::registry::{Entry, Registry};
+use crate::registry::{Entry, Registry, Skipped};
 
 /// What we hold.
 #[derive(Debug, Clone)]
@@ -74,7 +74,7 @@ impl LocalManager {
             // A failure puts off everything, the judging of a doubt too.
             let outcome = if due {
                 let _writing = self.writing.lock().await;
-                self.renew_or_check(doubt.is_some()).await
+                self.renew_or_check().await
             } else if again.is_none() && doubt.is_some() && doubt != judged {
                 let _writing = self.writing.lock().await;
                 self.check().await
@@ -192,12 +192,11 @@ impl LocalManager {
         }
     }
 
-    async fn renew_or_check(&self, doubtful: bool) -> Result<Option<LeaseEnd>> {
+    async fn renew_or_check(&self) -> Result<Option<LeaseEnd>> {
         let Some(tenancy) = self.tenancy().clone() else { return Ok(Some(LeaseEnd::Expired)) };
         if tenancy.term.is_none() {
             return self.check().await;
         }
-        let was_lapsed = self.lapsed();
         let sent = self.clock.boottime();
         let Some(ttl) = self.store.keep_alive(&tenancy.subnets, self.identity.mark).await? else {
             let end = self.check().await?;
@@ -210,10 +209,9 @@ impl LocalManager {
             }
             return Ok(end);
         };
-        // The store knows us; whether our key is still there and ours is another question.
-        if (doubtful || was_lapsed)
-            && let Some(end) = self.check().await?
-        {
+        // The store knows us; whether our key is still there and ours is another question, and the views, which
+        // would say so, may not have been told anything for long.
+        if let Some(end) = self.check().await? {
             return Ok(Some(end));
         }
         if let Some(tenancy) = self.tenancy().as_mut() {
@@ -228,7 +226,11 @@ impl LocalManager {
     /// Reads our key and judges what it says. `None`: still ours.
     async fn check(&self) -> Result<Option<LeaseEnd>> {
         let Some(tenancy) = self.tenancy().clone() else { return Ok(Some(LeaseEnd::Expired)) };
-        match self.store.entry(&tenancy.subnets).await? {
+        let entry = match self.store.entry(&tenancy.subnets).await {
+            Err(error) => return self.restore(&tenancy, error).await,
+            Ok(entry) => entry,
+        };
+        match entry {
             Some(entry) => self.judge(&tenancy, entry).await,
             None if tenancy.term.is_none() => Ok(Some(LeaseEnd::Deleted)),
             None => match self.store.keep_alive(&tenancy.subnets, self.identity.mark).await? {
@@ -240,6 +242,22 @@ impl LocalManager {
                 None => self.win_back(&tenancy).await,
             },
         }
+    }
+
+    /// Our key could not be read. If that is because of what it holds, what it held is put back.
+    async fn restore(&self, tenancy: &Tenancy, error: Error) -> Result<Option<LeaseEnd>> {
+        let listing = self.store.list().await?;
+        let ours = |skipped: &&Skipped| skipped.key.parse().is_ok_and(|key: Subnets| key == tenancy.subnets);
+        let Some(unreadable) = listing.skipped.iter().find(ours) else { return Err(error) };
+        tracing::warn!(subnets = %tenancy.subnets, reason = unreadable.reason, "somebody made this node's lease unreadable; putting it back");
+        let (sent, tenure) = (self.clock.boottime(), self.tenure(tenancy.term.is_none()));
+        match self.store.update(&tenancy.subnets, unreadable.revision, &tenancy.attrs, tenure).await {
+            Ok(entry) => drop(self.settle(entry, Some(Term { sent, ttl: self.ttl }))),
+            // Changed once more: to be looked at again.
+            Err(Error::Conflict { .. }) => return Err(error),
+            Err(error) => return Err(error),
+        }
+        Ok(None)
     }
 
     /// The key is there: under whose mark, and with whose attributes?

@@ -16,6 +16,7 @@ mod manager;
 mod memory;
 mod metered;
 mod readiness;
+mod reconfigure;
 mod reflect;
 mod registry;
 mod subnet_env;

@@ -18,7 +18,7 @@ use crate::allocate::allocate;
 use crate::backoff::Backoff;
 use crate::clock::{Clock, SystemClock};
 use crate::entries::{earlier, fits, own_entry, taken, unfit};
-use crate::fallback::{Fallback, Task};
+use crate::fallback::{Fallback, Task, unanswered};
 use crate::hold::{Tenancy, Term};
 use crate::metered::Metered;
 use crate::reflect::Reflector;
@@ -304,13 +304,17 @@ impl SubnetManager for LocalManager {
         Config::parse(&config.text).map_err(|source| Error::Config { location: config.location, source })
     }
 
+    async fn config_changed(&self, seen: &Config) -> Result<Config> {
+        self.another_config(seen).await
+    }
+
     /// Finds the lease by mark, else by public address if exactly one lease has one of this host's. Not by the
     /// previous subnets: another node may have them by now, with keys and MAC addresses of its own.
     async fn hints(&self) -> Result<Hints> {
         let listing = match self.remembered_lease() {
             None => self.store.list().await?,
             Some(lease) => match self.promptly(self.store.list()).await {
-                Err(Error::Store { .. }) => {
+                Err(error) if unanswered(&error) => {
                     return Ok(Hints {
                         public: Dual::default(),
                         last_published: Some(lease.attrs.clone()),
@@ -340,7 +344,7 @@ impl SubnetManager for LocalManager {
         let attrs = as_stored(attrs);
         let Some(cached) = self.cached_lease() else { return self.acquire(&attrs).await };
         match self.promptly(self.acquire(&attrs)).await {
-            Err(error @ Error::Store { .. }) => Ok(self.settle_cached(&cached, &attrs, &error)),
+            Err(error) if unanswered(&error) => Ok(self.settle_cached(&cached, &attrs, &error)),
             acquired => acquired,
         }
     }

@@ -230,10 +230,13 @@ impl MemoryRegistry {
     fn list_now(&self) -> Result<Listing> {
         let inner = self.reach()?;
         let mut listing = Listing { revision: Revision(inner.revision), ..Listing::default() };
-        for key in inner.keys.keys() {
+        for (key, stored) in &inner.keys {
             match inner.read(key) {
                 Now::Held(entry) => listing.entries.push(entry),
-                Now::Unreadable(reason) => listing.skipped.push(Skipped { key: key.clone(), reason }),
+                Now::Unreadable(reason) => {
+                    let revision = Revision(stored.revision);
+                    listing.skipped.push(Skipped { key: key.clone(), reason, revision });
+                }
                 Now::Gone => (),
             }
         }

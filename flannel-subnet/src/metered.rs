@@ -5,9 +5,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use flannel_core::{Error, LeaseAttrs, Result, Revision, StoreStatus, Subnets};
+use flannel_core::{LeaseAttrs, Result, Revision, StoreStatus, Subnets};
 
 use crate::clock::Clock;
+use crate::fallback::unanswered;
 use crate::registry::{Batch, ConfigText, Entry, Listing, Mark, Now, Registry, Skipped, Tenure, Watch};
 
 #[derive(Debug)]
@@ -42,7 +43,7 @@ impl Books {
         self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enters one request. An answer that is a refusal is an answer.
+    /// Enters one request. A conflict is an answer; who refuses to speak with us has confirmed nothing.
     fn request<T>(&self, result: Result<T>, revision: impl Fn(&T) -> Option<Revision>) -> Result<T> {
         self.lock().requests += 1;
         self.outcome(&result, revision);
@@ -54,7 +55,7 @@ impl Books {
         let mut status = self.lock();
         let revision = match result {
             Ok(answer) => revision(answer),
-            Err(Error::Store { .. }) => {
+            Err(error) if unanswered(error) => {
                 status.failures += 1;
                 status.last_error = result.as_ref().err().map(|error| (error.to_string(), now));
                 return;

@@ -72,6 +72,8 @@ pub struct Skipped {
     pub key: String,
     /// Why it was skipped.
     pub reason: String,
+    /// What [`Registry::update`] takes to replace it; 0 in stores that cannot tell.
+    pub revision: Revision,
 }
 
 /// Everything that a store holds at one moment.

@@ -224,9 +224,41 @@ async fn a_renewed_lease_lives_for_ever_and_wakes_nobody() {
     let before = held.manager.store_status().requests;
     tokio::time::sleep(10 * DAY).await;
     assert!(!views.has_changed().unwrap());
-    assert_eq!(held.manager.store_status().requests - before, 10, "one request every 23 hours, no more");
+    assert_eq!(held.manager.store_status().requests - before, 20, "two requests every 23 hours, no more");
     assert!(matches!(held.manager.ownership(), Ownership::For(left) if left > HOUR - Duration::from_secs(1)));
     assert!(!held.task.is_finished());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_somebody_made_unreadable_is_put_back_at_the_next_renewal() {
+    let registry = MemoryRegistry::with_config(V4);
+    let held = hold(node(&registry, 1), &attrs(&["192.0.2.1"])).await;
+    let key = held.lease.subnets;
+    registry.put_raw(&key.to_string(), "not json", None);
+    tokio::time::sleep(DAY).await;
+    let entry = registry.entry(&key).await.unwrap().unwrap();
+    assert_eq!((entry.mark, entry.lease.attrs), (Some(Mark(1)), held.lease.attrs.clone()));
+    assert!(matches!(held.manager.ownership(), Ownership::For(_)));
+    assert!(!held.task.is_finished());
+}
+
+#[tokio::test(start_paused = true)]
+async fn another_config_is_noticed_and_a_wrong_one_is_none() {
+    let registry = MemoryRegistry::with_config(V4);
+    let manager = node(&registry, 1);
+    let seen = manager.network_config().await.unwrap();
+    let changed = manager.config_changed(&seen);
+    tokio::pin!(changed);
+    for text in [Some("nonsense"), None, Some(V4)] {
+        registry.set_config(text);
+        assert!(tokio::time::timeout(HOUR, &mut changed).await.is_err(), "{text:?}");
+    }
+    registry.set_outage(true);
+    registry.set_config(Some(V6));
+    assert!(tokio::time::timeout(HOUR, &mut changed).await.is_err(), "out of reach");
+    registry.set_outage(false);
+    let config = tokio::time::timeout(HOUR, changed).await.unwrap().unwrap();
+    assert!(config.networks.v6.is_some());
 }
 
 #[tokio::test(start_paused = true)]

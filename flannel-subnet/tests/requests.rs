@@ -10,7 +10,8 @@ use async_trait::async_trait;
 use flannel_core::{Error, Lease, LeaseAttrs, LeaseEnd, Result, Revision, SubnetManager, Subnets};
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
-    Batch, Clock, ConfigText, Entry, Identity, Listing, LocalManager, Mark, Registry, Tenure, Watch,
+    Batch, Clock, ConfigText, Entry, Identity, Listing, LocalManager, Mark, MemoryRegistry, Registry, Tenure,
+    Watch,
 };
 use mockall::mock;
 
@@ -32,6 +33,7 @@ mock! {
         async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()>;
         async fn keep_alive(&self, subnets: &Subnets, mark: Mark) -> Result<Option<Duration>>;
         async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>>;
+        fn trouble(&self) -> Option<String>;
     }
 }
 
@@ -118,7 +120,12 @@ async fn a_lost_race_costs_one_request_more() {
     store.expect_create_or_list().times(2).returning({
         let lost = Arc::clone(&lost);
         move |subnets, _, _| match lost.set(*subnets) {
-            Ok(()) => Ok(Err(Listing { entries: vec![at(*subnets, 2)], ..Listing::default() })),
+            Ok(()) => {
+                let mut other = at(*subnets, 2);
+                other.lease.attrs.public =
+                    ["192.0.2.2".parse::<std::net::IpAddr>().unwrap()].into_iter().collect();
+                Ok(Err(Listing { entries: vec![other], ..Listing::default() }))
+            }
             Err(_) => Ok(Ok(at(*subnets, 1))),
         }
     });
@@ -189,4 +196,47 @@ async fn who_was_no_owner_for_a_while_looks_at_the_key_before_it_is_one_again() 
     store.expect_entry().times(1).returning(|_| Ok(Some(entry(Some(2)))));
     let LeaseEnd::Taken { by } = hold(store, vec![entry(Some(1))]).await else { panic!("taken") };
     assert!(by.contains("0002"), "{by}");
+}
+
+/// The watch is silent and the list out of date, but renewals go through.
+#[tokio::test(start_paused = true)]
+async fn a_renewal_looks_at_the_key_even_if_the_view_is_content() {
+    let mut store = MockStore::new();
+    store.expect_keep_alive().returning(|_, _| Ok(Some(DAY)));
+    store.expect_entry().returning(|_| Ok(Some(entry(Some(2)))));
+    let end = hold(store, vec![entry(Some(1))]).await;
+    assert!(matches!(end, LeaseEnd::Taken { .. }), "{end:?}");
+}
+
+fn refusal() -> Error {
+    Error::Refused { store: "memory".into(), reason: "the certificate has expired".into() }
+}
+
+#[tokio::test]
+async fn a_store_that_refuses_has_confirmed_nothing_and_the_cache_answers() {
+    let path = tempfile::tempdir().unwrap();
+    let path = path.path().join("leases");
+    let identity = || Identity { mark: Mark(1), previous: None, local_addresses: Vec::new() };
+    let registry = Arc::new(MemoryRegistry::with_config(r#"{"Network":"10.1.0.0/16"}"#));
+    let before = LocalManager::new(registry, identity()).with_cache(&path);
+    let lease = before.acquire_lease(&entry(None).lease.attrs).await.unwrap();
+    let mut views = before.watch_leases().await.unwrap();
+    views.wait_for(|view| view.leases.len() == 1).await.unwrap();
+    while !path.exists() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+
+    let mut store = MockStore::new();
+    store.expect_fmt().returning(|f| f.write_str("memory"));
+    store.expect_trouble().return_const(None);
+    store.expect_config().returning(|| Err(refusal()));
+    store.expect_list().returning(|| Err(refusal()));
+    let after = LocalManager::new(Arc::new(store), identity()).with_cache(&path);
+    let config = after.network_config().await.unwrap();
+    assert_eq!(config.pod_networks().next().unwrap().to_string(), "10.1.0.0/16");
+    let status = after.store_status();
+    assert!(status.confirmed.is_none() && status.failures == 1, "{status:?}");
+    assert!(status.last_error.unwrap().0.contains("has expired"));
+    assert_eq!(after.hints().await.unwrap().previous, Some(lease.subnets));
+    assert_eq!(after.acquire_lease(&lease.attrs).await.unwrap().subnets, lease.subnets);
 }

@@ -89,14 +89,16 @@ impl Options {
         env: impl Fn(&str) -> Option<OsString>,
     ) -> Result<Self, Error> {
         let command = Self::command();
-        // An empty value is none, as in Go's string flags.
-        let is_empty =
-            |arg: &OsString| arg.to_str().is_some_and(|arg| arg.starts_with("--") && arg.ends_with('='));
-        let mut args: Vec<OsString> = args.into_iter().map(go_style).filter(|arg| !is_empty(arg)).collect();
-        let flags: Vec<String> =
-            command.get_arguments().filter_map(|a| a.get_long()).map(str::to_owned).collect();
+        let long = |a: &clap::Arg| a.get_long().map(str::to_owned);
+        let flags: Vec<String> = command.get_arguments().filter_map(long).collect();
+        let with_value = command.get_arguments().filter(|a| a.get_action().takes_values());
+        let given = go_style(args, &with_value.filter_map(long).collect::<Vec<_>>());
+        // An empty value is none, as in Go's string flags, and beats the environment all the same.
+        let is_empty = |arg: &OsString| {
+            arg.to_str().is_some_and(|arg| arg.starts_with("--") && arg.find('=') == Some(arg.len() - 1))
+        };
+        let mut args: Vec<OsString> = given.iter().filter(|arg| !is_empty(arg)).cloned().collect();
         let mut variables = Vec::new();
-        let given = args.clone();
         for flag in flags.iter().filter(|flag| !is_given(&given, flag)) {
             let name = format!("FLANNELD_{}", flag.to_uppercase().replace(['-', '.'], "_"));
             if let Some(value) = env(&name).filter(|value| !value.is_empty()) {
@@ -135,14 +137,33 @@ impl Options {
     }
 }
 
-/// `-iface` is `--iface` to Go; single letters stay what they are.
-fn go_style(arg: OsString) -> OsString {
-    match arg.to_str() {
-        Some(text) if text.len() > 2 && text.starts_with('-') && text.as_bytes()[1].is_ascii_alphabetic() => {
-            OsString::from(format!("-{text}"))
+/// As Go reads them: `-iface` is `--iface`, and the word after a flag that takes a value is that value, whatever
+/// it looks like. Single letters stay what they are.
+fn go_style(args: impl IntoIterator<Item = OsString>, with_value: &[String]) -> Vec<OsString> {
+    let mut args = args.into_iter();
+    let mut all: Vec<OsString> = args.next().into_iter().collect();
+    while let Some(arg) = args.next() {
+        if arg == "--" {
+            all.push(arg);
+            break;
         }
-        _ => arg,
+        let is_long =
+            |text: &str| text.len() > 2 && text.starts_with('-') && text.as_bytes()[1].is_ascii_alphabetic();
+        let mut arg = match arg.to_str() {
+            Some(text) if is_long(text) => OsString::from(format!("-{text}")),
+            _ => arg,
+        };
+        let name = arg.to_str().and_then(|text| text.strip_prefix("--"));
+        if name.is_some_and(|name| with_value.iter().any(|flag| flag == name))
+            && let Some(value) = args.next()
+        {
+            arg.push("=");
+            arg.push(value);
+        }
+        all.push(arg);
     }
+    all.extend(args);
+    all
 }
 
 fn is_given(args: &[OsString], flag: &str) -> bool {
@@ -247,6 +268,20 @@ mod tests {
         };
         assert_eq!(options.etcd.options(), expected);
         assert!(!format!("{options:?}").contains("hunter2"));
-        assert_eq!(parse(&["--etcd-cafile="], &[]).unwrap().etcd.options().cafile, None);
+        for empty in [&["--etcd-cafile="] as &[&str], &["--etcd-cafile", ""], &["-etcd-cafile", ""]] {
+            assert_eq!(parse(empty, &[("FLANNELD_ETCD_CAFILE", "/ca")]).unwrap().etcd.options().cafile, None);
+        }
+        for password in ["c2VjcmV0==", "-hunter2", "--", "a=b"] {
+            let password = Some(password.to_owned());
+            for args in [
+                vec![format!("--etcd-password={}", password.as_deref().unwrap())],
+                vec!["-etcd-password".to_owned(), password.clone().unwrap()],
+            ] {
+                let args: Vec<&str> = args.iter().map(String::as_str).collect();
+                assert_eq!(parse(&args, &[]).unwrap().etcd.options().password, password, "{args:?}");
+            }
+        }
+        let twice = parse(&["--etcd-endpoints=a:1,b:2", "--etcd-endpoints", "c:3"], &[]).unwrap();
+        assert_eq!(twice.etcd.options().endpoints, ["c:3"]);
     }
 }

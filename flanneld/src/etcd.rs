@@ -16,6 +16,7 @@ pub struct EtcdFlags {
         long = "etcd-endpoints",
         value_name = "URLS",
         value_delimiter = ',',
+        action = clap::ArgAction::Set,
         default_value = "http://127.0.0.1:4001,http://127.0.0.1:2379"
     )]
     pub endpoints: Vec<String>,

@@ -27,6 +27,9 @@ use crate::wait::patiently;
 
 /// Between two networks, so that what changes all the time does not keep a core busy.
 const REBUILD_PAUSE: Duration = Duration::from_millis(100);
+/// Until the kernel, which could not be watched, is watched again.
+const WATCH_RETRY: Duration = Duration::from_secs(1);
+
 /// Runs the daemon in the calling thread's network namespace. Ends only with an error.
 ///
 /// # Errors
@@ -67,6 +70,16 @@ struct Ready {
     views: watch::Receiver<View>,
     /// It leads to the peers, but this node has no lease: its time ran out, and the store does not answer.
     lapsed: bool,
+    /// The config comes from the cache.
+    cached: bool,
+    chosen: Chosen,
+}
+
+/// The external interface, and how it was chosen.
+struct Chosen {
+    kernel: Arc<NetlinkKernel>,
+    iface: ExternalInterface,
+    selectors: Selectors,
 }
 
 /// Asks the store for everything that a network is built from, and builds it.
@@ -77,8 +90,10 @@ async fn start(
     identity: String,
 ) -> Result<Ready, Error> {
     let config = subnets.network_config().await?;
+    let cached = subnets.store_status().confirmed.is_none();
     let hints = subnets.hints().await?;
-    let iface = choose_interface(kernel, options, &hints, &config)?;
+    let selectors = selectors(options, &hints);
+    let iface = choose_interface(kernel, &selectors, &config)?;
     let backend = backends::find(&config.backend.kind)?;
     let views = subnets.watch_leases().await?;
     if !config.backend.explicit {
@@ -105,12 +120,13 @@ async fn start(
         iface.mtu
     );
     warn_of_clashes(kernel, &config)?;
-    Ok(Ready { config, backend, network, views, lapsed })
+    let chosen = Chosen { kernel: Arc::clone(kernel), iface: host.iface, selectors };
+    Ok(Ready { config, backend, network, views, lapsed, cached, chosen })
 }
 
 /// One network, from its start until something it was built from changes: the reason.
 async fn run_network(options: &Options, subnets: &dyn SubnetManager, ready: Ready) -> Result<String, Error> {
-    let Ready { config, backend, network, mut views, lapsed } = ready;
+    let Ready { config, backend, network, mut views, lapsed, cached, chosen } = ready;
     let handle = network.handle();
     warn_if_stale(subnets, &views.borrow());
     if lapsed {
@@ -148,7 +164,44 @@ async fn run_network(options: &Options, subnets: &dyn SubnetManager, ready: Read
             ended => Err(Error::Stopped(format!("{ended:?}"))),
         },
         reason = hold => reason,
+        reason = config_to_apply(subnets, &config, cached) => reason,
+        reason = chosen.changed(&config) => Ok(reason),
         never = log_status(handle.status) => match never {},
+    }
+}
+
+/// Waits until the network config is one that the running network can change to. What the cache knew was never
+/// more than a guess, so that anything may follow; but pods do not survive another pod network.
+async fn config_to_apply(subnets: &dyn SubnetManager, used: &Config, cached: bool) -> Result<String, Error> {
+    let mut seen = used.clone();
+    loop {
+        let now = subnets.config_changed(&seen).await?;
+        if now.networks != used.networks && !cached {
+            tracing::warn!(
+                "the network config has other networks now, which are used from the next start on"
+            );
+        } else if now != *used {
+            return Ok("the network config has changed".to_owned());
+        }
+        seen = now;
+    }
+}
+
+impl Chosen {
+    /// Waits until another choice is needed, and possible.
+    async fn changed(&self, config: &Config) -> String {
+        let families: Vec<_> = config.networks.families().collect();
+        let mut said = false;
+        loop {
+            match self.kernel.interface_changed(&self.iface, &self.selectors, &families).await {
+                Ok(reason) => return reason,
+                Err(error) if !std::mem::replace(&mut said, true) => {
+                    tracing::warn!("{} cannot be watched, trying on: {error}", self.iface.name);
+                }
+                Err(_) => (),
+            }
+            tokio::time::sleep(WATCH_RETRY).await;
+        }
     }
 }
 
@@ -193,22 +246,23 @@ fn addresses_of(iface: &ExternalInterface) -> String {
     iface.address.iter().map(one).collect::<Vec<_>>().join(", ")
 }
 
-fn choose_interface(
-    kernel: &NetlinkKernel,
-    options: &Options,
-    hints: &Hints,
-    config: &Config,
-) -> Result<ExternalInterface, Error> {
-    let prescribed = hints.public;
-    let given = options.public();
-    let selectors = Selectors {
+fn selectors(options: &Options, hints: &Hints) -> Selectors {
+    let (prescribed, given) = (hints.public, options.public());
+    Selectors {
         iface: options.iface.clone(),
         iface_regex: options.iface_regex.clone(),
         can_reach: options.iface_can_reach,
         public: flannel_core::Dual::from_fn(|family| prescribed[family].or(given[family])),
-    };
+    }
+}
+
+fn choose_interface(
+    kernel: &NetlinkKernel,
+    selectors: &Selectors,
+    config: &Config,
+) -> Result<ExternalInterface, Error> {
     let families: Vec<_> = config.networks.families().collect();
-    let iface = kernel.external_interface(&selectors, families)?;
+    let iface = kernel.external_interface(selectors, families)?;
     if let Some(IpAddr::V6(address)) = iface.public.v6.filter(|_| config.networks.v6.is_some())
         && address.is_unicast_link_local()
     {

@@ -337,3 +337,49 @@ fn every_family_gets_its_lines_in_the_subnet_file() {
         }
     });
 }
+
+/// Everything that leads to the peer, without what changes with time.
+fn way_to_peer() -> Vec<String> {
+    ["route show 10.1.7.0/24", "neigh show 10.1.7.0 dev flannel.1"].map(ip).into()
+}
+
+#[test]
+fn another_address_or_mtu_of_the_interface_is_followed_and_nothing_is_lost() {
+    in_netns(|| {
+        uplink();
+        ip("address add 192.0.2.8/24 dev eth0");
+        let place = Place::new(CONFIG);
+        peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
+        let daemon = place.start(&[]);
+        daemon.wait_for_log("in sync peers=1");
+        let before = way_to_peer();
+        let lease = place.own_lease();
+        let mut monitor =
+            Command::new("ip").args(["monitor", "route", "neigh"]).stdout(Stdio::piped()).spawn().unwrap();
+
+        ip("address del 192.0.2.1/24 dev eth0");
+        // The kernel makes the next address of the subnet the first one, or takes it away too.
+        ip("address replace 192.0.2.8/24 dev eth0");
+        daemon.wait_for_log("eth0 has the IPv4 address 192.0.2.8 now, not 192.0.2.1");
+        wait_until(|| fs::read_to_string(&lease).unwrap().contains("192.0.2.8"), || daemon.log());
+        wait_until(
+            || ip("-d link show flannel.1").contains("local 192.0.2.8"),
+            || ip("-d link show flannel.1"),
+        );
+
+        ip("link set eth0 mtu 1400");
+        daemon.wait_for_log("eth0 has the MTU 1400 now, not 1500");
+        let env = || fs::read_to_string(place.subnet_file()).unwrap();
+        wait_until(|| env().contains("FLANNEL_MTU=1350\n"), env);
+        wait_until(|| ip("link show flannel.1").contains("mtu 1350"), || ip("link show flannel.1"));
+        assert_eq!(place.own_lease(), lease);
+        assert_eq!(way_to_peer(), before);
+        monitor.kill().unwrap();
+        let mut seen = String::new();
+        monitor.stdout.take().unwrap().read_to_string(&mut seen).unwrap();
+        monitor.wait().unwrap();
+        let lost: Vec<_> =
+            seen.lines().filter(|line| line.starts_with("Deleted") && line.contains("10.1.7.0")).collect();
+        assert_eq!(lost, [""; 0], "{seen}");
+    });
+}

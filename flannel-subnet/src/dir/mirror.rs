@@ -156,7 +156,11 @@ impl Mirror {
         let mut listing = Listing { revision: self.revision(), ..Listing::default() };
         for (key, state) in &self.files {
             listing.entries.extend(state.good.as_ref().map(|file| file.entry.clone()));
-            let skipped = |reason: &String| Skipped { key: key.clone(), reason: reason.clone() };
+            let skipped = |reason: &String| Skipped {
+                key: key.clone(),
+                reason: reason.clone(),
+                revision: Revision::default(),
+            };
             listing.skipped.extend(state.bad.as_ref().map(skipped));
         }
         listing

@@ -64,12 +64,12 @@ impl Attempts {
         let mut failures: Vec<Option<Trouble>> = vec![None; connections.len()];
         for attempt in 0.. {
             let place = connections.current();
-            let trouble = match self.attempt(place, &request).await {
+            let trouble = match self.attempt(place, key, &request).await {
                 Ok(value) => {
                     *self.note() = None;
                     return Ok(Answer { value, repeated: attempt > 0 });
                 }
-                Err(trouble) => trouble.explained(key, self.options()),
+                Err(trouble) => trouble,
             };
             let endpoint = connections.name(place);
             if trouble.cure == Cure::People {
@@ -81,11 +81,12 @@ impl Attempts {
             let all = failures.iter().flatten();
             let hopeless =
                 all.clone().filter(|trouble| trouble.cure == Cure::Endpoint).count() == failures.len();
-            if hopeless || begin.elapsed() >= self.options().patience {
+            // Every endpoint gets its chance before anybody waits or gives up.
+            let all_asked = failures.iter().all(Option::is_some);
+            if hopeless || (all_asked && begin.elapsed() >= self.options().patience) {
                 return Err(self.give_up(key, &failures, hopeless));
             }
-            // Every endpoint gets its chance before anybody waits.
-            if failures.iter().all(Option::is_some) {
+            if all_asked {
                 *self.note() = Some(format!("etcd: {key}: {}", self.each(&failures)));
                 tokio::time::sleep(backoff.pause()).await;
             }
@@ -96,6 +97,7 @@ impl Attempts {
     async fn attempt<T, F>(
         &self,
         place: usize,
+        key: &str,
         request: impl Fn(Connection) -> F + Send + Sync,
     ) -> Result<T, Trouble>
     where
@@ -103,8 +105,10 @@ impl Attempts {
     {
         let within = self.options().request_timeout;
         let outcome = timeout(within, async {
-            let connection = self.connections.connect(place).await?;
+            let connection = self.connections.connect(place).await;
+            let connection = connection.map_err(|trouble| trouble.explained(key, self.options()))?;
             let outcome = connection.interpret(request(connection.clone()).await);
+            let outcome = outcome.map_err(|trouble| trouble.explained(key, self.options()));
             if outcome.as_ref().is_err_and(|trouble| trouble.cure == Cure::Connection) {
                 self.connections.forget(place, &connection).await;
             }

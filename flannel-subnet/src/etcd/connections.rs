@@ -58,19 +58,21 @@ pub(super) struct Connections {
     endpoints: Vec<(String, Mutex<Option<Connection>>)>,
     current: AtomicUsize,
     made: AtomicUsize,
+    /// The files of which it was said that they cannot be used.
+    said: StdMutex<Option<Files>>,
 }
 
 impl Connections {
     pub(super) fn new(options: EtcdOptions) -> Result<Self> {
         let refused = |reason| Error::Refused { store: "etcd".into(), reason };
-        options.check().map_err(refused)?;
+        let options = options.checked().map_err(refused)?;
         if options.endpoints.iter().any(|endpoint| is_tls(endpoint)) {
             tls(&options).map_err(refused)?;
         }
         let endpoints: Vec<_> =
             options.endpoints.iter().map(|endpoint| (endpoint.clone(), Mutex::default())).collect();
         let current = AtomicUsize::new(fastrand::usize(..endpoints.len()));
-        Ok(Self { options, endpoints, current, made: AtomicUsize::new(0) })
+        Ok(Self { options, endpoints, current, made: AtomicUsize::new(0), said: StdMutex::default() })
     }
 
     pub(super) fn len(&self) -> usize {
@@ -105,7 +107,10 @@ impl Connections {
             && trouble.cure == Cure::People
         {
             // Perhaps only one of the two files is replaced so far.
-            tracing::warn!(%endpoint, "the changed files are not used yet: {}", trouble.text);
+            let said = self.said.lock().unwrap_or_else(PoisonError::into_inner).replace(files.clone());
+            if said != Some(files) {
+                tracing::warn!(%endpoint, "the changed files are not used yet: {}", trouble.text);
+            }
             return Ok(old.clone());
         }
         let number = self.made.fetch_add(1, Ordering::Relaxed);

@@ -56,6 +56,10 @@ impl Trouble {
         } else if self.text.contains("authentication failed") {
             self.text = format!("it does not accept {user} with this password: {}", self.text);
         } else if self.text.contains("user name is empty") {
+            // With a user name: authentication was enabled after this connection was made.
+            if options.username.is_some() {
+                self.cure = Cure::Connection;
+            }
             self.text = format!("it wants a user name and a password: {}", self.text);
         }
         self
@@ -87,7 +91,14 @@ impl From<Error> for Trouble {
 /// What status is worth another attempt. etcd uses `Unknown` and `Internal` for what its own members say
 /// to each other.
 fn cure(code: Code, message: &str) -> Cure {
+    let says = |texts: &[&str]| texts.iter().any(|text| message.contains(text));
     match code {
+        // What one member says of our user, all say.
+        _ if says(&["etcdserver: permission denied", "authentication failed", "user name is empty"]) => {
+            Cure::People
+        }
+        // A member that will be able to later.
+        _ if says(&["learner", "not capable"]) => Cure::Time,
         Code::Unauthenticated => Cure::Connection,
         // Users or roles were changed since the token was given.
         Code::InvalidArgument if message.contains("auth store is old") => Cure::Connection,
@@ -96,7 +107,7 @@ fn cure(code: Code, message: &str) -> Cure {
         | Code::Unimplemented
         | Code::FailedPrecondition
         | Code::AlreadyExists
-        | Code::NotFound => Cure::People,
+        | Code::NotFound => Cure::Endpoint,
         _ => Cure::Time,
     }
 }
@@ -125,8 +136,8 @@ fn certificates(chain: &str) -> Option<String> {
                 "its certificate was issued by none of those whom we trust (is the cafile right?)",
             ),
             ("xpired", "its certificate has expired, or our clock is wrong"),
-            ("NotValidYet", "its certificate is not valid yet, or our clock is wrong"),
-            ("NotValidForName", "its certificate is for another name"),
+            ("not valid yet", "its certificate is not valid yet, or our clock is wrong"),
+            ("not valid for name", "its certificate is for another name"),
         ];
         let told = told.iter().find(|(word, _)| said.contains(word)).map(|(_, told)| *told);
         return Some(format!("{}: {said}", told.unwrap_or("its certificate is not acceptable")));
@@ -163,6 +174,14 @@ mod tests {
             (Code::Unauthenticated, "etcdserver: invalid auth token", Cure::Connection),
             (Code::InvalidArgument, "etcdserver: revision of auth store is old", Cure::Connection),
             (Code::InvalidArgument, "etcdserver: authentication failed", Cure::People),
+            (Code::FailedPrecondition, "etcdserver: rpc not supported for learner", Cure::Time),
+            (Code::FailedPrecondition, "etcdserver: not capable", Cure::Time),
+            (
+                Code::Unimplemented,
+                "grpc-status header missing, mapped from HTTP status code 404",
+                Cure::Endpoint,
+            ),
+            (Code::PermissionDenied, "mapped from HTTP status code 403", Cure::Endpoint),
             (Code::PermissionDenied, "etcdserver: permission denied", Cure::People),
         ] {
             let trouble = Trouble::from(Error::GRpcStatus(tonic::Status::new(code, message)));
@@ -175,7 +194,8 @@ mod tests {
         for (chain, says) in [
             ("tcp: invalid peer certificate: UnknownIssuer", "none of those whom we trust"),
             ("invalid peer certificate: Expired", "has expired"),
-            ("invalid peer certificate: NotValidForName", "another name"),
+            ("invalid peer certificate: certificate not valid for name \"a\"", "another name"),
+            ("invalid peer certificate: certificate not valid yet: verification time", "our clock is wrong"),
             ("received fatal alert: CertificateRequired", "wants a certificate"),
             ("received fatal alert: BadCertificate", "does not accept our certificate"),
             ("received corrupt message of type InvalidContentType", "http://"),

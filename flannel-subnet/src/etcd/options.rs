@@ -16,7 +16,8 @@ use std::time::Duration;
 /// ```
 #[derive(Clone, PartialEq, Eq)]
 pub struct EtcdOptions {
-    /// URLs that begin with `http://` or `https://`; at least one.
+    /// URLs such as `http://192.0.2.1:2379` or `https://etcd.example:2379`; at least one. Without a scheme it is
+    /// `https://` if a TLS file is named, else `http://`; what is empty does not count.
     pub endpoints: Vec<String>,
     /// What all keys begin with, without `/config` and `/subnets`.
     pub prefix: String,
@@ -70,16 +71,18 @@ impl fmt::Debug for EtcdOptions {
 }
 
 impl EtcdOptions {
-    /// What cannot work, whatever etcd says.
-    pub(super) fn check(&self) -> Result<(), String> {
+    /// The same with endpoints in full, if all of it can work, whatever etcd says.
+    pub(super) fn checked(mut self) -> Result<Self, String> {
+        let tls = [&self.cafile, &self.certfile, &self.keyfile].into_iter().any(Option::is_some);
+        let endpoints = self.endpoints.iter().map(|endpoint| endpoint.trim());
+        let endpoints = endpoints.filter(|endpoint| !endpoint.is_empty());
+        self.endpoints = endpoints.map(|endpoint| url(endpoint, tls)).collect::<Result<_, _>>()?;
         if self.endpoints.is_empty() {
             return Err("no endpoint; name at least one, such as http://127.0.0.1:2379".into());
         }
-        for endpoint in &self.endpoints {
-            let rest = endpoint.strip_prefix("http://").or_else(|| endpoint.strip_prefix("https://"));
-            if rest.is_none_or(|rest| rest.is_empty() || rest.contains([' ', '@'])) {
-                return Err(format!("the endpoint {endpoint:?} is not a URL such as http://127.0.0.1:2379"));
-            }
+        let plain = self.endpoints.iter().filter(|endpoint| endpoint.starts_with("http://"));
+        for endpoint in plain.filter(|_| tls) {
+            tracing::warn!(%endpoint, "TLS is not used, though its files are named: that takes https://");
         }
         let pairs = [
             ("a certificate", self.certfile.is_some(), "its key", self.keyfile.is_some()),
@@ -91,8 +94,46 @@ impl EtcdOptions {
                 return Err(format!("{has} is given, but not {lacks}; give both or neither"));
             }
         }
-        Ok(())
+        Ok(self)
     }
+}
+
+/// An endpoint as a URL of nothing but scheme, host and port.
+fn url(endpoint: &str, tls: bool) -> Result<String, String> {
+    if let Some((_, host)) = endpoint.rsplit_once('@') {
+        return Err(format!(
+            "the endpoint at {host} holds a user name or password, which belong into options of their own"
+        ));
+    }
+    let refuse = |why: &str| {
+        Err(format!("the endpoint {endpoint:?} {why}; right would be a URL such as http://127.0.0.1:2379"))
+    };
+    let (scheme, rest) = match endpoint.split_once("://") {
+        Some((scheme, rest)) => (scheme.to_ascii_lowercase(), rest),
+        None => (if tls { "https" } else { "http" }.to_owned(), endpoint),
+    };
+    if scheme == "unix" || scheme == "unixs" {
+        return refuse("is a Unix socket, which is not supported");
+    }
+    if scheme != "http" && scheme != "https" {
+        return refuse("has an unknown scheme");
+    }
+    let rest = rest.strip_suffix('/').unwrap_or(rest);
+    let Some((host, port)) = rest.rsplit_once(':').filter(|(_, port)| !port.contains(']')) else {
+        return refuse("names no port");
+    };
+    let is_v6 = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+    let good = match is_v6 {
+        Some(address) => address.parse::<std::net::Ipv6Addr>().is_ok(),
+        None => !host.is_empty() && !host.contains([' ', '/', ':', '[', ']', '?', '#']),
+    };
+    if !good {
+        return refuse("names no host");
+    }
+    if port.parse::<u16>().ok().filter(|port| *port > 0).is_none() {
+        return refuse("has a port that is not a number from 1 to 65535");
+    }
+    Ok(format!("{scheme}://{host}:{port}"))
 }
 
 #[cfg(test)]
@@ -113,18 +154,45 @@ mod tests {
     #[test]
     fn what_cannot_work_is_told() {
         let defaults = EtcdOptions::default;
-        assert_eq!(defaults().check(), Ok(()));
+        assert_eq!(defaults().checked(), Ok(defaults()));
         for (options, says) in [
             (EtcdOptions { endpoints: vec![], ..defaults() }, "at least one"),
-            (EtcdOptions { endpoints: vec!["127.0.0.1:2379".into()], ..defaults() }, "127.0.0.1:2379"),
-            (EtcdOptions { endpoints: vec!["ftp://x".into()], ..defaults() }, "ftp://x"),
+            (EtcdOptions { endpoints: vec![" ".into()], ..defaults() }, "at least one"),
             (EtcdOptions { certfile: Some("/x".into()), ..defaults() }, "not its key"),
             (EtcdOptions { keyfile: Some("/x".into()), ..defaults() }, "not a certificate"),
             (EtcdOptions { username: Some("x".into()), ..defaults() }, "not its password"),
             (EtcdOptions { password: Some("secret".into()), ..defaults() }, "not a user name"),
         ] {
-            let error = options.check().unwrap_err();
+            let error = options.checked().unwrap_err();
             assert!(error.contains(says) && !error.contains("secret"), "{error}");
+        }
+    }
+
+    #[test]
+    fn endpoints_are_urls() {
+        for (given, tls, full) in [
+            ("etcd1:2379", false, "http://etcd1:2379"),
+            ("etcd1:2379", true, "https://etcd1:2379"),
+            ("HTTP://h:2379/", true, "http://h:2379"),
+            ("https://[2001:db8::1]:2379", false, "https://[2001:db8::1]:2379"),
+            ("[::1]:2379", false, "http://[::1]:2379"),
+        ] {
+            assert_eq!(url(given, tls).as_deref(), Ok(full), "{given}");
+        }
+        for (given, says) in [
+            ("ftp://x:1", "scheme"),
+            ("unix:///run/etcd", "Unix socket"),
+            ("http://h", "port"),
+            ("http://[::1]", "port"),
+            ("http://h:99999", "65535"),
+            ("http://h:0", "65535"),
+            ("http://:2379", "host"),
+            ("http://2001:db8::1:2379", "host"),
+            ("http://h:2379/path", "port"),
+            ("http://us:secret@h:2379", "h:2379"),
+        ] {
+            let error = url(given, false).unwrap_err();
+            assert!(error.contains(says) && !error.contains("secret"), "{given}: {error}");
         }
     }
 }

@@ -78,7 +78,7 @@ impl EtcdWatch {
 /// etcd wraps the status of a refusal into the reason.
 fn canceled(response: &WatchResponse) -> Trouble {
     let reason = response.cancel_reason();
-    if reason.contains("permission denied") {
+    if reason.contains("permission denied") || reason.contains("user name is empty") {
         Trouble::lasting(reason)
     } else if reason.contains("auth token") || reason.contains("auth store is old") {
         Trouble::token(reason)

@@ -145,6 +145,11 @@ async fn files_that_hold_nothing_are_named_at_once() {
 async fn member_with_users() -> Etcd {
     let etcd = Etcd::spawn("http", &["--auth-token-ttl".into(), "1".into()]);
     etcd.ready().await;
+    enable_users(&etcd).await;
+    etcd
+}
+
+async fn enable_users(etcd: &Etcd) {
     let mut client = etcd.client().await;
     client.user_add("root", "rootpass", None).await.unwrap();
     client.role_add("root").await.unwrap();
@@ -155,7 +160,6 @@ async fn member_with_users() -> Etcd {
     client.role_grant_permission("network", permission).await.unwrap();
     client.user_grant_role("flannel", "network").await.unwrap();
     client.auth_enable().await.unwrap();
-    etcd
 }
 
 fn user(etcd: &Etcd, name: &str, password: &str) -> EtcdOptions {
@@ -229,4 +233,14 @@ async fn a_user_where_none_is_needed_is_no_harm() {
     let etcd = Etcd::start().await;
     let registry = EtcdRegistry::new(user(&etcd, "flannel", "right")).unwrap();
     registry.list().await.unwrap();
+}
+
+#[tokio::test]
+async fn users_may_be_introduced_while_daemons_run() {
+    let etcd = Etcd::start().await;
+    let registry = EtcdRegistry::new(user(&etcd, "flannel", "right")).unwrap();
+    let entry = registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+    enable_users(&etcd).await;
+    assert_eq!(registry.list().await.unwrap().entries, [entry]);
+    assert!(registry.watch(Revision(1)).await.is_ok());
 }

@@ -93,3 +93,32 @@ fn without_a_registry_named_it_is_etcd_at_the_usual_place() {
         daemon.says("store=etcd:http://127.0.0.1:4001,http://127.0.0.1:2379").await;
     });
 }
+
+#[test]
+fn a_changed_config_is_applied_unless_pods_would_not_survive_it() {
+    in_netns_async(|| async {
+        switch();
+        let etcd = etcd_with_peers().await;
+        let host = Host::new(1);
+        let mut daemon = host.start(&etcd.endpoint);
+        daemon.says("in sync").await;
+        let config = format!("{PREFIX}/config");
+        etcd.put(&config, &CONFIG.replace(r#""vxlan""#, r#""vxlan","MTU":1400"#)).await;
+        daemon.says("building the network anew: the network config has changed").await;
+        until_mtu(&host, 1350).await;
+        agrees(&etcd, &host, &daemon).await;
+        etcd.put(&config, &CONFIG.replace("10.1.0.0/16", "10.0.0.0/8")).await;
+        daemon.says("other networks now").await;
+        assert!(daemon.is_running());
+        assert_eq!(daemon.said("building the network anew"), 1, "{}", daemon.log());
+    });
+}
+
+async fn until_mtu(host: &Host, mtu: u32) {
+    let env = host.dir.path().join("run/subnet.env");
+    let begin = std::time::Instant::now();
+    while !std::fs::read_to_string(&env).unwrap_or_default().contains(&format!("FLANNEL_MTU={mtu}\n")) {
+        assert!(begin.elapsed().as_secs() < 20, "{}", std::fs::read_to_string(&env).unwrap());
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+}
