@@ -50,6 +50,10 @@ const LARGEST_ANSWER: usize = 1 << 30;
 ///   the next request.
 /// - **Errors** that no waiting can mend (a wrong password, a missing permission, a certificate that is not
 ///   accepted at any endpoint) come at once as [`Error::Refused`]; all others are [`Error::Store`].
+/// - **Fencing** counts on etcd's lessor. Before 3.4.31 and 3.5.13 a leader that was replaced without knowing it may still
+///   confirm a renewal: what it was frozen for must then be less than a thousandth of the time to live (86 s of a day),
+///   which ownership ends early by. An etcd restored from a backup knows nothing of what happened after it: until
+///   every holder has listed again, a subnet that was given away since then may have two.
 /// - Time to live is counted by etcd, in whole seconds and not below about twice its election timeout.
 #[derive(Clone)]
 pub struct EtcdRegistry(Arc<Shared>);

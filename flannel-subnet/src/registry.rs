@@ -142,7 +142,7 @@ pub struct ConfigText {
 
 /// A store of leases. `Display` is its name, such as `dir:/var/lib/flannel`.
 ///
-/// Implementations: [`MemoryRegistry`](crate::MemoryRegistry), [`DirRegistry`](crate::DirRegistry). What each
+/// Implementations: [`MemoryRegistry`](crate::MemoryRegistry), [`DirRegistry`](crate::DirRegistry), `EtcdRegistry` (feature `etcd`). What each
 /// must do is `testing::registry_suite` (feature `testing`). Requests end in bounded time, with an error if
 /// need be: whoever holds a lease counts on it.
 ///
