@@ -64,7 +64,7 @@ impl Backend for VxlanBackend {
                 networks: config.pod_networks().collect(),
                 // Also without DirectRouting: its routes must go when it is switched off.
                 routes_on: [host.iface.name].into(),
-                routes_without_link: false,
+                ..Owned::default()
             },
             base,
             plan: Box::new(move |lease, env, objects| plan.objects(lease, env, objects)),

@@ -1,6 +1,6 @@
 //! What is asked of a kernel, and which of its objects are ours to touch.
 //!
-//! The one thing to know: [`Kernel`] has four methods, all idempotent or read-only. Policy ([`Owned`]) is a
+//! The one thing to know: [`Kernel`] has five methods, all idempotent or read-only. Policy ([`Owned`]) is a
 //! value decided here; implementations only carry it out.
 
 use std::collections::BTreeSet;
@@ -11,6 +11,7 @@ use async_trait::async_trait;
 
 use crate::address::Subnet;
 use crate::name::LinkName;
+use crate::nexthops::{NexthopBlock, NexthopIds};
 use crate::state::{Addr, Change, Key, Object, Route, State, Via};
 
 /// The route protocol that flannel's routes and nexthops carry (`ip route … proto 241`).
@@ -28,8 +29,8 @@ const PROTOCOL_KERNEL: u8 = 2;
 /// | link | its name is in `links` and it is of a kind we know |
 /// | address | on one of `links`, not link-local |
 /// | neigh, fdb | on one of `links` and permanent |
-/// | route | main table, default metric, no TOS, and: on one of `links` and not made by the kernel itself; or of our protocol and inside `networks` on one of `routes_on`, or without a device |
-/// | nexthop | of our protocol and on one of `links` or `routes_on` |
+/// | route | main table, default metric, no TOS, and: on one of `links` and not made by the kernel itself; or of our protocol and inside `networks`, on one of `routes_on` or by an id in `nexthops` (or a blackhole, if it keeps those) |
+/// | nexthop | of our protocol, and its id in `nexthops` or on one of `links` |
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Owned {
     /// Devices that this network makes.
@@ -38,8 +39,11 @@ pub struct Owned {
     pub networks: Vec<Subnet>,
     /// Devices of others on which this network keeps routes: the external interface.
     pub routes_on: BTreeSet<LinkName>,
-    /// This network keeps routes without a device (blackholes) inside `networks`.
-    pub routes_without_link: bool,
+    /// This network keeps blackhole routes inside `networks`.
+    pub blackholes: bool,
+    /// The ids of its nexthop objects. Backends leave it `None`: whoever asks the kernel next chooses a block
+    /// ([`NexthopBlock::choose`]).
+    pub nexthops: Option<NexthopBlock>,
 }
 
 impl Owned {
@@ -57,29 +61,42 @@ impl Owned {
         permanent && self.links.contains(&link)
     }
 
-    /// A route read from the kernel (main table, default metric, no TOS) is ours.
-    pub fn owns_route(&self, route: &Route, protocol: u8) -> bool {
-        let ours_by_protocol =
-            protocol == ROUTE_PROTOCOL && self.networks.iter().any(|network| network.covers(&route.dst));
-        match route.via {
-            Via::Gateway { link, .. } | Via::Link(link) if self.links.contains(&link) => {
-                protocol != PROTOCOL_KERNEL
-            }
-            Via::Gateway { link, .. } | Via::Link(link) => ours_by_protocol && self.routes_on.contains(&link),
-            Via::Nexthop(_) | Via::Blackhole => ours_by_protocol && self.routes_without_link,
+    /// A route read from the kernel (main table, default metric, no TOS) is ours. `link` is the device that it leaves
+    /// by, itself or through its nexthop object.
+    pub fn owns_route(&self, route: &Route, link: Option<LinkName>, protocol: u8) -> bool {
+        if link.is_some_and(|link| self.links.contains(&link)) {
+            return protocol != PROTOCOL_KERNEL;
         }
+        let may_be = match route.via {
+            Via::Gateway { link, .. } | Via::Link(link) => self.routes_on.contains(&link),
+            Via::Nexthop(id) => self.owns_id(id),
+            Via::Blackhole => self.blackholes,
+        };
+        may_be && protocol == ROUTE_PROTOCOL && self.networks.iter().any(|network| network.covers(&route.dst))
     }
 
     /// A nexthop object read from the kernel is ours.
-    pub fn owns_nexthop(&self, link: LinkName, protocol: u8) -> bool {
-        protocol == ROUTE_PROTOCOL && (self.links.contains(&link) || self.routes_on.contains(&link))
+    pub fn owns_nexthop(&self, id: u32, link: LinkName, protocol: u8) -> bool {
+        protocol == ROUTE_PROTOCOL && (self.owns_id(id) || self.links.contains(&link))
+    }
+
+    fn owns_id(&self, id: u32) -> bool {
+        self.nexthops.is_some_and(|block| block.contains(id))
     }
 
     /// An object that somebody put may be one that a snapshot shows as ours; its protocol is not known yet.
     pub fn may_own(&self, object: &Object) -> bool {
+        let id = match object {
+            Object::Nexthop(nexthop) => Some(nexthop.id),
+            // By which device is not known here.
+            Object::Route(Route { via: Via::Nexthop(_), .. }) if !self.links.is_empty() => return true,
+            Object::Route(Route { via: Via::Nexthop(id), .. }) => Some(*id),
+            _ => None,
+        };
         match object.link() {
+            _ if id.is_some_and(|id| self.owns_id(id)) => true,
             Some(link) => self.links.contains(&link) || self.routes_on.contains(&link),
-            None => matches!(object, Object::Link(_)) || self.routes_without_link,
+            None => matches!(object, Object::Link(_)) || self.blackholes,
         }
     }
 
@@ -89,7 +106,7 @@ impl Owned {
             Key::Link(link) | Key::Addr(link, _) | Key::Neigh(link, _) | Key::Fdb(link, _) => {
                 self.links.contains(link)
             }
-            Key::Nexthop(_) => false,
+            Key::Nexthop(id) => self.owns_id(*id),
             Key::Route(dst) => self.networks.iter().any(|network| network.covers(dst)),
         }
     }
@@ -208,6 +225,14 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     /// # Errors
     /// The kernel could not be read. A dump that changed under way is read again, not reported.
     fn snapshot(&self, owned: &Owned) -> Result<State, KernelError>;
+
+    /// What nexthop objects there are, told apart by whether `owned` can explain them: it explains those of our protocol
+    /// by which no route leads outside its pod networks. A kernel without nexthop objects has none, and they are
+    /// not usable.
+    ///
+    /// # Errors
+    /// The kernel could not be read.
+    fn nexthop_ids(&self, owned: &Owned) -> Result<NexthopIds, KernelError>;
 
     /// Applies `changes` in order and goes on after a failure; one result for each.
     ///

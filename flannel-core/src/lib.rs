@@ -11,6 +11,7 @@ mod kernel_network;
 mod lease;
 mod name;
 mod network;
+mod nexthops;
 mod plan;
 mod reconcile;
 mod state;
@@ -30,6 +31,7 @@ pub use name::{LinkName, MacAddr};
 pub use network::{
     Backend, Disbelief, Ended, ExternalInterface, Failure, Host, Network, NetworkHandle, Status,
 };
+pub use nexthops::{NexthopBlock, NexthopIds};
 pub use plan::{Env, Plan, Rejected};
 pub use state::{Addr, Change, Fdb, Key, Link, LinkKind, Neigh, Nexthop, Object, Route, State, Via, Vxlan};
 pub use subnet::{Hints, LeaseEnd, StoreStatus, SubnetManager, live_view};

@@ -18,6 +18,7 @@ use crate::kernel::{Doubts, Kernel, KernelError, Owned, Report};
 use crate::lease::{LeaseSet, Origin, View};
 use crate::name::LinkName;
 use crate::network::{Failure, Status};
+use crate::nexthops::{Ids, NexthopBlock, nexthop};
 use crate::state::{Change, Key, Object, Route, State, Via, diff};
 
 /// How many changes are handed to the kernel at once. More gains nothing (the kernel works at its own pace), and a
@@ -68,6 +69,9 @@ pub(crate) struct Reconciler {
     owned: Owned,
     base: State,
     peers: Peers,
+    /// The ids of nexthop objects that stand in for the gateways of peers' routes; `None` before the kernel was read,
+    /// and if it has no such objects or we are to use none.
+    ids: Option<Ids>,
     leases: LeaseSet,
     live: bool,
     /// Wanted objects that are not known to be in place.
@@ -98,6 +102,7 @@ impl Reconciler {
             owned,
             base,
             peers,
+            ids: None,
             leases: LeaseSet::default(),
             live: false,
             put: BTreeMap::new(),
@@ -181,9 +186,18 @@ impl Reconciler {
         }
         match (self.want(&key), report) {
             // Says what we want to hear: no reason for doubt (and none for trust: a doubt stays one).
-            (Some(want), Report::Now(object)) if want == object => {}
-            // Its routes went with it, without a word about each.
-            (Some(Object::Nexthop(_)), Report::Gone(_)) => self.unread = true,
+            (Some(want), Report::Now(object)) if want == *object => {}
+            // Its route went with it, without a word.
+            (Some(Object::Nexthop(nexthop)), Report::Gone(_)) => {
+                match self.ids.as_ref().and_then(|ids| ids.dst(nexthop.id)) {
+                    Some(dst) => {
+                        self.put.entry(key).or_insert(Cause::Doubt);
+                        self.put.entry(Key::Route(dst)).or_insert(Cause::Doubt);
+                    }
+                    // One that a plan defined: which routes go by it is not known here.
+                    None => self.unread = true,
+                }
+            }
             (Some(_), _) => {
                 self.put.entry(key).or_insert(Cause::Doubt);
             }
@@ -229,7 +243,7 @@ impl Reconciler {
         }
         // Without its link nothing can be put; one failure in the status says more than ten thousand.
         let missing = |link: LinkName| self.missing_links.contains(&link);
-        let on_missing_link = |key: &Key| self.want(key).and_then(|o| self.link_of(o)).is_some_and(missing);
+        let on_missing_link = |key: &Key| self.want(key).and_then(|o| self.link_of(&o)).is_some_and(missing);
         let mut changes: Vec<Change> = self.puts(|key| !on_missing_link(key)).collect();
         if self.live {
             changes.extend(self.gone.values().rev().cloned().map(Change::Delete));
@@ -282,28 +296,114 @@ impl Reconciler {
         }
     }
 
-    fn want(&self, key: &Key) -> Option<&Object> {
-        self.base.get(key).or_else(|| self.peers.object(key))
+    fn want(&self, key: &Key) -> Option<Object> {
+        if let Some(object) = self.base.get(key) {
+            return Some(object.clone());
+        }
+        if let Key::Nexthop(id) = key
+            && let Some(nexthop) = self.nexthop(*id)
+        {
+            return Some(nexthop);
+        }
+        self.peers.object(key).map(|object| self.by_nexthop(object))
+    }
+
+    /// All that is wanted, in the order of keys.
+    fn wanted(&self) -> impl Iterator<Item = Object> {
+        let ids = self.ids.iter().flat_map(Ids::iter);
+        let nexthops = ids.filter_map(|(id, _)| self.nexthop(id));
+        let peers = merge(nexthops, self.peers.objects().map(|object| self.by_nexthop(object)));
+        merge(self.base.iter().cloned(), peers)
+    }
+
+    /// The nexthop object with this id that a peer's route needs.
+    fn nexthop(&self, id: u32) -> Option<Object> {
+        let dst = self.ids.as_ref()?.dst(id)?;
+        Some(nexthop(self.peers.object(&Key::Route(dst))?, id)?.into())
+    }
+
+    /// A peer's object as the kernel is to have it.
+    fn by_nexthop(&self, object: &Object) -> Object {
+        by_nexthop(object, self.ids.as_ref().and_then(|ids| ids.of(&object.key())))
     }
 
     fn take(&mut self, deltas: Vec<Delta>) {
         for Delta { key, before, after } in deltas {
-            self.peer_objects += usize::from(after.is_some());
-            self.peer_objects -= usize::from(before.is_some());
-            if after.is_some() {
+            let old = self.ids.as_ref().and_then(|ids| ids.of(&key));
+            let gains = after.as_ref().is_some_and(|object| nexthop(object, 0).is_some());
+            let new = match (&mut self.ids, key) {
+                (Some(ids), Key::Route(dst)) if gains => ids.assign(dst),
+                _ => old,
+            };
+            let part =
+                |object: &Option<Object>, id: Option<u32>| nexthop(object.as_ref()?, id?).map(Object::from);
+            if let Some(id) = new {
+                self.replace(Key::Nexthop(id), part(&before, old), part(&after, new));
+            }
+            self.replace(key, before.map(|o| by_nexthop(&o, old)), after.map(|o| by_nexthop(&o, new)));
+        }
+    }
+
+    /// The definition of an object changed, or seems so: a peer that moves keeps its route by the nexthop object.
+    fn replace(&mut self, key: Key, before: Option<Object>, after: Option<Object>) {
+        self.peer_objects += usize::from(after.is_some());
+        self.peer_objects -= usize::from(before.is_some());
+        match (before, after) {
+            (before, after) if before == after => {}
+            (_, Some(_)) => {
                 self.gone.remove(&key);
                 self.put.insert(key, Cause::Lease);
-            } else if let Some(before) = before {
+            }
+            (Some(before), None) => {
                 self.put.remove(&key);
                 self.failing.remove(&key);
                 self.gone.insert(key, before);
             }
+            (None, None) => {}
         }
     }
 
     fn puts(&self, filter: impl Fn(&Key) -> bool) -> impl Iterator<Item = Change> {
         let keys = self.put.keys().filter(move |key| filter(key));
-        keys.filter_map(|key| self.want(key)).cloned().map(Change::Put)
+        keys.filter_map(|key| self.want(key)).map(Change::Put)
+    }
+
+    /// Chooses the ids of nexthop objects, once: before the first snapshot, which depends on them.
+    fn choose_ids(&mut self, kernel: &dyn Kernel) -> Result<(), KernelError> {
+        if self.reads > 0 {
+            return Ok(());
+        }
+        let (block, there) = NexthopBlock::choose(kernel, &self.owned)?;
+        self.owned.nexthops = block;
+        self.ids = block.filter(|_| there.usable).map(Ids::new);
+        Ok(())
+    }
+
+    /// Lets destinations keep the ids that they have in the kernel, and at first gives ids to those that have none.
+    fn adopt_ids(&mut self, actual: &State) {
+        let Some(ids) = &mut self.ids else { return };
+        let (first, peers) = (self.reads == 0, &self.peers);
+        let wanted = |dst: &Subnet| peers.object(&Key::Route(*dst)).is_some_and(|o| nexthop(o, 0).is_some());
+        ids.adopt(actual, |dst| first || !wanted(dst));
+        if !first {
+            return;
+        }
+        for object in self.peers.objects().filter(|object| nexthop(object, 0).is_some()) {
+            if let Object::Route(route) = object {
+                self.peer_objects += usize::from(ids.assign(route.dst).is_some());
+            }
+        }
+    }
+
+    /// Forgets the ids of destinations that are neither wanted nor waiting to be deleted.
+    fn release_ids(&mut self) {
+        let Some(ids) = &mut self.ids else { return };
+        let (peers, gone) = (&self.peers, &self.gone);
+        ids.retain(|id, dst| {
+            let route = Key::Route(*dst);
+            let wanted = peers.object(&route).is_some_and(|object| nexthop(object, id).is_some());
+            wanted || gone.contains_key(&route) || gone.contains_key(&Key::Nexthop(id))
+        });
     }
 
     /// Reads the kernel and finds out what is to be done; false if it could not be read.
@@ -311,7 +411,7 @@ impl Reconciler {
     /// A link in `links_put` that still is not as wanted is one that the kernel keeps as it is: say so
     /// instead of putting it for ever.
     fn read(&mut self, kernel: &dyn Kernel, links_put: &BTreeSet<Key>) -> bool {
-        let actual = match kernel.snapshot(&self.owned) {
+        let actual = match self.choose_ids(kernel).and_then(|()| kernel.snapshot(&self.owned)) {
             Ok(actual) => actual,
             Err(error) => {
                 self.kernel_error = Some(error);
@@ -325,11 +425,12 @@ impl Reconciler {
             _ => None,
         };
         self.missing_links = self.base.iter().filter_map(absent).collect();
+        self.adopt_ids(&actual);
         let cause = if self.reads == 0 { Cause::Lease } else { Cause::Doubt };
         self.reads += 1;
         let before = std::mem::take(&mut self.put);
         self.gone.clear();
-        for change in diff(merge(self.base.iter(), self.peers.objects()), &actual) {
+        for change in diff(self.wanted(), &actual) {
             let key = change.object().key();
             match change {
                 Change::Put(object) if links_put.contains(&key) => {
@@ -346,6 +447,7 @@ impl Reconciler {
                 }
             }
         }
+        self.release_ids();
         let (put, gone) = (&self.put, &self.gone);
         self.failing
             .retain(|key, _| put.contains_key(key) || gone.contains_key(key) || links_put.contains(key));
@@ -370,6 +472,9 @@ impl Reconciler {
             Ok(()) => {
                 self.failing.remove(&key);
                 self.gone.remove(&key);
+                if let (Change::Delete(_), Key::Nexthop(id), Some(ids)) = (change, key, &mut self.ids) {
+                    ids.release(id);
+                }
                 match cause {
                     Some(Cause::Doubt) => self.repaired += 1,
                     _ => self.applied += 1,
@@ -411,11 +516,16 @@ impl<'a> Answers<'a> {
     }
 }
 
+/// A peer's object as the kernel is to have it: a route by a gateway becomes one by its nexthop object.
+fn by_nexthop(object: &Object, id: Option<u32>) -> Object {
+    match (object, id) {
+        (Object::Route(route), Some(id)) if nexthop(object, id).is_some() => route.by_nexthop(id).into(),
+        _ => object.clone(),
+    }
+}
+
 /// Merges two sequences that are each in the order of keys.
-fn merge<'a>(
-    a: impl Iterator<Item = &'a Object>,
-    b: impl Iterator<Item = &'a Object>,
-) -> impl Iterator<Item = &'a Object> {
+fn merge(a: impl Iterator<Item = Object>, b: impl Iterator<Item = Object>) -> impl Iterator<Item = Object> {
     let (mut a, mut b) = (a.peekable(), b.peekable());
     std::iter::from_fn(move || match (a.peek(), b.peek()) {
         (Some(x), Some(y)) if y.key() < x.key() => b.next(),

@@ -3,6 +3,7 @@
 //! The one thing to know: an [`Object`]'s [`Key`] is what the kernel takes for its identity, and the order of
 //! keys is the order of creation (a route needs its nexthop, which needs its link). Deletion runs backwards.
 
+use std::borrow::Borrow;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
@@ -368,11 +369,12 @@ impl<O: Into<Object>> Extend<O> for State {
 }
 
 /// [`State::diff`] for wanted objects that are not held in a [`State`]; they must come in the order of keys.
-pub(crate) fn diff<'a>(want: impl Iterator<Item = &'a Object>, actual: &State) -> Vec<Change> {
+pub(crate) fn diff(want: impl Iterator<Item: Borrow<Object>>, actual: &State) -> Vec<Change> {
     let mut changes = Vec::new();
     let mut stale = Vec::new();
     let mut there = actual.0.iter().peekable();
     for object in want {
+        let object = object.borrow();
         let key = object.key();
         while let Some((_, old)) = there.next_if(|(there, _)| **there < key) {
             stale.push(Change::Delete(old.clone()));

@@ -151,7 +151,8 @@ impl World {
                 links: Family::BOTH.map(tunnel).into_iter().chain(["flannel.9".parse().unwrap()]).collect(),
                 networks: networks.values().copied().collect(),
                 routes_on: [uplink()].into(),
-                routes_without_link: true,
+                blackholes: true,
+                nexthops: None,
             },
             base: base(1),
             plan: Box::new(|lease, env, objects| {
@@ -192,12 +193,14 @@ impl World {
     /// Waits (in virtual time) until the kernel is as wanted and the status says so.
     async fn settled(&mut self, what: &str) {
         let converge = async {
-            while self.kernel.state() != self.want() || !self.handle.status.borrow().in_sync {
+            while without_nexthops(&self.kernel.state()) != self.want()
+                || !self.handle.status.borrow().in_sync
+            {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
         if tokio::time::timeout(Duration::from_secs(600), converge).await.is_err() {
-            let changes = self.want().diff(&self.kernel.state());
+            let changes = self.want().diff(&without_nexthops(&self.kernel.state()));
             let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
             panic!("{what}: never converged: {changes:#?}\n{:#?}", self.handle.status.borrow());
         }
@@ -208,6 +211,25 @@ impl Drop for World {
     fn drop(&mut self) {
         self.task.abort();
     }
+}
+
+/// What the network makes of the plan's gateways, undone: each of its nexthop objects must serve one route.
+fn without_nexthops(state: &State) -> State {
+    let mut state = state.clone();
+    let ids = |object: &Object| match object {
+        Object::Nexthop(nexthop) if nexthop.id >= 1 << 30 => Some(*nexthop),
+        _ => None,
+    };
+    let nexthops: Vec<Nexthop> = state.iter().filter_map(ids).collect();
+    for Nexthop { id, link, gateway, onlink } in nexthops {
+        let by = |object: &&Object| matches!(object, Object::Route(r) if r.via == Via::Nexthop(id));
+        let routes: Vec<Object> = state.iter().filter(by).cloned().collect();
+        if let [Object::Route(route)] = routes.as_slice() {
+            state.remove(&Key::Nexthop(id));
+            state.insert(Route { via: Via::Gateway { gateway, link, onlink }, ..*route });
+        }
+    }
+    state
 }
 
 type Step = Box<dyn Fn(&mut World)>;
@@ -246,6 +268,40 @@ fn scenarios() -> Vec<(String, Step)> {
         "messages are lost".into(),
         Box::new(|w| {
             w.kernel.lose_messages();
+        }),
+    );
+    for n in [3, 101] {
+        let steps: [(&str, fn(&mut World, Nexthop)); 4] = [
+            ("deleted", |w, nexthop| w.kernel.foreign_delete(Key::Nexthop(nexthop.id))),
+            ("changed", |w, nexthop| w.kernel.foreign_put(Nexthop { onlink: !nexthop.onlink, ..nexthop }, 3)),
+            ("taken by another protocol", |w, nexthop| w.kernel.foreign_put(nexthop, 3)),
+            ("moved", |w, nexthop| {
+                let link = if nexthop.link == uplink() { tunnel(Family::V4) } else { uplink() };
+                w.kernel.foreign_put(Nexthop { link, ..nexthop }, flannel_core::ROUTE_PROTOCOL);
+            }),
+        ];
+        for (what, step) in steps {
+            let name = format!("the nexthop object of peer {n} {what}");
+            add(name, Box::new(move |w| step(w, nexthop_of(w, n))));
+        }
+    }
+    add(
+        "the routes of two peers exchange their nexthop objects".into(),
+        Box::new(|w| {
+            let ids = [3, 101].map(|n| nexthop_of(w, n).id);
+            for (n, id) in [(3, ids[1]), (101, ids[0])] {
+                let route = Route { dst: subnet(Family::V4, n), via: Via::Nexthop(id), mtu: None };
+                w.kernel.foreign_put(route, 3);
+            }
+        }),
+    );
+    add(
+        "a stray nexthop object and a route by one of ours".into(),
+        Box::new(|w| {
+            let nexthop = nexthop_of(w, 3);
+            w.kernel.foreign_put(Nexthop { id: nexthop.id + 77, ..nexthop }, flannel_core::ROUTE_PROTOCOL);
+            let route = Route { dst: subnet(Family::V4, 222), via: Via::Nexthop(nexthop.id), mtu: None };
+            w.kernel.foreign_put(route, flannel_core::ROUTE_PROTOCOL);
         }),
     );
     for family in Family::BOTH {
@@ -301,6 +357,18 @@ fn scenarios() -> Vec<(String, Step)> {
         add(format!("{key} deleted by another"), Box::new(move |w| w.kernel.foreign_delete(key)));
     }
     all
+}
+
+/// The nexthop object that a settled world has for a peer's IPv4 route.
+fn nexthop_of(world: &World, n: u8) -> Nexthop {
+    let state = world.kernel.state();
+    let Some(Object::Route(Route { via: Via::Nexthop(id), .. })) =
+        state.get(&Key::Route(subnet(Family::V4, n)))
+    else {
+        panic!("peer {n} has no nexthop object: {:#?}", world.kernel.dump())
+    };
+    let Some(Object::Nexthop(nexthop)) = state.get(&Key::Nexthop(*id)) else { panic!("{id}") };
+    *nexthop
 }
 
 fn of_family(object: &Object, family: Family) -> bool {
@@ -360,7 +428,7 @@ fn operations() -> Vec<(String, impl Fn(&Call) -> bool + Clone + Send + 'static)
             all.push((format!("{operation:?} {kind}"), operation, Some(is)));
         }
     }
-    for operation in [Operation::Snapshot, Operation::Lookup, Operation::Listen] {
+    for operation in [Operation::NexthopIds, Operation::Snapshot, Operation::Lookup, Operation::Listen] {
         all.push((format!("{operation:?}"), operation, None));
     }
     let matcher = |(name, operation, is): (String, Operation, Option<Is>)| {
@@ -390,9 +458,9 @@ async fn every_scenario_converges_with_every_call_failing_once() {
         }
     }
     for (operation, _) in operations() {
-        // A settled world listens already; the start has its own test.
+        // A settled world listens already and has its ids; the start has its own test.
         assert!(
-            operation == "Listen" || fired[&operation] > 0,
+            ["Listen", "NexthopIds"].contains(&operation.as_str()) || fired[&operation] > 0,
             "the fault {operation} never fired in {runs} runs: {fired:?}"
         );
     }
@@ -576,8 +644,12 @@ async fn a_kernel_that_cannot_be_read_keeps_no_peer_waiting() {
     world.kernel.fail(1000, 11, |call| call.operation == Operation::Snapshot);
     world.kernel.lose_messages();
     world.put(Peer::new(9));
-    let there =
-        |world: &World| Peer::new(9).objects().iter().all(|o| world.kernel.state().get(&o.key()) == Some(o));
+    let there = |world: &World| {
+        Peer::new(9)
+            .objects()
+            .iter()
+            .all(|o| without_nexthops(&world.kernel.state()).get(&o.key()) == Some(o))
+    };
     let arrived = async {
         while !there(&world) {
             tokio::time::sleep(Duration::from_millis(1)).await;
@@ -635,7 +707,7 @@ async fn a_device_that_the_kernel_will_not_change_still_carries_its_peers() {
     world.put(Peer::new(9));
     let objects = Peer::new(9).objects();
     let arrived = async {
-        while !objects.iter().all(|o| world.kernel.state().get(&o.key()) == Some(o)) {
+        while !objects.iter().all(|o| without_nexthops(&world.kernel.state()).get(&o.key()) == Some(o)) {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };

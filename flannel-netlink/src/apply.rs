@@ -136,6 +136,9 @@ impl<'a> Writer<'a> {
                 (Err(error), Change::Put(Object::Route(route))) if stands_in_its_own_way(route, &error) => {
                     self.make_way(route).map_err(|_| error)
                 }
+                (Err(error), Change::Put(Object::Nexthop(nexthop))) if error.errno == EINVAL => {
+                    self.replace_group(nexthop).map_err(|_| error)
+                }
                 (result, _) => result,
             };
             if result.is_err() {
@@ -163,6 +166,8 @@ impl<'a> Writer<'a> {
     fn protocol(&self, route: &Route) -> u8 {
         match route.via {
             Via::Gateway { link, .. } | Via::Link(link) if self.owned.links.contains(&link) => 0,
+            // Nobody else has a reason to name an id of ours.
+            Via::Nexthop(_) => 0,
             _ => ROUTE_PROTOCOL,
         }
     }
@@ -192,6 +197,19 @@ impl<'a> Writer<'a> {
         route::put(&mut requests, route, index);
         let mut results = self.socket.send(&mut requests);
         results.remove(1)
+    }
+
+    /// The kernel replaces no group of nexthops by a single one: a group with our id is taken out first.
+    fn replace_group(&mut self, nexthop: &Nexthop) -> Result<(), KernelError> {
+        let index = self.index_of(&Object::Nexthop(*nexthop))?;
+        let there = self.socket.ask(nexthop::by_id(nexthop.id), nexthop::read)?;
+        if there.index != 0 {
+            return Err(KernelError::new(EINVAL));
+        }
+        let mut requests = Messages::default();
+        nexthop::delete(&mut requests, nexthop.id);
+        nexthop::put(&mut requests, nexthop, index);
+        self.socket.send(&mut requests).into_iter().collect()
     }
 
     /// IPv4 takes an address with another prefix length for another address, IPv6 keeps the length it has: in both

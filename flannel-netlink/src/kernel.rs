@@ -5,13 +5,13 @@ use std::net::IpAddr;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use flannel_core::{Change, Changes, Kernel, KernelError, Owned, RouteAnswer, State};
+use flannel_core::{Change, Changes, Kernel, KernelError, NexthopIds, Owned, RouteAnswer, State};
 
 use crate::apply::Writer;
 use crate::ask::lookup;
 use crate::changes::Listener;
 use crate::namespace::Namespace;
-use crate::snapshot::snapshot;
+use crate::snapshot::{nexthop_ids, snapshot};
 use crate::socket::Socket;
 
 /// The network tables of one network namespace, over rtnetlink.
@@ -35,6 +35,7 @@ pub struct NetlinkKernel {
     namespace: Namespace,
     socket: Mutex<Socket>,
     port: u32,
+    without_nexthops: bool,
 }
 
 impl NetlinkKernel {
@@ -60,7 +61,12 @@ impl NetlinkKernel {
 
     fn of(namespace: Namespace) -> Result<Self, KernelError> {
         let socket = namespace.run(Socket::open)??;
-        Ok(Self { namespace, port: socket.port(), socket: Mutex::new(socket) })
+        Ok(Self { namespace, port: socket.port(), socket: Mutex::new(socket), without_nexthops: false })
+    }
+
+    /// Makes networks use no nexthop objects; those that an earlier run left give way to plain routes.
+    pub fn without_nexthops(self) -> Self {
+        Self { without_nexthops: true, ..self }
     }
 
     /// A panic while the lock was held leaves the socket usable: stale answers carry old sequence numbers.
@@ -78,6 +84,11 @@ impl fmt::Debug for NetlinkKernel {
 impl Kernel for NetlinkKernel {
     fn snapshot(&self, owned: &Owned) -> Result<State, KernelError> {
         snapshot(&mut self.lock(), owned)
+    }
+
+    fn nexthop_ids(&self, owned: &Owned) -> Result<NexthopIds, KernelError> {
+        let ids = nexthop_ids(&mut self.lock(), owned)?;
+        Ok(NexthopIds { usable: ids.usable && !self.without_nexthops, ..ids })
     }
 
     fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {

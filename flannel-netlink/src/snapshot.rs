@@ -1,8 +1,10 @@
 //! Reads everything there is that one network owns.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use flannel_core::{Family, KernelError, LinkName, Owned, State};
+use flannel_core::{
+    Family, KernelError, LinkName, NexthopIds, Owned, ROUTE_PROTOCOL, Route, State, Subnet, Via,
+};
 
 use crate::ask::{ENODEV, find_link, name_of};
 use crate::codec::{addr, neigh, nexthop, route};
@@ -13,6 +15,9 @@ const EOPNOTSUPP: i32 = 95;
 
 /// The indexes of links that objects of ours may be on. A link without a name here has none.
 type Names = BTreeMap<u32, LinkName>;
+
+/// The devices of nexthop objects, by id; those without a name in [`Names`] are left out.
+type Nexthops = BTreeMap<u32, LinkName>;
 
 pub(crate) fn snapshot(socket: &mut Socket, owned: &Owned) -> Result<State, KernelError> {
     let mut state = State::default();
@@ -35,15 +40,41 @@ pub(crate) fn snapshot(socket: &mut Socket, owned: &Owned) -> Result<State, Kern
             names.insert(found.index, *name);
         }
     }
-    if !names.is_empty() {
-        read_nexthops(socket, owned, &names, &mut state)?;
+    let mut nexthops = Nexthops::new();
+    if !names.is_empty() || owned.nexthops.is_some() {
+        nexthops = read_nexthops(socket, owned, &mut names, &mut state)?;
     }
-    if !names.is_empty() || owned.routes_without_link {
+    if !names.is_empty() || owned.nexthops.is_some() || owned.blackholes {
         for family in Family::BOTH {
-            read_routes(socket, owned, &names, family, &mut state)?;
+            read_routes(socket, owned, (&names, &nexthops), family, &mut state)?;
         }
     }
     Ok(state)
+}
+
+/// All nexthop objects, told apart by whether `owned` explains them.
+pub(crate) fn nexthop_ids(socket: &mut Socket, owned: &Owned) -> Result<NexthopIds, KernelError> {
+    let there = socket.dump(nexthop::all(), |message| {
+        let found = nexthop::read(message)?;
+        Some((found.id, found.protocol))
+    });
+    let there = match there {
+        Err(error) if error.errno == EOPNOTSUPP => return Ok(NexthopIds::default()),
+        there => there?,
+    };
+    let mut strange = BTreeSet::new();
+    // Routes are looked at only if there is something that they can tell apart.
+    let families = Family::BOTH.iter().filter(|_| there.iter().any(|(_, by)| *by == ROUTE_PROTOCOL));
+    for family in families {
+        let inside = |dst: &Subnet| owned.networks.iter().any(|network| network.covers(dst));
+        strange.extend(socket.dump(route::all(*family), |message| {
+            route::read(message).filter(|route| !inside(&route.dst))?.nexthop
+        })?);
+    }
+    let (ours, foreign): (Vec<_>, Vec<_>) =
+        there.into_iter().partition(|(id, protocol)| *protocol == ROUTE_PROTOCOL && !strange.contains(id));
+    let ids = |list: Vec<(u32, u8)>| list.into_iter().map(|(id, _)| id).collect();
+    Ok(NexthopIds { usable: true, ours: ids(ours), foreign: ids(foreign) })
 }
 
 fn present<T>(found: Result<T, KernelError>) -> Result<Option<T>, KernelError> {
@@ -79,34 +110,48 @@ fn read_link(
 fn read_nexthops(
     socket: &mut Socket,
     owned: &Owned,
-    names: &Names,
+    names: &mut Names,
     state: &mut State,
-) -> Result<(), KernelError> {
-    let ours = socket.dump(nexthop::all(), |message| {
-        let found = nexthop::read(message)?;
-        let link = *names.get(&found.index)?;
-        found.object(link).filter(|_| owned.owns_nexthop(link, found.protocol))
-    });
-    match ours {
-        Ok(ours) => state.extend(ours),
-        Err(error) if error.errno == EOPNOTSUPP => {}
-        Err(error) => return Err(error),
+) -> Result<Nexthops, KernelError> {
+    let there = match socket.dump(nexthop::all(), nexthop::read) {
+        Err(error) if error.errno == EOPNOTSUPP => return Ok(Nexthops::new()),
+        there => there?,
+    };
+    let mut nexthops = Nexthops::new();
+    for found in there {
+        let in_block = owned.nexthops.is_some_and(|block| block.contains(found.id));
+        // One of ours may be on a device that is no longer the external interface.
+        if in_block
+            && found.index != 0
+            && !names.contains_key(&found.index)
+            && let Some(name) = name_of(socket, found.index)?
+        {
+            names.insert(found.index, name);
+        }
+        let Some(link) = names.get(&found.index).copied() else { continue };
+        nexthops.insert(found.id, link);
+        state.extend(found.object(link).filter(|o| owned.owns_nexthop(o.id, link, found.protocol)));
     }
-    Ok(())
+    Ok(nexthops)
 }
 
 /// Of several routes with one destination only the first counts, which is the one that takes effect.
 fn read_routes(
     socket: &mut Socket,
     owned: &Owned,
-    names: &Names,
+    (names, nexthops): (&Names, &Nexthops),
     family: Family,
     state: &mut State,
 ) -> Result<(), KernelError> {
     let all = socket.dump(route::all(family), |message| {
         let found = route::read(message).filter(|found| found.main && found.default_metric)?;
         let route = found.object(|index| names.get(&index).copied());
-        Some((found.dst, route.filter(|route| owned.owns_route(route, found.protocol))))
+        let by = |route: &Route| match route.via {
+            Via::Gateway { link, .. } | Via::Link(link) => Some(link),
+            Via::Nexthop(id) => nexthops.get(&id).copied(),
+            _ => None,
+        };
+        Some((found.dst, route.filter(|route| owned.owns_route(route, by(route), found.protocol))))
     })?;
     let mut last = None;
     for (dst, route) in all {

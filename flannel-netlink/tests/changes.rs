@@ -159,7 +159,7 @@ fn whatever_befalls_a_link_puts_it_in_doubt() {
 fn our_own_changes_are_not_told_however_many() {
     in_netns_async(|| async {
         let (kernel, other) = (uplink(), NetlinkKernel::open().unwrap());
-        let owned = Owned { routes_without_link: true, ..Owned::default() };
+        let owned = Owned { blackholes: true, ..Owned::default() };
         let mut changes = kernel.changes().unwrap();
         let ours: Vec<Change> = (0..50_000).flat_map(|n| [neigh(n), route(n)]).map(Change::Put).collect();
         assert!(kernel.apply(&owned, &ours).iter().all(Result::is_ok));
@@ -213,11 +213,8 @@ fn one_process_manages_two_namespaces() {
             space.run(|| drop(uplink()));
             NetlinkKernel::open_in(space.path()).unwrap()
         });
-        let owned = Owned {
-            routes_without_link: true,
-            networks: vec!["10.1.0.0/16".parse().unwrap()],
-            ..Owned::default()
-        };
+        let owned =
+            Owned { blackholes: true, networks: vec!["10.1.0.0/16".parse().unwrap()], ..Owned::default() };
         let mut changes = kernels[1].changes().unwrap();
         assert!(kernels[0].apply(&owned, &[Change::Put(route(1))])[0].is_ok());
         assert!(kernels[1].apply(&owned, &[Change::Put(route(2))])[0].is_ok());

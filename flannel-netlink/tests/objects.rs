@@ -45,7 +45,8 @@ fn owned() -> Owned {
         links: [name("flannel.1")].into(),
         networks: vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/32".parse().unwrap()],
         routes_on: [name("up0")].into(),
-        routes_without_link: true,
+        blackholes: true,
+        nexthops: None,
     }
 }
 

@@ -34,7 +34,7 @@ impl Scene {
 
     fn owned(&self) -> Owned {
         let networks = vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/32".parse().unwrap()];
-        Owned { networks, routes_on: [up()].into(), routes_without_link: true, ..Owned::default() }
+        Owned { networks, routes_on: [up()].into(), blackholes: true, ..Owned::default() }
     }
 
     fn gateway(&self, n: u8) -> IpAddr {

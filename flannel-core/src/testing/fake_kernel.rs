@@ -1,6 +1,6 @@
 //! A kernel in memory that behaves like Linux where it matters, and fails on demand.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,12 +11,14 @@ use tokio::sync::mpsc;
 use crate::address::Subnet;
 use crate::kernel::{Changes, Doubts, Kernel, KernelError, Owned, ROUTE_PROTOCOL, Report, RouteAnswer};
 use crate::name::LinkName;
-use crate::state::{Change, Key, Link, LinkKind, Object, State, Via};
+use crate::nexthops::NexthopIds;
+use crate::state::{Change, Key, Link, LinkKind, Nexthop, Object, Route, State, Via};
 
 const ENOENT: i32 = 2;
 const EEXIST: i32 = 17;
 const ENODEV: i32 = 19;
 const EINVAL: i32 = 22;
+const EOPNOTSUPP: i32 = 95;
 const ENETDOWN: i32 = 100;
 const ENETUNREACH: i32 = 101;
 const ENOBUFS: i32 = 105;
@@ -41,6 +43,8 @@ struct Tables {
     listeners: Vec<(u32, mpsc::UnboundedSender<Doubts>)>,
     faults: Vec<Fault>,
     calls: Vec<Call>,
+    without_nexthops: bool,
+    unwanted_nexthops: bool,
 }
 
 #[derive(Debug)]
@@ -74,6 +78,8 @@ pub struct Call {
 /// What a [`Call`] asks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
+    /// [`Kernel::nexthop_ids`].
+    NexthopIds,
     /// [`Kernel::snapshot`].
     Snapshot,
     /// [`Change::Put`] of something that is not there.
@@ -107,6 +113,17 @@ impl FakeKernel {
         let on_link = ["192.0.2.0/24", "2001:db8::/64"].map(|s| s.parse().expect("a subnet"));
         kernel.add_foreign_link(name, &on_link);
         kernel
+    }
+
+    /// Has no nexthop objects from now on, as kernels before 5.3. (There must be none yet.)
+    pub fn without_nexthops(self) -> Self {
+        self.lock().without_nexthops = true;
+        self
+    }
+
+    /// Whether networks are to use nexthop objects; they are, at first.
+    pub fn use_nexthops(&self, wanted: bool) {
+        self.lock().unwanted_nexthops = !wanted;
     }
 
     /// The same kernel, seen by another process.
@@ -304,15 +321,22 @@ impl Tables {
 
     /// Routes by a nexthop object go with it.
     fn drop_orphans(&mut self) {
-        let there: Vec<u32> = self
-            .objects
-            .keys()
-            .filter_map(|k| if let Key::Nexthop(id) = k { Some(*id) } else { None })
-            .collect();
+        let id = |key: &Key| if let Key::Nexthop(id) = key { Some(*id) } else { None };
+        let there: BTreeSet<u32> = self.objects.keys().filter_map(id).collect();
         self.objects.retain(|_, entry| match &entry.object {
             Object::Route(route) => !matches!(route.via, Via::Nexthop(id) if !there.contains(&id)),
             _ => true,
         });
+    }
+
+    /// The device that a route leaves by, itself or through its nexthop object.
+    fn link_of(&self, object: &Object) -> Option<LinkName> {
+        match object {
+            Object::Route(Route { via: Via::Nexthop(id), .. }) => {
+                self.objects.get(&Key::Nexthop(*id))?.object.link()
+            }
+            object => object.link(),
+        }
     }
 
     fn on_link(&self, address: IpAddr) -> Option<LinkName> {
@@ -336,6 +360,12 @@ impl Tables {
         }
         match object {
             Object::Fdb(fdb) if self.foreign.contains_key(&fdb.link) => return Err(KernelError::new(EINVAL)),
+            Object::Nexthop(_) if self.without_nexthops => return Err(KernelError::new(EOPNOTSUPP)),
+            Object::Nexthop(Nexthop { gateway, link, onlink: false, .. })
+                if self.on_link(*gateway) != Some(*link) =>
+            {
+                return Err(KernelError::explained(EINVAL, "Nexthop has invalid gateway"));
+            }
             Object::Route(route) => match route.via {
                 Via::Gateway { gateway, link, onlink: false } if self.on_link(gateway) != Some(link) => {
                     return Err(KernelError::explained(ENETUNREACH, "Nexthop has invalid gateway"));
@@ -414,8 +444,8 @@ impl Tables {
             Object::Addr(addr) => owned.owns_addr(addr),
             Object::Neigh(neigh) => owned.owns_entry(neigh.link, true),
             Object::Fdb(fdb) => owned.owns_entry(fdb.link, true),
-            Object::Nexthop(nexthop) => owned.owns_nexthop(nexthop.link, entry.protocol),
-            Object::Route(route) => owned.owns_route(route, entry.protocol),
+            Object::Nexthop(nexthop) => owned.owns_nexthop(nexthop.id, nexthop.link, entry.protocol),
+            Object::Route(route) => owned.owns_route(route, self.link_of(&entry.object), entry.protocol),
         }
     }
 }
@@ -426,6 +456,32 @@ impl Kernel for FakeKernel {
         tables.call(Operation::Snapshot, None)?;
         let ours = tables.objects.values().filter(|entry| tables.owned(owned, entry));
         Ok(ours.map(|entry| entry.object.clone()).collect())
+    }
+
+    fn nexthop_ids(&self, owned: &Owned) -> Result<NexthopIds, KernelError> {
+        let mut tables = self.lock();
+        tables.call(Operation::NexthopIds, None)?;
+        let mut there = NexthopIds {
+            usable: !tables.without_nexthops && !tables.unwanted_nexthops,
+            ..NexthopIds::default()
+        };
+        let stranger = |entry: &Entry, id| match &entry.object {
+            Object::Route(Route { dst, via: Via::Nexthop(by), .. }) => {
+                *by == id && !owned.networks.iter().any(|network| network.covers(dst))
+            }
+            _ => false,
+        };
+        for entry in tables.objects.values() {
+            let Object::Nexthop(Nexthop { id, .. }) = entry.object else { continue };
+            let strange = tables.objects.values().any(|route| stranger(route, id));
+            let list = if entry.protocol == ROUTE_PROTOCOL && !strange {
+                &mut there.ours
+            } else {
+                &mut there.foreign
+            };
+            list.push(id);
+        }
+        Ok(there)
     }
 
     fn apply(&self, _: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {

@@ -68,7 +68,8 @@ fn owned(uplink: LinkName) -> Owned {
         links: [link(1), link(2)].into(),
         networks: vec!["10.1.0.0/16".parse().expect("v4"), "fd00:1::/32".parse().expect("v6")],
         routes_on: [uplink].into(),
-        routes_without_link: true,
+        blackholes: true,
+        nexthops: None,
     }
 }
 

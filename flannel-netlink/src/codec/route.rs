@@ -38,8 +38,9 @@ pub(crate) struct RouteMessage {
     pub(crate) source: Option<IpAddr>,
     /// It has more than one path.
     pub(crate) multipath: bool,
+    /// The id of its nexthop object. A kernel may tell the gateway too: it counts for nothing then.
+    pub(crate) nexthop: Option<u32>,
     scope: RtScope,
-    nexthop: Option<u32>,
     onlink: bool,
     mtu: Option<u32>,
     alien: bool,
@@ -63,8 +64,8 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
         gateway: None,
         source: None,
         multipath: false,
-        scope: *header.rtm_scope(),
         nexthop: None,
+        scope: *header.rtm_scope(),
         onlink: header.rtm_flags().bits() & ONLINK != 0,
         mtu: None,
         alien: header.rtm_flags().contains(RtmF::CLONED) || *header.rtm_src_len() != 0,

@@ -1,0 +1,287 @@
+//! Nexthop objects for the routes to peers: which ids are ours, and which one a destination has.
+//!
+//! The one thing to know: plans speak of gateways. Here "IPv4 route by a gateway" becomes "nexthop object with the
+//! gateway, route by its id", one object per destination: the kernel inserts such routes in linear time where routes
+//! by distinct gateways take quadratic time, and a gateway that moves is one replacement of one object. (IPv6 is
+//! linear without them, and keeps its plain routes.)
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use crate::address::{Family, Subnet};
+use crate::kernel::{Kernel, KernelError, Owned};
+use crate::state::{Key, Nexthop, Object, Route, State, Via};
+
+/// The ids that one network takes for its nexthop objects: they are global in a network namespace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct NexthopBlock {
+    first: u32,
+}
+
+/// What nexthop objects there are in a network namespace, as far as a network must know to choose its ids.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct NexthopIds {
+    /// This kernel has nexthop objects, and nobody said not to use them.
+    pub usable: bool,
+    /// Of our protocol and with no route by them outside the network's pod networks: an earlier run's, perhaps.
+    pub ours: Vec<u32>,
+    /// All others.
+    pub foreign: Vec<u32>,
+}
+
+impl NexthopBlock {
+    /// How many ids there are in a block.
+    pub const SIZE: u32 = 1 << 17;
+    /// Blocks lie from here up to 2^31: the kernel itself counts from 1, and so do people.
+    const LOWEST: u32 = 1 << 30;
+    const BLOCKS: u32 = Self::LOWEST / Self::SIZE;
+    /// How many blocks are tried.
+    const TRIES: u32 = 8;
+
+    /// The id is one of them.
+    pub const fn contains(self, id: u32) -> bool {
+        id >= self.first && id - self.first < Self::SIZE
+    }
+
+    /// The block that hash and circumstances give a network: of the first few, one without ids of others; best one
+    /// where an earlier run left something. `None` if others are in all of them.
+    ///
+    /// # Errors
+    /// The kernel could not be read.
+    pub fn choose(kernel: &dyn Kernel, owned: &Owned) -> Result<(Option<Self>, NexthopIds), KernelError> {
+        let there = kernel.nexthop_ids(owned)?;
+        let holds = |block: &Self, ids: &[u32]| ids.iter().any(|id| block.contains(*id));
+        let free = Self::candidates(owned).filter(|block| !holds(block, &there.foreign));
+        let free: Vec<Self> = free.collect();
+        let chosen = free.iter().find(|block| holds(block, &there.ours)).or_else(|| free.first()).copied();
+        Ok((chosen, there))
+    }
+
+    /// By the pod network and the devices, not by the external interface: a network that gets another one is to
+    /// find what it left on the first.
+    fn candidates(owned: &Owned) -> impl Iterator<Item = Self> {
+        let networks = owned.networks.iter().filter(|network| network.family() == Family::V4);
+        let words = networks.map(ToString::to_string).chain(owned.links.iter().map(ToString::to_string));
+        let hash = words.fold(FNV_BASIS, |hash, word| fnv(fnv(hash, word.as_bytes()), b"\n"));
+        let start = (hash % u64::from(Self::BLOCKS)) as u32;
+        (0..Self::TRIES).map(move |n| Self { first: Self::LOWEST + (start + n) % Self::BLOCKS * Self::SIZE })
+    }
+}
+
+const FNV_BASIS: u64 = 0xcbf2_9ce4_8422_2325;
+
+/// FNV-1a: the same in every build for ever, which the standard library's hash is not.
+fn fnv(hash: u64, bytes: &[u8]) -> u64 {
+    bytes.iter().fold(hash, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+/// Which id a destination has: as long as it is wanted, and until its object is gone.
+#[derive(Debug)]
+pub(crate) struct Ids {
+    block: NexthopBlock,
+    of: BTreeMap<Subnet, u32>,
+    dsts: BTreeMap<u32, Subnet>,
+}
+
+impl Ids {
+    pub(crate) fn new(block: NexthopBlock) -> Self {
+        Self { block, of: BTreeMap::new(), dsts: BTreeMap::new() }
+    }
+
+    /// The destinations of routes in the kernel keep the ids that they have, wanted or not: until an unwanted route
+    /// is gone, nobody else may have its id.
+    pub(crate) fn adopt(&mut self, actual: &State, may: impl Fn(&Subnet) -> bool) {
+        for object in actual.iter() {
+            if let Object::Route(Route { dst, via: Via::Nexthop(id), .. }) = object
+                && self.block.contains(*id)
+                && !self.of.contains_key(dst)
+                && !self.dsts.contains_key(id)
+                && may(dst)
+            {
+                self.insert(*dst, *id);
+            }
+        }
+    }
+
+    /// The id of a destination, from now on if it has none; `None` if the block is full.
+    pub(crate) fn assign(&mut self, dst: Subnet) -> Option<u32> {
+        if let Some(id) = self.of.get(&dst) {
+            return Some(*id);
+        }
+        // Its number among the subnets of its length: neighbours in the pod network do not collide.
+        let IpAddr::V4(base) = dst.base() else { return None };
+        let number = u32::from(base).checked_shr(u32::from(32 - dst.len())).unwrap_or(0);
+        let slots = (0..NexthopBlock::SIZE).map(|n| number.wrapping_add(n) % NexthopBlock::SIZE);
+        let id = slots.map(|slot| self.block.first + slot).find(|id| !self.dsts.contains_key(id))?;
+        self.insert(dst, id);
+        Some(id)
+    }
+
+    /// The id that the route with this key has.
+    pub(crate) fn of(&self, key: &Key) -> Option<u32> {
+        let Key::Route(dst) = key else { return None };
+        self.of.get(dst).copied()
+    }
+
+    pub(crate) fn dst(&self, id: u32) -> Option<Subnet> {
+        self.dsts.get(&id).copied()
+    }
+
+    /// All ids with their destinations, in the order of ids.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, Subnet)> {
+        self.dsts.iter().map(|(id, dst)| (*id, *dst))
+    }
+
+    pub(crate) fn retain(&mut self, mut keep: impl FnMut(u32, &Subnet) -> bool) {
+        self.of.retain(|dst, id| keep(*id, dst));
+        self.dsts.retain(|id, dst| self.of.get(dst) == Some(id));
+    }
+
+    pub(crate) fn release(&mut self, id: u32) {
+        if let Some(dst) = self.dsts.remove(&id) {
+            self.of.remove(&dst);
+        }
+    }
+
+    fn insert(&mut self, dst: Subnet, id: u32) {
+        self.of.insert(dst, id);
+        self.dsts.insert(id, dst);
+    }
+}
+
+/// The object that takes over a route's gateway; `None` if the route is none that nexthop objects help.
+pub(crate) fn nexthop(object: &Object, id: u32) -> Option<Nexthop> {
+    match object {
+        Object::Route(Route { dst, via: Via::Gateway { gateway, link, onlink }, .. })
+            if dst.family() == Family::V4 =>
+        {
+            Some(Nexthop { id, link: *link, gateway: *gateway, onlink: *onlink })
+        }
+        _ => None,
+    }
+}
+
+/// The same route without and with nexthop object.
+impl Route {
+    /// By a nexthop object instead of whatever it is by.
+    pub(crate) fn by_nexthop(&self, id: u32) -> Self {
+        Self { via: Via::Nexthop(id), ..*self }
+    }
+
+    /// By the gateway of `nexthop` instead of whatever it is by.
+    pub(crate) fn by_gateway_of(&self, nexthop: &Nexthop) -> Self {
+        let Nexthop { link, gateway, onlink, .. } = *nexthop;
+        Self { via: Via::Gateway { gateway, link, onlink }, ..*self }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::ROUTE_PROTOCOL;
+    use crate::testing::FakeKernel;
+    use proptest::prelude::*;
+
+    fn subnet(text: &str) -> Subnet {
+        text.parse().unwrap()
+    }
+
+    fn owned(network: &str, link: Option<&str>) -> Owned {
+        Owned {
+            links: link.iter().map(|link| link.parse().unwrap()).collect(),
+            networks: vec![subnet(network)],
+            ..Owned::default()
+        }
+    }
+
+    fn chosen(kernel: &FakeKernel, owned: &Owned) -> NexthopBlock {
+        NexthopBlock::choose(kernel, owned).unwrap().0.unwrap()
+    }
+
+    fn put(kernel: &FakeKernel, id: u32, protocol: u8) {
+        let nexthop =
+            Nexthop { id, link: "eth0".parse().unwrap(), gateway: [192, 0, 2, 9].into(), onlink: false };
+        kernel.foreign_put(nexthop, protocol);
+    }
+
+    #[test]
+    fn networks_have_blocks_of_their_own_and_find_them_again() {
+        let kernel = FakeKernel::with_uplink("eth0");
+        let hostgw = owned("10.1.0.0/16", None);
+        let block = chosen(&kernel, &hostgw);
+        let blocks: std::collections::BTreeSet<u32> =
+            (0..100).map(|n| chosen(&kernel, &owned(&format!("10.{n}.0.0/16"), None)).first).collect();
+        assert!(blocks.len() > 95 && blocks.contains(&block.first), "{blocks:?}");
+        assert!(blocks.iter().all(|first| *first >= 1 << 30 && first % NexthopBlock::SIZE == 0));
+        assert_ne!(chosen(&kernel, &owned("10.1.0.0/16", Some("flannel.1"))), block);
+        let with_v6 = Owned { networks: vec![subnet("10.1.0.0/16"), subnet("fd00::/48")], ..hostgw.clone() };
+        assert_eq!(chosen(&kernel, &with_v6), block, "switching IPv6 on moves nothing");
+        let elsewhere = Owned { routes_on: ["eth7".parse().unwrap()].into(), ..hostgw };
+        assert_eq!(chosen(&kernel, &elsewhere), block, "nor does another external interface");
+    }
+
+    #[test]
+    fn a_block_with_foreign_ids_is_passed_over_and_one_of_an_earlier_run_preferred() {
+        let kernel = FakeKernel::with_uplink("eth0");
+        let owned = owned("10.1.0.0/16", None);
+        let first = chosen(&kernel, &owned);
+        put(&kernel, first.first + 5, ROUTE_PROTOCOL);
+        assert_eq!(chosen(&kernel, &owned), first, "an earlier run's");
+        // Another network's: a route by it leads elsewhere.
+        let stranger = Route { dst: subnet("10.2.3.0/24"), via: Via::Nexthop(first.first + 5), mtu: None };
+        kernel.foreign_put(stranger, ROUTE_PROTOCOL);
+        let second = chosen(&kernel, &owned);
+        assert_eq!(
+            second.first,
+            NexthopBlock::LOWEST
+                + (first.first - NexthopBlock::LOWEST + NexthopBlock::SIZE) % NexthopBlock::LOWEST
+        );
+        put(&kernel, second.first, ROUTE_PROTOCOL);
+        kernel.foreign_delete(crate::state::Key::Nexthop(first.first + 5));
+        assert_eq!(chosen(&kernel, &owned), second, "what was left there is found");
+        put(&kernel, second.first + 1, 3);
+        assert_eq!(chosen(&kernel, &owned), first);
+        NexthopBlock::candidates(&owned).for_each(|block| put(&kernel, block.first + 9, 186));
+        assert_eq!(NexthopBlock::choose(&kernel, &owned).unwrap().0, None);
+    }
+
+    proptest! {
+        #[test]
+        fn a_destination_keeps_its_id_and_shares_it_with_nobody(
+            steps in prop::collection::vec((0..40u8, 20..=32u8, any::<bool>()), 1..200),
+        ) {
+            let block = NexthopBlock { first: NexthopBlock::LOWEST };
+            let mut ids = Ids::new(block);
+            let mut model = BTreeMap::new();
+            for (n, len, wanted) in steps {
+                let dst = Subnet::new(IpAddr::from([10, 1, n, 0]), len).unwrap();
+                if wanted {
+                    let id = ids.assign(dst).unwrap();
+                    prop_assert!(block.contains(id));
+                    prop_assert_eq!(*model.entry(dst).or_insert(id), id);
+                } else if let Some(id) = model.remove(&dst) {
+                    ids.release(id);
+                }
+                prop_assert_eq!(&ids.of, &model);
+                let back: BTreeMap<Subnet, u32> = ids.iter().map(|(id, dst)| (dst, id)).collect();
+                prop_assert_eq!(back, model.clone());
+            }
+            let mut again = Ids::new(block);
+            let routes = model.iter().map(|(dst, id)| Route { dst: *dst, via: Via::Nexthop(*id), mtu: None });
+            again.adopt(&routes.collect(), |_| true);
+            prop_assert_eq!(again.of, model);
+        }
+    }
+
+    #[test]
+    fn a_full_block_gives_no_id() {
+        let mut ids = Ids::new(NexthopBlock { first: NexthopBlock::LOWEST });
+        let at = |n: u32| Subnet::host(IpAddr::from(n.to_be_bytes()));
+        for n in 0..NexthopBlock::SIZE {
+            assert!(ids.assign(at(n)).is_some());
+        }
+        assert_eq!(ids.assign(at(NexthopBlock::SIZE)), None);
+        ids.release(NexthopBlock::LOWEST + 77);
+        assert_eq!(ids.assign(at(NexthopBlock::SIZE)), Some(NexthopBlock::LOWEST + 77));
+    }
+}

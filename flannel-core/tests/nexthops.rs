@@ -1,0 +1,251 @@
+//! Nexthop objects in place of gateways: what moves, what is deleted, and the way there and back.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::sync::Arc;
+
+use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
+use flannel_core::{
+    Blueprint, KernelNetwork, Key, Network, Nexthop, Object, Owned, Route, State, Status, SubnetManager, Via,
+};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+
+const PEERS: u8 = 5;
+
+/// A network like host-gw: a route to every peer through the peer itself.
+struct Run {
+    task: JoinHandle<()>,
+    status: watch::Receiver<Arc<Status>>,
+}
+
+impl Run {
+    async fn start(kernel: &FakeKernel, subnets: &FakeSubnets) -> Self {
+        let eth0 = "eth0".parse().unwrap();
+        let config = subnets.network_config().await.unwrap();
+        let blueprint = Blueprint {
+            lease: subnets.acquire_lease(&Default::default()).await.unwrap(),
+            networks: config.pod_networks().collect(),
+            mtu: 1500,
+            owned: Owned {
+                networks: config.pod_networks().collect(),
+                routes_on: [eth0].into(),
+                ..Owned::default()
+            },
+            base: State::default(),
+            plan: Box::new(move |lease, _env, objects: &mut Vec<Object>| {
+                for peer in lease.endpoints() {
+                    let Some(gateway) = peer.public else { continue };
+                    let via = Via::Gateway { gateway, link: eth0, onlink: false };
+                    objects.push(Route { dst: peer.subnet, via, mtu: None }.into());
+                }
+                Ok(())
+            }),
+        };
+        let network = KernelNetwork::new(Arc::new(kernel.clone()), blueprint);
+        let status = network.handle().status;
+        let views = subnets.watch_leases().await.unwrap();
+        let task = tokio::spawn(async move { drop(Box::new(network).run(views).await) });
+        let mut run = Self { task, status };
+        run.settled().await;
+        run
+    }
+
+    /// Waits until everything is in place and nothing more is done.
+    async fn settled(&mut self) {
+        tokio::time::sleep(std::time::Duration::from_secs(2)).await;
+        self.status.wait_for(|status| status.in_sync).await.unwrap();
+    }
+
+    async fn stop(self) {
+        self.task.abort();
+        let _ = self.task.await;
+    }
+}
+
+fn peers() -> FakeSubnets {
+    let subnets = FakeSubnets::new("10.1.0.0/16");
+    (2..2 + PEERS).for_each(|n| subnets.put(&key(n), &format!("192.0.2.{n}")));
+    subnets
+}
+
+fn key(n: u8) -> String {
+    format!("10.1.{n}.0-24")
+}
+
+fn route_of(kernel: &FakeKernel, n: u8) -> Route {
+    let dst = format!("10.1.{n}.0/24").parse().unwrap();
+    match kernel.state().get(&Key::Route(dst)) {
+        Some(Object::Route(route)) => *route,
+        other => panic!("{other:?}: {:#?}", kernel.dump()),
+    }
+}
+
+fn nexthop_of(kernel: &FakeKernel, n: u8) -> Nexthop {
+    let Via::Nexthop(id) = route_of(kernel, n).via else { panic!("{:#?}", kernel.dump()) };
+    match kernel.state().get(&Key::Nexthop(id)) {
+        Some(Object::Nexthop(nexthop)) => *nexthop,
+        other => panic!("{other:?}: {:#?}", kernel.dump()),
+    }
+}
+
+/// What was done to objects since the last time this was asked.
+fn changes(kernel: &FakeKernel) -> Vec<Call> {
+    kernel.take_calls().into_iter().filter(|call| call.key.is_some()).collect()
+}
+
+fn count(kernel: &FakeKernel) -> (usize, usize) {
+    let state = kernel.state();
+    let nexthops = state.iter().filter(|o| matches!(o, Object::Nexthop(_))).count();
+    (nexthops, state.len() - nexthops)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_that_moves_is_one_replacement() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let mut run = Run::start(&kernel, &subnets).await;
+    assert_eq!(count(&kernel), (5, 5));
+    assert_eq!(run.status.borrow().objects, 10);
+    let before = nexthop_of(&kernel, 3);
+    kernel.take_calls();
+    subnets.put(&key(3), "192.0.2.77");
+    run.settled().await;
+    let replaced = Call { operation: Operation::Replace, key: Some(Key::Nexthop(before.id)) };
+    assert_eq!(kernel.take_calls(), [replaced]);
+    assert_eq!(nexthop_of(&kernel, 3), Nexthop { gateway: [192, 0, 2, 77].into(), ..before });
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_that_leaves_takes_its_route_first_and_gets_its_id_back() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let mut run = Run::start(&kernel, &subnets).await;
+    let (id, dst) = (nexthop_of(&kernel, 3).id, route_of(&kernel, 3).dst);
+    kernel.take_calls();
+    subnets.delete(&key(3));
+    run.settled().await;
+    let delete = |key| Call { operation: Operation::Delete, key: Some(key) };
+    assert_eq!(kernel.take_calls(), [delete(Key::Route(dst)), delete(Key::Nexthop(id))]);
+    assert_eq!((count(&kernel), run.status.borrow().objects), ((4, 4), 8));
+    subnets.put(&key(3), "192.0.2.3");
+    run.settled().await;
+    assert_eq!(nexthop_of(&kernel, 3).id, id);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_nexthop_object_deleted_by_another_costs_two_objects_and_no_snapshot() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let mut run = Run::start(&kernel, &subnets).await;
+    let (state, id, dst) = (kernel.state(), nexthop_of(&kernel, 3).id, route_of(&kernel, 3).dst);
+    kernel.take_calls();
+    kernel.foreign_delete(Key::Nexthop(id));
+    assert_eq!(count(&kernel), (4, 4), "its route goes with it");
+    run.settled().await;
+    assert_eq!(kernel.state(), state);
+    let create = |key| Call { operation: Operation::Create, key: Some(key) };
+    assert_eq!(kernel.take_calls(), [create(Key::Nexthop(id)), create(Key::Route(dst))]);
+    assert_eq!(run.status.borrow().repaired, 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_restart_touches_nothing() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    Run::start(&kernel, &subnets).await.stop().await;
+    let state = kernel.state();
+    kernel.take_calls();
+    Run::start(&kernel, &subnets).await.stop().await;
+    assert_eq!((kernel.state(), changes(&kernel)), (state, vec![]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn ids_in_the_kernel_are_kept_whatever_they_are() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    Run::start(&kernel, &subnets).await.stop().await;
+    // Two peers' objects change places: as good as any other assignment.
+    let (a, b) = (nexthop_of(&kernel, 3), nexthop_of(&kernel, 4));
+    kernel.foreign_put(Nexthop { id: b.id, ..a }, flannel_core::ROUTE_PROTOCOL);
+    kernel.foreign_put(Nexthop { id: a.id, ..b }, flannel_core::ROUTE_PROTOCOL);
+    for (n, id) in [(3, b.id), (4, a.id)] {
+        let route = Route { via: Via::Nexthop(id), ..route_of(&kernel, n) };
+        kernel.foreign_put(route, flannel_core::ROUTE_PROTOCOL);
+    }
+    let state = kernel.state();
+    kernel.take_calls();
+    Run::start(&kernel, &subnets).await.stop().await;
+    assert_eq!((kernel.state(), changes(&kernel)), (state, vec![]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_id_of_a_stale_route_is_not_given_away_before_the_route_is_gone() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    Run::start(&kernel, &subnets).await.stop().await;
+    // The stale route has the id that the peer 3 would get.
+    let (own, stale) = (nexthop_of(&kernel, 3), "10.1.99.0/24".parse().unwrap());
+    kernel.foreign_delete(Key::Nexthop(own.id));
+    kernel.foreign_put(own, flannel_core::ROUTE_PROTOCOL);
+    let route = Route { dst: stale, via: Via::Nexthop(own.id), mtu: None };
+    kernel.foreign_put(route, flannel_core::ROUTE_PROTOCOL);
+    kernel.take_calls();
+    Run::start(&kernel, &subnets).await.stop().await;
+    let calls = changes(&kernel);
+    let at = |key| calls.iter().position(|call| call.key == Some(key)).unwrap();
+    assert_ne!(nexthop_of(&kernel, 3).id, own.id);
+    assert!(at(Key::Route(stale)) < at(Key::Nexthop(own.id)), "{calls:?}");
+    assert_eq!(count(&kernel), (5, 5));
+}
+
+/// No object that carries packets is deleted, or replaced after the object that it needs is gone.
+#[tokio::test(start_paused = true)]
+async fn switching_there_and_back_replaces_every_route_in_place() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    kernel.use_nexthops(false);
+    Run::start(&kernel, &subnets).await.stop().await;
+    assert_eq!(count(&kernel), (0, 5));
+    let plain = kernel.state();
+    for (wanted, nexthops) in [(true, 5), (false, 0), (true, 5)] {
+        kernel.use_nexthops(wanted);
+        kernel.take_calls();
+        Run::start(&kernel, &subnets).await.stop().await;
+        assert_eq!(count(&kernel), (nexthops, 5));
+        let calls = changes(&kernel);
+        let is_route = |call: &&Call| matches!(call.key, Some(Key::Route(_)));
+        let routes: Vec<_> = calls.iter().filter(is_route).map(|call| call.operation).collect();
+        assert_eq!(routes, [Operation::Replace; 5], "{calls:?}");
+        let deletes = calls.iter().filter(|call| call.operation == Operation::Delete).count();
+        assert_eq!(deletes, 5 - nexthops, "{calls:?}");
+        let last_route = calls.iter().rposition(|call| is_route(&call)).unwrap();
+        assert_eq!(
+            last_route + 1,
+            calls.len() - deletes,
+            "nexthops before routes, deletions last: {calls:?}"
+        );
+        if !wanted {
+            assert_eq!(kernel.state(), plain);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_kernel_without_nexthop_objects_gets_plain_routes() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0").without_nexthops(), peers());
+    Run::start(&kernel, &subnets).await.stop().await;
+    assert_eq!(count(&kernel), (0, 5));
+}
+
+#[tokio::test(start_paused = true)]
+async fn another_networks_objects_on_the_same_link_are_left_alone() {
+    let kernel = FakeKernel::with_uplink("eth0");
+    let (one, other) = (peers(), FakeSubnets::new("10.2.0.0/16"));
+    (2..9).for_each(|n| other.put(&format!("10.2.{n}.0-24"), &format!("192.0.2.{n}")));
+    let first = Run::start(&kernel, &one).await;
+    let second = Run::start(&kernel.other(), &other).await;
+    let state = kernel.state();
+    assert_eq!(count(&kernel), (12, 12));
+    kernel.take_calls();
+    first.stop().await;
+    let mut first = Run::start(&kernel, &one).await;
+    second.stop().await;
+    let mut second = Run::start(&kernel.other(), &other).await;
+    first.settled().await;
+    second.settled().await;
+    assert_eq!((kernel.state(), changes(&kernel)), (state, vec![]));
+}
