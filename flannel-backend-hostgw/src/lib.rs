@@ -21,6 +21,11 @@ impl Backend for HostGw {
         TYPE
     }
 
+    fn owned(&self, uplink: LinkName, config: &Config) -> Result<Owned> {
+        let networks = config.pod_networks().collect();
+        Ok(Owned { networks, routes_on: [uplink].into(), ..Owned::default() })
+    }
+
     async fn register(&self, host: &Host, config: &Config) -> Result<Box<dyn Network>> {
         for family in config.networks.families() {
             let (address, public) = (host.iface.address[family], host.iface.public[family]);
@@ -52,11 +57,7 @@ impl Backend for HostGw {
             lease,
             networks: config.pod_networks().collect(),
             mtu: host.iface.mtu,
-            owned: Owned {
-                networks: config.pod_networks().collect(),
-                routes_on: [uplink].into(),
-                ..Owned::default()
-            },
+            owned: self.owned(uplink, config)?,
             base: State::default(),
             plan: Box::new(move |lease, env, objects| plan(uplink, lease, env, objects)),
         };

@@ -31,6 +31,18 @@ impl Backend for VxlanBackend {
         plan::TYPE
     }
 
+    fn owned(&self, uplink: LinkName, config: &Config) -> Result<Owned> {
+        let vni = Options::parse(&config.backend).map_err(|error| refuse(error.to_string()))?.vni;
+        Ok(Owned {
+            // Both families': the device of one that was switched off must go.
+            links: Family::BOTH.iter().filter_map(|f| device_name(*f, vni).ok()).collect(),
+            networks: config.pod_networks().collect(),
+            // Also without DirectRouting: its routes must go when it is switched off.
+            routes_on: [uplink].into(),
+            ..Owned::default()
+        })
+    }
+
     async fn register(&self, host: &Host, config: &Config) -> Result<Box<dyn Network>> {
         let options = Options::parse(&config.backend).map_err(|error| refuse(error.to_string()))?;
         let names = config.networks.try_map(|family, _| device_name(family, options.vni))?;
@@ -58,14 +70,7 @@ impl Backend for VxlanBackend {
             lease,
             networks: config.pod_networks().collect(),
             mtu,
-            owned: Owned {
-                // Both families': the device of one that was switched off must go.
-                links: Family::BOTH.iter().filter_map(|f| device_name(*f, options.vni).ok()).collect(),
-                networks: config.pod_networks().collect(),
-                // Also without DirectRouting: its routes must go when it is switched off.
-                routes_on: [host.iface.name].into(),
-                ..Owned::default()
-            },
+            owned: self.owned(host.iface.name, config)?,
             base,
             plan: Box::new(move |lease, env, objects| plan.objects(lease, env, objects)),
         };

@@ -14,7 +14,9 @@ use flannel_core::{
 const DUAL: &str =
     r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
 
+/// Without nexthop objects, which the core puts in place of gateways: here it is about what backends plan.
 fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
+    kernel.use_nexthops(false);
     let address: Dual<std::net::IpAddr> =
         ["192.0.2.1", "2001:db8::1"].into_iter().map(|a| a.parse::<std::net::IpAddr>().unwrap()).collect();
     Host {

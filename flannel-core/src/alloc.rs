@@ -7,7 +7,9 @@ use tokio::sync::watch;
 
 use crate::config::Config;
 use crate::error::Result;
+use crate::kernel::Owned;
 use crate::lease::{LeaseAttrs, View};
+use crate::name::LinkName;
 use crate::network::{Backend, Ended, Host, Network, NetworkHandle, Status};
 
 /// The backend `alloc`: gives this node a subnet and leaves connectivity to others.
@@ -24,6 +26,10 @@ impl Backend for Alloc {
 
     fn lease_type(&self) -> &'static str {
         ""
+    }
+
+    fn owned(&self, _: LinkName, _: &Config) -> Result<Owned> {
+        Ok(Owned::default())
     }
 
     async fn register(&self, host: &Host, _: &Config) -> Result<Box<dyn Network>> {

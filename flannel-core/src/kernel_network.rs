@@ -57,7 +57,7 @@ pub struct Blueprint {
 /// use flannel_core::{Blueprint, KernelNetwork, Network, Object, Owned, Route, State, SubnetManager, Via};
 ///
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> flannel_core::Result<()> {
-/// let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::new("10.1.0.0/16"));
+/// let (kernel, subnets) = (FakeKernel::with_uplink("eth0").without_nexthops(), FakeSubnets::new("10.1.0.0/16"));
 /// subnets.put("10.1.7.0-24", "192.0.2.7");
 /// let eth0 = "eth0".parse().unwrap();
 /// let network = KernelNetwork::new(

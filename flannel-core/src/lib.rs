@@ -3,6 +3,7 @@
 mod address;
 mod admit;
 mod alloc;
+mod cleanup;
 mod config;
 mod error;
 mod json;
@@ -21,6 +22,7 @@ pub mod testing;
 
 pub use address::{Dual, Family, ParseError, Subnet};
 pub use alloc::Alloc;
+pub use cleanup::{Cleanup, cleanup, ready_for_go};
 pub use config::{BackendConfig, Config, PodNetwork};
 pub use error::{Error, Result, holder};
 pub use json::{FieldError, Fields, compact};

@@ -12,7 +12,7 @@ use tokio::sync::watch;
 use crate::address::{Dual, Subnet};
 use crate::config::Config;
 use crate::error::Result;
-use crate::kernel::{Kernel, KernelError};
+use crate::kernel::{Kernel, KernelError, Owned};
 use crate::lease::{Lease, Subnets, View};
 use crate::name::LinkName;
 use crate::state::Key;
@@ -51,7 +51,7 @@ pub struct ExternalInterface {
 ///
 /// ```
 /// use async_trait::async_trait;
-/// use flannel_core::{Backend, Config, Host, LeaseAttrs, Network, Result};
+/// use flannel_core::{Backend, Config, Host, LeaseAttrs, LinkName, Network, Owned, Result};
 ///
 /// /// A backend that refuses.
 /// #[derive(Debug)]
@@ -61,6 +61,9 @@ pub struct ExternalInterface {
 /// impl Backend for Nowhere {
 ///     fn name(&self) -> &'static str {
 ///         "nowhere"
+///     }
+///     fn owned(&self, _: LinkName, _: &Config) -> Result<Owned> {
+///         Ok(Owned::default())
 ///     }
 ///     async fn register(&self, _: &Host, _: &Config) -> Result<Box<dyn Network>> {
 ///         Err(flannel_core::Error::Backend { backend: "nowhere".into(), reason: "it leads nowhere".into() })
@@ -76,6 +79,13 @@ pub trait Backend: fmt::Debug + Send + Sync {
     fn lease_type(&self) -> &'static str {
         self.name()
     }
+
+    /// What its network touches in a kernel whose external interface is `uplink`: for its own use, and for cleaning up
+    /// ([`cleanup`](crate::cleanup)) where nothing can be registered. Pure.
+    ///
+    /// # Errors
+    /// The config's backend options are wrong.
+    fn owned(&self, uplink: LinkName, config: &Config) -> Result<Owned>;
 
     /// Checks that the network can run here, and acquires this node's lease. Touches nothing in the kernel
     /// but what the lease's attributes must tell truly (a device's MAC address).

@@ -74,9 +74,25 @@ pub struct Options {
     #[arg(long, value_name = "MINUTES", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=1439))]
     pub subnet_lease_renew_margin: u64,
 
+    /// Let IPv4 routes to other hosts go by nexthop objects, which makes thousands of them quick: where the kernel has
+    /// them, or else stop, or never
+    #[arg(long, value_name = "auto|on|off", default_value = "auto", hide_possible_values = true)]
+    pub nexthop_objects: NexthopObjects,
+
     /// What to log: error, warn, info, debug, trace, or a filter such as info,flannel_core=debug
     #[arg(long, value_name = "FILTER", default_value = "info")]
     pub log: String,
+}
+
+/// `--nexthop-objects`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum NexthopObjects {
+    /// Where the kernel has them.
+    Auto,
+    /// Or else stop.
+    On,
+    /// Never; those that an earlier run left give way to plain routes.
+    Off,
 }
 
 impl Options {
@@ -192,6 +208,9 @@ mod tests {
         assert_eq!(options.public().v4, Some("192.0.2.1".parse().unwrap()));
         assert_eq!(options.subnet_file.to_str(), Some("/run/flannel/subnet.env"));
         assert_eq!(options.renew_margin(), Duration::from_secs(3600));
+        assert_eq!(options.nexthop_objects, NexthopObjects::Auto);
+        let off = parse(&all, &[("FLANNELD_NEXTHOP_OBJECTS", "off")]).unwrap();
+        assert_eq!(off.nexthop_objects, NexthopObjects::Off);
     }
 
     #[test]
@@ -229,6 +248,7 @@ mod tests {
             (vec!["--registry", "dir:/x?assign=magic"], vec![], "magic"),
             (vec!["--registry", "dir:/x", "--ifcae", "eth0"], vec![], "--iface"),
             (vec!["--registry", "dir:/x", "--public-ip", "::1"], vec![], "::1"),
+            (vec!["--registry", "dir:/x", "--nexthop-objects", "maybe"], vec![], "auto, on, off"),
             (vec!["--registry", "dir:/x", "-subnet-lease-renew-margin=1440"], vec![], "1440"),
             (vec!["--registry", "dir:/x"], vec![("FLANNELD_PUBLIC_IP", "nonsense")], "FLANNELD_PUBLIC_IP"),
         ] {

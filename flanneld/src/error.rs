@@ -56,6 +56,11 @@ pub enum Error {
         /// Its node.
         holder: String,
     },
+    /// `--nexthop-objects=on`, and the kernel has none.
+    #[error(
+        "--nexthop-objects=on: this kernel has none (Linux 5.3 and later do); auto takes plain routes then"
+    )]
+    NoNexthopObjects,
     /// A store or backend cannot go on.
     #[error(transparent)]
     Network(#[from] flannel_core::Error),

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
 
-pub use cli::Options;
+pub use cli::{NexthopObjects, Options};
 pub use error::Error;
 #[cfg(feature = "etcd")]
 pub use etcd::EtcdFlags;

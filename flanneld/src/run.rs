@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use flannel_core::{
     Backend, Config, Ended, ExternalInterface, Hints, Host, Kernel, LeaseEnd, Network, NetworkHandle, Origin,
-    Status, SubnetManager, View, holder,
+    Owned, Status, SubnetManager, View, holder,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
@@ -18,7 +18,7 @@ use flannel_subnet::{SubnetEnv, SubnetEnvError};
 use tokio::sync::watch;
 
 use crate::backends;
-use crate::cli::Options;
+use crate::cli::{NexthopObjects, Options};
 use crate::error::Error;
 use crate::registry::Node;
 use crate::stale::StaleManager;
@@ -39,7 +39,7 @@ const WATCH_RETRY: Duration = Duration::from_secs(1);
 /// # Cancel safety
 /// Dropping the future stops the daemon; the data path stays in place and the next start adopts it.
 pub async fn run(options: &Options) -> Result<Infallible, Error> {
-    let kernel = Arc::new(NetlinkKernel::open()?);
+    let kernel = Arc::new(open_kernel(options)?);
     let mark = state::mark(&options.state_dir)?;
     let node = Node {
         mark,
@@ -59,6 +59,16 @@ pub async fn run(options: &Options) -> Result<Infallible, Error> {
         let reason = run_network(options, &*subnets, ready).await?;
         tracing::info!("building the network anew: {reason}");
         tokio::time::sleep(REBUILD_PAUSE).await;
+    }
+}
+
+/// The kernel, and whether to use its nexthop objects.
+fn open_kernel(options: &Options) -> Result<NetlinkKernel, Error> {
+    let kernel = NetlinkKernel::open()?;
+    match options.nexthop_objects {
+        NexthopObjects::Off => Ok(kernel.without_nexthops()),
+        NexthopObjects::On if !kernel.nexthop_ids(&Owned::default())?.usable => Err(Error::NoNexthopObjects),
+        NexthopObjects::Auto | NexthopObjects::On => Ok(kernel),
     }
 }
 

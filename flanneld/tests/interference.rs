@@ -94,13 +94,22 @@ impl Witness {
         };
         for (inet, network) in [("-4", "10.1.0.0/16"), ("-6", "fd00:1::/48")] {
             let routes = ip(&format!("-j {inet} route show root {network}"));
-            let columns = ["/dst", "/type", "/gateway", "/dev", "/protocol", "/flags", "/metrics"];
+            let columns = ["/dst", "/type", "/gateway", "/dev", "/protocol", "/flags", "/metrics", "/nhid"];
             // Routes that the kernel made itself are its own: our addresses are in the table `local`.
             let made_by_us = |row: &Value| row["protocol"] != "kernel" && row["dst"].is_string();
             let mut routes: Vec<Value> = serde_json::from_str(&routes).unwrap();
             routes.retain(made_by_us);
+            // Older versions of iproute2 show a nexthop object's gateway, newer ones may not: by id it counts.
+            for route in &mut routes {
+                if route["nhid"].is_number() {
+                    let by = ["gateway", "dev", "flags"];
+                    by.iter().for_each(|column| drop(route.as_object_mut().unwrap().remove(*column)));
+                }
+            }
             rows("route", Value::from(routes).to_string(), &columns);
         }
+        let nexthops = ["/id", "/gateway", "/dev", "/protocol", "/flags"];
+        rows("nexthop", ip("-j nexthop show"), &nexthops);
         if !self.vxlan {
             return seen;
         }
@@ -167,7 +176,7 @@ fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
     let (mac, public) =
         if v4 { ("0a:00:00:00:04:07", "192.0.2.8") } else { ("0a:00:00:00:06:07", "2001:db8::8") };
     let one = |text: String| vec![text];
-    vec![
+    let mut damages = vec![
         ("device deleted", one(format!("ip link del {dev}"))),
         ("device down", one(format!("ip link set {dev} down"))),
         ("device down and up", vec![format!("ip link set {dev} down"), format!("ip link set {dev} up")]),
@@ -202,11 +211,53 @@ fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
         ("route by another device", one(format!("ip {inet} route replace {dst} dev eth0"))),
         ("route to nowhere", one(format!("ip {inet} route replace blackhole {dst}"))),
         ("route added", one(format!("ip {inet} route add {unwanted} via {gateway} dev {dev} onlink"))),
-        ("routes flushed", one(format!("ip {inet} route flush dev {dev}"))),
+        ("routes flushed", one(flush(inet, dev))),
         ("address flushed", one(format!("ip {inet} address flush dev {dev} scope global"))),
         ("address deleted", one(format!("ip address del {base} dev {dev}"))),
         ("address added", one(format!("ip address add {unwanted} dev {dev}"))),
         ("uplink down and up", vec!["ip link set eth0 down".into(), "ip link set eth0 up".into()]),
+    ];
+    if let Some(id) = nexthop_of(dst) {
+        damages.extend(nexthop_damages(id, &format!("via {other} dev {dev} onlink"), unwanted));
+    }
+    damages
+}
+
+/// Takes all our routes on a device out at once. iproute2 6.1 cannot flush routes by nexthop object (it sends the gateway
+/// too, and the kernel refuses): there the objects are flushed, and their routes with them.
+fn flush(inet: &str, dev: &str) -> String {
+    match inet {
+        "-4" => format!("ip nexthop flush dev {dev}"),
+        _ => format!("ip {inet} route flush root fd00:1::/48 dev {dev}"),
+    }
+}
+
+/// The id of the nexthop object that the route to `dst` goes by; IPv6 routes have none.
+fn nexthop_of(dst: &str) -> Option<u64> {
+    let family = if dst.contains(':') { "-6" } else { "-4" };
+    let routes: Value = serde_json::from_str(&ip(&format!("-j {family} route show {dst}"))).unwrap();
+    routes[0]["nhid"].as_u64()
+}
+
+/// What can be done to a nexthop object.
+fn nexthop_damages(id: u64, elsewhere: &str, unwanted: &str) -> Vec<(&'static str, Vec<String>)> {
+    let stray = id + 4000;
+    vec![
+        ("nexthop deleted", vec![format!("ip nexthop del id {id}")]),
+        ("nexthop to another gateway", vec![format!("ip nexthop replace id {id} {elsewhere} protocol 241")]),
+        ("nexthop to nowhere", vec![format!("ip nexthop replace id {id} blackhole")]),
+        (
+            "nexthop made a group",
+            vec![
+                format!("ip nexthop del id {id}"),
+                format!("ip nexthop replace id 77 {elsewhere}"),
+                format!("ip nexthop replace id {id} group 77"),
+                "ip nexthop del id 77".into(),
+            ],
+        ),
+        ("nexthop added", vec![format!("ip nexthop add id {stray} {elsewhere} protocol 241")]),
+        ("route added by a nexthop", vec![format!("ip route add {unwanted} nhid {id} protocol 241")]),
+        ("nexthops flushed", vec!["ip nexthop flush protocol 241".into()]),
     ]
 }
 
@@ -228,6 +279,11 @@ fn vxlan_survives_what_others_do() {
 fn host_gw_survives_what_others_do() {
     in_netns_async(|| async {
         let witness = start(&HostGw).await;
+        for (damage, commands) in
+            nexthop_damages(nexthop_of("10.1.7.0/24").unwrap(), "via 192.0.2.9 dev eth0", "10.1.9.0/24")
+        {
+            witness.survives(damage, &commands).await;
+        }
         for (inet, dst, gateway, other) in [
             ("-4", "10.1.7.0/24", "192.0.2.7", "192.0.2.8"),
             ("-6", "fd00:1:0:7::/64", "2001:db8::7", "2001:db8::8"),
@@ -243,7 +299,7 @@ fn host_gw_survives_what_others_do() {
                     vec![format!("ip {inet} route replace {dst} via {gateway} dev eth0 mtu 1300")],
                 ),
                 ("route to nowhere", vec![format!("ip {inet} route replace blackhole {dst}")]),
-                ("routes flushed", vec![format!("ip {inet} route flush root {dst}")]),
+                ("routes flushed", vec![flush(inet, "eth0")]),
                 ("uplink down and up", vec!["ip link set eth0 down".into(), "ip link set eth0 up".into()]),
             ] {
                 let commands = keep_uplink_addresses(commands);

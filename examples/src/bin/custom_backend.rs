@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use flannel_core::{
-    Backend, Blueprint, Config, Error, Host, KernelNetwork, LeaseAttrs, Network, Owned, Rejected, Result,
-    Route, State, SubnetManager, Via,
+    Backend, Blueprint, Config, Error, Host, KernelNetwork, LeaseAttrs, LinkName, Network, Owned, Rejected,
+    Result, Route, State, SubnetManager, Via,
 };
 use flannel_netlink::{NetlinkKernel, iface::Selectors};
 use flannel_subnet::{Identity, LocalManager, Mark, MemoryRegistry, Registry};
@@ -19,6 +19,11 @@ struct Hub;
 impl Backend for Hub {
     fn name(&self) -> &'static str {
         "hub"
+    }
+
+    fn owned(&self, uplink: LinkName, config: &Config) -> Result<Owned> {
+        let networks = config.pod_networks().collect();
+        Ok(Owned { networks, routes_on: [uplink].into(), ..Owned::default() })
     }
 
     async fn register(&self, host: &Host, config: &Config) -> Result<Box<dyn Network>> {
@@ -35,11 +40,7 @@ impl Backend for Hub {
             lease: host.subnets.acquire_lease(&attrs).await?,
             networks: config.pod_networks().collect(),
             mtu: host.iface.mtu,
-            owned: Owned {
-                networks: config.pod_networks().collect(),
-                routes_on: [link].into(),
-                ..Owned::default()
-            },
+            owned: self.owned(link, config)?,
             base: State::default(),
             plan: Box::new(move |peer, _env, objects| {
                 if peer.attrs.backend_type != "hub" {

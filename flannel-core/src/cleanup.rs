@@ -1,0 +1,113 @@
+//! Taking back what a network put into the kernel: all of it, or only what Go flannel could not handle.
+//!
+//! The one thing to know: no lease is needed. What is ours follows from the network config and the backend
+//! ([`Backend::owned`](crate::Backend::owned)), so a host that lost its lease can be cleaned as well. No network may
+//! run meanwhile: it would put everything back.
+
+use std::collections::BTreeSet;
+
+use crate::kernel::{Kernel, KernelError, Owned};
+use crate::nexthops::NexthopBlock;
+use crate::state::{Change, Key, Object, Route, State, Via};
+
+/// What was done, or with `dry_run` what would be.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Cleanup {
+    /// The changes that were made, in order.
+    pub done: Vec<Change>,
+    /// The changes that the kernel refused.
+    pub failed: Vec<(Change, KernelError)>,
+}
+
+/// Removes everything that `owned` claims: routes, nexthop objects, forwarding entries, neighbours, addresses, devices.
+///
+/// Goes on after a failure. With `dry_run` nothing is changed, and `done` is what would be.
+///
+/// ```
+/// use flannel_core::testing::FakeKernel;
+/// use flannel_core::{Owned, ROUTE_PROTOCOL, Route, Via, cleanup};
+///
+/// # fn main() -> Result<(), flannel_core::KernelError> {
+/// let kernel = FakeKernel::with_uplink("eth0");
+/// let via = Via::Gateway { gateway: [192, 0, 2, 7].into(), link: "eth0".parse().unwrap(), onlink: false };
+/// kernel.foreign_put(Route { dst: "10.1.7.0/24".parse().unwrap(), via, mtu: None }, ROUTE_PROTOCOL);
+/// let owned = Owned {
+///     networks: vec!["10.1.0.0/16".parse().unwrap()],
+///     routes_on: ["eth0".parse().unwrap()].into(),
+///     ..Owned::default()
+/// };
+/// let would = cleanup(&kernel, &owned, true)?;
+/// assert_eq!(would.done[0].to_string(), "delete route 10.1.7.0/24 via 192.0.2.7 dev eth0");
+/// assert_eq!(kernel.dump().len(), 1);
+/// assert_eq!(cleanup(&kernel, &owned, false)?, would);
+/// assert!(kernel.dump().is_empty());
+/// # Ok(()) }
+/// ```
+///
+/// # Errors
+/// The kernel could not be read; nothing was changed.
+///
+/// # Blocking
+/// As [`Kernel`]: some ten microseconds an object.
+pub fn cleanup(kernel: &dyn Kernel, owned: &Owned, dry_run: bool) -> Result<Cleanup, KernelError> {
+    let (owned, there) = read(kernel, owned)?;
+    let changes: Vec<Change> = there.iter().rev().cloned().map(Change::Delete).collect();
+    let mut report = Cleanup::default();
+    report.carry_out(kernel, &owned, changes, dry_run);
+    Ok(report)
+}
+
+/// Makes the host ready for Go flannel, which knows no nexthop objects and fails to delete routes by them: each such
+/// route of ours becomes a plain one in place, then our nexthop objects are removed. No packet is lost.
+///
+/// A nexthop object whose route could not be replaced stays, because the kernel would delete the route with it. With
+/// `dry_run` nothing is changed, and `done` is what would be.
+///
+/// # Errors
+/// The kernel could not be read; nothing was changed.
+///
+/// # Blocking
+/// As [`Kernel`]. Plain IPv4 routes take quadratic time: 10,000 about a second, 50,000 about 40 seconds.
+pub fn ready_for_go(kernel: &dyn Kernel, owned: &Owned, dry_run: bool) -> Result<Cleanup, KernelError> {
+    let (owned, there) = read(kernel, owned)?;
+    let nexthops = there.iter().filter_map(|o| if let Object::Nexthop(n) = o { Some(*n) } else { None });
+    let plain = |object: &Object| match object {
+        Object::Route(route @ Route { via: Via::Nexthop(id), .. }) => {
+            let Some(Object::Nexthop(nexthop)) = there.get(&Key::Nexthop(*id)) else { return None };
+            Some(Change::Put(route.by_gateway_of(nexthop).into()))
+        }
+        _ => None,
+    };
+    let mut report = Cleanup::default();
+    report.carry_out(kernel, &owned, there.iter().filter_map(plain).collect(), dry_run);
+    let failed = report.failed.iter().filter_map(|(change, _)| there.get(&change.object().key()));
+    let needed: BTreeSet<u32> = failed
+        .filter_map(|object| match object {
+            Object::Route(Route { via: Via::Nexthop(id), .. }) => Some(*id),
+            _ => None,
+        })
+        .collect();
+    let free = nexthops.filter(|nexthop| !needed.contains(&nexthop.id));
+    report.carry_out(kernel, &owned, free.map(|n| Change::Delete(n.into())).collect(), dry_run);
+    Ok(report)
+}
+
+/// What is there, and `owned` with the ids that belong to it.
+fn read(kernel: &dyn Kernel, owned: &Owned) -> Result<(Owned, State), KernelError> {
+    let mut owned = owned.clone();
+    owned.nexthops = NexthopBlock::choose(kernel, &owned)?.0;
+    let there = kernel.snapshot(&owned)?;
+    Ok((owned, there))
+}
+
+impl Cleanup {
+    fn carry_out(&mut self, kernel: &dyn Kernel, owned: &Owned, changes: Vec<Change>, dry_run: bool) {
+        let results = if dry_run { vec![Ok(()); changes.len()] } else { kernel.apply(owned, &changes) };
+        for (change, result) in changes.into_iter().zip(results) {
+            match result {
+                Ok(()) => self.done.push(change),
+                Err(error) => self.failed.push((change, error)),
+            }
+        }
+    }
+}

@@ -1,0 +1,376 @@
+//! Starting over what is there already: an earlier run's objects, plain or by nexthop object, Go flannel's, or nothing.
+//!
+//! The one thing to know: a listener notes every deletion while the new run settles, so "never absent for a moment" is
+//! seen, not inferred.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use flannel_backend_hostgw::HostGw;
+use flannel_backend_vxlan::VxlanBackend;
+use flannel_core::testing::FakeSubnets;
+use flannel_core::{
+    Backend, Dual, ExternalInterface, Host, Kernel, Key, LeaseAttrs, NexthopBlock, Object, Report, Route,
+    State, Status, SubnetManager, Via, cleanup, ready_for_go,
+};
+use flannel_core::{Doubts, Nexthop};
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::testing::{bridge, in_netns_async, ip};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+
+const PEERS: std::ops::Range<u8> = 2..12;
+
+fn config(backend: &dyn Backend, n: u8) -> String {
+    let kind = backend.name();
+    format!(
+        r#"{{"Network":"10.{n}.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:{n}::/48","Backend":{{"Type":"{kind}"}}}}"#
+    )
+}
+
+fn uplink() {
+    ip("link add eth0 type veth peer name wire");
+    ip("link set wire up");
+    ip("address add 192.0.2.1/24 dev eth0");
+    ip("address add 2001:db8::1/64 dev eth0 nodad");
+    ip("link set eth0 up");
+}
+
+/// The leases of a cluster with the pod network 10.n.0.0/16.
+fn leases(backend: &dyn Backend, n: u8) -> FakeSubnets {
+    let subnets = FakeSubnets::with_config(&config(backend, n));
+    PEERS.for_each(|peer| put(&subnets, backend, n, peer, peer));
+    subnets
+}
+
+fn put(subnets: &FakeSubnets, backend: &dyn Backend, n: u8, peer: u8, public: u8) {
+    let data = |mac: String| Some(format!(r#"{{"VNI":1,"VtepMAC":"{mac}"}}"#).into());
+    let attrs = LeaseAttrs {
+        public: [format!("192.0.2.{public}"), format!("2001:db8::{public:x}")]
+            .iter()
+            .map(|a| a.parse::<IpAddr>().unwrap())
+            .collect(),
+        backend_type: backend.lease_type().into(),
+        backend_data: Dual {
+            v4: data(format!("0a:00:00:00:04:{peer:02x}")),
+            v6: data(format!("0a:00:00:00:06:{peer:02x}")),
+        },
+    };
+    subnets.put_attrs(&key(n, peer), attrs);
+}
+
+fn key(n: u8, peer: u8) -> String {
+    format!("10.{n}.{peer}.0-24&fd00:{n}:0:{peer:x}::-64")
+}
+
+struct Run {
+    kernel: Arc<NetlinkKernel>,
+    backend: &'static dyn Backend,
+    config: flannel_core::Config,
+    status: watch::Receiver<Arc<Status>>,
+    task: JoinHandle<()>,
+}
+
+impl Run {
+    async fn start(backend: &'static dyn Backend, subnets: &FakeSubnets, nexthops: bool) -> Self {
+        let kernel = NetlinkKernel::open().unwrap();
+        let kernel = Arc::new(if nexthops { kernel } else { kernel.without_nexthops() });
+        let address: Dual<IpAddr> =
+            ["192.0.2.1", "2001:db8::1"].iter().map(|a| a.parse::<IpAddr>().unwrap()).collect();
+        let iface = ExternalInterface {
+            name: "eth0".parse().unwrap(),
+            mtu: 1500,
+            address,
+            public: address,
+            reason: "it is the only one".into(),
+        };
+        let host = Host {
+            iface,
+            kernel: kernel.clone(),
+            subnets: Arc::new(subnets.clone()),
+            identity: "test".into(),
+        };
+        let config = subnets.network_config().await.unwrap();
+        let network = backend.register(&host, &config).await.unwrap();
+        let status = network.handle().status;
+        let views = subnets.watch_leases().await.unwrap();
+        let task = tokio::spawn(async move { drop(network.run(views).await) });
+        let mut run = Self { kernel, backend, config, status, task };
+        run.in_sync().await;
+        run
+    }
+
+    async fn in_sync(&mut self) {
+        let settled = async { drop(self.status.wait_for(|status| status.in_sync).await.unwrap()) };
+        if tokio::time::timeout(Duration::from_secs(20), settled).await.is_err() {
+            panic!("never in sync: {:#?}", self.status.borrow());
+        }
+    }
+
+    /// Waits for a condition of the kernel.
+    async fn until(&self, what: &str, done: impl Fn(&State) -> bool) {
+        let wait = async {
+            while !done(&self.state()) {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        let in_time = tokio::time::timeout(Duration::from_secs(20), wait).await;
+        assert!(in_time.is_ok(), "{what}: {:#?}", text(&self.state()));
+    }
+
+    fn owned(&self) -> flannel_core::Owned {
+        let mut owned = self.backend.owned("eth0".parse().unwrap(), &self.config).unwrap();
+        owned.nexthops = NexthopBlock::choose(&*self.kernel, &owned).unwrap().0;
+        owned
+    }
+
+    fn state(&self) -> State {
+        self.kernel.snapshot(&self.owned()).unwrap()
+    }
+
+    async fn stop(self) {
+        self.task.abort();
+        let _ = self.task.await;
+    }
+}
+
+fn text(state: &State) -> Vec<String> {
+    state.iter().map(ToString::to_string).collect()
+}
+
+fn count(state: &State) -> (usize, usize) {
+    let nexthops = state.iter().filter(|o| matches!(o, Object::Nexthop(_))).count();
+    (nexthops, state.iter().filter(|o| matches!(o, Object::Route(_))).count())
+}
+
+/// Everything that was put and deleted in the namespace while `work` ran, by whomever.
+async fn heard<T>(work: impl Future<Output = T>) -> (T, Vec<Report>) {
+    let ear = NetlinkKernel::open().unwrap();
+    let mut changes = ear.changes().unwrap();
+    let mut reports = Vec::new();
+    let mut take = |doubts| match doubts {
+        Doubts::Objects(more) => reports.extend(more),
+        Doubts::Link(_) => {}
+        Doubts::Everything => panic!("messages were lost"),
+    };
+    let mut work = std::pin::pin!(work);
+    let result = loop {
+        tokio::select! {
+            result = &mut work => break result,
+            doubts = changes.next() => take(doubts.unwrap()),
+        }
+    };
+    // What was done last is told after a mark of our own.
+    let mark = "neigh replace 192.0.2.250 lladdr 0a:00:00:00:00:fa dev eth0 nud permanent";
+    ip(mark);
+    let mark = Key::Neigh("eth0".parse().unwrap(), IpAddr::from([192, 0, 2, 250]));
+    loop {
+        let doubts = changes.next().await.unwrap();
+        let last = matches!(&doubts, Doubts::Objects(reports)
+            if reports.iter().any(|r| matches!(r, Report::Now(object) if object.key() == mark)));
+        take(doubts);
+        if last {
+            ip("neigh del 192.0.2.250 dev eth0");
+            reports.retain(|report| !matches!(report, Report::Now(object) if object.key() == mark));
+            return (result, reports);
+        }
+    }
+}
+
+fn deleted(reports: &[Report]) -> Vec<Key> {
+    let gone = |report: &Report| match report {
+        Report::Gone(key) => Some(*key),
+        _ => None,
+    };
+    reports.iter().filter_map(gone).collect()
+}
+
+/// Keys of which nothing may vanish: those of peers that live.
+fn of_live_peer(key: &Key) -> bool {
+    let live = |address: IpAddr| match address {
+        IpAddr::V4(a) => a.octets()[0] == 10 && PEERS.contains(&a.octets()[2]),
+        IpAddr::V6(a) => a.segments()[0] == 0xfd00 && PEERS.contains(&(a.segments()[3] as u8)),
+    };
+    match key {
+        Key::Route(dst) => live(dst.base()),
+        Key::Neigh(link, address) => link.as_str() != "eth0" && live(*address),
+        Key::Fdb(_, mac) => PEERS.contains(&mac.0[5]),
+        _ => false,
+    }
+}
+
+static BACKENDS: [&'static dyn Backend; 2] = [&VxlanBackend, &HostGw];
+
+#[test]
+fn a_peer_that_moves_is_one_message_to_the_kernel() {
+    in_netns_async(|| async {
+        uplink();
+        for backend in BACKENDS {
+            let subnets = leases(backend, 1);
+            let run = Run::start(backend, &subnets, true).await;
+            assert_eq!(count(&run.state()), (10, 20), "{:#?}", text(&run.state()));
+            let moved = async {
+                put(&subnets, backend, 1, 7, 200);
+                let there = |object: &Object| match object {
+                    Object::Nexthop(Nexthop { gateway, .. }) => *gateway == IpAddr::from([192, 0, 2, 200]),
+                    Object::Fdb(fdb) => fdb.dst == IpAddr::from([192, 0, 2, 200]),
+                    _ => false,
+                };
+                run.until("moved", |state| state.iter().any(there)).await;
+            };
+            let ((), reports) = heard(moved).await;
+            let v4 = |report: &&Report| match report {
+                Report::Now(Object::Nexthop(_)) => true,
+                Report::Now(Object::Fdb(fdb)) => fdb.dst.is_ipv4(),
+                // With a nexthop object the kernel tells of the routes by it; nobody asked for that.
+                Report::Now(Object::Route(Route { via: Via::Nexthop(_), .. })) => false,
+                Report::Now(Object::Route(route)) => route.dst.base().is_ipv4(),
+                Report::Now(Object::Neigh(neigh)) => {
+                    of_live_peer(&Key::Neigh(neigh.link, neigh.address)) && neigh.address.is_ipv4()
+                }
+                Report::Other(_) | Report::Gone(_) => true,
+                Report::Now(_) => false,
+            };
+            let told: Vec<_> = reports.iter().filter(v4).collect();
+            let expected = |r: &Report| match r {
+                Report::Now(Object::Nexthop(_)) => backend.name() == "host-gw",
+                Report::Now(Object::Fdb(_)) => backend.name() == "vxlan",
+                _ => false,
+            };
+            assert!(told.len() == 1 && expected(told[0]), "{}: {told:#?}", backend.name());
+            let (kernel, owned) = (run.kernel.clone(), run.owned());
+            run.stop().await;
+            let would = cleanup(&*kernel, &owned, true).unwrap();
+            assert_eq!(cleanup(&*kernel, &owned, false).unwrap(), would);
+            assert!(would.failed.is_empty() && kernel.snapshot(&owned).unwrap().is_empty());
+            assert_eq!(ip("nexthop show").trim(), "");
+        }
+    });
+}
+
+#[test]
+fn every_start_adopts_what_is_there_and_no_live_peer_is_absent_for_a_moment() {
+    in_netns_async(|| async {
+        uplink();
+        ip("route add 10.1.200.0/24 via 192.0.2.99 dev eth0");
+        ip("nexthop add id 7 via 192.0.2.98 dev eth0 protocol static");
+        ip("route add 10.1.201.0/24 nhid 7");
+        for backend in BACKENDS {
+            let subnets = leases(backend, 1);
+            let first = Run::start(backend, &subnets, true).await;
+            let want = first.state();
+            first.stop().await;
+            for nexthops in [true, false, false, true] {
+                // What left the cluster while nobody ran.
+                let stale = leases(backend, 1);
+                put(&stale, backend, 1, 77, 77);
+                Run::start(backend, &stale, !nexthops).await.stop().await;
+                let (run, reports) = heard(Run::start(backend, &subnets, nexthops)).await;
+                let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
+                assert_eq!(lost, [], "{}", backend.name());
+                assert!(deleted(&reports).contains(&Key::Route("10.1.77.0/24".parse().unwrap())));
+                if nexthops {
+                    assert_eq!(text(&run.state()), text(&want));
+                } else {
+                    assert_eq!(count(&run.state()), (0, 20));
+                }
+                run.stop().await;
+            }
+            let (again, reports) = heard(Run::start(backend, &subnets, true)).await;
+            assert_eq!(text(&again.state()), text(&want));
+            assert_eq!(deleted(&reports), []);
+            let (kernel, owned) = (again.kernel.clone(), again.owned());
+            again.stop().await;
+            assert_eq!(text(&kernel.snapshot(&owned).unwrap()), text(&want), "stopping leaves everything");
+            cleanup(&*kernel, &owned, false).unwrap();
+        }
+        let foreign = ip("route show root 10.1.0.0/16");
+        assert!(foreign.contains("10.1.200.0/24 via 192.0.2.99") && foreign.contains("10.1.201.0/24 nhid 7"));
+        assert_eq!(foreign.trim().lines().count(), 2, "{foreign}");
+    });
+}
+
+#[test]
+fn what_go_flannel_left_is_adopted() {
+    in_netns_async(|| async {
+        uplink();
+        ip(
+            "link add flannel.1 address 0a:00:00:00:00:01 mtu 1450 type vxlan id 1 dev eth0 local 192.0.2.1 dstport 8472 nolearning",
+        );
+        ip("address add 10.1.1.0/32 dev flannel.1");
+        ip("link set flannel.1 up");
+        for peer in PEERS.chain([77]) {
+            let base = format!("10.1.{peer}.0");
+            ip(&format!("neigh add {base} lladdr 0a:00:00:00:04:{peer:02x} dev flannel.1 nud permanent"));
+            bridge(&format!(
+                "fdb add 0a:00:00:00:04:{peer:02x} dev flannel.1 dst 192.0.2.{peer} self permanent"
+            ));
+            ip(&format!("route add {base}/24 via {base} dev flannel.1 onlink"));
+        }
+        let subnets = leases(&VxlanBackend, 1);
+        let (run, reports) = heard(Run::start(&VxlanBackend, &subnets, true)).await;
+        let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
+        assert_eq!(lost, []);
+        assert!(deleted(&reports).contains(&Key::Route("10.1.77.0/24".parse().unwrap())));
+        let adopted = run.state();
+        let (kernel, owned) = (run.kernel.clone(), run.owned());
+        run.stop().await;
+        cleanup(&*kernel, &owned, false).unwrap();
+        let run = Run::start(&VxlanBackend, &subnets, true).await;
+        let mac = |line: &String| !line.starts_with("link flannel");
+        let lines = |state: &State| text(state).into_iter().filter(mac).collect::<Vec<_>>();
+        assert_eq!(lines(&adopted), lines(&run.state()), "the same end state as from nothing");
+        run.stop().await;
+    });
+}
+
+#[test]
+fn the_way_to_go_flannel_loses_no_packet_and_leaves_routes_that_it_can_delete() {
+    in_netns_async(|| async {
+        uplink();
+        for backend in BACKENDS {
+            let run = Run::start(backend, &leases(backend, 1), true).await;
+            let (kernel, owned) = (run.kernel.clone(), run.owned());
+            run.stop().await;
+            let way = async { ready_for_go(&*kernel, &owned, false).unwrap() };
+            let (report, reports) = heard(way).await;
+            assert!(report.failed.is_empty() && report.done.len() == 20, "{report:#?}");
+            let gone = deleted(&reports);
+            assert!(gone.iter().all(|key| matches!(key, Key::Nexthop(_))) && gone.len() == 10, "{gone:?}");
+            let state = kernel.snapshot(&owned).unwrap();
+            assert_eq!(count(&state), (0, 20));
+            for object in state.iter() {
+                let Object::Route(Route { dst, via: Via::Gateway { gateway, link, .. }, .. }) = object else {
+                    continue;
+                };
+                ip(&format!("route del {dst} via {gateway} dev {link}"));
+            }
+            assert_eq!(count(&kernel.snapshot(&owned).unwrap()), (0, 0));
+            cleanup(&*kernel, &owned, false).unwrap();
+        }
+    });
+}
+
+#[test]
+fn networks_of_both_kinds_in_one_namespace_are_restarted_without_touching_each_other() {
+    in_netns_async(|| async {
+        uplink();
+        let (one, other) = (leases(&VxlanBackend, 1), leases(&HostGw, 2));
+        let vxlan = Run::start(&VxlanBackend, &one, true).await;
+        let hostgw = Run::start(&HostGw, &other, true).await;
+        let want = [vxlan.state(), hostgw.state()];
+        assert_eq!(want.iter().map(count).collect::<Vec<_>>(), [(10, 20), (10, 20)]);
+        let restarts = async {
+            vxlan.stop().await;
+            let vxlan = Run::start(&VxlanBackend, &one, true).await;
+            hostgw.stop().await;
+            (vxlan, Run::start(&HostGw, &other, true).await)
+        };
+        let ((vxlan, hostgw), reports) = heard(restarts).await;
+        assert_eq!(deleted(&reports), []);
+        assert_eq!([vxlan.state(), hostgw.state()].map(|s| text(&s)), want.map(|s| text(&s)));
+    });
+}
