@@ -249,3 +249,32 @@ async fn another_networks_objects_on_the_same_link_are_left_alone() {
     second.settled().await;
     assert_eq!((kernel.state(), changes(&kernel)), (state, vec![]));
 }
+
+#[tokio::test(start_paused = true)]
+async fn the_way_to_go_keeps_a_nexthop_whose_route_cannot_be_replaced() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    Run::start(&kernel, &subnets).await.stop().await;
+    let owned = Owned {
+        networks: vec!["10.1.0.0/16".parse().unwrap()],
+        routes_on: ["eth0".parse().unwrap()].into(),
+        ..Owned::default()
+    };
+    let (before, route, nexthop) = (kernel.state(), route_of(&kernel, 3), nexthop_of(&kernel, 3));
+    let would = flannel_core::ready_for_go(&kernel, &owned, true).unwrap();
+    assert_eq!((would.done.len(), kernel.state()), (10, before));
+    let key = Key::Route(route.dst);
+    kernel.fail(1, 105, move |call| call.key == Some(key));
+    let report = flannel_core::ready_for_go(&kernel, &owned, false).unwrap();
+    assert_eq!((report.done.len(), report.failed.len(), count(&kernel)), (8, 1, (1, 5)));
+    assert_eq!((route_of(&kernel, 3), nexthop_of(&kernel, 3)), (route, nexthop));
+    let again = flannel_core::ready_for_go(&kernel, &owned, false).unwrap();
+    assert_eq!((again.done.len(), again.failed.len(), count(&kernel)), (2, 0, (0, 5)));
+    kernel.foreign_put(Route { dst: "10.1.88.0/24".parse().unwrap(), ..route_of(&kernel, 4) }, 3);
+    kernel.fail(1, 105, move |call| call.key == Some(key));
+    let report = flannel_core::cleanup(&kernel, &owned, false).unwrap();
+    assert_eq!(
+        (report.done.len(), report.failed.len(), count(&kernel)),
+        (4, 1, (0, 2)),
+        "a foreign route stays"
+    );
+}

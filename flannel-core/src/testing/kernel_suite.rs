@@ -5,6 +5,7 @@ use std::net::IpAddr;
 use crate::address::{Family, Subnet};
 use crate::kernel::{Doubts, Kernel, Owned, Report};
 use crate::name::{LinkName, MacAddr};
+use crate::nexthops::NexthopBlock;
 use crate::state::{
     Addr, Change, Fdb, Key, Link, LinkKind, Neigh, Nexthop, Object, Route, State, Via, Vxlan,
 };
@@ -33,6 +34,8 @@ pub async fn kernel_suite(ground: &Ground<'_>) {
     a_foreign_link_is_never_touched(ground);
     a_new_identity_makes_a_new_device(ground);
     lookup_tells_what_is_on_the_link(ground);
+    routes_share_the_fate_of_their_nexthop(ground);
+    nexthop_ids_are_told_apart(ground);
     others_are_heard_and_we_are_not(ground).await;
 }
 
@@ -262,6 +265,68 @@ fn lookup_tells_what_is_on_the_link(ground: &Ground<'_>) {
         assert_eq!(answer.on_link(), Some(ground.uplink), "{family}: {answer:?}");
         let answer = ground.kernel.lookup(ip(family, 77)).expect("an answer");
         assert_eq!(answer.on_link(), None, "{family}: {answer:?}");
+    }
+}
+
+fn nexthop(family: Family, n: u8, on: LinkName, gateway: IpAddr) -> Nexthop {
+    let id = 0x0f1a_1000 + u32::from(family.bits()) * 256 + u32::from(n);
+    Nexthop { id, link: on, gateway, onlink: false }
+}
+
+fn routes_share_the_fate_of_their_nexthop(ground: &Ground<'_>) {
+    for (family, n) in [(Family::V4, 1), (Family::V6, 2)] {
+        let device = device(family, n, ground.uplink);
+        let by = Nexthop { onlink: true, ..nexthop(family, 1, link(n), ip(family, 2)) };
+        let route = Route { dst: subnet(family, 2), via: Via::Nexthop(by.id), mtu: None };
+        let objects = [device.clone().into(), by.into(), Object::from(route)];
+        let there = |object: &Object| snapshot(ground).get(&object.key()) == Some(object);
+        apply(ground, &puts(&objects[..1]));
+        let refused = ground.kernel.apply(&owned(ground.uplink), &puts(&objects[2..])).remove(0);
+        assert_eq!(refused.map_err(|error| error.errno), Err(22), "EINVAL: there is no such nexthop");
+        apply(ground, &puts(&objects[1..]));
+        let moved = Nexthop { gateway: ip(family, 9), ..by };
+        apply(ground, &puts(&[moved.into()]));
+        assert!(there(&moved.into()) && there(&objects[2]), "a nexthop is replaced under its route");
+        apply(ground, &[Change::Delete(moved.into())]);
+        assert!(!there(&objects[2]), "its route goes with it");
+        apply(ground, &[Change::Delete(objects[2].clone())]);
+        apply(ground, &puts(&objects[1..]));
+        let down = Link { up: false, ..device };
+        apply(ground, &puts(&[down.into()]));
+        assert!(!there(&objects[1]) && !there(&objects[2]), "both go with the link");
+        apply(ground, &puts(&objects[..1]));
+        let result = ground.kernel.apply(&owned(ground.uplink), &puts(&objects[1..]));
+        assert!(result.iter().all(Result::is_ok), "{result:?}");
+        clear(ground);
+    }
+    let astray = nexthop(Family::V4, 9, ground.uplink, IpAddr::from([198, 51, 100, 9]));
+    let refused = ground.kernel.apply(&owned(ground.uplink), &puts(&[astray.into()])).remove(0);
+    assert!(refused.is_err(), "its gateway is not on the link");
+}
+
+fn nexthop_ids_are_told_apart(ground: &Ground<'_>) {
+    let mut owned = owned(ground.uplink);
+    let (chosen, there) = NexthopBlock::choose(ground.kernel, &owned).expect("ids");
+    assert_eq!((there.usable, there.ours, there.foreign), (true, vec![], vec![]));
+    owned.nexthops = chosen;
+    let first = (0..).find(|id| chosen.is_some_and(|block| block.contains(id << 17))).map(|n: u32| n << 17);
+    let id = first.expect("a block begins at a multiple of its size");
+    let gateway = |n| peer(Family::V4, n);
+    let on_uplink = |id, n| Nexthop { id, link: ground.uplink, gateway: gateway(n), onlink: false };
+    let (inside, outside) = (on_uplink(id, 7), on_uplink(77, 8));
+    let by = |dst: Subnet, id| Object::from(Route { dst, via: Via::Nexthop(id), mtu: None });
+    let elsewhere: Subnet = "10.99.0.0/24".parse().expect("a subnet");
+    let objects = [inside.into(), outside.into(), by(subnet(Family::V4, 7), id), by(elsewhere, 77)];
+    for result in ground.kernel.apply(&owned, &puts(&objects)) {
+        result.expect("put");
+    }
+    let found = ground.kernel.snapshot(&owned).expect("a snapshot");
+    assert_eq!(text(&found), [objects[0].to_string(), objects[2].to_string()], "by id, inside the networks");
+    let (again, there) = NexthopBlock::choose(ground.kernel, &owned).expect("ids");
+    assert_eq!((again, there.ours, there.foreign), (chosen, vec![id], vec![77]));
+    let deletes: Vec<Change> = objects.iter().rev().cloned().map(Change::Delete).collect();
+    for result in ground.kernel.apply(&owned, &deletes) {
+        result.expect("deleted");
     }
 }
 
