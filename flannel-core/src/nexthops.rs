@@ -38,6 +38,11 @@ impl NexthopBlock {
     /// How many blocks are tried.
     const TRIES: u32 = 8;
 
+    /// The smallest of them.
+    pub const fn first(self) -> u32 {
+        self.first
+    }
+
     /// The id is one of them.
     pub const fn contains(self, id: u32) -> bool {
         id >= self.first && id - self.first < Self::SIZE

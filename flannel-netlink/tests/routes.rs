@@ -5,7 +5,8 @@
 use std::net::IpAddr;
 
 use flannel_core::{
-    Change, Family, Kernel, Key, LinkName, Nexthop, Object, Owned, Route, RouteAnswer, Subnet, Via,
+    Change, Family, Kernel, Key, LinkName, Nexthop, NexthopBlock, Object, Owned, Route, RouteAnswer, Subnet,
+    Via,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, in_netns, ip};
@@ -15,6 +16,7 @@ use serde_json::Value;
 struct Scene {
     kernel: NetlinkKernel,
     family: Family,
+    block: NexthopBlock,
 }
 
 impl Scene {
@@ -24,9 +26,12 @@ impl Scene {
         ip("addr add 192.0.2.1/24 dev up0");
         ip("addr add 2001:db8::1/64 dev up0 nodad");
         ip("link set up0 up");
-        let scene = Self { kernel: NetlinkKernel::open().unwrap(), family };
+        let kernel = NetlinkKernel::open().unwrap();
+        let block = NexthopBlock::choose(&kernel, &Owned::default()).unwrap().0.unwrap();
+        let scene = Self { kernel, family, block };
         for id in [7, 8] {
-            let nexthop = Nexthop { id, link: up(), gateway: scene.gateway(id as u8), onlink: true };
+            let gateway = scene.gateway(id);
+            let nexthop = Nexthop { id: scene.id(id), link: up(), gateway, onlink: true };
             scene.apply(&Change::Put(nexthop.into()));
         }
         scene
@@ -34,7 +39,17 @@ impl Scene {
 
     fn owned(&self) -> Owned {
         let networks = vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/32".parse().unwrap()];
-        Owned { networks, routes_on: [up()].into(), blackholes: true, ..Owned::default() }
+        Owned {
+            networks,
+            routes_on: [up()].into(),
+            blackholes: true,
+            nexthops: Some(self.block),
+            ..Owned::default()
+        }
+    }
+
+    fn id(&self, n: u8) -> u32 {
+        self.block.first() + u32::from(n)
     }
 
     fn gateway(&self, n: u8) -> IpAddr {
@@ -61,8 +76,8 @@ impl Scene {
             route(gateway(6, true), None),
             route(gateway(6, true), Some(1400)),
             route(gateway(6, true), Some(1300)),
-            route(Via::Nexthop(7), None),
-            route(Via::Nexthop(8), None),
+            route(Via::Nexthop(self.id(7)), None),
+            route(Via::Nexthop(self.id(8)), None),
             route(Via::Blackhole, None),
             route(Via::Link(up()), None),
             route(Via::Link(up()), Some(1400)),
@@ -229,7 +244,7 @@ fn five_thousand_routes_are_read_while_others_change() {
         in_both_families(|scene| {
             let first =
                 Subnet::new(scene.dst().base(), if scene.family == Family::V4 { 30 } else { 64 }).unwrap();
-            let route = |n| Route { dst: first.step(n).unwrap(), via: Via::Nexthop(7), mtu: None };
+            let route = |n| Route { dst: first.step(n).unwrap(), via: Via::Nexthop(scene.id(7)), mtu: None };
             let puts: Vec<Change> = (0..5000).map(|n| Change::Put(route(n).into())).collect();
             let owned = Owned {
                 networks: vec!["10.0.0.0/8".parse().unwrap(), "fd00::/16".parse().unwrap()],

@@ -309,8 +309,7 @@ fn nexthop_ids_are_told_apart(ground: &Ground<'_>) {
     let (chosen, there) = NexthopBlock::choose(ground.kernel, &owned).expect("ids");
     assert_eq!((there.usable, there.ours, there.foreign), (true, vec![], vec![]));
     owned.nexthops = chosen;
-    let first = (0..).find(|id| chosen.is_some_and(|block| block.contains(id << 17))).map(|n: u32| n << 17);
-    let id = first.expect("a block begins at a multiple of its size");
+    let id = chosen.expect("a block").first() + 5;
     let gateway = |n| peer(Family::V4, n);
     let on_uplink = |id, n| Nexthop { id, link: ground.uplink, gateway: gateway(n), onlink: false };
     let (inside, outside) = (on_uplink(id, 7), on_uplink(77, 8));
