@@ -242,7 +242,7 @@ mod tests {
                 + (first.first - NexthopBlock::LOWEST + NexthopBlock::SIZE) % NexthopBlock::LOWEST
         );
         put(&kernel, second.first, ROUTE_PROTOCOL);
-        kernel.foreign_delete(crate::state::Key::Nexthop(first.first + 5));
+        kernel.foreign_delete(Key::Nexthop(first.first + 5));
         assert_eq!(chosen(&kernel, &owned), second, "what was left there is found");
         put(&kernel, second.first + 1, 3);
         assert_eq!(chosen(&kernel, &owned), first);

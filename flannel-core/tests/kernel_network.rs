@@ -271,7 +271,8 @@ fn scenarios() -> Vec<(String, Step)> {
         }),
     );
     for n in [3, 101] {
-        let steps: [(&str, fn(&mut World, Nexthop)); 4] = [
+        type Damage = fn(&mut World, Nexthop);
+        let steps: [(&str, Damage); 4] = [
             ("deleted", |w, nexthop| w.kernel.foreign_delete(Key::Nexthop(nexthop.id))),
             ("changed", |w, nexthop| w.kernel.foreign_put(Nexthop { onlink: !nexthop.onlink, ..nexthop }, 3)),
             ("taken by another protocol", |w, nexthop| w.kernel.foreign_put(nexthop, 3)),
