@@ -81,7 +81,7 @@ pub trait Backend: fmt::Debug + Send + Sync {
     }
 
     /// What its network touches in a kernel whose external interface is `uplink`: for its own use, and for cleaning up
-    /// ([`cleanup`](crate::cleanup)) where nothing can be registered. Pure.
+    /// ([`cleanup`](crate::cleanup())) where nothing can be registered. Pure.
     ///
     /// # Errors
     /// The config's backend options are wrong.
