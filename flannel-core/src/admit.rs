@@ -12,10 +12,11 @@ use std::sync::Arc;
 use crate::address::{Dual, Subnet};
 use crate::error::holder;
 use crate::lease::{Lease, Revision, Subnets};
+use crate::listing::Listing;
 use crate::name::LinkName;
 use crate::network::Disbelief;
 use crate::plan::{Answer, Env, Plan, Rejected};
-use crate::state::{Key, Object};
+use crate::state::{Key, Object, Route, Via};
 
 /// What leases are judged by.
 #[derive(Debug, Clone, Default)]
@@ -66,11 +67,13 @@ pub(crate) struct Peers {
     lengths: BTreeMap<u8, usize>,
     claims: BTreeMap<Key, Claim>,
     facts: BTreeMap<IpAddr, Fact>,
+    /// How many facts say of a link that an address is on it.
+    relied: BTreeMap<LinkName, usize>,
     publics: BTreeMap<IpAddr, u32>,
-    /// Those of `publics` with a count above 1.
-    repeated: BTreeSet<IpAddr>,
-    disbelieved: BTreeMap<Subnets, Disbelief>,
-    remarks: BTreeMap<Subnets, Vec<String>>,
+    disbelieved: Listing<Subnets, Disbelief>,
+    /// What plans remarked.
+    remarked: BTreeMap<Subnets, Vec<String>>,
+    remarks: Listing<String>,
 }
 
 /// Who defines an object: nearly always one peer.
@@ -94,6 +97,18 @@ struct Fact {
     /// What all who asked were told; `None` if not all were told the same.
     told: Option<Option<LinkName>>,
     asked_by: BTreeSet<Id>,
+}
+
+impl Fact {
+    fn tell(&mut self, told: Option<Option<LinkName>>, relied: &mut BTreeMap<LinkName, usize>) {
+        if let Some(link) = self.told.flatten() {
+            decrement(relied, &link);
+        }
+        self.told = told;
+        if let Some(link) = told.flatten() {
+            *relied.entry(link).or_default() += 1;
+        }
+    }
 }
 
 /// The work of one update.
@@ -120,10 +135,11 @@ impl Peers {
             lengths: BTreeMap::new(),
             claims: BTreeMap::new(),
             facts: BTreeMap::new(),
+            relied: BTreeMap::new(),
             publics,
-            repeated: BTreeSet::new(),
-            disbelieved: BTreeMap::new(),
-            remarks: BTreeMap::new(),
+            disbelieved: Listing::default(),
+            remarked: BTreeMap::new(),
+            remarks: Listing::default(),
         }
     }
 
@@ -147,33 +163,47 @@ impl Peers {
 
     /// Some plan was told that an address is on this link.
     pub(crate) fn relies_on(&self, link: LinkName) -> bool {
-        self.facts.values().any(|fact| fact.told == Some(Some(link)))
+        self.relied.contains_key(&link)
     }
 
     pub(crate) fn believed(&self) -> usize {
         self.ids.len() - self.disbelieved.len()
     }
 
-    pub(crate) fn disbelieved(&self) -> &BTreeMap<Subnets, Disbelief> {
+    pub(crate) fn disbelieved(&self) -> &Listing<Subnets, Disbelief> {
         &self.disbelieved
     }
 
     /// What is in order but worth knowing: public addresses that several nodes use, this one included (which is in
     /// order only behind some kinds of NAT), and what plans remarked.
-    pub(crate) fn remarks(&self) -> impl Iterator<Item = String> {
-        let shared = self.repeated.iter().map(|address| {
-            let count = self.publics.get(address).copied().unwrap_or(0);
-            let own = if self.terms.public.values().any(|own| own == address) {
-                ", this one among them"
-            } else {
-                ""
-            };
-            format!("{count} nodes share the public address {address}{own}")
-        });
-        let told = self.remarks.iter().flat_map(|(subnets, remarks)| {
-            remarks.iter().map(move |remark| format!("the lease {subnets}: {remark}"))
-        });
-        shared.chain(told)
+    pub(crate) fn remarks(&self) -> &Listing<String> {
+        &self.remarks
+    }
+
+    /// The believed peer that defines an object.
+    pub(crate) fn definer(&self, key: &Key) -> Option<Subnets> {
+        let mut peers = self.claims.get(key)?.ids().iter().filter_map(|id| self.slots[*id as usize].as_ref());
+        peers.find(|peer| peer.believed).map(|peer| peer.lease.subnets)
+    }
+
+    /// The routes by a nexthop object, which the plan that defines it defines too; `None` if none does.
+    pub(crate) fn routes_by(&self, nexthop: &Key) -> Option<Vec<Key>> {
+        let Key::Nexthop(wanted) = nexthop else { return None };
+        let by_it = |object: &&Object| matches!(object, Object::Route(Route { via: Via::Nexthop(id), .. }) if id == wanted);
+        let peers = self.claims.get(nexthop)?.ids().iter().filter_map(|id| self.slots[*id as usize].as_ref());
+        let believed = peers.filter(|peer| peer.believed);
+        Some(believed.flat_map(|peer| peer.objects.iter().filter(by_it)).map(Object::key).collect())
+    }
+
+    /// The peer whose subnet holds `address`, whether it is believed, and what its plan defines. A believed one comes
+    /// before others, the longest prefix first.
+    pub(crate) fn holder_of(&self, address: IpAddr) -> Option<(Arc<Lease>, bool, &[Object])> {
+        let host = Subnet::host(address);
+        let around = self.lengths.range(..=host.len()).rev().filter_map(|(len, _)| host.supernet(*len));
+        let ids = around.flat_map(|subnet| self.subnets.range((subnet, 0)..=(subnet, Id::MAX)));
+        let peers: Vec<&Peer> = ids.filter_map(|(_, id)| self.slots[*id as usize].as_ref()).collect();
+        let peer = peers.iter().find(|peer| peer.believed).or_else(|| peers.first())?;
+        Some((Arc::clone(&peer.lease), peer.believed, &peer.objects))
     }
 
     /// Takes in changed leases (`None`: gone) and returns what changed in the objects, in the order of keys.
@@ -207,7 +237,7 @@ impl Peers {
             // Where the kernel cannot say, what it said last holds.
             let Some(now) = on_link(*address) else { continue };
             if fact.told != Some(now) {
-                fact.told = Some(now);
+                fact.tell(Some(now), &mut self.relied);
                 again.extend(fact.asked_by.iter().copied());
             }
         }
@@ -232,11 +262,16 @@ impl Peers {
         }
         let (asked, remarks) = env.into_parts();
         if !remarks.is_empty() {
-            self.remarks.insert(lease.subnets, remarks);
+            for remark in &remarks {
+                self.remarks.insert(remark_of(lease.subnets, remark), ());
+            }
+            self.remarked.insert(lease.subnets, remarks);
         }
         for (address, told) in &asked {
-            let fact = self.facts.entry(*address).or_insert_with(|| Fact { told: *told, ..Fact::default() });
-            fact.told = fact.told.filter(|before| Some(before) == told.as_ref());
+            let fact = self.facts.entry(*address).or_default();
+            let first = fact.asked_by.is_empty();
+            let agreed = told.filter(|told| first || fact.told == Some(*told));
+            fact.tell(agreed, &mut self.relied);
             fact.asked_by.insert(id);
         }
         for object in &objects {
@@ -252,11 +287,7 @@ impl Peers {
             *self.lengths.entry(subnet.len()).or_default() += 1;
         }
         for address in lease.attrs.public.values() {
-            let count = self.publics.entry(*address).or_default();
-            *count += 1;
-            if *count > 1 {
-                self.repeated.insert(*address);
-            }
+            self.count_public(*address, true);
         }
         self.ids.insert(lease.subnets, id);
         self.slots[id as usize] = Some(Peer {
@@ -290,23 +321,42 @@ impl Peers {
             decrement(&mut self.lengths, &subnet.len());
         }
         for address in peer.lease.attrs.public.values() {
-            decrement(&mut self.publics, address);
-            if self.publics.get(address).is_none_or(|count| *count < 2) {
-                self.repeated.remove(address);
-            }
+            self.count_public(*address, false);
         }
         for address in &peer.asked {
             if let Some(fact) = self.facts.get_mut(address) {
                 fact.asked_by.remove(&id);
                 if fact.asked_by.is_empty() {
+                    fact.tell(None, &mut self.relied);
                     self.facts.remove(address);
                 }
             }
         }
         self.ids.remove(&peer.lease.subnets);
         self.disbelieved.remove(&peer.lease.subnets);
-        self.remarks.remove(&peer.lease.subnets);
+        for remark in self.remarked.remove(&peer.lease.subnets).into_iter().flatten() {
+            self.remarks.remove(&remark_of(peer.lease.subnets, &remark));
+        }
         update.vacated.push(id);
+    }
+
+    /// Counts one more or one less node with a public address, and remarks on it if it is not alone.
+    fn count_public(&mut self, address: IpAddr, more: bool) {
+        let own = self.terms.public.values().any(|own| *own == address);
+        let own = if own { ", this one among them" } else { "" };
+        let remark = |count: u32| format!("{count} nodes share the public address {address}{own}");
+        let before = self.publics.get(&address).copied().unwrap_or(0);
+        if more {
+            self.publics.insert(address, before + 1);
+        } else {
+            decrement(&mut self.publics, &address);
+        }
+        if before > 1 {
+            self.remarks.remove(&remark(before));
+        }
+        if let Some(now) = self.publics.get(&address).filter(|now| **now > 1) {
+            self.remarks.insert(remark(*now), ());
+        }
     }
 
     /// What the plan makes of the part of a lease that is ours to believe: the enabled families. No plan may claim
@@ -451,6 +501,10 @@ impl Peers {
             self.touch(object.key(), update);
         }
     }
+}
+
+fn remark_of(subnets: Subnets, remark: &str) -> String {
+    format!("the lease {subnets}: {remark}")
 }
 
 /// Counts down, and forgets what is no longer there.
@@ -623,7 +677,7 @@ mod tests {
         peers.terms.public.v4 = Some([192, 0, 2, 1].into());
         put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
         let own = "2 nodes share the public address 192.0.2.1, this one among them";
-        assert_eq!(peers.remarks().collect::<Vec<_>>(), [own]);
+        assert_eq!(peers.remarks().keys().collect::<Vec<_>>(), [own]);
         let mut loopback = Arc::unwrap_or_clone(lease("10.1.2.0-24", 1, 2, 2));
         loopback.attrs.public.v4 = Some([127, 0, 0, 1].into());
         put(&mut peers, &Arc::new(loopback.clone()));

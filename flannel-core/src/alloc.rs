@@ -10,7 +10,8 @@ use crate::error::Result;
 use crate::kernel::Owned;
 use crate::lease::{LeaseAttrs, View};
 use crate::name::LinkName;
-use crate::network::{Backend, Ended, Host, Network, NetworkHandle, Status};
+use crate::network::{Backend, Ended, Host, Network, NetworkHandle};
+use crate::status::Status;
 
 /// The backend `alloc`: gives this node a subnet and leaves connectivity to others.
 ///
@@ -37,7 +38,7 @@ impl Backend for Alloc {
         let lease = host.subnets.acquire_lease(&attrs).await?;
         let status = Status { in_sync: true, live: true, ..Status::default() };
         let (status, receiver) = watch::channel(Arc::new(status));
-        let handle = NetworkHandle { lease, mtu: host.iface.mtu, status: receiver };
+        let handle = NetworkHandle::new(lease, host.iface.mtu, receiver);
         Ok(Box::new(AllocNetwork { handle, _status: status }))
     }
 }

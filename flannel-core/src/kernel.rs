@@ -6,6 +6,7 @@
 use std::collections::BTreeSet;
 use std::fmt;
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use async_trait::async_trait;
 
@@ -259,15 +260,47 @@ pub trait Kernel: fmt::Debug + Send + Sync {
 /// by a snapshot; never by trusting the message that raised it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Doubts {
-    /// Single objects were changed or deleted, in this order, by somebody else (or by ourselves, where the
-    /// kernel does not say by whom: links and forwarding entries).
-    Objects(Vec<Report>),
+    /// Single objects were changed or deleted, in this order, by somebody else, whom the kernel may name (or by
+    /// ourselves, where it does not: links and forwarding entries).
+    Objects(Vec<Report>, Option<Culprit>),
     /// The device changed in some way: it and everything on it. The kernel deletes IPv4 routes and permanent
     /// neighbours of a device that goes down without a word about each, the neighbours when its MAC address
     /// changes, and the IPv4 routes with its last IPv4 address.
     Link(LinkName),
     /// Messages were lost.
     Everything,
+}
+
+/// Who changed something, as far as the kernel tells.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Culprit {
+    /// The port id of the netlink socket that asked for the change; not 0. Mostly the id of the process, but not
+    /// always: `process` says it where that is certain.
+    pub port: u32,
+    /// The protocol of the route or nexthop that was put there; `None` for other objects and for deletions.
+    pub protocol: Option<u8>,
+    /// The name and the id of the process that has the socket, if it still lived when the message was read and this
+    /// one may look.
+    pub process: Option<(Arc<str>, u32)>,
+}
+
+impl Culprit {
+    /// A culprit of which only the port is known.
+    pub const fn new(port: u32) -> Self {
+        Self { port, protocol: None, process: None }
+    }
+}
+
+/// `ip (process 4711) with route protocol 3`, or `the netlink socket with port id 4711`.
+impl fmt::Display for Culprit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.process {
+            Some((name, id)) => write!(f, "{name} (process {id})")?,
+            None => write!(f, "the netlink socket with port id {}", self.port)?,
+        }
+        self.protocol.map_or(Ok(()), |protocol| write!(f, " with route protocol {protocol}"))
+    }
 }
 
 /// What one message said of one object.
@@ -277,6 +310,8 @@ pub enum Report {
     Now(Object),
     /// It is there, in a form that no [`Object`] expresses (a multipath route, a dynamic neighbour, …).
     Other(Key),
+    /// Not it, but another entry for the same, such as a route with another metric: it may decide where packets go.
+    Beside(Key),
     /// It is gone.
     Gone(Key),
 }

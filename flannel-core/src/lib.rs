@@ -6,16 +6,21 @@ mod alloc;
 mod cleanup;
 mod config;
 mod error;
+mod histogram;
 mod json;
 mod kernel;
 mod kernel_network;
 mod lease;
+mod ledger;
+mod listing;
 mod name;
 mod network;
 mod nexthops;
+mod pace;
 mod plan;
 mod reconcile;
 mod state;
+mod status;
 mod subnet;
 #[cfg(feature = "testing")]
 pub mod testing;
@@ -25,15 +30,18 @@ pub use alloc::Alloc;
 pub use cleanup::{Cleanup, cleanup, ready_for_go};
 pub use config::{BackendConfig, Config, PodNetwork};
 pub use error::{Error, Result, holder};
+pub use histogram::Histogram;
 pub use json::{FieldError, Fields, compact};
-pub use kernel::{Changes, Doubts, Kernel, KernelError, Owned, ROUTE_PROTOCOL, Report, RouteAnswer};
+pub use kernel::{Changes, Culprit, Doubts, Kernel, KernelError, Owned, ROUTE_PROTOCOL, Report, RouteAnswer};
 pub use kernel_network::{Blueprint, KernelNetwork};
 pub use lease::{Endpoint, KeyError, Lease, LeaseAttrs, LeaseSet, Origin, Revision, Subnets, View};
+pub use listing::Listing;
 pub use name::{LinkName, MacAddr};
-pub use network::{
-    Backend, Disbelief, Ended, ExternalInterface, Failure, Host, Network, NetworkHandle, Status,
-};
+pub use network::{Backend, Disbelief, Ended, ExternalInterface, Host, Network, NetworkHandle};
 pub use nexthops::{NexthopBlock, NexthopIds};
 pub use plan::{Env, Plan, Rejected};
-pub use state::{Addr, Change, Fdb, Key, Link, LinkKind, Neigh, Nexthop, Object, Route, State, Via, Vxlan};
+pub use state::{
+    Addr, Change, Fdb, Key, Link, LinkKind, Neigh, Nexthop, Object, ObjectKind, Route, State, Via, Vxlan,
+};
+pub use status::{Damage, Explanation, Failure, Repair, Standing, Status};
 pub use subnet::{Hints, LeaseEnd, StoreStatus, SubnetManager, live_view};

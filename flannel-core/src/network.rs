@@ -1,21 +1,20 @@
 //! Backends and networks: what turns leases into connectivity on this host.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::SystemTime;
 
 use async_trait::async_trait;
-use tokio::sync::watch;
+use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::address::{Dual, Subnet};
 use crate::config::Config;
 use crate::error::Result;
-use crate::kernel::{Kernel, KernelError, Owned};
+use crate::kernel::{Kernel, Owned};
 use crate::lease::{Lease, Subnets, View};
 use crate::name::LinkName;
 use crate::state::Key;
+use crate::status::{Explanation, Status};
 use crate::subnet::SubnetManager;
 
 /// This host, as a backend sees it.
@@ -125,6 +124,7 @@ pub enum Ended {
 
 /// What the outside sees of a network; cloned freely, valid after the network stopped.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct NetworkHandle {
     /// This node's lease.
     pub lease: Lease,
@@ -132,44 +132,39 @@ pub struct NetworkHandle {
     pub mtu: u32,
     /// The latest status.
     pub status: watch::Receiver<Arc<Status>>,
+    questions: Option<mpsc::Sender<Question>>,
 }
 
-/// How far the kernel is what the leases say. Holds only what is wrong: an empty status is a good one.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Status {
-    /// Everything that is wanted is in place, by a complete, live lease set.
-    pub in_sync: bool,
-    /// The leases come from the store, not from a cache, and are complete.
-    pub live: bool,
-    /// Peers that are believed.
-    pub peers: usize,
-    /// Objects that are wanted.
-    pub objects: usize,
-    /// Leases that are not believed, and why.
-    pub disbelieved: BTreeMap<Subnets, Disbelief>,
-    /// Objects that the kernel refused, or that could not be deleted.
-    pub failing: BTreeMap<Key, Failure>,
-    /// Why the kernel could not be read or watched; `None` if it can.
-    pub kernel_error: Option<KernelError>,
-    /// Things that are in order but worth knowing, such as a public address used by two peers.
-    pub remarks: Vec<String>,
-    /// Changes applied so far because of leases.
-    pub applied: u64,
-    /// Objects put back so far after somebody else changed or deleted them.
-    pub repaired: u64,
+/// Which peer an address belongs to, and where the answer goes.
+pub(crate) struct Question {
+    pub(crate) address: IpAddr,
+    pub(crate) answer: oneshot::Sender<Option<Explanation>>,
 }
 
-/// An object that is not as it should be.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Failure {
-    /// The change that fails, as text.
-    pub change: String,
-    /// What the kernel says.
-    pub error: KernelError,
-    /// Since when.
-    pub since: SystemTime,
-    /// How many times it was tried.
-    pub tries: u32,
+impl NetworkHandle {
+    /// A handle of a network that explains nothing.
+    pub fn new(lease: Lease, mtu: u32, status: watch::Receiver<Arc<Status>>) -> Self {
+        Self { lease, mtu, status, questions: None }
+    }
+
+    pub(crate) fn with_questions(mut self, questions: mpsc::Sender<Question>) -> Self {
+        self.questions = Some(questions);
+        self
+    }
+
+    /// The peer whose subnet holds `address`, what is wanted of the kernel for it, and how that stands. The believed one
+    /// if several do.
+    ///
+    /// `None` if no peer has such a subnet, or the network does not run or explains nothing. Waits for the changes
+    /// in hand, which is longer than a moment only when all peers come at once.
+    ///
+    /// # Cancel safety
+    /// Dropping the future withdraws the question.
+    pub async fn explain(&self, address: IpAddr) -> Option<Explanation> {
+        let (answer, explanation) = oneshot::channel();
+        self.questions.as_ref()?.send(Question { address, answer }).await.ok()?;
+        explanation.await.ok()?
+    }
 }
 
 /// Why a lease is not believed.

@@ -4,34 +4,65 @@
 //! doubt about one object is removed by putting the object again, a doubt about more by a snapshot. No message
 //! from the kernel is trusted to say how things are, only that they may have changed.
 //!
-//! No clock and no task in here: the driver ([`KernelNetwork`](crate::KernelNetwork)) says when.
+//! No task in here: the driver ([`KernelNetwork`](crate::KernelNetwork)) says when.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Mutex;
-use std::time::SystemTime;
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 use crate::address::Subnet;
 use crate::admit::{Delta, Peers};
-use crate::kernel::{Doubts, Kernel, KernelError, Owned, Report};
-use crate::lease::{LeaseSet, Origin, View};
+use crate::kernel::{Culprit, Doubts, Kernel, KernelError, Owned, Report};
+use crate::lease::{LeaseSet, Origin, Subnets, View};
+use crate::ledger::Ledger;
 use crate::name::LinkName;
-use crate::network::{Failure, Status};
 use crate::nexthops::{Ids, NexthopBlock, nexthop};
 use crate::state::{Change, Key, Object, Route, State, Via, diff};
+use crate::status::{Damage, Explanation, Standing, Status};
 
 /// How many changes are handed to the kernel at once. More gains nothing (the kernel works at its own pace), and a
 /// stop waits for at most one batch.
 const BATCH: usize = 128;
 
-/// Why an object is to be put.
+/// Whom to suspect of additions is remembered for so many of them; the wanted objects bound the rest.
+const MOST_SUSPECTS: usize = 1024;
+
+/// Why an object is to be put or deleted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Cause {
-    /// A lease defined it anew.
-    Lease,
-    /// It may not be as we put it.
-    Doubt,
+    /// Leases, or answers to what plans ask; and when the leases were there, if it was they.
+    Lease(Option<Instant>),
+    /// It may not be as we put it: somebody else seems to have done this.
+    Doubt(Damage),
+}
+
+/// What only a snapshot can tell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Unread {
+    Nothing,
+    /// There may be objects that nobody wants; those that are wanted are known.
+    Additions,
+    Everything,
+}
+
+/// How often the kernel was read so far.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Reads {
+    pub(crate) done: u64,
+    pub(crate) tries: u64,
+    /// How long all tries took together.
+    pub(crate) took: Duration,
+}
+
+/// What failed: why it was tried, and what is to be deleted if it was a deletion.
+#[derive(Debug)]
+struct Failed {
+    cause: Cause,
+    deletion: Option<Object>,
 }
 
 /// Which answers that plans were given may no longer hold.
@@ -74,26 +105,24 @@ pub(crate) struct Reconciler {
     ids: Option<Ids>,
     leases: LeaseSet,
     live: bool,
-    /// Wanted objects that are not known to be in place.
+    /// Wanted objects that are not known to be in place, but for those that the kernel refused.
     put: BTreeMap<Key, Cause>,
-    /// Objects of ours that are not wanted and not known to be gone.
-    gone: BTreeMap<Key, Object>,
-    /// Everything is in doubt: only a snapshot helps.
-    unread: bool,
+    /// Objects of ours that are not wanted and not known to be gone, but for those that the kernel kept.
+    gone: BTreeMap<Key, (Object, Cause)>,
+    /// What the kernel refused: not tried again until [`Reconciler::retry`] or a snapshot.
+    failed: BTreeMap<Key, Failed>,
+    /// Who is said to have changed what is in doubt.
+    suspects: BTreeMap<Key, Culprit>,
+    unread: Unread,
     /// Wanted links that are not there: nothing can be put on them.
     missing_links: BTreeSet<LinkName>,
-    /// Something failed that did not fail before.
-    newly_failing: bool,
-    /// How many times the kernel was read.
-    reads: u64,
+    reads: Reads,
     /// How many objects peers add to `base`.
     peer_objects: usize,
     stale_facts: StaleFacts,
-    failing: BTreeMap<Key, Failure>,
+    ledger: Ledger,
     kernel_error: Option<KernelError>,
     lookup_error: Option<KernelError>,
-    applied: u64,
-    repaired: u64,
 }
 
 impl Reconciler {
@@ -107,27 +136,26 @@ impl Reconciler {
             live: false,
             put: BTreeMap::new(),
             gone: BTreeMap::new(),
-            unread: true,
+            failed: BTreeMap::new(),
+            suspects: BTreeMap::new(),
+            unread: Unread::Everything,
             missing_links: BTreeSet::new(),
-            newly_failing: false,
-            reads: 0,
+            reads: Reads::default(),
             peer_objects: 0,
             stale_facts: StaleFacts::default(),
-            failing: BTreeMap::new(),
+            ledger: Ledger::default(),
             kernel_error: None,
             lookup_error: None,
-            applied: 0,
-            repaired: 0,
         }
     }
 
-    /// Takes in a newer view. Asks `kernel` what plans ask.
-    pub(crate) fn view(&mut self, view: &View, kernel: &dyn Kernel) {
+    /// Takes in a newer view, which was there at `arrived`. Asks `kernel` what plans ask.
+    pub(crate) fn view(&mut self, view: &View, arrived: Instant, kernel: &dyn Kernel) {
         let answers = Answers::new(kernel);
         let deltas = self.peers.update(view.leases.changes_since(&self.leases), &|a| answers.on_link(a));
         self.leases = view.leases.clone();
         self.live = matches!(view.origin, Origin::Live { .. });
-        self.take(deltas);
+        self.take(deltas, Some(arrived));
         self.take_unanswered(answers);
     }
 
@@ -139,7 +167,7 @@ impl Reconciler {
         let parts = stale.under.into_iter().filter(|_| !stale.all).map(Some);
         for under in everything.into_iter().chain(parts) {
             let deltas = self.peers.recheck(under, &|a| answers.on_link(a));
-            self.take(deltas);
+            self.take(deltas, None);
         }
         if stale.all {
             self.lookup_error = None;
@@ -159,23 +187,26 @@ impl Reconciler {
     pub(crate) fn doubt(&mut self, doubts: &Doubts) {
         match doubts {
             Doubts::Everything => {
-                self.unread = true;
+                self.unread = Unread::Everything;
                 self.stale_facts.all = true;
             }
             Doubts::Link(name) => {
-                let ours = self.owned.links.contains(name) || self.owned.routes_on.contains(name);
-                self.unread |= ours;
+                if self.owned.links.contains(name) || self.owned.routes_on.contains(name) {
+                    self.unread = Unread::Everything;
+                }
                 self.stale_facts.urgent |= self.owned.routes_on.contains(name);
                 self.stale_facts.all |= self.stale_facts.urgent || self.peers.relies_on(*name);
             }
-            Doubts::Objects(reports) => reports.iter().for_each(|report| self.doubt_object(report)),
+            Doubts::Objects(reports, by) => {
+                reports.iter().for_each(|report| self.doubt_object(report, by.as_ref()));
+            }
         }
     }
 
-    fn doubt_object(&mut self, report: &Report) {
+    fn doubt_object(&mut self, report: &Report, by: Option<&Culprit>) {
         let key = match report {
             Report::Now(object) => object.key(),
-            Report::Other(key) | Report::Gone(key) => *key,
+            Report::Other(key) | Report::Beside(key) | Report::Gone(key) => *key,
         };
         let concerned = self.owned.concerns(&key);
         if let Key::Route(dst) = key
@@ -185,44 +216,83 @@ impl Reconciler {
             self.stale_facts.under.insert(dst);
         }
         match (self.want(&key), report) {
+            (_, Report::Beside(_)) => {}
             // Says what we want to hear: no reason for doubt (and none for trust: a doubt stays one).
             (Some(want), Report::Now(object)) if want == *object => {}
-            // Its route went with it, without a word.
-            (Some(Object::Nexthop(nexthop)), Report::Gone(_)) => {
-                match self.ids.as_ref().and_then(|ids| ids.dst(nexthop.id)) {
-                    Some(dst) => {
-                        self.put.entry(key).or_insert(Cause::Doubt);
-                        self.put.entry(Key::Route(dst)).or_insert(Cause::Doubt);
+            (Some(_), Report::Gone(_)) => {
+                // Its routes went with it, without a word about each.
+                if let Key::Nexthop(id) = key {
+                    let dst = self.ids.as_ref().and_then(|ids| ids.dst(id));
+                    // One that a plan defined has routes that the plan defined too.
+                    let routes = dst.map(|dst| vec![Key::Route(dst)]).or_else(|| self.peers.routes_by(&key));
+                    if routes.is_none() {
+                        self.unread = Unread::Everything;
                     }
-                    // One that a plan defined: which routes go by it is not known here.
-                    None => self.unread = true,
+                    for route in routes.into_iter().flatten() {
+                        self.suspect(route, Damage::Deletion, by);
+                    }
+                }
+                self.suspect(key, Damage::Deletion, by);
+            }
+            (Some(_), _) => self.suspect(key, Damage::Modification, by),
+            // Ours to remove, if it is one that a snapshot shows as ours.
+            (None, Report::Now(object)) if concerned && self.owned.may_own(object) => {
+                self.unread = self.unread.max(Unread::Additions);
+                if let Some(by) = by.filter(|_| self.suspects.len() < MOST_SUSPECTS + self.put.len()) {
+                    self.suspects.insert(key, by.clone());
                 }
             }
-            (Some(_), _) => {
-                self.put.entry(key).or_insert(Cause::Doubt);
-            }
-            // Ours to remove, if it is one that a snapshot shows as ours.
-            (None, Report::Now(object)) => self.unread |= concerned && self.owned.may_own(object),
             (None, _) => {}
+        }
+    }
+
+    /// A wanted object is in doubt.
+    fn suspect(&mut self, key: Key, damage: Damage, by: Option<&Culprit>) {
+        let known = self.failed.remove(&key).map(|failed| failed.cause);
+        self.put.entry(key).or_insert(known.unwrap_or(Cause::Doubt(damage)));
+        if let Some(by) = by {
+            self.suspects.insert(key, by.clone());
         }
     }
 
     /// There is work for [`Reconciler::settle`].
     pub(crate) fn is_unsettled(&self) -> bool {
-        self.unread || !self.put.is_empty() || (self.live && !self.gone.is_empty())
+        self.is_unread() || !self.put.is_empty() || (self.live && !self.gone.is_empty())
     }
 
-    /// Brings the kernel to what is wanted, as far as it lets us; what it refuses is in the status. Blocks.
+    /// There is work that begins with a snapshot.
+    pub(crate) fn is_unread(&self) -> bool {
+        self.unread > Unread::Nothing
+    }
+
+    /// What the kernel refused is to be tried again.
+    pub(crate) fn retry(&mut self) {
+        for (key, Failed { cause, deletion }) in std::mem::take(&mut self.failed) {
+            match deletion {
+                Some(object) => drop(self.gone.insert(key, (object, cause))),
+                None => drop(self.put.entry(key).or_insert(cause)),
+            }
+        }
+    }
+
+    /// Brings the kernel to what is wanted, as far as it lets us; what it refuses is in the status. Unless it
+    /// `may_read` the kernel, it does what can be done without. Blocks.
     ///
     /// # Errors
     /// [`Closed`]: the gate was closed before everything was done.
-    pub(crate) fn settle(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
+    pub(crate) fn settle(
+        &mut self,
+        kernel: &dyn Kernel,
+        gate: &Gate,
+        mut may_read: bool,
+    ) -> Result<(), Closed> {
         let mut links_put = BTreeSet::new();
         // A link that is put may take all that is on it with it, so the kernel is read again after each.
         while self.is_unsettled() {
-            if self.unread && !self.read(kernel, &links_put) {
+            let known = !self.is_unread() || (may_read && self.read(kernel, &links_put));
+            if !known && self.unread == Unread::Everything {
                 // What leases brought needs no look at the kernel first.
-                let by_lease = |key: &Key| self.put.get(key) == Some(&Cause::Lease);
+                let by_lease = |key: &Key| matches!(self.put.get(key), Some(Cause::Lease(_)));
                 let changes: Vec<Change> = self.puts(by_lease).collect();
                 return self.apply(kernel, gate, &changes);
             }
@@ -232,13 +302,15 @@ impl Reconciler {
             }
             self.apply(kernel, gate, &links)?;
             let taken = links.iter().map(|change| change.object().key());
-            let taken: Vec<Key> = taken.filter(|key| !self.failing.contains_key(key)).collect();
+            let taken: Vec<Key> = taken.filter(|key| !self.ledger.failing().contains_key(key)).collect();
             for key in &taken {
                 if let Key::Link(name) = key {
                     self.missing_links.remove(name);
                 }
             }
-            self.unread |= !taken.is_empty();
+            if !taken.is_empty() {
+                (self.unread, may_read) = (Unread::Everything, true);
+            }
             links_put.extend(taken);
         }
         // Without its link nothing can be put; one failure in the status says more than ten thousand.
@@ -246,38 +318,68 @@ impl Reconciler {
         let on_missing_link = |key: &Key| self.want(key).and_then(|o| self.link_of(&o)).is_some_and(missing);
         let mut changes: Vec<Change> = self.puts(|key| !on_missing_link(key)).collect();
         if self.live {
-            changes.extend(self.gone.values().rev().cloned().map(Change::Delete));
+            changes.extend(self.gone.values().rev().map(|(object, _)| Change::Delete(object.clone())));
         }
         self.apply(kernel, gate, &changes)
     }
 
     /// Something failed that did not fail when this was last asked.
     pub(crate) fn take_newly_failing(&mut self) -> bool {
-        std::mem::take(&mut self.newly_failing)
+        self.ledger.take_newly_failing()
     }
 
-    /// How many times the kernel was read so far.
-    pub(crate) fn reads(&self) -> u64 {
+    pub(crate) fn reads(&self) -> Reads {
         self.reads
     }
 
-    pub(crate) fn is_failing(&self) -> bool {
-        !self.failing.is_empty() || self.kernel_error.is_some() || self.lookup_error.is_some()
+    /// The kernel cannot be read.
+    pub(crate) fn is_unreadable(&self) -> bool {
+        self.kernel_error.is_some()
     }
 
+    pub(crate) fn is_failing(&self) -> bool {
+        !self.ledger.failing().is_empty() || self.kernel_error.is_some() || self.lookup_error.is_some()
+    }
+
+    /// Costs nothing that grows with the number of peers.
     pub(crate) fn status(&self) -> Status {
-        Status {
+        let mut status = Status {
             in_sync: self.live && !self.is_unsettled() && !self.is_failing(),
             live: self.live,
             peers: self.peers.believed(),
             objects: self.base.len() + self.peer_objects,
             disbelieved: self.peers.disbelieved().clone(),
-            failing: self.failing.clone(),
             kernel_error: self.kernel_error.clone().or_else(|| self.lookup_error.clone()),
-            remarks: self.peers.remarks().collect(),
-            applied: self.applied,
-            repaired: self.repaired,
-        }
+            remarks: self.peers.remarks().clone(),
+            ..Status::default()
+        };
+        self.ledger.copy_to(&mut status);
+        status
+    }
+
+    /// The peer whose subnet holds `address`, and how what it wants stands.
+    pub(crate) fn explain(&self, address: IpAddr) -> Option<Explanation> {
+        let (lease, believed, objects) = self.peers.holder_of(address)?;
+        let standing = |object: &Object| {
+            let key = object.key();
+            if !believed {
+                Standing::Unwanted
+            } else if let Some(failure) = self.ledger.failing().get(&key) {
+                Standing::Failing(failure.clone())
+            } else if self.put.contains_key(&key) || self.unread == Unread::Everything {
+                Standing::Pending
+            } else {
+                Standing::InPlace
+            }
+        };
+        let nexthop_of =
+            |object: &Object| nexthop(object, self.ids.as_ref()?.of(&object.key())?).map(Object::from);
+        let nexthops = objects.iter().filter_map(nexthop_of);
+        let objects = nexthops.chain(objects.iter().map(|object| self.by_nexthop(object)));
+        let objects =
+            objects.map(|object| (standing(&object), object)).map(|(how, object)| (object, how)).collect();
+        let disbelief = self.peers.disbelieved().get(&lease.subnets).cloned();
+        Some(Explanation { lease, disbelief, objects })
     }
 
     /// The link that an object needs, directly or through its nexthop.
@@ -327,7 +429,7 @@ impl Reconciler {
         by_nexthop(object, self.ids.as_ref().and_then(|ids| ids.of(&object.key())))
     }
 
-    fn take(&mut self, deltas: Vec<Delta>) {
+    fn take(&mut self, deltas: Vec<Delta>, arrived: Option<Instant>) {
         for Delta { key, before, after } in deltas {
             let old = self.ids.as_ref().and_then(|ids| ids.of(&key));
             let gains = after.as_ref().is_some_and(|object| nexthop(object, 0).is_some());
@@ -338,29 +440,43 @@ impl Reconciler {
             let part =
                 |object: &Option<Object>, id: Option<u32>| nexthop(object.as_ref()?, id?).map(Object::from);
             if let Some(id) = new {
-                self.replace(Key::Nexthop(id), part(&before, old), part(&after, new));
+                self.replace(Key::Nexthop(id), part(&before, old), part(&after, new), arrived);
             }
-            self.replace(key, before.map(|o| by_nexthop(&o, old)), after.map(|o| by_nexthop(&o, new)));
+            self.replace(
+                key,
+                before.map(|o| by_nexthop(&o, old)),
+                after.map(|o| by_nexthop(&o, new)),
+                arrived,
+            );
         }
     }
 
     /// The definition of an object changed, or seems so: a peer that moves keeps its route by the nexthop object.
-    fn replace(&mut self, key: Key, before: Option<Object>, after: Option<Object>) {
+    fn replace(&mut self, key: Key, before: Option<Object>, after: Option<Object>, arrived: Option<Instant>) {
         self.peer_objects += usize::from(after.is_some());
         self.peer_objects -= usize::from(before.is_some());
         match (before, after) {
             (before, after) if before == after => {}
             (_, Some(_)) => {
                 self.gone.remove(&key);
-                self.put.insert(key, Cause::Lease);
+                self.failed.remove(&key);
+                self.put.insert(key, Cause::Lease(arrived));
             }
             (Some(before), None) => {
+                self.failed.remove(&key);
                 self.put.remove(&key);
-                self.failing.remove(&key);
-                self.gone.insert(key, before);
+                self.ledger.clear(&key);
+                self.gone.insert(key, (before, Cause::Lease(arrived)));
             }
             (None, None) => {}
         }
+    }
+
+    /// The peer that an object is of.
+    fn peer_of(&self, key: &Key) -> Option<Subnets> {
+        let dst =
+            if let Key::Nexthop(id) = key { self.ids.as_ref().and_then(|ids| ids.dst(*id)) } else { None };
+        self.peers.definer(&dst.map_or(*key, Key::Route))
     }
 
     fn puts(&self, filter: impl Fn(&Key) -> bool) -> impl Iterator<Item = Change> {
@@ -370,7 +486,7 @@ impl Reconciler {
 
     /// Chooses the ids of nexthop objects, once: before the first snapshot, which depends on them.
     fn choose_ids(&mut self, kernel: &dyn Kernel) -> Result<(), KernelError> {
-        if self.reads > 0 {
+        if self.reads.done > 0 {
             return Ok(());
         }
         let (block, there) = NexthopBlock::choose(kernel, &self.owned)?;
@@ -382,7 +498,7 @@ impl Reconciler {
     /// Lets destinations keep the ids that they have in the kernel, and at first gives ids to those that have none.
     fn adopt_ids(&mut self, actual: &State) {
         let Some(ids) = &mut self.ids else { return };
-        let (first, peers) = (self.reads == 0, &self.peers);
+        let (first, peers) = (self.reads.done == 0, &self.peers);
         let wanted = |dst: &Subnet| peers.object(&Key::Route(*dst)).is_some_and(|o| nexthop(o, 0).is_some());
         ids.adopt(actual, |dst| first || !wanted(dst));
         if !first {
@@ -398,11 +514,12 @@ impl Reconciler {
     /// Forgets the ids of destinations that are neither wanted nor waiting to be deleted.
     fn release_ids(&mut self) {
         let Some(ids) = &mut self.ids else { return };
-        let (peers, gone) = (&self.peers, &self.gone);
+        let (peers, gone, failed) = (&self.peers, &self.gone, &self.failed);
         ids.retain(|id, dst| {
             let route = Key::Route(*dst);
             let wanted = peers.object(&route).is_some_and(|object| nexthop(object, id).is_some());
-            wanted || gone.contains_key(&route) || gone.contains_key(&Key::Nexthop(id))
+            let waits = |key: &Key| gone.contains_key(key) || failed.contains_key(key);
+            wanted || waits(&route) || waits(&Key::Nexthop(id))
         });
     }
 
@@ -411,7 +528,11 @@ impl Reconciler {
     /// A link in `links_put` that still is not as wanted is one that the kernel keeps as it is: say so
     /// instead of putting it for ever.
     fn read(&mut self, kernel: &dyn Kernel, links_put: &BTreeSet<Key>) -> bool {
-        let actual = match self.choose_ids(kernel).and_then(|()| kernel.snapshot(&self.owned)) {
+        let started = Instant::now();
+        let actual = self.choose_ids(kernel).and_then(|()| kernel.snapshot(&self.owned));
+        self.reads.tries += 1;
+        self.reads.took += started.elapsed();
+        let actual = match actual {
             Ok(actual) => actual,
             Err(error) => {
                 self.kernel_error = Some(error);
@@ -419,17 +540,24 @@ impl Reconciler {
             }
         };
         self.kernel_error = None;
-        self.unread = false;
+        self.unread = Unread::Nothing;
         let absent = |object: &Object| match object {
             Object::Link(link) => actual.get(&object.key()).is_none().then_some(link.name),
             _ => None,
         };
         self.missing_links = self.base.iter().filter_map(absent).collect();
         self.adopt_ids(&actual);
-        let cause = if self.reads == 0 { Cause::Lease } else { Cause::Doubt };
-        self.reads += 1;
-        let before = std::mem::take(&mut self.put);
-        self.gone.clear();
+        // What is there before anything was put is what a predecessor left.
+        let first = self.reads.done == 0;
+        self.reads.done += 1;
+        let (put, gone) = (std::mem::take(&mut self.put), std::mem::take(&mut self.gone));
+        let failed = std::mem::take(&mut self.failed);
+        let cause = |key: &Key, damage| {
+            let gone = || gone.get(key).map(|(_, cause)| *cause);
+            let failed = || failed.get(key).map(|failed| failed.cause);
+            let known = put.get(key).copied().or_else(gone).or_else(failed);
+            known.unwrap_or(if first { Cause::Lease(None) } else { Cause::Doubt(damage) })
+        };
         for change in diff(self.wanted(), &actual) {
             let key = change.object().key();
             match change {
@@ -437,20 +565,24 @@ impl Reconciler {
                     let now = actual.get(&key).map_or_else(|| "absent".to_owned(), ToString::to_string);
                     let detail = format!("the kernel did not take it over: it is now {now}");
                     let error = KernelError::explained(EAGAIN, detail);
-                    self.fail(&Change::Put(object), error);
+                    self.failed
+                        .insert(key, Failed { cause: cause(&key, Damage::Modification), deletion: None });
+                    self.ledger.failed(&Change::Put(object), None, error);
                 }
                 Change::Put(_) => {
-                    self.put.insert(key, before.get(&key).copied().unwrap_or(cause));
+                    let damage =
+                        if actual.get(&key).is_some() { Damage::Modification } else { Damage::Deletion };
+                    self.put.insert(key, cause(&key, damage));
                 }
                 Change::Delete(object) => {
-                    self.gone.insert(key, object);
+                    self.gone.insert(key, (object, cause(&key, Damage::Addition)));
                 }
             }
         }
         self.release_ids();
         let (put, gone) = (&self.put, &self.gone);
-        self.failing
-            .retain(|key, _| put.contains_key(key) || gone.contains_key(key) || links_put.contains(key));
+        self.ledger.keep_failing(|k| put.contains_key(k) || gone.contains_key(k) || links_put.contains(k));
+        self.suspects.retain(|key, _| put.contains_key(key) || gone.contains_key(key));
         true
     }
 
@@ -458,42 +590,42 @@ impl Reconciler {
     fn apply(&mut self, kernel: &dyn Kernel, gate: &Gate, changes: &[Change]) -> Result<(), Closed> {
         for batch in changes.chunks(BATCH) {
             let results = gate.pass(|| kernel.apply(&self.owned, batch)).ok_or(Closed)?;
+            let now = Instant::now();
             for (change, result) in batch.iter().zip(results) {
-                self.record(change, result);
+                self.record(change, result, now);
             }
         }
         Ok(())
     }
 
-    fn record(&mut self, change: &Change, result: Result<(), KernelError>) {
-        let key = change.object().key();
-        let cause = self.put.remove(&key);
-        match result {
-            Ok(()) => {
-                self.failing.remove(&key);
-                self.gone.remove(&key);
-                if let (Change::Delete(_), Key::Nexthop(id), Some(ids)) = (change, key, &mut self.ids) {
-                    ids.release(id);
-                }
-                match cause {
-                    Some(Cause::Doubt) => self.repaired += 1,
-                    _ => self.applied += 1,
-                }
-            }
-            Err(error) => self.fail(change, error),
+    fn record(&mut self, change: &Change, result: Result<(), KernelError>, now: Instant) {
+        let object = change.object();
+        let key = object.key();
+        let put = self.put.remove(&key);
+        let gone = self.gone.remove(&key).map(|(_, cause)| cause);
+        let cause = put.or(gone).unwrap_or(Cause::Lease(None));
+        self.failed.remove(&key);
+        let peer = self.peer_of(&key);
+        if let (Change::Delete(_), Ok(()), Key::Nexthop(id), Some(ids)) =
+            (change, &result, key, &mut self.ids)
+        {
+            ids.release(id);
         }
-    }
-
-    fn fail(&mut self, change: &Change, error: KernelError) {
-        let key = change.object().key();
-        self.newly_failing |= !self.failing.contains_key(&key);
-        let failure = self.failing.entry(key).or_insert_with(|| {
-            tracing::debug!(%change, %error, "the kernel refused");
-            Failure { change: String::new(), error: error.clone(), since: SystemTime::now(), tries: 0 }
-        });
-        failure.change = change.to_string();
-        failure.error = error;
-        failure.tries = failure.tries.saturating_add(1);
+        match (result, cause) {
+            (Err(error), cause) => {
+                let deletion = matches!(change, Change::Delete(_)).then(|| object.clone());
+                self.failed.insert(key, Failed { cause, deletion });
+                self.ledger.failed(change, peer, error);
+            }
+            (Ok(()), Cause::Lease(arrived)) => {
+                self.ledger.clear(&key);
+                self.ledger.applied(arrived.map(|arrived| now.saturating_duration_since(arrived)));
+            }
+            (Ok(()), Cause::Doubt(damage)) => {
+                self.ledger.clear(&key);
+                self.ledger.repaired(object, damage, peer, self.suspects.remove(&key));
+            }
+        }
     }
 }
 

@@ -47,6 +47,38 @@ pub enum Key {
     Route(Subnet),
 }
 
+/// What an object is, without which one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum ObjectKind {
+    /// [`Object::Link`].
+    Link,
+    /// [`Object::Addr`].
+    Addr,
+    /// [`Object::Neigh`].
+    Neigh,
+    /// [`Object::Fdb`].
+    Fdb,
+    /// [`Object::Nexthop`].
+    Nexthop,
+    /// [`Object::Route`].
+    Route,
+}
+
+/// Its name as a key's text begins with it.
+impl fmt::Display for ObjectKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Link => "link",
+            Self::Addr => "address",
+            Self::Neigh => "neigh",
+            Self::Fdb => "fdb",
+            Self::Nexthop => "nexthop",
+            Self::Route => "route",
+        })
+    }
+}
+
 /// A network device.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Link {
@@ -191,6 +223,20 @@ impl Object {
                 Via::Gateway { link, .. } | Via::Link(link) => Some(link),
                 Via::Nexthop(_) | Via::Blackhole => None,
             },
+        }
+    }
+}
+
+impl Key {
+    /// What kind of object it is of.
+    pub fn kind(&self) -> ObjectKind {
+        match self {
+            Self::Link(_) => ObjectKind::Link,
+            Self::Addr(..) => ObjectKind::Addr,
+            Self::Neigh(..) => ObjectKind::Neigh,
+            Self::Fdb(..) => ObjectKind::Fdb,
+            Self::Nexthop(_) => ObjectKind::Nexthop,
+            Self::Route(_) => ObjectKind::Route,
         }
     }
 }

@@ -4,6 +4,7 @@ mod apply;
 mod ask;
 mod changes;
 mod codec;
+mod culprit;
 pub mod iface;
 mod kernel;
 mod namespace;

@@ -3,12 +3,13 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use flannel_core::{Doubts, KernelError, Key, LinkName, Object, Report};
+use flannel_core::{Culprit, Doubts, KernelError, Key, LinkName, Object, Report};
 use neli::consts::rtnl::Rtm;
 
 use crate::ask::name_of;
 use crate::codec::link::LinkMessage;
 use crate::codec::{addr, link, neigh, nexthop, route};
+use crate::culprit::Culprits;
 use crate::socket::Socket;
 use crate::wire::{Message, messages};
 
@@ -19,13 +20,20 @@ pub(crate) struct News {
     /// Whose changes are our own.
     port: u32,
     links: HashMap<u32, LinkMessage>,
+    culprits: Culprits,
     pending: VecDeque<Doubts>,
 }
 
 impl News {
-    /// Changes by the socket with `port` are our own; `requests` is another one.
+    /// Changes by the socket with `port` are our own; `requests` is another one, in the calling thread's namespace.
     pub(crate) fn new(requests: Socket, port: u32) -> Result<Self, KernelError> {
-        let mut news = Self { requests, port, links: HashMap::new(), pending: VecDeque::new() };
+        let mut news = Self {
+            requests,
+            port,
+            links: HashMap::new(),
+            culprits: Culprits::here(),
+            pending: VecDeque::new(),
+        };
         news.learn_names()?;
         Ok(news)
     }
@@ -73,17 +81,20 @@ impl News {
         if message.port == self.port {
             return Ok(());
         }
-        let report = match kind {
-            Rtm::Newaddr | Rtm::Deladdr => self.addr(message, kind == Rtm::Deladdr)?,
-            Rtm::Newneigh | Rtm::Delneigh => self.neigh(message, kind == Rtm::Delneigh)?,
-            Rtm::Newroute | Rtm::Delroute => self.route(message, kind == Rtm::Delroute)?,
-            _ if message.kind == nexthop::NEW || message.kind == nexthop::DELETE => {
-                self.nexthop(message, message.kind == nexthop::DELETE)?
+        let (report, protocol) = match kind {
+            Rtm::Newaddr | Rtm::Deladdr => (self.addr(message, kind == Rtm::Deladdr)?, None),
+            Rtm::Newneigh | Rtm::Delneigh => (self.neigh(message, kind == Rtm::Delneigh)?, None),
+            Rtm::Newroute => (self.route(message, false)?, route::read(message).map(|found| found.protocol)),
+            Rtm::Delroute => (self.route(message, true)?, None),
+            _ if message.kind == nexthop::NEW => {
+                (self.nexthop(message, false)?, nexthop::read(message).map(|found| found.protocol))
             }
-            _ => None,
+            _ if message.kind == nexthop::DELETE => (self.nexthop(message, true)?, None),
+            _ => (None, None),
         };
         if let Some(report) = report {
-            self.report(report);
+            let culprit = self.culprits.at(message.port, protocol);
+            self.report(report, culprit);
         }
         Ok(())
     }
@@ -133,7 +144,7 @@ impl News {
         let key = Key::Route(found.dst);
         // A route with another metric is another entry, but it may change where packets go.
         if !found.default_metric {
-            return Ok(Some(Report::Other(key)));
+            return Ok(Some(Report::Beside(key)));
         }
         let link = if deleted || found.index == 0 { None } else { self.name(found.index)? };
         Ok(Some(report(key, found.object(|_| link).map(Object::Route), deleted)))
@@ -151,10 +162,10 @@ impl News {
         Ok(name)
     }
 
-    fn report(&mut self, report: Report) {
+    fn report(&mut self, report: Report, culprit: Option<Culprit>) {
         match self.pending.back_mut() {
-            Some(Doubts::Objects(reports)) => reports.push(report),
-            _ => self.pending.push_back(Doubts::Objects(vec![report])),
+            Some(Doubts::Objects(reports, last)) if *last == culprit => reports.push(report),
+            _ => self.pending.push_back(Doubts::Objects(vec![report], culprit)),
         }
     }
 

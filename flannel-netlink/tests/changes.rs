@@ -43,7 +43,7 @@ async fn until(changes: &mut dyn Changes, wanted: impl Fn(&Doubts) -> bool) -> V
 }
 
 fn tells(report: Report) -> impl Fn(&Doubts) -> bool {
-    move |doubts| matches!(doubts, Doubts::Objects(reports) if reports.contains(&report))
+    move |doubts| matches!(doubts, Doubts::Objects(reports, _) if reports.contains(&report))
 }
 
 fn neigh(n: u32) -> Object {
@@ -93,7 +93,7 @@ fn others_changes_are_told_object_by_object() {
                 Report::Other(Key::Route(dst)),
             ),
             ("route del 10.1.2.0/24", Report::Gone(Key::Route(dst))),
-            ("route add 10.1.2.0/24 via 192.0.2.9 metric 70", Report::Other(Key::Route(dst))),
+            ("route add 10.1.2.0/24 via 192.0.2.9 metric 70", Report::Beside(Key::Route(dst))),
             ("nexthop del id 9", Report::Gone(Key::Nexthop(9))),
             (
                 "addr add 10.1.0.1/32 dev up0",
@@ -124,6 +124,43 @@ fn others_changes_are_told_object_by_object() {
         bridge("fdb del 0a:00:00:00:00:09 dev flannel.1 dst 192.0.2.9");
         until(changes, tells(Report::Gone(Key::Fdb(link("flannel.1"), mac)))).await;
     });
+}
+
+#[test]
+fn whoever_changes_something_is_named_if_it_still_lives() {
+    in_netns_async(|| async {
+        // The first socket of a process in a namespace gets the id of the process for its port.
+        let other = NetlinkKernel::open().unwrap();
+        let kernel = uplink();
+        let mut changes = kernel.changes().unwrap();
+        assert!(other.apply(&Owned::default(), &[Change::Put(route(9))])[0].is_ok());
+        let culprit = culprit(&mut *changes, Report::Now(route(9))).await.unwrap();
+        let name = std::fs::read_to_string("/proc/self/comm").unwrap();
+        let (found, id) = culprit.process.clone().unwrap();
+        assert_eq!((&*found, id, culprit.port), (name.trim_end(), std::process::id(), std::process::id()));
+        assert_eq!(culprit.protocol, Some(flannel_core::ROUTE_PROTOCOL));
+        // A second socket has another port, which is no process.
+        let second = NetlinkKernel::open().unwrap();
+        assert!(second.apply(&Owned::default(), &[Change::Put(neigh(9))])[0].is_ok());
+        let culprit = self::culprit(&mut *changes, Report::Now(neigh(9))).await.unwrap();
+        assert_eq!((culprit.process.clone(), culprit.protocol), (None, None));
+        assert!(culprit.to_string().contains(&format!("port id {}", culprit.port)), "{culprit}");
+        ip("route del blackhole 10.1.0.9/32");
+        let culprit = self::culprit(&mut *changes, Report::Gone(route(9).key())).await.unwrap();
+        assert_eq!(culprit.protocol, None, "the protocol of what is gone says nothing of who deleted it");
+    });
+}
+
+/// Who is said to have done what is reported.
+async fn culprit(changes: &mut dyn Changes, report: Report) -> Option<flannel_core::Culprit> {
+    loop {
+        let doubts = tokio::time::timeout(Duration::from_secs(10), changes.next()).await.unwrap().unwrap();
+        if let Doubts::Objects(reports, by) = doubts
+            && reports.contains(&report)
+        {
+            return by;
+        }
+    }
 }
 
 #[test]
@@ -168,13 +205,13 @@ fn our_own_changes_are_not_told_however_many() {
         // What the kernel does by itself meanwhile is about links and their own addresses.
         let about_ours = |report: &Report| match report {
             Report::Now(Object::Neigh(_) | Object::Route(_)) => true,
-            Report::Gone(key) | Report::Other(key) => matches!(key, Key::Neigh(..)),
+            Report::Gone(key) | Report::Other(key) | Report::Beside(key) => matches!(key, Key::Neigh(..)),
             Report::Now(_) => false,
         };
         for doubts in before {
             assert_ne!(doubts, Doubts::Everything);
             assert!(
-                !matches!(&doubts, Doubts::Objects(reports) if reports.iter().any(about_ours)),
+                !matches!(&doubts, Doubts::Objects(reports, _) if reports.iter().any(about_ours)),
                 "{doubts:?}"
             );
         }

@@ -5,6 +5,7 @@ mod cli;
 mod error;
 #[cfg(feature = "etcd")]
 mod etcd;
+mod log;
 mod registry;
 mod run;
 mod stale;

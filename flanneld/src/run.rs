@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use flannel_core::{
     Backend, Config, Ended, ExternalInterface, Hints, Host, Kernel, LeaseEnd, Network, NetworkHandle, Origin,
-    Owned, Status, SubnetManager, View, holder,
+    Owned, SubnetManager, View, holder,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
@@ -20,6 +20,7 @@ use tokio::sync::watch;
 use crate::backends;
 use crate::cli::{NexthopObjects, Options};
 use crate::error::Error;
+use crate::log::log_status;
 use crate::registry::Node;
 use crate::stale::StaleManager;
 use crate::state;
@@ -321,62 +322,4 @@ fn write_subnet_file(options: &Options, config: &Config, handle: &NetworkHandle)
         ip_masq: false,
     };
     Ok(env.write_atomic(&options.subnet_file)?)
-}
-
-/// What would help against an error.
-fn hint(error: &flannel_core::KernelError) -> &'static str {
-    match error.errno {
-        // EPERM
-        1 => "; flanneld needs CAP_NET_ADMIN in this network namespace",
-        _ => "",
-    }
-}
-
-/// One line per change of state: in sync or not and why, each lease that is not believed, each remark.
-async fn log_status(mut status: watch::Receiver<Arc<Status>>) -> Infallible {
-    let mut said = Arc::new(Status::default());
-    loop {
-        let now = Arc::clone(&status.borrow_and_update());
-        if now.in_sync && (!said.in_sync || now.peers != said.peers) {
-            tracing::info!("in sync peers={} objects={}", now.peers, now.objects);
-        }
-        if let (Some(error), None) = (&now.kernel_error, &said.kernel_error) {
-            tracing::warn!("not in sync: the kernel cannot be read or watched: {error}{}", hint(error));
-        }
-        let mut new = now.failing.iter().filter(|(key, _)| !said.failing.contains_key(key));
-        if let Some((_, failure)) = new.next() {
-            let others = match new.count() {
-                0 => String::new(),
-                more => format!(" (and {more} more)"),
-            };
-            let error = &failure.error;
-            tracing::warn!(
-                "not in sync: the kernel refused: {}: {error}{}{others}",
-                failure.change,
-                hint(error)
-            );
-        }
-        if now.repaired > said.repaired {
-            tracing::info!(
-                "put back {} objects that others changed or deleted",
-                now.repaired - said.repaired
-            );
-        }
-        for (subnets, why) in
-            now.disbelieved.iter().filter(|(subnets, why)| said.disbelieved.get(subnets) != Some(why))
-        {
-            tracing::warn!("the lease {subnets} is not believed: {why}");
-        }
-        for subnets in said.disbelieved.keys().filter(|subnets| !now.disbelieved.contains_key(subnets)) {
-            tracing::info!("the lease {subnets}, which was not believed, is right now, or gone");
-        }
-        for remark in now.remarks.iter().filter(|remark| !said.remarks.contains(remark)) {
-            tracing::warn!("{remark}");
-        }
-        said = now;
-        if status.changed().await.is_err() {
-            // The network has stopped, which its own future tells.
-            std::future::pending::<()>().await;
-        }
-    }
 }

@@ -9,7 +9,9 @@ use async_trait::async_trait;
 use tokio::sync::mpsc;
 
 use crate::address::Subnet;
-use crate::kernel::{Changes, Doubts, Kernel, KernelError, Owned, ROUTE_PROTOCOL, Report, RouteAnswer};
+use crate::kernel::{
+    Changes, Culprit, Doubts, Kernel, KernelError, Owned, ROUTE_PROTOCOL, Report, RouteAnswer,
+};
 use crate::name::LinkName;
 use crate::nexthops::NexthopIds;
 use crate::state::{Change, Key, Link, LinkKind, Nexthop, Object, Route, State, Via};
@@ -107,6 +109,9 @@ impl Default for FakeKernel {
 }
 
 impl FakeKernel {
+    /// The port id that changes by [`FakeKernel::foreign_put`] and [`FakeKernel::foreign_delete`] are told with.
+    pub const FOREIGN_PORT: u32 = 4711;
+
     /// A kernel with one link of others that is up and has `192.0.2.0/24` and `2001:db8::/64` on it.
     pub fn with_uplink(name: &str) -> Self {
         let kernel = Self::default();
@@ -152,7 +157,7 @@ impl FakeKernel {
         let old = std::mem::replace(&mut foreign.on_link, on_link.to_vec());
         let routes = old.into_iter().chain(on_link.iter().copied()).map(|s| Report::Other(Key::Route(s)));
         let routes = routes.collect();
-        tables.tell(0, &Doubts::Objects(routes));
+        tables.tell(0, &Doubts::Objects(routes, None));
     }
 
     /// Sets a link up or down, as an administrator does: down drops its IPv4 routes, nexthops and permanent
@@ -188,7 +193,10 @@ impl FakeKernel {
         tables.objects.insert(object.key(), Entry { object: object.clone(), protocol });
         let doubts = match &object {
             Object::Link(link) => Doubts::Link(link.name),
-            _ => Doubts::Objects(vec![Report::Now(object)]),
+            _ => {
+                let by = foreigner(&object.key(), Some(protocol));
+                Doubts::Objects(vec![Report::Now(object)], by)
+            }
         };
         tables.tell(0, &doubts);
     }
@@ -198,7 +206,7 @@ impl FakeKernel {
         let mut tables = self.lock();
         tables.objects.remove(&key);
         tables.drop_after(key);
-        tables.tell(0, &Doubts::Objects(vec![Report::Gone(key)]));
+        tables.tell(0, &Doubts::Objects(vec![Report::Gone(key)], foreigner(&key, None)));
         if let Key::Addr(link, IpAddr::V4(_)) = key {
             tables.tell(0, &Doubts::Link(link));
         }
@@ -244,6 +252,13 @@ impl FakeKernel {
     fn lock(&self) -> MutexGuard<'_, Tables> {
         self.tables.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// What the kernel says of who changed an object: nothing of forwarding entries, and the protocol only of what has one.
+fn foreigner(key: &Key, protocol: Option<u8>) -> Option<Culprit> {
+    let mut culprit = Culprit::new(FakeKernel::FOREIGN_PORT);
+    culprit.protocol = protocol.filter(|_| matches!(key, Key::Route(_) | Key::Nexthop(_)));
+    (!matches!(key, Key::Link(_) | Key::Fdb(..))).then_some(culprit)
 }
 
 impl Tables {
@@ -381,7 +396,7 @@ impl Tables {
         let old = self.objects.insert(key, entry);
         if old.is_none_or(|old| old.object != *object) {
             let teller = if matches!(object, Object::Fdb(_)) { 0 } else { writer };
-            self.tell(teller, &Doubts::Objects(vec![Report::Now(object.clone())]));
+            self.tell(teller, &Doubts::Objects(vec![Report::Now(object.clone())], None));
         }
         Ok(())
     }
@@ -434,7 +449,7 @@ impl Tables {
         self.objects.remove(&key);
         self.drop_after(key);
         let teller = if matches!(object, Object::Fdb(_)) { 0 } else { writer };
-        self.tell(teller, &Doubts::Objects(vec![Report::Gone(key)]));
+        self.tell(teller, &Doubts::Objects(vec![Report::Gone(key)], None));
         Ok(())
     }
 

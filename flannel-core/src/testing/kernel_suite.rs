@@ -375,8 +375,11 @@ async fn others_are_heard_and_we_are_not(ground: &Ground<'_>) {
         let theirs = Neigh { link: link(n), address: ip(family, 9), mac: mac(9) };
         assert!(ground.other.apply(&owned, &[Change::Put(theirs.into())])[0].is_ok());
         let want = Report::Now(theirs.into());
-        listen(&mut *changes, |doubts| matches!(doubts, Doubts::Objects(reports) if reports.contains(&want)))
-            .await;
+        listen(
+            &mut *changes,
+            |doubts| matches!(doubts, Doubts::Objects(reports, _) if reports.contains(&want)),
+        )
+        .await;
     }
     assert!(ground.other.apply(&owned, &[Change::Delete(base[0].clone())])[0].is_ok());
     listen(&mut *changes, |doubts| matches!(doubts, Doubts::Link(name) if *name == link(1))).await;
@@ -384,10 +387,10 @@ async fn others_are_heard_and_we_are_not(ground: &Ground<'_>) {
 }
 
 fn mentions(doubts: &Doubts, key: &Key, gone: bool) -> bool {
-    let Doubts::Objects(reports) = doubts else { return false };
+    let Doubts::Objects(reports, _) = doubts else { return false };
     reports.iter().any(|report| match report {
         Report::Gone(k) => gone && k == key,
         Report::Now(object) => !gone && object.key() == *key,
-        Report::Other(k) => !gone && k == key,
+        Report::Other(k) | Report::Beside(k) => !gone && k == key,
     })
 }

@@ -1,0 +1,94 @@
+//! How long things took, in a few numbers. The one thing to know: the buckets are fixed, so that histograms of different
+//! nodes and versions can be added up.
+
+use std::time::Duration;
+
+/// Durations sorted into fixed buckets, 1-2-5 from 100 µs to 10 s.
+///
+/// ```
+/// use std::time::Duration;
+/// use flannel_core::Histogram;
+///
+/// let mut latency = Histogram::default();
+/// latency.record(Duration::from_micros(150));
+/// latency.record(Duration::from_secs(60));
+/// assert_eq!((latency.count(), latency.sum()), (2, Duration::from_micros(60_000_150)));
+/// assert_eq!(latency.quantile(0.5), Some(Duration::from_micros(200)));
+/// assert_eq!(latency.quantile(1.0), Some(Duration::MAX));
+/// ```
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Histogram {
+    counts: [u64; Self::BOUNDS.len() + 1],
+    sum: Duration,
+}
+
+impl Histogram {
+    /// The upper bounds of all buckets but the last, which has none. A duration equal to a bound is inside.
+    pub const BOUNDS: [Duration; 16] = {
+        const MICROS: [u64; 16] = [
+            100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000,
+            2_000_000, 5_000_000, 10_000_000,
+        ];
+        let mut bounds = [Duration::ZERO; 16];
+        let mut n = 0;
+        while n < bounds.len() {
+            bounds[n] = Duration::from_micros(MICROS[n]);
+            n += 1;
+        }
+        bounds
+    };
+
+    /// Counts one more.
+    pub fn record(&mut self, took: Duration) {
+        self.counts[Self::BOUNDS.partition_point(|bound| *bound < took)] += 1;
+        self.sum = self.sum.saturating_add(took);
+    }
+
+    /// How many were recorded.
+    pub fn count(&self) -> u64 {
+        self.counts.iter().sum()
+    }
+
+    /// All of them together.
+    pub fn sum(&self) -> Duration {
+        self.sum
+    }
+
+    /// Each bucket's upper bound ([`Duration::MAX`] for the last) and how many it holds, not those below it.
+    pub fn buckets(&self) -> impl Iterator<Item = (Duration, u64)> {
+        Self::BOUNDS.into_iter().chain([Duration::MAX]).zip(self.counts)
+    }
+
+    /// The upper bound of the bucket that holds the given share of all, 0 to 1; `None` if nothing was recorded.
+    pub fn quantile(&self, share: f64) -> Option<Duration> {
+        let wanted = (share.clamp(0.0, 1.0) * self.count() as f64).ceil().max(1.0);
+        let mut seen = 0;
+        let reaches = |(_, count): &(Duration, u64)| {
+            seen += count;
+            seen as f64 >= wanted
+        };
+        self.buckets().find(reaches).map(|(bound, _)| bound)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_duration_has_one_bucket() {
+        let mut all = Histogram::default();
+        assert_eq!((all.count(), all.quantile(0.5)), (0, None));
+        for bound in Histogram::BOUNDS {
+            for took in [bound, bound + Duration::from_nanos(1)] {
+                all.record(took);
+            }
+        }
+        all.record(Duration::ZERO);
+        let counts: Vec<u64> = all.buckets().map(|(_, count)| count).collect();
+        // 0 and 100 µs share the first; above the last bound there is 10 s and a bit.
+        assert_eq!((counts[0], counts[16], all.count()), (2, 1, 33));
+        assert!(counts[1..16].iter().all(|count| *count == 2), "{counts:?}");
+        assert!(Histogram::BOUNDS.is_sorted());
+    }
+}

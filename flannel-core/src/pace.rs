@@ -1,0 +1,72 @@
+//! How often something may be done. The one thing to know: what comes rarely never waits; what never ends is slowed
+//! down to a steady pace.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// Lets one pass in every `gap`, and after a rest as many at once as fit into `rest`.
+///
+/// **Source**: the generic cell rate algorithm (ITU-T I.371).
+#[derive(Debug)]
+pub(crate) struct Pace {
+    gap: Duration,
+    rest: Duration,
+    next: Option<Instant>,
+}
+
+impl Pace {
+    pub(crate) const fn new(gap: Duration, rest: Duration) -> Self {
+        Self { gap, rest, next: None }
+    }
+
+    /// The next may pass now.
+    pub(crate) fn is_ready(&self, now: Instant) -> bool {
+        self.next.is_none_or(|next| next <= now)
+    }
+
+    /// When the next may pass; `now` if that is now.
+    pub(crate) fn next(&self, now: Instant) -> Instant {
+        self.next.map_or(now, |next| next.max(now))
+    }
+
+    /// One passed, and the one after it waits for at least `cost`.
+    pub(crate) fn pass(&mut self, now: Instant, cost: Duration) {
+        let rested = now.checked_sub(self.rest).unwrap_or(now);
+        let next = self.next.map_or(rested, |next| next.max(rested)) + self.gap.max(cost);
+        self.next = Some(if cost > self.gap { next.max(now + cost) } else { next });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_never_ends_is_slowed_down_and_what_comes_rarely_is_not() {
+        let (gap, rest) = (Duration::from_millis(10), Duration::from_millis(30));
+        let (mut pace, start) = (Pace::new(gap, rest), Instant::now());
+        let mut passed = 0;
+        for ms in 0..1000 {
+            let now = start + Duration::from_millis(ms);
+            while pace.is_ready(now) {
+                pace.pass(now, Duration::ZERO);
+                passed += 1;
+            }
+            assert!(pace.next(now) <= now + gap);
+        }
+        assert!((100..=104).contains(&passed), "{passed}");
+        for second in 2..10 {
+            assert!(pace.is_ready(start + Duration::from_secs(second)));
+            pace.pass(start + Duration::from_secs(second), Duration::ZERO);
+        }
+    }
+
+    #[test]
+    fn what_costs_much_waits_for_as_long() {
+        let mut pace = Pace::new(Duration::from_millis(10), Duration::from_millis(100));
+        let now = Instant::now();
+        pace.pass(now, Duration::from_secs(1));
+        assert_eq!(pace.next(now), now + Duration::from_secs(1));
+    }
+}

@@ -1,0 +1,120 @@
+//! Who changed something. The one thing to know: the kernel names a socket by its port id, which is mostly but not always
+//! the id of a process, and that may be an id in another pid namespace; a process is named only if it has the socket.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Read, Seek};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use flannel_core::Culprit;
+
+/// What was found out is believed for this long.
+const FRESH: Duration = Duration::from_secs(1);
+/// Within that time, no more processes than this are looked for: that takes reading files, and others may come and go by the
+/// thousand.
+const MOST: usize = 20;
+
+/// The processes behind the ports of one network namespace.
+pub(crate) struct Culprits {
+    /// `/proc/net/netlink`, which stays that of the namespace it was opened in; `None` if there is none.
+    sockets: Option<File>,
+    since: Instant,
+    known: HashMap<u32, Option<(Arc<str>, u32)>>,
+}
+
+impl Culprits {
+    /// Those in the network namespace of the calling thread.
+    pub(crate) fn here() -> Self {
+        let sockets = File::open("/proc/thread-self/net/netlink");
+        let sockets = sockets.inspect_err(|error| tracing::debug!(%error, "culprits will have no names"));
+        Self { sockets: sockets.ok(), since: Instant::now(), known: HashMap::new() }
+    }
+
+    /// Whoever has the socket with this port; `None` if it is 0, which stands for the kernel and for nobody knows.
+    /// `protocol` is that of what was put there.
+    pub(crate) fn at(&mut self, port: u32, protocol: Option<u8>) -> Option<Culprit> {
+        if port == 0 {
+            return None;
+        }
+        if self.since.elapsed() > FRESH {
+            (self.since, self.known) = (Instant::now(), HashMap::new());
+        }
+        let mut culprit = Culprit::new(port);
+        culprit.protocol = protocol;
+        culprit.process = match self.known.get(&port) {
+            Some(process) => process.clone(),
+            None if self.known.len() < MOST => {
+                let process = self.process(port);
+                self.known.insert(port, process.clone());
+                process
+            }
+            None => None,
+        };
+        Some(culprit)
+    }
+
+    fn process(&mut self, port: u32) -> Option<(Arc<str>, u32)> {
+        let mut table = String::new();
+        let sockets = self.sockets.as_mut()?;
+        let read = sockets.rewind().and_then(|()| sockets.read_to_string(&mut table));
+        let socket = format!("socket:[{}]", read.ok().and_then(|_| inode(&table, port))?);
+        match has_open(port, &socket) {
+            Ok(true) => {}
+            Ok(false) => return None,
+            Err(error) => {
+                tracing::debug!(%error, port, "no look at what files the process has open");
+                return None;
+            }
+        }
+        let name = std::fs::read_to_string(format!("/proc/{port}/comm")).ok()?;
+        Some((name.trim_end().into(), port))
+    }
+}
+
+/// The inode of the rtnetlink socket with this port, in the text of `/proc/net/netlink`.
+fn inode(table: &str, port: u32) -> Option<&str> {
+    table.lines().find_map(|line| {
+        let mut columns = line.split_whitespace();
+        let (protocol, id) = (columns.nth(1)?, columns.next()?);
+        (protocol == "0" && id.parse() == Ok(port)).then(|| columns.next_back())?
+    })
+}
+
+/// The process has this file open.
+fn has_open(process: u32, file: &str) -> io::Result<bool> {
+    for entry in std::fs::read_dir(format!("/proc/{process}/fd"))? {
+        // Closed meanwhile is as good as not there.
+        if std::fs::read_link(entry?.path()).is_ok_and(|target| target.as_os_str() == file) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_socket_is_found_by_protocol_and_port() {
+        let table = "\
+sk               Eth Pid        Groups   Rmem     Wmem     Dump  Locks    Drops    Inode\n\
+0000000000000000 15  4711       00000001 0        0        0     2        0        11      \n\
+0000000000000000 0   2995735113 00000000 0        0        0     2        0        22      \n\
+0000000000000000 0   4711       00000440 0        0        0     2        0        33      \n";
+        assert_eq!(inode(table, 4711), Some("33"));
+        assert_eq!(inode(table, 2_995_735_113), Some("22"));
+        assert_eq!(inode(table, 1), None);
+    }
+
+    #[test]
+    fn a_storm_of_ports_costs_few_looks() {
+        let mut culprits = Culprits::here();
+        for port in 1..10_000 {
+            assert_eq!(culprits.at(port, None).map(|culprit| culprit.port), Some(port));
+        }
+        assert!(culprits.known.len() <= MOST);
+        assert_eq!(culprits.at(0, None), None);
+    }
+}
