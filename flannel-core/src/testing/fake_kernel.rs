@@ -323,7 +323,9 @@ impl Tables {
     /// What goes with an object that was deleted: routes by a nexthop object, and with the last IPv4 address of a
     /// device all its IPv4 routes.
     fn drop_after(&mut self, key: Key) {
-        self.drop_orphans();
+        if let Key::Nexthop(_) = key {
+            self.drop_orphans();
+        }
         let Key::Addr(name, IpAddr::V4(_)) = key else { return };
         let left =
             self.objects.keys().any(|key| matches!(key, Key::Addr(link, IpAddr::V4(_)) if *link == name));

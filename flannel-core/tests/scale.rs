@@ -1,0 +1,448 @@
+//! What it costs: one change among many costs one, what does not concern us costs nothing, and what never ends is slowed
+//! down and starves nobody.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
+use flannel_core::{
+    Addr, Blueprint, Damage, Disbelief, Fdb, KernelNetwork, Key, Lease, LeaseAttrs, LeaseSet, Link, LinkKind,
+    LinkName, MacAddr, Neigh, Network, NetworkHandle, Nexthop, Object, ObjectKind, Origin, Owned, Revision,
+    Route, Standing, State, Status, Subnet, Subnets, Via, View, Vxlan,
+};
+use tokio::task::JoinHandle;
+
+const NETWORK: &str = "10.0.0.0/8";
+
+fn tunnel() -> LinkName {
+    "flannel.1".parse().unwrap()
+}
+
+fn uplink() -> LinkName {
+    "eth0".parse().unwrap()
+}
+
+fn subnet(n: u16) -> Subnet {
+    let [high, low] = n.to_be_bytes();
+    format!("10.{high}.{low}.0/24").parse().unwrap()
+}
+
+fn public(n: u16) -> IpAddr {
+    let [high, low] = n.to_be_bytes();
+    [198, 18 + (high >> 7), high, low].into()
+}
+
+fn key(n: u16) -> Subnets {
+    Subnets::new([subnet(n)]).unwrap()
+}
+
+/// Neighbour, forwarding entry, nexthop and route.
+fn objects(n: u16, public: IpAddr) -> [Object; 4] {
+    let (link, [high, low]) = (tunnel(), n.to_be_bytes());
+    let (gateway, mac) = (subnet(n).base(), MacAddr::local([2, 0, 0, 0, high, low]));
+    let id = 1000 + u32::from(n);
+    [
+        Neigh { link, address: gateway, mac }.into(),
+        Fdb { link, mac, dst: public }.into(),
+        Nexthop { id, link, gateway, onlink: true }.into(),
+        Route { dst: subnet(n), via: Via::Nexthop(id), mtu: None }.into(),
+    ]
+}
+
+fn lease(n: u16, public: IpAddr, revision: u64) -> Lease {
+    let attrs = LeaseAttrs { public: [public].into_iter().collect(), ..LeaseAttrs::default() };
+    Lease { subnets: key(n), attrs, expires: None, since: Revision(1), revision: Revision(revision) }
+}
+
+struct World {
+    kernel: FakeKernel,
+    subnets: FakeSubnets,
+    view: View,
+    handle: NetworkHandle,
+    /// How often the plan was called.
+    plans: Arc<AtomicUsize>,
+    task: JoinHandle<()>,
+}
+
+impl World {
+    /// Peers 1 to `peers`, all in place.
+    async fn new(peers: u16) -> Self {
+        let kernel = FakeKernel::with_uplink("eth0");
+        let subnets = FakeSubnets::new(NETWORK);
+        let vxlan = Vxlan {
+            vni: 1,
+            port: 8472,
+            mac: MacAddr::local([1; 6]),
+            local: None,
+            lower: Some(uplink()),
+            learning: false,
+            gbp: false,
+        };
+        let base: [Object; 2] = [
+            Link { name: tunnel(), mtu: 1450, up: true, kind: LinkKind::Vxlan(vxlan) }.into(),
+            Addr { link: tunnel(), address: subnet(0).base(), len: 32 }.into(),
+        ];
+        let plans = Arc::new(AtomicUsize::new(0));
+        let counter = Arc::clone(&plans);
+        let blueprint = Blueprint {
+            lease: lease(0, [192, 0, 2, 1].into(), 1),
+            networks: [NETWORK.parse::<Subnet>().unwrap()].into_iter().collect(),
+            mtu: 1450,
+            owned: Owned {
+                links: [tunnel()].into(),
+                networks: vec![NETWORK.parse().unwrap()],
+                routes_on: [uplink()].into(),
+                routes_without_link: true,
+            },
+            base: base.into_iter().collect::<State>(),
+            plan: Box::new(move |lease, env, out| {
+                counter.fetch_add(1, Ordering::Relaxed);
+                for peer in lease.endpoints() {
+                    let public = peer.public.expect("a public address");
+                    let _ = env.on_link(public);
+                    let octets: Vec<u8> = match peer.subnet.base() {
+                        IpAddr::V4(base) => base.octets().into(),
+                        IpAddr::V6(_) => panic!("no such peer"),
+                    };
+                    out.extend(objects(u16::from_be_bytes([octets[1], octets[2]]), public));
+                }
+                Ok(())
+            }),
+        };
+        let network = KernelNetwork::new(Arc::new(kernel.clone()), blueprint);
+        let handle = network.handle();
+        let leases: LeaseSet = (1..=peers).map(|n| lease(n, public(n), 1)).collect();
+        let view = View { leases, origin: Origin::Live { revision: Revision(1) } };
+        subnets.set_view(view.clone());
+        let views = flannel_core::SubnetManager::watch_leases(&subnets).await.unwrap();
+        let task = tokio::spawn(async move { drop(Box::new(network).run(views).await) });
+        let world = Self { kernel, subnets, view, handle, plans, task };
+        world.when(|status| status.in_sync && status.peers == usize::from(peers)).await;
+        // What the first round raised of doubts is settled too.
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        world.kernel.take_calls();
+        world.plans.store(0, Ordering::Relaxed);
+        world
+    }
+
+    async fn when(&self, wanted: impl FnMut(&Arc<Status>) -> bool) -> Arc<Status> {
+        let mut status = self.handle.status.clone();
+        let found = tokio::time::timeout(Duration::from_secs(100), status.wait_for(wanted)).await;
+        let found = found.map(|found| found.unwrap().clone());
+        found.unwrap_or_else(|_| panic!("never: {:#?}", self.handle.status.borrow()))
+    }
+
+    fn status(&self) -> Arc<Status> {
+        self.handle.status.borrow().clone()
+    }
+
+    /// Changes the leases: `None` for a public address takes the lease away.
+    fn change(&mut self, n: u16, public: Option<IpAddr>) {
+        let Origin::Live { revision } = self.view.origin else { panic!("live") };
+        let revision = Revision(revision.0 + 1);
+        match public {
+            Some(public) => self.view.leases.insert(lease(n, public, revision.0)),
+            None => drop(self.view.leases.remove(&key(n))),
+        }
+        self.view.origin = Origin::Live { revision };
+        self.subnets.set_view(self.view.clone());
+    }
+
+    async fn until_there(&self, object: &Object) {
+        let there = async {
+            while self.kernel.state().get(&object.key()) != Some(object) {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(10), there)
+            .await
+            .unwrap_or_else(|_| panic!("{object} never came"));
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+fn count(calls: &[Call], operation: Operation) -> usize {
+    calls.iter().filter(|call| call.operation == operation).count()
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_peer_among_thousands_costs_one_peer() {
+    let mut world = World::new(2_000).await;
+    let other: IpAddr = [203, 0, 113, 7].into();
+    for (what, public) in [("moved", Some(other)), ("gone", None), ("new", Some(other))] {
+        let before = world.status();
+        world.change(700, public);
+        let done = world.when(|status| status.in_sync && status.applied > before.applied).await;
+        // Forwarding entries are heard of even if it was us; that must cost nothing but a look at what is wanted.
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        let calls = world.kernel.take_calls();
+        let [neigh, fdb, nexthop, route] = objects(700, other).map(|object| object.key());
+        let mut touched: BTreeMap<Key, usize> = BTreeMap::new();
+        calls.iter().filter_map(|call| call.key).for_each(|key| *touched.entry(key).or_default() += 1);
+        let expected = if what == "moved" { vec![fdb] } else { vec![neigh, fdb, nexthop, route] };
+        assert_eq!(touched, expected.iter().map(|key| (*key, 1)).collect(), "{what}");
+        assert_eq!(count(&calls, Operation::Snapshot), 0, "{what}");
+        let asked = usize::from(public.is_some());
+        assert_eq!(
+            (count(&calls, Operation::Lookup), world.plans.swap(0, Ordering::Relaxed)),
+            (asked, asked),
+            "{what}"
+        );
+        let samples = |status: &Status| status.latency.count();
+        assert_eq!(samples(&done) - samples(&before), expected.len() as u64, "{what}");
+        assert_eq!(done.repaired, 0, "{what}: {:?}", done.last_repairs);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_repair_among_thousands_costs_one_object_and_names_victim_and_culprit() {
+    let world = World::new(2_000).await;
+    let [neigh, fdb, nexthop, route] = objects(700, public(700));
+    let other = Route { dst: subnet(700), via: Via::Blackhole, mtu: None };
+    let foreign_fdb =
+        Fdb { link: tunnel(), mac: MacAddr::local([2, 0, 0, 0, 2, 188]), dst: [9, 9, 9, 9].into() };
+    let (mut repairs, mut expected): (u64, BTreeMap<_, u64>) = (0, BTreeMap::new());
+    let mut damage = |object: &Object, damage, done: &dyn Fn()| {
+        done();
+        repairs += if damage == Damage::Deletion && object.key() == nexthop.key() { 2 } else { 1 };
+        *expected.entry((object.key().kind(), damage)).or_default() += 1;
+        (repairs, expected.clone())
+    };
+    for (object, what, protocol, by) in [
+        (&neigh, Damage::Deletion, None, true),
+        (&fdb, Damage::Deletion, None, false),
+        (&route, Damage::Deletion, None, true),
+        (&route, Damage::Modification, Some(3), true),
+        (&fdb, Damage::Modification, None, false),
+    ] {
+        let (number, counts) = damage(object, what, &|| match (what, object) {
+            (Damage::Deletion, object) => world.kernel.foreign_delete(object.key()),
+            (_, Object::Route(_)) => world.kernel.foreign_put(other, 3),
+            _ => world.kernel.foreign_put(foreign_fdb, 0),
+        });
+        let status = world.when(|status| status.in_sync && status.repaired == number).await;
+        assert_eq!(status.repairs, counts);
+        let last = status.last_repairs.last().unwrap();
+        assert_eq!(
+            (&last.object, last.damage, last.peer, last.number),
+            (object, what, Some(key(700)), number)
+        );
+        let culprit = last.culprit.as_ref().map(|culprit| (culprit.port, culprit.protocol));
+        assert_eq!(culprit, by.then_some((FakeKernel::FOREIGN_PORT, protocol)), "{last}");
+        let calls = world.kernel.take_calls();
+        assert!(calls.len() == 1 && calls[0].key == Some(object.key()), "{what:?} {object}: {calls:?}");
+    }
+    // A nexthop that goes takes its routes along without a word; still nothing else is touched.
+    let (number, _) = damage(&nexthop, Damage::Deletion, &|| world.kernel.foreign_delete(nexthop.key()));
+    let status = world.when(|status| status.in_sync && status.repaired == number).await;
+    assert_eq!(status.repairs[&(ObjectKind::Nexthop, Damage::Deletion)], 1);
+    let calls: Vec<_> = world.kernel.take_calls().iter().map(|call| (call.operation, call.key)).collect();
+    assert_eq!(calls, [nexthop.key(), route.key()].map(|key| (Operation::Create, Some(key))));
+    // What nobody wants is found by a snapshot, removed, and counted.
+    let address = [10, 255, 0, 0].into();
+    world.kernel.foreign_put(Neigh { link: tunnel(), address, mac: MacAddr::local([9; 6]) }, 0);
+    let status = world.when(|status| status.in_sync && status.repaired > number).await;
+    let last = status.last_repairs.last().unwrap();
+    assert_eq!(
+        (last.damage, last.object.key(), last.peer),
+        (Damage::Addition, Key::Neigh(tunnel(), address), None)
+    );
+    assert_eq!(last.culprit.as_ref().map(|culprit| culprit.port), Some(FakeKernel::FOREIGN_PORT));
+    assert_eq!(status.latency, world.status().latency);
+    assert!(status.last_repairs.len() <= Status::LAST_REPAIRS);
+    assert_eq!(status.repairs.values().sum::<u64>(), status.repaired);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_thousand_unrelated_route_changes_a_second_cause_no_look_ups() {
+    let world = World::new(2_000).await;
+    for n in 0..5_000u16 {
+        let [high, low] = n.to_be_bytes();
+        let dst = Subnet::new([172, 16 + high, low, 0].into(), 24).unwrap();
+        let via = Via::Gateway { gateway: [192, 0, 2, 9].into(), link: uplink(), onlink: false };
+        world.kernel.foreign_put(Route { dst, via, mtu: None }, 186);
+        if n % 2 == 0 {
+            world.kernel.foreign_delete(Key::Route(dst));
+        }
+        // Links of others come and go, too.
+        if n % 10 == 0 {
+            world.kernel.add_foreign_link("cali1", &[]);
+            world.kernel.delete_link("cali1");
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert_eq!(world.kernel.take_calls(), vec![]);
+    assert_eq!(world.plans.load(Ordering::Relaxed), 0);
+    // Under a prefix that changed, those endpoints are asked for again, and at most once a second.
+    let dst: Subnet = "198.18.1.0/24".parse().unwrap();
+    let under = (1..=2_000).filter(|n| dst.contains(public(*n))).count();
+    for n in 0..3_000u32 {
+        world.kernel.foreign_put(Route { dst, via: Via::Link(uplink()), mtu: Some(1400 + n % 2) }, 186);
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let calls = world.kernel.take_calls();
+    let lookups = count(&calls, Operation::Lookup);
+    assert!(under > 100 && lookups >= 2 * under && lookups <= 5 * under, "{lookups} of {under}");
+    assert_eq!(lookups, calls.len());
+}
+
+/// Damage of every kind to random peers, unwanted things, lost messages: as much as one likes, for ever.
+fn storm(kernel: FakeKernel) -> JoinHandle<()> {
+    let mut random = 0x9e37_79b9_7f4a_7c15u64;
+    let mut next = move |below: u64| {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        random % below
+    };
+    tokio::spawn(async move {
+        loop {
+            for _ in 0..20 {
+                let n = 1 + next(400) as u16;
+                let object = &objects(n, public(n))[next(4) as usize];
+                match next(8) {
+                    0..3 => kernel.foreign_delete(object.key()),
+                    3 => kernel.foreign_put(Route { dst: subnet(n), via: Via::Blackhole, mtu: None }, 3),
+                    4 => kernel.foreign_put(objects(n, [9, 9, 9, 9].into())[1].clone(), 0),
+                    5 => {
+                        let address = [10, 250, 0, next(200) as u8].into();
+                        kernel.foreign_put(Neigh { link: tunnel(), address, mac: MacAddr::local([9; 6]) }, 0);
+                    }
+                    6 => kernel.lose_messages(),
+                    _ => kernel.foreign_delete(Key::Addr(tunnel(), subnet(0).base())),
+                }
+            }
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    })
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_storm_that_never_ends_is_slowed_down_and_starves_no_lease() {
+    let mut world = World::new(400).await;
+    let storm = storm(world.kernel.clone());
+    let mut slowest = Duration::ZERO;
+    for n in 0..10 {
+        let started = tokio::time::Instant::now();
+        world.change(1_000 + n, Some(public(1_000 + n)));
+        for object in objects(1_000 + n, public(1_000 + n)) {
+            world.until_there(&object).await;
+        }
+        slowest = slowest.max(started.elapsed());
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    let calls = world.kernel.take_calls();
+    let snapshots = count(&calls, Operation::Snapshot);
+    // Ten seconds of 20,000 changes each.
+    assert!(snapshots <= 130, "{snapshots} snapshots in ten seconds");
+    assert!(slowest <= Duration::from_millis(20), "a new peer waited for {slowest:?}");
+    let lookups = count(&calls, Operation::Lookup);
+    assert!(lookups <= 12 * 2 * 500, "{lookups} look-ups in ten seconds");
+    storm.abort();
+    let status = world.when(|status| status.in_sync && status.peers == 410).await;
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let there: Vec<u16> = (1..=400).chain(1_000..1_010).collect();
+    let wanted: State = there.iter().flat_map(|n| objects(*n, public(*n))).collect();
+    assert!(wanted.iter().all(|object| world.kernel.state().get(&object.key()) == Some(object)));
+    assert_eq!(world.kernel.state().len(), wanted.len() + 2);
+    assert!(status.repaired > 1_000 && status.last_repairs.len() == Status::LAST_REPAIRS);
+}
+
+#[tokio::test(start_paused = true)]
+async fn single_repairs_in_a_storm_are_bounded() {
+    let world = World::new(50).await;
+    let mut rounds = 0;
+    let mut status = world.handle.status.clone();
+    let [_, _, _, route] = objects(7, public(7));
+    for _ in 0..5_000 {
+        world.kernel.foreign_delete(route.key());
+        tokio::time::sleep(Duration::from_micros(200)).await;
+        rounds += usize::from(status.has_changed().unwrap());
+        status.borrow_and_update();
+    }
+    let calls = world.kernel.take_calls();
+    assert!(calls.len() <= 6_000 && count(&calls, Operation::Snapshot) == 0, "{} calls", calls.len());
+    assert!(rounds > 0);
+    world.until_there(&route).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_is_explained() {
+    let mut world = World::new(20).await;
+    let inside: IpAddr = [10, 0, 7, 99].into();
+    let explained = world.handle.explain(inside).await.unwrap();
+    assert_eq!((explained.lease.subnets, explained.disbelief), (key(7), None));
+    let expected: Vec<_> =
+        objects(7, public(7)).into_iter().map(|object| (object, Standing::InPlace)).collect();
+    assert_eq!(explained.objects, expected);
+    assert_eq!(world.handle.explain([172, 16, 0, 1].into()).await, None);
+    assert_eq!(world.handle.explain("fd00::1".parse().unwrap()).await, None);
+
+    let route = objects(7, [203, 0, 113, 1].into())[1].key();
+    world.kernel.fail(usize::MAX, 105, move |call| call.key == Some(route));
+    world.change(7, Some([203, 0, 113, 1].into()));
+    let status = world.when(|status| !status.failing.is_empty()).await;
+    let failing: Vec<&Key> = status.failing_of(&key(7)).map(|(key, _)| key).collect();
+    assert_eq!((failing, status.failing_of(&key(8)).count()), (vec![&route], 0));
+    let explained = world.handle.explain(inside).await.unwrap();
+    let refused = explained.objects.iter().filter(|(_, standing)| matches!(standing, Standing::Failing(_)));
+    assert_eq!(refused.map(|(object, _)| object.key()).collect::<Vec<_>>(), [route]);
+
+    // A lease inside of another's subnet is not believed: the address belongs to the one that is.
+    let twin =
+        Lease { subnets: "10.0.8.128-25".parse().unwrap(), since: Revision(9), ..lease(8, public(9), 9) };
+    world.view.leases.insert(twin);
+    world.change(9, None);
+    world.when(|status| status.disbelieved.len() == 1).await;
+    assert_eq!(world.handle.explain([10, 0, 8, 200].into()).await.unwrap().lease.subnets, key(8));
+    world.change(8, Some([127, 0, 0, 1].into()));
+    world.when(|status| status.disbelieved.contains_key(&key(8))).await;
+    let explained = world.handle.explain([10, 0, 8, 1].into()).await.unwrap();
+    assert!(matches!(explained.disbelief, Some(Disbelief::Rejected(_))), "{explained:?}");
+    assert!(explained.objects.iter().all(|(_, standing)| *standing == Standing::Unwanted));
+
+    world.task.abort();
+    let _ = (&mut world.task).await;
+    assert_eq!(world.handle.explain(inside).await, None, "it does not run any more");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_the_kernel_refused_is_put_again_by_itself_before_all_is_read() {
+    let mut world = World::new(50).await;
+    let [_, fdb, ..] = objects(7, [203, 0, 113, 1].into());
+    let key = fdb.key();
+    world.kernel.fail(1, 105, move |call| call.key == Some(key));
+    world.change(7, Some([203, 0, 113, 1].into()));
+    world.until_there(&fdb).await;
+    let status = world.when(|status| status.in_sync).await;
+    let calls: Vec<_> = world.kernel.take_calls().iter().filter_map(|call| call.key).collect();
+    assert_eq!(calls, [key, key]);
+    assert_eq!(
+        (status.repaired, status.latency.count() % 10),
+        (0, (50 * 4 + 1) % 10),
+        "it was a lease's change"
+    );
+    // What stays refused is looked at anew.
+    world.kernel.fail(usize::MAX, 105, move |call| call.key == Some(key));
+    world.change(7, Some([203, 0, 113, 2].into()));
+    tokio::time::sleep(Duration::from_secs(100)).await;
+    let calls = world.kernel.take_calls();
+    let (puts, snapshots) = (count(&calls, Operation::Replace), count(&calls, Operation::Snapshot));
+    assert!(
+        (2..=8).contains(&snapshots) && puts > snapshots && puts <= 16,
+        "{puts} puts, {snapshots} snapshots"
+    );
+    assert_eq!(world.status().failing[&key].tries as usize, puts);
+}
