@@ -5,6 +5,8 @@ mod ask;
 mod changes;
 mod codec;
 mod culprit;
+#[cfg(feature = "testing")]
+mod decode;
 pub mod iface;
 mod kernel;
 mod namespace;

@@ -13,6 +13,8 @@ use std::thread;
 
 use nix::sched::{CloneFlags, setns, unshare};
 
+pub use crate::decode::decode;
+
 /// Set in a process that [`in_netns`] started inside a user namespace.
 const INSIDE: &str = "FLANNEL_NETLINK_INSIDE_USER_NAMESPACE";
 

@@ -1,0 +1,82 @@
+//! Everything that is made of what the kernel sends, for the fuzz target and its corpus. The one thing to know: no bytes
+//! make a reader panic or loop, and an object that is read and written again is read the same.
+
+use flannel_core::{Link, LinkKind, LinkName, Object, Route};
+use neli::consts::nl::NlmF;
+use neli::consts::rtnl::Rtm;
+
+use crate::codec::{addr, link, neigh, nexthop, route};
+use crate::wire::{Message, Messages, messages, outcome};
+
+/// Stands for every link.
+const INDEX: u32 = 7;
+
+/// What the messages in a datagram are read as: the objects as text, in their order, and for other messages
+/// `-`; last, `cut short` if the last one is.
+///
+/// # Panics
+/// An object that was read, written and read again is not the same.
+pub fn decode(datagram: &[u8]) -> Vec<String> {
+    let text = |message: &Message<'_>| {
+        let _ = outcome(message, true);
+        let _ = outcome(message, false);
+        let found = object(message);
+        if let Some(found) = &found {
+            assert_eq!(object_again(found).as_ref(), Some(found), "written and read again");
+        }
+        found.map_or_else(|| "-".to_owned(), |found| found.to_string())
+    };
+    messages(datagram).map(|message| message.map_or_else(|_| "cut short".to_owned(), |m| text(&m))).collect()
+}
+
+fn name() -> LinkName {
+    "flannel.1".parse().expect("a name")
+}
+
+/// The object that a message is about, if one expresses it.
+fn object(message: &Message<'_>) -> Option<Object> {
+    match Rtm::from(message.kind) {
+        Rtm::Newlink | Rtm::Dellink => {
+            let found = link::read(message)?;
+            // A device is made down, and set up afterwards.
+            let lower = (found.lower() != 0).then(name);
+            found.object(lower).map(|link| Link { up: false, name: name(), ..link }.into())
+        }
+        Rtm::Newaddr | Rtm::Deladdr => addr::read(message).map(|found| found.object(name()).into()),
+        Rtm::Newneigh | Rtm::Delneigh => {
+            let found = neigh::read(message)?;
+            let object = found.object(name());
+            assert!(object.is_none() || found.key(name()) == object.as_ref().map(Object::key));
+            object
+        }
+        Rtm::Newroute | Rtm::Delroute => route::read(message)?.object(|_| Some(name())).map(Object::Route),
+        _ if message.kind == nexthop::NEW || message.kind == nexthop::DELETE => {
+            nexthop::read(message)?.object(name()).map(Object::Nexthop)
+        }
+        _ => None,
+    }
+}
+
+/// What is read of what is written of an object.
+fn object_again(object: &Object) -> Option<Object> {
+    let mut requests = Messages::default();
+    match object {
+        Object::Link(link) => {
+            let LinkKind::Vxlan(vxlan) = &link.kind else { return None };
+            requests = link::create(link, vxlan, vxlan.lower.map_or(0, |_| INDEX));
+        }
+        Object::Addr(addr) => addr::put(&mut requests, addr, INDEX),
+        Object::Neigh(neigh) => neigh::put(&mut requests, neigh, INDEX),
+        Object::Fdb(fdb) => neigh::put_fdb(&mut requests, fdb, INDEX),
+        Object::Nexthop(nexthop) => nexthop::put(&mut requests, nexthop, INDEX),
+        Object::Route(route) => put_route(&mut requests, route),
+        _ => return None,
+    }
+    let count = requests.len();
+    let bytes = requests.ready(0, count, 0, NlmF::empty());
+    self::object(&messages(bytes).next()?.ok()?)
+}
+
+fn put_route(requests: &mut Messages, route: &Route) {
+    route::put(requests, route, if Object::Route(*route).link().is_some() { INDEX } else { 0 });
+}
