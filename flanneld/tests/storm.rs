@@ -1,0 +1,330 @@
+//! A thousand foreign changes a second, of everything that can be changed: afterwards all is as it was, what belongs to others
+//! is untouched, and a peer that comes meanwhile need not wait.
+//!
+//! Real kernel, real backend; iproute2 is both the culprit and the witness.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::collections::BTreeSet;
+use std::io::Write;
+use std::net::IpAddr;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use flannel_backend_vxlan::VxlanBackend;
+use flannel_core::testing::FakeSubnets;
+use flannel_core::{
+    Backend, Change, Damage, Dual, ExternalInterface, Family, Host, Kernel, LeaseAttrs, MacAddr, Neigh,
+    ObjectKind, Owned, Status, SubnetManager,
+};
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::testing::{bridge, in_netns_async, ip};
+use tokio::sync::watch;
+
+const PEERS: u8 = 200;
+const LATE: u8 = 250;
+const DEVICES: [&str; 2] = ["flannel.1", "flannel-v6.1"];
+
+/// xorshift: the seed says everything.
+struct Random(u64);
+
+impl Random {
+    /// By the clock, or what the environment says.
+    fn new() -> Self {
+        let clock = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_nanos() as u64;
+        let given = std::env::var("FLANNEL_STORM_SEED").ok().map(|seed| seed.parse().expect("a number"));
+        let seed = given.unwrap_or(clock).max(1);
+        println!("FLANNEL_STORM_SEED={seed}");
+        Self(seed)
+    }
+
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % end
+    }
+}
+
+/// iproute2, reading commands.
+struct Tool {
+    command: [&'static str; 2],
+    child: Child,
+    stdin: ChildStdin,
+}
+
+impl Tool {
+    const ALL: [[&'static str; 2]; 3] = [["ip", "-4"], ["ip", "-6"], ["bridge", "-statistics"]];
+
+    /// `-force`: what is not there to be deleted does not end it.
+    fn new(command: [&'static str; 2]) -> Self {
+        let [program, option] = command;
+        let mut process = Command::new(program);
+        process.args([option, "-force", "-batch", "-"]);
+        process.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
+        let mut child =
+            process.spawn().unwrap_or_else(|error| panic!("`{program}` of iproute2 is needed: {error}"));
+        let stdin = child.stdin.take().unwrap();
+        Self { command, child, stdin }
+    }
+
+    /// A device that is gone just now ends it all the same; then another goes on.
+    fn run(&mut self, line: &str) {
+        while writeln!(self.stdin, "{line}").is_err() {
+            std::mem::replace(self, Self::new(self.command)).finish();
+        }
+    }
+
+    /// Waits until all was done.
+    fn finish(self) {
+        let Self { mut child, stdin, .. } = self;
+        drop(stdin);
+        child.wait().unwrap();
+    }
+}
+
+fn public(n: u8) -> Dual<IpAddr> {
+    [format!("192.0.2.{n}"), format!("2001:db8::{n:x}")]
+        .iter()
+        .map(|a| a.parse::<IpAddr>().unwrap())
+        .collect()
+}
+
+fn mac(family: Family, n: u8) -> String {
+    format!("0a:00:00:00:0{}:{n:02x}", if family == Family::V4 { 4 } else { 6 })
+}
+
+fn put_peer(subnets: &FakeSubnets, n: u8) {
+    let data = |family| Some(format!(r#"{{"VNI":1,"VtepMAC":"{}"}}"#, mac(family, n)).into());
+    let attrs =
+        LeaseAttrs { public: public(n), backend_type: "vxlan".into(), backend_data: Dual::from_fn(data) };
+    subnets.put_attrs(&format!("10.1.{n}.0-24&fd00:1:0:{n:x}::-64"), attrs);
+}
+
+/// A host on vxlan with many peers, and things of others in the neighbourhood.
+async fn start() -> (FakeSubnets, watch::Receiver<Arc<Status>>) {
+    for command in [
+        "link add eth0 type veth peer name wire",
+        "link set wire up",
+        "address add 192.0.2.1/24 dev eth0",
+        "address add 2001:db8::1/64 dev eth0 nodad",
+        "link set eth0 up",
+        // Others'.
+        "link add cali1 type veth peer name pod1",
+        "link set cali1 up",
+        "address add 10.9.9.9/32 dev cali1",
+        "route add 172.16.1.0/24 via 192.0.2.9 dev eth0",
+        "-6 route add fd77::/64 via 2001:db8::9 dev eth0",
+        "route add 10.1.240.0/24 via 192.0.2.9 dev eth0 metric 70",
+        "route add 10.1.241.0/24 via 192.0.2.9 dev eth0",
+        "-6 route add fd00:1:0:f1::/64 via 2001:db8::9 dev eth0",
+        "neigh add 192.0.2.253 lladdr 0a:11:11:11:11:11 dev eth0 nud permanent",
+        "nexthop add id 77 via 192.0.2.9 dev eth0",
+        "route add 172.16.2.0/24 nhid 77",
+    ] {
+        ip(command);
+    }
+    let config = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
+    let subnets = FakeSubnets::with_config(config);
+    (2..2 + PEERS).for_each(|n| put_peer(&subnets, n));
+    let host = Host {
+        iface: ExternalInterface {
+            name: "eth0".parse().unwrap(),
+            mtu: 1500,
+            address: public(1),
+            public: public(1),
+            reason: "it is the only one".into(),
+        },
+        kernel: Arc::new(NetlinkKernel::open().unwrap()),
+        subnets: Arc::new(subnets.clone()),
+        identity: "test".into(),
+    };
+    let network = VxlanBackend.register(&host, &subnets.network_config().await.unwrap()).await.unwrap();
+    let status = network.handle().status;
+    let views = subnets.watch_leases().await.unwrap();
+    tokio::spawn(async move {
+        let ended = network.run(views).await;
+        panic!("the network ended: {ended:?}");
+    });
+    in_sync(&mut status.clone(), PEERS.into()).await;
+    (subnets, status)
+}
+
+async fn in_sync(status: &mut watch::Receiver<Arc<Status>>, peers: usize) {
+    let settled =
+        async { drop(status.wait_for(|status| status.in_sync && status.peers == peers).await.unwrap()) };
+    if tokio::time::timeout(Duration::from_secs(30), settled).await.is_err() {
+        panic!("never in sync: {:#?}", status.borrow());
+    }
+}
+
+/// All that is ours, and all that is others', as iproute2 shows it; but not the routes that the kernel makes by itself. The
+/// index of a device is not what it is.
+fn see() -> BTreeSet<String> {
+    let mut texts = vec![
+        ip("-4 route show table main"),
+        ip("-6 route show table main"),
+        ip("nexthop show"),
+        ip("neigh show nud permanent"),
+        ip("-o -d link show"),
+        ip("-o address show scope global"),
+    ];
+    texts.extend(DEVICES.map(|device| bridge(&format!("fdb show dev {device}"))));
+    let line = |line: &str| {
+        let line =
+            line.split_once(": ").filter(|(index, _)| index.parse::<u32>().is_ok()).map_or(line, |(_, l)| l);
+        // The kernel says so or not as it likes.
+        line.replace(" used 0/0/0", "").split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    let lines = texts.iter().flat_map(|text| text.lines()).filter(|line| !line.contains(" proto kernel "));
+    lines.map(line).collect()
+}
+
+/// Something that can be done to a peer's objects, or to a device: the tool, by its place in [`Tool::ALL`], and what it is
+/// told.
+fn damage(random: &mut Random) -> (usize, String) {
+    let family = Family::BOTH[random.below(2) as usize];
+    let v4 = family == Family::V4;
+    let device = DEVICES[usize::from(!v4)];
+    let subnet = |n: u64| if v4 { format!("10.1.{n}.0") } else { format!("fd00:1:0:{n:x}::") };
+    let n = 2 + random.below(PEERS.into());
+    let (gateway, other) = (subnet(n), subnet(2 + random.below(PEERS.into())));
+    let dst = format!("{gateway}/{}", if v4 { 24 } else { 64 });
+    let unwanted = subnet(220 + random.below(10));
+    let mac = mac(family, n as u8);
+    let alien = format!("0a:99:00:00:00:{:02x}", random.below(256));
+    let far = public(100 + random.below(100) as u8)[family].unwrap();
+    let by_ip = |text: String| (usize::from(!v4), text);
+    let by_bridge = |text: String| (2, text);
+    match random.below(1_000) {
+        // A device takes all that is on it along.
+        0 => by_ip(format!("link delete {device}")),
+        1 => by_ip(format!("link set {device} down")),
+        2 => by_ip(format!("link set {device} address {alien}")),
+        3 => by_ip(format!("link set {device} mtu 1300")),
+        4 => by_ip(format!("link set {device} type vxlan id 1 learning")),
+        5 => by_ip(format!("address flush dev {device} scope global")),
+        6 => by_ip(format!("route flush dev {device}")),
+        7 => by_ip(format!("neigh flush dev {device} nud permanent")),
+        8 => by_ip("nexthop flush proto 241".into()),
+        9..15 => by_ip(format!("address add {unwanted}/{} dev {device} nodad", if v4 { 32 } else { 128 })),
+        kind => match kind % 16 {
+            0 | 1 => by_ip(format!("route del {dst}")),
+            2 => by_ip(format!("route replace {dst} via {other} dev {device} onlink")),
+            3 => by_ip(format!("route replace {dst} via {gateway} dev {device} onlink mtu 1300")),
+            4 => by_ip(format!("route replace {dst} dev eth0")),
+            5 => by_ip(format!("route replace blackhole {dst}")),
+            6 => by_ip(format!(
+                "route add {unwanted}/{} via {gateway} dev {device} onlink",
+                if v4 { 24 } else { 64 }
+            )),
+            7 => by_ip(format!("neigh del {gateway} dev {device}")),
+            8 => by_ip(format!("neigh replace {gateway} lladdr {alien} dev {device} nud permanent")),
+            9 => by_ip(format!("neigh replace {gateway} lladdr {mac} dev {device} nud stale")),
+            10 => by_ip(format!("neigh replace {unwanted} lladdr {alien} dev {device} nud permanent")),
+            11 | 12 => by_bridge(format!("fdb del {mac} dev {device}")),
+            13 => by_bridge(format!("fdb replace {mac} dev {device} dst {far} self permanent")),
+            14 => {
+                by_bridge(format!("fdb replace {mac} dev {device} dst {far} port 999 vni 7 self permanent"))
+            }
+            _ => by_bridge(format!("fdb replace {alien} dev {device} dst {far} self permanent")),
+        },
+    }
+}
+
+async fn restored(healthy: &BTreeSet<String>, what: &str) {
+    let restored = async {
+        while see() != *healthy {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    if tokio::time::timeout(Duration::from_secs(30), restored).await.is_err() {
+        let seen = see();
+        let missing: Vec<_> = healthy.difference(&seen).collect();
+        let added: Vec<_> = seen.difference(healthy).collect();
+        panic!("{what}: not restored\nmissing: {missing:#?}\ntoo much: {added:#?}");
+    }
+}
+
+/// How long until the route to a peer is there, looked for by somebody else.
+async fn arrival(subnet: &str) -> Duration {
+    let since = Instant::now();
+    while ip(&format!("route show {subnet}")).is_empty() {
+        assert!(since.elapsed() < Duration::from_secs(10), "{subnet} never came");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    since.elapsed()
+}
+
+#[test]
+fn a_thousand_foreign_changes_a_second_leave_nothing_behind() {
+    in_netns_async(|| async {
+        let (subnets, mut status) = start().await;
+        let healthy = see();
+        assert!(healthy.len() > 6 * usize::from(PEERS), "{}", healthy.len());
+        let mut random = Random::new();
+        let mut tools = Tool::ALL.map(Tool::new);
+        let mut beat = tokio::time::interval(Duration::from_millis(10));
+        let mut late = None;
+        for tenth in 0..400 {
+            beat.tick().await;
+            for _ in 0..10 {
+                let (tool, line) = damage(&mut random);
+                tools[tool].run(&line);
+            }
+            if tenth == 200 {
+                put_peer(&subnets, LATE);
+                late = Some(tokio::spawn(arrival("10.1.250.0/24")));
+            }
+        }
+        let late = late.unwrap().await.unwrap();
+        assert!(late < Duration::from_secs(2), "a peer that came in the storm waited for {late:?}");
+        tools.into_iter().for_each(Tool::finish);
+        subnets.delete(&format!("10.1.{LATE}.0-24&fd00:1:0:{LATE:x}::-64"));
+        restored(&healthy, "after the storm").await;
+        in_sync(&mut status, PEERS.into()).await;
+        let status = status.borrow().clone();
+        println!("{} repairs: {:?}", status.repaired, status.repairs);
+        // Every kind of object was hit in every way, but for links, which nobody adds.
+        for kind in [ObjectKind::Addr, ObjectKind::Neigh, ObjectKind::Fdb, ObjectKind::Route] {
+            for damage in [Damage::Deletion, Damage::Modification, Damage::Addition] {
+                let hit = status.repairs.contains_key(&(kind, damage));
+                assert!(hit || (kind, damage) == (ObjectKind::Addr, Damage::Modification), "{kind} {damage}");
+            }
+        }
+        assert!(status.repaired > 1_000, "{:?}", status.repairs);
+        assert_eq!(status.repairs.values().sum::<u64>(), status.repaired);
+    });
+}
+
+#[test]
+fn messages_that_are_lost_in_a_flood_are_made_up_for() {
+    in_netns_async(|| async {
+        let (subnets, mut status) = start().await;
+        let healthy = see();
+        let other = NetlinkKernel::open().unwrap();
+        let neigh = |n: u32| {
+            let address = IpAddr::from((0x0a63_0000 + n).to_be_bytes());
+            Change::Put(Neigh { link: "cali1".parse().unwrap(), address, mac: MacAddr::local([7; 6]) }.into())
+        };
+        // The runtime has one thread: while it is held, nobody reads, and the buffer overflows.
+        for round in 0..3 {
+            let flood: Vec<Change> = (0..60_000).map(|n| neigh(n + 60_000 * round)).collect();
+            assert!(other.apply(&Owned::default(), &flood[..20_000]).iter().all(Result::is_ok));
+            // In the middle of it, where no message of it is seen.
+            let victim = 7 + round as u8;
+            ip(&format!("route del 10.1.{victim}.0/24"));
+            bridge(&format!("fdb del {} dev flannel.1", mac(Family::V4, victim)));
+            assert!(other.apply(&Owned::default(), &flood[20_000..]).iter().all(Result::is_ok));
+            put_peer(&subnets, LATE + round as u8);
+            let waited = arrival(&format!("10.1.{}.0/24", u32::from(LATE) + round)).await;
+            assert!(waited < Duration::from_secs(5), "a peer that came in the flood waited for {waited:?}");
+        }
+        ip("neigh flush dev cali1 nud permanent");
+        (LATE..LATE + 3).for_each(|n| subnets.delete(&format!("10.1.{n}.0-24&fd00:1:0:{n:x}::-64")));
+        restored(&healthy, "after the flood").await;
+        in_sync(&mut status, PEERS.into()).await;
+        assert!(status.borrow().repaired >= 6);
+    });
+}
