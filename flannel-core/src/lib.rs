@@ -5,6 +5,7 @@ mod admit;
 mod alloc;
 mod cleanup;
 mod config;
+mod driver;
 mod error;
 mod histogram;
 mod json;

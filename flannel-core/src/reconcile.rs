@@ -249,7 +249,7 @@ impl Reconciler {
     /// A wanted object is in doubt.
     fn suspect(&mut self, key: Key, damage: Damage, by: Option<&Culprit>) {
         let known = self.failed.remove(&key).map(|failed| failed.cause);
-        self.put.entry(key).or_insert(known.unwrap_or(Cause::Doubt(damage)));
+        self.put.entry(key).or_insert_with(|| known.unwrap_or(Cause::Doubt(damage)));
         if let Some(by) = by {
             self.suspects.insert(key, by.clone());
         }

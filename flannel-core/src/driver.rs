@@ -1,0 +1,358 @@
+//! When to do what: the clock and the task of a kernel network.
+//!
+//! The one thing to know: work is done in rounds, one at a time on a thread that may block, while this task goes on
+//! listening. What is rare is done at once; what never ends is slowed down ([`Pace`]), except for leases.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, sleep_until};
+
+use crate::error::Result;
+use crate::kernel::{Changes, Doubts, Kernel, KernelError};
+use crate::lease::View;
+use crate::network::{Ended, Question};
+use crate::pace::Pace;
+use crate::reconcile::{Gate, Reads, Reconciler};
+use crate::status::Status;
+
+/// With everything in order, the kernel is read once in this time, in case a message was never sent.
+const RESYNC: Duration = Duration::from_secs(300);
+/// After a failure, the kernel is read again: first after this time, then after twice that, and so on.
+const RETRY_FIRST: Duration = Duration::from_millis(100);
+const RETRY_LONGEST: Duration = Duration::from_secs(30);
+/// More reports than this at once become doubt about everything: memory is bounded by peers, not by events.
+const MOST_REPORTS: usize = 1 << 16;
+/// However much others do, the kernel is read at most this often, and no more than a fifth of the time, …
+const READ_GAP: Duration = Duration::from_millis(100);
+/// … but after this long a rest as often as fits into it without waiting.
+const READ_REST: Duration = Duration::from_secs(1);
+/// The same for putting single objects back.
+const REPAIR_GAP: Duration = Duration::from_millis(1);
+const REPAIR_REST: Duration = Duration::from_millis(100);
+/// Answers to plans' questions are asked for again at most this often.
+const RECHECK: Duration = Duration::from_secs(1);
+/// … unless the link that routes are on changed: then after this.
+const HURRY: Duration = Duration::from_millis(100);
+
+/// Nothing is written once this is dropped.
+struct CloseOnDrop(Arc<Gate>);
+
+impl Drop for CloseOnDrop {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
+/// The ear on the kernel, or why there is none.
+enum Listener {
+    Unopened,
+    Open(Box<dyn Changes>),
+    Closed(KernelError),
+}
+
+impl Listener {
+    /// Waits for news; for ever if there is no ear.
+    async fn next(&mut self) -> Doubts {
+        let Self::Open(changes) = self else { return std::future::pending().await };
+        match changes.next().await {
+            Ok(doubts) => doubts,
+            Err(error) => {
+                *self = Self::Closed(error);
+                Doubts::Everything
+            }
+        }
+    }
+}
+
+/// The one loop that owns the reconciler.
+pub(crate) struct Driver {
+    kernel: Arc<dyn Kernel>,
+    /// Away while a blocking job has it.
+    reconciler: Option<Box<Reconciler>>,
+    status: watch::Sender<Arc<Status>>,
+    views: watch::Receiver<View>,
+    /// Since when there is a view that was not taken in; `None` if there is none.
+    arrived: Option<Instant>,
+    questions: mpsc::Receiver<Question>,
+    listener: Listener,
+    doubts: Vec<Doubts>,
+    /// How many reports `doubts` hold, and whether they became too many.
+    heard: usize,
+    overrun: bool,
+    reads: Reads,
+    /// When to make sure that all is well.
+    resync_next: Instant,
+    /// When to do something about what fails; `None` if nothing does.
+    retry_next: Option<Instant>,
+    read_pace: Pace,
+    repair_pace: Pace,
+    /// What failed is put again and, every other time, the kernel is read again.
+    retry_by_reading: bool,
+    retry_after: Duration,
+    recheck_next: Instant,
+    recheck_last: Instant,
+}
+
+/// What a round of work is about, apart from what the reconciler knows.
+struct Round {
+    view: Option<(View, Instant)>,
+    doubts: Vec<Doubts>,
+    listen: bool,
+    retry: bool,
+    may_read: bool,
+    may_recheck: bool,
+    may_hurry: bool,
+}
+
+/// What came of it.
+struct Outcome {
+    reconciler: Box<Reconciler>,
+    rechecked: bool,
+    listener: Option<std::result::Result<Box<dyn Changes>, KernelError>>,
+}
+
+impl Round {
+    /// Does the work. Blocks.
+    fn work(self, mut reconciler: Box<Reconciler>, kernel: &dyn Kernel, gate: &Gate) -> Outcome {
+        // Listen first, then read: what changes in between is heard.
+        let listener = self.listen.then(|| kernel.changes());
+        if self.listen {
+            reconciler.doubt(&Doubts::Everything);
+        }
+        self.doubts.iter().for_each(|doubts| reconciler.doubt(doubts));
+        let urgent = self.may_hurry && reconciler.has_urgent_facts();
+        let rechecked = urgent || self.may_recheck && reconciler.has_stale_facts();
+        if rechecked {
+            reconciler.recheck_facts(kernel);
+        }
+        if let Some((view, arrived)) = self.view {
+            reconciler.view(&view, arrived, kernel);
+        }
+        if self.retry {
+            reconciler.retry();
+        }
+        // Closed: the driver is gone, and nobody asks.
+        let _ = reconciler.settle(kernel, gate, self.may_read);
+        Outcome { reconciler, rechecked, listener }
+    }
+}
+
+impl Driver {
+    pub(crate) fn new(
+        kernel: Arc<dyn Kernel>,
+        reconciler: Box<Reconciler>,
+        status: watch::Sender<Arc<Status>>,
+        views: watch::Receiver<View>,
+        questions: mpsc::Receiver<Question>,
+    ) -> Self {
+        Self {
+            kernel,
+            reconciler: Some(reconciler),
+            status,
+            views,
+            arrived: Some(Instant::now()),
+            questions,
+            listener: Listener::Unopened,
+            doubts: Vec::new(),
+            heard: 0,
+            overrun: false,
+            reads: Reads::default(),
+            resync_next: Instant::now() + RESYNC,
+            retry_next: None,
+            read_pace: Pace::new(READ_GAP, READ_REST),
+            repair_pace: Pace::new(REPAIR_GAP, REPAIR_REST),
+            retry_by_reading: false,
+            retry_after: RETRY_FIRST,
+            recheck_next: Instant::now(),
+            recheck_last: Instant::now() - HURRY,
+        }
+    }
+
+    /// Works until there will be no more views.
+    pub(crate) async fn run(mut self) -> Result<Ended> {
+        let gate = CloseOnDrop(Arc::default());
+        loop {
+            self.work(&gate.0).await;
+            if !self.wait().await {
+                return Ok(Ended::ViewsClosed);
+            }
+        }
+    }
+
+    /// Does all there is to do, listening meanwhile so that the kernel's messages do not pile up.
+    async fn work(&mut self, gate: &Arc<Gate>) {
+        let round = self.round();
+        let started = Instant::now();
+        let repairs = !round.doubts.is_empty();
+        // The invariant: only this function takes the reconciler, and it puts it back before it returns.
+        let Some(reconciler) = self.reconciler.take() else { return };
+        let (kernel, gate) = (Arc::clone(&self.kernel), Arc::clone(gate));
+        let mut job = tokio::task::spawn_blocking(move || round.work(reconciler, &*kernel, &gate));
+        let Outcome { mut reconciler, rechecked, listener } = loop {
+            tokio::select! {
+                done = &mut job => match done {
+                    Ok(done) => break done,
+                    Err(panic) => std::panic::resume_unwind(panic.into_panic()),
+                },
+                doubts = self.listener.next() => self.hear(doubts),
+                // A view that comes meanwhile has to wait; that counts.
+                Ok(()) = self.views.changed(), if self.arrived.is_none() => self.arrived = Some(Instant::now()),
+            }
+        };
+        match listener {
+            Some(Ok(changes)) => self.listener = Listener::Open(changes),
+            Some(Err(error)) => self.listener = Listener::Closed(error),
+            None => {}
+        }
+        let now = Instant::now();
+        if rechecked {
+            (self.recheck_last, self.recheck_next) = (now, now + RECHECK);
+        }
+        let reads = reconciler.reads();
+        if reads.tries != self.reads.tries {
+            self.read_pace.pass(now, 4 * (reads.took - self.reads.took));
+        } else if repairs {
+            self.repair_pace.pass(now, now - started);
+        }
+        if reconciler.take_newly_failing() {
+            (self.retry_after, self.retry_by_reading) = (RETRY_FIRST, false);
+        }
+        self.publish(&reconciler);
+        self.schedule(&reconciler);
+        self.reconciler = Some(reconciler);
+    }
+
+    /// What is to be done now.
+    fn round(&mut self) -> Round {
+        let now = Instant::now();
+        let resync = now >= self.resync_next;
+        if resync {
+            self.resync_next = now + RESYNC;
+        }
+        let due = resync || self.retry_next.is_some_and(|next| now >= next);
+        // A stream that broke is opened again at the pace of all that failed.
+        let listen = match self.listener {
+            Listener::Unopened => true,
+            Listener::Open(_) => false,
+            Listener::Closed(_) => due,
+        };
+        let refused = self.reconciler.as_ref().is_some_and(|r| r.is_failing() && !r.is_unreadable());
+        let retry = due && !resync && !listen && refused && !self.retry_by_reading;
+        if due {
+            self.retry_by_reading = retry;
+        }
+        if due && !retry {
+            self.doubts.push(Doubts::Everything);
+        }
+        (self.heard, self.overrun) = (0, false);
+        Round {
+            // When nobody will send more, the last view still counts.
+            view: self.arrived.take().map(|arrived| (self.views.borrow_and_update().clone(), arrived)),
+            doubts: std::mem::take(&mut self.doubts),
+            listen,
+            retry,
+            may_read: due || listen || self.read_pace.is_ready(now),
+            may_recheck: now >= self.recheck_next,
+            may_hurry: now >= self.recheck_last + HURRY,
+        }
+    }
+
+    /// Notes a doubt; so many that one snapshot is cheaper become one.
+    fn hear(&mut self, doubts: Doubts) {
+        if let Doubts::Objects(reports, _) = &doubts {
+            if self.overrun {
+                return;
+            }
+            self.heard += reports.len();
+            if self.heard > MOST_REPORTS {
+                self.overrun = true;
+                self.doubts.retain(|doubts| !matches!(doubts, Doubts::Objects(..)));
+                return self.doubts.push(Doubts::Everything);
+            }
+        }
+        if self.doubts.last() != Some(&doubts) {
+            self.doubts.push(doubts);
+        }
+    }
+
+    fn publish(&self, reconciler: &Reconciler) {
+        let mut status = reconciler.status();
+        if let Listener::Closed(error) = &self.listener {
+            status.in_sync = false;
+            status.kernel_error.get_or_insert_with(|| error.clone());
+        }
+        self.status.send_if_modified(|old| {
+            let changed = **old != status;
+            if changed {
+                *old = Arc::new(status);
+            }
+            changed
+        });
+    }
+
+    /// Decides when to read the kernel next: soon after a failure, else rarely.
+    fn schedule(&mut self, reconciler: &Reconciler) {
+        let now = Instant::now();
+        let read = reconciler.reads().done != self.reads.done;
+        self.reads = reconciler.reads();
+        if read {
+            self.resync_next = now + RESYNC;
+        }
+        if !reconciler.is_failing() && matches!(self.listener, Listener::Open(_)) {
+            (self.retry_after, self.retry_next) = (RETRY_FIRST, None);
+            return;
+        }
+        let next = now + self.retry_after;
+        if read || self.retry_next.is_none_or(|next| now >= next) {
+            self.retry_next = Some(next);
+            self.retry_after = (self.retry_after * 2).min(RETRY_LONGEST);
+        } else {
+            self.retry_next = self.retry_next.map(|before| before.min(next));
+        }
+    }
+
+    /// Waits until there is something to do; false if there will be no more views.
+    async fn wait(&mut self) -> bool {
+        while self.arrived.is_none() {
+            let deadline = self.deadline();
+            tokio::select! {
+                changed = self.views.changed() => match changed {
+                    Ok(()) => self.arrived = Some(Instant::now()),
+                    Err(_) => return false,
+                },
+                Some(question) = self.questions.recv() => self.answer(question),
+                doubts = self.listener.next() => self.hear(doubts),
+                () = sleep_until(deadline) => break,
+            }
+        }
+        true
+    }
+
+    /// When there is something to do if nothing happens meanwhile.
+    fn deadline(&self) -> Instant {
+        let now = Instant::now();
+        let mut deadline = self.retry_next.map_or(self.resync_next, |next| next.min(self.resync_next));
+        if !self.doubts.is_empty() {
+            deadline = deadline.min(self.repair_pace.next(now));
+        }
+        let Some(reconciler) = &self.reconciler else { return deadline };
+        if reconciler.is_unread() && !reconciler.is_unreadable() {
+            deadline = deadline.min(self.read_pace.next(now));
+        }
+        if reconciler.has_urgent_facts() {
+            deadline = deadline.min(self.recheck_last + HURRY);
+        }
+        if reconciler.has_stale_facts() {
+            deadline = deadline.min(self.recheck_next);
+        }
+        deadline
+    }
+
+    fn answer(&self, Question { address, answer }: Question) {
+        let explanation = self.reconciler.as_ref().and_then(|reconciler| reconciler.explain(address));
+        // Whoever asked may have gone.
+        let _ = answer.send(explanation);
+    }
+}
