@@ -97,7 +97,8 @@ impl World {
                 links: [tunnel()].into(),
                 networks: vec![NETWORK.parse().unwrap()],
                 routes_on: [uplink()].into(),
-                routes_without_link: true,
+                blackholes: true,
+                ..Owned::default()
             },
             base: base.into_iter().collect::<State>(),
             plan: Box::new(move |lease, env, out| {
