@@ -8,7 +8,9 @@ use flannel_core::{Dual, Family, Lease, LeaseAttrs, LeaseSet, MacAddr, Revision,
 /// Which address families the pods have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Families {
+    #[value(name = "v4", alias = "ipv4")]
     Ipv4,
+    #[value(name = "v6", alias = "ipv6")]
     Ipv6,
     Dual,
 }
@@ -24,8 +26,8 @@ impl Families {
 
     pub(crate) fn name(self) -> &'static str {
         match self {
-            Self::Ipv4 => "ipv4",
-            Self::Ipv6 => "ipv6",
+            Self::Ipv4 => "v4",
+            Self::Ipv6 => "v6",
             Self::Dual => "dual",
         }
     }
@@ -66,7 +68,7 @@ impl Peer {
         MacAddr::local([2, family.bits(), a, b, c, d])
     }
 
-    fn lease(self, families: Families) -> Lease {
+    pub(crate) fn lease(self, families: Families) -> Lease {
         let data = |family| format!(r#"{{"VNI":1,"VtepMAC":"{}"}}"#, self.mac(family)).into();
         let enabled = |family| families.iter().any(|f| f == family);
         Lease {

@@ -1,118 +1,147 @@
 //! The floor: the same objects, encoded beforehand by hand, sent in batches with only the last one acknowledged.
 //!
-//! Nothing here is shared with the code that is measured but the socket type: no names are resolved, nothing is
-//! compared, nothing is kept.
+//! No names are resolved, nothing is compared, nothing is kept.
 
-use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use anyhow::ensure;
-use flannel_core::{Family, MacAddr};
-use neli::consts::socket::{Msg, NlFamily};
-use neli::socket::NlSocket;
-use neli::utils::Groups;
+use flannel_core::{Dual, Family, MacAddr};
+use flannel_netlink::testing::ip;
 
-use crate::cluster::{Families, Peer, peers};
-
-const NEWROUTE: u16 = 24;
-const NEWNEIGH: u16 = 28;
-/// REQUEST | CREATE | REPLACE.
-const PUT: u16 = 0x1 | 0x400 | 0x100;
-const ACK: u16 = 0x4;
-const PERMANENT: u16 = 0x80;
-const SELF: u8 = 0x02;
-const AF_BRIDGE: u8 = 7;
-const ONLINK: u8 = 4;
+use crate::cluster::{Families, Peer, device, peers};
+use crate::ground::Ground;
+use crate::raw::{
+    AF_BRIDGE, DELROUTE, NEWNEIGH, NEWNEXTHOP, NEWROUTE, ONLINK, PERMANENT, PLAIN, PROTOCOL, PUT, Raw, SELF,
+    af, last_acknowledged, message, ndmsg, nhmsg, octets, rtmsg,
+};
+use crate::witness::compare;
 
 /// Batch sizes that are tried; the best one is the floor.
-pub(crate) const BATCHES: [usize; 4] = [16, 64, 128, 256];
+const BATCHES: [usize; 4] = [16, 64, 128, 256];
+/// For what is known to be slow and is written once.
+const CLASSIC_BATCH: [usize; 1] = [128];
+
+/// How IPv4 routes are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// As nexthop objects and routes that name them. IPv6 routes name their gateways, which costs no more.
+    Nexthops,
+    /// With a gateway each, as every other overlay daemon does it.
+    Classic,
+}
+
+/// How long the raw writer takes with its best batch size, each size in a fresh namespace.
+pub(crate) fn measure(
+    peers: u32,
+    families: Families,
+    form: Form,
+    wrong: &mut Vec<String>,
+) -> anyhow::Result<Duration> {
+    let batches: &[usize] = if form == Form::Classic { &CLASSIC_BATCH } else { &BATCHES };
+    let mut best = Duration::MAX;
+    for batch in batches {
+        let ground = Ground::new()?;
+        let took = ground.netns.run(|| -> anyhow::Result<Duration> {
+            let mut indexes = Dual::default();
+            for family in families.iter() {
+                let (dev, vni, mtu) = (device(family), u32::from(family.bits()), 1400);
+                let local = if family.bits() == 32 { "192.0.2.1" } else { "2001:db8::1" };
+                ip(&format!(
+                    "link add {dev} mtu {mtu} type vxlan id {vni} local {local} dev eth0 dstport 8472 nolearning"
+                ));
+                ip(&format!("link set {dev} up"));
+                indexes[family] = Some(index_of(dev)?);
+            }
+            let index = |family| indexes[family].unwrap_or_default();
+            send(&encode(peers, families, form, index), *batch)
+        })?;
+        wrong.extend(compare(&ground.netns, peers, families)?);
+        ground.clear(peers, families)?;
+        best = best.min(took);
+    }
+    Ok(best)
+}
+
+/// A link's index, in the network namespace of this thread.
+pub(crate) fn index_of(link: &str) -> anyhow::Result<u32> {
+    let shown: serde_json::Value = serde_json::from_str(&ip(&format!("-j link show {link}")))?;
+    let index = shown[0]["ifindex"].as_u64();
+    Ok(index.ok_or_else(|| anyhow::anyhow!("{link} has no index"))? as u32)
+}
 
 /// All messages for these peers, in the order in which the engine puts them.
-pub(crate) fn encode(count: u32, families: Families, index: impl Fn(Family) -> u32) -> Vec<Vec<u8>> {
-    let each = |message: fn(Peer, Family, u32) -> Vec<u8>| {
-        let index = &index;
-        families.iter().flat_map(move |family| peers(count).map(move |p| message(p, family, index(family))))
-    };
-    each(neigh).chain(each(fdb)).chain(each(route)).collect()
+fn encode(count: u32, families: Families, form: Form, index: impl Fn(Family) -> u32) -> Vec<Vec<u8>> {
+    let mut messages = Vec::new();
+    for family in families.iter() {
+        let (index, by_id) = (index(family), form == Form::Nexthops && family == Family::V4);
+        messages.extend(peers(count).map(|peer| neigh(peer, family, index)));
+        messages.extend(peers(count).map(|peer| fdb(peer, family, index)));
+        if by_id {
+            messages.extend(peers(count).map(|peer| nexthop(peer, family, index)));
+            messages.extend(peers(count).map(|peer| route_by_id(peer, family)));
+        } else {
+            messages.extend(peers(count).map(|peer| route(peer, family, index)));
+        }
+    }
+    messages
 }
 
 /// Sends them, and returns how long it took from the first byte to the last acknowledgement.
-pub(crate) fn send(messages: &[Vec<u8>], batch: usize) -> anyhow::Result<Duration> {
-    let socket = NlSocket::connect(NlFamily::Route, None, Groups::empty())?;
-    let batches: Vec<Vec<u8>> = messages
-        .chunks(batch)
-        .map(|chunk| {
-            let mut bytes = chunk.concat();
-            let last = bytes.len() - chunk.last().map_or(0, Vec::len);
-            let flags = u16::from_ne_bytes([bytes[last + 6], bytes[last + 7]]) | ACK;
-            bytes[last + 6..last + 8].copy_from_slice(&flags.to_ne_bytes());
-            bytes
-        })
-        .collect();
-    let mut answer = vec![0; 1 << 16];
+fn send(messages: &[Vec<u8>], batch: usize) -> anyhow::Result<Duration> {
+    let mut raw = Raw::open()?;
+    let batches: Vec<Vec<u8>> = messages.chunks(batch).map(last_acknowledged).collect();
     let start = Instant::now();
     for bytes in &batches {
-        socket.send(bytes, Msg::empty())?;
-        let (len, _) = socket.recv(&mut answer, Msg::empty())?;
-        let errno = i32::from_ne_bytes([answer[16], answer[17], answer[18], answer[19]]);
-        ensure!(len >= 20 && errno == 0, "the kernel refused a message of the floor: errno {}", -errno);
+        raw.exchange(bytes)?;
     }
     Ok(start.elapsed())
 }
 
-/// A message: its kind, its header and its attributes.
-fn message(kind: u16, header: &[u8], attributes: &[(u16, &[u8])]) -> Vec<u8> {
-    let mut bytes = vec![0; 16];
-    bytes.extend_from_slice(header);
-    for (kind, value) in attributes {
-        let len = 4 + value.len() as u16;
-        bytes.extend_from_slice(&len.to_ne_bytes());
-        bytes.extend_from_slice(&kind.to_ne_bytes());
-        bytes.extend_from_slice(value);
-        bytes.resize(bytes.len().next_multiple_of(4), 0);
-    }
-    let len = bytes.len() as u32;
-    bytes[..4].copy_from_slice(&len.to_ne_bytes());
-    bytes[4..6].copy_from_slice(&kind.to_ne_bytes());
-    bytes[6..8].copy_from_slice(&PUT.to_ne_bytes());
-    bytes
+/// Takes the routes of all peers out, so that what they hang on goes quickly.
+pub(crate) fn delete_routes(count: u32, families: Families) -> anyhow::Result<()> {
+    let delete = |family: Family| {
+        peers(count).map(move |peer| {
+            let subnet = peer.subnet(family);
+            message(DELROUTE, PLAIN, &rtmsg(family, subnet.len(), 0, 0), &[(1, &octets(subnet.base()))])
+        })
+    };
+    let messages: Vec<Vec<u8>> = families.iter().flat_map(delete).collect();
+    send(&messages, 128).map(drop)
 }
 
-fn octets(address: IpAddr) -> Vec<u8> {
-    match address {
-        IpAddr::V4(a) => a.octets().to_vec(),
-        IpAddr::V6(a) => a.octets().to_vec(),
-    }
+/// NDA_DST, NDA_LLADDR.
+pub(crate) fn neigh(peer: Peer, family: Family, index: u32) -> Vec<u8> {
+    neigh_with(peer, family, index, PERMANENT, peer.mac(family))
 }
 
-fn af(family: Family) -> u8 {
-    match family {
-        Family::V4 => 2,
-        Family::V6 => 10,
-    }
-}
-
-/// `struct ndmsg` and NDA_DST, NDA_LLADDR.
-fn neighbour(family: u8, index: u32, flags: u8, dst: IpAddr, mac: MacAddr) -> Vec<u8> {
-    let mut header = vec![family, 0, 0, 0];
-    header.extend_from_slice(&index.to_ne_bytes());
-    header.extend_from_slice(&PERMANENT.to_ne_bytes());
-    header.extend_from_slice(&[flags, 0]);
-    message(NEWNEIGH, &header, &[(1, &octets(dst)), (2, &mac.0)])
-}
-
-fn neigh(peer: Peer, family: Family, index: u32) -> Vec<u8> {
-    neighbour(af(family), index, 0, peer.subnet(family).base(), peer.mac(family))
+pub(crate) fn neigh_with(peer: Peer, family: Family, index: u32, state: u16, mac: MacAddr) -> Vec<u8> {
+    let dst = octets(peer.subnet(family).base());
+    message(NEWNEIGH, PUT, &ndmsg(af(family), index, state, 0), &[(1, &dst), (2, &mac.0)])
 }
 
 fn fdb(peer: Peer, family: Family, index: u32) -> Vec<u8> {
-    neighbour(AF_BRIDGE, index, SELF, peer.public(family), peer.mac(family))
+    let dst = octets(peer.public(family));
+    message(NEWNEIGH, PUT, &ndmsg(AF_BRIDGE, index, PERMANENT, SELF), &[(1, &dst), (2, &peer.mac(family).0)])
 }
 
-/// `struct rtmsg` (main table, protocol 241, unicast) and RTA_DST, RTA_OIF, RTA_GATEWAY.
+/// NHA_ID, NHA_OIF, NHA_GATEWAY.
+fn nexthop(peer: Peer, family: Family, index: u32) -> Vec<u8> {
+    let gateway = octets(peer.subnet(family).base());
+    let header = nhmsg(af(family), PROTOCOL, ONLINK);
+    let (id, index) = (peer.0.to_ne_bytes(), index.to_ne_bytes());
+    message(NEWNEXTHOP, PUT, &header, &[(1, &id), (5, &index), (6, &gateway)])
+}
+
+/// RTA_DST, RTA_NH_ID.
+fn route_by_id(peer: Peer, family: Family) -> Vec<u8> {
+    let subnet = peer.subnet(family);
+    let header = rtmsg(family, subnet.len(), PROTOCOL, 0);
+    message(NEWROUTE, PUT, &header, &[(1, &octets(subnet.base())), (30, &peer.0.to_ne_bytes())])
+}
+
+/// RTA_DST, RTA_OIF, RTA_GATEWAY.
 fn route(peer: Peer, family: Family, index: u32) -> Vec<u8> {
     let subnet = peer.subnet(family);
-    let header = [af(family), subnet.len(), 0, 0, 254, 241, 0, 1, ONLINK, 0, 0, 0];
     let base = octets(subnet.base());
-    message(NEWROUTE, &header, &[(1, &base), (4, &index.to_ne_bytes()), (5, &base)])
+    let header = rtmsg(family, subnet.len(), PROTOCOL, ONLINK);
+    message(NEWROUTE, PUT, &header, &[(1, &base), (4, &index.to_ne_bytes()), (5, &base)])
 }

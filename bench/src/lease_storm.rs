@@ -10,7 +10,7 @@ use flannel_subnet::{Identity, LocalManager, Mark};
 use tokio::sync::Barrier;
 
 use crate::etcd::{Etcd, PREFIX};
-use crate::report::{LeaseReport, percentile};
+use crate::report::{Report, percentile};
 
 /// How many unary requests a node may cost on average.
 const RPCS: f64 = 5.0;
@@ -40,7 +40,7 @@ impl Room {
     }
 }
 
-pub(crate) fn run(nodes: u32, room: Room) -> anyhow::Result<LeaseReport> {
+pub(crate) fn run(nodes: u32, room: Room) -> anyhow::Result<Report> {
     tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
@@ -48,7 +48,7 @@ pub(crate) fn run(nodes: u32, room: Room) -> anyhow::Result<LeaseReport> {
         .block_on(storm(nodes, room))
 }
 
-async fn storm(nodes: u32, room: Room) -> anyhow::Result<LeaseReport> {
+async fn storm(nodes: u32, room: Room) -> anyhow::Result<Report> {
     let etcd = Etcd::start().await?;
     etcd.client().await?.put(format!("{PREFIX}/config"), room.config(nodes), None).await?;
     let before = etcd.requests().await?;
@@ -84,7 +84,7 @@ async fn storm(nodes: u32, room: Room) -> anyhow::Result<LeaseReport> {
     let duplicates = overlaps(subnets);
     wrong.truncate(5);
     let rpcs = (after.0 - before.0) as f64 / f64::from(nodes);
-    Ok(LeaseReport {
+    let mut report = Report {
         bench: "lease-storm",
         network: Some(format!("{room:?}").to_lowercase()),
         nodes: Some(nodes),
@@ -95,10 +95,12 @@ async fn storm(nodes: u32, room: Room) -> anyhow::Result<LeaseReport> {
         failed: Some(failed),
         p50_ms: Some(percentile(&times, 50)),
         p99_ms: Some(percentile(&times, 99)),
-        ok: failed == 0 && duplicates == 0 && rpcs <= RPCS,
         wrong,
-        ..LeaseReport::default()
-    })
+        ..Report::default()
+    };
+    report.at_most("duplicates", Some(duplicates as f64), 0.0);
+    report.at_most("rpcs_per_node", Some(rpcs), RPCS);
+    Ok(report)
 }
 
 /// How many share an address with the one before them in the order of addresses.

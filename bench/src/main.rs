@@ -2,14 +2,15 @@
 //!
 //! Machines differ and are noisy; the ratio is what to look at.
 
-mod arrive;
 mod cluster;
+mod cold_start;
+mod engine;
 mod etcd;
 mod floor;
 mod ground;
 mod lease_event;
-mod lease_memory;
 mod lease_storm;
+mod raw;
 mod report;
 mod witness;
 
@@ -24,89 +25,51 @@ use crate::lease_storm::Room;
 struct Options {
     #[command(subcommand)]
     bench: Bench,
+    /// One JSON object on standard output, and nothing else there
+    #[arg(long, global = true)]
+    json: bool,
+}
+
+/// As many as fit into the addresses that the benches give out.
+fn count() -> clap::builder::RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(1..=65_000)
 }
 
 #[derive(Debug, Subcommand)]
 enum Bench {
     /// Peers that arrive all at once: from the lease set's update to the kernel's last acknowledgement
-    Arrive {
+    #[command(alias = "arrive")]
+    ColdStart {
         /// How many peers
-        #[arg(long, default_value_t = 999, value_parser = clap::value_parser!(u32).range(1..=65_000))]
+        #[arg(long, default_value_t = 999, value_parser = count())]
         peers: u32,
         /// Which address families the pods have
-        #[arg(long, value_enum, default_value_t = Families::Dual)]
+        #[arg(long, value_enum, default_value_t = Families::Ipv4)]
         family: Families,
-        /// One JSON object on standard output, and nothing else there
-        #[arg(long)]
-        json: bool,
     },
     /// Nodes that ask one etcd for a lease at once: how long, at how many requests, and whether all get one
     LeaseStorm {
         /// How many nodes
-        #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=60_000))]
+        #[arg(long, default_value_t = 1000, value_parser = count())]
         nodes: u32,
         /// How much room there is
         #[arg(long, value_enum, default_value_t = Room::Sparse)]
         network: Room,
-        /// One JSON object on standard output, and nothing else there
-        #[arg(long)]
-        json: bool,
-    },
-    /// What the set of all leases costs in memory
-    LeaseMemory {
-        /// How many leases
-        #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=60_000))]
-        leases: u32,
-        /// One JSON object on standard output, and nothing else there
-        #[arg(long)]
-        json: bool,
-    },
-    /// The process that holds the leases for lease-memory
-    #[command(hide = true)]
-    HoldLeases {
-        #[arg(long)]
-        endpoint: String,
-        #[arg(long)]
-        leases: u32,
     },
     /// From a put in etcd to the set of leases, against a plain watch of etcd
     LeaseEvent {
         /// How many puts
-        #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..=60_000))]
+        #[arg(long, default_value_t = 2000, value_parser = count())]
         events: u32,
-        /// One JSON object on standard output, and nothing else there
-        #[arg(long)]
-        json: bool,
     },
 }
 
 fn main() -> anyhow::Result<std::process::ExitCode> {
-    let Options { bench } = Options::parse();
-    let ok = match bench {
-        Bench::Arrive { peers, family, json } => {
-            let report = arrive::run(peers, family)?;
-            report.print(json)?;
-            report.ok
-        }
-        Bench::LeaseStorm { nodes, network, json } => {
-            let report = lease_storm::run(nodes, network)?;
-            report.print(json)?;
-            report.ok
-        }
-        Bench::LeaseMemory { leases, json } => {
-            let report = lease_memory::run(leases)?;
-            report.print(json)?;
-            report.ok
-        }
-        Bench::HoldLeases { endpoint, leases } => {
-            lease_memory::hold(&endpoint, leases)?;
-            true
-        }
-        Bench::LeaseEvent { events, json } => {
-            let report = lease_event::run(events)?;
-            report.print(json)?;
-            report.ok
-        }
-    };
-    Ok(std::process::ExitCode::from(u8::from(!ok)))
+    let Options { bench, json } = Options::parse();
+    let report = match bench {
+        Bench::ColdStart { peers, family } => cold_start::run(peers, family),
+        Bench::LeaseStorm { nodes, network } => lease_storm::run(nodes, network),
+        Bench::LeaseEvent { events } => lease_event::run(events),
+    }?;
+    Ok(std::process::ExitCode::from(u8::from(!report.print(json)?)))
 }

@@ -1,53 +1,59 @@
 //! What a bench found out.
 
+use std::collections::BTreeMap;
+
 use serde::Serialize;
 
 /// One JSON object; what does not apply is left out.
 #[derive(Debug, Default, Serialize)]
 pub(crate) struct Report {
     pub(crate) bench: &'static str,
-    pub(crate) peers: u32,
-    pub(crate) family: String,
-    /// The median over the pairs, like the other times.
-    pub(crate) seconds: f64,
-    pub(crate) floor_seconds: f64,
-    /// The median of the ratios, pair by pair.
-    pub(crate) ratio: f64,
-    /// An independent reader found exactly the objects that should be there, after every run.
-    pub(crate) ok: bool,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub(crate) wrong: Vec<String>,
-}
-
-impl Report {
-    /// Prints to standard output.
-    pub(crate) fn print(&self, json: bool) -> anyhow::Result<()> {
-        if json {
-            println!("{}", serde_json::to_string(self)?);
-            return Ok(());
-        }
-        println!("{} of {} peers, {}", self.bench, self.peers, self.family);
-        println!("  ours     {:>10.1} ms", self.seconds * 1e3);
-        println!("  floor    {:>10.1} ms   (a raw writer of the same objects)", self.floor_seconds * 1e3);
-        println!("  ratio    {:>10.2}", self.ratio);
-        println!("  objects  {}", if self.ok { "all as they should be" } else { "WRONG:" });
-        self.wrong.iter().for_each(|line| println!("    {line}"));
-        Ok(())
-    }
-}
-
-/// What a bench of the lease engine found out.
-#[derive(Debug, Default, Serialize)]
-pub(crate) struct LeaseReport {
-    pub(crate) bench: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) network: Option<String>,
+    pub(crate) peers: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) nodes: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) events: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) samples: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) family: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) network: Option<String>,
+    /// A median where there are several runs, like the other times.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) seconds: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) floor_seconds: Option<f64>,
+    /// The floor with a gateway in each route instead of nexthop objects.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) classic_floor_seconds: Option<f64>,
+    /// How much longer than the floor: the median of the ratios pair by pair, or the ratio of the medians.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) ratio: Option<f64>,
+    /// How many times longer for 65,000 peers than for 10,000.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) growth: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) p50_ms: Option<f64>,
+    /// Of the worst kind, where there are kinds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) p99_ms: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) floor_p50_ms: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) floor_p99_ms: Option<f64>,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub(crate) kinds: BTreeMap<String, Latency>,
+    /// `VmRSS`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) rss_kib: Option<u64>,
+    /// `VmHWM`: the most it ever was.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) hwm_kib: Option<u64>,
+    /// Context switches of all threads, voluntary or not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) wakeups: Option<u64>,
     /// Unary requests, as the server counts them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) rpcs_per_node: Option<f64>,
@@ -57,39 +63,70 @@ pub(crate) struct LeaseReport {
     pub(crate) duplicates: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) failed: Option<usize>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) p50_ms: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) p99_ms: Option<f64>,
-    /// What the floor took in the same run.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) floor_p50_ms: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) floor_p99_ms: Option<f64>,
-    /// Of the medians.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) ratio: Option<f64>,
-    /// How much more memory is resident.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) rss_kib: Option<u64>,
-    /// Everything is as it should be, and within its limits.
+    /// Nothing is wrong. Set when it is printed.
     pub(crate) ok: bool,
+    /// What is not as it should be: objects that an independent reader found or missed, limits that were passed.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) wrong: Vec<String>,
 }
 
-impl LeaseReport {
-    /// Prints to standard output.
-    pub(crate) fn print(&self, json: bool) -> anyhow::Result<()> {
-        let value = serde_json::to_value(self)?;
+/// How long one kind of thing took.
+#[derive(Debug, Default, Serialize)]
+pub(crate) struct Latency {
+    pub(crate) samples: usize,
+    pub(crate) p50_ms: f64,
+    pub(crate) p99_ms: f64,
+}
+
+impl Report {
+    pub(crate) fn at_most(&mut self, what: &str, found: Option<f64>, limit: f64) {
+        let Some(found) = found else { return };
+        if found.is_nan() || found > limit {
+            self.wrong.push(format!("{what} is {found:.2}, at most {limit} would be right"));
+        }
+    }
+
+    pub(crate) fn at_least(&mut self, what: &str, found: f64, limit: f64) {
+        if found.is_nan() || found < limit {
+            self.wrong.push(format!("{what} is {found:.2}, at least {limit} would be right"));
+        }
+    }
+
+    /// Prints to standard output and says whether all is well.
+    pub(crate) fn print(mut self, json: bool) -> anyhow::Result<bool> {
+        self.ok = self.wrong.is_empty();
         if json {
-            println!("{value}");
-            return Ok(());
+            println!("{}", serde_json::to_string(&self)?);
+            return Ok(self.ok);
         }
+        println!("{}", self.bench);
+        let value = serde_json::to_value(&self)?;
         for (name, value) in value.as_object().into_iter().flatten() {
-            println!("  {name:<18}{value}");
+            match value {
+                _ if ["bench", "kinds", "ok", "wrong"].contains(&name.as_str()) => {}
+                serde_json::Value::Number(number) if number.is_f64() => {
+                    println!("  {name:<22}{:>12.3}", number.as_f64().unwrap_or(f64::NAN));
+                }
+                serde_json::Value::String(text) => println!("  {name:<22}{text:>12}"),
+                value => println!("  {name:<22}{:>12}", value.to_string()),
+            }
         }
-        Ok(())
+        if !self.kinds.is_empty() {
+            println!("  {:<22}{:>12}{:>12}{:>12}", "", "samples", "p50_ms", "p99_ms");
+        }
+        for (kind, Latency { samples, p50_ms, p99_ms }) in &self.kinds {
+            println!("  {kind:<22}{samples:>12}{p50_ms:>12.3}{p99_ms:>12.3}");
+        }
+        println!("  {}", if self.ok { "all as it should be" } else { "WRONG:" });
+        self.wrong.iter().for_each(|line| println!("    {line}"));
+        Ok(self.ok)
+    }
+}
+
+impl Latency {
+    /// Of so many milliseconds.
+    pub(crate) fn of(figures: &[f64]) -> Self {
+        Self { samples: figures.len(), p50_ms: percentile(figures, 50), p99_ms: percentile(figures, 99) }
     }
 }
 

@@ -6,7 +6,7 @@ use flannel_core::Family;
 use flannel_netlink::testing::{Netns, bridge, ip};
 use serde_json::Value;
 
-use crate::cluster::{Families, device, peers};
+use crate::cluster::{Families, Peer, device, peers};
 
 /// What is missing (`-`) or too much (`+`), a few lines of it.
 pub(crate) fn compare(netns: &Netns, count: u32, families: Families) -> anyhow::Result<Vec<String>> {
@@ -19,31 +19,47 @@ pub(crate) fn compare(netns: &Netns, count: u32, families: Families) -> anyhow::
                 ip(&format!("-j {inet} route show dev {dev}")),
                 ip(&format!("-j {inet} neigh show dev {dev} nud permanent")),
                 bridge(&format!("-j fdb show dev {dev}")),
+                ip(&format!("-j nexthop show dev {dev}")),
             ]
         });
-        let [routes, neighs, fdb] = texts.map(|text| serde_json::from_str::<Vec<Value>>(&text));
-        let rows = |rows: Vec<Value>, columns: [&'static str; 2]| {
-            let text = move |row: &Value, column| row[column].as_str().unwrap_or_default().to_owned();
-            rows.into_iter().map(move |row| columns.map(|column| text(&row, column))).collect::<BTreeSet<_>>()
-        };
+        let [routes, neighs, fdb, nexthops] = texts.map(|text| serde_json::from_str::<Vec<Value>>(&text));
         let kernel_made = |row: &Value| row["protocol"].as_str() == Some("kernel");
-        let routes = routes?.into_iter().filter(|row| !kernel_made(row)).collect();
-        let found =
-            [rows(routes, ["dst", "gateway"]), rows(neighs?, ["dst", "lladdr"]), rows(fdb?, ["mac", "dst"])];
-        let subnet = |p: crate::cluster::Peer| p.subnet(family);
-        let expected = [
-            peers(count).map(|p| [subnet(p).to_string(), subnet(p).base().to_string()]).collect(),
-            peers(count).map(|p| [subnet(p).base().to_string(), p.mac(family).to_string()]).collect(),
-            peers(count).map(|p| [p.mac(family).to_string(), p.public(family).to_string()]).collect(),
+        let routes: Vec<Value> = routes?.into_iter().filter(|row| !kernel_made(row)).collect();
+        // Each nexthop object serves one route, and each route that names one finds it, with the same gateway.
+        let named = |row: &&Value| row.get("nhid").is_some();
+        let users: Vec<Value> = routes.iter().filter(named).cloned().collect();
+        let tables = [
+            (
+                "route",
+                rows(&routes, ["dst", "gateway"]),
+                wanted(count, |p| [p.subnet(family).to_string(), p.subnet(family).base().to_string()]),
+            ),
+            (
+                "neigh",
+                rows(&neighs?, ["dst", "lladdr"]),
+                wanted(count, |p| [p.subnet(family).base().to_string(), p.mac(family).to_string()]),
+            ),
+            (
+                "fdb",
+                rows(&fdb?, ["mac", "dst"]),
+                wanted(count, |p| [p.mac(family).to_string(), p.public(family).to_string()]),
+            ),
+            ("nexthop", rows(&nexthops?, ["id", "gateway"]), rows(&users, ["nhid", "gateway"])),
         ];
-        for (kind, (found, expected)) in
-            ["route", "neigh", "fdb"].into_iter().zip(found.into_iter().zip(expected))
-        {
-            let expected: BTreeSet<[String; 2]> = expected;
+        for (kind, found, expected) in &tables {
             let line = |sign: char, [a, b]: &[String; 2]| format!("{sign} {kind} {a} {b} dev {dev}");
-            wrong.extend(expected.difference(&found).take(3).map(|row| line('-', row)));
-            wrong.extend(found.difference(&expected).take(3).map(|row| line('+', row)));
+            wrong.extend(expected.difference(found).take(3).map(|row| line('-', row)));
+            wrong.extend(found.difference(expected).take(3).map(|row| line('+', row)));
         }
     }
     Ok(wrong)
+}
+
+fn wanted(count: u32, row: impl Fn(Peer) -> [String; 2]) -> BTreeSet<[String; 2]> {
+    peers(count).map(row).collect()
+}
+
+fn rows(rows: &[Value], columns: [&'static str; 2]) -> BTreeSet<[String; 2]> {
+    let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    rows.iter().map(|row| columns.map(|column| text(&row[column]))).collect()
 }

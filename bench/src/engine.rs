@@ -1,0 +1,90 @@
+//! The engine as a daemon runs it, on a thread of its own: VxlanBackend, KernelNetwork and NetlinkKernel.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use anyhow::Context;
+use flannel_backend_vxlan::VxlanBackend;
+use flannel_core::testing::FakeSubnets;
+use flannel_core::{Backend, Lease, LeaseSet, Origin, Revision, Status, SubnetManager, View};
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::{oneshot, watch};
+
+use crate::cluster::Families;
+use crate::ground::Ground;
+
+/// So long may peers take before something is wrong.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// It ends with the value; what it put stays.
+pub(crate) struct Engine {
+    subnets: FakeSubnets,
+    own: Lease,
+    status: watch::Receiver<Arc<Status>>,
+    /// For waiting; the engine has its own.
+    runtime: Runtime,
+    _stop: oneshot::Sender<()>,
+    thread: Option<JoinHandle<anyhow::Result<()>>>,
+}
+
+impl Engine {
+    /// Starts it and waits until it is in order, without any peers.
+    pub(crate) fn start(ground: &Ground, families: Families) -> anyhow::Result<Self> {
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        let subnets = FakeSubnets::with_config(&families.config());
+        let host = ground.host(Arc::new(subnets.clone()))?;
+        let network = runtime.block_on(async {
+            let config = subnets.network_config().await?;
+            anyhow::Ok(VxlanBackend.register(&host, &config).await?)
+        })?;
+        let handle = network.handle();
+        let (stop, stopped) = oneshot::channel::<()>();
+        let leases = subnets.clone();
+        let thread = std::thread::spawn(move || {
+            Builder::new_current_thread().enable_all().build()?.block_on(async {
+                let views = leases.watch_leases().await?;
+                tokio::select! {
+                    ended = network.run(views) => anyhow::bail!("the network ended: {ended:?}"),
+                    _ = stopped => Ok(()),
+                }
+            })
+        });
+        let (own, status) = (handle.lease, handle.status);
+        let mut engine = Self { subnets, own, status, runtime, _stop: stop, thread: Some(thread) };
+        engine.wait(0)?;
+        Ok(engine)
+    }
+
+    /// Sends a view with these peers' leases.
+    pub(crate) fn send(&self, mut leases: LeaseSet) {
+        leases.insert(self.own.clone());
+        self.subnets.set_view(View { leases, origin: Origin::Live { revision: Revision(u64::MAX) } });
+    }
+
+    /// Waits until everything of so many peers is acknowledged by the kernel.
+    pub(crate) fn wait(&mut self, peers: usize) -> anyhow::Result<()> {
+        let status = &mut self.status;
+        let arrived = self.runtime.block_on(async {
+            let arrived = status.wait_for(|status| status.in_sync && status.peers == peers);
+            tokio::time::timeout(PATIENCE, arrived).await.map(|arrived| arrived.map(drop))
+        });
+        match arrived {
+            Ok(arrived) => arrived.context("the network ended"),
+            Err(_) => {
+                let status = self.status.borrow();
+                anyhow::bail!("not all is in order after {PATIENCE:?}: {} peers of {peers}", status.peers)
+            }
+        }
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        let (stop, _) = oneshot::channel();
+        drop(std::mem::replace(&mut self._stop, stop));
+        if let Some(Ok(Err(error))) = self.thread.take().map(JoinHandle::join) {
+            eprintln!("the engine: {error:#}");
+        }
+    }
+}

@@ -1,0 +1,297 @@
+//! Netlink by hand: bytes out, bytes in.
+//!
+//! The one thing to know: nothing here is shared with the code that is measured but neli's socket type, so that a
+//! mistake in one is no excuse for the same mistake in the other.
+
+use std::io;
+use std::net::IpAddr;
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use flannel_core::Family;
+use neli::consts::socket::{Msg, NlFamily};
+use neli::socket::NlSocket;
+use neli::utils::Groups;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::runtime::{Builder, Runtime};
+
+pub(crate) const NEWROUTE: u16 = 24;
+pub(crate) const DELROUTE: u16 = 25;
+pub(crate) const GETROUTE: u16 = 26;
+pub(crate) const NEWNEIGH: u16 = 28;
+pub(crate) const DELNEIGH: u16 = 29;
+pub(crate) const GETNEIGH: u16 = 30;
+pub(crate) const NEWNEXTHOP: u16 = 104;
+pub(crate) const DELNEXTHOP: u16 = 105;
+pub(crate) const GETNEXTHOP: u16 = 106;
+
+/// REQUEST.
+pub(crate) const PLAIN: u16 = 0x1;
+/// REQUEST | CREATE | REPLACE.
+pub(crate) const PUT: u16 = 0x1 | 0x400 | 0x100;
+/// REQUEST | DUMP.
+pub(crate) const DUMP: u16 = 0x1 | 0x300;
+const ACK: u16 = 0x4;
+
+pub(crate) const PERMANENT: u16 = 0x80;
+pub(crate) const REACHABLE: u16 = 0x02;
+/// `NTF_SELF`.
+pub(crate) const SELF: u8 = 0x02;
+pub(crate) const AF_BRIDGE: u8 = 7;
+/// `RTNH_F_ONLINK`.
+pub(crate) const ONLINK: u8 = 4;
+/// Flannel's route protocol.
+pub(crate) const PROTOCOL: u8 = 241;
+const MAIN: u8 = 254;
+const UNICAST: u8 = 1;
+pub(crate) const BLACKHOLE: u8 = 6;
+
+const ERROR: u16 = 2;
+const DONE: u16 = 3;
+const HEADER: usize = 16;
+/// The kernel fills at most 32 KiB at a time.
+const BUFFER: usize = 64 << 10;
+/// So long may a message take before something is wrong.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A message: its kind, its flags, its header and its attributes.
+pub(crate) fn message(kind: u16, flags: u16, header: &[u8], attributes: &[(u16, &[u8])]) -> Vec<u8> {
+    let mut bytes = vec![0; HEADER];
+    bytes.extend_from_slice(header);
+    for (kind, value) in attributes {
+        let len = 4 + value.len() as u16;
+        bytes.extend_from_slice(&len.to_ne_bytes());
+        bytes.extend_from_slice(&kind.to_ne_bytes());
+        bytes.extend_from_slice(value);
+        bytes.resize(bytes.len().next_multiple_of(4), 0);
+    }
+    let len = bytes.len() as u32;
+    bytes[..4].copy_from_slice(&len.to_ne_bytes());
+    bytes[4..6].copy_from_slice(&kind.to_ne_bytes());
+    bytes[6..8].copy_from_slice(&flags.to_ne_bytes());
+    bytes
+}
+
+/// `struct ndmsg`.
+pub(crate) fn ndmsg(family: u8, index: u32, state: u16, flags: u8) -> [u8; 12] {
+    let ([a, b, c, d], [e, f]) = (index.to_ne_bytes(), state.to_ne_bytes());
+    [family, 0, 0, 0, a, b, c, d, e, f, flags, 0]
+}
+
+/// `struct rtmsg`: main table, unicast.
+pub(crate) fn rtmsg(family: Family, len: u8, protocol: u8, flags: u8) -> [u8; 12] {
+    [af(family), len, 0, 0, MAIN, protocol, 0, UNICAST, flags, 0, 0, 0]
+}
+
+/// `struct nhmsg`.
+pub(crate) fn nhmsg(family: u8, protocol: u8, flags: u8) -> [u8; 8] {
+    [family, 0, protocol, 0, flags, 0, 0, 0]
+}
+
+pub(crate) fn octets(address: IpAddr) -> Vec<u8> {
+    match address {
+        IpAddr::V4(a) => a.octets().to_vec(),
+        IpAddr::V6(a) => a.octets().to_vec(),
+    }
+}
+
+pub(crate) const fn af(family: Family) -> u8 {
+    match family {
+        Family::V4 => 2,
+        Family::V6 => 10,
+    }
+}
+
+/// A connection to the kernel, in the network namespace of the thread that opened it. The kernel answers while it is
+/// sent to, so nothing here waits.
+pub(crate) struct Raw {
+    socket: NlSocket,
+    buffer: Vec<u8>,
+}
+
+impl Raw {
+    pub(crate) fn open() -> anyhow::Result<Self> {
+        let socket = NlSocket::connect(NlFamily::Route, None, Groups::empty())?;
+        socket.enable_strict_checking(true)?;
+        Ok(Self { socket, buffer: vec![0; BUFFER] })
+    }
+
+    /// Sends messages, of which only the last asks for an answer (see [`last_acknowledged`]), and waits for it.
+    pub(crate) fn exchange(&mut self, messages: &[u8]) -> anyhow::Result<()> {
+        self.socket.send(messages, Msg::empty())?;
+        let (len, _) = self.socket.recv(&mut self.buffer, Msg::DONTWAIT)?;
+        ensure!(len >= HEADER + 4, "the kernel's answer has {len} bytes");
+        let errno = i32::from_ne_bytes(self.buffer[HEADER..HEADER + 4].try_into()?);
+        ensure!(errno == 0, "the kernel refused a message: {}", io::Error::from_raw_os_error(-errno));
+        Ok(())
+    }
+
+    /// Carries out one message.
+    pub(crate) fn carry_out(&mut self, message: &[u8]) -> anyhow::Result<()> {
+        self.exchange(&last_acknowledged(&[message.to_vec()]))
+    }
+
+    /// Reads a table and gives each datagram to `take`, which need not look at it; returns how many bytes there were.
+    pub(crate) fn dump(&mut self, request: &[u8], mut take: impl FnMut(&[u8])) -> anyhow::Result<usize> {
+        self.socket.send(request, Msg::empty())?;
+        let mut bytes = 0;
+        loop {
+            let (len, _) = self.socket.recv(&mut self.buffer, Msg::DONTWAIT)?;
+            let datagram = &self.buffer[..len];
+            bytes += len;
+            take(datagram);
+            // The end is a message of 20 bytes, the last one or the only one; an error comes alone.
+            let (last, first) = (len.checked_sub(HEADER + 4).context("a short answer")?, u16_at(datagram, 4));
+            ensure!(first != ERROR, "the kernel refused a dump");
+            if first == DONE || (u32_at(datagram, last) == 20 && u16_at(datagram, last + 4) == DONE) {
+                return Ok(bytes);
+            }
+        }
+    }
+}
+
+/// Joins messages and makes the last one ask for an acknowledgement; errors come unasked.
+pub(crate) fn last_acknowledged(messages: &[Vec<u8>]) -> Vec<u8> {
+    let mut bytes = messages.concat();
+    let last = bytes.len() - messages.last().map_or(0, Vec::len);
+    let flags = u16_at(&bytes, last + 6) | ACK;
+    bytes[last + 6..last + 8].copy_from_slice(&flags.to_ne_bytes());
+    bytes
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> u16 {
+    u16::from_ne_bytes([bytes[at], bytes[at + 1]])
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}
+
+/// What the kernel says of one object, without what changes by itself (ages, counters).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Said {
+    pub(crate) id: Id,
+    header: Vec<u8>,
+    attributes: Vec<(u16, Vec<u8>)>,
+}
+
+/// Which object.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) enum Id {
+    /// On a link, by address.
+    Neigh(u32, Vec<u8>),
+    /// On a link, by MAC address.
+    Fdb(u32, Vec<u8>),
+    Nexthop(u32),
+    /// By destination.
+    Route(Vec<u8>),
+}
+
+impl Said {
+    /// The value of an attribute.
+    pub(crate) fn attribute(&self, kind: u16) -> Option<&[u8]> {
+        self.attributes.iter().find(|(k, _)| *k == kind).map(|(_, value)| value.as_slice())
+    }
+}
+
+/// The objects that a datagram says are there; those that it says are gone are passed over.
+pub(crate) fn said(mut datagram: &[u8]) -> Vec<Said> {
+    let mut all = Vec::new();
+    while datagram.len() >= HEADER {
+        let len = (u32_at(datagram, 0) as usize).clamp(HEADER, datagram.len());
+        all.extend(read(u16_at(datagram, 4), &datagram[HEADER..len]));
+        datagram = &datagram[len.next_multiple_of(4).min(datagram.len())..];
+    }
+    all
+}
+
+fn read(kind: u16, payload: &[u8]) -> Option<Said> {
+    let (header, volatile): (_, &[u16]) = match kind {
+        // Cache info, probes.
+        NEWNEIGH => (12, &[3, 4]),
+        // Cache info.
+        NEWROUTE => (12, &[12]),
+        NEWNEXTHOP => (8, &[]),
+        _ => return None,
+    };
+    let (header, mut rest) = payload.split_at_checked(header)?;
+    let mut attributes = Vec::new();
+    while rest.len() >= 4 {
+        let (len, kind) = ((u16_at(rest, 0) as usize).clamp(4, rest.len()), u16_at(rest, 2));
+        if !volatile.contains(&kind) {
+            attributes.push((kind, rest[4..len].to_vec()));
+        }
+        rest = &rest[len.next_multiple_of(4).min(rest.len())..];
+    }
+    let value = |kind| attributes.iter().find(|(k, _)| *k == kind).map(|(_, value)| value.clone());
+    let id = match kind {
+        NEWNEIGH if header[0] == AF_BRIDGE => Id::Fdb(u32_at(header, 4), value(2)?),
+        NEWNEIGH => Id::Neigh(u32_at(header, 4), value(1)?),
+        NEWNEXTHOP => Id::Nexthop(u32_at(&value(1)?, 0)),
+        _ if header[4] == MAIN => Id::Route(value(1)?),
+        _ => return None,
+    };
+    Some(Said { id, header: header.to_vec(), attributes })
+}
+
+/// An ear on what changes in the kernel.
+pub(crate) struct Ear {
+    socket: AsyncFd<NlSocket>,
+    runtime: Runtime,
+    buffer: Vec<u8>,
+}
+
+impl Ear {
+    /// Listens to neighbours, forwarding entries, nexthops and routes, in the network namespace of this thread.
+    pub(crate) fn open() -> anyhow::Result<Self> {
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        let socket = NlSocket::connect(NlFamily::Route, None, Groups::empty())?;
+        socket.nonblock()?;
+        socket.set_recv_buffer_size(8 << 20)?;
+        // NEIGH, IPV4_ROUTE, IPV6_ROUTE, NEXTHOP.
+        for group in [3, 7, 11, 32] {
+            socket.add_mcast_membership(Groups::new_groups(&[group]))?;
+        }
+        let inside = runtime.enter();
+        let socket = registered(socket)?;
+        drop(inside);
+        Ok(Self { socket, runtime, buffer: vec![0; BUFFER] })
+    }
+
+    /// Forgets what was heard so far.
+    pub(crate) fn forget(&mut self) -> anyhow::Result<()> {
+        loop {
+            match self.socket.get_ref().recv(&mut self.buffer, Msg::DONTWAIT) {
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Listens until `heard` has heard enough.
+    pub(crate) fn listen(&mut self, mut heard: impl FnMut(Said) -> bool) -> anyhow::Result<()> {
+        let (socket, buffer) = (&self.socket, &mut self.buffer);
+        let all = async {
+            loop {
+                let mut ready = socket.readable().await?;
+                while let Ok(received) =
+                    ready.try_io(|socket| socket.get_ref().recv(&mut *buffer, Msg::empty()))
+                {
+                    let (len, _) = received?;
+                    if said(&buffer[..len]).into_iter().any(&mut heard) {
+                        return anyhow::Ok(());
+                    }
+                }
+            }
+        };
+        let patient = async { tokio::time::timeout(PATIENCE, all).await };
+        self.runtime.block_on(patient).context("what should have been put was not")?
+    }
+}
+
+#[expect(deprecated, reason = "sound for a socket that owns its descriptor; the successor needs unsafe code")]
+fn registered(socket: NlSocket) -> io::Result<AsyncFd<NlSocket>> {
+    AsyncFd::with_interest(socket, Interest::READABLE)
+}
