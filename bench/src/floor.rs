@@ -4,7 +4,7 @@
 
 use std::time::{Duration, Instant};
 
-use flannel_core::{Dual, Family, MacAddr};
+use flannel_core::{Dual, Family};
 use flannel_netlink::testing::ip;
 
 use crate::cluster::{Families, Peer, device, peers};
@@ -109,13 +109,10 @@ pub(crate) fn delete_routes(count: u32, families: Families) -> anyhow::Result<()
 }
 
 /// NDA_DST, NDA_LLADDR.
-pub(crate) fn neigh(peer: Peer, family: Family, index: u32) -> Vec<u8> {
-    neigh_with(peer, family, index, PERMANENT, peer.mac(family))
-}
-
-pub(crate) fn neigh_with(peer: Peer, family: Family, index: u32, state: u16, mac: MacAddr) -> Vec<u8> {
+fn neigh(peer: Peer, family: Family, index: u32) -> Vec<u8> {
     let dst = octets(peer.subnet(family).base());
-    message(NEWNEIGH, PUT, &ndmsg(af(family), index, state, 0), &[(1, &dst), (2, &mac.0)])
+    let header = ndmsg(af(family), index, PERMANENT, 0);
+    message(NEWNEIGH, PUT, &header, &[(1, &dst), (2, &peer.mac(family).0)])
 }
 
 fn fdb(peer: Peer, family: Family, index: u32) -> Vec<u8> {

@@ -4,14 +4,18 @@
 
 mod cluster;
 mod cold_start;
+mod damage;
 mod engine;
 mod etcd;
 mod floor;
 mod ground;
 mod lease_event;
 mod lease_storm;
+mod one_more;
 mod raw;
+mod repair;
 mod report;
+mod resync;
 mod witness;
 
 use clap::{Parser, Subcommand};
@@ -47,6 +51,39 @@ enum Bench {
         #[arg(long, value_enum, default_value_t = Families::Ipv4)]
         family: Families,
     },
+    /// One new peer among many: from the lease set's update until the last of its objects is heard of
+    OneMore {
+        /// How many peers there are before
+        #[arg(long, default_value_t = 50_000, value_parser = count())]
+        peers: u32,
+        /// Which address families the pods have
+        #[arg(long, value_enum, default_value_t = Families::Ipv4)]
+        family: Families,
+        /// How many peers come one after the other
+        #[arg(long, default_value_t = 2000, value_parser = count())]
+        samples: u32,
+    },
+    /// Objects of random peers deleted or changed by somebody else: how long until each is as it was
+    Repair {
+        /// How many peers
+        #[arg(long, default_value_t = 15_000, value_parser = count())]
+        peers: u32,
+        /// Which address families the pods have
+        #[arg(long, value_enum, default_value_t = Families::Dual)]
+        family: Families,
+        /// How many objects at least, of all kinds together
+        #[arg(long, default_value_t = 2000, value_parser = count())]
+        samples: u32,
+    },
+    /// Everything read from the kernel and compared, against a bare dump of the same tables
+    Resync {
+        /// How many peers
+        #[arg(long, default_value_t = 30_000, value_parser = count())]
+        peers: u32,
+        /// Which address families the pods have
+        #[arg(long, value_enum, default_value_t = Families::Ipv4)]
+        family: Families,
+    },
     /// Nodes that ask one etcd for a lease at once: how long, at how many requests, and whether all get one
     LeaseStorm {
         /// How many nodes
@@ -68,6 +105,9 @@ fn main() -> anyhow::Result<std::process::ExitCode> {
     let Options { bench, json } = Options::parse();
     let report = match bench {
         Bench::ColdStart { peers, family } => cold_start::run(peers, family),
+        Bench::OneMore { peers, family, samples } => one_more::run(peers, family, samples),
+        Bench::Repair { peers, family, samples } => repair::run(peers, family, samples as usize),
+        Bench::Resync { peers, family } => resync::run(peers, family),
         Bench::LeaseStorm { nodes, network } => lease_storm::run(nodes, network),
         Bench::LeaseEvent { events } => lease_event::run(events),
     }?;

@@ -16,6 +16,7 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::runtime::{Builder, Runtime};
 
+pub(crate) const GETADDR: u16 = 22;
 pub(crate) const NEWROUTE: u16 = 24;
 pub(crate) const DELROUTE: u16 = 25;
 pub(crate) const GETROUTE: u16 = 26;

@@ -1,0 +1,228 @@
+//! What somebody else may do to a peer's objects.
+
+use std::fmt;
+
+use anyhow::Context;
+use flannel_core::{Family, MacAddr};
+
+use crate::cluster::Peer;
+use crate::raw::{
+    AF_BRIDGE, BLACKHOLE, DELNEIGH, DELNEXTHOP, DELROUTE, Id, NEWNEIGH, NEWNEXTHOP, NEWROUTE, ONLINK,
+    PERMANENT, PLAIN, PROTOCOL, PUT, REACHABLE, SELF, Said, af, message, ndmsg, nhmsg, octets, rtmsg,
+};
+
+/// A peer, and what the kernel says of its objects.
+pub(crate) struct Victim<'a> {
+    pub(crate) peer: Peer,
+    /// Somebody else, whose objects are taken for the peer's.
+    pub(crate) other: Peer,
+    pub(crate) family: Family,
+    /// The tunnel device.
+    pub(crate) index: u32,
+    pub(crate) uplink: u32,
+    pub(crate) neigh: &'a Said,
+    pub(crate) fdb: &'a Said,
+    pub(crate) route: &'a Said,
+    pub(crate) nexthop: Option<&'a Said>,
+    pub(crate) other_nexthop: Option<&'a Said>,
+}
+
+/// A kind of object, and what is done to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Damage {
+    Neigh(Entry),
+    Fdb(Entry),
+    Nexthop(Hop),
+    Route(Path),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Entry {
+    Delete,
+    /// Another MAC address of a neighbour, another destination of a forwarding entry.
+    Value,
+    /// No longer permanent.
+    State,
+    /// Only of a forwarding entry: a UDP port of its own.
+    Port,
+    /// Only of a forwarding entry: a VNI of its own.
+    Vni,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Hop {
+    Delete,
+    Gateway,
+    Device,
+    Blackhole,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Path {
+    Delete,
+    Gateway,
+    Device,
+    Nexthop,
+    Blackhole,
+    Mtu,
+    Source,
+}
+
+impl Damage {
+    pub(crate) fn all() -> impl Iterator<Item = Self> {
+        use Entry::{Delete, Port, State, Value, Vni};
+        let neigh = [Delete, Value, State].map(Self::Neigh);
+        let fdb = [Delete, Value, State, Port, Vni].map(Self::Fdb);
+        let nexthop = [Hop::Delete, Hop::Gateway, Hop::Device, Hop::Blackhole].map(Self::Nexthop);
+        let route = [
+            Path::Delete,
+            Path::Gateway,
+            Path::Device,
+            Path::Nexthop,
+            Path::Blackhole,
+            Path::Mtu,
+            Path::Source,
+        ];
+        neigh.into_iter().chain(fdb).chain(nexthop).chain(route.map(Self::Route))
+    }
+
+    /// It can only be done to a peer that is reached by a nexthop object.
+    pub(crate) fn needs_nexthop(self) -> bool {
+        matches!(self, Self::Nexthop(_) | Self::Route(Path::Nexthop))
+    }
+
+    /// What is damaged and must be as before.
+    pub(crate) fn victims<'a>(self, victim: &Victim<'a>) -> anyhow::Result<Vec<&'a Said>> {
+        Ok(match self {
+            Self::Neigh(_) => vec![victim.neigh],
+            Self::Fdb(_) => vec![victim.fdb],
+            // Its routes go with it.
+            Self::Nexthop(Hop::Delete) => vec![nexthop(victim.nexthop)?.0, victim.route],
+            Self::Nexthop(_) => vec![nexthop(victim.nexthop)?.0],
+            Self::Route(_) => vec![victim.route],
+        })
+    }
+
+    /// Does the damage.
+    pub(crate) fn message(self, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
+        match self {
+            Self::Neigh(what) => Ok(neigh(what, victim)),
+            Self::Fdb(what) => Ok(fdb(what, victim)),
+            Self::Nexthop(what) => hop(what, victim),
+            Self::Route(what) => path(what, victim),
+        }
+    }
+}
+
+impl fmt::Display for Damage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (kind, what) = match self {
+            Self::Neigh(Entry::Value) => ("neigh", "lladdr".into()),
+            Self::Fdb(Entry::Value) => ("fdb", "dst".into()),
+            Self::Neigh(what) => ("neigh", format!("{what:?}")),
+            Self::Fdb(what) => ("fdb", format!("{what:?}")),
+            Self::Nexthop(what) => ("nexthop", format!("{what:?}")),
+            Self::Route(what) => ("route", format!("{what:?}")),
+        };
+        write!(f, "{kind} {}", what.to_lowercase())
+    }
+}
+
+/// A MAC address that no peer has.
+const STRANGER: MacAddr = MacAddr([2, 0xee, 0xee, 0xee, 0xee, 0xee]);
+
+fn neigh(what: Entry, victim: &Victim<'_>) -> Vec<u8> {
+    let Victim { peer, family, index, .. } = *victim;
+    let dst = octets(peer.subnet(family).base());
+    let put = |state, mac: MacAddr| {
+        message(NEWNEIGH, PUT, &ndmsg(af(family), index, state, 0), &[(1, &dst), (2, &mac.0)])
+    };
+    match what {
+        Entry::Delete => message(DELNEIGH, PLAIN, &ndmsg(af(family), index, 0, 0), &[(1, &dst)]),
+        Entry::State => put(REACHABLE, peer.mac(family)),
+        _ => put(PERMANENT, STRANGER),
+    }
+}
+
+fn fdb(what: Entry, victim: &Victim<'_>) -> Vec<u8> {
+    let Victim { peer, other, family, index, .. } = *victim;
+    let (mac, dst) = (peer.mac(family).0, octets(peer.public(family)));
+    let stranger = octets(Peer(other.0 ^ 1 << 15).public(family));
+    let put = |state, dst: &[u8], more: &[(u16, &[u8])]| {
+        let attributes = [&[(1, dst), (2, &mac[..])], more].concat();
+        message(NEWNEIGH, PUT, &ndmsg(AF_BRIDGE, index, state, SELF), &attributes)
+    };
+    match what {
+        Entry::Delete => message(DELNEIGH, PLAIN, &ndmsg(AF_BRIDGE, index, 0, SELF), &[(1, &dst), (2, &mac)]),
+        Entry::State => put(REACHABLE, &dst, &[]),
+        Entry::Port => put(PERMANENT, &dst, &[(6, &4789u16.to_be_bytes())]),
+        Entry::Vni => put(PERMANENT, &dst, &[(7, &77u32.to_ne_bytes())]),
+        Entry::Value => put(PERMANENT, &stranger, &[]),
+    }
+}
+
+/// A nexthop object and its id.
+fn nexthop(said: Option<&Said>) -> anyhow::Result<(&Said, u32)> {
+    let said = said.context("the peer has no nexthop object")?;
+    match said.id {
+        Id::Nexthop(id) => Ok((said, id)),
+        _ => anyhow::bail!("not a nexthop object"),
+    }
+}
+
+fn hop(what: Hop, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
+    let Victim { family, index, uplink, .. } = *victim;
+    let id = nexthop(victim.nexthop)?.1.to_ne_bytes();
+    let gateway = stranger(victim);
+    let put = |protocol, index: u32| {
+        let header = nhmsg(af(family), protocol, ONLINK);
+        message(NEWNEXTHOP, PUT, &header, &[(1, &id), (5, &index.to_ne_bytes()), (6, &gateway)])
+    };
+    Ok(match what {
+        Hop::Delete => message(DELNEXTHOP, PLAIN, &nhmsg(0, 0, 0), &[(1, &id)]),
+        Hop::Gateway => put(PROTOCOL, index),
+        Hop::Device => put(PROTOCOL, uplink),
+        // NHA_BLACKHOLE.
+        Hop::Blackhole => message(NEWNEXTHOP, PUT, &nhmsg(af(family), PROTOCOL, 0), &[(1, &id), (4, &[])]),
+    })
+}
+
+fn path(what: Path, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
+    let Victim { peer, family, index, uplink, .. } = *victim;
+    let subnet = peer.subnet(family);
+    let (dst, gateway) = (octets(subnet.base()), stranger(victim));
+    let put = |via: &[(u16, &[u8])]| {
+        let attributes = [&[(1, &dst[..])], via].concat();
+        message(NEWROUTE, PUT, &rtmsg(family, subnet.len(), PROTOCOL, ONLINK), &attributes)
+    };
+    // As it was, but for what is added.
+    let and = |more: (u16, &[u8])| put(&[(4, &index.to_ne_bytes()), (5, &dst), more]);
+    Ok(match what {
+        Path::Delete => message(DELROUTE, PLAIN, &rtmsg(family, subnet.len(), 0, 0), &[(1, &dst)]),
+        Path::Gateway => put(&[(4, &index.to_ne_bytes()), (5, &gateway)]),
+        Path::Device => put(&[(4, &uplink.to_ne_bytes()), (5, &gateway)]),
+        Path::Nexthop => {
+            let id = nexthop(victim.other_nexthop)?.1.to_ne_bytes();
+            message(NEWROUTE, PUT, &rtmsg(family, subnet.len(), PROTOCOL, 0), &[(1, &dst), (30, &id)])
+        }
+        Path::Blackhole => {
+            let mut header = rtmsg(family, subnet.len(), PROTOCOL, 0);
+            header[7] = BLACKHOLE;
+            message(NEWROUTE, PUT, &header, &[(1, &dst)])
+        }
+        // RTA_METRICS with RTAX_MTU; RTA_PREFSRC.
+        Path::Mtu => and((8, &[8, 0, 2, 0, 0xe8, 3, 0, 0])),
+        Path::Source => {
+            let source = match family {
+                Family::V4 => octets([192, 0, 2, 1].into()),
+                Family::V6 => octets([0x2001, 0xdb8, 0, 0, 0, 0, 0, 1].into()),
+            };
+            and((7, &source))
+        }
+    })
+}
+
+/// The gateway that nobody has.
+fn stranger(victim: &Victim<'_>) -> Vec<u8> {
+    octets(Peer(1).subnet(victim.family).last())
+}

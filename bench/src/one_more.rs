@@ -1,0 +1,74 @@
+//! One new peer among many: from the sending of the view until the last of its objects is heard of.
+
+use std::collections::HashSet;
+use std::time::Instant;
+
+use crate::cluster::{Families, Peer, leases};
+use crate::engine::Engine;
+use crate::ground::Ground;
+use crate::raw::{Ear, Id, octets};
+use crate::report::{Latency, Report};
+use crate::witness::compare;
+
+const P99_MS: f64 = 2.0;
+/// The first ones warm up.
+const WARM_UP: u32 = 50;
+
+pub(crate) fn run(peers: u32, families: Families, samples: u32) -> anyhow::Result<Report> {
+    let ground = Ground::new()?;
+    let mut engine = Engine::start(&ground, families)?;
+    let mut leases = leases(peers, families);
+    engine.send(leases.clone());
+    engine.wait(peers as usize)?;
+    let all = peers + WARM_UP + samples;
+    let figures = ground.netns.run(|| -> anyhow::Result<Vec<f64>> {
+        let mut ear = Ear::open()?;
+        let mut figures = Vec::new();
+        for number in peers + 2..all + 2 {
+            let peer = Peer(number);
+            leases.insert(peer.lease(families));
+            let view = leases.clone();
+            let mut missing = last_objects(peer, families);
+            let start = Instant::now();
+            engine.send(view);
+            ear.listen(|said| {
+                let part = match said.id {
+                    Id::Neigh(_, address) => (0, address),
+                    Id::Fdb(_, mac) => (1, mac),
+                    Id::Route(dst) => (2, dst),
+                    Id::Nexthop(_) => return false,
+                };
+                missing.remove(&part);
+                missing.is_empty()
+            })?;
+            figures.push(start.elapsed().as_secs_f64() * 1e3);
+            engine.wait(number as usize - 1)?;
+        }
+        Ok(figures.split_off(WARM_UP as usize))
+    })?;
+    let wrong = compare(&ground.netns, all, families)?;
+    drop(engine);
+    ground.clear(all, families)?;
+    let Latency { samples, p50_ms, p99_ms } = Latency::of(&figures);
+    let mut report = Report {
+        bench: "one-more",
+        peers: Some(peers),
+        family: Some(families.name()),
+        samples: Some(samples),
+        p50_ms: Some(p50_ms),
+        p99_ms: Some(p99_ms),
+        wrong,
+        ..Report::default()
+    };
+    report.at_most("p99_ms", report.p99_ms, P99_MS);
+    Ok(report)
+}
+
+/// What must be heard of; a route that names a nexthop object cannot be there before it.
+fn last_objects(peer: Peer, families: Families) -> HashSet<(u8, Vec<u8>)> {
+    let of = |family| {
+        let base = octets(peer.subnet(family).base());
+        [(0, base.clone()), (1, peer.mac(family).0.to_vec()), (2, base)]
+    };
+    families.iter().flat_map(of).collect()
+}

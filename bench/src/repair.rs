@@ -1,0 +1,168 @@
+//! One object of a random peer is deleted or changed from outside: how long until it is again as it was.
+//!
+//! The one thing to know: what the kernel says of an object before the damage, byte for byte without its age, is what
+//! it must say again, on a socket of the bench's own.
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::Instant;
+
+use anyhow::Context;
+use flannel_core::Family;
+
+use crate::cluster::{Families, Peer, device, leases};
+use crate::damage::{Damage, Victim};
+use crate::engine::Engine;
+use crate::floor::index_of;
+use crate::ground::Ground;
+use crate::raw::{
+    AF_BRIDGE, DUMP, Ear, GETNEIGH, GETNEXTHOP, GETROUTE, Id, Raw, Said, message, ndmsg, nhmsg, octets,
+    rtmsg, said,
+};
+use crate::report::{Latency, Report};
+use crate::witness::compare;
+
+/// Up to so many peers, so many milliseconds.
+const P99_MS: [(u32, f64); 2] = [(15_000, 5.0), (50_000, 10.0)];
+/// Of each kind at least.
+const LEAST: usize = 100;
+
+pub(crate) fn run(peers: u32, families: Families, samples: usize) -> anyhow::Result<Report> {
+    let ground = Ground::new()?;
+    let mut engine = Engine::start(&ground, families)?;
+    engine.send(leases(peers, families));
+    engine.wait(peers as usize)?;
+    let mut wrong = compare(&ground.netns, peers, families)?;
+    let figures = ground.netns.run(|| damage(peers, families, samples, &mut engine))?;
+    wrong.extend(compare(&ground.netns, peers, families)?);
+    drop(engine);
+    ground.clear(peers, families)?;
+    let all: Vec<f64> = figures.values().flatten().copied().collect();
+    let kinds: BTreeMap<String, Latency> =
+        figures.into_iter().map(|(kind, figures)| (kind, Latency::of(&figures))).collect();
+    let mut report = Report {
+        bench: "repair",
+        peers: Some(peers),
+        family: Some(families.name()),
+        samples: Some(all.len()),
+        p50_ms: Some(Latency::of(&all).p50_ms),
+        p99_ms: kinds.values().map(|kind| kind.p99_ms).max_by(f64::total_cmp),
+        wrong,
+        ..Report::default()
+    };
+    if let Some((_, limit)) = P99_MS.iter().find(|(most, _)| peers <= *most) {
+        for (kind, latency) in &kinds {
+            report.at_most(&format!("p99_ms of {kind}"), Some(latency.p99_ms), *limit);
+        }
+    }
+    report.kinds = kinds;
+    Ok(report)
+}
+
+/// Milliseconds by kind of damage.
+fn damage(
+    peers: u32,
+    families: Families,
+    samples: usize,
+    engine: &mut Engine,
+) -> anyhow::Result<BTreeMap<String, Vec<f64>>> {
+    let mut raw = Raw::open()?;
+    let tables = Tables::read(&mut raw, families)?;
+    let kinds: Vec<(Family, Damage)> = families
+        .iter()
+        .flat_map(|family| Damage::all().map(move |damage| (family, damage)))
+        .filter(|(family, damage)| !damage.needs_nexthop() || tables.has_nexthops(Peer(2), *family))
+        .collect();
+    let rounds = samples.div_ceil(kinds.len()).max(LEAST);
+    let mut ear = Ear::open()?;
+    let (mut figures, mut dice) = (BTreeMap::<String, Vec<f64>>::new(), Dice(0x9e37_79b9_7f4a_7c15));
+    for _ in 0..rounds {
+        for (family, damage) in &kinds {
+            let (peer, other) = (Peer(2 + dice.below(peers)), Peer(2 + dice.below(peers)));
+            let victim = tables.victim(peer, other, *family)?;
+            let message = damage.message(&victim)?;
+            let mut missing = damage.victims(&victim)?;
+            ear.forget()?;
+            let start = Instant::now();
+            raw.carry_out(&message).with_context(|| format!("{family} {damage} of {peer:?}"))?;
+            let heard = ear.listen(|said| {
+                missing.retain(|missing| **missing != said);
+                missing.is_empty()
+            });
+            heard.with_context(|| format!("{family} {damage} of {peer:?}"))?;
+            let took = start.elapsed().as_secs_f64() * 1e3;
+            figures.entry(format!("{family} {damage}")).or_default().push(took);
+            engine.wait(peers as usize)?;
+        }
+    }
+    Ok(figures)
+}
+
+/// What the kernel said before the damage.
+struct Tables {
+    indexes: HashMap<Family, u32>,
+    uplink: u32,
+    said: HashMap<Id, Said>,
+}
+
+impl Tables {
+    fn read(raw: &mut Raw, families: Families) -> anyhow::Result<Self> {
+        let mut requests = vec![message(GETNEXTHOP, DUMP, &nhmsg(0, 0, 0), &[])];
+        let mut indexes = HashMap::new();
+        for family in families.iter() {
+            let index = index_of(device(family))?;
+            indexes.insert(family, index);
+            requests.push(message(GETNEIGH, DUMP, &ndmsg(0, 0, 0, 0), &[(8, &index.to_ne_bytes())]));
+            requests.push(message(GETNEIGH, DUMP, &ndmsg(AF_BRIDGE, index, 0, 0), &[]));
+            let mut header = rtmsg(family, 0, 0, 0);
+            header[7] = 0;
+            requests.push(message(GETROUTE, DUMP, &header, &[(15, &254u32.to_ne_bytes())]));
+        }
+        let mut all = HashMap::new();
+        for request in requests {
+            raw.dump(&request, |datagram| {
+                all.extend(said(datagram).into_iter().map(|said| (said.id.clone(), said)));
+            })?;
+        }
+        Ok(Self { indexes, uplink: index_of("eth0")?, said: all })
+    }
+
+    fn has_nexthops(&self, peer: Peer, family: Family) -> bool {
+        let route = self.said.get(&Id::Route(octets(peer.subnet(family).base())));
+        route.is_some_and(|route| route.attribute(30).is_some())
+    }
+
+    fn victim(&self, peer: Peer, other: Peer, family: Family) -> anyhow::Result<Victim<'_>> {
+        let index = *self.indexes.get(&family).context("a family that is there")?;
+        let find = |id: Id| self.said.get(&id).with_context(|| format!("the kernel did not tell of {id:?}"));
+        let base = |peer: Peer| octets(peer.subnet(family).base());
+        let route = find(Id::Route(base(peer)))?;
+        let nexthop = |route: &Said| {
+            let id = route.attribute(30).and_then(|id| Some(u32::from_ne_bytes(id.try_into().ok()?)));
+            id.map(|id| find(Id::Nexthop(id))).transpose()
+        };
+        Ok(Victim {
+            peer,
+            other,
+            family,
+            index,
+            uplink: self.uplink,
+            neigh: find(Id::Neigh(index, base(peer)))?,
+            fdb: find(Id::Fdb(index, peer.mac(family).0.to_vec()))?,
+            route,
+            nexthop: nexthop(route)?,
+            other_nexthop: nexthop(find(Id::Route(base(other)))?)?,
+        })
+    }
+}
+
+/// Enough randomness to pick peers (xorshift).
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, limit: u32) -> u32 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % u64::from(limit)) as u32
+    }
+}
