@@ -4,19 +4,24 @@
 
 mod cluster;
 mod cold_start;
+mod daemon;
 mod damage;
 mod engine;
 mod etcd;
 mod floor;
 mod ground;
+mod idle;
 mod lease_event;
 mod lease_storm;
+mod memory;
 mod one_more;
 mod raw;
 mod repair;
 mod report;
 mod resync;
 mod witness;
+
+use std::path::PathBuf;
 
 use clap::{Parser, Subcommand};
 
@@ -84,6 +89,33 @@ enum Bench {
         #[arg(long, value_enum, default_value_t = Families::Ipv4)]
         family: Families,
     },
+    /// Resident memory of a daemon, 5 s after the objects of all its peers are in place
+    Memory {
+        /// How many peers
+        #[arg(long, default_value_t = 5000, value_parser = count())]
+        peers: u32,
+        /// Which address families the pods have
+        #[arg(long, value_enum, default_value_t = Families::Ipv4)]
+        family: Families,
+        /// The daemon's program [default: what cargo builds of this workspace with profile dist]
+        #[arg(long)]
+        flanneld: Option<PathBuf>,
+    },
+    /// How often a daemon with peers wakes up while nothing happens: context switches of all its threads
+    Idle {
+        /// How many peers
+        #[arg(long, default_value_t = 1000, value_parser = count())]
+        peers: u32,
+        /// Which address families the pods have
+        #[arg(long, value_enum, default_value_t = Families::Dual)]
+        family: Families,
+        /// For how long it is watched
+        #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
+        seconds: u64,
+        /// The daemon's program [default: what cargo builds of this workspace with profile dist]
+        #[arg(long)]
+        flanneld: Option<PathBuf>,
+    },
     /// Nodes that ask one etcd for a lease at once: how long, at how many requests, and whether all get one
     LeaseStorm {
         /// How many nodes
@@ -108,6 +140,8 @@ fn main() -> anyhow::Result<std::process::ExitCode> {
         Bench::OneMore { peers, family, samples } => one_more::run(peers, family, samples),
         Bench::Repair { peers, family, samples } => repair::run(peers, family, samples as usize),
         Bench::Resync { peers, family } => resync::run(peers, family),
+        Bench::Memory { peers, family, flanneld } => memory::run(peers, family, flanneld),
+        Bench::Idle { peers, family, seconds, flanneld } => idle::run(peers, family, seconds, flanneld),
         Bench::LeaseStorm { nodes, network } => lease_storm::run(nodes, network),
         Bench::LeaseEvent { events } => lease_event::run(events),
     }?;

@@ -1,0 +1,137 @@
+//! A flanneld of its own: a process of profile `dist` in a network namespace, on a directory full of leases.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+use tempfile::TempDir;
+
+use crate::cluster::{Families, leases};
+use crate::ground::Ground;
+use crate::witness::compare;
+
+/// So long may the objects of all peers take before something is wrong.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// It ends with the value.
+pub(crate) struct Daemon {
+    child: Child,
+    ground: Ground,
+    peers: u32,
+    families: Families,
+    dir: TempDir,
+}
+
+impl Daemon {
+    /// Starts `program` and waits until all objects are in place.
+    pub(crate) fn start(program: &Path, peers: u32, families: Families) -> anyhow::Result<Self> {
+        let (ground, dir) = (Ground::new()?, tempfile::tempdir()?);
+        let registry = dir.path().join("network");
+        std::fs::create_dir_all(registry.join("subnets"))?;
+        std::fs::write(registry.join("config"), families.config())?;
+        for lease in leases(peers, families).iter() {
+            let file = registry.join("subnets").join(lease.subnets.to_string());
+            std::fs::write(&file, lease.attrs.to_json()).with_context(|| format!("{}", file.display()))?;
+        }
+        let mut command = Command::new(program);
+        command
+            .arg(format!("--registry=dir:{}", registry.display()))
+            .args(["--iface=eth0", "--subnet-file"])
+            .arg(dir.path().join("subnet.env"))
+            .arg("--state-dir")
+            .arg(dir.path().join("state"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(File::create(dir.path().join("log"))?);
+        let child = ground.netns.run(|| command.spawn());
+        let child = child.with_context(|| format!("{}", program.display()))?;
+        let mut daemon = Self { child, ground, peers, families, dir };
+        let begin = Instant::now();
+        loop {
+            let wrong = daemon.compare();
+            match wrong {
+                Ok(wrong) if wrong.is_empty() => return Ok(daemon),
+                wrong if begin.elapsed() > PATIENCE => bail!("not in place: {wrong:?}\n{}", daemon.log()),
+                _ => daemon.rest(Duration::from_millis(100))?,
+            }
+        }
+    }
+
+    /// What an independent reader finds wrong. Before the daemon made its devices, that there are none.
+    pub(crate) fn compare(&self) -> anyhow::Result<Vec<String>> {
+        let devices = self.ground.netns.run(|| flannel_netlink::testing::ip("-j link show type vxlan"));
+        let devices: Vec<serde_json::Value> = serde_json::from_str(&devices)?;
+        let found = devices.iter().filter(|device| device["ifname"].is_string()).count();
+        ensure!(found == self.families.iter().count(), "there are {found} tunnel devices");
+        compare(&self.ground.netns, self.peers, self.families)
+    }
+
+    /// Leaves the daemon alone for a while; it must be alive afterwards.
+    pub(crate) fn rest(&mut self, time: Duration) -> anyhow::Result<()> {
+        std::thread::sleep(time);
+        let ended = self.child.try_wait()?;
+        ensure!(ended.is_none(), "flanneld ended ({ended:?}):\n{}", self.log());
+        Ok(())
+    }
+
+    /// A figure of `/proc/PID/status`, in KiB.
+    pub(crate) fn kib(&self, field: &str) -> anyhow::Result<u64> {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
+        figure(&status, field)
+    }
+
+    /// How many times any of its threads was switched to another one so far, by thread.
+    pub(crate) fn switches(&self) -> anyhow::Result<Vec<(String, u64)>> {
+        let mut all = Vec::new();
+        for task in std::fs::read_dir(format!("/proc/{}/task", self.child.id()))? {
+            let task = task?;
+            // A thread may end meanwhile.
+            let Ok(status) = std::fs::read_to_string(task.path().join("status")) else { continue };
+            let count =
+                figure(&status, "voluntary_ctxt_switches")? + figure(&status, "nonvoluntary_ctxt_switches")?;
+            all.push((task.file_name().to_string_lossy().into_owned(), count));
+        }
+        Ok(all)
+    }
+
+    fn log(&self) -> String {
+        let log = std::fs::read_to_string(self.dir.path().join("log")).unwrap_or_default();
+        let lines: Vec<&str> = log.lines().collect();
+        lines[lines.len().saturating_sub(10)..].join("\n")
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = self.ground.clear(self.peers, self.families);
+    }
+}
+
+fn figure(status: &str, field: &str) -> anyhow::Result<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+    let figure = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
+    figure.with_context(|| format!("no {field} in the process's status"))
+}
+
+/// The program that was named, or the one that cargo builds of this workspace with profile `dist`.
+pub(crate) fn program(named: Option<PathBuf>) -> anyhow::Result<PathBuf> {
+    if let Some(named) = named {
+        return Ok(named);
+    }
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let output = Command::new(cargo)
+        .args(["build", "--profile", "dist", "-p", "flanneld", "--message-format", "json"])
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .stderr(Stdio::inherit())
+        .output()?;
+    ensure!(output.status.success(), "flanneld does not build; a built one can be named with --flanneld");
+    let messages = String::from_utf8(output.stdout)?;
+    let built = messages.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
+    let executables = built.filter_map(|message| message["executable"].as_str().map(PathBuf::from));
+    let flanneld = |path: &PathBuf| path.file_name().is_some_and(|name| name == "flanneld");
+    executables.filter(flanneld).last().context("cargo did not say where it put flanneld")
+}

@@ -1,0 +1,40 @@
+//! How often a daemon wakes up that has peers and nothing to do.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::cluster::Families;
+use crate::daemon::{Daemon, program};
+use crate::report::Report;
+
+/// Until threads that are no longer needed have ended.
+const SETTLE: Duration = Duration::from_secs(15);
+
+pub(crate) fn run(
+    peers: u32,
+    families: Families,
+    seconds: u64,
+    flanneld: Option<PathBuf>,
+) -> anyhow::Result<Report> {
+    let mut daemon = Daemon::start(&program(flanneld)?, peers, families)?;
+    daemon.rest(SETTLE)?;
+    let before = daemon.switches()?;
+    daemon.rest(Duration::from_secs(seconds))?;
+    let after = daemon.switches()?;
+    let earlier = |task: &str| before.iter().find(|(t, _)| t == task).map_or(0, |(_, count)| *count);
+    let wakeups = after.iter().map(|(task, count)| count - earlier(task)).sum();
+    let mut report = Report {
+        bench: "idle",
+        peers: Some(peers),
+        family: Some(families.name()),
+        seconds: Some(seconds as f64),
+        wakeups: Some(wakeups),
+        rss_kib: Some(daemon.kib("VmRSS")?),
+        wrong: daemon.compare()?,
+        ..Report::default()
+    };
+    // The slow timer, which is there for messages that the kernel never sent, goes off every five minutes and wakes
+    // the loop and the thread that reads.
+    report.at_most("wakeups", Some(wakeups as f64), 4.0 * seconds.div_ceil(300) as f64);
+    Ok(report)
+}

@@ -1,0 +1,36 @@
+//! How much memory a daemon takes that has many peers and nothing to do.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use crate::cluster::Families;
+use crate::daemon::{Daemon, program};
+use crate::report::Report;
+
+/// Up to so many peers, so many MiB.
+const RSS_MIB: [(u32, f64); 2] = [(5_000, 12.0), (50_000, 60.0)];
+/// After the last object is in place.
+const REST: Duration = Duration::from_secs(5);
+
+pub(crate) fn run(peers: u32, families: Families, flanneld: Option<PathBuf>) -> anyhow::Result<Report> {
+    let program = program(flanneld)?;
+    let start = Instant::now();
+    let mut daemon = Daemon::start(&program, peers, families)?;
+    let seconds = start.elapsed().as_secs_f64();
+    daemon.rest(REST)?;
+    let rss = daemon.kib("VmRSS")?;
+    let mut report = Report {
+        bench: "memory",
+        peers: Some(peers),
+        family: Some(families.name()),
+        seconds: Some(seconds),
+        rss_kib: Some(rss),
+        hwm_kib: Some(daemon.kib("VmHWM")?),
+        wrong: daemon.compare()?,
+        ..Report::default()
+    };
+    if let Some((_, limit)) = RSS_MIB.iter().find(|(most, _)| peers <= *most) {
+        report.at_most("rss_kib / 1024", Some(rss as f64 / 1024.0), *limit);
+    }
+    Ok(report)
+}
