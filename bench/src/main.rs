@@ -15,6 +15,7 @@ mod lease_event;
 mod lease_storm;
 mod memory;
 mod one_more;
+mod plot;
 mod raw;
 mod repair;
 mod report;
@@ -116,6 +117,15 @@ enum Bench {
         #[arg(long)]
         flanneld: Option<PathBuf>,
     },
+    /// Draws the growth of cold-start: JSON lines of cold-start on standard input, an SVG as the outcome
+    Plot {
+        /// Whose figures
+        #[arg(long, value_enum, default_value_t = Families::Ipv4)]
+        family: Families,
+        /// The file to write
+        #[arg(long, default_value = "docs/cold-start.svg")]
+        out: PathBuf,
+    },
     /// Nodes that ask one etcd for a lease at once: how long, at how many requests, and whether all get one
     LeaseStorm {
         /// How many nodes
@@ -142,6 +152,7 @@ fn main() -> anyhow::Result<std::process::ExitCode> {
         Bench::Resync { peers, family } => resync::run(peers, family),
         Bench::Memory { peers, family, flanneld } => memory::run(peers, family, flanneld),
         Bench::Idle { peers, family, seconds, flanneld } => idle::run(peers, family, seconds, flanneld),
+        Bench::Plot { family, out } => plot::run(family.name(), &out),
         Bench::LeaseStorm { nodes, network } => lease_storm::run(nodes, network),
         Bench::LeaseEvent { events } => lease_event::run(events),
     }?;

@@ -1,0 +1,162 @@
+//! Time against peers, as an SVG: from the JSON lines that cold-start printed.
+//!
+//! The one thing to know: both axes are logarithmic, so what is linear has slope one and what is quadratic slope two.
+
+use std::fmt::Write;
+use std::io::Read;
+use std::path::Path;
+
+use anyhow::{Context, ensure};
+use serde_json::Value;
+
+use crate::report::Report;
+
+const GROWTH: f64 = 7.5;
+/// Between these numbers of peers.
+const FROM_TO: (f64, f64) = (10_000.0, 65_000.0);
+
+/// What is drawn: the key of the figure, the class, the label.
+const LINES: [(&str, &str, &str); 3] = [
+    ("classic_floor_seconds", "classic", "a gateway per route (raw writer)"),
+    ("seconds", "ours", "flannel in Rust"),
+    ("floor_seconds", "floor", "floor: nexthop objects (raw writer)"),
+];
+
+/// Width and height, and where the axes are.
+const SIZE: (f64, f64) = (720.0, 440.0);
+const LEFT: f64 = 70.0;
+const RIGHT: f64 = 470.0;
+const TOP: f64 = 50.0;
+const BOTTOM: f64 = 380.0;
+
+/// Draws the figures of `family` from standard input to `out`.
+pub(crate) fn run(family: &'static str, out: &Path) -> anyhow::Result<Report> {
+    let mut text = String::new();
+    std::io::stdin().read_to_string(&mut text)?;
+    let rows: Result<Vec<Value>, _> =
+        text.lines().filter(|line| !line.is_empty()).map(serde_json::from_str).collect();
+    let mut rows =
+        rows.context("standard input: one JSON object per line is expected, from cold-start --json")?;
+    rows.retain(|row| row["bench"] == "cold-start" && row["family"] == family);
+    rows.sort_by_key(|row| row["peers"].as_u64());
+    ensure!(
+        rows.len() > 1,
+        "standard input has {} figures of cold-start of {family}, two are needed",
+        rows.len()
+    );
+    std::fs::write(out, svg(&rows, family)?).with_context(|| format!("{}", out.display()))?;
+    let at =
+        |peers: f64| Some(rows.iter().find(|row| row["peers"].as_f64() == Some(peers))?["seconds"].as_f64()?);
+    let growth = at(FROM_TO.0).zip(at(FROM_TO.1)).map(|(from, to)| to / from);
+    let mut report = Report { bench: "plot", family: Some(family), growth, ..Report::default() };
+    report.at_most("growth", growth, GROWTH);
+    Ok(report)
+}
+
+fn points(rows: &[Value], key: &str) -> Vec<(f64, f64)> {
+    rows.iter().filter_map(|row| Some((row["peers"].as_f64()?, row[key].as_f64()?))).collect()
+}
+
+/// A logarithmic axis: the decades that hold all values, and where they are drawn.
+struct Axis {
+    low: f64,
+    high: f64,
+    from: f64,
+    to: f64,
+}
+
+impl Axis {
+    fn new(values: impl Iterator<Item = f64> + Clone, from: f64, to: f64) -> Self {
+        let low = values.clone().fold(f64::INFINITY, f64::min).log10().floor();
+        let high = values.fold(0.0, f64::max).log10().ceil();
+        Self { low, high: high.max(low + 1.0), from, to }
+    }
+
+    fn place(&self, value: f64) -> f64 {
+        self.from + (value.log10() - self.low) / (self.high - self.low) * (self.to - self.from)
+    }
+
+    fn decades(&self) -> impl Iterator<Item = f64> {
+        (self.low as i32..=self.high as i32).map(|power| 10f64.powi(power))
+    }
+}
+
+fn svg(rows: &[Value], family: &str) -> anyhow::Result<String> {
+    let all: Vec<(f64, f64)> = LINES.iter().flat_map(|(key, ..)| points(rows, key)).collect();
+    let x = Axis::new(all.iter().map(|p| p.0), LEFT, RIGHT);
+    let y = Axis::new(all.iter().map(|p| p.1), BOTTOM, TOP);
+    let (width, height) = SIZE;
+    let mut svg = format!(
+        r##"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" aria-labelledby="title">
+<title id="title">Seconds until all routes of so many vxlan peers ({family}) are in the kernel</title>
+<style>
+svg {{ font: 13px system-ui, sans-serif; --ink: #1f2328; --soft: #656d76; --grid: #d8dee4; --ours: #0a69da; --floor: #1a7f37; --classic: #bc4c00; --ground: #ffffff; }}
+@media (prefers-color-scheme: dark) {{ svg {{ --ink: #e6edf3; --soft: #9198a1; --grid: #30363d; --ours: #58a6ff; --floor: #3fb950; --classic: #f0883e; --ground: #0d1117; }} }}
+.ground {{ fill: var(--ground); }} .ink {{ fill: var(--ink); }} .soft {{ fill: var(--soft); }} .grid {{ stroke: var(--grid); }}
+.ours {{ --c: var(--ours); }} .floor {{ --c: var(--floor); }} .classic {{ --c: var(--classic); }}
+polyline {{ fill: none; stroke: var(--c); stroke-width: 2; }} .floor polyline {{ stroke-dasharray: 5 4; }} circle, .label {{ fill: var(--c); }}
+</style>
+<rect class="ground" width="{width}" height="{height}"/>
+<text class="ink" x="{LEFT}" y="26" font-weight="600">Lease set to kernel: seconds against vxlan peers ({family})</text>
+"##
+    );
+    for peers in x.decades() {
+        let at = x.place(peers);
+        writeln!(
+            svg,
+            r#"<line class="grid" x1="{at:.1}" y1="{TOP}" x2="{at:.1}" y2="{BOTTOM}"/><text class="soft" x="{at:.1}" y="{}" text-anchor="middle">{}</text>"#,
+            BOTTOM + 20.0,
+            thousands(peers)
+        )?;
+    }
+    for seconds in y.decades() {
+        let at = y.place(seconds);
+        writeln!(
+            svg,
+            r#"<line class="grid" x1="{LEFT}" y1="{at:.1}" x2="{RIGHT}" y2="{at:.1}"/><text class="soft" x="{}" y="{:.1}" text-anchor="end">{seconds} s</text>"#,
+            LEFT - 8.0,
+            at + 4.0
+        )?;
+    }
+    writeln!(
+        svg,
+        r#"<text class="soft" x="{}" y="{}" text-anchor="middle">peers</text>"#,
+        (LEFT + RIGHT) / 2.0,
+        BOTTOM + 42.0
+    )?;
+    let mut last_label = f64::NEG_INFINITY;
+    for (key, class, label) in LINES {
+        let points = points(rows, key);
+        let Some((peers, seconds)) = points.last() else { continue };
+        let places: Vec<String> =
+            points.iter().map(|(n, s)| format!("{:.1},{:.1}", x.place(*n), y.place(*s))).collect();
+        // From the top down, so that labels never stand on each other.
+        last_label = (y.place(*seconds) + 4.0).max(last_label + 34.0);
+        writeln!(svg, r#"<g class="{class}"><polyline points="{}"/>"#, places.join(" "))?;
+        for (n, s) in &points {
+            let (cx, cy) = (x.place(*n), y.place(*s));
+            writeln!(
+                svg,
+                r#"<circle cx="{cx:.1}" cy="{cy:.1}" r="3.5"><title>{} peers: {s:.3} s</title></circle>"#,
+                thousands(*n)
+            )?;
+        }
+        let at = RIGHT + 12.0;
+        writeln!(
+            svg,
+            r#"<text class="label" x="{at}" y="{last_label:.1}">{label}</text><text class="label" x="{at}" y="{:.1}">{} peers: {seconds:.2} s</text></g>"#,
+            last_label + 15.0,
+            thousands(*peers)
+        )?;
+    }
+    svg.push_str("</svg>\n");
+    Ok(svg)
+}
+
+/// 65,000.
+fn thousands(number: f64) -> String {
+    let digits = format!("{number:.0}");
+    let groups: Vec<&str> =
+        digits.as_bytes().rchunks(3).rev().filter_map(|g| std::str::from_utf8(g).ok()).collect();
+    groups.join(",")
+}
