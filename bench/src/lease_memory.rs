@@ -13,13 +13,13 @@ use flannel_core::Origin;
 use flannel_subnet::{EtcdOptions, EtcdRegistry, Reflector};
 
 use crate::etcd::{Etcd, PREFIX};
-use crate::report::LeaseReport;
+use crate::report::Report;
 
 const LIMIT_KIB: u64 = 10 * 1024;
 /// etcd takes so many keys at once.
 const BATCH: u32 = 100;
 
-pub(crate) fn run(leases: u32) -> anyhow::Result<LeaseReport> {
+pub(crate) fn run(leases: u32) -> anyhow::Result<Report> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
         let etcd = Etcd::start().await?;
         fill(&mut etcd.client().await?, leases).await?;
@@ -32,12 +32,13 @@ pub(crate) fn run(leases: u32) -> anyhow::Result<LeaseReport> {
         anyhow::ensure!(child.status.success(), "the holder failed: {}", child.status);
         let text = String::from_utf8(child.stdout)?;
         let rss = text.trim().parse().with_context(|| format!("no figure in {text:?}"))?;
-        Ok(LeaseReport {
+        let much = (rss > LIMIT_KIB).then(|| format!("{rss} KiB, the limit is {LIMIT_KIB}"));
+        Ok(Report {
             bench: "lease-memory",
             nodes: Some(leases),
             rss_kib: Some(rss),
-            ok: rss <= LIMIT_KIB,
-            ..LeaseReport::default()
+            wrong: much.into_iter().collect(),
+            ..Report::default()
         })
     })
 }

@@ -12,6 +12,7 @@ mod floor;
 mod ground;
 mod idle;
 mod lease_event;
+mod lease_memory;
 mod lease_storm;
 mod memory;
 mod one_more;
@@ -135,6 +136,20 @@ enum Bench {
         #[arg(long, value_enum, default_value_t = Room::Sparse)]
         network: Room,
     },
+    /// What the set of all leases costs in memory
+    LeaseMemory {
+        /// How many leases
+        #[arg(long, default_value_t = 10_000, value_parser = count())]
+        leases: u32,
+    },
+    /// The process that holds the leases for lease-memory
+    #[command(hide = true)]
+    HoldLeases {
+        #[arg(long)]
+        endpoint: String,
+        #[arg(long)]
+        leases: u32,
+    },
     /// From a put in etcd to the set of leases, against a plain watch of etcd
     LeaseEvent {
         /// How many puts
@@ -154,6 +169,11 @@ fn main() -> anyhow::Result<std::process::ExitCode> {
         Bench::Idle { peers, family, seconds, flanneld } => idle::run(peers, family, seconds, flanneld),
         Bench::Plot { family, out } => plot::run(family.name(), &out),
         Bench::LeaseStorm { nodes, network } => lease_storm::run(nodes, network),
+        Bench::LeaseMemory { leases } => lease_memory::run(leases),
+        Bench::HoldLeases { endpoint, leases } => {
+            lease_memory::hold(&endpoint, leases)?;
+            return Ok(std::process::ExitCode::SUCCESS);
+        }
         Bench::LeaseEvent { events } => lease_event::run(events),
     }?;
     Ok(std::process::ExitCode::from(u8::from(!report.print(json)?)))

@@ -24,7 +24,7 @@ use crate::witness::compare;
 /// Up to so many peers, so many milliseconds.
 const P99_MS: [(u32, f64); 2] = [(15_000, 5.0), (50_000, 10.0)];
 /// Of each kind at least.
-const LEAST: usize = 100;
+const LEAST: usize = 200;
 
 pub(crate) fn run(peers: u32, families: Families, samples: usize) -> anyhow::Result<Report> {
     let ground = Ground::new()?;
