@@ -69,6 +69,7 @@ impl Daemon {
     }
 
     /// Leaves the daemon alone for a while; it must be alive afterwards.
+    #[expect(clippy::disallowed_methods, reason = "nothing is to happen in this time")]
     pub(crate) fn rest(&mut self, time: Duration) -> anyhow::Result<()> {
         std::thread::sleep(time);
         let ended = self.child.try_wait()?;
@@ -131,7 +132,7 @@ pub(crate) fn program(named: Option<PathBuf>) -> anyhow::Result<PathBuf> {
     ensure!(output.status.success(), "flanneld does not build; a built one can be named with --flanneld");
     let messages = String::from_utf8(output.stdout)?;
     let built = messages.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
-    let executables = built.filter_map(|message| message["executable"].as_str().map(PathBuf::from));
+    let mut executables = built.filter_map(|message| message["executable"].as_str().map(PathBuf::from));
     let flanneld = |path: &PathBuf| path.file_name().is_some_and(|name| name == "flanneld");
-    executables.filter(flanneld).last().context("cargo did not say where it put flanneld")
+    executables.rfind(flanneld).context("cargo did not say where it put flanneld")
 }

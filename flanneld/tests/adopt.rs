@@ -152,7 +152,7 @@ async fn heard<T>(work: impl Future<Output = T>) -> (T, Vec<Report>) {
     let mut changes = ear.changes().unwrap();
     let mut reports = Vec::new();
     let mut take = |doubts| match doubts {
-        Doubts::Objects(more) => reports.extend(more),
+        Doubts::Objects(more, _) => reports.extend(more),
         Doubts::Link(_) => {}
         Doubts::Everything => panic!("messages were lost"),
     };
@@ -169,7 +169,7 @@ async fn heard<T>(work: impl Future<Output = T>) -> (T, Vec<Report>) {
     let mark = Key::Neigh("eth0".parse().unwrap(), IpAddr::from([192, 0, 2, 250]));
     loop {
         let doubts = changes.next().await.unwrap();
-        let last = matches!(&doubts, Doubts::Objects(reports)
+        let last = matches!(&doubts, Doubts::Objects(reports, _)
             if reports.iter().any(|r| matches!(r, Report::Now(object) if object.key() == mark)));
         take(doubts);
         if last {
@@ -231,7 +231,7 @@ fn a_peer_that_moves_is_one_message_to_the_kernel() {
                 Report::Now(Object::Neigh(neigh)) => {
                     of_live_peer(&Key::Neigh(neigh.link, neigh.address)) && neigh.address.is_ipv4()
                 }
-                Report::Other(_) | Report::Gone(_) => true,
+                Report::Other(_) | Report::Beside(_) | Report::Gone(_) => true,
                 Report::Now(_) => false,
             };
             let told: Vec<_> = reports.iter().filter(v4).collect();

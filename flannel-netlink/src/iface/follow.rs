@@ -96,9 +96,9 @@ fn bears_on(doubts: &Doubts, chosen: LinkName, kept: bool) -> bool {
     match doubts {
         Doubts::Everything => true,
         Doubts::Link(link) => !kept || *link == chosen,
-        Doubts::Objects(reports) => reports.iter().any(|report| match report {
+        Doubts::Objects(reports, _) => reports.iter().any(|report| match report {
             Report::Now(object) => on(&Object::key(object)),
-            Report::Other(key) | Report::Gone(key) => on(key),
+            Report::Other(key) | Report::Beside(key) | Report::Gone(key) => on(key),
         }),
     }
 }
