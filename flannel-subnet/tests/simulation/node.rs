@@ -200,7 +200,7 @@ impl Node {
         let mut books = store.books();
         books.note(|| format!("{run:?} held {subnets} until {end:?}"));
         let justified = match end {
-            Ok(LeaseEnd::Deleted) => books.is_robbed(run, subnets),
+            Ok(LeaseEnd::Deleted) => books.was_robbed(run, subnets),
             // A reservation has no mark: a late write of our own there looks like somebody else's.
             Ok(LeaseEnd::Taken { by }) if by.ends_with("as a reservation") => true,
             Ok(LeaseEnd::Taken { .. }) => books.others_wrote(self.id, subnets, since),

@@ -59,6 +59,8 @@ pub(crate) struct Books {
     /// The run that each node is in, if any.
     pub(crate) running: BTreeMap<usize, Run>,
     robbed: BTreeSet<(usize, u64, Subnets)>,
+    /// The same, whatever was written since: a late write of its own does not undo what a node has seen.
+    ever_robbed: BTreeSet<(usize, u64, Subnets)>,
     /// What somebody deleted, by key and `since`: whatever else is gone has expired.
     deleted: BTreeSet<(Subnets, Revision)>,
     /// Who wrote each key, and when; `None`: an operator or a foreign program.
@@ -72,6 +74,10 @@ pub(crate) struct Books {
 impl Books {
     pub(crate) fn is_robbed(&self, run: &Run, subnets: &Subnets) -> bool {
         self.robbed.contains(&(run.node, run.number, *subnets))
+    }
+
+    pub(crate) fn was_robbed(&self, run: &Run, subnets: &Subnets) -> bool {
+        self.ever_robbed.contains(&(run.node, run.number, *subnets))
     }
 
     /// Since then, somebody else than `node` wrote a key that overlaps.
@@ -161,7 +167,9 @@ impl Store {
         };
         let victims: Vec<Run> = books.running.values().filter(holds).cloned().collect();
         for victim in victims {
-            books.robbed.insert((victim.node, victim.number, entry.lease.subnets));
+            let robbed = (victim.node, victim.number, entry.lease.subnets);
+            books.robbed.insert(robbed);
+            books.ever_robbed.insert(robbed);
         }
     }
 
