@@ -13,11 +13,9 @@ use neli::consts::rtnl::Rtm;
 use neli::consts::socket::{Msg, NlFamily};
 use neli::socket::NlSocket;
 use neli::utils::Groups;
-use nix::sys::socket::{setsockopt, sockopt};
 use socket2::{SockFilter, SockRef};
-use tokio::io::Interest;
-use tokio::io::unix::AsyncFd;
 
+use crate::multicast::{self, Multicast};
 use crate::news::News;
 use crate::socket::Socket;
 
@@ -43,14 +41,6 @@ pub(crate) struct Listener {
     buffer: Box<[u8]>,
 }
 
-/// The socket, before and after it is known to a runtime.
-enum Multicast {
-    Bare(NlSocket),
-    Registered(AsyncFd<NlSocket>),
-    /// Registering failed.
-    Lost,
-}
-
 impl Listener {
     /// Listens in the network namespace of the calling thread; changes by the socket with `port` are our own.
     pub(crate) fn open(port: u32) -> Result<Self, KernelError> {
@@ -65,13 +55,13 @@ impl Listener {
             }
         }
         let news = News::new(Socket::open()?, port)?;
-        Ok(Self { socket: Multicast::Bare(socket), port, news, lost: false, buffer: vec![0; MESSAGE].into() })
+        Ok(Self { socket: Multicast::new(socket), port, news, lost: false, buffer: vec![0; MESSAGE].into() })
     }
 
     /// Makes the socket known to the runtime now, if there is one on this thread, else on the first use.
     pub(crate) fn registered_if_possible(mut self) -> Result<Self, KernelError> {
         if tokio::runtime::Handle::try_current().is_ok() {
-            self.socket.register(self.port)?;
+            self.socket.register(|socket| improve(socket, self.port))?;
         }
         Ok(self)
     }
@@ -84,7 +74,8 @@ impl Changes for Listener {
             if let Some(doubts) = self.news.pop() {
                 return Ok(doubts);
             }
-            let mut ready = self.socket.register(self.port)?.readable().await?;
+            let socket = self.socket.register(|socket| improve(socket, self.port))?;
+            let mut ready = socket.readable().await?;
             for _ in 0..AT_ONCE {
                 match ready.try_io(|socket| socket.get_ref().recv(&mut self.buffer, Msg::TRUNC)) {
                     Ok(Ok(_)) if self.lost => {}
@@ -109,34 +100,9 @@ impl Changes for Listener {
     }
 }
 
-impl Multicast {
-    fn register(&mut self, port: u32) -> Result<&AsyncFd<NlSocket>, KernelError> {
-        if matches!(self, Self::Bare(_))
-            && let Self::Bare(socket) = std::mem::replace(self, Self::Lost)
-        {
-            let socket = registered(socket)?;
-            improve(&socket, port);
-            *self = Self::Registered(socket);
-        }
-        match self {
-            Self::Registered(socket) => Ok(socket),
-            _ => Err(KernelError::explained(ENOBUFS, "the socket could not be registered with the runtime")),
-        }
-    }
-}
-
-// The successor is `unsafe` because not every type keeps its descriptor for itself. An NlSocket does: it owns the
-// descriptor, never changes it and closes it when dropped. Without unsafe code this is the way to say so.
-#[expect(deprecated, reason = "sound for a socket that owns its descriptor; the successor needs unsafe code")]
-fn registered(socket: NlSocket) -> io::Result<AsyncFd<NlSocket>> {
-    AsyncFd::with_interest(socket, Interest::READABLE)
-}
-
 /// Makes an overrun less likely: a larger buffer where that is permitted, and without our own messages in it.
 fn improve(socket: &impl AsFd, port: u32) {
-    if let Err(error) = setsockopt(socket, sockopt::RcvBufForce, &RECEIVE_BUFFER) {
-        tracing::debug!(%error, "the receive buffer keeps to net.core.rmem_max");
-    }
+    multicast::force_receive_buffer(socket, RECEIVE_BUFFER);
     if let Err(error) = SockRef::from(socket).attach_filter(&without_own_messages(port)) {
         tracing::debug!(%error, "our own messages are not filtered in the kernel");
     }

@@ -39,8 +39,14 @@ pub(crate) struct Socket {
 }
 
 impl Socket {
+    /// Opens one to rtnetlink.
     pub(crate) fn open() -> io::Result<Self> {
-        let socket = NlSocket::connect(NlFamily::Route, None, Groups::empty())?;
+        Self::open_to(NlFamily::Route)
+    }
+
+    /// Opens one to any part of the kernel that does its work inside `send`.
+    pub(crate) fn open_to(family: NlFamily) -> io::Result<Self> {
+        let socket = NlSocket::connect(family, None, Groups::empty())?;
         // Old kernels lack these: then errors are bare and dumps are not filtered, which the readers do anyway.
         for enabled in [socket.enable_ext_ack(true), socket.enable_strict_checking(true)] {
             if let Err(error) = enabled {
@@ -131,6 +137,31 @@ impl Socket {
             Ok(()) => results,
             // Which of them failed is not known; all of them can be repeated.
             Err(error) => vec![Err(error); count],
+        }
+    }
+
+    /// Sends all of `batch` as it is, and returns what the kernel said of each message: `None` of those that it did not
+    /// mention.
+    pub(crate) fn send_as_is(
+        &mut self,
+        batch: &mut Messages,
+    ) -> Result<Vec<Option<Result<(), KernelError>>>, KernelError> {
+        let count = batch.len();
+        let first = self.sequence;
+        self.sequence = first.wrapping_add(u32::try_from(count).expect("a batch is short"));
+        self.socket.send(batch.ready(0, count, first, NlmF::empty()), Msg::empty())?;
+        let mut results = vec![None; count];
+        let received = self.receive_until(|message| {
+            let n = message.sequence.wrapping_sub(first) as usize;
+            if message.kind == ERROR && n < count {
+                results[n] = Some(outcome(message, true));
+            }
+            false
+        });
+        match received {
+            // All that there is was read; that is the end.
+            Err(error) if error.errno == EBADMSG => Ok(results),
+            received => received.map(|()| results),
         }
     }
 

@@ -19,7 +19,7 @@ const FLAGS: u16 = 0b11 << 14;
 
 /// Requests, one after the other in one buffer.
 #[derive(Debug, Default)]
-pub(crate) struct Messages {
+pub struct Messages {
     bytes: Cursor<Vec<u8>>,
     starts: Vec<usize>,
 }
@@ -54,14 +54,17 @@ impl Messages {
     }
 
     /// Adds an attribute.
-    pub(crate) fn attr(&mut self, kind: impl Into<u16>, value: &[u8]) -> &mut Self {
+    ///
+    /// # Panics
+    /// `value` has more than 65,531 bytes.
+    pub fn attr(&mut self, kind: impl Into<u16>, value: &[u8]) -> &mut Self {
         let len = u16::try_from(4 + value.len()).expect("no attribute of ours is longer than a name");
         self.put(&len.to_ne_bytes()).put(&kind.into().to_ne_bytes()).put(value);
         self.put(&[0; 3][..value.len().next_multiple_of(4) - value.len()])
     }
 
     /// Adds a number in the machine's byte order.
-    pub(crate) fn u32(&mut self, kind: impl Into<u16>, value: u32) -> &mut Self {
+    pub fn u32(&mut self, kind: impl Into<u16>, value: u32) -> &mut Self {
         self.attr(kind, &value.to_ne_bytes())
     }
 
@@ -74,12 +77,12 @@ impl Messages {
     }
 
     /// Adds a text with the zero that ends it.
-    pub(crate) fn text(&mut self, kind: impl Into<u16>, value: &str) -> &mut Self {
+    pub fn text(&mut self, kind: impl Into<u16>, value: &str) -> &mut Self {
         self.attr(kind, &[value.as_bytes(), &[0]].concat())
     }
 
     /// Adds an attribute that consists of those that `fill` adds.
-    pub(crate) fn nest(&mut self, kind: impl Into<u16>, fill: impl FnOnce(&mut Self)) -> &mut Self {
+    pub fn nest(&mut self, kind: impl Into<u16>, fill: impl FnOnce(&mut Self)) -> &mut Self {
         let start = self.bytes.get_ref().len();
         self.attr(kind.into() | NESTED, &[]);
         fill(self);
@@ -189,7 +192,7 @@ pub(crate) fn outcome(message: &Message<'_>, is_error: bool) -> Result<(), Kerne
 
 /// The attributes of a message or in another attribute: type without flags, and value. A malformed one ends them.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Attributes<'a>(pub(crate) &'a [u8]);
+pub struct Attributes<'a>(pub &'a [u8]);
 
 impl<'a> Iterator for Attributes<'a> {
     type Item = (u16, &'a [u8]);

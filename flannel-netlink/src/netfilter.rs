@@ -1,0 +1,279 @@
+//! A connection to netfilter (`NETLINK_NETFILTER`): all-or-nothing batches, questions, dumps, and what others change.
+//!
+//! The one thing to know: this is the envelope only. What is in the messages (tables, chains, rules) is the caller's
+//! business, and numbers in them are big-endian.
+//!
+//! **Source**: linux `net/netfilter/nfnetlink.c`.
+
+use std::io;
+
+use flannel_core::KernelError;
+use neli::consts::nl::NlmF;
+use neli::consts::socket::{Msg, NlFamily};
+use neli::socket::NlSocket;
+use neli::utils::Groups;
+
+use crate::multicast::{self, Multicast};
+use crate::socket::Socket;
+use crate::wire::{EBADMSG, messages};
+
+pub use crate::wire::{Attributes, Messages};
+
+/// `NFNL_MSG_BATCH_BEGIN` and `_END`.
+const BATCH: [u16; 2] = [16, 17];
+/// Bytes of `struct nfgenmsg`.
+const HEADER: usize = 4;
+/// Bytes for messages not yet read; what is lost is known to be lost.
+const RECEIVE_BUFFER: usize = 1 << 20;
+/// No multicast message is longer.
+const MESSAGE: usize = 32 << 10;
+/// How many datagrams are read before the caller is told.
+const AT_ONCE: usize = 1024;
+const ENOBUFS: i32 = 105;
+
+/// What a message is about: a kind within a subsystem, and an address family.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Kind {
+    /// `NFNL_SUBSYS_…`; 10 is nf_tables.
+    pub subsystem: u8,
+    /// The subsystem's message number, such as `NFT_MSG_NEWTABLE`.
+    pub number: u8,
+    /// `NFPROTO_…`: 2 is IPv4, 10 is IPv6, 0 is any.
+    pub family: u8,
+}
+
+impl Kind {
+    fn message(self) -> u16 {
+        u16::from_be_bytes([self.subsystem, self.number])
+    }
+
+    /// `struct nfgenmsg`: family, version 0, no resource.
+    fn header(self) -> u32 {
+        u32::from_ne_bytes([self.family, 0, 0, 0])
+    }
+}
+
+/// How a thing is to be made; the kernel refuses nothing for being there already unless told so.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Make {
+    /// Nothing is made: a deletion.
+    Nothing,
+    /// Made, or left as it is if it is there (`NLM_F_CREATE`).
+    Create,
+    /// Made behind the others of its list (`NLM_F_CREATE`, `NLM_F_APPEND`).
+    Append,
+}
+
+impl Make {
+    fn flags(self) -> NlmF {
+        match self {
+            Self::Nothing => NlmF::empty(),
+            Self::Create => NlmF::CREATE,
+            Self::Append => NlmF::CREATE | NlmF::APPEND,
+        }
+    }
+}
+
+/// Changes of one subsystem that happen together or not at all.
+#[derive(Debug)]
+pub struct Batch {
+    subsystem: u8,
+    messages: Messages,
+}
+
+impl Batch {
+    /// An empty one.
+    pub fn new(subsystem: u8) -> Self {
+        let mut batch = Self { subsystem, messages: Messages::default() };
+        batch.fence(BATCH[0]);
+        batch
+    }
+
+    /// Adds a change; `fill` adds its attributes. At most some 200 fit, for each of them is answered.
+    pub fn add(&mut self, number: u8, family: u8, make: Make, fill: impl FnOnce(&mut Messages)) -> &mut Self {
+        let kind = Kind { subsystem: self.subsystem, number, family };
+        fill(self.messages.begin(kind.message(), make.flags() | NlmF::ACK, &kind.header()));
+        self
+    }
+
+    /// Begin and end name the subsystem in the header's resource, which is big-endian.
+    fn fence(&mut self, kind: u16) {
+        self.messages.begin(kind, NlmF::empty(), &u32::from_ne_bytes([0, 0, 0, self.subsystem]));
+    }
+}
+
+/// A batch that the kernel refused as a whole.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refused {
+    /// Which change it did not like, in the order of [`Batch::add`]; `None` if it did not look at them.
+    pub change: Option<usize>,
+    /// Why.
+    pub error: KernelError,
+}
+
+/// What the kernel answers or tells.
+#[derive(Debug, Clone, Copy)]
+pub struct Told<'a> {
+    /// What it is about.
+    pub kind: Kind,
+    /// Its attributes.
+    pub attributes: Attributes<'a>,
+}
+
+impl<'a> Told<'a> {
+    fn read(message: &crate::wire::Message<'a>) -> Option<Self> {
+        let [subsystem, number] = message.kind.to_be_bytes();
+        let kind = Kind { subsystem, number, family: *message.payload.first()? };
+        Some(Self { kind, attributes: Attributes(message.payload.get(HEADER..)?) })
+    }
+}
+
+/// A connection, in the network namespace of the thread that opened it.
+///
+/// # Blocking
+/// The kernel does its work inside each call: microseconds, longer while somebody else commits a large ruleset.
+pub struct NetfilterSocket(Socket);
+
+impl NetfilterSocket {
+    /// Opens one; this needs no privilege, everything else needs `CAP_NET_ADMIN`.
+    ///
+    /// # Errors
+    /// The kernel has no netfilter netlink.
+    pub fn open() -> Result<Self, KernelError> {
+        Ok(Self(Socket::open_to(NlFamily::Netfilter)?))
+    }
+
+    /// The port that notifications of our own changes carry.
+    pub fn port(&self) -> u32 {
+        self.0.port()
+    }
+
+    /// Carries out a batch, all of it or nothing.
+    ///
+    /// # Errors
+    /// The first change that was refused and why; then nothing was changed.
+    pub fn commit(&mut self, mut batch: Batch) -> Result<(), Refused> {
+        batch.fence(BATCH[1]);
+        let whole = |error| Refused { change: None, error };
+        let results = self.0.send_as_is(&mut batch.messages).map_err(whole)?;
+        let changes = results.len() - 2;
+        if let Some((n, Some(Err(error)))) =
+            results.iter().enumerate().find(|(_, result)| matches!(result, Some(Err(_))))
+        {
+            let change = n.checked_sub(1).filter(|change| *change < changes);
+            return Err(Refused { change, error: error.clone() });
+        }
+        match results[1..=changes].iter().position(Option::is_none) {
+            None => Ok(()),
+            Some(change) => {
+                let error = KernelError::explained(EBADMSG, "the kernel did not answer");
+                Err(Refused { change: Some(change), error })
+            }
+        }
+    }
+
+    /// Asks for one thing; `fill` adds the attributes that name it.
+    ///
+    /// # Errors
+    /// It is not there ([`KernelError::is_absent`]), may not be seen, or `read` cannot make sense of it.
+    pub fn ask<T>(
+        &mut self,
+        kind: Kind,
+        fill: impl FnOnce(&mut Messages),
+        read: impl Fn(&Told<'_>) -> Option<T>,
+    ) -> Result<T, KernelError> {
+        self.0.ask(request(kind, fill), |message| read(&Told::read(message)?))
+    }
+
+    /// Reads a list: everything for which `read` is not `None`, in the kernel's order.
+    ///
+    /// # Errors
+    /// It may not be seen, or changes faster than it can be read.
+    pub fn dump<T>(
+        &mut self,
+        kind: Kind,
+        fill: impl FnOnce(&mut Messages),
+        read: impl Fn(&Told<'_>) -> Option<T>,
+    ) -> Result<Vec<T>, KernelError> {
+        self.0.dump(request(kind, fill), |message| read(&Told::read(message)?))
+    }
+}
+
+impl std::fmt::Debug for NetfilterSocket {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("NetfilterSocket").field("port", &self.port()).finish()
+    }
+}
+
+fn request(kind: Kind, fill: impl FnOnce(&mut Messages)) -> Messages {
+    let mut messages = Messages::one(kind.message(), NlmF::empty(), &kind.header());
+    fill(&mut messages);
+    messages
+}
+
+/// Listens to what others change.
+pub struct NetfilterEvents {
+    socket: Multicast,
+    /// Whose changes are our own.
+    own_port: u32,
+    /// Messages were lost, and more will be until all that is there was read.
+    lost: bool,
+    buffer: Box<[u8]>,
+}
+
+impl NetfilterEvents {
+    /// Listens to `group` (`NFNLGRP_…`; 7 is nf_tables) in the network namespace of the calling thread, from now on;
+    /// changes by the socket with `own_port` are our own.
+    ///
+    /// # Errors
+    /// Listening takes `CAP_NET_ADMIN`.
+    pub fn listen(group: u32, own_port: u32) -> Result<Self, KernelError> {
+        let socket = NlSocket::connect(NlFamily::Netfilter, None, Groups::empty())?;
+        socket.nonblock()?;
+        socket.set_recv_buffer_size(RECEIVE_BUFFER)?;
+        socket.add_mcast_membership(Groups::new_groups(&[group]))?;
+        let buffer = vec![0; MESSAGE].into();
+        Ok(Self { socket: Multicast::new(socket), own_port, lost: false, buffer })
+    }
+
+    /// Returns when somebody else changed something that `concerns` us, or when that cannot be excluded because
+    /// messages were lost. Many changes at once are told once.
+    ///
+    /// # Errors
+    /// The socket broke; another call would fail too.
+    ///
+    /// # Cancel safety
+    /// Nothing is lost: what was read was judged in the same breath.
+    pub async fn changed(&mut self, concerns: impl Fn(&Told<'_>) -> bool) -> Result<(), KernelError> {
+        let mut told = false;
+        while !told {
+            let improve = |socket: &_| multicast::force_receive_buffer(socket, RECEIVE_BUFFER);
+            let mut ready = self.socket.register(improve)?.readable().await?;
+            for _ in 0..AT_ONCE {
+                match ready.try_io(|socket| socket.get_ref().recv(&mut self.buffer, Msg::TRUNC)) {
+                    Ok(Ok((len, _))) => {
+                        told |= !self.lost && concerning(self.buffer.get(..len), self.own_port, &concerns);
+                    }
+                    // From here on the kernel drops what it has to tell until everything was read.
+                    Ok(Err(error)) if error.raw_os_error() == Some(ENOBUFS) => self.lost = true,
+                    Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Ok(Err(error)) => return Err(error.into()),
+                    Err(_nothing_left) => {
+                        told |= std::mem::take(&mut self.lost);
+                        break;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A datagram tells of somebody else's change that concerns us, or cannot be understood.
+fn concerning(datagram: Option<&[u8]>, own_port: u32, concerns: impl Fn(&Told<'_>) -> bool) -> bool {
+    let Some(datagram) = datagram else { return true };
+    let by_others = |message: &crate::wire::Message<'_>| {
+        message.port != own_port && Told::read(message).as_ref().is_none_or(&concerns)
+    };
+    messages(datagram).any(|message| message.as_ref().map_or(true, by_others))
+}
