@@ -1,0 +1,268 @@
+//! The one task that keeps the rules in place.
+//!
+//! The one thing to know: it does not carry out events. Whatever wakes it, it compares what is there with what is wanted
+//! last, and writes where they differ.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use tokio::sync::watch;
+use tokio::time::{Instant, Interval, MissedTickBehavior};
+
+use crate::error::Error;
+use crate::iptables::Iptables;
+use crate::iptables::program::Programs;
+use crate::nft::{self, Nft};
+use crate::rules::Rules;
+use crate::status::{Deviation, Failure, Repair, Status};
+
+/// The shortest period; also how long changes by others are gathered before they are answered.
+const SHORTEST: Duration = Duration::from_millis(10);
+
+/// In which of the kernel's firewalls the rules are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// nf_tables, over netlink (`"EnableNFTables": true`): no program is run, changes are noticed at once.
+    Nftables,
+    /// iptables, through its programs: one `iptables-save` for each family and period.
+    Iptables,
+}
+
+/// How a [`Firewall`] works.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// How often the rules are checked (`--iptables-resync`); less than 10 ms count as 10 ms. Failures are tried again
+    /// as often.
+    pub resync: Duration,
+    /// The programs of iptables. In nftables mode they serve only to remove what an earlier flannel left in iptables.
+    pub programs: Programs,
+}
+
+/// As flannel's options default: every 5 seconds.
+impl Default for Options {
+    fn default() -> Self {
+        Self { resync: Duration::from_secs(5), programs: Programs::default() }
+    }
+}
+
+/// Keeps the rules of one network in place on one host.
+///
+/// Dropping it leaves the rules where they are; the next one adopts them, ours or Go flannel's. [`cleanup`] removes
+/// them.
+///
+/// ```no_run
+/// use flannel_firewall::{Firewall, Mode, Options, Rules};
+/// use tokio::sync::watch;
+///
+/// # async fn example(rules: Rules) -> Result<(), flannel_firewall::Error> {
+/// let (_wanted, rules) = watch::channel(rules);
+/// let firewall = Firewall::open(Mode::Nftables, Options::default()).await?;
+/// let mut status = firewall.status();
+/// tokio::spawn(firewall.run(rules));
+/// let _ = status.wait_for(|status| status.in_place).await;
+/// # Ok(()) }
+/// ```
+pub struct Firewall {
+    engine: Engine,
+    options: Options,
+    status: watch::Sender<Status>,
+}
+
+enum Engine {
+    Nftables(Nft),
+    Iptables(Iptables),
+}
+
+impl Firewall {
+    /// Opens the firewall of the network namespace of this thread; nothing is changed yet.
+    ///
+    /// # Errors
+    /// What will not pass by itself: a missing privilege, kernel part or program.
+    ///
+    /// # Cancel safety
+    /// It may be dropped.
+    pub async fn open(mode: Mode, options: Options) -> Result<Self, Error> {
+        let engine = match mode {
+            Mode::Nftables => Engine::Nftables(Nft::open()?),
+            Mode::Iptables => Engine::Iptables(Iptables::open(options.programs.clone()).await?),
+        };
+        Ok(Self { engine, options, status: watch::Sender::default() })
+    }
+
+    /// How it is, now and later.
+    pub fn status(&self) -> watch::Receiver<Status> {
+        self.status.subscribe()
+    }
+
+    /// Makes the host follow `rules` for as long as it is polled; failures are in the status and tried again.
+    ///
+    /// When the rules are in place, what an earlier flannel left in the other mode is removed. If the sender of `rules`
+    /// is gone the last ones count.
+    ///
+    /// # Cancel safety
+    /// Dropping it stops it. What is in place stays; it is never a part of a transaction.
+    pub async fn run(mut self, mut rules: watch::Receiver<Rules>) -> Infallible {
+        let mut ticks = tokio::time::interval(self.options.resync.max(SHORTEST));
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        ticks.tick().await;
+        // What was in place when last checked: what differs from it was changed by somebody else.
+        let mut placed: Option<Rules> = None;
+        let mut others_gone = false;
+        let mut closed = false;
+        loop {
+            let wanted = rules.borrow_and_update().clone();
+            let (deviations, failure) = self.reconcile(&wanted).await;
+            let by_others = placed.as_ref() == Some(&wanted);
+            if failure.is_none() {
+                placed = Some(wanted);
+                if !others_gone {
+                    others_gone = self.remove_others().await;
+                }
+            } else if placed.as_ref() != Some(&wanted) {
+                placed = None;
+            }
+            self.tell(deviations, by_others, failure);
+            self.wait(&mut rules, &mut ticks, &mut closed).await;
+        }
+    }
+
+    async fn reconcile(&mut self, wanted: &Rules) -> (Vec<Deviation>, Option<Error>) {
+        match &mut self.engine {
+            Engine::Nftables(nft) => match nft.reconcile(wanted).await {
+                Ok(deviations) => (deviations, None),
+                Err(error) => (Vec::new(), Some(error)),
+            },
+            Engine::Iptables(iptables) => iptables.reconcile(wanted).await,
+        }
+    }
+
+    /// Removes what is ours and not kept by this one; true once there is nothing.
+    async fn remove_others(&self) -> bool {
+        let programs = &self.options.programs;
+        let (removed, mut failed) = match &self.engine {
+            Engine::Nftables(_) => Iptables::clean(programs, None, true).await,
+            Engine::Iptables(used) => {
+                let (mut removed, mut failed) = Iptables::clean(programs, Some(used), true).await;
+                match nft::clean(true) {
+                    Ok(there) => removed.extend(there),
+                    Err(error) => failed.push(error),
+                }
+                (removed, failed)
+            }
+        };
+        for deviation in &removed {
+            tracing::info!(object = deviation.object, "removed what another mode had left");
+        }
+        let failed = failed.pop().map(Arc::new);
+        let gone = failed.is_none();
+        self.status.send_if_modified(|status| {
+            let news = failed.is_some() != status.leftovers.is_some();
+            if let Some(error) = failed.as_ref().filter(|_| news) {
+                tracing::warn!(%error, "rules that another mode may have left are not removed");
+            }
+            status.leftovers = failed;
+            news
+        });
+        gone
+    }
+
+    fn tell(&self, deviations: Vec<Deviation>, by_others: bool, failure: Option<Error>) {
+        let at = SystemTime::now();
+        self.status.send_if_modified(|status| {
+            let mut news = status.in_place == failure.is_some() || !deviations.is_empty();
+            status.checks += 1;
+            status.in_place = failure.is_none();
+            if !deviations.is_empty() && by_others {
+                let found: Vec<_> = deviations.iter().map(ToString::to_string).collect();
+                tracing::warn!(found = found.join("; "), "rules were changed from outside, and put back");
+                status.repairs += 1;
+                status.last_repair = Some(Repair { at, found: deviations });
+            } else if !deviations.is_empty() {
+                tracing::info!(changes = deviations.len(), "rules are in place");
+                status.changes += 1;
+            }
+            let before = status.failure.take();
+            status.failure = failure.map(|error| {
+                let since = before.as_ref().map_or(at, |before| before.since);
+                if before.is_none() {
+                    tracing::warn!(%error, "rules are not in place");
+                    news = true;
+                }
+                Failure { since, times: before.map_or(1, |before| before.times + 1), error: Arc::new(error) }
+            });
+            news
+        });
+    }
+
+    /// Returns when there may be something to do.
+    async fn wait(&mut self, rules: &mut watch::Receiver<Rules>, ticks: &mut Interval, closed: &mut bool) {
+        loop {
+            let disturbed = async {
+                match &mut self.engine {
+                    Engine::Nftables(nft) => nft.disturbed().await,
+                    Engine::Iptables(_) => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                changed = rules.changed(), if !*closed => match changed {
+                    Ok(()) => return,
+                    Err(_) => *closed = true,
+                },
+                _ = ticks.tick() => return,
+                disturbed = disturbed => return self.after_disturbance(disturbed).await,
+            }
+        }
+    }
+
+    /// Gathers what else comes, so that a fight with somebody else costs little.
+    async fn after_disturbance(&mut self, disturbed: Result<(), Error>) {
+        if let Err(error) = disturbed {
+            tracing::warn!(%error, "opened anew");
+            match Nft::open() {
+                Ok(nft) => self.engine = Engine::Nftables(nft),
+                Err(error) => {
+                    tracing::warn!(%error, "changes by others are noticed late");
+                    return tokio::time::sleep(self.options.resync.max(SHORTEST)).await;
+                }
+            }
+        }
+        tokio::time::sleep_until(Instant::now() + SHORTEST).await;
+    }
+}
+
+impl std::fmt::Debug for Firewall {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Firewall").field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+/// What [`cleanup`] found and did.
+#[derive(Debug, Default)]
+#[non_exhaustive]
+pub struct Cleanup {
+    /// What was there: tables, chains and jumps of ours, and of Go flannel's.
+    pub found: Vec<Deviation>,
+    /// What could not be looked at or removed.
+    pub failed: Vec<Error>,
+}
+
+/// Removes exactly our rules from nftables and from every variant of iptables that is installed; goes on after a
+/// failure. A second call finds nothing.
+pub async fn cleanup(programs: &Programs) -> Cleanup {
+    clean(programs, true).await
+}
+
+/// What [`cleanup`] would remove.
+pub async fn leftovers(programs: &Programs) -> Cleanup {
+    clean(programs, false).await
+}
+
+async fn clean(programs: &Programs, write: bool) -> Cleanup {
+    let (mut found, mut failed) = Iptables::clean(programs, None, write).await;
+    match nft::clean(write) {
+        Ok(there) => found.extend(there),
+        Err(error) => failed.push(error),
+    }
+    Cleanup { found, failed }
+}

@@ -1,0 +1,120 @@
+//! Rules in iptables, through `iptables-save` and `iptables-restore`.
+//!
+//! The one thing to know: iptables tells nobody of changes, so it is asked: one `iptables-save` for each family and
+//! period, and no other process while nothing differs.
+
+pub(crate) mod program;
+pub(crate) mod script;
+
+use flannel_core::{Dual, Family};
+
+use self::program::{Programs, Tool};
+use self::script::script;
+use crate::error::Error;
+use crate::rules::Rules;
+use crate::status::Deviation;
+
+/// How often a script is tried that does not fit any more what is there.
+const TRIES: usize = 3;
+
+/// The host's iptables, in the network namespace of the thread that runs the programs.
+#[derive(Debug)]
+pub(crate) struct Iptables {
+    programs: Programs,
+    tools: Dual<Tool>,
+    /// Families in which there is nothing of ours, and nothing is wanted.
+    empty: Dual<()>,
+}
+
+impl Iptables {
+    /// Finds the programs, and makes sure that they may read the rules.
+    pub(crate) async fn open(programs: Programs) -> Result<Self, Error> {
+        let (v4, v6) = (programs.find(Family::V4), programs.find(Family::V6));
+        let tools = match (v4, v6) {
+            (Err(error), Err(_)) => return Err(error),
+            (v4, v6) => Dual { v4: v4.ok(), v6: v6.ok() },
+        };
+        if let Some(tool) = tools.values().next() {
+            tool.save().await?;
+        }
+        Ok(Self { programs, tools, empty: Dual::default() })
+    }
+
+    /// Makes the rules those of `rules`; returns in what they differed, and what could not be done.
+    pub(crate) async fn reconcile(&mut self, rules: &Rules) -> (Vec<Deviation>, Option<Error>) {
+        let (mut deviations, mut failed) = (Vec::new(), None);
+        for family in Family::BOTH {
+            // The other family shall have its rules all the same.
+            match self.reconcile_family(rules, family).await {
+                Ok(differed) => deviations.extend(differed),
+                Err(error) => failed = failed.or(Some(error)),
+            }
+        }
+        (deviations, failed)
+    }
+
+    async fn reconcile_family(&mut self, rules: &Rules, family: Family) -> Result<Vec<Deviation>, Error> {
+        let wanted = rules.has(family);
+        if !wanted && self.empty[family].is_some() {
+            return Ok(Vec::new());
+        }
+        if self.tools[family].is_none() {
+            match self.programs.find(family) {
+                Ok(tool) => self.tools[family] = Some(tool),
+                Err(error) if wanted => return Err(error),
+                // Where there is no program, nothing is kept.
+                Err(_) => return Ok(Vec::new()),
+            }
+        }
+        let Some(tool) = &mut self.tools[family] else { return Ok(Vec::new()) };
+        let deviations = reconcile(tool, rules, family, true).await?;
+        self.empty[family] = (!wanted).then_some(());
+        Ok(deviations)
+    }
+
+    /// Removes what is ours from the variants that this one is not, or from all of them; or only looks. Returns what
+    /// was there, and what could not be removed.
+    pub(crate) async fn clean(
+        programs: &Programs,
+        except: Option<&Self>,
+        write: bool,
+    ) -> (Vec<Deviation>, Vec<Error>) {
+        let (mut removed, mut failed) = (Vec::new(), Vec::new());
+        for family in Family::BOTH {
+            for mut tool in programs.find_all(family) {
+                if except.and_then(|used| used.tools[family].as_ref()).is_some_and(|used| used.is(&tool)) {
+                    continue;
+                }
+                match reconcile(&mut tool, &Rules::default(), family, write).await {
+                    Ok(there) => removed.extend(there),
+                    Err(error) => failed.push(error),
+                }
+            }
+        }
+        (removed, failed)
+    }
+}
+
+async fn reconcile(
+    tool: &mut Tool,
+    rules: &Rules,
+    family: Family,
+    write: bool,
+) -> Result<Vec<Deviation>, Error> {
+    let mut tries = TRIES;
+    loop {
+        let random = !rules.has(family) || tool.is_modern().await?;
+        let script = script(&tool.save().await?, rules, family, random, &tool.name);
+        if script.text.is_empty() || !write {
+            return Ok(script.deviations);
+        }
+        tracing::debug!(program = tool.name, script = script.text, "writing rules");
+        tries -= 1;
+        match tool.restore(&script.text).await {
+            Ok(()) => return Ok(script.deviations),
+            // Somebody removed a rule that was to be deleted, perhaps.
+            Err(error) if tries > 0 => tracing::debug!(%error, "tried again with what is there now"),
+            Err(error) => return Err(error),
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! The programs `iptables-save` and `iptables-restore`, and their IPv6 twins. The one thing to know: this is the only
+//! place where this crate starts a process.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use flannel_core::Family;
+use tokio::io::AsyncWriteExt;
+use tokio::process::Command;
+
+use crate::error::Error;
+
+/// A program that takes longer hangs; the lock that they wait for is held for milliseconds.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// The first version with `--wait` and `--random-fully`.
+const MODERN: [u32; 3] = [1, 6, 2];
+
+/// Which programs of iptables are used, and where they are.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Programs {
+    /// Which variant; by default the one that the host calls `iptables`.
+    pub variant: Variant,
+    /// Directories that are searched, separated by `:`; `None` searches `PATH`, `/usr/sbin` and `/sbin`.
+    pub path: Option<OsString>,
+}
+
+/// Variants of iptables: the same rules, kept in different parts of the kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Variant {
+    /// What the host calls `iptables`.
+    #[default]
+    Host,
+    /// `iptables-nft`: rules in nf_tables.
+    Nft,
+    /// `iptables-legacy`: rules in the kernel's older tables.
+    Legacy,
+}
+
+impl Variant {
+    pub(crate) const ALL: [Self; 3] = [Self::Host, Self::Nft, Self::Legacy];
+}
+
+impl Programs {
+    /// The programs for a family.
+    pub(crate) fn find(&self, family: Family) -> Result<Tool, Error> {
+        let name = name(family, self.variant);
+        let found = |program: &str| {
+            let searched = self.path.clone().unwrap_or_else(usual_path);
+            let path =
+                std::env::split_paths(&searched).map(|dir| dir.join(program)).find(|path| path.is_file());
+            path.ok_or_else(|| Error::NoProgram {
+                program: program.to_owned(),
+                searched: searched.to_string_lossy().into_owned(),
+            })
+        };
+        let (save, restore) = (found(&format!("{name}-save"))?, found(&format!("{name}-restore"))?);
+        Ok(Tool { name, save, restore, modern: None })
+    }
+
+    /// The programs for a family of all variants that are there, each once.
+    pub(crate) fn find_all(&self, family: Family) -> Vec<Tool> {
+        let mut tools: Vec<Tool> = Vec::new();
+        // The host's own name is a link to one of the others; it comes last, to be named after what it is.
+        for variant in Variant::ALL.into_iter().rev() {
+            match (Self { variant, ..self.clone() }).find(family) {
+                Ok(tool) if tools.iter().all(|known| !known.is(&tool)) => tools.push(tool),
+                Ok(_) => {}
+                Err(error) => tracing::debug!(%error, "not looked for rules there"),
+            }
+        }
+        tools
+    }
+}
+
+/// The programs of one variant for one family.
+#[derive(Debug)]
+pub(crate) struct Tool {
+    /// How the variant is called, for example `ip6tables-legacy`.
+    pub(crate) name: String,
+    save: PathBuf,
+    restore: PathBuf,
+    /// It is of version 1.6.2 or later; `None` until it was asked.
+    modern: Option<bool>,
+}
+
+impl Tool {
+    /// Two names of one program.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        let same = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        same(&self.save) == same(&other.save)
+    }
+
+    /// All rules, as text.
+    pub(crate) async fn save(&self) -> Result<String, Error> {
+        run(&self.save, &[], "").await
+    }
+
+    /// Carries out a script: each table's part at once, or not at all.
+    pub(crate) async fn restore(&mut self, script: &str) -> Result<(), Error> {
+        let args: &[&str] = if self.is_modern().await? { &["--noflush", "--wait"] } else { &["--noflush"] };
+        run(&self.restore, args, script).await.map(drop)
+    }
+
+    /// It knows `--random-fully`. Asked once.
+    pub(crate) async fn is_modern(&mut self) -> Result<bool, Error> {
+        if let Some(modern) = self.modern {
+            return Ok(modern);
+        }
+        // `iptables-restore` tells its version too, so no third program is needed.
+        let text = run(&self.restore, &["--version"], "").await?;
+        let modern = version(&text).is_none_or(|version| version >= MODERN);
+        tracing::debug!(program = self.name, version = text.trim(), modern, "found");
+        self.modern = Some(modern);
+        Ok(modern)
+    }
+}
+
+fn name(family: Family, variant: Variant) -> String {
+    let program = match family {
+        Family::V4 => "iptables",
+        Family::V6 => "ip6tables",
+    };
+    let suffix = match variant {
+        Variant::Host => "",
+        Variant::Nft => "-nft",
+        Variant::Legacy => "-legacy",
+    };
+    format!("{program}{suffix}")
+}
+
+fn usual_path() -> OsString {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let dirs = std::env::split_paths(&path).chain(["/usr/sbin".into(), "/sbin".into()]);
+    // A directory of PATH with a colon in it cannot be in PATH.
+    std::env::join_paths(dirs).unwrap_or(path)
+}
+
+/// `iptables-restore v1.8.9 (nf_tables)` is 1.8.9.
+fn version(text: &str) -> Option<[u32; 3]> {
+    let mut numbers = text.split_whitespace().find_map(|word| word.strip_prefix('v'))?.split('.');
+    let mut next = || numbers.next()?.parse().ok();
+    Some([next()?, next()?, next().unwrap_or(0)])
+}
+
+/// Runs a program to its end; dropping the future ends it.
+async fn run(program: &Path, args: &[&str], input: &str) -> Result<String, Error> {
+    let failed = |source| Error::Run { program: program.to_owned(), source };
+    let mut command = Command::new(program);
+    command.args(args).env("LC_ALL", "C").kill_on_drop(true);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    tracing::trace!(program = %program.display(), "starting a process");
+    let mut child = command.spawn().map_err(failed)?;
+    let mut stdin = child.stdin.take().expect("it is piped");
+    let talk = async {
+        // Whoever does not read to the end says why on standard error.
+        let write = async {
+            let _ = stdin.write_all(input.as_bytes()).await;
+            drop(stdin);
+        };
+        tokio::join!(write, child.wait_with_output()).1
+    };
+    let output = tokio::time::timeout(PATIENCE, talk).await.unwrap_or_else(|_| {
+        let what = format!("did not end within {} s and was ended", PATIENCE.as_secs());
+        Err(std::io::Error::new(std::io::ErrorKind::TimedOut, what))
+    });
+    let output = output.map_err(failed)?;
+    if !output.status.success() {
+        return Err(Error::program(program.to_owned(), output.status, &output.stderr));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_numbers() {
+        assert_eq!(version("iptables-restore v1.8.9 (nf_tables)\n"), Some([1, 8, 9]));
+        assert_eq!(version("iptables-restore v1.8.10 (legacy)"), Some([1, 8, 10]));
+        assert!(version("iptables v1.6.1").unwrap() < MODERN);
+        assert_eq!(version("busybox"), None);
+    }
+
+    #[test]
+    fn a_missing_program_is_named_with_its_package() {
+        let dir = tempfile::tempdir().unwrap();
+        let programs = Programs { path: Some(dir.path().into()), ..Programs::default() };
+        let error = programs.find(Family::V6).unwrap_err().to_string();
+        assert!(error.starts_with("ip6tables-save is not in any of /"), "{error}");
+        assert!(
+            error.contains("install the package `iptables`") && error.contains("EnableNFTables"),
+            "{error}"
+        );
+    }
+
+    #[tokio::test]
+    async fn what_a_program_says_is_in_the_error() {
+        let error = run(Path::new("/bin/sh"), &["-c", "cat; echo no such thing >&2; exit 3"], "input").await;
+        let error = error.unwrap_err().to_string();
+        assert!(
+            error.contains("/bin/sh") && error.contains("3") && error.contains("no such thing"),
+            "{error}"
+        );
+        let refused =
+            run(Path::new("/bin/sh"), &["-c", "echo Permission denied '(you must be root)' >&2; exit 4"], "");
+        let error = refused.await.unwrap_err();
+        assert!(
+            matches!(error, Error::NotPermitted { .. }) && error.to_string().contains("CAP_NET_ADMIN"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,350 @@
+//! From what `iptables-save` prints and what is wanted to what `iptables-restore` is told: pure text.
+//!
+//! The one thing to know: chains are compared whole, in order, and one that differs is refilled whole; nothing is
+//! written where nothing differs.
+//!
+//! **Source**: flannel `pkg/trafficmngr/iptables`.
+
+use std::fmt::Write as _;
+
+use flannel_core::Family;
+
+use crate::rules::{Chain, Rule, Rules, Side, Verdict};
+use crate::status::{Deviation, Fault};
+
+/// A chain of ours, and the built-in chain that sends packets there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Place {
+    table: &'static str,
+    chain: &'static str,
+    hook: &'static str,
+    comment: &'static str,
+    /// What it is for; `None` for a name under which Go flannel leaves an empty chain behind.
+    content: Option<Chain>,
+}
+
+const PLACES: [Place; 3] = [
+    Place {
+        table: "nat",
+        chain: "FLANNEL-POSTRTG",
+        hook: "POSTROUTING",
+        comment: "flanneld masq",
+        content: Some(Chain::Postrouting),
+    },
+    Place {
+        table: "filter",
+        chain: "FLANNEL-FWD",
+        hook: "FORWARD",
+        comment: "flanneld forward",
+        content: Some(Chain::Forward),
+    },
+    // Go flannel's clean-up looks for its filter chain in the wrong table, and makes it there.
+    Place { table: "nat", chain: "FLANNEL-FWD", hook: "", comment: "", content: None },
+];
+
+/// What to tell `iptables-restore`, and why.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Script {
+    /// Its input; empty if nothing is to be done.
+    pub(crate) text: String,
+    /// What was found different.
+    pub(crate) deviations: Vec<Deviation>,
+}
+
+/// What turns the rules in `saved`, the output of `iptables-save`, into `rules`.
+///
+/// `program` is named in deviations. With `random` false the program cannot choose ports at random.
+pub(crate) fn script(saved: &str, rules: &Rules, family: Family, random: bool, program: &str) -> Script {
+    let mut script = Script::default();
+    for table in ["nat", "filter"] {
+        let mut lines = String::new();
+        for place in PLACES.iter().filter(|place| place.table == table) {
+            let wanted = place.content.map_or(&[][..], |chain| rules.of(family, chain));
+            let wanted: Vec<_> = wanted.iter().map(|rule| line(rule, place, random)).collect();
+            let found = Found::read(saved, place);
+            found.mend(place, &wanted, &mut lines, &mut |object: &str, fault| {
+                let object = format!("{program}, table {table}, {object}");
+                script.deviations.push(Deviation { object, fault });
+            });
+        }
+        if !lines.is_empty() {
+            let _ = write!(script.text, "*{table}\n{lines}COMMIT\n");
+        }
+    }
+    script
+}
+
+/// What is there of a chain of ours; lines as `iptables-save` prints them, without `-A` and the chain.
+#[derive(Debug, Default)]
+struct Found<'a> {
+    exists: bool,
+    rules: Vec<&'a str>,
+    /// Rules that send packets there: the chain that they are in, and what they are.
+    jumps: Vec<(&'a str, &'a str)>,
+}
+
+impl<'a> Found<'a> {
+    fn read(saved: &'a str, place: &Place) -> Self {
+        let mut found = Self::default();
+        let mut table = "";
+        for text in saved.lines() {
+            if let Some(name) = text.strip_prefix('*') {
+                table = name.trim();
+            }
+            if table != place.table {
+                continue;
+            }
+            if let Some(chain) = text.strip_prefix(':') {
+                found.exists |= chain.split(' ').next() == Some(place.chain);
+            }
+            // With `--counters` or from an old version there are counters before it.
+            let rule =
+                text.find("-A ").filter(|at| *at == 0 || text.starts_with('[')).map(|at| &text[at + 3..]);
+            let Some((chain, rule)) = rule.map(|rule| rule.split_once(' ').unwrap_or((rule, ""))) else {
+                continue;
+            };
+            if chain == place.chain {
+                found.rules.push(rule);
+            } else if goes_to(rule, place.chain) {
+                found.jumps.push((chain, rule));
+            }
+        }
+        found
+    }
+
+    /// Adds to `lines` what makes it as wanted.
+    fn mend(
+        &self,
+        place: &Place,
+        wanted: &[String],
+        lines: &mut String,
+        deviates: &mut impl FnMut(&str, Fault),
+    ) {
+        let Place { chain, hook, .. } = *place;
+        let title = format!("chain {chain}");
+        if wanted.is_empty() {
+            if self.exists || !self.jumps.is_empty() {
+                deviates(&title, Fault::Unwanted);
+                let _ = writeln!(lines, ":{chain} - [0:0]");
+                self.jumps.iter().for_each(|(chain, rule)| _ = writeln!(lines, "-D {chain} {rule}"));
+                let _ = writeln!(lines, "-X {chain}");
+            }
+            return;
+        }
+        let same = |(found, wanted): (&&str, &String)| meaning(found) == meaning(wanted);
+        let filled = self.rules.len() == wanted.len() && self.rules.iter().zip(wanted).all(same);
+        if !self.exists || !filled {
+            deviates(&title, if self.exists { Fault::Different } else { Fault::Missing });
+            // With `--noflush` this makes the chain, or empties it.
+            let _ = writeln!(lines, ":{chain} - [0:0]");
+            wanted.iter().for_each(|rule| _ = writeln!(lines, "-A {chain} {rule}"));
+        }
+        let jump = format!("-m comment --comment \"{}\" -j {chain}", place.comment);
+        let jumps: Vec<_> =
+            self.jumps.iter().filter(|(from, _)| *from == hook).map(|(_, rule)| *rule).collect();
+        let fault = match jumps[..] {
+            [only] if meaning(only) == meaning(&jump) => return,
+            [] => Fault::Missing,
+            [_] => Fault::Different,
+            _ => Fault::Repeated,
+        };
+        deviates(&format!("jump from {hook} to {chain}"), fault);
+        jumps.iter().for_each(|rule| _ = writeln!(lines, "-D {hook} {rule}"));
+        let _ = writeln!(lines, "-A {hook} {jump}");
+    }
+}
+
+/// A rule as `iptables` takes it and `iptables-save` prints it.
+fn line(rule: &Rule, place: &Place, random: bool) -> String {
+    let mut line = String::new();
+    for (side, option) in [(rule.source, "-s"), (rule.destination, "-d")] {
+        match side {
+            None => {}
+            Some(Side::In(subnet)) => _ = write!(line, "{option} {subnet} "),
+            Some(Side::NotIn(subnet)) => _ = write!(line, "! {option} {subnet} "),
+        }
+    }
+    if let Some(mark) = rule.mark {
+        let _ = write!(line, "-m mark --mark {mark:#x}/{mark:#x} ");
+    }
+    let target = match rule.verdict {
+        Verdict::Return => "RETURN",
+        Verdict::Accept => "ACCEPT",
+        Verdict::Masquerade { fully_random } if fully_random && random => "MASQUERADE --random-fully",
+        Verdict::Masquerade { .. } => "MASQUERADE",
+    };
+    let _ = write!(line, "-m comment --comment \"{}\" -j {target}", place.comment);
+    line
+}
+
+fn goes_to(rule: &str, chain: &str) -> bool {
+    // A comment may contain anything, so words count, not text.
+    words(rule).windows(2).any(|pair| matches!(&*pair[0], "-j" | "-g") && pair[1] == chain)
+}
+
+/// The parts of a rule whose order among each other means nothing.
+fn meaning(rule: &str) -> Vec<Vec<String>> {
+    let mut parts: Vec<Vec<String>> = Vec::new();
+    let mut negated = false;
+    for word in words(rule) {
+        let starts = matches!(&*word, "!" | "-s" | "-d" | "-i" | "-o" | "-p" | "-m" | "-j" | "-g" | "-f");
+        match parts.last_mut() {
+            Some(part) if !starts || negated => part.push(word.clone()),
+            _ => parts.push(vec![word.clone()]),
+        }
+        negated = word == "!";
+    }
+    parts.sort();
+    parts
+}
+
+/// The words of a rule; double quotes hold words together, a backslash takes what follows as it is.
+fn words(rule: &str) -> Vec<String> {
+    let (mut words, mut word, mut quoted) = (Vec::new(), None::<String>, false);
+    let mut chars = rule.chars();
+    while let Some(char) = chars.next() {
+        match char {
+            '"' => {
+                quoted = !quoted;
+                word.get_or_insert_default();
+            }
+            '\\' => word.get_or_insert_default().extend(chars.next()),
+            ' ' if !quoted => words.extend(word.take()),
+            _ => word.get_or_insert_default().push(char),
+        }
+    }
+    words.extend(word);
+    words
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rules::Wish;
+    use crate::rules::tests::rules;
+
+    const ALL: Wish = Wish { masquerade: true, fully_random: true, forward: true };
+
+    /// What Go flannel puts there, as `iptables-save` of 1.8.9 prints it.
+    const IN_PLACE: &str = r#"# Generated by iptables-save v1.8.9
+*filter
+:INPUT ACCEPT [0:0]
+:FORWARD ACCEPT [0:0]
+:OUTPUT ACCEPT [0:0]
+:FLANNEL-FWD - [0:0]
+-A FORWARD -m comment --comment "a foreign rule, -j FLANNEL-FWD" -j ACCEPT
+-A FORWARD -m comment --comment "flanneld forward" -j FLANNEL-FWD
+-A FLANNEL-FWD -s 10.1.0.0/16 -m comment --comment "flanneld forward" -j ACCEPT
+-A FLANNEL-FWD -d 10.1.0.0/16 -m comment --comment "flanneld forward" -j ACCEPT
+COMMIT
+*nat
+:PREROUTING ACCEPT [0:0]
+:POSTROUTING ACCEPT [0:0]
+:FLANNEL-POSTRTG - [0:0]
+-A POSTROUTING -s 172.17.0.0/16 ! -o docker0 -j MASQUERADE
+-A POSTROUTING -m comment --comment "flanneld masq" -j FLANNEL-POSTRTG
+-A FLANNEL-POSTRTG -m mark --mark 0x4000/0x4000 -m comment --comment "flanneld masq" -j RETURN
+-A FLANNEL-POSTRTG -s 10.1.7.0/24 -d 10.1.0.0/16 -m comment --comment "flanneld masq" -j RETURN
+-A FLANNEL-POSTRTG -s 10.1.0.0/16 -d 10.1.7.0/24 -m comment --comment "flanneld masq" -j RETURN
+-A FLANNEL-POSTRTG ! -s 10.1.0.0/16 -d 10.1.7.0/24 -m comment --comment "flanneld masq" -j RETURN
+-A FLANNEL-POSTRTG -s 10.1.0.0/16 ! -d 224.0.0.0/4 -m comment --comment "flanneld masq" -j MASQUERADE --random-fully
+-A FLANNEL-POSTRTG ! -s 10.1.0.0/16 -d 10.1.0.0/16 -m comment --comment "flanneld masq" -j MASQUERADE --random-fully
+COMMIT
+"#;
+
+    fn v4(saved: &str, wish: Wish) -> Script {
+        script(saved, &rules(wish), Family::V4, true, "iptables")
+    }
+
+    fn faults(script: &Script) -> Vec<String> {
+        let shorten = |deviation: &Deviation| deviation.to_string().replace("iptables, table ", "");
+        script.deviations.iter().map(shorten).collect()
+    }
+
+    /// Our own text, as it is given to an empty machine, is Go flannel's.
+    #[test]
+    fn an_empty_machine_gets_flannels_rules() {
+        let script = v4("", ALL);
+        let go: Vec<_> = IN_PLACE
+            .lines()
+            .filter(|line| line.contains("flanneld") || line.contains(":FLANNEL"))
+            .map(|line| line.to_owned())
+            .collect();
+        for line in &go {
+            assert!(script.text.lines().any(|ours| ours == line), "{line} is missing in\n{}", script.text);
+        }
+        assert_eq!(script.text.lines().count(), go.len() + 4, "{}", script.text);
+        assert_eq!(faults(&script).len(), 4);
+        let plain = super::script("", &rules(ALL), Family::V6, false, "ip6tables").text;
+        assert!(plain.contains("-s fd00:1::/48 ! -d ff00::/8") && !plain.contains("random"), "{plain}");
+    }
+
+    #[test]
+    fn what_go_flannel_left_is_adopted_as_it_is() {
+        assert_eq!(v4(IN_PLACE, ALL), Script::default());
+        let reordered = IN_PLACE.replace(
+            "-m mark --mark 0x4000/0x4000 -m comment --comment \"flanneld masq\"",
+            "-m comment --comment \"flanneld masq\" -m mark --mark 0x4000/0x4000",
+        );
+        assert_ne!(reordered, IN_PLACE);
+        assert_eq!(v4(&reordered, ALL), Script::default(), "the order of matches means nothing");
+    }
+
+    #[test]
+    fn order_repetition_and_negation_count() {
+        let lines: Vec<_> = IN_PLACE.lines().collect();
+        let mut swapped = lines.clone();
+        swapped.swap(18, 19);
+        assert_eq!(faults(&v4(&swapped.join("\n"), ALL)), ["nat, chain FLANNEL-POSTRTG: different"]);
+        let mut twice = lines.clone();
+        twice.insert(18, lines[18]);
+        assert_eq!(faults(&v4(&twice.join("\n"), ALL)), ["nat, chain FLANNEL-POSTRTG: different"]);
+        let negated = IN_PLACE.replace("! -s 10.1.0.0/16 -d 10.1.7.0/24", "-s 10.1.0.0/16 ! -d 10.1.7.0/24");
+        assert_eq!(faults(&v4(&negated, ALL)), ["nat, chain FLANNEL-POSTRTG: different"]);
+    }
+
+    #[test]
+    fn jumps_are_there_exactly_once() {
+        let jump = "-A POSTROUTING -m comment --comment \"flanneld masq\" -j FLANNEL-POSTRTG\n";
+        let script = v4(&IN_PLACE.replace(jump, ""), ALL);
+        assert_eq!(faults(&script), ["nat, jump from POSTROUTING to FLANNEL-POSTRTG: missing"]);
+        assert_eq!(script.text, format!("*nat\n{jump}COMMIT\n"));
+        let script = v4(&IN_PLACE.replace(jump, &jump.repeat(2)), ALL);
+        assert_eq!(faults(&script), ["nat, jump from POSTROUTING to FLANNEL-POSTRTG: repeated"]);
+        assert_eq!(script.text, format!("*nat\n{}{jump}COMMIT\n", jump.replace("-A", "-D").repeat(2)));
+    }
+
+    #[test]
+    fn what_is_not_wanted_goes_and_nothing_else() {
+        let script = v4(IN_PLACE, Wish { forward: false, ..ALL });
+        let forward = "*filter\n:FLANNEL-FWD - [0:0]\n\
+                       -D FORWARD -m comment --comment \"flanneld forward\" -j FLANNEL-FWD\n\
+                       -X FLANNEL-FWD\nCOMMIT\n";
+        assert_eq!(script.text, forward);
+        let gos_mistake = "*nat\n:FLANNEL-FWD - [0:0]\nCOMMIT\n";
+        assert_eq!(
+            v4(gos_mistake, Wish { forward: false, ..Wish::default() }).text,
+            "*nat\n:FLANNEL-FWD - [0:0]\n-X FLANNEL-FWD\nCOMMIT\n"
+        );
+        assert_eq!(v4("", Wish { forward: false, ..Wish::default() }), Script::default());
+    }
+
+    #[test]
+    fn another_subnet_is_another_chain() {
+        let moved = IN_PLACE.replace("10.1.7.0/24", "10.1.8.0/24");
+        let script = v4(&moved, ALL);
+        assert_eq!(faults(&script), ["nat, chain FLANNEL-POSTRTG: different"]);
+        assert!(
+            script.text.starts_with("*nat\n:FLANNEL-POSTRTG - [0:0]\n") && !script.text.contains("10.1.8.0")
+        );
+    }
+
+    #[test]
+    fn words_are_what_a_shell_reads() {
+        assert_eq!(
+            words(r#"-m comment --comment "a \"b\" c" -j X"#),
+            ["-m", "comment", "--comment", "a \"b\" c", "-j", "X"]
+        );
+        assert_eq!(words(r#"--comment """#), ["--comment", ""]);
+    }
+}

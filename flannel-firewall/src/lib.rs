@@ -1,0 +1,14 @@
+#![doc = include_str!("../README.md")]
+
+mod error;
+mod firewall;
+mod iptables;
+mod nft;
+mod rules;
+mod status;
+
+pub use error::Error;
+pub use firewall::{Cleanup, Firewall, Mode, Options, cleanup, leftovers};
+pub use iptables::program::{Programs, Variant};
+pub use rules::{Chain, KUBE_PROXY_MARK, Rule, Rules, Side, Verdict, Wish};
+pub use status::{Deviation, Failure, Fault, Repair, Status};

@@ -1,0 +1,147 @@
+//! Rules in nf_tables, over netlink: no program is run.
+//!
+//! The one thing to know: both families' tables change in one transaction, and packets see the old rules or the new
+//! ones, never a part.
+
+pub(crate) mod expr;
+pub(crate) mod table;
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use flannel_core::{Dual, Family, KernelError};
+use flannel_netlink::netfilter::{Batch, NetfilterEvents, NetfilterSocket, Refused};
+
+use self::table::{SUBSYSTEM, TABLE, Table, generation, name, protocol, remove, text_in, title};
+use crate::error::Error;
+use crate::rules::Rules;
+use crate::status::Deviation;
+
+/// `NFNLGRP_NFTABLES`.
+const GROUP: u32 = 7;
+/// `NFT_MSG_NEWGEN`: tells that something changed, not what.
+const NEWGEN: u8 = 15;
+/// How often a table is read, or written, that changes meanwhile.
+const TRIES: usize = 16;
+const ENOENT: i32 = 2;
+const EEXIST: i32 = 17;
+const EAGAIN: i32 = 11;
+const EBUSY: i32 = 16;
+
+/// The kernel's nf_tables, in the network namespace of the thread that opened it.
+pub(crate) struct Nft {
+    /// `None` once this value was dropped: work that had not begun by then is not done.
+    socket: Arc<Mutex<Option<NetfilterSocket>>>,
+    events: NetfilterEvents,
+}
+
+impl Nft {
+    /// Opens it, and makes sure that it may be read.
+    pub(crate) fn open() -> Result<Self, Error> {
+        let about = |error| Error::kernel("nftables", error);
+        let mut socket = NetfilterSocket::open().map_err(about)?;
+        generation(&mut socket).map_err(about)?;
+        let events = NetfilterEvents::listen(GROUP, socket.port()).map_err(about)?;
+        Ok(Self { socket: Arc::new(Mutex::new(Some(socket))), events })
+    }
+
+    /// Makes the tables those of `rules`; returns in what they differed.
+    pub(crate) async fn reconcile(&self, rules: &Rules) -> Result<Vec<Deviation>, Error> {
+        let wanted = Dual::from_fn(|family| Table::wanted(rules, family));
+        let socket = self.socket.clone();
+        let work = move || match &mut *socket.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some(socket) => reconcile(socket, &wanted, true),
+            None => Ok(Vec::new()),
+        };
+        tokio::task::spawn_blocking(work).await.expect("the work does not panic and is not cancelled")
+    }
+
+    /// Returns when somebody else touched a table of ours, or may have.
+    pub(crate) async fn disturbed(&mut self) -> Result<(), Error> {
+        let concerns = |told: &flannel_netlink::netfilter::Told<'_>| {
+            let family = Family::BOTH.into_iter().find(|family| protocol(*family) == told.kind.family);
+            let table = || text_in(told.attributes.0, TABLE);
+            told.kind.number != NEWGEN
+                && family.is_some_and(|family| table().as_deref() == Some(name(family)))
+        };
+        self.events.changed(concerns).await.map_err(|error| Error::kernel("nftables notifications", error))
+    }
+}
+
+/// Waits for a transaction that is under way, so that a successor is the only writer.
+impl Drop for Nft {
+    fn drop(&mut self) {
+        *self.socket.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+}
+
+/// Removes our tables, or only looks; returns those that were there.
+pub(crate) fn clean(write: bool) -> Result<Vec<Deviation>, Error> {
+    let opened = NetfilterSocket::open().and_then(|mut socket| generation(&mut socket).map(|_| socket));
+    match opened.map_err(|error| Error::kernel("nftables", error)) {
+        Ok(mut socket) => reconcile(&mut socket, &Dual::default(), write),
+        // Where there is no nf_tables there are no tables.
+        Err(Error::NoNftables { source, .. }) => {
+            tracing::debug!(%source, "no nf_tables, so no tables of ours");
+            Ok(Vec::new())
+        }
+        Err(error) => Err(error),
+    }
+}
+
+fn reconcile(
+    socket: &mut NetfilterSocket,
+    wanted: &Dual<Table>,
+    write: bool,
+) -> Result<Vec<Deviation>, Error> {
+    for _ in 0..TRIES {
+        let found = read(socket)?;
+        let mut batch = Batch::new(SUBSYSTEM);
+        let (mut deviations, mut titles) = (Vec::new(), Vec::new());
+        for family in Family::BOTH {
+            let (found, wanted) = (found[family].as_ref(), wanted[family].as_ref());
+            let differs = Table::deviations(found, wanted, family);
+            if differs.is_empty() {
+                continue;
+            }
+            deviations.extend(differs);
+            titles.push(title(family));
+            if found.is_some() {
+                remove(&mut batch, family);
+            }
+            if let Some(wanted) = wanted {
+                wanted.make(&mut batch, family);
+            }
+        }
+        if deviations.is_empty() || !write {
+            return Ok(deviations);
+        }
+        match socket.commit(batch) {
+            Ok(()) => return Ok(deviations),
+            // It was removed or made by somebody since it was read.
+            Err(Refused { change: Some(0), error }) if matches!(error.errno, ENOENT | EEXIST | EBUSY) => {}
+            Err(Refused { error, .. }) => return Err(Error::kernel(titles.join(" and "), error)),
+        }
+    }
+    Err(unsteady())
+}
+
+/// Both tables, as they were at one moment.
+fn read(socket: &mut NetfilterSocket) -> Result<Dual<Table>, Error> {
+    let about = |what: String| move |error| Error::kernel(what, error);
+    for _ in 0..TRIES {
+        let before = generation(socket).map_err(about("nftables".into()))?;
+        let mut tables = Dual::default();
+        for family in Family::BOTH {
+            tables[family] = Table::read(socket, family).map_err(about(title(family)))?;
+        }
+        if generation(socket).map_err(about("nftables".into()))? == before {
+            return Ok(tables);
+        }
+    }
+    Err(unsteady())
+}
+
+fn unsteady() -> Error {
+    let source = KernelError::explained(EAGAIN, format!("somebody else changed it {TRIES} times meanwhile"));
+    Error::Kernel { object: "nftables".into(), source }
+}

@@ -1,0 +1,265 @@
+//! nf_tables expressions: the kernel's small instructions of which a rule consists.
+//!
+//! The one thing to know: what is read back is compared with what was written as values, not as bytes, because the
+//! kernel adds attributes of its own. What we do not know is [`Expr::Other`], which equals nothing that we write.
+//!
+//! **Source**: linux `include/uapi/linux/netfilter/nf_tables.h`.
+
+use flannel_core::{Family, Subnet};
+use flannel_netlink::netfilter::{Attributes, Messages};
+use std::net::IpAddr;
+
+use crate::rules::{Rule, Side, Verdict};
+
+/// `NFT_REG_VERDICT` and `NFT_REG_1`: the verdict, and the 16 bytes that we compute with.
+const VERDICT: u32 = 0;
+const REGISTER: u32 = 1;
+/// `NFT_META_MARK`.
+const MARK: u32 = 3;
+/// `NFT_PAYLOAD_NETWORK_HEADER`.
+const NETWORK_HEADER: u32 = 1;
+/// `NFT_CMP_EQ` and `NFT_CMP_NEQ`.
+const COMPARE: [u32; 2] = [0, 1];
+/// `NF_ACCEPT` and `NFT_RETURN`.
+const ACCEPT: u32 = 1;
+const RETURN: u32 = (-5i32).cast_unsigned();
+/// `NF_NAT_RANGE_PROTO_RANDOM_FULLY`.
+const FULLY_RANDOM: u32 = 1 << 4;
+
+/// `NFTA_LIST_ELEM`, `NFTA_EXPR_NAME`, `NFTA_EXPR_DATA`, `NFTA_DATA_VALUE`, `NFTA_DATA_VERDICT`, `NFTA_VERDICT_CODE`.
+const ELEMENT: u16 = 1;
+const NAME: u16 = 1;
+const DATA: u16 = 2;
+const VALUE: u16 = 1;
+const DATA_VERDICT: u16 = 2;
+const CODE: u16 = 1;
+
+/// One instruction.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Expr {
+    /// Loads the packet's mark.
+    Mark,
+    /// Loads bytes of the network header.
+    Header { offset: u32, len: u32 },
+    /// Keeps only these bits of what was loaded.
+    Mask(Vec<u8>),
+    /// Goes on only if what was loaded equals this, or does not.
+    Compare { equal: bool, value: Vec<u8> },
+    /// Ends with `NF_…` or `NFT_…`.
+    Verdict(u32),
+    /// Masquerades; `NF_NAT_RANGE_…`.
+    Masquerade { flags: u32 },
+    /// None of ours.
+    Other(String),
+}
+
+/// The instructions of a rule.
+pub(crate) fn of(rule: &Rule) -> Vec<Expr> {
+    let mut exprs = Vec::new();
+    if let Some(mark) = rule.mark {
+        // A mark is a number in the machine's byte order.
+        let bits = mark.to_ne_bytes().to_vec();
+        exprs.extend([Expr::Mark, Expr::Mask(bits.clone()), Expr::Compare { equal: true, value: bits }]);
+    }
+    for (side, is_source) in [(rule.source, true), (rule.destination, false)] {
+        let (subnet, equal) = match side {
+            None => continue,
+            Some(Side::In(subnet)) => (subnet, true),
+            Some(Side::NotIn(subnet)) => (subnet, false),
+        };
+        let (offset, len) = match (subnet.family(), is_source) {
+            (Family::V4, true) => (12, 4),
+            (Family::V4, false) => (16, 4),
+            (Family::V6, true) => (8, 16),
+            (Family::V6, false) => (24, 16),
+        };
+        exprs.push(Expr::Header { offset, len });
+        if subnet.len() < subnet.family().bits() {
+            exprs.push(Expr::Mask(mask(subnet)));
+        }
+        exprs.push(Expr::Compare { equal, value: octets(subnet.base()) });
+    }
+    exprs.push(match rule.verdict {
+        Verdict::Return => Expr::Verdict(RETURN),
+        Verdict::Accept => Expr::Verdict(ACCEPT),
+        Verdict::Masquerade { fully_random } => {
+            Expr::Masquerade { flags: if fully_random { FULLY_RANDOM } else { 0 } }
+        }
+    });
+    exprs
+}
+
+fn octets(address: IpAddr) -> Vec<u8> {
+    match address {
+        IpAddr::V4(address) => address.octets().into(),
+        IpAddr::V6(address) => address.octets().into(),
+    }
+}
+
+fn mask(subnet: Subnet) -> Vec<u8> {
+    let bits = u32::from(subnet.family().bits() - subnet.len());
+    let mask = u128::MAX.checked_shl(bits).unwrap_or(0).to_be_bytes();
+    mask[16 - usize::from(subnet.family().bits() / 8)..].to_vec()
+}
+
+/// Writes a list of instructions as attribute `kind`.
+pub(crate) fn write(message: &mut Messages, kind: u16, exprs: &[Expr]) {
+    message.nest(kind, |list| {
+        for expr in exprs {
+            list.nest(ELEMENT, |element| {
+                element.text(NAME, expr.name()).nest(DATA, |data| expr.write(data));
+            });
+        }
+    });
+}
+
+/// Reads a list of instructions.
+pub(crate) fn read(list: &[u8]) -> Vec<Expr> {
+    let elements = Attributes(list).filter(|(kind, _)| *kind == ELEMENT);
+    elements.map(|(_, element)| Expr::read(element)).collect()
+}
+
+impl Expr {
+    fn name(&self) -> &str {
+        match self {
+            Self::Mark => "meta",
+            Self::Header { .. } => "payload",
+            Self::Mask(_) => "bitwise",
+            Self::Compare { .. } => "cmp",
+            Self::Verdict(_) => "immediate",
+            Self::Masquerade { .. } => "masq",
+            Self::Other(name) => name,
+        }
+    }
+
+    fn write(&self, data: &mut Messages) {
+        match self {
+            Self::Mark => {
+                number(number(data, 1, REGISTER), 2, MARK);
+            }
+            Self::Header { offset, len } => {
+                number(number(data, 1, REGISTER), 2, NETWORK_HEADER);
+                number(number(data, 3, *offset), 4, *len);
+            }
+            Self::Mask(mask) => {
+                let len = u32::try_from(mask.len()).expect("a register has 16 bytes");
+                number(number(number(data, 1, REGISTER), 2, REGISTER), 3, len);
+                data.nest(4u16, |value| _ = value.attr(VALUE, mask));
+                data.nest(5u16, |value| _ = value.attr(VALUE, &vec![0; mask.len()]));
+            }
+            Self::Compare { equal, value } => {
+                number(number(data, 1, REGISTER), 2, COMPARE[usize::from(!equal)]);
+                data.nest(3u16, |data| _ = data.attr(VALUE, value));
+            }
+            Self::Verdict(code) => {
+                number(data, 1, VERDICT);
+                data.nest(2u16, |data| {
+                    _ = data.nest(DATA_VERDICT, |verdict| _ = number(verdict, CODE, *code));
+                });
+            }
+            Self::Masquerade { flags: 0 } | Self::Other(_) => {}
+            Self::Masquerade { flags } => _ = number(data, 1, *flags),
+        }
+    }
+
+    fn read(element: &[u8]) -> Self {
+        let name = find(element, NAME).and_then(|name| name.split_last()).map(|(_, name)| name);
+        let name = String::from_utf8_lossy(name.unwrap_or_default()).into_owned();
+        let data = find(element, DATA).unwrap_or_default();
+        Self::known(&name, data).unwrap_or(Self::Other(name))
+    }
+
+    /// `None` for what we never write.
+    fn known(name: &str, data: &[u8]) -> Option<Self> {
+        let is = |kind, value| number_in(data, kind) == Some(value);
+        let value = |kind| Some(find(find(data, kind)?, VALUE)?.to_vec());
+        match name {
+            "meta" if is(1, REGISTER) && is(2, MARK) => Some(Self::Mark),
+            "payload" if is(1, REGISTER) && is(2, NETWORK_HEADER) => {
+                Some(Self::Header { offset: number_in(data, 3)?, len: number_in(data, 4)? })
+            }
+            // Operation 0 is "mask and exclusive or"; older kernels know no other and do not mention it.
+            "bitwise" if is(1, REGISTER) && is(2, REGISTER) && number_in(data, 6).unwrap_or(0) == 0 => {
+                let nothing_flipped = value(5)?.iter().all(|byte| *byte == 0);
+                nothing_flipped.then_some(Self::Mask(value(4)?))
+            }
+            "cmp" if is(1, REGISTER) => {
+                let operation = number_in(data, 2)?;
+                let equal = COMPARE.iter().position(|known| *known == operation)? == 0;
+                Some(Self::Compare { equal, value: value(3)? })
+            }
+            "immediate" if is(1, VERDICT) => {
+                Some(Self::Verdict(number_in(find(find(data, 2)?, DATA_VERDICT)?, CODE)?))
+            }
+            // With port registers it is another thing.
+            "masq" if find(data, 2).is_none() && find(data, 3).is_none() => {
+                Some(Self::Masquerade { flags: number_in(data, 1).unwrap_or(0) })
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Adds a number in network byte order.
+pub(crate) fn number(message: &mut Messages, kind: u16, value: u32) -> &mut Messages {
+    message.attr(kind, &value.to_be_bytes())
+}
+
+/// The value of the first attribute of this kind.
+pub(crate) fn find(attributes: &[u8], kind: u16) -> Option<&[u8]> {
+    Attributes(attributes).find(|(found, _)| *found == kind).map(|(_, value)| value)
+}
+
+/// A number in network byte order.
+pub(crate) fn number_in(attributes: &[u8], kind: u16) -> Option<u32> {
+    Some(u32::from_be_bytes(find(attributes, kind)?.try_into().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prefix_is_a_mask_of_its_familys_length() {
+        for (subnet, want) in [
+            ("10.1.0.0/16", vec![255, 255, 0, 0]),
+            ("10.1.64.0/19", vec![255, 255, 0xe0, 0]),
+            ("10.1.2.3/32", vec![255; 4]),
+            ("fd00::/8", [vec![255], vec![0; 15]].concat()),
+            ("fd00::/127", [vec![255; 15], vec![254]].concat()),
+        ] {
+            assert_eq!(mask(subnet.parse().unwrap()), want, "{subnet}");
+        }
+    }
+
+    #[test]
+    fn a_rule_is_loads_comparisons_and_a_verdict() {
+        let side = |text: &str| Side::In(text.parse().unwrap());
+        let rule = Rule {
+            mark: None,
+            source: Some(side("10.1.0.0/16")),
+            destination: Some(Side::NotIn("10.2.0.9/32".parse().unwrap())),
+            verdict: Verdict::Masquerade { fully_random: true },
+        };
+        assert_eq!(
+            of(&rule),
+            [
+                Expr::Header { offset: 12, len: 4 },
+                Expr::Mask(vec![255, 255, 0, 0]),
+                Expr::Compare { equal: true, value: vec![10, 1, 0, 0] },
+                Expr::Header { offset: 16, len: 4 },
+                Expr::Compare { equal: false, value: vec![10, 2, 0, 9] },
+                Expr::Masquerade { flags: 16 },
+            ]
+        );
+    }
+
+    #[test]
+    fn no_bytes_make_the_reader_panic() {
+        for len in 0..64u8 {
+            let bytes: Vec<u8> = (0..len).map(|n| n.wrapping_mul(37) % 7).collect();
+            let _ = read(&bytes);
+            let _ = Expr::read(&bytes);
+        }
+    }
+}

@@ -1,0 +1,285 @@
+//! flannel's nf_tables tables, one per family: as they should be, and as they are.
+//!
+//! The one thing to know: a table of ours is wholly ours, so one that is not exactly as it should be is replaced as a
+//! whole, in one transaction.
+//!
+//! **Source**: flannel `pkg/trafficmngr/nftables`; linux `include/uapi/linux/netfilter/nf_tables.h`.
+
+use std::collections::BTreeMap;
+
+use flannel_core::{Family, KernelError};
+use flannel_netlink::netfilter::{Batch, Kind, Make, NetfilterSocket};
+
+use super::expr::{self, Expr, find, number, number_in};
+use crate::rules::{Chain, Rules};
+use crate::status::{Deviation, Fault};
+
+/// `NFNL_SUBSYS_NFTABLES`.
+pub(crate) const SUBSYSTEM: u8 = 10;
+
+/// `NFT_MSG_…`.
+const NEWTABLE: u8 = 0;
+const GETTABLE: u8 = 1;
+const DELTABLE: u8 = 2;
+const NEWCHAIN: u8 = 3;
+const GETCHAIN: u8 = 4;
+const NEWRULE: u8 = 6;
+const GETRULE: u8 = 7;
+const GETGEN: u8 = 16;
+
+/// `NFTA_TABLE_NAME`, `NFTA_CHAIN_TABLE`, `NFTA_RULE_TABLE`: first in every message.
+pub(crate) const TABLE: u16 = 1;
+/// `NFTA_TABLE_…`.
+const TABLE_FLAGS: u16 = 2;
+const TABLE_USE: u16 = 3;
+const TABLE_USERDATA: u16 = 6;
+/// `NFTA_CHAIN_…` and `NFTA_HOOK_…`.
+const CHAIN_NAME: u16 = 3;
+const CHAIN_HOOK: u16 = 4;
+const CHAIN_POLICY: u16 = 5;
+const CHAIN_TYPE: u16 = 7;
+const CHAIN_USERDATA: u16 = 12;
+const HOOK_NUMBER: u16 = 1;
+const HOOK_PRIORITY: u16 = 2;
+/// `NFTA_RULE_…`.
+const RULE_CHAIN: u16 = 2;
+const RULE_EXPRESSIONS: u16 = 4;
+
+const ENOENT: i32 = 2;
+/// `NF_ACCEPT`: the policy of chains.
+const ACCEPT: u32 = 1;
+
+/// A table: what is compared.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct Table {
+    /// `NFT_TABLE_F_…`: a dormant table does nothing.
+    flags: u32,
+    /// How many chains, sets and the like are in it.
+    uses: u32,
+    chains: BTreeMap<Chain, Filled>,
+}
+
+/// A chain with its rules.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+struct Filled {
+    /// `nat` or `filter`; empty if it is on no hook.
+    kind: String,
+    hook: u32,
+    priority: u32,
+    policy: u32,
+    rules: Vec<Vec<Expr>>,
+}
+
+/// What a chain of ours is called and where it hooks in: name, type, `NF_INET_…`, priority, comment.
+struct Place {
+    name: &'static str,
+    kind: &'static str,
+    hook: u32,
+    priority: u32,
+    comment: &'static str,
+}
+
+fn place(chain: Chain) -> Place {
+    match chain {
+        Chain::Postrouting => Place {
+            name: "postrtg",
+            kind: "nat",
+            hook: 4,
+            priority: 100,
+            comment: "chain to manage traffic masquerading by flannel",
+        },
+        Chain::Forward => Place {
+            name: "forward",
+            kind: "filter",
+            hook: 2,
+            priority: 0,
+            comment: "chain to accept flannel traffic",
+        },
+    }
+}
+
+/// The name of the table of a family.
+pub(crate) fn name(family: Family) -> &'static str {
+    match family {
+        Family::V4 => "flannel-ipv4",
+        Family::V6 => "flannel-ipv6",
+    }
+}
+
+/// `NFPROTO_IPV4`, `NFPROTO_IPV6`.
+pub(crate) fn protocol(family: Family) -> u8 {
+    match family {
+        Family::V4 => 2,
+        Family::V6 => 10,
+    }
+}
+
+/// A table as `nft` writes it.
+pub(crate) fn title(family: Family) -> String {
+    let keyword = if family == Family::V4 { "ip" } else { "ip6" };
+    format!("nftables table {keyword} {}", name(family))
+}
+
+fn kind(number: u8, family: Family) -> Kind {
+    Kind { subsystem: SUBSYSTEM, number, family: protocol(family) }
+}
+
+impl Table {
+    /// As it should be; `None` if there should be none.
+    pub(crate) fn wanted(rules: &Rules, family: Family) -> Option<Self> {
+        let mut table = Self::default();
+        for chain in Chain::BOTH {
+            let rules = rules.of(family, chain);
+            if !rules.is_empty() {
+                let Place { kind, hook, priority, .. } = place(chain);
+                let rules = rules.iter().map(expr::of).collect();
+                let filled = Filled { kind: kind.to_owned(), hook, priority, policy: ACCEPT, rules };
+                table.chains.insert(chain, filled);
+                table.uses += 1;
+            }
+        }
+        (table.uses > 0).then_some(table)
+    }
+
+    /// As it is; `None` if there is none.
+    ///
+    /// It is read in several steps; the caller makes sure that nothing changed meanwhile, by [`generation`].
+    pub(crate) fn read(socket: &mut NetfilterSocket, family: Family) -> Result<Option<Self>, KernelError> {
+        let table = name(family);
+        let head = socket.ask(
+            kind(GETTABLE, family),
+            |request| _ = request.text(TABLE, table),
+            |told| {
+                let attributes = told.attributes.0;
+                Some((number_in(attributes, TABLE_FLAGS)?, number_in(attributes, TABLE_USE)?))
+            },
+        );
+        let Some((flags, uses)) = present(head)? else { return Ok(None) };
+        let mut found = Self { flags, uses, chains: BTreeMap::new() };
+        for chain in Chain::BOTH {
+            let filled = socket.ask(
+                kind(GETCHAIN, family),
+                |request| _ = request.text(TABLE, table).text(CHAIN_NAME, place(chain).name),
+                |told| Some(Filled::read(told.attributes.0)),
+            );
+            if let Some(filled) = present(filled)? {
+                found.chains.insert(chain, filled);
+            }
+        }
+        let rules = socket.dump(
+            kind(GETRULE, family),
+            |request| _ = request.text(TABLE, table),
+            |told| {
+                let attributes = told.attributes.0;
+                // Older kernels do not select by table.
+                let is_ours = text_in(attributes, TABLE).as_deref() == Some(table);
+                let exprs = expr::read(find(attributes, RULE_EXPRESSIONS).unwrap_or_default());
+                is_ours.then_some((text_in(attributes, RULE_CHAIN)?, exprs))
+            },
+        )?;
+        for (chain, rule) in rules {
+            let chain = found.chains.iter_mut().find(|(known, _)| place(**known).name == chain);
+            // A chain that is not ours counts in `uses`.
+            if let Some((_, filled)) = chain {
+                filled.rules.push(rule);
+            }
+        }
+        Ok(Some(found))
+    }
+
+    /// Adds to `batch` what makes it.
+    pub(crate) fn make(&self, batch: &mut Batch, family: Family) {
+        let (table, protocol) = (name(family), protocol(family));
+        batch.add(NEWTABLE, protocol, Make::Create, |request| {
+            number(request.text(TABLE, table), TABLE_FLAGS, self.flags)
+                .attr(TABLE_USERDATA, &comment(&format!("rules for {table}")));
+        });
+        for (chain, filled) in &self.chains {
+            let place = place(*chain);
+            batch.add(NEWCHAIN, protocol, Make::Create, |request| {
+                request.text(TABLE, table).text(CHAIN_NAME, place.name);
+                request.nest(CHAIN_HOOK, |hook| {
+                    number(number(hook, HOOK_NUMBER, filled.hook), HOOK_PRIORITY, filled.priority);
+                });
+                number(request, CHAIN_POLICY, filled.policy)
+                    .text(CHAIN_TYPE, &filled.kind)
+                    .attr(CHAIN_USERDATA, &comment(place.comment));
+            });
+            for rule in &filled.rules {
+                batch.add(NEWRULE, protocol, Make::Append, |request| {
+                    request.text(TABLE, table).text(RULE_CHAIN, place.name);
+                    expr::write(request, RULE_EXPRESSIONS, rule);
+                });
+            }
+        }
+    }
+
+    /// In what the table that was found differs from the one that is wanted.
+    pub(crate) fn deviations(found: Option<&Self>, wanted: Option<&Self>, family: Family) -> Vec<Deviation> {
+        let title = title(family);
+        let at = |object: String, fault| vec![Deviation { object, fault }];
+        let (found, wanted) = match (found, wanted) {
+            (None, None) => return Vec::new(),
+            (None, Some(_)) => return at(title, Fault::Missing),
+            (Some(_), None) => return at(title, Fault::Unwanted),
+            (Some(found), Some(wanted)) => (found, wanted),
+        };
+        let mut deviations = Vec::new();
+        for chain in Chain::BOTH {
+            let fault = match (found.chains.get(&chain), wanted.chains.get(&chain)) {
+                (None, Some(_)) => Fault::Missing,
+                (Some(_), None) => Fault::Unwanted,
+                (found, wanted) if found != wanted => Fault::Different,
+                _ => continue,
+            };
+            deviations.push(Deviation { object: format!("{title}, chain {}", place(chain).name), fault });
+        }
+        if deviations.is_empty() && found != wanted {
+            return at(title, Fault::Different);
+        }
+        deviations
+    }
+}
+
+impl Filled {
+    fn read(attributes: &[u8]) -> Self {
+        let hook = find(attributes, CHAIN_HOOK).unwrap_or_default();
+        Self {
+            kind: text_in(attributes, CHAIN_TYPE).unwrap_or_default(),
+            hook: number_in(hook, HOOK_NUMBER).unwrap_or_default(),
+            priority: number_in(hook, HOOK_PRIORITY).unwrap_or_default(),
+            policy: number_in(attributes, CHAIN_POLICY).unwrap_or_default(),
+            rules: Vec::new(),
+        }
+    }
+}
+
+/// Adds to `batch` what removes the table of a family.
+pub(crate) fn remove(batch: &mut Batch, family: Family) {
+    batch.add(DELTABLE, protocol(family), Make::Nothing, |request| _ = request.text(TABLE, name(family)));
+}
+
+/// A number that changes with every change of any table.
+pub(crate) fn generation(socket: &mut NetfilterSocket) -> Result<u32, KernelError> {
+    let any = Kind { subsystem: SUBSYSTEM, number: GETGEN, family: 0 };
+    socket.ask(any, |_| (), |told| number_in(told.attributes.0, 1))
+}
+
+fn present<T>(answer: Result<T, KernelError>) -> Result<Option<T>, KernelError> {
+    match answer {
+        Err(error) if error.errno == ENOENT => Ok(None),
+        answer => answer.map(Some),
+    }
+}
+
+/// A text up to the zero that ends it.
+pub(crate) fn text_in(attributes: &[u8], kind: u16) -> Option<String> {
+    let text = find(attributes, kind)?.split(|byte| *byte == 0).next()?;
+    String::from_utf8(text.to_vec()).ok()
+}
+
+/// User data as `nft` reads it: type 0 is a comment, then length and text with the zero that ends it.
+fn comment(text: &str) -> Vec<u8> {
+    let len = u8::try_from(text.len() + 1).expect("comments of ours are short");
+    [&[0, len], text.as_bytes(), &[0]].concat()
+}

@@ -1,0 +1,272 @@
+//! Which rules a network needs, as values: no kernel, no tool, no address family of its own.
+//!
+//! The one thing to know: order is meaning. The first rule of a chain that matches a packet decides.
+//!
+//! **Source**: flannel `pkg/trafficmngr/iptables: masqRules, forwardRules`. Its nftables twin has another fourth rule,
+//! after which the last one is never reached; here both modes do what the iptables rules do.
+
+use std::fmt;
+use std::net::{Ipv4Addr, Ipv6Addr};
+
+use flannel_core::{Dual, Family, Subnet};
+
+use crate::error::Error;
+
+/// The bit of a packet's mark by which kube-proxy says that it masquerades the packet itself.
+pub const KUBE_PROXY_MARK: u32 = 0x4000;
+
+/// What a network asks of the firewall.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Wish {
+    /// Hide pod addresses from everything outside the pod network (`--ip-masq`).
+    pub masquerade: bool,
+    /// Choose source ports at random where masquerading has to change them; false is
+    /// `--ip-masq-fully-random-disable`.
+    pub fully_random: bool,
+    /// Accept forwarded packets from and to pods (`--iptables-forward-rules`).
+    pub forward: bool,
+}
+
+/// As flannel's options default: forward, do not masquerade.
+impl Default for Wish {
+    fn default() -> Self {
+        Self { masquerade: false, fully_random: true, forward: true }
+    }
+}
+
+/// The rules of one network for each address family; by default none.
+///
+/// ```
+/// use flannel_core::{Dual, Family};
+/// use flannel_firewall::{Chain, Rules, Wish};
+///
+/// let network = Dual { v4: Some("10.1.0.0/16".parse()?), v6: None };
+/// let own = Dual { v4: Some("10.1.7.0/24".parse()?), v6: None };
+/// let rules = Rules::new(&network, &own, Wish { masquerade: true, ..Wish::default() })?;
+/// let rules = rules.of(Family::V4, Chain::Postrouting);
+/// assert_eq!(rules[4].to_string(), "from 10.1.0.0/16 to not 224.0.0.0/4: masquerade, fully random");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Rules(Dual<[Vec<Rule>; 2]>);
+
+impl Rules {
+    /// The rules for pods in `networks` on the node that owns `subnets`.
+    ///
+    /// A family without a network gets no rules; one without a subnet gets those that do not need it.
+    ///
+    /// # Errors
+    /// A network or subnet is of the wrong family, or is the whole address space.
+    pub fn new(networks: &Dual<Subnet>, subnets: &Dual<Subnet>, wish: Wish) -> Result<Self, Error> {
+        for (what, dual) in [("pod network", networks), ("own subnet", subnets)] {
+            for (family, subnet) in dual.iter() {
+                if subnet.family() != family || subnet.is_everything() {
+                    return Err(Error::Subnet { what, family, subnet: *subnet });
+                }
+            }
+        }
+        let rules = networks.map(|family, network| {
+            let masquerade =
+                wish.masquerade.then(|| masquerade(*network, subnets[family], wish.fully_random));
+            let forward = wish.forward.then(|| forward(*network));
+            [masquerade.unwrap_or_default(), forward.unwrap_or_default()]
+        });
+        Ok(Self(rules))
+    }
+
+    /// The rules of one chain in order; empty if the chain is not wanted.
+    pub fn of(&self, family: Family, chain: Chain) -> &[Rule] {
+        self.0[family].as_ref().map_or(&[], |chains| &chains[chain as usize])
+    }
+
+    /// A family has rules.
+    pub fn has(&self, family: Family) -> bool {
+        Chain::BOTH.iter().any(|chain| !self.of(family, *chain).is_empty())
+    }
+}
+
+/// A chain of ours, by the place where packets meet it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Chain {
+    /// Where packets leave: masquerading.
+    Postrouting,
+    /// Where packets pass through.
+    Forward,
+}
+
+impl Chain {
+    /// Both, in the order in which they are written.
+    pub const BOTH: [Self; 2] = [Self::Postrouting, Self::Forward];
+}
+
+/// What happens to packets that match everything that is given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rule {
+    /// All bits of this number are set in the packet's mark; `None` matches any mark.
+    pub mark: Option<u32>,
+    /// Whence; `None` matches any address.
+    pub source: Option<Side>,
+    /// Whither; `None` matches any address.
+    pub destination: Option<Side>,
+    /// What happens.
+    pub verdict: Verdict,
+}
+
+/// A condition on an address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// It is in the subnet.
+    In(Subnet),
+    /// It is not.
+    NotIn(Subnet),
+}
+
+/// What happens to a packet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// The rest of the chain does not see it.
+    Return,
+    /// It may pass.
+    Accept,
+    /// It gets the address of the interface by which it leaves.
+    Masquerade {
+        /// With a random source port where the port has to change.
+        fully_random: bool,
+    },
+}
+
+impl fmt::Display for Side {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::In(subnet) => write!(f, "{subnet}"),
+            Self::NotIn(subnet) => write!(f, "not {subnet}"),
+        }
+    }
+}
+
+impl fmt::Display for Rule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mark = self.mark.map(|mark| format!("mark {mark:#x}/{mark:#x}"));
+        let source = self.source.map(|side| format!("from {side}"));
+        let destination = self.destination.map(|side| format!("to {side}"));
+        let conditions: Vec<_> = [mark, source, destination].into_iter().flatten().collect();
+        let verdict = match self.verdict {
+            Verdict::Return => "return",
+            Verdict::Accept => "accept",
+            Verdict::Masquerade { fully_random: false } => "masquerade",
+            Verdict::Masquerade { fully_random: true } => "masquerade, fully random",
+        };
+        write!(f, "{}: {verdict}", conditions.join(" "))
+    }
+}
+
+fn rule(source: Option<Side>, destination: Option<Side>, verdict: Verdict) -> Rule {
+    Rule { mark: None, source, destination, verdict }
+}
+
+fn masquerade(network: Subnet, own: Option<Subnet>, fully_random: bool) -> Vec<Rule> {
+    let masquerade = Verdict::Masquerade { fully_random };
+    let (inside, outside) = (Some(Side::In(network)), Some(Side::NotIn(network)));
+    // What kube-proxy masquerades would be masqueraded twice.
+    let mut rules = vec![Rule { mark: Some(KUBE_PROXY_MARK), ..rule(None, None, Verdict::Return) }];
+    if let Some(own) = own.map(Side::In) {
+        rules.push(rule(Some(own), inside, Verdict::Return));
+        rules.push(rule(inside, Some(own), Verdict::Return));
+        // Own pods see who calls them from outside.
+        rules.push(rule(outside, Some(own), Verdict::Return));
+    }
+    rules.push(rule(inside, Some(Side::NotIn(multicast(network.family()))), masquerade));
+    // Other nodes' pods would answer past this node otherwise.
+    rules.push(rule(outside, inside, masquerade));
+    rules
+}
+
+fn forward(network: Subnet) -> Vec<Rule> {
+    let inside = Some(Side::In(network));
+    vec![rule(inside, None, Verdict::Accept), rule(None, inside, Verdict::Accept)]
+}
+
+fn multicast(family: Family) -> Subnet {
+    let all = match family {
+        Family::V4 => Subnet::new(Ipv4Addr::new(224, 0, 0, 0).into(), 4),
+        Family::V6 => Subnet::new(Ipv6Addr::new(0xff00, 0, 0, 0, 0, 0, 0, 0).into(), 8),
+    };
+    all.expect("these lengths exist")
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) fn dual(v4: &str, v6: &str) -> Dual<Subnet> {
+        let some = |text: &str| (!text.is_empty()).then(|| text.parse().unwrap());
+        Dual { v4: some(v4), v6: some(v6) }
+    }
+
+    pub(crate) fn rules(wish: Wish) -> Rules {
+        let networks = dual("10.1.0.0/16", "fd00:1::/48");
+        Rules::new(&networks, &dual("10.1.7.0/24", "fd00:1:0:7::/64"), wish).unwrap()
+    }
+
+    fn text(rules: &[Rule]) -> Vec<String> {
+        rules.iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn the_rules_are_flannels() {
+        let rules = rules(Wish { masquerade: true, fully_random: true, forward: true });
+        for (family, network, own, multicast) in [
+            (Family::V4, "10.1.0.0/16", "10.1.7.0/24", "224.0.0.0/4"),
+            (Family::V6, "fd00:1::/48", "fd00:1:0:7::/64", "ff00::/8"),
+        ] {
+            assert_eq!(
+                text(rules.of(family, Chain::Postrouting)),
+                [
+                    "mark 0x4000/0x4000: return".to_owned(),
+                    format!("from {own} to {network}: return"),
+                    format!("from {network} to {own}: return"),
+                    format!("from not {network} to {own}: return"),
+                    format!("from {network} to not {multicast}: masquerade, fully random"),
+                    format!("from not {network} to {network}: masquerade, fully random"),
+                ]
+            );
+            let forward = [format!("from {network}: accept"), format!("to {network}: accept")];
+            assert_eq!(text(rules.of(family, Chain::Forward)), forward);
+        }
+    }
+
+    #[test]
+    fn only_what_was_asked_for_is_there() {
+        let default = rules(Wish::default());
+        assert!(default.of(Family::V4, Chain::Postrouting).is_empty());
+        assert_eq!(default.of(Family::V6, Chain::Forward).len(), 2);
+        let plain = rules(Wish { masquerade: true, fully_random: false, forward: false });
+        assert!(plain.of(Family::V6, Chain::Forward).is_empty());
+        assert!(text(plain.of(Family::V6, Chain::Postrouting))[5].ends_with(": masquerade"));
+        assert!(!Rules::default().has(Family::V4));
+    }
+
+    #[test]
+    fn a_family_without_a_network_has_none_and_one_without_a_subnet_names_none() {
+        let wish = Wish { masquerade: true, ..Wish::default() };
+        let rules = Rules::new(&dual("10.1.0.0/16", ""), &dual("", "fd00:1:0:7::/64"), wish).unwrap();
+        assert!(!rules.has(Family::V6));
+        assert_eq!(
+            text(rules.of(Family::V4, Chain::Postrouting)),
+            [
+                "mark 0x4000/0x4000: return",
+                "from 10.1.0.0/16 to not 224.0.0.0/4: masquerade, fully random",
+                "from not 10.1.0.0/16 to 10.1.0.0/16: masquerade, fully random",
+            ]
+        );
+    }
+
+    #[test]
+    fn what_no_rule_can_mean_is_refused() {
+        let swapped = Dual { v4: Some("fd00::/48".parse().unwrap()), v6: None };
+        let error = Rules::new(&swapped, &Dual::default(), Wish::default()).unwrap_err();
+        assert!(error.to_string().contains("IPv4 pod network fd00::/48"), "{error}");
+        let error = Rules::new(&dual("10.0.0.0/8", ""), &dual("0.0.0.0/0", ""), Wish::default()).unwrap_err();
+        assert!(error.to_string().contains("own subnet 0.0.0.0/0"), "{error}");
+    }
+}
