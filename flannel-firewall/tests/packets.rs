@@ -2,14 +2,17 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
+#[macro_use]
 mod ground;
 
 use std::time::Duration;
 
 use flannel_core::Family;
 use flannel_firewall::{Rules, Wish};
-use ground::{ALL, Ground, Kind, MARKED_PORT, Place, Running, foreign, foreign_seen, nft, rules_of};
+use ground::tools::{MARKED_PORT, nft};
+use ground::{ALL, Ground, Kind, Place, Running, rules_of};
 
+/// Nothing happens by the clock.
 const RESYNC: Duration = Duration::from_secs(3600);
 const LONG: Duration = Duration::from_secs(20);
 /// How long a packet that is not to come may take.
@@ -22,10 +25,10 @@ in_every_mode!(
 );
 
 async fn packets_are_masqueraded_as_the_rules_say(ground: Ground, kind: Kind) {
-    foreign(&ground);
-    let before = foreign_seen(&ground);
+    ground.tools.make_foreign();
+    let before = ground.tools.foreign_seen();
     for family in Family::BOTH {
-        let bare = ground.seen(family, Place::Pod, Place::Outside, 0, LONG);
+        let bare = ground.seen(family, Place::Pod, Place::Outside);
         assert_eq!(bare, Some(Place::Pod.address(family)), "without rules nothing is hidden");
     }
     let _running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), RESYNC).await;
@@ -33,21 +36,23 @@ async fn packets_are_masqueraded_as_the_rules_say(ground: Ground, kind: Kind) {
         ground.assert_masqueraded(family);
         // The host itself calls another node's pod from an address that the pod's node does not know how to reach.
         let source = Place::Outside.node(family);
-        assert_eq!(ground.seen_of_node(family, source, Place::Peer), Some(Place::Peer.node(family)), "{family}");
+        let host_to_peer = ground.seen_of_node(family, source, Place::Peer);
+        assert_eq!(host_to_peer, Some(Place::Peer.node(family)), "{family}");
         assert_eq!(ground.seen_of_node(family, source, Place::Pod), Some(source), "{family}");
-        let marked = ground.seen(family, Place::Pod, Place::Outside, MARKED_PORT, LONG);
+        let marked = ground.seen_at(family, Place::Pod, Place::Outside, MARKED_PORT, LONG);
         assert_eq!(marked, Some(Place::Pod.address(family)), "{family}: kube-proxy's packets are left to it");
-        assert_eq!(ground.multicast_seen(family), Some(Place::Pod.node(family)), "{family}: multicast is not hidden");
         let source = Place::Pod.node(family);
+        assert_eq!(ground.multicast_seen(family), Some(source), "{family}: multicast is not hidden");
         let unicast = ground.seen_of_node(family, source, Place::Outside);
-        assert_eq!(unicast, Some(Place::Outside.node(family)), "{family}: the same without multicast is hidden");
+        assert_eq!(unicast, Some(Place::Outside.node(family)), "{family}: the same to one receiver is");
     }
-    assert_eq!(foreign_seen(&ground), before);
+    assert_eq!(ground.tools.foreign_seen(), before);
 }
 
 async fn the_rules_follow_what_is_wanted(ground: Ground, kind: Kind) {
+    let nothing = Vec::<String>::new();
     let mut running = Running::start(&ground, kind, Rules::default(), RESYNC).await;
-    assert_eq!(ground::ours_seen(&ground), Vec::<String>::new(), "nothing is wanted, nothing is made");
+    assert_eq!(ground.tools.ours_seen(), nothing, "nothing is wanted, nothing is made");
     running.want(rules_of(Place::Pod, ALL)).await;
     for family in Family::BOTH {
         ground.assert_masqueraded(family);
@@ -55,51 +60,53 @@ async fn the_rules_follow_what_is_wanted(ground: Ground, kind: Kind) {
     // The node gets another subnet: what was own is another's, and the other way round.
     running.want(rules_of(Place::Peer, ALL)).await;
     for family in Family::BOTH {
-        let see = |to| ground.seen(family, Place::Outside, to, 0, LONG);
+        let see = |to| ground.seen(family, Place::Outside, to);
         assert_eq!(see(Place::Pod), Some(Place::Pod.node(family)), "{family}");
         assert_eq!(see(Place::Peer), Some(Place::Outside.address(family)), "{family}");
     }
     running.want(rules_of(Place::Pod, Wish { masquerade: false, ..ALL })).await;
     for family in Family::BOTH {
-        let seen = ground.seen(family, Place::Pod, Place::Outside, 0, LONG);
+        let seen = ground.seen(family, Place::Pod, Place::Outside);
         assert_eq!(seen, Some(Place::Pod.address(family)), "{family}");
     }
     running.want(Rules::default()).await;
-    assert_eq!(ground::ours_seen(&ground), Vec::<String>::new());
+    assert_eq!(ground.tools.ours_seen(), nothing);
     let status = running.until(|_| true).await;
     assert_eq!((status.changes, status.repairs), (4, 0), "{status:?}");
 }
 
 async fn pods_are_forwarded_where_others_are_not(ground: Ground, kind: Kind) {
-    let families = Family::BOTH;
-    if kind == Kind::Nftables {
-        // Accepting in one nftables table does not outvote another one, so the drop has to be in ours to be seen.
-        let _running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), RESYNC).await;
-        nft("list table ip flannel-ipv4; list table ip6 flannel-ipv6");
-        for (table, family) in [("ip flannel-ipv4", Family::V4), ("ip6 flannel-ipv6", Family::V6)] {
-            // Nothing repairs while this thread does not give way.
+    // Accepting in one nftables table does not outvote a drop in another, so there the drop has to be in ours.
+    let refuse = |family| {
+        if kind == Kind::Nftables {
+            let table = if family == Family::V4 { "ip flannel-ipv4" } else { "ip6 flannel-ipv6" };
             nft(&format!("add rule {table} forward drop"));
-            let outcome = forwarded(&ground, family);
-            assert_eq!(outcome, [true, true, false], "{family}: pod to outside, peer to pod, outside to other");
+        } else {
+            ground.tools.iptables(kind, family, "-P FORWARD DROP");
         }
-        return;
-    }
-    for family in families {
-        ground.tools.iptables(kind, family, "-P FORWARD DROP");
-        assert_eq!(forwarded(&ground, family), [false; 3], "{family}");
+    };
+    if kind != Kind::Nftables {
+        for family in Family::BOTH {
+            refuse(family);
+            assert_eq!(forwarded(&ground, family), [false; 3], "{family}");
+        }
     }
     let mut running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), RESYNC).await;
-    for family in families {
+    for family in Family::BOTH {
+        // Nothing repairs this while this thread does not give way.
+        refuse(family);
         assert_eq!(forwarded(&ground, family), [true, true, false], "{family}");
     }
-    running.want(rules_of(Place::Pod, Wish { forward: false, ..ALL })).await;
-    for family in families {
-        assert_eq!(forwarded(&ground, family), [false; 3], "{family}");
+    if kind != Kind::Nftables {
+        running.want(rules_of(Place::Pod, Wish { forward: false, ..ALL })).await;
+        for family in Family::BOTH {
+            assert_eq!(forwarded(&ground, family), [false; 3], "{family}");
+        }
     }
 }
 
 /// Pod to outside, peer to pod, outside to other.
 fn forwarded(ground: &Ground, family: Family) -> [bool; 3] {
-    let pass = |from, to| ground.seen(family, from, to, 0, SHORT).is_some();
+    let pass = |from, to| ground.seen_at(family, from, to, 0, SHORT).is_some();
     [pass(Place::Pod, Place::Outside), pass(Place::Peer, Place::Pod), pass(Place::Outside, Place::Other)]
 }

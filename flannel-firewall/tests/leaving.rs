@@ -1,0 +1,170 @@
+//! Starting, stopping, switching, cleaning up: what stays, what goes, and that nothing of others' is touched.
+
+#![allow(clippy::unwrap_used, reason = "a test fails that way")]
+
+#[macro_use]
+mod ground;
+
+use std::time::Duration;
+
+use flannel_core::Family;
+use flannel_firewall::{Error, Firewall, Options, Programs, cleanup, leftovers};
+use ground::{ALL, Ground, Kind, Place, Running, rules_of};
+
+/// Nothing happens by the clock.
+const RESYNC: Duration = Duration::from_secs(3600);
+
+in_every_mode!(
+    stopping_leaves_the_rules_and_starting_adopts_them,
+    switching_removes_the_other_modes_rules,
+    cleaning_up_removes_exactly_ours,
+    a_steady_state_runs_no_needless_process,
+);
+
+async fn stopping_leaves_the_rules_and_starting_adopts_them(ground: Ground, kind: Kind) {
+    let running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), RESYNC).await;
+    running.stop().await;
+    for family in Family::BOTH {
+        ground.assert_masqueraded(family);
+    }
+    let running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), RESYNC).await;
+    let status = running.status.borrow().clone();
+    assert_eq!((status.changes, status.repairs), (0, 0), "{status:?}");
+    running.stop().await;
+    // While it was away, the node got another subnet.
+    let running = Running::start(&ground, kind, rules_of(Place::Peer, ALL), RESYNC).await;
+    let status = running.status.borrow().clone();
+    assert_eq!((status.changes, status.repairs), (1, 0), "{status:?}");
+    for family in Family::BOTH {
+        let seen = ground.seen(family, Place::Outside, Place::Pod);
+        assert_eq!(seen, Some(Place::Pod.node(family)), "{family}");
+    }
+}
+
+async fn switching_removes_the_other_modes_rules(ground: Ground, kind: Kind) {
+    ground.tools.make_foreign();
+    let before = ground.tools.foreign_seen();
+    for other in Kind::ALL.into_iter().filter(|other| *other != kind) {
+        Running::start(&ground, other, rules_of(Place::Peer, ALL), RESYNC).await.stop().await;
+        assert_ne!(ground.tools.ours_seen(), Vec::<String>::new());
+        // Go flannel's way to leave the other mode.
+        ground.tools.iptables(Kind::IptablesLegacy, Family::V6, "-t nat -N FLANNEL-FWD");
+        let mut running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), RESYNC).await;
+        running.until(|status| status.checks > 0 && status.leftovers.is_none()).await;
+        let ours = ground.tools.ours_seen();
+        let of_kind = |line: &&String| match kind {
+            Kind::Nftables => line.contains("table ip"),
+            Kind::IptablesNft | Kind::IptablesLegacy => line.contains(&format!("{kind:?}")),
+        };
+        assert_eq!(ours.iter().filter(of_kind).count(), ours.len(), "{other:?} to {kind:?}: {ours:#?}");
+        assert_eq!(ours.len(), if kind == Kind::Nftables { 2 } else { 24 }, "{ours:#?}");
+        assert_eq!(ground.tools.foreign_seen(), before, "{other:?} to {kind:?}");
+        for family in Family::BOTH {
+            ground.assert_masqueraded(family);
+        }
+        running.stop().await;
+        cleanup(&ground.tools.programs()).await;
+    }
+}
+
+async fn cleaning_up_removes_exactly_ours(ground: Ground, kind: Kind) {
+    let programs = ground.tools.programs();
+    let nothing = cleanup(&programs).await;
+    assert!(nothing.found.is_empty() && nothing.failed.is_empty(), "{nothing:?}");
+    ground.tools.make_foreign();
+    let before = ground.tools.foreign_seen();
+    Running::start(&ground, kind, rules_of(Place::Pod, ALL), RESYNC).await.stop().await;
+    let would = leftovers(&programs).await;
+    for family in Family::BOTH {
+        ground.assert_masqueraded(family);
+    }
+    let did = cleanup(&programs).await;
+    assert!(did.failed.is_empty(), "{did:?}");
+    assert_eq!(would.found, did.found, "what was announced was done");
+    assert_eq!(did.found.len(), if kind == Kind::Nftables { 2 } else { 4 }, "{did:?}");
+    assert_eq!(ground.tools.ours_seen(), Vec::<String>::new());
+    assert_eq!(ground.tools.foreign_seen(), before);
+    assert!(cleanup(&programs).await.found.is_empty());
+}
+
+async fn a_steady_state_runs_no_needless_process(ground: Ground, kind: Kind) {
+    let resync = Duration::from_millis(100);
+    let mut running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), resync).await;
+    // The first check after the start is done; what an earlier mode left was looked for before it was told.
+    running.until(|status| status.checks >= 2).await;
+    let (checks, runs) = (running.status.borrow().checks, ground.tools.runs().len());
+    let status = running.until(|status| status.checks >= checks + 3).await;
+    let runs = ground.tools.runs()[runs..].to_vec();
+    assert_eq!((status.changes, status.repairs), (1, 0), "{status:?}");
+    if kind == Kind::Nftables {
+        assert_eq!(runs, Vec::<String>::new());
+        return;
+    }
+    // One more or less may be under way at either end.
+    let periods = usize::try_from(status.checks - checks).unwrap();
+    for name in ["iptables", "ip6tables"] {
+        let save = format!("{name}{}-save", kind.suffix());
+        let saves = runs.iter().filter(|run| run.trim() == save).count();
+        assert!((periods - 1..=periods + 1).contains(&saves), "{saves} in {periods} periods: {runs:?}");
+    }
+    assert!(runs.iter().all(|run| run.trim().ends_with("-save")), "{runs:?}");
+}
+
+#[test]
+fn only_the_families_with_rules_are_asked_for() {
+    flannel_netlink::testing::in_netns_async(|| async {
+        let ground = Ground::set();
+        let networks = flannel_core::Dual { v4: "10.1.0.0/16".parse().ok(), v6: None };
+        let rules = flannel_firewall::Rules::new(&networks, &flannel_core::Dual::default(), ALL).unwrap();
+        let mut running =
+            Running::start(&ground, Kind::IptablesLegacy, rules, Duration::from_millis(50)).await;
+        running.until(|status| status.checks >= 2).await;
+        let runs = ground.tools.runs().len();
+        let checks = running.status.borrow().checks;
+        running.until(|status| status.checks >= checks + 3).await;
+        let runs = ground.tools.runs()[runs..].to_vec();
+        assert!(runs.iter().all(|run| run.starts_with("iptables-legacy-save")), "{runs:?}");
+    });
+}
+
+#[test]
+fn a_program_that_vanishes_is_named_and_its_return_noticed() {
+    flannel_netlink::testing::in_netns_async(|| async {
+        let ground = Ground::set();
+        let resync = Duration::from_millis(20);
+        let mut running = Running::start(&ground, Kind::IptablesNft, rules_of(Place::Pod, ALL), resync).await;
+        let (here, gone) = (ground.tools.path("ip6tables-nft-save"), ground.tools.path("gone"));
+        std::fs::rename(&here, &gone).unwrap();
+        let status = running.until(|status| status.failure.as_ref().is_some_and(|f| f.times >= 3)).await;
+        assert!(!status.in_place);
+        let error = status.failure.unwrap().error.to_string();
+        assert!(error.contains("ip6tables-save"), "{error}");
+        // The family whose program is there is looked after all the same.
+        ground.tools.iptables(Kind::IptablesNft, Family::V4, "-t nat -F");
+        running.until(|status| status.repairs == 1).await;
+        ground.assert_masqueraded(Family::V4);
+        std::fs::rename(&gone, &here).unwrap();
+        let status = running.until(|status| status.in_place).await;
+        assert!(status.failure.is_none() && status.changes == 1, "{status:?}");
+    });
+}
+
+#[test]
+fn without_programs_iptables_is_refused_and_nftables_is_not() {
+    flannel_netlink::testing::in_netns_async(|| async {
+        let empty = tempfile::tempdir().unwrap();
+        let programs = Programs { path: Some(empty.path().into()), ..Programs::default() };
+        let options = Options { programs, ..Options::default() };
+        let error = Firewall::open(Kind::IptablesNft.mode(), options.clone()).await.unwrap_err();
+        assert!(matches!(error, Error::NoProgram { .. }), "{error}");
+        let ground = Ground::set();
+        let firewall = Firewall::open(Kind::Nftables.mode(), options).await.unwrap();
+        let mut status = firewall.status();
+        let (_rules, receiver) = tokio::sync::watch::channel(rules_of(Place::Pod, ALL));
+        let _running = tokio::spawn(firewall.run(receiver));
+        status.wait_for(|status| status.in_place).await.unwrap();
+        for family in Family::BOTH {
+            ground.assert_masqueraded(family);
+        }
+    });
+}

@@ -1,0 +1,120 @@
+//! What others do to the rules is mended, counted and said; packets tell.
+
+#![allow(clippy::unwrap_used, reason = "a test fails that way")]
+
+#[macro_use]
+mod ground;
+
+use std::time::Duration;
+
+use flannel_core::Family;
+use flannel_firewall::Fault;
+use ground::tools::nft;
+use ground::{ALL, Ground, Kind, Place, Running, rules_of};
+
+in_every_mode!(what_others_do_is_mended, a_lasting_fight_is_won_and_counted);
+
+/// In nftables mode it is not the clock that mends.
+fn resync(kind: Kind) -> Duration {
+    if kind == Kind::Nftables { Duration::from_secs(3600) } else { Duration::from_millis(50) }
+}
+
+/// What somebody does, and what is said of it: a part of the object's name, and its fault.
+type Sabotage = (&'static str, &'static str, Fault);
+
+const NFTABLES: [Sabotage; 12] = [
+    ("flush ruleset", "table TABLE", Fault::Missing),
+    ("delete table TABLE", "table TABLE", Fault::Missing),
+    ("flush table TABLE", "chain postrtg", Fault::Different),
+    ("flush chain TABLE postrtg", "chain postrtg", Fault::Different),
+    ("flush chain TABLE forward; delete chain TABLE forward", "chain forward", Fault::Missing),
+    ("insert rule TABLE postrtg return", "chain postrtg", Fault::Different),
+    ("add rule TABLE postrtg return", "chain postrtg", Fault::Different),
+    ("add rule TABLE forward FAM saddr NETWORK accept", "chain forward", Fault::Different),
+    ("add chain TABLE forward { policy drop; }", "chain forward", Fault::Different),
+    ("add table TABLE { flags dormant; }", "table TABLE", Fault::Different),
+    (
+        "add chain TABLE guest { type filter hook forward priority 9; policy drop; }",
+        "table TABLE",
+        Fault::Different,
+    ),
+    (
+        "delete table TABLE; table TABLE { chain postrtg { type nat hook postrouting priority 100; FAM saddr NETWORK \
+         masquerade fully-random; }; }",
+        "chain postrtg",
+        Fault::Different,
+    ),
+];
+
+const IPTABLES: [Sabotage; 9] = [
+    ("-t nat -F", "chain FLANNEL-POSTRTG", Fault::Different),
+    ("-t nat -F FLANNEL-POSTRTG", "chain FLANNEL-POSTRTG", Fault::Different),
+    ("-F FORWARD", "jump from FORWARD to FLANNEL-FWD", Fault::Missing),
+    ("-t nat -I FLANNEL-POSTRTG -j RETURN", "chain FLANNEL-POSTRTG", Fault::Different),
+    ("-t nat -D FLANNEL-POSTRTG 5", "chain FLANNEL-POSTRTG", Fault::Different),
+    (
+        "-t nat -R FLANNEL-POSTRTG 3 -s NETWORK -m comment --comment masq -j MASQUERADE",
+        "chain FLANNEL-POSTRTG",
+        Fault::Different,
+    ),
+    ("-A FLANNEL-FWD -s NETWORK -j ACCEPT", "chain FLANNEL-FWD", Fault::Different),
+    ("-t nat -A POSTROUTING -j FLANNEL-POSTRTG", "jump from POSTROUTING to FLANNEL-POSTRTG", Fault::Repeated),
+    ("-t nat -I POSTROUTING -s 203.0.113.0 -j FLANNEL-POSTRTG", "jump from POSTROUTING", Fault::Repeated),
+];
+
+fn words(text: &str, family: Family) -> String {
+    let (keyword, table, network, host) = match family {
+        Family::V4 => ("ip", "ip flannel-ipv4", "10.1.0.0/16", "203.0.113.0"),
+        Family::V6 => ("ip6", "ip6 flannel-ipv6", "fd00:1::/48", "2001:db8:9::"),
+    };
+    text.replace("TABLE", table)
+        .replace("FAM", keyword)
+        .replace("NETWORK", network)
+        .replace("203.0.113.0", host)
+}
+
+async fn what_others_do_is_mended(ground: Ground, kind: Kind) {
+    let mut running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), resync(kind)).await;
+    let sabotages = if kind == Kind::Nftables { &NFTABLES[..] } else { &IPTABLES[..] };
+    for (n, (what, object, fault)) in sabotages.iter().enumerate() {
+        for (m, family) in Family::BOTH.into_iter().enumerate() {
+            let before = running.status.borrow().repairs;
+            assert_eq!(before, (2 * n + m) as u64);
+            let what = words(what, family);
+            if kind == Kind::Nftables {
+                nft(&what);
+            } else {
+                ground.tools.iptables(kind, family, &what);
+            }
+            let status = running.until(|status| status.repairs > before).await;
+            let found = status.last_repair.unwrap().found;
+            let object = words(object, family);
+            let said = found.iter().any(|said| said.object.contains(&object) && said.fault == *fault);
+            assert!(said, "{what}: {found:?}");
+            for family in Family::BOTH {
+                ground.assert_masqueraded(family);
+            }
+        }
+    }
+    let status = running.status.borrow().clone();
+    assert_eq!((status.changes, status.failure.is_none()), (1, true), "{status:?}");
+}
+
+async fn a_lasting_fight_is_won_and_counted(ground: Ground, kind: Kind) {
+    let mut running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), resync(kind)).await;
+    for n in 1..=10 {
+        // Several changes at once, of the rules and of others' rules.
+        for _ in 0..5 {
+            if kind == Kind::Nftables {
+                nft("flush ruleset; table ip noise { chain c { counter; }; }");
+            } else {
+                ground.tools.iptables(kind, Family::V4, "-t nat -F");
+                ground.tools.iptables(kind, Family::V4, "-t nat -A POSTROUTING -o nowhere -j MASQUERADE");
+            }
+        }
+        running.until(|status| status.repairs >= n).await;
+    }
+    for family in Family::BOTH {
+        ground.assert_masqueraded(family);
+    }
+}
