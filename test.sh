@@ -6,6 +6,8 @@ cd "$(dirname "$0")"
 needs=()
 command -v ip >/dev/null || [ -x /usr/sbin/ip ] || [ -x /sbin/ip ] || needs+=(iproute2)
 command -v unshare >/dev/null || needs+=(util-linux)
+PATH="$PATH:/usr/sbin:/sbin" command -v iptables-nft >/dev/null || needs+=(iptables)
+PATH="$PATH:/usr/sbin:/sbin" command -v nft >/dev/null || needs+=(nftables)
 command -v cc >/dev/null || needs+=(gcc libc6-dev)
 command -v protoc >/dev/null || needs+=(protobuf-compiler)
 [ -e /usr/include/google/protobuf/empty.proto ] || needs+=(libprotobuf-dev)
@@ -31,7 +33,7 @@ if [ "$(id -u)" = 0 ]; then
     trap 'rm -rf "$dir"' EXIT
     chmod 755 "$dir"
     cargo build -q -p flannel-lab
-    netns_tests=$(cargo test --no-run --message-format=json -p flannel-netlink --all-features 2>/dev/null |
+    netns_tests=$(cargo test --no-run --message-format=json -p flannel-netlink -p flannel-firewall --all-features 2>/dev/null |
         sed -n 's/.*"kind":\["\(lib\|test\)"\].*"executable":"\([^"]*\)".*/\2/p')
     cp "${CARGO_TARGET_DIR:-target}/debug/lab" $netns_tests "$dir"
     as_nobody() { (cd / && setpriv --reuid=65534 --regid=65534 --clear-groups env HOME=/nonexistent "$@"); }
