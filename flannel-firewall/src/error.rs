@@ -62,6 +62,15 @@ pub enum Error {
         /// What it said on standard error.
         says: String,
     },
+    /// Rules of an earlier flannel are in iptables, and there is no program to remove them.
+    #[error(
+        "{chains}: left by an earlier flannel, and there is no `iptables-nft` here to remove them; install the package \
+         `iptables`, or restart the host"
+    )]
+    Leftovers {
+        /// Which they are.
+        chains: String,
+    },
     /// The kernel has no nf_tables, or lacks a part of it.
     #[error(
         "{object}: the kernel does not know it ({source}); load the modules nf_tables, nft_chain_nat and nft_masq \
@@ -104,10 +113,40 @@ impl Error {
 
     /// What it means that a program of iptables ended badly.
     pub(crate) fn program(program: PathBuf, status: ExitStatus, stderr: &[u8]) -> Self {
-        let says = String::from_utf8_lossy(stderr).trim().replace('\n', "; ");
-        if says.contains("Permission denied") || says.contains("Operation not permitted") {
+        let mut says = String::from_utf8_lossy(stderr).trim().replace('\n', "; ");
+        // iptables-legacy says this of both.
+        let no_table = says.contains("unable to initialize table");
+        let refused = says.contains("Permission denied") || says.contains("Operation not permitted");
+        if refused || (no_table && lacks_privilege()) {
             return Self::NotPermitted { object: program.display().to_string(), detail: says };
         }
+        if no_table {
+            says.push_str("; load the module of that table (`modprobe iptable_nat`, `ip6table_nat`, …), or use iptables-nft");
+        }
         Self::Program { program, status, says }
+    }
+}
+
+/// The process lacks CAP_NET_ADMIN or CAP_NET_RAW, bits 12 and 13; false where that cannot be read.
+fn lacks_privilege() -> bool {
+    let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
+    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let effective = effective.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok());
+    effective.is_some_and(|bits| bits >> 12 & 0b11 != 0b11)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_kernel_lacks_or_forbids_comes_with_what_helps() {
+        for (errno, want) in [(EPERM, "CAP_NET_ADMIN"), (ENOENT, "nft_masq"), (EPROTONOSUPPORT, "modprobe")] {
+            let error = Error::kernel("nftables table ip flannel-ipv4", KernelError::new(errno)).to_string();
+            assert!(error.starts_with("nftables table ip flannel-ipv4: ") && error.contains(want), "{error}");
+            assert!(!error.contains("legacy"), "{error}");
+        }
+        let error = Error::kernel("nftables", KernelError::new(105));
+        assert!(matches!(&error, Error::Kernel { source, .. } if source.errno == 105), "{error}");
     }
 }

@@ -141,7 +141,15 @@ impl Firewall {
     async fn remove_others(&self) -> bool {
         let programs = &self.options.programs;
         let (removed, mut failed) = match &self.engine {
-            Engine::Nftables(_) => Iptables::clean(programs, None, true).await,
+            Engine::Nftables(_) => {
+                let (removed, mut failed) = Iptables::clean(programs, None, true).await;
+                match nft::chains_of_iptables() {
+                    Ok(chains) if chains.is_empty() => {}
+                    Ok(chains) => failed.push(Error::Leftovers { chains: chains.join(", ") }),
+                    Err(error) => failed.push(error),
+                }
+                (removed, failed)
+            }
             Engine::Iptables(used) => {
                 let (mut removed, mut failed) = Iptables::clean(programs, Some(used), true).await;
                 match nft::clean(true) {

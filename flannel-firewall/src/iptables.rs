@@ -27,15 +27,18 @@ pub(crate) struct Iptables {
 }
 
 impl Iptables {
-    /// Finds the programs, and makes sure that they may read the rules.
+    /// Finds the programs, and makes sure that they may change the rules.
     pub(crate) async fn open(programs: Programs) -> Result<Self, Error> {
         let (v4, v6) = (programs.find(Family::V4), programs.find(Family::V6));
-        let tools = match (v4, v6) {
+        let mut tools = match (v4, v6) {
             (Err(error), Err(_)) => return Err(error),
             (v4, v6) => Dual { v4: v4.ok(), v6: v6.ok() },
         };
-        if let Some(tool) = tools.values().next() {
-            tool.save().await?;
+        for family in Family::BOTH {
+            if let Some(tool) = &mut tools[family] {
+                tool.probe().await?;
+                break;
+            }
         }
         Ok(Self { programs, tools, empty: Dual::default() })
     }

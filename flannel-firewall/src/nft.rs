@@ -13,6 +13,7 @@ use flannel_netlink::netfilter::{Batch, NetfilterEvents, NetfilterSocket, Refuse
 
 use self::table::{SUBSYSTEM, TABLE, Table, generation, name, protocol, remove, text_in, title};
 use crate::error::Error;
+use crate::iptables::script;
 use crate::rules::Rules;
 use crate::status::Deviation;
 
@@ -139,6 +140,21 @@ fn read(socket: &mut NetfilterSocket) -> Result<Dual<Table>, Error> {
         }
     }
     Err(unsteady())
+}
+
+/// Chains of ours that `iptables-nft` keeps in nf_tables; they can be seen without it, but only it should change them.
+pub(crate) fn chains_of_iptables() -> Result<Vec<String>, Error> {
+    let about = |error| Error::kernel("nftables", error);
+    let mut socket = NetfilterSocket::open().map_err(about)?;
+    let mut found = Vec::new();
+    for family in Family::BOTH {
+        for (table, chain) in script::chains() {
+            if table::is_there(&mut socket, family, table, chain).map_err(about)? {
+                found.push(format!("{family} chain {chain} in table {table}"));
+            }
+        }
+    }
+    Ok(found)
 }
 
 fn unsteady() -> Error {

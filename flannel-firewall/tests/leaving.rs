@@ -5,11 +5,12 @@
 #[macro_use]
 mod ground;
 
+use std::process::Command;
 use std::time::Duration;
 
 use flannel_core::Family;
 use flannel_firewall::{Error, Firewall, Options, Programs, cleanup, leftovers};
-use ground::{ALL, Ground, Kind, Place, Running, rules_of};
+use ground::{ALL, Ground, Kind, Place, Running, rules_of, tools};
 
 /// Nothing happens by the clock.
 const RESYNC: Duration = Duration::from_secs(3600);
@@ -158,13 +159,49 @@ fn without_programs_iptables_is_refused_and_nftables_is_not() {
         let error = Firewall::open(Kind::IptablesNft.mode(), options.clone()).await.unwrap_err();
         assert!(matches!(error, Error::NoProgram { .. }), "{error}");
         let ground = Ground::set();
+        let before = Running::start(&ground, Kind::IptablesNft, rules_of(Place::Pod, ALL), RESYNC).await;
+        before.stop().await;
         let firewall = Firewall::open(Kind::Nftables.mode(), options).await.unwrap();
         let mut status = firewall.status();
         let (_rules, receiver) = tokio::sync::watch::channel(rules_of(Place::Pod, ALL));
         let _running = tokio::spawn(firewall.run(receiver));
-        status.wait_for(|status| status.in_place).await.unwrap();
+        let status = status.wait_for(|status| status.in_place).await.unwrap().clone();
         for family in Family::BOTH {
             ground.assert_masqueraded(family);
         }
+        let error = status.leftovers.unwrap().to_string();
+        assert!(
+            error.starts_with("IPv4 chain FLANNEL-POSTRTG in table nat, IPv4 chain FLANNEL-FWD"),
+            "{error}"
+        );
+    });
+}
+
+/// Set in a process that may do what root may, but not administer networks.
+const WITHOUT: &str = "FLANNEL_FIREWALL_WITHOUT_NET_ADMIN";
+
+#[test]
+fn without_the_privilege_the_error_says_which() {
+    if std::env::var_os(WITHOUT).is_some() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        for kind in Kind::ALL {
+            let tools = tools::Tools::install();
+            tools.host_uses(kind);
+            let options = Options { programs: tools.programs(), ..Options::default() };
+            let error = runtime.block_on(Firewall::open(kind.mode(), options)).unwrap_err();
+            assert!(matches!(error, Error::NotPermitted { .. }), "{kind:?}: {error}");
+            assert!(error.to_string().contains("CAP_NET_ADMIN"), "{error}");
+        }
+        return;
+    }
+    flannel_netlink::testing::in_netns(|| {
+        let mut command = Command::new("setpriv");
+        command.args(["--bounding-set=-net_admin,-net_raw", "--inh-caps=-net_admin,-net_raw", "--"]);
+        command
+            .arg(std::env::current_exe().unwrap())
+            .args(["without_the_privilege_the_error_says_which", "--exact"]);
+        let output = command.env(WITHOUT, "1").output().expect("setpriv of util-linux is needed");
+        let stdout = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && stdout.contains("1 passed"), "{stdout}");
     });
 }

@@ -103,6 +103,12 @@ impl Tool {
         run(&self.restore, args, script).await.map(drop)
     }
 
+    /// Makes sure that it may change rules, without doing so; to read them takes less.
+    pub(crate) async fn probe(&mut self) -> Result<(), Error> {
+        self.is_modern().await?;
+        run(&self.restore, &["--noflush", "--test"], "*nat\nCOMMIT\n").await.map(drop)
+    }
+
     /// It knows `--random-fully`. Asked once.
     pub(crate) async fn is_modern(&mut self) -> Result<bool, Error> {
         if let Some(modern) = self.modern {

@@ -42,6 +42,11 @@ const PLACES: [Place; 3] = [
     Place { table: "nat", chain: "FLANNEL-FWD", hook: "", comment: "", content: None },
 ];
 
+/// Table and name of every chain that is ours.
+pub(crate) fn chains() -> impl Iterator<Item = (&'static str, &'static str)> {
+    PLACES.iter().map(|place| (place.table, place.chain))
+}
+
 /// What to tell `iptables-restore`, and why.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Script {
@@ -178,6 +183,10 @@ fn line(rule: &Rule, place: &Place, random: bool) -> String {
 }
 
 fn goes_to(rule: &str, chain: &str) -> bool {
+    // Hosts have tens of thousands of rules; most say so at once.
+    if !rule.contains(chain) {
+        return false;
+    }
     // A comment may contain anything, so words count, not text.
     words(rule).windows(2).any(|pair| matches!(&*pair[0], "-j" | "-g") && pair[1] == chain)
 }

@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 
 use flannel_core::{Family, KernelError};
-use flannel_netlink::netfilter::{Batch, Kind, Make, NetfilterSocket};
+use flannel_netlink::netfilter::{Batch, Kind, Make, Messages, NetfilterSocket};
 
 use super::expr::{self, Expr, find, number, number_in};
 use crate::rules::{Chain, Rules};
@@ -257,6 +257,17 @@ impl Filled {
 /// Adds to `batch` what removes the table of a family.
 pub(crate) fn remove(batch: &mut Batch, family: Family) {
     batch.add(DELTABLE, protocol(family), Make::Nothing, |request| _ = request.text(TABLE, name(family)));
+}
+
+/// A chain of any table is there.
+pub(crate) fn is_there(
+    socket: &mut NetfilterSocket,
+    family: Family,
+    table: &str,
+    chain: &str,
+) -> Result<bool, KernelError> {
+    let fill = |request: &mut Messages| _ = request.text(TABLE, table).text(CHAIN_NAME, chain);
+    Ok(present(socket.ask(kind(GETCHAIN, family), fill, |_| Some(())))?.is_some())
 }
 
 /// A number that changes with every change of any table.
