@@ -108,21 +108,21 @@ impl Firewall {
         ticks.tick().await;
         // What was in place when last checked: what differs from it was changed by somebody else.
         let mut placed: Option<Rules> = None;
-        let mut others_gone = false;
         let mut closed = false;
         loop {
             let wanted = rules.borrow_and_update().clone();
             let (deviations, failure) = self.reconcile(&wanted).await;
             let by_others = placed.as_ref() == Some(&wanted);
-            if failure.is_none() {
+            let done = failure.is_none();
+            self.tell(deviations, by_others, failure);
+            if done {
                 placed = Some(wanted);
-                if !others_gone {
-                    others_gone = self.remove_others().await;
+                if !self.status.borrow().alone {
+                    self.remove_others().await;
                 }
-            } else if placed.as_ref() != Some(&wanted) {
+            } else if !by_others {
                 placed = None;
             }
-            self.tell(deviations, by_others, failure);
             self.wait(&mut rules, &mut ticks, &mut closed).await;
         }
     }
@@ -137,8 +137,8 @@ impl Firewall {
         }
     }
 
-    /// Removes what is ours and not kept by this one; true once there is nothing.
-    async fn remove_others(&self) -> bool {
+    /// Removes what is ours and not kept by this one.
+    async fn remove_others(&self) {
         let programs = &self.options.programs;
         let (removed, mut failed) = match &self.engine {
             Engine::Nftables(_) => {
@@ -163,16 +163,15 @@ impl Firewall {
             tracing::info!(object = deviation.object, "removed what another mode had left");
         }
         let failed = failed.pop().map(Arc::new);
-        let gone = failed.is_none();
         self.status.send_if_modified(|status| {
-            let news = failed.is_some() != status.leftovers.is_some();
+            let news = failed.is_some() != status.leftovers.is_some() || failed.is_none();
             if let Some(error) = failed.as_ref().filter(|_| news) {
                 tracing::warn!(%error, "rules that another mode may have left are not removed");
             }
+            status.alone = failed.is_none();
             status.leftovers = failed;
             news
         });
-        gone
     }
 
     fn tell(&self, deviations: Vec<Deviation>, by_others: bool, failure: Option<Error>) {

@@ -23,7 +23,10 @@ pub struct Status {
     pub last_repair: Option<Repair>,
     /// Why the rules are not in place; `None` while they are.
     pub failure: Option<Failure>,
-    /// Why rules that an earlier flannel may have left in another mode are not removed; `None` once there are none.
+    /// What an earlier flannel had left in another mode is gone; false until that was looked for, which is done when
+    /// the rules are in place.
+    pub alone: bool,
+    /// Why what an earlier flannel may have left in another mode is not removed; tried again at every check.
     pub leftovers: Option<Arc<Error>>,
 }
 

@@ -51,7 +51,7 @@ async fn switching_removes_the_other_modes_rules(ground: Ground, kind: Kind) {
         // Go flannel's way to leave the other mode.
         ground.tools.iptables(Kind::IptablesLegacy, Family::V6, "-t nat -N FLANNEL-FWD");
         let mut running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), RESYNC).await;
-        running.until(|status| status.checks > 0 && status.leftovers.is_none()).await;
+        running.until(|status| status.alone).await;
         let ours = ground.tools.ours_seen();
         let of_kind = |line: &&String| match kind {
             Kind::Nftables => line.contains("table ip"),
@@ -91,8 +91,7 @@ async fn cleaning_up_removes_exactly_ours(ground: Ground, kind: Kind) {
 async fn a_steady_state_runs_no_needless_process(ground: Ground, kind: Kind) {
     let resync = Duration::from_millis(100);
     let mut running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), resync).await;
-    // The first check after the start is done; what an earlier mode left was looked for before it was told.
-    running.until(|status| status.checks >= 2).await;
+    running.until(|status| status.alone && status.checks >= 2).await;
     let (checks, runs) = (running.status.borrow().checks, ground.tools.runs().len());
     let status = running.until(|status| status.checks >= checks + 3).await;
     let runs = ground.tools.runs()[runs..].to_vec();
@@ -119,7 +118,7 @@ fn only_the_families_with_rules_are_asked_for() {
         let rules = flannel_firewall::Rules::new(&networks, &flannel_core::Dual::default(), ALL).unwrap();
         let mut running =
             Running::start(&ground, Kind::IptablesLegacy, rules, Duration::from_millis(50)).await;
-        running.until(|status| status.checks >= 2).await;
+        running.until(|status| status.alone && status.checks >= 2).await;
         let runs = ground.tools.runs().len();
         let checks = running.status.borrow().checks;
         running.until(|status| status.checks >= checks + 3).await;
@@ -165,7 +164,8 @@ fn without_programs_iptables_is_refused_and_nftables_is_not() {
         let mut status = firewall.status();
         let (_rules, receiver) = tokio::sync::watch::channel(rules_of(Place::Pod, ALL));
         let _running = tokio::spawn(firewall.run(receiver));
-        let status = status.wait_for(|status| status.in_place).await.unwrap().clone();
+        let status = status.wait_for(|status| status.leftovers.is_some()).await.unwrap().clone();
+        assert!(status.in_place && !status.alone, "{status:?}");
         for family in Family::BOTH {
             ground.assert_masqueraded(family);
         }

@@ -105,6 +105,51 @@ async fn pods_are_forwarded_where_others_are_not(ground: Ground, kind: Kind) {
     }
 }
 
+/// Go flannel's tables as `nft` shows them, but for the kube-proxy mark (a bit, not the whole mark) and the fourth rule (that
+/// of iptables).
+#[test]
+fn nft_shows_flannels_tables() {
+    flannel_netlink::testing::in_netns_async(|| async {
+        let ground = Ground::set();
+        let mut running = Running::start(&ground, Kind::Nftables, rules_of(Place::Pod, ALL), RESYNC).await;
+        for (family, keyword, network, own, multicast) in [
+            ("ipv4", "ip", "10.1.0.0/16", "10.1.7.0/24", "224.0.0.0/4"),
+            ("ipv6", "ip6", "fd00:1::/48", "fd00:1:0:7::/64", "ff00::/8"),
+        ] {
+            let want = format!(
+                "table {keyword} flannel-{family} {{
+                comment \"rules for flannel-{family}\"
+                chain postrtg {{
+                comment \"chain to manage traffic masquerading by flannel\"
+                type nat hook postrouting priority srcnat; policy accept;
+                meta mark & 0x00004000 == 0x00004000 return
+                {keyword} saddr {own} {keyword} daddr {network} return
+                {keyword} saddr {network} {keyword} daddr {own} return
+                {keyword} saddr != {network} {keyword} daddr {own} return
+                {keyword} saddr {network} {keyword} daddr != {multicast} masquerade fully-random
+                {keyword} saddr != {network} {keyword} daddr {network} masquerade fully-random
+                }}
+                chain forward {{
+                comment \"chain to accept flannel traffic\"
+                type filter hook forward priority filter; policy accept;
+                {keyword} saddr {network} accept
+                {keyword} daddr {network} accept
+                }}
+                }}"
+            );
+            let shown = nft(&format!("list table {keyword} flannel-{family}"));
+            assert_eq!(
+                shown.split_whitespace().collect::<Vec<_>>(),
+                want.split_whitespace().collect::<Vec<_>>(),
+                "{shown}"
+            );
+        }
+        running.want(rules_of(Place::Pod, Wish { fully_random: false, ..ALL })).await;
+        let shown = nft("list ruleset");
+        assert!(shown.contains("masquerade") && !shown.contains("random"), "{shown}");
+    });
+}
+
 /// Pod to outside, peer to pod, outside to other.
 fn forwarded(ground: &Ground, family: Family) -> [bool; 3] {
     let pass = |from, to| ground.seen_at(family, from, to, 0, SHORT).is_some();

@@ -203,10 +203,14 @@ impl Ground {
 
 fn source_of_next(receiver: &UdpSocket, patience: Duration) -> Option<IpAddr> {
     receiver.set_read_timeout(Some(patience)).unwrap();
-    match receiver.recv_from(&mut [0; 64]) {
-        Ok((_, from)) => Some(from.ip()),
-        Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => None,
-        Err(error) => panic!("{error}"),
+    loop {
+        match receiver.recv_from(&mut [0; 64]) {
+            Ok((_, from)) => return Some(from.ip()),
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return None,
+            // A child of this process ended.
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => panic!("{error}"),
+        }
     }
 }
 
