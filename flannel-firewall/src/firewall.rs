@@ -111,13 +111,13 @@ impl Firewall {
         let mut closed = false;
         loop {
             let wanted = rules.borrow_and_update().clone();
-            let (deviations, failure) = self.reconcile(&wanted).await;
+            let (deviations, failed) = self.reconcile(&wanted).await;
             let by_others = placed.as_ref() == Some(&wanted);
-            let done = failure.is_none();
-            self.tell(deviations, by_others, failure);
+            let done = failed.is_empty();
+            self.tell(deviations, by_others, failed);
             if done {
                 placed = Some(wanted);
-                if !self.status.borrow().alone {
+                if self.is_time_to_look_around() {
                     self.remove_others().await;
                 }
             } else if !by_others {
@@ -127,20 +127,26 @@ impl Firewall {
         }
     }
 
-    async fn reconcile(&mut self, wanted: &Rules) -> (Vec<Deviation>, Option<Error>) {
+    async fn reconcile(&mut self, wanted: &Rules) -> (Vec<Deviation>, Vec<Error>) {
         match &mut self.engine {
             Engine::Nftables(nft) => match nft.reconcile(wanted).await {
-                Ok(deviations) => (deviations, None),
-                Err(error) => (Vec::new(), Some(error)),
+                Ok(deviations) => (deviations, Vec::new()),
+                Err(error) => (Vec::new(), vec![error]),
             },
             Engine::Iptables(iptables) => iptables.reconcile(wanted).await,
         }
     }
 
+    /// Another mode was not looked at, or could not be; the latter is tried ever more rarely, for it may start processes.
+    fn is_time_to_look_around(&self) -> bool {
+        let status = self.status.borrow();
+        !status.alone && (status.leftovers.is_empty() || status.checks.is_power_of_two())
+    }
+
     /// Removes what is ours and not kept by this one.
     async fn remove_others(&self) {
         let programs = &self.options.programs;
-        let (removed, mut failed) = match &self.engine {
+        let (removed, failed) = match &self.engine {
             Engine::Nftables(_) => {
                 let (removed, mut failed) = Iptables::clean(programs, None, true).await;
                 match nft::chains_of_iptables() {
@@ -162,24 +168,24 @@ impl Firewall {
         for deviation in &removed {
             tracing::info!(object = deviation.object, "removed what another mode had left");
         }
-        let failed = failed.pop().map(Arc::new);
         self.status.send_if_modified(|status| {
-            let news = failed.is_some() != status.leftovers.is_some() || failed.is_none();
-            if let Some(error) = failed.as_ref().filter(|_| news) {
+            let news = failed.is_empty() || status.leftovers.is_empty();
+            for error in failed.iter().filter(|_| news) {
                 tracing::warn!(%error, "rules that another mode may have left are not removed");
             }
-            status.alone = failed.is_none();
-            status.leftovers = failed;
+            status.alone = failed.is_empty();
+            status.leftovers = failed.into_iter().map(Arc::new).collect();
             news
         });
     }
 
-    fn tell(&self, deviations: Vec<Deviation>, by_others: bool, failure: Option<Error>) {
+    fn tell(&self, deviations: Vec<Deviation>, by_others: bool, failed: Vec<Error>) {
         let at = SystemTime::now();
         self.status.send_if_modified(|status| {
-            let mut news = status.in_place == failure.is_some() || !deviations.is_empty();
+            let first_failure = !failed.is_empty() && status.failure.is_none();
+            let news = first_failure || status.in_place != failed.is_empty() || !deviations.is_empty();
             status.checks += 1;
-            status.in_place = failure.is_none();
+            status.in_place = failed.is_empty();
             if !deviations.is_empty() && by_others {
                 let found: Vec<_> = deviations.iter().map(ToString::to_string).collect();
                 tracing::warn!(found = found.join("; "), "rules were changed from outside, and put back");
@@ -189,14 +195,14 @@ impl Firewall {
                 tracing::info!(changes = deviations.len(), "rules are in place");
                 status.changes += 1;
             }
-            let before = status.failure.take();
-            status.failure = failure.map(|error| {
-                let since = before.as_ref().map_or(at, |before| before.since);
-                if before.is_none() {
-                    tracing::warn!(%error, "rules are not in place");
-                    news = true;
-                }
-                Failure { since, times: before.map_or(1, |before| before.times + 1), error: Arc::new(error) }
+            let before = status.failure.take().filter(|_| !failed.is_empty());
+            if first_failure {
+                failed.iter().for_each(|error| tracing::warn!(%error, "rules are not in place"));
+            }
+            status.failure = (!failed.is_empty()).then(|| Failure {
+                since: before.as_ref().map_or(at, |before| before.since),
+                times: before.map_or(1, |before| before.times + 1),
+                errors: failed.into_iter().map(Arc::new).collect(),
             });
             news
         });

@@ -22,8 +22,8 @@ const TRIES: usize = 3;
 pub(crate) struct Iptables {
     programs: Programs,
     tools: Dual<Tool>,
-    /// Families in which there is nothing of ours, and nothing is wanted.
-    empty: Dual<()>,
+    /// Families that may have rules from here.
+    filled: Dual<()>,
 }
 
 impl Iptables {
@@ -40,17 +40,19 @@ impl Iptables {
                 break;
             }
         }
-        Ok(Self { programs, tools, empty: Dual::default() })
+        Ok(Self { programs, tools, filled: Dual::default() })
     }
 
     /// Makes the rules those of `rules`; returns in what they differed, and what could not be done.
-    pub(crate) async fn reconcile(&mut self, rules: &Rules) -> (Vec<Deviation>, Option<Error>) {
-        let (mut deviations, mut failed) = (Vec::new(), None);
+    ///
+    /// A family that neither has nor had rules here is not looked at; that is for [`Iptables::clean`].
+    pub(crate) async fn reconcile(&mut self, rules: &Rules) -> (Vec<Deviation>, Vec<Error>) {
+        let (mut deviations, mut failed) = (Vec::new(), Vec::new());
         for family in Family::BOTH {
             // The other family shall have its rules all the same.
             match self.reconcile_family(rules, family).await {
                 Ok(differed) => deviations.extend(differed),
-                Err(error) => failed = failed.or(Some(error)),
+                Err(error) => failed.push(error),
             }
         }
         (deviations, failed)
@@ -58,25 +60,22 @@ impl Iptables {
 
     async fn reconcile_family(&mut self, rules: &Rules, family: Family) -> Result<Vec<Deviation>, Error> {
         let wanted = rules.has(family);
-        if !wanted && self.empty[family].is_some() {
+        if !wanted && self.filled[family].is_none() {
             return Ok(Vec::new());
         }
         if self.tools[family].is_none() {
-            match self.programs.find(family) {
-                Ok(tool) => self.tools[family] = Some(tool),
-                Err(error) if wanted => return Err(error),
-                // Where there is no program, nothing is kept.
-                Err(_) => return Ok(Vec::new()),
-            }
+            self.tools[family] = Some(self.programs.find(family)?);
         }
         let Some(tool) = &mut self.tools[family] else { return Ok(Vec::new()) };
+        // Set before, for what fails or is dropped halfway may have put rules there.
+        self.filled[family] = Some(());
         let deviations = reconcile(tool, rules, family, true).await?;
-        self.empty[family] = (!wanted).then_some(());
+        self.filled[family] = wanted.then_some(());
         Ok(deviations)
     }
 
-    /// Removes what is ours from the variants that this one is not, or from all of them; or only looks. Returns what
-    /// was there, and what could not be removed.
+    /// Removes what is ours from where `except` keeps no rules, or from everywhere; or only looks. Returns what was
+    /// there, and what could not be removed.
     pub(crate) async fn clean(
         programs: &Programs,
         except: Option<&Self>,
@@ -85,7 +84,8 @@ impl Iptables {
         let (mut removed, mut failed) = (Vec::new(), Vec::new());
         for family in Family::BOTH {
             for mut tool in programs.find_all(family) {
-                if except.and_then(|used| used.tools[family].as_ref()).is_some_and(|used| used.is(&tool)) {
+                let used = except.filter(|used| used.filled[family].is_some());
+                if used.and_then(|used| used.tools[family].as_ref()).is_some_and(|used| used.is(&tool)) {
                     continue;
                 }
                 match reconcile(&mut tool, &Rules::default(), family, write).await {

@@ -53,7 +53,13 @@ impl Nft {
             Some(socket) => reconcile(socket, &wanted, true),
             None => Ok(Vec::new()),
         };
-        tokio::task::spawn_blocking(work).await.expect("the work does not panic and is not cancelled")
+        tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            Err(_) => {
+                let source = KernelError::explained(EAGAIN, "the runtime is shutting down");
+                Err(Error::Kernel { object: "nftables".into(), source })
+            }
+        })
     }
 
     /// Returns when somebody else touched a table of ours, or may have.

@@ -26,8 +26,8 @@ pub struct Status {
     /// What an earlier flannel had left in another mode is gone; false until that was looked for, which is done when
     /// the rules are in place.
     pub alone: bool,
-    /// Why what an earlier flannel may have left in another mode is not removed; tried again at every check.
-    pub leftovers: Option<Arc<Error>>,
+    /// Why what an earlier flannel may have left in another mode is not removed; tried again, ever more rarely.
+    pub leftovers: Vec<Arc<Error>>,
 }
 
 /// Rules were put back.
@@ -46,8 +46,8 @@ pub struct Failure {
     pub since: SystemTime,
     /// How often it was tried since then.
     pub times: u64,
-    /// What went wrong the last time.
-    pub error: Arc<Error>,
+    /// What went wrong the last time, at least one.
+    pub errors: Vec<Arc<Error>>,
 }
 
 /// Something that is not as it should be.

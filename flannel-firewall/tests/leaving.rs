@@ -128,6 +128,33 @@ fn only_the_families_with_rules_are_asked_for() {
 }
 
 #[test]
+fn a_family_that_is_not_wanted_any_more_is_emptied() {
+    flannel_netlink::testing::in_netns_async(|| async {
+        let ground = Ground::set();
+        let networks = flannel_core::Dual { v4: "10.1.0.0/16".parse().ok(), v6: None };
+        let only_v4 = flannel_firewall::Rules::new(&networks, &flannel_core::Dual::default(), ALL).unwrap();
+        for kind in Kind::ALL {
+            for while_away in [true, false] {
+                let mut running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), RESYNC).await;
+                if while_away {
+                    running.stop().await;
+                    running = Running::start(&ground, kind, only_v4.clone(), RESYNC).await;
+                    running.until(|status| status.alone).await;
+                } else {
+                    running.want(only_v4.clone()).await;
+                }
+                let ours = ground.tools.ours_seen();
+                let of_v6 = |line: &&String| line.contains("IPv6") || line.contains("ip6");
+                assert_eq!(ours.iter().find(of_v6), None, "{kind:?} {while_away}");
+                assert!(!ours.is_empty());
+                running.stop().await;
+            }
+            cleanup(&ground.tools.programs()).await;
+        }
+    });
+}
+
+#[test]
 fn a_program_that_vanishes_is_named_and_its_return_noticed() {
     flannel_netlink::testing::in_netns_async(|| async {
         let ground = Ground::set();
@@ -137,7 +164,7 @@ fn a_program_that_vanishes_is_named_and_its_return_noticed() {
         std::fs::rename(&here, &gone).unwrap();
         let status = running.until(|status| status.failure.as_ref().is_some_and(|f| f.times >= 3)).await;
         assert!(!status.in_place);
-        let error = status.failure.unwrap().error.to_string();
+        let error = status.failure.unwrap().errors[0].to_string();
         assert!(error.contains("ip6tables-save"), "{error}");
         // The family whose program is there is looked after all the same.
         ground.tools.iptables(Kind::IptablesNft, Family::V4, "-t nat -F");
@@ -146,6 +173,24 @@ fn a_program_that_vanishes_is_named_and_its_return_noticed() {
         std::fs::rename(&gone, &here).unwrap();
         let status = running.until(|status| status.in_place).await;
         assert!(status.failure.is_none() && status.changes == 1, "{status:?}");
+    });
+}
+
+#[test]
+fn a_first_failure_wakes_whoever_waits() {
+    flannel_netlink::testing::in_netns_async(|| async {
+        let ground = Ground::set();
+        let hide = |name| std::fs::remove_file(ground.tools.path(name)).unwrap();
+        let options = Options { programs: ground.tools.programs(), resync: RESYNC };
+        let firewall = Firewall::open(Kind::IptablesNft.mode(), options).await.unwrap();
+        ["iptables-nft-save", "ip6tables-nft-save"].map(hide);
+        let mut status = firewall.status();
+        let (_rules, receiver) = tokio::sync::watch::channel(rules_of(Place::Pod, ALL));
+        let _running = tokio::spawn(firewall.run(receiver));
+        let wait = status.wait_for(|status| status.failure.is_some());
+        let status = tokio::time::timeout(Duration::from_secs(20), wait).await.expect("told").unwrap();
+        let errors = &status.failure.as_ref().unwrap().errors;
+        assert!(matches!(*errors[0], Error::Run { .. }) && errors.len() == 2, "{status:?}");
     });
 }
 
@@ -164,12 +209,12 @@ fn without_programs_iptables_is_refused_and_nftables_is_not() {
         let mut status = firewall.status();
         let (_rules, receiver) = tokio::sync::watch::channel(rules_of(Place::Pod, ALL));
         let _running = tokio::spawn(firewall.run(receiver));
-        let status = status.wait_for(|status| status.leftovers.is_some()).await.unwrap().clone();
+        let status = status.wait_for(|status| !status.leftovers.is_empty()).await.unwrap().clone();
         assert!(status.in_place && !status.alone, "{status:?}");
         for family in Family::BOTH {
             ground.assert_masqueraded(family);
         }
-        let error = status.leftovers.unwrap().to_string();
+        let error = status.leftovers[0].to_string();
         assert!(
             error.starts_with("IPv4 chain FLANNEL-POSTRTG in table nat, IPv4 chain FLANNEL-FWD"),
             "{error}"
