@@ -5,6 +5,8 @@
 #[macro_use]
 mod ground;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use flannel_core::Family;
@@ -22,6 +24,7 @@ in_every_mode!(
     packets_are_masqueraded_as_the_rules_say,
     the_rules_follow_what_is_wanted,
     pods_are_forwarded_where_others_are_not,
+    a_change_leaves_no_moment_without_rules,
 );
 
 async fn packets_are_masqueraded_as_the_rules_say(ground: Ground, kind: Kind) {
@@ -102,6 +105,31 @@ async fn pods_are_forwarded_where_others_are_not(ground: Ground, kind: Kind) {
         for family in Family::BOTH {
             assert_eq!(forwarded(&ground, family), [false; 3], "{family}");
         }
+    }
+}
+
+async fn a_change_leaves_no_moment_without_rules(ground: Ground, kind: Kind) {
+    let mut running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), RESYNC).await;
+    let ground = Arc::new(ground);
+    let stop = Arc::new(AtomicBool::new(false));
+    let callers = Family::BOTH.map(|family| {
+        let (ground, stop) = (ground.clone(), stop.clone());
+        std::thread::spawn(move || {
+            let mut calls = 0;
+            while !stop.load(Ordering::Relaxed) {
+                let seen = ground.seen(family, Place::Pod, Place::Outside);
+                assert_eq!(seen, Some(Place::Outside.node(family)), "{family}: call {calls}");
+                calls += 1;
+            }
+            calls
+        })
+    });
+    for n in 0..30 {
+        running.want(rules_of([Place::Peer, Place::Pod][n % 2], ALL)).await;
+    }
+    stop.store(true, Ordering::Relaxed);
+    for calls in callers.map(|caller| caller.join().unwrap()) {
+        assert!(calls > 30, "only {calls} calls in 30 changes");
     }
 }
 
