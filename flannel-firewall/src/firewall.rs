@@ -144,9 +144,9 @@ impl Firewall {
     }
 
     /// Removes what is ours and not kept by this one.
-    async fn remove_others(&self) {
+    async fn remove_others(&mut self) {
         let programs = &self.options.programs;
-        let (removed, failed) = match &self.engine {
+        let (removed, failed) = match &mut self.engine {
             Engine::Nftables(_) => {
                 let (removed, mut failed) = Iptables::clean(programs, None, true).await;
                 match nft::chains_of_iptables() {

@@ -78,17 +78,34 @@ impl Iptables {
     /// there, and what could not be removed.
     pub(crate) async fn clean(
         programs: &Programs,
-        except: Option<&Self>,
+        mut except: Option<&mut Self>,
         write: bool,
     ) -> (Vec<Deviation>, Vec<Error>) {
         let (mut removed, mut failed) = (Vec::new(), Vec::new());
         for family in Family::BOTH {
-            for mut tool in programs.find_all(family) {
-                let used = except.filter(|used| used.filled[family].is_some());
-                if used.and_then(|used| used.tools[family].as_ref()).is_some_and(|used| used.is(&tool)) {
-                    continue;
+            let mut done = Vec::new();
+            if let Some(used) = &mut except
+                && used.filled[family].is_some()
+                && let Some(tool) = &mut used.tools[family]
+            {
+                match tool.variant().await {
+                    Ok(variant) => done.push(variant),
+                    Err(error) => {
+                        failed.push(error);
+                        continue;
+                    }
                 }
-                match reconcile(&mut tool, &Rules::default(), family, write).await {
+            }
+            for mut tool in programs.find_all(family) {
+                let cleaned = match tool.variant().await {
+                    Ok(variant) if done.contains(&variant) => continue,
+                    Ok(variant) => {
+                        done.push(variant);
+                        reconcile(&mut tool, &Rules::default(), family, write).await
+                    }
+                    Err(error) => Err(error),
+                };
+                match cleaned {
                     Ok(there) => removed.extend(there),
                     Err(error) => failed.push(error),
                 }

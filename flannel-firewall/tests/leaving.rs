@@ -176,6 +176,24 @@ fn a_program_that_vanishes_is_named_and_its_return_noticed() {
     });
 }
 
+/// Images for Kubernetes have a script for `iptables` that runs one of the variants.
+#[test]
+fn a_wrapper_is_known_by_the_variant_that_it_runs() {
+    flannel_netlink::testing::in_netns_async(|| async {
+        let ground = Ground::set();
+        for kind in [Kind::IptablesNft, Kind::IptablesLegacy] {
+            ground.tools.host_has_wrappers_for(kind);
+            let options = Options { programs: ground.tools.programs(), resync: Duration::from_millis(50) };
+            let mut running = Running::with(kind, rules_of(Place::Pod, ALL), options).await;
+            let checks = running.until(|status| status.alone).await.checks;
+            let status = running.until(|status| status.checks > checks + 1).await;
+            assert_eq!((status.changes, status.repairs), (1, 0), "{kind:?}: {status:?}");
+            assert!(ground.tools.ours_seen().iter().all(|line| line.contains(&format!("{kind:?}"))));
+            running.stop().await;
+        }
+    });
+}
+
 #[test]
 fn a_first_failure_wakes_whoever_waits() {
     flannel_netlink::testing::in_netns_async(|| async {
@@ -183,7 +201,7 @@ fn a_first_failure_wakes_whoever_waits() {
         let hide = |name| std::fs::remove_file(ground.tools.path(name)).unwrap();
         let options = Options { programs: ground.tools.programs(), resync: RESYNC };
         let firewall = Firewall::open(Kind::IptablesNft.mode(), options).await.unwrap();
-        ["iptables-nft-save", "ip6tables-nft-save"].map(hide);
+        ["iptables-nft-save", "ip6tables-nft-save"].into_iter().for_each(hide);
         let mut status = firewall.status();
         let (_rules, receiver) = tokio::sync::watch::channel(rules_of(Place::Pod, ALL));
         let _running = tokio::spawn(firewall.run(receiver));

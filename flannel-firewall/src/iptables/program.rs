@@ -56,7 +56,7 @@ impl Programs {
             })
         };
         let (save, restore) = (found(&format!("{name}-save"))?, found(&format!("{name}-restore"))?);
-        Ok(Tool { name, save, restore, modern: None })
+        Ok(Tool { name, save, restore, version: None })
     }
 
     /// The programs for a family of all variants that are there, each once.
@@ -81,13 +81,33 @@ pub(crate) struct Tool {
     pub(crate) name: String,
     save: PathBuf,
     restore: PathBuf,
-    /// It is of version 1.6.2 or later; `None` until it was asked.
-    modern: Option<bool>,
+    /// `None` until it was asked.
+    version: Option<Version>,
+}
+
+/// What a program says of itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Version {
+    /// It is 1.6.2 or later.
+    modern: bool,
+    /// Where it keeps rules.
+    variant: Variant,
 }
 
 impl Tool {
+    /// Where it keeps rules: [`Variant::Nft`] or [`Variant::Legacy`].
+    ///
+    /// What is called `iptables` may be a script that runs one or the other, so it is asked and not looked at.
+    pub(crate) async fn variant(&mut self) -> Result<Variant, Error> {
+        match &self.name {
+            name if name.ends_with("-nft") => Ok(Variant::Nft),
+            name if name.ends_with("-legacy") => Ok(Variant::Legacy),
+            _ => Ok(self.version().await?.variant),
+        }
+    }
+
     /// Two names of one program.
-    pub(crate) fn is(&self, other: &Self) -> bool {
+    fn is(&self, other: &Self) -> bool {
         let same = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
         same(&self.save) == same(&other.save)
     }
@@ -109,17 +129,35 @@ impl Tool {
         run(&self.restore, &["--noflush", "--test"], "*nat\nCOMMIT\n").await.map(drop)
     }
 
-    /// It knows `--random-fully`. Asked once.
+    /// It knows `--random-fully` and `--wait`.
     pub(crate) async fn is_modern(&mut self) -> Result<bool, Error> {
-        if let Some(modern) = self.modern {
-            return Ok(modern);
+        Ok(self.version().await?.modern)
+    }
+
+    /// Asked once.
+    async fn version(&mut self) -> Result<Version, Error> {
+        if let Some(version) = self.version {
+            return Ok(version);
         }
         // `iptables-restore` tells its version too, so no third program is needed.
-        let text = run(&self.restore, &["--version"], "").await?;
-        let modern = version(&text).is_none_or(|version| version >= MODERN);
-        tracing::debug!(program = self.name, version = text.trim(), modern, "found");
-        self.modern = Some(modern);
-        Ok(modern)
+        let version = match run(&self.restore, &["--version"], "").await {
+            Ok(text) => Version::read(&text),
+            // Old ones do not know the question.
+            Err(Error::Program { .. }) => Version { modern: false, variant: Variant::Legacy },
+            Err(error) => return Err(error),
+        };
+        tracing::debug!(program = self.name, ?version, "found");
+        self.version = Some(version);
+        Ok(version)
+    }
+}
+
+impl Version {
+    /// `iptables-restore v1.8.9 (nf_tables)` is 1.8.9 and keeps rules in nf_tables. Before 1.8 none did.
+    fn read(text: &str) -> Self {
+        let modern = numbers(text).is_none_or(|version| version >= MODERN);
+        let variant = if text.contains("nf_tables") { Variant::Nft } else { Variant::Legacy };
+        Self { modern, variant }
     }
 }
 
@@ -143,8 +181,7 @@ fn usual_path() -> OsString {
     std::env::join_paths(dirs).unwrap_or(path)
 }
 
-/// `iptables-restore v1.8.9 (nf_tables)` is 1.8.9.
-fn version(text: &str) -> Option<[u32; 3]> {
+fn numbers(text: &str) -> Option<[u32; 3]> {
     let mut numbers = text.split_whitespace().find_map(|word| word.strip_prefix('v'))?.split('.');
     let mut next = || numbers.next()?.parse().ok();
     Some([next()?, next()?, next().unwrap_or(0)])
@@ -183,11 +220,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_are_numbers() {
-        assert_eq!(version("iptables-restore v1.8.9 (nf_tables)\n"), Some([1, 8, 9]));
-        assert_eq!(version("iptables-restore v1.8.10 (legacy)"), Some([1, 8, 10]));
-        assert!(version("iptables v1.6.1").unwrap() < MODERN);
-        assert_eq!(version("busybox"), None);
+    fn a_program_says_how_old_it_is_and_where_it_keeps_rules() {
+        for (text, modern, variant) in [
+            ("iptables-restore v1.8.9 (nf_tables)\n", true, Variant::Nft),
+            ("iptables-restore v1.8.10 (legacy)", true, Variant::Legacy),
+            ("iptables-restore v1.6.2", true, Variant::Legacy),
+            ("iptables-restore v1.6.1", false, Variant::Legacy),
+            ("iptables-restore v1.4.21", false, Variant::Legacy),
+            ("something else", true, Variant::Legacy),
+        ] {
+            assert_eq!(Version::read(text), Version { modern, variant }, "{text}");
+        }
     }
 
     #[test]
@@ -200,6 +243,14 @@ mod tests {
             error.contains("install the package `iptables`") && error.contains("EnableNFTables"),
             "{error}"
         );
+    }
+
+    #[tokio::test]
+    async fn a_program_too_old_for_the_question_is_used_as_such() {
+        let path = PathBuf::from("/bin/false");
+        let mut tool = Tool { name: "iptables".into(), save: path.clone(), restore: path, version: None };
+        assert!(!tool.is_modern().await.unwrap());
+        assert_eq!(tool.variant().await.unwrap(), Variant::Legacy);
     }
 
     #[tokio::test]

@@ -228,7 +228,10 @@ pub(crate) struct Running {
 impl Running {
     pub(crate) async fn start(ground: &Ground, kind: Kind, rules: Rules, resync: Duration) -> Self {
         ground.tools.host_uses(kind);
-        let options = Options { resync, programs: ground.tools.programs() };
+        Self::with(kind, rules, Options { resync, programs: ground.tools.programs() }).await
+    }
+
+    pub(crate) async fn with(kind: Kind, rules: Rules, options: Options) -> Self {
         let firewall = Firewall::open(kind.mode(), options).await.unwrap();
         let status = firewall.status();
         let (sender, receiver) = watch::channel(rules);

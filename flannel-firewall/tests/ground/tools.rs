@@ -46,6 +46,15 @@ impl Tools {
         }
     }
 
+    /// `iptables` is a program of its own from now on, which runs another.
+    pub(crate) fn host_has_wrappers_for(&self, kind: Kind) {
+        self.host_uses(kind);
+        let script = "cd $1; for link in iptables-save iptables-restore ip6tables-save ip6tables-restore; do
+            cp --remove-destination $(readlink $link) $link; done";
+        let status = Command::new("sh").args(["-ec", script, "-"]).arg(self.0.path()).status().unwrap();
+        assert!(status.success());
+    }
+
     /// What the firewall is given.
     pub(crate) fn programs(&self) -> Programs {
         Programs { variant: Variant::Host, path: Some(self.0.path().into()) }
