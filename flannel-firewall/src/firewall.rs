@@ -17,7 +17,7 @@ use crate::nft::{self, Nft};
 use crate::rules::Rules;
 use crate::status::{Deviation, Failure, Repair, Status};
 
-/// The shortest period; also how long changes by others are gathered before they are answered.
+/// The shortest period; also how long a check after a change by others keeps away from the one before.
 const SHORTEST: Duration = Duration::from_millis(10);
 
 /// In which of the kernel's firewalls the rules are kept.
@@ -67,6 +67,8 @@ pub struct Firewall {
     engine: Engine,
     options: Options,
     status: watch::Sender<Status>,
+    /// When the last check ended.
+    checked: Instant,
 }
 
 enum Engine {
@@ -87,7 +89,7 @@ impl Firewall {
             Mode::Nftables => Engine::Nftables(Nft::open()?),
             Mode::Iptables => Engine::Iptables(Iptables::open(options.programs.clone()).await?),
         };
-        Ok(Self { engine, options, status: watch::Sender::default() })
+        Ok(Self { engine, options, status: watch::Sender::default(), checked: Instant::now() })
     }
 
     /// How it is, now and later.
@@ -123,6 +125,7 @@ impl Firewall {
             } else if !by_others {
                 placed = None;
             }
+            self.checked = Instant::now();
             self.wait(&mut rules, &mut ticks, &mut closed).await;
         }
     }
@@ -228,7 +231,7 @@ impl Firewall {
         }
     }
 
-    /// Gathers what else comes, so that a fight with somebody else costs little.
+    /// Answers a single change at once, and gathers those that follow, so that a fight with somebody else costs little.
     async fn after_disturbance(&mut self, disturbed: Result<(), Error>) {
         if let Err(error) = disturbed {
             tracing::warn!(%error, "opened anew");
@@ -240,7 +243,7 @@ impl Firewall {
                 }
             }
         }
-        tokio::time::sleep_until(Instant::now() + SHORTEST).await;
+        tokio::time::sleep_until(self.checked + SHORTEST).await;
     }
 }
 
