@@ -1,0 +1,234 @@
+//! The config of the delegate, the plugin that does the wiring. The one thing to know: it is what the Go plugin
+//! would write, byte for byte, because it is also the state that either plugin reads at DEL.
+//!
+//! **Source**: cni-plugin `flannel.go: cmdAdd`, `flannel_linux.go: doCmdAdd, getDelegateIPAM`.
+
+use std::net::IpAddr;
+
+use flannel_core::{Subnet, compact};
+use serde_json::{Value, json};
+
+use crate::error::{Code, Error, Result};
+use crate::net_conf::{NetConf, Object};
+use crate::subnet_env::SubnetEnv;
+use crate::version::SpecVersion;
+
+/// A delegate's config.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct DelegateConf(Object);
+
+impl DelegateConf {
+    /// What the delegate is told, from the network config and what flanneld says of this host.
+    ///
+    /// # Errors
+    /// [`Code::NETWORK_CONFIG`]: `delegate` holds what only flannel can say, or `ipam.routes` are no routes.
+    pub(crate) fn new(conf: &NetConf, env: &SubnetEnv) -> Result<Self> {
+        let mut delegate = conf.delegate.clone();
+        let invalid = |text: &str| Err(Error::new(Code::NETWORK_CONFIG, text));
+        if delegate.get("type").is_some_and(|kind| !kind.is_string()) {
+            return invalid("'delegate' dictionary, if present, must have (string) 'type' field");
+        }
+        if delegate.contains_key("name") {
+            return invalid("'delegate' dictionary must not have 'name' field, it'll be set by flannel");
+        }
+        if delegate.contains_key("ipam") {
+            return invalid("'delegate' dictionary must not have 'ipam' field, it'll be set by flannel");
+        }
+        if let Some(runtime_config) = &conf.runtime_config {
+            delegate.insert("runtimeConfig".into(), Value::Object(runtime_config.clone()));
+        }
+        delegate.insert("name".into(), conf.name.clone().into());
+        let mut default = |key: &str, value: Value| {
+            delegate.entry(key).or_insert(value);
+        };
+        default("type", "bridge".into());
+        // If flannel does not masquerade, the delegate should.
+        default("ipMasq", (!env.ip_masq).into());
+        default("mtu", env.mtu.into());
+        if delegate["type"] == "bridge" {
+            delegate.entry("isGateway").or_insert(true.into());
+        }
+        if let Some(version) = &conf.cni_version {
+            delegate.insert("cniVersion".into(), version.clone().into());
+        }
+        delegate.insert("ipam".into(), ipam(conf, env)?);
+        delegate.values_mut().for_each(write_numbers_as_go_does);
+        Ok(Self(delegate))
+    }
+
+    /// One that was saved; `None` if it is none: it must have a `type`.
+    pub(crate) fn from_saved(bytes: &[u8]) -> Option<Self> {
+        let conf = Self(serde_json::from_slice(bytes).ok()?);
+        conf.text("type")?;
+        Some(conf)
+    }
+
+    /// The plugin that is to be called.
+    pub(crate) fn kind(&self) -> &str {
+        self.text("type").unwrap_or_default()
+    }
+
+    /// The network that it belongs to.
+    pub(crate) fn network(&self) -> &str {
+        self.text("name").unwrap_or_default()
+    }
+
+    /// The version that it is of, as text; the oldest if it does not say.
+    pub(crate) fn version(&self) -> &str {
+        self.text("cniVersion").filter(|text| !text.is_empty()).unwrap_or(SpecVersion::OLDEST.as_str())
+    }
+
+    /// The same with `value` as `key`.
+    pub(crate) fn with(mut self, key: &str, value: Value) -> Self {
+        self.0.insert(key.to_owned(), value);
+        self
+    }
+
+    /// Its JSON text.
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        let text = serde_json::to_string(&self.0).expect("a JSON object with strings as keys can be written");
+        compact(&text).into_bytes()
+    }
+
+    fn text(&self, key: &str) -> Option<&str> {
+        self.0.get(key)?.as_str()
+    }
+}
+
+/// `ipam` of the delegate: what is given, with this host's subnets as ranges, and a route to every network.
+fn ipam(conf: &NetConf, env: &SubnetEnv) -> Result<Value> {
+    let mut ipam = conf.ipam.clone();
+    ipam.entry("type").or_insert("host-local".into());
+    let range = |subnet: &Subnet| json!([{ "subnet": subnet.to_string() }]);
+    ipam.insert("ranges".into(), env.subnets.values().map(range).collect());
+    let mut routes = match ipam.remove("routes") {
+        None | Some(Value::Null) => Vec::new(),
+        Some(Value::Array(routes)) => routes,
+        Some(other) => return Err(no_routes(&other)),
+    };
+    for route in &mut routes {
+        *route = checked(route)?;
+    }
+    routes.extend(env.networks.iter().map(|network| json!({ "dst": network.to_string() })));
+    ipam.insert("routes".into(), routes.into());
+    Ok(Value::Object(ipam))
+}
+
+/// A route with its destination in its usual text; host bits stay.
+fn checked(route: &Value) -> Result<Value> {
+    let destination = |text: &str| {
+        let len = text.parse::<Subnet>().ok()?.len();
+        let address: IpAddr = text.split('/').next()?.parse().ok()?;
+        Some(format!("{address}/{len}"))
+    };
+    let dst = route.get("dst").and_then(Value::as_str).and_then(destination);
+    let gateway = match route.get("gw") {
+        None | Some(Value::Null) => true,
+        Some(gateway) => gateway.as_str().is_some_and(|text| text.parse::<IpAddr>().is_ok()),
+    };
+    match (route.as_object(), dst) {
+        (Some(fields), Some(dst)) if gateway => {
+            let mut fields = fields.clone();
+            fields.insert("dst".into(), dst.into());
+            Ok(Value::Object(fields))
+        }
+        _ => Err(no_routes(route)),
+    }
+}
+
+fn no_routes(value: &Value) -> Error {
+    let expected = r#"a list such as [{"dst": "0.0.0.0/0", "gw": "10.1.5.1"}]"#;
+    Error::new(Code::NETWORK_CONFIG, format!("failed to parse ipam.routes: {value}: expected {expected}"))
+}
+
+/// Whole numbers without a point or an exponent: a delegate in Go reads no `1e+06` where it wants an integer.
+/// (Go itself reads all numbers as floating point; here integers keep all their digits.)
+fn write_numbers_as_go_does(value: &mut Value) {
+    /// Up to here, floating point numbers that are whole are exact.
+    const EXACT: f64 = 9_007_199_254_740_992.0;
+    match value {
+        Value::Number(number) if number.is_f64() => {
+            let whole = number.as_f64().filter(|float| float.fract() == 0.0 && float.abs() <= EXACT);
+            if let Some(float) = whole {
+                *value = (float as i64).into();
+            }
+        }
+        Value::Array(items) => items.iter_mut().for_each(write_numbers_as_go_does),
+        Value::Object(fields) => fields.values_mut().for_each(write_numbers_as_go_does),
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    fn env() -> SubnetEnv {
+        SubnetEnv {
+            networks: vec!["10.1.0.0/16".parse().unwrap()],
+            subnets: ["10.1.5.0/24".parse::<Subnet>().unwrap()].into_iter().collect(),
+            mtu: 1450,
+            ip_masq: true,
+        }
+    }
+
+    fn conf(fields: &str) -> NetConf {
+        NetConf::parse(format!(r#"{{"name":"cbr0"{fields}}}"#).as_bytes()).unwrap()
+    }
+
+    /// The directories of `tests/golden` hold a config, a `subnet.env`, and what the Go plugin (cni-plugin
+    /// 092e6d26) made of them.
+    #[test]
+    fn the_bytes_are_those_of_the_go_plugin() {
+        let mut seen = 0;
+        for case in std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")).unwrap() {
+            let dir = case.unwrap().path();
+            let read = |name: &str| std::fs::read_to_string(dir.join(name)).unwrap();
+            let conf = NetConf::parse(read("conf.json").as_bytes()).unwrap();
+            let delegate =
+                DelegateConf::new(&conf, &SubnetEnv::read(&dir.join("subnet.env")).unwrap()).unwrap();
+            let bytes = String::from_utf8(delegate.to_bytes()).unwrap();
+            assert_eq!(bytes, read("delegate.json"), "{}", dir.display());
+            assert_eq!(DelegateConf::from_saved(bytes.as_bytes()).unwrap(), delegate);
+            seen += 1;
+        }
+        assert_eq!(seen, 8);
+    }
+
+    #[test]
+    fn what_only_flannel_can_say_is_refused() {
+        for (fields, says) in [
+            (r#","delegate":{"type":7}"#, "must have (string) 'type' field"),
+            (r#","delegate":{"type":null}"#, "must have (string) 'type' field"),
+            (r#","delegate":{"name":"x"}"#, "must not have 'name' field"),
+            (r#","delegate":{"ipam":{}}"#, "must not have 'ipam' field"),
+            (r#","ipam":{"routes":{}}"#, "ipam.routes: {}"),
+            (r#","ipam":{"routes":["x"]}"#, "ipam.routes: \"x\""),
+            (r#","ipam":{"routes":[{"dst":"x"}]}"#, r#"ipam.routes: {"dst":"x"}"#),
+            (r#","ipam":{"routes":[{"dst":"0.0.0.0/0","gw":"x"}]}"#, r#""gw":"x""#),
+        ] {
+            let error = DelegateConf::new(&conf(fields), &env()).unwrap_err();
+            assert!(error.code == Code::NETWORK_CONFIG && error.msg.contains(says), "{fields}: {error}");
+        }
+    }
+
+    #[test]
+    fn numbers_and_unknown_keys_lose_nothing() {
+        let fields = r#","delegate":{"big":18446744073709551615,"huge":1e300},
+            "ipam":{"routes":[{"dst":"10.9.1.1/8","table":7,"new":[1]}]}"#;
+        let text = String::from_utf8(DelegateConf::new(&conf(fields), &env()).unwrap().to_bytes()).unwrap();
+        for whole in [r#""big":18446744073709551615"#, r#"{"dst":"10.9.1.1/8","new":[1],"table":7}"#] {
+            assert!(text.contains(whole), "{text}");
+        }
+        let huge: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(huge["huge"], 1e300);
+    }
+
+    #[test]
+    fn what_is_no_saved_config_is_not_taken_for_one() {
+        for bad in ["", "{", "[]", "{}", r#"{"type":7}"#] {
+            assert_eq!(DelegateConf::from_saved(bad.as_bytes()), None, "{bad}");
+        }
+    }
+}

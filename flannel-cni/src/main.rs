@@ -1,0 +1,5 @@
+//! The CNI plugin `flannel`.
+
+fn main() -> std::process::ExitCode {
+    flannel_cni::main()
+}

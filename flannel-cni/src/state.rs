@@ -1,0 +1,274 @@
+//! The delegates' configs, kept on disk from ADD until the delegate's DEL has succeeded. The one thing to know:
+//! the file is `<container>:<interface>`, and the first one of a container is also linked as `<container>`, which
+//! is the Go plugin's name for it: each of the two plugins can take over from the other.
+//!
+//! **Source**: cni-plugin `flannel.go: saveScratchNetConf, consumeScratchNetConf`.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, ErrorKind, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use crate::error::{Code, Error, Result};
+
+/// What is kept of one container's interface.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct State {
+    dir: PathBuf,
+    container: String,
+    ifname: String,
+}
+
+/// A file of the Go plugin, which may be of any interface of its container.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct GoState {
+    pub(crate) container: String,
+    pub(crate) path: PathBuf,
+}
+
+/// What is kept in a directory.
+#[derive(Debug, Default)]
+pub(crate) struct Listing {
+    pub(crate) states: Vec<State>,
+    pub(crate) of_go: Vec<GoState>,
+}
+
+impl State {
+    pub(crate) fn new(dir: &Path, container: &str, ifname: &str) -> Self {
+        Self { dir: dir.to_owned(), container: container.to_owned(), ifname: ifname.to_owned() }
+    }
+
+    pub(crate) fn container(&self) -> &str {
+        &self.container
+    }
+
+    pub(crate) fn ifname(&self) -> &str {
+        &self.ifname
+    }
+
+    /// Where it is, or will be.
+    pub(crate) fn path(&self) -> PathBuf {
+        self.dir.join(format!("{}:{}", self.container, self.ifname))
+    }
+
+    fn go_path(&self) -> PathBuf {
+        self.dir.join(&self.container)
+    }
+
+    /// What this plugin saved; `None` if it saved nothing.
+    ///
+    /// # Errors
+    /// [`Code::IO`].
+    pub(crate) fn load_own(&self) -> Result<Option<Vec<u8>>> {
+        let path = self.path();
+        absent_is_none(fs::read(&path)).map_err(|error| failed("read", &path, &error))
+    }
+
+    /// What was saved, by this plugin or by the Go plugin; `None` if nothing was.
+    ///
+    /// # Errors
+    /// [`Code::IO`].
+    pub(crate) fn load(&self) -> Result<Option<Vec<u8>>> {
+        if let Some(own) = self.load_own()? {
+            return Ok(Some(own));
+        }
+        let path = self.go_path();
+        let read = || match fs::metadata(&path)?.nlink() {
+            1 => fs::read(&path).map(Some),
+            // Another interface's file of ours.
+            _ => Ok(None),
+        };
+        absent_is_none(read()).map(Option::flatten).map_err(|error| failed("read", &path, &error))
+    }
+
+    /// Keeps `conf`; it is on the disk when this returns.
+    ///
+    /// # Errors
+    /// [`Code::IO`]; what was kept before is still there then.
+    pub(crate) fn save(&self, conf: &[u8]) -> Result<()> {
+        let path = self.path();
+        self.write(conf, &path).map_err(|error| failed("write", &path, &error))?;
+        match fs::hard_link(&path, self.go_path()) {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => {
+                let why = "the Go plugin would not find this state";
+                let _ = writeln!(io::stderr(), "flannel: {}: {error}: {why}", self.go_path().display());
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn write(&self, conf: &[u8], path: &Path) -> io::Result<()> {
+        DirBuilder::new().recursive(true).mode(0o700).create(&self.dir)?;
+        // No container's id begins with a dot.
+        let temporary = self.dir.join(format!(".{}:{}", self.container, self.ifname));
+        // The new file must not be the one that the Go plugin's name may still stand for.
+        let linked = same_file(path, &self.go_path());
+        let mut file =
+            OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
+        file.write_all(conf)?;
+        file.sync_all()?;
+        fs::rename(&temporary, path)?;
+        if linked {
+            fs::remove_file(self.go_path())?;
+        }
+        File::open(&self.dir)?.sync_all()
+    }
+
+    /// Keeps it no longer; that nothing is kept is no error.
+    ///
+    /// # Errors
+    /// [`Code::IO`].
+    pub(crate) fn forget(&self) -> Result<()> {
+        let (own, of_go) = (self.path(), self.go_path());
+        // The Go plugin's name goes first: alone, it would be taken for the Go plugin's file.
+        if same_file(&own, &of_go)
+            || !own.exists() && fs::metadata(&of_go).is_ok_and(|file| file.nlink() == 1)
+        {
+            remove(&of_go)?;
+        }
+        remove(&own)
+    }
+}
+
+impl GoState {
+    /// What the Go plugin saved; `None` if it is gone.
+    ///
+    /// # Errors
+    /// [`Code::IO`].
+    pub(crate) fn load(&self) -> Result<Option<Vec<u8>>> {
+        absent_is_none(fs::read(&self.path)).map_err(|error| failed("read", &self.path, &error))
+    }
+
+    /// Keeps it no longer.
+    ///
+    /// # Errors
+    /// [`Code::IO`].
+    pub(crate) fn forget(&self) -> Result<()> {
+        remove(&self.path)
+    }
+}
+
+/// Everything that is kept in `dir`; nothing if there is no such directory.
+///
+/// # Errors
+/// [`Code::IO`].
+pub(crate) fn list(dir: &Path) -> Result<Listing> {
+    let mut listing = Listing::default();
+    let mut read = || {
+        for entry in fs::read_dir(dir)? {
+            let entry = entry?;
+            let Ok(name) = entry.file_name().into_string() else { continue };
+            if name.starts_with('.') || !entry.file_type()?.is_file() {
+                continue;
+            }
+            match name.split_once(':') {
+                Some((container, ifname)) => listing.states.push(State::new(dir, container, ifname)),
+                None if entry.metadata()?.nlink() == 1 => {
+                    listing.of_go.push(GoState { container: name, path: entry.path() });
+                }
+                None => {}
+            }
+        }
+        Ok(())
+    };
+    absent_is_none(read()).map_err(|error| failed("read", dir, &error))?;
+    Ok(listing)
+}
+
+fn same_file(a: &Path, b: &Path) -> bool {
+    let identity = |path: &Path| fs::symlink_metadata(path).ok().map(|file| (file.dev(), file.ino()));
+    identity(a).is_some() && identity(a) == identity(b)
+}
+
+fn remove(path: &Path) -> Result<()> {
+    absent_is_none(fs::remove_file(path)).map(drop).map_err(|error| failed("remove", path, &error))
+}
+
+fn absent_is_none<T>(result: io::Result<T>) -> io::Result<Option<T>> {
+    match result {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        other => other.map(Some),
+    }
+}
+
+fn failed(verb: &str, path: &Path, error: &io::Error) -> Error {
+    Error::new(Code::IO, format!("failed to {verb} {}: {error}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    fn names(dir: &Path) -> Vec<String> {
+        let entries =
+            fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let mut names: Vec<String> = entries.collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn every_interface_has_its_own_and_the_first_is_also_gos() {
+        let parent = tempfile::tempdir().unwrap();
+        let dir = parent.path().join("cni/flannel");
+        let (eth0, net1) = (State::new(&dir, "c1", "eth0"), State::new(&dir, "c1", "net1"));
+        assert_eq!(eth0.load().unwrap(), None);
+        eth0.save(b"one").unwrap();
+        assert_eq!(net1.load().unwrap(), None, "what is linked is another interface's");
+        net1.save(b"two").unwrap();
+        assert_eq!(names(&dir), ["c1", "c1:eth0", "c1:net1"]);
+        assert_eq!(fs::read(dir.join("c1")).unwrap(), b"one");
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o7777;
+        assert_eq!((mode(&dir), mode(&eth0.path())), (0o700, 0o600));
+        eth0.save(b"three").unwrap();
+        assert_eq!(
+            (eth0.load().unwrap().unwrap(), fs::read(dir.join("c1")).unwrap()),
+            (b"three".into(), b"three".into())
+        );
+        eth0.forget().unwrap();
+        assert_eq!((names(&dir), net1.load().unwrap().unwrap()), (vec!["c1:net1".to_owned()], b"two".into()));
+        net1.forget().unwrap();
+        net1.forget().unwrap();
+        assert_eq!(names(&dir), [""; 0]);
+    }
+
+    #[test]
+    fn the_go_plugins_file_is_read_kept_beside_ours_and_forgotten() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = State::new(dir.path(), "c1", "eth0");
+        fs::write(dir.path().join("c1"), "go's").unwrap();
+        assert_eq!((state.load().unwrap().unwrap(), state.load_own().unwrap()), (b"go's".into(), None));
+        state.save(b"ours").unwrap();
+        state.save(b"ours again").unwrap();
+        assert_eq!(fs::read(dir.path().join("c1")).unwrap(), b"go's");
+        state.forget().unwrap();
+        assert_eq!(state.load().unwrap().unwrap(), b"go's");
+        state.forget().unwrap();
+        assert_eq!(names(dir.path()), [""; 0]);
+    }
+
+    #[test]
+    fn a_listing_tells_ours_from_gos() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(list(&dir.path().join("absent")).unwrap().states.is_empty());
+        State::new(dir.path(), "c1", "eth0").save(b"x").unwrap();
+        fs::write(dir.path().join("c2"), "go's").unwrap();
+        fs::write(dir.path().join(".c3:eth0"), "half").unwrap();
+        fs::create_dir(dir.path().join("c4")).unwrap();
+        let listing = list(dir.path()).unwrap();
+        assert_eq!(listing.states, [State::new(dir.path(), "c1", "eth0")]);
+        assert_eq!(listing.of_go, [GoState { container: "c2".into(), path: dir.path().join("c2") }]);
+    }
+
+    #[test]
+    fn what_cannot_be_kept_is_an_error_that_names_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = State::new(&dir.path().join("file"), "c1", "eth0");
+        fs::write(dir.path().join("file"), "").unwrap();
+        for error in [state.save(b"x").unwrap_err(), state.load().unwrap_err(), state.forget().unwrap_err()] {
+            assert!(error.code == Code::IO && error.msg.contains("file/c1"), "{error}");
+        }
+    }
+}
