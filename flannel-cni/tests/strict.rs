@@ -1,0 +1,450 @@
+//! The plugin's protocol, with a delegate of our own that takes nothing but what the specification allows
+//! (`strict/delegate.sh`). Real processes, no privileges.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Output;
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+mod runtime;
+use runtime::{Answer, Attach, answer, call, flannel, names};
+
+const ENV: &str =
+    "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
+
+/// A host with a `subnet.env`, a directory of plugins with the strict delegate as `bridge`, and a state directory.
+struct Host(TempDir);
+
+/// One call of the delegate.
+#[derive(Debug, PartialEq)]
+struct Called {
+    command: String,
+    /// Container, interface, namespace and `CNI_ARGS`, with `|` between them.
+    of: String,
+    conf: String,
+}
+
+impl Host {
+    fn new() -> Self {
+        let host = Self(tempfile::tempdir().unwrap());
+        fs::write(host.path("subnet.env"), ENV).unwrap();
+        fs::create_dir(host.path("bin")).unwrap();
+        fs::write(host.path("bin/bridge"), include_str!("strict/delegate.sh")).unwrap();
+        fs::set_permissions(host.path("bin/bridge"), Permissions::from_mode(0o755)).unwrap();
+        host
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// The network config with `more` in it.
+    fn conf(&self, more: &Value) -> Value {
+        let mut conf = json!({
+            "cniVersion": "1.1.0", "name": "cbr0", "type": "flannel",
+            "subnetFile": self.path("subnet.env"), "dataDir": self.path("state"),
+        });
+        conf.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        conf
+    }
+
+    fn output(&self, command: &str, of: (&str, &str), conf: &str, env: &[(&str, &str)]) -> Output {
+        let attach = Attach::new(of.0, of.1, Path::new("/nonexistent/netns"));
+        call(&flannel(), command, &attach, self.path("bin").to_str().unwrap(), conf, None, env)
+    }
+
+    fn call(&self, command: &str, of: (&str, &str), more: &Value) -> Answer {
+        answer(&self.output(command, of, &self.conf(more).to_string(), &[]))
+    }
+
+    fn add(&self, of: (&str, &str)) {
+        self.call("ADD", of, &json!({})).unwrap();
+    }
+
+    /// The delegate's calls since this was asked last.
+    fn called(&self) -> Vec<Called> {
+        let text = fs::read_to_string(self.path("calls")).unwrap_or_default();
+        let _ = fs::remove_file(self.path("calls"));
+        let called = |line: &str| {
+            let (command, rest) = line.split_once('|').unwrap();
+            let (of, conf) = rest.rsplit_once("|{").unwrap();
+            Called { command: command.into(), of: of.into(), conf: format!("{{{conf}") }
+        };
+        text.lines().map(called).collect()
+    }
+
+    fn commands(&self) -> Vec<String> {
+        self.called().into_iter().map(|called| format!("{} {}", called.command, called.of)).collect()
+    }
+
+    fn fail(&self, command: &str, code: u64, msg: &str) {
+        let error = json!({ "cniVersion": "1.1.0", "code": code, "msg": msg });
+        fs::write(self.path(&format!("fail-{command}")), error.to_string()).unwrap();
+    }
+
+    fn mend(&self, command: &str) {
+        fs::remove_file(self.path(&format!("fail-{command}"))).unwrap();
+    }
+
+    fn state(&self) -> Vec<String> {
+        names(&self.path("state"))
+    }
+
+    fn attached(&self) -> Vec<String> {
+        names(&self.path("attached"))
+    }
+}
+
+const ETH0: (&str, &str) = ("c1", "eth0");
+const NET1: (&str, &str) = ("c1", "net1");
+const NETNS: &str = "/nonexistent/netns";
+
+/// The delegate's config for [`ENV`].
+const DELEGATE: &str = r#"{"cniVersion":"1.1.0","hairpinMode":true,"ipMasq":false,"ipam":{"ranges":[[{"subnet":"10.1.5.0/24"}]],"routes":[{"dst":"10.1.0.0/16"}],"type":"host-local"},"isGateway":true,"mtu":1450,"name":"cbr0","runtimeConfig":{"mac":"0a:00:00:00:00:01"},"type":"bridge"}"#;
+
+fn more() -> Value {
+    json!({ "delegate": { "hairpinMode": true }, "capabilities": { "mac": true },
+        "runtimeConfig": { "mac": "0a:00:00:00:00:01" } })
+}
+
+#[test]
+fn add_hands_over_everything_saves_it_and_answers_what_the_delegate_answers() {
+    let host = Host::new();
+    let output = host.output("ADD", ETH0, &host.conf(&more()).to_string(), &[("CNI_ARGS", "A=1;B=2")]);
+    // As it is, white space and unknown keys included.
+    let answer = r#"{"cniVersion":"1.1.0",  "ips":[], "new": {"kept": true}}"#;
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), answer);
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(stderr.contains(DELEGATE) && stderr.contains("strict delegate: ADD"), "{stderr}");
+    let of = format!("c1|eth0|{NETNS}|A=1;B=2");
+    assert_eq!(host.called(), [Called { command: "ADD".into(), of, conf: DELEGATE.into() }]);
+    assert_eq!(host.state(), ["c1", "c1:eth0"]);
+    // Either name is good for either plugin.
+    for name in host.state() {
+        assert_eq!(fs::read_to_string(host.path("state").join(name)).unwrap(), DELEGATE);
+    }
+}
+
+#[test]
+fn every_version_of_the_specification_is_spoken() {
+    for version in ["0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"] {
+        let (host, env) = (Host::new(), [("STRICT_VERSION", version)]);
+        let conf = host.conf(&json!({ "cniVersion": version })).to_string();
+        let added = answer(&host.output("ADD", ETH0, &conf, &env)).unwrap();
+        assert_eq!(added["cniVersion"], version);
+        assert_eq!(answer(&host.output("DEL", ETH0, &conf, &env)), Ok(Value::Null), "{version}");
+        assert_eq!((host.attached(), host.state()), (vec![], vec![]), "{version}");
+    }
+    let (host, env) = (Host::new(), [("STRICT_VERSION", "none"), ("STRICT_ANSWER", "{}")]);
+    let mut conf = host.conf(&json!({}));
+    conf.as_object_mut().unwrap().remove("cniVersion");
+    let added = answer(&host.output("ADD", ETH0, &conf.to_string(), &env)).unwrap();
+    assert_eq!(added, json!({ "cniVersion": "0.1.0" }), "a result always has a version");
+    for (version, command) in [("0.3.1", "CHECK"), ("1.0.0", "STATUS"), ("1.0.0", "GC"), ("1.2.0", "ADD")] {
+        let error = host.call(command, ETH0, &json!({ "cniVersion": version })).unwrap_err();
+        assert_eq!(error["code"], 1, "{error}");
+        assert!(error["details"].as_str().unwrap().contains(version), "{error}");
+    }
+}
+
+#[test]
+fn del_is_done_when_the_delegate_has_done_it_and_not_before() {
+    let host = Host::new();
+    host.add(ETH0);
+    host.called();
+    host.fail("DEL", 11, "busy");
+    for _ in 0..2 {
+        let error = host.call("DEL", ETH0, &json!({})).unwrap_err();
+        assert_eq!(error, json!({ "cniVersion": "1.1.0", "code": 11, "msg": "busy" }));
+        assert_eq!(
+            (host.commands(), host.state()),
+            (vec![format!("DEL c1|eth0|{NETNS}|")], vec!["c1".into(), "c1:eth0".into()])
+        );
+    }
+    host.mend("DEL");
+    // Neither subnet.env nor `delegate` is needed any more.
+    fs::remove_file(host.path("subnet.env")).unwrap();
+    host.call("DEL", ETH0, &json!({ "delegate": { "type": "other" } })).unwrap();
+    assert_eq!((host.attached(), host.state(), host.called().len()), (vec![], vec![], 1));
+    host.call("DEL", ETH0, &json!({})).unwrap();
+    assert_eq!(host.called(), [], "there is nothing left to undo");
+}
+
+#[test]
+fn del_without_the_plugin_keeps_what_it_has_to_do() {
+    let host = Host::new();
+    host.add(ETH0);
+    fs::rename(host.path("bin/bridge"), host.path("bridge")).unwrap();
+    let error = host.call("DEL", ETH0, &json!({})).unwrap_err();
+    assert!(error["code"] == 7 && error["msg"].as_str().unwrap().contains("\"bridge\""), "{error}");
+    fs::rename(host.path("bridge"), host.path("bin/bridge")).unwrap();
+    host.call("DEL", ETH0, &json!({})).unwrap();
+    assert_eq!((host.attached(), host.state()), (vec![], vec![]));
+}
+
+#[test]
+fn del_after_a_reboot_that_lost_the_state_succeeds() {
+    let host = Host::new();
+    host.add(ETH0);
+    host.called();
+    fs::remove_dir_all(host.path("state")).unwrap();
+    host.call("DEL", ETH0, &json!({})).unwrap();
+    assert_eq!(host.called(), []);
+}
+
+#[test]
+fn del_of_what_was_half_written_succeeds_and_leaves_it_for_a_person() {
+    let host = Host::new();
+    host.add(ETH0);
+    fs::write(host.path("state/c1:eth0"), r#"{"type":"bri"#).unwrap();
+    let output = host.output("DEL", ETH0, &host.conf(&json!({})).to_string(), &[]);
+    assert_eq!(answer(&output), Ok(Value::Null));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("c1:eth0"));
+    assert!(host.state().contains(&"c1:eth0".to_owned()));
+}
+
+#[test]
+fn every_interface_of_a_container_has_its_own_state() {
+    let host = Host::new();
+    host.add(ETH0);
+    host.call("ADD", NET1, &more()).unwrap();
+    assert_eq!(host.attached(), ["c1:eth0", "c1:net1"]);
+    host.called();
+    host.call("DEL", ETH0, &json!({})).unwrap();
+    assert_eq!((host.attached(), host.state()), (vec!["c1:net1".into()], vec!["c1:net1".into()]));
+    assert!(!host.called()[0].conf.contains("runtimeConfig"));
+    host.call("DEL", NET1, &json!({})).unwrap();
+    assert_eq!((host.attached(), host.state()), (vec![], vec![]));
+    assert_eq!(host.called()[0].conf, DELEGATE);
+}
+
+#[test]
+fn the_result_goes_to_del_if_it_is_of_the_saved_version() {
+    let host = Host::new();
+    let result = json!({ "prevResult": { "cniVersion": "1.1.0", "ips": [] } });
+    host.call("ADD", ETH0, &more()).unwrap();
+    host.call("DEL", ETH0, &result).unwrap();
+    let with = DELEGATE
+        .replace(r#""runtimeConfig""#, r#""prevResult":{"cniVersion":"1.1.0","ips":[]},"runtimeConfig""#);
+    assert_eq!(host.called().pop().unwrap().conf, with);
+
+    host.call("ADD", ETH0, &more()).unwrap();
+    host.call("DEL", ETH0, &json!({ "cniVersion": "1.0.0", "prevResult": { "cniVersion": "1.0.0" } }))
+        .unwrap();
+    assert_eq!(host.called().pop().unwrap().conf, DELEGATE);
+}
+
+#[test]
+fn an_add_that_fails_is_undone() {
+    let host = Host::new();
+    host.fail("ADD", 999, "half way");
+    let error = host.call("ADD", ETH0, &json!({})).unwrap_err();
+    assert_eq!(error, json!({ "cniVersion": "1.1.0", "code": 999, "msg": "half way" }));
+    let of = format!("c1|eth0|{NETNS}|");
+    assert_eq!(host.commands(), [format!("ADD {of}"), format!("DEL {of}")]);
+    assert_eq!((host.attached(), host.state()), (vec![], vec![]));
+
+    host.fail("DEL", 999, "stuck");
+    let error = host.call("ADD", ETH0, &json!({})).unwrap_err();
+    assert_eq!(
+        (&error["msg"], &error["details"]),
+        (&json!("half way"), &json!("cleaning up after it failed too: stuck"))
+    );
+    assert_eq!(host.attached(), ["c1:eth0"]);
+    host.mend("DEL");
+    host.call("DEL", ETH0, &json!({})).unwrap();
+    assert_eq!((host.attached(), host.state()), (vec![], vec![]), "the retry knew what to undo");
+
+    host.mend("ADD");
+    let conf = host.conf(&json!({})).to_string();
+    let error = answer(&host.output("ADD", ETH0, &conf, &[("STRICT_ANSWER", "done!")])).unwrap_err();
+    assert!(error["code"] == 6 && error["msg"].as_str().unwrap().contains("\"done!\""), "{error}");
+    assert_eq!((host.attached(), host.state()), (vec![], vec![]));
+}
+
+#[test]
+fn a_second_add_fails_and_takes_nothing_down() {
+    let host = Host::new();
+    host.call("ADD", ETH0, &more()).unwrap();
+    let error = host.call("ADD", ETH0, &json!({})).unwrap_err();
+    assert_eq!(error["msg"], "strict: c1:eth0 exists already");
+    assert_eq!(host.attached(), ["c1:eth0"]);
+    host.called();
+    host.call("DEL", ETH0, &json!({})).unwrap();
+    assert_eq!(host.called()[0].conf, DELEGATE, "what the first one saved");
+
+    // The same where the Go plugin did the first.
+    fs::create_dir_all(host.path("attached")).unwrap();
+    fs::write(host.path("attached/c1:eth0"), "").unwrap();
+    fs::write(host.path("state/c1"), DELEGATE).unwrap();
+    host.call("ADD", ETH0, &json!({})).unwrap_err();
+    assert_eq!((host.attached(), host.state()), (vec!["c1:eth0".into()], vec!["c1".into()]));
+}
+
+#[test]
+fn what_the_go_plugin_connected_is_checked_and_disconnected() {
+    let host = Host::new();
+    host.add(ETH0);
+    host.called();
+    fs::remove_dir_all(host.path("state")).unwrap();
+    fs::create_dir(host.path("state")).unwrap();
+    fs::write(host.path("state/c1"), DELEGATE).unwrap();
+    host.call("CHECK", ETH0, &json!({ "prevResult": {} })).unwrap();
+    host.fail("DEL", 11, "busy");
+    host.call("DEL", ETH0, &json!({})).unwrap_err();
+    assert_eq!(host.state(), ["c1"]);
+    host.mend("DEL");
+    host.called();
+    host.call("DEL", ETH0, &json!({})).unwrap();
+    assert_eq!((host.attached(), host.state()), (vec![], vec![]));
+    assert_eq!(host.called()[0].conf, DELEGATE);
+}
+
+#[test]
+fn check_asks_the_delegate_in_the_configs_version() {
+    let host = Host::new();
+    let old = host.conf(&json!({ "cniVersion": "0.3.1" })).to_string();
+    answer(&host.output("ADD", ETH0, &old, &[("STRICT_VERSION", "0.3.1")])).unwrap();
+    host.called();
+    let result = json!({ "prevResult": { "cniVersion": "1.1.0", "ips": [{ "address": "10.1.5.2/24" }] } });
+    assert_eq!(host.call("CHECK", ETH0, &result), Ok(Value::Null));
+    let conf: Value = serde_json::from_str(&host.called()[0].conf).unwrap();
+    assert_eq!((&conf["prevResult"], &conf["cniVersion"]), (&result["prevResult"], &json!("1.1.0")));
+    host.fail("CHECK", 123, "the address is gone");
+    assert_eq!(host.call("CHECK", ETH0, &result).unwrap_err()["code"], 123);
+    let error = host.call("CHECK", NET1, &result).unwrap_err();
+    assert!(error["code"] == 3 && error["msg"].as_str().unwrap().contains("net1"), "{error}");
+}
+
+#[test]
+fn status_is_what_add_would_meet() {
+    let host = Host::new();
+    let status = |more: &Value| host.call("STATUS", ("", ""), more);
+    assert_eq!(status(&more()), Ok(Value::Null));
+    assert_eq!(host.called()[0].conf, DELEGATE);
+    host.fail("STATUS", 51, "no addresses left");
+    assert_eq!(status(&json!({})).unwrap_err()["code"], 51);
+    host.mend("STATUS");
+    let error = status(&json!({ "delegate": { "type": "absent" } })).unwrap_err();
+    assert!(error["code"] == 50 && error["msg"].as_str().unwrap().contains("absent"), "{error}");
+    fs::remove_file(host.path("subnet.env")).unwrap();
+    let error = status(&json!({})).unwrap_err();
+    assert!(error["code"] == 50 && error["msg"].as_str().unwrap().contains("subnet.env"), "{error}");
+}
+
+#[test]
+fn gc_undoes_what_is_not_to_stay_and_tells_the_delegate() {
+    let host = Host::new();
+    for of in [ETH0, NET1, ("c2", "eth0"), ("c3", "eth0")] {
+        host.add(of);
+    }
+    host.call("ADD", ("c4", "eth0"), &json!({ "name": "other" })).unwrap();
+    fs::write(host.path("state/go-stale"), DELEGATE).unwrap();
+    fs::write(host.path("state/go-valid"), DELEGATE).unwrap();
+    fs::write(host.path("state/go-other"), DELEGATE.replace("cbr0", "other")).unwrap();
+    let valid = json!([{ "containerID": "c1", "ifname": "eth0" }, { "containerID": "go-valid", "ifname": "eth0" },
+        { "containerID": "c4", "ifname": "eth0" }]);
+    let gc = |more: &Value| {
+        let attach = Attach::new("", "", Path::new(""));
+        let conf = host.conf(more).to_string();
+        answer(&call(&flannel(), "GC", &attach, host.path("bin").to_str().unwrap(), &conf, None, &[]))
+    };
+    host.called();
+    assert_eq!(gc(&json!({ "cni.dev/valid-attachments": valid })), Ok(Value::Null));
+    let mut called = host.called();
+    let told: Value = serde_json::from_str(&called.pop().unwrap().conf).unwrap();
+    assert_eq!(told["cni.dev/valid-attachments"], valid);
+    let mut undone: Vec<String> =
+        called.into_iter().map(|called| format!("{} {}", called.command, called.of)).collect();
+    undone.sort();
+    assert_eq!(undone, ["DEL c1|net1||", "DEL c2|eth0||", "DEL c3|eth0||"]);
+    assert_eq!(host.attached(), ["c1:eth0", "c4:eth0"]);
+    assert_eq!(host.state(), ["c1", "c1:eth0", "c4", "c4:eth0", "go-other", "go-valid"]);
+
+    // Errors end nothing, and all are told.
+    host.add(("c5", "eth0"));
+    host.add(("c6", "eth0"));
+    host.fail("DEL", 999, "stuck");
+    host.fail("GC", 999, "no gc");
+    host.called();
+    let error = gc(&json!({ "cni.dev/valid-attachments": valid })).unwrap_err();
+    assert_eq!((&error["msg"], &error["details"]), (&json!("stuck"), &json!("stuck; no gc")));
+    assert_eq!(host.called().len(), 3);
+    assert!(host.state().contains(&"c5:eth0".to_owned()));
+    host.mend("DEL");
+    host.mend("GC");
+    assert_eq!(gc(&json!({})).unwrap_err()["code"], 7, "a missing list is not an empty one");
+    assert_eq!(host.attached(), ["c1:eth0", "c4:eth0", "c5:eth0", "c6:eth0"]);
+    gc(&json!({ "cni.dev/valid-attachments": valid })).unwrap();
+    assert_eq!(host.attached(), ["c1:eth0", "c4:eth0"]);
+}
+
+#[test]
+fn bad_input_gets_an_error_object_and_changes_nothing() {
+    let host = Host::new();
+    let whole = host.conf(&json!({})).to_string();
+    for (command, of, conf, code, says) in [
+        ("ADD", ETH0, "", 6, "one JSON object"),
+        ("ADD", ETH0, &whole[..whole.len() - 1], 6, "one JSON object"),
+        ("ADD", ETH0, r#"{"cniVersion":"1.1.0"}"#, 7, "missing network name"),
+        ("ADD", ("", "eth0"), &whole, 4, "CNI_CONTAINERID"),
+        ("ADD", ("../c1", "eth0"), &whole, 4, "CNI_CONTAINERID"),
+        ("ADD", ("c1", "eth0/x"), &whole, 4, "CNI_IFNAME"),
+        ("REMOVE", ETH0, &whole, 4, "unknown CNI_COMMAND: REMOVE"),
+        (
+            "ADD",
+            ETH0,
+            &host.conf(&json!({ "delegate": { "type": "absent" } })).to_string(),
+            7,
+            "\"absent\" in path",
+        ),
+        ("ADD", ETH0, &host.conf(&json!({ "delegate": { "ipam": {} } })).to_string(), 7, "'ipam'"),
+        (
+            "ADD",
+            ETH0,
+            &host.conf(&json!({ "subnetFile": "/nonexistent/subnet.env" })).to_string(),
+            11,
+            "/nonexistent/subnet.env",
+        ),
+        (
+            "ADD",
+            ETH0,
+            &host.conf(&json!({ "dataDir": "/proc/nonexistent" })).to_string(),
+            5,
+            "/proc/nonexistent/c1:eth0",
+        ),
+    ] {
+        let error = answer(&host.output(command, of, conf, &[])).unwrap_err();
+        assert!(error["code"] == code && error["msg"].as_str().unwrap().contains(says), "{error}");
+        assert!(error["cniVersion"].is_string(), "{error}");
+    }
+    let own = Attach::new("c1", "eth0", Path::new("/proc/self/ns/net"));
+    for command in ["ADD", "DEL"] {
+        let output = call(&flannel(), command, &own, host.path("bin").to_str().unwrap(), &whole, None, &[]);
+        assert_eq!(answer(&output).unwrap_err()["code"], 8);
+    }
+    assert_eq!((host.called(), host.state()), (vec![], vec![]));
+}
+
+#[test]
+fn version_needs_nothing_and_a_person_gets_an_explanation() {
+    let version =
+        std::process::Command::new(flannel()).env_clear().env("CNI_COMMAND", "VERSION").output().unwrap();
+    let version = answer(&version).unwrap();
+    assert_eq!(
+        (&version["cniVersion"], version["supportedVersions"].as_array().unwrap().len()),
+        (&json!("1.1.0"), 7)
+    );
+    let person = std::process::Command::new(flannel()).env_clear().output().unwrap();
+    let said = String::from_utf8(person.stderr).unwrap();
+    assert!(person.status.success() && person.stdout.is_empty());
+    assert!(
+        said.starts_with("CNI Plugin flannel version ") && said.ends_with("0.4.0, 1.0.0, 1.1.0\n"),
+        "{said}"
+    );
+}
