@@ -119,9 +119,30 @@ fn check(call: &Call, conf: &NetConf) -> Result<()> {
     // CHECK and the result are of the config's version, which may have changed since ADD.
     let mut delegate_conf = delegate_conf.with("cniVersion", conf.version.as_str().into());
     if let Some(result) = &conf.prev_result {
-        delegate_conf = delegate_conf.with("prevResult", Value::Object(result.clone()));
+        delegate_conf = delegate_conf.with("prevResult", with_gateways(result));
     }
     delegate.run(Command::Check, call, &delegate_conf.to_bytes()).map(drop)
+}
+
+/// A result whose routes all say their gateway. flannel's have none, which stands for that of the address of their
+/// family; but `bridge` and others look for a route without a gateway at CHECK, and never find one.
+///
+/// **Source**: CNI specification, section 5 (`gw`); plugins `pkg/ip: ValidateExpectedRoute`, `pkg/ipam:
+/// ConfigureIface`.
+fn with_gateways(result: &Object) -> Value {
+    let mut result = result.clone();
+    let is_v6 = |object: &Value, key: &str| Some(object.get(key)?.as_str()?.contains(':'));
+    let ips = result.get("ips").and_then(Value::as_array).cloned().unwrap_or_default();
+    for route in result.get_mut("routes").and_then(Value::as_array_mut).into_iter().flatten() {
+        let of_family = |ip: &&Value| is_v6(ip, "gateway").is_some_and(|v6| is_v6(route, "dst") == Some(v6));
+        let gateway = ips.iter().find(of_family).map(|ip| ip["gateway"].clone());
+        if let (Some(gateway), Some(fields)) = (gateway, route.as_object_mut())
+            && fields.get("gw").is_none_or(Value::is_null)
+        {
+            fields.insert("gw".into(), gateway);
+        }
+    }
+    Value::Object(result)
 }
 
 fn status(call: &Call, conf: &NetConf) -> Result<()> {

@@ -274,24 +274,34 @@ impl Host {
     /// # Errors
     /// There is one, or it cannot be made.
     pub fn add_pod(&self, env: &SubnetEnv) -> Result<Arc<Pod>> {
+        self.place_pod(|| Pod::new(&format!("pod-{}", self.number), &self.namespace, env))
+    }
+
+    /// Makes a pod of a namespace that somebody else has connected to the host, such as a CNI plugin; there must
+    /// be none yet. `mtu` is that of its interface, in bytes.
+    ///
+    /// # Errors
+    /// There is one, or its echo service cannot be started.
+    pub fn adopt_pod(&self, namespace: Namespace, addresses: Dual<IpAddr>, mtu: u32) -> Result<Arc<Pod>> {
+        self.place_pod(|| Pod::adopt(namespace, addresses, mtu))
+    }
+
+    fn place_pod(&self, make: impl FnOnce() -> Result<Pod>) -> Result<Arc<Pod>> {
         let mut pod = self.pod.lock().unwrap_or_else(PoisonError::into_inner);
         if pod.is_some() {
             return Err(Error::Unsuitable(format!("{} has a pod already", self.name())));
         }
-        let made = Arc::new(Pod::new(&format!("pod-{}", self.number), &self.namespace, env)?);
-        Ok(pod.insert(made).clone())
+        Ok(pod.insert(Arc::new(make()?)).clone())
     }
 
-    /// Takes the pod and its bridge away; nothing happens if there is none.
+    /// Takes the pod and its bridge away; nothing happens if there is none. The links of an adopted pod stay for
+    /// those who made them.
     ///
     /// # Errors
     /// `ip` failed.
     pub fn remove_pod(&self) -> Result<()> {
         let pod = self.pod.lock().unwrap_or_else(PoisonError::into_inner).take();
-        match pod {
-            Some(_) => self.namespace.ip("link del veth0\nlink del cni0\n"),
-            None => Ok(()),
-        }
+        pod.map_or(Ok(()), |pod| self.namespace.ip(pod.unplug()))
     }
 
     /// The host's pod; `None` if none was put there.

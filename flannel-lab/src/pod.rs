@@ -18,6 +18,8 @@ pub struct Pod {
     namespace: Namespace,
     addresses: Dual<IpAddr>,
     mtu: u32,
+    /// What takes its links off the host, as lines for `ip`.
+    unplug: &'static str,
     _echo: EchoServer,
 }
 
@@ -33,12 +35,21 @@ impl Pod {
             })
         };
         let addresses = env.subnets.try_map(address)?;
-        // Both families' ping sockets ask this one.
-        namespace.sysctl("net/ipv4/ping_group_range", "0 0")?;
         host.ip(&on_the_host(&namespace, env))?;
         namespace.ip(&inside(&addresses, env))?;
+        Ok(Self { unplug: "link del veth0\nlink del cni0\n", ..Self::adopt(namespace, addresses, env.mtu)? })
+    }
+
+    /// Makes a pod of a namespace that somebody else connected.
+    pub(crate) fn adopt(namespace: Namespace, addresses: Dual<IpAddr>, mtu: u32) -> Result<Self> {
+        // Both families' ping sockets ask this one.
+        namespace.sysctl("net/ipv4/ping_group_range", "0 0")?;
         let echo = EchoServer::start(&namespace)?;
-        Ok(Self { namespace, addresses, mtu: env.mtu, _echo: echo })
+        Ok(Self { namespace, addresses, mtu, unplug: "", _echo: echo })
+    }
+
+    pub(crate) fn unplug(&self) -> &'static str {
+        self.unplug
     }
 
     /// `pod-1` on host 1.

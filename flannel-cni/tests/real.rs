@@ -1,0 +1,406 @@
+//! The plugin with the plugins that clusters use (`bridge`, `host-local`, `portmap`, `loopback` of
+//! containernetworking-plugins), in network namespaces, for root and for an ordinary user alike.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use flannel_core::{Dual, Family, Subnet};
+use flannel_lab::{Builder, Lab, Namespace};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+mod as_root;
+mod runtime;
+use as_root::as_root;
+use runtime::{Answer, Attach, answer, call, flannel, names};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Where Debian has the plugins.
+const PLUGINS: &str = "/usr/lib/cni";
+
+/// A host, and the runtime on it.
+struct Node {
+    host: Namespace,
+    dir: TempDir,
+    subnet_file: PathBuf,
+}
+
+/// A pod as the runtime sees it.
+struct Sandbox {
+    namespace: Namespace,
+    attach: Attach,
+}
+
+impl Sandbox {
+    fn new(name: &str) -> Self {
+        let namespace = Namespace::new(name).unwrap();
+        let attach = Attach::new(name, "eth0", &namespace.path());
+        Self { namespace, attach }
+    }
+
+    /// What `ip` of iproute2 prints inside.
+    fn ip(&self, args: &str) -> String {
+        ip(&self.namespace, args)
+    }
+}
+
+fn ip(namespace: &Namespace, args: &str) -> String {
+    let output = namespace.output(Command::new("ip").args(args.split_whitespace())).unwrap();
+    assert!(output.status.success(), "ip {args}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+impl Node {
+    fn new(host: &Namespace, subnet_file: &Path) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        Self { host: host.clone(), dir, subnet_file: subnet_file.to_owned() }
+    }
+
+    /// A host that has what the daemon would have written for these families.
+    fn alone(families: &[Family], ip_masq: bool) -> Self {
+        let host = Namespace::new("host").unwrap();
+        host.ip("link set lo up\nlink add uplink type bridge\nlink set uplink up\naddr add 192.0.2.1/24 dev uplink\naddr add 2001:db8::1/64 dev uplink nodad\n")
+            .unwrap();
+        let mut node = Self::new(&host, Path::new(""));
+        node.subnet_file = node.dir.path().join("subnet.env");
+        let mut env = format!("FLANNEL_MTU=1450\nFLANNEL_IPMASQ={ip_masq}\n");
+        for family in families {
+            env += match family {
+                Family::V4 => "FLANNEL_NETWORK=10.244.0.0/16\nFLANNEL_SUBNET=10.244.5.1/24\n",
+                Family::V6 => {
+                    "FLANNEL_IPV6_NETWORK=fd00:10:244::/48\nFLANNEL_IPV6_SUBNET=fd00:10:244:5::1/64\n"
+                }
+            };
+        }
+        fs::write(&node.subnet_file, env).unwrap();
+        node
+    }
+
+    /// flannel's plugin config as kube-flannel.yml has it; state stays in the test's own directory.
+    fn conf(&self, more: &Value) -> Value {
+        let mut conf = json!({
+            "cniVersion": "1.0.0", "name": "cbr0", "type": "flannel",
+            "subnetFile": self.subnet_file, "dataDir": self.dir.path().join("flannel"),
+            "ipam": { "dataDir": self.dir.path().join("host-local") },
+            "delegate": { "hairpinMode": true, "isDefaultGateway": true },
+        });
+        conf.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        conf
+    }
+
+    fn call(&self, command: &str, sandbox: &Sandbox, conf: &Value) -> Answer {
+        let kind = conf["type"].as_str().unwrap();
+        let program = if kind == "flannel" { flannel() } else { Path::new(PLUGINS).join(kind) };
+        assert!(program.exists(), "{} is needed: containernetworking-plugins", program.display());
+        let output =
+            call(&program, command, &sandbox.attach, PLUGINS, &conf.to_string(), Some(&self.host), &[]);
+        answer(&output)
+    }
+
+    /// ADD of a list of plugins, as a runtime does it: the result of each goes to the next.
+    fn add(&self, sandbox: &Sandbox, plugins: &[Value]) -> Result<Value, Value> {
+        plugins
+            .iter()
+            .try_fold(Value::Null, |result, conf| self.call("ADD", sandbox, &with_result(conf, &result)))
+    }
+
+    /// CHECK of a list of plugins: every one gets the result of the whole ADD.
+    fn check(&self, sandbox: &Sandbox, plugins: &[Value], result: &Value) -> Result<(), Value> {
+        plugins.iter().try_for_each(|conf| self.call("CHECK", sandbox, &with_result(conf, result)).map(drop))
+    }
+
+    /// DEL of a list of plugins, backwards.
+    fn del(&self, sandbox: &Sandbox, plugins: &[Value], result: &Value) -> Result<(), Value> {
+        plugins
+            .iter()
+            .rev()
+            .try_for_each(|conf| self.call("DEL", sandbox, &with_result(conf, result)).map(drop))
+    }
+
+    /// Addresses that host-local has given away.
+    fn reserved(&self) -> Vec<String> {
+        let mut names = names(&self.dir.path().join("host-local/cbr0"));
+        names.retain(|name| !name.starts_with("last_reserved_ip") && name != "lock");
+        names
+    }
+
+    fn state(&self) -> Vec<String> {
+        names(&self.dir.path().join("flannel"))
+    }
+}
+
+fn with_result(conf: &Value, result: &Value) -> Value {
+    let mut conf = conf.clone();
+    if !result.is_null() {
+        conf["prevResult"] = result.clone();
+    }
+    conf
+}
+
+/// The addresses and gateways of a result.
+fn addresses(result: &Value) -> (Dual<IpAddr>, Dual<IpAddr>) {
+    let ips = result["ips"].as_array().unwrap();
+    let address = |ip: &Value| -> IpAddr {
+        let text = ip["address"].as_str().unwrap();
+        text.split('/').next().unwrap().parse().unwrap()
+    };
+    let gateway = |ip: &Value| -> IpAddr { ip["gateway"].as_str().unwrap().parse().unwrap() };
+    (ips.iter().map(address).collect(), ips.iter().map(gateway).collect())
+}
+
+/// Something inside `from` exchanges bytes with something inside `to` that listens at `local`; it connects to `peer`.
+fn exchange(from: &Namespace, peer: SocketAddr, to: &Namespace, local: SocketAddr) {
+    let deadline = Instant::now() + PATIENCE;
+    let listener = to
+        .run(|| {
+            loop {
+                // An IPv6 address is tentative at first.
+                match TcpListener::bind(local) {
+                    Ok(listener) => return listener,
+                    Err(error) => assert!(Instant::now() < deadline, "{local}: {error}"),
+                }
+                std::thread::park_timeout(Duration::from_millis(10));
+            }
+        })
+        .unwrap();
+    let server = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.write_all(b"hello").unwrap();
+    });
+    let mut stream = from
+        .run(|| {
+            loop {
+                match TcpStream::connect_timeout(&peer, Duration::from_secs(2)) {
+                    Ok(stream) => return stream,
+                    Err(error) => assert!(Instant::now() < deadline, "{peer}: {error}"),
+                }
+                std::thread::park_timeout(Duration::from_millis(10));
+            }
+        })
+        .unwrap();
+    let mut said = String::new();
+    stream.read_to_string(&mut said).unwrap();
+    assert_eq!(said, "hello");
+    server.join().unwrap();
+}
+
+fn a_pod_comes_and_goes(families: &[Family]) {
+    let node = Node::alone(families, true);
+    let pod = Sandbox::new("pod-1");
+    let loopback = json!({ "cniVersion": "1.0.0", "name": "lo", "type": "loopback" });
+    let lo = Sandbox {
+        namespace: pod.namespace.clone(),
+        attach: Attach { ifname: "lo".into(), ..pod.attach.clone() },
+    };
+    node.call("ADD", &lo, &loopback).unwrap();
+    let flannel = [node.conf(&json!({}))];
+    let result = node.add(&pod, &flannel).unwrap();
+
+    let (addresses, gateways) = addresses(&result);
+    assert!(addresses.families().eq(families.iter().copied()), "{result}");
+    for (family, address) in addresses.iter() {
+        let subnet: Subnet = ["10.244.5.0/24", "fd00:10:244:5::/64"][family as usize].parse().unwrap();
+        assert!(subnet.contains(*address) && gateways[family] == subnet.nth(1), "{result}");
+        assert!(pod.ip("addr show dev eth0").contains(&format!("{address}/{}", subnet.len())));
+        let gateway = gateways[family].unwrap();
+        exchange(&pod.namespace, (gateway, 4000).into(), &node.host, (gateway, 4000).into());
+        exchange(&node.host, (*address, 4000).into(), &pod.namespace, (*address, 4000).into());
+        let flag = if family == Family::V4 { "-4" } else { "-6" };
+        let network = ["10.244.0.0/16", "fd00:10:244::/48"][family as usize];
+        let routes = pod.ip(&format!("{flag} route"));
+        assert!(
+            routes.contains(&format!("{network} via {gateway}")) && routes.contains("default via"),
+            "{routes}"
+        );
+    }
+    assert!(pod.ip("link show dev eth0").contains("mtu 1450"));
+    assert_eq!(node.reserved().len(), families.len());
+    assert_eq!(node.state(), ["pod-1", "pod-1:eth0"]);
+
+    node.check(&pod, &flannel, &result).unwrap();
+    let lost = addresses.values().next().unwrap();
+    let len = if lost.is_ipv4() { 24 } else { 64 };
+    pod.ip(&format!("addr del {lost}/{len} dev eth0"));
+    let error = node.check(&pod, &flannel, &result).unwrap_err();
+    assert!(error["msg"].as_str().unwrap().contains(&lost.to_string()), "{error}");
+
+    node.del(&pod, &flannel, &result).unwrap();
+    assert!(!pod.ip("link").contains("eth0"));
+    assert_eq!((node.reserved(), node.state()), (vec![], vec![]));
+    node.del(&pod, &flannel, &result).unwrap();
+    node.call("DEL", &lo, &loopback).unwrap();
+}
+
+macro_rules! in_families {
+    ($run:ident: $($name:ident $families:expr;)*) => {$(
+        #[test]
+        fn $name() {
+            as_root(stringify!($name), || $run(&$families));
+        }
+    )*};
+}
+
+in_families! { a_pod_comes_and_goes:
+    a_pod_comes_and_goes_in_ipv4 [Family::V4];
+    a_pod_comes_and_goes_in_ipv6 [Family::V6];
+    a_pod_comes_and_goes_in_both Family::BOTH;
+}
+
+#[test]
+fn portmap_behind_flannel_maps_a_port_to_the_pod() {
+    as_root("portmap_behind_flannel_maps_a_port_to_the_pod", || {
+        let node = Node::alone(&Family::BOTH, true);
+        let pod = Sandbox::new("pod-1");
+        let portmap = json!({
+            "cniVersion": "1.0.0", "name": "cbr0", "type": "portmap", "snat": true,
+            "runtimeConfig": { "portMappings": [{ "hostPort": 8080, "containerPort": 80, "protocol": "tcp" }] },
+        });
+        let plugins = [node.conf(&json!({})), portmap];
+        let result = node.add(&pod, &plugins).unwrap();
+        // portmap 1.1.1 looks for its IPv4 rules among those of IPv6, so only flannel can be asked.
+        node.check(&pod, &plugins[..1], &result).unwrap();
+        let hosts = ["192.0.2.1", "2001:db8::1"].map(|address| address.parse::<IpAddr>().unwrap());
+        for (family, address) in addresses(&result).0.iter() {
+            exchange(
+                &node.host,
+                (hosts[family as usize], 8080).into(),
+                &pod.namespace,
+                (*address, 80).into(),
+            );
+        }
+        node.del(&pod, &plugins, &result).unwrap();
+        for host in hosts {
+            let closed =
+                node.host.run(|| TcpStream::connect_timeout(&(host, 8080).into(), PATIENCE)).unwrap();
+            assert_eq!(closed.unwrap_err().kind(), std::io::ErrorKind::ConnectionRefused);
+        }
+        assert_eq!((node.reserved(), node.state()), (vec![], vec![]));
+    });
+}
+
+/// flannel without `--ip-masq`: the bridge masquerades, and its rules go with the pod.
+#[test]
+fn the_bridge_masquerades_if_flannel_does_not() {
+    as_root("the_bridge_masquerades_if_flannel_does_not", || {
+        let node = Node::alone(&[Family::V4], false);
+        let pod = Sandbox::new("pod-1");
+        let rules = || {
+            let output = node.host.output(Command::new("iptables").args(["-t", "nat", "-S"])).unwrap();
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+            String::from_utf8(output.stdout).unwrap().matches("pod-1").count()
+        };
+        let plugins = [node.conf(&json!({}))];
+        let result = node.add(&pod, &plugins).unwrap();
+        assert!(rules() > 0);
+        node.del(&pod, &plugins, &result).unwrap();
+        assert_eq!(rules(), 0);
+    });
+}
+
+#[test]
+fn a_pod_whose_namespace_is_gone_gives_its_address_back() {
+    as_root("a_pod_whose_namespace_is_gone_gives_its_address_back", || {
+        let node = Node::alone(&Family::BOTH, true);
+        let Sandbox { namespace, attach } = Sandbox::new("pod-1");
+        let plugins = [node.conf(&json!({}))];
+        let gone = Sandbox { namespace: Namespace::new("gone").unwrap(), attach };
+        let result = node.add(&gone, &plugins).unwrap();
+        drop(namespace);
+        assert_eq!(node.reserved().len(), 2);
+        node.del(&gone, &plugins, &result).unwrap();
+        assert_eq!((node.reserved(), node.state()), (vec![], vec![]));
+    });
+}
+
+/// host-local has no address left: the error is its own, and nothing stays behind.
+#[test]
+fn an_add_without_a_free_address_leaves_nothing_behind() {
+    as_root("an_add_without_a_free_address_leaves_nothing_behind", || {
+        let node = Node::alone(&[Family::V4], true);
+        let env = fs::read_to_string(&node.subnet_file).unwrap().replace("10.244.5.1/24", "10.244.5.1/30");
+        fs::write(&node.subnet_file, env).unwrap();
+        let plugins = [node.conf(&json!({}))];
+        let (first, second) = (Sandbox::new("pod-1"), Sandbox::new("pod-2"));
+        let result = node.add(&first, &plugins).unwrap();
+        let error = node.add(&second, &plugins).unwrap_err();
+        assert!(error["msg"].as_str().unwrap().contains("no IP addresses available"), "{error}");
+        assert_eq!((node.reserved().len(), node.state().len()), (1, 2));
+        assert!(!second.ip("link").contains("eth0"));
+        node.del(&first, &plugins, &result).unwrap();
+        node.add(&second, &plugins).unwrap();
+    });
+}
+
+/// The lab's program, which becomes the daemons; `FLANNEL_LAB` names a copy of it for users who cannot build it.
+fn lab() -> Builder {
+    if let Some(program) = std::env::var_os("FLANNEL_LAB") {
+        return Lab::builder().program(program);
+    }
+    let mut build = Command::new(env!("CARGO"));
+    build.args(["build", "--quiet", "--package", "flannel-lab", "--bin", "lab"]);
+    if !cfg!(debug_assertions) {
+        build.arg("--release");
+    }
+    assert!(build.current_dir(env!("CARGO_MANIFEST_DIR")).status().unwrap().success(), "building the lab");
+    Lab::builder().program(Path::new(env!("CARGO_BIN_EXE_flannel")).with_file_name("lab"))
+}
+
+/// Two hosts with real daemons, whose pods are created by CNI calls.
+fn pods_reach_each_other(backend: &str, families: &[Family]) {
+    let lab = lab().hosts(2).backend(backend).families(families.iter().copied()).start().unwrap();
+    lab.start_daemons().unwrap();
+    let deadline = Instant::now() + PATIENCE;
+    let mut nodes = Vec::new();
+    for host in lab.hosts() {
+        let env = loop {
+            host.check_daemon().unwrap();
+            if let Some(env) = host.subnet_env().unwrap() {
+                break env;
+            }
+            assert!(Instant::now() < deadline, "{}", host.log().unwrap());
+            std::thread::park_timeout(Duration::from_millis(5));
+        };
+        let node = Node::new(host.namespace(), &host.subnet_file());
+        let pod = Sandbox::new(&format!("pod-{}", host.number()));
+        let delegate = json!({ "delegate": { "isDefaultGateway": true, "ipMasq": false } });
+        let plugins = [node.conf(&delegate)];
+        let result = node.add(&pod, &plugins).unwrap();
+        let addresses = addresses(&result).0;
+        assert!(env.subnets.iter().all(|(family, subnet)| subnet.contains(addresses[family].unwrap())));
+        host.adopt_pod(pod.namespace.clone(), addresses, env.mtu).unwrap();
+        nodes.push((node, pod, plugins, result));
+    }
+    let matrix = lab.matrix(PATIENCE).unwrap();
+    assert!(matrix.is_complete(), "{:#?}", matrix.failures().collect::<Vec<_>>());
+    assert_eq!(matrix.pairs.len(), 2 * families.len());
+    for (node, pod, plugins, result) in &nodes {
+        node.check(pod, plugins, result).unwrap();
+        node.del(pod, plugins, result).unwrap();
+        assert_eq!((node.reserved(), node.state()), (vec![], vec![]));
+    }
+}
+
+macro_rules! reach {
+    ($($name:ident $backend:literal $families:expr;)*) => {$(
+        #[test]
+        fn $name() {
+            as_root(stringify!($name), || pods_reach_each_other($backend, &$families));
+        }
+    )*};
+}
+
+reach! {
+    pods_reach_each_other_over_vxlan_in_ipv4 "vxlan" [Family::V4];
+    pods_reach_each_other_over_vxlan_in_ipv6 "vxlan" [Family::V6];
+    pods_reach_each_other_over_vxlan_in_both "vxlan" Family::BOTH;
+    pods_reach_each_other_over_host_gw_in_ipv4 "host-gw" [Family::V4];
+    pods_reach_each_other_over_host_gw_in_ipv6 "host-gw" [Family::V6];
+    pods_reach_each_other_over_host_gw_in_both "host-gw" Family::BOTH;
+}
