@@ -13,6 +13,8 @@ command -v protoc >/dev/null || needs+=(protobuf-compiler)
 [ -e /usr/include/google/protobuf/empty.proto ] || needs+=(libprotobuf-dev)
 [ -n "${ETCD:-}" ] || command -v etcd >/dev/null || needs+=(etcd-server)
 [ -n "${ETCDCTL:-}" ] || command -v etcdctl >/dev/null || needs+=(etcd-client)
+[ -x "${CNI_PLUGINS:-/usr/lib/cni}/bridge" ] || needs+=(containernetworking-plugins)
+command -v iptables >/dev/null || [ -x /usr/sbin/iptables ] || [ -x /sbin/iptables ] || needs+=(iptables)
 if [ ${#needs[@]} -gt 0 ]; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
         apt-get update -qq
@@ -36,6 +38,9 @@ if [ "$(id -u)" = 0 ]; then
     netns_tests=$(cargo test --no-run --message-format=json -p flannel-netlink -p flannel-firewall --all-features 2>/dev/null |
         sed -n 's/.*"kind":\["\(lib\|test\)"\].*"executable":"\([^"]*\)".*/\2/p')
     cp "${CARGO_TARGET_DIR:-target}/debug/lab" $netns_tests "$dir"
+    cni_test=$(cargo test --no-run --message-format=json -p flannel-cni --all-features --test real 2>/dev/null |
+        sed -n 's/.*"kind":\["test"\].*"executable":"\([^"]*\)".*/\1/p')
+    cp "${CARGO_TARGET_DIR:-target}/debug/flannel" "$cni_test" "$dir"
     as_nobody() { (cd / && setpriv --reuid=65534 --regid=65534 --clear-groups env HOME=/nonexistent "$@"); }
     for test in $netns_tests; do
         as_nobody "$dir/$(basename "$test")" --quiet
@@ -48,7 +53,8 @@ if [ "$(id -u)" = 0 ]; then
         cp "$test" "$dir/flanneld-etcd"
         as_nobody FLANNELD="$dir/flanneld" "$dir/flanneld-etcd" --quiet
     done
+    as_nobody FLANNEL_CNI="$dir/flannel" FLANNEL_LAB="$dir/lab" "$dir/$(basename "$cni_test")" --quiet
     as_nobody "$dir/lab" --backend vxlan --family dual --json >"$dir/lab.json" 2>"$dir/lab.log" ||
         { cat "$dir/lab.log" "$dir/lab.json" >&2; exit 1; }
-    echo "as an ordinary user: the kernel tests, the daemon on etcd and the lab passed"
+    echo "as an ordinary user: the kernel's tests, the firewall's, the CNI plugin's, the daemon on etcd and the lab passed"
 fi

@@ -51,6 +51,9 @@ impl DelegateConf {
         if let Some(version) = &conf.cni_version {
             delegate.insert("cniVersion".into(), version.clone().into());
         }
+        if delegate.get("cniVersion").is_some_and(|version| !version.is_string() && !version.is_null()) {
+            return invalid("'delegate' dictionary must have a (string) 'cniVersion' field, if any");
+        }
         delegate.insert("ipam".into(), ipam(conf, env)?);
         delegate.values_mut().for_each(write_numbers_as_go_does);
         Ok(Self(delegate))
@@ -122,18 +125,15 @@ fn checked(route: &Value) -> Result<Value> {
         Some(format!("{address}/{len}"))
     };
     let dst = route.get("dst").and_then(Value::as_str).and_then(destination);
-    let gateway = match route.get("gw") {
-        None | Some(Value::Null) => true,
-        Some(gateway) => gateway.as_str().is_some_and(|text| text.parse::<IpAddr>().is_ok()),
-    };
-    match (route.as_object(), dst) {
-        (Some(fields), Some(dst)) if gateway => {
-            let mut fields = fields.clone();
-            fields.insert("dst".into(), dst.into());
-            Ok(Value::Object(fields))
-        }
-        _ => Err(no_routes(route)),
+    let Some((mut fields, dst)) = route.as_object().cloned().zip(dst) else { return Err(no_routes(route)) };
+    fields.insert("dst".into(), dst.into());
+    match fields.get("gw") {
+        None => {}
+        Some(Value::Null) => drop(fields.remove("gw")),
+        Some(gateway) if gateway.as_str().is_some_and(|text| text.parse::<IpAddr>().is_ok()) => {}
+        Some(_) => return Err(no_routes(route)),
     }
+    Ok(Value::Object(fields))
 }
 
 fn no_routes(value: &Value) -> Error {
@@ -203,6 +203,7 @@ mod tests {
             (r#","delegate":{"type":null}"#, "must have (string) 'type' field"),
             (r#","delegate":{"name":"x"}"#, "must not have 'name' field"),
             (r#","delegate":{"ipam":{}}"#, "must not have 'ipam' field"),
+            (r#","delegate":{"cniVersion":1}"#, "must have a (string) 'cniVersion' field"),
             (r#","ipam":{"routes":{}}"#, "ipam.routes: {}"),
             (r#","ipam":{"routes":["x"]}"#, "ipam.routes: \"x\""),
             (r#","ipam":{"routes":[{"dst":"x"}]}"#, r#"ipam.routes: {"dst":"x"}"#),
@@ -216,7 +217,7 @@ mod tests {
     #[test]
     fn numbers_and_unknown_keys_lose_nothing() {
         let fields = r#","delegate":{"big":18446744073709551615,"huge":1e300},
-            "ipam":{"routes":[{"dst":"10.9.1.1/8","table":7,"new":[1]}]}"#;
+            "ipam":{"routes":[{"dst":"10.9.1.1/8","gw":null,"table":7,"new":[1]}]}"#;
         let text = String::from_utf8(DelegateConf::new(&conf(fields), &env()).unwrap().to_bytes()).unwrap();
         for whole in [r#""big":18446744073709551615"#, r#"{"dst":"10.9.1.1/8","new":[1],"table":7}"#] {
             assert!(text.contains(whole), "{text}");

@@ -189,7 +189,10 @@ fn gc(call: &Call, conf: &NetConf) -> Result<()> {
 /// DEL for an interface whose container is gone; nothing if it is another network's.
 fn undo(state: &State, call: &Call, conf: &NetConf) -> Result<()> {
     let Some(saved) = state.load()? else { return Ok(()) };
-    let Some(delegate_conf) = DelegateConf::from_saved(&saved) else { return Ok(()) };
+    let Some(delegate_conf) = DelegateConf::from_saved(&saved) else {
+        say(&format!("{} holds no network config: nothing to undo", state.path().display()));
+        return Ok(());
+    };
     if delegate_conf.network() != conf.name {
         return Ok(());
     }

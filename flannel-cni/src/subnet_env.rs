@@ -75,7 +75,10 @@ impl SubnetEnv {
                 "FLANNEL_IPV6_NETWORK" => networks[1] = list(Family::V6)?,
                 "FLANNEL_SUBNET" => subnets.v4 = Some(subnet(value, Family::V4)?),
                 "FLANNEL_IPV6_SUBNET" => subnets.v6 = Some(subnet(value, Family::V6)?),
-                "FLANNEL_MTU" => mtu = Some(value.parse().map_err(|_| wrong("a number of bytes"))?),
+                "FLANNEL_MTU" => {
+                    let number = value.parse().ok().filter(|_| !value.starts_with('+'));
+                    mtu = Some(number.ok_or_else(|| wrong("a number of bytes"))?);
+                }
                 "FLANNEL_IPMASQ" => ip_masq = Some(value == "true"),
                 _ => {}
             }
@@ -129,6 +132,7 @@ mod tests {
             ),
             ("FLANNEL_IPV6_NETWORK=fd00::/48,x", r#"is "fd00::/48,x", expected an IPv6 subnet"#),
             ("FLANNEL_MTU=4294967296", "expected a number of bytes"),
+            ("FLANNEL_MTU=+5", "expected a number of bytes"),
             (
                 "",
                 "it is missing FLANNEL_NETWORK, FLANNEL_IPV6_NETWORK, FLANNEL_SUBNET, FLANNEL_IPV6_SUBNET, FLANNEL_MTU, FLANNEL_IPMASQ",

@@ -22,8 +22,10 @@ use runtime::{Answer, Attach, answer, call, flannel, names};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Where Debian has the plugins.
-const PLUGINS: &str = "/usr/lib/cni";
+/// Where the plugins are: `CNI_PLUGINS`, or where Debian has them.
+fn plugins() -> String {
+    std::env::var("CNI_PLUGINS").unwrap_or_else(|_| "/usr/lib/cni".into())
+}
 
 /// A host, and the runtime on it.
 struct Node {
@@ -97,10 +99,10 @@ impl Node {
 
     fn call(&self, command: &str, sandbox: &Sandbox, conf: &Value) -> Answer {
         let kind = conf["type"].as_str().unwrap();
-        let program = if kind == "flannel" { flannel() } else { Path::new(PLUGINS).join(kind) };
+        let program = if kind == "flannel" { flannel() } else { Path::new(&plugins()).join(kind) };
         assert!(program.exists(), "{} is needed: containernetworking-plugins", program.display());
         let output =
-            call(&program, command, &sandbox.attach, PLUGINS, &conf.to_string(), Some(&self.host), &[]);
+            call(&program, command, &sandbox.attach, &plugins(), &conf.to_string(), Some(&self.host), &[]);
         answer(&output)
     }
 

@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use flannel_core::{Dual, Family, Subnet};
-use flannel_lab::{Host, Interrupter, Lab, Pair, SubnetEnv, Unreached};
+use flannel_lab::{Host, Interrupter, Lab, Namespace, Pair, SubnetEnv, Unreached};
 
 mod as_root;
 use as_root::as_root;
@@ -174,6 +174,30 @@ fn hosts_can_be_used_by_hand() {
         assert_eq!(second.pod().unwrap().mtu(), 1400);
         assert_eq!(first.log().unwrap(), "");
         assert!(first.subnet_env().unwrap().is_none() && first.daemon_rss().is_none());
+    });
+}
+
+/// What somebody else connected is a pod like others, and its links stay theirs.
+#[test]
+fn a_namespace_that_somebody_else_connected_is_adopted() {
+    as_root("a_namespace_that_somebody_else_connected_is_adopted", || {
+        let lab = routed(2, &[Family::V4], 1500);
+        let host = &lab.hosts()[0];
+        host.remove_pod().unwrap();
+        let pod = Namespace::new("a pod").unwrap();
+        let path = pod.path();
+        let wire = format!("link add theirs type veth peer name eth0 netns {}\n", path.display());
+        host.namespace().ip(&(wire + "link set theirs up\naddr add 10.244.1.1/24 dev theirs\n")).unwrap();
+        pod.ip("link set eth0 up\naddr add 10.244.1.2/24 dev eth0\nroute add default via 10.244.1.1\n")
+            .unwrap();
+        let addresses = Dual { v4: Some("10.244.1.2".parse().unwrap()), v6: None };
+        host.adopt_pod(pod.clone(), addresses, 1500).unwrap();
+        let matrix = lab.matrix(PATIENCE).unwrap();
+        assert!(matrix.is_complete() && matrix.pairs.len() == 2, "{matrix:#?}");
+        assert!(host.adopt_pod(pod, addresses, 1500).is_err(), "it has a pod already");
+        host.remove_pod().unwrap();
+        assert!(host.pod().is_none());
+        host.namespace().ip("link show theirs\n").unwrap();
     });
 }
 
