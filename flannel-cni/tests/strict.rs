@@ -115,7 +115,9 @@ fn more() -> Value {
 #[test]
 fn add_hands_over_everything_saves_it_and_answers_what_the_delegate_answers() {
     let host = Host::new();
-    let output = host.output("ADD", ETH0, &host.conf(&more()).to_string(), &[("CNI_ARGS", "A=1;B=2")]);
+    let saved = host.path("state/c1:eth0");
+    let env = [("CNI_ARGS", "A=1;B=2"), ("STRICT_SAVED", saved.to_str().unwrap())];
+    let output = host.output("ADD", ETH0, &host.conf(&more()).to_string(), &env);
     // As it is, white space and unknown keys included.
     let answer = r#"{"cniVersion":"1.1.0",  "ips":[], "new": {"kept": true}}"#;
     assert_eq!(String::from_utf8(output.stdout).unwrap(), answer);
@@ -343,12 +345,14 @@ fn gc_undoes_what_is_not_to_stay_and_tells_the_delegate() {
     for of in [ETH0, NET1, ("c2", "eth0"), ("c3", "eth0")] {
         host.add(of);
     }
+    // The strict delegate is of one network only.
     host.call("ADD", ("c4", "eth0"), &json!({ "name": "other" })).unwrap();
+    fs::remove_file(host.path("attached/c4:eth0")).unwrap();
     fs::write(host.path("state/go-stale"), DELEGATE).unwrap();
     fs::write(host.path("state/go-valid"), DELEGATE).unwrap();
     fs::write(host.path("state/go-other"), DELEGATE.replace("cbr0", "other")).unwrap();
-    let valid = json!([{ "containerID": "c1", "ifname": "eth0" }, { "containerID": "go-valid", "ifname": "eth0" },
-        { "containerID": "c4", "ifname": "eth0" }]);
+    let valid =
+        json!([{ "containerID": "c1", "ifname": "eth0" }, { "containerID": "go-valid", "ifname": "eth0" }]);
     let gc = |more: &Value| {
         let attach = Attach::new("", "", Path::new(""));
         let conf = host.conf(more).to_string();
@@ -363,7 +367,7 @@ fn gc_undoes_what_is_not_to_stay_and_tells_the_delegate() {
         called.into_iter().map(|called| format!("{} {}", called.command, called.of)).collect();
     undone.sort();
     assert_eq!(undone, ["DEL c1|net1||", "DEL c2|eth0||", "DEL c3|eth0||"]);
-    assert_eq!(host.attached(), ["c1:eth0", "c4:eth0"]);
+    assert_eq!(host.attached(), ["c1:eth0"]);
     assert_eq!(host.state(), ["c1", "c1:eth0", "c4", "c4:eth0", "go-other", "go-valid"]);
 
     // Errors end nothing, and all are told.
@@ -371,17 +375,20 @@ fn gc_undoes_what_is_not_to_stay_and_tells_the_delegate() {
     host.add(("c6", "eth0"));
     host.fail("DEL", 999, "stuck");
     host.fail("GC", 999, "no gc");
+    fs::write(host.path("state/go-stale"), DELEGATE).unwrap();
     host.called();
     let error = gc(&json!({ "cni.dev/valid-attachments": valid })).unwrap_err();
     assert_eq!((&error["msg"], &error["details"]), (&json!("stuck"), &json!("stuck; no gc")));
     assert_eq!(host.called().len(), 3);
-    assert!(host.state().contains(&"c5:eth0".to_owned()));
+    for kept in ["c5:eth0", "go-stale"] {
+        assert!(host.state().contains(&kept.to_owned()), "{kept}");
+    }
     host.mend("DEL");
     host.mend("GC");
     assert_eq!(gc(&json!({})).unwrap_err()["code"], 7, "a missing list is not an empty one");
-    assert_eq!(host.attached(), ["c1:eth0", "c4:eth0", "c5:eth0", "c6:eth0"]);
+    assert_eq!(host.attached(), ["c1:eth0", "c5:eth0", "c6:eth0"]);
     gc(&json!({ "cni.dev/valid-attachments": valid })).unwrap();
-    assert_eq!(host.attached(), ["c1:eth0", "c4:eth0"]);
+    assert_eq!(host.attached(), ["c1:eth0"]);
 }
 
 #[test]

@@ -44,6 +44,7 @@ mkdir -p "$here/attached"
 
 if [ "$CNI_COMMAND" = ADD ]; then
     hasnt '"prevResult"'
+    [ -z "${STRICT_SAVED:-}" ] || [ -s "$STRICT_SAVED" ] || fail 999 "strict: called before $STRICT_SAVED was saved"
     [ -e "$here/attached/$attachment" ] && fail 999 "strict: $attachment exists already"
     : >"$here/attached/$attachment"
 fi
