@@ -14,7 +14,6 @@ command -v protoc >/dev/null || needs+=(protobuf-compiler)
 [ -n "${ETCD:-}" ] || command -v etcd >/dev/null || needs+=(etcd-server)
 [ -n "${ETCDCTL:-}" ] || command -v etcdctl >/dev/null || needs+=(etcd-client)
 [ -x "${CNI_PLUGINS:-/usr/lib/cni}/bridge" ] || needs+=(containernetworking-plugins)
-command -v iptables >/dev/null || [ -x /usr/sbin/iptables ] || [ -x /sbin/iptables ] || needs+=(iptables)
 if [ ${#needs[@]} -gt 0 ]; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
         apt-get update -qq

@@ -3,6 +3,7 @@
 //! Machines differ and are noisy; the ratio is what to look at.
 
 mod cluster;
+mod cni;
 mod cold_start;
 mod daemon;
 mod damage;
@@ -156,6 +157,15 @@ enum Bench {
         #[arg(long, default_value_t = 2000, value_parser = count())]
         events: u32,
     },
+    /// What the CNI plugin costs a pod: its start, and an ADD against a call of its delegate alone
+    Cni {
+        /// The plugin, as built with the profile `cni`
+        #[arg(long)]
+        plugin: PathBuf,
+        /// How many calls of each kind
+        #[arg(long, default_value_t = 300, value_parser = count())]
+        calls: u32,
+    },
 }
 
 fn main() -> anyhow::Result<std::process::ExitCode> {
@@ -175,6 +185,7 @@ fn main() -> anyhow::Result<std::process::ExitCode> {
             return Ok(std::process::ExitCode::SUCCESS);
         }
         Bench::LeaseEvent { events } => lease_event::run(events),
+        Bench::Cni { plugin, calls } => cni::run(&plugin, calls),
     }?;
     Ok(std::process::ExitCode::from(u8::from(!report.print(json)?)))
 }

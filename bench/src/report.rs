@@ -51,6 +51,9 @@ pub(crate) struct Report {
     /// `VmHWM`: the most it ever was.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) hwm_kib: Option<u64>,
+    /// The size of a program.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) bytes: Option<u64>,
     /// Context switches of all threads, voluntary or not.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) wakeups: Option<u64>,

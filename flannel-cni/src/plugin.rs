@@ -219,3 +219,42 @@ fn forget_of_network(of_go: &GoState, conf: &NetConf) -> Result<()> {
 fn say(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn routes_without_a_gateway_get_that_of_their_family() {
+        let result = json!({
+            "ips": [{ "address": "10.1.5.2/24" }, { "address": "10.1.5.2/24", "gateway": "10.1.5.1" },
+                { "address": "10.1.6.2/24", "gateway": "10.1.6.1" }],
+            "routes": [{ "dst": "10.1.0.0/16" }, { "dst": "0.0.0.0/0", "gw": "10.1.6.1" },
+                { "dst": "10.2.0.0/16", "gw": null }, { "dst": "fd00::/48" }, "no route"],
+            "more": 1,
+        });
+        let mut expected = result.clone();
+        expected["routes"][0]["gw"] = "10.1.5.1".into();
+        expected["routes"][2]["gw"] = "10.1.5.1".into();
+        assert_eq!(with_gateways(result.as_object().unwrap()), expected);
+        for other in [json!({}), json!({ "ips": null, "routes": null }), json!({ "ips": 1, "routes": [7] })] {
+            assert_eq!(with_gateways(other.as_object().unwrap()), other);
+        }
+    }
+
+    #[test]
+    fn a_result_is_passed_on_as_it_is_and_always_has_a_version() {
+        let conf = DelegateConf::from_saved(br#"{"type":"bridge","cniVersion":"0.4.0"}"#).unwrap();
+        let whole = br#" {"cniVersion":"0.3.1", "x":1e3} "#;
+        assert_eq!(result(whole.to_vec(), &conf).unwrap(), whole);
+        for (answer, passed_on) in [
+            ("null", r#"{"cniVersion":"0.4.0"}"#),
+            (r#"{"cniVersion":"","ips":[]}"#, r#"{"cniVersion":"0.4.0","ips":[]}"#),
+        ] {
+            assert_eq!(result(answer.into(), &conf).unwrap(), passed_on.as_bytes());
+        }
+        for bad in ["", "[]", "done", "{} {}"] {
+            assert_eq!(result(bad.into(), &conf).unwrap_err().code, Code::DECODING, "{bad}");
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! What the CNI plugin costs a pod: its start, and an ADD against a call of its delegate alone.
+
+use std::fs::{self, Permissions};
+use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use anyhow::{Context, ensure};
+use crate::report::{Latency, Report, percentile};
+
+/// "A few milliseconds".
+const START_P50_MS: f64 = 3.0;
+const ENV: &str =
+    "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
+
+/// Calls the plugin so many times.
+///
+/// # Errors
+/// It cannot be run, or does not answer as it should.
+pub(crate) fn run(plugin: &Path, calls: u32) -> anyhow::Result<Report> {
+    let bytes = fs::metadata(plugin).with_context(|| plugin.display().to_string())?.len();
+    let dir = tempfile::tempdir()?;
+    let (env, state, delegate) =
+        (dir.path().join("subnet.env"), dir.path().join("state"), dir.path().join("nothing"));
+    fs::write(&env, ENV)?;
+    fs::write(&delegate, "#!/bin/sh\necho '{\"cniVersion\":\"1.1.0\"}'\n")?;
+    fs::set_permissions(&delegate, Permissions::from_mode(0o755))?;
+    let conf = serde_json::json!({
+        "cniVersion": "1.1.0", "name": "bench", "subnetFile": env, "dataDir": state, "delegate": { "type": "nothing" },
+    });
+    let conf = conf.to_string();
+    let (mut start, mut add, mut floor) = (Vec::new(), Vec::new(), Vec::new());
+    for n in 0..calls {
+        let call = |program: &Path, command| call(program, command, n, dir.path(), &conf);
+        start.push(call(plugin, "VERSION")?);
+        add.push(call(plugin, "ADD")?);
+        floor.push(call(&delegate, "ADD")?);
+    }
+    // The Go plugin, which can be measured too, keeps one file for each container; ours keeps two names of one.
+    let kept = fs::read_dir(&state)?.count();
+    ensure!(kept >= calls as usize, "{kept} files for {calls} containers");
+    let latency = |figures: &[f64]| Latency {
+        samples: figures.len(),
+        p50_ms: percentile(figures, 50),
+        p99_ms: percentile(figures, 99),
+    };
+    // VERSION, from the start of the process to its end; ADD with a delegate that does nothing; that one alone.
+    let kinds = [("start", &start), ("add", &add), ("delegate", &floor)];
+    let mut report = Report {
+        bench: "cni",
+        samples: Some(calls as usize),
+        // Of the program, which is all of it if it is static.
+        bytes: Some(bytes),
+        p50_ms: Some(percentile(&start, 50)),
+        p99_ms: Some(percentile(&start, 99)),
+        kinds: kinds.map(|(kind, figures)| (kind.to_owned(), latency(figures))).into(),
+        ..Report::default()
+    };
+    report.at_most("start_p50_ms", report.p50_ms, START_P50_MS);
+    Ok(report)
+}
+
+/// One call of a plugin, in milliseconds.
+fn call(program: &Path, command: &str, n: u32, path: &Path, conf: &str) -> anyhow::Result<f64> {
+    let mut process = Command::new(program);
+    process.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+    process.env("CNI_COMMAND", command).env("CNI_PATH", path).env("CNI_IFNAME", "eth0");
+    process.env("CNI_CONTAINERID", format!("c{n}")).env("CNI_NETNS", "/nonexistent");
+    let begin = Instant::now();
+    let mut child = process.spawn().with_context(|| program.display().to_string())?;
+    // Who does not ask for the config need not read it.
+    let _ = child.stdin.take().context("no stdin")?.write_all(conf.as_bytes());
+    let output = child.wait_with_output()?;
+    let elapsed = begin.elapsed();
+    let answer = String::from_utf8_lossy(&output.stdout);
+    ensure!(output.status.success() && answer.contains("1.1.0"), "{command}: {}: {answer}", output.status);
+    Ok(elapsed.as_secs_f64() * 1e3)
+}
