@@ -52,10 +52,8 @@ fn call_from_process() -> Result<Option<(Call, Vec<u8>)>> {
     let Some(call) = Call::from_env(|name| std::env::var_os(name))? else { return Ok(None) };
     let mut stdin = Vec::new();
     if call.command != Command::Version {
-        std::io::stdin().lock().read_to_end(&mut stdin).map_err(|error| {
-            Error::new(Code::IO, format!("error reading from stdin: {error}"))
-                .with_version(SpecVersion::LATEST)
-        })?;
+        let read = std::io::stdin().lock().read_to_end(&mut stdin);
+        read.map_err(|error| Error::new(Code::IO, format!("error reading from stdin: {error}")))?;
     }
     Ok(Some((call, stdin)))
 }

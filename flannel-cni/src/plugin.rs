@@ -83,7 +83,13 @@ fn result(answer: Vec<u8>, conf: &DelegateConf) -> Result<Vec<u8>> {
 }
 
 fn del(call: &Call, conf: &NetConf) -> Result<()> {
-    call.check_netns()?;
+    let mut call = call.clone();
+    if let Err(error) = call.check_netns() {
+        // ADD refuses it, so the path (of a process, say, whose number was given away again) means another one now.
+        say(&format!("{error}: taken for a namespace that is gone"));
+        call.netns.clear();
+    }
+    let call = &call;
     let state = State::new(&conf.data_dir, &call.container, &call.ifname);
     let Some(saved) = state.load()? else { return Ok(()) };
     let Some(delegate_conf) = DelegateConf::from_saved(&saved) else {

@@ -189,6 +189,19 @@ fn del_without_the_plugin_keeps_what_it_has_to_do() {
     assert_eq!((host.attached(), host.state()), (vec![], vec![]));
 }
 
+/// The number of a container's process may be another's by now, in the host's namespace.
+#[test]
+fn del_never_touches_the_hosts_own_namespace() {
+    let host = Host::new();
+    host.add(ETH0);
+    host.called();
+    let own = Attach::new("c1", "eth0", Path::new("/proc/self/ns/net"));
+    let conf = host.conf(&json!({})).to_string();
+    let output = call(&flannel(), "DEL", &own, host.path("bin").to_str().unwrap(), &conf, None, &[]);
+    assert_eq!(answer(&output), Ok(Value::Null));
+    assert_eq!((host.commands(), host.state()), (vec!["DEL c1|eth0||".into()], vec![]));
+}
+
 #[test]
 fn del_after_a_reboot_that_lost_the_state_succeeds() {
     let host = Host::new();
@@ -431,10 +444,8 @@ fn bad_input_gets_an_error_object_and_changes_nothing() {
         assert!(error["cniVersion"].is_string(), "{error}");
     }
     let own = Attach::new("c1", "eth0", Path::new("/proc/self/ns/net"));
-    for command in ["ADD", "DEL"] {
-        let output = call(&flannel(), command, &own, host.path("bin").to_str().unwrap(), &whole, None, &[]);
-        assert_eq!(answer(&output).unwrap_err()["code"], 8);
-    }
+    let output = call(&flannel(), "ADD", &own, host.path("bin").to_str().unwrap(), &whole, None, &[]);
+    assert_eq!(answer(&output).unwrap_err()["code"], 8);
     assert_eq!((host.called(), host.state()), (vec![], vec![]));
 }
 
