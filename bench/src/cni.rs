@@ -7,8 +7,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use anyhow::{Context, ensure};
 use crate::report::{Latency, Report, percentile};
+use anyhow::{Context, ensure};
 
 /// "A few milliseconds".
 const START_P50_MS: f64 = 3.0;
