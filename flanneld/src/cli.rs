@@ -16,6 +16,7 @@ use flannel_core::{Dual, Family};
 use crate::error::Error;
 #[cfg(feature = "etcd")]
 use crate::etcd::EtcdFlags;
+use crate::firewall::FirewallFlags;
 use crate::registry::RegistryUrl;
 
 /// What the daemon is told.
@@ -79,6 +80,10 @@ pub struct Options {
     #[arg(long, value_name = "auto|on|off", default_value = "auto", hide_possible_values = true)]
     pub nexthop_objects: NexthopObjects,
 
+    /// What becomes of packets between pods and the rest of the world.
+    #[command(flatten)]
+    pub firewall: FirewallFlags,
+
     /// What to log: error, warn, info, debug, trace, or a filter such as info,flannel_core=debug
     #[arg(long, value_name = "FILTER", default_value = "info")]
     pub log: String,
@@ -107,7 +112,8 @@ impl Options {
         let command = Self::command();
         let long = |a: &clap::Arg| a.get_long().map(str::to_owned);
         let flags: Vec<String> = command.get_arguments().filter_map(long).collect();
-        let with_value = command.get_arguments().filter(|a| a.get_action().takes_values());
+        let with_value =
+            command.get_arguments().filter(|a| a.get_action().takes_values() && !a.is_require_equals_set());
         let given = go_style(args, &with_value.filter_map(long).collect::<Vec<_>>());
         // An empty value is none, as in Go's string flags, and beats the environment all the same.
         let is_empty = |arg: &OsString| {
@@ -211,6 +217,30 @@ mod tests {
         assert_eq!(options.nexthop_objects, NexthopObjects::Auto);
         let off = parse(&all, &[("FLANNELD_NEXTHOP_OBJECTS", "off")]).unwrap();
         assert_eq!(off.nexthop_objects, NexthopObjects::Off);
+    }
+
+    #[test]
+    fn switches_are_gos() {
+        let masq =
+            |args: &[&str], env: &[(&str, &str)]| parse(args, env).map(|options| options.firewall.ip_masq);
+        for (args, expected) in [
+            (&["-ip-masq"] as &[&str], true),
+            (&["--ip-masq=T"], true),
+            (&["--ip-masq", "--ip-masq=false"], false),
+            (&["-ip-masq=0"], false),
+            (&[], false),
+        ] {
+            let args = [&["-registry=dir:/x"], args].concat();
+            assert_eq!(masq(&args, &[]).unwrap(), expected, "{args:?}");
+        }
+        assert!(masq(&["-registry=dir:/x"], &[("FLANNELD_IP_MASQ", "true")]).unwrap());
+        assert!(!masq(&["-registry=dir:/x", "-ip-masq=false"], &[("FLANNELD_IP_MASQ", "true")]).unwrap());
+        assert!(parse(&["-registry=dir:/x"], &[]).unwrap().firewall.iptables_forward_rules);
+        let error = masq(&["-registry=dir:/x", "--ip-masq=yes"], &[]).unwrap_err().to_string();
+        assert!(
+            error.contains("--ip-masq") && error.contains("'yes'") && error.contains("true or false"),
+            "{error}"
+        );
     }
 
     #[test]

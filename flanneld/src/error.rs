@@ -67,6 +67,9 @@ pub enum Error {
     /// The subnet file cannot be written.
     #[error("--subnet-file: {0}")]
     SubnetFile(#[from] flannel_subnet::SubnetEnvError),
+    /// There is nothing to masquerade with.
+    #[error("--ip-masq: {0}")]
+    Firewall(#[from] flannel_firewall::Error),
     /// A file of ours cannot be read or written.
     #[error("{path}: {reason}")]
     File {

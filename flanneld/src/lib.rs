@@ -5,6 +5,7 @@ mod cli;
 mod error;
 #[cfg(feature = "etcd")]
 mod etcd;
+mod firewall;
 mod log;
 mod registry;
 mod run;
@@ -22,6 +23,7 @@ pub use cli::{NexthopObjects, Options};
 pub use error::Error;
 #[cfg(feature = "etcd")]
 pub use etcd::EtcdFlags;
+pub use firewall::FirewallFlags;
 pub use registry::RegistryUrl;
 pub use run::run;
 

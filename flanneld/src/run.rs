@@ -28,6 +28,8 @@ use crate::wait::patiently;
 
 /// Between two networks, so that what changes all the time does not keep a core busy.
 const REBUILD_PAUSE: Duration = Duration::from_millis(100);
+/// So long the subnet file waits for firewall rules, whoever has locked them.
+const RULES: Duration = Duration::from_secs(5);
 /// Until the kernel, which could not be watched, is watched again.
 const WATCH_RETRY: Duration = Duration::from_secs(1);
 
@@ -146,14 +148,15 @@ async fn run_network(options: &Options, subnets: &dyn SubnetManager, ready: Read
             "this node's lease has run out: peers are kept in place, its own subnet is not, until {} answers",
             subnets.store_status().store
         );
-    } else {
-        write_subnet_file(options, &config, &handle)?;
-        tracing::info!(
-            lease = %handle.lease.subnets, backend = backend.name(), mtu = handle.mtu,
-            subnet_file = %options.subnet_file.display(), "running"
-        );
     }
     let own = handle.lease.subnets;
+    let (settled, mut rules) = watch::channel(false);
+    let firewall = async {
+        if lapsed {
+            return Ok(std::future::pending().await);
+        }
+        options.firewall.keep(&config, &own, settled).await
+    };
     let followed = views.clone();
     let hold = async {
         if lapsed {
@@ -164,6 +167,13 @@ async fn run_network(options: &Options, subnets: &dyn SubnetManager, ready: Read
             }
             return Ok("the store answers, and can be asked for a lease".to_owned());
         }
+        // Pods that start because of the file find the rules there.
+        let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
+        write_subnet_file(options, &config, &handle)?;
+        tracing::info!(
+            lease = %own, backend = backend.name(), mtu = handle.mtu,
+            subnet_file = %options.subnet_file.display(), "running"
+        );
         match subnets.hold_lease(&handle.lease).await? {
             LeaseEnd::Moved { to } => Ok(format!("this node was given {to}")),
             end => Err(Error::LeaseLost { subnets: own.into(), end: end.into() }),
@@ -177,7 +187,8 @@ async fn run_network(options: &Options, subnets: &dyn SubnetManager, ready: Read
         reason = hold => reason,
         reason = config_to_apply(subnets, &config, cached) => reason,
         reason = chosen.changed(&config) => Ok(reason),
-        never = log_status(handle.status) => match never {},
+        never = firewall => match never? {},
+        never = log_status(handle.status.clone()) => match never {},
     }
 }
 
@@ -319,7 +330,7 @@ fn write_subnet_file(options: &Options, config: &Config, handle: &NetworkHandle)
         networks: config.pod_networks().collect(),
         subnets: handle.lease.subnets.iter().collect(),
         mtu: handle.mtu,
-        ip_masq: false,
+        ip_masq: options.firewall.ip_masq,
     };
     Ok(env.write_atomic(&options.subnet_file)?)
 }

@@ -47,8 +47,15 @@ impl Place {
         self.dir.path().join("run/subnet.env")
     }
 
+    /// The text of the subnet file, which comes when everything else is in place.
+    fn subnet_env(&self) -> String {
+        let text = || fs::read_to_string(self.subnet_file());
+        wait_until(|| text().is_ok(), || format!("{}: no such file", self.subnet_file().display()));
+        text().unwrap()
+    }
+
     fn own_lease(&self) -> PathBuf {
-        let text = fs::read_to_string(self.subnet_file()).unwrap();
+        let text = self.subnet_env();
         let subnet = text.lines().find_map(|line| line.strip_prefix("FLANNEL_SUBNET=")).unwrap();
         let base = subnet.strip_suffix(".1/24").unwrap();
         self.leases().join(format!("{base}.0-24"))
@@ -144,6 +151,7 @@ fn a_signal_stops_it_within_a_second_and_leaves_the_data_path() {
         for signal in ["TERM", "INT"] {
             let mut daemon = place.start(&[]);
             daemon.wait_for_log("in sync peers=1");
+            daemon.wait_for_log("running lease");
             let asked = Instant::now();
             daemon.signal(signal);
             assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
@@ -170,7 +178,7 @@ fn a_restart_keeps_subnet_mac_and_every_entry() {
         for kill in ["KILL", "TERM", "KILL"] {
             let mut daemon = place.start(&[]);
             daemon.wait_for_log("in sync peers=1");
-            let now = (see(), fs::read_to_string(place.subnet_file()).unwrap());
+            let now = (see(), place.subnet_env());
             assert_eq!(*before.get_or_insert_with(|| now.clone()), now);
             daemon.signal(kill);
             daemon.ended();
@@ -329,7 +337,7 @@ fn every_family_gets_its_lines_in_the_subnet_file() {
             let place = Place::new(config);
             let daemon = place.start(&[]);
             daemon.wait_for_log("in sync");
-            let text = fs::read_to_string(place.subnet_file()).unwrap();
+            let text = place.subnet_env();
             assert_eq!(text.lines().count(), lines.len(), "{text}");
             for (line, start) in text.lines().zip(lines) {
                 assert!(line.starts_with(start), "{text}");
@@ -369,7 +377,7 @@ fn another_address_or_mtu_of_the_interface_is_followed_and_nothing_is_lost() {
 
         ip("link set eth0 mtu 1400");
         daemon.wait_for_log("eth0 has the MTU 1400 now, not 1500");
-        let env = || fs::read_to_string(place.subnet_file()).unwrap();
+        let env = || place.subnet_env();
         wait_until(|| env().contains("FLANNEL_MTU=1350\n"), env);
         wait_until(|| ip("link show flannel.1").contains("mtu 1350"), || ip("link show flannel.1"));
         assert_eq!(place.own_lease(), lease);
@@ -381,5 +389,37 @@ fn another_address_or_mtu_of_the_interface_is_followed_and_nothing_is_lost() {
         let lost: Vec<_> =
             seen.lines().filter(|line| line.starts_with("Deleted") && line.contains("10.1.7.0")).collect();
         assert_eq!(lost, [""; 0], "{seen}");
+    });
+}
+
+#[test]
+fn firewall_rules_are_there_before_the_subnet_file_and_stay() {
+    in_netns(|| {
+        uplink();
+        for (config, list) in [
+            (CONFIG.to_owned(), "iptables-save"),
+            (CONFIG.replacen('{', r#"{"EnableNFTables":true,"#, 1), "nft list ruleset"),
+        ] {
+            let place = Place::new(&config);
+            let rules = || {
+                let output = Command::new("sh").args(["-c", list]).output().unwrap();
+                String::from_utf8(output.stdout).unwrap()
+            };
+            let mut daemon = place.start(&["--ip-masq"]);
+            daemon.wait_for_log("running lease");
+            let log = daemon.log();
+            assert!(log.find("rules are in place") < log.find("running lease"), "{log}");
+            let subnet = place.subnet_env();
+            assert!(subnet.contains("FLANNEL_IPMASQ=true"), "{subnet}");
+            assert!(rules().to_lowercase().contains("masquerade"), "{}", rules());
+            daemon.signal("TERM");
+            assert_eq!(daemon.ended().code(), Some(0));
+            assert!(rules().to_lowercase().contains("masquerade"), "they stay");
+        }
+        let rules = Command::new("iptables-save").output().unwrap().stdout;
+        assert!(
+            !String::from_utf8(rules).unwrap().contains("-A FLANNEL"),
+            "of the other mode nothing is left"
+        );
     });
 }

@@ -106,9 +106,16 @@ impl Host {
         self.dir.path().join("state/leases")
     }
 
-    /// `10.1.5.0`, as its subnet file says.
+    /// `10.1.5.0`, as its subnet file says, which comes when everything else is in place.
     pub(crate) fn subnet(&self) -> String {
-        let text = fs::read_to_string(self.subnet_file()).unwrap();
+        let begin = Instant::now();
+        let text = loop {
+            match fs::read_to_string(self.subnet_file()) {
+                Ok(text) => break text,
+                Err(error) => assert!(begin.elapsed() < Duration::from_secs(20), "no subnet file: {error}"),
+            }
+            std::thread::yield_now();
+        };
         let subnet = text.lines().find_map(|line| line.strip_prefix("FLANNEL_SUBNET=")).unwrap();
         format!("{}.0", subnet.strip_suffix(".1/24").unwrap())
     }

@@ -1,0 +1,102 @@
+//! Masquerade and forward rules, beside the network that needs them.
+//!
+//! **Source**: flannel `main.go`, for the options and for when their failure is fatal.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use flannel_core::{Config, Subnets};
+use flannel_firewall::{Firewall, Mode, Options, Rules, Status, Wish};
+use tokio::sync::watch;
+
+use crate::error::Error;
+
+/// What becomes of packets between pods and the rest of the world.
+#[derive(Debug, Clone, clap::Args)]
+#[non_exhaustive]
+pub struct FirewallFlags {
+    /// Hide pod addresses from everything outside the pod network
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true",
+        default_value_t = false, value_parser = go_bool, action = clap::ArgAction::Set)]
+    pub ip_masq: bool,
+
+    /// Where masquerading has to change source ports, do not choose them at random
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true",
+        default_value_t = false, value_parser = go_bool, action = clap::ArgAction::Set)]
+    pub ip_masq_fully_random_disable: bool,
+
+    /// Accept forwarded packets from and to pods
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true",
+        default_value_t = true, value_parser = go_bool, action = clap::ArgAction::Set)]
+    pub iptables_forward_rules: bool,
+
+    /// Check the rules every so many seconds; in nftables mode changes are noticed at once all the same
+    #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub iptables_resync: u64,
+}
+
+/// **Source**: Go `strconv.ParseBool`.
+fn go_bool(text: &str) -> Result<bool, String> {
+    match text {
+        "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
+        "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
+        _ => Err("right would be true or false".to_owned()),
+    }
+}
+
+impl FirewallFlags {
+    fn wish(&self) -> Wish {
+        Wish {
+            masquerade: self.ip_masq,
+            fully_random: !self.ip_masq_fully_random_disable,
+            forward: self.iptables_forward_rules,
+        }
+    }
+
+    /// Keeps the rules in place, and says so in `settled` when they are for the first time, or cannot be for now.
+    /// In the mode that the network config asks for; rules of the other mode go.
+    ///
+    /// # Errors
+    /// Masquerading is asked for and there is nothing to do it with. Without forward rules alone life goes on.
+    ///
+    /// # Cancel safety
+    /// Dropping the future leaves the rules in place.
+    pub(crate) async fn keep(
+        &self,
+        config: &Config,
+        own: &Subnets,
+        settled: watch::Sender<bool>,
+    ) -> Result<Infallible, Error> {
+        let wish = self.wish();
+        let mode = if config.nftables { Mode::Nftables } else { Mode::Iptables };
+        let options = Options { resync: Duration::from_secs(self.iptables_resync), ..Options::default() };
+        if !wish.masquerade && !wish.forward {
+            settled.send_replace(true);
+            return Ok(std::future::pending().await);
+        }
+        let firewall = match Firewall::open(mode, options).await {
+            Ok(firewall) => firewall,
+            Err(error) if wish.masquerade => return Err(error.into()),
+            Err(error) => {
+                tracing::warn!("there are no forward rules: {error}");
+                settled.send_replace(true);
+                return Ok(std::future::pending().await);
+            }
+        };
+        let networks = config.networks.map(|_, network| network.network);
+        let (_wanted, rules) = watch::channel(Rules::new(&networks, &own.iter().collect(), wish)?);
+        let status = firewall.status();
+        tokio::select! {
+            never = firewall.run(rules) => match never {},
+            never = settle(status, settled) => match never {},
+        }
+    }
+}
+
+/// Says when the rules are in place for the first time, or cannot be. What happens to them the firewall says itself.
+async fn settle(mut status: watch::Receiver<Status>, settled: watch::Sender<bool>) -> Infallible {
+    if status.wait_for(|now| now.in_place || now.failure.is_some()).await.is_ok() {
+        settled.send_replace(true);
+    }
+    std::future::pending().await
+}
