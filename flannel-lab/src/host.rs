@@ -135,6 +135,15 @@ impl Host {
     /// # Errors
     /// It runs already, or could not be started.
     pub fn start_daemon(&self) -> Result<()> {
+        self.start_daemon_with(&[])
+    }
+
+    /// [`Host::start_daemon`] with further options for flanneld, such as `--nexthop-objects=off`.
+    ///
+    /// # Errors
+    /// It runs already, or could not be started. Options that it does not know end it at once, which
+    /// [`Host::check_daemon`] tells.
+    pub fn start_daemon_with(&self, options: &[&str]) -> Result<()> {
         let mut daemon = self.lock_daemon();
         if let Some(running) = daemon.as_mut()
             && matches!(running.try_wait(), Ok(None))
@@ -152,7 +161,7 @@ impl Host {
         command.arg("daemon").args(["--iface", "eth0"]);
         command.arg("--registry").arg(format!("dir:{}", self.registry.display()));
         command.arg("--subnet-file").arg(self.subnet_file());
-        command.arg("--state-dir").arg(self.dir.join("state"));
+        command.arg("--state-dir").arg(self.dir.join("state")).args(options);
         command.env(PARENT, std::process::id().to_string());
         // The lab is what its options say, not what the environment does; only the logging is the user's.
         for (name, _) in

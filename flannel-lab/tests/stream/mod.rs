@@ -1,0 +1,171 @@
+//! Streams of packets between pods, and which of them were lost.
+//!
+//! The one thing to know: a packet counts as lost only when its stream has ended and it still has not come; so a delay
+//! is no loss, and no loss can hide in an average.
+
+use std::fmt;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use flannel_lab::{Lab, Namespace, Pod};
+use nix::sys::socket::{setsockopt, sockopt};
+
+/// 250 packets a second.
+const GAP: Duration = Duration::from_millis(4);
+/// A packet that has not come this long after the last one was sent does not come.
+const LAST: Duration = Duration::from_secs(2);
+/// How long streams may take to go on.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Packets from every pod to every other, in each family.
+pub(crate) struct Traffic(Vec<Stream>);
+
+/// One stream from pod to pod.
+struct Stream {
+    /// The numbers of the two hosts.
+    hosts: [usize; 2],
+    name: String,
+    stop: Sender<()>,
+    sender: JoinHandle<Vec<Instant>>,
+    receiver: JoinHandle<Vec<bool>>,
+    progress: Arc<Progress>,
+}
+
+/// How far a stream is.
+struct Progress {
+    received: AtomicUsize,
+    /// How many packets were sent in all; `usize::MAX` as long as more are sent.
+    total: AtomicUsize,
+}
+
+/// A packet that did not come.
+pub(crate) struct Lost {
+    /// The numbers of the hosts that it was to go from and to.
+    pub(crate) hosts: [usize; 2],
+    stream: String,
+    number: usize,
+    /// When it was sent.
+    pub(crate) at: Instant,
+}
+
+impl fmt::Debug for Lost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} number {}, sent {:?} ago", self.stream, self.number, self.at.elapsed())
+    }
+}
+
+impl Traffic {
+    /// Starts the streams between all pods of the lab, and waits until all flow.
+    pub(crate) fn start(lab: &Lab) -> Self {
+        let pods: Vec<(usize, Arc<Pod>)> =
+            lab.hosts().iter().map(|host| (host.number(), host.pod().unwrap())).collect();
+        let mut streams = Vec::new();
+        for (from, source) in &pods {
+            for (to, sink) in pods.iter().filter(|(to, _)| to != from) {
+                for (family, address) in sink.addresses().iter() {
+                    let at = source.addresses()[family].unwrap();
+                    streams.push(Stream::start([*from, *to], (source, at), (sink, *address)));
+                }
+            }
+        }
+        let traffic = Self(streams);
+        traffic.flow();
+        traffic
+    }
+
+    /// Waits until a tenth of a second's packets more have come on every stream.
+    pub(crate) fn flow(&self) {
+        for stream in &self.0 {
+            let count = || stream.progress.received.load(Ordering::Relaxed);
+            let (goal, deadline) = (count() + 25, Instant::now() + PATIENCE);
+            while count() < goal {
+                assert!(Instant::now() < deadline, "{}: nothing comes any more", stream.name);
+                std::thread::park_timeout(GAP);
+            }
+        }
+    }
+
+    /// Ends all streams: how many packets were sent, and those that did not come.
+    pub(crate) fn end(self) -> (usize, Vec<Lost>) {
+        for stream in &self.0 {
+            // Its thread ends for no other reason.
+            stream.stop.send(()).unwrap();
+        }
+        let (mut sent, mut lost) = (0, Vec::new());
+        for Stream { hosts, name, sender, receiver, .. } in self.0 {
+            let (times, came) = (sender.join().unwrap(), receiver.join().unwrap());
+            sent += times.len();
+            let missing = times.iter().enumerate().filter(|(n, _)| came.get(*n) != Some(&true));
+            lost.extend(missing.map(|(number, at)| Lost { hosts, stream: name.clone(), number, at: *at }));
+        }
+        (sent, lost)
+    }
+}
+
+impl Stream {
+    fn start(hosts: [usize; 2], (source, at): (&Pod, IpAddr), (sink, to): (&Pod, IpAddr)) -> Self {
+        let (from, into) = (open(source.namespace(), at), open(sink.namespace(), to));
+        let target = into.local_addr().unwrap();
+        let (stop, stopped) = channel();
+        let progress =
+            Arc::new(Progress { received: AtomicUsize::new(0), total: AtomicUsize::new(usize::MAX) });
+        let (sending, receiving) = (progress.clone(), progress.clone());
+        let sender = std::thread::spawn(move || {
+            let (start, mut sent) = (Instant::now(), Vec::new());
+            loop {
+                send(&from, target, sent.len());
+                sent.push(Instant::now());
+                // Whoever was held up catches up.
+                let due = start + GAP * u32::try_from(sent.len()).unwrap();
+                let pause = due.saturating_duration_since(Instant::now());
+                if stopped.recv_timeout(pause) != Err(RecvTimeoutError::Timeout) {
+                    sending.total.store(sent.len(), Ordering::Relaxed);
+                    return sent;
+                }
+            }
+        });
+        let receiver = std::thread::spawn(move || receive(&into, &receiving));
+        let name = format!("{} to {} at {to}", source.name(), sink.name());
+        Self { hosts, name, stop, sender, receiver, progress }
+    }
+}
+
+fn open(namespace: &Namespace, at: IpAddr) -> UdpSocket {
+    let socket = namespace.run(|| UdpSocket::bind((at, 0))).unwrap().unwrap();
+    socket.set_read_timeout(Some(LAST)).unwrap();
+    // A receiver that the machine held up is no loss on the way.
+    setsockopt(&socket, sockopt::RcvBuf, &(1 << 20)).unwrap();
+    socket
+}
+
+fn send(socket: &UdpSocket, target: SocketAddr, number: usize) {
+    // What cannot be sent does not come, and is counted there.
+    let _ = socket.send_to(&(number as u64).to_be_bytes(), target);
+}
+
+/// Which numbers came.
+fn receive(socket: &UdpSocket, progress: &Progress) -> Vec<bool> {
+    let (mut came, mut buffer) = (Vec::new(), [0; 8]);
+    // Nothing for this long: the stream stands still, or is at its end.
+    loop {
+        let ended = progress.total.load(Ordering::Relaxed);
+        if progress.received.load(Ordering::Relaxed) >= ended {
+            return came;
+        }
+        match socket.recv(&mut buffer) {
+            Ok(_) => {
+                let number = usize::try_from(u64::from_be_bytes(buffer)).unwrap();
+                came.resize(came.len().max(number + 1), false);
+                if !std::mem::replace(&mut came[number], true) {
+                    progress.received.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+            Err(_) if ended != usize::MAX => return came,
+            Err(_) => {}
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! Packets flow between pods while daemons are killed, upgraded and reconfigured, and while the hosts' interfaces change.
+//!
+//! The one thing to know: every packet is numbered and every loss is named, so "nothing is lost" means none of some ten
+//! thousand packets.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use flannel_core::Family;
+use flannel_lab::{Builder, Host, Lab, Signal};
+use serde_json::{Value, json};
+
+mod as_root;
+mod stream;
+use as_root::as_root;
+use stream::Traffic;
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Three hosts with both families, whose pods reach each other.
+fn up(backend: impl Into<Value>) -> Lab {
+    let builder: Builder = Lab::builder().program(env!("CARGO_BIN_EXE_lab"));
+    let lab = builder.families(Family::BOTH).backend(backend).start().unwrap();
+    lab.start_daemons().unwrap();
+    let matrix = lab.wait_until_reachable(PATIENCE).unwrap_or_else(|e| panic!("{e}"));
+    assert!(matrix.is_complete(), "{:#?}\n{}", matrix.failures().collect::<Vec<_>>(), logs(&lab));
+    lab.hosts().iter().for_each(|host| wait_for_log(host, "in sync peers=2", 1));
+    lab
+}
+
+fn logs(lab: &Lab) -> String {
+    lab.hosts().iter().map(|host| format!("--- {}\n{}", host.name(), host.log().unwrap())).collect()
+}
+
+fn wait_until(mut condition: impl FnMut() -> bool, otherwise: impl Fn() -> String) {
+    let deadline = Instant::now() + PATIENCE;
+    while !condition() {
+        assert!(Instant::now() < deadline, "{}", otherwise());
+        std::thread::park_timeout(Duration::from_millis(5));
+    }
+}
+
+/// Waits until the host's daemons have said `text` so many times in all.
+fn wait_for_log(host: &Host, text: &str, times: usize) {
+    let log = || host.log().unwrap();
+    wait_until(
+        || {
+            host.check_daemon().unwrap();
+            log().matches(text).count() >= times
+        },
+        || format!("{}: {text:?} was not said {times} times:\n{}", host.name(), log()),
+    );
+}
+
+fn ip(host: &Host, args: &str) -> String {
+    host.run("ip", &args.split_whitespace().collect::<Vec<_>>()).unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// Ends the streams, of which nothing may be lost.
+fn nothing_is_lost(traffic: Traffic, lab: &Lab, least: usize) {
+    traffic.flow();
+    let (sent, lost) = traffic.end();
+    assert!(lost.is_empty(), "{} of {sent} packets were lost: {lost:#?}\n{}", lost.len(), logs(lab));
+    assert!(sent >= least, "{sent} packets prove nothing");
+}
+
+/// The witness sees: a host that the switch ignores for a moment loses packets, and only it.
+#[test]
+fn a_loss_is_seen_and_named() {
+    as_root("a_loss_is_seen_and_named", || {
+        let lab = up("host-gw");
+        let traffic = Traffic::start(&lab);
+        lab.switch().ignore(&lab.hosts()[1]).unwrap();
+        lab.switch().listen(&lab.hosts()[1]).unwrap();
+        traffic.flow();
+        let (_, lost) = traffic.end();
+        assert!(!lost.is_empty() && lost.iter().all(|lost| lost.hosts.contains(&2)), "{lost:#?}");
+    });
+}
+
+/// Every daemon is killed and started again ten times, and each time it changes from plain routes to nexthop objects or
+/// back.
+fn killed_and_upgraded(backend: &str) {
+    let lab = up(backend);
+    let traffic = Traffic::start(&lab);
+    for round in 1..=10 {
+        let option = if round % 2 == 1 { "--nexthop-objects=off" } else { "--nexthop-objects=auto" };
+        for host in lab.hosts() {
+            let said = host.log().unwrap().matches("in sync peers=2").count();
+            host.stop_daemon(Signal::SIGKILL).unwrap().unwrap();
+            traffic.flow();
+            host.start_daemon_with(&[option]).unwrap();
+            wait_for_log(host, "in sync peers=2", said + 1);
+            let objects = ip(host, "nexthop show").lines().count();
+            assert_eq!(objects, if round % 2 == 1 { 0 } else { 2 }, "{option}");
+            traffic.flow();
+        }
+    }
+    // 12 streams, 30 restarts, twice 25 packets each at least.
+    nothing_is_lost(traffic, &lab, 12 * 30 * 50);
+}
+
+#[test]
+fn vxlan_daemons_killed_and_upgraded_lose_no_packet() {
+    as_root("vxlan_daemons_killed_and_upgraded_lose_no_packet", || killed_and_upgraded("vxlan"));
+}
+
+#[test]
+fn host_gw_daemons_killed_and_upgraded_lose_no_packet() {
+    as_root("host_gw_daemons_killed_and_upgraded_lose_no_packet", || killed_and_upgraded("host-gw"));
+}
+
+/// The MTU of the first host's interface goes down and up again, and its daemon follows.
+fn another_mtu(backend: &str, overhead: u32) {
+    let lab = up(backend);
+    let host = &lab.hosts()[0];
+    let traffic = Traffic::start(&lab);
+    for mtu in [1400, 1500] {
+        ip(host, &format!("link set eth0 mtu {mtu}"));
+        let env = || host.subnet_env().unwrap().unwrap();
+        wait_until(|| env().mtu == mtu - overhead, || format!("{:?}\n{}", env(), logs(&lab)));
+        if backend == "vxlan" {
+            let shown = || ip(host, "link show flannel.1") + &ip(host, "link show flannel-v6.1");
+            let has = |text: &str, mtu: u32| text.contains(&format!("mtu {mtu} "));
+            wait_until(|| has(&shown(), mtu - 50) && has(&shown(), mtu - 70), shown);
+        }
+        traffic.flow();
+    }
+    nothing_is_lost(traffic, &lab, 12 * 75);
+}
+
+#[test]
+fn vxlan_follows_the_interfaces_mtu_and_loses_no_packet() {
+    as_root("vxlan_follows_the_interfaces_mtu_and_loses_no_packet", || another_mtu("vxlan", 70));
+}
+
+#[test]
+fn host_gw_follows_the_interfaces_mtu_and_loses_no_packet() {
+    as_root("host_gw_follows_the_interfaces_mtu_and_loses_no_packet", || another_mtu("host-gw", 0));
+}
+
+/// The first host gets other addresses. Packets to and from it may be lost until it and its peers know them; packets
+/// between the others never.
+fn another_address(backend: &str) {
+    let lab = up(backend);
+    let host = &lab.hosts()[0];
+    // Else the kernel deletes an address together with the first one of its subnet.
+    host.namespace().sysctl("net/ipv4/conf/eth0/promote_secondaries", "1").unwrap();
+    let traffic = Traffic::start(&lab);
+    let began = Instant::now();
+    for (new, old, len) in [("192.168.77.101", "192.168.77.1", 24), ("fd00:77::65", "fd00:77::1", 64)] {
+        let nodad = if len == 64 { "nodad" } else { "" };
+        ip(host, &format!("address add {new}/{len} dev eth0 {nodad}"));
+        ip(host, &format!("address del {old}/{len} dev eth0"));
+    }
+    let known = |peer: &Host| {
+        let said = match backend {
+            "vxlan" => peer.run("bridge", &["fdb", "show"]).unwrap(),
+            _ => ip(peer, "nexthop show") + &ip(peer, "-6 route show"),
+        };
+        ["192.168.77.101 ", "fd00:77::65 "].iter().all(|address| said.contains(address))
+    };
+    lab.hosts()[1..].iter().for_each(|peer| wait_until(|| known(peer), || logs(&lab)));
+    let own = || ip(host, "-d link show type vxlan");
+    let local = || own().contains("local 192.168.77.101 ") && own().contains("local fd00:77::65 ");
+    wait_until(|| backend != "vxlan" || local(), || format!("{}\n{}", own(), logs(&lab)));
+    let learnt = Instant::now();
+    traffic.flow();
+    traffic.flow();
+    let (sent, lost) = traffic.end();
+    let excused = |lost: &stream::Lost| lost.hosts.contains(&1) && lost.at >= began && lost.at <= learnt;
+    let lost: Vec<_> = lost.into_iter().filter(|lost| !excused(lost)).collect();
+    assert!(lost.is_empty(), "{} of {sent} packets: {lost:#?}\n{}", lost.len(), logs(&lab));
+}
+
+#[test]
+fn vxlan_peers_lose_packets_to_another_address_only_until_they_know_it() {
+    as_root("vxlan_peers_lose_packets_to_another_address_only_until_they_know_it", || {
+        another_address("vxlan");
+    });
+}
+
+#[test]
+fn host_gw_peers_lose_packets_to_another_address_only_until_they_know_it() {
+    as_root("host_gw_peers_lose_packets_to_another_address_only_until_they_know_it", || {
+        another_address("host-gw");
+    });
+}
+
+/// The network config gets another MTU: every daemon builds its network anew over the same devices.
+#[test]
+fn another_mtu_in_the_network_config_loses_no_packet() {
+    as_root("another_mtu_in_the_network_config_loses_no_packet", || {
+        let lab = up("vxlan");
+        let traffic = Traffic::start(&lab);
+        let path = lab.registry().join("config");
+        for mtu in [1400, 1450, 1400] {
+            let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+            config["Backend"] = json!({ "Type": "vxlan", "MTU": mtu });
+            let new = lab.dir().join("config.new");
+            fs::write(&new, config.to_string()).unwrap();
+            fs::rename(&new, &path).unwrap();
+            for host in lab.hosts() {
+                let shown = || ip(host, "link show flannel.1") + &ip(host, "link show flannel-v6.1");
+                let has = |text: &str, mtu: u32| text.contains(&format!("mtu {mtu} "));
+                wait_until(|| has(&shown(), mtu - 50) && has(&shown(), mtu - 70), || shown() + &logs(&lab));
+            }
+            traffic.flow();
+        }
+        nothing_is_lost(traffic, &lab, 12 * 100);
+    });
+}
