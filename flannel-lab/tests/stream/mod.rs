@@ -79,10 +79,11 @@ impl Traffic {
 
     /// Waits until a tenth of a second's packets more have come on every stream.
     pub(crate) fn flow(&self) {
-        for stream in &self.0 {
-            let count = || stream.progress.received.load(Ordering::Relaxed);
-            let (goal, deadline) = (count() + 25, Instant::now() + PATIENCE);
-            while count() < goal {
+        let count = |stream: &Stream| stream.progress.received.load(Ordering::Relaxed);
+        let goals: Vec<usize> = self.0.iter().map(|stream| count(stream) + 25).collect();
+        let deadline = Instant::now() + PATIENCE;
+        for (stream, goal) in self.0.iter().zip(goals) {
+            while count(stream) < goal {
                 assert!(Instant::now() < deadline, "{}: nothing comes any more", stream.name);
                 std::thread::park_timeout(GAP);
             }
