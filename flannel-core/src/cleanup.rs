@@ -6,6 +6,7 @@
 
 use std::collections::BTreeSet;
 
+use crate::address::Dual;
 use crate::kernel::{Kernel, KernelError, Owned};
 use crate::nexthops::NexthopBlock;
 use crate::state::{Change, Key, Object, Route, State, Via};
@@ -89,6 +90,56 @@ pub fn ready_for_go(kernel: &dyn Kernel, owned: &Owned, dry_run: bool) -> Result
         .collect();
     let free = nexthops.filter(|nexthop| !needed.contains(&nexthop.id));
     report.carry_out(kernel, &owned, free.map(|n| Change::Delete(n.into())).collect(), dry_run);
+    Ok(report)
+}
+
+/// Removes the routes that Go flannel left on the external interface (host-gw's, or vxlan's with `DirectRouting`): it
+/// marks them as every script does, so they are told by what they are. `owned` is the network's, `lens` the
+/// `SubnetLen` of each family; the route must have Go's protocol, a gateway, the default metric and a destination
+/// of exactly that length inside the pod networks.
+///
+/// For the first start where Go flannel ran before, and **while the network runs and is in sync**: whatever Go left on a
+/// wanted destination has been replaced by then, so what is still there is nobody's. With `dry_run` nothing is
+/// changed, and `done` is what would be.
+///
+/// ```
+/// use flannel_core::testing::FakeKernel;
+/// use flannel_core::{Dual, GO_ROUTE_PROTOCOL, Owned, Route, Via, remove_go_routes};
+///
+/// # fn main() -> Result<(), flannel_core::KernelError> {
+/// let kernel = FakeKernel::with_uplink("eth0");
+/// let via = Via::Gateway { gateway: [192, 0, 2, 7].into(), link: "eth0".parse().unwrap(), onlink: false };
+/// for dst in ["10.1.7.0/24", "10.1.8.0/25", "10.2.7.0/24"] {
+///     kernel.foreign_put(Route { dst: dst.parse().unwrap(), via, mtu: None }, GO_ROUTE_PROTOCOL);
+/// }
+/// let owned = Owned {
+///     networks: vec!["10.1.0.0/16".parse().unwrap()],
+///     routes_on: ["eth0".parse().unwrap()].into(),
+///     ..Owned::default()
+/// };
+/// let removed = remove_go_routes(&kernel, &owned, Dual { v4: Some(24), v6: None }, false)?;
+/// assert_eq!(removed.done.len(), 1);
+/// assert_eq!(removed.done[0].to_string(), "delete route 10.1.7.0/24 via 192.0.2.7 dev eth0");
+/// assert_eq!(kernel.dump().len(), 2, "the others are none that it would have made");
+/// # Ok(()) }
+/// ```
+///
+/// # Errors
+/// The kernel could not be read; nothing was changed.
+///
+/// # Blocking
+/// As [`Kernel`].
+pub fn remove_go_routes(
+    kernel: &dyn Kernel,
+    owned: &Owned,
+    lens: Dual<u8>,
+    dry_run: bool,
+) -> Result<Cleanup, KernelError> {
+    let (networks, routes_on) = (owned.networks.clone(), owned.routes_on.clone());
+    let owned = Owned { networks, routes_on, go_routes: Some(lens), ..Owned::default() };
+    let there = kernel.snapshot(&owned)?;
+    let mut report = Cleanup::default();
+    report.carry_out(kernel, &owned, there.iter().cloned().map(Change::Delete).collect(), dry_run);
     Ok(report)
 }
 

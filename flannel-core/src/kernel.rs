@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 
-use crate::address::Subnet;
+use crate::address::{Dual, Subnet};
 use crate::name::LinkName;
 use crate::nexthops::{NexthopBlock, NexthopIds};
 use crate::state::{Addr, Change, Key, Object, Route, State, Via};
@@ -19,6 +19,9 @@ use crate::state::{Addr, Change, Key, Object, Route, State, Via};
 ///
 /// Not Go flannel's, which uses `boot` (3) as every script does. Unassigned in iproute2's `rt_protos`.
 pub const ROUTE_PROTOCOL: u8 = 241;
+
+/// The route protocol of Go flannel and of every script that names none (`RTPROT_BOOT`).
+pub const GO_ROUTE_PROTOCOL: u8 = 3;
 
 /// `RTPROT_KERNEL`: routes that the kernel made itself.
 const PROTOCOL_KERNEL: u8 = 2;
@@ -45,6 +48,10 @@ pub struct Owned {
     /// The ids of its nexthop objects. Backends leave it `None`: whoever asks the kernel next chooses a block
     /// ([`NexthopBlock::choose`]).
     pub nexthops: Option<NexthopBlock>,
+    /// `Some`: of routes, nothing but what Go flannel leaves on `routes_on`, in each family that has a `SubnetLen` here:
+    /// those of its protocol, by a gateway, with a destination of exactly that length inside `networks`. For
+    /// [`remove_go_routes`](crate::remove_go_routes); `None` everywhere else.
+    pub go_routes: Option<Dual<u8>>,
 }
 
 impl Owned {
@@ -65,6 +72,12 @@ impl Owned {
     /// A route read from the kernel (main table, default metric, no TOS) is ours. `link` is the device that it leaves
     /// by, itself or through its nexthop object.
     pub fn owns_route(&self, route: &Route, link: Option<LinkName>, protocol: u8) -> bool {
+        let inside = self.networks.iter().any(|network| network.covers(&route.dst));
+        if let Some(lens) = self.go_routes {
+            let by_gateway = matches!(route.via, Via::Gateway { link, .. } if self.routes_on.contains(&link));
+            let of_a_lease = lens[route.dst.family()] == Some(route.dst.len());
+            return protocol == GO_ROUTE_PROTOCOL && by_gateway && of_a_lease && inside;
+        }
         if link.is_some_and(|link| self.links.contains(&link)) {
             return protocol != PROTOCOL_KERNEL;
         }
@@ -73,7 +86,7 @@ impl Owned {
             Via::Nexthop(id) => self.owns_id(id),
             Via::Blackhole => self.blackholes,
         };
-        may_be && protocol == ROUTE_PROTOCOL && self.networks.iter().any(|network| network.covers(&route.dst))
+        may_be && protocol == ROUTE_PROTOCOL && inside
     }
 
     /// A nexthop object read from the kernel is ours.

@@ -28,12 +28,15 @@ pub mod testing;
 
 pub use address::{Dual, Family, ParseError, Subnet};
 pub use alloc::Alloc;
-pub use cleanup::{Cleanup, cleanup, ready_for_go};
+pub use cleanup::{Cleanup, cleanup, ready_for_go, remove_go_routes};
 pub use config::{BackendConfig, Config, PodNetwork};
 pub use error::{Error, Result, holder};
 pub use histogram::Histogram;
 pub use json::{FieldError, Fields, compact};
-pub use kernel::{Changes, Culprit, Doubts, Kernel, KernelError, Owned, ROUTE_PROTOCOL, Report, RouteAnswer};
+pub use kernel::{
+    Changes, Culprit, Doubts, GO_ROUTE_PROTOCOL, Kernel, KernelError, Owned, ROUTE_PROTOCOL, Report,
+    RouteAnswer,
+};
 pub use kernel_network::{Blueprint, KernelNetwork};
 pub use lease::{Endpoint, KeyError, Lease, LeaseAttrs, LeaseSet, Origin, Revision, Subnets, View};
 pub use listing::Listing;

@@ -157,7 +157,7 @@ impl World {
                 networks: networks.values().copied().collect(),
                 routes_on: [uplink()].into(),
                 blackholes: true,
-                nexthops: None,
+                ..Owned::default()
             },
             base: base(1),
             plan: Box::new(|lease, env, objects| {

@@ -7,8 +7,8 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
 use flannel_core::{
-    Addr, Change, KernelError, Link, LinkKind, LinkName, Nexthop, Object, Owned, ROUTE_PROTOCOL, Route, Via,
-    Vxlan,
+    Addr, Change, GO_ROUTE_PROTOCOL, KernelError, Link, LinkKind, LinkName, Nexthop, Object, Owned,
+    ROUTE_PROTOCOL, Route, Via, Vxlan,
 };
 
 use crate::ask::{ENODEV, find_link};
@@ -165,6 +165,7 @@ impl<'a> Writer<'a> {
     /// The protocol that a route must have to be ours to delete; 0 is any. See [`Owned::owns_route`].
     fn protocol(&self, route: &Route) -> u8 {
         match route.via {
+            _ if self.owned.go_routes.is_some() => GO_ROUTE_PROTOCOL,
             Via::Gateway { link, .. } | Via::Link(link) if self.owned.links.contains(&link) => 0,
             // Nobody else has a reason to name an id of ours.
             Via::Nexthop(_) => 0,

@@ -7,6 +7,7 @@ mod error;
 mod etcd;
 mod firewall;
 mod log;
+mod predecessor;
 mod registry;
 mod run;
 mod stale;

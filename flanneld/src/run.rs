@@ -21,6 +21,7 @@ use crate::backends;
 use crate::cli::{NexthopObjects, Options};
 use crate::error::Error;
 use crate::log::log_status;
+use crate::predecessor::Predecessor;
 use crate::registry::Node;
 use crate::stale::StaleManager;
 use crate::state;
@@ -44,6 +45,7 @@ const WATCH_RETRY: Duration = Duration::from_secs(1);
 pub async fn run(options: &Options) -> Result<Infallible, Error> {
     let kernel = Arc::new(open_kernel(options)?);
     let mark = state::mark(&options.state_dir)?;
+    let predecessor = Predecessor::find(&options.subnet_file, &options.state_dir)?;
     let node = Node {
         mark,
         previous: previous_subnets(options),
@@ -59,7 +61,7 @@ pub async fn run(options: &Options) -> Result<Infallible, Error> {
         let start = || start(options, &kernel, &subnets, state::identity(mark));
         let ready = patiently(&*subnets, has_run, start).await?;
         has_run = true;
-        let reason = run_network(options, &*subnets, ready).await?;
+        let reason = run_network(options, &*subnets, ready, &predecessor).await?;
         tracing::info!("building the network anew: {reason}");
         tokio::time::sleep(REBUILD_PAUSE).await;
     }
@@ -138,7 +140,12 @@ async fn start(
 }
 
 /// One network, from its start until something it was built from changes: the reason.
-async fn run_network(options: &Options, subnets: &dyn SubnetManager, ready: Ready) -> Result<String, Error> {
+async fn run_network(
+    options: &Options,
+    subnets: &dyn SubnetManager,
+    ready: Ready,
+    predecessor: &Predecessor,
+) -> Result<String, Error> {
     let Ready { config, backend, network, mut views, lapsed, cached, chosen } = ready;
     let handle = network.handle();
     warn_if_stale(subnets, &views.borrow());
@@ -170,6 +177,7 @@ async fn run_network(options: &Options, subnets: &dyn SubnetManager, ready: Read
         // Pods that start because of the file find the rules there.
         let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
         write_subnet_file(options, &config, &handle)?;
+        predecessor.wrote_subnet_file()?;
         tracing::info!(
             lease = %own, backend = backend.name(), mtu = handle.mtu,
             subnet_file = %options.subnet_file.display(), "running"
@@ -179,7 +187,9 @@ async fn run_network(options: &Options, subnets: &dyn SubnetManager, ready: Read
             end => Err(Error::LeaseLost { subnets: own.into(), end: end.into() }),
         }
     };
+    let (kernel, owned) = (chosen.kernel.clone(), backend.owned(chosen.iface.name, &config)?);
     tokio::select! {
+        error = predecessor.clear(kernel, (owned, &config), handle.status.clone()) => Err(error),
         ended = network.run(followed) => match ended? {
             Ended::Rebuild(reason) => Ok(reason),
             ended => Err(Error::Stopped(format!("{ended:?}"))),

@@ -423,3 +423,120 @@ fn firewall_rules_are_there_before_the_subnet_file_and_stay() {
         );
     });
 }
+
+/// Go flannel's `subnet.env` and routes, with an uplink that has room for peers.
+fn after_go_flannel(place: &Place) {
+    fs::create_dir_all(place.subnet_file().parent().unwrap()).unwrap();
+    fs::write(place.subnet_file(), "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.1.1/24\n").unwrap();
+    for (peer, by) in [(7, 7), (8, 99), (66, 66)] {
+        ip(&format!("route add 10.1.{peer}.0/24 via 192.0.2.{by} dev eth0"));
+        ip(&format!("-6 route add fd00:1:0:{peer:x}::/64 via 2001:db8::{by:x} dev eth0 proto boot"));
+    }
+    // None that Go flannel would have made here.
+    for foreign in FOREIGN {
+        ip(&format!("route add {foreign}"));
+    }
+}
+
+const FOREIGN: [&str; 7] = [
+    "10.1.70.0/24 via 192.0.2.70 dev eth0 proto static",
+    "10.1.71.0/25 via 192.0.2.71 dev eth0 proto boot",
+    "10.1.72.0/24 dev eth0 proto boot scope link",
+    "10.1.73.0/24 via 192.0.2.73 dev eth0 proto boot metric 7",
+    "10.9.74.0/24 via 192.0.2.74 dev eth0 proto boot",
+    "10.1.75.0/24 via 192.0.3.75 dev eth1 proto boot",
+    "fd00:1:0:4c::/64 via 2001:db8::4c dev eth0 proto static",
+];
+
+/// `10.1.66.0/24`, the stale one, is there in this many families.
+fn stale() -> usize {
+    ["-4 route show 10.1.66.0/24", "-6 route show fd00:1:0:42::/64"]
+        .iter()
+        .filter(|show| !ip(show).trim().is_empty())
+        .count()
+}
+
+fn second_uplink() {
+    ip("link add eth1 type veth peer name wire1");
+    ip("link set wire1 up");
+    ip("address add 192.0.3.1/24 dev eth1");
+    ip("link set eth1 up");
+}
+
+#[test]
+fn what_go_flannel_left_on_the_interface_goes_once_all_that_leases_want_is_there() {
+    in_netns(|| {
+        uplink();
+        second_uplink();
+        let config = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"host-gw"}}"#;
+        let place = Place::new(config);
+        let lease = |peer: u8| {
+            let value = format!(
+                r#"{{"PublicIP":"192.0.2.{peer}","PublicIPv6":"2001:db8::{peer}","BackendType":"host-gw"}}"#
+            );
+            fs::write(place.leases().join(format!("10.1.{peer}.0-24&fd00:1:0:{peer}::-64")), value).unwrap();
+        };
+        [7, 8].into_iter().for_each(lease);
+        after_go_flannel(&place);
+        let mut monitor =
+            Command::new("ip").args(["monitor", "route"]).stdout(Stdio::piped()).spawn().unwrap();
+        let mut daemon = place.start(&[]);
+        daemon.wait_for_log("in sync peers=2");
+        wait_until(|| stale() == 0, || ip("route show") + &daemon.log());
+        for route in ["10.1.66.0/24 via 192.0.2.66 dev eth0", "fd00:1:0:42::/64 via 2001:db8::42 dev eth0"] {
+            daemon
+                .wait_for_log(&format!("left by Go flannel and wanted by no lease, removed: route {route}"));
+        }
+        assert_eq!(daemon.log().matches("left by Go flannel").count(), 2, "{}", daemon.log());
+        let all = ip("-N route show") + &ip("-N -6 route show");
+        for foreign in FOREIGN {
+            let dst = foreign.split(' ').next().unwrap();
+            assert!(all.contains(&format!("{dst} ")), "{foreign}: {all}");
+        }
+        assert!(ip("route show 10.1.8.0/24").contains("192.0.2.8"), "{all}");
+        monitor.kill().unwrap();
+        let mut seen = String::new();
+        monitor.stdout.take().unwrap().read_to_string(&mut seen).unwrap();
+        monitor.wait().unwrap();
+        let live = |line: &&str| {
+            [7, 8].iter().any(|n| {
+                line.contains(&format!("10.1.{n}.0/24")) || line.contains(&format!("fd00:1:0:{n}::/64"))
+            })
+        };
+        let lost: Vec<_> = seen.lines().filter(|line| line.starts_with("Deleted")).filter(live).collect();
+        assert_eq!(lost, [""; 0], "{seen}");
+
+        // The file is ours now, and so nobody's routes are taken for Go flannel's.
+        wait_until(|| place.dir.path().join("state/subnet-file").exists(), || daemon.log());
+        for kill in ["KILL", "TERM"] {
+            daemon.signal(kill);
+            daemon.ended();
+            ip("route replace 10.1.66.0/24 via 192.0.2.66 dev eth0");
+            daemon = place.start(&[]);
+            daemon.wait_for_log("in sync peers=2");
+            // Whatever was to be removed is gone by the time that another change has been carried out.
+            lease(9);
+            wait_until(|| !ip("route show 10.1.9.0/24").trim().is_empty(), || daemon.log());
+            assert_eq!(stale(), 1, "{}", daemon.log());
+            fs::remove_file(place.leases().join("10.1.9.0-24&fd00:1:0:9::-64")).unwrap();
+            wait_until(|| ip("route show 10.1.9.0/24").trim().is_empty(), || daemon.log());
+        }
+    });
+}
+
+#[test]
+fn without_go_flannels_subnet_file_no_route_is_taken_for_its_own() {
+    in_netns(|| {
+        uplink();
+        second_uplink();
+        let place = Place::new(&CONFIG.replace("vxlan", "host-gw"));
+        after_go_flannel(&place);
+        fs::remove_file(place.subnet_file()).unwrap();
+        let mut daemon = place.start(&[]);
+        daemon.wait_for_log("in sync peers=0");
+        daemon.signal("TERM");
+        daemon.ended();
+        assert_eq!(stale(), 2, "{}", daemon.log());
+        assert!(!daemon.log().contains("left by Go flannel"), "{}", daemon.log());
+    });
+}

@@ -72,7 +72,7 @@ fn owned(uplink: LinkName) -> Owned {
         networks: vec!["10.1.0.0/16".parse().expect("v4"), "fd00:1::/32".parse().expect("v6")],
         routes_on: [uplink].into(),
         blackholes: true,
-        nexthops: None,
+        ..Owned::default()
     }
 }
 
