@@ -13,6 +13,7 @@ use flannel_core::{
 
 use crate::ask::{ENODEV, find_link};
 use crate::codec::addr::AddrMessage;
+use crate::codec::nexthop::NexthopMessage;
 use crate::codec::{addr, link, neigh, nexthop, route};
 use crate::namespace::Namespace;
 use crate::socket::Socket;
@@ -37,6 +38,8 @@ pub(crate) struct Writer<'a> {
     indexes: HashMap<LinkName, Result<u32, KernelError>>,
     /// What addresses there are on a link.
     addrs: HashMap<u32, Vec<AddrMessage>>,
+    /// What nexthop objects there are with ids that are to be deleted next.
+    nexthops: HashMap<u32, Result<NexthopMessage, KernelError>>,
 }
 
 impl<'a> Writer<'a> {
@@ -50,6 +53,7 @@ impl<'a> Writer<'a> {
             pending: Vec::new(),
             indexes: HashMap::new(),
             addrs: HashMap::new(),
+            nexthops: HashMap::new(),
         }
     }
 
@@ -105,10 +109,7 @@ impl<'a> Writer<'a> {
             Object::Neigh(neigh) => neigh::delete(&mut self.requests, neigh, index),
             Object::Fdb(fdb) => neigh::delete_fdb(&mut self.requests, fdb, index),
             Object::Nexthop(nexthop) => {
-                if self.pending.iter().any(|(_, deletes)| !deletes) {
-                    self.flush(changes);
-                }
-                if !self.is_there(nexthop, index)? {
+                if !self.is_there(changes, n, nexthop, index)? {
                     return Ok(());
                 }
                 nexthop::delete(&mut self.requests, nexthop.id);
@@ -173,9 +174,29 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// The nexthop has this id, device and our protocol: the kernel deletes by id alone.
-    fn is_there(&mut self, nexthop: &Nexthop, index: u32) -> Result<bool, KernelError> {
-        let found = self.socket.ask(nexthop::by_id(nexthop.id), nexthop::read)?;
+    /// The nexthop has this id, device and our protocol: the kernel deletes by id alone. All deletions of nexthops in a
+    /// row are asked about at once.
+    fn is_there(
+        &mut self,
+        changes: &[Change],
+        n: usize,
+        nexthop: &Nexthop,
+        index: u32,
+    ) -> Result<bool, KernelError> {
+        if !self.nexthops.contains_key(&nexthop.id) {
+            if self.pending.iter().any(|(_, deletes)| !deletes) {
+                self.flush(changes);
+            }
+            let row = changes[n..].iter().map_while(|change| match change {
+                Change::Delete(Object::Nexthop(nexthop)) => Some(nexthop.id),
+                _ => None,
+            });
+            let row: Vec<u32> = row.take(BATCH).collect();
+            let mut requests = Messages::default();
+            row.iter().for_each(|id| nexthop::get(&mut requests, *id));
+            self.nexthops = row.into_iter().zip(self.socket.ask_each(&mut requests, nexthop::read)).collect();
+        }
+        let found = self.nexthops.remove(&nexthop.id).expect("the row begins with it")?;
         Ok(found.index == index && found.protocol == ROUTE_PROTOCOL)
     }
 
@@ -328,4 +349,49 @@ fn accept_absence(result: Result<(), KernelError>, object: &Object) -> Result<()
 
 fn unknown(object: &Object) -> KernelError {
     KernelError::explained(EOPNOTSUPP, format!("this version cannot handle {object}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{in_netns, ip};
+
+    #[test]
+    fn peers_that_leave_together_cost_two_exchanges_a_batch() {
+        in_netns(|| {
+            ip("link add up0 type veth peer name far0");
+            ip("link set far0 up");
+            ip("address add 192.0.2.1/24 dev up0");
+            ip("link set up0 up");
+            let namespace = Namespace::current().unwrap();
+            let mut socket = Socket::open().unwrap();
+            let first = 1 << 30;
+            let link = "up0".parse().unwrap();
+            let nexthop = |n: u32| Nexthop {
+                id: first + n,
+                link,
+                gateway: [192, 0, 2, 2 + n as u8].into(),
+                onlink: false,
+            };
+            let owned = Owned::default();
+            let there = || ip("nexthop show").lines().count();
+            let mut apply = |changes: &[Change]| {
+                let before = socket.exchanges;
+                let results = Writer::new(&mut socket, &namespace, &owned).apply(changes);
+                (results, socket.exchanges - before)
+            };
+            let objects = || (0..200).map(|n| Object::Nexthop(nexthop(n)));
+            let (results, puts) = apply(&objects().map(Change::Put).collect::<Vec<_>>());
+            assert!(results.iter().all(Result::is_ok), "{results:?}");
+            assert_eq!((there(), puts), (200, 3), "the index, and two batches");
+            // Some are gone, and one is another's by now.
+            ip(&format!("nexthop del id {first}"));
+            ip(&format!("nexthop del id {}", first + 150));
+            ip(&format!("nexthop replace id {} via 192.0.2.77 dev up0 protocol static", first + 5));
+            let (results, deletions) = apply(&objects().map(Change::Delete).collect::<Vec<_>>());
+            assert!(results.iter().all(Result::is_ok), "{results:?}");
+            assert_eq!(there(), 1, "{}", ip("nexthop show"));
+            assert_eq!(deletions, 5, "the index, two rows of questions, two batches");
+        });
+    }
 }

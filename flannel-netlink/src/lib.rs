@@ -5,7 +5,7 @@ mod ask;
 mod changes;
 mod codec;
 mod culprit;
-#[cfg(feature = "testing")]
+#[cfg(any(test, feature = "testing"))]
 mod decode;
 pub mod iface;
 mod kernel;
@@ -15,7 +15,7 @@ pub mod netfilter;
 mod news;
 mod snapshot;
 mod socket;
-#[cfg(feature = "testing")]
+#[cfg(any(test, feature = "testing"))]
 pub mod testing;
 mod wire;
 

@@ -36,6 +36,9 @@ pub(crate) struct Socket {
     port: u32,
     sequence: u32,
     buffer: Box<[u8]>,
+    /// How often something was sent.
+    #[cfg(test)]
+    pub(crate) exchanges: usize,
 }
 
 impl Socket {
@@ -54,7 +57,14 @@ impl Socket {
             }
         }
         let port = socket.pid()?;
-        Ok(Self { socket, port, sequence: 0, buffer: vec![0; RECEIVE_BUFFER].into() })
+        Ok(Self {
+            socket,
+            port,
+            sequence: 0,
+            buffer: vec![0; RECEIVE_BUFFER].into(),
+            #[cfg(test)]
+            exchanges: 0,
+        })
     }
 
     /// The port that notifications of our own changes carry.
@@ -87,14 +97,26 @@ impl Socket {
         mut request: Messages,
         read: impl Fn(&Message<'_>) -> Option<T>,
     ) -> Result<T, KernelError> {
-        let mut answer = Err(KernelError::new(EAGAIN));
-        for _ in 0..TRIES {
-            answer = self.ask_once(&mut request, &read);
-            if !is_passing(&answer) {
-                break;
+        self.ask_each(&mut request, read).remove(0)
+    }
+
+    /// Sends all of `requests` at once, each of which asks for one thing, and returns one answer for each. What fails for
+    /// a passing reason is asked again.
+    pub(crate) fn ask_each<T>(
+        &mut self,
+        requests: &mut Messages,
+        read: impl Fn(&Message<'_>) -> Option<T>,
+    ) -> Vec<Result<T, KernelError>> {
+        let mut answers = self.ask_once(requests, 0, requests.len(), &read);
+        for (n, answer) in answers.iter_mut().enumerate() {
+            for _ in 1..TRIES {
+                if !is_passing(answer) {
+                    break;
+                }
+                *answer = self.ask_once(requests, n, n + 1, &read).remove(0);
             }
         }
-        answer
+        answers
     }
 
     /// Reads a table: everything for which `read` is not `None`, in the kernel's order.
@@ -124,6 +146,7 @@ impl Socket {
         let first = self.sequence;
         self.sequence = first.wrapping_add(u32::try_from(count).expect("a batch is short"));
         let sent = self.socket.send(requests.ready(from, to, first, NlmF::ACK), Msg::empty());
+        self.count_exchange();
         let received = sent.map_err(KernelError::from).and_then(|_| {
             self.receive_until(|message| {
                 let n = message.sequence.wrapping_sub(first) as usize;
@@ -165,27 +188,45 @@ impl Socket {
         }
     }
 
+    /// Messages `from` to before `to`, each of which is answered by one message.
     fn ask_once<T>(
         &mut self,
-        request: &mut Messages,
+        requests: &mut Messages,
+        from: usize,
+        to: usize,
         read: &impl Fn(&Message<'_>) -> Option<T>,
-    ) -> Result<T, KernelError> {
-        let sequence = self.sequence;
-        self.sequence = sequence.wrapping_add(1);
-        self.socket.send(request.ready(0, 1, sequence, NlmF::empty()), Msg::empty())?;
-        let mut answer = Err(KernelError::explained(EBADMSG, "the kernel's answer cannot be understood"));
-        self.receive_until(|message| {
-            if message.sequence != sequence {
-                return false;
-            }
-            match (message.kind, read(message)) {
-                (ERROR, _) => answer = Err(outcome(message, true).err().unwrap_or(KernelError::new(EBADMSG))),
-                (_, Some(value)) => answer = Ok(value),
-                _ => {}
-            }
-            true
-        })?;
-        answer
+    ) -> Vec<Result<T, KernelError>> {
+        let count = to - from;
+        let all = |error: KernelError| (0..count).map(|_| Err(error.clone())).collect();
+        let mut answers: Vec<Result<T, KernelError>> =
+            all(KernelError::explained(EBADMSG, "the kernel's answer cannot be understood"));
+        let first = self.sequence;
+        self.sequence = first.wrapping_add(u32::try_from(count).expect("a batch is short"));
+        let sent = self.socket.send(requests.ready(from, to, first, NlmF::empty()), Msg::empty());
+        self.count_exchange();
+        let mut left = count;
+        let received = sent.map_err(KernelError::from).and_then(|_| {
+            self.receive_until(|message| {
+                let n = message.sequence.wrapping_sub(first) as usize;
+                if n >= count {
+                    return false;
+                }
+                match (message.kind, read(message)) {
+                    (ERROR, _) => {
+                        answers[n] = Err(outcome(message, true).err().unwrap_or(KernelError::new(EBADMSG)));
+                    }
+                    (_, Some(value)) => answers[n] = Ok(value),
+                    _ => {}
+                }
+                left -= 1;
+                left == 0
+            })
+        });
+        match received {
+            Ok(()) => answers,
+            // Which of them got lost is not known; all of them can be repeated.
+            Err(error) => all(error),
+        }
     }
 
     /// `None`: the table changed while it was read.
@@ -214,6 +255,14 @@ impl Socket {
             true
         })?;
         end.map(|()| (!changed).then_some(all))
+    }
+
+    #[cfg_attr(not(test), allow(clippy::unused_self, reason = "only tests count"))]
+    fn count_exchange(&mut self) {
+        #[cfg(test)]
+        {
+            self.exchanges += 1;
+        }
     }
 
     /// Gives messages to `take` until it says that it was the last one.

@@ -46,7 +46,7 @@ fn owned() -> Owned {
         networks: vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/32".parse().unwrap()],
         routes_on: [name("up0")].into(),
         blackholes: true,
-        nexthops: None,
+        ..Owned::default()
     }
 }
 
