@@ -105,7 +105,7 @@ impl News {
             (true, false) => self.links.insert(link.index, link.clone()),
             (false, _) => None,
         };
-        // Counters, promiscuous mode, carrier …: nothing that anybody here looks at.
+        // Counters, promiscuous mode …: nothing that anybody here looks at.
         if !deleted && link.whole && before.as_ref() == Some(link) && !link.is_vxlan() {
             return;
         }

@@ -155,7 +155,7 @@ mod tests {
             if refused {
                 kernel.fail(1, 1, |call| call.key.is_some());
             }
-            let mut predecessor = Predecessor::find(&file, dir.path()).unwrap();
+            let predecessor = Predecessor::find(&file, dir.path()).unwrap();
             let (sender, status) = watch::channel(Arc::new(Status::default()));
             let there = || !kernel.dump().is_empty();
             {

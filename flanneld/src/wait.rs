@@ -29,8 +29,8 @@ enum Reason {
 
 /// Repeats `start`, with growing random pauses, until it succeeds or fails in a way that waiting does not mend.
 ///
-/// Once a network has run (`has_run`), refusals are waited for too: a password or a certificate that was changed is
-/// no reason to end what works.
+/// Once a network has run (`has_run`), what people must mend is waited for too: a password that was changed, an
+/// interface without address or with too small an MTU, or a backend's option is no reason to end what works.
 ///
 /// # Errors
 /// The last one.
@@ -95,14 +95,21 @@ fn say(said: &mut Option<Reason>, reason: Reason, text: &str) -> bool {
 fn reason(error: &Error, has_run: bool) -> Option<Reason> {
     use flannel_core::Error as Cause;
 
-    let Error::Network(cause) = error else { return None };
+    let said = || Some(Reason::Said(error.to_string()));
+    let cause = match error {
+        Error::Network(cause) => cause,
+        Error::Interface(_) | Error::UnfitInterface { .. } | Error::UnknownBackend { .. } if has_run => {
+            return said();
+        }
+        _ => return None,
+    };
     match cause {
         Cause::Store { .. } => Some(Reason::Store),
         Cause::NoConfig { .. }
         | Cause::Config { .. }
         | Cause::OutOfSubnets { .. }
-        | Cause::Conflict { .. } => Some(Reason::Said(cause.to_string())),
-        Cause::Refused { .. } if has_run => Some(Reason::Said(cause.to_string())),
+        | Cause::Conflict { .. } => said(),
+        Cause::Refused { .. } | Cause::Backend { .. } if has_run => said(),
         _ => None,
     }
 }
@@ -147,15 +154,21 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn what_only_people_mend_ends_a_start_but_nothing_that_ran() {
         let subnets = FakeSubnets::new("10.1.0.0/16");
-        let begin = Instant::now();
-        let start = async || -> Result<(), Error> { Err(refused().into()) };
-        patiently(&subnets, false, start).await.unwrap_err();
-        assert_eq!(begin.elapsed(), Duration::ZERO);
-        let mended = async || match begin.elapsed().as_secs() {
-            ..60 => Err(refused().into()),
-            _ => Ok(()),
-        };
-        patiently(&subnets, true, mended).await.unwrap();
+        let unfit = || Error::UnfitInterface { name: "eth0".parse().unwrap(), reason: "no".into() };
+        let too_small = || Cause::Backend { backend: "vxlan".into(), reason: "too small".into() }.into();
+        let unknown = || Error::UnknownBackend { kind: "a".into(), known: "b".into() };
+        let causes: [&dyn Fn() -> Error; 4] = [&|| refused().into(), &unfit, &too_small, &unknown];
+        for cause in causes {
+            let begin = Instant::now();
+            let start = async || -> Result<(), Error> { Err(cause()) };
+            patiently(&subnets, false, start).await.unwrap_err();
+            assert_eq!(begin.elapsed(), Duration::ZERO);
+            let mended = async || match begin.elapsed().as_secs() {
+                ..60 => Err(cause()),
+                _ => Ok(()),
+            };
+            patiently(&subnets, true, mended).await.unwrap();
+        }
         let stopped = async || -> Result<(), Error> { Err(Error::Stopped("it".into())) };
         patiently(&subnets, true, stopped).await.unwrap_err();
     }

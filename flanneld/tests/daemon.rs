@@ -9,7 +9,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use flannel_netlink::testing::{in_netns, ip};
+use flannel_netlink::testing::{bridge, in_netns, ip};
 
 const CONFIG: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
 
@@ -421,6 +421,100 @@ fn firewall_rules_are_there_before_the_subnet_file_and_stay() {
             !String::from_utf8(rules).unwrap().contains("-A FLANNEL"),
             "of the other mode nothing is left"
         );
+    });
+}
+
+const DUAL: &str =
+    r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"KIND"}}"#;
+
+/// A dual-stack peer for either backend.
+fn dual_peer(place: &Place, kind: &str, peer: u8) {
+    let data = |family| format!(r#"{{"VNI":1,"VtepMAC":"0a:00:00:00:{family:02}:{peer:02x}"}}"#);
+    let data = if kind == "vxlan" { [data(4), data(6)] } else { ["null".into(), "null".into()] };
+    let value = format!(
+        r#"{{"PublicIP":"192.0.2.{peer}","PublicIPv6":"2001:db8::{peer:x}","BackendType":"{kind}","BackendData":{},"BackendV6Data":{}}}"#,
+        data[0], data[1]
+    );
+    fs::write(place.leases().join(format!("10.1.{peer}.0-24&fd00:1:0:{peer:x}::-64")), value).unwrap();
+}
+
+/// Everything of both families that leads to the peers, and the tunnels, without indexes and what changes with time.
+fn data_path() -> Vec<String> {
+    let tunnels = ip("-o link show type vxlan");
+    let mut seen = vec![ip("-4 route show proto 241"), ip("-6 route show proto 241"), ip("nexthop show")];
+    for tunnel in ["flannel.1", "flannel-v6.1"].iter().filter(|name| tunnels.contains(*name)) {
+        let details = ip(&format!("-d -o link show {tunnel}"));
+        seen.push(details.split_once(tunnel).unwrap().1.to_owned());
+        seen.push(ip(&format!("neigh show dev {tunnel} nud permanent")));
+        seen.push(bridge(&format!("fdb show dev {tunnel}")));
+        seen.push(
+            ip(&format!("-o address show dev {tunnel} scope global")).split_once(": ").unwrap().1.into(),
+        );
+    }
+    seen.iter().flat_map(|text| text.lines()).map(|line| line.trim().to_owned()).collect()
+}
+
+/// What can happen to the interface, in this order, and the end of which all is as before.
+fn mishaps() -> [(&'static str, Vec<&'static str>); 3] {
+    let addresses = ["address add 192.0.2.1/24 dev eth0", "address add 2001:db8::1/64 dev eth0 nodad"];
+    let made = ["link add eth0 type veth peer name wire", "link set wire up"];
+    [
+        ("down and up", vec!["link set eth0 down", "link set eth0 up", addresses[1]]),
+        ("without cable", vec!["link set wire down", "link set wire up"]),
+        ("another device", [&["link del eth0"], &made[..], &addresses[..], &["link set eth0 up"]].concat()),
+    ]
+}
+
+#[test]
+fn an_interface_that_goes_and_comes_back_even_with_another_index_is_followed() {
+    in_netns(|| {
+        uplink();
+        for kind in ["vxlan", "host-gw"] {
+            let place = Place::new(&DUAL.replace("KIND", kind));
+            [7, 8].into_iter().for_each(|peer| dual_peer(&place, kind, peer));
+            let daemon = place.start(&[]);
+            daemon.wait_for_log("in sync peers=2");
+            let (before, env) = (data_path(), fs::read_to_string(place.subnet_file()).unwrap());
+            assert!(before.len() >= if kind == "vxlan" { 16 } else { 6 }, "{before:#?}");
+            for (mishap, commands) in mishaps() {
+                let old = ip("-o link show eth0");
+                commands.iter().for_each(|command| drop(ip(command)));
+                let shown =
+                    || format!("{kind}, {mishap}: {:#?}, not {before:#?}\n{}", data_path(), daemon.log());
+                wait_until(|| data_path() == before, shown);
+                let new = ip("-o link show eth0");
+                let number = |line: &str| line.split(':').next().unwrap().to_owned();
+                assert_eq!(number(&old) != number(&new), mishap == "another device", "{old} {new}");
+            }
+            assert_eq!(fs::read_to_string(place.subnet_file()).unwrap(), env);
+            assert_eq!(fs::read_dir(place.leases()).unwrap().count(), 3, "its own and two peers'");
+            drop(daemon);
+            ip("nexthop flush protocol 241");
+            for tunnel in ["flannel.1", "flannel-v6.1"].iter().filter(|_| kind == "vxlan") {
+                ip(&format!("link del {tunnel}"));
+            }
+        }
+    });
+}
+
+#[test]
+fn an_mtu_too_small_ends_nothing_that_runs_and_the_next_one_is_followed() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(&DUAL.replace("KIND", "vxlan"));
+        dual_peer(&place, "vxlan", 7);
+        let daemon = place.start(&[]);
+        daemon.wait_for_log("in sync peers=1");
+        let before = data_path();
+        ip("link set eth0 mtu 1300");
+        daemon.wait_for_log("the interface's MTU 1300 is too small for IPv6: at least 1350");
+        assert_eq!(data_path(), before, "what is there stays");
+        ip("link set eth0 mtu 1400");
+        let env = || place.subnet_env();
+        wait_until(|| env().contains("FLANNEL_MTU=1330\n"), || env() + &daemon.log());
+        ip("link set eth0 mtu 1500");
+        wait_until(|| data_path() == before, || format!("{:#?}\n{}", data_path(), daemon.log()));
+        wait_until(|| env().contains("FLANNEL_MTU=1430\n"), || env() + &daemon.log());
     });
 }
 

@@ -216,6 +216,7 @@ fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
         ("address deleted", one(format!("ip address del {base} dev {dev}"))),
         ("address added", one(format!("ip address add {unwanted} dev {dev}"))),
         ("uplink down and up", vec!["ip link set eth0 down".into(), "ip link set eth0 up".into()]),
+        ("uplink without carrier", vec!["ip link set wire down".into(), "ip link set wire up".into()]),
     ];
     if let Some(id) = nexthop_of(dst) {
         damages.extend(nexthop_damages(id, &format!("via {other} dev {dev} onlink"), unwanted));
@@ -301,6 +302,10 @@ fn host_gw_survives_what_others_do() {
                 ("route to nowhere", vec![format!("ip {inet} route replace blackhole {dst}")]),
                 ("routes flushed", vec![flush(inet, "eth0")]),
                 ("uplink down and up", vec!["ip link set eth0 down".into(), "ip link set eth0 up".into()]),
+                (
+                    "uplink without carrier",
+                    vec!["ip link set wire down".into(), "ip link set wire up".into()],
+                ),
             ] {
                 let commands = keep_uplink_addresses(commands);
                 witness.survives(&format!("{inet}: {damage}"), &commands).await;

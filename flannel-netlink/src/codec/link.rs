@@ -34,6 +34,9 @@ mod vxlan {
     pub(super) const VNIFILTER: u16 = 30;
 }
 
+/// The kernel has it since 3.15.
+const IFLA_CARRIER_CHANGES: u16 = 35;
+
 /// What a message says of a link.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct LinkMessage {
@@ -45,6 +48,9 @@ pub(crate) struct LinkMessage {
     pub(crate) kind: String,
     /// The message is about the link itself, not about its part in a bridge.
     pub(crate) whole: bool,
+    /// How often the carrier came or went: with it the kernel drops nexthop objects on the link, and says no more of it
+    /// than this. A count, because two changes may come as one message, or as two that both tell the last state.
+    carrier_changes: u32,
     mac: Option<MacAddr>,
     vxlan: VxlanMessage,
 }
@@ -71,7 +77,12 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
     let (header, attributes) = message.split::<Ifinfomsg>()?;
     let (mut name, mut mtu, mut mac, mut kind, mut data) =
         (None, 0, None, String::new(), VxlanMessage::default());
+    let mut carrier_changes = 0;
     for (id, value) in attributes {
+        if id == IFLA_CARRIER_CHANGES {
+            carrier_changes = u32_of(value)?;
+            continue;
+        }
         match Ifla::from(id) {
             Ifla::Ifname => name = text_of(value).and_then(|text| text.parse().ok()),
             Ifla::Mtu => mtu = u32_of(value)?,
@@ -87,6 +98,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
         up: header.ifi_flags().contains(Iff::UP),
         kind,
         whole: *header.ifi_family() == RtAddrFamily::Unspecified,
+        carrier_changes,
         mac,
         vxlan: data,
     })
