@@ -474,7 +474,7 @@ fn an_interface_that_goes_and_comes_back_even_with_another_index_is_followed() {
             [7, 8].into_iter().for_each(|peer| dual_peer(&place, kind, peer));
             let daemon = place.start(&[]);
             daemon.wait_for_log("in sync peers=2");
-            let (before, env) = (data_path(), fs::read_to_string(place.subnet_file()).unwrap());
+            let (before, env) = (data_path(), place.subnet_env());
             assert!(before.len() >= if kind == "vxlan" { 16 } else { 6 }, "{before:#?}");
             for (mishap, commands) in mishaps() {
                 let old = ip("-o link show eth0");
