@@ -505,6 +505,23 @@ mod tests {
         state
     }
 
+    #[test]
+    fn an_object_knows_the_device_it_vanishes_with() {
+        let (link, dst) = (name(1), "10.1.7.0/24".parse().unwrap());
+        let gateway = Via::Gateway { gateway: address(1), link, onlink: true };
+        let on = |via| Object::from(Route { dst, via, mtu: None }).link();
+        assert_eq!([gateway, Via::Link(link)].map(on), [Some(link); 2]);
+        assert_eq!([Via::Nexthop(7), Via::Blackhole].map(on), [None; 2]);
+        let mac = MacAddr::local([1; 6]);
+        let others: [Object; 4] = [
+            Addr { link, address: address(1), len: 32 }.into(),
+            Neigh { link, address: address(1), mac }.into(),
+            Fdb { link, mac, dst: address(1) }.into(),
+            Nexthop { id: 7, link, gateway: address(1), onlink: true }.into(),
+        ];
+        assert!(others.iter().all(|object| object.link() == Some(link)));
+    }
+
     proptest! {
         #[test]
         fn diff_converges(want in any_state(), actual in any_state()) {
