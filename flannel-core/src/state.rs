@@ -506,6 +506,21 @@ mod tests {
     }
 
     #[test]
+    fn a_state_holds_one_object_per_key() {
+        let mut state = State::default();
+        assert!(state.is_empty());
+        let addr = |len| Addr { link: name(1), address: address(1), len };
+        let neigh = Neigh { link: name(1), address: address(1), mac: MacAddr::local([1; 6]) };
+        state.extend([Object::from(addr(31)), neigh.into()]);
+        assert_eq!(state.insert(addr(32)), Some(addr(31).into()));
+        assert!(!state.is_empty() && state.len() == 2);
+        state.retain(|object| matches!(object, Object::Addr(_)));
+        assert_eq!(state, State::from_iter([addr(32)]));
+        assert_eq!(state.remove(&Object::from(addr(32)).key()), Some(addr(32).into()));
+        assert!(state.is_empty());
+    }
+
+    #[test]
     fn an_object_knows_the_device_it_vanishes_with() {
         let (link, dst) = (name(1), "10.1.7.0/24".parse().unwrap());
         let gateway = Via::Gateway { gateway: address(1), link, onlink: true };
