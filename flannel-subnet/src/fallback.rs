@@ -122,11 +122,12 @@ impl LocalManager {
     }
 
     /// The config from the store, and as long as that has never answered, from the cache.
-    pub(crate) async fn config_text(&self) -> Result<ConfigText> {
+    /// The second part says whether it comes from the cache.
+    pub(crate) async fn config_text(&self) -> Result<(ConfigText, bool)> {
         let Some(cached) = self.cached().and_then(|saved| saved.config.clone()) else {
             let config = self.store.config().await?;
             self.note_config(&config);
-            return Ok(config);
+            return Ok((config, false));
         };
         match self.promptly(self.store.config()).await {
             Err(error) if unanswered(&error) => {
@@ -134,9 +135,9 @@ impl LocalManager {
                 {
                     tracing::warn!("the network config comes from the cache: {error}");
                 }
-                Ok(cached)
+                Ok((cached, true))
             }
-            answer => answer,
+            answer => answer.map(|config| (config, false)),
         }
     }
 

@@ -233,14 +233,22 @@ impl LocalManager {
         match entry {
             Some(entry) => self.judge(&tenancy, entry).await,
             None if tenancy.term.is_none() => Ok(Some(LeaseEnd::Deleted)),
-            None => match self.store.keep_alive(&tenancy.subnets, self.identity.mark).await? {
-                // Unless an attempt of ours to win it back was carried out just now.
-                Some(_) => match self.store.entry(&tenancy.subnets).await? {
+            None => {
+                let sent = self.clock.boottime();
+                let Some(ttl) = self.store.keep_alive(&tenancy.subnets, self.identity.mark).await? else {
+                    return self.win_back(&tenancy).await;
+                };
+                match self.store.entry(&tenancy.subnets).await? {
+                    // An attempt of ours to win it back was carried out just now.
                     Some(entry) => self.judge(&tenancy, entry).await,
-                    None => Ok(Some(LeaseEnd::Deleted)),
-                },
-                None => self.win_back(&tenancy).await,
-            },
+                    // The store knew us when it had no key of ours.
+                    None if self.clock.boottime() < (Term { sent, ttl }).end() => Ok(Some(LeaseEnd::Deleted)),
+                    None => Err(Error::Store {
+                        store: format!("{}: {}", self.store, tenancy.subnets),
+                        source: "its answers took too long to tell what became of the lease".into(),
+                    }),
+                }
+            }
         }
     }
 

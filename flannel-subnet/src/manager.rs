@@ -9,8 +9,8 @@ use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use flannel_core::{
-    Config, Dual, Error, Hints, Lease, LeaseAttrs, LeaseEnd, Result, StoreStatus, Subnet, SubnetManager,
-    Subnets, View, holder,
+    Config, Dual, Error, Hints, Lease, LeaseAttrs, LeaseEnd, PodNetwork, Result, StoreStatus, Subnet,
+    SubnetManager, Subnets, View, holder,
 };
 use tokio::sync::watch;
 
@@ -79,6 +79,8 @@ pub struct LocalManager {
     pub(crate) writing: tokio::sync::Mutex<()>,
     pub(crate) reflector: Mutex<Option<(Reflector, Option<Task>)>>,
     pub(crate) fallback: Option<Arc<Fallback>>,
+    /// What the lease was taken from.
+    pub(crate) networks: Mutex<Option<Dual<PodNetwork>>>,
 }
 
 impl LocalManager {
@@ -99,6 +101,7 @@ impl LocalManager {
             writing: tokio::sync::Mutex::default(),
             reflector: Mutex::default(),
             fallback: None,
+            networks: Mutex::default(),
         }
     }
 
@@ -165,13 +168,28 @@ impl LocalManager {
         self.take_new(config, listing, attrs).await
     }
 
+    /// The config, and whether it comes from the cache. Once a lease was taken by a config of the store's, its networks
+    /// stay what they are for as long as this manager lives: pods do not survive others.
+    async fn read_config(&self) -> Result<(Config, bool)> {
+        let (text, cached) = self.config_text().await?;
+        let mut config =
+            Config::parse(&text.text).map_err(|source| Error::Config { location: text.location, source })?;
+        if let Some(networks) = &*self.networks.lock().unwrap_or_else(PoisonError::into_inner) {
+            config.networks = *networks;
+        }
+        Ok((config, cached))
+    }
+
     async fn acquire(&self, attrs: &LeaseAttrs) -> Result<Lease> {
-        let config = self.network_config().await?;
+        let (config, cached) = self.read_config().await?;
         let mut backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(500));
         let mut listing = self.store.list().await?;
         loop {
             listing = match self.try_acquire(&config, attrs, &listing).await? {
                 Attempt::Acquired(lease) if !self.lapsed() => {
+                    if !cached {
+                        *self.networks.lock().unwrap_or_else(PoisonError::into_inner) = Some(config.networks);
+                    }
                     tracing::info!(subnets = %lease.subnets, store = %self.store, "lease acquired");
                     return Ok(lease);
                 }
@@ -300,8 +318,7 @@ impl LocalManager {
 #[async_trait]
 impl SubnetManager for LocalManager {
     async fn network_config(&self) -> Result<Config> {
-        let config = self.config_text().await?;
-        Config::parse(&config.text).map_err(|source| Error::Config { location: config.location, source })
+        self.read_config().await.map(|(config, _)| config)
     }
 
     async fn config_changed(&self, seen: &Config) -> Result<Config> {

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::{
-    Backend, Config, Ended, ExternalInterface, Hints, Host, Kernel, LeaseEnd, Network, NetworkHandle, Origin,
-    Owned, SubnetManager, View, holder,
+    Backend, Config, Ended, ExternalInterface, Hints, Host, Kernel, LeaseEnd, LinkName, Network,
+    NetworkHandle, Origin, Owned, SubnetManager, View, holder,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
@@ -187,7 +187,8 @@ async fn run_network(
             end => Err(Error::LeaseLost { subnets: own.into(), end: end.into() }),
         }
     };
-    let (kernel, owned) = (chosen.kernel.clone(), backend.owned(chosen.iface.name, &config)?);
+    let uplink = chosen.iface.name;
+    let (kernel, owned) = (chosen.kernel.clone(), backend.owned(uplink, &config)?);
     tokio::select! {
         error = predecessor.clear(kernel, (owned, &config), handle.status.clone()) => Err(error),
         ended = network.run(followed) => match ended? {
@@ -195,7 +196,7 @@ async fn run_network(
             ended => Err(Error::Stopped(format!("{ended:?}"))),
         },
         reason = hold => reason,
-        reason = config_to_apply(subnets, &config, cached) => reason,
+        reason = config_to_apply(subnets, &config, cached, uplink) => reason,
         reason = chosen.changed(&config) => Ok(reason),
         never = firewall => match never? {},
         never = log_status(handle.status.clone()) => match never {},
@@ -204,7 +205,12 @@ async fn run_network(
 
 /// Waits until the network config is one that the running network can change to. What the cache knew was never
 /// more than a guess, so that anything may follow; but pods do not survive another pod network.
-async fn config_to_apply(subnets: &dyn SubnetManager, used: &Config, cached: bool) -> Result<String, Error> {
+async fn config_to_apply(
+    subnets: &dyn SubnetManager,
+    used: &Config,
+    cached: bool,
+    uplink: LinkName,
+) -> Result<String, Error> {
     let mut seen = used.clone();
     loop {
         let now = subnets.config_changed(&seen).await?;
@@ -212,11 +218,19 @@ async fn config_to_apply(subnets: &dyn SubnetManager, used: &Config, cached: boo
             tracing::warn!(
                 "the network config has other networks now, which are used from the next start on"
             );
+        } else if let Err(error) = backend_of(&now, uplink) {
+            tracing::warn!("the network config was changed, but cannot be used and is not: {error}");
         } else if now != *used {
             return Ok("the network config has changed".to_owned());
         }
         seen = now;
     }
+}
+
+/// The backend of a config, if it exists and takes the config's options.
+fn backend_of(config: &Config, uplink: LinkName) -> Result<(), Error> {
+    backends::find(&config.backend.kind)?.owned(uplink, config)?;
+    Ok(())
 }
 
 impl Chosen {

@@ -109,7 +109,7 @@ fn reason(error: &Error, has_run: bool) -> Option<Reason> {
         | Cause::Config { .. }
         | Cause::OutOfSubnets { .. }
         | Cause::Conflict { .. } => said(),
-        Cause::Refused { .. } | Cause::Backend { .. } if has_run => said(),
+        Cause::Refused { .. } | Cause::Backend { .. } | Cause::Kernel { .. } if has_run => said(),
         _ => None,
     }
 }

@@ -1,6 +1,6 @@
 //! What the daemon waits for when it starts, and what it says meanwhile.
 
-use flannel_netlink::testing::in_netns_async;
+use flannel_netlink::testing::{in_netns_async, ip};
 
 use crate::ground::{
     CONFIG, Host, PREFIX, SWITCH, delete, etcd_with_peers, fill, peer_key, start_on_switch, switch,
@@ -109,8 +109,16 @@ fn a_changed_config_is_applied_unless_pods_would_not_survive_it() {
         agrees(&etcd, &host, &daemon).await;
         etcd.put(&config, &CONFIG.replace("10.1.0.0/16", "10.0.0.0/8")).await;
         daemon.says("other networks now").await;
+        etcd.put(&config, &CONFIG.replace(r#""vxlan""#, r#""vlxan""#)).await;
+        daemon.says("vlxan").await;
         assert!(daemon.is_running());
         assert_eq!(daemon.said("building the network anew"), 1, "{}", daemon.log());
+        // Rebuilt for another reason, it keeps to the networks that its pods live in.
+        etcd.put(&config, &CONFIG.replace("10.1.", "10.2.")).await;
+        let before = host.subnet();
+        host.netns.run(|| ip("link set eth0 mtu 1300"));
+        until_mtu(&host, 1250).await;
+        assert_eq!(host.subnet(), before);
     });
 }
 
