@@ -451,7 +451,11 @@ fn data_path() -> Vec<String> {
             ip(&format!("-o address show dev {tunnel} scope global")).split_once(": ").unwrap().1.into(),
         );
     }
-    seen.iter().flat_map(|text| text.lines()).map(|line| line.trim().to_owned()).collect()
+    // The kernel lists some tables in the order of a hash that is another for each device.
+    let mut lines: Vec<_> =
+        seen.iter().flat_map(|text| text.lines()).map(|line| line.trim().to_owned()).collect();
+    lines.sort();
+    lines
 }
 
 /// What can happen to the interface, in this order, and the end of which all is as before.
