@@ -208,6 +208,8 @@ fn two_daemons_with_one_public_address_end_as_one() {
         let args = ["--etcd-endpoints", &etcd.endpoint, "--public-ip", "192.0.2.50"];
         let mut first = hosts[0].start_with(&args, &[]);
         first.says("in sync peers=3").await;
+        // With its subnet file, which comes after the firewall's rules.
+        first.says("running lease").await;
         let mut second = hosts[1].start_with(&args, &[]);
         assert_eq!(first.ended().await.code(), Some(1), "{}", first.log());
         second.says("in sync peers=3").await;
