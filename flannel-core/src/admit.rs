@@ -5,17 +5,18 @@
 //! node alike. Only this node's own lease wins without that. Belief is recomputed for the leases that a
 //! change can touch, found through indexes: one change among 50,000 leases costs one lease.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::sync::Arc;
 
 use crate::address::{Dual, Subnet};
 use crate::error::holder;
+use crate::facts::Facts;
 use crate::lease::{Lease, Revision, Subnets};
 use crate::listing::Listing;
-use crate::name::LinkName;
 use crate::network::Disbelief;
 use crate::plan::{Answer, Env, Plan, Rejected};
+use crate::roster::{Id, Peer, Roster};
 use crate::state::{Key, Object, Route, Via};
 
 /// What leases are judged by.
@@ -39,87 +40,43 @@ pub(crate) struct Delta {
     pub(crate) after: Option<Object>,
 }
 
-/// A place in `Peers::slots`.
-type Id = u32;
-
-#[derive(Debug)]
-struct Peer {
-    lease: Arc<Lease>,
-    /// What its plan defines; empty if the plan rejected it.
-    objects: Box<[Object]>,
-    /// The addresses that its plan asked about.
-    asked: Box<[IpAddr]>,
-    /// Why the plan rejected it.
-    rejected: Option<Box<str>>,
-    believed: bool,
+/// What an update changed.
+#[derive(Debug, Default)]
+pub(crate) struct Changed {
+    /// Objects of peers that were there before, or that several peers define, in the order of keys.
+    pub(crate) deltas: Vec<Delta>,
+    /// Peers that are new, believed, and touch no other's objects: all that they define is to be put. Each is
+    /// `fresh` until [`Peers::take_fresh`].
+    pub(crate) fresh: Vec<Id>,
+    /// What fresh peers defined that are gone or planned anew: nothing of it was put yet.
+    pub(crate) unput: Vec<Key>,
 }
 
 /// All peers, and what they define.
 pub(crate) struct Peers {
     terms: Terms,
     plan: Box<Plan>,
-    slots: Vec<Option<Peer>>,
-    free: Vec<Id>,
-    ids: BTreeMap<Subnets, Id>,
-    /// Every subnet of every peer: a subnet stands right before those inside it.
-    subnets: BTreeSet<(Subnet, Id)>,
-    /// How many subnets there are of each length, so that a search for covering ones tries only those.
-    lengths: BTreeMap<u8, usize>,
-    claims: BTreeMap<Key, Claim>,
-    facts: BTreeMap<IpAddr, Fact>,
-    /// How many facts say of a link that an address is on it.
-    relied: BTreeMap<LinkName, usize>,
-    publics: BTreeMap<IpAddr, u32>,
+    roster: Roster,
+    facts: Facts,
+    publics: HashMap<IpAddr, u32>,
     disbelieved: Listing<Subnets, Disbelief>,
     /// What plans remarked.
     remarked: BTreeMap<Subnets, Vec<String>>,
     remarks: Listing<String>,
 }
 
-/// Who defines an object: nearly always one peer.
-#[derive(Debug)]
-enum Claim {
-    One(Id),
-    Many(Vec<Id>),
-}
-
-impl Claim {
-    fn ids(&self) -> &[Id] {
-        match self {
-            Self::One(id) => std::slice::from_ref(id),
-            Self::Many(ids) => ids,
-        }
-    }
-}
-
-#[derive(Debug, Default)]
-struct Fact {
-    /// What all who asked were told; `None` if not all were told the same.
-    told: Option<Option<LinkName>>,
-    asked_by: BTreeSet<Id>,
-}
-
-impl Fact {
-    fn tell(&mut self, told: Option<Option<LinkName>>, relied: &mut BTreeMap<LinkName, usize>) {
-        if let Some(link) = self.told.flatten() {
-            decrement(relied, &link);
-        }
-        self.told = told;
-        if let Some(link) = told.flatten() {
-            *relied.entry(link).or_default() += 1;
-        }
-    }
-}
-
 /// The work of one update.
 #[derive(Default)]
 struct Update {
-    /// Peers whose belief must be recomputed.
+    /// Peers that are new, and whether others define one of their objects.
+    added: Vec<(Id, bool)>,
+    /// Other peers whose belief must be recomputed.
     dirty: BTreeSet<Id>,
     /// Objects that may change, with their definition before the update.
     touched: BTreeMap<Key, Option<Object>>,
     /// Slots of peers that went.
     vacated: Vec<Id>,
+    unput: Vec<Key>,
 }
 
 impl Peers {
@@ -128,14 +85,8 @@ impl Peers {
         Self {
             terms,
             plan,
-            slots: Vec::new(),
-            free: Vec::new(),
-            ids: BTreeMap::new(),
-            subnets: BTreeSet::new(),
-            lengths: BTreeMap::new(),
-            claims: BTreeMap::new(),
-            facts: BTreeMap::new(),
-            relied: BTreeMap::new(),
+            roster: Roster::default(),
+            facts: Facts::default(),
             publics,
             disbelieved: Listing::default(),
             remarked: BTreeMap::new(),
@@ -145,29 +96,39 @@ impl Peers {
 
     /// The definition of an object, if a believed peer defines it.
     pub(crate) fn object(&self, key: &Key) -> Option<&Object> {
-        let claim = self.claims.get(key)?;
-        let believed =
-            claim.ids().iter().filter_map(|id| self.slots[*id as usize].as_ref()).find(|p| p.believed)?;
-        believed.objects.iter().find(|object| object.key() == *key)
+        self.roster.claimants(key).find(|(_, peer, _)| peer.believed).map(|(.., object)| object)
     }
 
-    /// All objects of believed peers in the order of their keys.
+    /// All objects of believed peers, in no order. Those that several peers define come several times.
     pub(crate) fn objects(&self) -> impl Iterator<Item = &Object> {
-        self.claims.keys().filter_map(|key| self.object(key))
+        self.roster.peers().filter(|peer| peer.believed).flat_map(|peer| &*peer.objects)
     }
 
-    /// Some plan asked about an address inside `subnet`.
-    pub(crate) fn asks_under(&self, subnet: Subnet) -> bool {
-        self.facts.range(subnet.base()..=subnet.last()).next().is_some()
+    /// The same without those of fresh peers.
+    pub(crate) fn settled_objects(&self) -> impl Iterator<Item = &Object> {
+        let settled = self.roster.peers().filter(|peer| peer.believed && !peer.fresh);
+        settled.flat_map(|peer| &*peer.objects)
     }
 
-    /// Some plan was told that an address is on this link.
-    pub(crate) fn relies_on(&self, link: LinkName) -> bool {
-        self.relied.contains_key(&link)
+    /// What a peer defines if it is fresh.
+    pub(crate) fn fresh_objects(&self, id: Id) -> Option<&[Object]> {
+        let peer = self.roster.peer(id).filter(|peer| peer.fresh && peer.believed)?;
+        Some(&peer.objects)
+    }
+
+    /// The same, and it is fresh no more.
+    pub(crate) fn take_fresh(&mut self, id: Id) -> Option<&[Object]> {
+        let peer = self.roster.peer_mut(id)?;
+        let fresh = std::mem::take(&mut peer.fresh) && peer.believed;
+        fresh.then_some(&*peer.objects)
+    }
+
+    pub(crate) fn facts(&self) -> &Facts {
+        &self.facts
     }
 
     pub(crate) fn believed(&self) -> usize {
-        self.ids.len() - self.disbelieved.len()
+        self.roster.len() - self.disbelieved.len()
     }
 
     pub(crate) fn disbelieved(&self) -> &Listing<Subnets, Disbelief> {
@@ -182,41 +143,35 @@ impl Peers {
 
     /// The believed peer that defines an object.
     pub(crate) fn definer(&self, key: &Key) -> Option<Subnets> {
-        let mut peers = self.claims.get(key)?.ids().iter().filter_map(|id| self.slots[*id as usize].as_ref());
-        peers.find(|peer| peer.believed).map(|peer| peer.lease.subnets)
+        self.roster.claimants(key).find(|(_, peer, _)| peer.believed).map(|(_, peer, _)| peer.lease.subnets)
     }
 
     /// The routes by a nexthop object, which the plan that defines it defines too; `None` if none does.
     pub(crate) fn routes_by(&self, nexthop: &Key) -> Option<Vec<Key>> {
         let Key::Nexthop(wanted) = nexthop else { return None };
         let by_it = |object: &&Object| matches!(object, Object::Route(Route { via: Via::Nexthop(id), .. }) if id == wanted);
-        let peers = self.claims.get(nexthop)?.ids().iter().filter_map(|id| self.slots[*id as usize].as_ref());
-        let believed = peers.filter(|peer| peer.believed);
-        Some(believed.flat_map(|peer| peer.objects.iter().filter(by_it)).map(Object::key).collect())
+        let mut claimants = self.roster.claimants(nexthop).peekable();
+        claimants.peek()?;
+        let believed = claimants.filter(|(_, peer, _)| peer.believed);
+        Some(believed.flat_map(|(_, peer, _)| peer.objects.iter().filter(by_it)).map(Object::key).collect())
     }
 
-    /// The peer whose subnet holds `address`, whether it is believed, and what its plan defines. A believed one comes
-    /// before others, the longest prefix first.
-    pub(crate) fn holder_of(&self, address: IpAddr) -> Option<(Arc<Lease>, bool, &[Object])> {
-        let host = Subnet::host(address);
-        let around = self.lengths.range(..=host.len()).rev().filter_map(|(len, _)| host.supernet(*len));
-        let ids = around.flat_map(|subnet| self.subnets.range((subnet, 0)..=(subnet, Id::MAX)));
-        let peers: Vec<&Peer> = ids.filter_map(|(_, id)| self.slots[*id as usize].as_ref()).collect();
-        let peer = peers.iter().find(|peer| peer.believed).or_else(|| peers.first())?;
-        Some((Arc::clone(&peer.lease), peer.believed, &peer.objects))
+    /// The peer whose subnet holds `address`. A believed one comes before others, the longest prefix first.
+    pub(crate) fn holder_of(&self, address: IpAddr) -> Option<&Peer> {
+        let around = || self.roster.around(address);
+        around().find(|peer| peer.believed).or_else(|| around().next())
     }
 
-    /// Takes in changed leases (`None`: gone) and returns what changed in the objects, in the order of keys.
-    /// This node's own lease is passed over.
+    /// Takes in changed leases (`None`: gone). This node's own lease is passed over.
     pub(crate) fn update<'a>(
         &mut self,
         changes: impl Iterator<Item = (Subnets, Option<&'a Arc<Lease>>)>,
         on_link: &Answer<'_>,
-    ) -> Vec<Delta> {
+    ) -> Changed {
         let mut update = Update::default();
         let own = self.terms.own;
         for (subnets, lease) in changes.filter(|(subnets, _)| Some(*subnets) != own) {
-            if let Some(id) = self.ids.get(&subnets).copied() {
+            if let Some(id) = self.roster.id(&subnets) {
                 self.remove(id, &mut update);
             }
             if let Some(lease) = lease {
@@ -227,39 +182,22 @@ impl Peers {
     }
 
     /// Asks the facts about addresses inside `under` (`None`: all) again, and plans anew where one changed.
-    pub(crate) fn recheck(&mut self, under: Option<Subnet>, on_link: &Answer<'_>) -> Vec<Delta> {
-        let mut again = BTreeSet::new();
-        let facts: Box<dyn Iterator<Item = (&IpAddr, &mut Fact)>> = match under {
-            Some(subnet) => Box::new(self.facts.range_mut(subnet.base()..=subnet.last())),
-            None => Box::new(self.facts.iter_mut()),
-        };
-        for (address, fact) in facts {
-            // Where the kernel cannot say, what it said last holds.
-            let Some(now) = on_link(*address) else { continue };
-            if fact.told != Some(now) {
-                fact.tell(Some(now), &mut self.relied);
-                again.extend(fact.asked_by.iter().copied());
-            }
-        }
-        let leases: Vec<_> = again
-            .into_iter()
-            .filter_map(|id| self.slots[id as usize].as_ref())
-            .map(|p| Arc::clone(&p.lease))
-            .collect();
+    pub(crate) fn recheck(&mut self, under: Option<Subnet>, on_link: &Answer<'_>) -> Changed {
+        let again = self.facts.recheck(under, on_link);
+        let peers = again.into_iter().filter_map(|id| self.roster.peer(id));
+        let leases: Vec<_> = peers.map(|peer| Arc::clone(&peer.lease)).collect();
         self.update(leases.iter().map(|lease| (lease.subnets, Some(lease))), on_link)
     }
 
     fn insert(&mut self, lease: Arc<Lease>, on_link: &Answer<'_>, update: &mut Update) {
-        let id = self.free.pop().unwrap_or_else(|| {
-            self.slots.push(None);
-            (self.slots.len() - 1) as Id
-        });
+        let id = self.roster.next_id();
         let env = Env::new(on_link);
         let mut objects = Vec::new();
         let rejected = self.plan(&lease, &env, &mut objects).err();
         if rejected.is_some() {
             objects.clear();
         }
+        keep_first_of_each_key(&mut objects);
         let (asked, remarks) = env.into_parts();
         if !remarks.is_empty() {
             for remark in &remarks {
@@ -268,71 +206,40 @@ impl Peers {
             self.remarked.insert(lease.subnets, remarks);
         }
         for (address, told) in &asked {
-            let fact = self.facts.entry(*address).or_default();
-            let first = fact.asked_by.is_empty();
-            let agreed = told.filter(|told| first || fact.told == Some(*told));
-            fact.tell(agreed, &mut self.relied);
-            fact.asked_by.insert(id);
-        }
-        for object in &objects {
-            let key = object.key();
-            self.touch(key, update);
-            match self.claims.get_mut(&key) {
-                None => drop(self.claims.insert(key, Claim::One(id))),
-                Some(claim) => *claim = Claim::Many([claim.ids(), &[id]].concat()),
-            }
-        }
-        for subnet in lease.subnets.iter() {
-            self.subnets.insert((subnet, id));
-            *self.lengths.entry(subnet.len()).or_default() += 1;
+            self.facts.asked(*address, *told, id);
         }
         for address in lease.attrs.public.values() {
             self.count_public(*address, true);
         }
-        self.ids.insert(lease.subnets, id);
-        self.slots[id as usize] = Some(Peer {
+        let peer = Peer {
             lease,
             objects: objects.into(),
             asked: asked.into_keys().collect(),
             rejected: rejected.map(|r| r.0.into()),
             believed: false,
-        });
-        update.dirty.insert(id);
+            fresh: false,
+        };
+        let shared = self.roster.insert(id, peer);
+        update.added.push((id, shared));
     }
 
     fn remove(&mut self, id: Id, update: &mut Update) {
-        update.dirty.extend(self.neighbours(id).into_iter().map(|(other, _)| other));
+        for (other, _) in self.roster.neighbours(id) {
+            update.dirty.insert(other);
+            self.touch_all(other, update);
+        }
         self.touch_all(id, update);
         update.dirty.remove(&id);
-        let Some(peer) = self.slots[id as usize].take() else { return };
-        for object in &peer.objects {
-            let key = object.key();
-            if let Some(claim) = self.claims.get_mut(&key) {
-                let left: Vec<Id> = claim.ids().iter().copied().filter(|other| *other != id).collect();
-                match left.as_slice() {
-                    [] => drop(self.claims.remove(&key)),
-                    [one] => *claim = Claim::One(*one),
-                    _ => *claim = Claim::Many(left),
-                }
-            }
-        }
-        for subnet in peer.lease.subnets.iter() {
-            self.subnets.remove(&(subnet, id));
-            decrement(&mut self.lengths, &subnet.len());
+        let Some(peer) = self.roster.remove(id) else { return };
+        if peer.fresh {
+            update.unput.extend(peer.objects.iter().map(Object::key));
         }
         for address in peer.lease.attrs.public.values() {
             self.count_public(*address, false);
         }
         for address in &peer.asked {
-            if let Some(fact) = self.facts.get_mut(address) {
-                fact.asked_by.remove(&id);
-                if fact.asked_by.is_empty() {
-                    fact.tell(None, &mut self.relied);
-                    self.facts.remove(address);
-                }
-            }
+            self.facts.forget(address, id);
         }
-        self.ids.remove(&peer.lease.subnets);
         self.disbelieved.remove(&peer.lease.subnets);
         for remark in self.remarked.remove(&peer.lease.subnets).into_iter().flatten() {
             self.remarks.remove(&remark_of(peer.lease.subnets, &remark));
@@ -342,20 +249,21 @@ impl Peers {
 
     /// Counts one more or one less node with a public address, and remarks on it if it is not alone.
     fn count_public(&mut self, address: IpAddr, more: bool) {
+        let count = self.publics.entry(address).or_insert(0);
+        let before = *count;
+        *count = if more { before + 1 } else { before.saturating_sub(1) };
+        let now = *count;
+        if now == 0 {
+            self.publics.remove(&address);
+        }
         let own = self.terms.public.values().any(|own| *own == address);
         let own = if own { ", this one among them" } else { "" };
         let remark = |count: u32| format!("{count} nodes share the public address {address}{own}");
-        let before = self.publics.get(&address).copied().unwrap_or(0);
-        if more {
-            self.publics.insert(address, before + 1);
-        } else {
-            decrement(&mut self.publics, &address);
-        }
         if before > 1 {
             self.remarks.remove(&remark(before));
         }
-        if let Some(now) = self.publics.get(&address).filter(|now| **now > 1) {
-            self.remarks.insert(remark(*now), ());
+        if now > 1 {
+            self.remarks.insert(remark(now), ());
         }
     }
 
@@ -376,27 +284,61 @@ impl Peers {
         stray.map_or(Ok(()), |route| Err(Rejected(format!("it would need the {route}, outside its subnets"))))
     }
 
-    /// Recomputes belief for the dirty peers and all that they can touch.
-    fn finish(&mut self, mut update: Update) -> Vec<Delta> {
+    /// Recomputes belief for the peers that are new or dirty and all that they can touch.
+    fn finish(&mut self, mut update: Update) -> Changed {
+        let added = std::mem::take(&mut update.added);
+        for (id, shared) in &added {
+            // Who came later may define one of its objects too: then that one shares it, and this one is its neighbour.
+            if *shared || !self.roster.overlapping(*id).is_empty() {
+                update.dirty.insert(*id);
+                self.touch_all(*id, &mut update);
+            }
+        }
         let mut open: Vec<Id> = update.dirty.iter().copied().collect();
-        open.iter().for_each(|id| self.touch_all(*id, &mut update));
         let mut contested: Vec<Id> = Vec::new();
         while let Some(id) = open.pop() {
-            let neighbours = self.neighbours(id);
-            if neighbours.is_empty() {
-                self.judge(id, &BTreeSet::new());
-                continue;
-            }
             contested.push(id);
-            for (other, _) in neighbours {
+            for (other, _) in self.roster.neighbours(id) {
                 if update.dirty.insert(other) {
                     self.touch_all(other, &mut update);
                     open.push(other);
                 }
             }
         }
+        let alone = added.into_iter().map(|(id, _)| id).filter(|id| !update.dirty.contains(id)).collect();
+        let fresh = self.judge_alone(alone, &mut update);
+        self.judge_contested(contested);
+        self.roster.vacate(std::mem::take(&mut update.vacated));
+        let delta = |(key, before)| {
+            let after = self.object(&key).cloned();
+            (before != after).then_some(Delta { key, before, after })
+        };
+        let deltas = update.touched.into_iter().filter_map(delta).collect();
+        Changed { deltas, fresh, unput: update.unput }
+    }
+
+    /// Judges new peers without neighbours; returns those that are fresh.
+    fn judge_alone(&mut self, mut alone: Vec<Id>, update: &mut Update) -> Vec<Id> {
+        alone.retain(|id| {
+            let is_touched = |object: &Object| update.touched.contains_key(&object.key());
+            let objects = self.roster.peer(*id).map_or(&[][..], |peer| &peer.objects);
+            let touched = !update.touched.is_empty() && objects.iter().any(is_touched);
+            if touched {
+                self.touch_all(*id, update);
+            }
+            let believed = self.judge(*id, &BTreeSet::new());
+            match self.roster.peer_mut(*id) {
+                Some(peer) => peer.fresh = believed && !touched,
+                None => return false,
+            }
+            believed && !touched
+        });
+        alone
+    }
+
+    fn judge_contested(&mut self, mut contested: Vec<Id>) {
         contested.sort_by_cached_key(|id| {
-            self.slots[*id as usize].as_ref().map_or((Revision(0), String::new()), |p| p.lease.precedence())
+            self.roster.peer(*id).map_or((Revision(0), String::new()), |peer| peer.lease.precedence())
         });
         let mut winners = BTreeSet::new();
         for id in contested {
@@ -404,21 +346,19 @@ impl Peers {
                 winners.insert(id);
             }
         }
-        self.free.append(&mut update.vacated);
-        let delta = |(key, before)| {
-            let after = self.object(&key).cloned();
-            (before != after).then_some(Delta { key, before, after })
-        };
-        update.touched.into_iter().filter_map(delta).collect()
     }
 
     /// Decides whether to believe a peer, given the believed ones among its neighbours.
     fn judge(&mut self, id: Id, winners: &BTreeSet<Id>) -> bool {
-        let Some(peer) = self.slots[id as usize].as_ref() else { return false };
+        let Some(peer) = self.roster.peer(id) else { return false };
         let subnets = peer.lease.subnets;
         let verdict = self.objection(peer).or_else(|| {
-            let (other, key) = self.neighbours(id).into_iter().find(|(other, _)| winners.contains(other))?;
-            let other = &self.slots[other as usize].as_ref()?.lease;
+            if winners.is_empty() {
+                return None;
+            }
+            let (other, key) =
+                self.roster.neighbours(id).into_iter().find(|(other, _)| winners.contains(other))?;
+            let other = &self.roster.peer(other)?.lease;
             let (earlier, holder) = (other.subnets, holder(&other.attrs));
             Some(match key {
                 Some(key) => Disbelief::Contradicts { key, earlier, holder },
@@ -430,7 +370,7 @@ impl Peers {
             Some(why) => drop(self.disbelieved.insert(subnets, why)),
             None => drop(self.disbelieved.remove(&subnets)),
         }
-        if let Some(peer) = self.slots[id as usize].as_mut() {
+        if let Some(peer) = self.roster.peer_mut(id) {
             peer.believed = believed;
         }
         believed
@@ -463,40 +403,13 @@ impl Peers {
         reserved.map(|key| Disbelief::ContradictsOwn { key })
     }
 
-    /// The peers that clash with this one, and over which object (`None`: their subnets overlap).
-    fn neighbours(&self, id: Id) -> Vec<(Id, Option<Key>)> {
-        let Some(peer) = self.slots[id as usize].as_ref() else { return Vec::new() };
-        let mut found = Vec::new();
-        for subnet in peer.lease.subnets.iter() {
-            let inside = self.subnets.range((subnet, 0)..).take_while(|(other, _)| subnet.covers(other));
-            found.extend(inside.filter(|(_, other)| *other != id).map(|(_, other)| (*other, None)));
-            for len in self.lengths.range(..subnet.len()).map(|(len, _)| *len) {
-                let Some(around) = subnet.supernet(len) else { continue };
-                let same = self.subnets.range((around, 0)..=(around, Id::MAX));
-                found.extend(same.map(|(_, other)| (*other, None)));
-            }
-        }
-        for object in &peer.objects {
-            let key = object.key();
-            let Some(Claim::Many(ids)) = self.claims.get(&key) else { continue };
-            for other in ids.iter().filter(|other| **other != id) {
-                let theirs = self.slots[*other as usize].as_ref();
-                let theirs = theirs.and_then(|p| p.objects.iter().find(|o| o.key() == key));
-                if theirs.is_some_and(|theirs| theirs != object) {
-                    found.push((*other, Some(key)));
-                }
-            }
-        }
-        found
-    }
-
     /// Remembers the present definition of an object, before anything changes it.
     fn touch(&self, key: Key, update: &mut Update) {
         update.touched.entry(key).or_insert_with(|| self.object(&key).cloned());
     }
 
     fn touch_all(&self, id: Id, update: &mut Update) {
-        let Some(peer) = self.slots[id as usize].as_ref() else { return };
+        let Some(peer) = self.roster.peer(id) else { return };
         for object in &peer.objects {
             self.touch(object.key(), update);
         }
@@ -507,12 +420,16 @@ fn remark_of(subnets: Subnets, remark: &str) -> String {
     format!("the lease {subnets}: {remark}")
 }
 
-/// Counts down, and forgets what is no longer there.
-fn decrement<K: Ord, N: From<u8> + std::ops::SubAssign + PartialEq>(counts: &mut BTreeMap<K, N>, key: &K) {
-    if let Some(count) = counts.get_mut(key) {
-        *count -= N::from(1);
-        if *count == N::from(0) {
-            counts.remove(key);
+/// Of several objects with one key the first counts.
+fn keep_first_of_each_key(objects: &mut Vec<Object>) {
+    let mut n = 1;
+    while n < objects.len() {
+        let (before, rest) = objects.split_at(n);
+        let key = rest[0].key();
+        if before.iter().any(|object| object.key() == key) {
+            objects.remove(n);
+        } else {
+            n += 1;
         }
     }
 }
@@ -521,7 +438,7 @@ fn decrement<K: Ord, N: From<u8> + std::ops::SubAssign + PartialEq>(counts: &mut
 mod tests {
     use super::*;
     use crate::lease::{LeaseAttrs, LeaseSet};
-    use crate::name::MacAddr;
+    use crate::name::{LinkName, MacAddr};
     use crate::plan::Rejected;
     use crate::state::{Fdb, Route, Via};
     use proptest::prelude::*;
@@ -563,7 +480,20 @@ mod tests {
     }
 
     fn put(peers: &mut Peers, lease: &Arc<Lease>) -> Vec<Delta> {
-        peers.update([(lease.subnets, Some(lease))].into_iter(), &no_answer)
+        let changed = peers.update([(lease.subnets, Some(lease))].into_iter(), &no_answer);
+        all(peers, changed)
+    }
+
+    /// All that changed, as deltas.
+    fn all(peers: &mut Peers, changed: Changed) -> Vec<Delta> {
+        let mut deltas = changed.deltas;
+        for id in changed.fresh {
+            let objects = peers.take_fresh(id).expect("fresh");
+            let new =
+                |object: &Object| Delta { key: object.key(), before: None, after: Some(object.clone()) };
+            deltas.extend(objects.iter().map(new));
+        }
+        deltas
     }
 
     fn why(peers: &Peers, lease: &Lease) -> String {
@@ -580,7 +510,7 @@ mod tests {
             assert_eq!(why(&peers, &late), "it overlaps the earlier lease 10.1.2.0-24 of 192.0.2.1 (vxlan)");
             assert_eq!(peers.objects().count(), 2);
             let gone = peers.update([(early.subnets, None)].into_iter(), &no_answer);
-            assert_eq!((gone.len(), why(&peers, &late)), (4, String::new()));
+            assert_eq!((gone.deltas.len(), why(&peers, &late)), (4, String::new()));
         }
     }
 
@@ -624,7 +554,7 @@ mod tests {
             assert!(why(&peers, &lease).contains(says), "{}: {}", lease.subnets, why(&peers, &lease));
         }
         put(&mut peers, &lease("10.1.9.0-24", 1, 1, 1));
-        assert_eq!(peers.ids.len(), 4, "the own lease is no peer");
+        assert_eq!(peers.roster.len(), 4, "the own lease is no peer");
         assert_eq!(peers.objects().count(), 0);
         let mut bad = Arc::unwrap_or_clone(lease("10.1.3.0-24", 1, 1, 1));
         bad.attrs.backend_data.v4 = None;
@@ -639,11 +569,14 @@ mod tests {
         put(&mut peers, &lease("10.1.2.0-24", 1, 2, 2));
         let eth0: LinkName = "eth0".parse().unwrap();
         let one = |address: IpAddr| Some((address == IpAddr::from([192, 0, 2, 1])).then_some(eth0));
-        assert_eq!(peers.recheck(Some("198.51.100.0/24".parse().unwrap()), &|_| panic!("asked")), vec![]);
-        let deltas = peers.recheck(Some("192.0.2.0/24".parse().unwrap()), &one);
+        assert_eq!(
+            peers.recheck(Some("198.51.100.0/24".parse().unwrap()), &|_| panic!("asked")).deltas,
+            vec![]
+        );
+        let deltas = peers.recheck(Some("192.0.2.0/24".parse().unwrap()), &one).deltas;
         assert_eq!(deltas.len(), 3, "one route changed, one fdb moved: {deltas:?}");
-        assert_eq!(peers.recheck(None, &one), vec![]);
-        assert_eq!(peers.recheck(None, &|_| None), vec![], "no answer is no news");
+        assert_eq!(peers.recheck(None, &one).deltas, vec![]);
+        assert_eq!(peers.recheck(None, &|_| None).deltas, vec![], "no answer is no news");
     }
 
     #[test]
@@ -720,7 +653,8 @@ mod tests {
                 if Some(lease.subnets) == peers.terms.own { continue; }
                 let old = leases.clone();
                 if there { leases.insert(lease); } else { leases.remove(&lease.subnets); }
-                for delta in peers.update(leases.changes_since(&old), &no_answer) {
+                let changed = peers.update(leases.changes_since(&old), &no_answer);
+                for delta in all(&mut peers, changed) {
                     prop_assert_eq!(objects.get(&delta.key), delta.before.as_ref());
                     match delta.after {
                         Some(object) => drop(objects.insert(delta.key, object)),
@@ -730,7 +664,8 @@ mod tests {
                 let believed: BTreeSet<Subnets> =
                     leases.iter().map(|l| l.subnets).filter(|s| !peers.disbelieved().contains_key(s)).collect();
                 prop_assert_eq!(believed, model(&leases, peers.terms.own));
-                prop_assert!(peers.objects().eq(objects.values()));
+                let defined: BTreeMap<Key, &Object> = peers.objects().map(|o| (o.key(), o)).collect();
+                prop_assert!(defined.into_values().eq(objects.values()));
             }
         }
     }

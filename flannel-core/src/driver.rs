@@ -315,6 +315,12 @@ impl Driver {
 
     /// Waits until there is something to do; false if there will be no more views.
     async fn wait(&mut self) -> bool {
+        if self.reconciler.as_ref().is_some_and(|reconciler| reconciler.has_fresh()) {
+            while let Ok(question) = self.questions.try_recv() {
+                self.answer(question);
+            }
+            return true;
+        }
         while self.arrived.is_none() {
             let deadline = self.deadline();
             tokio::select! {

@@ -5,7 +5,7 @@
 //! by distinct gateways take quadratic time, and a gateway that moves is one replacement of one object. (IPv6 is
 //! linear without them, and keeps its plain routes.)
 
-use std::collections::BTreeMap;
+use std::collections::HashMap;
 use std::net::IpAddr;
 
 use crate::address::{Family, Subnet};
@@ -84,13 +84,13 @@ fn fnv(hash: u64, bytes: &[u8]) -> u64 {
 #[derive(Debug)]
 pub(crate) struct Ids {
     block: NexthopBlock,
-    of: BTreeMap<Subnet, u32>,
-    dsts: BTreeMap<u32, Subnet>,
+    of: HashMap<Subnet, u32>,
+    dsts: HashMap<u32, Subnet>,
 }
 
 impl Ids {
     pub(crate) fn new(block: NexthopBlock) -> Self {
-        Self { block, of: BTreeMap::new(), dsts: BTreeMap::new() }
+        Self { block, of: HashMap::new(), dsts: HashMap::new() }
     }
 
     /// The destinations of routes in the kernel keep the ids that they have, wanted or not: until an unwanted route
@@ -122,6 +122,19 @@ impl Ids {
         Some(id)
     }
 
+    /// The id of a route by a gateway that nexthop objects help, from now on if it has none.
+    pub(crate) fn assign_to(&mut self, object: &Object) -> Option<u32> {
+        nexthop(object, 0)?;
+        let Object::Route(route) = object else { return None };
+        self.assign(route.dst)
+    }
+
+    /// The id that a route has.
+    pub(crate) fn of_route(&self, object: &Object) -> Option<u32> {
+        let Object::Route(route) = object else { return None };
+        self.of.get(&route.dst).copied()
+    }
+
     /// The id that the route with this key has.
     pub(crate) fn of(&self, key: &Key) -> Option<u32> {
         let Key::Route(dst) = key else { return None };
@@ -130,11 +143,6 @@ impl Ids {
 
     pub(crate) fn dst(&self, id: u32) -> Option<Subnet> {
         self.dsts.get(&id).copied()
-    }
-
-    /// All ids with their destinations, in the order of ids.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, Subnet)> {
-        self.dsts.iter().map(|(id, dst)| (*id, *dst))
     }
 
     pub(crate) fn retain(&mut self, mut keep: impl FnMut(u32, &Subnet) -> bool) {
@@ -266,7 +274,7 @@ mod tests {
         ) {
             let block = NexthopBlock { first: NexthopBlock::LOWEST };
             let mut ids = Ids::new(block);
-            let mut model = BTreeMap::new();
+            let mut model = HashMap::new();
             for (n, len, wanted) in steps {
                 let dst = Subnet::new(IpAddr::from([10, 1, n, 0]), len).unwrap();
                 if wanted {
@@ -277,7 +285,7 @@ mod tests {
                     ids.release(id);
                 }
                 prop_assert_eq!(&ids.of, &model);
-                let back: BTreeMap<Subnet, u32> = ids.iter().map(|(id, dst)| (dst, id)).collect();
+                let back: HashMap<Subnet, u32> = ids.dsts.iter().map(|(id, dst)| (*dst, *id)).collect();
                 prop_assert_eq!(back, model.clone());
             }
             let mut again = Ids::new(block);

@@ -7,26 +7,31 @@
 //! No task in here: the driver ([`KernelNetwork`](crate::KernelNetwork)) says when.
 
 use std::cell::RefCell;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::IpAddr;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::time::Instant;
 
 use crate::address::Subnet;
-use crate::admit::{Delta, Peers};
+use crate::admit::{Changed, Delta, Peers};
 use crate::kernel::{Culprit, Doubts, Kernel, KernelError, Owned, Report};
 use crate::lease::{LeaseSet, Origin, Subnets, View};
 use crate::ledger::Ledger;
 use crate::name::LinkName;
 use crate::nexthops::{Ids, NexthopBlock, nexthop};
-use crate::state::{Change, Key, Object, Route, State, Via, diff};
+use crate::roster::Id;
+use crate::state::{Change, Key, Object, Route, State, Via};
 use crate::status::{Damage, Explanation, Standing, Status};
 
 /// How many changes are handed to the kernel at once. More gains nothing (the kernel works at its own pace), and a
 /// stop waits for at most one batch.
 const BATCH: usize = 128;
+
+/// Of how many new peers the objects are put before anything else gets its turn. Bounds memory, and how long a repair
+/// waits while thousands of peers arrive.
+const ROUND: usize = 1024;
 
 /// Whom to suspect of additions is remembered for so many of them; the wanted objects bound the rest.
 const MOST_SUSPECTS: usize = 1024;
@@ -107,6 +112,8 @@ pub(crate) struct Reconciler {
     live: bool,
     /// Wanted objects that are not known to be in place, but for those that the kernel refused.
     put: BTreeMap<Key, Cause>,
+    /// New peers of which nothing was put yet, and when their leases were there. What they define is not in `put`.
+    fresh: VecDeque<(Id, Option<Instant>)>,
     /// Objects of ours that are not wanted and not known to be gone, but for those that the kernel kept.
     gone: BTreeMap<Key, (Object, Cause)>,
     /// What the kernel refused: not tried again until [`Reconciler::retry`] or a snapshot.
@@ -135,6 +142,7 @@ impl Reconciler {
             leases: LeaseSet::default(),
             live: false,
             put: BTreeMap::new(),
+            fresh: VecDeque::new(),
             gone: BTreeMap::new(),
             failed: BTreeMap::new(),
             suspects: BTreeMap::new(),
@@ -152,10 +160,10 @@ impl Reconciler {
     /// Takes in a newer view, which was there at `arrived`. Asks `kernel` what plans ask.
     pub(crate) fn view(&mut self, view: &View, arrived: Instant, kernel: &dyn Kernel) {
         let answers = Answers::new(kernel);
-        let deltas = self.peers.update(view.leases.changes_since(&self.leases), &|a| answers.on_link(a));
+        let changed = self.peers.update(view.leases.changes_since(&self.leases), &|a| answers.on_link(a));
         self.leases = view.leases.clone();
         self.live = matches!(view.origin, Origin::Live { .. });
-        self.take(deltas, Some(arrived));
+        self.take(changed, Some(arrived));
         self.take_unanswered(answers);
     }
 
@@ -166,8 +174,8 @@ impl Reconciler {
         let everything = stale.all.then_some(None);
         let parts = stale.under.into_iter().filter(|_| !stale.all).map(Some);
         for under in everything.into_iter().chain(parts) {
-            let deltas = self.peers.recheck(under, &|a| answers.on_link(a));
-            self.take(deltas, None);
+            let changed = self.peers.recheck(under, &|a| answers.on_link(a));
+            self.take(changed, None);
         }
         if stale.all {
             self.lookup_error = None;
@@ -195,7 +203,7 @@ impl Reconciler {
                     self.unread = Unread::Everything;
                 }
                 self.stale_facts.urgent |= self.owned.routes_on.contains(name);
-                self.stale_facts.all |= self.stale_facts.urgent || self.peers.relies_on(*name);
+                self.stale_facts.all |= self.stale_facts.urgent || self.peers.facts().rely_on(*name);
             }
             Doubts::Objects(reports, by) => {
                 reports.iter().for_each(|report| self.doubt_object(report, by.as_ref()));
@@ -211,7 +219,7 @@ impl Reconciler {
         let concerned = self.owned.concerns(&key);
         if let Key::Route(dst) = key
             && !concerned
-            && self.peers.asks_under(dst)
+            && self.peers.facts().are_under(dst)
         {
             self.stale_facts.under.insert(dst);
         }
@@ -257,7 +265,12 @@ impl Reconciler {
 
     /// There is work for [`Reconciler::settle`].
     pub(crate) fn is_unsettled(&self) -> bool {
-        self.is_unread() || !self.put.is_empty() || (self.live && !self.gone.is_empty())
+        self.is_unread() || !self.put.is_empty() || self.has_fresh() || (self.live && !self.gone.is_empty())
+    }
+
+    /// There are new peers of which nothing was put yet.
+    pub(crate) fn has_fresh(&self) -> bool {
+        !self.fresh.is_empty()
     }
 
     /// There is work that begins with a snapshot.
@@ -275,7 +288,8 @@ impl Reconciler {
         }
     }
 
-    /// Brings the kernel to what is wanted, as far as it lets us; what it refuses is in the status. Unless it
+    /// Brings the kernel to what is wanted, as far as it lets us; what it refuses is in the status. Of new peers it
+    /// puts so many as a round may take: while there [are more](Self::has_fresh), nothing is deleted. Unless it
     /// `may_read` the kernel, it does what can be done without. Blocks.
     ///
     /// # Errors
@@ -294,13 +308,15 @@ impl Reconciler {
                 // What leases brought needs no look at the kernel first.
                 let by_lease = |key: &Key| matches!(self.put.get(key), Some(Cause::Lease(_)));
                 let changes: Vec<Change> = self.puts(by_lease).collect();
-                return self.apply(kernel, gate, &changes);
+                self.apply(kernel, gate, &changes, None)?;
+                return self.put_fresh(kernel, gate);
             }
-            let links: Vec<Change> = self.puts(|key| matches!(key, Key::Link(_))).collect();
+            let links = self.put.keys().take_while(|key| matches!(key, Key::Link(_)));
+            let links: Vec<Change> = links.filter_map(|key| self.want(key)).map(Change::Put).collect();
             if links.is_empty() {
                 break;
             }
-            self.apply(kernel, gate, &links)?;
+            self.apply(kernel, gate, &links, None)?;
             let taken = links.iter().map(|change| change.object().key());
             let taken: Vec<Key> = taken.filter(|key| !self.ledger.failing().contains_key(key)).collect();
             for key in &taken {
@@ -313,14 +329,48 @@ impl Reconciler {
             }
             links_put.extend(taken);
         }
-        // Without its link nothing can be put; one failure in the status says more than ten thousand.
-        let missing = |link: LinkName| self.missing_links.contains(&link);
-        let on_missing_link = |key: &Key| self.want(key).and_then(|o| self.link_of(&o)).is_some_and(missing);
-        let mut changes: Vec<Change> = self.puts(|key| !on_missing_link(key)).collect();
-        if self.live {
-            changes.extend(self.gone.values().rev().map(|(object, _)| Change::Delete(object.clone())));
+        let changes: Vec<Change> =
+            self.puts(|_| true).filter(|change| !self.lacks_link(change.object())).collect();
+        self.apply(kernel, gate, &changes, None)?;
+        self.put_fresh(kernel, gate)?;
+        if !self.live || self.has_fresh() {
+            return Ok(());
         }
-        self.apply(kernel, gate, &changes)
+        let gone = self.gone.values().rev();
+        let changes: Vec<Change> = gone.map(|(object, _)| Change::Delete(object.clone())).collect();
+        self.apply(kernel, gate, &changes, None)
+    }
+
+    /// Without its link nothing can be put; one failure in the status says more than ten thousand.
+    fn lacks_link(&self, object: &Object) -> bool {
+        !self.missing_links.is_empty()
+            && self.link_of(object).is_some_and(|link| self.missing_links.contains(&link))
+    }
+
+    /// Puts what new peers define, as much of it as a round may take.
+    fn put_fresh(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
+        let Some((_, arrived)) = self.fresh.front().copied() else { return Ok(()) };
+        let mut changes = Vec::new();
+        for _ in 0..ROUND {
+            if self.fresh.front().is_none_or(|(_, at)| *at != arrived) {
+                break;
+            }
+            let Some((id, _)) = self.fresh.pop_front() else { break };
+            let objects = self.peers.take_fresh(id).unwrap_or_default();
+            expand(objects, self.ids.as_ref(), |object| changes.push(Change::Put(object)));
+        }
+        if !self.missing_links.is_empty() {
+            changes.retain(|change| {
+                let lacks = self.lacks_link(change.object());
+                if lacks {
+                    self.put.insert(change.object().key(), Cause::Lease(arrived));
+                }
+                !lacks
+            });
+        }
+        // The order of creation.
+        changes.sort_by_key(|change| change.object().kind());
+        self.apply(kernel, gate, &changes, Some(Cause::Lease(arrived)))
     }
 
     /// Something failed that did not fail when this was last asked.
@@ -359,27 +409,24 @@ impl Reconciler {
 
     /// The peer whose subnet holds `address`, and how what it wants stands.
     pub(crate) fn explain(&self, address: IpAddr) -> Option<Explanation> {
-        let (lease, believed, objects) = self.peers.holder_of(address)?;
+        let peer = self.peers.holder_of(address)?;
         let standing = |object: &Object| {
             let key = object.key();
-            if !believed {
+            if !peer.believed {
                 Standing::Unwanted
             } else if let Some(failure) = self.ledger.failing().get(&key) {
                 Standing::Failing(failure.clone())
-            } else if self.put.contains_key(&key) || self.unread == Unread::Everything {
+            } else if peer.fresh || self.put.contains_key(&key) || self.unread == Unread::Everything {
                 Standing::Pending
             } else {
                 Standing::InPlace
             }
         };
-        let nexthop_of =
-            |object: &Object| nexthop(object, self.ids.as_ref()?.of(&object.key())?).map(Object::from);
-        let nexthops = objects.iter().filter_map(nexthop_of);
-        let objects = nexthops.chain(objects.iter().map(|object| self.by_nexthop(object)));
-        let objects =
-            objects.map(|object| (standing(&object), object)).map(|(how, object)| (object, how)).collect();
-        let disbelief = self.peers.disbelieved().get(&lease.subnets).cloned();
-        Some(Explanation { lease, disbelief, objects })
+        let mut objects = Vec::new();
+        expand(&peer.objects, self.ids.as_ref(), |object| objects.push((standing(&object), object)));
+        let objects = objects.into_iter().map(|(how, object)| (object, how)).collect();
+        let disbelief = self.peers.disbelieved().get(&peer.lease.subnets).cloned();
+        Some(Explanation { lease: Arc::clone(&peer.lease), disbelief, objects })
     }
 
     /// The link that an object needs, directly or through its nexthop.
@@ -410,14 +457,6 @@ impl Reconciler {
         self.peers.object(key).map(|object| self.by_nexthop(object))
     }
 
-    /// All that is wanted, in the order of keys.
-    fn wanted(&self) -> impl Iterator<Item = Object> {
-        let ids = self.ids.iter().flat_map(Ids::iter);
-        let nexthops = ids.filter_map(|(id, _)| self.nexthop(id));
-        let peers = merge(nexthops, self.peers.objects().map(|object| self.by_nexthop(object)));
-        merge(self.base.iter().cloned(), peers)
-    }
-
     /// The nexthop object with this id that a peer's route needs.
     fn nexthop(&self, id: u32) -> Option<Object> {
         let dst = self.ids.as_ref()?.dst(id)?;
@@ -429,7 +468,8 @@ impl Reconciler {
         by_nexthop(object, self.ids.as_ref().and_then(|ids| ids.of(&object.key())))
     }
 
-    fn take(&mut self, deltas: Vec<Delta>, arrived: Option<Instant>) {
+    fn take(&mut self, changed: Changed, arrived: Option<Instant>) {
+        let Changed { deltas, fresh, unput } = changed;
         for Delta { key, before, after } in deltas {
             let old = self.ids.as_ref().and_then(|ids| ids.of(&key));
             let gains = after.as_ref().is_some_and(|object| nexthop(object, 0).is_some());
@@ -448,6 +488,32 @@ impl Reconciler {
                 after.map(|o| by_nexthop(&o, new)),
                 arrived,
             );
+        }
+        self.take_fresh(fresh, arrived);
+        self.take_unput(unput, arrived);
+    }
+
+    /// What peers define is to be put when it is their turn.
+    fn take_fresh(&mut self, fresh: Vec<Id>, arrived: Option<Instant>) {
+        for id in &fresh {
+            for object in self.peers.fresh_objects(*id).unwrap_or_default() {
+                let new = |ids: &mut Ids| ids.assign_to(object);
+                let id = self.ids.as_mut().and_then(new);
+                self.peer_objects += 1 + usize::from(id.is_some());
+            }
+        }
+        self.fresh.extend(fresh.into_iter().map(|id| (id, arrived)));
+    }
+
+    /// What was about to be put is still to be put if it is wanted now.
+    fn take_unput(&mut self, unput: Vec<Key>, arrived: Option<Instant>) {
+        for key in unput {
+            let nexthop = self.ids.as_ref().and_then(|ids| ids.of(&key)).map(Key::Nexthop);
+            for key in nexthop.into_iter().chain([key]) {
+                if self.want(&key).is_some() {
+                    self.put.entry(key).or_insert(Cause::Lease(arrived));
+                }
+            }
         }
     }
 
@@ -504,10 +570,8 @@ impl Reconciler {
         if !first {
             return;
         }
-        for object in self.peers.objects().filter(|object| nexthop(object, 0).is_some()) {
-            if let Object::Route(route) = object {
-                self.peer_objects += usize::from(ids.assign(route.dst).is_some());
-            }
+        for object in self.peers.objects() {
+            self.peer_objects += usize::from(ids.assign_to(object).is_some());
         }
     }
 
@@ -552,30 +616,39 @@ impl Reconciler {
         self.reads.done += 1;
         let (put, gone) = (std::mem::take(&mut self.put), std::mem::take(&mut self.gone));
         let failed = std::mem::take(&mut self.failed);
+        let put = self.sort_out_fresh(&actual, put);
         let cause = |key: &Key, damage| {
             let gone = || gone.get(key).map(|(_, cause)| *cause);
             let failed = || failed.get(key).map(|failed| failed.cause);
             let known = put.get(key).copied().or_else(gone).or_else(failed);
             known.unwrap_or(if first { Cause::Lease(None) } else { Cause::Doubt(damage) })
         };
-        for change in diff(self.wanted(), &actual) {
-            let key = change.object().key();
-            match change {
-                Change::Put(object) if links_put.contains(&key) => {
-                    let now = actual.get(&key).map_or_else(|| "absent".to_owned(), ToString::to_string);
-                    let detail = format!("the kernel did not take it over: it is now {now}");
-                    let error = KernelError::explained(EAGAIN, detail);
-                    self.failed
-                        .insert(key, Failed { cause: cause(&key, Damage::Modification), deletion: None });
-                    self.ledger.failed(&Change::Put(object), None, error);
-                }
-                Change::Put(_) => {
-                    let damage =
-                        if actual.get(&key).is_some() { Damage::Modification } else { Damage::Deletion };
-                    self.put.insert(key, cause(&key, damage));
-                }
-                Change::Delete(object) => {
-                    self.gone.insert(key, (object, cause(&key, Damage::Addition)));
+        let mut seen = 0;
+        for object in actual.iter() {
+            let key = object.key();
+            let Some(want) = self.want(&key) else {
+                self.gone.insert(key, (object.clone(), cause(&key, Damage::Addition)));
+                continue;
+            };
+            seen += 1;
+            if want == *object {
+                continue;
+            }
+            let cause = cause(&key, Damage::Modification);
+            if links_put.contains(&key) {
+                self.ignored(want, object.to_string(), cause);
+            } else {
+                self.put.insert(key, cause);
+            }
+        }
+        if seen < self.base.len() + self.peer_objects {
+            for object in self.absent(&actual) {
+                let key = object.key();
+                let cause = cause(&key, Damage::Deletion);
+                if links_put.contains(&key) {
+                    self.ignored(object, "absent".to_owned(), cause);
+                } else {
+                    self.put.insert(key, cause);
                 }
             }
         }
@@ -586,26 +659,79 @@ impl Reconciler {
         true
     }
 
-    /// Applies changes batch by batch.
-    fn apply(&mut self, kernel: &dyn Kernel, gate: &Gate, changes: &[Change]) -> Result<(), Closed> {
+    /// Of new peers only those stay fresh of which nothing is there. What others lack is noted in `put`.
+    fn sort_out_fresh(&mut self, actual: &State, mut put: BTreeMap<Key, Cause>) -> BTreeMap<Key, Cause> {
+        for (id, arrived) in std::mem::take(&mut self.fresh) {
+            let (mut some, mut lacking) = (false, Vec::new());
+            expand(self.peers.fresh_objects(id).unwrap_or_default(), self.ids.as_ref(), |object| {
+                let key = object.key();
+                let there = actual.get(&key);
+                some |= there.is_some();
+                if there != Some(&object) {
+                    lacking.push(key);
+                }
+            });
+            if some {
+                self.peers.take_fresh(id);
+                put.extend(lacking.into_iter().map(|key| (key, Cause::Lease(arrived))));
+            } else {
+                self.fresh.push_back((id, arrived));
+            }
+        }
+        put
+    }
+
+    /// Wanted objects that are not there, without those of fresh peers.
+    fn absent(&self, actual: &State) -> Vec<Object> {
+        let mut absent: Vec<Object> = Vec::new();
+        let mut look = |object: Object| {
+            if actual.get(&object.key()).is_none() {
+                absent.push(object);
+            }
+        };
+        self.base.iter().cloned().for_each(&mut look);
+        expand(self.peers.settled_objects(), self.ids.as_ref(), look);
+        absent
+    }
+
+    /// The kernel says nothing against a change of a link, and does not make it.
+    fn ignored(&mut self, want: Object, is: String, cause: Cause) {
+        let detail = format!("the kernel did not take it over: it is now {is}");
+        self.failed.insert(want.key(), Failed { cause, deletion: None });
+        self.ledger.failed(&Change::Put(want), None, KernelError::explained(EAGAIN, detail));
+    }
+
+    /// Applies changes batch by batch. `cause` is that of changes that are noted nowhere.
+    fn apply(
+        &mut self,
+        kernel: &dyn Kernel,
+        gate: &Gate,
+        changes: &[Change],
+        cause: Option<Cause>,
+    ) -> Result<(), Closed> {
         for batch in changes.chunks(BATCH) {
             let results = gate.pass(|| kernel.apply(&self.owned, batch)).ok_or(Closed)?;
             let now = Instant::now();
             for (change, result) in batch.iter().zip(results) {
-                self.record(change, result, now);
+                self.record(change, result, now, cause);
             }
         }
         Ok(())
     }
 
-    fn record(&mut self, change: &Change, result: Result<(), KernelError>, now: Instant) {
+    fn record(
+        &mut self,
+        change: &Change,
+        result: Result<(), KernelError>,
+        now: Instant,
+        cause: Option<Cause>,
+    ) {
         let object = change.object();
         let key = object.key();
         let put = self.put.remove(&key);
         let gone = self.gone.remove(&key).map(|(_, cause)| cause);
-        let cause = put.or(gone).unwrap_or(Cause::Lease(None));
+        let cause = put.or(gone).or(cause).unwrap_or(Cause::Lease(None));
         self.failed.remove(&key);
-        let peer = self.peer_of(&key);
         if let (Change::Delete(_), Ok(()), Key::Nexthop(id), Some(ids)) =
             (change, &result, key, &mut self.ids)
         {
@@ -614,6 +740,7 @@ impl Reconciler {
         match (result, cause) {
             (Err(error), cause) => {
                 let deletion = matches!(change, Change::Delete(_)).then(|| object.clone());
+                let peer = self.peer_of(&key);
                 self.failed.insert(key, Failed { cause, deletion });
                 self.ledger.failed(change, peer, error);
             }
@@ -623,6 +750,7 @@ impl Reconciler {
             }
             (Ok(()), Cause::Doubt(damage)) => {
                 self.ledger.clear(&key);
+                let peer = self.peer_of(&key);
                 self.ledger.repaired(object, damage, peer, self.suspects.remove(&key));
             }
         }
@@ -656,12 +784,17 @@ fn by_nexthop(object: &Object, id: Option<u32>) -> Object {
     }
 }
 
-/// Merges two sequences that are each in the order of keys.
-fn merge(a: impl Iterator<Item = Object>, b: impl Iterator<Item = Object>) -> impl Iterator<Item = Object> {
-    let (mut a, mut b) = (a.peekable(), b.peekable());
-    std::iter::from_fn(move || match (a.peek(), b.peek()) {
-        (Some(x), Some(y)) if y.key() < x.key() => b.next(),
-        (Some(_), _) => a.next(),
-        (None, _) => b.next(),
-    })
+/// What peers define as the kernel is to have it: each route by a gateway becomes one by its nexthop object.
+fn expand<'a>(
+    objects: impl IntoIterator<Item = &'a Object>,
+    ids: Option<&Ids>,
+    mut each: impl FnMut(Object),
+) {
+    for object in objects {
+        let id = ids.and_then(|ids| ids.of_route(object));
+        if let Some(nexthop) = id.and_then(|id| nexthop(object, id)) {
+            each(nexthop.into());
+        }
+        each(by_nexthop(object, id));
+    }
 }

@@ -3,7 +3,6 @@
 //! The one thing to know: an [`Object`]'s [`Key`] is what the kernel takes for its identity, and the order of
 //! keys is the order of creation (a route needs its nexthop, which needs its link). Deletion runs backwards.
 
-use std::borrow::Borrow;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
@@ -211,6 +210,18 @@ impl Object {
         }
     }
 
+    /// What kind of object it is.
+    pub(crate) fn kind(&self) -> ObjectKind {
+        match self {
+            Self::Link(_) => ObjectKind::Link,
+            Self::Addr(_) => ObjectKind::Addr,
+            Self::Neigh(_) => ObjectKind::Neigh,
+            Self::Fdb(_) => ObjectKind::Fdb,
+            Self::Nexthop(_) => ObjectKind::Nexthop,
+            Self::Route(_) => ObjectKind::Route,
+        }
+    }
+
     /// The device it vanishes with; `None` if it needs none, or if only its nexthop knows.
     pub fn link(&self) -> Option<LinkName> {
         match self {
@@ -392,7 +403,22 @@ impl State {
     ///
     /// Applying them to `actual` yields `self`; the diff of equal states is empty.
     pub fn diff(&self, actual: &Self) -> Vec<Change> {
-        diff(self.iter(), actual)
+        let mut changes = Vec::new();
+        let mut stale = Vec::new();
+        let mut there = actual.0.iter().peekable();
+        for object in self.iter() {
+            let key = object.key();
+            while let Some((_, old)) = there.next_if(|(there, _)| **there < key) {
+                stale.push(Change::Delete(old.clone()));
+            }
+            match there.next_if(|(there, _)| **there == key) {
+                Some((_, old)) if old == object => {}
+                _ => changes.push(Change::Put(object.clone())),
+            }
+        }
+        stale.extend(there.map(|(_, old)| Change::Delete(old.clone())));
+        changes.extend(stale.into_iter().rev());
+        changes
     }
 }
 
@@ -412,27 +438,6 @@ impl<O: Into<Object>> Extend<O> for State {
             self.insert(object);
         }
     }
-}
-
-/// [`State::diff`] for wanted objects that are not held in a [`State`]; they must come in the order of keys.
-pub(crate) fn diff(want: impl Iterator<Item: Borrow<Object>>, actual: &State) -> Vec<Change> {
-    let mut changes = Vec::new();
-    let mut stale = Vec::new();
-    let mut there = actual.0.iter().peekable();
-    for object in want {
-        let object = object.borrow();
-        let key = object.key();
-        while let Some((_, old)) = there.next_if(|(there, _)| **there < key) {
-            stale.push(Change::Delete(old.clone()));
-        }
-        match there.next_if(|(there, _)| **there == key) {
-            Some((_, old)) if old == object => {}
-            _ => changes.push(Change::Put(object.clone())),
-        }
-    }
-    stale.extend(there.map(|(_, old)| Change::Delete(old.clone())));
-    changes.extend(stale.into_iter().rev());
-    changes
 }
 
 #[cfg(test)]

@@ -1,0 +1,99 @@
+//! What plans asked of the kernel, and what they were told. The one thing to know: a fact is kept as long as a peer's
+//! plan relies on it, so that a changed answer plans those peers anew and no others.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use crate::address::Subnet;
+use crate::name::LinkName;
+use crate::plan::Answer;
+use crate::roster::Id;
+
+/// The facts that peers' plans rely on.
+#[derive(Debug, Default)]
+pub(crate) struct Facts {
+    facts: BTreeMap<IpAddr, Fact>,
+    /// How many facts say of a link that an address is on it.
+    relied: BTreeMap<LinkName, usize>,
+}
+
+#[derive(Debug, Default)]
+struct Fact {
+    /// What all who asked were told; `None` if not all were told the same.
+    told: Option<Option<LinkName>>,
+    asked_by: BTreeSet<Id>,
+}
+
+impl Fact {
+    fn tell(&mut self, told: Option<Option<LinkName>>, relied: &mut BTreeMap<LinkName, usize>) {
+        if let Some(link) = self.told.flatten() {
+            decrement(relied, &link);
+        }
+        self.told = told;
+        if let Some(link) = told.flatten() {
+            *relied.entry(link).or_default() += 1;
+        }
+    }
+}
+
+impl Facts {
+    /// Some plan asked about an address inside `subnet`.
+    pub(crate) fn are_under(&self, subnet: Subnet) -> bool {
+        self.facts.range(subnet.base()..=subnet.last()).next().is_some()
+    }
+
+    /// Some plan was told that an address is on this link.
+    pub(crate) fn rely_on(&self, link: LinkName) -> bool {
+        self.relied.contains_key(&link)
+    }
+
+    /// A peer's plan asked about an address.
+    pub(crate) fn asked(&mut self, address: IpAddr, told: Option<Option<LinkName>>, by: Id) {
+        let fact = self.facts.entry(address).or_default();
+        let first = fact.asked_by.is_empty();
+        let agreed = told.filter(|told| first || fact.told == Some(*told));
+        fact.tell(agreed, &mut self.relied);
+        fact.asked_by.insert(by);
+    }
+
+    /// A peer no longer relies on what is known of an address.
+    pub(crate) fn forget(&mut self, address: &IpAddr, by: Id) {
+        let Some(fact) = self.facts.get_mut(address) else { return };
+        fact.asked_by.remove(&by);
+        if fact.asked_by.is_empty() {
+            fact.tell(None, &mut self.relied);
+            self.facts.remove(address);
+        }
+    }
+
+    /// Asks again about addresses inside `under` (`None`: all); the peers whose plans were told otherwise.
+    pub(crate) fn recheck(&mut self, under: Option<Subnet>, on_link: &Answer<'_>) -> BTreeSet<Id> {
+        let mut again = BTreeSet::new();
+        let facts: Box<dyn Iterator<Item = (&IpAddr, &mut Fact)>> = match under {
+            Some(subnet) => Box::new(self.facts.range_mut(subnet.base()..=subnet.last())),
+            None => Box::new(self.facts.iter_mut()),
+        };
+        for (address, fact) in facts {
+            // Where the kernel cannot say, what it said last holds.
+            let Some(now) = on_link(*address) else { continue };
+            if fact.told != Some(now) {
+                fact.tell(Some(now), &mut self.relied);
+                again.extend(fact.asked_by.iter().copied());
+            }
+        }
+        again
+    }
+}
+
+/// Counts down, and forgets what is no longer there.
+pub(crate) fn decrement<K: Ord, N: From<u8> + std::ops::SubAssign + PartialEq>(
+    counts: &mut BTreeMap<K, N>,
+    key: &K,
+) {
+    if let Some(count) = counts.get_mut(key) {
+        *count -= N::from(1);
+        if *count == N::from(0) {
+            counts.remove(key);
+        }
+    }
+}
