@@ -4,6 +4,7 @@
 //! per family is held in one, so that IPv4, IPv6 and dual stack are the same code.
 
 use std::fmt;
+use std::hash::{Hash, Hasher};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::str::FromStr;
 
@@ -182,7 +183,7 @@ impl ParseError {
 /// Parsing is as strict as Go's `net.ParseCIDR` (no missing length, no `+`, no leading zeros) and masks
 /// host bits as flannel does: `10.1.2.3/16` is `10.1.0.0/16`. Ordered by family, then address, then length:
 /// a subnet stands directly before the subnets inside it.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Subnet(IpNetwork);
 
 impl Subnet {
@@ -352,6 +353,19 @@ impl fmt::Display for Subnet {
 impl fmt::Debug for Subnet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
+    }
+}
+
+/// One number for the hasher: hundreds of thousands of subnets are keys of maps.
+impl Hash for Subnet {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        match self.base() {
+            IpAddr::V4(base) => state.write_u64(u64::from(base.to_bits()) << 8 | u64::from(self.len())),
+            IpAddr::V6(base) => {
+                state.write_u128(base.to_bits());
+                state.write_u8(self.len());
+            }
+        }
     }
 }
 

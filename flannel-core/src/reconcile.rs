@@ -31,7 +31,7 @@ const BATCH: usize = 128;
 
 /// Of how many new peers the objects are put before anything else gets its turn. Bounds memory, and how long a repair
 /// waits while thousands of peers arrive.
-const ROUND: usize = 1024;
+const ROUND: usize = 4096;
 
 /// Whom to suspect of additions is remembered for so many of them; the wanted objects bound the rest.
 const MOST_SUSPECTS: usize = 1024;

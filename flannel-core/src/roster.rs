@@ -5,7 +5,7 @@
 //! slots and look there for what they are numbers of: a peer costs some hundred bytes, not a thousand.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::hash::{BuildHasher, Hash, RandomState};
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -40,16 +40,63 @@ pub(crate) struct Roster {
     hasher: RandomState,
     /// Every peer, by its subnets.
     ids: HashTable<Id>,
-    /// Every object of every peer, by its key: whose it is, and which of its objects.
-    claims: HashTable<(Id, u32)>,
+    /// Every object of every peer, by its key.
+    claims: HashTable<Claim>,
     /// Every subnet of every peer: a subnet stands right before those inside it.
     subnets: BTreeSet<(Subnet, Id)>,
     /// How many subnets there are of each length, so that a search for covering ones tries only those.
     lengths: BTreeMap<u8, usize>,
 }
 
-fn hash(hasher: &RandomState, value: &impl Hash) -> u64 {
-    hasher.hash_one(value)
+/// Somebody defines an object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Claim {
+    /// Of the object's key: neither a growing table nor a search looks into the slots of others.
+    hash: u32,
+    id: Id,
+    /// Which of the peer's objects.
+    nth: u32,
+}
+
+impl Claim {
+    /// Both ends of a table's hash must differ: one says where to look, the other whether to look closer.
+    fn spread(hash: u32) -> u64 {
+        u64::from(hash) << 32 | u64::from(hash)
+    }
+}
+
+/// The hash of a key, of which all is given to the hasher at once.
+fn hash_of(hasher: &RandomState, key: &Key) -> u32 {
+    let mut bytes = [0; 40];
+    let (kind, link, address) = match key {
+        Key::Link(link) => (0, Some(link), None),
+        Key::Addr(link, address) => (1, Some(link), Some(*address)),
+        Key::Neigh(link, address) => (2, Some(link), Some(*address)),
+        Key::Fdb(link, mac) => {
+            bytes[8..14].copy_from_slice(&mac.0);
+            (3, Some(link), None)
+        }
+        Key::Nexthop(id) => {
+            bytes[8..12].copy_from_slice(&id.to_ne_bytes());
+            (4, None, None)
+        }
+        Key::Route(dst) => {
+            bytes[1] = dst.len();
+            (5, None, Some(dst.base()))
+        }
+    };
+    bytes[0] = kind;
+    match address {
+        Some(IpAddr::V4(address)) => bytes[8..12].copy_from_slice(&address.octets()),
+        Some(IpAddr::V6(address)) => bytes[8..24].copy_from_slice(&address.octets()),
+        None => {}
+    }
+    let name = link.map_or("", |link| link.as_str()).as_bytes();
+    bytes[24..24 + name.len()].copy_from_slice(name);
+    let used = if name.is_empty() { 24 } else { bytes.len() };
+    let mut hasher = hasher.build_hasher();
+    hasher.write(&bytes[..used]);
+    hasher.finish() as u32
 }
 
 impl Roster {
@@ -72,16 +119,17 @@ impl Roster {
 
     pub(crate) fn id(&self, subnets: &Subnets) -> Option<Id> {
         let is_it = |id: &Id| self.peer(*id).is_some_and(|peer| peer.lease.subnets == *subnets);
-        self.ids.find(hash(&self.hasher, subnets), is_it).copied()
+        self.ids.find(self.hasher.hash_one(subnets), is_it).copied()
     }
 
     /// All peers whose plans define this object, with their definitions.
     pub(crate) fn claimants(&self, key: &Key) -> impl Iterator<Item = (Id, &Peer, &Object)> {
-        let key = *key;
-        self.claims.iter_hash(hash(&self.hasher, &key)).filter_map(move |(id, nth)| {
-            let peer = self.peer(*id)?;
-            let object = peer.objects.get(*nth as usize)?;
-            (object.key() == key).then_some((*id, peer, object))
+        let (key, hash) = (*key, hash_of(&self.hasher, key));
+        let alike = self.claims.iter_hash(Claim::spread(hash)).filter(move |claim| claim.hash == hash);
+        alike.filter_map(move |claim| {
+            let peer = self.peer(claim.id)?;
+            let object = peer.objects.get(claim.nth as usize)?;
+            (object.key() == key).then_some((claim.id, peer, object))
         })
     }
 
@@ -96,25 +144,18 @@ impl Roster {
     /// Puts a peer into a slot that [`Roster::next_id`] gave; says whether others define one of its objects.
     pub(crate) fn insert(&mut self, id: Id, peer: Peer) -> bool {
         let subnets = peer.lease.subnets;
-        self.slots[id as usize] = Some(peer);
-        let Self { slots, hasher, ids, claims, .. } = self;
-        let objects_of = |id: Id| slots[id as usize].as_ref().map_or(&[][..], |peer| &peer.objects);
-        let hash_of = |(id, nth): &(Id, u32)| {
-            objects_of(*id).get(*nth as usize).map_or(0, |object| hash(hasher, &object.key()))
-        };
         let mut shared = false;
-        for (nth, object) in objects_of(id).iter().enumerate() {
+        for (nth, object) in peer.objects.iter().enumerate() {
             let key = object.key();
-            let number = hash(hasher, &key);
-            let same = |(id, nth): &(Id, u32)| {
-                objects_of(*id).get(*nth as usize).is_some_and(|object| object.key() == key)
-            };
-            shared |= claims.find(number, same).is_some();
-            claims.insert_unique(number, (id, nth as u32), hash_of);
+            let claim = Claim { hash: hash_of(&self.hasher, &key), id, nth: nth as u32 };
+            shared = shared || self.claimants(&key).next().is_some();
+            self.claims.insert_unique(Claim::spread(claim.hash), claim, |claim| Claim::spread(claim.hash));
         }
+        self.slots[id as usize] = Some(peer);
+        let Self { slots, hasher, ids, .. } = self;
         let subnets_of = |id: &Id| slots[*id as usize].as_ref().map(|peer| peer.lease.subnets);
-        ids.insert_unique(hash(hasher, &subnets), id, |id| {
-            subnets_of(id).map_or(0, |subnets| hash(hasher, &subnets))
+        ids.insert_unique(hasher.hash_one(subnets), id, |id| {
+            subnets_of(id).map_or(0, |subnets| hasher.hash_one(subnets))
         });
         for subnet in subnets.iter() {
             self.subnets.insert((subnet, id));
@@ -127,12 +168,12 @@ impl Roster {
     pub(crate) fn remove(&mut self, id: Id) -> Option<Peer> {
         let peer = self.slots[id as usize].take()?;
         for (nth, object) in peer.objects.iter().enumerate() {
-            let claim = (id, nth as u32);
-            if let Ok(entry) = self.claims.find_entry(hash(&self.hasher, &object.key()), |c| *c == claim) {
+            let claim = Claim { hash: hash_of(&self.hasher, &object.key()), id, nth: nth as u32 };
+            if let Ok(entry) = self.claims.find_entry(Claim::spread(claim.hash), |other| *other == claim) {
                 entry.remove();
             }
         }
-        if let Ok(entry) = self.ids.find_entry(hash(&self.hasher, &peer.lease.subnets), |other| *other == id)
+        if let Ok(entry) = self.ids.find_entry(self.hasher.hash_one(peer.lease.subnets), |other| *other == id)
         {
             entry.remove();
         }
