@@ -5,7 +5,7 @@
 //! node alike. Only this node's own lease wins without that. Belief is recomputed for the leases that a
 //! change can touch, found through indexes: one change among 50,000 leases costs one lease.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -16,6 +16,7 @@ use crate::lease::{Lease, Revision, Subnets};
 use crate::listing::Listing;
 use crate::network::Disbelief;
 use crate::plan::{Answer, Env, Plan, Rejected};
+use crate::remarks::Remarks;
 use crate::roster::{Id, Peer, Roster};
 use crate::state::{Key, Object, Route, Via};
 
@@ -58,11 +59,8 @@ pub(crate) struct Peers {
     plan: Box<Plan>,
     roster: Roster,
     facts: Facts,
-    publics: HashMap<IpAddr, u32>,
     disbelieved: Listing<Subnets, Disbelief>,
-    /// What plans remarked.
-    remarked: BTreeMap<Subnets, Vec<String>>,
-    remarks: Listing<String>,
+    remarks: Remarks,
 }
 
 /// The work of one update.
@@ -81,16 +79,14 @@ struct Update {
 
 impl Peers {
     pub(crate) fn new(terms: Terms, plan: Box<Plan>) -> Self {
-        let publics = terms.public.values().map(|address| (*address, 1)).collect();
+        let remarks = Remarks::new(&terms.public);
         Self {
             terms,
             plan,
             roster: Roster::default(),
             facts: Facts::default(),
-            publics,
             disbelieved: Listing::default(),
-            remarked: BTreeMap::new(),
-            remarks: Listing::default(),
+            remarks,
         }
     }
 
@@ -138,7 +134,7 @@ impl Peers {
     /// What is in order but worth knowing: public addresses that several nodes use, this one included (which is in
     /// order only behind some kinds of NAT), and what plans remarked.
     pub(crate) fn remarks(&self) -> &Listing<String> {
-        &self.remarks
+        self.remarks.listing()
     }
 
     /// The believed peer that defines an object.
@@ -199,17 +195,9 @@ impl Peers {
         }
         keep_first_of_each_key(&mut objects);
         let (asked, remarks) = env.into_parts();
-        if !remarks.is_empty() {
-            for remark in &remarks {
-                self.remarks.insert(remark_of(lease.subnets, remark), ());
-            }
-            self.remarked.insert(lease.subnets, remarks);
-        }
+        self.remarks.joined(&lease, remarks);
         for (address, told) in &asked {
             self.facts.asked(*address, *told, id);
-        }
-        for address in lease.attrs.public.values() {
-            self.count_public(*address, true);
         }
         let peer = Peer {
             lease,
@@ -234,37 +222,12 @@ impl Peers {
         if peer.fresh {
             update.unput.extend(peer.objects.iter().map(Object::key));
         }
-        for address in peer.lease.attrs.public.values() {
-            self.count_public(*address, false);
-        }
+        self.remarks.left(&peer.lease);
         for address in &peer.asked {
             self.facts.forget(address, id);
         }
         self.disbelieved.remove(&peer.lease.subnets);
-        for remark in self.remarked.remove(&peer.lease.subnets).into_iter().flatten() {
-            self.remarks.remove(&remark_of(peer.lease.subnets, &remark));
-        }
         update.vacated.push(id);
-    }
-
-    /// Counts one more or one less node with a public address, and remarks on it if it is not alone.
-    fn count_public(&mut self, address: IpAddr, more: bool) {
-        let count = self.publics.entry(address).or_insert(0);
-        let before = *count;
-        *count = if more { before + 1 } else { before.saturating_sub(1) };
-        let now = *count;
-        if now == 0 {
-            self.publics.remove(&address);
-        }
-        let own = self.terms.public.values().any(|own| *own == address);
-        let own = if own { ", this one among them" } else { "" };
-        let remark = |count: u32| format!("{count} nodes share the public address {address}{own}");
-        if before > 1 {
-            self.remarks.remove(&remark(before));
-        }
-        if now > 1 {
-            self.remarks.insert(remark(now), ());
-        }
     }
 
     /// What the plan makes of the part of a lease that is ours to believe: the enabled families. No plan may claim
@@ -414,10 +377,6 @@ impl Peers {
             self.touch(object.key(), update);
         }
     }
-}
-
-fn remark_of(subnets: Subnets, remark: &str) -> String {
-    format!("the lease {subnets}: {remark}")
 }
 
 /// Of several objects with one key the first counts.
@@ -606,8 +565,7 @@ mod tests {
     #[test]
     fn shared_public_addresses_are_remarked() {
         let mut peers = peers(None);
-        peers.publics.insert([192, 0, 2, 1].into(), 1);
-        peers.terms.public.v4 = Some([192, 0, 2, 1].into());
+        peers.remarks = Remarks::new(&[IpAddr::from([192, 0, 2, 1])].into_iter().collect());
         put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
         let own = "2 nodes share the public address 192.0.2.1, this one among them";
         assert_eq!(peers.remarks().keys().collect::<Vec<_>>(), [own]);

@@ -21,6 +21,7 @@ mod nexthops;
 mod pace;
 mod plan;
 mod reconcile;
+mod remarks;
 mod roster;
 mod state;
 mod status;

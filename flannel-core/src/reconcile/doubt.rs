@@ -1,0 +1,91 @@
+//! Doubting: what the kernel says has changed, and what that may mean for us.
+
+use super::{Cause, Reconciler, Unread};
+use crate::kernel::{Culprit, Doubts, Report};
+use crate::state::Key;
+use crate::status::Damage;
+
+/// Whom to suspect of additions is remembered for so many of them; the wanted objects bound the rest.
+const MOST_SUSPECTS: usize = 1024;
+
+impl Reconciler {
+    pub(crate) fn has_urgent_facts(&self) -> bool {
+        self.stale_facts.urgent
+    }
+
+    pub(crate) fn has_stale_facts(&self) -> bool {
+        self.stale_facts.all || !self.stale_facts.under.is_empty()
+    }
+
+    /// Takes in news from the kernel.
+    pub(crate) fn doubt(&mut self, doubts: &Doubts) {
+        match doubts {
+            Doubts::Everything => {
+                self.unread = Unread::Everything;
+                self.stale_facts.all = true;
+            }
+            Doubts::Link(name) => {
+                if self.owned.links.contains(name) || self.owned.routes_on.contains(name) {
+                    self.unread = Unread::Everything;
+                }
+                self.stale_facts.urgent |= self.owned.routes_on.contains(name);
+                self.stale_facts.all |= self.stale_facts.urgent || self.peers.facts().rely_on(*name);
+            }
+            Doubts::Objects(reports, by) => {
+                reports.iter().for_each(|report| self.doubt_object(report, by.as_ref()));
+            }
+        }
+    }
+
+    fn doubt_object(&mut self, report: &Report, by: Option<&Culprit>) {
+        let key = match report {
+            Report::Now(object) => object.key(),
+            Report::Other(key) | Report::Beside(key) | Report::Gone(key) => *key,
+        };
+        let concerned = self.owned.concerns(&key);
+        if let Key::Route(dst) = key
+            && !concerned
+            && self.peers.facts().are_under(dst)
+        {
+            self.stale_facts.under.insert(dst);
+        }
+        match (self.want(&key), report) {
+            (_, Report::Beside(_)) => {}
+            // Says what we want to hear: no reason for doubt (and none for trust: a doubt stays one).
+            (Some(want), Report::Now(object)) if want == *object => {}
+            (Some(_), Report::Gone(_)) => {
+                // Its routes went with it, without a word about each.
+                if let Key::Nexthop(id) = key {
+                    let dst = self.ids.as_ref().and_then(|ids| ids.dst(id));
+                    // One that a plan defined has routes that the plan defined too.
+                    let routes = dst.map(|dst| vec![Key::Route(dst)]).or_else(|| self.peers.routes_by(&key));
+                    if routes.is_none() {
+                        self.unread = Unread::Everything;
+                    }
+                    for route in routes.into_iter().flatten() {
+                        self.suspect(route, Damage::Deletion, by);
+                    }
+                }
+                self.suspect(key, Damage::Deletion, by);
+            }
+            (Some(_), _) => self.suspect(key, Damage::Modification, by),
+            // Ours to remove, if it is one that a snapshot shows as ours.
+            (None, Report::Now(object)) if concerned && self.owned.may_own(object) => {
+                self.unread = self.unread.max(Unread::Additions);
+                if let Some(by) = by.filter(|_| self.suspects.len() < MOST_SUSPECTS + self.put.len()) {
+                    self.suspects.insert(key, by.clone());
+                }
+            }
+            (None, _) => {}
+        }
+    }
+
+    /// A wanted object is in doubt.
+    fn suspect(&mut self, key: Key, damage: Damage, by: Option<&Culprit>) {
+        let known = self.failed.remove(&key).map(|failed| failed.cause);
+        self.put.entry(key).or_insert_with(|| known.unwrap_or(Cause::Doubt(damage)));
+        if let Some(by) = by {
+            self.suspects.insert(key, by.clone());
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! Reading: a snapshot tells what is to be done, and which ids nexthop objects have.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use tokio::time::Instant;
+
+use super::{Cause, Failed, Reconciler, Unread, expand};
+use crate::address::Subnet;
+use crate::kernel::{Kernel, KernelError};
+use crate::nexthops::{Ids, NexthopBlock, nexthop};
+use crate::state::{Change, Key, Object, State};
+use crate::status::Damage;
+
+const EAGAIN: i32 = 11;
+
+impl Reconciler {
+    /// Chooses the ids of nexthop objects, once: before the first snapshot, which depends on them.
+    fn choose_ids(&mut self, kernel: &dyn Kernel) -> Result<(), KernelError> {
+        if self.reads.done > 0 {
+            return Ok(());
+        }
+        let (block, there) = NexthopBlock::choose(kernel, &self.owned)?;
+        self.owned.nexthops = block;
+        self.ids = block.filter(|_| there.usable).map(Ids::new);
+        Ok(())
+    }
+
+    /// Lets destinations keep the ids that they have in the kernel, and at first gives ids to those that have none.
+    fn adopt_ids(&mut self, actual: &State) {
+        let Some(ids) = &mut self.ids else { return };
+        let (first, peers) = (self.reads.done == 0, &self.peers);
+        let wanted = |dst: &Subnet| peers.object(&Key::Route(*dst)).is_some_and(|o| nexthop(o, 0).is_some());
+        ids.adopt(actual, |dst| first || !wanted(dst));
+        if !first {
+            return;
+        }
+        for object in self.peers.objects() {
+            self.peer_objects += usize::from(ids.assign_to(object).is_some());
+        }
+    }
+
+    /// Forgets the ids of destinations that are neither wanted nor waiting to be deleted.
+    fn release_ids(&mut self) {
+        let Some(ids) = &mut self.ids else { return };
+        let (peers, gone, failed) = (&self.peers, &self.gone, &self.failed);
+        ids.retain(|id, dst| {
+            let route = Key::Route(*dst);
+            let wanted = peers.object(&route).is_some_and(|object| nexthop(object, id).is_some());
+            let waits = |key: &Key| gone.contains_key(key) || failed.contains_key(key);
+            wanted || waits(&route) || waits(&Key::Nexthop(id))
+        });
+    }
+
+    /// Reads the kernel and finds out what is to be done; false if it could not be read.
+    ///
+    /// A link in `links_put` that still is not as wanted is one that the kernel keeps as it is: say so
+    /// instead of putting it for ever.
+    pub(super) fn read(&mut self, kernel: &dyn Kernel, links_put: &BTreeSet<Key>) -> bool {
+        let started = Instant::now();
+        let actual = self.choose_ids(kernel).and_then(|()| kernel.snapshot(&self.owned));
+        self.reads.tries += 1;
+        self.reads.took += started.elapsed();
+        let actual = match actual {
+            Ok(actual) => actual,
+            Err(error) => {
+                self.kernel_error = Some(error);
+                return false;
+            }
+        };
+        self.kernel_error = None;
+        self.unread = Unread::Nothing;
+        let absent = |object: &Object| match object {
+            Object::Link(link) => actual.get(&object.key()).is_none().then_some(link.name),
+            _ => None,
+        };
+        self.missing_links = self.base.iter().filter_map(absent).collect();
+        self.adopt_ids(&actual);
+        // What is there before anything was put is what a predecessor left.
+        let first = self.reads.done == 0;
+        self.reads.done += 1;
+        let (put, gone) = (std::mem::take(&mut self.put), std::mem::take(&mut self.gone));
+        let failed = std::mem::take(&mut self.failed);
+        let put = self.sort_out_fresh(&actual, put);
+        let cause = |key: &Key, damage| {
+            let gone = || gone.get(key).map(|(_, cause)| *cause);
+            let failed = || failed.get(key).map(|failed| failed.cause);
+            let known = put.get(key).copied().or_else(gone).or_else(failed);
+            known.unwrap_or(if first { Cause::Lease(None) } else { Cause::Doubt(damage) })
+        };
+        let mut seen = 0;
+        for object in actual.iter() {
+            let key = object.key();
+            let Some(want) = self.want(&key) else {
+                self.gone.insert(key, (object.clone(), cause(&key, Damage::Addition)));
+                continue;
+            };
+            seen += 1;
+            if want == *object {
+                continue;
+            }
+            let cause = cause(&key, Damage::Modification);
+            if links_put.contains(&key) {
+                self.ignored(want, &object.to_string(), cause);
+            } else {
+                self.put.insert(key, cause);
+            }
+        }
+        if seen < self.base.len() + self.peer_objects {
+            for object in self.absent(&actual) {
+                let key = object.key();
+                let cause = cause(&key, Damage::Deletion);
+                if links_put.contains(&key) {
+                    self.ignored(object, "absent", cause);
+                } else {
+                    self.put.insert(key, cause);
+                }
+            }
+        }
+        self.release_ids();
+        let (put, gone) = (&self.put, &self.gone);
+        self.ledger.keep_failing(|k| put.contains_key(k) || gone.contains_key(k) || links_put.contains(k));
+        self.suspects.retain(|key, _| put.contains_key(key) || gone.contains_key(key));
+        true
+    }
+
+    /// Of new peers only those stay fresh of which nothing is there. What others lack is noted in `put`.
+    fn sort_out_fresh(&mut self, actual: &State, mut put: BTreeMap<Key, Cause>) -> BTreeMap<Key, Cause> {
+        for (id, arrived) in std::mem::take(&mut self.fresh) {
+            let (mut some, mut lacking) = (false, Vec::new());
+            expand(self.peers.fresh_objects(id).unwrap_or_default(), self.ids.as_ref(), |object| {
+                let key = object.key();
+                let there = actual.get(&key);
+                some |= there.is_some();
+                if there != Some(&object) {
+                    lacking.push(key);
+                }
+            });
+            if some {
+                self.peers.take_fresh(id);
+                put.extend(lacking.into_iter().map(|key| (key, Cause::Lease(arrived))));
+            } else {
+                self.fresh.push_back((id, arrived));
+            }
+        }
+        put
+    }
+
+    /// Wanted objects that are not there, without those of fresh peers.
+    fn absent(&self, actual: &State) -> Vec<Object> {
+        let mut absent: Vec<Object> = Vec::new();
+        let mut look = |object: Object| {
+            if actual.get(&object.key()).is_none() {
+                absent.push(object);
+            }
+        };
+        self.base.iter().cloned().for_each(&mut look);
+        expand(self.peers.settled_objects(), self.ids.as_ref(), look);
+        absent
+    }
+
+    /// The kernel says nothing against a change of a link, and does not make it.
+    fn ignored(&mut self, want: Object, is: &str, cause: Cause) {
+        let detail = format!("the kernel did not take it over: it is now {is}");
+        self.failed.insert(want.key(), Failed { cause, deletion: None });
+        self.ledger.failed(&Change::Put(want), None, KernelError::explained(EAGAIN, detail));
+    }
+}
