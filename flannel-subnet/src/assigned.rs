@@ -84,7 +84,7 @@ impl SubnetManager for AssignedManager {
         Ok(Hints {
             public: own.lease.attrs.public,
             previous: Some(own.lease.subnets),
-            last_published: Some(own.lease.attrs),
+            last_published: Some(own.lease.attrs.clone()),
             lapsed: None,
         })
     }
@@ -101,7 +101,7 @@ impl SubnetManager for AssignedManager {
             )));
         };
         self.check(&own.lease.subnets, &own.lease.attrs, &attrs)?;
-        Ok(own.lease)
+        Ok(Arc::unwrap_or_clone(own.lease))
     }
 
     /// Nothing can be published but what is written already.

@@ -269,7 +269,7 @@ impl EtcdRegistry {
                 since: revision(kv.create_revision()),
                 revision: revision(kv.mod_revision()),
             };
-            return Ok(Ok(Entry { lease, mark: tenure.map(|tenure| tenure.mark) }));
+            return Ok(Ok(Entry { lease: lease.into(), mark: tenure.map(|tenure| tenure.mark) }));
         }
     }
 }

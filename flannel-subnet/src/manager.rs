@@ -299,7 +299,7 @@ impl LocalManager {
     /// Remembers what was written or confirmed as ours.
     pub(crate) fn settle(&self, entry: Entry, term: Option<Term>) -> Lease {
         let term = term.filter(|_| entry.mark.is_some());
-        let mut lease = entry.lease;
+        let mut lease = Arc::unwrap_or_clone(entry.lease);
         lease.expires = term.map(|term| {
             let left = term.end().saturating_sub(self.clock.boottime());
             self.clock.wall() + left

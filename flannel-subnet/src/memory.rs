@@ -203,7 +203,7 @@ impl Inner {
             Ok((subnets, attrs)) => {
                 let (since, revision) = (Revision(stored.since), Revision(stored.revision));
                 let lease = Lease { subnets, attrs, expires: None, since, revision };
-                Now::Held(Entry { lease, mark: stored.mark })
+                Now::Held(Entry { lease: lease.into(), mark: stored.mark })
             }
             Err(reason) => Now::Unreadable(reason),
         }

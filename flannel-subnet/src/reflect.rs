@@ -181,8 +181,8 @@ impl Shared {
 }
 
 /// Keeps the very same lease where the value is the same, so that comparing sets stays cheap.
-fn insert(leases: &mut LeaseSet, lease: &Lease) {
-    if leases.get(&lease.subnets).is_none_or(|old| **old != *lease) {
-        leases.insert(lease.clone());
+fn insert(leases: &mut LeaseSet, lease: &Arc<Lease>) {
+    if leases.get(&lease.subnets).is_none_or(|old| old != lease) {
+        leases.insert(Arc::clone(lease));
     }
 }

@@ -5,6 +5,7 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -59,8 +60,8 @@ pub struct Tenure {
 /// A lease as a store holds it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// The lease; its `expires` is always `None`.
-    pub lease: Lease,
+    /// The lease; its `expires` is always `None`. Shared, so that who keeps it keeps no copy of it.
+    pub lease: Arc<Lease>,
     /// Who holds it; `None` for a reservation, which never expires.
     pub mark: Option<Mark>,
 }

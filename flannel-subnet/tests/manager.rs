@@ -237,7 +237,7 @@ async fn a_lease_that_somebody_made_unreadable_is_put_back_at_the_next_renewal()
     registry.put_raw(&key.to_string(), "not json", None);
     tokio::time::sleep(DAY).await;
     let entry = registry.entry(&key).await.unwrap().unwrap();
-    assert_eq!((entry.mark, entry.lease.attrs), (Some(Mark(1)), held.lease.attrs.clone()));
+    assert_eq!((entry.mark, entry.lease.attrs.clone()), (Some(Mark(1)), held.lease.attrs.clone()));
     assert!(matches!(held.manager.ownership(), Ownership::For(_)));
     assert!(!held.task.is_finished());
 }
@@ -355,7 +355,7 @@ async fn what_others_write_over_our_attributes_is_put_back_but_what_we_publish_s
     let us = attrs(&["192.0.2.1"]);
     let held = hold(node(&registry, 1), &us).await;
     let subnets = held.lease.subnets;
-    let stored = async || registry.entry(&subnets).await.unwrap().unwrap().lease.attrs;
+    let stored = async || registry.entry(&subnets).await.unwrap().unwrap().lease.attrs.clone();
 
     registry.put_raw(&subnets.to_string(), &other_data(&us).to_json(), tenure(1));
     until(Duration::from_secs(1), "put back", async || stored().await == us).await;

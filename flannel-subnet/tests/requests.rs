@@ -48,7 +48,7 @@ fn entry(mark: Option<u64>) -> Entry {
         since: Revision(1),
         revision: Revision(7),
     };
-    Entry { lease, mark: mark.map(Mark) }
+    Entry { lease: lease.into(), mark: mark.map(Mark) }
 }
 
 /// A store with a config and these leases, listed once; everything else must be expected.
@@ -99,7 +99,7 @@ async fn a_take_over_is_one_compare_and_swap_at_the_revision_that_was_read() {
 /// The same with other subnets.
 fn at(subnets: Subnets, mark: u64) -> Entry {
     let entry = entry(Some(mark));
-    Entry { lease: Lease { subnets, ..entry.lease }, ..entry }
+    Entry { lease: Lease { subnets, ..Lease::clone(&entry.lease) }.into(), ..entry }
 }
 
 #[tokio::test]
@@ -122,7 +122,7 @@ async fn a_lost_race_costs_one_request_more() {
         move |subnets, _, _| match lost.set(*subnets) {
             Ok(()) => {
                 let mut other = at(*subnets, 2);
-                other.lease.attrs.public =
+                Arc::make_mut(&mut other.lease).attrs.public =
                     ["192.0.2.2".parse::<std::net::IpAddr>().unwrap()].into_iter().collect();
                 Ok(Err(Listing { entries: vec![other], ..Listing::default() }))
             }
@@ -170,7 +170,7 @@ async fn hold(mut store: MockStore, listed: Vec<Entry>) -> LeaseEnd {
     store.expect_watch().times(1).returning(|_| Ok(Box::new(Silence)));
     let clock = TokioClock::new();
     let identity = Identity { mark: Mark(1), previous: None, local_addresses: Vec::new() };
-    let held = Lease { expires: Some(clock.wall()), ..entry(Some(1)).lease };
+    let held = Lease { expires: Some(clock.wall()), ..Lease::clone(&entry(Some(1)).lease) };
     let manager = LocalManager::with_clock(Arc::new(store), identity, Arc::new(clock));
     manager.hold_lease(&held).await.unwrap()
 }

@@ -63,7 +63,7 @@ impl LeaseFile {
         // What expires has a holder, even if nobody can be it.
         let mark = ttl.map(|_| mark.unwrap_or(Mark(0)));
         let lease = Lease { subnets, attrs, expires: None, since: Revision(0), revision: revision(text) };
-        Ok(Self { entry: Entry { lease, mark }, ttl: ttl.map(Duration::from_secs) })
+        Ok(Self { entry: Entry { lease: lease.into(), mark }, ttl: ttl.map(Duration::from_secs) })
     }
 
     /// When it expires, given when the file was modified; `None`: never.

@@ -60,7 +60,7 @@ pub(super) fn read(key: &str, kv: &KeyValue) -> Result<Entry, String> {
     let attrs = LeaseAttrs::from_json(value).map_err(|error| error.to_string())?;
     let (since, revision) = (revision(kv.create_revision()), revision(kv.mod_revision()));
     let mark = (kv.lease() != 0).then(|| Mark(kv.lease().cast_unsigned()));
-    Ok(Entry { lease: Lease { subnets, attrs, expires: None, since, revision }, mark })
+    Ok(Entry { lease: Lease { subnets, attrs, expires: None, since, revision }.into(), mark })
 }
 
 pub(super) fn revision(revision: i64) -> Revision {
