@@ -100,7 +100,7 @@ async fn a_reservation_stays_one() {
     let lease = manager.acquire_lease(&changed).await.unwrap();
     assert_eq!((lease.subnets, lease.expires), (key("10.1.7.0-24"), None));
     let entry = registry.entry(&lease.subnets).await.unwrap().unwrap();
-    assert_eq!((entry.mark, entry.lease.attrs), (None, changed));
+    assert_eq!((entry.mark, entry.lease.attrs.clone()), (None, changed));
 }
 
 #[tokio::test]
