@@ -16,9 +16,11 @@ use crate::state::{Change, Key, Object};
 /// stop waits for at most one batch.
 const BATCH: usize = 128;
 
-/// Of how many new peers the objects are put before anything else gets its turn. Bounds memory, and how long a repair
-/// waits while thousands of peers arrive.
-const ROUND: usize = 4096;
+/// The objects of so many new peers are put at once: bounds memory. …
+const GROUP: usize = 512;
+/// … And so many groups are put before anything else gets its turn: bounds how long a repair waits while thousands of
+/// peers arrive.
+const ROUND: usize = 8;
 
 /// Lets batches through until it is closed; closing waits for the batch in hand.
 #[derive(Debug, Default)]
@@ -104,9 +106,13 @@ impl Reconciler {
 
     /// Puts what new peers define, as much of it as a round may take.
     fn put_fresh(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
+        (0..ROUND).try_for_each(|_| self.put_group(kernel, gate))
+    }
+
+    fn put_group(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
         let Some((_, arrived)) = self.fresh.front().copied() else { return Ok(()) };
-        let mut changes = Vec::new();
-        for _ in 0..ROUND {
+        let mut changes = Vec::with_capacity(4 * GROUP.min(self.fresh.len()));
+        for _ in 0..GROUP {
             if self.fresh.front().is_none_or(|(_, at)| *at != arrived) {
                 break;
             }
