@@ -501,6 +501,19 @@ mod tests {
     }
 
     #[test]
+    fn of_a_peer_that_changes_before_its_turn_everything_is_still_to_be_put() {
+        let mut peers = peers(None);
+        let (first, moved) = (lease("10.1.1.0-24", 1, 1, 1), lease("10.1.1.0-24", 1, 2, 1));
+        let changed = peers.update([(first.subnets, Some(&first))].into_iter(), &no_answer);
+        assert_eq!((changed.deltas, changed.fresh.len(), changed.unput), (vec![], 1, vec![]));
+        let changed = peers.update([(moved.subnets, Some(&moved))].into_iter(), &no_answer);
+        assert_eq!((changed.deltas.len(), changed.fresh.len()), (1, 0), "the route is the same");
+        assert_eq!(changed.unput.len(), 2, "and was never put");
+        let changed = peers.update([(first.subnets, Some(&first))].into_iter(), &no_answer);
+        assert_eq!((changed.deltas.len(), changed.unput), (1, vec![]));
+    }
+
+    #[test]
     fn objections() {
         let mut peers = peers(Some("10.1.9.0-24"));
         for (lease, says) in [

@@ -206,6 +206,26 @@ async fn one_peer_among_thousands_costs_one_peer() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn leases_that_change_while_thousands_arrive_are_followed() {
+    const PEERS: u16 = 9_000;
+    let mut world = World::new(0).await;
+    (1..PEERS).for_each(|n| world.view.leases.insert(lease(n, public(n), 1)));
+    world.change(PEERS, Some(public(PEERS)));
+    // Taken in, but the last ones have not had their turn.
+    world.when(|status| status.peers == usize::from(PEERS)).await;
+    let other: IpAddr = [203, 0, 113, 7].into();
+    world.change(PEERS, Some(other));
+    world.change(PEERS - 1, None);
+    let status = world.when(|status| status.in_sync && status.peers == usize::from(PEERS) - 1).await;
+    let state = world.kernel.state();
+    let there = |object: &Object| state.get(&object.key()) == Some(object);
+    assert!(objects(PEERS, other).iter().all(there), "moved");
+    assert!(!objects(PEERS - 1, public(PEERS - 1)).iter().any(there), "gone");
+    assert!((1..PEERS - 1).all(|n| objects(n, public(n)).iter().all(there)), "all others");
+    assert_eq!((status.objects, status.repaired), (2 + 4 * (usize::from(PEERS) - 1), 0));
+}
+
+#[tokio::test(start_paused = true)]
 async fn one_repair_among_thousands_costs_one_object_and_names_victim_and_culprit() {
     let world = World::new(2_000).await;
     let [neigh, fdb, nexthop, route] = objects(700, public(700));
