@@ -13,6 +13,7 @@ use std::time::Duration;
 use clap::{CommandFactory, FromArgMatches, Parser};
 use flannel_core::{Dual, Family};
 
+use crate::control::ControlFlags;
 use crate::error::Error;
 #[cfg(feature = "etcd")]
 use crate::etcd::EtcdFlags;
@@ -83,6 +84,10 @@ pub struct Options {
     /// What becomes of packets between pods and the rest of the world.
     #[command(flatten)]
     pub firewall: FirewallFlags,
+
+    /// Where the daemon can be asked how it is.
+    #[command(flatten)]
+    pub control: ControlFlags,
 
     /// What to log: error, warn, info, debug, trace, or a filter such as info,flannel_core=debug
     #[arg(long, value_name = "FILTER", default_value = "info")]

@@ -70,6 +70,14 @@ pub enum Error {
     /// There is nothing to masquerade with.
     #[error("--ip-masq: {0}")]
     Firewall(#[from] flannel_firewall::Error),
+    /// Nobody could ask the daemon how it is, though somebody wants to.
+    #[error("{what}: {reason}")]
+    Listen {
+        /// The options.
+        what: String,
+        /// Why not.
+        reason: String,
+    },
     /// A file of ours cannot be read or written.
     #[error("{path}: {reason}")]
     File {

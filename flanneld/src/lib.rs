@@ -2,25 +2,38 @@
 
 mod backends;
 mod cli;
+mod control;
 mod error;
 #[cfg(feature = "etcd")]
 mod etcd;
 mod firewall;
+mod http;
 mod log;
+mod metrics;
+mod notify;
+mod observe;
 mod predecessor;
+mod problems;
 mod registry;
+mod report;
 mod run;
 mod stale;
 mod state;
 mod wait;
+mod why;
 
+use std::convert::Infallible;
 use std::ffi::OsString;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
 
+use notify::Notifier;
+use observe::Observer;
+
 pub use cli::{NexthopObjects, Options};
+pub use control::ControlFlags;
 pub use error::Error;
 #[cfg(feature = "etcd")]
 pub use etcd::EtcdFlags;
@@ -32,7 +45,8 @@ pub use run::run;
 const STOP: Duration = Duration::from_millis(800);
 
 /// The whole program: parses `args` (`args[0]` is the program's name) and the environment, logs to standard error,
-/// and runs until SIGINT or SIGTERM (exit code 0) or an error ([`Error::exit_code`]).
+/// and runs until SIGINT or SIGTERM (exit code 0) or an error ([`Error::exit_code`]). SIGHUP makes it read again what may
+/// have changed. Tells systemd how it is, if `NOTIFY_SOCKET` is set.
 ///
 /// # Blocking
 /// It owns the process: a runtime, the signals and the log are set up here. An embedder calls [`run()`].
@@ -54,26 +68,52 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
 fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
     let options = Options::parse_from(args, |name| std::env::var_os(name))?;
     let filter = log_filter(&options.log)?;
-    // Another subscriber in this process (a test's) stays.
-    let _ = tracing_subscriber::fmt()
+    let subscriber = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(false)
-        .try_init();
+        .with_filter_reloading();
+    let (handle, given) = (subscriber.reload_handle(), options.log.clone());
+    // Another subscriber in this process (a test's) stays.
+    let _ = subscriber.try_init();
+    let observer = Observer::new(Some(Box::new(move |filter| {
+        let filter = log_filter(filter.unwrap_or(&given)).map_err(|error| error.to_string())?;
+        handle.reload(filter).map_err(|error| error.to_string())
+    })));
+    let no_socket =
+        |error: std::io::Error| Error::Usage(format!("NOTIFY_SOCKET in the environment: {error}"));
+    let notifier = Notifier::from_env(|name| std::env::var_os(name)).map_err(no_socket)?;
     let failed =
         |error: std::io::Error| Error::File { path: "the runtime".into(), reason: error.to_string() };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
     let ended = runtime.block_on(async {
-        let (mut interrupt, mut terminate) = (
-            signal(SignalKind::interrupt()).map_err(failed)?,
-            signal(SignalKind::terminate()).map_err(failed)?,
-        );
+        let [interrupt, terminate, hangup] =
+            [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()]
+                .map(|kind| signal(kind).map_err(failed));
+        let (mut interrupt, mut terminate, mut hangup) = (interrupt?, terminate?, hangup?);
+        let reloads = async {
+            while hangup.recv().await.is_some() {
+                notify::reload(notifier.as_ref(), &observer).await;
+            }
+            std::future::pending::<Infallible>().await
+        };
+        let informed = async {
+            match &notifier {
+                Some(notifier) => notifier.inform(&observer).await,
+                None => std::future::pending().await,
+            }
+        };
         tokio::select! {
-            ended = run(&options) => ended.map(|never| match never {}),
+            ended = run::run_observed(&options, &observer) => ended.map(|never| match never {}),
             _ = interrupt.recv() => Ok("SIGINT"),
             _ = terminate.recv() => Ok("SIGTERM"),
+            never = reloads => match never {},
+            never = informed => match never {},
         }
     });
+    if let Some(notifier) = &notifier {
+        notifier.stopping();
+    }
     runtime.shutdown_timeout(STOP);
     ended.map(|signal| tracing::info!("{signal}: stopped; the data path stays in place"))
 }

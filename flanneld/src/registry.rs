@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use flannel_core::{SubnetManager, Subnets};
 use flannel_subnet::{
-    Assign, AssignedManager, DirLocation, DirRegistry, Identity, LocalManager, Mark, Registry,
+    Assign, AssignedManager, DirLocation, DirRegistry, Identity, LocalManager, Mark, Ownership, Registry,
 };
 #[cfg(feature = "etcd")]
 use flannel_subnet::{EtcdOptions, EtcdRegistry};
@@ -66,25 +66,52 @@ pub(crate) struct Node {
     pub(crate) cache: PathBuf,
 }
 
+/// The lease engine on an open registry.
+#[derive(Debug, Clone)]
+pub(crate) struct Store {
+    pub(crate) subnets: Arc<dyn SubnetManager>,
+    /// The same, if it keeps leases by itself; `None`: others write them.
+    local: Option<Arc<LocalManager>>,
+}
+
+impl Store {
+    /// Whether the subnet is this node's. A lease that others wrote is, as long as the network runs.
+    pub(crate) fn ownership(&self) -> Ownership {
+        self.local.as_ref().map_or(Ownership::Reserved, |local| local.ownership())
+    }
+}
+
 impl RegistryUrl {
-    /// Opens the store.
-    pub(crate) async fn open(&self, node: Node) -> Result<Arc<dyn SubnetManager>, Error> {
+    /// Opens the registry alone.
+    pub(crate) async fn open_registry(
+        &self,
+        #[cfg(feature = "etcd")] etcd: EtcdOptions,
+    ) -> Result<Arc<dyn Registry>, Error> {
         let failed =
             |source: flannel_core::Error| Error::Registry { url: self.to_string(), source: source.into() };
-        let registry: Arc<dyn Registry> = match self {
+        Ok(match self {
             Self::Dir(location) => {
                 let opened = DirRegistry::open(location.path.clone(), location.options).await;
-                let registry = Arc::new(opened.map_err(failed)?);
-                if location.options.assign == Assign::Static {
-                    return Ok(Arc::new(AssignedManager::new(registry, node.addresses)));
-                }
-                registry
+                Arc::new(opened.map_err(failed)?)
             }
             #[cfg(feature = "etcd")]
-            Self::Etcd => Arc::new(EtcdRegistry::new(node.etcd).map_err(failed)?),
-        };
+            Self::Etcd => Arc::new(EtcdRegistry::new(etcd).map_err(failed)?),
+        })
+    }
+
+    /// Opens the store.
+    pub(crate) async fn open(&self, node: Node) -> Result<Store, Error> {
+        #[cfg(feature = "etcd")]
+        let registry = self.open_registry(node.etcd).await?;
+        #[cfg(not(feature = "etcd"))]
+        let registry = self.open_registry().await?;
+        if matches!(self, Self::Dir(location) if location.options.assign == Assign::Static) {
+            let subnets = Arc::new(AssignedManager::new(registry, node.addresses));
+            return Ok(Store { subnets, local: None });
+        }
         let identity = Identity { mark: node.mark, previous: node.previous, local_addresses: node.addresses };
         let manager = LocalManager::new(registry, identity).with_renew_margin(node.renew_margin);
-        Ok(Arc::new(manager.with_cache(node.cache)))
+        let local = Arc::new(manager.with_cache(node.cache));
+        Ok(Store { subnets: Arc::clone(&local) as _, local: Some(local) })
     }
 }

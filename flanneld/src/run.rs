@@ -6,7 +6,7 @@ use std::convert::Infallible;
 use std::io::ErrorKind;
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use flannel_core::{
     Backend, Config, Ended, ExternalInterface, Hints, Host, Kernel, LeaseEnd, LinkName, Network,
@@ -19,8 +19,10 @@ use tokio::sync::watch;
 
 use crate::backends;
 use crate::cli::{NexthopObjects, Options};
+use crate::control::Servers;
 use crate::error::Error;
 use crate::log::log_status;
+use crate::observe::{Observer, Running};
 use crate::predecessor::Predecessor;
 use crate::registry::Node;
 use crate::stale::StaleManager;
@@ -43,6 +45,20 @@ const WATCH_RETRY: Duration = Duration::from_secs(1);
 /// # Cancel safety
 /// Dropping the future stops the daemon; the data path stays in place and the next start adopts it.
 pub async fn run(options: &Options) -> Result<Infallible, Error> {
+    run_observed(options, &Observer::default()).await
+}
+
+/// [`run`], for one who looks on.
+pub(crate) async fn run_observed(options: &Options, observer: &Observer) -> Result<Infallible, Error> {
+    let servers = Servers::open(&options.control, &options.subnet_file).await?;
+    tokio::select! {
+        ended = run_networks(options, observer) => ended,
+        never = servers.serve(observer) => match never {},
+    }
+}
+
+/// One network after the other.
+async fn run_networks(options: &Options, observer: &Observer) -> Result<Infallible, Error> {
     let kernel = Arc::new(open_kernel(options)?);
     let mark = state::mark(&options.state_dir)?;
     let predecessor = Predecessor::find(&options.subnet_file, &options.state_dir)?;
@@ -55,13 +71,18 @@ pub async fn run(options: &Options) -> Result<Infallible, Error> {
         etcd: options.etcd.options(),
         cache: options.state_dir.join("leases"),
     };
-    let subnets = options.registry.open(node).await?;
+    let store = options.registry.open(node).await?;
+    let subnets = Arc::clone(&store.subnets);
+    observer.opened(store);
     let mut has_run = false;
     loop {
-        let start = || start(options, &kernel, &subnets, state::identity(mark));
+        let start = async || {
+            let started = start(options, &kernel, &subnets, state::identity(mark)).await;
+            started.inspect_err(|error| observer.waits_for(error.to_string()))
+        };
         let ready = patiently(&*subnets, has_run, start).await?;
         has_run = true;
-        let reason = run_network(options, &*subnets, ready, &predecessor).await?;
+        let reason = run_network(options, &*subnets, ready, &predecessor, observer).await?;
         tracing::info!("building the network anew: {reason}");
         tokio::time::sleep(REBUILD_PAUSE).await;
     }
@@ -145,6 +166,7 @@ async fn run_network(
     subnets: &dyn SubnetManager,
     ready: Ready,
     predecessor: &Predecessor,
+    observer: &Observer,
 ) -> Result<String, Error> {
     let Ready { config, backend, network, mut views, lapsed, cached, chosen } = ready;
     let handle = network.handle();
@@ -165,6 +187,17 @@ async fn run_network(
         options.firewall.keep(&config, &own, settled).await
     };
     let followed = views.clone();
+    let _running = observer.running(Running {
+        config: config.clone(),
+        backend: backend.name(),
+        iface: chosen.iface.clone(),
+        kernel: Arc::clone(&chosen.kernel) as Arc<dyn Kernel>,
+        handle: handle.clone(),
+        views: views.clone(),
+        lapsed,
+        since: SystemTime::now(),
+    });
+    let changes = observer.follow(views.clone());
     let hold = async {
         if lapsed {
             let live = |view: &View| matches!(view.origin, Origin::Live { .. });
@@ -196,10 +229,11 @@ async fn run_network(
             ended => Err(Error::Stopped(format!("{ended:?}"))),
         },
         reason = hold => reason,
-        reason = config_to_apply(subnets, &config, cached, uplink) => reason,
+        reason = config_to_apply(subnets, &config, cached, uplink, observer) => reason,
         reason = chosen.changed(&config) => Ok(reason),
         never = firewall => match never? {},
         never = log_status(handle.status.clone()) => match never {},
+        never = changes => match never {},
     }
 }
 
@@ -210,11 +244,14 @@ async fn config_to_apply(
     used: &Config,
     cached: bool,
     uplink: LinkName,
+    observer: &Observer,
 ) -> Result<String, Error> {
     let mut seen = used.clone();
     loop {
         let now = subnets.config_changed(&seen).await?;
-        if now.networks != used.networks && !cached {
+        let waits = now.networks != used.networks && !cached;
+        observer.config_waits(waits.then_some(&now));
+        if waits {
             tracing::warn!(
                 "the network config has other networks now, which are used from the next start on"
             );

@@ -1,0 +1,311 @@
+//! Where the daemon can be asked: health and metrics over TCP, the same and the control API over a Unix socket.
+//!
+//! The one thing to know: reading verbs are `GET` and change nothing, writing verbs are `POST`; over TCP there are
+//! reading verbs only, and none that tells more than health and metrics.
+//!
+//! | request | answer |
+//! |---|---|
+//! | `GET /healthz` | 200 as long as the daemon turns |
+//! | `GET /readyz` | 200, or 503 and the reasons |
+//! | `GET /metrics` | Prometheus' text format |
+//! | `GET /v1/status` | the whole picture, JSON |
+//! | `GET /v1/peers` | every peer, JSON |
+//! | `GET /v1/why?address=A` | why packets for A go where they go, JSON |
+//! | `POST /v1/reload` | what SIGHUP does; the result |
+//! | `POST /v1/log?filter=F` | sets `--log` until SIGHUP |
+//!
+//! **Source**: flannel `main.go: mustRunHealthz`, for the paths and first lines of the health answers.
+
+use std::convert::Infallible;
+use std::fs;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use serde_json::json;
+use tokio::net::{TcpListener, UnixListener};
+
+use crate::error::Error;
+use crate::http::{Listener, Request, Response, Site, serve};
+use crate::metrics;
+use crate::observe::Observer;
+use crate::report::{Report, VERSION, peers};
+use crate::why::why;
+
+/// The name of the control socket in the directory of the subnet file.
+const SOCKET: &str = "flanneld.sock";
+const JSON: &str = "application/json";
+
+/// The options that tell where the daemon can be asked.
+#[derive(Debug, Clone, clap::Args)]
+#[non_exhaustive]
+pub struct ControlFlags {
+    /// Where /healthz, /readyz and /metrics are served
+    #[arg(long, value_name = "ADDRESS", default_value_t = IpAddr::V4(Ipv4Addr::UNSPECIFIED))]
+    pub healthz_ip: IpAddr,
+
+    /// On which port; 0: nowhere
+    #[arg(long, value_name = "PORT", default_value_t = 0)]
+    pub healthz_port: u16,
+
+    /// The socket that flannelctl asks, or off; flanneld.sock beside the subnet file if not given
+    #[arg(long, value_name = "FILE|off")]
+    pub control_socket: Option<PathBuf>,
+}
+
+impl ControlFlags {
+    /// The control socket of a daemon with this subnet file; `None`: there is to be none.
+    fn socket(&self, subnet_file: &Path) -> Option<PathBuf> {
+        match &self.control_socket {
+            Some(path) if path.as_os_str() == "off" => None,
+            Some(path) => Some(path.clone()),
+            None => Some(subnet_file.with_file_name(SOCKET)),
+        }
+    }
+}
+
+/// Everything that listens.
+#[derive(Debug)]
+pub(crate) struct Servers {
+    health: Option<Listener>,
+    control: Option<(Listener, SocketFile)>,
+}
+
+/// A socket's file, removed when the daemon stops.
+#[derive(Debug)]
+struct SocketFile(PathBuf);
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        // It may be gone, or another daemon's by now; a file that stays is replaced by the next start.
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+impl Servers {
+    /// Begins to listen.
+    ///
+    /// # Errors
+    /// An address or a socket that was asked for cannot be had. A control socket that nobody asked for is only missed.
+    pub(crate) async fn open(flags: &ControlFlags, subnet_file: &Path) -> Result<Self, Error> {
+        let health = match flags.healthz_port {
+            0 => None,
+            port => {
+                let address = SocketAddr::new(flags.healthz_ip, port);
+                let listener = TcpListener::bind(address).await;
+                let listener = listener.map_err(|error| Error::Listen {
+                    what: format!("--healthz-ip {} --healthz-port {port}", flags.healthz_ip),
+                    reason: error.to_string(),
+                })?;
+                tracing::info!("health and metrics are served at http://{address}");
+                Some(Listener::Tcp(listener))
+            }
+        };
+        let control = match flags.socket(subnet_file) {
+            None => None,
+            Some(path) => match open_socket(&path) {
+                Ok(listener) => Some((Listener::Unix(listener), SocketFile(path))),
+                Err(reason) => {
+                    let what = format!("--control-socket {}", path.display());
+                    let error = Error::Listen { what, reason };
+                    if flags.control_socket.is_some() {
+                        return Err(error);
+                    }
+                    tracing::warn!("flannelctl cannot ask this daemon: {error}");
+                    None
+                }
+            },
+        };
+        Ok(Self { health, control })
+    }
+
+    /// Serves for ever.
+    pub(crate) async fn serve(self, observer: &Observer) -> Infallible {
+        let site = |writes| Arc::new(Answers { observer: observer.clone(), control: writes });
+        let (health, control) = (self.health, self.control);
+        let health = async {
+            match health {
+                Some(listener) => serve(listener, site(false)).await,
+                None => std::future::pending().await,
+            }
+        };
+        let control = async {
+            match control {
+                Some((listener, _file)) => serve(listener, site(true)).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            never = health => never,
+            never = control => never,
+        }
+    }
+}
+
+/// Puts the socket in place in one step, with its mode, where there is none or a dead one.
+fn open_socket(path: &Path) -> Result<UnixListener, String> {
+    if std::os::unix::net::UnixStream::connect(path).is_ok() {
+        return Err("another daemon answers there".to_owned());
+    }
+    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    if let Some(directory) = directory {
+        fs::create_dir_all(directory).map_err(|error| format!("{}: {error}", directory.display()))?;
+    }
+    let name = path.file_name().ok_or("it is not the name of a file")?;
+    let temporary = path.with_file_name(format!(".{}.{}", name.to_string_lossy(), std::process::id()));
+    let _ = fs::remove_file(&temporary);
+    let listener = UnixListener::bind(&temporary).map_err(|error| error.to_string())?;
+    let placed = fs::set_permissions(&temporary, fs::Permissions::from_mode(0o660))
+        .and_then(|()| fs::rename(&temporary, path));
+    match placed {
+        Ok(()) => Ok(listener),
+        Err(error) => {
+            let _ = fs::remove_file(&temporary);
+            Err(error.to_string())
+        }
+    }
+}
+
+/// What is answered.
+struct Answers {
+    observer: Observer,
+    /// The control API is served too.
+    control: bool,
+}
+
+#[async_trait]
+impl Site for Answers {
+    async fn answer(&self, request: &Request) -> Response {
+        let verb = (request.method.as_str(), request.path.as_str());
+        match verb {
+            ("GET", "/healthz") => Response::text(200, "flanneld is running"),
+            ("GET", "/readyz") => self.ready(),
+            ("GET", "/metrics") => {
+                let body = metrics::metrics(&self.observer.snapshot());
+                Response { status: 200, kind: metrics::KIND, body }
+            }
+            ("GET" | "POST", path) if self.control && path.starts_with("/v1/") => self.control(request).await,
+            ("GET" | "POST", path) => Response::text(404, format!("there is no {path} here\n")),
+            (method, _) => Response::text(405, format!("{method} is not understood here\n")),
+        }
+    }
+}
+
+impl Answers {
+    fn ready(&self) -> Response {
+        let report = Report::of(&self.observer.snapshot());
+        if report.ready {
+            return Response::text(200, "flanneld is ready");
+        }
+        let errors = report.problems.iter().filter(|problem| problem.is_error());
+        let reasons: Vec<&str> = errors.map(|problem| problem.text.as_str()).collect();
+        Response::text(503, format!("flanneld is not ready yet\n{}\n", reasons.join("\n")))
+    }
+
+    async fn control(&self, request: &Request) -> Response {
+        match (request.method.as_str(), request.path.as_str()) {
+            ("GET", "/v1/status") => answer(&json!(Report::of(&self.observer.snapshot()))),
+            ("GET", "/v1/peers") => {
+                answer(&json!({ "version": VERSION, "peers": peers(&self.observer.snapshot()) }))
+            }
+            ("GET", "/v1/why") => match request.parameter("address").map(|text| text.parse::<IpAddr>()) {
+                Some(Ok(address)) => answer(&json!(why(&self.observer.snapshot(), address).await)),
+                _ => refusal("address is to be an IP address, as in /v1/why?address=10.1.7.9"),
+            },
+            ("POST", "/v1/reload") => {
+                answer(&json!({ "version": VERSION, "found": self.observer.reload().await }))
+            }
+            ("POST", "/v1/log") => match request.parameter("filter") {
+                Some(filter) => match self.observer.set_log(Some(&filter)) {
+                    Ok(()) => {
+                        tracing::info!("the log filter is {filter} now, until SIGHUP");
+                        answer(&json!({ "version": VERSION, "filter": filter }))
+                    }
+                    Err(error) => refusal(&error),
+                },
+                None => refusal("filter is to be what --log takes, as in /v1/log?filter=debug"),
+            },
+            (method, path) => {
+                let error = format!("this daemon has no {method} {path}; its API has version {VERSION}");
+                let body = json!({ "version": VERSION, "error": error }).to_string();
+                Response { status: 404, kind: JSON, body }
+            }
+        }
+    }
+}
+
+fn answer(value: &serde_json::Value) -> Response {
+    Response { status: 200, kind: JSON, body: format!("{value}\n") }
+}
+
+fn refusal(error: &str) -> Response {
+    let body = format!("{}\n", json!({ "version": VERSION, "error": error }));
+    Response { status: 400, kind: JSON, body }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::observe::tests::network;
+    use flannel_core::Status;
+
+    async fn ask(site: &Answers, method: &str, target: &str) -> (u16, String) {
+        let response = site.answer(&Request::new(method, target)).await;
+        (response.status, response.body)
+    }
+
+    #[tokio::test]
+    async fn health_is_answered_as_go_flannel_does_and_readiness_with_reasons() {
+        let observer = Observer::default();
+        let site = Answers { observer: observer.clone(), control: false };
+        assert_eq!(ask(&site, "GET", "/healthz").await, (200, "flanneld is running".to_owned()));
+        let (status, body) = ask(&site, "GET", "/readyz").await;
+        assert_eq!((status, body.lines().next()), (503, Some("flanneld is not ready yet")));
+        assert!(body.contains("no network runs"), "{body}");
+        let mut status = Status::default();
+        (status.in_sync, status.live) = (true, true);
+        let _guard = observer.running(network(status).await.1);
+        let (status, body) = ask(&site, "GET", "/readyz").await;
+        assert!(status == 503 && body.contains("does not hold its lease"), "no store has given one: {body}");
+        assert_eq!(ask(&site, "GET", "/v1/status").await.0, 404, "not over TCP");
+        assert_eq!(ask(&site, "POST", "/v1/reload").await.0, 404);
+        assert_eq!(ask(&site, "DELETE", "/healthz").await.0, 405);
+    }
+
+    #[tokio::test]
+    async fn reading_and_writing_verbs_are_apart_and_versioned() {
+        let site = Answers { observer: Observer::default(), control: true };
+        for (method, target, status) in [
+            ("GET", "/v1/status", 200),
+            ("POST", "/v1/status", 404),
+            ("GET", "/v1/peers", 200),
+            ("GET", "/v1/why?address=10.1.7.9", 200),
+            ("GET", "/v1/why?address=x", 400),
+            ("GET", "/v1/reload", 404),
+            ("POST", "/v1/reload", 200),
+            ("POST", "/v1/log?filter=debug", 400),
+            ("GET", "/v2/status", 404),
+        ] {
+            let (got, body) = ask(&site, method, target).await;
+            assert_eq!(got, status, "{method} {target}: {body}");
+            if target.starts_with("/v1/") {
+                let body: serde_json::Value = serde_json::from_str(&body).unwrap();
+                assert_eq!(body["version"], VERSION, "{target}");
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn a_dead_socket_is_replaced_a_living_one_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("new/flanneld.sock");
+        let first = open_socket(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o660);
+        assert_eq!(open_socket(&path).unwrap_err(), "another daemon answers there");
+        drop(first);
+        let _second = open_socket(&path).unwrap();
+        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+    }
+}

@@ -1,0 +1,192 @@
+//! What systemd is told: ready, reloading, stopping, alive, and one line about how things are.
+//!
+//! The one thing to know: without `NOTIFY_SOCKET` in the environment nothing of this exists.
+//!
+//! **Source**: `sd_notify(3)`; flannel `main.go`, which says `READY=1` once the subnet file is written.
+
+use std::convert::Infallible;
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::time::Duration;
+
+use nix::time::{ClockId, clock_gettime};
+use tokio::time::{Instant, sleep_until, timeout};
+
+use crate::observe::Observer;
+use crate::report::Report;
+
+/// The status text changes at most so often.
+const GAP: Duration = Duration::from_secs(1);
+/// A reload is not waited for longer than this: the store may be away.
+const RELOAD: Duration = Duration::from_secs(10);
+
+/// The way to systemd.
+#[derive(Debug)]
+pub(crate) struct Notifier {
+    socket: UnixDatagram,
+    address: SocketAddr,
+    /// How often a sign of life is given.
+    alive: Option<Duration>,
+}
+
+impl Notifier {
+    /// As the environment says; `None` if nobody wants to be told.
+    ///
+    /// # Errors
+    /// `NOTIFY_SOCKET` is no address that a socket of this kind can send to.
+    pub(crate) fn from_env(env: impl Fn(&str) -> Option<OsString>) -> io::Result<Option<Self>> {
+        let Some(name) = env("NOTIFY_SOCKET").filter(|name| !name.is_empty()) else { return Ok(None) };
+        let address = address(&name)?;
+        let socket = UnixDatagram::unbound()?;
+        socket.set_nonblocking(true)?;
+        let number = |name| env(name).and_then(|text| text.to_str()?.parse::<u64>().ok());
+        let ours = number("WATCHDOG_PID").is_none_or(|pid| pid == u64::from(std::process::id()));
+        let limit = number("WATCHDOG_USEC").filter(|micros| ours && *micros > 0).map(Duration::from_micros);
+        // Half of what is allowed, as sd_watchdog_enabled(3) recommends.
+        Ok(Some(Self { socket, address, alive: limit.map(|limit| limit / 2) }))
+    }
+
+    /// Says something. A supervisor that does not listen is none of our troubles, but said.
+    fn say(&self, text: &str) {
+        if let Err(error) = self.socket.send_to_addr(text.as_bytes(), &self.address) {
+            tracing::debug!("systemd was not told {text:?}: {error}");
+        }
+    }
+
+    /// Keeps systemd informed: ready when a network runs for the first time, its state in a line, and signs of life.
+    pub(crate) async fn inform(&self, observer: &Observer) -> Infallible {
+        let (mut ready, mut said) = (false, String::new());
+        let (mut alive_next, mut said_at) = (Instant::now(), None::<Instant>);
+        loop {
+            let snapshot = observer.snapshot();
+            if !ready && snapshot.network.is_some() {
+                ready = true;
+                self.say("READY=1");
+            }
+            let now = Instant::now();
+            let text = Report::of(&snapshot).line();
+            if text != said && said_at.is_none_or(|at| now >= at + GAP) {
+                self.say(&format!("STATUS={text}"));
+                (said, said_at) = (text.clone(), Some(now));
+            }
+            if let Some(pause) = self.alive.filter(|_| now >= alive_next) {
+                self.say("WATCHDOG=1");
+                alive_next = now + pause;
+            }
+            let gap = said_at.map_or(now, |at| at + GAP);
+            let alive = async {
+                match self.alive {
+                    Some(_) => sleep_until(alive_next).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                () = observer.changed() => (),
+                () = sleep_until(gap), if text != said => (),
+                () = alive => (),
+            }
+        }
+    }
+
+    /// The daemon is about to stop.
+    pub(crate) fn stopping(&self) {
+        self.say("STOPPING=1\nSTATUS=stopped; the data path stays in place");
+    }
+}
+
+/// Reads everything again, and tells systemd meanwhile.
+pub(crate) async fn reload(notifier: Option<&Notifier>, observer: &Observer) {
+    if let Some(notifier) = notifier {
+        let now = clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(0, |now| Duration::from(now).as_micros());
+        notifier.say(&format!("RELOADING=1\nMONOTONIC_USEC={now}"));
+    }
+    match timeout(RELOAD, observer.reload()).await {
+        Ok(found) => tracing::info!("SIGHUP: read again: {found}"),
+        Err(_) => {
+            tracing::warn!("SIGHUP: the store did not answer within {RELOAD:?}; everything stays in force")
+        }
+    }
+    if let Some(notifier) = notifier {
+        notifier.say("READY=1");
+    }
+}
+
+/// `/run/systemd/notify`, or `@name` for an abstract socket.
+fn address(name: &OsStr) -> io::Result<SocketAddr> {
+    match name.as_bytes() {
+        [b'@', rest @ ..] => SocketAddr::from_abstract_name(rest),
+        [b'/', ..] => SocketAddr::from_pathname(name),
+        _ => Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("{name:?} is neither the path of a socket nor the name of an abstract one (@…)"),
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::observe::tests::network;
+    use flannel_core::Status;
+
+    fn listener(name: &str) -> UnixDatagram {
+        UnixDatagram::bind_addr(&address(OsStr::new(name)).unwrap()).unwrap()
+    }
+
+    fn hear(socket: &UnixDatagram) -> String {
+        let mut buffer = [0; 4096];
+        let len = socket.recv(&mut buffer).unwrap();
+        String::from_utf8_lossy(&buffer[..len]).into_owned()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn ready_status_and_signs_of_life_come_over_both_kinds_of_sockets() {
+        let dir = tempfile::tempdir().unwrap();
+        let abstract_name = format!("@flannel-test-{}", std::process::id());
+        for name in [dir.path().join("notify").to_str().unwrap(), &abstract_name] {
+            let heard = listener(name);
+            let env = |variable: &str| match variable {
+                "NOTIFY_SOCKET" => Some(OsString::from(name)),
+                "WATCHDOG_USEC" => Some("3000000".into()),
+                _ => None,
+            };
+            let notifier = Notifier::from_env(env).unwrap().unwrap();
+            let observer = Observer::default();
+            let story = async {
+                tokio::task::yield_now().await;
+                assert!(hear(&heard).starts_with("STATUS=not ready: "));
+                assert_eq!(hear(&heard), "WATCHDOG=1");
+                let _guard = observer.running(network(Status::default()).await.1);
+                tokio::time::sleep(Duration::from_millis(1400)).await;
+                assert_eq!(hear(&heard), "READY=1");
+                assert!(hear(&heard).starts_with("STATUS=not ready: "));
+                tokio::time::sleep(Duration::from_millis(200)).await;
+                assert_eq!(hear(&heard), "WATCHDOG=1");
+                reload(Some(&notifier), &observer).await;
+                assert!(hear(&heard).starts_with("RELOADING=1\nMONOTONIC_USEC="));
+                assert_eq!(hear(&heard), "READY=1");
+            };
+            tokio::select! {
+                never = notifier.inform(&observer) => match never {},
+                () = story => (),
+            }
+        }
+    }
+
+    #[test]
+    fn nobody_is_told_where_nobody_asks_and_a_wrong_address_is_an_error() {
+        assert!(Notifier::from_env(|_| None).unwrap().is_none());
+        let error = Notifier::from_env(|_| Some("vsock:2:1".into())).unwrap_err().to_string();
+        assert!(error.contains("\"vsock:2:1\""), "{error}");
+        let other = |name: &str| match name {
+            "NOTIFY_SOCKET" => Some("/nowhere".into()),
+            "WATCHDOG_USEC" => Some("1000".into()),
+            "WATCHDOG_PID" => Some("1".into()),
+            _ => None,
+        };
+        assert_eq!(Notifier::from_env(other).unwrap().unwrap().alive, None);
+    }
+}

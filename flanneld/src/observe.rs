@@ -1,0 +1,314 @@
+//! What the daemon knows, for whoever looks: health, metrics, the control socket and systemd all read it here.
+//!
+//! The one thing to know: it is pulled. The daemon notes what it is doing when that changes, and a [`Snapshot`] puts
+//! it together with the latest status, view and store status when somebody asks; nobody is woken for an observer.
+
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
+
+use flannel_core::{
+    Config, Error as CoreError, ExternalInterface, Kernel, NetworkHandle, Status, StoreStatus, Subnets, View,
+};
+use flannel_subnet::Ownership;
+use tokio::sync::watch;
+
+use crate::registry::Store;
+
+/// Sets another log filter, or says why not; `None`: the one given at the start.
+pub(crate) type SetLog = dyn Fn(Option<&str>) -> Result<(), String> + Send + Sync;
+
+/// The one source for all who look. Clones are the same.
+#[derive(Clone)]
+pub(crate) struct Observer(Arc<Shared>);
+
+struct Shared {
+    known: Mutex<Known>,
+    /// Told when the daemon does something else than before.
+    phase: watch::Sender<()>,
+    started: SystemTime,
+    set_log: Option<Box<SetLog>>,
+}
+
+#[derive(Default)]
+struct Known {
+    store: Option<Store>,
+    /// What the daemon waits for, unless a network runs.
+    waits_for: Option<String>,
+    running: Option<Arc<Running>>,
+    /// How many networks have run.
+    networks: u64,
+    /// A config that is used only after a restart.
+    waiting_config: Option<Config>,
+    /// When a lease was seen to change, of those that did while the network ran.
+    changed: BTreeMap<Subnets, SystemTime>,
+}
+
+/// What the network that runs was built from.
+pub(crate) struct Running {
+    pub(crate) config: Config,
+    pub(crate) backend: &'static str,
+    pub(crate) iface: ExternalInterface,
+    pub(crate) kernel: Arc<dyn Kernel>,
+    pub(crate) handle: NetworkHandle,
+    pub(crate) views: watch::Receiver<View>,
+    /// This node has no lease: its time ran out, and the store does not answer.
+    pub(crate) lapsed: bool,
+    pub(crate) since: SystemTime,
+}
+
+/// Everything as it is at one moment.
+pub(crate) struct Snapshot {
+    pub(crate) time: SystemTime,
+    pub(crate) started: SystemTime,
+    pub(crate) waits_for: Option<String>,
+    /// `None` before the registry was opened.
+    pub(crate) store: Option<StoreStatus>,
+    pub(crate) ownership: Ownership,
+    pub(crate) networks: u64,
+    pub(crate) waiting_config: Option<Config>,
+    pub(crate) changed: BTreeMap<Subnets, SystemTime>,
+    pub(crate) network: Option<NetworkSnapshot>,
+}
+
+/// The network that runs, its latest status and what the store's leases are.
+pub(crate) struct NetworkSnapshot {
+    pub(crate) running: Arc<Running>,
+    pub(crate) status: Arc<Status>,
+    pub(crate) view: View,
+}
+
+impl Default for Observer {
+    fn default() -> Self {
+        Self::new(None)
+    }
+}
+
+impl fmt::Debug for Observer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Observer").field("started", &self.0.started).finish_non_exhaustive()
+    }
+}
+
+impl Observer {
+    /// Of a daemon that starts now, and whose log can be set so; `None`: it cannot.
+    pub(crate) fn new(set_log: Option<Box<SetLog>>) -> Self {
+        let phase = watch::channel(()).0;
+        Self(Arc::new(Shared { known: Mutex::default(), phase, started: SystemTime::now(), set_log }))
+    }
+
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.0.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn note(&self, note: impl FnOnce(&mut Known)) {
+        note(&mut self.known());
+        self.0.phase.send_replace(());
+    }
+
+    /// The registry was opened.
+    pub(crate) fn opened(&self, store: Store) {
+        self.note(|known| known.store = Some(store));
+    }
+
+    /// No network runs, and this is why.
+    pub(crate) fn waits_for(&self, reason: impl Into<String>) {
+        let reason = Some(reason.into());
+        if self.known().waits_for != reason {
+            self.note(|known| known.waits_for = reason);
+        }
+    }
+
+    /// A network runs, until the guard is dropped.
+    pub(crate) fn running(&self, running: Running) -> RunningGuard<'_> {
+        self.note(|known| {
+            known.running = Some(Arc::new(running));
+            known.networks += 1;
+            known.waits_for = None;
+            known.waiting_config = None;
+            known.changed.clear();
+        });
+        RunningGuard(self)
+    }
+
+    /// The store holds this config, which is used only after a restart; `None`: it holds no such config any more.
+    pub(crate) fn config_waits(&self, config: Option<&Config>) {
+        self.note(|known| known.waiting_config = config.cloned());
+    }
+
+    /// Notes when leases change, which is told by no store.
+    pub(crate) async fn follow(&self, mut views: watch::Receiver<View>) -> Infallible {
+        let mut seen = views.borrow_and_update().clone();
+        while views.changed().await.is_ok() {
+            let now = views.borrow_and_update().clone();
+            let mut known = self.known();
+            for (subnets, lease) in now.leases.changes_since(&seen.leases) {
+                match lease {
+                    Some(_) => known.changed.insert(subnets, SystemTime::now()),
+                    None => known.changed.remove(&subnets),
+                };
+            }
+            drop(known);
+            seen = now;
+        }
+        // Nobody follows the store any more, which the network itself tells.
+        std::future::pending().await
+    }
+
+    /// Everything that is known now. Costs what changed since the network's start.
+    pub(crate) fn snapshot(&self) -> Snapshot {
+        let known = self.known();
+        let network = known.running.clone().map(|running| {
+            let status = Arc::clone(&running.handle.status.borrow());
+            let view = running.views.borrow().clone();
+            NetworkSnapshot { running, status, view }
+        });
+        Snapshot {
+            time: SystemTime::now(),
+            started: self.0.started,
+            waits_for: known.waits_for.clone(),
+            store: known.store.as_ref().map(|store| store.subnets.store_status()),
+            ownership: known.store.as_ref().map_or(Ownership::Nothing, Store::ownership),
+            networks: known.networks,
+            waiting_config: known.waiting_config.clone(),
+            changed: known.changed.clone(),
+            network,
+        }
+    }
+
+    /// Waits until something may be different: another phase, or another status.
+    pub(crate) async fn changed(&self) {
+        let mut phase = self.0.phase.subscribe();
+        let status = self.known().running.as_ref().map(|running| running.handle.status.clone());
+        let status = async {
+            let alive = match status {
+                Some(mut status) => status.changed().await.is_ok(),
+                None => false,
+            };
+            if !alive {
+                std::future::pending::<()>().await;
+            }
+        };
+        tokio::select! {
+            // Its sender lives as long as we do.
+            _ = phase.changed() => (),
+            () = status => (),
+        }
+    }
+
+    /// Sets the log filter; `None`: back to the one given at the start.
+    ///
+    /// # Errors
+    /// The filter is none, or the log is not ours to set.
+    pub(crate) fn set_log(&self, filter: Option<&str>) -> Result<(), String> {
+        let set = self.0.set_log.as_ref().ok_or("the log belongs to the program that flanneld is part of")?;
+        set(filter)
+    }
+
+    /// Reads everything again that may have changed behind our back: the network config, by a request that also
+    /// reads certificates again if they changed, and the log filter given at the start. Returns what was found, as a
+    /// sentence without a full stop.
+    pub(crate) async fn reload(&self) -> String {
+        // Without a log of ours there is nothing to set back.
+        let _ = self.set_log(None);
+        let (subnets, used) = {
+            let known = self.known();
+            let subnets = known.store.as_ref().map(|store| Arc::clone(&store.subnets));
+            (subnets, known.running.as_ref().map(|running| running.config.clone()))
+        };
+        let Some(subnets) = subnets else { return "the registry is not open yet".to_owned() };
+        match subnets.network_config().await {
+            Ok(config) if used.is_none() || Some(&config) == used.as_ref() => {
+                "the network config is unchanged".to_owned()
+            }
+            Ok(_) => "the network config has changed".to_owned(),
+            Err(error @ (CoreError::Config { .. } | CoreError::NoConfig { .. })) => {
+                format!("the network config in use stays: {error}")
+            }
+            Err(error) => format!("the network config could not be read: {error}"),
+        }
+    }
+}
+
+/// As long as it lives, a network runs.
+pub(crate) struct RunningGuard<'a>(&'a Observer);
+
+impl Drop for RunningGuard<'_> {
+    fn drop(&mut self) {
+        self.0.note(|known| {
+            known.running = None;
+            known.waits_for = Some("the network is built anew".to_owned());
+        });
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+pub(crate) mod tests {
+    use super::*;
+
+    use flannel_core::testing::{FakeKernel, FakeSubnets};
+    use flannel_core::{Dual, SubnetManager};
+
+    /// A network on fakes, with three peers and this status.
+    pub(crate) async fn network(status: Status) -> (FakeSubnets, Running) {
+        let subnets = FakeSubnets::new("10.1.0.0/16");
+        let attrs = flannel_core::LeaseAttrs {
+            public: ["192.0.2.1".parse().unwrap()].into_iter().collect(),
+            backend_type: "vxlan".into(),
+            ..Default::default()
+        };
+        let lease = subnets.acquire_lease(&attrs).await.unwrap();
+        for n in [7, 8, 9] {
+            subnets.put(&format!("10.1.{n}.0-24"), &format!("192.0.2.{n}"));
+        }
+        let status = watch::channel(Arc::new(status)).1;
+        let running = Running {
+            config: subnets.network_config().await.unwrap(),
+            backend: "vxlan",
+            iface: ExternalInterface {
+                name: "eth0".parse().unwrap(),
+                mtu: 1500,
+                address: Dual { v4: Some("192.0.2.1".parse().unwrap()), v6: None },
+                public: Dual { v4: Some("192.0.2.1".parse().unwrap()), v6: None },
+                reason: "it has the default route".into(),
+            },
+            kernel: Arc::new(FakeKernel::with_uplink("eth0")),
+            handle: NetworkHandle::new(lease, 1450, status),
+            views: subnets.watch_leases().await.unwrap(),
+            lapsed: false,
+            since: SystemTime::now(),
+        };
+        (subnets, running)
+    }
+
+    #[tokio::test]
+    async fn what_runs_is_known_while_it_runs() {
+        let observer = Observer::default();
+        assert!(observer.snapshot().network.is_none());
+        observer.waits_for("a config");
+        assert_eq!(observer.snapshot().waits_for.as_deref(), Some("a config"));
+        let (subnets, running) = network(Status::default()).await;
+        let views = running.views.clone();
+        let guard = observer.running(running);
+        let snapshot = observer.snapshot();
+        assert_eq!((snapshot.networks, snapshot.waits_for), (1, None));
+        assert_eq!(snapshot.network.unwrap().view.leases.len(), 4);
+        let change = async {
+            subnets.put("10.1.7.0-24", "192.0.2.77");
+            while observer.snapshot().changed.is_empty() {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::select! {
+            never = observer.follow(views) => match never {},
+            () = change => (),
+        }
+        let changed: Vec<String> = observer.snapshot().changed.keys().map(ToString::to_string).collect();
+        assert_eq!(changed, ["10.1.7.0-24"]);
+        drop(guard);
+        assert!(observer.snapshot().network.is_none());
+    }
+}

@@ -1,0 +1,430 @@
+//! What the control socket tells, as JSON: the answer to `GET /v1/status`. Read by `flannelctl` and by scripts.
+//!
+//! The one thing to know: within one version of the API fields are added, never renamed, removed or given another
+//! meaning. Times are seconds since 1970, durations are seconds; what is not known is `null`.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::time::{Duration, SystemTime};
+
+use flannel_core::{Family, Lease, LinkName, Status, Subnets};
+use flannel_subnet::Ownership;
+use serde::{Deserialize, Serialize};
+
+use crate::observe::{NetworkSnapshot, Snapshot};
+use crate::problems::{Problem, problems};
+
+/// The version of the API, which its paths begin with.
+pub(crate) const VERSION: u32 = 1;
+/// Lists in a report have at most so many entries; their totals stand beside them.
+const MOST: usize = 20;
+/// A report lists so many peers: those with trouble first, then those that changed last.
+const PEERS: usize = 12;
+
+/// How a daemon is.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Report {
+    /// Of the API.
+    pub(crate) version: u32,
+    /// When this was so.
+    pub(crate) time: f64,
+    pub(crate) daemon: DaemonReport,
+    /// No problem is an error.
+    pub(crate) ready: bool,
+    /// What is wrong, errors first.
+    pub(crate) problems: Vec<Problem>,
+    /// `null` while no network runs.
+    pub(crate) network: Option<NetworkReport>,
+    /// `null` before the registry was opened.
+    pub(crate) store: Option<StoreReport>,
+}
+
+/// The process.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct DaemonReport {
+    pub(crate) version: String,
+    pub(crate) pid: u32,
+    pub(crate) started: f64,
+}
+
+/// The network that runs.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct NetworkReport {
+    pub(crate) since: f64,
+    pub(crate) backend: String,
+    /// What pods may send, in bytes.
+    pub(crate) mtu: u32,
+    /// The pod networks.
+    pub(crate) networks: Vec<String>,
+    pub(crate) lease: OwnLease,
+    pub(crate) interface: InterfaceReport,
+    /// Everything that is wanted is in the kernel, by a complete, live set of leases.
+    pub(crate) in_sync: bool,
+    /// The leases come from the store, not from a cache.
+    pub(crate) live: bool,
+    /// Objects in the kernel that are wanted.
+    pub(crate) objects: u64,
+    pub(crate) failing: Counted<FailureReport>,
+    /// All there are but the own one; `listed` are those with trouble first, then those that changed last.
+    pub(crate) peers: Counted<PeerReport>,
+    /// Peers whose leases are believed.
+    pub(crate) believed: u64,
+    pub(crate) subnets: Vec<SubnetsReport>,
+    pub(crate) repairs: Repairs,
+    /// From a lease's arrival to the kernel's acknowledgement.
+    pub(crate) latency: Latency,
+}
+
+/// How many there are, and the most interesting of them.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Counted<T> {
+    pub(crate) total: u64,
+    pub(crate) listed: Vec<T>,
+}
+
+/// This node's lease.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct OwnLease {
+    /// Its key in the store.
+    pub(crate) key: String,
+    pub(crate) subnets: Vec<String>,
+    /// `held`, `reserved`, `lapsed` or `none`.
+    pub(crate) ownership: String,
+    /// How much longer it is ours unless renewed; `null` unless it is held.
+    pub(crate) remaining: Option<f64>,
+}
+
+/// The external interface.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct InterfaceReport {
+    pub(crate) name: String,
+    pub(crate) mtu: u32,
+    pub(crate) addresses: Vec<String>,
+    /// What peers are told.
+    pub(crate) public: Vec<String>,
+    /// Why it was chosen.
+    pub(crate) reason: String,
+}
+
+/// An object that the kernel refuses.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct FailureReport {
+    pub(crate) object: String,
+    pub(crate) change: String,
+    /// The key of the lease that it serves; `null`: this node's own.
+    pub(crate) peer: Option<String>,
+    pub(crate) errno: i32,
+    pub(crate) error: String,
+    pub(crate) since: f64,
+    pub(crate) tries: u32,
+}
+
+/// Another node.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct PeerReport {
+    pub(crate) key: String,
+    pub(crate) subnets: Vec<String>,
+    pub(crate) public: Vec<String>,
+    pub(crate) backend: String,
+    /// `in place`, `pending`, `failing` or `not believed`.
+    pub(crate) state: String,
+    /// Why it is not in place.
+    pub(crate) reason: Option<String>,
+    /// When its lease was seen to change; `null`: not since the network's start.
+    pub(crate) changed: Option<f64>,
+}
+
+/// How full a pod network is.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct SubnetsReport {
+    /// `IPv4` or `IPv6`.
+    pub(crate) family: String,
+    /// Between `SubnetMin` and `SubnetMax`.
+    pub(crate) total: u64,
+    pub(crate) used: u64,
+    pub(crate) free: u64,
+}
+
+/// What others damaged, and was mended.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Repairs {
+    pub(crate) total: u64,
+    /// The last few, newest first.
+    pub(crate) last: Vec<RepairReport>,
+}
+
+/// One of them.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct RepairReport {
+    pub(crate) at: f64,
+    pub(crate) text: String,
+}
+
+/// Of the changes that leases asked for.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Latency {
+    pub(crate) count: u64,
+    /// Half of them took at most so long; `null` without any, or beyond what is measured.
+    pub(crate) p50: Option<f64>,
+    pub(crate) p99: Option<f64>,
+}
+
+/// The store of leases.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct StoreReport {
+    pub(crate) name: String,
+    /// When it last answered; `null`: not since the daemon's start.
+    pub(crate) answered: Option<f64>,
+    pub(crate) revision: Option<u64>,
+    pub(crate) requests: u64,
+    pub(crate) failures: u64,
+    /// Why it does not answer; `null`: it does.
+    pub(crate) error: Option<String>,
+    pub(crate) error_at: Option<f64>,
+    /// Entries in it that are no leases, and why.
+    pub(crate) skipped: Vec<(String, String)>,
+}
+
+impl Report {
+    /// What there is to say of a moment.
+    pub(crate) fn of(snapshot: &Snapshot) -> Self {
+        let problems = problems(snapshot);
+        Self {
+            version: VERSION,
+            time: seconds(snapshot.time),
+            daemon: DaemonReport {
+                version: env!("CARGO_PKG_VERSION").to_owned(),
+                pid: std::process::id(),
+                started: seconds(snapshot.started),
+            },
+            ready: !problems.iter().any(Problem::is_error),
+            problems,
+            network: snapshot.network.as_ref().map(|network| network_report(network, snapshot)),
+            store: snapshot.store.as_ref().map(|store| StoreReport {
+                name: store.store.clone(),
+                answered: store.confirmed.map(|(_, at)| seconds(at)),
+                revision: store.confirmed.map(|(revision, _)| revision.0),
+                requests: store.requests,
+                failures: store.failures,
+                error: store.last_error.as_ref().map(|(text, _)| text.clone()),
+                error_at: store.last_error.as_ref().map(|(_, at)| seconds(*at)),
+                skipped: store.skipped.iter().take(MOST).cloned().collect(),
+            }),
+        }
+    }
+
+    /// The shortest description: `ready: 10.1.5.0/24, 3 peers`, `not ready: …`.
+    pub(crate) fn line(&self) -> String {
+        match (&self.network, self.problems.iter().find(|problem| problem.is_error())) {
+            (_, Some(problem)) => format!("not ready: {}", problem.text),
+            (Some(network), None) => {
+                format!("ready: {}, {} peers", network.lease.subnets.join(", "), network.believed)
+            }
+            (None, None) => "not ready".to_owned(),
+        }
+    }
+}
+
+/// Seconds since 1970, to the millisecond.
+pub(crate) fn seconds(time: SystemTime) -> f64 {
+    rounded(time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default())
+}
+
+fn rounded(duration: Duration) -> f64 {
+    (duration.as_secs_f64() * 1000.0).round() / 1000.0
+}
+
+fn texts<T: ToString>(items: impl IntoIterator<Item = T>) -> Vec<String> {
+    items.into_iter().map(|item| item.to_string()).collect()
+}
+
+fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkReport {
+    let NetworkSnapshot { running, status, view } = network;
+    let own = running.handle.lease.subnets;
+    let all = view.leases.iter().filter(|lease| lease.subnets != own).count() as u64;
+    let quantile = |share| {
+        let bound = status.latency.quantile(share)?;
+        (bound < Duration::MAX).then(|| bound.as_secs_f64())
+    };
+    NetworkReport {
+        since: seconds(running.since),
+        backend: running.backend.to_owned(),
+        mtu: running.handle.mtu,
+        networks: texts(running.config.pod_networks()),
+        lease: own_lease(own, running.lapsed, snapshot.ownership),
+        interface: InterfaceReport {
+            name: running.iface.name.to_string(),
+            mtu: running.iface.mtu,
+            addresses: texts(running.iface.address.values()),
+            public: texts(running.iface.public.values()),
+            reason: running.iface.reason.clone(),
+        },
+        in_sync: status.in_sync,
+        live: status.live,
+        objects: status.objects as u64,
+        failing: Counted { total: status.failing.len() as u64, listed: failures(status) },
+        peers: Counted { total: all, listed: interesting_peers(network, snapshot) },
+        believed: status.peers as u64,
+        subnets: subnets_used(network),
+        repairs: Repairs {
+            total: status.repaired,
+            last: status
+                .last_repairs
+                .iter()
+                .rev()
+                .map(|repair| RepairReport { at: seconds(repair.at), text: repair.to_string() })
+                .collect(),
+        },
+        latency: Latency { count: status.latency.count(), p50: quantile(0.5), p99: quantile(0.99) },
+    }
+}
+
+fn own_lease(own: Subnets, lapsed: bool, ownership: Ownership) -> OwnLease {
+    let (word, remaining) = match ownership {
+        _ if lapsed => ("lapsed", None),
+        Ownership::Nothing => ("none", None),
+        Ownership::Reserved => ("reserved", None),
+        Ownership::For(left) => ("held", Some(rounded(left))),
+        Ownership::Lapsed(_) => ("lapsed", None),
+    };
+    OwnLease { key: own.to_string(), subnets: texts(own.iter()), ownership: word.to_owned(), remaining }
+}
+
+fn failures(status: &Status) -> Vec<FailureReport> {
+    let report = |(key, failure): (&flannel_core::Key, &flannel_core::Failure)| FailureReport {
+        object: key.to_string(),
+        change: failure.change.clone(),
+        peer: failure.peer.map(|peer| peer.to_string()),
+        errno: failure.error.errno,
+        error: failure.error.to_string(),
+        since: seconds(failure.since),
+        tries: failure.tries,
+    };
+    status.failing.iter().take(MOST).map(report).collect()
+}
+
+/// All other nodes, by subnet.
+pub(crate) fn peers(snapshot: &Snapshot) -> Vec<PeerReport> {
+    let Some(network) = &snapshot.network else { return Vec::new() };
+    let judge = Judge::new(network, snapshot);
+    let own = network.running.handle.lease.subnets;
+    network.view.leases.iter().filter(|lease| lease.subnets != own).map(|lease| judge.peer(lease)).collect()
+}
+
+fn interesting_peers(network: &NetworkSnapshot, snapshot: &Snapshot) -> Vec<PeerReport> {
+    let judge = Judge::new(network, snapshot);
+    let own = network.running.handle.lease.subnets;
+    let mut peers: Vec<_> = network
+        .view
+        .leases
+        .iter()
+        .filter(|lease| lease.subnets != own)
+        .map(|lease| (!judge.in_trouble(&lease.subnets), snapshot.changed.get(&lease.subnets), lease))
+        .collect();
+    // The latest change first, then those that never changed; ties by subnet, as they come.
+    peers.sort_by(|a, b| a.0.cmp(&b.0).then(b.1.cmp(&a.1)));
+    peers.into_iter().take(PEERS).map(|(_, _, lease)| judge.peer(lease)).collect()
+}
+
+/// Says how peers stand, at the cost of what fails once.
+struct Judge<'a> {
+    status: &'a Status,
+    failing: BTreeMap<Subnets, String>,
+    changed: &'a BTreeMap<Subnets, SystemTime>,
+}
+
+impl<'a> Judge<'a> {
+    fn new(network: &'a NetworkSnapshot, snapshot: &'a Snapshot) -> Self {
+        let mut failing = BTreeMap::new();
+        for failure in network.status.failing.values() {
+            if let Some(peer) = failure.peer {
+                failing.entry(peer).or_insert_with(|| format!("{}: {}", failure.change, failure.error));
+            }
+        }
+        Self { status: &network.status, failing, changed: &snapshot.changed }
+    }
+
+    fn in_trouble(&self, subnets: &Subnets) -> bool {
+        self.status.disbelieved.contains_key(subnets) || self.failing.contains_key(subnets)
+    }
+
+    fn peer(&self, lease: &Lease) -> PeerReport {
+        let subnets = lease.subnets;
+        let started = self.status.in_sync || self.status.objects > 0;
+        let (state, reason) = match (self.status.disbelieved.get(&subnets), self.failing.get(&subnets)) {
+            (Some(why), _) => ("not believed", Some(why.to_string())),
+            (None, Some(why)) => ("failing", Some(why.clone())),
+            (None, None) if started => ("in place", None),
+            (None, None) => ("pending", None),
+        };
+        PeerReport {
+            key: subnets.to_string(),
+            subnets: texts(subnets.iter()),
+            public: texts(lease.attrs.public.values()),
+            backend: lease.attrs.backend_type.clone(),
+            state: state.to_owned(),
+            reason,
+            changed: self.changed.get(&subnets).map(|at| seconds(*at)),
+        }
+    }
+}
+
+/// How full each pod network is. One that is too large to count is as large as can be counted.
+pub(crate) fn subnets_used(network: &NetworkSnapshot) -> Vec<SubnetsReport> {
+    let config = &network.running.config;
+    let report = |(family, pod): (Family, &flannel_core::PodNetwork)| {
+        let inside = |lease: &&std::sync::Arc<Lease>| {
+            lease.subnets.family(family).is_some_and(|subnet| subnet >= pod.min && subnet <= pod.max)
+        };
+        let used = network.view.leases.iter().filter(inside).count() as u64;
+        let total = u64::try_from(pod.subnets()).unwrap_or(u64::MAX);
+        SubnetsReport { family: family.to_string(), total, used, free: total.saturating_sub(used) }
+    };
+    config.networks.iter().map(report).collect()
+}
+
+/// `192.0.2.254 dev eth0` and the like.
+pub(crate) fn way(gateway: Option<IpAddr>, link: Option<LinkName>) -> String {
+    match (gateway, link) {
+        (Some(gateway), Some(link)) => format!("via {gateway} dev {link}"),
+        (None, Some(link)) => format!("dev {link}"),
+        (_, None) => "nowhere".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::observe::Observer;
+    use crate::observe::tests::network;
+
+    async fn snapshot(status: Status) -> Snapshot {
+        let observer = Observer::default();
+        let guard = observer.running(network(status).await.1);
+        let snapshot = observer.snapshot();
+        drop(guard);
+        snapshot
+    }
+
+    #[tokio::test]
+    async fn a_report_survives_json_and_says_what_the_network_is() {
+        let mut status = Status::default();
+        (status.in_sync, status.live, status.peers, status.objects) = (true, true, 3, 11);
+        let report = Report::of(&snapshot(status).await);
+        let again: Report = serde_json::from_str(&serde_json::to_string(&report).unwrap()).unwrap();
+        assert_eq!(again, report);
+        let network = report.network.unwrap();
+        assert_eq!((network.peers.total, network.believed, network.objects), (3, 3, 11));
+        assert!(network.peers.listed.iter().all(|peer| peer.state == "in place"));
+        let used = &network.subnets[0];
+        assert_eq!((used.family.as_str(), used.total, used.used, used.free), ("IPv4", 255, 4, 251));
+    }
+
+    #[tokio::test]
+    async fn before_the_first_round_peers_are_pending_and_it_is_not_ready() {
+        let report = Report::of(&snapshot(Status::default()).await);
+        assert!(!report.ready);
+        assert!(report.line().starts_with("not ready: "), "{}", report.line());
+        assert!(report.network.unwrap().peers.listed.iter().all(|peer| peer.state == "pending"));
+    }
+}

@@ -1,0 +1,286 @@
+//! Why packets for one address go where they go: from the lease to the kernel's own answer.
+//!
+//! The one thing to know: the verdict compares what the leases want with what the kernel says it would do, over all
+//! its tables, so that a route or rule of somebody else shows even where every object of ours is in place.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use flannel_core::{
+    Config, Kernel, KernelError, Lease, LinkName, Object, RouteAnswer, Standing, Via, holder,
+};
+use serde::{Deserialize, Serialize};
+
+use crate::observe::{NetworkSnapshot, Snapshot};
+use crate::report::way;
+
+/// The answer to `GET /v1/why?address=…`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Why {
+    /// Of the API.
+    pub(crate) version: u32,
+    pub(crate) address: String,
+    /// Packets go where they should, as far as this host can tell.
+    pub(crate) ok: bool,
+    /// A sentence without a full stop.
+    pub(crate) verdict: String,
+    /// What would help, where that is known.
+    pub(crate) hint: Option<String>,
+    /// The pod network that holds the address.
+    pub(crate) network: Option<String>,
+    /// The key of the lease whose subnet holds the address.
+    pub(crate) lease: Option<String>,
+    /// Its node.
+    pub(crate) node: Option<String>,
+    /// Why the lease is not believed.
+    pub(crate) disbelief: Option<String>,
+    /// What is wanted in the kernel for that lease; empty if the daemon could not be asked.
+    pub(crate) objects: Vec<WantedObject>,
+    /// What the kernel would do with a packet.
+    pub(crate) kernel: String,
+}
+
+/// An object and how it stands.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct WantedObject {
+    pub(crate) object: String,
+    /// `in place`, `pending`, `failing` or `not wanted`.
+    pub(crate) state: String,
+    pub(crate) error: Option<String>,
+}
+
+/// Asks the network that runs, and the kernel.
+pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> Why {
+    let Some(NetworkSnapshot { running, .. }) = &snapshot.network else {
+        let answer = Err(KernelError::explained(11, "no network runs, so that nothing was asked"));
+        return judge(address, &Facts { answer, ..Facts::default() });
+    };
+    let own = &running.handle.lease;
+    let explanation = running.handle.explain(address).await.map(|explanation| Explained {
+        lease: explanation.lease,
+        disbelief: explanation.disbelief.map(|why| why.to_string()),
+        objects: explanation.objects,
+    });
+    let kernel = Arc::clone(&running.kernel);
+    let answer = lookup(kernel, address).await;
+    judge(address, &Facts { config: Some(&running.config), own: Some(own), lease: None, explanation, answer })
+}
+
+/// Asks the kernel where it disturbs nobody.
+pub(crate) async fn lookup(kernel: Arc<dyn Kernel>, address: IpAddr) -> Result<RouteAnswer, KernelError> {
+    let answer = tokio::task::spawn_blocking(move || kernel.lookup(address)).await;
+    answer.unwrap_or_else(|_| Err(KernelError::explained(5, "the question was not carried out")))
+}
+
+/// What the network says of a peer.
+pub(crate) struct Explained {
+    pub(crate) lease: Arc<Lease>,
+    /// Why the lease is not believed.
+    pub(crate) disbelief: Option<String>,
+    pub(crate) objects: Vec<(Object, Standing)>,
+}
+
+/// What is known of an address.
+pub(crate) struct Facts<'a> {
+    pub(crate) config: Option<&'a Config>,
+    /// This node's lease.
+    pub(crate) own: Option<&'a Lease>,
+    /// The lease whose subnet holds the address, if the daemon cannot explain it.
+    pub(crate) lease: Option<&'a Lease>,
+    pub(crate) explanation: Option<Explained>,
+    pub(crate) answer: Result<RouteAnswer, KernelError>,
+}
+
+impl Default for Facts<'_> {
+    fn default() -> Self {
+        Self { config: None, own: None, lease: None, explanation: None, answer: Ok(RouteAnswer::nowhere()) }
+    }
+}
+
+/// Puts it together.
+pub(crate) fn judge(address: IpAddr, facts: &Facts<'_>) -> Why {
+    let network = facts.config.and_then(|config| config.pod_networks().find(|n| n.contains(address)));
+    let holds = |lease: &&Lease| lease.subnets.iter().any(|subnet| subnet.contains(address));
+    let own = facts.own.filter(holds);
+    let lease = own.or(facts.explanation.as_ref().map(|e| &*e.lease)).or(facts.lease);
+    let disbelief = facts.explanation.as_ref().and_then(|e| e.disbelief.clone());
+    let objects: Vec<WantedObject> =
+        facts.explanation.iter().flat_map(|e| &e.objects).map(|(object, how)| wanted(object, how)).collect();
+    let (ok, verdict, hint) = verdict(address, facts, own.is_some(), network.is_some(), lease);
+    Why {
+        version: crate::report::VERSION,
+        address: address.to_string(),
+        ok,
+        verdict,
+        hint,
+        network: network.map(|network| network.to_string()),
+        lease: lease.map(|lease| lease.subnets.to_string()),
+        node: lease.map(|lease| if own.is_some() { "this node".to_owned() } else { holder(&lease.attrs) }),
+        disbelief,
+        objects,
+        kernel: match &facts.answer {
+            Ok(answer) if answer.local => "it is an address of this host".to_owned(),
+            Ok(answer) => way(answer.gateway, answer.link),
+            Err(error) => format!("not known: {error}"),
+        },
+    }
+}
+
+fn wanted(object: &Object, how: &Standing) -> WantedObject {
+    let (state, error) = match how {
+        Standing::InPlace => ("in place", None),
+        Standing::Failing(failure) => ("failing", Some(failure.error.to_string())),
+        Standing::Unwanted => ("not wanted", None),
+        _ => ("pending", None),
+    };
+    WantedObject { object: object.to_string(), state: state.to_owned(), error }
+}
+
+/// Where the objects lead the address: the device and the gateway.
+fn wanted_way(address: IpAddr, objects: &[(Object, Standing)]) -> Option<(LinkName, Option<IpAddr>)> {
+    let route = objects.iter().find_map(|(object, _)| match object {
+        Object::Route(route) if route.dst.contains(address) => Some(route),
+        _ => None,
+    })?;
+    match route.via {
+        Via::Gateway { gateway, link, .. } => Some((link, Some(gateway))),
+        Via::Link(link) => Some((link, None)),
+        Via::Nexthop(id) => objects.iter().find_map(|(object, _)| match object {
+            Object::Nexthop(nexthop) if nexthop.id == id => Some((nexthop.link, Some(nexthop.gateway))),
+            _ => None,
+        }),
+        _ => None,
+    }
+}
+
+type Verdict = (bool, String, Option<String>);
+
+fn verdict(
+    address: IpAddr,
+    facts: &Facts<'_>,
+    own: bool,
+    in_network: bool,
+    lease: Option<&Lease>,
+) -> Verdict {
+    let answer = match &facts.answer {
+        Ok(answer) => answer,
+        Err(error) => return (false, format!("the kernel could not be asked: {error}"), None),
+    };
+    if own {
+        let text = if answer.local { "it is this node's own" } else { "it is in this node's own subnet" };
+        return (
+            true,
+            format!("{text}: flannel has nothing to do with it, the CNI plugin's bridge has"),
+            None,
+        );
+    }
+    let Some(lease) = lease else {
+        return match (facts.config, in_network) {
+            (Some(_), true) => (
+                false,
+                "no node holds a subnet with it".to_owned(),
+                Some("is the node that should hold it running? flannelctl lease list".to_owned()),
+            ),
+            (Some(_), false) => {
+                (false, "it lies outside the pod networks: flannel leads nothing there".to_owned(), None)
+            }
+            (None, _) => (false, "nothing is known of it".to_owned(), None),
+        };
+    };
+    let Some(explanation) = &facts.explanation else {
+        let text =
+            format!("it belongs to {}; what the daemon wants for it cannot be asked", holder(&lease.attrs));
+        return (false, text, Some("start flanneld".to_owned()));
+    };
+    if let Some(why) = &explanation.disbelief {
+        return (false, format!("its lease {} is not believed: {why}", lease.subnets), None);
+    }
+    let bad = explanation.objects.iter().find(|(_, how)| !matches!(how, Standing::InPlace));
+    if let Some((object, how)) = bad {
+        let state = wanted(object, how);
+        let error = state.error.map(|error| format!(": {error}")).unwrap_or_default();
+        return (false, format!("{object} is {}{error}", state.state), None);
+    }
+    let hint = format!("ip route get {address}; ip rule; ip route show table all match {address}");
+    match wanted_way(address, &explanation.objects) {
+        Some((link, gateway)) if answer.link != Some(link) || answer.gateway != gateway => {
+            let (is, should) = (way(answer.gateway, answer.link), way(gateway, Some(link)));
+            let text = format!(
+                "shadowed: packets go {is} instead of {should}, by a more specific route or a rule of others"
+            );
+            (false, text, Some(hint))
+        }
+        Some((link, _)) => {
+            (true, format!("packets go by {link} to {}, everything is in place", holder(&lease.attrs)), None)
+        }
+        None => (true, "everything is in place".to_owned(), None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flannel_core::{LeaseAttrs, Revision, Route};
+
+    fn peer() -> Lease {
+        Lease {
+            subnets: "10.1.7.0-24".parse().unwrap(),
+            attrs: LeaseAttrs::from_json(r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan"}"#).unwrap(),
+            expires: None,
+            since: Revision(1),
+            revision: Revision(1),
+        }
+    }
+
+    fn route() -> Object {
+        let via = Via::Gateway {
+            gateway: "10.1.7.0".parse().unwrap(),
+            link: "flannel.1".parse().unwrap(),
+            onlink: true,
+        };
+        Route { dst: "10.1.7.0/24".parse().unwrap(), via, mtu: None }.into()
+    }
+
+    #[test]
+    fn each_layer_can_be_the_reason() {
+        let config = Config::parse(r#"{"Network":"10.1.0.0/16"}"#).unwrap();
+        let own = Lease { subnets: "10.1.5.0-24".parse().unwrap(), ..peer() };
+        let address: IpAddr = "10.1.7.9".parse().unwrap();
+        let right = RouteAnswer::via("flannel.1".parse().unwrap(), Some("10.1.7.0".parse().unwrap()), None);
+        let wrong = RouteAnswer::via("eth1".parse().unwrap(), None, None);
+        let explain = |how: Standing, disbelief: Option<String>| Explained {
+            lease: Arc::new(peer()),
+            disbelief,
+            objects: vec![(route(), how)],
+        };
+        let ask = |address: IpAddr, explanation: Option<Explained>, answer: RouteAnswer| {
+            let facts = Facts {
+                config: Some(&config),
+                own: Some(&own),
+                lease: None,
+                explanation,
+                answer: Ok(answer),
+            };
+            judge(address, &facts)
+        };
+        let good = ask(address, Some(explain(Standing::InPlace, None)), right);
+        assert!(good.ok && good.verdict.starts_with("packets go by flannel.1"), "{good:?}");
+        assert_eq!(good.node.as_deref(), Some("192.0.2.7 (vxlan)"));
+        let shadowed = ask(address, Some(explain(Standing::InPlace, None)), wrong);
+        assert!(
+            !shadowed.ok && shadowed.verdict.starts_with("shadowed: packets go dev eth1 instead of"),
+            "{shadowed:?}"
+        );
+        let pending = ask(address, Some(explain(Standing::Pending, None)), right);
+        assert!(pending.verdict.ends_with("is pending"), "{pending:?}");
+        let disbelieved =
+            ask(address, Some(explain(Standing::Unwanted, Some("another backend".into()))), right);
+        assert!(disbelieved.verdict.ends_with("not believed: another backend"), "{disbelieved:?}");
+        let nobody = ask("10.1.99.1".parse().unwrap(), None, right);
+        assert!(nobody.verdict.starts_with("no node holds"), "{nobody:?}");
+        let outside = ask("10.9.9.9".parse().unwrap(), None, right);
+        assert!(outside.verdict.starts_with("it lies outside"), "{outside:?}");
+        let ours = ask("10.1.5.4".parse().unwrap(), None, right);
+        assert!(ours.ok && ours.node.as_deref() == Some("this node"), "{ours:?}");
+    }
+}
