@@ -220,6 +220,11 @@ impl Registry for DirRegistry {
         }
     }
 
+    async fn write_config(&self, seen: Option<&ConfigText>, text: &str) -> Result<()> {
+        let (seen, text) = (seen.map(|seen| seen.text.clone()), text.to_owned());
+        self.locked(move |shared| shared.write_config(seen.as_deref(), &text)).await
+    }
+
     async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()> {
         let mut news = self.0.news.subscribe();
         loop {

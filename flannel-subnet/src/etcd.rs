@@ -29,7 +29,9 @@ use etcd_client::{
 };
 use flannel_core::{Error, Lease, LeaseAttrs, Result, Revision, Subnets};
 
-use crate::registry::{ConfigText, Entry, Listing, Mark, Now, Registry, Skipped, Tenure, Watch};
+use crate::registry::{
+    ConfigText, Entry, Listing, Mark, Now, Registry, Skipped, Tenure, Watch, config_conflict,
+};
 use attempts::{Answer, Attempts};
 use connections::{Connection, Connections};
 use failure::Trouble;
@@ -320,6 +322,26 @@ impl Registry for EtcdRegistry {
         match self.get(key, false).await?.take_kvs().pop() {
             Some(kv) => Ok(ConfigText { location, text: String::from_utf8_lossy(kv.value()).into_owned() }),
             None => Err(Error::NoConfig { location }),
+        }
+    }
+
+    async fn write_config(&self, seen: Option<&ConfigText>, text: &str) -> Result<()> {
+        let key = self.0.keys.config();
+        let compare = match seen {
+            Some(seen) => Compare::value(key, CompareOp::Equal, seen.text.as_str()),
+            None => absent(key),
+        };
+        let put = TxnOp::put(key, text, None);
+        let answer = self.transaction(key, compare, put, TxnOp::get(key, None)).await?;
+        match answer.value {
+            Outcome::Done(_) => Ok(()),
+            // By an earlier attempt, whose answer was lost.
+            Outcome::Differs(kvs, _)
+                if answer.repeated && kvs.first().is_some_and(|kv| kv.value() == text.as_bytes()) =>
+            {
+                Ok(())
+            }
+            Outcome::Differs(..) | Outcome::NoLease => Err(config_conflict(self)),
         }
     }
 

@@ -14,7 +14,7 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use crate::registry::{
-    Batch, ConfigText, Entry, Event, Listing, Mark, Now, Registry, Skipped, Tenure, Watch,
+    Batch, ConfigText, Entry, Event, Listing, Mark, Now, Registry, Skipped, Tenure, Watch, config_conflict,
 };
 
 /// How many changes are remembered for watches that lag behind.
@@ -296,6 +296,19 @@ impl Registry for MemoryRegistry {
             Some(text) => Ok(ConfigText { location, text }),
             None => Err(Error::NoConfig { location }),
         }
+    }
+
+    async fn write_config(&self, seen: Option<&ConfigText>, text: &str) -> Result<()> {
+        let written = (|| {
+            let mut inner = self.reach()?;
+            if inner.config.as_deref() != seen.map(|seen| seen.text.as_str()) {
+                return Err(config_conflict(self));
+            }
+            inner.config = Some(text.to_owned());
+            Ok(())
+        })();
+        self.wake();
+        self.reply(written).await
     }
 
     async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()> {

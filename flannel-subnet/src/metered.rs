@@ -109,6 +109,10 @@ impl Registry for Metered {
         self.books.request(self.registry.config().await, |_| None)
     }
 
+    async fn write_config(&self, seen: Option<&ConfigText>, text: &str) -> Result<()> {
+        self.books.request(self.registry.write_config(seen, text).await, |()| None)
+    }
+
     async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()> {
         self.books.request(self.registry.config_changed(seen).await, |_| None)
     }

@@ -25,6 +25,14 @@ impl Mark {
     }
 }
 
+/// A config was not what its writer had seen.
+pub(crate) fn config_conflict(store: &dyn fmt::Display) -> Error {
+    Error::Refused {
+        store: store.to_string(),
+        reason: "somebody else has written the network config meanwhile: look at it and try again".into(),
+    }
+}
+
 impl fmt::Display for Mark {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:016x}", self.0)
@@ -170,6 +178,19 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// # Errors
     /// [`Error::NoConfig`], or the store is out of reach.
     async fn config(&self) -> Result<ConfigText>;
+
+    /// Writes the network config if the store still holds what was `seen` (`None`: there was none). The text is not checked
+    /// in any way.
+    ///
+    /// # Errors
+    /// [`Error::Refused`]: somebody else has written meanwhile, or this store's config is written elsewhere, which
+    /// is what this does unless implemented; or the store is out of reach.
+    ///
+    /// # Cancel safety
+    /// Dropped half-way, the config may have been written.
+    async fn write_config(&self, _seen: Option<&ConfigText>, _text: &str) -> Result<()> {
+        Err(Error::Refused { store: self.to_string(), reason: "its network config is written elsewhere".into() })
+    }
 
     /// Waits until the config is not, or no longer, `seen` (`None`: there was none). What comes then may be
     /// half written, where people edit it in place.

@@ -80,6 +80,7 @@ impl fmt::Debug for Ground<'_> {
 /// The registry does not behave.
 pub async fn registry_suite(ground: &Ground<'_>) {
     config_is_read_and_awaited(ground).await;
+    config_is_written_only_over_what_was_seen(ground).await;
     what_is_written_is_read_back(ground).await;
     a_key_is_created_only_once(ground).await;
     a_key_is_changed_only_at_its_revision(ground).await;
@@ -163,6 +164,22 @@ async fn config_is_read_and_awaited(ground: &Ground<'_>) {
     let (changed, ()) = soon("config changes", async { tokio::join!(changed, change) }).await;
     changed.expect("in reach");
     assert_ne!(registry.config().await.expect("a config").text, first.text);
+}
+
+async fn config_is_written_only_over_what_was_seen(ground: &Ground<'_>) {
+    let registry = &ground.registry;
+    let seen = registry.config().await.expect("a config");
+    let refused = |result| matches!(result, Err(Error::Refused { .. }));
+    assert!(refused(registry.write_config(None, "{}").await), "there is one");
+    let text = r#"{"Network":"10.77.0.0/16","Backend":{"Type":"vxlan"}}"#;
+    let changed = registry.config_changed(Some(seen.clone()));
+    let (changed, written) =
+        soon("config changes", async { tokio::join!(changed, registry.write_config(Some(&seen), text)) }).await;
+    changed.expect("in reach");
+    written.expect("as it was seen");
+    assert_eq!(registry.config().await.expect("a config").text, text);
+    assert!(refused(registry.write_config(Some(&seen), "{}").await), "another was written meanwhile");
+    assert_eq!(registry.config().await.expect("a config").text, text);
 }
 
 async fn what_is_written_is_read_back(ground: &Ground<'_>) {

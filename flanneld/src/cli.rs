@@ -193,7 +193,8 @@ fn go_style(args: impl IntoIterator<Item = OsString>, with_value: &[String]) -> 
     all
 }
 
-fn is_given(args: &[OsString], flag: &str) -> bool {
+/// The flag is among the arguments.
+pub(crate) fn is_given(args: &[OsString], flag: &str) -> bool {
     let given = |arg: &OsStr| {
         let name = arg.to_str().and_then(|text| text.strip_prefix("--"));
         name.and_then(|name| name.split('=').next()) == Some(flag)

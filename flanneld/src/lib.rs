@@ -3,6 +3,7 @@
 mod backends;
 mod cli;
 mod control;
+mod ctl;
 mod error;
 #[cfg(feature = "etcd")]
 mod etcd;
@@ -34,6 +35,7 @@ use observe::Observer;
 
 pub use cli::{NexthopObjects, Options};
 pub use control::ControlFlags;
+pub use ctl::main as ctl;
 pub use error::Error;
 #[cfg(feature = "etcd")]
 pub use etcd::EtcdFlags;

@@ -15,7 +15,7 @@ use super::location::Assign;
 use super::{Shared, file, mirror};
 use crate::atomic_file::{self, TEMPORARY};
 use crate::backoff::Backoff;
-use crate::registry::{Entry, Mark, Tenure};
+use crate::registry::{Entry, Mark, Tenure, config_conflict};
 
 /// How long a writer may hold the lock before others give up.
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);
@@ -126,6 +126,20 @@ impl Shared {
         let file = file.map_err(|source| Error::Lease { location: name, source })?;
         self.hold(subnets, file.entry.mark, file.end(now));
         Ok(file.entry)
+    }
+
+    pub(super) fn write_config(&self, seen: Option<&str>, text: &str) -> Result<()> {
+        let path = self.location.path.join("config");
+        let error = |error| self.broken("config", error);
+        let now = match fs::read_to_string(&path) {
+            Ok(now) => Some(now),
+            Err(gone) if gone.kind() == io::ErrorKind::NotFound => None,
+            Err(other) => return Err(error(other)),
+        };
+        if now.as_deref() != seen {
+            return Err(config_conflict(&self.location));
+        }
+        atomic_file::replace(&path, text.as_bytes(), 0o644, None).map_err(error)
     }
 
     fn hold(&self, subnets: &Subnets, mark: Option<Mark>, end: Option<SystemTime>) {

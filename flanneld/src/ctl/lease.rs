@@ -1,0 +1,149 @@
+//! `flannelctl lease`: the leases in the store, without a daemon.
+//!
+//! The one thing to know: every write is a compare-and-swap on what was shown or read, as the daemons' are.
+
+use std::net::IpAddr;
+
+use flannel_core::{Config, Dual, Error, LeaseAttrs, Subnets, holder};
+use flannel_subnet::{Entry, Registry};
+use serde_json::{Value, json};
+
+use super::options::{Global, LeaseVerb};
+use super::paper::{Ink, Paper};
+use super::{Failure, Result, Said};
+use crate::report::VERSION;
+
+/// Lists, reserves or releases.
+pub(crate) async fn lease(global: &Global, paper: &Paper, verb: &LeaseVerb) -> Result<Said> {
+    let registry = global.open_registry().await?;
+    let registry = &*registry;
+    match verb {
+        LeaseVerb::List => list(registry, paper).await,
+        LeaseVerb::Reserve { lease, public_ip, public_ipv6, backend_type } => {
+            let public = Dual { v4: public_ip.map(IpAddr::V4), v6: public_ipv6.map(IpAddr::V6) };
+            let attrs = LeaseAttrs { public, backend_type: backend_type.clone(), ..LeaseAttrs::default() };
+            reserve(registry, lease, &attrs).await
+        }
+        LeaseVerb::Release { lease, force } => release(registry, lease, *force).await,
+    }
+}
+
+async fn list(registry: &dyn Registry, paper: &Paper) -> Result<Said> {
+    let mut listing = registry.list().await?;
+    listing.entries.sort_by_key(|entry| entry.lease.subnets);
+    let rows: Vec<_> = listing.entries.iter().map(row).collect();
+    let mut text = paper.table(&["SUBNET", "ADDRESS", "BACKEND", "HOLDER", "REVISION"], &rows);
+    let reserved = listing.entries.iter().filter(|entry| entry.mark.is_none()).count();
+    text += &format!("{} leases in {registry}, {reserved} of them reserved\n", listing.entries.len());
+    for skipped in &listing.skipped {
+        text += &paper.field("skipped", Ink::Warning, &format!("{}: {}", skipped.key, skipped.reason));
+    }
+    let skipped: Vec<Value> = listing
+        .skipped
+        .iter()
+        .map(|skipped| json!({ "key": skipped.key, "reason": skipped.reason }))
+        .collect();
+    let leases: Vec<Value> = listing.entries.iter().map(value).collect();
+    let value =
+        json!({ "version": VERSION, "store": registry.to_string(), "leases": leases, "skipped": skipped });
+    Ok(Said { text, value, ok: true })
+}
+
+fn row(entry: &Entry) -> (Ink, Vec<Vec<String>>) {
+    let lease = &entry.lease;
+    let backend = if lease.attrs.backend_type.is_empty() { "-" } else { &lease.attrs.backend_type };
+    let holder = entry.mark.map_or_else(|| "reserved".to_owned(), |mark| mark.to_string());
+    let cells = vec![
+        lease.subnets.iter().map(|subnet| subnet.to_string()).collect(),
+        lease.attrs.public.values().map(ToString::to_string).collect(),
+        vec![backend.to_owned()],
+        vec![holder],
+        vec![lease.revision.to_string()],
+    ];
+    (Ink::Plain, cells)
+}
+
+fn value(entry: &Entry) -> Value {
+    let lease = &entry.lease;
+    json!({
+        "key": lease.subnets.to_string(),
+        "subnets": lease.subnets.iter().map(|subnet| subnet.to_string()).collect::<Vec<_>>(),
+        "public": lease.attrs.public.values().map(ToString::to_string).collect::<Vec<_>>(),
+        "backend": lease.attrs.backend_type,
+        "reserved": entry.mark.is_none(),
+        "holder": entry.mark.map(|mark| mark.to_string()),
+        "revision": lease.revision.0,
+    })
+}
+
+fn done(entry: &Entry, what: &str) -> Said {
+    let text = format!("{} of {} {what}\n", entry.lease.subnets, holder(&entry.lease.attrs));
+    let value = json!({ "version": VERSION, "lease": value(entry), "result": what });
+    Said { text, value, ok: true }
+}
+
+async fn reserve(registry: &dyn Registry, subnets: &Subnets, attrs: &LeaseAttrs) -> Result<Said> {
+    if let Some(entry) = registry.entry(subnets).await? {
+        let of = holder(&entry.lease.attrs);
+        if entry.mark.is_none() {
+            return Err(Failure::Refused(format!("{subnets} is reserved already, for {of}")));
+        }
+        let (now, told) = (&entry.lease.attrs.public, &attrs.public);
+        if !told.is_empty() && told != now {
+            return Err(Failure::Refused(format!(
+                "{subnets} is held by {of}: release it first, or name no address"
+            )));
+        }
+        let written = registry.update(subnets, entry.lease.revision, &entry.lease.attrs, None).await?;
+        return Ok(done(&written, "never expires from now on"));
+    }
+    if attrs.public.is_empty() {
+        return Err(Failure::Refused(format!(
+            "{subnets} is free: --public-ip or --public-ipv6 is to say for which node it is reserved"
+        )));
+    }
+    let text = registry.config().await?;
+    let config =
+        Config::parse(&text.text).map_err(|source| Error::Config { location: text.location, source })?;
+    check(&config, subnets)?;
+    let others = registry.list().await?.entries;
+    if let Some(other) = others.iter().find(|entry| entry.lease.subnets.overlaps(subnets)) {
+        let of = holder(&other.lease.attrs);
+        return Err(Failure::Refused(format!("{subnets} overlaps {} of {of}", other.lease.subnets)));
+    }
+    let written = registry.create(subnets, attrs, None).await?;
+    Ok(done(&written, "is reserved"))
+}
+
+/// A reservation that no node could take is a typing error.
+fn check(config: &Config, subnets: &Subnets) -> Result<()> {
+    for (family, pod) in config.networks.iter() {
+        let wrong = |reason: String| Err(Failure::Refused(format!("{subnets}: {reason}")));
+        let Some(subnet) = subnets.family(family) else {
+            return wrong(format!(
+                "the network config enables {family}, so that a lease needs a subnet of it"
+            ));
+        };
+        if !pod.network.covers(&subnet) {
+            return wrong(format!("{subnet} lies outside the pod network {}", pod.network));
+        }
+        if subnet.len() != pod.subnet_len {
+            return wrong(format!("{subnet} is no /{}, as the network config cuts them", pod.subnet_len));
+        }
+    }
+    Ok(())
+}
+
+async fn release(registry: &dyn Registry, subnets: &Subnets, force: bool) -> Result<Said> {
+    let none = || Failure::Refused(format!("{registry} has no lease {subnets}"));
+    let entry = registry.entry(subnets).await?.ok_or_else(none)?;
+    if entry.mark.is_some() && !force {
+        return Err(Failure::Refused(format!(
+            "{subnets} is held by {}: releasing it orders that node's daemon to stop; if that is meant, or the node is \
+             gone for good, add --force",
+            holder(&entry.lease.attrs)
+        )));
+    }
+    registry.delete(subnets, entry.lease.revision).await?;
+    Ok(done(&entry, "is released"))
+}

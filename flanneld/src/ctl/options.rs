@@ -1,0 +1,333 @@
+//! The command line of `flannelctl`. The one thing to know: what says where things are is called as in flanneld, comes
+//! from the same environment variables, and may stand before or behind the verb.
+
+use std::ffi::OsString;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use flannel_core::{Subnet, Subnets};
+use flannel_subnet::Registry;
+
+use super::{Failure, Result};
+use crate::cli::is_given;
+use crate::error::Error;
+#[cfg(feature = "etcd")]
+use crate::etcd::EtcdFlags;
+use crate::registry::RegistryUrl;
+
+/// What `flannelctl` is told.
+#[derive(Debug, Parser)]
+#[command(
+    name = "flannelctl",
+    version,
+    about = "Asks the flannel daemon of this host how it is, and looks after its store and its kernel objects.",
+    args_override_self = true,
+    subcommand_value_name = "VERB",
+    subcommand_help_heading = "Verbs",
+    after_help = "Exit status: 0 if all is well, 1 if it is not or could not be done, 2 for wrong usage.\n\
+                  Options that say where things are can come from the environment as for flanneld, for example \
+                  FLANNELD_REGISTRY."
+)]
+pub(crate) struct Ctl {
+    #[command(flatten)]
+    pub(crate) global: Global,
+    #[command(subcommand)]
+    pub(crate) verb: Verb,
+}
+
+/// Where things are.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Where things are")]
+pub(crate) struct Global {
+    /// The socket of the daemon
+    #[arg(long, value_name = "FILE", default_value = "/run/flannel/flanneld.sock")]
+    pub(crate) control_socket: PathBuf,
+
+    /// Say it for programs: one JSON object
+    #[arg(long, help_heading = "Options")]
+    pub(crate) json: bool,
+
+    /// Where leases are kept: etcd, dir:PATH, or dir:PATH?assign=static
+    #[arg(long, value_name = "URL")]
+    #[cfg_attr(feature = "etcd", arg(default_value = "etcd"))]
+    pub(crate) registry: Option<RegistryUrl>,
+
+    /// The file that tells CNI plugins about this host's subnet
+    #[arg(long, value_name = "FILE", default_value = "/run/flannel/subnet.env")]
+    pub(crate) subnet_file: PathBuf,
+
+    /// Where the daemon remembers which leases are its own, and the last good set of leases
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/flannel")]
+    pub(crate) state_dir: PathBuf,
+
+    #[cfg(feature = "etcd")]
+    #[command(flatten)]
+    pub(crate) etcd: EtcdFlags,
+}
+
+impl Global {
+    /// Opens the store.
+    pub(crate) async fn open_registry(&self) -> Result<Arc<dyn Registry>> {
+        let missing =
+            || Failure::Refused("--registry names no store; for example dir:/etc/flannel/network".into());
+        let url = self.registry.as_ref().ok_or_else(missing)?;
+        #[cfg(feature = "etcd")]
+        let registry = url.open_registry(self.etcd.options()).await?;
+        #[cfg(not(feature = "etcd"))]
+        let registry = url.open_registry().await?;
+        Ok(registry)
+    }
+}
+
+/// What is to be done.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Verb {
+    /// How this node is, on one screen: its lease, interface, backend, store and peers, and first of all what is wrong
+    #[command(
+        long_about = "How this node is, on one screen: its lease, interface, backend, store and peers, and first \
+        of all what is wrong. Exit status 1 if it is not ready. Without a daemon it says what the last one left."
+    )]
+    Status,
+    /// Every peer with its state; without a daemon, every lease in the store
+    Peers,
+    /// Why packets for a pod's address go where they go
+    #[command(
+        long_about = "Why packets for a pod's address go where they go: which lease holds it, which objects that \
+        lease wants in the kernel and how each stands, and what the kernel itself would do with a packet, foreign \
+        routes and rules included. Exit status 1 if packets do not go where they should."
+    )]
+    Why {
+        /// The address of a pod
+        #[arg(value_name = "ADDRESS")]
+        address: IpAddr,
+    },
+    /// The status again and again, until interrupted
+    #[command(
+        long_about = "The status again and again, until interrupted. On a terminal the screen is drawn anew; \
+        elsewhere, and with --json (one object a line), it is said whenever something has changed."
+    )]
+    Watch {
+        /// Seconds between two looks
+        #[arg(long, value_name = "SECONDS", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=3600))]
+        interval: u64,
+    },
+    /// Let the daemon read config and certificates again, and set back its log, as SIGHUP does
+    Reload,
+    /// Set what the daemon logs, until SIGHUP or reload
+    Log {
+        /// As for flanneld --log: error, warn, info, debug, trace, or a filter such as info,flannel_core=debug
+        #[arg(value_name = "FILTER")]
+        filter: String,
+    },
+    /// Remove what the daemon put into the kernel, or make it fit for Go flannel
+    #[command(
+        long_about = "Removes what the daemon put into the kernel: routes, nexthop objects, forwarding entries, \
+        neighbours, addresses, devices. Pods lose their way to other nodes. The daemon must not run, since it would put \
+        everything back. What is ours follows from the network config, in the store or as the daemon last saw it."
+    )]
+    Cleanup(CleanupFlags),
+    /// Check or write the network config
+    #[command(subcommand)]
+    Config(ConfigVerb),
+    /// See, reserve or release leases
+    #[command(subcommand)]
+    Lease(LeaseVerb),
+}
+
+/// How to clean up.
+#[derive(Debug, Args)]
+pub(crate) struct CleanupFlags {
+    /// Change nothing, only say what would be changed; the daemon may run
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+
+    /// Remove only what Go flannel cannot handle: routes by nexthop objects become plain ones in place, no packet is lost
+    #[arg(long)]
+    pub(crate) for_go: bool,
+
+    /// The interface that the daemon used, by name or address; if not given, the one with the default route
+    #[arg(long, value_name = "NAME|ADDRESS", env = "FLANNELD_IFACE", hide_env_values = true)]
+    pub(crate) iface: Vec<String>,
+}
+
+/// What to do with the config.
+#[derive(Debug, Subcommand)]
+pub(crate) enum ConfigVerb {
+    /// Check a network config, and show it with every default filled in
+    Check {
+        /// The file, - for standard input; if not given, the config in the store
+        #[arg(value_name = "FILE")]
+        file: Option<PathBuf>,
+    },
+    /// Check a network config and write it to the store
+    #[command(
+        long_about = "Checks a network config and writes it to the store, unless somebody else writes there at \
+        the same moment. Running daemons apply backend options at once; other pod networks or subnets are used from \
+        each daemon's next start on."
+    )]
+    Set {
+        /// The file, - for standard input
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+    },
+}
+
+/// What to do with leases.
+#[derive(Debug, Subcommand)]
+pub(crate) enum LeaseVerb {
+    /// Every lease in the store, and what in it is none
+    List,
+    /// Make a lease that never expires, or let one never expire
+    #[command(
+        long_about = "Makes a lease that never expires, for the node with this public address; or, if the lease \
+        exists, lets it never expire, which its node notices and goes on."
+    )]
+    Reserve {
+        /// The subnet, such as 10.1.5.0/24; a dual-stack lease is 10.1.5.0/24,fd00:1:0:5::/64 or the key's text
+        #[arg(value_name = "SUBNET", value_parser = key)]
+        lease: Subnets,
+
+        /// The IPv4 address that peers reach the node by
+        #[arg(long, value_name = "ADDRESS")]
+        public_ip: Option<Ipv4Addr>,
+
+        /// The same for IPv6
+        #[arg(long, value_name = "ADDRESS")]
+        public_ipv6: Option<Ipv6Addr>,
+
+        /// The node's backend, such as vxlan; its daemon fills in the rest
+        #[arg(long, value_name = "TYPE", default_value = "")]
+        backend_type: String,
+    },
+    /// Delete a lease
+    #[command(
+        long_about = "Deletes a lease. That orders its node's daemon, if it runs, to stop (exit status 1), and \
+        frees the subnet for others: do it for nodes that are gone."
+    )]
+    Release {
+        /// The subnet, such as 10.1.5.0/24, or the key's text
+        #[arg(value_name = "SUBNET", value_parser = key)]
+        lease: Subnets,
+
+        /// Even if it is no reservation, so that its node may be alive
+        #[arg(long)]
+        force: bool,
+    },
+}
+
+/// A lease by its key, or by its subnets separated by commas.
+fn key(text: &str) -> Result<Subnets, String> {
+    if let Ok(subnets) = text.parse() {
+        return Ok(subnets);
+    }
+    let wrong = || {
+        format!(
+            "{text:?} is neither subnets, such as 10.1.5.0/24, nor the key of a lease, such as 10.1.5.0-24"
+        )
+    };
+    let parts: Option<Vec<Subnet>> = text.split(',').map(|part| part.trim().parse().ok()).collect();
+    let parts = parts.ok_or_else(wrong)?;
+    let subnets = Subnets::new(parts.iter().copied()).filter(|subnets| subnets.iter().count() == parts.len());
+    subnets.ok_or_else(wrong)
+}
+
+impl Ctl {
+    /// Parses a command line and the environment.
+    ///
+    /// # Errors
+    /// [`Error::Usage`], [`Error::Help`].
+    pub(crate) fn parse_from(
+        args: impl IntoIterator<Item = OsString>,
+        env: impl Fn(&str) -> Option<OsString>,
+    ) -> Result<Self, Error> {
+        let command = Self::command().mut_args(|arg| match arg.get_id().as_str() {
+            "help" | "version" => arg,
+            _ => arg.global(true),
+        });
+        let mut args: Vec<OsString> = args.into_iter().collect();
+        let with_value = command.get_arguments().filter(|arg| arg.get_action().takes_values());
+        for flag in with_value.filter_map(clap::Arg::get_long) {
+            let name = format!("FLANNELD_{}", flag.to_uppercase().replace('-', "_"));
+            if let Some(value) = env(&name).filter(|value| !value.is_empty() && !is_given(&args, flag)) {
+                let mut arg = OsString::from(format!("--{flag}="));
+                arg.push(value);
+                args.insert(1.min(args.len()), arg);
+            }
+        }
+        let matches = command.try_get_matches_from(args).map_err(|error| {
+            let text = error.render().to_string();
+            if error.use_stderr() { Error::Usage(text) } else { Error::Help(text) }
+        })?;
+        Self::from_arg_matches(&matches).map_err(|error| Error::Usage(error.to_string()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(args: &[&str], env: &[(&str, &str)]) -> Result<Ctl, Error> {
+        let args = std::iter::once("flannelctl").chain(args.iter().copied()).map(OsString::from);
+        let find = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
+        Ctl::parse_from(args, find)
+    }
+
+    #[test]
+    fn where_things_are_stands_anywhere_and_the_environment_comes_last() {
+        let env = [
+            ("FLANNELD_REGISTRY", "dir:/env"),
+            ("FLANNELD_STATE_DIR", "/state"),
+            ("FLANNELD_CONTROL_SOCKET", ""),
+        ];
+        for (args, registry) in [
+            (&["status"] as &[&str], "dir:/env"),
+            (&["--registry", "dir:/a", "status"], "dir:/a"),
+            (&["status", "--registry=dir:/b"], "dir:/b"),
+            (&["lease", "list", "--registry", "dir:/c", "--json"], "dir:/c"),
+        ] {
+            let options = parse(args, &env).unwrap();
+            assert_eq!(options.global.registry.unwrap().to_string(), registry, "{args:?}");
+            assert_eq!(options.global.state_dir.to_str(), Some("/state"));
+            assert_eq!(options.global.control_socket.to_str(), Some("/run/flannel/flanneld.sock"));
+            assert_eq!(options.global.json, args.contains(&"--json"));
+        }
+    }
+
+    #[test]
+    fn leases_are_named_by_subnet_or_key() {
+        for (text, expected) in [
+            ("10.1.5.0/24", "10.1.5.0-24"),
+            ("10.1.5.0-24", "10.1.5.0-24"),
+            ("10.1.5.0/24,fd00:1:0:5::/64", "10.1.5.0-24&fd00:1:0:5::-64"),
+            ("fd00:1:0:5::/64", "0.0.0.0-0&fd00:1:0:5::-64"),
+        ] {
+            assert_eq!(key(text).unwrap().to_string(), expected);
+        }
+        for text in ["", "10.1.5.0", "10.1.5.0/24,10.1.6.0/24", "10.1.5.0/33"] {
+            assert!(key(text).unwrap_err().contains(&format!("{text:?}")), "{text}");
+        }
+    }
+
+    #[test]
+    fn every_verb_explains_itself() {
+        Ctl::command().debug_assert();
+        let help = parse(&["--help"], &[]).unwrap_err().to_string();
+        for word in [
+            "status",
+            "peers",
+            "why",
+            "watch",
+            "cleanup",
+            "config",
+            "lease",
+            "--control-socket",
+            "Exit status",
+        ] {
+            assert!(help.contains(word), "{word}: {help}");
+        }
+        assert_eq!(parse(&["statsu"], &[]).unwrap_err().exit_code(), 2);
+        assert_eq!(parse(&[], &[]).unwrap_err().exit_code(), 2);
+    }
+}

@@ -1,0 +1,158 @@
+//! What text is written on: so wide, with colours or without.
+//!
+//! The one thing to know: colours are for terminals only, and everything that a colour says a word says too.
+
+use std::io::IsTerminal;
+
+/// Between a label and what it labels.
+const LABEL: usize = 11;
+/// Nothing is made narrower than this.
+const NARROWEST: usize = 40;
+
+/// The width, and whether there are colours.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Paper {
+    pub(crate) width: usize,
+    pub(crate) colours: bool,
+}
+
+/// What a word is like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ink {
+    Plain,
+    Bold,
+    Good,
+    Warning,
+    Bad,
+}
+
+impl Paper {
+    /// As standard output is: 80 columns if it does not say.
+    pub(crate) fn of_terminal() -> Self {
+        let terminal = std::io::stdout().is_terminal();
+        let size = terminal_size::terminal_size().map(|(width, _)| usize::from(width.0));
+        let given = std::env::var("COLUMNS").ok().and_then(|text| text.parse().ok());
+        let unwanted = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty())
+            || std::env::var_os("TERM").is_some_and(|term| term == "dumb");
+        let width = size.filter(|_| terminal).or(given).unwrap_or(80).max(NARROWEST);
+        Self { width, colours: terminal && !unwanted }
+    }
+
+    /// A text in an ink.
+    pub(crate) fn ink(&self, ink: Ink, text: &str) -> String {
+        let code = match ink {
+            _ if !self.colours => return text.to_owned(),
+            Ink::Plain => return text.to_owned(),
+            Ink::Bold => "1",
+            Ink::Good => "32",
+            Ink::Warning => "33",
+            Ink::Bad => "1;31",
+        };
+        format!("\x1b[{code}m{text}\x1b[0m")
+    }
+
+    /// `label     text`, wrapped, the text below the text.
+    pub(crate) fn field(&self, label: &str, ink: Ink, text: &str) -> String {
+        let mut out = String::new();
+        for (n, line) in self.wrap(text, LABEL).iter().enumerate() {
+            let label = if n == 0 { label } else { "" };
+            // Padded before it is coloured: codes have no width.
+            out += &self.ink(ink, &format!("{label:<LABEL$}"));
+            out += line;
+            out.push('\n');
+        }
+        out
+    }
+
+    /// Lines of words that leave `indent` columns free. A word that is longer than a line has one of its own.
+    pub(crate) fn wrap(&self, text: &str, indent: usize) -> Vec<String> {
+        let width = self.width.saturating_sub(indent).max(1);
+        let mut lines = vec![String::new()];
+        for word in text.split_whitespace() {
+            let last = lines.last_mut().expect("there is one from the start");
+            let len = last.chars().count();
+            if len > 0 && len + 1 + word.chars().count() > width {
+                lines.push(word.to_owned());
+            } else {
+                if len > 0 {
+                    last.push(' ');
+                }
+                last.push_str(word);
+            }
+        }
+        lines
+    }
+
+    /// Rows below a head. A cell may have several lines; a row's ink is that of its last cell.
+    pub(crate) fn table(&self, head: &[&str], rows: &[(Ink, Vec<Vec<String>>)]) -> String {
+        let head_row = (Ink::Plain, head.iter().map(|text| vec![(*text).to_owned()]).collect());
+        let all = || std::iter::once(&head_row).chain(rows);
+        let width = |column: usize| {
+            let lines = all().filter_map(|(_, row)| row.get(column)).flatten();
+            lines.map(|line| line.chars().count()).max().unwrap_or(0)
+        };
+        let widths: Vec<usize> = (0..head.len()).map(width).collect();
+        let mut out = String::new();
+        for (ink, row) in all() {
+            for n in 0..row.iter().map(Vec::len).max().unwrap_or(0) {
+                let mut line = String::new();
+                for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
+                    let text = cell.get(n).map_or("", String::as_str);
+                    let gap = if column == 0 { "" } else { "  " };
+                    line += &format!("{gap}{text:<width$}");
+                }
+                out += &self.ink(*ink, line.trim_end());
+                out.push('\n');
+            }
+        }
+        out
+    }
+}
+
+/// `3 s`, `5 min`, `3 h 12 min`, `4 d 2 h`: as precise as it is worth.
+pub(crate) fn span(seconds: f64) -> String {
+    let seconds = seconds.max(0.0) as u64;
+    let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
+    match seconds {
+        0..60 => format!("{seconds} s"),
+        60..3600 => format!("{minutes} min"),
+        3600..86_400 => format!("{hours} h {} min", minutes % 60),
+        _ => format!("{days} d {} h", hours % 24),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_is_wrapped_and_tables_are_aligned() {
+        let paper = Paper { width: 30, colours: false };
+        assert_eq!(
+            paper.field("error", Ink::Bad, "one two three four five a-very-long-word-that-does-not-fit"),
+            "error      one two three four\n           five\n           a-very-long-word-that-does-not-fit\n"
+        );
+        let rows = [
+            (Ink::Plain, vec![vec!["a".to_owned(), "bcd".to_owned()], vec!["x".to_owned()]]),
+            (Ink::Plain, vec![vec![], vec!["yy".to_owned()]]),
+        ];
+        assert_eq!(paper.table(&["H", "K"], &rows), "H    K\na    x\nbcd\n     yy\n");
+        let bright = Paper { width: 30, colours: true };
+        assert_eq!(bright.ink(Ink::Good, "x"), "\x1b[32mx\x1b[0m");
+        assert_eq!(bright.field("a", Ink::Plain, "b"), "a          b\n");
+    }
+
+    #[test]
+    fn spans_are_as_precise_as_it_is_worth() {
+        for (seconds, text) in [
+            (-1.0, "0 s"),
+            (59.9, "59 s"),
+            (60.0, "1 min"),
+            (3600.0, "1 h 0 min"),
+            (86_399.0, "23 h 59 min"),
+            (360_000.0, "4 d 4 h"),
+        ] {
+            assert_eq!(span(seconds), text);
+        }
+    }
+}

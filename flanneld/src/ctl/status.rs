@@ -1,0 +1,274 @@
+//! How a node is, on one screen. The one thing to know: what is wrong comes first, in words, with what would help.
+
+use serde_json::{Value, json};
+
+use super::client::Client;
+use super::options::Global;
+use super::paper::{Ink, Paper, span};
+use super::{Failure, Result, Said, offline};
+use crate::report::{NetworkReport, PeerReport, Report, StoreReport, VERSION};
+
+/// `flannelctl status`.
+pub(crate) fn status(client: &Client, global: &Global, paper: &Paper) -> Result<Said> {
+    match client.ask("GET", "/v1/status") {
+        Ok(mut value) => {
+            let report = report(&value)?;
+            value["running"] = Value::Bool(true);
+            Ok(Said { text: page(&report, paper), value, ok: report.ready })
+        }
+        Err(failure @ Failure::NoDaemon { .. }) => Ok(offline::status(global, paper, &failure)),
+        Err(failure) => Err(failure),
+    }
+}
+
+/// `flannelctl peers`.
+pub(crate) async fn peers(client: &Client, global: &Global, paper: &Paper) -> Result<Said> {
+    let value = match client.ask("GET", "/v1/peers") {
+        Ok(value) => value,
+        Err(Failure::NoDaemon { .. }) => offline::peers(global).await?,
+        Err(failure) => return Err(failure),
+    };
+    let peers: Vec<PeerReport> = serde_json::from_value(value["peers"].clone()).map_err(skew)?;
+    let now = crate::report::seconds(std::time::SystemTime::now());
+    let ok = peers.iter().all(|peer| peer.state == "in place");
+    Ok(Said { text: peer_table(&peers, now, paper), value, ok: ok || value_is_offline(&peers) })
+}
+
+/// Without a daemon nothing is known of states, which is no trouble by itself.
+fn value_is_offline(peers: &[PeerReport]) -> bool {
+    peers.iter().all(|peer| peer.state == offline::UNKNOWN)
+}
+
+/// The daemon's report, read.
+pub(crate) fn report(value: &Value) -> Result<Report> {
+    serde_json::from_value(value.clone()).map_err(skew)
+}
+
+fn skew(error: serde_json::Error) -> Failure {
+    Failure::Refused(format!(
+        "the daemon's answer is not understood, is it older than this flannelctl? {error}"
+    ))
+}
+
+/// The screen.
+pub(crate) fn page(report: &Report, paper: &Paper) -> String {
+    let now = report.time;
+    let mut out = headline(report, paper);
+    for problem in &report.problems {
+        let ink = if problem.is_error() { Ink::Bad } else { Ink::Warning };
+        out += &paper.field(&problem.severity, ink, &problem.text);
+        if let Some(hint) = &problem.hint {
+            out += &paper.field("", Ink::Plain, &format!("try: {hint}"));
+        }
+    }
+    if !report.problems.is_empty() {
+        out.push('\n');
+    }
+    if let Some(network) = &report.network {
+        out += &network_fields(network, paper);
+    }
+    if let Some(store) = &report.store {
+        out += &paper.field("store", Ink::Bold, &store_line(store, now));
+    }
+    if let Some(network) = &report.network {
+        out += &kernel_fields(network, now, paper);
+        out += &peers_of(network, now, paper);
+    }
+    out
+}
+
+fn headline(report: &Report, paper: &Paper) -> String {
+    let state = match report.ready {
+        true => paper.ink(Ink::Good, "READY"),
+        false => paper.ink(Ink::Bad, "NOT READY"),
+    };
+    let daemon = &report.daemon;
+    let up = span(report.time - daemon.started);
+    format!("flanneld {}  {state}  up {up}  pid {}\n\n", daemon.version, daemon.pid)
+}
+
+fn network_fields(network: &NetworkReport, paper: &Paper) -> String {
+    let lease = &network.lease;
+    let term = match (lease.ownership.as_str(), lease.remaining) {
+        ("held", Some(left)) => format!("held, {} left unless renewed", span(left)),
+        ("reserved", _) => "reserved for this node".to_owned(),
+        (word, _) => word.to_uppercase(),
+    };
+    let interface = &network.interface;
+    let known = match interface.public == interface.addresses {
+        true => String::new(),
+        false => format!(", known to peers as {}", interface.public.join(", ")),
+    };
+    let chosen = format!(
+        "{}, {}{known}, MTU {}: {}",
+        interface.name,
+        interface.addresses.join(", "),
+        interface.mtu,
+        interface.reason
+    );
+    let backend = format!("{}, pods may send {} bytes", network.backend, network.mtu);
+    paper.field("lease", Ink::Bold, &format!("{}, {term}", lease.subnets.join(", ")))
+        + &paper.field("interface", Ink::Bold, &chosen)
+        + &paper.field("backend", Ink::Bold, &backend)
+}
+
+fn store_line(store: &StoreReport, now: f64) -> String {
+    let answered = match (store.answered, &store.error) {
+        (Some(at), None) => format!("last answer {} ago", span(now - at)),
+        (Some(at), Some(_)) => format!("DOES NOT ANSWER, last answer {} ago", span(now - at)),
+        (None, _) => "HAS NOT ANSWERED YET".to_owned(),
+    };
+    format!("{}, {answered}, {} of {} requests failed", store.name, store.failures, store.requests)
+}
+
+fn kernel_fields(network: &NetworkReport, now: f64, paper: &Paper) -> String {
+    let state = match (network.failing.total, network.in_sync) {
+        (0, true) => "all in place".to_owned(),
+        (0, false) => "not all in place yet".to_owned(),
+        (failing, _) => format!("{failing} REFUSED"),
+    };
+    let mut kernel = format!("{} objects, {state}", network.objects);
+    let millis = |seconds: Option<f64>| match seconds {
+        Some(seconds) => format!("{} ms", (seconds * 10_000.0).round() / 10.0),
+        None => "more than 10 s".to_owned(),
+    };
+    let latency = &network.latency;
+    if latency.count > 0 {
+        kernel +=
+            &format!("; changes took at most {} (half of them {})", millis(latency.p99), millis(latency.p50));
+    }
+    let mut out = paper.field("kernel", Ink::Bold, &kernel);
+    for failure in network.failing.listed.iter().take(5) {
+        let FailureReport { change, error, since, tries, .. } = failure;
+        let text = format!("{change}: {error}, since {}, tried {tries} times", span(now - since));
+        out += &paper.field("", Ink::Plain, &text);
+    }
+    let rooms: Vec<String> = network
+        .subnets
+        .iter()
+        .map(|room| format!("{} of {} {} taken, {} free", room.used, room.total, room.family, room.free))
+        .collect();
+    out += &paper.field(
+        "subnets",
+        Ink::Bold,
+        &format!("{} of {}", rooms.join("; "), network.networks.join(", ")),
+    );
+    if let Some(last) = network.repairs.last.first() {
+        let text =
+            format!("{}, the last one {} ago: {}", network.repairs.total, span(now - last.at), last.text);
+        out += &paper.field("repairs", Ink::Bold, &text);
+    }
+    out
+}
+
+use crate::report::FailureReport;
+
+fn peers_of(network: &NetworkReport, now: f64, paper: &Paper) -> String {
+    let peers = &network.peers;
+    let others = peers.total - network.believed.min(peers.total);
+    let disbelieved = if others > 0 { format!(", {others} NOT BELIEVED") } else { String::new() };
+    let mut out = paper.field("peers", Ink::Bold, &format!("{}{disbelieved}", peers.total));
+    if !peers.listed.is_empty() {
+        out.push('\n');
+        out += &peer_table(&peers.listed, now, paper);
+    }
+    let more = peers.total - (peers.listed.len() as u64).min(peers.total);
+    if more > 0 {
+        out += &format!("and {more} more: flannelctl peers\n");
+    }
+    out
+}
+
+/// One line for each peer, one more for each further subnet; the reason of what is wrong below.
+pub(crate) fn peer_table(peers: &[PeerReport], now: f64, paper: &Paper) -> String {
+    let row = |peer: &PeerReport| {
+        let ink = match peer.state.as_str() {
+            "in place" | offline::UNKNOWN => Ink::Plain,
+            "pending" => Ink::Warning,
+            _ => Ink::Bad,
+        };
+        let backend = if peer.backend.is_empty() { "-" } else { &peer.backend };
+        let changed = peer.changed.map_or_else(|| "-".to_owned(), |at| format!("{} ago", span(now - at)));
+        (
+            ink,
+            vec![
+                peer.subnets.clone(),
+                peer.public.clone(),
+                vec![backend.to_owned()],
+                vec![peer.state.clone()],
+                vec![changed],
+            ],
+        )
+    };
+    let rows: Vec<_> = peers.iter().map(row).collect();
+    let mut out = paper.table(&["SUBNET", "ADDRESS", "BACKEND", "STATE", "CHANGED"], &rows);
+    for peer in peers {
+        if let Some(reason) = &peer.reason {
+            out += &paper.field("", Ink::Plain, &format!("{}: {reason}", peer.subnets.join(", ")));
+        }
+    }
+    out
+}
+
+/// What programs get when there is no daemon.
+pub(crate) fn down(reason: &str) -> Value {
+    json!({ "version": VERSION, "running": false, "ready": false, "reason": reason })
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// A report with something of everything.
+    pub(crate) fn sample() -> Report {
+        let text = include_str!("status_sample.json");
+        serde_json::from_str(text).unwrap()
+    }
+
+    fn healthy() -> Report {
+        let mut report = sample();
+        report.ready = true;
+        report.problems.clear();
+        let network = report.network.as_mut().unwrap();
+        network.in_sync = true;
+        (network.failing.total, network.failing.listed) = (0, Vec::new());
+        network.peers.total = 2;
+        network.believed = 2;
+        network.peers.listed.retain(|peer| peer.state == "in place");
+        network.repairs.last.clear();
+        report.store.as_mut().unwrap().error = None;
+        report
+    }
+
+    #[test]
+    fn trouble_at_80_columns() {
+        let text = page(&sample(), &Paper { width: 80, colours: false });
+        assert_eq!(text, include_str!("status_80.txt"), "\n{text}");
+        assert!(text.lines().all(|line| line.chars().count() <= 80));
+    }
+
+    #[test]
+    fn trouble_at_120_columns() {
+        let text = page(&sample(), &Paper { width: 120, colours: false });
+        assert_eq!(text, include_str!("status_120.txt"), "\n{text}");
+    }
+
+    #[test]
+    fn a_healthy_node_at_80_columns() {
+        let text = page(&healthy(), &Paper { width: 80, colours: false });
+        assert_eq!(text, include_str!("status_healthy_80.txt"), "\n{text}");
+    }
+
+    #[test]
+    fn colours_change_nothing_but_colours() {
+        let plain = page(&sample(), &Paper { width: 80, colours: false });
+        let mut bright = page(&sample(), &Paper { width: 80, colours: true });
+        assert!(bright.contains("\x1b[1;31mNOT READY\x1b[0m"));
+        while let Some(start) = bright.find('\x1b') {
+            let end = start + bright[start..].find('m').unwrap();
+            bright.replace_range(start..=end, "");
+        }
+        let trimmed = |text: &str| text.lines().map(|line| line.trim_end().to_owned()).collect::<Vec<_>>();
+        assert_eq!(trimmed(&bright), trimmed(&plain));
+    }
+}

@@ -1,0 +1,128 @@
+//! `flannelctl why`: the daemon's answer, or what store and kernel say without it.
+
+use std::net::IpAddr;
+
+use serde_json::json;
+
+use super::client::Client;
+use super::options::Global;
+use super::paper::{Ink, Paper};
+use super::{Failure, Result, Said, offline};
+use crate::http::encode;
+use crate::why::{Facts, Why, judge, lookup};
+
+/// Why packets for an address go where they go.
+pub(crate) async fn why(client: &Client, global: &Global, paper: &Paper, address: IpAddr) -> Result<Said> {
+    let target = format!("/v1/why?address={}", encode(&address.to_string()));
+    let (value, answer) = match client.ask("GET", &target) {
+        Ok(value) => {
+            let wrong = |error| Failure::Refused(format!("the daemon's answer is not understood: {error}"));
+            let answer: Why = serde_json::from_value(value.clone()).map_err(wrong)?;
+            (value, answer)
+        }
+        Err(Failure::NoDaemon { .. }) => {
+            let answer = without_daemon(global, address).await?;
+            (json!(answer), answer)
+        }
+        Err(failure) => return Err(failure),
+    };
+    Ok(Said { text: page(&answer, paper), value, ok: answer.ok })
+}
+
+async fn without_daemon(global: &Global, address: IpAddr) -> Result<Why> {
+    let config = offline::config(global).await.ok();
+    let own = offline::own_subnets(global);
+    let listed = match global.open_registry().await {
+        Ok(registry) => registry.list().await.map(|listing| listing.entries).ok(),
+        Err(_) => None,
+    };
+    let leases: Vec<_> = match listed {
+        Some(entries) => entries.into_iter().map(|entry| entry.lease).collect(),
+        // The store does not answer: what the last daemon knew.
+        None => offline::saved(global)
+            .map(|saved| saved.leases.iter().map(|lease| (**lease).clone()).collect())
+            .unwrap_or_default(),
+    };
+    let lease = leases.iter().find(|lease| lease.subnets.iter().any(|subnet| subnet.contains(address)));
+    let ours = lease.filter(|lease| Some(lease.subnets) == own);
+    let answer = lookup(offline::kernel()?, address).await;
+    Ok(judge(address, &Facts { config: config.as_ref(), own: ours, lease, explanation: None, answer }))
+}
+
+fn page(why: &Why, paper: &Paper) -> String {
+    let (ink, word) = if why.ok { (Ink::Good, "ok") } else { (Ink::Bad, "problem") };
+    let mut out = paper.field(word, ink, &why.verdict);
+    if let Some(hint) = &why.hint {
+        out += &paper.field("", Ink::Plain, &format!("try: {hint}"));
+    }
+    out.push('\n');
+    let none = || "none".to_owned();
+    out += &paper.field("address", Ink::Bold, &why.address);
+    out += &paper.field("network", Ink::Bold, &why.network.clone().unwrap_or_else(none));
+    let lease = match (&why.lease, &why.node) {
+        (Some(lease), Some(node)) => format!("{lease} of {node}"),
+        _ => none(),
+    };
+    out += &paper.field("lease", Ink::Bold, &lease);
+    if let Some(disbelief) = &why.disbelief {
+        out += &paper.field("", Ink::Bad, &format!("NOT BELIEVED: {disbelief}"));
+    }
+    for (n, wanted) in why.objects.iter().enumerate() {
+        let error = wanted.error.as_ref().map(|error| format!(": {error}")).unwrap_or_default();
+        let state =
+            if wanted.state == "in place" { wanted.state.clone() } else { wanted.state.to_uppercase() };
+        let label = if n == 0 { "objects" } else { "" };
+        out += &paper.field(label, Ink::Bold, &format!("{}, {state}{error}", wanted.object));
+    }
+    out += &paper.field("kernel", Ink::Bold, &why.kernel);
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::why::WantedObject;
+
+    #[test]
+    fn a_shadowed_peer_at_80_columns() {
+        let object = |text: &str| WantedObject { object: text.into(), state: "in place".into(), error: None };
+        let why = Why {
+            version: 1,
+            address: "10.1.7.9".into(),
+            ok: false,
+            verdict: "shadowed: packets go via 192.0.2.99 dev eth0 instead of via 10.1.7.0 dev flannel.1, by a more \
+                      specific route or a rule of others"
+                .into(),
+            hint: Some("ip route get 10.1.7.9; ip rule; ip route show table all match 10.1.7.9".into()),
+            network: Some("10.1.0.0/16".into()),
+            lease: Some("10.1.7.0-24".into()),
+            node: Some("192.0.2.7 (vxlan)".into()),
+            disbelief: None,
+            objects: vec![
+                object("neigh 10.1.7.0 lladdr 0a:00:00:00:00:07 dev flannel.1"),
+                WantedObject {
+                    state: "failing".into(),
+                    error: Some("No space left on device (os error 28)".into()),
+                    ..object("fdb 0a:00:00:00:00:07 dst 192.0.2.7 dev flannel.1")
+                },
+            ],
+            kernel: "via 192.0.2.99 dev eth0".into(),
+        };
+        let expected = "\
+problem    shadowed: packets go via 192.0.2.99 dev eth0 instead of via 10.1.7.0
+           dev flannel.1, by a more specific route or a rule of others
+           try: ip route get 10.1.7.9; ip rule; ip route show table all match
+           10.1.7.9
+
+address    10.1.7.9
+network    10.1.0.0/16
+lease      10.1.7.0-24 of 192.0.2.7 (vxlan)
+objects    neigh 10.1.7.0 lladdr 0a:00:00:00:00:07 dev flannel.1, in place
+           fdb 0a:00:00:00:00:07 dst 192.0.2.7 dev flannel.1, FAILING: No space
+           left on device (os error 28)
+kernel     via 192.0.2.99 dev eth0
+";
+        let text = page(&why, &Paper { width: 80, colours: false });
+        assert_eq!(text, expected, "\n{text}");
+    }
+}

@@ -1,0 +1,427 @@
+//! What the daemon tells about itself, and the program that asks: in namespaces, with real daemons and a real kernel.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::unix::net::UnixDatagram;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use flannel_netlink::testing::{in_netns, ip};
+use serde_json::Value;
+
+const CONFIG: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
+const PORT: u16 = 8471;
+
+/// A daemon's files, on a host with an uplink, in the namespace of the calling test.
+struct Place {
+    dir: tempfile::TempDir,
+}
+
+impl Place {
+    fn new(config: Option<&str>) -> Self {
+        ip("link set lo up");
+        ip("link add eth0 type veth peer name wire");
+        ip("link set wire up");
+        ip("address add 192.0.2.1/24 dev eth0");
+        ip("link set eth0 up");
+        let place = Self { dir: tempfile::tempdir().unwrap() };
+        fs::create_dir_all(place.leases()).unwrap();
+        if let Some(config) = config {
+            fs::write(place.registry().join("config"), config).unwrap();
+        }
+        place
+    }
+
+    fn registry(&self) -> PathBuf {
+        self.dir.path().join("network")
+    }
+
+    fn leases(&self) -> PathBuf {
+        self.registry().join("subnets")
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.dir.path().join(name).display().to_string()
+    }
+
+    fn peer(&self, n: u8) {
+        let value = format!(
+            r#"{{"PublicIP":"192.0.2.{n}","BackendType":"vxlan","BackendData":{{"VNI":1,"VtepMAC":"0a:00:00:00:00:{n:02x}"}}}}"#
+        );
+        fs::write(self.leases().join(format!("10.1.{n}.0-24")), value).unwrap();
+    }
+
+    /// The options by which both programs find everything.
+    fn common(&self) -> Vec<String> {
+        let registry = format!("dir:{}", self.registry().display());
+        let (env, state) = (self.path("run/subnet.env"), self.path("state"));
+        ["--registry", &registry, "--subnet-file", &env, "--state-dir", &state].map(str::to_owned).into()
+    }
+
+    fn start_with(&self, env: &[(&str, &str)]) -> Daemon {
+        let program = std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into());
+        let mut command = Command::new(program);
+        command.args(self.common()).args(["-iface=eth0", "--healthz-ip=127.0.0.1"]);
+        command.arg(format!("--healthz-port={PORT}")).envs(env.iter().copied());
+        Daemon::start(&mut command)
+    }
+
+    fn start(&self) -> Daemon {
+        self.start_with(&[])
+    }
+
+    fn ctl(&self, args: &[&str]) -> Output {
+        let program =
+            std::env::var_os("FLANNELCTL").unwrap_or_else(|| env!("CARGO_BIN_EXE_flannelctl").into());
+        let mut command = Command::new(program);
+        command.args(self.common()).args(["--control-socket", &self.path("run/flanneld.sock")]);
+        command.args(args).stdin(Stdio::null()).output().unwrap()
+    }
+
+    /// What a verb says, if it succeeds.
+    fn says(&self, args: &[&str]) -> String {
+        let output = self.ctl(args);
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(output.status.success(), "{args:?}: {}{text}", String::from_utf8_lossy(&output.stderr));
+        text
+    }
+
+    fn json(&self, args: &[&str]) -> Value {
+        let args: Vec<&str> = args.iter().copied().chain(["--json"]).collect();
+        let output = self.ctl(&args);
+        let text = String::from_utf8(output.stdout).unwrap();
+        serde_json::from_str(&text).unwrap_or_else(|error| {
+            panic!("{args:?}: {error}: {text}{}", String::from_utf8_lossy(&output.stderr))
+        })
+    }
+
+    /// What a verb says when it fails, and its exit status.
+    fn fails(&self, args: &[&str]) -> (i32, String) {
+        let output = self.ctl(args);
+        assert!(!output.status.success(), "{args:?} succeeded: {}", String::from_utf8_lossy(&output.stdout));
+        let text = String::from_utf8(output.stdout).unwrap() + &String::from_utf8_lossy(&output.stderr);
+        (output.status.code().unwrap(), text)
+    }
+}
+
+struct Daemon {
+    child: Child,
+    log: Arc<Mutex<String>>,
+}
+
+impl Daemon {
+    fn start(command: &mut Command) -> Self {
+        let mut child =
+            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let (mut stderr, log) = (child.stderr.take().unwrap(), Arc::<Mutex<String>>::default());
+        let sink = Arc::clone(&log);
+        std::thread::spawn(move || {
+            let mut buffer = [0; 4096];
+            while let Ok(len @ 1..) = stderr.read(&mut buffer) {
+                sink.lock().unwrap().push_str(&String::from_utf8_lossy(&buffer[..len]));
+            }
+        });
+        Self { child, log }
+    }
+
+    fn log(&self) -> String {
+        self.log.lock().unwrap().clone()
+    }
+
+    fn wait_for_log(&self, text: &str) {
+        wait_until(|| self.log().contains(text), || format!("{text:?} was never said:\n{}", self.log()));
+    }
+
+    fn signal(&self, signal: nix::sys::signal::Signal) {
+        let pid = nix::unistd::Pid::from_raw(self.child.id().cast_signed());
+        nix::sys::signal::kill(pid, signal).unwrap();
+    }
+
+    fn stop(mut self) -> ExitStatus {
+        self.signal(nix::sys::signal::Signal::SIGTERM);
+        let log = Arc::clone(&self.log);
+        let mut over = || self.child.try_wait().unwrap().is_some();
+        wait_until(&mut over, || format!("it goes on:\n{}", log.lock().unwrap()));
+        self.child.wait().unwrap()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn wait_until(mut condition: impl FnMut() -> bool, otherwise: impl Fn() -> String) {
+    let (_sender, pause) = std::sync::mpsc::channel::<()>();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !condition() {
+        assert!(Instant::now() < deadline, "{}", otherwise());
+        let _ = pause.recv_timeout(Duration::from_millis(10));
+    }
+}
+
+/// Status and body of a request over TCP; 0 if nobody answers.
+fn http(target: &str) -> (u16, String) {
+    let Ok(mut stream) = TcpStream::connect(("127.0.0.1", PORT)) else { return (0, String::new()) };
+    write!(stream, "GET {target} HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
+}
+
+fn ready(daemon: &Daemon) {
+    wait_until(|| http("/readyz").0 == 200, || format!("{:?}\n{}", http("/readyz"), daemon.log()));
+}
+
+fn metric(name: &str) -> f64 {
+    let (status, text) = http("/metrics");
+    assert_eq!(status, 200);
+    let scrape = prometheus_parse::Scrape::parse(text.lines().map(|line| Ok(line.to_owned()))).unwrap();
+    let sample = scrape.samples.iter().find(|sample| sample.metric == name);
+    match sample.unwrap_or_else(|| panic!("{name} is not in:\n{text}")).value {
+        prometheus_parse::Value::Gauge(value) | prometheus_parse::Value::Counter(value) => value,
+        ref other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn ready_is_true_only_while_everything_is_in_place() {
+    in_netns(|| {
+        let place = Place::new(None);
+        place.peer(7);
+        let daemon = place.start();
+        wait_until(
+            || http("/readyz").1.contains("holds no network config yet"),
+            || format!("{:?}", http("/readyz")),
+        );
+        assert_eq!(http("/readyz").0, 503);
+        assert_eq!(http("/healthz"), (200, "flanneld is running".to_owned()));
+        assert_eq!((metric("flannel_ready"), metric("flannel_lease_held")), (0.0, 0.0));
+        fs::write(place.registry().join("config"), CONFIG).unwrap();
+        ready(&daemon);
+        assert_eq!(http("/readyz").1, "flanneld is ready");
+        for (name, value) in [
+            ("flannel_ready", 1.0),
+            ("flannel_peers", 1.0),
+            ("flannel_leases", 2.0),
+            ("flannel_lease_held", 1.0),
+            ("flannel_store_up", 1.0),
+            ("flannel_in_sync", 1.0),
+        ] {
+            assert_eq!(metric(name), value, "{name}");
+        }
+        assert!(metric("flannel_store_requests_total") > 0.0);
+
+        // Without lo the kernel takes no route to a gateway that is on the link by word only.
+        ip("link set lo down");
+        place.peer(8);
+        daemon.wait_for_log("not in sync: the kernel refused");
+        let seen = place.json(&["status"]);
+        assert_eq!(seen["ready"], false, "{seen}");
+        let problem = seen["problems"][0]["text"].as_str().unwrap();
+        assert!(problem.starts_with("the kernel refuses: ") && problem.contains("10.1.8.0"), "{problem}");
+        let (code, text) = place.fails(&["status"]);
+        assert!(code == 1 && text.contains("NOT READY"), "{text}");
+        let (_, why) = place.fails(&["why", "10.1.8.9"]);
+        assert!(why.contains("failing"), "{why}");
+        ip("link set lo up");
+        ready(&daemon);
+    });
+}
+
+#[test]
+fn what_others_do_is_counted_and_a_foreign_route_is_named_as_the_shadow() {
+    in_netns(|| {
+        let place = Place::new(Some(CONFIG));
+        place.peer(7);
+        let daemon = place.start();
+        ready(&daemon);
+        let good = place.json(&["why", "10.1.7.9"]);
+        assert_eq!(
+            (&good["ok"], good["lease"].as_str()),
+            (&Value::Bool(true), Some("10.1.7.0-24")),
+            "{good}"
+        );
+        assert!(good["objects"].as_array().unwrap().len() >= 3, "{good}");
+
+        ip("route del 10.1.7.0/24");
+        wait_until(
+            || {
+                http("/metrics")
+                    .1
+                    .contains("flannel_external_mutations_total{object=\"route\",operation=\"delete\"} 1")
+            },
+            || http("/metrics").1,
+        );
+        assert_eq!(metric("flannel_repairs_total"), 1.0);
+        ready(&daemon);
+
+        ip("route add 10.1.7.0/25 via 192.0.2.99 dev eth0");
+        let (code, text) = place.fails(&["why", "10.1.7.9"]);
+        assert_eq!(code, 1);
+        assert!(text.contains("shadowed: packets go via 192.0.2.99 dev eth0"), "{text}");
+        assert!(place.says(&["why", "10.1.7.200"]).contains("everything is in place"));
+        let (_, text) = place.fails(&["why", "10.1.99.1"]);
+        assert!(text.contains("no node holds a subnet with it"), "{text}");
+        assert!(place.says(&["peers"]).contains("10.1.7.0/24"));
+        assert!(place.says(&["status"]).contains("put back route 10.1.7.0/24"));
+    });
+}
+
+#[test]
+fn systemd_hears_ready_reloading_alive_and_stopping() {
+    in_netns(|| {
+        let place = Place::new(Some(CONFIG));
+        let path = place.path("notify");
+        let socket = UnixDatagram::bind(&path).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let hear = |wanted: &str| {
+            let mut heard = Vec::new();
+            loop {
+                let mut buffer = [0; 4096];
+                let len = socket.recv(&mut buffer).unwrap_or_else(|e| panic!("{wanted}: {e}: {heard:?}"));
+                let text = String::from_utf8_lossy(&buffer[..len]).into_owned();
+                if text.starts_with(wanted) {
+                    return text;
+                }
+                heard.push(text);
+            }
+        };
+        let daemon = place.start_with(&[("NOTIFY_SOCKET", &path), ("WATCHDOG_USEC", "400000")]);
+        hear("READY=1");
+        hear("STATUS=ready: 10.1.");
+        hear("WATCHDOG=1");
+        daemon.signal(nix::sys::signal::Signal::SIGHUP);
+        assert!(hear("RELOADING=1").contains("\nMONOTONIC_USEC="));
+        hear("READY=1");
+        daemon.wait_for_log("SIGHUP: read again: the network config is unchanged");
+        assert_eq!(daemon.stop().code(), Some(0));
+        hear("STOPPING=1");
+    });
+}
+
+#[test]
+fn the_log_can_be_set_and_sighup_sets_it_back() {
+    in_netns(|| {
+        let place = Place::new(Some(CONFIG));
+        let daemon = place.start();
+        ready(&daemon);
+        let (code, text) = place.fails(&["log", "warning"]);
+        assert!(code == 1 && text.contains("\"warning\" is not valid"), "{text}");
+        place.says(&["log", "debug"]);
+        place.peer(7);
+        daemon.wait_for_log("DEBUG");
+        daemon.signal(nix::sys::signal::Signal::SIGHUP);
+        daemon.wait_for_log("SIGHUP: read again");
+        assert!(place.says(&["reload"]).contains("unchanged"));
+        fs::write(place.registry().join("config"), r#"{"Network":"10.9.0.0/16","Backend":{"Type":"vxlan"}}"#)
+            .unwrap();
+        daemon.wait_for_log("used from the next start on");
+        assert!(place.says(&["status"]).contains("other pod networks now (10.9.0.0/16)"));
+        assert_eq!(metric("flannel_config_waiting"), 1.0);
+    });
+}
+
+#[test]
+fn without_a_daemon_it_says_so_and_what_is_left() {
+    in_netns(|| {
+        let place = Place::new(Some(CONFIG));
+        place.peer(7);
+        let (code, text) = place.fails(&["status"]);
+        assert!(code == 1 && text.contains("flanneld does not answer"), "{text}");
+        let daemon = place.start();
+        ready(&daemon);
+        let cache = Path::new(&place.path("state")).join("leases");
+        wait_until(|| cache.exists(), || daemon.log());
+        let (code, text) = place.fails(&["cleanup"]);
+        assert!(code == 1 && text.contains("is running"), "{text}");
+        assert_eq!(daemon.stop().code(), Some(0));
+        assert!(!Path::new(&place.path("run/flanneld.sock")).exists());
+
+        let (_, text) = place.fails(&["status"]);
+        assert!(text.contains("FLANNEL_SUBNET") || text.contains("10.1."), "{text}");
+        let down = place.json(&["status"]);
+        assert_eq!((&down["running"], &down["ready"]), (&Value::Bool(false), &Value::Bool(false)), "{down}");
+        let (_, text) = place.fails(&["why", "10.1.7.9"]);
+        assert!(text.contains("10.1.7.0-24") && text.contains("start flanneld"), "{text}");
+        assert!(place.says(&["peers"]).contains("10.1.7.0/24"));
+
+        let would = place.says(&["cleanup", "--dry-run", "--iface", "eth0"]);
+        assert!(would.contains("route 10.1.7.0/24") && ip("route show").contains("10.1.7.0/24"), "{would}");
+        let plain = place.says(&["cleanup", "--for-go", "--iface", "eth0"]);
+        assert!(!ip("route show").contains("nhid") && ip("route show").contains("10.1.7.0/24"), "{plain}");
+        place.says(&["cleanup", "--iface", "eth0"]);
+        assert!(!ip("link show").contains("flannel.1"), "{}", ip("link show"));
+        assert_eq!(place.json(&["cleanup", "--iface", "eth0"])["done"].as_array().unwrap().len(), 0);
+    });
+}
+
+#[test]
+fn config_and_leases_are_managed_without_a_daemon() {
+    in_netns(|| {
+        let place = Place::new(None);
+        let file = place.path("config.json");
+        fs::write(&file, r#"{"Network":"10.1.0.0/33"}"#).unwrap();
+        let (code, text) = place.fails(&["config", "check", &file]);
+        assert!(code == 1 && text.contains("field Network"), "{text}");
+        place.fails(&["config", "set", &file]);
+        assert!(!place.registry().join("config").exists());
+        fs::write(&file, r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","VNI":"x"}}"#).unwrap();
+        assert!(place.fails(&["config", "check", &file]).1.contains("Backend.VNI"));
+        fs::write(&file, CONFIG).unwrap();
+        assert!(place.says(&["config", "check", &file]).contains("10.1.255.0"));
+        place.says(&["config", "set", &file]);
+        assert_eq!(fs::read_to_string(place.registry().join("config")).unwrap(), CONFIG);
+        assert!(place.says(&["config", "check"]).contains("vxlan"));
+
+        place.says(&[
+            "lease",
+            "reserve",
+            "10.1.9.0/24",
+            "--public-ip",
+            "192.0.2.9",
+            "--backend-type",
+            "vxlan",
+        ]);
+        let listed = place.json(&["lease", "list"]);
+        let lease = &listed["leases"][0];
+        assert_eq!((lease["key"].as_str(), &lease["reserved"]), (Some("10.1.9.0-24"), &Value::Bool(true)));
+        let again = place.fails(&["lease", "reserve", "10.1.9.0/24", "--public-ip", "192.0.2.9"]);
+        assert!(again.1.contains("is reserved already"), "{}", again.1);
+        let wrong = place.fails(&["lease", "reserve", "10.2.9.0/24", "--public-ip", "192.0.2.9"]);
+        assert!(wrong.1.contains("10.1.0.0/16"), "{}", wrong.1);
+        place.says(&["lease", "release", "10.1.9.0/24"]);
+        assert_eq!(place.json(&["lease", "list"])["leases"].as_array().unwrap().len(), 0);
+
+        let daemon = place.start();
+        ready(&daemon);
+        let own = place.json(&["status"])["network"]["lease"]["key"].as_str().unwrap().to_owned();
+        let (code, text) = place.fails(&["lease", "release", &own]);
+        assert!(
+            code == 1 && text.contains("--force"),
+            "a living node's lease is not let go by mistake: {text}"
+        );
+        place.says(&["lease", "release", &own, "--force"]);
+        daemon.wait_for_log("somebody deleted it, which orders this node to stop");
+    });
+}
+
+#[test]
+fn wrong_usage_is_2_and_help_is_0() {
+    in_netns(|| {
+        let place = Place::new(None);
+        for args in [vec!["statsu"], vec!["why"], vec!["why", "x"], vec!["lease", "reserve", "10.1.0.0"]] {
+            assert_eq!(place.fails(&args).0, 2, "{args:?}");
+        }
+        assert!(place.says(&["--help"]).contains("doctor") == false);
+        assert!(place.says(&["lease", "release", "--help"]).contains("orders"));
+    });
+}
