@@ -189,7 +189,10 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// # Cancel safety
     /// Dropped half-way, the config may have been written.
     async fn write_config(&self, _seen: Option<&ConfigText>, _text: &str) -> Result<()> {
-        Err(Error::Refused { store: self.to_string(), reason: "its network config is written elsewhere".into() })
+        Err(Error::Refused {
+            store: self.to_string(),
+            reason: "its network config is written elsewhere".into(),
+        })
     }
 
     /// Waits until the config is not, or no longer, `seen` (`None`: there was none). What comes then may be

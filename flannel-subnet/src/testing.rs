@@ -174,7 +174,8 @@ async fn config_is_written_only_over_what_was_seen(ground: &Ground<'_>) {
     let text = r#"{"Network":"10.77.0.0/16","Backend":{"Type":"vxlan"}}"#;
     let changed = registry.config_changed(Some(seen.clone()));
     let (changed, written) =
-        soon("config changes", async { tokio::join!(changed, registry.write_config(Some(&seen), text)) }).await;
+        soon("config changes", async { tokio::join!(changed, registry.write_config(Some(&seen), text)) })
+            .await;
     changed.expect("in reach");
     written.expect("as it was seen");
     assert_eq!(registry.config().await.expect("a config").text, text);

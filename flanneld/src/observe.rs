@@ -303,6 +303,7 @@ pub(crate) mod tests {
             }
         };
         tokio::select! {
+            biased;
             never = observer.follow(views) => match never {},
             () = change => (),
         }

@@ -63,7 +63,7 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
     if let Some(config) = &snapshot.waiting_config {
         let networks: Vec<String> = config.pod_networks().map(|network| network.to_string()).collect();
         let text = format!("the network config has other pod networks now ({})", networks.join(", "));
-        found.push(Problem::warning(text).hint("they are used after a restart, which pods do not survive"));
+        found.push(Problem::warning(text).hint("restart flanneld, and the pods, which do not survive that"));
     }
     // Stable: the order above stays within each severity.
     found.sort_by_key(|problem| !problem.is_error());
@@ -84,7 +84,7 @@ fn of_lease(network: &NetworkSnapshot, snapshot: &Snapshot) -> Option<Problem> {
     let text = format!("this node does not hold its lease {lease}: {reason}");
     Some(
         Problem::error(text)
-            .hint("make the store answer; then the node wins its lease back or says who has it"),
+            .hint("make the store answer: then the node wins its lease back, or says who has it"),
     )
 }
 
@@ -103,7 +103,7 @@ fn of_kernel(network: &NetworkSnapshot) -> Vec<Problem> {
         let problem = Problem::error(text);
         // EPERM
         found.push(match failure.error.errno {
-            1 => problem.hint("flanneld needs CAP_NET_ADMIN in this network namespace"),
+            1 => problem.hint("give flanneld CAP_NET_ADMIN in this network namespace"),
             _ => problem,
         });
     }
@@ -121,9 +121,9 @@ fn of_leases(status: &Status) -> Vec<Problem> {
         let problem = Problem::warning(format!("the lease {subnets} is not believed: {why}"));
         match why {
             Disbelief::Overlaps { .. } | Disbelief::Contradicts { .. } => {
-                problem.hint("two nodes clash; every node believes the earlier lease: stop the later node")
+                problem.hint("stop the later of the two nodes: every node believes the earlier lease")
             }
-            Disbelief::Rejected(_) => problem.hint("does that node run another backend?"),
+            Disbelief::Rejected(_) => problem.hint("look which backend that node runs"),
             _ => problem,
         }
     };

@@ -51,7 +51,7 @@ pub(crate) struct WantedObject {
 
 /// Asks the network that runs, and the kernel.
 pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> Why {
-    let Some(NetworkSnapshot { running, .. }) = &snapshot.network else {
+    let Some(NetworkSnapshot { running, view, .. }) = &snapshot.network else {
         let answer = Err(KernelError::explained(11, "no network runs, so that nothing was asked"));
         return judge(address, &Facts { answer, ..Facts::default() });
     };
@@ -63,7 +63,9 @@ pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> Why {
     });
     let kernel = Arc::clone(&running.kernel);
     let answer = lookup(kernel, address).await;
-    judge(address, &Facts { config: Some(&running.config), own: Some(own), lease: None, explanation, answer })
+    let holds = |lease: &&Arc<Lease>| lease.subnets.iter().any(|subnet| subnet.contains(address));
+    let lease = view.leases.iter().find(holds).map(|lease| &**lease);
+    judge(address, &Facts { config: Some(&running.config), own: Some(own), lease, explanation, answer })
 }
 
 /// Asks the kernel where it disturbs nobody.

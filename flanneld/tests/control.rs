@@ -28,6 +28,7 @@ impl Place {
         ip("link add eth0 type veth peer name wire");
         ip("link set wire up");
         ip("address add 192.0.2.1/24 dev eth0");
+        ip("address add 2001:db8::1/64 dev eth0 nodad");
         ip("link set eth0 up");
         let place = Self { dir: tempfile::tempdir().unwrap() };
         fs::create_dir_all(place.leases()).unwrap();
@@ -170,9 +171,12 @@ fn wait_until(mut condition: impl FnMut() -> bool, otherwise: impl Fn() -> Strin
 /// Status and body of a request over TCP; 0 if nobody answers.
 fn http(target: &str) -> (u16, String) {
     let Ok(mut stream) = TcpStream::connect(("127.0.0.1", PORT)) else { return (0, String::new()) };
-    write!(stream, "GET {target} HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
     let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
+    let asked = write!(stream, "GET {target} HTTP/1.1\r\nHost: x\r\n\r\n");
+    if asked.and_then(|()| stream.read_to_string(&mut answer)).is_err() {
+        // The daemon has ended meanwhile.
+        return (0, String::new());
+    }
     let (head, body) = answer.split_once("\r\n\r\n").unwrap();
     (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
 }
@@ -196,7 +200,8 @@ fn metric(name: &str) -> f64 {
 fn ready_is_true_only_while_everything_is_in_place() {
     in_netns(|| {
         let place = Place::new(None);
-        place.peer(7);
+        let value = r#"{"PublicIP":"192.0.2.7","PublicIPv6":"2001:db8::7","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:07"},"BackendV6Data":{"VNI":1,"VtepMAC":"0a:00:00:00:01:07"}}"#;
+        fs::write(place.leases().join("10.1.7.0-24&fd00:1:0:7::-64"), value).unwrap();
         let daemon = place.start();
         wait_until(
             || http("/readyz").1.contains("holds no network config yet"),
@@ -205,7 +210,8 @@ fn ready_is_true_only_while_everything_is_in_place() {
         assert_eq!(http("/readyz").0, 503);
         assert_eq!(http("/healthz"), (200, "flanneld is running".to_owned()));
         assert_eq!((metric("flannel_ready"), metric("flannel_lease_held")), (0.0, 0.0));
-        fs::write(place.registry().join("config"), CONFIG).unwrap();
+        let dual = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
+        fs::write(place.registry().join("config"), dual).unwrap();
         ready(&daemon);
         assert_eq!(http("/readyz").1, "flanneld is ready");
         for (name, value) in [
@@ -220,19 +226,24 @@ fn ready_is_true_only_while_everything_is_in_place() {
         }
         assert!(metric("flannel_store_requests_total") > 0.0);
 
-        // Without lo the kernel takes no route to a gateway that is on the link by word only.
-        ip("link set lo down");
-        place.peer(8);
+        // The device takes nothing of IPv6 any more, and the kernel drops what it had.
+        let switch = "/proc/sys/net/ipv6/conf/flannel-v6.1/disable_ipv6";
+        fs::write(switch, "1").unwrap();
         daemon.wait_for_log("not in sync: the kernel refused");
+        assert_eq!((http("/readyz").0, metric("flannel_ready")), (503, 0.0));
         let seen = place.json(&["status"]);
         assert_eq!(seen["ready"], false, "{seen}");
         let problem = seen["problems"][0]["text"].as_str().unwrap();
-        assert!(problem.starts_with("the kernel refuses: ") && problem.contains("10.1.8.0"), "{problem}");
+        assert!(
+            problem.starts_with("the kernel refuses: put ") && problem.contains("flannel-v6.1"),
+            "{problem}"
+        );
+        assert!(http("/readyz").1.contains("the kernel refuses: put "), "{:?}", http("/readyz"));
         let (code, text) = place.fails(&["status"]);
         assert!(code == 1 && text.contains("NOT READY"), "{text}");
-        let (_, why) = place.fails(&["why", "10.1.8.9"]);
-        assert!(why.contains("failing"), "{why}");
-        ip("link set lo up");
+        let (_, why) = place.fails(&["why", "fd00:1:0:7::9"]);
+        assert!(why.contains("FAILING"), "{why}");
+        fs::write(switch, "0").unwrap();
         ready(&daemon);
     });
 }
@@ -316,11 +327,14 @@ fn the_log_can_be_set_and_sighup_sets_it_back() {
         ready(&daemon);
         let (code, text) = place.fails(&["log", "warning"]);
         assert!(code == 1 && text.contains("\"warning\" is not valid"), "{text}");
-        place.says(&["log", "debug"]);
+        place.says(&["log", "error"]);
         place.peer(7);
-        daemon.wait_for_log("DEBUG");
+        wait_until(|| ip("route show 10.1.7.0/24").contains("flannel.1"), || daemon.log());
         daemon.signal(nix::sys::signal::Signal::SIGHUP);
         daemon.wait_for_log("SIGHUP: read again");
+        place.peer(8);
+        daemon.wait_for_log("in sync peers=2");
+        assert!(!daemon.log().contains("in sync peers=1"), "{}", daemon.log());
         assert!(place.says(&["reload"]).contains("unchanged"));
         fs::write(place.registry().join("config"), r#"{"Network":"10.9.0.0/16","Backend":{"Type":"vxlan"}}"#)
             .unwrap();

@@ -6,7 +6,7 @@ use super::client::Client;
 use super::options::Global;
 use super::paper::{Ink, Paper, span};
 use super::{Failure, Result, Said, offline};
-use crate::report::{NetworkReport, PeerReport, Report, StoreReport, VERSION};
+use crate::report::{FailureReport, NetworkReport, PeerReport, Report, StoreReport, VERSION};
 
 /// `flannelctl status`.
 pub(crate) fn status(client: &Client, global: &Global, paper: &Paper) -> Result<Said> {
@@ -30,13 +30,10 @@ pub(crate) async fn peers(client: &Client, global: &Global, paper: &Paper) -> Re
     };
     let peers: Vec<PeerReport> = serde_json::from_value(value["peers"].clone()).map_err(skew)?;
     let now = crate::report::seconds(std::time::SystemTime::now());
-    let ok = peers.iter().all(|peer| peer.state == "in place");
-    Ok(Said { text: peer_table(&peers, now, paper), value, ok: ok || value_is_offline(&peers) })
-}
-
-/// Without a daemon nothing is known of states, which is no trouble by itself.
-fn value_is_offline(peers: &[PeerReport]) -> bool {
-    peers.iter().all(|peer| peer.state == offline::UNKNOWN)
+    // Without a daemon nothing is known of states, which is no trouble by itself.
+    let ok = peers.iter().all(|peer| peer.state == "in place" || peer.state == offline::UNKNOWN);
+    let text = peer_table(&peers, now, paper) + &reasons(&peers, paper);
+    Ok(Said { text, value, ok })
 }
 
 /// The daemon's report, read.
@@ -134,25 +131,20 @@ fn kernel_fields(network: &NetworkReport, now: f64, paper: &Paper) -> String {
     };
     let latency = &network.latency;
     if latency.count > 0 {
-        kernel +=
-            &format!("; changes took at most {} (half of them {})", millis(latency.p99), millis(latency.p50));
+        let (all, half) = (millis(latency.p99), millis(latency.p50));
+        kernel += &format!("; of 100 changes 99 take up to {all}, 50 up to {half}");
     }
     let mut out = paper.field("kernel", Ink::Bold, &kernel);
-    for failure in network.failing.listed.iter().take(5) {
+    // The first one is told above, among the problems.
+    for failure in network.failing.listed.iter().skip(1).take(4) {
         let FailureReport { change, error, since, tries, .. } = failure;
         let text = format!("{change}: {error}, since {}, tried {tries} times", span(now - since));
         out += &paper.field("", Ink::Plain, &text);
     }
-    let rooms: Vec<String> = network
-        .subnets
-        .iter()
-        .map(|room| format!("{} of {} {} taken, {} free", room.used, room.total, room.family, room.free))
-        .collect();
-    out += &paper.field(
-        "subnets",
-        Ink::Bold,
-        &format!("{} of {}", rooms.join("; "), network.networks.join(", ")),
-    );
+    for (network, room) in network.networks.iter().zip(&network.subnets) {
+        let text = format!("{network}: {} of {} taken, {} free", room.used, room.total, room.free);
+        out += &paper.field("subnets", Ink::Bold, &text);
+    }
     if let Some(last) = network.repairs.last.first() {
         let text =
             format!("{}, the last one {} ago: {}", network.repairs.total, span(now - last.at), last.text);
@@ -160,8 +152,6 @@ fn kernel_fields(network: &NetworkReport, now: f64, paper: &Paper) -> String {
     }
     out
 }
-
-use crate::report::FailureReport;
 
 fn peers_of(network: &NetworkReport, now: f64, paper: &Paper) -> String {
     let peers = &network.peers;
@@ -179,8 +169,8 @@ fn peers_of(network: &NetworkReport, now: f64, paper: &Paper) -> String {
     out
 }
 
-/// One line for each peer, one more for each further subnet; the reason of what is wrong below.
-pub(crate) fn peer_table(peers: &[PeerReport], now: f64, paper: &Paper) -> String {
+/// One line for each peer, and one more for each further subnet.
+fn peer_table(peers: &[PeerReport], now: f64, paper: &Paper) -> String {
     let row = |peer: &PeerReport| {
         let ink = match peer.state.as_str() {
             "in place" | offline::UNKNOWN => Ink::Plain,
@@ -189,25 +179,22 @@ pub(crate) fn peer_table(peers: &[PeerReport], now: f64, paper: &Paper) -> Strin
         };
         let backend = if peer.backend.is_empty() { "-" } else { &peer.backend };
         let changed = peer.changed.map_or_else(|| "-".to_owned(), |at| format!("{} ago", span(now - at)));
-        (
-            ink,
-            vec![
-                peer.subnets.clone(),
-                peer.public.clone(),
-                vec![backend.to_owned()],
-                vec![peer.state.clone()],
-                vec![changed],
-            ],
-        )
+        let words = [backend.to_owned(), peer.state.clone(), changed].map(|word| vec![word]);
+        (ink, [peer.subnets.clone(), peer.public.clone()].into_iter().chain(words).collect())
     };
     let rows: Vec<_> = peers.iter().map(row).collect();
-    let mut out = paper.table(&["SUBNET", "ADDRESS", "BACKEND", "STATE", "CHANGED"], &rows);
-    for peer in peers {
-        if let Some(reason) = &peer.reason {
-            out += &paper.field("", Ink::Plain, &format!("{}: {reason}", peer.subnets.join(", ")));
-        }
-    }
-    out
+    paper.table(&["SUBNET", "ADDRESS", "BACKEND", "STATE", "CHANGED"], &rows)
+}
+
+/// What is wrong with each peer that is not in place.
+fn reasons(peers: &[PeerReport], paper: &Paper) -> String {
+    let wrong = peers.iter().filter_map(|peer| Some((peer, peer.reason.as_ref()?)));
+    wrong
+        .map(|(peer, reason)| {
+            let text = format!("{} is {}: {reason}", peer.subnets.join(", "), peer.state);
+            paper.field("reason", Ink::Bad, &text)
+        })
+        .collect()
 }
 
 /// What programs get when there is no daemon.
