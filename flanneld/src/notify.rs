@@ -106,7 +106,7 @@ pub(crate) async fn reload(notifier: Option<&Notifier>, observer: &Observer) {
     match timeout(RELOAD, observer.reload()).await {
         Ok(found) => tracing::info!("SIGHUP: read again: {found}"),
         Err(_) => {
-            tracing::warn!("SIGHUP: the store did not answer within {RELOAD:?}; everything stays in force")
+            tracing::warn!("SIGHUP: the store did not answer within {RELOAD:?}; everything stays in force");
         }
     }
     if let Some(notifier) = notifier {

@@ -244,7 +244,7 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
     let all = view.leases.iter().filter(|lease| lease.subnets != own).count() as u64;
     let quantile = |share| {
         let bound = status.latency.quantile(share)?;
-        (bound < Duration::MAX).then(|| bound.as_secs_f64())
+        (bound < Duration::MAX).then_some(bound.as_secs_f64())
     };
     NetworkReport {
         since: seconds(running.since),

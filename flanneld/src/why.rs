@@ -104,7 +104,7 @@ pub(crate) fn judge(address: IpAddr, facts: &Facts<'_>) -> Why {
     let network = facts.config.and_then(|config| config.pod_networks().find(|n| n.contains(address)));
     let holds = |lease: &&Lease| lease.subnets.iter().any(|subnet| subnet.contains(address));
     let own = facts.own.filter(holds);
-    let lease = own.or(facts.explanation.as_ref().map(|e| &*e.lease)).or(facts.lease);
+    let lease = own.or_else(|| facts.explanation.as_ref().map(|e| &*e.lease)).or(facts.lease);
     let disbelief = facts.explanation.as_ref().and_then(|e| e.disbelief.clone());
     let objects: Vec<WantedObject> =
         facts.explanation.iter().flat_map(|e| &e.objects).map(|(object, how)| wanted(object, how)).collect();

@@ -28,7 +28,8 @@ pub(crate) async fn peers(client: &Client, global: &Global, paper: &Paper) -> Re
         Err(Failure::NoDaemon { .. }) => offline::peers(global).await?,
         Err(failure) => return Err(failure),
     };
-    let peers: Vec<PeerReport> = serde_json::from_value(value["peers"].clone()).map_err(skew)?;
+    let peers: Vec<PeerReport> =
+        serde_json::from_value(value["peers"].clone()).map_err(|error| skew(&error))?;
     let now = crate::report::seconds(std::time::SystemTime::now());
     // Without a daemon nothing is known of states, which is no trouble by itself.
     let ok = peers.iter().all(|peer| peer.state == "in place" || peer.state == offline::UNKNOWN);
@@ -38,10 +39,10 @@ pub(crate) async fn peers(client: &Client, global: &Global, paper: &Paper) -> Re
 
 /// The daemon's report, read.
 pub(crate) fn report(value: &Value) -> Result<Report> {
-    serde_json::from_value(value.clone()).map_err(skew)
+    serde_json::from_value(value.clone()).map_err(|error| skew(&error))
 }
 
-fn skew(error: serde_json::Error) -> Failure {
+fn skew(error: &serde_json::Error) -> Failure {
     Failure::Refused(format!(
         "the daemon's answer is not understood, is it older than this flannelctl? {error}"
     ))
@@ -132,7 +133,7 @@ fn kernel_fields(network: &NetworkReport, now: f64, paper: &Paper) -> String {
     let latency = &network.latency;
     if latency.count > 0 {
         let (all, half) = (millis(latency.p99), millis(latency.p50));
-        kernel += &format!("; of 100 changes 99 take up to {all}, 50 up to {half}");
+        kernel += &format!("; changes take up to {half} (half) or {all} (99 %)");
     }
     let mut out = paper.field("kernel", Ink::Bold, &kernel);
     // The first one is told above, among the problems.

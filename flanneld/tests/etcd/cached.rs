@@ -98,12 +98,16 @@ fn with_a_lease_that_has_run_out_only_the_peers_are_there() {
         assert!(!host.ip("address show flannel.1").contains(&own), "its own subnet is not");
         assert!(!host.subnet_file().exists());
         assert!(daemon.is_running());
+        assert_eq!(host.asked("/healthz").0, 200);
+        let (status, reasons) = host.asked("/readyz");
+        assert!(status == 503 && reasons.contains("does not hold its lease"), "{status} {reasons}");
         let monitor = Monitor::of(&host).await;
 
         // etcd still has it.
         etcd.go();
         etcd.ready().await;
         daemon.says("running").await;
+        until(30, || host.asked("/readyz").0 == 200, || format!("{:?}", host.asked("/readyz"))).await;
         agrees(&etcd, &host, &daemon).await;
         assert_eq!(host.subnet(), own);
         assert!(host.ip("address show flannel.1").contains(&format!("inet {own}/32")));

@@ -1,7 +1,8 @@
 //! Hosts, the switch that joins them, and the daemons on them.
 
 use std::fs;
-use std::io::Read;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
@@ -118,6 +119,16 @@ impl Host {
         };
         let subnet = text.lines().find_map(|line| line.strip_prefix("FLANNEL_SUBNET=")).unwrap();
         format!("{}.0", subnet.strip_suffix(".1/24").unwrap())
+    }
+
+    /// Status and body of a request to the daemon's control socket.
+    pub(crate) fn asked(&self, target: &str) -> (u16, String) {
+        let mut stream = UnixStream::connect(self.dir.path().join("run/flanneld.sock")).unwrap();
+        write!(stream, "GET {target} HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
     }
 
     pub(crate) fn mark(&self) -> String {
