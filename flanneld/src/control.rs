@@ -31,6 +31,7 @@ use crate::error::Error;
 use crate::http::{Listener, Request, Response, Site, serve};
 use crate::metrics;
 use crate::observe::Observer;
+use crate::problems::problems;
 use crate::report::{Report, VERSION, peers};
 use crate::why::why;
 
@@ -195,13 +196,13 @@ impl Site for Answers {
 
 impl Answers {
     fn ready(&self) -> Response {
-        let report = Report::of(&self.observer.snapshot());
-        if report.ready {
-            return Response::text(200, "flanneld is ready");
-        }
-        let errors = report.problems.iter().filter(|problem| problem.is_error());
+        let problems = problems(&self.observer.snapshot());
+        let errors = problems.iter().filter(|problem| problem.is_error());
         let reasons: Vec<&str> = errors.map(|problem| problem.text.as_str()).collect();
-        Response::text(503, format!("flanneld is not ready yet\n{}\n", reasons.join("\n")))
+        match reasons.as_slice() {
+            [] => Response::text(200, "flanneld is ready"),
+            reasons => Response::text(503, format!("flanneld is not ready yet\n{}\n", reasons.join("\n"))),
+        }
     }
 
     async fn control(&self, request: &Request) -> Response {

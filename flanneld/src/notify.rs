@@ -16,7 +16,7 @@ use nix::time::{ClockId, clock_gettime};
 use tokio::time::{Instant, sleep_until, timeout};
 
 use crate::observe::Observer;
-use crate::report::Report;
+use crate::problems::line;
 
 /// The status text changes at most so often.
 const GAP: Duration = Duration::from_secs(1);
@@ -58,35 +58,32 @@ impl Notifier {
 
     /// Keeps systemd informed: ready when a network runs for the first time, its state in a line, and signs of life.
     pub(crate) async fn inform(&self, observer: &Observer) -> Infallible {
-        let (mut ready, mut said) = (false, String::new());
-        let (mut alive_next, mut said_at) = (Instant::now(), None::<Instant>);
+        let mut changes = observer.changes();
+        let (mut ready, mut said, mut news) = (false, String::new(), true);
+        let (mut alive_next, mut line_next) = (Instant::now(), Instant::now());
         loop {
-            let snapshot = observer.snapshot();
-            if !ready && snapshot.network.is_some() {
+            let now = Instant::now();
+            if !ready && observer.runs() {
                 ready = true;
                 self.say("READY=1");
             }
-            let now = Instant::now();
-            let text = Report::of(&snapshot).line();
-            if text != said && said_at.is_none_or(|at| now >= at + GAP) {
-                self.say(&format!("STATUS={text}"));
-                (said, said_at) = (text.clone(), Some(now));
+            if news && now >= line_next {
+                let text = line(&observer.snapshot());
+                if text != said {
+                    self.say(&format!("STATUS={text}"));
+                    said = text;
+                }
+                (news, line_next) = (false, now + GAP);
             }
             if let Some(pause) = self.alive.filter(|_| now >= alive_next) {
                 self.say("WATCHDOG=1");
                 alive_next = now + pause;
             }
-            let gap = said_at.map_or(now, |at| at + GAP);
-            let alive = async {
-                match self.alive {
-                    Some(_) => sleep_until(alive_next).await,
-                    None => std::future::pending().await,
-                }
-            };
             tokio::select! {
-                () = observer.changed() => (),
-                () = sleep_until(gap), if text != said => (),
-                () = alive => (),
+                // What comes until the next line is said with it.
+                () = changes.next(), if !news || !ready => news = true,
+                () = sleep_until(line_next), if news => (),
+                () = sleep_until(alive_next), if self.alive.is_some() => (),
             }
         }
     }

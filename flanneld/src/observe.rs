@@ -178,24 +178,18 @@ impl Observer {
         }
     }
 
-    /// Waits until something may be different: another phase, or another status.
-    pub(crate) async fn changed(&self) {
-        let mut phase = self.0.phase.subscribe();
-        let status = self.known().running.as_ref().map(|running| running.handle.status.clone());
-        let status = async {
-            let alive = match status {
-                Some(mut status) => status.changed().await.is_ok(),
-                None => false,
-            };
-            if !alive {
-                std::future::pending::<()>().await;
-            }
-        };
-        tokio::select! {
-            // Its sender lives as long as we do.
-            _ = phase.changed() => (),
-            () = status => (),
-        }
+    /// What may be different from now on: another phase, or another status.
+    pub(crate) fn changes(&self) -> Changes {
+        Changes { phase: self.0.phase.subscribe(), status: self.status(), observer: self.clone() }
+    }
+
+    fn status(&self) -> Option<watch::Receiver<Arc<Status>>> {
+        self.known().running.as_ref().map(|running| running.handle.status.clone())
+    }
+
+    /// A network runs.
+    pub(crate) fn runs(&self) -> bool {
+        self.known().running.is_some()
     }
 
     /// Sets the log filter; `None`: back to the one given at the start.
@@ -228,6 +222,36 @@ impl Observer {
                 format!("the network config in use stays: {error}")
             }
             Err(error) => format!("the network config could not be read: {error}"),
+        }
+    }
+}
+
+/// News of the daemon; bursts coalesce.
+pub(crate) struct Changes {
+    observer: Observer,
+    phase: watch::Receiver<()>,
+    /// Of the network that runs.
+    status: Option<watch::Receiver<Arc<Status>>>,
+}
+
+impl Changes {
+    /// Waits for the next one; the first may be none.
+    ///
+    /// # Cancel safety
+    /// Dropping the future loses nothing.
+    pub(crate) async fn next(&mut self) {
+        let status = async {
+            match &mut self.status {
+                Some(status) => status.changed().await.is_ok(),
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            // Its sender lives as long as the observer.
+            _ = self.phase.changed() => self.status = self.observer.status(),
+            alive = status => if !alive {
+                self.status = None;
+            },
         }
     }
 }
@@ -311,5 +335,26 @@ pub(crate) mod tests {
         assert_eq!(changed, ["10.1.7.0-24"]);
         drop(guard);
         assert!(observer.snapshot().network.is_none());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_waits_for_changes_is_woken_once_for_each() {
+        let observer = Observer::default();
+        let mut changes = observer.changes();
+        let (_subnets, mut running) = network(Status::default()).await;
+        let (sender, status) = watch::channel(Arc::new(Status::default()));
+        running.handle.status = status;
+        sender.send_replace(Arc::default());
+        let _guard = observer.running(running);
+        let quiet = std::time::Duration::from_secs(3600);
+        for _ in 0..2 {
+            let mut woken = 0;
+            while tokio::time::timeout(quiet, changes.next()).await.is_ok() {
+                woken += 1;
+                assert!(woken <= 2, "the phase, and the status that nobody has seen yet");
+            }
+            assert!(woken >= 1);
+            sender.send_replace(Arc::default());
+        }
     }
 }

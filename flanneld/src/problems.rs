@@ -70,6 +70,19 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
     found
 }
 
+/// The shortest description: `ready: 10.1.5.0-24, 3 peers`, `not ready: …`.
+pub(crate) fn line(snapshot: &Snapshot) -> String {
+    let problems = problems(snapshot);
+    match (&snapshot.network, problems.iter().find(|problem| problem.is_error())) {
+        (Some(network), None) => {
+            let lease = network.running.handle.lease.subnets;
+            format!("ready: {lease}, {} peers", network.status.peers)
+        }
+        (_, Some(problem)) => format!("not ready: {}", problem.text),
+        (None, None) => "not ready".to_owned(),
+    }
+}
+
 fn of_lease(network: &NetworkSnapshot, snapshot: &Snapshot) -> Option<Problem> {
     let lease = network.running.handle.lease.subnets;
     let reason = match snapshot.ownership {
@@ -182,6 +195,7 @@ mod tests {
         let mut snapshot = observer.snapshot();
         snapshot.ownership = Ownership::For(std::time::Duration::from_secs(60));
         assert_eq!(texts(&snapshot), [""; 0]);
+        assert_eq!(line(&snapshot), "ready: 10.1.1.0-24, 0 peers");
         snapshot.store = Some(StoreStatus {
             last_error: Some(("no route to host".into(), snapshot.time)),
             ..StoreStatus::default()

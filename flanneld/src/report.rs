@@ -212,17 +212,6 @@ impl Report {
             }),
         }
     }
-
-    /// The shortest description: `ready: 10.1.5.0/24, 3 peers`, `not ready: …`.
-    pub(crate) fn line(&self) -> String {
-        match (&self.network, self.problems.iter().find(|problem| problem.is_error())) {
-            (_, Some(problem)) => format!("not ready: {}", problem.text),
-            (Some(network), None) => {
-                format!("ready: {}, {} peers", network.lease.subnets.join(", "), network.believed)
-            }
-            (None, None) => "not ready".to_owned(),
-        }
-    }
 }
 
 /// Seconds since 1970, to the millisecond.
@@ -424,7 +413,6 @@ mod tests {
     async fn before_the_first_round_peers_are_pending_and_it_is_not_ready() {
         let report = Report::of(&snapshot(Status::default()).await);
         assert!(!report.ready);
-        assert!(report.line().starts_with("not ready: "), "{}", report.line());
         assert!(report.network.unwrap().peers.listed.iter().all(|peer| peer.state == "pending"));
     }
 }
