@@ -39,14 +39,23 @@ async fn without_daemon(global: &Global, address: IpAddr) -> Result<Why> {
     let leases: Vec<_> = match listed {
         Some(entries) => entries.into_iter().map(|entry| entry.lease).collect(),
         // The store does not answer: what the last daemon knew.
-        None => offline::saved(global)
-            .map(|saved| saved.leases.iter().map(|lease| (**lease).clone()).collect())
-            .unwrap_or_default(),
+        None => {
+            offline::saved(global).map(|saved| saved.leases.iter().cloned().collect()).unwrap_or_default()
+        }
     };
     let lease = leases.iter().find(|lease| lease.subnets.iter().any(|subnet| subnet.contains(address)));
     let ours = lease.filter(|lease| Some(lease.subnets) == own);
     let answer = lookup(offline::kernel()?, address).await;
-    Ok(judge(address, &Facts { config: config.as_ref(), own: ours, lease, explanation: None, answer }))
+    Ok(judge(
+        address,
+        &Facts {
+            config: config.as_ref(),
+            own: ours.map(|ours| &**ours),
+            lease: lease.map(|lease| &**lease),
+            explanation: None,
+            answer,
+        },
+    ))
 }
 
 fn page(why: &Why, paper: &Paper) -> String {
