@@ -249,6 +249,7 @@ mod tests {
         }
         let observer = Observer::default();
         let _guard = observer.running(network(status).await.1);
+        observer.subnet_file_written();
         let mut snapshot = observer.snapshot();
         snapshot.ownership = Ownership::For(Duration::from_secs(3600));
         let text = metrics(&snapshot);

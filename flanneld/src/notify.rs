@@ -157,6 +157,7 @@ mod tests {
                 assert!(hear(&heard).starts_with("STATUS=not ready: "));
                 assert_eq!(hear(&heard), "WATCHDOG=1");
                 let _guard = observer.running(network(Status::default()).await.1);
+                observer.subnet_file_written();
                 tokio::time::sleep(Duration::from_millis(1400)).await;
                 assert_eq!(hear(&heard), "READY=1");
                 assert!(hear(&heard).starts_with("STATUS=not ready: "));

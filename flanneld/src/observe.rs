@@ -38,6 +38,8 @@ struct Known {
     /// What the daemon waits for, unless a network runs.
     waits_for: Option<String>,
     running: Option<Arc<Running>>,
+    /// Pods may start: the subnet file is written.
+    subnet_file: bool,
     /// How many networks have run.
     networks: u64,
     /// A config that is used only after a restart.
@@ -68,6 +70,7 @@ pub(crate) struct Snapshot {
     pub(crate) store: Option<StoreStatus>,
     pub(crate) ownership: Ownership,
     pub(crate) networks: u64,
+    pub(crate) subnet_file: bool,
     pub(crate) waiting_config: Option<Config>,
     pub(crate) changed: BTreeMap<Subnets, SystemTime>,
     pub(crate) network: Option<NetworkSnapshot>,
@@ -127,10 +130,16 @@ impl Observer {
             known.running = Some(Arc::new(running));
             known.networks += 1;
             known.waits_for = None;
+            known.subnet_file = false;
             known.waiting_config = None;
             known.changed.clear();
         });
         RunningGuard(self)
+    }
+
+    /// The network's subnet file is written.
+    pub(crate) fn subnet_file_written(&self) {
+        self.note(|known| known.subnet_file = true);
     }
 
     /// The store holds this config, which is used only after a restart; `None`: it holds no such config any more.
@@ -172,6 +181,7 @@ impl Observer {
             store: known.store.as_ref().map(|store| store.subnets.store_status()),
             ownership: known.store.as_ref().map_or(Ownership::Nothing, Store::ownership),
             networks: known.networks,
+            subnet_file: known.subnet_file,
             waiting_config: known.waiting_config.clone(),
             changed: known.changed.clone(),
             network,
@@ -187,9 +197,10 @@ impl Observer {
         self.known().running.as_ref().map(|running| running.handle.status.clone())
     }
 
-    /// A network runs.
+    /// A network runs, and whoever waits for its subnet file need not wait any more.
     pub(crate) fn runs(&self) -> bool {
-        self.known().running.is_some()
+        let known = self.known();
+        known.running.as_ref().is_some_and(|running| running.lapsed || known.subnet_file)
     }
 
     /// Sets the log filter; `None`: back to the one given at the start.

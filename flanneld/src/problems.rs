@@ -48,6 +48,9 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
     match &snapshot.network {
         Some(network) => {
             found.extend(of_lease(network, snapshot));
+            if !snapshot.subnet_file && !network.running.lapsed {
+                found.push(Problem::error("the subnet file is not written yet: firewall rules come first"));
+            }
             found.extend(of_kernel(network));
             found.extend(of_leases(&network.status));
             found.extend(of_room(network));
@@ -192,6 +195,12 @@ mod tests {
         let mut status = Status::default();
         (status.in_sync, status.live) = (true, true);
         let _guard = observer.running(network(status).await.1);
+        assert!(
+            texts(&observer.snapshot())
+                .iter()
+                .any(|text| text.contains("the subnet file is not written yet"))
+        );
+        observer.subnet_file_written();
         let mut snapshot = observer.snapshot();
         snapshot.ownership = Ownership::For(std::time::Duration::from_secs(60));
         assert_eq!(texts(&snapshot), [""; 0]);

@@ -211,6 +211,7 @@ async fn run_network(
         let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
         write_subnet_file(options, &config, &handle)?;
         predecessor.wrote_subnet_file()?;
+        observer.subnet_file_written();
         tracing::info!(
             lease = %own, backend = backend.name(), mtu = handle.mtu,
             subnet_file = %options.subnet_file.display(), "running"
