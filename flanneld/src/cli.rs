@@ -221,6 +221,18 @@ mod tests {
         assert_eq!(options.subnet_file.to_str(), Some("/run/flannel/subnet.env"));
         assert_eq!(options.renew_margin(), Duration::from_secs(3600));
         assert_eq!(options.nexthop_objects, NexthopObjects::Auto);
+        assert_eq!(
+            (options.control.healthz_ip.to_string().as_str(), options.control.healthz_port),
+            ("0.0.0.0", 0)
+        );
+        let env = [
+            ("FLANNELD_HEALTHZ_PORT", "8471"),
+            ("FLANNELD_HEALTHZ_IP", "::1"),
+            ("FLANNELD_CONTROL_SOCKET", "off"),
+        ];
+        let control = parse(&all, &env).unwrap().control;
+        assert_eq!((control.healthz_ip.to_string().as_str(), control.healthz_port), ("::1", 8471));
+        assert_eq!(control.control_socket.as_deref().and_then(std::path::Path::to_str), Some("off"));
         let off = parse(&all, &[("FLANNELD_NEXTHOP_OBJECTS", "off")]).unwrap();
         assert_eq!(off.nexthop_objects, NexthopObjects::Off);
     }

@@ -247,6 +247,7 @@ impl Ctl {
             _ => arg.global(true),
         });
         let mut args: Vec<OsString> = args.into_iter().collect();
+        let mut variables = Vec::new();
         let with_value = command.get_arguments().filter(|arg| arg.get_action().takes_values());
         for flag in with_value.filter_map(clap::Arg::get_long) {
             let name = format!("FLANNELD_{}", flag.to_uppercase().replace('-', "_"));
@@ -254,11 +255,20 @@ impl Ctl {
                 let mut arg = OsString::from(format!("--{flag}="));
                 arg.push(value);
                 args.insert(1.min(args.len()), arg);
+                variables.push((format!("'--{flag} "), name));
             }
         }
         let matches = command.try_get_matches_from(args).map_err(|error| {
             let text = error.render().to_string();
-            if error.use_stderr() { Error::Usage(text) } else { Error::Help(text) }
+            if !error.use_stderr() {
+                return Error::Help(text);
+            }
+            match variables.iter().find(|(flag, _)| text.contains(flag)) {
+                Some((_, name)) => {
+                    Error::Usage(format!("{text}\n(the value comes from the environment: {name})\n"))
+                }
+                None => Error::Usage(text),
+            }
         })?;
         Self::from_arg_matches(&matches).map_err(|error| Error::Usage(error.to_string()))
     }
@@ -327,6 +337,8 @@ mod tests {
         ] {
             assert!(help.contains(word), "{word}: {help}");
         }
+        let wrong = parse(&["status"], &[("FLANNELD_REGISTRY", "consul:x")]).unwrap_err().to_string();
+        assert!(wrong.contains("FLANNELD_REGISTRY"), "{wrong}");
         assert_eq!(parse(&["statsu"], &[]).unwrap_err().exit_code(), 2);
         assert_eq!(parse(&[], &[]).unwrap_err().exit_code(), 2);
     }
