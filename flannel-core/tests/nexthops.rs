@@ -224,6 +224,25 @@ async fn switching_there_and_back_replaces_every_route_in_place() {
     }
 }
 
+/// The route that is there goes by the nexthop object, and would vanish with it.
+#[tokio::test(start_paused = true)]
+async fn switching_back_deletes_no_nexthop_that_a_refused_route_still_needs() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    Run::start(&kernel, &subnets).await.stop().await;
+    kernel.use_nexthops(false);
+    kernel.take_calls();
+    let key = Key::Route(route_of(&kernel, 3).dst);
+    kernel.fail(3, 105, move |call| call.key == Some(key));
+    let mut run = Run::start(&kernel, &subnets).await;
+    run.settled().await;
+    assert!(kernel.clear_faults());
+    let calls = changes(&kernel);
+    let routes = calls.iter().filter(|call| matches!(call.key, Some(Key::Route(_))));
+    let mut operations = routes.map(|call| call.operation);
+    assert!(operations.all(|operation| operation == Operation::Replace), "{calls:?}");
+    assert_eq!(count(&kernel), (0, 5));
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_kernel_without_nexthop_objects_gets_plain_routes() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0").without_nexthops(), peers());

@@ -120,7 +120,7 @@ fn daemons_write_only_where_they_were_told() {
         for host in lab.hosts() {
             let mut names = names(host.dir());
             names.retain(|name| name != "state");
-            assert_eq!(names, ["flanneld.log", "subnet.env"]);
+            assert_eq!(names, ["flanneld.log", "flanneld.sock", "subnet.env"]);
         }
         assert_eq!(names(&lab.registry().join("subnets")).len(), 2);
     });

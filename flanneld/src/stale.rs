@@ -33,6 +33,10 @@ impl SubnetManager for StaleManager {
         self.manager.network_config().await
     }
 
+    async fn config_changed(&self, seen: &Config) -> Result<Config> {
+        self.manager.config_changed(seen).await
+    }
+
     async fn hints(&self) -> Result<Hints> {
         self.manager.hints().await
     }

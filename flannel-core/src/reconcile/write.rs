@@ -93,8 +93,10 @@ impl Reconciler {
         if !self.live || self.has_fresh() {
             return Ok(());
         }
-        let gone = self.gone.values().rev();
-        let changes: Vec<Change> = gone.map(|(object, _)| Change::Delete(object.clone())).collect();
+        // A route that could not be put by a gateway may still go by the nexthop object that it had, and would go with it.
+        let keep = self.ledger.failing().keys().any(|key| matches!(key, Key::Route(_)));
+        let gone = self.gone.iter().rev().filter(|(key, _)| !(keep && matches!(key, Key::Nexthop(_))));
+        let changes: Vec<Change> = gone.map(|(_, (object, _))| Change::Delete(object.clone())).collect();
         self.apply(kernel, gate, &changes, None)
     }
 
