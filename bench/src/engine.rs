@@ -16,6 +16,8 @@ use crate::ground::Ground;
 
 /// So long may peers take before something is wrong.
 const PATIENCE: Duration = Duration::from_secs(600);
+/// A daemon that runs has nothing to do for so long; one that has just started reads the kernel once more.
+const REST: Duration = Duration::from_millis(300);
 
 /// It ends with the value; what it put stays.
 pub(crate) struct Engine {
@@ -29,7 +31,7 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
-    /// Starts it and waits until it is in order, without any peers.
+    /// Starts it and waits until it is in order and at rest, without any peers.
     pub(crate) fn start(ground: &Ground, families: Families) -> anyhow::Result<Self> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let subnets = FakeSubnets::with_config(&families.config());
@@ -52,8 +54,20 @@ impl Engine {
         });
         let (own, status) = (handle.lease, handle.status);
         let mut engine = Self { subnets, own, status, runtime, _stop: stop, thread: Some(thread) };
-        engine.wait(0)?;
+        engine.rest()?;
         Ok(engine)
+    }
+
+    /// Waits until it has nothing more to do.
+    fn rest(&mut self) -> anyhow::Result<()> {
+        loop {
+            self.wait(0)?;
+            let status = &mut self.status;
+            let quiet = async { tokio::time::timeout(REST, status.changed()).await.is_err() };
+            if self.runtime.block_on(quiet) {
+                return Ok(());
+            }
+        }
     }
 
     /// Sends a view with these peers' leases.

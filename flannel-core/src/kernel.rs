@@ -105,6 +105,7 @@ impl Owned {
             // By which device is not known here.
             Object::Route(Route { via: Via::Nexthop(_), .. }) if !self.links.is_empty() => return true,
             Object::Route(Route { via: Via::Nexthop(id), .. }) => Some(*id),
+            Object::Addr(addr) => return self.owns_addr(addr),
             _ => None,
         };
         match object.link() {

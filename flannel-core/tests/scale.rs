@@ -284,6 +284,22 @@ async fn one_repair_among_thousands_costs_one_object_and_names_victim_and_culpri
     assert_eq!(status.repairs.values().sum::<u64>(), status.repaired);
 }
 
+/// The kernel gives every device one, a second or two after it came up.
+#[tokio::test(start_paused = true)]
+async fn a_link_local_address_on_our_device_is_no_reason_to_read_the_kernel() {
+    let world = World::new(10).await;
+    for address in ["fe80::1", "169.254.7.7"] {
+        let address: IpAddr = address.parse().unwrap();
+        world.kernel.foreign_put(Addr { link: tunnel(), address, len: 16 }, 0);
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        assert_eq!(world.kernel.take_calls(), vec![], "{address}");
+    }
+    world.kernel.foreign_put(Addr { link: tunnel(), address: [198, 51, 100, 7].into(), len: 32 }, 0);
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let calls = world.kernel.take_calls();
+    assert_eq!((count(&calls, Operation::Snapshot), count(&calls, Operation::Delete)), (1, 1), "another one is ours");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_thousand_unrelated_route_changes_a_second_cause_no_look_ups() {
     let world = World::new(2_000).await;

@@ -105,8 +105,8 @@ impl News {
             (true, false) => self.links.insert(link.index, link.clone()),
             (false, _) => None,
         };
-        // Counters, promiscuous mode …: nothing that anybody here looks at.
-        if !deleted && link.whole && before.as_ref() == Some(link) && !link.is_vxlan() {
+        // Counters, promiscuous mode, operational state …: nothing that anybody here looks at.
+        if !deleted && link.whole && before.as_ref() == Some(link) {
             return;
         }
         let renamed = before.map(|before| before.name).filter(|before| *before != link.name);
