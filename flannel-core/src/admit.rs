@@ -61,6 +61,8 @@ pub(crate) struct Peers {
     facts: Facts,
     disbelieved: Listing<Subnets, Disbelief>,
     remarks: Remarks,
+    /// So many peers more are about to come.
+    expected: usize,
 }
 
 /// The work of one update.
@@ -87,7 +89,13 @@ impl Peers {
             facts: Facts::default(),
             disbelieved: Listing::default(),
             remarks,
+            expected: 0,
         }
+    }
+
+    /// Makes room for so many peers more, once it is known how many objects one has.
+    pub(crate) fn expect(&mut self, more: usize) {
+        self.expected = more;
     }
 
     /// The definition of an object, if a believed peer defines it.
@@ -194,6 +202,9 @@ impl Peers {
             objects.clear();
         }
         keep_first_of_each_key(&mut objects);
+        if self.expected > 0 {
+            self.roster.reserve(std::mem::take(&mut self.expected), objects.len());
+        }
         let (asked, remarks) = env.into_parts();
         self.remarks.joined(&lease, remarks);
         for (address, told) in &asked {

@@ -5,8 +5,9 @@
 //! by distinct gateways take quadratic time, and a gateway that moves is one replacement of one object. (IPv6 is
 //! linear without them, and keeps its plain routes.)
 
-use std::collections::HashMap;
 use std::net::IpAddr;
+
+use foldhash::{HashMap, HashMapExt};
 
 use crate::address::{Family, Subnet};
 use crate::kernel::{Kernel, KernelError, Owned};
@@ -91,6 +92,12 @@ pub(crate) struct Ids {
 impl Ids {
     pub(crate) fn new(block: NexthopBlock) -> Self {
         Self { block, of: HashMap::new(), dsts: HashMap::new() }
+    }
+
+    /// Makes room for so many destinations more.
+    pub(crate) fn reserve(&mut self, more: usize) {
+        self.of.reserve(more);
+        self.dsts.reserve(more);
     }
 
     /// The destinations of routes in the kernel keep the ids that they have, wanted or not: until an unwanted route

@@ -6,6 +6,7 @@
 //!
 //! No task in here: the driver ([`KernelNetwork`](crate::KernelNetwork)) says when.
 
+mod arrive;
 mod doubt;
 mod read;
 mod tell;
@@ -132,6 +133,7 @@ impl Reconciler {
     /// Takes in a newer view, which was there at `arrived`. Asks `kernel` what plans ask.
     pub(crate) fn view(&mut self, view: &View, arrived: Instant, kernel: &dyn Kernel) {
         let answers = Answers::new(kernel);
+        self.peers.expect(view.leases.len().saturating_sub(self.leases.len()));
         let changed = self.peers.update(view.leases.changes_since(&self.leases), &|a| answers.on_link(a));
         self.leases = view.leases.clone();
         self.live = matches!(view.origin, Origin::Live { .. });
@@ -246,6 +248,9 @@ impl Reconciler {
 
     /// What peers define is to be put when it is their turn.
     fn take_fresh(&mut self, fresh: Vec<Id>, arrived: Option<Instant>) {
+        if let Some(ids) = &mut self.ids {
+            ids.reserve(fresh.len());
+        }
         for id in &fresh {
             for object in self.peers.fresh_objects(*id).unwrap_or_default() {
                 let new = |ids: &mut Ids| ids.assign_to(object);

@@ -1,8 +1,10 @@
 //! What is in order but worth knowing. The one thing to know: a remark stands as long as the leases that gave rise to
 //! it do.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::net::IpAddr;
+
+use foldhash::HashMap;
 
 use crate::address::Dual;
 use crate::lease::{Lease, Subnets};

@@ -5,10 +5,11 @@
 //! slots and look there for what they are numbers of: a peer costs some hundred bytes, not a thousand.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::hash::{BuildHasher, Hasher, RandomState};
+use std::hash::{BuildHasher, Hasher};
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use foldhash::fast::RandomState;
 use hashbrown::HashTable;
 
 use crate::address::Subnet;
@@ -131,6 +132,17 @@ impl Roster {
             let object = peer.objects.get(claim.nth as usize)?;
             (object.key() == key).then_some((claim.id, peer, object))
         })
+    }
+
+    /// Makes room for so many peers more, with so many objects each.
+    pub(crate) fn reserve(&mut self, peers: usize, objects: usize) {
+        let Self { slots, hasher, ids, .. } = self;
+        slots.reserve(peers.saturating_sub(self.free.len()));
+        ids.reserve(peers, |id| {
+            let subnets = slots[*id as usize].as_ref().map(|peer| peer.lease.subnets);
+            subnets.map_or(0, |subnets| hasher.hash_one(subnets))
+        });
+        self.claims.reserve(peers * objects, |claim| Claim::spread(claim.hash));
     }
 
     /// A slot for the next peer to be inserted.

@@ -297,7 +297,11 @@ async fn a_link_local_address_on_our_device_is_no_reason_to_read_the_kernel() {
     world.kernel.foreign_put(Addr { link: tunnel(), address: [198, 51, 100, 7].into(), len: 32 }, 0);
     tokio::time::sleep(Duration::from_secs(2)).await;
     let calls = world.kernel.take_calls();
-    assert_eq!((count(&calls, Operation::Snapshot), count(&calls, Operation::Delete)), (1, 1), "another one is ours");
+    assert_eq!(
+        (count(&calls, Operation::Snapshot), count(&calls, Operation::Delete)),
+        (1, 1),
+        "another one is ours"
+    );
 }
 
 #[tokio::test(start_paused = true)]

@@ -3,8 +3,8 @@
 //! The one thing to know: links and whatever must be looked at before it is changed are done one at a time, after
 //! all that stands before them in the list; everything else goes 128 to a `send`.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap, btree_map};
 
 use flannel_core::{
     Addr, Change, GO_ROUTE_PROTOCOL, KernelError, Link, LinkKind, LinkName, Nexthop, Object, Owned,
@@ -35,7 +35,7 @@ pub(crate) struct Writer<'a> {
     requests: Messages,
     /// For each of `requests`, the number of its change, and whether it deletes.
     pending: Vec<(usize, bool)>,
-    indexes: HashMap<LinkName, Result<u32, KernelError>>,
+    indexes: BTreeMap<LinkName, Result<u32, KernelError>>,
     /// What addresses there are on a link.
     addrs: HashMap<u32, Vec<AddrMessage>>,
     /// What nexthop objects there are with ids that are to be deleted next.
@@ -51,7 +51,7 @@ impl<'a> Writer<'a> {
             results: Vec::new(),
             requests: Messages::default(),
             pending: Vec::new(),
-            indexes: HashMap::new(),
+            indexes: BTreeMap::new(),
             addrs: HashMap::new(),
             nexthops: HashMap::new(),
         }
@@ -155,8 +155,8 @@ impl<'a> Writer<'a> {
 
     fn index(&mut self, name: LinkName) -> Result<u32, KernelError> {
         match self.indexes.entry(name) {
-            Entry::Occupied(known) => known.get().clone(),
-            Entry::Vacant(unknown) => {
+            btree_map::Entry::Occupied(known) => known.get().clone(),
+            btree_map::Entry::Vacant(unknown) => {
                 let found = find_link(self.socket, name).map(|link| link.index);
                 unknown.insert(found).clone()
             }

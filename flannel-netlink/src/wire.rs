@@ -20,7 +20,7 @@ const FLAGS: u16 = 0b11 << 14;
 /// Requests, one after the other in one buffer.
 #[derive(Debug, Default)]
 pub struct Messages {
-    bytes: Cursor<Vec<u8>>,
+    bytes: Vec<u8>,
     starts: Vec<usize>,
 }
 
@@ -38,18 +38,23 @@ impl Messages {
     }
 
     pub(crate) fn clear(&mut self) {
-        self.bytes.get_mut().clear();
-        self.bytes.set_position(0);
+        self.bytes.clear();
         self.starts.clear();
     }
 
     /// Starts a message; attributes that follow belong to it.
     pub(crate) fn begin(&mut self, kind: impl Into<u16>, flags: NlmF, header: &impl ToBytes) -> &mut Self {
-        self.starts.push(self.bytes.get_ref().len());
-        let flags = (flags | NlmF::REQUEST).bits();
+        let start = self.bytes.len();
+        self.starts.push(start);
         // Length, sequence number and port are filled in when it is sent.
-        self.put(&[0; 4]).put(&kind.into().to_ne_bytes()).put(&flags.to_ne_bytes()).put(&[0; 8]);
-        header.to_bytes(&mut self.bytes).expect("a Vec takes all that is written");
+        let mut fixed = [0; HEADER];
+        fixed[4..6].copy_from_slice(&kind.into().to_ne_bytes());
+        fixed[6..8].copy_from_slice(&(flags | NlmF::REQUEST).bits().to_ne_bytes());
+        self.bytes.extend_from_slice(&fixed);
+        let mut end = Cursor::new(std::mem::take(&mut self.bytes));
+        end.set_position((start + HEADER) as u64);
+        header.to_bytes(&mut end).expect("a Vec takes all that is written");
+        self.bytes = end.into_inner();
         self
     }
 
@@ -59,8 +64,11 @@ impl Messages {
     /// `value` has more than 65,531 bytes.
     pub fn attr(&mut self, kind: impl Into<u16>, value: &[u8]) -> &mut Self {
         let len = u16::try_from(4 + value.len()).expect("no attribute of ours is longer than a name");
-        self.put(&len.to_ne_bytes()).put(&kind.into().to_ne_bytes()).put(value);
-        self.put(&[0; 3][..value.len().next_multiple_of(4) - value.len()])
+        let ([a, b], [c, d]) = (len.to_ne_bytes(), kind.into().to_ne_bytes());
+        self.bytes.extend_from_slice(&[a, b, c, d]);
+        self.bytes.extend_from_slice(value);
+        self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
+        self
     }
 
     /// Adds a number in the machine's byte order.
@@ -83,24 +91,18 @@ impl Messages {
 
     /// Adds an attribute that consists of those that `fill` adds.
     pub fn nest(&mut self, kind: impl Into<u16>, fill: impl FnOnce(&mut Self)) -> &mut Self {
-        let start = self.bytes.get_ref().len();
+        let start = self.bytes.len();
         self.attr(kind.into() | NESTED, &[]);
         fill(self);
-        let len = u16::try_from(self.bytes.get_ref().len() - start).expect("a few short attributes");
-        self.bytes.get_mut()[start..start + 2].copy_from_slice(&len.to_ne_bytes());
-        self
-    }
-
-    fn put(&mut self, bytes: &[u8]) -> &mut Self {
-        self.bytes.get_mut().extend_from_slice(bytes);
-        self.bytes.set_position(self.bytes.get_ref().len() as u64);
+        let len = u16::try_from(self.bytes.len() - start).expect("a few short attributes");
+        self.bytes[start..start + 2].copy_from_slice(&len.to_ne_bytes());
         self
     }
 
     /// The messages from `from` to before `to`, ready to be sent: numbered from `sequence` on, and `last` set in the
     /// flags of the last.
     pub(crate) fn ready(&mut self, from: usize, to: usize, sequence: u32, last: NlmF) -> &[u8] {
-        let bytes = self.bytes.get_mut();
+        let bytes = &mut self.bytes;
         let end_of = |n: usize, all: usize| self.starts.get(n + 1).copied().unwrap_or(all);
         for n in from..to {
             let (start, end) = (self.starts[n], end_of(n, bytes.len()));

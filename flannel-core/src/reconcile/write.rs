@@ -1,26 +1,16 @@
-//! Writing: what is in doubt or new goes to the kernel, batch by batch.
-//!
-//! The one thing to know: what one peer among many needs is noted object by object; what thousands of new peers need
-//! is noted nowhere, but taken from their slots when it is their turn.
+//! Writing: what is in doubt or has changed goes to the kernel, batch by batch.
 
 use std::collections::BTreeSet;
 use std::sync::Mutex;
 
 use tokio::time::Instant;
 
-use super::{Cause, Failed, Reconciler, Unread, expand};
+use super::{Cause, Failed, Reconciler, Unread};
 use crate::kernel::{Kernel, KernelError};
 use crate::state::{Change, Key, Object};
 
-/// How many changes are handed to the kernel at once. More gains nothing (the kernel works at its own pace), and a
-/// stop waits for at most one batch.
-const BATCH: usize = 128;
-
-/// The objects of so many new peers are put at once: bounds memory. …
-const GROUP: usize = 512;
-/// … And so many groups are put before anything else gets its turn: bounds how long a repair waits while thousands of
-/// peers arrive.
-const ROUND: usize = 8;
+/// How many changes are handed to the kernel at once: a stop waits for them, some milliseconds.
+pub(super) const BATCH: usize = 512;
 
 /// Lets batches through until it is closed; closing waits for the batch in hand.
 #[derive(Debug, Default)]
@@ -30,7 +20,7 @@ pub(crate) struct Gate {
 
 impl Gate {
     /// Does `work` unless the gate is closed; `None` if it is.
-    fn pass<T>(&self, work: impl FnOnce() -> T) -> Option<T> {
+    pub(super) fn pass<T>(&self, work: impl FnOnce() -> T) -> Option<T> {
         let closed = self.closed.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         (!*closed).then(work)
     }
@@ -101,43 +91,13 @@ impl Reconciler {
     }
 
     /// Without its link nothing can be put; one failure in the status says more than ten thousand.
-    fn lacks_link(&self, object: &Object) -> bool {
+    pub(super) fn lacks_link(&self, object: &Object) -> bool {
         !self.missing_links.is_empty()
             && self.link_of(object).is_some_and(|link| self.missing_links.contains(&link))
     }
 
-    /// Puts what new peers define, as much of it as a round may take.
-    fn put_fresh(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
-        (0..ROUND).try_for_each(|_| self.put_group(kernel, gate))
-    }
-
-    fn put_group(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
-        let Some((_, arrived)) = self.fresh.front().copied() else { return Ok(()) };
-        let mut changes = Vec::with_capacity(4 * GROUP.min(self.fresh.len()));
-        for _ in 0..GROUP {
-            if self.fresh.front().is_none_or(|(_, at)| *at != arrived) {
-                break;
-            }
-            let Some((id, _)) = self.fresh.pop_front() else { break };
-            let objects = self.peers.take_fresh(id).unwrap_or_default();
-            expand(objects, self.ids.as_ref(), |object| changes.push(Change::Put(object)));
-        }
-        if !self.missing_links.is_empty() {
-            changes.retain(|change| {
-                let lacks = self.lacks_link(change.object());
-                if lacks {
-                    self.put.insert(change.object().key(), Cause::Lease(arrived));
-                }
-                !lacks
-            });
-        }
-        // The order of creation.
-        changes.sort_by_key(|change| change.object().kind());
-        self.apply(kernel, gate, &changes, Some(Cause::Lease(arrived)))
-    }
-
     /// Applies changes batch by batch. `cause` is that of changes that are noted nowhere.
-    fn apply(
+    pub(super) fn apply(
         &mut self,
         kernel: &dyn Kernel,
         gate: &Gate,
@@ -154,7 +114,7 @@ impl Reconciler {
         Ok(())
     }
 
-    fn record(
+    pub(super) fn record(
         &mut self,
         change: &Change,
         result: Result<(), KernelError>,

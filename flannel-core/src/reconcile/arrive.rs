@@ -1,0 +1,120 @@
+//! Arriving: what thousands of new peers define goes to the kernel.
+//!
+//! The one thing to know: it is noted nowhere object by object, but taken from the peers' slots when it is their turn;
+//! and while the kernel works on one group of peers, a thread of its own waiting for it, the next is made out and what
+//! came of the last is noted.
+
+use std::sync::mpsc::{Receiver, channel, sync_channel};
+
+use tokio::time::Instant;
+
+use super::write::{BATCH, Closed, Gate};
+use super::{Cause, Reconciler, expand};
+use crate::kernel::{Kernel, KernelError, Owned};
+use crate::state::{Change, Object};
+
+/// The objects of so many new peers are put at once: bounds memory. …
+const GROUP: usize = 512;
+/// … And so many groups are put before anything else gets its turn: bounds how long a repair waits while thousands of
+/// peers arrive.
+const ROUND: usize = 8;
+
+/// What some new peers define, in the order of creation.
+struct Group {
+    changes: Vec<Change>,
+    /// When their leases were there.
+    arrived: Option<Instant>,
+}
+
+/// What came of a group: a result for each change, fewer if the gate was closed.
+struct Written {
+    group: Group,
+    results: Vec<Result<(), KernelError>>,
+}
+
+impl Group {
+    /// Blocks as long as the kernel takes.
+    fn write(self, kernel: &dyn Kernel, owned: &Owned, gate: &Gate) -> Written {
+        let mut results = Vec::with_capacity(self.changes.len());
+        for batch in self.changes.chunks(BATCH) {
+            match gate.pass(|| kernel.apply(owned, batch)) {
+                Some(done) => results.extend(done),
+                None => break,
+            }
+        }
+        Written { group: self, results }
+    }
+}
+
+impl Reconciler {
+    /// Puts what new peers define, as much of it as a round may take.
+    pub(super) fn put_fresh(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
+        if self.fresh.len() <= GROUP {
+            let owned = self.owned.clone();
+            return self.next_group().map_or(Ok(()), |group| self.note(group.write(kernel, &owned, gate)));
+        }
+        let owned = self.owned.clone();
+        std::thread::scope(|scope| {
+            // One group is with the kernel, and one is ready.
+            let (groups, to_write) = sync_channel::<Group>(0);
+            let (done, written) = channel();
+            scope.spawn(move || {
+                // Nobody wants to know the rest once the gate was closed.
+                to_write
+                    .iter()
+                    .map(|group| group.write(kernel, &owned, gate))
+                    .try_for_each(|it| done.send(it))
+            });
+            for _ in 0..ROUND {
+                // The writer ends early only if it panicked, which the scope tells.
+                let Some(group) = self.next_group() else { break };
+                if groups.send(group).is_err() {
+                    break;
+                }
+                self.note_all(&written, false)?;
+            }
+            drop(groups);
+            self.note_all(&written, true)
+        })
+    }
+
+    /// Notes what was written so far, or until nothing more is.
+    fn note_all(&mut self, written: &Receiver<Written>, wait: bool) -> Result<(), Closed> {
+        let next = || if wait { written.recv().ok() } else { written.try_recv().ok() };
+        std::iter::from_fn(next).try_for_each(|written| self.note(written))
+    }
+
+    fn note(&mut self, written: Written) -> Result<(), Closed> {
+        let Written { group: Group { changes, arrived }, results } = written;
+        let complete = results.len() == changes.len();
+        let now = Instant::now();
+        for (change, result) in changes.iter().zip(results) {
+            self.record(change, result, now, Some(Cause::Lease(arrived)));
+        }
+        if complete { Ok(()) } else { Err(Closed) }
+    }
+
+    /// The next new peers, which are so no more; `None` if there are none.
+    fn next_group(&mut self) -> Option<Group> {
+        let (_, arrived) = self.fresh.front().copied()?;
+        // By kind: that is the order of creation.
+        let mut objects: [Vec<Object>; 6] = Default::default();
+        for _ in 0..GROUP {
+            if self.fresh.front().is_none_or(|(_, at)| *at != arrived) {
+                break;
+            }
+            let Some((id, _)) = self.fresh.pop_front() else { break };
+            let defined = self.peers.take_fresh(id).unwrap_or_default();
+            expand(defined, self.ids.as_ref(), |object| objects[object.kind() as usize].push(object));
+        }
+        let mut changes = Vec::with_capacity(objects.iter().map(Vec::len).sum());
+        for object in objects.into_iter().flatten() {
+            if self.lacks_link(&object) {
+                self.put.insert(object.key(), Cause::Lease(arrived));
+            } else {
+                changes.push(Change::Put(object));
+            }
+        }
+        Some(Group { changes, arrived })
+    }
+}
