@@ -3,7 +3,6 @@
 //! The one thing to know: an [`Object`]'s [`Key`] is what the kernel takes for its identity, and the order of
 //! keys is the order of creation (a route needs its nexthop, which needs its link). Deletion runs backwards.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 
@@ -357,30 +356,41 @@ impl fmt::Display for Change {
     }
 }
 
-/// A set of kernel objects, one per key, in the order of creation.
+/// A set of kernel objects, one per key, in the order of creation. Lookups cost the logarithm of their number; it is
+/// made for being collected at once, and putting one object into many costs their number.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct State(BTreeMap<Key, Object>);
+pub struct State(Vec<Object>);
 
 impl State {
     /// Puts `object` in; returns the one with the same key that it replaces.
     pub fn insert(&mut self, object: impl Into<Object>) -> Option<Object> {
         let object = object.into();
-        self.0.insert(object.key(), object)
+        match self.find(&object.key()) {
+            Ok(there) => Some(std::mem::replace(&mut self.0[there], object)),
+            Err(place) => {
+                self.0.insert(place, object);
+                None
+            }
+        }
     }
 
     /// Takes an object out.
     pub fn remove(&mut self, key: &Key) -> Option<Object> {
-        self.0.remove(key)
+        self.find(key).ok().map(|there| self.0.remove(there))
     }
 
     /// The object with this key.
     pub fn get(&self, key: &Key) -> Option<&Object> {
-        self.0.get(key)
+        self.find(key).ok().map(|there| &self.0[there])
+    }
+
+    fn find(&self, key: &Key) -> Result<usize, usize> {
+        self.0.binary_search_by(|object| object.key().cmp(key))
     }
 
     /// The objects in the order of creation.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Object> {
-        self.0.values()
+        self.0.iter()
     }
 
     /// How many there are.
@@ -394,8 +404,8 @@ impl State {
     }
 
     /// Keeps the objects for which `keep` is true.
-    pub fn retain(&mut self, mut keep: impl FnMut(&Object) -> bool) {
-        self.0.retain(|_, object| keep(object));
+    pub fn retain(&mut self, keep: impl FnMut(&Object) -> bool) {
+        self.0.retain(keep);
     }
 
     /// The changes that turn `actual` into `self`: puts in the order of creation, then deletions in the
@@ -405,38 +415,44 @@ impl State {
     pub fn diff(&self, actual: &Self) -> Vec<Change> {
         let mut changes = Vec::new();
         let mut stale = Vec::new();
-        let mut there = actual.0.iter().peekable();
+        let mut there = actual.iter().peekable();
         for object in self.iter() {
             let key = object.key();
-            while let Some((_, old)) = there.next_if(|(there, _)| **there < key) {
+            while let Some(old) = there.next_if(|there| there.key() < key) {
                 stale.push(Change::Delete(old.clone()));
             }
-            match there.next_if(|(there, _)| **there == key) {
-                Some((_, old)) if old == object => {}
+            match there.next_if(|there| there.key() == key) {
+                Some(old) if old == object => {}
                 _ => changes.push(Change::Put(object.clone())),
             }
         }
-        stale.extend(there.map(|(_, old)| Change::Delete(old.clone())));
+        stale.extend(there.map(|old| Change::Delete(old.clone())));
         changes.extend(stale.into_iter().rev());
         changes
     }
 }
 
+/// Of two objects with one key the later one counts.
 impl<O: Into<Object>> FromIterator<O> for State {
     fn from_iter<I: IntoIterator<Item = O>>(objects: I) -> Self {
         let mut state = Self::default();
-        for object in objects {
-            state.insert(object);
-        }
+        state.extend(objects);
         state
     }
 }
 
+/// Of two objects with one key the later one counts.
 impl<O: Into<Object>> Extend<O> for State {
     fn extend<I: IntoIterator<Item = O>>(&mut self, objects: I) {
-        for object in objects {
-            self.insert(object);
-        }
+        self.0.extend(objects.into_iter().map(Into::into));
+        self.0.sort_by_key(Object::key);
+        self.0.dedup_by(|later, earlier| {
+            let same = later.key() == earlier.key();
+            if same {
+                std::mem::swap(later, earlier);
+            }
+            same
+        });
     }
 }
 
