@@ -3,6 +3,8 @@
 //! The one thing to know: links and whatever must be looked at before it is changed are done one at a time, after
 //! all that stands before them in the list; everything else goes 128 to a `send`.
 
+mod groups;
+
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, btree_map};
 
@@ -128,7 +130,9 @@ impl<'a> Writer<'a> {
     fn flush(&mut self, changes: &[Change]) {
         let results = self.socket.send(&mut self.requests);
         self.requests.clear();
-        for ((n, deletes), result) in std::mem::take(&mut self.pending).into_iter().zip(results) {
+        let sent = std::mem::take(&mut self.pending);
+        let mut groups = Vec::new();
+        for ((n, deletes), result) in sent.iter().copied().zip(results) {
             let result = match (result, &changes[n]) {
                 (result, change) if deletes => accept_absence(result, change.object()),
                 (Err(error), Change::Put(Object::Route(route))) if error.errno == EEXIST => {
@@ -137,14 +141,18 @@ impl<'a> Writer<'a> {
                 (Err(error), Change::Put(Object::Route(route))) if stands_in_its_own_way(route, &error) => {
                     self.make_way(route).map_err(|_| error)
                 }
-                (Err(error), Change::Put(Object::Nexthop(nexthop))) if error.errno == EINVAL => {
-                    self.replace_group(nexthop).map_err(|_| error)
+                (Err(error), Change::Put(Object::Nexthop(_))) if groups::stands_in_the_way(&error) => {
+                    groups.push(n);
+                    Err(error)
                 }
                 (result, _) => result,
             };
             if result.is_err() {
                 self.results[n] = result;
             }
+        }
+        if !groups.is_empty() {
+            self.replace_groups(changes, &sent, &groups);
         }
     }
 
@@ -219,19 +227,6 @@ impl<'a> Writer<'a> {
         route::put(&mut requests, route, index);
         let mut results = self.socket.send(&mut requests);
         results.remove(1)
-    }
-
-    /// The kernel replaces no group of nexthops by a single one: a group with our id is taken out first.
-    fn replace_group(&mut self, nexthop: &Nexthop) -> Result<(), KernelError> {
-        let index = self.index_of(&Object::Nexthop(*nexthop))?;
-        let there = self.socket.ask(nexthop::by_id(nexthop.id), nexthop::read)?;
-        if there.index != 0 {
-            return Err(KernelError::new(EINVAL));
-        }
-        let mut requests = Messages::default();
-        nexthop::delete(&mut requests, nexthop.id);
-        nexthop::put(&mut requests, nexthop, index);
-        self.socket.send(&mut requests).into_iter().collect()
     }
 
     /// IPv4 takes an address with another prefix length for another address, IPv6 keeps the length it has: in both

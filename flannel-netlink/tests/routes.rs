@@ -210,6 +210,44 @@ fn hide(scene: &Scene, form: usize, foreign: &str) {
 }
 
 #[test]
+fn routes_survive_a_group_in_the_place_of_their_nexthop() {
+    in_netns(|| {
+        in_both_families(|scene| {
+            let id = scene.id(7);
+            let route = |dst: &str| Route { dst: dst.parse().unwrap(), via: Via::Nexthop(id), mtu: None };
+            let [sent, there, left] = match scene.family {
+                Family::V4 => ["10.1.2.0/24", "10.1.3.0/24", "10.1.4.0/24"],
+                Family::V6 => ["fd00:1:2::/64", "fd00:1:3::/64", "fd00:1:4::/64"],
+            }
+            .map(route);
+            ip(&format!("nexthop del id {id}"));
+            scene.foreign("nexthop add id 77 via FIVE dev up0");
+            ip(&format!("nexthop add id {id} group 77"));
+            for route in [there, left] {
+                scene.foreign(&format!("route add {} nhid {id} proto 241", route.dst));
+            }
+            scene.foreign(&format!("route add DST nhid {id} metric 77"));
+            let nexthop = Nexthop { id, link: up(), gateway: scene.gateway(7), onlink: true };
+            let changes: [Change; 3] =
+                [Change::Put(nexthop.into()), Change::Put(sent.into()), Change::Delete(left.into())];
+            assert_eq!(scene.kernel.apply(&scene.owned(), &changes), [Ok(()), Ok(()), Ok(())]);
+            let state = scene.kernel.snapshot(&scene.owned()).unwrap();
+            assert_eq!(state.get(&Key::Nexthop(id)), Some(&nexthop.into()));
+            let routes = state.iter().filter(|object| matches!(object, Object::Route(_)));
+            assert_eq!(routes.cloned().collect::<Vec<_>>(), [sent.into(), there.into()]);
+            let bad = Nexthop { link: "lo".parse().unwrap(), onlink: false, ..nexthop };
+            ip(&format!("nexthop del id {id}"));
+            ip(&format!("nexthop add id {id} group 77"));
+            scene.foreign(&format!("route add DST nhid {id} proto 241"));
+            let refused = scene.kernel.apply(&scene.owned(), &[Change::Put(bad.into())]).remove(0);
+            let text = refused.unwrap_err().to_string();
+            assert!(!text.contains("group"), "{text}");
+            assert_eq!(scene.found(), Some(sent.into()), "nothing goes for what could not take its place");
+        });
+    });
+}
+
+#[test]
 fn lookup_answers() {
     in_netns(|| {
         in_both_families(|scene| {

@@ -95,13 +95,6 @@ pub(crate) fn delete(requests: &mut Messages, id: u32) {
 }
 
 /// Asks for one nexthop.
-pub(crate) fn by_id(id: u32) -> Messages {
-    let mut request = Messages::default();
-    get(&mut request, id);
-    request
-}
-
-/// The same as one of several requests.
 pub(crate) fn get(requests: &mut Messages, id: u32) {
     requests.begin(GET, NlmF::empty(), &header(0, 0, 0)).u32(ID, id);
 }

@@ -38,7 +38,8 @@ pub(crate) struct RouteMessage {
     pub(crate) source: Option<IpAddr>,
     /// It has more than one path.
     pub(crate) multipath: bool,
-    /// The id of its nexthop object. A kernel may tell the gateway too: it counts for nothing then.
+    /// The id of its nexthop object. A kernel may tell the gateway too, or the paths of a group: they count for nothing
+    /// then.
     pub(crate) nexthop: Option<u32>,
     scope: RtScope,
     onlink: bool,
@@ -114,7 +115,7 @@ impl RouteMessage {
     /// The route, if it is in the main table with the default metric and [`Route`] expresses it; `name` finds the
     /// name of a link.
     pub(crate) fn object(&self, name: impl FnOnce(u32) -> Option<LinkName>) -> Option<Route> {
-        let odd = self.alien || self.multipath || self.source.is_some();
+        let odd = self.alien || (self.multipath && self.nexthop.is_none()) || self.source.is_some();
         if odd || !self.main || !self.default_metric {
             return None;
         }
@@ -206,10 +207,19 @@ fn path(requests: &mut Messages, route: &Route, index: u32) {
 
 /// Asks for all routes of a family in the main table.
 pub(crate) fn all(family: Family) -> Messages {
+    in_table(family, MAIN)
+}
+
+/// Asks for all routes of a family in whatever table.
+pub(crate) fn everywhere(family: Family) -> Messages {
+    in_table(family, 0)
+}
+
+fn in_table(family: Family, table: u32) -> Messages {
     let everything = Subnet::new(family.unspecified(), 0).expect("0 bits fit every family");
     let header = header(&everything, None, 0, RtScope::Universe);
     let mut request = Messages::one(Rtm::Getroute, NlmF::empty(), &header);
-    request.u32(Rta::Table, MAIN);
+    request.u32(Rta::Table, table);
     request
 }
 
