@@ -5,6 +5,7 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +15,7 @@ use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::testing::FakeSubnets;
 use flannel_core::{
     Backend, Dual, ExternalInterface, Host, Kernel, Key, LeaseAttrs, NexthopBlock, Object, Report, Route,
-    State, Status, SubnetManager, Via, cleanup, ready_for_go,
+    State, Status, Subnet, SubnetManager, Via, cleanup, ready_for_go,
 };
 use flannel_core::{Doubts, Nexthop};
 use flannel_netlink::NetlinkKernel;
@@ -151,8 +152,9 @@ async fn heard<T>(work: impl Future<Output = T>) -> (T, Vec<Report>) {
     let ear = NetlinkKernel::open().unwrap();
     let mut changes = ear.changes().unwrap();
     let mut reports = Vec::new();
+    let mut by_nexthop = ByNexthop::read();
     let mut take = |doubts| match doubts {
-        Doubts::Objects(more, _) => reports.extend(more),
+        Doubts::Objects(more, _) => more.into_iter().for_each(|report| by_nexthop.take(report, &mut reports)),
         Doubts::Link(_) => {}
         Doubts::Everything => panic!("messages were lost"),
     };
@@ -177,6 +179,39 @@ async fn heard<T>(work: impl Future<Output = T>) -> (T, Vec<Report>) {
             reports.retain(|report| !matches!(report, Report::Now(object) if object.key() == mark));
             return (result, reports);
         }
+    }
+}
+
+/// Which routes go by which nexthop object: the kernel deletes them with it, without a word about any.
+struct ByNexthop(BTreeMap<Subnet, u32>);
+
+impl ByNexthop {
+    fn read() -> Self {
+        let routes: Vec<serde_json::Value> = serde_json::from_str(&ip("-j route show")).unwrap();
+        let id = |route: &serde_json::Value| u32::try_from(route["nhid"].as_u64()?).ok();
+        let by = |route: &serde_json::Value| Some((route["dst"].as_str()?.parse().ok()?, id(route)?));
+        Self(routes.iter().filter_map(by).collect())
+    }
+
+    /// Adds a report, and those that the kernel owes.
+    fn take(&mut self, report: Report, reports: &mut Vec<Report>) {
+        match &report {
+            Report::Now(Object::Route(Route { dst, via: Via::Nexthop(id), .. })) => {
+                self.0.insert(*dst, *id);
+            }
+            Report::Now(object) => drop(self.forget(&object.key())),
+            Report::Other(key) | Report::Gone(key) => drop(self.forget(key)),
+            Report::Beside(_) => {}
+        }
+        let Report::Gone(Key::Nexthop(id)) = report else { return reports.push(report) };
+        reports.push(report);
+        let orphans = self.0.iter().filter(|(_, by)| **by == id);
+        reports.extend(orphans.map(|(dst, _)| Report::Gone(Key::Route(*dst))));
+        self.0.retain(|_, by| *by != id);
+    }
+
+    fn forget(&mut self, key: &Key) -> Option<u32> {
+        if let Key::Route(dst) = key { self.0.remove(dst) } else { None }
     }
 }
 
