@@ -4,25 +4,32 @@
 //! ([`Backend::owned`](crate::Backend::owned)), so a host that lost its lease can be cleaned as well. No network may
 //! run meanwhile: it would put everything back.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::address::Dual;
 use crate::kernel::{Kernel, KernelError, Owned};
 use crate::nexthops::NexthopBlock;
-use crate::state::{Change, Key, Object, Route, State, Via};
+use crate::state::{Change, Key, Nexthop, Object, Route, State, Via};
+
+const EBUSY: i32 = 16;
+const EINVAL: i32 = 22;
 
 /// What was done, or with `dry_run` what would be.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cleanup {
     /// The changes that were made, in order.
     pub done: Vec<Change>,
-    /// The changes that the kernel refused.
+    /// The changes that the kernel refused, and those that were not asked for (with `EBUSY`): deletions of nexthop
+    /// objects with which a route or a group would go that is not ours to delete.
     pub failed: Vec<(Change, KernelError)>,
 }
 
 /// Removes everything that `owned` claims: routes, nexthop objects, forwarding entries, neighbours, addresses, devices.
 ///
 /// Goes on after a failure. With `dry_run` nothing is changed, and `done` is what would be.
+///
+/// A nexthop object on the external interface stays if something else uses it ([`Kernel::nexthop_users`]). On a device
+/// that is removed it goes with the device, as all does that is on it.
 ///
 /// ```
 /// use flannel_core::testing::FakeKernel;
@@ -52,8 +59,17 @@ pub struct Cleanup {
 /// As [`Kernel`]: some ten microseconds an object.
 pub fn cleanup(kernel: &dyn Kernel, owned: &Owned, dry_run: bool) -> Result<Cleanup, KernelError> {
     let (owned, there) = read(kernel, owned)?;
-    let changes: Vec<Change> = there.iter().rev().cloned().map(Change::Delete).collect();
+    let users = kernel.nexthop_users(&there)?;
     let mut report = Cleanup::default();
+    let mut changes = Vec::new();
+    for object in there.iter().rev() {
+        match object {
+            Object::Nexthop(nexthop) if !owned.links.contains(&nexthop.link) => {
+                report.unless_used(*nexthop, &users, &mut changes);
+            }
+            object => changes.push(Change::Delete(object.clone())),
+        }
+    }
     report.carry_out(kernel, &owned, changes, dry_run);
     Ok(report)
 }
@@ -61,8 +77,9 @@ pub fn cleanup(kernel: &dyn Kernel, owned: &Owned, dry_run: bool) -> Result<Clea
 /// Makes the host ready for Go flannel, which knows no nexthop objects and fails to delete routes by them: each such
 /// route of ours becomes a plain one in place, then our nexthop objects are removed. No packet is lost.
 ///
-/// A nexthop object whose route could not be replaced stays, because the kernel would delete the route with it. With
-/// `dry_run` nothing is changed, and `done` is what would be.
+/// A nexthop object whose route could not be replaced stays, and so does one that something else uses
+/// ([`Kernel::nexthop_users`]), because the kernel would delete the route with it. With `dry_run` nothing is
+/// changed, and `done` is what would be.
 ///
 /// # Errors
 /// The kernel could not be read; nothing was changed.
@@ -71,16 +88,21 @@ pub fn cleanup(kernel: &dyn Kernel, owned: &Owned, dry_run: bool) -> Result<Clea
 /// As [`Kernel`]. Plain IPv4 routes take quadratic time: 10,000 about a second, 50,000 about 40 seconds.
 pub fn ready_for_go(kernel: &dyn Kernel, owned: &Owned, dry_run: bool) -> Result<Cleanup, KernelError> {
     let (owned, there) = read(kernel, owned)?;
-    let nexthops = there.iter().filter_map(|o| if let Object::Nexthop(n) = o { Some(*n) } else { None });
-    let plain = |object: &Object| match object {
-        Object::Route(route @ Route { via: Via::Nexthop(id), .. }) => {
-            let Some(Object::Nexthop(nexthop)) = there.get(&Key::Nexthop(*id)) else { return None };
-            Some(Change::Put(route.by_gateway_of(nexthop).into()))
-        }
-        _ => None,
-    };
+    let users = kernel.nexthop_users(&there)?;
     let mut report = Cleanup::default();
-    report.carry_out(kernel, &owned, there.iter().filter_map(plain).collect(), dry_run);
+    let mut changes = Vec::new();
+    for object in there.iter() {
+        let Object::Route(route @ Route { via: Via::Nexthop(id), .. }) = object else { continue };
+        match there.get(&Key::Nexthop(*id)) {
+            Some(Object::Nexthop(nexthop)) => changes.push(Change::Put(route.by_gateway_of(nexthop).into())),
+            _ => {
+                let detail =
+                    format!("nexthop id {id} is no single gateway of ours: replace or delete the route");
+                report.failed.push((Change::Put(object.clone()), KernelError::explained(EINVAL, detail)));
+            }
+        }
+    }
+    report.carry_out(kernel, &owned, changes, dry_run);
     let failed = report.failed.iter().filter_map(|(change, _)| there.get(&change.object().key()));
     let needed: BTreeSet<u32> = failed
         .filter_map(|object| match object {
@@ -88,8 +110,15 @@ pub fn ready_for_go(kernel: &dyn Kernel, owned: &Owned, dry_run: bool) -> Result
             _ => None,
         })
         .collect();
-    let free = nexthops.filter(|nexthop| !needed.contains(&nexthop.id));
-    report.carry_out(kernel, &owned, free.map(|n| Change::Delete(n.into())).collect(), dry_run);
+    let mut changes = Vec::new();
+    for object in there.iter() {
+        if let Object::Nexthop(nexthop) = object
+            && !needed.contains(&nexthop.id)
+        {
+            report.unless_used(*nexthop, &users, &mut changes);
+        }
+    }
+    report.carry_out(kernel, &owned, changes, dry_run);
     Ok(report)
 }
 
@@ -152,6 +181,18 @@ fn read(kernel: &dyn Kernel, owned: &Owned) -> Result<(Owned, State), KernelErro
 }
 
 impl Cleanup {
+    /// A nexthop object is to be deleted, or stays and says why.
+    fn unless_used(&mut self, nexthop: Nexthop, users: &BTreeMap<u32, String>, changes: &mut Vec<Change>) {
+        let change = Change::Delete(nexthop.into());
+        match users.get(&nexthop.id) {
+            Some(user) => {
+                let detail = format!("{user} is not ours and would go with it: delete that first");
+                self.failed.push((change, KernelError::explained(EBUSY, detail)));
+            }
+            None => changes.push(change),
+        }
+    }
+
     fn carry_out(&mut self, kernel: &dyn Kernel, owned: &Owned, changes: Vec<Change>, dry_run: bool) {
         let results = if dry_run { vec![Ok(()); changes.len()] } else { kernel.apply(owned, &changes) };
         for (change, result) in changes.into_iter().zip(results) {

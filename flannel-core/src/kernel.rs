@@ -1,9 +1,9 @@
 //! What is asked of a kernel, and which of its objects are ours to touch.
 //!
-//! The one thing to know: [`Kernel`] has five methods, all idempotent or read-only. Policy ([`Owned`]) is a
+//! The one thing to know: [`Kernel`] has six methods, all idempotent or read-only. Policy ([`Owned`]) is a
 //! value decided here; implementations only carry it out.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -242,12 +242,19 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     fn snapshot(&self, owned: &Owned) -> Result<State, KernelError>;
 
     /// What nexthop objects there are, told apart by whether `owned` can explain them: it explains those of our protocol
-    /// by which no route leads outside its pod networks. A kernel without nexthop objects has none, and they are
+    /// by which no route of our protocol leads outside its pod networks. A kernel without nexthop objects has none, and they are
     /// not usable.
     ///
     /// # Errors
     /// The kernel could not be read.
     fn nexthop_ids(&self, owned: &Owned) -> Result<NexthopIds, KernelError>;
+
+    /// Who else uses the nexthop objects in `there`, by their ids and as text: a route that is not in `there` (of another
+    /// table or metric, with a preferred source, …), or a group. The kernel deletes it with the object, without a word.
+    ///
+    /// # Errors
+    /// The kernel could not be read.
+    fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError>;
 
     /// Applies `changes` in order and goes on after a failure; one result for each.
     ///

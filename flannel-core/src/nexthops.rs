@@ -24,7 +24,8 @@ pub struct NexthopBlock {
 pub struct NexthopIds {
     /// This kernel has nexthop objects, and nobody said not to use them.
     pub usable: bool,
-    /// Of our protocol and with no route by them outside the network's pod networks: an earlier run's, perhaps.
+    /// Of our protocol and with no route of our protocol by them outside the network's pod networks, which would be
+    /// another network's: an earlier run's, perhaps.
     pub ours: Vec<u32>,
     /// All others.
     pub foreign: Vec<u32>,
@@ -256,6 +257,9 @@ mod tests {
         let first = chosen(&kernel, &owned);
         put(&kernel, first.first + 5, ROUTE_PROTOCOL);
         assert_eq!(chosen(&kernel, &owned), first, "an earlier run's");
+        let borrower = Route { dst: subnet("10.9.3.0/24"), via: Via::Nexthop(first.first + 5), mtu: None };
+        kernel.foreign_put(borrower, 4);
+        assert_eq!(chosen(&kernel, &owned), first, "a route of no network's makes it nobody else's");
         // Another network's: a route by it leads elsewhere.
         let stranger = Route { dst: subnet("10.2.3.0/24"), via: Via::Nexthop(first.first + 5), mtu: None };
         kernel.foreign_put(stranger, ROUTE_PROTOCOL);

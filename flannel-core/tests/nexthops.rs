@@ -297,3 +297,30 @@ async fn the_way_to_go_keeps_a_nexthop_whose_route_cannot_be_replaced() {
         "a foreign route stays"
     );
 }
+
+#[tokio::test(start_paused = true)]
+async fn what_else_goes_by_a_nexthop_does_not_go_with_it() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    Run::start(&kernel, &subnets).await.stop().await;
+    let owned = Owned {
+        networks: vec!["10.1.0.0/16".parse().unwrap()],
+        routes_on: ["eth0".parse().unwrap()].into(),
+        ..Owned::default()
+    };
+    let nexthop = nexthop_of(&kernel, 4);
+    let foreign = Route { dst: "10.99.0.0/24".parse().unwrap(), ..route_of(&kernel, 4) };
+    kernel.foreign_put(foreign, 4);
+    for clean in [flannel_core::ready_for_go, flannel_core::cleanup] {
+        let would = clean(&kernel, &owned, true).unwrap();
+        let report = clean(&kernel, &owned, false).unwrap();
+        assert_eq!(report, would);
+        let [(change, error)] = &report.failed[..] else { panic!("{:#?}", report.failed) };
+        assert_eq!((change.to_string(), error.errno), (format!("delete {}", Object::from(nexthop)), 16));
+        assert!(error.to_string().starts_with(&Object::from(foreign).to_string()), "{error}");
+        assert_eq!(kernel.state().get(&Key::Route(foreign.dst)), Some(&foreign.into()));
+    }
+    assert_eq!(kernel.dump(), [Object::from(nexthop).to_string(), Object::from(foreign).to_string()]);
+    kernel.foreign_delete(Key::Route(foreign.dst));
+    assert!(flannel_core::cleanup(&kernel, &owned, false).unwrap().failed.is_empty());
+    assert_eq!(kernel.dump(), [""; 0]);
+}

@@ -1,5 +1,6 @@
 //! One network namespace of a Linux kernel.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::path::Path;
@@ -11,7 +12,7 @@ use crate::apply::Writer;
 use crate::ask::lookup;
 use crate::changes::Listener;
 use crate::namespace::Namespace;
-use crate::snapshot::{nexthop_ids, snapshot};
+use crate::snapshot::{nexthop_ids, nexthop_users, snapshot};
 use crate::socket::Socket;
 
 /// The network tables of one network namespace, over rtnetlink.
@@ -89,6 +90,10 @@ impl Kernel for NetlinkKernel {
     fn nexthop_ids(&self, owned: &Owned) -> Result<NexthopIds, KernelError> {
         let ids = nexthop_ids(&mut self.lock(), owned)?;
         Ok(NexthopIds { usable: ids.usable && !self.without_nexthops, ..ids })
+    }
+
+    fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError> {
+        nexthop_users(&mut self.lock(), there)
     }
 
     fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {

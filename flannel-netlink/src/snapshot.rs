@@ -3,10 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use flannel_core::{
-    Family, KernelError, LinkName, NexthopIds, Owned, ROUTE_PROTOCOL, Route, State, Subnet, Via,
+    Family, KernelError, LinkName, NexthopIds, Object, Owned, ROUTE_PROTOCOL, Route, State, Subnet, Via,
 };
 
 use crate::ask::{ENODEV, find_link, name_of};
+use crate::codec::route::RouteMessage;
 use crate::codec::{addr, neigh, nexthop, route};
 use crate::socket::Socket;
 
@@ -68,13 +69,48 @@ pub(crate) fn nexthop_ids(socket: &mut Socket, owned: &Owned) -> Result<NexthopI
     for family in families {
         let inside = |dst: &Subnet| owned.networks.iter().any(|network| network.covers(dst));
         strange.extend(socket.dump(route::all(*family), |message| {
-            route::read(message).filter(|route| !inside(&route.dst))?.nexthop
+            let of_another = |route: &RouteMessage| route.protocol == ROUTE_PROTOCOL && !inside(&route.dst);
+            route::read(message).filter(of_another)?.nexthop
         })?);
     }
     let (ours, foreign): (Vec<_>, Vec<_>) =
         there.into_iter().partition(|(id, protocol)| *protocol == ROUTE_PROTOCOL && !strange.contains(id));
     let ids = |list: Vec<(u32, u8)>| list.into_iter().map(|(id, _)| id).collect();
     Ok(NexthopIds { usable: true, ours: ids(ours), foreign: ids(foreign) })
+}
+
+/// Routes that are not in `there`, and groups, by the nexthop objects that are.
+pub(crate) fn nexthop_users(
+    socket: &mut Socket,
+    there: &State,
+) -> Result<BTreeMap<u32, String>, KernelError> {
+    let id = |object: &Object| if let Object::Nexthop(nexthop) = object { Some(nexthop.id) } else { None };
+    let ids: BTreeSet<u32> = there.iter().filter_map(id).collect();
+    let mut users = BTreeMap::new();
+    if ids.is_empty() {
+        return Ok(users);
+    }
+    for (group, members) in socket.dump(nexthop::all(), nexthop::members)? {
+        let ours = members.into_iter().filter(|id| ids.contains(id));
+        users.extend(ours.map(|id| (id, format!("nexthop id {group} group {id}"))));
+    }
+    for family in Family::BOTH {
+        let by = |found: &RouteMessage| found.nexthop.filter(|id| ids.contains(id));
+        let routes = socket.dump(route::everywhere(family), |message| {
+            let found = route::read(message)?;
+            Some((by(&found)?, found))
+        })?;
+        let mut seen = BTreeSet::new();
+        for (id, found) in routes {
+            let object = found.object(|_| None).map(Object::Route);
+            let is_there = object.is_some_and(|object| there.get(&object.key()) == Some(&object));
+            // Of several entries that are alike only the first is meant.
+            if !(is_there && seen.insert(found.dst)) {
+                users.insert(id, found.to_string());
+            }
+        }
+    }
+    Ok(users)
 }
 
 fn present<T>(found: Result<T, KernelError>) -> Result<Option<T>, KernelError> {

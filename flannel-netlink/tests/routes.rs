@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use flannel_core::{
     Change, Family, Kernel, Key, LinkName, Nexthop, NexthopBlock, Object, Owned, Route, RouteAnswer, Subnet,
-    Via,
+    Via, cleanup, ready_for_go,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, in_netns, ip};
@@ -28,7 +28,8 @@ impl Scene {
         ip("addr add 2001:db8::1/64 dev up0 nodad");
         ip("link set up0 up");
         let kernel = NetlinkKernel::open().unwrap();
-        let block = NexthopBlock::choose(&kernel, &Owned::default()).unwrap().0.unwrap();
+        let owned = Owned { networks: networks(), ..Owned::default() };
+        let block = NexthopBlock::choose(&kernel, &owned).unwrap().0.unwrap();
         let scene = Self { kernel, family, block };
         for id in [7, 8] {
             let gateway = scene.gateway(id);
@@ -39,9 +40,8 @@ impl Scene {
     }
 
     fn owned(&self) -> Owned {
-        let networks = vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/32".parse().unwrap()];
         Owned {
-            networks,
+            networks: networks(),
             routes_on: [up()].into(),
             blackholes: true,
             nexthops: Some(self.block),
@@ -106,6 +106,10 @@ impl Scene {
         let command = command.replace("DST", &dst.to_string()).replace("FIVE", &five.to_string());
         ip(&format!("{flag} {}", command.replace("SIX", &six.to_string())));
     }
+}
+
+fn networks() -> Vec<Subnet> {
+    vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/32".parse().unwrap()]
 }
 
 fn up() -> LinkName {
@@ -243,6 +247,52 @@ fn routes_survive_a_group_in_the_place_of_their_nexthop() {
             let text = refused.unwrap_err().to_string();
             assert!(!text.contains("group"), "{text}");
             assert_eq!(scene.found(), Some(sent.into()), "nothing goes for what could not take its place");
+        });
+    });
+}
+
+#[test]
+fn what_else_goes_by_a_nexthop_is_found_and_does_not_go_with_it() {
+    in_netns(|| {
+        in_both_families(|scene| {
+            let v4 = scene.family == Family::V4;
+            let id = scene.id(7);
+            let ours = Route { dst: scene.dst(), via: Via::Nexthop(id), mtu: None };
+            let users =
+                || scene.kernel.nexthop_users(&scene.kernel.snapshot(&scene.owned()).unwrap()).unwrap();
+            assert!(users().is_empty(), "no route at all");
+            scene.apply(&Change::Put(ours.into()));
+            assert!(users().is_empty(), "only ours");
+            let mut others = vec![
+                ("proto 241 metric 77", "with a metric or TOS of its own"),
+                ("proto 241 table 77", "of another table"),
+                ("proto 4 metric 88 table 77", "proto 4 of another table"),
+            ];
+            if v4 {
+                others.push(("proto 241 tos 4", "with a metric or TOS of its own"));
+                others.push(("proto 241 src 192.0.2.1 metric 99", "src 192.0.2.1 with a metric"));
+            }
+            for (other, said) in others {
+                scene.foreign(&format!("route add DST nhid {id} {other}"));
+                let found = users();
+                let text = format!("route {} nhid {id} ", scene.dst());
+                assert!(found[&id].starts_with(&text) && found[&id].contains(said), "{other}: {found:?}");
+                for clean in [ready_for_go, cleanup] {
+                    let report = clean(&scene.kernel, &scene.owned(), false).unwrap();
+                    let [(Change::Delete(Object::Nexthop(kept)), why)] = &report.failed[..] else {
+                        panic!("{other}: {report:#?}")
+                    };
+                    assert!(kept.id == id && why.errno == 16 && why.to_string().contains(said), "{why}");
+                }
+                assert_eq!(users().len(), 1, "{other}: still there");
+                scene.foreign(&format!("route del DST nhid {id} {other}"));
+                let nexthop = Nexthop { id, link: up(), gateway: scene.gateway(7), onlink: true };
+                scene.apply(&Change::Put(nexthop.into()));
+                scene.apply(&Change::Put(ours.into()));
+                assert!(users().is_empty());
+            }
+            ip(&format!("nexthop add id 99 group {id}"));
+            assert_eq!(users(), [(id, format!("nexthop id 99 group {id}"))].into());
         });
     });
 }

@@ -80,7 +80,7 @@ pub struct Call {
 /// What a [`Call`] asks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
-    /// [`Kernel::nexthop_ids`].
+    /// [`Kernel::nexthop_ids`] and [`Kernel::nexthop_users`].
     NexthopIds,
     /// [`Kernel::snapshot`].
     Snapshot,
@@ -484,7 +484,8 @@ impl Kernel for FakeKernel {
         };
         let stranger = |entry: &Entry, id| match &entry.object {
             Object::Route(Route { dst, via: Via::Nexthop(by), .. }) => {
-                *by == id && !owned.networks.iter().any(|network| network.covers(dst))
+                let ours = entry.protocol == ROUTE_PROTOCOL;
+                *by == id && ours && !owned.networks.iter().any(|network| network.covers(dst))
             }
             _ => false,
         };
@@ -499,6 +500,21 @@ impl Kernel for FakeKernel {
             list.push(id);
         }
         Ok(there)
+    }
+
+    fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError> {
+        let mut tables = self.lock();
+        tables.call(Operation::NexthopIds, None)?;
+        let user = |entry: &Entry| match &entry.object {
+            Object::Route(Route { via: Via::Nexthop(id), .. })
+                if there.get(&Key::Nexthop(*id)).is_some()
+                    && there.get(&entry.object.key()) != Some(&entry.object) =>
+            {
+                Some((*id, entry.object.to_string()))
+            }
+            _ => None,
+        };
+        Ok(tables.objects.values().filter_map(user).collect())
     }
 
     fn apply(&self, _: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {

@@ -16,6 +16,7 @@ const GET: u16 = 106;
 
 /// `NHA_…` (linux `include/uapi/linux/nexthop.h`).
 const ID: u16 = 1;
+const GROUP: u16 = 2;
 const OIF: u16 = 5;
 const GATEWAY: u16 = 6;
 
@@ -64,6 +65,23 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NexthopMessage> {
         }
     }
     Some(read)
+}
+
+/// The id of a group and those of its members; `None` for what is no group.
+pub(crate) fn members(message: &Message<'_>) -> Option<(u32, Vec<u32>)> {
+    let (_, attributes) = message.split::<Nhmsg>()?;
+    let (mut id, mut members) = (0, None);
+    for (kind, value) in attributes {
+        match kind {
+            ID => id = u32_of(value)?,
+            // `struct nexthop_grp`: the id, weights.
+            GROUP => {
+                members = Some(value.chunks_exact(8).filter_map(|member| u32_of(&member[..4])).collect());
+            }
+            _ => {}
+        }
+    }
+    Some((id, members?))
 }
 
 impl NexthopMessage {

@@ -1,6 +1,7 @@
 //! Routes. The one thing to know: a message that has anything that [`Route`] does not express (a source address, a
 //! second path, a metric, …) is not read as a route, so that a wanted route that was tampered with is put again.
 
+use std::fmt;
 use std::net::IpAddr;
 
 use flannel_core::{Family, LinkName, ROUTE_PROTOCOL, Route, Subnet, Via};
@@ -130,6 +131,21 @@ impl RouteMessage {
             _ => return None,
         };
         Some(Route { dst: self.dst, via, mtu: self.mtu })
+    }
+}
+
+/// Written the way `ip` writes it, as far as it helps to find the route.
+impl fmt::Display for RouteMessage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "route {}", self.dst)?;
+        self.nexthop.map_or(Ok(()), |id| write!(f, " nhid {id}"))?;
+        write!(f, " proto {}", self.protocol)?;
+        self.source.map_or(Ok(()), |source| write!(f, " src {source}"))?;
+        match (self.main, self.default_metric) {
+            (false, _) => f.write_str(" of another table"),
+            (true, false) => f.write_str(" with a metric or TOS of its own"),
+            (true, true) => Ok(()),
+        }
     }
 }
 
