@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, HashMap, btree_map};
 
 use flannel_core::{
     Addr, Change, GO_ROUTE_PROTOCOL, KernelError, Link, LinkKind, LinkName, Nexthop, Object, Owned,
-    ROUTE_PROTOCOL, Route, Via, Vxlan,
+    ROUTE_PROTOCOL, Route, Subnet, Via, Vxlan,
 };
 
 use crate::ask::{ENODEV, find_link};
@@ -219,12 +219,16 @@ impl<'a> Writer<'a> {
         results.remove(1)
     }
 
-    /// What stands at the route's destination is taken out, whoever put it there; then the route is put.
+    /// The gateway is said to be on the link as long as it takes to put the route, which replaces whatever stands at its
+    /// destination: that is never without a route.
     fn make_way(&mut self, route: &Route) -> Result<(), KernelError> {
-        let index = self.index_of(&Object::Route(*route))?;
+        let Via::Gateway { gateway, link, .. } = route.via else { return Err(KernelError::new(EINVAL)) };
+        let index = self.index(link)?;
+        let step = Route { dst: Subnet::host(gateway), via: Via::Link(link), mtu: None };
         let mut requests = Messages::default();
-        route::delete_any(&mut requests, &route.dst);
+        route::add(&mut requests, &step, index);
         route::put(&mut requests, route, index);
+        route::delete(&mut requests, &step, index, ROUTE_PROTOCOL);
         let mut results = self.socket.send(&mut requests);
         results.remove(1)
     }

@@ -177,9 +177,18 @@ pub(crate) fn is_known(route: &Route) -> bool {
 
 /// `link`'s index is `index`; 0 for a route that has none.
 pub(crate) fn put(requests: &mut Messages, route: &Route, index: u32) {
+    put_with(put_flags(), requests, route, index);
+}
+
+/// Puts it unless there is one.
+pub(crate) fn add(requests: &mut Messages, route: &Route, index: u32) {
+    put_with(NlmF::CREATE | NlmF::EXCL, requests, route, index);
+}
+
+fn put_with(flags: NlmF, requests: &mut Messages, route: &Route, index: u32) {
     let to_link = matches!(route.via, Via::Link(_)) && route.dst.family() == Family::V4;
     let scope = if to_link { RtScope::Link } else { RtScope::Universe };
-    requests.begin(Rtm::Newroute, put_flags(), &header(&route.dst, Some(&route.via), ROUTE_PROTOCOL, scope));
+    requests.begin(Rtm::Newroute, flags, &header(&route.dst, Some(&route.via), ROUTE_PROTOCOL, scope));
     path(requests, route, index);
     if let Some(mtu) = route.mtu {
         requests.nest(Rta::Metrics, |metrics| {
@@ -196,15 +205,6 @@ pub(crate) fn delete(requests: &mut Messages, route: &Route, index: u32, protoco
     };
     requests.begin(Rtm::Delroute, NlmF::empty(), &header(&route.dst, Some(&route.via), protocol, scope));
     path(requests, route, index);
-}
-
-/// Deletes the route to `dst` with the default metric, whatever it is.
-pub(crate) fn delete_any(requests: &mut Messages, dst: &Subnet) {
-    requests.begin(Rtm::Delroute, NlmF::empty(), &header(dst, None, 0, RtScope::Nowhere));
-    requests.ip(Rta::Dst, dst.base());
-    if dst.family() == Family::V6 {
-        requests.u32(Rta::Priority, IPV6_METRIC);
-    }
 }
 
 fn path(requests: &mut Messages, route: &Route, index: u32) {
