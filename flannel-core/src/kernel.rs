@@ -33,13 +33,16 @@ const PROTOCOL_KERNEL: u8 = 2;
 /// | link | its name is in `links` and it is of a kind we know |
 /// | address | on one of `links`, not link-local |
 /// | neigh, fdb | on one of `links` and permanent |
-/// | route | main table, default metric, no TOS, and: on one of `links` and not made by the kernel itself; or of our protocol and inside `networks`, on one of `routes_on` or by an id in `nexthops` (or a blackhole, if it keeps those) |
+/// | route | main table, default metric, no TOS, and: on one of `links` and not made by the kernel itself; or of our protocol and inside `networks`, on whatever device (but a blackhole only if it keeps those) |
 /// | nexthop | of our protocol, and its id in `nexthops` or on one of `links` |
+///
+/// So a network finds what it left on another external interface, or with another backend. Several networks in one
+/// namespace need pod networks that do not overlap.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Owned {
     /// Devices that this network makes.
     pub links: BTreeSet<LinkName>,
-    /// The pod networks; bounds what we may claim by route protocol alone.
+    /// The pod networks; bound what we may claim by route protocol alone.
     pub networks: Vec<Subnet>,
     /// Devices of others on which this network keeps routes: the external interface.
     pub routes_on: BTreeSet<LinkName>,
@@ -81,12 +84,8 @@ impl Owned {
         if link.is_some_and(|link| self.links.contains(&link)) {
             return protocol != PROTOCOL_KERNEL;
         }
-        let may_be = match route.via {
-            Via::Gateway { link, .. } | Via::Link(link) => self.routes_on.contains(&link),
-            Via::Nexthop(id) => self.owns_id(id),
-            Via::Blackhole => self.blackholes,
-        };
-        may_be && protocol == ROUTE_PROTOCOL && inside
+        let kept = !matches!(route.via, Via::Blackhole) || self.blackholes;
+        kept && protocol == ROUTE_PROTOCOL && inside
     }
 
     /// A nexthop object read from the kernel is ours.
@@ -98,20 +97,24 @@ impl Owned {
         self.nexthops.is_some_and(|block| block.contains(id))
     }
 
-    /// An object that somebody put may be one that a snapshot shows as ours; its protocol is not known yet.
-    pub fn may_own(&self, object: &Object) -> bool {
-        let id = match object {
-            Object::Nexthop(nexthop) => Some(nexthop.id),
-            // By which device is not known here.
-            Object::Route(Route { via: Via::Nexthop(_), .. }) if !self.links.is_empty() => return true,
-            Object::Route(Route { via: Via::Nexthop(id), .. }) => Some(*id),
-            Object::Addr(addr) => return self.owns_addr(addr),
-            _ => None,
-        };
-        match object.link() {
-            _ if id.is_some_and(|id| self.owns_id(id)) => true,
-            Some(link) => self.links.contains(&link) || self.routes_on.contains(&link),
-            None => matches!(object, Object::Link(_)) || self.blackholes,
+    /// An object that somebody put, and that [concerns](Self::concerns) us, may be one that a snapshot shows as ours;
+    /// `None`: its protocol is not known.
+    pub fn may_own(&self, object: &Object, protocol: Option<u8>) -> bool {
+        let may_be_ours = protocol.is_none_or(|protocol| protocol == ROUTE_PROTOCOL);
+        match object {
+            Object::Link(_) => true,
+            Object::Nexthop(nexthop) => may_be_ours || self.links.contains(&nexthop.link),
+            Object::Route(_) if protocol == Some(ROUTE_PROTOCOL) => true,
+            Object::Route(route) => match route.via {
+                Via::Gateway { link, .. } | Via::Link(link) => {
+                    self.links.contains(&link) || (may_be_ours && self.routes_on.contains(&link))
+                }
+                // By which device is not known here.
+                Via::Nexthop(id) => !self.links.is_empty() || (may_be_ours && self.owns_id(id)),
+                Via::Blackhole => may_be_ours && self.blackholes,
+            },
+            Object::Addr(addr) => self.owns_addr(addr),
+            object => object.link().is_some_and(|link| self.links.contains(&link)),
         }
     }
 

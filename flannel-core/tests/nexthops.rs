@@ -324,3 +324,25 @@ async fn what_else_goes_by_a_nexthop_does_not_go_with_it() {
     assert!(flannel_core::cleanup(&kernel, &owned, false).unwrap().failed.is_empty());
     assert_eq!(kernel.dump(), [""; 0]);
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_route_of_our_protocol_is_ours_on_every_device_and_no_other_costs_a_snapshot() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    kernel.add_foreign_link("eth9", &[]);
+    let mut run = Run::start(&kernel, &subnets).await;
+    let before = kernel.state();
+    let on = |link: &str| {
+        let via = Via::Gateway { gateway: [192, 0, 2, 9].into(), link: link.parse().unwrap(), onlink: false };
+        Route { dst: "10.1.99.0/24".parse().unwrap(), via, mtu: None }
+    };
+    kernel.foreign_put(on("eth9"), 241);
+    run.settled().await;
+    assert_eq!(kernel.state(), before);
+    kernel.take_calls();
+    kernel.foreign_put(on("eth0"), 12);
+    run.settled().await;
+    assert_eq!((kernel.state().len(), kernel.take_calls()), (before.len() + 1, vec![]));
+    kernel.foreign_put(on("eth0"), 241);
+    run.settled().await;
+    assert_eq!(kernel.state(), before);
+}

@@ -45,9 +45,9 @@ pub(crate) fn snapshot(socket: &mut Socket, owned: &Owned) -> Result<State, Kern
     if !names.is_empty() || owned.nexthops.is_some() {
         nexthops = read_nexthops(socket, owned, &mut names, &mut state)?;
     }
-    if !names.is_empty() || owned.nexthops.is_some() || owned.blackholes {
+    if !names.is_empty() || !owned.networks.is_empty() {
         for family in Family::BOTH {
-            read_routes(socket, owned, (&names, &nexthops), family, &mut state)?;
+            read_routes(socket, owned, (&mut names, &nexthops), family, &mut state)?;
         }
     }
     Ok(state)
@@ -175,30 +175,61 @@ fn read_nexthops(
 fn read_routes(
     socket: &mut Socket,
     owned: &Owned,
-    (names, nexthops): (&Names, &Nexthops),
+    (names, nexthops): (&mut Names, &Nexthops),
     family: Family,
     state: &mut State,
 ) -> Result<(), KernelError> {
-    let all = socket.dump(route::all(family), |message| {
+    let mut all = dump_routes(socket, owned, (names, nexthops), family)?;
+    // Left on a device that is no longer the external interface: read once more, with its name.
+    let unknown: BTreeSet<u32> = all.iter().filter_map(|(_, found)| found.err()).collect();
+    if !unknown.is_empty() {
+        for index in unknown {
+            names.extend(name_of(socket, index)?.map(|name| (index, name)));
+        }
+        all = dump_routes(socket, owned, (names, nexthops), family)?;
+    }
+    let mut last = None;
+    for (dst, route) in all {
+        let hidden = last.replace(dst) == Some(dst);
+        match route {
+            Ok(Some(route)) if hidden => {
+                tracing::debug!(%route.dst, "another route to the same destination hides one of ours");
+            }
+            Ok(Some(route)) => drop(state.insert(route)),
+            Ok(None) | Err(_) => {}
+        }
+    }
+    Ok(())
+}
+
+/// Every destination, and the route if it is ours; or the index of the link that it leaves by, if that must be known to
+/// tell.
+type Found = (Subnet, Result<Option<Route>, u32>);
+
+fn dump_routes(
+    socket: &mut Socket,
+    owned: &Owned,
+    (names, nexthops): (&Names, &Nexthops),
+    family: Family,
+) -> Result<Vec<Found>, KernelError> {
+    let inside = |dst: &Subnet| owned.networks.iter().any(|network| network.covers(dst));
+    socket.dump(route::all(family), |message| {
         let found = route::read(message).filter(|found| found.main && found.default_metric)?;
-        let route = found.object(|index| names.get(&index).copied());
+        let mut unknown = None;
+        let route = found.object(|index| {
+            let name = names.get(&index).copied();
+            unknown = name.is_none().then_some(index);
+            name
+        });
+        let left = || owned.go_routes.is_none() && found.protocol == ROUTE_PROTOCOL && inside(&found.dst);
+        if let Some(index) = unknown.filter(|_| left()) {
+            return Some((found.dst, Err(index)));
+        }
         let by = |route: &Route| match route.via {
             Via::Gateway { link, .. } | Via::Link(link) => Some(link),
             Via::Nexthop(id) => nexthops.get(&id).copied(),
             _ => None,
         };
-        Some((found.dst, route.filter(|route| owned.owns_route(route, by(route), found.protocol))))
-    })?;
-    let mut last = None;
-    for (dst, route) in all {
-        let hidden = last.replace(dst) == Some(dst);
-        match route {
-            Some(route) if hidden => {
-                tracing::debug!(%route.dst, "another route to the same destination hides one of ours");
-            }
-            Some(route) => drop(state.insert(route)),
-            None => {}
-        }
-    }
-    Ok(())
+        Some((found.dst, Ok(route.filter(|route| owned.owns_route(route, by(route), found.protocol)))))
+    })
 }

@@ -68,6 +68,7 @@ fn key(n: u8, peer: u8) -> String {
 }
 
 struct Run {
+    uplink: &'static str,
     kernel: Arc<NetlinkKernel>,
     backend: &'static dyn Backend,
     config: flannel_core::Config,
@@ -77,12 +78,21 @@ struct Run {
 
 impl Run {
     async fn start(backend: &'static dyn Backend, subnets: &FakeSubnets, nexthops: bool) -> Self {
+        Self::start_on("eth0", backend, subnets, nexthops).await
+    }
+
+    async fn start_on(
+        uplink: &'static str,
+        backend: &'static dyn Backend,
+        subnets: &FakeSubnets,
+        nexthops: bool,
+    ) -> Self {
         let kernel = NetlinkKernel::open().unwrap();
         let kernel = Arc::new(if nexthops { kernel } else { kernel.without_nexthops() });
         let address: Dual<IpAddr> =
             ["192.0.2.1", "2001:db8::1"].iter().map(|a| a.parse::<IpAddr>().unwrap()).collect();
         let iface = ExternalInterface {
-            name: "eth0".parse().unwrap(),
+            name: uplink.parse().unwrap(),
             mtu: 1500,
             address,
             public: address,
@@ -99,7 +109,7 @@ impl Run {
         let status = network.handle().status;
         let views = subnets.watch_leases().await.unwrap();
         let task = tokio::spawn(async move { drop(network.run(views).await) });
-        let mut run = Self { kernel, backend, config, status, task };
+        let mut run = Self { uplink, kernel, backend, config, status, task };
         run.in_sync().await;
         run
     }
@@ -123,7 +133,7 @@ impl Run {
     }
 
     fn owned(&self) -> flannel_core::Owned {
-        let mut owned = self.backend.owned("eth0".parse().unwrap(), &self.config).unwrap();
+        let mut owned = self.backend.owned(self.uplink.parse().unwrap(), &self.config).unwrap();
         owned.nexthops = NexthopBlock::choose(&*self.kernel, &owned).unwrap().0;
         owned
     }
@@ -230,7 +240,7 @@ fn of_live_peer(key: &Key) -> bool {
         IpAddr::V6(a) => a.segments()[0] == 0xfd00 && PEERS.contains(&(a.segments()[3] as u8)),
     };
     match key {
-        Key::Route(dst) => live(dst.base()),
+        Key::Route(dst) => matches!(dst.len(), 24 | 64) && live(dst.base()),
         Key::Neigh(link, address) => link.as_str() != "eth0" && live(*address),
         Key::Fdb(_, mac) => PEERS.contains(&mac.0[5]),
         _ => false,
@@ -394,18 +404,88 @@ fn networks_of_both_kinds_in_one_namespace_are_restarted_without_touching_each_o
     in_netns_async(|| async {
         uplink();
         let (one, other) = (leases(&VxlanBackend, 1), leases(&HostGw, 2));
-        let vxlan = Run::start(&VxlanBackend, &one, true).await;
-        let hostgw = Run::start(&HostGw, &other, true).await;
-        let want = [vxlan.state(), hostgw.state()];
-        assert_eq!(want.iter().map(count).collect::<Vec<_>>(), [(10, 20), (10, 20)]);
-        let restarts = async {
+        for nexthops in [false, true] {
+            let vxlan = Run::start(&VxlanBackend, &one, nexthops).await;
+            let hostgw = Run::start(&HostGw, &other, nexthops).await;
+            let want = [vxlan.state(), hostgw.state()];
+            let objects = if nexthops { (10, 20) } else { (0, 20) };
+            assert_eq!(want.iter().map(count).collect::<Vec<_>>(), [objects; 2]);
+            let restarts = async {
+                vxlan.stop().await;
+                let vxlan = Run::start(&VxlanBackend, &one, nexthops).await;
+                hostgw.stop().await;
+                (vxlan, Run::start(&HostGw, &other, nexthops).await)
+            };
+            let ((vxlan, hostgw), reports) = heard(restarts).await;
+            assert_eq!(deleted(&reports), []);
+            assert_eq!([vxlan.state(), hostgw.state()].map(|s| text(&s)), want.map(|s| text(&s)));
             vxlan.stop().await;
-            let vxlan = Run::start(&VxlanBackend, &one, true).await;
             hostgw.stop().await;
-            (vxlan, Run::start(&HostGw, &other, true).await)
+        }
+    });
+}
+
+/// Routes and nexthop objects of flannel's protocol, whosever, wherever.
+fn left_by_flannel() -> (usize, usize) {
+    let lines = |command: &str| ip(command).lines().filter(|line| !line.trim().is_empty()).count();
+    let routes = ["-4", "-6"].map(|inet| lines(&format!("{inet} route show table all proto 241")));
+    (lines("nexthop show protocol 241"), routes.iter().sum())
+}
+
+#[test]
+fn another_backend_leaves_nothing_of_the_first_and_no_live_peer_is_absent_for_a_moment() {
+    in_netns_async(|| async {
+        uplink();
+        for (before, after) in [(true, true), (true, false), (false, true), (false, false)] {
+            for backends in [BACKENDS, [BACKENDS[1], BACKENDS[0]]] {
+                let stale = leases(backends[0], 1);
+                put(&stale, backends[0], 1, 77, 77);
+                Run::start(backends[0], &stale, before).await.stop().await;
+                let subnets = leases(backends[1], 1);
+                let (run, reports) = heard(Run::start(backends[1], &subnets, after)).await;
+                let case = format!("{before} {after} {}", backends[1].name());
+                let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
+                assert_eq!(lost, [], "{case}");
+                let (nexthops, routes) = count(&run.state());
+                assert_eq!((nexthops, routes), (if after { 10 } else { 0 }, 20), "{case}");
+                assert_eq!(left_by_flannel(), (nexthops, routes), "{case}: {}", ip("route show table all"));
+                run.stop().await;
+            }
+        }
+    });
+}
+
+#[test]
+fn another_external_interface_leaves_nothing_on_the_first() {
+    in_netns_async(|| async {
+        uplink();
+        ip("link add eth1 type veth peer name wire1");
+        ip("link set wire1 up");
+        ip("address add 192.0.2.1/24 dev eth1");
+        ip("address add 2001:db8::1/64 dev eth1 nodad");
+        ip("link set eth1 up");
+        // Only what is said below is on a link.
+        for name in ["eth0", "eth1"] {
+            ip(&format!("route del 192.0.2.0/24 dev {name}"));
+            ip(&format!("-6 route del 2001:db8::/64 dev {name}"));
+        }
+        let on_link = |name| {
+            ip(&format!("route replace 192.0.2.0/24 dev {name}"));
+            ip(&format!("-6 route replace 2001:db8::/64 dev {name}"));
         };
-        let ((vxlan, hostgw), reports) = heard(restarts).await;
-        assert_eq!(deleted(&reports), []);
-        assert_eq!([vxlan.state(), hostgw.state()].map(|s| text(&s)), want.map(|s| text(&s)));
+        for nexthops in [false, true] {
+            let stale = leases(&HostGw, 1);
+            put(&stale, &HostGw, 1, 77, 77);
+            on_link("eth0");
+            Run::start(&HostGw, &stale, nexthops).await.stop().await;
+            let subnets = leases(&HostGw, 1);
+            on_link("eth1");
+            let (run, reports) = heard(Run::start_on("eth1", &HostGw, &subnets, nexthops)).await;
+            let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
+            assert_eq!(lost, [], "{nexthops}");
+            assert_eq!(count(&run.state()), (if nexthops { 10 } else { 0 }, 20));
+            assert_eq!(left_by_flannel(), count(&run.state()), "{}", ip("route show table all"));
+            run.stop().await;
+        }
     });
 }

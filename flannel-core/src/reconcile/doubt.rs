@@ -70,7 +70,9 @@ impl Reconciler {
             }
             (Some(_), _) => self.suspect(key, Damage::Modification, by),
             // Ours to remove, if it is one that a snapshot shows as ours.
-            (None, Report::Now(object)) if concerned && self.owned.may_own(object) => {
+            (None, Report::Now(object))
+                if concerned && self.owned.may_own(object, by.and_then(|by| by.protocol)) =>
+            {
                 self.unread = self.unread.max(Unread::Additions);
                 if let Some(by) = by.filter(|_| self.suspects.len() < MOST_SUSPECTS + self.put.len()) {
                     self.suspects.insert(key, by.clone());
