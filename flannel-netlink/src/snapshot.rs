@@ -157,18 +157,24 @@ fn read_nexthops(
     for found in there {
         let in_block = owned.nexthops.is_some_and(|block| block.contains(found.id));
         // One of ours may be on a device that is no longer the external interface.
-        if in_block
-            && found.index != 0
-            && !names.contains_key(&found.index)
-            && let Some(name) = name_of(socket, found.index)?
-        {
-            names.insert(found.index, name);
+        if in_block && found.index != 0 {
+            learn_name(socket, owned, found.index, names)?;
         }
         let Some(link) = names.get(&found.index).copied() else { continue };
         nexthops.insert(found.id, link);
         state.extend(found.object(link).filter(|o| owned.owns_nexthop(o.id, link, found.protocol)));
     }
     Ok(nexthops)
+}
+
+/// The name of a link of others; not that of a foreign device that has the name of one of ours.
+fn learn_name(socket: &mut Socket, owned: &Owned, index: u32, names: &mut Names) -> Result<(), KernelError> {
+    if !names.contains_key(&index)
+        && let Some(name) = name_of(socket, index)?.filter(|name| !owned.links.contains(name))
+    {
+        names.insert(index, name);
+    }
+    Ok(())
 }
 
 /// Of several routes with one destination only the first counts, which is the one that takes effect.
@@ -184,7 +190,7 @@ fn read_routes(
     let unknown: BTreeSet<u32> = all.iter().filter_map(|(_, found)| found.err()).collect();
     if !unknown.is_empty() {
         for index in unknown {
-            names.extend(name_of(socket, index)?.map(|name| (index, name)));
+            learn_name(socket, owned, index, names)?;
         }
         all = dump_routes(socket, owned, (names, nexthops), family)?;
     }

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 
 use flannel_core::{
     Addr, Change, Family, Fdb, Kernel, KernelError, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop,
-    Object, Owned, Route, State, Via, Vxlan,
+    NexthopBlock, Object, Owned, Route, State, Via, Vxlan,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, bridge, in_netns, ip};
@@ -208,7 +208,12 @@ fn a_foreign_device_of_that_name_stays() {
         assert!(error.to_string().contains("flannel.1") && error.to_string().contains("bridge"), "{error}");
         apply(&kernel, Change::Delete(device(Family::V4).0.into())).unwrap();
         assert_eq!(shown_link()["linkinfo"]["info_kind"], "bridge");
-        assert_eq!(kernel.snapshot(&owned()).unwrap(), State::default());
+        let owned = Owned { nexthops: NexthopBlock::choose(&kernel, &owned()).unwrap().0, ..owned() };
+        let id = owned.nexthops.unwrap().first();
+        ip("route add 10.1.7.0/24 via 10.1.0.7 dev flannel.1 proto 241");
+        ip("route add 10.1.8.0/24 via 10.1.0.7 dev flannel.1");
+        ip(&format!("nexthop add id {id} via 10.1.0.9 dev flannel.1 proto 241"));
+        assert_eq!(kernel.snapshot(&owned).unwrap(), State::default(), "nothing on it is ours");
     });
 }
 
@@ -293,6 +298,14 @@ fn neighbours_and_forwarding_entries() {
             assert_eq!(shown()[0]["dst"], e, "only as described");
             delete(kernel, fdb(e));
             assert_eq!(shown().as_array().unwrap().len(), 0);
+
+            for (mac, dst) in [("00:00:00:00:00:00", d), ("00:00:00:00:00:00", e), ("01:00:5e:00:00:01", e)] {
+                bridge(&format!("fdb append {mac} dev flannel.1 dst {dst} self permanent"));
+            }
+            let strangers = kernel.snapshot(&owned()).unwrap();
+            let strangers = strangers.iter().filter(|object| matches!(object, Object::Fdb(_)));
+            strangers.for_each(|object| apply(kernel, Change::Delete(object.clone())).unwrap());
+            assert_eq!(shown().as_array().unwrap().len(), 0, "whole entries, wherever they lead");
         });
     });
 }

@@ -106,7 +106,12 @@ pub(crate) fn put_fdb(requests: &mut Messages, fdb: &Fdb, index: u32) {
 
 pub(crate) fn delete_fdb(requests: &mut Messages, fdb: &Fdb, index: u32) {
     let header = header(BRIDGE, index, Nud::empty(), Ntf::SELF);
-    requests.begin(Rtm::Delneigh, NlmF::empty(), &header).attr(Nda::Lladdr, &fdb.mac.0).ip(Nda::Dst, fdb.dst);
+    requests.begin(Rtm::Delneigh, NlmF::empty(), &header).attr(Nda::Lladdr, &fdb.mac.0);
+    // Frames to everybody or many may go to several VTEPs: all of them are one entry, and go together.
+    let many = fdb.mac.0 == [0; 6] || fdb.mac.0[0] & 1 == 1;
+    if !many {
+        requests.ip(Nda::Dst, fdb.dst);
+    }
 }
 
 /// Asks for all neighbours on a link.
