@@ -3,7 +3,7 @@
 //! The one thing to know: links and whatever must be looked at before it is changed are done one at a time, after
 //! all that stands before them in the list; everything else goes 128 to a `send`.
 
-mod groups;
+mod taken;
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, btree_map};
@@ -131,7 +131,7 @@ impl<'a> Writer<'a> {
         let results = self.socket.send(&mut self.requests);
         self.requests.clear();
         let sent = std::mem::take(&mut self.pending);
-        let mut groups = Vec::new();
+        let mut taken = Vec::new();
         for ((n, deletes), result) in sent.iter().copied().zip(results) {
             let result = match (result, &changes[n]) {
                 (result, change) if deletes => accept_absence(result, change.object()),
@@ -141,8 +141,8 @@ impl<'a> Writer<'a> {
                 (Err(error), Change::Put(Object::Route(route))) if stands_in_its_own_way(route, &error) => {
                     self.make_way(route).map_err(|_| error)
                 }
-                (Err(error), Change::Put(Object::Nexthop(_))) if groups::stands_in_the_way(&error) => {
-                    groups.push(n);
+                (Err(error), Change::Put(Object::Nexthop(_))) if taken::stands_in_the_way(&error) => {
+                    taken.push(n);
                     Err(error)
                 }
                 (result, _) => result,
@@ -151,8 +151,8 @@ impl<'a> Writer<'a> {
                 self.results[n] = result;
             }
         }
-        if !groups.is_empty() {
-            self.replace_groups(changes, &sent, &groups);
+        if !taken.is_empty() {
+            self.take_ids_back(changes, &sent, &taken);
         }
     }
 

@@ -252,6 +252,28 @@ fn routes_survive_a_group_in_the_place_of_their_nexthop() {
 }
 
 #[test]
+fn a_nexthop_that_leads_nowhere_leads_on_whatever_goes_by_it() {
+    in_netns(|| {
+        in_both_families(|scene| {
+            let id = scene.id(7);
+            let ours = Route { dst: scene.dst(), via: Via::Nexthop(id), mtu: None };
+            scene.apply(&Change::Put(ours.into()));
+            ip(&format!("-6 nexthop replace id {id} blackhole"));
+            assert_eq!(scene.found(), Some(ours.into()), "still the route by it");
+            // The kernel lets no IPv6 route go by an IPv4 nexthop, but by a blackhole.
+            let other =
+                if scene.family == Family::V4 { "-6 route add fd77::/64" } else { "route add 10.77.0.0/24" };
+            ip(&format!("{other} nhid {id}"));
+            let nexthop = Nexthop { id, link: up(), gateway: scene.gateway(7), onlink: true };
+            scene.apply(&Change::Put(nexthop.into()));
+            let state = scene.kernel.snapshot(&scene.owned()).unwrap();
+            assert_eq!(state.get(&Key::Nexthop(id)), Some(&nexthop.into()));
+            assert_eq!(scene.found(), Some(ours.into()));
+        });
+    });
+}
+
+#[test]
 fn what_else_goes_by_a_nexthop_is_found_and_does_not_go_with_it() {
     in_netns(|| {
         in_both_families(|scene| {

@@ -20,6 +20,7 @@ use flannel_core::{
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{bridge, in_netns_async, ip};
+use serde_json::Value;
 use tokio::sync::watch;
 
 const PEERS: u8 = 200;
@@ -182,14 +183,16 @@ fn see() -> BTreeSet<String> {
 }
 
 /// Something that can be done to a peer's objects, or to a device: the tool, by its place in [`Tool::ALL`], and what it is
-/// told.
-fn damage(random: &mut Random) -> (usize, String) {
+/// told. The nexthop object of a peer is `first` and its number.
+fn damage(random: &mut Random, first: u64) -> (usize, String) {
     let family = Family::BOTH[random.below(2) as usize];
     let v4 = family == Family::V4;
     let device = DEVICES[usize::from(!v4)];
     let subnet = |n: u64| if v4 { format!("10.1.{n}.0") } else { format!("fd00:1:0:{n:x}::") };
     let n = 2 + random.below(PEERS.into());
-    let (gateway, other) = (subnet(n), subnet(2 + random.below(PEERS.into())));
+    // Another peer's: what is as we want it, whosever, is no damage.
+    let other = 2 + (n - 1 + random.below(u64::from(PEERS) - 1)) % u64::from(PEERS);
+    let (gateway, other) = (subnet(n), subnet(other));
     let dst = format!("{gateway}/{}", if v4 { 24 } else { 64 });
     let unwanted = subnet(220 + random.below(10));
     let mac = mac(family, n as u8);
@@ -197,6 +200,8 @@ fn damage(random: &mut Random) -> (usize, String) {
     let far = public(100 + random.below(100) as u8)[family].unwrap();
     let by_ip = |text: String| (usize::from(!v4), text);
     let by_bridge = |text: String| (2, text);
+    let id = first + n;
+    let elsewhere = format!("via {other} dev {device} onlink");
     match random.below(1_000) {
         // A device takes all that is on it along.
         0 => by_ip(format!("link delete {device}")),
@@ -209,7 +214,7 @@ fn damage(random: &mut Random) -> (usize, String) {
         7 => by_ip(format!("neigh flush dev {device} nud permanent")),
         8 => by_ip("nexthop flush proto 241".into()),
         9..15 => by_ip(format!("address add {unwanted}/{} dev {device} nodad", if v4 { 32 } else { 128 })),
-        kind => match kind % 16 {
+        kind => match kind % 21 {
             0 | 1 => by_ip(format!("route del {dst}")),
             2 => by_ip(format!("route replace {dst} via {other} dev {device} onlink")),
             3 => by_ip(format!("route replace {dst} via {gateway} dev {device} onlink mtu 1300")),
@@ -228,7 +233,15 @@ fn damage(random: &mut Random) -> (usize, String) {
             14 => {
                 by_bridge(format!("fdb replace {mac} dev {device} dst {far} port 999 vni 7 self permanent"))
             }
-            _ => by_bridge(format!("fdb replace {alien} dev {device} dst {far} self permanent")),
+            15 => by_bridge(format!("fdb replace {alien} dev {device} dst {far} self permanent")),
+            16 => by_ip(format!("nexthop del id {id}")),
+            17 => by_ip(format!("nexthop replace id {id} {elsewhere} protocol static")),
+            18 => by_ip(format!(
+                "nexthop replace id {id} blackhole\nroute add {unwanted}/24 nhid {id} proto 241"
+            )),
+            // Only one that is gone can become a group.
+            19 => by_ip(format!("nexthop del id {id}\nnexthop replace id {id} group 77")),
+            _ => by_ip(format!("nexthop replace id {} {elsewhere} protocol 241", id + 4000)),
         },
     }
 }
@@ -263,6 +276,8 @@ fn a_thousand_foreign_changes_a_second_leave_nothing_behind() {
         let (subnets, mut status) = start().await;
         let healthy = see();
         assert!(healthy.len() > 6 * usize::from(PEERS), "{}", healthy.len());
+        let routes: Value = serde_json::from_str(&ip("-j route show 10.1.2.0/24")).unwrap();
+        let first = routes[0]["nhid"].as_u64().unwrap() - 2;
         let mut random = Random::new();
         let mut tools = Tool::ALL.map(Tool::new);
         let mut beat = tokio::time::interval(Duration::from_millis(10));
@@ -270,7 +285,7 @@ fn a_thousand_foreign_changes_a_second_leave_nothing_behind() {
         for tenth in 0..400 {
             beat.tick().await;
             for _ in 0..10 {
-                let (tool, line) = damage(&mut random);
+                let (tool, line) = damage(&mut random, first);
                 tools[tool].run(&line);
             }
             if tenth == 200 {
@@ -287,7 +302,9 @@ fn a_thousand_foreign_changes_a_second_leave_nothing_behind() {
         let status = status.borrow().clone();
         println!("{} repairs: {:?}", status.repaired, status.repairs);
         // Every kind of object was hit in every way, but for links, which nobody adds.
-        for kind in [ObjectKind::Addr, ObjectKind::Neigh, ObjectKind::Fdb, ObjectKind::Route] {
+        let kinds =
+            [ObjectKind::Addr, ObjectKind::Neigh, ObjectKind::Fdb, ObjectKind::Nexthop, ObjectKind::Route];
+        for kind in kinds {
             for damage in [Damage::Deletion, Damage::Modification, Damage::Addition] {
                 let hit = status.repairs.contains_key(&(kind, damage));
                 assert!(hit || (kind, damage) == (ObjectKind::Addr, Damage::Modification), "{kind} {damage}");

@@ -123,7 +123,8 @@ impl RouteMessage {
         let scope_of_link = if self.dst.family() == Family::V4 { RtScope::Link } else { RtScope::Universe };
         let via = match (self.kind, self.nexthop, self.gateway) {
             (Rtn::Blackhole, None, None) => Via::Blackhole,
-            (Rtn::Unicast, Some(id), _) => Via::Nexthop(id),
+            // Of a nexthop object that leads nowhere the kernel says that the route does.
+            (Rtn::Unicast | Rtn::Blackhole, Some(id), _) => Via::Nexthop(id),
             (Rtn::Unicast, None, Some(gateway)) if Family::of(gateway) == self.dst.family() => {
                 Via::Gateway { gateway, link: name(self.index)?, onlink: self.onlink }
             }

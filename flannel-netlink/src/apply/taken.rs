@@ -1,5 +1,5 @@
-//! Groups of nexthops that somebody made of ids of ours: the kernel replaces no group by a single nexthop, so a group is
-//! taken out first.
+//! What somebody made of ids of ours, and the kernel replaces by no nexthop of ours: a group, or a blackhole that IPv6
+//! routes go by. It is taken out first.
 //!
 //! The one thing to know: the kernel deletes the routes by a nexthop with it, without a word about any. So those of ours
 //! are put again, whether they are in the batch or were there already.
@@ -12,16 +12,19 @@ use super::{BATCH, EINVAL, Writer, accept_absence};
 use crate::codec::{nexthop, route};
 use crate::wire::Messages;
 
-/// Nothing but a group with its id keeps the kernel from putting a nexthop: whatever else is wrong with one, the kernel
-/// says before it looks for what it would replace.
+/// Nothing but what has its id keeps the kernel from putting a nexthop: whatever else is wrong with one, the kernel says
+/// before it looks for what it would replace.
 pub(super) fn stands_in_the_way(error: &KernelError) -> bool {
-    error.errno == EINVAL && error.detail.as_ref().is_some_and(|text| text.contains("group"))
+    const REASONS: [&str; 2] =
+        ["Can not replace a nexthop group with a nexthop", "IPv6 routes can not use an IPv4 nexthop"];
+    let text = error.detail.as_deref().unwrap_or_default();
+    error.errno == EINVAL && REASONS.iter().any(|reason| text.contains(reason))
 }
 
 impl Writer<'_> {
-    /// Puts the nexthops that are the changes `refused`, each in the place of a group, and brings the routes by them back.
+    /// Puts the nexthops that are the changes `refused`, taking out what has their ids, and brings the routes by them back.
     /// `sent` are the numbers of the changes of this batch in the order of sending, and whether they delete.
-    pub(super) fn replace_groups(&mut self, changes: &[Change], sent: &[(usize, bool)], refused: &[usize]) {
+    pub(super) fn take_ids_back(&mut self, changes: &[Change], sent: &[(usize, bool)], refused: &[usize]) {
         let mut links = BTreeMap::new();
         for n in refused {
             if let Object::Nexthop(nexthop) = changes[*n].object() {
@@ -34,7 +37,7 @@ impl Writer<'_> {
         };
         for n in refused {
             if let Object::Nexthop(nexthop) = changes[*n].object() {
-                self.results[*n] = self.replace_group(nexthop);
+                self.results[*n] = self.take_id_back(nexthop);
             }
         }
         for batch in routes.chunks(BATCH) {
@@ -42,14 +45,14 @@ impl Writer<'_> {
             batch.iter().for_each(|route| route::put(&mut requests, route, 0));
             for (route, result) in batch.iter().zip(self.socket.send(&mut requests)) {
                 if let Err(error) = result {
-                    tracing::warn!(%error, route = %Object::from(*route), "lost with a group of nexthops");
+                    tracing::warn!(%error, route = %Object::from(*route), "lost with the nexthop that had the id of ours");
                 }
             }
         }
         self.send_routes_again(changes, sent, &links);
     }
 
-    fn replace_group(&mut self, nexthop: &Nexthop) -> Result<(), KernelError> {
+    fn take_id_back(&mut self, nexthop: &Nexthop) -> Result<(), KernelError> {
         let object = Object::Nexthop(*nexthop);
         let index = self.index_of(&object)?;
         let mut requests = Messages::default();
@@ -60,7 +63,7 @@ impl Writer<'_> {
         accept_absence(results.remove(0), &object).and(put)
     }
 
-    /// What the batch did to routes by these ids went with the groups, or was refused because of them.
+    /// What the batch did to routes by these ids was undone with what had them, or refused because of it.
     fn send_routes_again(
         &mut self,
         changes: &[Change],
@@ -107,7 +110,7 @@ impl Writer<'_> {
                         dst = %found.dst,
                         protocol = found.protocol,
                         nexthop = found.nexthop,
-                        "a route of somebody else goes by a group that has the id of a nexthop of ours: it goes with the group",
+                        "a route of somebody else goes by an id of ours, and with what somebody had made of it",
                     ),
                 }
             }
