@@ -103,7 +103,7 @@ impl Owned {
         let may_be_ours = protocol.is_none_or(|protocol| protocol == ROUTE_PROTOCOL);
         match object {
             Object::Link(_) => true,
-            Object::Nexthop(nexthop) => may_be_ours || self.links.contains(&nexthop.link),
+            Object::Nexthop(_) => may_be_ours,
             Object::Route(_) if protocol == Some(ROUTE_PROTOCOL) => true,
             Object::Route(route) => match route.via {
                 Via::Gateway { link, .. } | Via::Link(link) => {

@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{
-    Blueprint, KernelNetwork, Key, Network, Nexthop, Object, Owned, Route, State, Status, SubnetManager, Via,
+    Blueprint, Kernel, KernelNetwork, Key, Network, Nexthop, Object, Owned, Route, State, Status,
+    SubnetManager, Via,
 };
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
@@ -345,4 +346,22 @@ async fn a_route_of_our_protocol_is_ours_on_every_device_and_no_other_costs_a_sn
     kernel.foreign_put(on("eth0"), 241);
     run.settled().await;
     assert_eq!(kernel.state(), before);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_as_wanted_but_no_longer_ours_is_made_ours_again() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let mut run = Run::start(&kernel, &subnets).await;
+    let owned = Owned { networks: vec!["10.1.0.0/16".parse().unwrap()], ..Owned::default() };
+    let (block, _) = flannel_core::NexthopBlock::choose(&kernel, &owned).unwrap();
+    let owned = Owned { nexthops: block, ..owned };
+    let ours = kernel.snapshot(&owned).unwrap();
+    assert_eq!(ours.len(), 2 * usize::from(PEERS));
+    kernel.foreign_put(nexthop_of(&kernel, 4), 4);
+    kernel.foreign_put(route_of(&kernel, 5), 4);
+    assert_eq!(kernel.snapshot(&owned).unwrap().len(), ours.len() - 2);
+    kernel.take_calls();
+    run.settled().await;
+    assert_eq!(changes(&kernel).len(), 2);
+    assert_eq!(kernel.snapshot(&owned).unwrap(), ours);
 }

@@ -49,10 +49,13 @@ impl Reconciler {
         {
             self.stale_facts.under.insert(dst);
         }
+        let protocol = by.and_then(|by| by.protocol);
+        // As we want it, but of a protocol by which no snapshot shows it as ours.
+        let disowned = |object| protocol.is_some() && !self.owned.may_own(object, protocol);
         match (self.want(&key), report) {
             (_, Report::Beside(_)) => {}
             // Says what we want to hear: no reason for doubt (and none for trust: a doubt stays one).
-            (Some(want), Report::Now(object)) if want == *object => {}
+            (Some(want), Report::Now(object)) if want == *object && !disowned(object) => {}
             (Some(_), Report::Gone(_)) => {
                 // Its routes went with it, without a word about each.
                 if let Key::Nexthop(id) = key {
@@ -70,9 +73,7 @@ impl Reconciler {
             }
             (Some(_), _) => self.suspect(key, Damage::Modification, by),
             // Ours to remove, if it is one that a snapshot shows as ours.
-            (None, Report::Now(object))
-                if concerned && self.owned.may_own(object, by.and_then(|by| by.protocol)) =>
-            {
+            (None, Report::Now(object)) if concerned && self.owned.may_own(object, protocol) => {
                 self.unread = self.unread.max(Unread::Additions);
                 if let Some(by) = by.filter(|_| self.suspects.len() < MOST_SUSPECTS + self.put.len()) {
                     self.suspects.insert(key, by.clone());
