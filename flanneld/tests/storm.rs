@@ -12,6 +12,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
+use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::testing::FakeSubnets;
 use flannel_core::{
@@ -97,14 +98,18 @@ fn mac(family: Family, n: u8) -> String {
 }
 
 fn put_peer(subnets: &FakeSubnets, n: u8) {
+    put_peer_of("vxlan", subnets, n);
+}
+
+fn put_peer_of(backend: &str, subnets: &FakeSubnets, n: u8) {
     let data = |family| Some(format!(r#"{{"VNI":1,"VtepMAC":"{}"}}"#, mac(family, n)).into());
     let attrs =
-        LeaseAttrs { public: public(n), backend_type: "vxlan".into(), backend_data: Dual::from_fn(data) };
+        LeaseAttrs { public: public(n), backend_type: backend.into(), backend_data: Dual::from_fn(data) };
     subnets.put_attrs(&format!("10.1.{n}.0-24&fd00:1:0:{n:x}::-64"), attrs);
 }
 
-/// A host on vxlan with many peers, and things of others in the neighbourhood.
-async fn start() -> (FakeSubnets, watch::Receiver<Arc<Status>>) {
+/// A host with many peers, and things of others in the neighbourhood.
+async fn start(backend: &'static dyn Backend) -> (FakeSubnets, watch::Receiver<Arc<Status>>) {
     for command in [
         "link add eth0 type veth peer name wire",
         "link set wire up",
@@ -126,9 +131,12 @@ async fn start() -> (FakeSubnets, watch::Receiver<Arc<Status>>) {
     ] {
         ip(command);
     }
-    let config = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
-    let subnets = FakeSubnets::with_config(config);
-    (2..2 + PEERS).for_each(|n| put_peer(&subnets, n));
+    let kind = backend.name();
+    let config = format!(
+        r#"{{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{{"Type":"{kind}"}}}}"#
+    );
+    let subnets = FakeSubnets::with_config(&config);
+    (2..2 + PEERS).for_each(|n| put_peer_of(kind, &subnets, n));
     let host = Host {
         iface: ExternalInterface {
             name: "eth0".parse().unwrap(),
@@ -141,7 +149,7 @@ async fn start() -> (FakeSubnets, watch::Receiver<Arc<Status>>) {
         subnets: Arc::new(subnets.clone()),
         identity: "test".into(),
     };
-    let network = VxlanBackend.register(&host, &subnets.network_config().await.unwrap()).await.unwrap();
+    let network = backend.register(&host, &subnets.network_config().await.unwrap()).await.unwrap();
     let status = network.handle().status;
     let views = subnets.watch_leases().await.unwrap();
     tokio::spawn(async move {
@@ -240,7 +248,7 @@ fn damage(random: &mut Random, first: u64) -> (usize, String) {
             }
             15 => by_bridge(format!("fdb replace {alien} dev {device} dst {far} self permanent")),
             16 => by_ip(format!("nexthop del id {id}")),
-            17 => by_ip(format!("nexthop replace id {id} {elsewhere} protocol static")),
+            17 => by_ip(format!("nexthop replace id {id} {elsewhere} protocol 4")),
             18 => by_ip(format!(
                 "nexthop replace id {id} blackhole\nroute add {unwanted}/24 nhid {id} proto 241"
             )),
@@ -249,6 +257,36 @@ fn damage(random: &mut Random, first: u64) -> (usize, String) {
             _ => by_ip(format!("nexthop replace id {} {elsewhere} protocol 241", id + 4000)),
         },
     }
+}
+
+/// The same where there is no device of ours.
+fn damage_on_uplink(random: &mut Random, first: u64) -> (usize, String) {
+    let family = Family::BOTH[random.below(2) as usize];
+    let v4 = family == Family::V4;
+    let subnet = |n: u64| if v4 { format!("10.1.{n}.0/24") } else { format!("fd00:1:0:{n:x}::/64") };
+    let n = 2 + random.below(PEERS.into());
+    let other = 2 + (n - 1 + random.below(u64::from(PEERS) - 1)) % u64::from(PEERS);
+    let [gateway, other] = [n, other].map(|n| public(n as u8)[family].unwrap());
+    let (dst, unwanted, id) = (subnet(n), subnet(220 + random.below(10)), first + n);
+    let stray = id + 4000;
+    let text = match random.below(16) {
+        0 | 1 => format!("route del {dst}"),
+        2 => format!("route replace {dst} via {other} dev eth0"),
+        3 => format!("route replace {dst} via {gateway} dev eth0 mtu 1300"),
+        4 => format!("route replace {dst} dev cali1"),
+        5 => format!("route replace blackhole {dst}"),
+        6 => format!("route replace {dst} via {gateway} dev eth0 proto 4"),
+        7 => format!("route add {unwanted} via {gateway} dev eth0 proto 241"),
+        8 => format!("route add {unwanted} dev cali1 proto 241"),
+        9 => format!("nexthop del id {id}"),
+        10 => format!("nexthop replace id {id} via {other} dev eth0 protocol 241"),
+        11 => format!("nexthop replace id {id} via {gateway} dev eth0 protocol 4"),
+        12 => format!("nexthop replace id {id} blackhole\nroute add {unwanted} nhid {id} proto 241"),
+        13 => format!("nexthop del id {id}\nnexthop replace id {id} group 77"),
+        14 if random.below(20) == 0 => "nexthop flush proto 241".into(),
+        _ => format!("nexthop replace id {stray} via {other} dev eth0 protocol 241"),
+    };
+    (usize::from(!v4), text)
 }
 
 async fn restored(healthy: &BTreeSet<String>, what: &str) {
@@ -278,7 +316,7 @@ async fn arrival(subnet: &str) -> Duration {
 #[test]
 fn a_thousand_foreign_changes_a_second_leave_nothing_behind() {
     in_netns_async(|| async {
-        let (subnets, mut status) = start().await;
+        let (subnets, mut status) = start(&VxlanBackend).await;
         let healthy = see();
         assert!(healthy.len() > 6 * usize::from(PEERS), "{}", healthy.len());
         let routes: Value = serde_json::from_str(&ip("-j route show 10.1.2.0/24")).unwrap();
@@ -321,9 +359,33 @@ fn a_thousand_foreign_changes_a_second_leave_nothing_behind() {
 }
 
 #[test]
+fn a_thousand_foreign_changes_a_second_on_the_uplink_leave_nothing_behind() {
+    in_netns_async(|| async {
+        let (_subnets, mut status) = start(&HostGw).await;
+        let healthy = see();
+        assert!(healthy.len() > 3 * usize::from(PEERS), "{}", healthy.len());
+        let routes: Value = serde_json::from_str(&ip("-j route show 10.1.2.0/24")).unwrap();
+        let first = routes[0]["nhid"].as_u64().unwrap() - 2;
+        let mut random = Random::new();
+        let mut tools = Tool::ALL.map(Tool::new);
+        let mut beat = tokio::time::interval(Duration::from_millis(10));
+        for _ in 0..300 {
+            beat.tick().await;
+            for _ in 0..10 {
+                let (tool, line) = damage_on_uplink(&mut random, first);
+                tools[tool].run(&line);
+            }
+        }
+        tools.into_iter().for_each(Tool::finish);
+        restored(&healthy, "after the storm").await;
+        in_sync(&mut status, PEERS.into()).await;
+    });
+}
+
+#[test]
 fn messages_that_are_lost_in_a_flood_are_made_up_for() {
     in_netns_async(|| async {
-        let (subnets, mut status) = start().await;
+        let (subnets, mut status) = start(&VxlanBackend).await;
         let healthy = see();
         let other = NetlinkKernel::open().unwrap();
         let neigh = |n: u32| {
