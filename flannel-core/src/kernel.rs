@@ -244,9 +244,8 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     /// The kernel could not be read. A dump that changed under way is read again, not reported.
     fn snapshot(&self, owned: &Owned) -> Result<State, KernelError>;
 
-    /// What nexthop objects there are, told apart by whether `owned` can explain them: it explains those of our protocol
-    /// by which no route of our protocol leads outside its pod networks. A kernel without nexthop objects has none, and they are
-    /// not usable.
+    /// What nexthop objects there are, told apart by whether they are what `owned` left, somebody else's, or neither for
+    /// certain: see [`NexthopIds`]. A kernel without nexthop objects has none, and they are not usable.
     ///
     /// # Errors
     /// The kernel could not be read.

@@ -24,10 +24,9 @@ pub struct NexthopBlock {
 pub struct NexthopIds {
     /// This kernel has nexthop objects, and nobody said not to use them.
     pub usable: bool,
-    /// Of our protocol and with no route of our protocol by them outside the network's pod networks, which would be
-    /// another network's: an earlier run's, perhaps.
+    /// Of our protocol, with routes of our protocol by them, all inside the network's pod networks: an earlier run's.
     pub ours: Vec<u32>,
-    /// All others.
+    /// Of another protocol, or with a route of our protocol by them elsewhere, which is another network's.
     pub foreign: Vec<u32>,
 }
 
@@ -270,7 +269,10 @@ mod tests {
                 + (first.first - NexthopBlock::LOWEST + NexthopBlock::SIZE) % NexthopBlock::LOWEST
         );
         put(&kernel, second.first, ROUTE_PROTOCOL);
+        let left = Route { dst: subnet("10.1.3.0/24"), via: Via::Nexthop(second.first), mtu: None };
         kernel.foreign_delete(Key::Nexthop(first.first + 5));
+        assert_eq!(chosen(&kernel, &owned), first, "without a route it may be another's that has just begun");
+        kernel.foreign_put(left, ROUTE_PROTOCOL);
         assert_eq!(chosen(&kernel, &owned), second, "what was left there is found");
         put(&kernel, second.first + 1, 3);
         assert_eq!(chosen(&kernel, &owned), first);

@@ -63,20 +63,28 @@ pub(crate) fn nexthop_ids(socket: &mut Socket, owned: &Owned) -> Result<NexthopI
         Err(error) if error.errno == EOPNOTSUPP => return Ok(NexthopIds::default()),
         there => there?,
     };
-    let mut strange = BTreeSet::new();
+    let (mut by_inside, mut by_outside) = (BTreeSet::new(), BTreeSet::new());
     // Routes are looked at only if there is something that they can tell apart.
     let families = Family::BOTH.iter().filter(|_| there.iter().any(|(_, by)| *by == ROUTE_PROTOCOL));
     for family in families {
-        let inside = |dst: &Subnet| owned.networks.iter().any(|network| network.covers(dst));
-        strange.extend(socket.dump(route::all(*family), |message| {
-            let of_another = |route: &RouteMessage| route.protocol == ROUTE_PROTOCOL && !inside(&route.dst);
-            route::read(message).filter(of_another)?.nexthop
-        })?);
+        let routes = socket.dump(route::all(*family), |message| {
+            let found = route::read(message).filter(|found| found.protocol == ROUTE_PROTOCOL)?;
+            Some((found.nexthop?, found.dst))
+        })?;
+        for (id, dst) in routes {
+            let inside = owned.networks.iter().any(|network| network.covers(&dst));
+            if inside { &mut by_inside } else { &mut by_outside }.insert(id);
+        }
     }
-    let (ours, foreign): (Vec<_>, Vec<_>) =
-        there.into_iter().partition(|(id, protocol)| *protocol == ROUTE_PROTOCOL && !strange.contains(id));
-    let ids = |list: Vec<(u32, u8)>| list.into_iter().map(|(id, _)| id).collect();
-    Ok(NexthopIds { usable: true, ours: ids(ours), foreign: ids(foreign) })
+    let mut ids = NexthopIds { usable: true, ..NexthopIds::default() };
+    for (id, protocol) in there {
+        if protocol != ROUTE_PROTOCOL || by_outside.contains(&id) {
+            ids.foreign.push(id);
+        } else if by_inside.contains(&id) {
+            ids.ours.push(id);
+        }
+    }
+    Ok(ids)
 }
 
 /// Routes that are not in `there`, and groups, by the nexthop objects that are.

@@ -482,22 +482,22 @@ impl Kernel for FakeKernel {
             usable: !tables.without_nexthops && !tables.unwanted_nexthops,
             ..NexthopIds::default()
         };
-        let stranger = |entry: &Entry, id| match &entry.object {
-            Object::Route(Route { dst, via: Via::Nexthop(by), .. }) => {
-                let ours = entry.protocol == ROUTE_PROTOCOL;
-                *by == id && ours && !owned.networks.iter().any(|network| network.covers(dst))
+        let route = |entry: &Entry, id| match &entry.object {
+            Object::Route(Route { dst, via: Via::Nexthop(by), .. })
+                if *by == id && entry.protocol == ROUTE_PROTOCOL =>
+            {
+                Some(owned.networks.iter().any(|network| network.covers(dst)))
             }
-            _ => false,
+            _ => None,
         };
         for entry in tables.objects.values() {
             let Object::Nexthop(Nexthop { id, .. }) = entry.object else { continue };
-            let strange = tables.objects.values().any(|route| stranger(route, id));
-            let list = if entry.protocol == ROUTE_PROTOCOL && !strange {
-                &mut there.ours
-            } else {
-                &mut there.foreign
-            };
-            list.push(id);
+            let inside: Vec<bool> = tables.objects.values().filter_map(|entry| route(entry, id)).collect();
+            if entry.protocol != ROUTE_PROTOCOL || inside.contains(&false) {
+                there.foreign.push(id);
+            } else if !inside.is_empty() {
+                there.ours.push(id);
+            }
         }
         Ok(there)
     }
