@@ -276,7 +276,9 @@ fn a_peer_that_moves_is_one_message_to_the_kernel() {
                 Report::Now(Object::Neigh(neigh)) => {
                     of_live_peer(&Key::Neigh(neigh.link, neigh.address)) && neigh.address.is_ipv4()
                 }
-                Report::Other(_) | Report::Beside(_) | Report::Gone(_) => true,
+                // The kernel gives a new device a link-local route of its own when it likes.
+                Report::Beside(key) => of_live_peer(key),
+                Report::Other(_) | Report::Gone(_) => true,
                 Report::Now(_) => false,
             };
             let told: Vec<_> = reports.iter().filter(v4).collect();
