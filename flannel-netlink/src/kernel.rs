@@ -70,6 +70,10 @@ impl NetlinkKernel {
         Self { without_nexthops: true, ..self }
     }
 
+    pub(crate) fn namespace(&self) -> &Namespace {
+        &self.namespace
+    }
+
     /// A panic while the lock was held leaves the socket usable: stale answers carry old sequence numbers.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Socket> {
         self.socket.lock().unwrap_or_else(PoisonError::into_inner)

@@ -1,16 +1,21 @@
-//! A socket for multicast messages on a runtime. The one thing to know: it may be opened where there is no runtime, and
+//! Sockets for multicast messages on a runtime. The one thing to know: it may be opened where there is no runtime, and
 //! is made known to one on its first use.
 
 use std::io;
 use std::os::fd::AsFd;
 
 use flannel_core::KernelError;
+use neli::consts::socket::Msg;
 use neli::socket::NlSocket;
 use nix::sys::socket::{setsockopt, sockopt};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 const ENOBUFS: i32 = 105;
+/// No multicast message is longer.
+const MESSAGE: usize = 32 << 10;
+/// How many datagrams are read before the caller is told.
+const AT_ONCE: usize = 1024;
 
 /// The socket, before and after it is known to a runtime.
 pub(crate) enum Multicast {
@@ -41,6 +46,56 @@ impl Multicast {
             Self::Registered(socket) => Ok(socket),
             _ => Err(KernelError::explained(ENOBUFS, "the socket could not be registered with the runtime")),
         }
+    }
+}
+
+/// A socket on which nothing but that something happened is of interest.
+pub(crate) struct Bell {
+    socket: Multicast,
+    /// Bytes for messages not yet read; what is lost is known to be lost.
+    room: usize,
+    /// Messages were lost, and more will be until all that is there was read.
+    lost: bool,
+    buffer: Box<[u8]>,
+}
+
+impl Bell {
+    pub(crate) fn new(socket: NlSocket, room: usize) -> io::Result<Self> {
+        socket.nonblock()?;
+        socket.set_recv_buffer_size(room)?;
+        Ok(Self { socket: Multicast::new(socket), room, lost: false, buffer: vec![0; MESSAGE].into() })
+    }
+
+    /// The socket, known to the runtime from now on.
+    pub(crate) fn socket(&mut self) -> Result<&NlSocket, KernelError> {
+        Ok(self.socket.register(|socket| force_receive_buffer(socket, self.room))?.get_ref())
+    }
+
+    /// Returns when a datagram came that `concerns` us, or when that cannot be excluded because messages were lost.
+    /// `None` is one that did not fit. Many at once are told once.
+    ///
+    /// # Cancel safety
+    /// Nothing is lost: what was read was judged in the same breath.
+    pub(crate) async fn rung(&mut self, concerns: impl Fn(Option<&[u8]>) -> bool) -> Result<(), KernelError> {
+        let mut told = false;
+        while !told {
+            let socket = self.socket.register(|socket| force_receive_buffer(socket, self.room))?;
+            let mut ready = socket.readable().await?;
+            for _ in 0..AT_ONCE {
+                match ready.try_io(|socket| socket.get_ref().recv(&mut self.buffer, Msg::TRUNC)) {
+                    Ok(Ok((len, _))) => told |= !self.lost && concerns(self.buffer.get(..len)),
+                    // From here on the kernel drops what it has to tell until everything was read.
+                    Ok(Err(error)) if error.raw_os_error() == Some(ENOBUFS) => self.lost = true,
+                    Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Ok(Err(error)) => return Err(error.into()),
+                    Err(_nothing_left) => {
+                        told |= std::mem::take(&mut self.lost);
+                        break;
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 }
 

@@ -5,15 +5,13 @@
 //!
 //! **Source**: linux `net/netfilter/nfnetlink.c`.
 
-use std::io;
-
 use flannel_core::KernelError;
 use neli::consts::nl::NlmF;
-use neli::consts::socket::{Msg, NlFamily};
+use neli::consts::socket::NlFamily;
 use neli::socket::NlSocket;
 use neli::utils::Groups;
 
-use crate::multicast::{self, Multicast};
+use crate::multicast::Bell;
 use crate::socket::Socket;
 use crate::wire::{EBADMSG, messages};
 
@@ -25,11 +23,6 @@ const BATCH: [u16; 2] = [16, 17];
 const HEADER: usize = 4;
 /// Bytes for messages not yet read; what is lost is known to be lost.
 const RECEIVE_BUFFER: usize = 1 << 20;
-/// No multicast message is longer.
-const MESSAGE: usize = 32 << 10;
-/// How many datagrams are read before the caller is told.
-const AT_ONCE: usize = 1024;
-const ENOBUFS: i32 = 105;
 
 /// What a message is about: a kind within a subsystem, and an address family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -213,12 +206,9 @@ fn request(kind: Kind, fill: impl FnOnce(&mut Messages)) -> Messages {
 
 /// Listens to what others change.
 pub struct NetfilterEvents {
-    socket: Multicast,
+    bell: Bell,
     /// Whose changes are our own.
     own_port: u32,
-    /// Messages were lost, and more will be until all that is there was read.
-    lost: bool,
-    buffer: Box<[u8]>,
 }
 
 impl NetfilterEvents {
@@ -229,11 +219,8 @@ impl NetfilterEvents {
     /// Listening takes `CAP_NET_ADMIN`.
     pub fn listen(group: u32, own_port: u32) -> Result<Self, KernelError> {
         let socket = NlSocket::connect(NlFamily::Netfilter, None, Groups::empty())?;
-        socket.nonblock()?;
-        socket.set_recv_buffer_size(RECEIVE_BUFFER)?;
         socket.add_mcast_membership(Groups::new_groups(&[group]))?;
-        let buffer = vec![0; MESSAGE].into();
-        Ok(Self { socket: Multicast::new(socket), own_port, lost: false, buffer })
+        Ok(Self { bell: Bell::new(socket, RECEIVE_BUFFER)?, own_port })
     }
 
     /// Returns when somebody else changed something that `concerns` us, or when that cannot be excluded because
@@ -245,27 +232,7 @@ impl NetfilterEvents {
     /// # Cancel safety
     /// Nothing is lost: what was read was judged in the same breath.
     pub async fn changed(&mut self, concerns: impl Fn(&Told<'_>) -> bool) -> Result<(), KernelError> {
-        let mut told = false;
-        while !told {
-            let improve = |socket: &_| multicast::force_receive_buffer(socket, RECEIVE_BUFFER);
-            let mut ready = self.socket.register(improve)?.readable().await?;
-            for _ in 0..AT_ONCE {
-                match ready.try_io(|socket| socket.get_ref().recv(&mut self.buffer, Msg::TRUNC)) {
-                    Ok(Ok((len, _))) => {
-                        told |= !self.lost && concerning(self.buffer.get(..len), self.own_port, &concerns);
-                    }
-                    // From here on the kernel drops what it has to tell until everything was read.
-                    Ok(Err(error)) if error.raw_os_error() == Some(ENOBUFS) => self.lost = true,
-                    Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
-                    Ok(Err(error)) => return Err(error.into()),
-                    Err(_nothing_left) => {
-                        told |= std::mem::take(&mut self.lost);
-                        break;
-                    }
-                }
-            }
-        }
-        Ok(())
+        self.bell.rung(|datagram| concerning(datagram, self.own_port, &concerns)).await
     }
 }
 

@@ -129,3 +129,46 @@ fn an_interface_that_is_gone_is_waited_for_until_something_fits() {
         assert_eq!(reason, "the external interface is up0 now, not up1");
     });
 }
+
+/// The groups of sockets that listen to rtnetlink in this namespace, as the bits of `/proc/net/netlink`.
+fn groups() -> Vec<u32> {
+    let table = std::fs::read_to_string("/proc/thread-self/net/netlink").unwrap();
+    let rows = table.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let routes = rows.filter(|columns| columns[1] == "0");
+    routes.map(|columns| u32::from_str_radix(columns[3], 16).unwrap()).filter(|groups| *groups != 0).collect()
+}
+
+#[test]
+fn routes_are_listened_to_only_while_the_choice_depends_on_them() {
+    const LINKS_AND_ADDRESSES: u32 = 1 << 0 | 1 << 4 | 1 << 8;
+    const ROUTES: u32 = 1 << 6 | 1 << 10;
+    in_netns_async(async || {
+        let kernel = host();
+        let selectors = Selectors::default();
+        let chosen = kernel.external_interface(&selectors, [Family::V4]).unwrap();
+        let wait = kernel.interface_changed(&chosen, &selectors, &[Family::V4]);
+        let script = async {
+            let until = async |wanted: &[u32]| {
+                while groups() != wanted {
+                    tokio::task::yield_now().await;
+                }
+            };
+            until(&[LINKS_AND_ADDRESSES]).await;
+            ip("addr del 192.0.3.1/24 dev up1");
+            until(&[LINKS_AND_ADDRESSES | ROUTES]).await;
+            ip("addr add 192.0.3.1/24 dev up1");
+            until(&[LINKS_AND_ADDRESSES]).await;
+            ip("addr del 192.0.3.1/24 dev up1");
+            until(&[LINKS_AND_ADDRESSES | ROUTES]).await;
+            ip("route replace default via 192.0.4.9");
+            std::future::pending().await
+        };
+        let reason = tokio::time::timeout(std::time::Duration::from_secs(20), async {
+            tokio::select! {
+                reason = wait => reason.unwrap(),
+                never = script => never,
+            }
+        });
+        assert_eq!(reason.await.unwrap(), "the external interface is up2 now, not up1");
+    });
+}

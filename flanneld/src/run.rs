@@ -316,8 +316,8 @@ fn previous_subnets(options: &Options) -> Option<flannel_core::Subnets> {
 
 /// The addresses by which a lease is known to be this host's.
 fn addresses(kernel: &NetlinkKernel, options: &Options) -> Result<Vec<IpAddr>, Error> {
-    let facts = kernel.facts(&Selectors::default())?;
-    let local = facts.interfaces.iter().flat_map(|interface| &interface.addresses).map(|a| a.address);
+    let interfaces = kernel.interfaces()?;
+    let local = interfaces.iter().flat_map(|interface| &interface.addresses).map(|a| a.address);
     Ok(options.public().values().copied().chain(local).collect())
 }
 
@@ -358,7 +358,7 @@ fn choose_interface(
 
 /// Pod networks that hold an address of this host cut it off from whatever else has such addresses.
 fn warn_of_clashes(kernel: &NetlinkKernel, config: &Config) -> Result<(), Error> {
-    for interface in kernel.facts(&Selectors::default())?.interfaces {
+    for interface in kernel.interfaces()? {
         if interface.name.as_str().starts_with("flannel") || interface.name.as_str() == "cni0" {
             continue;
         }

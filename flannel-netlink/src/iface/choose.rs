@@ -22,6 +22,16 @@ pub struct Selectors {
     pub public: Dual<IpAddr>,
 }
 
+impl Selectors {
+    /// The default route decides.
+    pub(crate) fn by_default_route(&self) -> bool {
+        self.iface.is_empty()
+            && self.iface_regex.is_empty()
+            && self.can_reach.is_none()
+            && self.public.iter().next().is_none()
+    }
+}
+
 /// Why there is no external interface.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

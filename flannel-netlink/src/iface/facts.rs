@@ -5,10 +5,11 @@ use std::net::IpAddr;
 use flannel_core::{Dual, ExternalInterface, Family, KernelError, LinkName, RouteAnswer};
 
 use crate::NetlinkKernel;
-use crate::ask::{lookup, name_of};
+use crate::ask::{ENODEV, find_link, lookup, name_of};
 use crate::codec::addr::AddrMessage;
 use crate::codec::{addr, link, route};
 use crate::socket::Socket;
+use crate::wire::Message;
 
 use super::{SelectError, Selectors, choose};
 
@@ -24,7 +25,7 @@ const PERMANENT: u32 = 0x80;
 pub struct Facts {
     /// All interfaces, in the order of their indexes.
     pub interfaces: Vec<Interface>,
-    /// The first default route of each family in the main table.
+    /// The first default route of each family in the main table; `None` too if the choice does not depend on it.
     pub default: Dual<DefaultRoute>,
     /// Where packets for [`Selectors::can_reach`] go; `None` if there is no such selector.
     pub reach: Option<RouteAnswer>,
@@ -82,14 +83,50 @@ impl NetlinkKernel {
     ///
     /// # Errors
     /// The kernel cannot be read.
+    ///
+    /// # Blocking
+    /// As [`NetlinkKernel::external_interface`].
     pub fn facts(&self, selectors: &Selectors) -> Result<Facts, KernelError> {
-        let socket = &mut self.lock();
-        Ok(Facts {
-            interfaces: interfaces(socket)?,
-            default: Dual { v4: default_route(socket, Family::V4)?, v6: default_route(socket, Family::V6)? },
-            reach: selectors.can_reach.map(|address| lookup(socket, address)).transpose()?,
-        })
+        facts(&mut self.lock(), selectors)
     }
+
+    /// All interfaces, in the order of their indexes.
+    ///
+    /// # Errors
+    /// The kernel cannot be read.
+    ///
+    /// # Blocking
+    /// Milliseconds on a host with thousands of interfaces.
+    pub fn interfaces(&self) -> Result<Vec<Interface>, KernelError> {
+        interfaces(&mut self.lock())
+    }
+}
+
+pub(super) fn facts(socket: &mut Socket, selectors: &Selectors) -> Result<Facts, KernelError> {
+    let mut default = Dual::default();
+    if selectors.by_default_route() {
+        default = Dual { v4: default_route(socket, Family::V4)?, v6: default_route(socket, Family::V6)? };
+    }
+    Ok(Facts {
+        interfaces: interfaces(socket)?,
+        default,
+        reach: selectors.can_reach.map(|address| lookup(socket, address)).transpose()?,
+    })
+}
+
+/// One interface and its index; `None` if it is not there. Costs nothing that grows with the host.
+pub(super) fn interface(
+    socket: &mut Socket,
+    name: LinkName,
+) -> Result<Option<(u32, Interface)>, KernelError> {
+    let link = match find_link(socket, name) {
+        Err(error) if error.errno == ENODEV => return Ok(None),
+        link => link?,
+    };
+    let on_it = |message: &Message<'_>| addr::read(message).filter(|found| found.index == link.index);
+    let addresses = socket.dump(addr::on(link.index), on_it)?;
+    let addresses = addresses.iter().map(Address::from).collect();
+    Ok(Some((link.index, Interface { name: link.name, mtu: link.mtu, addresses })))
 }
 
 fn interfaces(socket: &mut Socket) -> Result<Vec<Interface>, KernelError> {

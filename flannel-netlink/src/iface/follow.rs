@@ -1,28 +1,44 @@
 //! When the choice of the interface holds no longer.
 //!
 //! The one thing to know: an interface stays chosen for as long as it has the addresses and the MTU that it was chosen
-//! with, even if the selectors would lead elsewhere by now: what works is not given up for what might.
+//! with, even if the selectors would lead elsewhere by now: what works is not given up for what might. So as long as it
+//! has them nothing but itself is looked at, and no route.
 
 use std::time::Duration;
 
-use flannel_core::{Doubts, ExternalInterface, Family, KernelError, Key, LinkName, Object, Report};
+use flannel_core::{ExternalInterface, Family, KernelError, ROUTE_PROTOCOL};
+use neli::consts::rtnl::Rtm;
+use neli::consts::socket::NlFamily;
+use neli::socket::NlSocket;
+use neli::utils::Groups;
 
-use super::{Facts, SelectError, Selectors, choose};
+use super::facts::{facts, interface};
+use super::{Interface, SelectError, Selectors, choose};
 use crate::NetlinkKernel;
+use crate::codec::{addr, link, route};
+use crate::multicast::Bell;
+use crate::socket::Socket;
+use crate::wire::{Message, messages};
 
 /// Addresses and links change in bursts; one look in so much time is enough.
 const PAUSE: Duration = Duration::from_millis(200);
+/// `RTNLGRP_…`: LINK, IPV4_IFADDR, IPV6_IFADDR.
+const GROUPS: [u32; 3] = [1, 5, 9];
+/// IPV4_ROUTE, IPV6_ROUTE.
+const ROUTE_GROUPS: [u32; 2] = [7, 11];
+/// Bytes for messages not yet read.
+const RECEIVE_BUFFER: usize = 1 << 20;
 
 impl NetlinkKernel {
     /// Waits until the chosen interface has lost an address it was chosen with, has another MTU or is gone, and
     /// another choice is possible: what is different, as a sentence without a full stop. While no other choice is
     /// possible it goes on waiting, and logs so once.
     ///
+    /// Needs a tokio runtime with time and a thread that may block: the kernel is read there, through a socket that
+    /// nobody else waits for.
+    ///
     /// # Errors
     /// The kernel cannot be watched.
-    ///
-    /// # Blocking
-    /// Reads the kernel, as [`NetlinkKernel::external_interface`] does, when something has happened to the interface.
     ///
     /// # Cancel safety
     /// Dropping the future loses nothing.
@@ -32,44 +48,135 @@ impl NetlinkKernel {
         selectors: &Selectors,
         families: &[Family],
     ) -> Result<String, KernelError> {
-        // Before the first look, so that nothing is missed between the two.
-        let mut changes = flannel_core::Kernel::changes(self)?;
-        let mut without = false;
+        // Listen before the first look, so that nothing is missed between the two.
+        let (mut bell, socket) =
+            self.namespace().run(|| Ok::<_, KernelError>((bell()?, Socket::open()?)))??;
+        let mut looker = Looker {
+            socket,
+            chosen: chosen.clone(),
+            selectors: selectors.clone(),
+            families: families.to_vec(),
+            index: None,
+        };
+        let (mut by_routes, mut without) = (false, false);
         loop {
-            let facts = self.facts(selectors)?;
-            let kept = still_there(chosen, &facts);
-            match choose(selectors, families.iter().copied(), &facts) {
-                _ if kept => without = false,
-                Ok(now) => {
-                    if let Some(difference) = difference(chosen, &now) {
-                        return Ok(difference);
-                    }
-                }
-                Err(SelectError::Kernel(error)) => return Err(error),
-                Err(error) => {
-                    if !std::mem::replace(&mut without, true) {
-                        tracing::warn!(
-                            "{} is not what it was, everything stays as it is: {error}",
-                            chosen.name
-                        );
-                    }
+            let (back, kept) = blocking(looker, Looker::look).await;
+            looker = back;
+            let kept = kept?;
+            let listen = !kept && looker.depends_on_routes();
+            if listen != std::mem::replace(&mut by_routes, listen) {
+                listen_to_routes(&mut bell, listen)?;
+            }
+            if kept {
+                without = false;
+            } else {
+                let (back, choice) = blocking(looker, Looker::choose).await;
+                looker = back;
+                match choice {
+                    Ok(Some(difference)) => return Ok(difference),
+                    Ok(None) => {}
+                    Err(SelectError::Kernel(error)) => return Err(error),
+                    Err(_) if std::mem::replace(&mut without, true) => {}
+                    Err(error) => tracing::warn!(
+                        "{} is not what it was, everything stays as it is: {error}",
+                        chosen.name
+                    ),
                 }
             }
-            while !bears_on(&changes.next().await?, chosen.name, kept) {}
+            bell.rung(|datagram| looker.is_concerned(datagram)).await?;
             // What comes until then is in the next look.
-            let rest = async { while changes.next().await.is_ok() {} };
+            let rest = async { while bell.rung(|_| true).await.is_ok() {} };
             let _ = tokio::time::timeout(PAUSE, rest).await;
         }
     }
 }
 
+fn bell() -> Result<Bell, KernelError> {
+    let socket = NlSocket::connect(NlFamily::Route, None, Groups::empty())?;
+    socket.add_mcast_membership(Groups::new_groups(&GROUPS))?;
+    Ok(Bell::new(socket, RECEIVE_BUFFER)?)
+}
+
+fn listen_to_routes(bell: &mut Bell, listen: bool) -> Result<(), KernelError> {
+    let (socket, groups) = (bell.socket()?, Groups::new_groups(&ROUTE_GROUPS));
+    Ok(if listen { socket.add_mcast_membership(groups) } else { socket.drop_mcast_membership(groups) }?)
+}
+
+/// Does `work` on a thread that may block.
+async fn blocking<T: Send + 'static>(mut looker: Looker, work: fn(&mut Looker) -> T) -> (Looker, T) {
+    let job = tokio::task::spawn_blocking(move || {
+        let done = work(&mut looker);
+        (looker, done)
+    });
+    job.await.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
+}
+
+/// Whoever looks at the kernel, and what for.
+struct Looker {
+    socket: Socket,
+    chosen: ExternalInterface,
+    selectors: Selectors,
+    families: Vec<Family>,
+    /// That of the chosen interface; `None` if it was not what it was chosen for, when last looked at.
+    index: Option<u32>,
+}
+
+impl Looker {
+    /// The interface is what it was when it was chosen.
+    fn look(&mut self) -> Result<bool, KernelError> {
+        let found = interface(&mut self.socket, self.chosen.name)?;
+        let kept = found.filter(|(_, interface)| is_kept(&self.chosen, interface));
+        self.index = kept.map(|(index, _)| index);
+        Ok(self.index.is_some())
+    }
+
+    /// What is different about the interface that would be chosen now; `None` if nothing is.
+    fn choose(&mut self) -> Result<Option<String>, SelectError> {
+        let facts = facts(&mut self.socket, &self.selectors)?;
+        let chosen = facts.interfaces.iter().find(|interface| interface.name == self.chosen.name);
+        if chosen.is_some_and(|interface| is_kept(&self.chosen, interface)) {
+            return Ok(None);
+        }
+        let now = choose(&self.selectors, self.families.iter().copied(), &facts)?;
+        Ok(difference(&self.chosen, &now))
+    }
+
+    fn depends_on_routes(&self) -> bool {
+        self.selectors.by_default_route() || self.selectors.can_reach.is_some()
+    }
+
+    /// A datagram tells of something that bears on the choice, or cannot be understood.
+    fn is_concerned(&self, datagram: Option<&[u8]>) -> bool {
+        let Some(datagram) = datagram else { return true };
+        messages(datagram).any(|message| message.as_ref().map_or(true, |message| self.bears_on(message)))
+    }
+
+    /// While the interface is there only what happens to itself counts.
+    fn bears_on(&self, message: &Message<'_>) -> bool {
+        let at = |index| self.index.is_none_or(|chosen| chosen == index);
+        match Rtm::from(message.kind) {
+            Rtm::Newlink | Rtm::Dellink => link::read(message)
+                .is_none_or(|link| link.whole && (at(link.index) || link.name == self.chosen.name)),
+            Rtm::Newaddr | Rtm::Deladdr => addr::read(message).is_none_or(|found| at(found.index)),
+            Rtm::Newroute | Rtm::Delroute if self.index.is_none() => {
+                route::read(message).is_some_and(|route| self.may_lead_elsewhere(&route))
+            }
+            _ => false,
+        }
+    }
+
+    fn may_lead_elsewhere(&self, route: &route::RouteMessage) -> bool {
+        match self.selectors.can_reach {
+            Some(address) => route.dst.contains(address) && route.protocol != ROUTE_PROTOCOL,
+            None => route.dst.is_everything() && route.main,
+        }
+    }
+}
+
 /// The interface is what it was when it was chosen.
-fn still_there(chosen: &ExternalInterface, facts: &Facts) -> bool {
-    let interface = facts.interfaces.iter().find(|interface| interface.name == chosen.name);
-    interface.is_some_and(|interface| {
-        let has = |address| interface.addresses.iter().any(|found| found.address == address);
-        interface.mtu == chosen.mtu && chosen.address.values().all(|address| has(*address))
-    })
+fn is_kept(chosen: &ExternalInterface, interface: &Interface) -> bool {
+    let has = |address| interface.addresses.iter().any(|found| found.address == address);
+    interface.mtu == chosen.mtu && chosen.address.values().all(|address| has(*address))
 }
 
 /// What is different, if anything is.
@@ -86,19 +193,105 @@ fn difference(before: &ExternalInterface, now: &ExternalInterface) -> Option<Str
     (now.mtu != before.mtu).then(|| format!("{name} has the MTU {} now, not {}", now.mtu, before.mtu))
 }
 
-/// Whether the choice may be another one after this: while the interface is there only what happens to itself counts.
-fn bears_on(doubts: &Doubts, chosen: LinkName, kept: bool) -> bool {
-    let on = |key: &Key| match key {
-        Key::Addr(link, _) => !kept || *link == chosen,
-        Key::Route(dst) => !kept && dst.is_everything(),
-        _ => false,
-    };
-    match doubts {
-        Doubts::Everything => true,
-        Doubts::Link(link) => !kept || *link == chosen,
-        Doubts::Objects(reports, _) => reports.iter().any(|report| match report {
-            Report::Now(object) => on(&Object::key(object)),
-            Report::Other(key) | Report::Beside(key) | Report::Gone(key) => on(key),
-        }),
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::mpsc;
+
+    use flannel_core::{Addr, Dual, LinkName, Route, Via};
+    use neli::consts::nl::NlmF;
+
+    use super::*;
+    use crate::testing::{in_netns, in_netns_async, ip};
+    use crate::wire::Messages;
+
+    fn up0() -> LinkName {
+        "up0".parse().unwrap()
+    }
+
+    fn chosen() -> ExternalInterface {
+        ip("link add up0 type veth peer name far0");
+        ip("link set up0 up");
+        ip("address add 192.0.2.1/24 dev up0");
+        NetlinkKernel::open().unwrap().external_interface(&selectors(None), [Family::V4]).unwrap()
+    }
+
+    fn selectors(can_reach: Option<&str>) -> Selectors {
+        let can_reach = can_reach.map(|address| address.parse().unwrap());
+        let iface = if can_reach.is_some() { vec![] } else { vec!["up0".into()] };
+        Selectors { iface, can_reach, ..Selectors::default() }
+    }
+
+    /// The chosen interface has index 7, or is not what it was.
+    fn looker(index: Option<u32>, selectors: Selectors) -> Looker {
+        let chosen = ExternalInterface {
+            name: up0(),
+            mtu: 1500,
+            address: Dual::default(),
+            public: Dual::default(),
+            reason: String::new(),
+        };
+        let socket = Socket::open().unwrap();
+        Looker { socket, chosen, selectors, families: vec![Family::V4], index }
+    }
+
+    /// What is told of a route, which is what is said to make it.
+    fn told(dst: &str) -> Vec<u8> {
+        let mut messages = Messages::default();
+        let via = Via::Gateway { gateway: [192, 0, 2, 9].into(), link: up0(), onlink: false };
+        route::put(&mut messages, &Route { dst: dst.parse().unwrap(), via, mtu: None }, 7);
+        messages.ready(0, 1, 0, NlmF::empty()).to_vec()
+    }
+
+    #[test]
+    fn only_routes_that_lead_elsewhere_are_looked_into_and_only_when_the_interface_is_lost() {
+        in_netns(|| {
+            let (kept, lost) = (looker(Some(7), Selectors::default()), looker(None, Selectors::default()));
+            for (dst, wanted) in [("0.0.0.0/0", true), ("10.1.7.0/24", false), ("192.0.2.0/24", false)] {
+                assert!(!kept.is_concerned(Some(&told(dst))), "{dst}");
+                assert_eq!(lost.is_concerned(Some(&told(dst))), wanted, "{dst}");
+            }
+            let far = looker(None, selectors(Some("198.51.100.7")));
+            // All of these are of our own protocol.
+            for dst in ["198.51.100.0/24", "0.0.0.0/0", "203.0.113.0/24"] {
+                assert!(!far.is_concerned(Some(&told(dst))), "{dst}");
+                let mut by_boot = told(dst);
+                by_boot[16 + 5] = flannel_core::GO_ROUTE_PROTOCOL;
+                assert_eq!(far.is_concerned(Some(&by_boot)), dst != "203.0.113.0/24", "{dst}");
+            }
+            for (index, wanted) in [(7, true), (8, false)] {
+                let mut messages = Messages::default();
+                let addr = Addr { link: up0(), address: [192, 0, 2, 1].into(), len: 24 };
+                addr::put(&mut messages, &addr, index);
+                let told = messages.ready(0, 1, 0, NlmF::empty()).to_vec();
+                assert_eq!(kept.is_concerned(Some(&told)), wanted);
+                assert!(lost.is_concerned(Some(&told)));
+            }
+            assert!(kept.is_concerned(None), "who knows what did not fit");
+        });
+    }
+
+    #[test]
+    fn nobody_waits_for_the_writer_of_routes() {
+        in_netns_async(async || {
+            let (chosen, kernel) = (chosen(), Arc::new(NetlinkKernel::open().unwrap()));
+            let (locked, is_locked) = mpsc::channel();
+            let (done, is_done) = mpsc::channel::<()>();
+            let writer = std::thread::spawn({
+                let kernel = Arc::clone(&kernel);
+                move || {
+                    let _writing = kernel.lock();
+                    locked.send(()).unwrap();
+                    is_done.recv_timeout(Duration::from_secs(20)).is_ok()
+                }
+            });
+            is_locked.recv().unwrap();
+            ip("link set up0 mtu 1400");
+            let selectors = selectors(None);
+            let reason = kernel.interface_changed(&chosen, &selectors, &[Family::V4]).await.unwrap();
+            assert_eq!(reason, "up0 has the MTU 1400 now, not 1500");
+            let _ = done.send(());
+            assert!(writer.join().unwrap(), "it was waited for");
+        });
     }
 }
