@@ -31,9 +31,9 @@ const READ_REST: Duration = Duration::from_secs(1);
 /// The same for putting single objects back.
 const REPAIR_GAP: Duration = Duration::from_millis(1);
 const REPAIR_REST: Duration = Duration::from_millis(100);
-/// Answers to plans' questions are asked for again at most this often.
+/// Answers to plans' questions are asked for again at most this often, and no more than a fifth of the time, …
 const RECHECK: Duration = Duration::from_secs(1);
-/// … unless the link that routes are on changed: then after this.
+/// … unless the link that routes are on changed: then this often.
 const HURRY: Duration = Duration::from_millis(100);
 
 /// Nothing is written once this is dropped.
@@ -92,7 +92,7 @@ pub(crate) struct Driver {
     retry_by_reading: bool,
     retry_after: Duration,
     recheck_next: Instant,
-    recheck_last: Instant,
+    hurry_next: Instant,
 }
 
 /// What a round of work is about, apart from what the reconciler knows.
@@ -109,7 +109,8 @@ struct Round {
 /// What came of it.
 struct Outcome {
     reconciler: Box<Reconciler>,
-    rechecked: bool,
+    /// How long it took to ask again what plans had asked; `None` if that was not done.
+    rechecked: Option<Duration>,
     listener: Option<std::result::Result<Box<dyn Changes>, KernelError>>,
 }
 
@@ -123,10 +124,12 @@ impl Round {
         }
         self.doubts.iter().for_each(|doubts| reconciler.doubt(doubts));
         let urgent = self.may_hurry && reconciler.has_urgent_facts();
-        let rechecked = urgent || self.may_recheck && reconciler.has_stale_facts();
-        if rechecked {
+        let recheck = urgent || self.may_recheck && reconciler.has_stale_facts();
+        let rechecked = recheck.then(|| {
+            let started = Instant::now();
             reconciler.recheck_facts(kernel);
-        }
+            started.elapsed()
+        });
         if let Some((view, arrived)) = self.view {
             reconciler.view(&view, arrived, kernel);
         }
@@ -166,7 +169,7 @@ impl Driver {
             retry_by_reading: false,
             retry_after: RETRY_FIRST,
             recheck_next: Instant::now(),
-            recheck_last: Instant::now() - HURRY,
+            hurry_next: Instant::now(),
         }
     }
 
@@ -207,8 +210,9 @@ impl Driver {
             None => {}
         }
         let now = Instant::now();
-        if rechecked {
-            (self.recheck_last, self.recheck_next) = (now, now + RECHECK);
+        if let Some(took) = rechecked {
+            let after = |gap: Duration| now + gap.max(4 * took);
+            (self.recheck_next, self.hurry_next) = (after(RECHECK), after(HURRY));
         }
         let reads = reconciler.reads();
         if reads.tries != self.reads.tries {
@@ -255,7 +259,7 @@ impl Driver {
             retry,
             may_read: due || listen || self.read_pace.is_ready(now),
             may_recheck: now >= self.recheck_next,
-            may_hurry: now >= self.recheck_last + HURRY,
+            may_hurry: now >= self.hurry_next,
         }
     }
 
@@ -348,7 +352,7 @@ impl Driver {
             deadline = deadline.min(self.read_pace.next(now));
         }
         if reconciler.has_urgent_facts() {
-            deadline = deadline.min(self.recheck_last + HURRY);
+            deadline = deadline.min(self.hurry_next);
         }
         if reconciler.has_stale_facts() {
             deadline = deadline.min(self.recheck_next);

@@ -146,7 +146,16 @@ impl Reconciler {
         let stale = std::mem::take(&mut self.stale_facts);
         let answers = Answers::new(kernel);
         let everything = stale.all.then_some(None);
-        let parts = stale.under.into_iter().filter(|_| !stale.all).map(Some);
+        // A subnet stands directly before those inside it.
+        let mut last: Option<Subnet> = None;
+        let parts = stale.under.into_iter().filter(|under| {
+            let new = !stale.all && last.is_none_or(|last| !last.covers(under));
+            if new {
+                last = Some(*under);
+            }
+            new
+        });
+        let parts = parts.map(Some);
         for under in everything.into_iter().chain(parts) {
             let changed = self.peers.recheck(under, &|a| answers.on_link(a));
             self.take(changed, None);

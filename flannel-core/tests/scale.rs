@@ -11,9 +11,10 @@ use std::time::Duration;
 
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{
-    Addr, Blueprint, Damage, Disbelief, Fdb, KernelNetwork, Key, Lease, LeaseAttrs, LeaseSet, Link, LinkKind,
-    LinkName, MacAddr, Neigh, Network, NetworkHandle, Nexthop, Object, ObjectKind, Origin, Owned, Revision,
-    Route, Standing, State, Status, Subnet, Subnets, Via, View, Vxlan,
+    Addr, Blueprint, Change, Changes, Damage, Disbelief, Fdb, Kernel, KernelError, KernelNetwork, Key, Lease,
+    LeaseAttrs, LeaseSet, Link, LinkKind, LinkName, MacAddr, Neigh, Network, NetworkHandle, Nexthop,
+    NexthopIds, Object, ObjectKind, Origin, Owned, Revision, Route, RouteAnswer, Standing, State, Status,
+    Subnet, Subnets, Via, View, Vxlan,
 };
 use tokio::task::JoinHandle;
 
@@ -73,6 +74,11 @@ impl World {
     /// Peers 1 to `peers`, all in place.
     async fn new(peers: u16) -> Self {
         let kernel = FakeKernel::with_uplink("eth0");
+        Self::on(Arc::new(kernel.clone()), kernel, peers).await
+    }
+
+    /// The same through another view of the kernel.
+    async fn on(seen: Arc<dyn Kernel>, kernel: FakeKernel, peers: u16) -> Self {
         let subnets = FakeSubnets::new(NETWORK);
         let vxlan = Vxlan {
             vni: 1,
@@ -115,7 +121,7 @@ impl World {
                 Ok(())
             }),
         };
-        let network = KernelNetwork::new(Arc::new(kernel.clone()), blueprint);
+        let network = KernelNetwork::new(seen, blueprint);
         let handle = network.handle();
         let leases: LeaseSet = (1..=peers).map(|n| lease(n, public(n), 1)).collect();
         let view = View { leases, origin: Origin::Live { revision: Revision(1) } };
@@ -306,7 +312,7 @@ async fn a_link_local_address_on_our_device_is_no_reason_to_read_the_kernel() {
 
 #[tokio::test(start_paused = true)]
 async fn a_thousand_unrelated_route_changes_a_second_cause_no_look_ups() {
-    let world = World::new(2_000).await;
+    let world = World::new(10_000).await;
     for n in 0..5_000u16 {
         let [high, low] = n.to_be_bytes();
         let dst = Subnet::new([172, 16 + high, low, 0].into(), 24).unwrap();
@@ -327,7 +333,7 @@ async fn a_thousand_unrelated_route_changes_a_second_cause_no_look_ups() {
     assert_eq!(world.plans.load(Ordering::Relaxed), 0);
     // Under a prefix that changed, those endpoints are asked for again, and at most once a second.
     let dst: Subnet = "198.18.1.0/24".parse().unwrap();
-    let under = (1..=2_000).filter(|n| dst.contains(public(*n))).count();
+    let under = (1..=10_000).filter(|n| dst.contains(public(*n))).count();
     for n in 0..3_000u32 {
         world.kernel.foreign_put(Route { dst, via: Via::Link(uplink()), mtu: Some(1400 + n % 2) }, 186);
         tokio::time::sleep(Duration::from_millis(1)).await;
@@ -337,6 +343,70 @@ async fn a_thousand_unrelated_route_changes_a_second_cause_no_look_ups() {
     let lookups = count(&calls, Operation::Lookup);
     assert!(under > 100 && lookups >= 2 * under && lookups <= 5 * under, "{lookups} of {under}");
     assert_eq!(lookups, calls.len());
+    // Under prefixes inside one another, each is asked for once.
+    for len in [24, 15, 16] {
+        let dst = Subnet::new([198, 18, 0, 0].into(), len).unwrap();
+        world.kernel.foreign_put(Route { dst, via: Via::Link(uplink()), mtu: None }, 186);
+    }
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    assert_eq!(count(&world.kernel.take_calls(), Operation::Lookup), 10_000);
+}
+
+/// A kernel whose look-ups take time.
+#[derive(Debug)]
+struct SlowLookups(FakeKernel);
+
+const LOOKUP: Duration = Duration::from_micros(100);
+
+impl Kernel for SlowLookups {
+    fn snapshot(&self, owned: &Owned) -> Result<State, KernelError> {
+        self.0.snapshot(owned)
+    }
+
+    fn nexthop_ids(&self, owned: &Owned) -> Result<NexthopIds, KernelError> {
+        self.0.nexthop_ids(owned)
+    }
+
+    fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+        self.0.apply(owned, changes)
+    }
+
+    fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
+        tokio::runtime::Handle::current().block_on(tokio::time::advance(LOOKUP));
+        self.0.lookup(dst)
+    }
+
+    fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
+        self.0.changes()
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn look_ups_take_a_fifth_of_the_time_at_most_however_often_their_reason_comes() {
+    let kernel = FakeKernel::with_uplink("eth0");
+    let world = World::on(Arc::new(SlowLookups(kernel.clone())), kernel, 3_000).await;
+    let everything: Subnet = "0.0.0.0/0".parse().unwrap();
+    let link = |world: &World| world.kernel.add_foreign_link("eth0", &[]);
+    let default_route = |world: &World| {
+        let via = Via::Gateway { gateway: [192, 0, 2, 9].into(), link: uplink(), onlink: false };
+        world.kernel.foreign_put(Route { dst: everything, via, mtu: None }, 186);
+    };
+    let lost = |world: &World| world.kernel.lose_messages();
+    for reason in [&link as &dyn Fn(&World), &default_route, &lost] {
+        let started = tokio::time::Instant::now();
+        while started.elapsed() < Duration::from_secs(20) {
+            reason(&world);
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        let elapsed = started.elapsed();
+        let lookups = count(&world.kernel.take_calls(), Operation::Lookup);
+        let took = LOOKUP * u32::try_from(lookups).unwrap();
+        // The first one waits for nothing.
+        let most = elapsed / 5 + 3_000 * LOOKUP;
+        assert!(lookups >= 3_000 && took <= most, "{lookups} look-ups took {took:?} of {elapsed:?}");
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        world.kernel.take_calls();
+    }
 }
 
 /// Damage of every kind to random peers, unwanted things, lost messages: as much as one likes, for ever.
