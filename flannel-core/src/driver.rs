@@ -120,9 +120,9 @@ impl Round {
         // Listen first, then read: what changes in between is heard.
         let listener = self.listen.then(|| kernel.changes());
         if self.listen {
-            reconciler.doubt(&Doubts::Everything);
+            reconciler.doubt(&Doubts::Everything, kernel);
         }
-        self.doubts.iter().for_each(|doubts| reconciler.doubt(doubts));
+        self.doubts.iter().for_each(|doubts| reconciler.doubt(doubts, kernel));
         let urgent = self.may_hurry && reconciler.has_urgent_facts();
         let recheck = urgent || self.may_recheck && reconciler.has_stale_facts();
         let rechecked = recheck.then(|| {

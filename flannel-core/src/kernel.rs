@@ -277,6 +277,12 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     /// # Errors
     /// The kernel refused to let us listen.
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError>;
+
+    /// The name and the id of the process that has the netlink socket with this port id. `None`: there is none, this
+    /// process may not look, or so many were asked for of late that it would cost too much.
+    fn process(&self, _port: u32) -> Option<(Arc<str>, u32)> {
+        None
+    }
 }
 
 /// News from the kernel: what may no longer be as we put it. Doubt is removed by putting the object again, or
@@ -303,8 +309,8 @@ pub struct Culprit {
     pub port: u32,
     /// The protocol of the route or nexthop that was put there; `None` for other objects and for deletions.
     pub protocol: Option<u8>,
-    /// The name and the id of the process that has the socket, if it still lived when the message was read and this
-    /// one may look.
+    /// The name and the id of the process that has the socket, if it still lived when somebody asked
+    /// ([`Kernel::process`]).
     pub process: Option<(Arc<str>, u32)>,
 }
 

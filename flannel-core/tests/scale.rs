@@ -266,6 +266,8 @@ async fn one_repair_among_thousands_costs_one_object_and_names_victim_and_culpri
         );
         let culprit = last.culprit.as_ref().map(|culprit| (culprit.port, culprit.protocol));
         assert_eq!(culprit, by.then_some((FakeKernel::FOREIGN_PORT, protocol)), "{last}");
+        let process = last.culprit.as_ref().and_then(|culprit| culprit.process.clone());
+        assert_eq!(process, by.then(|| ("foreigner".into(), FakeKernel::FOREIGN_PORT)));
         let calls = world.kernel.take_calls();
         assert!(calls.len() == 1 && calls[0].key == Some(object.key()), "{what:?} {object}: {calls:?}");
     }
@@ -330,6 +332,7 @@ async fn a_thousand_unrelated_route_changes_a_second_cause_no_look_ups() {
     }
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(world.kernel.take_calls(), vec![]);
+    assert_eq!(world.kernel.take_process_questions(), 0);
     assert_eq!(world.plans.load(Ordering::Relaxed), 0);
     // Under a prefix that changed, those endpoints are asked for again, and at most once a second.
     let dst: Subnet = "198.18.1.0/24".parse().unwrap();
@@ -378,6 +381,10 @@ impl Kernel for SlowLookups {
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
         self.0.changes()
+    }
+
+    fn process(&self, port: u32) -> Option<(Arc<str>, u32)> {
+        self.0.process(port)
     }
 }
 

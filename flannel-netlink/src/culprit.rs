@@ -7,19 +7,22 @@ use std::io::{self, Read, Seek};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use flannel_core::Culprit;
-
 /// What was found out is believed for this long.
 const FRESH: Duration = Duration::from_secs(1);
 /// Within that time, no more processes than this are looked for: that takes reading files, and others may come and go by the
-/// thousand.
+/// thousand, …
 const MOST: usize = 20;
+/// … and none after so much time was spent, on a host with very many sockets.
+const BUDGET: Duration = Duration::from_millis(50);
+/// Of a process's open files no more than this are looked at.
+const MOST_FILES: usize = 10_000;
 
 /// The processes behind the ports of one network namespace.
 pub(crate) struct Culprits {
     /// `/proc/net/netlink`, which stays that of the namespace it was opened in; `None` if there is none.
     sockets: Option<File>,
     since: Instant,
+    spent: Duration,
     known: HashMap<u32, Option<(Arc<str>, u32)>>,
 }
 
@@ -28,30 +31,25 @@ impl Culprits {
     pub(crate) fn here() -> Self {
         let sockets = File::open("/proc/thread-self/net/netlink");
         let sockets = sockets.inspect_err(|error| tracing::debug!(%error, "culprits will have no names"));
-        Self { sockets: sockets.ok(), since: Instant::now(), known: HashMap::new() }
+        Self { sockets: sockets.ok(), since: Instant::now(), spent: Duration::ZERO, known: HashMap::new() }
     }
 
-    /// Whoever has the socket with this port; `None` if it is 0, which stands for the kernel and for nobody knows.
-    /// `protocol` is that of what was put there.
-    pub(crate) fn at(&mut self, port: u32, protocol: Option<u8>) -> Option<Culprit> {
-        if port == 0 {
+    /// The name and the id of whoever has the socket with this port.
+    pub(crate) fn at(&mut self, port: u32) -> Option<(Arc<str>, u32)> {
+        let now = Instant::now();
+        if now - self.since > FRESH {
+            (self.since, self.spent, self.known) = (now, Duration::ZERO, HashMap::new());
+        }
+        if let Some(process) = self.known.get(&port) {
+            return process.clone();
+        }
+        if self.known.len() == MOST || self.spent > BUDGET {
             return None;
         }
-        if self.since.elapsed() > FRESH {
-            (self.since, self.known) = (Instant::now(), HashMap::new());
-        }
-        let mut culprit = Culprit::new(port);
-        culprit.protocol = protocol;
-        culprit.process = match self.known.get(&port) {
-            Some(process) => process.clone(),
-            None if self.known.len() < MOST => {
-                let process = self.process(port);
-                self.known.insert(port, process.clone());
-                process
-            }
-            None => None,
-        };
-        Some(culprit)
+        let process = self.process(port);
+        self.spent += now.elapsed();
+        self.known.insert(port, process.clone());
+        process
     }
 
     fn process(&mut self, port: u32) -> Option<(Arc<str>, u32)> {
@@ -83,7 +81,7 @@ fn inode(table: &str, port: u32) -> Option<&str> {
 
 /// The process has this file open.
 fn has_open(process: u32, file: &str) -> io::Result<bool> {
-    for entry in std::fs::read_dir(format!("/proc/{process}/fd"))? {
+    for entry in std::fs::read_dir(format!("/proc/{process}/fd"))?.take(MOST_FILES) {
         // Closed meanwhile is as good as not there.
         if std::fs::read_link(entry?.path()).is_ok_and(|target| target.as_os_str() == file) {
             return Ok(true);
@@ -112,9 +110,21 @@ sk               Eth Pid        Groups   Rmem     Wmem     Dump  Locks    Drops 
     fn a_storm_of_ports_costs_few_looks() {
         let mut culprits = Culprits::here();
         for port in 1..10_000 {
-            assert_eq!(culprits.at(port, None).map(|culprit| culprit.port), Some(port));
+            culprits.at(port);
         }
         assert!(culprits.known.len() <= MOST);
-        assert_eq!(culprits.at(0, None), None);
+    }
+
+    #[test]
+    fn looks_that_take_long_are_few() {
+        let mut culprits = Culprits::here();
+        culprits.at(1);
+        culprits.spent = 2 * BUDGET;
+        let known = culprits.known.len();
+        (2..1_000).for_each(|port| assert_eq!(culprits.at(port), None));
+        assert_eq!(culprits.known.len(), known);
+        culprits.since -= 2 * FRESH;
+        culprits.at(2);
+        assert!(culprits.known.contains_key(&2) && culprits.spent <= BUDGET);
     }
 }

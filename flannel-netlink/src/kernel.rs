@@ -4,13 +4,14 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flannel_core::{Change, Changes, Kernel, KernelError, NexthopIds, Owned, RouteAnswer, State};
 
 use crate::apply::Writer;
 use crate::ask::lookup;
 use crate::changes::Listener;
+use crate::culprit::Culprits;
 use crate::namespace::Namespace;
 use crate::snapshot::{nexthop_ids, nexthop_users, snapshot};
 use crate::socket::Socket;
@@ -35,6 +36,7 @@ use crate::socket::Socket;
 pub struct NetlinkKernel {
     namespace: Namespace,
     socket: Mutex<Socket>,
+    culprits: Mutex<Culprits>,
     port: u32,
     without_nexthops: bool,
 }
@@ -61,8 +63,10 @@ impl NetlinkKernel {
     }
 
     fn of(namespace: Namespace) -> Result<Self, KernelError> {
-        let socket = namespace.run(Socket::open)??;
-        Ok(Self { namespace, port: socket.port(), socket: Mutex::new(socket), without_nexthops: false })
+        let (socket, culprits) = namespace.run(|| (Socket::open(), Culprits::here()))?;
+        let (socket, culprits) = (socket?, Mutex::new(culprits));
+        let port = socket.port();
+        Ok(Self { namespace, socket: Mutex::new(socket), culprits, port, without_nexthops: false })
     }
 
     /// Makes networks use no nexthop objects; those that an earlier run left give way to plain routes.
@@ -111,5 +115,9 @@ impl Kernel for NetlinkKernel {
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
         let listener = self.namespace.run(|| Listener::open(self.port))??;
         Ok(Box::new(listener.registered_if_possible()?))
+    }
+
+    fn process(&self, port: u32) -> Option<(Arc<str>, u32)> {
+        self.culprits.lock().unwrap_or_else(PoisonError::into_inner).at(port)
     }
 }

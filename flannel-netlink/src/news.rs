@@ -9,7 +9,6 @@ use neli::consts::rtnl::Rtm;
 use crate::ask::name_of;
 use crate::codec::link::LinkMessage;
 use crate::codec::{addr, link, neigh, nexthop, route};
-use crate::culprit::Culprits;
 use crate::socket::Socket;
 use crate::wire::{Message, messages};
 
@@ -20,20 +19,13 @@ pub(crate) struct News {
     /// Whose changes are our own.
     port: u32,
     links: HashMap<u32, LinkMessage>,
-    culprits: Culprits,
     pending: VecDeque<Doubts>,
 }
 
 impl News {
     /// Changes by the socket with `port` are our own; `requests` is another one, in the calling thread's namespace.
     pub(crate) fn new(requests: Socket, port: u32) -> Result<Self, KernelError> {
-        let mut news = Self {
-            requests,
-            port,
-            links: HashMap::new(),
-            culprits: Culprits::here(),
-            pending: VecDeque::new(),
-        };
+        let mut news = Self { requests, port, links: HashMap::new(), pending: VecDeque::new() };
         news.learn_names()?;
         Ok(news)
     }
@@ -93,8 +85,7 @@ impl News {
             _ => (None, None),
         };
         if let Some(report) = report {
-            let culprit = self.culprits.at(message.port, protocol);
-            self.report(report, culprit);
+            self.report(report, culprit(message.port, protocol));
         }
         Ok(())
     }
@@ -181,6 +172,14 @@ impl News {
         self.pending.clear();
         self.pending.push_back(Doubts::Everything);
     }
+}
+
+/// Whoever has the socket with this port; `None` if it is 0, which stands for the kernel and for nobody knows. `protocol` is
+/// that of what was put there.
+fn culprit(port: u32, protocol: Option<u8>) -> Option<Culprit> {
+    let mut culprit = Culprit::new(port);
+    culprit.protocol = protocol;
+    (port != 0).then_some(culprit)
 }
 
 fn report(key: Key, object: Option<Object>, deleted: bool) -> Report {

@@ -136,14 +136,16 @@ fn whoever_changes_something_is_named_if_it_still_lives() {
         assert!(other.apply(&Owned::default(), &[Change::Put(route(9))])[0].is_ok());
         let culprit = culprit(&mut *changes, Report::Now(route(9))).await.unwrap();
         let name = std::fs::read_to_string("/proc/self/comm").unwrap();
-        let (found, id) = culprit.process.clone().unwrap();
+        // That is looked up by whoever wants to know, and on a thread that may block.
+        assert_eq!(culprit.process, None);
+        let (found, id) = kernel.process(culprit.port).unwrap();
         assert_eq!((&*found, id, culprit.port), (name.trim_end(), std::process::id(), std::process::id()));
         assert_eq!(culprit.protocol, Some(flannel_core::ROUTE_PROTOCOL));
         // A second socket has another port, which is no process.
         let second = NetlinkKernel::open().unwrap();
         assert!(second.apply(&Owned::default(), &[Change::Put(neigh(9))])[0].is_ok());
         let culprit = self::culprit(&mut *changes, Report::Now(neigh(9))).await.unwrap();
-        assert_eq!((culprit.process.clone(), culprit.protocol), (None, None));
+        assert_eq!((kernel.process(culprit.port), culprit.protocol), (None, None));
         assert!(culprit.to_string().contains(&format!("port id {}", culprit.port)), "{culprit}");
         ip("route del blackhole 10.1.0.9/32");
         let culprit = self::culprit(&mut *changes, Report::Gone(route(9).key())).await.unwrap();

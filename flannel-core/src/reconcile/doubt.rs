@@ -1,12 +1,32 @@
 //! Doubting: what the kernel says has changed, and what that may mean for us.
 
+use std::cell::OnceCell;
+
 use super::{Cause, Reconciler, Unread};
-use crate::kernel::{Culprit, Doubts, Report};
+use crate::kernel::{Culprit, Doubts, Kernel, Report};
 use crate::state::Key;
 use crate::status::Damage;
 
 /// Whom to suspect of additions is remembered for so many of them; the wanted objects bound the rest.
 const MOST_SUSPECTS: usize = 1024;
+
+/// Who is said to have done something. Which process that is costs reading files, so only victims of ours make us ask.
+struct Suspect<'a> {
+    said: Option<&'a Culprit>,
+    kernel: &'a dyn Kernel,
+    named: OnceCell<Culprit>,
+}
+
+impl Suspect<'_> {
+    fn named(&self) -> Option<Culprit> {
+        let said = self.said?;
+        let named = || {
+            let process = said.process.clone().or_else(|| self.kernel.process(said.port));
+            Culprit { process, ..said.clone() }
+        };
+        Some(self.named.get_or_init(named).clone())
+    }
+}
 
 impl Reconciler {
     pub(crate) fn has_urgent_facts(&self) -> bool {
@@ -17,8 +37,8 @@ impl Reconciler {
         self.stale_facts.all || !self.stale_facts.under.is_empty()
     }
 
-    /// Takes in news from the kernel.
-    pub(crate) fn doubt(&mut self, doubts: &Doubts) {
+    /// Takes in news from the kernel, and asks it who that was where it matters.
+    pub(crate) fn doubt(&mut self, doubts: &Doubts, kernel: &dyn Kernel) {
         match doubts {
             Doubts::Everything => {
                 self.unread = Unread::Everything;
@@ -32,12 +52,13 @@ impl Reconciler {
                 self.stale_facts.all |= self.stale_facts.urgent || self.peers.facts().rely_on(*name);
             }
             Doubts::Objects(reports, by) => {
-                reports.iter().for_each(|report| self.doubt_object(report, by.as_ref()));
+                let by = Suspect { said: by.as_ref(), kernel, named: OnceCell::new() };
+                reports.iter().for_each(|report| self.doubt_object(report, &by));
             }
         }
     }
 
-    fn doubt_object(&mut self, report: &Report, by: Option<&Culprit>) {
+    fn doubt_object(&mut self, report: &Report, by: &Suspect<'_>) {
         let key = match report {
             Report::Now(object) => object.key(),
             Report::Other(key) | Report::Beside(key) | Report::Gone(key) => *key,
@@ -75,8 +96,10 @@ impl Reconciler {
             // Ours to remove, if it is one that a snapshot shows as ours.
             (None, Report::Now(object)) if concerned && self.owned.may_own(object, protocol) => {
                 self.unread = self.unread.max(Unread::Additions);
-                if let Some(by) = by.filter(|_| self.suspects.len() < MOST_SUSPECTS + self.put.len()) {
-                    self.suspects.insert(key, by.clone());
+                if self.suspects.len() < MOST_SUSPECTS + self.put.len()
+                    && let Some(by) = by.named()
+                {
+                    self.suspects.insert(key, by);
                 }
             }
             (None, _) => {}
@@ -84,11 +107,11 @@ impl Reconciler {
     }
 
     /// A wanted object is in doubt.
-    fn suspect(&mut self, key: Key, damage: Damage, by: Option<&Culprit>) {
+    fn suspect(&mut self, key: Key, damage: Damage, by: &Suspect<'_>) {
         let known = self.failed.remove(&key).map(|failed| failed.cause);
         self.put.entry(key).or_insert_with(|| known.unwrap_or(Cause::Doubt(damage)));
-        if let Some(by) = by {
-            self.suspects.insert(key, by.clone());
+        if let Some(by) = by.named() {
+            self.suspects.insert(key, by);
         }
     }
 }

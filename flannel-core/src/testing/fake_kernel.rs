@@ -45,6 +45,7 @@ struct Tables {
     listeners: Vec<(u32, mpsc::UnboundedSender<Doubts>)>,
     faults: Vec<Fault>,
     calls: Vec<Call>,
+    process_questions: usize,
     without_nexthops: bool,
     unwanted_nexthops: bool,
 }
@@ -237,6 +238,12 @@ impl FakeKernel {
     /// The calls since the last time this was asked.
     pub fn take_calls(&self) -> Vec<Call> {
         std::mem::take(&mut self.lock().calls)
+    }
+
+    /// How often [`Kernel::process`] was asked since the last time this was asked. It is asked of no table, and cannot fail,
+    /// so it is no [`Call`].
+    pub fn take_process_questions(&self) -> usize {
+        std::mem::take(&mut self.lock().process_questions)
     }
 
     /// All objects, whoever made them, as text.
@@ -541,6 +548,11 @@ impl Kernel for FakeKernel {
         let (sender, receiver) = mpsc::unbounded_channel();
         tables.listeners.push((self.writer, sender));
         Ok(Box::new(Queue(receiver)))
+    }
+
+    fn process(&self, port: u32) -> Option<(Arc<str>, u32)> {
+        self.lock().process_questions += 1;
+        (port == Self::FOREIGN_PORT).then(|| ("foreigner".into(), port))
     }
 }
 
