@@ -10,6 +10,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep_until};
 
 use crate::error::Result;
+use crate::heard::Heard;
 use crate::kernel::{Changes, Doubts, Kernel, KernelError};
 use crate::lease::View;
 use crate::network::{Ended, Question};
@@ -22,8 +23,6 @@ const RESYNC: Duration = Duration::from_secs(300);
 /// After a failure, the kernel is read again: first after this time, then after twice that, and so on.
 const RETRY_FIRST: Duration = Duration::from_millis(100);
 const RETRY_LONGEST: Duration = Duration::from_secs(30);
-/// More reports than this at once become doubt about everything: memory is bounded by peers, not by events.
-const MOST_REPORTS: usize = 1 << 16;
 /// However much others do, the kernel is read at most this often, and no more than a fifth of the time, …
 const READ_GAP: Duration = Duration::from_millis(100);
 /// … but after this long a rest as often as fits into it without waiting.
@@ -77,10 +76,7 @@ pub(crate) struct Driver {
     arrived: Option<Instant>,
     questions: mpsc::Receiver<Question>,
     listener: Listener,
-    doubts: Vec<Doubts>,
-    /// How many reports `doubts` hold, and whether they became too many.
-    heard: usize,
-    overrun: bool,
+    heard: Heard,
     reads: Reads,
     /// When to make sure that all is well.
     resync_next: Instant,
@@ -158,9 +154,7 @@ impl Driver {
             arrived: Some(Instant::now()),
             questions,
             listener: Listener::Unopened,
-            doubts: Vec::new(),
-            heard: 0,
-            overrun: false,
+            heard: Heard::default(),
             reads: Reads::default(),
             resync_next: Instant::now() + RESYNC,
             retry_next: None,
@@ -199,7 +193,7 @@ impl Driver {
                     Ok(done) => break done,
                     Err(panic) => std::panic::resume_unwind(panic.into_panic()),
                 },
-                doubts = self.listener.next() => self.hear(doubts),
+                doubts = self.listener.next() => self.heard.hear(doubts),
                 // A view that comes meanwhile has to wait; that counts.
                 Ok(()) = self.views.changed(), if self.arrived.is_none() => self.arrived = Some(Instant::now()),
             }
@@ -248,36 +242,17 @@ impl Driver {
             self.retry_by_reading = retry;
         }
         if due && !retry {
-            self.doubts.push(Doubts::Everything);
+            self.heard.hear(Doubts::Everything);
         }
-        (self.heard, self.overrun) = (0, false);
         Round {
             // When nobody will send more, the last view still counts.
             view: self.arrived.take().map(|arrived| (self.views.borrow_and_update().clone(), arrived)),
-            doubts: std::mem::take(&mut self.doubts),
+            doubts: self.heard.take(),
             listen,
             retry,
             may_read: due || listen || self.read_pace.is_ready(now),
             may_recheck: now >= self.recheck_next,
             may_hurry: now >= self.hurry_next,
-        }
-    }
-
-    /// Notes a doubt; so many that one snapshot is cheaper become one.
-    fn hear(&mut self, doubts: Doubts) {
-        if let Doubts::Objects(reports, _) = &doubts {
-            if self.overrun {
-                return;
-            }
-            self.heard += reports.len();
-            if self.heard > MOST_REPORTS {
-                self.overrun = true;
-                self.doubts.retain(|doubts| !matches!(doubts, Doubts::Objects(..)));
-                return self.doubts.push(Doubts::Everything);
-            }
-        }
-        if self.doubts.last() != Some(&doubts) {
-            self.doubts.push(doubts);
         }
     }
 
@@ -333,7 +308,7 @@ impl Driver {
                     Err(_) => return false,
                 },
                 Some(question) = self.questions.recv() => self.answer(question),
-                doubts = self.listener.next() => self.hear(doubts),
+                doubts = self.listener.next() => self.heard.hear(doubts),
                 () = sleep_until(deadline) => break,
             }
         }
@@ -344,7 +319,7 @@ impl Driver {
     fn deadline(&self) -> Instant {
         let now = Instant::now();
         let mut deadline = self.retry_next.map_or(self.resync_next, |next| next.min(self.resync_next));
-        if !self.doubts.is_empty() {
+        if !self.heard.is_empty() {
             deadline = deadline.min(self.repair_pace.next(now));
         }
         let Some(reconciler) = &self.reconciler else { return deadline };

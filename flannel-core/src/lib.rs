@@ -8,6 +8,7 @@ mod config;
 mod driver;
 mod error;
 mod facts;
+mod heard;
 mod histogram;
 mod json;
 mod kernel;

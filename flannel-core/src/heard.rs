@@ -1,0 +1,110 @@
+//! What was heard from the kernel and not taken in yet. The one thing to know: it is bounded, whatever happens: so many
+//! doubts that one snapshot is cheaper become one about everything.
+
+use std::collections::BTreeSet;
+
+use crate::kernel::Doubts;
+use crate::name::LinkName;
+
+/// More reports than this at once become doubt about everything, …
+const MOST_REPORTS: usize = 1 << 16;
+/// … and so do more links.
+const MOST_LINKS: usize = 1 << 10;
+
+/// Doubts that wait for the reconciler.
+#[derive(Debug, Default)]
+pub(crate) struct Heard {
+    everything: bool,
+    links: BTreeSet<LinkName>,
+    /// In the order of their messages; none once there were too many.
+    objects: Vec<Doubts>,
+    reports: usize,
+}
+
+impl Heard {
+    /// Notes a doubt.
+    pub(crate) fn hear(&mut self, doubts: Doubts) {
+        match doubts {
+            Doubts::Everything => self.everything = true,
+            Doubts::Link(name) => {
+                if self.links.len() < MOST_LINKS {
+                    self.links.insert(name);
+                } else {
+                    self.everything |= !self.links.contains(&name);
+                }
+            }
+            Doubts::Objects(ref reports, _) => {
+                self.reports = self.reports.saturating_add(reports.len());
+                if self.reports > MOST_REPORTS {
+                    (self.everything, self.objects) = (true, Vec::new());
+                } else if self.objects.last() != Some(&doubts) {
+                    self.objects.push(doubts);
+                }
+            }
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        !self.everything && self.links.is_empty() && self.objects.is_empty()
+    }
+
+    /// All that was noted.
+    pub(crate) fn take(&mut self) -> Vec<Doubts> {
+        let Self { everything, links, objects, .. } = std::mem::take(self);
+        let everything = everything.then_some(Doubts::Everything);
+        everything.into_iter().chain(links.into_iter().map(Doubts::Link)).chain(objects).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::{Culprit, Report};
+    use crate::state::Key;
+
+    fn objects(port: u32) -> Doubts {
+        let gone = Report::Gone(Key::Nexthop(port));
+        Doubts::Objects(vec![gone], Some(Culprit::new(port)))
+    }
+
+    fn link(n: u32) -> Doubts {
+        Doubts::Link(format!("cali{n}").parse().unwrap())
+    }
+
+    #[test]
+    fn what_never_ends_is_bounded() {
+        let mut heard = Heard::default();
+        for n in 0..300_000 {
+            heard.hear(link(n));
+            heard.hear(objects(n));
+            heard.hear(Doubts::Everything);
+            assert!(heard.links.len() <= MOST_LINKS && heard.objects.len() <= MOST_REPORTS);
+        }
+        let taken = heard.take();
+        assert!(taken.len() <= 1 + MOST_LINKS && taken[0] == Doubts::Everything, "{}", taken.len());
+        assert!(heard.is_empty() && heard.take().is_empty());
+    }
+
+    #[test]
+    fn little_is_kept_as_it_came() {
+        let mut heard = Heard::default();
+        for n in 0..1000 {
+            heard.hear(link(n % 10));
+            heard.hear(objects(2 - n % 3));
+        }
+        assert!(!heard.is_empty());
+        let taken = heard.take();
+        assert_eq!(taken.len(), 10 + 1000);
+        assert_eq!(taken[9..13], [link(9), objects(2), objects(1), objects(0)]);
+    }
+
+    #[test]
+    fn too_many_links_are_everything_and_those_known_before_stay() {
+        let mut heard = Heard::default();
+        let most = u32::try_from(MOST_LINKS).unwrap();
+        (0..most).chain(0..most).for_each(|n| heard.hear(link(n)));
+        assert!(!heard.everything);
+        heard.hear(link(most));
+        assert!(heard.everything && heard.take().contains(&link(7)));
+    }
+}
