@@ -1,5 +1,6 @@
 //! Reads everything there is that one network owns.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 
 use flannel_core::{
@@ -185,7 +186,6 @@ fn learn_name(socket: &mut Socket, owned: &Owned, index: u32, names: &mut Names)
     Ok(())
 }
 
-/// Of several routes with one destination only the first counts, which is the one that takes effect.
 fn read_routes(
     socket: &mut Socket,
     owned: &Owned,
@@ -193,33 +193,24 @@ fn read_routes(
     family: Family,
     state: &mut State,
 ) -> Result<(), KernelError> {
-    let mut all = dump_routes(socket, owned, (names, nexthops), family)?;
+    let mut ours = dump_routes(socket, owned, (names, nexthops), family)?;
     // Left on a device that is no longer the external interface: read once more, with its name.
-    let unknown: BTreeSet<u32> = all.iter().filter_map(|(_, found)| found.err()).collect();
+    let unknown: BTreeSet<u32> = ours.iter().filter_map(|found| found.err()).collect();
     if !unknown.is_empty() {
         for index in unknown {
             learn_name(socket, owned, index, names)?;
         }
-        all = dump_routes(socket, owned, (names, nexthops), family)?;
+        ours = dump_routes(socket, owned, (names, nexthops), family)?;
     }
-    let mut last = None;
-    for (dst, route) in all {
-        let hidden = last.replace(dst) == Some(dst);
-        match route {
-            Ok(Some(route)) if hidden => {
-                tracing::debug!(%route.dst, "another route to the same destination hides one of ours");
-            }
-            Ok(Some(route)) => drop(state.insert(route)),
-            Ok(None) | Err(_) => {}
-        }
-    }
+    state.extend(ours.into_iter().flatten());
     Ok(())
 }
 
-/// Every destination, and the route if it is ours; or the index of the link that it leaves by, if that must be known to
-/// tell.
-type Found = (Subnet, Result<Option<Route>, u32>);
+/// A route of ours, or the index of the link that it leaves by, if that must be known to tell.
+type Found = Result<Route, u32>;
 
+/// Of several routes with one destination only the first counts, which is the one that takes effect. Others' routes,
+/// of which there may be a million, are not kept for a moment.
 fn dump_routes(
     socket: &mut Socket,
     owned: &Owned,
@@ -227,8 +218,12 @@ fn dump_routes(
     family: Family,
 ) -> Result<Vec<Found>, KernelError> {
     let inside = |dst: &Subnet| owned.networks.iter().any(|network| network.covers(dst));
+    // With the number of the dump, which begins anew if the table changes under way.
+    let last = Cell::new(None);
     socket.dump(route::all(family), |message| {
         let found = route::read(message).filter(|found| found.main && found.default_metric)?;
+        let this = Some((message.sequence, found.dst));
+        let hidden = last.replace(this) == this;
         let mut unknown = None;
         let route = found.object(|index| {
             let name = names.get(&index).copied();
@@ -237,13 +232,20 @@ fn dump_routes(
         });
         let left = || owned.go_routes.is_none() && found.protocol == ROUTE_PROTOCOL && inside(&found.dst);
         if let Some(index) = unknown.filter(|_| left()) {
-            return Some((found.dst, Err(index)));
+            return Some(Err(index));
         }
-        let by = |route: &Route| match route.via {
+        let route = route?;
+        let by = match route.via {
             Via::Gateway { link, .. } | Via::Link(link) => Some(link),
             Via::Nexthop(id) => nexthops.get(&id).copied(),
             _ => None,
         };
-        Some((found.dst, Ok(route.filter(|route| owned.owns_route(route, by(route), found.protocol)))))
+        if !owned.owns_route(&route, by, found.protocol) {
+            return None;
+        }
+        if hidden {
+            tracing::debug!(%route.dst, "another route to the same destination hides one of ours");
+        }
+        (!hidden).then_some(Ok(route))
     })
 }
