@@ -365,3 +365,27 @@ async fn what_is_as_wanted_but_no_longer_ours_is_made_ours_again() {
     assert_eq!(changes(&kernel).len(), 2);
     assert_eq!(kernel.snapshot(&owned).unwrap(), ours);
 }
+
+#[tokio::test(start_paused = true)]
+async fn what_is_wanted_is_counted_once_even_if_the_first_look_at_the_kernel_fails() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    kernel.fail(5, 11, |call| call.operation == Operation::Snapshot);
+    let (other, late) = (kernel.clone(), subnets.clone());
+    let arrivals = tokio::spawn(async move {
+        for n in 50..60 {
+            late.put(&key(n), &format!("192.0.2.{n}"));
+            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        }
+        assert!(other.take_calls().iter().any(|call| call.operation == Operation::Snapshot));
+    });
+    let mut run = Run::start(&kernel, &subnets).await;
+    arrivals.await.unwrap();
+    run.settled().await;
+    assert!(kernel.clear_faults());
+    let wanted = 2 * (usize::from(PEERS) + 10);
+    assert_eq!((run.status.borrow().objects, kernel.state().len()), (wanted, wanted), "{:#?}", kernel.dump());
+    subnets.delete(&key(50));
+    run.settled().await;
+    assert_eq!(run.status.borrow().objects, wanted - 2);
+    run.stop().await;
+}

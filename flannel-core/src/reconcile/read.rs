@@ -63,6 +63,10 @@ impl Reconciler {
         let actual = match actual {
             Ok(actual) => actual,
             Err(error) => {
+                // Chosen anew next time, when those of what is there by then are adopted and all are counted.
+                if self.reads.done == 0 {
+                    self.ids = None;
+                }
                 self.kernel_error = Some(error);
                 return false;
             }
