@@ -83,6 +83,12 @@ impl<K: Ord, V> Default for Listing<K, V> {
     }
 }
 
+impl<K: Ord + Clone, V: Clone> FromIterator<(K, V)> for Listing<K, V> {
+    fn from_iter<I: IntoIterator<Item = (K, V)>>(all: I) -> Self {
+        Self(all.into_iter().collect())
+    }
+}
+
 impl<K: Ord + fmt::Debug, V: fmt::Debug> fmt::Debug for Listing<K, V> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_map().entries(self.0.iter()).finish()

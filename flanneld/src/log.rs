@@ -1,71 +1,178 @@
-//! What a network's status says, as log lines. The one thing to know: one line per change of state, and repairs only so
-//! many at a time, because whoever breaks things may do so a thousand times a second.
+//! What a network's status says, as log lines. The one thing to know: one line per change of state, but of each kind only
+//! so many at a time and the rest as a number, because whoever breaks things may do so a thousand times a second, and to
+//! thousands of peers at once.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::{Damage, KernelError, ObjectKind, Status};
+use flannel_core::{Damage, Failure, KernelError, ObjectKind, Status};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 
 /// In this time …
 const WINDOW: Duration = Duration::from_secs(10);
-/// … at most this many repairs have a line each; the others share one at its end.
+/// … at most this many repairs, leases or remarks have a line each; the others share one at its end.
 const LINES: usize = 5;
+/// Being in sync is said at most this often.
+const SYNC_GAP: Duration = Duration::from_secs(1);
 
 /// One line per change of state: in sync or not and why, each lease that is not believed, each remark; and the repairs.
 pub(crate) async fn log_status(mut status: watch::Receiver<Arc<Status>>) -> Infallible {
-    let mut said = Arc::new(Status::default());
-    let mut repairs = Repairs::default();
+    let mut teller = Teller::default();
     loop {
         let now = Arc::clone(&status.borrow_and_update());
-        say(&now, &said);
-        for line in repairs.lines(&now, &said, Instant::now()) {
-            tracing::info!("{line}");
+        for line in teller.lines(&now, Instant::now()) {
+            match line {
+                Line::Info(text) => tracing::info!("{text}"),
+                Line::Warn(text) => tracing::warn!("{text}"),
+            }
         }
-        said = now;
         let changed = async {
             if status.changed().await.is_err() {
                 // The network has stopped, which its own future tells.
                 std::future::pending::<()>().await;
             }
         };
+        let later = teller.next();
         tokio::select! {
             () = changed => {}
-            () = sleep_until(repairs.end), if repairs.unsaid > 0 => {}
+            () = async { sleep_until(later.unwrap_or_else(Instant::now)).await }, if later.is_some() => {}
         }
     }
 }
 
-fn say(now: &Status, said: &Status) {
-    if now.in_sync && (!said.in_sync || now.peers != said.peers) {
-        tracing::info!("in sync peers={} objects={}", now.peers, now.objects);
-    }
-    if let (Some(error), None) = (&now.kernel_error, &said.kernel_error) {
-        tracing::warn!("not in sync: the kernel cannot be read or watched: {error}{}", hint(error));
-    }
-    let mut new =
-        now.failing.changes_since(&said.failing).filter_map(|(_, then, now)| now.filter(|_| then.is_none()));
-    if let Some(failure) = new.next() {
-        let others = match new.count() {
-            0 => String::new(),
-            more => format!(" (and {more} more)"),
+#[derive(Debug, PartialEq, Eq)]
+enum Line {
+    Info(String),
+    Warn(String),
+}
+
+/// What was said, and what is still to be said.
+#[derive(Default)]
+struct Teller {
+    said: Arc<Status>,
+    sync: InSync,
+    refusals: Capped,
+    disbelieved: Capped,
+    believed: Capped,
+    remarks: Capped,
+    repairs: Repairs,
+}
+
+impl Teller {
+    /// What is to be said now.
+    fn lines(&mut self, now: &Arc<Status>, at: Instant) -> Vec<Line> {
+        let mut lines = Vec::new();
+        lines.extend(self.sync.line(now, at));
+        let said = std::mem::replace(&mut self.said, Arc::clone(now));
+        if let (Some(error), None) = (&now.kernel_error, &said.kernel_error) {
+            let hint = hint(error);
+            lines.push(Line::Warn(format!(
+                "not in sync: the kernel cannot be read or watched: {error}{hint}"
+            )));
+        }
+        let refused = now.failing.changes_since(&said.failing);
+        let mut refused = refused.filter_map(|(_, then, now)| now.filter(|_| then.is_none()));
+        let refusal = refused.next().map(|failure| (failure, refused.count()));
+        let text = |(failure, others): (&Failure, usize)| {
+            let (change, error) = (&failure.change, &failure.error);
+            let others = if others == 0 { String::new() } else { format!(" (and {others} more)") };
+            format!("not in sync: the kernel refused: {change}: {error}{}{others}", hint(error))
         };
-        let error = &failure.error;
-        tracing::warn!("not in sync: the kernel refused: {}: {error}{}{others}", failure.change, hint(error));
+        lines.extend(self.refusals.lines(at, refusal, text, "refusals").map(Line::Warn));
+        let leases = || now.disbelieved.changes_since(&said.disbelieved);
+        let (news, rest) =
+            (leases().filter_map(|(lease, _, why)| Some((lease, why?))), "leases are not believed");
+        let text = |(lease, why): (&_, &_)| format!("the lease {lease} is not believed: {why}");
+        lines.extend(self.disbelieved.lines(at, news, text, rest).map(Line::Warn));
+        let (news, rest) = (leases().filter(|(.., why)| why.is_none()), "leases are right now, or gone");
+        let text = |(lease, ..): (&_, _, _)| {
+            format!("the lease {lease}, which was not believed, is right now, or gone")
+        };
+        lines.extend(self.believed.lines(at, news, text, rest).map(Line::Info));
+        let news = now.remarks.changes_since(&said.remarks).filter(|(.., now)| now.is_some());
+        let text = |(remark, ..): (&String, _, _)| remark.clone();
+        lines.extend(self.remarks.lines(at, news, text, "remarks of that kind").map(Line::Warn));
+        lines.extend(self.repairs.lines(now, &said, at).into_iter().map(Line::Info));
+        lines
     }
-    for (subnets, _, why) in now.disbelieved.changes_since(&said.disbelieved) {
-        match why {
-            Some(why) => tracing::warn!("the lease {subnets} is not believed: {why}"),
-            None => tracing::info!("the lease {subnets}, which was not believed, is right now, or gone"),
-        }
+
+    /// When there is something to be said even if nothing happens until then.
+    fn next(&self) -> Option<Instant> {
+        let capped = [&self.refusals, &self.disbelieved, &self.believed, &self.remarks];
+        let ends = capped.into_iter().filter(|capped| capped.unsaid > 0).filter_map(|capped| capped.end);
+        let repairs = (self.repairs.unsaid > 0).then_some(self.repairs.end);
+        ends.chain(repairs).chain(self.sync.later).min()
     }
-    for (remark, _, now) in now.remarks.changes_since(&said.remarks) {
-        if now.is_some() {
-            tracing::warn!("{remark}");
+}
+
+/// Being in sync, again or with more or fewer peers.
+#[derive(Default)]
+struct InSync {
+    /// With how many peers it was said; `None` if it was lost since.
+    said: Option<usize>,
+    /// When it was last said.
+    at: Option<Instant>,
+    /// When it is to be said, unless it is lost until then.
+    later: Option<Instant>,
+}
+
+impl InSync {
+    fn line(&mut self, now: &Status, at: Instant) -> Option<Line> {
+        self.later = None;
+        if !now.in_sync {
+            self.said = None;
+            return None;
         }
+        if self.said == Some(now.peers) {
+            return None;
+        }
+        if let Some(later) = self.at.map(|last| last + SYNC_GAP).filter(|later| at < *later) {
+            self.later = Some(later);
+            return None;
+        }
+        (self.said, self.at) = (Some(now.peers), Some(at));
+        Some(Line::Info(format!("in sync peers={} objects={}", now.peers, now.objects)))
+    }
+}
+
+/// Lines of one kind, of which a window has room for a few.
+#[derive(Default)]
+struct Capped {
+    /// Of the window; `None` before the first.
+    end: Option<Instant>,
+    lines: usize,
+    unsaid: u64,
+}
+
+impl Capped {
+    /// A line for each of what is `new` for which there is room, after the number of those for which there was none; `rest`
+    /// says what those are.
+    fn lines<T>(
+        &mut self,
+        at: Instant,
+        new: impl IntoIterator<Item = T>,
+        text: impl Fn(T) -> String,
+        rest: &str,
+    ) -> std::vec::IntoIter<String> {
+        let mut lines = Vec::new();
+        if self.end.is_none_or(|end| at >= end) {
+            if self.unsaid > 0 {
+                lines.push(format!("and {} more {rest}", self.unsaid));
+            }
+            *self = Self { end: Some(at + WINDOW), ..Self::default() };
+        }
+        for line in new {
+            if self.lines < LINES {
+                lines.push(text(line));
+                self.lines += 1;
+            } else {
+                self.unsaid += 1;
+            }
+        }
+        lines.into_iter()
     }
 }
 
@@ -132,7 +239,7 @@ impl Repairs {
 mod tests {
     use std::sync::Arc;
 
-    use flannel_core::{Neigh, Repair, Route, Via};
+    use flannel_core::{Disbelief, Listing, Neigh, Repair, Route, Subnets, Via};
 
     use super::*;
 
@@ -149,6 +256,57 @@ mod tests {
             }
         }
         status
+    }
+
+    fn lease(n: u8) -> Subnets {
+        format!("10.1.{n}.0-24").parse().unwrap()
+    }
+
+    #[test]
+    fn thousands_of_bad_leases_and_remarks_have_few_lines_and_all_are_counted() {
+        let (mut teller, start) = (Teller::default(), Instant::now());
+        let no = || Disbelief::Rejected("no".into());
+        let mut status = Status::default();
+        status.disbelieved = (0..200).map(|n| (lease(n), no())).collect();
+        status.remarks = (0..200).map(|n| (format!("remark {n:03}"), ())).collect();
+        let lines = teller.lines(&Arc::new(status.clone()), start);
+        let named = (0..5)
+            .map(|n| format!("the lease {} is not believed: {}", lease(n), Disbelief::Rejected("no".into())));
+        let named = named.chain((0..5).map(|n| format!("remark {n:03}"))).map(Line::Warn);
+        assert_eq!(lines, named.collect::<Vec<_>>());
+        assert_eq!(teller.next(), Some(start + WINDOW));
+        status.disbelieved = Listing::default();
+        let lines = teller.lines(&Arc::new(status.clone()), start + SYNC_GAP);
+        assert_eq!(lines.len(), LINES);
+        let lines = teller.lines(&Arc::new(status.clone()), start + WINDOW);
+        let rest = [
+            Line::Warn("and 195 more leases are not believed".into()),
+            Line::Info("and 195 more leases are right now, or gone".into()),
+            Line::Warn("and 195 more remarks of that kind".into()),
+        ];
+        assert_eq!(lines, rest);
+        assert_eq!(teller.next(), None);
+        // After a rest there is room again.
+        status.disbelieved = [(lease(7), no())].into_iter().collect();
+        assert_eq!(teller.lines(&Arc::new(status), start + 5 * WINDOW).len(), 1);
+    }
+
+    #[test]
+    fn being_in_sync_is_said_once_a_second_at_most_and_in_the_end() {
+        let (mut teller, start) = (Teller::default(), Instant::now());
+        let mut said = Vec::new();
+        for ms in 0..10_000u64 {
+            let peers = usize::try_from(ms).unwrap();
+            let mut status = Status::default();
+            (status.in_sync, status.peers, status.objects) = (ms % 3 != 1, peers, 4 * peers);
+            said.extend(teller.lines(&Arc::new(status), start + Duration::from_millis(ms)));
+        }
+        assert_eq!((said.len(), &said[0]), (10, &Line::Info("in sync peers=0 objects=0".into())));
+        let later = teller.next().unwrap();
+        assert!(later <= start + Duration::from_secs(11));
+        let last = teller.said.clone();
+        assert_eq!(teller.lines(&last, later), [Line::Info("in sync peers=9999 objects=39996".into())]);
+        assert_eq!((teller.next(), teller.lines(&last, later + SYNC_GAP)), (None, vec![]));
     }
 
     #[test]
