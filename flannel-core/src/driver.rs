@@ -35,6 +35,9 @@ const RECHECK: Duration = Duration::from_secs(1);
 /// … unless the link that routes are on changed: then this often.
 const HURRY: Duration = Duration::from_millis(100);
 
+/// After a round no more doubts than this are heard before the next one begins.
+const MOST_AT_ONCE: usize = 1 << 16;
+
 /// Nothing is written once this is dropped.
 struct CloseOnDrop(Arc<Gate>);
 
@@ -203,6 +206,7 @@ impl Driver {
             Some(Err(error)) => self.listener = Listener::Closed(error),
             None => {}
         }
+        self.catch_up().await;
         let now = Instant::now();
         if let Some(took) = rechecked {
             let after = |gap: Duration| now + gap.max(4 * took);
@@ -220,6 +224,18 @@ impl Driver {
         self.publish(&reconciler);
         self.schedule(&reconciler);
         self.reconciler = Some(reconciler);
+    }
+
+    /// Hears all that the kernel has told so far: of our own changes too where it does not say whose they are, and those
+    /// look like damage as soon as leases want something else.
+    async fn catch_up(&mut self) {
+        for _ in 0..MOST_AT_ONCE {
+            tokio::select! {
+                biased;
+                doubts = self.listener.next() => self.heard.hear(doubts),
+                () = std::future::ready(()) => return,
+            }
+        }
     }
 
     /// What is to be done now.

@@ -290,7 +290,7 @@ pub trait Kernel: fmt::Debug + Send + Sync {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Doubts {
     /// Single objects were changed or deleted, in this order, by somebody else, whom the kernel may name (or by
-    /// ourselves, where it does not: links and forwarding entries).
+    /// ourselves, where it does not: links, forwarding entries, and neighbours that go).
     Objects(Vec<Report>, Option<Culprit>),
     /// The device changed in some way: it and everything on it. The kernel deletes IPv4 routes and permanent
     /// neighbours of a device that goes down without a word about each, the neighbours when its MAC address
@@ -348,7 +348,8 @@ pub enum Report {
 /// A stream of doubts.
 #[async_trait]
 pub trait Changes: Send {
-    /// Waits until somebody else changed something.
+    /// Waits until somebody else changed something. What the kernel has told when this is called is there at once,
+    /// without waiting.
     ///
     /// # Errors
     /// The stream is broken for good. Lost messages are no error but [`Doubts::Everything`].

@@ -1,8 +1,8 @@
 //! What others change in the kernel: a multicast socket of its own.
 //!
 //! The one thing to know: the kernel names the socket that asked for a change of a route, address, neighbour or
-//! nexthop, so our own changes are left out (by a filter in the kernel, where that works). Of links and forwarding
-//! entries it does not say by whom they were changed; those are reported even if it was us.
+//! nexthop, so our own changes are left out (by a filter in the kernel, where that works). Of links, forwarding
+//! entries, and neighbours that go it does not say by whom they were changed; those are reported even if it was us.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -35,6 +35,11 @@ pub(crate) struct Listener {
     socket: Multicast,
     /// Whose changes are our own.
     port: u32,
+    intake: Intake,
+}
+
+/// What comes out of the socket.
+struct Intake {
     news: News,
     /// Messages were lost, and more will be until all that is there was read.
     lost: bool,
@@ -55,7 +60,8 @@ impl Listener {
             }
         }
         let news = News::new(Socket::open()?, port)?;
-        Ok(Self { socket: Multicast::new(socket), port, news, lost: false, buffer: vec![0; MESSAGE].into() })
+        let intake = Intake { news, lost: false, buffer: vec![0; MESSAGE].into() };
+        Ok(Self { socket: Multicast::new(socket), port, intake })
     }
 
     /// Makes the socket known to the runtime now, if there is one on this thread, else on the first use.
@@ -70,33 +76,47 @@ impl Listener {
 #[async_trait]
 impl Changes for Listener {
     async fn next(&mut self) -> Result<Doubts, KernelError> {
+        let mut looked = false;
         loop {
-            if let Some(doubts) = self.news.pop() {
+            if let Some(doubts) = self.intake.news.pop() {
                 return Ok(doubts);
             }
             let socket = self.socket.register(|socket| improve(socket, self.port))?;
-            let mut ready = socket.readable().await?;
-            for _ in 0..AT_ONCE {
-                match ready.try_io(|socket| socket.get_ref().recv(&mut self.buffer, Msg::TRUNC)) {
-                    Ok(Ok(_)) if self.lost => {}
-                    Ok(Ok((len, _))) => self.news.take_datagram(self.buffer.get(..len)),
-                    // From here on the kernel drops what it has to tell, and does not say so again, until
-                    // everything was read. Doubt that was told before then would be told too early.
-                    Ok(Err(error)) if error.raw_os_error() == Some(ENOBUFS) => {
-                        self.lost = true;
-                        self.news.forget();
-                    }
-                    Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
-                    Ok(Err(error)) => return Err(error.into()),
-                    Err(_nothing_left) => {
-                        if std::mem::take(&mut self.lost) {
-                            self.news.lost()?;
-                        }
-                        break;
-                    }
+            // What is there already the runtime may not have noticed yet.
+            let mut ready = if looked { Some(socket.readable().await?) } else { None };
+            let all = self.intake.read(socket.get_ref())?;
+            if let Some(ready) = ready.as_mut().filter(|_| all) {
+                ready.clear_ready();
+            }
+            looked = true;
+        }
+    }
+}
+
+impl Intake {
+    /// Takes in what is there, if it is not very much; true if that was all.
+    fn read(&mut self, socket: &NlSocket) -> Result<bool, KernelError> {
+        for _ in 0..AT_ONCE {
+            match socket.recv(&mut self.buffer, Msg::TRUNC) {
+                Ok(_) if self.lost => {}
+                Ok((len, _)) => self.news.take_datagram(self.buffer.get(..len)),
+                // From here on the kernel drops what it has to tell, and does not say so again, until
+                // everything was read. Doubt that was told before then would be told too early.
+                Err(error) if error.raw_os_error() == Some(ENOBUFS) => {
+                    self.lost = true;
+                    self.news.forget();
                 }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if std::mem::take(&mut self.lost) {
+                        self.news.lost()?;
+                    }
+                    return Ok(true);
+                }
+                Err(error) => return Err(error.into()),
             }
         }
+        Ok(false)
     }
 }
 

@@ -412,3 +412,26 @@ fn messages_that_are_lost_in_a_flood_are_made_up_for() {
         assert!(status.borrow().repaired >= 6);
     });
 }
+
+/// The kernel does not say who changed a forwarding entry.
+#[test]
+fn what_leases_make_us_change_again_and_again_is_no_repair() {
+    in_netns_async(|| async {
+        let (subnets, mut status) = start().await;
+        let healthy = see();
+        let first = 2 + PEERS / 2;
+        let beat = || tokio::time::sleep(Duration::from_micros(500));
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while Instant::now() < deadline {
+            for n in first..2 + PEERS {
+                subnets.delete(&format!("10.1.{n}.0-24&fd00:1:0:{n:x}::-64"));
+            }
+            beat().await;
+            (first..2 + PEERS).for_each(|n| put_peer(&subnets, n));
+            beat().await;
+        }
+        restored(&healthy, "after leases came and went").await;
+        in_sync(&mut status, PEERS.into()).await;
+        assert_eq!(status.borrow().repairs, std::collections::BTreeMap::default());
+    });
+}
