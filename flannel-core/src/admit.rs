@@ -14,6 +14,7 @@ use crate::error::holder;
 use crate::facts::Facts;
 use crate::lease::{Lease, Revision, Subnets};
 use crate::listing::Listing;
+use crate::name::LinkName;
 use crate::network::Disbelief;
 use crate::plan::{Answer, Env, Plan, Rejected};
 use crate::remarks::Remarks;
@@ -175,11 +176,12 @@ impl Peers {
         let mut update = Update::default();
         let own = self.terms.own;
         for (subnets, lease) in changes.filter(|(subnets, _)| Some(*subnets) != own) {
-            if let Some(id) = self.roster.id(&subnets) {
-                self.remove(id, &mut update);
-            }
+            let id = self.roster.id(&subnets);
+            let told = id.map(|id| self.remove(id, &mut update)).unwrap_or_default();
             if let Some(lease) = lease {
-                self.insert(Arc::clone(lease), on_link, &mut update);
+                // Where the kernel cannot say, what it said last holds.
+                let on_link = |address| on_link(address).or_else(|| told.get(&address).copied());
+                self.insert(Arc::clone(lease), &on_link, &mut update);
             }
         }
         self.finish(update)
@@ -195,7 +197,8 @@ impl Peers {
 
     fn insert(&mut self, lease: Arc<Lease>, on_link: &Answer<'_>, update: &mut Update) {
         let id = self.roster.next_id();
-        let env = Env::new(on_link);
+        let on_link = |address| on_link(address).or_else(|| self.facts.told(&address));
+        let env = Env::new(&on_link);
         let mut objects = Vec::new();
         let rejected = self.plan(&lease, &env, &mut objects).err();
         if rejected.is_some() {
@@ -222,23 +225,27 @@ impl Peers {
         update.added.push((id, shared));
     }
 
-    fn remove(&mut self, id: Id, update: &mut Update) {
+    /// Returns what its plan was told.
+    fn remove(&mut self, id: Id, update: &mut Update) -> BTreeMap<IpAddr, Option<LinkName>> {
         for (other, _) in self.roster.neighbours(id) {
             update.dirty.insert(other);
             self.touch_all(other, update);
         }
         self.touch_all(id, update);
         update.dirty.remove(&id);
-        let Some(peer) = self.roster.remove(id) else { return };
+        let Some(peer) = self.roster.remove(id) else { return BTreeMap::new() };
         if peer.fresh {
             update.unput.extend(peer.objects.iter().map(Object::key));
         }
         self.remarks.left(&peer.lease);
+        let told = peer.asked.iter().filter_map(|address| Some((*address, self.facts.told(address)?)));
+        let told = told.collect();
         for address in &peer.asked {
             self.facts.forget(address, id);
         }
         self.disbelieved.remove(&peer.lease.subnets);
         update.vacated.push(id);
+        told
     }
 
     /// What the plan makes of the part of a lease that is ours to believe: the enabled families. No plan may claim
@@ -408,7 +415,7 @@ fn keep_first_of_each_key(objects: &mut Vec<Object>) {
 mod tests {
     use super::*;
     use crate::lease::{LeaseAttrs, LeaseSet};
-    use crate::name::{LinkName, MacAddr};
+    use crate::name::MacAddr;
     use crate::plan::Rejected;
     use crate::state::{Fdb, Route, Via};
     use proptest::prelude::*;

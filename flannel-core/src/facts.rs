@@ -47,6 +47,11 @@ impl Facts {
         self.relied.contains_key(&link)
     }
 
+    /// What all who asked about an address were told; `None` if nobody asked, or not all were told the same.
+    pub(crate) fn told(&self, address: &IpAddr) -> Option<Option<LinkName>> {
+        self.facts.get(address)?.told
+    }
+
     /// A peer's plan asked about an address.
     pub(crate) fn asked(&mut self, address: IpAddr, told: Option<Option<LinkName>>, by: Id) {
         let fact = self.facts.entry(address).or_default();

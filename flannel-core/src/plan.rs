@@ -49,7 +49,8 @@ impl<'a> Env<'a> {
     }
 
     /// The device by which packets reach `address` without a router; `None` if they need one, or cannot
-    /// reach it, or if it is an address of this host.
+    /// reach it, or if it is an address of this host. While the kernel cannot say, what it said last holds (`None` if it
+    /// never did), and it is asked again.
     pub fn on_link(&self, address: IpAddr) -> Option<LinkName> {
         self.asked.borrow_mut().entry(address).or_insert_with(|| (self.on_link)(address)).flatten()
     }

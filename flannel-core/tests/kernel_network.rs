@@ -750,6 +750,29 @@ async fn a_kernel_that_cannot_answer_moves_no_peer() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_peer_whose_lease_changes_while_the_kernel_cannot_answer_stays_where_it_was() {
+    let mut world = settled_world().await;
+    world.kernel.take_calls();
+    let direct = *world.peers.iter().find(|peer| peer.n >= 100).unwrap();
+    world.kernel.fail(usize::MAX, 105, |call| call.operation == Operation::Lookup);
+    // The same address, other data.
+    world.put(Peer { mac: 77, ..direct });
+    // A stranger's answer is not known: it is asked for until it is there.
+    let new = Peer::new(110);
+    world.put(new);
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    let calls = world.kernel.take_calls();
+    let touched = |peer: Peer| {
+        let subnets = Family::BOTH.map(|family| Key::Route(subnet(family, peer.n)));
+        calls.iter().filter(|call| call.key.is_some_and(|key| subnets.contains(&key))).count()
+    };
+    assert_eq!((touched(direct), touched(new) > 0), (0, true), "{calls:?}");
+    assert!(!world.handle.status.borrow().in_sync);
+    world.kernel.clear_faults();
+    world.settled("the kernel answers again").await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_kernel_that_cannot_be_read_keeps_no_peer_waiting() {
     let mut world = settled_world().await;
     world.kernel.fail(1000, 11, |call| call.operation == Operation::Snapshot);
