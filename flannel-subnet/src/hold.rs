@@ -80,7 +80,9 @@ impl LocalManager {
                 self.check().await
             } else if again.is_none() && stray {
                 let _writing = self.writing.lock().await;
-                let swept = self.sweep(&held.subnets).await;
+                // Perhaps not `held` any more: another may have been acquired meanwhile.
+                let ours = self.tenancy().as_ref().map_or(held.subnets, |tenancy| tenancy.subnets);
+                let swept = self.sweep(&ours).await;
                 stray = swept.is_err();
                 swept.map(|()| None)
             } else {

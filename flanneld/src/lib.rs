@@ -20,6 +20,7 @@ mod report;
 mod run;
 mod stale;
 mod state;
+mod uplink;
 mod wait;
 mod why;
 

@@ -9,11 +9,10 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use flannel_core::{
-    Backend, Config, Ended, ExternalInterface, Hints, Host, Kernel, LeaseEnd, LinkName, Network,
-    NetworkHandle, Origin, Owned, SubnetManager, View, holder,
+    Backend, Config, Ended, Host, Kernel, Lease, LinkName, Network, NetworkHandle, Origin, Owned,
+    SubnetManager, View, holder,
 };
 use flannel_netlink::NetlinkKernel;
-use flannel_netlink::iface::Selectors;
 use flannel_subnet::{SubnetEnv, SubnetEnvError};
 use tokio::sync::watch;
 
@@ -27,14 +26,13 @@ use crate::predecessor::Predecessor;
 use crate::registry::Node;
 use crate::stale::StaleManager;
 use crate::state;
-use crate::wait::patiently;
+use crate::uplink::{Chosen, addresses_of};
+use crate::wait::{hold, holding, patiently};
 
 /// Between two networks, so that what changes all the time does not keep a core busy.
 const REBUILD_PAUSE: Duration = Duration::from_millis(100);
 /// So long the subnet file waits for firewall rules, whoever has locked them.
 const RULES: Duration = Duration::from_secs(5);
-/// Until the kernel, which could not be watched, is watched again.
-const WATCH_RETRY: Duration = Duration::from_secs(1);
 
 /// Runs the daemon in the calling thread's network namespace. Ends only with an error.
 ///
@@ -74,17 +72,25 @@ async fn run_networks(options: &Options, observer: &Observer) -> Result<Infallib
     let store = options.registry.open(node).await?;
     let subnets = Arc::clone(&store.subnets);
     observer.opened(store);
+    // The lease of the last network, which lasts until the next one has it.
+    let mut held: Option<Lease> = None;
     let mut has_run = false;
     loop {
         let start = async || {
             let started = start(options, &kernel, &subnets, state::identity(mark)).await;
             started.inspect_err(|error| observer.waits_for(error.to_string()))
         };
-        let ready = patiently(&*subnets, has_run, start).await?;
+        let build = async {
+            if has_run {
+                tokio::time::sleep(REBUILD_PAUSE).await;
+            }
+            patiently(&*subnets, has_run, start).await
+        };
+        let ready = holding(&*subnets, held.as_ref(), build).await?;
         has_run = true;
+        held = (!ready.lapsed).then(|| ready.network.handle().lease);
         let reason = run_network(options, &*subnets, ready, &predecessor, observer).await?;
         tracing::info!("building the network anew: {reason}");
-        tokio::time::sleep(REBUILD_PAUSE).await;
     }
 }
 
@@ -111,13 +117,6 @@ struct Ready {
     chosen: Chosen,
 }
 
-/// The external interface, and how it was chosen.
-struct Chosen {
-    kernel: Arc<NetlinkKernel>,
-    iface: ExternalInterface,
-    selectors: Selectors,
-}
-
 /// Asks the store for everything that a network is built from, and builds it.
 async fn start(
     options: &Options,
@@ -128,8 +127,7 @@ async fn start(
     let config = subnets.network_config().await?;
     let cached = subnets.store_status().confirmed.is_none();
     let hints = subnets.hints().await?;
-    let selectors = selectors(options, &hints);
-    let iface = choose_interface(kernel, &selectors, &config)?;
+    let chosen = Chosen::choose(kernel, options, &hints, &config).await?;
     let backend = backends::find(&config.backend.kind)?;
     let views = subnets.watch_leases().await?;
     if !config.backend.explicit {
@@ -137,7 +135,7 @@ async fn start(
     }
     let lapsed = hints.lapsed.is_some();
     let host = Host {
-        iface,
+        iface: chosen.iface.clone(),
         kernel: Arc::clone(kernel) as Arc<dyn Kernel>,
         subnets: match hints.lapsed {
             Some(lease) => Arc::new(StaleManager::new(Arc::clone(subnets), lease)),
@@ -156,7 +154,6 @@ async fn start(
         iface.mtu
     );
     warn_of_clashes(kernel, &config)?;
-    let chosen = Chosen { kernel: Arc::clone(kernel), iface: host.iface, selectors };
     Ok(Ready { config, backend, network, views, lapsed, cached, chosen })
 }
 
@@ -216,10 +213,7 @@ async fn run_network(
             lease = %own, backend = backend.name(), mtu = handle.mtu,
             subnet_file = %options.subnet_file.display(), "running"
         );
-        match subnets.hold_lease(&handle.lease).await? {
-            LeaseEnd::Moved { to } => Ok(format!("this node was given {to}")),
-            end => Err(Error::LeaseLost { subnets: own.into(), end: end.into() }),
-        }
+        hold(subnets, &handle.lease).await
     };
     let uplink = chosen.iface.name;
     let (kernel, owned) = (chosen.kernel.clone(), backend.owned(uplink, &config)?);
@@ -271,24 +265,6 @@ fn backend_of(config: &Config, uplink: LinkName) -> Result<(), Error> {
     Ok(())
 }
 
-impl Chosen {
-    /// Waits until another choice is needed, and possible.
-    async fn changed(&self, config: &Config) -> String {
-        let families: Vec<_> = config.networks.families().collect();
-        let mut said = false;
-        loop {
-            match self.kernel.interface_changed(&self.iface, &self.selectors, &families).await {
-                Ok(reason) => return reason,
-                Err(error) if !std::mem::replace(&mut said, true) => {
-                    tracing::warn!("{} cannot be watched, trying on: {error}", self.iface.name);
-                }
-                Err(_) => (),
-            }
-            tokio::time::sleep(WATCH_RETRY).await;
-        }
-    }
-}
-
 /// Leases of an earlier run are put in place, and said to be no more than that.
 fn warn_if_stale(subnets: &dyn SubnetManager, view: &View) {
     let status = subnets.store_status();
@@ -319,41 +295,6 @@ fn addresses(kernel: &NetlinkKernel, options: &Options) -> Result<Vec<IpAddr>, E
     let interfaces = kernel.interfaces()?;
     let local = interfaces.iter().flat_map(|interface| &interface.addresses).map(|a| a.address);
     Ok(options.public().values().copied().chain(local).collect())
-}
-
-/// `192.0.2.1, known to peers as 198.51.100.1`.
-fn addresses_of(iface: &ExternalInterface) -> String {
-    let one = |(family, address): (flannel_core::Family, &IpAddr)| match iface.public[family] {
-        Some(public) if public != *address => format!("{address}, known to peers as {public}"),
-        _ => address.to_string(),
-    };
-    iface.address.iter().map(one).collect::<Vec<_>>().join(", ")
-}
-
-fn selectors(options: &Options, hints: &Hints) -> Selectors {
-    let (prescribed, given) = (hints.public, options.public());
-    Selectors {
-        iface: options.iface.clone(),
-        iface_regex: options.iface_regex.clone(),
-        can_reach: options.iface_can_reach,
-        public: flannel_core::Dual::from_fn(|family| prescribed[family].or(given[family])),
-    }
-}
-
-fn choose_interface(
-    kernel: &NetlinkKernel,
-    selectors: &Selectors,
-    config: &Config,
-) -> Result<ExternalInterface, Error> {
-    let families: Vec<_> = config.networks.families().collect();
-    let iface = kernel.external_interface(selectors, families)?;
-    if let Some(IpAddr::V6(address)) = iface.public.v6.filter(|_| config.networks.v6.is_some())
-        && address.is_unicast_link_local()
-    {
-        let reason = format!("its only IPv6 address {address} is link-local, which peers cannot reach");
-        return Err(Error::UnfitInterface { name: iface.name, reason });
-    }
-    Ok(iface)
 }
 
 /// Pod networks that hold an address of this host cut it off from whatever else has such addresses.

@@ -5,7 +5,7 @@
 use std::pin::pin;
 use std::time::Duration;
 
-use flannel_core::SubnetManager;
+use flannel_core::{Lease, LeaseEnd, SubnetManager};
 use flannel_subnet::Backoff;
 use tokio::time::{Instant, interval_at, sleep};
 
@@ -57,6 +57,42 @@ pub(crate) async fn patiently<T>(
             backoff.reset();
         }
         sleep(backoff.pause()).await;
+    }
+}
+
+/// Does `work`, and keeps a lease meanwhile, if it is one that runs out: what takes long must not cost the node its subnets.
+///
+/// # Errors
+/// Those of `work`, and [`Error::LeaseLost`].
+pub(crate) async fn holding<T>(
+    subnets: &dyn SubnetManager,
+    held: Option<&Lease>,
+    work: impl Future<Output = Result<T, Error>>,
+) -> Result<T, Error> {
+    let lost = async {
+        if let Some(held) = held.filter(|held| held.expires.is_some())
+            && let Err(error) = hold(subnets, held).await
+        {
+            return error;
+        }
+        // Where this node was given other subnets, `work` finds that out.
+        std::future::pending().await
+    };
+    tokio::select! {
+        biased;
+        done = work => done,
+        error = lost => Err(error),
+    }
+}
+
+/// Keeps a lease until this node has another one: why so.
+///
+/// # Errors
+/// [`Error::LeaseLost`], or the lease cannot be kept.
+pub(crate) async fn hold(subnets: &dyn SubnetManager, held: &Lease) -> Result<String, Error> {
+    match subnets.hold_lease(held).await? {
+        LeaseEnd::Moved { to } => Ok(format!("this node was given {to}")),
+        end => Err(Error::LeaseLost { subnets: held.subnets.into(), end: end.into() }),
     }
 }
 
@@ -120,8 +156,8 @@ mod tests {
     use super::*;
     use std::cell::Cell;
 
-    use flannel_core::Error as Cause;
     use flannel_core::testing::FakeSubnets;
+    use flannel_core::{Error as Cause, LeaseAttrs};
 
     fn refused() -> Cause {
         Cause::Refused { store: "store".into(), reason: "no".into() }
@@ -171,6 +207,28 @@ mod tests {
         }
         let stopped = async || -> Result<(), Error> { Err(Error::Stopped("it".into())) };
         patiently(&subnets, true, stopped).await.unwrap_err();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_lease_that_runs_out_is_held_while_something_else_is_done() {
+        let subnets = FakeSubnets::new("10.1.0.0/16");
+        let lasting = subnets.acquire_lease(&LeaseAttrs::default()).await.unwrap();
+        let lease = Lease { expires: Some(std::time::SystemTime::now()), ..lasting.clone() };
+        let work = || async {
+            sleep(LONGEST).await;
+            Ok(7)
+        };
+        for held in [None, Some(&lease), Some(&lasting)] {
+            assert_eq!(holding(&subnets, held, work()).await.unwrap(), 7);
+        }
+        subnets.end_leases(LeaseEnd::Moved { to: lease.subnets });
+        assert_eq!(holding(&subnets, Some(&lease), work()).await.unwrap(), 7);
+        subnets.end_leases(LeaseEnd::Deleted);
+        let lost = holding(&subnets, Some(&lease), work()).await;
+        assert!(matches!(lost, Err(Error::LeaseLost { .. })), "{lost:?}");
+        for held in [None, Some(&lasting)] {
+            assert_eq!(holding(&subnets, held, work()).await.unwrap(), 7);
+        }
     }
 
     #[test]

@@ -522,6 +522,25 @@ fn an_mtu_too_small_ends_nothing_that_runs_and_the_next_one_is_followed() {
     });
 }
 
+#[test]
+fn the_lease_is_held_while_the_network_cannot_be_built_anew() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(&DUAL.replace("KIND", "vxlan"));
+        dual_peer(&place, "vxlan", 7);
+        let mut daemon = place.start(&[]);
+        daemon.wait_for_log("in sync peers=1");
+        place.subnet_env();
+        ip("link set eth0 mtu 1300");
+        daemon.wait_for_log("the interface's MTU 1300 is too small for IPv6: at least 1350");
+        // Whoever holds a lease hears that it is to be given up.
+        let mut leases = fs::read_dir(place.leases()).unwrap().map(|entry| entry.unwrap().path());
+        fs::remove_file(leases.find(|path| !path.to_str().unwrap().contains("10.1.7.0")).unwrap()).unwrap();
+        assert_eq!(daemon.ended().code(), Some(1), "{}", daemon.log());
+        assert!(daemon.log().contains("is lost"), "{}", daemon.log());
+    });
+}
+
 /// Go flannel's `subnet.env` and routes, with an uplink that has room for peers.
 fn after_go_flannel(place: &Place) {
     fs::create_dir_all(place.subnet_file().parent().unwrap()).unwrap();
