@@ -372,6 +372,10 @@ impl Kernel for SlowLookups {
         self.0.nexthop_ids(owned)
     }
 
+    fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError> {
+        self.0.nexthop_users(there)
+    }
+
     fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {
         self.0.apply(owned, changes)
     }

@@ -162,7 +162,7 @@ fn read_nexthops(
         Err(error) if error.errno == EOPNOTSUPP => return Ok(Nexthops::new()),
         there => there?,
     };
-    let mut nexthops = Nexthops::new();
+    let (mut nexthops, mut ours) = (Nexthops::new(), Vec::new());
     for found in there {
         let in_block = owned.nexthops.is_some_and(|block| block.contains(found.id));
         // One of ours may be on a device that is no longer the external interface.
@@ -171,8 +171,9 @@ fn read_nexthops(
         }
         let Some(link) = names.get(&found.index).copied() else { continue };
         nexthops.insert(found.id, link);
-        state.extend(found.object(link).filter(|o| owned.owns_nexthop(o.id, link, found.protocol)));
+        ours.extend(found.object(link).filter(|o| owned.owns_nexthop(o.id, link, found.protocol)));
     }
+    state.extend(ours);
     Ok(nexthops)
 }
 

@@ -70,7 +70,7 @@ impl Reconciler {
         {
             self.stale_facts.under.insert(dst);
         }
-        let protocol = by.and_then(|by| by.protocol);
+        let protocol = by.said.and_then(|by| by.protocol);
         // As we want it, but of a protocol by which no snapshot shows it as ours.
         let disowned = |object| protocol.is_some() && !self.owned.may_own(object, protocol);
         match (self.want(&key), report) {
