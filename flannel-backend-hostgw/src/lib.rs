@@ -23,7 +23,8 @@ impl Backend for HostGw {
 
     fn owned(&self, uplink: LinkName, config: &Config) -> Result<Owned> {
         let networks = config.pod_networks().collect();
-        Ok(Owned { networks, routes_on: [uplink].into(), ..Owned::default() })
+        // Those for the own subnets.
+        Ok(Owned { networks, routes_on: [uplink].into(), blackholes: true, ..Owned::default() })
     }
 
     async fn register(&self, host: &Host, config: &Config) -> Result<Box<dyn Network>> {

@@ -7,7 +7,9 @@ use std::sync::Arc;
 
 use flannel_backend_hostgw::HostGw;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
-use flannel_core::{Backend, Dual, ExternalInterface, Host, LeaseAttrs, Subnet, SubnetManager};
+use flannel_core::{
+    Alloc, Backend, Change, Dual, ExternalInterface, Host, Kernel, LeaseAttrs, Owned, Subnet, SubnetManager,
+};
 
 const DUAL: &str =
     r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"host-gw"}}"#;
@@ -86,6 +88,38 @@ async fn a_route_for_every_peer_on_the_link() {
     let moved = "route 10.1.9.0/24 via 192.0.2.99 dev eth0".to_owned();
     status.wait_for(|status| status.in_sync && kernel.dump().contains(&moved)).await.unwrap();
     task.abort();
+}
+
+#[tokio::test]
+async fn unused_addresses_of_the_own_subnets_are_dropped_while_that_is_wanted() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(DUAL));
+    subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer(&["192.0.2.7", "2001:db8::7"]));
+    let config = subnets.network_config().await.unwrap();
+    let (v4, v6) = ("route blackhole 10.1.1.0/24 metric", "route blackhole fd00:1:0:1::/64 metric");
+    let dropped = || kernel.dump().into_iter().filter(|line| line.contains("blackhole")).collect::<Vec<_>>();
+    for wanted in [true, false] {
+        let mut network = HostGw.register(&host(&kernel, &subnets), &config).await.unwrap();
+        if wanted {
+            network.drop_unused().unwrap();
+        }
+        let (handle, views) = (network.handle(), subnets.watch_leases().await.unwrap());
+        let task = tokio::spawn(network.run(views));
+        let mut status = handle.status.clone();
+        status.wait_for(|status| status.in_sync && status.peers == 1).await.unwrap();
+        if wanted {
+            assert!(dropped()[0].starts_with(v4) && dropped()[1].starts_with(v6), "{:?}", dropped());
+            // Somebody removes one; that a bridge's route comes and goes is none of our business.
+            let route = kernel.state().iter().find(|o| o.to_string().starts_with(v4)).unwrap().clone();
+            kernel.other().apply(&Owned::default(), &[Change::Delete(route)]);
+            status.wait_for(|status| status.in_sync && status.repaired == 1).await.unwrap();
+            assert_eq!(dropped().len(), 2);
+        } else {
+            assert_eq!(dropped(), [""; 0], "what an earlier run left");
+        }
+        task.abort();
+    }
+    let mut alloc = Alloc.register(&host(&kernel, &subnets), &config).await.unwrap();
+    assert!(alloc.drop_unused().unwrap_err().to_string().contains("leaves routes to others"));
 }
 
 #[tokio::test]

@@ -39,6 +39,8 @@ impl Backend for VxlanBackend {
             networks: config.pod_networks().collect(),
             // Also without DirectRouting: its routes must go when it is switched off.
             routes_on: [uplink].into(),
+            // Those for the own subnets.
+            blackholes: true,
             ..Owned::default()
         })
     }

@@ -84,7 +84,7 @@ impl Owned {
         if link.is_some_and(|link| self.links.contains(&link)) {
             return protocol != PROTOCOL_KERNEL;
         }
-        let kept = !matches!(route.via, Via::Blackhole) || self.blackholes;
+        let kept = !matches!(route.via, Via::Blackhole | Via::LastResort) || self.blackholes;
         kept && protocol == ROUTE_PROTOCOL && inside
     }
 
@@ -111,7 +111,7 @@ impl Owned {
                 }
                 // By which device is not known here.
                 Via::Nexthop(id) => !self.links.is_empty() || (may_be_ours && self.owns_id(id)),
-                Via::Blackhole => may_be_ours && self.blackholes,
+                Via::Blackhole | Via::LastResort => may_be_ours && self.blackholes,
             },
             Object::Addr(addr) => self.owns_addr(addr),
             object => object.link().is_some_and(|link| self.links.contains(&link)),

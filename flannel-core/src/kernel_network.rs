@@ -1,6 +1,7 @@
 //! The only network that touches routes: leases in, kernel state out. host-gw, vxlan and the like are data to it.
 
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use async_trait::async_trait;
 use tokio::sync::{mpsc, watch};
@@ -14,7 +15,7 @@ use crate::lease::{Lease, View};
 use crate::network::{Ended, Network, NetworkHandle, Question};
 use crate::plan::{Env, Plan};
 use crate::reconcile::Reconciler;
-use crate::state::{Object, State};
+use crate::state::{Object, Route, State, Via};
 use crate::status::Status;
 
 /// All that makes one kernel network differ from another.
@@ -122,6 +123,16 @@ impl KernelNetwork {
 impl Network for KernelNetwork {
     fn handle(&self) -> NetworkHandle {
         self.handle.clone()
+    }
+
+    fn drop_unused(&mut self) -> Result<()> {
+        let lease = &self.handle.lease;
+        // The subnets of a lease that has run out are not ours.
+        if lease.expires.is_none_or(|end| SystemTime::now() < end) {
+            let route = |dst| Object::from(Route { dst, via: Via::LastResort, mtu: None });
+            self.reconciler.want_always(lease.subnets.iter().map(route));
+        }
+        Ok(())
     }
 
     async fn run(self: Box<Self>, views: watch::Receiver<View>) -> Result<Ended> {

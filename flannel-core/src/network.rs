@@ -9,7 +9,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::address::{Dual, Subnet};
 use crate::config::Config;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernel::{Kernel, Owned};
 use crate::lease::{Lease, Subnets, View};
 use crate::name::LinkName;
@@ -99,6 +99,16 @@ pub trait Backend: fmt::Debug + Send + Sync {
 pub trait Network: fmt::Debug + Send {
     /// A handle that outlives [`Network::run`].
     fn handle(&self) -> NetworkHandle;
+
+    /// Drops packets for those addresses of this node's own subnets that nobody has, instead of sending them where other
+    /// routes lead; call it before [`Network::run`]. Without the call a network removes what an earlier one left.
+    ///
+    /// # Errors
+    /// It touches no routes.
+    fn drop_unused(&mut self) -> Result<()> {
+        let backend = self.handle().lease.attrs.backend_type;
+        Err(Error::Backend { backend, reason: "it leaves routes to others".into() })
+    }
 
     /// Makes the kernel follow the views until something that the network was built from changes.
     ///

@@ -106,6 +106,11 @@ pub(crate) struct Reconciler {
 }
 
 impl Reconciler {
+    /// Wants further objects, whatever the peers; before the first round.
+    pub(crate) fn want_always(&mut self, objects: impl Iterator<Item = Object>) {
+        self.base.extend(objects);
+    }
+
     pub(crate) fn new(owned: Owned, base: State, peers: Peers) -> Self {
         Self {
             owned,

@@ -194,6 +194,10 @@ pub enum Via {
     Nexthop(u32),
     /// Drops them silently.
     Blackhole,
+    /// Drops silently what no other route to the same destination takes: a blackhole with the largest metric, which
+    /// stands beside a route that somebody else has there, such as a bridge's. Ours are one or the other, never
+    /// both.
+    LastResort,
 }
 
 impl Object {
@@ -231,7 +235,7 @@ impl Object {
             Self::Nexthop(o) => Some(o.link),
             Self::Route(o) => match o.via {
                 Via::Gateway { link, .. } | Via::Link(link) => Some(link),
-                Via::Nexthop(_) | Via::Blackhole => None,
+                Via::Nexthop(_) | Via::Blackhole | Via::LastResort => None,
             },
         }
     }
@@ -309,6 +313,7 @@ impl fmt::Display for Object {
                     Via::Link(link) => write!(f, "route {} dev {link} scope link", o.dst)?,
                     Via::Nexthop(id) => write!(f, "route {} nhid {id}", o.dst)?,
                     Via::Blackhole => write!(f, "route blackhole {}", o.dst)?,
+                    Via::LastResort => write!(f, "route blackhole {} metric {}", o.dst, u32::MAX)?,
                 }
                 o.mtu.map_or(Ok(()), |mtu| write!(f, " mtu {mtu}"))
             }
@@ -547,7 +552,7 @@ mod tests {
         let gateway = Via::Gateway { gateway: address(1), link, onlink: true };
         let on = |via| Object::from(Route { dst, via, mtu: None }).link();
         assert_eq!([gateway, Via::Link(link)].map(on), [Some(link); 2]);
-        assert_eq!([Via::Nexthop(7), Via::Blackhole].map(on), [None; 2]);
+        assert_eq!([Via::Nexthop(7), Via::Blackhole, Via::LastResort].map(on), [None; 3]);
         let mac = MacAddr::local([1; 6]);
         let others: [Object; 4] = [
             Addr { link, address: address(1), len: 32 }.into(),

@@ -91,7 +91,14 @@ impl<'a> Writer<'a> {
             Object::Neigh(neigh) => neigh::put(requests, neigh, index),
             Object::Fdb(fdb) => neigh::put_fdb(requests, fdb, index),
             Object::Nexthop(nexthop) => nexthop::put(requests, nexthop, index),
-            Object::Route(route) if route::is_known(route) => route::put(requests, route, index),
+            Object::Route(route) if route::is_known(route) => {
+                // It replaces nothing, so what is ours there must go first.
+                if route.via == Via::LastResort {
+                    route::delete_any(requests, &route.dst, ROUTE_PROTOCOL);
+                    self.pending.push((n, true));
+                }
+                route::put(requests, route, index);
+            }
             other => return Err(unknown(other)),
         }
         self.pending.push((n, false));

@@ -84,13 +84,14 @@ mod tests {
     }
 
     fn any_route() -> impl Strategy<Value = Route> {
-        (any_ip(), 0..=128u8, any_ip(), any::<bool>(), 0..4u8, 1..9u32, prop::option::of(any::<u32>()))
+        (any_ip(), 0..=128u8, any_ip(), any::<bool>(), 0..5u8, 1..9u32, prop::option::of(any::<u32>()))
             .prop_map(|(address, len, gateway, onlink, kind, id, mtu)| {
                 let same = Family::of(gateway) == Family::of(address);
                 let via = match kind {
                     0 if same => Via::Gateway { gateway, link: name(), onlink },
                     1 => Via::Nexthop(id),
                     2 => Via::Blackhole,
+                    3 => Via::LastResort,
                     _ => Via::Link(name()),
                 };
                 Route { dst: Subnet::new(address, len % (Family::of(address).bits() + 1)).unwrap(), via, mtu }

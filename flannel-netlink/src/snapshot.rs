@@ -203,7 +203,12 @@ fn read_routes(
         }
         ours = dump_routes(socket, owned, (names, nexthops), family)?;
     }
-    state.extend(ours.into_iter().flatten());
+    let mut before = None;
+    state.extend(ours.into_iter().flatten().filter(|route| {
+        // Others may stand before one of last resort, but none of ours.
+        let behind = before.replace(route.dst) == Some(route.dst);
+        !(behind && route.via == Via::LastResort)
+    }));
     Ok(())
 }
 
@@ -224,7 +229,7 @@ fn dump_routes(
     socket.dump(route::all(family), |message| {
         let found = route::read(message).filter(|found| found.main && found.default_metric)?;
         let this = Some((message.sequence, found.dst));
-        let hidden = last.replace(this) == this;
+        let hidden = last.replace(this) == this && !found.last_resort;
         let mut unknown = None;
         let route = found.object(|index| {
             let name = names.get(&index).copied();

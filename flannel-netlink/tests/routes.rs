@@ -320,6 +320,41 @@ fn what_else_goes_by_a_nexthop_is_found_and_does_not_go_with_it() {
 }
 
 #[test]
+fn a_route_of_last_resort_stands_behind_others_and_replaces_ours() {
+    in_netns(|| {
+        in_both_families(|scene| {
+            let last = Route { dst: scene.dst(), via: Via::LastResort, mtu: None };
+            let found =
+                || scene.kernel.snapshot(&scene.owned()).unwrap().get(&Key::Route(scene.dst())).cloned();
+            let inside = scene.dst().nth(9).unwrap();
+            for form in scene.forms() {
+                scene.apply(&Change::Put(form.into()));
+                scene.apply(&Change::Put(last.into()));
+                scene.apply(&Change::Put(last.into()));
+                assert_eq!(scene.found(), Some(last.into()), "alone after {form:?}");
+                assert_eq!(scene.kernel.lookup(inside).unwrap(), RouteAnswer::nowhere());
+                scene.apply(&Change::Put(form.into()));
+                assert_eq!(found(), Some(form.into()), "the other one takes the packets");
+                scene.apply(&Change::Delete(form.into()));
+                assert_eq!(scene.found(), Some(last.into()));
+                scene.apply(&Change::Delete(last.into()));
+                assert_eq!(scene.found(), None);
+            }
+            // A bridge's route, as the kernel makes it.
+            scene.apply(&Change::Put(last.into()));
+            scene.foreign("route add DST dev up0 proto kernel");
+            assert_eq!(found(), Some(last.into()));
+            assert_eq!(scene.kernel.lookup(inside).unwrap().on_link(), Some(up()));
+            scene.apply(&Change::Put(last.into()));
+            assert_eq!(scene.kernel.lookup(inside).unwrap().on_link(), Some(up()), "it stays");
+            scene.apply(&Change::Delete(last.into()));
+            assert_eq!(found(), None);
+            assert_eq!(scene.kernel.lookup(inside).unwrap().on_link(), Some(up()));
+        });
+    });
+}
+
+#[test]
 fn lookup_answers() {
     in_netns(|| {
         in_both_families(|scene| {

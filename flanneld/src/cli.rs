@@ -10,6 +10,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::error::{ContextKind, ContextValue};
+use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches, Parser};
 use flannel_core::{Dual, Family};
 
@@ -18,6 +20,9 @@ use crate::error::Error;
 #[cfg(feature = "etcd")]
 use crate::etcd::EtcdFlags;
 use crate::firewall::FirewallFlags;
+use crate::go_flags::{go_bool, go_int, go_style, is_given};
+use crate::klog::KlogFlags;
+use crate::kube::KubeFlags;
 use crate::registry::RegistryUrl;
 
 /// What the daemon is told.
@@ -29,69 +34,97 @@ use crate::registry::RegistryUrl;
 )]
 #[command(args_override_self = true)]
 #[command(
-    after_help = "Every option can come from the environment as FLANNELD_<OPTION>, for example FLANNELD_SUBNET_FILE."
+    after_help = "Every option can come from the environment as FLANNELD_<OPTION>, for example FLANNELD_SUBNET_FILE. \
+                  Options may be written Go's way: -iface eth0, -v=4.\n\
+                  Exit status: 0 when it was told to stop, 1 if it cannot go on, 2 for wrong usage."
 )]
 #[non_exhaustive]
 pub struct Options {
     /// Where leases are kept: etcd, dir:PATH, or dir:PATH?assign=static for a directory written beforehand
-    #[arg(long, value_name = "URL")]
+    #[arg(long, value_name = "URL", help_heading = "Leases")]
     #[cfg_attr(feature = "etcd", arg(default_value = "etcd"))]
     pub registry: RegistryUrl,
 
     /// Where etcd is.
     #[cfg(feature = "etcd")]
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Leases")]
     pub etcd: EtcdFlags,
 
+    /// Renew the lease when this many minutes are left of it, 1 to 1439
+    #[arg(long, value_name = "MINUTES", default_value = "60", value_parser = go_int(1..=1439),
+        help_heading = "Leases")]
+    pub subnet_lease_renew_margin: i64,
+
+    /// The file that tells CNI plugins about this host's subnet
+    #[arg(long, value_name = "FILE", default_value = "/run/flannel/subnet.env", help_heading = "Leases")]
+    pub subnet_file: PathBuf,
+
+    /// Where this host remembers which leases are its own
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/flannel", help_heading = "Leases")]
+    pub state_dir: PathBuf,
+
     /// The interface towards the other hosts, by name or address; may be repeated, the first that fits is taken
-    #[arg(long, value_name = "NAME|ADDRESS")]
+    #[arg(long, value_name = "NAME|ADDRESS", help_heading = "External interface")]
     pub iface: Vec<String>,
 
     /// The same by regular expression, matched against addresses first and names second; after all --iface
-    #[arg(long, value_name = "REGEX")]
+    #[arg(long, value_name = "REGEX", help_heading = "External interface")]
     pub iface_regex: Vec<String>,
 
     /// Take the interface by which this address is reached, if nothing above fits
-    #[arg(long, value_name = "ADDRESS")]
+    #[arg(long, value_name = "ADDRESS", help_heading = "External interface")]
     pub iface_can_reach: Option<IpAddr>,
 
     /// The IPv4 address that other hosts reach this one by. Without --iface and the like it also selects the
     /// interface; an address that no interface has (behind NAT) needs --iface
-    #[arg(long, value_name = "ADDRESS")]
+    #[arg(long, value_name = "ADDRESS", help_heading = "External interface")]
     pub public_ip: Option<Ipv4Addr>,
 
     /// The same for IPv6
-    #[arg(long, value_name = "ADDRESS")]
+    #[arg(long, value_name = "ADDRESS", help_heading = "External interface")]
     pub public_ipv6: Option<Ipv6Addr>,
 
-    /// The file that tells CNI plugins about this host's subnet
-    #[arg(long, value_name = "FILE", default_value = "/run/flannel/subnet.env")]
-    pub subnet_file: PathBuf,
-
-    /// Where this host remembers which leases are its own
-    #[arg(long, value_name = "DIR", default_value = "/var/lib/flannel")]
-    pub state_dir: PathBuf,
-
-    /// Renew the lease when this many minutes are left of it, 1 to 1439
-    #[arg(long, value_name = "MINUTES", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=1439))]
-    pub subnet_lease_renew_margin: u64,
+    /// Drop packets for those addresses of this host's subnet that no pod has, instead of sending them to the default
+    /// route
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true",
+        default_value_t = false, value_parser = go_bool, action = clap::ArgAction::Set, help_heading = "Routes")]
+    pub ip_blackhole_route: bool,
 
     /// Let IPv4 routes to other hosts go by nexthop objects, which makes thousands of them quick: where the kernel has
     /// them, or else stop, or never
-    #[arg(long, value_name = "auto|on|off", default_value = "auto", hide_possible_values = true)]
+    #[arg(
+        long,
+        value_name = "auto|on|off",
+        default_value = "auto",
+        hide_possible_values = true,
+        help_heading = "Routes"
+    )]
     pub nexthop_objects: NexthopObjects,
 
     /// What becomes of packets between pods and the rest of the world.
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Firewall")]
     pub firewall: FirewallFlags,
 
     /// Where the daemon can be asked how it is.
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Health and control")]
     pub control: ControlFlags,
 
-    /// What to log: error, warn, info, debug, trace, or a filter such as info,flannel_core=debug
-    #[arg(long, value_name = "FILTER", default_value = "info")]
-    pub log: String,
+    /// What to log: error, warn, info, debug, trace, or a filter such as info,flannel_core=debug; info if neither this
+    /// nor -v is given
+    #[arg(long, value_name = "FILTER", help_heading = "Log")]
+    pub log: Option<String>,
+
+    /// Go flannel's log flags.
+    #[command(flatten, next_help_heading = "Log")]
+    pub klog: KlogFlags,
+
+    /// Leases in the Kubernetes API.
+    #[command(flatten, next_help_heading = "Kubernetes")]
+    pub kube: KubeFlags,
+
+    /// The flags that were given and change nothing, by their ids.
+    #[arg(skip)]
+    without_effect: Vec<&'static str>,
 }
 
 /// `--nexthop-objects`.
@@ -119,14 +152,12 @@ impl Options {
         let flags: Vec<String> = command.get_arguments().filter_map(long).collect();
         let with_value =
             command.get_arguments().filter(|a| a.get_action().takes_values() && !a.is_require_equals_set());
-        let given = go_style(args, &with_value.filter_map(long).collect::<Vec<_>>());
-        // An empty value is none, as in Go's string flags, and beats the environment all the same.
-        let is_empty = |arg: &OsString| {
-            arg.to_str().is_some_and(|arg| arg.starts_with("--") && arg.find('=') == Some(arg.len() - 1))
-        };
-        let mut args: Vec<OsString> = given.iter().filter(|arg| !is_empty(arg)).cloned().collect();
+        let given = go_style(args, &flags, &with_value.filter_map(long).collect::<Vec<_>>());
+        let mut args: Vec<OsString> = given.iter().filter(|arg| !is_none(&command, arg)).cloned().collect();
         let mut variables = Vec::new();
-        for flag in flags.iter().filter(|flag| !is_given(&given, flag)) {
+        // Who asks for help is told, whatever the environment says.
+        let asks = given.iter().any(|arg| ["--help", "-h", "--version", "-V"].iter().any(|ask| arg == ask));
+        for flag in flags.iter().filter(|flag| !asks && !is_given(&given, flag)) {
             let name = format!("FLANNELD_{}", flag.to_uppercase().replace(['-', '.'], "_"));
             if let Some(value) = env(&name).filter(|value| !value.is_empty()) {
                 let mut arg = OsString::from(format!("--{flag}="));
@@ -136,18 +167,42 @@ impl Options {
                 args.insert(1.min(args.len()), arg);
             }
         }
-        let matches = command.try_get_matches_from(args).map_err(|error| {
-            let text = error.render().to_string();
-            if !error.use_stderr() {
-                return Error::Help(text);
-            }
-            let culprit = variables.iter().find(|(flag, _)| text.contains(&format!("'--{flag} ")));
-            Error::Usage(match culprit {
-                Some((_, name)) => format!("{text}\n(the value comes from the environment: {name})\n"),
-                None => text,
-            })
+        let from = |text: &str| {
+            let flag =
+                |flag: &str| [" ", ":", "=", "["].iter().any(|end| text.contains(&format!("--{flag}{end}")));
+            variables.iter().find(|(name, _)| flag(name)).map(|(_, name)| name.as_str())
+        };
+        let usage = |text: String| match from(&text) {
+            Some(name) => Error::Usage(format!("{text}\n(the value comes from the environment: {name})\n")),
+            None => Error::Usage(text),
+        };
+        let matches = command.try_get_matches_from(args).map_err(|error| match error.use_stderr() {
+            true => usage(with_advice(&error)),
+            false => Error::Help(error.render().to_string()),
         })?;
-        Self::from_arg_matches(&matches).map_err(|error| Error::Usage(error.to_string()))
+        let mut options =
+            Self::from_arg_matches(&matches).map_err(|error| Error::Usage(error.to_string()))?;
+        options.kube.check().map_err(usage)?;
+        let is_given = |id: &&str| matches.value_source(id) == Some(ValueSource::CommandLine);
+        let without_effect = KlogFlags::WITHOUT_EFFECT.into_iter().chain(KubeFlags::WITHOUT_EFFECT);
+        options.without_effect = without_effect.filter(is_given).collect();
+        Ok(options)
+    }
+
+    /// What to log: `--log`, else what `-v` asks for.
+    pub(crate) fn log_filter(&self) -> &str {
+        self.log.as_deref().unwrap_or_else(|| self.klog.filter())
+    }
+
+    /// Flags that were given and change nothing, as a sentence without a full stop; `None` if there are none.
+    pub(crate) fn without_effect(&self) -> Option<String> {
+        let flag = |id: &&str| {
+            let name =
+                if KlogFlags::WITHOUT_EFFECT.contains(id) { (*id).to_owned() } else { id.replace('_', "-") };
+            format!("--{name}")
+        };
+        let all: Vec<String> = self.without_effect.iter().map(flag).collect();
+        (!all.is_empty()).then(|| format!("without effect here: {}", all.join(", ")))
     }
 
     /// The public addresses that were given.
@@ -160,47 +215,37 @@ impl Options {
 
     /// How long before its end the lease is renewed.
     pub fn renew_margin(&self) -> Duration {
-        Duration::from_secs(60 * self.subnet_lease_renew_margin)
+        Duration::from_secs(60 * self.subnet_lease_renew_margin.unsigned_abs())
     }
 }
 
-/// As Go reads them: `-iface` is `--iface`, and the word after a flag that takes a value is that value, whatever
-/// it looks like. Single letters stay what they are.
-fn go_style(args: impl IntoIterator<Item = OsString>, with_value: &[String]) -> Vec<OsString> {
-    let mut args = args.into_iter();
-    let mut all: Vec<OsString> = args.next().into_iter().collect();
-    while let Some(arg) = args.next() {
-        if arg == "--" {
-            all.push(arg);
-            break;
-        }
-        let is_long =
-            |text: &str| text.len() > 2 && text.starts_with('-') && text.as_bytes()[1].is_ascii_alphabetic();
-        let mut arg = match arg.to_str() {
-            Some(text) if is_long(text) => OsString::from(format!("-{text}")),
-            _ => arg,
-        };
-        let name = arg.to_str().and_then(|text| text.strip_prefix("--"));
-        if name.is_some_and(|name| with_value.iter().any(|flag| flag == name))
-            && let Some(value) = args.next()
-        {
-            arg.push("=");
-            arg.push(value);
-        }
-        all.push(arg);
-    }
-    all.extend(args);
-    all
-}
-
-/// The flag is among the arguments.
-pub(crate) fn is_given(args: &[OsString], flag: &str) -> bool {
-    let given = |arg: &OsStr| {
-        let name = arg.to_str().and_then(|text| text.strip_prefix("--"));
-        name.and_then(|name| name.split('=').next()) == Some(flag)
+/// An empty value is none, as for Go's text flags, and beats the environment all the same. What is empty where a
+/// number or a switch is asked for is wrong; those are told by their defaults.
+fn is_none(command: &clap::Command, arg: &OsStr) -> bool {
+    let text = arg.to_str().and_then(|arg| arg.strip_prefix("--"));
+    let Some(flag) = text.and_then(|text| text.strip_suffix('=')).filter(|flag| !flag.contains('=')) else {
+        return false;
     };
-    args.iter().any(|arg| given(arg))
+    let arg = command.get_arguments().find(|arg| arg.get_long() == Some(flag));
+    let default = arg.and_then(|arg| arg.get_default_values().first()?.to_str());
+    !default.is_some_and(|text| go_bool(text).is_ok() || go_int(i64::MIN..=i64::MAX)(text).is_ok())
 }
+
+/// What clap says, and what it does not know of Go's switches.
+fn with_advice(error: &clap::Error) -> String {
+    let text = error.render().to_string();
+    let word = match error.get(ContextKind::InvalidArg) {
+        Some(ContextValue::String(word)) => go_bool(word).is_ok().then_some(word),
+        _ => None,
+    };
+    match word {
+        Some(word) => format!("{text}\n  tip: a switch takes its value behind =, as in --ip-masq={word}\n"),
+        None => text,
+    }
+}
+
+#[cfg(test)]
+mod table;
 
 #[cfg(test)]
 mod tests {

@@ -28,6 +28,7 @@ use serde_json::json;
 use tokio::net::{TcpListener, UnixListener};
 
 use crate::error::Error;
+use crate::go_flags::go_int;
 use crate::http::{Listener, Request, Response, Site, serve};
 use crate::metrics;
 use crate::observe::Observer;
@@ -48,12 +49,18 @@ pub struct ControlFlags {
     pub healthz_ip: IpAddr,
 
     /// On which port; 0: nowhere
-    #[arg(long, value_name = "PORT", default_value_t = 0)]
+    #[arg(long, value_name = "PORT", default_value = "0", allow_hyphen_values = true, value_parser = port)]
     pub healthz_port: u16,
 
     /// The socket that flannelctl asks, or off; flanneld.sock beside the subnet file if not given
     #[arg(long, value_name = "FILE|off")]
     pub control_socket: Option<PathBuf>,
+}
+
+/// **Source**: flannel `main.go`: what is not above 0 is nowhere.
+fn port(text: &str) -> Result<u16, String> {
+    let number = go_int(i64::MIN..=65_535)(text)?;
+    Ok(u16::try_from(number).unwrap_or(0))
 }
 
 impl ControlFlags {

@@ -10,6 +10,7 @@ use flannel_firewall::{Firewall, Mode, Options, Rules, Status, Wish};
 use tokio::sync::watch;
 
 use crate::error::Error;
+use crate::go_flags::{go_bool, go_int};
 
 /// What becomes of packets between pods and the rest of the world.
 #[derive(Debug, Clone, clap::Args)]
@@ -31,17 +32,8 @@ pub struct FirewallFlags {
     pub iptables_forward_rules: bool,
 
     /// Check the rules every so many seconds; in nftables mode changes are noticed at once all the same
-    #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=86_400))]
-    pub iptables_resync: u64,
-}
-
-/// **Source**: Go `strconv.ParseBool`.
-fn go_bool(text: &str) -> Result<bool, String> {
-    match text {
-        "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
-        "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
-        _ => Err("right would be true or false".to_owned()),
-    }
+    #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = go_int(1..=86_400))]
+    pub iptables_resync: i64,
 }
 
 impl FirewallFlags {
@@ -69,7 +61,10 @@ impl FirewallFlags {
     ) -> Result<Infallible, Error> {
         let wish = self.wish();
         let mode = if config.nftables { Mode::Nftables } else { Mode::Iptables };
-        let options = Options { resync: Duration::from_secs(self.iptables_resync), ..Options::default() };
+        let options = Options {
+            resync: Duration::from_secs(self.iptables_resync.unsigned_abs()),
+            ..Options::default()
+        };
         if !wish.masquerade && !wish.forward {
             settled.send_replace(true);
             return Ok(std::future::pending().await);

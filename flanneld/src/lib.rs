@@ -8,7 +8,10 @@ mod error;
 #[cfg(feature = "etcd")]
 mod etcd;
 mod firewall;
+mod go_flags;
 mod http;
+mod klog;
+mod kube;
 mod log;
 mod metrics;
 mod notify;
@@ -41,6 +44,8 @@ pub use error::Error;
 #[cfg(feature = "etcd")]
 pub use etcd::EtcdFlags;
 pub use firewall::FirewallFlags;
+pub use klog::KlogFlags;
+pub use kube::KubeFlags;
 pub use registry::RegistryUrl;
 pub use run::run;
 
@@ -70,15 +75,18 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
 
 fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
     let options = Options::parse_from(args, |name| std::env::var_os(name))?;
-    let filter = log_filter(&options.log)?;
+    let filter = log_filter(options.log_filter())?;
     let subscriber = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(false)
         .with_filter_reloading();
-    let (handle, given) = (subscriber.reload_handle(), options.log.clone());
+    let (handle, given) = (subscriber.reload_handle(), options.log_filter().to_owned());
     // Another subscriber in this process (a test's) stays.
     let _ = subscriber.try_init();
+    if let Some(flags) = options.without_effect() {
+        tracing::info!("{flags}");
+    }
     let observer = Observer::new(Some(Box::new(move |filter| {
         let filter = log_filter(filter.unwrap_or(&given)).map_err(|error| error.to_string())?;
         handle.reload(filter).map_err(|error| error.to_string())

@@ -143,7 +143,12 @@ async fn start(
         },
         identity,
     };
-    let network = backend.register(&host, &config).await?;
+    let mut network = backend.register(&host, &config).await?;
+    if options.ip_blackhole_route
+        && let Err(error) = network.drop_unused()
+    {
+        tracing::warn!("--ip-blackhole-route has no effect: {error}");
+    }
     tracing::info!(networks = ?config.pod_networks().collect::<Vec<_>>(), backend = backend.name(), "network config");
     let iface = &host.iface;
     tracing::info!(

@@ -188,6 +188,43 @@ fn a_restart_keeps_subnet_mac_and_every_entry() {
 }
 
 #[test]
+fn unused_addresses_are_dropped_beside_the_bridge_as_long_as_that_is_asked_for() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(CONFIG);
+        let last_resort = || ip("route show type blackhole");
+        let mut daemon = place.start(&["-ip-blackhole-route", "-v=4", "-vmodule=x=1"]);
+        daemon.wait_for_log("running lease");
+        daemon.wait_for_log("without effect here: --vmodule");
+        daemon.wait_for_log("DEBUG");
+        let own = place.own_lease().file_name().unwrap().to_str().unwrap().replace('-', "/");
+        let base = own.strip_suffix(".0/24").unwrap();
+        wait_until(|| last_resort().contains(&own), last_resort);
+        assert!(last_resort().contains("proto 241 metric 4294967295"), "{}", last_resort());
+        // A bridge with the same route works, and neither bothers the other.
+        ip("link add cni0 type bridge");
+        ip("link add pod0 type veth peer name pod1");
+        ip("link set pod0 master cni0 up");
+        ip("link set pod1 up");
+        ip(&format!("addr add {base}.1/24 dev cni0"));
+        ip("link set cni0 up");
+        let pod = || ip(&format!("route get {base}.9"));
+        wait_until(|| pod().contains("dev cni0"), pod);
+        ip("link del cni0");
+        wait_until(|| last_resort().contains(&own), last_resort);
+        ip(&format!("route del blackhole {own}"));
+        daemon.wait_for_log(&format!("put back route blackhole {own}"));
+        assert!(last_resort().contains(&own));
+        assert_eq!(daemon.log().matches("put back").count(), 1, "{}", daemon.log());
+        daemon.signal("TERM");
+        daemon.ended();
+        let daemon = place.start(&[]);
+        daemon.wait_for_log("in sync");
+        wait_until(|| last_resort().is_empty(), last_resort);
+    });
+}
+
+#[test]
 fn deleting_its_lease_is_the_order_to_stop() {
     in_netns(|| {
         uplink();

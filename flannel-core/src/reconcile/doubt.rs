@@ -4,7 +4,7 @@ use std::cell::OnceCell;
 
 use super::{Cause, Reconciler, Unread};
 use crate::kernel::{Culprit, Doubts, Kernel, Report};
-use crate::state::Key;
+use crate::state::{Key, Object, Route, Via};
 use crate::status::Damage;
 
 /// Whom to suspect of additions is remembered for so many of them; the wanted objects bound the rest.
@@ -77,6 +77,12 @@ impl Reconciler {
             (_, Report::Beside(_)) => {}
             // Says what we want to hear: no reason for doubt (and none for trust: a doubt stays one).
             (Some(want), Report::Now(object)) if want == *object && !disowned(object) => {}
+            // A route of somebody else stands before it, or no longer does: so it shall be.
+            (Some(Object::Route(Route { via: Via::LastResort, .. })), report) => {
+                if matches!(report, Report::Gone(_)) {
+                    self.unread = Unread::Everything;
+                }
+            }
             (Some(_), Report::Gone(_)) => {
                 // Its routes went with it, without a word about each.
                 if let Key::Nexthop(id) = key {

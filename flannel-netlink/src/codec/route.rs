@@ -21,6 +21,8 @@ const RTA_PREF: u16 = 20;
 const RTA_NH_ID: u16 = 30;
 /// The metric that IPv6 routes get if none is asked for.
 const IPV6_METRIC: u32 = 1024;
+/// The metric of a route of last resort.
+const LAST_RESORT: u32 = u32::MAX;
 const MAIN: u32 = 254;
 
 /// What a message says of a route.
@@ -29,8 +31,10 @@ pub(crate) struct RouteMessage {
     pub(crate) dst: Subnet,
     /// In the main table.
     pub(crate) main: bool,
-    /// Default metric and no TOS, so that a route of ours with this destination is the same entry.
+    /// Default metric and no TOS, so that a route of ours with this destination is the same entry; or of last resort.
     pub(crate) default_metric: bool,
+    /// A blackhole that stands behind all others.
+    pub(crate) last_resort: bool,
     pub(crate) protocol: u8,
     pub(crate) kind: Rtn,
     /// The interface index; 0 if there is none.
@@ -60,6 +64,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
         dst: Subnet::new(family.unspecified(), len)?,
         main: *header.rtm_table() == RtTable::Main,
         default_metric: true,
+        last_resort: false,
         protocol: (*header.rtm_protocol()).into(),
         kind: *header.rtm_type(),
         index: 0,
@@ -101,7 +106,8 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
             },
         }
     }
-    read.default_metric = metric == default_metric(family) && *header.rtm_tos() == 0;
+    read.last_resort = read.kind == Rtn::Blackhole && metric == LAST_RESORT;
+    read.default_metric = (metric == default_metric(family) || read.last_resort) && *header.rtm_tos() == 0;
     Some(read)
 }
 
@@ -122,6 +128,7 @@ impl RouteMessage {
         }
         let scope_of_link = if self.dst.family() == Family::V4 { RtScope::Link } else { RtScope::Universe };
         let via = match (self.kind, self.nexthop, self.gateway) {
+            (Rtn::Blackhole, None, None) if self.last_resort => Via::LastResort,
             (Rtn::Blackhole, None, None) => Via::Blackhole,
             // Of a nexthop object that leads nowhere the kernel says that the route does.
             (Rtn::Unicast | Rtn::Blackhole, Some(id), _) => Via::Nexthop(id),
@@ -152,7 +159,7 @@ impl fmt::Display for RouteMessage {
 
 fn header(dst: &Subnet, via: Option<&Via>, protocol: u8, scope: RtScope) -> Rtmsg {
     let kind = match via {
-        Some(Via::Blackhole) => Rtn::Blackhole,
+        Some(Via::Blackhole | Via::LastResort) => Rtn::Blackhole,
         Some(_) => Rtn::Unicast,
         None => Rtn::Unspec,
     };
@@ -173,7 +180,10 @@ fn header(dst: &Subnet, via: Option<&Via>, protocol: u8, scope: RtScope) -> Rtms
 
 /// This version knows what the route does.
 pub(crate) fn is_known(route: &Route) -> bool {
-    matches!(route.via, Via::Gateway { .. } | Via::Link(_) | Via::Nexthop(_) | Via::Blackhole)
+    matches!(
+        route.via,
+        Via::Gateway { .. } | Via::Link(_) | Via::Nexthop(_) | Via::Blackhole | Via::LastResort
+    )
 }
 
 /// `link`'s index is `index`; 0 for a route that has none.
@@ -208,17 +218,28 @@ pub(crate) fn delete(requests: &mut Messages, route: &Route, index: u32, protoco
     path(requests, route, index);
 }
 
+/// Deletes the route to `dst` with the default metric, whatever it is; `protocol` as for [`delete`].
+pub(crate) fn delete_any(requests: &mut Messages, dst: &Subnet, protocol: u8) {
+    requests.begin(Rtm::Delroute, NlmF::empty(), &header(dst, None, protocol, RtScope::Nowhere));
+    requests.ip(Rta::Dst, dst.base());
+    if dst.family() == Family::V6 {
+        requests.u32(Rta::Priority, IPV6_METRIC);
+    }
+}
+
 fn path(requests: &mut Messages, route: &Route, index: u32) {
     requests.ip(Rta::Dst, route.dst.base());
     match route.via {
         Via::Gateway { gateway, .. } => drop(requests.ip(Rta::Gateway, gateway).u32(Rta::Oif, index)),
         Via::Link(_) => drop(requests.u32(Rta::Oif, index)),
         Via::Nexthop(id) => drop(requests.u32(RTA_NH_ID, id)),
-        // Blackhole; a kind that is not known here does not come here.
+        // Blackholes; a kind that is not known here does not come here.
         _ => {}
     }
-    if route.dst.family() == Family::V6 {
-        requests.u32(Rta::Priority, IPV6_METRIC);
+    match (route.via, route.dst.family()) {
+        (Via::LastResort, _) => drop(requests.u32(Rta::Priority, LAST_RESORT)),
+        (_, Family::V6) => drop(requests.u32(Rta::Priority, IPV6_METRIC)),
+        (_, Family::V4) => {}
     }
 }
 

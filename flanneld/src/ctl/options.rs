@@ -11,10 +11,10 @@ use flannel_core::{Subnet, Subnets};
 use flannel_subnet::Registry;
 
 use super::{Failure, Result};
-use crate::cli::is_given;
 use crate::error::Error;
 #[cfg(feature = "etcd")]
 use crate::etcd::EtcdFlags;
+use crate::go_flags::is_given;
 use crate::registry::RegistryUrl;
 
 /// What `flannelctl` is told.

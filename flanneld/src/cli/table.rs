@@ -1,0 +1,261 @@
+//! Go flannel's options, one by one: names, defaults, variables and what they take.
+//!
+//! **Source**: flannel `main.go: init`, klog, coreos `flagutil.SetFlagsFromEnv`.
+
+use std::ffi::OsString;
+use std::fmt::Display;
+
+use super::Options;
+use crate::error::Error;
+
+/// What a flag takes.
+enum Kind {
+    /// A text, and another one.
+    Text(&'static str, &'static str),
+    /// The same, collected.
+    Texts(&'static str, &'static str),
+    /// A number: one as a person writes it and what it is, and one that is out of range.
+    Number(&'static str, &'static str, &'static str),
+    /// A switch.
+    Switch,
+}
+use Kind::{Number, Switch, Text, Texts};
+
+struct Flag {
+    name: &'static str,
+    kind: Kind,
+    default: &'static str,
+    variable: &'static str,
+    /// What the options hold for it.
+    held: fn(&Options) -> String,
+}
+
+fn flag(
+    name: &'static str,
+    kind: Kind,
+    default: &'static str,
+    variable: &'static str,
+    held: fn(&Options) -> String,
+) -> Flag {
+    Flag { name, kind, default, variable, held }
+}
+
+fn text<T: Display>(value: Option<&T>) -> String {
+    value.map(ToString::to_string).unwrap_or_default()
+}
+
+#[cfg(feature = "etcd")]
+fn path(path: &Option<std::path::PathBuf>) -> String {
+    text(path.as_ref().map(|path| path.display()).as_ref())
+}
+
+#[rustfmt::skip]
+fn flags() -> Vec<Flag> {
+    let mut all = vec![
+        flag("iface", Texts("eth7", "192.0.2.1"), "", "FLANNELD_IFACE", |o| o.iface.join(" ")),
+        flag("iface-regex", Texts("^eth", "192\\..*"), "", "FLANNELD_IFACE_REGEX", |o| o.iface_regex.join(" ")),
+        flag("iface-can-reach", Text("192.0.2.9", "2001:db8::9"), "", "FLANNELD_IFACE_CAN_REACH", |o| text(o.iface_can_reach.as_ref())),
+        flag("public-ip", Text("192.0.2.1", "198.51.100.1"), "", "FLANNELD_PUBLIC_IP", |o| text(o.public_ip.as_ref())),
+        flag("public-ipv6", Text("2001:db8::1", "2001:db8::2"), "", "FLANNELD_PUBLIC_IPV6", |o| text(o.public_ipv6.as_ref())),
+        flag("subnet-file", Text("/a/b.env", "/c.env"), "/run/flannel/subnet.env", "FLANNELD_SUBNET_FILE", |o| o.subnet_file.display().to_string()),
+        flag("subnet-lease-renew-margin", Number("0x3c", "60", "1440"), "60", "FLANNELD_SUBNET_LEASE_RENEW_MARGIN", |o| o.subnet_lease_renew_margin.to_string()),
+        flag("ip-masq", Switch, "false", "FLANNELD_IP_MASQ", |o| o.firewall.ip_masq.to_string()),
+        flag("ip-masq-fully-random-disable", Switch, "false", "FLANNELD_IP_MASQ_FULLY_RANDOM_DISABLE", |o| o.firewall.ip_masq_fully_random_disable.to_string()),
+        flag("kube-subnet-mgr", Switch, "false", "FLANNELD_KUBE_SUBNET_MGR", |o| o.kube.kube_subnet_mgr.to_string()),
+        flag("kube-api-url", Text("https://k:6443", "http://k"), "", "FLANNELD_KUBE_API_URL", |o| o.kube.kube_api_url.clone()),
+        flag("kube-annotation-prefix", Text("a.example", "b.example/x-"), "flannel.alpha.coreos.com", "FLANNELD_KUBE_ANNOTATION_PREFIX", |o| o.kube.kube_annotation_prefix.clone()),
+        flag("kubeconfig-file", Text("/a", "/b"), "", "FLANNELD_KUBECONFIG_FILE", |o| o.kube.kubeconfig_file.clone()),
+        flag("healthz-ip", Text("127.0.0.1", "::1"), "0.0.0.0", "FLANNELD_HEALTHZ_IP", |o| o.control.healthz_ip.to_string()),
+        flag("healthz-port", Number("0x1f91", "8081", "65536"), "0", "FLANNELD_HEALTHZ_PORT", |o| o.control.healthz_port.to_string()),
+        flag("iptables-resync", Number("012", "10", "0"), "5", "FLANNELD_IPTABLES_RESYNC", |o| o.firewall.iptables_resync.to_string()),
+        flag("iptables-forward-rules", Switch, "true", "FLANNELD_IPTABLES_FORWARD_RULES", |o| o.firewall.iptables_forward_rules.to_string()),
+        flag("ip-blackhole-route", Switch, "false", "FLANNELD_IP_BLACKHOLE_ROUTE", |o| o.ip_blackhole_route.to_string()),
+        flag("net-config-path", Text("/n.json", "/m.json"), "/etc/kube-flannel/net-conf.json", "FLANNELD_NET_CONFIG_PATH", |o| o.kube.net_config_path.clone()),
+        flag("set-node-network-unavailable", Switch, "true", "FLANNELD_SET_NODE_NETWORK_UNAVAILABLE", |o| o.kube.set_node_network_unavailable.to_string()),
+        flag("v", Number("4", "4", "2147483648"), "0", "FLANNELD_V", |o| o.klog.verbosity.to_string()),
+        flag("vmodule", Text("main=4", "x=1,y=2"), "", "FLANNELD_VMODULE", |o| o.klog.vmodule.clone()),
+        flag("log_backtrace_at", Text("main.go:1", "x.go:2"), "", "FLANNELD_LOG_BACKTRACE_AT", |o| text(o.klog.log_backtrace_at.as_ref())),
+    ];
+    #[cfg(feature = "etcd")]
+    all.extend([
+        flag("etcd-endpoints", Text("http://a:1,http://b:2", "c:3"), "http://127.0.0.1:4001,http://127.0.0.1:2379", "FLANNELD_ETCD_ENDPOINTS", |o| o.etcd.endpoints.join(",")),
+        flag("etcd-prefix", Text("/net", "/other/net"), "/coreos.com/network", "FLANNELD_ETCD_PREFIX", |o| o.etcd.prefix.clone()),
+        flag("etcd-keyfile", Text("/k", "/l"), "", "FLANNELD_ETCD_KEYFILE", |o| path(&o.etcd.keyfile)),
+        flag("etcd-certfile", Text("/c", "/d"), "", "FLANNELD_ETCD_CERTFILE", |o| path(&o.etcd.certfile)),
+        flag("etcd-cafile", Text("/a", "/b"), "", "FLANNELD_ETCD_CAFILE", |o| path(&o.etcd.cafile)),
+        flag("etcd-username", Text("u", "w"), "", "FLANNELD_ETCD_USERNAME", |o| text(o.etcd.username.as_ref())),
+        flag("etcd-password", Text("p", "-q=r"), "", "FLANNELD_ETCD_PASSWORD", |o| text(o.etcd.password.as_ref())),
+    ]);
+    all
+}
+
+fn parse(args: &[String], env: &[(&str, &str)]) -> Result<Options, Error> {
+    let args = ["flanneld", "-registry=dir:/x"].into_iter().chain(args.iter().map(String::as_str));
+    let find = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
+    Options::parse_from(args.map(OsString::from), find)
+}
+
+impl Flag {
+    /// What the options hold after this command line and environment.
+    fn held(&self, args: &[String], env: &[(&str, &str)]) -> String {
+        match parse(args, env) {
+            Ok(options) => (self.held)(&options),
+            // Known, and refused for what it asks.
+            Err(error) if self.name == "kube-subnet-mgr" => {
+                let text = error.to_string();
+                assert!(text.contains("not yet in the Kubernetes API") && error.exit_code() == 2, "{text}");
+                assert_eq!(text.contains(self.variable), args.is_empty(), "{text}");
+                "true".to_owned()
+            }
+            Err(error) => panic!("{args:?} {env:?}: {error}"),
+        }
+    }
+
+    /// Command lines that say `value`.
+    fn forms(&self, value: &str) -> Vec<Vec<String>> {
+        let name = self.name;
+        let mut forms = vec![vec![format!("-{name}={value}")], vec![format!("--{name}={value}")]];
+        match self.kind {
+            Switch if value == "true" => forms.extend([vec![format!("-{name}")], vec![format!("--{name}")]]),
+            Switch => {}
+            _ => forms.extend(["-", "--"].map(|dashes| vec![format!("{dashes}{name}"), value.to_owned()])),
+        }
+        forms
+    }
+
+    /// The value written as `written` is held as `value`, from wherever it comes; `other` beats it or is beaten.
+    fn takes(&self, written: &str, value: &str, other: &str) {
+        for form in self.forms(written) {
+            assert_eq!(self.held(&form, &[]), value, "{form:?}");
+            assert_eq!(self.held(&form, &[(self.variable, other)]), value, "{form:?} beats {other}");
+        }
+        assert_eq!(self.held(&[], &[(self.variable, written)]), value, "{}", self.variable);
+    }
+
+    /// A value that is wrong, on the command line and in the environment.
+    fn refuses(&self, value: &str) {
+        for form in self.forms(value) {
+            let error = parse(&form, &[]).unwrap_err();
+            let text = error.to_string();
+            assert!(
+                error.exit_code() == 2 && text.contains(self.name) && text.contains(value),
+                "{form:?}: {text}"
+            );
+            assert!(!text.contains("FLANNELD_"), "{text}");
+        }
+        let error = parse(&[], &[(self.variable, value)]).unwrap_err();
+        let text = error.to_string();
+        assert!(error.exit_code() == 2 && text.contains(self.variable), "{text}");
+    }
+}
+
+#[test]
+fn every_option_of_go_flannel() {
+    for flag in flags() {
+        let (name, default) = (flag.name, flag.default);
+        assert_eq!(flag.held(&[], &[]), default, "--{name}");
+        assert_eq!(flag.held(&[], &[(flag.variable, "")]), default, "{} empty is unset", flag.variable);
+        match flag.kind {
+            Text(one, other) => {
+                flag.takes(one, one, other);
+                flag.takes(other, other, one);
+                let twice = [format!("-{name}={one}"), format!("--{name}"), other.to_owned()];
+                assert_eq!(flag.held(&twice, &[]), other, "--{name}: the last one wins");
+                if default.is_empty() {
+                    let none = [format!("--{name}=")];
+                    assert_eq!(flag.held(&none, &[(flag.variable, one)]), "", "--{name}= beats the variable");
+                }
+            }
+            Texts(one, other) => {
+                flag.takes(one, one, other);
+                let twice = [format!("-{name}={one}"), format!("--{name}"), other.to_owned()];
+                assert_eq!(flag.held(&twice, &[(flag.variable, "x")]), format!("{one} {other}"));
+            }
+            Number(written, value, outside) => {
+                flag.takes(written, value, "7");
+                for wrong in [outside, "five", "1_0", "0x"] {
+                    flag.refuses(wrong);
+                }
+                assert_eq!(parse(&[format!("--{name}=")], &[]).unwrap_err().exit_code(), 2);
+            }
+            Switch => {
+                let written =
+                    ["1", "t", "T", "true", "TRUE", "True", "0", "f", "F", "false", "FALSE", "False"];
+                for (n, text) in written.into_iter().enumerate() {
+                    flag.takes(
+                        text,
+                        if n < 6 { "true" } else { "false" },
+                        if n < 6 { "false" } else { "true" },
+                    );
+                }
+                for wrong in ["yes", "on", "2"] {
+                    flag.refuses(wrong);
+                }
+                assert_eq!(parse(&[format!("--{name}=")], &[]).unwrap_err().exit_code(), 2);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_switch_takes_no_word() {
+    let error = parse(&["--ip-masq".into(), "false".into()], &[]).unwrap_err();
+    assert!(error.exit_code() == 2 && error.to_string().contains("--ip-masq=false"), "{error}");
+}
+
+#[test]
+fn v_is_the_log_level_unless_log_says_it() {
+    let filter = |args: &[&str], env: &[(&str, &str)]| {
+        let args: Vec<String> = args.iter().map(ToString::to_string).collect();
+        parse(&args, env).unwrap().log_filter().to_owned()
+    };
+    for (v, level) in
+        [("-1", "info"), ("0", "info"), ("3", "info"), ("4", "debug"), ("5", "debug"), ("10", "trace")]
+    {
+        assert_eq!(filter(&[&format!("-v={v}")], &[]), level, "-v={v}");
+        assert_eq!(filter(&["-v", v], &[]), level, "-v {v}");
+    }
+    assert_eq!(filter(&[], &[("FLANNELD_V", "4")]), "debug");
+    assert_eq!(filter(&["-v=4", "--log=warn"], &[]), "warn");
+    assert_eq!(filter(&["-v=4"], &[("FLANNELD_LOG", "error")]), "error");
+}
+
+#[test]
+fn what_has_no_effect_is_said_if_it_was_given() {
+    let said = |args: &[&str], env: &[(&str, &str)]| {
+        let args: Vec<String> = args.iter().map(ToString::to_string).collect();
+        parse(&args, env).unwrap().without_effect()
+    };
+    assert_eq!(said(&["-v=2", "--ip-masq"], &[]), None);
+    assert_eq!(
+        said(&["-vmodule=x=1", "--kube-api-url", "http://k"], &[("FLANNELD_LOG_BACKTRACE_AT", "main.go:1")]),
+        Some("without effect here: --vmodule, --log_backtrace_at, --kube-api-url".to_owned())
+    );
+}
+
+#[test]
+fn help_and_version_are_told_whatever_the_environment_says() {
+    for ask in ["--help", "-h", "-help", "--version", "-version"] {
+        let error = parse(&[ask.into()], &[("FLANNELD_HEALTHZ_PORT", "nonsense")]).unwrap_err();
+        assert_eq!(error.exit_code(), 0, "{ask}: {error}");
+    }
+}
+
+#[cfg(feature = "etcd")]
+#[test]
+fn no_mistake_shows_the_password() {
+    let secret = "hunter2";
+    for args in [
+        vec!["--etcd-pasword=hunter2"],
+        vec!["--etcd-pasword", "hunter2"],
+        vec!["--etcd-password=hunter2", "--nonsense"],
+        vec!["-etcd-password", "hunter2", "--healthz-port=x"],
+    ] {
+        let args: Vec<String> = args.into_iter().map(str::to_owned).collect();
+        let error = parse(&args, &[]).unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        assert!(!error.to_string().contains(secret), "{args:?}: {error}");
+    }
+    let error = parse(&["--healthz-port=x".into()], &[("FLANNELD_ETCD_PASSWORD", secret)]).unwrap_err();
+    assert!(!format!("{error} {error:?}").contains(secret), "{error}");
+}
