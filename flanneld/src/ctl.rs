@@ -6,6 +6,7 @@
 mod cleanup;
 mod client;
 mod config;
+mod docker_opts;
 mod lease;
 mod offline;
 mod options;
@@ -145,6 +146,7 @@ async fn carry_out(options: &Ctl, paper: &Paper) -> Result<Said> {
             })
         }
         Verb::Cleanup(flags) => cleanup::cleanup(&client, global, flags).await,
+        Verb::DockerOpts(flags) => docker_opts::docker_opts(flags, &global.subnet_file),
         Verb::Config(verb) => config::config(global, paper, verb).await,
         Verb::Lease(verb) => lease::lease(global, paper, verb).await,
     }

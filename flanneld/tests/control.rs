@@ -465,3 +465,32 @@ fn wrong_usage_is_2_and_help_is_0() {
         assert!(place.says(&["lease", "release", "--help"]).contains("orders"));
     });
 }
+
+#[test]
+fn docker_opts_writes_what_docker_reads() {
+    in_netns(|| {
+        let place = Place::new(None);
+        let env = place.path("subnet.env");
+        fs::write(&env, "FLANNEL_SUBNET=10.1.74.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n").unwrap();
+        let file = place.path("docker_opts.env");
+        let written = || fs::read_to_string(&file).unwrap();
+        let run = |args: &[&str]| {
+            let args: Vec<&str> =
+                ["docker-opts", "-f", &env, "-d", &file].iter().chain(args).copied().collect();
+            place.ctl_command(&args).env_remove("DOCKER_OPTS").output().unwrap()
+        };
+        let output = run(&["-c"]);
+        assert!(output.status.success() && output.stdout.is_empty(), "{output:?}");
+        assert_eq!(written(), "DOCKER_OPTS=\" --bip=10.1.74.1/24 --ip-masq=false --mtu=1450\"\n");
+        let output = run(&["-i", "--json"]);
+        let value: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(value["variables"]["DOCKER_OPT_MTU"], "--mtu=1450");
+        // Somebody else has it.
+        ip("route add 10.1.74.0/24 via 192.0.2.9");
+        let output = run(&[]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1));
+        assert!(said.contains("already contains the subnet: 10.1.74.0/24 via 192.0.2.9 dev eth0"), "{said}");
+        assert!(written().contains("DOCKER_OPT_BIP="), "it is written all the same");
+    });
+}

@@ -10,6 +10,7 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use flannel_core::{Subnet, Subnets};
 use flannel_subnet::Registry;
 
+use super::docker_opts::DockerFlags;
 use super::{Failure, Result};
 use crate::error::Error;
 #[cfg(feature = "etcd")]
@@ -128,6 +129,12 @@ pub(crate) enum Verb {
         everything back. What is ours follows from the network config, in the store or as the daemon last saw it."
     )]
     Cleanup(CleanupFlags),
+    /// Write this host's subnet as options for the Docker daemon, as mk-docker-opts.sh does
+    #[command(
+        long_about = "Writes this host's subnet as options for the Docker daemon: the flags and the output of Go \
+        flannel's mk-docker-opts.sh. Exit status 1 if the kernel sends the subnet to another host."
+    )]
+    DockerOpts(DockerFlags),
     /// Check or write the network config
     #[command(subcommand)]
     Config(ConfigVerb),
