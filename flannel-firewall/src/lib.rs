@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+mod drops;
 mod error;
 mod firewall;
 mod iptables;
@@ -7,6 +8,7 @@ mod nft;
 mod rules;
 mod status;
 
+pub use drops::{ForwardDrop, forward_drops};
 pub use error::Error;
 pub use firewall::{Cleanup, Firewall, Mode, Options, cleanup, leftovers};
 pub use iptables::program::{Programs, Variant};

@@ -32,6 +32,7 @@ use crate::go_flags::go_int;
 use crate::http::{Listener, Request, Response, Site, serve};
 use crate::metrics;
 use crate::observe::Observer;
+use crate::preflight;
 use crate::problems::problems;
 use crate::report::{Report, VERSION, peers};
 use crate::why::why;
@@ -214,7 +215,14 @@ impl Answers {
 
     async fn control(&self, request: &Request) -> Response {
         match (request.method.as_str(), request.path.as_str()) {
-            ("GET", "/v1/status") => answer(&json!(Report::of(&self.observer.snapshot()))),
+            ("GET", "/v1/status") => {
+                let snapshot = self.observer.snapshot();
+                let mut report = Report::of(&snapshot);
+                if let Some(network) = &snapshot.network {
+                    report.findings = preflight::of_running(network).await;
+                }
+                answer(&json!(report))
+            }
             ("GET", "/v1/peers") => {
                 answer(&json!({ "version": VERSION, "peers": peers(&self.observer.snapshot()) }))
             }

@@ -17,6 +17,7 @@ mod metrics;
 mod notify;
 mod observe;
 mod predecessor;
+mod preflight;
 mod problems;
 mod registry;
 mod report;

@@ -12,6 +12,7 @@ use flannel_subnet::Ownership;
 use serde::{Deserialize, Serialize};
 
 use crate::observe::{NetworkSnapshot, Snapshot};
+use crate::preflight::Finding;
 use crate::problems::{Problem, problems};
 
 /// The version of the API, which its paths begin with.
@@ -33,6 +34,9 @@ pub(crate) struct Report {
     pub(crate) ready: bool,
     /// What is wrong, errors first.
     pub(crate) problems: Vec<Problem>,
+    /// What about this host may keep pods from reaching each other, errors first; the node is ready all the same.
+    #[serde(default)]
+    pub(crate) findings: Vec<Finding>,
     /// `null` while no network runs.
     pub(crate) network: Option<NetworkReport>,
     /// `null` before the registry was opened.
@@ -199,6 +203,7 @@ impl Report {
             },
             ready: !problems.iter().any(Problem::is_error),
             problems,
+            findings: Vec::new(),
             network: snapshot.network.as_ref().map(|network| network_report(network, snapshot)),
             store: snapshot.store.as_ref().map(|store| StoreReport {
                 name: store.store.clone(),

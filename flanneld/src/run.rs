@@ -23,6 +23,7 @@ use crate::error::Error;
 use crate::log::log_status;
 use crate::observe::{Observer, Running};
 use crate::predecessor::Predecessor;
+use crate::preflight;
 use crate::registry::Node;
 use crate::stale::StaleManager;
 use crate::state;
@@ -158,7 +159,6 @@ async fn start(
         iface.reason,
         iface.mtu
     );
-    warn_of_clashes(kernel, &config)?;
     Ok(Ready { config, backend, network, views, lapsed, cached, chosen })
 }
 
@@ -200,6 +200,7 @@ async fn run_network(
         since: SystemTime::now(),
     });
     let changes = observer.follow(views.clone());
+    let looks = look_around(observer, rules.clone(), lapsed);
     let hold = async {
         if lapsed {
             let live = |view: &View| matches!(view.origin, Origin::Live { .. });
@@ -234,7 +235,19 @@ async fn run_network(
         never = firewall => match never? {},
         never = log_status(handle.status.clone()) => match never {},
         never = changes => match never {},
+        never = looks => match never {},
     }
+}
+
+/// Says once what about this host may stand in the way, when firewall rules are in place, or cannot be.
+async fn look_around(observer: &Observer, mut rules: watch::Receiver<bool>, lapsed: bool) -> Infallible {
+    if !lapsed {
+        let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
+    }
+    if let Some(network) = observer.snapshot().network {
+        preflight::of_running(&network).await.iter().for_each(preflight::Finding::log);
+    }
+    std::future::pending().await
 }
 
 /// Waits until the network config is one that the running network can change to. What the cache knew was never
@@ -300,24 +313,6 @@ fn addresses(kernel: &NetlinkKernel, options: &Options) -> Result<Vec<IpAddr>, E
     let interfaces = kernel.interfaces()?;
     let local = interfaces.iter().flat_map(|interface| &interface.addresses).map(|a| a.address);
     Ok(options.public().values().copied().chain(local).collect())
-}
-
-/// Pod networks that hold an address of this host cut it off from whatever else has such addresses.
-fn warn_of_clashes(kernel: &NetlinkKernel, config: &Config) -> Result<(), Error> {
-    for interface in kernel.interfaces()? {
-        if interface.name.as_str().starts_with("flannel") || interface.name.as_str() == "cni0" {
-            continue;
-        }
-        for address in interface.addresses.iter().map(|a| a.address) {
-            if let Some(network) = config.pod_networks().find(|network| network.contains(address)) {
-                tracing::warn!(
-                    "the pod network {network} contains {address}, an address of {}",
-                    interface.name
-                );
-            }
-        }
-    }
-    Ok(())
 }
 
 /// The config names no backend: Go flannel runs `udp` then, and its leases have no backend type.

@@ -494,3 +494,46 @@ fn docker_opts_writes_what_docker_reads() {
         assert!(written().contains("DOCKER_OPT_BIP="), "it is written all the same");
     });
 }
+
+#[test]
+fn what_about_the_host_stands_in_the_way_is_said_with_what_mends_it() {
+    in_netns(|| {
+        let place = Place::new(Some(CONFIG));
+        let set = |key: &str, value: &str| fs::write(format!("/proc/sys/net/ipv4/{key}"), value).unwrap();
+        set("ip_forward", "1");
+        set("conf/all/rp_filter", "0");
+        place.peer(7);
+        let daemon = place.start();
+        ready(&daemon);
+        let findings = || -> Vec<(String, String)> {
+            let found = place.json(&["status"])["findings"].as_array().unwrap().clone();
+            let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+            found.iter().map(|f| (text(&f["check"]), text(&f["mend"]))).collect()
+        };
+        // Whether services of Kubernetes are told wrongly depends on the machine.
+        let host =
+            || findings().into_iter().filter(|(check, _)| check != "bridge-netfilter").collect::<Vec<_>>();
+        assert_eq!(host(), []);
+        set("ip_forward", "0");
+        set("conf/all/rp_filter", "1");
+        ip("address add 10.1.200.1/24 dev eth0");
+        let found = host();
+        let checks: Vec<&str> = found.iter().map(|(check, _)| check.as_str()).collect();
+        assert_eq!(checks, ["forwarding", "rp-filter", "clash"]);
+        let page = place.says(&["status"]);
+        assert!(page.contains("READY") && page.contains("mend: sysctl -w net.ipv4.ip_forward=1"), "{page}");
+        assert_eq!(http("/readyz").0, 200, "they keep nobody from being ready");
+        for (_, mend) in &found[..2] {
+            let done = Command::new("sh").args(["-c", mend]).output().unwrap();
+            assert!(done.status.success(), "{mend}: {done:?}");
+        }
+        ip("address del 10.1.200.1/24 dev eth0");
+        assert_eq!(host(), [], "what is said to mend it does");
+        assert_eq!(daemon.stop().code(), Some(0));
+        // The next one says so in its log.
+        set("ip_forward", "0");
+        let daemon = place.start();
+        daemon.wait_for_log("forwards no IPv4 packets");
+        assert_eq!(daemon.log().matches("mend: sysctl -w net.ipv4.ip_forward=1").count(), 1);
+    });
+}

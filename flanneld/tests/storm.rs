@@ -417,7 +417,7 @@ fn messages_that_are_lost_in_a_flood_are_made_up_for() {
 #[test]
 fn what_leases_make_us_change_again_and_again_is_no_repair() {
     in_netns_async(|| async {
-        let (subnets, mut status) = start().await;
+        let (subnets, mut status) = start(&VxlanBackend).await;
         let healthy = see();
         let first = 2 + PEERS / 2;
         let beat = || tokio::time::sleep(Duration::from_micros(500));

@@ -47,6 +47,12 @@ pub(crate) fn chains() -> impl Iterator<Item = (&'static str, &'static str)> {
     PLACES.iter().map(|place| (place.table, place.chain))
 }
 
+/// Table and name of those that accept what pods send and receive.
+pub(crate) fn forward_chains() -> impl Iterator<Item = (&'static str, &'static str)> {
+    let forward = PLACES.iter().filter(|place| place.content == Some(Chain::Forward));
+    forward.map(|place| (place.table, place.chain))
+}
+
 /// What to tell `iptables-restore`, and why.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Script {

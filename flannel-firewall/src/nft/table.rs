@@ -22,7 +22,7 @@ const NEWTABLE: u8 = 0;
 const GETTABLE: u8 = 1;
 const DELTABLE: u8 = 2;
 const NEWCHAIN: u8 = 3;
-const GETCHAIN: u8 = 4;
+pub(crate) const GETCHAIN: u8 = 4;
 const NEWRULE: u8 = 6;
 const GETRULE: u8 = 7;
 const GETGEN: u8 = 16;
@@ -34,12 +34,12 @@ const TABLE_FLAGS: u16 = 2;
 const TABLE_USE: u16 = 3;
 const TABLE_USERDATA: u16 = 6;
 /// `NFTA_CHAIN_…` and `NFTA_HOOK_…`.
-const CHAIN_NAME: u16 = 3;
-const CHAIN_HOOK: u16 = 4;
-const CHAIN_POLICY: u16 = 5;
+pub(crate) const CHAIN_NAME: u16 = 3;
+pub(crate) const CHAIN_HOOK: u16 = 4;
+pub(crate) const CHAIN_POLICY: u16 = 5;
 const CHAIN_TYPE: u16 = 7;
 const CHAIN_USERDATA: u16 = 12;
-const HOOK_NUMBER: u16 = 1;
+pub(crate) const HOOK_NUMBER: u16 = 1;
 const HOOK_PRIORITY: u16 = 2;
 /// `NFTA_RULE_…`.
 const RULE_CHAIN: u16 = 2;

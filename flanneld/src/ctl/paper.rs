@@ -64,6 +64,11 @@ impl Paper {
         out
     }
 
+    /// A line below a field's text that is not wrapped, so that it can be copied.
+    pub(crate) fn verbatim(text: &str) -> String {
+        format!("{:LABEL$}{text}\n", "")
+    }
+
     /// Lines of words that leave `indent` columns free. A word that is longer than a line has one of its own.
     pub(crate) fn wrap(&self, text: &str, indent: usize) -> Vec<String> {
         let width = self.width.saturating_sub(indent).max(1);

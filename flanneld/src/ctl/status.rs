@@ -6,6 +6,7 @@ use super::client::Client;
 use super::options::Global;
 use super::paper::{Ink, Paper, span};
 use super::{Failure, Result, Said, offline};
+use crate::preflight::Finding;
 use crate::report::{FailureReport, NetworkReport, PeerReport, Report, StoreReport, VERSION};
 
 /// `flannelctl status`.
@@ -59,7 +60,8 @@ pub(crate) fn page(report: &Report, paper: &Paper) -> String {
             out += &paper.field("", Ink::Plain, &format!("try: {hint}"));
         }
     }
-    if !report.problems.is_empty() {
+    out += &findings(&report.findings, paper);
+    if !report.problems.is_empty() || !report.findings.is_empty() {
         out.push('\n');
     }
     if let Some(network) = &report.network {
@@ -71,6 +73,19 @@ pub(crate) fn page(report: &Report, paper: &Paper) -> String {
     if let Some(network) = &report.network {
         out += &kernel_fields(network, now, paper);
         out += &peers_of(network, now, paper);
+    }
+    out
+}
+
+/// What preflight and doctor found, with the commands that mend it.
+pub(crate) fn findings(findings: &[Finding], paper: &Paper) -> String {
+    let mut out = String::new();
+    for finding in findings {
+        let ink = if finding.is_error() { Ink::Bad } else { Ink::Warning };
+        out += &paper.field(&finding.severity, ink, &finding.text);
+        if let Some(mend) = &finding.mend {
+            out += &Paper::verbatim(&format!("mend: {mend}"));
+        }
     }
     out
 }
@@ -217,6 +232,7 @@ pub(crate) mod tests {
         let mut report = sample();
         report.ready = true;
         report.problems.clear();
+        report.findings.clear();
         let network = report.network.as_mut().unwrap();
         network.in_sync = true;
         (network.failing.total, network.failing.listed) = (0, Vec::new());
