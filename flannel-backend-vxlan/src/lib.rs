@@ -47,7 +47,7 @@ impl Backend for VxlanBackend {
 
     async fn register(&self, host: &Host, config: &Config) -> Result<Box<dyn Network>> {
         let options = Options::parse(&config.backend).map_err(|error| refuse(error.to_string()))?;
-        let names = config.networks.try_map(|family, _| device_name(family, options.vni))?;
+        let names = self.devices(config)?;
         let macs = choose_macs(host, &names, options.vni).await?;
         let links = names.try_map(|family, name| device(host, &options, family, *name, &macs))?;
         let mtu = links.values().map(|link| link.mtu).min();
@@ -77,6 +77,17 @@ impl Backend for VxlanBackend {
             plan: Box::new(move |lease, env, objects| plan.objects(lease, env, objects)),
         };
         Ok(Box::new(KernelNetwork::new(host.kernel.clone(), blueprint)))
+    }
+}
+
+impl VxlanBackend {
+    /// The tunnel device of each enabled family.
+    ///
+    /// # Errors
+    /// The config's backend options are wrong.
+    pub fn devices(&self, config: &Config) -> Result<Dual<LinkName>> {
+        let vni = Options::parse(&config.backend).map_err(|error| refuse(error.to_string()))?.vni;
+        config.networks.try_map(|family, _| device_name(family, vni))
     }
 }
 

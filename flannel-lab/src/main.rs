@@ -28,6 +28,8 @@ fn main() -> ExitCode {
     match rest.first().and_then(|first| first.to_str()) {
         // How the lab starts its daemons.
         Some("daemon") => daemon(program, rest),
+        // Inside a host: `lab ctl status` and the like.
+        Some("ctl") => flanneld::ctl(std::iter::once(program).chain(rest.into_iter().skip(1))),
         // For tests: `lab enter PROGRAM ARGS…`.
         Some("enter") => match rest.split_at_checked(2) {
             Some((words, args)) => failed(&flannel_lab::enter_and_exec(&words[1], args)),

@@ -2,7 +2,7 @@
 
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
-use flannel_core::{Alloc, Backend};
+use flannel_core::{Alloc, Backend, Config, Dual, LinkName};
 
 use crate::error::Error;
 
@@ -17,6 +17,14 @@ pub(crate) fn find(kind: &str) -> Result<&'static dyn Backend, Error> {
         let known: Vec<&str> = all().iter().map(|backend| backend.name()).collect();
         Error::UnknownBackend { kind: kind.to_owned(), known: known.join(", ") }
     })
+}
+
+/// The device through which each enabled family's packets go to peers; none with a backend that needs none.
+pub(crate) fn devices(config: &Config) -> Dual<LinkName> {
+    match config.backend.kind.as_str() {
+        kind if kind == VxlanBackend.name() => VxlanBackend.devices(config).unwrap_or_default(),
+        _ => Dual::default(),
+    }
 }
 
 #[cfg(test)]

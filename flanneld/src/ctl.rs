@@ -7,6 +7,7 @@ mod cleanup;
 mod client;
 mod config;
 mod docker_opts;
+mod doctor;
 mod lease;
 mod offline;
 mod options;
@@ -128,6 +129,7 @@ async fn carry_out(options: &Ctl, paper: &Paper) -> Result<Said> {
         Verb::Status => status::status(&client, global, paper),
         Verb::Peers => status::peers(&client, global, paper).await,
         Verb::Why { address } => why::why(&client, global, paper, *address).await,
+        Verb::Doctor(flags) => doctor::doctor(&client, global, paper, flags).await,
         Verb::Watch { interval } => {
             let live = std::io::stdout().is_terminal() && !global.json;
             watch::watch(&client, global, paper, *interval, live).await

@@ -62,6 +62,9 @@ pub(crate) struct NetworkReport {
     pub(crate) networks: Vec<String>,
     pub(crate) lease: OwnLease,
     pub(crate) interface: InterfaceReport,
+    /// The tunnel device of each family, such as `flannel.1` of `IPv4`; none with a backend that needs none.
+    #[serde(default)]
+    pub(crate) devices: BTreeMap<String, String>,
     /// Everything that is wanted is in the kernel, by a complete, live set of leases.
     pub(crate) in_sync: bool,
     /// The leases come from the store, not from a cache.
@@ -253,6 +256,10 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
             public: texts(running.iface.public.values()),
             reason: running.iface.reason.clone(),
         },
+        devices: crate::backends::devices(&running.config)
+            .iter()
+            .map(|(family, name)| (family.to_string(), name.to_string()))
+            .collect(),
         in_sync: status.in_sync,
         live: status.live,
         objects: status.objects as u64,

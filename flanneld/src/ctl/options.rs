@@ -104,6 +104,14 @@ pub(crate) enum Verb {
         #[arg(value_name = "ADDRESS")]
         address: IpAddr,
     },
+    /// Look for what is wrong anywhere between the store and the wire, and say what mends it
+    #[command(
+        long_about = "Looks for what is wrong anywhere between the store and the wire: the store, the daemon, this host's \
+        settings, devices and their MTU, and with ICMP echoes, small and of full size, whether each peer replies from its \
+        tunnel address and its public one. Each finding comes with the command that mends it. Exit status 1 if there is \
+        one. Without a daemon it goes as far as store, cache and kernel lead."
+    )]
+    Doctor(DoctorFlags),
     /// The status again and again, until interrupted
     #[command(
         long_about = "The status again and again, until interrupted. On a terminal the screen is drawn anew; \
@@ -141,6 +149,23 @@ pub(crate) enum Verb {
     /// See, reserve or release leases
     #[command(subcommand)]
     Lease(LeaseVerb),
+}
+
+/// How to look for what is wrong.
+#[derive(Debug, Args)]
+pub(crate) struct DoctorFlags {
+    /// Ask at most so many peers, those in trouble first
+    #[arg(long, value_name = "NUMBER", default_value_t = 64, value_parser = peers)]
+    pub(crate) peers: usize,
+
+    /// The interface that the daemon uses, by name or address, if it does not run; if not given, the one with the default route
+    #[arg(long, value_name = "NAME|ADDRESS", env = "FLANNELD_IFACE", hide_env_values = true)]
+    pub(crate) iface: Vec<String>,
+}
+
+fn peers(text: &str) -> Result<usize, String> {
+    let number = text.parse().ok().filter(|number| *number <= 10_000);
+    number.ok_or_else(|| "right would be a number up to 10000".to_owned())
 }
 
 /// How to clean up.

@@ -1,0 +1,223 @@
+//! `flannelctl doctor` on a healthy lab, where it finds nothing, and on planted faults, where it names each.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use flannel_core::Family;
+use flannel_lab::{Builder, Host, Lab, Signal};
+use serde_json::Value;
+
+mod as_root;
+use as_root::as_root;
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Two hosts with daemons and pods.
+fn up(builder: Builder) -> Lab {
+    let lab = builder.hosts(2).program(env!("CARGO_BIN_EXE_lab")).start().unwrap();
+    for host in lab.hosts() {
+        for key in ["net/ipv4/conf/all/rp_filter", "net/ipv4/conf/default/rp_filter"] {
+            host.namespace().sysctl(key, "0").unwrap();
+        }
+    }
+    lab.start_daemons().unwrap();
+    let matrix = lab.wait_until_reachable(PATIENCE).unwrap_or_else(|error| panic!("{error}"));
+    assert!(matrix.is_complete(), "{:?}", matrix.failures().collect::<Vec<_>>());
+    lab
+}
+
+/// What the doctor says on a host: findings as `check severity text | mend`, but for what depends on the machine.
+fn findings(lab: &Lab, host: &Host, registry: Option<&str>) -> Vec<String> {
+    let value = examine(lab, host, registry, "--json");
+    let value: Value = serde_json::from_str(&value).unwrap_or_else(|error| panic!("{error}: {value}"));
+    let text = |found: &Value, key: &str| found[key].as_str().unwrap_or_default().to_owned();
+    let line = |f: &Value| {
+        format!("{} {} {} | {}", text(f, "check"), text(f, "severity"), text(f, "text"), text(f, "mend"))
+    };
+    let found = value["findings"].as_array().unwrap();
+    found.iter().filter(|f| f["check"] != "bridge-netfilter").map(line).collect()
+}
+
+fn examine(lab: &Lab, host: &Host, registry: Option<&str>, form: &str) -> String {
+    let registry = registry.map_or_else(|| format!("dir:{}", lab.registry().display()), str::to_owned);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_lab"));
+    command.args(["ctl", "doctor", form, "--iface", "eth0", "--registry", &registry]);
+    command.arg("--control-socket").arg(host.dir().join("flanneld.sock"));
+    command.arg("--subnet-file").arg(host.subnet_file()).arg("--state-dir").arg(host.dir().join("state"));
+    let output = host.output(&mut command).unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        output.status.code().is_some_and(|code| code < 2),
+        "{text}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    text
+}
+
+/// Waits until the doctor finds something that has all the parts, and nothing but what `alone` allows.
+fn finds(lab: &Lab, host: &Host, parts: &[&str]) -> String {
+    let start = Instant::now();
+    loop {
+        let found = findings(lab, host, None);
+        let hit = found.iter().find(|line| parts.iter().all(|part| line.contains(part)));
+        if let Some(line) = hit {
+            return line.clone();
+        }
+        assert!(start.elapsed() < PATIENCE, "{parts:?} is not in {found:#?}\n{}", host.log().unwrap());
+    }
+}
+
+/// Waits until it finds nothing.
+fn is_well(lab: &Lab, host: &Host) {
+    let start = Instant::now();
+    loop {
+        let found = findings(lab, host, None);
+        if found.is_empty() {
+            return;
+        }
+        assert!(start.elapsed() < PATIENCE, "{found:#?}\n{}", host.log().unwrap());
+    }
+}
+
+fn healthy(backend: &str, families: &[Family]) {
+    let lab = up(Lab::builder().backend(backend).families(families.iter().copied()));
+    for host in lab.hosts() {
+        assert_eq!(findings(&lab, host, None), [""; 0], "{backend} {families:?}");
+        let page = examine(&lab, host, None, "--peers=64");
+        assert!(page.contains("NOTHING IS WRONG") && page.contains("1 asked"), "{page}");
+        let replies = page.matches(" ms").count();
+        let addresses = if backend == "vxlan" { 2 } else { 1 };
+        assert_eq!(replies, families.len() * addresses * 2, "small and full: {page}");
+    }
+}
+
+macro_rules! tests {
+    ($($name:ident: $body:expr;)*) => {$(
+        #[test]
+        fn $name() {
+            as_root(stringify!($name), || $body);
+        }
+    )*};
+}
+
+tests! {
+    a_healthy_vxlan_lab_has_no_findings: healthy("vxlan", &Family::BOTH);
+    a_healthy_host_gw_lab_has_no_findings: healthy("host-gw", &[Family::V4]);
+    faults_of_this_host: of_this_host();
+    faults_on_the_way_and_at_the_peer: on_the_way();
+    faults_while_the_daemon_is_down: without_a_daemon();
+}
+
+fn of_this_host() {
+    let lab = up(Lab::builder());
+    let host = &lab.hosts()[0];
+    let sysctl = |key: &str, value: &str| host.namespace().sysctl(key, value).unwrap();
+
+    sysctl("net/ipv4/ip_forward", "0");
+    let found = finds(&lab, host, &["forwarding error", "| sysctl -w net.ipv4.ip_forward=1"]);
+    assert!(found.contains("forwards no IPv4 packets"), "{found}");
+    sysctl("net/ipv4/ip_forward", "1");
+    is_well(&lab, host);
+
+    sysctl("net/ipv4/conf/all/rp_filter", "1");
+    finds(&lab, host, &["rp-filter warning", "flannel.1 is strict", "rp_filter=2"]);
+    sysctl("net/ipv4/conf/all/rp_filter", "0");
+
+    // In a table of its own, where flannel's rules do not help.
+    for command in [
+        "add table ip guard",
+        "add chain ip guard gate { type filter hook forward priority 5; policy drop; }",
+    ] {
+        host.run("nft", &command.split(' ').collect::<Vec<_>>()).unwrap();
+    }
+    finds(
+        &lab,
+        host,
+        &["forward-drop warning", "chain gate of table ip guard", "nft insert rule ip guard gate"],
+    );
+    host.run("nft", &["delete", "table", "ip", "guard"]).unwrap();
+
+    // More specific than flannel's.
+    let other = lab.hosts()[1].subnet_env().unwrap().unwrap().subnets.v4.unwrap();
+    let half = format!("{}/25", other.base());
+    host.run("ip", &["route", "add", &half, "via", &lab.hosts()[1].addresses().v4.unwrap().to_string()])
+        .unwrap();
+    finds(&lab, host, &["route error", "shadowed: packets go via", "ip route get"]);
+    host.run("ip", &["route", "del", &half]).unwrap();
+
+    // Somebody gives another node the same address.
+    let public = host.addresses().v4.unwrap();
+    let lease = lab.registry().join("subnets/10.244.250.0-24");
+    let value = format!(
+        r#"{{"PublicIP":"{public}","BackendType":"vxlan","BackendData":{{"VNI":1,"VtepMAC":"0a:00:00:00:00:fa"}}}}"#
+    );
+    std::fs::write(&lease, value).unwrap();
+    finds(&lab, host, &[&public.to_string(), "10.244.250.0-24"]);
+    std::fs::remove_file(&lease).unwrap();
+    is_well(&lab, host);
+}
+
+fn on_the_way() {
+    let lab = up(Lab::builder());
+    let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
+    let peer = other.subnet_env().unwrap().unwrap().subnets.v4.unwrap();
+    let nft = |command: &str| other.run("nft", &command.split(' ').collect::<Vec<_>>()).unwrap();
+
+    nft("add table ip guard");
+    nft("add chain ip guard into { type filter hook input priority 0; }");
+    nft("add rule ip guard into udp dport 8472 drop");
+    let found = finds(&lab, host, &["tunnel error", "UDP port 8472 may be blocked"]);
+    assert!(found.contains(&format!("no reply from {}", peer.base())), "{found}");
+    nft("flush chain ip guard into");
+
+    // What comes in full size is lost.
+    nft("add rule ip guard into udp dport 8472 ip length > 1400 drop");
+    finds(&lab, host, &["path-mtu error", "1450 bytes", "get no reply, while small ones do"]);
+    nft("flush chain ip guard into");
+
+    // Nobody is there any more.
+    let lease = lab.registry().join("subnets/10.244.251.0-24");
+    let value = r#"{"PublicIP":"192.168.77.199","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:fb"}}"#;
+    std::fs::write(&lease, value).unwrap();
+    finds(&lab, host, &["peer error", "no reply from 10.244.251.0-24, neither", "flannelctl lease release"]);
+    std::fs::remove_file(&lease).unwrap();
+
+    lab.switch().cut(other).unwrap();
+    finds(&lab, host, &["peer error", "neither from its tunnel address"]);
+}
+
+fn without_a_daemon() {
+    let lab = up(Lab::builder());
+    let host = &lab.hosts()[0];
+    host.stop_daemon(Signal::SIGTERM).unwrap();
+    let found = findings(&lab, host, None);
+    assert!(
+        found.len() == 1 && found[0].contains("daemon error") && found[0].contains("systemctl start"),
+        "{found:#?}"
+    );
+    let page = examine(&lab, host, None, "--peers=9");
+    assert!(
+        page.contains("1 ERRORS, 0 WARNINGS") && page.contains(" ms"),
+        "peers are asked all the same: {page}"
+    );
+
+    host.run("ip", &["link", "set", "flannel.1", "mtu", "1300"]).unwrap();
+    finds(
+        &lab,
+        host,
+        &["mtu error", "flannel.1 takes packets of 1300 bytes", "| ip link set flannel.1 mtu 1450"],
+    );
+    finds(&lab, host, &["path-mtu error", "this host's own device"]);
+    host.run("ip", &["link", "del", "flannel.1"]).unwrap();
+    finds(&lab, host, &["device error", "flannel.1 is not there", "| systemctl start flanneld"]);
+
+    // What the last daemon kept leads on.
+    let nowhere = format!("dir:{}/nowhere", lab.dir().display());
+    let found = findings(&lab, host, Some(&nowhere));
+    assert!(found.iter().any(|line| line.starts_with("store error")), "{found:#?}");
+    assert!(found.iter().any(|line| line.contains("flannel.1 is not there")), "{found:#?}");
+    host.start_daemon().unwrap();
+    is_well(&lab, host);
+}

@@ -1,0 +1,330 @@
+//! `flannelctl doctor`: everything between the store and the wire, looked at once.
+//!
+//! The one thing to know: each layer is told as it is found, and only what is certainly wrong is a finding; what cannot be
+//! read is said to be not known. Without a daemon it goes as far as store, cache and kernel lead.
+
+mod device;
+mod echo;
+mod ground;
+mod peers;
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::time::Duration;
+
+use flannel_core::Family;
+use serde::Serialize;
+use serde_json::json;
+
+use super::client::Client;
+use super::options::{DoctorFlags, Global};
+use super::paper::{Ink, Paper};
+use super::status::findings;
+use super::{Failure, Result, Said};
+use crate::http::encode;
+use crate::preflight::Finding;
+use crate::report::VERSION;
+use crate::why::{Why, lookup};
+use device::Devices;
+use echo::{Answer, Probe, echo};
+use ground::Ground;
+use peers::{AddressReport, Answers, EchoReport, Question, Target, judge};
+
+/// So long all echoes together are waited for.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// So many findings of one check are told one by one.
+const MOST: usize = 5;
+
+/// One layer, as it is found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+struct Layer {
+    layer: &'static str,
+    /// `ok`, `finding` or `not known`.
+    state: &'static str,
+    text: String,
+}
+
+/// A peer, and what became of the echoes.
+#[derive(Debug, Serialize)]
+struct PeerReport {
+    key: String,
+    subnets: Vec<String>,
+    state: String,
+    echoes: Vec<FamilyReport>,
+}
+
+/// The echoes of one family.
+#[derive(Debug, Serialize)]
+struct FamilyReport {
+    family: String,
+    tunnel: Option<AddressReport>,
+    public: Option<AddressReport>,
+}
+
+/// Everything that was found.
+#[derive(Debug, Default)]
+struct Diagnosis {
+    layers: Vec<Layer>,
+    findings: Vec<Finding>,
+    peers: Vec<PeerReport>,
+}
+
+impl Diagnosis {
+    /// A layer, with what is wrong there.
+    fn layer(&mut self, layer: &'static str, text: impl Into<String>, findings: Vec<Finding>) {
+        let state = if findings.is_empty() { "ok" } else { "finding" };
+        self.layers.push(Layer { layer, state, text: text.into() });
+        self.findings.extend(findings);
+    }
+
+    /// A layer that cannot be read.
+    fn unknown(&mut self, layer: &'static str, text: impl Into<String>) {
+        self.layers.push(Layer { layer, state: "not known", text: text.into() });
+    }
+}
+
+/// `flannelctl doctor`.
+pub(crate) async fn doctor(
+    client: &Client,
+    global: &Global,
+    paper: &Paper,
+    flags: &DoctorFlags,
+) -> Result<Said> {
+    let mut diagnosis = Diagnosis::default();
+    let ground = match client.ask("GET", "/v1/status") {
+        Ok(value) => ground::with_daemon(client, &value, &mut diagnosis)?,
+        Err(failure @ Failure::NoDaemon { .. }) => {
+            ground::without_daemon(global, &flags.iface, &failure, &mut diagnosis).await
+        }
+        Err(failure) => return Err(failure),
+    };
+    let devices = look_at_devices(&ground, &mut diagnosis).await;
+    look_at_peers(client, &ground, &devices, flags.peers, &mut diagnosis).await;
+    let Diagnosis { layers, findings, peers } = &mut diagnosis;
+    findings.sort_by_key(|finding| !finding.is_error());
+    let value = json!({
+        "version": VERSION, "ok": findings.is_empty(), "findings": findings, "layers": layers, "peers": peers,
+    });
+    Ok(Said { text: page(&diagnosis, paper), value, ok: diagnosis.findings.is_empty() })
+}
+
+async fn look_at_devices(ground: &Ground, diagnosis: &mut Diagnosis) -> Devices {
+    let (tunnels, uplink, mtu, daemon) = (ground.tunnels, ground.uplink, ground.mtu, ground.daemon);
+    let read = tokio::task::spawn_blocking(move || device::read(tunnels, uplink, mtu, daemon)).await;
+    let devices = read.unwrap_or_default();
+    if !ground.known {
+        diagnosis.unknown("device", "without a network config nobody knows which there should be");
+        return devices;
+    }
+    let mut texts: Vec<String> =
+        devices.links.iter().map(|link| format!("{}, {} bytes", link.name, link.mtu)).collect();
+    texts.extend(devices.port().map(|port| format!("UDP port {port}")));
+    if devices.checksums_matter() && devices.offloaded.is_none() {
+        texts.push(
+            "not known whether checksums are offloaded, which this kernel does wrongly: install ethtool"
+                .into(),
+        );
+    }
+    if texts.is_empty() {
+        texts.push(if devices.tunnels.is_empty() { "none is needed" } else { "none is there" }.to_owned());
+    }
+    diagnosis.layer("device", texts.join(", "), device::check(&devices));
+    devices
+}
+
+async fn look_at_peers(
+    client: &Client,
+    ground: &Ground,
+    devices: &Devices,
+    most: usize,
+    diagnosis: &mut Diagnosis,
+) {
+    let mut targets: Vec<&Target> =
+        ground.targets.iter().filter(|target| target.state != "not believed").collect();
+    // Stable: those in trouble first, each by subnet.
+    targets.sort_by_key(|target| target.state == "in place");
+    let all = targets.len();
+    targets.truncate(most);
+    if targets.is_empty() {
+        return diagnosis.layer(
+            "peers",
+            if all == 0 { "there are none" } else { "none was asked" },
+            Vec::new(),
+        );
+    }
+    let mut shadowed = BTreeMap::new();
+    for target in &targets {
+        if let Some(finding) = route_fault(client, ground, devices, target).await {
+            shadowed.insert(target.key.clone(), finding);
+        }
+    }
+    let questions: Vec<(&Target, Vec<Question>)> =
+        targets.iter().map(|target| (*target, target.questions(devices))).collect();
+    let probes: Vec<Probe> =
+        questions.iter().flat_map(|(_, asked)| asked).flat_map(Question::probes).collect();
+    let asked = probes.clone();
+    let echoes = tokio::task::spawn_blocking(move || echo(&asked, PATIENCE)).await;
+    let answers = match echoes.unwrap_or_else(|error| Err(std::io::Error::other(error))) {
+        Ok(answers) if !answers.is_empty() => answers,
+        Ok(_) => {
+            diagnosis.findings.extend(bounded(shadowed.into_values().collect()));
+            return diagnosis.unknown("peers", "nobody was asked: how much pods may send is not known");
+        }
+        Err(error) => {
+            diagnosis.findings.extend(bounded(shadowed.into_values().collect()));
+            return diagnosis
+                .unknown("peers", format!("nobody can be asked: {error} (it takes CAP_NET_RAW)"));
+        }
+    };
+    let mut found = Vec::new();
+    let mut answered = probes.iter().copied().zip(&answers);
+    for (target, asked) in &questions {
+        let (report, faults) = hear(target, asked, &mut answered, devices.port());
+        diagnosis.peers.push(report);
+        // A route that leads elsewhere explains what is not answered.
+        found.extend(shadowed.remove(&target.key).map_or(faults, |finding| vec![finding]));
+    }
+    let text = match all == targets.len() {
+        true => format!("{all} asked"),
+        false => format!("{} of {all} asked: --peers {all} asks all", targets.len()),
+    };
+    diagnosis.layer("peers", text, bounded(found));
+}
+
+/// Takes one peer's answers.
+fn hear<'a>(
+    target: &Target,
+    asked: &[Question],
+    answered: &mut impl Iterator<Item = (Probe, &'a Answer)>,
+    port: Option<u16>,
+) -> (PeerReport, Vec<Finding>) {
+    let (mut echoes, mut faults) = (Vec::new(), Vec::new());
+    for question in asked {
+        let mut take = |address: Option<(IpAddr, u16)>| {
+            address?;
+            let (small, full) = (answered.next()?, answered.next()?);
+            let report = AddressReport {
+                address: small.0.to.to_string(),
+                small: EchoReport::new(small.0, small.1),
+                full: EchoReport::new(full.0, full.1),
+            };
+            Some((report, [small.1.clone(), full.1.clone()]))
+        };
+        let (tunnel, public) = (take(question.tunnel).unzip(), take(question.public).unzip());
+        faults.extend(judge(&target.key, question, &Answers { tunnel: tunnel.1, public: public.1 }, port));
+        echoes.push(FamilyReport { family: question.family.to_string(), tunnel: tunnel.0, public: public.0 });
+    }
+    let subnets = target.subnets.iter().map(ToString::to_string).collect();
+    (PeerReport { key: target.key.clone(), subnets, state: target.state.clone(), echoes }, faults)
+}
+
+/// What keeps packets from going to a peer by the way that flannel wants: looked at near both ends of each subnet.
+async fn route_fault(
+    client: &Client,
+    ground: &Ground,
+    devices: &Devices,
+    target: &Target,
+) -> Option<Finding> {
+    for subnet in &target.subnets {
+        let size = 1_u128 << (subnet.family().bits() - subnet.len()).min(64);
+        for address in [subnet.nth(1), subnet.nth(size.saturating_sub(2))].into_iter().flatten() {
+            let mend = format!("ip route get {address}; ip rule; ip route show table all match {address}");
+            if ground.daemon {
+                let asked = client.ask("GET", &format!("/v1/why?address={}", encode(&address.to_string())));
+                let why = asked.ok().and_then(|value| serde_json::from_value::<Why>(value).ok());
+                // An answer that is not understood tells nothing.
+                if let Some(why) = why.filter(|why| !why.ok) {
+                    let text = format!("{address} of {}: {}", target.key, why.verdict);
+                    return Some(Finding::error("route", text).mend(why.hint.unwrap_or(mend)));
+                }
+            } else if let Some(text) = wrong_way(devices, target, address).await {
+                return Some(Finding::error("route", text).mend(mend));
+            }
+        }
+    }
+    None
+}
+
+/// The same without a daemon that knows its objects: as far as the device tells.
+async fn wrong_way(devices: &Devices, target: &Target, address: IpAddr) -> Option<String> {
+    let answer = lookup(super::offline::kernel().ok()?, address).await.ok()?;
+    let wanted = match devices.tunnels[Family::of(address)] {
+        Some(tunnel) if target.backend == "vxlan" => tunnel,
+        _ => devices.uplink?,
+    };
+    match answer.link {
+        None => Some(format!("there is no way to {address} of {}", target.key)),
+        // DirectRouting takes the external interface.
+        Some(link)
+            if link == wanted
+                || (Some(link) == devices.uplink && answer.gateway == target.public[Family::of(address)]) =>
+        {
+            None
+        }
+        Some(link) => {
+            Some(format!("packets for {address} of {} go by {link} instead of {wanted}", target.key))
+        }
+    }
+}
+
+/// Many findings of one check are one with the number of the others.
+fn bounded(mut findings: Vec<Finding>) -> Vec<Finding> {
+    let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+    findings.retain(|finding| {
+        let count = counts.entry(finding.check.clone()).or_default();
+        *count += 1;
+        *count <= MOST
+    });
+    for (check, count) in counts.into_iter().filter(|(_, count)| *count > MOST) {
+        findings.push(Finding::error(
+            &check,
+            format!("the same of {} more peers: --json lists them", count - MOST),
+        ));
+    }
+    findings
+}
+
+fn page(diagnosis: &Diagnosis, paper: &Paper) -> String {
+    let Diagnosis { layers, findings: found, peers } = diagnosis;
+    let verdict = match (found.len(), found.iter().filter(|finding| finding.is_error()).count()) {
+        (0, _) => paper.ink(Ink::Good, "NOTHING IS WRONG"),
+        (all, errors) => paper.ink(Ink::Bad, &format!("{errors} ERRORS, {} WARNINGS", all - errors)),
+    };
+    let mut out = format!("doctor     {verdict}\n\n{}", findings(found, paper));
+    if !found.is_empty() {
+        out.push('\n');
+    }
+    for Layer { layer, state, text } in layers {
+        let ink = match *state {
+            "ok" => Ink::Good,
+            "finding" => Ink::Bad,
+            _ => Ink::Warning,
+        };
+        let text = if *state == "not known" { format!("not known: {text}") } else { text.clone() };
+        out += &paper.field(layer, ink, &text);
+    }
+    if peers.is_empty() {
+        return out;
+    }
+    out.push('\n');
+    let cell = |address: Option<&AddressReport>, full: bool| match address {
+        None => "-".to_owned(),
+        Some(address) => match if full { &address.full } else { &address.small } {
+            EchoReport { seconds: Some(seconds), .. } => format!("{:.2} ms", seconds * 1000.0),
+            echo => echo.state.to_owned(),
+        },
+    };
+    let row = |peer: &PeerReport| {
+        let each = |make: &dyn Fn(&FamilyReport) -> String| peer.echoes.iter().map(make).collect::<Vec<_>>();
+        let cells = vec![
+            peer.subnets.clone(),
+            each(&|echo| cell(echo.tunnel.as_ref(), false)),
+            each(&|echo| cell(echo.tunnel.as_ref(), true)),
+            each(&|echo| cell(echo.public.as_ref(), false)),
+            each(&|echo| cell(echo.public.as_ref(), true)),
+        ];
+        (Ink::Plain, cells)
+    };
+    let rows: Vec<_> = peers.iter().map(row).collect();
+    out + &paper.table(&["SUBNET", "TUNNEL", "FULL SIZE", "PUBLIC", "FULL SIZE"], &rows)
+}

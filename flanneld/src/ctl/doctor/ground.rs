@@ -1,0 +1,188 @@
+//! What there is to be looked at: as the daemon says, or without it as store, cache and kernel do.
+
+use std::time::Duration;
+
+use flannel_core::{Config, Dual, Family, Lease, LeaseSet, LinkName, Subnets};
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::iface::Selectors;
+use flannel_subnet::SubnetEnv;
+use serde_json::Value;
+
+use super::Diagnosis;
+use super::peers::Target;
+use crate::backends;
+use crate::ctl::client::Client;
+use crate::ctl::options::Global;
+use crate::ctl::{Failure, Result, offline, status};
+use crate::preflight::{self, Finding, Scene};
+use crate::problems::Problem;
+use crate::report::{PeerReport, StoreReport};
+
+/// A store that does not answer for so long does not answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// What is to be looked at.
+#[derive(Debug, Default)]
+pub(super) struct Ground {
+    pub(super) daemon: bool,
+    /// It is known which devices there should be.
+    pub(super) known: bool,
+    pub(super) tunnels: Dual<LinkName>,
+    pub(super) uplink: Option<LinkName>,
+    /// What pods may send, in bytes.
+    pub(super) mtu: Option<u32>,
+    pub(super) targets: Vec<Target>,
+}
+
+/// As the daemon says.
+pub(super) fn with_daemon(client: &Client, value: &Value, diagnosis: &mut Diagnosis) -> Result<Ground> {
+    let report = status::report(value)?;
+    let (store, other): (Vec<_>, Vec<_>) =
+        report.problems.iter().partition(|p| p.text.starts_with("the store "));
+    let finding = |check: &'static str| {
+        move |problem: &Problem| {
+            let made = if problem.is_error() { Finding::error } else { Finding::warning };
+            Finding { mend: problem.hint.clone(), ..made(check, problem.text.as_str()) }
+        }
+    };
+    diagnosis.layer(
+        "store",
+        report.store.as_ref().map_or_else(|| "not opened yet".to_owned(), store_text),
+        store.into_iter().map(finding("store")).collect(),
+    );
+    let word = if report.ready { "ready" } else { "not ready" };
+    diagnosis.layer(
+        "daemon",
+        format!("flanneld {}, {word}", report.daemon.version),
+        other.into_iter().map(finding("daemon")).collect(),
+    );
+    let Some(network) = report.network else {
+        diagnosis.unknown("host", "no network runs");
+        return Ok(Ground { daemon: true, ..Ground::default() });
+    };
+    let text =
+        if report.findings.is_empty() { "nothing stands in the way" } else { "something stands in the way" };
+    diagnosis.layer("host", text, report.findings);
+    let peers = client.ask("GET", "/v1/peers")?;
+    let peers: Vec<PeerReport> = serde_json::from_value(peers["peers"].clone()).unwrap_or_default();
+    let device = |family: Family| network.devices.get(&family.to_string())?.parse().ok();
+    Ok(Ground {
+        daemon: true,
+        known: true,
+        tunnels: Dual::from_fn(device),
+        uplink: network.interface.name.parse().ok(),
+        mtu: Some(network.mtu),
+        targets: peers.iter().map(target).collect(),
+    })
+}
+
+fn store_text(store: &StoreReport) -> String {
+    match (&store.error, store.answered) {
+        (Some(error), _) => format!("{} does not answer: {error}", store.name),
+        (None, Some(_)) => format!("{} answers", store.name),
+        (None, None) => format!("{} has not answered yet", store.name),
+    }
+}
+
+fn target(peer: &PeerReport) -> Target {
+    Target {
+        key: peer.key.clone(),
+        subnets: peer.subnets.iter().filter_map(|text| text.parse().ok()).collect(),
+        public: peer.public.iter().filter_map(|text| text.parse::<std::net::IpAddr>().ok()).collect(),
+        backend: peer.backend.clone(),
+        state: peer.state.clone(),
+    }
+}
+
+/// As far as store, cache and kernel lead.
+pub(super) async fn without_daemon(
+    global: &Global,
+    iface: &[String],
+    failure: &Failure,
+    diagnosis: &mut Diagnosis,
+) -> Ground {
+    let asked = async {
+        let registry = global.open_registry().await?;
+        let (config, listing) = (registry.config().await?, registry.list().await?);
+        Ok::<_, Failure>((config, listing.entries.into_iter().map(|entry| entry.lease)))
+    };
+    let saved = offline::saved(global);
+    let of_cache = || saved.iter().flat_map(|saved| saved.leases.iter().cloned()).collect::<LeaseSet>();
+    let asked = match tokio::time::timeout(PATIENCE, asked).await {
+        Ok(asked) => asked.map_err(|error| error.to_string()),
+        Err(_) => Err(format!("no answer for {} s", PATIENCE.as_secs())),
+    };
+    let name = global.registry.as_ref().map_or_else(|| "--registry".to_owned(), ToString::to_string);
+    let (text, leases) = match asked {
+        Ok((config, leases)) => {
+            let mut set = LeaseSet::default();
+            leases.for_each(|lease| set.insert(lease));
+            diagnosis.layer("store", format!("{name} answers, {} leases", set.len()), Vec::new());
+            (Some(config), set)
+        }
+        Err(error) => {
+            let finding = Finding::error("store", format!("{name} does not answer: {error}"));
+            let mend = if name == "etcd" { "etcdctl endpoint health" } else { "ls -la the directory" };
+            diagnosis.layer("store", format!("{name} does not answer"), vec![finding.mend(mend)]);
+            (saved.as_ref().and_then(|saved| saved.config.clone()), of_cache())
+        }
+    };
+    let finding = Finding::error("daemon", failure.to_string()).mend("systemctl start flanneld");
+    diagnosis.layer("daemon", "does not run", vec![finding]);
+    let Some(config) = text.and_then(|text| Config::parse(&text.text).ok()) else {
+        diagnosis.unknown("host", "there is no network config that could be read");
+        return Ground::default();
+    };
+    of_config(global, iface, (config, leases), diagnosis).await
+}
+
+async fn of_config(
+    global: &Global,
+    iface: &[String],
+    (config, leases): (Config, LeaseSet),
+    diagnosis: &mut Diagnosis,
+) -> Ground {
+    let own = offline::own_subnets(global);
+    let tunnels = backends::devices(&config);
+    let uplink = uplink(&config, iface);
+    let is_own = |lease: &Lease| Some(lease.subnets) == own;
+    let public =
+        leases.iter().find(|lease| is_own(lease)).map(|lease| lease.attrs.public).unwrap_or_default();
+    match uplink {
+        Some(uplink) => {
+            let scene = Scene { config: config.clone(), uplink, own, public, leases: leases.clone() };
+            let found = preflight::check(&preflight::read(scene).await);
+            let text =
+                if found.is_empty() { "nothing stands in the way" } else { "something stands in the way" };
+            diagnosis.layer("host", text, found);
+        }
+        None => diagnosis.unknown("host", "no interface fits; --iface names the one that the daemon uses"),
+    }
+    let state = |subnets: &Subnets| {
+        let inside = |subnet| config.pod_networks().any(|network| network.covers(&subnet));
+        if subnets.iter().all(inside) { offline::UNKNOWN } else { "not believed" }
+    };
+    let target = |lease: &std::sync::Arc<Lease>| Target {
+        key: lease.subnets.to_string(),
+        subnets: lease.subnets.iter().collect(),
+        public: lease.attrs.public,
+        backend: lease.attrs.backend_type.clone(),
+        state: state(&lease.subnets).to_owned(),
+    };
+    Ground {
+        daemon: false,
+        known: true,
+        tunnels,
+        uplink,
+        mtu: SubnetEnv::read(&global.subnet_file).ok().map(|env| env.mtu),
+        targets: leases.iter().filter(|lease| !is_own(lease)).map(target).collect(),
+    }
+}
+
+/// The interface that the daemon would choose.
+fn uplink(config: &Config, iface: &[String]) -> Option<LinkName> {
+    let iface = iface.iter().filter(|name| !name.is_empty()).cloned().collect();
+    let selectors = Selectors { iface, ..Selectors::default() };
+    let kernel = NetlinkKernel::open().ok()?;
+    kernel.external_interface(&selectors, config.networks.families()).ok().map(|chosen| chosen.name)
+}
