@@ -199,7 +199,7 @@ fn without_a_daemon() {
     );
     let page = examine(&lab, host, None, "--peers=9");
     assert!(
-        page.contains("1 ERRORS, 0 WARNINGS") && page.contains(" ms"),
+        page.contains("1 ERROR, 0 WARNINGS") && page.contains(" ms"),
         "peers are asked all the same: {page}"
     );
 

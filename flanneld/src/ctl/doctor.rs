@@ -31,7 +31,7 @@ use ground::Ground;
 use peers::{AddressReport, Answers, EchoReport, Question, Target, judge};
 
 /// So long all echoes together are waited for.
-const PATIENCE: Duration = Duration::from_secs(2);
+const PATIENCE: Duration = Duration::from_secs(3);
 /// So many findings of one check are told one by one.
 const MOST: usize = 5;
 
@@ -116,8 +116,9 @@ async fn look_at_devices(ground: &Ground, diagnosis: &mut Diagnosis) -> Devices 
         diagnosis.unknown("device", "without a network config nobody knows which there should be");
         return devices;
     }
-    let mut texts: Vec<String> =
-        devices.links.iter().map(|link| format!("{}, {} bytes", link.name, link.mtu)).collect();
+    let there =
+        devices.tunnels.values().filter_map(|name| devices.links.iter().find(|link| link.name == *name));
+    let mut texts: Vec<String> = there.map(|link| format!("{} ({} bytes)", link.name, link.mtu)).collect();
     texts.extend(devices.port().map(|port| format!("UDP port {port}")));
     if devices.checksums_matter() && devices.offloaded.is_none() {
         texts.push(
@@ -288,7 +289,11 @@ fn page(diagnosis: &Diagnosis, paper: &Paper) -> String {
     let Diagnosis { layers, findings: found, peers } = diagnosis;
     let verdict = match (found.len(), found.iter().filter(|finding| finding.is_error()).count()) {
         (0, _) => paper.ink(Ink::Good, "NOTHING IS WRONG"),
-        (all, errors) => paper.ink(Ink::Bad, &format!("{errors} ERRORS, {} WARNINGS", all - errors)),
+        (all, errors) => {
+            let count =
+                |number: usize, word| format!("{number} {word}{}", if number == 1 { "" } else { "S" });
+            paper.ink(Ink::Bad, &format!("{}, {}", count(errors, "ERROR"), count(all - errors, "WARNING")))
+        }
     };
     let mut out = format!("doctor     {verdict}\n\n{}", findings(found, paper));
     if !found.is_empty() {
@@ -327,4 +332,53 @@ fn page(diagnosis: &Diagnosis, paper: &Paper) -> String {
     };
     let rows: Vec<_> = peers.iter().map(row).collect();
     out + &paper.table(&["SUBNET", "TUNNEL", "FULL SIZE", "PUBLIC", "FULL SIZE"], &rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_wrong_comes_first_then_each_layer_then_the_peers() {
+        let mut diagnosis = Diagnosis::default();
+        diagnosis.layer("store", "etcd answers, 3 leases", Vec::new());
+        let text = "rp_filter of flannel.1 is strict: packets that come another way than their answers would go are dropped";
+        let strict =
+            Finding::warning("rp-filter", text).mend("sysctl -w net.ipv4.conf.flannel/1.rp_filter=2");
+        diagnosis.layer("host", "something stands in the way", vec![strict]);
+        diagnosis.unknown("device", "without a network config nobody knows which there should be");
+        let target = Target {
+            key: "10.1.7.0-24".into(),
+            subnets: vec!["10.1.7.0/24".parse().unwrap()],
+            public: [IpAddr::from([192, 0, 2, 7])].into_iter().collect(),
+            backend: "vxlan".into(),
+            state: "in place".into(),
+        };
+        let devices = Devices {
+            tunnels: flannel_core::Dual { v4: Some("flannel.1".parse().unwrap()), v6: None },
+            mtu: Some(1450),
+            ..Devices::default()
+        };
+        let asked = target.questions(&devices);
+        let answers = [
+            Answer::Reply(Duration::from_micros(420)),
+            Answer::Nothing,
+            Answer::Reply(Duration::from_micros(1_210)),
+            Answer::TooBig(Some(1400)),
+        ];
+        let probes: Vec<Probe> = asked.iter().flat_map(Question::probes).collect();
+        let (report, faults) = hear(&target, &asked, &mut probes.into_iter().zip(&answers), Some(8472));
+        diagnosis.peers.push(report);
+        diagnosis.layer("peers", "1 asked", faults);
+        let text = page(&diagnosis, &Paper { width: 80, colours: false });
+        assert_eq!(text, include_str!("doctor/page_80.txt"), "\n{text}");
+    }
+
+    #[test]
+    fn many_findings_of_a_kind_are_counted() {
+        let all = (0..9).map(|n| Finding::error("peer", format!("{n}"))).collect();
+        let found = bounded(all);
+        assert_eq!(found.len(), MOST + 1);
+        assert!(found[MOST].text.starts_with("the same of 4 more peers"), "{found:?}");
+    }
 }
