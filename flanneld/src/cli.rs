@@ -23,6 +23,7 @@ use crate::firewall::FirewallFlags;
 use crate::go_flags::{go_bool, go_int, go_style, is_given};
 use crate::klog::KlogFlags;
 use crate::kube::KubeFlags;
+use crate::log_format::LogFormat;
 use crate::registry::RegistryUrl;
 
 /// What the daemon is told.
@@ -113,6 +114,16 @@ pub struct Options {
     /// nor -v is given
     #[arg(long, value_name = "FILTER", help_heading = "Log")]
     pub log: Option<String>,
+
+    /// Where to log and how: lines of text or JSON on standard error, or the journal
+    #[arg(
+        long,
+        value_name = "text|json|journald",
+        default_value = "text",
+        hide_possible_values = true,
+        help_heading = "Log"
+    )]
+    pub log_format: LogFormat,
 
     /// Go flannel's log flags.
     #[command(flatten, next_help_heading = "Log")]

@@ -13,6 +13,7 @@ mod http;
 mod klog;
 mod kube;
 mod log;
+mod log_format;
 mod metrics;
 mod notify;
 mod observe;
@@ -47,6 +48,7 @@ pub use etcd::EtcdFlags;
 pub use firewall::FirewallFlags;
 pub use klog::KlogFlags;
 pub use kube::KubeFlags;
+pub use log_format::LogFormat;
 pub use registry::RegistryUrl;
 pub use run::run;
 
@@ -77,20 +79,14 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
 fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
     let options = Options::parse_from(args, |name| std::env::var_os(name))?;
     let filter = log_filter(options.log_filter())?;
-    let subscriber = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(false)
-        .with_filter_reloading();
-    let (handle, given) = (subscriber.reload_handle(), options.log_filter().to_owned());
-    // Another subscriber in this process (a test's) stays.
-    let _ = subscriber.try_init();
+    let (set_filter, given) =
+        (log_format::init(options.log_format, filter)?, options.log_filter().to_owned());
     if let Some(flags) = options.without_effect() {
         tracing::info!("{flags}");
     }
     let observer = Observer::new(Some(Box::new(move |filter| {
         let filter = log_filter(filter.unwrap_or(&given)).map_err(|error| error.to_string())?;
-        handle.reload(filter).map_err(|error| error.to_string())
+        set_filter(filter)
     })));
     let no_socket =
         |error: std::io::Error| Error::Usage(format!("NOTIFY_SOCKET in the environment: {error}"));

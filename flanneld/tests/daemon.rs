@@ -273,6 +273,71 @@ fn wrong_usage_is_2_and_what_does_not_work_is_1() {
 }
 
 #[test]
+fn the_log_is_json_if_that_is_asked_for() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(CONFIG);
+        let mut daemon = place.start(&["--log-format=json"]);
+        daemon.wait_for_log("\"message\":\"running\"");
+        daemon.signal("TERM");
+        assert_eq!(daemon.ended().code(), Some(0));
+        daemon.wait_for_log("SIGTERM: stopped");
+        for line in daemon.log().lines() {
+            let event: serde_json::Value =
+                serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"));
+            for field in ["timestamp", "level", "message", "target"] {
+                assert!(event[field].is_string(), "{field}: {line}");
+            }
+        }
+        let running = daemon.log().lines().find(|line| line.contains("\"running\"")).unwrap().to_owned();
+        assert!(running.contains("\"backend\":\"vxlan\"") && running.contains("\"mtu\":1450"), "{running}");
+    });
+}
+
+#[test]
+fn the_journal_gets_every_event_with_its_fields() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(CONFIG);
+        let path = place.dir.path().join("journal");
+        let journal = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
+        journal.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let in_place_of_the_journal = "mount -t tmpfs none /run && mkdir -p /run/systemd/journal && \
+            ln -s \"$1\" /run/systemd/journal/socket && shift && exec \"$@\"";
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-ec", in_place_of_the_journal, "-"]).arg(&path);
+        command.arg(env!("CARGO_BIN_EXE_flanneld")).args(["--log-format", "journald", "--iface=eth0"]);
+        command.arg(format!("--registry=dir:{}", place.registry().display()));
+        command.arg("--subnet-file").arg(place.subnet_file());
+        command.arg("--state-dir").arg(place.dir.path().join("state"));
+        let mut daemon = Daemon::start(&mut command);
+        let mut buffer = [0; 65536];
+        loop {
+            let len = journal.recv(&mut buffer).unwrap_or_else(|error| panic!("{error}: {}", daemon.log()));
+            let text = String::from_utf8_lossy(&buffer[..len]).into_owned();
+            if text.is_empty() {
+                // Whether the journal is there is found out so.
+                continue;
+            }
+            // A name, the length of the value, the value.
+            let field = |name: &str| {
+                let (_, rest) = text.split_once(&format!("{name}\n"))?;
+                rest.get(8..)?.lines().next().map(str::to_owned)
+            };
+            assert_eq!(field("SYSLOG_IDENTIFIER").as_deref(), Some("flanneld"), "{text:?}");
+            if field("MESSAGE").as_deref() == Some("running") {
+                assert_eq!(field("FLANNEL_BACKEND").as_deref(), Some("vxlan"), "{text:?}");
+                assert_eq!(field("PRIORITY").as_deref(), Some("6"), "info: {text:?}");
+                break;
+            }
+        }
+        daemon.signal("TERM");
+        assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
+        assert_eq!(daemon.log(), "", "nothing on standard error");
+    });
+}
+
+#[test]
 fn a_wrong_config_is_waited_for_and_said_once() {
     in_netns(|| {
         uplink();

@@ -92,7 +92,7 @@ pub(crate) async fn doctor(
 ) -> Result<Said> {
     let mut diagnosis = Diagnosis::default();
     let ground = match client.ask("GET", "/v1/status") {
-        Ok(value) => ground::with_daemon(client, &value, &mut diagnosis)?,
+        Ok(value) => ground::with_daemon(client, &value, &mut diagnosis).await?,
         Err(failure @ Failure::NoDaemon { .. }) => {
             ground::without_daemon(global, &flags.iface, &failure, &mut diagnosis).await
         }

@@ -1,6 +1,6 @@
 //! What there is to be looked at: as the daemon says, or without it as store, cache and kernel do.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use flannel_core::{Config, Dual, Family, Lease, LeaseSet, LinkName, Subnets};
 use flannel_netlink::NetlinkKernel;
@@ -16,10 +16,13 @@ use crate::ctl::options::Global;
 use crate::ctl::{Failure, Result, offline, status};
 use crate::preflight::{self, Finding, Scene};
 use crate::problems::Problem;
-use crate::report::{PeerReport, StoreReport};
+use crate::report::{PeerReport, Report, StoreReport};
 
 /// A store that does not answer for so long does not answer.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// So long a daemon may be at work before that is told as a fault.
+const MOMENT: Duration = Duration::from_secs(2);
 
 /// What is to be looked at.
 #[derive(Debug, Default)]
@@ -35,8 +38,8 @@ pub(super) struct Ground {
 }
 
 /// As the daemon says.
-pub(super) fn with_daemon(client: &Client, value: &Value, diagnosis: &mut Diagnosis) -> Result<Ground> {
-    let report = status::report(value)?;
+pub(super) async fn with_daemon(client: &Client, value: &Value, diagnosis: &mut Diagnosis) -> Result<Ground> {
+    let report = settled(client, status::report(value)?).await?;
     let (store, other): (Vec<_>, Vec<_>) =
         report.problems.iter().partition(|p| p.text.starts_with("the store "));
     let finding = |check: &'static str| {
@@ -74,6 +77,22 @@ pub(super) fn with_daemon(client: &Client, value: &Value, diagnosis: &mut Diagno
         mtu: Some(network.mtu),
         targets: peers.iter().map(target).collect(),
     })
+}
+
+/// The report when the daemon has done what it is at, or is at it for longer than a moment.
+async fn settled(client: &Client, mut report: Report) -> Result<Report> {
+    let at_it = |report: &Report| {
+        report
+            .network
+            .as_ref()
+            .is_some_and(|network| network.live && !network.in_sync && network.failing.total == 0)
+    };
+    let start = Instant::now();
+    while at_it(&report) && start.elapsed() < MOMENT {
+        tokio::time::sleep(MOMENT / 20).await;
+        report = status::report(&client.ask("GET", "/v1/status")?)?;
+    }
+    Ok(report)
 }
 
 fn store_text(store: &StoreReport) -> String {
