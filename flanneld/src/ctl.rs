@@ -25,6 +25,7 @@ use serde_json::Value;
 
 use crate::error::Error;
 use client::Client;
+pub use options::command;
 use options::{Ctl, Verb};
 use paper::Paper;
 

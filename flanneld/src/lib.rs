@@ -41,7 +41,7 @@ use observe::Observer;
 
 pub use cli::{NexthopObjects, Options};
 pub use control::ControlFlags;
-pub use ctl::main as ctl;
+pub use ctl::{command as ctl_command, main as ctl};
 pub use error::Error;
 #[cfg(feature = "etcd")]
 pub use etcd::EtcdFlags;

@@ -38,6 +38,14 @@ pub(crate) struct Ctl {
     pub(crate) verb: Verb,
 }
 
+/// The whole command line of `flannelctl`, for those who make documents of it.
+pub fn command() -> clap::Command {
+    Ctl::command().mut_args(|arg| match arg.get_id().as_str() {
+        "help" | "version" => arg,
+        _ => arg.global(true),
+    })
+}
+
 /// Where things are.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Where things are")]
@@ -274,10 +282,7 @@ impl Ctl {
         args: impl IntoIterator<Item = OsString>,
         env: impl Fn(&str) -> Option<OsString>,
     ) -> Result<Self, Error> {
-        let command = Self::command().mut_args(|arg| match arg.get_id().as_str() {
-            "help" | "version" => arg,
-            _ => arg.global(true),
-        });
+        let command = command();
         let mut args: Vec<OsString> = args.into_iter().collect();
         let mut variables = Vec::new();
         let with_value = command.get_arguments().filter(|arg| arg.get_action().takes_values());

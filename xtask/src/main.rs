@@ -1,0 +1,76 @@
+//! `cargo xtask assets DIR`: shell completions and man pages of flanneld and flannelctl, made from their own options.
+//!
+//! The one thing to know: what makes them is in this program only, so that the shipped ones do not carry it.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Command, CommandFactory, Parser, Subcommand};
+use clap_complete::{Shell, generate_to};
+
+/// Makes what is packaged beside flannel's programs
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Task {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Shell completions and man pages, in DIR/completions and DIR/man
+    Assets {
+        /// Where to; made if need be
+        dir: PathBuf,
+    },
+}
+
+fn main() -> ExitCode {
+    let Verb::Assets { dir } = Task::parse().verb;
+    match assets(&dir) {
+        Ok(count) => {
+            println!("{count} files in {}", dir.display());
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("xtask: {}: {error}", dir.display());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Makes all files and returns how many there are.
+fn assets(dir: &Path) -> io::Result<usize> {
+    let (completions, man) = (dir.join("completions"), dir.join("man"));
+    fs::create_dir_all(&completions)?;
+    fs::create_dir_all(&man)?;
+    for mut command in [flanneld::Options::command(), flanneld::ctl_command()] {
+        let name = command.get_name().to_owned();
+        for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
+            generate_to(shell, &mut command, &name, &completions)?;
+        }
+        pages(command.disable_help_subcommand(true), &man)?;
+    }
+    Ok(fs::read_dir(completions)?.count() + fs::read_dir(man)?.count())
+}
+
+/// Man pages of section 8, one for each verb too: `flannelctl-lease-list.8`.
+fn pages(mut command: Command, dir: &Path) -> io::Result<()> {
+    command.build();
+    let mut all = vec![command];
+    while let Some(command) = all.pop() {
+        let name = command.get_bin_name().unwrap_or(command.get_name()).replace(' ', "-");
+        let verbs = command.get_subcommands().filter(|verb| verb.get_name() != "help").cloned();
+        all.extend(verbs);
+        let page = clap_mangen::Man::new(command.display_name(&name).name(name.clone()))
+            .section("8")
+            .manual("flannel")
+            .source(concat!("flannel ", env!("CARGO_PKG_VERSION")));
+        let mut text = Vec::new();
+        page.render(&mut text)?;
+        fs::write(dir.join(format!("{name}.8")), text)?;
+    }
+    Ok(())
+}
