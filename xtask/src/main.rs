@@ -61,7 +61,7 @@ fn pages(mut command: Command, dir: &Path) -> io::Result<()> {
     command.build();
     let mut all = vec![command];
     while let Some(command) = all.pop() {
-        let name = command.get_bin_name().unwrap_or(command.get_name()).replace(' ', "-");
+        let name = command.get_bin_name().unwrap_or_else(|| command.get_name()).replace(' ', "-");
         let verbs = command.get_subcommands().filter(|verb| verb.get_name() != "help").cloned();
         all.extend(verbs);
         let page = clap_mangen::Man::new(command.display_name(&name).name(name.clone()))
