@@ -130,7 +130,7 @@ impl Network for KernelNetwork {
         // The subnets of a lease that has run out are not ours.
         if lease.expires.is_none_or(|end| SystemTime::now() < end) {
             let route = |dst| Object::from(Route { dst, via: Via::LastResort, mtu: None });
-            self.reconciler.want_always(lease.subnets.iter().map(route));
+            self.reconciler.want_blackholes(lease.subnets.iter().map(route));
         }
         Ok(())
     }

@@ -101,7 +101,8 @@ pub trait Network: fmt::Debug + Send {
     fn handle(&self) -> NetworkHandle;
 
     /// Drops packets for those addresses of this node's own subnets that nobody has, instead of sending them where other
-    /// routes lead; call it before [`Network::run`]. Without the call a network removes what an earlier one left.
+    /// routes lead; call it before [`Network::run`]. Without the call a network that owns blackholes
+    /// ([`Owned::blackholes`]) removes what an earlier one left.
     ///
     /// # Errors
     /// It touches no routes.

@@ -106,8 +106,9 @@ pub(crate) struct Reconciler {
 }
 
 impl Reconciler {
-    /// Wants further objects, whatever the peers; before the first round.
-    pub(crate) fn want_always(&mut self, objects: impl Iterator<Item = Object>) {
+    /// Wants these blackholes too, whatever the peers; before the first round.
+    pub(crate) fn want_blackholes(&mut self, objects: impl Iterator<Item = Object>) {
+        self.owned.blackholes = true;
         self.base.extend(objects);
     }
 

@@ -15,6 +15,7 @@ use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches, Parser};
 use flannel_core::{Dual, Family};
 
+use crate::capabilities::Capabilities;
 use crate::control::ControlFlags;
 use crate::error::Error;
 #[cfg(feature = "etcd")]
@@ -109,6 +110,17 @@ pub struct Options {
     /// Where the daemon can be asked how it is.
     #[command(flatten, next_help_heading = "Health and control")]
     pub control: ControlFlags,
+
+    /// What the process may do: what changing the network takes and these options make necessary, or all that it was
+    /// started with, which lets it name the programs that change routes
+    #[arg(
+        long,
+        value_name = "least|all",
+        default_value = "least",
+        hide_possible_values = true,
+        help_heading = "Health and control"
+    )]
+    pub capabilities: Capabilities,
 
     /// What to log: error, warn, info, debug, trace, or a filter such as info,flannel_core=debug; info if neither this
     /// nor -v is given

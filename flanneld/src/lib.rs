@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 mod backends;
+mod capabilities;
 mod cli;
 mod control;
 mod ctl;
@@ -39,6 +40,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use notify::Notifier;
 use observe::Observer;
 
+pub use capabilities::Capabilities;
 pub use cli::{NexthopObjects, Options};
 pub use control::ControlFlags;
 pub use ctl::{command as ctl_command, main as ctl};
@@ -84,6 +86,7 @@ fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
     if let Some(flags) = options.without_effect() {
         tracing::info!("{flags}");
     }
+    capabilities::drop_needless(&options);
     let observer = Observer::new(Some(Box::new(move |filter| {
         let filter = log_filter(filter.unwrap_or(&given)).map_err(|error| error.to_string())?;
         set_filter(filter)

@@ -337,6 +337,95 @@ fn the_journal_gets_every_event_with_its_fields() {
     });
 }
 
+/// A line of `/proc/PID/status` of every thread.
+fn capabilities(daemon: &Daemon, set: &str) -> Vec<String> {
+    let threads = fs::read_dir(format!("/proc/{}/task", daemon.child.id())).unwrap();
+    let line = |path: PathBuf| {
+        // A thread that has ended by now.
+        let text = fs::read_to_string(path.join("status")).unwrap_or_default();
+        text.lines().find_map(|line| line.strip_prefix(set)).map(|value| value.trim().to_owned())
+    };
+    let mut all: Vec<_> = threads.filter_map(|thread| line(thread.unwrap().path())).collect();
+    all.dedup();
+    all
+}
+
+#[test]
+fn it_keeps_no_more_capabilities_than_it_needs_and_works_with_them() {
+    in_netns(|| {
+        uplink();
+        // CAP_NET_ADMIN and CAP_NET_RAW.
+        const LEAST: &str = "0000000000003000";
+        for nftables in [true, false] {
+            let mode = format!(r#"{{"EnableNFTables":{nftables},"#);
+            let place = Place::new(&CONFIG.replacen('{', &mode, 1));
+            peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
+            let mut daemon = place.start(&["--ip-masq"]);
+            daemon.wait_for_log("in sync peers=1");
+            daemon.wait_for_log("running lease");
+            for set in ["CapEff:", "CapPrm:", "CapBnd:"] {
+                assert_eq!(capabilities(&daemon, set), [LEAST], "{set} {}", daemon.log());
+            }
+            let rules = Command::new("nft").args(["list", "ruleset"]).output().unwrap();
+            let rules = String::from_utf8(rules.stdout).unwrap();
+            let ours = if nftables { "postrtg" } else { "FLANNEL-POSTRTG" };
+            assert!(
+                rules.contains(ours) && rules.contains("masquerade"),
+                "{nftables}: {rules}\n{}",
+                daemon.log()
+            );
+            daemon.signal("TERM");
+            assert_eq!(daemon.ended().code(), Some(0));
+        }
+    });
+}
+
+#[test]
+fn what_the_options_make_necessary_is_kept_and_said() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(CONFIG);
+        for dir in [place.registry(), place.leases()] {
+            std::os::unix::fs::chown(dir, Some(12_345), Some(12_345)).unwrap();
+        }
+        ip("link set lo up");
+        let mut daemon = place.start(&["--healthz-ip=127.0.0.1", "--healthz-port=80"]);
+        daemon.wait_for_log("running lease");
+        daemon.wait_for_log("CAP_DAC_OVERRIDE is kept, since ");
+        // With CAP_DAC_OVERRIDE and CAP_NET_BIND_SERVICE.
+        assert_eq!(capabilities(&daemon, "CapEff:"), ["0000000000003402"]);
+        daemon.signal("TERM");
+        daemon.ended();
+        let daemon = place.start(&["--capabilities=all"]);
+        daemon.wait_for_log("running lease");
+        let own = fs::read_to_string("/proc/self/status").unwrap();
+        let own = own.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap().trim().to_owned();
+        assert_eq!(capabilities(&daemon, "CapEff:"), [own]);
+    });
+}
+
+#[test]
+fn the_systemd_unit_is_right_and_hardened() {
+    let dir = tempfile::tempdir().unwrap();
+    let unit = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../dist/flanneld.service")).unwrap();
+    let installed = "ExecStart=/usr/local/bin/flanneld\n";
+    assert!(unit.contains(installed));
+    let path = dir.path().join("flanneld.service");
+    let here = format!("ExecStart={}\n", env!("CARGO_BIN_EXE_flanneld"));
+    fs::write(&path, unit.replace(installed, &here)).unwrap();
+    let analyze = |args: &[&str]| {
+        let output = Command::new("systemd-analyze").args(args).arg(&path).output();
+        let output = output.expect("this test needs systemd-analyze (Debian: apt-get install systemd)");
+        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "systemd-analyze {args:?}: {text}");
+    };
+    analyze(&["verify"]);
+    // 0 is best, 100 worst; a unit without hardening has 96.
+    analyze(&["security", "--no-pager", "--offline=true", "--threshold=30"]);
+    // What the unit lets it do is what it keeps by itself.
+    assert!(unit.contains("\nCapabilityBoundingSet=CAP_NET_ADMIN CAP_NET_RAW\n"));
+}
+
 #[test]
 fn a_wrong_config_is_waited_for_and_said_once() {
     in_netns(|| {
