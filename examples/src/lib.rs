@@ -24,6 +24,11 @@ where
     })?
 }
 
+/// The code in the guide for embedding compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/embedding.md")]
+struct Embedding;
+
 /// The code in the project's README compiles.
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]

@@ -5,6 +5,8 @@ mod capabilities;
 mod cli;
 mod control;
 mod ctl;
+#[cfg(test)]
+mod documents;
 mod error;
 #[cfg(feature = "etcd")]
 mod etcd;

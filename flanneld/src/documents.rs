@@ -1,0 +1,186 @@
+//! What the documents say is what the programs have.
+//!
+//! The one thing to know: these tests read `docs/` and `deploy/`; an option, a field, a metric or an alert that is added
+//! somewhere must be added there too.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime};
+
+use clap::CommandFactory;
+use flannel_core::{Damage, ObjectKind, Revision, Status, StoreStatus};
+use flannel_subnet::Ownership;
+use serde_json::Value;
+
+use crate::metrics::metrics;
+use crate::observe::Observer;
+use crate::observe::tests::network;
+
+/// A file of the repository.
+fn read(path: &str) -> String {
+    let path = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/..")).join(path);
+    fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// The words in a text that begin so.
+fn words(text: &str, prefix: &str) -> BTreeSet<String> {
+    let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    text.split(|c| !is_word(c)).filter(|word| word.starts_with(prefix)).map(str::to_owned).collect()
+}
+
+/// The rows of the tables in a text that begin with `--name` in code, the names of several apart.
+fn row<'a>(text: &'a str, flag: &str) -> Option<&'a str> {
+    let named = format!("`--{flag}`");
+    text.lines()
+        .find(|line| line.starts_with("| `--") && line.split('|').nth(1).unwrap_or("").contains(&named))
+}
+
+#[test]
+fn every_option_of_the_daemon_has_its_row_with_its_default() {
+    let text = read("docs/configuration.md");
+    for arg in crate::Options::command().get_arguments() {
+        let Some(flag) = arg.get_long().filter(|flag| !["help", "version"].contains(flag)) else { continue };
+        let row = row(&text, flag).unwrap_or_else(|| panic!("docs/configuration.md has no row for --{flag}"));
+        for default in arg.get_default_values().iter().filter_map(|value| value.to_str()) {
+            assert!(
+                default.is_empty() || row.contains(&format!("`{default}`")),
+                "--{flag}: {default}: {row}"
+            );
+        }
+    }
+    for line in text.lines().filter(|line| line.starts_with("| `--")) {
+        for word in line.split('|').nth(1).unwrap_or("").split('`').filter_map(|word| word.strip_prefix("--"))
+        {
+            if cfg!(not(feature = "etcd")) && word.starts_with("etcd-") {
+                continue;
+            }
+            let command = crate::Options::command();
+            assert!(
+                command.get_arguments().any(|arg| arg.get_long() == Some(word)),
+                "there is no --{word}: {line}"
+            );
+        }
+    }
+}
+
+#[test]
+fn every_verb_and_option_of_flannelctl_is_there() {
+    let text = read("docs/configuration.md");
+    let text = text.split("## Options of flannelctl").nth(1).unwrap();
+    let mut all = vec![(String::new(), crate::ctl_command())];
+    while let Some((path, command)) = all.pop() {
+        for verb in command.get_subcommands() {
+            let path = format!("{path} {}", verb.get_name()).trim_start().to_owned();
+            if verb.get_subcommands().next().is_none() {
+                assert!(text.contains(&format!("`{path}")), "flannelctl {path}");
+                for arg in verb.get_arguments() {
+                    let flag = arg.get_long().map(|flag| format!("`--{flag}`"));
+                    let flag = flag.or_else(|| arg.get_short().map(|flag| format!("`-{flag}`")));
+                    let row = text.lines().find(|line| line.contains(&format!("`{path}"))).unwrap();
+                    let known = flag.as_ref().is_none_or(|flag| row.contains(flag.as_str()));
+                    assert!(known, "flannelctl {path}: {flag:?}: {row}");
+                }
+            }
+            all.push((path, verb.clone()));
+        }
+    }
+}
+
+#[test]
+fn every_field_of_the_network_config_is_there() {
+    let text = read("docs/configuration.md");
+    // What the code reads, by its own words.
+    let sources = ["flannel-core/src/config.rs", "flannel-backend-vxlan/src/options.rs"].map(read).concat();
+    let code = sources.split("#[cfg(test)]").next().unwrap().to_owned() + &sources;
+    let mut fields = BTreeSet::new();
+    for call in
+        ["flag(\"", "number(\"", "take(\"", "parsed(\"", "network: \"", "len: \"", "min: \"", "max: \""]
+    {
+        fields.extend(code.split(call).skip(1).filter_map(|rest| rest.split('"').next()));
+    }
+    fields.retain(|field| field.chars().all(|c| c.is_ascii_alphanumeric()));
+    assert!(
+        fields.contains("EnableNFTables") && fields.contains("VNI") && fields.contains("IPv6SubnetMin"),
+        "{fields:?}"
+    );
+    for field in fields {
+        assert!(text.contains(&format!("`{field}`")), "docs/configuration.md does not tell of {field}");
+    }
+    for backend in crate::backends::all() {
+        assert!(text.contains(&format!("**`{}`**", backend.name())), "{}", backend.name());
+    }
+}
+
+/// The names of all metrics that there can be.
+async fn exported() -> BTreeSet<String> {
+    let mut status = Status::default();
+    status.repairs.insert((ObjectKind::Route, Damage::Deletion), 5);
+    let observer = Observer::default();
+    let _guard = observer.running(network(status).await.1);
+    let mut snapshot = observer.snapshot();
+    snapshot.ownership = Ownership::For(Duration::from_secs(3600));
+    snapshot.store =
+        Some(StoreStatus { confirmed: Some((Revision(1), SystemTime::now())), ..StoreStatus::default() });
+    let text = metrics(&snapshot);
+    let names = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
+    names.map(str::to_owned).collect()
+}
+
+#[tokio::test]
+async fn dashboard_and_alerts_ask_for_metrics_that_there_are() {
+    let exported = exported().await;
+    let is_there = |name: &str| {
+        let family = ["_bucket", "_sum", "_count"].iter().find_map(|end| name.strip_suffix(end));
+        exported.contains(name) || family.is_some_and(|family| exported.contains(family))
+    };
+    let rules = read("deploy/prometheus/rules.yaml");
+    let dashboard: Value = serde_json::from_str(&read("deploy/grafana/flannel.json")).unwrap();
+    let panels = dashboard["panels"].as_array().unwrap();
+    let mut asked = words(&rules, "flannel_");
+    for panel in panels {
+        let queries: Vec<&str> = panel["targets"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|target| target["expr"].as_str().unwrap())
+            .collect();
+        let names = words(&queries.join(" "), "flannel_");
+        assert!(!names.is_empty(), "{}", panel["title"]);
+        asked.extend(names);
+    }
+    assert!(asked.len() > 15, "{asked:?}");
+    for name in asked {
+        assert!(is_there(&name), "{name} is not exported");
+    }
+}
+
+#[tokio::test]
+async fn every_metric_and_every_alert_is_explained() {
+    let text = read("docs/operations.md");
+    let told = words(&text, "flannel_");
+    let exported = exported().await;
+    assert_eq!(
+        exported.difference(&told).collect::<Vec<_>>(),
+        Vec::<&String>::new(),
+        "not in docs/operations.md"
+    );
+    assert_eq!(told.difference(&exported).collect::<Vec<_>>(), Vec::<&String>::new(), "not exported");
+    let alerts = words(&read("deploy/prometheus/rules.yaml"), "Flannel");
+    assert_eq!(words(&text, "Flannel"), alerts);
+}
+
+/// A link to a file of the repository leads to one.
+#[test]
+fn links_between_documents_lead_somewhere() {
+    for name in ["quick-start", "configuration", "migration", "operations", "embedding"] {
+        let text = read(&format!("docs/{name}.md"));
+        for target in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+            let target = target.split('#').next().unwrap();
+            if !target.contains("://") && !target.is_empty() {
+                let path = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs")).join(target);
+                assert!(path.exists(), "docs/{name}.md: {target}");
+            }
+        }
+    }
+}
