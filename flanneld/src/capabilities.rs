@@ -112,8 +112,10 @@ fn directories(options: &Options) -> BTreeSet<PathBuf> {
     let mut all = vec![options.state_dir.as_path()];
     all.extend(options.subnet_file.parent());
     all.extend(options.control.control_socket.as_deref().and_then(Path::parent));
-    if let RegistryUrl::Dir(location) = &options.registry {
-        all.push(&location.path);
+    match &options.registry {
+        RegistryUrl::Dir(location) => all.push(&location.path),
+        #[cfg(feature = "etcd")]
+        RegistryUrl::Etcd => {}
     }
     let there =
         |path: &Path| path.ancestors().find(|path| fs::symlink_metadata(path).is_ok()).map(Path::to_owned);

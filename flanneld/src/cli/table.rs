@@ -51,7 +51,7 @@ fn path(path: &Option<std::path::PathBuf>) -> String {
 
 #[rustfmt::skip]
 fn flags() -> Vec<Flag> {
-    let mut all = vec![
+    let all = vec![
         flag("iface", Texts("eth7", "192.0.2.1"), "", "FLANNELD_IFACE", |o| o.iface.join(" ")),
         flag("iface-regex", Texts("^eth", "192\\..*"), "", "FLANNELD_IFACE_REGEX", |o| o.iface_regex.join(" ")),
         flag("iface-can-reach", Text("192.0.2.9", "2001:db8::9"), "", "FLANNELD_IFACE_CAN_REACH", |o| text(o.iface_can_reach.as_ref())),
@@ -77,7 +77,7 @@ fn flags() -> Vec<Flag> {
         flag("log_backtrace_at", Text("main.go:1", "x.go:2"), "", "FLANNELD_LOG_BACKTRACE_AT", |o| text(o.klog.log_backtrace_at.as_ref())),
     ];
     #[cfg(feature = "etcd")]
-    all.extend([
+    let all = all.into_iter().chain([
         flag("etcd-endpoints", Text("http://a:1,http://b:2", "c:3"), "http://127.0.0.1:4001,http://127.0.0.1:2379", "FLANNELD_ETCD_ENDPOINTS", |o| o.etcd.endpoints.join(",")),
         flag("etcd-prefix", Text("/net", "/other/net"), "/coreos.com/network", "FLANNELD_ETCD_PREFIX", |o| o.etcd.prefix.clone()),
         flag("etcd-keyfile", Text("/k", "/l"), "", "FLANNELD_ETCD_KEYFILE", |o| path(&o.etcd.keyfile)),
@@ -85,7 +85,7 @@ fn flags() -> Vec<Flag> {
         flag("etcd-cafile", Text("/a", "/b"), "", "FLANNELD_ETCD_CAFILE", |o| path(&o.etcd.cafile)),
         flag("etcd-username", Text("u", "w"), "", "FLANNELD_ETCD_USERNAME", |o| text(o.etcd.username.as_ref())),
         flag("etcd-password", Text("p", "-q=r"), "", "FLANNELD_ETCD_PASSWORD", |o| text(o.etcd.password.as_ref())),
-    ]);
+    ]).collect();
     all
 }
 
