@@ -9,6 +9,7 @@ command -v sysctl >/dev/null || [ -x /usr/sbin/sysctl ] || [ -x /sbin/sysctl ] |
 command -v unshare >/dev/null || needs+=(util-linux)
 PATH="$PATH:/usr/sbin:/sbin" command -v iptables-nft >/dev/null || needs+=(iptables)
 PATH="$PATH:/usr/sbin:/sbin" command -v nft >/dev/null || needs+=(nftables)
+command -v strace >/dev/null || needs+=(strace)
 command -v systemd-analyze >/dev/null || needs+=(systemd)
 command -v cc >/dev/null || needs+=(gcc libc6-dev)
 command -v protoc >/dev/null || needs+=(protobuf-compiler)

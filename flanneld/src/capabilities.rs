@@ -50,6 +50,10 @@ fn drop_all_but(options: &Options) -> Result<Vec<String>, CapsError> {
     if (1..1024).contains(&options.control.healthz_port) {
         keep.insert(Capability::CAP_NET_BIND_SERVICE);
     }
+    // A sandbox that grants no more than that may well forbid to ask for less.
+    if had.is_subset(&keep) {
+        return Ok(reasons);
+    }
     // Without them it shows which files would be out of reach.
     for capability in FILES {
         caps::drop(None, CapSet::Effective, capability)?;
@@ -59,24 +63,20 @@ fn drop_all_but(options: &Options) -> Result<Vec<String>, CapsError> {
         reasons.push(format!("{capability} is kept, since {} belongs to somebody else", path.display()));
     }
     keep.retain(|capability| had.contains(capability));
-    if had != keep {
-        for capability in caps::all().difference(&keep) {
-            // Who may not do that cannot win them back either.
-            if had.contains(&Capability::CAP_SETPCAP) {
-                caps::drop(None, CapSet::Bounding, *capability)?;
-            }
+    for capability in caps::all().difference(&keep) {
+        // Who may not do that cannot win them back either.
+        if had.contains(&Capability::CAP_SETPCAP) {
+            caps::drop(None, CapSet::Bounding, *capability)?;
         }
-        caps::clear(None, CapSet::Ambient)?;
-        // Root's programs have what the bounding set leaves; those of others what is ambient.
-        let inherited = if geteuid().is_root() { CapsHashSet::new() } else { keep.clone() };
-        caps::set(None, CapSet::Inheritable, &inherited)?;
-        caps::set(None, CapSet::Effective, &keep)?;
-        caps::set(None, CapSet::Permitted, &keep)?;
-        for capability in inherited {
-            caps::raise(None, CapSet::Ambient, capability)?;
-        }
-    } else {
-        caps::set(None, CapSet::Effective, &keep)?;
+    }
+    caps::clear(None, CapSet::Ambient)?;
+    // Root's programs have what the bounding set leaves; those of others what is ambient.
+    let inherited = if geteuid().is_root() { CapsHashSet::new() } else { keep.clone() };
+    caps::set(None, CapSet::Inheritable, &inherited)?;
+    caps::set(None, CapSet::Effective, &keep)?;
+    caps::set(None, CapSet::Permitted, &keep)?;
+    for capability in inherited {
+        caps::raise(None, CapSet::Ambient, capability)?;
     }
     Ok(reasons)
 }

@@ -426,6 +426,73 @@ fn the_systemd_unit_is_right_and_hardened() {
     assert!(unit.contains("\nCapabilityBoundingSet=CAP_NET_ADMIN CAP_NET_RAW\n"));
 }
 
+/// The system calls of systemd's groups, with those of the groups in them.
+fn calls_of(groups: &[&str]) -> std::collections::BTreeSet<String> {
+    let mut all = std::collections::BTreeSet::new();
+    let mut groups: Vec<String> = groups.iter().map(ToString::to_string).collect();
+    while let Some(group) = groups.pop() {
+        let output = Command::new("systemd-analyze").args(["syscall-filter", "--no-pager", &group]).output();
+        let text = String::from_utf8(output.unwrap().stdout).unwrap();
+        for word in
+            text.lines().skip(1).map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'))
+        {
+            if word.starts_with('@') { groups.push(word.to_owned()) } else { _ = all.insert(word.to_owned()) }
+        }
+    }
+    assert!(all.len() > 5, "{all:?}");
+    all
+}
+
+#[test]
+fn what_the_unit_allows_is_all_that_the_daemon_and_iptables_call() {
+    in_netns(|| {
+        uplink();
+        let unit =
+            fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../dist/flanneld.service")).unwrap();
+        let filters: Vec<&str> =
+            unit.lines().filter_map(|line| line.strip_prefix("SystemCallFilter=")).collect();
+        let [granted, denied] = filters.as_slice() else { panic!("{filters:?}") };
+        let groups = |text: &str| calls_of(&text.trim_start_matches('~').split(' ').collect::<Vec<_>>());
+        let allowed = &groups(granted) - &groups(denied);
+        let place = Place::new(CONFIG);
+        peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
+        let trace = place.dir.path().join("trace");
+        // The unit's capabilities, of which dropping more is a call that it forbids.
+        let mut command = Command::new("setpriv");
+        command.args(["--bounding-set=-all,+net_admin,+net_raw", "strace", "-f", "-qq", "-o"]).arg(&trace);
+        command.arg(env!("CARGO_BIN_EXE_flanneld")).args([
+            "--iface=eth0",
+            "--ip-masq",
+            "--healthz-port=8471",
+        ]);
+        command.arg(format!("--registry=dir:{}", place.registry().display()));
+        command.arg("--subnet-file").arg(place.subnet_file());
+        command.arg("--state-dir").arg(place.dir.path().join("state"));
+        let mut strace = Daemon::start(&mut command);
+        strace.wait_for_log("running lease");
+        strace.wait_for_log("in sync peers=1");
+        ip("link del flannel.1");
+        strace.wait_for_log("put back link flannel.1");
+        let pid = strace.child.id();
+        let traced = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+        for signal in ["HUP", "TERM"] {
+            assert!(Command::new("kill").args(["-s", signal, traced.trim()]).status().unwrap().success());
+            strace.wait_for_log(&format!("SIG{signal}: "));
+        }
+        assert_eq!(strace.ended().code(), Some(0), "{}", strace.log());
+        assert!(!strace.log().contains("capabilities"), "{}", strace.log());
+        let trace = fs::read_to_string(trace).unwrap();
+        assert!(trace.contains("iptables"), "the programs are traced too");
+        let call = |line: &str| {
+            let (name, _) = line.split_once(' ')?.1.trim().split_once('(')?;
+            name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_').then(|| name.to_owned())
+        };
+        let called: std::collections::BTreeSet<String> = trace.lines().filter_map(call).collect();
+        assert!(called.len() > 20, "{called:?}");
+        assert_eq!((&called - &allowed).into_iter().collect::<Vec<_>>(), [""; 0]);
+    });
+}
+
 #[test]
 fn a_wrong_config_is_waited_for_and_said_once() {
     in_netns(|| {
