@@ -654,15 +654,17 @@ fn another_address_or_mtu_of_the_interface_is_followed_and_nothing_is_lost() {
 fn firewall_rules_are_there_before_the_subnet_file_and_stay() {
     in_netns(|| {
         uplink();
+        let output = |command: &str| {
+            let output = Command::new("sh").args(["-c", command]).output().unwrap();
+            String::from_utf8(output.stdout).unwrap()
+        };
+        let mut other_mode = "nft list ruleset";
         for (config, list) in [
             (CONFIG.to_owned(), "iptables-save"),
             (CONFIG.replacen('{', r#"{"EnableNFTables":true,"#, 1), "nft list ruleset"),
         ] {
             let place = Place::new(&config);
-            let rules = || {
-                let output = Command::new("sh").args(["-c", list]).output().unwrap();
-                String::from_utf8(output.stdout).unwrap()
-            };
+            let rules = || output(list);
             let mut daemon = place.start(&["--ip-masq"]);
             daemon.wait_for_log("running lease");
             let log = daemon.log();
@@ -670,15 +672,14 @@ fn firewall_rules_are_there_before_the_subnet_file_and_stay() {
             let subnet = place.subnet_env();
             assert!(subnet.contains("FLANNEL_IPMASQ=true"), "{subnet}");
             assert!(rules().to_lowercase().contains("masquerade"), "{}", rules());
+            // Those of the other mode go when these are there.
+            let left = |rules: &str| rules.contains("-A FLANNEL") || rules.contains("table ip flannel");
+            wait_until(|| !left(&output(other_mode)), || format!("{}\n{}", output(other_mode), daemon.log()));
             daemon.signal("TERM");
             assert_eq!(daemon.ended().code(), Some(0));
             assert!(rules().to_lowercase().contains("masquerade"), "they stay");
+            other_mode = list;
         }
-        let rules = Command::new("iptables-save").output().unwrap().stdout;
-        assert!(
-            !String::from_utf8(rules).unwrap().contains("-A FLANNEL"),
-            "of the other mode nothing is left"
-        );
     });
 }
 
