@@ -4,16 +4,18 @@
 //! policy of another.
 
 use std::fmt;
+use std::net::IpAddr;
 
-use flannel_core::Family;
-use flannel_netlink::netfilter::{Kind, NetfilterSocket};
+use flannel_core::{Dual, Family, KernelError, Subnet};
+use flannel_netlink::netfilter::{Kind, Messages, NetfilterSocket};
 
 use crate::error::Error;
 use crate::iptables::program::{Programs, Variant};
 use crate::iptables::script;
-use crate::nft::expr::{find, number_in};
+use crate::nft::expr::{ACCEPT, Expr, find, number_in, read};
 use crate::nft::table::{
-    CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, GETCHAIN, HOOK_NUMBER, SUBSYSTEM, TABLE, text_in,
+    CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, GETCHAIN, GETRULE, HOOK_NUMBER, RULE_CHAIN, RULE_EXPRESSIONS,
+    SUBSYSTEM, TABLE, text_in,
 };
 
 /// `NF_INET_FORWARD`, `NF_DROP`.
@@ -35,7 +37,8 @@ pub struct ForwardDrop {
     pub chain: String,
     /// It is in the kernel's older tables, where only `iptables-legacy` sees it.
     pub legacy: bool,
-    /// flannel's forward rules are in the same table, and accept what pods send before the policy is asked.
+    /// What goes from and to pods is accepted before the policy is asked: flannel's forward rules are in the same table,
+    /// or rules right in the chain accept the whole pod network. Where other chains of it lead is not looked at.
     pub accepts_pods: bool,
 }
 
@@ -47,7 +50,8 @@ impl fmt::Display for ForwardDrop {
     }
 }
 
-/// Every chain in this network namespace that drops forwarded packets by policy.
+/// Every chain in this network namespace that drops forwarded packets by policy, and whether those of these pod networks
+/// are spared.
 ///
 /// No program is run, unless the kernel has older tables in use.
 ///
@@ -56,8 +60,9 @@ impl fmt::Display for ForwardDrop {
 ///
 /// # Cancel safety
 /// It only reads.
-pub async fn forward_drops(programs: &Programs) -> Result<Vec<ForwardDrop>, Error> {
-    let mut found = match tokio::task::spawn_blocking(nf_tables).await {
+pub async fn forward_drops(programs: &Programs, networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
+    let pods = *networks;
+    let mut found = match tokio::task::spawn_blocking(move || nf_tables(&pods)).await {
         Ok(Err(Error::NoNftables { .. })) => Vec::new(),
         Ok(found) => found?,
         // The runtime is shutting down.
@@ -66,13 +71,13 @@ pub async fn forward_drops(programs: &Programs) -> Result<Vec<ForwardDrop>, Erro
     for family in Family::BOTH {
         if legacy_is_used(family) {
             let programs = Programs { variant: Variant::Legacy, ..programs.clone() };
-            found.extend(in_saved(&programs.find(family)?.save().await?, family));
+            found.extend(in_saved(&programs.find(family)?.save().await?, family, networks[family]));
         }
     }
     Ok(found)
 }
 
-fn nf_tables() -> Result<Vec<ForwardDrop>, Error> {
+fn nf_tables(networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
     let about = |error| Error::kernel("nftables", error);
     let mut socket = NetfilterSocket::open().map_err(about)?;
     let ours: Vec<_> = script::forward_chains().collect();
@@ -95,16 +100,78 @@ fn nf_tables() -> Result<Vec<ForwardDrop>, Error> {
             chains.iter().any(|(t, c, _)| t == table && ours.contains(&(t.as_str(), c.as_str())))
         };
         for (table, chain, _) in chains.iter().filter(|(.., drops)| *drops) {
+            let rules = rules(&mut socket, protocol, table, chain).map_err(about)?;
             found.extend(families.iter().map(|family| ForwardDrop {
                 family: *family,
                 table: format!("{word} {table}"),
                 chain: chain.clone(),
                 legacy: false,
-                accepts_pods: protocol != 1 && is_ours(table),
+                accepts_pods: (protocol != 1 && is_ours(table))
+                    || networks[*family].is_some_and(|n| accept(&rules, n)),
             }));
         }
     }
     Ok(found)
+}
+
+/// The rules right in a chain.
+fn rules(
+    socket: &mut NetfilterSocket,
+    protocol: u8,
+    table: &str,
+    chain: &str,
+) -> Result<Vec<Vec<Expr>>, KernelError> {
+    let kind = Kind { subsystem: SUBSYSTEM, number: GETRULE, family: protocol };
+    let fill = |request: &mut Messages| _ = request.text(TABLE, table);
+    socket.dump(kind, fill, |told| {
+        let attributes = told.attributes.0;
+        let is = |kind, name: &str| text_in(attributes, kind).as_deref() == Some(name);
+        (told.kind.family == protocol && is(TABLE, table) && is(RULE_CHAIN, chain))
+            .then(|| read(find(attributes, RULE_EXPRESSIONS).unwrap_or_default()))
+    })
+}
+
+/// Some rule accepts all that comes from the network, and one all that goes there.
+fn accept(rules: &[Vec<Expr>], network: Subnet) -> bool {
+    let sides: Vec<Option<bool>> = rules.iter().filter_map(|rule| accepted_side(rule, network)).collect();
+    [true, false].iter().all(|source| sides.iter().any(|side| side.is_none_or(|side| side == *source)))
+}
+
+/// Which side a rule that accepts asks to be in the network: the source (true) or the destination; inside `None`: it accepts
+/// everything. `None` for rules that accept less, or not at all.
+fn accepted_side(rule: &[Expr], network: Subnet) -> Option<Option<bool>> {
+    let (source, destination) = if network.family() == Family::V4 { (12, 16) } else { (8, 24) };
+    let mut side = None;
+    let mut exprs = rule.iter().peekable();
+    while let Some(expr) = exprs.next() {
+        match expr {
+            Expr::Other(name) if name == "counter" => {}
+            // The family, in tables of both.
+            Expr::Other(name) if name == "meta" => match exprs.next()? {
+                Expr::Compare { equal: true, value } if matches!(value.as_slice(), [2 | 10]) => {}
+                _ => return None,
+            },
+            Expr::Header { offset, len } if [source, destination].contains(offset) && side.is_none() => {
+                let mask = exprs.next_if(|expr| matches!(expr, Expr::Mask(_)));
+                let Expr::Compare { equal: true, value } = exprs.next()? else { return None };
+                let bits = match mask {
+                    Some(Expr::Mask(mask)) => mask.iter().map(|byte| byte.count_ones()).sum(),
+                    _ => 8 * len,
+                };
+                let mut octets = value.clone();
+                octets.resize(usize::from(network.family().bits() / 8), 0);
+                let base: IpAddr = match network.family() {
+                    Family::V4 => <[u8; 4]>::try_from(octets).ok()?.into(),
+                    Family::V6 => <[u8; 16]>::try_from(octets).ok()?.into(),
+                };
+                Subnet::new(base, u8::try_from(bits).ok()?).filter(|subnet| subnet.covers(&network))?;
+                side = Some(*offset == source);
+            }
+            Expr::Verdict(ACCEPT) => return Some(side),
+            _ => return None,
+        }
+    }
+    None
 }
 
 /// The kernel has a filter table of the older kind in this network namespace.
@@ -115,9 +182,15 @@ fn legacy_is_used(family: Family) -> bool {
 }
 
 /// The same in what `iptables-legacy-save` prints.
-fn in_saved(saved: &str, family: Family) -> Option<ForwardDrop> {
+fn in_saved(saved: &str, family: Family, network: Option<Subnet>) -> Option<ForwardDrop> {
     let filter = saved.lines().skip_while(|line| *line != "*filter").take_while(|line| *line != "COMMIT");
-    let chains: Vec<&str> = filter.filter_map(|line| line.strip_prefix(':')).collect();
+    let filter: Vec<&str> = filter.collect();
+    let chains: Vec<&str> = filter.iter().filter_map(|line| line.strip_prefix(':')).collect();
+    let accepted = |side| {
+        filter
+            .iter()
+            .any(|line| Some(*line) == network.map(|n| format!("-A FORWARD {side} {n} -j ACCEPT")).as_deref())
+    };
     let drops = chains.iter().any(|chain| chain.starts_with("FORWARD DROP "));
     let ours = |name: &str| chains.iter().any(|chain| chain.split(' ').next() == Some(name));
     drops.then(|| ForwardDrop {
@@ -125,6 +198,7 @@ fn in_saved(saved: &str, family: Family) -> Option<ForwardDrop> {
         table: format!("{} filter", if family == Family::V4 { "ip" } else { "ip6" }),
         chain: "FORWARD".to_owned(),
         legacy: true,
-        accepts_pods: script::forward_chains().any(|(table, chain)| table == "filter" && ours(chain)),
+        accepts_pods: script::forward_chains().any(|(table, chain)| table == "filter" && ours(chain))
+            || (accepted("-s") && accepted("-d")),
     })
 }

@@ -8,14 +8,17 @@ mod ground;
 use std::process::Command;
 use std::time::Duration;
 
-use flannel_core::Family;
+use flannel_core::{Family, Subnet};
 use flannel_firewall::forward_drops;
 use ground::{ALL, Ground, Kind, Place, Running, rules_of};
 
 in_every_mode!(a_policy_is_seen_wherever_it_is_and_whether_our_rules_help);
 
 async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(ground: Ground, kind: Kind) {
-    let drops = async || forward_drops(&ground.tools.programs()).await.unwrap();
+    let networks = ["10.1.0.0/16", "fd00:1::/48"].map(|n| n.parse::<Subnet>().unwrap()).into_iter().collect();
+    let drops = async || forward_drops(&ground.tools.programs(), &networks).await.unwrap();
+    let nft =
+        |command: &str| assert!(Command::new("nft").arg(command).status().unwrap().success(), "{command}");
     assert_eq!(drops().await, []);
     let made = Command::new("nft")
         .arg("add table inet guard; add chain inet guard gate { type filter hook forward priority 5; policy drop; }")
@@ -26,6 +29,24 @@ async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(ground: Grou
     };
     let guard = Family::BOTH.map(|family| format!("{family} chain gate of table inet guard false"));
     assert_eq!(texts(drops().await), guard);
+    // What accepts less helps nothing.
+    for (rule, helps) in [
+        ("ip saddr 10.1.0.0/16 tcp dport 80 accept", [false, false]),
+        ("ip saddr 10.1.0.0/24 accept", [false, false]),
+        ("ip saddr 10.1.0.0/16 drop", [false, false]),
+        ("ip saddr 10.1.0.0/16 accept", [false, false]),
+        ("ip daddr 10.0.0.0/13 counter accept", [true, false]),
+        ("ip6 saddr fd00:1::/48 accept", [true, false]),
+        ("ip6 daddr fd00:1::/47 accept", [true, true]),
+    ] {
+        nft(&format!("add rule inet guard gate {rule}"));
+        let seen: Vec<bool> = drops().await.iter().map(|drop| drop.accepts_pods).collect();
+        assert_eq!(seen, helps, "{rule}");
+    }
+    nft("flush chain inet guard gate");
+    assert_eq!(texts(drops().await), guard);
+    nft("add rule inet guard gate accept");
+    assert!(drops().await.iter().all(|drop| drop.accepts_pods));
     assert!(Command::new("nft").args(["delete", "table", "inet", "guard"]).status().unwrap().success());
     let where_rules_are = if kind == Kind::Nftables { Kind::IptablesNft } else { kind };
     for family in Family::BOTH {
@@ -37,6 +58,16 @@ async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(ground: Grou
             .map(|(family, word)| format!("{family} chain FORWARD of table {word} filter{suffix} {helps}"))
             .into()
     };
+    assert_eq!(texts(drops().await), expected(false));
+    for (family, network) in [(Family::V4, "10.1.0.0/16"), (Family::V6, "fd00:1::/48")] {
+        for side in ["-s", "-d"] {
+            ground.tools.iptables(where_rules_are, family, &format!("-A FORWARD {side} {network} -j ACCEPT"));
+        }
+    }
+    assert_eq!(texts(drops().await), expected(true));
+    for family in Family::BOTH {
+        ground.tools.iptables(where_rules_are, family, "-F FORWARD");
+    }
     assert_eq!(texts(drops().await), expected(false));
     let running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), Duration::from_secs(3600)).await;
     // Rules in a table of their own help nothing against the policy of another.

@@ -137,6 +137,9 @@ fn of_this_host() {
         host,
         &["forward-drop warning", "chain gate of table ip guard", "nft insert rule ip guard gate"],
     );
+    let found = finds(&lab, host, &["forward-drop warning"]);
+    host.run("sh", &["-ec", found.rsplit_once("| ").unwrap().1]).unwrap();
+    is_well(&lab, host);
     host.run("nft", &["delete", "table", "ip", "guard"]).unwrap();
 
     // More specific than flannel's.
@@ -146,6 +149,13 @@ fn of_this_host() {
         .unwrap();
     finds(&lab, host, &["route error", "shadowed: packets go via", "ip route get"]);
     host.run("ip", &["route", "del", &half]).unwrap();
+
+    // The store goes away and comes back.
+    let away = lab.dir().join("away");
+    std::fs::rename(lab.registry(), &away).unwrap();
+    finds(&lab, host, &["store warning", "does not answer"]);
+    std::fs::rename(&away, lab.registry()).unwrap();
+    is_well(&lab, host);
 
     // Somebody gives another node the same address.
     let public = host.addresses().v4.unwrap();

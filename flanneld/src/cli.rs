@@ -306,6 +306,25 @@ mod tests {
     }
 
     #[test]
+    fn help_is_in_groups_and_tells_of_everything() {
+        let command = Options::command();
+        for arg in command.get_arguments().filter(|arg| !arg.is_hide_set()) {
+            let id = arg.get_id().as_str();
+            assert!(
+                arg.get_help_heading().is_some() || ["help", "version"].contains(&id),
+                "{id} is in no group"
+            );
+            assert!(arg.get_help().is_some() || ["help", "version"].contains(&id), "{id} has no help");
+        }
+        let help = parse(&["--help"], &[]).unwrap_err().to_string();
+        for group in ["Leases:", "External interface:", "Routes:", "Firewall:", "Health and control:", "Log:"]
+        {
+            assert_eq!(help.matches(group).count(), 1, "{group}: {help}");
+        }
+        assert!(!help.contains("kube"), "what is not here yet is not offered");
+    }
+
+    #[test]
     fn switches_are_gos() {
         let masq =
             |args: &[&str], env: &[(&str, &str)]| parse(args, env).map(|options| options.firewall.ip_masq);

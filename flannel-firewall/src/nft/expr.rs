@@ -21,7 +21,7 @@ const NETWORK_HEADER: u32 = 1;
 /// `NFT_CMP_EQ` and `NFT_CMP_NEQ`.
 const COMPARE: [u32; 2] = [0, 1];
 /// `NF_ACCEPT` and `NFT_RETURN`.
-const ACCEPT: u32 = 1;
+pub(crate) const ACCEPT: u32 = 1;
 const RETURN: u32 = (-5i32).cast_unsigned();
 /// `NF_NAT_RANGE_PROTO_RANDOM_FULLY`.
 const FULLY_RANDOM: u32 = 1 << 4;

@@ -24,7 +24,7 @@ const DELTABLE: u8 = 2;
 const NEWCHAIN: u8 = 3;
 pub(crate) const GETCHAIN: u8 = 4;
 const NEWRULE: u8 = 6;
-const GETRULE: u8 = 7;
+pub(crate) const GETRULE: u8 = 7;
 const GETGEN: u8 = 16;
 
 /// `NFTA_TABLE_NAME`, `NFTA_CHAIN_TABLE`, `NFTA_RULE_TABLE`: first in every message.
@@ -42,8 +42,8 @@ const CHAIN_USERDATA: u16 = 12;
 pub(crate) const HOOK_NUMBER: u16 = 1;
 const HOOK_PRIORITY: u16 = 2;
 /// `NFTA_RULE_…`.
-const RULE_CHAIN: u16 = 2;
-const RULE_EXPRESSIONS: u16 = 4;
+pub(crate) const RULE_CHAIN: u16 = 2;
+pub(crate) const RULE_EXPRESSIONS: u16 = 4;
 
 const ENOENT: i32 = 2;
 /// `NF_ACCEPT`: the policy of chains.

@@ -28,8 +28,9 @@ pub(crate) struct Scene {
 
 /// Reads what can be read.
 pub(crate) async fn read(scene: Scene) -> Facts {
+    let networks = scene.config.pod_networks().collect();
     let drops = async {
-        let drops = forward_drops(&Programs::default()).await;
+        let drops = forward_drops(&Programs::default(), &networks).await;
         drops.inspect_err(|error| tracing::debug!(%error, "not known who drops forwarded packets")).ok()
     };
     let (drops, facts) = tokio::join!(drops, tokio::task::spawn_blocking(move || read_host(&scene)));

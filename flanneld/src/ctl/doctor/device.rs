@@ -88,7 +88,9 @@ pub(crate) fn check(devices: &Devices) -> Vec<Finding> {
     }
     for (port, program, pid) in &devices.takers {
         let text = format!("UDP port {port} is taken by {program} (process {pid}): {EADDRINUSE}");
-        found.push(Finding::error("port", text).mend(format!("kill {pid}")));
+        let mend =
+            format!("kill {pid} (or flannelctl config set FILE, with another \"Port\" in the Backend)");
+        found.push(Finding::error("port", text).mend(mend));
     }
     for name in devices.offloaded.iter().flatten().filter(|_| devices.checksums_matter()) {
         let text = format!(
@@ -258,7 +260,11 @@ mod tests {
             (|d| d.all[0].1 = 1480, "eth0 takes packets of 1480 bytes", "ip link set eth0 mtu 1500"),
             (|d| (d.links.clear(), d.all.truncate(1)).1, "flannel.1 is not there", "flannelctl status"),
             (|d| d.links.clear(), "is no vxlan device", "ip link delete flannel.1"),
-            (|d| d.takers.push((8472, "iperf".into(), 47)), "UDP port 8472 is taken by iperf", "kill 47"),
+            (
+                |d| d.takers.push((8472, "iperf".into(), 47)),
+                "UDP port 8472 is taken by iperf",
+                "kill 47 (or flannelctl config set FILE, with another \"Port\" in the Backend)",
+            ),
             (
                 |d| (d.kernel, d.offloaded) = (Some([5, 4]), Some(vec!["flannel.1".parse().unwrap()])),
                 "checksums of packets through flannel.1",

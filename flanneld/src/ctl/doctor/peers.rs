@@ -144,35 +144,39 @@ pub(crate) fn judge(key: &str, asked: &Question, answers: &Answers, port: Option
         return Some(Finding::error("peer", format!("no reply from {key}{neither}")).mend(mend));
     }
     if !replied(big) {
-        let what = match big {
-            Answer::TooBig(Some(most)) => format!("are too big: at most {most} pass"),
-            Answer::TooBig(None) => "are more than this host's own device takes".to_owned(),
-            _ => "get no reply, while small ones do".to_owned(),
-        };
-        let text = format!("packets of {full} bytes, which pods may send, to {address} of {key} {what}");
-        let passes = [Some(big), answers.public.as_ref().map(|[_, big]| big)].into_iter().flatten();
-        let most = passes.filter_map(|big| if let Answer::TooBig(most) = big { *most } else { None }).min();
-        return Some(Finding::error("path-mtu", text).mend(match most {
-            Some(most) => {
-                format!("flannelctl config set FILE, with \"MTU\": {most} in the Backend of the config")
-            }
-            None => {
-                "flannelctl config set FILE, with the MTU of the path as \"MTU\" in the Backend".to_owned()
-            }
-        }));
+        return Some(too_big(key, (*address, *full), big, answers));
     }
-    match (&asked.tunnel, &answers.public) {
-        (Some(_), Some([_, Answer::TooBig(Some(most))])) => {
-            let (_, size) = asked.public?;
-            let text = format!(
-                "tunnel packets of {size} bytes to {public} of {key} are cut into pieces on the way, where at most {most} pass"
-            );
-            let mend =
-                format!("flannelctl config set FILE, with \"MTU\": {most} in the Backend of the config");
-            Some(Finding::warning("path-mtu", text).mend(mend))
+    cut_up(key, asked, answers)
+}
+
+/// What pods may send is lost.
+fn too_big(key: &str, (address, full): (IpAddr, u16), answer: &Answer, answers: &Answers) -> Finding {
+    let what = match answer {
+        Answer::TooBig(Some(most)) => format!("are too big: at most {most} pass"),
+        Answer::TooBig(None) => "are more than this host's own device takes".to_owned(),
+        _ => "get no reply, while small ones do".to_owned(),
+    };
+    let text = format!("packets of {full} bytes, which pods may send, to {address} of {key} {what}");
+    let passes = [Some(answer), answers.public.as_ref().map(|[_, big]| big)].into_iter().flatten();
+    let most = passes.filter_map(|big| if let Answer::TooBig(most) = big { *most } else { None }).min();
+    Finding::error("path-mtu", text).mend(match most {
+        Some(most) => {
+            format!("flannelctl config set FILE, with \"MTU\": {most} in the Backend of the config")
         }
-        _ => None,
-    }
+        None => "flannelctl config set FILE, with the MTU of the path as \"MTU\" in the Backend".to_owned(),
+    })
+}
+
+/// All arrives, but in pieces.
+fn cut_up(key: &str, asked: &Question, answers: &Answers) -> Option<Finding> {
+    let ((public, size), Some([_, Answer::TooBig(Some(most))])) = (asked.public?, &answers.public) else {
+        return None;
+    };
+    let text = format!(
+        "tunnel packets of {size} bytes to {public} of {key} are cut into pieces on the way, where at most {most} pass"
+    );
+    let mend = format!("flannelctl config set FILE, with \"MTU\": {most} in the Backend of the config");
+    asked.tunnel.map(|_| Finding::warning("path-mtu", text).mend(mend))
 }
 
 #[cfg(test)]
