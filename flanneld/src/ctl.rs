@@ -127,7 +127,7 @@ async fn carry_out(options: &Ctl, paper: &Paper) -> Result<Said> {
     let global = &options.global;
     let client = Client::new(&global.control_socket);
     match &options.verb {
-        Verb::Status => status::status(&client, global, paper),
+        Verb::Status => status::status(&client, global, paper).await,
         Verb::Peers => status::peers(&client, global, paper).await,
         Verb::Why { address } => why::why(&client, global, paper, *address).await,
         Verb::Doctor(flags) => doctor::doctor(&client, global, paper, flags).await,

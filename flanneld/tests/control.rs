@@ -530,8 +530,16 @@ fn what_about_the_host_stands_in_the_way_is_said_with_what_mends_it() {
         ip("address del 10.1.200.1/24 dev eth0");
         assert_eq!(host(), [], "what is said to mend it does");
         assert_eq!(daemon.stop().code(), Some(0));
-        // The next one says so in its log.
+        // It is said without a daemon too, of the network that the last one ran.
         set("ip_forward", "0");
+        ip("route add default dev eth0");
+        let (status, page) = place.fails(&["status"]);
+        assert_eq!(status, 1);
+        assert!(
+            page.contains("NOT RUNNING") && page.contains("mend: sysctl -w net.ipv4.ip_forward=1"),
+            "{page}"
+        );
+        // The next one says so in its log.
         let daemon = place.start();
         daemon.wait_for_log("forwards no IPv4 packets");
         assert_eq!(daemon.log().matches("mend: sysctl -w net.ipv4.ip_forward=1").count(), 1);

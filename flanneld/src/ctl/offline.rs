@@ -3,14 +3,16 @@
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use flannel_core::{Config, Error, Kernel, Lease, Subnets};
+use flannel_core::{Config, Error, Kernel, Lease, LinkName, Subnets};
 use flannel_netlink::NetlinkKernel;
+use flannel_netlink::iface::Selectors;
 use flannel_subnet::{Cache, Registry, Saved, SubnetEnv};
 use serde_json::{Value, json};
 
 use super::options::Global;
 use super::paper::{Ink, Paper, span};
 use super::{Failure, Result, Said, status};
+use crate::preflight::{self, Finding, Scene};
 use crate::report::{PeerReport, VERSION, seconds};
 
 /// The state of a peer of which nobody knows.
@@ -27,7 +29,7 @@ pub(crate) fn own_subnets(global: &Global) -> Option<Subnets> {
 }
 
 /// What is left of the last daemon.
-pub(crate) fn status(global: &Global, paper: &Paper, failure: &Failure) -> Said {
+pub(crate) async fn status(global: &Global, paper: &Paper, failure: &Failure) -> Said {
     let mut value = status::down(&failure.to_string());
     let mut text = format!("flanneld  {}\n\n", paper.ink(Ink::Bad, "NOT RUNNING"));
     text += &paper.field("error", Ink::Bad, &failure.to_string());
@@ -36,6 +38,9 @@ pub(crate) fn status(global: &Global, paper: &Paper, failure: &Failure) -> Said 
         Ink::Plain,
         "try: systemctl status flanneld; or --control-socket FILE, if it was started with another one",
     );
+    let found = findings(global).await;
+    text += &status::findings(&found, paper);
+    value["findings"] = json!(found);
     text.push('\n');
     match SubnetEnv::read(&global.subnet_file) {
         Ok(env) => {
@@ -68,6 +73,27 @@ pub(crate) fn status(global: &Global, paper: &Paper, failure: &Failure) -> Said 
         "stays as the daemon left it; flannelctl why ADDRESS asks the kernel",
     );
     Said { text, value, ok: false }
+}
+
+/// What about the host stands in the way of the network that the last daemon ran; nothing, if that is not known.
+async fn findings(global: &Global) -> Vec<Finding> {
+    let Some(saved) = saved(global) else { return Vec::new() };
+    let Some(config) = saved.config.and_then(|text| Config::parse(&text.text).ok()) else {
+        return Vec::new();
+    };
+    let Some(uplink) = uplink(&config, &[]) else { return Vec::new() };
+    let own = own_subnets(global);
+    let lease = own.and_then(|own| saved.leases.get(&own).cloned());
+    let public = lease.map(|lease| lease.attrs.public).unwrap_or_default();
+    preflight::check(&preflight::read(Scene { config, uplink, own, public, leases: saved.leases }).await)
+}
+
+/// The interface that the daemon would choose, with these `--iface`.
+pub(crate) fn uplink(config: &Config, iface: &[String]) -> Option<LinkName> {
+    let iface = iface.iter().filter(|name| !name.is_empty()).cloned().collect();
+    let selectors = Selectors { iface, ..Selectors::default() };
+    let kernel = NetlinkKernel::open().ok()?;
+    kernel.external_interface(&selectors, config.networks.families()).ok().map(|chosen| chosen.name)
 }
 
 /// Every lease in the store but the one that was this node's.

@@ -10,14 +10,14 @@ use crate::preflight::Finding;
 use crate::report::{FailureReport, NetworkReport, PeerReport, Report, StoreReport, VERSION};
 
 /// `flannelctl status`.
-pub(crate) fn status(client: &Client, global: &Global, paper: &Paper) -> Result<Said> {
+pub(crate) async fn status(client: &Client, global: &Global, paper: &Paper) -> Result<Said> {
     match client.ask("GET", "/v1/status") {
         Ok(mut value) => {
             let report = report(&value)?;
             value["running"] = Value::Bool(true);
             Ok(Said { text: page(&report, paper), value, ok: report.ready })
         }
-        Err(failure @ Failure::NoDaemon { .. }) => Ok(offline::status(global, paper, &failure)),
+        Err(failure @ Failure::NoDaemon { .. }) => Ok(offline::status(global, paper, &failure).await),
         Err(failure) => Err(failure),
     }
 }

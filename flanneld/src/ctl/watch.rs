@@ -22,7 +22,7 @@ pub(crate) async fn watch(
 ) -> Result<Said> {
     let mut shown = None;
     loop {
-        let said = status::status(client, global, paper)?;
+        let said = status::status(client, global, paper).await?;
         let state = essence(&said);
         if live || shown.as_ref() != Some(&state) {
             let text = match (live, global.json) {
@@ -48,6 +48,7 @@ fn essence(said: &Said) -> serde_json::Value {
     serde_json::json!([
         value["running"],
         value["problems"],
+        value["findings"],
         value["store"]["error"],
         network["in_sync"],
         network["lease"]["ownership"],

@@ -3,8 +3,6 @@
 use std::time::{Duration, Instant};
 
 use flannel_core::{Config, Dual, Family, Lease, LeaseSet, LinkName, Subnets};
-use flannel_netlink::NetlinkKernel;
-use flannel_netlink::iface::Selectors;
 use flannel_subnet::SubnetEnv;
 use serde_json::Value;
 
@@ -163,7 +161,7 @@ async fn of_config(
 ) -> Ground {
     let own = offline::own_subnets(global);
     let tunnels = backends::devices(&config);
-    let uplink = uplink(&config, iface);
+    let uplink = offline::uplink(&config, iface);
     let is_own = |lease: &Lease| Some(lease.subnets) == own;
     let public =
         leases.iter().find(|lease| is_own(lease)).map(|lease| lease.attrs.public).unwrap_or_default();
@@ -196,12 +194,4 @@ async fn of_config(
         mtu: SubnetEnv::read(&global.subnet_file).ok().map(|env| env.mtu),
         targets: leases.iter().filter(|lease| !is_own(lease)).map(target).collect(),
     }
-}
-
-/// The interface that the daemon would choose.
-fn uplink(config: &Config, iface: &[String]) -> Option<LinkName> {
-    let iface = iface.iter().filter(|name| !name.is_empty()).cloned().collect();
-    let selectors = Selectors { iface, ..Selectors::default() };
-    let kernel = NetlinkKernel::open().ok()?;
-    kernel.external_interface(&selectors, config.networks.families()).ok().map(|chosen| chosen.name)
 }
