@@ -15,6 +15,11 @@ use socket2::{Domain, Protocol, Socket, Type};
 /// How often an echo is asked for.
 const ROUNDS: u32 = 3;
 const EMSGSIZE: i32 = 90;
+/// More at once, and answers would be lost at our own door.
+const AT_ONCE: usize = 64;
+/// After so many the answers are looked at.
+const BURST: usize = 16;
+const MOMENT: Duration = Duration::from_millis(1);
 /// `IPPROTO_RAW`: the header is ours.
 const RAW: i32 = 255;
 const ICMP: u8 = 1;
@@ -44,19 +49,26 @@ pub(crate) enum Answer {
     NotSent(String),
 }
 
-/// Asks all, and waits at most `patience` for the answers.
+/// Asks all, and waits at most `patience` for the answers of each group of them.
 ///
 /// # Errors
 /// Nothing can be asked at all, mostly for lack of `CAP_NET_RAW`.
 ///
 /// # Blocking
-/// Until all have answered, or `patience` is over.
+/// Until all have answered, or `patience` is over for each group of 64 of a family.
 pub(crate) fn echo(probes: &[Probe], patience: Duration) -> io::Result<Vec<Answer>> {
     let mut answers = vec![Answer::Nothing; probes.len()];
     let of = |family| -> io::Result<Vec<(usize, Answer)>> {
         let ours = probes.iter().enumerate().filter(|(_, probe)| Family::of(probe.to) == family);
         let ours: Vec<(usize, Probe)> = ours.map(|(n, probe)| (n, *probe)).collect();
-        if ours.is_empty() { Ok(Vec::new()) } else { Round::open(family)?.run(&ours, patience) }
+        if ours.is_empty() {
+            return Ok(Vec::new());
+        }
+        let (round, mut found) = (Round::open(family)?, Vec::new());
+        for group in ours.chunks(AT_ONCE) {
+            found.extend(round.run(found.len(), group, patience)?);
+        }
+        Ok(found)
     };
     // Each family waits for its own.
     let both = std::thread::scope(|scope| {
@@ -92,38 +104,60 @@ impl Round {
         Ok(Self { family, out, inbox, id: std::process::id() as u16 })
     }
 
-    fn run(self, probes: &[(usize, Probe)], patience: Duration) -> io::Result<Vec<(usize, Answer)>> {
+    /// `first` is the sequence number of the first of them.
+    fn run(
+        &self,
+        first: usize,
+        probes: &[(usize, Probe)],
+        patience: Duration,
+    ) -> io::Result<Vec<(usize, Answer)>> {
         let mut answers: Vec<(usize, Answer)> = probes.iter().map(|(n, _)| (*n, Answer::Nothing)).collect();
         let mut asked = vec![Instant::now(); probes.len()];
         let start = Instant::now();
         for round in 1..=ROUNDS {
             for (k, (_, probe)) in probes.iter().enumerate() {
-                if matches!(answers[k].1, Answer::Nothing) {
-                    asked[k] = Instant::now();
-                    if let Err(error) = self.send(probe, k) {
-                        answers[k].1 = match error.raw_os_error() {
-                            Some(EMSGSIZE) => Answer::TooBig(None),
-                            _ => Answer::NotSent(error.to_string()),
-                        };
-                    }
+                if answers[k].1 != Answer::Nothing {
+                    continue;
                 }
-            }
-            let end = start + patience * round / ROUNDS;
-            while answers.iter().any(|(_, answer)| *answer == Answer::Nothing) {
-                let left = end.saturating_duration_since(Instant::now());
-                if left.is_zero() {
-                    break;
-                }
-                let Some((k, answer)) = self.receive(left)? else { continue };
-                if let Some((_, known)) = answers.get_mut(k).filter(|(_, known)| *known == Answer::Nothing) {
-                    *known = match answer {
-                        Said::Reply => Answer::Reply(asked[k].elapsed()),
-                        Said::TooBig(most) => Answer::TooBig(Some(most)),
+                asked[k] = Instant::now();
+                if let Err(error) = self.send(probe, first + k) {
+                    answers[k].1 = match error.raw_os_error() {
+                        Some(EMSGSIZE) => Answer::TooBig(None),
+                        _ => Answer::NotSent(error.to_string()),
                     };
                 }
+                if k % BURST == BURST - 1 {
+                    self.listen(first, (&mut answers, &asked), Instant::now() + MOMENT)?;
+                }
             }
+            self.listen(first, (&mut answers, &asked), start + patience * round / ROUNDS)?;
         }
         Ok(answers)
+    }
+
+    /// Takes answers until all are there, or the time is over.
+    fn listen(
+        &self,
+        first: usize,
+        (answers, asked): (&mut [(usize, Answer)], &[Instant]),
+        end: Instant,
+    ) -> io::Result<()> {
+        while answers.iter().any(|(_, answer)| *answer == Answer::Nothing) {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            let Some((sequence, answer)) = self.receive(left)? else { continue };
+            // Another one is late, of the group before.
+            let Some(k) = sequence.checked_sub(first) else { continue };
+            if let Some((_, known)) = answers.get_mut(k).filter(|(_, known)| *known == Answer::Nothing) {
+                *known = match answer {
+                    Said::Reply => Answer::Reply(asked[k].elapsed()),
+                    Said::TooBig(most) => Answer::TooBig(Some(most)),
+                };
+            }
+        }
+        Ok(())
     }
 
     fn send(&self, probe: &Probe, sequence: usize) -> io::Result<()> {
@@ -274,6 +308,15 @@ mod tests {
                 assert_eq!(read(family, data, 7), None, "{data:?}");
             }
         }
+    }
+
+    #[test]
+    fn thousands_are_asked_in_groups() {
+        in_netns(|| {
+            let probes: Vec<Probe> = (0..1000).map(|n| probe(["127.0.0.1", "::1"][n % 2], 1400)).collect();
+            let answers = echo(&probes, Duration::from_secs(20)).unwrap();
+            assert!(answers.iter().all(|answer| matches!(answer, Answer::Reply(_))), "{answers:?}");
+        });
     }
 
     /// A host behind a router whose far side takes only 1400 bytes.
