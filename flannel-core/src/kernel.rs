@@ -33,7 +33,7 @@ const PROTOCOL_KERNEL: u8 = 2;
 /// | link | its name is in `links` and it is of a kind we know |
 /// | address | on one of `links`, not link-local |
 /// | neigh, fdb | on one of `links` and permanent |
-/// | route | main table, default metric, no TOS, and: on one of `links` and not made by the kernel itself; or of our protocol and inside `networks`, on whatever device (but a blackhole only if it keeps those) |
+/// | route | main table, default metric, no TOS, and: on one of `links` and not made by the kernel itself; or of our protocol and inside `networks`, on whatever device (but a blackhole, of last resort too, only if it keeps those) |
 /// | nexthop | of our protocol, and its id in `nexthops` or on one of `links` |
 ///
 /// So a network finds what it left on another external interface, or with another backend. Several networks in one

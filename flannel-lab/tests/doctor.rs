@@ -224,6 +224,7 @@ fn without_a_daemon() {
     finds(&lab, host, &["device error", "flannel.1 is not there", "| systemctl start flanneld"]);
 
     // What the last daemon kept leads on.
+    std::fs::write(lab.dir().join("nowhere"), "a file").unwrap();
     let nowhere = format!("dir:{}/nowhere", lab.dir().display());
     let found = findings(&lab, host, Some(&nowhere));
     assert!(found.iter().any(|line| line.starts_with("store error")), "{found:#?}");

@@ -545,3 +545,27 @@ fn what_about_the_host_stands_in_the_way_is_said_with_what_mends_it() {
         assert_eq!(daemon.log().matches("mend: sysctl -w net.ipv4.ip_forward=1").count(), 1);
     });
 }
+
+#[test]
+fn the_doctor_tells_a_missing_config_from_a_store_that_does_not_answer() {
+    in_netns(|| {
+        let place = Place::new(None);
+        let checks = || -> Vec<(String, String)> {
+            let found = place.json(&["doctor"])["findings"].as_array().unwrap().clone();
+            let text = |value: &Value| value.as_str().unwrap().to_owned();
+            found.iter().map(|f| (text(&f["check"]), text(&f["mend"]))).collect()
+        };
+        let set = "flannelctl config set FILE".to_owned();
+        let daemon = ("daemon".to_owned(), "systemctl start flanneld".to_owned());
+        assert_eq!(checks(), [daemon.clone(), ("config".to_owned(), set.clone())]);
+        fs::write(place.registry().join("config"), r#"{"Network":"10.1.0.0"}"#).unwrap();
+        assert_eq!(checks(), [daemon.clone(), ("config".to_owned(), set)]);
+        fs::remove_dir_all(place.registry()).unwrap();
+        fs::write(place.registry(), "a file").unwrap();
+        let look = format!("ls -la {}", place.registry().display());
+        assert_eq!(checks(), [("store".to_owned(), look), daemon]);
+        let (status, page) = place.fails(&["doctor"]);
+        assert_eq!(status, 1);
+        assert!(page.contains("peers      not known: nobody could say which there are"), "{page}");
+    });
+}

@@ -146,6 +146,9 @@ async fn look_at_peers(
     targets.sort_by_key(|target| target.state == "in place");
     let all = targets.len();
     targets.truncate(most);
+    if targets.is_empty() && !ground.known {
+        return diagnosis.unknown("peers", "nobody could say which there are");
+    }
     if targets.is_empty() {
         return diagnosis.layer(
             "peers",

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use flannel_core::{Config, Dual, Family, Lease, LeaseSet, LinkName, Subnets};
+use flannel_core::{Config, Dual, Error, Family, Lease, LeaseSet, LinkName, Subnets};
 use flannel_subnet::SubnetEnv;
 use serde_json::Value;
 
@@ -14,6 +14,7 @@ use crate::ctl::options::Global;
 use crate::ctl::{Failure, Result, offline, status};
 use crate::preflight::{self, Finding, Scene};
 use crate::problems::Problem;
+use crate::registry::RegistryUrl;
 use crate::report::{PeerReport, Report, StoreReport};
 
 /// A store that does not answer for so long does not answer.
@@ -120,37 +121,72 @@ pub(super) async fn without_daemon(
 ) -> Ground {
     let asked = async {
         let registry = global.open_registry().await?;
-        let (config, listing) = (registry.config().await?, registry.list().await?);
-        Ok::<_, Failure>((config, listing.entries.into_iter().map(|entry| entry.lease)))
+        // That there is none yet is no reason not to look at the leases.
+        let config = match registry.config().await {
+            Err(error) if !matches!(error, Error::NoConfig { .. }) => return Err(error.into()),
+            config => config,
+        };
+        Ok::<_, Failure>((config, registry.list().await?.entries.into_iter().map(|entry| entry.lease)))
     };
-    let saved = offline::saved(global);
-    let of_cache = || saved.iter().flat_map(|saved| saved.leases.iter().cloned()).collect::<LeaseSet>();
     let asked = match tokio::time::timeout(PATIENCE, asked).await {
         Ok(asked) => asked.map_err(|error| error.to_string()),
         Err(_) => Err(format!("no answer for {} s", PATIENCE.as_secs())),
     };
-    let name = global.registry.as_ref().map_or_else(|| "--registry".to_owned(), ToString::to_string);
     let (text, leases) = match asked {
         Ok((config, leases)) => {
             let mut set = LeaseSet::default();
             leases.for_each(|lease| set.insert(lease));
-            diagnosis.layer("store", format!("{name} answers, {} leases", set.len()), Vec::new());
-            (Some(config), set)
+            let text = format!("{} answers, {} leases", store_name(global), set.len());
+            diagnosis.layer("store", text, Vec::new());
+            (config.map_err(|error| error.to_string()), set)
         }
         Err(error) => {
+            let name = store_name(global);
             let finding = Finding::error("store", format!("{name} does not answer: {error}"));
-            let mend = if name == "etcd" { "etcdctl endpoint health" } else { "ls -la the directory" };
-            diagnosis.layer("store", format!("{name} does not answer"), vec![finding.mend(mend)]);
-            (saved.as_ref().and_then(|saved| saved.config.clone()), of_cache())
+            diagnosis.layer(
+                "store",
+                format!("{name} does not answer"),
+                vec![finding.mend(store_mend(global))],
+            );
+            let saved = offline::saved(global);
+            let leases = saved.iter().flat_map(|saved| saved.leases.iter().cloned()).collect();
+            // It was told of; what was kept comes below.
+            (Err(String::new()), leases)
         }
     };
     let finding = Finding::error("daemon", failure.to_string()).mend("systemctl start flanneld");
     diagnosis.layer("daemon", "does not run", vec![finding]);
-    let Some(config) = text.and_then(|text| Config::parse(&text.text).ok()) else {
+    let parsed = text.and_then(|text| {
+        Config::parse(&text.text).map_err(|error| format!("network config in {}: {error}", text.location))
+    });
+    if let Err(error) = &parsed
+        && !error.is_empty()
+    {
+        diagnosis.findings.push(Finding::error("config", error.as_str()).mend("flannelctl config set FILE"));
+    }
+    // What the last daemon ran with leads on.
+    let kept = || offline::saved(global).and_then(|saved| Config::parse(&saved.config?.text).ok());
+    let Some(config) = parsed.ok().or_else(kept) else {
         diagnosis.unknown("host", "there is no network config that could be read");
         return Ground::default();
     };
     of_config(global, iface, (config, leases), diagnosis).await
+}
+
+fn store_name(global: &Global) -> String {
+    global.registry.as_ref().map_or_else(|| "--registry".to_owned(), ToString::to_string)
+}
+
+/// How to look at a store that does not answer.
+fn store_mend(global: &Global) -> String {
+    match &global.registry {
+        Some(RegistryUrl::Dir(location)) => format!("ls -la {}", location.path.display()),
+        #[cfg(feature = "etcd")]
+        Some(RegistryUrl::Etcd) => {
+            format!("etcdctl --endpoints {} endpoint health", global.etcd.options().endpoints.join(","))
+        }
+        None => "flannelctl --registry URL doctor".to_owned(),
+    }
 }
 
 async fn of_config(
