@@ -77,6 +77,11 @@ impl Daemon {
         Ok(())
     }
 
+    /// Where it is asked how things stand.
+    pub(crate) fn control_socket(&self) -> PathBuf {
+        self.dir.path().join("flanneld.sock")
+    }
+
     /// A figure of `/proc/PID/status`, in KiB.
     pub(crate) fn kib(&self, field: &str) -> anyhow::Result<u64> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;

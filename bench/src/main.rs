@@ -19,9 +19,11 @@ mod memory;
 mod one_more;
 mod plot;
 mod raw;
+mod ready;
 mod repair;
 mod report;
 mod resync;
+mod status;
 mod witness;
 
 use std::path::PathBuf;
@@ -119,6 +121,33 @@ enum Bench {
         #[arg(long)]
         flanneld: Option<PathBuf>,
     },
+    /// From a daemon's start until it says that it is ready, with an etcd on the same host
+    Ready {
+        /// How many peers
+        #[arg(long, default_value_t = 1000, value_parser = count())]
+        peers: u32,
+        /// Which address families the pods have
+        #[arg(long, value_enum, default_value_t = Families::Dual)]
+        family: Families,
+        /// The daemon's program [default: what cargo builds of this workspace with profile dist]
+        #[arg(long)]
+        flanneld: Option<PathBuf>,
+    },
+    /// How long a daemon with many peers takes to say how things stand
+    Status {
+        /// How many peers
+        #[arg(long, default_value_t = 10_000, value_parser = count())]
+        peers: u32,
+        /// Which address families the pods have
+        #[arg(long, value_enum, default_value_t = Families::Dual)]
+        family: Families,
+        /// How often it is asked
+        #[arg(long, default_value_t = 200, value_parser = count())]
+        samples: u32,
+        /// The daemon's program [default: what cargo builds of this workspace with profile dist]
+        #[arg(long)]
+        flanneld: Option<PathBuf>,
+    },
     /// Draws the growth of cold-start: JSON lines of cold-start on standard input, an SVG as the outcome
     Plot {
         /// Whose figures
@@ -177,6 +206,8 @@ fn main() -> anyhow::Result<std::process::ExitCode> {
         Bench::Resync { peers, family } => resync::run(peers, family),
         Bench::Memory { peers, family, flanneld } => memory::run(peers, family, flanneld),
         Bench::Idle { peers, family, seconds, flanneld } => idle::run(peers, family, seconds, flanneld),
+        Bench::Ready { peers, family, flanneld } => ready::run(peers, family, flanneld),
+        Bench::Status { peers, family, samples, flanneld } => status::run(peers, family, samples, flanneld),
         Bench::Plot { family, out } => plot::run(family.name(), &out),
         Bench::LeaseStorm { nodes, network } => lease_storm::run(nodes, network),
         Bench::LeaseMemory { leases } => lease_memory::run(leases),
