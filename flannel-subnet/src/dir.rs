@@ -32,6 +32,7 @@ use tokio::sync::watch;
 use crate::clock::{Clock, SystemClock};
 use crate::readiness::readable;
 use crate::registry::{Batch, ConfigText, Entry, Listing, Mark, Registry, Tenure, Watch};
+use file::LeaseFile;
 pub use location::{Assign, DirLocation, DirOptions, LocationError};
 use mirror::Mirror;
 
@@ -247,7 +248,7 @@ impl Registry for DirRegistry {
 
     async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {
         self.0.refresh().await?;
-        Ok(self.0.mirror().file(&subnets.to_string()).map(|file| file.entry.clone()))
+        Ok(self.0.mirror().file(subnets).map(LeaseFile::entry))
     }
 
     /// Stricter than it must be: no other key in force may overlap either.

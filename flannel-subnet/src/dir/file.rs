@@ -3,6 +3,7 @@
 //! The one thing to know: a file without `TTL` is a reservation, so that the shortest file that a person can
 //! write is one: `{"PublicIP": "192.0.2.7"}`.
 
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use flannel_core::{FieldError, Fields, Lease, LeaseAttrs, Revision, Subnets};
@@ -42,12 +43,13 @@ pub(super) fn text(attrs: &LeaseAttrs, tenure: Option<Tenure>) -> String {
     text.expect("a struct of strings, numbers and raw values serializes") + "\n"
 }
 
-/// A file that could be read.
+/// A file that could be read: many of them are remembered.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct LeaseFile {
-    pub(super) entry: Entry,
-    /// `None`: never expires.
-    pub(super) ttl: Option<Duration>,
+    /// Its revision is that of the text.
+    pub(super) lease: Arc<Lease>,
+    /// Who holds it, for how long; `None`: it never expires.
+    pub(super) tenure: Option<Box<Tenure>>,
 }
 
 impl LeaseFile {
@@ -61,15 +63,20 @@ impl LeaseFile {
         let ttl: Option<u64> = fields.take("TTL", "a number of seconds; no TTL: the lease never expires")?;
         let mark: Option<Mark> = fields.parsed("Mark", "1 to 16 hexadecimal digits")?;
         // What expires has a holder, even if nobody can be it.
-        let mark = ttl.map(|_| mark.unwrap_or(Mark(0)));
+        let tenure = |ttl| Tenure { mark: mark.unwrap_or(Mark(0)), ttl: Duration::from_secs(ttl) };
         let lease = Lease { subnets, attrs, expires: None, since: Revision(0), revision: revision(text) };
-        Ok(Self { entry: Entry { lease: lease.into(), mark }, ttl: ttl.map(Duration::from_secs) })
+        Ok(Self { lease: lease.into(), tenure: ttl.map(tenure).map(Box::new) })
+    }
+
+    /// The lease as a registry has it.
+    pub(super) fn entry(&self) -> Entry {
+        Entry { lease: Arc::clone(&self.lease), mark: self.tenure.as_ref().map(|tenure| tenure.mark) }
     }
 
     /// When it expires, given when the file was modified; `None`: never.
     pub(super) fn end(&self, modified: SystemTime) -> Option<SystemTime> {
         // A time that no clock can reach is never.
-        modified.checked_add(self.ttl?)
+        modified.checked_add(self.tenure.as_ref()?.ttl)
     }
 }
 
@@ -107,8 +114,9 @@ mod tests {
         let text = text(&attrs, Some(tenure));
         assert_eq!(text, golden);
         let file = LeaseFile::parse(key(), &text).unwrap();
-        assert_eq!((file.entry.mark, file.ttl), (Some(Mark(0xbeef)), Some(Duration::from_secs(86_400))));
-        assert_eq!(file.entry.lease.attrs.to_json(), GO);
+        let tenure = Tenure { mark: Mark(0xbeef), ttl: Duration::from_secs(86_400) };
+        assert_eq!(file.tenure.as_deref(), Some(&tenure));
+        assert_eq!(file.lease.attrs.to_json(), GO);
         assert_eq!(
             super::text(&LeaseAttrs::default(), None),
             "{\n  \"PublicIP\": \"0.0.0.0\",\n  \"PublicIPv6\": null\n}\n"
@@ -119,9 +127,9 @@ mod tests {
     fn a_file_without_ttl_is_a_reservation() {
         let file = LeaseFile::parse(key(), r#"{"publicip": "192.0.2.7", "Mark": "1", "Comment": "rack 4"}"#)
             .unwrap();
-        assert_eq!((file.entry.mark, file.ttl, file.end(SystemTime::now())), (None, None, None));
+        assert_eq!((file.tenure.as_deref(), file.end(SystemTime::now())), (None, None));
         let file = LeaseFile::parse(key(), r#"{"PublicIP": "192.0.2.7", "TTL": 60}"#).unwrap();
-        assert_eq!(file.entry.mark, Some(Mark(0)));
+        assert_eq!(file.entry().mark, Some(Mark(0)));
     }
 
     #[test]

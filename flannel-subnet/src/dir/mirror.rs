@@ -4,6 +4,8 @@
 //! remembered, so it does not matter how often, or in which order, or how late one is told. Everything here
 //! blocks, for as long as reading a few small files takes.
 
+use std::borrow::Borrow;
+use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs;
@@ -28,7 +30,13 @@ pub(super) struct Mirror {
     root: PathBuf,
     /// Files never expire: they are configuration.
     forever: bool,
-    files: BTreeMap<String, State>,
+    /// The last content of each file that could be read.
+    good: BTreeSet<Good>,
+    /// Why the present content of a file cannot be read. What was good stays in force until it expires or something
+    /// good takes its place.
+    bad: BTreeMap<String, String>,
+    /// When to look at a good file again.
+    due: BTreeMap<Subnets, SystemTime>,
     /// Which key changed: the entry `i` is the change of revision `forgotten + 1 + i`.
     history: Vec<String>,
     forgotten: u64,
@@ -44,17 +52,33 @@ struct Watched {
     subnets: WatchDescriptor,
 }
 
-/// One file of the directory of subnets.
-#[derive(Default)]
-struct State {
-    /// The version of the content last read.
-    content: Option<Revision>,
-    /// The last content that could be read.
-    good: Option<LeaseFile>,
-    /// Why the present content cannot be read.
-    bad: Option<String>,
-    /// When to look at the file again.
-    due: Option<SystemTime>,
+/// A file that could be read, by its subnets: thousands are remembered, and the lease has the subnets already.
+struct Good(LeaseFile);
+
+impl Borrow<Subnets> for Good {
+    fn borrow(&self) -> &Subnets {
+        &self.0.lease.subnets
+    }
+}
+
+impl PartialEq for Good {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other).is_eq()
+    }
+}
+
+impl Eq for Good {}
+
+impl PartialOrd for Good {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Good {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.0.lease.subnets.cmp(&other.0.lease.subnets)
+    }
 }
 
 /// How a file was found.
@@ -69,7 +93,9 @@ impl Mirror {
         Self {
             root,
             forever,
-            files: BTreeMap::new(),
+            good: BTreeSet::new(),
+            bad: BTreeMap::new(),
+            due: BTreeMap::new(),
             history: Vec::new(),
             forgotten: 0,
             config_changes: 0,
@@ -115,8 +141,8 @@ impl Mirror {
             self.config_changes += 1;
             return self.read_all(now);
         }
-        let due = self.files.iter().filter(|(_, state)| state.due.is_some_and(|due| due <= now));
-        let due: Vec<String> = due.map(|(name, _)| name.clone()).collect();
+        let due = self.due.iter().filter(|(_, due)| **due <= now);
+        let due: Vec<String> = due.map(|(subnets, _)| subnets.to_string()).collect();
         for (name, renamed) in named {
             self.look(&name.to_string_lossy(), renamed, now);
         }
@@ -145,7 +171,7 @@ impl Mirror {
 
     /// When to look again although nothing happened; `None`: never.
     pub(super) fn due(&self) -> Option<SystemTime> {
-        self.files.values().filter_map(|state| state.due).min()
+        self.due.values().min().copied()
     }
 
     pub(super) fn revision(&self) -> Revision {
@@ -153,21 +179,20 @@ impl Mirror {
     }
 
     pub(super) fn list(&self) -> Listing {
-        let mut listing = Listing { revision: self.revision(), ..Listing::default() };
-        for (key, state) in &self.files {
-            listing.entries.extend(state.good.as_ref().map(|file| file.entry.clone()));
-            let skipped = |reason: &String| Skipped {
-                key: key.clone(),
-                reason: reason.clone(),
-                revision: Revision::default(),
-            };
-            listing.skipped.extend(state.bad.as_ref().map(skipped));
+        let skipped = |(key, reason): (&String, &String)| Skipped {
+            key: key.clone(),
+            reason: reason.clone(),
+            revision: Revision::default(),
+        };
+        Listing {
+            entries: self.good.iter().map(|good| good.0.entry()).collect(),
+            skipped: self.bad.iter().map(skipped).collect(),
+            revision: self.revision(),
         }
-        listing
     }
 
-    pub(super) fn file(&self, key: &str) -> Option<&LeaseFile> {
-        self.files.get(key)?.good.as_ref()
+    pub(super) fn file(&self, subnets: &Subnets) -> Option<&LeaseFile> {
+        self.good.get(subnets).map(|good| &good.0)
     }
 
     /// What changed after `after`; `None` if that is no longer known.
@@ -182,10 +207,10 @@ impl Mirror {
     }
 
     fn now(&self, key: &str) -> Now {
-        match self.files.get(key) {
-            Some(State { bad: Some(reason), .. }) => Now::Unreadable(reason.clone()),
-            Some(State { good: Some(file), .. }) => Now::Held(file.entry.clone()),
-            _ => Now::Gone,
+        let file = || self.file(&key.parse().ok()?);
+        match self.bad.get(key) {
+            Some(reason) => Now::Unreadable(reason.clone()),
+            None => file().map_or(Now::Gone, |file| Now::Held(file.entry())),
         }
     }
 
@@ -219,6 +244,11 @@ impl Mirror {
         };
         let watched = Watched { root: watch(&self.root)?, subnets: watch(&subnets)? };
         self.read_all(now)?;
+        if self.config_changes == 0 {
+            // The first time: nobody watched before.
+            self.forget(self.history.len());
+            self.history.shrink_to_fit();
+        }
         self.config_changes += 1;
         self.watched = Some(watched);
         Ok(())
@@ -229,7 +259,8 @@ impl Mirror {
         for entry in fs::read_dir(self.subnets())? {
             names.insert(entry?.file_name().to_string_lossy().into_owned());
         }
-        names.extend(self.files.keys().cloned());
+        names.extend(self.good.iter().map(|good| good.0.lease.subnets.to_string()));
+        names.extend(self.bad.keys().cloned());
         names.iter().for_each(|name| self.look(name, false, now));
         Ok(())
     }
@@ -240,51 +271,67 @@ impl Mirror {
             return;
         }
         let before = self.now(name);
-        let state = self.files.remove(name).unwrap_or_default();
-        let kept = match read(&self.subnets().join(name)) {
-            Found::Gone if renamed && state.good.is_some() => Some(State { due: Some(now + GRACE), ..state }),
-            Found::Gone => None,
-            Found::Text(text, modified) => self.take_in(name, state, &text, modified, now),
-            Found::Unreadable(reason) => Some(State { bad: Some(reason), content: None, due: None, ..state }),
-        };
-        if let Some(state) = kept {
-            self.files.insert(name.to_owned(), state);
+        let held = name.parse().ok().filter(|subnets| self.good.contains(subnets));
+        match (read(&self.subnets().join(name)), held) {
+            (Found::Gone, held @ Some(_)) if renamed => self.look_again(held, Some(now + GRACE)),
+            (Found::Gone, held) => {
+                self.bad.remove(name);
+                held.iter().for_each(|subnets| self.let_go(subnets));
+            }
+            (Found::Text(text, modified), _) => self.take_in(name, &text, modified, now),
+            (Found::Unreadable(reason), held) => {
+                self.bad.insert(name.to_owned(), reason);
+                self.look_again(held, None);
+            }
         }
         if self.now(name) != before {
             self.history.push(name.to_owned());
             if self.history.len() > HISTORY {
-                let forgotten = HISTORY / 2;
-                self.history.drain(..forgotten);
-                self.forgotten += forgotten as u64;
+                self.forget(HISTORY / 2);
             }
         }
     }
 
-    /// The new state of a file with this text; `None` if it has expired.
-    fn take_in(
-        &self,
-        name: &str,
-        state: State,
-        text: &str,
-        modified: SystemTime,
-        now: SystemTime,
-    ) -> Option<State> {
-        let content = Some(revision(text));
-        let parsed = if state.content == content && state.bad.is_none() {
-            state.good.clone().ok_or_else(String::new)
-        } else {
-            parse(name, text, self.forever)
+    /// Forgets the oldest changes.
+    fn forget(&mut self, changes: usize) {
+        self.history.drain(..changes);
+        self.forgotten += changes as u64;
+    }
+
+    /// Looks at a good file again then; `None`: not before it changes.
+    fn look_again(&mut self, file: Option<Subnets>, due: Option<SystemTime>) {
+        let Some(subnets) = file else { return };
+        match due {
+            Some(due) => self.due.insert(subnets, due),
+            None => self.due.remove(&subnets),
         };
-        let (good, bad) = match parsed {
-            Ok(file) => (Some(file), None),
-            // What was good stays in force until it expires or something good takes its place.
-            Err(reason) => (state.good, Some(reason)),
-        };
-        let due = good.as_ref().and_then(|file| file.end(modified));
-        if due.is_some_and(|due| due <= now) {
-            return bad.map(|bad| State { content, good: None, bad: Some(bad), due: None });
+    }
+
+    fn let_go(&mut self, subnets: &Subnets) {
+        self.good.remove(subnets);
+        self.due.remove(subnets);
+    }
+
+    /// A file has this text.
+    fn take_in(&mut self, name: &str, text: &str, modified: SystemTime, now: SystemTime) {
+        let known = name.parse().ok().and_then(|subnets| self.file(&subnets));
+        let known =
+            known.filter(|file| file.lease.revision == revision(text) && !self.bad.contains_key(name));
+        let parsed = known.cloned().map_or_else(|| parse(name, text, self.forever), Ok);
+        match parsed {
+            Ok(file) => {
+                self.bad.remove(name);
+                self.good.replace(Good(file));
+            }
+            Err(reason) => drop(self.bad.insert(name.to_owned(), reason)),
         }
-        Some(State { content, good, bad, due })
+        let Ok(subnets) = name.parse::<Subnets>() else { return };
+        let due = self.file(&subnets).and_then(|file| file.end(modified));
+        if due.is_some_and(|due| due <= now) {
+            self.let_go(&subnets);
+        } else {
+            self.look_again(Some(subnets), due);
+        }
     }
 }
 
@@ -293,8 +340,7 @@ pub(super) fn parse(name: &str, text: &str, forever: bool) -> Result<LeaseFile, 
     let subnets: Subnets = name.parse().map_err(|error: KeyError| error.to_string())?;
     let mut file = LeaseFile::parse(subnets, text).map_err(|error| error.to_string())?;
     if forever {
-        file.ttl = None;
-        file.entry.mark = None;
+        file.tenure = None;
     }
     Ok(file)
 }

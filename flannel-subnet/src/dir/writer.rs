@@ -89,7 +89,8 @@ impl Shared {
         if file.end(modified).is_some_and(|end| end <= self.clock.wall()) {
             return Ok(None);
         }
-        Ok(Some(Current { revision: file.entry.lease.revision, mark: file.entry.mark, ttl: file.ttl }))
+        let (mark, ttl) = file.tenure.map(|tenure| (tenure.mark, tenure.ttl)).unzip();
+        Ok(Some(Current { revision: file.lease.revision, mark, ttl }))
     }
 
     /// Some other key in force shares an address with `subnets`.
@@ -124,8 +125,9 @@ impl Shared {
             .map_err(|error| self.broken(&name, error))?;
         let file = file::LeaseFile::parse(*subnets, &text);
         let file = file.map_err(|source| Error::Lease { location: name, source })?;
-        self.hold(subnets, file.entry.mark, file.end(now));
-        Ok(file.entry)
+        let entry = file.entry();
+        self.hold(subnets, entry.mark, file.end(now));
+        Ok(entry)
     }
 
     pub(super) fn write_config(&self, seen: Option<&str>, text: &str) -> Result<()> {
