@@ -85,18 +85,18 @@ fn fnv(hash: u64, bytes: &[u8]) -> u64 {
 #[derive(Debug)]
 pub(crate) struct Ids {
     block: NexthopBlock,
-    of: HashMap<Subnet, u32>,
     dsts: HashMap<u32, Subnet>,
+    /// The ids of those few destinations that have not their [own](Ids::own).
+    strays: HashMap<Subnet, u32>,
 }
 
 impl Ids {
     pub(crate) fn new(block: NexthopBlock) -> Self {
-        Self { block, of: HashMap::new(), dsts: HashMap::new() }
+        Self { block, dsts: HashMap::new(), strays: HashMap::new() }
     }
 
     /// Makes room for so many destinations more.
     pub(crate) fn reserve(&mut self, more: usize) {
-        self.of.reserve(more);
         self.dsts.reserve(more);
     }
 
@@ -106,7 +106,7 @@ impl Ids {
         for object in actual.iter() {
             if let Object::Route(Route { dst, via: Via::Nexthop(id), .. }) = object
                 && self.block.contains(*id)
-                && !self.of.contains_key(dst)
+                && self.id(dst).is_none()
                 && !self.dsts.contains_key(id)
                 && may(dst)
             {
@@ -117,13 +117,11 @@ impl Ids {
 
     /// The id of a destination, from now on if it has none; `None` if the block is full.
     pub(crate) fn assign(&mut self, dst: Subnet) -> Option<u32> {
-        if let Some(id) = self.of.get(&dst) {
-            return Some(*id);
+        if let Some(id) = self.id(&dst) {
+            return Some(id);
         }
-        // Its number among the subnets of its length: neighbours in the pod network do not collide.
-        let IpAddr::V4(base) = dst.base() else { return None };
-        let number = u32::from(base).checked_shr(u32::from(32 - dst.len())).unwrap_or(0);
-        let slots = (0..NexthopBlock::SIZE).map(|n| number.wrapping_add(n) % NexthopBlock::SIZE);
+        let own = self.own(&dst)? - self.block.first;
+        let slots = (0..NexthopBlock::SIZE).map(|n| (own + n) % NexthopBlock::SIZE);
         let id = slots.map(|slot| self.block.first + slot).find(|id| !self.dsts.contains_key(id))?;
         self.insert(dst, id);
         Some(id)
@@ -139,13 +137,13 @@ impl Ids {
     /// The id that a route has.
     pub(crate) fn of_route(&self, object: &Object) -> Option<u32> {
         let Object::Route(route) = object else { return None };
-        self.of.get(&route.dst).copied()
+        self.id(&route.dst)
     }
 
     /// The id that the route with this key has.
     pub(crate) fn of(&self, key: &Key) -> Option<u32> {
         let Key::Route(dst) = key else { return None };
-        self.of.get(dst).copied()
+        self.id(dst)
     }
 
     pub(crate) fn dst(&self, id: u32) -> Option<Subnet> {
@@ -153,18 +151,32 @@ impl Ids {
     }
 
     pub(crate) fn retain(&mut self, mut keep: impl FnMut(u32, &Subnet) -> bool) {
-        self.of.retain(|dst, id| keep(*id, dst));
-        self.dsts.retain(|id, dst| self.of.get(dst) == Some(id));
+        self.dsts.retain(|id, dst| keep(*id, dst));
+        self.strays.retain(|dst, id| self.dsts.get(id) == Some(dst));
     }
 
     pub(crate) fn release(&mut self, id: u32) {
         if let Some(dst) = self.dsts.remove(&id) {
-            self.of.remove(&dst);
+            self.strays.remove(&dst);
         }
     }
 
+    /// Its number among the subnets of its length: neighbours in the pod network do not collide. `None` for IPv6.
+    fn own(&self, dst: &Subnet) -> Option<u32> {
+        let IpAddr::V4(base) = dst.base() else { return None };
+        let number = u32::from(base).checked_shr(u32::from(32 - dst.len())).unwrap_or(0);
+        Some(self.block.first + number % NexthopBlock::SIZE)
+    }
+
+    fn id(&self, dst: &Subnet) -> Option<u32> {
+        let own = self.own(dst).filter(|own| self.dsts.get(own) == Some(dst));
+        own.or_else(|| self.strays.get(dst).copied())
+    }
+
     fn insert(&mut self, dst: Subnet, id: u32) {
-        self.of.insert(dst, id);
+        if self.own(&dst) != Some(id) {
+            self.strays.insert(dst, id);
+        }
         self.dsts.insert(id, dst);
     }
 }
@@ -288,6 +300,7 @@ mod tests {
             let block = NexthopBlock { first: NexthopBlock::LOWEST };
             let mut ids = Ids::new(block);
             let mut model = HashMap::new();
+            let back = |ids: &Ids| ids.dsts.iter().map(|(id, dst)| (*dst, *id)).collect::<HashMap<_, _>>();
             for (n, len, wanted) in steps {
                 let dst = Subnet::new(IpAddr::from([10, 1, n, 0]), len).unwrap();
                 if wanted {
@@ -297,14 +310,18 @@ mod tests {
                 } else if let Some(id) = model.remove(&dst) {
                     ids.release(id);
                 }
-                prop_assert_eq!(&ids.of, &model);
-                let back: HashMap<Subnet, u32> = ids.dsts.iter().map(|(id, dst)| (*dst, *id)).collect();
-                prop_assert_eq!(back, model.clone());
+                prop_assert_eq!(ids.id(&dst), model.get(&dst).copied());
+                prop_assert!(model.iter().all(|(dst, id)| ids.id(dst) == Some(*id)));
+                prop_assert_eq!(back(&ids), model.clone());
+                prop_assert!(ids.strays.iter().all(|(dst, id)| model.get(dst) == Some(id)));
             }
             let mut again = Ids::new(block);
             let routes = model.iter().map(|(dst, id)| Route { dst: *dst, via: Via::Nexthop(*id), mtu: None });
             again.adopt(&routes.collect(), |_| true);
-            prop_assert_eq!(again.of, model);
+            prop_assert!(model.iter().all(|(dst, id)| again.id(dst) == Some(*id)));
+            prop_assert_eq!(back(&again), model);
+            again.retain(|id, _| id % 2 == 0);
+            prop_assert!(again.strays.values().chain(again.dsts.keys()).all(|id| id % 2 == 0));
         }
     }
 

@@ -54,9 +54,8 @@ pub(crate) struct Roster {
 struct Claim {
     /// Of the object's key: neither a growing table nor a search looks into the slots of others.
     hash: u32,
+    /// Who; which of its few objects it is, is found by looking at them.
     id: Id,
-    /// Which of the peer's objects.
-    nth: u32,
 }
 
 impl Claim {
@@ -129,8 +128,8 @@ impl Roster {
         let alike = self.claims.iter_hash(Claim::spread(hash)).filter(move |claim| claim.hash == hash);
         alike.filter_map(move |claim| {
             let peer = self.peer(claim.id)?;
-            let object = peer.objects.get(claim.nth as usize)?;
-            (object.key() == key).then_some((claim.id, peer, object))
+            let object = peer.objects.iter().find(|object| object.key() == key)?;
+            Some((claim.id, peer, object))
         })
     }
 
@@ -157,9 +156,9 @@ impl Roster {
     pub(crate) fn insert(&mut self, id: Id, peer: Peer) -> bool {
         let subnets = peer.lease.subnets;
         let mut shared = false;
-        for (nth, object) in peer.objects.iter().enumerate() {
+        for object in &peer.objects {
             let key = object.key();
-            let claim = Claim { hash: hash_of(&self.hasher, &key), id, nth: nth as u32 };
+            let claim = Claim { hash: hash_of(&self.hasher, &key), id };
             shared = shared || self.claimants(&key).next().is_some();
             self.claims.insert_unique(Claim::spread(claim.hash), claim, |claim| Claim::spread(claim.hash));
         }
@@ -179,8 +178,8 @@ impl Roster {
     /// Takes a peer out. Its slot stays its own until [`Roster::vacate`].
     pub(crate) fn remove(&mut self, id: Id) -> Option<Peer> {
         let peer = self.slots[id as usize].take()?;
-        for (nth, object) in peer.objects.iter().enumerate() {
-            let claim = Claim { hash: hash_of(&self.hasher, &object.key()), id, nth: nth as u32 };
+        for object in &peer.objects {
+            let claim = Claim { hash: hash_of(&self.hasher, &object.key()), id };
             if let Ok(entry) = self.claims.find_entry(Claim::spread(claim.hash), |other| *other == claim) {
                 entry.remove();
             }

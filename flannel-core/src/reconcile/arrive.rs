@@ -4,6 +4,7 @@
 //! and while the kernel works on one group of peers, a thread of its own waiting for it, the next is made out and what
 //! came of the last is noted.
 
+use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, channel, sync_channel};
 
 use tokio::time::Instant;
@@ -106,6 +107,10 @@ impl Reconciler {
             let Some((id, _)) = self.fresh.pop_front() else { break };
             let defined = self.peers.take_fresh(id).unwrap_or_default();
             expand(defined, self.ids.as_ref(), |object| objects[object.kind() as usize].push(object));
+        }
+        if self.fresh.is_empty() {
+            // Room for thousands is not kept.
+            self.fresh = VecDeque::new();
         }
         let mut changes = Vec::with_capacity(objects.iter().map(Vec::len).sum());
         for object in objects.into_iter().flatten() {
