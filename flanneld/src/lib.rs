@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+mod allocator;
 mod backends;
 mod capabilities;
 mod cli;
@@ -66,6 +67,7 @@ const STOP: Duration = Duration::from_millis(800);
 /// # Blocking
 /// It owns the process: a runtime, the signals and the log are set up here. An embedder calls [`run()`].
 pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    allocator::set_up();
     match start(args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(Error::Help(text)) => {
@@ -122,6 +124,7 @@ fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
             _ = terminate.recv() => Ok("SIGTERM"),
             never = reloads => match never {},
             never = informed => match never {},
+            never = allocator::give_back(&observer) => match never {},
         }
     });
     if let Some(notifier) = &notifier {

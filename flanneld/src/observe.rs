@@ -193,7 +193,8 @@ impl Observer {
         Changes { phase: self.0.phase.subscribe(), status: self.status(), observer: self.clone() }
     }
 
-    fn status(&self) -> Option<watch::Receiver<Arc<Status>>> {
+    /// The status of the network that runs.
+    pub(crate) fn status(&self) -> Option<watch::Receiver<Arc<Status>>> {
         self.known().running.as_ref().map(|running| running.handle.status.clone())
     }
 
