@@ -155,7 +155,7 @@ async fn a_bad_peer_disturbs_no_other_and_is_explained() {
             change(|a| a.backend_type = "host-gw".into()),
             r#"its backend type is "host-gw", this node's is "vxlan""#,
         ),
-        (change(|a| a.backend_type = String::new()), r#"its backend type is """#),
+        (change(|a| a.backend_type = "".into()), r#"its backend type is """#),
         (change(|a| a.backend_data = Dual::default()), "no public address with backend data"),
         (change(|a| a.public = Dual::default()), "no public address with backend data"),
         (change(|a| both(a, "[]")), "field BackendData: [] is not valid"),

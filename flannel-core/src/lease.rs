@@ -3,6 +3,8 @@
 //! The one thing to know: leases are a *set*. [`LeaseSet`] is cheap to clone and says what changed since an
 //! older one, so that nobody has to remember events.
 
+use std::borrow::{Borrow, Cow};
+use std::cmp::Ordering;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::str::FromStr;
@@ -127,7 +129,7 @@ pub struct LeaseAttrs {
     /// Where peers send traffic, per family. The store writes an absent IPv4 address as `0.0.0.0`.
     pub public: Dual<IpAddr>,
     /// The backend that made the lease, exactly: `vxlan`, `host-gw`, …; empty for `udp` and `alloc`.
-    pub backend_type: String,
+    pub backend_type: Cow<'static, str>,
     /// The backend's own data per family, as compact JSON text.
     pub backend_data: Dual<Box<str>>,
 }
@@ -202,10 +204,17 @@ impl LeaseAttrs {
                 v4: v4.filter(|a| !a.is_unspecified()).map(IpAddr::V4),
                 v6: v6.filter(|a| a.is_ipv6() && !a.is_unspecified()),
             },
-            backend_type: fields.take("BackendType", "a string")?.unwrap_or_default(),
+            backend_type: backend_type(fields.take("BackendType", "a string")?.unwrap_or_default()),
             backend_data: Dual { v4: data("BackendData"), v6: data("BackendV6Data") },
         })
     }
+}
+
+/// Thousands of leases share a few names, which take no memory of their own.
+fn backend_type(name: String) -> Cow<'static, str> {
+    let usual = ["vxlan", "host-gw", "wireguard", "extension", "ipsec", "ipip"];
+    let usual = usual.into_iter().find(|usual| *usual == name);
+    usual.map_or(Cow::Owned(name), Cow::Borrowed)
 }
 
 /// A store's count of changes. Grows with each change where the store orders changes (etcd); merely tells
@@ -268,13 +277,49 @@ impl Lease {
 /// Cloning is O(1); [`LeaseSet::changes_since`] costs what changed, not what there is. Iteration is in the
 /// order of the subnets.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct LeaseSet(imbl::OrdMap<Subnets, Arc<Lease>>);
+pub struct LeaseSet(imbl::OrdMap<BySubnets, Arc<Lease>>);
+
+/// A lease in the place of its subnets: a pointer more instead of a copy.
+#[derive(Clone)]
+struct BySubnets(Arc<Lease>);
+
+impl fmt::Debug for BySubnets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.0.subnets, f)
+    }
+}
+
+impl Borrow<Subnets> for BySubnets {
+    fn borrow(&self) -> &Subnets {
+        &self.0.subnets
+    }
+}
+
+impl PartialEq for BySubnets {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.subnets == other.0.subnets
+    }
+}
+
+impl Eq for BySubnets {}
+
+impl PartialOrd for BySubnets {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for BySubnets {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.0.subnets.cmp(&other.0.subnets)
+    }
+}
 
 impl LeaseSet {
     /// Puts `lease` in, replacing the one with the same subnets.
     pub fn insert(&mut self, lease: impl Into<Arc<Lease>>) {
         let lease = lease.into();
-        self.0.insert(lease.subnets, lease);
+        self.0.insert(BySubnets(Arc::clone(&lease)), lease);
     }
 
     /// Takes a lease out and returns it.
@@ -311,9 +356,9 @@ impl LeaseSet {
     ) -> impl Iterator<Item = (Subnets, Option<&'a Arc<Lease>>)> {
         use imbl::ordmap::DiffItem;
         older.0.diff(&self.0).map(|item| match item {
-            DiffItem::Add(subnets, lease) => (*subnets, Some(lease)),
-            DiffItem::Update { new: (subnets, lease), .. } => (*subnets, Some(lease)),
-            DiffItem::Remove(subnets, _) => (*subnets, None),
+            DiffItem::Add(_, lease) => (lease.subnets, Some(lease)),
+            DiffItem::Update { new: (_, lease), .. } => (lease.subnets, Some(lease)),
+            DiffItem::Remove(_, lease) => (lease.subnets, None),
         })
     }
 }

@@ -107,7 +107,7 @@ pub trait Network: fmt::Debug + Send {
     /// # Errors
     /// It touches no routes.
     fn drop_unused(&mut self) -> Result<()> {
-        let backend = self.handle().lease.attrs.backend_type;
+        let backend = self.handle().lease.attrs.backend_type.into_owned();
         Err(Error::Backend { backend, reason: "it leaves routes to others".into() })
     }
 

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
-use foldhash::HashMap;
+use foldhash::{HashMap, HashMapExt, HashSet};
 
 use crate::address::Dual;
 use crate::lease::{Lease, Subnets};
@@ -16,8 +16,10 @@ use crate::listing::Listing;
 pub(crate) struct Remarks {
     /// This node's own public addresses.
     own: Dual<IpAddr>,
-    /// How many nodes have each public address.
-    publics: HashMap<IpAddr, u32>,
+    /// The public addresses that nodes have.
+    publics: HashSet<IpAddr>,
+    /// How many nodes have those that several have.
+    shared: HashMap<IpAddr, u32>,
     /// What plans remarked.
     planned: BTreeMap<Subnets, Vec<String>>,
     listing: Listing<String>,
@@ -25,8 +27,14 @@ pub(crate) struct Remarks {
 
 impl Remarks {
     pub(crate) fn new(own: &Dual<IpAddr>) -> Self {
-        let publics = own.values().map(|address| (*address, 1)).collect();
-        Self { own: *own, publics, planned: BTreeMap::new(), listing: Listing::default() }
+        let publics = own.values().copied().collect();
+        Self {
+            own: *own,
+            publics,
+            shared: HashMap::new(),
+            planned: BTreeMap::new(),
+            listing: Listing::default(),
+        }
     }
 
     pub(crate) fn listing(&self) -> &Listing<String> {
@@ -58,12 +66,13 @@ impl Remarks {
 
     /// Counts one more or one less node with a public address, and remarks on it if it is not alone.
     fn count(&mut self, address: IpAddr, more: bool) {
-        let count = self.publics.entry(address).or_insert(0);
-        let before = *count;
-        *count = if more { before + 1 } else { before.saturating_sub(1) };
-        let now = *count;
-        if now == 0 {
-            self.publics.remove(&address);
+        let once = || u32::from(self.publics.contains(&address));
+        let before = self.shared.get(&address).copied().unwrap_or_else(once);
+        let now = if more { before + 1 } else { before.saturating_sub(1) };
+        match now {
+            0 => drop(self.publics.remove(&address)),
+            1 => drop((self.publics.insert(address), self.shared.remove(&address))),
+            _ => drop(self.shared.insert(address, now)),
         }
         let own = self.own.values().any(|own| *own == address);
         let own = if own { ", this one among them" } else { "" };

@@ -379,7 +379,7 @@ async fn what_others_write_over_our_attributes_is_put_back_but_what_we_publish_s
 #[tokio::test(start_paused = true)]
 async fn a_reservation_stays_one() {
     let registry = MemoryRegistry::with_config(V4);
-    let reserved = LeaseAttrs { backend_type: String::new(), ..attrs(&["192.0.2.1"]) };
+    let reserved = LeaseAttrs { backend_type: "".into(), ..attrs(&["192.0.2.1"]) };
     put(&registry, "10.1.5.0-24", &reserved, None).await;
     let us = attrs(&["192.0.2.1"]);
     let held = hold(node(&registry, 1), &us).await;

@@ -362,7 +362,7 @@ impl<'a> Judge<'a> {
             key: subnets.to_string(),
             subnets: texts(subnets.iter()),
             public: texts(lease.attrs.public.values()),
-            backend: lease.attrs.backend_type.clone(),
+            backend: lease.attrs.backend_type.to_string(),
             state: state.to_owned(),
             reason,
             changed: self.changed.get(&subnets).map(|at| seconds(*at)),

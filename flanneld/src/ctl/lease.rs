@@ -21,7 +21,8 @@ pub(crate) async fn lease(global: &Global, paper: &Paper, verb: &LeaseVerb) -> R
         LeaseVerb::List => list(registry, paper).await,
         LeaseVerb::Reserve { lease, public_ip, public_ipv6, backend_type } => {
             let public = Dual { v4: public_ip.map(IpAddr::V4), v6: public_ipv6.map(IpAddr::V6) };
-            let attrs = LeaseAttrs { public, backend_type: backend_type.clone(), ..LeaseAttrs::default() };
+            let backend_type = backend_type.clone().into();
+            let attrs = LeaseAttrs { public, backend_type, ..LeaseAttrs::default() };
             reserve(registry, lease, &attrs).await
         }
         LeaseVerb::Release { lease, force } => release(registry, lease, *force).await,

@@ -103,7 +103,7 @@ pub(crate) async fn peers(global: &Global) -> Result<Value> {
         key: lease.subnets.to_string(),
         subnets: lease.subnets.iter().map(|subnet| subnet.to_string()).collect(),
         public: lease.attrs.public.values().map(ToString::to_string).collect(),
-        backend: lease.attrs.backend_type.clone(),
+        backend: lease.attrs.backend_type.to_string(),
         state: UNKNOWN.to_owned(),
         reason: None,
         changed: None,

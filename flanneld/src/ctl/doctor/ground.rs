@@ -219,7 +219,7 @@ async fn of_config(
         key: lease.subnets.to_string(),
         subnets: lease.subnets.iter().collect(),
         public: lease.attrs.public,
-        backend: lease.attrs.backend_type.clone(),
+        backend: lease.attrs.backend_type.to_string(),
         state: state(&lease.subnets).to_owned(),
     };
     Ground {
