@@ -16,6 +16,7 @@ use crate::lease::{Lease, Revision, Subnets};
 use crate::listing::Listing;
 use crate::name::LinkName;
 use crate::network::Disbelief;
+use crate::packed::Unpacked;
 use crate::plan::{Answer, Env, Plan, Rejected};
 use crate::remarks::Remarks;
 use crate::roster::{Id, Peer, Roster};
@@ -100,32 +101,32 @@ impl Peers {
     }
 
     /// The definition of an object, if a believed peer defines it.
-    pub(crate) fn object(&self, key: &Key) -> Option<&Object> {
+    pub(crate) fn object(&self, key: &Key) -> Option<Object> {
         self.roster.claimants(key).find(|(_, peer, _)| peer.believed).map(|(.., object)| object)
     }
 
     /// All objects of believed peers, in no order. Those that several peers define come several times.
-    pub(crate) fn objects(&self) -> impl Iterator<Item = &Object> {
-        self.roster.peers().filter(|peer| peer.believed).flat_map(|peer| &*peer.objects)
+    pub(crate) fn objects(&self) -> impl Iterator<Item = Object> {
+        self.roster.peers().filter(|peer| peer.believed).flat_map(|peer| &peer.objects)
     }
 
     /// The same without those of fresh peers.
-    pub(crate) fn settled_objects(&self) -> impl Iterator<Item = &Object> {
+    pub(crate) fn settled_objects(&self) -> impl Iterator<Item = Object> {
         let settled = self.roster.peers().filter(|peer| peer.believed && !peer.fresh);
-        settled.flat_map(|peer| &*peer.objects)
+        settled.flat_map(|peer| &peer.objects)
     }
 
     /// What a peer defines if it is fresh.
-    pub(crate) fn fresh_objects(&self, id: Id) -> Option<&[Object]> {
+    pub(crate) fn fresh_objects(&self, id: Id) -> Option<Unpacked<'_>> {
         let peer = self.roster.peer(id).filter(|peer| peer.fresh && peer.believed)?;
-        Some(&peer.objects)
+        Some(peer.objects.iter())
     }
 
     /// The same, and it is fresh no more.
-    pub(crate) fn take_fresh(&mut self, id: Id) -> Option<&[Object]> {
+    pub(crate) fn take_fresh(&mut self, id: Id) -> Option<Unpacked<'_>> {
         let peer = self.roster.peer_mut(id)?;
         let fresh = std::mem::take(&mut peer.fresh) && peer.believed;
-        fresh.then_some(&*peer.objects)
+        fresh.then(|| peer.objects.iter())
     }
 
     pub(crate) fn facts(&self) -> &Facts {
@@ -154,11 +155,16 @@ impl Peers {
     /// The routes by a nexthop object, which the plan that defines it defines too; `None` if none does.
     pub(crate) fn routes_by(&self, nexthop: &Key) -> Option<Vec<Key>> {
         let Key::Nexthop(wanted) = nexthop else { return None };
-        let by_it = |object: &&Object| matches!(object, Object::Route(Route { via: Via::Nexthop(id), .. }) if id == wanted);
+        let by_it = |object: &Object| matches!(object, Object::Route(Route { via: Via::Nexthop(id), .. }) if id == wanted);
         let mut claimants = self.roster.claimants(nexthop).peekable();
         claimants.peek()?;
         let believed = claimants.filter(|(_, peer, _)| peer.believed);
-        Some(believed.flat_map(|(_, peer, _)| peer.objects.iter().filter(by_it)).map(Object::key).collect())
+        Some(
+            believed
+                .flat_map(|(_, peer, _)| peer.objects.iter().filter(by_it))
+                .map(|object| object.key())
+                .collect(),
+        )
     }
 
     /// The peer whose subnet holds `address`. A believed one comes before others, the longest prefix first.
@@ -215,7 +221,7 @@ impl Peers {
         }
         let peer = Peer {
             lease,
-            objects: objects.into(),
+            objects: objects[..].into(),
             asked: asked.into_keys().collect(),
             rejected: rejected.map(|r| r.0.into()),
             believed: false,
@@ -235,7 +241,7 @@ impl Peers {
         update.dirty.remove(&id);
         let Some(peer) = self.roster.remove(id) else { return BTreeMap::new() };
         if peer.fresh {
-            update.unput.extend(peer.objects.iter().map(Object::key));
+            update.unput.extend(peer.objects.iter().map(|object| object.key()));
         }
         self.remarks.left(&peer.lease);
         let told = peer.asked.iter().filter_map(|address| Some((*address, self.facts.told(address)?)));
@@ -291,7 +297,7 @@ impl Peers {
         self.judge_contested(contested);
         self.roster.vacate(std::mem::take(&mut update.vacated));
         let delta = |(key, before)| {
-            let after = self.object(&key).cloned();
+            let after = self.object(&key);
             (before != after).then_some(Delta { key, before, after })
         };
         let deltas = update.touched.into_iter().filter_map(delta).collect();
@@ -301,9 +307,9 @@ impl Peers {
     /// Judges new peers without neighbours; returns those that are fresh.
     fn judge_alone(&mut self, mut alone: Vec<Id>, update: &mut Update) -> Vec<Id> {
         alone.retain(|id| {
-            let is_touched = |object: &Object| update.touched.contains_key(&object.key());
-            let objects = self.roster.peer(*id).map_or(&[][..], |peer| &peer.objects);
-            let touched = !update.touched.is_empty() && objects.iter().any(is_touched);
+            let is_touched = |object: Object| update.touched.contains_key(&object.key());
+            let mut objects = self.roster.peer(*id).map(|peer| peer.objects.iter()).unwrap_or_default();
+            let touched = !update.touched.is_empty() && objects.any(is_touched);
             if touched {
                 self.touch_all(*id, update);
             }
@@ -380,13 +386,14 @@ impl Peers {
         if let Some(reason) = &peer.rejected {
             return Some(Disbelief::Rejected(reason.to_string()));
         }
-        let reserved = peer.objects.iter().map(Object::key).find(|key| self.terms.reserved.contains(key));
+        let reserved =
+            peer.objects.iter().map(|object| object.key()).find(|key| self.terms.reserved.contains(key));
         reserved.map(|key| Disbelief::ContradictsOwn { key })
     }
 
     /// Remembers the present definition of an object, before anything changes it.
     fn touch(&self, key: Key, update: &mut Update) {
-        update.touched.entry(key).or_insert_with(|| self.object(&key).cloned());
+        update.touched.entry(key).or_insert_with(|| self.object(&key));
     }
 
     fn touch_all(&self, id: Id, update: &mut Update) {
@@ -466,9 +473,8 @@ mod tests {
         let mut deltas = changed.deltas;
         for id in changed.fresh {
             let objects = peers.take_fresh(id).expect("fresh");
-            let new =
-                |object: &Object| Delta { key: object.key(), before: None, after: Some(object.clone()) };
-            deltas.extend(objects.iter().map(new));
+            let new = |object: Object| Delta { key: object.key(), before: None, after: Some(object) };
+            deltas.extend(objects.map(new));
         }
         deltas
     }
@@ -653,8 +659,8 @@ mod tests {
                 let believed: BTreeSet<Subnets> =
                     leases.iter().map(|l| l.subnets).filter(|s| !peers.disbelieved().contains_key(s)).collect();
                 prop_assert_eq!(believed, model(&leases, peers.terms.own));
-                let defined: BTreeMap<Key, &Object> = peers.objects().map(|o| (o.key(), o)).collect();
-                prop_assert!(defined.into_values().eq(objects.values()));
+                let defined: BTreeMap<Key, Object> = peers.objects().map(|o| (o.key(), o)).collect();
+                prop_assert_eq!(&defined, &objects);
             }
         }
     }

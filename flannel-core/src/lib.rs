@@ -20,6 +20,7 @@ mod name;
 mod network;
 mod nexthops;
 mod pace;
+mod packed;
 mod plan;
 mod reconcile;
 mod remarks;

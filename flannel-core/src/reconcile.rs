@@ -222,13 +222,13 @@ impl Reconciler {
         {
             return Some(nexthop);
         }
-        self.peers.object(key).map(|object| self.by_nexthop(object))
+        self.peers.object(key).map(|object| self.by_nexthop(&object))
     }
 
     /// The nexthop object with this id that a peer's route needs.
     fn nexthop(&self, id: u32) -> Option<Object> {
         let dst = self.ids.as_ref()?.dst(id)?;
-        Some(nexthop(self.peers.object(&Key::Route(dst))?, id)?.into())
+        Some(nexthop(&self.peers.object(&Key::Route(dst))?, id)?.into())
     }
 
     /// A peer's object as the kernel is to have it.
@@ -268,7 +268,7 @@ impl Reconciler {
         }
         for id in &fresh {
             for object in self.peers.fresh_objects(*id).unwrap_or_default() {
-                let new = |ids: &mut Ids| ids.assign_to(object);
+                let new = |ids: &mut Ids| ids.assign_to(&object);
                 let id = self.ids.as_mut().and_then(new);
                 self.peer_objects += 1 + usize::from(id.is_some());
             }
@@ -348,16 +348,12 @@ fn by_nexthop(object: &Object, id: Option<u32>) -> Object {
 }
 
 /// What peers define as the kernel is to have it: each route by a gateway becomes one by its nexthop object.
-fn expand<'a>(
-    objects: impl IntoIterator<Item = &'a Object>,
-    ids: Option<&Ids>,
-    mut each: impl FnMut(Object),
-) {
+fn expand(objects: impl IntoIterator<Item = Object>, ids: Option<&Ids>, mut each: impl FnMut(Object)) {
     for object in objects {
-        let id = ids.and_then(|ids| ids.of_route(object));
-        if let Some(nexthop) = id.and_then(|id| nexthop(object, id)) {
+        let id = ids.and_then(|ids| ids.of_route(&object));
+        if let Some(nexthop) = id.and_then(|id| nexthop(&object, id)) {
             each(nexthop.into());
         }
-        each(by_nexthop(object, id));
+        each(by_nexthop(&object, id));
     }
 }

@@ -15,6 +15,7 @@ use hashbrown::HashTable;
 use crate::address::Subnet;
 use crate::facts::decrement;
 use crate::lease::{Lease, Subnets};
+use crate::packed::Packed;
 use crate::state::{Key, Object};
 
 /// A peer's slot: its own while it is there, another one's afterwards.
@@ -24,7 +25,7 @@ pub(crate) type Id = u32;
 pub(crate) struct Peer {
     pub(crate) lease: Arc<Lease>,
     /// What its plan defines, one of each key; empty if the plan rejected it.
-    pub(crate) objects: Box<[Object]>,
+    pub(crate) objects: Packed,
     /// The addresses that its plan asked about.
     pub(crate) asked: Box<[IpAddr]>,
     /// Why the plan rejected it.
@@ -123,7 +124,7 @@ impl Roster {
     }
 
     /// All peers whose plans define this object, with their definitions.
-    pub(crate) fn claimants(&self, key: &Key) -> impl Iterator<Item = (Id, &Peer, &Object)> {
+    pub(crate) fn claimants(&self, key: &Key) -> impl Iterator<Item = (Id, &Peer, Object)> {
         let (key, hash) = (*key, hash_of(&self.hasher, key));
         let alike = self.claims.iter_hash(Claim::spread(hash)).filter(move |claim| claim.hash == hash);
         alike.filter_map(move |claim| {

@@ -462,7 +462,7 @@ impl<O: Into<Object>> Extend<O> for State {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use proptest::prelude::*;
 
@@ -478,7 +478,7 @@ mod tests {
         }
     }
 
-    fn any_object() -> impl Strategy<Value = Object> {
+    pub(crate) fn any_object() -> impl Strategy<Value = Object> {
         let n = || 0..8u8;
         let mac = |n: u8| MacAddr::local([n; 6]);
         prop_oneof![
@@ -487,10 +487,10 @@ mod tests {
                     vni,
                     port: 8472,
                     mac: mac(l),
-                    local: None,
-                    lower: None,
-                    learning: false,
-                    gbp: false,
+                    local: Some(address(l)).filter(|_| up),
+                    lower: Some(name(l)).filter(|_| vni > 1),
+                    learning: up,
+                    gbp: vni > 1,
                 };
                 Link { name: name(l), mtu: 1450, up, kind: LinkKind::Vxlan(vxlan) }.into()
             }),
@@ -504,12 +504,13 @@ mod tests {
             (1..6u32, n(), n(), any::<bool>()).prop_map(|(id, l, a, onlink)| {
                 Nexthop { id, link: name(l), gateway: address(a), onlink }.into()
             }),
-            (n(), n(), prop::option::of(1400..1402u32), 0..4u8).prop_map(|(a, l, mtu, kind)| {
+            (n(), n(), prop::option::of(1400..1402u32), 0..5u8).prop_map(|(a, l, mtu, kind)| {
                 let via = match kind {
                     0 => Via::Gateway { gateway: address(a), link: name(l), onlink: true },
                     1 => Via::Link(name(l)),
                     2 => Via::Nexthop(u32::from(l) + 1),
-                    _ => Via::Blackhole,
+                    3 => Via::Blackhole,
+                    _ => Via::LastResort,
                 };
                 Route { dst: Subnet::new(address(a), 24).unwrap(), via, mtu }.into()
             }),

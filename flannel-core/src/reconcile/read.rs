@@ -29,13 +29,13 @@ impl Reconciler {
     fn adopt_ids(&mut self, actual: &State) {
         let Some(ids) = &mut self.ids else { return };
         let (first, peers) = (self.reads.done == 0, &self.peers);
-        let wanted = |dst: &Subnet| peers.object(&Key::Route(*dst)).is_some_and(|o| nexthop(o, 0).is_some());
+        let wanted = |dst: &Subnet| peers.object(&Key::Route(*dst)).is_some_and(|o| nexthop(&o, 0).is_some());
         ids.adopt(actual, |dst| first || !wanted(dst));
         if !first {
             return;
         }
         for object in self.peers.objects() {
-            self.peer_objects += usize::from(ids.assign_to(object).is_some());
+            self.peer_objects += usize::from(ids.assign_to(&object).is_some());
         }
     }
 
@@ -45,7 +45,7 @@ impl Reconciler {
         let (peers, gone, failed) = (&self.peers, &self.gone, &self.failed);
         ids.retain(|id, dst| {
             let route = Key::Route(*dst);
-            let wanted = peers.object(&route).is_some_and(|object| nexthop(object, id).is_some());
+            let wanted = peers.object(&route).is_some_and(|object| nexthop(&object, id).is_some());
             let waits = |key: &Key| gone.contains_key(key) || failed.contains_key(key);
             wanted || waits(&route) || waits(&Key::Nexthop(id))
         });
