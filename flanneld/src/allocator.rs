@@ -127,7 +127,7 @@ mod tests {
                 sender.send_replace(status(n * 1000, n as u64 * 1000));
                 sleep(REST / 2).await;
             }
-            std::future::pending().await
+            std::future::pending::<()>().await;
         };
         let started = Instant::now();
         tokio::select! {

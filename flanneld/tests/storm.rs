@@ -101,7 +101,7 @@ fn put_peer(subnets: &FakeSubnets, n: u8) {
     put_peer_of("vxlan", subnets, n);
 }
 
-fn put_peer_of(backend: &str, subnets: &FakeSubnets, n: u8) {
+fn put_peer_of(backend: &'static str, subnets: &FakeSubnets, n: u8) {
     let data = |family| Some(format!(r#"{{"VNI":1,"VtepMAC":"{}"}}"#, mac(family, n)).into());
     let attrs =
         LeaseAttrs { public: public(n), backend_type: backend.into(), backend_data: Dual::from_fn(data) };
