@@ -125,9 +125,7 @@ impl LocalManager {
     /// The second part says whether it comes from the cache.
     pub(crate) async fn config_text(&self) -> Result<(ConfigText, bool)> {
         let Some(cached) = self.cached().and_then(|saved| saved.config.clone()) else {
-            let config = self.store.config().await?;
-            self.note_config(&config);
-            return Ok((config, false));
+            return Ok((self.store.config().await?, false));
         };
         match self.promptly(self.store.config()).await {
             Err(error) if unanswered(&error) => {

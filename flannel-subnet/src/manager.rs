@@ -9,8 +9,8 @@ use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use flannel_core::{
-    Config, Dual, Error, Hints, Lease, LeaseAttrs, LeaseEnd, PodNetwork, Result, StoreStatus, Subnet,
-    SubnetManager, Subnets, View, holder,
+    Config, Dual, Error, Hints, Lease, LeaseAttrs, LeaseEnd, Result, StoreStatus, Subnet, SubnetManager,
+    Subnets, View, holder,
 };
 use tokio::sync::watch;
 
@@ -22,7 +22,7 @@ use crate::fallback::{Fallback, Task, unanswered};
 use crate::hold::{Tenancy, Term};
 use crate::metered::Metered;
 use crate::reflect::Reflector;
-use crate::registry::{Entry, Listing, Mark, Registry, Tenure};
+use crate::registry::{ConfigText, Entry, Listing, Mark, Registry, Tenure};
 
 /// How a node is told from all others.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -80,7 +80,9 @@ pub struct LocalManager {
     pub(crate) reflector: Mutex<Option<(Reflector, Option<Task>)>>,
     pub(crate) fallback: Option<Arc<Fallback>>,
     /// What the lease was taken from.
-    pub(crate) networks: Mutex<Option<Dual<PodNetwork>>>,
+    pub(crate) used: Mutex<Option<Config>>,
+    /// What is wrong with the store's config.
+    pub(crate) wrong_config: Mutex<Option<String>>,
 }
 
 impl LocalManager {
@@ -101,7 +103,8 @@ impl LocalManager {
             writing: tokio::sync::Mutex::default(),
             reflector: Mutex::default(),
             fallback: None,
-            networks: Mutex::default(),
+            used: Mutex::default(),
+            wrong_config: Mutex::default(),
         }
     }
 
@@ -172,23 +175,47 @@ impl LocalManager {
     /// stay what they are for as long as this manager lives: pods do not survive others.
     async fn read_config(&self) -> Result<(Config, bool)> {
         let (text, cached) = self.config_text().await?;
-        let mut config =
-            Config::parse(&text.text).map_err(|source| Error::Config { location: text.location, source })?;
-        if let Some(networks) = &*self.networks.lock().unwrap_or_else(PoisonError::into_inner) {
-            config.networks = *networks;
+        let mut config = self.parse(&text)?;
+        if !cached {
+            self.note_config(&text);
+        }
+        if let Some(used) = self.used() {
+            config.networks = used.networks;
         }
         Ok((config, cached))
     }
 
+    /// Parses a config, and notes whether it is wrong.
+    pub(crate) fn parse(&self, text: &ConfigText) -> Result<Config> {
+        let parsed = Config::parse(&text.text)
+            .map_err(|source| Error::Config { location: text.location.clone(), source });
+        let wrong = parsed.as_ref().err().map(ToString::to_string);
+        *self.wrong_config.lock().unwrap_or_else(PoisonError::into_inner) = wrong;
+        parsed
+    }
+
+    fn used(&self) -> Option<Config> {
+        self.used.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// What a lease is to be taken from. Only the networks of a config matter to it, and those stay what they are: it
+    /// does not take a right config to win the lease back.
+    async fn config_for_lease(&self) -> Result<(Config, bool)> {
+        match (self.read_config().await, self.used()) {
+            (Err(Error::Config { .. } | Error::NoConfig { .. }), Some(used)) => Ok((used, false)),
+            (read, _) => read,
+        }
+    }
+
     async fn acquire(&self, attrs: &LeaseAttrs) -> Result<Lease> {
-        let (config, cached) = self.read_config().await?;
+        let (config, cached) = self.config_for_lease().await?;
         let mut backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(500));
         let mut listing = self.store.list().await?;
         loop {
             listing = match self.try_acquire(&config, attrs, &listing).await? {
                 Attempt::Acquired(lease) if !self.lapsed() => {
                     if !cached {
-                        *self.networks.lock().unwrap_or_else(PoisonError::into_inner) = Some(config.networks);
+                        *self.used.lock().unwrap_or_else(PoisonError::into_inner) = Some(config);
                     }
                     tracing::info!(subnets = %lease.subnets, store = %self.store, "lease acquired");
                     return Ok(lease);
@@ -383,7 +410,8 @@ impl SubnetManager for LocalManager {
     }
 
     fn store_status(&self) -> StoreStatus {
-        self.store.status()
+        let wrong_config = self.wrong_config.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        StoreStatus { wrong_config, ..self.store.status() }
     }
 }
 

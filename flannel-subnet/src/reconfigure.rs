@@ -22,7 +22,7 @@ impl LocalManager {
                     continue;
                 }
             };
-            match text.as_ref().map(|text| (text, Config::parse(&text.text))) {
+            match text.as_ref().map(|text| (text, self.parse(text))) {
                 Some((text, Ok(config))) => {
                     self.note_config(text);
                     if config != *seen {
@@ -30,10 +30,7 @@ impl LocalManager {
                     }
                 }
                 Some((text, Err(error))) if wrong.as_ref() != Some(text) => {
-                    tracing::warn!(
-                        "the network config was changed, but is wrong and not used: {}: {error}",
-                        text.location
-                    );
+                    tracing::warn!("the network config was changed, but is wrong and not used: {error}");
                     wrong = Some(text.clone());
                 }
                 _ => (),

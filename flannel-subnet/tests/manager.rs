@@ -252,6 +252,8 @@ async fn another_config_is_noticed_and_a_wrong_one_is_none() {
     for text in [Some("nonsense"), None, Some(V4)] {
         registry.set_config(text);
         assert!(tokio::time::timeout(HOUR, &mut changed).await.is_err(), "{text:?}");
+        let wrong = manager.store_status().wrong_config;
+        assert_eq!(wrong.is_some_and(|why| why.contains("config: ")), text == Some("nonsense"), "{text:?}");
     }
     registry.set_outage(true);
     registry.set_config(Some(V6));
@@ -259,6 +261,21 @@ async fn another_config_is_noticed_and_a_wrong_one_is_none() {
     registry.set_outage(false);
     let config = tokio::time::timeout(HOUR, changed).await.unwrap().unwrap();
     assert!(config.networks.v6.is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_once_taken_is_taken_again_under_a_wrong_config_and_under_none() {
+    let registry = MemoryRegistry::with_config("nonsense");
+    let manager = node(&registry, 1);
+    manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap_err();
+    registry.set_config(Some(V4));
+    let lease = manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
+    for text in [Some("nonsense"), None] {
+        registry.set_config(text);
+        manager.network_config().await.unwrap_err();
+        let again = manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
+        assert_eq!(again.subnets, lease.subnets, "{text:?}");
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -44,6 +44,8 @@ struct Known {
     networks: u64,
     /// A config that is used only after a restart.
     waiting_config: Option<Config>,
+    /// Why the store's config is not used, though it is one.
+    refused_config: Option<String>,
     /// When a lease was seen to change, of those that did while the network ran.
     changed: BTreeMap<Subnets, SystemTime>,
 }
@@ -72,6 +74,7 @@ pub(crate) struct Snapshot {
     pub(crate) networks: u64,
     pub(crate) subnet_file: bool,
     pub(crate) waiting_config: Option<Config>,
+    pub(crate) refused_config: Option<String>,
     pub(crate) changed: BTreeMap<Subnets, SystemTime>,
     pub(crate) network: Option<NetworkSnapshot>,
 }
@@ -132,6 +135,7 @@ impl Observer {
             known.waits_for = None;
             known.subnet_file = false;
             known.waiting_config = None;
+            known.refused_config = None;
             known.changed.clear();
         });
         RunningGuard(self)
@@ -145,6 +149,11 @@ impl Observer {
     /// The store holds this config, which is used only after a restart; `None`: it holds no such config any more.
     pub(crate) fn config_waits(&self, config: Option<&Config>) {
         self.note(|known| known.waiting_config = config.cloned());
+    }
+
+    /// The store holds a config that no backend takes, and this is why; `None`: it holds no such config any more.
+    pub(crate) fn config_refused(&self, why: Option<String>) {
+        self.note(|known| known.refused_config = why);
     }
 
     /// Notes when leases change, which is told by no store.
@@ -183,6 +192,7 @@ impl Observer {
             networks: known.networks,
             subnet_file: known.subnet_file,
             waiting_config: known.waiting_config.clone(),
+            refused_config: known.refused_config.clone(),
             changed: known.changed.clone(),
             network,
         }

@@ -68,6 +68,12 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
         let text = format!("the network config has other pod networks now ({})", networks.join(", "));
         found.push(Problem::warning(text).hint("restart flanneld, and the pods, which do not survive that"));
     }
+    let wrong = snapshot.store.as_ref().and_then(|store| store.wrong_config.as_ref());
+    // Without a network the wait for a right one is told above.
+    if let (Some(why), Some(_)) = (wrong.or(snapshot.refused_config.as_ref()), &snapshot.network) {
+        let text = format!("the store's network config is not used, the last good one stays in force: {why}");
+        found.push(Problem::warning(text).hint("put it right: flannelctl config set"));
+    }
     // Stable: the order above stays within each severity.
     found.sort_by_key(|problem| !problem.is_error());
     found

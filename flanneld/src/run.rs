@@ -76,9 +76,11 @@ async fn run_networks(options: &Options, observer: &Observer) -> Result<Infallib
     // The lease of the last network, which lasts until the next one has it.
     let mut held: Option<Lease> = None;
     let mut has_run = false;
+    // What the last network was built from.
+    let mut last: Option<(Config, LinkName)> = None;
     loop {
         let start = async || {
-            let started = start(options, &kernel, &subnets, state::identity(mark)).await;
+            let started = start(options, &kernel, &subnets, state::identity(mark), last.as_ref()).await;
             started.inspect_err(|error| observer.waits_for(error.to_string()))
         };
         let build = async {
@@ -89,6 +91,7 @@ async fn run_networks(options: &Options, observer: &Observer) -> Result<Infallib
         };
         let ready = holding(&*subnets, held.as_ref(), build).await?;
         has_run = true;
+        last = Some((ready.config.clone(), ready.chosen.iface.name));
         held = (!ready.lapsed).then(|| ready.network.handle().lease);
         let reason = run_network(options, &*subnets, ready, &predecessor, observer).await?;
         tracing::info!("building the network anew: {reason}");
@@ -124,8 +127,9 @@ async fn start(
     kernel: &Arc<NetlinkKernel>,
     subnets: &Arc<dyn SubnetManager>,
     identity: String,
+    last: Option<&(Config, LinkName)>,
 ) -> Result<Ready, Error> {
-    let config = subnets.network_config().await?;
+    let config = usable_config(&**subnets, last).await?;
     let cached = subnets.store_status().confirmed.is_none();
     let hints = subnets.hints().await?;
     let chosen = Chosen::choose(kernel, options, &hints, &config).await?;
@@ -160,6 +164,21 @@ async fn start(
         iface.mtu
     );
     Ok(Ready { config, backend, network, views, lapsed, cached, chosen })
+}
+
+/// The store's config, or the last one that a network was built from, while there is none or one that cannot be used:
+/// which [`config_to_apply`] and the store tell.
+async fn usable_config(
+    subnets: &dyn SubnetManager,
+    last: Option<&(Config, LinkName)>,
+) -> Result<Config, Error> {
+    use flannel_core::Error as Cause;
+
+    match (subnets.network_config().await, last) {
+        (Ok(config), Some((last, uplink))) if backend_of(&config, *uplink).is_err() => Ok(last.clone()),
+        (Err(Cause::NoConfig { .. } | Cause::Config { .. }), Some((last, _))) => Ok(last.clone()),
+        (config, _) => Ok(config?),
+    }
 }
 
 /// One network, from its start until something it was built from changes: the reason.
@@ -263,12 +282,14 @@ async fn config_to_apply(
     loop {
         let now = subnets.config_changed(&seen).await?;
         let waits = now.networks != used.networks && !cached;
+        let refused = backend_of(&now, uplink).err().filter(|_| !waits);
         observer.config_waits(waits.then_some(&now));
+        observer.config_refused(refused.as_ref().map(Error::to_string));
         if waits {
             tracing::warn!(
                 "the network config has other networks now, which are used from the next start on"
             );
-        } else if let Err(error) = backend_of(&now, uplink) {
+        } else if let Some(error) = refused {
             tracing::warn!("the network config was changed, but cannot be used and is not: {error}");
         } else if now != *used {
             return Ok("the network config has changed".to_owned());

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 use std::fs;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
@@ -779,6 +779,44 @@ fn an_mtu_too_small_ends_nothing_that_runs_and_the_next_one_is_followed() {
         ip("link set eth0 mtu 1500");
         wait_until(|| data_path() == before, || format!("{:#?}\n{}", data_path(), daemon.log()));
         wait_until(|| env().contains("FLANNEL_MTU=1430\n"), || env() + &daemon.log());
+    });
+}
+
+#[test]
+fn a_config_that_cannot_be_used_stands_in_the_way_of_no_rebuild_and_is_told_until_it_is_right() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(CONFIG);
+        peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
+        let daemon = place.start(&[]);
+        daemon.wait_for_log("in sync peers=1");
+        let env = || place.subnet_env();
+        let socket = place.subnet_file().with_file_name("flanneld.sock");
+        let problems = || {
+            let mut stream = std::os::unix::net::UnixStream::connect(&socket).unwrap();
+            stream.write_all(b"GET /v1/status HTTP/1.1\r\n\r\n").unwrap();
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).unwrap();
+            let body: serde_json::Value =
+                serde_json::from_str(answer.split_once("\r\n\r\n").unwrap().1).unwrap();
+            body["problems"].to_string()
+        };
+        let told =
+            |text: &str| problems().contains("the last good one stays in force") && problems().contains(text);
+        let unknown = CONFIG.replace("vxlan", "vlxan");
+        for (config, why, mtu) in [
+            (unknown.as_str(), "is not a backend of this build", 1400),
+            (r#"{"Network":"10."#, "network/config", 1420),
+        ] {
+            fs::write(place.registry().join("config"), config).unwrap();
+            wait_until(|| told(why), || problems() + &daemon.log());
+            ip(&format!("link set eth0 mtu {mtu}"));
+            let written = format!("FLANNEL_MTU={}\n", mtu - 50);
+            wait_until(|| env().contains(&written), || env() + &daemon.log());
+            wait_until(|| told(why), || problems() + &daemon.log());
+        }
+        fs::write(place.registry().join("config"), CONFIG).unwrap();
+        wait_until(|| !told(""), || problems() + &daemon.log());
     });
 }
 
