@@ -170,7 +170,7 @@ pub struct StoreStatus {
     pub skipped: Vec<(String, String)>,
     /// The last failure, and when; `None` if there was none, or one since put right.
     pub last_error: Option<(String, SystemTime)>,
-    /// What is wrong with the network config that the store holds, which is not used therefore, as far as this was
-    /// noticed; `None` if it is right.
+    /// Why the network config that the store holds is not used, as far as this was noticed: it is wrong, or there is
+    /// none any more; `None` if it is right.
     pub wrong_config: Option<String>,
 }

@@ -189,9 +189,14 @@ impl LocalManager {
     pub(crate) fn parse(&self, text: &ConfigText) -> Result<Config> {
         let parsed = Config::parse(&text.text)
             .map_err(|source| Error::Config { location: text.location.clone(), source });
-        let wrong = parsed.as_ref().err().map(ToString::to_string);
-        *self.wrong_config.lock().unwrap_or_else(PoisonError::into_inner) = wrong;
+        self.note_wrong(parsed.as_ref().err());
         parsed
+    }
+
+    /// What is wrong with the store's config now.
+    pub(crate) fn note_wrong(&self, error: Option<&Error>) {
+        let wrong = error.map(ToString::to_string);
+        *self.wrong_config.lock().unwrap_or_else(PoisonError::into_inner) = wrong;
     }
 
     fn used(&self) -> Option<Config> {

@@ -16,7 +16,10 @@ impl LocalManager {
         loop {
             let text = match self.store.config().await {
                 Ok(text) => Some(text),
-                Err(Error::NoConfig { .. }) => None,
+                Err(error @ Error::NoConfig { .. }) => {
+                    self.note_wrong(Some(&error));
+                    None
+                }
                 Err(_) => {
                     tokio::time::sleep(backoff.pause()).await;
                     continue;
