@@ -6,11 +6,25 @@ use std::convert::Infallible;
 use std::time::Duration;
 
 use flannel_core::{Config, Subnets};
-use flannel_firewall::{Firewall, Mode, Options, Rules, Status, Wish};
+use flannel_firewall::{Firewall, Mode, Options, Programs, Rules, Status, Wish, cleanup};
 use tokio::sync::watch;
 
 use crate::error::Error;
 use crate::go_flags::{go_bool, go_int};
+
+/// How the rules are, for who looks on.
+#[derive(Debug, Clone, Default)]
+pub(crate) enum Rulebook {
+    /// None are asked for.
+    #[default]
+    Unwanted,
+    /// They are asked for, and nobody keeps them yet.
+    Pending,
+    /// There is nothing to make forward rules with, and this is why; life goes on without.
+    Missing(String),
+    /// They are kept, and this is how they are.
+    Kept(watch::Receiver<Status>),
+}
 
 /// What becomes of packets between pods and the rest of the world.
 #[derive(Debug, Clone, clap::Args)]
@@ -45,7 +59,18 @@ impl FirewallFlags {
         }
     }
 
-    /// Keeps the rules in place, and says so in `settled` when they are for the first time, or cannot be for now.
+    /// Whether there are to be rules.
+    fn wanted(&self) -> bool {
+        self.ip_masq || self.iptables_forward_rules
+    }
+
+    /// How the rules are before [`FirewallFlags::keep`].
+    pub(crate) fn rulebook(&self) -> Rulebook {
+        if self.wanted() { Rulebook::Pending } else { Rulebook::Unwanted }
+    }
+
+    /// Keeps the rules in place, and says so in `settled` when they are for the first time, or cannot be for now;
+    /// whoever looks on finds in `rulebook` how they are.
     /// In the mode that the network config asks for; rules of the other mode go.
     ///
     /// # Errors
@@ -58,6 +83,7 @@ impl FirewallFlags {
         config: &Config,
         own: &Subnets,
         settled: watch::Sender<bool>,
+        rulebook: watch::Sender<Rulebook>,
     ) -> Result<Infallible, Error> {
         let wish = self.wish();
         let mode = if config.nftables { Mode::Nftables } else { Mode::Iptables };
@@ -65,7 +91,8 @@ impl FirewallFlags {
             resync: Duration::from_secs(self.iptables_resync.unsigned_abs()),
             ..Options::default()
         };
-        if !wish.masquerade && !wish.forward {
+        if !self.wanted() {
+            remove_leftovers().await;
             settled.send_replace(true);
             return Ok(std::future::pending().await);
         }
@@ -74,6 +101,7 @@ impl FirewallFlags {
             Err(error) if wish.masquerade => return Err(error.into()),
             Err(error) => {
                 tracing::warn!("there are no forward rules: {error}");
+                rulebook.send_replace(Rulebook::Missing(error.to_string()));
                 settled.send_replace(true);
                 return Ok(std::future::pending().await);
             }
@@ -81,10 +109,22 @@ impl FirewallFlags {
         let networks = config.networks.map(|_, network| network.network);
         let (_wanted, rules) = watch::channel(Rules::new(&networks, &own.iter().collect(), wish)?);
         let status = firewall.status();
+        rulebook.send_replace(Rulebook::Kept(status.clone()));
         tokio::select! {
             never = firewall.run(rules) => match never {},
             never = settle(status, settled) => match never {},
         }
+    }
+}
+
+/// Removes what an earlier run has left. Where there is nothing to look with, there is nothing to remove.
+async fn remove_leftovers() {
+    let cleaned = cleanup(&Programs::default()).await;
+    for deviation in &cleaned.found {
+        tracing::info!(object = deviation.object, "removed a rule of an earlier run: none are asked for now");
+    }
+    for error in &cleaned.failed {
+        tracing::warn!("rules that an earlier run may have left are not removed: {error}");
     }
 }
 

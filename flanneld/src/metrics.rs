@@ -10,6 +10,7 @@ use std::time::{Duration, SystemTime};
 use flannel_core::{Damage, Disbelief, Histogram};
 use flannel_subnet::Ownership;
 
+use crate::firewall::Rulebook;
 use crate::observe::{NetworkSnapshot, Snapshot};
 use crate::problems::{Problem, problems};
 use crate::report::{seconds, subnets_used};
@@ -44,6 +45,7 @@ pub(crate) fn metrics(snapshot: &Snapshot) -> String {
     if let Some(network) = &snapshot.network {
         leases(&mut page, network);
         kernel(&mut page, network);
+        firewall(&mut page, &network.running.rulebook.borrow());
     }
     page.0
 }
@@ -131,6 +133,28 @@ fn leases(page: &mut Page, network: &NetworkSnapshot) {
             page.sample("flannel_subnets", &[("family", &room.family), ("state", &state)], count);
         }
     }
+}
+
+/// Where no rules are asked for, all of them are in place.
+fn firewall(page: &mut Page, rulebook: &Rulebook) {
+    let (in_place, repairs) = match rulebook {
+        Rulebook::Unwanted => (true, 0),
+        Rulebook::Pending | Rulebook::Missing(_) => (false, 0),
+        Rulebook::Kept(status) => {
+            let status = status.borrow();
+            (status.in_place, status.repairs)
+        }
+    };
+    page.gauge(
+        "flannel_firewall_in_place",
+        "1 if the firewall rules that are asked for are in place",
+        u8::from(in_place),
+    );
+    page.counter(
+        "flannel_firewall_repairs_total",
+        "How often rules were put back that somebody else had changed",
+        repairs,
+    );
 }
 
 fn kernel(page: &mut Page, network: &NetworkSnapshot) {

@@ -10,6 +10,7 @@ use std::io;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use nix::time::{ClockId, clock_gettime};
@@ -22,6 +23,8 @@ use crate::problems::line;
 const GAP: Duration = Duration::from_secs(1);
 /// A reload is not waited for longer than this: the store may be away.
 const RELOAD: Duration = Duration::from_secs(10);
+/// After so long the status text is made anew, whoever has told of changes: not all that it depends on tells.
+const REFRESH: Duration = Duration::from_secs(5);
 
 /// The way to systemd.
 #[derive(Debug)]
@@ -30,6 +33,8 @@ pub(crate) struct Notifier {
     address: SocketAddr,
     /// How often a sign of life is given.
     alive: Option<Duration>,
+    /// It has said that it is ready, before which nothing can be reloaded.
+    ready: AtomicBool,
 }
 
 impl Notifier {
@@ -46,7 +51,7 @@ impl Notifier {
         let ours = number("WATCHDOG_PID").is_none_or(|pid| pid == u64::from(std::process::id()));
         let limit = number("WATCHDOG_USEC").filter(|micros| ours && *micros > 0).map(Duration::from_micros);
         // Half of what is allowed, as sd_watchdog_enabled(3) recommends.
-        Ok(Some(Self { socket, address, alive: limit.map(|limit| limit / 2) }))
+        Ok(Some(Self { socket, address, alive: limit.map(|limit| limit / 2), ready: AtomicBool::new(false) }))
     }
 
     /// Says something. A supervisor that does not listen is none of our troubles, but said.
@@ -59,12 +64,13 @@ impl Notifier {
     /// Keeps systemd informed: ready when a network runs for the first time, its state in a line, and signs of life.
     pub(crate) async fn inform(&self, observer: &Observer) -> Infallible {
         let mut changes = observer.changes();
-        let (mut ready, mut said, mut news) = (false, String::new(), true);
+        let (mut said, mut news) = (String::new(), true);
         let (mut alive_next, mut line_next) = (Instant::now(), Instant::now());
         loop {
             let now = Instant::now();
+            let ready = self.ready.load(Ordering::Relaxed);
             if !ready && observer.runs() {
-                ready = true;
+                self.ready.store(true, Ordering::Relaxed);
                 self.say("READY=1");
             }
             if news && now >= line_next {
@@ -83,6 +89,7 @@ impl Notifier {
                 // What comes until the next line is said with it.
                 () = changes.next(), if !news || !ready => news = true,
                 () = sleep_until(line_next), if news => (),
+                () = sleep_until(line_next - GAP + REFRESH), if !news => news = true,
                 () = sleep_until(alive_next), if self.alive.is_some() => (),
             }
         }
@@ -94,8 +101,9 @@ impl Notifier {
     }
 }
 
-/// Reads everything again, and tells systemd meanwhile.
+/// Reads everything again, and tells systemd meanwhile, unless it still waits for the first `READY=1`.
 pub(crate) async fn reload(notifier: Option<&Notifier>, observer: &Observer) {
+    let notifier = notifier.filter(|notifier| notifier.ready.load(Ordering::Relaxed));
     if let Some(notifier) = notifier {
         let now = clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(0, |now| Duration::from(now).as_micros());
         notifier.say(&format!("RELOADING=1\nMONOTONIC_USEC={now}"));
@@ -156,6 +164,8 @@ mod tests {
                 tokio::task::yield_now().await;
                 assert!(hear(&heard).starts_with("STATUS=not ready: "));
                 assert_eq!(hear(&heard), "WATCHDOG=1");
+                // Nothing is reloaded as long as nothing runs, and ready it is least of all.
+                reload(Some(&notifier), &observer).await;
                 let _guard = observer.running(network(Status::default()).await.1);
                 observer.subnet_file_written();
                 tokio::time::sleep(Duration::from_millis(1400)).await;
@@ -171,6 +181,39 @@ mod tests {
                 never = notifier.inform(&observer) => match never {},
                 () = story => (),
             }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_status_text_is_made_anew_though_nobody_tells_of_a_change() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("notify");
+        let heard = listener(path.to_str().unwrap());
+        heard.set_nonblocking(true).unwrap();
+        let env = |variable: &str| (variable == "NOTIFY_SOCKET").then(|| path.clone().into_os_string());
+        let notifier = Notifier::from_env(env).unwrap().unwrap();
+        let observer = Observer::default();
+        let mut status = Status::default();
+        (status.in_sync, status.live) = (true, true);
+        let (sender, rules) = tokio::sync::watch::channel(crate::firewall::Rulebook::Unwanted);
+        let (subnets, mut running) = network(status).await;
+        observer.opened(crate::registry::Store::of_others(std::sync::Arc::new(subnets)));
+        running.rulebook = rules;
+        let _guard = observer.running(running);
+        observer.subnet_file_written();
+        let story = async {
+            tokio::time::sleep(2 * GAP).await;
+            assert_eq!(hear(&heard), "READY=1");
+            assert_eq!(hear(&heard), "STATUS=ready: 10.1.1.0-24, 0 peers");
+            sender.send_replace(crate::firewall::Rulebook::Pending);
+            tokio::time::sleep(2 * REFRESH).await;
+            assert_eq!(hear(&heard), "STATUS=not ready: the firewall rules are not in place yet");
+            tokio::time::sleep(10 * REFRESH).await;
+            heard.recv(&mut [0; 4096]).unwrap_err();
+        };
+        tokio::select! {
+            never = notifier.inform(&observer) => match never {},
+            () = story => (),
         }
     }
 

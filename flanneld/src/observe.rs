@@ -15,6 +15,7 @@ use flannel_core::{
 use flannel_subnet::Ownership;
 use tokio::sync::watch;
 
+use crate::firewall::Rulebook;
 use crate::registry::Store;
 
 /// Sets another log filter, or says why not; `None`: the one given at the start.
@@ -58,6 +59,7 @@ pub(crate) struct Running {
     pub(crate) kernel: Arc<dyn Kernel>,
     pub(crate) handle: NetworkHandle,
     pub(crate) views: watch::Receiver<View>,
+    pub(crate) rulebook: watch::Receiver<Rulebook>,
     /// This node has no lease: its time ran out, and the store does not answer.
     pub(crate) lapsed: bool,
     pub(crate) since: SystemTime,
@@ -324,6 +326,7 @@ pub(crate) mod tests {
             kernel: Arc::new(FakeKernel::with_uplink("eth0")),
             handle: NetworkHandle::new(lease, 1450, status),
             views: subnets.watch_leases().await.unwrap(),
+            rulebook: watch::channel(Rulebook::Unwanted).1,
             lapsed: false,
             since: SystemTime::now(),
         };

@@ -5,6 +5,7 @@ use flannel_core::{Disbelief, Status, StoreStatus};
 use flannel_subnet::Ownership;
 use serde::{Deserialize, Serialize};
 
+use crate::firewall::Rulebook;
 use crate::observe::{NetworkSnapshot, Snapshot};
 use crate::report::subnets_used;
 
@@ -52,6 +53,10 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
                 found.push(Problem::error("the subnet file is not written yet: firewall rules come first"));
             }
             found.extend(of_kernel(network));
+            // Without a lease there are none, and before the subnet file they are what it waits for.
+            if snapshot.subnet_file && !network.running.lapsed {
+                found.extend(of_firewall(&network.running.rulebook.borrow()));
+            }
             found.extend(of_leases(&network.status));
             found.extend(of_room(network));
         }
@@ -94,19 +99,21 @@ pub(crate) fn line(snapshot: &Snapshot) -> String {
 
 fn of_lease(network: &NetworkSnapshot, snapshot: &Snapshot) -> Option<Problem> {
     let lease = network.running.handle.lease.subnets;
-    let reason = match snapshot.ownership {
-        _ if network.running.lapsed => "it ran out, and the store does not answer".to_owned(),
+    // Ages count on, and are no part of the text, which is what systemd and the log tell again when it changes.
+    let (reason, age) = match snapshot.ownership {
+        _ if network.running.lapsed => ("it ran out, and the store does not answer", String::new()),
         Ownership::Reserved | Ownership::For(_) => return None,
-        Ownership::Nothing => "the store gave it to nobody, or to another".to_owned(),
+        Ownership::Nothing => ("the store gave it to nobody, or to another", String::new()),
         Ownership::Lapsed(since) => {
             let ago = snapshot.time.duration_since(since).unwrap_or_default().as_secs();
-            format!("it ran out {ago} s ago, and the store did not confirm a renewal")
+            ("it ran out, and the store did not confirm a renewal", format!("it ran out {ago} s ago; "))
         }
     };
     let text = format!("this node does not hold its lease {lease}: {reason}");
     Some(
-        Problem::error(text)
-            .hint("make the store answer: then the node wins its lease back, or says who has it"),
+        Problem::error(text).hint(format!(
+            "{age}make the store answer: then the node wins its lease back, or says who has it"
+        )),
     )
 }
 
@@ -136,6 +143,23 @@ fn of_kernel(network: &NetworkSnapshot) -> Vec<Problem> {
         }));
     }
     found
+}
+
+fn of_firewall(rulebook: &Rulebook) -> Option<Problem> {
+    let yet = || Some(Problem::error("the firewall rules are not in place yet"));
+    match rulebook {
+        Rulebook::Unwanted => None,
+        Rulebook::Pending => yet(),
+        Rulebook::Missing(why) => Some(Problem::warning(format!("there are no forward rules: {why}"))),
+        Rulebook::Kept(status) => {
+            let status = status.borrow();
+            match status.failure.as_ref().and_then(|failure| failure.errors.first()) {
+                Some(error) => Some(Problem::error(format!("the firewall rules are not in place: {error}"))),
+                None if status.in_place => None,
+                None => yet(),
+            }
+        }
+    }
 }
 
 fn of_leases(status: &Status) -> Vec<Problem> {
@@ -189,6 +213,46 @@ mod tests {
     use crate::observe::tests::network;
 
     #[tokio::test]
+    async fn rules_that_are_asked_for_and_not_in_place_make_a_node_not_ready() {
+        let (status, live) = tokio::sync::watch::channel(flannel_firewall::Status::default());
+        let (book, rulebook) = tokio::sync::watch::channel(Rulebook::Pending);
+        let mut kernel = Status::default();
+        (kernel.in_sync, kernel.live) = (true, true);
+        let (_subnets, mut running) = network(kernel).await;
+        running.rulebook = rulebook;
+        let observer = Observer::default();
+        let _guard = observer.running(running);
+        observer.subnet_file_written();
+        let seen = || {
+            let mut snapshot = observer.snapshot();
+            snapshot.ownership = Ownership::Reserved;
+            let metrics = crate::metrics::metrics(&snapshot);
+            let told =
+                problems(&snapshot).into_iter().map(|p| format!("{}: {}", p.severity, p.text)).collect();
+            (told, metrics.contains("\nflannel_firewall_in_place 1\n"))
+        };
+        let yet = "error: the firewall rules are not in place yet".to_owned();
+        assert_eq!(seen(), (vec![yet.clone()], false));
+        book.send_replace(Rulebook::Kept(live));
+        assert_eq!(seen(), (vec![yet], false));
+        status.send_modify(|status| status.in_place = true);
+        assert_eq!(seen(), (Vec::new(), true));
+        let error = flannel_firewall::Error::Leftovers { chains: "X".into() };
+        let failing = format!("error: the firewall rules are not in place: {error}");
+        status.send_modify(|status| {
+            status.in_place = false;
+            status.failure = Some(flannel_firewall::Failure {
+                since: std::time::SystemTime::now(),
+                times: 1,
+                errors: vec![error.into()],
+            });
+        });
+        assert_eq!(seen(), (vec![failing], false));
+        book.send_replace(Rulebook::Missing("no iptables".into()));
+        assert_eq!(seen(), (vec!["warning: there are no forward rules: no iptables".into()], false));
+    }
+
+    #[tokio::test]
     async fn errors_come_first_and_each_state_has_its_reason() {
         let texts = |snapshot: &Snapshot| -> Vec<String> {
             problems(snapshot).into_iter().map(|p| format!("{}: {}", p.severity, p.text)).collect()
@@ -220,8 +284,8 @@ mod tests {
         assert_eq!(
             texts(&snapshot),
             [
-                "error: this node does not hold its lease 10.1.1.0-24: it ran out 7 s ago, and the store did not \
-                 confirm a renewal",
+                "error: this node does not hold its lease 10.1.1.0-24: it ran out, and the store did not confirm a \
+                 renewal",
                 "warning: the store does not answer: no route to host"
             ]
         );

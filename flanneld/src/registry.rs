@@ -75,6 +75,12 @@ pub(crate) struct Store {
 }
 
 impl Store {
+    /// Leases that others write.
+    #[cfg(test)]
+    pub(crate) fn of_others(subnets: Arc<dyn SubnetManager>) -> Self {
+        Self { subnets, local: None }
+    }
+
     /// Whether the subnet is this node's. A lease that others wrote is, as long as the network runs.
     pub(crate) fn ownership(&self) -> Ownership {
         self.local.as_ref().map_or(Ownership::Reserved, |local| local.ownership())

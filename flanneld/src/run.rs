@@ -201,11 +201,12 @@ async fn run_network(
     }
     let own = handle.lease.subnets;
     let (settled, mut rules) = watch::channel(false);
+    let (book, rulebook) = watch::channel(options.firewall.rulebook());
     let firewall = async {
         if lapsed {
             return Ok(std::future::pending().await);
         }
-        options.firewall.keep(&config, &own, settled).await
+        options.firewall.keep(&config, &own, settled, book).await
     };
     let followed = views.clone();
     let _running = observer.running(Running {
@@ -215,6 +216,7 @@ async fn run_network(
         kernel: Arc::clone(&chosen.kernel) as Arc<dyn Kernel>,
         handle: handle.clone(),
         views: views.clone(),
+        rulebook,
         lapsed,
         since: SystemTime::now(),
     });
