@@ -132,7 +132,7 @@ impl Servers {
 
     /// Serves for ever.
     pub(crate) async fn serve(self, observer: &Observer) -> Infallible {
-        let site = |writes| Arc::new(Answers { observer: observer.clone(), control: writes });
+        let site = |writes| Arc::new(Answers::new(observer, writes));
         let (health, control) = (self.health, self.control);
         let health = async {
             match health {
@@ -182,6 +182,8 @@ struct Answers {
     observer: Observer,
     /// The control API is served too.
     control: bool,
+    /// Held by the one reload that there may be at a time.
+    reloading: tokio::sync::Mutex<()>,
 }
 
 #[async_trait]
@@ -203,6 +205,10 @@ impl Site for Answers {
 }
 
 impl Answers {
+    fn new(observer: &Observer, control: bool) -> Self {
+        Self { observer: observer.clone(), control, reloading: tokio::sync::Mutex::default() }
+    }
+
     fn ready(&self) -> Response {
         let problems = problems(&self.observer.snapshot());
         let errors = problems.iter().filter(|problem| problem.is_error());
@@ -228,20 +234,25 @@ impl Answers {
             }
             ("GET", "/v1/why") => match request.parameter("address").map(|text| text.parse::<IpAddr>()) {
                 Some(Ok(address)) => answer(&json!(why(&self.observer.snapshot(), address).await)),
-                _ => refusal("address is to be an IP address, as in /v1/why?address=10.1.7.9"),
+                _ => refusal(400, "address is to be an IP address, as in /v1/why?address=10.1.7.9"),
             },
-            ("POST", "/v1/reload") => {
-                answer(&json!({ "version": VERSION, "found": self.observer.reload().await }))
-            }
+            ("POST", "/v1/reload") => match self.reloading.try_lock() {
+                Ok(_reloading) => {
+                    answer(&json!({ "version": VERSION, "found": self.observer.reload().await }))
+                }
+                Err(_) => {
+                    refusal(503, "everything is being read again already, and the store has not answered yet")
+                }
+            },
             ("POST", "/v1/log") => match request.parameter("filter") {
                 Some(filter) => match self.observer.set_log(Some(&filter)) {
                     Ok(()) => {
                         tracing::info!("the log filter is {filter} now, until SIGHUP");
                         answer(&json!({ "version": VERSION, "filter": filter }))
                     }
-                    Err(error) => refusal(&error),
+                    Err(error) => refusal(400, &error),
                 },
-                None => refusal("filter is to be what --log takes, as in /v1/log?filter=debug"),
+                None => refusal(400, "filter is to be what --log takes, as in /v1/log?filter=debug"),
             },
             (method, path) => {
                 let error = format!("this daemon has no {method} {path}; its API has version {VERSION}");
@@ -256,9 +267,9 @@ fn answer(value: &serde_json::Value) -> Response {
     Response { status: 200, kind: JSON, body: format!("{value}\n") }
 }
 
-fn refusal(error: &str) -> Response {
+fn refusal(status: u16, error: &str) -> Response {
     let body = format!("{}\n", json!({ "version": VERSION, "error": error }));
-    Response { status: 400, kind: JSON, body }
+    Response { status, kind: JSON, body }
 }
 
 #[cfg(test)]
@@ -275,7 +286,7 @@ mod tests {
     #[tokio::test]
     async fn health_is_answered_as_go_flannel_does_and_readiness_with_reasons() {
         let observer = Observer::default();
-        let site = Answers { observer: observer.clone(), control: false };
+        let site = Answers::new(&observer, false);
         assert_eq!(ask(&site, "GET", "/healthz").await, (200, "flanneld is running".to_owned()));
         let (status, body) = ask(&site, "GET", "/readyz").await;
         assert_eq!((status, body.lines().next()), (503, Some("flanneld is not ready yet")));
@@ -292,7 +303,7 @@ mod tests {
 
     #[tokio::test]
     async fn reading_and_writing_verbs_are_apart_and_versioned() {
-        let site = Answers { observer: Observer::default(), control: true };
+        let site = Answers::new(&Observer::default(), true);
         for (method, target, status) in [
             ("GET", "/v1/status", 200),
             ("POST", "/v1/status", 404),
@@ -311,6 +322,16 @@ mod tests {
                 assert_eq!(body["version"], VERSION, "{target}");
             }
         }
+    }
+
+    #[tokio::test]
+    async fn no_second_reload_waits_for_a_store_that_does_not_answer_the_first() {
+        let site = Answers::new(&Observer::default(), true);
+        let first = site.reloading.lock().await;
+        let (status, body) = ask(&site, "POST", "/v1/reload").await;
+        assert!(status == 503 && body.contains("already"), "{status} {body}");
+        drop(first);
+        assert_eq!(ask(&site, "POST", "/v1/reload").await.0, 200);
     }
 
     #[tokio::test]

@@ -15,7 +15,11 @@ use tokio::time::{sleep, timeout};
 
 /// A request may have so many bytes.
 const LONGEST: usize = 8 * 1024;
-/// A client has so long to ask, and so long to take the answer.
+/// A client has so long to ask: those that say nothing must not keep others from /healthz.
+const ASKING: Duration = Duration::from_secs(1);
+/// So long an answer may take to be found.
+const ANSWERING: Duration = Duration::from_secs(10);
+/// A client has so long to take the answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// So many are served at once; others wait.
 const MOST: usize = 64;
@@ -132,9 +136,12 @@ pub(crate) async fn serve(listener: Listener, site: Arc<dyn Site>) -> Infallible
 
 /// One request and its answer. That a client goes away, or takes too long, is its own affair.
 async fn exchange(mut stream: Box<dyn Stream>, site: Arc<dyn Site>) {
-    let Ok(Some(head)) = timeout(PATIENCE, read_head(&mut stream)).await else { return };
+    let Ok(Some(head)) = timeout(ASKING, read_head(&mut stream)).await else { return };
     let (response, head_only) = match parse(&head) {
-        Some((request, head_only)) => (site.answer(&request).await, head_only),
+        Some((request, head_only)) => {
+            let late = |_| Response::text(503, format!("there is no answer within {ANSWERING:?}\n"));
+            (timeout(ANSWERING, site.answer(&request)).await.unwrap_or_else(late), head_only)
+        }
         None => (Response::text(400, "this is no HTTP request that is understood here\n"), false),
     };
     let write = async {
@@ -208,6 +215,9 @@ mod tests {
     #[async_trait]
     impl Site for Echo {
         async fn answer(&self, request: &Request) -> Response {
+            if request.path == "/never" {
+                std::future::pending::<()>().await;
+            }
             let says = request.parameter("says").unwrap_or_default();
             Response::text(200, format!("{} {} {says}", request.method, request.path))
         }
@@ -244,7 +254,9 @@ mod tests {
         assert!(ask(&"x".repeat(LONGEST)).await.starts_with("HTTP/1.1 400 "));
         let begin = tokio::time::Instant::now();
         assert_eq!(ask("GET / HT").await, "");
-        assert_eq!(begin.elapsed(), PATIENCE);
+        assert_eq!(begin.elapsed(), ASKING);
+        assert!(ask("GET /never HTTP/1.1\r\n\r\n").await.starts_with("HTTP/1.1 503 "));
+        assert_eq!(begin.elapsed(), ASKING + ANSWERING);
     }
 
     #[tokio::test]

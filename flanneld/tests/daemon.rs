@@ -54,6 +54,16 @@ impl Place {
         text().unwrap()
     }
 
+    /// What the daemon answers over its control socket.
+    fn ask(&self, target: &str) -> String {
+        let socket = self.subnet_file().with_file_name("flanneld.sock");
+        let mut stream = std::os::unix::net::UnixStream::connect(socket).unwrap();
+        write!(stream, "GET {target} HTTP/1.1\r\n\r\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer.split_once("\r\n\r\n").unwrap().1.to_owned()
+    }
+
     fn own_lease(&self) -> PathBuf {
         let text = self.subnet_env();
         let subnet = text.lines().find_map(|line| line.strip_prefix("FLANNEL_SUBNET=")).unwrap();
@@ -673,6 +683,8 @@ fn firewall_rules_are_there_before_the_subnet_file_and_stay() {
             let subnet = place.subnet_env();
             assert!(subnet.contains("FLANNEL_IPMASQ=true"), "{subnet}");
             assert!(rules().to_lowercase().contains("masquerade"), "{}", rules());
+            let metrics = place.ask("/metrics");
+            assert!(metrics.contains("\nflannel_firewall_in_place 1\n"), "{metrics}");
             // Those of the other mode go when these are there.
             let left = |rules: &str| rules.contains("-A FLANNEL") || rules.contains("table ip flannel");
             wait_until(|| !left(&output(other_mode)), || format!("{}\n{}", output(other_mode), daemon.log()));
@@ -681,6 +693,26 @@ fn firewall_rules_are_there_before_the_subnet_file_and_stay() {
             assert!(rules().to_lowercase().contains("masquerade"), "they stay");
             other_mode = list;
         }
+    });
+}
+
+#[test]
+fn rules_of_an_earlier_run_go_before_the_subnet_file_where_none_are_asked_for_any_more() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(CONFIG);
+        let rules = || String::from_utf8(Command::new("iptables-save").output().unwrap().stdout).unwrap();
+        let mut daemon = place.start(&["--ip-masq"]);
+        daemon.wait_for_log("running lease");
+        daemon.signal("TERM");
+        daemon.ended();
+        assert!(rules().contains("-j MASQUERADE"), "{}", rules());
+        let daemon = place.start(&["--ip-masq=false", "--iptables-forward-rules=false"]);
+        daemon.wait_for_log("running lease");
+        assert!(!rules().contains("FLANNEL"), "{}{}", rules(), daemon.log());
+        assert!(daemon.log().contains("removed a rule of an earlier run"), "{}", daemon.log());
+        let metrics = place.ask("/metrics");
+        assert!(metrics.contains("\nflannel_firewall_in_place 1\n"), "{metrics}");
     });
 }
 
@@ -791,15 +823,9 @@ fn a_config_that_cannot_be_used_stands_in_the_way_of_no_rebuild_and_is_told_unti
         let daemon = place.start(&[]);
         daemon.wait_for_log("in sync peers=1");
         let env = || place.subnet_env();
-        let socket = place.subnet_file().with_file_name("flanneld.sock");
         let problems = || {
-            let mut stream = std::os::unix::net::UnixStream::connect(&socket).unwrap();
-            stream.write_all(b"GET /v1/status HTTP/1.1\r\n\r\n").unwrap();
-            let mut answer = String::new();
-            stream.read_to_string(&mut answer).unwrap();
-            let body: serde_json::Value =
-                serde_json::from_str(answer.split_once("\r\n\r\n").unwrap().1).unwrap();
-            body["problems"].to_string()
+            let status: serde_json::Value = serde_json::from_str(&place.ask("/v1/status")).unwrap();
+            status["problems"].to_string()
         };
         let told =
             |text: &str| problems().contains("the last good one stays in force") && problems().contains(text);
