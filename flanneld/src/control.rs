@@ -67,11 +67,16 @@ fn port(text: &str) -> Result<u16, String> {
 impl ControlFlags {
     /// The control socket of a daemon with this subnet file; `None`: there is to be none.
     fn socket(&self, subnet_file: &Path) -> Option<PathBuf> {
-        match &self.control_socket {
-            Some(path) if path.as_os_str() == "off" => None,
-            Some(path) => Some(path.clone()),
-            None => Some(subnet_file.with_file_name(SOCKET)),
-        }
+        socket(self.control_socket.as_deref(), subnet_file)
+    }
+}
+
+/// What `--control-socket` means, to the daemon and to those who ask it.
+pub(crate) fn socket(given: Option<&Path>, subnet_file: &Path) -> Option<PathBuf> {
+    match given {
+        Some(path) if path.as_os_str() == "off" => None,
+        Some(path) => Some(path.to_owned()),
+        None => Some(subnet_file.with_file_name(SOCKET)),
     }
 }
 

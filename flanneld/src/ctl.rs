@@ -44,10 +44,10 @@ pub(crate) struct Said {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Failure {
     /// The daemon does not answer.
-    #[error("flanneld does not answer at {}: {reason}", socket.display())]
+    #[error("flanneld does not answer{}: {reason}", socket.as_ref().map(|path| format!(" at {}", path.display())).unwrap_or_default())]
     NoDaemon {
-        /// Where it was looked for.
-        socket: PathBuf,
+        /// Where it was looked for; `None`: it has no socket.
+        socket: Option<PathBuf>,
         /// What happened.
         reason: String,
     },
@@ -125,7 +125,7 @@ fn show(said: &Said, json: bool) {
 
 async fn carry_out(options: &Ctl, paper: &Paper) -> Result<Said> {
     let global = &options.global;
-    let client = Client::new(&global.control_socket);
+    let client = Client::new(global.socket());
     match &options.verb {
         Verb::Status => status::status(&client, global, paper).await,
         Verb::Peers => status::peers(&client, global, paper).await,

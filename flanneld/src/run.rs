@@ -59,6 +59,7 @@ pub(crate) async fn run_observed(options: &Options, observer: &Observer) -> Resu
 /// One network after the other.
 async fn run_networks(options: &Options, observer: &Observer) -> Result<Infallible, Error> {
     let kernel = Arc::new(open_kernel(options)?);
+    let _alone = state::lock(&options.state_dir)?;
     let mark = state::mark(&options.state_dir)?;
     let predecessor = Predecessor::find(&options.subnet_file, &options.state_dir)?;
     let node = Node {

@@ -1,10 +1,12 @@
-//! What this host remembers across restarts: the mark by which it knows its own leases.
+//! What this host remembers across restarts: the mark by which it knows its own leases; and that one at a time has it.
 
 use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
 
 use flannel_subnet::Mark;
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
 
 use crate::error::Error;
 
@@ -38,6 +40,32 @@ pub(crate) fn mark(dir: &Path) -> Result<Mark, Error> {
     Ok(mark)
 }
 
+/// That nobody else has the state directory, as long as this is kept. The kernel lets go when the process ends, however.
+#[derive(Debug)]
+pub(crate) struct Lock {
+    _file: Flock<fs::File>,
+}
+
+/// Takes the state directory for one daemon, or for cleaning up after it.
+///
+/// # Errors
+/// Somebody else has it, or the file `lock` in it cannot be had.
+pub(crate) fn lock(dir: &Path) -> Result<Lock, Error> {
+    let path = dir.join("lock");
+    let failed = |reason: String| Error::File { path: path.clone(), reason };
+    let see = |error: io::Error| failed(format!("{error} (see --state-dir)"));
+    fs::create_dir_all(dir).map_err(see)?;
+    let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(&path).map_err(see)?;
+    match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+        Ok(file) => Ok(Lock { _file: file }),
+        Err((_, Errno::EWOULDBLOCK)) => Err(failed(
+            "another flanneld is running and holds this lock: stop it first, or name another --state-dir"
+                .to_owned(),
+        )),
+        Err((_, errno)) => Err(see(errno.into())),
+    }
+}
+
 /// What tells this machine from its clones: `/etc/machine-id`, else the mark.
 pub(crate) fn identity(mark: Mark) -> String {
     let id = fs::read_to_string("/etc/machine-id").unwrap_or_default();
@@ -48,6 +76,17 @@ pub(crate) fn identity(mark: Mark) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_at_a_time_has_the_state_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = dir.path().join("new");
+        let first = lock(&state).unwrap();
+        let error = lock(&state).unwrap_err().to_string();
+        assert!(error.contains("new/lock: another flanneld is running"), "{error}");
+        drop(first);
+        lock(&state).unwrap();
+    }
 
     #[test]
     fn a_mark_is_kept_and_a_broken_one_replaced() {

@@ -68,7 +68,7 @@ impl Place {
         let program = std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into());
         let mut command = Command::new(program);
         command.args(self.common()).args(["-iface=eth0", "--healthz-ip=127.0.0.1"]);
-        command.arg(format!("--healthz-port={PORT}")).envs(env.iter().copied());
+        command.env("FLANNELD_HEALTHZ_PORT", PORT.to_string()).envs(env.iter().copied());
         Daemon::start(&mut command)
     }
 
@@ -76,12 +76,18 @@ impl Place {
         self.start_with(&[])
     }
 
-    fn ctl_command(&self, args: &[&str]) -> Command {
+    /// Told no more than where files are.
+    fn bare_ctl(&self, args: &[&str]) -> Command {
         let program =
             std::env::var_os("FLANNELCTL").unwrap_or_else(|| env!("CARGO_BIN_EXE_flannelctl").into());
         let mut command = Command::new(program);
-        command.args(self.common()).args(["--control-socket", &self.path("run/flanneld.sock")]);
-        command.args(args).stdin(Stdio::null());
+        command.args(self.common()).args(args).stdin(Stdio::null());
+        command
+    }
+
+    fn ctl_command(&self, args: &[&str]) -> Command {
+        let mut command = self.bare_ctl(&["--control-socket", &self.path("run/flanneld.sock")]);
+        command.args(args);
         command
     }
 
@@ -380,6 +386,40 @@ fn without_a_daemon_it_says_so_and_what_is_left() {
         place.says(&["cleanup", "--iface", "eth0"]);
         assert!(!ip("link show").contains("flannel.1"), "{}", ip("link show"));
         assert_eq!(place.json(&["cleanup", "--iface", "eth0"])["done"].as_array().unwrap().len(), 0);
+    });
+}
+
+#[test]
+fn a_running_daemon_is_never_cleaned_away() {
+    in_netns(|| {
+        let place = Place::new(Some(CONFIG));
+        for socket in ["", "off"] {
+            let daemon = place.start_with(&[("FLANNELD_CONTROL_SOCKET", socket)]);
+            ready(&daemon);
+            let elsewhere = place.path("elsewhere.sock");
+            for at in [None, Some("off"), Some(elsewhere.as_str())] {
+                // As an administrator calls it: what says where things are comes from the daemon's own options.
+                let mut command = place.bare_ctl(&["cleanup", "--iface", "eth0"]);
+                command.envs(at.map(|at| ("FLANNELD_CONTROL_SOCKET", at)));
+                let output = command.output().unwrap();
+                let text = String::from_utf8_lossy(&output.stderr);
+                assert_eq!(output.status.code(), Some(1), "{socket:?} {at:?}: {text}");
+                assert!(text.contains("is running"), "{socket:?} {at:?}: {text}");
+            }
+            assert!(ip("link show").contains("flannel.1"));
+            let second =
+                place.start_with(&[("FLANNELD_HEALTHZ_PORT", "0"), ("FLANNELD_CONTROL_SOCKET", "off")]);
+            second.wait_for_log("state/lock: another flanneld is running");
+            assert_eq!(daemon.stop().code(), Some(0));
+        }
+        // Something else in the socket's place: nobody knows.
+        fs::write(place.path("file"), "").unwrap();
+        let beyond = place.path("file/flanneld.sock");
+        let output =
+            place.bare_ctl(&["cleanup", "--iface=eth0", "--control-socket", &beyond]).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(1) && text.contains("is not known"), "{text}");
+        assert!(ip("link show").contains("flannel.1"));
     });
 }
 

@@ -10,14 +10,17 @@ use super::options::{CleanupFlags, Global};
 use super::{Failure, Result, Said, offline};
 use crate::backends;
 use crate::report::VERSION;
+use crate::state;
 
 /// Removes, or makes fit for Go flannel, or says what would be done.
 pub(crate) async fn cleanup(client: &Client, global: &Global, flags: &CleanupFlags) -> Result<Said> {
-    if !flags.dry_run && client.ask("GET", "/v1/status").is_ok() {
-        return Err(Failure::Refused(format!(
-            "flanneld is running (it answers at {}) and would put everything back: stop it first, or use --dry-run",
-            global.control_socket.display()
-        )));
+    let mut _alone = None;
+    if !flags.dry_run {
+        client.nobody_listens()?;
+        // A daemon may have no socket, or another one. Where none ever ran there is nothing to lock.
+        if global.state_dir.exists() {
+            _alone = Some(state::lock(&global.state_dir)?);
+        }
     }
     let config = offline::config(global).await?;
     let kernel = NetlinkKernel::open()?;

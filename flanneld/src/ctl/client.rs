@@ -1,8 +1,8 @@
 //! Asking the daemon over its Unix socket: one request, one answer, both small.
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use serde_json::Value;
@@ -16,12 +16,38 @@ const PATIENCE: Duration = Duration::from_secs(15);
 /// The way to the daemon.
 #[derive(Debug, Clone)]
 pub(crate) struct Client {
-    socket: PathBuf,
+    /// `None`: the daemon has none.
+    socket: Option<PathBuf>,
 }
 
 impl Client {
-    pub(crate) fn new(socket: &Path) -> Self {
-        Self { socket: socket.to_owned() }
+    pub(crate) fn new(socket: Option<PathBuf>) -> Self {
+        Self { socket }
+    }
+
+    /// Makes sure that no daemon listens. That nobody does is known only if the socket's file is not there, or nobody
+    /// has it open.
+    ///
+    /// # Errors
+    /// [`Failure::Refused`]: one listens, or it cannot be known.
+    ///
+    /// # Blocking
+    /// Connects to the socket.
+    pub(crate) fn nobody_listens(&self) -> Result<()> {
+        let Some(socket) = &self.socket else { return Ok(()) };
+        match UnixStream::connect(socket) {
+            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => {
+                Ok(())
+            }
+            Err(error) => Err(Failure::Refused(format!(
+                "{}: {error}: whether flanneld runs is not known, and it must not",
+                socket.display()
+            ))),
+            Ok(_) => Err(Failure::Refused(format!(
+                "flanneld is running (it listens at {}) and would put everything back: stop it first, or use --dry-run",
+                socket.display()
+            ))),
+        }
     }
 
     /// Asks, and returns what a daemon that understands says.
@@ -51,7 +77,11 @@ impl Client {
     }
 
     fn exchange(&self, method: &str, target: &str) -> std::io::Result<String> {
-        let mut stream = UnixStream::connect(&self.socket)?;
+        let socket = self
+            .socket
+            .as_ref()
+            .ok_or_else(|| std::io::Error::other("--control-socket is off, and so there is nobody to ask"))?;
+        let mut stream = UnixStream::connect(socket)?;
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
         write!(stream, "{method} {target} HTTP/1.1\r\nHost: flanneld\r\nConnection: close\r\n\r\n")?;

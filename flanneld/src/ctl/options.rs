@@ -12,6 +12,7 @@ use flannel_subnet::Registry;
 
 use super::docker_opts::DockerFlags;
 use super::{Failure, Result};
+use crate::control;
 use crate::error::Error;
 #[cfg(feature = "etcd")]
 use crate::etcd::EtcdFlags;
@@ -50,9 +51,9 @@ pub fn command() -> clap::Command {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Where things are")]
 pub(crate) struct Global {
-    /// The socket of the daemon
-    #[arg(long, value_name = "FILE", default_value = "/run/flannel/flanneld.sock")]
-    pub(crate) control_socket: PathBuf,
+    /// The socket of the daemon, or off; flanneld.sock beside the subnet file if not given
+    #[arg(long, value_name = "FILE|off")]
+    pub(crate) control_socket: Option<PathBuf>,
 
     /// Say it for programs: one JSON object
     #[arg(long, help_heading = "Options")]
@@ -77,6 +78,11 @@ pub(crate) struct Global {
 }
 
 impl Global {
+    /// The socket of a daemon that was told the same; `None`: it has none.
+    pub(crate) fn socket(&self) -> Option<PathBuf> {
+        control::socket(self.control_socket.as_deref(), &self.subnet_file)
+    }
+
     /// Opens the store.
     pub(crate) async fn open_registry(&self) -> Result<Arc<dyn Registry>> {
         let missing =
@@ -335,10 +341,22 @@ mod tests {
             (&["lease", "list", "--registry", "dir:/c", "--json"], "dir:/c"),
         ] {
             let options = parse(args, &env).unwrap();
-            assert_eq!(options.global.registry.unwrap().to_string(), registry, "{args:?}");
+            assert_eq!(options.global.registry.as_ref().unwrap().to_string(), registry, "{args:?}");
             assert_eq!(options.global.state_dir.to_str(), Some("/state"));
-            assert_eq!(options.global.control_socket.to_str(), Some("/run/flannel/flanneld.sock"));
+            assert_eq!(options.global.socket(), Some("/run/flannel/flanneld.sock".into()));
             assert_eq!(options.global.json, args.contains(&"--json"));
+        }
+    }
+
+    #[test]
+    fn the_socket_is_looked_for_where_a_daemon_with_the_same_environment_has_it() {
+        for (env, expected) in [
+            (("FLANNELD_SUBNET_FILE", "/run/other/subnet.env"), Some("/run/other/flanneld.sock")),
+            (("FLANNELD_CONTROL_SOCKET", "/run/a.sock"), Some("/run/a.sock")),
+            (("FLANNELD_CONTROL_SOCKET", "off"), None),
+        ] {
+            let options = parse(&["status"], &[env]).unwrap();
+            assert_eq!(options.global.socket(), expected.map(PathBuf::from), "{env:?}");
         }
     }
 
