@@ -424,6 +424,41 @@ fn a_running_daemon_is_never_cleaned_away() {
 }
 
 #[test]
+fn cleanup_takes_everything_back() {
+    in_netns(|| {
+        let place =
+            Place::new(Some(r#"{"Network":"10.1.0.0/16","EnableNFTables":true,"Backend":{"Type":"vxlan"}}"#));
+        place.peer(7);
+        let daemon =
+            place.start_with(&[("FLANNELD_IP_MASQ", "true"), ("FLANNELD_IP_BLACKHOLE_ROUTE", "true")]);
+        ready(&daemon);
+        assert_eq!(daemon.stop().code(), Some(0));
+        let rules = || {
+            String::from_utf8(Command::new("nft").args(["list", "tables"]).output().unwrap().stdout).unwrap()
+        };
+        let files = ["run/subnet.env", "state/leases"].map(|name| PathBuf::from(place.path(name)));
+        let all = |there: bool| {
+            assert_eq!(rules().contains("flannel"), there, "{}", rules());
+            assert_eq!(ip("route show").contains("blackhole"), there, "{}", ip("route show"));
+            assert_eq!(files.each_ref().map(|file| file.exists()), [there; 2]);
+        };
+        all(true);
+        let would = place.json(&["cleanup", "--dry-run", "--iface", "eth0"]);
+        all(true);
+        let made = place.json(&["cleanup", "--iface", "eth0"]);
+        assert_eq!((&would["done"], &would["failed"]), (&made["done"], &made["failed"]), "{would} {made}");
+        all(false);
+        assert!(Path::new(&place.path("state/mark")).exists(), "this host stays who it is");
+        let text = made["done"].to_string();
+        assert!(
+            text.contains("subnet.env") && text.contains("state/leases") && text.contains("flannel"),
+            "{text}"
+        );
+        assert_eq!(place.json(&["cleanup", "--iface", "eth0"])["done"].as_array().unwrap().len(), 0);
+    });
+}
+
+#[test]
 fn config_and_leases_are_managed_without_a_daemon() {
     in_netns(|| {
         let place = Place::new(None);

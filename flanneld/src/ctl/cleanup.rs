@@ -1,8 +1,14 @@
-//! `flannelctl cleanup`: takes back what a daemon put into the kernel.
+//! `flannelctl cleanup`: takes back what a daemon put into the kernel, and its files but the mark of this host.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
 
 use flannel_core::{Config, cleanup as remove, ready_for_go};
+use flannel_firewall::{Programs, leftovers};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
+use flannel_subnet::Cache;
 use serde_json::json;
 
 use super::client::Client;
@@ -28,27 +34,70 @@ pub(crate) async fn cleanup(client: &Client, global: &Global, flags: &CleanupFla
     let owned = backends::find(&config.backend.kind)?.owned(uplink, &config)?;
     let work = if flags.for_go { ready_for_go } else { remove };
     let report = work(&kernel, &owned, flags.dry_run)?;
-    let value = json!({
-        "version": VERSION,
-        "dry_run": flags.dry_run,
-        "done": report.done.iter().map(ToString::to_string).collect::<Vec<_>>(),
-        "failed": report
-            .failed
-            .iter()
-            .map(|(change, error)| json!({ "change": change.to_string(), "error": error.to_string() }))
-            .collect::<Vec<_>>(),
-    });
-    let mut text: String = report.done.iter().map(|change| format!("{change}\n")).collect();
-    for (change, error) in &report.failed {
-        text += &format!("FAILED: {change}: {error}\n");
-    }
-    let (verb, count) = (if flags.dry_run { "would be made" } else { "made" }, report.done.len());
-    text += &match (count, report.failed.len()) {
-        (0, 0) => "nothing of flannel's is there to change\n".to_owned(),
-        (_, 0) => format!("{count} changes {verb}\n"),
-        (_, failed) => format!("{count} changes {verb}, {failed} failed\n"),
+    let mut account = Account {
+        done: report.done.iter().map(ToString::to_string).collect(),
+        failed: report.failed.iter().map(|(change, error)| (change.to_string(), error.to_string())).collect(),
     };
-    Ok(Said { text, value, ok: report.failed.is_empty() })
+    if !flags.for_go {
+        account.firewall(flags.dry_run).await;
+        // What is left can only be found by them: they go last, and only if nothing is.
+        if account.failed.is_empty() {
+            account.file(&global.subnet_file, flags.dry_run);
+            account.file(Cache::open(global.state_dir.join("leases")).path(), flags.dry_run);
+        }
+    }
+    Ok(account.said(flags.dry_run))
+}
+
+/// What was done, or would be, and what could not be.
+#[derive(Debug, Default)]
+struct Account {
+    done: Vec<String>,
+    failed: Vec<(String, String)>,
+}
+
+impl Account {
+    /// The rules of every mode.
+    async fn firewall(&mut self, dry_run: bool) {
+        let programs = Programs::default();
+        let report =
+            if dry_run { leftovers(&programs).await } else { flannel_firewall::cleanup(&programs).await };
+        self.done.extend(report.found.iter().map(|there| format!("delete {}", there.object)));
+        let failed =
+            report.failed.iter().map(|error| ("delete firewall rules".to_owned(), error.to_string()));
+        self.failed.extend(failed);
+    }
+
+    fn file(&mut self, path: &Path, dry_run: bool) {
+        let change = format!("delete {}", path.display());
+        let removed = if dry_run { fs::symlink_metadata(path).map(drop) } else { fs::remove_file(path) };
+        match removed {
+            Ok(()) => self.done.push(change),
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => self.failed.push((change, error.to_string())),
+        }
+    }
+
+    fn said(&self, dry_run: bool) -> Said {
+        let failed = self.failed.iter().map(|(change, error)| json!({ "change": change, "error": error }));
+        let value = json!({
+            "version": VERSION,
+            "dry_run": dry_run,
+            "done": self.done,
+            "failed": failed.collect::<Vec<_>>(),
+        });
+        let mut text: String = self.done.iter().map(|change| format!("{change}\n")).collect();
+        for (change, error) in &self.failed {
+            text += &format!("FAILED: {change}: {error}\n");
+        }
+        let (verb, count) = (if dry_run { "would be made" } else { "made" }, self.done.len());
+        text += &match (count, self.failed.len()) {
+            (0, 0) => "nothing of flannel's is there to change\n".to_owned(),
+            (_, 0) => format!("{count} changes {verb}\n"),
+            (_, failed) => format!("{count} changes {verb}, {failed} failed\n"),
+        };
+        Said { text, value, ok: self.failed.is_empty() }
+    }
 }
 
 /// The interface that the daemon used, as far as it can be told: the one that it would choose now.

@@ -147,7 +147,8 @@ pub(crate) enum Verb {
     /// Remove what the daemon put into the kernel, or make it fit for Go flannel
     #[command(
         long_about = "Removes what the daemon put into the kernel: routes, nexthop objects, forwarding entries, \
-        neighbours, addresses, devices. Pods lose their way to other nodes. The daemon must not run, since it would put \
+        neighbours, addresses, devices, firewall rules; then the subnet file and the leases that were kept. Pods lose their \
+        way to other nodes. The daemon must not run, since it would put \
         everything back. What is ours follows from the network config, in the store or as the daemon last saw it."
     )]
     Cleanup(CleanupFlags),
