@@ -1,7 +1,7 @@
 //! `flannelctl`: asks the daemon how it is, and looks after store and kernel without it.
 //!
 //! The one thing to know: each verb makes a [`Said`], a text for people and a value for programs; what is shown is
-//! decided once, here. Exit status 0: all is well; 1: it is not, or it could not be done; 2: wrong usage.
+//! decided once, here. That whoever reads it stops to do so is its own affair, and no reason to panic. Exit status 0: all is well; 1: it is not, or it could not be done; 2: wrong usage.
 
 mod cleanup;
 mod client;
@@ -82,18 +82,18 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let options = match Ctl::parse_from(args, |name| std::env::var_os(name)) {
         Ok(options) => options,
         Err(Error::Help(text)) => {
-            print!("{text}");
+            let _ = std::io::stdout().write_all(text.as_bytes());
             return ExitCode::SUCCESS;
         }
         Err(error) => {
-            eprint!("{error}");
+            let _ = write!(std::io::stderr(), "{error}");
             return ExitCode::from(error.exit_code());
         }
     };
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
-            eprintln!("flannelctl: the runtime: {error}");
+            let _ = writeln!(std::io::stderr(), "flannelctl: the runtime: {error}");
             return ExitCode::FAILURE;
         }
     };
@@ -105,19 +105,17 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         }
         Err(failure) => {
             if options.global.json {
-                println!(
-                    "{}",
-                    serde_json::json!({ "version": crate::report::VERSION, "error": failure.to_string() })
-                );
+                let value =
+                    serde_json::json!({ "version": crate::report::VERSION, "error": failure.to_string() });
+                let _ = writeln!(std::io::stdout(), "{value}");
             } else {
-                eprintln!("flannelctl: {failure}");
+                let _ = writeln!(std::io::stderr(), "flannelctl: {failure}");
             }
             ExitCode::FAILURE
         }
     }
 }
 
-/// That whoever reads our output stops to do so is its own affair.
 fn show(said: &Said, json: bool) {
     let text = if json { format!("{}\n", said.value) } else { said.text.clone() };
     let _ = std::io::stdout().write_all(text.as_bytes());

@@ -35,6 +35,7 @@ mod why;
 
 use std::convert::Infallible;
 use std::ffi::OsString;
+use std::io::Write;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -71,12 +72,13 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     match start(args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(Error::Help(text)) => {
-            print!("{text}");
+            // Whoever reads it may stop to do so.
+            let _ = std::io::stdout().write_all(text.as_bytes());
             ExitCode::SUCCESS
         }
         // Not through the log, which --log may have silenced.
         Err(error) => {
-            eprintln!("flanneld: {error}");
+            let _ = writeln!(std::io::stderr(), "flanneld: {error}");
             ExitCode::from(error.exit_code())
         }
     }
