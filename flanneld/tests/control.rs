@@ -488,10 +488,25 @@ fn config_and_leases_are_managed_without_a_daemon() {
         let listed = place.json(&["lease", "list"]);
         let lease = &listed["leases"][0];
         assert_eq!((lease["key"].as_str(), &lease["reserved"]), (Some("10.1.9.0-24"), &Value::Bool(true)));
+        place.says(&["lease", "reserve", "10.1.8.0/24", "--public-ip", "192.0.2.8"]);
+        assert_eq!(
+            place.json(&["lease", "list"])["leases"][0]["backend"],
+            "vxlan",
+            "as the network config says"
+        );
+        place.says(&["lease", "release", "10.1.8.0/24"]);
         let again = place.fails(&["lease", "reserve", "10.1.9.0/24", "--public-ip", "192.0.2.9"]);
         assert!(again.1.contains("is reserved already"), "{}", again.1);
         let wrong = place.fails(&["lease", "reserve", "10.2.9.0/24", "--public-ip", "192.0.2.9"]);
         assert!(wrong.1.contains("10.1.0.0/16"), "{}", wrong.1);
+        assert_eq!(place.json(&["lease", "list"])["duplicates"], serde_json::json!([]));
+        place.says(&["lease", "reserve", "10.1.10.0/24", "--public-ip", "192.0.2.9"]);
+        let listed = place.says(&["lease", "list"]);
+        assert!(
+            listed.contains("192.0.2.9 is the public address of 10.1.9.0-24 and 10.1.10.0-24"),
+            "{listed}"
+        );
+        place.says(&["lease", "release", "10.1.10.0/24"]);
         place.says(&["lease", "release", "10.1.9.0/24"]);
         assert_eq!(place.json(&["lease", "list"])["leases"].as_array().unwrap().len(), 0);
 
@@ -538,6 +553,28 @@ fn wrong_usage_is_2_and_help_is_0() {
         }
         assert!(place.says(&["--help"]).contains("Exit status"));
         assert!(place.says(&["lease", "release", "--help"]).contains("orders"));
+    });
+}
+
+#[test]
+fn who_reads_the_output_may_go() {
+    in_netns(|| {
+        let place = Place::new(None);
+        let flanneld = std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into());
+        let mut help = Command::new(flanneld);
+        help.arg("--help");
+        for (mut command, code) in [
+            (help, 0),
+            (place.bare_ctl(&["--help"]), 0),
+            (place.bare_ctl(&["statsu"]), 2),
+            (place.bare_ctl(&["reload"]), 1),
+            (place.bare_ctl(&["reload", "--json"]), 1),
+        ] {
+            let [(out_reader, out), (err_reader, err)] = [(); 2].map(|()| std::io::pipe().unwrap());
+            drop((out_reader, err_reader));
+            let status = command.stdout(out).stderr(err).status().unwrap();
+            assert_eq!(status.code(), Some(code), "{command:?}: 101 is a panic");
+        }
     });
 }
 

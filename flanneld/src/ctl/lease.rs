@@ -2,6 +2,7 @@
 //!
 //! The one thing to know: every write is a compare-and-swap on what was shown or read, as the daemons' are.
 
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use flannel_core::{Config, Dual, Error, LeaseAttrs, Subnets, holder};
@@ -33,11 +34,19 @@ async fn list(registry: &dyn Registry, paper: &Paper) -> Result<Said> {
     let mut listing = registry.list().await?;
     listing.entries.sort_by_key(|entry| entry.lease.subnets);
     let rows: Vec<_> = listing.entries.iter().map(row).collect();
-    let mut text = paper.table(&["SUBNET", "ADDRESS", "BACKEND", "HOLDER", "REVISION"], &rows);
+    let mut page = paper.table(&["SUBNET", "ADDRESS", "BACKEND", "HOLDER", "REVISION"], &rows);
     let reserved = listing.entries.iter().filter(|entry| entry.mark.is_none()).count();
-    text += &format!("{} leases in {registry}, {reserved} of them reserved\n", listing.entries.len());
+    page += &format!("{} leases in {registry}, {reserved} of them reserved\n", listing.entries.len());
     for skipped in &listing.skipped {
-        text += &paper.field("skipped", Ink::Warning, &format!("{}: {}", skipped.key, skipped.reason));
+        page += &paper.field("skipped", Ink::Warning, &format!("{}: {}", skipped.key, skipped.reason));
+    }
+    let duplicates = duplicates(&listing.entries);
+    for (address, keys) in &duplicates {
+        let text = format!(
+            "{address} is the public address of {}: each takes the other's packets",
+            keys.join(" and ")
+        );
+        page += &paper.field("duplicate", Ink::Warning, &text);
     }
     let skipped: Vec<Value> = listing
         .skipped
@@ -45,9 +54,25 @@ async fn list(registry: &dyn Registry, paper: &Paper) -> Result<Said> {
         .map(|skipped| json!({ "key": skipped.key, "reason": skipped.reason }))
         .collect();
     let leases: Vec<Value> = listing.entries.iter().map(value).collect();
-    let value =
-        json!({ "version": VERSION, "store": registry.to_string(), "leases": leases, "skipped": skipped });
-    Ok(Said { text, value, ok: true })
+    let duplicates: Vec<Value> = duplicates
+        .iter()
+        .map(|(address, keys)| json!({ "address": address.to_string(), "leases": keys }))
+        .collect();
+    let value = json!({
+        "version": VERSION, "store": registry.to_string(), "leases": leases, "skipped": skipped, "duplicates": duplicates,
+    });
+    Ok(Said { text: page, value, ok: true })
+}
+
+/// Public addresses that several leases have, with the keys of those.
+fn duplicates(entries: &[Entry]) -> Vec<(IpAddr, Vec<String>)> {
+    let mut holders: BTreeMap<IpAddr, Vec<String>> = BTreeMap::new();
+    for lease in entries.iter().map(|entry| &entry.lease) {
+        for address in lease.attrs.public.values() {
+            holders.entry(*address).or_default().push(lease.subnets.to_string());
+        }
+    }
+    holders.into_iter().filter(|(_, keys)| keys.len() > 1).collect()
 }
 
 fn row(entry: &Entry) -> (Ink, Vec<Vec<String>>) {
@@ -112,7 +137,12 @@ async fn reserve(registry: &dyn Registry, subnets: &Subnets, attrs: &LeaseAttrs)
         let of = holder(&other.lease.attrs);
         return Err(Failure::Refused(format!("{subnets} overlaps {} of {of}", other.lease.subnets)));
     }
-    let written = registry.create(subnets, attrs, None).await?;
+    // Without a type it would look like a lease of Go flannel's udp.
+    let mut attrs = attrs.clone();
+    if attrs.backend_type.is_empty() {
+        attrs.backend_type = config.backend.kind;
+    }
+    let written = registry.create(subnets, &attrs, None).await?;
     Ok(done(&written, "is reserved"))
 }
 

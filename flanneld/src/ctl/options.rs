@@ -244,7 +244,7 @@ pub(crate) enum LeaseVerb {
         #[arg(long, value_name = "ADDRESS")]
         public_ipv6: Option<Ipv6Addr>,
 
-        /// The node's backend, such as vxlan; its daemon fills in the rest
+        /// The node's backend, such as vxlan, if not the network config's; its daemon fills in the rest
         #[arg(long, value_name = "TYPE", default_value = "")]
         backend_type: String,
     },
