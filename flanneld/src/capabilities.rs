@@ -31,16 +31,28 @@ const NEEDED: [Capability; 2] = [Capability::CAP_NET_ADMIN, Capability::CAP_NET_
 /// Those that reach files of others, to read and to write.
 const FILES: [Capability; 2] = [Capability::CAP_DAC_READ_SEARCH, Capability::CAP_DAC_OVERRIDE];
 
-/// Drops what is not needed, and says what is kept beyond the usual and why. Where dropping is not possible, that is said
-/// and changes nothing else.
+/// Drops what is not needed, and says what is kept beyond the usual and why. Where dropping is not possible, that is said,
+/// and the process can do what it could; programs that it runs may be able to do less.
 pub(crate) fn drop_needless(options: &Options) {
     if options.capabilities == Capabilities::All {
         return;
     }
+    let effective = caps::read(None, CapSet::Effective);
     match drop_all_but(options) {
         Ok(reasons) => reasons.iter().for_each(|reason| tracing::info!("{reason}")),
-        Err(error) => tracing::warn!("capabilities are not dropped: {error}"),
+        Err(error) => {
+            tracing::warn!("capabilities are not all dropped: {error}");
+            if let Err(error) = effective.and_then(|effective| restore(&effective)) {
+                tracing::warn!("files of others may be out of reach: {error}");
+            }
+        }
     }
+}
+
+/// What was effective is so again, as far as it is still permitted.
+fn restore(effective: &CapsHashSet) -> Result<(), CapsError> {
+    let permitted = caps::read(None, CapSet::Permitted)?;
+    caps::set(None, CapSet::Effective, &effective.intersection(&permitted).copied().collect())
 }
 
 fn drop_all_but(options: &Options) -> Result<Vec<String>, CapsError> {
@@ -63,7 +75,8 @@ fn drop_all_but(options: &Options) -> Result<Vec<String>, CapsError> {
         reasons.push(format!("{capability} is kept, since {} belongs to somebody else", path.display()));
     }
     keep.retain(|capability| had.contains(capability));
-    for capability in caps::all().difference(&keep) {
+    // A kernel refuses to drop what is younger than itself.
+    for capability in caps::runtime::thread_all_supported().difference(&keep) {
         // Who may not do that cannot win them back either.
         if had.contains(&Capability::CAP_SETPCAP) {
             caps::drop(None, CapSet::Bounding, *capability)?;
