@@ -424,6 +424,29 @@ fn a_running_daemon_is_never_cleaned_away() {
 }
 
 #[test]
+fn programs_that_the_daemon_runs_do_not_see_its_password() {
+    use std::os::unix::fs::PermissionsExt;
+    in_netns(|| {
+        let place = Place::new(Some(CONFIG));
+        let (bin, seen) = (PathBuf::from(place.path("bin")), place.path("seen"));
+        fs::create_dir(&bin).unwrap();
+        for name in ["iptables-save", "iptables-restore"] {
+            let real = ["/usr/sbin", "/sbin", "/usr/bin"].map(|dir| format!("{dir}/{name}"));
+            let real = real.iter().find(|path| Path::new(path).exists()).unwrap();
+            let script = format!("#!/bin/sh\nenv >> {seen}\nexec {real} \"$@\"\n");
+            fs::write(bin.join(name), script).unwrap();
+            fs::set_permissions(bin.join(name), fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap());
+        let secret = [("FLANNELD_ETCD_USERNAME", "somebody"), ("FLANNELD_ETCD_PASSWORD", "do-not-tell")];
+        let daemon = place.start_with(&[("PATH", path.as_str()), secret[0], secret[1]]);
+        ready(&daemon);
+        let seen = fs::read_to_string(&seen).unwrap();
+        assert!(seen.contains("PATH=") && !seen.contains("do-not-tell"), "{seen}");
+    });
+}
+
+#[test]
 fn cleanup_takes_everything_back() {
     in_netns(|| {
         let place =

@@ -1,7 +1,7 @@
 //! The programs `iptables-save` and `iptables-restore`, and their IPv6 twins. The one thing to know: this is the only
 //! place where this crate starts a process.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
@@ -181,6 +181,11 @@ fn usual_path() -> OsString {
     std::env::join_paths(dirs).unwrap_or(path)
 }
 
+/// An option of the daemon, in the environment.
+fn is_option(name: &OsStr) -> bool {
+    name.as_encoded_bytes().starts_with(b"FLANNELD_")
+}
+
 fn numbers(text: &str) -> Option<[u32; 3]> {
     let mut numbers = text.split_whitespace().find_map(|word| word.strip_prefix('v'))?.split('.');
     let mut next = || numbers.next()?.parse().ok();
@@ -192,6 +197,10 @@ async fn run(program: &Path, args: &[&str], input: &str) -> Result<String, Error
     let failed = |source| Error::Run { program: program.to_owned(), source };
     let mut command = Command::new(program);
     command.args(args).env("LC_ALL", "C").kill_on_drop(true);
+    // The daemon's options, a password among them, are nobody else's.
+    for (name, _) in std::env::vars_os().filter(|(name, _)| is_option(name)) {
+        command.env_remove(name);
+    }
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     tracing::trace!(program = %program.display(), "starting a process");
     let mut child = command.spawn().map_err(failed)?;
