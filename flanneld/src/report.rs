@@ -76,6 +76,9 @@ pub(crate) struct NetworkReport {
     pub(crate) peers: Counted<PeerReport>,
     /// Peers whose leases are believed.
     pub(crate) believed: u64,
+    /// Peers whose leases are not; the others are new.
+    #[serde(default)]
+    pub(crate) disbelieved: u64,
     pub(crate) subnets: Vec<SubnetsReport>,
     pub(crate) repairs: Repairs,
     /// From a lease's arrival to the kernel's acknowledgement.
@@ -266,6 +269,7 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
         failing: Counted { total: status.failing.len() as u64, listed: failures(status) },
         peers: Counted { total: all, listed: interesting_peers(network, snapshot) },
         believed: status.peers as u64,
+        disbelieved: status.disbelieved.len() as u64,
         subnets: subnets_used(network),
         repairs: Repairs {
             total: status.repaired,

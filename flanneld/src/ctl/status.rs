@@ -171,8 +171,10 @@ fn kernel_fields(network: &NetworkReport, now: f64, paper: &Paper) -> String {
 
 fn peers_of(network: &NetworkReport, now: f64, paper: &Paper) -> String {
     let peers = &network.peers;
-    let others = peers.total - network.believed.min(peers.total);
-    let disbelieved = if others > 0 { format!(", {others} NOT BELIEVED") } else { String::new() };
+    let disbelieved = match network.disbelieved {
+        0 => String::new(),
+        number => format!(", {number} NOT BELIEVED"),
+    };
     let mut out = paper.field("peers", Ink::Bold, &format!("{}{disbelieved}", peers.total));
     if !peers.listed.is_empty() {
         out.push('\n');
@@ -237,7 +239,7 @@ pub(crate) mod tests {
         network.in_sync = true;
         (network.failing.total, network.failing.listed) = (0, Vec::new());
         network.peers.total = 2;
-        network.believed = 2;
+        (network.believed, network.disbelieved) = (2, 0);
         network.peers.listed.retain(|peer| peer.state == "in place");
         network.repairs.last.clear();
         report.store.as_mut().unwrap().error = None;
@@ -261,6 +263,14 @@ pub(crate) mod tests {
     fn a_healthy_node_at_80_columns() {
         let text = page(&healthy(), &Paper { width: 80, colours: false });
         assert_eq!(text, include_str!("status_healthy_80.txt"), "\n{text}");
+    }
+
+    #[test]
+    fn a_peer_that_is_only_new_is_believed() {
+        let mut report = healthy();
+        report.network.as_mut().unwrap().peers.total += 1;
+        let text = page(&report, &Paper { width: 80, colours: false });
+        assert!(!text.contains("NOT BELIEVED"), "{text}");
     }
 
     #[test]
