@@ -67,8 +67,8 @@ fn store(page: &mut Page, snapshot: &Snapshot) {
     let age = |at: SystemTime| snapshot.time.duration_since(at).unwrap_or_default().as_secs_f64();
     page.gauge(
         "flannel_store_up",
-        "1 unless the store fails to answer",
-        u8::from(store.last_error.is_none()),
+        "1 if the store has answered, and not failed to since",
+        u8::from(store.last_error.is_none() && store.confirmed.is_some()),
     );
     if let Some((revision, at)) = store.confirmed {
         page.gauge("flannel_store_age_seconds", "Since the store last answered anything", age(at));
@@ -256,7 +256,7 @@ mod tests {
     use super::*;
     use crate::observe::Observer;
     use crate::observe::tests::network;
-    use flannel_core::{ObjectKind, Status};
+    use flannel_core::{ObjectKind, Revision, Status, StoreStatus};
     use prometheus_parse::{Scrape, Value};
 
     fn scrape(text: &str) -> Scrape {
@@ -305,6 +305,25 @@ mod tests {
         assert_eq!((counts[0], counts[3], counts[5]), ((0.0001, 0.0), (0.001, 1.0), (0.005, 2.0)));
         assert_eq!(*counts.last().unwrap(), (f64::INFINITY, 3.0));
         assert!(counts.is_sorted());
+    }
+
+    #[test]
+    fn a_store_that_has_never_answered_is_not_up() {
+        let mut snapshot = Observer::default().snapshot();
+        let status = |confirmed, last_error: Option<&str>| StoreStatus {
+            store: "etcd".into(),
+            confirmed,
+            last_error: last_error.map(|error| (error.to_owned(), SystemTime::UNIX_EPOCH)),
+            ..StoreStatus::default()
+        };
+        let answered = Some((Revision(7), SystemTime::UNIX_EPOCH));
+        for (store, up) in
+            [(status(None, None), 0), (status(answered, None), 1), (status(answered, Some("gone")), 0)]
+        {
+            snapshot.store = Some(store);
+            let text = metrics(&snapshot);
+            assert!(text.contains(&format!("\nflannel_store_up {up}\n")), "{text}");
+        }
     }
 
     /// What the parser above lets pass, and Prometheus does not.
