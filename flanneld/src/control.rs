@@ -230,7 +230,8 @@ impl Answers {
                 let snapshot = self.observer.snapshot();
                 let mut report = Report::of(&snapshot);
                 if let Some(network) = &snapshot.network {
-                    report.findings = preflight::of_running(network).await;
+                    let look = preflight::of_running(network).await;
+                    (report.findings, report.unread) = (look.findings, look.unread);
                 }
                 answer(&json!(report))
             }

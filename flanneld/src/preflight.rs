@@ -1,7 +1,7 @@
 //! What about this host may keep pods from reaching each other, though leases and objects are in order.
 //!
-//! The one thing to know: a finding is a judgement over [`Facts`], and what could not be read is no finding. Findings are
-//! told and change nothing: neither the start nor readiness depends on them.
+//! The one thing to know: a finding is a judgement over [`Facts`], and what could not be read is no finding, but said to be
+//! not known. Findings are told and change nothing: neither the start nor readiness depends on them.
 
 mod read;
 
@@ -14,7 +14,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::observe::NetworkSnapshot;
 
-pub(crate) use read::{Scene, read};
+pub(crate) use read::Scene;
+use read::read;
 
 /// The check that the network's own remarks tell of too.
 const DUPLICATE: &str = "duplicate-address";
@@ -62,37 +63,54 @@ impl Finding {
 
 /// What the checks look at. What is `None`, or not in a map, could not be read.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Facts {
+struct Facts {
     /// Of the enabled families.
-    pub(crate) pod_networks: Dual<Subnet>,
+    pod_networks: Dual<Subnet>,
     /// This node's own subnets.
-    pub(crate) own: Dual<Subnet>,
+    own: Dual<Subnet>,
     /// Devices of ours that packets between pods pass; empty with a backend that needs none.
-    pub(crate) tunnels: Vec<LinkName>,
+    tunnels: Vec<LinkName>,
     /// Kubernetes runs here.
-    pub(crate) kubernetes: bool,
+    kubernetes: bool,
     /// `net.ipv4.ip_forward` and `net.ipv6.conf.all.forwarding`.
-    pub(crate) forwarding: Dual<bool>,
+    forwarding: Dual<bool>,
     /// `net.ipv4.conf.DEVICE.forwarding`.
-    pub(crate) device_forwarding: BTreeMap<LinkName, bool>,
+    device_forwarding: BTreeMap<LinkName, bool>,
     /// `net.ipv4.conf.DEVICE.rp_filter`, or that of `all` if it is stricter: 0 off, 1 strict, 2 loose.
-    pub(crate) rp_filter: BTreeMap<LinkName, u8>,
+    rp_filter: BTreeMap<LinkName, u8>,
     /// Whether bridged packets pass iptables (`net.bridge.bridge-nf-call-iptables`); without the module, no.
-    pub(crate) bridge_calls: Dual<bool>,
+    bridge_calls: Dual<bool>,
     /// How many neighbours the kernel remembers at most (`gc_thresh3`); only the machine's own namespace knows.
-    pub(crate) most_neighbours: Dual<u64>,
+    most_neighbours: Dual<u64>,
     /// Who drops forwarded packets unless a rule accepts them.
-    pub(crate) drops: Option<Vec<ForwardDrop>>,
+    drops: Option<Vec<ForwardDrop>>,
     /// All addresses of this host.
-    pub(crate) addresses: Vec<(LinkName, IpAddr)>,
+    addresses: Vec<(LinkName, IpAddr)>,
     /// The public addresses of this node.
-    pub(crate) public: Dual<IpAddr>,
+    public: Dual<IpAddr>,
     /// Other nodes' leases, with their public addresses.
-    pub(crate) peers: Vec<(Subnets, Dual<IpAddr>)>,
+    peers: Vec<(Subnets, Dual<IpAddr>)>,
+    /// What matters and could not be read, with the reason where there is one to tell.
+    unread: Vec<String>,
+}
+
+/// What there is to say of a host.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Look {
+    /// Errors first.
+    pub(crate) findings: Vec<Finding>,
+    /// What could not be looked at.
+    pub(crate) unread: Vec<String>,
+}
+
+/// Looks at this host.
+pub(crate) async fn look(scene: Scene) -> Look {
+    let facts = read(scene).await;
+    Look { findings: check(&facts), unread: facts.unread }
 }
 
 /// What is to be said of the network that runs, beyond what its status says.
-pub(crate) async fn of_running(network: &NetworkSnapshot) -> Vec<Finding> {
+pub(crate) async fn of_running(network: &NetworkSnapshot) -> Look {
     let running = &network.running;
     let scene = Scene {
         config: running.config.clone(),
@@ -101,13 +119,13 @@ pub(crate) async fn of_running(network: &NetworkSnapshot) -> Vec<Finding> {
         public: running.iface.public,
         leases: network.view.leases.clone(),
     };
-    let mut found = check(&read(scene).await);
-    found.retain(|finding| finding.check != DUPLICATE);
-    found
+    let mut look = look(scene).await;
+    look.findings.retain(|finding| finding.check != DUPLICATE);
+    look
 }
 
 /// Everything that is to be said of these facts, errors first.
-pub(crate) fn check(facts: &Facts) -> Vec<Finding> {
+fn check(facts: &Facts) -> Vec<Finding> {
     let mut found = forwarding(facts);
     found.extend(rp_filter(facts));
     found.extend(drops(facts));

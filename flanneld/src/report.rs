@@ -37,6 +37,9 @@ pub(crate) struct Report {
     /// What about this host may keep pods from reaching each other, errors first; the node is ready all the same.
     #[serde(default)]
     pub(crate) findings: Vec<Finding>,
+    /// What could not be looked at, so that nothing is found there.
+    #[serde(default)]
+    pub(crate) unread: Vec<String>,
     /// `null` while no network runs.
     pub(crate) network: Option<NetworkReport>,
     /// `null` before the registry was opened.
@@ -210,6 +213,7 @@ impl Report {
             ready: !problems.iter().any(Problem::is_error),
             problems,
             findings: Vec::new(),
+            unread: Vec::new(),
             network: snapshot.network.as_ref().map(|network| network_report(network, snapshot)),
             store: snapshot.store.as_ref().map(|store| StoreReport {
                 name: store.store.clone(),

@@ -267,7 +267,7 @@ async fn look_around(observer: &Observer, mut rules: watch::Receiver<bool>, laps
         let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
     }
     if let Some(network) = observer.snapshot().network {
-        preflight::of_running(&network).await.iter().for_each(preflight::Finding::log);
+        preflight::of_running(&network).await.findings.iter().for_each(preflight::Finding::log);
     }
     std::future::pending().await
 }

@@ -602,6 +602,25 @@ fn who_reads_the_output_may_go() {
 }
 
 #[test]
+fn what_the_doctor_cannot_look_at_is_not_said_to_be_well() {
+    in_netns(|| {
+        let place = Place::new(Some(CONFIG));
+        let doctor = ["doctor", "--iface", "eth0"];
+        let all = place.ctl(&doctor);
+        let text = String::from_utf8_lossy(&all.stdout);
+        assert!(text.contains(" stands in the way") && !text.contains("not known: who drops"), "{text}");
+        // Whose rules there are takes a capability.
+        let able = place.bare_ctl(&doctor);
+        let mut unable = Command::new("setpriv");
+        unable.args(["--bounding-set=-all", "--inh-caps=-all"]).arg(able.get_program()).args(able.get_args());
+        let unable = unable.output().unwrap();
+        let text = String::from_utf8_lossy(&unable.stdout);
+        assert!(text.contains("not known: who drops forwarded packets"), "{text}{unable:?}");
+        assert!(!text.contains("nothing stands in the way"), "{text}");
+    });
+}
+
+#[test]
 fn docker_opts_writes_what_docker_reads() {
     in_netns(|| {
         let place = Place::new(None);

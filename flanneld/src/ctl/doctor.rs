@@ -22,7 +22,7 @@ use super::paper::{Ink, Paper};
 use super::status::findings;
 use super::{Failure, Result, Said};
 use crate::http::encode;
-use crate::preflight::Finding;
+use crate::preflight::{Finding, Look};
 use crate::report::VERSION;
 use crate::why::{Why, lookup};
 use device::Devices;
@@ -75,6 +75,19 @@ impl Diagnosis {
         let state = if findings.is_empty() { "ok" } else { "finding" };
         self.layers.push(Layer { layer, state, text: text.into() });
         self.findings.extend(findings);
+    }
+
+    /// What of this host stands in the way, as far as it could be looked at.
+    fn host(&mut self, look: Look) {
+        let Look { findings, unread } = look;
+        if !findings.is_empty() {
+            self.layer("host", "something stands in the way", findings);
+        } else if unread.is_empty() {
+            self.layer("host", "nothing stands in the way", findings);
+        }
+        if !unread.is_empty() {
+            self.unknown("host", unread.join(", "));
+        }
     }
 
     /// A layer that cannot be read.

@@ -85,7 +85,7 @@ async fn findings(global: &Global) -> Vec<Finding> {
     let own = own_subnets(global);
     let lease = own.and_then(|own| saved.leases.get(&own).cloned());
     let public = lease.map(|lease| lease.attrs.public).unwrap_or_default();
-    preflight::check(&preflight::read(Scene { config, uplink, own, public, leases: saved.leases }).await)
+    preflight::look(Scene { config, uplink, own, public, leases: saved.leases }).await.findings
 }
 
 /// The interface that the daemon would choose, with these `--iface`.

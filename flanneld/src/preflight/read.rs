@@ -1,11 +1,12 @@
 //! Reading the facts: `/proc/sys`, addresses, and who drops forwarded packets.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use flannel_core::{Config, Dual, Family, Lease, LeaseSet, LinkName, Subnets};
+use flannel_core::{Config, Dual, Family, KernelError, Lease, LeaseSet, LinkName, Subnets};
 use flannel_firewall::{Programs, forward_drops};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
@@ -27,15 +28,18 @@ pub(crate) struct Scene {
 }
 
 /// Reads what can be read.
-pub(crate) async fn read(scene: Scene) -> Facts {
+pub(super) async fn read(scene: Scene) -> Facts {
     let networks = scene.config.pod_networks().collect();
-    let drops = async {
-        let drops = forward_drops(&Programs::default(), &networks).await;
-        drops.inspect_err(|error| tracing::debug!(%error, "not known who drops forwarded packets")).ok()
-    };
+    let programs = Programs::default();
+    let drops = forward_drops(&programs, &networks);
     let (drops, facts) = tokio::join!(drops, tokio::task::spawn_blocking(move || read_host(&scene)));
     // A runtime that shuts down knows nothing.
-    Facts { drops, ..facts.unwrap_or_default() }
+    let mut facts = facts.unwrap_or_else(|_| Facts { unread: vec!["this host".into()], ..Facts::default() });
+    match drops {
+        Ok(drops) => facts.drops = Some(drops),
+        Err(error) => facts.unread.push(format!("who drops forwarded packets ({error})")),
+    }
+    facts
 }
 
 fn read_host(scene: &Scene) -> Facts {
@@ -55,23 +59,36 @@ fn read_host(scene: &Scene) -> Facts {
         let own = sysctl::<u8>(&format!("net/ipv4/conf/{device}/rp_filter"))?;
         Some((device, own.max(all?)))
     };
+    let (addresses, mut unread) = match addresses() {
+        Ok(addresses) => (addresses, Vec::new()),
+        Err(error) => (Vec::new(), vec![format!("the addresses of this host ({error})")]),
+    };
+    let forwarding = Dual { v4: flag("net/ipv4/ip_forward"), v6: flag("net/ipv6/conf/all/forwarding") };
+    let switches = scene.config.networks.families().filter(|family| forwarding[*family].is_none());
+    unread.extend(switches.map(|family| format!("whether {family} packets are forwarded (/proc/sys/net)")));
+    let rp_filter: BTreeMap<LinkName, u8> = filtered.iter().copied().filter_map(rp_filter).collect();
+    if scene.config.networks.v4.is_some() {
+        let missing = filtered.iter().filter(|device| !rp_filter.contains_key(device));
+        unread.extend(missing.map(|device| format!("rp_filter of {device}")));
+    }
     Facts {
         pod_networks: scene.config.pod_networks().collect(),
         own,
+        unread,
         kubernetes: std::env::var_os("KUBERNETES_SERVICE_HOST").is_some()
             || Path::new("/var/lib/kubelet").exists(),
-        forwarding: Dual { v4: flag("net/ipv4/ip_forward"), v6: flag("net/ipv6/conf/all/forwarding") },
+        forwarding,
         device_forwarding: devices()
             .filter_map(|device| Some((device, flag(&format!("net/ipv4/conf/{device}/forwarding"))?)))
             .collect(),
-        rp_filter: filtered.into_iter().filter_map(rp_filter).collect(),
+        rp_filter,
         bridge_calls: Dual::from_fn(bridge_calls),
         most_neighbours: Dual {
             v4: sysctl("net/ipv4/neigh/default/gc_thresh3"),
             v6: sysctl("net/ipv6/neigh/default/gc_thresh3"),
         },
         drops: None,
-        addresses: addresses(),
+        addresses,
         public: scene.public,
         peers: scene.leases.iter().filter(other).map(|lease| (lease.subnets, lease.attrs.public)).collect(),
         tunnels,
@@ -95,12 +112,12 @@ fn bridge_calls(family: Family) -> Option<bool> {
     }
 }
 
-fn addresses() -> Vec<(LinkName, std::net::IpAddr)> {
+fn addresses() -> Result<Vec<(LinkName, std::net::IpAddr)>, KernelError> {
     let facts = NetlinkKernel::open().and_then(|kernel| kernel.facts(&Selectors::default()));
-    let interfaces = facts.map(|facts| facts.interfaces).unwrap_or_default();
+    let interfaces = facts?.interfaces;
     let of = |interface: flannel_netlink::iface::Interface| {
         let name = interface.name;
         interface.addresses.into_iter().map(move |found| (name, found.address))
     };
-    interfaces.into_iter().flat_map(of).collect()
+    Ok(interfaces.into_iter().flat_map(of).collect())
 }

@@ -26,6 +26,7 @@ fn healthy() -> Facts {
         .into(),
         public: Dual { v4: Some("192.0.2.1".parse().unwrap()), v6: None },
         peers: vec![peer("10.1.7.0-24", "192.0.2.7")],
+        unread: Vec::new(),
     }
 }
 

@@ -12,7 +12,7 @@ use crate::backends;
 use crate::ctl::client::Client;
 use crate::ctl::options::Global;
 use crate::ctl::{Failure, Result, offline, status};
-use crate::preflight::{self, Finding, Scene};
+use crate::preflight::{self, Finding, Look, Scene};
 use crate::problems::Problem;
 use crate::registry::RegistryUrl;
 use crate::report::{PeerReport, Report, StoreReport};
@@ -62,9 +62,7 @@ pub(super) async fn with_daemon(client: &Client, value: &Value, diagnosis: &mut 
         diagnosis.unknown("host", "no network runs");
         return Ok(Ground { daemon: true, ..Ground::default() });
     };
-    let text =
-        if report.findings.is_empty() { "nothing stands in the way" } else { "something stands in the way" };
-    diagnosis.layer("host", text, report.findings);
+    diagnosis.host(Look { findings: report.findings, unread: report.unread });
     let peers = client.ask("GET", "/v1/peers")?;
     let peers: Vec<PeerReport> = serde_json::from_value(peers["peers"].clone()).unwrap_or_default();
     let device = |family: Family| network.devices.get(&family.to_string())?.parse().ok();
@@ -204,10 +202,7 @@ async fn of_config(
     match uplink {
         Some(uplink) => {
             let scene = Scene { config: config.clone(), uplink, own, public, leases: leases.clone() };
-            let found = preflight::check(&preflight::read(scene).await);
-            let text =
-                if found.is_empty() { "nothing stands in the way" } else { "something stands in the way" };
-            diagnosis.layer("host", text, found);
+            diagnosis.host(preflight::look(scene).await);
         }
         None => diagnosis.unknown("host", "no interface fits; --iface names the one that the daemon uses"),
     }
