@@ -24,8 +24,10 @@ pub(crate) async fn cleanup(client: &Client, global: &Global, flags: &CleanupFla
     if !flags.dry_run {
         client.nobody_listens()?;
         // A daemon may have no socket, or another one. Where none ever ran there is nothing to lock.
-        if global.state_dir.exists() {
-            _alone = Some(state::lock(&global.state_dir)?);
+        let dir = &global.state_dir;
+        let unknown = |error| Failure::Refused(format!("--state-dir {}: {error}", dir.display()));
+        if dir.try_exists().map_err(unknown)? {
+            _alone = Some(state::lock(dir)?);
         }
     }
     let config = offline::config(global).await?;
