@@ -415,6 +415,33 @@ fn what_the_options_make_necessary_is_kept_and_said() {
 }
 
 #[test]
+fn a_kernel_that_refuses_to_drop_leaves_what_the_daemon_can_do() {
+    in_netns(|| {
+        uplink();
+        let own = fs::read_to_string("/proc/self/status").unwrap();
+        let own = own.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap().trim().to_owned();
+        // A capability that the kernel does not know; and one of the sets that may not be changed.
+        for (fault, dropped) in
+            [("inject=prctl:error=EINVAL:when=1", true), ("inject=capset:error=EPERM:when=3", false)]
+        {
+            let place = Place::new(CONFIG);
+            let mut command = Command::new("strace");
+            command.args(["-D", "-qq", "-e", fault, "-o"]).arg(place.dir.path().join("trace"));
+            command.arg(env!("CARGO_BIN_EXE_flanneld")).arg("--iface=eth0");
+            command.arg(format!("--registry=dir:{}", place.registry().display()));
+            command.arg("--subnet-file").arg(place.subnet_file());
+            command.arg("--state-dir").arg(place.dir.path().join("state"));
+            let daemon = Daemon::start(&mut command);
+            daemon.wait_for_log("running lease");
+            let left = if dropped { "0000000000003000".to_owned() } else { own.clone() };
+            assert_eq!(capabilities(&daemon, "CapEff:"), [left], "{fault}: {}", daemon.log());
+            let told = daemon.log().contains("capabilities are not");
+            assert_eq!(told, !dropped, "{fault}: {}", daemon.log());
+        }
+    });
+}
+
+#[test]
 fn the_systemd_unit_is_right_and_hardened() {
     let dir = tempfile::tempdir().unwrap();
     let unit = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../dist/flanneld.service")).unwrap();
