@@ -140,7 +140,7 @@ async fn reserve(registry: &dyn Registry, subnets: &Subnets, attrs: &LeaseAttrs)
     // Without a type it would look like a lease of Go flannel's udp.
     let mut attrs = attrs.clone();
     if attrs.backend_type.is_empty() {
-        attrs.backend_type = config.backend.kind;
+        attrs.backend_type = config.backend.kind.into();
     }
     let written = registry.create(subnets, &attrs, None).await?;
     Ok(done(&written, "is reserved"))
