@@ -78,7 +78,7 @@ mod glibc {
 
     pub(super) fn set_up() {
         for (option, value) in [
-            // A heap for each thread would keep what the thread once needed. The threads do not work at the same time.
+            // A heap for each thread would keep what the thread once needed; thousands of peers arrive as fast with one.
             (libc::M_ARENA_MAX, 1),
             (libc::M_MMAP_THRESHOLD, MAPPED),
         ] {
