@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use flannel_core::{Error, LeaseAttrs, LeaseEnd, Origin, SubnetManager, Subnets, View};
+use flannel_core::{Error, LeaseAttrs, LeaseEnd, Origin, Revision, SubnetManager, Subnets, View};
 use flannel_subnet::{
     Assign, AssignedManager, DirLocation, DirOptions, DirRegistry, Identity, LocalManager, Mark, Reflector,
     Registry, Tenure,
@@ -244,6 +244,22 @@ async fn a_storm_that_overflows_the_queue_loses_nothing() {
     let batch = watch.next().await.unwrap().unwrap();
     let held: BTreeSet<String> = batch.events.into_iter().map(|event| event.key).collect();
     assert_eq!(held, [left.to_string(), key(4).to_string()].into());
+}
+
+#[tokio::test]
+async fn what_the_first_look_found_is_listed_and_is_no_change() {
+    let net = Net::new().await;
+    (1..=3).for_each(|n| fs::write(net.file(key(n)), "{}").unwrap());
+    let again = net.again().await;
+    let listing = again.list().await.unwrap();
+    assert_eq!(listing.entries.len(), 3);
+    let mut unlisted = again.watch(Revision(0)).await.unwrap();
+    assert_eq!(unlisted.next().await.unwrap(), None, "there is no history to be told");
+    fs::write(net.file(key(4)), "{}").unwrap();
+    let mut watch = again.watch(listing.revision).await.unwrap();
+    let batch = watch.next().await.unwrap().unwrap();
+    let changed: Vec<String> = batch.events.into_iter().map(|event| event.key).collect();
+    assert_eq!(changed, [key(4).to_string()]);
 }
 
 #[tokio::test]
