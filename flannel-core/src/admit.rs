@@ -96,7 +96,7 @@ impl Peers {
     }
 
     /// Makes room for so many peers more, once it is known how many objects one has.
-    pub(crate) fn expect(&mut self, more: usize) {
+    pub(crate) fn make_room(&mut self, more: usize) {
         self.expected = more;
     }
 

@@ -139,7 +139,7 @@ impl Reconciler {
     /// Takes in a newer view, which was there at `arrived`. Asks `kernel` what plans ask.
     pub(crate) fn view(&mut self, view: &View, arrived: Instant, kernel: &dyn Kernel) {
         let answers = Answers::new(kernel);
-        self.peers.expect(view.leases.len().saturating_sub(self.leases.len()));
+        self.peers.make_room(view.leases.len().saturating_sub(self.leases.len()));
         let changed = self.peers.update(view.leases.changes_since(&self.leases), &|a| answers.on_link(a));
         self.leases = view.leases.clone();
         self.live = matches!(view.origin, Origin::Live { .. });

@@ -50,11 +50,10 @@ impl Group {
 impl Reconciler {
     /// Puts what new peers define, as much of it as a round may take.
     pub(super) fn put_fresh(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
+        let owned = self.owned.clone();
         if self.fresh.len() <= GROUP {
-            let owned = self.owned.clone();
             return self.next_group().map_or(Ok(()), |group| self.note(group.write(kernel, &owned, gate)));
         }
-        let owned = self.owned.clone();
         std::thread::scope(|scope| {
             // One group is with the kernel, and one is ready.
             let (groups, to_write) = sync_channel::<Group>(0);
