@@ -7,12 +7,15 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Output, Stdio};
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::process::{Command, ExitStatus, Output, Stdio};
+use std::time::Duration;
 
 use flannel_netlink::testing::{in_netns, ip};
+use nix::sys::signal::Signal;
 use serde_json::Value;
+
+mod running;
+use running::{Daemon, wait_until};
 
 const CONFIG: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
 const PORT: u16 = 8471;
@@ -121,62 +124,10 @@ impl Place {
     }
 }
 
-struct Daemon {
-    child: Child,
-    log: Arc<Mutex<String>>,
-}
-
-impl Daemon {
-    fn start(command: &mut Command) -> Self {
-        let mut child =
-            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-        let (mut stderr, log) = (child.stderr.take().unwrap(), Arc::<Mutex<String>>::default());
-        let sink = Arc::clone(&log);
-        std::thread::spawn(move || {
-            let mut buffer = [0; 4096];
-            while let Ok(len @ 1..) = stderr.read(&mut buffer) {
-                sink.lock().unwrap().push_str(&String::from_utf8_lossy(&buffer[..len]));
-            }
-        });
-        Self { child, log }
-    }
-
-    fn log(&self) -> String {
-        self.log.lock().unwrap().clone()
-    }
-
-    fn wait_for_log(&self, text: &str) {
-        wait_until(|| self.log().contains(text), || format!("{text:?} was never said:\n{}", self.log()));
-    }
-
-    fn signal(&self, signal: nix::sys::signal::Signal) {
-        let pid = nix::unistd::Pid::from_raw(self.child.id().cast_signed());
-        nix::sys::signal::kill(pid, signal).unwrap();
-    }
-
-    fn stop(mut self) -> ExitStatus {
-        self.signal(nix::sys::signal::Signal::SIGTERM);
-        let log = Arc::clone(&self.log);
-        let mut over = || self.child.try_wait().unwrap().is_some();
-        wait_until(&mut over, || format!("it goes on:\n{}", log.lock().unwrap()));
-        self.child.wait().unwrap()
-    }
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn wait_until(mut condition: impl FnMut() -> bool, otherwise: impl Fn() -> String) {
-    let (_sender, pause) = std::sync::mpsc::channel::<()>();
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !condition() {
-        assert!(Instant::now() < deadline, "{}", otherwise());
-        let _ = pause.recv_timeout(Duration::from_millis(10));
-    }
+/// Ends a daemon as systemd does.
+fn stop(mut daemon: Daemon) -> ExitStatus {
+    daemon.signal(Signal::SIGTERM);
+    daemon.ended()
 }
 
 /// Status and body of a request over TCP; 0 if nobody answers.
@@ -321,11 +272,11 @@ fn systemd_hears_ready_reloading_alive_and_stopping() {
         hear("READY=1");
         hear("STATUS=ready: 10.1.");
         hear("WATCHDOG=1");
-        daemon.signal(nix::sys::signal::Signal::SIGHUP);
+        daemon.signal(Signal::SIGHUP);
         assert!(hear("RELOADING=1").contains("\nMONOTONIC_USEC="));
         hear("READY=1");
         daemon.wait_for_log("SIGHUP: read again: the network config is unchanged");
-        assert_eq!(daemon.stop().code(), Some(0));
+        assert_eq!(stop(daemon).code(), Some(0));
         hear("STOPPING=1");
     });
 }
@@ -341,7 +292,7 @@ fn the_log_can_be_set_and_sighup_sets_it_back() {
         place.says(&["log", "error"]);
         place.peer(7);
         wait_until(|| ip("route show 10.1.7.0/24").contains("flannel.1"), || daemon.log());
-        daemon.signal(nix::sys::signal::Signal::SIGHUP);
+        daemon.signal(Signal::SIGHUP);
         daemon.wait_for_log("SIGHUP: read again");
         place.peer(8);
         daemon.wait_for_log("in sync peers=2");
@@ -368,7 +319,7 @@ fn without_a_daemon_it_says_so_and_what_is_left() {
         wait_until(|| cache.exists(), || daemon.log());
         let (code, text) = place.fails(&["cleanup"]);
         assert!(code == 1 && text.contains("is running"), "{text}");
-        assert_eq!(daemon.stop().code(), Some(0));
+        assert_eq!(stop(daemon).code(), Some(0));
         assert!(!Path::new(&place.path("run/flanneld.sock")).exists());
 
         let (_, text) = place.fails(&["status"]);
@@ -410,7 +361,7 @@ fn a_running_daemon_is_never_cleaned_away() {
             let second =
                 place.start_with(&[("FLANNELD_HEALTHZ_PORT", "0"), ("FLANNELD_CONTROL_SOCKET", "off")]);
             second.wait_for_log("state/lock: another flanneld is running");
-            assert_eq!(daemon.stop().code(), Some(0));
+            assert_eq!(stop(daemon).code(), Some(0));
         }
         // Something else in the socket's place: nobody knows.
         fs::write(place.path("file"), "").unwrap();
@@ -455,7 +406,7 @@ fn cleanup_takes_everything_back() {
         let daemon =
             place.start_with(&[("FLANNELD_IP_MASQ", "true"), ("FLANNELD_IP_BLACKHOLE_ROUTE", "true")]);
         ready(&daemon);
-        assert_eq!(daemon.stop().code(), Some(0));
+        assert_eq!(stop(daemon).code(), Some(0));
         let rules = || {
             String::from_utf8(Command::new("nft").args(["list", "tables"]).output().unwrap().stdout).unwrap()
         };
@@ -560,7 +511,7 @@ fn watch_says_what_has_changed_and_nothing_else() {
         assert_eq!((&first["ready"], &first["network"]["peers"]["total"]), (&Value::Bool(true), &0.into()));
         place.peer(7);
         assert_eq!(next()["network"]["peers"]["total"], 1);
-        assert_eq!(daemon.stop().code(), Some(0));
+        assert_eq!(stop(daemon).code(), Some(0));
         assert_eq!(next()["running"], false);
         watch.kill().unwrap();
         watch.wait().unwrap();
@@ -683,7 +634,7 @@ fn what_about_the_host_stands_in_the_way_is_said_with_what_mends_it() {
         }
         ip("address del 10.1.200.1/24 dev eth0");
         assert_eq!(host(), [], "what is said to mend it does");
-        assert_eq!(daemon.stop().code(), Some(0));
+        assert_eq!(stop(daemon).code(), Some(0));
         // It is said without a daemon too, of the network that the last one ran.
         set("ip_forward", "0");
         ip("route add default dev eth0");

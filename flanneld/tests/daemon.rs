@@ -5,11 +5,14 @@
 use std::fs;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::{Arc, Mutex};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use flannel_netlink::testing::{bridge, in_netns, ip};
+use nix::sys::signal::Signal;
+
+mod running;
+use running::{Daemon, wait_until};
 
 const CONFIG: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
 
@@ -84,67 +87,6 @@ impl Place {
     }
 }
 
-struct Daemon {
-    child: Child,
-    log: Arc<Mutex<String>>,
-}
-
-impl Daemon {
-    fn start(command: &mut Command) -> Self {
-        let mut child =
-            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-        let (mut stderr, log) = (child.stderr.take().unwrap(), Arc::<Mutex<String>>::default());
-        let sink = Arc::clone(&log);
-        std::thread::spawn(move || {
-            let mut buffer = [0; 4096];
-            while let Ok(len @ 1..) = stderr.read(&mut buffer) {
-                sink.lock().unwrap().push_str(&String::from_utf8_lossy(&buffer[..len]));
-            }
-        });
-        Self { child, log }
-    }
-
-    fn log(&self) -> String {
-        self.log.lock().unwrap().clone()
-    }
-
-    fn wait_for_log(&self, text: &str) {
-        wait_until(|| self.log().contains(text), || format!("{text:?} was never said:\n{}", self.log()));
-    }
-
-    fn signal(&self, signal: &str) {
-        let pid = self.child.id().to_string();
-        assert!(Command::new("kill").args(["-s", signal, &pid]).status().unwrap().success());
-    }
-
-    fn ended(&mut self) -> ExitStatus {
-        let mut status = None;
-        let log = Arc::clone(&self.log);
-        let mut over = || {
-            status = self.child.try_wait().unwrap();
-            status.is_some()
-        };
-        wait_until(&mut over, || format!("it goes on:\n{}", log.lock().unwrap()));
-        status.unwrap()
-    }
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn wait_until(mut condition: impl FnMut() -> bool, otherwise: impl Fn() -> String) {
-    let (_sender, pause) = std::sync::mpsc::channel::<()>();
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !condition() {
-        assert!(Instant::now() < deadline, "{}", otherwise());
-        let _ = pause.recv_timeout(Duration::from_millis(5));
-    }
-}
-
 fn peer(leases: &Path, key: &str, public: &str, mac: &str) {
     let value = format!(
         r#"{{"PublicIP":"{public}","PublicIPv6":null,"BackendType":"vxlan","BackendData":{{"VNI":1,"VtepMAC":"{mac}"}}}}"#
@@ -158,7 +100,7 @@ fn a_signal_stops_it_within_a_second_and_leaves_the_data_path() {
         uplink();
         let place = Place::new(CONFIG);
         peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
-        for signal in ["TERM", "INT"] {
+        for signal in [Signal::SIGTERM, Signal::SIGINT] {
             let mut daemon = place.start(&[]);
             daemon.wait_for_log("in sync peers=1");
             daemon.wait_for_log("running lease");
@@ -166,7 +108,7 @@ fn a_signal_stops_it_within_a_second_and_leaves_the_data_path() {
             daemon.signal(signal);
             assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
             assert!(asked.elapsed() < Duration::from_secs(1), "{:?}", asked.elapsed());
-            daemon.wait_for_log(&format!("SIG{signal}: stopped"));
+            daemon.wait_for_log(&format!("{signal}: stopped"));
             let routes = ip("route show 10.1.7.0/24");
             assert!(routes.contains("via 10.1.7.0 dev flannel.1") && routes.contains("onlink"), "{routes}");
             assert!(place.own_lease().exists(), "the lease stays until it expires");
@@ -185,7 +127,7 @@ fn a_restart_keeps_subnet_mac_and_every_entry() {
                 .map(ip)
         };
         let mut before = None;
-        for kill in ["KILL", "TERM", "KILL"] {
+        for kill in [Signal::SIGKILL, Signal::SIGTERM, Signal::SIGKILL] {
             let mut daemon = place.start(&[]);
             daemon.wait_for_log("in sync peers=1");
             let now = (see(), place.subnet_env());
@@ -226,7 +168,7 @@ fn unused_addresses_are_dropped_beside_the_bridge_as_long_as_that_is_asked_for()
         daemon.wait_for_log(&format!("put back route blackhole {own}"));
         assert!(last_resort().contains(&own));
         assert_eq!(daemon.log().matches("put back").count(), 1, "{}", daemon.log());
-        daemon.signal("TERM");
+        daemon.signal(Signal::SIGTERM);
         daemon.ended();
         let daemon = place.start(&[]);
         daemon.wait_for_log("in sync");
@@ -289,7 +231,7 @@ fn the_log_is_json_if_that_is_asked_for() {
         let place = Place::new(CONFIG);
         let mut daemon = place.start(&["--log-format=json"]);
         daemon.wait_for_log("\"message\":\"running\"");
-        daemon.signal("TERM");
+        daemon.signal(Signal::SIGTERM);
         assert_eq!(daemon.ended().code(), Some(0));
         daemon.wait_for_log("SIGTERM: stopped");
         for line in daemon.log().lines() {
@@ -341,7 +283,7 @@ fn the_journal_gets_every_event_with_its_fields() {
                 break;
             }
         }
-        daemon.signal("TERM");
+        daemon.signal(Signal::SIGTERM);
         assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
         assert_eq!(daemon.log(), "", "nothing on standard error");
     });
@@ -384,7 +326,7 @@ fn it_keeps_no_more_capabilities_than_it_needs_and_works_with_them() {
                 "{nftables}: {rules}\n{}",
                 daemon.log()
             );
-            daemon.signal("TERM");
+            daemon.signal(Signal::SIGTERM);
             assert_eq!(daemon.ended().code(), Some(0));
         }
     });
@@ -404,7 +346,7 @@ fn what_the_options_make_necessary_is_kept_and_said() {
         daemon.wait_for_log("CAP_DAC_OVERRIDE is kept, since ");
         // With CAP_DAC_OVERRIDE and CAP_NET_BIND_SERVICE.
         assert_eq!(capabilities(&daemon, "CapEff:"), ["0000000000003402"]);
-        daemon.signal("TERM");
+        daemon.signal(Signal::SIGTERM);
         daemon.ended();
         let daemon = place.start(&["--capabilities=all"]);
         daemon.wait_for_log("running lease");
@@ -715,7 +657,7 @@ fn firewall_rules_are_there_before_the_subnet_file_and_stay() {
             // Those of the other mode go when these are there.
             let left = |rules: &str| rules.contains("-A FLANNEL") || rules.contains("table ip flannel");
             wait_until(|| !left(&output(other_mode)), || format!("{}\n{}", output(other_mode), daemon.log()));
-            daemon.signal("TERM");
+            daemon.signal(Signal::SIGTERM);
             assert_eq!(daemon.ended().code(), Some(0));
             assert!(rules().to_lowercase().contains("masquerade"), "they stay");
             other_mode = list;
@@ -731,7 +673,7 @@ fn rules_of_an_earlier_run_go_before_the_subnet_file_where_none_are_asked_for_an
         let rules = || String::from_utf8(Command::new("iptables-save").output().unwrap().stdout).unwrap();
         let mut daemon = place.start(&["--ip-masq"]);
         daemon.wait_for_log("running lease");
-        daemon.signal("TERM");
+        daemon.signal(Signal::SIGTERM);
         daemon.ended();
         assert!(rules().contains("-j MASQUERADE"), "{}", rules());
         let daemon = place.start(&["--ip-masq=false", "--iptables-forward-rules=false"]);
@@ -976,7 +918,7 @@ fn what_go_flannel_left_on_the_interface_goes_once_all_that_leases_want_is_there
 
         // The file is ours now, and so nobody's routes are taken for Go flannel's.
         wait_until(|| place.dir.path().join("state/subnet-file").exists(), || daemon.log());
-        for kill in ["KILL", "TERM"] {
+        for kill in [Signal::SIGKILL, Signal::SIGTERM] {
             daemon.signal(kill);
             daemon.ended();
             ip("route replace 10.1.66.0/24 via 192.0.2.66 dev eth0");
@@ -1002,7 +944,7 @@ fn without_go_flannels_subnet_file_no_route_is_taken_for_its_own() {
         fs::remove_file(place.subnet_file()).unwrap();
         let mut daemon = place.start(&[]);
         daemon.wait_for_log("in sync peers=0");
-        daemon.signal("TERM");
+        daemon.signal(Signal::SIGTERM);
         daemon.ended();
         assert_eq!(stale(), 2, "{}", daemon.log());
         assert!(!daemon.log().contains("left by Go flannel"), "{}", daemon.log());

@@ -1,0 +1,71 @@
+//! A daemon that runs as long as a test holds it, and what it says.
+
+use std::io::Read;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+/// It is killed with the value.
+pub(crate) struct Daemon {
+    pub(crate) child: Child,
+    log: Arc<Mutex<String>>,
+}
+
+impl Daemon {
+    pub(crate) fn start(command: &mut Command) -> Self {
+        let mut child =
+            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let (mut stderr, log) = (child.stderr.take().unwrap(), Arc::<Mutex<String>>::default());
+        let sink = Arc::clone(&log);
+        std::thread::spawn(move || {
+            let mut buffer = [0; 4096];
+            while let Ok(len @ 1..) = stderr.read(&mut buffer) {
+                sink.lock().unwrap().push_str(&String::from_utf8_lossy(&buffer[..len]));
+            }
+        });
+        Self { child, log }
+    }
+
+    pub(crate) fn log(&self) -> String {
+        self.log.lock().unwrap().clone()
+    }
+
+    pub(crate) fn wait_for_log(&self, text: &str) {
+        wait_until(|| self.log().contains(text), || format!("{text:?} was never said:\n{}", self.log()));
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.child.id().cast_signed()), signal).unwrap();
+    }
+
+    /// Waits until it has ended.
+    pub(crate) fn ended(&mut self) -> ExitStatus {
+        let mut status = None;
+        let log = Arc::clone(&self.log);
+        let mut over = || {
+            status = self.child.try_wait().unwrap();
+            status.is_some()
+        };
+        wait_until(&mut over, || format!("it goes on:\n{}", log.lock().unwrap()));
+        status.unwrap()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Looks again and again, and fails with what `otherwise` says if `condition` does not come true.
+pub(crate) fn wait_until(mut condition: impl FnMut() -> bool, otherwise: impl Fn() -> String) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !condition() {
+        assert!(Instant::now() < deadline, "{}", otherwise());
+        std::thread::park_timeout(Duration::from_millis(5));
+    }
+}
