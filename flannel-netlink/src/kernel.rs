@@ -113,8 +113,7 @@ impl Kernel for NetlinkKernel {
     }
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
-        let listener = self.namespace.run(|| Listener::open(self.port))??;
-        Ok(Box::new(listener.registered_if_possible()?))
+        Ok(Box::new(self.namespace.run(|| Listener::open(self.port))??))
     }
 
     fn process(&self, port: u32) -> Option<(Arc<str>, u32)> {

@@ -1,13 +1,15 @@
-//! Sockets for multicast messages on a runtime. The one thing to know: it may be opened where there is no runtime, and
-//! is made known to one on its first use.
+//! Sockets for multicast messages. The one thing to know: messages wake only whoever waits for them. While the kernel
+//! works for us its messages come by the ten thousand, and waking somebody for each would cost more than the work.
 
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use flannel_core::KernelError;
-use neli::consts::socket::Msg;
-use neli::socket::NlSocket;
-use nix::sys::socket::{setsockopt, sockopt};
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
+use nix::sys::socket::{
+    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, getsockname, recv,
+    setsockopt, socket, sockopt,
+};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
@@ -17,58 +19,138 @@ const MESSAGE: usize = 32 << 10;
 /// How many datagrams are read before the caller is told.
 const AT_ONCE: usize = 1024;
 
-/// The socket, before and after it is known to a runtime.
-pub(crate) enum Multicast {
-    Bare(NlSocket),
-    Registered(AsyncFd<NlSocket>),
+/// A socket that hears what the kernel tells to groups.
+pub(crate) struct Multicast {
+    socket: OwnedFd,
+    gate: Gate,
+}
+
+/// An epoll instance between the socket and the runtime, which lets events through only while somebody waits.
+enum Gate {
+    /// Not yet known to a runtime.
+    Bare(Epoll),
+    Registered(AsyncFd<Instance>),
     /// Registering failed.
     Lost,
 }
 
+/// An epoll instance with the trait that the runtime asks for.
+struct Instance(Epoll);
+
+impl AsRawFd for Instance {
+    fn as_raw_fd(&self) -> i32 {
+        self.0.0.as_raw_fd()
+    }
+}
+
 impl Multicast {
-    pub(crate) fn new(socket: NlSocket) -> Self {
-        Self::Bare(socket)
+    /// Opens one in the network namespace of the calling thread, with room for `bytes` of messages not yet read:
+    /// beyond what `net.core.rmem_max` gives where that is permitted. It hears nothing yet.
+    pub(crate) fn open(protocol: SockProtocol, bytes: usize) -> io::Result<Self> {
+        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+        let socket = socket(AddressFamily::Netlink, SockType::Raw, flags, protocol)?;
+        if let Err(error) = setsockopt(&socket, sockopt::RcvBufForce, &bytes) {
+            tracing::debug!(%error, "the receive buffer keeps to net.core.rmem_max");
+            setsockopt(&socket, sockopt::RcvBuf, &bytes)?;
+        }
+        bind(socket.as_raw_fd(), &NetlinkAddr::new(0, 0))?;
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+        epoll.add(&socket, EpollEvent::empty())?;
+        Ok(Self { socket, gate: Gate::Bare(epoll) })
     }
 
-    /// The socket, known to the runtime; `improve` sees it when it becomes so.
-    pub(crate) fn register(
-        &mut self,
-        improve: impl FnOnce(&AsyncFd<NlSocket>),
-    ) -> Result<&AsyncFd<NlSocket>, KernelError> {
+    /// Hears these groups, whose numbers are 1 to 32, and no others. Groups that the kernel does not know are silent.
+    pub(crate) fn hear(&self, groups: &[u32]) -> io::Result<()> {
+        let groups = groups.iter().fold(0, |groups, group| groups | 1 << (group - 1));
+        let port = getsockname::<NetlinkAddr>(self.socket.as_raw_fd())?.pid();
+        Ok(bind(self.socket.as_raw_fd(), &NetlinkAddr::new(port, groups))?)
+    }
+
+    /// Reads one datagram, and returns how long it is: longer than `buffer` if it did not fit. Never blocks.
+    pub(crate) fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        Ok(recv(self.socket.as_raw_fd(), buffer, MsgFlags::MSG_TRUNC)?)
+    }
+
+    /// Returns when there may be something to read.
+    ///
+    /// # Cancel safety
+    /// Nothing is read, so nothing is lost.
+    pub(crate) async fn readable(&mut self) -> Result<(), KernelError> {
+        let gate = self.gate.register()?;
+        let epoll = &gate.get_ref().0;
+        // An event that an earlier wait left in the instance would keep it from telling of the next. With the gate closed
+        // there can be none but an error, which is to be read.
+        if epoll.wait(&mut [EpollEvent::empty()], 0_u16).map_err(io::Error::from)? == 0 {
+            let _open = Open::new(epoll, &self.socket)?;
+            gate.readable().await?.clear_ready();
+        }
+        Ok(())
+    }
+}
+
+impl AsFd for Multicast {
+    fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl Gate {
+    /// The gate, known to the runtime from now on.
+    fn register(&mut self) -> Result<&AsyncFd<Instance>, KernelError> {
         if matches!(self, Self::Bare(_))
-            && let Self::Bare(socket) = std::mem::replace(self, Self::Lost)
+            && let Self::Bare(epoll) = std::mem::replace(self, Self::Lost)
         {
-            let socket = registered(socket)?;
-            improve(&socket);
-            *self = Self::Registered(socket);
+            *self = Self::Registered(registered(Instance(epoll))?);
         }
         match self {
-            Self::Registered(socket) => Ok(socket),
+            Self::Registered(gate) => Ok(gate),
             _ => Err(KernelError::explained(ENOBUFS, "the socket could not be registered with the runtime")),
         }
+    }
+}
+
+// The successor is `unsafe` because not every type keeps its descriptor for itself. An epoll instance does: it owns the
+// descriptor, never changes it and closes it when dropped. Without unsafe code this is the way to say so.
+#[expect(deprecated, reason = "sound for what owns its descriptor; the successor needs unsafe code")]
+fn registered(epoll: Instance) -> io::Result<AsyncFd<Instance>> {
+    AsyncFd::with_interest(epoll, Interest::READABLE)
+}
+
+/// Events come through for as long as this lives; what is there to read already is one.
+struct Open<'a> {
+    epoll: &'a Epoll,
+    socket: &'a OwnedFd,
+}
+
+impl<'a> Open<'a> {
+    fn new(epoll: &'a Epoll, socket: &'a OwnedFd) -> io::Result<Self> {
+        epoll.modify(socket, &mut EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
+        Ok(Self { epoll, socket })
+    }
+}
+
+impl Drop for Open<'_> {
+    fn drop(&mut self) {
+        // It was there when it was opened. If this could fail, messages would wake us: slow, not wrong.
+        let _ = self.epoll.modify(self.socket, &mut EpollEvent::empty());
     }
 }
 
 /// A socket on which nothing but that something happened is of interest.
 pub(crate) struct Bell {
     socket: Multicast,
-    /// Bytes for messages not yet read; what is lost is known to be lost.
-    room: usize,
     /// Messages were lost, and more will be until all that is there was read.
     lost: bool,
     buffer: Box<[u8]>,
 }
 
 impl Bell {
-    pub(crate) fn new(socket: NlSocket, room: usize) -> io::Result<Self> {
-        socket.nonblock()?;
-        socket.set_recv_buffer_size(room)?;
-        Ok(Self { socket: Multicast::new(socket), room, lost: false, buffer: vec![0; MESSAGE].into() })
+    pub(crate) fn new(socket: Multicast) -> Self {
+        Self { socket, lost: false, buffer: vec![0; MESSAGE].into() }
     }
 
-    /// The socket, known to the runtime from now on.
-    pub(crate) fn socket(&mut self) -> Result<&NlSocket, KernelError> {
-        Ok(self.socket.register(|socket| force_receive_buffer(socket, self.room))?.get_ref())
+    pub(crate) fn socket(&self) -> &Multicast {
+        &self.socket
     }
 
     /// Returns when a datagram came that `concerns` us, or when that cannot be excluded because messages were lost.
@@ -79,19 +161,18 @@ impl Bell {
     pub(crate) async fn rung(&mut self, concerns: impl Fn(Option<&[u8]>) -> bool) -> Result<(), KernelError> {
         let mut told = false;
         while !told {
-            let socket = self.socket.register(|socket| force_receive_buffer(socket, self.room))?;
-            let mut ready = socket.readable().await?;
+            self.socket.readable().await?;
             for _ in 0..AT_ONCE {
-                match ready.try_io(|socket| socket.get_ref().recv(&mut self.buffer, Msg::TRUNC)) {
-                    Ok(Ok((len, _))) => told |= !self.lost && concerns(self.buffer.get(..len)),
+                match self.socket.read(&mut self.buffer) {
+                    Ok(len) => told |= !self.lost && concerns(self.buffer.get(..len)),
                     // From here on the kernel drops what it has to tell until everything was read.
-                    Ok(Err(error)) if error.raw_os_error() == Some(ENOBUFS) => self.lost = true,
-                    Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
-                    Ok(Err(error)) => return Err(error.into()),
-                    Err(_nothing_left) => {
+                    Err(error) if error.raw_os_error() == Some(ENOBUFS) => self.lost = true,
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                         told |= std::mem::take(&mut self.lost);
                         break;
                     }
+                    Err(error) => return Err(error.into()),
                 }
             }
         }
@@ -99,16 +180,44 @@ impl Bell {
     }
 }
 
-// The successor is `unsafe` because not every type keeps its descriptor for itself. An NlSocket does: it owns the
-// descriptor, never changes it and closes it when dropped. Without unsafe code this is the way to say so.
-#[expect(deprecated, reason = "sound for a socket that owns its descriptor; the successor needs unsafe code")]
-fn registered(socket: NlSocket) -> io::Result<AsyncFd<NlSocket>> {
-    AsyncFd::with_interest(socket, Interest::READABLE)
-}
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
 
-/// Room for `bytes` of messages not yet read, beyond what `net.core.rmem_max` gives, where that is permitted.
-pub(crate) fn force_receive_buffer(socket: &impl AsFd, bytes: usize) {
-    if let Err(error) = setsockopt(socket, sockopt::RcvBufForce, &bytes) {
-        tracing::debug!(%error, "the receive buffer keeps to net.core.rmem_max");
+    use tokio::time::timeout;
+
+    use super::*;
+    use crate::testing::{in_netns_async, ip};
+
+    /// `RTNLGRP_LINK`.
+    const LINK: [u32; 1] = [1];
+
+    fn is_waking(multicast: &Multicast) -> bool {
+        let Gate::Registered(gate) = &multicast.gate else { panic!("nobody ever waited") };
+        gate.get_ref().0.wait(&mut [EpollEvent::empty()], 0_u16).unwrap() > 0
+    }
+
+    #[test]
+    fn messages_wake_only_whoever_waits() {
+        in_netns_async(|| async {
+            let mut multicast = Multicast::open(SockProtocol::NetlinkRoute, 1 << 20).unwrap();
+            multicast.hear(&LINK).unwrap();
+            let a_while = Duration::from_millis(10);
+            assert!(timeout(a_while, multicast.readable()).await.is_err(), "nothing happened yet");
+            ip("link add near0 type veth peer name far0");
+            assert!(!is_waking(&multicast), "nobody waits any more");
+            multicast.readable().await.unwrap();
+            let mut buffer = vec![0; MESSAGE];
+            assert!(multicast.read(&mut buffer).unwrap() > 0, "but what was told is there");
+            while multicast.read(&mut buffer).is_ok() {}
+            assert!(timeout(a_while, multicast.readable()).await.is_err(), "all was read");
+            let (told, ()) = tokio::join!(multicast.readable(), async { drop(ip("link set near0 up")) });
+            told.unwrap();
+            multicast.hear(&[]).unwrap();
+            while multicast.read(&mut buffer).is_ok() {}
+            ip("link set far0 up");
+            let error = multicast.read(&mut buffer).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::WouldBlock, "it was told not to hear");
+        });
     }
 }

@@ -8,10 +8,9 @@
 use flannel_core::KernelError;
 use neli::consts::nl::NlmF;
 use neli::consts::socket::NlFamily;
-use neli::socket::NlSocket;
-use neli::utils::Groups;
+use nix::sys::socket::SockProtocol;
 
-use crate::multicast::Bell;
+use crate::multicast::{Bell, Multicast};
 use crate::socket::Socket;
 use crate::wire::{EBADMSG, messages};
 
@@ -218,9 +217,9 @@ impl NetfilterEvents {
     /// # Errors
     /// Listening takes `CAP_NET_ADMIN`.
     pub fn listen(group: u32, own_port: u32) -> Result<Self, KernelError> {
-        let socket = NlSocket::connect(NlFamily::Netfilter, None, Groups::empty())?;
-        socket.add_mcast_membership(Groups::new_groups(&[group]))?;
-        Ok(Self { bell: Bell::new(socket, RECEIVE_BUFFER)?, own_port })
+        let socket = Multicast::open(SockProtocol::NetlinkNetFilter, RECEIVE_BUFFER)?;
+        socket.hear(&[group])?;
+        Ok(Self { bell: Bell::new(socket), own_port })
     }
 
     /// Returns when somebody else changed something that `concerns` us, or when that cannot be excluded because

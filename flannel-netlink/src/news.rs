@@ -35,6 +35,11 @@ impl News {
         self.pending.pop_front()
     }
 
+    /// Nothing waits to be told.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.pending.is_empty()
+    }
+
     fn learn_names(&mut self) -> Result<(), KernelError> {
         let links = self.requests.dump(link::all(), link::read)?;
         self.links = links.into_iter().map(|link| (link.index, link)).collect();

@@ -8,15 +8,13 @@ use std::time::Duration;
 
 use flannel_core::{ExternalInterface, Family, KernelError, ROUTE_PROTOCOL};
 use neli::consts::rtnl::Rtm;
-use neli::consts::socket::NlFamily;
-use neli::socket::NlSocket;
-use neli::utils::Groups;
+use nix::sys::socket::SockProtocol;
 
 use super::facts::{facts, interface};
 use super::{Interface, SelectError, Selectors, choose};
 use crate::NetlinkKernel;
 use crate::codec::{addr, link, route};
-use crate::multicast::Bell;
+use crate::multicast::{Bell, Multicast};
 use crate::socket::Socket;
 use crate::wire::{Message, messages};
 
@@ -24,8 +22,8 @@ use crate::wire::{Message, messages};
 const PAUSE: Duration = Duration::from_millis(200);
 /// `RTNLGRP_…`: LINK, IPV4_IFADDR, IPV6_IFADDR.
 const GROUPS: [u32; 3] = [1, 5, 9];
-/// IPV4_ROUTE, IPV6_ROUTE.
-const ROUTE_GROUPS: [u32; 2] = [7, 11];
+/// And IPV4_ROUTE, IPV6_ROUTE.
+const GROUPS_AND_ROUTES: [u32; 5] = [1, 5, 9, 7, 11];
 /// Bytes for messages not yet read.
 const RECEIVE_BUFFER: usize = 1 << 20;
 
@@ -65,7 +63,7 @@ impl NetlinkKernel {
             let kept = kept?;
             let listen = !kept && looker.depends_on_routes();
             if listen != std::mem::replace(&mut by_routes, listen) {
-                listen_to_routes(&mut bell, listen)?;
+                bell.socket().hear(if listen { &GROUPS_AND_ROUTES } else { &GROUPS })?;
             }
             if kept {
                 without = false;
@@ -92,14 +90,9 @@ impl NetlinkKernel {
 }
 
 fn bell() -> Result<Bell, KernelError> {
-    let socket = NlSocket::connect(NlFamily::Route, None, Groups::empty())?;
-    socket.add_mcast_membership(Groups::new_groups(&GROUPS))?;
-    Ok(Bell::new(socket, RECEIVE_BUFFER)?)
-}
-
-fn listen_to_routes(bell: &mut Bell, listen: bool) -> Result<(), KernelError> {
-    let (socket, groups) = (bell.socket()?, Groups::new_groups(&ROUTE_GROUPS));
-    Ok(if listen { socket.add_mcast_membership(groups) } else { socket.drop_mcast_membership(groups) }?)
+    let socket = Multicast::open(SockProtocol::NetlinkRoute, RECEIVE_BUFFER)?;
+    socket.hear(&GROUPS)?;
+    Ok(Bell::new(socket))
 }
 
 /// Does `work` on a thread that may block.
