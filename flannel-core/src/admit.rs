@@ -100,6 +100,11 @@ impl Peers {
         self.expected = more;
     }
 
+    /// A lease for these subnets was taken in.
+    pub(crate) fn contains(&self, subnets: &Subnets) -> bool {
+        self.roster.id(subnets).is_some()
+    }
+
     /// The definition of an object, if a believed peer defines it.
     pub(crate) fn object(&self, key: &Key) -> Option<Object> {
         self.roster.claimants(key).find(|(_, peer, _)| peer.believed).map(|(.., object)| object)

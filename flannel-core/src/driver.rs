@@ -35,6 +35,9 @@ const RECHECK: Duration = Duration::from_secs(1);
 /// … unless the link that routes are on changed: then this often.
 const HURRY: Duration = Duration::from_millis(100);
 
+/// During a round what the kernel tells is heard this often: nothing would be done about it before the end, and the
+/// kernel works faster if it wakes nobody with every message.
+const HEAR: Duration = Duration::from_millis(5);
 /// After a round no more doubts than this are heard before the next one begins.
 const MOST_AT_ONCE: usize = 1 << 16;
 
@@ -196,7 +199,7 @@ impl Driver {
                     Ok(done) => break done,
                     Err(panic) => std::panic::resume_unwind(panic.into_panic()),
                 },
-                doubts = self.listener.next() => self.heard.hear(doubts),
+                () = tokio::time::sleep(HEAR) => self.catch_up().await,
                 // A view that comes meanwhile has to wait; that counts.
                 Ok(()) = self.views.changed(), if self.arrived.is_none() => self.arrived = Some(Instant::now()),
             }
@@ -206,7 +209,6 @@ impl Driver {
             Some(Err(error)) => self.listener = Listener::Closed(error),
             None => {}
         }
-        self.catch_up().await;
         let now = Instant::now();
         if let Some(took) = rechecked {
             let after = |gap: Duration| now + gap.max(4 * took);
@@ -224,6 +226,7 @@ impl Driver {
         self.publish(&reconciler);
         self.schedule(&reconciler);
         self.reconciler = Some(reconciler);
+        self.catch_up().await;
     }
 
     /// Hears all that the kernel has told so far: of our own changes too where it does not say whose they are, and those

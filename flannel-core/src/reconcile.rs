@@ -15,15 +15,17 @@ mod write;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
+use self::arrive::{Coming, GROUP};
 pub(crate) use self::write::Gate;
 use crate::address::Subnet;
 use crate::admit::{Changed, Delta, Peers};
 use crate::kernel::{Culprit, Kernel, KernelError, Owned};
-use crate::lease::{LeaseSet, Origin, Subnets, View};
+use crate::lease::{Lease, LeaseSet, Origin, Subnets, View};
 use crate::ledger::Ledger;
 use crate::name::LinkName;
 use crate::nexthops::{Ids, nexthop};
@@ -85,6 +87,8 @@ pub(crate) struct Reconciler {
     live: bool,
     /// Wanted objects that are not known to be in place, but for those that the kernel refused.
     put: BTreeMap<Key, Cause>,
+    /// Leases of thousands of new peers, not yet looked at.
+    coming: Coming,
     /// New peers of which nothing was put yet, and when their leases were there. What they define is not in `put`.
     fresh: VecDeque<(Id, Option<Instant>)>,
     /// Objects of ours that are not wanted and not known to be gone, but for those that the kernel kept.
@@ -121,6 +125,7 @@ impl Reconciler {
             leases: LeaseSet::default(),
             live: false,
             put: BTreeMap::new(),
+            coming: Coming::default(),
             fresh: VecDeque::new(),
             gone: BTreeMap::new(),
             failed: BTreeMap::new(),
@@ -138,11 +143,27 @@ impl Reconciler {
 
     /// Takes in a newer view, which was there at `arrived`. Asks `kernel` what plans ask.
     pub(crate) fn view(&mut self, view: &View, arrived: Instant, kernel: &dyn Kernel) {
-        let answers = Answers::new(kernel);
+        self.take_all_coming(kernel);
         self.peers.make_room(view.leases.len().saturating_sub(self.leases.len()));
-        let changed = self.peers.update(view.leases.changes_since(&self.leases), &|a| answers.on_link(a));
-        self.leases = view.leases.clone();
+        let leases = std::mem::replace(&mut self.leases, view.leases.clone());
         self.live = matches!(view.origin, Origin::Live { .. });
+        let mut changes: Vec<_> = view.leases.changes_since(&leases).collect();
+        if changes.len() > GROUP && !self.is_unread() {
+            let is_new = |change: &mut (Subnets, Option<&Arc<Lease>>)| !self.peers.contains(&change.0);
+            let new = changes.extract_if(.., is_new).filter_map(|(_, lease)| lease.cloned());
+            self.coming = Coming::new(new.collect(), arrived);
+        }
+        self.take_in(changes.into_iter(), arrived, kernel);
+    }
+
+    fn take_in<'a>(
+        &mut self,
+        changes: impl Iterator<Item = (Subnets, Option<&'a Arc<Lease>>)>,
+        arrived: Instant,
+        kernel: &dyn Kernel,
+    ) {
+        let answers = Answers::new(kernel);
+        let changed = self.peers.update(changes, &|a| answers.on_link(a));
         self.take(changed, Some(arrived));
         self.take_unanswered(answers);
     }
@@ -179,7 +200,7 @@ impl Reconciler {
 
     /// There are new peers of which nothing was put yet.
     pub(crate) fn has_fresh(&self) -> bool {
-        !self.fresh.is_empty()
+        !self.fresh.is_empty() || self.coming.len() > 0
     }
 
     /// There is work that begins with a snapshot.

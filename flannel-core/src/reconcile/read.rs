@@ -56,6 +56,8 @@ impl Reconciler {
     /// A link in `links_put` that still is not as wanted is one that the kernel keeps as it is: say so
     /// instead of putting it for ever.
     pub(super) fn read(&mut self, kernel: &dyn Kernel, links_put: &BTreeSet<Key>) -> bool {
+        // What is there of leases that nobody looked at would seem to be nobody's.
+        self.take_all_coming(kernel);
         let started = Instant::now();
         let actual = self.choose_ids(kernel).and_then(|()| kernel.snapshot(&self.owned));
         self.reads.tries += 1;
