@@ -55,7 +55,6 @@ impl Multicast {
         }
         bind(socket.as_raw_fd(), &NetlinkAddr::new(0, 0))?;
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
-        epoll.add(&socket, EpollEvent::empty())?;
         Ok(Self { socket, gate: Gate::Bare(epoll) })
     }
 
@@ -77,13 +76,8 @@ impl Multicast {
     /// Nothing is read, so nothing is lost.
     pub(crate) async fn readable(&mut self) -> Result<(), KernelError> {
         let gate = self.gate.register()?;
-        let epoll = &gate.get_ref().0;
-        // An event that an earlier wait left in the instance would keep it from telling of the next. With the gate closed
-        // there can be none but an error, which is to be read.
-        if epoll.wait(&mut [EpollEvent::empty()], 0_u16).map_err(io::Error::from)? == 0 {
-            let _open = Open::new(epoll, &self.socket)?;
-            gate.readable().await?.clear_ready();
-        }
+        let _open = Open::new(&gate.get_ref().0, &self.socket)?;
+        gate.readable().await?.clear_ready();
         Ok(())
     }
 }
@@ -124,15 +118,15 @@ struct Open<'a> {
 
 impl<'a> Open<'a> {
     fn new(epoll: &'a Epoll, socket: &'a OwnedFd) -> io::Result<Self> {
-        epoll.modify(socket, &mut EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
+        epoll.add(socket, EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
         Ok(Self { epoll, socket })
     }
 }
 
 impl Drop for Open<'_> {
     fn drop(&mut self) {
-        // It was there when it was opened. If this could fail, messages would wake us: slow, not wrong.
-        let _ = self.epoll.modify(self.socket, &mut EpollEvent::empty());
+        // It is there, so this cannot fail.
+        let _ = self.epoll.delete(self.socket);
     }
 }
 
