@@ -87,6 +87,11 @@ fn healthy(backend: &str, families: &[Family]) {
         assert_eq!(findings(&lab, host, None), [""; 0], "{backend} {families:?}");
         let page = examine(&lab, host, None, "--peers=64");
         assert!(page.contains("NOTHING IS WRONG") && page.contains("1 asked"), "{page}");
+        assert_eq!(
+            page.matches("both ways").count(),
+            if backend == "vxlan" { families.len() } else { 0 },
+            "{page}"
+        );
         let replies = page.matches(" ms").count();
         let addresses = if backend == "vxlan" { 2 } else { 1 };
         assert_eq!(replies, families.len() * addresses * 2, "small and full: {page}");
@@ -108,6 +113,8 @@ tests! {
     faults_of_this_host: of_this_host();
     faults_on_the_way_and_at_the_peer: on_the_way();
     faults_while_the_daemon_is_down: without_a_daemon();
+    the_way_that_is_lost_is_named: directions();
+    nobody_but_other_nodes_is_answered: strangers();
 }
 
 fn of_this_host() {
@@ -184,7 +191,8 @@ fn on_the_way() {
 
     // What comes in full size is lost.
     nft("add rule ip guard into udp dport 8472 ip length > 1400 drop");
-    finds(&lab, host, &["path-mtu error", "1450 bytes", "get no reply, while small ones do"]);
+    finds(&lab, host, &["path-mtu error", "1450 bytes", "do not arrive there, while small ones do"]);
+    finds(&lab, other, &["path-mtu error", "1450 bytes", "arrive there, and are lost on the way back"]);
     nft("flush chain ip guard into");
 
     // Nobody is there any more.
@@ -231,4 +239,106 @@ fn without_a_daemon() {
     assert!(found.iter().any(|line| line.contains("flannel.1 is not there")), "{found:#?}");
     host.start_daemon().unwrap();
     is_well(&lab, host);
+}
+
+/// What both ends report tells which way something is lost; where one of them cannot, no way is named.
+fn directions() {
+    let lab = up(Lab::builder());
+    let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
+    let base = |host: &Host| host.subnet_env().unwrap().unwrap().subnets.v4.unwrap().base().to_string();
+    let nft = |command: &str| other.run("nft", &command.split(' ').collect::<Vec<_>>()).unwrap();
+    nft("add table ip guard");
+    nft("add chain ip guard into { type filter hook input priority 0; }");
+    nft("add chain ip guard out { type filter hook output priority 0; }");
+
+    // Large segments are lost one way, which echoes of the same size do not notice.
+    nft("add rule ip guard into iifname flannel.1 tcp dport 8473 ip length > 1000 drop");
+    let found =
+        finds(&lab, host, &["segments error", "do not arrive there, while those from there arrive here"]);
+    assert!(found.contains(&base(other)) && found.contains("| ethtool -K flannel.1"), "{found}");
+    let page = examine(&lab, host, None, "--peers=9");
+    assert!(page.contains("back only") && page.matches(" ms").count() == 4, "{page}");
+    nft("flush chain ip guard into");
+    nft("add rule ip guard out oifname flannel.1 tcp sport 8473 ip length > 1000 drop");
+    finds(&lab, host, &["segments error", "arrive there, while those from there do not arrive here"]);
+    assert!(examine(&lab, host, None, "--peers=9").contains("there only"));
+    nft("flush chain ip guard out");
+    is_well(&lab, host);
+
+    // All that goes to this host by the tunnel is lost, and nothing of what it sends.
+    host.run("nft", &["add table ip guard"]).unwrap();
+    host.run("nft", &["add chain ip guard into { type filter hook input priority 0; }"]).unwrap();
+    host.run("nft", &["add rule ip guard into udp dport 8472 drop"]).unwrap();
+    let found = finds(&lab, host, &["tunnel error", "what goes there arrives", "only what it sends is lost"]);
+    assert!(found.contains(&base(other)), "{found}");
+    // Nobody tells the other one.
+    let found = finds(&lab, other, &["tunnel error", "may be blocked here, on the way or there"]);
+    assert!(found.contains(&base(host)), "{found}");
+    host.run("nft", &["delete table ip guard"]).unwrap();
+    is_well(&lab, host);
+
+    // A peer that runs no daemon of ours, or has the port closed, is no finding.
+    other.stop_daemon(Signal::SIGTERM).unwrap();
+    other.start_daemon_with(&["--doctor-port=0"]).unwrap();
+    is_well(&lab, host);
+    let page = examine(&lab, host, None, "--peers=9");
+    assert!(!page.contains("both ways"), "{page}");
+    other.stop_daemon(Signal::SIGTERM).unwrap();
+
+    // One host's interface takes less, and its daemon goes by that.
+    other.run("ip", &["link", "set", "eth0", "mtu", "1400"]).unwrap();
+    other.start_daemon().unwrap();
+    finds(
+        &lab,
+        host,
+        &["mtu warning", "pods here may send 1450 bytes", "1350", "| flannelctl config set", "1400"],
+    );
+    finds(&lab, other, &["mtu warning", "pods here may send 1350 bytes", "1450"]);
+}
+
+/// The port is open on the tunnel, for the tunnels of other nodes.
+fn strangers() {
+    let lab = up(Lab::builder().families(Family::BOTH));
+    let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
+    let env = other.subnet_env().unwrap().unwrap();
+    for family in Family::BOTH {
+        let address = env.subnets[family].unwrap().base();
+        let ask = format!(
+            "exec 3<>/dev/tcp/{address}/8473 && echo 'flannel 1 10' >&3 && printf 0123456789 >&3 && cat <&3"
+        );
+        let answer = |namespace: &flannel_lab::Namespace| {
+            let output = namespace.output(Command::new("timeout").args(["5", "bash", "-c", &ask])).unwrap();
+            String::from_utf8(output.stdout).unwrap()
+        };
+        let start = Instant::now();
+        let node = loop {
+            let answer = answer(host.namespace());
+            if !answer.is_empty() {
+                break answer;
+            }
+            assert!(start.elapsed() < PATIENCE, "{}", other.log().unwrap());
+        };
+        assert!(
+            node.contains("\"received\":10") && node.ends_with("}\nffffffffff"),
+            "no more than was sent: {node}"
+        );
+        for (who, namespace) in [
+            ("a pod of another node", lab.hosts()[0].pod().unwrap().namespace()),
+            ("a pod of the node", other.pod().unwrap().namespace()),
+            ("the node itself", other.namespace()),
+            ("the underlay", lab.switch().namespace()),
+        ] {
+            if who == "the underlay" {
+                let via = other.addresses()[family].unwrap();
+                namespace.ip(&format!("route add {address} via {via}\n")).unwrap();
+            }
+            assert_eq!(answer(namespace), "", "{who}");
+        }
+    }
+    // The tunnel's device is another one, of the same name.
+    other.run("ip", &["link", "del", "flannel.1"]).unwrap();
+    let start = Instant::now();
+    while examine(&lab, host, None, "--peers=9").matches("both ways").count() < 2 {
+        assert!(start.elapsed() < PATIENCE, "{}", other.log().unwrap());
+    }
 }

@@ -56,6 +56,10 @@ pub struct ControlFlags {
     /// The socket that flannelctl asks, or off; flanneld.sock beside the subnet file if not given
     #[arg(long, value_name = "FILE|off")]
     pub control_socket: Option<PathBuf>,
+
+    /// The port, TCP and UDP, on which the tunnel's address answers the doctors of other nodes and nobody else; 0: none
+    #[arg(long, value_name = "PORT", default_value = crate::sounding::PORT, value_parser = port)]
+    pub doctor_port: u16,
 }
 
 /// **Source**: flannel `main.go`: what is not above 0 is nowhere.

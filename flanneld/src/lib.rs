@@ -27,6 +27,7 @@ mod problems;
 mod registry;
 mod report;
 mod run;
+mod sounding;
 mod stale;
 mod state;
 mod uplink;

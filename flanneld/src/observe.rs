@@ -10,13 +10,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use flannel_core::{
-    Config, Error as CoreError, ExternalInterface, Kernel, NetworkHandle, Status, StoreStatus, Subnets, View,
+    Config, Dual, Error as CoreError, ExternalInterface, Kernel, NetworkHandle, Status, StoreStatus, Subnets,
+    View,
 };
 use flannel_subnet::Ownership;
 use tokio::sync::watch;
 
+use crate::backends;
 use crate::firewall::Rulebook;
 use crate::registry::Store;
+use crate::sounding::Place;
 
 /// Sets another log filter, or says why not; `None`: the one given at the start.
 pub(crate) type SetLog = dyn Fn(Option<&str>) -> Result<(), String> + Send + Sync;
@@ -63,6 +66,21 @@ pub(crate) struct Running {
     /// This node has no lease: its time ran out, and the store does not answer.
     pub(crate) lapsed: bool,
     pub(crate) since: SystemTime,
+}
+
+impl Running {
+    /// Where other nodes' doctors ask; with port 0, and without a tunnel or a lease, nowhere.
+    pub(crate) fn place(&self, port: u16) -> Place {
+        let devices = if self.lapsed { Dual::default() } else { backends::devices(&self.config) };
+        let own = self.handle.lease.subnets;
+        Place {
+            port,
+            tunnels: Dual::from_fn(|family| Some((devices[family]?, own.family(family)?.base()))),
+            mtu: self.handle.mtu,
+            views: self.views.clone(),
+            status: self.handle.status.clone(),
+        }
+    }
 }
 
 /// Everything as it is at one moment.
@@ -297,8 +315,8 @@ impl Drop for RunningGuard<'_> {
 pub(crate) mod tests {
     use super::*;
 
+    use flannel_core::SubnetManager;
     use flannel_core::testing::{FakeKernel, FakeSubnets};
-    use flannel_core::{Dual, SubnetManager};
 
     /// A network on fakes, with three peers and this status.
     pub(crate) async fn network(status: Status) -> (FakeSubnets, Running) {

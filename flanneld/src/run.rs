@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 
 use flannel_core::{
     Backend, Config, Ended, Host, Kernel, Lease, LinkName, Network, NetworkHandle, Origin, Owned,
-    SubnetManager, View, holder,
+    SubnetManager, Subnets, View, holder,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_subnet::{SubnetEnv, SubnetEnvError};
@@ -20,11 +20,13 @@ use crate::backends;
 use crate::cli::{NexthopObjects, Options};
 use crate::control::Servers;
 use crate::error::Error;
+use crate::firewall::Rulebook;
 use crate::log::log_status;
 use crate::observe::{Observer, Running};
 use crate::predecessor::Predecessor;
 use crate::preflight;
 use crate::registry::Node;
+use crate::sounding::respond;
 use crate::stale::StaleManager;
 use crate::state;
 use crate::uplink::{Chosen, addresses_of};
@@ -122,6 +124,23 @@ struct Ready {
     chosen: Chosen,
 }
 
+impl Ready {
+    /// The network as those see it who look on.
+    fn running(&self, rulebook: watch::Receiver<Rulebook>) -> Running {
+        Running {
+            config: self.config.clone(),
+            backend: self.backend.name(),
+            iface: self.chosen.iface.clone(),
+            kernel: Arc::clone(&self.chosen.kernel) as Arc<dyn Kernel>,
+            handle: self.network.handle(),
+            views: self.views.clone(),
+            rulebook,
+            lapsed: self.lapsed,
+            since: SystemTime::now(),
+        }
+    }
+}
+
 /// Asks the store for everything that a network is built from, and builds it.
 async fn start(
     options: &Options,
@@ -190,53 +209,27 @@ async fn run_network(
     predecessor: &Predecessor,
     observer: &Observer,
 ) -> Result<String, Error> {
-    let Ready { config, backend, network, mut views, lapsed, cached, chosen } = ready;
-    let handle = network.handle();
-    warn_if_stale(subnets, &views.borrow());
-    if lapsed {
-        tracing::warn!(
-            lease = %handle.lease.subnets,
-            "this node's lease has run out: peers are kept in place, its own subnet is not, until {} answers",
-            subnets.store_status().store
-        );
-    }
-    let own = handle.lease.subnets;
-    let (settled, mut rules) = watch::channel(false);
+    warn_if_stale(subnets, &ready.views.borrow());
+    let (settled, rules) = watch::channel(false);
     let (book, rulebook) = watch::channel(options.firewall.rulebook());
+    let running = ready.running(rulebook);
+    let responder = respond(running.place(options.control.doctor_port));
+    let _running = observer.running(running);
+    let Ready { config, backend, network, views, lapsed, cached, chosen } = ready;
+    let handle = network.handle();
+    let own = handle.lease.subnets;
     let firewall = async {
         if lapsed {
             return Ok(std::future::pending().await);
         }
         options.firewall.keep(&config, &own, settled, book).await
     };
-    let followed = views.clone();
-    let _running = observer.running(Running {
-        config: config.clone(),
-        backend: backend.name(),
-        iface: chosen.iface.clone(),
-        kernel: Arc::clone(&chosen.kernel) as Arc<dyn Kernel>,
-        handle: handle.clone(),
-        views: views.clone(),
-        rulebook,
-        lapsed,
-        since: SystemTime::now(),
-    });
-    let changes = observer.follow(views.clone());
     let looks = look_around(observer, rules.clone(), lapsed);
     let hold = async {
         if lapsed {
-            let live = |view: &View| matches!(view.origin, Origin::Live { .. });
-            if views.wait_for(live).await.is_err() {
-                // Nobody follows the store any more, which the network itself tells.
-                std::future::pending::<()>().await;
-            }
-            return Ok("the store answers, and can be asked for a lease".to_owned());
+            return until_live(subnets, own, views.clone()).await;
         }
-        // Pods that start because of the file find the rules there.
-        let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
-        write_subnet_file(options, &config, &handle)?;
-        predecessor.wrote_subnet_file()?;
-        observer.subnet_file_written();
+        publish(options, &config, &handle, rules, (predecessor, observer)).await?;
         tracing::info!(
             lease = %own, backend = backend.name(), mtu = handle.mtu,
             subnet_file = %options.subnet_file.display(), "running"
@@ -247,7 +240,7 @@ async fn run_network(
     let (kernel, owned) = (chosen.kernel.clone(), backend.owned(uplink, &config)?);
     tokio::select! {
         error = predecessor.clear(kernel, (owned, &config), handle.status.clone()) => Err(error),
-        ended = network.run(followed) => match ended? {
+        ended = network.run(views.clone()) => match ended? {
             Ended::Rebuild(reason) => Ok(reason),
             ended => Err(Error::Stopped(format!("{ended:?}"))),
         },
@@ -256,9 +249,43 @@ async fn run_network(
         reason = chosen.changed(&config) => Ok(reason),
         never = firewall => match never? {},
         never = log_status(handle.status.clone()) => match never {},
-        never = changes => match never {},
+        never = observer.follow(views.clone()) => match never {},
         never = looks => match never {},
+        never = responder => match never {},
     }
+}
+
+/// Without a lease of its own a network lasts until the store can be asked for one: the reason.
+async fn until_live(
+    subnets: &dyn SubnetManager,
+    own: Subnets,
+    mut views: watch::Receiver<View>,
+) -> Result<String, Error> {
+    tracing::warn!(
+        lease = %own,
+        "this node's lease has run out: peers are kept in place, its own subnet is not, until {} answers",
+        subnets.store_status().store
+    );
+    if views.wait_for(|view| matches!(view.origin, Origin::Live { .. })).await.is_err() {
+        // Nobody follows the store any more, which the network itself tells.
+        std::future::pending::<()>().await;
+    }
+    Ok("the store answers, and can be asked for a lease".to_owned())
+}
+
+/// Lets pods start: they do because of the subnet file, and find the rules there.
+async fn publish(
+    options: &Options,
+    config: &Config,
+    handle: &NetworkHandle,
+    mut rules: watch::Receiver<bool>,
+    (predecessor, observer): (&Predecessor, &Observer),
+) -> Result<(), Error> {
+    let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
+    write_subnet_file(options, config, handle)?;
+    predecessor.wrote_subnet_file()?;
+    observer.subnet_file_written();
+    Ok(())
 }
 
 /// Says once what about this host may stand in the way, when firewall rules are in place, or cannot be.
@@ -321,7 +348,7 @@ fn warn_if_stale(subnets: &dyn SubnetManager, view: &View) {
 }
 
 /// What the last run wrote; a file that cannot be read is as good as none, but said.
-fn previous_subnets(options: &Options) -> Option<flannel_core::Subnets> {
+fn previous_subnets(options: &Options) -> Option<Subnets> {
     match SubnetEnv::read(&options.subnet_file) {
         Ok(env) => env.previous(),
         Err(SubnetEnvError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => None,

@@ -6,6 +6,7 @@
 mod device;
 mod echo;
 mod ground;
+mod judge;
 mod peers;
 
 use std::collections::BTreeMap;
@@ -24,11 +25,13 @@ use super::{Failure, Result, Said};
 use crate::http::encode;
 use crate::preflight::{Finding, Look};
 use crate::report::VERSION;
+use crate::sounding::{Sounding, sound};
 use crate::why::{Why, lookup};
 use device::Devices;
 use echo::{Answer, Probe, echo};
 use ground::Ground;
-use peers::{AddressReport, Answers, EchoReport, Question, Target, judge};
+use judge::{Answers, judge};
+use peers::{AddressReport, EchoReport, Question, SoundingReport, Target};
 
 /// So long all echoes together are waited for.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -59,6 +62,10 @@ struct FamilyReport {
     family: String,
     tunnel: Option<AddressReport>,
     public: Option<AddressReport>,
+    /// What both ends report; `null`: no daemon of ours answers there.
+    segments: Option<SoundingReport>,
+    /// The largest packet through the tunnel that it acknowledges beside it, in bytes; 0: none.
+    noticed: u16,
 }
 
 /// Everything that was found.
@@ -112,7 +119,7 @@ pub(crate) async fn doctor(
         Err(failure) => return Err(failure),
     };
     let devices = look_at_devices(&ground, &mut diagnosis).await;
-    look_at_peers(client, &ground, &devices, flags.peers, &mut diagnosis).await;
+    look_at_peers(client, &ground, &devices, flags, &mut diagnosis).await;
     let Diagnosis { layers, findings, peers } = &mut diagnosis;
     findings.sort_by_key(|finding| !finding.is_error());
     let value = json!({
@@ -150,7 +157,7 @@ async fn look_at_peers(
     client: &Client,
     ground: &Ground,
     devices: &Devices,
-    most: usize,
+    flags: &DoctorFlags,
     diagnosis: &mut Diagnosis,
 ) {
     let mut targets: Vec<&Target> =
@@ -158,7 +165,7 @@ async fn look_at_peers(
     // Stable: those in trouble first, each by subnet.
     targets.sort_by_key(|target| target.state == "in place");
     let all = targets.len();
-    targets.truncate(most);
+    targets.truncate(flags.peers);
     if targets.is_empty() && !ground.known {
         return diagnosis.unknown("peers", "nobody could say which there are");
     }
@@ -177,26 +184,17 @@ async fn look_at_peers(
     }
     let questions: Vec<(&Target, Vec<Question>)> =
         targets.iter().map(|target| (*target, target.questions(devices))).collect();
-    let probes: Vec<Probe> =
-        questions.iter().flat_map(|(_, asked)| asked).flat_map(Question::probes).collect();
-    let asked = probes.clone();
-    let echoes = tokio::task::spawn_blocking(move || echo(&asked, PATIENCE)).await;
-    let answers = match echoes.unwrap_or_else(|error| Err(std::io::Error::other(error))) {
-        Ok(answers) if !answers.is_empty() => answers,
-        Ok(_) => {
+    let asked = match ask(&questions, flags.doctor_port).await {
+        Ok(asked) => asked,
+        Err(why) => {
             diagnosis.findings.extend(bounded(shadowed.into_values().collect()));
-            return diagnosis.unknown("peers", "nobody was asked: how much pods may send is not known");
-        }
-        Err(error) => {
-            diagnosis.findings.extend(bounded(shadowed.into_values().collect()));
-            return diagnosis
-                .unknown("peers", format!("nobody can be asked: {error} (it takes CAP_NET_RAW)"));
+            return diagnosis.unknown("peers", why);
         }
     };
     let mut found = Vec::new();
-    let mut answered = probes.iter().copied().zip(&answers);
-    for (target, asked) in &questions {
-        let (report, faults) = hear(target, asked, &mut answered, devices.port());
+    let mut asked = asked.into_iter();
+    for (target, questions) in &questions {
+        let (report, faults) = hear(target, questions, &mut asked, devices.port());
         diagnosis.peers.push(report);
         // A route that leads elsewhere explains what is not answered.
         found.extend(shadowed.remove(&target.key).map_or(faults, |finding| vec![finding]));
@@ -208,28 +206,69 @@ async fn look_at_peers(
     diagnosis.layer("peers", text, bounded(found));
 }
 
+/// What became of one question: the echoes as they were asked for, and what both ends report.
+struct Asked {
+    echoes: Vec<(Probe, Answer)>,
+    sounding: Sounding,
+}
+
+/// Asks all questions at once, one answer for each, in order.
+///
+/// # Errors
+/// Nobody can be asked, and this is why.
+async fn ask(questions: &[(&Target, Vec<Question>)], port: u16) -> Result<Vec<Asked>, String> {
+    let all = || questions.iter().flat_map(|(_, asked)| asked);
+    let probes: Vec<Probe> = all().flat_map(Question::probes).collect();
+    if probes.is_empty() {
+        return Err("nobody was asked: how much pods may send is not known".to_owned());
+    }
+    let asked = probes.clone();
+    let echoes = tokio::task::spawn_blocking(move || echo(&asked, PATIENCE));
+    let soundings: Vec<_> = all()
+        .map(|question| (question.tunnel.filter(|_| port != 0), question.public.map(|(address, _)| address)))
+        .map(|(tunnel, public)| {
+            tokio::spawn(async move { Some(sound(tunnel?.0, public, port, tunnel?.1).await) })
+        })
+        .collect();
+    let echoes = echoes.await.unwrap_or_else(|error| Err(std::io::Error::other(error)));
+    let echoes = echoes.map_err(|error| format!("nobody can be asked: {error} (it takes CAP_NET_RAW)"))?;
+    let mut echoes = probes.into_iter().zip(echoes);
+    let mut found = Vec::new();
+    for (question, sounding) in all().zip(soundings) {
+        let echoes = echoes.by_ref().take(question.probes().count()).collect();
+        let sounding = sounding.await.ok().flatten().unwrap_or_default();
+        found.push(Asked { echoes, sounding });
+    }
+    Ok(found)
+}
+
 /// Takes one peer's answers.
-fn hear<'a>(
+fn hear(
     target: &Target,
-    asked: &[Question],
-    answered: &mut impl Iterator<Item = (Probe, &'a Answer)>,
+    questions: &[Question],
+    asked: &mut impl Iterator<Item = Asked>,
     port: Option<u16>,
 ) -> (PeerReport, Vec<Finding>) {
     let (mut echoes, mut faults) = (Vec::new(), Vec::new());
-    for question in asked {
+    for (question, Asked { echoes: answered, sounding }) in questions.iter().zip(asked) {
+        let mut answered = answered.into_iter();
         let mut take = |address: Option<(IpAddr, u16)>| {
             address?;
             let (small, full) = (answered.next()?, answered.next()?);
             let report = AddressReport {
                 address: small.0.to.to_string(),
-                small: EchoReport::new(small.0, small.1),
-                full: EchoReport::new(full.0, full.1),
+                small: EchoReport::new(small.0, &small.1),
+                full: EchoReport::new(full.0, &full.1),
             };
-            Some((report, [small.1.clone(), full.1.clone()]))
+            Some((report, [small.1, full.1]))
         };
         let (tunnel, public) = (take(question.tunnel).unzip(), take(question.public).unzip());
-        faults.extend(judge(&target.key, question, &Answers { tunnel: tunnel.1, public: public.1 }, port));
-        echoes.push(FamilyReport { family: question.family.to_string(), tunnel: tunnel.0, public: public.0 });
+        let segments = sounding.segments.as_ref().map(SoundingReport::new);
+        let noticed = sounding.noticed;
+        let answers = Answers { tunnel: tunnel.1, public: public.1, sounding };
+        faults.extend(judge(&target.key, question, &answers, port));
+        let family = question.family.to_string();
+        echoes.push(FamilyReport { family, tunnel: tunnel.0, public: public.0, segments, noticed });
     }
     let subnets = target.subnets.iter().map(ToString::to_string).collect();
     (PeerReport { key: target.key.clone(), subnets, state: target.state.clone(), echoes }, faults)
@@ -341,18 +380,20 @@ fn page(diagnosis: &Diagnosis, paper: &Paper) -> String {
             peer.subnets.clone(),
             each(&|echo| cell(echo.tunnel.as_ref(), false)),
             each(&|echo| cell(echo.tunnel.as_ref(), true)),
+            each(&|echo| echo.segments.as_ref().map_or("-", |segments| segments.passes).to_owned()),
             each(&|echo| cell(echo.public.as_ref(), false)),
             each(&|echo| cell(echo.public.as_ref(), true)),
         ];
         (Ink::Plain, cells)
     };
     let rows: Vec<_> = peers.iter().map(row).collect();
-    out + &paper.table(&["SUBNET", "TUNNEL", "FULL SIZE", "PUBLIC", "FULL SIZE"], &rows)
+    out + &paper.table(&["SUBNET", "TUNNEL", "FULL SIZE", "SEGMENTS", "PUBLIC", "FULL SIZE"], &rows)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sounding::{Passage, Sounded};
 
     #[test]
     fn what_is_wrong_comes_first_then_each_layer_then_the_peers() {
@@ -382,8 +423,12 @@ mod tests {
             Answer::Reply(Duration::from_micros(1_210)),
             Answer::TooBig(Some(1400)),
         ];
-        let probes: Vec<Probe> = asked.iter().flat_map(Question::probes).collect();
-        let (report, faults) = hear(&target, &asked, &mut probes.into_iter().zip(&answers), Some(8472));
+        let echoes = asked.iter().flat_map(Question::probes).zip(answers).collect();
+        let passage = |arrived| Passage { sent: 5592, arrived };
+        let sounded =
+            Sounded { there: passage(5592), back: passage(0), segment: 1398, mtu: 1450, heard: 1450 };
+        let answered = Asked { echoes, sounding: Sounding { noticed: 1450, segments: Some(sounded) } };
+        let (report, faults) = hear(&target, &asked, &mut [answered].into_iter(), Some(8472));
         diagnosis.peers.push(report);
         diagnosis.layer("peers", "1 asked", faults);
         let text = page(&diagnosis, &Paper { width: 80, colours: false });

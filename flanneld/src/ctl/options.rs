@@ -122,7 +122,8 @@ pub(crate) enum Verb {
     #[command(
         long_about = "Looks for what is wrong anywhere between the store and the wire: the store, the daemon, this host's \
         settings, devices and their MTU, and with ICMP echoes, small and of full size, whether each peer replies from its \
-        tunnel address and its public one. Each finding comes with the command that mends it. Exit status 1 if there is \
+        tunnel address and its public one; where a peer runs this daemon, both send TCP segments of full size and say which \
+        way they arrive. Each finding comes with the command that mends it. Exit status 1 if there is \
         one. Without a daemon it goes as far as store, cache and kernel lead."
     )]
     Doctor(DoctorFlags),
@@ -172,6 +173,11 @@ pub(crate) struct DoctorFlags {
     /// Ask at most so many peers, those in trouble first
     #[arg(long, value_name = "NUMBER", default_value_t = 64, value_parser = peers)]
     pub(crate) peers: usize,
+
+    /// The port on which peers' daemons say what arrives through the tunnel, as for flanneld; 0: they are not asked
+    #[arg(long, value_name = "PORT", default_value = crate::sounding::PORT, env = "FLANNELD_DOCTOR_PORT",
+        hide_env_values = true)]
+    pub(crate) doctor_port: u16,
 
     /// The interface that the daemon uses, by name or address, if it does not run; if not given, the one with the default route
     #[arg(long, value_name = "NAME|ADDRESS", env = "FLANNELD_IFACE", hide_env_values = true)]

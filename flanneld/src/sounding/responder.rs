@@ -1,0 +1,210 @@
+//! The end that is sounded: the daemon, on its tunnel.
+//!
+//! The one thing to know: it is bound to the tunnel's own address and device, and speaks only with the tunnels of other nodes,
+//! which no pod and nobody on the underlay is. It never sends more than it was sent: on a connection what the client announced,
+//! at most 64 KiB; for a datagram a smaller one, to the public address of that node's lease and nowhere else. It serves few at a
+//! time and looks at a few hundred a second.
+
+use std::convert::Infallible;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use flannel_core::{Dual, Family, Lease, LinkName, Status, View};
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
+use tokio::net::{TcpListener, TcpStream, UdpSocket};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+use super::ear::{Ear, node};
+use super::{HELLO, LEAST, MOST, NONCE, NOTICE, QUESTION, Report, amount, fill, read_line, take};
+
+/// So many are sounding at once; who comes then is refused.
+const AT_ONCE: usize = 8;
+/// After each connection and datagram.
+const PAUSE: Duration = Duration::from_millis(2);
+/// A client has so long to say what it wants.
+const ASKING: Duration = Duration::from_secs(1);
+/// What was announced has so long to come: some repetitions of what is lost.
+const PATIENCE: Duration = Duration::from_millis(1_500);
+/// And so long to leave.
+const LEAVING: Duration = Duration::from_secs(4);
+
+/// Where it answers, and what it tells.
+#[derive(Debug, Clone)]
+pub(crate) struct Place {
+    pub(crate) port: u16,
+    /// The tunnels, with the address of each.
+    pub(crate) tunnels: Dual<(LinkName, IpAddr)>,
+    /// What pods may send, in bytes.
+    pub(crate) mtu: u32,
+    pub(crate) views: watch::Receiver<View>,
+    /// Tells when something was done to a device.
+    pub(crate) status: watch::Receiver<Arc<Status>>,
+}
+
+impl Place {
+    /// The lease of another node, by the address of its tunnel.
+    fn other(&self, from: IpAddr) -> Option<Arc<Lease>> {
+        let own = self.tunnels.values().any(|(_, own)| *own == from);
+        if own { None } else { node(&self.views.borrow(), from).cloned() }
+    }
+}
+
+/// Answers on all tunnels, for ever. That it cannot is said once, and ends nothing.
+///
+/// # Cancel safety
+/// Dropping the future closes everything.
+pub(crate) async fn respond(place: Place) -> Infallible {
+    if place.port == 0 {
+        return std::future::pending().await;
+    }
+    let on = async |family: Family| match place.tunnels[family] {
+        Some((device, address)) => on_tunnel(&place, device, address).await,
+        None => std::future::pending().await,
+    };
+    tokio::select! {
+        never = on(Family::V4) => never,
+        never = on(Family::V6) => never,
+    }
+}
+
+async fn on_tunnel(place: &Place, device: LinkName, address: IpAddr) -> Infallible {
+    let (mut status, ear) = (place.status.clone(), Ear::default());
+    let mut told = None;
+    loop {
+        match open(device, SocketAddr::new(address, place.port)) {
+            Ok((listener, datagrams)) => tokio::select! {
+                never = accept(&listener, place, &ear) => match never {},
+                never = listen(&datagrams, place, &ear) => match never {},
+                () = lost(&listener, &mut status) => continue,
+            },
+            Err(error) if told != Some(error.kind()) => {
+                tracing::debug!("--doctor-port {}: {address} on {device}: {error}", place.port);
+                if error.kind() == io::ErrorKind::AddrInUse {
+                    tracing::warn!(
+                        "other nodes' doctors cannot ask this one: --doctor-port {}: {address}: {error}",
+                        place.port
+                    );
+                }
+                told = Some(error.kind());
+            }
+            Err(_) => {}
+        }
+        // A device that comes, or comes back, is told there.
+        if status.changed().await.is_err() {
+            return std::future::pending().await;
+        }
+    }
+}
+
+/// Sockets that only the tunnel reaches. The address may come later than they.
+fn open(device: LinkName, address: SocketAddr) -> io::Result<(TcpListener, UdpSocket)> {
+    let bound = |kind, protocol| -> io::Result<Socket> {
+        let socket = Socket::new(Domain::for_address(address), kind, Some(protocol))?;
+        socket.set_nonblocking(true)?;
+        socket.bind_device(Some(device.as_str().as_bytes()))?;
+        if address.is_ipv4() {
+            socket.set_freebind_v4(true)?;
+        } else {
+            socket.set_freebind_v6(true)?;
+        }
+        if kind == Type::STREAM {
+            socket.set_reuse_address(true)?;
+        }
+        socket.bind(&address.into())?;
+        Ok(socket)
+    };
+    let listener = bound(Type::STREAM, Protocol::TCP)?;
+    listener.listen(AT_ONCE as i32)?;
+    let datagrams = bound(Type::DGRAM, Protocol::UDP)?;
+    Ok((TcpListener::from_std(listener.into())?, UdpSocket::from_std(datagrams.into())?))
+}
+
+/// Waits until the device that a socket is bound to is gone. Another one of its name is not the same.
+async fn lost(listener: &TcpListener, status: &mut watch::Receiver<Arc<Status>>) {
+    while SockRef::from(listener).device().is_ok() {
+        if status.changed().await.is_err() {
+            return std::future::pending().await;
+        }
+    }
+}
+
+/// Notes who is heard, and says so beside the tunnel, since the way back through it may be the one that is lost.
+async fn listen(datagrams: &UdpSocket, place: &Place, ear: &Ear) -> Infallible {
+    let mut buffer = vec![0; usize::from(u16::MAX)];
+    loop {
+        if let Ok((len, from)) = datagrams.recv_from(&mut buffer).await
+            && let Some(lease) = place.other(from.ip())
+        {
+            let headers = if from.is_ipv4() { 28 } else { 48 };
+            let size = u16::try_from(len + headers).unwrap_or(u16::MAX);
+            if let Some((port, nonce)) = question(&buffer[..len]) {
+                ear.note(from.ip(), size, &place.views.borrow());
+                if let Some(public) = lease.attrs.public[Family::of(from.ip())] {
+                    // That it does not arrive is nothing new to who gets none.
+                    let _ = notice(SocketAddr::new(public, port), nonce, size).await;
+                }
+            }
+        }
+        sleep(PAUSE).await;
+    }
+}
+
+/// The port that waits for an acknowledgement, and what it is to say.
+fn question(datagram: &[u8]) -> Option<(u16, &[u8])> {
+    let rest = datagram.strip_prefix(QUESTION).filter(|_| datagram.len() >= LEAST)?;
+    let (port, rest) = rest.split_first_chunk::<2>()?;
+    Some((u16::from_be_bytes(*port), rest.get(..NONCE)?))
+}
+
+async fn notice(to: SocketAddr, nonce: &[u8], size: u16) -> io::Result<()> {
+    let socket = UdpSocket::bind((Family::of(to.ip()).unspecified(), 0)).await?;
+    socket.send_to(&[&NOTICE[..], nonce, &size.to_be_bytes()].concat(), to).await.map(drop)
+}
+
+async fn accept(listener: &TcpListener, place: &Place, ear: &Ear) -> Infallible {
+    let mut clients = JoinSet::new();
+    loop {
+        let accepted = listener.accept().await;
+        while clients.try_join_next().is_some() {}
+        // Who is refused is not told why.
+        if let Ok((stream, from)) = accepted
+            && clients.len() < AT_ONCE
+            && place.other(from.ip()).is_some()
+        {
+            let (mtu, ear) = (place.mtu, ear.clone());
+            clients.spawn(async move {
+                // Whatever goes wrong, the client tells.
+                let _ = timeout(ASKING + PATIENCE + LEAVING, answer(stream, from.ip(), mtu, &ear)).await;
+            });
+        }
+        sleep(PAUSE).await;
+    }
+}
+
+/// Takes what is sent, tells how much has come, and sends the same amount.
+async fn answer(mut stream: TcpStream, from: IpAddr, mtu: u32, ear: &Ear) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    let hello = timeout(ASKING, read_line(&mut stream)).await??;
+    let announced = hello.strip_prefix(HELLO).and_then(|number| number.parse().ok());
+    let Some(announced) = announced.filter(|bytes: &usize| *bytes <= MOST) else {
+        return Ok(());
+    };
+    let mut received = 0;
+    // Impatience is no failure: what has come by then is what is told.
+    if let Ok(taken) = timeout(PATIENCE, take(&mut stream, announced, &mut received)).await {
+        taken?;
+    }
+    let bytes = amount(&stream)?.min(announced);
+    let report = Report { version: 1, received, mtu, heard: ear.just_now(from), bytes };
+    let line = serde_json::to_string(&report).map_err(io::Error::other)? + "\n";
+    let (mut reader, mut writer) = stream.split();
+    // Small, so that it arrives where large segments do not.
+    tokio::io::AsyncWriteExt::write_all(&mut writer, line.as_bytes()).await?;
+    fill(&mut writer, bytes).await?;
+    // Closed with something unread, it would be reset, and what is under way be lost.
+    take(&mut reader, MOST, &mut 0).await
+}

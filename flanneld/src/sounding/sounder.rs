@@ -1,0 +1,153 @@
+//! The end that sounds: the doctor.
+//!
+//! The one thing to know: it needs no privilege. The kernel sends from the tunnel's address, because the route to the peer
+//! goes through the tunnel; where it does not, the peer refuses.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
+
+use flannel_core::Family;
+use serde::Serialize;
+use tokio::io::AsyncWriteExt;
+use tokio::net::{TcpStream, UdpSocket};
+use tokio::time::{Instant, timeout, timeout_at};
+
+use super::{HELLO, LEAST, MOST, NONCE, NOTICE, QUESTION, Report, amount, fill, read_line, take};
+
+/// Who does not take a connection for so long does not answer.
+const CONNECTING: Duration = Duration::from_secs(1);
+/// The peer waits for less before it says what has come, and what it sends then has the rest.
+const PATIENCE: Duration = Duration::from_millis(3_500);
+/// An acknowledgement that is still under way after the connection is not waited for longer.
+const MOMENT: Duration = Duration::from_millis(200);
+/// Enough for headers and a few bytes.
+const SMALL: u16 = 80;
+/// A datagram may be lost by chance.
+const TIMES: usize = 2;
+
+/// What was sent one way, and what of it the other end has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(crate) struct Passage {
+    /// In bytes.
+    pub(crate) sent: usize,
+    pub(crate) arrived: usize,
+}
+
+impl Passage {
+    pub(crate) fn is_whole(self) -> bool {
+        self.arrived >= self.sent
+    }
+}
+
+/// What both ends report of a connection.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(crate) struct Sounded {
+    /// From here.
+    pub(crate) there: Passage,
+    pub(crate) back: Passage,
+    /// How large the segments were that were sent there, in bytes.
+    pub(crate) segment: usize,
+    /// What pods there may send, in bytes.
+    pub(crate) mtu: u32,
+    /// The largest packet that arrived there as a datagram, in bytes; 0: none.
+    pub(crate) heard: u16,
+}
+
+/// What a peer's daemon reports, if it does.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Sounding {
+    /// The largest packet that it acknowledges beside the tunnel, in bytes; 0: none.
+    pub(crate) noticed: u16,
+    /// `None`: it does not answer through the tunnel, or is none that understands.
+    pub(crate) segments: Option<Sounded>,
+}
+
+/// Sounds the daemon behind a tunnel's address; `public` is its node's, `full` what pods here may send, in bytes.
+pub(crate) async fn sound(to: IpAddr, public: Option<IpAddr>, port: u16, full: u16) -> Sounding {
+    let to = SocketAddr::new(to, port);
+    let any: SocketAddr = (Family::of(to.ip()).unspecified(), 0).into();
+    let Ok(inbox) = UdpSocket::bind(any).await else { return Sounding::default() };
+    let nonce = nonce();
+    // Before the report that tells what was heard.
+    let _ = announce(to, full, &inbox, nonce).await;
+    let segments = match timeout(CONNECTING, TcpStream::connect(to)).await {
+        Ok(Ok(mut stream)) => exchange(&mut stream).await.ok().flatten(),
+        // Said at once, and through the tunnel: it is no daemon of ours.
+        Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => return Sounding::default(),
+        _ => None,
+    };
+    let noticed = match public {
+        Some(public) => notices(&inbox, public, full, nonce).await,
+        None => 0,
+    };
+    Sounding { noticed, segments }
+}
+
+/// Something that nobody else knows.
+fn nonce() -> [u8; NONCE] {
+    use std::hash::{BuildHasher, RandomState};
+    // Its keys are the system's random numbers.
+    RandomState::new().hash_one(std::process::id()).to_be_bytes()
+}
+
+/// Sends small datagrams and such of full size.
+async fn announce(to: SocketAddr, full: u16, inbox: &UdpSocket, nonce: [u8; NONCE]) -> io::Result<()> {
+    let any: SocketAddr = (Family::of(to.ip()).unspecified(), 0).into();
+    let socket = UdpSocket::bind(any).await?;
+    socket.connect(to).await?;
+    let (port, headers) = (inbox.local_addr()?.port(), if to.is_ipv4() { 28 } else { 48 });
+    for _ in 0..TIMES {
+        for size in [SMALL, full] {
+            let mut datagram = [&QUESTION[..], &port.to_be_bytes(), &nonce].concat();
+            datagram.resize(usize::from(size.saturating_sub(headers)).max(LEAST), b'f');
+            // One that is too large for this host's own device is not sent, which echoes tell.
+            let _ = socket.send(&datagram).await;
+        }
+    }
+    Ok(())
+}
+
+/// The largest packet that was acknowledged, in bytes.
+async fn notices(inbox: &UdpSocket, public: IpAddr, full: u16, nonce: [u8; NONCE]) -> u16 {
+    let (mut largest, mut buffer) = (0, [0; 64]);
+    while largest < full
+        && let Ok(Ok((len, from))) = timeout(MOMENT, inbox.recv_from(&mut buffer)).await
+    {
+        let said = buffer[..len].strip_prefix(NOTICE).and_then(|rest| rest.strip_prefix(&nonce));
+        if let Some(Ok(size)) = said.map(<[u8; 2]>::try_from)
+            && from.ip() == public
+        {
+            largest = largest.max(u16::from_be_bytes(size));
+        }
+    }
+    largest
+}
+
+async fn exchange(stream: &mut TcpStream) -> io::Result<Option<Sounded>> {
+    let deadline = Instant::now() + PATIENCE;
+    stream.set_nodelay(true)?;
+    let sent = amount(stream)?;
+    let segment = socket2::SockRef::from(&*stream).tcp_mss()? as usize;
+    let (mut reader, mut writer) = stream.split();
+    let send = async {
+        writer.write_all(format!("{HELLO}{sent}\n").as_bytes()).await?;
+        fill(&mut writer, sent).await?;
+        // Whoever listens ends this.
+        std::future::pending::<io::Result<Option<Sounded>>>().await
+    };
+    let hear = async {
+        let Ok(line) = timeout_at(deadline, read_line(&mut reader)).await else { return Ok(None) };
+        let Ok(report) = serde_json::from_str::<Report>(&line?) else { return Ok(None) };
+        let announced = report.bytes.min(MOST);
+        let mut back = Passage { sent: announced, arrived: 0 };
+        // Impatience is no failure here either.
+        let _ = timeout_at(deadline, take(&mut reader, announced, &mut back.arrived)).await;
+        let there = Passage { sent, arrived: report.received };
+        Ok(Some(Sounded { there, back, segment, mtu: report.mtu, heard: report.heard }))
+    };
+    tokio::select! {
+        ended = send => ended,
+        sounded = hear => sounded,
+    }
+}
