@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use caps::{CapSet, Capability, CapsHashSet, errors::CapsError};
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, AtFlags};
-use nix::unistd::{AccessFlags, faccessat, geteuid};
+use nix::unistd::{AccessFlags, Gid, faccessat, getegid, geteuid, getgroups, setgroups};
 
 use crate::cli::Options;
 use crate::registry::RegistryUrl;
@@ -46,6 +46,22 @@ pub(crate) fn drop_needless(options: &Options) {
                 tracing::warn!("files of others may be out of reach: {error}");
             }
         }
+    }
+}
+
+/// Joins the group that the control socket is for: the owner of a file may give it to groups that it is in, without a
+/// capability. That it is not possible is told where the socket is opened.
+pub(crate) fn join_control_group(options: &Options) {
+    let Some(group) = options.control.control_group.map(Gid::from_raw) else { return };
+    let joined = getgroups().and_then(|mut groups| {
+        if groups.contains(&group) || getegid() == group {
+            return Ok(());
+        }
+        groups.push(group);
+        setgroups(&groups)
+    });
+    if let Err(errno) = joined {
+        tracing::debug!("--control-group {group}: this process is no member and cannot become one: {errno}");
     }
 }
 

@@ -1,7 +1,8 @@
 //! Where the daemon can be asked: health and metrics over TCP, the same and the control API over a Unix socket.
 //!
 //! The one thing to know: reading verbs are `GET` and change nothing, writing verbs are `POST`; over TCP there are
-//! reading verbs only, and none that tells more than health and metrics.
+//! reading verbs only, and none that tells more than health and metrics. Whoever may open the socket may read, for which there is
+//! `--control-group`; only root and the daemon's own user may write, whatever the socket's mode, as the kernel tells who asks.
 //!
 //! | request | answer |
 //! |---|---|
@@ -57,6 +58,10 @@ pub struct ControlFlags {
     #[arg(long, value_name = "FILE|off")]
     pub control_socket: Option<PathBuf>,
 
+    /// The group whose members may ask over the control socket, by name or number; what changes something stays with root
+    #[arg(long, value_name = "GROUP", value_parser = group)]
+    pub control_group: Option<u32>,
+
     /// The port, TCP and UDP, on which the tunnel's address answers the doctors of other nodes and nobody else; 0: none
     #[arg(long, value_name = "PORT", default_value = crate::sounding::PORT, value_parser = port)]
     pub doctor_port: u16,
@@ -66,6 +71,20 @@ pub struct ControlFlags {
 fn port(text: &str) -> Result<u16, String> {
     let number = go_int(i64::MIN..=65_535)(text)?;
     Ok(u16::try_from(number).unwrap_or(0))
+}
+
+/// A group's number, by its name or as it is.
+fn group(text: &str) -> Result<u32, String> {
+    if let Ok(number) = text.parse() {
+        return Ok(number);
+    }
+    match nix::unistd::Group::from_name(text) {
+        Ok(Some(group)) => Ok(group.gid.as_raw()),
+        Ok(None) => {
+            Err("this host has no such group; right would be a name of getent group, or a number".to_owned())
+        }
+        Err(errno) => Err(format!("the groups of this host cannot be read: {errno}; a number needs no name")),
+    }
 }
 
 impl ControlFlags {
@@ -123,7 +142,7 @@ impl Servers {
         };
         let control = match flags.socket(subnet_file) {
             None => None,
-            Some(path) => match open_socket(&path) {
+            Some(path) => match open_socket(&path, flags.control_group) {
                 Ok(listener) => Some((Listener::Unix(listener), SocketFile(path))),
                 Err(reason) => {
                     let what = format!("--control-socket {}", path.display());
@@ -162,8 +181,8 @@ impl Servers {
     }
 }
 
-/// Puts the socket in place in one step, with its mode, where there is none or a dead one.
-fn open_socket(path: &Path) -> Result<UnixListener, String> {
+/// Puts the socket in place in one step, with its mode and group, where there is none or a dead one.
+fn open_socket(path: &Path, group: Option<u32>) -> Result<UnixListener, String> {
     if std::os::unix::net::UnixStream::connect(path).is_ok() {
         return Err("another daemon answers there".to_owned());
     }
@@ -175,15 +194,17 @@ fn open_socket(path: &Path) -> Result<UnixListener, String> {
     let temporary = path.with_file_name(format!(".{}.{}", name.to_string_lossy(), std::process::id()));
     let _ = fs::remove_file(&temporary);
     let listener = UnixListener::bind(&temporary).map_err(|error| error.to_string())?;
-    let placed = fs::set_permissions(&temporary, fs::Permissions::from_mode(0o660))
-        .and_then(|()| fs::rename(&temporary, path));
-    match placed {
-        Ok(()) => Ok(listener),
-        Err(error) => {
-            let _ = fs::remove_file(&temporary);
-            Err(error.to_string())
-        }
+    let given = std::os::unix::fs::chown(&temporary, None, group)
+        .map_err(|error| format!("--control-group {}: {error}", group.unwrap_or_default()));
+    let placed = given.and_then(|()| {
+        fs::set_permissions(&temporary, fs::Permissions::from_mode(0o660))
+            .and_then(|()| fs::rename(&temporary, path))
+            .map_err(|error| error.to_string())
+    });
+    if placed.is_err() {
+        let _ = fs::remove_file(&temporary);
     }
+    placed.map(|()| listener)
 }
 
 /// What is answered.
@@ -229,6 +250,12 @@ impl Answers {
     }
 
     async fn control(&self, request: &Request) -> Response {
+        if request.method == "POST" && !may_write(request.uid) {
+            let own = nix::unistd::geteuid();
+            let error =
+                format!("what changes something is for root, and for user {own}, as whom flanneld runs");
+            return refusal(403, &error);
+        }
         match (request.method.as_str(), request.path.as_str()) {
             ("GET", "/v1/status") => {
                 let snapshot = self.observer.snapshot();
@@ -273,6 +300,11 @@ impl Answers {
     }
 }
 
+/// Root, and the daemon's own user.
+fn may_write(uid: Option<u32>) -> bool {
+    uid.is_some_and(|uid| uid == 0 || uid == nix::unistd::geteuid().as_raw())
+}
+
 fn answer(value: &serde_json::Value) -> Response {
     Response { status: 200, kind: JSON, body: format!("{value}\n") }
 }
@@ -289,7 +321,7 @@ mod tests {
     use flannel_core::Status;
 
     async fn ask(site: &Answers, method: &str, target: &str) -> (u16, String) {
-        let response = site.answer(&Request::new(method, target)).await;
+        let response = site.answer(&Request::new(method, target).by(Some(0))).await;
         (response.status, response.body)
     }
 
@@ -335,6 +367,24 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn who_is_neither_root_nor_the_daemons_user_reads_only() {
+        let site = Answers::new(&Observer::default(), true);
+        let own = nix::unistd::geteuid().as_raw();
+        for (uid, writes) in [(Some(0), 200), (Some(own), 200), (Some(own + 1), 403), (None, 403)] {
+            let ask = async |method, target| site.answer(&Request::new(method, target).by(uid)).await.status;
+            assert_eq!(ask("GET", "/v1/status").await, 200, "{uid:?}");
+            assert_eq!(ask("POST", "/v1/reload").await, writes, "{uid:?}");
+        }
+    }
+
+    #[test]
+    fn groups_have_names_and_numbers() {
+        assert_eq!(group("0"), Ok(0));
+        assert_eq!(group("root"), Ok(0));
+        assert!(group("no such group").unwrap_err().contains("getent group"));
+    }
+
+    #[tokio::test]
     async fn no_second_reload_waits_for_a_store_that_does_not_answer_the_first() {
         let site = Answers::new(&Observer::default(), true);
         let first = site.reloading.lock().await;
@@ -348,11 +398,11 @@ mod tests {
     async fn a_dead_socket_is_replaced_a_living_one_is_not() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("new/flanneld.sock");
-        let first = open_socket(&path).unwrap();
+        let first = open_socket(&path, None).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o660);
-        assert_eq!(open_socket(&path).unwrap_err(), "another daemon answers there");
+        assert_eq!(open_socket(&path, None).unwrap_err(), "another daemon answers there");
         drop(first);
-        let _second = open_socket(&path).unwrap();
+        let _second = open_socket(&path, None).unwrap();
         assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
     }
 }

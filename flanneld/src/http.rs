@@ -1,28 +1,33 @@
 //! The smallest HTTP/1.1 server that Prometheus, a kubelet and `curl --unix-socket` are content with.
 //!
 //! The one thing to know: one request for each connection, and everything is bounded: the bytes of a request, the
-//! time that one takes, and how many there are at once. A full HTTP library would be larger than all that it serves here.
+//! time that one takes, and how many there are at once. Who has said nothing yet gives way to who comes, so that silence keeps
+//! nobody from an answer. A full HTTP library would be larger than all that it serves here.
 
+use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, UnixListener};
-use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 /// A request may have so many bytes.
 const LONGEST: usize = 8 * 1024;
-/// A client has so long to ask: those that say nothing must not keep others from /healthz.
-const ASKING: Duration = Duration::from_secs(1);
+/// A client has so long to ask.
+const ASKING: Duration = Duration::from_secs(5);
 /// So long an answer may take to be found.
 const ANSWERING: Duration = Duration::from_secs(10);
 /// A client has so long to take the answer.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// So many are served at once; others wait.
+/// There are so many connections at once. For one more the oldest that has not asked yet ends; if all have, it waits.
 const MOST: usize = 64;
+/// Nobody is shut out before.
+const GRACE: Duration = Duration::from_millis(20);
 /// After a connection could not be accepted (no file descriptors are left, mostly).
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -34,13 +39,20 @@ pub(crate) struct Request {
     /// Without the query.
     pub(crate) path: String,
     query: String,
+    /// Who asks, as the kernel says; `None` over TCP.
+    pub(crate) uid: Option<u32>,
 }
 
 impl Request {
     #[cfg(test)]
     pub(crate) fn new(method: &str, target: &str) -> Self {
         let (path, query) = target.split_once('?').unwrap_or((target, ""));
-        Self { method: method.to_owned(), path: path.to_owned(), query: query.to_owned() }
+        Self { method: method.to_owned(), path: path.to_owned(), query: query.to_owned(), uid: None }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn by(self, uid: Option<u32>) -> Self {
+        Self { uid, ..self }
     }
 
     /// A parameter of the query, decoded.
@@ -68,6 +80,7 @@ impl Response {
         let reason = match self.status {
             200 => "OK",
             400 => "Bad Request",
+            403 => "Forbidden",
             404 => "Not Found",
             405 => "Method Not Allowed",
             503 => "Service Unavailable",
@@ -100,13 +113,17 @@ trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
 
 impl Listener {
-    async fn accept(&self) -> std::io::Result<Box<dyn Stream>> {
+    /// The next client, and over a Unix socket who it is.
+    async fn accept(&self) -> std::io::Result<(Box<dyn Stream>, Option<u32>)> {
         match self {
             Self::Tcp(listener) => {
-                listener.accept().await.map(|(stream, _)| Box::new(stream) as Box<dyn Stream>)
+                let (stream, _) = listener.accept().await?;
+                Ok((Box::new(stream), None))
             }
             Self::Unix(listener) => {
-                listener.accept().await.map(|(stream, _)| Box::new(stream) as Box<dyn Stream>)
+                let (stream, _) = listener.accept().await?;
+                let uid = stream.peer_cred()?.uid();
+                Ok((Box::new(stream), Some(uid)))
             }
         }
     }
@@ -117,29 +134,66 @@ impl Listener {
 /// # Cancel safety
 /// Dropping the future ends all connections.
 pub(crate) async fn serve(listener: Listener, site: Arc<dyn Site>) -> Infallible {
-    let mut clients = JoinSet::new();
+    let (mut tasks, mut clients) = (JoinSet::new(), VecDeque::<Client>::new());
     loop {
-        while clients.try_join_next().is_some() {}
-        if clients.len() >= MOST {
-            clients.join_next().await;
-            continue;
-        }
-        match listener.accept().await {
-            Ok(stream) => drop(clients.spawn(exchange(stream, Arc::clone(&site)))),
+        let (stream, uid) = match listener.accept().await {
+            Ok(accepted) => accepted,
             Err(error) => {
                 tracing::debug!("a connection could not be accepted: {error}");
                 sleep(PAUSE).await;
+                continue;
             }
+        };
+        while tasks.try_join_next().is_some() {}
+        make_room(&mut tasks, &mut clients).await;
+        let asked = Arc::<AtomicBool>::default();
+        let task = tasks.spawn(exchange(stream, uid, Arc::clone(&asked), Arc::clone(&site)));
+        clients.push_back(Client { task, asked, since: Instant::now() });
+    }
+}
+
+/// One connection, since when there is one, and whether it has said what it wants.
+struct Client {
+    task: AbortHandle,
+    asked: Arc<AtomicBool>,
+    since: Instant,
+}
+
+/// Makes sure that there is room for one more.
+async fn make_room(tasks: &mut JoinSet<()>, clients: &mut VecDeque<Client>) {
+    loop {
+        clients.retain(|client| !client.task.is_finished());
+        if clients.len() < MOST {
+            return;
+        }
+        match clients.iter().position(|client| !client.asked.load(Ordering::Relaxed)) {
+            // What it says may be here already, and nobody has read it yet.
+            Some(oldest) if clients[oldest].since.elapsed() < GRACE => {
+                sleep_until(clients[oldest].since + GRACE).await;
+            }
+            Some(oldest) => {
+                if let Some(client) = clients.remove(oldest) {
+                    client.task.abort();
+                }
+            }
+            None => _ = tasks.join_next().await,
         }
     }
 }
 
 /// One request and its answer. That a client goes away, or takes too long, is its own affair.
-async fn exchange(mut stream: Box<dyn Stream>, site: Arc<dyn Site>) {
+async fn exchange(
+    mut stream: Box<dyn Stream>,
+    uid: Option<u32>,
+    asked: Arc<AtomicBool>,
+    site: Arc<dyn Site>,
+) {
     let Ok(Some(head)) = timeout(ASKING, read_head(&mut stream)).await else { return };
+    asked.store(true, Ordering::Relaxed);
     let (response, head_only) = match parse(&head) {
         Some((request, head_only)) => {
             let late = |_| Response::text(503, format!("there is no answer within {ANSWERING:?}\n"));
+            let request = Request { uid, ..request };
             (timeout(ANSWERING, site.answer(&request)).await.unwrap_or_else(late), head_only)
         }
         None => (Response::text(400, "this is no HTTP request that is understood here\n"), false),
@@ -178,7 +232,8 @@ fn parse(head: &str) -> Option<(Request, bool)> {
     let (path, query) = target.split_once('?').unwrap_or((target, ""));
     let head_only = method == "HEAD";
     let method = if head_only { "GET" } else { method };
-    Some((Request { method: method.to_owned(), path: path.to_owned(), query: query.to_owned() }, head_only))
+    let [method, path, query] = [method, path, query].map(str::to_owned);
+    Some((Request { method, path, query, uid: None }, head_only))
 }
 
 /// Undoes percent encoding; what is encoded wrongly stays as it is.
@@ -225,7 +280,7 @@ mod tests {
 
     async fn ask(text: &str) -> String {
         let (mut client, server) = duplex(64 * 1024);
-        let server = tokio::spawn(exchange(Box::new(server), Arc::new(Echo)));
+        let server = tokio::spawn(exchange(Box::new(server), None, Arc::default(), Arc::new(Echo)));
         client.write_all(text.as_bytes()).await.unwrap();
         let mut answer = String::new();
         client.read_to_string(&mut answer).await.unwrap();
@@ -259,26 +314,43 @@ mod tests {
         assert_eq!(begin.elapsed(), ASKING + ANSWERING);
     }
 
-    #[tokio::test]
-    async fn no_more_than_so_many_are_served_at_once_and_none_is_lost() {
+    /// Real connections, and how long a request takes beside them.
+    async fn beside(others: &str, number: usize) -> Duration {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let server = serve(Listener::Tcp(listener), Arc::new(Echo));
         let clients = async {
-            let mut silent = Vec::new();
-            for _ in 0..MOST {
-                silent.push(tokio::net::TcpStream::connect(address).await.unwrap());
+            let mut held = Vec::new();
+            for _ in 0..number {
+                let mut other = tokio::net::TcpStream::connect(address).await.unwrap();
+                other.write_all(others.as_bytes()).await.unwrap();
+                held.push(other);
             }
+            let begin = tokio::time::Instant::now();
             let mut late = tokio::net::TcpStream::connect(address).await.unwrap();
             late.write_all(b"GET /late HTTP/1.1\r\n\r\n").await.unwrap();
-            silent.pop();
             let mut answer = String::new();
             late.read_to_string(&mut answer).await.unwrap();
             assert!(answer.ends_with("GET /late "), "{answer}");
+            begin.elapsed()
         };
         tokio::select! {
             never = server => match never {},
-            () = clients => (),
+            took = clients => took,
         }
+    }
+
+    #[tokio::test]
+    async fn who_says_nothing_or_half_a_request_delays_nobody() {
+        for others in ["", "GET /healthz HT"] {
+            let took = beside(others, 4 * MOST).await;
+            assert!(took < ASKING / 2, "{others:?}: {took:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn no_more_than_so_many_are_answered_at_once_and_none_is_lost() {
+        let took = beside("GET /never HTTP/1.1\r\n\r\n", MOST).await;
+        assert!(took > ANSWERING / 2, "one of those that are being answered is over first: {took:?}");
     }
 }

@@ -93,6 +93,7 @@ fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
     if let Some(flags) = options.without_effect() {
         tracing::info!("{flags}");
     }
+    capabilities::join_control_group(&options);
     capabilities::drop_needless(&options);
     let observer = Observer::new(Some(Box::new(move |filter| {
         let filter = log_filter(filter.unwrap_or(&given)).map_err(|error| error.to_string())?;

@@ -5,6 +5,7 @@
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Output, Stdio};
@@ -494,6 +495,77 @@ fn config_and_leases_are_managed_without_a_daemon() {
         );
         place.says(&["lease", "release", &own, "--force"]);
         daemon.wait_for_log("somebody deleted it, which orders this node to stop");
+    });
+}
+
+/// More than one user id can be told apart here: not so in the user namespace of an ordinary user.
+fn has_users() -> bool {
+    let map = fs::read_to_string("/proc/self/uid_map").unwrap();
+    map.split_whitespace().nth(2).unwrap().parse::<u32>().unwrap() > 60_000
+}
+
+#[test]
+fn a_group_may_read_and_only_root_may_write() {
+    in_netns(|| {
+        let place = Place::new(Some(CONFIG));
+        let group = if has_users() { "54321" } else { "0" };
+        let daemon = place.start_with(&[("FLANNELD_CONTROL_GROUP", group)]);
+        ready(&daemon);
+        let socket = fs::metadata(place.path("run/flanneld.sock")).unwrap();
+        assert_eq!((socket.gid().to_string().as_str(), socket.mode() & 0o777), (group, 0o660));
+        let status = fs::read_to_string(format!("/proc/{}/status", daemon.child.id())).unwrap();
+        let effective = status.lines().find(|line| line.starts_with("CapEff:")).unwrap();
+        assert!(effective.ends_with("0000000000003000"), "it takes no capability: {effective}");
+        assert!(place.says(&["reload"]).contains("unchanged"), "root, or the daemon's own user");
+        if !has_users() {
+            // There is nobody else here.
+            return;
+        }
+        // Where others may run it.
+        let program = place.dir.path().join("flannelctl");
+        fs::copy(place.bare_ctl(&[]).get_program(), &program).unwrap();
+        fs::set_permissions(place.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        let run = |gid: &str, args: &[&str]| {
+            let mut command = Command::new("setpriv");
+            command.args(["--reuid=65533", &format!("--regid={gid}"), "--clear-groups"]).arg(&program);
+            let output = command.args(place.common()).args(args).arg("--json").output().unwrap();
+            serde_json::from_slice::<Value>(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"))
+        };
+        assert_eq!(run(group, &["status"])["ready"], true);
+        assert_eq!(run(group, &["why", "10.1.9.9"])["lease"], Value::Null);
+        for verb in [&["reload"] as &[&str], &["log", "debug"]] {
+            let error = run(group, verb)["error"].as_str().unwrap().to_owned();
+            assert!(error.contains("is for root, and for user 0"), "{verb:?}: {error}");
+        }
+        assert!(!daemon.log().contains("the log filter is"), "{}", daemon.log());
+        assert_eq!(run("65533", &["status"])["running"], false, "who is in another group cannot even ask");
+        drop(daemon);
+        let daemon = place.start_with(&[("FLANNELD_CONTROL_GROUP", "nosuchgroup")]);
+        daemon.wait_for_log("FLANNELD_CONTROL_GROUP");
+    });
+}
+
+#[test]
+fn hundreds_that_say_nothing_keep_nobody_from_health_and_status() {
+    in_netns(|| {
+        let place = Place::new(Some(CONFIG));
+        let daemon = place.start();
+        ready(&daemon);
+        let path = place.path("run/flanneld.sock");
+        for half in ["", "GET /healthz HTTP/1.1\r\n"] {
+            let mut held: Vec<Box<dyn Write>> = Vec::new();
+            for _ in 0..256 {
+                held.push(Box::new(TcpStream::connect(("127.0.0.1", PORT)).unwrap()));
+                held.push(Box::new(std::os::unix::net::UnixStream::connect(&path).unwrap()));
+            }
+            // Those that the daemon has shut out already do not take it.
+            held.iter_mut().for_each(|stream| _ = stream.write_all(half.as_bytes()));
+            let begin = std::time::Instant::now();
+            assert_eq!(http("/healthz"), (200, "flanneld is running".to_owned()));
+            assert!(place.says(&["status"]).contains("READY"));
+            // Who says nothing is let go after 5 s.
+            assert!(begin.elapsed() < Duration::from_millis(2_500), "{half:?}: {:?}", begin.elapsed());
+        }
     });
 }
 
