@@ -27,6 +27,12 @@ pub(crate) fn devices(config: &Config) -> Dual<LinkName> {
     }
 }
 
+/// Peers on the same link are reached without the tunnel.
+pub(crate) fn direct_routing(config: &Config) -> bool {
+    let options = || flannel_backend_vxlan::Options::parse(&config.backend);
+    config.backend.kind == VxlanBackend.name() && options().is_ok_and(|options| options.direct_routing)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -7,10 +7,11 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
 
-use flannel_core::{Family, Lease, LinkName, Status, Subnets};
+use flannel_core::{Dual, Family, Key, Lease, LinkName, Status, Subnets};
 use flannel_subnet::Ownership;
 use serde::{Deserialize, Serialize};
 
+use crate::backends;
 use crate::observe::{NetworkSnapshot, Snapshot};
 use crate::preflight::Finding;
 use crate::problems::{Problem, problems};
@@ -263,7 +264,7 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
             public: texts(running.iface.public.values()),
             reason: running.iface.reason.clone(),
         },
-        devices: crate::backends::devices(&running.config)
+        devices: backends::devices(&running.config)
             .iter()
             .map(|(family, name)| (family.to_string(), name.to_string()))
             .collect(),
@@ -300,7 +301,7 @@ fn own_lease(own: Subnets, lapsed: bool, ownership: Ownership) -> OwnLease {
 }
 
 fn failures(status: &Status) -> Vec<FailureReport> {
-    let report = |(key, failure): (&flannel_core::Key, &flannel_core::Failure)| FailureReport {
+    let report = |(key, failure): (&Key, &flannel_core::Failure)| FailureReport {
         object: key.to_string(),
         change: failure.change.clone(),
         peer: failure.peer.map(|peer| peer.to_string()),
@@ -339,33 +340,69 @@ fn interesting_peers(network: &NetworkSnapshot, snapshot: &Snapshot) -> Vec<Peer
 struct Judge<'a> {
     status: &'a Status,
     failing: BTreeMap<Subnets, String>,
+    /// Why each family's tunnel is not what it should be; then nothing goes through it to anybody, and what cannot be put without
+    /// it is not even tried.
+    tunnels: Dual<String>,
+    /// Peers on the same link are reached without a tunnel.
+    direct: bool,
     changed: &'a BTreeMap<Subnets, SystemTime>,
 }
 
 impl<'a> Judge<'a> {
     fn new(network: &'a NetworkSnapshot, snapshot: &'a Snapshot) -> Self {
+        let NetworkSnapshot { running, status, .. } = network;
         let mut failing = BTreeMap::new();
-        for failure in network.status.failing.values() {
+        for failure in status.failing.values() {
             if let Some(peer) = failure.peer {
                 failing.entry(peer).or_insert_with(|| format!("{}: {}", failure.change, failure.error));
             }
         }
-        Self { status: &network.status, failing, changed: &snapshot.changed }
+        let tunnels = backends::devices(&running.config);
+        let broken = |family| {
+            let name: LinkName = tunnels[family]?;
+            let failure = status.failing.get(&Key::Link(name))?;
+            Some(format!("no device {name}: {}: {}", failure.change, failure.error))
+        };
+        let direct = backends::direct_routing(&running.config);
+        Self { status, failing, tunnels: Dual::from_fn(broken), direct, changed: &snapshot.changed }
     }
 
     fn in_trouble(&self, subnets: &Subnets) -> bool {
-        self.status.disbelieved.contains_key(subnets) || self.failing.contains_key(subnets)
+        self.status.disbelieved.contains_key(subnets)
+            || self.failing.contains_key(subnets)
+            || self.broken_tunnel(subnets).is_some()
+    }
+
+    fn broken_tunnel(&self, subnets: &Subnets) -> Option<&String> {
+        subnets.iter().find_map(|subnet| self.tunnels[subnet.family()].as_ref())
+    }
+
+    /// The state, and why it is not `in place`.
+    fn state(&self, subnets: &Subnets) -> (&'static str, Option<String>) {
+        let started = self.status.in_sync || self.status.objects > 0;
+        if let Some(why) = self.status.disbelieved.get(subnets) {
+            return ("not believed", Some(why.to_string()));
+        }
+        if let Some(why) = self.failing.get(subnets) {
+            return ("failing", Some(why.clone()));
+        }
+        match (self.broken_tunnel(subnets), &self.status.kernel_error) {
+            // Which of them go by it is known to the network alone.
+            (Some(why), _) if self.direct => {
+                ("pending", Some(format!("{why} (which peers on the same link do not need: flannelctl why)")))
+            }
+            (Some(why), _) => ("failing", Some(why.clone())),
+            (None, Some(error)) => {
+                ("pending", Some(format!("the kernel cannot be read or watched: {error}")))
+            }
+            (None, None) if started => ("in place", None),
+            (None, None) => ("pending", None),
+        }
     }
 
     fn peer(&self, lease: &Lease) -> PeerReport {
         let subnets = lease.subnets;
-        let started = self.status.in_sync || self.status.objects > 0;
-        let (state, reason) = match (self.status.disbelieved.get(&subnets), self.failing.get(&subnets)) {
-            (Some(why), _) => ("not believed", Some(why.to_string())),
-            (None, Some(why)) => ("failing", Some(why.clone())),
-            (None, None) if started => ("in place", None),
-            (None, None) => ("pending", None),
-        };
+        let (state, reason) = self.state(&subnets);
         PeerReport {
             key: subnets.to_string(),
             subnets: texts(subnets.iter()),
@@ -434,5 +471,14 @@ mod tests {
         let report = Report::of(&snapshot(Status::default()).await);
         assert!(!report.ready);
         assert!(report.network.unwrap().peers.listed.iter().all(|peer| peer.state == "pending"));
+    }
+
+    #[tokio::test]
+    async fn nobody_is_in_place_in_a_kernel_that_cannot_be_read() {
+        let mut status = Status::default();
+        (status.live, status.objects) = (true, 11);
+        status.kernel_error = Some(flannel_core::KernelError::explained(105, "x"));
+        let report = Report::of(&snapshot(status).await).network.unwrap();
+        assert!(report.peers.listed.iter().all(|peer| peer.state == "pending" && peer.reason.is_some()));
     }
 }

@@ -251,6 +251,35 @@ fn what_others_do_is_counted_and_a_foreign_route_is_named_as_the_shadow() {
 }
 
 #[test]
+fn without_the_tunnel_no_peer_is_in_place() {
+    in_netns(|| {
+        let place = Place::new(Some(CONFIG));
+        place.peer(7);
+        place.peer(8);
+        // Of somebody else, and so it stays.
+        ip("link add flannel.1 type bridge");
+        let daemon = place.start();
+        daemon.wait_for_log("not in sync: the kernel refused");
+        let peers = place.json(&["peers"])["peers"].as_array().unwrap().clone();
+        assert_eq!(peers.len(), 2);
+        for peer in &peers {
+            let reason = peer["reason"].as_str().unwrap_or_default();
+            assert!(peer["state"] == "failing" && reason.starts_with("no device flannel.1: "), "{peer}");
+        }
+        let (code, page) = place.fails(&["peers"]);
+        assert!(code == 1 && page.contains("failing") && !page.contains("in place"), "{page}");
+        let status = place.json(&["status"]);
+        assert_eq!(
+            (&status["ready"], &status["network"]["peers"]["listed"][0]["state"]),
+            (&false.into(), &"failing".into())
+        );
+        ip("link del flannel.1");
+        ready(&daemon);
+        assert!(!place.says(&["peers"]).contains("failing"));
+    });
+}
+
+#[test]
 fn systemd_hears_ready_reloading_alive_and_stopping() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
