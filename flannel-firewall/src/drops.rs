@@ -5,9 +5,12 @@
 
 use std::fmt;
 use std::net::IpAddr;
+use std::time::Duration;
 
 use flannel_core::{Dual, Family, KernelError, Subnet};
 use flannel_netlink::netfilter::{Kind, Messages, NetfilterSocket};
+use tokio::sync::Mutex;
+use tokio::time::Instant;
 
 use crate::error::Error;
 use crate::iptables::program::{Programs, Variant};
@@ -40,27 +43,77 @@ pub struct ForwardDrop {
     /// What goes from and to pods is accepted before the policy is asked: flannel's forward rules are in the same table,
     /// or rules right in the chain accept the whole pod network. Where other chains of it lead is not looked at.
     pub accepts_pods: bool,
+    /// How long ago this was so; only [`LegacyMemory`] makes it more than zero.
+    pub age: Duration,
 }
 
-/// `chain FORWARD of table ip filter (iptables-legacy)`.
+/// `chain FORWARD of table ip filter (iptables-legacy, 8 s ago)`.
 impl fmt::Display for ForwardDrop {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "chain {} of table {}", self.chain, self.table)?;
-        f.write_str(if self.legacy { " (iptables-legacy)" } else { "" })
+        match (self.legacy, self.age.as_secs()) {
+            (false, _) => Ok(()),
+            (true, 0) => f.write_str(" (iptables-legacy)"),
+            (true, age) => write!(f, " (iptables-legacy, {age} s ago)"),
+        }
+    }
+}
+
+/// What `iptables-legacy-save` printed, remembered for a while: looking at the kernel's older tables takes a process, and
+/// nobody tells of their changes. The default remembers nothing.
+#[derive(Debug, Default)]
+pub struct LegacyMemory {
+    keep: Duration,
+    saved: Mutex<Dual<(Instant, String)>>,
+}
+
+impl LegacyMemory {
+    /// What was seen counts for so long; zero: always looks.
+    pub fn new(keep: Duration) -> Self {
+        Self { keep, saved: Mutex::default() }
+    }
+
+    /// The next look is a new one.
+    ///
+    /// # Cancel safety
+    /// It may be dropped, and then may have forgotten or not.
+    pub async fn forget(&self) {
+        *self.saved.lock().await = Dual::default();
+    }
+
+    /// What the program says, or said, and how long ago that was. Those who ask at once share one look.
+    async fn save(&self, programs: &Programs, family: Family) -> Result<(Duration, String), Error> {
+        let mut saved = self.saved.lock().await;
+        let fresh = |(at, _): &&(Instant, String)| at.elapsed() < self.keep;
+        if let Some((at, text)) = saved[family].as_ref().filter(fresh) {
+            return Ok((at.elapsed(), text.clone()));
+        }
+        let programs = Programs { variant: Variant::Legacy, ..programs.clone() };
+        let text = programs.find(family)?.save().await?;
+        let seen = Some((Instant::now(), text.clone()));
+        match family {
+            Family::V4 => saved.v4 = seen,
+            Family::V6 => saved.v6 = seen,
+        }
+        Ok((Duration::ZERO, text))
     }
 }
 
 /// Every chain in this network namespace that drops forwarded packets by policy, and whether those of these pod networks
 /// are spared.
 ///
-/// No program is run, unless the kernel has older tables in use.
+/// No program is run, unless the kernel has older tables in use that `memory` does not know.
 ///
 /// # Errors
 /// It may not be seen: that takes `CAP_NET_ADMIN`.
 ///
 /// # Cancel safety
 /// It only reads.
-pub async fn forward_drops(programs: &Programs, networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
+pub async fn forward_drops(
+    programs: &Programs,
+    networks: &Dual<Subnet>,
+    memory: &LegacyMemory,
+) -> Result<Vec<ForwardDrop>, Error> {
     let pods = *networks;
     let mut found = match tokio::task::spawn_blocking(move || nf_tables(&pods)).await {
         Ok(Err(Error::NoNftables { .. })) => Vec::new(),
@@ -70,8 +123,9 @@ pub async fn forward_drops(programs: &Programs, networks: &Dual<Subnet>) -> Resu
     };
     for family in Family::BOTH {
         if legacy_is_used(family) {
-            let programs = Programs { variant: Variant::Legacy, ..programs.clone() };
-            found.extend(in_saved(&programs.find(family)?.save().await?, family, networks[family]));
+            let (age, saved) = memory.save(programs, family).await?;
+            let drop = in_saved(&saved, family, networks[family]);
+            found.extend(drop.map(|drop| ForwardDrop { age, ..drop }));
         }
     }
     Ok(found)
@@ -108,6 +162,7 @@ fn nf_tables(networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
                 legacy: false,
                 accepts_pods: (protocol != 1 && is_ours(table))
                     || networks[*family].is_some_and(|n| accept(&rules, n)),
+                age: Duration::ZERO,
             }));
         }
     }
@@ -200,5 +255,6 @@ fn in_saved(saved: &str, family: Family, network: Option<Subnet>) -> Option<Forw
         legacy: true,
         accepts_pods: script::forward_chains().any(|(table, chain)| table == "filter" && ours(chain))
             || (accepted("-s") && accepted("-d")),
+        age: Duration::ZERO,
     })
 }

@@ -9,14 +9,15 @@ use std::process::Command;
 use std::time::Duration;
 
 use flannel_core::{Family, Subnet};
-use flannel_firewall::forward_drops;
+use flannel_firewall::{LegacyMemory, forward_drops};
 use ground::{ALL, Ground, Kind, Place, Running, rules_of};
 
 in_every_mode!(a_policy_is_seen_wherever_it_is_and_whether_our_rules_help);
 
 async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(ground: Ground, kind: Kind) {
     let networks = ["10.1.0.0/16", "fd00:1::/48"].map(|n| n.parse::<Subnet>().unwrap()).into_iter().collect();
-    let drops = async || forward_drops(&ground.tools.programs(), &networks).await.unwrap();
+    let drops =
+        async || forward_drops(&ground.tools.programs(), &networks, &LegacyMemory::default()).await.unwrap();
     let nft =
         |command: &str| assert!(Command::new("nft").arg(command).status().unwrap().success(), "{command}");
     assert_eq!(drops().await, []);
@@ -59,6 +60,7 @@ async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(ground: Grou
             .into()
     };
     assert_eq!(texts(drops().await), expected(false));
+    remembers_what_takes_a_process(&ground, kind, &networks).await;
     for (family, network) in [(Family::V4, "10.1.0.0/16"), (Family::V6, "fd00:1::/48")] {
         for side in ["-s", "-d"] {
             ground.tools.iptables(where_rules_are, family, &format!("-A FORWARD {side} {network} -j ACCEPT"));
@@ -73,4 +75,34 @@ async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(ground: Grou
     // Rules in a table of their own help nothing against the policy of another.
     assert_eq!(texts(drops().await), expected(kind != Kind::Nftables));
     running.stop().await;
+}
+
+/// All chains drop, and do so again in the end.
+async fn remembers_what_takes_a_process(ground: &Ground, kind: Kind, networks: &flannel_core::Dual<Subnet>) {
+    let where_rules_are = if kind == Kind::Nftables { Kind::IptablesNft } else { kind };
+    let policy = |word: &str| {
+        for family in Family::BOTH {
+            ground.tools.iptables(where_rules_are, family, &format!("-P FORWARD {word}"));
+        }
+    };
+    let memory = LegacyMemory::new(Duration::from_secs(3600));
+    let programs = ground.tools.programs();
+    let drops = async || forward_drops(&programs, networks, &memory).await.unwrap();
+    let first = drops().await;
+    assert!(first.len() == 2 && first.iter().all(|drop| drop.age == Duration::ZERO), "{first:?}");
+    policy("ACCEPT");
+    let legacy = kind == Kind::IptablesLegacy;
+    let second = drops().await;
+    assert_eq!(second.len(), if legacy { 2 } else { 0 }, "only what takes a process is remembered");
+    assert!(second.iter().all(|drop| drop.age > Duration::ZERO));
+    let mut old = second.first().cloned();
+    old.iter_mut().for_each(|drop| drop.age = Duration::from_secs(8));
+    assert_eq!(
+        old.map(|drop| drop.to_string()).as_deref(),
+        legacy.then_some("chain FORWARD of table ip filter (iptables-legacy, 8 s ago)")
+    );
+    memory.forget().await;
+    assert_eq!(drops().await, []);
+    policy("DROP");
+    assert_eq!(drops().await.len(), if legacy { 0 } else { 2 });
 }

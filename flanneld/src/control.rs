@@ -9,7 +9,7 @@
 //! | `GET /healthz` | 200 as long as the daemon turns |
 //! | `GET /readyz` | 200, or 503 and the reasons |
 //! | `GET /metrics` | Prometheus' text format |
-//! | `GET /v1/status` | the whole picture, JSON |
+//! | `GET /v1/status` | the whole picture, JSON; with `?fresh=true` nothing that takes a process is remembered from before |
 //! | `GET /v1/peers` | every peer, JSON |
 //! | `GET /v1/why?address=A` | why packets for A go where they go, JSON |
 //! | `POST /v1/reload` | what SIGHUP does; the result |
@@ -33,7 +33,6 @@ use crate::go_flags::go_int;
 use crate::http::{Listener, Request, Response, Site, serve};
 use crate::metrics;
 use crate::observe::Observer;
-use crate::preflight;
 use crate::problems::problems;
 use crate::report::{Report, VERSION, peers};
 use crate::why::why;
@@ -261,7 +260,10 @@ impl Answers {
                 let snapshot = self.observer.snapshot();
                 let mut report = Report::of(&snapshot);
                 if let Some(network) = &snapshot.network {
-                    let look = preflight::of_running(network).await;
+                    if request.parameter("fresh").is_some_and(|fresh| fresh == "true") {
+                        self.observer.forget().await;
+                    }
+                    let look = self.observer.look(network).await;
                     (report.findings, report.unread) = (look.findings, look.unread);
                 }
                 answer(&json!(report))

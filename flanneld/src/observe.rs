@@ -7,22 +7,27 @@ use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use flannel_core::{
     Config, Dual, Error as CoreError, ExternalInterface, Kernel, NetworkHandle, Status, StoreStatus, Subnets,
     View,
 };
+use flannel_firewall::LegacyMemory;
 use flannel_subnet::Ownership;
 use tokio::sync::watch;
 
 use crate::backends;
 use crate::firewall::Rulebook;
+use crate::preflight::{self, Look};
 use crate::registry::Store;
 use crate::sounding::Place;
 
 /// Sets another log filter, or says why not; `None`: the one given at the start.
 pub(crate) type SetLog = dyn Fn(Option<&str>) -> Result<(), String> + Send + Sync;
+
+/// What is told of the kernel's older tables is at most so old.
+const LEGACY: Duration = Duration::from_secs(30);
 
 /// The one source for all who look. Clones are the same.
 #[derive(Clone)]
@@ -34,6 +39,8 @@ struct Shared {
     phase: watch::Sender<()>,
     started: SystemTime,
     set_log: Option<Box<SetLog>>,
+    /// Somebody may look at the status every second.
+    legacy: LegacyMemory,
 }
 
 #[derive(Default)]
@@ -122,7 +129,8 @@ impl Observer {
     /// Of a daemon that starts now, and whose log can be set so; `None`: it cannot.
     pub(crate) fn new(set_log: Option<Box<SetLog>>) -> Self {
         let phase = watch::channel(()).0;
-        Self(Arc::new(Shared { known: Mutex::default(), phase, started: SystemTime::now(), set_log }))
+        let legacy = LegacyMemory::new(LEGACY);
+        Self(Arc::new(Shared { known: Mutex::default(), phase, started: SystemTime::now(), set_log, legacy }))
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
@@ -232,6 +240,17 @@ impl Observer {
     pub(crate) fn runs(&self) -> bool {
         let known = self.known();
         known.running.as_ref().is_some_and(|running| running.lapsed || known.subnet_file)
+    }
+
+    /// What about this host stands in the way of the network. What takes a process is not looked at each time, unless it was
+    /// [forgotten](Self::forget).
+    pub(crate) async fn look(&self, network: &NetworkSnapshot) -> Look {
+        preflight::of_running(network, &self.0.legacy).await
+    }
+
+    /// Whoever looks next looks anew.
+    pub(crate) async fn forget(&self) {
+        self.0.legacy.forget().await;
     }
 
     /// Sets the log filter; `None`: back to the one given at the start.
@@ -389,7 +408,7 @@ pub(crate) mod tests {
         running.handle.status = status;
         sender.send_replace(Arc::default());
         let _guard = observer.running(running);
-        let quiet = std::time::Duration::from_secs(3600);
+        let quiet = Duration::from_secs(3600);
         for _ in 0..2 {
             let mut woken = 0;
             while tokio::time::timeout(quiet, changes.next()).await.is_ok() {

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use flannel_core::{Dual, Family, LinkName, Subnet, Subnets};
-use flannel_firewall::ForwardDrop;
+use flannel_firewall::{ForwardDrop, LegacyMemory};
 use serde::{Deserialize, Serialize};
 
 use crate::observe::NetworkSnapshot;
@@ -103,14 +103,14 @@ pub(crate) struct Look {
     pub(crate) unread: Vec<String>,
 }
 
-/// Looks at this host.
-pub(crate) async fn look(scene: Scene) -> Look {
-    let facts = read(scene).await;
+/// Looks at this host. What takes a process may come from `memory`.
+pub(crate) async fn look(scene: Scene, memory: &LegacyMemory) -> Look {
+    let facts = read(scene, memory).await;
     Look { findings: check(&facts), unread: facts.unread }
 }
 
 /// What is to be said of the network that runs, beyond what its status says.
-pub(crate) async fn of_running(network: &NetworkSnapshot) -> Look {
+pub(crate) async fn of_running(network: &NetworkSnapshot, memory: &LegacyMemory) -> Look {
     let running = &network.running;
     let scene = Scene {
         config: running.config.clone(),
@@ -119,7 +119,7 @@ pub(crate) async fn of_running(network: &NetworkSnapshot) -> Look {
         public: running.iface.public,
         leases: network.view.leases.clone(),
     };
-    let mut look = look(scene).await;
+    let mut look = look(scene, memory).await;
     look.findings.retain(|finding| finding.check != DUPLICATE);
     look
 }

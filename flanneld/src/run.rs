@@ -24,7 +24,7 @@ use crate::firewall::Rulebook;
 use crate::log::log_status;
 use crate::observe::{Observer, Running};
 use crate::predecessor::Predecessor;
-use crate::preflight;
+use crate::preflight::Finding;
 use crate::registry::Node;
 use crate::sounding::respond;
 use crate::stale::StaleManager;
@@ -294,7 +294,7 @@ async fn look_around(observer: &Observer, mut rules: watch::Receiver<bool>, laps
         let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
     }
     if let Some(network) = observer.snapshot().network {
-        preflight::of_running(&network).await.findings.iter().for_each(preflight::Finding::log);
+        observer.look(&network).await.findings.iter().for_each(Finding::log);
     }
     std::future::pending().await
 }

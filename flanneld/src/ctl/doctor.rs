@@ -111,7 +111,7 @@ pub(crate) async fn doctor(
     flags: &DoctorFlags,
 ) -> Result<Said> {
     let mut diagnosis = Diagnosis::default();
-    let ground = match client.ask("GET", "/v1/status") {
+    let ground = match client.ask("GET", "/v1/status?fresh=true") {
         Ok(value) => ground::with_daemon(client, &value, &mut diagnosis).await?,
         Err(failure @ Failure::NoDaemon { .. }) => {
             ground::without_daemon(global, &flags.iface, &failure, &mut diagnosis).await

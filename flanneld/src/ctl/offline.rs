@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use flannel_core::{Config, Error, Kernel, Lease, LinkName, Subnets};
+use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 use flannel_subnet::{Cache, Registry, Saved, SubnetEnv};
@@ -85,7 +86,8 @@ async fn findings(global: &Global) -> Vec<Finding> {
     let own = own_subnets(global);
     let lease = own.and_then(|own| saved.leases.get(&own).cloned());
     let public = lease.map(|lease| lease.attrs.public).unwrap_or_default();
-    preflight::look(Scene { config, uplink, own, public, leases: saved.leases }).await.findings
+    let scene = Scene { config, uplink, own, public, leases: saved.leases };
+    preflight::look(scene, &LegacyMemory::default()).await.findings
 }
 
 /// The interface that the daemon would choose, with these `--iface`.

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use flannel_core::{Config, Dual, Family, KernelError, Lease, LeaseSet, LinkName, Subnets};
-use flannel_firewall::{Programs, forward_drops};
+use flannel_firewall::{LegacyMemory, Programs, forward_drops};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 
@@ -28,10 +28,10 @@ pub(crate) struct Scene {
 }
 
 /// Reads what can be read.
-pub(super) async fn read(scene: Scene) -> Facts {
+pub(super) async fn read(scene: Scene, memory: &LegacyMemory) -> Facts {
     let networks = scene.config.pod_networks().collect();
     let programs = Programs::default();
-    let drops = forward_drops(&programs, &networks);
+    let drops = forward_drops(&programs, &networks, memory);
     let (drops, facts) = tokio::join!(drops, tokio::task::spawn_blocking(move || read_host(&scene)));
     // A runtime that shuts down knows nothing.
     let mut facts = facts.unwrap_or_else(|_| Facts { unread: vec!["this host".into()], ..Facts::default() });

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use flannel_core::{Config, Dual, Error, Family, Lease, LeaseSet, LinkName, Subnets};
+use flannel_firewall::LegacyMemory;
 use flannel_subnet::SubnetEnv;
 use serde_json::Value;
 
@@ -202,7 +203,7 @@ async fn of_config(
     match uplink {
         Some(uplink) => {
             let scene = Scene { config: config.clone(), uplink, own, public, leases: leases.clone() };
-            diagnosis.host(preflight::look(scene).await);
+            diagnosis.host(preflight::look(scene, &LegacyMemory::default()).await);
         }
         None => diagnosis.unknown("host", "no interface fits; --iface names the one that the daemon uses"),
     }

@@ -1,0 +1,163 @@
+//! How many processes the daemon starts once it is at rest, counted by strace.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use flannel_netlink::testing::{in_netns, ip};
+use nix::sys::signal::Signal;
+
+mod running;
+use running::{Daemon, wait_until};
+
+/// `--iptables-resync`, which counts seconds.
+const RESYNC: Duration = Duration::from_secs(1);
+const PERIODS: u32 = 3;
+const SAVE: &str = "iptables-save";
+
+/// A daemon under strace, on a host with an uplink, in the namespace of the calling test.
+struct Traced {
+    dir: tempfile::TempDir,
+    daemon: Daemon,
+}
+
+impl Traced {
+    fn start(config: &str) -> Self {
+        ip("link add eth0 type veth peer name wire");
+        ip("link set wire up");
+        ip("address add 192.0.2.1/24 dev eth0");
+        ip("link set eth0 up");
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir_all(dir.path().join("network/subnets")).unwrap();
+        fs::write(dir.path().join("network/config"), config).unwrap();
+        let peer = r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:07"}}"#;
+        fs::write(dir.path().join("network/subnets/10.1.7.0-24"), peer).unwrap();
+        let program = std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into());
+        // With -D it is strace that is in the background, and ends with the daemon.
+        let mut command = Command::new("strace");
+        command.args(["-D", "-f", "-qq", "-e", "trace=process", "-e", "signal=none", "-s", "256", "-o"]);
+        command.arg(dir.path().join("trace")).arg(program);
+        command.arg("--registry").arg(format!("dir:{}", dir.path().join("network").display()));
+        command.arg("--subnet-file").arg(dir.path().join("subnet.env"));
+        command.arg("--state-dir").arg(dir.path().join("state"));
+        command.args(["--iface=eth0", "--ip-masq", "--iptables-resync=1"]);
+        let traced = Self { daemon: Daemon::start(&mut command), dir };
+        traced.daemon.wait_for_log("in sync");
+        let ready = || traced.ask("/readyz").starts_with("HTTP/1.1 200");
+        wait_until(ready, || format!("{}\n{}", traced.ask("/readyz"), traced.daemon.log()));
+        traced.settle();
+        traced
+    }
+
+    /// Waits until the start is over, with all that it looks for once: rules that other modes may have left.
+    fn settle(&self) {
+        let (mut others, mut since) = (0, Instant::now());
+        let quiet = || {
+            let now =
+                started(&self.trace()).iter().filter(|name| !["fork", SAVE].contains(&name.as_str())).count();
+            if now != others {
+                (others, since) = (now, Instant::now());
+            }
+            since.elapsed() > RESYNC * 3 / 2
+        };
+        wait_until(quiet, || format!("{}\n{}", self.trace(), self.daemon.log()));
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn ask(&self, target: &str) -> String {
+        let mut stream = UnixStream::connect(self.path("flanneld.sock")).unwrap();
+        write!(stream, "GET {target} HTTP/1.1\r\n\r\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    }
+
+    fn trace(&self) -> String {
+        fs::read_to_string(self.path("trace")).unwrap()
+    }
+
+    /// Ends it as systemd does.
+    fn stop(mut self) {
+        self.daemon.signal(Signal::SIGTERM);
+        assert_eq!(self.daemon.ended().code(), Some(0));
+    }
+
+    /// What was started within so many periods, while somebody looks at the daemon all the time.
+    fn at_rest(&self, periods: u32) -> Vec<String> {
+        let before = started(&self.trace()).len();
+        let (begin, mut looks) = (Instant::now(), 0);
+        // There is nothing else to wait for: that nothing happens takes time.
+        wait_until(
+            || {
+                assert!(self.ask("/v1/status").contains("\"ready\":true"));
+                assert!(self.ask("/metrics").contains("flannel_ready 1"));
+                looks += 1;
+                begin.elapsed() >= RESYNC * periods
+            },
+            || self.daemon.log(),
+        );
+        assert!(looks > 3, "{looks}");
+        started(&self.trace()).split_off(before)
+    }
+}
+
+/// The programs that processes became, and `fork` for each process that was made; threads are none.
+fn started(trace: &str) -> Vec<String> {
+    let one = |line: &str| {
+        let call = line.split_once(' ')?.1.trim_start();
+        if let Some(rest) = call.strip_prefix("execve(\"") {
+            let program = rest.split('"').next()?;
+            return Some(program.rsplit('/').next()?.to_owned());
+        }
+        let makes = ["clone(", "clone3(", "fork(", "vfork("].iter().any(|name| call.starts_with(name));
+        (makes && !call.contains("CLONE_THREAD")).then(|| "fork".to_owned())
+    };
+    trace.lines().filter_map(one).collect()
+}
+
+#[test]
+fn threads_are_no_processes() {
+    let trace = "7  execve(\"/usr/sbin/iptables-save\", [\"x\"], 0x7 /* 1 var */) = 0\n\
+        7  clone3({flags=CLONE_VM|CLONE_THREAD, exit_signal=0} <unfinished ...>\n\
+        7  <... clone3 resumed> => {parent_tid=[8]}, 88) = 8\n\
+        7  clone3({flags=CLONE_VM|CLONE_VFORK, exit_signal=SIGCHLD}, 88) = 9\n\
+        9  exit_group(0) = ?\n";
+    assert_eq!(started(trace), ["iptables-save", "fork"]);
+}
+
+#[test]
+fn with_nftables_none_is_started() {
+    in_netns(|| {
+        // Looking at tables of this kind takes a process, and so it is not done each time.
+        let old = Command::new("iptables-legacy").args(["-P", "FORWARD", "DROP"]).output().unwrap();
+        assert!(old.status.success(), "{old:?}");
+        let traced =
+            Traced::start(r#"{"Network":"10.1.0.0/16","EnableNFTables":true,"Backend":{"Type":"vxlan"}}"#);
+        assert!(traced.ask("/v1/status").contains("iptables-legacy"));
+        assert!(started(&traced.trace()).contains(&"iptables-legacy-save".to_owned()), "{}", traced.trace());
+        assert_eq!(traced.at_rest(PERIODS), [""; 0]);
+        traced.stop();
+    });
+}
+
+#[test]
+fn with_iptables_one_is_started_for_each_look_at_the_rules() {
+    in_netns(|| {
+        let traced = Traced::start(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#);
+        let all = traced.at_rest(PERIODS);
+        let programs: Vec<&String> = all.iter().filter(|name| *name != "fork").collect();
+        assert!(programs.iter().all(|name| *name == SAVE), "{all:?}");
+        // A period may begin within the first and end within the last.
+        assert!((PERIODS as usize - 1..=PERIODS as usize + 1).contains(&programs.len()), "{all:?}");
+        assert!(all.len() <= 2 * programs.len() + 1, "no process but those: {all:?}");
+        traced.stop();
+    });
+}
