@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use etcd_client::{Client, ConnectOptions, Permission, PermissionType};
 use flannel_netlink::testing::in_netns_async;
+use nix::sys::signal::Signal;
 
 use crate::certificates::Authority;
 use crate::ground::{Host, PREFIX, SWITCH, fill, start_on_switch, switch};
@@ -135,5 +136,60 @@ fn an_authority_alone_makes_tls_and_a_wrong_one_ends_it() {
         assert_eq!(wrong.ended().await.code(), Some(1));
         wrong.says(&etcd.endpoint).await;
         wrong.says("none of those whom we trust").await;
+    });
+}
+
+/// The authority, etcd's certificate and the daemon's are all others at once; SIGHUP asks etcd with the new ones.
+#[test]
+fn sighup_reads_rotated_certificates() {
+    in_netns_async(|| async {
+        switch();
+        let dir = tempfile::tempdir().unwrap();
+        let file = |path: &std::path::Path| path.to_str().unwrap().to_owned();
+        let first = Authority::new(dir.path(), "first");
+        let [cafile, etcd_cafile] = ["ca.pem", "etcd-ca.pem"].map(|name| file(&dir.path().join(name)));
+        for trusted in [&cafile, &etcd_cafile] {
+            std::fs::copy(&first.file, trusted).unwrap();
+        }
+        let server = first.sign_into(dir.path(), "server", 2090);
+        let client = first.sign_into(dir.path(), "client", 2090);
+        let args = ["--cert-file", &file(&server.0), "--key-file", &file(&server.1), "--client-cert-auth"];
+        let args = args.into_iter().chain(["--trusted-ca-file", &etcd_cafile]).map(str::to_owned);
+        let mut etcd = Etcd::spawn("https", &args.collect::<Vec<_>>());
+        let own = ["--cacert", &cafile, "--cert", &file(&client.0), "--key", &file(&client.1)];
+        let put = |etcd: &Etcd, key: &str, value: &str| {
+            etcd.etcdctl(
+                &own.into_iter().chain(["put", &format!("{PREFIX}/{key}"), value]).collect::<Vec<_>>(),
+            );
+        };
+        let options = ["--etcd-endpoints", &etcd.endpoint, "--etcd-cafile", &cafile];
+        let pair = ["--etcd-certfile", &file(&client.0), "--etcd-keyfile", &file(&client.1)];
+        let mut daemon = start_on_switch(dir.path(), &[options, pair].concat());
+        daemon.says("holds no network config yet").await;
+        put(&etcd, "config", crate::ground::CONFIG);
+        daemon.says("running").await;
+        daemon.signal(Signal::SIGHUP);
+        daemon.says("SIGHUP: read again: the network config is unchanged").await;
+
+        // etcd changes first: neither believes the other any more.
+        let second = Authority::new(dir.path(), "second");
+        std::fs::copy(&second.file, &etcd_cafile).unwrap();
+        second.sign_into(dir.path(), "server", 2090);
+        etcd.kill();
+        etcd.go();
+        daemon.says("none of those whom we trust").await;
+        assert!(daemon.is_running(), "a certificate ends no daemon that has run");
+        assert_eq!(daemon.said("the network config is unchanged"), 1, "{}", daemon.log());
+
+        // Then this host's files.
+        std::fs::copy(&second.file, &cafile).unwrap();
+        second.sign_into(dir.path(), "client", 2090);
+        daemon.signal(Signal::SIGHUP);
+        let said = || daemon.said("SIGHUP: read again: the network config is unchanged") == 2;
+        crate::ground::until(60, said, || daemon.log()).await;
+        // The watch goes on with them, too.
+        let value = r#"{"PublicIP":"192.0.2.107","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:6b"}}"#;
+        put(&etcd, "subnets/10.1.107.0-24", value);
+        daemon.says("in sync peers=1").await;
     });
 }
