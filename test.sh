@@ -26,6 +26,19 @@ if [ ${#needs[@]} -gt 0 ]; then
         exit 1
     fi
 fi
+# promtool alone: the package would start a server, and bring fonts.
+tools=${CARGO_TARGET_DIR:-$PWD/target}/tools
+if [ -z "${PROMTOOL:-}" ] && ! command -v promtool >/dev/null && [ ! -x "$tools/promtool" ]; then
+    if ! command -v apt-get >/dev/null; then
+        echo "test.sh: install promtool first (of Prometheus), or name it in PROMTOOL" >&2
+        exit 1
+    fi
+    mkdir -p "$tools/prometheus"
+    (cd "$tools/prometheus" && { apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; }; } &&
+        dpkg-deb -x prometheus_*.deb . && mv usr/bin/promtool ..)
+    rm -rf "$tools/prometheus"
+fi
+export PROMTOOL=${PROMTOOL:-$(command -v promtool || echo "$tools/promtool")}
 command -v cargo >/dev/null || { echo "test.sh: install Rust first: https://rustup.rs" >&2; exit 1; }
 export PATH="$PATH:/usr/sbin:/sbin"
 
@@ -50,10 +63,10 @@ if [ "$(id -u)" = 0 ]; then
     cargo build -q -p flanneld
     daemon_tests=$(cargo test --no-run --message-format=json -p flanneld --test etcd --test control 2>/dev/null |
         sed -n 's/.*"kind":\["test"\].*"executable":"\([^"]*\)".*/\1/p')
-    cp "${CARGO_TARGET_DIR:-target}/debug/"{flanneld,flannelctl} "$dir"
+    cp "${CARGO_TARGET_DIR:-target}/debug/"{flanneld,flannelctl} "$PROMTOOL" "$dir"
     for test in $daemon_tests; do
         cp "$test" "$dir/flanneld-test"
-        as_nobody FLANNELD="$dir/flanneld" FLANNELCTL="$dir/flannelctl" "$dir/flanneld-test" --quiet
+        as_nobody FLANNELD="$dir/flanneld" FLANNELCTL="$dir/flannelctl" PROMTOOL="$dir/promtool" "$dir/flanneld-test" --quiet
     done
     as_nobody FLANNEL_CNI="$dir/flannel" FLANNEL_LAB="$dir/lab" "$dir/$(basename "$cni_test")" --quiet
     as_nobody "$dir/lab" --backend vxlan --family dual --json >"$dir/lab.json" 2>"$dir/lab.log" ||

@@ -279,6 +279,39 @@ fn without_the_tunnel_no_peer_is_in_place() {
     });
 }
 
+/// Prometheus' own tool, which `test.sh` fetches; it complains with another status than 0.
+fn promtool(args: &[&str], input: &str) {
+    let program = std::env::var_os("PROMTOOL").unwrap_or_else(|| "promtool".into());
+    let mut command = Command::new(program);
+    command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child =
+        command.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}: ./test.sh fetches it"));
+    child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let said =
+        [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat();
+    assert!(output.status.success(), "{args:?}: {said}\n{input}");
+}
+
+#[test]
+fn prometheus_has_nothing_to_complain_about() {
+    in_netns(|| {
+        let place = Place::new(None);
+        let rules = place.path("rules.yaml");
+        fs::write(&rules, include_str!("../../deploy/prometheus/rules.yaml")).unwrap();
+        promtool(&["check", "rules", &rules], "");
+        place.peer(7);
+        let daemon = place.start();
+        wait_until(|| http("/metrics").0 == 200, || daemon.log());
+        promtool(&["check", "metrics"], &http("/metrics").1);
+        fs::write(place.registry().join("config"), CONFIG).unwrap();
+        ready(&daemon);
+        ip("route del 10.1.7.0/24");
+        wait_until(|| metric("flannel_repairs_total") == 1.0, || daemon.log());
+        promtool(&["check", "metrics"], &http("/metrics").1);
+    });
+}
+
 #[test]
 fn systemd_hears_ready_reloading_alive_and_stopping() {
     in_netns(|| {
