@@ -75,7 +75,8 @@ pub fn cleanup(kernel: &dyn Kernel, owned: &Owned, dry_run: bool) -> Result<Clea
 }
 
 /// Makes the host ready for Go flannel, which knows no nexthop objects and fails to delete routes by them: each such
-/// route of ours becomes a plain one in place, then our nexthop objects are removed. No packet is lost.
+/// route of ours becomes a plain one in place, then our nexthop objects are removed. A route of last resort
+/// ([`Via::LastResort`]) goes, since Go flannel makes its own elsewhere and would leave ours for ever. No packet is lost.
 ///
 /// A nexthop object whose route could not be replaced stays, and so does one that something else uses
 /// ([`Kernel::nexthop_users`]), because the kernel would delete the route with it. With `dry_run` nothing is
@@ -92,8 +93,14 @@ pub fn ready_for_go(kernel: &dyn Kernel, owned: &Owned, dry_run: bool) -> Result
     let mut report = Cleanup::default();
     let mut changes = Vec::new();
     for object in there.iter() {
-        let Object::Route(route @ Route { via: Via::Nexthop(id), .. }) = object else { continue };
-        match there.get(&Key::Nexthop(*id)) {
+        let Object::Route(route) = object else { continue };
+        let Via::Nexthop(id) = route.via else {
+            if route.via == Via::LastResort {
+                changes.push(Change::Delete(object.clone()));
+            }
+            continue;
+        };
+        match there.get(&Key::Nexthop(id)) {
             Some(Object::Nexthop(nexthop)) => changes.push(Change::Put(route.by_gateway_of(nexthop).into())),
             _ => {
                 let detail =

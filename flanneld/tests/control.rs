@@ -404,6 +404,30 @@ fn without_a_daemon_it_says_so_and_what_is_left() {
 }
 
 #[test]
+fn on_the_way_to_go_flannel_the_route_of_last_resort_goes() {
+    in_netns(|| {
+        let place = Place::new(Some(CONFIG));
+        place.peer(7);
+        let daemon = place.start_with(&[("FLANNELD_IP_BLACKHOLE_ROUTE", "true")]);
+        ready(&daemon);
+        wait_until(|| ip("route show").contains("blackhole"), || daemon.log());
+        assert_eq!(stop(daemon).code(), Some(0));
+        // What somebody else drops stays.
+        ip("route add blackhole 10.1.77.0/24");
+        let would = place.says(&["cleanup", "--for-go", "--dry-run", "--iface", "eth0"]);
+        let made = place.says(&["cleanup", "--for-go", "--iface", "eth0"]);
+        assert!(
+            would.contains("delete route blackhole 10.1.") && made.contains("delete route blackhole 10.1."),
+            "{would}{made}"
+        );
+        let routes = ip("route show");
+        assert_eq!(routes.matches("blackhole").count(), 1, "{routes}");
+        assert!(routes.contains("blackhole 10.1.77.0/24") && routes.contains("10.1.7.0/24 via"), "{routes}");
+        assert!(!routes.contains("nhid"), "{routes}");
+    });
+}
+
+#[test]
 fn a_running_daemon_is_never_cleaned_away() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));

@@ -196,7 +196,8 @@ pub(crate) struct CleanupFlags {
     #[arg(long)]
     pub(crate) dry_run: bool,
 
-    /// Remove only what Go flannel cannot handle: routes by nexthop objects become plain ones in place, no packet is lost
+    /// Remove only what Go flannel cannot handle: routes by nexthop objects become plain ones in place, the route of last
+    /// resort goes, no packet is lost
     #[arg(long)]
     pub(crate) for_go: bool,
 
