@@ -20,6 +20,9 @@ use read::read;
 /// The check that the network's own remarks tell of too.
 const DUPLICATE: &str = "duplicate-address";
 
+/// Where pods and hosts get in each other's way.
+const ANOTHER_NETWORK: &str = "flannelctl config set FILE # with a Network that holds no address of a host";
+
 /// Something about this host, and what would mend it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Finding {
@@ -29,7 +32,7 @@ pub(crate) struct Finding {
     pub(crate) severity: String,
     /// A sentence without a full stop.
     pub(crate) text: String,
-    /// The command that mends it, where there is one.
+    /// The command that mends it: one that a shell takes, with what people should know behind `#`.
     pub(crate) mend: Option<String>,
 }
 
@@ -239,7 +242,8 @@ fn clashes(facts: &Facts) -> Vec<Finding> {
             _ => Finding::warning(
                 "clash",
                 format!("the pod network {network} contains {address}, an address of {device}: pods cannot reach it"),
-            ),
+            )
+            .mend(ANOTHER_NETWORK),
         });
     }
     for (subnets, public) in &facts.peers {
@@ -249,7 +253,7 @@ fn clashes(facts: &Facts) -> Vec<Finding> {
                 "the pod network {network} contains {address}, the public address of {subnets}: its tunnel packets would \
                  go into the tunnel"
             );
-            found.push(Finding::error("clash", text));
+            found.push(Finding::error("clash", text).mend(ANOTHER_NETWORK));
         }
         let same = public.values().find(|address| facts.public.values().any(|own| own == *address));
         if let Some(address) = same {
@@ -258,7 +262,7 @@ fn clashes(facts: &Facts) -> Vec<Finding> {
                  packets"
             );
             let mend = format!(
-                "flannelctl lease release {subnets} (if that node is gone; else give one of them another --public-ip)"
+                "flannelctl lease release --force {subnets} # if that node is gone, else give it another --public-ip"
             );
             found.push(Finding::error(DUPLICATE, text).mend(mend));
         }

@@ -1,7 +1,10 @@
 //! What is wrong, in sentences. The one thing to know: readiness is the absence of errors in this list, so that whoever
 //! asks why a node is not ready gets the very reasons.
 
-use flannel_core::{Disbelief, Status, StoreStatus};
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use flannel_core::{Disbelief, Key, Lease, StoreStatus, Subnets};
 use flannel_subnet::Ownership;
 use serde::{Deserialize, Serialize};
 
@@ -9,6 +12,8 @@ use crate::firewall::Rulebook;
 use crate::observe::{NetworkSnapshot, Snapshot};
 use crate::report::subnets_used;
 
+/// Where more is told than in a sentence.
+const LOG: &str = "journalctl -u flanneld";
 /// So many of one kind are told one by one.
 const MOST: usize = 5;
 /// From this share on, in percent, a pod network is said to be nearly full.
@@ -21,7 +26,7 @@ pub(crate) struct Problem {
     pub(crate) severity: String,
     /// A sentence without a full stop.
     pub(crate) text: String,
-    /// What would help, where that is known.
+    /// The command that helps, or tells more: one that a shell takes, with what people should know behind `#`.
     pub(crate) hint: Option<String>,
 }
 
@@ -50,19 +55,20 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
         Some(network) => {
             found.extend(of_lease(network, snapshot));
             if !snapshot.subnet_file && !network.running.lapsed {
-                found.push(Problem::error("the subnet file is not written yet: firewall rules come first"));
+                let text = "the subnet file is not written yet: firewall rules come first";
+                found.push(Problem::error(text).hint(LOG));
             }
             found.extend(of_kernel(network));
             // Without a lease there are none, and before the subnet file they are what it waits for.
             if snapshot.subnet_file && !network.running.lapsed {
                 found.extend(of_firewall(&network.running.rulebook.borrow()));
             }
-            found.extend(of_leases(&network.status));
+            found.extend(of_leases(network));
             found.extend(of_room(network));
         }
         None => {
             let reason = snapshot.waits_for.as_deref().unwrap_or("it has only just been started");
-            found.push(Problem::error(format!("no network runs: {reason}")));
+            found.push(Problem::error(format!("no network runs: {reason}")).hint(LOG));
         }
     }
     if let Some(store) = &snapshot.store {
@@ -71,13 +77,16 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
     if let Some(config) = &snapshot.waiting_config {
         let networks: Vec<String> = config.pod_networks().map(|network| network.to_string()).collect();
         let text = format!("the network config has other pod networks now ({})", networks.join(", "));
-        found.push(Problem::warning(text).hint("restart flanneld, and the pods, which do not survive that"));
+        found.push(
+            Problem::warning(text)
+                .hint("systemctl restart flanneld # and the pods, which do not survive that"),
+        );
     }
     let wrong = snapshot.store.as_ref().and_then(|store| store.wrong_config.as_ref());
     // Without a network the wait for a right one is told above.
     if let (Some(why), Some(_)) = (wrong.or(snapshot.refused_config.as_ref()), &snapshot.network) {
         let text = format!("the store's network config is not used, the last good one stays in force: {why}");
-        found.push(Problem::warning(text).hint("put it right: flannelctl config set"));
+        found.push(Problem::warning(text).hint("flannelctl config set FILE"));
     }
     // Stable: the order above stays within each severity.
     found.sort_by_key(|problem| !problem.is_error());
@@ -110,51 +119,68 @@ fn of_lease(network: &NetworkSnapshot, snapshot: &Snapshot) -> Option<Problem> {
         }
     };
     let text = format!("this node does not hold its lease {lease}: {reason}");
-    Some(
-        Problem::error(text).hint(format!(
-            "{age}make the store answer: then the node wins its lease back, or says who has it"
-        )),
-    )
+    let look = snapshot.store.as_ref().map_or(LOG.to_owned(), |store| look_at(&store.store));
+    Some(Problem::error(text).hint(format!(
+        "{look} # {age}when the store answers, the node wins its lease back, or says who has it"
+    )))
+}
+
+/// How to look at a store, by its name.
+fn look_at(store: &str) -> String {
+    match store.split_once(':') {
+        Some(("dir", path)) => format!("ls -la {}", path.split('?').next().unwrap_or_default()),
+        Some(("etcd", endpoints)) => format!("etcdctl --endpoints {endpoints} endpoint health"),
+        _ => LOG.to_owned(),
+    }
 }
 
 fn of_kernel(network: &NetworkSnapshot) -> Vec<Problem> {
     let status = &network.status;
     let mut found = Vec::new();
     if let Some(error) = &status.kernel_error {
-        found.push(Problem::error(format!("the kernel cannot be read or watched: {error}")));
+        found.push(Problem::error(format!("the kernel cannot be read or watched: {error}")).hint(LOG));
     }
-    if let Some((_, failure)) = status.failing.iter().next() {
+    if let Some((key, failure)) = status.failing.iter().next() {
         let others = match status.failing.len() - 1 {
             0 => String::new(),
             more => format!(" (and {more} more)"),
         };
         let text = format!("the kernel refuses: {}: {}{others}", failure.change, failure.error);
-        let problem = Problem::error(text);
-        // EPERM
-        found.push(match failure.error.errno {
-            1 => problem.hint("give flanneld CAP_NET_ADMIN in this network namespace"),
-            _ => problem,
-        });
+        found.push(Problem::error(text).hint(match (failure.error.errno, key) {
+            // EPERM
+            (1, _) => {
+                "systemctl show -p CapabilityBoundingSet flanneld # it needs CAP_NET_ADMIN in this network namespace"
+                    .to_owned()
+            }
+            // EEXIST: of another kind, and not ours.
+            (17, Key::Link(name)) => format!("ip link delete {name}"),
+            _ => LOG.to_owned(),
+        }));
     }
     if !status.in_sync && found.is_empty() {
-        found.push(Problem::error(match status.live {
+        let problem = Problem::error(match status.live {
             true => "the kernel is being made equal to the leases",
             false => "the leases are those of an earlier run, since the store has not listed them yet",
-        }));
+        });
+        found.push(problem.hint("flannelctl watch"));
     }
     found
 }
 
 fn of_firewall(rulebook: &Rulebook) -> Option<Problem> {
-    let yet = || Some(Problem::error("the firewall rules are not in place yet"));
+    let yet = || Some(Problem::error("the firewall rules are not in place yet").hint(LOG));
     match rulebook {
         Rulebook::Unwanted => None,
         Rulebook::Pending => yet(),
-        Rulebook::Missing(why) => Some(Problem::warning(format!("there are no forward rules: {why}"))),
+        Rulebook::Missing(why) => {
+            Some(Problem::warning(format!("there are no forward rules: {why}")).hint(LOG))
+        }
         Rulebook::Kept(status) => {
             let status = status.borrow();
             match status.failure.as_ref().and_then(|failure| failure.errors.first()) {
-                Some(error) => Some(Problem::error(format!("the firewall rules are not in place: {error}"))),
+                Some(error) => {
+                    Some(Problem::error(format!("the firewall rules are not in place: {error}")).hint(LOG))
+                }
                 None if status.in_place => None,
                 None => yet(),
             }
@@ -162,16 +188,18 @@ fn of_firewall(rulebook: &Rulebook) -> Option<Problem> {
     }
 }
 
-fn of_leases(status: &Status) -> Vec<Problem> {
-    let not_believed = |(subnets, why): (_, &Disbelief)| {
+fn of_leases(network: &NetworkSnapshot) -> Vec<Problem> {
+    let status = &network.status;
+    let not_believed = |(subnets, why): (&Subnets, &Disbelief)| {
         let problem = Problem::warning(format!("the lease {subnets} is not believed: {why}"));
-        match why {
+        problem.hint(match why {
             Disbelief::Overlaps { .. } | Disbelief::Contradicts { .. } => {
-                problem.hint("stop the later of the two nodes: every node believes the earlier lease")
+                "systemctl stop flanneld # on the later of the two nodes: every node believes the earlier lease"
+                    .to_owned()
             }
-            Disbelief::Rejected(_) => problem.hint("look which backend that node runs"),
-            _ => problem,
-        }
+            Disbelief::Rejected(_) => "flannelctl lease list # which backend does that node run?".to_owned(),
+            _ => release(subnets),
+        })
     };
     let mut found: Vec<Problem> = status.disbelieved.iter().take(MOST).map(not_believed).collect();
     if let Some(more) = status.disbelieved.len().checked_sub(MOST + 1) {
@@ -179,8 +207,27 @@ fn of_leases(status: &Status) -> Vec<Problem> {
             Problem::warning(format!("{} more leases are not believed", more + 1)).hint("flannelctl peers"),
         );
     }
-    found.extend(status.remarks.keys().take(MOST).map(Problem::warning));
+    let remarks = status.remarks.keys().take(MOST);
+    found.extend(remarks.map(|remark| Problem::warning(remark).hint(of_remark(remark, network))));
     found
+}
+
+fn release(subnets: &Subnets) -> String {
+    format!("flannelctl lease release --force {subnets} # if that node is gone")
+}
+
+/// One about a public address that nodes share is mended by letting go the youngest of the others.
+fn of_remark(remark: &str, network: &NetworkSnapshot) -> String {
+    let address = remark.split([' ', ',']).find_map(|word| word.parse::<IpAddr>().ok());
+    let own = network.running.handle.lease.subnets;
+    let has_it = |lease: &&Arc<Lease>| {
+        lease.subnets != own && lease.attrs.public.values().any(|public| Some(*public) == address)
+    };
+    let youngest = network.view.leases.iter().filter(has_it).max_by_key(|lease| lease.since);
+    match youngest {
+        Some(lease) => format!("{}, else give it another --public-ip", release(&lease.subnets)),
+        None => "flannelctl peers".to_owned(),
+    }
 }
 
 fn of_room(network: &NetworkSnapshot) -> Vec<Problem> {
@@ -190,7 +237,7 @@ fn of_room(network: &NetworkSnapshot) -> Vec<Problem> {
     let tell = |room: crate::report::SubnetsReport| {
         let crate::report::SubnetsReport { family, total, used, free } = room;
         let text = format!("{used} of {total} {family} subnets are taken, {free} are free");
-        Problem::warning(text).hint("release leases of nodes that are gone, or enlarge the pod network")
+        Problem::warning(text).hint("flannelctl lease list # lease release lets go those of nodes that are gone; or enlarge the network")
     };
     subnets_used(network).into_iter().filter(nearly).map(tell).collect()
 }
@@ -198,10 +245,12 @@ fn of_room(network: &NetworkSnapshot) -> Vec<Problem> {
 fn of_store(store: &StoreStatus) -> Vec<Problem> {
     let mut found = Vec::new();
     if let Some((error, _)) = &store.last_error {
-        found.push(Problem::warning(format!("the store does not answer: {error}")));
+        let problem = Problem::warning(format!("the store does not answer: {error}"));
+        found.push(problem.hint(look_at(&store.store)));
     }
     for (key, reason) in store.skipped.iter().take(MOST) {
-        found.push(Problem::warning(format!("{}: {key} is skipped: {reason}", store.store)));
+        let problem = Problem::warning(format!("{}: {key} is skipped: {reason}", store.store));
+        found.push(problem.hint("flannelctl lease list"));
     }
     found
 }
@@ -211,6 +260,7 @@ mod tests {
     use super::*;
     use crate::observe::Observer;
     use crate::observe::tests::network;
+    use flannel_core::Status;
 
     #[tokio::test]
     async fn rules_that_are_asked_for_and_not_in_place_make_a_node_not_ready() {

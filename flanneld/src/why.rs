@@ -155,6 +155,14 @@ fn wanted_way(address: IpAddr, objects: &[(Object, Standing)]) -> Option<(LinkNa
     }
 }
 
+/// Takes away the route that counts for an address, where that is not the one that should; never the default route.
+fn unshadow(address: IpAddr) -> String {
+    let ip = if address.is_ipv4() { "ip" } else { "ip -6" };
+    format!(
+        "{ip} route del $({ip} route get fibmatch {address} | grep -v ^default) # if no rule leads there: {ip} rule"
+    )
+}
+
 type Verdict = (bool, String, Option<String>);
 
 fn verdict(
@@ -181,7 +189,7 @@ fn verdict(
             (Some(_), true) => (
                 false,
                 "no node holds a subnet with it".to_owned(),
-                Some("is the node that should hold it running? flannelctl lease list".to_owned()),
+                Some("flannelctl lease list # does the node run that should hold it?".to_owned()),
             ),
             (Some(_), false) => {
                 (false, "it lies outside the pod networks: flannel leads nothing there".to_owned(), None)
@@ -192,7 +200,7 @@ fn verdict(
     let Some(explanation) = &facts.explanation else {
         let text =
             format!("it belongs to {}; what the daemon wants for it cannot be asked", holder(&lease.attrs));
-        return (false, text, Some("start flanneld".to_owned()));
+        return (false, text, Some("systemctl start flanneld".to_owned()));
     };
     if let Some(why) = &explanation.disbelief {
         return (false, format!("its lease {} is not believed: {why}", lease.subnets), None);
@@ -203,14 +211,13 @@ fn verdict(
         let error = state.error.map(|error| format!(": {error}")).unwrap_or_default();
         return (false, format!("{object} is {}{error}", state.state), None);
     }
-    let hint = format!("ip route get {address}; ip rule; ip route show table all match {address}");
     match wanted_way(address, &explanation.objects) {
         Some((link, gateway)) if answer.link != Some(link) || answer.gateway != gateway => {
             let (is, should) = (way(answer.gateway, answer.link), way(gateway, Some(link)));
             let text = format!(
                 "shadowed: packets go {is} instead of {should}, by a more specific route or a rule of others"
             );
-            (false, text, Some(hint))
+            (false, text, Some(unshadow(address)))
         }
         Some((link, _)) => {
             (true, format!("packets go by {link} to {}, everything is in place", holder(&lease.attrs)), None)

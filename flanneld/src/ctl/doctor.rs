@@ -284,16 +284,17 @@ async fn route_fault(
     for subnet in &target.subnets {
         let size = 1_u128 << (subnet.family().bits() - subnet.len()).min(64);
         for address in [subnet.nth(1), subnet.nth(size.saturating_sub(2))].into_iter().flatten() {
-            let mend = format!("ip route get {address}; ip rule; ip route show table all match {address}");
             if ground.daemon {
+                let look = format!("flannelctl why {address}");
                 let asked = client.ask("GET", &format!("/v1/why?address={}", encode(&address.to_string())));
                 let why = asked.ok().and_then(|value| serde_json::from_value::<Why>(value).ok());
                 // An answer that is not understood tells nothing.
                 if let Some(why) = why.filter(|why| !why.ok) {
                     let text = format!("{address} of {}: {}", target.key, why.verdict);
-                    return Some(Finding::error("route", text).mend(why.hint.unwrap_or(mend)));
+                    return Some(Finding::error("route", text).mend(why.hint.unwrap_or(look)));
                 }
             } else if let Some(text) = wrong_way(devices, target, address).await {
+                let mend = format!("systemctl start flanneld; flannelctl why {address}");
                 return Some(Finding::error("route", text).mend(mend));
             }
         }

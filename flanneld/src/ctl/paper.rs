@@ -64,9 +64,21 @@ impl Paper {
         out
     }
 
-    /// A line below a field's text that is not wrapped, so that it can be copied.
-    pub(crate) fn verbatim(text: &str) -> String {
-        format!("{:LABEL$}{text}\n", "")
+    /// `mend: COMMAND` below a field's text: the command is not wrapped, so that it can be copied; what people should know, which
+    /// it has behind `#`, stands in lines of its own if the line has no room for it. A shell takes them too.
+    pub(crate) fn command(&self, word: &str, command: &str) -> String {
+        let whole = format!("{:LABEL$}{word}: {command}\n", "");
+        let Some((alone, remark)) =
+            command.split_once(" # ").filter(|_| whole.chars().count() > self.width + 1)
+        else {
+            return whole;
+        };
+        let mut out = format!("{:LABEL$}{word}: {alone}\n", "");
+        let indent = LABEL + word.len() + 2;
+        for line in self.wrap(remark, indent + 2) {
+            out += &format!("{:indent$}# {line}\n", "");
+        }
+        out
     }
 
     /// Lines of words that leave `indent` columns free. A word that is longer than a line has one of its own.

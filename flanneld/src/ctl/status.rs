@@ -57,7 +57,7 @@ pub(crate) fn page(report: &Report, paper: &Paper) -> String {
         let ink = if problem.is_error() { Ink::Bad } else { Ink::Warning };
         out += &paper.field(&problem.severity, ink, &problem.text);
         if let Some(hint) = &problem.hint {
-            out += &paper.field("", Ink::Plain, &format!("try: {hint}"));
+            out += &paper.command("try", hint);
         }
     }
     out += &findings(&report.findings, paper);
@@ -84,7 +84,7 @@ pub(crate) fn findings(findings: &[Finding], paper: &Paper) -> String {
         let ink = if finding.is_error() { Ink::Bad } else { Ink::Warning };
         out += &paper.field(&finding.severity, ink, &finding.text);
         if let Some(mend) = &finding.mend {
-            out += &Paper::verbatim(&format!("mend: {mend}"));
+            out += &paper.command("mend", mend);
         }
     }
     out

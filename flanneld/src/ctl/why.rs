@@ -62,7 +62,7 @@ fn page(why: &Why, paper: &Paper) -> String {
     let (ink, word) = if why.ok { (Ink::Good, "ok") } else { (Ink::Bad, "problem") };
     let mut out = paper.field(word, ink, &why.verdict);
     if let Some(hint) = &why.hint {
-        out += &paper.field("", Ink::Plain, &format!("try: {hint}"));
+        out += &paper.command("try", hint);
     }
     out.push('\n');
     let none = || "none".to_owned();
@@ -102,7 +102,7 @@ mod tests {
             verdict: "shadowed: packets go via 192.0.2.99 dev eth0 instead of via 10.1.7.0 dev flannel.1, by a more \
                       specific route or a rule of others"
                 .into(),
-            hint: Some("ip route get 10.1.7.9; ip rule; ip route show table all match 10.1.7.9".into()),
+            hint: Some("ip route del $(ip route get fibmatch 10.1.7.9 | grep -v ^default) # if no rule leads there: ip rule".into()),
             network: Some("10.1.0.0/16".into()),
             lease: Some("10.1.7.0-24".into()),
             node: Some("192.0.2.7 (vxlan)".into()),
@@ -120,8 +120,8 @@ mod tests {
         let expected = "\
 problem    shadowed: packets go via 192.0.2.99 dev eth0 instead of via 10.1.7.0
            dev flannel.1, by a more specific route or a rule of others
-           try: ip route get 10.1.7.9; ip rule; ip route show table all match
-           10.1.7.9
+           try: ip route del $(ip route get fibmatch 10.1.7.9 | grep -v ^default)
+                # if no rule leads there: ip rule
 
 address    10.1.7.9
 network    10.1.0.0/16

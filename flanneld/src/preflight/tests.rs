@@ -90,18 +90,22 @@ fn each_fault_is_one_finding_with_its_mend() {
         ),
         (
             only(|f| f.addresses.push((device("eth1"), "10.1.3.1".parse().unwrap()))),
-            ["clash warning", "10.1.0.0/16 contains 10.1.3.1, an address of eth1", "nothing"],
+            [
+                "clash warning",
+                "10.1.0.0/16 contains 10.1.3.1, an address of eth1",
+                "flannelctl config set FILE # with",
+            ],
         ),
         (
             only(|f| f.peers.push(peer("10.1.8.0-24", "10.1.200.1"))),
-            ["clash error", "the public address of 10.1.8.0-24", "nothing"],
+            ["clash error", "the public address of 10.1.8.0-24", "flannelctl config set FILE # with"],
         ),
         (
             only(|f| f.peers.push(peer("10.1.8.0-24", "192.0.2.1"))),
             [
                 "duplicate-address error",
                 "this node's public address 192.0.2.1",
-                "flannelctl lease release 10.1.8.0-24",
+                "flannelctl lease release --force 10.1.8.0-24 # if",
             ],
         ),
         (

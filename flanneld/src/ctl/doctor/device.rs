@@ -89,7 +89,7 @@ pub(crate) fn check(devices: &Devices) -> Vec<Finding> {
     for (port, program, pid) in &devices.takers {
         let text = format!("UDP port {port} is taken by {program} (process {pid}): {EADDRINUSE}");
         let mend =
-            format!("kill {pid} (or flannelctl config set FILE, with another \"Port\" in the Backend)");
+            format!("kill {pid} # or flannelctl config set FILE, with another \"Port\" in its Backend");
         found.push(Finding::error("port", text).mend(mend));
     }
     for name in devices.offloaded.iter().flatten().filter(|_| devices.checksums_matter()) {
@@ -266,7 +266,7 @@ mod tests {
             (
                 |d| d.takers.push((8472, "iperf".into(), 47)),
                 "UDP port 8472 is taken by iperf",
-                "kill 47 (or flannelctl config set FILE, with another \"Port\" in the Backend)",
+                "kill 47 # or flannelctl config set FILE, with another \"Port\" in its Backend",
             ),
             (
                 |d| (d.kernel, d.offloaded) = (Some([5, 4]), Some(vec!["flannel.1".parse().unwrap()])),
