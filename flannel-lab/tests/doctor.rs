@@ -114,6 +114,7 @@ tests! {
     faults_on_the_way_and_at_the_peer: on_the_way();
     faults_while_the_daemon_is_down: without_a_daemon();
     the_way_that_is_lost_is_named: directions();
+    ten_planted_faults_are_found_and_what_is_said_to_mend_them_does: ten_faults();
     nobody_but_other_nodes_is_answered: strangers();
 }
 
@@ -341,4 +342,120 @@ fn strangers() {
     while examine(&lab, host, None, "--peers=9").matches("both ways").count() < 2 {
         assert!(start.elapsed() < PATIENCE, "{}", other.log().unwrap());
     }
+}
+
+/// Programs that commands of the doctor name and that are others in a lab, first in the search path: `flannelctl` for one of its
+/// hosts, and `systemctl start flanneld`, which leaves a wish.
+fn shims(lab: &Lab, host: &Host) -> String {
+    use std::os::unix::fs::PermissionsExt;
+
+    let dir = lab.dir().join("shims");
+    std::fs::create_dir_all(&dir).unwrap();
+    let options = format!(
+        "--registry dir:{} --control-socket {} --subnet-file {} --state-dir {}",
+        lab.registry().display(),
+        host.dir().join("flanneld.sock").display(),
+        host.subnet_file().display(),
+        host.dir().join("state").display()
+    );
+    let flannelctl = format!("exec {} ctl {options} \"$@\"", env!("CARGO_BIN_EXE_lab"));
+    let systemctl = format!("[ \"$*\" = 'start flanneld' ] && touch {}", dir.join("start").display());
+    for (name, script) in [("flannelctl", flannelctl), ("systemctl", systemctl)] {
+        std::fs::write(dir.join(name), format!("#!/bin/sh\n{script}\n")).unwrap();
+        std::fs::set_permissions(dir.join(name), PermissionsExt::from_mode(0o755)).unwrap();
+    }
+    format!("{}:{}", dir.display(), std::env::var("PATH").unwrap())
+}
+
+/// Runs what is said to mend a finding, on each of these hosts.
+fn mend(lab: &Lab, hosts: &[&Host], finding: &str) {
+    let command = finding.split_once(" | ").unwrap().1;
+    for host in hosts {
+        let mut shell = Command::new("sh");
+        shell.args(["-ec", command]).env("PATH", shims(lab, host)).current_dir(lab.dir());
+        let output = host.output(&mut shell).unwrap();
+        assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
+        let wish = lab.dir().join("shims/start");
+        if wish.exists() {
+            std::fs::remove_file(wish).unwrap();
+            host.start_daemon().unwrap();
+        }
+    }
+}
+
+/// Those that an issue of this project lists, one after the other, in a lab that is well before and after each.
+fn ten_faults() {
+    let lab = up(Lab::builder().config_field("EnableNFTables", true));
+    let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
+    let sysctl = |key: &str, value: &str| host.namespace().sysctl(key, value).unwrap();
+    let lease = |subnet: &str, public: &str| {
+        let value = format!(
+            r#"{{"PublicIP":"{public}","BackendType":"vxlan","BackendData":{{"VNI":1,"VtepMAC":"0a:00:00:00:00:fa"}}}}"#
+        );
+        std::fs::write(lab.registry().join("subnets").join(subnet), value).unwrap();
+    };
+    is_well(&lab, host);
+
+    // 1: wrong MTU.
+    lab.switch().namespace().ip("link set port-2 mtu 1400\n").unwrap();
+    let found = finds(&lab, host, &["path-mtu error", "1450 bytes", "| flannelctl config set FILE"]);
+    let config = std::fs::read_to_string(lab.registry().join("config")).unwrap();
+    std::fs::write(lab.dir().join("FILE"), config.replace("\"Type\"", "\"MTU\": 1400, \"Type\"")).unwrap();
+    mend(&lab, &[host], &found);
+    is_well(&lab, host);
+
+    // 2: blocked vxlan port.
+    other.run("iptables", &["-A", "INPUT", "-p", "udp", "--dport", "8472", "-j", "DROP"]).unwrap();
+    let found = finds(&lab, host, &["tunnel error", "UDP port 8472 may be blocked", "# on both hosts"]);
+    mend(&lab, &[host, other], &found);
+    is_well(&lab, host);
+
+    // 3: duplicate public IP.
+    lease("10.244.250.0-24", &host.addresses().v4.unwrap().to_string());
+    let found =
+        finds(&lab, host, &["2 nodes share the public address", "| flannelctl lease release --force"]);
+    mend(&lab, &[host], &found);
+    is_well(&lab, host);
+
+    // 4: missing forwarding.
+    sysctl("net/ipv4/ip_forward", "0");
+    mend(&lab, &[host], &finds(&lab, host, &["forwarding error", "forwards no IPv4 packets"]));
+    is_well(&lab, host);
+
+    // 5: deleted device; a daemon that runs puts it back before anybody looks.
+    host.stop_daemon(Signal::SIGTERM).unwrap();
+    host.run("ip", &["link", "del", "flannel.1"]).unwrap();
+    mend(&lab, &[host], &finds(&lab, host, &["device error", "flannel.1 is not there"]));
+    is_well(&lab, host);
+
+    // 6: foreign route shadowing a peer.
+    let subnet = other.subnet_env().unwrap().unwrap().subnets.v4.unwrap();
+    let router = lab.switch().addresses().v4.unwrap().to_string();
+    host.run("ip", &["route", "add", &format!("{}/25", subnet.base()), "via", &router]).unwrap();
+    mend(&lab, &[host], &finds(&lab, host, &["route error", "shadowed: packets go via"]));
+    is_well(&lab, host);
+
+    // 7: stale peer.
+    lease("10.244.251.0-24", "192.168.77.199");
+    mend(&lab, &[host], &finds(&lab, host, &["peer error", "no reply from 10.244.251.0-24, neither"]));
+    is_well(&lab, host);
+
+    // 8: FORWARD policy drop; flannel's own rules are in a table of their own here.
+    host.run("iptables", &["-P", "FORWARD", "DROP"]).unwrap();
+    mend(&lab, &[host], &finds(&lab, host, &["forward-drop warning", "chain FORWARD of table ip filter"]));
+    is_well(&lab, host);
+
+    // 9: store unreachable; the command shows what is wrong with it.
+    let away = lab.dir().join("away");
+    std::fs::rename(lab.registry(), &away).unwrap();
+    std::fs::write(lab.registry(), "a file").unwrap();
+    mend(&lab, &[host], &finds(&lab, host, &["store warning", "does not answer", "| ls -la "]));
+    std::fs::remove_file(lab.registry()).unwrap();
+    std::fs::rename(&away, lab.registry()).unwrap();
+    is_well(&lab, host);
+
+    // 10: rp_filter strict.
+    sysctl("net/ipv4/conf/all/rp_filter", "1");
+    mend(&lab, &[host], &finds(&lab, host, &["rp-filter warning", "flannel.1 is strict"]));
+    is_well(&lab, host);
 }

@@ -119,7 +119,7 @@ fn of_lease(network: &NetworkSnapshot, snapshot: &Snapshot) -> Option<Problem> {
         }
     };
     let text = format!("this node does not hold its lease {lease}: {reason}");
-    let look = snapshot.store.as_ref().map_or(LOG.to_owned(), |store| look_at(&store.store));
+    let look = snapshot.store.as_ref().map_or_else(|| LOG.to_owned(), |store| look_at(&store.store));
     Some(Problem::error(text).hint(format!(
         "{look} # {age}when the store answers, the node wins its lease back, or says who has it"
     )))
