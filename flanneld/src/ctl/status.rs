@@ -148,7 +148,7 @@ fn kernel_fields(network: &NetworkReport, now: f64, paper: &Paper) -> String {
     let latency = &network.latency;
     if latency.count > 0 {
         let (all, half) = (millis(latency.p99), millis(latency.p50));
-        kernel += &format!("; changes take up to {half} (half) or {all} (99 %)");
+        kernel += &format!("; changes within {half} (half) or {all} (99%)");
     }
     let mut out = paper.field("kernel", Ink::Bold, &kernel);
     // The first one is told above, among the problems.
@@ -157,9 +157,9 @@ fn kernel_fields(network: &NetworkReport, now: f64, paper: &Paper) -> String {
         let text = format!("{change}: {error}, since {}, tried {tries} times", span(now - since));
         out += &paper.field("", Ink::Plain, &text);
     }
-    for (network, room) in network.networks.iter().zip(&network.subnets) {
+    for (n, (network, room)) in network.networks.iter().zip(&network.subnets).enumerate() {
         let text = format!("{network}: {} of {} taken, {} free", room.used, room.total, room.free);
-        out += &paper.field("subnets", Ink::Bold, &text);
+        out += &paper.field(if n == 0 { "subnets" } else { "" }, Ink::Bold, &text);
     }
     if let Some(last) = network.repairs.last.first() {
         let text =
