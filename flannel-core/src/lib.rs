@@ -28,6 +28,7 @@ mod roster;
 mod state;
 mod status;
 mod subnet;
+mod tally;
 #[cfg(feature = "testing")]
 pub mod testing;
 

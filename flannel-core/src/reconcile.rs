@@ -30,8 +30,9 @@ use crate::ledger::Ledger;
 use crate::name::LinkName;
 use crate::nexthops::{Ids, nexthop};
 use crate::roster::Id;
-use crate::state::{Change, Key, Object, Route, State, Via};
+use crate::state::{Change, Key, Object, ObjectKind, Route, State, Via};
 use crate::status::Damage;
+use crate::tally::Tally;
 
 /// Why an object is to be put or deleted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -101,8 +102,8 @@ pub(crate) struct Reconciler {
     /// Wanted links that are not there: nothing can be put on them.
     missing_links: BTreeSet<LinkName>,
     reads: Reads,
-    /// How many objects peers add to `base`.
-    peer_objects: usize,
+    /// The objects that peers add to `base`.
+    peer_objects: Tally,
     stale_facts: StaleFacts,
     ledger: Ledger,
     kernel_error: Option<KernelError>,
@@ -133,7 +134,7 @@ impl Reconciler {
             unread: Unread::Everything,
             missing_links: BTreeSet::new(),
             reads: Reads::default(),
-            peer_objects: 0,
+            peer_objects: Tally::default(),
             stale_facts: StaleFacts::default(),
             ledger: Ledger::default(),
             kernel_error: None,
@@ -290,8 +291,10 @@ impl Reconciler {
         for id in &fresh {
             for object in self.peers.fresh_objects(*id).unwrap_or_default() {
                 let new = |ids: &mut Ids| ids.assign_to(&object);
-                let id = self.ids.as_mut().and_then(new);
-                self.peer_objects += 1 + usize::from(id.is_some());
+                if self.ids.as_mut().and_then(new).is_some() {
+                    self.peer_objects.add(ObjectKind::Nexthop);
+                }
+                self.peer_objects.add(object.kind());
             }
         }
         self.fresh.extend(fresh.into_iter().map(|id| (id, arrived)));
@@ -311,8 +314,12 @@ impl Reconciler {
 
     /// The definition of an object changed, or seems so: a peer that moves keeps its route by the nexthop object.
     fn replace(&mut self, key: Key, before: Option<Object>, after: Option<Object>, arrived: Option<Instant>) {
-        self.peer_objects += usize::from(after.is_some());
-        self.peer_objects -= usize::from(before.is_some());
+        if after.is_some() {
+            self.peer_objects.add(key.kind());
+        }
+        if before.is_some() {
+            self.peer_objects.remove(key.kind());
+        }
         match (before, after) {
             (before, after) if before == after => {}
             (_, Some(_)) => {

@@ -28,6 +28,8 @@ pub struct Status {
     pub peers: usize,
     /// Objects that are wanted.
     pub objects: usize,
+    /// The same by their kind; kinds of which there are none are left out.
+    pub by_kind: BTreeMap<ObjectKind, usize>,
     /// Leases that are not believed, and why.
     pub disbelieved: Listing<Subnets, Disbelief>,
     /// Objects that the kernel refused, or that could not be deleted. Every other object is in place, unless

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -209,6 +210,15 @@ impl World {
             let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
             panic!("{what}: never converged: {changes:#?}\n{:#?}", self.handle.status.borrow());
         }
+        let (mut by_kind, mut told) = (BTreeMap::new(), self.handle.status.borrow().by_kind.clone());
+        assert_eq!(told.values().sum::<usize>(), self.handle.status.borrow().objects, "{what}");
+        let peers = self.peers.iter().flat_map(|peer| peer.objects());
+        peers.for_each(|object| *by_kind.entry(object.key().kind()).or_default() += 1);
+        // Base has these, and not every gateway is an object of its own.
+        for kinds in [&mut told, &mut by_kind] {
+            kinds.retain(|kind, _| matches!(kind, ObjectKind::Neigh | ObjectKind::Fdb | ObjectKind::Route));
+        }
+        assert_eq!(told, by_kind, "{what}");
     }
 }
 
@@ -449,7 +459,7 @@ fn operations() -> Vec<(String, impl Fn(&Call) -> bool + Clone + Send + 'static)
 #[tokio::test(start_paused = true)]
 async fn every_scenario_converges_with_every_call_failing_once() {
     // EEXIST, ENOENT, ENODEV, ENOBUFS, EINTR.
-    let (mut fired, mut runs) = (std::collections::BTreeMap::<String, usize>::new(), 0);
+    let (mut fired, mut runs) = (BTreeMap::<String, usize>::new(), 0);
     for (scenario, step) in scenarios() {
         for (operation, fails) in operations() {
             for errno in [17, 2, 19, 105, EINTR] {

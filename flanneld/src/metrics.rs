@@ -18,6 +18,9 @@ use crate::report::{seconds, subnets_used};
 /// What `Content-Type` says.
 pub(crate) const KIND: &str = "text/plain; version=0.0.4; charset=utf-8";
 
+/// What objects are called.
+const KINDS: [&str; 6] = ["link", "address", "neigh", "fdb", "nexthop", "route"];
+
 /// Everything that is measured, at one moment.
 pub(crate) fn metrics(snapshot: &Snapshot) -> String {
     let mut page = Page::default();
@@ -165,13 +168,19 @@ fn kernel(page: &mut Page, network: &NetworkSnapshot) {
         "1 if the kernel can be read and watched",
         u8::from(status.kernel_error.is_none()),
     );
-    page.gauge("flannel_objects", "Objects that are wanted in the kernel", status.objects);
+    page.family("flannel_objects", "gauge", "Objects that are wanted in the kernel, by kind");
+    let wanted: BTreeMap<String, usize> =
+        status.by_kind.iter().map(|(kind, count)| (kind.to_string(), *count)).collect();
+    for kind in KINDS {
+        let count = wanted.get(kind).copied().unwrap_or_default();
+        page.sample("flannel_objects", &[("object", &kind)], count);
+    }
     let mut failing: BTreeMap<String, u64> = BTreeMap::new();
     for key in status.failing.keys() {
         *failing.entry(key.kind().to_string()).or_default() += 1;
     }
     page.family("flannel_failing_objects", "gauge", "Objects that the kernel refuses, by kind");
-    for kind in ["link", "address", "neigh", "fdb", "nexthop", "route"] {
+    for kind in KINDS {
         let count = failing.get(kind).copied().unwrap_or_default();
         page.sample("flannel_failing_objects", &[("object", &kind)], count);
     }
@@ -267,6 +276,7 @@ mod tests {
     async fn a_parser_reads_back_what_the_status_says() {
         let mut status = Status::default();
         (status.in_sync, status.live, status.peers, status.objects) = (true, true, 3, 11);
+        status.by_kind.insert(ObjectKind::Route, 3);
         status.repairs.insert((ObjectKind::Route, Damage::Deletion), 5);
         for millis in [1, 3, 20_000] {
             status.latency.record(Duration::from_millis(millis));
@@ -298,6 +308,8 @@ mod tests {
             5.0
         );
         assert_eq!(value("flannel_failing_objects", &[("object", "neigh")]), 0.0);
+        assert_eq!(value("flannel_objects", &[("object", "route")]), 3.0);
+        assert_eq!(value("flannel_objects", &[("object", "link")]), 0.0);
         let latency =
             scraped.samples.iter().find(|sample| sample.metric == "flannel_lease_to_kernel_seconds").unwrap();
         let Value::Histogram(buckets) = &latency.value else { panic!("{latency:?}") };

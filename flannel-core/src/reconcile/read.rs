@@ -8,7 +8,7 @@ use super::{Cause, Failed, Reconciler, Unread, expand};
 use crate::address::Subnet;
 use crate::kernel::{Kernel, KernelError};
 use crate::nexthops::{Ids, NexthopBlock, nexthop};
-use crate::state::{Change, Key, Object, State};
+use crate::state::{Change, Key, Object, ObjectKind, State};
 use crate::status::Damage;
 
 const EAGAIN: i32 = 11;
@@ -35,7 +35,9 @@ impl Reconciler {
             return;
         }
         for object in self.peers.objects() {
-            self.peer_objects += usize::from(ids.assign_to(&object).is_some());
+            if ids.assign_to(&object).is_some() {
+                self.peer_objects.add(ObjectKind::Nexthop);
+            }
         }
     }
 
@@ -111,7 +113,7 @@ impl Reconciler {
                 self.put.insert(key, cause);
             }
         }
-        if seen < self.base.len() + self.peer_objects {
+        if seen < self.base.len() + self.peer_objects.total() {
             for object in self.absent(&actual) {
                 let key = object.key();
                 let cause = cause(&key, Damage::Deletion);

@@ -1,0 +1,60 @@
+//! How many objects there are of each kind.
+
+use std::collections::BTreeMap;
+
+use crate::state::{Object, ObjectKind};
+
+/// All kinds, in their order.
+const KINDS: [ObjectKind; 6] = [
+    ObjectKind::Link,
+    ObjectKind::Addr,
+    ObjectKind::Neigh,
+    ObjectKind::Fdb,
+    ObjectKind::Nexthop,
+    ObjectKind::Route,
+];
+
+/// Counted one by one, as objects come and go.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Tally([usize; KINDS.len()]);
+
+impl Tally {
+    pub(crate) fn add(&mut self, kind: ObjectKind) {
+        self.0[kind as usize] += 1;
+    }
+
+    /// One that was added is gone.
+    pub(crate) fn remove(&mut self, kind: ObjectKind) {
+        self.0[kind as usize] -= 1;
+    }
+
+    pub(crate) fn total(&self) -> usize {
+        self.0.iter().sum()
+    }
+
+    /// With further ones; kinds of which there are none are left out.
+    pub(crate) fn by_kind<'a>(
+        mut self,
+        more: impl Iterator<Item = &'a Object>,
+    ) -> BTreeMap<ObjectKind, usize> {
+        more.for_each(|object| self.add(object.kind()));
+        KINDS.into_iter().zip(self.0).filter(|(_, count)| *count > 0).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_kind_has_its_place() {
+        for (n, kind) in KINDS.into_iter().enumerate() {
+            assert_eq!(kind as usize, n);
+            let mut tally = Tally::default();
+            tally.add(kind);
+            tally.add(kind);
+            tally.remove(kind);
+            assert_eq!((tally.total(), tally.by_kind([].into_iter())), (1, [(kind, 1)].into()));
+        }
+    }
+}
