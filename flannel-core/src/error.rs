@@ -58,6 +58,14 @@ pub enum Error {
         /// The holder, as its attributes say.
         holder: String,
     },
+    /// The store does not hold yet what this node needs, and others must put it there: wait, then try again.
+    #[error("{store}: {reason}")]
+    NotReady {
+        /// The store.
+        store: String,
+        /// What is missing or wrong there, and what would be right.
+        reason: String,
+    },
     /// The store says that this node must not do what was asked.
     #[error("{store}: {reason}")]
     Refused {

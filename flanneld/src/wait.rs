@@ -144,6 +144,7 @@ fn reason(error: &Error, has_run: bool) -> Option<Reason> {
         Cause::NoConfig { .. }
         | Cause::Config { .. }
         | Cause::OutOfSubnets { .. }
+        | Cause::NotReady { .. }
         | Cause::Conflict { .. } => said(),
         Cause::Refused { .. } | Cause::Backend { .. } | Cause::Kernel { .. } if has_run => said(),
         _ => None,
@@ -175,6 +176,7 @@ mod tests {
             lost as fn() -> Cause,
             || Cause::NoConfig { location: "key".into() },
             || Cause::OutOfSubnets { family: flannel_core::Family::V4, total: 1 },
+            || Cause::NotReady { store: "store".into(), reason: "no PodCIDR".into() },
         ] {
             let (begin, attempts) = (Instant::now(), Cell::new(0));
             let start = async || {

@@ -1,0 +1,306 @@
+//! Requests to the API server, and what its refusals mean.
+//!
+//! The one thing to know: credentials are read anew as soon as they are refused, which is how a rotated token is noticed; and
+//! everything that is asked is entered in the books, for whoever wants to know how the store is doing.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use bytes::Bytes;
+use flannel_core::{Error, Revision, StoreStatus};
+use http::{Method, Request, Response, StatusCode, header};
+use http_body_util::BodyExt;
+use kube::Client;
+use kube::client::Body;
+use tokio::time::{sleep, timeout};
+
+use crate::connect::{Source, chain, client};
+use crate::node::Wire;
+
+/// So long may the head of an answer take, and each part of its body.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+/// So often is a request repeated that came too often.
+const REPEATS: u32 = 3;
+/// The longest pause before that, whatever the server asks for.
+const LONGEST: Duration = Duration::from_secs(10);
+/// More of a refusal is not read.
+const REFUSAL: usize = 64 * 1024;
+
+/// Why there is no answer, by what is to be done about it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Failure {
+    /// The version that was asked for is too old: list again.
+    Gone,
+    /// There is no such object.
+    NotFound(String),
+    /// Too much at once: later.
+    Busy { after: Option<Duration>, reason: String },
+    /// People must help, unless other credentials do.
+    Refused(String),
+    /// People must help: this account may not do that.
+    Forbidden(String),
+    /// Anything else: try again.
+    Failed(String),
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Gone => f.write_str("the version asked for is too old (410)"),
+            Self::NotFound(reason)
+            | Self::Refused(reason)
+            | Self::Forbidden(reason)
+            | Self::Failed(reason)
+            | Self::Busy { reason, .. } => f.write_str(reason),
+        }
+    }
+}
+
+/// One request. `verb` and `resource` are what RBAC calls them.
+#[derive(Debug, Clone)]
+pub(crate) struct Call {
+    pub(crate) verb: &'static str,
+    pub(crate) resource: &'static str,
+    pub(crate) path: String,
+    /// A strategic merge patch.
+    pub(crate) patch: Option<String>,
+}
+
+/// The API server.
+pub(crate) struct Api {
+    /// `kube:` and its URL.
+    name: String,
+    source: Source,
+    client: Mutex<Current>,
+    books: Mutex<StoreStatus>,
+}
+
+#[derive(Clone)]
+struct Current {
+    client: Client,
+    /// How often it was made anew.
+    generation: u64,
+}
+
+impl std::fmt::Debug for Api {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Api").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl Api {
+    /// Reads the configuration; asks the server nothing yet.
+    ///
+    /// # Errors
+    /// The configuration cannot be read, or not be used.
+    pub(crate) async fn open(source: Source) -> Result<Self, Error> {
+        let refused = |reason| Error::Refused { store: "the Kubernetes API".to_owned(), reason };
+        let config = source.config().await.map_err(refused)?;
+        let name = format!("kube:{}", config.cluster_url.to_string().trim_end_matches('/'));
+        let client = client(&config).map_err(refused)?;
+        let books = StoreStatus { store: name.clone(), ..StoreStatus::default() };
+        Ok(Self {
+            name,
+            source,
+            client: Mutex::new(Current { client, generation: 0 }),
+            books: Mutex::new(books),
+        })
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(crate) fn status(&self) -> StoreStatus {
+        self.books().clone()
+    }
+
+    pub(crate) fn books(&self) -> MutexGuard<'_, StoreStatus> {
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The server has said so much.
+    pub(crate) fn confirm(&self, revision: Option<Revision>) {
+        let mut books = self.books();
+        let known = revision.or_else(|| books.confirmed.map(|(revision, _)| revision)).unwrap_or_default();
+        books.confirmed = Some((known, SystemTime::now()));
+        books.last_error = None;
+    }
+
+    /// A request, or what was to follow its answer, has failed.
+    pub(crate) fn failed(&self, failure: &Failure) {
+        let mut books = self.books();
+        books.failures += 1;
+        books.last_error = Some((failure.to_string(), SystemTime::now()));
+    }
+
+    /// What a failure of `call` is to our callers.
+    pub(crate) fn error(&self, call: &Call, failure: Failure) -> Error {
+        let (store, what) = (self.name.clone(), call.resource);
+        match failure {
+            Failure::Refused(reason) | Failure::Forbidden(reason) => Error::Refused { store, reason },
+            Failure::NotFound(reason) => Error::NotReady { store, reason },
+            failure => Error::Store { store, source: format!("{} {what}: {failure}", call.verb).into() },
+        }
+    }
+
+    /// The whole answer to a request. What came too often is repeated.
+    pub(crate) async fn ask(&self, call: &Call) -> Result<Bytes, Error> {
+        let mut repeats = 0;
+        let failure = loop {
+            match self.send(call).await {
+                Ok(answer) => match read(answer, usize::MAX).await {
+                    Ok(bytes) => {
+                        self.confirm(None);
+                        return Ok(bytes);
+                    }
+                    Err(failure) => {
+                        self.failed(&failure);
+                        break failure;
+                    }
+                },
+                Err(Failure::Busy { after, .. }) if repeats < REPEATS => {
+                    repeats += 1;
+                    let pause = after.unwrap_or_else(|| Duration::from_millis(200 << repeats));
+                    sleep(pause.min(LONGEST)).await;
+                }
+                Err(failure) => break failure,
+            }
+        };
+        Err(self.error(call, failure))
+    }
+
+    /// Sends one request and returns the answer if it is a good one, its body still to be read.
+    pub(crate) async fn send(&self, call: &Call) -> Result<Response<Body>, Failure> {
+        let mut current = self.current();
+        let mut outcome = self.try_send(&current.client, call).await;
+        if let Err(Failure::Refused(_)) = &outcome
+            && self.renew(&mut current).await
+        {
+            outcome = self.try_send(&current.client, call).await;
+        }
+        // That a version is too old, or an object absent, is an answer.
+        if let Err(failure) = &outcome
+            && !matches!(failure, Failure::Gone | Failure::NotFound(_))
+        {
+            self.failed(failure);
+        }
+        outcome
+    }
+
+    fn current(&self) -> Current {
+        self.client.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Reads credentials and certificates again, unless somebody has just done so. Returns whether there is another client.
+    async fn renew(&self, used: &mut Current) -> bool {
+        let now = self.current();
+        if now.generation != used.generation {
+            *used = now;
+            return true;
+        }
+        let Ok(config) = self.source.config().await else { return false };
+        // It may run a program, and needs the runtime all the same.
+        let made = tokio::task::spawn_blocking(move || client(&config)).await;
+        let Ok(Ok(client)) = made else { return false };
+        let mut current = self.client.lock().unwrap_or_else(PoisonError::into_inner);
+        *current = Current { client, generation: current.generation.max(used.generation) + 1 };
+        *used = current.clone();
+        true
+    }
+
+    async fn try_send(&self, client: &Client, call: &Call) -> Result<Response<Body>, Failure> {
+        self.books().requests += 1;
+        let method = if call.patch.is_some() { Method::PATCH } else { Method::GET };
+        let mut request =
+            Request::builder().method(method).uri(&call.path).header(header::ACCEPT, "application/json");
+        if call.patch.is_some() {
+            request = request.header(header::CONTENT_TYPE, "application/strategic-merge-patch+json");
+        }
+        let body = call.patch.clone().unwrap_or_default().into_bytes();
+        let request = request.body(Body::from(body)).map_err(|error| Failure::Failed(error.to_string()))?;
+        let answer = match timeout(PATIENCE, client.send(request)).await {
+            Err(_) => return Err(Failure::Failed(format!("no answer within {} s", PATIENCE.as_secs()))),
+            Ok(Err(error)) => return Err(unreachable(&chain(&error))),
+            Ok(Ok(answer)) => answer,
+        };
+        if answer.status().is_success() { Ok(answer) } else { Err(refusal(call, answer).await) }
+    }
+}
+
+/// The next part of a body; `None` at its end.
+pub(crate) async fn part(body: &mut Body, patience: Duration) -> Result<Option<Bytes>, Failure> {
+    loop {
+        match timeout(patience, body.frame()).await {
+            Err(_) => return Err(Failure::Failed(format!("nothing more came for {} s", patience.as_secs()))),
+            Ok(None) => return Ok(None),
+            Ok(Some(Err(error))) => {
+                return Err(Failure::Failed(format!("the answer was cut: {}", chain(&error))));
+            }
+            Ok(Some(Ok(frame))) => {
+                if let Ok(bytes) = frame.into_data() {
+                    return Ok(Some(bytes));
+                }
+            }
+        }
+    }
+}
+
+async fn read(answer: Response<Body>, most: usize) -> Result<Bytes, Failure> {
+    let (mut body, mut all) = (answer.into_body(), Vec::new());
+    while let Some(bytes) = part(&mut body, PATIENCE).await? {
+        all.extend_from_slice(&bytes[..bytes.len().min(most - all.len())]);
+        if all.len() == most {
+            break;
+        }
+    }
+    Ok(all.into())
+}
+
+/// No connection came about, or none that can be trusted.
+fn unreachable(reason: &str) -> Failure {
+    if reason.contains("invalid peer certificate") {
+        return Failure::Refused(format!(
+            "the API server's certificate is not accepted ({reason}): right would be one that the CA of the kubeconfig or of the \
+             service account has signed for this address"
+        ));
+    }
+    Failure::Failed(reason.to_owned())
+}
+
+async fn refusal(call: &Call, answer: Response<Body>) -> Failure {
+    let status = answer.status();
+    let seconds =
+        answer.headers().get(header::RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse().ok());
+    let after = seconds.map(Duration::from_secs);
+    let bytes = read(answer, REFUSAL).await.unwrap_or_default();
+    let said = serde_json::from_slice::<Wire<'_>>(&bytes).map(|status| status.message.into_owned());
+    let said = said.unwrap_or_else(|_| String::from_utf8_lossy(&bytes).trim().to_owned());
+    let Call { verb, resource, .. } = call;
+    match status {
+        StatusCode::GONE => Failure::Gone,
+        StatusCode::NOT_FOUND => Failure::NotFound(said),
+        StatusCode::TOO_MANY_REQUESTS => {
+            Failure::Busy { after, reason: format!("too many requests (429): {said}") }
+        }
+        StatusCode::SERVICE_UNAVAILABLE if after.is_some() => {
+            Failure::Busy { after, reason: format!("not available (503): {said}") }
+        }
+        StatusCode::UNAUTHORIZED => Failure::Refused(format!(
+            "the API server does not know who we are (401, {said}): right would be a valid token or client certificate"
+        )),
+        StatusCode::FORBIDDEN => Failure::Forbidden(format!(
+            "forbidden: this node's account needs the verb {verb:?} on the resource {resource:?} (403, {said})"
+        )),
+        status => Failure::Failed(format!("{status}: {said}")),
+    }
+}
+
+/// What follows `=` in a query.
+pub(crate) fn escape(text: &str) -> String {
+    let one = |byte: u8| match byte {
+        b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => char::from(byte).to_string(),
+        byte => format!("%{byte:02X}"),
+    };
+    text.bytes().map(one).collect()
+}

@@ -1,0 +1,348 @@
+//! All nodes, always the latest: listed once, watched from there, and listed again when changes were missed.
+//!
+//! The one thing to know: nothing is applied to the view before a list is complete, and a watch goes on from the last version that
+//! came whole, whatever cut it.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use flannel_core::{Origin, Revision, View};
+use kube::client::Body;
+use serde::Deserialize;
+use tokio::sync::watch;
+use tokio::task::AbortHandle;
+use tokio::time::sleep;
+
+use crate::api::{Api, Call, Failure, PATIENCE, escape, part};
+use crate::node::{Event, Node, Wire};
+use crate::nodes::{Nodes, Terms};
+use crate::pause::Pause;
+use crate::split::Splitter;
+
+/// So many nodes are asked for at once.
+const PAGE: u32 = 500;
+/// A watch that is silent for so long is begun anew. API servers send a bookmark every minute.
+const SILENCE: Duration = Duration::from_secs(90);
+/// How long the server is asked to go on, in seconds: at random, so that nodes do not come back together.
+const WATCH: std::ops::Range<u32> = 300..600;
+/// A watch that ends sooner and brings nothing was of no use.
+const BRIEF: Duration = Duration::from_secs(1);
+
+/// What is known of this node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Own {
+    /// Nothing yet.
+    Unknown,
+    /// There is no such node.
+    Gone,
+    /// It is there.
+    Here(Arc<Node>),
+    /// It is there, and cannot be understood.
+    Wrong(String),
+}
+
+/// Follows for as long as it lives.
+#[derive(Debug)]
+pub(crate) struct Follower {
+    pub(crate) views: watch::Receiver<View>,
+    pub(crate) own: watch::Receiver<Own>,
+    task: AbortHandle,
+}
+
+impl Drop for Follower {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Follower {
+    /// Begins, on the current runtime. `own` is this node's name.
+    pub(crate) fn start(api: Arc<Api>, terms: Terms, own: String) -> Self {
+        let (views, seen) = watch::channel(View::unknown());
+        let (own_node, own_seen) = watch::channel(Own::Unknown);
+        let following = Following { api, nodes: Nodes::new(terms.clone()), terms, own, views, own_node };
+        let task = tokio::spawn(following.run()).abort_handle();
+        Self { views: seen, own: own_seen, task }
+    }
+}
+
+struct Following {
+    api: Arc<Api>,
+    terms: Terms,
+    nodes: Nodes,
+    own: String,
+    views: watch::Sender<View>,
+    own_node: watch::Sender<Own>,
+}
+
+/// How a watch ended.
+enum Watched {
+    /// From the last version on it can go on.
+    Cut { useful: bool },
+    /// Changes were missed.
+    Gone,
+}
+
+impl Following {
+    async fn run(mut self) {
+        let (mut pause, mut lost) = (Pause::new(), Lost::default());
+        let mut first = true;
+        loop {
+            match self.list(first).await {
+                Ok(version) => {
+                    first = false;
+                    lost.found(&self);
+                    self.watch_from(version, &mut pause, &mut lost).await;
+                }
+                Err(failure) => {
+                    lost.tell(&self, &failure);
+                    pause.after(&failure).await;
+                }
+            }
+        }
+    }
+
+    /// Watches until changes were missed.
+    async fn watch_from(&mut self, mut version: String, pause: &mut Pause, lost: &mut Lost) {
+        loop {
+            let begin = Instant::now();
+            match self.watch(&mut version).await {
+                Ok(Watched::Gone) => {
+                    tracing::debug!(store = self.api.name(), "changes were missed, listing again");
+                    return sleep(pause.next()).await;
+                }
+                Ok(Watched::Cut { useful }) => {
+                    lost.found(self);
+                    if useful || begin.elapsed() > BRIEF {
+                        pause.reset();
+                    }
+                    sleep(pause.next()).await;
+                }
+                Err(Failure::Gone) => return sleep(pause.next()).await,
+                Err(failure) => {
+                    lost.tell(self, &failure);
+                    pause.after(&failure).await;
+                }
+            }
+        }
+    }
+
+    /// Lists all nodes: the version of the list. The first may come from the server's cache, later ones must be the latest.
+    async fn list(&mut self, first: bool) -> Result<String, Failure> {
+        self.nodes.begin();
+        let (mut own, mut token) = (Own::Gone, String::new());
+        loop {
+            let rest = match (token.is_empty(), first) {
+                (false, _) => format!("&continue={}", escape(&token)),
+                (true, true) => "&resourceVersion=0".to_owned(),
+                (true, false) => String::new(),
+            };
+            let path = format!("/api/v1/nodes?limit={PAGE}{rest}");
+            let call = Call { verb: "list", resource: "nodes", path, patch: None };
+            let body = self.api.send(&call).await?.into_body();
+            let page = self.page(body, &mut own).await?;
+            if page.next.is_empty() {
+                self.nodes.complete();
+                self.own_node.send_if_modified(|now| std::mem::replace(now, own.clone()) != own);
+                let revision = Revision(page.resource_version.parse().unwrap_or_default());
+                self.api.confirm(Some(revision));
+                self.publish(revision);
+                return Ok(page.resource_version);
+            }
+            token = page.next;
+        }
+    }
+
+    /// Reads one page, item by item.
+    async fn page(&mut self, mut body: Body, own: &mut Own) -> Result<Page, Failure> {
+        let no_list = || Failure::Failed("list nodes: the answer is no list".to_owned());
+        let mut splitter = Splitter::default();
+        while let Some(bytes) = part(&mut body, PATIENCE).await? {
+            let each = |item: &[u8]| {
+                let wire: Wire<'_> = serde_json::from_slice(item)?;
+                if wire.metadata.name == self.own {
+                    *own = self.terms.own(&wire);
+                }
+                self.nodes.put(&wire);
+                Ok(())
+            };
+            let fed: Result<(), serde_json::Error> = splitter.feed(&bytes, each).map_err(|_| no_list())?;
+            fed.map_err(|error| Failure::Failed(format!("list nodes: {error}")))?;
+        }
+        let metadata = splitter.end().map_err(|_| no_list())?;
+        let page: Page = serde_json::from_slice(&metadata).map_err(|_| no_list())?;
+        if page.resource_version.is_empty() { Err(no_list()) } else { Ok(page) }
+    }
+
+    /// Watches from a version on, which it moves.
+    async fn watch(&mut self, version: &mut String) -> Result<Watched, Failure> {
+        let path = format!(
+            "/api/v1/nodes?watch=true&allowWatchBookmarks=true&timeoutSeconds={}&resourceVersion={}",
+            fastrand::u32(WATCH),
+            escape(version)
+        );
+        let call = Call { verb: "watch", resource: "nodes", path, patch: None };
+        let mut body = self.api.send(&call).await?.into_body();
+        self.api.confirm(None);
+        let (mut held, mut useful) = (Vec::new(), false);
+        loop {
+            let bytes = match part(&mut body, SILENCE).await {
+                Ok(Some(bytes)) => bytes,
+                // What came only in part comes again.
+                Ok(None) => return Ok(Watched::Cut { useful }),
+                Err(failure) => {
+                    tracing::debug!(store = self.api.name(), "watch nodes: {failure}");
+                    return Ok(Watched::Cut { useful });
+                }
+            };
+            let mut changed = false;
+            let mut rest = &bytes[..];
+            while let Some(end) = rest.iter().position(|byte| *byte == b'\n') {
+                let (line, behind) = (&rest[..end], &rest[end + 1..]);
+                rest = behind;
+                let line = match held.is_empty() {
+                    true => line,
+                    false => {
+                        held.extend_from_slice(line);
+                        &held
+                    }
+                };
+                match self.event(line, version) {
+                    Ok(change) => changed |= change,
+                    Err(failure) => return self.interrupted(failure),
+                }
+                held.clear();
+                useful = true;
+            }
+            held.extend_from_slice(rest);
+            let revision = Revision(version.parse().unwrap_or_default());
+            self.api.confirm(Some(revision));
+            match changed {
+                true => self.publish(revision),
+                false => self.nothing_new(revision),
+            }
+        }
+    }
+
+    /// The server, or what it says, makes it impossible to go on with this watch.
+    fn interrupted(&self, failure: Failure) -> Result<Watched, Failure> {
+        match failure {
+            Failure::Gone => Ok(Watched::Gone),
+            failure => {
+                self.api.failed(&failure);
+                Err(failure)
+            }
+        }
+    }
+
+    /// Takes in one line of a watch. Returns whether something may have changed.
+    fn event(&mut self, line: &[u8], version: &mut String) -> Result<bool, Failure> {
+        if line.trim_ascii().is_empty() {
+            return Ok(false);
+        }
+        // Only another list leads past an event that cannot be read.
+        let Event { kind, object } = serde_json::from_slice(line).map_err(|error| {
+            tracing::warn!(
+                store = self.api.name(),
+                "an event of the watch cannot be read, listing again: {error}"
+            );
+            Failure::Gone
+        })?;
+        let changed = match &*kind {
+            "ADDED" | "MODIFIED" => {
+                if object.metadata.name == self.own {
+                    let own = self.terms.own(&object);
+                    self.own_node.send_if_modified(|now| std::mem::replace(now, own.clone()) != own);
+                }
+                self.nodes.put(&object)
+            }
+            "DELETED" => {
+                if object.metadata.name == self.own {
+                    self.own_node.send_if_modified(|now| std::mem::replace(now, Own::Gone) != Own::Gone);
+                }
+                self.nodes.remove(&object.metadata.name)
+            }
+            "BOOKMARK" => false,
+            "ERROR" if object.code == 410 => return Err(Failure::Gone),
+            _ => {
+                return Err(Failure::Failed(format!(
+                    "the watch ended: {kind} {}: {}",
+                    object.code, object.message
+                )));
+            }
+        };
+        version.clear();
+        version.push_str(&object.metadata.resource_version);
+        Ok(changed)
+    }
+
+    /// The leases are as they were, at a later version. Wakes nobody.
+    fn nothing_new(&self, revision: Revision) {
+        self.views.send_if_modified(|view| {
+            view.origin = Origin::Live { revision };
+            false
+        });
+    }
+
+    /// Shows the leases to others, and wakes them only if some have changed or have become live.
+    fn publish(&self, revision: Revision) {
+        self.views.send_if_modified(|view| {
+            let changed = self.nodes.leases().changes_since(&view.leases).next().is_some();
+            if changed {
+                view.leases = self.nodes.leases().clone();
+            }
+            let first = matches!(view.origin, Origin::Cached { .. });
+            view.origin = Origin::Live { revision };
+            first || changed
+        });
+        let wrong = self.nodes.wrong();
+        let mut books = self.api.books();
+        for (key, reason) in wrong.iter().filter(|new| !books.skipped.contains(new)) {
+            tracing::warn!(store = self.api.name(), %key, "wrong: {reason}");
+        }
+        books.skipped = wrong;
+    }
+}
+
+impl Terms {
+    fn own(&self, wire: &Wire<'_>) -> Own {
+        wire.node(&self.prefix).map_or_else(Own::Wrong, |node| Own::Here(Arc::new(node)))
+    }
+}
+
+/// What a list says of itself.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Page {
+    #[serde(default)]
+    resource_version: String,
+    #[serde(default, rename = "continue")]
+    next: String,
+}
+
+/// What was said of an outage.
+#[derive(Default)]
+struct Lost {
+    said: bool,
+    refused: bool,
+}
+
+impl Lost {
+    fn tell(&mut self, following: &Following, failure: &Failure) {
+        // That people must help is news even in an outage.
+        let refused = matches!(failure, Failure::Refused(_) | Failure::Forbidden(_));
+        if !self.said || (refused && !self.refused) {
+            let leases = following.views.borrow().leases.len();
+            let store = following.api.name();
+            tracing::warn!(%store, "store lost, the last {leases} leases stay in force: {failure}");
+        }
+        (self.said, self.refused) = (true, refused);
+    }
+
+    fn found(&mut self, following: &Following) {
+        if std::mem::take(self).said {
+            let leases = following.views.borrow().leases.len();
+            tracing::info!(store = following.api.name(), "the store answers, {leases} leases");
+        }
+    }
+}

@@ -1,0 +1,394 @@
+//! This node's lease and everybody's, as Kubernetes keeps them: subnets are PodCIDRs, attributes are annotations.
+//!
+//! The one thing to know: Kubernetes gives the subnets, and nothing expires. What this node does is publish how it is reached, see to
+//! it that this stays published, and notice when it was given other subnets.
+//!
+//! **Source**: flannel `pkg/subnet/kube/kube.go`. Different on purpose: a missing PodCIDR is waited for, another one moves the lease,
+//! any changed attribute of either family is a change, and annotations that somebody removed are put back.
+
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use flannel_core::{
+    Config, Dual, Error, Family, Hints, Lease, LeaseAttrs, LeaseEnd, Result, Revision, StoreStatus,
+    SubnetManager, Subnets, View,
+};
+use serde::Deserialize;
+use serde_json::json;
+use tokio::sync::{OnceCell, watch};
+
+use crate::annotations::{Prefix, Values, address, names, read, wanted};
+use crate::api::{Api, Call};
+use crate::connect::Source;
+use crate::follow::{Follower, Own};
+use crate::node::{Node, Wire};
+use crate::nodes::Terms;
+
+/// So often is the file with the network config looked at.
+const CONFIG_PERIOD: Duration = Duration::from_secs(5);
+
+/// What a [`KubeManager`] is told.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KubeOptions {
+    /// The API server's URL, instead of what the kubeconfig says; `None`: as that says.
+    pub api_url: Option<String>,
+    /// How to speak to the API server; `None`: with the URL alone, nothing else is needed; without it, what every pod is given.
+    pub kubeconfig: Option<PathBuf>,
+    /// What the names of annotations begin with.
+    pub prefix: Prefix,
+    /// The file with the network config.
+    pub net_config: PathBuf,
+    /// Which node this is.
+    pub identity: NodeIdentity,
+}
+
+impl KubeOptions {
+    /// In a pod, with Go flannel's prefix and file.
+    pub fn new(identity: NodeIdentity) -> Self {
+        Self {
+            api_url: None,
+            kubeconfig: None,
+            prefix: Prefix::default(),
+            net_config: "/etc/kube-flannel/net-conf.json".into(),
+            identity,
+        }
+    }
+}
+
+/// How a daemon knows which node it runs on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NodeIdentity {
+    /// By the node's name.
+    Node(String),
+    /// By its own pod, which names the node.
+    Pod {
+        /// The pod's namespace.
+        namespace: String,
+        /// The pod's name.
+        name: String,
+    },
+}
+
+/// Leases as annotations of Kubernetes nodes, shared with Go flannel byte for byte.
+///
+/// ```no_run
+/// use flannel_core::SubnetManager;
+/// use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
+///
+/// # async fn leases() -> flannel_core::Result<()> {
+/// let manager = KubeManager::open(KubeOptions::new(NodeIdentity::Node("node-1".into()))).await?;
+/// let mut views = manager.watch_leases().await?;
+/// while views.changed().await.is_ok() {
+///     println!("{} nodes", views.borrow().leases.len());
+/// }
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct KubeManager {
+    pub(crate) api: Arc<Api>,
+    pub(crate) options: KubeOptions,
+    /// This node's name.
+    name: OnceCell<String>,
+    follower: Mutex<Option<Follower>>,
+    /// What the lease was acquired from: its networks stay what they are.
+    used: Mutex<Option<Config>>,
+    /// What is wrong with the network config.
+    wrong_config: Mutex<Option<String>>,
+    /// Why this node has no lease any more; `None`: it has, or has never had one.
+    pub(crate) lost: watch::Sender<Option<String>>,
+}
+
+impl KubeManager {
+    /// A manager that speaks to the API server which the options name. Nothing is asked yet.
+    ///
+    /// # Errors
+    /// [`Error::Refused`]: how to reach the API server is not known, or what is said of it is wrong.
+    ///
+    /// # Blocking
+    /// Reads a kubeconfig, certificates and tokens, and may run the program that a kubeconfig names.
+    pub async fn open(options: KubeOptions) -> Result<Self> {
+        let source = Source { url: options.api_url.clone(), kubeconfig: options.kubeconfig.clone() };
+        Ok(Self {
+            api: Arc::new(Api::open(source).await?),
+            options,
+            name: OnceCell::new(),
+            follower: Mutex::default(),
+            used: Mutex::default(),
+            wrong_config: Mutex::default(),
+            lost: watch::channel(None).0,
+        })
+    }
+
+    /// Why this node no longer holds the lease that it acquired, as a sentence without a full stop: its node is gone, or has
+    /// other PodCIDRs, or none. `None`: it holds it, or has acquired none yet. Known while [`SubnetManager::hold_lease`] runs.
+    pub fn lost(&self) -> watch::Receiver<Option<String>> {
+        self.lost.subscribe()
+    }
+
+    /// This node's name; asks for the pod if that is what names it.
+    pub(crate) async fn name(&self) -> Result<&str> {
+        let name = self.name.get_or_try_init(async || match &self.options.identity {
+            NodeIdentity::Node(name) => Ok(name.clone()),
+            NodeIdentity::Pod { namespace, name } => self.node_of(namespace, name).await,
+        });
+        name.await.map(String::as_str)
+    }
+
+    async fn node_of(&self, namespace: &str, name: &str) -> Result<String> {
+        #[derive(Default, Deserialize)]
+        #[serde(default, rename_all = "camelCase")]
+        struct Spec {
+            node_name: String,
+        }
+        #[derive(Deserialize)]
+        struct Pod {
+            #[serde(default)]
+            spec: Spec,
+        }
+        let path = format!("/api/v1/namespaces/{namespace}/pods/{name}");
+        let call = Call { verb: "get", resource: "pods", path, patch: None };
+        let pod: Pod = serde_json::from_slice(&self.api.ask(&call).await?)
+            .map_err(|error| self.strange(&call, &error))?;
+        if pod.spec.node_name.is_empty() {
+            let reason = format!(
+                "pod {namespace}/{name} is on no node: right would be POD_NAMESPACE and POD_NAME of this very pod"
+            );
+            return Err(self.not_ready(reason));
+        }
+        Ok(pod.spec.node_name)
+    }
+
+    fn strange(&self, call: &Call, error: &serde_json::Error) -> Error {
+        let source = format!("{} {}: the answer cannot be read: {error}", call.verb, call.resource).into();
+        Error::Store { store: self.api.name().to_owned(), source }
+    }
+
+    pub(crate) fn not_ready(&self, reason: String) -> Error {
+        Error::NotReady { store: self.api.name().to_owned(), reason }
+    }
+
+    /// This node as it is now.
+    pub(crate) async fn own_node(&self) -> Result<(Node, Revision)> {
+        let name = self.name().await?;
+        let call =
+            Call { verb: "get", resource: "nodes", path: format!("/api/v1/nodes/{name}"), patch: None };
+        match self.api.ask(&call).await {
+            Ok(bytes) => self.read_node(&call, &bytes),
+            Err(Error::NotReady { .. }) => Err(self.not_ready(format!(
+                "there is no node {name:?}: right would be NODE_NAME as kubectl get nodes shows it, once the kubelet has registered it"
+            ))),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn read_node(&self, call: &Call, bytes: &[u8]) -> Result<(Node, Revision)> {
+        let wire: Wire<'_> = serde_json::from_slice(bytes).map_err(|error| self.strange(call, &error))?;
+        let node = wire.node(&self.options.prefix);
+        let node = node.map_err(|wrong| self.not_ready(format!("node {}: {wrong}", wire.metadata.name)))?;
+        Ok((node, wire.revision()))
+    }
+
+    /// Writes to this node's status.
+    pub(crate) async fn patch(&self, patch: serde_json::Value) -> Result<(Node, Revision)> {
+        let path = format!("/api/v1/nodes/{}/status", self.name().await?);
+        let call = Call { verb: "patch", resource: "nodes/status", path, patch: Some(patch.to_string()) };
+        let answer = self.api.ask(&call).await?;
+        self.read_node(&call, &answer)
+    }
+
+    /// The subnets that Kubernetes gave this node, which fit the network config.
+    pub(crate) fn subnets_of(&self, node: &Node, config: &Config) -> Result<Subnets> {
+        let families: Vec<Family> = config.networks.families().collect();
+        let wrong = |reason: String| self.not_ready(format!("node {}: {reason}", node.name));
+        let subnets = node.subnets(&families).map_err(wrong)?;
+        for family in &families {
+            if subnets.and_then(|subnets| subnets.family(*family)).is_none() {
+                return Err(wrong(format!(
+                    "it has no {family} PodCIDR yet: right would be kube-controller-manager with --allocate-node-cidrs and a \
+                     --cluster-cidr in the pod network, or whatever else gives nodes their PodCIDRs here"
+                )));
+            }
+        }
+        let subnets = subnets.expect("a config enables a family, and the node has a subnet of each");
+        for subnet in subnets.iter() {
+            let network = config.networks[subnet.family()].map(|network| network.network);
+            if let Some(network) = network.filter(|network| !network.covers(&subnet)) {
+                return Err(wrong(format!(
+                    "its PodCIDR {subnet} lies outside the pod network {network} of {}: right would be one network there and in \
+                     kube-controller-manager's --cluster-cidr",
+                    self.options.net_config.display()
+                )));
+            }
+        }
+        Ok(subnets)
+    }
+
+    /// What this node's annotations must say: all of it, and what of it they do not say.
+    pub(crate) fn missing(&self, node: &Node, attrs: &LeaseAttrs) -> Result<(Values, Values)> {
+        for family in Family::BOTH {
+            address(&node.values, names(family).overwrite, family, &self.options.prefix)
+                .map_err(|wrong| self.not_ready(format!("node {}: {wrong}", node.name)))?;
+        }
+        let wanted = wanted(attrs, &node.values);
+        let mut missing = wanted.clone();
+        missing.retain(|name, value| node.values.get(name) != Some(value));
+        Ok((wanted, missing))
+    }
+
+    /// Makes this node's annotations say how it is reached: the version since when they do, if they did not.
+    pub(crate) async fn annotate(&self, node: &Node, attrs: &LeaseAttrs) -> Result<Option<Revision>> {
+        let (_, missing) = self.missing(node, attrs)?;
+        if missing.is_empty() {
+            return Ok(None);
+        }
+        let prefix = &self.options.prefix;
+        let annotations: serde_json::Map<String, serde_json::Value> =
+            missing.iter().map(|(name, value)| (format!("{prefix}{name}"), json!(value))).collect();
+        let (_, revision) = self.patch(json!({ "metadata": { "annotations": annotations } })).await?;
+        Ok(Some(revision))
+    }
+
+    /// The lease that a node makes of these attributes, as peers read it.
+    fn lease_of(
+        &self,
+        node: &Node,
+        subnets: Subnets,
+        attrs: &LeaseAttrs,
+        revision: Revision,
+    ) -> Result<Lease> {
+        let families: Vec<Family> = subnets.iter().map(|subnet| subnet.family()).collect();
+        let (wanted, _) = self.missing(node, attrs)?;
+        let (attrs, _) = read(&wanted, &families, &self.options.prefix);
+        Ok(Lease { subnets, attrs, expires: None, since: Revision(node.created), revision })
+    }
+
+    pub(crate) fn used(&self) -> Option<Config> {
+        self.used.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn read_config(&self) -> Result<Config> {
+        let read = read_config(&self.options.net_config);
+        let wrong = read.as_ref().err().map(ToString::to_string);
+        *self.wrong_config.lock().unwrap_or_else(PoisonError::into_inner) = wrong;
+        read
+    }
+
+    /// All nodes, followed from the first call on.
+    pub(crate) async fn follow<T>(&self, look: impl FnOnce(&Follower) -> T) -> Result<T> {
+        let name = self.name().await?.to_owned();
+        let config = match self.used() {
+            Some(used) => used,
+            None => self.network_config().await?,
+        };
+        let mut follower = self.follower.lock().unwrap_or_else(PoisonError::into_inner);
+        let start = || {
+            let families = config.networks.families().collect();
+            let terms = Terms { prefix: self.options.prefix.clone(), families };
+            Follower::start(Arc::clone(&self.api), terms, name)
+        };
+        Ok(look(follower.get_or_insert_with(start)))
+    }
+
+    /// What is known of this node, always the latest.
+    pub(crate) async fn follow_own(&self) -> Result<watch::Receiver<Own>> {
+        self.follow(|follower| follower.own.clone()).await
+    }
+}
+
+fn read_config(path: &Path) -> Result<Config> {
+    let location = path.display().to_string();
+    match std::fs::read_to_string(path) {
+        Ok(text) => Config::parse(&text).map_err(|source| Error::Config { location, source }),
+        Err(error) if error.kind() == ErrorKind::NotFound => Err(Error::NoConfig { location }),
+        Err(error) => Err(Error::Store { store: location, source: error.into() }),
+    }
+}
+
+#[async_trait]
+impl SubnetManager for KubeManager {
+    /// Once a lease was acquired, the networks stay what they were: pods do not survive others.
+    async fn network_config(&self) -> Result<Config> {
+        let mut config = self.read_config()?;
+        if let Some(used) = self.used() {
+            config.networks = used.networks;
+        }
+        Ok(config)
+    }
+
+    async fn config_changed(&self, seen: &Config) -> Result<Config> {
+        let mut said = None;
+        loop {
+            match self.read_config() {
+                Ok(config) if config != *seen => return Ok(config),
+                Ok(_) => said = None,
+                Err(error) => {
+                    let text = error.to_string();
+                    if said.as_ref() != Some(&text) {
+                        tracing::warn!("the network config was changed, but is wrong and not used: {text}");
+                        said = Some(text);
+                    }
+                }
+            }
+            tokio::time::sleep(CONFIG_PERIOD).await;
+        }
+    }
+
+    /// Addresses from the annotations `node-public-ip` and `node-public-ipv6`, and what this node published last.
+    async fn hints(&self) -> Result<Hints> {
+        let (node, _) = self.own_node().await?;
+        let prefix = &self.options.prefix;
+        let given = |family: Family| address(&node.values, names(family).node, family, prefix);
+        let wrong = |wrong| self.not_ready(format!("node {}: {wrong}", node.name));
+        let public = Dual { v4: given(Family::V4).map_err(wrong)?, v6: given(Family::V6).map_err(wrong)? };
+        let families: Vec<Family> = self.network_config().await?.networks.families().collect();
+        let (lease, _) = node.lease(Revision::default(), &families, prefix);
+        Ok(Hints {
+            public,
+            previous: lease.as_ref().map(|lease| lease.subnets),
+            last_published: lease.map(|lease| lease.attrs),
+            lapsed: None,
+        })
+    }
+
+    async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease> {
+        let config = self.network_config().await?;
+        let (node, read) = self.own_node().await?;
+        let subnets = self.subnets_of(&node, &config)?;
+        let written = self.annotate(&node, attrs).await?;
+        let lease = self.lease_of(&node, subnets, attrs, written.unwrap_or(read))?;
+        *self.used.lock().unwrap_or_else(PoisonError::into_inner) = Some(config);
+        self.lost.send_if_modified(|lost| lost.take().is_some());
+        tracing::info!(%subnets, node = %node.name, store = self.api.name(), "lease acquired");
+        Ok(lease)
+    }
+
+    async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> Result<Lease> {
+        let (node, read) = self.own_node().await?;
+        let families: Vec<Family> = held.subnets.iter().map(|subnet| subnet.family()).collect();
+        let now = node
+            .subnets(&families)
+            .map_err(|wrong| self.not_ready(format!("node {}: {wrong}", node.name)))?;
+        if now != Some(held.subnets) {
+            return Err(Error::Conflict { subnets: held.subnets });
+        }
+        let written = self.annotate(&node, attrs).await?;
+        self.lease_of(&node, held.subnets, attrs, written.unwrap_or(read))
+    }
+
+    async fn hold_lease(&self, held: &Lease) -> Result<LeaseEnd> {
+        self.hold(held).await
+    }
+
+    async fn watch_leases(&self) -> Result<watch::Receiver<View>> {
+        self.follow(|follower| follower.views.clone()).await
+    }
+
+    fn store_status(&self) -> StoreStatus {
+        let wrong_config = self.wrong_config.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        StoreStatus { wrong_config, ..self.api.status() }
+    }
+}

@@ -1,0 +1,314 @@
+//! An API server for tests: nodes and pods over HTTP, strict about what it is asked, with faults.
+//!
+//! The one thing to know: what a real API server would not do, or what a client of ours must not ask, is a *violation*: the request
+//! fails, and so does the test, at the latest when the server is dropped.
+
+mod answer;
+mod store;
+mod stream;
+
+use std::collections::BTreeSet;
+use std::io::Cursor;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use hyper_util::rt::TokioIo;
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::rustls::ServerConfig;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
+
+use store::Store;
+
+/// A server that ends with the value.
+///
+/// # Panics
+/// When it is dropped, if there was a violation.
+#[derive(Debug)]
+pub struct ApiServer {
+    shared: Arc<Shared>,
+    address: SocketAddr,
+    scheme: &'static str,
+    thread: Option<JoinHandle<()>>,
+    stop: watch::Sender<bool>,
+}
+
+/// What happens to watches that are open.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cut {
+    /// The connection breaks in the middle of an event.
+    MidEvent,
+    /// The server ends it in good order.
+    Clean,
+    /// The server says that the version is too old (410), as an event.
+    Gone,
+}
+
+/// How the server misbehaves.
+#[derive(Debug, Default)]
+pub(crate) struct Faults {
+    /// So many requests fail with this status, and this `Retry-After` in seconds.
+    pub(crate) fail: Option<(u32, u16, Option<u64>)>,
+    /// So many watches are refused with 410.
+    pub(crate) gone: u32,
+    /// The pause before each item of a list.
+    pub(crate) slow: Duration,
+    /// Verbs and resources that the account may not use.
+    pub(crate) forbidden: BTreeSet<(String, String)>,
+    /// The only token that is accepted.
+    pub(crate) token: Option<String>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) store: Mutex<Store>,
+    pub(crate) faults: Mutex<Faults>,
+    pub(crate) requests: Mutex<Vec<String>>,
+    pub(crate) violations: Mutex<Vec<String>>,
+    /// The version, for watches that wait.
+    pub(crate) changes: watch::Sender<u64>,
+    pub(crate) cuts: watch::Sender<(u64, Cut)>,
+    pub(crate) bookmarks: watch::Sender<u64>,
+}
+
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl ApiServer {
+    /// A server on a port of its own on the loopback interface.
+    ///
+    /// # Panics
+    /// There is no port, or no thread.
+    #[expect(clippy::new_without_default, reason = "it starts a thread")]
+    pub fn new() -> Self {
+        Self::on(TcpListener::bind("127.0.0.1:0").expect("a port on the loopback interface"))
+    }
+
+    /// A server on this socket, which may be in another network namespace.
+    ///
+    /// # Panics
+    /// The socket cannot be used.
+    pub fn on(listener: TcpListener) -> Self {
+        Self::start(listener, None)
+    }
+
+    /// A server that speaks TLS with this certificate, on the loopback interface. Both are PEM.
+    ///
+    /// # Panics
+    /// Certificate or key cannot be used.
+    pub fn with_tls(certificate: &str, key: &str) -> Self {
+        let chain = CertificateDer::pem_slice_iter(certificate.as_bytes()).collect::<Result<Vec<_>, _>>();
+        let key = PrivateKeyDer::from_pem_reader(Cursor::new(key)).expect("a key in PEM");
+        let provider = Arc::new(tokio_rustls::rustls::crypto::ring::default_provider());
+        let config = ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+        let config = config.expect("versions of TLS").with_no_client_auth();
+        let config = config
+            .with_single_cert(chain.expect("certificates in PEM"), key)
+            .expect("a key of the certificate");
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port on the loopback interface");
+        Self::start(listener, Some(TlsAcceptor::from(Arc::new(config))))
+    }
+
+    fn start(listener: TcpListener, tls: Option<TlsAcceptor>) -> Self {
+        let address = listener.local_addr().expect("a bound socket has an address");
+        listener.set_nonblocking(true).expect("a socket can be non-blocking");
+        let shared = Arc::new(Shared {
+            store: Mutex::default(),
+            faults: Mutex::default(),
+            requests: Mutex::default(),
+            violations: Mutex::default(),
+            changes: watch::channel(0).0,
+            cuts: watch::channel((0, Cut::Clean)).0,
+            bookmarks: watch::channel(0).0,
+        });
+        let (stop, stopped) = watch::channel(false);
+        let (scheme, server) = (if tls.is_some() { "https" } else { "http" }, Arc::clone(&shared));
+        let serve = move || {
+            let runtime =
+                tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+            runtime.block_on(serve(listener, tls, server, stopped));
+        };
+        let thread =
+            std::thread::Builder::new().name("api-server".to_owned()).spawn(serve).expect("a thread");
+        Self { shared, address, scheme, thread: Some(thread), stop }
+    }
+
+    /// Where it listens.
+    pub fn url(&self) -> String {
+        format!("{}://{}", self.scheme, self.address)
+    }
+
+    /// Creates a node, or replaces it. `node` needs no more than what matters; a name and a creation time are added.
+    ///
+    /// # Panics
+    /// `node` is no JSON object.
+    pub fn put_node(&self, name: &str, node: Value) {
+        let version = lock(&self.shared.store).put(name, node);
+        self.shared.changes.send_replace(version);
+    }
+
+    /// Creates or replaces many nodes at once. Watches that are open learn only that they missed something.
+    pub fn fill(&self, nodes: impl IntoIterator<Item = (String, Value)>) {
+        let mut store = lock(&self.shared.store);
+        nodes.into_iter().for_each(|(name, node)| _ = store.put(&name, node));
+        store.forget();
+        self.shared.changes.send_replace(store.version);
+    }
+
+    /// A node as it is now.
+    pub fn node(&self, name: &str) -> Option<Value> {
+        lock(&self.shared.store).node(name)
+    }
+
+    /// An annotation of a node.
+    pub fn annotation(&self, node: &str, name: &str) -> Option<String> {
+        Some(self.node(node)?["metadata"]["annotations"][name].as_str()?.to_owned())
+    }
+
+    /// A condition of a node.
+    pub fn condition(&self, node: &str, kind: &str) -> Option<Value> {
+        let node = self.node(node)?;
+        node["status"]["conditions"].as_array()?.iter().find(|condition| condition["type"] == kind).cloned()
+    }
+
+    /// Changes a node.
+    ///
+    /// # Panics
+    /// There is no such node.
+    pub fn modify(&self, name: &str, change: impl FnOnce(&mut Value)) {
+        let mut node = self.node(name).expect("the node exists");
+        change(&mut node);
+        self.put_node(name, node);
+    }
+
+    /// Writes a node with another version and nothing else changed, as a kubelet does all the time.
+    ///
+    /// # Panics
+    /// There is no such node.
+    pub fn heartbeat(&self, name: &str) {
+        let version = lock(&self.shared.store).heartbeat(name);
+        self.shared.changes.send_replace(version);
+    }
+
+    /// Deletes a node.
+    pub fn delete_node(&self, name: &str) {
+        let version = lock(&self.shared.store).delete(name);
+        self.shared.changes.send_replace(version);
+    }
+
+    /// A pod on a node; an empty name: on none yet.
+    pub fn put_pod(&self, namespace: &str, name: &str, node: &str) {
+        let spec = if node.is_empty() { json!({}) } else { json!({ "nodeName": node }) };
+        let pod = json!({ "kind": "Pod", "apiVersion": "v1", "metadata": { "name": name, "namespace": namespace }, "spec": spec });
+        lock(&self.shared.store).pods.insert(format!("{namespace}/{name}"), pod);
+    }
+
+    /// What was asked so far: `GET /api/v1/nodes?…`.
+    pub fn requests(&self) -> Vec<String> {
+        lock(&self.shared.requests).clone()
+    }
+
+    /// How many requests contain this text.
+    pub fn count(&self, text: &str) -> usize {
+        lock(&self.shared.requests).iter().filter(|request| request.contains(text)).count()
+    }
+
+    /// What nobody should have asked, which is forgotten with the call.
+    pub fn take_violations(&self) -> Vec<String> {
+        std::mem::take(&mut *lock(&self.shared.violations))
+    }
+
+    /// The next `count` requests fail with this status.
+    pub fn fail(&self, count: u32, status: u16, retry_after: Option<u64>) {
+        lock(&self.shared.faults).fail = Some((count, status, retry_after));
+    }
+
+    /// The next `count` watches are refused with 410.
+    pub fn refuse_watches(&self, count: u32) {
+        lock(&self.shared.faults).gone = count;
+    }
+
+    /// Each item of a list comes so much later.
+    pub fn slow_lists(&self, pause: Duration) {
+        lock(&self.shared.faults).slow = pause;
+    }
+
+    /// The account may not use this verb on this resource.
+    pub fn forbid(&self, verb: &str, resource: &str) {
+        lock(&self.shared.faults).forbidden.insert((verb.to_owned(), resource.to_owned()));
+    }
+
+    /// The account may do everything again.
+    pub fn permit_all(&self) {
+        lock(&self.shared.faults).forbidden.clear();
+    }
+
+    /// Only this token is accepted from now on; watches that are open end.
+    pub fn expect_token(&self, token: &str) {
+        lock(&self.shared.faults).token = Some(token.to_owned());
+        self.cut(Cut::Clean);
+    }
+
+    /// All watches that are open end.
+    pub fn cut(&self, how: Cut) {
+        self.shared.cuts.send_modify(|(count, cut)| (*count, *cut) = (*count + 1, how));
+    }
+
+    /// Every version but the latest is too old from now on.
+    pub fn forget_history(&self) {
+        lock(&self.shared.store).forget();
+    }
+
+    /// Sends all watches a bookmark.
+    pub fn bookmark(&self) {
+        self.shared.bookmarks.send_modify(|count| *count += 1);
+    }
+}
+
+impl Drop for ApiServer {
+    fn drop(&mut self) {
+        self.stop.send_replace(true);
+        if let Some(thread) = self.thread.take() {
+            let ended = thread.join();
+            assert!(ended.is_ok() || std::thread::panicking(), "the API server panicked");
+        }
+        let violations = self.take_violations();
+        assert!(violations.is_empty() || std::thread::panicking(), "violations: {violations:#?}");
+    }
+}
+
+async fn serve(
+    listener: TcpListener,
+    tls: Option<TlsAcceptor>,
+    shared: Arc<Shared>,
+    mut stopped: watch::Receiver<bool>,
+) {
+    let listener = tokio::net::TcpListener::from_std(listener).expect("a non-blocking socket and a runtime");
+    loop {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            _ = stopped.wait_for(|stop| *stop) => return,
+        };
+        let Ok((connection, _)) = accepted else { continue };
+        let _ = connection.set_nodelay(true);
+        let (shared, tls) = (Arc::clone(&shared), tls.clone());
+        tokio::spawn(async move {
+            let service = hyper::service::service_fn(|request| answer::answer(Arc::clone(&shared), request));
+            let http = hyper::server::conn::http1::Builder::new();
+            // A client that goes is no matter of ours.
+            match tls {
+                Some(tls) => {
+                    if let Ok(connection) = tls.accept(connection).await {
+                        _ = http.serve_connection(TokioIo::new(connection), service).await;
+                    }
+                }
+                None => _ = http.serve_connection(TokioIo::new(connection), service).await,
+            }
+        });
+    }
+}

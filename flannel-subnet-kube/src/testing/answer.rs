@@ -1,0 +1,280 @@
+//! What the test server answers to one request.
+
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::{Method, Request, Response, StatusCode, header};
+use http_body_util::BodyExt;
+use http_body_util::channel::Channel;
+use hyper::body::Incoming;
+use serde_json::{Value, json};
+
+use super::store::Nodes;
+use super::{Shared, lock, stream};
+
+pub(crate) type Body = Channel<Bytes, std::io::Error>;
+type Answer = Response<Body>;
+
+/// Patches of another type are other patches.
+const PATCH: &str = "application/strategic-merge-patch+json";
+
+pub(crate) async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Result<Answer, Infallible> {
+    lock(&shared.requests).push(format!("{} {}", request.method(), request.uri()));
+    if let Some(refused) = refuse(&shared, &request) {
+        return Ok(refused);
+    }
+    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    let query = parse(request.uri().query().unwrap_or_default());
+    let parts: Vec<&str> = path.trim_matches('/').split('/').collect();
+    Ok(match (&method, &parts[..]) {
+        (&Method::GET, ["api", "v1", "nodes"]) if query.contains_key("watch") => watch(&shared, &query),
+        (&Method::GET, ["api", "v1", "nodes"]) => list(&shared, &query),
+        (&Method::GET, ["api", "v1", "nodes", name]) => {
+            let node = lock(&shared.store).node(name);
+            node.map_or_else(|| missing("nodes", name), |node| ok(&node))
+        }
+        (&Method::PATCH, ["api", "v1", "nodes", name, "status"]) => patch(&shared, name, request).await,
+        (&Method::GET, ["api", "v1", "namespaces", namespace, "pods", name]) => {
+            let pod = lock(&shared.store).pods.get(&format!("{namespace}/{name}")).cloned();
+            pod.map_or_else(|| missing("pods", name), |pod| ok(&pod))
+        }
+        (&Method::GET, ["api"]) => ok(&json!({ "kind": "APIVersions", "versions": ["v1"] })),
+        (&Method::GET, ["apis"]) => ok(&json!({ "kind": "APIGroupList", "apiVersion": "v1", "groups": [] })),
+        (&Method::GET, ["api", "v1"]) => ok(&json!({
+            "kind": "APIResourceList", "apiVersion": "v1", "groupVersion": "v1",
+            "resources": [{ "name": "nodes", "singularName": "node", "namespaced": false, "kind": "Node", "verbs": ["get", "list", "watch"], "shortNames": ["no"] }],
+        })),
+        (&Method::GET, ["version"]) => ok(&json!({ "major": "1", "minor": "33", "gitVersion": "v1.33.0" })),
+        (&Method::GET, ["openapi", ..]) => status(StatusCode::NOT_FOUND, "not here"),
+        _ => violation(
+            &shared,
+            StatusCode::NOT_FOUND,
+            &format!("{method} {path} is nothing that flannel may ask"),
+        ),
+    })
+}
+
+/// Faults, and accounts that may not do this.
+fn refuse(shared: &Shared, request: &Request<Incoming>) -> Option<Answer> {
+    let mut faults = lock(&shared.faults);
+    if let Some(token) = &faults.token {
+        let given = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+        if given != Some(&format!("Bearer {token}")) {
+            return Some(status(StatusCode::UNAUTHORIZED, "Unauthorized"));
+        }
+    }
+    if let Some((left @ 1.., code, after)) = &mut faults.fail {
+        *left -= 1;
+        let code = StatusCode::from_u16(*code).expect("a status that exists");
+        let mut answer = status(code, "a fault of the test's");
+        if let Some(after) = after {
+            answer.headers_mut().insert(header::RETRY_AFTER, (*after).into());
+        }
+        return Some(answer);
+    }
+    let (verb, resource) = rbac(request);
+    let forbidden = faults.forbidden.contains(&(verb.to_owned(), resource.to_owned()));
+    forbidden.then(|| {
+        let user = "system:serviceaccount:kube-flannel:flannel";
+        let text = format!(
+            "{resource} is forbidden: User {user:?} cannot {verb} resource {resource:?} in API group \"\" at the cluster scope"
+        );
+        status(StatusCode::FORBIDDEN, &text)
+    })
+}
+
+/// The verb and the resource that a request needs.
+fn rbac(request: &Request<Incoming>) -> (&'static str, &'static str) {
+    let (path, query) = (request.uri().path(), request.uri().query().unwrap_or_default());
+    let resource = match path {
+        _ if path.ends_with("/status") => "nodes/status",
+        _ if path.contains("/pods/") => "pods",
+        _ => "nodes",
+    };
+    let verb = match request.method() {
+        &Method::PATCH => "patch",
+        _ if path != "/api/v1/nodes" => "get",
+        _ if query.contains("watch=") => "watch",
+        _ => "list",
+    };
+    (verb, resource)
+}
+
+fn list(shared: &Shared, query: &BTreeMap<String, String>) -> Answer {
+    let Some(limit) =
+        query.get("limit").and_then(|limit| limit.parse::<usize>().ok()).filter(|limit| *limit > 0)
+    else {
+        return violation(shared, StatusCode::BAD_REQUEST, "a list without a limit");
+    };
+    let mut store = lock(&shared.store);
+    let (nodes, version, after): (Nodes, u64, String) = match query.get("continue") {
+        Some(_) if query.contains_key("resourceVersion") => {
+            return violation(
+                shared,
+                StatusCode::BAD_REQUEST,
+                "a list that goes on takes no resourceVersion",
+            );
+        }
+        Some(token) => match store.lists.remove(token) {
+            Some(list) => list,
+            None => return gone("The provided continue parameter is too old"),
+        },
+        None => (Arc::clone(&store.nodes), store.version, String::new()),
+    };
+    let mut items: Vec<Arc<str>> = Vec::new();
+    let mut last = String::new();
+    let rest = nodes.range::<str, _>((std::ops::Bound::Excluded(after.as_str()), std::ops::Bound::Unbounded));
+    for (name, node) in rest.take(limit) {
+        items.push(Arc::clone(node));
+        last.clone_from(name);
+    }
+    let more = nodes.last_key_value().is_some_and(|(name, _)| *name > last) && !items.is_empty();
+    let mut metadata = json!({ "resourceVersion": version.to_string() });
+    if more {
+        // With characters that must be escaped in an URL.
+        let token = format!("{version}|{last}+/==");
+        metadata["continue"] = json!(token);
+        store.lists.insert(token, (nodes, version, last));
+    }
+    drop(store);
+    let slow = lock(&shared.faults).slow;
+    let (sender, body) = Channel::new(4);
+    tokio::spawn(stream::items(sender, metadata, items, slow));
+    json_answer(StatusCode::OK, body)
+}
+
+fn watch(shared: &Arc<Shared>, query: &BTreeMap<String, String>) -> Answer {
+    let number = |name: &str| query.get(name).and_then(|text| text.parse::<u64>().ok());
+    let Some(from) = number("resourceVersion") else {
+        return violation(
+            shared,
+            StatusCode::BAD_REQUEST,
+            "a watch without a resourceVersion misses what came before it",
+        );
+    };
+    let Some(seconds) = number("timeoutSeconds") else {
+        return violation(shared, StatusCode::BAD_REQUEST, "a watch without timeoutSeconds");
+    };
+    if query.get("allowWatchBookmarks").is_none_or(|value| value != "true") {
+        return violation(shared, StatusCode::BAD_REQUEST, "a watch without bookmarks");
+    }
+    {
+        let mut faults = lock(&shared.faults);
+        if faults.gone > 0 {
+            faults.gone -= 1;
+            return gone("too old resource version");
+        }
+    }
+    let (version, forgotten) = {
+        let store = lock(&shared.store);
+        (store.version, store.forgotten)
+    };
+    if from > version {
+        return violation(
+            shared,
+            StatusCode::BAD_REQUEST,
+            &format!("a watch from {from}, which is yet to come"),
+        );
+    }
+    if from < forgotten {
+        return gone(&format!("too old resource version: {from} ({forgotten})"));
+    }
+    let (sender, body) = Channel::new(64);
+    tokio::spawn(stream::events(Arc::clone(shared), sender, from, std::time::Duration::from_secs(seconds)));
+    json_answer(StatusCode::OK, body)
+}
+
+async fn patch(shared: &Shared, name: &str, request: Request<Incoming>) -> Answer {
+    let kind =
+        request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).map(str::to_owned);
+    if kind.as_deref() != Some(PATCH) {
+        let text = format!("a patch of type {kind:?}: Go flannel's is {PATCH}");
+        return violation(shared, StatusCode::UNSUPPORTED_MEDIA_TYPE, &text);
+    }
+    let Ok(body) = request.into_body().collect().await else {
+        return violation(shared, StatusCode::BAD_REQUEST, "a patch that was cut");
+    };
+    let Ok(patch) = serde_json::from_slice::<Value>(&body.to_bytes()) else {
+        return violation(shared, StatusCode::BAD_REQUEST, "a patch that is no JSON");
+    };
+    let patched = {
+        let mut store = lock(&shared.store);
+        if !store.nodes.contains_key(name) {
+            return missing("nodes", name);
+        }
+        store.patch(name, &patch).map(|version| (version, store.node(name)))
+    };
+    match patched {
+        Ok((version, node)) => {
+            shared.changes.send_replace(version);
+            ok(&node.unwrap_or_default())
+        }
+        Err(wrong) => violation(shared, StatusCode::UNPROCESSABLE_ENTITY, &format!("{wrong}: {patch}")),
+    }
+}
+
+fn parse(query: &str) -> BTreeMap<String, String> {
+    let pairs = query.split('&').filter(|pair| !pair.is_empty());
+    pairs
+        .map(|pair| pair.split_once('=').unwrap_or((pair, "")))
+        .map(|(name, value)| (name.to_owned(), unescape(value)))
+        .collect()
+}
+
+fn unescape(text: &str) -> String {
+    let (mut out, mut bytes) = (Vec::new(), text.bytes());
+    while let Some(byte) = bytes.next() {
+        let hex = |byte: Option<u8>| char::from(byte.unwrap_or(b'x')).to_digit(16);
+        match byte {
+            b'%' => {
+                let (high, low) = (hex(bytes.next()), hex(bytes.next()));
+                out.push((high.unwrap_or(0) * 16 + low.unwrap_or(0)) as u8);
+            }
+            b'+' => out.push(b' '),
+            byte => out.push(byte),
+        }
+    }
+    String::from_utf8_lossy(&out).into_owned()
+}
+
+fn json_answer(code: StatusCode, body: Body) -> Answer {
+    let mut answer = Response::new(body);
+    *answer.status_mut() = code;
+    answer.headers_mut().insert(header::CONTENT_TYPE, http::HeaderValue::from_static("application/json"));
+    answer
+}
+
+fn text(code: StatusCode, text: String) -> Answer {
+    let (mut sender, body) = Channel::new(1);
+    // There is room for one, and it is dropped afterwards, which ends the body.
+    let _ = sender.try_send(hyper::body::Frame::data(text.into()));
+    json_answer(code, body)
+}
+
+fn ok(value: &Value) -> Answer {
+    text(StatusCode::OK, value.to_string())
+}
+
+pub(crate) fn status_object(code: StatusCode, message: &str) -> Value {
+    let reason = if code == StatusCode::GONE { "Expired" } else { "" };
+    json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "message": message, "reason": reason, "code": code.as_u16() })
+}
+
+fn status(code: StatusCode, message: &str) -> Answer {
+    text(code, status_object(code, message).to_string())
+}
+
+fn gone(message: &str) -> Answer {
+    status(StatusCode::GONE, message)
+}
+
+fn missing(resource: &str, name: &str) -> Answer {
+    status(StatusCode::NOT_FOUND, &format!("{resource} {name:?} not found"))
+}
+
+fn violation(shared: &Shared, code: StatusCode, text: &str) -> Answer {
+    lock(&shared.violations).push(text.to_owned());
+    status(code, text)
+}

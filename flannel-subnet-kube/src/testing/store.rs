@@ -1,0 +1,155 @@
+//! What the test server knows: nodes as JSON text, and the events that a watch is told.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use serde_json::{Value, json};
+
+/// So many events are remembered.
+const HISTORY: usize = 4000;
+
+pub(crate) type Nodes = Arc<BTreeMap<String, Arc<str>>>;
+
+#[derive(Debug)]
+pub(crate) struct Store {
+    pub(crate) nodes: Nodes,
+    pub(crate) pods: BTreeMap<String, Value>,
+    pub(crate) version: u64,
+    /// Versions up to this one are too old to watch from, or to go on listing at.
+    pub(crate) forgotten: u64,
+    pub(crate) events: VecDeque<(u64, Bytes)>,
+    /// Lists that were begun: by token, the nodes as they were, the version, and the last name that was listed.
+    pub(crate) lists: HashMap<String, (Nodes, u64, String)>,
+}
+
+impl Default for Store {
+    fn default() -> Self {
+        Self {
+            nodes: Arc::default(),
+            pods: BTreeMap::new(),
+            // Not the number of anything.
+            version: 1000,
+            forgotten: 0,
+            events: VecDeque::new(),
+            lists: HashMap::new(),
+        }
+    }
+}
+
+impl Store {
+    pub(crate) fn node(&self, name: &str) -> Option<Value> {
+        Some(serde_json::from_str(self.nodes.get(name)?).expect("what was put in is JSON"))
+    }
+
+    pub(crate) fn put(&mut self, name: &str, mut node: Value) -> u64 {
+        let version = self.version + 1;
+        let object = node.as_object_mut().expect("a node is an object");
+        object.insert("kind".to_owned(), json!("Node"));
+        object.insert("apiVersion".to_owned(), json!("v1"));
+        let metadata =
+            object.entry("metadata").or_insert(json!({})).as_object_mut().expect("metadata is an object");
+        metadata.insert("name".to_owned(), json!(name));
+        metadata.insert("resourceVersion".to_owned(), json!(version.to_string()));
+        metadata.entry("uid").or_insert(json!(format!("uid-{version}")));
+        metadata.entry("creationTimestamp").or_insert(json!("2026-11-21T20:00:00Z"));
+        let kind = if self.nodes.contains_key(name) { "MODIFIED" } else { "ADDED" };
+        self.write(name, &node.to_string(), kind)
+    }
+
+    pub(crate) fn heartbeat(&mut self, name: &str) -> u64 {
+        let text = self.nodes.get(name).expect("the node exists");
+        let field = "\"resourceVersion\":\"";
+        let from = text.find(field).expect("a node has a version") + field.len();
+        let len = text[from..].find('"').expect("a version ends");
+        let text = format!("{}{}{}", &text[..from], self.version + 1, &text[from + len..]);
+        self.write(name, &text, "MODIFIED")
+    }
+
+    fn write(&mut self, name: &str, text: &str, kind: &str) -> u64 {
+        Arc::make_mut(&mut self.nodes).insert(name.to_owned(), text.into());
+        self.tell(kind, text)
+    }
+
+    pub(crate) fn delete(&mut self, name: &str) -> u64 {
+        let Some(mut node) = self.node(name) else { return self.version };
+        node["metadata"]["resourceVersion"] = json!((self.version + 1).to_string());
+        Arc::make_mut(&mut self.nodes).remove(name);
+        self.tell("DELETED", &node.to_string())
+    }
+
+    fn tell(&mut self, kind: &str, text: &str) -> u64 {
+        self.version += 1;
+        let line = format!("{{\"type\":\"{kind}\",\"object\":{text}}}\n");
+        self.events.push_back((self.version, line.into()));
+        if self.events.len() > HISTORY
+            && let Some((version, _)) = self.events.pop_front()
+        {
+            self.forgotten = version;
+        }
+        self.version
+    }
+
+    pub(crate) fn forget(&mut self) {
+        self.events.clear();
+        self.lists.clear();
+        // A version that nobody has seen yet.
+        self.version += 1;
+        self.forgotten = self.version - 1;
+    }
+
+    /// A strategic merge patch of a node's status.
+    ///
+    /// # Errors
+    /// What a patch of flannel's must not hold.
+    pub(crate) fn patch(&mut self, name: &str, patch: &Value) -> Result<u64, String> {
+        let mut node = self.node(name).ok_or("there is no such node")?;
+        for (field, value) in patch.as_object().ok_or("a patch is an object")? {
+            let value = value.as_object().ok_or_else(|| format!("{field} is no object"))?;
+            for (inner, value) in value {
+                match (field.as_str(), inner.as_str()) {
+                    ("metadata", "annotations") => merge_annotations(&mut node, value)?,
+                    ("status", "conditions") => merge_conditions(&mut node, value)?,
+                    _ => return Err(format!("{field}.{inner} is not flannel's to write")),
+                }
+            }
+        }
+        Ok(self.put(name, node))
+    }
+}
+
+fn merge_annotations(node: &mut Value, patch: &Value) -> Result<(), String> {
+    let there = &mut node["metadata"]["annotations"];
+    if there.is_null() {
+        *there = json!({});
+    }
+    let there = there.as_object_mut().ok_or("annotations are an object")?;
+    for (name, value) in patch.as_object().ok_or("annotations are an object")? {
+        match value {
+            Value::Null => drop(there.remove(name)),
+            Value::String(_) => drop(there.insert(name.clone(), value.clone())),
+            _ => return Err(format!("annotation {name} is no string")),
+        }
+    }
+    Ok(())
+}
+
+/// Conditions are merged by their type.
+fn merge_conditions(node: &mut Value, patch: &Value) -> Result<(), String> {
+    if node["status"]["conditions"].is_null() {
+        node["status"]["conditions"] = json!([]);
+    }
+    let there = node["status"]["conditions"].as_array_mut().ok_or("conditions are an array")?;
+    for condition in patch.as_array().ok_or("conditions are an array")? {
+        for field in ["type", "status", "reason", "message", "lastHeartbeatTime", "lastTransitionTime"] {
+            if !condition[field].is_string() {
+                return Err(format!("condition without {field}"));
+            }
+        }
+        match there.iter_mut().find(|old| old["type"] == condition["type"]) {
+            Some(old) => *old = condition.clone(),
+            None => there.push(condition.clone()),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,148 @@
+//! An API server that fails: views stay, and are right again as soon as it answers.
+
+use std::time::{Duration, Instant};
+
+use flannel_core::{Error, SubnetManager};
+use flannel_subnet_kube::KubeManager;
+use flannel_subnet_kube::testing::Cut;
+
+use crate::ground::{Ground, V4, leases, peer, until, vxlan};
+
+fn put(ground: &Ground, n: u8) {
+    let cidr = format!("10.1.{n}.0/24");
+    ground.server.put_node(&format!("n{n}"), peer(&cidr, &format!("192.0.2.{n}"), "0a:00:00:00:00:02"));
+}
+
+#[tokio::test]
+async fn a_watch_that_is_cut_goes_on_where_it_was() {
+    let ground = Ground::new(V4);
+    let (_manager, views) = ground.following().await;
+    for (n, how) in (2..).zip([Cut::MidEvent, Cut::Clean, Cut::MidEvent, Cut::MidEvent, Cut::Clean]) {
+        let before = ground.server.count("watch=");
+        put(&ground, n);
+        until(|| views.borrow().leases.len() == usize::from(n) - 1).await;
+        ground.server.cut(how);
+        until(|| ground.server.count("watch=") > before).await;
+    }
+    put(&ground, 9);
+    until(|| views.borrow().leases.len() == 6).await;
+    assert_eq!(ground.server.count("limit="), 1, "nothing was listed again");
+}
+
+#[tokio::test]
+async fn what_happened_behind_a_version_that_is_too_old_is_listed() {
+    let ground = Ground::new(V4);
+    put(&ground, 2);
+    let (_manager, views) = ground.following().await;
+    for how in [Cut::Gone, Cut::MidEvent] {
+        until(|| ground.server.count("watch=") > 0).await;
+        // The watch that is begun anew finds its version too old, or the one that is open is told so.
+        ground.server.refuse_watches(if how == Cut::Gone { 0 } else { 3 });
+        let lists = ground.server.count("limit=");
+        ground.server.cut(how);
+        until(|| ground.server.count("limit=") > lists).await;
+    }
+    ground.server.delete_node("n2");
+    put(&ground, 3);
+    until(|| leases(&views.borrow()) == ["10.1.3.0-24 vxlan 192.0.2.3"]).await;
+    assert_eq!(ground.server.count("resourceVersion=0"), 1, "only the first list may come from a cache");
+}
+
+#[tokio::test]
+async fn a_storm_of_410_is_no_storm_of_lists() {
+    let ground = Ground::new(V4);
+    put(&ground, 2);
+    let (_manager, views) = ground.following().await;
+    until(|| ground.server.count("watch=") > 0).await;
+    ground.server.refuse_watches(4);
+    ground.server.cut(Cut::Gone);
+    let begin = Instant::now();
+    let lists = ground.server.count("limit=");
+    put(&ground, 3);
+    until(|| ground.server.count("limit=") >= lists + 5).await;
+    assert!(begin.elapsed() > Duration::from_millis(700), "pauses grow: {:?}", begin.elapsed());
+    until(|| views.borrow().leases.len() == 2).await;
+}
+
+#[tokio::test]
+async fn failures_leave_the_view_and_are_told_while_they_last() {
+    let ground = Ground::new(V4);
+    put(&ground, 2);
+    let (manager, views) = ground.following().await;
+    until(|| ground.server.count("watch=") > 0).await;
+    ground.server.fail(3, 500, None);
+    ground.server.cut(Cut::MidEvent);
+    let error = || manager.store_status().last_error.map(|(text, _)| text);
+    until(|| error().is_some_and(|text| text.contains("500"))).await;
+    assert_eq!(views.borrow().leases.len(), 1, "it stays as it was");
+    put(&ground, 3);
+    until(|| views.borrow().leases.len() == 2).await;
+    assert_eq!(error(), None);
+    assert!(manager.store_status().failures >= 3);
+}
+
+#[tokio::test]
+async fn who_is_told_to_wait_waits() {
+    let ground = Ground::new(V4);
+    let (manager, _views) = ground.following().await;
+    until(|| ground.server.count("watch=") > 0).await;
+    let begin = Instant::now();
+    ground.server.fail(1, 429, Some(1));
+    manager.acquire_lease(&vxlan()).await.unwrap();
+    assert!(begin.elapsed() >= Duration::from_secs(1), "{:?}", begin.elapsed());
+    let (begin, watches) = (Instant::now(), ground.server.count("watch="));
+    ground.server.fail(1, 429, Some(1));
+    ground.server.cut(Cut::Clean);
+    until(|| ground.server.count("watch=") >= watches + 2).await;
+    assert!(begin.elapsed() >= Duration::from_secs(1), "{:?}", begin.elapsed());
+}
+
+#[tokio::test]
+async fn a_slow_list_is_waited_for() {
+    let ground = Ground::new(V4);
+    (2..40).for_each(|n| put(&ground, n));
+    ground.server.slow_lists(Duration::from_millis(20));
+    let begin = Instant::now();
+    let (_manager, views) = ground.following().await;
+    assert_eq!(views.borrow().leases.len(), 38);
+    assert!(begin.elapsed() > Duration::from_millis(700));
+}
+
+#[tokio::test]
+async fn a_rotated_token_is_read_again() {
+    let ground = Ground::new(V4);
+    let token = ground.dir.path().join("token");
+    let rotate = |to: &str| {
+        std::fs::write(&token, to).unwrap();
+        ground.server.expect_token(to);
+    };
+    rotate("first");
+    let kubeconfig = ground.dir.path().join("kubeconfig");
+    let text = format!(
+        "apiVersion: v1\nkind: Config\ncurrent-context: c\nclusters: [{{name: c, cluster: {{server: \"{}\"}}}}]\n\
+         contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\nusers: [{{name: u, user: {{tokenFile: {}}}}}]\n",
+        ground.server.url(),
+        token.display()
+    );
+    std::fs::write(&kubeconfig, text).unwrap();
+    let mut options = ground.options("me");
+    (options.kubeconfig, options.api_url) = (Some(kubeconfig), None);
+    ground.server.put_node("me", crate::ground::blank(&["10.1.1.0/24"]));
+    let manager = KubeManager::open(options).await.unwrap();
+    let views = manager.watch_leases().await.unwrap();
+    manager.acquire_lease(&vxlan()).await.unwrap();
+    until(|| views.borrow().leases.len() == 1).await;
+    for (n, name) in [(2, "second"), (3, "third")] {
+        let begin = Instant::now();
+        rotate(name);
+        manager.hints().await.unwrap();
+        put(&ground, n);
+        until(|| views.borrow().leases.len() == usize::from(n)).await;
+        assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", begin.elapsed());
+    }
+    // The token is wrong for good.
+    ground.server.expect_token("unknown");
+    let error = manager.hints().await.unwrap_err();
+    assert!(matches!(error, Error::Refused { .. }) && error.to_string().contains("(401"), "{error}");
+    assert_eq!(views.borrow().leases.len(), 3, "and the view stays");
+}

@@ -1,0 +1,189 @@
+//! This node's lease: what is published, what it is moved by, and that it stays.
+
+use flannel_core::{Error, Family, Hints, LeaseEnd, SubnetManager, Subnets};
+use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
+use serde_json::{Value, json};
+
+use crate::ground::{DUAL, Ground, MAC, PREFIX, V4, attrs, blank, leases, until, vxlan, wait};
+
+/// Flannel's annotations of a node, as JSON.
+fn annotations(ground: &Ground, node: &str) -> Value {
+    let node = ground.server.node(node).unwrap();
+    let all = node["metadata"]["annotations"].as_object().cloned().unwrap_or_default();
+    Value::Object(all.into_iter().filter(|(name, _)| name.starts_with(PREFIX)).collect())
+}
+
+#[tokio::test]
+async fn a_lease_is_the_pod_cidr_and_what_go_flannel_writes() {
+    let ground = Ground::new(V4);
+    ground.server.put_node("me", blank(&["10.1.5.0/24", "fd00:0:0:5::/64"]));
+    let manager = ground.manager("me").await;
+    let lease = manager.acquire_lease(&vxlan()).await.unwrap();
+    assert_eq!((lease.subnets.to_string().as_str(), lease.expires), ("10.1.5.0-24", None));
+    let expected = json!({
+        "flannel.alpha.coreos.com/kube-subnet-manager": "true",
+        "flannel.alpha.coreos.com/backend-type": "vxlan",
+        "flannel.alpha.coreos.com/backend-data": MAC,
+        "flannel.alpha.coreos.com/public-ip": "192.0.2.1",
+    });
+    assert_eq!(annotations(&ground, "me"), expected);
+    let patches = ground.server.count("PATCH");
+    assert_eq!(patches, 1);
+    manager.acquire_lease(&vxlan()).await.unwrap();
+    assert_eq!(ground.server.count("PATCH"), patches, "what is there already is not written again");
+    let views = manager.watch_leases().await.unwrap();
+    until(|| leases(&views.borrow()) == ["10.1.5.0-24 vxlan 192.0.2.1"]).await;
+    let own = views.borrow().leases.get(&lease.subnets).cloned().unwrap();
+    assert_eq!((&own.attrs, own.since), (&lease.attrs, lease.since), "peers read what we hold");
+}
+
+#[tokio::test]
+async fn both_families_and_a_prefix_of_ones_own() {
+    let ground = Ground::new(DUAL);
+    ground.server.put_node("me", blank(&["10.1.5.0/24", "fd00:0:0:5::/64"]));
+    let mut options = ground.options("me");
+    options.prefix = "example.com/net".parse().unwrap();
+    let manager = KubeManager::open(options).await.unwrap();
+    let attrs = attrs("host-gw", &["192.0.2.1", "2001:db8::1"], [None, None]);
+    let lease = manager.acquire_lease(&attrs).await.unwrap();
+    assert_eq!(lease.subnets.to_string(), "10.1.5.0-24&fd00:0:0:5::-64");
+    let expected = json!({
+        "example.com/net-kube-subnet-manager": "true", "example.com/net-backend-type": "host-gw",
+        "example.com/net-backend-data": "null", "example.com/net-public-ip": "192.0.2.1",
+        "example.com/net-backend-v6-data": "null", "example.com/net-public-ipv6": "2001:db8::1",
+    });
+    assert_eq!(ground.server.node("me").unwrap()["metadata"]["annotations"], expected);
+}
+
+#[tokio::test]
+async fn addresses_that_the_node_prescribes_are_hints_and_overwrites_are_published() {
+    let ground = Ground::new(V4);
+    let mut node = blank(&["10.1.5.0/24"]);
+    node["metadata"]["annotations"] = json!({
+        format!("{PREFIX}node-public-ip"): "198.51.100.5", format!("{PREFIX}node-public-ipv6"): "2001:db8::5",
+        format!("{PREFIX}public-ip-overwrite"): "203.0.113.9",
+    });
+    ground.server.put_node("me", node);
+    let manager = ground.manager("me").await;
+    let hints = manager.hints().await.unwrap();
+    assert_eq!(hints.public[Family::V4], Some("198.51.100.5".parse().unwrap()));
+    assert_eq!(hints.public[Family::V6], Some("2001:db8::5".parse().unwrap()));
+    assert_eq!((hints.last_published, hints.previous), (None, None));
+    let lease = manager.acquire_lease(&vxlan()).await.unwrap();
+    assert_eq!(lease.attrs.public[Family::V4], Some("203.0.113.9".parse().unwrap()));
+    assert_eq!(ground.server.annotation("me", &format!("{PREFIX}public-ip")).unwrap(), "203.0.113.9");
+    // A restart finds the MAC address that peers know.
+    let hints = ground.manager("me").await.hints().await.unwrap();
+    let expected =
+        Hints { last_published: Some(lease.attrs), previous: Some(lease.subnets), ..hints.clone() };
+    assert_eq!(hints, expected);
+}
+
+#[tokio::test]
+async fn the_pod_names_the_node() {
+    let ground = Ground::new(V4);
+    ground.server.put_node("me", blank(&["10.1.5.0/24"]));
+    ground.server.put_pod("kube-flannel", "flannel-x", "");
+    let pod = NodeIdentity::Pod { namespace: "kube-flannel".into(), name: "flannel-x".into() };
+    let manager = KubeManager::open(KubeOptions { identity: pod, ..ground.options("") }).await.unwrap();
+    let error = manager.hints().await.unwrap_err();
+    assert!(
+        matches!(&error, Error::NotReady { .. }) && error.to_string().contains("kube-flannel/flannel-x"),
+        "{error}"
+    );
+    ground.server.put_pod("kube-flannel", "flannel-x", "me");
+    assert_eq!(manager.acquire_lease(&vxlan()).await.unwrap().subnets.to_string(), "10.1.5.0-24");
+    assert_eq!(ground.server.count("/pods/"), 2, "the node is asked for once");
+}
+
+#[tokio::test]
+async fn other_pod_cidrs_move_the_lease() {
+    let ground = Ground::new(V4);
+    let (manager, _) = ground.following().await;
+    let held = manager.acquire_lease(&vxlan()).await.unwrap();
+    let lost = manager.lost();
+    let to: Subnets = "10.1.9.0-24".parse().unwrap();
+    let (end, ()) = tokio::join!(wait(manager.hold_lease(&held)), async {
+        // As when a node is deleted and registers again.
+        until(|| ground.server.count("watch=") > 0).await;
+        ground.server.delete_node("me");
+        until(|| lost.borrow().as_deref() == Some("there is no such node any more")).await;
+        ground.server.put_node("me", blank(&["10.1.9.0/24"]));
+    });
+    assert_eq!(end.unwrap(), LeaseEnd::Moved { to });
+    assert!(lost.borrow().as_ref().is_some_and(|why| why.contains("10.1.9.0-24")));
+    assert_eq!(manager.acquire_lease(&vxlan()).await.unwrap().subnets, to);
+    assert_eq!(*lost.borrow(), None);
+}
+
+#[tokio::test]
+async fn a_node_that_comes_back_with_its_pod_cidr_has_its_lease_again() {
+    let ground = Ground::new(V4);
+    let (manager, _) = ground.following().await;
+    let held = manager.acquire_lease(&vxlan()).await.unwrap();
+    let before = annotations(&ground, "me");
+    let lost = manager.lost();
+    let story = async {
+        until(|| ground.server.count("watch=") > 0).await;
+        ground.server.delete_node("me");
+        until(|| lost.borrow().is_some()).await;
+        ground.server.put_node("me", blank(&[]));
+        until(|| lost.borrow().as_deref() == Some("it has no PodCIDR any more")).await;
+        ground.server.put_node("me", blank(&["10.1.1.0/24"]));
+        until(|| lost.borrow().is_none() && annotations(&ground, "me") == before).await;
+    };
+    tokio::select! {
+        end = manager.hold_lease(&held) => panic!("{end:?}"),
+        () = story => {}
+    }
+}
+
+#[tokio::test]
+async fn what_somebody_removes_or_changes_is_put_back() {
+    let ground = Ground::new(V4);
+    let (manager, _) = ground.following().await;
+    let held = manager.acquire_lease(&vxlan()).await.unwrap();
+    let before = annotations(&ground, "me");
+    let story = async {
+        for change in [
+            |node: &mut Value| drop(node["metadata"].as_object_mut().unwrap().remove("annotations")),
+            |node: &mut Value| {
+                node["metadata"]["annotations"]["flannel.alpha.coreos.com/public-ip"] = json!("192.0.2.66");
+            },
+            |node: &mut Value| {
+                node["metadata"]["annotations"]["flannel.alpha.coreos.com/kube-subnet-manager"] =
+                    json!("false");
+            },
+        ] {
+            ground.server.modify("me", change);
+            assert_ne!(annotations(&ground, "me"), before);
+            until(|| annotations(&ground, "me") == before).await;
+        }
+        // An address to publish instead counts from now on.
+        ground.server.modify("me", |node| {
+            node["metadata"]["annotations"]["flannel.alpha.coreos.com/public-ip-overwrite"] =
+                json!("203.0.113.9");
+        });
+        until(|| annotations(&ground, "me")["flannel.alpha.coreos.com/public-ip"] == "203.0.113.9").await;
+    };
+    tokio::select! {
+        end = manager.hold_lease(&held) => panic!("{end:?}"),
+        () = story => {}
+    }
+    let patches = ground.server.count("PATCH");
+    assert!(patches <= 6, "{patches} patches");
+}
+
+#[tokio::test]
+async fn other_attributes_are_published_and_other_subnets_are_a_conflict() {
+    let ground = Ground::new(V4);
+    let (manager, views) = ground.following().await;
+    let held = manager.acquire_lease(&vxlan()).await.unwrap();
+    let other = attrs("vxlan", &["192.0.2.2"], [Some(MAC), None]);
+    let lease = manager.publish(&held, &other).await.unwrap();
+    assert_eq!(lease.attrs, other);
+    until(|| leases(&views.borrow()) == ["10.1.1.0-24 vxlan 192.0.2.2"]).await;
+    ground.server.put_node("me", blank(&["10.1.2.0/24"]));
+    let error = manager.publish(&held, &other).await.unwrap_err();
+    assert!(matches!(error, Error::Conflict { .. }), "{error}");
+}

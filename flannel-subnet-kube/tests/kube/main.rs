@@ -1,0 +1,11 @@
+//! The manager against a strict API server: what it publishes, what it reads, and what it does when things go wrong.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+mod condition;
+mod faults;
+mod ground;
+mod lease;
+mod view;
+mod witness;
+mod wrong;

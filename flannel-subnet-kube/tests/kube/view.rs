@@ -1,0 +1,117 @@
+//! Everybody's leases: what changes them, what does not, and what is told of wrong ones.
+
+use flannel_core::{Origin, SubnetManager};
+use serde_json::json;
+
+use crate::ground::{DUAL, Ground, PREFIX, V4, blank, leases, peer, until, wait};
+
+#[tokio::test]
+async fn nodes_come_change_and_go() {
+    let ground = Ground::new(V4);
+    ground.server.put_node("old", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
+    let (_manager, views) = ground.following().await;
+    assert_eq!(leases(&views.borrow()), ["10.1.2.0-24 vxlan 192.0.2.2"]);
+    ground.server.put_node("new", peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
+    until(|| views.borrow().leases.len() == 2).await;
+    ground.server.put_node("old", peer("10.1.2.0/24", "192.0.2.99", "0a:00:00:00:00:02"));
+    until(|| leases(&views.borrow())[0].ends_with("192.0.2.99")).await;
+    ground.server.delete_node("old");
+    until(|| leases(&views.borrow()) == ["10.1.3.0-24 vxlan 192.0.2.3"]).await;
+    // A node that flannel leaves has no lease any more.
+    ground.server.put_node("new", blank(&["10.1.3.0/24"]));
+    until(|| views.borrow().leases.is_empty()).await;
+}
+
+#[tokio::test]
+async fn in_dual_stack_a_change_of_either_family_alone_is_a_change() {
+    let ground = Ground::new(DUAL);
+    let mut node = peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02");
+    node["spec"]["podCIDRs"] = json!(["10.1.2.0/24", "fd00:0:0:2::/64"]);
+    node["metadata"]["annotations"][format!("{PREFIX}public-ipv6")] = json!("2001:db8::2");
+    node["metadata"]["annotations"][format!("{PREFIX}backend-v6-data")] = json!("{}");
+    ground.server.put_node("peer", node);
+    let (_manager, mut views) = ground.following().await;
+    assert_eq!(
+        leases(&views.borrow_and_update()),
+        ["10.1.2.0-24&fd00:0:0:2::-64 vxlan 192.0.2.2 2001:db8::2"]
+    );
+    for (name, value) in [
+        ("public-ip", "192.0.2.7"),
+        ("public-ipv6", "2001:db8::7"),
+        ("backend-data", "{\"VNI\":2}"),
+        ("backend-v6-data", "{\"VNI\":3}"),
+        ("backend-type", "host-gw"),
+    ] {
+        ground
+            .server
+            .modify("peer", |node| node["metadata"]["annotations"][format!("{PREFIX}{name}")] = json!(value));
+        wait(views.changed()).await.unwrap();
+        let view = views.borrow_and_update().clone();
+        assert!(format!("{:?}", view.leases).contains("10.1.2.0-24"));
+        let text = format!("{:?}", view.leases.iter().collect::<Vec<_>>()).replace('\\', "");
+        assert!(text.contains(value), "{name}: {text}");
+    }
+}
+
+#[tokio::test]
+async fn heartbeats_wake_nobody() {
+    let ground = Ground::new(V4);
+    ground.server.put_node("peer", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
+    let (manager, mut views) = ground.following().await;
+    let before = views.borrow_and_update().clone();
+    let confirmed = || manager.store_status().confirmed.unwrap().0.0;
+    let from = confirmed();
+    for _ in 0..100 {
+        ground.server.heartbeat("peer");
+    }
+    until(|| confirmed() >= from + 100).await;
+    assert!(!views.has_changed().unwrap());
+    let now = views.borrow();
+    assert_eq!(now.leases.changes_since(&before.leases).count(), 0);
+    let Origin::Live { revision } = now.origin else { panic!("{:?}", now.origin) };
+    assert!(revision.0 >= from + 100, "the view says how new it is");
+}
+
+#[tokio::test]
+async fn thousands_come_in_pages_and_what_went_meanwhile_is_gone() {
+    let ground = Ground::new(V4);
+    let many = |from: u32| {
+        (from..from + 1201).map(|n| {
+            let cidr = format!("10.1.{}.{}/30", n / 64, n % 64 * 4);
+            (
+                format!("node-{n}"),
+                peer(&cidr, &format!("192.0.{}.{}", 3 + n / 256, n % 256), "0a:00:00:00:00:02"),
+            )
+        })
+    };
+    ground.server.put_node("me", blank(&["10.1.254.0/24"]));
+    ground.server.fill(many(0));
+    let (_manager, views) = ground.following().await;
+    assert_eq!(views.borrow().leases.len(), 1201);
+    assert_eq!(ground.server.count("limit="), 3);
+    assert_eq!(ground.server.count("limit=500&resourceVersion=0"), 1);
+    // While the watch was away, others came and went.
+    (0..1000).for_each(|n| ground.server.delete_node(&format!("node-{n}")));
+    ground.server.fill(many(1100));
+    until(|| views.borrow().leases.len() == 1301).await;
+}
+
+#[tokio::test]
+async fn wrong_peers_are_told_of_and_harm_no_other() {
+    let ground = Ground::new(V4);
+    ground.server.put_node("good", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
+    ground.server.put_node("bad-address", peer("10.1.3.0/24", "nonsense", "0a:00:00:00:00:03"));
+    ground.server.put_node("bad-cidr", peer("10.1.4.0", "192.0.2.4", "0a:00:00:00:00:04"));
+    let (manager, views) = ground.following().await;
+    assert!(leases(&views.borrow()).contains(&"10.1.2.0-24 vxlan 192.0.2.2".to_owned()));
+    let skipped = || manager.store_status().skipped;
+    assert_eq!(skipped().len(), 2, "{:?}", skipped());
+    let (key, reason) = &skipped()[0];
+    assert_eq!(key, "node bad-address");
+    let expected = r#"annotation flannel.alpha.coreos.com/public-ip: "nonsense" is not valid, expected an IPv4 address such as 192.0.2.1"#;
+    assert_eq!(reason, expected);
+    assert!(skipped()[1].1.contains("its PodCIDR \"10.1.4.0\" is not"), "{:?}", skipped());
+    ground.server.put_node("bad-address", peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
+    ground.server.delete_node("bad-cidr");
+    until(|| skipped().is_empty() && views.borrow().leases.len() == 2).await;
+}
