@@ -123,15 +123,11 @@ fn out_of_reach(options: &Options) -> Vec<(PathBuf, Capability)> {
 }
 
 fn files(options: &Options) -> BTreeSet<PathBuf> {
+    let files: BTreeSet<PathBuf> = options.kube.files().into_iter().collect();
     #[cfg(feature = "etcd")]
     let files = {
         let etcd = options.etcd.options();
-        [etcd.cafile, etcd.certfile, etcd.keyfile].into_iter().flatten().collect()
-    };
-    #[cfg(not(feature = "etcd"))]
-    let files = {
-        let _ = options;
-        BTreeSet::new()
+        files.into_iter().chain([etcd.cafile, etcd.certfile, etcd.keyfile].into_iter().flatten()).collect()
     };
     files
 }
@@ -142,6 +138,7 @@ fn directories(options: &Options) -> BTreeSet<PathBuf> {
     all.extend(options.subnet_file.parent());
     all.extend(options.control.control_socket.as_deref().and_then(Path::parent));
     match &options.registry {
+        _ if options.kube.kube_subnet_mgr => {}
         RegistryUrl::Dir(location) => all.push(&location.path),
         #[cfg(feature = "etcd")]
         RegistryUrl::Etcd => {}

@@ -45,6 +45,11 @@ pub struct Options {
     /// Where leases are kept: etcd, dir:PATH, or dir:PATH?assign=static for a directory written beforehand
     #[arg(long, value_name = "URL", help_heading = "Leases")]
     #[cfg_attr(feature = "etcd", arg(default_value = "etcd"))]
+    #[cfg_attr(
+        not(feature = "etcd"),
+        arg(required = false, required_unless_present = "kube_subnet_mgr",
+            default_value_ifs(["1", "t", "T", "true", "TRUE", "True"].map(|on| ("kube_subnet_mgr", on, "dir:/var/lib/flannel/none"))))
+    )]
     pub registry: RegistryUrl,
 
     /// Where etcd is.
@@ -145,7 +150,7 @@ pub struct Options {
     #[command(flatten, next_help_heading = "Kubernetes")]
     pub kube: KubeFlags,
 
-    /// The flags that were given and change nothing, by their ids.
+    /// The flags and variables that were given and change nothing, by their ids.
     #[arg(skip)]
     without_effect: Vec<&'static str>,
 }
@@ -205,10 +210,15 @@ impl Options {
         })?;
         let mut options =
             Self::from_arg_matches(&matches).map_err(|error| Error::Usage(error.to_string()))?;
-        options.kube.check().map_err(usage)?;
+        options.kube.complete(&env).map_err(usage)?;
         let is_given = |id: &&str| matches.value_source(id) == Some(ValueSource::CommandLine);
-        let without_effect = KlogFlags::WITHOUT_EFFECT.into_iter().chain(KubeFlags::WITHOUT_EFFECT);
+        let kube = options.kube.without_effect().iter().copied();
+        let without_effect = KlogFlags::WITHOUT_EFFECT.into_iter().chain(kube);
         options.without_effect = without_effect.filter(is_given).collect();
+        if options.kube.kube_subnet_mgr {
+            let variables = ["EVENT_QUEUE_DEPTH", "CONT_WHEN_CACHE_NOT_READY"].into_iter();
+            options.without_effect.extend(variables.filter(|name| env(name).is_some()));
+        }
         Ok(options)
     }
 
@@ -217,9 +227,12 @@ impl Options {
         self.log.as_deref().unwrap_or_else(|| self.klog.filter())
     }
 
-    /// Flags that were given and change nothing, as a sentence without a full stop; `None` if there are none.
+    /// Flags and variables that were given and change nothing, as a sentence without a full stop; `None` if there are none.
     pub(crate) fn without_effect(&self) -> Option<String> {
         let flag = |id: &&str| {
+            if id.starts_with(|c: char| c.is_ascii_uppercase()) {
+                return (*id).to_owned();
+            }
             let name =
                 if KlogFlags::WITHOUT_EFFECT.contains(id) { (*id).to_owned() } else { id.replace('_', "-") };
             format!("--{name}")
@@ -321,7 +334,8 @@ mod tests {
         {
             assert_eq!(help.matches(group).count(), 1, "{group}: {help}");
         }
-        assert!(!help.contains("kube"), "what is not here yet is not offered");
+        let offered = help.matches("Kubernetes:").count();
+        assert_eq!(offered, usize::from(cfg!(feature = "kube")), "what is not here is not offered");
     }
 
     #[test]

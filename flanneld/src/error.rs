@@ -22,6 +22,9 @@ pub enum Error {
         /// Why.
         source: Box<flannel_core::Error>,
     },
+    /// The Kubernetes API cannot be used.
+    #[error("--kube-subnet-mgr: {0}")]
+    Kube(#[source] Box<flannel_core::Error>),
     /// The kernel cannot be reached.
     #[error("the kernel: {0}")]
     Kernel(#[from] flannel_core::KernelError),

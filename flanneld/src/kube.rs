@@ -1,44 +1,71 @@
-//! Go flannel's flags for leases in the Kubernetes API, which this build cannot keep there.
+//! Go flannel's flags for leases in the Kubernetes API, and what it takes from the environment for them.
 //!
-//! The one thing to know: they are known, so that a command line says what is missing and not that it is wrong.
+//! The one thing to know: a build without the feature `kube` knows the flags too, so that a command line says what is missing and not
+//! that it is wrong.
+
+#[cfg(feature = "kube")]
+mod condition;
+#[cfg(feature = "kube")]
+mod store;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
 
 use crate::go_flags::go_bool;
 
-/// What Go flannel needs to know of Kubernetes.
+#[cfg(feature = "kube")]
+pub(crate) use store::KubeStore;
+
+/// What is needed to know of Kubernetes.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Kubernetes")]
 #[non_exhaustive]
 pub struct KubeFlags {
-    /// Keep leases in the Kubernetes API: not in this build
+    /// Keep leases in the Kubernetes API instead of --registry: subnets are nodes' PodCIDRs
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true",
-        default_value_t = false, value_parser = go_bool, action = clap::ArgAction::Set, hide = true)]
+        default_value_t = false, value_parser = go_bool, action = clap::ArgAction::Set, hide = HIDE)]
     pub kube_subnet_mgr: bool,
 
-    /// Where the Kubernetes API is; without effect
-    #[arg(long, value_name = "URL", default_value = "", hide = true)]
+    /// Where the Kubernetes API is, if not where the kubeconfig or the pod's service account says
+    #[arg(long, value_name = "URL", default_value = "", hide_default_value = true, hide = HIDE)]
     pub kube_api_url: String,
 
-    /// What the names of annotations begin with; without effect
-    #[arg(long, value_name = "PREFIX", default_value = "flannel.alpha.coreos.com", hide = true)]
+    /// What the names of annotations begin with
+    #[arg(long, value_name = "PREFIX", default_value = "flannel.alpha.coreos.com", hide = HIDE)]
     pub kube_annotation_prefix: String,
 
-    /// How to speak to the Kubernetes API; without effect
-    #[arg(long, value_name = "FILE", default_value = "", hide = true)]
+    /// How to speak to the Kubernetes API, if not as the pod's service account
+    #[arg(long, value_name = "FILE", default_value = "", hide_default_value = true, hide = HIDE)]
     pub kubeconfig_file: String,
 
-    /// The network config for leases in the Kubernetes API; without effect
-    #[arg(long, value_name = "FILE", default_value = "/etc/kube-flannel/net-conf.json", hide = true)]
+    /// The network config
+    #[arg(long, value_name = "FILE", default_value = "/etc/kube-flannel/net-conf.json", hide = HIDE)]
     pub net_config_path: String,
 
-    /// Tell Kubernetes that the node's network works; without effect
+    /// Keep the node's condition NetworkUnavailable true to fact
     #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true",
-        default_value_t = true, value_parser = go_bool, action = clap::ArgAction::Set, hide = true)]
+        default_value_t = true, value_parser = go_bool, action = clap::ArgAction::Set, hide = HIDE)]
     pub set_node_network_unavailable: bool,
+
+    /// This node's name; from `NODE_NAME`. Empty: the pod tells it.
+    #[arg(skip)]
+    pub node_name: String,
+
+    /// This pod's namespace; from `POD_NAMESPACE`.
+    #[arg(skip)]
+    pub pod_namespace: String,
+
+    /// This pod's name; from `POD_NAME`.
+    #[arg(skip)]
+    pub pod_name: String,
 }
+
+/// What this build does not have is not offered.
+const HIDE: bool = !cfg!(feature = "kube");
 
 impl KubeFlags {
     /// The flags that are read and change nothing without `--kube-subnet-mgr`.
-    pub(crate) const WITHOUT_EFFECT: [&str; 5] = [
+    const WITHOUT_EFFECT: [&str; 5] = [
         "kube_api_url",
         "kube_annotation_prefix",
         "kubeconfig_file",
@@ -46,16 +73,58 @@ impl KubeFlags {
         "set_node_network_unavailable",
     ];
 
+    /// Flags and variables that change nothing, given these.
+    pub(crate) fn without_effect(&self) -> &'static [&'static str] {
+        match self.kube_subnet_mgr {
+            true => &["registry", "subnet_lease_renew_margin"],
+            false => &Self::WITHOUT_EFFECT,
+        }
+    }
+
+    /// Takes what comes from the environment alone, and checks the whole.
+    ///
     /// # Errors
-    /// Leases are to be kept where this build cannot keep them: what to do instead.
-    pub(crate) fn check(&self) -> Result<(), String> {
+    /// What is missing or wrong, and what would be right.
+    pub(crate) fn complete(&mut self, env: impl Fn(&str) -> Option<OsString>) -> Result<(), String> {
         if !self.kube_subnet_mgr {
             return Ok(());
         }
-        let stores = if cfg!(feature = "etcd") { "in etcd and in directories" } else { "in directories" };
-        Err(format!(
-            "--kube-subnet-mgr: this build keeps leases {stores}, but not yet in the Kubernetes API. Until it can: leave \
-             Go flannel on clusters that need it, or keep the leases elsewhere (--registry)"
-        ))
+        if HIDE {
+            let stores = if cfg!(feature = "etcd") { "in etcd and in directories" } else { "in directories" };
+            return Err(format!(
+                "--kube-subnet-mgr: this build keeps leases {stores}, but not in the Kubernetes API: right would be one with \
+                 the feature kube"
+            ));
+        }
+        let text =
+            |name: &str| env(name).map(|value| value.to_string_lossy().into_owned()).unwrap_or_default();
+        (self.node_name, self.pod_namespace, self.pod_name) =
+            (text("NODE_NAME"), text("POD_NAMESPACE"), text("POD_NAME"));
+        if self.node_name.is_empty() && (self.pod_namespace.is_empty() || self.pod_name.is_empty()) {
+            return Err("--kube-subnet-mgr: which node this is is not known: right would be NODE_NAME in the environment, or \
+                 POD_NAMESPACE and POD_NAME"
+                .to_owned());
+        }
+        let depth = text("EVENT_QUEUE_DEPTH");
+        if !depth.is_empty() && depth.parse::<i64>().is_err() {
+            return Err(format!("EVENT_QUEUE_DEPTH in the environment: {depth:?} is no whole number"));
+        }
+        #[cfg(feature = "kube")]
+        self.prefix()?;
+        Ok(())
+    }
+
+    /// The files that are read.
+    pub(crate) fn files(&self) -> Vec<PathBuf> {
+        if !self.kube_subnet_mgr {
+            return Vec::new();
+        }
+        let account = "/var/run/secrets/kubernetes.io/serviceaccount/token";
+        let credentials = match (self.kubeconfig_file.as_str(), self.kube_api_url.as_str()) {
+            ("", "") => Some(account.into()),
+            ("", _) => None,
+            (file, _) => Some(file.into()),
+        };
+        [Some(self.net_config_path.clone().into()), credentials].into_iter().flatten().collect()
     }
 }

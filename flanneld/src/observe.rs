@@ -98,6 +98,8 @@ pub(crate) struct Snapshot {
     /// `None` before the registry was opened.
     pub(crate) store: Option<StoreStatus>,
     pub(crate) ownership: Ownership,
+    /// Why the lease is lost, where the store tells.
+    pub(crate) lost: Option<String>,
     pub(crate) networks: u64,
     pub(crate) subnet_file: bool,
     pub(crate) waiting_config: Option<Config>,
@@ -217,6 +219,7 @@ impl Observer {
             waits_for: known.waits_for.clone(),
             store: known.store.as_ref().map(|store| store.subnets.store_status()),
             ownership: known.store.as_ref().map_or(Ownership::Nothing, Store::ownership),
+            lost: known.store.as_ref().and_then(Store::lost),
             networks: known.networks,
             subnet_file: known.subnet_file,
             waiting_config: known.waiting_config.clone(),

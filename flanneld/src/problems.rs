@@ -108,6 +108,9 @@ pub(crate) fn line(snapshot: &Snapshot) -> String {
 
 fn of_lease(network: &NetworkSnapshot, snapshot: &Snapshot) -> Option<Problem> {
     let lease = network.running.handle.lease.subnets;
+    if let Some(why) = &snapshot.lost {
+        return Some(Problem::error(format!("this node does not hold its lease {lease}: {why}")));
+    }
     // Ages count on, and are no part of the text, which is what systemd and the log tell again when it changes.
     let (reason, age) = match snapshot.ownership {
         _ if network.running.lapsed => ("it ran out, and the store does not answer", String::new()),

@@ -1,5 +1,6 @@
 //! Which store leases are kept in, as the command line names it.
 
+use std::convert::Infallible;
 use std::fmt;
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -14,7 +15,11 @@ use flannel_subnet::{
 #[cfg(feature = "etcd")]
 use flannel_subnet::{EtcdOptions, EtcdRegistry};
 
+use crate::cli::Options;
 use crate::error::Error;
+#[cfg(feature = "kube")]
+use crate::kube::KubeStore;
+use crate::observe::Observer;
 
 /// A store of leases, as named on the command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -66,24 +71,73 @@ pub(crate) struct Node {
     pub(crate) cache: PathBuf,
 }
 
-/// The lease engine on an open registry.
+/// An open store of leases.
 #[derive(Debug, Clone)]
 pub(crate) struct Store {
     pub(crate) subnets: Arc<dyn SubnetManager>,
-    /// The same, if it keeps leases by itself; `None`: others write them.
-    local: Option<Arc<LocalManager>>,
+    owner: Owner,
+}
+
+/// Who keeps this node's lease.
+#[derive(Debug, Clone)]
+enum Owner {
+    /// The lease engine.
+    Local(Arc<LocalManager>),
+    /// Whoever writes the leases beforehand.
+    Others,
+    #[cfg(feature = "kube")]
+    Kube(KubeStore),
 }
 
 impl Store {
     /// Leases that others write.
     #[cfg(test)]
     pub(crate) fn of_others(subnets: Arc<dyn SubnetManager>) -> Self {
-        Self { subnets, local: None }
+        Self { subnets, owner: Owner::Others }
+    }
+
+    /// Opens the store that the options name.
+    pub(crate) async fn open(options: &Options, node: Node) -> Result<Self, Error> {
+        #[cfg(feature = "kube")]
+        if options.kube.kube_subnet_mgr {
+            let store = KubeStore::open(&options.kube).await?;
+            return Ok(Self { subnets: store.subnets(), owner: Owner::Kube(store) });
+        }
+        options.registry.open(node).await
     }
 
     /// Whether the subnet is this node's. A lease that others wrote is, as long as the network runs.
     pub(crate) fn ownership(&self) -> Ownership {
-        self.local.as_ref().map_or(Ownership::Reserved, |local| local.ownership())
+        match &self.owner {
+            Owner::Local(local) => local.ownership(),
+            Owner::Others => Ownership::Reserved,
+            #[cfg(feature = "kube")]
+            Owner::Kube(store) => match store.lost() {
+                Some(_) => Ownership::Nothing,
+                None => Ownership::Reserved,
+            },
+        }
+    }
+
+    /// Why it is not, where the store tells more than [`Store::ownership`].
+    pub(crate) fn lost(&self) -> Option<String> {
+        match &self.owner {
+            Owner::Local(_) | Owner::Others => None,
+            #[cfg(feature = "kube")]
+            Owner::Kube(store) => store.lost(),
+        }
+    }
+
+    /// Tells the store how this node's network is, if it wants to know.
+    pub(crate) async fn tell(&self, observer: &Observer) -> Infallible {
+        match &self.owner {
+            Owner::Local(_) | Owner::Others => {
+                let _ = observer;
+                std::future::pending().await
+            }
+            #[cfg(feature = "kube")]
+            Owner::Kube(store) => store.tell(observer).await,
+        }
     }
 }
 
@@ -106,18 +160,18 @@ impl RegistryUrl {
     }
 
     /// Opens the store.
-    pub(crate) async fn open(&self, node: Node) -> Result<Store, Error> {
+    async fn open(&self, node: Node) -> Result<Store, Error> {
         #[cfg(feature = "etcd")]
         let registry = self.open_registry(node.etcd).await?;
         #[cfg(not(feature = "etcd"))]
         let registry = self.open_registry().await?;
         if matches!(self, Self::Dir(location) if location.options.assign == Assign::Static) {
             let subnets = Arc::new(AssignedManager::new(registry, node.addresses));
-            return Ok(Store { subnets, local: None });
+            return Ok(Store { subnets, owner: Owner::Others });
         }
         let identity = Identity { mark: node.mark, previous: node.previous, local_addresses: node.addresses };
         let manager = LocalManager::new(registry, identity).with_renew_margin(node.renew_margin);
         let local = Arc::new(manager.with_cache(node.cache));
-        Ok(Store { subnets: Arc::clone(&local) as _, local: Some(local) })
+        Ok(Store { subnets: Arc::clone(&local) as _, owner: Owner::Local(local) })
     }
 }

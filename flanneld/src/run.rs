@@ -13,7 +13,7 @@ use flannel_core::{
     SubnetManager, Subnets, View, holder,
 };
 use flannel_netlink::NetlinkKernel;
-use flannel_subnet::{SubnetEnv, SubnetEnvError};
+use flannel_subnet::{Mark, SubnetEnv, SubnetEnvError};
 use tokio::sync::watch;
 
 use crate::backends;
@@ -25,7 +25,7 @@ use crate::log::log_status;
 use crate::observe::{Observer, Running};
 use crate::predecessor::Predecessor;
 use crate::preflight::Finding;
-use crate::registry::Node;
+use crate::registry::{Node, Store};
 use crate::sounding::respond;
 use crate::stale::StaleManager;
 use crate::state;
@@ -73,9 +73,22 @@ async fn run_networks(options: &Options, observer: &Observer) -> Result<Infallib
         etcd: options.etcd.options(),
         cache: options.state_dir.join("leases"),
     };
-    let store = options.registry.open(node).await?;
-    let subnets = Arc::clone(&store.subnets);
-    observer.opened(store);
+    let store = Store::open(options, node).await?;
+    observer.opened(store.clone());
+    tokio::select! {
+        ended = follow_store(options, &kernel, &store.subnets, (mark, &predecessor), observer) => ended,
+        never = store.tell(observer) => match never {},
+    }
+}
+
+/// Runs networks on an open store.
+async fn follow_store(
+    options: &Options,
+    kernel: &Arc<NetlinkKernel>,
+    subnets: &Arc<dyn SubnetManager>,
+    (mark, predecessor): (Mark, &Predecessor),
+    observer: &Observer,
+) -> Result<Infallible, Error> {
     // The lease of the last network, which lasts until the next one has it.
     let mut held: Option<Lease> = None;
     let mut has_run = false;
@@ -83,20 +96,20 @@ async fn run_networks(options: &Options, observer: &Observer) -> Result<Infallib
     let mut last: Option<(Config, LinkName)> = None;
     loop {
         let start = async || {
-            let started = start(options, &kernel, &subnets, state::identity(mark), last.as_ref()).await;
+            let started = start(options, kernel, subnets, state::identity(mark), last.as_ref()).await;
             started.inspect_err(|error| observer.waits_for(error.to_string()))
         };
         let build = async {
             if has_run {
                 tokio::time::sleep(REBUILD_PAUSE).await;
             }
-            patiently(&*subnets, has_run, start).await
+            patiently(&**subnets, has_run, start).await
         };
-        let ready = holding(&*subnets, held.as_ref(), build).await?;
+        let ready = holding(&**subnets, held.as_ref(), build).await?;
         has_run = true;
         last = Some((ready.config.clone(), ready.chosen.iface.name));
         held = (!ready.lapsed).then(|| ready.network.handle().lease);
-        let reason = run_network(options, &*subnets, ready, &predecessor, observer).await?;
+        let reason = run_network(options, &**subnets, ready, predecessor, observer).await?;
         tracing::info!("building the network anew: {reason}");
     }
 }

@@ -91,7 +91,9 @@ fn flags() -> Vec<Flag> {
 
 fn parse(args: &[String], env: &[(&str, &str)]) -> Result<Options, Error> {
     let args = ["flanneld", "-registry=dir:/x"].into_iter().chain(args.iter().map(String::as_str));
-    let find = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
+    // Which node this is must be known where leases are nodes'.
+    let env = env.iter().chain([&("NODE_NAME", "node-1")]);
+    let find = |name: &str| env.clone().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
     Options::parse_from(args.map(OsString::from), find)
 }
 
@@ -101,9 +103,9 @@ impl Flag {
         match parse(args, env) {
             Ok(options) => (self.held)(&options),
             // Known, and refused for what it asks.
-            Err(error) if self.name == "kube-subnet-mgr" => {
+            Err(error) if self.name == "kube-subnet-mgr" && cfg!(not(feature = "kube")) => {
                 let text = error.to_string();
-                assert!(text.contains("not yet in the Kubernetes API") && error.exit_code() == 2, "{text}");
+                assert!(text.contains("not in the Kubernetes API") && error.exit_code() == 2, "{text}");
                 assert_eq!(text.contains(self.variable), args.is_empty(), "{text}");
                 "true".to_owned()
             }
@@ -231,6 +233,41 @@ fn what_has_no_effect_is_said_if_it_was_given() {
         said(&["-vmodule=x=1", "--kube-api-url", "http://k"], &[("FLANNELD_LOG_BACKTRACE_AT", "main.go:1")]),
         Some("without effect here: --vmodule, --log_backtrace_at, --kube-api-url".to_owned())
     );
+}
+
+#[cfg(feature = "kube")]
+#[test]
+fn what_kubernetes_needs_to_be_told() {
+    let parse = |args: &[&str], env: &[(&str, &str)]| {
+        let args =
+            ["flanneld", "--kube-subnet-mgr"].into_iter().chain(args.iter().copied()).map(OsString::from);
+        let find = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
+        Options::parse_from(args, find)
+    };
+    for (args, env, says) in [
+        (&[] as &[&str], &[] as &[(&str, &str)], "NODE_NAME"),
+        (&[], &[("POD_NAME", "p")], "POD_NAMESPACE"),
+        (
+            &[],
+            &[("NODE_NAME", "n"), ("EVENT_QUEUE_DEPTH", "many")],
+            "EVENT_QUEUE_DEPTH in the environment: \"many\"",
+        ),
+        (
+            &["--kube-annotation-prefix=Nonsense"],
+            &[("NODE_NAME", "n")],
+            "--kube-annotation-prefix: \"Nonsense\"",
+        ),
+    ] {
+        let error = parse(args, env).unwrap_err();
+        assert!(error.exit_code() == 2 && error.to_string().contains(says), "{error}");
+    }
+    let options = parse(&[], &[("POD_NAME", "p"), ("POD_NAMESPACE", "s")]).unwrap();
+    assert_eq!((options.kube.pod_namespace.as_str(), options.kube.pod_name.as_str()), ("s", "p"));
+    let env = [("NODE_NAME", "n"), ("EVENT_QUEUE_DEPTH", "5000"), ("CONT_WHEN_CACHE_NOT_READY", "true")];
+    let options = parse(&["--registry=dir:/x"], &env).unwrap();
+    assert_eq!(options.kube.node_name, "n");
+    let said = "without effect here: --registry, EVENT_QUEUE_DEPTH, CONT_WHEN_CACHE_NOT_READY";
+    assert_eq!(options.without_effect().as_deref(), Some(said));
 }
 
 #[test]

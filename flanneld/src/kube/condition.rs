@@ -1,0 +1,138 @@
+//! When the node's condition `NetworkUnavailable` is false: while the network really is in place.
+//!
+//! The one thing to know: a lost lease is told at once. Anything else that makes the node not ready must last, since each peer that comes makes
+//! the kernel unequal to the leases for a moment, and Kubernetes takes the condition as an order to send no pods.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use flannel_subnet_kube::{KubeManager, Network};
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until};
+
+use crate::observe::{Observer, Snapshot};
+use crate::problems::problems;
+
+/// A network that is not in place for less is said to be; and so seldom is another reason told.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Follows what the daemon knows, for as long as it lives.
+pub(super) async fn keep(manager: &KubeManager, observer: &Observer) -> Infallible {
+    let (tell, told) = watch::channel(None);
+    tokio::select! {
+        never = judge(manager.lost(), observer, &tell) => never,
+        never = manager.keep_condition(told) => never,
+    }
+}
+
+async fn judge(
+    mut lost: watch::Receiver<Option<String>>,
+    observer: &Observer,
+    tell: &watch::Sender<Option<Network>>,
+) -> Infallible {
+    let mut changes = observer.changes();
+    let mut verdict = Verdict::new(Instant::now());
+    loop {
+        let why = lost.borrow_and_update().clone();
+        let again = verdict.pass(Instant::now(), why, trouble(&observer.snapshot()));
+        tell.send_if_modified(|told| {
+            let new = verdict.network != *told;
+            told.clone_from(&verdict.network);
+            new
+        });
+        let timer = async {
+            match again {
+                Some(time) => sleep_until(time).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = changes.next() => {}
+            // Its sender lives as long as the manager.
+            _ = lost.changed() => {}
+            () = timer => {}
+        }
+    }
+}
+
+/// Why the node is not ready; `None`: it is.
+fn trouble(snapshot: &Snapshot) -> Option<String> {
+    problems(snapshot).into_iter().find(|problem| problem.is_error()).map(|problem| problem.text)
+}
+
+/// What is told, and since when.
+struct Verdict {
+    network: Option<Network>,
+    /// Since when the node is not ready.
+    trouble: Option<Instant>,
+    /// When the network was last said to be not available.
+    said: Option<Instant>,
+}
+
+impl Verdict {
+    fn new(now: Instant) -> Self {
+        Self { network: None, trouble: Some(now), said: None }
+    }
+
+    /// Judges what is the case. Returns when to look again, if nothing else happens.
+    fn pass(&mut self, now: Instant, lost: Option<String>, trouble: Option<String>) -> Option<Instant> {
+        let Some(why) = lost.clone().or(trouble) else {
+            *self = Self { network: Some(Network::Available), trouble: None, said: None };
+            return None;
+        };
+        let since = *self.trouble.get_or_insert(now);
+        let due = self.said.unwrap_or(since) + PATIENCE;
+        let network = Some(Network::Unavailable(why));
+        if network == self.network {
+            return None;
+        }
+        if lost.is_none() && now < due {
+            return Some(due);
+        }
+        (self.network, self.said) = (network, Some(now));
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn unavailable(why: &str) -> Option<Network> {
+        Some(Network::Unavailable(why.to_owned()))
+    }
+
+    #[test]
+    fn what_passes_quickly_is_not_told_and_what_lasts_is() {
+        let begin = Instant::now();
+        let mut verdict = Verdict::new(begin);
+        let trouble = || Some("starting".to_owned());
+        assert_eq!(verdict.pass(begin, None, trouble()), Some(begin + PATIENCE));
+        assert_eq!(verdict.network, None, "whatever an earlier run said stays for a moment");
+        assert_eq!(verdict.pass(begin + SECOND, None, None), None);
+        assert_eq!(verdict.network, Some(Network::Available));
+        let again = verdict.pass(begin + 2 * SECOND, None, trouble()).unwrap();
+        assert_eq!((again, &verdict.network), (begin + 2 * SECOND + PATIENCE, &Some(Network::Available)));
+        assert_eq!(verdict.pass(again, None, trouble()), None);
+        assert_eq!(verdict.network, unavailable("starting"));
+        // Another reason, which is told later.
+        let other = || Some("other".to_owned());
+        let later = verdict.pass(again + SECOND, None, other()).unwrap();
+        assert_eq!((later, &verdict.network), (again + PATIENCE, &unavailable("starting")));
+        verdict.pass(later, None, other());
+        assert_eq!(verdict.network, unavailable("other"));
+        verdict.pass(later + SECOND, None, None);
+        assert_eq!(verdict.network, Some(Network::Available));
+    }
+
+    #[test]
+    fn a_lost_lease_is_told_at_once() {
+        let begin = Instant::now();
+        let mut verdict = Verdict::new(begin);
+        verdict.pass(begin, None, None);
+        verdict.pass(begin + SECOND, Some("gone".to_owned()), Some("not ready".to_owned()));
+        assert_eq!(verdict.network, unavailable("gone"));
+    }
+}
