@@ -1,0 +1,292 @@
+//! The daemon on the Kubernetes API: real daemons on hosts out of network namespaces, and an API server that is strict about
+//! what it is asked.
+//!
+//! What the kernel of a host holds is read with iproute2.
+
+#![cfg(feature = "kube")]
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::fs;
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::process::Command;
+
+use flannel_netlink::testing::{Netns, bridge, in_netns, ip};
+use flannel_subnet_kube::testing::ApiServer;
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+mod running;
+use running::{Daemon, wait_until};
+
+const PREFIX: &str = "flannel.alpha.coreos.com/";
+const VXLAN: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
+/// Where the hosts find the API server.
+const SWITCH: &str = "192.0.2.254";
+
+/// A switch in the namespace of the calling test, with the API server on it.
+fn cluster() -> ApiServer {
+    ip("link add br0 type bridge stp_state 0 mcast_snooping 0");
+    ip(&format!("address add {SWITCH}/24 dev br0"));
+    ip("-6 address add 2001:db8::254/64 dev br0 nodad");
+    ip("link set br0 up");
+    ApiServer::on(TcpListener::bind((SWITCH, 0)).unwrap())
+}
+
+/// A host on the switch, `192.0.2.<n>`, which Kubernetes knows as `node-<n>`.
+struct Host {
+    netns: Netns,
+    n: u8,
+    dir: tempfile::TempDir,
+    config: &'static str,
+}
+
+impl Host {
+    fn new(n: u8, config: &'static str) -> Self {
+        let netns = Netns::new().unwrap();
+        let path = netns.path().display().to_string().replace("self", &std::process::id().to_string());
+        ip(&format!("link add port-{n} type veth peer name eth0 netns {path}"));
+        ip(&format!("link set port-{n} master br0 up"));
+        netns.run(|| {
+            ip(&format!("address add 192.0.2.{n}/24 dev eth0"));
+            ip(&format!("-6 address add 2001:db8::{n}/64 dev eth0 nodad"));
+            ip("link set eth0 up");
+        });
+        Self { netns, n, dir: tempfile::tempdir().unwrap(), config }
+    }
+
+    fn name(&self) -> String {
+        format!("node-{}", self.n)
+    }
+
+    fn subnet_file(&self) -> PathBuf {
+        self.dir.path().join("run/subnet.env")
+    }
+
+    fn subnet_env(&self) -> String {
+        fs::read_to_string(self.subnet_file()).unwrap_or_default()
+    }
+
+    fn start(&self, server: &ApiServer, args: &[&str]) -> Daemon {
+        let net_config = self.dir.path().join("net-conf.json");
+        fs::write(&net_config, self.config).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_flanneld"));
+        command.args([
+            "--kube-subnet-mgr",
+            "--kube-api-url",
+            &server.url(),
+            "-iface=eth0",
+            "--net-config-path",
+        ]);
+        command.arg(net_config).arg("--subnet-file").arg(self.subnet_file());
+        command
+            .arg("--state-dir")
+            .arg(self.dir.path().join("state"))
+            .args(args)
+            .env("NODE_NAME", self.name());
+        self.netns.run(|| Daemon::start(&mut command))
+    }
+
+    /// What its kernel holds of the tunnel: routes, neighbours, forwarding entries, a line each.
+    fn objects(&self) -> String {
+        self.netns.run(|| {
+            if !ip("-br link").contains("flannel.1") {
+                return String::new();
+            }
+            [
+                ip("-4 route show dev flannel.1"),
+                ip("neigh show dev flannel.1 nud permanent"),
+                bridge("fdb show dev flannel.1"),
+            ]
+            .concat()
+        })
+    }
+
+    fn holds(&self, daemon: &Daemon, parts: &[&str]) {
+        let all = || parts.iter().all(|part| self.objects().contains(part));
+        wait_until(all, || format!("{parts:?} are not all in\n{}\n{}", self.objects(), daemon.log()));
+    }
+
+    fn mac(&self) -> String {
+        let text = self.netns.run(|| ip("-j link show flannel.1"));
+        serde_json::from_str::<Value>(&text).unwrap()[0]["address"].as_str().unwrap().to_owned()
+    }
+}
+
+/// A node as the kubelet registers it.
+fn blank(cidrs: &[&str]) -> Value {
+    json!({ "metadata": { "labels": {} }, "spec": { "podCIDR": cidrs[0], "podCIDRs": cidrs },
+        "status": { "conditions": [{ "type": "Ready", "status": "True" }] } })
+}
+
+/// A node that Go flannel runs on.
+fn go_peer(cidr: &str, public: &str, mac: &str) -> Value {
+    let mut node = blank(&[cidr]);
+    node["metadata"]["annotations"] = json!({
+        format!("{PREFIX}kube-subnet-manager"): "true", format!("{PREFIX}backend-type"): "vxlan",
+        format!("{PREFIX}backend-data"): format!(r#"{{"VNI":1,"VtepMAC":"{mac}"}}"#), format!("{PREFIX}public-ip"): public,
+    });
+    node
+}
+
+/// Status and reason of the condition NetworkUnavailable.
+fn network_unavailable(server: &ApiServer, node: &str) -> (String, String) {
+    let condition = server.condition(node, "NetworkUnavailable").unwrap_or_default();
+    let text = |field: &str| condition[field].as_str().unwrap_or_default().to_owned();
+    (text("status"), text("reason"))
+}
+
+fn wait_for_condition(server: &ApiServer, node: &str, status: &str, reason: &str, daemon: &Daemon) {
+    let so = || network_unavailable(server, node) == (status.to_owned(), reason.to_owned());
+    wait_until(so, || format!("{:?}\n{}", server.condition(node, "NetworkUnavailable"), daemon.log()));
+}
+
+#[test]
+fn two_nodes_and_one_of_go_flannels_reach_each_other() {
+    in_netns(|| {
+        let server = cluster();
+        server.put_node("node-1", blank(&["10.1.1.0/24"]));
+        server.put_node("node-2", blank(&["10.1.2.0/24"]));
+        server.put_node("node-3", go_peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
+        let hosts = [1, 2].map(|n| Host::new(n, VXLAN));
+        let daemons = hosts.each_ref().map(|host| host.start(&server, &[]));
+        for (host, (other, daemon)) in hosts.iter().zip(hosts.iter().rev().zip(&daemons)) {
+            daemon.wait_for_log("running lease");
+            let (own, peer) = (host.mac(), other.n);
+            host.holds(
+                daemon,
+                &[
+                    &format!("via 10.1.{peer}.0 "),
+                    &format!("10.1.{peer}.0 lladdr {}", other.mac()),
+                    &format!("{} dst 192.0.2.{peer} self permanent", other.mac()),
+                    "via 10.1.3.0 ",
+                    "0a:00:00:00:00:03 dst 192.0.2.3 self permanent",
+                ],
+            );
+            let annotations = &server.node(&host.name()).unwrap()["metadata"]["annotations"];
+            let expected = json!({
+                "flannel.alpha.coreos.com/kube-subnet-manager": "true",
+                "flannel.alpha.coreos.com/backend-type": "vxlan",
+                "flannel.alpha.coreos.com/backend-data": format!(r#"{{"VNI":1,"VtepMAC":"{own}"}}"#),
+                "flannel.alpha.coreos.com/public-ip": format!("192.0.2.{}", host.n),
+            });
+            assert_eq!(*annotations, expected);
+            let env = format!(
+                "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.{}.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=false\n",
+                host.n
+            );
+            assert_eq!(host.subnet_env(), env);
+            wait_for_condition(&server, &host.name(), "False", "FlannelIsUp", daemon);
+        }
+        server.delete_node("node-3");
+        let gone = || hosts.iter().all(|host| !host.objects().contains("10.1.3.0"));
+        wait_until(gone, || format!("{}\n{}", hosts[0].objects(), hosts[1].objects()));
+    });
+}
+
+#[test]
+fn the_condition_is_false_while_the_network_is_in_place_and_true_when_the_lease_is_lost() {
+    in_netns(|| {
+        let server = cluster();
+        server.put_node("node-1", json!({}));
+        let host = Host::new(1, VXLAN);
+        let daemon = host.start(&server, &[]);
+        // A late PodCIDR is waited for, and said once.
+        daemon.wait_for_log("waiting: kube:");
+        daemon.wait_for_log("node node-1: it has no IPv4 PodCIDR yet");
+        assert_eq!(server.condition("node-1", "NetworkUnavailable"), None);
+        server.put_node("node-1", blank(&["10.1.1.0/24"]));
+        wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
+        let mac = host.mac();
+        assert!(host.subnet_env().contains("FLANNEL_SUBNET=10.1.1.1/24\n"));
+        // The node is registered anew with another PodCIDR: a lease move, and no end.
+        server.delete_node("node-1");
+        daemon.wait_for_log("lease is lost: there is no such node any more");
+        let requests = server.requests().len();
+        server.put_node("node-1", blank(&["10.1.9.0/24"]));
+        wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
+        daemon.wait_for_log("building the network anew: this node was given 10.1.9.0-24");
+        wait_until(|| host.subnet_env().contains("FLANNEL_SUBNET=10.1.9.1/24\n"), || daemon.log());
+        assert_eq!(host.mac(), mac, "peers keep the MAC address that they know");
+        assert!(server.annotation("node-1", &format!("{PREFIX}backend-data")).unwrap().contains(&mac));
+        assert!(server.requests().len() < requests + 40, "{:#?}", &server.requests()[requests..]);
+        // Its PodCIDR is taken away.
+        server.modify("node-1", |node| node["spec"] = json!({}));
+        wait_for_condition(&server, "node-1", "True", "FlannelIsDown", &daemon);
+        let message = server.condition("node-1", "NetworkUnavailable").unwrap()["message"].clone();
+        assert_eq!(message, "it has no PodCIDR any more");
+        server.modify("node-1", |node| node["spec"] = json!({ "podCIDR": "10.1.9.0/24" }));
+        wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
+    });
+}
+
+#[test]
+fn a_restart_leaves_everything_as_it_is() {
+    in_netns(|| {
+        let server = cluster();
+        server.put_node("node-1", blank(&["10.1.1.0/24"]));
+        server.put_node("node-2", go_peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
+        let host = Host::new(1, VXLAN);
+        let mut daemon = host.start(&server, &[]);
+        host.holds(&daemon, &["via 10.1.2.0 "]);
+        wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
+        daemon.signal(Signal::SIGTERM);
+        assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
+        let (before, mac, patches) = (server.node("node-1"), host.mac(), server.count("PATCH"));
+        // A peer that went meanwhile is gone after the first list.
+        server.delete_node("node-2");
+        let daemon = host.start(&server, &[]);
+        daemon.wait_for_log("running lease");
+        wait_until(|| !host.objects().contains("10.1.2.0"), || host.objects());
+        assert_eq!(
+            (server.node("node-1"), host.mac(), server.count("PATCH")),
+            (before, mac, patches),
+            "{}",
+            daemon.log()
+        );
+    });
+}
+
+#[test]
+fn both_families_over_host_gw_and_no_condition_if_that_is_not_wanted() {
+    const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48","Backend":{"Type":"host-gw"}}"#;
+    in_netns(|| {
+        let server = cluster();
+        server.put_node("node-1", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
+        server.put_node("node-2", blank(&["10.1.2.0/24", "fd00:0:0:2::/64"]));
+        let hosts = [1, 2].map(|n| Host::new(n, DUAL));
+        let daemons =
+            hosts.each_ref().map(|host| host.start(&server, &["--set-node-network-unavailable=false"]));
+        let routes = || hosts[0].netns.run(|| [ip("route show"), ip("-6 route show")].concat());
+        let there = || {
+            ["10.1.2.0/24 ", "via 192.0.2.2", "fd00:0:0:2::/64 via 2001:db8::2"]
+                .iter()
+                .all(|part| routes().contains(part))
+        };
+        wait_until(there, || format!("{}\n{}", routes(), daemons[0].log()));
+        daemons[0].wait_for_log("running lease");
+        let expected = json!({
+            format!("{PREFIX}kube-subnet-manager"): "true", format!("{PREFIX}backend-type"): "host-gw",
+            format!("{PREFIX}backend-data"): "null", format!("{PREFIX}public-ip"): "192.0.2.1",
+            format!("{PREFIX}backend-v6-data"): "null", format!("{PREFIX}public-ipv6"): "2001:db8::1",
+        });
+        assert_eq!(server.node("node-1").unwrap()["metadata"]["annotations"], expected);
+        assert_eq!(server.condition("node-1", "NetworkUnavailable"), None);
+    });
+}
+
+#[test]
+fn what_cannot_be_waited_for_ends_a_start_and_says_why() {
+    in_netns(|| {
+        let server = cluster();
+        server.put_node("node-1", blank(&["10.1.1.0/24"]));
+        let host = Host::new(1, VXLAN);
+        server.forbid("get", "nodes");
+        let mut daemon = host.start(&server, &[]);
+        assert_eq!(daemon.ended().code(), Some(1));
+        daemon.wait_for_log("this node's account needs the verb \"get\" on the resource \"nodes\"");
+        let mut daemon = host.start(&server, &["--kube-api-url=nonsense"]);
+        assert_eq!(daemon.ended().code(), Some(1));
+        daemon.wait_for_log("--kube-subnet-mgr: the Kubernetes API: the URL \"nonsense\"");
+    });
+}
