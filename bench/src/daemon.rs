@@ -1,11 +1,13 @@
 //! A flanneld of its own: a process of profile `dist` in a network namespace, on a directory full of leases.
 
 use std::fs::File;
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
+use flannel_subnet_kube::testing::ApiServer;
 use tempfile::TempDir;
 
 use crate::cluster::{Families, leases};
@@ -36,8 +38,34 @@ impl Daemon {
             std::fs::write(&file, lease.attrs.to_json()).with_context(|| format!("{}", file.display()))?;
         }
         let mut command = Command::new(program);
+        command.arg(format!("--registry=dir:{}", registry.display()));
+        Self::run(command, ground, dir, peers, families)
+    }
+
+    /// The same with leases as nodes of an API server, which runs in this process.
+    pub(crate) fn start_on_kube(program: &Path, peers: u32) -> anyhow::Result<(Self, ApiServer)> {
+        let (ground, dir, families) = (Ground::new()?, tempfile::tempdir()?, Families::Ipv4);
+        let net_config = dir.path().join("net-conf.json");
+        std::fs::write(&net_config, families.config())?;
+        let server = ApiServer::on(ground.netns.run(|| TcpListener::bind("127.0.0.1:0"))?);
+        crate::kube::fill(&server, peers);
+        let mut command = Command::new(program);
         command
-            .arg(format!("--registry=dir:{}", registry.display()))
+            .args(["--kube-subnet-mgr", "--kube-api-url", &server.url(), "--net-config-path"])
+            .arg(net_config);
+        command.env("NODE_NAME", crate::kube::OWN);
+        Ok((Self::run(command, ground, dir, peers, families)?, server))
+    }
+
+    /// Starts a daemon that was told where its leases are.
+    fn run(
+        mut command: Command,
+        ground: Ground,
+        dir: TempDir,
+        peers: u32,
+        families: Families,
+    ) -> anyhow::Result<Self> {
+        command
             .args(["--iface=eth0", "--subnet-file"])
             .arg(dir.path().join("subnet.env"))
             .arg("--state-dir")
@@ -46,7 +74,7 @@ impl Daemon {
             .stdout(Stdio::null())
             .stderr(File::create(dir.path().join("log"))?);
         let child = ground.netns.run(|| command.spawn());
-        let child = child.with_context(|| format!("{}", program.display()))?;
+        let child = child.with_context(|| format!("{command:?}"))?;
         let mut daemon = Self { child, ground, peers, families, dir };
         let begin = Instant::now();
         loop {

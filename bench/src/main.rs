@@ -12,6 +12,8 @@ mod etcd;
 mod floor;
 mod ground;
 mod idle;
+mod kube;
+mod kube_heartbeat;
 mod lease_event;
 mod lease_memory;
 mod lease_storm;
@@ -186,6 +188,33 @@ enum Bench {
         #[arg(long, default_value_t = 2000, value_parser = count())]
         events: u32,
     },
+    /// Resident memory of a daemon, 5 s after the objects of all its peers are in place, with leases as nodes of 20 KB
+    KubeMemory {
+        /// How many nodes
+        #[arg(long, default_value_t = 10_000, value_parser = count())]
+        nodes: u32,
+        /// The daemon's program [default: what cargo builds of this workspace with profile dist]
+        #[arg(long)]
+        flanneld: Option<PathBuf>,
+    },
+    /// From a changed node in the API server to the set of leases
+    KubeEvent {
+        /// How many nodes there are
+        #[arg(long, default_value_t = 10_000, value_parser = count())]
+        nodes: u32,
+        /// How many changes
+        #[arg(long, default_value_t = 2000, value_parser = count())]
+        events: u32,
+    },
+    /// What 1,000 heartbeats of nodes per second cost, against skipping their bytes
+    KubeHeartbeat {
+        /// How many nodes there are
+        #[arg(long, default_value_t = 10_000, value_parser = count())]
+        nodes: u32,
+        /// For how long each of the five rounds
+        #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..=600))]
+        seconds: u64,
+    },
     /// What the CNI plugin costs a pod: its start, and an ADD against a call of its delegate alone
     Cni {
         /// The plugin, as built with the profile `cni`
@@ -216,6 +245,9 @@ fn main() -> anyhow::Result<std::process::ExitCode> {
             return Ok(std::process::ExitCode::SUCCESS);
         }
         Bench::LeaseEvent { events } => lease_event::run(events),
+        Bench::KubeMemory { nodes, flanneld } => kube::memory(nodes, flanneld),
+        Bench::KubeEvent { nodes, events } => kube::event(nodes, events),
+        Bench::KubeHeartbeat { nodes, seconds } => kube_heartbeat::run(nodes, seconds),
         Bench::Cni { plugin, calls } => cni::run(&plugin, calls),
     }?;
     Ok(std::process::ExitCode::from(u8::from(!report.print(json)?)))

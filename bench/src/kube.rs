@@ -1,0 +1,162 @@
+//! A cluster of Kubernetes nodes as big as real ones are: 20 KB each, of which flannel needs a few hundred bytes.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use flannel_core::{Family, Origin, SubnetManager, View};
+use flannel_subnet_kube::testing::ApiServer;
+use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
+use serde_json::{Value, json};
+use tokio::sync::watch;
+
+use crate::cluster::{Families, Peer, peers};
+use crate::daemon::{Daemon, program};
+use crate::report::{Report, percentile};
+
+const FAMILY: Family = Family::V4;
+/// This node.
+pub(crate) const OWN: &str = "node-1";
+/// What KEP-589 says that nodes have on average.
+const BYTES: usize = 20_000;
+const PREFIX: &str = "flannel.alpha.coreos.com/";
+const P99_MS: f64 = 5.0;
+const RSS_MIB: f64 = 25.0;
+const PEAK_MIB: f64 = 60.0;
+/// After the last object is in place.
+const REST: Duration = Duration::from_secs(5);
+/// So long may anything take before something is wrong.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// A node as kubelet and controllers write it; with a lease unless it is this one.
+pub(crate) fn node(peer: Peer) -> (String, Value) {
+    let n = peer.0;
+    let mut annotations = json!({
+        "node.alpha.kubernetes.io/ttl": "300",
+        "volumes.kubernetes.io/controller-managed-attach-detach": "true",
+    });
+    if n != 1 {
+        let own = json!({
+            format!("{PREFIX}kube-subnet-manager"): "true",
+            format!("{PREFIX}backend-type"): "vxlan",
+            format!("{PREFIX}backend-data"): format!(r#"{{"VNI":1,"VtepMAC":"{}"}}"#, peer.mac(FAMILY)),
+            format!("{PREFIX}public-ip"): peer.public(FAMILY).to_string(),
+        });
+        annotations.as_object_mut().expect("an object").extend(own.as_object().expect("an object").clone());
+    }
+    let condition = |kind: &str| {
+        json!({ "type": kind, "status": "False", "reason": format!("Kubelet{kind}"), "message": format!("kubelet says {kind}"),
+            "lastHeartbeatTime": "2026-11-21T20:00:00Z", "lastTransitionTime": "2026-11-01T00:00:00Z" })
+    };
+    let conditions: Vec<Value> =
+        ["MemoryPressure", "DiskPressure", "PIDPressure", "Ready"].map(condition).into();
+    let subnet = peer.subnet(FAMILY).to_string();
+    let mut node = json!({
+        "metadata": {
+            "labels": { "kubernetes.io/hostname": format!("node-{n}"), "kubernetes.io/os": "linux", "topology.kubernetes.io/zone": "z1" },
+            "annotations": annotations,
+            "managedFields": [{ "manager": "kubelet", "operation": "Update", "fieldsV1": { "f:status": { "f:images": {}, "f:conditions": {
+                "k:{\"type\":\"Ready\"}": { "f:lastHeartbeatTime": {}, "f:status": {} } } } } }],
+        },
+        "spec": { "podCIDR": subnet, "podCIDRs": [subnet], "providerID": format!("cloud:///z1/i-{n:016x}") },
+        "status": { "conditions": conditions, "capacity": { "cpu": "64", "memory": "263000000Ki", "pods": "110" }, "images": [] },
+    });
+    let missing = BYTES.saturating_sub(node.to_string().len());
+    let image = |i: usize| {
+        json!({ "names": [format!("registry.example/team/service-{i}@sha256:{:064x}", i * 7919), format!("registry.example/team/service-{i}:v1.{i}")],
+            "sizeBytes": 100_000_000 + i })
+    };
+    let each = image(10).to_string().len() + 1;
+    node["status"]["images"] = (0..missing / each).map(image).collect();
+    (format!("node-{n}"), node)
+}
+
+/// An API server with so many nodes besides this one.
+pub(crate) fn fill(server: &ApiServer, count: u32) {
+    server.fill(std::iter::once(Peer(1)).chain(peers(count)).map(node));
+}
+
+/// A manager on such a server, and its views, which are complete.
+pub(crate) async fn follow(
+    url: &str,
+    dir: &std::path::Path,
+    count: u32,
+) -> anyhow::Result<(KubeManager, watch::Receiver<View>)> {
+    let net_config = dir.join("net-conf.json");
+    std::fs::write(&net_config, Families::Ipv4.config())?;
+    let options = KubeOptions {
+        api_url: Some(url.to_owned()),
+        net_config,
+        ..KubeOptions::new(NodeIdentity::Node(OWN.to_owned()))
+    };
+    let manager = KubeManager::open(options).await?;
+    let mut views = manager.watch_leases().await?;
+    let complete = views.wait_for(|view| matches!(view.origin, Origin::Live { .. }));
+    let leases = tokio::time::timeout(PATIENCE, complete).await.context("no list")??.leases.len();
+    ensure!(leases == count as usize, "{leases} leases of {count}");
+    Ok((manager, views))
+}
+
+/// One changed node among many: from the write in the API server to the set of leases.
+pub(crate) fn event(nodes: u32, events: u32) -> anyhow::Result<Report> {
+    let (server, dir) = (ApiServer::new(), tempfile::tempdir()?);
+    fill(&server, nodes);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let figures = runtime.block_on(async {
+        let (_manager, mut views) = follow(&server.url(), dir.path(), nodes).await?;
+        let mut figures = Vec::new();
+        // The first ones warm up.
+        for n in 0..events + 50 {
+            let peer = Peer(2 + n % nodes);
+            let (name, mut node) = node(peer);
+            let public = format!("198.51.{}.{}", n >> 8 & 255, n & 255);
+            node["metadata"]["annotations"][format!("{PREFIX}public-ip")] = json!(public);
+            let public = Some(public.parse()?);
+            views.mark_unchanged();
+            let begin = Instant::now();
+            server.put_node(&name, node);
+            let subnets = flannel_core::Subnets::new([peer.subnet(FAMILY)]).context("a subnet")?;
+            let there =
+                |view: &View| view.leases.get(&subnets).is_some_and(|lease| lease.attrs.public.v4 == public);
+            tokio::time::timeout(PATIENCE, views.wait_for(there)).await.context("an event is lost")??;
+            if n >= 50 {
+                figures.push(begin.elapsed().as_secs_f64() * 1e3);
+            }
+        }
+        anyhow::Ok(figures)
+    })?;
+    let mut report = Report {
+        bench: "kube-event",
+        nodes: Some(nodes),
+        events: Some(events),
+        p50_ms: Some(percentile(&figures, 50)),
+        p99_ms: Some(percentile(&figures, 99)),
+        ..Report::default()
+    };
+    report.at_most("p99_ms", report.p99_ms, P99_MS);
+    Ok(report)
+}
+
+/// What a daemon with so many nodes takes, and took at most.
+pub(crate) fn memory(nodes: u32, flanneld: Option<PathBuf>) -> anyhow::Result<Report> {
+    let program = program(flanneld)?;
+    let start = Instant::now();
+    let (mut daemon, server) = Daemon::start_on_kube(&program, nodes)?;
+    let seconds = start.elapsed().as_secs_f64();
+    daemon.rest(REST)?;
+    let (rss, peak) = (daemon.kib("VmRSS")?, daemon.kib("VmHWM")?);
+    let mut report = Report {
+        bench: "kube-memory",
+        nodes: Some(nodes),
+        seconds: Some(seconds),
+        rss_kib: Some(rss),
+        hwm_kib: Some(peak),
+        wrong: daemon.compare()?,
+        ..Report::default()
+    };
+    report.at_most("rss_kib / 1024", Some(rss as f64 / 1024.0), RSS_MIB);
+    report.at_most("hwm_kib / 1024", Some(peak as f64 / 1024.0), PEAK_MIB);
+    drop(daemon);
+    drop(server);
+    Ok(report)
+}

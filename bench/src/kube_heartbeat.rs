@@ -1,0 +1,194 @@
+//! What heartbeats of kubelets cost: the processor time of the thread that follows all nodes, against that of a thread which
+//! skips the same bytes in the same run.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use flannel_core::SubnetManager;
+use flannel_subnet_kube::testing::ApiServer;
+use http_body_util::BodyExt;
+use kube::client::Body;
+use serde::de::IgnoredAny;
+use tokio::sync::oneshot;
+
+use crate::kube::{fill, follow};
+use crate::report::{Report, median};
+
+const RATE: u32 = 1000;
+const RATIO: f64 = 1.5;
+/// Measured one after the other.
+const ROUNDS: u32 = 5;
+/// So long may anything take before something is wrong.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A thread whose processor time can be read, until it is told to stop.
+struct Worker {
+    task: String,
+    /// The version that it has come to.
+    version: Arc<AtomicU64>,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<std::thread::JoinHandle<anyhow::Result<()>>>,
+}
+
+impl Worker {
+    fn start<F>(
+        work: impl FnOnce(Arc<AtomicU64>, oneshot::Receiver<()>) -> F + Send + 'static,
+    ) -> anyhow::Result<Self>
+    where
+        F: Future<Output = anyhow::Result<()>>,
+    {
+        let (version, (stop, stopped)) = (Arc::<AtomicU64>::default(), oneshot::channel());
+        let (tell, told) = mpsc::channel();
+        let shared = Arc::clone(&version);
+        let thread = std::thread::spawn(move || {
+            let task = std::fs::read_link("/proc/thread-self")?;
+            tell.send(task)?;
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+            runtime.block_on(work(shared, stopped))
+        });
+        let task = format!("/proc/{}", told.recv()?.display());
+        Ok(Self { task, version, stop: Some(stop), thread: Some(thread) })
+    }
+
+    /// How long it has run so far, in seconds.
+    fn processor_time(&self) -> anyhow::Result<f64> {
+        let text = std::fs::read_to_string(format!("{}/schedstat", self.task))?;
+        let nanoseconds: f64 = text.split(' ').next().context("no figure")?.parse()?;
+        Ok(nanoseconds / 1e9)
+    }
+
+    async fn comes_to(&self, version: u64) -> anyhow::Result<()> {
+        let begin = Instant::now();
+        while self.version.load(Ordering::Relaxed) < version {
+            ensure!(
+                begin.elapsed() < PATIENCE,
+                "it does not come to {version}: {}",
+                self.version.load(Ordering::Relaxed)
+            );
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Skips everything that a watch brings.
+async fn skip(
+    url: String,
+    from: u64,
+    version: Arc<AtomicU64>,
+    stop: oneshot::Receiver<()>,
+) -> anyhow::Result<()> {
+    let client = kube::Client::try_from(kube::Config::new(url.parse()?))?;
+    let path = format!(
+        "/api/v1/nodes?watch=true&allowWatchBookmarks=true&timeoutSeconds=600&resourceVersion={from}"
+    );
+    let request = http::Request::get(path).body(Body::empty())?;
+    let mut body = client.send(request).await?.into_body();
+    let mut held = Vec::new();
+    version.store(from, Ordering::Relaxed);
+    let skip = async {
+        while let Some(frame) = body.frame().await {
+            let Ok(bytes) = frame?.into_data() else { continue };
+            let mut rest = &bytes[..];
+            while let Some(end) = rest.iter().position(|byte| *byte == b'\n') {
+                held.extend_from_slice(&rest[..end]);
+                rest = &rest[end + 1..];
+                serde_json::from_slice::<IgnoredAny>(&held)?;
+                held.clear();
+                version.fetch_add(1, Ordering::Relaxed);
+            }
+            held.extend_from_slice(rest);
+        }
+        anyhow::Ok(())
+    };
+    tokio::select! {
+        ended = skip => ended,
+        _ = stop => Ok(()),
+    }
+}
+
+pub(crate) fn run(nodes: u32, seconds: u64) -> anyhow::Result<Report> {
+    let server = ApiServer::new();
+    fill(&server, nodes);
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?
+        .block_on(measure(&server, nodes, seconds))
+}
+
+async fn measure(server: &ApiServer, nodes: u32, seconds: u64) -> anyhow::Result<Report> {
+    let dir = tempfile::tempdir()?;
+    let (manager, views) = follow(&server.url(), dir.path(), nodes).await?;
+    let begin = manager.store_status().confirmed.context("nothing confirmed")?.0.0;
+    drop((manager, views));
+    let (url, here) = (server.url(), dir.path().to_owned());
+    let floor = Worker::start(move |version, stop| skip(url, begin, version, stop))?;
+    floor.comes_to(begin).await?;
+    let ours = follower(server.url(), here, nodes)?;
+    ours.comes_to(begin).await?;
+    let (mut ratios, mut own, mut skipped, mut version) = (Vec::new(), Vec::new(), Vec::new(), begin);
+    for _ in 0..ROUNDS {
+        let before = (ours.processor_time()?, floor.processor_time()?);
+        let count = RATE * u32::try_from(seconds)?;
+        let mut pace = tokio::time::interval(Duration::from_secs(1) / RATE);
+        for n in 0..count {
+            pace.tick().await;
+            server.heartbeat(&format!("node-{}", 2 + n % nodes));
+        }
+        version += u64::from(count);
+        ours.comes_to(version).await?;
+        floor.comes_to(version).await?;
+        let (a, b) = (ours.processor_time()? - before.0, floor.processor_time()? - before.1);
+        (own.push(a), skipped.push(b));
+        ratios.push(a / b);
+    }
+    let mut report = Report {
+        bench: "kube-heartbeat",
+        nodes: Some(nodes),
+        events: Some(RATE * u32::try_from(seconds)? * ROUNDS),
+        seconds: Some(median(own)),
+        floor_seconds: Some(median(skipped)),
+        ratio: Some(median(ratios)),
+        ..Report::default()
+    };
+    report.at_most("ratio", report.ratio, RATIO);
+    Ok(report)
+}
+
+/// Follows all nodes as a daemon does, and fails if that wakes anybody.
+fn follower(url: String, dir: std::path::PathBuf, nodes: u32) -> anyhow::Result<Worker> {
+    Worker::start(move |version, mut stop| async move {
+        let (manager, mut views) = follow(&url, &dir, nodes).await?;
+        views.mark_unchanged();
+        let look = async {
+            let mut pace = tokio::time::interval(Duration::from_millis(20));
+            loop {
+                pace.tick().await;
+                if views.has_changed()? {
+                    anyhow::bail!("a heartbeat changed the set of leases");
+                }
+                let confirmed = manager.store_status().confirmed.context("nothing confirmed")?;
+                version.store(confirmed.0.0, Ordering::Relaxed);
+            }
+        };
+        tokio::select! {
+            ended = look => {
+                // Whoever waits for a version waits in vain then, and says so.
+                version.store(0, Ordering::Relaxed);
+                ended
+            }
+            _ = &mut stop => Ok(()),
+        }
+    })
+}
