@@ -150,7 +150,8 @@ async fn measure(server: &ApiServer, nodes: u32, seconds: u64) -> anyhow::Result
         ours.comes_to(version).await?;
         floor.comes_to(version).await?;
         let (a, b) = (ours.processor_time()? - before.0, floor.processor_time()? - before.1);
-        (own.push(a), skipped.push(b));
+        own.push(a);
+        skipped.push(b);
         ratios.push(a / b);
     }
     let mut report = Report {

@@ -76,7 +76,8 @@ impl Verdict {
 
     /// Judges what is the case. Returns when to look again, if nothing else happens.
     fn pass(&mut self, now: Instant, lost: Option<String>, trouble: Option<String>) -> Option<Instant> {
-        let Some(why) = lost.clone().or(trouble) else {
+        let at_once = lost.is_some();
+        let Some(why) = lost.or(trouble) else {
             *self = Self { network: Some(Network::Available), trouble: None, said: None };
             return None;
         };
@@ -86,7 +87,7 @@ impl Verdict {
         if network == self.network {
             return None;
         }
-        if lost.is_none() && now < due {
+        if !at_once && now < due {
             return Some(due);
         }
         (self.network, self.said) = (network, Some(now));
