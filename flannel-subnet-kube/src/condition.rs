@@ -55,13 +55,8 @@ impl KubeManager {
     /// Dropping the future leaves the condition as it is.
     pub async fn keep_condition(&self, mut network: watch::Receiver<Option<Network>>) -> Infallible {
         let mut pause = Pause::new();
-        let mut own = loop {
-            match self.follow_own().await {
-                Ok(own) => break own,
-                Err(_) => tokio::time::sleep(pause.next()).await,
-            }
-        };
         let mut said = false;
+        let mut own = self.own_at_last().await;
         loop {
             let wanted = network.borrow_and_update().clone();
             let seen = own.borrow_and_update().clone();
@@ -94,14 +89,28 @@ impl KubeManager {
                     None => std::future::pending().await,
                 }
             };
-            let closed = tokio::select! {
-                () = retry => false,
-                changed = network.changed() => changed.is_err(),
-                changed = own.changed() => changed.is_err(),
-            };
-            if closed {
-                // Nobody will say more.
-                std::future::pending::<()>().await;
+            tokio::select! {
+                () = retry => {}
+                changed = network.changed() => if changed.is_err() {
+                    // Nobody will say more.
+                    std::future::pending::<()>().await;
+                },
+                // Nodes are followed anew.
+                changed = own.changed() => if changed.is_err() {
+                    own = self.own_at_last().await;
+                },
+            }
+        }
+    }
+
+    /// What is known of this node, once it can be known.
+    async fn own_at_last(&self) -> watch::Receiver<Own> {
+        let mut pause = Pause::new();
+        loop {
+            match self.follow_own().await {
+                Ok(own) => return own,
+                // Whoever wants a lease is told why.
+                Err(_) => tokio::time::sleep(pause.next()).await,
             }
         }
     }

@@ -44,6 +44,7 @@ pub(crate) enum Own {
 /// Follows for as long as it lives.
 #[derive(Debug)]
 pub(crate) struct Follower {
+    pub(crate) terms: Terms,
     pub(crate) views: watch::Receiver<View>,
     pub(crate) own: watch::Receiver<Own>,
     task: AbortHandle,
@@ -60,9 +61,10 @@ impl Follower {
     pub(crate) fn start(api: Arc<Api>, terms: Terms, own: String) -> Self {
         let (views, seen) = watch::channel(View::unknown());
         let (own_node, own_seen) = watch::channel(Own::Unknown);
-        let following = Following { api, nodes: Nodes::new(terms.clone()), terms, own, views, own_node };
+        let nodes = Nodes::new(terms.clone());
+        let following = Following { api, nodes, terms: terms.clone(), own, views, own_node };
         let task = tokio::spawn(following.run()).abort_handle();
-        Self { views: seen, own: own_seen, task }
+        Self { terms, views: seen, own: own_seen, task }
     }
 }
 

@@ -277,7 +277,8 @@ impl KubeManager {
         read
     }
 
-    /// All nodes, followed from the first call on.
+    /// All nodes, followed from the first call on, and anew if the config has come to enable other families before a lease was
+    /// acquired.
     pub(crate) async fn follow<T>(&self, look: impl FnOnce(&Follower) -> T) -> Result<T> {
         let name = self.name().await?.to_owned();
         let config = match self.used() {
@@ -285,12 +286,12 @@ impl KubeManager {
             None => self.network_config().await?,
         };
         let mut follower = self.follower.lock().unwrap_or_else(PoisonError::into_inner);
-        let start = || {
-            let families = config.networks.families().collect();
-            let terms = Terms { prefix: self.options.prefix.clone(), families };
-            Follower::start(Arc::clone(&self.api), terms, name)
-        };
-        Ok(look(follower.get_or_insert_with(start)))
+        let terms =
+            Terms { prefix: self.options.prefix.clone(), families: config.networks.families().collect() };
+        if let Some(follower) = follower.as_ref().filter(|follower| follower.terms == terms) {
+            return Ok(look(follower));
+        }
+        Ok(look(follower.insert(Follower::start(Arc::clone(&self.api), terms, name))))
     }
 
     /// What is known of this node, always the latest.

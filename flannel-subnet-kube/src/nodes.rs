@@ -13,7 +13,7 @@ use crate::annotations::Prefix;
 use crate::node::Wire;
 
 /// What nodes are read by.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Terms {
     pub(crate) prefix: Prefix,
     /// The families that the network config enables.

@@ -70,7 +70,8 @@ impl Host {
     fn start(&self, server: &ApiServer, args: &[&str]) -> Daemon {
         let net_config = self.dir.path().join("net-conf.json");
         fs::write(&net_config, self.config).unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_flanneld"));
+        let program = std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into());
+        let mut command = Command::new(program);
         command.args([
             "--kube-subnet-mgr",
             "--kube-api-url",

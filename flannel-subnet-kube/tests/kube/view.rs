@@ -54,6 +54,25 @@ async fn in_dual_stack_a_change_of_either_family_alone_is_a_change() {
 }
 
 #[tokio::test]
+async fn families_that_the_config_comes_to_enable_before_there_is_a_lease_count() {
+    let ground = Ground::new(V4);
+    ground.server.put_node("me", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
+    ground.server.put_node("peer", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
+    ground.server.modify("peer", |node| node["spec"]["podCIDRs"] = json!(["10.1.2.0/24", "fd00:0:0:2::/64"]));
+    let (manager, views) = ground.following().await;
+    assert_eq!(leases(&views.borrow()), ["10.1.2.0-24 vxlan 192.0.2.2"]);
+    ground.write_config(DUAL);
+    let views = manager.watch_leases().await.unwrap();
+    until(|| leases(&views.borrow()) == ["10.1.2.0-24&fd00:0:0:2::-64 vxlan 192.0.2.2"]).await;
+    let lease = manager.acquire_lease(&crate::ground::vxlan()).await.unwrap();
+    // Now they stay.
+    ground.write_config(V4);
+    let views = manager.watch_leases().await.unwrap();
+    until(|| views.borrow().leases.get(&lease.subnets).is_some()).await;
+    assert_eq!(views.borrow().leases.len(), 2);
+}
+
+#[tokio::test]
 async fn heartbeats_wake_nobody() {
     let ground = Ground::new(V4);
     ground.server.put_node("peer", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
