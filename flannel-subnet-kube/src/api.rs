@@ -179,11 +179,11 @@ impl Api {
         {
             outcome = self.try_send(&current.client, call).await;
         }
-        // That a version is too old, or an object absent, is an answer.
-        if let Err(failure) = &outcome
-            && !matches!(failure, Failure::Gone | Failure::NotFound(_))
-        {
-            self.failed(failure);
+        match &outcome {
+            Ok(_) => {}
+            // That a version is too old, or an object absent, is an answer.
+            Err(Failure::Gone | Failure::NotFound(_)) => self.confirm(None),
+            Err(failure) => self.failed(failure),
         }
         outcome
     }

@@ -311,8 +311,12 @@ fn read_config(path: &Path) -> Result<Config> {
 
 #[async_trait]
 impl SubnetManager for KubeManager {
-    /// Once a lease was acquired, the networks stay what they were: pods do not survive others.
+    /// Once a lease was acquired, the networks stay what they were: pods do not survive others. The first one is good for nothing
+    /// until the API server has answered.
     async fn network_config(&self) -> Result<Config> {
+        if self.api.status().confirmed.is_none() {
+            self.own_node().await?;
+        }
         let mut config = self.read_config()?;
         if let Some(used) = self.used() {
             config.networks = used.networks;

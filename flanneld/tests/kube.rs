@@ -249,6 +249,25 @@ fn a_restart_leaves_everything_as_it_is() {
 }
 
 #[test]
+fn other_networks_wait_for_a_restart_and_another_backend_does_not() {
+    in_netns(|| {
+        let server = cluster();
+        server.put_node("node-1", blank(&["10.1.1.0/24"]));
+        let host = Host::new(1, VXLAN);
+        let daemon = host.start(&server, &[]);
+        daemon.wait_for_log("running lease");
+        let write = |config: &str| fs::write(host.dir.path().join("net-conf.json"), config).unwrap();
+        write(r#"{"Network":"10.2.0.0/16","Backend":{"Type":"vxlan"}}"#);
+        daemon.wait_for_log("the network config has other networks now");
+        assert!(!daemon.log().contains("building the network anew"), "{}", daemon.log());
+        write(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#);
+        daemon.wait_for_log("building the network anew: the network config has changed");
+        let kind = || server.annotation("node-1", &format!("{PREFIX}backend-type"));
+        wait_until(|| kind().as_deref() == Some("host-gw"), || daemon.log());
+    });
+}
+
+#[test]
 fn both_families_over_host_gw_and_no_condition_if_that_is_not_wanted() {
     const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48","Backend":{"Type":"host-gw"}}"#;
     in_netns(|| {

@@ -24,9 +24,9 @@ async fn no_api_server() {
     let error = manager.hints().await.unwrap_err();
     assert!(matches!(error, Error::Store { .. }), "waiting helps: {error:?}");
     says(&error, &[&format!("kube:http://{closed}: get nodes: "), "Connection refused"]);
-    let _views = manager.watch_leases().await.unwrap();
-    until(|| manager.store_status().last_error.is_some_and(|(text, _)| text.contains("Connection refused")))
-        .await;
+    assert!(matches!(manager.watch_leases().await, Err(Error::Store { .. })));
+    assert!(manager.store_status().last_error.is_some_and(|(text, _)| text.contains("Connection refused")));
+    assert_eq!(manager.store_status().confirmed, None);
 }
 
 #[tokio::test]
