@@ -54,9 +54,9 @@ if [ "$(id -u)" = 0 ]; then
     netns_tests=$(cargo test --no-run --message-format=json -p flannel-netlink -p flannel-firewall --all-features 2>/dev/null |
         sed -n 's/.*"kind":\["\(lib\|test\)"\].*"executable":"\([^"]*\)".*/\2/p')
     cp "${CARGO_TARGET_DIR:-target}/debug/lab" $netns_tests "$dir"
-    cni_test=$(cargo test --no-run --message-format=json -p flannel-cni --all-features --test real 2>/dev/null |
+    cni_tests=$(cargo test --no-run --message-format=json -p flannel-cni --all-features --test real --test install 2>/dev/null |
         sed -n 's/.*"kind":\["test"\].*"executable":"\([^"]*\)".*/\1/p')
-    cp "${CARGO_TARGET_DIR:-target}/debug/flannel" "$cni_test" "$dir"
+    cp "${CARGO_TARGET_DIR:-target}/debug/"{flannel,install-conf} $cni_tests "$dir"
     as_nobody() { (cd / && setpriv --reuid=65534 --regid=65534 --clear-groups env HOME=/nonexistent "$@"); }
     for test in $netns_tests; do
         as_nobody "$dir/$(basename "$test")" --quiet
@@ -69,7 +69,9 @@ if [ "$(id -u)" = 0 ]; then
         cp "$test" "$dir/flanneld-test"
         as_nobody FLANNELD="$dir/flanneld" FLANNELCTL="$dir/flannelctl" PROMTOOL="$dir/promtool" "$dir/flanneld-test" --quiet
     done
-    as_nobody FLANNEL_CNI="$dir/flannel" FLANNEL_LAB="$dir/lab" "$dir/$(basename "$cni_test")" --quiet
+    for test in $cni_tests; do
+        as_nobody FLANNEL_CNI="$dir/flannel" INSTALL_CONF="$dir/install-conf" FLANNEL_LAB="$dir/lab" "$dir/$(basename "$test")" --quiet
+    done
     as_nobody "$dir/lab" --backend vxlan --family dual --json >"$dir/lab.json" 2>"$dir/lab.log" ||
         { cat "$dir/lab.log" "$dir/lab.json" >&2; exit 1; }
     echo "as an ordinary user: the kernel's tests, the firewall's, the CNI plugin's, the daemon on etcd and on Kubernetes, flannelctl and the lab passed"

@@ -4,6 +4,7 @@ mod call;
 mod delegate;
 mod delegate_conf;
 mod error;
+mod install;
 mod net_conf;
 mod plugin;
 mod state;
@@ -15,6 +16,7 @@ use std::process::ExitCode;
 
 pub use call::{Call, Command};
 pub use error::{Code, Error, Result};
+pub use install::{InstallError, install};
 pub use plugin::run;
 pub use version::{SpecVersion, VersionError};
 

@@ -15,6 +15,11 @@ pub(crate) fn flannel() -> PathBuf {
     std::env::var_os("FLANNEL_CNI").unwrap_or_else(|| env!("CARGO_BIN_EXE_flannel").into()).into()
 }
 
+/// The program that installs files; `INSTALL_CONF` names another copy of it.
+pub(crate) fn install_conf() -> PathBuf {
+    std::env::var_os("INSTALL_CONF").unwrap_or_else(|| env!("CARGO_BIN_EXE_install-conf").into()).into()
+}
+
 /// One container's interface.
 #[derive(Debug, Clone)]
 pub(crate) struct Attach {

@@ -1,0 +1,203 @@
+//! Copies a file onto a host so that nobody ever sees half of it. The one thing to know: the copy is made under a
+//! hidden name beside its destination and renamed, so that a runtime has the old file or the new one, whatever happens
+//! meanwhile: a full disk, a killed container, a crash.
+//!
+//! **Source**: flannel `cmd/install_conf`, which has the same arguments, names and exit statuses.
+
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// What was begun so long ago is nobody's any more.
+const ABANDONED: Duration = Duration::from_secs(600);
+
+/// Why a file was not installed; what was at its destination is still there.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum InstallError {
+    /// The destination names no file.
+    #[error("{} is no name of a file: expected a path such as /opt/cni/bin/flannel", .0.display())]
+    Destination(PathBuf),
+    /// A file could not be used.
+    #[error("cannot {verb} {}: {source}", path.display())]
+    File {
+        /// What was tried.
+        verb: &'static str,
+        /// With which file.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+}
+
+/// Makes `destination` a copy of `source`, with its mode; on the disk before it has its name. What earlier copies to the
+/// same destination left behind because they were killed is removed if it is ten minutes old.
+///
+/// # Errors
+/// [`InstallError`]; nothing has changed then.
+///
+/// # Blocking
+/// For the disk.
+pub fn install(source: &Path, destination: &Path) -> Result<(), InstallError> {
+    let Some(name) = destination.file_name() else {
+        return Err(InstallError::Destination(destination.to_owned()));
+    };
+    let mut begin = OsString::from(".");
+    begin.push(name);
+    begin.push(".tmp");
+    let dir =
+        destination.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."));
+
+    let cannot = |verb, path: &Path| {
+        let path = path.to_owned();
+        move |source| InstallError::File { verb, path, source }
+    };
+    let from = File::open(source).map_err(cannot("read", source))?;
+    let mode = from.metadata().map_err(cannot("read", source))?.permissions().mode() & 0o7777;
+    // Room that is still taken may be the room that is missing.
+    sweep(dir, &begin);
+    let (temporary, to) = create(dir, &begin)?;
+    let copied = copy(from, to, mode).map_err(cannot("write", &temporary));
+    let named =
+        copied.and_then(|()| fs::rename(&temporary, destination).map_err(cannot("replace", destination)));
+    named.inspect_err(|_| {
+        // That this fails too takes nothing but room, and the next one tries again.
+        let _ = fs::remove_file(&temporary);
+    })
+}
+
+/// A new file that nobody else writes.
+fn create(dir: &Path, begin: &OsString) -> Result<(PathBuf, File), InstallError> {
+    loop {
+        let mut name = begin.clone();
+        name.push(format!("{:016x}", RandomState::new().build_hasher().finish()));
+        let path = dir.join(name);
+        // Nobody runs or reads it before it is complete.
+        match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path) {
+            Ok(file) => return Ok((path, file)),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            Err(source) => return Err(InstallError::File { verb: "create", path, source }),
+        }
+    }
+}
+
+fn copy(mut from: File, mut to: File, mode: u32) -> io::Result<()> {
+    io::copy(&mut from, &mut to)?;
+    to.set_permissions(Permissions::from_mode(mode))?;
+    to.sync_all()
+}
+
+/// Removes what killed copies left behind. What cannot be looked at or removed stays: it is in nobody's way.
+fn sweep(dir: &Path, begin: &OsString) {
+    let is_old = |entry: &fs::DirEntry| {
+        let modified = entry.metadata().and_then(|file| file.modified());
+        modified.is_ok_and(|time| time.elapsed().is_ok_and(|age| age >= ABANDONED))
+    };
+    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let rest = name.as_encoded_bytes().strip_prefix(begin.as_encoded_bytes());
+        if rest.is_some_and(|rest| rest.iter().all(u8::is_ascii_hexdigit)) && is_old(&entry) {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::SystemTime;
+
+    fn names(dir: &Path) -> Vec<String> {
+        let entries = fs::read_dir(dir).unwrap();
+        let mut names: Vec<String> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_copy_has_bytes_and_mode_of_its_source_and_takes_the_place_of_what_was_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let (source, destination) = (dir.path().join("source"), dir.path().join("destination"));
+        let bytes: Vec<u8> = (0..200_000_u32).flat_map(u32::to_le_bytes).collect();
+        fs::write(&source, &bytes).unwrap();
+        for mode in [0o755, 0o444, 0o4711] {
+            fs::set_permissions(&source, Permissions::from_mode(mode)).unwrap();
+            install(&source, &destination).unwrap();
+            assert_eq!(fs::read(&destination).unwrap(), bytes);
+            assert_eq!(fs::metadata(&destination).unwrap().permissions().mode() & 0o7777, mode);
+        }
+        assert_eq!(names(dir.path()), ["destination", "source"]);
+    }
+
+    /// Who has the old file open, or runs it, keeps it; and a link is replaced, not followed.
+    #[test]
+    fn the_old_file_is_never_written_to() {
+        let dir = tempfile::tempdir().unwrap();
+        let [source, target, link] = ["source", "target", "link"].map(|name| dir.path().join(name));
+        fs::write(&source, "new").unwrap();
+        fs::write(&target, "old").unwrap();
+        std::os::unix::fs::symlink("target", &link).unwrap();
+        let open = File::open(&target).unwrap();
+        install(&source, &link).unwrap();
+        assert_eq!((fs::read(&link).unwrap(), fs::read(&target).unwrap()), (b"new".into(), b"old".into()));
+        install(&source, &target).unwrap();
+        assert_eq!(
+            (fs::read(&target).unwrap(), io::read_to_string(open).unwrap()),
+            (b"new".into(), "old".into())
+        );
+    }
+
+    #[test]
+    fn what_killed_copies_left_goes_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let source = dir.path().join("source");
+        fs::write(&source, "new").unwrap();
+        let long_ago = SystemTime::now() - ABANDONED;
+        for (name, time) in [
+            (".destination.tmp0123456789abcdef", long_ago),
+            (".destination.tmp42", long_ago),
+            (".destination.tmp43", SystemTime::now()),
+            (".destination.tmpx", long_ago),
+            (".other.tmp42", long_ago),
+            ("destination.tmp42", long_ago),
+        ] {
+            File::create(dir.path().join(name)).unwrap().set_modified(time).unwrap();
+        }
+        install(&source, &dir.path().join("destination")).unwrap();
+        let left = [
+            ".destination.tmp43",
+            ".destination.tmpx",
+            ".other.tmp42",
+            "destination",
+            "destination.tmp42",
+            "source",
+        ];
+        assert_eq!(names(dir.path()), left);
+    }
+
+    #[test]
+    fn errors_name_the_file_and_leave_nothing_behind() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        fs::write(path("source"), "new").unwrap();
+        fs::create_dir(path("dir")).unwrap();
+        fs::write(path("dir/file"), "").unwrap();
+        for (source, destination, says) in [
+            ("absent", "destination", "cannot read "),
+            ("dir", "destination", "Is a directory"),
+            ("source", "absent/destination", "cannot create "),
+            ("source", "source/destination", "Not a directory"),
+            ("source", "dir", "cannot replace "),
+            ("source", "..", "is no name of a file"),
+        ] {
+            let error = install(&path(source), &path(destination)).unwrap_err().to_string();
+            assert!(error.contains(says) && error.contains(dir.path().to_str().unwrap()), "{error}");
+        }
+        assert_eq!(names(dir.path()), ["dir", "source"]);
+    }
+}
