@@ -1,0 +1,436 @@
+//! The language of templates, as far as the chart needs it. The one thing to know: whatever it does not know is an error, so
+//! that a chart which leaves the subset fails the tests.
+//!
+//! **Source**: Go `text/template`; sprig's `quote`; helm's `toYaml`, `toJson`.
+
+use serde_json::Value;
+
+use crate::yaml::to_yaml;
+
+/// Why a template cannot be read or rendered.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{{{{ {action} }}}}: {why}")]
+pub struct TemplateError {
+    /// The action at fault, as it is written.
+    pub action: String,
+    /// What is wrong with it.
+    pub why: String,
+}
+
+/// A template that was understood.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Template(Vec<Node>);
+
+#[derive(Debug, Clone, PartialEq)]
+enum Node {
+    Text(String),
+    Print(Pipeline),
+    Branch(Branch),
+}
+
+/// `if` or `with`, and what belongs to it.
+#[derive(Debug, Clone, PartialEq)]
+struct Branch {
+    condition: Pipeline,
+    /// `with`: the condition is `.` inside.
+    rebinds: bool,
+    then: Vec<Node>,
+    otherwise: Vec<Node>,
+}
+
+/// Commands, each of which gets the result of the one before as its last argument.
+#[derive(Debug, Clone, PartialEq)]
+struct Pipeline {
+    text: String,
+    commands: Vec<Vec<Word>>,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+enum Word {
+    /// `.`, `.a.b`
+    Path(Vec<String>),
+    Literal(Value),
+    Function(String),
+}
+
+/// A piece of a template's text.
+#[derive(Debug)]
+enum Piece<'a> {
+    Text(&'a str),
+    Action(&'a str),
+}
+
+impl Template {
+    /// Reads a template.
+    ///
+    /// # Errors
+    /// [`TemplateError`]: it is none, or uses what is outside of the subset.
+    pub fn parse(text: &str) -> Result<Self, TemplateError> {
+        let mut pieces = pieces(text)?.into_iter();
+        let (nodes, end) = nodes(&mut pieces)?;
+        match end {
+            None => Ok(Self(nodes)),
+            Some(action) => Err(error(&action, "there is nothing that it belongs to")),
+        }
+    }
+
+    /// Renders it with `root` as `.`.
+    ///
+    /// # Errors
+    /// [`TemplateError`]: a value that is printed is not there, or of a kind that a function does not take.
+    pub fn render(&self, root: &Value) -> Result<String, TemplateError> {
+        let mut out = String::new();
+        render(&self.0, root, &mut out)?;
+        Ok(out)
+    }
+}
+
+fn error(action: &str, why: &str) -> TemplateError {
+    TemplateError { action: action.trim().to_owned(), why: why.to_owned() }
+}
+
+/// Texts and actions, without the white space that `-` takes away, and without comments.
+fn pieces(mut rest: &str) -> Result<Vec<Piece<'_>>, TemplateError> {
+    let mut pieces = Vec::new();
+    let mut trim = false;
+    loop {
+        let (text, action) = match rest.split_once("{{") {
+            Some((text, action)) => (text, Some(action)),
+            None => (rest, None),
+        };
+        let mut text = if trim { text.trim_start() } else { text };
+        let Some(action) = action else {
+            pieces.push(Piece::Text(text));
+            return Ok(pieces);
+        };
+        let (inside, after) =
+            action.split_once("}}").ok_or_else(|| error(action, "there is no }} for this"))?;
+        let (left, inside) = inside.strip_prefix("- ").map_or((false, inside), |inside| (true, inside));
+        let (right, inside) = inside.strip_suffix(" -").map_or((false, inside), |inside| (true, inside));
+        if left {
+            text = text.trim_end();
+        }
+        pieces.push(Piece::Text(text));
+        let inside = inside.trim();
+        if !(inside.starts_with("/*") && inside.ends_with("*/")) {
+            pieces.push(Piece::Action(inside));
+        }
+        (rest, trim) = (after, right);
+    }
+}
+
+/// Everything up to an `else` or `end` that does not belong to anything in it; that too.
+fn nodes<'a>(
+    pieces: &mut impl Iterator<Item = Piece<'a>>,
+) -> Result<(Vec<Node>, Option<String>), TemplateError> {
+    let mut nodes = Vec::new();
+    while let Some(piece) = pieces.next() {
+        let action = match piece {
+            Piece::Text(text) => {
+                nodes.push(Node::Text(text.to_owned()));
+                continue;
+            }
+            Piece::Action(action) => action,
+        };
+        let (word, rest) = action.split_once(' ').unwrap_or((action, ""));
+        match word {
+            "if" | "with" => nodes.push(Node::Branch(branch(word == "with", rest, pieces)?)),
+            "else" | "end" => return Ok((nodes, Some(action.to_owned()))),
+            "range" | "define" | "template" | "block" | "include" | "tpl" => {
+                return Err(error(action, "outside of the subset of this renderer"));
+            }
+            _ => nodes.push(Node::Print(Pipeline::parse(action)?)),
+        }
+    }
+    Ok((nodes, None))
+}
+
+fn branch<'a>(
+    rebinds: bool,
+    condition: &str,
+    pieces: &mut impl Iterator<Item = Piece<'a>>,
+) -> Result<Branch, TemplateError> {
+    let condition = Pipeline::parse(condition)?;
+    let (then, end) = nodes(pieces)?;
+    let otherwise = match end.as_deref() {
+        Some("end") => Vec::new(),
+        Some("else") => match nodes(pieces)? {
+            (otherwise, Some(end)) if end == "end" => otherwise,
+            (_, end) => return Err(error(&end.unwrap_or_default(), "expected the end of an else")),
+        },
+        Some(other) => match other.strip_prefix("else if ") {
+            // It has the end of the whole.
+            Some(condition) => vec![Node::Branch(branch(false, condition, pieces)?)],
+            None => return Err(error(other, "expected else, else if or end")),
+        },
+        None => return Err(error(&condition.text, "there is no end for this")),
+    };
+    Ok(Branch { condition, rebinds, then, otherwise })
+}
+
+impl Pipeline {
+    fn parse(text: &str) -> Result<Self, TemplateError> {
+        let mut commands = vec![Vec::new()];
+        let mut rest = text.trim();
+        while !rest.is_empty() {
+            if let Some(after) = rest.strip_prefix('|') {
+                commands.push(Vec::new());
+                rest = after.trim_start();
+                continue;
+            }
+            let (word, after) = word(rest).map_err(|why| error(text, &why))?;
+            commands.last_mut().expect("there is one from the start").push(word);
+            rest = after.trim_start();
+        }
+        if commands.iter().any(Vec::is_empty) {
+            return Err(error(text, "a command is empty"));
+        }
+        Ok(Self { text: text.to_owned(), commands })
+    }
+
+    fn value(&self, dot: &Value) -> Result<Value, TemplateError> {
+        let mut piped = None;
+        for command in &self.commands {
+            let mut words = command.iter();
+            let first = words.next().expect("parse refuses empty commands");
+            let mut arguments: Vec<Value> = words.map(|word| word.value(dot)).collect();
+            arguments.extend(piped.take());
+            piped = Some(match first {
+                Word::Function(name) => call(name, &arguments).map_err(|why| error(&self.text, &why))?,
+                operand if arguments.is_empty() => operand.value(dot),
+                _ => return Err(error(&self.text, "arguments belong behind a function")),
+            });
+        }
+        Ok(piped.unwrap_or_default())
+    }
+}
+
+impl Word {
+    /// `null` if it is not there.
+    fn value(&self, dot: &Value) -> Value {
+        match self {
+            Self::Path(names) => {
+                let found = names.iter().try_fold(dot, |value, name| value.get(name));
+                found.cloned().unwrap_or_default()
+            }
+            Self::Literal(value) => value.clone(),
+            Self::Function(name) => Value::from(name.as_str()),
+        }
+    }
+}
+
+/// The word at the beginning, and what follows it.
+fn word(text: &str) -> Result<(Word, &str), String> {
+    if text.starts_with('"') {
+        let mut values = serde_json::Deserializer::from_str(text).into_iter::<String>();
+        let literal = values.next().and_then(Result::ok).ok_or("a text has no end")?;
+        let end = values.byte_offset();
+        return Ok((Word::Literal(literal.into()), &text[end..]));
+    }
+    let end = text.find(|c: char| c.is_whitespace() || c == '|').unwrap_or(text.len());
+    let (word, rest) = text.split_at(end);
+    let is_name =
+        |name: &str| !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+    let word = match word.strip_prefix('.') {
+        Some("") => Word::Path(Vec::new()),
+        Some(path) if path.split('.').all(is_name) => {
+            Word::Path(path.split('.').map(str::to_owned).collect())
+        }
+        None if FUNCTIONS.contains(&word) => Word::Function(word.to_owned()),
+        None if word.parse::<i64>().is_ok() => Word::Literal(word.parse::<i64>().unwrap_or_default().into()),
+        _ => return Err(format!("{word:?} is outside of the subset of this renderer")),
+    };
+    Ok((word, rest))
+}
+
+const FUNCTIONS: [&str; 7] = ["eq", "not", "print", "quote", "toYaml", "toJson", "nindent"];
+
+fn call(name: &str, arguments: &[Value]) -> Result<Value, String> {
+    let there =
+        |value: &Value| if value.is_null() { Err("the value is not there".to_owned()) } else { Ok(()) };
+    Ok(match (name, arguments) {
+        ("eq", [a, b]) => (a == b).into(),
+        ("not", [value]) => (!is_true(value)).into(),
+        ("print", [_, ..]) => {
+            // Between two that are no texts Go writes a space.
+            if arguments.windows(2).any(|pair| pair.iter().all(|value| !value.is_string())) {
+                return Err("print is known only with texts between its arguments".into());
+            }
+            arguments.iter().map(printed).collect::<Result<String, String>>()?.into()
+        }
+        ("quote", [value]) => go_quoted(&printed(value)?).into(),
+        ("toYaml", [value]) => {
+            there(value)?;
+            to_yaml(value).into()
+        }
+        ("toJson", [value]) => {
+            there(value)?;
+            go_json(value).into()
+        }
+        ("nindent", [spaces, text]) => {
+            let (Some(spaces), Some(text)) = (spaces.as_u64(), text.as_str()) else {
+                return Err("nindent wants a number and a text".into());
+            };
+            let indent = format!("\n{}", " ".repeat(spaces as usize));
+            format!("{indent}{}", text.replace('\n', &indent)).into()
+        }
+        _ => return Err(format!("{name} with {} arguments is unknown", arguments.len())),
+    })
+}
+
+/// What `if` and `with` take for true.
+fn is_true(value: &Value) -> bool {
+    match value {
+        Value::Null => false,
+        Value::Bool(value) => *value,
+        Value::Number(number) => number.as_f64() != Some(0.0),
+        Value::String(text) => !text.is_empty(),
+        Value::Array(items) => !items.is_empty(),
+        Value::Object(fields) => !fields.is_empty(),
+    }
+}
+
+/// A scalar as it is printed.
+fn printed(value: &Value) -> Result<String, String> {
+    match value {
+        Value::String(text) => Ok(text.clone()),
+        Value::Bool(_) | Value::Number(_) => Ok(value.to_string()),
+        Value::Null => Err("the value is not there".into()),
+        other => Err(format!("{other} is printed, which only scalars can be")),
+    }
+}
+
+/// Go's `%q`, but that whatever is not ASCII is escaped, which means the same.
+fn go_quoted(text: &str) -> String {
+    let mut out = String::from('"');
+    for c in text.chars() {
+        match c {
+            '"' | '\\' => out.extend(['\\', c]),
+            '\x07' => out += "\\a",
+            '\x08' => out += "\\b",
+            '\x0c' => out += "\\f",
+            '\n' => out += "\\n",
+            '\r' => out += "\\r",
+            '\t' => out += "\\t",
+            '\x0b' => out += "\\v",
+            ' '..='~' => out.push(c),
+            '\0'..='\x7f' => out += &format!("\\x{:02x}", u32::from(c)),
+            '\u{80}'..='\u{ffff}' => out += &format!("\\u{:04x}", u32::from(c)),
+            _ => out += &format!("\\U{:08x}", u32::from(c)),
+        }
+    }
+    out + "\""
+}
+
+/// Go's `json.Marshal`, which escapes what HTML and JavaScript stumble over.
+fn go_json(value: &Value) -> String {
+    let mut out = String::new();
+    for c in value.to_string().chars() {
+        match c {
+            '<' | '>' | '&' | '\u{2028}' | '\u{2029}' => out += &format!("\\u{:04x}", u32::from(c)),
+            _ => out.push(c),
+        }
+    }
+    out
+}
+
+fn render(nodes: &[Node], dot: &Value, out: &mut String) -> Result<(), TemplateError> {
+    for node in nodes {
+        match node {
+            Node::Text(text) => *out += text,
+            Node::Print(pipeline) => {
+                let value = pipeline.value(dot)?;
+                *out += &printed(&value).map_err(|why| error(&pipeline.text, &why))?;
+            }
+            Node::Branch(branch) => {
+                let condition = branch.condition.value(dot)?;
+                match (is_true(&condition), branch.rebinds) {
+                    (true, true) => render(&branch.then, &condition, out)?,
+                    (true, false) => render(&branch.then, dot, out)?,
+                    (false, _) => render(&branch.otherwise, dot, out)?,
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn rendered(text: &str, values: &Value) -> Result<String, TemplateError> {
+        Template::parse(text)?.render(&json!({ "Values": values }))
+    }
+
+    /// helm 3.18.6 makes the same of the same templates and values (it leaves quotes out where YAML needs none).
+    #[test]
+    fn templates_are_rendered_as_helm_does() {
+        let values = json!({ "a": "x\n\"y\" é", "num": 51820, "t": true, "l": [1, "b"], "m": { "k": "v" }, "e": "", "z": 0 });
+        for (template, expected) in [
+            ("a {{ .Values.num }} b", "a 51820 b"),
+            ("a {{- .Values.num -}} b", "a51820b"),
+            ("a\n{{- /* nothing */ -}}\n  b", "ab"),
+            ("{{ .Values.a | quote }}", r#""x\n\"y\" \u00e9""#),
+            ("{{ quote .Values.t }}", "\"true\""),
+            ("{{ .Values.a | toJson }}", r#""x\n\"y\" é""#),
+            (r#"{{ print .Values.num ":" .Values.t | quote }}"#, "\"51820:true\""),
+            ("{{ if .Values.e }}1{{ else if .Values.z }}2{{ else if .Values.t }}3{{ else }}4{{ end }}", "3"),
+            ("{{ if not .Values.absent }}1{{ end }}{{ if .Values.absent }}2{{ else }}3{{ end }}", "13"),
+            ("{{ with .Values.m }}{{ .k }}{{ end }}{{ with .Values.e }}x{{ end }}", "v"),
+            (r#"{{ if eq .Values.e "" }}1{{ end }}{{ if eq .Values.e "x" }}2{{ end }}"#, "1"),
+            ("l:\n  {{- toYaml .Values.m | nindent 2 }}\nx", "l:\n  \"k\": \"v\"\nx"),
+            ("{{ \"}\" | quote }}", "\"}\""),
+        ] {
+            assert_eq!(rendered(template, &values).as_deref(), Ok(expected), "{template}");
+        }
+    }
+
+    #[test]
+    fn what_is_outside_of_the_subset_is_refused() {
+        for (template, says) in [
+            ("{{ range .Values.l }}{{ end }}", "outside of the subset"),
+            ("{{ include \"x\" . }}", "outside of the subset"),
+            ("{{ .Values.a | upper }}", "\"upper\" is outside of the subset"),
+            ("{{ $x }}", "\"$x\" is outside"),
+            ("{{ (.Values.a) }}", "is outside"),
+            ("{{ .Values.a", "there is no }}"),
+            ("{{ if .Values.a }}", "there is no end"),
+            ("{{ end }}", "nothing that it belongs to"),
+            ("{{ if .a }}{{ else }}{{ else }}{{ end }}", "expected the end of an else"),
+            ("{{ .a | }}", "a command is empty"),
+            ("{{ \"x }}", "a text has no end"),
+        ] {
+            let error = Template::parse(template).unwrap_err();
+            assert!(error.why.contains(says), "{template}: {error}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_there_or_of_the_wrong_kind_is_an_error() {
+        let values = json!({ "l": [1], "n": 1 });
+        for template in [
+            "{{ .Values.absent }}",
+            "{{ .Values.absent | quote }}",
+            "{{ .Values.absent | toJson }}",
+            "{{ .Values.absent.more }}",
+            "{{ .Values.l }}",
+            "{{ .Values.l | nindent 2 }}",
+            "{{ print .Values.n .Values.n }}",
+            "{{ .Values.n 1 }}",
+            "{{ eq .Values.n }}",
+        ] {
+            rendered(template, &values).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn texts_are_quoted_as_go_does() {
+        assert_eq!(
+            go_quoted("\u{7}\u{8}\u{b}\u{c}\0\u{7f}\u{2028}😀"),
+            r#""\a\b\v\f\x00\x7f\u2028\U0001f600""#
+        );
+        assert_eq!(go_json(&json!({ "a": "<\u{2028}&" })), "{\"a\":\"\\u003c\\u2028\\u0026\"}");
+    }
+}

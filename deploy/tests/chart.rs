@@ -1,0 +1,244 @@
+//! What the chart makes of its values.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use clap::CommandFactory;
+use deploy::Chart;
+use flannel_core::{Config, Family};
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+mod objects;
+use objects::{file, known_to_the_api, manifest, of_kind, sorted};
+
+/// What the chart yields, all of it known to the API and read by those that it is for.
+fn rendered(values: &Value) -> Vec<Value> {
+    let chart = Chart::read(&file("chart/flannel")).unwrap();
+    let objects = chart.render("kube-flannel", values).unwrap_or_else(|error| panic!("{values}: {error}"));
+    objects.iter().for_each(|object| known_to_the_api(object).unwrap());
+    let args = container(&objects, "kube-flannel")["args"].clone();
+    let args = args.as_array().unwrap().iter().map(|arg| arg.as_str().unwrap());
+    flanneld::Options::command().try_get_matches_from(std::iter::once("flanneld").chain(args)).unwrap();
+    objects
+}
+
+fn pod(objects: &[Value]) -> &Value {
+    &of_kind(objects, "DaemonSet")["spec"]["template"]["spec"]
+}
+
+fn container<'a>(objects: &'a [Value], name: &str) -> &'a Value {
+    let all = ["initContainers", "containers"].map(|kind| pod(objects)[kind].as_array().unwrap());
+    let mut found = all.into_iter().flatten().filter(|container| container["name"] == name);
+    found.next().unwrap_or_else(|| panic!("no container {name}"))
+}
+
+/// The network config, as text.
+fn net_conf(objects: &[Value]) -> &str {
+    of_kind(objects, "ConfigMap")["data"]["net-conf.json"].as_str().unwrap()
+}
+
+/// The network config that these values make.
+fn config(values: &Value) -> Config {
+    let objects = rendered(values);
+    let text = net_conf(&objects);
+    Config::parse(text).unwrap_or_else(|error| panic!("{values}: {error}: {text}"))
+}
+
+/// `Backend` that these values make.
+fn backend(values: &Value) -> Value {
+    serde_json::from_str(&config(values).backend.options).unwrap()
+}
+
+#[test]
+fn the_defaults_are_the_plain_manifest() {
+    let mut plain = manifest();
+    // helm makes the namespace, or takes one that is there.
+    plain.retain(|object| object["kind"] != "Namespace");
+    assert_eq!(sorted(rendered(&json!({}))), sorted(plain));
+}
+
+#[test]
+fn the_chart_is_of_the_version_of_the_programs() {
+    let text = std::fs::read_to_string(file("chart/flannel/Chart.yaml")).unwrap();
+    let chart = deploy::documents(&text).unwrap().remove(0);
+    let version = env!("CARGO_PKG_VERSION");
+    assert_eq!((&chart["version"], &chart["appVersion"]), (&json!(version), &json!(format!("v{version}"))));
+}
+
+#[test]
+fn families_are_those_that_have_a_network() {
+    for (v4, v6) in [(true, false), (false, true), (true, true)] {
+        let networks = json!({
+            "podCidr": if v4 { "10.42.0.0/16" } else { "" },
+            "podCidrv6": if v6 { "fd00:42::/56" } else { "" },
+        });
+        let config = config(&networks);
+        let network = |family| config.networks[family].map(|of| of.network.to_string());
+        assert_eq!(network(Family::V4), v4.then(|| "10.42.0.0/16".to_owned()));
+        assert_eq!(network(Family::V6), v6.then(|| "fd00:42::/56".to_owned()));
+    }
+    assert!(config(&json!({ "flannel": { "enableNFTables": true } })).nftables);
+}
+
+#[test]
+fn every_field_of_a_backend_reaches_it_and_no_other() {
+    let fields = json!({
+        "backendPort": 4789, "backendPortv6": 51999, "mtu": 1400, "vni": 4096, "GBP": true, "directRouting": true,
+        "macPrefix": "0E-2A", "psk": "a \"secret\"\nin \\ lines", "tunnelMode": "separate", "keepaliveInterval": 25,
+    });
+    let vxlan = json!({ "Type": "vxlan", "Port": 4789, "VNI": 4096, "MTU": 1400, "GBP": true, "DirectRouting": true,
+        "MacPrefix": "0E-2A" });
+    let wireguard = json!({ "Type": "wireguard", "ListenPort": 4789, "ListenPortV6": 51999, "MTU": 1400,
+        "PSK": "a \"secret\"\nin \\ lines", "Mode": "separate", "PersistentKeepaliveInterval": 25 });
+    let udp = json!({ "Type": "udp", "Port": 4789 });
+    let only_type = |kind: &str| json!({ "Type": kind });
+    for (kind, expected) in [
+        ("vxlan", &vxlan),
+        ("wireguard", &wireguard),
+        ("udp", &udp),
+        ("host-gw", &only_type("host-gw")),
+        ("ipip", &only_type("ipip")),
+        ("alloc", &only_type("alloc")),
+    ] {
+        let mut all = fields.clone();
+        all["backend"] = kind.into();
+        assert_eq!(backend(&json!({ "flannel": all })), *expected);
+        assert_eq!(backend(&json!({ "flannel": { "backend": kind } })), only_type(kind), "nothing is set");
+        // One by one: where a field stands among others must not matter.
+        for (name, value) in fields.as_object().unwrap() {
+            let one = backend(&json!({ "flannel": { "backend": kind, name: value } }));
+            let known = one.as_object().unwrap().iter().filter(|(field, _)| *field != "Type");
+            let known: Vec<(&String, &Value)> = known.collect();
+            assert!(
+                known.len() <= 1 && known.iter().all(|(field, value)| expected[field.as_str()] == **value),
+                "{one}"
+            );
+        }
+    }
+    let config =
+        config(&json!({ "flannel": { "backendPort": 4789, "vni": 7, "directRouting": true, "mtu": 1400 } }));
+    let options = flannel_backend_vxlan::Options::parse(&config.backend).unwrap();
+    assert_eq!((options.port, options.vni, options.direct_routing, options.mtu), (4789, 7, true, Some(1400)));
+}
+
+#[test]
+fn what_the_pod_is_given_stands_where_it_belongs() {
+    let objects = rendered(&json!({
+        "global": { "imagePullSecrets": [{ "name": "a-secret" }] },
+        "flannel": {
+            "image": { "repository": "registry.example/flannel", "tag": "v9" },
+            "flannel_cni": { "image": { "repository": "registry.example/cni", "tag": "1.10" } },
+            "cniBinDir": "/var/lib/cni \"bin\"", "cniConfDir": "/etc/other\nnet.d",
+            "args": ["--ip-masq", "--iface-regex=^eth[0-9]+: \"x\"$", "--iface=#1"],
+            "resources": { "limits": { "memory": "128Mi" } },
+            "healthz": { "port": 9000, "livenessProbe": { "timeoutSeconds": 3 }, "readinessProbe": { "failureThreshold": 9 } },
+            "tolerations": [{ "key": "on", "operator": "Equal", "value": "yes" }],
+            "nodeSelector": { "eks.amazonaws.com/compute-type": "hybrid", "on": "true" },
+        },
+    }));
+    let spec = pod(&objects);
+    let main = container(&objects, "kube-flannel");
+    assert_eq!(spec["imagePullSecrets"], json!([{ "name": "a-secret" }]));
+    assert_eq!(main["image"], "registry.example/flannel:v9");
+    assert_eq!(container(&objects, "install-cni")["image"], main["image"]);
+    assert_eq!(container(&objects, "install-cni-plugin")["image"], "registry.example/cni:1.10");
+    let path = |name: &str| {
+        let volumes = spec["volumes"].as_array().unwrap();
+        volumes.iter().find(|volume| volume["name"] == name).unwrap()["hostPath"]["path"].clone()
+    };
+    assert_eq!(
+        (path("cni-plugin"), path("cni")),
+        (json!("/var/lib/cni \"bin\""), json!("/etc/other\nnet.d"))
+    );
+    assert_eq!(
+        main["args"],
+        json!(["--ip-masq", "--iface-regex=^eth[0-9]+: \"x\"$", "--iface=#1", "--healthz-port=9000"])
+    );
+    assert_eq!(
+        main["resources"],
+        json!({ "limits": { "memory": "128Mi" }, "requests": { "cpu": "100m", "memory": "50Mi" } })
+    );
+    assert_eq!(main["ports"][0]["containerPort"], 9000);
+    let probe = json!({ "httpGet": { "path": "/healthz", "port": "healthz" }, "initialDelaySeconds": 10, "periodSeconds": 30, "timeoutSeconds": 3 });
+    assert_eq!(main["livenessProbe"], probe);
+    assert_eq!(main["readinessProbe"]["failureThreshold"], 9);
+    assert_eq!(spec["tolerations"], json!([{ "key": "on", "operator": "Equal", "value": "yes" }]));
+    assert_eq!(spec["nodeSelector"], json!({ "eks.amazonaws.com/compute-type": "hybrid", "on": "true" }));
+    assert_eq!(of_kind(&objects, "ConfigMap")["metadata"]["namespace"], "kube-flannel");
+}
+
+#[test]
+fn what_is_turned_off_is_not_there() {
+    let objects = rendered(&json!({ "flannel": {
+        "skipCNIConfigInstallation": true, "args": [], "tolerations": [], "resources": null,
+        "healthz": { "port": 0 },
+    } }));
+    let spec = pod(&objects);
+    assert_eq!(spec["initContainers"].as_array().unwrap().len(), 1);
+    assert!(
+        spec["tolerations"].is_null() && spec["imagePullSecrets"].is_null() && spec["nodeSelector"].is_null()
+    );
+    let main = container(&objects, "kube-flannel");
+    assert_eq!(main["args"], json!(["--healthz-port=0"]));
+    for absent in ["ports", "livenessProbe", "readinessProbe", "resources"] {
+        assert!(main[absent].is_null(), "{absent}");
+    }
+    let probes = json!({ "flannel": { "healthz": { "livenessProbe": null, "readinessProbe": {} } } });
+    let main = container(&rendered(&probes), "kube-flannel").clone();
+    assert_eq!(main["livenessProbe"], json!({ "httpGet": { "path": "/healthz", "port": "healthz" } }));
+    assert_eq!(main["readinessProbe"]["periodSeconds"], 10);
+}
+
+#[test]
+fn network_policies_come_with_what_they_need() {
+    let without = rendered(&json!({}));
+    let objects =
+        rendered(&json!({ "netpol": { "enabled": true, "args": ["--v=4: x"], "image": { "tag": "v2" } } }));
+    let netpol = container(&objects, "kube-network-policies");
+    assert_eq!(netpol["image"], "registry.k8s.io/networking/kube-network-policies:v2");
+    assert_eq!(netpol["args"], json!(["--v=4: x"]));
+    let rules = |objects: &[Value]| of_kind(objects, "ClusterRole")["rules"].as_array().unwrap().len();
+    assert_eq!((rules(&without), rules(&objects)), (2, 5));
+    let volumes = |objects: &[Value]| pod(objects)["volumes"].as_array().unwrap().len();
+    assert_eq!((volumes(&without), volumes(&objects)), (6, 7));
+    // What flannel itself may do does not change.
+    assert_eq!(container(&without, "kube-flannel"), container(&objects, "kube-flannel"));
+}
+
+#[test]
+fn the_cni_config_is_handed_over_as_it_is() {
+    let conf = "{\n  \"name\": \"it's: \\\"x\\\" # {{ .Values }}\"\n}\n\n";
+    let objects = rendered(&json!({ "flannel": { "cniConf": conf } }));
+    assert_eq!(of_kind(&objects, "ConfigMap")["data"]["cni-conf.json"], conf);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Whatever a value holds, it is that value which arrives, and nothing around it changes. (YAML takes no DEL and no control
+    /// characters of Latin-1 in a block of JSON.)
+    #[test]
+    fn any_text_arrives_as_it_is(text in "[^\u{7f}-\u{9f}]{0,24}", quotes in "[\"'\\\\\n\t\r{}:#&*!|>%@` -]{1,12}") {
+        for text in [text, quotes] {
+            let objects = Chart::read(&file("chart/flannel")).unwrap().render("kube-flannel", &json!({
+                "podCidr": format!("x{text}"),
+                "flannel": {
+                    "backend": "wireguard", "psk": text, "tunnelMode": text, "cniBinDir": text, "cniConf": text,
+                    "image": { "tag": text }, "nodeSelector": { "key": text }, "args": [text],
+                },
+            })).unwrap();
+            let net_conf: Value = serde_json::from_str(net_conf(&objects)).unwrap();
+            prop_assert_eq!(&net_conf["Network"], &json!(format!("x{text}")));
+            for field in ["PSK", "Mode"] {
+                let expected = if text.is_empty() { Value::Null } else { text.clone().into() };
+                prop_assert_eq!(&net_conf["Backend"][field], &expected);
+            }
+            prop_assert_eq!(&net_conf["Backend"]["Type"], "wireguard");
+            prop_assert_eq!(&of_kind(&objects, "ConfigMap")["data"]["cni-conf.json"], &json!(text));
+            let main = container(&objects, "kube-flannel");
+            prop_assert_eq!(&main["image"], &json!(format!("localhost/flannel:{text}")));
+            prop_assert_eq!(&main["args"], &json!([text, "--healthz-port=8081"]));
+            prop_assert_eq!(&pod(&objects)["nodeSelector"]["key"], &json!(text));
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! The plain manifest and its kustomization, as the API reads them.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use clap::CommandFactory;
+use flannel_core::{Config, Family};
+use serde_json::{Value, json};
+
+mod objects;
+use objects::{file, key, known_to_the_api, manifest, of_kind, sorted};
+
+/// What `kubectl kustomize` makes of a directory.
+fn kustomized(dir: &Path) -> Vec<Value> {
+    let output = Command::new("kubectl").arg("kustomize").arg(dir).output();
+    let output =
+        output.unwrap_or_else(|error| panic!("`kubectl` is needed (Debian: kubernetes-client): {error}"));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    deploy::documents(&String::from_utf8(output.stdout).unwrap()).unwrap()
+}
+
+#[test]
+fn every_field_is_known_to_the_api() {
+    let objects = manifest();
+    let kinds: Vec<String> = objects.iter().map(|object| key(object).0).collect();
+    let order =
+        ["Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "ConfigMap", "DaemonSet"];
+    assert_eq!(kinds, order, "what is applied first is needed by what follows");
+    for object in &objects {
+        known_to_the_api(object).unwrap();
+    }
+}
+
+/// A check that cannot fail is none.
+#[test]
+fn a_field_that_the_api_does_not_know_is_noticed() {
+    let set = of_kind(&manifest(), "DaemonSet").clone();
+    for (path, wrong, says) in [
+        (
+            "/spec/template/spec",
+            json!({ "hostNetwrok": true }),
+            ".spec.template.spec.hostNetwrok: true became null",
+        ),
+        (
+            "/spec/template/spec/containers/0",
+            json!({ "livenessprobe": {} }),
+            ".containers[0].livenessprobe: {} became null",
+        ),
+        ("/metadata", json!({ "label": "x" }), ".metadata.label: \"x\" became null"),
+    ] {
+        let mut set = set.clone();
+        set.pointer_mut(path).unwrap().as_object_mut().unwrap().extend(wrong.as_object().unwrap().clone());
+        let error = known_to_the_api(&set).unwrap_err();
+        assert!(error.contains(says), "{error}");
+    }
+    let mut set = set;
+    *set.pointer_mut("/spec/template/spec/hostNetwork").unwrap() = json!("true");
+    known_to_the_api(&set).unwrap_err();
+}
+
+#[test]
+fn kubectl_makes_the_same_of_the_kustomization() {
+    assert_eq!(sorted(kustomized(&file(""))), sorted(manifest()));
+}
+
+/// As a user's own directory names it.
+#[test]
+fn an_overlay_changes_image_and_network() {
+    let dir = tempfile::tempdir().unwrap();
+    let (base, overlay) = (dir.path().join("base"), dir.path().join("overlay"));
+    fs::create_dir(&base).unwrap();
+    fs::create_dir(&overlay).unwrap();
+    for name in ["kustomization.yaml", "kube-flannel.yml"] {
+        fs::copy(file(name), base.join(name)).unwrap();
+    }
+    // Older names of `resources` and `patches`, which Debian's kubectl 1.20 knows as well as new ones.
+    let kustomization = json!({
+        "bases": ["../base"],
+        "images": [{ "name": "localhost/flannel", "newName": "registry.example/flannel", "newTag": "v9" }],
+        "patchesStrategicMerge": ["net-conf.yaml"],
+    });
+    let net_conf = r#"{"Network": "10.42.0.0/16", "Backend": {"Type": "host-gw"}}"#;
+    let patch = json!({ "apiVersion": "v1", "kind": "ConfigMap",
+        "metadata": { "name": "kube-flannel-cfg", "namespace": "kube-flannel" }, "data": { "net-conf.json": net_conf } });
+    fs::write(overlay.join("kustomization.yaml"), deploy::to_yaml(&kustomization)).unwrap();
+    fs::write(overlay.join("net-conf.yaml"), deploy::to_yaml(&patch)).unwrap();
+
+    let objects = kustomized(&overlay);
+    objects.iter().for_each(|object| known_to_the_api(object).unwrap());
+    assert_eq!(of_kind(&objects, "ConfigMap")["data"]["net-conf.json"], net_conf);
+    let text = of_kind(&objects, "DaemonSet").to_string();
+    assert_eq!(text.matches("\"image\":\"registry.example/flannel:v9\"").count(), 3, "{text}");
+}
+
+#[test]
+fn the_network_config_is_one_and_the_options_are_flannelds() {
+    let objects = manifest();
+    let data = &of_kind(&objects, "ConfigMap")["data"];
+    let config = Config::parse(data["net-conf.json"].as_str().unwrap()).unwrap();
+    assert_eq!(config.networks[Family::V4].unwrap().network.to_string(), "10.244.0.0/16");
+    assert_eq!(
+        (config.backend.kind.as_str(), config.nftables, config.networks.families().count()),
+        ("vxlan", false, 1)
+    );
+    let cni: Value = serde_json::from_str(data["cni-conf.json"].as_str().unwrap()).unwrap();
+    assert_eq!(
+        (&cni["plugins"][0]["type"], &cni["plugins"][1]["type"]),
+        (&json!("flannel"), &json!("portmap"))
+    );
+    let container = &of_kind(&objects, "DaemonSet")["spec"]["template"]["spec"]["containers"][0];
+    let args = container["args"].as_array().unwrap().iter().map(|arg| arg.as_str().unwrap());
+    flanneld::Options::command().try_get_matches_from(std::iter::once("flanneld").chain(args)).unwrap();
+}
+
+/// No container asks for more than it needs, and flanneld for two capabilities.
+#[test]
+fn nothing_is_privileged() {
+    let objects = manifest();
+    let pod = &of_kind(&objects, "DaemonSet")["spec"]["template"]["spec"];
+    assert_eq!(pod["securityContext"]["seccompProfile"]["type"], "RuntimeDefault");
+    let all = |name: &str| pod[name].as_array().unwrap().clone();
+    let (init, main) = (all("initContainers"), all("containers"));
+    for container in init.iter().chain(&main) {
+        let context = &container["securityContext"];
+        assert_eq!(context["capabilities"]["drop"], json!(["ALL"]), "{}", container["name"]);
+        assert_eq!(
+            (&context["allowPrivilegeEscalation"], &context["readOnlyRootFilesystem"]),
+            (&json!(false), &json!(true))
+        );
+        assert!(context["privileged"].is_null());
+    }
+    assert!(init.iter().all(|container| container["securityContext"]["capabilities"]["add"].is_null()));
+    assert_eq!(main[0]["securityContext"]["capabilities"]["add"], json!(["NET_ADMIN", "NET_RAW"]));
+    let rules = of_kind(&objects, "ClusterRole")["rules"].clone();
+    assert_eq!(
+        rules,
+        json!([
+            { "apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch"] },
+            { "apiGroups": [""], "resources": ["nodes/status"], "verbs": ["patch"] },
+        ])
+    );
+}
+
+/// Without `NODE_NAME` flanneld would have to read its pod, which the role does not allow.
+#[test]
+fn names_belong_together() {
+    let objects = manifest();
+    let set = &of_kind(&objects, "DaemonSet")["spec"];
+    let pod = &set["template"]["spec"];
+    for (name, value) in set["selector"]["matchLabels"].as_object().unwrap() {
+        assert_eq!(&set["template"]["metadata"]["labels"][name], value);
+    }
+    assert_eq!(pod["serviceAccountName"], of_kind(&objects, "ServiceAccount")["metadata"]["name"]);
+    let binding = of_kind(&objects, "ClusterRoleBinding");
+    assert_eq!(binding["roleRef"]["name"], of_kind(&objects, "ClusterRole")["metadata"]["name"]);
+    assert_eq!(binding["subjects"][0]["name"], pod["serviceAccountName"]);
+    let env = &pod["containers"][0]["env"][0];
+    assert_eq!(
+        (&env["name"], &env["valueFrom"]["fieldRef"]["fieldPath"]),
+        (&json!("NODE_NAME"), &json!("spec.nodeName"))
+    );
+
+    let names = |list: &Value| -> BTreeSet<String> {
+        list.as_array().unwrap().iter().map(|item| item["name"].as_str().unwrap().to_owned()).collect()
+    };
+    let containers =
+        ["initContainers", "containers"].map(|kind| pod[kind].as_array().unwrap().clone()).concat();
+    let mounted: BTreeSet<String> =
+        containers.iter().flat_map(|container| names(&container["volumeMounts"])).collect();
+    assert_eq!(mounted, names(&pod["volumes"]));
+    let namespace = &of_kind(&objects, "Namespace")["metadata"]["name"];
+    for object in &objects {
+        let of = &object["metadata"]["namespace"];
+        assert!(of.is_null() || of == namespace, "{of}");
+    }
+    let version = format!("localhost/flannel:v{}", env!("CARGO_PKG_VERSION"));
+    assert!(containers.iter().all(|container| container["image"] == *version), "expected {version}");
+}

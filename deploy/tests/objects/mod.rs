@@ -1,0 +1,87 @@
+//! Kubernetes objects, held to what the API knows of them.
+
+#![allow(dead_code, reason = "not every test needs everything")]
+
+use std::path::{Path, PathBuf};
+
+use k8s_openapi::api::apps::v1::DaemonSet;
+use k8s_openapi::api::core::v1::{ConfigMap, Namespace, ServiceAccount};
+use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+/// A file in `deploy/`.
+pub(crate) fn file(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
+}
+
+/// The objects of the plain manifest.
+pub(crate) fn manifest() -> Vec<Value> {
+    deploy::documents(&std::fs::read_to_string(file("kube-flannel.yml")).unwrap()).unwrap()
+}
+
+/// Kind and name, by which objects are told apart and put in order.
+pub(crate) fn key(object: &Value) -> (String, String) {
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    (text(&object["kind"]), text(&object["metadata"]["name"]))
+}
+
+pub(crate) fn sorted(mut objects: Vec<Value>) -> Vec<Value> {
+    objects.sort_by_key(key);
+    objects
+}
+
+/// The object of a kind, of which there is one.
+pub(crate) fn of_kind<'a>(objects: &'a [Value], kind: &str) -> &'a Value {
+    let mut found = objects.iter().filter(|object| object["kind"] == kind);
+    let object = found.next().unwrap_or_else(|| panic!("no {kind}"));
+    assert!(found.next().is_none(), "more than one {kind}");
+    object
+}
+
+/// Reads an object as the API's own type and writes it again: whatever the API does not know is lost on the way, and that is
+/// an error that names where it was.
+pub(crate) fn known_to_the_api(object: &Value) -> Result<(), String> {
+    fn through<T: DeserializeOwned + Serialize>(object: &Value) -> Result<Value, String> {
+        let typed: T = serde_json::from_value(object.clone()).map_err(|error| error.to_string())?;
+        serde_json::to_value(&typed).map_err(|error| error.to_string())
+    }
+    let kind = (object["apiVersion"].as_str(), object["kind"].as_str());
+    let again = match kind {
+        (Some("v1"), Some("Namespace")) => through::<Namespace>(object),
+        (Some("v1"), Some("ServiceAccount")) => through::<ServiceAccount>(object),
+        (Some("v1"), Some("ConfigMap")) => through::<ConfigMap>(object),
+        (Some("rbac.authorization.k8s.io/v1"), Some("ClusterRole")) => through::<ClusterRole>(object),
+        (Some("rbac.authorization.k8s.io/v1"), Some("ClusterRoleBinding")) => {
+            through::<ClusterRoleBinding>(object)
+        }
+        (Some("apps/v1"), Some("DaemonSet")) => through::<DaemonSet>(object),
+        _ => Err(format!("no kind of object that flannel has: {kind:?}")),
+    };
+    let lost = lost(object, &again?, "");
+    if lost.is_empty() { Ok(()) } else { Err(format!("{:?}: {}", key(object), lost.join(", "))) }
+}
+
+/// Where `after` is not what `before` was.
+fn lost(before: &Value, after: &Value, path: &str) -> Vec<String> {
+    match (before, after) {
+        (Value::Object(before), Value::Object(after)) => {
+            let names = before.keys().chain(after.keys().filter(|name| !before.contains_key(*name)));
+            names
+                .flat_map(|name| {
+                    let value = |fields: &serde_json::Map<String, Value>| {
+                        fields.get(name).cloned().unwrap_or_default()
+                    };
+                    lost(&value(before), &value(after), &format!("{path}.{name}"))
+                })
+                .collect()
+        }
+        (Value::Array(before), Value::Array(after)) if before.len() == after.len() => {
+            let pairs = before.iter().zip(after).enumerate();
+            pairs.flat_map(|(n, (before, after))| lost(before, after, &format!("{path}[{n}]"))).collect()
+        }
+        (before, after) if before == after => Vec::new(),
+        (before, after) => vec![format!("{path}: {before} became {after}")],
+    }
+}
