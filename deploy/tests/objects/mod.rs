@@ -18,7 +18,7 @@ pub(crate) fn file(name: &str) -> PathBuf {
 
 /// The objects of the plain manifest.
 pub(crate) fn manifest() -> Vec<Value> {
-    deploy::documents(&std::fs::read_to_string(file("kube-flannel.yml")).unwrap()).unwrap()
+    deploy::documents(include_str!("../../kube-flannel.yml")).unwrap()
 }
 
 /// Kind and name, by which objects are told apart and put in order.

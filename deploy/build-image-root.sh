@@ -1,0 +1,42 @@
+#!/bin/sh
+# Builds what of the image is flannel's own, as it lies in the image:
+#
+#     DIR/flannel                       the CNI plugin, static: it runs on hosts of any kind
+#     DIR/opt/bin/install-conf          copies it and its config onto the host; static
+#     DIR/opt/bin/flanneld, flannelctl  for the C library of the system that builds them
+#     DIR/opt/bin/mk-docker-opts.sh     flannelctl docker-opts by its old name
+#
+# The Dockerfile runs this, and so do the tests. It needs Rust, a C compiler and protoc (Debian: gcc libc6-dev protobuf-compiler
+# libprotobuf-dev). PROFILE and CNI_PROFILE are profiles of Cargo.toml; FLANNEL_COMMIT is what the CNI plugin says of its origin.
+set -eu
+[ $# = 1 ] || { echo "usage: build-image-root.sh DIR" >&2; exit 2; }
+mkdir -p "$1"
+root=$(cd "$1" && pwd)
+cd "$(dirname "$0")/.."
+target=${CARGO_TARGET_DIR:-target}
+profile=${PROFILE:-dist}
+cni_profile=${CNI_PROFILE:-cni}
+host=$(rustc -vV | sed -n 's/^host: //p')
+static=${host%%-*}-unknown-linux-musl
+# cargo's directory of the profile dev is called debug.
+directory() { if [ "$1" = dev ]; then echo debug; else echo "$1"; fi; }
+
+if [ -z "${FLANNEL_COMMIT:-}" ] && commit=$(git rev-parse HEAD 2>/dev/null); then
+    export FLANNEL_COMMIT="$commit"
+fi
+if ! [ -d "$(rustc --print sysroot)/lib/rustlib/$static" ]; then
+    rustup target add "$static"
+fi
+cargo build --quiet --locked --profile "$profile" -p flanneld --bins
+cargo build --quiet --locked --profile "$cni_profile" -p flannel-cni --bins --target "$static"
+
+mkdir -p "$root/opt/bin"
+install -m 755 "$target/$(directory "$profile")/flanneld" "$target/$(directory "$profile")/flannelctl" "$root/opt/bin/"
+install -m 755 "$target/$static/$(directory "$cni_profile")/install-conf" "$root/opt/bin/"
+install -m 755 "$target/$static/$(directory "$cni_profile")/flannel" "$root/"
+cat >"$root/opt/bin/mk-docker-opts.sh" <<'END'
+#!/bin/sh
+# Options for the Docker daemon out of flannel's subnet file.
+exec "$(dirname "$0")/flannelctl" docker-opts "$@"
+END
+chmod 755 "$root/opt/bin/mk-docker-opts.sh"
