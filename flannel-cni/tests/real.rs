@@ -321,6 +321,92 @@ fn a_pod_whose_namespace_is_gone_gives_its_address_back() {
     });
 }
 
+/// Links, namespaces and `subnet.env` are gone; what plugins keep in /var is still there. The runtime says DEL for every pod of
+/// before, with the path that was, or with none.
+fn pods_of_before_a_reboot_give_their_addresses_back(ip_masq: bool) {
+    let mut node = Node::alone(&Family::BOTH, ip_masq);
+    let plugins = [node.conf(&json!({}))];
+    let pods = ["pod-1", "pod-2"].map(|name| {
+        let pod = Sandbox::new(name);
+        let result = node.add(&pod, &plugins).unwrap();
+        (pod, result)
+    });
+    assert_eq!((node.reserved().len(), node.state().len()), (4, 4));
+
+    node.host = Namespace::new("host").unwrap();
+    fs::remove_file(&node.subnet_file).unwrap();
+    for (netns, (pod, result)) in ["/run/netns/of-before", ""].into_iter().zip(pods) {
+        // What the namespace is for, other than its path.
+        let gone = Sandbox {
+            namespace: Namespace::new("gone").unwrap(),
+            attach: Attach { netns: netns.into(), ..pod.attach },
+        };
+        drop(pod.namespace);
+        for _ in 0..2 {
+            node.del(&gone, &plugins, &result).unwrap();
+        }
+    }
+    assert_eq!((node.reserved(), node.state()), (vec![], vec![]));
+}
+
+#[test]
+fn pods_of_before_a_reboot_give_their_addresses_back_if_flannel_masquerades() {
+    as_root("pods_of_before_a_reboot_give_their_addresses_back_if_flannel_masquerades", || {
+        pods_of_before_a_reboot_give_their_addresses_back(true);
+    });
+}
+
+#[test]
+fn pods_of_before_a_reboot_give_their_addresses_back_if_the_bridge_masquerades() {
+    as_root("pods_of_before_a_reboot_give_their_addresses_back_if_the_bridge_masquerades", || {
+        pods_of_before_a_reboot_give_their_addresses_back(false);
+    });
+}
+
+/// The bridge does not find host-local for a moment, as while plugins are updated: the error comes through, and the retry does what
+/// was left undone.
+#[test]
+fn a_del_that_failed_half_way_is_finished_by_the_next_one() {
+    as_root("a_del_that_failed_half_way_is_finished_by_the_next_one", || {
+        let node = Node::alone(&Family::BOTH, true);
+        let pod = Sandbox::new("pod-1");
+        let conf = node.conf(&json!({}));
+        node.add(&pod, std::slice::from_ref(&conf)).unwrap();
+        let few = node.dir.path().join("few");
+        fs::create_dir(&few).unwrap();
+        std::os::unix::fs::symlink(Path::new(&plugins()).join("bridge"), few.join("bridge")).unwrap();
+        let del = |path: &str| {
+            let output = call(&flannel(), "DEL", &pod.attach, path, &conf.to_string(), Some(&node.host), &[]);
+            answer(&output)
+        };
+        let error = del(few.to_str().unwrap()).unwrap_err();
+        assert!(error["msg"].as_str().unwrap().contains("host-local"), "{error}");
+        assert_eq!((node.reserved().len(), node.state().len()), (2, 2));
+        del(&plugins()).unwrap();
+        assert_eq!((node.reserved(), node.state()), (vec![], vec![]));
+        assert!(!pod.ip("link").contains("eth0"));
+    });
+}
+
+#[test]
+fn every_version_that_the_plugins_speak_connects_a_pod() {
+    as_root("every_version_that_the_plugins_speak_connects_a_pod", || {
+        let node = Node::alone(&[Family::V4], true);
+        for version in ["0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0"] {
+            let pod = Sandbox::new(&format!("pod-{version}"));
+            let plugins = [node.conf(&json!({ "cniVersion": version }))];
+            let result = node.add(&pod, &plugins).unwrap();
+            // The oldest two have one address for each family.
+            let address =
+                result["ip4"]["ip"].as_str().or_else(|| result["ips"][0]["address"].as_str()).unwrap();
+            assert!(pod.ip("addr show dev eth0").contains(address), "{version}: {result}");
+            assert_eq!(result["cniVersion"], version);
+            node.del(&pod, &plugins, &result).unwrap();
+            assert_eq!((node.reserved(), node.state()), (vec![], vec![]), "{version}");
+        }
+    });
+}
+
 /// host-local has no address left: the error is its own, and nothing stays behind.
 #[test]
 fn an_add_without_a_free_address_leaves_nothing_behind() {
