@@ -4,13 +4,16 @@
 
 use std::fs;
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{IpAddr, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use flannel_core::Subnet;
+use flannel_lab::Namespace;
+use serde_json::Value;
 use tempfile::TempDir;
 
 mod as_root;
@@ -148,6 +151,43 @@ fn ask(node: &Node, path: &str) -> Option<String> {
     node.net.run(ask).unwrap()
 }
 
+/// What a runtime does next: it finds plugin and config where the init containers put them, and calls the plugin.
+fn a_pod_gets_an_address(node: &Node, conflist: &str, env: &str) {
+    let plugins = std::env::var("CNI_PLUGINS").unwrap_or_else(|_| "/usr/lib/cni".into());
+    assert!(
+        Path::new(&plugins).join("bridge").exists(),
+        "{plugins}/bridge is needed: containernetworking-plugins"
+    );
+    let list: Value = serde_json::from_str(conflist).unwrap();
+    let mut conf = list["plugins"][0].clone();
+    conf["name"] = list["name"].clone();
+    conf["cniVersion"] = list["cniVersion"].clone();
+    let pod = Namespace::new("pod").unwrap();
+    let state = node.host("/var/lib/cni");
+    fs::create_dir_all(&state).unwrap();
+    let mounts =
+        ["/opt/cni/bin", "/run/flannel", "/var/lib/cni"].map(|path| (node.host(path), path.to_owned()));
+    let runtime = ["sys_admin", "sys_ptrace", "net_admin", "net_raw", "dac_override"].map(str::to_owned);
+    let mut command = node.inside("runtime", &runtime, &mounts);
+    command.args(["env", "CNI_COMMAND=ADD", "CNI_CONTAINERID=c1", "CNI_IFNAME=eth0"]);
+    command
+        .arg(format!("CNI_PATH=/opt/cni/bin:{plugins}"))
+        .arg(format!("CNI_NETNS={}", pod.path().display()));
+    command.arg("/opt/cni/bin/flannel").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut plugin = node.net.spawn(&mut command).unwrap();
+    plugin.stdin.take().unwrap().write_all(conf.to_string().as_bytes()).unwrap();
+    let output = plugin.wait_with_output().unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    let result: Value = serde_json::from_str(&said).unwrap();
+    let address: IpAddr =
+        result["ips"][0]["address"].as_str().unwrap().split('/').next().unwrap().parse().unwrap();
+    let subnet = env.lines().find_map(|line| line.strip_prefix("FLANNEL_SUBNET=")).unwrap();
+    assert!(subnet.parse::<Subnet>().unwrap().contains(address), "{address} in {subnet}");
+    let links = pod.output(Command::new("ip").args(["addr", "show", "dev", "eth0"])).unwrap();
+    assert!(String::from_utf8_lossy(&links.stdout).contains(&address.to_string()));
+}
+
 /// All containers of the manifest, one after the other as a kubelet runs them: with a read-only root, a read-only /proc/sys, the
 /// mounts and the capabilities that it names and no others.
 #[test]
@@ -203,6 +243,8 @@ fn the_manifests_containers_do_what_they_are_for() {
         }
         assert!(capabilities.contains("NoNewPrivs:\t1\n"));
         assert!(!log().contains("WARN") && !log().contains("ERROR"), "{}", log());
+
+        a_pod_gets_an_address(&node, &conflist, &env);
 
         let kill = Command::new("kill").arg(daemon.id().to_string()).status().unwrap();
         assert!(kill.success() && daemon.wait().unwrap().success(), "{}", log());

@@ -60,12 +60,7 @@ impl Node {
         let texts = |value: &Value| -> Vec<String> {
             value.as_array().into_iter().flatten().map(|text| text.as_str().unwrap().to_owned()).collect()
         };
-        let root = self.dir.path().join(format!("root-{name}"));
-        fs::create_dir(&root).unwrap();
-        let mut command = Command::new("unshare");
-        command.args(["--mount", "--", "sh", "-c", include_str!("container.sh"), "container"]);
-        command.args([&root, &self.image]);
-        command.arg(texts(&container["securityContext"]["capabilities"]["add"]).join(" "));
+        let mut mounts = Vec::new();
         for mount in container["volumeMounts"].as_array().unwrap() {
             let volumes = self.pod["volumes"].as_array().unwrap();
             let volume = volumes.iter().find(|volume| volume["name"] == mount["name"]).unwrap();
@@ -73,9 +68,28 @@ impl Node {
                 Some(path) => self.host(path),
                 None => self.dir.path().join("config-map"),
             };
-            command.arg(format!("{}:{}", source.display(), mount["mountPath"].as_str().unwrap()));
+            mounts.push((source, mount["mountPath"].as_str().unwrap().to_owned()));
         }
-        command.arg("--").args(texts(&container["command"])).args(args(texts(&container["args"])));
+        let capabilities = texts(&container["securityContext"]["capabilities"]["add"]);
+        let mut command = self.inside(name, &capabilities, &mounts);
+        command.args(texts(&container["command"])).args(args(texts(&container["args"])));
+        command
+    }
+
+    /// A command in a root directory called `name`, to be completed with what it runs.
+    pub(crate) fn inside(
+        &self,
+        name: &str,
+        capabilities: &[String],
+        mounts: &[(PathBuf, String)],
+    ) -> Command {
+        let root = self.dir.path().join(format!("root-{name}"));
+        fs::create_dir(&root).unwrap();
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "--", "sh", "-c", include_str!("container.sh"), "container"]);
+        command.args([&root, &self.image]).arg(capabilities.join(" "));
+        command.args(mounts.iter().map(|(source, target)| format!("{}:{target}", source.display())));
+        command.arg("--");
         command
     }
 }
