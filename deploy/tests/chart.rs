@@ -65,6 +65,36 @@ fn the_chart_is_of_the_version_of_the_programs() {
     assert_eq!((&chart["version"], &chart["appVersion"]), (&json!(version), &json!(format!("v{version}"))));
 }
 
+/// Those that are only named in comments too.
+#[test]
+fn every_value_is_in_the_documentation() {
+    let docs = std::fs::read_to_string(file("../docs/kubernetes.md")).unwrap();
+    let text = std::fs::read_to_string(file("chart/flannel/values.yaml")).unwrap();
+    let optional =
+        text.lines().filter_map(|line| line.strip_prefix("  # ")?.split_once(": ").map(|(name, _)| name));
+    let optional =
+        optional.filter(|name| name.chars().all(char::is_alphanumeric)).map(|name| format!("flannel.{name}"));
+    let mut names: Vec<String> = optional.filter(|name| !name.ends_with("wireguard")).collect();
+    assert!(names.contains(&"flannel.psk".to_owned()), "{names:?}");
+    let mut open = vec![(String::new(), Chart::read(&file("chart/flannel")).unwrap().values)];
+    while let Some((path, value)) = open.pop() {
+        // What goes to Kubernetes as it is has one row.
+        match value {
+            Value::Object(fields)
+                if !path.ends_with("Probe") && !path.ends_with("resources") && !fields.is_empty() =>
+            {
+                let join =
+                    |name: &String| if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
+                open.extend(fields.iter().map(|(name, value)| (join(name), value.clone())));
+            }
+            _ => names.push(path),
+        }
+    }
+    for name in names {
+        assert!(docs.contains(&format!("`{name}`")), "docs/kubernetes.md does not tell of {name}");
+    }
+}
+
 #[test]
 fn families_are_those_that_have_a_network() {
     for (v4, v6) in [(true, false), (false, true), (true, true)] {

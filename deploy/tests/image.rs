@@ -249,5 +249,20 @@ fn the_manifests_containers_do_what_they_are_for() {
         let kill = Command::new("kill").arg(daemon.id().to_string()).status().unwrap();
         assert!(kill.success() && daemon.wait().unwrap().success(), "{}", log());
         assert!(node.host("/var/lib/flannel/mark").exists(), "what it remembers is on the host");
+
+        // As the documentation tells how to uninstall.
+        let mut ctl = Command::new(image().join("opt/bin/flannelctl"));
+        ctl.arg(format!("--registry=dir:{}", registry.display()));
+        for (flag, path) in
+            [("--state-dir", "/var/lib/flannel"), ("--subnet-file", "/run/flannel/subnet.env")]
+        {
+            ctl.arg(flag).arg(node.host(path));
+        }
+        let cleanup = node.net.output(ctl.arg("cleanup")).unwrap();
+        assert!(cleanup.status.success(), "{}", String::from_utf8_lossy(&cleanup.stderr));
+        assert!(
+            !inside("ip", &["link"]).contains("flannel.1")
+                && !inside("iptables-save", &[]).contains("FLANNEL")
+        );
     });
 }
