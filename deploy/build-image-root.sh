@@ -21,9 +21,9 @@ static=${host%%-*}-unknown-linux-musl
 # cargo's directory of the profile dev is called debug.
 directory() { if [ "$1" = dev ]; then echo debug; else echo "$1"; fi; }
 
-if [ -z "${FLANNEL_COMMIT:-}" ] && commit=$(git rev-parse HEAD 2>/dev/null); then
-    export FLANNEL_COMMIT="$commit"
-fi
+# Empty is what docker makes of an argument that is not given.
+[ -n "${FLANNEL_COMMIT:-}" ] || FLANNEL_COMMIT=$(git rev-parse HEAD 2>/dev/null || echo unknown)
+export FLANNEL_COMMIT
 if ! [ -d "$(rustc --print sysroot)/lib/rustlib/$static" ]; then
     rustup target add "$static"
 fi
