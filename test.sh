@@ -73,11 +73,13 @@ if [ "$(id -u)" = 0 ]; then
     for test in $cni_tests; do
         as_nobody FLANNEL_CNI="$dir/flannel" INSTALL_CONF="$dir/install-conf" FLANNEL_LAB="$dir/lab" "$dir/$(basename "$test")" --quiet
     done
-    image_test=$(cargo test --no-run --message-format=json -p deploy --test image 2>/dev/null |
+    image_tests=$(cargo test --no-run --message-format=json -p deploy --test image --test containers 2>/dev/null |
         sed -n 's/.*"kind":\["test"\].*"executable":"\([^"]*\)".*/\1/p')
     PROFILE=dev CNI_PROFILE=dev deploy/build-image-root.sh "$dir/image"
-    cp "$image_test" "$dir/image-test"
-    as_nobody FLANNEL_IMAGE="$dir/image" "$dir/image-test" --quiet
+    cp -r $image_tests deploy "$dir"
+    for test in $image_tests; do
+        as_nobody FLANNEL_IMAGE="$dir/image" FLANNEL_DEPLOY="$dir/deploy" "$dir/$(basename "$test")" --quiet
+    done
     as_nobody "$dir/lab" --backend vxlan --family dual --json >"$dir/lab.json" 2>"$dir/lab.log" ||
         { cat "$dir/lab.log" "$dir/lab.json" >&2; exit 1; }
     echo "as an ordinary user: the kernel's tests, the firewall's, the CNI plugin's, the image's, the daemon on etcd and on Kubernetes, flannelctl and the lab passed"

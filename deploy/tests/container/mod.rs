@@ -1,33 +1,78 @@
 //! A node on which containers of a manifest run: directories that stand for the host's, and a network namespace.
 
+#![allow(dead_code, reason = "not every test needs everything")]
+
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output};
+use std::sync::OnceLock;
 
 use flannel_lab::Namespace;
 use serde_json::Value;
 use tempfile::TempDir;
 
+/// The image's files, unoptimized: `FLANNEL_IMAGE` names a directory that has them, for users who cannot build them.
+pub(crate) fn image() -> &'static Path {
+    static IMAGE: OnceLock<(PathBuf, Option<TempDir>)> = OnceLock::new();
+    let build = || {
+        if let Some(dir) = std::env::var_os("FLANNEL_IMAGE") {
+            return (dir.into(), None);
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let mut script = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("build-image-root.sh"));
+        script.arg(dir.path()).envs([
+            ("PROFILE", "dev"),
+            ("CNI_PROFILE", "dev"),
+            ("FLANNEL_COMMIT", "of-a-test"),
+        ]);
+        let output = script.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        (dir.path().to_owned(), Some(dir))
+    };
+    &IMAGE.get_or_init(build).0
+}
+
+/// What a command says, which must succeed.
+pub(crate) fn said(command: &mut Command) -> String {
+    let Output { status, stdout, stderr } = command.output().unwrap();
+    let [stdout, stderr] = [stdout, stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+    assert!(status.success(), "{command:?}: {status}: {stdout}{stderr}");
+    stdout + &stderr
+}
+
+/// The name of the node that a pod runs on.
+pub(crate) const NODE_NAME: &str = "node-1";
+
+/// Where containers find the API server, and what they show it: what a kubelet gives every pod with a service account.
+pub(crate) struct Api {
+    /// Of the loopback interface.
+    pub(crate) port: u16,
+    /// `token`, `ca.crt` and `namespace`.
+    pub(crate) account: PathBuf,
+}
+
 /// A node that runs one pod.
 pub(crate) struct Node {
     pub(crate) net: Namespace,
-    image: PathBuf,
+    pub(crate) api: Option<Api>,
     pod: Value,
     dir: TempDir,
 }
 
 impl Node {
-    /// A node for the pod of `set`, with the image's files in `image` and the config maps' in `config`.
-    pub(crate) fn new(set: &Value, config: &Value, image: &Path) -> Self {
+    /// A node for the pod of `set`, with the config maps' files in `config`.
+    pub(crate) fn new(set: &Value, config: &Value) -> Self {
         let net = Namespace::new("node").unwrap();
         net.ip(
             "link set lo up\nlink add uplink type bridge\nlink set uplink up\naddr add 192.0.2.1/24 dev uplink\n\
-             route add default via 192.0.2.254 dev uplink\n",
+             addr add 2001:db8::1/64 dev uplink nodad\nroute add default via 192.0.2.254 dev uplink\n\
+             route add ::/0 via 2001:db8::fe dev uplink\n",
         )
         .unwrap();
         net.sysctl("net/ipv4/ip_forward", "1").unwrap();
+        net.sysctl("net/ipv6/conf/all/forwarding", "1").unwrap();
         let dir = tempfile::tempdir().unwrap();
-        let node = Self { net, image: image.to_owned(), pod: set["spec"]["template"]["spec"].clone(), dir };
+        let node = Self { net, api: None, pod: set["spec"]["template"]["spec"].clone(), dir };
         let map = node.dir.path().join("config-map");
         fs::create_dir(&map).unwrap();
         for (name, text) in config["data"].as_object().unwrap() {
@@ -53,8 +98,8 @@ impl Node {
         self.dir.path().join("host").join(path.trim_start_matches('/'))
     }
 
-    /// The command that runs a container; `args` changes what it is told.
-    pub(crate) fn container(&self, name: &str, args: impl FnOnce(Vec<String>) -> Vec<String>) -> Command {
+    /// The command that runs a container.
+    pub(crate) fn container(&self, name: &str) -> Command {
         let all = ["initContainers", "containers"].map(|kind| self.pod[kind].as_array().unwrap());
         let container = all.into_iter().flatten().find(|container| container["name"] == name).unwrap();
         let texts = |value: &Value| -> Vec<String> {
@@ -70,9 +115,25 @@ impl Node {
             };
             mounts.push((source, mount["mountPath"].as_str().unwrap().to_owned()));
         }
+        let mut env = Vec::new();
+        for variable in container["env"].as_array().into_iter().flatten() {
+            let value = match variable["valueFrom"]["fieldRef"]["fieldPath"].as_str() {
+                Some("spec.nodeName") => NODE_NAME,
+                Some(other) => panic!("fieldPath {other}"),
+                None => variable["value"].as_str().unwrap(),
+            };
+            env.push(format!("{}={value}", variable["name"].as_str().unwrap()));
+        }
+        if let Some(api) = &self.api {
+            mounts.push((api.account.clone(), "/var/run/secrets/kubernetes.io/serviceaccount".to_owned()));
+            env.extend([
+                "KUBERNETES_SERVICE_HOST=127.0.0.1".to_owned(),
+                format!("KUBERNETES_SERVICE_PORT={}", api.port),
+            ]);
+        }
         let capabilities = texts(&container["securityContext"]["capabilities"]["add"]);
         let mut command = self.inside(name, &capabilities, &mounts);
-        command.args(texts(&container["command"])).args(args(texts(&container["args"])));
+        command.arg("env").args(env).args(texts(&container["command"])).args(texts(&container["args"]));
         command
     }
 
@@ -87,7 +148,7 @@ impl Node {
         fs::create_dir(&root).unwrap();
         let mut command = Command::new("unshare");
         command.args(["--mount", "--", "sh", "-c", include_str!("container.sh"), "container"]);
-        command.args([&root, &self.image]).arg(capabilities.join(" "));
+        command.arg(&root).arg(image()).arg(capabilities.join(" "));
         command.args(mounts.iter().map(|(source, target)| format!("{}:{target}", source.display())));
         command.arg("--");
         command

@@ -11,9 +11,10 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// A file in `deploy/`.
+/// A file in `deploy/`; `FLANNEL_DEPLOY` names a copy of it, for users who cannot read it.
 pub(crate) fn file(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
+    let dir = std::env::var_os("FLANNEL_DEPLOY").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+    Path::new(&dir).join(name)
 }
 
 /// The objects of the plain manifest.

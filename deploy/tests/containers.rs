@@ -1,0 +1,313 @@
+//! The containers of the manifest and of the chart, as a kubelet runs them: with a read-only root and a read-only /proc/sys, with the mounts
+//! and the capabilities that they ask for and no others, and against an API server that allows what their role says.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{IpAddr, TcpStream};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use deploy::Chart;
+use flannel_core::Subnet;
+use flannel_lab::Namespace;
+use flannel_subnet_kube::testing::ApiServer;
+use serde_json::{Value, json};
+
+mod as_root;
+mod container;
+mod objects;
+use as_root::as_root;
+use container::{Api, NODE_NAME, Node, image, said};
+use objects::{file, manifest, of_kind};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A node with flannel's pod, and the API server that it speaks with.
+struct Cluster {
+    objects: Vec<Value>,
+    node: Node,
+    server: ApiServer,
+}
+
+/// flanneld in its container.
+struct Daemon<'a> {
+    cluster: &'a Cluster,
+    process: Child,
+    deadline: Instant,
+}
+
+impl Cluster {
+    /// A cluster of this node and one of Go flannel's, with pods of both families.
+    fn new(objects: Vec<Value>) -> Self {
+        let mut node = Node::new(of_kind(&objects, "DaemonSet"), of_kind(&objects, "ConfigMap"));
+        let signed = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
+        let (certificate, key) = (signed.cert.pem(), signed.signing_key.serialize_pem());
+        let server = node.net.run(|| ApiServer::with_tls(&certificate, &key)).unwrap();
+        let account = node.host("/account");
+        fs::create_dir(&account).unwrap();
+        for (name, text) in [("token", "a-token"), ("namespace", "kube-flannel"), ("ca.crt", &certificate)] {
+            fs::write(account.join(name), text).unwrap();
+        }
+        node.api = Some(Api { port: server.url().rsplit_once(':').unwrap().1.parse().unwrap(), account });
+        server.expect_token("a-token");
+        forbid_what_is_not_granted(&server, &of_kind(&objects, "ClusterRole")["rules"]);
+        let spec = |n: u8| {
+            let (v4, v6) = (format!("10.244.{n}.0/24"), format!("fd00:10:244:{n}::/64"));
+            json!({ "podCIDR": v4, "podCIDRs": [v4, v6] })
+        };
+        server.put_node(NODE_NAME, json!({ "spec": spec(7) }));
+        let peer = json!({
+            "flannel.alpha.coreos.com/backend-data": r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:08"}"#,
+            "flannel.alpha.coreos.com/backend-v6-data": r#"{"VNI":1,"VtepMAC":"0a:00:00:00:06:08"}"#,
+            "flannel.alpha.coreos.com/backend-type": "vxlan",
+            "flannel.alpha.coreos.com/kube-subnet-manager": "true",
+            "flannel.alpha.coreos.com/public-ip": "192.0.2.8",
+            "flannel.alpha.coreos.com/public-ipv6": "2001:db8::8",
+        });
+        server.put_node("of-go", json!({ "metadata": { "annotations": peer }, "spec": spec(8) }));
+        Self { objects, node, server }
+    }
+
+    /// Runs the init containers.
+    fn install(&self) {
+        for name in ["install-cni-plugin", "install-cni"] {
+            assert_eq!(said(&mut self.node.container(name)), "");
+        }
+        let plugin = self.node.host("/opt/cni/bin/flannel");
+        assert_eq!(fs::read(&plugin).unwrap(), fs::read(image().join("flannel")).unwrap());
+        assert_eq!(fs::metadata(&plugin).unwrap().permissions().mode() & 0o7777, 0o755);
+        assert_eq!(
+            self.conflist(),
+            of_kind(&self.objects, "ConfigMap")["data"]["cni-conf.json"].as_str().unwrap()
+        );
+    }
+
+    fn conflist(&self) -> String {
+        fs::read_to_string(self.node.host("/etc/cni/net.d/10-flannel.conflist")).unwrap()
+    }
+
+    fn subnet_env(&self) -> String {
+        fs::read_to_string(self.node.host("/run/flannel/subnet.env")).unwrap()
+    }
+
+    /// Runs flanneld until its node is ready.
+    fn start(&self) -> Daemon<'_> {
+        let mut command = self.node.container("kube-flannel");
+        let log = fs::File::create(self.node.host("/log")).unwrap();
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        let process = self.node.net.spawn(&mut command).unwrap();
+        let mut daemon = Daemon { cluster: self, process, deadline: Instant::now() + PATIENCE };
+        daemon.wait_until(|| self.ask("/readyz").is_some_and(|answer| answer.starts_with("HTTP/1.1 200 ")));
+        daemon
+    }
+
+    /// What flanneld answers at the port of its probes.
+    fn ask(&self, path: &str) -> Option<String> {
+        let ask = || {
+            let mut stream = TcpStream::connect("127.0.0.1:8081").ok()?;
+            write!(stream, "GET {path} HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n").ok()?;
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).ok()?;
+            Some(answer)
+        };
+        self.node.net.run(ask).unwrap()
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.node.host("/log")).unwrap()
+    }
+
+    /// What a program prints on the node.
+    fn on_node(&self, line: &str) -> String {
+        let mut words = line.split(' ');
+        let output = self.node.net.output(Command::new(words.next().unwrap()).args(words)).unwrap();
+        assert!(output.status.success(), "{line}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// A runtime's next step: it finds plugin and config where the init containers put them, and calls the plugin for a pod.
+    fn a_pod_gets_addresses(&self) {
+        let plugins = std::env::var("CNI_PLUGINS").unwrap_or_else(|_| "/usr/lib/cni".into());
+        assert!(
+            Path::new(&plugins).join("bridge").exists(),
+            "{plugins}/bridge is needed: containernetworking-plugins"
+        );
+        let list: Value = serde_json::from_str(&self.conflist()).unwrap();
+        let mut conf = list["plugins"][0].clone();
+        conf["name"] = list["name"].clone();
+        conf["cniVersion"] = list["cniVersion"].clone();
+        let pod = Namespace::new("pod").unwrap();
+        fs::create_dir_all(self.node.host("/var/lib/cni")).unwrap();
+        let mounts = ["/opt/cni/bin", "/run/flannel", "/var/lib/cni"]
+            .map(|path| (self.node.host(path), path.to_owned()));
+        let runtime = ["sys_admin", "sys_ptrace", "net_admin", "net_raw", "dac_override"].map(str::to_owned);
+        let mut command = self.node.inside("runtime", &runtime, &mounts);
+        command.args(["env", "CNI_COMMAND=ADD", "CNI_CONTAINERID=c1", "CNI_IFNAME=eth0"]);
+        command.args([
+            format!("CNI_PATH=/opt/cni/bin:{plugins}"),
+            format!("CNI_NETNS={}", pod.path().display()),
+        ]);
+        command
+            .arg("/opt/cni/bin/flannel")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let mut plugin = self.node.net.spawn(&mut command).unwrap();
+        plugin.stdin.take().unwrap().write_all(conf.to_string().as_bytes()).unwrap();
+        let output = plugin.wait_with_output().unwrap();
+        let said = String::from_utf8(output.stdout).unwrap();
+        assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+
+        let result: Value = serde_json::from_str(&said).unwrap();
+        let env = self.subnet_env();
+        let subnets = env.lines().filter_map(|line| line.split_once("_SUBNET=")).map(|(_, subnet)| subnet);
+        let subnets: Vec<Subnet> = subnets.map(|subnet| subnet.parse().unwrap()).collect();
+        let addresses = result["ips"].as_array().unwrap().iter().map(|ip| ip["address"].as_str().unwrap());
+        let addresses: Vec<IpAddr> =
+            addresses.map(|text| text.split('/').next().unwrap().parse().unwrap()).collect();
+        assert_eq!(addresses.len(), subnets.len());
+        assert!(
+            addresses.iter().all(|address| subnets.iter().any(|subnet| subnet.contains(*address))),
+            "{result}"
+        );
+        let links = pod.output(Command::new("ip").args(["addr", "show", "dev", "eth0"])).unwrap();
+        let links = String::from_utf8(links.stdout).unwrap();
+        assert!(addresses.iter().all(|address| links.contains(&format!("{address}/"))), "{links}");
+    }
+
+    /// As the documentation tells how to uninstall.
+    fn clean_up(&self) {
+        let registry = self.node.host("/network");
+        fs::create_dir(&registry).unwrap();
+        let net_conf = &of_kind(&self.objects, "ConfigMap")["data"]["net-conf.json"];
+        fs::write(registry.join("config"), net_conf.as_str().unwrap()).unwrap();
+        let mut ctl = Command::new(image().join("opt/bin/flannelctl"));
+        ctl.arg(format!("--registry=dir:{}", registry.display()));
+        for (flag, path) in
+            [("--state-dir", "/var/lib/flannel"), ("--subnet-file", "/run/flannel/subnet.env")]
+        {
+            ctl.arg(flag).arg(self.node.host(path));
+        }
+        let cleanup = self.node.net.output(ctl.arg("cleanup")).unwrap();
+        assert!(cleanup.status.success(), "{}", String::from_utf8_lossy(&cleanup.stderr));
+        assert!(!self.on_node("ip link").contains("flannel"));
+        assert!(!self.on_node("nft list ruleset").to_lowercase().contains("flannel"));
+    }
+}
+
+/// Whatever no rule of the role grants.
+fn forbid_what_is_not_granted(server: &ApiServer, rules: &Value) {
+    let has = |rule: &Value, field: &str, text: &str| {
+        rule[field].as_array().unwrap().iter().any(|known| known == text)
+    };
+    for verb in ["get", "list", "watch", "create", "update", "patch", "delete"] {
+        for resource in ["nodes", "nodes/status", "pods"] {
+            let mut rules = rules.as_array().unwrap().iter();
+            if !rules.any(|rule| has(rule, "resources", resource) && has(rule, "verbs", verb)) {
+                server.forbid(verb, resource);
+            }
+        }
+    }
+}
+
+impl Daemon<'_> {
+    fn wait_until(&mut self, mut holds: impl FnMut() -> bool) {
+        while !holds() {
+            assert_eq!(self.process.try_wait().unwrap(), None, "{}", self.cluster.log());
+            assert!(
+                Instant::now() < self.deadline,
+                "{:?}\n{}",
+                self.cluster.ask("/readyz"),
+                self.cluster.log()
+            );
+            std::thread::park_timeout(Duration::from_millis(20));
+        }
+    }
+
+    /// What it may do, and that it needed no more.
+    fn has_two_capabilities(&self) {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.process.id())).unwrap();
+        for set in ["CapPrm", "CapEff", "CapBnd"] {
+            // CAP_NET_ADMIN is 12, CAP_NET_RAW is 13.
+            assert!(status.contains(&format!("{set}:\t0000000000003000\n")), "{status}");
+        }
+        assert!(status.contains("NoNewPrivs:\t1\n"));
+        let log = self.cluster.log();
+        assert!(!log.contains("WARN") && !log.contains("ERROR"), "{log}");
+    }
+
+    /// What the API server knows of this node.
+    fn announces(&mut self, announced: &[(&str, &str)]) {
+        let server = &self.cluster.server;
+        for (name, value) in announced {
+            let found = server.annotation(NODE_NAME, &format!("flannel.alpha.coreos.com/{name}"));
+            assert_eq!(found.as_deref(), Some(*value), "{name}");
+        }
+        let condition = || server.condition(NODE_NAME, "NetworkUnavailable");
+        self.wait_until(|| condition().is_some_and(|condition| condition["status"] == "False"));
+    }
+
+    fn stop(mut self) {
+        let kill = Command::new("kill").arg(self.process.id().to_string()).status().unwrap();
+        assert!(kill.success() && self.process.wait().unwrap().success(), "{}", self.cluster.log());
+        let state = fs::read_dir(self.cluster.node.host("/var/lib/flannel")).unwrap();
+        assert!(state.count() > 0, "what it remembers is on the host");
+    }
+}
+
+#[test]
+fn the_manifest_is_all_that_a_node_needs() {
+    as_root("the_manifest_is_all_that_a_node_needs", || {
+        let cluster = Cluster::new(manifest());
+        cluster.install();
+        let mut daemon = cluster.start();
+        assert!(cluster.ask("/healthz").unwrap().starts_with("HTTP/1.1 200 "));
+        let env = "FLANNEL_NETWORK=10.244.0.0/16\nFLANNEL_SUBNET=10.244.7.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
+        assert_eq!(cluster.subnet_env(), env);
+        assert!(cluster.on_node("ip link show flannel.1").contains("mtu 1450"));
+        assert!(cluster.on_node("ip route").contains("10.244.8.0/24"), "to the node of Go flannel");
+        assert!(cluster.on_node("iptables-save -t nat").contains("-A FLANNEL-POSTRTG -s 10.244.0.0/16"));
+        daemon.announces(&[
+            ("public-ip", "192.0.2.1"),
+            ("backend-type", "vxlan"),
+            ("kube-subnet-manager", "true"),
+        ]);
+        daemon.has_two_capabilities();
+        cluster.a_pod_gets_addresses();
+        daemon.stop();
+        cluster.clean_up();
+    });
+}
+
+/// Values of a cluster of both families, with rules in nftables.
+#[test]
+fn the_chart_is_all_that_a_node_needs() {
+    as_root("the_chart_is_all_that_a_node_needs", || {
+        let values = json!({ "podCidrv6": "fd00:10:244::/48", "flannel": { "enableNFTables": true, "directRouting": true } });
+        let chart = Chart::read(&file("chart/flannel")).unwrap();
+        let cluster = Cluster::new(chart.render("kube-flannel", &values).unwrap());
+        cluster.install();
+        let mut daemon = cluster.start();
+        let env = cluster.subnet_env();
+        for line in ["FLANNEL_SUBNET=10.244.7.1/24", "FLANNEL_IPV6_SUBNET=fd00:10:244:7::1/64"] {
+            assert!(env.lines().any(|known| known == line), "{line}: {env}");
+        }
+        // The peer is on the same link.
+        assert!(
+            cluster.on_node("ip route").contains("10.244.8.0/24 ")
+                && cluster.on_node("ip -6 route").contains("fd00:10:244:8::/64 ")
+        );
+        let tables = cluster.on_node("nft list tables");
+        assert!(tables.contains("ip flannel-ipv4") && tables.contains("ip6 flannel-ipv6"), "{tables}");
+        assert!(!cluster.on_node("iptables-save").contains("FLANNEL"));
+        daemon.announces(&[("public-ip", "192.0.2.1"), ("public-ipv6", "2001:db8::1")]);
+        daemon.has_two_capabilities();
+        cluster.a_pod_gets_addresses();
+        daemon.stop();
+        cluster.clean_up();
+    });
+}
