@@ -6,7 +6,6 @@ cd "$(dirname "$0")"
 needs=()
 command -v ip >/dev/null || [ -x /usr/sbin/ip ] || [ -x /sbin/ip ] || needs+=(iproute2)
 command -v sysctl >/dev/null || [ -x /usr/sbin/sysctl ] || [ -x /sbin/sysctl ] || needs+=(procps)
-command -v kubectl >/dev/null || needs+=(kubernetes-client)
 command -v unshare >/dev/null || needs+=(util-linux)
 PATH="$PATH:/usr/sbin:/sbin" command -v iptables-nft >/dev/null || needs+=(iptables)
 PATH="$PATH:/usr/sbin:/sbin" command -v nft >/dev/null || needs+=(nftables)
