@@ -173,8 +173,15 @@ async fn every_metric_and_every_alert_is_explained() {
 /// A link to a file of the repository leads to one.
 #[test]
 fn links_between_documents_lead_somewhere() {
-    for name in ["quick-start", "configuration", "migration", "operations", "embedding", "kubernetes-leases"]
-    {
+    for name in [
+        "quick-start",
+        "configuration",
+        "migration",
+        "operations",
+        "embedding",
+        "kubernetes",
+        "kubernetes-leases",
+    ] {
         let text = read(&format!("docs/{name}.md"));
         for target in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
             let target = target.split('#').next().unwrap();
