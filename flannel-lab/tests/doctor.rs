@@ -383,79 +383,87 @@ fn mend(lab: &Lab, hosts: &[&Host], finding: &str) {
     }
 }
 
-/// Those that an issue of this project lists, one after the other, in a lab that is well before and after each.
+/// One after the other, in a lab that is well before and after each.
 fn ten_faults() {
     let lab = up(Lab::builder().config_field("EnableNFTables", true));
+    is_well(&lab, &lab.hosts()[0]);
+    five_between_hosts(&lab);
+    five_of_a_host(&lab);
+}
+
+fn five_between_hosts(lab: &Lab) {
     let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
-    let sysctl = |key: &str, value: &str| host.namespace().sysctl(key, value).unwrap();
     let lease = |subnet: &str, public: &str| {
         let value = format!(
             r#"{{"PublicIP":"{public}","BackendType":"vxlan","BackendData":{{"VNI":1,"VtepMAC":"0a:00:00:00:00:fa"}}}}"#
         );
         std::fs::write(lab.registry().join("subnets").join(subnet), value).unwrap();
     };
-    is_well(&lab, host);
 
-    // 1: wrong MTU.
+    // Wrong MTU.
     lab.switch().namespace().ip("link set port-2 mtu 1400\n").unwrap();
-    let found = finds(&lab, host, &["path-mtu error", "1450 bytes", "| flannelctl config set FILE"]);
+    let found = finds(lab, host, &["path-mtu error", "1450 bytes", "| flannelctl config set FILE"]);
     let config = std::fs::read_to_string(lab.registry().join("config")).unwrap();
     std::fs::write(lab.dir().join("FILE"), config.replace("\"Type\"", "\"MTU\": 1400, \"Type\"")).unwrap();
-    mend(&lab, &[host], &found);
-    is_well(&lab, host);
+    mend(lab, &[host], &found);
+    is_well(lab, host);
 
-    // 2: blocked vxlan port.
+    // Blocked vxlan port.
     other.run("iptables", &["-A", "INPUT", "-p", "udp", "--dport", "8472", "-j", "DROP"]).unwrap();
-    let found = finds(&lab, host, &["tunnel error", "UDP port 8472 may be blocked", "# on both hosts"]);
-    mend(&lab, &[host, other], &found);
-    is_well(&lab, host);
+    let found = finds(lab, host, &["tunnel error", "UDP port 8472 may be blocked", "# on both hosts"]);
+    mend(lab, &[host, other], &found);
+    is_well(lab, host);
 
-    // 3: duplicate public IP.
+    // Duplicate public IP.
     lease("10.244.250.0-24", &host.addresses().v4.unwrap().to_string());
-    let found =
-        finds(&lab, host, &["2 nodes share the public address", "| flannelctl lease release --force"]);
-    mend(&lab, &[host], &found);
-    is_well(&lab, host);
+    let found = finds(lab, host, &["2 nodes share the public address", "| flannelctl lease release --force"]);
+    mend(lab, &[host], &found);
+    is_well(lab, host);
 
-    // 4: missing forwarding.
-    sysctl("net/ipv4/ip_forward", "0");
-    mend(&lab, &[host], &finds(&lab, host, &["forwarding error", "forwards no IPv4 packets"]));
-    is_well(&lab, host);
-
-    // 5: deleted device; a daemon that runs puts it back before anybody looks.
-    host.stop_daemon(Signal::SIGTERM).unwrap();
-    host.run("ip", &["link", "del", "flannel.1"]).unwrap();
-    mend(&lab, &[host], &finds(&lab, host, &["device error", "flannel.1 is not there"]));
-    is_well(&lab, host);
-
-    // 6: foreign route shadowing a peer.
+    // Foreign route shadowing a peer.
     let subnet = other.subnet_env().unwrap().unwrap().subnets.v4.unwrap();
     let router = lab.switch().addresses().v4.unwrap().to_string();
     host.run("ip", &["route", "add", &format!("{}/25", subnet.base()), "via", &router]).unwrap();
-    mend(&lab, &[host], &finds(&lab, host, &["route error", "shadowed: packets go via"]));
-    is_well(&lab, host);
+    mend(lab, &[host], &finds(lab, host, &["route error", "shadowed: packets go via"]));
+    is_well(lab, host);
 
-    // 7: stale peer.
+    // Stale peer.
     lease("10.244.251.0-24", "192.168.77.199");
-    mend(&lab, &[host], &finds(&lab, host, &["peer error", "no reply from 10.244.251.0-24, neither"]));
-    is_well(&lab, host);
+    mend(lab, &[host], &finds(lab, host, &["peer error", "no reply from 10.244.251.0-24, neither"]));
+    is_well(lab, host);
+}
 
-    // 8: FORWARD policy drop; flannel's own rules are in a table of their own here.
+fn five_of_a_host(lab: &Lab) {
+    let host = &lab.hosts()[0];
+    let sysctl = |key: &str, value: &str| host.namespace().sysctl(key, value).unwrap();
+
+    // Missing forwarding.
+    sysctl("net/ipv4/ip_forward", "0");
+    mend(lab, &[host], &finds(lab, host, &["forwarding error", "forwards no IPv4 packets"]));
+    is_well(lab, host);
+
+    // Deleted device; a daemon that runs puts it back before anybody looks.
+    host.stop_daemon(Signal::SIGTERM).unwrap();
+    host.run("ip", &["link", "del", "flannel.1"]).unwrap();
+    mend(lab, &[host], &finds(lab, host, &["device error", "flannel.1 is not there"]));
+    is_well(lab, host);
+
+    // FORWARD policy drop; flannel's own rules are in a table of their own here.
     host.run("iptables", &["-P", "FORWARD", "DROP"]).unwrap();
-    mend(&lab, &[host], &finds(&lab, host, &["forward-drop warning", "chain FORWARD of table ip filter"]));
-    is_well(&lab, host);
+    mend(lab, &[host], &finds(lab, host, &["forward-drop warning", "chain FORWARD of table ip filter"]));
+    is_well(lab, host);
 
-    // 9: store unreachable; the command shows what is wrong with it.
+    // Store unreachable; the command shows what is wrong with it.
     let away = lab.dir().join("away");
     std::fs::rename(lab.registry(), &away).unwrap();
     std::fs::write(lab.registry(), "a file").unwrap();
-    mend(&lab, &[host], &finds(&lab, host, &["store warning", "does not answer", "| ls -la "]));
+    mend(lab, &[host], &finds(lab, host, &["store warning", "does not answer", "| ls -la "]));
     std::fs::remove_file(lab.registry()).unwrap();
     std::fs::rename(&away, lab.registry()).unwrap();
-    is_well(&lab, host);
+    is_well(lab, host);
 
-    // 10: rp_filter strict.
+    // Rp_filter strict.
     sysctl("net/ipv4/conf/all/rp_filter", "1");
-    mend(&lab, &[host], &finds(&lab, host, &["rp-filter warning", "flannel.1 is strict"]));
-    is_well(&lab, host);
+    mend(lab, &[host], &finds(lab, host, &["rp-filter warning", "flannel.1 is strict"]));
+    is_well(lab, host);
 }
