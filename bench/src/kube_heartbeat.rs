@@ -8,8 +8,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use flannel_core::SubnetManager;
 use flannel_subnet_kube::testing::ApiServer;
-use http_body_util::BodyExt;
-use kube::client::Body;
+use http_body_util::{BodyExt, Empty};
+use hyper::body::Bytes;
+use hyper_util::client::legacy::Client;
+use hyper_util::rt::TokioExecutor;
 use serde::de::IgnoredAny;
 use tokio::sync::oneshot;
 
@@ -93,8 +95,8 @@ async fn skip(
     let path = format!(
         "/api/v1/nodes?watch=true&allowWatchBookmarks=true&timeoutSeconds=600&resourceVersion={from}"
     );
-    let request = http::Request::get(path).body(Body::empty())?;
-    let mut body = client.send(request).await?.into_body();
+    let request = http::Request::get(path).body(Empty::<Bytes>::new())?;
+    let mut body = client.request(request).await?.into_body();
     let mut held = Vec::new();
     version.store(from, Ordering::Relaxed);
     let skip = async {

@@ -9,12 +9,11 @@ use std::time::{Duration, SystemTime};
 use bytes::Bytes;
 use flannel_core::{Error, Revision, StoreStatus};
 use http::{Method, Request, Response, StatusCode, header};
-use http_body_util::BodyExt;
-use kube::Client;
-use kube::client::Body;
+use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming as Body;
 use tokio::time::{sleep, timeout};
 
-use crate::connect::{Source, chain, client};
+use crate::connect::{Connection, Source};
 use crate::node::Wire;
 
 /// So long may the head of an answer take, and each part of its body.
@@ -71,13 +70,13 @@ pub(crate) struct Api {
     /// `kube:` and its URL.
     name: String,
     source: Source,
-    client: Mutex<Current>,
+    current: Mutex<Current>,
     books: Mutex<StoreStatus>,
 }
 
 #[derive(Clone)]
 struct Current {
-    client: Client,
+    connection: Connection,
     /// How often it was made anew.
     generation: u64,
 }
@@ -95,14 +94,13 @@ impl Api {
     /// The configuration cannot be read, or not be used.
     pub(crate) async fn open(source: Source) -> Result<Self, Error> {
         let refused = |reason| Error::Refused { store: "the Kubernetes API".to_owned(), reason };
-        let config = source.config().await.map_err(refused)?;
-        let name = format!("kube:{}", config.cluster_url.to_string().trim_end_matches('/'));
-        let client = client(&config).map_err(refused)?;
+        let connection = source.connection().await.map_err(refused)?;
+        let name = format!("kube:{}", connection.url());
         let books = StoreStatus { store: name.clone(), ..StoreStatus::default() };
         Ok(Self {
             name,
             source,
-            client: Mutex::new(Current { client, generation: 0 }),
+            current: Mutex::new(Current { connection, generation: 0 }),
             books: Mutex::new(books),
         })
     }
@@ -173,11 +171,11 @@ impl Api {
     /// Sends one request and returns the answer if it is a good one, its body still to be read.
     pub(crate) async fn send(&self, call: &Call) -> Result<Response<Body>, Failure> {
         let mut current = self.current();
-        let mut outcome = self.try_send(&current.client, call).await;
+        let mut outcome = self.try_send(&current.connection, call).await;
         if let Err(Failure::Refused(_)) = &outcome
             && self.renew(&mut current).await
         {
-            outcome = self.try_send(&current.client, call).await;
+            outcome = self.try_send(&current.connection, call).await;
         }
         match &outcome {
             Ok(_) => {}
@@ -189,7 +187,7 @@ impl Api {
     }
 
     fn current(&self) -> Current {
-        self.client.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.current.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Reads credentials and certificates again, unless somebody has just done so. Returns whether there is another client.
@@ -199,17 +197,14 @@ impl Api {
             *used = now;
             return true;
         }
-        let Ok(config) = self.source.config().await else { return false };
-        // It may run a program, and needs the runtime all the same.
-        let made = tokio::task::spawn_blocking(move || client(&config)).await;
-        let Ok(Ok(client)) = made else { return false };
-        let mut current = self.client.lock().unwrap_or_else(PoisonError::into_inner);
-        *current = Current { client, generation: current.generation.max(used.generation) + 1 };
+        let Ok(connection) = self.source.connection().await else { return false };
+        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        *current = Current { connection, generation: current.generation.max(used.generation) + 1 };
         *used = current.clone();
         true
     }
 
-    async fn try_send(&self, client: &Client, call: &Call) -> Result<Response<Body>, Failure> {
+    async fn try_send(&self, connection: &Connection, call: &Call) -> Result<Response<Body>, Failure> {
         self.books().requests += 1;
         let method = if call.patch.is_some() { Method::PATCH } else { Method::GET };
         let mut request =
@@ -217,11 +212,11 @@ impl Api {
         if call.patch.is_some() {
             request = request.header(header::CONTENT_TYPE, "application/strategic-merge-patch+json");
         }
-        let body = call.patch.clone().unwrap_or_default().into_bytes();
-        let request = request.body(Body::from(body)).map_err(|error| Failure::Failed(error.to_string()))?;
-        let answer = match timeout(PATIENCE, client.send(request)).await {
+        let body = Bytes::from(call.patch.clone().unwrap_or_default());
+        let request = request.body(Full::new(body)).map_err(|error| Failure::Failed(error.to_string()))?;
+        let answer = match timeout(PATIENCE, connection.send(request)).await {
             Err(_) => return Err(Failure::Failed(format!("no answer within {} s", PATIENCE.as_secs()))),
-            Ok(Err(error)) => return Err(unreachable(&chain(&error))),
+            Ok(Err(error)) => return Err(unreachable(&error)),
             Ok(Ok(answer)) => answer,
         };
         if answer.status().is_success() { Ok(answer) } else { Err(refusal(call, answer).await) }
@@ -235,7 +230,7 @@ pub(crate) async fn part(body: &mut Body, patience: Duration) -> Result<Option<B
             Err(_) => return Err(Failure::Failed(format!("nothing more came for {} s", patience.as_secs()))),
             Ok(None) => return Ok(None),
             Ok(Some(Err(error))) => {
-                return Err(Failure::Failed(format!("the answer was cut: {}", chain(&error))));
+                return Err(Failure::Failed(format!("the answer was cut: {error}")));
             }
             Ok(Some(Ok(frame))) => {
                 if let Ok(bytes) = frame.into_data() {

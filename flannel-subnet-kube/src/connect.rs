@@ -1,19 +1,27 @@
 //! How the API server is reached: addresses, credentials and certificates, from where Go flannel takes them.
 //!
-//! The one thing to know: requests are repeated, timed and told about in [`api`](crate::api) alone, so that the client here does
-//! none of it.
+//! The one thing to know: kubeconfigs and service accounts are read by `kube`, connections are made here. A token in a file is
+//! read for each request, so that it is always the latest; certificates are read again when they are refused.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
-use http::HeaderValue;
-use hyper_util::client::legacy::Client as HyperClient;
+use base64::Engine;
+use bytes::Bytes;
+use http::{HeaderValue, Request, Response, Uri, header};
+use http_body_util::Full;
+use hyper::body::Incoming;
+use hyper_rustls::{FixedServerNameResolver, HttpsConnector, HttpsConnectorBuilder};
+use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
-use kube::client::ConfigExt;
-use kube::config::{KubeConfigOptions, Kubeconfig};
-use kube::{Client, Config};
-use tower::{BoxError, ServiceBuilder};
+use kube::Config;
+use kube::config::{AuthInfo, KubeConfigOptions, Kubeconfig};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::{ClientConfig, RootCertStore};
+use secrecy::ExposeSecret;
 
 /// A connection that is silent is asked whether it is still there.
 const KEEPALIVE: Duration = Duration::from_secs(30);
@@ -23,7 +31,7 @@ const CONNECT: Duration = Duration::from_secs(5);
 /// Where the API server is.
 ///
 /// **Source**: client-go `clientcmd.BuildConfigFromFlags`. Different on purpose: proxies are not used, those of the environment
-/// neither.
+/// neither; programs that make credentials are not run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Source {
     /// Instead of what the kubeconfig says.
@@ -32,15 +40,34 @@ pub(crate) struct Source {
     pub(crate) kubeconfig: Option<PathBuf>,
 }
 
+/// A way to the API server. Clones share their connections.
+#[derive(Clone)]
+pub(crate) struct Connection {
+    base: Uri,
+    client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
+    token: Option<Token>,
+}
+
+#[derive(Clone)]
+enum Token {
+    Fixed(HeaderValue),
+    File(PathBuf),
+}
+
 impl Source {
-    /// Reads the configuration anew.
+    /// Reads everything anew.
     ///
     /// # Errors
     /// What is wrong, and where.
-    pub(crate) async fn config(&self) -> Result<Config, String> {
+    ///
+    /// # Blocking
+    /// Reads a few files.
+    pub(crate) async fn connection(&self) -> Result<Connection, String> {
         let mut config = match (&self.kubeconfig, &self.url) {
-            (Some(path), _) => from_kubeconfig(path).await.map_err(|error| format!("{}: {error}", path.display()))?,
-            (None, Some(_)) => Config::new(http::Uri::from_static("http://localhost")),
+            (Some(path), _) => {
+                from_kubeconfig(path).await.map_err(|error| format!("{}: {error}", path.display()))?
+            }
+            (None, Some(_)) => Config::new(Uri::from_static("http://localhost")),
             (None, None) => Config::incluster().map_err(|error| {
                 format!(
                     "where the Kubernetes API is is not known: neither an URL nor a kubeconfig is given, and this is no pod with a \
@@ -51,59 +78,160 @@ impl Source {
         };
         if let Some(url) = &self.url {
             let right = "right would be an URL such as https://192.0.2.1:6443";
-            let parsed: http::Uri =
-                url.parse().map_err(|error| format!("the URL {url:?}: {error}; {right}"))?;
+            let parsed: Uri = url.parse().map_err(|error| format!("the URL {url:?}: {error}; {right}"))?;
             if !matches!(parsed.scheme_str(), Some("http" | "https")) || parsed.host().is_none() {
                 return Err(format!("the URL {url:?}: {right}"));
             }
             config.cluster_url = parsed;
         }
-        let agent = concat!("flanneld/", env!("CARGO_PKG_VERSION"));
-        config.headers.push((http::header::USER_AGENT, HeaderValue::from_static(agent)));
-        Ok(config)
+        let mut http = HttpConnector::new();
+        http.enforce_http(false);
+        http.set_nodelay(true);
+        http.set_keepalive(Some(KEEPALIVE));
+        http.set_connect_timeout(Some(CONNECT));
+        let https = HttpsConnectorBuilder::new().with_tls_config(tls(&config)?).https_or_http();
+        let https = match &config.tls_server_name {
+            Some(name) => {
+                let parsed =
+                    name.clone().try_into().map_err(|error| format!("tls-server-name {name:?}: {error}"))?;
+                https.with_server_name_resolver(FixedServerNameResolver::new(parsed))
+            }
+            None => https,
+        };
+        let connector = https.enable_http1().wrap_connector(http);
+        let client = Client::builder(TokioExecutor::new()).build(connector);
+        Ok(Connection { base: config.cluster_url, client, token: token(&config.auth_info)? })
     }
 }
 
 async fn from_kubeconfig(path: &Path) -> Result<Config, String> {
     let kubeconfig = Kubeconfig::read_from(path).map_err(|error| chain(&error))?;
-    if kubeconfig
-        .clusters
-        .iter()
-        .filter_map(|named| named.cluster.as_ref())
-        .any(|cluster| cluster.proxy_url.is_some())
-    {
+    let mut clusters = kubeconfig.clusters.iter().filter_map(|named| named.cluster.as_ref());
+    if clusters.any(|cluster| cluster.proxy_url.is_some()) {
         return Err("its proxy-url cannot be used: give the URL by which the API server is reached directly"
             .to_owned());
     }
     let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await;
-    config.map_err(|error| chain(&error))
+    let config = config.map_err(|error| chain(&error))?;
+    let AuthInfo { exec, auth_provider, username, impersonate, .. } = &config.auth_info;
+    let others = [
+        ("exec", exec.is_some()),
+        ("auth-provider", auth_provider.is_some()),
+        ("username", username.is_some()),
+        ("as", impersonate.is_some()),
+    ];
+    if let Some((other, _)) = others.iter().find(|(_, given)| *given) {
+        return Err(format!(
+            "its user has {other:?}, which cannot be used: right would be a token, a tokenFile or a client certificate"
+        ));
+    }
+    if config.accept_invalid_certs {
+        return Err("its insecure-skip-tls-verify cannot be used: right would be the certificate-authority"
+            .to_owned());
+    }
+    Ok(config)
 }
 
-/// A client as this configuration asks for.
-///
-/// # Errors
-/// The configuration's credentials or certificates cannot be used.
-///
-/// # Blocking
-/// Reads files, and may run the program that a kubeconfig names.
-pub(crate) fn client(config: &Config) -> Result<Client, String> {
-    let mut http = HttpConnector::new();
-    http.enforce_http(false);
-    http.set_nodelay(true);
-    http.set_keepalive(Some(KEEPALIVE));
-    http.set_connect_timeout(Some(CONNECT));
-    let https = config.rustls_https_connector_with_connector(http).map_err(|error| chain(&error))?;
-    let service = ServiceBuilder::new()
-        .layer(config.base_uri_layer())
-        .option_layer(config.auth_layer().map_err(|error| chain(&error))?)
-        .layer(config.extra_headers_layer().map_err(|error| chain(&error))?)
-        .map_err(BoxError::from)
-        .service(HyperClient::builder(TokioExecutor::new()).build(https));
-    Ok(Client::new(service, config.default_namespace.clone()))
+fn token(user: &AuthInfo) -> Result<Option<Token>, String> {
+    if let Some(path) = &user.token_file {
+        return Ok(Some(Token::File(path.into())));
+    }
+    user.token.as_ref().map(|token| bearer(token.expose_secret()).map(Token::Fixed)).transpose()
+}
+
+fn bearer(token: &str) -> Result<HeaderValue, String> {
+    let value = HeaderValue::try_from(format!("Bearer {}", token.trim()));
+    let mut value = value.map_err(|_| "the token holds characters that no token has".to_owned())?;
+    value.set_sensitive(true);
+    Ok(value)
+}
+
+/// Whom to trust, and who we are.
+fn tls(config: &Config) -> Result<ClientConfig, String> {
+    let mut roots = RootCertStore::empty();
+    match &config.root_cert {
+        Some(given) => {
+            for certificate in given {
+                let added = roots.add(CertificateDer::from(certificate.clone()));
+                added.map_err(|error| format!("the certificate of a CA cannot be used: {error}"))?;
+            }
+        }
+        // Where there are none, no https server is trusted, which is said then.
+        None if config.cluster_url.scheme_str() == Some("https") => {
+            roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+        }
+        None => {}
+    }
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let builder = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+    let builder = builder.map_err(|error| chain(&error))?.with_root_certificates(roots);
+    let user = &config.auth_info;
+    let certificate = material(
+        "client-certificate",
+        user.client_certificate_data.as_deref(),
+        user.client_certificate.as_deref(),
+    )?;
+    let key_data = user.client_key_data.as_ref().map(ExposeSecret::expose_secret);
+    let key = material("client-key", key_data, user.client_key.as_deref())?;
+    match (certificate, key) {
+        (None, None) => Ok(builder.with_no_client_auth()),
+        (Some(certificate), Some(key)) => {
+            let chain = CertificateDer::pem_slice_iter(&certificate).collect::<Result<Vec<_>, _>>();
+            let chain = chain.map_err(|error| format!("client-certificate: {error}"))?;
+            let key = PrivateKeyDer::from_pem_slice(&key).map_err(|error| format!("client-key: {error}"))?;
+            let config = builder.with_client_auth_cert(chain, key);
+            config.map_err(|error| format!("client-certificate and client-key do not fit: {error}"))
+        }
+        (Some(_), None) => Err("there is a client-certificate, but no client-key".to_owned()),
+        (None, Some(_)) => Err("there is a client-key, but no client-certificate".to_owned()),
+    }
+}
+
+/// What a kubeconfig holds, or the file that it names.
+fn material(what: &str, data: Option<&str>, file: Option<&str>) -> Result<Option<Vec<u8>>, String> {
+    match (data, file) {
+        (Some(data), _) => {
+            let decoded = base64::engine::general_purpose::STANDARD.decode(data.trim());
+            decoded.map(Some).map_err(|error| format!("{what}-data is not base64: {error}"))
+        }
+        (None, Some(file)) => {
+            std::fs::read(file).map(Some).map_err(|error| format!("{what} {file}: {error}"))
+        }
+        (None, None) => Ok(None),
+    }
+}
+
+impl Connection {
+    /// The URL, without a slash at its end.
+    pub(crate) fn url(&self) -> String {
+        self.base.to_string().trim_end_matches('/').to_owned()
+    }
+
+    /// Sends a request for a path of the API.
+    ///
+    /// # Errors
+    /// No connection came about, or the token cannot be read.
+    pub(crate) async fn send(&self, mut request: Request<Full<Bytes>>) -> Result<Response<Incoming>, String> {
+        let uri = format!("{}{}", self.url(), request.uri()).parse::<Uri>();
+        *request.uri_mut() = uri.map_err(|error| error.to_string())?;
+        let token = match &self.token {
+            None => None,
+            Some(Token::Fixed(value)) => Some(value.clone()),
+            Some(Token::File(path)) => {
+                let text = std::fs::read_to_string(path);
+                Some(bearer(&text.map_err(|error| format!("the token {}: {error}", path.display()))?)?)
+            }
+        };
+        let headers = request.headers_mut();
+        token.map(|token| headers.insert(header::AUTHORIZATION, token));
+        let agent = concat!("flanneld/", env!("CARGO_PKG_VERSION"));
+        headers.insert(header::USER_AGENT, HeaderValue::from_static(agent));
+        self.client.request(request).await.map_err(|error| chain(&error))
+    }
 }
 
 /// An error with its causes. Those that only repeat what was said are left out.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use flannel_core::{Origin, Revision, View};
-use kube::client::Body;
+use hyper::body::Incoming as Body;
 use serde::Deserialize;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;

@@ -113,7 +113,8 @@ async fn a_rotated_token_is_read_again() {
     let ground = Ground::new(V4);
     let token = ground.dir.path().join("token");
     let rotate = |to: &str| {
-        std::fs::write(&token, to).unwrap();
+        // As editors leave it.
+        std::fs::write(&token, format!("{to}\n")).unwrap();
         ground.server.expect_token(to);
     };
     rotate("first");

@@ -54,6 +54,36 @@ async fn what_says_where_it_is_is_wrong() {
     std::fs::write(&missing, proxy).unwrap();
     let error = open(&|options| options.kubeconfig = Some(missing.clone())).await;
     says(&error, &["proxy-url"]);
+    let with = |cluster: &str, user: &str| {
+        let text = format!(
+            "current-context: c\nclusters: [{{name: c, cluster: {{server: \"https://h\"{cluster}}}}}]\n\
+             contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\nusers: [{{name: u, user: {{{user}}}}}]\n"
+        );
+        std::fs::write(&missing, text).unwrap();
+    };
+    for (cluster, user, parts) in [
+        (
+            "",
+            "exec: {apiVersion: client.authentication.k8s.io/v1, command: aws}",
+            ["\"exec\"", "a token, a tokenFile"],
+        ),
+        ("", "username: x, password: y", ["\"username\"", "client certificate"]),
+        (", insecure-skip-tls-verify: true", "", ["insecure-skip-tls-verify", "certificate-authority"]),
+        ("", "client-certificate-data: eA==", ["client-certificate", "no client-key"]),
+        (
+            "",
+            "client-certificate: /nowhere, client-key: /nowhere",
+            ["client-certificate /nowhere", "No such file"],
+        ),
+        ("", "client-certificate-data: '!', client-key-data: eA==", ["client-certificate-data", "base64"]),
+    ] {
+        with(cluster, user);
+        let error = open(&|options| {
+            (options.api_url, options.kubeconfig) = (None, Some(missing.clone()));
+        })
+        .await;
+        says(&error, &parts);
+    }
 }
 
 #[tokio::test]
