@@ -111,6 +111,11 @@ impl Reconciler {
         let complete = results.len() == changes.len();
         let now = Instant::now();
         for (change, result) in changes.iter().zip(results) {
+            let key = change.object().key();
+            // While it was written a later lease decided otherwise: that is still to be done.
+            if self.put.contains_key(&key) || self.gone.contains_key(&key) {
+                continue;
+            }
             self.record(change, result, now, Some(Cause::Lease(arrived)));
         }
         if complete { Ok(()) } else { Err(Closed) }
@@ -154,6 +159,7 @@ impl Reconciler {
         }
         let mut changes = Vec::with_capacity(objects.iter().map(Vec::len).sum());
         for object in objects.into_iter().flatten() {
+            self.gone.remove(&object.key());
             if self.lacks_link(&object) {
                 self.put.insert(object.key(), Cause::Lease(arrived));
             } else {

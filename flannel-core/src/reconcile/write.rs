@@ -76,10 +76,10 @@ impl Reconciler {
             }
             links_put.extend(taken);
         }
-        let changes: Vec<Change> =
-            self.puts(|_| true).filter(|change| !self.lacks_link(change.object())).collect();
-        self.apply(kernel, gate, &changes, None)?;
+        self.put_noted(kernel, gate)?;
         self.put_fresh(kernel, gate)?;
+        // Of those that were looked at meanwhile, not all were fresh.
+        self.put_noted(kernel, gate)?;
         if !self.live || self.has_fresh() {
             return Ok(());
         }
@@ -87,6 +87,13 @@ impl Reconciler {
         let keep = self.ledger.failing().keys().any(|key| matches!(key, Key::Route(_)));
         let gone = self.gone.iter().rev().filter(|(key, _)| !(keep && matches!(key, Key::Nexthop(_))));
         let changes: Vec<Change> = gone.map(|(_, (object, _))| Change::Delete(object.clone())).collect();
+        self.apply(kernel, gate, &changes, None)
+    }
+
+    /// Puts what is noted, as far as the links are there that it needs.
+    fn put_noted(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
+        let changes: Vec<Change> =
+            self.puts(|_| true).filter(|change| !self.lacks_link(change.object())).collect();
         self.apply(kernel, gate, &changes, None)
     }
 

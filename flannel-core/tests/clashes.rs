@@ -1,0 +1,93 @@
+//! Thousands of new peers that clash with one another, where the kernel tells nobody of what was done for us.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use flannel_core::testing::{FakeKernel, FakeSubnets};
+use flannel_core::{
+    Blueprint, KernelNetwork, Key, Lease, LeaseAttrs, LeaseSet, LinkName, Network, NetworkHandle, Origin,
+    Owned, Revision, Route, State, Subnet, SubnetManager, Subnets, Via, View,
+};
+
+const NETWORK: &str = "10.0.0.0/8";
+/// More than are looked at together.
+const PAIRS: u8 = 200;
+
+fn uplink() -> LinkName {
+    "eth0".parse().unwrap()
+}
+
+fn lease(subnet: &str, public: IpAddr, since: u64) -> Lease {
+    let attrs = LeaseAttrs { public: [public].into_iter().collect(), ..LeaseAttrs::default() };
+    let subnets = Subnets::new([subnet.parse::<Subnet>().unwrap()]).unwrap();
+    Lease { subnets, attrs, expires: None, since: Revision(since), revision: Revision(since) }
+}
+
+/// The later one, which is not to be believed, stands before the earlier one, which is inside it.
+fn pair(n: u8) -> [Lease; 2] {
+    let later = lease(&format!("10.{n}.0.0/23"), [192, 0, 2, n].into(), 9);
+    [later, lease(&format!("10.{n}.1.0/24"), [198, 51, 100, n].into(), 2)]
+}
+
+/// A network of routes by gateways on the uplink.
+fn network(kernel: &FakeKernel) -> KernelNetwork {
+    let blueprint = Blueprint {
+        lease: lease("10.255.0.0/24", [203, 0, 113, 1].into(), 1),
+        networks: [NETWORK.parse::<Subnet>().unwrap()].into_iter().collect(),
+        mtu: 1500,
+        owned: Owned {
+            networks: vec![NETWORK.parse().unwrap()],
+            routes_on: [uplink()].into(),
+            ..Owned::default()
+        },
+        base: State::default(),
+        plan: Box::new(|lease, _, out| {
+            for peer in lease.endpoints() {
+                let gateway = peer.public.expect("a public address");
+                let via = Via::Gateway { gateway, link: uplink(), onlink: true };
+                out.push(Route { dst: peer.subnet, via, mtu: None }.into());
+            }
+            Ok(())
+        }),
+    };
+    KernelNetwork::new(Arc::new(kernel.clone()), blueprint)
+}
+
+async fn in_sync(handle: &NetworkHandle, peers: usize) {
+    let mut status = handle.status.clone();
+    let settled = status.wait_for(|status| status.in_sync && status.peers == peers);
+    let settled = tokio::time::timeout(Duration::from_secs(1), settled).await.is_ok();
+    assert!(settled, "not within a second: {:#?}", handle.status.borrow());
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_thousands_that_come_at_once_the_believed_ones_are_put_and_no_others() {
+    // Wherever those end that are looked at together, it is between the two of a pair once.
+    for shift in 0..2_u8 {
+        let kernel = FakeKernel::with_uplink("eth0");
+        let subnets = FakeSubnets::new(NETWORK);
+        let live = |leases: LeaseSet| View { leases, origin: Origin::Live { revision: Revision(9) } };
+        subnets.set_view(live(LeaseSet::default()));
+        let views = subnets.watch_leases().await.unwrap();
+        let network = network(&kernel);
+        let handle = network.handle();
+        let task = tokio::spawn(async move { drop(Box::new(network).run(views).await) });
+        in_sync(&handle, 0).await;
+        tokio::time::sleep(Duration::from_secs(5)).await;
+
+        let before = (0..shift).map(|_| lease("10.0.0.0/24", [203, 0, 113, 9].into(), 2));
+        subnets.set_view(live(before.chain((1..=PAIRS).flat_map(pair)).collect()));
+        in_sync(&handle, usize::from(PAIRS + shift)).await;
+        let state = kernel.state();
+        let there =
+            |lease: &Lease| lease.subnets.iter().any(|subnet| state.get(&Key::Route(subnet)).is_some());
+        for [later, earlier] in (1..=PAIRS).map(pair) {
+            assert!(there(&earlier) && !there(&later), "{shift}: {} and {}", earlier.subnets, later.subnets);
+        }
+        assert_eq!(handle.status.borrow().repaired, 0);
+        task.abort();
+    }
+}
