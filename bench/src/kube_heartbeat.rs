@@ -91,11 +91,9 @@ async fn skip(
     version: Arc<AtomicU64>,
     stop: oneshot::Receiver<()>,
 ) -> anyhow::Result<()> {
-    let client = kube::Client::try_from(kube::Config::new(url.parse()?))?;
-    let path = format!(
-        "/api/v1/nodes?watch=true&allowWatchBookmarks=true&timeoutSeconds=600&resourceVersion={from}"
-    );
-    let request = http::Request::get(path).body(Empty::<Bytes>::new())?;
+    let client = Client::builder(TokioExecutor::new()).build_http();
+    let query = format!("watch=true&allowWatchBookmarks=true&timeoutSeconds=600&resourceVersion={from}");
+    let request = http::Request::get(format!("{url}/api/v1/nodes?{query}")).body(Empty::<Bytes>::new())?;
     let mut body = client.request(request).await?.into_body();
     let mut held = Vec::new();
     version.store(from, Ordering::Relaxed);
