@@ -18,14 +18,16 @@
 //! **Source**: flannel `main.go: mustRunHealthz`, for the paths and first lines of the health answers.
 
 use std::convert::Infallible;
-use std::fs;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::{fs, io};
 
 use async_trait::async_trait;
+use nix::errno::Errno;
 use serde_json::json;
+use socket2::{Domain, Socket, Type};
 use tokio::net::{TcpListener, UnixListener};
 
 use crate::error::Error;
@@ -40,12 +42,16 @@ use crate::why::why;
 /// The name of the control socket in the directory of the subnet file.
 const SOCKET: &str = "flanneld.sock";
 const JSON: &str = "application/json";
+/// So many connections the kernel keeps until they are accepted.
+const BACKLOG: i32 = 1024;
+/// How a kernel without IPv6 refuses a socket of it, or its address.
+const NO_IPV6: [i32; 2] = [Errno::EAFNOSUPPORT as i32, Errno::EADDRNOTAVAIL as i32];
 
 /// The options that tell where the daemon can be asked.
 #[derive(Debug, Clone, clap::Args)]
 #[non_exhaustive]
 pub struct ControlFlags {
-    /// Where /healthz, /readyz and /metrics are served
+    /// Where /healthz, /readyz and /metrics are served; 0.0.0.0 and `::` mean every address of both families
     #[arg(long, value_name = "ADDRESS", default_value_t = IpAddr::V4(Ipv4Addr::UNSPECIFIED))]
     pub healthz_ip: IpAddr,
 
@@ -130,12 +136,12 @@ impl Servers {
             0 => None,
             port => {
                 let address = SocketAddr::new(flags.healthz_ip, port);
-                let listener = TcpListener::bind(address).await;
-                let listener = listener.map_err(|error| Error::Listen {
+                let listener = listen(address).map_err(|error| Error::Listen {
                     what: format!("--healthz-ip {} --healthz-port {port}", flags.healthz_ip),
                     reason: error.to_string(),
                 })?;
-                tracing::info!("health and metrics are served at http://{address}");
+                let bound = listener.local_addr().unwrap_or(address);
+                tracing::info!("health and metrics are served at http://{bound}");
                 Some(Listener::Tcp(listener))
             }
         };
@@ -178,6 +184,31 @@ impl Servers {
             never = control => never,
         }
     }
+}
+
+/// Listens at an address; at one that says nothing, of either family, for both families.
+///
+/// **Source**: Go's `net.Listen("tcp", …)`, which Go flannel calls: a kubelet probes an IPv6-only node at its IPv6 address, though
+/// `0.0.0.0` is what flannel's manifest leaves in force.
+fn listen(address: SocketAddr) -> io::Result<TcpListener> {
+    let open = |address: SocketAddr| {
+        let socket = Socket::new(Domain::for_address(address), Type::STREAM.nonblocking(), None)?;
+        if address.is_ipv6() {
+            socket.set_only_v6(!address.ip().is_unspecified())?;
+        }
+        socket.set_reuse_address(true)?;
+        socket.bind(&address.into())?;
+        socket.listen(BACKLOG)?;
+        TcpListener::from_std(socket.into())
+    };
+    if !address.ip().is_unspecified() {
+        return open(address);
+    }
+    open((Ipv6Addr::UNSPECIFIED, address.port()).into()).or_else(|error| match error.raw_os_error() {
+        // This host has no IPv6.
+        Some(errno) if NO_IPV6.contains(&errno) => open((Ipv4Addr::UNSPECIFIED, address.port()).into()),
+        _ => Err(error),
+    })
 }
 
 /// Puts the socket in place in one step, with its mode and group, where there is none or a dead one.
@@ -324,6 +355,8 @@ mod tests {
     use super::*;
     use crate::observe::tests::network;
     use flannel_core::Status;
+    use flannel_netlink::testing::in_netns_async;
+    use tokio::net::TcpStream;
 
     async fn ask(site: &Answers, method: &str, target: &str) -> (u16, String) {
         let response = site.answer(&Request::new(method, target).by(Some(0))).await;
@@ -369,6 +402,32 @@ mod tests {
                 assert_eq!(body["version"], VERSION, "{target}");
             }
         }
+    }
+
+    /// A kubelet asks an IPv6-only node at its IPv6 address, with the options as the manifest has them.
+    #[test]
+    fn what_listens_everywhere_is_asked_over_either_family() {
+        in_netns_async(async || {
+            for (port, everywhere) in
+                [(8081, Ipv4Addr::UNSPECIFIED.into()), (8082, Ipv6Addr::UNSPECIFIED.into())]
+            {
+                let _listener = listen(SocketAddr::new(everywhere, port)).unwrap();
+                for address in ["127.0.0.1", "::1"] {
+                    let address: IpAddr = address.parse().unwrap();
+                    let asked = TcpStream::connect((address, port)).await;
+                    assert!(asked.is_ok(), "{everywhere} at {address}: {asked:?}");
+                }
+            }
+            for (port, address, other) in [(8083, "127.0.0.1", "::1"), (8084, "::1", "127.0.0.1")] {
+                let [address, other] = [address, other].map(|text| text.parse::<IpAddr>().unwrap());
+                let _listener = listen(SocketAddr::new(address, port)).unwrap();
+                assert!(TcpStream::connect((address, port)).await.is_ok(), "{address}");
+                assert!(
+                    TcpStream::connect((other, port)).await.is_err(),
+                    "{other}, though only {address} is served"
+                );
+            }
+        });
     }
 
     #[tokio::test]
