@@ -17,7 +17,8 @@ target=${CARGO_TARGET_DIR:-target}
 profile=${PROFILE:-dist}
 cni_profile=${CNI_PROFILE:-cni}
 host=$(rustc -vV | sed -n 's/^host: //p')
-static=${host%%-*}-unknown-linux-musl
+# The same machine and ABI: armv7-unknown-linux-gnueabihf has armv7-unknown-linux-musleabihf.
+static=$(echo "$host" | sed s/-gnu/-musl/)
 # cargo's directory of the profile dev is called debug.
 directory() { if [ "$1" = dev ]; then echo debug; else echo "$1"; fi; }
 

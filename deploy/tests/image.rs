@@ -12,7 +12,7 @@ mod container;
 mod objects;
 use as_root::as_root;
 use container::{image, said};
-use objects::{manifest, of_kind};
+use objects::{file, manifest, of_kind};
 
 /// All files below a directory, with their modes.
 fn files(dir: &Path, below: &str) -> Vec<(String, u32)> {
@@ -97,4 +97,32 @@ fn what_is_copied_onto_hosts_is_static() {
         inside(&["/install-conf", "/flannel", "/copy"]);
         assert!(inside(&["/copy"]).starts_with("CNI Plugin flannel version "));
     });
+}
+
+/// With a compiler of such a host, and none of its targets.
+#[test]
+fn static_programs_are_for_the_machine_and_abi_of_the_host() {
+    for (host, target) in [
+        ("x86_64-unknown-linux-gnu", "x86_64-unknown-linux-musl"),
+        ("aarch64-unknown-linux-gnu", "aarch64-unknown-linux-musl"),
+        ("armv7-unknown-linux-gnueabihf", "armv7-unknown-linux-musleabihf"),
+        ("x86_64-unknown-linux-musl", "x86_64-unknown-linux-musl"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let said = dir.path().join("said");
+        for (name, does) in [
+            ("rustc", format!("if [ \"$1\" = -vV ]; then echo 'host: {host}'; else echo /nonexistent; fi")),
+            ("rustup", format!("echo \"$*\" >{}; exit 1", said.display())),
+        ] {
+            let program = dir.path().join(name);
+            fs::write(&program, format!("#!/bin/sh\n{does}\n")).unwrap();
+            fs::set_permissions(program, fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        let path = format!("{}:{}", dir.path().display(), std::env::var("PATH").unwrap());
+        let script = file("build-image-root.sh");
+        let output = Command::new(script).arg(dir.path().join("image")).env("PATH", path).output().unwrap();
+        assert!(!output.status.success(), "the compiler for {target} cannot be had");
+        let asked = fs::read_to_string(said).unwrap_or_else(|error| panic!("{error}: {output:?}"));
+        assert_eq!(asked.trim(), format!("target add {target}"), "on {host}");
+    }
 }
