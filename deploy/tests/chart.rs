@@ -151,6 +151,16 @@ fn every_field_of_a_backend_reaches_it_and_no_other() {
     assert_eq!((options.port, options.vni, options.direct_routing, options.mtu), (4789, 7, true, Some(1400)));
 }
 
+/// A port in quotes arrives as a text, which no backend takes, Go flannel's as little as ours; the refusal says which field it is.
+#[test]
+fn a_number_in_quotes_is_refused_by_name() {
+    for (value, field) in [("backendPort", "Port"), ("vni", "VNI"), ("mtu", "MTU")] {
+        let config = config(&json!({ "flannel": { value: "4789" } }));
+        let error = flannel_backend_vxlan::Options::parse(&config.backend).unwrap_err().to_string();
+        assert!(error.contains(&format!("Backend.{field}")) && error.contains("\"4789\""), "{error}");
+    }
+}
+
 #[test]
 fn what_the_pod_is_given_stands_where_it_belongs() {
     let objects = rendered(&json!({
