@@ -283,6 +283,23 @@ fn the_manifest_is_all_that_a_node_needs() {
     });
 }
 
+/// It cannot be turned off from inside: /proc/sys is read-only there.
+#[test]
+fn a_tunnel_that_heeds_router_advertisements_is_told_of() {
+    as_root("a_tunnel_that_heeds_router_advertisements_is_told_of", || {
+        let cluster = Cluster::new(manifest());
+        cluster.node.net.sysctl("net/ipv6/conf/all/forwarding", "0").unwrap();
+        let daemon = cluster.start();
+        let log = cluster.log();
+        let told: Vec<&str> = log.lines().filter(|line| line.contains("WARN")).collect();
+        assert!(
+            matches!(told.as_slice(), [line] if line.contains("sysctl -w net/ipv6/conf/flannel.1/accept_ra=0")),
+            "{log}"
+        );
+        daemon.stop();
+    });
+}
+
 /// Values of a cluster of both families, with rules in nftables.
 #[test]
 fn the_chart_is_all_that_a_node_needs() {

@@ -7,6 +7,8 @@ mod taken;
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, btree_map};
+use std::path::Path;
+use std::{fs, io};
 
 use flannel_core::{
     Addr, Change, GO_ROUTE_PROTOCOL, KernelError, Link, LinkKind, LinkName, Nexthop, Object, Owned,
@@ -304,12 +306,23 @@ impl<'a> Writer<'a> {
         if want.up { self.socket.send_one(link::set_up(index, true)) } else { Ok(()) }
     }
 
-    /// The far end of a tunnel must not configure this host. There is no such file without IPv6, which is as good.
+    /// The far end of a tunnel must not configure this host. Containers may not write there, mostly.
     fn ignore_router_advertisements(&self, name: LinkName) {
-        let path = format!("/proc/sys/net/ipv6/conf/{name}/accept_ra");
-        let written = self.namespace.run(|| std::fs::write(&path, "0"));
-        if let Err(error) = written.and_then(|written| Ok(written?)) {
-            tracing::debug!(%error, path, "router advertisements are not turned off");
+        let path = Path::new("/proc/sys/net/ipv6/conf").join(name.as_str());
+        let outcome = self.namespace.run(|| (fs::write(path.join("accept_ra"), "0"), heeds(&path)));
+        match outcome {
+            Ok((Ok(()), _)) => {}
+            Ok((Err(error), Ok(true))) => tracing::warn!(
+                "{name} heeds router advertisements, so that whoever reaches into the tunnel may give this host addresses and \
+                 routes: {}/accept_ra cannot be written: {error}; right would be 0: on the host, \
+                 sysctl -w net/ipv6/conf/{name}/accept_ra=0",
+                path.display()
+            ),
+            // There is no such file without IPv6, which is as good.
+            Ok((Err(error), heeds)) => {
+                tracing::debug!(%error, ?heeds, link = %name, "accept_ra is left as it is");
+            }
+            Err(error) => tracing::debug!(%error, link = %name, "accept_ra is left as it is"),
         }
     }
 
@@ -329,6 +342,18 @@ impl<'a> Writer<'a> {
             self.addrs.remove(&index);
         }
     }
+}
+
+/// Whether a device with these IPv6 settings lets router advertisements configure the host.
+fn heeds(settings: &Path) -> io::Result<bool> {
+    let number = |name| fs::read_to_string(settings.join(name)).map(|text| text.trim().to_owned());
+    let accepts = match number("accept_ra")?.as_str() {
+        "0" => false,
+        // Hosts that forward are routers themselves; 2 is for those that are both.
+        "1" => number("forwarding")? == "0",
+        _ => true,
+    };
+    Ok(accepts && number("disable_ipv6")? == "0")
 }
 
 /// IPv6 looks for the gateway in the routing table even if the route says `onlink`, and refuses a gateway that is
@@ -361,6 +386,29 @@ fn unknown(object: &Object) -> KernelError {
 mod tests {
     use super::*;
     use crate::testing::{in_netns, ip};
+
+    #[test]
+    fn a_device_heeds_router_advertisements_as_its_settings_say() {
+        in_netns(|| {
+            ip("link add up0 type veth peer name far0");
+            let settings = Path::new("/proc/sys/net/ipv6/conf/up0");
+            for (accept_ra, forwarding, disable_ipv6, expected) in [
+                ("0", "0", "0", false),
+                ("1", "0", "0", true),
+                ("1", "1", "0", false),
+                ("2", "1", "0", true),
+                ("2", "0", "1", false),
+            ] {
+                let values =
+                    [("forwarding", forwarding), ("accept_ra", accept_ra), ("disable_ipv6", disable_ipv6)];
+                for (name, value) in values {
+                    fs::write(settings.join(name), value).unwrap();
+                }
+                assert_eq!(heeds(settings).unwrap(), expected, "{values:?}");
+            }
+            assert!(heeds(&settings.with_file_name("absent0")).is_err());
+        });
+    }
 
     #[test]
     fn peers_that_leave_together_cost_two_exchanges_a_batch() {
