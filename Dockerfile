@@ -21,6 +21,6 @@ RUN apt-get update \
     && update-alternatives --set ip6tables "/usr/sbin/ip6tables-$IPTABLES"
 COPY --from=build /image/ /
 ENV PATH=/opt/bin:/usr/sbin:/usr/bin:/sbin:/bin
-# Root, since the directories of the host belong to it, but without a capability that the manifest does not add: NET_ADMIN and
-# NET_RAW for flanneld, none for install-conf.
+# Root, since the directories of the host belong to it mostly, but without a capability that the manifest does not add: NET_ADMIN and
+# NET_RAW for flanneld, DAC_OVERRIDE for install-conf.
 ENTRYPOINT ["/opt/bin/flanneld"]
