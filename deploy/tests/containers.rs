@@ -22,7 +22,7 @@ mod container;
 mod objects;
 use as_root::as_root;
 use container::{Api, NODE_NAME, Node, image, said};
-use objects::{file, manifest, of_kind};
+use objects::{cleanup, file, manifest, of_kind};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -189,22 +189,19 @@ impl Cluster {
     }
 
     /// As the documentation tells how to uninstall.
-    fn clean_up(&self) {
-        let registry = self.node.host("/network");
-        fs::create_dir(&registry).unwrap();
-        let net_conf = &of_kind(&self.objects, "ConfigMap")["data"]["net-conf.json"];
-        fs::write(registry.join("config"), net_conf.as_str().unwrap()).unwrap();
-        let mut ctl = Command::new(image().join("opt/bin/flannelctl"));
-        ctl.arg(format!("--registry=dir:{}", registry.display()));
-        for (flag, path) in
-            [("--state-dir", "/var/lib/flannel"), ("--subnet-file", "/run/flannel/subnet.env")]
-        {
-            ctl.arg(flag).arg(self.node.host(path));
-        }
-        let cleanup = self.node.net.output(ctl.arg("cleanup")).unwrap();
-        assert!(cleanup.status.success(), "{}", String::from_utf8_lossy(&cleanup.stderr));
+    fn clean_up(mut self) {
+        let cleanup = cleanup();
+        self.node.take(of_kind(&cleanup, "DaemonSet"));
+        let output = self.node.net.output(&mut self.node.container("cleanup")).unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+        assert!(said.contains("delete link flannel.1"), "{said}");
         assert!(!self.on_node("ip link").contains("flannel"));
         assert!(!self.on_node("nft list ruleset").to_lowercase().contains("flannel"));
+        for path in ["/etc/cni/net.d", "/opt/cni/bin", "/run/flannel", "/var/lib/flannel"] {
+            let left: Vec<_> = fs::read_dir(self.node.host(path)).unwrap().collect();
+            assert!(left.is_empty(), "{path}: {left:?}");
+        }
     }
 }
 

@@ -12,7 +12,7 @@ use flannel_core::{Config, Family};
 use serde_json::{Value, json};
 
 mod objects;
-use objects::{file, key, known_to_the_api, manifest, of_kind, sorted};
+use objects::{cleanup, file, key, known_to_the_api, manifest, of_kind, sorted};
 
 /// What `kubectl kustomize` makes of a directory.
 fn kustomized(dir: &Path) -> Vec<Value> {
@@ -183,4 +183,30 @@ fn names_belong_together() {
     }
     let version = format!("localhost/flannel:v{}", env!("CARGO_PKG_VERSION"));
     assert!(containers.iter().all(|container| container["image"] == *version), "expected {version}");
+}
+
+/// It must neither be taken for flanneld nor miss anything of it.
+#[test]
+fn the_cleanup_runs_where_flannel_did_beside_nothing_of_it() {
+    let (flannel, cleanup) = (manifest(), cleanup());
+    cleanup.iter().for_each(|object| known_to_the_api(object).unwrap());
+    let [flannel, cleanup] = [&flannel, &cleanup].map(|objects| of_kind(objects, "DaemonSet"));
+    assert_eq!(cleanup["metadata"]["namespace"], flannel["metadata"]["namespace"]);
+    let [old, new] = [flannel, cleanup].map(|set| &set["spec"]["template"]);
+    assert_eq!(cleanup["spec"]["selector"]["matchLabels"], new["metadata"]["labels"]);
+    assert_ne!(flannel["spec"]["selector"]["matchLabels"]["app"], new["metadata"]["labels"]["app"]);
+    for field in ["affinity", "hostNetwork", "securityContext", "tolerations"] {
+        assert_eq!(new["spec"][field], old["spec"][field], "{field}");
+    }
+    let of_host = |pod: &Value| -> Vec<Value> {
+        let volumes = pod["spec"]["volumes"].as_array().unwrap().iter();
+        volumes.map(|volume| volume["hostPath"].clone()).filter(|path| !path.is_null()).collect()
+    };
+    assert_eq!(of_host(new), of_host(old));
+    for container in ["initContainers", "containers"].map(|kind| &new["spec"][kind][0]) {
+        assert_eq!(container["image"], old["spec"]["containers"][0]["image"]);
+        let context = &container["securityContext"];
+        assert_eq!(context["capabilities"]["drop"], json!(["ALL"]));
+        assert!(context["privileged"].is_null() && context["allowPrivilegeEscalation"] == false);
+    }
 }

@@ -393,6 +393,9 @@ fn without_a_daemon_it_says_so_and_what_is_left() {
         assert!(text.contains("10.1.7.0-24") && text.contains("start flanneld"), "{text}");
         assert!(place.says(&["peers"]).contains("10.1.7.0/24"));
 
+        let absent = place.path("net-conf.json");
+        let (_, text) = place.fails(&["cleanup", "--net-config-path", &absent]);
+        assert!(text.contains(&absent) && ip("link show").contains("flannel.1"), "{text}");
         let would = place.says(&["cleanup", "--dry-run", "--iface", "eth0"]);
         assert!(would.contains("route 10.1.7.0/24") && ip("route show").contains("10.1.7.0/24"), "{would}");
         let plain = place.says(&["cleanup", "--for-go", "--iface", "eth0"]);

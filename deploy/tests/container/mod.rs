@@ -72,25 +72,31 @@ impl Node {
         net.sysctl("net/ipv4/ip_forward", "1").unwrap();
         net.sysctl("net/ipv6/conf/all/forwarding", "1").unwrap();
         let dir = tempfile::tempdir().unwrap();
-        let node = Self { net, api: None, pod: set["spec"]["template"]["spec"].clone(), dir };
-        let map = node.dir.path().join("config-map");
+        let map = dir.path().join("config-map");
         fs::create_dir(&map).unwrap();
         for (name, text) in config["data"].as_object().unwrap() {
             fs::write(map.join(name), text.as_str().unwrap()).unwrap();
         }
-        for volume in node.pod["volumes"].as_array().unwrap() {
+        let mut node = Self { net, api: None, pod: Value::Null, dir };
+        node.take(set);
+        node
+    }
+
+    /// Takes the pod of `set` instead of the one that it had, and makes what of the host is missing.
+    pub(crate) fn take(&mut self, set: &Value) {
+        self.pod = set["spec"]["template"]["spec"].clone();
+        for volume in self.pod["volumes"].as_array().unwrap() {
             let Some(path) = volume["hostPath"]["path"].as_str() else { continue };
-            let path = node.host(path);
+            let path = self.host(path);
             match volume["hostPath"]["type"].as_str().unwrap() {
                 "DirectoryOrCreate" => fs::create_dir_all(path).unwrap(),
                 "FileOrCreate" => {
                     fs::create_dir_all(path.parent().unwrap()).unwrap();
-                    fs::write(path, "").unwrap();
+                    fs::OpenOptions::new().create(true).append(true).open(path).unwrap();
                 }
                 other => panic!("hostPath of type {other}"),
             }
         }
-        node
     }
 
     /// Where a path of the host is.

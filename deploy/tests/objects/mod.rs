@@ -22,6 +22,11 @@ pub(crate) fn manifest() -> Vec<Value> {
     deploy::documents(include_str!("../../kube-flannel.yml")).unwrap()
 }
 
+/// The objects that clean nodes up.
+pub(crate) fn cleanup() -> Vec<Value> {
+    deploy::documents(include_str!("../../cleanup.yml")).unwrap()
+}
+
 /// Kind and name, by which objects are told apart and put in order.
 pub(crate) fn key(object: &Value) -> (String, String) {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();

@@ -13,7 +13,7 @@ use serde_json::json;
 
 use super::client::Client;
 use super::options::{CleanupFlags, Global};
-use super::{Failure, Result, Said, offline};
+use super::{Failure, Result, Said, config, offline};
 use crate::backends;
 use crate::report::VERSION;
 use crate::state;
@@ -30,7 +30,10 @@ pub(crate) async fn cleanup(client: &Client, global: &Global, flags: &CleanupFla
             _alone = Some(state::lock(dir)?);
         }
     }
-    let config = offline::config(global).await?;
+    let config = match &flags.net_config_path {
+        Some(file) => config::of_file(file)?,
+        None => offline::config(global).await?,
+    };
     let kernel = NetlinkKernel::open()?;
     let uplink = uplink(&kernel, &config, &flags.iface)?;
     let owned = backends::find(&config.backend.kind)?.owned(uplink, &config)?;

@@ -52,6 +52,14 @@ pub(crate) async fn config(global: &Global, paper: &Paper, verb: &ConfigVerb) ->
     }
 }
 
+/// The network config in a file; `-` is standard input.
+///
+/// # Errors
+/// It cannot be read, or is wrong.
+pub(super) fn of_file(file: &Path) -> Result<Config> {
+    check(&read(file)?)
+}
+
 fn read(file: &Path) -> Result<ConfigText> {
     let mut text = String::new();
     let read = match file.as_os_str() == "-" {

@@ -204,6 +204,10 @@ pub(crate) struct CleanupFlags {
     /// The interface that the daemon used, by name or address; if not given, the one with the default route
     #[arg(long, value_name = "NAME|ADDRESS", env = "FLANNELD_IFACE", hide_env_values = true)]
     pub(crate) iface: Vec<String>,
+
+    /// The network config that the daemon used, - for standard input; if not given, the one in the store
+    #[arg(long, value_name = "FILE")]
+    pub(crate) net_config_path: Option<PathBuf>,
 }
 
 /// What to do with the config.
