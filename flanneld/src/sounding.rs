@@ -16,6 +16,7 @@
 //! Nothing of this is in the store.
 
 mod ear;
+mod nodes;
 mod responder;
 mod sounder;
 

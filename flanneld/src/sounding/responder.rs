@@ -8,7 +8,7 @@
 use std::convert::Infallible;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use flannel_core::{Dual, Family, Lease, LinkName, Status, View};
@@ -18,13 +18,16 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use super::ear::{Ear, node};
+use super::ear::Ear;
+use super::nodes::Nodes;
 use super::{HELLO, LEAST, MOST, NONCE, NOTICE, QUESTION, Report, amount, fill, read_line, take};
 
 /// So many are sounding at once; who comes then is refused.
 const AT_ONCE: usize = 8;
 /// After each connection and datagram.
 const PAUSE: Duration = Duration::from_millis(2);
+/// What is kept to find who asks is forgotten when nobody has for so long.
+const IDLE: Duration = Duration::from_secs(60);
 /// A client has so long to say what it wants.
 const ASKING: Duration = Duration::from_secs(1);
 /// What was announced has so long to come: some repetitions of what is lost.
@@ -45,11 +48,27 @@ pub(crate) struct Place {
     pub(crate) status: watch::Receiver<Arc<Status>>,
 }
 
-impl Place {
+/// What is known while it answers on a tunnel.
+#[derive(Debug)]
+struct Desk<'a> {
+    place: &'a Place,
+    nodes: Mutex<Nodes>,
+    ear: Ear,
+}
+
+impl<'a> Desk<'a> {
+    fn new(place: &'a Place) -> Self {
+        Self { place, nodes: Mutex::new(Nodes::new(place.views.clone())), ear: Ear::default() }
+    }
+
     /// The lease of another node, by the address of its tunnel.
     fn other(&self, from: IpAddr) -> Option<Arc<Lease>> {
-        let own = self.tunnels.values().any(|(_, own)| *own == from);
-        if own { None } else { node(&self.views.borrow(), from).cloned() }
+        let own = self.place.tunnels.values().any(|(_, own)| *own == from);
+        if own { None } else { self.nodes().at(from).first().cloned() }
+    }
+
+    fn nodes(&self) -> MutexGuard<'_, Nodes> {
+        self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -72,13 +91,13 @@ pub(crate) async fn respond(place: Place) -> Infallible {
 }
 
 async fn on_tunnel(place: &Place, device: LinkName, address: IpAddr) -> Infallible {
-    let (mut status, ear) = (place.status.clone(), Ear::default());
+    let (mut status, desk) = (place.status.clone(), Desk::new(place));
     let mut told = None;
     loop {
         match open(device, SocketAddr::new(address, place.port)) {
             Ok((listener, datagrams)) => tokio::select! {
-                never = accept(&listener, place, &ear) => match never {},
-                never = listen(&datagrams, place, &ear) => match never {},
+                never = accept(&listener, &desk) => match never {},
+                never = listen(&datagrams, &desk) => match never {},
                 () = lost(&listener, &mut status) => continue,
             },
             Err(error) if told != Some(error.kind()) => {
@@ -133,23 +152,28 @@ async fn lost(listener: &TcpListener, status: &mut watch::Receiver<Arc<Status>>)
 }
 
 /// Notes who is heard, and says so beside the tunnel, since the way back through it may be the one that is lost.
-async fn listen(datagrams: &UdpSocket, place: &Place, ear: &Ear) -> Infallible {
+async fn listen(datagrams: &UdpSocket, desk: &Desk<'_>) -> Infallible {
     let mut buffer = vec![0; usize::from(u16::MAX)];
     loop {
-        if let Ok((len, from)) = datagrams.recv_from(&mut buffer).await
-            && let Some(lease) = place.other(from.ip())
-        {
-            let headers = if from.is_ipv4() { 28 } else { 48 };
-            let size = u16::try_from(len + headers).unwrap_or(u16::MAX);
-            if let Some((port, nonce)) = question(&buffer[..len]) {
-                ear.note(from.ip(), size, &place.views.borrow());
-                if let Some(public) = lease.attrs.public[Family::of(from.ip())] {
-                    // That it does not arrive is nothing new to who gets none.
-                    let _ = notice(SocketAddr::new(public, port), nonce, size).await;
-                }
-            }
+        match timeout(IDLE, datagrams.recv_from(&mut buffer)).await {
+            Ok(Ok((len, from))) => hear(&buffer[..len], from, desk).await,
+            Ok(Err(_)) => {}
+            Err(_) => desk.nodes().forget(),
         }
         sleep(PAUSE).await;
+    }
+}
+
+/// What is no question of a node costs next to nothing.
+async fn hear(datagram: &[u8], from: SocketAddr, desk: &Desk<'_>) {
+    let Some((port, nonce)) = question(datagram) else { return };
+    let Some(lease) = desk.other(from.ip()) else { return };
+    let headers = if from.is_ipv4() { 28 } else { 48 };
+    let size = u16::try_from(datagram.len() + headers).unwrap_or(u16::MAX);
+    desk.ear.note(from.ip(), size, &desk.place.views.borrow());
+    if let Some(public) = lease.attrs.public[Family::of(from.ip())] {
+        // That it does not arrive is nothing new to who gets none.
+        let _ = notice(SocketAddr::new(public, port), nonce, size).await;
     }
 }
 
@@ -165,7 +189,7 @@ async fn notice(to: SocketAddr, nonce: &[u8], size: u16) -> io::Result<()> {
     socket.send_to(&[&NOTICE[..], nonce, &size.to_be_bytes()].concat(), to).await.map(drop)
 }
 
-async fn accept(listener: &TcpListener, place: &Place, ear: &Ear) -> Infallible {
+async fn accept(listener: &TcpListener, desk: &Desk<'_>) -> Infallible {
     let mut clients = JoinSet::new();
     loop {
         let accepted = listener.accept().await;
@@ -173,9 +197,9 @@ async fn accept(listener: &TcpListener, place: &Place, ear: &Ear) -> Infallible 
         // Who is refused is not told why.
         if let Ok((stream, from)) = accepted
             && clients.len() < AT_ONCE
-            && place.other(from.ip()).is_some()
+            && desk.other(from.ip()).is_some()
         {
-            let (mtu, ear) = (place.mtu, ear.clone());
+            let (mtu, ear) = (desk.place.mtu, desk.ear.clone());
             clients.spawn(async move {
                 // Whatever goes wrong, the client tells.
                 let _ = timeout(ASKING + PATIENCE + LEAVING, answer(stream, from.ip(), mtu, &ear)).await;

@@ -1,0 +1,117 @@
+//! Whose tunnel an address is.
+//!
+//! The one thing to know: whoever can send a packet makes this be asked, so an answer never walks over all leases: it costs a
+//! look-up, after what changed since the last question was taken in. While nobody asks, nothing is kept.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use flannel_core::{Lease, LeaseSet, View};
+use tokio::sync::watch;
+
+/// The leases by the addresses of their tunnels.
+#[derive(Debug)]
+pub(super) struct Nodes {
+    views: watch::Receiver<View>,
+    /// What was taken in.
+    seen: LeaseSet,
+    /// Leases of different lengths have the same one.
+    by_address: BTreeMap<IpAddr, Vec<Arc<Lease>>>,
+}
+
+impl Nodes {
+    pub(super) fn new(mut views: watch::Receiver<View>) -> Self {
+        views.mark_changed();
+        Self { views, seen: LeaseSet::default(), by_address: BTreeMap::new() }
+    }
+
+    /// The leases whose tunnel has this address, believed or not; mostly one or none.
+    pub(super) fn at(&mut self, address: IpAddr) -> &[Arc<Lease>] {
+        // The last view of a store that nobody follows any more holds.
+        if self.views.has_changed().unwrap_or(false) {
+            let leases = self.views.borrow_and_update().leases.clone();
+            let older = std::mem::replace(&mut self.seen, leases);
+            for (subnets, lease) in self.seen.changes_since(&older) {
+                for subnet in subnets.iter() {
+                    let there = self.by_address.entry(subnet.base()).or_default();
+                    there.retain(|known| known.subnets != subnets);
+                    there.extend(lease.cloned());
+                    if there.is_empty() {
+                        self.by_address.remove(&subnet.base());
+                    }
+                }
+            }
+        }
+        self.by_address.get(&address).map_or(&[], Vec::as_slice)
+    }
+
+    /// Nobody has asked for a while.
+    pub(super) fn forget(&mut self) {
+        *self = Self::new(self.views.clone());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use flannel_core::{LeaseAttrs, Origin, Revision, Subnet, Subnets};
+
+    use super::*;
+
+    fn lease(subnet: Subnet) -> Lease {
+        Lease {
+            subnets: Subnets::new([subnet]).unwrap(),
+            attrs: LeaseAttrs::default(),
+            expires: None,
+            since: Revision(1),
+            revision: Revision(1),
+        }
+    }
+
+    fn keys(leases: &[Arc<Lease>]) -> Vec<String> {
+        leases.iter().map(|lease| lease.subnets.to_string()).collect()
+    }
+
+    #[test]
+    fn leases_that_come_and_go_are_known_by_the_addresses_of_their_tunnels() {
+        let (sender, views) = watch::channel(View::unknown());
+        let mut nodes = Nodes::new(views);
+        let address = |text: &str| text.parse::<IpAddr>().unwrap();
+        assert_eq!(keys(nodes.at(address("10.1.7.0"))), [""; 0]);
+        let put = |key: &str| {
+            let lease = Lease { subnets: key.parse().unwrap(), ..lease("10.1.7.0/24".parse().unwrap()) };
+            sender.send_modify(|view| view.leases.insert(lease));
+        };
+        put("10.1.7.0-24&fd00:0:0:7::-64");
+        put("10.1.7.0-25");
+        assert_eq!(keys(nodes.at(address("10.1.7.0"))), ["10.1.7.0-24&fd00:0:0:7::-64", "10.1.7.0-25"]);
+        assert_eq!(keys(nodes.at(address("fd00:0:0:7::"))), ["10.1.7.0-24&fd00:0:0:7::-64"]);
+        for nobodys in ["10.1.7.9", "10.1.8.0", "192.0.2.7", "fd00:0:0:7::1"] {
+            assert_eq!(keys(nodes.at(address(nobodys))), [""; 0], "{nobodys}");
+        }
+        nodes.forget();
+        assert!(nodes.by_address.is_empty() && nodes.seen.is_empty());
+        sender.send_modify(|view| drop(view.leases.remove(&"10.1.7.0-24&fd00:0:0:7::-64".parse().unwrap())));
+        assert_eq!(keys(nodes.at(address("10.1.7.0"))), ["10.1.7.0-25"]);
+        sender.send_modify(|view| drop(view.leases.remove(&"10.1.7.0-25".parse().unwrap())));
+        assert_eq!(keys(nodes.at(address("10.1.7.0"))), [""; 0]);
+        assert!(nodes.by_address.is_empty());
+    }
+
+    #[test]
+    fn who_floods_it_with_questions_makes_nobody_walk_over_all_leases() {
+        let network: Subnet = "10.0.0.0/8".parse().unwrap();
+        let leases: LeaseSet =
+            (0..20_000).map(|n| lease(Subnet::new(network.nth(n << 8).unwrap(), 24).unwrap())).collect();
+        let (_sender, views) = watch::channel(View { leases, origin: Origin::Cached { written: None } });
+        let mut nodes = Nodes::new(views);
+        assert_eq!(nodes.at("10.1.7.0".parse().unwrap()).len(), 1);
+        let start = Instant::now();
+        let found: usize = (0..20_000).map(|n| nodes.at(network.nth((n << 8) | 9).unwrap()).len()).sum();
+        assert_eq!(found, 0, "an address of a pod is no tunnel's");
+        // A walk each time takes minutes.
+        assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+    }
+}
