@@ -189,10 +189,13 @@ fn on_the_way() {
     let found = finds(&lab, host, &["tunnel error", "UDP port 8472 may be blocked"]);
     assert!(found.contains(&format!("no reply from {}", peer.base())), "{found}");
     nft("flush chain ip guard into");
+    is_well(&lab, host);
 
-    // What comes in full size is lost.
+    // What comes in full size is lost, which it was not a moment ago.
     nft("add rule ip guard into udp dport 8472 ip length > 1400 drop");
-    finds(&lab, host, &["path-mtu error", "1450 bytes", "do not arrive there, while small ones do"]);
+    let found = findings(&lab, host, None);
+    let lost = ["path-mtu error", "1450 bytes", "do not arrive there, while small ones do"];
+    assert!(found.len() == 1 && lost.iter().all(|part| found[0].contains(part)), "{found:#?}");
     finds(&lab, other, &["path-mtu error", "1450 bytes", "arrive there, and are lost on the way back"]);
     nft("flush chain ip guard into");
 
@@ -305,7 +308,7 @@ fn strangers() {
     for family in Family::BOTH {
         let address = env.subnets[family].unwrap().base();
         let ask = format!(
-            "exec 3<>/dev/tcp/{address}/8473 && echo 'flannel 1 10' >&3 && printf 0123456789 >&3 && cat <&3"
+            "exec 3<>/dev/tcp/{address}/8473 && echo 'flannel 1 10 00000000000000ff' >&3 && printf 0123456789 >&3 && cat <&3"
         );
         let answer = |namespace: &flannel_lab::Namespace| {
             let output = namespace.output(Command::new("timeout").args(["5", "bash", "-c", &ask])).unwrap();

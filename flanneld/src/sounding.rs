@@ -8,7 +8,7 @@
 //! ```text
 //! doctor ══"flannel?" port nonce, small and of full size, UDP══▶ daemon
 //!        ◀─────────────"flannel!" nonce size, UDP, to that port─
-//! doctor ══"flannel 1 5592\n", 5592 bytes, TCP═════════════════▶ daemon        ══ in the tunnel
+//! doctor ══"flannel 1 5592 NONCE\n", 5592 bytes, TCP═══════════▶ daemon        ══ in the tunnel
 //!        ◀═{"version":1,"received":5592,"mtu":1450,"heard":1450,"bytes":5592}\n, 5592 bytes
 //! ```
 //!
@@ -37,11 +37,11 @@ pub(crate) const PORT: &str = "8473";
 const QUESTION: &[u8; 8] = b"flannel?";
 /// What its acknowledgement begins with; the nonce and the size of the whole packet follow.
 const NOTICE: &[u8; 8] = b"flannel!";
-/// In bytes.
-const NONCE: usize = 8;
+/// What tells a sounding from others.
+type Nonce = [u8; 8];
 /// A question has at least so many bytes: more than its acknowledgement.
-const LEAST: usize = QUESTION.len() + 2 + NONCE;
-/// What a connection begins with: the version of what follows.
+const LEAST: usize = QUESTION.len() + 2 + size_of::<Nonce>();
+/// What a connection begins with: the version of what follows, which is how many bytes and the nonce in hexadecimal.
 const HELLO: &str = "flannel 1 ";
 /// A first line has at most so many bytes.
 const LINE: usize = 256;
@@ -58,7 +58,7 @@ struct Report {
     received: usize,
     /// What pods there may send, in bytes.
     mtu: u32,
-    /// The largest packet that came as a datagram in the last seconds, in bytes; 0: none.
+    /// The largest packet of this sounding that came as a datagram, in bytes; 0: none.
     heard: u16,
     /// So many follow.
     bytes: usize,

@@ -20,7 +20,7 @@ use tokio::time::{sleep, timeout};
 
 use super::ear::Ear;
 use super::nodes::Nodes;
-use super::{HELLO, LEAST, MOST, NONCE, NOTICE, QUESTION, Report, amount, fill, read_line, take};
+use super::{HELLO, LEAST, MOST, NOTICE, Nonce, QUESTION, Report, amount, fill, read_line, take};
 
 /// So many are sounding at once; who comes then is refused.
 const AT_ONCE: usize = 8;
@@ -170,7 +170,7 @@ async fn hear(datagram: &[u8], from: SocketAddr, desk: &Desk<'_>) {
     let Some(lease) = desk.other(from.ip()) else { return };
     let headers = if from.is_ipv4() { 28 } else { 48 };
     let size = u16::try_from(datagram.len() + headers).unwrap_or(u16::MAX);
-    desk.ear.note(from.ip(), size, &desk.place.views.borrow());
+    desk.ear.note(from.ip(), nonce, size);
     if let Some(public) = lease.attrs.public[Family::of(from.ip())] {
         // That it does not arrive is nothing new to who gets none.
         let _ = notice(SocketAddr::new(public, port), nonce, size).await;
@@ -178,15 +178,15 @@ async fn hear(datagram: &[u8], from: SocketAddr, desk: &Desk<'_>) {
 }
 
 /// The port that waits for an acknowledgement, and what it is to say.
-fn question(datagram: &[u8]) -> Option<(u16, &[u8])> {
+fn question(datagram: &[u8]) -> Option<(u16, Nonce)> {
     let rest = datagram.strip_prefix(QUESTION).filter(|_| datagram.len() >= LEAST)?;
-    let (port, rest) = rest.split_first_chunk::<2>()?;
-    Some((u16::from_be_bytes(*port), rest.get(..NONCE)?))
+    let (port, rest) = rest.split_first_chunk()?;
+    Some((u16::from_be_bytes(*port), *rest.first_chunk()?))
 }
 
-async fn notice(to: SocketAddr, nonce: &[u8], size: u16) -> io::Result<()> {
+async fn notice(to: SocketAddr, nonce: Nonce, size: u16) -> io::Result<()> {
     let socket = UdpSocket::bind((Family::of(to.ip()).unspecified(), 0)).await?;
-    socket.send_to(&[&NOTICE[..], nonce, &size.to_be_bytes()].concat(), to).await.map(drop)
+    socket.send_to(&[&NOTICE[..], &nonce, &size.to_be_bytes()].concat(), to).await.map(drop)
 }
 
 async fn accept(listener: &TcpListener, desk: &Desk<'_>) -> Infallible {
@@ -209,21 +209,25 @@ async fn accept(listener: &TcpListener, desk: &Desk<'_>) -> Infallible {
     }
 }
 
+/// How much a client is going to send, and what its datagrams bear.
+fn announcement(hello: &str) -> Option<(usize, Nonce)> {
+    let (bytes, nonce) = hello.strip_prefix(HELLO)?.split_once(' ')?;
+    let bytes = bytes.parse().ok().filter(|bytes| *bytes <= MOST)?;
+    Some((bytes, u64::from_str_radix(nonce, 16).ok()?.to_be_bytes()))
+}
+
 /// Takes what is sent, tells how much has come, and sends the same amount.
 async fn answer(mut stream: TcpStream, from: IpAddr, mtu: u32, ear: &Ear) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let hello = timeout(ASKING, read_line(&mut stream)).await??;
-    let announced = hello.strip_prefix(HELLO).and_then(|number| number.parse().ok());
-    let Some(announced) = announced.filter(|bytes: &usize| *bytes <= MOST) else {
-        return Ok(());
-    };
+    let Some((announced, nonce)) = announcement(&hello) else { return Ok(()) };
     let mut received = 0;
     // Impatience is no failure: what has come by then is what is told.
     if let Ok(taken) = timeout(PATIENCE, take(&mut stream, announced, &mut received)).await {
         taken?;
     }
     let bytes = amount(&stream)?.min(announced);
-    let report = Report { version: 1, received, mtu, heard: ear.just_now(from), bytes };
+    let report = Report { version: 1, received, mtu, heard: ear.heard(from, nonce), bytes };
     let line = serde_json::to_string(&report).map_err(io::Error::other)? + "\n";
     let (mut reader, mut writer) = stream.split();
     // Small, so that it arrives where large segments do not.

@@ -13,7 +13,7 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpStream, UdpSocket};
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::{HELLO, LEAST, MOST, NONCE, NOTICE, QUESTION, Report, amount, fill, read_line, take};
+use super::{HELLO, LEAST, MOST, NOTICE, Nonce, QUESTION, Report, amount, fill, read_line, take};
 
 /// Who does not take a connection for so long does not answer.
 const CONNECTING: Duration = Duration::from_secs(1);
@@ -72,7 +72,7 @@ pub(crate) async fn sound(to: IpAddr, public: Option<IpAddr>, port: u16, full: u
     // Before the report that tells what was heard.
     let _ = announce(to, full, &inbox, nonce).await;
     let segments = match timeout(CONNECTING, TcpStream::connect(to)).await {
-        Ok(Ok(mut stream)) => exchange(&mut stream).await.ok().flatten(),
+        Ok(Ok(mut stream)) => exchange(&mut stream, nonce).await.ok().flatten(),
         // Said at once, and through the tunnel: it is no daemon of ours.
         Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => return Sounding::default(),
         _ => None,
@@ -85,14 +85,14 @@ pub(crate) async fn sound(to: IpAddr, public: Option<IpAddr>, port: u16, full: u
 }
 
 /// Something that nobody else knows.
-fn nonce() -> [u8; NONCE] {
+fn nonce() -> Nonce {
     use std::hash::{BuildHasher, RandomState};
     // Its keys are the system's random numbers.
     RandomState::new().hash_one(std::process::id()).to_be_bytes()
 }
 
 /// Sends small datagrams and such of full size.
-async fn announce(to: SocketAddr, full: u16, inbox: &UdpSocket, nonce: [u8; NONCE]) -> io::Result<()> {
+async fn announce(to: SocketAddr, full: u16, inbox: &UdpSocket, nonce: Nonce) -> io::Result<()> {
     let any: SocketAddr = (Family::of(to.ip()).unspecified(), 0).into();
     let socket = UdpSocket::bind(any).await?;
     socket.connect(to).await?;
@@ -109,7 +109,7 @@ async fn announce(to: SocketAddr, full: u16, inbox: &UdpSocket, nonce: [u8; NONC
 }
 
 /// The largest packet that was acknowledged, in bytes.
-async fn notices(inbox: &UdpSocket, public: IpAddr, full: u16, nonce: [u8; NONCE]) -> u16 {
+async fn notices(inbox: &UdpSocket, public: IpAddr, full: u16, nonce: Nonce) -> u16 {
     let (mut largest, mut buffer) = (0, [0; 64]);
     while largest < full
         && let Ok(Ok((len, from))) = timeout(MOMENT, inbox.recv_from(&mut buffer)).await
@@ -124,14 +124,15 @@ async fn notices(inbox: &UdpSocket, public: IpAddr, full: u16, nonce: [u8; NONCE
     largest
 }
 
-async fn exchange(stream: &mut TcpStream) -> io::Result<Option<Sounded>> {
+async fn exchange(stream: &mut TcpStream, nonce: Nonce) -> io::Result<Option<Sounded>> {
     let deadline = Instant::now() + PATIENCE;
     stream.set_nodelay(true)?;
     let sent = amount(stream)?;
     let segment = socket2::SockRef::from(&*stream).tcp_mss()? as usize;
     let (mut reader, mut writer) = stream.split();
     let send = async {
-        writer.write_all(format!("{HELLO}{sent}\n").as_bytes()).await?;
+        let nonce = u64::from_be_bytes(nonce);
+        writer.write_all(format!("{HELLO}{sent} {nonce:016x}\n").as_bytes()).await?;
         fill(&mut writer, sent).await?;
         // Whoever listens ends this.
         std::future::pending::<io::Result<Option<Sounded>>>().await
