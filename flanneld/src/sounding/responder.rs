@@ -61,10 +61,15 @@ impl<'a> Desk<'a> {
         Self { place, nodes: Mutex::new(Nodes::new(place.views.clone())), ear: Ear::default() }
     }
 
-    /// The lease of another node, by the address of its tunnel.
+    /// The lease of another node, by the address of its tunnel. One that nobody believes may name anybody as its node.
     fn other(&self, from: IpAddr) -> Option<Arc<Lease>> {
-        let own = self.place.tunnels.values().any(|(_, own)| *own == from);
-        if own { None } else { self.nodes().at(from).first().cloned() }
+        if self.place.tunnels.values().any(|(_, own)| *own == from) {
+            return None;
+        }
+        let status = Arc::clone(&self.place.status.borrow());
+        let mut nodes = self.nodes();
+        let believed = |lease: &&Arc<Lease>| !status.disbelieved.contains_key(&lease.subnets);
+        nodes.at(from).iter().find(believed).cloned()
     }
 
     fn nodes(&self) -> MutexGuard<'_, Nodes> {
@@ -235,4 +240,30 @@ async fn answer(mut stream: TcpStream, from: IpAddr, mtu: u32, ear: &Ear) -> io:
     fill(&mut writer, bytes).await?;
     // Closed with something unread, it would be reset, and what is under way be lost.
     take(&mut reader, MOST, &mut 0).await
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::testing::FakeSubnets;
+    use flannel_core::{Disbelief, SubnetManager};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_lease_that_nobody_believes_is_not_answered() {
+        let subnets = FakeSubnets::new("10.1.0.0/16");
+        subnets.put("10.1.7.0-24", "127.0.0.1");
+        subnets.put("10.1.8.0-24", "192.0.2.8");
+        let (told, status) = watch::channel(Arc::new(Status::default()));
+        let views = subnets.watch_leases().await.unwrap();
+        let place = Place { port: 0, tunnels: Dual::default(), mtu: 1450, views, status };
+        let desk = Desk::new(&place);
+        let other = |n| desk.other(IpAddr::from([10, 1, n, 0])).is_some();
+        assert_eq!([7, 8, 9].map(other), [true, true, false]);
+        let why = Disbelief::Rejected("its public address 127.0.0.1 is no host's address".into());
+        told.send_modify(|status| {
+            Arc::make_mut(status).disbelieved = [("10.1.7.0-24".parse().unwrap(), why)].into_iter().collect();
+        });
+        assert_eq!([7, 8, 9].map(other), [false, true, false]);
+    }
 }
