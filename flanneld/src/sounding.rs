@@ -85,13 +85,16 @@ async fn read_line(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<String> 
     Err(io::Error::other("the first line is too long"))
 }
 
-/// Takes up to `most` bytes, and counts them: what came before the caller lost patience counts.
-async fn take(stream: &mut (impl AsyncRead + Unpin), most: usize, taken: &mut usize) -> io::Result<()> {
+/// Takes `bytes` bytes, and counts them: what came before the caller lost patience counts.
+///
+/// # Errors
+/// The other end ended the connection before. That is no evidence of loss: only waiting in vain is.
+async fn take(stream: &mut (impl AsyncRead + Unpin), bytes: usize, taken: &mut usize) -> io::Result<()> {
     let mut buffer = [0; 4096];
-    while *taken < most {
-        let wanted = buffer.len().min(most - *taken);
+    while *taken < bytes {
+        let wanted = buffer.len().min(bytes - *taken);
         match stream.read(&mut buffer[..wanted]).await? {
-            0 => return Ok(()),
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
             len => *taken += len,
         }
     }
@@ -101,4 +104,18 @@ async fn take(stream: &mut (impl AsyncRead + Unpin), most: usize, taken: &mut us
 /// Sends so many bytes that mean nothing.
 async fn fill(stream: &mut (impl AsyncWrite + Unpin), bytes: usize) -> io::Result<()> {
     stream.write_all(&vec![b'f'; bytes]).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_connection_that_ends_early_is_no_evidence_of_loss() {
+        let mut taken = 0;
+        take(&mut &b"0123456789"[..], 10, &mut taken).await.unwrap();
+        assert_eq!(taken, 10);
+        let ended = take(&mut &b"0123456789"[..], 11, &mut 0).await;
+        assert_eq!(ended.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+    }
 }

@@ -108,11 +108,11 @@ async fn announce(to: SocketAddr, full: u16, inbox: &UdpSocket, nonce: Nonce) ->
     Ok(())
 }
 
-/// The largest packet that was acknowledged, in bytes.
+/// The largest packet that was acknowledged, in bytes. Whatever else comes, this takes a moment at most.
 async fn notices(inbox: &UdpSocket, public: IpAddr, full: u16, nonce: Nonce) -> u16 {
-    let (mut largest, mut buffer) = (0, [0; 64]);
+    let (mut largest, mut buffer, end) = (0, [0; 64], Instant::now() + MOMENT);
     while largest < full
-        && let Ok(Ok((len, from))) = timeout(MOMENT, inbox.recv_from(&mut buffer)).await
+        && let Ok(Ok((len, from))) = timeout_at(end, inbox.recv_from(&mut buffer)).await
     {
         let said = buffer[..len].strip_prefix(NOTICE).and_then(|rest| rest.strip_prefix(&nonce));
         if let Some(Ok(size)) = said.map(<[u8; 2]>::try_from)
@@ -142,13 +142,70 @@ async fn exchange(stream: &mut TcpStream, nonce: Nonce) -> io::Result<Option<Sou
         let Ok(report) = serde_json::from_str::<Report>(&line?) else { return Ok(None) };
         let announced = report.bytes.min(MOST);
         let mut back = Passage { sent: announced, arrived: 0 };
-        // Impatience is no failure here either.
-        let _ = timeout_at(deadline, take(&mut reader, announced, &mut back.arrived)).await;
+        // Impatience is no failure here either; but a daemon that stops meanwhile lost no segments.
+        if let Ok(taken) = timeout_at(deadline, take(&mut reader, announced, &mut back.arrived)).await {
+            taken?;
+        }
         let there = Passage { sent, arrived: report.received };
         Ok(Some(Sounded { there, back, segment, mtu: report.mtu, heard: report.heard }))
     };
     tokio::select! {
         ended = send => ended,
         sounded = hear => sounded,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    /// What the doctor makes of a daemon that reports this, sends so many bytes and goes away, or does not.
+    async fn exchanged(bytes: usize, goes_away: bool) -> Option<Passage> {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let daemon = async {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let hello = read_line(&mut stream).await.unwrap();
+            let sent = hello.split(' ').nth(2).unwrap().parse().unwrap();
+            take(&mut stream, sent, &mut 0).await.unwrap();
+            let report = Report { version: 1, received: sent, mtu: 1450, heard: 0, bytes: 100 };
+            stream.write_all((serde_json::to_string(&report).unwrap() + "\n").as_bytes()).await.unwrap();
+            fill(&mut stream, bytes).await.unwrap();
+            if !goes_away {
+                let _ = take(&mut stream, 1, &mut 0).await;
+            }
+        };
+        let doctor = async {
+            let mut stream = TcpStream::connect(address).await.unwrap();
+            exchange(&mut stream, 7_u64.to_be_bytes()).await.ok().flatten()
+        };
+        tokio::join!(daemon, doctor).1.map(|sounded| sounded.back)
+    }
+
+    #[tokio::test]
+    async fn only_what_is_waited_for_in_vain_is_lost() {
+        assert_eq!(exchanged(100, false).await, Some(Passage { sent: 100, arrived: 100 }));
+        assert_eq!(exchanged(50, true).await, None, "it went away");
+        assert_eq!(exchanged(50, false).await, Some(Passage { sent: 100, arrived: 50 }));
+    }
+
+    #[tokio::test]
+    async fn junk_keeps_nobody_waiting() {
+        let inbox = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        let to = inbox.local_addr().unwrap();
+        let others = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        let junk = async {
+            loop {
+                others.send_to(b"junk", to).await.unwrap();
+                tokio::time::sleep(MOMENT / 20).await;
+            }
+        };
+        let noticed = notices(&inbox, to.ip(), 1450, [0; 8]);
+        tokio::select! {
+            () = junk => (),
+            noticed = timeout(100 * MOMENT, noticed) => assert_eq!(noticed, Ok(0)),
+        }
     }
 }
