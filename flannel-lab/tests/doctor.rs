@@ -115,6 +115,7 @@ tests! {
     faults_while_the_daemon_is_down: without_a_daemon();
     the_way_that_is_lost_is_named: directions();
     ten_planted_faults_are_found_and_what_is_said_to_mend_them_does: ten_faults();
+    a_stale_peer_of_both_families_is_let_go_by_what_is_said_to_mend_it: stale_peer();
     nobody_but_other_nodes_is_answered: strangers();
 }
 
@@ -434,6 +435,20 @@ fn five_between_hosts(lab: &Lab) {
     lease("10.244.251.0-24", "192.168.77.199");
     mend(lab, &[host], &finds(lab, host, &["peer error", "no reply from 10.244.251.0-24, neither"]));
     is_well(lab, host);
+}
+
+/// Its key has a part for each family, which a shell is not to cut in two.
+fn stale_peer() {
+    let lab = up(Lab::builder().families(Family::BOTH));
+    let host = &lab.hosts()[0];
+    is_well(&lab, host);
+    let key = "10.244.251.0-24&fd00:10:244:fb::-64";
+    let value = r#"{"PublicIP":"192.168.77.199","PublicIPv6":"fd77::c7","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:fb"},"BackendV6Data":{"VNI":1,"VtepMAC":"0a:00:00:00:00:fb"}}"#;
+    std::fs::write(lab.registry().join("subnets").join(key), value).unwrap();
+    let found = finds(&lab, host, &["peer error", &format!("no reply from {key}, neither")]);
+    mend(&lab, &[host], &found);
+    assert!(!lab.registry().join("subnets").join(key).exists());
+    is_well(&lab, host);
 }
 
 fn five_of_a_host(lab: &Lab) {

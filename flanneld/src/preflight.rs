@@ -13,6 +13,7 @@ use flannel_firewall::{ForwardDrop, LegacyMemory};
 use serde::{Deserialize, Serialize};
 
 use crate::observe::NetworkSnapshot;
+use crate::problems::release;
 
 pub(crate) use read::Scene;
 use read::read;
@@ -261,9 +262,7 @@ fn clashes(facts: &Facts) -> Vec<Finding> {
                 "{subnets} is the lease of another node with this node's public address {address}: each takes the other's \
                  packets"
             );
-            let mend = format!(
-                "flannelctl lease release --force {subnets} # if that node is gone, else give it another --public-ip"
-            );
+            let mend = format!("{}, else give it another --public-ip", release(subnets));
             found.push(Finding::error(DUPLICATE, text).mend(mend));
         }
     }

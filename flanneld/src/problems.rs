@@ -1,6 +1,7 @@
 //! What is wrong, in sentences. The one thing to know: readiness is the absence of errors in this list, so that whoever
 //! asks why a node is not ready gets the very reasons.
 
+use std::fmt::Display;
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -215,8 +216,9 @@ fn of_leases(network: &NetworkSnapshot) -> Vec<Problem> {
     found
 }
 
-fn release(subnets: &Subnets) -> String {
-    format!("flannelctl lease release --force {subnets} # if that node is gone")
+/// Lets go a lease. Quoted, since a shell cuts a key of both families in two.
+pub(crate) fn release(key: impl Display) -> String {
+    format!("flannelctl lease release --force '{key}' # if that node is gone")
 }
 
 /// One about a public address that nodes share is mended by letting go the youngest of the others.
@@ -228,7 +230,7 @@ fn of_remark(remark: &str, network: &NetworkSnapshot) -> String {
     };
     let youngest = network.view.leases.iter().filter(has_it).max_by_key(|lease| lease.since);
     match youngest {
-        Some(lease) => format!("{}, else give it another --public-ip", release(&lease.subnets)),
+        Some(lease) => format!("{}, else give it another --public-ip", release(lease.subnets)),
         None => "flannelctl peers".to_owned(),
     }
 }

@@ -105,7 +105,7 @@ fn each_fault_is_one_finding_with_its_mend() {
             [
                 "duplicate-address error",
                 "this node's public address 192.0.2.1",
-                "flannelctl lease release --force 10.1.8.0-24 # if",
+                "flannelctl lease release --force '10.1.8.0-24' # if",
             ],
         ),
         (

@@ -8,6 +8,7 @@ use std::net::IpAddr;
 use super::echo::Answer;
 use super::peers::Question;
 use crate::preflight::Finding;
+use crate::problems::release;
 use crate::sounding::{Sounded, Sounding};
 
 /// What there is to judge, of one peer in one family.
@@ -96,8 +97,7 @@ impl Case<'_> {
         } else {
             format!(", at {address}")
         };
-        let mend = format!("flannelctl lease release --force {key} # if that node is gone");
-        Finding::error("peer", format!("no reply from {key}{neither}")).mend(mend)
+        Finding::error("peer", format!("no reply from {key}{neither}")).mend(release(key))
     }
 
     /// What pods may send is lost.
@@ -226,7 +226,7 @@ mod tests {
             ),
             (
                 judge([none.clone(), none.clone()], [none.clone(), none.clone()]),
-                ["error peer", "no reply from 10.1.7.0-24, neither", "release --force 10.1.7.0-24"],
+                ["error peer", "no reply from 10.1.7.0-24, neither", "release --force '10.1.7.0-24'"],
             ),
             (
                 judge([ok(), none.clone()], [ok(), most(1400)]),
