@@ -1,8 +1,8 @@
 //! How far the kernel is what the leases say, as data.
 //!
 //! The one thing to know: a [`Status`] lists what is wrong and counts the rest, so that publishing one costs what
-//! changed; whatever is wanted and not listed is in place. It is published in a watch channel: the latest wins, and
-//! nothing queues for a reader that is slow.
+//! changed; once it is settled, whatever is wanted and not listed is in place. It is published in a watch channel: the
+//! latest wins, and nothing queues for a reader that is slow.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -22,6 +22,8 @@ use crate::state::{Key, Object, ObjectKind};
 pub struct Status {
     /// Everything that is wanted is in place, by a complete, live lease set.
     pub in_sync: bool,
+    /// Nothing waits for its turn: every object that is wanted is in place, or listed as failing.
+    pub settled: bool,
     /// The leases come from the store, not from a cache, and are complete.
     pub live: bool,
     /// Peers that are believed.
@@ -32,7 +34,7 @@ pub struct Status {
     pub by_kind: BTreeMap<ObjectKind, usize>,
     /// Leases that are not believed, and why.
     pub disbelieved: Listing<Subnets, Disbelief>,
-    /// Objects that the kernel refused, or that could not be deleted. Every other object is in place, unless
+    /// Objects that the kernel refused, or that could not be deleted. Every other object is in place if `settled`, unless
     /// `kernel_error` says that this cannot be known.
     pub failing: Listing<Key, Failure>,
     /// Why the kernel could not be read or watched; `None` if it can.

@@ -642,6 +642,7 @@ async fn nothing_is_deleted_on_the_word_of_a_cache() {
     tokio::time::sleep(Duration::from_secs(1000)).await;
     assert!(Peer::new(3).objects().iter().all(|object| kernel.state().get(&object.key()).is_some()));
     assert!(!status.borrow().in_sync, "a cache is never in sync");
+    assert!(status.borrow().settled, "but what it says is in place");
     subnets.set_view(View { origin: Origin::Live { revision: Revision(9) }, ..view });
     world.settled("live").await;
 }
@@ -699,6 +700,7 @@ async fn what_the_kernel_refuses_is_in_the_status_and_tried_again() {
     assert_eq!(failure.error.errno, 22);
     assert!(failure.change.starts_with("put fdb") && failure.error.to_string().contains("planted fault"));
     assert!(!failing.in_sync && failing.failing.len() == 1);
+    assert!(failing.settled, "what is not failing is in place");
     world.settled("after three refusals").await;
     assert!(world.handle.status.borrow().failing.is_empty());
 }

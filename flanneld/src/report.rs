@@ -355,7 +355,8 @@ mod tests {
     #[tokio::test]
     async fn a_report_survives_json_and_says_what_the_network_is() {
         let mut status = Status::default();
-        (status.in_sync, status.live, status.peers, status.objects) = (true, true, 3, 11);
+        (status.in_sync, status.settled, status.live) = (true, true, true);
+        (status.peers, status.objects) = (3, 11);
         let report = Report::of(&snapshot(status).await);
         let again: Report = serde_json::from_str(&serde_json::to_string(&report).unwrap()).unwrap();
         assert_eq!(again, report);
@@ -368,9 +369,15 @@ mod tests {
 
     #[tokio::test]
     async fn before_the_first_round_peers_are_pending_and_it_is_not_ready() {
-        let report = Report::of(&snapshot(Status::default()).await);
-        assert!(!report.ready);
-        assert!(report.network.unwrap().peers.listed.iter().all(|peer| peer.state == "pending"));
+        // That something is wanted does not mean that it was put.
+        for objects in [0, 11] {
+            let mut status = Status::default();
+            (status.live, status.objects) = (true, objects);
+            let report = Report::of(&snapshot(status).await);
+            assert!(!report.ready);
+            let peers = report.network.unwrap().peers.listed;
+            assert!(peers.iter().all(|peer| peer.state == "pending" && peer.reason.is_some()), "{peers:?}");
+        }
     }
 
     #[tokio::test]

@@ -30,6 +30,7 @@ impl Reconciler {
     pub(crate) fn status(&self) -> Status {
         let mut status = Status {
             in_sync: self.live && !self.is_unsettled() && !self.is_failing(),
+            settled: !self.is_unsettled(),
             live: self.live,
             peers: self.peers.believed(),
             objects: self.base.len() + self.peer_objects.total(),

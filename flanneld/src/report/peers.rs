@@ -1,7 +1,7 @@
 //! How each peer stands.
 //!
-//! The one thing to know: a status lists what is wrong, and what is not listed is in place; but what cannot even be tried, since
-//! the tunnel's device is missing, fails with it.
+//! The one thing to know: a status lists what is wrong, and once it is settled, what is not listed is in place; but what cannot
+//! even be tried, since the tunnel's device is missing, fails with it.
 
 use std::collections::BTreeMap;
 use std::time::SystemTime;
@@ -82,7 +82,6 @@ impl<'a> Judge<'a> {
 
     /// The state, and why it is not `in place`.
     fn state(&self, subnets: &Subnets) -> (&'static str, Option<String>) {
-        let started = self.status.in_sync || self.status.objects > 0;
         if let Some(why) = self.status.disbelieved.get(subnets) {
             return ("not believed", Some(why.to_string()));
         }
@@ -98,8 +97,11 @@ impl<'a> Judge<'a> {
             (None, Some(error)) => {
                 ("pending", Some(format!("the kernel cannot be read or watched: {error}")))
             }
-            (None, None) if started => ("in place", None),
-            (None, None) => ("pending", None),
+            (None, None) if self.status.settled => ("in place", None),
+            (None, None) => {
+                let why = "the kernel is being made equal to the leases, and this one may be among those that wait";
+                ("pending", Some(why.to_owned()))
+            }
         }
     }
 
