@@ -5,12 +5,13 @@
 
 use std::fmt;
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::{Dual, Family, KernelError, Subnet};
 use flannel_netlink::netfilter::{Kind, Messages, NetfilterSocket};
 use tokio::sync::Mutex;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 use crate::error::Error;
 use crate::iptables::program::{Programs, Variant};
@@ -59,12 +60,24 @@ impl fmt::Display for ForwardDrop {
     }
 }
 
-/// What `iptables-legacy-save` printed, remembered for a while: looking at the kernel's older tables takes a process, and
-/// nobody tells of their changes. The default remembers nothing.
+/// Whoever may ask makes processes start at most so often.
+const ANEW: Duration = Duration::from_secs(1);
+/// A program that prints nothing for so long is not waited for.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// What `iptables-legacy-save` printed, remembered for a while, as well as why it did not: looking at the kernel's older
+/// tables takes a process, and nobody tells of their changes. The default remembers nothing.
 #[derive(Debug, Default)]
 pub struct LegacyMemory {
     keep: Duration,
-    saved: Mutex<Dual<(Instant, String)>>,
+    saved: Mutex<Dual<Saved>>,
+}
+
+/// What was seen of a family, and when.
+#[derive(Debug, Clone)]
+struct Saved {
+    at: Instant,
+    said: Result<String, Arc<Error>>,
 }
 
 impl LegacyMemory {
@@ -73,30 +86,41 @@ impl LegacyMemory {
         Self { keep, saved: Mutex::default() }
     }
 
-    /// The next look is a new one.
+    /// The next look is a new one, unless the last was within a second.
     ///
     /// # Cancel safety
     /// It may be dropped, and then may have forgotten or not.
     pub async fn forget(&self) {
-        *self.saved.lock().await = Dual::default();
+        let mut saved = self.saved.lock().await;
+        let known = |family: Family| saved[family].clone().filter(|saved| saved.at.elapsed() < ANEW);
+        *saved = Dual::from_fn(known);
     }
 
     /// What the program says, or said, and how long ago that was. Those who ask at once share one look.
     async fn save(&self, programs: &Programs, family: Family) -> Result<(Duration, String), Error> {
         let mut saved = self.saved.lock().await;
-        let fresh = |(at, _): &&(Instant, String)| at.elapsed() < self.keep;
-        if let Some((at, text)) = saved[family].as_ref().filter(fresh) {
-            return Ok((at.elapsed(), text.clone()));
-        }
-        let programs = Programs { variant: Variant::Legacy, ..programs.clone() };
-        let text = programs.find(family)?.save().await?;
-        let seen = Some((Instant::now(), text.clone()));
-        match family {
-            Family::V4 => saved.v4 = seen,
-            Family::V6 => saved.v6 = seen,
-        }
-        Ok((Duration::ZERO, text))
+        let fresh = |saved: &&Saved| saved.at.elapsed() < self.keep;
+        let (age, said) = match saved[family].as_ref().filter(fresh) {
+            Some(known) => (known.at.elapsed(), known.said.clone()),
+            None => {
+                let said = look(programs, family).await.map_err(Arc::new);
+                let seen = Some(Saved { at: Instant::now(), said: said.clone() });
+                match family {
+                    Family::V4 => saved.v4 = seen,
+                    Family::V6 => saved.v6 = seen,
+                }
+                (Duration::ZERO, said)
+            }
+        };
+        said.map(|text| (age, text)).map_err(Error::Again)
     }
+}
+
+async fn look(programs: &Programs, family: Family) -> Result<String, Error> {
+    let programs = Programs { variant: Variant::Legacy, ..programs.clone() };
+    let tool = programs.find(family)?;
+    let said = timeout(PATIENCE, tool.save()).await;
+    said.unwrap_or_else(|_| Err(Error::Late { program: format!("{}-save", tool.name), seconds: PATIENCE.as_secs() }))
 }
 
 /// Every chain in this network namespace that drops forwarded packets by policy, and whether those of these pod networks
@@ -257,4 +281,61 @@ fn in_saved(saved: &str, family: Family, network: Option<Subnet>) -> Option<Forw
             || (accepted("-s") && accepted("-d")),
         age: Duration::ZERO,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    /// Programs of the older kind that do this, and a file that has a line for each time.
+    fn programs(script: &str) -> (tempfile::TempDir, Programs) {
+        let dir = tempfile::tempdir().unwrap();
+        let count = dir.path().join("count");
+        for program in ["iptables-legacy-save", "iptables-legacy-restore"] {
+            let file = dir.path().join(program);
+            std::fs::write(&file, format!("#!/bin/sh\necho once >> {}\n{script}\n", count.display())).unwrap();
+            std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        let programs = Programs { path: Some(dir.path().into()), ..Programs::default() };
+        (dir, programs)
+    }
+
+    #[tokio::test]
+    async fn who_asks_again_and_again_starts_no_process_each_time_though_it_fails() {
+        let (dir, programs) = programs("echo broken >&2; exit 3");
+        let memory = LegacyMemory::new(Duration::from_secs(3600));
+        for _ in 0..5 {
+            let error = memory.save(&programs, Family::V4).await.unwrap_err().to_string();
+            assert!(error.contains("iptables-legacy-save") && error.contains("broken"), "{error}");
+        }
+        assert_eq!(std::fs::read_to_string(dir.path().join("count")).unwrap(), "once\n");
+    }
+
+    #[tokio::test]
+    async fn nor_by_forgetting_at_once() {
+        let (dir, programs) = programs("echo '*filter'");
+        let memory = LegacyMemory::new(Duration::from_secs(3600));
+        let (_, said) = memory.save(&programs, Family::V4).await.unwrap();
+        assert_eq!(said, "*filter\n");
+        // Ahead of time, so that no slow machine matters.
+        let looked = async |at| memory.saved.lock().await.v4.as_mut().unwrap().at = at;
+        looked(Instant::now() + ANEW).await;
+        memory.forget().await;
+        memory.save(&programs, Family::V4).await.unwrap();
+        assert_eq!(std::fs::read_to_string(dir.path().join("count")).unwrap(), "once\n");
+        looked(Instant::now() - 2 * ANEW).await;
+        memory.forget().await;
+        memory.save(&programs, Family::V4).await.unwrap();
+        assert_eq!(std::fs::read_to_string(dir.path().join("count")).unwrap(), "once\nonce\n");
+    }
+
+    #[tokio::test]
+    async fn a_program_that_hangs_is_not_waited_for() {
+        let (_dir, programs) = programs("exec sleep 600");
+        let memory = LegacyMemory::new(Duration::from_secs(3600));
+        let error = memory.save(&programs, Family::V4).await.unwrap_err().to_string();
+        assert_eq!(error, "iptables-legacy-save did not end within 2 s");
+    }
 }

@@ -52,6 +52,17 @@ pub enum Error {
         /// Why.
         source: std::io::Error,
     },
+    /// A program of iptables was asked and said nothing in time.
+    #[error("{program} did not end within {seconds} s")]
+    Late {
+        /// Its name.
+        program: String,
+        /// How long it was waited for.
+        seconds: u64,
+    },
+    /// What failed a moment ago, and is not tried again yet.
+    #[error(transparent)]
+    Again(std::sync::Arc<Self>),
     /// A program of iptables failed.
     #[error("{} ({status}): {says}", .program.display())]
     Program {

@@ -251,7 +251,7 @@ impl Observer {
         preflight::of_running(network, &self.0.legacy).await
     }
 
-    /// Whoever looks next looks anew.
+    /// Whoever looks next looks anew, once a second at most.
     pub(crate) async fn forget(&self) {
         self.0.legacy.forget().await;
     }
