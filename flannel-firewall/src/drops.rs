@@ -120,7 +120,9 @@ async fn look(programs: &Programs, family: Family) -> Result<String, Error> {
     let programs = Programs { variant: Variant::Legacy, ..programs.clone() };
     let tool = programs.find(family)?;
     let said = timeout(PATIENCE, tool.save()).await;
-    said.unwrap_or_else(|_| Err(Error::Late { program: format!("{}-save", tool.name), seconds: PATIENCE.as_secs() }))
+    said.unwrap_or_else(|_| {
+        Err(Error::Late { program: format!("{}-save", tool.name), seconds: PATIENCE.as_secs() })
+    })
 }
 
 /// Every chain in this network namespace that drops forwarded packets by policy, and whether those of these pod networks
@@ -295,7 +297,8 @@ mod tests {
         let count = dir.path().join("count");
         for program in ["iptables-legacy-save", "iptables-legacy-restore"] {
             let file = dir.path().join(program);
-            std::fs::write(&file, format!("#!/bin/sh\necho once >> {}\n{script}\n", count.display())).unwrap();
+            std::fs::write(&file, format!("#!/bin/sh\necho once >> {}\n{script}\n", count.display()))
+                .unwrap();
             std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o755)).unwrap();
         }
         let programs = Programs { path: Some(dir.path().into()), ..Programs::default() };

@@ -184,7 +184,7 @@ async fn look_at_peers(
     }
     let questions: Vec<(&Target, Vec<Question>)> =
         targets.iter().map(|target| (*target, target.questions(devices))).collect();
-    let asked = match ask(&questions, flags.doctor_port).await {
+    let (asked, mute) = match ask(&questions, flags.doctor_port).await {
         Ok(asked) => asked,
         Err(why) => {
             diagnosis.findings.extend(bounded(shadowed.into_values().collect()));
@@ -204,6 +204,9 @@ async fn look_at_peers(
         false => format!("{} of {all} asked: --peers {all} asks all", targets.len()),
     };
     diagnosis.layer("peers", text, bounded(found));
+    if let Some(why) = mute {
+        diagnosis.unknown("peers", why);
+    }
 }
 
 /// What became of one question: the echoes as they were asked for, and what both ends report.
@@ -212,26 +215,28 @@ struct Asked {
     sounding: Sounding,
 }
 
+/// What became of all of them, and why nobody was asked for echoes, if so.
+type AllAsked = (Vec<Asked>, Option<String>);
+
 /// Asks all questions at once, one answer for each, in order.
 ///
 /// # Errors
 /// Nobody can be asked, and this is why.
-async fn ask(questions: &[(&Target, Vec<Question>)], port: u16) -> Result<Vec<Asked>, String> {
+async fn ask(questions: &[(&Target, Vec<Question>)], port: u16) -> Result<AllAsked, String> {
     let all = || questions.iter().flat_map(|(_, asked)| asked);
     let probes: Vec<Probe> = all().flat_map(Question::probes).collect();
     if probes.is_empty() {
         return Err("nobody was asked: how much pods may send is not known".to_owned());
     }
     let asked = probes.clone();
-    let echoes = tokio::task::spawn_blocking(move || echo(&asked, PATIENCE));
+    let echoes = tokio::task::spawn_blocking(move || echoes(&asked, || echo(&asked, PATIENCE)));
     let soundings: Vec<_> = all()
         .map(|question| (question.tunnel.filter(|_| port != 0), question.public.map(|(address, _)| address)))
         .map(|(tunnel, public)| {
             tokio::spawn(async move { Some(sound(tunnel?.0, public, port, tunnel?.1).await) })
         })
         .collect();
-    let echoes = echoes.await.unwrap_or_else(|error| Err(std::io::Error::other(error)));
-    let echoes = echoes.map_err(|error| format!("nobody can be asked: {error} (it takes CAP_NET_RAW)"))?;
+    let (echoes, mute) = echoes.await.map_err(|error| error.to_string())?;
     let mut echoes = probes.into_iter().zip(echoes);
     let mut found = Vec::new();
     for (question, sounding) in all().zip(soundings) {
@@ -239,7 +244,21 @@ async fn ask(questions: &[(&Target, Vec<Question>)], port: u16) -> Result<Vec<As
         let sounding = sounding.await.ok().flatten().unwrap_or_default();
         found.push(Asked { echoes, sounding });
     }
-    Ok(found)
+    Ok((found, mute))
+}
+
+/// The answers to all echoes. What the daemons report needs no privilege, and counts without them.
+fn echoes(
+    probes: &[Probe],
+    echo: impl FnOnce() -> std::io::Result<Vec<Answer>>,
+) -> (Vec<Answer>, Option<String>) {
+    match echo() {
+        Ok(answers) => (answers, None),
+        Err(error) => {
+            let why = format!("nobody can be asked for echoes: {error} (it takes CAP_NET_RAW)");
+            (vec![Answer::NotAsked; probes.len()], Some(why))
+        }
+    }
 }
 
 /// Takes one peer's answers.
@@ -434,6 +453,15 @@ mod tests {
         diagnosis.layer("peers", "1 asked", faults);
         let text = page(&diagnosis, &Paper { width: 80, colours: false });
         assert_eq!(text, include_str!("doctor/page_80.txt"), "\n{text}");
+    }
+
+    #[test]
+    fn without_the_privilege_for_echoes_there_are_answers_all_the_same() {
+        let probes = [Probe { to: IpAddr::from([10, 1, 7, 0]), size: 64 }; 3];
+        let (answers, mute) = echoes(&probes, || Err(std::io::ErrorKind::PermissionDenied.into()));
+        assert_eq!(answers, vec![Answer::NotAsked; 3]);
+        assert!(mute.unwrap().contains("CAP_NET_RAW"));
+        assert_eq!(echoes(&probes[..1], || Ok(vec![Answer::Nothing])), (vec![Answer::Nothing], None));
     }
 
     #[test]

@@ -99,7 +99,8 @@ impl<'a> Judge<'a> {
             }
             (None, None) if self.status.settled => ("in place", None),
             (None, None) => {
-                let why = "the kernel is being made equal to the leases, and this one may be among those that wait";
+                let why =
+                    "the kernel is being made equal to the leases, and this one may be among those that wait";
                 ("pending", Some(why.to_owned()))
             }
         }

@@ -47,6 +47,8 @@ pub(crate) enum Answer {
     Nothing,
     /// It could not be sent.
     NotSent(String),
+    /// This process may ask nobody.
+    NotAsked,
 }
 
 /// Asks all, and waits at most `patience` for the answers of each group of them.

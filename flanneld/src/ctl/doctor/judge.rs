@@ -49,6 +49,10 @@ pub(crate) fn judge(key: &str, asked: &Question, answers: &Answers, port: Option
     let mut found = Vec::new();
     let sounded = &answers.sounding.segments;
     match (replied(small), replied(big), sounded) {
+        // Without echoes only what both ends report counts.
+        _ if *small == Answer::NotAsked => {
+            found.extend(sounded.iter().filter_map(|sounded| case.lost(sounded)))
+        }
         (false, _, None) => found.push(case.silent(port)),
         // Who answers no echo, but its doctor's port, only answers no echoes.
         (false, _, Some(sounded)) => found.extend(case.lost(sounded)),
@@ -277,6 +281,7 @@ mod tests {
         };
         let none = || Answer::Nothing;
         assert_eq!(judge([ok(), ok()], sounded(5592, 5592, 1450, 1450), 0), [""; 0]);
+        assert_eq!(judge([Answer::NotAsked, Answer::NotAsked], None, 0), [""; 0]);
         assert_eq!(
             judge([none(), none()], sounded(5592, 5592, 1450, 1450), 0),
             [""; 0],
@@ -322,6 +327,10 @@ mod tests {
                     "what goes there arrives, its daemon says beside the tunnel",
                     "--dport 8472",
                 ],
+            ),
+            (
+                judge([Answer::NotAsked, Answer::NotAsked], sounded(0, 5592, 1450, 1450), 0),
+                ["error segments", "do not arrive there, while those from there arrive here", "off # here"],
             ),
             (
                 judge([none(), none()], None, 0),

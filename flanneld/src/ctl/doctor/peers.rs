@@ -82,7 +82,7 @@ pub(crate) struct AddressReport {
 pub(crate) struct EchoReport {
     /// Of the whole IP packet, in bytes.
     pub(crate) size: u16,
-    /// `reply`, `no reply`, `too big` or `not sent`.
+    /// `reply`, `no reply`, `too big`, `not sent` or `not asked`.
     pub(crate) state: &'static str,
     /// How long the reply took.
     pub(crate) seconds: Option<f64>,
@@ -97,6 +97,7 @@ impl EchoReport {
             Answer::TooBig(most) => ("too big", None, most.map(|most| format!("at most {most} bytes pass"))),
             Answer::Nothing => ("no reply", None, None),
             Answer::NotSent(error) => ("not sent", None, Some(error.clone())),
+            Answer::NotAsked => ("not asked", None, None),
         };
         Self { size: probe.size, state, seconds, detail }
     }
