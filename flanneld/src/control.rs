@@ -80,8 +80,11 @@ fn port(text: &str) -> Result<u16, String> {
 
 /// A group's number, by its name or as it is.
 fn group(text: &str) -> Result<u32, String> {
-    if let Ok(number) = text.parse() {
-        return Ok(number);
+    match text.parse() {
+        // To the kernel it is none, and would leave the group as it is.
+        Ok(u32::MAX) => return Err(format!("{text} is no group; right would be one of getent group")),
+        Ok(number) => return Ok(number),
+        Err(_) => {}
     }
     match nix::unistd::Group::from_name(text) {
         Ok(Some(group)) => Ok(group.gid.as_raw()),
@@ -445,6 +448,8 @@ mod tests {
     fn groups_have_names_and_numbers() {
         assert_eq!(group("0"), Ok(0));
         assert_eq!(group("root"), Ok(0));
+        assert_eq!(group("4294967294"), Ok(4_294_967_294));
+        assert!(group("4294967295").unwrap_err().contains("is no group"));
         assert!(group("no such group").unwrap_err().contains("getent group"));
     }
 

@@ -65,7 +65,8 @@ pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> Why {
     let answer = lookup(kernel, address).await;
     let holds = |lease: &&Arc<Lease>| lease.subnets.iter().any(|subnet| subnet.contains(address));
     let lease = view.leases.iter().find(holds).map(|lease| &**lease);
-    judge(address, &Facts { config: Some(&running.config), own: Some(own), lease, explanation, answer })
+    let (config, own) = (Some(&running.config), Some(own));
+    judge(address, &Facts { daemon: true, config, own, lease, explanation, answer })
 }
 
 /// Asks the kernel where it disturbs nobody.
@@ -84,6 +85,8 @@ pub(crate) struct Explained {
 
 /// What is known of an address.
 pub(crate) struct Facts<'a> {
+    /// It is a daemon that asks itself.
+    pub(crate) daemon: bool,
     pub(crate) config: Option<&'a Config>,
     /// This node's lease.
     pub(crate) own: Option<&'a Lease>,
@@ -95,7 +98,7 @@ pub(crate) struct Facts<'a> {
 
 impl Default for Facts<'_> {
     fn default() -> Self {
-        Self { config: None, own: None, lease: None, explanation: None, answer: Ok(RouteAnswer::nowhere()) }
+        Self { daemon: false, config: None, own: None, lease: None, explanation: None, answer: Ok(RouteAnswer::nowhere()) }
     }
 }
 
@@ -198,9 +201,11 @@ fn verdict(
         };
     };
     let Some(explanation) = &facts.explanation else {
-        let text =
-            format!("it belongs to {}; what the daemon wants for it cannot be asked", holder(&lease.attrs));
-        return (false, text, Some("systemctl start flanneld".to_owned()));
+        let (text, hint) = match facts.daemon {
+            true => ("whose lease has come and waits for its turn", "flannelctl watch"),
+            false => ("and what the daemon wants for it cannot be asked", "systemctl start flanneld"),
+        };
+        return (false, format!("it belongs to {}, {text}", holder(&lease.attrs)), Some(hint.to_owned()));
     };
     if let Some(why) = &explanation.disbelief {
         return (false, format!("its lease {} is not believed: {why}", lease.subnets), None);
@@ -264,6 +269,7 @@ mod tests {
         };
         let ask = |address: IpAddr, explanation: Option<Explained>, answer: RouteAnswer| {
             let facts = Facts {
+                daemon: true,
                 config: Some(&config),
                 own: Some(&own),
                 lease: None,
@@ -285,6 +291,14 @@ mod tests {
         let disbelieved =
             ask(address, Some(explain(Standing::Unwanted, Some("another backend".into()))), right);
         assert!(disbelieved.verdict.ends_with("not believed: another backend"), "{disbelieved:?}");
+        // The store has told of it, and the network is at others before it.
+        for (daemon, hint) in [(true, "flannelctl watch"), (false, "systemctl start flanneld")] {
+            let lease = peer();
+            let facts = Facts { daemon, lease: Some(&lease), answer: Ok(right), ..Facts::default() };
+            let waits = judge(address, &facts);
+            assert_eq!((waits.ok, waits.hint.as_deref()), (false, Some(hint)), "{waits:?}");
+            assert_eq!(waits.verdict.contains("waits for its turn"), daemon, "{waits:?}");
+        }
         let nobody = ask("10.1.99.1".parse().unwrap(), None, right);
         assert!(nobody.verdict.starts_with("no node holds"), "{nobody:?}");
         let outside = ask("10.9.9.9".parse().unwrap(), None, right);

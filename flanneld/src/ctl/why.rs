@@ -49,6 +49,7 @@ async fn without_daemon(global: &Global, address: IpAddr) -> Result<Why> {
     Ok(judge(
         address,
         &Facts {
+            daemon: false,
             config: config.as_ref(),
             own: ours.map(|ours| &**ours),
             lease: lease.map(|lease| &**lease),
