@@ -28,6 +28,8 @@ const AT_ONCE: usize = 8;
 const PAUSE: Duration = Duration::from_millis(2);
 /// What is kept to find who asks is forgotten when nobody has for so long.
 const IDLE: Duration = Duration::from_secs(60);
+/// What could not be opened is tried again so often.
+const AGAIN: Duration = Duration::from_secs(30);
 /// A client has so long to say what it wants.
 const ASKING: Duration = Duration::from_secs(1);
 /// What was announced has so long to come: some repetitions of what is lost.
@@ -117,9 +119,12 @@ async fn on_tunnel(place: &Place, device: LinkName, address: IpAddr) -> Infallib
             }
             Err(_) => {}
         }
-        // A device that comes, or comes back, is told there.
-        if status.changed().await.is_err() {
-            return std::future::pending().await;
+        // A device that comes, or comes back, is told there; that a port is free again is told nowhere.
+        tokio::select! {
+            changed = status.changed() => if changed.is_err() {
+                return std::future::pending().await;
+            },
+            () = sleep(AGAIN) => {}
         }
     }
 }
@@ -265,5 +270,29 @@ mod tests {
             Arc::make_mut(status).disbelieved = [("10.1.7.0-24".parse().unwrap(), why)].into_iter().collect();
         });
         assert_eq!([7, 8, 9].map(other), [false, true, false]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_port_that_was_taken_is_had_when_it_is_free_though_nothing_changes() {
+        let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = taken.local_addr().unwrap();
+        let (_told, status) = watch::channel(Arc::new(Status::default()));
+        let views = watch::channel(View::unknown()).1;
+        let tunnels = Dual { v4: Some(("lo".parse().unwrap(), address.ip())), v6: None };
+        let place = Place { port: address.port(), tunnels, mtu: 1450, views, status };
+        let client = async {
+            sleep(AGAIN / 2).await;
+            drop(taken);
+            let mut tries = 0;
+            while TcpStream::connect(address).await.is_err() {
+                tries += 1;
+                assert!(tries < 100, "nobody listens");
+                sleep(Duration::from_secs(1)).await;
+            }
+        };
+        tokio::select! {
+            never = respond(place) => match never {},
+            () = client => (),
+        }
     }
 }
