@@ -98,7 +98,14 @@ pub(crate) struct Facts<'a> {
 
 impl Default for Facts<'_> {
     fn default() -> Self {
-        Self { daemon: false, config: None, own: None, lease: None, explanation: None, answer: Ok(RouteAnswer::nowhere()) }
+        Self {
+            daemon: false,
+            config: None,
+            own: None,
+            lease: None,
+            explanation: None,
+            answer: Ok(RouteAnswer::nowhere()),
+        }
     }
 }
 

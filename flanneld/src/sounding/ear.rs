@@ -6,11 +6,15 @@
 use std::collections::VecDeque;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::Nonce;
 
 /// So many soundings are remembered, more than are going on at once.
 const MOST: usize = 256;
+/// So many datagrams of a node count: those of two soundings, and some.
+const A_SECOND: u32 = 10;
+const SECOND: Duration = Duration::from_secs(1);
 
 /// Clones are the same.
 #[derive(Debug, Clone, Default)]
@@ -23,19 +27,35 @@ struct Heard {
     nonce: Nonce,
     /// Its largest packet, in bytes.
     size: u16,
+    /// So many came in the second that began then.
+    times: u32,
+    second: Instant,
 }
 
 impl Ear {
-    /// A packet of `size` bytes came from there, of this sounding.
-    pub(super) fn note(&self, from: IpAddr, nonce: Nonce, size: u16) {
+    /// A packet of `size` bytes came from there, of this sounding; returns whether it counts, which too many in a second do
+    /// not.
+    pub(super) fn note(&self, from: IpAddr, nonce: Nonce, size: u16) -> bool {
         let mut heard = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let lately = |heard: &&Heard| heard.from == from && heard.second.elapsed() < SECOND;
+        if heard.iter().filter(lately).map(|heard| heard.times).sum::<u32>() >= A_SECOND {
+            return false;
+        }
         match heard.iter_mut().find(|heard| (heard.from, heard.nonce) == (from, nonce)) {
-            Some(known) => known.size = known.size.max(size),
+            Some(known) => {
+                known.size = known.size.max(size);
+                if known.second.elapsed() < SECOND {
+                    known.times += 1;
+                } else {
+                    (known.times, known.second) = (1, Instant::now());
+                }
+            }
             None => {
                 heard.truncate(MOST - 1);
-                heard.push_front(Heard { from, nonce, size });
+                heard.push_front(Heard { from, nonce, size, times: 1, second: Instant::now() });
             }
         }
+        true
     }
 
     /// The largest packet of this sounding that came from there, in bytes; 0: none.
@@ -64,10 +84,33 @@ mod tests {
         ear.note(peer, nonce(2), 64);
         assert_eq!(ear.heard(peer, nonce(2)), 64);
         assert_eq!(ear.heard(peer, nonce(3)), 0);
-        for n in 0..2 * MOST as u64 {
-            ear.note(IpAddr::from([10, 1, 9, 0]), nonce(n), 64);
+        for n in 0..=u8::MAX {
+            ear.note(IpAddr::from([10, 1, 9, n]), nonce(9), 64);
+            ear.note(IpAddr::from([10, 1, 10, n]), nonce(9), 64);
         }
         assert_eq!(ear.0.lock().unwrap().len(), MOST);
         assert_eq!(ear.heard(peer, nonce(2)), 0, "forgotten");
+    }
+
+    #[test]
+    fn who_sends_without_end_is_heard_ten_times_a_second() {
+        let peer = IpAddr::from([10, 1, 7, 0]);
+        let shift = |ear: &Ear, at| ear.0.lock().unwrap().iter_mut().for_each(|heard| heard.second = at);
+        let counted = |ear: &Ear, nonce: fn(u64) -> u64| {
+            let counts = |n| {
+                let counts = ear.note(peer, nonce(n).to_be_bytes(), 64);
+                // In the future, so that no slow machine matters.
+                shift(ear, Instant::now() + 60 * SECOND);
+                counts
+            };
+            (0..30).filter(|n| counts(*n)).count()
+        };
+        for nonce in [(|n| n) as fn(u64) -> u64, |_| 7] {
+            let ear = Ear::default();
+            assert_eq!(counted(&ear, nonce), 10);
+            assert!(ear.note(IpAddr::from([10, 1, 8, 0]), [0; 8], 64), "of another node");
+            shift(&ear, Instant::now() - 2 * SECOND);
+            assert!(ear.note(peer, [0; 8], 64), "in the next second");
+        }
     }
 }

@@ -1,9 +1,10 @@
 //! The end that is sounded: the daemon, on its tunnel.
 //!
-//! The one thing to know: it is bound to the tunnel's own address and device, and speaks only with the tunnels of other nodes,
-//! which no pod and nobody on the underlay is. It never sends more than it was sent: on a connection what the client announced,
-//! at most 64 KiB; for a datagram a smaller one, to the public address of that node's lease and nowhere else. It serves few at a
-//! time and looks at a few hundred a second.
+//! The one thing to know: it is bound to the tunnel's own address and device, and speaks only with the tunnel addresses of other
+//! nodes that are believed. Those are as certain as the tunnel makes them, which tells nobody apart who can send into it; so what
+//! it sends is bounded. A datagram is answered by a smaller one, to the public address of that node's lease and nowhere else, ten
+//! times a second; on a connection, which nobody has in another's name without hearing the answers, it sends what the client
+//! announced, at most 64 KiB. It serves few at a time and looks at a few hundred a second.
 
 use std::convert::Infallible;
 use std::io;
@@ -180,7 +181,9 @@ async fn hear(datagram: &[u8], from: SocketAddr, desk: &Desk<'_>) {
     let Some(lease) = desk.other(from.ip()) else { return };
     let headers = if from.is_ipv4() { 28 } else { 48 };
     let size = u16::try_from(datagram.len() + headers).unwrap_or(u16::MAX);
-    desk.ear.note(from.ip(), nonce, size);
+    if !desk.ear.note(from.ip(), nonce, size) {
+        return;
+    }
     if let Some(public) = lease.attrs.public[Family::of(from.ip())] {
         // That it does not arrive is nothing new to who gets none.
         let _ = notice(SocketAddr::new(public, port), nonce, size).await;
