@@ -13,6 +13,7 @@ mod error;
 mod etcd;
 mod firewall;
 mod go_flags;
+mod hints;
 mod http;
 mod klog;
 mod kube;

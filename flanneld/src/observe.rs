@@ -19,6 +19,7 @@ use tokio::sync::watch;
 
 use crate::backends;
 use crate::firewall::Rulebook;
+use crate::hints;
 use crate::preflight::{self, Look};
 use crate::registry::Store;
 use crate::sounding::Place;
@@ -248,7 +249,10 @@ impl Observer {
     /// What about this host stands in the way of the network. What takes a process is not looked at each time, unless it was
     /// [forgotten](Self::forget).
     pub(crate) async fn look(&self, network: &NetworkSnapshot) -> Look {
-        preflight::of_running(network, &self.0.legacy).await
+        let mut look = preflight::of_running(network, &self.0.legacy).await;
+        let store = self.known().store.as_ref().map(|store| store.subnets.store_status().store);
+        hints::say(&mut look.findings, store.as_deref());
+        look
     }
 
     /// Whoever looks next looks anew, once a second at most.

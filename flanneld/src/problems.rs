@@ -10,6 +10,7 @@ use flannel_subnet::Ownership;
 use serde::{Deserialize, Serialize};
 
 use crate::firewall::Rulebook;
+use crate::hints::said;
 use crate::observe::{NetworkSnapshot, Snapshot};
 use crate::report::subnets_used;
 
@@ -88,6 +89,10 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
     if let (Some(why), Some(_)) = (wrong.or(snapshot.refused_config.as_ref()), &snapshot.network) {
         let text = format!("the store's network config is not used, the last good one stays in force: {why}");
         found.push(Problem::warning(text).hint("flannelctl config set FILE"));
+    }
+    let store = snapshot.store.as_ref().map(|store| store.store.as_str());
+    for problem in &mut found {
+        problem.hint = problem.hint.take().map(|hint| said(hint, store));
     }
     // Stable: the order above stays within each severity.
     found.sort_by_key(|problem| !problem.is_error());
@@ -335,6 +340,10 @@ mod tests {
             ..StoreStatus::default()
         });
         assert_eq!(texts(&snapshot), ["warning: the store does not answer: no route to host"]);
+        let hint = |snapshot: &Snapshot| problems(snapshot).pop().and_then(|problem| problem.hint).unwrap();
+        assert_eq!(hint(&snapshot), LOG);
+        snapshot.store.as_mut().unwrap().store = "kube:https://10.96.0.1:443".into();
+        assert!(hint(&snapshot).starts_with("kubectl -n kube-flannel logs"));
         snapshot.ownership = Ownership::Lapsed(snapshot.time - std::time::Duration::from_secs(7));
         assert_eq!(
             texts(&snapshot),

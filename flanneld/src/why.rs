@@ -11,6 +11,7 @@ use flannel_core::{
 };
 use serde::{Deserialize, Serialize};
 
+use crate::hints::said;
 use crate::observe::{NetworkSnapshot, Snapshot};
 use crate::report::way;
 
@@ -66,7 +67,9 @@ pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> Why {
     let holds = |lease: &&Arc<Lease>| lease.subnets.iter().any(|subnet| subnet.contains(address));
     let lease = view.leases.iter().find(holds).map(|lease| &**lease);
     let (config, own) = (Some(&running.config), Some(own));
-    judge(address, &Facts { daemon: true, config, own, lease, explanation, answer })
+    let why = judge(address, &Facts { daemon: true, config, own, lease, explanation, answer });
+    let store = snapshot.store.as_ref().map(|store| store.store.as_str());
+    Why { hint: why.hint.map(|hint| said(hint, store)), ..why }
 }
 
 /// Asks the kernel where it disturbs nobody.

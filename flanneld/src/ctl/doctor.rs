@@ -22,6 +22,7 @@ use super::options::{DoctorFlags, Global};
 use super::paper::{Ink, Paper};
 use super::status::findings;
 use super::{Failure, Result, Said};
+use crate::hints;
 use crate::http::encode;
 use crate::preflight::{Finding, Look};
 use crate::report::VERSION;
@@ -121,6 +122,7 @@ pub(crate) async fn doctor(
     let devices = look_at_devices(&ground, &mut diagnosis).await;
     look_at_peers(client, &ground, &devices, flags, &mut diagnosis).await;
     let Diagnosis { layers, findings, peers } = &mut diagnosis;
+    hints::say(findings, ground.store.as_deref());
     findings.sort_by_key(|finding| !finding.is_error());
     let value = json!({
         "version": VERSION, "ok": findings.is_empty(), "findings": findings, "layers": layers, "peers": peers,

@@ -28,6 +28,8 @@ const MOMENT: Duration = Duration::from_secs(2);
 #[derive(Debug, Default)]
 pub(super) struct Ground {
     pub(super) daemon: bool,
+    /// Where the daemon's leases are kept.
+    pub(super) store: Option<String>,
     /// It is known which devices there should be.
     pub(super) known: bool,
     pub(super) tunnels: Dual<LinkName>,
@@ -61,7 +63,7 @@ pub(super) async fn with_daemon(client: &Client, value: &Value, diagnosis: &mut 
     );
     let Some(network) = report.network else {
         diagnosis.unknown("host", "no network runs");
-        return Ok(Ground { daemon: true, ..Ground::default() });
+        return Ok(Ground { daemon: true, store: report.store.map(|store| store.name), ..Ground::default() });
     };
     diagnosis.host(Look { findings: report.findings, unread: report.unread });
     let peers = client.ask("GET", "/v1/peers")?;
@@ -69,6 +71,7 @@ pub(super) async fn with_daemon(client: &Client, value: &Value, diagnosis: &mut 
     let device = |family: Family| network.devices.get(&family.to_string())?.parse().ok();
     Ok(Ground {
         daemon: true,
+        store: report.store.map(|store| store.name),
         known: true,
         tunnels: Dual::from_fn(device),
         uplink: network.interface.name.parse().ok(),
@@ -220,6 +223,7 @@ async fn of_config(
     };
     Ground {
         daemon: false,
+        store: None,
         known: true,
         tunnels,
         uplink,
