@@ -101,7 +101,8 @@ async fn announce(to: SocketAddr, full: u16, inbox: &UdpSocket, nonce: Nonce) ->
         for size in [SMALL, full] {
             let mut datagram = [&QUESTION[..], &port.to_be_bytes(), &nonce].concat();
             datagram.resize(usize::from(size.saturating_sub(headers)).max(LEAST), b'f');
-            // One that is too large for this host's own device is not sent, which echoes tell.
+            // One that is too large for this host's own device goes in pieces, and is put together there: so an echo that is
+            // too big here counts before what is heard there.
             let _ = socket.send(&datagram).await;
         }
     }
