@@ -3,6 +3,7 @@
 //! The one thing to know: each layer is told as it is found, and only what is certainly wrong is a finding; what cannot be
 //! read is said to be not known. Without a daemon it goes as far as store, cache and kernel lead.
 
+mod asked;
 mod device;
 mod echo;
 mod ground;
@@ -11,7 +12,6 @@ mod peers;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::time::Duration;
 
 use flannel_core::Family;
 use serde::Serialize;
@@ -26,16 +26,13 @@ use crate::hints;
 use crate::http::encode;
 use crate::preflight::{Finding, Look};
 use crate::report::VERSION;
-use crate::sounding::{Sounding, sound};
 use crate::why::{Why, lookup};
+use asked::{Asked, ask};
 use device::Devices;
-use echo::{Answer, Probe, echo};
 use ground::Ground;
 use judge::{Answers, judge};
 use peers::{AddressReport, EchoReport, Question, SoundingReport, Target};
 
-/// So long all echoes together are waited for.
-const PATIENCE: Duration = Duration::from_secs(3);
 /// So many findings of one check are told one by one.
 const MOST: usize = 5;
 
@@ -211,58 +208,6 @@ async fn look_at_peers(
     }
 }
 
-/// What became of one question: the echoes as they were asked for, and what both ends report.
-struct Asked {
-    echoes: Vec<(Probe, Answer)>,
-    sounding: Sounding,
-}
-
-/// What became of all of them, and why nobody was asked for echoes, if so.
-type AllAsked = (Vec<Asked>, Option<String>);
-
-/// Asks all questions at once, one answer for each, in order.
-///
-/// # Errors
-/// Nobody can be asked, and this is why.
-async fn ask(questions: &[(&Target, Vec<Question>)], port: u16) -> Result<AllAsked, String> {
-    let all = || questions.iter().flat_map(|(_, asked)| asked);
-    let probes: Vec<Probe> = all().flat_map(Question::probes).collect();
-    if probes.is_empty() {
-        return Err("nobody was asked: how much pods may send is not known".to_owned());
-    }
-    let asked = probes.clone();
-    let echoes = tokio::task::spawn_blocking(move || echoes(&asked, || echo(&asked, PATIENCE)));
-    let soundings: Vec<_> = all()
-        .map(|question| (question.tunnel.filter(|_| port != 0), question.public.map(|(address, _)| address)))
-        .map(|(tunnel, public)| {
-            tokio::spawn(async move { Some(sound(tunnel?.0, public, port, tunnel?.1).await) })
-        })
-        .collect();
-    let (echoes, mute) = echoes.await.map_err(|error| error.to_string())?;
-    let mut echoes = probes.into_iter().zip(echoes);
-    let mut found = Vec::new();
-    for (question, sounding) in all().zip(soundings) {
-        let echoes = echoes.by_ref().take(question.probes().count()).collect();
-        let sounding = sounding.await.ok().flatten().unwrap_or_default();
-        found.push(Asked { echoes, sounding });
-    }
-    Ok((found, mute))
-}
-
-/// The answers to all echoes. What the daemons report needs no privilege, and counts without them.
-fn echoes(
-    probes: &[Probe],
-    echo: impl FnOnce() -> std::io::Result<Vec<Answer>>,
-) -> (Vec<Answer>, Option<String>) {
-    match echo() {
-        Ok(answers) => (answers, None),
-        Err(error) => {
-            let why = format!("nobody can be asked for echoes: {error} (it takes CAP_NET_RAW)");
-            (vec![Answer::NotAsked; probes.len()], Some(why))
-        }
-    }
-}
-
 /// Takes one peer's answers.
 fn hear(
     target: &Target,
@@ -414,8 +359,11 @@ fn page(diagnosis: &Diagnosis, paper: &Paper) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use super::echo::Answer;
     use super::*;
-    use crate::sounding::{Passage, Sounded};
+    use crate::sounding::{Passage, Sounded, Sounding};
 
     #[test]
     fn what_is_wrong_comes_first_then_each_layer_then_the_peers() {
@@ -455,15 +403,6 @@ mod tests {
         diagnosis.layer("peers", "1 asked", faults);
         let text = page(&diagnosis, &Paper { width: 80, colours: false });
         assert_eq!(text, include_str!("doctor/page_80.txt"), "\n{text}");
-    }
-
-    #[test]
-    fn without_the_privilege_for_echoes_there_are_answers_all_the_same() {
-        let probes = [Probe { to: IpAddr::from([10, 1, 7, 0]), size: 64 }; 3];
-        let (answers, mute) = echoes(&probes, || Err(std::io::ErrorKind::PermissionDenied.into()));
-        assert_eq!(answers, vec![Answer::NotAsked; 3]);
-        assert!(mute.unwrap().contains("CAP_NET_RAW"));
-        assert_eq!(echoes(&probes[..1], || Ok(vec![Answer::Nothing])), (vec![Answer::Nothing], None));
     }
 
     #[test]

@@ -51,7 +51,7 @@ pub(crate) fn judge(key: &str, asked: &Question, answers: &Answers, port: Option
     match (replied(small), replied(big), sounded) {
         // Without echoes only what both ends report counts.
         _ if *small == Answer::NotAsked => {
-            found.extend(sounded.iter().filter_map(|sounded| case.lost(sounded)))
+            found.extend(sounded.iter().filter_map(|sounded| case.lost(sounded)));
         }
         (false, _, None) => found.push(case.silent(port)),
         // Who answers no echo, but its doctor's port, only answers no echoes.
@@ -307,6 +307,10 @@ mod tests {
             (
                 judge([ok(), none()], sounded(5592, 0, 1450, 1450), 0),
                 ["error path-mtu", "arrive there, and are lost on the way back", "MTU of the path"],
+            ),
+            (
+                judge([ok(), Answer::TooBig(None)], sounded(5592, 5592, 1450, 1450), 1450),
+                ["error path-mtu", "are more than this host's own device takes", "MTU of the path"],
             ),
             (
                 judge([ok(), none()], None, 1450),
