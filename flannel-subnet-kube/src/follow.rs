@@ -197,7 +197,7 @@ impl Following {
                     return Ok(Watched::Cut { useful });
                 }
             };
-            let mut changed = false;
+            let (mut changed, mut wrong) = (false, None);
             let mut rest = &bytes[..];
             while let Some(end) = rest.iter().position(|byte| *byte == b'\n') {
                 let (line, behind) = (&rest[..end], &rest[end + 1..]);
@@ -211,7 +211,10 @@ impl Following {
                 };
                 match self.event(line, version) {
                     Ok(change) => changed |= change,
-                    Err(failure) => return self.interrupted(failure),
+                    Err(failure) => {
+                        wrong = Some(failure);
+                        break;
+                    }
                 }
                 held.clear();
                 useful = true;
@@ -222,6 +225,10 @@ impl Following {
             match changed {
                 true => self.publish(revision),
                 false => self.nothing_new(revision),
+            }
+            // What came before it in the same part is shown all the same.
+            if let Some(failure) = wrong {
+                return self.interrupted(failure);
             }
         }
     }

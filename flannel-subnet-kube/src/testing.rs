@@ -46,6 +46,8 @@ pub enum Cut {
     Clean,
     /// The server says that the version is too old (410), as an event.
     Gone,
+    /// The server sends another error, with this code, as an event.
+    Error(u16),
 }
 
 /// How the server misbehaves.
@@ -257,6 +259,15 @@ impl ApiServer {
     /// All watches that are open end.
     pub fn cut(&self, how: Cut) {
         self.shared.cuts.send_modify(|(count, cut)| (*count, *cut) = (*count + 1, how));
+    }
+
+    /// Creates a node, or replaces it, and ends the watches that are open in the same breath: they learn both at once.
+    ///
+    /// # Panics
+    /// `node` is no JSON object.
+    pub fn put_node_and_cut(&self, name: &str, node: Value, how: Cut) {
+        lock(&self.shared.store).put(name, node);
+        self.cut(how);
     }
 
     /// Every version but the latest is too old from now on.

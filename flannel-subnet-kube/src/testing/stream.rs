@@ -44,17 +44,11 @@ pub(crate) async fn events(shared: Arc<Shared>, mut out: Out, mut at: u64, patie
         (shared.changes.subscribe(), shared.cuts.subscribe(), shared.bookmarks.subscribe());
     loop {
         changes.mark_unchanged();
-        let (lines, too_old) = {
-            let store = lock(&shared.store);
-            let from = store.events.partition_point(|(version, _)| *version <= at);
-            let lines: Vec<(u64, Bytes)> = store.events.range(from..).cloned().collect();
-            (lines, at < store.forgotten)
-        };
-        if too_old {
-            let _ = out.send_data(gone()).await;
+        if at < lock(&shared.store).forgotten {
+            let _ = out.send_data(error(StatusCode::GONE)).await;
             return;
         }
-        for (version, line) in lines {
+        for (version, line) in since(&shared, at) {
             if out.send_data(line).await.is_err() {
                 return;
             }
@@ -64,7 +58,8 @@ pub(crate) async fn events(shared: Arc<Shared>, mut out: Out, mut at: u64, patie
             biased;
             _ = cuts.changed() => {
                 let (_, how) = *cuts.borrow_and_update();
-                return cut(out, how).await;
+                let last: Vec<Bytes> = since(&shared, at).into_iter().map(|(_, line)| line).collect();
+                return cut(out, last.concat(), how).await;
             }
             _ = changes.changed() => {}
             _ = bookmarks.changed() => {
@@ -84,18 +79,32 @@ fn line(kind: &str, object: &Value) -> Bytes {
     format!("{}\n", json!({ "type": kind, "object": object })).into()
 }
 
-fn gone() -> Bytes {
-    line("ERROR", &status_object(StatusCode::GONE, "too old resource version"))
+fn error(code: StatusCode) -> Bytes {
+    let text = if code == StatusCode::GONE { "too old resource version" } else { "an error of the test's" };
+    line("ERROR", &status_object(code, text))
 }
 
-async fn cut(mut out: Out, how: Cut) {
+/// The events behind a version, with theirs.
+fn since(shared: &Shared, at: u64) -> Vec<(u64, Bytes)> {
+    let store = lock(&shared.store);
+    let from = store.events.partition_point(|(version, _)| *version <= at);
+    store.events.range(from..).cloned().collect()
+}
+
+/// Sends the last events and the end in one piece.
+async fn cut(mut out: Out, mut last: Vec<u8>, how: Cut) {
     match how {
         Cut::Clean => {}
-        Cut::Gone => _ = out.send_data(gone()).await,
-        Cut::MidEvent => {
-            let half = r#"{"type":"MODIFIED","object":{"metadata":{"name":"half","annotations":{"flannel.al"#;
-            let _ = out.send_data(half.into()).await;
-            out.abort(io::Error::other("cut by the test"));
-        }
+        Cut::Gone => last.extend(error(StatusCode::GONE)),
+        Cut::Error(code) => last.extend(error(StatusCode::from_u16(code).expect("a status that exists"))),
+        Cut::MidEvent => last.extend_from_slice(
+            br#"{"type":"MODIFIED","object":{"metadata":{"name":"half","annotations":{"flannel.al"#,
+        ),
+    }
+    if !last.is_empty() {
+        let _ = out.send_data(last.into()).await;
+    }
+    if how == Cut::MidEvent {
+        out.abort(io::Error::other("cut by the test"));
     }
 }

@@ -49,6 +49,19 @@ async fn what_happened_behind_a_version_that_is_too_old_is_listed() {
 }
 
 #[tokio::test]
+async fn what_comes_with_the_end_of_a_watch_is_shown() {
+    let ground = Ground::new(V4);
+    let (_manager, views) = ground.following().await;
+    for (n, how) in (2..).zip([Cut::Error(500), Cut::Error(504), Cut::MidEvent, Cut::Clean]) {
+        until(|| ground.server.count("watch=") > n - 2).await;
+        let node = peer(&format!("10.1.{n}.0/24"), &format!("192.0.2.{n}"), "0a:00:00:00:00:02");
+        ground.server.put_node_and_cut(&format!("n{n}"), node, how);
+        until(|| views.borrow().leases.len() == n - 1).await;
+    }
+    assert_eq!(ground.server.count("limit="), 1, "nothing was listed again");
+}
+
+#[tokio::test]
 async fn a_storm_of_410_is_no_storm_of_lists() {
     let ground = Ground::new(V4);
     put(&ground, 2);
