@@ -15,6 +15,8 @@ use crate::problems::problems;
 
 /// A network that is not in place for less is said to be; and so seldom is another reason told.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// After so long it is judged anew, whoever has told of changes: not all that it depends on tells.
+const REFRESH: Duration = Duration::from_secs(5);
 
 /// Follows what the daemon knows, for as long as it lives.
 pub(super) async fn keep(manager: &KubeManager, observer: &Observer) -> Infallible {
@@ -40,17 +42,12 @@ async fn judge(
             told.clone_from(&verdict.network);
             new
         });
-        let timer = async {
-            match again {
-                Some(time) => sleep_until(time).await,
-                None => std::future::pending().await,
-            }
-        };
+        let refresh = Instant::now() + REFRESH;
         tokio::select! {
             () = changes.next() => {}
             // Its sender lives as long as the manager.
             _ = lost.changed() => {}
-            () = timer => {}
+            () = sleep_until(again.map_or(refresh, |again| again.min(refresh))) => {}
         }
     }
 }
@@ -99,6 +96,12 @@ impl Verdict {
 mod tests {
     use super::*;
 
+    use std::sync::Arc;
+
+    use crate::firewall::Rulebook;
+    use crate::observe::tests::network;
+    use crate::registry::Store;
+
     const SECOND: Duration = Duration::from_secs(1);
 
     fn unavailable(why: &str) -> Option<Network> {
@@ -135,5 +138,35 @@ mod tests {
         verdict.pass(begin, None, None);
         verdict.pass(begin + SECOND, Some("gone".to_owned()), Some("not ready".to_owned()));
         assert_eq!(verdict.network, unavailable("gone"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn firewall_rules_that_go_and_come_back_are_told_though_they_wake_nobody() {
+        let observer = Observer::default();
+        let mut status = flannel_core::Status::default();
+        (status.in_sync, status.live) = (true, true);
+        let (rules, rulebook) = watch::channel(Rulebook::Unwanted);
+        let (subnets, mut running) = network(status).await;
+        observer.opened(Store::of_others(Arc::new(subnets)));
+        running.rulebook = rulebook;
+        let _guard = observer.running(running);
+        observer.subnet_file_written();
+        let (tell, mut told) = watch::channel(None);
+        let (_lose, lost) = watch::channel(None);
+        let story = async {
+            let mut is = async |network| {
+                let soon = tokio::time::timeout(3 * PATIENCE, told.wait_for(|told| *told == network));
+                soon.await.map(drop).unwrap_or_else(|_| panic!("{network:?} is not told"));
+            };
+            is(Some(Network::Available)).await;
+            rules.send_replace(Rulebook::Pending);
+            is(unavailable("the firewall rules are not in place yet")).await;
+            rules.send_replace(Rulebook::Unwanted);
+            is(Some(Network::Available)).await;
+        };
+        tokio::select! {
+            never = judge(lost, &observer, &tell) => match never {},
+            () = story => {}
+        }
     }
 }
