@@ -4,13 +4,41 @@
 //! come late. A node that is gone may come back, and this node waits for it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use flannel_core::{Family, Lease, LeaseEnd, Result};
+use flannel_core::{Error, Family, Lease, LeaseEnd, Result};
+use tokio::time::{Instant, sleep};
 
 use crate::follow::Own;
 use crate::manager::KubeManager;
 use crate::node::Node;
 use crate::pause::Pause;
+
+/// Whoever touches nothing for so long fights no more.
+const PEACE: Duration = Duration::from_secs(60);
+
+/// Two who both put back what they want must not do so at full speed.
+struct Fight {
+    pause: Pause,
+    /// When something was last put back.
+    last: Option<Instant>,
+}
+
+impl Fight {
+    /// Something is to be put back. Returns whether this is a new fight.
+    fn begins(&mut self) -> bool {
+        let new = self.last.is_none_or(|last| last.elapsed() >= PEACE);
+        if new {
+            self.pause.reset();
+        }
+        new
+    }
+
+    async fn goes_on(&mut self) {
+        sleep(self.pause.next()).await;
+        self.last = Some(Instant::now());
+    }
+}
 
 impl KubeManager {
     /// Watches this node until it has other subnets.
@@ -18,70 +46,103 @@ impl KubeManager {
         let mut own = self.follow_own().await?;
         let families: Vec<Family> = held.subnets.iter().map(|subnet| subnet.family()).collect();
         let (mut pause, mut said) = (Pause::new(), false);
+        let mut fight = Fight { pause: Pause::new(), last: None };
         loop {
-            let now = own.borrow_and_update().clone();
-            match &now {
-                Own::Unknown => {}
-                Own::Gone => self.lose("there is no such node any more"),
-                Own::Wrong(wrong) => self.lose(wrong),
-                Own::Here(node) => match node.subnets(&families) {
-                    Ok(Some(subnets)) if subnets == held.subnets => self.regain(),
-                    Ok(Some(to)) => {
-                        self.lose(&format!("its PodCIDRs make it {to}"));
-                        return Ok(LeaseEnd::Moved { to });
-                    }
-                    Ok(None) => self.lose("it has no PodCIDR any more"),
-                    Err(wrong) => self.lose(&wrong),
-                },
-            }
-            if let Own::Here(node) = now
-                && self.lost.borrow().is_none()
-            {
-                match self.mend(&node, held).await {
-                    Ok(false) => said = false,
-                    Ok(true) => {
-                        (said, _) = (false, pause.reset());
-                        // Two who both put back what they want must not do so at full speed.
-                        tokio::time::sleep(pause.next()).await;
-                    }
-                    Err(error) => {
-                        if !std::mem::replace(&mut said, true) {
-                            tracing::warn!(subnets = %held.subnets, "this node's annotations cannot be put back, trying on: {error}");
-                        }
-                        tokio::select! {
-                            () = tokio::time::sleep(pause.next()) => {}
-                            _ = own.changed() => {}
-                        }
-                        continue;
+            let seen = own.borrow_and_update().clone();
+            match self.look(seen, held, &families, &mut fight).await {
+                Ok(Some(end)) => return Ok(end),
+                Ok(None) => {
+                    (said, _) = (false, pause.reset());
+                    if own.changed().await.is_err() {
+                        // The follower ends with this manager only.
+                        std::future::pending::<()>().await;
                     }
                 }
-            }
-            if own.changed().await.is_err() {
-                // The follower ends with this manager only.
-                std::future::pending::<()>().await;
+                Err(error) => {
+                    if !std::mem::replace(&mut said, true) {
+                        tracing::warn!(subnets = %held.subnets, "this node cannot be read, or its annotations not be put back, trying on: {error}");
+                    }
+                    tokio::select! {
+                        () = sleep(pause.next()) => {}
+                        _ = own.changed() => {}
+                    }
+                }
             }
         }
     }
 
-    /// Puts back what is missing of this node's annotations. Returns whether something was.
-    async fn mend(&self, seen: &Arc<Node>, held: &Lease) -> Result<bool> {
+    /// Judges this node as it was seen, and puts back what is missing.
+    async fn look(
+        &self,
+        seen: Own,
+        held: &Lease,
+        families: &[Family],
+        fight: &mut Fight,
+    ) -> Result<Option<LeaseEnd>> {
+        let has = |own: &Own| match own {
+            Own::Here(node) => node.subnets(families) == Ok(Some(held.subnets)),
+            _ => false,
+        };
+        let now = match seen {
+            Own::Unknown => return Ok(None),
+            seen if has(&seen) => seen,
+            seen => self.confirm(seen).await?,
+        };
+        match &now {
+            Own::Unknown => {}
+            Own::Gone => self.lose("there is no such node any more"),
+            Own::Wrong(wrong) => self.lose(wrong),
+            Own::Here(node) => match node.subnets(families) {
+                Ok(Some(subnets)) if subnets == held.subnets => {
+                    self.regain();
+                    self.mend(node, held, fight).await?;
+                }
+                Ok(Some(to)) => {
+                    self.lose(&format!("its PodCIDRs make it {to}"));
+                    return Ok(Some(LeaseEnd::Moved { to }));
+                }
+                Ok(None) => self.lose("it has no PodCIDR any more"),
+                Err(wrong) => self.lose(&wrong),
+            },
+        }
+        Ok(None)
+    }
+
+    /// This node as it is now, since what is followed may come late.
+    async fn confirm(&self, seen: Own) -> Result<Own> {
+        match self.own_node().await {
+            Ok((node, _)) => Ok(Own::Here(Arc::new(node))),
+            Err(Error::NotReady { reason, .. }) => Ok(match seen {
+                // The same, in fewer words.
+                Own::Gone | Own::Wrong(_) => seen,
+                Own::Unknown | Own::Here(_) => Own::Wrong(reason),
+            }),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Puts back what is missing of this node's annotations.
+    async fn mend(&self, seen: &Node, held: &Lease, fight: &mut Fight) -> Result<()> {
         if self.missing(seen, &held.attrs)?.1.is_empty() {
-            return Ok(false);
+            return Ok(());
         }
         // It may have been seen as it was before it was annotated.
         let (node, _) = self.own_node().await?;
         let (_, missing) = self.missing(&node, &held.attrs)?;
         if missing.is_empty() {
-            return Ok(false);
+            return Ok(());
         }
-        let names: Vec<&str> = missing.keys().map(|name| &**name).collect();
-        tracing::warn!(
-            node = %node.name,
-            "somebody removed or changed what this node published ({}); putting it back",
-            names.join(", ")
-        );
+        if fight.begins() {
+            let names: Vec<&str> = missing.keys().map(|name| &**name).collect();
+            tracing::warn!(
+                node = %node.name,
+                "somebody removed or changed what this node published ({}); putting it back",
+                names.join(", ")
+            );
+        }
         self.annotate(&node, &held.attrs).await?;
-        Ok(true)
+        fight.goes_on().await;
+        Ok(())
     }
 
     fn lose(&self, why: &str) {
@@ -98,6 +159,29 @@ impl KubeManager {
     fn regain(&self) {
         if self.lost.send_if_modified(|lost| lost.take().is_some()) {
             tracing::info!(store = self.api.name(), "this node has its lease again");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_fight_becomes_slow_and_is_a_new_one_after_a_minute_of_peace() {
+        let mut fight = Fight { pause: Pause::new(), last: None };
+        for expected in [6, 6] {
+            let begin = Instant::now();
+            assert!(fight.begins());
+            fight.goes_on().await;
+            let mut rounds = 1;
+            while begin.elapsed() < Duration::from_secs(3) {
+                assert!(!fight.begins(), "it is told once");
+                fight.goes_on().await;
+                rounds += 1;
+            }
+            assert!((4..=expected + 1).contains(&rounds), "{rounds}");
+            sleep(PEACE).await;
         }
     }
 }

@@ -270,6 +270,23 @@ impl ApiServer {
         self.cut(how);
     }
 
+    /// Creates a node, or replaces it; watches learn of that and of whatever follows only [later](Self::show_all).
+    ///
+    /// # Panics
+    /// `node` is no JSON object.
+    pub fn put_node_unseen(&self, name: &str, node: Value) {
+        let mut store = lock(&self.shared.store);
+        store.seen = store.seen.or(Some(store.version));
+        store.put(name, node);
+    }
+
+    /// Watches are no longer late.
+    pub fn show_all(&self) {
+        let mut store = lock(&self.shared.store);
+        store.seen = None;
+        self.shared.changes.send_replace(store.version);
+    }
+
     /// Every version but the latest is too old from now on.
     pub fn forget_history(&self) {
         lock(&self.shared.store).forget();

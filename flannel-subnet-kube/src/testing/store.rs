@@ -19,6 +19,8 @@ pub(crate) struct Store {
     /// Versions up to this one are too old to watch from, or to go on listing at.
     pub(crate) forgotten: u64,
     pub(crate) events: VecDeque<(u64, Bytes)>,
+    /// Watches see no later version than this.
+    pub(crate) seen: Option<u64>,
     /// Lists that were begun: by token, the nodes as they were, the version, and the last name that was listed.
     pub(crate) lists: HashMap<String, (Nodes, u64, String)>,
 }
@@ -32,6 +34,7 @@ impl Default for Store {
             version: 1000,
             forgotten: 0,
             events: VecDeque::new(),
+            seen: None,
             lists: HashMap::new(),
         }
     }

@@ -88,7 +88,8 @@ fn error(code: StatusCode) -> Bytes {
 fn since(shared: &Shared, at: u64) -> Vec<(u64, Bytes)> {
     let store = lock(&shared.store);
     let from = store.events.partition_point(|(version, _)| *version <= at);
-    store.events.range(from..).cloned().collect()
+    let seen = store.seen.unwrap_or(u64::MAX);
+    store.events.range(from..).take_while(|(version, _)| *version <= seen).cloned().collect()
 }
 
 /// Sends the last events and the end in one piece.

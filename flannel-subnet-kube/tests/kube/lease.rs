@@ -175,6 +175,54 @@ async fn what_somebody_removes_or_changes_is_put_back() {
 }
 
 #[tokio::test]
+async fn a_fight_over_annotations_becomes_slow() {
+    let ground = Ground::new(V4);
+    let (manager, _) = ground.following().await;
+    let held = manager.acquire_lease(&vxlan()).await.unwrap();
+    let patches = ground.server.count("PATCH");
+    let begin = std::time::Instant::now();
+    let story = async {
+        for n in 1..=6 {
+            ground.server.modify("me", |node| {
+                drop(node["metadata"].as_object_mut().unwrap().remove("annotations"));
+            });
+            until(|| ground.server.count("PATCH") >= patches + n).await;
+        }
+    };
+    tokio::select! {
+        end = manager.hold_lease(&held) => panic!("{end:?}"),
+        () = story => {}
+    }
+    // At least half of 100, 200, 400, 800 and 1600 ms.
+    assert!(begin.elapsed() >= std::time::Duration::from_millis(1550), "{:?}", begin.elapsed());
+}
+
+#[tokio::test]
+async fn a_watch_that_comes_late_neither_loses_nor_moves_a_lease() {
+    let ground = Ground::new(V4);
+    for old in [blank(&["10.1.9.0/24"]), blank(&[])] {
+        ground.server.put_node("me", old);
+        let (manager, views) = ground.following().await;
+        // Nobody who watches learns that, but whoever asks.
+        ground.server.put_node_unseen("me", blank(&["10.1.1.0/24"]));
+        let held = manager.acquire_lease(&vxlan()).await.unwrap();
+        assert_eq!(held.subnets.to_string(), "10.1.1.0-24");
+        let lost = manager.lost();
+        let asked = ground.server.count("GET /api/v1/nodes/me");
+        let story = async {
+            until(|| ground.server.count("GET /api/v1/nodes/me") > asked).await;
+            ground.server.show_all();
+            until(|| leases(&views.borrow()) == ["10.1.1.0-24 vxlan 192.0.2.1"]).await;
+        };
+        tokio::select! {
+            end = wait(manager.hold_lease(&held)) => panic!("{end:?}"),
+            () = story => {}
+        }
+        assert!(!lost.has_changed().unwrap() && lost.borrow().is_none());
+    }
+}
+
+#[tokio::test]
 async fn other_attributes_are_published_and_other_subnets_are_a_conflict() {
     let ground = Ground::new(V4);
     let (manager, views) = ground.following().await;
