@@ -9,6 +9,7 @@ mod hold;
 mod manager;
 mod node;
 mod nodes;
+mod own;
 mod pause;
 mod split;
 #[cfg(feature = "testing")]

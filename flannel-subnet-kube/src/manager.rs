@@ -14,17 +14,14 @@ use std::time::Duration;
 use async_trait::async_trait;
 use flannel_core::{
     Config, Dual, Error, Family, Hints, Lease, LeaseAttrs, LeaseEnd, Result, Revision, StoreStatus,
-    SubnetManager, Subnets, View,
+    SubnetManager, View,
 };
-use serde::Deserialize;
-use serde_json::json;
 use tokio::sync::{OnceCell, watch};
 
-use crate::annotations::{Prefix, Values, address, names, read, wanted};
-use crate::api::{Api, Call};
+use crate::annotations::{Prefix, address, names};
+use crate::api::Api;
 use crate::connect::Source;
 use crate::follow::{Follower, Own};
-use crate::node::{Node, Wire};
 use crate::nodes::Terms;
 
 /// So often is the file with the network config looked at.
@@ -92,8 +89,10 @@ pub struct KubeManager {
     pub(crate) api: Arc<Api>,
     pub(crate) options: KubeOptions,
     /// This node's name.
-    name: OnceCell<String>,
+    pub(crate) name: OnceCell<String>,
     follower: Mutex<Option<Follower>>,
+    /// The config that was last given out: what is built from it is built from nothing else.
+    given: Mutex<Option<Config>>,
     /// What the lease was acquired from: its networks stay what they are.
     used: Mutex<Option<Config>>,
     /// What is wrong with the network config.
@@ -117,6 +116,7 @@ impl KubeManager {
             options,
             name: OnceCell::new(),
             follower: Mutex::default(),
+            given: Mutex::default(),
             used: Mutex::default(),
             wrong_config: Mutex::default(),
             lost: watch::channel(None).0,
@@ -129,145 +129,28 @@ impl KubeManager {
         self.lost.subscribe()
     }
 
-    /// This node's name; asks for the pod if that is what names it.
-    pub(crate) async fn name(&self) -> Result<&str> {
-        let name = self.name.get_or_try_init(async || match &self.options.identity {
-            NodeIdentity::Node(name) => Ok(name.clone()),
-            NodeIdentity::Pod { namespace, name } => self.node_of(namespace, name).await,
-        });
-        name.await.map(String::as_str)
-    }
-
-    async fn node_of(&self, namespace: &str, name: &str) -> Result<String> {
-        #[derive(Default, Deserialize)]
-        #[serde(default, rename_all = "camelCase")]
-        struct Spec {
-            node_name: String,
-        }
-        #[derive(Deserialize)]
-        struct Pod {
-            #[serde(default)]
-            spec: Spec,
-        }
-        let path = format!("/api/v1/namespaces/{namespace}/pods/{name}");
-        let call = Call { verb: "get", resource: "pods", path, patch: None };
-        let pod: Pod = serde_json::from_slice(&self.api.ask(&call).await?)
-            .map_err(|error| self.strange(&call, &error))?;
-        if pod.spec.node_name.is_empty() {
-            let reason = format!(
-                "pod {namespace}/{name} is on no node: right would be POD_NAMESPACE and POD_NAME of this very pod"
-            );
-            return Err(self.not_ready(reason));
-        }
-        Ok(pod.spec.node_name)
-    }
-
-    fn strange(&self, call: &Call, error: &serde_json::Error) -> Error {
-        let source = format!("{} {}: the answer cannot be read: {error}", call.verb, call.resource).into();
-        Error::Store { store: self.api.name().to_owned(), source }
-    }
-
-    pub(crate) fn not_ready(&self, reason: String) -> Error {
-        Error::NotReady { store: self.api.name().to_owned(), reason }
-    }
-
-    /// This node as it is now.
-    pub(crate) async fn own_node(&self) -> Result<(Node, Revision)> {
-        let name = self.name().await?;
-        let call =
-            Call { verb: "get", resource: "nodes", path: format!("/api/v1/nodes/{name}"), patch: None };
-        match self.api.ask(&call).await {
-            Ok(bytes) => self.read_node(&call, &bytes),
-            Err(Error::NotReady { .. }) => Err(self.not_ready(format!(
-                "there is no node {name:?}: right would be NODE_NAME as kubectl get nodes shows it, once the kubelet has registered it"
-            ))),
-            Err(error) => Err(error),
-        }
-    }
-
-    fn read_node(&self, call: &Call, bytes: &[u8]) -> Result<(Node, Revision)> {
-        let wire: Wire<'_> = serde_json::from_slice(bytes).map_err(|error| self.strange(call, &error))?;
-        let node = wire.node(&self.options.prefix);
-        let node = node.map_err(|wrong| self.not_ready(format!("node {}: {wrong}", wire.metadata.name)))?;
-        Ok((node, wire.revision()))
-    }
-
-    /// Writes to this node's status.
-    pub(crate) async fn patch(&self, patch: serde_json::Value) -> Result<(Node, Revision)> {
-        let path = format!("/api/v1/nodes/{}/status", self.name().await?);
-        let call = Call { verb: "patch", resource: "nodes/status", path, patch: Some(patch.to_string()) };
-        let answer = self.api.ask(&call).await?;
-        self.read_node(&call, &answer)
-    }
-
-    /// The subnets that Kubernetes gave this node, which fit the network config.
-    pub(crate) fn subnets_of(&self, node: &Node, config: &Config) -> Result<Subnets> {
-        let families: Vec<Family> = config.networks.families().collect();
-        let wrong = |reason: String| self.not_ready(format!("node {}: {reason}", node.name));
-        let subnets = node.subnets(&families).map_err(wrong)?;
-        for family in &families {
-            if subnets.and_then(|subnets| subnets.family(*family)).is_none() {
-                return Err(wrong(format!(
-                    "it has no {family} PodCIDR yet: right would be kube-controller-manager with --allocate-node-cidrs and a \
-                     --cluster-cidr in the pod network, or whatever else gives nodes their PodCIDRs here"
-                )));
-            }
-        }
-        let subnets = subnets.expect("a config enables a family, and the node has a subnet of each");
-        for subnet in subnets.iter() {
-            let network = config.networks[subnet.family()].map(|network| network.network);
-            if let Some(network) = network.filter(|network| !network.covers(&subnet)) {
-                return Err(wrong(format!(
-                    "its PodCIDR {subnet} lies outside the pod network {network} of {}: right would be one network there and in \
-                     kube-controller-manager's --cluster-cidr",
-                    self.options.net_config.display()
-                )));
-            }
-        }
-        Ok(subnets)
-    }
-
-    /// What this node's annotations must say: all of it, and what of it they do not say.
-    pub(crate) fn missing(&self, node: &Node, attrs: &LeaseAttrs) -> Result<(Values, Values)> {
-        for family in Family::BOTH {
-            address(&node.values, names(family).overwrite, family, &self.options.prefix)
-                .map_err(|wrong| self.not_ready(format!("node {}: {wrong}", node.name)))?;
-        }
-        let wanted = wanted(attrs, &node.values);
-        let mut missing = wanted.clone();
-        missing.retain(|name, value| node.values.get(name) != Some(value));
-        Ok((wanted, missing))
-    }
-
-    /// Makes this node's annotations say how it is reached: the version since when they do, if they did not.
-    pub(crate) async fn annotate(&self, node: &Node, attrs: &LeaseAttrs) -> Result<Option<Revision>> {
-        let (_, missing) = self.missing(node, attrs)?;
-        if missing.is_empty() {
-            return Ok(None);
-        }
-        let prefix = &self.options.prefix;
-        let annotations: serde_json::Map<String, serde_json::Value> =
-            missing.iter().map(|(name, value)| (format!("{prefix}{name}"), json!(value))).collect();
-        let (_, revision) = self.patch(json!({ "metadata": { "annotations": annotations } })).await?;
-        Ok(Some(revision))
-    }
-
-    /// The lease that a node makes of these attributes, as peers read it.
-    fn lease_of(
-        &self,
-        node: &Node,
-        subnets: Subnets,
-        attrs: &LeaseAttrs,
-        revision: Revision,
-    ) -> Result<Lease> {
-        let families: Vec<Family> = subnets.iter().map(|subnet| subnet.family()).collect();
-        let (wanted, _) = self.missing(node, attrs)?;
-        let (attrs, _) = read(&wanted, &families, &self.options.prefix);
-        Ok(Lease { subnets, attrs, expires: None, since: Revision(node.created), revision })
-    }
-
     pub(crate) fn used(&self) -> Option<Config> {
         self.used.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The config that was last given out; without one, what it is now.
+    async fn config(&self) -> Result<Config> {
+        let given = self.given.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        match given {
+            Some(given) => Ok(given),
+            None => self.config_now().await,
+        }
+    }
+
+    async fn config_now(&self) -> Result<Config> {
+        if self.api.status().confirmed.is_none() {
+            self.own_node().await?;
+        }
+        let mut config = self.read_config()?;
+        if let Some(used) = self.used() {
+            config.networks = used.networks;
+        }
+        Ok(config)
     }
 
     fn read_config(&self) -> Result<Config> {
@@ -283,7 +166,7 @@ impl KubeManager {
         let name = self.name().await?.to_owned();
         let config = match self.used() {
             Some(used) => used,
-            None => self.network_config().await?,
+            None => self.config().await?,
         };
         let mut follower = self.follower.lock().unwrap_or_else(PoisonError::into_inner);
         let terms =
@@ -312,15 +195,10 @@ fn read_config(path: &Path) -> Result<Config> {
 #[async_trait]
 impl SubnetManager for KubeManager {
     /// Once a lease was acquired, the networks stay what they were: pods do not survive others. The first one is good for nothing
-    /// until the API server has answered.
+    /// until the API server has answered. Views and leases are of the config that was last given out, whatever the file has come to say.
     async fn network_config(&self) -> Result<Config> {
-        if self.api.status().confirmed.is_none() {
-            self.own_node().await?;
-        }
-        let mut config = self.read_config()?;
-        if let Some(used) = self.used() {
-            config.networks = used.networks;
-        }
+        let config = self.config_now().await?;
+        *self.given.lock().unwrap_or_else(PoisonError::into_inner) = Some(config.clone());
         Ok(config)
     }
 
@@ -349,7 +227,7 @@ impl SubnetManager for KubeManager {
         let given = |family: Family| address(&node.values, names(family).node, family, prefix);
         let wrong = |wrong| self.not_ready(format!("node {}: {wrong}", node.name));
         let public = Dual { v4: given(Family::V4).map_err(wrong)?, v6: given(Family::V6).map_err(wrong)? };
-        let families: Vec<Family> = self.network_config().await?.networks.families().collect();
+        let families: Vec<Family> = self.config().await?.networks.families().collect();
         let (lease, _) = node.lease(Revision::default(), &families, prefix);
         Ok(Hints {
             public,
@@ -360,7 +238,7 @@ impl SubnetManager for KubeManager {
     }
 
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease> {
-        let config = self.network_config().await?;
+        let config = self.config().await?;
         let (node, read) = self.own_node().await?;
         let subnets = self.subnets_of(&node, &config)?;
         let written = self.annotate(&node, attrs).await?;

@@ -73,6 +73,23 @@ async fn families_that_the_config_comes_to_enable_before_there_is_a_lease_count(
 }
 
 #[tokio::test]
+async fn a_lease_is_acquired_from_the_config_that_was_given_out() {
+    let ground = Ground::new(V4);
+    ground.server.put_node("me", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
+    let manager = ground.manager("me").await;
+    let config = manager.network_config().await.unwrap();
+    // As the kubelet does with a ConfigMap, while the network is being built.
+    ground.write_config(DUAL);
+    let views = manager.watch_leases().await.unwrap();
+    let lease = manager.acquire_lease(&crate::ground::vxlan()).await.unwrap();
+    assert_eq!(lease.subnets.to_string(), "10.1.1.0-24");
+    until(|| views.borrow().leases.get(&lease.subnets).is_some()).await;
+    manager.watch_leases().await.unwrap();
+    views.has_changed().expect("the views of a running network are not closed");
+    assert_eq!(manager.network_config().await.unwrap().networks, config.networks);
+}
+
+#[tokio::test]
 async fn heartbeats_wake_nobody() {
     let ground = Ground::new(V4);
     ground.server.put_node("peer", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));

@@ -1,0 +1,151 @@
+//! This node: its name, its object as it is now, and what flannel writes to it.
+//!
+//! The one thing to know: it is read by asking for it alone, which is always the latest, and not from what is followed.
+
+use flannel_core::{Config, Error, Family, Lease, LeaseAttrs, Result, Revision, Subnets};
+use serde::Deserialize;
+use serde_json::json;
+
+use crate::annotations::{Values, address, names, read, wanted};
+use crate::api::Call;
+use crate::manager::{KubeManager, NodeIdentity};
+use crate::node::{Node, Wire};
+
+impl KubeManager {
+    /// This node's name; asks for the pod if that is what names it.
+    pub(crate) async fn name(&self) -> Result<&str> {
+        let name = self.name.get_or_try_init(async || match &self.options.identity {
+            NodeIdentity::Node(name) => Ok(name.clone()),
+            NodeIdentity::Pod { namespace, name } => self.node_of(namespace, name).await,
+        });
+        name.await.map(String::as_str)
+    }
+
+    async fn node_of(&self, namespace: &str, name: &str) -> Result<String> {
+        #[derive(Default, Deserialize)]
+        #[serde(default, rename_all = "camelCase")]
+        struct Spec {
+            node_name: String,
+        }
+        #[derive(Deserialize)]
+        struct Pod {
+            #[serde(default)]
+            spec: Spec,
+        }
+        let path = format!("/api/v1/namespaces/{namespace}/pods/{name}");
+        let call = Call { verb: "get", resource: "pods", path, patch: None };
+        let pod: Pod = serde_json::from_slice(&self.api.ask(&call).await?)
+            .map_err(|error| self.strange(&call, &error))?;
+        if pod.spec.node_name.is_empty() {
+            let reason = format!(
+                "pod {namespace}/{name} is on no node: right would be POD_NAMESPACE and POD_NAME of this very pod"
+            );
+            return Err(self.not_ready(reason));
+        }
+        Ok(pod.spec.node_name)
+    }
+
+    fn strange(&self, call: &Call, error: &serde_json::Error) -> Error {
+        let source = format!("{} {}: the answer cannot be read: {error}", call.verb, call.resource).into();
+        Error::Store { store: self.api.name().to_owned(), source }
+    }
+
+    pub(crate) fn not_ready(&self, reason: String) -> Error {
+        Error::NotReady { store: self.api.name().to_owned(), reason }
+    }
+
+    /// This node as it is now.
+    pub(crate) async fn own_node(&self) -> Result<(Node, Revision)> {
+        let name = self.name().await?;
+        let call =
+            Call { verb: "get", resource: "nodes", path: format!("/api/v1/nodes/{name}"), patch: None };
+        match self.api.ask(&call).await {
+            Ok(bytes) => self.read_node(&call, &bytes),
+            Err(Error::NotReady { .. }) => Err(self.not_ready(format!(
+                "there is no node {name:?}: right would be NODE_NAME as kubectl get nodes shows it, once the kubelet has registered it"
+            ))),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn read_node(&self, call: &Call, bytes: &[u8]) -> Result<(Node, Revision)> {
+        let wire: Wire<'_> = serde_json::from_slice(bytes).map_err(|error| self.strange(call, &error))?;
+        let node = wire.node(&self.options.prefix);
+        let node = node.map_err(|wrong| self.not_ready(format!("node {}: {wrong}", wire.metadata.name)))?;
+        Ok((node, wire.revision()))
+    }
+
+    /// Writes to this node's status.
+    pub(crate) async fn patch(&self, patch: serde_json::Value) -> Result<(Node, Revision)> {
+        let path = format!("/api/v1/nodes/{}/status", self.name().await?);
+        let call = Call { verb: "patch", resource: "nodes/status", path, patch: Some(patch.to_string()) };
+        let answer = self.api.ask(&call).await?;
+        self.read_node(&call, &answer)
+    }
+
+    /// The subnets that Kubernetes gave this node, which fit the network config.
+    pub(crate) fn subnets_of(&self, node: &Node, config: &Config) -> Result<Subnets> {
+        let families: Vec<Family> = config.networks.families().collect();
+        let wrong = |reason: String| self.not_ready(format!("node {}: {reason}", node.name));
+        let subnets = node.subnets(&families).map_err(wrong)?;
+        for family in &families {
+            if subnets.and_then(|subnets| subnets.family(*family)).is_none() {
+                return Err(wrong(format!(
+                    "it has no {family} PodCIDR yet: right would be kube-controller-manager with --allocate-node-cidrs and a \
+                     --cluster-cidr in the pod network, or whatever else gives nodes their PodCIDRs here"
+                )));
+            }
+        }
+        let subnets = subnets.expect("a config enables a family, and the node has a subnet of each");
+        for subnet in subnets.iter() {
+            let network = config.networks[subnet.family()].map(|network| network.network);
+            if let Some(network) = network.filter(|network| !network.covers(&subnet)) {
+                return Err(wrong(format!(
+                    "its PodCIDR {subnet} lies outside the pod network {network} of {}: right would be one network there and in \
+                     kube-controller-manager's --cluster-cidr",
+                    self.options.net_config.display()
+                )));
+            }
+        }
+        Ok(subnets)
+    }
+
+    /// What this node's annotations must say: all of it, and what of it they do not say.
+    pub(crate) fn missing(&self, node: &Node, attrs: &LeaseAttrs) -> Result<(Values, Values)> {
+        for family in Family::BOTH {
+            address(&node.values, names(family).overwrite, family, &self.options.prefix)
+                .map_err(|wrong| self.not_ready(format!("node {}: {wrong}", node.name)))?;
+        }
+        let wanted = wanted(attrs, &node.values);
+        let mut missing = wanted.clone();
+        missing.retain(|name, value| node.values.get(name) != Some(value));
+        Ok((wanted, missing))
+    }
+
+    /// Makes this node's annotations say how it is reached: the version since when they do, if they did not.
+    pub(crate) async fn annotate(&self, node: &Node, attrs: &LeaseAttrs) -> Result<Option<Revision>> {
+        let (_, missing) = self.missing(node, attrs)?;
+        if missing.is_empty() {
+            return Ok(None);
+        }
+        let prefix = &self.options.prefix;
+        let annotations: serde_json::Map<String, serde_json::Value> =
+            missing.iter().map(|(name, value)| (format!("{prefix}{name}"), json!(value))).collect();
+        let (_, revision) = self.patch(json!({ "metadata": { "annotations": annotations } })).await?;
+        Ok(Some(revision))
+    }
+
+    /// The lease that a node makes of these attributes, as peers read it.
+    pub(crate) fn lease_of(
+        &self,
+        node: &Node,
+        subnets: Subnets,
+        attrs: &LeaseAttrs,
+        revision: Revision,
+    ) -> Result<Lease> {
+        let families: Vec<Family> = subnets.iter().map(|subnet| subnet.family()).collect();
+        let (wanted, _) = self.missing(node, attrs)?;
+        let (attrs, _) = read(&wanted, &families, &self.options.prefix);
+        Ok(Lease { subnets, attrs, expires: None, since: Revision(node.created), revision })
+    }
+}
