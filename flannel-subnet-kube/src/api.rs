@@ -38,6 +38,10 @@ pub(crate) enum Failure {
     Refused(String),
     /// People must help: this account may not do that.
     Forbidden(String),
+    /// The server answers, but with an error that names no way out: try again.
+    Erred(String),
+    /// An answer that was begun goes on no more.
+    Silent(Duration),
     /// Anything else: try again.
     Failed(String),
 }
@@ -46,9 +50,11 @@ impl std::fmt::Display for Failure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Gone => f.write_str("the version asked for is too old (410)"),
+            Self::Silent(patience) => write!(f, "nothing more came for {} s", patience.as_secs()),
             Self::NotFound(reason)
             | Self::Refused(reason)
             | Self::Forbidden(reason)
+            | Self::Erred(reason)
             | Self::Failed(reason)
             | Self::Busy { reason, .. } => f.write_str(reason),
         }
@@ -227,7 +233,7 @@ impl Api {
 pub(crate) async fn part(body: &mut Body, patience: Duration) -> Result<Option<Bytes>, Failure> {
     loop {
         match timeout(patience, body.frame()).await {
-            Err(_) => return Err(Failure::Failed(format!("nothing more came for {} s", patience.as_secs()))),
+            Err(_) => return Err(Failure::Silent(patience)),
             Ok(None) => return Ok(None),
             Ok(Some(Err(error))) => {
                 return Err(Failure::Failed(format!("the answer was cut: {error}")));
@@ -287,7 +293,7 @@ async fn refusal(call: &Call, answer: Response<Body>) -> Failure {
         StatusCode::FORBIDDEN => Failure::Forbidden(format!(
             "forbidden: this node's account needs the verb {verb:?} on the resource {resource:?} (403, {said})"
         )),
-        status => Failure::Failed(format!("{status}: {said}")),
+        status => Failure::Erred(format!("{status}: {said}")),
     }
 }
 

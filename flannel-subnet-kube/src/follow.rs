@@ -25,6 +25,8 @@ const PAGE: u32 = 500;
 const SILENCE: Duration = Duration::from_secs(90);
 /// How long the server is asked to go on, in seconds: at random, so that nodes do not come back together.
 const WATCH: std::ops::Range<u32> = 300..600;
+/// After so many errors of the server in a row the version is not asked for again: it may be one that there never was.
+const ERRORS: u32 = 3;
 /// A watch that ends sooner and brings nothing was of no use.
 const BRIEF: Duration = Duration::from_secs(1);
 
@@ -81,7 +83,7 @@ struct Following {
 enum Watched {
     /// From the last version on it can go on.
     Cut { useful: bool },
-    /// Changes were missed.
+    /// Changes were missed, or may have been.
     Gone,
 }
 
@@ -104,10 +106,12 @@ impl Following {
         }
     }
 
-    /// Watches until changes were missed.
+    /// Watches until changes were missed, or may have been: versions go back when the server's store is restored from a copy, and
+    /// only a list tells.
     async fn watch_from(&mut self, mut version: String, pause: &mut Pause, lost: &mut Lost) {
+        let mut errors = 0;
         loop {
-            let begin = Instant::now();
+            let (begin, from) = (Instant::now(), version.clone());
             match self.watch(&mut version).await {
                 Ok(Watched::Gone) => {
                     tracing::debug!(store = self.api.name(), "changes were missed, listing again");
@@ -115,6 +119,7 @@ impl Following {
                 }
                 Ok(Watched::Cut { useful }) => {
                     lost.found(self);
+                    errors = 0;
                     if useful || begin.elapsed() > BRIEF {
                         pause.reset();
                     }
@@ -124,6 +129,13 @@ impl Following {
                 Err(failure) => {
                     lost.tell(self, &failure);
                     pause.after(&failure).await;
+                    if version != from {
+                        errors = 0;
+                    }
+                    errors += u32::from(matches!(failure, Failure::Erred(_)));
+                    if errors >= ERRORS {
+                        return;
+                    }
                 }
             }
         }
@@ -192,6 +204,10 @@ impl Following {
                 Ok(Some(bytes)) => bytes,
                 // What came only in part comes again.
                 Ok(None) => return Ok(Watched::Cut { useful }),
+                Err(failure @ Failure::Silent(_)) => {
+                    tracing::debug!(store = self.api.name(), "watch nodes: {failure}");
+                    return Ok(Watched::Gone);
+                }
                 Err(failure) => {
                     tracing::debug!(store = self.api.name(), "watch nodes: {failure}");
                     return Ok(Watched::Cut { useful });
@@ -274,7 +290,7 @@ impl Following {
             "BOOKMARK" => false,
             "ERROR" if object.code == 410 => return Err(Failure::Gone),
             _ => {
-                return Err(Failure::Failed(format!(
+                return Err(Failure::Erred(format!(
                     "the watch ended: {kind} {}: {}",
                     object.code, object.message
                 )));

@@ -61,6 +61,55 @@ async fn what_comes_with_the_end_of_a_watch_is_shown() {
     assert_eq!(ground.server.count("limit="), 1, "nothing was listed again");
 }
 
+/// The last watch is open: what it brings is shown.
+async fn watches(ground: &Ground, views: &tokio::sync::watch::Receiver<flannel_core::View>, n: u8) {
+    put(ground, n);
+    until(|| views.borrow().leases.iter().any(|lease| lease.subnets.to_string() == format!("10.1.{n}.0-24")))
+        .await;
+}
+
+#[tokio::test]
+async fn a_version_that_only_leads_to_errors_is_given_up() {
+    let ground = Ground::new(V4);
+    let (_manager, views) = ground.following().await;
+    for (n, status) in (2..).zip([400, 500, 504]) {
+        watches(&ground, &views, n).await;
+        let (lists, watched) = (ground.server.count("limit="), ground.server.count("watch="));
+        ground.server.fail(3, status, None);
+        ground.server.cut(Cut::Clean);
+        until(|| ground.server.count("limit=") > lists).await;
+        let requests = ground.server.requests();
+        let list = requests.iter().rposition(|request| request.contains("limit=")).unwrap();
+        let before = requests[..list].iter().filter(|request| request.contains("watch=")).count();
+        assert_eq!(before, watched + 3);
+    }
+    watches(&ground, &views, 9).await;
+    // An outage is none: what was missed comes with the watch.
+    let lists = ground.server.count("limit=");
+    ground.server.fail(4, 503, Some(0));
+    ground.server.cut(Cut::Clean);
+    watches(&ground, &views, 10).await;
+    assert_eq!(ground.server.count("limit="), lists);
+}
+
+#[tokio::test]
+async fn a_watch_that_is_silent_is_followed_by_a_list() {
+    let ground = Ground::new(V4);
+    let (_manager, views) = ground.following().await;
+    watches(&ground, &views, 2).await;
+    assert_eq!(ground.server.count("limit="), 1);
+    tokio::time::pause();
+    tokio::time::advance(Duration::from_secs(89)).await;
+    tokio::time::resume();
+    watches(&ground, &views, 3).await;
+    assert_eq!((ground.server.count("limit="), ground.server.count("watch=")), (1, 1));
+    tokio::time::pause();
+    tokio::time::advance(Duration::from_secs(91)).await;
+    tokio::time::resume();
+    until(|| ground.server.count("limit=") == 2 && ground.server.count("watch=") == 2).await;
+    watches(&ground, &views, 4).await;
+}
+
 #[tokio::test]
 async fn a_storm_of_410_is_no_storm_of_lists() {
     let ground = Ground::new(V4);
