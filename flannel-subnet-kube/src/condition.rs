@@ -123,6 +123,8 @@ impl KubeManager {
             return Ok(false);
         }
         let (status, reason, message) = network.texts();
+        let old = node.condition.as_ref().filter(|old| old.status == status);
+        let since = old.and_then(|old| old.since.as_ref()?.parse::<Timestamp>().ok()).map(Time);
         let now = Timestamp::from_second(Timestamp::now().as_second()).ok().map(Time);
         let condition = NodeCondition {
             type_: CONDITION.to_owned(),
@@ -130,7 +132,8 @@ impl KubeManager {
             reason: Some(reason.to_owned()),
             message: Some(message.to_owned()),
             last_heartbeat_time: now.clone(),
-            last_transition_time: now,
+            // Another reason is no transition.
+            last_transition_time: since.or(now),
         };
         self.patch(json!({ "status": { "conditions": [condition] } })).await?;
         tracing::info!(node = %node.name, "condition {CONDITION} is {status}: {message}");

@@ -168,7 +168,7 @@ struct Status {
     conditions: Vec<Condition>,
 }
 
-/// One of a node's conditions, without its times.
+/// One of a node's conditions, without its heartbeat.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub(crate) struct Condition {
@@ -177,6 +177,9 @@ pub(crate) struct Condition {
     pub(crate) status: String,
     pub(crate) reason: String,
     pub(crate) message: String,
+    /// When the status became what it is.
+    #[serde(rename = "lastTransitionTime")]
+    pub(crate) since: Option<String>,
 }
 
 /// What flannel knows of a node. Equal if nothing of that changed: versions and heartbeats are no part of it.

@@ -48,3 +48,33 @@ async fn the_condition_follows_what_it_is_told() {
         () = story => {}
     }
 }
+
+#[tokio::test]
+async fn another_reason_is_no_transition() {
+    let ground = Ground::new(V4);
+    let (manager, _views) = ground.following().await;
+    let (tell, told) = watch::channel(None);
+    let since = |message: &str| {
+        let condition = ground.server.condition("me", "NetworkUnavailable")?;
+        (condition["message"] == message).then(|| condition["lastTransitionTime"].clone())
+    };
+    let long_ago = "2026-11-21T20:00:00Z";
+    let story = async {
+        tell.send_replace(Some(Network::Unavailable("one reason".into())));
+        until(|| since("one reason").is_some()).await;
+        ground.server.modify("me", |node| {
+            let conditions = node["status"]["conditions"].as_array_mut().unwrap();
+            let ours = conditions.iter_mut().find(|condition| condition["type"] == "NetworkUnavailable");
+            ours.unwrap()["lastTransitionTime"] = json!(long_ago);
+        });
+        tell.send_replace(Some(Network::Unavailable("another one".into())));
+        until(|| since("another one") == Some(json!(long_ago))).await;
+        tell.send_replace(Some(Network::Available));
+        let up = "Flannel is running on this node";
+        until(|| since(up).is_some_and(|since| since != long_ago)).await;
+    };
+    tokio::select! {
+        never = manager.keep_condition(told) => match never {},
+        () = story => {}
+    }
+}

@@ -6,6 +6,7 @@
 use std::convert::Infallible;
 use std::time::Duration;
 
+use flannel_subnet::Backoff;
 use flannel_subnet_kube::{KubeManager, Network};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
@@ -13,8 +14,10 @@ use tokio::time::{Instant, sleep_until};
 use crate::observe::{Observer, Snapshot};
 use crate::problems::problems;
 
-/// A network that is not in place for less is said to be; and so seldom is another reason told.
+/// A network that is not in place for less is said to be.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// So seldom is another reason told, or twice as often, at random: many nodes may have one trouble, whose words change all the time.
+const AGAIN: Duration = Duration::from_secs(120);
 /// After so long it is judged anew, whoever has told of changes: not all that it depends on tells.
 const REFRESH: Duration = Duration::from_secs(5);
 
@@ -62,24 +65,24 @@ struct Verdict {
     network: Option<Network>,
     /// Since when the node is not ready.
     trouble: Option<Instant>,
-    /// When the network was last said to be not available.
-    said: Option<Instant>,
+    /// When another reason may be told, once the network was said to be not available.
+    next: Option<Instant>,
 }
 
 impl Verdict {
     fn new(now: Instant) -> Self {
-        Self { network: None, trouble: Some(now), said: None }
+        Self { network: None, trouble: Some(now), next: None }
     }
 
     /// Judges what is the case. Returns when to look again, if nothing else happens.
     fn pass(&mut self, now: Instant, lost: Option<String>, trouble: Option<String>) -> Option<Instant> {
         let at_once = lost.is_some();
         let Some(why) = lost.or(trouble) else {
-            *self = Self { network: Some(Network::Available), trouble: None, said: None };
+            *self = Self { network: Some(Network::Available), trouble: None, next: None };
             return None;
         };
         let since = *self.trouble.get_or_insert(now);
-        let due = self.said.unwrap_or(since) + PATIENCE;
+        let due = self.next.unwrap_or(since + PATIENCE);
         let network = Some(Network::Unavailable(why));
         if network == self.network {
             return None;
@@ -87,7 +90,8 @@ impl Verdict {
         if !at_once && now < due {
             return Some(due);
         }
-        (self.network, self.said) = (network, Some(now));
+        let again = Backoff::new(AGAIN, AGAIN).pause();
+        (self.network, self.next) = (network, Some(now + again));
         None
     }
 }
@@ -124,7 +128,9 @@ mod tests {
         // Another reason, which is told later.
         let other = || Some("other".to_owned());
         let later = verdict.pass(again + SECOND, None, other()).unwrap();
-        assert_eq!((later, &verdict.network), (again + PATIENCE, &unavailable("starting")));
+        let seldom = again + AGAIN / 2..=again + AGAIN;
+        assert!(seldom.contains(&later), "{:?}", later - again);
+        assert_eq!(verdict.network, unavailable("starting"));
         verdict.pass(later, None, other());
         assert_eq!(verdict.network, unavailable("other"));
         verdict.pass(later + SECOND, None, None);
