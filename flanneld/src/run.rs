@@ -30,7 +30,7 @@ use crate::sounding::respond;
 use crate::stale::StaleManager;
 use crate::state;
 use crate::uplink::{Chosen, addresses_of};
-use crate::wait::{hold, holding, patiently};
+use crate::wait::{Patience, hold, holding, patiently};
 
 /// Between two networks, so that what changes all the time does not keep a core busy.
 const REBUILD_PAUSE: Duration = Duration::from_millis(100);
@@ -103,7 +103,8 @@ async fn follow_store(
             if has_run {
                 tokio::time::sleep(REBUILD_PAUSE).await;
             }
-            patiently(&**subnets, has_run, start).await
+            let patience = Patience { has_run, refusals_pass: options.kube.kube_subnet_mgr };
+            patiently(&**subnets, patience, start).await
         };
         let ready = holding(&**subnets, held.as_ref(), build).await?;
         has_run = true;

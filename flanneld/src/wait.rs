@@ -27,16 +27,23 @@ enum Reason {
     Said(String),
 }
 
+/// What is waited for beyond what time mends.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Patience {
+    /// A network has run: what people must mend is waited for too. A password that was changed, an interface without address or with
+    /// too small an MTU, or a backend's option is no reason to end what works.
+    pub(crate) has_run: bool,
+    /// A store that refuses is waited for: a cluster that boots may answer before it knows who may do what.
+    pub(crate) refusals_pass: bool,
+}
+
 /// Repeats `start`, with growing random pauses, until it succeeds or fails in a way that waiting does not mend.
-///
-/// Once a network has run (`has_run`), what people must mend is waited for too: a password that was changed, an
-/// interface without address or with too small an MTU, or a backend's option is no reason to end what works.
 ///
 /// # Errors
 /// The last one.
 pub(crate) async fn patiently<T>(
     subnets: &dyn SubnetManager,
-    has_run: bool,
+    patience: Patience,
     start: impl AsyncFn() -> Result<T, Error>,
 ) -> Result<T, Error> {
     let mut backoff = Backoff::new(FIRST, LONGEST);
@@ -52,7 +59,7 @@ pub(crate) async fn patiently<T>(
             Err(error) => error,
         };
         let text = error.to_string();
-        let Some(reason) = reason(&error, has_run) else { return Err(error) };
+        let Some(reason) = reason(&error, patience) else { return Err(error) };
         if say(&mut said, reason, &text) {
             backoff.reset();
         }
@@ -128,9 +135,10 @@ fn say(said: &mut Option<Reason>, reason: Reason, text: &str) -> bool {
 }
 
 /// What an error makes us wait for; `None`: waiting does not mend it.
-fn reason(error: &Error, has_run: bool) -> Option<Reason> {
+fn reason(error: &Error, patience: Patience) -> Option<Reason> {
     use flannel_core::Error as Cause;
 
+    let Patience { has_run, refusals_pass } = patience;
     let said = || Some(Reason::Said(error.to_string()));
     let cause = match error {
         Error::Network(cause) => cause,
@@ -146,6 +154,7 @@ fn reason(error: &Error, has_run: bool) -> Option<Reason> {
         | Cause::OutOfSubnets { .. }
         | Cause::NotReady { .. }
         | Cause::Conflict { .. } => said(),
+        Cause::Refused { .. } if refusals_pass => said(),
         Cause::Refused { .. } | Cause::Backend { .. } | Cause::Kernel { .. } if has_run => said(),
         _ => None,
     }
@@ -159,6 +168,9 @@ mod tests {
 
     use flannel_core::testing::FakeSubnets;
     use flannel_core::{Error as Cause, LeaseAttrs};
+
+    const START: Patience = Patience { has_run: false, refusals_pass: false };
+    const RUNS: Patience = Patience { has_run: true, refusals_pass: false };
 
     fn refused() -> Cause {
         Cause::Refused { store: "store".into(), reason: "no".into() }
@@ -183,7 +195,7 @@ mod tests {
                 attempts.set(attempts.get() + 1);
                 if attempts.get() <= 20 { Err(Error::Network(cause())) } else { Ok(family) }
             };
-            assert_eq!(patiently(&subnets, false, start).await.unwrap(), family);
+            assert_eq!(patiently(&subnets, START, start).await.unwrap(), family);
             let waited = begin.elapsed();
             assert!(waited > Duration::from_secs(20) && waited < 20 * LONGEST, "{waited:?}");
         }
@@ -199,16 +211,31 @@ mod tests {
         for cause in causes {
             let begin = Instant::now();
             let start = async || -> Result<(), Error> { Err(cause()) };
-            patiently(&subnets, false, start).await.unwrap_err();
+            patiently(&subnets, START, start).await.unwrap_err();
             assert_eq!(begin.elapsed(), Duration::ZERO);
             let mended = async || match begin.elapsed().as_secs() {
                 ..60 => Err(cause()),
                 _ => Ok(()),
             };
-            patiently(&subnets, true, mended).await.unwrap();
+            patiently(&subnets, RUNS, mended).await.unwrap();
         }
         let stopped = async || -> Result<(), Error> { Err(Error::Stopped("it".into())) };
-        patiently(&subnets, true, stopped).await.unwrap_err();
+        patiently(&subnets, RUNS, stopped).await.unwrap_err();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn where_refusals_pass_they_are_waited_for_and_nothing_else_is() {
+        let subnets = FakeSubnets::new("10.1.0.0/16");
+        let begin = Instant::now();
+        let booting = Patience { refusals_pass: true, ..START };
+        let mended = async || match begin.elapsed().as_secs() {
+            ..60 => Err(refused().into()),
+            _ => Ok(()),
+        };
+        patiently(&subnets, booting, mended).await.unwrap();
+        let wrong = || Cause::Backend { backend: "vxlan".into(), reason: "too small".into() }.into();
+        let start = async || -> Result<(), Error> { Err(wrong()) };
+        patiently(&subnets, booting, start).await.unwrap_err();
     }
 
     #[tokio::test(start_paused = true)]
@@ -238,7 +265,7 @@ mod tests {
         let mut said = None;
         let mut tell = |cause: Cause| {
             let error = Error::Network(cause);
-            say(&mut said, reason(&error, false).unwrap(), &error.to_string())
+            say(&mut said, reason(&error, START).unwrap(), &error.to_string())
         };
         let none = |key: &str| Cause::NoConfig { location: key.into() };
         let other = Cause::Store { store: "store".into(), source: "other words".into() };
