@@ -97,6 +97,7 @@ impl KubeManager {
                 },
                 // Nodes are followed anew.
                 changed = own.changed() => if changed.is_err() {
+                    tokio::time::sleep(pause.next()).await;
                     own = self.own_at_last().await;
                 },
             }
@@ -104,7 +105,7 @@ impl KubeManager {
     }
 
     /// What is known of this node, once it can be known.
-    async fn own_at_last(&self) -> watch::Receiver<Own> {
+    pub(crate) async fn own_at_last(&self) -> watch::Receiver<Own> {
         let mut pause = Pause::new();
         loop {
             match self.follow_own().await {

@@ -68,6 +68,11 @@ impl Follower {
         let task = tokio::spawn(following.run()).abort_handle();
         Self { terms, views: seen, own: own_seen, task }
     }
+
+    /// Whether anybody will ever tell more.
+    pub(crate) fn lives(&self) -> bool {
+        self.own.has_changed().is_ok()
+    }
 }
 
 struct Following {
@@ -368,6 +373,64 @@ impl Lost {
         if std::mem::take(self).said {
             let leases = following.views.borrow().leases.len();
             tracing::info!(store = following.api.name(), "the store answers, {leases} leases");
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+mod tests {
+    use flannel_core::{LeaseAttrs, SubnetManager};
+    use serde_json::json;
+
+    use crate::testing::ApiServer;
+    use crate::{KubeManager, KubeOptions, Network, NodeIdentity};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_follower_that_died_is_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let server = ApiServer::new();
+        let node = || json!({ "metadata": {}, "spec": { "podCIDR": "10.1.1.0/24" } });
+        server.put_node("me", node());
+        let mut options = KubeOptions::new(NodeIdentity::Node("me".to_owned()));
+        options.api_url = Some(server.url());
+        options.net_config = dir.path().join("net-conf.json");
+        std::fs::write(&options.net_config, r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#)
+            .unwrap();
+        let manager = KubeManager::open(options).await.unwrap();
+        let public = ["192.0.2.1".parse::<std::net::IpAddr>().unwrap()].into_iter().collect();
+        let attrs = LeaseAttrs { public, backend_type: "vxlan".into(), ..LeaseAttrs::default() };
+        let held = manager.acquire_lease(&attrs).await.unwrap();
+        let (tell, told) = watch::channel(Some(Network::Available));
+        let story = async {
+            let until = async |condition: &dyn Fn() -> bool| {
+                while !condition() {
+                    sleep(Duration::from_millis(2)).await;
+                }
+            };
+            let says = |status| {
+                server.condition("me", "NetworkUnavailable").is_some_and(|now| now["status"] == status)
+            };
+            until(&|| says("False") && server.count("watch=") == 1).await;
+            // Something unforeseen.
+            manager.follow(|follower| follower.task.abort()).await.unwrap();
+            let asked = server.requests().len();
+            until(&|| server.count("limit=") == 2 && server.count("watch=") == 2).await;
+            server.put_node("me", node());
+            let annotation = || server.annotation("me", "flannel.alpha.coreos.com/backend-type");
+            until(&|| says("False") && annotation().as_deref() == Some("vxlan")).await;
+            tell.send_replace(Some(Network::Unavailable("gone".to_owned())));
+            until(&|| says("True")).await;
+            assert!(server.requests().len() < asked + 20, "{:#?}", &server.requests()[asked..]);
+        };
+        tokio::select! {
+            end = manager.hold_lease(&held) => panic!("{end:?}"),
+            never = manager.keep_condition(told) => match never {},
+            done = tokio::time::timeout(Duration::from_secs(20), story) => {
+                done.unwrap_or_else(|_| panic!("it takes too long: {:#?}", server.requests()));
+            }
         }
     }
 }

@@ -54,17 +54,22 @@ impl KubeManager {
                 Ok(None) => {
                     (said, _) = (false, pause.reset());
                     if own.changed().await.is_err() {
-                        // The follower ends with this manager only.
-                        std::future::pending::<()>().await;
+                        // Nodes are followed anew.
+                        sleep(pause.next()).await;
+                        own = self.own_at_last().await;
                     }
                 }
                 Err(error) => {
                     if !std::mem::replace(&mut said, true) {
                         tracing::warn!(subnets = %held.subnets, "this node cannot be read, or its annotations not be put back, trying on: {error}");
                     }
+                    let pause = pause.next();
                     tokio::select! {
-                        () = sleep(pause.next()) => {}
-                        _ = own.changed() => {}
+                        () = sleep(pause) => {}
+                        changed = own.changed() => if changed.is_err() {
+                            sleep(pause).await;
+                            own = self.own_at_last().await;
+                        },
                     }
                 }
             }

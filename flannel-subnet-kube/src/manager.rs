@@ -161,7 +161,7 @@ impl KubeManager {
     }
 
     /// All nodes, followed from the first call on, and anew if the config has come to enable other families before a lease was
-    /// acquired.
+    /// acquired, or if they are followed no more.
     pub(crate) async fn follow<T>(&self, look: impl FnOnce(&Follower) -> T) -> Result<T> {
         let name = self.name().await?.to_owned();
         let config = match self.used() {
@@ -171,7 +171,9 @@ impl KubeManager {
         let mut follower = self.follower.lock().unwrap_or_else(PoisonError::into_inner);
         let terms =
             Terms { prefix: self.options.prefix.clone(), families: config.networks.families().collect() };
-        if let Some(follower) = follower.as_ref().filter(|follower| follower.terms == terms) {
+        if let Some(follower) =
+            follower.as_ref().filter(|follower| follower.terms == terms && follower.lives())
+        {
             return Ok(look(follower));
         }
         Ok(look(follower.insert(Follower::start(Arc::clone(&self.api), terms, name))))
