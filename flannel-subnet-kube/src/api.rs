@@ -178,10 +178,11 @@ impl Api {
     pub(crate) async fn send(&self, call: &Call) -> Result<Response<Body>, Failure> {
         let mut current = self.current();
         let mut outcome = self.try_send(&current.connection, call).await;
-        if let Err(Failure::Refused(_)) = &outcome
-            && self.renew(&mut current).await
-        {
-            outcome = self.try_send(&current.connection, call).await;
+        if let Err(Failure::Refused(reason)) = &outcome {
+            outcome = match self.renew(&mut current).await {
+                Ok(()) => self.try_send(&current.connection, call).await,
+                Err(why) => Err(Failure::Refused(format!("{reason}; others cannot be read: {why}"))),
+            };
         }
         match &outcome {
             Ok(_) => {}
@@ -196,18 +197,18 @@ impl Api {
         self.current.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Reads credentials and certificates again, unless somebody has just done so. Returns whether there is another client.
-    async fn renew(&self, used: &mut Current) -> bool {
+    /// Reads credentials and certificates again, unless somebody has just done so.
+    async fn renew(&self, used: &mut Current) -> Result<(), String> {
         let now = self.current();
         if now.generation != used.generation {
             *used = now;
-            return true;
+            return Ok(());
         }
-        let Ok(connection) = self.source.connection().await else { return false };
+        let connection = self.source.connection().await?;
         let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         *current = Current { connection, generation: current.generation.max(used.generation) + 1 };
         *used = current.clone();
-        true
+        Ok(())
     }
 
     async fn try_send(&self, connection: &Connection, call: &Call) -> Result<Response<Body>, Failure> {

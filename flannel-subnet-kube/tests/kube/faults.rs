@@ -208,4 +208,9 @@ async fn a_rotated_token_is_read_again() {
     let error = manager.hints().await.unwrap_err();
     assert!(matches!(error, Error::Refused { .. }) && error.to_string().contains("(401"), "{error}");
     assert_eq!(views.borrow().leases.len(), 3, "and the view stays");
+    // And there are no others.
+    std::fs::write(ground.dir.path().join("kubeconfig"), "nonsense").unwrap();
+    let error = manager.hints().await.unwrap_err().to_string();
+    let parts = ["(401", "others cannot be read: ", "kubeconfig: "];
+    assert!(parts.iter().all(|part| error.contains(part)), "{error}");
 }
