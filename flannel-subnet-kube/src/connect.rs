@@ -106,8 +106,12 @@ impl Source {
 
 async fn from_kubeconfig(path: &Path) -> Result<Config, String> {
     let kubeconfig = Kubeconfig::read_from(path).map_err(|error| chain(&error))?;
-    let mut clusters = kubeconfig.clusters.iter().filter_map(|named| named.cluster.as_ref());
-    if clusters.any(|cluster| cluster.proxy_url.is_some()) {
+    // Of the cluster that is used: the config that is made of all this has those of the environment in it, too.
+    let context =
+        kubeconfig.contexts.iter().find(|named| Some(&named.name) == kubeconfig.current_context.as_ref());
+    let cluster = context.and_then(|named| Some(&named.context.as_ref()?.cluster));
+    let used = kubeconfig.clusters.iter().find(|named| Some(&named.name) == cluster);
+    if used.and_then(|named| named.cluster.as_ref()?.proxy_url.as_ref()).is_some() {
         return Err("its proxy-url cannot be used: give the URL by which the API server is reached directly"
             .to_owned());
     }

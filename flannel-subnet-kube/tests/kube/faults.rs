@@ -182,7 +182,7 @@ async fn a_rotated_token_is_read_again() {
     rotate("first");
     let kubeconfig = ground.dir.path().join("kubeconfig");
     let text = format!(
-        "apiVersion: v1\nkind: Config\ncurrent-context: c\nclusters: [{{name: c, cluster: {{server: \"{}\"}}}}]\n\
+        "apiVersion: v1\nkind: Config\ncurrent-context: c\nclusters: [{{name: other, cluster: {{server: \"https://h\", proxy-url: \"http://p\"}}}}, {{name: c, cluster: {{server: \"{}\"}}}}]\n\
          contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\nusers: [{{name: u, user: {{tokenFile: {}}}}}]\n",
         ground.server.url(),
         token.display()
