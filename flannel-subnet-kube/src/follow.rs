@@ -19,7 +19,7 @@ use crate::nodes::{Nodes, Terms};
 use crate::pause::Pause;
 use crate::split::Splitter;
 
-/// So many nodes are asked for at once.
+/// So many nodes are asked for at once. Servers do not care for that at version 0, and answer with all there are.
 const PAGE: u32 = 500;
 /// A watch that is silent for so long is begun anew. API servers send a bookmark every minute.
 const SILENCE: Duration = Duration::from_secs(90);
@@ -146,7 +146,8 @@ impl Following {
         }
     }
 
-    /// Lists all nodes: the version of the list. The first may come from the server's cache, later ones must be the latest.
+    /// Lists all nodes: the version of the list. The first may come from the server's cache, which spares its store when all
+    /// nodes start at once; later ones must be the latest.
     async fn list(&mut self, first: bool) -> Result<String, Failure> {
         self.nodes.begin();
         let (mut own, mut token) = (Own::Gone, String::new());

@@ -59,6 +59,8 @@ pub(crate) struct Faults {
     pub(crate) gone: u32,
     /// The pause before each item of a list.
     pub(crate) slow: Duration,
+    /// So many lists, or pages of them, break in their middle.
+    pub(crate) cut_lists: u32,
     /// Verbs and resources that the account may not use.
     pub(crate) forbidden: BTreeSet<(String, String)>,
     /// The only token that is accepted.
@@ -238,6 +240,11 @@ impl ApiServer {
     /// Each item of a list comes so much later.
     pub fn slow_lists(&self, pause: Duration) {
         lock(&self.shared.faults).slow = pause;
+    }
+
+    /// The next `count` lists, or pages of them, break in their middle.
+    pub fn cut_lists(&self, count: u32) {
+        lock(&self.shared.faults).cut_lists = count;
     }
 
     /// The account may not use this verb on this resource.

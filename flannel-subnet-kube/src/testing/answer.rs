@@ -108,6 +108,9 @@ fn list(shared: &Shared, query: &BTreeMap<String, String>) -> Answer {
     else {
         return violation(shared, StatusCode::BAD_REQUEST, "a list without a limit");
     };
+    // As the cache of a real server does.
+    let limit =
+        if query.get("resourceVersion").is_some_and(|version| version == "0") { usize::MAX } else { limit };
     let mut store = lock(&shared.store);
     let (nodes, version, after): (Nodes, u64, String) = match query.get("continue") {
         Some(_) if query.contains_key("resourceVersion") => {
@@ -139,9 +142,14 @@ fn list(shared: &Shared, query: &BTreeMap<String, String>) -> Answer {
         store.lists.insert(token, (nodes, version, last));
     }
     drop(store);
-    let slow = lock(&shared.faults).slow;
+    let (slow, cut) = {
+        let mut faults = lock(&shared.faults);
+        let cut = faults.cut_lists > 0;
+        faults.cut_lists -= u32::from(cut);
+        (faults.slow, cut)
+    };
     let (sender, body) = Channel::new(4);
-    tokio::spawn(stream::items(sender, metadata, items, slow));
+    tokio::spawn(stream::items(sender, metadata, items, slow, cut));
     json_answer(StatusCode::OK, body)
 }
 

@@ -15,8 +15,8 @@ use super::{Cut, Shared, lock};
 
 type Out = Sender<Bytes, io::Error>;
 
-/// A list, with a pause before each item.
-pub(crate) async fn items(mut out: Out, metadata: Value, items: Vec<Arc<str>>, slow: Duration) {
+/// A list, with a pause before each item; with `cut` the connection breaks in its middle.
+pub(crate) async fn items(mut out: Out, metadata: Value, items: Vec<Arc<str>>, slow: Duration, cut: bool) {
     let head = format!(r#"{{"kind":"NodeList","apiVersion":"v1","metadata":{metadata},"items":["#);
     let mut batch = head.into_bytes();
     for (n, item) in items.iter().enumerate() {
@@ -25,6 +25,11 @@ pub(crate) async fn items(mut out: Out, metadata: Value, items: Vec<Arc<str>>, s
         }
         if n > 0 {
             batch.push(b',');
+        }
+        if cut && n >= items.len() / 2 {
+            batch.extend_from_slice(&item.as_bytes()[..item.len() / 2]);
+            let _ = out.send_data(batch.into()).await;
+            return out.abort(io::Error::other("cut by the test"));
         }
         batch.extend_from_slice(item.as_bytes());
         if (batch.len() > 64 * 1024 || !slow.is_zero())

@@ -53,10 +53,10 @@ async fn what_comes_with_the_end_of_a_watch_is_shown() {
     let ground = Ground::new(V4);
     let (_manager, views) = ground.following().await;
     for (n, how) in (2..).zip([Cut::Error(500), Cut::Error(504), Cut::MidEvent, Cut::Clean]) {
-        until(|| ground.server.count("watch=") > n - 2).await;
+        watches(&ground, &views, 10 + n).await;
         let node = peer(&format!("10.1.{n}.0/24"), &format!("192.0.2.{n}"), "0a:00:00:00:00:02");
         ground.server.put_node_and_cut(&format!("n{n}"), node, how);
-        until(|| views.borrow().leases.len() == n - 1).await;
+        until(|| views.borrow().leases.len() == 2 * usize::from(n - 1)).await;
     }
     assert_eq!(ground.server.count("limit="), 1, "nothing was listed again");
 }
@@ -108,6 +108,55 @@ async fn a_watch_that_is_silent_is_followed_by_a_list() {
     tokio::time::resume();
     until(|| ground.server.count("limit=") == 2 && ground.server.count("watch=") == 2).await;
     watches(&ground, &views, 4).await;
+}
+
+#[tokio::test]
+async fn a_watch_goes_on_from_a_bookmark() {
+    let ground = Ground::new(V4);
+    let (manager, views) = ground.following().await;
+    watches(&ground, &views, 2).await;
+    let confirmed = || manager.store_status().confirmed.unwrap().0;
+    let before = confirmed();
+    // From what came before the bookmark no watch could go on.
+    ground.server.forget_history();
+    ground.server.bookmark();
+    until(|| confirmed() > before).await;
+    ground.server.cut(Cut::Clean);
+    until(|| ground.server.count("watch=") == 2).await;
+    watches(&ground, &views, 3).await;
+    assert_eq!(ground.server.count("limit="), 1);
+}
+
+#[tokio::test]
+async fn a_list_that_breaks_off_is_begun_anew() {
+    let ground = Ground::new(V4);
+    let many = |from: u32| {
+        (from..from + 600).map(|n| {
+            let cidr = format!("10.1.{}.{}/30", n / 64, n % 64 * 4);
+            (format!("node-{n}"), peer(&cidr, "192.0.2.9", "0a:00:00:00:00:02"))
+        })
+    };
+    ground.server.put_node("me", crate::ground::blank(&["10.1.254.0/24"]));
+    ground.server.fill(many(0));
+    ground.server.cut_lists(1);
+    let (_manager, views) = ground.following().await;
+    assert_eq!((views.borrow().leases.len(), ground.server.count("limit=")), (600, 2));
+    // A page of those that come in pages.
+    until(|| ground.server.count("watch=") > 0).await;
+    (0..500).for_each(|n| ground.server.delete_node(&format!("node-{n}")));
+    ground.server.cut_lists(1);
+    ground.server.fill(many(600));
+    until(|| views.borrow().leases.len() == 700).await;
+    // The token that leads to the next page runs out.
+    let pages = ground.server.count("continue=");
+    ground.server.slow_lists(Duration::from_millis(1));
+    ground.server.fill(many(1200));
+    let lists = ground.server.count("limit=");
+    until(|| ground.server.count("limit=") > lists).await;
+    ground.server.forget_history();
+    until(|| ground.server.count("continue=") > pages).await;
+    ground.server.slow_lists(Duration::ZERO);
+    until(|| views.borrow().leases.len() == 1300).await;
 }
 
 #[tokio::test]
