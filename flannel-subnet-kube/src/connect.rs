@@ -104,6 +104,19 @@ impl Source {
     }
 }
 
+/// The files that a kubeconfig names: certificates, keys and tokens, of all its clusters and users. None if it cannot be
+/// read: whoever connects by it is told why.
+///
+/// # Blocking
+/// Reads a file.
+pub fn credential_files(kubeconfig: &Path) -> Vec<PathBuf> {
+    let Ok(kubeconfig) = Kubeconfig::read_from(kubeconfig) else { return Vec::new() };
+    let clusters = kubeconfig.clusters.into_iter().filter_map(|named| named.cluster?.certificate_authority);
+    let users = kubeconfig.auth_infos.into_iter().filter_map(|named| named.auth_info);
+    let of_user = |user: AuthInfo| [user.client_certificate, user.client_key, user.token_file];
+    clusters.chain(users.flat_map(of_user).flatten()).map(PathBuf::from).collect()
+}
+
 async fn from_kubeconfig(path: &Path) -> Result<Config, String> {
     let kubeconfig = Kubeconfig::read_from(path).map_err(|error| chain(&error))?;
     // Of the cluster that is used: the config that is made of all this has those of the environment in it, too.
@@ -246,4 +259,25 @@ fn chain(error: &dyn std::error::Error) -> String {
         cause = error.source();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_files_of_a_kubeconfig_are_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kubeconfig");
+        let text = "apiVersion: v1\nkind: Config\ncurrent-context: a\n\
+                    clusters: [{name: a, cluster: {server: 'https://192.0.2.1', certificate-authority: ca.crt}}]\n\
+                    contexts: [{name: a, context: {cluster: a, user: a}}]\n\
+                    users:\n- name: a\n  user: {client-certificate: /tls/a.crt, client-key: /tls/a.key}\n\
+                    - name: b\n  user: {tokenFile: /tls/token}\n";
+        std::fs::write(&path, text).unwrap();
+        let expected =
+            [dir.path().join("ca.crt"), "/tls/a.crt".into(), "/tls/a.key".into(), "/tls/token".into()];
+        assert_eq!(credential_files(&path), expected);
+        assert!(credential_files(&dir.path().join("none")).is_empty());
+    }
 }

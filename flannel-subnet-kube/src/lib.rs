@@ -17,4 +17,5 @@ pub mod testing;
 
 pub use annotations::{Prefix, PrefixError};
 pub use condition::Network;
+pub use connect::credential_files;
 pub use manager::{KubeManager, KubeOptions, NodeIdentity};

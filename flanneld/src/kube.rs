@@ -114,7 +114,7 @@ impl KubeFlags {
         Ok(())
     }
 
-    /// The files that are read.
+    /// The files that are read, those that the kubeconfig names among them.
     pub(crate) fn files(&self) -> Vec<PathBuf> {
         if !self.kube_subnet_mgr {
             return Vec::new();
@@ -125,6 +125,12 @@ impl KubeFlags {
             ("", _) => None,
             (file, _) => Some(file.into()),
         };
-        [Some(self.net_config_path.clone().into()), credentials].into_iter().flatten().collect()
+        let mut files: Vec<PathBuf> =
+            [Some(self.net_config_path.clone().into()), credentials].into_iter().flatten().collect();
+        #[cfg(feature = "kube")]
+        if !self.kubeconfig_file.is_empty() {
+            files.extend(flannel_subnet_kube::credential_files(self.kubeconfig_file.as_ref()));
+        }
+        files
     }
 }
