@@ -1,4 +1,5 @@
-//! `flannelctl doctor` on a healthy lab, where it finds nothing, and on planted faults, where it names each.
+//! `flannelctl doctor` on a healthy lab, where it finds nothing, and on planted faults, where it names each. Leases that
+//! are made up have the first subnet of the network, which no host is given.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -168,12 +169,12 @@ fn of_this_host() {
 
     // Somebody gives another node the same address.
     let public = host.addresses().v4.unwrap();
-    let lease = lab.registry().join("subnets/10.244.250.0-24");
+    let lease = lab.registry().join("subnets/10.244.0.0-24");
     let value = format!(
         r#"{{"PublicIP":"{public}","BackendType":"vxlan","BackendData":{{"VNI":1,"VtepMAC":"0a:00:00:00:00:fa"}}}}"#
     );
     std::fs::write(&lease, value).unwrap();
-    finds(&lab, host, &[&public.to_string(), "10.244.250.0-24"]);
+    finds(&lab, host, &[&public.to_string(), "10.244.0.0-24"]);
     std::fs::remove_file(&lease).unwrap();
     is_well(&lab, host);
 }
@@ -201,10 +202,10 @@ fn on_the_way() {
     nft("flush chain ip guard into");
 
     // Nobody is there any more.
-    let lease = lab.registry().join("subnets/10.244.251.0-24");
+    let lease = lab.registry().join("subnets/10.244.0.0-24");
     let value = r#"{"PublicIP":"192.168.77.199","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:fb"}}"#;
     std::fs::write(&lease, value).unwrap();
-    finds(&lab, host, &["peer error", "no reply from 10.244.251.0-24, neither", "flannelctl lease release"]);
+    finds(&lab, host, &["peer error", "no reply from 10.244.0.0-24, neither", "flannelctl lease release"]);
     std::fs::remove_file(&lease).unwrap();
 
     lab.switch().cut(other).unwrap();
@@ -419,7 +420,7 @@ fn five_between_hosts(lab: &Lab) {
     is_well(lab, host);
 
     // Duplicate public IP.
-    lease("10.244.250.0-24", &host.addresses().v4.unwrap().to_string());
+    lease("10.244.0.0-24", &host.addresses().v4.unwrap().to_string());
     let found = finds(lab, host, &["2 nodes share the public address", "| flannelctl lease release --force"]);
     mend(lab, &[host], &found);
     is_well(lab, host);
@@ -432,8 +433,8 @@ fn five_between_hosts(lab: &Lab) {
     is_well(lab, host);
 
     // Stale peer.
-    lease("10.244.251.0-24", "192.168.77.199");
-    mend(lab, &[host], &finds(lab, host, &["peer error", "no reply from 10.244.251.0-24, neither"]));
+    lease("10.244.0.0-24", "192.168.77.199");
+    mend(lab, &[host], &finds(lab, host, &["peer error", "no reply from 10.244.0.0-24, neither"]));
     is_well(lab, host);
 }
 
@@ -442,7 +443,7 @@ fn stale_peer() {
     let lab = up(Lab::builder().families(Family::BOTH));
     let host = &lab.hosts()[0];
     is_well(&lab, host);
-    let key = "10.244.251.0-24&fd00:10:244:fb::-64";
+    let key = "10.244.0.0-24&fd00:10:244::-64";
     let value = r#"{"PublicIP":"192.168.77.199","PublicIPv6":"fd77::c7","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:fb"},"BackendV6Data":{"VNI":1,"VtepMAC":"0a:00:00:00:00:fb"}}"#;
     std::fs::write(lab.registry().join("subnets").join(key), value).unwrap();
     let found = finds(&lab, host, &["peer error", &format!("no reply from {key}, neither")]);
