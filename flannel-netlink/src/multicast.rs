@@ -22,22 +22,14 @@ const AT_ONCE: usize = 1024;
 /// A socket that hears what the kernel tells to groups.
 pub(crate) struct Multicast {
     socket: OwnedFd,
-    gate: Gate,
+    /// From the first wait on, on the runtime of whoever waits.
+    gate: Option<AsyncFd<Gate>>,
 }
 
 /// An epoll instance between the socket and the runtime, which lets events through only while somebody waits.
-enum Gate {
-    /// Not yet known to a runtime.
-    Bare(Epoll),
-    Registered(AsyncFd<Instance>),
-    /// Registering failed.
-    Lost,
-}
+struct Gate(Epoll);
 
-/// An epoll instance with the trait that the runtime asks for.
-struct Instance(Epoll);
-
-impl AsRawFd for Instance {
+impl AsRawFd for Gate {
     fn as_raw_fd(&self) -> i32 {
         self.0.0.as_raw_fd()
     }
@@ -54,8 +46,7 @@ impl Multicast {
             setsockopt(&socket, sockopt::RcvBuf, &bytes)?;
         }
         bind(socket.as_raw_fd(), &NetlinkAddr::new(0, 0))?;
-        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
-        Ok(Self { socket, gate: Gate::Bare(epoll) })
+        Ok(Self { socket, gate: None })
     }
 
     /// Hears these groups, whose numbers are 1 to 32, and no others. Groups that the kernel does not know are silent.
@@ -75,7 +66,10 @@ impl Multicast {
     /// # Cancel safety
     /// Nothing is read, so nothing is lost.
     pub(crate) async fn readable(&mut self) -> Result<(), KernelError> {
-        let gate = self.gate.register()?;
+        let gate = match &mut self.gate {
+            Some(gate) => gate,
+            none => none.insert(gate()?),
+        };
         let _open = Open::new(&gate.get_ref().0, &self.socket)?;
         gate.readable().await?.clear_ready();
         Ok(())
@@ -88,26 +82,12 @@ impl AsFd for Multicast {
     }
 }
 
-impl Gate {
-    /// The gate, known to the runtime from now on.
-    fn register(&mut self) -> Result<&AsyncFd<Instance>, KernelError> {
-        if matches!(self, Self::Bare(_))
-            && let Self::Bare(epoll) = std::mem::replace(self, Self::Lost)
-        {
-            *self = Self::Registered(registered(Instance(epoll))?);
-        }
-        match self {
-            Self::Registered(gate) => Ok(gate),
-            _ => Err(KernelError::explained(ENOBUFS, "the socket could not be registered with the runtime")),
-        }
-    }
-}
-
 // The successor is `unsafe` because not every type keeps its descriptor for itself. An epoll instance does: it owns the
 // descriptor, never changes it and closes it when dropped. Without unsafe code this is the way to say so.
 #[expect(deprecated, reason = "sound for what owns its descriptor; the successor needs unsafe code")]
-fn registered(epoll: Instance) -> io::Result<AsyncFd<Instance>> {
-    AsyncFd::with_interest(epoll, Interest::READABLE)
+fn gate() -> io::Result<AsyncFd<Gate>> {
+    let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+    AsyncFd::with_interest(Gate(epoll), Interest::READABLE)
 }
 
 /// Events come through for as long as this lives; what is there to read already is one.
@@ -187,7 +167,7 @@ mod tests {
     const LINK: [u32; 1] = [1];
 
     fn is_waking(multicast: &Multicast) -> bool {
-        let Gate::Registered(gate) = &multicast.gate else { panic!("nobody ever waited") };
+        let gate = multicast.gate.as_ref().expect("somebody waited before");
         gate.get_ref().0.wait(&mut [EpollEvent::empty()], 0_u16).unwrap() > 0
     }
 

@@ -55,7 +55,7 @@ impl Reconciler {
                 // What leases brought needs no look at the kernel first.
                 let by_lease = |key: &Key| matches!(self.put.get(key), Some(Cause::Lease(_)));
                 let changes: Vec<Change> = self.puts(by_lease).collect();
-                self.apply(kernel, gate, &changes, None)?;
+                self.apply(kernel, gate, &changes)?;
                 return self.put_fresh(kernel, gate);
             }
             let links = self.put.keys().take_while(|key| matches!(key, Key::Link(_)));
@@ -63,7 +63,7 @@ impl Reconciler {
             if links.is_empty() {
                 break;
             }
-            self.apply(kernel, gate, &links, None)?;
+            self.apply(kernel, gate, &links)?;
             let taken = links.iter().map(|change| change.object().key());
             let taken: Vec<Key> = taken.filter(|key| !self.ledger.failing().contains_key(key)).collect();
             for key in &taken {
@@ -87,14 +87,14 @@ impl Reconciler {
         let keep = self.ledger.failing().keys().any(|key| matches!(key, Key::Route(_)));
         let gone = self.gone.iter().rev().filter(|(key, _)| !(keep && matches!(key, Key::Nexthop(_))));
         let changes: Vec<Change> = gone.map(|(_, (object, _))| Change::Delete(object.clone())).collect();
-        self.apply(kernel, gate, &changes, None)
+        self.apply(kernel, gate, &changes)
     }
 
     /// Puts what is noted, as far as the links are there that it needs.
     fn put_noted(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
         let changes: Vec<Change> =
             self.puts(|_| true).filter(|change| !self.lacks_link(change.object())).collect();
-        self.apply(kernel, gate, &changes, None)
+        self.apply(kernel, gate, &changes)
     }
 
     /// Without its link nothing can be put; one failure in the status says more than ten thousand.
@@ -103,24 +103,24 @@ impl Reconciler {
             && self.link_of(object).is_some_and(|link| self.missing_links.contains(&link))
     }
 
-    /// Applies changes batch by batch. `cause` is that of changes that are noted nowhere.
+    /// Applies changes batch by batch.
     pub(super) fn apply(
         &mut self,
         kernel: &dyn Kernel,
         gate: &Gate,
         changes: &[Change],
-        cause: Option<Cause>,
     ) -> Result<(), Closed> {
         for batch in changes.chunks(BATCH) {
             let results = gate.pass(|| kernel.apply(&self.owned, batch)).ok_or(Closed)?;
             let now = Instant::now();
             for (change, result) in batch.iter().zip(results) {
-                self.record(change, result, now, cause);
+                self.record(change, result, now, None);
             }
         }
         Ok(())
     }
 
+    /// Notes what came of a change. `cause` is that of one that is noted nowhere.
     pub(super) fn record(
         &mut self,
         change: &Change,
