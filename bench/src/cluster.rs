@@ -32,15 +32,6 @@ impl Families {
         }
     }
 
-    /// The pod networks in it.
-    pub(crate) fn networks(self) -> Vec<Subnet> {
-        let network = |family| match family {
-            Family::V4 => Subnet::new(IpAddr::from([10, 0, 0, 0]), 8),
-            Family::V6 => Subnet::new(IpAddr::from([0xfd00, 0, 0, 0, 0, 0, 0, 0]), 40),
-        };
-        self.iter().map(|family| network(family).expect("the length fits the family")).collect()
-    }
-
     /// The network config of the cluster.
     pub(crate) fn config(self) -> String {
         let has = |family| self.iter().any(|f| f == family);

@@ -57,8 +57,13 @@ fn ours(peers: u32, families: Families, all: &LeaseSet, wrong: &mut Vec<String>)
     let leases = all.clone();
     let start = Instant::now();
     engine.send(leases);
-    engine.wait(peers as usize)?;
+    engine.wait_acknowledged(peers as usize)?;
     let took = start.elapsed();
+    // What it looks over afterwards must have been right.
+    engine.wait(peers as usize)?;
+    if engine.repaired() > 0 {
+        wrong.push(format!("{} objects were not as they were put", engine.repaired()));
+    }
     wrong.extend(compare(&ground.netns, peers, families)?);
     drop(engine);
     ground.clear(peers, families)?;

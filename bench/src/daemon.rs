@@ -28,7 +28,12 @@ pub(crate) struct Daemon {
 
 impl Daemon {
     /// Starts `program` and waits until all objects are in place.
-    pub(crate) fn start(program: &Path, peers: u32, families: Families) -> anyhow::Result<Self> {
+    pub(crate) fn start(
+        program: &Path,
+        peers: u32,
+        families: Families,
+        options: &[&str],
+    ) -> anyhow::Result<Self> {
         let (ground, dir) = (Ground::new()?, tempfile::tempdir()?);
         let registry = dir.path().join("network");
         std::fs::create_dir_all(registry.join("subnets"))?;
@@ -38,7 +43,7 @@ impl Daemon {
             std::fs::write(&file, lease.attrs.to_json()).with_context(|| format!("{}", file.display()))?;
         }
         let mut command = Command::new(program);
-        command.arg(format!("--registry=dir:{}", registry.display()));
+        command.arg(format!("--registry=dir:{}", registry.display())).args(options);
         Self::run(command, ground, dir, peers, families)
     }
 

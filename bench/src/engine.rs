@@ -7,9 +7,9 @@ use std::time::Duration;
 use anyhow::Context;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::testing::FakeSubnets;
-use flannel_core::{Backend, Lease, LeaseSet, Origin, Revision, Status, SubnetManager, View};
+use flannel_core::{Backend, Kernel, LeaseSet, NetworkHandle, Origin, Revision, Status, SubnetManager, View};
 use tokio::runtime::{Builder, Runtime};
-use tokio::sync::{oneshot, watch};
+use tokio::sync::oneshot;
 
 use crate::cluster::Families;
 use crate::ground::Ground;
@@ -22,8 +22,7 @@ const REST: Duration = Duration::from_millis(300);
 /// It ends with the value; what it put stays.
 pub(crate) struct Engine {
     subnets: FakeSubnets,
-    own: Lease,
-    status: watch::Receiver<Arc<Status>>,
+    handle: NetworkHandle,
     /// For waiting; the engine has its own.
     runtime: Runtime,
     _stop: oneshot::Sender<()>,
@@ -33,9 +32,19 @@ pub(crate) struct Engine {
 impl Engine {
     /// Starts it and waits until it is in order and at rest, without any peers.
     pub(crate) fn start(ground: &Ground, families: Families) -> anyhow::Result<Self> {
+        Self::start_on(ground, families, |kernel| kernel)
+    }
+
+    /// The same on what is made of the kernel.
+    pub(crate) fn start_on(
+        ground: &Ground,
+        families: Families,
+        on: impl FnOnce(Arc<dyn Kernel>) -> Arc<dyn Kernel>,
+    ) -> anyhow::Result<Self> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let subnets = FakeSubnets::with_config(&families.config());
-        let host = ground.host(Arc::new(subnets.clone()))?;
+        let mut host = ground.host(Arc::new(subnets.clone()))?;
+        host.kernel = on(host.kernel);
         let network = runtime.block_on(async {
             let config = subnets.network_config().await?;
             anyhow::Ok(VxlanBackend.register(&host, &config).await?)
@@ -52,17 +61,21 @@ impl Engine {
                 }
             })
         });
-        let (own, status) = (handle.lease, handle.status);
-        let mut engine = Self { subnets, own, status, runtime, _stop: stop, thread: Some(thread) };
+        let mut engine = Self { subnets, handle, runtime, _stop: stop, thread: Some(thread) };
         engine.rest()?;
         Ok(engine)
+    }
+
+    /// What the outside sees of its network.
+    pub(crate) fn handle(&self) -> NetworkHandle {
+        self.handle.clone()
     }
 
     /// Waits until it has nothing more to do.
     fn rest(&mut self) -> anyhow::Result<()> {
         loop {
             self.wait(0)?;
-            let status = &mut self.status;
+            let status = &mut self.handle.status;
             let quiet = async { tokio::time::timeout(REST, status.changed()).await.is_err() };
             if self.runtime.block_on(quiet) {
                 return Ok(());
@@ -72,21 +85,35 @@ impl Engine {
 
     /// Sends a view with these peers' leases.
     pub(crate) fn send(&self, mut leases: LeaseSet) {
-        leases.insert(self.own.clone());
+        leases.insert(self.handle.lease.clone());
         self.subnets.set_view(View { leases, origin: Origin::Live { revision: Revision(u64::MAX) } });
     }
 
-    /// Waits until everything of so many peers is acknowledged by the kernel.
+    /// Waits until everything of so many peers is acknowledged by the kernel, and was looked over if they were a flood.
     pub(crate) fn wait(&mut self, peers: usize) -> anyhow::Result<()> {
-        let status = &mut self.status;
+        self.wait_for(peers, |status| status.in_sync)
+    }
+
+    /// Waits until everything of so many peers is acknowledged by the kernel.
+    pub(crate) fn wait_acknowledged(&mut self, peers: usize) -> anyhow::Result<()> {
+        self.wait_for(peers, |status| status.live && status.settled && status.failing.is_empty())
+    }
+
+    /// How many objects were put back that were not as we had put them.
+    pub(crate) fn repaired(&self) -> u64 {
+        self.handle.status.borrow().repaired
+    }
+
+    fn wait_for(&mut self, peers: usize, is_so: impl Fn(&Status) -> bool) -> anyhow::Result<()> {
+        let status = &mut self.handle.status;
         let arrived = self.runtime.block_on(async {
-            let arrived = status.wait_for(|status| status.in_sync && status.peers == peers);
+            let arrived = status.wait_for(|status| status.peers == peers && is_so(status));
             tokio::time::timeout(PATIENCE, arrived).await.map(|arrived| arrived.map(drop))
         });
         match arrived {
             Ok(arrived) => arrived.context("the network ended"),
             Err(_) => {
-                let status = self.status.borrow();
+                let status = self.handle.status.borrow();
                 anyhow::bail!("not all is in order after {PATIENCE:?}: {} peers of {peers}", status.peers)
             }
         }

@@ -20,6 +20,7 @@ mod lease_storm;
 mod memory;
 mod one_more;
 mod plot;
+mod prompted;
 mod raw;
 mod ready;
 mod repair;

@@ -15,7 +15,7 @@ const REST: Duration = Duration::from_secs(5);
 pub(crate) fn run(peers: u32, families: Families, flanneld: Option<PathBuf>) -> anyhow::Result<Report> {
     let program = program(flanneld)?;
     let start = Instant::now();
-    let mut daemon = Daemon::start(&program, peers, families)?;
+    let mut daemon = Daemon::start(&program, peers, families, &[])?;
     let seconds = start.elapsed().as_secs_f64();
     daemon.rest(REST)?;
     let rss = daemon.kib("VmRSS")?;

@@ -1,15 +1,18 @@
-//! Everything read and compared, against a bare dump of the same tables.
+//! Everything read, compared and judged by the engine, as it does when messages were lost: against a bare dump of the same tables.
 
+use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::ensure;
-use flannel_core::{Family, Kernel, Owned, State};
-use flannel_netlink::NetlinkKernel;
+use anyhow::{Context, ensure};
+use flannel_core::{Family, NetworkHandle, Standing};
+use tokio::runtime::{Builder, Runtime};
 
-use crate::cluster::{Families, device, leases};
+use crate::cluster::{Families, Peer, device, leases};
 use crate::engine::Engine;
 use crate::floor::index_of;
 use crate::ground::Ground;
+use crate::prompted::{Prompted, Prompter};
 use crate::raw::{
     AF_BRIDGE, DUMP, GETADDR, GETNEIGH, GETNEXTHOP, GETROUTE, Raw, message, ndmsg, nhmsg, rtmsg,
 };
@@ -18,24 +21,42 @@ use crate::witness::compare;
 
 const PAIRS: usize = 15;
 const RATIO: f64 = 1.5;
+/// The engine reads at most this often, and no more than a fifth of the time: waiting for that is not measured.
+const READ_GAP: Duration = Duration::from_millis(100);
 
 pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
     let ground = Ground::new()?;
-    let mut engine = Engine::start(&ground, families)?;
+    let mut prompter = None;
+    let mut engine = Engine::start_on(&ground, families, |kernel| {
+        let (kernel, end) = Prompted::new(kernel);
+        prompter = Some(end);
+        Arc::new(kernel)
+    })?;
     engine.send(leases(peers, families));
     engine.wait(peers as usize)?;
-    drop(engine);
-    let wrong = compare(&ground.netns, peers, families)?;
-    let owned = owned(families)?;
-    let kernel = NetlinkKernel::open_in(ground.netns.path())?;
-    // The witness has just found that this is what is wanted.
-    let want = kernel.snapshot(&owned)?;
-    ensure!(want.len() >= 3 * peers as usize, "the snapshot has {} objects", want.len());
+    let mut resync = Resync {
+        handle: engine.handle(),
+        prompter: prompter.context("the engine has no kernel")?,
+        pod: families.iter().next().map(|family| Peer(2).subnet(family).base()).context("no family")?,
+        runtime: Builder::new_current_thread().enable_all().build()?,
+    };
+    // After so many peers it reads by itself, and the first one after that may have to wait.
+    resync.answer()?;
+    resync.prompter.others();
+    rest_after(resync.run()?);
     let mut pairs = Vec::new();
     for _ in 0..PAIRS {
         let floor = ground.netns.run(|| bare_dump(families))?;
-        pairs.push((read_and_compare(&kernel, &owned, &want)?.as_secs_f64(), floor.as_secs_f64()));
+        let took = resync.run()?;
+        rest_after(took);
+        pairs.push((took.as_secs_f64(), floor.as_secs_f64()));
     }
+    let mut wrong = compare(&ground.netns, peers, families)?;
+    let repaired = engine.repaired();
+    if repaired != 0 {
+        wrong.push(format!("{repaired} objects were repaired where nothing was damaged"));
+    }
+    drop((resync, engine));
     ground.clear(peers, families)?;
     let mut report = Report {
         bench: "resync",
@@ -51,24 +72,41 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
     Ok(report)
 }
 
-/// What the vxlan backend owns.
-fn owned(families: Families) -> anyhow::Result<Owned> {
-    Ok(Owned {
-        links: Family::BOTH.iter().map(|family| device(*family).parse()).collect::<Result<_, _>>()?,
-        networks: families.networks(),
-        routes_on: ["eth0".parse()?].into(),
-        ..Owned::default()
-    })
+/// The engine, made to read everything at once.
+struct Resync {
+    handle: NetworkHandle,
+    prompter: Prompter,
+    /// An address of a peer's pod.
+    pod: IpAddr,
+    runtime: Runtime,
 }
 
-fn read_and_compare(kernel: &NetlinkKernel, owned: &Owned, want: &State) -> anyhow::Result<Duration> {
-    let start = Instant::now();
-    let there = kernel.snapshot(owned)?;
-    let changes = want.diff(&there);
-    drop(there);
-    let took = start.elapsed();
-    ensure!(changes.is_empty(), "{} differences where nothing changed", changes.len());
-    Ok(took)
+impl Resync {
+    /// How long it takes from a doubt of everything until all was read, compared and judged: the engine answers
+    /// questions when the round in hand is done.
+    fn run(&mut self) -> anyhow::Result<Duration> {
+        ensure!(self.prompter.others() == 0, "the kernel was read and nobody had asked for it");
+        let start = Instant::now();
+        self.prompter.doubt_everything();
+        self.runtime.block_on(self.prompter.begun()).context("the engine is gone")?;
+        self.answer()?;
+        let took = start.elapsed();
+        ensure!(self.prompter.others() == 0, "the kernel was read twice");
+        Ok(took)
+    }
+
+    /// Waits for the round in hand. What is told of a peer then must be that all is in place.
+    fn answer(&self) -> anyhow::Result<()> {
+        let told = self.runtime.block_on(self.handle.explain(self.pod)).context("the peer is not known")?;
+        let in_place = told.objects.iter().all(|(_, standing)| *standing == Standing::InPlace);
+        ensure!(in_place && !told.objects.is_empty(), "not in place: {:?}", told.objects);
+        Ok(())
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "the engine rests for so long, and nothing tells the end")]
+fn rest_after(took: Duration) {
+    std::thread::sleep(READ_GAP.max(4 * took));
 }
 
 /// The same requests that a snapshot makes; what comes is taken from the socket and not looked at.

@@ -21,7 +21,7 @@ pub(crate) fn run(
     samples: u32,
     flanneld: Option<PathBuf>,
 ) -> anyhow::Result<Report> {
-    let mut daemon = Daemon::start(&program(flanneld)?, peers, families)?;
+    let mut daemon = Daemon::start(&program(flanneld)?, peers, families, &[])?;
     daemon.rest(REST)?;
     let socket = daemon.control_socket();
     let mut figures = Vec::new();

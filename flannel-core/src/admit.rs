@@ -19,7 +19,7 @@ use crate::network::Disbelief;
 use crate::packed::Unpacked;
 use crate::plan::{Answer, Env, Plan, Rejected};
 use crate::remarks::Remarks;
-use crate::roster::{Id, Peer, Roster};
+use crate::roster::{Aside, Id, Peer, Roster};
 use crate::state::{Key, Object, Route, Via};
 
 /// What leases are judged by.
@@ -134,6 +134,21 @@ impl Peers {
         fresh.then(|| peer.objects.iter())
     }
 
+    /// The lease of a peer that is fresh.
+    pub(crate) fn fresh_lease(&self, id: Id) -> Option<&Lease> {
+        self.roster.peer(id).filter(|peer| peer.fresh && peer.believed).map(|peer| &*peer.lease)
+    }
+
+    /// What a peer would define that was not taken in yet.
+    pub(crate) fn foresee(&self, lease: &Lease, on_link: &Answer<'_>) -> Vec<Object> {
+        let mut objects = Vec::new();
+        // Why it is rejected is told when it is taken in.
+        if self.plan(lease, &Env::new(on_link), &mut objects).is_err() {
+            objects.clear();
+        }
+        objects
+    }
+
     pub(crate) fn facts(&self) -> &Facts {
         &self.facts
     }
@@ -224,11 +239,11 @@ impl Peers {
         for (address, told) in &asked {
             self.facts.asked(*address, *told, id);
         }
+        let aside = Aside { asked: asked.into_keys().collect(), rejected: rejected.map(|r| r.0.into()) };
         let peer = Peer {
             lease,
             objects: objects[..].into(),
-            asked: asked.into_keys().collect(),
-            rejected: rejected.map(|r| r.0.into()),
+            aside: (aside != Aside::default()).then(|| Box::new(aside)),
             believed: false,
             fresh: false,
         };
@@ -249,9 +264,9 @@ impl Peers {
             update.unput.extend(peer.objects.iter().map(|object| object.key()));
         }
         self.remarks.left(&peer.lease);
-        let told = peer.asked.iter().filter_map(|address| Some((*address, self.facts.told(address)?)));
+        let told = peer.asked().iter().filter_map(|address| Some((*address, self.facts.told(address)?)));
         let told = told.collect();
-        for address in &peer.asked {
+        for address in peer.asked() {
             self.facts.forget(address, id);
         }
         self.disbelieved.remove(&peer.lease.subnets);
@@ -388,7 +403,7 @@ impl Peers {
         if let Some(own) = self.terms.own.filter(|own| own.overlaps(&peer.lease.subnets)) {
             return Some(Disbelief::OverlapsOwn { own });
         }
-        if let Some(reason) = &peer.rejected {
+        if let Some(reason) = peer.rejected() {
             return Some(Disbelief::Rejected(reason.to_string()));
         }
         let reserved =
@@ -602,6 +617,38 @@ mod tests {
         let greedy = lease("10.1.1.0-24", 1, 1, 1);
         put(&mut peers, &greedy);
         assert!(why(&peers, &greedy).contains("route blackhole 10.1.0.0/16, outside its subnets"));
+    }
+
+    #[test]
+    fn of_two_definitions_by_one_plan_the_first_counts() {
+        let dst = |n: u8| Subnet::host([10, 1, 1, n].into());
+        let plan: Box<Plan> = Box::new(move |_, _, objects| {
+            let route = |n, mtu| Object::from(Route { dst: dst(n), via: Via::Blackhole, mtu });
+            objects.extend([route(1, Some(1)), route(2, Some(2)), route(1, Some(3)), route(3, Some(4))]);
+            Ok(())
+        });
+        let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
+        let mut peers = Peers::new(Terms { networks, ..Terms::default() }, plan);
+        put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
+        let mtus = peers.objects().map(|object| match object {
+            Object::Route(route) => (route.dst, route.mtu),
+            other => panic!("{other}"),
+        });
+        assert_eq!(mtus.collect::<Vec<_>>(), [(dst(1), Some(1)), (dst(2), Some(2)), (dst(3), Some(4))]);
+    }
+
+    #[test]
+    fn a_peer_that_left_leaves_nothing_but_its_slot_to_the_next() {
+        let mut peers = peers(None);
+        let (one, other) = (lease("10.1.1.0-24", 1, 1, 1), lease("10.1.2.0-24", 1, 2, 2));
+        put(&mut peers, &one);
+        let slot = peers.roster.id(&one.subnets);
+        let asked_about = Subnet::host([192, 0, 2, 1].into());
+        assert!(peers.facts().are_under(asked_about));
+        peers.update([(one.subnets, None)].into_iter(), &no_answer);
+        assert!(!peers.facts().are_under(asked_about), "nobody asks any more");
+        put(&mut peers, &other);
+        assert!(slot.is_some() && peers.roster.id(&other.subnets) == slot);
     }
 
     #[test]

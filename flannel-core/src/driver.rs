@@ -38,6 +38,8 @@ const HURRY: Duration = Duration::from_millis(100);
 /// During a round what the kernel tells is heard this often: nothing would be done about it before the end, and the
 /// kernel works faster if it wakes nobody with every message.
 const HEAR: Duration = Duration::from_millis(20);
+/// So long only links are listened for while a flood of new peers is put; 65,000 take less, by nexthop objects.
+const DEAF: Duration = Duration::from_secs(1);
 /// After a round no more doubts than this are heard before the next one begins.
 const MOST_AT_ONCE: usize = 1 << 16;
 
@@ -58,6 +60,14 @@ enum Listener {
 }
 
 impl Listener {
+    fn tell_of_links_only(&mut self, only: bool) {
+        if let Self::Open(changes) = self
+            && let Err(error) = changes.tell_of_links_only(only)
+        {
+            *self = Self::Closed(error);
+        }
+    }
+
     /// Waits for news; for ever if there is no ear.
     async fn next(&mut self) -> Doubts {
         let Self::Open(changes) = self else { return std::future::pending().await };
@@ -71,6 +81,16 @@ impl Listener {
     }
 }
 
+/// What a flood of new peers does to hearing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Flood {
+    None,
+    /// Since then only links are listened for.
+    Deaf(Instant),
+    /// It lasts too long for that.
+    Heard,
+}
+
 /// The one loop that owns the reconciler.
 pub(crate) struct Driver {
     kernel: Arc<dyn Kernel>,
@@ -82,6 +102,9 @@ pub(crate) struct Driver {
     arrived: Option<Instant>,
     questions: mpsc::Receiver<Question>,
     listener: Listener,
+    flood: Flood,
+    /// Something may have happened while only links were listened for, and the kernel was not read since.
+    unheard: bool,
     heard: Heard,
     reads: Reads,
     /// When to make sure that all is well.
@@ -106,6 +129,7 @@ struct Round {
     may_read: bool,
     may_recheck: bool,
     may_hurry: bool,
+    may_flood: bool,
 }
 
 /// What came of it.
@@ -139,7 +163,7 @@ impl Round {
             reconciler.retry();
         }
         // Closed: the driver is gone, and nobody asks.
-        let _ = reconciler.settle(kernel, gate, self.may_read);
+        let _ = reconciler.settle(kernel, gate, self.may_read, self.may_flood);
         Outcome { reconciler, rechecked, listener }
     }
 }
@@ -160,6 +184,8 @@ impl Driver {
             arrived: Some(Instant::now()),
             questions,
             listener: Listener::Unopened,
+            flood: Flood::None,
+            unheard: false,
             heard: Heard::default(),
             reads: Reads::default(),
             resync_next: Instant::now() + RESYNC,
@@ -189,6 +215,7 @@ impl Driver {
         let round = self.round();
         let started = Instant::now();
         let repairs = !round.doubts.is_empty();
+        let deaf = self.is_deaf();
         // The invariant: only this function takes the reconciler, and it puts it back before it returns.
         let Some(reconciler) = self.reconciler.take() else { return };
         let (kernel, gate) = (Arc::clone(&self.kernel), Arc::clone(gate));
@@ -218,13 +245,16 @@ impl Driver {
         if reads.tries != self.reads.tries {
             self.read_pace.pass(now, 4 * (reads.took - self.reads.took));
         } else if repairs {
-            self.repair_pace.pass(now, now - started);
+            // Most of what takes longer was no repair.
+            self.repair_pace.pass(now, (now - started).min(REPAIR_REST));
         }
+        self.unheard &= deaf || reads.done == self.reads.done;
         if reconciler.take_newly_failing() {
             (self.retry_after, self.retry_by_reading) = (RETRY_FIRST, false);
         }
-        self.publish(&reconciler);
         self.schedule(&reconciler);
+        self.listen_as_needed(reconciler.is_flooded(), reconciler.has_fresh());
+        self.publish(&reconciler);
         self.reconciler = Some(reconciler);
         self.catch_up().await;
     }
@@ -263,20 +293,50 @@ impl Driver {
         if due && !retry {
             self.heard.hear(Doubts::Everything);
         }
+        // When nobody will send more, the last view still counts.
+        let view = self.arrived.take().map(|arrived| (self.views.borrow_and_update().clone(), arrived));
+        let is_flood =
+            |(view, _): &(View, Instant)| self.reconciler.as_ref().is_some_and(|r| r.is_flood(view));
+        if view.as_ref().is_some_and(is_flood) {
+            self.listen_as_needed(true, true);
+        }
         Round {
-            // When nobody will send more, the last view still counts.
-            view: self.arrived.take().map(|arrived| (self.views.borrow_and_update().clone(), arrived)),
+            view,
             doubts: self.heard.take(),
             listen,
             retry,
             may_read: due || listen || self.read_pace.is_ready(now),
             may_recheck: now >= self.recheck_next,
             may_hurry: now >= self.hurry_next,
+            may_flood: self.flood != Flood::None,
         }
+    }
+
+    fn is_deaf(&self) -> bool {
+        matches!(self.flood, Flood::Deaf(_))
+    }
+
+    /// Hears less while a flood of new peers is put, and makes sure afterwards that nothing was missed.
+    fn listen_as_needed(&mut self, is_flooded: bool, has_fresh: bool) {
+        let (now, was_deaf) = (Instant::now(), self.is_deaf());
+        self.flood = match self.flood {
+            Flood::None if is_flooded => Flood::Deaf(now),
+            Flood::Deaf(_) | Flood::Heard if !has_fresh => Flood::None,
+            Flood::Deaf(since) if now - since >= DEAF => Flood::Heard,
+            flood => flood,
+        };
+        if self.is_deaf() != was_deaf {
+            self.listener.tell_of_links_only(!was_deaf);
+            if was_deaf {
+                self.resync_next = now;
+            }
+        }
+        self.unheard |= self.is_deaf();
     }
 
     fn publish(&self, reconciler: &Reconciler) {
         let mut status = reconciler.status();
+        status.in_sync &= !self.unheard;
         if let Listener::Closed(error) = &self.listener {
             status.in_sync = false;
             status.kernel_error.get_or_insert_with(|| error.clone());
@@ -321,6 +381,11 @@ impl Driver {
         }
         while self.arrived.is_none() {
             let deadline = self.deadline();
+            if deadline <= Instant::now() {
+                // The clock counts whole milliseconds, in which a peer would be unreachable.
+                self.catch_up().await;
+                break;
+            }
             tokio::select! {
                 changed = self.views.changed() => match changed {
                     Ok(()) => self.arrived = Some(Instant::now()),
@@ -354,9 +419,14 @@ impl Driver {
         deadline
     }
 
-    fn answer(&self, Question { address, answer }: Question) {
-        let explanation = self.reconciler.as_ref().and_then(|reconciler| reconciler.explain(address));
+    fn answer(&self, question: Question) {
+        let Some(reconciler) = &self.reconciler else { return };
         // Whoever asked may have gone.
-        let _ = answer.send(explanation);
+        match question {
+            Question::Explain(address, answer) => {
+                drop(answer.send(reconciler.explain(address, &*self.kernel)));
+            }
+            Question::Waiting(answer) => drop(answer.send(reconciler.waiting())),
+        }
     }
 }

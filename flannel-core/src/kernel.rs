@@ -1,6 +1,6 @@
 //! What is asked of a kernel, and which of its objects are ours to touch.
 //!
-//! The one thing to know: [`Kernel`] has six methods, all idempotent or read-only. Policy ([`Owned`]) is a
+//! The one thing to know: [`Kernel`] has seven methods, all idempotent or read-only. Policy ([`Owned`]) is a
 //! value decided here; implementations only carry it out.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -238,7 +238,7 @@ impl RouteAnswer {
 /// }
 /// ```
 pub trait Kernel: fmt::Debug + Send + Sync {
-    /// Everything there is that `owned` claims.
+    /// Everything there is that `owned` claims; of routes it is noted which have not our protocol.
     ///
     /// # Errors
     /// The kernel could not be read. A dump that changed under way is read again, not reported.
@@ -357,4 +357,18 @@ pub trait Changes: Send {
     /// # Cancel safety
     /// Dropping the future loses nothing.
     async fn next(&mut self) -> Result<Doubts, KernelError>;
+
+    /// From now on, or no longer, only what concerns links and addresses is told: for whoever makes so many changes that
+    /// reading the kernel after them costs less than hearing of each. A kernel may tell everything all the same, which is
+    /// what happens unless this is overridden.
+    ///
+    /// # Errors
+    /// As in [`Changes::next`].
+    ///
+    /// # Blocking
+    /// No.
+    fn tell_of_links_only(&mut self, only: bool) -> Result<(), KernelError> {
+        let _ = only;
+        Ok(())
+    }
 }

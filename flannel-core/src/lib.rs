@@ -53,5 +53,5 @@ pub use plan::{Env, Plan, Rejected};
 pub use state::{
     Addr, Change, Fdb, Key, Link, LinkKind, Neigh, Nexthop, Object, ObjectKind, Route, State, Via, Vxlan,
 };
-pub use status::{Damage, Explanation, Failure, Repair, Standing, Status};
-pub use subnet::{Hints, LeaseEnd, StoreStatus, SubnetManager, live_view};
+pub use status::{Damage, Explanation, Failure, Repair, Standing, Status, Wait, Waiting};
+pub use subnet::{Calls, Hints, LeaseEnd, StoreStatus, SubnetManager, live_view};

@@ -14,7 +14,7 @@ use crate::kernel::{Kernel, Owned};
 use crate::lease::{Lease, Subnets, View};
 use crate::name::LinkName;
 use crate::state::Key;
-use crate::status::{Explanation, Status};
+use crate::status::{Explanation, Status, Waiting};
 use crate::subnet::SubnetManager;
 
 /// This host, as a backend sees it.
@@ -146,10 +146,12 @@ pub struct NetworkHandle {
     questions: Option<mpsc::Sender<Question>>,
 }
 
-/// Which peer an address belongs to, and where the answer goes.
-pub(crate) struct Question {
-    pub(crate) address: IpAddr,
-    pub(crate) answer: oneshot::Sender<Option<Explanation>>,
+/// What only the network itself can tell, and where the answer goes.
+pub(crate) enum Question {
+    /// Which peer an address belongs to.
+    Explain(IpAddr, oneshot::Sender<Option<Explanation>>),
+    /// Which peers wait.
+    Waiting(oneshot::Sender<Waiting>),
 }
 
 impl NetworkHandle {
@@ -173,8 +175,21 @@ impl NetworkHandle {
     /// Dropping the future withdraws the question.
     pub async fn explain(&self, address: IpAddr) -> Option<Explanation> {
         let (answer, explanation) = oneshot::channel();
-        self.questions.as_ref()?.send(Question { address, answer }).await.ok()?;
+        self.questions.as_ref()?.send(Question::Explain(address, answer)).await.ok()?;
         explanation.await.ok()?
+    }
+
+    /// Which peers wait, and what for: what a status that is not settled leaves open. Costs what waits; a status never told
+    /// later than this answer says what has become of them.
+    ///
+    /// `None` if the network does not run or explains nothing. Waits for the changes in hand, as [`NetworkHandle::explain`] does.
+    ///
+    /// # Cancel safety
+    /// Dropping the future withdraws the question.
+    pub async fn waiting(&self) -> Option<Waiting> {
+        let (answer, waiting) = oneshot::channel();
+        self.questions.as_ref()?.send(Question::Waiting(answer)).await.ok()?;
+        waiting.await.ok()
     }
 }
 

@@ -385,3 +385,326 @@ fn expand(objects: impl IntoIterator<Item = Object>, ids: Option<&Ids>, mut each
         each(by_nexthop(&object, id));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::admit::Terms;
+    use crate::kernel::{Doubts, ROUTE_PROTOCOL, Report};
+    use crate::lease::{LeaseAttrs, Revision};
+    use crate::status::{Standing, Wait};
+    use crate::testing::{FakeKernel, Operation};
+
+    fn uplink() -> LinkName {
+        "eth0".parse().unwrap()
+    }
+
+    fn dst(n: u8) -> Subnet {
+        format!("10.1.{n}.0/24").parse().unwrap()
+    }
+
+    fn by_gateway(n: u8, gateway: IpAddr) -> Route {
+        Route { dst: dst(n), via: Via::Gateway { gateway, link: uplink(), onlink: true }, mtu: None }
+    }
+
+    fn lease(n: u8, public: [u8; 4]) -> Lease {
+        let attrs = LeaseAttrs { public: [public.into()].into_iter().collect(), ..LeaseAttrs::default() };
+        let subnets = Subnets::new([dst(n)]).unwrap();
+        Lease { subnets, attrs, expires: None, since: Revision(1), revision: Revision(u64::from(public[3])) }
+    }
+
+    /// Peers that are routes on the uplink: by a gateway, or if the public address is private by none, and with an MTU.
+    struct World {
+        kernel: FakeKernel,
+        reconciler: Reconciler,
+        leases: LeaseSet,
+    }
+
+    impl World {
+        fn new() -> Self {
+            let network: Subnet = "10.1.0.0/16".parse().unwrap();
+            let terms = Terms { networks: [network].into_iter().collect(), ..Terms::default() };
+            let plan = |lease: &Lease, _: &crate::plan::Env<'_>, objects: &mut Vec<Object>| {
+                for peer in lease.endpoints() {
+                    let (dst, link) = (peer.subnet, uplink());
+                    let route = match peer.public.unwrap() {
+                        IpAddr::V4(public) if public.is_private() => Route {
+                            dst,
+                            via: Via::Link(link),
+                            mtu: Some(1400 + u32::from(public.octets()[3])),
+                        },
+                        gateway => {
+                            Route { dst, via: Via::Gateway { gateway, link, onlink: true }, mtu: None }
+                        }
+                    };
+                    objects.push(route.into());
+                }
+                Ok(())
+            };
+            let owned = Owned {
+                links: ["flannel.1".parse().unwrap()].into(),
+                networks: vec![network],
+                routes_on: [uplink()].into(),
+                ..Owned::default()
+            };
+            let peers = Peers::new(terms, Box::new(plan));
+            let kernel = FakeKernel::with_uplink("eth0");
+            let reconciler = Reconciler::new(owned, State::default(), peers);
+            Self { kernel, reconciler, leases: LeaseSet::default() }
+        }
+
+        /// The same with peers, all in place.
+        fn settled(peers: std::ops::Range<u8>) -> Self {
+            let mut world = Self::new();
+            peers.for_each(|n| world.leases.insert(lease(n, [198, 51, 100, n])));
+            world.view();
+            world.settle();
+            world
+        }
+
+        fn put(&mut self, n: u8, public: [u8; 4]) {
+            self.leases.insert(lease(n, public));
+            self.view();
+        }
+
+        fn view(&mut self) {
+            let view = View { leases: self.leases.clone(), origin: Origin::Live { revision: Revision(1) } };
+            self.reconciler.view(&view, Instant::now(), &self.kernel);
+        }
+
+        fn settle(&mut self) {
+            self.settle_as_far_as(true);
+            // A round ends by time, too.
+            while self.reconciler.has_fresh() {
+                self.settle_as_far_as(true);
+            }
+            assert!(!self.reconciler.is_unsettled());
+        }
+
+        fn settle_as_far_as(&mut self, may_read: bool) {
+            self.reconciler.settle(&self.kernel, &Gate::default(), may_read, true).unwrap();
+        }
+
+        fn doubt(&mut self, doubts: &Doubts) {
+            self.reconciler.doubt(doubts, &self.kernel);
+        }
+
+        fn route(&self, n: u8) -> Option<Via> {
+            match self.kernel.state().get(&Key::Route(dst(n)))? {
+                Object::Route(route) => Some(route.via),
+                other => panic!("{other}"),
+            }
+        }
+
+        /// The peers that wait.
+        fn waiting(&self) -> Vec<(Subnets, Wait)> {
+            self.reconciler.waiting().peers.into_iter().collect()
+        }
+
+        /// How what a peer wants stands.
+        fn standings(&self, n: u8) -> Vec<Standing> {
+            let explained = self.reconciler.explain(dst(n).base(), &self.kernel).unwrap();
+            explained.objects.into_iter().map(|(_, standing)| standing).collect()
+        }
+    }
+
+    #[test]
+    fn what_is_new_or_in_doubt_is_pending_and_nothing_else_is() {
+        use Standing::{InPlace, Pending};
+        let mut world = World::settled(2..5);
+        assert_eq!(world.standings(2), [InPlace, InPlace]);
+        world.put(7, [198, 51, 100, 7]);
+        assert_eq!((world.standings(7), world.standings(2)), (vec![Pending; 2], vec![InPlace; 2]));
+        assert_eq!(world.waiting(), [(Subnets::new([dst(7)]).unwrap(), Wait::Turn)]);
+        world.settle();
+        assert_eq!(world.standings(7), [InPlace, InPlace]);
+        world.doubt(&Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], None));
+        assert_eq!((world.standings(3), world.standings(2)), (vec![InPlace, Pending], vec![InPlace; 2]));
+        assert_eq!(world.waiting(), [(Subnets::new([dst(3)]).unwrap(), Wait::Repair)]);
+        world.settle();
+        world.doubt(&Doubts::Everything);
+        assert_eq!(world.standings(2), [Pending, Pending]);
+    }
+
+    #[test]
+    fn links_of_ours_and_under_our_routes_matter_and_others_do_not() {
+        let facts = |world: &World| (world.reconciler.has_stale_facts(), world.reconciler.has_urgent_facts());
+        for (link, unread, stale) in
+            [("cali1", false, false), ("flannel.1", true, false), ("eth0", true, true)]
+        {
+            let mut world = World::settled(2..5);
+            assert_eq!((world.reconciler.is_unread(), facts(&world)), (false, (false, false)));
+            world.doubt(&Doubts::Link(link.parse().unwrap()));
+            assert_eq!((world.reconciler.is_unread(), facts(&world)), (unread, (stale, stale)), "{link}");
+        }
+    }
+
+    #[test]
+    fn whom_to_suspect_of_additions_is_remembered_for_so_many_beside_what_is_wanted() {
+        let mut world = World::settled(2..5);
+        let by = || Some(Culprit { protocol: Some(ROUTE_PROTOCOL), ..Culprit::new(7) });
+        world.doubt(&Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], by()));
+        let addition = |n: u16| {
+            let [high, low] = n.to_be_bytes();
+            let dst = Subnet::host([10, 1, 100 + high, low].into());
+            Report::Now(Route { dst, ..by_gateway(0, [192, 0, 2, 9].into()) }.into())
+        };
+        world.doubt(&Doubts::Objects((0..2000).map(addition).collect(), by()));
+        assert_eq!(world.reconciler.suspects.len(), 1024 + 1);
+    }
+
+    #[test]
+    fn a_peer_that_needs_no_gateway_any_more_has_a_route_of_its_own() {
+        let mut world = World::settled(2..5);
+        assert!(matches!(world.route(3), Some(Via::Nexthop(_))));
+        world.put(3, [10, 9, 0, 3]);
+        world.settle();
+        assert_eq!((world.route(3), world.kernel.state().len()), (Some(Via::Link(uplink())), 5));
+        assert_eq!(world.standings(3), [Standing::InPlace]);
+        // A route that needs no nexthop object gets no id when it changes.
+        world.put(3, [10, 9, 0, 4]);
+        world.settle();
+        assert_eq!(world.reconciler.ids.as_ref().unwrap().of(&Key::Route(dst(3))), None);
+        world.put(3, [198, 51, 100, 3]);
+        world.settle();
+        assert!(matches!(world.route(3), Some(Via::Nexthop(_))));
+        assert_eq!((world.kernel.state().len(), world.reconciler.status().objects), (6, 6));
+    }
+
+    #[test]
+    fn a_peer_that_was_gone_before_we_deleted_it_gives_its_id_back() {
+        let mut world = World::settled(2..5);
+        let Some(Via::Nexthop(id)) = world.route(3) else { panic!("{:#?}", world.kernel.dump()) };
+        world.leases.remove(&Subnets::new([dst(3)]).unwrap());
+        world.view();
+        world.kernel.foreign_delete(Key::Nexthop(id));
+        world.doubt(&Doubts::Everything);
+        world.settle();
+        assert_eq!(world.reconciler.ids.as_ref().unwrap().dst(id), None);
+    }
+
+    #[test]
+    fn a_new_peer_of_whom_something_is_there_is_no_repair() {
+        let mut world = World::settled(2..5);
+        world.kernel.foreign_put(by_gateway(7, [192, 0, 2, 9].into()), ROUTE_PROTOCOL);
+        world.doubt(&Doubts::Everything);
+        world.put(7, [198, 51, 100, 7]);
+        world.put(8, [198, 51, 100, 8]);
+        world.settle();
+        assert!(matches!(world.route(7), Some(Via::Nexthop(_))));
+        assert_eq!((world.kernel.state().len(), world.reconciler.status().repaired), (2 * 5, 0));
+    }
+
+    #[test]
+    fn a_new_peer_that_an_earlier_one_keeps_out_before_its_turn_is_not_put() {
+        let mut world = World::settled(2..5);
+        world.put(7, [198, 51, 100, 7]);
+        let subnets = Subnets::new(["10.1.6.0/23".parse::<Subnet>().unwrap()]).unwrap();
+        world.leases.insert(Lease { subnets, since: Revision(0), ..lease(7, [198, 51, 100, 6]) });
+        world.view();
+        assert_eq!(world.waiting(), [(subnets, Wait::Turn)]);
+        world.settle();
+        assert_eq!((world.route(7), world.kernel.state().len()), (None, 2 * 4));
+        assert_eq!(world.standings(7).len(), 2);
+    }
+
+    #[test]
+    fn many_that_leave_at_once_are_gone_at_once() {
+        let mut world = World::settled(2..100);
+        (10..100).for_each(|n| drop(world.leases.remove(&Subnets::new([dst(n)]).unwrap())));
+        world.view();
+        world.settle();
+        assert_eq!((world.kernel.state().len(), world.reconciler.status().peers), (2 * 8, 8));
+    }
+
+    #[test]
+    fn the_status_says_that_leases_are_live_what_is_worth_knowing_and_why_the_kernel_cannot_be_read() {
+        let mut world = World::settled(2..5);
+        world.put(7, [198, 51, 100, 2]);
+        world.settle();
+        let status = world.reconciler.status();
+        assert!(status.live && status.in_sync && status.kernel_error.is_none(), "{status:#?}");
+        let remarks: Vec<_> = status.remarks.keys().collect();
+        assert_eq!(remarks, ["2 nodes share the public address 198.51.100.2"]);
+        world.kernel.fail(1, 105, |call| call.operation == Operation::Snapshot);
+        world.doubt(&Doubts::Everything);
+        world.settle_as_far_as(true);
+        let status = world.reconciler.status();
+        assert!(!status.in_sync && !status.settled, "{status:#?}");
+        assert_eq!(status.kernel_error.map(|error| error.errno), Some(105));
+    }
+
+    #[test]
+    fn a_flood_is_hundreds_of_new_peers_and_half_of_all() {
+        for (old, new, flooded) in [(0, 511, false), (0, 512, true), (512, 512, true), (514, 512, false)] {
+            let mut world = World::new();
+            let one = |n: u16| {
+                let dst =
+                    Subnet::new(IpAddr::from((u32::from(n) * 16 + 0x0a01_0000).to_be_bytes()), 28).unwrap();
+                Lease { subnets: Subnets::new([dst]).unwrap(), ..lease(1, [198, 51, 100, 1]) }
+            };
+            (0..old).for_each(|n| world.leases.insert(one(n)));
+            world.view();
+            world.settle();
+            assert!(!world.reconciler.is_flooded(), "{old}");
+            (old..old + new).for_each(|n| world.leases.insert(one(n)));
+            world.view();
+            assert_eq!(world.reconciler.is_flooded(), flooded, "{new} beside {old}");
+        }
+    }
+
+    /// The route of the peer 3 is damaged, the peer 4 leaves, the peer 7 comes, and the kernel may not be read.
+    fn unread(doubts: &Doubts) -> World {
+        let mut world = World::settled(2..5);
+        world.doubt(doubts);
+        assert!(world.reconciler.is_unread());
+        world.kernel.foreign_delete(Key::Route(dst(3)));
+        world.doubt(&Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], None));
+        world.leases.remove(&Subnets::new([dst(4)]).unwrap());
+        world.put(7, [198, 51, 100, 7]);
+        world.kernel.take_calls();
+        world.settle_as_far_as(false);
+        let calls = world.kernel.take_calls();
+        assert!(calls.iter().all(|call| call.operation != Operation::Snapshot), "{calls:?}");
+        assert!(world.reconciler.is_unread() && world.route(7).is_some(), "{:#?}", world.kernel.dump());
+        world
+    }
+
+    #[test]
+    fn where_only_additions_are_in_doubt_all_is_done_without_a_look_at_the_kernel() {
+        let stray = by_gateway(99, [192, 0, 2, 9].into());
+        let by = Some(Culprit { protocol: Some(ROUTE_PROTOCOL), ..Culprit::new(7) });
+        let world = unread(&Doubts::Objects(vec![Report::Now(stray.into())], by));
+        assert!(world.route(3).is_some() && world.route(4).is_none(), "{:#?}", world.kernel.dump());
+    }
+
+    #[test]
+    fn where_everything_is_in_doubt_only_what_leases_brought_is_put_without_a_look_at_the_kernel() {
+        let mut world = unread(&Doubts::Everything);
+        assert!(world.route(3).is_none() && world.route(4).is_some(), "{:#?}", world.kernel.dump());
+        world.settle();
+        assert!(world.route(3).is_some() && world.route(4).is_none(), "{:#?}", world.kernel.dump());
+    }
+
+    #[test]
+    fn of_blackholes_only_the_wanted_ones_are_there() {
+        let mut world = World::new();
+        let last_resort = |n| Route { dst: dst(n), via: Via::LastResort, mtu: None };
+        world.kernel.foreign_put(last_resort(9), ROUTE_PROTOCOL);
+        world.reconciler.want_blackholes([last_resort(1).into()].into_iter());
+        world.view();
+        world.settle();
+        assert_eq!((world.route(1), world.kernel.state().len()), (Some(Via::LastResort), 1));
+    }
+
+    #[test]
+    fn a_closed_gate_lets_nothing_through() {
+        let mut world = World::settled(2..3);
+        let gate = Gate::default();
+        gate.close();
+        world.put(3, [198, 51, 100, 3]);
+        world.kernel.take_calls();
+        assert!(world.reconciler.settle(&world.kernel, &gate, true, true).is_err());
+        assert_eq!((world.kernel.take_calls(), world.route(3)), (vec![], None));
+    }
+}

@@ -26,13 +26,31 @@ pub(crate) struct Peer {
     pub(crate) lease: Arc<Lease>,
     /// What its plan defines, one of each key; empty if the plan rejected it.
     pub(crate) objects: Packed,
-    /// The addresses that its plan asked about.
-    pub(crate) asked: Box<[IpAddr]>,
-    /// Why the plan rejected it.
-    pub(crate) rejected: Option<Box<str>>,
+    /// What few plans leave.
+    pub(crate) aside: Option<Box<Aside>>,
     pub(crate) believed: bool,
     /// Nothing of it was put yet.
     pub(crate) fresh: bool,
+}
+
+#[derive(Debug, PartialEq, Eq, Default)]
+pub(crate) struct Aside {
+    /// The addresses that the plan asked about.
+    pub(crate) asked: Box<[IpAddr]>,
+    /// Why the plan rejected the peer.
+    pub(crate) rejected: Option<Box<str>>,
+}
+
+impl Peer {
+    /// The addresses that its plan asked about.
+    pub(crate) fn asked(&self) -> &[IpAddr] {
+        self.aside.as_ref().map_or(&[], |aside| &aside.asked)
+    }
+
+    /// Why the plan rejected it.
+    pub(crate) fn rejected(&self) -> Option<&str> {
+        self.aside.as_ref()?.rejected.as_deref()
+    }
 }
 
 #[derive(Debug, Default)]

@@ -3,6 +3,8 @@
 //! The one thing to know: an [`Object`]'s [`Key`] is what the kernel takes for its identity, and the order of
 //! keys is the order of creation (a route needs its nexthop, which needs its link). Deletion runs backwards.
 
+use std::cmp::Ordering;
+use std::collections::BTreeSet;
 use std::fmt;
 use std::net::IpAddr;
 
@@ -364,53 +366,76 @@ impl fmt::Display for Change {
 /// A set of kernel objects, one per key, in the order of creation. Lookups cost the logarithm of their number; it is
 /// made for being collected at once, and putting one object into many costs their number.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct State(Vec<Object>);
+pub struct State {
+    objects: Vec<Object>,
+    /// Keys of what is as described, but by a route protocol that is not ours.
+    of_others: BTreeSet<Key>,
+}
 
 impl State {
     /// Puts `object` in; returns the one with the same key that it replaces.
     pub fn insert(&mut self, object: impl Into<Object>) -> Option<Object> {
         let object = object.into();
+        self.of_others.remove(&object.key());
         match self.find(&object.key()) {
-            Ok(there) => Some(std::mem::replace(&mut self.0[there], object)),
+            Ok(there) => Some(std::mem::replace(&mut self.objects[there], object)),
             Err(place) => {
-                self.0.insert(place, object);
+                self.objects.insert(place, object);
                 None
             }
         }
     }
 
+    /// Notes that the route to `dst` that is in here has not our protocol: whoever wants it puts it all the same.
+    pub fn note_other_protocol(&mut self, dst: Subnet) {
+        self.of_others.insert(Key::Route(dst));
+    }
+
+    /// The object with this key is by a route protocol that is not ours.
+    pub fn has_other_protocol(&self, key: &Key) -> bool {
+        self.of_others.contains(key)
+    }
+
     /// Takes an object out.
     pub fn remove(&mut self, key: &Key) -> Option<Object> {
-        self.find(key).ok().map(|there| self.0.remove(there))
+        self.of_others.remove(key);
+        self.find(key).ok().map(|there| self.objects.remove(there))
     }
 
     /// The object with this key.
     pub fn get(&self, key: &Key) -> Option<&Object> {
-        self.find(key).ok().map(|there| &self.0[there])
+        self.find(key).ok().map(|there| &self.objects[there])
     }
 
     fn find(&self, key: &Key) -> Result<usize, usize> {
-        self.0.binary_search_by(|object| object.key().cmp(key))
+        self.objects.binary_search_by(|object| object.key().cmp(key))
+    }
+
+    pub(crate) fn finder(&self) -> Finder<'_> {
+        Finder { state: self, next: [0; 6] }
     }
 
     /// The objects in the order of creation.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Object> {
-        self.0.iter()
+        self.objects.iter()
     }
 
     /// How many there are.
     pub fn len(&self) -> usize {
-        self.0.len()
+        self.objects.len()
     }
 
     /// There are none.
     pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.objects.is_empty()
     }
 
     /// Keeps the objects for which `keep` is true.
     pub fn retain(&mut self, keep: impl FnMut(&Object) -> bool) {
-        self.0.retain(keep);
+        self.objects.retain(keep);
+        let mut of_others = std::mem::take(&mut self.of_others);
+        of_others.retain(|key| self.get(key).is_some());
+        self.of_others = of_others;
     }
 
     /// The changes that turn `actual` into `self`: puts in the order of creation, then deletions in the
@@ -427,13 +452,44 @@ impl State {
                 stale.push(Change::Delete(old.clone()));
             }
             match there.next_if(|there| there.key() == key) {
-                Some(old) if old == object => {}
+                Some(old) if old == object && !actual.has_other_protocol(&key) => {}
                 _ => changes.push(Change::Put(object.clone())),
             }
         }
         stale.extend(there.map(|old| Change::Delete(old.clone())));
         changes.extend(stale.into_iter().rev());
         changes
+    }
+}
+
+/// Finds objects of a state for whoever asks for those of a kind in nearly the order that they have there: then it looks at
+/// one, else at the logarithm of their number.
+pub(crate) struct Finder<'a> {
+    state: &'a State,
+    /// For each kind, the place behind the one that was found last.
+    next: [usize; 6],
+}
+
+impl<'a> Finder<'a> {
+    /// The place of what has the key of this object, and what it is if it differs.
+    pub(crate) fn find(&mut self, like: &Object) -> Option<(usize, Option<&'a Object>)> {
+        let (objects, next) = (&self.state.objects, &mut self.next[like.kind() as usize]);
+        if objects.get(*next) == Some(like) {
+            *next += 1;
+            return Some((*next - 1, None));
+        }
+        let place = self.state.find(&like.key()).ok()?;
+        *next = place + 1;
+        Some((place, Some(&objects[place]).filter(|is| *is != like)))
+    }
+}
+
+/// By key, without making one of those of which there are most, in no order.
+fn in_order_of_creation(a: &Object, b: &Object) -> Ordering {
+    match (a, b) {
+        (Object::Neigh(a), Object::Neigh(b)) => (a.link, a.address).cmp(&(b.link, b.address)),
+        (Object::Fdb(a), Object::Fdb(b)) => (a.link, a.mac).cmp(&(b.link, b.mac)),
+        _ => a.key().cmp(&b.key()),
     }
 }
 
@@ -449,9 +505,15 @@ impl<O: Into<Object>> FromIterator<O> for State {
 /// Of two objects with one key the later one counts.
 impl<O: Into<Object>> Extend<O> for State {
     fn extend<I: IntoIterator<Item = O>>(&mut self, objects: I) {
-        self.0.extend(objects.into_iter().map(Into::into));
-        self.0.sort_by_key(Object::key);
-        self.0.dedup_by(|later, earlier| {
+        let before = self.objects.len();
+        self.objects.extend(objects.into_iter().map(Into::into));
+        if !self.of_others.is_empty() {
+            for object in &self.objects[before..] {
+                self.of_others.remove(&object.key());
+            }
+        }
+        self.objects.sort_by(in_order_of_creation);
+        self.objects.dedup_by(|later, earlier| {
             let same = later.key() == earlier.key();
             if same {
                 std::mem::swap(later, earlier);

@@ -11,8 +11,9 @@ use std::time::SystemTime;
 
 use crate::histogram::Histogram;
 use crate::kernel::{Culprit, KernelError};
-use crate::lease::{Lease, Subnets};
+use crate::lease::{Lease, LeaseSet, Subnets};
 use crate::listing::Listing;
+use crate::name::LinkName;
 use crate::network::Disbelief;
 use crate::state::{Key, Object, ObjectKind};
 
@@ -26,6 +27,8 @@ pub struct Status {
     pub settled: bool,
     /// The leases come from the store, not from a cache, and are complete.
     pub live: bool,
+    /// The leases that this is about: of one that is newer nothing is said.
+    pub leases: LeaseSet,
     /// Peers that are believed.
     pub peers: usize,
     /// Objects that are wanted.
@@ -147,6 +150,31 @@ impl fmt::Display for Repair {
             None => f.write_str(" by somebody that the kernel does not name"),
         }
     }
+}
+
+/// Which peers wait for something, neither refused nor known to be in place.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Waiting {
+    /// Of no peer anything is known to be in place: the kernel is to be read first.
+    pub all: bool,
+    /// The peers that wait, and what for.
+    pub peers: BTreeMap<Subnets, Wait>,
+}
+
+/// What a peer waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Wait {
+    /// Its lease is taken in, and others are before it.
+    #[error("its lease has come, and waits for its turn")]
+    Turn,
+    /// Something of it was damaged.
+    #[error("somebody changed what it has in the kernel, which is about to be put back")]
+    Repair,
+    /// What it wants cannot be put without this link.
+    #[error("there is no link {0}, which it needs")]
+    Link(LinkName),
 }
 
 /// What is known of one lease, and of what it wants of the kernel.

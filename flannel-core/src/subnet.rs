@@ -1,5 +1,6 @@
 //! What is asked of a subnet manager: a lease for this node, kept, and everybody's leases, watched.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
@@ -155,6 +156,15 @@ impl fmt::Display for LeaseEnd {
     }
 }
 
+/// How often a store was asked for one thing.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Calls {
+    /// Requests sent.
+    pub sent: u64,
+    /// Those that failed. Of a watch also what came to its end without having been asked for again.
+    pub failed: u64,
+}
+
 /// How a store is doing.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StoreStatus {
@@ -162,10 +172,8 @@ pub struct StoreStatus {
     pub store: String,
     /// The last revision that the store confirmed, and when; `None` before the first.
     pub confirmed: Option<(Revision, SystemTime)>,
-    /// Requests sent so far.
-    pub requests: u64,
-    /// Requests that failed.
-    pub failures: u64,
+    /// Requests sent so far, by what was asked, such as `list`, `watch` or `renew`.
+    pub calls: BTreeMap<&'static str, Calls>,
     /// Entries in the store that are no leases and were skipped: key and reason.
     pub skipped: Vec<(String, String)>,
     /// The last failure, and when; `None` if there was none, or one since put right.
@@ -173,4 +181,16 @@ pub struct StoreStatus {
     /// Why the network config that the store holds is not used, as far as this was noticed: it is wrong, or there is
     /// none any more; `None` if it is right.
     pub wrong_config: Option<String>,
+}
+
+impl StoreStatus {
+    /// Requests sent so far.
+    pub fn requests(&self) -> u64 {
+        self.calls.values().map(|calls| calls.sent).sum()
+    }
+
+    /// Requests that failed.
+    pub fn failures(&self) -> u64 {
+        self.calls.values().map(|calls| calls.failed).sum()
+    }
 }

@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{
-    Blueprint, KernelNetwork, Key, Lease, LeaseAttrs, LeaseSet, LinkName, Network, NetworkHandle, Origin,
-    Owned, Revision, Route, State, Subnet, SubnetManager, Subnets, Via, View,
+    Blueprint, KernelNetwork, Key, Lease, LeaseAttrs, LeaseSet, LinkName, Network, NetworkHandle, Object,
+    Origin, Owned, Revision, Route, State, Subnet, SubnetManager, Subnets, Via, View,
 };
+use tokio::task::JoinHandle;
 
 const NETWORK: &str = "10.0.0.0/8";
 /// More than are looked at together.
@@ -63,31 +64,59 @@ async fn in_sync(handle: &NetworkHandle, peers: usize) {
     assert!(settled, "not within a second: {:#?}", handle.status.borrow());
 }
 
+fn live(leases: LeaseSet) -> View {
+    View { leases, origin: Origin::Live { revision: Revision(9) } }
+}
+
+/// A network that runs, without any peers.
+async fn start(kernel: &FakeKernel) -> (FakeSubnets, NetworkHandle, JoinHandle<()>) {
+    let subnets = FakeSubnets::new(NETWORK);
+    subnets.set_view(live(LeaseSet::default()));
+    let views = subnets.watch_leases().await.unwrap();
+    let network = network(kernel);
+    let handle = network.handle();
+    let task = tokio::spawn(async move { drop(Box::new(network).run(views).await) });
+    in_sync(&handle, 0).await;
+    (subnets, handle, task)
+}
+
 #[tokio::test(start_paused = true)]
 async fn of_thousands_that_come_at_once_the_believed_ones_are_put_and_no_others() {
     // Wherever those end that are looked at together, it is between the two of a pair once.
     for shift in 0..2_u8 {
         let kernel = FakeKernel::with_uplink("eth0");
-        let subnets = FakeSubnets::new(NETWORK);
-        let live = |leases: LeaseSet| View { leases, origin: Origin::Live { revision: Revision(9) } };
-        subnets.set_view(live(LeaseSet::default()));
-        let views = subnets.watch_leases().await.unwrap();
-        let network = network(&kernel);
-        let handle = network.handle();
-        let task = tokio::spawn(async move { drop(Box::new(network).run(views).await) });
-        in_sync(&handle, 0).await;
+        let (subnets, handle, task) = start(&kernel).await;
         tokio::time::sleep(Duration::from_secs(5)).await;
 
         let before = (0..shift).map(|_| lease("10.0.0.0/24", [203, 0, 113, 9].into(), 2));
         subnets.set_view(live(before.chain((1..=PAIRS).flat_map(pair)).collect()));
         in_sync(&handle, usize::from(PAIRS + shift)).await;
         let state = kernel.state();
-        let there =
-            |lease: &Lease| lease.subnets.iter().any(|subnet| state.get(&Key::Route(subnet)).is_some());
+        let there = |lease: &Lease| {
+            let route = lease.subnets.iter().find_map(|subnet| state.get(&Key::Route(subnet)));
+            let by_nexthop = |route| matches!(route, &Object::Route(Route { via: Via::Nexthop(_), .. }));
+            assert!(route.is_none_or(by_nexthop), "{route:?}");
+            route.is_some()
+        };
         for [later, earlier] in (1..=PAIRS).map(pair) {
             assert!(there(&earlier) && !there(&later), "{shift}: {} and {}", earlier.subnets, later.subnets);
         }
         assert_eq!(handle.status.borrow().repaired, 0);
         task.abort();
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn more_than_a_round_takes_need_no_other_reason_to_arrive() {
+    const PEERS: u16 = 9_000;
+    let kernel = FakeKernel::with_uplink("eth0");
+    let (subnets, handle, task) = start(&kernel).await;
+    let peer = |n: u16| {
+        let [high, low] = n.to_be_bytes();
+        lease(&format!("10.{high}.{low}.0/24"), [198, 18, high, low].into(), 2)
+    };
+    subnets.set_view(live((0..PEERS).map(peer).collect()));
+    in_sync(&handle, usize::from(PEERS)).await;
+    assert_eq!(kernel.state().len(), 2 * usize::from(PEERS));
+    task.abort();
 }

@@ -715,6 +715,15 @@ async fn a_device_name_taken_by_another_is_said_and_nothing_else_is_tried_on_it(
     let status = status.wait_for(|s| !s.failing.is_empty()).await.unwrap().clone();
     let failing: Vec<String> = status.failing.values().map(|f| f.error.to_string()).collect();
     assert!(failing.len() == 1 && failing[0].contains("exists and is not a vxlan device"), "{failing:?}");
+    let on_the_other: Vec<Object> =
+        (2..30).flat_map(|n| Peer::new(n).objects()).filter(|object| of_family(object, Family::V6)).collect();
+    let there = |object: &Object| kernel.state().get(&object.key()) == Some(object);
+    let arrived = async {
+        while !on_the_other.iter().all(there) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(10), arrived).await.expect("the other device carries its peers");
     kernel.delete_link("flannel.1");
     world.settled("the other link is gone").await;
 }
@@ -808,6 +817,35 @@ async fn a_kernel_that_cannot_be_read_keeps_no_peer_waiting() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_kernel_that_cannot_be_read_is_asked_ever_less_often() {
+    let mut world = settled_world().await;
+    world.kernel.take_calls();
+    world.kernel.fail(usize::MAX, 11, |call| call.operation == Operation::Snapshot);
+    world.kernel.lose_messages();
+    tokio::time::sleep(Duration::from_secs(100)).await;
+    let tries = world.kernel.take_calls().iter().filter(|c| c.operation == Operation::Snapshot).count();
+    assert!((5..=15).contains(&tries), "{tries} tries in a hundred seconds");
+    world.kernel.clear_faults();
+    world.settled("readable again").await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_fails_anew_does_not_wait_for_what_has_failed_for_long() {
+    let mut world = settled_world().await;
+    let [old, new] = [9, 10].map(|n| Peer::new(n).objects()[1].key());
+    world.kernel.fail(usize::MAX, 22, move |call| call.key == Some(old));
+    world.put(Peer::new(9));
+    tokio::time::sleep(Duration::from_secs(300)).await;
+    world.kernel.fail(1, 105, move |call| call.key == Some(new));
+    world.put(Peer::new(10));
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let failing: Vec<Key> = world.handle.status.borrow().failing.keys().copied().collect();
+    assert_eq!((failing, world.kernel.state().get(&new).is_some()), (vec![old], true));
+    world.kernel.clear_faults();
+    world.settled("nothing fails any more").await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_listener_that_breaks_again_and_again_keeps_no_core_busy() {
     let mut world = settled_world().await;
     world.kernel.take_calls();
@@ -819,6 +857,31 @@ async fn a_listener_that_breaks_again_and_again_keeps_no_core_busy() {
     assert!((1..=20).contains(&snapshots), "{snapshots} snapshots in a second");
     world.kernel.foreign_delete(Peer::new(2).objects()[0].key());
     world.settled("listening again").await;
+}
+
+/// By another protocol on a device of ours it is ours all the same: ours to put right.
+#[tokio::test(start_paused = true)]
+async fn a_route_on_the_tunnel_by_another_protocol_is_put_again_be_it_heard_or_read() {
+    let mut world = settled_world().await;
+    let owned = Owned { links: Family::BOTH.into_iter().map(tunnel).collect(), ..Owned::default() };
+    for (family, lost) in [(Family::V4, false), (Family::V6, false), (Family::V4, true), (Family::V6, true)] {
+        let key = Key::Route(subnet(family, 3));
+        let route = world.kernel.state().get(&key).cloned().unwrap();
+        world.kernel.foreign_put(route.clone(), 4);
+        let there = world.kernel.snapshot(&owned).unwrap();
+        assert!(there.get(&key) == Some(&route) && there.has_other_protocol(&key));
+        if lost {
+            world.kernel.lose_messages();
+        }
+        let put_right = async {
+            while world.kernel.snapshot(&owned).unwrap().has_other_protocol(&key) {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(5), put_right).await.expect("it is put again");
+        world.settled("put right").await;
+    }
+    assert_eq!(world.handle.status.borrow().repaired, 4);
 }
 
 #[tokio::test(start_paused = true)]

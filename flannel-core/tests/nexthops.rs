@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{
-    Blueprint, Kernel, KernelNetwork, Key, Network, Nexthop, Object, Owned, Route, State, Status,
-    SubnetManager, Via,
+    Blueprint, Kernel, KernelNetwork, Key, Link, LinkKind, MacAddr, Network, Nexthop, Object, Owned, Route,
+    State, Status, SubnetManager, Via, Vxlan,
 };
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
@@ -194,6 +194,29 @@ async fn the_id_of_a_stale_route_is_not_given_away_before_the_route_is_gone() {
     assert_eq!(count(&kernel), (5, 5));
 }
 
+#[tokio::test(start_paused = true)]
+async fn the_id_of_a_stale_route_that_came_later_is_not_given_away_either() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let mut run = Run::start(&kernel, &subnets).await;
+    let (other, stale) = (nexthop_of(&kernel, 3), "10.1.99.0/24".parse().unwrap());
+    // The ids of neighbours are neighbours: this is the one that the peer 20 would get.
+    let theirs = Nexthop { id: other.id + 17, ..other };
+    kernel.fail(usize::MAX, 105, |call| call.operation == Operation::Delete);
+    kernel.foreign_put(theirs, flannel_core::ROUTE_PROTOCOL);
+    let route = Route { dst: stale, via: Via::Nexthop(theirs.id), mtu: None };
+    kernel.foreign_put(route, flannel_core::ROUTE_PROTOCOL);
+    // Read again and again meanwhile.
+    tokio::time::sleep(std::time::Duration::from_secs(100)).await;
+    subnets.put(&key(20), "192.0.2.20");
+    tokio::time::sleep(std::time::Duration::from_secs(100)).await;
+    assert_eq!(kernel.state().get(&Key::Route(stale)), Some(&route.into()));
+    assert_ne!(nexthop_of(&kernel, 20).id, theirs.id);
+    kernel.clear_faults();
+    tokio::time::sleep(std::time::Duration::from_secs(100)).await;
+    run.settled().await;
+    assert_eq!(count(&kernel), (6, 6));
+}
+
 /// No object that carries packets is deleted, or replaced after the object that it needs is gone.
 #[tokio::test(start_paused = true)]
 async fn switching_there_and_back_replaces_every_route_in_place() {
@@ -326,6 +349,29 @@ async fn what_else_goes_by_a_nexthop_does_not_go_with_it() {
     assert_eq!(kernel.dump(), [""; 0]);
 }
 
+#[test]
+fn what_else_goes_by_a_nexthop_on_our_own_device_goes_with_the_device() {
+    let (kernel, link) = (FakeKernel::with_uplink("eth0"), "flannel.1".parse().unwrap());
+    let vxlan = Vxlan {
+        vni: 1,
+        port: 8472,
+        mac: MacAddr::local([1; 6]),
+        local: None,
+        lower: None,
+        learning: false,
+        gbp: false,
+    };
+    let nexthop = Nexthop { id: 9, link, gateway: [10, 1, 3, 0].into(), onlink: true };
+    kernel.foreign_put(Link { name: link, mtu: 1450, up: true, kind: LinkKind::Vxlan(vxlan) }, 0);
+    kernel.foreign_put(nexthop, flannel_core::ROUTE_PROTOCOL);
+    // The kernel's own, as it makes one for every address: not ours to delete.
+    let route = Route { dst: "10.99.0.0/24".parse().unwrap(), via: Via::Nexthop(nexthop.id), mtu: None };
+    kernel.foreign_put(route, 2);
+    let owned = Owned { links: [link].into(), ..Owned::default() };
+    assert_eq!(flannel_core::cleanup(&kernel, &owned, false).unwrap().failed, []);
+    assert_eq!(kernel.dump(), [""; 0]);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_route_of_our_protocol_is_ours_on_every_device_and_no_other_costs_a_snapshot() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
@@ -364,6 +410,11 @@ async fn what_is_as_wanted_but_no_longer_ours_is_made_ours_again() {
     run.settled().await;
     assert_eq!(changes(&kernel).len(), 2);
     assert_eq!(kernel.snapshot(&owned).unwrap(), ours);
+    kernel.take_calls();
+    // As we put it ourselves: no reason to do anything.
+    kernel.foreign_put(route_of(&kernel, 5), flannel_core::ROUTE_PROTOCOL);
+    run.settled().await;
+    assert_eq!(kernel.take_calls(), vec![]);
 }
 
 #[tokio::test(start_paused = true)]

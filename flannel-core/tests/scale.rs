@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{
-    Addr, Blueprint, Change, Changes, Damage, Disbelief, Fdb, Kernel, KernelError, KernelNetwork, Key, Lease,
-    LeaseAttrs, LeaseSet, Link, LinkKind, LinkName, MacAddr, Neigh, Network, NetworkHandle, Nexthop,
-    NexthopIds, Object, ObjectKind, Origin, Owned, Revision, Route, RouteAnswer, Standing, State, Status,
-    Subnet, Subnets, Via, View, Vxlan,
+    Addr, Blueprint, Change, Changes, Damage, Disbelief, Doubts, Fdb, Kernel, KernelError, KernelNetwork,
+    Key, Lease, LeaseAttrs, LeaseSet, Link, LinkKind, LinkName, MacAddr, Neigh, Network, NetworkHandle,
+    Nexthop, NexthopIds, Object, ObjectKind, Origin, Owned, Revision, Route, RouteAnswer, Standing, State,
+    Status, Subnet, Subnets, Via, View, Vxlan, Wait, Waiting,
 };
 use tokio::task::JoinHandle;
 
@@ -77,8 +77,8 @@ impl World {
         Self::on(Arc::new(kernel.clone()), kernel, peers).await
     }
 
-    /// The same through another view of the kernel.
-    async fn on(seen: Arc<dyn Kernel>, kernel: FakeKernel, peers: u16) -> Self {
+    /// The same as soon as it runs, through another view of the kernel.
+    async fn started(seen: Arc<dyn Kernel>, kernel: FakeKernel, peers: u16) -> Self {
         let subnets = FakeSubnets::new(NETWORK);
         let vxlan = Vxlan {
             vni: 1,
@@ -128,7 +128,12 @@ impl World {
         subnets.set_view(view.clone());
         let views = flannel_core::SubnetManager::watch_leases(&subnets).await.unwrap();
         let task = tokio::spawn(async move { drop(Box::new(network).run(views).await) });
-        let world = Self { kernel, subnets, view, handle, plans, task };
+        Self { kernel, subnets, view, handle, plans, task }
+    }
+
+    /// The same through another view of the kernel.
+    async fn on(seen: Arc<dyn Kernel>, kernel: FakeKernel, peers: u16) -> Self {
+        let world = Self::started(seen, kernel, peers).await;
         world.when(|status| status.in_sync && status.peers == usize::from(peers)).await;
         // What the first round raised of doubts is settled too.
         tokio::time::sleep(Duration::from_secs(2)).await;
@@ -230,6 +235,66 @@ async fn leases_that_change_while_thousands_arrive_are_followed() {
     assert!(!objects(PEERS - 1, public(PEERS - 1)).iter().any(there), "gone");
     assert!((1..PEERS - 1).all(|n| objects(n, public(n)).iter().all(there)), "all others");
     assert_eq!((status.objects, status.repaired), (2 + 4 * (usize::from(PEERS) - 1), 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn damage_that_nobody_hears_of_while_thousands_arrive_is_repaired() {
+    let kernel = FakeKernel::with_uplink("eth0");
+    let (world, neigh) = flood_with_damage(Odd::new(&kernel)).await;
+    let status = world.when(|status| status.in_sync && status.peers == 9_000).await;
+    assert_eq!((status.repaired, world.kernel.state().get(&neigh.key())), (1, Some(&neigh)));
+    assert_eq!(count(&world.kernel.take_calls(), Operation::Snapshot), 1, "the look at what was not heard");
+    // From now on it is heard.
+    world.kernel.foreign_delete(neigh.key());
+    world.until_there(&neigh).await;
+    world.when(|status| status.in_sync && status.repaired == 2).await;
+    assert_eq!(count(&world.kernel.take_calls(), Operation::Snapshot), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn while_thousands_arrive_it_is_told_which_of_them_wait() {
+    // Each question waits for a round, and the last ones are to be still coming after two.
+    const PEERS: u16 = 16_000;
+    let mut world = World::new(20).await;
+    (21..PEERS).for_each(|n| world.view.leases.insert(lease(n, public(n), 1)));
+    world.change(PEERS, Some(public(PEERS)));
+    // The first ones are done; the last ones have not had their turn.
+    let status = world.when(|status| status.peers > 2_000).await;
+    assert!(!status.settled && status.leases == world.view.leases);
+    let waiting = world.handle.waiting().await.unwrap();
+    let there = |n: u16| {
+        objects(n, public(n)).iter().all(|object| world.kernel.state().get(&object.key()) == Some(object))
+    };
+    let waits = |n: u16| waiting.peers.get(&key(n)).copied();
+    assert!(!waiting.all);
+    for n in [1, 20, 21, 1_000] {
+        assert!(there(n) && waits(n).is_none(), "{n}: {:?}", waits(n));
+    }
+    // What is to be put of one that nobody looked at yet is told all the same.
+    assert_eq!(waits(PEERS), Some(Wait::Turn));
+    let explained = world.handle.explain([10, 62, 128, 9].into()).await.unwrap();
+    assert_eq!((explained.lease.subnets, explained.disbelief), (key(PEERS), None));
+    let pending = objects(PEERS, public(PEERS)).map(|object| (object, Standing::Pending));
+    assert_eq!(explained.objects, pending);
+    world.when(|status| status.settled).await;
+    assert_eq!(world.handle.waiting().await, Some(Waiting::default()));
+    assert!(there(PEERS));
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_needs_a_link_that_is_not_there_waits_for_it_and_nobody_else() {
+    let mut world = World::new(3).await;
+    world.kernel.fail(usize::MAX, 95, |call| matches!(call.key, Some(Key::Link(_))));
+    world.kernel.delete_link(tunnel().as_str());
+    world.change(2, None);
+    let status = world.when(|status| !status.failing.is_empty()).await;
+    assert!(!status.settled);
+    let waiting = world.handle.waiting().await.unwrap();
+    let expected: BTreeMap<_, _> = [1, 3].map(|n| (key(n), Wait::Link(tunnel()))).into();
+    assert_eq!((waiting.all, &waiting.peers), (false, &expected));
+    world.kernel.clear_faults();
+    world.when(|status| status.in_sync).await;
+    assert_eq!(world.handle.waiting().await, Some(Waiting::default()));
 }
 
 #[tokio::test(start_paused = true)]
@@ -358,47 +423,128 @@ async fn a_thousand_unrelated_route_changes_a_second_cause_no_look_ups() {
     assert_eq!(count(&world.kernel.take_calls(), Operation::Lookup), 10_000);
 }
 
-/// A kernel whose look-ups take time.
+/// A kernel that is not as quick or as obedient as the fake one.
 #[derive(Debug)]
-struct SlowLookups(FakeKernel);
+struct Odd {
+    kernel: FakeKernel,
+    lookup: Duration,
+    snapshot: Duration,
+    /// It says yes to every change of a device and makes none.
+    keeps_links: bool,
+    /// How long a batch of changes takes.
+    apply: Duration,
+    /// Whoever wants to hear less hears nothing any more.
+    loses_listeners: bool,
+}
 
-const LOOKUP: Duration = Duration::from_micros(100);
+/// A stream of changes that ends when less is to be told.
+struct Fragile(Box<dyn Changes>);
 
-impl Kernel for SlowLookups {
+#[async_trait::async_trait]
+impl Changes for Fragile {
+    async fn next(&mut self) -> Result<Doubts, KernelError> {
+        self.0.next().await
+    }
+
+    fn tell_of_links_only(&mut self, _: bool) -> Result<(), KernelError> {
+        Err(KernelError::new(9))
+    }
+}
+
+impl Odd {
+    fn new(kernel: &FakeKernel) -> Self {
+        let kernel = kernel.clone();
+        let none = Duration::ZERO;
+        Self { kernel, lookup: none, snapshot: none, keeps_links: false, apply: none, loses_listeners: false }
+    }
+
+    fn pass(time: Duration) {
+        if !time.is_zero() {
+            tokio::runtime::Handle::current().block_on(tokio::time::advance(time));
+        }
+    }
+}
+
+impl Kernel for Odd {
     fn snapshot(&self, owned: &Owned) -> Result<State, KernelError> {
-        self.0.snapshot(owned)
+        Self::pass(self.snapshot);
+        self.kernel.snapshot(owned)
     }
 
     fn nexthop_ids(&self, owned: &Owned) -> Result<NexthopIds, KernelError> {
-        self.0.nexthop_ids(owned)
+        self.kernel.nexthop_ids(owned)
     }
 
     fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError> {
-        self.0.nexthop_users(there)
+        self.kernel.nexthop_users(there)
     }
 
     fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {
-        self.0.apply(owned, changes)
+        Self::pass(self.apply);
+        let one = |change: &Change| match change {
+            Change::Put(Object::Link(_)) if self.keeps_links => vec![Ok(())],
+            change => self.kernel.apply(owned, std::slice::from_ref(change)),
+        };
+        changes.iter().flat_map(one).collect()
     }
 
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
-        tokio::runtime::Handle::current().block_on(tokio::time::advance(LOOKUP));
-        self.0.lookup(dst)
+        Self::pass(self.lookup);
+        self.kernel.lookup(dst)
     }
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
-        self.0.changes()
+        let changes = self.kernel.changes()?;
+        Ok(if self.loses_listeners { Box::new(Fragile(changes)) } else { changes })
     }
 
     fn process(&self, port: u32) -> Option<(Arc<str>, u32)> {
-        self.0.process(port)
+        self.kernel.process(port)
     }
+}
+
+/// A flood of new peers, and what one of them wants first, damaged as soon as the first of them are there.
+async fn flood_with_damage(kernel: Odd) -> (World, Object) {
+    const PEERS: u16 = 9_000;
+    let fake = kernel.kernel.clone();
+    let mut world = World::on(Arc::new(kernel), fake, 0).await;
+    let [neigh, ..] = objects(1, public(1));
+    (1..PEERS).for_each(|n| world.view.leases.insert(lease(n, public(n), 1)));
+    world.change(PEERS, Some(public(PEERS)));
+    world.when(|status| status.peers > 0).await;
+    assert!(world.status().peers < usize::from(PEERS), "nothing is left to come");
+    world.kernel.foreign_delete(neigh.key());
+    (world, neigh)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_flood_that_lasts_keeps_no_repair_waiting() {
+    let kernel = FakeKernel::with_uplink("eth0");
+    let slow = Odd { apply: Duration::from_millis(30), ..Odd::new(&kernel) };
+    let (world, neigh) = flood_with_damage(slow).await;
+    world.when(|status| status.in_sync && status.peers == 9_000 && status.repaired > 0).await;
+    let calls = world.kernel.take_calls();
+    let puts: Vec<_> = calls.iter().filter(|call| call.operation == Operation::Create).collect();
+    let mut of_neigh = puts.iter().enumerate().filter(|(_, call)| call.key == Some(neigh.key()));
+    let (repair, _) = of_neigh.nth(1).unwrap();
+    assert!(repair + 2_000 < puts.len(), "{repair} of {}", puts.len());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_listener_that_breaks_in_a_flood_is_opened_again() {
+    let kernel = FakeKernel::with_uplink("eth0");
+    let (world, neigh) = flood_with_damage(Odd { loses_listeners: true, ..Odd::new(&kernel) }).await;
+    world.when(|status| status.in_sync && status.peers == 9_000 && status.repaired == 1).await;
+    world.kernel.foreign_delete(neigh.key());
+    world.until_there(&neigh).await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn look_ups_take_a_fifth_of_the_time_at_most_however_often_their_reason_comes() {
+    const LOOKUP: Duration = Duration::from_micros(100);
     let kernel = FakeKernel::with_uplink("eth0");
-    let world = World::on(Arc::new(SlowLookups(kernel.clone())), kernel, 3_000).await;
+    let slow = Odd { lookup: LOOKUP, ..Odd::new(&kernel) };
+    let world = World::on(Arc::new(slow), kernel, 3_000).await;
     let everything: Subnet = "0.0.0.0/0".parse().unwrap();
     let link = |world: &World| world.kernel.add_foreign_link("eth0", &[]);
     let default_route = |world: &World| {
@@ -420,6 +566,43 @@ async fn look_ups_take_a_fifth_of_the_time_at_most_however_often_their_reason_co
         assert!(lookups >= 3_000 && took <= most, "{lookups} look-ups took {took:?} of {elapsed:?}");
         tokio::time::sleep(Duration::from_secs(10)).await;
         world.kernel.take_calls();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn snapshots_take_a_fifth_of_the_time_at_most_however_often_their_reason_comes() {
+    const SNAPSHOT: Duration = Duration::from_millis(300);
+    let kernel = FakeKernel::with_uplink("eth0");
+    let slow = Odd { snapshot: SNAPSHOT, ..Odd::new(&kernel) };
+    let world = World::on(Arc::new(slow), kernel, 50).await;
+    let started = tokio::time::Instant::now();
+    while started.elapsed() < Duration::from_secs(60) {
+        world.kernel.lose_messages();
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let elapsed = started.elapsed();
+    let snapshots = count(&world.kernel.take_calls(), Operation::Snapshot);
+    let took = SNAPSHOT * u32::try_from(snapshots).unwrap();
+    // The first one waits for nothing.
+    assert!(snapshots > 20 && took <= elapsed / 5 + SNAPSHOT, "{snapshots} snapshots in {elapsed:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_device_that_the_kernel_keeps_as_it_is_or_does_not_make_is_said() {
+    let world = World::new(5).await;
+    let Some(Object::Link(link)) = world.kernel.state().get(&Key::Link(tunnel())).cloned() else { panic!() };
+    drop(world);
+    for (there, says) in [(true, "it is now link flannel.1 mtu 1280"), (false, "it is now absent")] {
+        let kernel = FakeKernel::with_uplink("eth0");
+        if there {
+            kernel.foreign_put(Link { mtu: 1280, ..link.clone() }, 0);
+        }
+        let stubborn = Odd { keeps_links: true, ..Odd::new(&kernel) };
+        let world = World::started(Arc::new(stubborn), kernel, 5).await;
+        let key = Key::Link(tunnel());
+        let status = world.when(|status| status.failing.contains_key(&key)).await;
+        let error = status.failing[&key].error.to_string();
+        assert!(error.contains(says) && !status.in_sync, "{error}");
     }
 }
 
@@ -552,8 +735,9 @@ async fn what_the_kernel_refused_is_put_again_by_itself_before_all_is_read() {
     world.change(7, Some([203, 0, 113, 1].into()));
     world.until_there(&fdb).await;
     let status = world.when(|status| status.in_sync).await;
-    let calls: Vec<_> = world.kernel.take_calls().iter().filter_map(|call| call.key).collect();
-    assert_eq!(calls, [key, key]);
+    let calls = world.kernel.take_calls();
+    assert_eq!(calls.iter().filter_map(|call| call.key).collect::<Vec<_>>(), [key, key]);
+    assert_eq!(count(&calls, Operation::Snapshot), 0);
     assert_eq!(
         (status.repaired, status.latency.count() % 10),
         (0, (50 * 4 + 1) % 10),

@@ -203,17 +203,24 @@ fn read_routes(
         }
         ours = dump_routes(socket, owned, (names, nexthops), family)?;
     }
-    let mut before = None;
-    state.extend(ours.into_iter().flatten().filter(|route| {
+    let (mut before, mut by_others) = (None, Vec::new());
+    state.extend(ours.into_iter().flatten().filter_map(|(route, protocol)| {
         // Others may stand before one of last resort, but none of ours.
         let behind = before.replace(route.dst) == Some(route.dst);
-        !(behind && route.via == Via::LastResort)
+        if behind && route.via == Via::LastResort {
+            return None;
+        }
+        if protocol != ROUTE_PROTOCOL {
+            by_others.push(route.dst);
+        }
+        Some(route)
     }));
+    by_others.into_iter().for_each(|dst| state.note_other_protocol(dst));
     Ok(())
 }
 
-/// A route of ours, or the index of the link that it leaves by, if that must be known to tell.
-type Found = Result<Route, u32>;
+/// A route of ours and its protocol, or the index of the link that it leaves by, if that must be known to tell.
+type Found = Result<(Route, u8), u32>;
 
 /// Of several routes with one destination only the first counts, which is the one that takes effect. Others' routes,
 /// of which there may be a million, are not kept for a moment.
@@ -252,6 +259,6 @@ fn dump_routes(
         if hidden {
             tracing::debug!(%route.dst, "another route to the same destination hides one of ours");
         }
-        (!hidden).then_some(Ok(route))
+        (!hidden).then_some(Ok((route, found.protocol)))
     })
 }

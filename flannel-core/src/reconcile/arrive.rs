@@ -1,28 +1,35 @@
 //! Arriving: what thousands of new peers define goes to the kernel.
 //!
 //! The one thing to know: it is noted nowhere object by object, but taken from the peers' slots when it is their turn;
-//! and while the kernel works on one group of peers, a thread of its own waiting for it, the next is judged and made
-//! out and what came of the last is noted.
+//! and while the kernel works on one group of peers, a thread of its own judges and makes out the next and notes what
+//! came of the last.
 
 use std::collections::VecDeque;
+use std::panic::resume_unwind;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, channel, sync_channel};
+use std::sync::mpsc::{Receiver, SendError, channel, sync_channel};
+use std::thread::Builder;
+use std::time::Duration;
 
 use tokio::time::Instant;
 
 use super::write::{BATCH, Closed, Gate};
 use super::{Cause, Reconciler, expand};
 use crate::kernel::{Kernel, KernelError, Owned};
-use crate::lease::Lease;
+use crate::lease::{Lease, View};
 use crate::state::{Change, Object};
 
 /// The objects of so many new peers are put at once: bounds memory. …
 pub(super) const GROUP: usize = 64;
-/// … And so many groups are put before anything else gets its turn: bounds how long a repair waits while thousands of
-/// peers arrive.
+/// … And so many groups are put before newer leases and questions get their turn. …
 const ROUND: usize = 64;
-/// So many groups wait for their turn: bounds memory.
-const READY: usize = 8;
+/// … No round begins a group later than this: routes without nexthop objects take long.
+const ROUND_TIME: Duration = Duration::from_millis(100);
+/// So many new peers are a flood if half of all are new: reading the kernel after them costs less than hearing of each. Fewer
+/// are over before anybody stops listening.
+const FLOOD: usize = 512;
+/// So many groups wait for their turn: bounds memory, and how long whoever makes them keeps a processor that the writer waits for.
+const READY: usize = 2;
 
 /// Leases that one view brought and nobody has looked at yet.
 #[derive(Debug, Default)]
@@ -39,6 +46,10 @@ impl Coming {
     pub(super) fn len(&self) -> usize {
         self.leases.len()
     }
+
+    pub(super) fn leases(&self) -> &[Arc<Lease>] {
+        self.leases.as_slice()
+    }
 }
 
 /// What some new peers define, in the order of creation.
@@ -52,6 +63,8 @@ struct Group {
 struct Written {
     group: Group,
     results: Vec<Result<(), KernelError>>,
+    /// When the last of them was there.
+    at: Instant,
 }
 
 impl Group {
@@ -64,39 +77,79 @@ impl Group {
                 None => break,
             }
         }
-        Written { group: self, results }
+        Written { group: self, results, at: Instant::now() }
     }
 }
 
+fn is_flood(new: usize, all: usize) -> bool {
+    new >= FLOOD && 2 * new >= all
+}
+
 impl Reconciler {
-    /// Puts what new peers define, as much of it as a round may take.
-    pub(super) fn put_fresh(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
-        let owned = self.owned.clone();
-        if self.fresh.len() + self.coming.len() <= GROUP {
-            let group = self.next_group(kernel);
-            return group.map_or(Ok(()), |group| self.note(group.write(kernel, &owned, gate)));
+    /// So many peers are new that it does not pay to hear what the kernel tells while they are put: that is read afterwards.
+    pub(crate) fn is_flooded(&self) -> bool {
+        is_flood(self.fresh.len() + self.coming.len(), self.leases.len())
+    }
+
+    /// This view brings a flood, as far as can be told before the kernel is read and its leases are looked at.
+    pub(crate) fn is_flood(&self, view: &View) -> bool {
+        !self.is_unread() && is_flood(view.leases.len().saturating_sub(self.leases.len()), view.leases.len())
+    }
+
+    /// Puts what new peers define, as much of it as a round may take; nothing of a flood, unless it `may_flood`.
+    pub(super) fn put_fresh(
+        &mut self,
+        kernel: &dyn Kernel,
+        gate: &Gate,
+        may_flood: bool,
+    ) -> Result<(), Closed> {
+        if !may_flood && self.is_flooded() {
+            return Ok(());
         }
-        std::thread::scope(|scope| {
+        let owned = self.owned.clone();
+        let alone = self.fresh.len() + self.coming.len() <= GROUP;
+        let Some(first) = self.next_group(kernel) else { return Ok(()) };
+        if alone {
+            return self.note(first.write(kernel, &owned, gate));
+        }
+        let end = std::time::Instant::now() + ROUND_TIME;
+        let (unnoted, outcome) = std::thread::scope(|scope| {
             // One group is with the kernel, and some are ready.
-            let (groups, to_write) = sync_channel::<Group>(READY);
+            let (groups, to_write) = sync_channel(READY);
             let (done, written) = channel();
-            scope.spawn(move || {
-                // Nobody wants to know the rest once the gate was closed.
-                to_write
-                    .iter()
-                    .map(|group| group.write(kernel, &owned, gate))
-                    .try_for_each(|it| done.send(it))
-            });
-            for _ in 0..ROUND {
-                // The writer ends early only if it panicked, which the scope tells.
-                let Some(group) = self.next_group(kernel) else { break };
-                if groups.send(group).is_err() {
-                    break;
+            // This thread writes: it is awake, and the other one takes a while to be.
+            let maker = Builder::new().spawn_scoped(scope, || {
+                // What it is to note and to hand over ends with it.
+                let (groups, written) = (groups, written);
+                for _ in 1..ROUND {
+                    if std::time::Instant::now() >= end {
+                        break;
+                    }
+                    let Some(group) = self.next_group(kernel) else { break };
+                    // The writer ends early only if it panicked.
+                    if groups.send(group).is_err() {
+                        break;
+                    }
+                    self.note_all(&written, false)?;
                 }
-                self.note_all(&written, false)?;
-            }
-            drop(groups);
-            self.note_all(&written, true)
+                drop(groups);
+                self.note_all(&written, true)
+            });
+            // Nobody wants to know the rest once the gate was closed.
+            let unnoted = std::iter::once(first)
+                .chain(to_write)
+                .map(|group| group.write(kernel, &owned, gate))
+                .try_for_each(|written| done.send(written));
+            drop(done);
+            let outcome = maker.map(|maker| maker.join().unwrap_or_else(|panic| resume_unwind(panic)));
+            (unnoted.err(), outcome)
+        });
+        if let Some(SendError(written)) = unnoted {
+            self.note(written)?;
+        }
+        outcome.unwrap_or_else(|error| {
+            tracing::warn!(%error, "new peers come slowly: there is no thread to make them out while the kernel works");
+            Ok(())
         })
     }
 
@@ -107,16 +160,15 @@ impl Reconciler {
     }
 
     fn note(&mut self, written: Written) -> Result<(), Closed> {
-        let Written { group: Group { changes, arrived }, results } = written;
+        let Written { group: Group { changes, arrived }, results, at } = written;
         let complete = results.len() == changes.len();
-        let now = Instant::now();
         for (change, result) in changes.iter().zip(results) {
             let key = change.object().key();
             // While it was written a later lease decided otherwise: that is still to be done.
             if self.put.contains_key(&key) || self.gone.contains_key(&key) {
                 continue;
             }
-            self.record(change, result, now, Some(Cause::Lease(arrived)));
+            self.record(change, result, at, Some(Cause::Lease(arrived)));
         }
         if complete { Ok(()) } else { Err(Closed) }
     }

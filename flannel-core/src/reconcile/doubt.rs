@@ -3,7 +3,7 @@
 use std::cell::OnceCell;
 
 use super::{Cause, Reconciler, Unread};
-use crate::kernel::{Culprit, Doubts, Kernel, Report};
+use crate::kernel::{Culprit, Doubts, Kernel, ROUTE_PROTOCOL, Report};
 use crate::state::{Key, Object, Route, Via};
 use crate::status::Damage;
 
@@ -71,12 +71,12 @@ impl Reconciler {
             self.stale_facts.under.insert(dst);
         }
         let protocol = by.said.and_then(|by| by.protocol);
-        // As we want it, but of a protocol by which no snapshot shows it as ours.
-        let disowned = |object| protocol.is_some() && !self.owned.may_own(object, protocol);
+        // As we want it, but of a protocol that is not ours.
+        let disowned = protocol.is_some_and(|protocol| protocol != ROUTE_PROTOCOL);
         match (self.want(&key), report) {
             (_, Report::Beside(_)) => {}
             // Says what we want to hear: no reason for doubt (and none for trust: a doubt stays one).
-            (Some(want), Report::Now(object)) if want == *object && !disowned(object) => {}
+            (Some(want), Report::Now(object)) if want == *object && !disowned => {}
             // A route of somebody else stands before it, or no longer does: so it shall be.
             (Some(Object::Route(Route { via: Via::LastResort, .. })), report) => {
                 if matches!(report, Report::Gone(_)) {

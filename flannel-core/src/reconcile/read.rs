@@ -13,6 +13,15 @@ use crate::status::Damage;
 
 const EAGAIN: i32 = 11;
 
+/// How what is there differs from what is wanted.
+struct Comparison<'a> {
+    /// What is wanted, and what is there instead; `None` if nothing is.
+    wrong: Vec<(Object, Option<Object>)>,
+    unwanted: Vec<&'a Object>,
+    /// How many nexthop objects are wanted.
+    nexthops: usize,
+}
+
 impl Reconciler {
     /// Chooses the ids of nexthop objects, once: before the first snapshot, which depends on them.
     fn choose_ids(&mut self, kernel: &dyn Kernel) -> Result<(), KernelError> {
@@ -95,36 +104,26 @@ impl Reconciler {
             let known = put.get(key).copied().or_else(gone).or_else(failed);
             known.unwrap_or(if first { Cause::Lease(None) } else { Cause::Doubt(damage) })
         };
-        let mut seen = 0;
-        for object in actual.iter() {
+        let Comparison { wrong, unwanted, nexthops } = self.compare(&actual);
+        for object in unwanted {
             let key = object.key();
-            let Some(want) = self.want(&key) else {
-                self.gone.insert(key, (object.clone(), cause(&key, Damage::Addition)));
-                continue;
-            };
-            seen += 1;
-            if want == *object {
-                continue;
-            }
-            let cause = cause(&key, Damage::Modification);
+            self.gone.insert(key, (object.clone(), cause(&key, Damage::Addition)));
+        }
+        for (want, is) in wrong {
+            let key = want.key();
+            let damage = if is.is_some() { Damage::Modification } else { Damage::Deletion };
+            let cause = cause(&key, damage);
             if links_put.contains(&key) {
-                self.ignored(want, &object.to_string(), cause);
+                let is = is.map_or_else(|| "absent".into(), |is| is.to_string());
+                self.ignored(want, &is, cause);
             } else {
                 self.put.insert(key, cause);
             }
         }
-        if seen < self.base.len() + self.peer_objects.total() {
-            for object in self.absent(&actual) {
-                let key = object.key();
-                let cause = cause(&key, Damage::Deletion);
-                if links_put.contains(&key) {
-                    self.ignored(object, "absent", cause);
-                } else {
-                    self.put.insert(key, cause);
-                }
-            }
+        // Mostly each has a nexthop object that is wanted.
+        if !self.fresh.is_empty() || self.ids.as_ref().is_some_and(|ids| ids.len() != nexthops) {
+            self.release_ids();
         }
-        self.release_ids();
         let (put, gone) = (&self.put, &self.gone);
         self.ledger.keep_failing(|k| put.contains_key(k) || gone.contains_key(k) || links_put.contains(k));
         self.suspects.retain(|key, _| put.contains_key(key) || gone.contains_key(key));
@@ -139,7 +138,7 @@ impl Reconciler {
                 let key = object.key();
                 let there = actual.get(&key);
                 some |= there.is_some();
-                if there != Some(&object) {
+                if there != Some(&object) || actual.has_other_protocol(&key) {
                     lacking.push(key);
                 }
             });
@@ -153,17 +152,26 @@ impl Reconciler {
         put
     }
 
-    /// Wanted objects that are not there, without those of fresh peers.
-    fn absent(&self, actual: &State) -> Vec<Object> {
-        let mut absent: Vec<Object> = Vec::new();
-        let mut look = |object: Object| {
-            if actual.get(&object.key()).is_none() {
-                absent.push(object);
+    /// What is wanted, but for what fresh peers want, and is not there or not so; and what is there and not wanted. Goes through
+    /// the peers in the order of their slots, which mostly is that of what they put.
+    fn compare<'a>(&self, actual: &'a State) -> Comparison<'a> {
+        let (mut wrong, mut is_wanted, mut finder) = (Vec::new(), vec![false; actual.len()], actual.finder());
+        let mut nexthops = 0;
+        let mut look = |want: Object| {
+            nexthops += usize::from(matches!(want, Object::Nexthop(_)));
+            match finder.find(&want) {
+                Some((n, None)) if !actual.has_other_protocol(&want.key()) => is_wanted[n] = true,
+                Some((n, is)) => {
+                    is_wanted[n] = true;
+                    wrong.push((want.clone(), Some(is.cloned().unwrap_or(want))));
+                }
+                None => wrong.push((want, None)),
             }
         };
         self.base.iter().cloned().for_each(&mut look);
         expand(self.peers.settled_objects(), self.ids.as_ref(), look);
-        absent
+        let unwanted = actual.iter().zip(is_wanted).filter(|(_, is_wanted)| !is_wanted);
+        Comparison { wrong, unwanted: unwanted.map(|(object, _)| object).collect(), nexthops }
     }
 
     /// The kernel says nothing against a change of a link, and does not make it.

@@ -1,11 +1,14 @@
 //! Telling: how things stand.
 
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use super::{Reads, Reconciler, Unread, expand};
+use super::{Answers, Cause, Reads, Reconciler, Unread, expand};
+use crate::kernel::Kernel;
+use crate::lease::{Lease, Subnets};
 use crate::state::Object;
-use crate::status::{Explanation, Standing, Status};
+use crate::status::{Explanation, Standing, Status, Wait, Waiting};
 
 impl Reconciler {
     /// Something failed that did not fail when this was last asked.
@@ -32,6 +35,7 @@ impl Reconciler {
             in_sync: self.live && !self.is_unsettled() && !self.is_failing(),
             settled: !self.is_unsettled(),
             live: self.live,
+            leases: self.leases.clone(),
             peers: self.peers.believed(),
             objects: self.base.len() + self.peer_objects.total(),
             by_kind: self.peer_objects.by_kind(self.base.iter()),
@@ -44,9 +48,28 @@ impl Reconciler {
         status
     }
 
+    /// Which peers wait, and what for. Costs what waits.
+    pub(crate) fn waiting(&self) -> Waiting {
+        let coming = self.coming.leases().iter().map(|lease| lease.subnets);
+        let fresh = self.fresh.iter().filter_map(|(id, _)| self.peers.fresh_lease(*id));
+        let mut peers: BTreeMap<Subnets, Wait> =
+            coming.chain(fresh.map(|lease| lease.subnets)).map(|subnets| (subnets, Wait::Turn)).collect();
+        for (key, cause) in &self.put {
+            let Some(peer) = self.peer_of(key) else { continue };
+            let link = self.want(key).and_then(|object| self.link_of(&object));
+            let wait = match (link.filter(|link| self.missing_links.contains(link)), cause) {
+                (Some(link), _) => Wait::Link(link),
+                (None, Cause::Lease(_)) => Wait::Turn,
+                (None, Cause::Doubt(_)) => Wait::Repair,
+            };
+            peers.insert(peer, wait);
+        }
+        Waiting { all: self.unread == Unread::Everything, peers }
+    }
+
     /// The peer whose subnet holds `address`, and how what it wants stands.
-    pub(crate) fn explain(&self, address: IpAddr) -> Option<Explanation> {
-        let peer = self.peers.holder_of(address)?;
+    pub(crate) fn explain(&self, address: IpAddr, kernel: &dyn Kernel) -> Option<Explanation> {
+        let Some(peer) = self.peers.holder_of(address) else { return self.explain_coming(address, kernel) };
         let standing = |object: &Object| {
             let key = object.key();
             if !peer.believed {
@@ -64,5 +87,14 @@ impl Reconciler {
         let objects = objects.into_iter().map(|(how, object)| (object, how)).collect();
         let disbelief = self.peers.disbelieved().get(&peer.lease.subnets).cloned();
         Some(Explanation { lease: Arc::clone(&peer.lease), disbelief, objects })
+    }
+    /// The same of a lease that nobody looked at yet: what its plan will make of it.
+    fn explain_coming(&self, address: IpAddr, kernel: &dyn Kernel) -> Option<Explanation> {
+        let holds = |lease: &&Arc<Lease>| lease.subnets.iter().any(|subnet| subnet.contains(address));
+        let lease = self.coming.leases().iter().find(holds)?;
+        let (answers, mut objects) = (Answers::new(kernel), Vec::new());
+        let foreseen = self.peers.foresee(lease, &|a| answers.on_link(a));
+        expand(foreseen, self.ids.as_ref(), |object| objects.push((object, Standing::Pending)));
+        Some(Explanation { lease: Arc::clone(lease), disbelief: None, objects })
     }
 }

@@ -37,7 +37,8 @@ pub(crate) struct Closed;
 impl Reconciler {
     /// Brings the kernel to what is wanted, as far as it lets us; what it refuses is in the status. Of new peers it
     /// puts so many as a round may take: while there [are more](Self::has_fresh), nothing is deleted. Unless it
-    /// `may_read` the kernel, it does what can be done without. Blocks.
+    /// `may_read` the kernel, it does what can be done without; unless it `may_flood` it, a [flood](Self::is_flooded) of new
+    /// peers waits. Blocks.
     ///
     /// # Errors
     /// [`Closed`]: the gate was closed before everything was done.
@@ -46,6 +47,7 @@ impl Reconciler {
         kernel: &dyn Kernel,
         gate: &Gate,
         mut may_read: bool,
+        may_flood: bool,
     ) -> Result<(), Closed> {
         let mut links_put = BTreeSet::new();
         // A link that is put may take all that is on it with it, so the kernel is read again after each.
@@ -56,7 +58,7 @@ impl Reconciler {
                 let by_lease = |key: &Key| matches!(self.put.get(key), Some(Cause::Lease(_)));
                 let changes: Vec<Change> = self.puts(by_lease).collect();
                 self.apply(kernel, gate, &changes)?;
-                return self.put_fresh(kernel, gate);
+                return self.put_fresh(kernel, gate, may_flood);
             }
             let links = self.put.keys().take_while(|key| matches!(key, Key::Link(_)));
             let links: Vec<Change> = links.filter_map(|key| self.want(key)).map(Change::Put).collect();
@@ -77,7 +79,7 @@ impl Reconciler {
             links_put.extend(taken);
         }
         self.put_noted(kernel, gate)?;
-        self.put_fresh(kernel, gate)?;
+        self.put_fresh(kernel, gate, may_flood)?;
         // Of those that were looked at meanwhile, not all were fresh.
         self.put_noted(kernel, gate)?;
         if !self.live || self.has_fresh() {

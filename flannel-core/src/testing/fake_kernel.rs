@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::IpAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
@@ -14,7 +15,7 @@ use crate::kernel::{
 };
 use crate::name::LinkName;
 use crate::nexthops::NexthopIds;
-use crate::state::{Change, Key, Link, LinkKind, Nexthop, Object, Route, State, Via};
+use crate::state::{Change, Key, Link, LinkKind, Nexthop, Object, ObjectKind, Route, State, Via};
 
 const ENOENT: i32 = 2;
 const EEXIST: i32 = 17;
@@ -42,7 +43,7 @@ struct Tables {
     /// Links of others: the name, up, and the subnet that is on the link.
     foreign: BTreeMap<LinkName, Foreign>,
     objects: BTreeMap<Key, Entry>,
-    listeners: Vec<(u32, mpsc::UnboundedSender<Doubts>)>,
+    listeners: Vec<Listener>,
     faults: Vec<Fault>,
     calls: Vec<Call>,
     process_questions: usize,
@@ -285,12 +286,11 @@ impl Tables {
 
     /// Tells all listeners but the writer itself. Nobody is the writer of messages about links and fdb.
     fn tell(&mut self, writer: u32, doubts: &Doubts) {
-        self.listeners.retain(|(listener, _)| *listener != u32::MAX);
-        for (listener, sender) in &mut self.listeners {
-            if *listener != writer && sender.send(doubts.clone()).is_err() {
-                *listener = u32::MAX;
-            }
-        }
+        self.listeners.retain(|listener| {
+            let unheard = listener.port == writer
+                || listener.links_only.load(Ordering::Relaxed) && !is_about_links(doubts);
+            unheard || listener.sender.send(doubts.clone()).is_ok()
+        });
     }
 
     fn is_up(&self, name: LinkName) -> Result<bool, KernelError> {
@@ -478,8 +478,14 @@ impl Kernel for FakeKernel {
     fn snapshot(&self, owned: &Owned) -> Result<State, KernelError> {
         let mut tables = self.lock();
         tables.call(Operation::Snapshot, None)?;
-        let ours = tables.objects.values().filter(|entry| tables.owned(owned, entry));
-        Ok(ours.map(|entry| entry.object.clone()).collect())
+        let ours = || tables.objects.values().filter(|entry| tables.owned(owned, entry));
+        let mut state: State = ours().map(|entry| entry.object.clone()).collect();
+        for entry in ours().filter(|entry| entry.protocol != ROUTE_PROTOCOL) {
+            if let Object::Route(route) = &entry.object {
+                state.note_other_protocol(route.dst);
+            }
+        }
+        Ok(state)
     }
 
     fn nexthop_ids(&self, owned: &Owned) -> Result<NexthopIds, KernelError> {
@@ -546,8 +552,10 @@ impl Kernel for FakeKernel {
         let mut tables = self.lock();
         tables.call(Operation::Listen, None)?;
         let (sender, receiver) = mpsc::unbounded_channel();
-        tables.listeners.push((self.writer, sender));
-        Ok(Box::new(Queue(receiver)))
+        let links_only = Arc::<AtomicBool>::default();
+        let queue = Queue { receiver, links_only: Arc::clone(&links_only) };
+        tables.listeners.push(Listener { port: self.writer, sender, links_only });
+        Ok(Box::new(queue))
     }
 
     fn process(&self, port: u32) -> Option<(Arc<str>, u32)> {
@@ -556,11 +564,34 @@ impl Kernel for FakeKernel {
     }
 }
 
-struct Queue(mpsc::UnboundedReceiver<Doubts>);
+/// Somebody who is told what others than `port` change.
+struct Listener {
+    port: u32,
+    sender: mpsc::UnboundedSender<Doubts>,
+    links_only: Arc<AtomicBool>,
+}
+
+struct Queue {
+    receiver: mpsc::UnboundedReceiver<Doubts>,
+    links_only: Arc<AtomicBool>,
+}
+
+fn is_about_links(doubts: &Doubts) -> bool {
+    let Doubts::Objects(reports, _) = doubts else { return true };
+    reports.iter().any(|report| match report {
+        Report::Now(object) => object.kind() == ObjectKind::Addr,
+        Report::Gone(key) | Report::Other(key) | Report::Beside(key) => key.kind() == ObjectKind::Addr,
+    })
+}
 
 #[async_trait]
 impl Changes for Queue {
     async fn next(&mut self) -> Result<Doubts, KernelError> {
-        self.0.recv().await.ok_or(KernelError::new(ENOBUFS))
+        self.receiver.recv().await.ok_or(KernelError::new(ENOBUFS))
+    }
+
+    fn tell_of_links_only(&mut self, only: bool) -> Result<(), KernelError> {
+        self.links_only.store(only, Ordering::Relaxed);
+        Ok(())
     }
 }

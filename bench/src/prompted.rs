@@ -1,0 +1,92 @@
+//! A kernel of whose changes the engine hears nothing but what the bench tells it, and which says when it is read.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use flannel_core::{Change, Changes, Doubts, Kernel, KernelError, NexthopIds, Owned, RouteAnswer, State};
+use tokio::sync::{Notify, mpsc};
+
+/// The kernel as it is, but for [`Kernel::changes`].
+#[derive(Debug)]
+pub(crate) struct Prompted {
+    kernel: Arc<dyn Kernel>,
+    doubt: Arc<Notify>,
+    begun: mpsc::UnboundedSender<()>,
+}
+
+/// The bench's end of it.
+#[derive(Debug)]
+pub(crate) struct Prompter {
+    doubt: Arc<Notify>,
+    begun: mpsc::UnboundedReceiver<()>,
+}
+
+impl Prompted {
+    pub(crate) fn new(kernel: Arc<dyn Kernel>) -> (Self, Prompter) {
+        let doubt = Arc::new(Notify::new());
+        let (begins, begun) = mpsc::unbounded_channel();
+        (Self { kernel, doubt: Arc::clone(&doubt), begun: begins }, Prompter { doubt, begun })
+    }
+}
+
+impl Prompter {
+    /// Tells the engine that messages were lost.
+    pub(crate) fn doubt_everything(&self) {
+        self.doubt.notify_one();
+    }
+
+    /// Waits until a read begins; `None`: the engine is gone.
+    pub(crate) async fn begun(&mut self) -> Option<()> {
+        self.begun.recv().await
+    }
+
+    /// How many reads have begun that nobody waited for; from now on they are forgotten.
+    pub(crate) fn others(&mut self) -> usize {
+        std::iter::from_fn(|| self.begun.try_recv().ok()).count()
+    }
+}
+
+impl Kernel for Prompted {
+    fn snapshot(&self, owned: &Owned) -> Result<State, KernelError> {
+        // Whoever waits for it may have gone.
+        let _ = self.begun.send(());
+        self.kernel.snapshot(owned)
+    }
+
+    fn nexthop_ids(&self, owned: &Owned) -> Result<NexthopIds, KernelError> {
+        self.kernel.nexthop_ids(owned)
+    }
+
+    fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError> {
+        self.kernel.nexthop_users(there)
+    }
+
+    fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+        self.kernel.apply(owned, changes)
+    }
+
+    fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
+        self.kernel.lookup(dst)
+    }
+
+    fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
+        Ok(Box::new(Prompts(Arc::clone(&self.doubt))))
+    }
+
+    fn process(&self, port: u32) -> Option<(Arc<str>, u32)> {
+        self.kernel.process(port)
+    }
+}
+
+#[derive(Debug)]
+struct Prompts(Arc<Notify>);
+
+#[async_trait]
+impl Changes for Prompts {
+    async fn next(&mut self) -> Result<Doubts, KernelError> {
+        self.0.notified().await;
+        Ok(Doubts::Everything)
+    }
+}
