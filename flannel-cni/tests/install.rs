@@ -9,9 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
-mod as_root;
 mod runtime;
-use as_root::as_root;
+use flannel_lab::testing::as_root;
 use runtime::{install_conf, names};
 
 const PATIENCE: Duration = Duration::from_secs(30);

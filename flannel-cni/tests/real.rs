@@ -15,9 +15,8 @@ use flannel_lab::{Builder, Lab, Namespace};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-mod as_root;
 mod runtime;
-use as_root::as_root;
+use flannel_lab::testing::as_root;
 use runtime::{Answer, Attach, answer, call, flannel, names};
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -310,10 +309,15 @@ fn the_bridge_masquerades_if_flannel_does_not() {
 fn a_pod_whose_namespace_is_gone_gives_its_address_back() {
     as_root("a_pod_whose_namespace_is_gone_gives_its_address_back", || {
         let node = Node::alone(&Family::BOTH, true);
-        let Sandbox { namespace, attach } = Sandbox::new("pod-1");
+        // A path that is gone with it: a number of an open file may soon be that of another.
+        let (namespace, dir) = (Namespace::new("pod-1").unwrap(), tempfile::tempdir().unwrap());
+        let path = dir.path().join("netns");
+        std::os::unix::fs::symlink(namespace.path(), &path).unwrap();
+        let attach = Attach::new("pod-1", "eth0", &path);
         let plugins = [node.conf(&json!({}))];
         let gone = Sandbox { namespace: Namespace::new("gone").unwrap(), attach };
         let result = node.add(&gone, &plugins).unwrap();
+        fs::remove_file(&path).unwrap();
         drop(namespace);
         assert_eq!(node.reserved().len(), 2);
         node.del(&gone, &plugins, &result).unwrap();

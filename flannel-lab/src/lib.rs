@@ -12,6 +12,7 @@ mod privilege;
 mod reach;
 mod subnet_env;
 mod switch;
+pub mod testing;
 
 pub use daemon::end_with_lab;
 pub use echo::Unreached;

@@ -8,8 +8,7 @@ use std::time::Duration;
 use flannel_core::Family;
 use flannel_lab::{Builder, Error, Lab, Signal};
 
-mod as_root;
-use as_root::as_root;
+use flannel_lab::testing::as_root;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 

@@ -7,8 +7,7 @@ use std::time::{Duration, Instant};
 use flannel_core::{Dual, Family, Subnet};
 use flannel_lab::{Host, Interrupter, Lab, Namespace, Pair, SubnetEnv, Unreached};
 
-mod as_root;
-use as_root::as_root;
+use flannel_lab::testing::as_root;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(300);

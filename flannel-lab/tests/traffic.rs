@@ -12,9 +12,8 @@ use flannel_core::Family;
 use flannel_lab::{Builder, Host, Lab, Signal};
 use serde_json::{Value, json};
 
-mod as_root;
 mod stream;
-use as_root::as_root;
+use flannel_lab::testing::as_root;
 use stream::Traffic;
 
 const PATIENCE: Duration = Duration::from_secs(30);
