@@ -1,7 +1,7 @@
 //! The language of templates, as far as the chart needs it. The one thing to know: whatever it does not know is an error, so
 //! that a chart which leaves the subset fails the tests.
 //!
-//! **Source**: Go `text/template`; sprig's `quote`; helm's `toYaml`, `toJson`.
+//! **Source**: Go `text/template`; sprig's `quote`, `nindent`; helm's `toYaml`.
 
 use serde_json::Value;
 
@@ -49,7 +49,7 @@ struct Pipeline {
 enum Word {
     /// `.`, `.a.b`
     Path(Vec<String>),
-    Literal(Value),
+    Number(u64),
     Function(String),
 }
 
@@ -89,7 +89,7 @@ fn error(action: &str, why: &str) -> TemplateError {
     TemplateError { action: action.trim().to_owned(), why: why.to_owned() }
 }
 
-/// Texts and actions, without the white space that `-` takes away, and without comments.
+/// Texts and actions, without the white space that `-` takes away.
 fn pieces(mut rest: &str) -> Result<Vec<Piece<'_>>, TemplateError> {
     let mut pieces = Vec::new();
     let mut trim = false;
@@ -110,11 +110,7 @@ fn pieces(mut rest: &str) -> Result<Vec<Piece<'_>>, TemplateError> {
         if left {
             text = text.trim_end();
         }
-        pieces.push(Piece::Text(text));
-        let inside = inside.trim();
-        if !(inside.starts_with("/*") && inside.ends_with("*/")) {
-            pieces.push(Piece::Action(inside));
-        }
+        pieces.extend([Piece::Text(text), Piece::Action(inside.trim())]);
         (rest, trim) = (after, right);
     }
 }
@@ -154,15 +150,11 @@ fn branch<'a>(
     let (then, end) = nodes(pieces)?;
     let otherwise = match end.as_deref() {
         Some("end") => Vec::new(),
-        Some("else") => match nodes(pieces)? {
+        Some("else") if !rebinds => match nodes(pieces)? {
             (otherwise, Some(end)) if end == "end" => otherwise,
             (_, end) => return Err(error(&end.unwrap_or_default(), "expected the end of an else")),
         },
-        Some(other) => match other.strip_prefix("else if ") {
-            // It has the end of the whole.
-            Some(condition) => vec![Node::Branch(branch(false, condition, pieces)?)],
-            None => return Err(error(other, "expected else, else if or end")),
-        },
+        Some(other) => return Err(error(other, "outside of the subset of this renderer")),
         None => return Err(error(&condition.text, "there is no end for this")),
     };
     Ok(Branch { condition, rebinds, then, otherwise })
@@ -213,7 +205,7 @@ impl Word {
                 let found = names.iter().try_fold(dot, |value, name| value.get(name));
                 found.cloned().unwrap_or_default()
             }
-            Self::Literal(value) => value.clone(),
+            Self::Number(number) => (*number).into(),
             Self::Function(name) => Value::from(name.as_str()),
         }
     }
@@ -221,12 +213,6 @@ impl Word {
 
 /// The word at the beginning, and what follows it.
 fn word(text: &str) -> Result<(Word, &str), String> {
-    if text.starts_with('"') {
-        let mut values = serde_json::Deserializer::from_str(text).into_iter::<String>();
-        let literal = values.next().and_then(Result::ok).ok_or("a text has no end")?;
-        let end = values.byte_offset();
-        return Ok((Word::Literal(literal.into()), &text[end..]));
-    }
     let end = text.find(|c: char| c.is_whitespace() || c == '|').unwrap_or(text.len());
     let (word, rest) = text.split_at(end);
     let is_name =
@@ -237,36 +223,21 @@ fn word(text: &str) -> Result<(Word, &str), String> {
             Word::Path(path.split('.').map(str::to_owned).collect())
         }
         None if FUNCTIONS.contains(&word) => Word::Function(word.to_owned()),
-        None if word.parse::<i64>().is_ok() => Word::Literal(word.parse::<i64>().unwrap_or_default().into()),
-        _ => return Err(format!("{word:?} is outside of the subset of this renderer")),
+        _ => match word.parse() {
+            Ok(number) => Word::Number(number),
+            Err(_) => return Err(format!("{word:?} is outside of the subset of this renderer")),
+        },
     };
     Ok((word, rest))
 }
 
-const FUNCTIONS: [&str; 7] = ["eq", "not", "print", "quote", "toYaml", "toJson", "nindent"];
+const FUNCTIONS: [&str; 3] = ["quote", "toYaml", "nindent"];
 
 fn call(name: &str, arguments: &[Value]) -> Result<Value, String> {
-    let there =
-        |value: &Value| if value.is_null() { Err("the value is not there".to_owned()) } else { Ok(()) };
     Ok(match (name, arguments) {
-        ("eq", [a, b]) => (a == b).into(),
-        ("not", [value]) => (!is_true(value)).into(),
-        ("print", [_, ..]) => {
-            // Between two that are no texts Go writes a space.
-            if arguments.windows(2).any(|pair| pair.iter().all(|value| !value.is_string())) {
-                return Err("print is known only with texts between its arguments".into());
-            }
-            arguments.iter().map(printed).collect::<Result<String, String>>()?.into()
-        }
         ("quote", [value]) => go_quoted(&printed(value)?).into(),
-        ("toYaml", [value]) => {
-            there(value)?;
-            to_yaml(value).into()
-        }
-        ("toJson", [value]) => {
-            there(value)?;
-            go_json(value).into()
-        }
+        ("toYaml", [Value::Null]) => return Err("the value is not there".into()),
+        ("toYaml", [value]) => to_yaml(value).into(),
         ("nindent", [spaces, text]) => {
             let (Some(spaces), Some(text)) = (spaces.as_u64(), text.as_str()) else {
                 return Err("nindent wants a number and a text".into());
@@ -300,7 +271,7 @@ fn printed(value: &Value) -> Result<String, String> {
     }
 }
 
-/// Go's `%q`, but that whatever is not ASCII is escaped, which means the same.
+/// Go's `%q`.
 fn go_quoted(text: &str) -> String {
     let mut out = String::from('"');
     for c in text.chars() {
@@ -315,23 +286,13 @@ fn go_quoted(text: &str) -> String {
             '\x0b' => out += "\\v",
             ' '..='~' => out.push(c),
             '\0'..='\x7f' => out += &format!("\\x{:02x}", u32::from(c)),
+            // That a character is one to be printed is seen behind another, since some are only marks of it.
+            c if format!("x{c}").escape_debug().count() == 2 => out.push(c),
             '\u{80}'..='\u{ffff}' => out += &format!("\\u{:04x}", u32::from(c)),
             _ => out += &format!("\\U{:08x}", u32::from(c)),
         }
     }
     out + "\""
-}
-
-/// Go's `json.Marshal`, which escapes what HTML and JavaScript stumble over.
-fn go_json(value: &Value) -> String {
-    let mut out = String::new();
-    for c in value.to_string().chars() {
-        match c {
-            '<' | '>' | '&' | '\u{2028}' | '\u{2029}' => out += &format!("\\u{:04x}", u32::from(c)),
-            _ => out.push(c),
-        }
-    }
-    out
 }
 
 fn render(nodes: &[Node], dot: &Value, out: &mut String) -> Result<(), TemplateError> {
@@ -364,24 +325,23 @@ mod tests {
         Template::parse(text)?.render(&json!({ "Values": values }))
     }
 
-    /// helm 3.18.6 makes the same of the same templates and values (it leaves quotes out where YAML needs none).
+    /// helm makes the same of the same templates and values (it leaves quotes out where YAML needs none).
     #[test]
     fn templates_are_rendered_as_helm_does() {
         let values = json!({ "a": "x\n\"y\" é", "num": 51820, "t": true, "l": [1, "b"], "m": { "k": "v" }, "e": "", "z": 0 });
         for (template, expected) in [
             ("a {{ .Values.num }} b", "a 51820 b"),
             ("a {{- .Values.num -}} b", "a51820b"),
-            ("a\n{{- /* nothing */ -}}\n  b", "ab"),
-            ("{{ .Values.a | quote }}", r#""x\n\"y\" \u00e9""#),
+            ("{{ .Values.a | quote }}", r#""x\n\"y\" é""#),
             ("{{ quote .Values.t }}", "\"true\""),
-            ("{{ .Values.a | toJson }}", r#""x\n\"y\" é""#),
-            (r#"{{ print .Values.num ":" .Values.t | quote }}"#, "\"51820:true\""),
-            ("{{ if .Values.e }}1{{ else if .Values.z }}2{{ else if .Values.t }}3{{ else }}4{{ end }}", "3"),
-            ("{{ if not .Values.absent }}1{{ end }}{{ if .Values.absent }}2{{ else }}3{{ end }}", "13"),
+            ("{{ toYaml .Values.num }} {{ toYaml .Values.t }}", "51820 true"),
+            (
+                "{{ if .Values.e }}1{{ else }}2{{ end }}{{ if .Values.z }}3{{ end }}{{ if .Values.t }}4{{ else }}5{{ end }}",
+                "24",
+            ),
+            ("{{ if .Values.absent }}1{{ end }}{{ if .Values.l }}2{{ end }}", "2"),
             ("{{ with .Values.m }}{{ .k }}{{ end }}{{ with .Values.e }}x{{ end }}", "v"),
-            (r#"{{ if eq .Values.e "" }}1{{ end }}{{ if eq .Values.e "x" }}2{{ end }}"#, "1"),
             ("l:\n  {{- toYaml .Values.m | nindent 2 }}\nx", "l:\n  \"k\": \"v\"\nx"),
-            ("{{ \"}\" | quote }}", "\"}\""),
         ] {
             assert_eq!(rendered(template, &values).as_deref(), Ok(expected), "{template}");
         }
@@ -393,6 +353,14 @@ mod tests {
             ("{{ range .Values.l }}{{ end }}", "outside of the subset"),
             ("{{ include \"x\" . }}", "outside of the subset"),
             ("{{ .Values.a | upper }}", "\"upper\" is outside of the subset"),
+            ("{{ if not .Values.a }}{{ end }}", "\"not\" is outside of the subset"),
+            ("{{ if eq .Values.a .Values.b }}{{ end }}", "\"eq\" is outside of the subset"),
+            ("{{ print .Values.a }}", "\"print\" is outside of the subset"),
+            ("{{ toJson .Values.a }}", "\"toJson\" is outside of the subset"),
+            ("{{ if .a }}{{ else if .b }}{{ end }}", "outside of the subset"),
+            ("{{ with .a }}{{ else }}{{ end }}", "outside of the subset"),
+            ("{{- /* a comment */ -}}", "is outside of the subset"),
+            ("{{ quote \"x\" }}", "is outside of the subset"),
             ("{{ $x }}", "\"$x\" is outside"),
             ("{{ (.Values.a) }}", "is outside"),
             ("{{ .Values.a", "there is no }}"),
@@ -400,7 +368,6 @@ mod tests {
             ("{{ end }}", "nothing that it belongs to"),
             ("{{ if .a }}{{ else }}{{ else }}{{ end }}", "expected the end of an else"),
             ("{{ .a | }}", "a command is empty"),
-            ("{{ \"x }}", "a text has no end"),
         ] {
             let error = Template::parse(template).unwrap_err();
             assert!(error.why.contains(says), "{template}: {error}");
@@ -413,13 +380,12 @@ mod tests {
         for template in [
             "{{ .Values.absent }}",
             "{{ .Values.absent | quote }}",
-            "{{ .Values.absent | toJson }}",
+            "{{ toYaml .Values.absent }}",
             "{{ .Values.absent.more }}",
             "{{ .Values.l }}",
             "{{ .Values.l | nindent 2 }}",
-            "{{ print .Values.n .Values.n }}",
+            "{{ quote .Values.n .Values.n }}",
             "{{ .Values.n 1 }}",
-            "{{ eq .Values.n }}",
         ] {
             rendered(template, &values).unwrap_err();
         }
@@ -428,9 +394,8 @@ mod tests {
     #[test]
     fn texts_are_quoted_as_go_does() {
         assert_eq!(
-            go_quoted("\u{7}\u{8}\u{b}\u{c}\0\u{7f}\u{2028}😀"),
-            r#""\a\b\v\f\x00\x7f\u2028\U0001f600""#
+            go_quoted("\u{7}\u{8}\u{b}\u{c}\0\u{7f}\u{2028}é😀\u{301}\u{e0001}"),
+            "\"\\a\\b\\v\\f\\x00\\x7f\\u2028é😀\u{301}\\U000e0001\""
         );
-        assert_eq!(go_json(&json!({ "a": "<\u{2028}&" })), "{\"a\":\"\\u003c\\u2028\\u0026\"}");
     }
 }

@@ -17,11 +17,10 @@ use flannel_lab::Namespace;
 use flannel_subnet_kube::testing::ApiServer;
 use serde_json::{Value, json};
 
-mod as_root;
 mod container;
 mod objects;
-use as_root::as_root;
 use container::{Api, NODE_NAME, Node, image, said};
+use flannel_lab::testing::as_root;
 use objects::{cleanup, file, manifest, of_kind};
 
 const PATIENCE: Duration = Duration::from_secs(60);

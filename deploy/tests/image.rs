@@ -7,11 +7,10 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
-mod as_root;
 mod container;
 mod objects;
-use as_root::as_root;
 use container::{image, said};
+use flannel_lab::testing::as_root;
 use objects::{file, manifest, of_kind};
 
 /// All files below a directory, with their modes.

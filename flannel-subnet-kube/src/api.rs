@@ -132,9 +132,9 @@ impl Api {
     }
 
     /// A request, or what was to follow its answer, has failed.
-    pub(crate) fn failed(&self, failure: &Failure) {
+    pub(crate) fn failed(&self, verb: &'static str, failure: &Failure) {
         let mut books = self.books();
-        books.failures += 1;
+        books.calls.entry(verb).or_default().failed += 1;
         books.last_error = Some((failure.to_string(), SystemTime::now()));
     }
 
@@ -159,7 +159,7 @@ impl Api {
                         return Ok(bytes);
                     }
                     Err(failure) => {
-                        self.failed(&failure);
+                        self.failed(call.verb, &failure);
                         break failure;
                     }
                 },
@@ -188,7 +188,7 @@ impl Api {
             Ok(_) => {}
             // That a version is too old, or an object absent, is an answer.
             Err(Failure::Gone | Failure::NotFound(_)) => self.confirm(None),
-            Err(failure) => self.failed(failure),
+            Err(failure) => self.failed(call.verb, failure),
         }
         outcome
     }
@@ -212,7 +212,7 @@ impl Api {
     }
 
     async fn try_send(&self, connection: &Connection, call: &Call) -> Result<Response<Body>, Failure> {
-        self.books().requests += 1;
+        self.books().calls.entry(call.verb).or_default().sent += 1;
         let method = if call.patch.is_some() { Method::PATCH } else { Method::GET };
         let mut request =
             Request::builder().method(method).uri(&call.path).header(header::ACCEPT, "application/json");

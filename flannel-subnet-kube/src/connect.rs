@@ -149,16 +149,23 @@ async fn from_kubeconfig(path: &Path) -> Result<Config, String> {
     Ok(config)
 }
 
+/// What is written down as empty is not there: whoever makes kubeconfigs from a template has such.
 fn token(user: &AuthInfo) -> Result<Option<Token>, String> {
-    if let Some(path) = &user.token_file {
+    if let Some(path) = user.token_file.as_ref().filter(|path| !path.is_empty()) {
         return Ok(Some(Token::File(path.into())));
     }
-    user.token.as_ref().map(|token| bearer(token.expose_secret()).map(Token::Fixed)).transpose()
+    let fixed = user.token.as_ref().filter(|token| !token.expose_secret().is_empty());
+    let fixed = fixed.map(|token| bearer(token.expose_secret()).map(Token::Fixed)).transpose();
+    fixed.map_err(|error| format!("its user's token: {error}"))
 }
 
 fn bearer(token: &str) -> Result<HeaderValue, String> {
-    let value = HeaderValue::try_from(format!("Bearer {}", token.trim()));
-    let mut value = value.map_err(|_| "the token holds characters that no token has".to_owned())?;
+    let token = token.trim();
+    if token.is_empty() {
+        return Err("it is empty".to_owned());
+    }
+    let value = HeaderValue::try_from(format!("Bearer {token}"));
+    let mut value = value.map_err(|_| "it holds characters that no token has".to_owned())?;
     value.set_sensitive(true);
     Ok(value)
 }
@@ -236,7 +243,8 @@ impl Connection {
             Some(Token::Fixed(value)) => Some(value.clone()),
             Some(Token::File(path)) => {
                 let text = std::fs::read_to_string(path);
-                Some(bearer(&text.map_err(|error| format!("the token {}: {error}", path.display()))?)?)
+                let bearer = text.map_err(|error| error.to_string()).and_then(|text| bearer(&text));
+                Some(bearer.map_err(|error| format!("the token {}: {error}", path.display()))?)
             }
         };
         let headers = request.headers_mut();
@@ -264,6 +272,14 @@ fn chain(error: &dyn std::error::Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_empty_token_is_none_and_a_blank_one_is_wrong() {
+        let read = |user: &str| token(&serde_json::from_str::<AuthInfo>(user).unwrap());
+        assert!(read(r#"{"token": "", "tokenFile": ""}"#).unwrap().is_none());
+        assert!(read(r#"{"token": " "}"#).is_err_and(|error| error.contains("token: it is empty")));
+        assert!(matches!(read(r#"{"token": "a"}"#), Ok(Some(Token::Fixed(_)))));
+    }
 
     #[test]
     fn the_files_of_a_kubeconfig_are_named() {

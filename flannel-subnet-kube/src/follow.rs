@@ -260,7 +260,7 @@ impl Following {
         match failure {
             Failure::Gone => Ok(Watched::Gone),
             failure => {
-                self.api.failed(&failure);
+                self.api.failed("watch", &failure);
                 Err(failure)
             }
         }

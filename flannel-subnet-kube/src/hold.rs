@@ -25,12 +25,13 @@ struct Fight {
 }
 
 impl Fight {
-    /// Something is to be put back. Returns whether this is a new fight.
+    /// Something is to be put back, whether or not that succeeds. Returns whether this is a new fight.
     fn begins(&mut self) -> bool {
         let new = self.last.is_none_or(|last| last.elapsed() >= PEACE);
         if new {
             self.pause.reset();
         }
+        self.last = Some(Instant::now());
         new
     }
 
@@ -178,6 +179,7 @@ mod tests {
         for expected in [6, 6] {
             let begin = Instant::now();
             assert!(fight.begins());
+            assert!(!fight.begins(), "what could not be put back is told once, too");
             fight.goes_on().await;
             let mut rounds = 1;
             while begin.elapsed() < Duration::from_secs(3) {

@@ -108,7 +108,7 @@ impl KubeManager {
     /// [`Error::Refused`]: how to reach the API server is not known, or what is said of it is wrong.
     ///
     /// # Blocking
-    /// Reads a kubeconfig, certificates and tokens, and may run the program that a kubeconfig names.
+    /// Reads a kubeconfig, certificates and tokens.
     pub async fn open(options: KubeOptions) -> Result<Self> {
         let source = Source { url: options.api_url.clone(), kubeconfig: options.kubeconfig.clone() };
         Ok(Self {

@@ -4,6 +4,7 @@
 //! fails, and so does the test, at the latest when the server is dropped.
 
 mod answer;
+mod client;
 mod store;
 mod stream;
 
@@ -15,13 +16,16 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
-use rustls::ServerConfig;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::WebPkiClientVerifier;
+use rustls::server::danger::ClientCertVerifier;
+use rustls::{RootCertStore, ServerConfig};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio_rustls::TlsAcceptor;
 
+use client::AnyClient;
 use store::Store;
 
 /// A server that ends with the value.
@@ -65,6 +69,8 @@ pub(crate) struct Faults {
     pub(crate) forbidden: BTreeSet<(String, String)>,
     /// The only token that is accepted.
     pub(crate) token: Option<String>,
+    /// Who must have signed a client's certificate.
+    pub(crate) clients: Option<Arc<dyn ClientCertVerifier>>,
 }
 
 #[derive(Debug)]
@@ -101,7 +107,8 @@ impl ApiServer {
         Self::start(listener, None)
     }
 
-    /// A server that speaks TLS with this certificate, on the loopback interface. Both are PEM.
+    /// A server that speaks TLS with this certificate, on the loopback interface. Both are PEM. It asks clients for a certificate,
+    /// and as a real one it does so without looking at it before there is a request.
     ///
     /// # Panics
     /// Certificate or key cannot be used.
@@ -110,7 +117,7 @@ impl ApiServer {
         let key = PrivateKeyDer::from_pem_reader(Cursor::new(key)).expect("a key in PEM");
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let config = ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
-        let config = config.expect("versions of TLS").with_no_client_auth();
+        let config = config.expect("versions of TLS").with_client_cert_verifier(Arc::new(AnyClient));
         let config = config
             .with_single_cert(chain.expect("certificates in PEM"), key)
             .expect("a key of the certificate");
@@ -263,6 +270,20 @@ impl ApiServer {
         self.cut(Cut::Clean);
     }
 
+    /// Only clients with a certificate that this CA, in PEM, has signed are known from now on; watches that are open end.
+    ///
+    /// # Panics
+    /// It is no certificate.
+    pub fn expect_clients_of(&self, ca: &str) {
+        let mut roots = RootCertStore::empty();
+        let ca = CertificateDer::from_pem_slice(ca.as_bytes()).expect("a certificate in PEM");
+        roots.add(ca).expect("a certificate of a CA");
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let clients = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build();
+        lock(&self.shared.faults).clients = Some(clients.expect("there is a CA"));
+        self.cut(Cut::Clean);
+    }
+
     /// All watches that are open end.
     pub fn cut(&self, how: Cut) {
         self.shared.cuts.send_modify(|(count, cut)| (*count, *cut) = (*count + 1, how));
@@ -333,16 +354,21 @@ async fn serve(
         let _ = connection.set_nodelay(true);
         let (shared, tls) = (Arc::clone(&shared), tls.clone());
         tokio::spawn(async move {
-            let service = hyper::service::service_fn(|request| answer::answer(Arc::clone(&shared), request));
             let http = hyper::server::conn::http1::Builder::new();
+            let serves = |client: Vec<CertificateDer<'static>>| {
+                hyper::service::service_fn(move |request| {
+                    answer::answer(Arc::clone(&shared), client.clone(), request)
+                })
+            };
             // A client that goes is no matter of ours.
             match tls {
                 Some(tls) => {
                     if let Ok(connection) = tls.accept(connection).await {
-                        _ = http.serve_connection(TokioIo::new(connection), service).await;
+                        let client = connection.get_ref().1.peer_certificates().unwrap_or_default().to_vec();
+                        _ = http.serve_connection(TokioIo::new(connection), serves(client)).await;
                     }
                 }
-                None => _ = http.serve_connection(TokioIo::new(connection), service).await,
+                None => _ = http.serve_connection(TokioIo::new(connection), serves(Vec::new())).await,
             }
         });
     }

@@ -11,6 +11,9 @@ use crate::clock::Clock;
 use crate::fallback::unanswered;
 use crate::registry::{Batch, ConfigText, Entry, Listing, Mark, Now, Registry, Skipped, Tenure, Watch};
 
+/// What ends later is a failure of the same call.
+const WATCH: &str = "watch";
+
 #[derive(Debug)]
 pub(crate) struct Metered {
     registry: Arc<dyn Registry>,
@@ -44,19 +47,24 @@ impl Books {
     }
 
     /// Enters one request. A conflict is an answer; who refuses to speak with us has confirmed nothing.
-    fn request<T>(&self, result: Result<T>, revision: impl Fn(&T) -> Option<Revision>) -> Result<T> {
-        self.lock().requests += 1;
-        self.outcome(&result, revision);
+    fn request<T>(
+        &self,
+        call: &'static str,
+        result: Result<T>,
+        revision: impl Fn(&T) -> Option<Revision>,
+    ) -> Result<T> {
+        self.lock().calls.entry(call).or_default().sent += 1;
+        self.outcome(call, &result, revision);
         result
     }
 
-    fn outcome<T>(&self, result: &Result<T>, revision: impl Fn(&T) -> Option<Revision>) {
+    fn outcome<T>(&self, call: &'static str, result: &Result<T>, revision: impl Fn(&T) -> Option<Revision>) {
         let now = self.clock.wall();
         let mut status = self.lock();
         let revision = match result {
             Ok(answer) => revision(answer),
             Err(error) if unanswered(error) => {
-                status.failures += 1;
+                status.calls.entry(call).or_default().failed += 1;
                 status.last_error = result.as_ref().err().map(|error| (error.to_string(), now));
                 return;
             }
@@ -106,29 +114,30 @@ impl fmt::Display for Metered {
 #[async_trait]
 impl Registry for Metered {
     async fn config(&self) -> Result<ConfigText> {
-        self.books.request(self.registry.config().await, |_| None)
+        self.books.request("config", self.registry.config().await, |_| None)
     }
 
     async fn write_config(&self, seen: Option<&ConfigText>, text: &str) -> Result<()> {
-        self.books.request(self.registry.write_config(seen, text).await, |()| None)
+        self.books.request("write_config", self.registry.write_config(seen, text).await, |()| None)
     }
 
     async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()> {
-        self.books.request(self.registry.config_changed(seen).await, |_| None)
+        self.books.request("watch_config", self.registry.config_changed(seen).await, |_| None)
     }
 
     async fn list(&self) -> Result<Listing> {
-        let listing = self.books.request(self.registry.list().await, |listing| Some(listing.revision))?;
+        let listing =
+            self.books.request("list", self.registry.list().await, |listing| Some(listing.revision))?;
         self.books.skip_all(&listing.skipped);
         Ok(listing)
     }
 
     async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {
-        self.books.request(self.registry.entry(subnets).await, |_| None)
+        self.books.request("get", self.registry.entry(subnets).await, |_| None)
     }
 
     async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry> {
-        self.books.request(self.registry.create(subnets, attrs, tenure).await, |_| None)
+        self.books.request("create", self.registry.create(subnets, attrs, tenure).await, |_| None)
     }
 
     async fn create_or_list(
@@ -140,7 +149,7 @@ impl Registry for Metered {
         let outcome = self.registry.create_or_list(subnets, attrs, tenure).await;
         let listed =
             |outcome: &Result<Entry, Listing>| outcome.as_ref().err().map(|listing| listing.revision);
-        let outcome = self.books.request(outcome, listed)?;
+        let outcome = self.books.request("create", outcome, listed)?;
         if let Err(listing) = &outcome {
             self.books.skip_all(&listing.skipped);
         }
@@ -154,19 +163,19 @@ impl Registry for Metered {
         attrs: &LeaseAttrs,
         tenure: Option<Tenure>,
     ) -> Result<Entry> {
-        self.books.request(self.registry.update(subnets, at, attrs, tenure).await, |_| None)
+        self.books.request("update", self.registry.update(subnets, at, attrs, tenure).await, |_| None)
     }
 
     async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
-        self.books.request(self.registry.delete(subnets, at).await, |()| None)
+        self.books.request("delete", self.registry.delete(subnets, at).await, |()| None)
     }
 
     async fn keep_alive(&self, subnets: &Subnets, mark: Mark) -> Result<Option<Duration>> {
-        self.books.request(self.registry.keep_alive(subnets, mark).await, |_| None)
+        self.books.request("renew", self.registry.keep_alive(subnets, mark).await, |_| None)
     }
 
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
-        let watch = self.books.request(self.registry.watch(after).await, |_| None)?;
+        let watch = self.books.request(WATCH, self.registry.watch(after).await, |_| None)?;
         Ok(Box::new(MeteredWatch { watch, books: Arc::clone(&self.books) }))
     }
 }
@@ -180,7 +189,7 @@ struct MeteredWatch {
 impl Watch for MeteredWatch {
     async fn next(&mut self) -> Result<Option<Batch>> {
         let batch = self.watch.next().await;
-        self.books.outcome(&batch, |batch| batch.as_ref().map(|batch| batch.revision));
+        self.books.outcome(WATCH, &batch, |batch| batch.as_ref().map(|batch| batch.revision));
         if let Ok(Some(batch)) = &batch {
             self.books.skip(batch);
         }

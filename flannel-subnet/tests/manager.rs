@@ -8,7 +8,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::{Error, Family, Lease, LeaseAttrs, LeaseEnd, Origin, SubnetManager, Subnets};
+use flannel_core::{Calls, Error, Family, Lease, LeaseAttrs, LeaseEnd, Origin, SubnetManager, Subnets};
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{Entry, Identity, LocalManager, Mark, MemoryRegistry, Ownership, Registry, Tenure};
 use tokio::task::JoinHandle;
@@ -221,10 +221,10 @@ async fn a_renewed_lease_lives_for_ever_and_wakes_nobody() {
     let observer = node(&registry, 2);
     let mut views = observer.watch_leases().await.unwrap();
     soon(views.wait_for(|view| view.leases.len() == 1)).await.unwrap();
-    let before = held.manager.store_status().requests;
+    let before = held.manager.store_status().requests();
     tokio::time::sleep(10 * DAY).await;
     assert!(!views.has_changed().unwrap());
-    assert_eq!(held.manager.store_status().requests - before, 20, "two requests every 23 hours, no more");
+    assert_eq!(held.manager.store_status().requests() - before, 20, "two requests every 23 hours, no more");
     assert!(matches!(held.manager.ownership(), Ownership::For(left) if left > HOUR - Duration::from_secs(1)));
     assert!(!held.task.is_finished());
 }
@@ -313,7 +313,8 @@ async fn an_outage_keeps_the_view_and_a_lease_that_lived_through_it() {
     tokio::time::sleep(23 * HOUR + HOUR / 2).await;
     assert_eq!(views.borrow().leases.len(), 2);
     let status = held.manager.store_status();
-    assert!(status.failures > 0 && status.last_error.is_some(), "{status:?}");
+    assert!(status.failures() > 0 && status.last_error.is_some(), "{status:?}");
+    assert!(status.calls["renew"].failed > 0 && status.calls["create"].failed == 0, "{status:?}");
     assert!(matches!(held.manager.ownership(), Ownership::For(left) if left <= HOUR / 2 + HOUR / 60));
     registry.set_outage(false);
     tokio::time::sleep(2 * Duration::from_secs(60)).await;
@@ -402,9 +403,9 @@ async fn a_reservation_stays_one() {
     let held = hold(node(&registry, 1), &us).await;
     assert_eq!((held.lease.subnets, held.lease.expires), (key("10.1.5.0-24"), None));
     assert_eq!(held.manager.ownership(), Ownership::Reserved);
-    let before = held.manager.store_status().requests;
+    let before = held.manager.store_status().requests();
     tokio::time::sleep(10 * DAY).await;
-    assert_eq!(held.manager.store_status().requests, before, "nothing to renew");
+    assert_eq!(held.manager.store_status().requests(), before, "nothing to renew");
     let entry = registry.entry(&held.lease.subnets).await.unwrap().unwrap();
     assert_eq!((entry.mark, &entry.lease.attrs), (None, &us));
 
@@ -470,8 +471,9 @@ async fn config_errors_say_where() {
     registry.set_config(Some(r#"{"Network":7}"#));
     let error = manager.network_config().await.unwrap_err().to_string();
     assert!(error.contains("config") && error.contains("field Network: 7"), "{error}");
-    assert_eq!(manager.store_status().failures, 0, "the store answered");
-    assert_eq!(manager.store_status().requests, 2);
+    assert_eq!(manager.store_status().failures(), 0, "the store answered");
+    assert_eq!(manager.store_status().requests(), 2);
+    assert_eq!(manager.store_status().calls["config"], Calls { sent: 2, failed: 0 });
 }
 
 #[tokio::test(start_paused = true)]

@@ -235,7 +235,7 @@ async fn a_store_that_refuses_has_confirmed_nothing_and_the_cache_answers() {
     let config = after.network_config().await.unwrap();
     assert_eq!(config.pod_networks().next().unwrap().to_string(), "10.1.0.0/16");
     let status = after.store_status();
-    assert!(status.confirmed.is_none() && status.failures == 1, "{status:?}");
+    assert!(status.confirmed.is_none() && status.failures() == 1, "{status:?}");
     assert!(status.last_error.unwrap().0.contains("has expired"));
     assert_eq!(after.hints().await.unwrap().previous, Some(lease.subnets));
     assert_eq!(after.acquire_lease(&lease.attrs).await.unwrap().subnets, lease.subnets);

@@ -9,10 +9,13 @@ use http::{Method, Request, Response, StatusCode, header};
 use http_body_util::BodyExt;
 use http_body_util::channel::Channel;
 use hyper::body::Incoming;
+use rustls::pki_types::CertificateDer;
 use serde_json::{Value, json};
 
+use super::client::known;
 use super::store::Nodes;
-use super::{Shared, lock, stream};
+use super::stream::{self, Signals};
+use super::{Shared, lock};
 
 pub(crate) type Body = Channel<Bytes, std::io::Error>;
 type Answer = Response<Body>;
@@ -20,16 +23,24 @@ type Answer = Response<Body>;
 /// Patches of another type are other patches.
 const PATCH: &str = "application/strategic-merge-patch+json";
 
-pub(crate) async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Result<Answer, Infallible> {
+pub(crate) async fn answer(
+    shared: Arc<Shared>,
+    client: Vec<CertificateDer<'static>>,
+    request: Request<Incoming>,
+) -> Result<Answer, Infallible> {
+    // Before anybody can know of the request: a watch that was counted is one that hears.
+    let signals = Signals::of(&shared);
     lock(&shared.requests).push(format!("{} {}", request.method(), request.uri()));
-    if let Some(refused) = refuse(&shared, &request) {
+    if let Some(refused) = refuse(&shared, &client, &request) {
         return Ok(refused);
     }
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
     let query = parse(request.uri().query().unwrap_or_default());
     let parts: Vec<&str> = path.trim_matches('/').split('/').collect();
     Ok(match (&method, &parts[..]) {
-        (&Method::GET, ["api", "v1", "nodes"]) if query.contains_key("watch") => watch(&shared, &query),
+        (&Method::GET, ["api", "v1", "nodes"]) if query.contains_key("watch") => {
+            watch(&shared, signals, &query)
+        }
         (&Method::GET, ["api", "v1", "nodes"]) => list(&shared, &query),
         (&Method::GET, ["api", "v1", "nodes", name]) => {
             let node = lock(&shared.store).node(name);
@@ -57,8 +68,11 @@ pub(crate) async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> R
 }
 
 /// Faults, and accounts that may not do this.
-fn refuse(shared: &Shared, request: &Request<Incoming>) -> Option<Answer> {
+fn refuse(shared: &Shared, client: &[CertificateDer<'_>], request: &Request<Incoming>) -> Option<Answer> {
     let mut faults = lock(&shared.faults);
+    if faults.clients.as_ref().is_some_and(|clients| !known(clients, client)) {
+        return Some(status(StatusCode::UNAUTHORIZED, "Unauthorized"));
+    }
     if let Some(token) = &faults.token {
         let given = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
         if given != Some(&format!("Bearer {token}")) {
@@ -153,7 +167,7 @@ fn list(shared: &Shared, query: &BTreeMap<String, String>) -> Answer {
     json_answer(StatusCode::OK, body)
 }
 
-fn watch(shared: &Arc<Shared>, query: &BTreeMap<String, String>) -> Answer {
+fn watch(shared: &Arc<Shared>, signals: Signals, query: &BTreeMap<String, String>) -> Answer {
     let number = |name: &str| query.get(name).and_then(|text| text.parse::<u64>().ok());
     let Some(from) = number("resourceVersion") else {
         return violation(
@@ -190,7 +204,8 @@ fn watch(shared: &Arc<Shared>, query: &BTreeMap<String, String>) -> Answer {
         return gone(&format!("too old resource version: {from} ({forgotten})"));
     }
     let (sender, body) = Channel::new(64);
-    tokio::spawn(stream::events(Arc::clone(shared), sender, from, std::time::Duration::from_secs(seconds)));
+    let patience = std::time::Duration::from_secs(seconds);
+    tokio::spawn(stream::events(Arc::clone(shared), signals, sender, from, patience));
     json_answer(StatusCode::OK, body)
 }
 

@@ -8,6 +8,7 @@ use bytes::Bytes;
 use http::StatusCode;
 use http_body_util::channel::Sender;
 use serde_json::{Value, json};
+use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::answer::status_object;
@@ -42,11 +43,32 @@ pub(crate) async fn items(mut out: Out, metadata: Value, items: Vec<Arc<str>>, s
     let _ = out.send_data(batch.into()).await;
 }
 
+/// What a watch listens to, from when on it does.
+pub(crate) struct Signals {
+    changes: watch::Receiver<u64>,
+    cuts: watch::Receiver<(u64, Cut)>,
+    bookmarks: watch::Receiver<u64>,
+}
+
+impl Signals {
+    pub(crate) fn of(shared: &Shared) -> Self {
+        Self {
+            changes: shared.changes.subscribe(),
+            cuts: shared.cuts.subscribe(),
+            bookmarks: shared.bookmarks.subscribe(),
+        }
+    }
+}
+
 /// A watch from a version on.
-pub(crate) async fn events(shared: Arc<Shared>, mut out: Out, mut at: u64, patience: Duration) {
+pub(crate) async fn events(
+    shared: Arc<Shared>,
+    Signals { mut changes, mut cuts, mut bookmarks }: Signals,
+    mut out: Out,
+    mut at: u64,
+    patience: Duration,
+) {
     let until = Instant::now() + patience;
-    let (mut changes, mut cuts, mut bookmarks) =
-        (shared.changes.subscribe(), shared.cuts.subscribe(), shared.bookmarks.subscribe());
     loop {
         changes.mark_unchanged();
         if at < lock(&shared.store).forgotten {

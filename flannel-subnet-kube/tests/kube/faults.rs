@@ -189,7 +189,7 @@ async fn failures_leave_the_view_and_are_told_while_they_last() {
     put(&ground, 3);
     until(|| views.borrow().leases.len() == 2).await;
     assert_eq!(error(), None);
-    assert!(manager.store_status().failures >= 3);
+    assert!(manager.store_status().failures() >= 3);
 }
 
 #[tokio::test]
@@ -257,6 +257,10 @@ async fn a_rotated_token_is_read_again() {
     let error = manager.hints().await.unwrap_err();
     assert!(matches!(error, Error::Refused { .. }) && error.to_string().contains("(401"), "{error}");
     assert_eq!(views.borrow().leases.len(), 3, "and the view stays");
+    std::fs::write(&token, " \n").unwrap();
+    let error = manager.hints().await.unwrap_err().to_string();
+    assert!(error.contains(&format!("the token {}: it is empty", token.display())), "{error}");
+    std::fs::write(&token, "third").unwrap();
     // And there are no others.
     std::fs::write(ground.dir.path().join("kubeconfig"), "nonsense").unwrap();
     let error = manager.hints().await.unwrap_err().to_string();

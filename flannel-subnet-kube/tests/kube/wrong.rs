@@ -76,6 +76,7 @@ async fn what_says_where_it_is_is_wrong() {
             ["client-certificate /nowhere", "No such file"],
         ),
         ("", "client-certificate-data: '!', client-key-data: eA==", ["client-certificate-data", "base64"]),
+        ("", "token: ' '", ["its user's token", "it is empty"]),
     ] {
         with(cluster, user);
         let error = open(&|options| {

@@ -177,7 +177,7 @@ async fn etcd_is_killed_and_comes_back() {
         async move { registry.create(&key("10.1.6.0-24"), &attrs(&["192.0.2.6"]), tenure(6)).await }
     });
     until(10, "the outage is noticed", || async {
-        manager.store_status().failures > 0 || etcd_is_down(&etcd).await
+        manager.store_status().failures() > 0 || etcd_is_down(&etcd).await
     })
     .await;
     etcd.go();

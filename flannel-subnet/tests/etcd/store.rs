@@ -166,7 +166,7 @@ async fn a_start_costs_the_same_few_requests_however_many_leases_there_are() {
         let all = views.wait_for(|view| view.leases.len() == usize::from(peers) + 1);
         drop(within(30, "all leases", all).await.unwrap());
         assert!(lease.expires.is_some());
-        requests.push(manager.store_status().requests);
+        requests.push(manager.store_status().requests());
     }
     assert_eq!(requests[0], requests[1]);
     // The config, two lists (to choose, and to follow), the watch, the lease.
