@@ -33,6 +33,11 @@ pub(crate) fn direct_routing(config: &Config) -> bool {
     config.backend.kind == VxlanBackend.name() && options().is_ok_and(|options| options.direct_routing)
 }
 
+/// Packets of pods go between some nodes as they are, without a tunnel.
+pub(crate) fn has_bare_routes(config: &Config) -> bool {
+    config.backend.kind == HostGw.name() || direct_routing(config)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

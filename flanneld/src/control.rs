@@ -67,7 +67,8 @@ pub struct ControlFlags {
     #[arg(long, value_name = "GROUP", value_parser = group)]
     pub control_group: Option<u32>,
 
-    /// The port, TCP and UDP, on which the tunnel's address answers the doctors of other nodes and nobody else; 0: none
+    /// The port, TCP and UDP, on which the tunnel's address answers the doctors of other nodes and nobody else; without a tunnel
+    /// the external interface's, TCP alone; 0: none
     #[arg(long, value_name = "PORT", default_value = crate::sounding::PORT, value_parser = port)]
     pub doctor_port: u16,
 }
@@ -294,7 +295,7 @@ impl Answers {
         }
         match (request.method.as_str(), request.path.as_str()) {
             ("GET", "/v1/status") => {
-                let snapshot = self.observer.snapshot();
+                let snapshot = self.observer.snapshot_of_peers().await;
                 let mut report = Report::of(&snapshot);
                 if let Some(network) = &snapshot.network {
                     if request.parameter("fresh").is_some_and(|fresh| fresh == "true") {
@@ -306,7 +307,8 @@ impl Answers {
                 answer(&json!(report))
             }
             ("GET", "/v1/peers") => {
-                answer(&json!({ "version": VERSION, "peers": peers(&self.observer.snapshot()) }))
+                let snapshot = self.observer.snapshot_of_peers().await;
+                answer(&json!({ "version": VERSION, "peers": peers(&snapshot) }))
             }
             ("GET", "/v1/why") => match request.parameter("address").map(|text| text.parse::<IpAddr>()) {
                 Some(Ok(address)) => answer(&json!(why(&self.observer.snapshot(), address).await)),

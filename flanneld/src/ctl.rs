@@ -28,6 +28,8 @@ use client::Client;
 pub use options::command;
 use options::{Ctl, Verb};
 use paper::Paper;
+#[cfg(test)]
+pub(crate) use status::tests::sample as sample_report;
 
 /// What a verb found out.
 #[derive(Debug)]

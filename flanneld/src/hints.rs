@@ -22,7 +22,7 @@ const WORDS: [(&str, &str); 7] = [
 ];
 
 /// A store of this name is Kubernetes.
-fn is_kubernetes(store: Option<&str>) -> bool {
+pub(crate) fn is_kubernetes(store: Option<&str>) -> bool {
     store.is_some_and(|store| store.starts_with("kube:"))
 }
 
@@ -32,6 +32,14 @@ pub(crate) fn said(hint: String, store: Option<&str>) -> String {
         return hint;
     }
     let words = |hint: String, (here, there): (&str, &str)| hint.replace(here, there);
+    if let Some((before, rest)) = hint.split_once("flannelctl config patch '")
+        && let Some((patch, rest)) = rest.split_once('\'')
+    {
+        let rest = rest.strip_prefix(" # ").map(|rest| format!(": {rest}")).unwrap_or_default();
+        return format!(
+            "{before}kubectl -n kube-flannel edit configmap kube-flannel-cfg # with {patch} in it{rest}"
+        );
+    }
     match hint.split_once("flannelctl lease release --force ") {
         // A node that is deleted has no subnet any more.
         Some((before, key)) => {
@@ -66,6 +74,11 @@ mod tests {
             (
                 "flannelctl lease release --force '10.1.7.0-24' # if that node is gone",
                 format!("{NODES} # then kubectl delete node: if that node is gone"),
+            ),
+            (
+                "flannelctl config patch '{\"Backend\": {\"MTU\": 1400}}' # better known",
+                "kubectl -n kube-flannel edit configmap kube-flannel-cfg # with {\"Backend\": {\"MTU\": 1400}} in it: better known"
+                    .to_owned(),
             ),
             ("sysctl -w net.ipv4.ip_forward=1", "sysctl -w net.ipv4.ip_forward=1".to_owned()),
         ] {

@@ -125,12 +125,12 @@ impl KubeFlags {
             ("", _) => None,
             (file, _) => Some(file.into()),
         };
-        let mut files: Vec<PathBuf> =
-            [Some(self.net_config_path.clone().into()), credentials].into_iter().flatten().collect();
+        let files = [Some(self.net_config_path.clone().into()), credentials].into_iter().flatten();
         #[cfg(feature = "kube")]
-        if !self.kubeconfig_file.is_empty() {
-            files.extend(flannel_subnet_kube::credential_files(self.kubeconfig_file.as_ref()));
-        }
-        files
+        let files = files.chain(match self.kubeconfig_file.as_str() {
+            "" => Vec::new(),
+            file => flannel_subnet_kube::credential_files(file.as_ref()),
+        });
+        files.collect()
     }
 }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt::{Display, Write};
 use std::time::{Duration, SystemTime};
 
-use flannel_core::{Damage, Disbelief, Histogram};
+use flannel_core::{Damage, Disbelief, Histogram, StoreStatus};
 use flannel_subnet::Ownership;
 
 use crate::firewall::Rulebook;
@@ -46,7 +46,7 @@ pub(crate) fn metrics(snapshot: &Snapshot) -> String {
     own_lease(&mut page, snapshot);
     store(&mut page, snapshot);
     if let Some(network) = &snapshot.network {
-        leases(&mut page, network);
+        leases(&mut page, network, snapshot.store.as_ref());
         kernel(&mut page, network);
         firewall(&mut page, &network.running.rulebook.borrow());
     }
@@ -77,8 +77,18 @@ fn store(page: &mut Page, snapshot: &Snapshot) {
         page.gauge("flannel_store_age_seconds", "Since the store last answered anything", age(at));
         page.gauge("flannel_store_revision", "The last revision that the store confirmed", revision.0);
     }
-    page.counter("flannel_store_requests_total", "Requests sent to the store", store.requests);
-    page.counter("flannel_store_request_failures_total", "Requests to the store that failed", store.failures);
+    page.family("flannel_store_requests_total", "counter", "Requests sent to the store, by what was asked");
+    for (call, calls) in &store.calls {
+        page.sample("flannel_store_requests_total", &[("call", call)], calls.sent);
+    }
+    page.family(
+        "flannel_store_request_failures_total",
+        "counter",
+        "Requests to the store that failed, by what was asked",
+    );
+    for (call, calls) in &store.calls {
+        page.sample("flannel_store_request_failures_total", &[("call", call)], calls.failed);
+    }
     page.gauge(
         "flannel_store_skipped_entries",
         "Entries in the store that are no leases",
@@ -100,7 +110,7 @@ fn reason(why: &Disbelief) -> &'static str {
     }
 }
 
-fn leases(page: &mut Page, network: &NetworkSnapshot) {
+fn leases(page: &mut Page, network: &NetworkSnapshot, store: Option<&StoreStatus>) {
     let status = &network.status;
     page.gauge("flannel_leases", "Leases in the store, this node's included", network.view.leases.len());
     page.gauge(
@@ -130,8 +140,8 @@ fn leases(page: &mut Page, network: &NetworkSnapshot) {
         |(reason, _): &(&&str, &u64)| reason.starts_with("overlaps") || reason.starts_with("contradicts");
     let conflicts: u64 = reasons.iter().filter(clash).map(|(_, count)| count).sum();
     page.gauge("flannel_conflicts", "Leases that clash with another one", conflicts);
-    page.family("flannel_subnets", "gauge", "Subnets between SubnetMin and SubnetMax");
-    for room in subnets_used(network) {
+    page.family("flannel_subnets", "gauge", "Subnets between SubnetMin and SubnetMax; nothing in Kubernetes");
+    for room in subnets_used(network, store) {
         for (state, count) in [("total", room.total), ("used", room.used), ("free", room.free)] {
             page.sample("flannel_subnets", &[("family", &room.family), ("state", &state)], count);
         }
@@ -265,7 +275,7 @@ mod tests {
     use super::*;
     use crate::observe::Observer;
     use crate::observe::tests::network;
-    use flannel_core::{ObjectKind, Revision, Status, StoreStatus};
+    use flannel_core::{ObjectKind, Revision, Status};
     use prometheus_parse::{Scrape, Value};
 
     fn scrape(text: &str) -> Scrape {

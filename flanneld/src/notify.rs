@@ -71,7 +71,10 @@ impl Notifier {
             let ready = self.ready.load(Ordering::Relaxed);
             if !ready && observer.runs() {
                 self.ready.store(true, Ordering::Relaxed);
-                self.say("READY=1");
+                // In one message: whoever waits for the start is not shown what was said of it before.
+                said = line(&observer.snapshot());
+                self.say(&format!("READY=1\nSTATUS={said}"));
+                (news, line_next) = (false, now + GAP);
             }
             if news && now >= line_next {
                 let text = line(&observer.snapshot());
@@ -169,8 +172,7 @@ mod tests {
                 let _guard = observer.running(network(Status::default()).await.1);
                 observer.subnet_file_written();
                 tokio::time::sleep(Duration::from_millis(1400)).await;
-                assert_eq!(hear(&heard), "READY=1");
-                assert!(hear(&heard).starts_with("STATUS=not ready: "));
+                assert!(hear(&heard).starts_with("READY=1\nSTATUS=not ready: "));
                 tokio::time::sleep(Duration::from_millis(200)).await;
                 assert_eq!(hear(&heard), "WATCHDOG=1");
                 reload(Some(&notifier), &observer).await;
@@ -203,8 +205,7 @@ mod tests {
         observer.subnet_file_written();
         let story = async {
             tokio::time::sleep(2 * GAP).await;
-            assert_eq!(hear(&heard), "READY=1");
-            assert_eq!(hear(&heard), "STATUS=ready: 10.1.1.0-24, 0 peers");
+            assert_eq!(hear(&heard), "READY=1\nSTATUS=ready: 10.1.1.0-24, 0 peers");
             sender.send_replace(crate::firewall::Rulebook::Pending);
             tokio::time::sleep(2 * REFRESH).await;
             assert_eq!(hear(&heard), "STATUS=not ready: the firewall rules are not in place yet");

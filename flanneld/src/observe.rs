@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime};
 
 use flannel_core::{
     Config, Dual, Error as CoreError, ExternalInterface, Kernel, NetworkHandle, Status, StoreStatus, Subnets,
-    View,
+    View, Waiting,
 };
 use flannel_firewall::LegacyMemory;
 use flannel_subnet::Ownership;
@@ -26,6 +26,9 @@ use crate::sounding::Place;
 
 /// Sets another log filter, or says why not; `None`: the one given at the start.
 pub(crate) type SetLog = dyn Fn(Option<&str>) -> Result<(), String> + Send + Sync;
+
+/// A network that is at work for longer does not say which peers wait.
+const BUSY: Duration = Duration::from_secs(1);
 
 /// What is told of the kernel's older tables is at most so old.
 const LEGACY: Duration = Duration::from_secs(30);
@@ -80,10 +83,15 @@ impl Running {
     /// Where other nodes' doctors ask; with port 0, and without a tunnel or a lease, nowhere.
     pub(crate) fn place(&self, port: u16) -> Place {
         let devices = if self.lapsed { Dual::default() } else { backends::devices(&self.config) };
+        let bare = !self.lapsed && backends::has_bare_routes(&self.config);
         let own = self.handle.lease.subnets;
         Place {
             port,
             tunnels: Dual::from_fn(|family| Some((devices[family]?, own.family(family)?.base()))),
+            bare: Dual::from_fn(|family| {
+                own.family(family).filter(|_| bare)?;
+                Some((self.iface.name, self.iface.address[family]?))
+            }),
             mtu: self.handle.mtu,
             views: self.views.clone(),
             status: self.handle.status.clone(),
@@ -114,6 +122,8 @@ pub(crate) struct NetworkSnapshot {
     pub(crate) running: Arc<Running>,
     pub(crate) status: Arc<Status>,
     pub(crate) view: View,
+    /// Which peers waited when this was asked for, if that was asked; says nothing about a status that is settled.
+    pub(crate) waiting: Option<Waiting>,
 }
 
 impl Default for Observer {
@@ -212,7 +222,7 @@ impl Observer {
         let network = known.running.clone().map(|running| {
             let status = Arc::clone(&running.handle.status.borrow());
             let view = running.views.borrow().clone();
-            NetworkSnapshot { running, status, view }
+            NetworkSnapshot { running, status, view, waiting: None }
         });
         Snapshot {
             time: SystemTime::now(),
@@ -228,6 +238,26 @@ impl Observer {
             changed: known.changed.clone(),
             network,
         }
+    }
+
+    /// The same, and which peers wait, where only the network itself can say it.
+    pub(crate) async fn snapshot_of_peers(&self) -> Snapshot {
+        // Before the status: that one tells what has become of them since.
+        let waiting = self.waiting().await;
+        let mut snapshot = self.snapshot();
+        if let Some(network) = &mut snapshot.network {
+            network.waiting = waiting;
+        }
+        snapshot
+    }
+
+    async fn waiting(&self) -> Option<Waiting> {
+        let running = self.known().running.clone()?;
+        let settled = running.handle.status.borrow().settled;
+        if settled {
+            return None;
+        }
+        tokio::time::timeout(BUSY, running.handle.waiting()).await.ok()?
     }
 
     /// What may be different from now on: another phase, or another status.
@@ -270,8 +300,9 @@ impl Observer {
     }
 
     /// Reads everything again that may have changed behind our back: the network config, by a request that also
-    /// reads certificates again if they changed, and the log filter given at the start. Returns what was found, as a
-    /// sentence without a full stop.
+    /// reads certificates again if they changed, and the log filter given at the start. A network that is about to be built
+    /// asks for all that itself, and is built from one config: meanwhile the store is asked nothing else. Returns what
+    /// was found, as a sentence without a full stop.
     pub(crate) async fn reload(&self) -> String {
         // Without a log of ours there is nothing to set back.
         let _ = self.set_log(None);
@@ -281,10 +312,11 @@ impl Observer {
             (subnets, known.running.as_ref().map(|running| running.config.clone()))
         };
         let Some(subnets) = subnets else { return "the registry is not open yet".to_owned() };
+        let Some(used) = used else {
+            return "no network runs yet, and its start reads everything".to_owned();
+        };
         match subnets.network_config().await {
-            Ok(config) if used.is_none() || Some(&config) == used.as_ref() => {
-                "the network config is unchanged".to_owned()
-            }
+            Ok(config) if config == used => "the network config is unchanged".to_owned(),
             Ok(_) => "the network config has changed".to_owned(),
             Err(error @ (CoreError::Config { .. } | CoreError::NoConfig { .. })) => {
                 format!("the network config in use stays: {error}")
@@ -345,7 +377,7 @@ pub(crate) mod tests {
     use flannel_core::testing::{FakeKernel, FakeSubnets};
 
     /// A network on fakes, with three peers and this status.
-    pub(crate) async fn network(status: Status) -> (FakeSubnets, Running) {
+    pub(crate) async fn network(mut status: Status) -> (FakeSubnets, Running) {
         let subnets = FakeSubnets::new("10.1.0.0/16");
         let attrs = flannel_core::LeaseAttrs {
             public: ["192.0.2.1".parse().unwrap()].into_iter().collect(),
@@ -356,6 +388,8 @@ pub(crate) mod tests {
         for n in [7, 8, 9] {
             subnets.put(&format!("10.1.{n}.0-24"), &format!("192.0.2.{n}"));
         }
+        let views = subnets.watch_leases().await.unwrap();
+        status.leases = views.borrow().leases.clone();
         let status = watch::channel(Arc::new(status)).1;
         let running = Running {
             config: subnets.network_config().await.unwrap(),
@@ -369,7 +403,7 @@ pub(crate) mod tests {
             },
             kernel: Arc::new(FakeKernel::with_uplink("eth0")),
             handle: NetworkHandle::new(lease, 1450, status),
-            views: subnets.watch_leases().await.unwrap(),
+            views,
             rulebook: watch::channel(Rulebook::Unwanted).1,
             lapsed: false,
             since: SystemTime::now(),

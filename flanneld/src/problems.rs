@@ -66,7 +66,7 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
                 found.extend(of_firewall(&network.running.rulebook.borrow()));
             }
             found.extend(of_leases(network));
-            found.extend(of_room(network));
+            found.extend(of_room(network, snapshot.store.as_ref()));
         }
         None => {
             let reason = snapshot.waits_for.as_deref().unwrap_or("it has only just been started");
@@ -128,19 +128,41 @@ fn of_lease(network: &NetworkSnapshot, snapshot: &Snapshot) -> Option<Problem> {
         }
     };
     let text = format!("this node does not hold its lease {lease}: {reason}");
-    let look = snapshot.store.as_ref().map_or_else(|| LOG.to_owned(), |store| look_at(&store.store));
+    let mend = snapshot.store.as_ref().map_or_else(|| LOG.to_owned(), |store| bring_back(&store.store));
+    let joint = if mend.contains(" # ") { "; " } else { " # " };
     Some(Problem::error(text).hint(format!(
-        "{look} # {age}when the store answers, the node wins its lease back, or says who has it"
+        "{mend}{joint}{age}when the store answers, the node wins its lease back, or says who has it"
     )))
 }
 
-/// How to look at a store, by its name.
-fn look_at(store: &str) -> String {
+/// What brings a store back, by its name.
+fn bring_back(store: &str) -> String {
     match store.split_once(':') {
-        Some(("dir", path)) => format!("ls -la {}", path.split('?').next().unwrap_or_default()),
-        Some(("etcd", endpoints)) => format!("etcdctl --endpoints {endpoints} endpoint health"),
+        Some(("dir", path)) => bring_back_dir(path.split('?').next().unwrap_or_default()),
+        Some(("etcd", endpoints)) => bring_back_etcd(endpoints),
         _ => LOG.to_owned(),
     }
+}
+
+/// The same of a directory.
+pub(crate) fn bring_back_dir(path: impl Display) -> String {
+    format!(
+        "mount {path} || ls -la {path} # it is to be what it was: in an empty one no lease is left, and every daemon stops"
+    )
+}
+
+/// The same of etcd.
+pub(crate) fn bring_back_etcd(endpoints: &str) -> String {
+    let host = |endpoint: &str| {
+        let rest = endpoint.split_once("://").map_or(endpoint, |(_, rest)| rest);
+        rest.rsplit_once(':').map_or(rest, |(host, _)| host).to_owned()
+    };
+    let hosts: Vec<String> = endpoints.split(',').map(host).collect();
+    let each = if hosts.len() > 1 { ", where it does not run" } else { "" };
+    let hosts = hosts.join(", ");
+    format!(
+        "systemctl restart etcd # on {hosts}{each}; which answer: etcdctl --endpoints {endpoints} endpoint health"
+    )
 }
 
 fn of_kernel(network: &NetworkSnapshot) -> Vec<Problem> {
@@ -240,7 +262,7 @@ fn of_remark(remark: &str, network: &NetworkSnapshot) -> String {
     }
 }
 
-fn of_room(network: &NetworkSnapshot) -> Vec<Problem> {
+fn of_room(network: &NetworkSnapshot, store: Option<&StoreStatus>) -> Vec<Problem> {
     let nearly = |room: &crate::report::SubnetsReport| {
         room.used.saturating_mul(100) >= room.total.saturating_mul(NEARLY_FULL)
     };
@@ -249,14 +271,14 @@ fn of_room(network: &NetworkSnapshot) -> Vec<Problem> {
         let text = format!("{used} of {total} {family} subnets are taken, {free} are free");
         Problem::warning(text).hint("flannelctl lease list # lease release lets go those of nodes that are gone; or enlarge the network")
     };
-    subnets_used(network).into_iter().filter(nearly).map(tell).collect()
+    subnets_used(network, store).into_iter().filter(nearly).map(tell).collect()
 }
 
 fn of_store(store: &StoreStatus) -> Vec<Problem> {
     let mut found = Vec::new();
     if let Some((error, _)) = &store.last_error {
         let problem = Problem::warning(format!("the store does not answer: {error}"));
-        found.push(problem.hint(look_at(&store.store)));
+        found.push(problem.hint(bring_back(&store.store)));
     }
     for (key, reason) in store.skipped.iter().take(MOST) {
         let problem = Problem::warning(format!("{}: {key} is skipped: {reason}", store.store));
@@ -313,6 +335,30 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn the_room_for_leases_matters_where_nobody_else_gives_subnets() {
+        let observer = Observer::default();
+        let mut status = Status::default();
+        (status.in_sync, status.live) = (true, true);
+        let (_subnets, mut running) = network(status).await;
+        // Three peers, in a network of three.
+        running.config = flannel_core::Config::parse(
+            r#"{"Network":"10.1.0.0/16","SubnetLen":24,"SubnetMin":"10.1.7.0","SubnetMax":"10.1.9.0"}"#,
+        )
+        .unwrap();
+        let _guard = observer.running(running);
+        observer.subnet_file_written();
+        let mut snapshot = observer.snapshot();
+        let taken = |snapshot: &Snapshot| {
+            problems(snapshot).iter().filter(|problem| problem.text.contains("subnets are taken")).count()
+        };
+        assert_eq!(taken(&snapshot), 1);
+        snapshot.store = Some(StoreStatus { store: "etcd:x".into(), ..StoreStatus::default() });
+        assert_eq!(taken(&snapshot), 1);
+        snapshot.store = Some(StoreStatus { store: "kube:x".into(), ..StoreStatus::default() });
+        assert_eq!(taken(&snapshot), 0);
+    }
+
+    #[tokio::test]
     async fn errors_come_first_and_each_state_has_its_reason() {
         let texts = |snapshot: &Snapshot| -> Vec<String> {
             problems(snapshot).into_iter().map(|p| format!("{}: {}", p.severity, p.text)).collect()
@@ -353,5 +399,23 @@ mod tests {
                 "warning: the store does not answer: no route to host"
             ]
         );
+    }
+
+    #[test]
+    fn what_brings_a_store_back_is_a_command_for_its_kind() {
+        for (store, command) in [
+            ("dir:/srv/flannel?assign=static", "mount /srv/flannel || ls -la /srv/flannel # it is to be"),
+            (
+                "etcd:http://127.0.0.1:2379",
+                "systemctl restart etcd # on 127.0.0.1; which answer: etcdctl --endpoints http://127.0.0.1:2379 endpoint health",
+            ),
+            (
+                "etcd:https://etcd-1:2379,https://[fd00::2]:2379",
+                "systemctl restart etcd # on etcd-1, [fd00::2], where it does not run; which answer: etcdctl --endpoints https://etcd-1:2379,https://[fd00::2]:2379 endpoint health",
+            ),
+            ("kube:https://10.96.0.1", LOG),
+        ] {
+            assert!(bring_back(store).starts_with(command), "{}", bring_back(store));
+        }
     }
 }

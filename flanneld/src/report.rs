@@ -9,11 +9,12 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
 
-use flannel_core::{Family, Key, Lease, LinkName, Status, Subnets};
+use flannel_core::{Family, Key, Lease, LinkName, Status, StoreStatus, Subnets};
 use flannel_subnet::Ownership;
 use serde::{Deserialize, Serialize};
 
 use crate::backends;
+use crate::hints::is_kubernetes;
 use crate::observe::{NetworkSnapshot, Snapshot};
 use crate::preflight::Finding;
 use crate::problems::{Problem, problems};
@@ -85,6 +86,9 @@ pub(crate) struct NetworkReport {
     /// Peers whose leases are not; the others are new.
     #[serde(default)]
     pub(crate) disbelieved: u64,
+    /// Peers of which something waits; what fails of others is told by itself.
+    #[serde(default)]
+    pub(crate) pending: u64,
     pub(crate) subnets: Vec<SubnetsReport>,
     pub(crate) repairs: Repairs,
     /// From a lease's arrival to the kernel's acknowledgement.
@@ -222,8 +226,8 @@ impl Report {
                 name: store.store.clone(),
                 answered: store.confirmed.map(|(_, at)| seconds(at)),
                 revision: store.confirmed.map(|(revision, _)| revision.0),
-                requests: store.requests,
-                failures: store.failures,
+                requests: store.requests(),
+                failures: store.failures(),
                 error: store.last_error.as_ref().map(|(text, _)| text.clone()),
                 error_at: store.last_error.as_ref().map(|(_, at)| seconds(*at)),
                 skipped: store.skipped.iter().take(MOST).cloned().collect(),
@@ -246,9 +250,10 @@ fn texts<T: ToString>(items: impl IntoIterator<Item = T>) -> Vec<String> {
 }
 
 fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkReport {
-    let NetworkSnapshot { running, status, view } = network;
+    let NetworkSnapshot { running, status, view, .. } = network;
     let own = running.handle.lease.subnets;
     let all = view.leases.iter().filter(|lease| lease.subnets != own).count() as u64;
+    let (interesting, pending) = interesting_peers(network, snapshot);
     let quantile = |share| {
         let bound = status.latency.quantile(share)?;
         (bound < Duration::MAX).then_some(bound.as_secs_f64())
@@ -274,10 +279,11 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
         live: status.live,
         objects: status.objects as u64,
         failing: Counted { total: status.failing.len() as u64, listed: failures(status) },
-        peers: Counted { total: all, listed: interesting_peers(network, snapshot) },
+        peers: Counted { total: all, listed: interesting },
         believed: status.peers as u64,
         disbelieved: status.disbelieved.len() as u64,
-        subnets: subnets_used(network),
+        pending,
+        subnets: subnets_used(network, snapshot.store.as_ref()),
         repairs: Repairs {
             total: status.repaired,
             last: status
@@ -315,8 +321,12 @@ fn failures(status: &Status) -> Vec<FailureReport> {
     status.failing.iter().take(MOST).map(report).collect()
 }
 
-/// How full each pod network is. One that is too large to count is as large as can be counted.
-pub(crate) fn subnets_used(network: &NetworkSnapshot) -> Vec<SubnetsReport> {
+/// How full each pod network is; nothing where Kubernetes gives the subnets, of whatever size. One that is too large to count is as
+/// large as can be counted.
+pub(crate) fn subnets_used(network: &NetworkSnapshot, store: Option<&StoreStatus>) -> Vec<SubnetsReport> {
+    if is_kubernetes(store.map(|store| store.store.as_str())) {
+        return Vec::new();
+    }
     let config = &network.running.config;
     let report = |(family, pod): (Family, &flannel_core::PodNetwork)| {
         let inside = |lease: &&std::sync::Arc<Lease>| {
@@ -343,6 +353,7 @@ mod tests {
     use super::*;
     use crate::observe::Observer;
     use crate::observe::tests::network;
+    use flannel_core::{Wait, Waiting};
 
     async fn snapshot(status: Status) -> Snapshot {
         let observer = Observer::default();
@@ -378,6 +389,40 @@ mod tests {
             let peers = report.network.unwrap().peers.listed;
             assert!(peers.iter().all(|peer| peer.state == "pending" && peer.reason.is_some()), "{peers:?}");
         }
+    }
+
+    #[tokio::test]
+    async fn of_those_that_wait_each_is_told_what_for() {
+        let mut status = Status::default();
+        status.live = true;
+        let mut snapshot = snapshot(status).await;
+        let network = snapshot.network.as_mut().unwrap();
+        let mut waiting = Waiting::default();
+        waiting.peers.insert("10.1.8.0-24".parse().unwrap(), Wait::Link("flannel.1".parse().unwrap()));
+        network.waiting = Some(waiting);
+        // Told after the status was.
+        let mut changed = Lease::clone(network.view.leases.get(&"10.1.9.0-24".parse().unwrap()).unwrap());
+        changed.attrs.public.v4 = Some("192.0.2.99".parse().unwrap());
+        network.view.leases.insert(changed);
+        let states = |snapshot: &Snapshot| -> Vec<(String, String, String)> {
+            let all = peers(snapshot).into_iter();
+            all.map(|peer| (peer.key, peer.state, peer.reason.unwrap_or_default())).collect()
+        };
+        let texts = [
+            ("10.1.7.0-24", "in place", ""),
+            ("10.1.8.0-24", "pending", "there is no link flannel.1, which it needs"),
+            ("10.1.9.0-24", "pending", "its lease has come, and waits for its turn"),
+        ];
+        assert_eq!(states(&snapshot), texts.map(|(key, state, why)| (key.into(), state.into(), why.into())));
+        let network = Report::of(&snapshot).network.unwrap();
+        let first: Vec<&str> = network.peers.listed.iter().map(|peer| peer.key.as_str()).collect();
+        assert_eq!((network.pending, first), (2, vec!["10.1.8.0-24", "10.1.9.0-24", "10.1.7.0-24"]));
+        // A settled status knows better than what was asked before it.
+        let status = &mut snapshot.network.as_mut().unwrap().status;
+        std::sync::Arc::make_mut(status).settled = true;
+        assert_eq!(states(&snapshot)[1].1, "in place");
+        snapshot.network.as_mut().unwrap().waiting.as_mut().unwrap().all = true;
+        assert_eq!(states(&snapshot).iter().filter(|(_, state, _)| state == "pending").count(), 1);
     }
 
     #[tokio::test]

@@ -1,4 +1,4 @@
-//! What passes between two nodes, and in which direction: told by both ends, over the tunnel.
+//! What passes between two nodes, and in which direction: told by both ends, the way that pods' packets go.
 //!
 //! The one thing to know: an echo that does not come back does not say which way it was lost. So the doctor of one node
 //! sounds the daemon of another: it sends a few datagrams, each of which the daemon acknowledges beside the tunnel, from public
@@ -8,9 +8,12 @@
 //! ```text
 //! doctor ══"flannel?" port nonce, small and of full size, UDP══▶ daemon
 //!        ◀─────────────"flannel!" nonce size, UDP, to that port─
-//! doctor ══"flannel 1 5592 NONCE\n", 5592 bytes, TCP═══════════▶ daemon        ══ in the tunnel
-//!        ◀═{"version":1,"received":5592,"mtu":1450,"heard":1450,"bytes":5592}\n, 5592 bytes
+//! doctor ══"flannel 1 8388 NONCE\n", 8388 bytes, TCP═══════════▶ daemon        ══ in the tunnel
+//!        ◀═{"version":1,"received":8388,"mtu":1450,"heard":1450,"bytes":5592}\n, 5592 bytes
 //! ```
+//!
+//! What the doctor sends begins with small segments and goes on with such of full size; the daemon sends back no more than has come.
+//! A node that is reached without a tunnel is asked the same at its public address, without datagrams.
 //!
 //! A Go node, or one whose port is closed, refuses the connection or does not answer: then nothing is said of directions.
 //! Nothing of this is in the store.

@@ -114,11 +114,18 @@ async fn impatiently<T>(
     loop {
         tokio::select! {
             done = &mut attempt => return done,
-            _ = silence.tick() => if let Some((text, _)) = subnets.store_status().last_error {
+            _ = silence.tick() => if let Some((text, _)) = subnets.store_status().last_error
+                && !is_said(said.as_ref(), &text)
+            {
                 say(said, Reason::Store, &text);
             },
         }
     }
+}
+
+/// Whether the last attempt ended by this very answer of the store's: that another one takes its time makes it no other reason.
+fn is_said(said: Option<&Reason>, answer: &str) -> bool {
+    matches!(said, Some(Reason::Said(text)) if text.contains(answer))
 }
 
 /// Returns whether it is news.
@@ -236,6 +243,52 @@ mod tests {
         let wrong = || Cause::Backend { backend: "vxlan".into(), reason: "too small".into() }.into();
         let start = async || -> Result<(), Error> { Err(wrong()) };
         patiently(&subnets, booting, start).await.unwrap_err();
+    }
+
+    /// Whose status is that of a store whose last answer was a refusal.
+    #[derive(Debug)]
+    struct Refusing(FakeSubnets);
+
+    #[async_trait::async_trait]
+    impl SubnetManager for Refusing {
+        async fn network_config(&self) -> flannel_core::Result<flannel_core::Config> {
+            self.0.network_config().await
+        }
+
+        async fn acquire_lease(&self, attrs: &LeaseAttrs) -> flannel_core::Result<Lease> {
+            self.0.acquire_lease(attrs).await
+        }
+
+        async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> flannel_core::Result<Lease> {
+            self.0.publish(held, attrs).await
+        }
+
+        async fn hold_lease(&self, held: &Lease) -> flannel_core::Result<LeaseEnd> {
+            self.0.hold_lease(held).await
+        }
+
+        async fn watch_leases(
+            &self,
+        ) -> flannel_core::Result<tokio::sync::watch::Receiver<flannel_core::View>> {
+            self.0.watch_leases().await
+        }
+
+        fn store_status(&self) -> flannel_core::StoreStatus {
+            let last_error = Some(("no".to_owned(), std::time::SystemTime::now()));
+            flannel_core::StoreStatus { last_error, ..self.0.store_status() }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_refusal_that_takes_its_time_is_no_other_reason() {
+        let subnets = Refusing(FakeSubnets::new("10.1.0.0/16"));
+        let mut said = Some(Reason::Said(refused().to_string()));
+        impatiently(&subnets, &mut said, sleep(2 * SILENCE)).await;
+        assert_eq!(said, Some(Reason::Said(refused().to_string())));
+        for mut other in [None, Some(Reason::Said("elsewhere".into()))] {
+            impatiently(&subnets, &mut other, sleep(2 * SILENCE)).await;
+            assert_eq!(other, Some(Reason::Store));
+        }
     }
 
     #[tokio::test(start_paused = true)]

@@ -217,14 +217,32 @@ fn verdict(
         };
         return (false, format!("it belongs to {}, {text}", holder(&lease.attrs)), Some(hint.to_owned()));
     };
+    of_peer(address, lease, explanation, answer)
+}
+
+/// What is to be said of a peer that the network knows.
+fn of_peer(address: IpAddr, lease: &Lease, explanation: &Explained, answer: &RouteAnswer) -> Verdict {
     if let Some(why) = &explanation.disbelief {
         return (false, format!("its lease {} is not believed: {why}", lease.subnets), None);
+    }
+    let waits = |(_, how): &(Object, Standing)| matches!(how, Standing::Pending);
+    let watch = Some("flannelctl watch".to_owned());
+    if !explanation.objects.is_empty() && explanation.objects.iter().all(waits) {
+        let node = holder(&lease.attrs);
+        let text = format!(
+            "it belongs to {node}, of which nothing is known to be in place yet: it waits for its turn"
+        );
+        return (false, text, watch);
     }
     let bad = explanation.objects.iter().find(|(_, how)| !matches!(how, Standing::InPlace));
     if let Some((object, how)) = bad {
         let state = wanted(object, how);
         let error = state.error.map(|error| format!(": {error}")).unwrap_or_default();
-        return (false, format!("{object} is {}{error}", state.state), None);
+        return (
+            false,
+            format!("{object} is {}{error}", state.state),
+            watch.filter(|_| *how == Standing::Pending),
+        );
     }
     match wanted_way(address, &explanation.objects) {
         Some((link, gateway)) if answer.link != Some(link) || answer.gateway != gateway => {
@@ -241,10 +259,28 @@ fn verdict(
     }
 }
 
+/// An answer with something of everything.
+#[cfg(test)]
+pub(crate) fn sample() -> Why {
+    Why {
+        version: 1,
+        address: "10.1.7.9".into(),
+        ok: false,
+        verdict: "it is so".into(),
+        hint: None,
+        network: None,
+        lease: None,
+        node: None,
+        disbelief: None,
+        objects: vec![WantedObject { object: "route".into(), state: "pending".into(), error: None }],
+        kernel: "nowhere".into(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use flannel_core::{LeaseAttrs, Revision, Route};
+    use flannel_core::{LeaseAttrs, MacAddr, Neigh, Revision, Route};
 
     fn peer() -> Lease {
         Lease {
@@ -297,7 +333,20 @@ mod tests {
             "{shadowed:?}"
         );
         let pending = ask(address, Some(explain(Standing::Pending, None)), right);
-        assert!(pending.verdict.ends_with("is pending"), "{pending:?}");
+        assert!(pending.verdict.contains("nothing is known to be in place yet"), "{pending:?}");
+        assert_eq!(pending.hint.as_deref(), Some("flannelctl watch"));
+        assert_eq!((pending.objects.len(), pending.objects[0].state.as_str()), (1, "pending"));
+        let mut half = explain(Standing::InPlace, None);
+        half.objects.push((
+            Object::from(Neigh {
+                link: "flannel.1".parse().unwrap(),
+                address: [10, 1, 7, 0].into(),
+                mac: MacAddr([1; 6]),
+            }),
+            Standing::Pending,
+        ));
+        let half = ask(address, Some(half), right);
+        assert!(half.verdict.starts_with("neigh ") && half.verdict.ends_with("is pending"), "{half:?}");
         let disbelieved =
             ask(address, Some(explain(Standing::Unwanted, Some("another backend".into()))), right);
         assert!(disbelieved.verdict.ends_with("not believed: another backend"), "{disbelieved:?}");

@@ -151,8 +151,9 @@ fn two_nodes_and_one_of_go_flannels_reach_each_other() {
         server.put_node("node-3", go_peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
         let hosts = [1, 2].map(|n| Host::new(n, VXLAN));
         let daemons = hosts.each_ref().map(|host| host.start(&server, &[]));
+        // Each is asked below for what the other has.
+        daemons.iter().for_each(|daemon| daemon.wait_for_log("running lease"));
         for (host, (other, daemon)) in hosts.iter().zip(hosts.iter().rev().zip(&daemons)) {
-            daemon.wait_for_log("running lease");
             let (own, peer) = (host.mac(), other.n);
             host.holds(
                 daemon,
@@ -264,6 +265,31 @@ fn other_networks_wait_for_a_restart_and_another_backend_does_not() {
         daemon.wait_for_log("building the network anew: the network config has changed");
         let kind = || server.annotation("node-1", &format!("{PREFIX}backend-type"));
         wait_until(|| kind().as_deref() == Some("host-gw"), || daemon.log());
+    });
+}
+
+/// The config that a network is built from is the one that its lease is taken by, and that is looked at afterwards.
+#[test]
+fn a_reload_during_the_start_changes_nothing_of_it() {
+    in_netns(|| {
+        let server = cluster();
+        server.put_node("node-1", json!({}));
+        let host = Host::new(1, VXLAN);
+        let daemon = host.start(&server, &[]);
+        daemon.wait_for_log("it has no IPv4 PodCIDR yet");
+        // The next attempt has read its config when it gets stuck.
+        let asked = server.count("GET /api/v1/nodes/node-1");
+        server.fail(1, 429, Some(3));
+        wait_until(|| server.count("GET /api/v1/nodes/node-1") > asked, || daemon.log());
+        let other = r#"{"Network":"10.2.0.0/16","Backend":{"Type":"vxlan"}}"#;
+        fs::write(host.dir.path().join("net-conf.json"), other).unwrap();
+        daemon.signal(Signal::SIGHUP);
+        daemon.wait_for_log("SIGHUP: read again: ");
+        server.put_node("node-1", blank(&["10.1.1.0/24"]));
+        daemon.wait_for_log("running lease");
+        daemon.wait_for_log("the network config has other networks now");
+        assert!(host.subnet_env().contains("FLANNEL_NETWORK=10.1.0.0/16\n"), "{}", host.subnet_env());
+        wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
     });
 }
 

@@ -215,6 +215,9 @@ fn damage(random: &mut Random, first: u64) -> (usize, String) {
     let by_bridge = |text: String| (2, text);
     let id = first + n;
     let elsewhere = format!("via {other} dev {device} onlink");
+    let [own, wrong] = [1, 99].map(|n| public(n)[family].unwrap());
+    let direct = format!("via {gateway} dev {device} onlink");
+    let via = if v4 && random.below(2) == 0 { format!("nhid {id}") } else { direct.clone() };
     match random.below(1_000) {
         // A device takes all that is on it along.
         0 => by_ip(format!("link delete {device}")),
@@ -227,7 +230,19 @@ fn damage(random: &mut Random, first: u64) -> (usize, String) {
         7 => by_ip(format!("neigh flush dev {device} nud permanent")),
         8 => by_ip("nexthop flush proto 241".into()),
         9..15 => by_ip(format!("address add {unwanted}/{} dev {device} nodad", if v4 { 32 } else { 128 })),
-        kind => match kind % 21 {
+        15 => by_ip(format!("link set {device} down\nlink set {device} up")),
+        16 => by_ip(format!("link set {device} type vxlan id 1 local {wrong}")),
+        17 => by_ip(format!("link set {device} type vxlan id 1 dev cali1")),
+        18 => by_ip(format!("link set {device} type vxlan id 1 dev cali1 local {wrong} learning")),
+        // What cannot be changed in place: the device is another then.
+        19..22 => {
+            let kind =
+                ["id 1 dstport 4789", "id 2 dstport 8472", "id 1 dstport 8472 gbp"][random.below(3) as usize];
+            by_ip(format!(
+                "link delete {device}\nlink add {device} type vxlan {kind} dev eth0 local {own} nolearning"
+            ))
+        }
+        kind => match kind % 25 {
             0 | 1 => by_ip(format!("route del {dst}")),
             2 => by_ip(format!("route replace {dst} via {other} dev {device} onlink")),
             3 => by_ip(format!("route replace {dst} via {gateway} dev {device} onlink mtu 1300")),
@@ -254,6 +269,11 @@ fn damage(random: &mut Random, first: u64) -> (usize, String) {
             )),
             // Only one that is gone can become a group.
             19 => by_ip(format!("nexthop del id {id}\nnexthop replace id {id} group 77")),
+            // As it was, but for an attribute.
+            20 => by_ip(format!("route replace {dst} {via} proto 241 src {own}")),
+            21 => by_ip(format!("route replace {dst} {via} proto 4")),
+            22 => by_ip(format!("route replace {dst} {direct} proto 241 mtu 1300")),
+            23 => by_ip(format!("route replace {dst} {direct} proto 241 advmss 1000")),
             _ => by_ip(format!("nexthop replace id {} {elsewhere} protocol 241", id + 4000)),
         },
     }
@@ -269,7 +289,10 @@ fn damage_on_uplink(random: &mut Random, first: u64) -> (usize, String) {
     let [gateway, other] = [n, other].map(|n| public(n as u8)[family].unwrap());
     let (dst, unwanted, id) = (subnet(n), subnet(220 + random.below(10)), first + n);
     let stray = id + 4000;
-    let text = match random.below(16) {
+    let own = public(1)[family].unwrap();
+    let direct = format!("via {gateway} dev eth0");
+    let via = if v4 && random.below(2) == 0 { format!("nhid {id}") } else { direct.clone() };
+    let text = match random.below(19) {
         0 | 1 => format!("route del {dst}"),
         2 => format!("route replace {dst} via {other} dev eth0"),
         3 => format!("route replace {dst} via {gateway} dev eth0 mtu 1300"),
@@ -284,6 +307,9 @@ fn damage_on_uplink(random: &mut Random, first: u64) -> (usize, String) {
         12 => format!("nexthop replace id {id} blackhole\nroute add {unwanted} nhid {id} proto 241"),
         13 => format!("nexthop del id {id}\nnexthop replace id {id} group 77"),
         14 if random.below(20) == 0 => "nexthop flush proto 241".into(),
+        15 => format!("route replace {dst} {via} proto 241 src {own}"),
+        16 => format!("route replace {dst} {via} proto 4"),
+        17 => format!("route replace {dst} {direct} proto 241 advmss 1000"),
         _ => format!("nexthop replace id {stray} via {other} dev eth0 protocol 241"),
     };
     (usize::from(!v4), text)
@@ -345,6 +371,11 @@ fn a_thousand_foreign_changes_a_second_leave_nothing_behind() {
         let status = status.borrow().clone();
         println!("{} repairs: {:?}", status.repaired, status.repairs);
         // Every kind of object was hit in every way, but for links, which nobody adds.
+        assert!(
+            status.repairs.contains_key(&(ObjectKind::Link, Damage::Modification)),
+            "{:?}",
+            status.repairs
+        );
         let kinds =
             [ObjectKind::Addr, ObjectKind::Neigh, ObjectKind::Fdb, ObjectKind::Nexthop, ObjectKind::Route];
         for kind in kinds {

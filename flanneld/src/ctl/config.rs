@@ -1,11 +1,12 @@
 //! `flannelctl config`: the network config, checked before anybody sees it.
 
+use std::fmt::Display;
 use std::io::Read;
 use std::path::Path;
 
 use flannel_core::{Config, Error, LinkName};
-use flannel_subnet::ConfigText;
-use serde_json::json;
+use flannel_subnet::{ConfigText, Registry};
+use serde_json::{Map, Value, json};
 
 use super::options::{ConfigVerb, Global};
 use super::paper::{Ink, Paper};
@@ -25,29 +26,78 @@ pub(crate) async fn config(global: &Global, paper: &Paper, verb: &ConfigVerb) ->
             Ok(describe(&check(&text)?, &text, "", paper))
         }
         ConfigVerb::Set { file } => {
-            let mut text = read(file)?;
-            let config = check(&text)?;
+            let text = read(file)?;
+            check(&text)?;
             let registry = global.open_registry().await?;
             let seen = match registry.config().await {
                 Ok(seen) => Some(seen),
                 Err(Error::NoConfig { .. }) => None,
                 Err(error) => return Err(error.into()),
             };
-            let said = match &seen {
-                Some(seen) if seen.text == text.text => "unchanged: the store holds exactly this",
-                _ => {
-                    registry.write_config(seen.as_ref(), &text.text).await?;
-                    "written"
-                }
-            };
-            let used = seen.as_ref().and_then(|seen| Config::parse(&seen.text).ok());
-            let restart = used.is_some_and(|used| used.networks != config.networks);
-            let note = match restart {
-                true => format!("{said}; other pod networks are used from each daemon's next start on"),
-                false => said.to_owned(),
-            };
-            text.location = registry.to_string();
-            Ok(describe(&config, &text, &note, paper))
+            write(&*registry, seen.as_ref(), text.text, paper).await
+        }
+        ConfigVerb::Patch { patch } => {
+            let registry = global.open_registry().await?;
+            let seen = registry.config().await?;
+            let text = patched(&seen, patch)?;
+            write(&*registry, Some(&seen), text, paper).await
+        }
+    }
+}
+
+/// Writes a config over the one that was seen.
+async fn write(
+    registry: &dyn Registry,
+    seen: Option<&ConfigText>,
+    text: String,
+    paper: &Paper,
+) -> Result<Said> {
+    let text = ConfigText { location: registry.to_string(), text };
+    let config = check(&text)?;
+    let said = match seen {
+        Some(seen) if seen.text == text.text => "unchanged: the store holds exactly this",
+        _ => {
+            registry.write_config(seen, &text.text).await?;
+            "written"
+        }
+    };
+    let used = seen.and_then(|seen| Config::parse(&seen.text).ok());
+    let restart = used.is_some_and(|used| used.networks != config.networks);
+    let note = match restart {
+        true => format!("{said}; other pod networks are used from each daemon's next start on"),
+        false => said.to_owned(),
+    };
+    Ok(describe(&config, &text, &note, paper))
+}
+
+/// A config with some fields changed.
+fn patched(seen: &ConfigText, patch: &str) -> Result<String> {
+    let wrong = |what: &str, why: &dyn Display| {
+        Failure::Refused(format!(
+            "{what} is no JSON object, such as {{\"Backend\": {{\"MTU\": 1400}}}}: {why}"
+        ))
+    };
+    let patch: Map<String, Value> = serde_json::from_str(patch).map_err(|error| wrong("PATCH", &error))?;
+    let mut config: Map<String, Value> =
+        serde_json::from_str(&seen.text).map_err(|error| wrong(&seen.location, &error))?;
+    merge(&mut config, patch);
+    Ok(Value::from(config).to_string())
+}
+
+/// **Source**: RFC 7396. Names are found in any case, as those of a network config are.
+fn merge(into: &mut Map<String, Value>, patch: Map<String, Value>) {
+    for (name, value) in patch {
+        let known = into.keys().find(|known| known.eq_ignore_ascii_case(&name)).cloned();
+        let name = known.unwrap_or(name);
+        match (value, into.get_mut(&name)) {
+            (Value::Null, _) => drop(into.remove(&name)),
+            (Value::Object(patch), Some(Value::Object(there))) => merge(there, patch),
+            (Value::Object(patch), _) => {
+                let mut fresh = Map::new();
+                merge(&mut fresh, patch);
+                into.insert(name, fresh.into());
+            }
+            (value, _) => drop(into.insert(name, value)),
         }
     }
 }
@@ -116,4 +166,39 @@ fn describe(config: &Config, text: &ConfigText, done: &str, paper: &Paper) -> Sa
         "nftables": config.nftables,
     });
     Said { text: out, value, ok: true }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_patch_changes_what_it_names_and_nothing_else() {
+        let text =
+            r#"{"network": "10.1.0.0/16", "Backend": {"Type": "vxlan", "mtu": 1450, "VNI": 7}, "Mine": [1]}"#;
+        let seen = ConfigText { location: "here".into(), text: text.into() };
+        for (patch, expected) in [
+            (
+                r#"{"Backend":{"MTU":1400}}"#,
+                r#"{"Backend":{"Type":"vxlan","VNI":7,"mtu":1400},"Mine":[1],"network":"10.1.0.0/16"}"#,
+            ),
+            (
+                r#"{"backend":{"vni":null},"mine":null}"#,
+                r#"{"Backend":{"Type":"vxlan","mtu":1450},"network":"10.1.0.0/16"}"#,
+            ),
+            (
+                r#"{"Mine":{"a":{"b":null,"c":1}}}"#,
+                r#"{"Backend":{"Type":"vxlan","VNI":7,"mtu":1450},"Mine":{"a":{"c":1}},"network":"10.1.0.0/16"}"#,
+            ),
+        ] {
+            assert_eq!(patched(&seen, patch).unwrap(), expected, "{patch}");
+        }
+        for (seen, patch, part) in [
+            (&seen, "1400", "PATCH is no JSON object"),
+            (&ConfigText { text: "[]".into(), ..seen.clone() }, "{}", "here is no JSON object"),
+        ] {
+            let error = patched(seen, patch).unwrap_err().to_string();
+            assert!(error.starts_with(part) && error.contains("\"MTU\": 1400"), "{error}");
+        }
+    }
 }

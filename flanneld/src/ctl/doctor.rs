@@ -216,7 +216,7 @@ fn hear(
     port: Option<u16>,
 ) -> (PeerReport, Vec<Finding>) {
     let (mut echoes, mut faults) = (Vec::new(), Vec::new());
-    for (question, Asked { echoes: answered, sounding }) in questions.iter().zip(asked) {
+    for (question, Asked { echoes: answered, sounding, passes }) in questions.iter().zip(asked) {
         let mut answered = answered.into_iter();
         let mut take = |address: Option<(IpAddr, u16)>| {
             address?;
@@ -231,7 +231,7 @@ fn hear(
         let (tunnel, public) = (take(question.tunnel).unzip(), take(question.public).unzip());
         let segments = sounding.segments.as_ref().map(SoundingReport::new);
         let noticed = sounding.noticed;
-        let answers = Answers { tunnel: tunnel.1, public: public.1, sounding };
+        let answers = Answers { tunnel: tunnel.1, public: public.1, sounding, passes };
         faults.extend(judge(&target.key, question, &answers, port));
         let family = question.family.to_string();
         echoes.push(FamilyReport { family, tunnel: tunnel.0, public: public.0, segments, noticed });
@@ -363,6 +363,7 @@ mod tests {
 
     use super::echo::Answer;
     use super::*;
+    use crate::ctl::paper::tests::looks;
     use crate::sounding::{Passage, Sounded, Sounding};
 
     #[test]
@@ -397,12 +398,55 @@ mod tests {
         let passage = |arrived| Passage { sent: 5592, arrived };
         let sounded =
             Sounded { there: passage(5592), back: passage(0), segment: 1398, mtu: 1450, heard: 1450 };
-        let answered = Asked { echoes, sounding: Sounding { noticed: 1450, segments: Some(sounded) } };
+        let sounding = Sounding { noticed: 1450, segments: Some(sounded) };
+        let answered = Asked { echoes, sounding, passes: Some(1350) };
         let (report, faults) = hear(&target, &asked, &mut [answered].into_iter(), Some(8472));
         diagnosis.peers.push(report);
         diagnosis.layer("peers", "1 asked", faults);
-        let text = page(&diagnosis, &Paper { width: 80, colours: false });
-        assert_eq!(text, include_str!("doctor/page_80.txt"), "\n{text}");
+        looks("doctor", |paper| page(&diagnosis, paper));
+    }
+
+    #[test]
+    fn a_healthy_host_of_both_families() {
+        let mut diagnosis = Diagnosis::default();
+        diagnosis.layer(
+            "store",
+            "etcd:https://etcd-1:2379,https://etcd-2:2379,https://etcd-3:2379 answers",
+            Vec::new(),
+        );
+        diagnosis.layer("daemon", "flanneld 0.1.0, ready", Vec::new());
+        diagnosis.layer("host", "nothing stands in the way", Vec::new());
+        diagnosis.layer(
+            "device",
+            "flannel.1 (1450 bytes), flannel-v6.1 (1430 bytes), UDP port 8472",
+            Vec::new(),
+        );
+        let target = Target {
+            key: "10.1.7.0-24&fd00:1:0:7::-64".into(),
+            subnets: vec!["10.1.7.0/24".parse().unwrap(), "fd00:1:0:7::/64".parse().unwrap()],
+            public: ["192.0.2.7", "2001:db8::7"]
+                .map(|address| address.parse::<IpAddr>().unwrap())
+                .into_iter()
+                .collect(),
+            backend: "vxlan".into(),
+            state: "in place".into(),
+        };
+        let device = |name: &str| Some(name.parse().unwrap());
+        let tunnels = flannel_core::Dual { v4: device("flannel.1"), v6: device("flannel-v6.1") };
+        let devices = Devices { tunnels, mtu: Some(1430), ..Devices::default() };
+        let questions = target.questions(&devices);
+        let answered = |question: &Question| {
+            let echoes =
+                question.probes().map(|probe| (probe, Answer::Reply(Duration::from_micros(420)))).collect();
+            let whole = Passage { sent: 5512, arrived: 5512 };
+            let sounded = Sounded { there: whole, back: whole, segment: 1378, mtu: 1430, heard: 1430 };
+            Asked { echoes, sounding: Sounding { noticed: 1430, segments: Some(sounded) }, passes: None }
+        };
+        let answered: Vec<Asked> = questions.iter().map(answered).collect();
+        let (report, faults) = hear(&target, &questions, &mut answered.into_iter(), Some(8472));
+        diagnosis.peers.push(report);
+        diagnosis.layer("peers", "1 asked", faults);
+        looks("doctor_healthy", |paper| page(&diagnosis, paper));
     }
 
     #[test]

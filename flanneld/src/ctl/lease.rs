@@ -178,3 +178,38 @@ async fn release(registry: &dyn Registry, subnets: &Subnets, force: bool) -> Res
     registry.delete(subnets, entry.lease.revision).await?;
     Ok(done(&entry, "is released"))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use flannel_subnet::{Mark, MemoryRegistry, Tenure};
+
+    use super::*;
+    use crate::ctl::paper::tests::looks;
+
+    #[tokio::test]
+    async fn leases_as_they_look() {
+        let registry = MemoryRegistry::with_config(r#"{"Network":"10.1.0.0/16"}"#);
+        for (key, attrs, held) in [
+            ("10.1.7.0-24", r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan"}"#, Some(0x0a07)),
+            ("10.1.8.0-24", r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan"}"#, None),
+            (
+                "10.1.9.0-24&fd00:1:0:9::-64",
+                r#"{"PublicIP":"192.0.2.9","PublicIPv6":"2001:db8::9","BackendType":"host-gw"}"#,
+                Some(0x0a09),
+            ),
+        ] {
+            let tenure = held.map(|mark| Tenure { mark: Mark(mark), ttl: Duration::from_secs(86_400) });
+            registry
+                .create(&key.parse().unwrap(), &LeaseAttrs::from_json(attrs).unwrap(), tenure)
+                .await
+                .unwrap();
+        }
+        let mut pages = Vec::new();
+        for width in [80, 120] {
+            pages.push(list(&registry, &Paper { width, colours: false }).await.unwrap().text);
+        }
+        looks("leases", |paper| pages[usize::from(paper.width == 120)].clone());
+    }
+}

@@ -174,7 +174,7 @@ pub(crate) struct DoctorFlags {
     #[arg(long, value_name = "NUMBER", default_value_t = 64, value_parser = peers)]
     pub(crate) peers: usize,
 
-    /// The port on which peers' daemons say what arrives through the tunnel, as for flanneld; 0: they are not asked
+    /// The port on which peers' daemons say what arrives, as for flanneld; 0: they are not asked
     #[arg(long, value_name = "PORT", default_value = crate::sounding::PORT, env = "FLANNELD_DOCTOR_PORT",
         hide_env_values = true)]
     pub(crate) doctor_port: u16,
@@ -229,6 +229,16 @@ pub(crate) enum ConfigVerb {
         /// The file, - for standard input
         #[arg(value_name = "FILE")]
         file: PathBuf,
+    },
+    /// Change some fields of the network config in the store
+    #[command(
+        long_about = "Changes the fields of the network config in the store that a JSON object names, and no others; null \
+        takes a field out. The result is checked, and written as config set does."
+    )]
+    Patch {
+        /// Such as '{"Backend": {"MTU": 1400}}'
+        #[arg(value_name = "PATCH")]
+        patch: String,
     },
 }
 

@@ -139,8 +139,26 @@ pub(crate) fn span(seconds: f64) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+#[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+pub(crate) mod tests {
     use super::*;
+
+    /// A page is, at 80 and 120 columns, what the files `pages/NAME_80.txt` and `pages/NAME_120.txt` say. To be looked at after
+    /// `UPDATE_PAGES=1` has written them anew. Nothing but a command or a table's row is wider than the paper.
+    pub(crate) fn looks(name: &str, page: impl Fn(&Paper) -> String) {
+        for width in [80, 120] {
+            let text = page(&Paper { width, colours: false });
+            let file = format!("{}/src/ctl/pages/{name}_{width}.txt", env!("CARGO_MANIFEST_DIR"));
+            if std::env::var_os("UPDATE_PAGES").is_some() {
+                std::fs::write(&file, &text).unwrap();
+            }
+            let wide = |line: &&str| line.chars().count() > width && !line.trim_start().starts_with("mend: ");
+            let wide: Vec<&str> =
+                text.lines().filter(wide).filter(|line| !line.trim_start().starts_with("try: ")).collect();
+            assert_eq!(wide, [""; 0], "{file}");
+            assert_eq!(text, std::fs::read_to_string(&file).unwrap_or_default(), "{file}:\n{text}");
+        }
+    }
 
     #[test]
     fn text_is_wrapped_and_tables_are_aligned() {

@@ -34,8 +34,13 @@ pub(crate) async fn peers(client: &Client, global: &Global, paper: &Paper) -> Re
     let now = crate::report::seconds(std::time::SystemTime::now());
     // Without a daemon nothing is known of states, which is no trouble by itself.
     let ok = peers.iter().all(|peer| peer.state == "in place" || peer.state == offline::UNKNOWN);
-    let text = peer_table(&peers, now, paper) + &reasons(&peers, paper);
-    Ok(Said { text, value, ok })
+    Ok(Said { text: peers_page(&peers, now, paper), value, ok })
+}
+
+/// All peers, and what is wrong with those that are not in place.
+fn peers_page(peers: &[PeerReport], now: f64, paper: &Paper) -> String {
+    let (table, reasons) = (peer_table(peers, now, paper), reasons(peers, paper));
+    if reasons.is_empty() { table } else { format!("{table}\n{reasons}") }
 }
 
 /// The daemon's report, read.
@@ -157,8 +162,12 @@ fn kernel_fields(network: &NetworkReport, now: f64, paper: &Paper) -> String {
         let text = format!("{change}: {error}, since {}, tried {tries} times", span(now - since));
         out += &paper.field("", Ink::Plain, &text);
     }
-    for (n, (network, room)) in network.networks.iter().zip(&network.subnets).enumerate() {
-        let text = format!("{network}: {} of {} taken, {} free", room.used, room.total, room.free);
+    for (n, pod_network) in network.networks.iter().enumerate() {
+        let text = match network.subnets.get(n) {
+            Some(room) => format!("{pod_network}: {} of {} taken, {} free", room.used, room.total, room.free),
+            // Others give them.
+            None => pod_network.clone(),
+        };
         out += &paper.field(if n == 0 { "subnets" } else { "" }, Ink::Bold, &text);
     }
     if let Some(last) = network.repairs.last.first() {
@@ -175,7 +184,11 @@ fn peers_of(network: &NetworkReport, now: f64, paper: &Paper) -> String {
         0 => String::new(),
         number => format!(", {number} NOT BELIEVED"),
     };
-    let mut out = paper.field("peers", Ink::Bold, &format!("{}{disbelieved}", peers.total));
+    let pending = match network.pending {
+        0 => String::new(),
+        number => format!(", {number} pending"),
+    };
+    let mut out = paper.field("peers", Ink::Bold, &format!("{}{disbelieved}{pending}", peers.total));
     if !peers.listed.is_empty() {
         out.push('\n');
         out += &peer_table(&peers.listed, now, paper);
@@ -223,6 +236,7 @@ pub(crate) fn down(reason: &str) -> Value {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::ctl::paper::tests::looks;
 
     /// A report with something of everything.
     pub(crate) fn sample() -> Report {
@@ -263,6 +277,39 @@ pub(crate) mod tests {
     fn a_healthy_node_at_80_columns() {
         let text = page(&healthy(), &Paper { width: 80, colours: false });
         assert_eq!(text, include_str!("status_healthy_80.txt"), "\n{text}");
+    }
+
+    #[test]
+    fn peers_as_they_look() {
+        let mut peers = sample().network.unwrap().peers.listed;
+        let reasons = [
+            (
+                "failing",
+                "put route 10.1.8.0/24 via 10.1.8.0 dev flannel.1 onlink: Nexthop has invalid gateway: Network is unreachable (os error 101)",
+            ),
+            (
+                "not believed",
+                "neigh 10.1.9.0 dev flannel.1 is defined otherwise by the earlier lease 10.1.7.0-24 of 192.0.2.7 (vxlan)",
+            ),
+            ("in place", ""),
+            ("pending", "its lease has come, and waits for its turn"),
+        ];
+        for (peer, (state, reason)) in peers.iter_mut().zip(reasons) {
+            peer.state = state.to_owned();
+            peer.reason = Some(reason.to_owned()).filter(|reason| !reason.is_empty());
+        }
+        assert_eq!(peers.len(), reasons.len());
+        let now = sample().time;
+        looks("peers", |paper| peers_page(&peers, now, paper));
+    }
+
+    #[test]
+    fn while_thousands_arrive_it_is_said_how_many_wait() {
+        let mut report = healthy();
+        report.ready = false;
+        let network = report.network.as_mut().unwrap();
+        (network.in_sync, network.pending, network.peers.total) = (false, 4_096, 9_000);
+        looks("status_arriving", |paper| page(&report, paper));
     }
 
     #[test]

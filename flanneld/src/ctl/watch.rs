@@ -25,11 +25,7 @@ pub(crate) async fn watch(
         let said = status::status(client, global, paper).await?;
         let state = essence(&said);
         if live || shown.as_ref() != Some(&state) {
-            let text = match (live, global.json) {
-                (true, _) => format!("{CLEAR}{}", said.text),
-                (false, true) => format!("{}\n", said.value),
-                (false, false) => format!("{}\n", said.text),
-            };
+            let text = screen(&said, live, global.json);
             let mut out = std::io::stdout();
             if out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_err() {
                 // Nobody reads on.
@@ -38,6 +34,15 @@ pub(crate) async fn watch(
             shown = Some(state);
         }
         tokio::time::sleep(Duration::from_secs(interval)).await;
+    }
+}
+
+/// One look: on a terminal in the place of the one before, else below it.
+fn screen(said: &Said, live: bool, json: bool) -> String {
+    match (live, json) {
+        (true, _) => format!("{CLEAR}{}", said.text),
+        (false, true) => format!("{}\n", said.value),
+        (false, false) => format!("{}\n", said.text),
     }
 }
 
@@ -58,4 +63,40 @@ fn essence(said: &Said) -> serde_json::Value {
         network["interface"],
         network["mtu"],
     ])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ctl::paper::tests::looks;
+
+    #[test]
+    fn a_screen_is_the_status_in_the_place_of_the_one_before() {
+        let said = |paper: &Paper| {
+            let report = status::tests::sample();
+            Said { text: status::page(&report, paper), value: serde_json::json!(report), ok: report.ready }
+        };
+        looks("watch", |paper| {
+            let live = screen(&said(paper), true, false);
+            live.strip_prefix(CLEAR).unwrap().to_owned()
+        });
+        let paper = Paper { width: 80, colours: false };
+        let below = screen(&said(&paper), false, false);
+        assert!(below.starts_with("flanneld 0.1.0") && below.ends_with("\n\n"), "{below}");
+        let json = screen(&said(&paper), false, true);
+        assert_eq!((json.lines().count(), json.starts_with('{')), (1, true), "{json}");
+    }
+
+    #[test]
+    fn time_that_goes_by_is_no_news() {
+        let said = |change: fn(&mut crate::report::Report)| {
+            let mut report = status::tests::sample();
+            change(&mut report);
+            Said { text: String::new(), value: serde_json::json!(report), ok: true }
+        };
+        let before = essence(&said(|_| {}));
+        assert_eq!(essence(&said(|report| report.time += 60.0)), before);
+        assert_ne!(essence(&said(|report| report.problems.clear())), before);
+        assert_ne!(essence(&said(|report| report.network.as_mut().unwrap().mtu = 1400)), before);
+    }
 }

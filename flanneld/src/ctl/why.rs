@@ -91,6 +91,7 @@ fn page(why: &Why, paper: &Paper) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ctl::paper::tests::looks;
     use crate::why::WantedObject;
 
     #[test]
@@ -134,5 +135,33 @@ kernel     via 192.0.2.99 dev eth0
 ";
         let text = page(&why, &Paper { width: 80, colours: false });
         assert_eq!(text, expected, "\n{text}");
+        looks("why_shadowed", |paper| page(&why, paper));
+    }
+
+    #[test]
+    fn a_peer_that_waits_for_its_turn() {
+        let object = |text: &str| WantedObject { object: text.into(), state: "pending".into(), error: None };
+        let why = Why {
+            version: 1,
+            address: "fd00:1:0:7::9".into(),
+            ok: false,
+            verdict: "it belongs to 192.0.2.7, 2001:db8::7 (vxlan), of which nothing is known to be in place yet: it waits for \
+                      its turn"
+                .into(),
+            hint: Some("flannelctl watch".into()),
+            network: Some("fd00:1::/48".into()),
+            lease: Some("10.1.7.0-24&fd00:1:0:7::-64".into()),
+            node: Some("192.0.2.7, 2001:db8::7 (vxlan)".into()),
+            disbelief: None,
+            objects: [
+                "neigh fd00:1:0:7:: lladdr 0a:00:00:00:00:07 dev flannel-v6.1",
+                "fdb 0a:00:00:00:00:07 dst 2001:db8::7 dev flannel-v6.1",
+                "route fd00:1:0:7::/64 via fd00:1:0:7:: dev flannel-v6.1 onlink",
+            ]
+            .map(object)
+            .into(),
+            kernel: "nowhere".into(),
+        };
+        looks("why_waits", |paper| page(&why, paper));
     }
 }

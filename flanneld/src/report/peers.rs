@@ -1,12 +1,13 @@
 //! How each peer stands.
 //!
-//! The one thing to know: a status lists what is wrong, and once it is settled, what is not listed is in place; but what cannot
-//! even be tried, since the tunnel's device is missing, fails with it.
+//! The one thing to know: a status lists what is wrong, and once it is settled, what is not listed is in place; before, the network
+//! itself says which peers wait. What cannot even be tried, since the tunnel's device is missing, fails with it.
 
-use std::collections::BTreeMap;
+use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::SystemTime;
 
-use flannel_core::{Dual, Key, Lease, LinkName, Status, Subnets};
+use flannel_core::{Dual, Key, Lease, LinkName, Status, Subnets, Wait, Waiting};
 
 use super::{PeerReport, seconds, texts};
 use crate::backends;
@@ -23,8 +24,8 @@ pub(crate) fn peers(snapshot: &Snapshot) -> Vec<PeerReport> {
     network.view.leases.iter().filter(|lease| lease.subnets != own).map(|lease| judge.peer(lease)).collect()
 }
 
-/// Those with trouble first, then those that changed last.
-pub(super) fn interesting_peers(network: &NetworkSnapshot, snapshot: &Snapshot) -> Vec<PeerReport> {
+/// Those with trouble first, then those that wait, then those that changed last; and how many wait.
+pub(super) fn interesting_peers(network: &NetworkSnapshot, snapshot: &Snapshot) -> (Vec<PeerReport>, u64) {
     let judge = Judge::new(network, snapshot);
     let own = network.running.handle.lease.subnets;
     let mut peers: Vec<_> = network
@@ -32,11 +33,20 @@ pub(super) fn interesting_peers(network: &NetworkSnapshot, snapshot: &Snapshot) 
         .leases
         .iter()
         .filter(|lease| lease.subnets != own)
-        .map(|lease| (!judge.in_trouble(&lease.subnets), snapshot.changed.get(&lease.subnets), lease))
+        .map(|lease| (judge.rank(&lease.subnets), snapshot.changed.get(&lease.subnets), lease))
         .collect();
+    let pending = peers.iter().filter(|(rank, ..)| *rank == Rank::Pending).count() as u64;
     // The latest change first, then those that never changed; ties by subnet, as they come.
     peers.sort_by(|a, b| a.0.cmp(&b.0).then(b.1.cmp(&a.1)));
-    peers.into_iter().take(PEERS).map(|(_, _, lease)| judge.peer(lease)).collect()
+    (peers.into_iter().take(PEERS).map(|(_, _, lease)| judge.peer(lease)).collect(), pending)
+}
+
+/// How interesting a peer is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Rank {
+    Trouble,
+    Pending,
+    InPlace,
 }
 
 /// Says how peers stand, at the cost of what fails once.
@@ -44,16 +54,17 @@ struct Judge<'a> {
     status: &'a Status,
     failing: BTreeMap<Subnets, String>,
     /// Why each family's tunnel is not what it should be; then nothing goes through it to anybody, and what cannot be put without
-    /// it is not even tried.
+    /// it is not even tried. Empty where some are reached without one: the network says who waits for it.
     tunnels: Dual<String>,
-    /// Peers on the same link are reached without a tunnel.
-    direct: bool,
+    waiting: Option<&'a Waiting>,
+    /// Whose leases changed after the status was told.
+    news: BTreeSet<Subnets>,
     changed: &'a BTreeMap<Subnets, SystemTime>,
 }
 
 impl<'a> Judge<'a> {
     fn new(network: &'a NetworkSnapshot, snapshot: &'a Snapshot) -> Self {
-        let NetworkSnapshot { running, status, .. } = network;
+        let NetworkSnapshot { running, status, view, waiting } = network;
         let mut failing = BTreeMap::new();
         for failure in status.failing.values() {
             if let Some(peer) = failure.peer {
@@ -61,19 +72,15 @@ impl<'a> Judge<'a> {
             }
         }
         let tunnels = backends::devices(&running.config);
+        let direct = backends::direct_routing(&running.config);
         let broken = |family| {
-            let name: LinkName = tunnels[family]?;
+            let name: LinkName = tunnels[family].filter(|_| !direct)?;
             let failure = status.failing.get(&Key::Link(name))?;
             Some(format!("no device {name}: {}: {}", failure.change, failure.error))
         };
-        let direct = backends::direct_routing(&running.config);
-        Self { status, failing, tunnels: Dual::from_fn(broken), direct, changed: &snapshot.changed }
-    }
-
-    fn in_trouble(&self, subnets: &Subnets) -> bool {
-        self.status.disbelieved.contains_key(subnets)
-            || self.failing.contains_key(subnets)
-            || self.broken_tunnel(subnets).is_some()
+        let news = view.leases.changes_since(&status.leases).map(|(subnets, _)| subnets).collect();
+        let (tunnels, waiting) = (Dual::from_fn(broken), waiting.as_ref());
+        Self { status, failing, tunnels, waiting, news, changed: &snapshot.changed }
     }
 
     fn broken_tunnel(&self, subnets: &Subnets) -> Option<&String> {
@@ -85,25 +92,58 @@ impl<'a> Judge<'a> {
         if let Some(why) = self.status.disbelieved.get(subnets) {
             return ("not believed", Some(why.to_string()));
         }
-        if let Some(why) = self.failing.get(subnets) {
+        if let Some(why) = self.failing.get(subnets).or_else(|| self.broken_tunnel(subnets)) {
             return ("failing", Some(why.clone()));
         }
-        match (self.broken_tunnel(subnets), &self.status.kernel_error) {
-            // Which of them go by it is known to the network alone.
-            (Some(why), _) if self.direct => {
-                ("pending", Some(format!("{why} (which peers on the same link do not need: flannelctl why)")))
-            }
-            (Some(why), _) => ("failing", Some(why.clone())),
-            (None, Some(error)) => {
-                ("pending", Some(format!("the kernel cannot be read or watched: {error}")))
-            }
-            (None, None) if self.status.settled => ("in place", None),
-            (None, None) => {
-                let why =
-                    "the kernel is being made equal to the leases, and this one may be among those that wait";
-                ("pending", Some(why.to_owned()))
-            }
+        match self.waits(subnets) {
+            Some(why) => ("pending", Some(why)),
+            None => ("in place", None),
         }
+    }
+
+    /// The same at the cost of no text.
+    fn rank(&self, subnets: &Subnets) -> Rank {
+        if self.status.disbelieved.contains_key(subnets)
+            || self.failing.contains_key(subnets)
+            || self.broken_tunnel(subnets).is_some()
+        {
+            return Rank::Trouble;
+        }
+        let in_place = self.all_wait().is_none() && self.waits_alone(subnets).is_none();
+        if in_place { Rank::InPlace } else { Rank::Pending }
+    }
+
+    /// Why a peer is not known to be in place, though nothing of it fails.
+    fn waits(&self, subnets: &Subnets) -> Option<String> {
+        self.all_wait()
+            .map(Cow::into_owned)
+            .or_else(|| self.waits_alone(subnets).map(|wait| wait.to_string()))
+    }
+
+    /// Why of no peer it is known.
+    fn all_wait(&self) -> Option<Cow<'static, str>> {
+        if let Some(error) = &self.status.kernel_error {
+            return Some(format!("the kernel cannot be read or watched: {error}").into());
+        }
+        match self.waiting {
+            _ if self.status.settled => None,
+            Some(waiting) if waiting.all => {
+                Some("the kernel is about to be read, to see what is there".into())
+            }
+            Some(_) => None,
+            None => Some(
+                "the kernel is being made equal to the leases, and this one may be among those that wait"
+                    .into(),
+            ),
+        }
+    }
+
+    /// What this one waits for.
+    fn waits_alone(&self, subnets: &Subnets) -> Option<Wait> {
+        if self.news.contains(subnets) {
+            return Some(Wait::Turn);
+        }
+        self.waiting.filter(|_| !self.status.settled)?.peers.get(subnets).copied()
     }
 
     fn peer(&self, lease: &Lease) -> PeerReport {

@@ -1,10 +1,11 @@
-//! The end that is sounded: the daemon, on its tunnel.
+//! The end that is sounded: the daemon, where peers' packets arrive.
 //!
-//! The one thing to know: it is bound to the tunnel's own address and device, and speaks only with the tunnel addresses of other
-//! nodes that are believed. Those are as certain as the tunnel makes them, which tells nobody apart who can send into it; so what
-//! it sends is bounded. A datagram is answered by a smaller one, to the public address of that node's lease and nowhere else, ten
-//! times a second; on a connection, which nobody has in another's name without hearing the answers, it sends what the client
-//! announced, at most 64 KiB. It serves few at a time and looks at a few hundred a second.
+//! The one thing to know: on a tunnel it is bound to the tunnel's own address and device, and speaks only with the tunnel addresses of
+//! other nodes that are believed; where peers are reached without a tunnel, to the external interface and its address, and speaks
+//! only with the public addresses of those nodes, and by TCP alone. A source address is as certain as the network makes it, which tells nobody apart who can send
+//! into it; so what it sends is bounded. A datagram is answered by a smaller one, to the public address of that node's lease and nowhere else, ten
+//! times a second; on a connection, which nobody has in another's name without hearing the answers, it sends no more than it has received,
+//! at most 64 KiB, and a first line. It serves few at a time and looks at a few hundred a second.
 
 use std::convert::Infallible;
 use std::io;
@@ -20,7 +21,7 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use super::ear::Ear;
-use super::nodes::Nodes;
+use super::nodes::{By, Nodes};
 use super::{HELLO, LEAST, MOST, NOTICE, Nonce, QUESTION, Report, amount, fill, read_line, take};
 
 /// So many are sounding at once; who comes then is refused.
@@ -44,6 +45,8 @@ pub(crate) struct Place {
     pub(crate) port: u16,
     /// The tunnels, with the address of each.
     pub(crate) tunnels: Dual<(LinkName, IpAddr)>,
+    /// The external interface with its addresses, if packets of pods come there as they are.
+    pub(crate) bare: Dual<(LinkName, IpAddr)>,
     /// What pods may send, in bytes.
     pub(crate) mtu: u32,
     pub(crate) views: watch::Receiver<View>,
@@ -51,22 +54,31 @@ pub(crate) struct Place {
     pub(crate) status: watch::Receiver<Arc<Status>>,
 }
 
-/// What is known while it answers on a tunnel.
+/// What is known while it answers somewhere.
 #[derive(Debug)]
 struct Desk<'a> {
     place: &'a Place,
+    by: By,
     nodes: Mutex<Nodes>,
     ear: Ear,
 }
 
 impl<'a> Desk<'a> {
-    fn new(place: &'a Place) -> Self {
-        Self { place, nodes: Mutex::new(Nodes::new(place.views.clone())), ear: Ear::default() }
+    fn new(place: &'a Place, by: By) -> Self {
+        Self { place, by, nodes: Mutex::new(Nodes::new(by, place.views.clone())), ear: Ear::default() }
     }
 
-    /// The lease of another node, by the address of its tunnel. One that nobody believes may name anybody as its node.
+    /// Where it answers.
+    fn at(&self) -> &Dual<(LinkName, IpAddr)> {
+        match self.by {
+            By::Tunnel => &self.place.tunnels,
+            By::Public => &self.place.bare,
+        }
+    }
+
+    /// The lease of another node, by an address of its. One that nobody believes may name anybody as its node.
     fn other(&self, from: IpAddr) -> Option<Arc<Lease>> {
-        if self.place.tunnels.values().any(|(_, own)| *own == from) {
+        if self.at().values().any(|(_, own)| *own == from) {
             return None;
         }
         let status = Arc::clone(&self.place.status.borrow());
@@ -80,7 +92,7 @@ impl<'a> Desk<'a> {
     }
 }
 
-/// Answers on all tunnels, for ever. That it cannot is said once, and ends nothing.
+/// Answers everywhere, for ever. That it cannot is said once, and ends nothing.
 ///
 /// # Cancel safety
 /// Dropping the future closes everything.
@@ -88,24 +100,30 @@ pub(crate) async fn respond(place: Place) -> Infallible {
     if place.port == 0 {
         return std::future::pending().await;
     }
-    let on = async |family: Family| match place.tunnels[family] {
-        Some((device, address)) => on_tunnel(&place, device, address).await,
-        None => std::future::pending().await,
+    let on = async |by: By, family: Family| {
+        let desk = Desk::new(&place, by);
+        match desk.at()[family] {
+            Some((device, address)) => on_device(&desk, device, address).await,
+            None => std::future::pending().await,
+        }
     };
     tokio::select! {
-        never = on(Family::V4) => never,
-        never = on(Family::V6) => never,
+        never = on(By::Tunnel, Family::V4) => never,
+        never = on(By::Tunnel, Family::V6) => never,
+        never = on(By::Public, Family::V4) => never,
+        never = on(By::Public, Family::V6) => never,
     }
 }
 
-async fn on_tunnel(place: &Place, device: LinkName, address: IpAddr) -> Infallible {
-    let (mut status, desk) = (place.status.clone(), Desk::new(place));
+async fn on_device(desk: &Desk<'_>, device: LinkName, address: IpAddr) -> Infallible {
+    let place = desk.place;
+    let mut status = place.status.clone();
     let mut told = None;
     loop {
-        match open(device, SocketAddr::new(address, place.port)) {
+        match open(device, SocketAddr::new(address, place.port), desk.by) {
             Ok((listener, datagrams)) => tokio::select! {
-                never = accept(&listener, &desk) => match never {},
-                never = listen(&datagrams, &desk) => match never {},
+                never = accept(&listener, desk) => match never {},
+                never = listen(datagrams.as_ref(), desk) => match never {},
                 () = lost(&listener, &mut status) => continue,
             },
             Err(error) if told != Some(error.kind()) => {
@@ -130,8 +148,9 @@ async fn on_tunnel(place: &Place, device: LinkName, address: IpAddr) -> Infallib
     }
 }
 
-/// Sockets that only the tunnel reaches. The address may come later than they.
-fn open(device: LinkName, address: SocketAddr) -> io::Result<(TcpListener, UdpSocket)> {
+/// Sockets that only this device reaches; no datagrams where there is nothing beside that they could be acknowledged by. The
+/// address may come later than they.
+fn open(device: LinkName, address: SocketAddr, by: By) -> io::Result<(TcpListener, Option<UdpSocket>)> {
     let bound = |kind, protocol| -> io::Result<Socket> {
         let socket = Socket::new(Domain::for_address(address), kind, Some(protocol))?;
         socket.set_nonblocking(true)?;
@@ -149,8 +168,12 @@ fn open(device: LinkName, address: SocketAddr) -> io::Result<(TcpListener, UdpSo
     };
     let listener = bound(Type::STREAM, Protocol::TCP)?;
     listener.listen(AT_ONCE as i32)?;
+    let listener = TcpListener::from_std(listener.into())?;
+    if by == By::Public {
+        return Ok((listener, None));
+    }
     let datagrams = bound(Type::DGRAM, Protocol::UDP)?;
-    Ok((TcpListener::from_std(listener.into())?, UdpSocket::from_std(datagrams.into())?))
+    Ok((listener, Some(UdpSocket::from_std(datagrams.into())?)))
 }
 
 /// Waits until the device that a socket is bound to is gone. Another one of its name is not the same.
@@ -163,7 +186,13 @@ async fn lost(listener: &TcpListener, status: &mut watch::Receiver<Arc<Status>>)
 }
 
 /// Notes who is heard, and says so beside the tunnel, since the way back through it may be the one that is lost.
-async fn listen(datagrams: &UdpSocket, desk: &Desk<'_>) -> Infallible {
+async fn listen(datagrams: Option<&UdpSocket>, desk: &Desk<'_>) -> Infallible {
+    let Some(datagrams) = datagrams else {
+        loop {
+            sleep(IDLE).await;
+            desk.nodes().forget();
+        }
+    };
     let mut buffer = vec![0; usize::from(u16::MAX)];
     loop {
         match timeout(IDLE, datagrams.recv_from(&mut buffer)).await {
@@ -229,7 +258,7 @@ fn announcement(hello: &str) -> Option<(usize, Nonce)> {
     Some((bytes, u64::from_str_radix(nonce, 16).ok()?.to_be_bytes()))
 }
 
-/// Takes what is sent, tells how much has come, and sends the same amount.
+/// Takes what is sent, tells how much has come, and sends as much, at most a few segments.
 async fn answer(mut stream: TcpStream, from: IpAddr, mtu: u32, ear: &Ear) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let hello = timeout(ASKING, read_line(&mut stream)).await??;
@@ -239,7 +268,7 @@ async fn answer(mut stream: TcpStream, from: IpAddr, mtu: u32, ear: &Ear) -> io:
     if let Ok(taken) = timeout(PATIENCE, take(&mut stream, announced, &mut received)).await {
         taken?;
     }
-    let bytes = amount(&stream)?.min(announced);
+    let bytes = amount(&stream)?.min(received);
     let report = Report { version: 1, received, mtu, heard: ear.heard(from, nonce), bytes };
     let line = serde_json::to_string(&report).map_err(io::Error::other)? + "\n";
     let (mut reader, mut writer) = stream.split();
@@ -264,8 +293,9 @@ mod tests {
         subnets.put("10.1.8.0-24", "192.0.2.8");
         let (told, status) = watch::channel(Arc::new(Status::default()));
         let views = subnets.watch_leases().await.unwrap();
-        let place = Place { port: 0, tunnels: Dual::default(), mtu: 1450, views, status };
-        let desk = Desk::new(&place);
+        let (tunnels, bare) = (Dual::default(), Dual::default());
+        let place = Place { port: 0, tunnels, bare, mtu: 1450, views, status };
+        let desk = Desk::new(&place, By::Tunnel);
         let other = |n| desk.other(IpAddr::from([10, 1, n, 0])).is_some();
         assert_eq!([7, 8, 9].map(other), [true, true, false]);
         let why = Disbelief::Rejected("its public address 127.0.0.1 is no host's address".into());
@@ -275,6 +305,38 @@ mod tests {
         assert_eq!([7, 8, 9].map(other), [false, true, false]);
     }
 
+    #[tokio::test]
+    async fn no_more_is_sent_than_has_come() {
+        for came in [0, 700, 100_000] {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let address = listener.local_addr().unwrap();
+            let daemon = async {
+                let (stream, from) = listener.accept().await.unwrap();
+                let _ = answer(stream, from.ip(), 1450, &Ear::default()).await;
+            };
+            let client = async {
+                let mut stream = TcpStream::connect(address).await.unwrap();
+                let announced = MOST;
+                let hello = format!("{HELLO}{announced} 00000000000000ff\n");
+                tokio::io::AsyncWriteExt::write_all(&mut stream, hello.as_bytes()).await.unwrap();
+                let (mut reader, mut writer) = stream.split();
+                let send = fill(&mut writer, came);
+                let hear = async {
+                    let report: Report =
+                        serde_json::from_str(&read_line(&mut reader).await.unwrap()).unwrap();
+                    assert_eq!(report.received, came.min(MOST));
+                    assert!(
+                        report.bytes <= report.received && (came == 0) == (report.bytes == 0),
+                        "{report:?}"
+                    );
+                    take(&mut reader, report.bytes, &mut 0).await.unwrap();
+                };
+                let (_, ()) = tokio::join!(send, hear);
+            };
+            tokio::join!(daemon, client);
+        }
+    }
+
     #[tokio::test(start_paused = true)]
     async fn a_port_that_was_taken_is_had_when_it_is_free_though_nothing_changes() {
         let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -282,7 +344,7 @@ mod tests {
         let (_told, status) = watch::channel(Arc::new(Status::default()));
         let views = watch::channel(View::unknown()).1;
         let tunnels = Dual { v4: Some(("lo".parse().unwrap(), address.ip())), v6: None };
-        let place = Place { port: address.port(), tunnels, mtu: 1450, views, status };
+        let place = Place { port: address.port(), tunnels, bare: Dual::default(), mtu: 1450, views, status };
         let client = async {
             sleep(AGAIN / 2).await;
             drop(taken);

@@ -1,7 +1,7 @@
 //! The end that sounds: the doctor.
 //!
 //! The one thing to know: it needs no privilege. The kernel sends from the tunnel's address, because the route to the peer
-//! goes through the tunnel; where it does not, the peer refuses.
+//! goes through the tunnel; where it does not, the peer refuses, and is asked at its public address.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -11,7 +11,7 @@ use flannel_core::Family;
 use serde::Serialize;
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpStream, UdpSocket};
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::{HELLO, LEAST, MOST, NOTICE, Nonce, QUESTION, Report, amount, fill, read_line, take};
 
@@ -25,6 +25,10 @@ const MOMENT: Duration = Duration::from_millis(200);
 const SMALL: u16 = 80;
 /// A datagram may be lost by chance.
 const TIMES: usize = 2;
+/// What is sent first on a connection goes in segments of so many bytes, …
+const MORSEL: usize = 512;
+/// … which the kernel makes of it if it has sent each before the next is there.
+const BETWEEN: Duration = Duration::from_millis(5);
 
 /// What was sent one way, and what of it the other end has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -63,25 +67,42 @@ pub(crate) struct Sounding {
     pub(crate) segments: Option<Sounded>,
 }
 
-/// Sounds the daemon behind a tunnel's address; `public` is its node's, `full` what pods here may send, in bytes.
-pub(crate) async fn sound(to: IpAddr, public: Option<IpAddr>, port: u16, full: u16) -> Sounding {
-    let to = SocketAddr::new(to, port);
+/// Sounds a node's daemon: behind its tunnel's address, and where that is refused or there is none, at its public one, on
+/// which nodes answer that are reached without a tunnel. `full` is what pods here may send, in bytes.
+pub(crate) async fn sound(tunnel: Option<(IpAddr, u16)>, public: Option<IpAddr>, port: u16) -> Sounding {
+    if let Some((to, full)) = tunnel
+        && let Some(sounding) = through_tunnel(SocketAddr::new(to, port), public, full).await
+    {
+        return sounding;
+    }
+    let Some(public) = public else { return Sounding::default() };
+    match timeout(CONNECTING, TcpStream::connect((public, port))).await {
+        Ok(Ok(mut stream)) => {
+            let segments = exchange(&mut stream, nonce()).await.ok().flatten();
+            Sounding { noticed: 0, segments }
+        }
+        _ => Sounding::default(),
+    }
+}
+
+/// `None`: the connection is refused.
+async fn through_tunnel(to: SocketAddr, public: Option<IpAddr>, full: u16) -> Option<Sounding> {
     let any: SocketAddr = (Family::of(to.ip()).unspecified(), 0).into();
-    let Ok(inbox) = UdpSocket::bind(any).await else { return Sounding::default() };
+    let Ok(inbox) = UdpSocket::bind(any).await else { return Some(Sounding::default()) };
     let nonce = nonce();
     // Before the report that tells what was heard.
     let _ = announce(to, full, &inbox, nonce).await;
     let segments = match timeout(CONNECTING, TcpStream::connect(to)).await {
         Ok(Ok(mut stream)) => exchange(&mut stream, nonce).await.ok().flatten(),
-        // Said at once, and through the tunnel: it is no daemon of ours.
-        Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => return Sounding::default(),
+        // Said at once, by who has the address: it is no daemon of ours, or one to which no tunnel leads.
+        Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => return None,
         _ => None,
     };
     let noticed = match public {
         Some(public) => notices(&inbox, public, full, nonce).await,
         None => 0,
     };
-    Sounding { noticed, segments }
+    Some(Sounding { noticed, segments })
 }
 
 /// Something that nobody else knows.
@@ -128,27 +149,37 @@ async fn notices(inbox: &UdpSocket, public: IpAddr, full: u16, nonce: Nonce) -> 
 async fn exchange(stream: &mut TcpStream, nonce: Nonce) -> io::Result<Option<Sounded>> {
     let deadline = Instant::now() + PATIENCE;
     stream.set_nodelay(true)?;
-    let sent = amount(stream)?;
     let segment = socket2::SockRef::from(&*stream).tcp_mss()? as usize;
+    // The peer sends back what has come, and no more: so that it can send a segment of full size at least, though those from here
+    // are lost, as much comes first in small ones.
+    let (small, large) = (2 * segment, amount(stream)?.min(MOST - 2 * segment));
+    let sent = small + large;
     let (mut reader, mut writer) = stream.split();
     let send = async {
         let nonce = u64::from_be_bytes(nonce);
         writer.write_all(format!("{HELLO}{sent} {nonce:016x}\n").as_bytes()).await?;
-        fill(&mut writer, sent).await?;
+        for from in (0..small).step_by(MORSEL) {
+            sleep(BETWEEN).await;
+            fill(&mut writer, MORSEL.min(small - from)).await?;
+        }
+        sleep(BETWEEN).await;
+        fill(&mut writer, large).await?;
         // Whoever listens ends this.
         std::future::pending::<io::Result<Option<Sounded>>>().await
     };
     let hear = async {
         let Ok(line) = timeout_at(deadline, read_line(&mut reader)).await else { return Ok(None) };
         let Ok(report) = serde_json::from_str::<Report>(&line?) else { return Ok(None) };
-        let announced = report.bytes.min(MOST);
-        let mut back = Passage { sent: announced, arrived: 0 };
+        let follows = report.bytes.min(MOST);
+        let mut back = Passage { sent: follows, arrived: 0 };
         // Impatience is no failure here either; but a daemon that stops meanwhile lost no segments.
-        if let Ok(taken) = timeout_at(deadline, take(&mut reader, announced, &mut back.arrived)).await {
+        if let Ok(taken) = timeout_at(deadline, take(&mut reader, follows, &mut back.arrived)).await {
             taken?;
         }
         let there = Passage { sent, arrived: report.received };
-        Ok(Some(Sounded { there, back, segment, mtu: report.mtu, heard: report.heard }))
+        // Less than a segment of full size tells nothing of the way back.
+        let told = !there.is_whole() && follows < segment;
+        Ok((!told).then_some(Sounded { there, back, segment, mtu: report.mtu, heard: report.heard }))
     };
     tokio::select! {
         ended = send => ended,
@@ -162,8 +193,8 @@ mod tests {
 
     use super::*;
 
-    /// What the doctor makes of a daemon that reports this, sends so many bytes and goes away, or does not.
-    async fn exchanged(bytes: usize, goes_away: bool) -> Option<Passage> {
+    /// What the doctor makes of a daemon that says that so much was lost, sends so many bytes and goes away, or does not.
+    async fn exchanged(lost: usize, bytes: usize, goes_away: bool) -> Option<Passage> {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let daemon = async {
@@ -171,7 +202,8 @@ mod tests {
             let hello = read_line(&mut stream).await.unwrap();
             let sent = hello.split(' ').nth(2).unwrap().parse().unwrap();
             take(&mut stream, sent, &mut 0).await.unwrap();
-            let report = Report { version: 1, received: sent, mtu: 1450, heard: 0, bytes: 100 };
+            let received = sent - lost;
+            let report = Report { version: 1, received, mtu: 1450, heard: 0, bytes: 100 };
             stream.write_all((serde_json::to_string(&report).unwrap() + "\n").as_bytes()).await.unwrap();
             fill(&mut stream, bytes).await.unwrap();
             if !goes_away {
@@ -187,9 +219,10 @@ mod tests {
 
     #[tokio::test]
     async fn only_what_is_waited_for_in_vain_is_lost() {
-        assert_eq!(exchanged(100, false).await, Some(Passage { sent: 100, arrived: 100 }));
-        assert_eq!(exchanged(50, true).await, None, "it went away");
-        assert_eq!(exchanged(50, false).await, Some(Passage { sent: 100, arrived: 50 }));
+        assert_eq!(exchanged(0, 100, false).await, Some(Passage { sent: 100, arrived: 100 }));
+        assert_eq!(exchanged(0, 50, true).await, None, "it went away");
+        assert_eq!(exchanged(0, 50, false).await, Some(Passage { sent: 100, arrived: 50 }));
+        assert_eq!(exchanged(1, 100, false).await, None, "a hundred bytes are no segment");
     }
 
     #[tokio::test]
@@ -200,7 +233,7 @@ mod tests {
         let junk = async {
             loop {
                 others.send_to(b"junk", to).await.unwrap();
-                tokio::time::sleep(MOMENT / 20).await;
+                sleep(MOMENT / 20).await;
             }
         };
         let noticed = notices(&inbox, to.ip(), 1450, [0; 8]);

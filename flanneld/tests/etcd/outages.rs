@@ -1,11 +1,16 @@
 //! Whatever happens to etcd or to the way there: no peer is withdrawn, and afterwards every kernel is as etcd says.
 
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use flannel_netlink::testing::in_netns_async;
 use nix::sys::signal::Signal;
 
-use crate::ground::{Daemon, Host, PREFIX, delete, etcd_with_peers, fill, peer_key, put_peer, switch, until};
+use crate::ground::{
+    Daemon, Host, PREFIX, SWITCH, delete, etcd_with_peers, fill, peer_key, put_peer, switch, until,
+};
 use crate::server::Etcd;
 use crate::witness::{Monitor, agrees, leases, present};
 
@@ -237,5 +242,39 @@ fn a_lease_that_somebody_deletes_orders_to_stop() {
         assert_eq!(daemon.ended().await.code(), Some(1));
         daemon.says("somebody deleted it").await;
         until(1, || present(&host) == before, || "the data path stays".into()).await;
+    });
+}
+
+#[test]
+fn the_command_that_is_said_brings_etcd_back() {
+    in_netns_async(|| async {
+        switch();
+        let mut etcd = etcd_with_peers().await;
+        let host = Host::new(1);
+        let daemon = host.start(&etcd.endpoint.clone());
+        daemon.says("in sync peers=3").await;
+        let hint = || {
+            let status: serde_json::Value = serde_json::from_str(&host.asked("/v1/status").1).unwrap();
+            let problems = status["problems"].as_array().unwrap().iter();
+            let mut of_store =
+                problems.filter(|p| p["text"].as_str().unwrap().starts_with("the store does not"));
+            of_store.next().map(|problem| problem["hint"].as_str().unwrap().to_owned())
+        };
+        assert_eq!(hint(), None);
+        etcd.kill();
+        until(60, || hint().is_some(), || daemon.log()).await;
+        let command = hint().unwrap();
+        assert!(command.contains(&format!(" # on {SWITCH};")), "{command}");
+        // The service manager of another host, which passes the order on.
+        let order = host.dir.path().join("order");
+        let shim = host.dir.path().join("systemctl");
+        fs::write(&shim, format!("#!/bin/sh\necho \"$@\" >{}\n", order.display())).unwrap();
+        fs::set_permissions(&shim, fs::Permissions::from_mode(0o755)).unwrap();
+        let path = format!("{}:{}", host.dir.path().display(), std::env::var("PATH").unwrap());
+        let done = Command::new("sh").args(["-ec", &command]).env("PATH", path).status().unwrap();
+        assert!(done.success(), "{command}");
+        assert_eq!(fs::read_to_string(order).unwrap(), "restart etcd\n");
+        etcd.go();
+        until(60, || hint().is_none(), || daemon.log()).await;
     });
 }

@@ -3,7 +3,10 @@
 //! The one thing to know: echoes take a privilege and what the daemons report takes none, so that one of them goes without the
 //! other.
 
+use std::net::IpAddr;
 use std::time::Duration;
+
+use flannel_core::Family;
 
 use super::echo::{Answer, Probe, echo};
 use super::peers::{Question, Target};
@@ -12,10 +15,19 @@ use crate::sounding::{Sounding, sound};
 /// So long all echoes together are waited for.
 const PATIENCE: Duration = Duration::from_secs(3);
 
+/// So long each step of a search is waited for: small echoes have come back, so that the rest would.
+const SEARCHING: Duration = Duration::from_millis(600);
+/// So many paths are searched, for the network config is one for all.
+const PATHS: usize = 4;
+/// Into so many parts each step divides what is left.
+const PARTS: u32 = 16;
+
 /// What became of one question: the echoes as they were asked for, and what both ends report.
 pub(super) struct Asked {
     pub(super) echoes: Vec<(Probe, Answer)>,
     pub(super) sounding: Sounding,
+    /// The largest echo of this family that passes to all to whom full ones are lost, in bytes.
+    pub(super) passes: Option<u16>,
 }
 
 /// What became of all of them, and why nobody was asked for echoes, if so.
@@ -34,20 +46,85 @@ pub(super) async fn ask(questions: &[(&Target, Vec<Question>)], port: u16) -> Re
     let asked = probes.clone();
     let echoes = tokio::task::spawn_blocking(move || echoes(&asked, || echo(&asked, PATIENCE)));
     let soundings: Vec<_> = all()
-        .map(|question| (question.tunnel.filter(|_| port != 0), question.public.map(|(address, _)| address)))
+        .map(|question| (question.tunnel, question.public.map(|(address, _)| address)))
         .map(|(tunnel, public)| {
-            tokio::spawn(async move { Some(sound(tunnel?.0, public, port, tunnel?.1).await) })
+            tokio::spawn(
+                async move { if port == 0 { None } else { Some(sound(tunnel, public, port).await) } },
+            )
         })
         .collect();
     let (echoes, mute) = echoes.await.map_err(|error| error.to_string())?;
-    let mut echoes = probes.into_iter().zip(echoes);
+    let all_echoes: Vec<(Probe, Answer)> = probes.into_iter().zip(echoes).collect();
+    let paths = lossy(all().map(|question| question.probes().count()), &all_echoes);
+    let passes = tokio::task::spawn_blocking(move || search(paths, |probes| echo(probes, SEARCHING).ok()));
+    let searched = passes.await.ok().flatten().unwrap_or_default();
+    let mut echoes = all_echoes.into_iter();
     let mut found = Vec::new();
     for (question, sounding) in all().zip(soundings) {
         let echoes = echoes.by_ref().take(question.probes().count()).collect();
         let sounding = sounding.await.ok().flatten().unwrap_or_default();
-        found.push(Asked { echoes, sounding });
+        let same = searched.iter().filter(|path| Family::of(path.to) == question.family);
+        let passes = same.map(|path| path.passes).min();
+        found.push(Asked { echoes, sounding, passes });
     }
     Ok((found, mute))
+}
+
+/// A way to an address by which packets of `passes` bytes arrive, and none of `lost`.
+#[derive(Debug, Clone, Copy)]
+struct Path {
+    to: IpAddr,
+    passes: u16,
+    lost: u16,
+}
+
+/// The paths by which small packets arrive and full ones do not, without a word of how many bytes do: a few. `counts` says how many
+/// echoes belong to each question; the first two are those that pods' packets are like.
+fn lossy(counts: impl Iterator<Item = usize>, echoes: &[(Probe, Answer)]) -> Vec<Path> {
+    let mut rest = echoes;
+    let path = |count: usize| {
+        let (mine, others) = rest.split_at(count);
+        rest = others;
+        match mine {
+            [(small, Answer::Reply(_)), (full, Answer::Nothing | Answer::TooBig(None)), ..] => {
+                Some(Path { to: small.to, passes: small.size, lost: full.size })
+            }
+            _ => None,
+        }
+    };
+    counts.filter_map(path).take(PATHS).collect()
+}
+
+/// Finds the largest packet that passes by each path; `None` if nobody can be asked.
+fn search(mut paths: Vec<Path>, echo: impl Fn(&[Probe]) -> Option<Vec<Answer>>) -> Option<Vec<Path>> {
+    while paths.iter().any(|path| path.lost - path.passes > 1) {
+        let sizes = |path: &Path| {
+            let (from, room) = (u32::from(path.passes), u32::from(path.lost - path.passes));
+            let mut sizes: Vec<u32> = (1..PARTS).map(|part| from + room * part / PARTS).collect();
+            // The next one at least, when there is less room than parts.
+            sizes.push(from + 1);
+            sizes.retain(|size| *size > from && *size < from + room);
+            sizes.sort_unstable();
+            sizes.dedup();
+            sizes.into_iter().filter_map(|size| u16::try_from(size).ok()).collect::<Vec<_>>()
+        };
+        let probes: Vec<Probe> = paths
+            .iter()
+            .flat_map(|path| sizes(path).into_iter().map(|size| Probe { to: path.to, size }))
+            .collect();
+        let mut answers = echo(&probes)?.into_iter();
+        for path in &mut paths {
+            let asked = sizes(path);
+            let came: Vec<u16> = asked
+                .iter()
+                .zip(answers.by_ref())
+                .filter_map(|(size, answer)| matches!(answer, Answer::Reply(_)).then_some(*size))
+                .collect();
+            path.passes = came.last().copied().unwrap_or(path.passes);
+            path.lost = asked.into_iter().find(|size| *size > path.passes).unwrap_or(path.lost);
+        }
+    }
+    Some(paths)
 }
 
 /// The answers to all echoes. What the daemons report needs no privilege, and counts without them.
@@ -66,8 +143,6 @@ fn echoes(
 
 #[cfg(test)]
 mod tests {
-    use std::net::IpAddr;
-
     use super::*;
 
     #[test]
@@ -77,5 +152,53 @@ mod tests {
         assert_eq!(answers, vec![Answer::NotAsked; 3]);
         assert!(mute.unwrap().contains("CAP_NET_RAW"));
         assert_eq!(echoes(&probes[..1], || Ok(vec![Answer::Nothing])), (vec![Answer::Nothing], None));
+    }
+
+    #[test]
+    fn what_passes_is_found_to_the_byte() {
+        let to = |n: u8| IpAddr::from([10, 1, n, 0]);
+        let path = |n, lost| Path { to: to(n), passes: 64, lost };
+        for (most, lost) in
+            [([1350, 1400], 1450), ([64, 1449], 1450), ([65, 65], 1450), ([8000, 8949], 8950), ([64, 64], 66)]
+        {
+            let steps = std::cell::Cell::new(0);
+            let found = search(vec![path(7, lost), path(8, lost)], |probes| {
+                steps.set(steps.get() + 1);
+                assert!(probes.len() <= 64, "one group of echoes");
+                let answer = |probe: &Probe| match probe.size <= most[usize::from(probe.to == to(8))] {
+                    true => Answer::Reply(Duration::ZERO),
+                    false => Answer::Nothing,
+                };
+                Some(probes.iter().map(answer).collect())
+            });
+            assert_eq!(found.unwrap().iter().map(|path| path.passes).collect::<Vec<_>>(), most);
+            assert!(steps.get() <= 4, "{} steps", steps.get());
+        }
+        assert_eq!(search(Vec::new(), |_| None).unwrap().len(), 0);
+        assert!(search(vec![path(7, 1450)], |_| None).is_none());
+    }
+
+    #[test]
+    fn paths_are_searched_on_which_only_large_packets_are_lost_silently() {
+        let probe = |n: u8, size| Probe { to: IpAddr::from([10, 1, n, 0]), size };
+        let (ok, none) = (Answer::Reply(Duration::ZERO), Answer::Nothing);
+        let echoes: Vec<_> = [
+            (probe(7, 64), ok.clone()),
+            (probe(7, 1450), none.clone()),
+            (probe(107, 64), ok.clone()),
+            (probe(107, 1500), ok.clone()),
+            (probe(8, 64), ok.clone()),
+            (probe(8, 1450), Answer::TooBig(Some(1400))),
+            (probe(9, 64), none.clone()),
+            (probe(9, 1450), none.clone()),
+            (probe(10, 64), ok.clone()),
+            (probe(10, 1450), ok),
+        ]
+        .into();
+        let found: Vec<_> = lossy([4, 2, 2, 2].into_iter(), &echoes)
+            .iter()
+            .map(|path| (path.to.to_string(), path.lost))
+            .collect();
+        assert_eq!(found, [("10.1.7.0".to_owned(), 1450)]);
     }
 }

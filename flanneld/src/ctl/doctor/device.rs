@@ -46,6 +46,11 @@ impl Devices {
         self.links.iter().find_map(vxlan_port)
     }
 
+    /// What a device takes, in bytes.
+    pub(crate) fn takes(&self, device: LinkName) -> Option<u32> {
+        self.all.iter().find(|(name, _)| *name == device).map(|(_, mtu)| *mtu)
+    }
+
     /// What a tunnel's header costs, in bytes; 0 without a tunnel.
     pub(crate) fn overhead(&self, family: Family) -> u32 {
         match (self.tunnels[family], family) {

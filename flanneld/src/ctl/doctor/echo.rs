@@ -213,14 +213,14 @@ fn packet(from: IpAddr, to: IpAddr, size: u16, id: u16, sequence: u16) -> Vec<u8
     icmp.extend(sequence.to_be_bytes());
     icmp.extend(MAGIC);
     icmp.resize(size - header, 0x66);
-    let mut covered = icmp.clone();
-    if to.is_ipv6() {
-        // The pseudo header: addresses, length, next header.
-        covered.extend(
-            [bytes(from), bytes(to), (icmp.len() as u32).to_be_bytes().into(), vec![0, 0, 0, ICMPV6]]
-                .concat(),
-        );
-    }
+    // The pseudo header: addresses, length, next header. First, since what is covered may have an odd number of bytes.
+    let mut covered = match to.is_ipv6() {
+        true => {
+            [bytes(from), bytes(to), (icmp.len() as u32).to_be_bytes().into(), vec![0, 0, 0, ICMPV6]].concat()
+        }
+        false => Vec::new(),
+    };
+    covered.extend(&icmp);
     icmp[2..4].copy_from_slice(&checksum(&covered).to_be_bytes());
     let mut packet = match to.is_ipv4() {
         // Version, length, no TOS; identification 0; don't fragment. The kernel writes the checksum.
@@ -365,11 +365,14 @@ mod tests {
                 probe("2001:db8:2::9", 1400),
                 probe("2001:db8:2::9", 1401),
                 probe("2001:db8:1::2", 1501),
+                // An odd number of bytes.
+                probe("198.51.100.9", 1399),
+                probe("2001:db8:2::9", 1399),
             ];
             // All are answered; IPv6 takes a moment until it has addresses to ask neighbours from.
             let answers = echo(&probes, Duration::from_secs(20)).unwrap();
             let replied = |n: usize| matches!(answers[n], Answer::Reply(_));
-            assert!([0, 1, 3, 6, 7].into_iter().all(replied), "{answers:?}");
+            assert!([0, 1, 3, 6, 7, 10, 11].into_iter().all(replied), "{answers:?}");
             for n in [2, 8] {
                 assert_eq!(answers[n], Answer::TooBig(Some(1400)), "{:?}", probes[n]);
             }

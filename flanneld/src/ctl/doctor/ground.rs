@@ -14,7 +14,9 @@ use crate::ctl::client::Client;
 use crate::ctl::options::Global;
 use crate::ctl::{Failure, Result, offline, status};
 use crate::preflight::{self, Finding, Look, Scene};
-use crate::problems::Problem;
+#[cfg(feature = "etcd")]
+use crate::problems::bring_back_etcd;
+use crate::problems::{Problem, bring_back_dir};
 use crate::registry::RegistryUrl;
 use crate::report::{PeerReport, Report, StoreReport};
 
@@ -179,14 +181,12 @@ fn store_name(global: &Global) -> String {
     global.registry.as_ref().map_or_else(|| "--registry".to_owned(), ToString::to_string)
 }
 
-/// How to look at a store that does not answer.
+/// What brings a store back.
 fn store_mend(global: &Global) -> String {
     match &global.registry {
-        Some(RegistryUrl::Dir(location)) => format!("ls -la {}", location.path.display()),
+        Some(RegistryUrl::Dir(location)) => bring_back_dir(location.path.display()),
         #[cfg(feature = "etcd")]
-        Some(RegistryUrl::Etcd) => {
-            format!("etcdctl --endpoints {} endpoint health", global.etcd.options().endpoints.join(","))
-        }
+        Some(RegistryUrl::Etcd) => bring_back_etcd(&global.etcd.options().endpoints.join(",")),
         None => "flannelctl --registry URL doctor".to_owned(),
     }
 }

@@ -11,6 +11,11 @@ use crate::preflight::Finding;
 use crate::problems::release;
 use crate::sounding::{Sounded, Sounding};
 
+/// Every path takes packets of so many bytes, of IPv6 by rule.
+///
+/// **Source**: RFC 8200, section 5.
+const LEAST: u32 = 1280;
+
 /// What there is to judge, of one peer in one family.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Answers {
@@ -19,6 +24,8 @@ pub(crate) struct Answers {
     pub(crate) public: Option<[Answer; 2]>,
     /// What the peer's daemon reports.
     pub(crate) sounding: Sounding,
+    /// The largest echo that passes to the peers to whom full ones are lost, in bytes, if it was looked for.
+    pub(crate) passes: Option<u16>,
 }
 
 /// A peer and what was asked of it.
@@ -111,7 +118,14 @@ impl Case<'_> {
         let heard = told.max(answers.sounding.noticed);
         let what = match answer {
             Answer::TooBig(Some(most)) => format!("are too big: at most {most} pass"),
-            Answer::TooBig(None) => "are more than this host's own device takes".to_owned(),
+            Answer::TooBig(None) if self.own_device_is_less() => {
+                "are more than this host's own device takes".to_owned()
+            }
+            // Somebody has told it before.
+            Answer::TooBig(None) => match answers.passes {
+                Some(most) => format!("are too big: at most {most} pass"),
+                None => "are too big for the way, as this host knows".to_owned(),
+            },
             _ if heard >= *full => {
                 "arrive there, and are lost on the way back, where small ones pass".to_owned()
             }
@@ -119,10 +133,21 @@ impl Case<'_> {
             _ => "get no reply, while small ones do".to_owned(),
         };
         let text = format!("packets of {full} bytes, which pods may send, to {address} of {key} {what}");
+        let found = Finding::error("path-mtu", text);
+        if let (Answer::TooBig(None), Some(device), true) =
+            (answer, self.asked.device, self.own_device_is_less())
+        {
+            return found.mend(format!("ip link set {device} mtu {full}"));
+        }
         let most = |answer: &Answer| if let Answer::TooBig(most) = answer { *most } else { None };
         let public = answers.public.as_ref().and_then(|[_, big]| most(big));
-        let most = [most(answer).map(|inner| inner + self.overhead()), public].into_iter().flatten().min();
-        Finding::error("path-mtu", text).mend(config_with_mtu(most))
+        let inner = most(answer).or_else(|| answers.passes.map(u32::from));
+        let most = [inner.map(|inner| inner + self.overhead()), public].into_iter().flatten().min();
+        found.mend(self.less(most))
+    }
+
+    fn own_device_is_less(&self) -> bool {
+        self.asked.takes.is_some_and(|takes| takes < u32::from(self.full))
     }
 
     /// All arrives, but in pieces.
@@ -137,7 +162,7 @@ impl Case<'_> {
             "tunnel packets of {size} bytes to {public} of {} are cut into pieces on the way, where at most {most} pass",
             self.key
         );
-        Some(Finding::warning("path-mtu", text).mend(config_with_mtu(Some(*most))))
+        Some(Finding::warning("path-mtu", text).mend(self.less(Some(*most))))
     }
 
     /// TCP suffers where echoes do not.
@@ -176,7 +201,7 @@ impl Case<'_> {
             self.key
         );
         let both = here.min(there) + self.overhead();
-        Some(Finding::warning("mtu", text).mend(config_with_mtu(Some(both))))
+        Some(Finding::warning("mtu", text).mend(self.less(Some(both))))
     }
 
     /// What the tunnel costs on the wire, in bytes.
@@ -185,12 +210,23 @@ impl Case<'_> {
             (self.asked.tunnel.map_or(0, |(_, size)| size), self.asked.public.map_or(0, |(_, size)| size));
         if self.asked.tunnel.is_some() { u32::from(public.saturating_sub(tunnel)) } else { 0 }
     }
-}
 
-fn config_with_mtu(most: Option<u32>) -> String {
-    match most {
-        Some(most) => format!("flannelctl config set FILE # with \"MTU\": {most} in its Backend"),
-        None => "flannelctl config set FILE # with the MTU of the path as \"MTU\" in its Backend".to_owned(),
+    /// Makes pods send no more than so much, in bytes on the wire; of what is not known, what every path takes.
+    fn less(&self, most: Option<u32>) -> String {
+        let (most, remark) = match most {
+            Some(most) => (most, ""),
+            None => (LEAST + self.overhead(), "the MTU of the path, if it is known, is better"),
+        };
+        match (self.asked.tunnel, self.asked.device) {
+            (None, Some(device)) => {
+                let joint = if remark.is_empty() { "" } else { "; " };
+                format!("ip link set {device} mtu {most} # on every node{joint}{remark}")
+            }
+            _ => {
+                let remark = if remark.is_empty() { String::new() } else { format!(" # {remark}") };
+                format!("flannelctl config patch '{{\"Backend\": {{\"MTU\": {most}}}}}'{remark}")
+            }
+        }
     }
 }
 
@@ -238,9 +274,12 @@ mod tests {
             ),
             (
                 judge([ok(), none.clone()], [ok(), none.clone()]),
-                ["error path-mtu", "get no reply", "MTU of the path"],
+                ["error path-mtu", "get no reply", "\"MTU\": 1330}}' # the MTU of the path"],
             ),
-            (judge([ok(), Answer::TooBig(None)], [ok(), ok()]), ["error path-mtu", "own device", "MTU"]),
+            (
+                judge([ok(), Answer::TooBig(None)], [ok(), ok()]),
+                ["error path-mtu", "are too big for the way, as this host knows", "\"MTU\": 1330"],
+            ),
             (
                 judge([ok(), ok()], [ok(), most(1400)]),
                 ["warning path-mtu", "cut into pieces", "\"MTU\": 1400"],
@@ -253,13 +292,30 @@ mod tests {
             let found = found.unwrap();
             assert!(parts.iter().all(|part| found.contains(part)), "{found}\n{parts:?}");
         }
-        let gateway = &target("host-gw").questions(&Devices { mtu: Some(1500), ..Devices::default() })[0];
+        let uplink = Some("eth0".parse().unwrap());
+        let devices = Devices { mtu: Some(1500), uplink, ..Devices::default() };
+        let gateway = &target("host-gw").questions(&devices)[0];
         let answers = |small, big| Answers { public: Some([small, big]), ..Answers::default() };
         let of =
             |answers| super::judge("10.1.7.0-24", gateway, &answers, None).pop().map(|found| found.check);
         assert_eq!(of(answers(ok(), ok())), None);
         assert_eq!(of(answers(none.clone(), none.clone())).as_deref(), Some("peer"));
         assert_eq!(of(answers(ok(), most(1400))).as_deref(), Some("path-mtu"));
+        // What was looked for is what is to be configured, with what the tunnel costs.
+        let mend = |question: &Question, answers: &Answers| {
+            super::judge("10.1.7.0-24", question, answers, None).pop().unwrap().mend.unwrap()
+        };
+        let lost = || [ok(), none.clone()];
+        let answers = |tunnel, public| Answers { tunnel, public, passes: Some(1350), ..Answers::default() };
+        assert_eq!(
+            mend(question, &answers(Some(lost()), Some([ok(), ok()]))),
+            r#"flannelctl config patch '{"Backend": {"MTU": 1400}}'"#
+        );
+        assert_eq!(mend(gateway, &answers(None, Some(lost()))), "ip link set eth0 mtu 1350 # on every node");
+        let refused = || answers(Some([ok(), Answer::TooBig(None)]), Some([ok(), ok()]));
+        assert!(mend(question, &refused()).ends_with(r#"'{"Backend": {"MTU": 1400}}'"#), "it remembers");
+        let small = Question { takes: Some(1300), ..question.clone() };
+        assert_eq!(mend(&small, &refused()), "ip link set flannel.1 mtu 1450");
     }
 
     #[test]
@@ -272,7 +328,8 @@ mod tests {
         };
         let judge = |tunnel: [Answer; 2], segments, noticed| {
             let sounding = Sounding { noticed, segments };
-            let answers = Answers { tunnel: Some(tunnel), public: Some([ok(), ok()]), sounding };
+            let answers =
+                Answers { tunnel: Some(tunnel), public: Some([ok(), ok()]), sounding, passes: None };
             let found = judge("10.1.7.0-24", question, &answers, Some(8472));
             let line = |f: Finding| {
                 format!("{} {} {} | {}", f.severity, f.check, f.text, f.mend.unwrap_or_default())
@@ -302,23 +359,35 @@ mod tests {
             ),
             (
                 judge([ok(), none()], sounded(0, 5592, 1450, 64), 0),
-                ["error path-mtu", "do not arrive there, while small ones do", "MTU of the path"],
+                [
+                    "error path-mtu",
+                    "do not arrive there, while small ones do",
+                    "\"MTU\": 1330}}' # the MTU of the path",
+                ],
             ),
             (
                 judge([ok(), none()], sounded(5592, 0, 1450, 1450), 0),
-                ["error path-mtu", "arrive there, and are lost on the way back", "MTU of the path"],
+                [
+                    "error path-mtu",
+                    "arrive there, and are lost on the way back",
+                    "\"MTU\": 1330}}' # the MTU of the path",
+                ],
             ),
             (
                 judge([ok(), Answer::TooBig(None)], sounded(5592, 5592, 1450, 1450), 1450),
-                ["error path-mtu", "are more than this host's own device takes", "MTU of the path"],
+                ["error path-mtu", "are too big for the way, as this host knows", "\"MTU\": 1330"],
             ),
             (
                 judge([ok(), none()], None, 1450),
-                ["error path-mtu", "arrive there, and are lost on the way back", "MTU of the path"],
+                [
+                    "error path-mtu",
+                    "arrive there, and are lost on the way back",
+                    "\"MTU\": 1330}}' # the MTU of the path",
+                ],
             ),
             (
                 judge([ok(), none()], sounded(5592, 5592, 1450, 0), 0),
-                ["error path-mtu", "get no reply", "MTU of the path"],
+                ["error path-mtu", "get no reply", "\"MTU\": 1330}}' # the MTU of the path"],
             ),
             (
                 judge([ok(), ok()], sounded(5592, 5592, 1350, 1450), 0),

@@ -32,8 +32,10 @@ pub(crate) struct Target {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Question {
     pub(crate) family: Family,
-    /// This host's tunnel.
+    /// This host's tunnel, or its external interface where there is none.
     pub(crate) device: Option<LinkName>,
+    /// What that takes, in bytes, where it could be read.
+    pub(crate) takes: Option<u32>,
     /// Its tunnel's address, and how many bytes are full size; `None` without a tunnel.
     pub(crate) tunnel: Option<(IpAddr, u16)>,
     /// Its public address, and what a full packet takes on the wire.
@@ -51,7 +53,8 @@ impl Target {
             let overhead = if tunnel.is_some() { devices.overhead(family) as u16 } else { 0 };
             Question {
                 family,
-                device: tunnel,
+                device: tunnel.or(devices.uplink),
+                takes: tunnel.or(devices.uplink).and_then(|device| devices.takes(device)),
                 // The address that its device has, here as in Go flannel.
                 tunnel: tunnel.map(|_| (subnet.base(), mtu)),
                 public: self.public[family].map(|address| (address, mtu.saturating_add(overhead))),
