@@ -251,6 +251,30 @@ fn routes_survive_a_group_in_the_place_of_their_nexthop() {
     });
 }
 
+/// The kernel takes two routes by one nexthop object for one if they differ in metrics only.
+#[test]
+fn nothing_stays_of_the_attributes_of_a_route_by_the_same_nexthop() {
+    in_netns(|| {
+        in_both_families(|scene| {
+            let id = scene.id(7);
+            let flag = if scene.family == Family::V4 { "-4" } else { "-6" };
+            let ours = Route { dst: scene.dst(), via: Via::Nexthop(id), mtu: None };
+            for theirs in ["mtu 1300", "advmss 1000", "mtu lock 1300", "mtu 1300 window 9000"] {
+                scene.apply(&Change::Put(ours.into()));
+                scene.foreign("route del DST");
+                scene.foreign(&format!("route replace DST nhid {id} proto 241 {theirs}"));
+                let shown = ip(&format!("{flag} route show {}", ours.dst));
+                assert!(shown.contains(theirs), "{theirs}: {shown}");
+                scene.apply(&Change::Put(ours.into()));
+                assert_eq!(scene.found(), Some(ours.into()), "{theirs}");
+                let wide = Route { mtu: Some(1400), ..ours };
+                scene.apply(&Change::Put(wide.into()));
+                assert_eq!(scene.found(), Some(wide.into()), "{theirs}");
+            }
+        });
+    });
+}
+
 #[test]
 fn a_nexthop_that_leads_nowhere_leads_on_whatever_goes_by_it() {
     in_netns(|| {

@@ -272,8 +272,8 @@ fn damage(random: &mut Random, first: u64) -> (usize, String) {
             // As it was, but for an attribute.
             20 => by_ip(format!("route replace {dst} {via} proto 241 src {own}")),
             21 => by_ip(format!("route replace {dst} {via} proto 4")),
-            22 => by_ip(format!("route replace {dst} {direct} proto 241 mtu 1300")),
-            23 => by_ip(format!("route replace {dst} {direct} proto 241 advmss 1000")),
+            22 => by_ip(format!("route replace {dst} {via} proto 241 mtu 1300")),
+            23 => by_ip(format!("route replace {dst} {via} proto 241 advmss 1000")),
             _ => by_ip(format!("nexthop replace id {} {elsewhere} protocol 241", id + 4000)),
         },
     }
@@ -309,7 +309,7 @@ fn damage_on_uplink(random: &mut Random, first: u64) -> (usize, String) {
         14 if random.below(20) == 0 => "nexthop flush proto 241".into(),
         15 => format!("route replace {dst} {via} proto 241 src {own}"),
         16 => format!("route replace {dst} {via} proto 4"),
-        17 => format!("route replace {dst} {direct} proto 241 advmss 1000"),
+        17 => format!("route replace {dst} {via} proto 241 advmss 1000"),
         _ => format!("nexthop replace id {stray} via {other} dev eth0 protocol 241"),
     };
     (usize::from(!v4), text)
