@@ -247,7 +247,7 @@ impl Peers {
             believed: false,
             fresh: false,
         };
-        let shared = self.roster.insert(id, peer);
+        let shared = self.roster.insert(id, peer, &objects);
         update.added.push((id, shared));
     }
 

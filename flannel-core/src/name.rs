@@ -75,6 +75,15 @@ impl LinkName {
     }
 }
 
+impl LinkName {
+    /// The name that these bytes were taken from; there must be 1 to 15.
+    pub(crate) fn of_bytes(name: &[u8]) -> Self {
+        let mut bytes = [0; 15];
+        bytes[..name.len()].copy_from_slice(name);
+        Self { bytes }
+    }
+}
+
 impl FromStr for LinkName {
     type Err = ParseError;
     fn from_str(text: &str) -> Result<Self, ParseError> {
@@ -82,9 +91,7 @@ impl FromStr for LinkName {
         if text.is_empty() || text.len() > 15 || text == "." || text == ".." || text.contains(bad) {
             return Err(ParseError::new(text, "an interface name (1 to 15 bytes, no '/', ':' or space)"));
         }
-        let mut bytes = [0; 15];
-        bytes[..text.len()].copy_from_slice(text.as_bytes());
-        Ok(Self { bytes })
+        Ok(Self::of_bytes(text.as_bytes()))
     }
 }
 

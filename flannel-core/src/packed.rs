@@ -220,9 +220,9 @@ impl Unpacked<'_> {
         if len > 0 {
             let (name, rest) = self.rest.split_at(len.into());
             self.rest = rest;
-            self.link = std::str::from_utf8(name).ok().and_then(|name| name.parse().ok());
+            self.link = Some(LinkName::of_bytes(name));
         }
-        self.link.expect("the first device has its name, which was one when it was packed")
+        self.link.expect("the first device has its name")
     }
 
     fn address(&mut self) -> IpAddr {

@@ -171,11 +171,11 @@ impl Roster {
         })
     }
 
-    /// Puts a peer into a slot that [`Roster::next_id`] gave; says whether others define one of its objects.
-    pub(crate) fn insert(&mut self, id: Id, peer: Peer) -> bool {
+    /// Puts a peer with these `objects` into a slot that [`Roster::next_id`] gave; says whether others define one of them.
+    pub(crate) fn insert(&mut self, id: Id, peer: Peer, objects: &[Object]) -> bool {
         let subnets = peer.lease.subnets;
         let mut shared = false;
-        for object in &peer.objects {
+        for object in objects {
             let key = object.key();
             let claim = Claim { hash: hash_of(&self.hasher, &key), id };
             shared = shared || self.claimants(&key).next().is_some();
