@@ -75,6 +75,10 @@ impl Kernel for Prompted {
         Ok(Box::new(Prompts(Arc::clone(&self.doubt))))
     }
 
+    fn beside(&self) -> Box<dyn FnOnce() + Send> {
+        self.kernel.beside()
+    }
+
     fn process(&self, port: u32) -> Option<(Arc<str>, u32)> {
         self.kernel.process(port)
     }

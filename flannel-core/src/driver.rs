@@ -295,9 +295,9 @@ impl Driver {
         }
         // When nobody will send more, the last view still counts.
         let view = self.arrived.take().map(|arrived| (self.views.borrow_and_update().clone(), arrived));
-        let is_flood =
-            |(view, _): &(View, Instant)| self.reconciler.as_ref().is_some_and(|r| r.is_flood(view));
-        if view.as_ref().is_some_and(is_flood) {
+        let would_flood =
+            |(view, _): &(View, Instant)| self.reconciler.as_ref().is_some_and(|r| r.would_flood(view));
+        if view.as_ref().is_some_and(would_flood) {
             self.listen_as_needed(true, true);
         }
         Round {

@@ -1,6 +1,6 @@
 //! What is asked of a kernel, and which of its objects are ours to touch.
 //!
-//! The one thing to know: [`Kernel`] has seven methods, all idempotent or read-only. Policy ([`Owned`]) is a
+//! The one thing to know: the methods of [`Kernel`] are all idempotent or read-only. Policy ([`Owned`]) is a
 //! value decided here; implementations only carry it out.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -277,6 +277,12 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     /// # Errors
     /// The kernel refused to let us listen.
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError>;
+
+    /// What another thread is to call first that makes out what comes next while this one is in [`apply`](Self::apply): an
+    /// implementation may know how the two do not share a processor.
+    fn beside(&self) -> Box<dyn FnOnce() + Send> {
+        Box::new(|| ())
+    }
 
     /// The name and the id of the process that has the netlink socket with this port id. `None`: there is none, this
     /// process may not look, or so many were asked for of late that it would cost too much.

@@ -487,10 +487,22 @@ impl<'a> Finder<'a> {
 /// By key, without making one of those of which there are most, in no order.
 fn in_order_of_creation(a: &Object, b: &Object) -> Ordering {
     match (a, b) {
-        (Object::Neigh(a), Object::Neigh(b)) => (a.link, a.address).cmp(&(b.link, b.address)),
-        (Object::Fdb(a), Object::Fdb(b)) => (a.link, a.mac).cmp(&(b.link, b.mac)),
+        (Object::Neigh(a), Object::Neigh(b)) => a.link.cmp(&b.link).then_with(|| a.address.cmp(&b.address)),
+        (Object::Fdb(a), Object::Fdb(b)) => a.link.cmp(&b.link).then_with(|| a.mac.cmp(&b.mac)),
         _ => a.key().cmp(&b.key()),
     }
+}
+
+/// Sorts, and keeps the last one of each key.
+fn sort(objects: &mut Vec<Object>) {
+    objects.sort_by(in_order_of_creation);
+    objects.dedup_by(|later, earlier| {
+        let same = in_order_of_creation(later, earlier).is_eq();
+        if same {
+            std::mem::swap(later, earlier);
+        }
+        same
+    });
 }
 
 /// Of two objects with one key the later one counts.
@@ -505,21 +517,26 @@ impl<O: Into<Object>> FromIterator<O> for State {
 /// Of two objects with one key the later one counts.
 impl<O: Into<Object>> Extend<O> for State {
     fn extend<I: IntoIterator<Item = O>>(&mut self, objects: I) {
-        let before = self.objects.len();
-        self.objects.extend(objects.into_iter().map(Into::into));
+        let mut new: Vec<Object> = objects.into_iter().map(Into::into).collect();
         if !self.of_others.is_empty() {
-            for object in &self.objects[before..] {
+            for object in &new {
                 self.of_others.remove(&object.key());
             }
         }
-        self.objects.sort_by(in_order_of_creation);
-        self.objects.dedup_by(|later, earlier| {
-            let same = later.key() == earlier.key();
-            if same {
-                std::mem::swap(later, earlier);
-            }
-            same
-        });
+        sort(&mut new);
+        // Whoever reads a kernel adds what comes behind all that is there.
+        let behind = match (self.objects.last(), new.first()) {
+            (Some(last), Some(first)) => in_order_of_creation(last, first).is_lt(),
+            _ => true,
+        };
+        if self.objects.is_empty() {
+            self.objects = new;
+        } else {
+            self.objects.append(&mut new);
+        }
+        if !behind {
+            sort(&mut self.objects);
+        }
     }
 }
 

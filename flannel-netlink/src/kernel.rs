@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flannel_core::{Change, Changes, Kernel, KernelError, NexthopIds, Owned, RouteAnswer, State};
 
+use crate::apart::beside;
 use crate::apply::Writer;
 use crate::ask::lookup;
 use crate::changes::Listener;
@@ -114,6 +115,10 @@ impl Kernel for NetlinkKernel {
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
         Ok(Box::new(self.namespace.run(|| Listener::open(self.port))??))
+    }
+
+    fn beside(&self) -> Box<dyn FnOnce() + Send> {
+        Box::new(beside())
     }
 
     fn process(&self, port: u32) -> Option<(Arc<str>, u32)> {

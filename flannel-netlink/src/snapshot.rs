@@ -18,8 +18,8 @@ const EOPNOTSUPP: i32 = 95;
 /// The indexes of links that objects of ours may be on. A link without a name here has none.
 type Names = BTreeMap<u32, LinkName>;
 
-/// The devices of nexthop objects, by id; those without a name in [`Names`] are left out.
-type Nexthops = BTreeMap<u32, LinkName>;
+/// The ids of nexthop objects with their devices, in the order of ids; those without a name in [`Names`] are left out.
+type Nexthops = Vec<(u32, LinkName)>;
 
 pub(crate) fn snapshot(socket: &mut Socket, owned: &Owned) -> Result<State, KernelError> {
     let mut state = State::default();
@@ -170,11 +170,16 @@ fn read_nexthops(
             learn_name(socket, owned, found.index, names)?;
         }
         let Some(link) = names.get(&found.index).copied() else { continue };
-        nexthops.insert(found.id, link);
+        nexthops.push((found.id, link));
         ours.extend(found.object(link).filter(|o| owned.owns_nexthop(o.id, link, found.protocol)));
     }
     state.extend(ours);
+    nexthops.sort_by_key(|(id, _)| *id);
     Ok(nexthops)
+}
+
+fn device(nexthops: &[(u32, LinkName)], id: u32) -> Option<LinkName> {
+    nexthops.binary_search_by_key(&id, |(id, _)| *id).ok().map(|place| nexthops[place].1)
 }
 
 /// The name of a link of others; not that of a foreign device that has the name of one of ours.
@@ -250,7 +255,7 @@ fn dump_routes(
         let route = route?;
         let by = match route.via {
             Via::Gateway { link, .. } | Via::Link(link) => Some(link),
-            Via::Nexthop(id) => nexthops.get(&id).copied(),
+            Via::Nexthop(id) => device(nexthops, id),
             _ => None,
         };
         if !owned.owns_route(&route, by, found.protocol) {

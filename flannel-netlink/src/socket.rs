@@ -5,6 +5,9 @@
 //! here ever waits, and an answer that is not there is an error instead of a hang.
 
 use std::io;
+use std::panic::resume_unwind;
+use std::sync::mpsc::sync_channel;
+use std::thread::Builder;
 
 use flannel_core::KernelError;
 use neli::consts::nl::NlmF;
@@ -12,6 +15,7 @@ use neli::consts::socket::{Msg, NlFamily};
 use neli::socket::NlSocket;
 use neli::utils::Groups;
 
+use crate::apart::beside;
 use crate::wire::{EBADMSG, Message, Messages, messages, outcome};
 
 const EINTR: i32 = 4;
@@ -22,6 +26,10 @@ const ENOBUFS: i32 = 105;
 
 /// The kernel fills at most 32 KiB at a time in a dump; answers and errors are far smaller.
 const RECEIVE_BUFFER: usize = 64 << 10;
+/// A table of so many datagrams at most is not worth a thread.
+const SHORT_TABLE: usize = 4;
+/// So many datagrams of a table are received before the first of them is read.
+const BUFFERS: usize = 3;
 /// How often a request is tried that fails for a passing reason.
 const TRIES: usize = 4;
 /// How often a dump is read that changes while it is read.
@@ -239,7 +247,7 @@ impl Socket {
         self.sequence = sequence.wrapping_add(1);
         self.socket.send(request.ready(0, 1, sequence, NlmF::DUMP), Msg::empty())?;
         let (mut all, mut changed, mut end) = (Vec::new(), false, Ok(()));
-        self.receive_until(|message| {
+        self.receive_table(|message| {
             if message.sequence != sequence {
                 return false;
             }
@@ -267,24 +275,59 @@ impl Socket {
 
     /// Gives messages to `take` until it says that it was the last one.
     fn receive_until(&mut self, mut take: impl FnMut(&Message<'_>) -> bool) -> Result<(), KernelError> {
-        loop {
-            let len = match self.socket.recv(&mut self.buffer, Msg::DONTWAIT | Msg::TRUNC) {
-                Ok((len, _)) => len,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    return Err(KernelError::explained(EBADMSG, "the kernel did not answer"));
-                }
-                Err(error) => return Err(error.into()),
-            };
-            let Some(datagram) = self.buffer.get(..len) else {
-                return Err(KernelError::explained(EMSGSIZE, format!("the kernel's answer has {len} bytes")));
-            };
-            for message in messages(datagram) {
-                if take(&message?) {
-                    return Ok(());
-                }
+        while !self.receive(&mut take)? {}
+        Ok(())
+    }
+
+    /// Gives the messages of one datagram to `take`; true if it said of one that it was the last.
+    fn receive(&mut self, take: &mut impl FnMut(&Message<'_>) -> bool) -> Result<bool, KernelError> {
+        let len = receive_from(&self.socket, &mut self.buffer).map_err(unanswered)?;
+        take_each(&self.buffer, len, take)
+    }
+
+    /// The same as [`receive_until`](Self::receive_until), but the kernel, which makes out each part of a table when it is
+    /// asked for, works on the next part of a long one meanwhile.
+    fn receive_table(&mut self, mut take: impl FnMut(&Message<'_>) -> bool) -> Result<(), KernelError> {
+        for _ in 0..SHORT_TABLE {
+            if self.receive(&mut take)? {
+                return Ok(());
             }
         }
+        let socket = &self.socket;
+        let took: Result<bool, KernelError> = std::thread::scope(|scope| {
+            let (filled, to_take) = sync_channel::<(Box<[u8]>, usize)>(BUFFERS);
+            let (emptied, to_fill) = sync_channel::<Box<[u8]>>(BUFFERS);
+            for _ in 0..BUFFERS {
+                // There is room for all.
+                let _ = emptied.send(vec![0; RECEIVE_BUFFER].into());
+            }
+            let apart = beside();
+            let receiver = Builder::new().spawn_scoped(scope, move || {
+                apart();
+                // Behind the last part there is nothing, or nobody wants it.
+                for mut buffer in to_fill {
+                    let len = receive_from(socket, &mut buffer)?;
+                    if filled.send((buffer, len)).is_err() {
+                        break;
+                    }
+                }
+                io::Result::Ok(())
+            });
+            let Ok(receiver) = receiver else { return Ok(false) };
+            for (buffer, len) in to_take {
+                if take_each(&buffer, len, &mut take)? {
+                    return Ok(true);
+                }
+                // It takes no more if it could not receive: then this was the last that it got.
+                let _ = emptied.send(buffer);
+            }
+            drop(emptied);
+            let received = receiver.join().unwrap_or_else(|panic| resume_unwind(panic));
+            received.map_err(unanswered)?;
+            Ok(false)
+        });
+        // There are no threads any more: slowly, then.
+        if took? { Ok(()) } else { self.receive_until(take) }
     }
 
     /// Throws away what is left of an exchange that failed.
@@ -295,6 +338,39 @@ impl Socket {
             }
         }
     }
+}
+
+/// Fills `buffer` with one datagram and returns its length, which may be more than there is room for.
+fn receive_from(socket: &NlSocket, buffer: &mut [u8]) -> io::Result<usize> {
+    loop {
+        match socket.recv(&mut *buffer, Msg::DONTWAIT | Msg::TRUNC) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            received => return received.map(|(len, _)| len),
+        }
+    }
+}
+
+fn unanswered(error: io::Error) -> KernelError {
+    match error.kind() {
+        io::ErrorKind::WouldBlock => KernelError::explained(EBADMSG, "the kernel did not answer"),
+        _ => error.into(),
+    }
+}
+
+fn take_each(
+    buffer: &[u8],
+    len: usize,
+    take: &mut impl FnMut(&Message<'_>) -> bool,
+) -> Result<bool, KernelError> {
+    let Some(datagram) = buffer.get(..len) else {
+        return Err(KernelError::explained(EMSGSIZE, format!("the kernel's answer has {len} bytes")));
+    };
+    for message in messages(datagram) {
+        if take(&message?) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 fn is_passing<T>(result: &Result<T, KernelError>) -> bool {

@@ -7,8 +7,8 @@
 use std::collections::VecDeque;
 use std::panic::resume_unwind;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SendError, channel, sync_channel};
-use std::thread::Builder;
+use std::sync::mpsc::{Receiver, SendError, SyncSender, TryRecvError, TrySendError, channel, sync_channel};
+use std::thread::{Builder, yield_now};
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -81,6 +81,30 @@ impl Group {
     }
 }
 
+/// `None`: nobody takes it any more. Neither end sleeps: a sleeper is mostly woken on the processor of who wakes it, even if
+/// there is an idle one, and two threads that take turns there take as long as one.
+fn hand_over<T>(to: &SyncSender<T>, mut thing: T) -> Option<()> {
+    loop {
+        match to.try_send(thing) {
+            Ok(()) => return Some(()),
+            Err(TrySendError::Full(back)) => thing = back,
+            Err(TrySendError::Disconnected(_)) => return None,
+        }
+        yield_now();
+    }
+}
+
+/// `None`: nothing more comes.
+fn take_over<T>(from: &Receiver<T>) -> Option<T> {
+    loop {
+        match from.try_recv() {
+            Ok(thing) => return Some(thing),
+            Err(TryRecvError::Empty) => yield_now(),
+            Err(TryRecvError::Disconnected) => return None,
+        }
+    }
+}
+
 fn is_flood(new: usize, all: usize) -> bool {
     new >= FLOOD && 2 * new >= all
 }
@@ -92,7 +116,7 @@ impl Reconciler {
     }
 
     /// This view brings a flood, as far as can be told before the kernel is read and its leases are looked at.
-    pub(crate) fn is_flood(&self, view: &View) -> bool {
+    pub(crate) fn would_flood(&self, view: &View) -> bool {
         !self.is_unread() && is_flood(view.leases.len().saturating_sub(self.leases.len()), view.leases.len())
     }
 
@@ -118,7 +142,9 @@ impl Reconciler {
             let (groups, to_write) = sync_channel(READY);
             let (done, written) = channel();
             // This thread writes: it is awake, and the other one takes a while to be.
+            let apart = kernel.beside();
             let maker = Builder::new().spawn_scoped(scope, || {
+                apart();
                 // What it is to note and to hand over ends with it.
                 let (groups, written) = (groups, written);
                 for _ in 1..ROUND {
@@ -127,7 +153,7 @@ impl Reconciler {
                     }
                     let Some(group) = self.next_group(kernel) else { break };
                     // The writer ends early only if it panicked.
-                    if groups.send(group).is_err() {
+                    if hand_over(&groups, group).is_none() {
                         break;
                     }
                     self.note_all(&written, false)?;
@@ -135,9 +161,11 @@ impl Reconciler {
                 drop(groups);
                 self.note_all(&written, true)
             });
+            // To begin it may need this processor.
+            yield_now();
             // Nobody wants to know the rest once the gate was closed.
             let unnoted = std::iter::once(first)
-                .chain(to_write)
+                .chain(std::iter::from_fn(|| take_over(&to_write)))
                 .map(|group| group.write(kernel, &owned, gate))
                 .try_for_each(|written| done.send(written));
             drop(done);
