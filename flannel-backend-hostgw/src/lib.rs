@@ -2,8 +2,8 @@
 
 use async_trait::async_trait;
 use flannel_core::{
-    Backend, Blueprint, Config, Env, Error, Host, KernelNetwork, Lease, LeaseAttrs, LinkName, Network,
-    Object, Owned, Rejected, Result, Route, State, Via,
+    Backend, Blueprint, Config, Env, Error, ExternalInterface, Host, KernelNetwork, Lease, LeaseAttrs,
+    LinkName, Network, Object, Owned, Rejected, Result, Route, State, Via,
 };
 
 /// The backend type in leases.
@@ -27,12 +27,13 @@ impl Backend for HostGw {
         Ok(Owned { networks, routes_on: [uplink].into(), blackholes: true, ..Owned::default() })
     }
 
-    async fn register(&self, host: &Host, config: &Config) -> Result<Box<dyn Network>> {
+    fn check(&self, config: &Config, iface: Option<&ExternalInterface>) -> Result<()> {
+        let Some(iface) = iface else { return Ok(()) };
         for family in config.networks.families() {
-            let (address, public) = (host.iface.address[family], host.iface.public[family]);
+            let (address, public) = (iface.address[family], iface.public[family]);
             let refuse = |reason| Error::Backend { backend: TYPE.into(), reason };
             let Some(address) = address else {
-                let name = host.iface.name;
+                let name = iface.name;
                 return Err(refuse(format!(
                     "{name} has no {family} address, which the network config enables"
                 )));
@@ -41,10 +42,15 @@ impl Backend for HostGw {
                 return Err(refuse(format!(
                     "the public address {public} is not the address of {} ({address}): peers use it as their \
                      gateway, so it must be on the shared link (NAT needs a tunnel, for example vxlan)",
-                    host.iface.name
+                    iface.name
                 )));
             }
         }
+        Ok(())
+    }
+
+    async fn register(&self, host: &Host, config: &Config) -> Result<Box<dyn Network>> {
+        self.check(config, Some(&host.iface))?;
         let attrs = LeaseAttrs {
             public: flannel_core::Dual::from_fn(|family| {
                 host.iface.address[family].filter(|_| config.networks[family].is_some())

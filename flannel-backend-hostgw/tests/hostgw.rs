@@ -134,4 +134,12 @@ async fn a_public_address_that_is_not_the_interfaces_is_refused() {
     bare.iface.address.v4 = None;
     let error = HostGw.register(&bare, &config).await.unwrap_err().to_string();
     assert!(error.contains("eth0 has no IPv4 address"), "{error}");
+    for iface in [&nat.iface, &bare.iface] {
+        let refused =
+            HostGw.register(&Host { iface: iface.clone(), ..host(&kernel, &subnets) }, &config).await;
+        let judged = HostGw.check(&config, Some(iface)).unwrap_err();
+        assert_eq!(judged.to_string(), refused.unwrap_err().to_string(), "before anything is done");
+    }
+    HostGw.check(&config, Some(&host(&kernel, &subnets).iface)).unwrap();
+    HostGw.check(&config, None).unwrap();
 }

@@ -8,8 +8,8 @@ use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use flannel_core::{
-    Addr, Backend, Blueprint, Config, Dual, Error, Family, Host, KernelNetwork, LeaseAttrs, Link, LinkKind,
-    LinkName, MacAddr, Network, Object, Owned, Result, State, Vxlan, live_view,
+    Addr, Backend, Blueprint, Config, Dual, Error, ExternalInterface, Family, Host, KernelNetwork,
+    LeaseAttrs, Link, LinkKind, LinkName, MacAddr, Network, Object, Owned, Result, State, Vxlan, live_view,
 };
 
 pub use options::Options;
@@ -45,11 +45,23 @@ impl Backend for VxlanBackend {
         })
     }
 
+    fn check(&self, config: &Config, iface: Option<&ExternalInterface>) -> Result<()> {
+        self.devices(config)?;
+        underlay(config, iface)?;
+        let Some(iface) = iface else { return Ok(()) };
+        match config.networks.families().find(|family| iface.address[*family].is_none()) {
+            Some(family) => Err(lacks(iface.name, family)),
+            None => Ok(()),
+        }
+    }
+
     async fn register(&self, host: &Host, config: &Config) -> Result<Box<dyn Network>> {
+        self.check(config, Some(&host.iface))?;
         let options = Options::parse(&config.backend).map_err(|error| refuse(error.to_string()))?;
         let names = self.devices(config)?;
+        let underlay = underlay(config, Some(&host.iface))?.unwrap_or(host.iface.mtu);
         let macs = choose_macs(host, &names, options.vni).await?;
-        let links = names.try_map(|family, name| device(host, &options, family, *name, &macs))?;
+        let links = names.try_map(|family, name| device(host, (&options, underlay), family, *name, &macs))?;
         let mtu = links.values().map(|link| link.mtu).min();
         let mtu = mtu.ok_or_else(|| refuse("the network config enables no family".into()))?;
 
@@ -113,46 +125,58 @@ fn device_name(family: Family, vni: u32) -> Result<LinkName> {
 }
 
 /// What a tunnel header costs, in bytes: outer IP, UDP, VXLAN and inner Ethernet headers.
-const fn overhead(family: Family) -> u32 {
+pub const fn overhead(family: Family) -> u32 {
     match family {
         Family::V4 => 20 + 8 + 8 + 14,
         Family::V6 => 40 + 8 + 8 + 14,
     }
 }
 
-/// The smallest MTU with which the kernel runs a family, in bytes.
-const fn smallest_mtu(family: Family) -> u32 {
-    match family {
-        Family::V4 => 68,
-        Family::V6 => 1280,
+/// What the network between the nodes takes, in bytes, as the config says or else the interface: enough for the
+/// tunnel of every enabled family. `None` if only an interface could tell.
+fn underlay(config: &Config, iface: Option<&ExternalInterface>) -> Result<Option<u32>> {
+    let options = Options::parse(&config.backend).map_err(|error| refuse(error.to_string()))?;
+    let (field, underlay) = match (options.mtu, iface) {
+        (Some(mtu), Some(iface)) if mtu > iface.mtu => {
+            return Err(refuse(format!(
+                "Backend.MTU {mtu}: at most {}, the MTU of {}",
+                iface.mtu, iface.name
+            )));
+        }
+        (Some(mtu), _) => ("Backend.MTU", mtu),
+        (None, Some(iface)) => ("the interface's MTU", iface.mtu),
+        (None, None) => return Ok(None),
+    };
+    let least = |family: &Family| family.least_mtu() + overhead(*family);
+    let neediest = config.networks.families().max_by_key(least);
+    match neediest.filter(|family| underlay < least(family)) {
+        Some(family) => Err(refuse(format!(
+            "{field} {underlay} is too small for {family}: at least {}, its own {} and {} for the tunnel",
+            least(&family),
+            family.least_mtu(),
+            overhead(family)
+        ))),
+        None => Ok(Some(underlay)),
     }
+}
+
+fn lacks(name: LinkName, family: Family) -> Error {
+    refuse(format!("{name} has no {family} address, which the network config enables"))
 }
 
 fn device(
     host: &Host,
-    options: &Options,
+    (options, underlay): (&Options, u32),
     family: Family,
     name: LinkName,
     macs: &Dual<MacAddr>,
 ) -> Result<Link> {
     let iface = &host.iface;
     let (Some(local), Some(mac)) = (iface.address[family], macs[family]) else {
-        let name = iface.name;
-        return Err(refuse(format!("{name} has no {family} address, which the network config enables")));
+        return Err(lacks(iface.name, family));
     };
-    let underlay = options.mtu.unwrap_or(iface.mtu);
-    if underlay > iface.mtu {
-        return Err(refuse(format!(
-            "Backend.MTU {underlay}: at most {}, the MTU of {}",
-            iface.mtu, iface.name
-        )));
-    }
-    let mtu = underlay.checked_sub(overhead(family)).filter(|mtu| *mtu >= smallest_mtu(family));
-    let mtu = mtu.ok_or_else(|| {
-        let least = smallest_mtu(family) + overhead(family);
-        let field = if options.mtu.is_some() { "Backend.MTU" } else { "the interface's MTU" };
-        refuse(format!("{field} {underlay} is too small for {family}: at least {least}"))
-    })?;
+    // It is enough for the family.
+    let mtu = underlay - overhead(family);
     let vxlan = Vxlan {
         vni: options.vni,
         port: options.port,

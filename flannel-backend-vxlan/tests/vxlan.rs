@@ -7,8 +7,8 @@ use std::sync::Arc;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{
-    Backend, Dual, ExternalInterface, Hints, Host, LeaseAttrs, Link, LinkKind, MacAddr, Network, Object,
-    Result, SubnetManager, Vxlan,
+    Backend, Config, Dual, ExternalInterface, Hints, Host, LeaseAttrs, Link, LinkKind, MacAddr, Network,
+    Object, Result, SubnetManager, Vxlan,
 };
 
 const DUAL: &str =
@@ -272,11 +272,25 @@ async fn what_does_not_fit_is_refused_with_the_reason() {
             "flannel-v6.10000 is too long",
         ),
     ] {
-        let error = register(&kernel, &FakeSubnets::with_config(config)).await.unwrap_err().to_string();
+        let subnets = FakeSubnets::with_config(config);
+        let error = register(&kernel, &subnets).await.unwrap_err().to_string();
         assert!(error.contains(says), "{error}");
+        // The same is said before anything is done, and without a node if only the config is wrong.
+        let (config, iface) = (Config::parse(config).unwrap(), host(&kernel, &subnets).iface);
+        assert_eq!(VxlanBackend.check(&config, Some(&iface)).unwrap_err().to_string(), error);
+        let anywhere = VxlanBackend.check(&config, None).map_err(|error| error.to_string());
+        let fits_another = says.contains("the MTU of eth0");
+        assert_eq!(anywhere, if fits_another { Ok(()) } else { Err(error) });
     }
     let subnets = FakeSubnets::with_config(DUAL);
     let mut host = host(&kernel, &subnets);
+    let config = Config::parse(DUAL).unwrap();
+    let small = ExternalInterface { mtu: 1349, ..host.iface.clone() };
+    let error = VxlanBackend.check(&config, Some(&small)).unwrap_err().to_string();
+    assert!(error.contains("the interface's MTU 1349 is too small for IPv6: at least 1350"), "{error}");
+    for iface in [&ExternalInterface { mtu: 1350, ..small }, &host.iface] {
+        VxlanBackend.check(&config, Some(iface)).unwrap();
+    }
     host.iface.address.v6 = None;
     let config = subnets.network_config().await.unwrap();
     let error = VxlanBackend.register(&host, &config).await.unwrap_err().to_string();

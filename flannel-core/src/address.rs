@@ -31,6 +31,16 @@ impl Family {
         }
     }
 
+    /// The smallest MTU with which the kernel runs the family on a device, in bytes.
+    ///
+    /// **Source**: RFC 791 (every module forwards 68 bytes), RFC 8200, section 5.
+    pub const fn least_mtu(self) -> u32 {
+        match self {
+            Self::V4 => 68,
+            Self::V6 => 1280,
+        }
+    }
+
     /// The family of an address.
     pub const fn of(address: IpAddr) -> Self {
         match address {

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::kernel::Owned;
 use crate::lease::{LeaseAttrs, View};
 use crate::name::LinkName;
-use crate::network::{Backend, Ended, Host, Network, NetworkHandle};
+use crate::network::{Backend, Ended, ExternalInterface, Host, Network, NetworkHandle};
 use crate::status::Status;
 
 /// The backend `alloc`: gives this node a subnet and leaves connectivity to others.
@@ -31,6 +31,10 @@ impl Backend for Alloc {
 
     fn owned(&self, _: LinkName, _: &Config) -> Result<Owned> {
         Ok(Owned::default())
+    }
+
+    fn check(&self, _: &Config, _: Option<&ExternalInterface>) -> Result<()> {
+        Ok(())
     }
 
     async fn register(&self, host: &Host, _: &Config) -> Result<Box<dyn Network>> {

@@ -50,7 +50,7 @@ pub struct ExternalInterface {
 ///
 /// ```
 /// use async_trait::async_trait;
-/// use flannel_core::{Backend, Config, Host, LeaseAttrs, LinkName, Network, Owned, Result};
+/// use flannel_core::{Backend, Config, ExternalInterface, Host, LeaseAttrs, LinkName, Network, Owned, Result};
 ///
 /// /// A backend that refuses.
 /// #[derive(Debug)]
@@ -63,6 +63,9 @@ pub struct ExternalInterface {
 ///     }
 ///     fn owned(&self, _: LinkName, _: &Config) -> Result<Owned> {
 ///         Ok(Owned::default())
+///     }
+///     fn check(&self, _: &Config, _: Option<&ExternalInterface>) -> Result<()> {
+///         Ok(())
 ///     }
 ///     async fn register(&self, _: &Host, _: &Config) -> Result<Box<dyn Network>> {
 ///         Err(flannel_core::Error::Backend { backend: "nowhere".into(), reason: "it leads nowhere".into() })
@@ -85,6 +88,14 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// # Errors
     /// The config's backend options are wrong.
     fn owned(&self, uplink: LinkName, config: &Config) -> Result<Owned>;
+
+    /// Judges whether a network can be built from `config`: on the node whose external interface is `iface`, or
+    /// without one as far as every node is alike. What this refuses [`Backend::register`] refuses too, in the same
+    /// words. Pure: a network that runs is given up for another config only after this was asked.
+    ///
+    /// # Errors
+    /// The config's backend options are wrong, or do not fit the enabled families or the interface.
+    fn check(&self, config: &Config, iface: Option<&ExternalInterface>) -> Result<()>;
 
     /// Checks that the network can run here, and acquires this node's lease. Touches nothing in the kernel
     /// but what the lease's attributes must tell truly (a device's MAC address).

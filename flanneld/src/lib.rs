@@ -28,6 +28,7 @@ mod problems;
 mod registry;
 mod report;
 mod run;
+mod site;
 mod sounding;
 mod stale;
 mod state;

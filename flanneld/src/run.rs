@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use flannel_core::{
-    Backend, Config, Ended, Host, Kernel, Lease, LinkName, Network, NetworkHandle, Origin, Owned,
-    SubnetManager, Subnets, View, holder,
+    Backend, Config, Ended, Host, Kernel, Lease, Network, NetworkHandle, Origin, Owned, SubnetManager,
+    Subnets, View,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_subnet::{Mark, SubnetEnv, SubnetEnvError};
@@ -26,6 +26,7 @@ use crate::observe::{Observer, Running};
 use crate::predecessor::Predecessor;
 use crate::preflight::Finding;
 use crate::registry::{Node, Store};
+use crate::site::Site;
 use crate::sounding::respond;
 use crate::stale::StaleManager;
 use crate::state;
@@ -34,6 +35,8 @@ use crate::wait::{Patience, hold, holding, patiently};
 
 /// Between two networks, so that what changes all the time does not keep a core busy.
 const REBUILD_PAUSE: Duration = Duration::from_millis(100);
+/// A config that does not fit this node is judged again so often: what is in its way may go without a word.
+const SECOND_THOUGHT: Duration = Duration::from_secs(10);
 /// So long the subnet file waits for firewall rules, whoever has locked them.
 const RULES: Duration = Duration::from_secs(5);
 
@@ -93,7 +96,7 @@ async fn follow_store(
     let mut held: Option<Lease> = None;
     let mut has_run = false;
     // What the last network was built from.
-    let mut last: Option<(Config, LinkName)> = None;
+    let mut last: Option<Config> = None;
     loop {
         let start = async || {
             let started = start(options, kernel, subnets, state::identity(mark), last.as_ref()).await;
@@ -108,7 +111,7 @@ async fn follow_store(
         };
         let ready = holding(&**subnets, held.as_ref(), build).await?;
         has_run = true;
-        last = Some((ready.config.clone(), ready.chosen.iface.name));
+        last = Some(ready.config.clone());
         held = (!ready.lapsed).then(|| ready.network.handle().lease);
         let reason = run_network(options, &**subnets, ready, predecessor, observer).await?;
         tracing::info!("building the network anew: {reason}");
@@ -136,6 +139,7 @@ struct Ready {
     /// The config comes from the cache.
     cached: bool,
     chosen: Chosen,
+    site: Site,
 }
 
 impl Ready {
@@ -161,17 +165,21 @@ async fn start(
     kernel: &Arc<NetlinkKernel>,
     subnets: &Arc<dyn SubnetManager>,
     identity: String,
-    last: Option<&(Config, LinkName)>,
+    last: Option<&Config>,
 ) -> Result<Ready, Error> {
-    let config = usable_config(&**subnets, last).await?;
+    use flannel_core::Error as Cause;
+
+    let stored = match (subnets.network_config().await, last) {
+        // The last good one stays in force, which the store tells.
+        (Err(Cause::NoConfig { .. } | Cause::Config { .. }), Some(last)) => last.clone(),
+        (stored, _) => stored?,
+    };
     let cached = subnets.store_status().confirmed.is_none();
     let hints = subnets.hints().await?;
-    let chosen = Chosen::choose(kernel, options, &hints, &config).await?;
-    let backend = backends::find(&config.backend.kind)?;
     let views = subnets.watch_leases().await?;
-    if !config.backend.explicit {
-        refuse_implicit_udp(views.clone()).await?;
-    }
+    let site = Site::new(kernel, options, &hints, views.clone());
+    let (config, chosen) = site.usable(stored, last).await?;
+    let backend = backends::find(&config.backend.kind)?;
     let lapsed = hints.lapsed.is_some();
     let host = Host {
         iface: chosen.iface.clone(),
@@ -197,22 +205,7 @@ async fn start(
         iface.reason,
         iface.mtu
     );
-    Ok(Ready { config, backend, network, views, lapsed, cached, chosen })
-}
-
-/// The store's config, or the last one that a network was built from, while there is none or one that cannot be used:
-/// which [`config_to_apply`] and the store tell.
-async fn usable_config(
-    subnets: &dyn SubnetManager,
-    last: Option<&(Config, LinkName)>,
-) -> Result<Config, Error> {
-    use flannel_core::Error as Cause;
-
-    match (subnets.network_config().await, last) {
-        (Ok(config), Some((last, uplink))) if backend_of(&config, *uplink).is_err() => Ok(last.clone()),
-        (Err(Cause::NoConfig { .. } | Cause::Config { .. }), Some((last, _))) => Ok(last.clone()),
-        (config, _) => Ok(config?),
-    }
+    Ok(Ready { config, backend, network, views, lapsed, cached, chosen, site })
 }
 
 /// One network, from its start until something it was built from changes: the reason.
@@ -229,7 +222,7 @@ async fn run_network(
     let running = ready.running(rulebook);
     let responder = respond(running.place(options.control.doctor_port));
     let _running = observer.running(running);
-    let Ready { config, backend, network, views, lapsed, cached, chosen } = ready;
+    let Ready { config, backend, network, views, lapsed, cached, chosen, site } = ready;
     let handle = network.handle();
     let own = handle.lease.subnets;
     let firewall = async {
@@ -259,7 +252,7 @@ async fn run_network(
             ended => Err(Error::Stopped(format!("{ended:?}"))),
         },
         reason = hold => reason,
-        reason = config_to_apply(subnets, &config, cached, uplink, observer) => reason,
+        reason = config_to_apply(subnets, (&config, cached), &site, observer) => reason,
         reason = chosen.changed(&config) => Ok(reason),
         never = firewall => match never? {},
         never = log_status(handle.status.clone()) => match never {},
@@ -313,39 +306,47 @@ async fn look_around(observer: &Observer, mut rules: watch::Receiver<bool>, laps
     std::future::pending().await
 }
 
-/// Waits until the network config is one that the running network can change to. What the cache knew was never
-/// more than a guess, so that anything may follow; but pods do not survive another pod network.
+/// Waits until the network config is one that the running network can change to: nothing that runs is given up for
+/// one from which none can be built here. What the cache knew was never more than a guess, so that anything may
+/// follow; but pods do not survive another pod network.
 async fn config_to_apply(
     subnets: &dyn SubnetManager,
-    used: &Config,
-    cached: bool,
-    uplink: LinkName,
+    (used, cached): (&Config, bool),
+    site: &Site,
     observer: &Observer,
 ) -> Result<String, Error> {
     let mut seen = used.clone();
+    let mut refused: Option<String> = None;
     loop {
-        let now = subnets.config_changed(&seen).await?;
-        let waits = now.networks != used.networks && !cached;
-        let refused = backend_of(&now, uplink).err().filter(|_| !waits);
+        let again = async {
+            match refused {
+                Some(_) => tokio::time::sleep(SECOND_THOUGHT).await,
+                None => std::future::pending().await,
+            }
+        };
+        let news = tokio::select! {
+            now = subnets.config_changed(&seen) => Some(now?),
+            () = again => None,
+        };
+        let told = refused.take().filter(|_| news.is_none());
+        let now = news.unwrap_or(seen);
+        if now != *used {
+            refused = site.judge(&now).await.err().map(|error| error.to_string());
+        }
+        let waits = refused.is_none() && now.networks != used.networks && !cached;
         observer.config_waits(waits.then_some(&now));
-        observer.config_refused(refused.as_ref().map(Error::to_string));
+        observer.config_refused(refused.clone());
         if waits {
             tracing::warn!(
                 "the network config has other networks now, which are used from the next start on"
             );
-        } else if let Some(error) = refused {
+        } else if let Some(error) = refused.as_ref().filter(|error| told.as_ref() != Some(error)) {
             tracing::warn!("the network config was changed, but cannot be used and is not: {error}");
-        } else if now != *used {
+        } else if refused.is_none() && now != *used {
             return Ok("the network config has changed".to_owned());
         }
         seen = now;
     }
-}
-
-/// The backend of a config, if it exists and takes the config's options.
-fn backend_of(config: &Config, uplink: LinkName) -> Result<(), Error> {
-    backends::find(&config.backend.kind)?.owned(uplink, config)?;
-    Ok(())
 }
 
 /// Leases of an earlier run are put in place, and said to be no more than that.
@@ -378,19 +379,6 @@ fn addresses(kernel: &NetlinkKernel, options: &Options) -> Result<Vec<IpAddr>, E
     let interfaces = kernel.interfaces()?;
     let local = interfaces.iter().flat_map(|interface| &interface.addresses).map(|a| a.address);
     Ok(options.public().values().copied().chain(local).collect())
-}
-
-/// The config names no backend: Go flannel runs `udp` then, and its leases have no backend type.
-async fn refuse_implicit_udp(mut views: watch::Receiver<View>) -> Result<(), Error> {
-    let known = |view: &View| !matches!(view.origin, Origin::Cached { written: None });
-    // A watch that is closed says nothing about other nodes.
-    let Ok(view) = views.wait_for(known).await else { return Ok(()) };
-    match view.leases.iter().find(|lease| lease.attrs.backend_type.is_empty()) {
-        Some(lease) => {
-            Err(Error::ImplicitUdp { subnets: lease.subnets.into(), holder: holder(&lease.attrs) })
-        }
-        None => Ok(()),
-    }
 }
 
 fn write_subnet_file(options: &Options, config: &Config, handle: &NetworkHandle) -> Result<(), Error> {

@@ -6,11 +6,10 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::{Config, Dual, ExternalInterface, Family, Hints};
+use flannel_core::{Config, ExternalInterface, Family};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 
-use crate::cli::Options;
 use crate::error::Error;
 
 /// Until the kernel, which could not be watched, is watched again.
@@ -27,11 +26,10 @@ impl Chosen {
     /// Chooses for the networks of `config`.
     pub(crate) async fn choose(
         kernel: &Arc<NetlinkKernel>,
-        options: &Options,
-        hints: &Hints,
+        selectors: Selectors,
         config: &Config,
     ) -> Result<Self, Error> {
-        let (kernel, selectors) = (Arc::clone(kernel), selectors(options, hints));
+        let kernel = Arc::clone(kernel);
         let families: Vec<_> = config.networks.families().collect();
         let choice = tokio::task::spawn_blocking(move || {
             let iface = kernel.external_interface(&selectors, families)?;
@@ -71,14 +69,4 @@ pub(crate) fn addresses_of(iface: &ExternalInterface) -> String {
         _ => address.to_string(),
     };
     iface.address.iter().map(one).collect::<Vec<_>>().join(", ")
-}
-
-fn selectors(options: &Options, hints: &Hints) -> Selectors {
-    let (prescribed, given) = (hints.public, options.public());
-    Selectors {
-        iface: options.iface.clone(),
-        iface_regex: options.iface_regex.clone(),
-        can_reach: options.iface_can_reach,
-        public: Dual::from_fn(|family| prescribed[family].or(given[family])),
-    }
 }

@@ -815,6 +815,50 @@ fn a_config_that_cannot_be_used_stands_in_the_way_of_no_rebuild_and_is_told_unti
     });
 }
 
+/// Nothing that runs is given up for a config from which no network can be built here.
+#[test]
+fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
+    in_netns(|| {
+        uplink();
+        let right = DUAL.replace("KIND", "vxlan");
+        let with = |mtu: u32| DUAL.replace("\"KIND\"", &format!("\"vxlan\",\"MTU\":{mtu}"));
+        let place = Place::new(&right);
+        dual_peer(&place, "vxlan", 7);
+        let daemon = place.start(&[]);
+        daemon.wait_for_log("in sync peers=1");
+        let (before, env) = (data_path(), place.subnet_env());
+        let status = || -> serde_json::Value { serde_json::from_str(&place.ask("/v1/status")).unwrap() };
+        let told = |text: &str| status()["problems"].to_string().contains(text);
+        let say = || format!("{}\n{}", status()["problems"], daemon.log());
+        let peerless = place.leases().join("10.1.0.0-24");
+        for (config, why) in [
+            (with(1300), "Backend.MTU 1300 is too small for IPv6: at least 1350"),
+            (with(9000), "Backend.MTU 9000: at most 1500, the MTU of eth0"),
+            (DUAL.replace(r#","Backend":{"Type":"KIND"}"#, ""), "it names no Backend"),
+        ] {
+            // Go flannel's udp, for the last one.
+            fs::write(&peerless, r#"{"PublicIP":"192.0.2.66","BackendType":"","BackendData":null}"#).unwrap();
+            wait_until(|| told("10.1.0.0-24 is not believed"), say);
+            fs::write(place.registry().join("config"), &config).unwrap();
+            wait_until(|| told("the last good one stays in force") && told(why), say);
+            assert_eq!(status()["ready"], true, "{}", say());
+            assert_eq!((data_path(), place.subnet_env()), (before.clone(), env.clone()), "{why}");
+            fs::write(place.registry().join("config"), &right).unwrap();
+            wait_until(|| !told("stays in force"), say);
+        }
+        fs::remove_file(&peerless).unwrap();
+        assert!(!daemon.log().contains("building the network anew"), "{}", daemon.log());
+
+        // The node comes to fit.
+        fs::write(place.registry().join("config"), with(8000)).unwrap();
+        wait_until(|| told("Backend.MTU 8000: at most 1500"), say);
+        ip("link set wire mtu 9000");
+        ip("link set eth0 mtu 9000");
+        wait_until(|| place.subnet_env().contains("FLANNEL_MTU=7930\n"), say);
+        wait_until(|| !told("stays in force"), say);
+    });
+}
+
 #[test]
 fn the_lease_is_held_while_the_network_cannot_be_built_anew() {
     in_netns(|| {

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use flannel_core::{
-    Backend, Blueprint, Config, Error, Host, KernelNetwork, LeaseAttrs, LinkName, Network, Owned, Rejected,
-    Result, Route, State, SubnetManager, Via,
+    Backend, Blueprint, Config, Error, ExternalInterface, Host, KernelNetwork, LeaseAttrs, LinkName, Network,
+    Owned, Rejected, Result, Route, State, SubnetManager, Via,
 };
 use flannel_netlink::{NetlinkKernel, iface::Selectors};
 use flannel_subnet::{Identity, LocalManager, Mark, MemoryRegistry, Registry};
@@ -26,13 +26,12 @@ impl Backend for Hub {
         Ok(Owned { networks, routes_on: [uplink].into(), ..Owned::default() })
     }
 
+    fn check(&self, config: &Config, _: Option<&ExternalInterface>) -> Result<()> {
+        router(config).map(drop)
+    }
+
     async fn register(&self, host: &Host, config: &Config) -> Result<Box<dyn Network>> {
-        let refuse = |reason: String| Error::Backend { backend: "hub".into(), reason };
-        let fields = config.backend.fields().map_err(|error| refuse(error.to_string()))?;
-        let router =
-            fields.parsed::<IpAddr>("Router", "the router's address").map_err(|e| refuse(e.to_string()))?;
-        let router =
-            router.ok_or_else(|| refuse("Backend.Router is missing: name the router's address".into()))?;
+        let router = router(config)?;
         let attrs =
             LeaseAttrs { public: host.iface.public, backend_type: "hub".into(), ..LeaseAttrs::default() };
         let link = host.iface.name;
@@ -53,6 +52,14 @@ impl Backend for Hub {
         };
         Ok(Box::new(KernelNetwork::new(host.kernel.clone(), blueprint)))
     }
+}
+
+/// The option `Router`.
+fn router(config: &Config) -> Result<IpAddr> {
+    let refuse = |reason: String| Error::Backend { backend: "hub".into(), reason };
+    let fields = config.backend.fields().map_err(|error| refuse(error.to_string()))?;
+    let router = fields.parsed("Router", "the router's address").map_err(|e| refuse(e.to_string()))?;
+    router.ok_or_else(|| refuse("Backend.Router is missing: name the router's address".into()))
 }
 
 fn main() -> anyhow::Result<()> {

@@ -1,0 +1,85 @@
+//! Where a network is to be built: whether a config fits, and by which interface.
+//!
+//! The one thing to know: a config is judged here before anything is given up for it, with the very checks by which a
+//! network is built from it.
+
+use std::sync::Arc;
+
+use flannel_core::{Config, Dual, Hints, Origin, View, holder};
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::iface::Selectors;
+use tokio::sync::watch;
+
+use crate::backends;
+use crate::cli::Options;
+use crate::error::Error;
+use crate::uplink::Chosen;
+
+/// This node, and what is known of the others.
+#[derive(Debug)]
+pub(crate) struct Site {
+    kernel: Arc<NetlinkKernel>,
+    selectors: Selectors,
+    views: watch::Receiver<View>,
+}
+
+impl Site {
+    pub(crate) fn new(
+        kernel: &Arc<NetlinkKernel>,
+        options: &Options,
+        hints: &Hints,
+        views: watch::Receiver<View>,
+    ) -> Self {
+        let (prescribed, given) = (hints.public, options.public());
+        let selectors = Selectors {
+            iface: options.iface.clone(),
+            iface_regex: options.iface_regex.clone(),
+            can_reach: options.iface_can_reach,
+            public: Dual::from_fn(|family| prescribed[family].or(given[family])),
+        };
+        Self { kernel: Arc::clone(kernel), selectors, views }
+    }
+
+    /// The interface by which a network can be built from `config`.
+    ///
+    /// # Errors
+    /// None can be built here.
+    pub(crate) async fn judge(&self, config: &Config) -> Result<Chosen, Error> {
+        let backend = backends::find(&config.backend.kind)?;
+        let chosen = Chosen::choose(&self.kernel, self.selectors.clone(), config).await?;
+        backend.check(config, Some(&chosen.iface))?;
+        if !config.backend.explicit {
+            refuse_implicit_udp(self.views.clone()).await?;
+        }
+        Ok(chosen)
+    }
+
+    /// `config` and its interface; or where it does not fit, those of the last config that a network was built from:
+    /// the running network tells why.
+    ///
+    /// # Errors
+    /// Neither can be used.
+    pub(crate) async fn usable(
+        &self,
+        config: Config,
+        last: Option<&Config>,
+    ) -> Result<(Config, Chosen), Error> {
+        match (self.judge(&config).await, last) {
+            (Err(_), Some(last)) => Ok((last.clone(), self.judge(last).await?)),
+            (judged, _) => Ok((config, judged?)),
+        }
+    }
+}
+
+/// The config names no backend: Go flannel runs `udp` then, and its leases have no backend type.
+async fn refuse_implicit_udp(mut views: watch::Receiver<View>) -> Result<(), Error> {
+    let known = |view: &View| !matches!(view.origin, Origin::Cached { written: None });
+    // A watch that is closed says nothing about other nodes.
+    let Ok(view) = views.wait_for(known).await else { return Ok(()) };
+    match view.leases.iter().find(|lease| lease.attrs.backend_type.is_empty()) {
+        Some(lease) => {
+            Err(Error::ImplicitUdp { subnets: lease.subnets.into(), holder: holder(&lease.attrs) })
+        }
+        None => Ok(()),
+    }
+}
