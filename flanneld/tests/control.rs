@@ -540,6 +540,19 @@ fn config_and_leases_are_managed_without_a_daemon() {
     in_netns(|| {
         let place = Place::new(None);
         let file = place.path("config.json");
+        // A store that is not there, perhaps since it is not mounted, is made by nobody who only looks.
+        fs::remove_dir_all(place.registry()).unwrap();
+        let reserve = ["lease", "reserve", "10.1.9.0/24", "--public-ip", "192.0.2.9"];
+        for args in
+            [&["config", "check"][..], &["config", "patch", "{}"], &["lease", "list"], &reserve, &["peers"]]
+        {
+            let (_, text) = place.fails(args);
+            assert!(text.contains(&place.registry().display().to_string()), "{text}");
+            assert!(text.contains("No such file or directory"), "{text}");
+        }
+        let (code, text) = place.fails(&["doctor"]);
+        assert!(code == 1 && text.contains("does not answer") && text.contains("mend: mount "), "{text}");
+        assert!(!place.registry().exists());
         fs::write(&file, r#"{"Network":"10.1.0.0/33"}"#).unwrap();
         let (code, text) = place.fails(&["config", "check", &file]);
         assert!(code == 1 && text.contains("field Network"), "{text}");

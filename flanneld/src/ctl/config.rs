@@ -4,9 +4,12 @@ use std::fmt::Display;
 use std::io::Read;
 use std::path::Path;
 
-use flannel_core::{Config, Error, LinkName};
+use flannel_core::{Config, Error};
 use flannel_subnet::{ConfigText, Registry};
-use serde_json::{Map, Value, json};
+use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
+use serde::{Serialize, Serializer};
+use serde_json::json;
+use serde_json::value::RawValue;
 
 use super::options::{ConfigVerb, Global};
 use super::paper::{Ink, Paper};
@@ -28,7 +31,7 @@ pub(crate) async fn config(global: &Global, paper: &Paper, verb: &ConfigVerb) ->
         ConfigVerb::Set { file } => {
             let text = read(file)?;
             check(&text)?;
-            let registry = global.open_registry().await?;
+            let registry = global.make_registry().await?;
             let seen = match registry.config().await {
                 Ok(seen) => Some(seen),
                 Err(Error::NoConfig { .. }) => None,
@@ -71,34 +74,82 @@ async fn write(
 }
 
 /// A config with some fields changed.
+///
+/// # Errors
+/// The patch is no JSON object, what it is for is none, or the config is wrong by it.
 fn patched(seen: &ConfigText, patch: &str) -> Result<String> {
     let wrong = |what: &str, why: &dyn Display| {
         Failure::Refused(format!(
             "{what} is no JSON object, such as {{\"Backend\": {{\"MTU\": 1400}}}}: {why}"
         ))
     };
-    let patch: Map<String, Value> = serde_json::from_str(patch).map_err(|error| wrong("PATCH", &error))?;
-    let mut config: Map<String, Value> =
+    let patch: Members = serde_json::from_str(patch).map_err(|error| wrong("PATCH", &error))?;
+    let mut config: Members =
         serde_json::from_str(&seen.text).map_err(|error| wrong(&seen.location, &error))?;
-    merge(&mut config, patch);
-    Ok(Value::from(config).to_string())
+    merge(&mut config, patch).map_err(|error| wrong("PATCH", &error))?;
+    let text = serde_json::to_string(&config).map_err(|error| wrong("PATCH", &error))?;
+    match (judge(&text), judge(&seen.text)) {
+        (Err(error), Err(before)) if error == before => {
+            Err(Failure::Refused(format!("{}: {error}, with PATCH as without it", seen.location)))
+        }
+        (Err(error), _) => Err(Failure::Refused(format!("PATCH: {error}"))),
+        (Ok(_), _) => Ok(text),
+    }
 }
 
-/// **Source**: RFC 7396. Names are found in any case, as those of a network config are.
-fn merge(into: &mut Map<String, Value>, patch: Map<String, Value>) {
-    for (name, value) in patch {
-        let known = into.keys().find(|known| known.eq_ignore_ascii_case(&name)).cloned();
-        let name = known.unwrap_or(name);
-        match (value, into.get_mut(&name)) {
-            (Value::Null, _) => drop(into.remove(&name)),
-            (Value::Object(patch), Some(Value::Object(there))) => merge(there, patch),
-            (Value::Object(patch), _) => {
-                let mut fresh = Map::new();
-                merge(&mut fresh, patch);
-                into.insert(name, fresh.into());
-            }
-            (value, _) => drop(into.insert(name, value)),
+/// **Source**: RFC 7396. Names are the same in any case, as whoever reads a network config takes them.
+fn merge(into: &mut Members, patch: Members) -> serde_json::Result<()> {
+    for (name, value) in patch.0 {
+        let is_it = |(known, _): &(String, _)| known.eq_ignore_ascii_case(&name);
+        // Of several the last one counts, for those who read it too.
+        let last = into.0.iter().rposition(is_it);
+        let at = into.0[..last.unwrap_or(into.0.len())].iter().filter(|member| !is_it(member)).count();
+        let there = last.map(|last| into.0.remove(last));
+        into.0.retain(|member| !is_it(member));
+        if value.get() != "null" {
+            let value = replaced(there.as_ref().map(|(_, value)| &**value), value)?;
+            into.0.insert(at, (there.map_or(name, |(known, _)| known), value));
         }
+    }
+    Ok(())
+}
+
+/// A value with a patch's in its place: an object has its members patched.
+fn replaced(there: Option<&RawValue>, patch: Box<RawValue>) -> serde_json::Result<Box<RawValue>> {
+    let Ok(members) = serde_json::from_str::<Members>(patch.get()) else { return Ok(patch) };
+    let mut object: Members =
+        there.and_then(|there| serde_json::from_str(there.get()).ok()).unwrap_or_default();
+    merge(&mut object, members)?;
+    serde_json::value::to_raw_value(&object)
+}
+
+/// A JSON object as it is written: in its order, with whatever is in it twice.
+#[derive(Debug, Default)]
+struct Members(Vec<(String, Box<RawValue>)>);
+
+impl<'de> Deserialize<'de> for Members {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Read;
+        impl<'de> Visitor<'de> for Read {
+            type Value = Members;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("an object")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Members, A::Error> {
+                let mut members = Vec::new();
+                while let Some(member) = map.next_entry()? {
+                    members.push(member);
+                }
+                Ok(Members(members))
+            }
+        }
+        deserializer.deserialize_map(Read)
+    }
+}
+
+impl Serialize for Members {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(name, value)| (name, value)))
     }
 }
 
@@ -121,12 +172,16 @@ fn read(file: &Path) -> Result<ConfigText> {
     Ok(ConfigText { location, text })
 }
 
-/// As a daemon would: the config, then the backend's options.
+/// As a daemon would, as far as that can be told without its node.
 fn check(text: &ConfigText) -> Result<Config> {
-    let wrong = |source| Error::Config { location: text.location.clone(), source };
-    let config = Config::parse(&text.text).map_err(wrong)?;
-    let any: LinkName = "lo".parse().expect("it is a name that a link can have");
-    backends::find(&config.backend.kind)?.owned(any, &config)?;
+    judge(&text.text).map_err(|error| Failure::Refused(format!("{}: {error}", text.location)))
+}
+
+/// The config, then the backend's options and whether they do for the enabled families.
+fn judge(text: &str) -> std::result::Result<Config, String> {
+    let config = Config::parse(text).map_err(|error| error.to_string())?;
+    let backend = backends::find(&config.backend.kind).map_err(|error| error.to_string())?;
+    backend.check(&config, None).map_err(|error| error.to_string())?;
     Ok(config)
 }
 
@@ -180,15 +235,15 @@ mod tests {
         for (patch, expected) in [
             (
                 r#"{"Backend":{"MTU":1400}}"#,
-                r#"{"Backend":{"Type":"vxlan","VNI":7,"mtu":1400},"Mine":[1],"network":"10.1.0.0/16"}"#,
+                r#"{"network":"10.1.0.0/16","Backend":{"Type":"vxlan","mtu":1400,"VNI":7},"Mine":[1]}"#,
             ),
             (
                 r#"{"backend":{"vni":null},"mine":null}"#,
-                r#"{"Backend":{"Type":"vxlan","mtu":1450},"network":"10.1.0.0/16"}"#,
+                r#"{"network":"10.1.0.0/16","Backend":{"Type":"vxlan","mtu":1450}}"#,
             ),
             (
                 r#"{"Mine":{"a":{"b":null,"c":1}}}"#,
-                r#"{"Backend":{"Type":"vxlan","VNI":7,"mtu":1450},"Mine":{"a":{"c":1}},"network":"10.1.0.0/16"}"#,
+                r#"{"network":"10.1.0.0/16","Backend":{"Type": "vxlan", "mtu": 1450, "VNI": 7},"Mine":{"a":{"c":1}}}"#,
             ),
         ] {
             assert_eq!(patched(&seen, patch).unwrap(), expected, "{patch}");
@@ -200,5 +255,60 @@ mod tests {
             let error = patched(seen, patch).unwrap_err().to_string();
             assert!(error.starts_with(part) && error.contains("\"MTU\": 1400"), "{error}");
         }
+    }
+
+    #[test]
+    fn names_that_differ_in_case_are_one_field_and_the_last_one_counts() {
+        let mtu = |text: &str| {
+            flannel_backend_vxlan::Options::parse(&Config::parse(text).unwrap().backend).unwrap().mtu
+        };
+        for backend in [
+            r#"{"Type":"vxlan","MTU":1450,"mtu":1430}"#,
+            r#"{"Type":"vxlan","mtu":1450,"MTU":1430}"#,
+            r#"{"Type":"vxlan","MTU":1450,"MTU":1430}"#,
+        ] {
+            let text =
+                format!(r#"{{"Network":"10.1.0.0/16","backend":{{"Type":"host-gw"}},"Backend":{backend}}}"#);
+            let seen = ConfigText { location: "here".into(), text };
+            assert_eq!(mtu(&seen.text), Some(1430));
+            let of = |patch: &str| mtu(&patched(&seen, patch).unwrap());
+            assert_eq!(of(r#"{"BACKEND":{"Mtu":1400}}"#), Some(1400), "{backend}");
+            assert_eq!(of(r#"{"BACKEND":{"Mtu":1400,"mTU":1399}}"#), Some(1399), "{backend}");
+            assert_eq!(of(r#"{"Backend":{"mTU":null}}"#), None, "{backend}");
+            assert_eq!(
+                of(r#"{"Backend":{"VNI":7}}"#),
+                Some(1430),
+                "what is not named means what it meant: {backend}"
+            );
+            assert_eq!(of(r#"{"EnableNFTables":true}"#), Some(1430), "{backend}");
+        }
+    }
+
+    #[test]
+    fn an_error_names_who_is_wrong() {
+        let seen = |text: &str| ConfigText { location: "here".into(), text: text.into() };
+        let right = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
+        let dual = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
+        let wrong = r#"{"Network":"10.1.0.0/33","Backend":{"Type":"vxlan"}}"#;
+        for (text, patch, parts) in [
+            (right, r#"{"Backend":{"VNI":0}}"#, ["PATCH: ", "field Backend.VNI: 0"]),
+            (right, r#"{"Network":"10.1.0.0/40"}"#, ["PATCH: ", "field Network"]),
+            (right, r#"{"Backend":{"Type":"vlxan"}}"#, ["PATCH: ", "\"vlxan\""]),
+            (
+                dual,
+                r#"{"Backend":{"MTU":1349}}"#,
+                ["PATCH: ", "Backend.MTU 1349 is too small for IPv6: at least 1350"],
+            ),
+            (wrong, r#"{"Network":"10.1.0.0/40"}"#, ["PATCH: ", "10.1.0.0/40"]),
+            (wrong, r#"{"Backend":{"MTU":1400}}"#, ["here: ", "with PATCH as without it"]),
+        ] {
+            let error = patched(&seen(text), patch).unwrap_err().to_string();
+            assert!(error.starts_with(parts[0]) && error.contains(parts[1]), "{error}");
+        }
+        assert!(patched(&seen(wrong), r#"{"Network":"10.1.0.0/16"}"#).is_ok());
+        assert!(patched(&seen(dual), r#"{"Backend":{"MTU":1350}}"#).is_ok());
+        let error =
+            check(&seen(&dual.replace(r#""vxlan""#, r#""vxlan","MTU":1300"#))).unwrap_err().to_string();
+        assert!(error.starts_with("here: ") && error.contains("at least 1350"), "{error}");
     }
 }

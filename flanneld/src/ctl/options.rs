@@ -83,8 +83,21 @@ impl Global {
         control::socket(self.control_socket.as_deref(), &self.subnet_file)
     }
 
-    /// Opens the store.
+    /// Opens a store that is there. To look makes none: an empty one, made where a directory is not mounted, would
+    /// order every daemon of the machine to stop.
     pub(crate) async fn open_registry(&self) -> Result<Arc<dyn Registry>> {
+        if let Some(RegistryUrl::Dir(location)) = &self.registry {
+            let broken = |source: std::io::Error| flannel_core::Error::Store {
+                store: format!("dir:{}", location.path.display()),
+                source: source.into(),
+            };
+            std::fs::metadata(&location.path).map_err(broken)?;
+        }
+        self.make_registry().await
+    }
+
+    /// Opens the store, a new one if there is none.
+    pub(crate) async fn make_registry(&self) -> Result<Arc<dyn Registry>> {
         let missing =
             || Failure::Refused("--registry names no store; for example dir:/etc/flannel/network".into());
         let url = self.registry.as_ref().ok_or_else(missing)?;
