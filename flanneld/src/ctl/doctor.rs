@@ -8,12 +8,13 @@ mod device;
 mod echo;
 mod ground;
 mod judge;
+mod mtu;
 mod peers;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
-use flannel_core::Family;
+use flannel_core::{Family, RouteAnswer};
 use serde::Serialize;
 use serde_json::json;
 
@@ -31,6 +32,7 @@ use asked::{Asked, ask};
 use device::Devices;
 use ground::Ground;
 use judge::{Answers, judge};
+use mtu::{Fault, narrowest, settle};
 use peers::{AddressReport, EchoReport, Question, SoundingReport, Target};
 
 /// So many findings of one check are told one by one.
@@ -70,25 +72,26 @@ struct FamilyReport {
 #[derive(Debug, Default)]
 struct Diagnosis {
     layers: Vec<Layer>,
-    findings: Vec<Finding>,
+    faults: Vec<Fault>,
     peers: Vec<PeerReport>,
 }
 
 impl Diagnosis {
     /// A layer, with what is wrong there.
-    fn layer(&mut self, layer: &'static str, text: impl Into<String>, findings: Vec<Finding>) {
-        let state = if findings.is_empty() { "ok" } else { "finding" };
+    fn layer(&mut self, layer: &'static str, text: impl Into<String>, faults: Vec<Fault>) {
+        let state = if faults.is_empty() { "ok" } else { "finding" };
         self.layers.push(Layer { layer, state, text: text.into() });
-        self.findings.extend(findings);
+        self.faults.extend(faults);
     }
 
     /// What of this host stands in the way, as far as it could be looked at.
     fn host(&mut self, look: Look) {
         let Look { findings, unread } = look;
-        if !findings.is_empty() {
-            self.layer("host", "something stands in the way", findings);
+        let faults: Vec<Fault> = findings.into_iter().map(Fault::from).collect();
+        if !faults.is_empty() {
+            self.layer("host", "something stands in the way", faults);
         } else if unread.is_empty() {
-            self.layer("host", "nothing stands in the way", findings);
+            self.layer("host", "nothing stands in the way", faults);
         }
         if !unread.is_empty() {
             self.unknown("host", unread.join(", "));
@@ -118,13 +121,15 @@ pub(crate) async fn doctor(
     };
     let devices = look_at_devices(&ground, &mut diagnosis).await;
     look_at_peers(client, &ground, &devices, flags, &mut diagnosis).await;
-    let Diagnosis { layers, findings, peers } = &mut diagnosis;
-    hints::say(findings, ground.store.as_deref());
-    findings.sort_by_key(|finding| !finding.is_error());
+    let faults = std::mem::take(&mut diagnosis.faults);
+    let mut found = settle(faults, &devices, &ground.families());
+    hints::say(&mut found, ground.store.as_deref());
+    found.sort_by_key(|finding| !finding.is_error());
+    let Diagnosis { layers, peers, .. } = &diagnosis;
     let value = json!({
-        "version": VERSION, "ok": findings.is_empty(), "findings": findings, "layers": layers, "peers": peers,
+        "version": VERSION, "ok": found.is_empty(), "findings": found, "layers": layers, "peers": peers,
     });
-    Ok(Said { text: page(&diagnosis, paper), value, ok: diagnosis.findings.is_empty() })
+    Ok(Said { text: page(&diagnosis, &found, paper), value, ok: found.is_empty() })
 }
 
 async fn look_at_devices(ground: &Ground, diagnosis: &mut Diagnosis) -> Devices {
@@ -181,26 +186,28 @@ async fn look_at_peers(
             shadowed.insert(target.key.clone(), finding);
         }
     }
-    let questions: Vec<(&Target, Vec<Question>)> =
-        targets.iter().map(|target| (*target, target.questions(devices))).collect();
+    let mut questions: Vec<(&Target, Vec<Question>)> = Vec::new();
+    for target in targets {
+        questions.push((target, questions_to(target, devices).await));
+    }
     let (asked, mute) = match ask(&questions, flags.doctor_port).await {
         Ok(asked) => asked,
         Err(why) => {
-            diagnosis.findings.extend(bounded(shadowed.into_values().collect()));
+            diagnosis.faults.extend(bounded(shadowed.into_values().map(Fault::from).collect()));
             return diagnosis.unknown("peers", why);
         }
     };
     let mut found = Vec::new();
     let mut asked = asked.into_iter();
     for (target, questions) in &questions {
-        let (report, faults) = hear(target, questions, &mut asked, devices.port());
+        let (report, faults) = hear(target, questions, &mut asked, devices);
         diagnosis.peers.push(report);
         // A route that leads elsewhere explains what is not answered.
-        found.extend(shadowed.remove(&target.key).map_or(faults, |finding| vec![finding]));
+        found.extend(shadowed.remove(&target.key).map_or(faults, |finding| vec![finding.into()]));
     }
-    let text = match all == targets.len() {
+    let text = match all == questions.len() {
         true => format!("{all} asked"),
-        false => format!("{} of {all} asked: --peers {all} asks all", targets.len()),
+        false => format!("{} of {all} asked: --peers {all} asks all", questions.len()),
     };
     diagnosis.layer("peers", text, bounded(found));
     if let Some(why) = mute {
@@ -208,13 +215,40 @@ async fn look_at_peers(
     }
 }
 
+/// What is to be asked of a peer, by the way that packets to it take.
+async fn questions_to(target: &Target, devices: &Devices) -> Vec<Question> {
+    let mut questions = target.questions(devices);
+    for question in &mut questions {
+        if let Some((address, _)) = question.tunnel
+            && let Some(answer) = way(address).await
+            && is_direct(devices, target, address, &answer)
+        {
+            *question = question.clone().direct(devices);
+        }
+    }
+    questions
+}
+
+/// Where the kernel sends packets for an address, if it can be asked.
+async fn way(address: IpAddr) -> Option<RouteAnswer> {
+    lookup(super::offline::kernel().ok()?, address).await.ok()
+}
+
+/// Whether it sends them straight to the peer, as DirectRouting does.
+fn is_direct(devices: &Devices, target: &Target, address: IpAddr, answer: &RouteAnswer) -> bool {
+    answer.link.is_some()
+        && answer.link == devices.uplink
+        && answer.gateway.is_some()
+        && answer.gateway == target.public[Family::of(address)]
+}
+
 /// Takes one peer's answers.
 fn hear(
     target: &Target,
     questions: &[Question],
     asked: &mut impl Iterator<Item = Asked>,
-    port: Option<u16>,
-) -> (PeerReport, Vec<Finding>) {
+    devices: &Devices,
+) -> (PeerReport, Vec<Fault>) {
     let (mut echoes, mut faults) = (Vec::new(), Vec::new());
     for (question, Asked { echoes: answered, sounding, passes }) in questions.iter().zip(asked) {
         let mut answered = answered.into_iter();
@@ -232,7 +266,7 @@ fn hear(
         let segments = sounding.segments.as_ref().map(SoundingReport::new);
         let noticed = sounding.noticed;
         let answers = Answers { tunnel: tunnel.1, public: public.1, sounding, passes };
-        faults.extend(judge(&target.key, question, &answers, port));
+        faults.extend(judge(&target.key, question, &answers, devices));
         let family = question.family.to_string();
         echoes.push(FamilyReport { family, tunnel: tunnel.0, public: public.0, segments, noticed });
     }
@@ -270,45 +304,42 @@ async fn route_fault(
 
 /// The same without a daemon that knows its objects: as far as the device tells.
 async fn wrong_way(devices: &Devices, target: &Target, address: IpAddr) -> Option<String> {
-    let answer = lookup(super::offline::kernel().ok()?, address).await.ok()?;
+    let answer = way(address).await?;
     let wanted = match devices.tunnels[Family::of(address)] {
         Some(tunnel) if target.backend == "vxlan" => tunnel,
         _ => devices.uplink?,
     };
     match answer.link {
         None => Some(format!("there is no way to {address} of {}", target.key)),
-        // DirectRouting takes the external interface.
-        Some(link)
-            if link == wanted
-                || (Some(link) == devices.uplink && answer.gateway == target.public[Family::of(address)]) =>
-        {
-            None
-        }
+        Some(link) if link == wanted || is_direct(devices, target, address, &answer) => None,
         Some(link) => {
             Some(format!("packets for {address} of {} go by {link} instead of {wanted}", target.key))
         }
     }
 }
 
-/// Many findings of one check are one with the number of the others.
-fn bounded(mut findings: Vec<Finding>) -> Vec<Finding> {
-    let mut counts: BTreeMap<String, usize> = BTreeMap::new();
-    findings.retain(|finding| {
-        let count = counts.entry(finding.check.clone()).or_default();
+/// Many faults of one check are one with the number of the others, of whom the narrowest counts.
+fn bounded(faults: Vec<Fault>) -> Vec<Fault> {
+    let mut kinds: BTreeMap<String, Vec<Fault>> = BTreeMap::new();
+    let (mut few, mut told) = (Vec::new(), BTreeMap::<String, usize>::new());
+    for fault in faults {
+        let count = told.entry(fault.finding.check.clone()).or_default();
         *count += 1;
-        *count <= MOST
-    });
-    for (check, count) in counts.into_iter().filter(|(_, count)| *count > MOST) {
-        findings.push(Finding::error(
-            &check,
-            format!("the same of {} more peers: --json lists them", count - MOST),
-        ));
+        match *count <= MOST {
+            true => few.push(fault),
+            false => kinds.entry(fault.finding.check.clone()).or_default().push(fault),
+        }
     }
-    findings
+    for (check, more) in kinds {
+        let text = format!("the same of {} more peers: --json lists them", more.len());
+        let narrow = narrowest(more.iter().filter_map(|fault| fault.narrow));
+        few.push(Fault { finding: Finding::error(&check, text), narrow });
+    }
+    few
 }
 
-fn page(diagnosis: &Diagnosis, paper: &Paper) -> String {
-    let Diagnosis { layers, findings: found, peers } = diagnosis;
+fn page(diagnosis: &Diagnosis, found: &[Finding], paper: &Paper) -> String {
+    let Diagnosis { layers, peers, .. } = diagnosis;
     let verdict = match (found.len(), found.iter().filter(|finding| finding.is_error()).count()) {
         (0, _) => paper.ink(Ink::Good, "NOTHING IS WRONG"),
         (all, errors) => {
@@ -362,6 +393,7 @@ mod tests {
     use std::time::Duration;
 
     use super::echo::Answer;
+    use super::mtu::Narrow;
     use super::*;
     use crate::ctl::paper::tests::looks;
     use crate::sounding::{Passage, Sounded, Sounding};
@@ -373,7 +405,7 @@ mod tests {
         let text = "rp_filter of flannel.1 is strict: packets that come another way than their answers would go are dropped";
         let strict =
             Finding::warning("rp-filter", text).mend("sysctl -w net.ipv4.conf.flannel/1.rp_filter=2");
-        diagnosis.layer("host", "something stands in the way", vec![strict]);
+        diagnosis.layer("host", "something stands in the way", vec![strict.into()]);
         diagnosis.unknown("device", "without a network config nobody knows which there should be");
         let target = Target {
             key: "10.1.7.0-24".into(),
@@ -400,10 +432,11 @@ mod tests {
             Sounded { there: passage(5592), back: passage(0), segment: 1398, mtu: 1450, heard: 1450 };
         let sounding = Sounding { noticed: 1450, segments: Some(sounded) };
         let answered = Asked { echoes, sounding, passes: Some(1350) };
-        let (report, faults) = hear(&target, &asked, &mut [answered].into_iter(), Some(8472));
+        let (report, faults) = hear(&target, &asked, &mut [answered].into_iter(), &devices);
         diagnosis.peers.push(report);
         diagnosis.layer("peers", "1 asked", faults);
-        looks("doctor", |paper| page(&diagnosis, paper));
+        let found = settle(diagnosis.faults.clone(), &devices, &[Family::V4]);
+        looks("doctor", |paper| page(&diagnosis, &found, paper));
     }
 
     #[test]
@@ -443,17 +476,25 @@ mod tests {
             Asked { echoes, sounding: Sounding { noticed: 1430, segments: Some(sounded) }, passes: None }
         };
         let answered: Vec<Asked> = questions.iter().map(answered).collect();
-        let (report, faults) = hear(&target, &questions, &mut answered.into_iter(), Some(8472));
+        let (report, faults) = hear(&target, &questions, &mut answered.into_iter(), &devices);
         diagnosis.peers.push(report);
         diagnosis.layer("peers", "1 asked", faults);
-        looks("doctor_healthy", |paper| page(&diagnosis, paper));
+        assert_eq!(diagnosis.faults, []);
+        looks("doctor_healthy", |paper| page(&diagnosis, &[], paper));
     }
 
     #[test]
     fn many_findings_of_a_kind_are_counted() {
-        let all = (0..9).map(|n| Finding::error("peer", format!("{n}"))).collect();
+        let to = IpAddr::from([192, 0, 2, 7]);
+        let narrow = |n: u32| Narrow::Way { to, takes: Some(1409 - n) };
+        let all = (0..9).map(|n| Fault::new(Finding::error("peer", format!("{n}")), narrow(n))).collect();
         let found = bounded(all);
         assert_eq!(found.len(), MOST + 1);
-        assert!(found[MOST].text.starts_with("the same of 4 more peers"), "{found:?}");
+        assert!(found[MOST].finding.text.starts_with("the same of 4 more peers"), "{found:?}");
+        assert_eq!(
+            found[MOST].narrow,
+            Some(narrow(8)),
+            "the narrowest of those that are not told counts too"
+        );
     }
 }

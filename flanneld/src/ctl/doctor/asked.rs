@@ -6,8 +6,6 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
-use flannel_core::Family;
-
 use super::echo::{Answer, Probe, echo};
 use super::peers::{Question, Target};
 use crate::sounding::{Sounding, sound};
@@ -17,7 +15,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 
 /// So long each step of a search is waited for: small echoes have come back, so that the rest would.
 const SEARCHING: Duration = Duration::from_millis(600);
-/// So many paths are searched, for the network config is one for all.
+/// So many paths are searched, for what mends them is one for all.
 const PATHS: usize = 4;
 /// Into so many parts each step divides what is left.
 const PARTS: u32 = 16;
@@ -26,7 +24,7 @@ const PARTS: u32 = 16;
 pub(super) struct Asked {
     pub(super) echoes: Vec<(Probe, Answer)>,
     pub(super) sounding: Sounding,
-    /// The largest echo of this family that passes to all to whom full ones are lost, in bytes.
+    /// The largest echo that passes to it where full ones are lost, in bytes, if it was looked for.
     pub(super) passes: Option<u16>,
 }
 
@@ -63,9 +61,7 @@ pub(super) async fn ask(questions: &[(&Target, Vec<Question>)], port: u16) -> Re
     for (question, sounding) in all().zip(soundings) {
         let echoes = echoes.by_ref().take(question.probes().count()).collect();
         let sounding = sounding.await.ok().flatten().unwrap_or_default();
-        let same = searched.iter().filter(|path| Family::of(path.to) == question.family);
-        let passes = same.map(|path| path.passes).min();
-        found.push(Asked { echoes, sounding, passes });
+        found.push(Asked { echoes, sounding, passes: passes_to(question, &searched) });
     }
     Ok((found, mute))
 }
@@ -93,6 +89,12 @@ fn lossy(counts: impl Iterator<Item = usize>, echoes: &[(Probe, Answer)]) -> Vec
         }
     };
     counts.filter_map(path).take(PATHS).collect()
+}
+
+/// What passes to whom a question is about, if it was looked for: what passes to others says nothing of it.
+fn passes_to(question: &Question, searched: &[Path]) -> Option<u16> {
+    let asked = question.probes().next()?.to;
+    searched.iter().find(|path| path.to == asked).map(|path| path.passes)
 }
 
 /// Finds the largest packet that passes by each path; `None` if nobody can be asked.
@@ -152,6 +154,21 @@ mod tests {
         assert_eq!(answers, vec![Answer::NotAsked; 3]);
         assert!(mute.unwrap().contains("CAP_NET_RAW"));
         assert_eq!(echoes(&probes[..1], || Ok(vec![Answer::Nothing])), (vec![Answer::Nothing], None));
+    }
+
+    #[test]
+    fn what_passes_to_one_is_not_said_of_another() {
+        use super::super::peers::tests::{devices, target};
+
+        let of = |subnet: &str| {
+            let target = Target { subnets: vec![subnet.parse().unwrap()], ..target("vxlan") };
+            target.questions(&devices()).remove(0)
+        };
+        let path = |n: u8, passes| Path { to: IpAddr::from([10, 1, n, 0]), passes, lost: passes + 1 };
+        let searched = [path(7, 1400), path(8, 1300)];
+        let passes =
+            ["10.1.7.0/24", "10.1.8.0/24", "10.1.9.0/24"].map(|subnet| passes_to(&of(subnet), &searched));
+        assert_eq!(passes, [Some(1400), Some(1300), None]);
     }
 
     #[test]

@@ -10,6 +10,7 @@ use flannel_core::{Dual, Family, Kernel, Link, LinkKind, LinkName, Object, Owned
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 
+use super::mtu::{Fault, Narrow};
 use crate::preflight::Finding;
 
 /// Kernels before compute wrong checksums of masqueraded packets in a tunnel.
@@ -53,11 +54,7 @@ impl Devices {
 
     /// What a tunnel's header costs, in bytes; 0 without a tunnel.
     pub(crate) fn overhead(&self, family: Family) -> u32 {
-        match (self.tunnels[family], family) {
-            (None, _) => 0,
-            (Some(_), Family::V4) => 50,
-            (Some(_), Family::V6) => 70,
-        }
+        self.tunnels[family].map_or(0, |_| flannel_backend_vxlan::overhead(family))
     }
 
     /// The checksum fault of old kernels matters here.
@@ -74,20 +71,20 @@ fn vxlan_port(link: &Link) -> Option<u16> {
 }
 
 /// Everything that is to be said of them.
-pub(crate) fn check(devices: &Devices) -> Vec<Finding> {
-    let mut found = Vec::new();
+pub(super) fn check(devices: &Devices) -> Vec<Fault> {
+    let mut found: Vec<Fault> = Vec::new();
     for (family, name) in devices.tunnels.iter() {
         match devices.links.iter().find(|link| link.name == *name) {
             Some(link) => found.extend(check_link(devices, family, link)),
             None if devices.all.iter().any(|(other, _)| other == name) => {
                 let text =
                     format!("{name} is there, but is no vxlan device: nothing of flannel's can be put on it");
-                found.push(Finding::error("device", text).mend(format!("ip link delete {name}")));
+                found.push(Finding::error("device", text).mend(format!("ip link delete {name}")).into());
             }
             None => {
                 let text = format!("{name} is not there: no {family} packet of a pod reaches another host");
                 let mend = if devices.daemon { "flannelctl status" } else { "systemctl start flanneld" };
-                found.push(Finding::error("device", text).mend(mend));
+                found.push(Finding::error("device", text).mend(mend).into());
             }
         }
     }
@@ -95,37 +92,36 @@ pub(crate) fn check(devices: &Devices) -> Vec<Finding> {
         let text = format!("UDP port {port} is taken by {program} (process {pid}): {EADDRINUSE}");
         let mend =
             format!("kill {pid} # or flannelctl config set FILE, with another \"Port\" in its Backend");
-        found.push(Finding::error("port", text).mend(mend));
+        found.push(Finding::error("port", text).mend(mend).into());
     }
     for name in devices.offloaded.iter().flatten().filter(|_| devices.checksums_matter()) {
         let text = format!(
             "checksums of packets through {name} are left to the network card, which this kernel does wrongly where they \
              are masqueraded: connections hang"
         );
-        found.push(
-            Finding::error("checksum", text).mend(format!("ethtool -K {name} tx-checksum-ip-generic off")),
-        );
+        let mend = format!("ethtool -K {name} tx-checksum-ip-generic off");
+        found.push(Finding::error("checksum", text).mend(mend).into());
     }
     found
 }
 
-fn check_link(devices: &Devices, family: Family, link: &Link) -> Vec<Finding> {
-    let (name, mut found) = (link.name, Vec::new());
+fn check_link(devices: &Devices, family: Family, link: &Link) -> Vec<Fault> {
+    let (name, mut found) = (link.name, Vec::<Fault>::new());
     if !link.up {
         let text = format!("{name} is down: no {family} packet of a pod reaches another host");
-        found.push(Finding::error("device", text).mend(format!("ip link set {name} up")));
+        found.push(Finding::error("device", text).mend(format!("ip link set {name} up")).into());
     }
     if let Some(mtu) = devices.mtu.filter(|mtu| link.mtu < *mtu) {
         let text =
             format!("{name} takes packets of {} bytes, and pods are told that they may send {mtu}", link.mtu);
-        found.push(Finding::error("mtu", text).mend(format!("ip link set {name} mtu {mtu}")));
+        found.push(Finding::error("mtu", text).mend(format!("ip link set {name} mtu {mtu}")).into());
     }
     let lower = devices.all.iter().find(|(other, _)| Some(*other) == devices.uplink);
     let needed = link.mtu + devices.overhead(family);
     if let Some((lower, mtu)) = lower.filter(|(_, mtu)| *mtu < needed) {
         let text =
             format!("{lower} takes packets of {mtu} bytes, and full ones through {name} need {needed}");
-        found.push(Finding::error("mtu", text).mend(format!("ip link set {lower} mtu {needed}")));
+        found.push(Fault::new(Finding::error("mtu", text), Narrow::Uplink { takes: *mtu, needed }));
     }
     found
 }
@@ -227,6 +223,7 @@ fn inodes(table: &str, port: u16) -> Vec<u64> {
 mod tests {
     use flannel_core::{MacAddr, Vxlan};
 
+    use super::super::mtu::settle;
     use super::*;
 
     fn healthy() -> Devices {
@@ -265,7 +262,13 @@ mod tests {
                 "takes packets of 1400 bytes, and pods",
                 "ip link set flannel.1 mtu 1450",
             ),
-            (|d| d.all[0].1 = 1480, "eth0 takes packets of 1480 bytes", "ip link set eth0 mtu 1500"),
+            (
+                |d| d.all[0].1 = 1480,
+                "eth0 takes packets of 1480 bytes",
+                "flannelctl config patch '{\"Backend\": {\"MTU\": 1480}}' # if eth0 takes so little by mistake: \
+                 ip link set eth0 mtu 1500; a reboot keeps it by the host's network settings only: mtu: 1500 (netplan), \
+                 MTUBytes=1500 (networkd)",
+            ),
             (|d| (d.links.clear(), d.all.truncate(1)).1, "flannel.1 is not there", "flannelctl status"),
             (|d| d.links.clear(), "is no vxlan device", "ip link delete flannel.1"),
             (
@@ -281,7 +284,7 @@ mod tests {
         ] {
             let mut devices = healthy();
             change(&mut devices);
-            let found = check(&devices);
+            let found = settle(check(&devices), &devices, &[Family::V4]);
             assert!(found.len() == 1 && found[0].text.contains(text), "{text}: {found:?}");
             assert_eq!(found[0].mend.as_deref(), Some(mend));
         }

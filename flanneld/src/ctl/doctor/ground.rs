@@ -8,6 +8,7 @@ use flannel_subnet::SubnetEnv;
 use serde_json::Value;
 
 use super::Diagnosis;
+use super::mtu::Fault;
 use super::peers::Target;
 use crate::backends;
 use crate::ctl::client::Client;
@@ -41,6 +42,18 @@ pub(super) struct Ground {
     pub(super) targets: Vec<Target>,
 }
 
+impl Ground {
+    /// The families that pods have addresses of, as tunnels show, or peers where there are none.
+    pub(super) fn families(&self) -> Vec<Family> {
+        let of_peers = |family| self.targets.iter().flat_map(|t| &t.subnets).any(|s| s.family() == family);
+        let has = |family: &Family| match self.tunnels.is_empty() {
+            true => of_peers(*family),
+            false => self.tunnels[*family].is_some(),
+        };
+        Family::BOTH.into_iter().filter(has).collect()
+    }
+}
+
 /// As the daemon says.
 pub(super) async fn with_daemon(client: &Client, value: &Value, diagnosis: &mut Diagnosis) -> Result<Ground> {
     let report = settled(client, status::report(value)?).await?;
@@ -55,13 +68,13 @@ pub(super) async fn with_daemon(client: &Client, value: &Value, diagnosis: &mut 
     diagnosis.layer(
         "store",
         report.store.as_ref().map_or_else(|| "not opened yet".to_owned(), store_text),
-        store.into_iter().map(finding("store")).collect(),
+        store.into_iter().map(finding("store")).map(Fault::from).collect(),
     );
     let word = if report.ready { "ready" } else { "not ready" };
     diagnosis.layer(
         "daemon",
         format!("flanneld {}, {word}", report.daemon.version),
-        other.into_iter().map(finding("daemon")).collect(),
+        other.into_iter().map(finding("daemon")).map(Fault::from).collect(),
     );
     let Some(network) = report.network else {
         diagnosis.unknown("host", "no network runs");
@@ -150,7 +163,7 @@ pub(super) async fn without_daemon(
             diagnosis.layer(
                 "store",
                 format!("{name} does not answer"),
-                vec![finding.mend(store_mend(global))],
+                vec![finding.mend(store_mend(global)).into()],
             );
             let saved = offline::saved(global);
             let leases = saved.iter().flat_map(|saved| saved.leases.iter().cloned()).collect();
@@ -159,14 +172,15 @@ pub(super) async fn without_daemon(
         }
     };
     let finding = Finding::error("daemon", failure.to_string()).mend("systemctl start flanneld");
-    diagnosis.layer("daemon", "does not run", vec![finding]);
+    diagnosis.layer("daemon", "does not run", vec![finding.into()]);
     let parsed = text.and_then(|text| {
         Config::parse(&text.text).map_err(|error| format!("network config in {}: {error}", text.location))
     });
     if let Err(error) = &parsed
         && !error.is_empty()
     {
-        diagnosis.findings.push(Finding::error("config", error.as_str()).mend("flannelctl config set FILE"));
+        let finding = Finding::error("config", error.as_str()).mend("flannelctl config set FILE");
+        diagnosis.faults.push(finding.into());
     }
     // What the last daemon ran with leads on.
     let kept = || offline::saved(global).and_then(|saved| Config::parse(&saved.config?.text).ok());

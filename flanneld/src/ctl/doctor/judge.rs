@@ -5,16 +5,13 @@
 
 use std::net::IpAddr;
 
+use super::device::Devices;
 use super::echo::Answer;
+use super::mtu::{Fault, Narrow};
 use super::peers::Question;
 use crate::preflight::Finding;
 use crate::problems::release;
 use crate::sounding::{Sounded, Sounding};
-
-/// Every path takes packets of so many bytes, of IPv6 by rule.
-///
-/// **Source**: RFC 8200, section 5.
-const LEAST: u32 = 1280;
 
 /// What there is to judge, of one peer in one family.
 #[derive(Debug, Clone, Default)]
@@ -24,7 +21,7 @@ pub(crate) struct Answers {
     pub(crate) public: Option<[Answer; 2]>,
     /// What the peer's daemon reports.
     pub(crate) sounding: Sounding,
-    /// The largest echo that passes to the peers to whom full ones are lost, in bytes, if it was looked for.
+    /// The largest echo that passes where full ones are lost, in bytes, if it was looked for.
     pub(crate) passes: Option<u16>,
 }
 
@@ -38,35 +35,36 @@ struct Case<'a> {
     full: u16,
     asked: &'a Question,
     answers: &'a Answers,
+    devices: &'a Devices,
 }
 
-/// Everything that is to be said of a peer in one family; `port` is the tunnels'.
-pub(crate) fn judge(key: &str, asked: &Question, answers: &Answers, port: Option<u16>) -> Vec<Finding> {
+/// Everything that is to be said of a peer in one family.
+pub(super) fn judge(key: &str, asked: &Question, answers: &Answers, devices: &Devices) -> Vec<Fault> {
     let (address, full, [small, big]) = match (&asked.tunnel, &answers.tunnel, &asked.public, &answers.public)
     {
         (Some((address, full)), Some(answers), ..) => (*address, *full, answers),
         (_, _, Some((address, full)), Some(answers)) => (*address, *full, answers),
         _ => return Vec::new(),
     };
-    let case = Case { key, address, full, asked, answers };
+    let case = Case { key, address, full, asked, answers, devices };
     if let Answer::NotSent(error) = small {
         let text = format!("{address} of {key} cannot be asked: {error}");
-        return vec![Finding::error("route", text).mend(format!("flannelctl why {address}"))];
+        return vec![Finding::error("route", text).mend(format!("flannelctl why {address}")).into()];
     }
-    let mut found = Vec::new();
+    let mut found: Vec<Fault> = Vec::new();
     let sounded = &answers.sounding.segments;
     match (replied(small), replied(big), sounded) {
         // Without echoes only what both ends report counts.
         _ if *small == Answer::NotAsked => {
-            found.extend(sounded.iter().filter_map(|sounded| case.lost(sounded)));
+            found.extend(sounded.iter().filter_map(|sounded| case.lost(sounded)).map(Fault::from));
         }
-        (false, _, None) => found.push(case.silent(port)),
+        (false, _, None) => found.push(case.silent().into()),
         // Who answers no echo, but its doctor's port, only answers no echoes.
-        (false, _, Some(sounded)) => found.extend(case.lost(sounded)),
+        (false, _, Some(sounded)) => found.extend(case.lost(sounded).map(Fault::from)),
         (true, false, _) => found.push(case.too_big(big)),
         (true, true, sounded) => {
             found.extend(case.cut_up());
-            found.extend(sounded.iter().filter_map(|sounded| case.lost(sounded)));
+            found.extend(sounded.iter().filter_map(|sounded| case.lost(sounded)).map(Fault::from));
         }
     }
     found.extend(sounded.iter().filter_map(|sounded| case.unequal(sounded)));
@@ -79,12 +77,12 @@ fn replied(answer: &Answer) -> bool {
 
 impl Case<'_> {
     /// Nothing comes back.
-    fn silent(&self, port: Option<u16>) -> Finding {
+    fn silent(&self) -> Finding {
         let Self { key, address, answers, .. } = self;
         let public = self.asked.public.map(|(public, _)| public.to_string()).unwrap_or_default();
         let public_replies = answers.public.as_ref().is_some_and(|[small, _]| replied(small));
         if answers.tunnel.is_some() && public_replies {
-            let port = port.unwrap_or(8472);
+            let port = self.devices.port().unwrap_or(8472);
             let at = if answers.sounding.noticed > 0 { "here" } else { "on both hosts" };
             let likely = match answers.sounding.noticed {
                 0 => format!(
@@ -112,7 +110,7 @@ impl Case<'_> {
     }
 
     /// What pods may send is lost.
-    fn too_big(&self, answer: &Answer) -> Finding {
+    fn too_big(&self, answer: &Answer) -> Fault {
         let Self { key, address, full, answers, .. } = self;
         let told = answers.sounding.segments.as_ref().map_or(0, |sounded| sounded.heard);
         let heard = told.max(answers.sounding.noticed);
@@ -134,16 +132,19 @@ impl Case<'_> {
         };
         let text = format!("packets of {full} bytes, which pods may send, to {address} of {key} {what}");
         let found = Finding::error("path-mtu", text);
-        if let (Answer::TooBig(None), Some(device), true) =
-            (answer, self.asked.device, self.own_device_is_less())
+        if let (Answer::TooBig(None), Some(device), Some(takes), true) =
+            (answer, self.asked.device, self.asked.takes, self.own_device_is_less())
         {
-            return found.mend(format!("ip link set {device} mtu {full}"));
+            // Ours to set; the external interface may have been given what it takes on purpose.
+            return match self.asked.by_tunnel(self.devices) {
+                true => found.mend(format!("ip link set {device} mtu {full}")).into(),
+                false => Fault::new(found, Narrow::Uplink { takes, needed: u32::from(*full) }),
+            };
         }
         let most = |answer: &Answer| if let Answer::TooBig(most) = answer { *most } else { None };
-        let public = answers.public.as_ref().and_then(|[_, big]| most(big));
         let inner = most(answer).or_else(|| answers.passes.map(u32::from));
-        let most = [inner.map(|inner| inner + self.overhead()), public].into_iter().flatten().min();
-        found.mend(self.less(most))
+        let public = answers.public.as_ref().and_then(|[_, big]| most(big));
+        self.narrow(found, inner, public)
     }
 
     fn own_device_is_less(&self) -> bool {
@@ -151,7 +152,7 @@ impl Case<'_> {
     }
 
     /// All arrives, but in pieces.
-    fn cut_up(&self) -> Option<Finding> {
+    fn cut_up(&self) -> Option<Fault> {
         let ((public, size), Some([_, Answer::TooBig(Some(most))])) =
             (self.asked.public?, &self.answers.public)
         else {
@@ -162,7 +163,7 @@ impl Case<'_> {
             "tunnel packets of {size} bytes to {public} of {} are cut into pieces on the way, where at most {most} pass",
             self.key
         );
-        Some(Finding::warning("path-mtu", text).mend(self.less(Some(*most))))
+        Some(self.narrow(Finding::warning("path-mtu", text), None, Some(*most)))
     }
 
     /// TCP suffers where echoes do not.
@@ -176,20 +177,22 @@ impl Case<'_> {
             }
         };
         let device = self.asked.device?;
+        let mend = match self.asked.by_tunnel(self.devices) {
+            true => format!("ethtool -K {device} tx-checksum-ip-generic off # {at}"),
+            // Of cards some features are fixed; this turns off those that are not.
+            false if at == "here" => format!("ethtool -K {device} tx off # {at}"),
+            false => format!("ethtool -K {device} tx off # {at}, where the interface may have another name"),
+        };
         let text = format!(
             "TCP segments of {} bytes to {} of {} {which}: a firewall drops them, or checksums are left to a network card \
              that does them wrongly",
             sounded.segment, self.address, self.key
         );
-        Some(
-            Finding::error("segments", text).mend(format!(
-                "ethtool -K {device} tx-checksum-ip-generic off # {at}; else nft list ruleset"
-            )),
-        )
+        Some(Finding::error("segments", text).mend(format!("{mend}; else nft list ruleset")))
     }
 
     /// Pods of the two nodes are told different sizes.
-    fn unequal(&self, sounded: &Sounded) -> Option<Finding> {
+    fn unequal(&self, sounded: &Sounded) -> Option<Fault> {
         let (here, there) = (u32::from(self.full), sounded.mtu);
         if here == there {
             return None;
@@ -200,33 +203,20 @@ impl Case<'_> {
              interface takes less {less}",
             self.key
         );
-        let both = here.min(there) + self.overhead();
-        Some(Finding::warning("mtu", text).mend(self.less(Some(both))))
+        Some(self.narrow(Finding::warning("mtu", text), Some(here.min(there)), None))
     }
 
-    /// What the tunnel costs on the wire, in bytes.
-    fn overhead(&self) -> u32 {
-        let (tunnel, public) =
-            (self.asked.tunnel.map_or(0, |(_, size)| size), self.asked.public.map_or(0, |(_, size)| size));
-        if self.asked.tunnel.is_some() { u32::from(public.saturating_sub(tunnel)) } else { 0 }
-    }
-
-    /// Makes pods send no more than so much, in bytes on the wire; of what is not known, what every path takes.
-    fn less(&self, most: Option<u32>) -> String {
-        let (most, remark) = match most {
-            Some(most) => (most, ""),
-            None => (LEAST + self.overhead(), "the MTU of the path, if it is known, is better"),
+    /// A fault of a way by which pods' packets of at most `inner` bytes pass, or packets on the wire of at most `wire`.
+    fn narrow(&self, finding: Finding, inner: Option<u32>, wire: Option<u32>) -> Fault {
+        let Question { tunnel, public, header, .. } = self.asked;
+        let costs = match (tunnel, public) {
+            (Some((_, inner)), Some((_, wire))) => u32::from(wire.saturating_sub(*inner)),
+            _ => 0,
         };
-        match (self.asked.tunnel, self.asked.device) {
-            (None, Some(device)) => {
-                let joint = if remark.is_empty() { "" } else { "; " };
-                format!("ip link set {device} mtu {most} # on every node{joint}{remark}")
-            }
-            _ => {
-                let remark = if remark.is_empty() { String::new() } else { format!(" # {remark}") };
-                format!("flannelctl config patch '{{\"Backend\": {{\"MTU\": {most}}}}}'{remark}")
-            }
-        }
+        let wire = wire.map(|most| most.saturating_sub(costs) + header);
+        let takes = [inner.map(|most| most + header), wire].into_iter().flatten().min();
+        let to = public.map_or(self.address, |(address, _)| address);
+        Fault::new(finding, Narrow::Way { to, takes })
     }
 }
 
@@ -234,10 +224,17 @@ impl Case<'_> {
 mod tests {
     use std::time::Duration;
 
-    use super::super::device::Devices;
+    use flannel_core::Family;
+
+    use super::super::mtu::settle;
     use super::super::peers::tests::{devices, target};
     use super::*;
     use crate::sounding::Passage;
+
+    /// What is said of one peer alone.
+    fn told(question: &Question, answers: &Answers, devices: &Devices) -> Vec<Finding> {
+        settle(judge("10.1.7.0-24", question, answers, devices), devices, &[Family::V4])
+    }
 
     #[test]
     fn which_answers_are_missing_tells_what_is_likely() {
@@ -246,7 +243,7 @@ mod tests {
         let (none, most) = (Answer::Nothing, |n| Answer::TooBig(Some(n)));
         let judge = |tunnel: [Answer; 2], public: [Answer; 2]| {
             let answers = Answers { tunnel: Some(tunnel), public: Some(public), ..Answers::default() };
-            let found = judge("10.1.7.0-24", question, &answers, Some(8472));
+            let found = told(question, &answers, &devices());
             assert!(found.len() <= 1, "{found:?}");
             found
                 .into_iter()
@@ -292,30 +289,106 @@ mod tests {
             let found = found.unwrap();
             assert!(parts.iter().all(|part| found.contains(part)), "{found}\n{parts:?}");
         }
-        let uplink = Some("eth0".parse().unwrap());
-        let devices = Devices { mtu: Some(1500), uplink, ..Devices::default() };
-        let gateway = &target("host-gw").questions(&devices)[0];
-        let answers = |small, big| Answers { public: Some([small, big]), ..Answers::default() };
-        let of =
-            |answers| super::judge("10.1.7.0-24", gateway, &answers, None).pop().map(|found| found.check);
-        assert_eq!(of(answers(ok(), ok())), None);
-        assert_eq!(of(answers(none.clone(), none.clone())).as_deref(), Some("peer"));
-        assert_eq!(of(answers(ok(), most(1400))).as_deref(), Some("path-mtu"));
         // What was looked for is what is to be configured, with what the tunnel costs.
-        let mend = |question: &Question, answers: &Answers| {
-            super::judge("10.1.7.0-24", question, answers, None).pop().unwrap().mend.unwrap()
+        let mend = |question: &Question, answers: &Answers, devices: &Devices| {
+            told(question, answers, devices).pop().unwrap().mend.unwrap()
         };
         let lost = || [ok(), none.clone()];
         let answers = |tunnel, public| Answers { tunnel, public, passes: Some(1350), ..Answers::default() };
         assert_eq!(
-            mend(question, &answers(Some(lost()), Some([ok(), ok()]))),
+            mend(question, &answers(Some(lost()), Some([ok(), ok()])), &devices()),
             r#"flannelctl config patch '{"Backend": {"MTU": 1400}}'"#
         );
-        assert_eq!(mend(gateway, &answers(None, Some(lost()))), "ip link set eth0 mtu 1350 # on every node");
         let refused = || answers(Some([ok(), Answer::TooBig(None)]), Some([ok(), ok()]));
-        assert!(mend(question, &refused()).ends_with(r#"'{"Backend": {"MTU": 1400}}'"#), "it remembers");
+        assert!(
+            mend(question, &refused(), &devices()).ends_with(r#"'{"Backend": {"MTU": 1400}}'"#),
+            "it remembers"
+        );
         let small = Question { takes: Some(1300), ..question.clone() };
-        assert_eq!(mend(&small, &refused()), "ip link set flannel.1 mtu 1450");
+        assert_eq!(mend(&small, &refused(), &devices()), "ip link set flannel.1 mtu 1450");
+    }
+
+    fn uplink(tunnels: flannel_core::Dual<flannel_core::LinkName>) -> Devices {
+        Devices { tunnels, uplink: Some("eth0".parse().unwrap()), ..devices() }
+    }
+
+    #[test]
+    fn without_a_tunnel_the_external_interface_is_what_matters() {
+        let ok = || Answer::Reply(Duration::from_millis(1));
+        let bare = uplink(Default::default());
+        let question = &target("host-gw").questions(&bare)[0];
+        let answers = |full, passes| Answers { public: Some([ok(), full]), passes, ..Answers::default() };
+        assert_eq!(told(question, &answers(ok(), None), &bare), []);
+        let silent = Answers { public: Some([Answer::Nothing, Answer::Nothing]), ..Answers::default() };
+        assert_eq!(told(question, &silent, &bare)[0].check, "peer");
+        let mend = |question: &Question, answers: Answers, devices: &Devices| {
+            told(question, &answers, devices).pop().unwrap().mend.unwrap()
+        };
+        for answers in [answers(Answer::TooBig(Some(1350)), None), answers(Answer::Nothing, Some(1350))] {
+            let mend = mend(question, answers, &bare);
+            assert!(mend.starts_with("ip link set eth0 mtu 1350 # on every node, unless the link"), "{mend}");
+            assert!(mend.contains("tracepath -n 192.0.2.7") && mend.contains("MTUBytes=1350"), "{mend}");
+        }
+        let guess = mend(question, answers(Answer::Nothing, None), &bare);
+        assert!(guess.starts_with("tracepath -n 192.0.2.7 #"), "no interface is set by a guess: {guess}");
+        // Whoever lowered it may have meant it.
+        let lowered = Question { takes: Some(1400), ..question.clone() };
+        let mended = mend(&lowered, answers(Answer::TooBig(None), None), &bare);
+        assert!(
+            mended.starts_with("systemctl restart flanneld #") && mended.contains("eth0 mtu 1450"),
+            "{mended}"
+        );
+
+        // DirectRouting: by the external interface to this peer, and still it is the network config's to lower.
+        let direct_devices = uplink(devices().tunnels);
+        let direct = target("vxlan").questions(&direct_devices).remove(0).direct(&direct_devices);
+        assert_eq!((direct.device, direct.public.unwrap().1), (direct_devices.uplink, 1450));
+        let lossy = |most| Answers { tunnel: Some([ok(), most]), ..answers(ok(), None) };
+        let patched = mend(&direct, lossy(Answer::TooBig(Some(1400))), &direct_devices);
+        assert!(patched.contains("\"MTU\": 1450"), "pods send 50 bytes less: {patched}");
+        let lowered = Question { takes: Some(1420), ..direct.clone() };
+        let patched = mend(&lowered, lossy(Answer::TooBig(None)), &direct_devices);
+        assert!(patched.contains("\"MTU\": 1420}}' # if eth0 takes so little by mistake"), "{patched}");
+
+        let passage = |arrived| Passage { sent: 5592, arrived };
+        for (question, devices, [here, there]) in [
+            (
+                question,
+                &bare,
+                ["ethtool -K eth0 tx off # here;", "ethtool -K eth0 tx off # there, where the interface"],
+            ),
+            (
+                &direct,
+                &direct_devices,
+                ["ethtool -K eth0 tx off # here;", "ethtool -K eth0 tx off # there, where the interface"],
+            ),
+            (
+                &target("vxlan").questions(&direct_devices)[0],
+                &direct_devices,
+                [
+                    "ethtool -K flannel.1 tx-checksum-ip-generic off # here",
+                    "ethtool -K flannel.1 tx-checksum-ip-generic off # there",
+                ],
+            ),
+        ] {
+            for (forth, back, expected) in [(0, 5592, here), (5592, 0, there)] {
+                let sounded = Sounded {
+                    there: passage(forth),
+                    back: passage(back),
+                    segment: 1398,
+                    mtu: 1450,
+                    heard: 1450,
+                };
+                let sounding = Sounding { noticed: 1450, segments: Some(sounded) };
+                let answers = Answers {
+                    tunnel: question.tunnel.map(|_| [ok(), ok()]),
+                    sounding,
+                    ..answers(ok(), None)
+                };
+                let mend = mend(question, answers, devices);
+                assert!(mend.starts_with(expected), "{mend}");
+            }
+        }
     }
 
     #[test]
@@ -330,7 +403,7 @@ mod tests {
             let sounding = Sounding { noticed, segments };
             let answers =
                 Answers { tunnel: Some(tunnel), public: Some([ok(), ok()]), sounding, passes: None };
-            let found = judge("10.1.7.0-24", question, &answers, Some(8472));
+            let found = told(question, &answers, &devices());
             let line = |f: Finding| {
                 format!("{} {} {} | {}", f.severity, f.check, f.text, f.mend.unwrap_or_default())
             };

@@ -32,7 +32,7 @@ pub(crate) struct Target {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Question {
     pub(crate) family: Family,
-    /// This host's tunnel, or its external interface where there is none.
+    /// By which pods' packets go: this host's tunnel, or its external interface where there is none, or none is used.
     pub(crate) device: Option<LinkName>,
     /// What that takes, in bytes, where it could be read.
     pub(crate) takes: Option<u32>,
@@ -40,6 +40,9 @@ pub(crate) struct Question {
     pub(crate) tunnel: Option<(IpAddr, u16)>,
     /// Its public address, and what a full packet takes on the wire.
     pub(crate) public: Option<(IpAddr, u16)>,
+    /// What a tunnel's header costs of the network config's `MTU`, in bytes, also where pods' packets to this peer
+    /// need none.
+    pub(crate) header: u32,
 }
 
 impl Target {
@@ -49,8 +52,9 @@ impl Target {
         let question = |subnet: &Subnet| {
             let family = subnet.family();
             let tunnel = devices.tunnels[family].filter(|_| self.backend == "vxlan");
-            // Less than an IP header, so it fits.
-            let overhead = if tunnel.is_some() { devices.overhead(family) as u16 } else { 0 };
+            let header = if tunnel.is_some() { devices.overhead(family) } else { 0 };
+            // Less than two IP headers, so it fits.
+            let overhead = header as u16;
             Question {
                 family,
                 device: tunnel.or(devices.uplink),
@@ -58,6 +62,7 @@ impl Target {
                 // The address that its device has, here as in Go flannel.
                 tunnel: tunnel.map(|_| (subnet.base(), mtu)),
                 public: self.public[family].map(|address| (address, mtu.saturating_add(overhead))),
+                header,
             }
         };
         self.subnets.iter().map(question).collect()
@@ -65,6 +70,22 @@ impl Target {
 }
 
 impl Question {
+    /// Whether pods' packets go by the tunnel.
+    pub(crate) fn by_tunnel(&self, devices: &Devices) -> bool {
+        self.device.is_some_and(|device| devices.tunnels.values().any(|tunnel| *tunnel == device))
+    }
+
+    /// The same of a peer on this host's link, to which packets go as they are (DirectRouting).
+    pub(crate) fn direct(self, devices: &Devices) -> Self {
+        let (device, full) = (devices.uplink, self.tunnel.map(|(_, full)| full));
+        Self {
+            device,
+            takes: device.and_then(|device| devices.takes(device)),
+            public: self.public.map(|(address, size)| (address, full.unwrap_or(size))),
+            ..self
+        }
+    }
+
     /// Tunnel small and full, then public small and full, as far as there are such addresses.
     pub(crate) fn probes(&self) -> impl Iterator<Item = Probe> {
         let both = |(to, full)| [Probe { to, size: SMALL }, Probe { to, size: full }];
