@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -122,7 +123,10 @@ tests! {
     the_way_that_is_lost_is_named: directions();
     ten_planted_faults_are_found_and_what_is_said_to_mend_them_does: ten_faults();
     faults_of_ipv6_are_found_and_what_is_said_to_mend_them_does: faults_of_ipv6();
-    segments_that_are_lost_between_hosts_on_a_link_are_noticed: without_a_tunnel();
+    segments_that_are_lost_between_hosts_on_a_link_are_noticed: without_a_tunnel("host-gw".into());
+    segments_that_are_lost_beside_the_tunnel_are_noticed:
+        without_a_tunnel(serde_json::json!({ "Type": "vxlan", "DirectRouting": true }));
+    a_store_that_is_not_mounted_is_mounted_by_what_is_said_to_mend_it: not_mounted();
     nobody_but_other_nodes_is_answered: strangers("vxlan");
     nobody_but_other_nodes_is_answered_without_a_tunnel: strangers("host-gw");
 }
@@ -310,15 +314,15 @@ fn directions() {
 }
 
 /// What is lost on a link where no tunnel is.
-fn without_a_tunnel() {
-    let lab = up(Lab::builder().backend("host-gw"));
+fn without_a_tunnel(backend: Value) {
+    let lab = up(Lab::builder().backend(backend));
     let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
     other.run("nft", &["add table ip guard"]).unwrap();
     other.run("nft", &["add chain ip guard into { type filter hook input priority 0; }"]).unwrap();
     other.run("nft", &["add rule ip guard into tcp dport 8473 ip length > 1000 drop"]).unwrap();
     let lost = ["segments error", "do not arrive there, while those from there arrive here"];
     let found = finds(&lab, host, &lost);
-    assert!(found.contains("| ethtool -K eth0"), "{found}");
+    assert!(found.contains("| ethtool -K eth0 tx off # here;"), "{found}");
     other.run("nft", &["delete table ip guard"]).unwrap();
     is_well(&lab, host);
 }
@@ -405,6 +409,7 @@ fn mend(lab: &Lab, hosts: &[&Host], finding: &str) {
     for host in hosts {
         let mut shell = Command::new("sh");
         shell.args(["-ec", command]).env("PATH", shims(lab, host)).current_dir(lab.dir());
+        shell.env("LIBMOUNT_FSTAB", lab.dir().join("fstab"));
         let output = host.output(&mut shell).unwrap();
         assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
         let wish = lab.dir().join("shims/start");
@@ -430,6 +435,28 @@ fn faults_of_ipv6() {
     is_well(&lab, &lab.hosts()[0]);
     five_between_hosts(&lab, Family::V6);
     three_of_a_host(&lab, Family::V6);
+    too_narrow_for_ipv6(&lab);
+}
+
+/// What no network config mends is mended by none.
+fn too_narrow_for_ipv6(lab: &Lab) {
+    let host = &lab.hosts()[0];
+    let narrow = |mtu: u32| lab.switch().namespace().ip(&format!("link set port-2 mtu {mtu}\n")).unwrap();
+    narrow(1340);
+    let parts = ["path-mtu error", "too few for IPv6 through the tunnel, which takes 1350 | tracepath -n "];
+    let found = finds(lab, host, &parts);
+    assert!(found.ends_with("must take 1350 at least"), "{found}");
+    let mends: std::collections::BTreeSet<String> = findings(lab, host, None)
+        .iter()
+        .filter_map(|line| Some(line.split_once(" | ")?.1.to_owned()))
+        .collect();
+    assert!(mends.len() == 1 && mends.iter().all(|mend| mend.starts_with("tracepath ")), "{mends:#?}");
+    narrow(1500);
+    // What a host was told of a path's MTU it remembers for ten minutes.
+    for host in lab.hosts() {
+        host.run("ip", &["-6", "route", "flush", "cache"]).unwrap();
+    }
+    is_well(lab, host);
 }
 
 /// A lease that somebody made up, in all families of the lab.
@@ -524,6 +551,54 @@ fn three_of_a_host(lab: &Lab, family: Family) {
     let chain = format!("chain FORWARD of table {table}");
     mend(lab, &[host], &finds(lab, host, &["forward-drop warning", &chain]));
     is_well(lab, host);
+}
+
+/// The store is a directory from elsewhere, which `/etc/fstab` knows.
+fn not_mounted() {
+    // Mounts are this test's alone, and its daemons'.
+    nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).unwrap();
+    let run = |program: &str, args: &[&str]| {
+        let output = Command::new(program).args(args).output().unwrap();
+        assert!(output.status.success(), "{program} {args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    };
+    run("mount", &["--make-rprivate", "/"]);
+    let lab = up(Lab::builder());
+    let (host, registry, disk) = (&lab.hosts()[0], lab.registry(), lab.dir().join("disk"));
+    let fstab = format!("{} {} none bind,x-mount.mkdir 0 0\n", disk.display(), registry.display());
+    std::fs::write(lab.dir().join("fstab"), fstab).unwrap();
+    let leases = |dir: &Path| {
+        let entries = std::fs::read_dir(dir.join("subnets")).unwrap();
+        entries.map(|entry| entry.unwrap().file_name()).collect::<std::collections::BTreeSet<_>>()
+    };
+    let before = leases(registry);
+    assert_eq!(before.len(), 2);
+
+    // Not there at all, while daemons run.
+    std::fs::rename(registry, &disk).unwrap();
+    let found = finds(&lab, host, &["store warning", "does not answer", "| mount "]);
+    assert!(!registry.exists());
+    mend(&lab, &[host], &found);
+    is_well(&lab, host);
+    assert_eq!(leases(registry), before);
+
+    // The same while none does.
+    for host in lab.hosts() {
+        host.stop_daemon(Signal::SIGTERM).unwrap();
+    }
+    run("umount", &["-l", registry.to_str().unwrap()]);
+    std::fs::remove_dir(registry).unwrap();
+    mend(&lab, &[host], &finds(&lab, host, &["store error", "does not answer", "| mount "]));
+    mend(
+        &lab,
+        &lab.hosts().iter().collect::<Vec<_>>(),
+        &finds(&lab, host, &["daemon error", "| systemctl start"]),
+    );
+    is_well(&lab, host);
+    assert_eq!(leases(registry), before);
+    for host in lab.hosts() {
+        host.stop_daemon(Signal::SIGTERM).unwrap();
+    }
+    run("umount", &["-l", registry.to_str().unwrap()]);
 }
 
 fn two_of_no_family(lab: &Lab) {
