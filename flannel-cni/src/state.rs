@@ -4,7 +4,7 @@
 //!
 //! **Source**: cni-plugin `flannel.go: saveScratchNetConf, consumeScratchNetConf`.
 
-use std::fs::{self, DirBuilder, OpenOptions};
+use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -95,7 +95,9 @@ impl State {
             }
             _ => {}
         }
-        Ok(())
+        // Now the new names are on the disk, too.
+        let sync = || File::open(&self.dir)?.sync_all();
+        sync().map_err(|error| failed("sync", &self.dir, &error))
     }
 
     fn write(&self, conf: &[u8], path: &Path) -> io::Result<()> {
@@ -107,13 +109,13 @@ impl State {
         let mut file =
             OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
         file.write_all(conf)?;
+        // Before it has the name, so that a crash leaves the old one or the new one, and no empty one.
+        file.sync_all()?;
         fs::rename(&temporary, path)?;
         if linked {
             fs::remove_file(self.go_path())?;
         }
-        // This brings the new name to the disk as well. Half of a file there after a crash is harmless: the
-        // delegate is called only when this has returned.
-        file.sync_all()
+        Ok(())
     }
 
     /// Keeps it no longer; that nothing is kept is no error.

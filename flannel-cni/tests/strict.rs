@@ -466,3 +466,41 @@ fn version_needs_nothing_and_a_person_gets_an_explanation() {
         "{said}"
     );
 }
+
+/// A crash at any moment leaves a whole state or the one before: it is on the disk before it has its name, and the name is
+/// before the delegate does anything.
+#[test]
+fn the_state_is_on_the_disk_before_it_counts() {
+    let host = Host::new();
+    let (traced, trace) = (host.path("traced"), host.path("trace"));
+    let script = format!(
+        "#!/bin/sh\nexec strace -f -y -qq -o {} -e trace=fsync,/^rename,execve {}\n",
+        trace.display(),
+        flannel().display()
+    );
+    fs::write(&traced, script).unwrap();
+    fs::set_permissions(&traced, Permissions::from_mode(0o755)).unwrap();
+    let attach = Attach::new("c1", "eth0", Path::new("/nonexistent/netns"));
+    let path = host.path("bin");
+    for time in ["first", "second"] {
+        let conf = host.conf(&json!({})).to_string();
+        let output = call(&traced, "ADD", &attach, path.to_str().unwrap(), &conf, None, &[]);
+        answer(&output).unwrap_or_else(|error| panic!("{error} (strace is needed)"));
+        let calls = fs::read_to_string(&trace).unwrap();
+        let at = |what: &str, of: &Path| {
+            let is = |line: &&str| line.contains(what) && line.contains(&of.display().to_string());
+            let found = calls.lines().position(|line| is(&line));
+            found.unwrap_or_else(|| panic!("{time} ADD: no {what} of {}: {calls}", of.display()))
+        };
+        let state = host.path("state");
+        // As after a boot of the host.
+        fs::remove_dir_all(host.path("attached")).unwrap();
+        let order = [
+            at("fsync(", &state.join(".c1:eth0")),
+            at("rename", &state.join(".c1:eth0")),
+            at("fsync(", Path::new(&format!("<{}>", state.display()))),
+            at("execve(", &path.join("bridge")),
+        ];
+        assert!(order.is_sorted(), "{time} ADD: {calls}");
+    }
+}
