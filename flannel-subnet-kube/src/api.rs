@@ -13,7 +13,7 @@ use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming as Body;
 use tokio::time::{sleep, timeout};
 
-use crate::connect::{Connection, Source};
+use crate::connect::{Cause, Connection, Source, Unsent};
 use crate::node::Wire;
 
 /// So long may the head of an answer take, and each part of its body.
@@ -223,7 +223,7 @@ impl Api {
         let request = request.body(Full::new(body)).map_err(|error| Failure::Failed(error.to_string()))?;
         let answer = match timeout(PATIENCE, connection.send(request)).await {
             Err(_) => return Err(Failure::Failed(format!("no answer within {} s", PATIENCE.as_secs()))),
-            Ok(Err(error)) => return Err(unreachable(&error)),
+            Ok(Err(unsent)) => return Err(unreachable(unsent)),
             Ok(Ok(answer)) => answer,
         };
         if answer.status().is_success() { Ok(answer) } else { Err(refusal(call, answer).await) }
@@ -260,14 +260,17 @@ async fn read(answer: Response<Body>, most: usize) -> Result<Bytes, Failure> {
 }
 
 /// No connection came about, or none that can be trusted.
-fn unreachable(reason: &str) -> Failure {
-    if reason.contains("invalid peer certificate") {
-        return Failure::Refused(format!(
+fn unreachable(Unsent { reason, cause }: Unsent) -> Failure {
+    match cause {
+        Cause::Theirs => Failure::Refused(format!(
             "the API server's certificate is not accepted ({reason}): right would be one that the CA of the kubeconfig or of the \
              service account has signed for this address"
-        ));
+        )),
+        Cause::Ours => Failure::Refused(format!(
+            "who we are is not accepted ({reason}): right would be a valid client certificate"
+        )),
+        Cause::Other => Failure::Failed(reason),
     }
-    Failure::Failed(reason.to_owned())
 }
 
 async fn refusal(call: &Call, answer: Response<Body>) -> Failure {

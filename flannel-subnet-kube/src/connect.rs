@@ -17,11 +17,11 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use kube::Config;
-use kube::config::{AuthInfo, KubeConfigOptions, Kubeconfig};
+use kube::config::{AuthInfo, KubeConfigOptions, Kubeconfig, KubeconfigError};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use rustls::{ClientConfig, RootCertStore};
-use secrecy::ExposeSecret;
+use rustls::{AlertDescription, ClientConfig, RootCertStore};
+use secrecy::{ExposeSecret, SecretString};
 
 /// A connection that is silent is asked whether it is still there.
 const KEEPALIVE: Duration = Duration::from_secs(30);
@@ -110,15 +110,51 @@ impl Source {
 /// # Blocking
 /// Reads a file.
 pub fn credential_files(kubeconfig: &Path) -> Vec<PathBuf> {
-    let Ok(kubeconfig) = Kubeconfig::read_from(kubeconfig) else { return Vec::new() };
+    let Ok(kubeconfig) = read(kubeconfig) else { return Vec::new() };
     let clusters = kubeconfig.clusters.into_iter().filter_map(|named| named.cluster?.certificate_authority);
     let users = kubeconfig.auth_infos.into_iter().filter_map(|named| named.auth_info);
     let of_user = |user: AuthInfo| [user.client_certificate, user.client_key, user.token_file];
     clusters.chain(users.flat_map(of_user).flatten()).map(PathBuf::from).collect()
 }
 
+/// A kubeconfig, in which what is written down as empty is not there: whoever makes kubeconfigs from a template has such.
+///
+/// **Source**: client-go, where both are the same.
+fn read(path: &Path) -> Result<Kubeconfig, KubeconfigError> {
+    let mut kubeconfig = Kubeconfig::read_from(path)?;
+    // Which made an empty path absolute, too.
+    let nowhere = path.parent().map(|dir| dir.join(""));
+    let drop_empty = |fields: &mut [&mut Option<String>]| {
+        for field in fields {
+            field.take_if(|text| text.is_empty() || Some(Path::new(text)) == nowhere.as_deref());
+        }
+    };
+    for cluster in kubeconfig.clusters.iter_mut().filter_map(|named| named.cluster.as_mut()) {
+        drop_empty(&mut [
+            &mut cluster.certificate_authority,
+            &mut cluster.certificate_authority_data,
+            &mut cluster.proxy_url,
+            &mut cluster.tls_server_name,
+        ]);
+    }
+    for user in kubeconfig.auth_infos.iter_mut().filter_map(|named| named.auth_info.as_mut()) {
+        drop_empty(&mut [
+            &mut user.username,
+            &mut user.impersonate,
+            &mut user.token_file,
+            &mut user.client_certificate,
+            &mut user.client_certificate_data,
+            &mut user.client_key,
+        ]);
+        let is_empty = |secret: &mut SecretString| secret.expose_secret().is_empty();
+        user.token.take_if(is_empty);
+        user.client_key_data.take_if(is_empty);
+    }
+    Ok(kubeconfig)
+}
+
 async fn from_kubeconfig(path: &Path) -> Result<Config, String> {
-    let kubeconfig = Kubeconfig::read_from(path).map_err(|error| chain(&error))?;
+    let kubeconfig = read(path).map_err(|error| chain(&error))?;
     // Of the cluster that is used: the config that is made of all this has those of the environment in it, too.
     let context =
         kubeconfig.contexts.iter().find(|named| Some(&named.name) == kubeconfig.current_context.as_ref());
@@ -149,12 +185,11 @@ async fn from_kubeconfig(path: &Path) -> Result<Config, String> {
     Ok(config)
 }
 
-/// What is written down as empty is not there: whoever makes kubeconfigs from a template has such.
 fn token(user: &AuthInfo) -> Result<Option<Token>, String> {
-    if let Some(path) = user.token_file.as_ref().filter(|path| !path.is_empty()) {
+    if let Some(path) = &user.token_file {
         return Ok(Some(Token::File(path.into())));
     }
-    let fixed = user.token.as_ref().filter(|token| !token.expose_secret().is_empty());
+    let fixed = user.token.as_ref();
     let fixed = fixed.map(|token| bearer(token.expose_secret()).map(Token::Fixed)).transpose();
     fixed.map_err(|error| format!("its user's token: {error}"))
 }
@@ -235,23 +270,71 @@ impl Connection {
     ///
     /// # Errors
     /// No connection came about, or the token cannot be read.
-    pub(crate) async fn send(&self, mut request: Request<Full<Bytes>>) -> Result<Response<Incoming>, String> {
+    pub(crate) async fn send(&self, mut request: Request<Full<Bytes>>) -> Result<Response<Incoming>, Unsent> {
+        let other = |reason| Unsent { reason, cause: Cause::Other };
         let uri = format!("{}{}", self.url(), request.uri()).parse::<Uri>();
-        *request.uri_mut() = uri.map_err(|error| error.to_string())?;
+        *request.uri_mut() = uri.map_err(|error| other(error.to_string()))?;
         let token = match &self.token {
             None => None,
             Some(Token::Fixed(value)) => Some(value.clone()),
             Some(Token::File(path)) => {
                 let text = std::fs::read_to_string(path);
                 let bearer = text.map_err(|error| error.to_string()).and_then(|text| bearer(&text));
-                Some(bearer.map_err(|error| format!("the token {}: {error}", path.display()))?)
+                Some(bearer.map_err(|error| other(format!("the token {}: {error}", path.display())))?)
             }
         };
         let headers = request.headers_mut();
         token.map(|token| headers.insert(header::AUTHORIZATION, token));
         let agent = concat!("flanneld/", env!("CARGO_PKG_VERSION"));
         headers.insert(header::USER_AGENT, HeaderValue::from_static(agent));
-        self.client.request(request).await.map_err(|error| chain(&error))
+        let sent = self.client.request(request).await;
+        sent.map_err(|error| Unsent { reason: chain(&error), cause: Cause::of(&error) })
+    }
+}
+
+/// Why a request has no answer.
+#[derive(Debug)]
+pub(crate) struct Unsent {
+    pub(crate) reason: String,
+    pub(crate) cause: Cause,
+}
+
+/// Of whose certificate it was, if of one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Cause {
+    /// We do not accept the server's.
+    Theirs,
+    /// The server, or who stands before it, does not accept ours, or wants one.
+    Ours,
+    Other,
+}
+
+impl Cause {
+    fn of(error: &(dyn std::error::Error + 'static)) -> Self {
+        let errors = std::iter::successors(Some(error), |error| {
+            // What an I/O error holds is not its source.
+            let held = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
+            held.map(|held| held as _).or_else(|| error.source())
+        });
+        let mut of_tls = errors.filter_map(|error| error.downcast_ref::<rustls::Error>());
+        match of_tls.next() {
+            Some(rustls::Error::InvalidCertificate(_)) => Self::Theirs,
+            // TLS 1.2 has none of its own for who shows no certificate.
+            Some(rustls::Error::AlertReceived(
+                AlertDescription::AccessDenied
+                | AlertDescription::BadCertificate
+                | AlertDescription::CertificateExpired
+                | AlertDescription::CertificateRequired
+                | AlertDescription::CertificateRevoked
+                | AlertDescription::CertificateUnknown
+                | AlertDescription::DecryptError
+                | AlertDescription::HandshakeFailure
+                | AlertDescription::NoCertificate
+                | AlertDescription::UnknownCA
+                | AlertDescription::UnsupportedCertificate,
+            )) => Self::Ours,
+            _ => Self::Other,
+        }
     }
 }
 
@@ -274,9 +357,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_empty_token_is_none_and_a_blank_one_is_wrong() {
+    fn a_blank_token_is_wrong() {
         let read = |user: &str| token(&serde_json::from_str::<AuthInfo>(user).unwrap());
-        assert!(read(r#"{"token": "", "tokenFile": ""}"#).unwrap().is_none());
         assert!(read(r#"{"token": " "}"#).is_err_and(|error| error.contains("token: it is empty")));
         assert!(matches!(read(r#"{"token": "a"}"#), Ok(Some(Token::Fixed(_)))));
     }
@@ -289,7 +371,7 @@ mod tests {
                     clusters: [{name: a, cluster: {server: 'https://192.0.2.1', certificate-authority: ca.crt}}]\n\
                     contexts: [{name: a, context: {cluster: a, user: a}}]\n\
                     users:\n- name: a\n  user: {client-certificate: /tls/a.crt, client-key: /tls/a.key}\n\
-                    - name: b\n  user: {tokenFile: /tls/token}\n";
+                    - name: b\n  user: {tokenFile: /tls/token, client-certificate: '', client-key: ''}\n";
         std::fs::write(&path, text).unwrap();
         let expected =
             [dir.path().join("ca.crt"), "/tls/a.crt".into(), "/tls/a.key".into(), "/tls/token".into()];

@@ -25,7 +25,7 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio_rustls::TlsAcceptor;
 
-use client::AnyClient;
+use client::Clients;
 use store::Store;
 
 /// A server that ends with the value.
@@ -71,6 +71,8 @@ pub(crate) struct Faults {
     pub(crate) token: Option<String>,
     /// Who must have signed a client's certificate.
     pub(crate) clients: Option<Arc<dyn ClientCertVerifier>>,
+    /// The handshake fails of a client who is not known.
+    pub(crate) by_alert: bool,
 }
 
 #[derive(Debug)]
@@ -115,17 +117,14 @@ impl ApiServer {
     pub fn with_tls(certificate: &str, key: &str) -> Self {
         let chain = CertificateDer::pem_slice_iter(certificate.as_bytes()).collect::<Result<Vec<_>, _>>();
         let key = PrivateKeyDer::from_pem_reader(Cursor::new(key)).expect("a key in PEM");
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let config = ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
-        let config = config.expect("versions of TLS").with_client_cert_verifier(Arc::new(AnyClient));
-        let config = config
-            .with_single_cert(chain.expect("certificates in PEM"), key)
-            .expect("a key of the certificate");
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port on the loopback interface");
-        Self::start(listener, Some(TlsAcceptor::from(Arc::new(config))))
+        Self::start(listener, Some((chain.expect("certificates in PEM"), key)))
     }
 
-    fn start(listener: TcpListener, tls: Option<TlsAcceptor>) -> Self {
+    fn start(
+        listener: TcpListener,
+        tls: Option<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)>,
+    ) -> Self {
         let address = listener.local_addr().expect("a bound socket has an address");
         listener.set_nonblocking(true).expect("a socket can be non-blocking");
         let shared = Arc::new(Shared {
@@ -137,6 +136,7 @@ impl ApiServer {
             cuts: watch::channel((0, Cut::Clean)).0,
             bookmarks: watch::channel(0).0,
         });
+        let tls = tls.map(|(chain, key)| acceptor(chain, key, &shared));
         let (stop, stopped) = watch::channel(false);
         let (scheme, server) = (if tls.is_some() { "https" } else { "http" }, Arc::clone(&shared));
         let serve = move || {
@@ -284,6 +284,11 @@ impl ApiServer {
         self.cut(Cut::Clean);
     }
 
+    /// Clients who are not known are refused in the handshake from now on, as proxies do it, and not request by request.
+    pub fn refuse_by_alert(&self) {
+        lock(&self.shared.faults).by_alert = true;
+    }
+
     /// All watches that are open end.
     pub fn cut(&self, how: Cut) {
         self.shared.cuts.send_modify(|(count, cut)| (*count, *cut) = (*count + 1, how));
@@ -336,6 +341,18 @@ impl Drop for ApiServer {
         let violations = self.take_violations();
         assert!(violations.is_empty() || std::thread::panicking(), "violations: {violations:#?}");
     }
+}
+
+fn acceptor(
+    chain: Vec<CertificateDer<'static>>,
+    key: PrivateKeyDer<'static>,
+    shared: &Arc<Shared>,
+) -> TlsAcceptor {
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+    let clients = Arc::new(Clients(Arc::clone(shared)));
+    let config = config.expect("versions of TLS").with_client_cert_verifier(clients);
+    TlsAcceptor::from(Arc::new(config.with_single_cert(chain, key).expect("a key of the certificate")))
 }
 
 async fn serve(

@@ -1,5 +1,5 @@
 //! Whose certificate a client of the test server shows. The one thing to know: the handshake takes any, and requests of those whom
-//! nobody knows are refused, which is how a real API server does it.
+//! nobody knows are refused, which is how a real API server does it, unless the test wants the handshake to fail.
 
 use std::sync::Arc;
 
@@ -7,32 +7,39 @@ use rustls::client::danger::HandshakeSignatureValid;
 use rustls::crypto::{WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature};
 use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
-use rustls::{DigitallySignedStruct, DistinguishedName, Error, SignatureScheme};
+use rustls::{CertificateError, DigitallySignedStruct, DistinguishedName, Error, SignatureScheme};
 
-/// Any client that has the key of its certificate, or has none.
+use super::{Shared, lock};
+
+/// Any client that has the key of its certificate, or has none; only those who are known, if the server refuses by alert.
 #[derive(Debug)]
-pub(crate) struct AnyClient;
+pub(crate) struct Clients(pub(crate) Arc<Shared>);
 
 fn algorithms() -> WebPkiSupportedAlgorithms {
     rustls::crypto::ring::default_provider().signature_verification_algorithms
 }
 
-impl ClientCertVerifier for AnyClient {
+impl ClientCertVerifier for Clients {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         &[]
     }
 
     fn client_auth_mandatory(&self) -> bool {
-        false
+        lock(&self.0.faults).by_alert
     }
 
     fn verify_client_cert(
         &self,
-        _: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
-        _: UnixTime,
+        certificate: &CertificateDer<'_>,
+        others: &[CertificateDer<'_>],
+        now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        Ok(ClientCertVerified::assertion())
+        let faults = lock(&self.0.faults);
+        match &faults.clients {
+            Some(clients) if faults.by_alert => clients.verify_client_cert(certificate, others, now),
+            None if faults.by_alert => Err(CertificateError::UnknownIssuer.into()),
+            _ => Ok(ClientCertVerified::assertion()),
+        }
     }
 
     fn verify_tls12_signature(

@@ -40,7 +40,8 @@ fn server(clients: &Authority) -> (ApiServer, String) {
 /// A manager by a kubeconfig with this user.
 async fn manager(ground: &Ground, server: &ApiServer, ca: &str, user: &str) -> KubeManager {
     let text = format!(
-        "current-context: c\nclusters: [{{name: c, cluster: {{server: \"{}\", certificate-authority-data: {}}}}}]\n\
+        "current-context: c\nclusters: [{{name: c, cluster: {{server: \"{}\", certificate-authority-data: {}, certificate-authority: '', proxy-url: '', \
+         tls-server-name: ''}}}}]\n\
          contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\nusers: [{{name: u, user: {{{user}}}}}]\n",
         server.url(),
         STANDARD.encode(ca)
@@ -50,6 +51,15 @@ async fn manager(ground: &Ground, server: &ApiServer, ca: &str, user: &str) -> K
     let mut options = ground.options("me");
     (options.kubeconfig, options.api_url) = (Some(kubeconfig), None);
     KubeManager::open(options).await.unwrap()
+}
+
+/// One file has both, as the kubelet's has.
+const OF_ONE_FILE: &str = "client-certificate: client.pem, client-key: client.pem";
+
+/// Writes a certificate of this CA, and its key, into that file.
+fn write(ground: &Ground, of: &Authority) {
+    let (certificate, key) = of.sign();
+    std::fs::write(ground.dir.path().join("client.pem"), certificate + &key).unwrap();
 }
 
 #[tokio::test]
@@ -97,21 +107,69 @@ async fn a_client_certificate_says_who_we_are() {
 async fn a_certificate_that_was_replaced_is_read_again() {
     let (ground, first) = (Ground::new(V4), Authority::new());
     let (server, ca) = server(&first);
-    let write = |of: &Authority| {
-        let (certificate, key) = of.sign();
-        std::fs::write(ground.dir.path().join("client.pem"), certificate + &key).unwrap();
-    };
-    write(&first);
-    // One file has both, as the kubelet's has.
-    let user = "client-certificate: client.pem, client-key: client.pem";
-    let manager = manager(&ground, &server, &ca, user).await;
+    write(&ground, &first);
+    let manager = manager(&ground, &server, &ca, OF_ONE_FILE).await;
     let views = manager.watch_leases().await.unwrap();
     until(|| server.count("watch=") == 1).await;
     let second = Authority::new();
-    write(&second);
+    write(&ground, &second);
     server.expect_clients_of(&second.0.pem());
     until(|| server.count("watch=") >= 3).await;
     wait(manager.acquire_lease(&vxlan())).await.unwrap();
     until(|| views.borrow().leases.len() == 1).await;
     assert_eq!(manager.store_status().last_error, None);
+}
+
+/// A proxy before the API server asks in the handshake already.
+#[tokio::test]
+async fn a_certificate_that_the_handshake_refuses_is_read_again() {
+    let (ground, clients) = (Ground::new(V4), Authority::new());
+    let (server, ca) = server(&clients);
+    server.refuse_by_alert();
+    write(&ground, &Authority::new());
+    let manager = manager(&ground, &server, &ca, OF_ONE_FILE).await;
+    let error = manager.hints().await.unwrap_err();
+    assert!(matches!(error, Error::Refused { .. }), "{error:?}");
+    let text = error.to_string();
+    assert!(
+        text.contains("alert") && text.contains("right would be") && text.contains("client certificate"),
+        "{text}"
+    );
+    assert_eq!(server.count(""), 0, "nobody unknown comes as far as a request");
+    write(&ground, &clients);
+    wait(manager.acquire_lease(&vxlan())).await.unwrap();
+    assert_eq!(manager.store_status().last_error, None);
+}
+
+#[tokio::test]
+async fn none_where_the_handshake_wants_a_client_certificate_is_refused() {
+    let (ground, clients) = (Ground::new(V4), Authority::new());
+    let (server, ca) = server(&clients);
+    server.refuse_by_alert();
+    let error = manager(&ground, &server, &ca, "").await.hints().await.unwrap_err();
+    assert!(
+        matches!(&error, Error::Refused { .. }) && error.to_string().contains("client certificate"),
+        "{error:?}"
+    );
+}
+
+/// Whoever makes kubeconfigs from a template has such, and to client-go they are not there.
+#[tokio::test]
+async fn what_is_empty_in_a_kubeconfig_is_not_there() {
+    let (ground, clients) = (Ground::new(V4), Authority::new());
+    let (server, ca) = server(&clients);
+    write(&ground, &clients);
+    let empty =
+        "username: '', as: '', token: '', tokenFile: '', client-certificate-data: '', client-key-data: ''";
+    manager(&ground, &server, &ca, &format!("{OF_ONE_FILE}, {empty}")).await.hints().await.unwrap();
+    let (certificate, key) = clients.sign();
+    let data = format!(
+        "client-certificate-data: {}, client-key-data: {}, client-certificate: '', client-key: ''",
+        STANDARD.encode(certificate),
+        STANDARD.encode(key)
+    );
+    manager(&ground, &server, &ca, &data).await.hints().await.unwrap();
+    let none = "client-certificate: '', client-key: '', tokenFile: ''";
+    let text = manager(&ground, &server, &ca, none).await.hints().await.unwrap_err().to_string();
+    assert!(text.contains("(401, "), "{text}");
 }
