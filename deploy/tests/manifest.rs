@@ -208,5 +208,12 @@ fn the_cleanup_runs_where_flannel_did_beside_nothing_of_it() {
         let context = &container["securityContext"];
         assert_eq!(context["capabilities"]["drop"], json!(["ALL"]));
         assert!(context["privileged"].is_null() && context["allowPrivilegeEscalation"] == false);
+        assert_eq!(context["readOnlyRootFilesystem"], true);
     }
+    // Whoever only waits needs to be nobody.
+    let done = &new["spec"]["containers"][0]["securityContext"];
+    assert!(done["capabilities"]["add"].is_null() && done["runAsNonRoot"] == true);
+    assert!(
+        done["runAsUser"].as_u64().is_some_and(|user| user > 0) && done["runAsUser"] == done["runAsGroup"]
+    );
 }
