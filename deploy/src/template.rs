@@ -3,7 +3,7 @@
 //!
 //! **Source**: Go `text/template`; sprig's `quote`, `nindent`; helm's `toYaml`.
 
-use serde_json::Value;
+use serde_json::{Number, Value};
 
 use crate::yaml::to_yaml;
 
@@ -237,6 +237,9 @@ fn call(name: &str, arguments: &[Value]) -> Result<Value, String> {
     Ok(match (name, arguments) {
         ("quote", [value]) => go_quoted(&printed(value)?).into(),
         ("toYaml", [Value::Null]) => return Err("the value is not there".into()),
+        ("toYaml", [Value::Number(number)]) if !is_exact(number) => {
+            return Err(format!("{number} is more than helm knows exactly: right would be a text in quotes"));
+        }
         ("toYaml", [value]) => to_yaml(value).into(),
         ("nindent", [spaces, text]) => {
             let (Some(spaces), Some(text)) = (spaces.as_u64(), text.as_str()) else {
@@ -247,6 +250,11 @@ fn call(name: &str, arguments: &[Value]) -> Result<Value, String> {
         }
         _ => return Err(format!("{name} with {} arguments is unknown", arguments.len())),
     })
+}
+
+/// A float64 holds every integer up to here.
+fn is_exact(number: &Number) -> bool {
+    number.as_f64().is_some_and(|float| float.abs() <= (1_u64 << f64::MANTISSA_DIGITS) as f64)
 }
 
 /// What `if` and `with` take for true.
@@ -265,9 +273,23 @@ fn is_true(value: &Value) -> bool {
 fn printed(value: &Value) -> Result<String, String> {
     match value {
         Value::String(text) => Ok(text.clone()),
-        Value::Bool(_) | Value::Number(_) => Ok(value.to_string()),
+        Value::Bool(value) => Ok(value.to_string()),
+        Value::Number(number) => number_printed(number),
         Value::Null => Err("the value is not there".into()),
         other => Err(format!("{other} is printed, which only scalars can be")),
+    }
+}
+
+/// A number that helm prints the same wherever it comes from: what files give it is a float64, which Go prints with an exponent
+/// from a million on; what `--set` gives it is an integer.
+fn number_printed(number: &Number) -> Result<String, String> {
+    match number.as_f64() {
+        Some(0.0) => Ok("0".to_owned()),
+        Some(float) if (1e-4..1e6).contains(&float.abs()) => Ok(float.to_string()),
+        _ => Err(format!(
+            "{number} is a number that helm prints with an exponent, unless --set gave it: right would be a text, {:?}, or toYaml",
+            number.to_string()
+        )),
     }
 }
 
@@ -328,10 +350,14 @@ mod tests {
     /// helm makes the same of the same templates and values (it leaves quotes out where YAML needs none).
     #[test]
     fn templates_are_rendered_as_helm_does() {
-        let values = json!({ "a": "x\n\"y\" é", "num": 51820, "t": true, "l": [1, "b"], "m": { "k": "v" }, "e": "", "z": 0 });
+        let values = json!({ "a": "x\n\"y\" é", "num": 51820, "t": true, "l": [1, "b"], "m": { "k": "v" }, "e": "", "z": 0,
+            "big": -999_999, "small": 0.0001, "whole": 1.0, "bigger": 9_007_199_254_740_992_u64, "date": 20_261_121 });
         for (template, expected) in [
             ("a {{ .Values.num }} b", "a 51820 b"),
             ("a {{- .Values.num -}} b", "a51820b"),
+            ("{{ .Values.big }} {{ .Values.small }} {{ .Values.whole }}", "-999999 0.0001 1"),
+            ("{{ quote .Values.big }} {{ .Values.z | quote }}", "\"-999999\" \"0\""),
+            ("{{ toYaml .Values.bigger }} {{ toYaml .Values.date }}", "9007199254740992 20261121"),
             ("{{ .Values.a | quote }}", r#""x\n\"y\" é""#),
             ("{{ quote .Values.t }}", "\"true\""),
             ("{{ toYaml .Values.num }} {{ toYaml .Values.t }}", "51820 true"),
@@ -389,6 +415,25 @@ mod tests {
         ] {
             rendered(template, &values).unwrap_err();
         }
+    }
+
+    /// helm's own print of them is `2.0261121e+07`, and another where `--set` gave them.
+    #[test]
+    fn numbers_that_helm_prints_now_so_now_so_are_refused() {
+        let values = json!({ "tag": 20_261_121, "least": 1_000_000, "less": -1_000_000, "tiny": 0.000_09,
+            "huge": 9_007_199_254_740_994_u64 });
+        for template in [
+            "{{ .Values.tag }}",
+            "{{ .Values.tag | quote }}",
+            "{{ .Values.least }}",
+            "{{ .Values.less }}",
+            "{{ .Values.tiny }}",
+        ] {
+            let error = rendered(template, &values).unwrap_err();
+            assert!(error.why.contains("with an exponent"), "{template}: {error}");
+        }
+        assert!(rendered("{{ .Values.tag }}", &values).unwrap_err().why.contains("a text, \"20261121\""));
+        assert!(rendered("{{ toYaml .Values.huge }}", &values).unwrap_err().why.contains("exactly"));
     }
 
     #[test]

@@ -154,6 +154,29 @@ fn a_number_in_quotes_is_refused_by_name() {
     }
 }
 
+/// `--set-string`, or quotes in a file of values. helm prints a port the same in both.
+#[test]
+fn a_port_in_quotes_is_that_port() {
+    for port in [json!(9000), json!("9000")] {
+        let objects = rendered(&json!({ "flannel": { "healthz": { "port": port }, "args": [] } }));
+        let main = container(&objects, "kube-flannel");
+        assert_eq!(main["args"], json!(["--healthz-port=9000"]));
+        assert_eq!(main["ports"][0]["containerPort"], 9000);
+    }
+}
+
+/// helm would ask for the image `flannel:2.0261121e+07`.
+#[test]
+fn a_tag_that_is_a_number_must_be_in_quotes() {
+    let chart = Chart::read(&file("chart/flannel")).unwrap();
+    let render =
+        |tag: Value| chart.render("kube-flannel", &json!({ "flannel": { "image": { "tag": tag } } }));
+    let error = render(json!(20_261_121)).unwrap_err();
+    assert!(error.contains("flannel.image.tag") && error.contains("\"20261121\""), "{error}");
+    let objects = render(json!("20261121")).unwrap();
+    assert_eq!(container(&objects, "kube-flannel")["image"], "localhost/flannel:20261121");
+}
+
 #[test]
 fn what_the_pod_is_given_stands_where_it_belongs() {
     let objects = rendered(&json!({
