@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::fmt;
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
@@ -27,8 +28,8 @@ use crate::sounding::Place;
 /// Sets another log filter, or says why not; `None`: the one given at the start.
 pub(crate) type SetLog = dyn Fn(Option<&str>) -> Result<(), String> + Send + Sync;
 
-/// A network that is at work for longer does not say which peers wait.
-const BUSY: Duration = Duration::from_secs(1);
+/// A network that is at work for longer does not say which peers wait: whoever asks for the status does not wait for it.
+const BUSY: Duration = Duration::from_millis(20);
 
 /// What is told of the kernel's older tables is at most so old.
 const LEGACY: Duration = Duration::from_secs(30);
@@ -84,13 +85,18 @@ impl Running {
     pub(crate) fn place(&self, port: u16) -> Place {
         let devices = if self.lapsed { Dual::default() } else { backends::devices(&self.config) };
         let bare = !self.lapsed && backends::has_bare_routes(&self.config);
-        let own = self.handle.lease.subnets;
+        let (own, iface) = (self.handle.lease.subnets, &self.iface);
+        let at = |family, address: Option<IpAddr>| {
+            own.family(family).filter(|_| bare)?;
+            Some((iface.name, address?))
+        };
         Place {
             port,
             tunnels: Dual::from_fn(|family| Some((devices[family]?, own.family(family)?.base()))),
-            bare: Dual::from_fn(|family| {
-                own.family(family).filter(|_| bare)?;
-                Some((self.iface.name, self.iface.address[family]?))
+            bare: Dual::from_fn(|family| at(family, iface.address[family])),
+            // Behind NAT nobody comes to it here, which hurts nobody.
+            public: Dual::from_fn(|family| {
+                at(family, iface.public[family].filter(|public| iface.address[family] != Some(*public)))
             }),
             mtu: self.handle.mtu,
             views: self.views.clone(),
@@ -373,8 +379,8 @@ impl Drop for RunningGuard<'_> {
 pub(crate) mod tests {
     use super::*;
 
-    use flannel_core::SubnetManager;
     use flannel_core::testing::{FakeKernel, FakeSubnets};
+    use flannel_core::{Host, SubnetManager};
 
     /// A network on fakes, with three peers and this status.
     pub(crate) async fn network(mut status: Status) -> (FakeSubnets, Running) {
@@ -438,6 +444,57 @@ pub(crate) mod tests {
         assert_eq!(changed, ["10.1.7.0-24"]);
         drop(guard);
         assert!(observer.snapshot().network.is_none());
+    }
+
+    /// Peers without a tunnel ask at the address that they are told, be it behind NAT or the second of the interface.
+    #[tokio::test]
+    async fn peers_are_answered_on_the_public_address_too() {
+        let (subnets, mut running) = network(Status::default()).await;
+        subnets.put("10.1.3.0-24", "127.0.0.1");
+        let config = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","DirectRouting":true}}"#;
+        running.config = Config::parse(config).unwrap();
+        running.iface.name = "lo".parse().unwrap();
+        for (own, public) in [("127.0.0.5", "127.0.0.6"), ("127.0.0.5", "127.0.0.5")] {
+            running.iface.address.v4 = Some(own.parse().unwrap());
+            running.iface.public.v4 = Some(public.parse().unwrap());
+            let free = std::net::TcpListener::bind((own, 0)).unwrap();
+            let port = free.local_addr().unwrap().port();
+            drop(free);
+            let peer = async {
+                for address in [own, public] {
+                    let mut tries = 0;
+                    while tokio::net::TcpStream::connect((address, port)).await.is_err() {
+                        tries += 1;
+                        assert!(tries < 500, "nobody listens on {address}");
+                        tokio::time::sleep(Duration::from_millis(10)).await;
+                    }
+                }
+            };
+            tokio::select! {
+                never = crate::sounding::respond(running.place(port)) => match never {},
+                () = peer => {}
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_network_that_is_at_work_keeps_nobody_waiting() {
+        let (subnets, mut running) = network(Status::default()).await;
+        let host = Host {
+            iface: running.iface.clone(),
+            kernel: Arc::clone(&running.kernel),
+            subnets: Arc::new(subnets),
+            identity: String::new(),
+        };
+        // It takes questions, and answers none while it does not run.
+        let busy = backends::find("host-gw").unwrap().register(&host, &running.config).await.unwrap();
+        running.handle = busy.handle();
+        let observer = Observer::default();
+        let _guard = observer.running(running);
+        let start = tokio::time::Instant::now();
+        let network = observer.snapshot_of_peers().await.network.unwrap();
+        assert!(network.waiting.is_none() && !network.status.settled);
+        assert!(start.elapsed() <= Duration::from_millis(50), "{:?}", start.elapsed());
     }
 
     #[tokio::test(start_paused = true)]

@@ -72,6 +72,9 @@ pub(crate) struct NetworkReport {
     /// The tunnel device of each family, such as `flannel.1` of `IPv4`; none with a backend that needs none.
     #[serde(default)]
     pub(crate) devices: BTreeMap<String, String>,
+    /// Packets of pods go between some nodes as they are, without a tunnel.
+    #[serde(default)]
+    pub(crate) bare_routes: bool,
     /// Everything that is wanted is in the kernel, by a complete, live set of leases.
     pub(crate) in_sync: bool,
     /// The leases come from the store, not from a cache.
@@ -275,6 +278,7 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
             .iter()
             .map(|(family, name)| (family.to_string(), name.to_string()))
             .collect(),
+        bare_routes: backends::has_bare_routes(&running.config),
         in_sync: status.in_sync,
         live: status.live,
         objects: status.objects as u64,

@@ -1,11 +1,11 @@
 //! The end that is sounded: the daemon, where peers' packets arrive.
 //!
 //! The one thing to know: on a tunnel it is bound to the tunnel's own address and device, and speaks only with the tunnel addresses of
-//! other nodes that are believed; where peers are reached without a tunnel, to the external interface and its address, and speaks
-//! only with the public addresses of those nodes, and by TCP alone. A source address is as certain as the network makes it, which tells nobody apart who can send
+//! other nodes that are believed; where peers are reached without a tunnel, to the external interface, with its address and the one
+//! that peers are told, and speaks only with the public addresses of those nodes, and by TCP alone. A source address is as certain as the network makes it, which tells nobody apart who can send
 //! into it; so what it sends is bounded. A datagram is answered by a smaller one, to the public address of that node's lease and nowhere else, ten
 //! times a second; on a connection, which nobody has in another's name without hearing the answers, it sends no more than it has received,
-//! at most 64 KiB, and a first line. It serves few at a time and looks at a few hundred a second.
+//! at most 64 KiB, and a first line. It serves few at a time, of whom no node has all, and looks at a few hundred a second.
 
 use std::convert::Infallible;
 use std::io;
@@ -17,7 +17,7 @@ use flannel_core::{Dual, Family, Lease, LinkName, Status, View};
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::{TcpListener, TcpStream, UdpSocket};
 use tokio::sync::watch;
-use tokio::task::JoinSet;
+use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
 use super::ear::Ear;
@@ -26,6 +26,8 @@ use super::{HELLO, LEAST, MOST, NOTICE, Nonce, QUESTION, Report, amount, fill, r
 
 /// So many are sounding at once; who comes then is refused.
 const AT_ONCE: usize = 8;
+/// … of them so many from one address.
+const SHARE: usize = 2;
 /// After each connection and datagram.
 const PAUSE: Duration = Duration::from_millis(2);
 /// What is kept to find who asks is forgotten when nobody has for so long.
@@ -47,6 +49,8 @@ pub(crate) struct Place {
     pub(crate) tunnels: Dual<(LinkName, IpAddr)>,
     /// The external interface with its addresses, if packets of pods come there as they are.
     pub(crate) bare: Dual<(LinkName, IpAddr)>,
+    /// The addresses that peers are told, if they are others than those.
+    pub(crate) public: Dual<(LinkName, IpAddr)>,
     /// What pods may send, in bytes.
     pub(crate) mtu: u32,
     pub(crate) views: watch::Receiver<View>,
@@ -68,17 +72,10 @@ impl<'a> Desk<'a> {
         Self { place, by, nodes: Mutex::new(Nodes::new(by, place.views.clone())), ear: Ear::default() }
     }
 
-    /// Where it answers.
-    fn at(&self) -> &Dual<(LinkName, IpAddr)> {
-        match self.by {
-            By::Tunnel => &self.place.tunnels,
-            By::Public => &self.place.bare,
-        }
-    }
-
     /// The lease of another node, by an address of its. One that nobody believes may name anybody as its node.
     fn other(&self, from: IpAddr) -> Option<Arc<Lease>> {
-        if self.at().values().any(|(_, own)| *own == from) {
+        let Place { tunnels, bare, public, .. } = self.place;
+        if [tunnels, bare, public].into_iter().flat_map(Dual::values).any(|(_, own)| *own == from) {
             return None;
         }
         let status = Arc::clone(&self.place.status.borrow());
@@ -100,18 +97,18 @@ pub(crate) async fn respond(place: Place) -> Infallible {
     if place.port == 0 {
         return std::future::pending().await;
     }
-    let on = async |by: By, family: Family| {
-        let desk = Desk::new(&place, by);
-        match desk.at()[family] {
-            Some((device, address)) => on_device(&desk, device, address).await,
-            None => std::future::pending().await,
-        }
+    let on = async |by: By, door: Option<(LinkName, IpAddr)>| match door {
+        Some((device, address)) => on_device(&Desk::new(&place, by), device, address).await,
+        None => std::future::pending().await,
     };
+    let Place { tunnels, bare, public, .. } = &place;
     tokio::select! {
-        never = on(By::Tunnel, Family::V4) => never,
-        never = on(By::Tunnel, Family::V6) => never,
-        never = on(By::Public, Family::V4) => never,
-        never = on(By::Public, Family::V6) => never,
+        never = on(By::Tunnel, tunnels.v4) => never,
+        never = on(By::Tunnel, tunnels.v6) => never,
+        never = on(By::Public, bare.v4) => never,
+        never = on(By::Public, bare.v6) => never,
+        never = on(By::Public, public.v4) => never,
+        never = on(By::Public, public.v6) => never,
     }
 }
 
@@ -233,19 +230,26 @@ async fn notice(to: SocketAddr, nonce: Nonce, size: u16) -> io::Result<()> {
 
 async fn accept(listener: &TcpListener, desk: &Desk<'_>) -> Infallible {
     let mut clients = JoinSet::new();
+    // Whose they are, until they end.
+    let mut at_work: Vec<(IpAddr, AbortHandle)> = Vec::new();
     loop {
         let accepted = listener.accept().await;
         while clients.try_join_next().is_some() {}
-        // Who is refused is not told why.
-        if let Ok((stream, from)) = accepted
-            && clients.len() < AT_ONCE
-            && desk.other(from.ip()).is_some()
-        {
-            let (mtu, ear) = (desk.place.mtu, desk.ear.clone());
-            clients.spawn(async move {
-                // Whatever goes wrong, the client tells.
-                let _ = timeout(ASKING + PATIENCE + LEAVING, answer(stream, from.ip(), mtu, &ear)).await;
-            });
+        at_work.retain(|(_, client)| !client.is_finished());
+        if let Ok((stream, from)) = accepted {
+            let from = from.ip();
+            let of_it = at_work.iter().filter(|(whose, _)| *whose == from).count();
+            if at_work.len() < AT_ONCE && of_it < SHARE && desk.other(from).is_some() {
+                let (mtu, ear) = (desk.place.mtu, desk.ear.clone());
+                let client = clients.spawn(async move {
+                    // Whatever goes wrong, the client tells.
+                    let _ = timeout(ASKING + PATIENCE + LEAVING, answer(stream, from, mtu, &ear)).await;
+                });
+                at_work.push((from, client));
+            } else {
+                // Who is refused is not told why; reset, so that nothing of it stays here. If that fails, it ends all the same.
+                let _ = stream.set_zero_linger();
+            }
         }
         sleep(PAUSE).await;
     }
@@ -293,8 +297,8 @@ mod tests {
         subnets.put("10.1.8.0-24", "192.0.2.8");
         let (told, status) = watch::channel(Arc::new(Status::default()));
         let views = subnets.watch_leases().await.unwrap();
-        let (tunnels, bare) = (Dual::default(), Dual::default());
-        let place = Place { port: 0, tunnels, bare, mtu: 1450, views, status };
+        let [tunnels, bare, public] = Default::default();
+        let place = Place { port: 0, tunnels, bare, public, mtu: 1450, views, status };
         let desk = Desk::new(&place, By::Tunnel);
         let other = |n| desk.other(IpAddr::from([10, 1, n, 0])).is_some();
         assert_eq!([7, 8, 9].map(other), [true, true, false]);
@@ -337,6 +341,71 @@ mod tests {
         }
     }
 
+    /// Nodes are known by their public addresses, and a socket can be bound to any of 127.0.0.0/8.
+    async fn desk_of(nodes: &[&str]) -> (FakeSubnets, Place) {
+        let subnets = FakeSubnets::new("10.1.0.0/16");
+        for (n, node) in nodes.iter().enumerate() {
+            subnets.put(&format!("10.1.{}.0-24", n + 7), node);
+        }
+        let (_, status) = watch::channel(Arc::new(Status::default()));
+        let views = subnets.watch_leases().await.unwrap();
+        let [tunnels, bare, public] = Default::default();
+        let place = Place { port: 0, tunnels, bare, public, mtu: 1450, views, status };
+        (subnets, place)
+    }
+
+    async fn connected(from: &str, to: SocketAddr) -> io::Result<TcpStream> {
+        let socket = tokio::net::TcpSocket::new_v4().unwrap();
+        socket.bind(SocketAddr::new(from.parse().unwrap(), 0)).unwrap();
+        socket.connect(to).await
+    }
+
+    /// How it ends: that may come before the client knows that it is connected.
+    async fn end(connected: io::Result<TcpStream>) -> io::ErrorKind {
+        let read = async { tokio::io::AsyncReadExt::read_u8(&mut connected?).await };
+        read.await.unwrap_err().kind()
+    }
+
+    #[tokio::test]
+    async fn no_node_takes_all_the_time_there_is_for_nodes() {
+        let (_subnets, place) = desk_of(&["127.0.0.7", "127.0.0.8"]).await;
+        let desk = Desk::new(&place, By::Public);
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let to = listener.local_addr().unwrap();
+        let clients = async {
+            let mut silent = Vec::new();
+            for _ in 0..2 * AT_ONCE {
+                silent.push(connected("127.0.0.7", to).await);
+            }
+            let mut other = connected("127.0.0.8", to).await.unwrap();
+            let hello = format!("{HELLO}10 00000000000000ff\n0123456789");
+            tokio::io::AsyncWriteExt::write_all(&mut other, hello.as_bytes()).await.unwrap();
+            let report: Report = serde_json::from_str(&read_line(&mut other).await.unwrap()).unwrap();
+            assert_eq!(report.received, 10);
+            drop(silent);
+        };
+        tokio::select! {
+            never = accept(&listener, &desk) => match never {},
+            () = clients => {}
+        }
+    }
+
+    /// A connection that is closed here first stays for a minute, as TIME_WAIT.
+    #[tokio::test]
+    async fn of_strangers_nothing_stays() {
+        let (_subnets, place) = desk_of(&["127.0.0.7"]).await;
+        let desk = Desk::new(&place, By::Public);
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let to = listener.local_addr().unwrap();
+        let stranger = async {
+            assert_eq!(end(connected("127.0.0.9", to).await).await, io::ErrorKind::ConnectionReset);
+        };
+        tokio::select! {
+            never = accept(&listener, &desk) => match never {},
+            () = stranger => {}
+        }
+    }
+
     #[tokio::test(start_paused = true)]
     async fn a_port_that_was_taken_is_had_when_it_is_free_though_nothing_changes() {
         let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -344,7 +413,8 @@ mod tests {
         let (_told, status) = watch::channel(Arc::new(Status::default()));
         let views = watch::channel(View::unknown()).1;
         let tunnels = Dual { v4: Some(("lo".parse().unwrap(), address.ip())), v6: None };
-        let place = Place { port: address.port(), tunnels, bare: Dual::default(), mtu: 1450, views, status };
+        let [bare, public] = Default::default();
+        let place = Place { port: address.port(), tunnels, bare, public, mtu: 1450, views, status };
         let client = async {
             sleep(AGAIN / 2).await;
             drop(taken);

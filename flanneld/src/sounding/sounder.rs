@@ -5,6 +5,7 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use flannel_core::Family;
@@ -25,6 +26,10 @@ const MOMENT: Duration = Duration::from_millis(200);
 const SMALL: u16 = 80;
 /// A datagram may be lost by chance.
 const TIMES: usize = 2;
+/// What a device of IP can take, in bytes.
+///
+/// **Source**: RFC 791, section 3.2.
+const MTUS: RangeInclusive<u32> = 68..=65_535;
 /// What is sent first on a connection goes in segments of so many bytes, …
 const MORSEL: usize = 512;
 /// … which the kernel makes of it if it has sent each before the next is there.
@@ -41,6 +46,16 @@ pub(crate) struct Passage {
 impl Passage {
     pub(crate) fn is_whole(self) -> bool {
         self.arrived >= self.sent
+    }
+}
+
+impl Report {
+    /// Nobody has received more than was `sent`, nor heard a larger packet than was `announced`, nor sends back more than that.
+    fn can_be(&self, sent: usize, announced: u16) -> bool {
+        self.received <= sent
+            && self.bytes <= self.received
+            && self.heard <= announced
+            && MTUS.contains(&self.mtu)
     }
 }
 
@@ -67,18 +82,23 @@ pub(crate) struct Sounding {
     pub(crate) segments: Option<Sounded>,
 }
 
-/// Sounds a node's daemon: behind its tunnel's address, and where that is refused or there is none, at its public one, on
-/// which nodes answer that are reached without a tunnel. `full` is what pods here may send, in bytes.
-pub(crate) async fn sound(tunnel: Option<(IpAddr, u16)>, public: Option<IpAddr>, port: u16) -> Sounding {
+/// Sounds a node's daemon: behind its tunnel's address, and where that is refused or there is none, at its public one, if nodes
+/// are reached without a tunnel (`bare`), which answer there. `full` is what pods here may send, in bytes.
+pub(crate) async fn sound(
+    tunnel: Option<(IpAddr, u16)>,
+    public: Option<IpAddr>,
+    bare: bool,
+    port: u16,
+) -> Sounding {
     if let Some((to, full)) = tunnel
         && let Some(sounding) = through_tunnel(SocketAddr::new(to, port), public, full).await
     {
         return sounding;
     }
-    let Some(public) = public else { return Sounding::default() };
+    let Some(public) = public.filter(|_| bare) else { return Sounding::default() };
     match timeout(CONNECTING, TcpStream::connect((public, port))).await {
         Ok(Ok(mut stream)) => {
-            let segments = exchange(&mut stream, nonce()).await.ok().flatten();
+            let segments = exchange(&mut stream, nonce(), 0).await.ok().flatten();
             Sounding { noticed: 0, segments }
         }
         _ => Sounding::default(),
@@ -93,7 +113,7 @@ async fn through_tunnel(to: SocketAddr, public: Option<IpAddr>, full: u16) -> Op
     // Before the report that tells what was heard.
     let _ = announce(to, full, &inbox, nonce).await;
     let segments = match timeout(CONNECTING, TcpStream::connect(to)).await {
-        Ok(Ok(mut stream)) => exchange(&mut stream, nonce).await.ok().flatten(),
+        Ok(Ok(mut stream)) => exchange(&mut stream, nonce, full.max(SMALL)).await.ok().flatten(),
         // Said at once, by who has the address: it is no daemon of ours, or one to which no tunnel leads.
         Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => return None,
         _ => None,
@@ -137,16 +157,18 @@ async fn notices(inbox: &UdpSocket, public: IpAddr, full: u16, nonce: Nonce) -> 
         && let Ok(Ok((len, from))) = timeout_at(end, inbox.recv_from(&mut buffer)).await
     {
         let said = buffer[..len].strip_prefix(NOTICE).and_then(|rest| rest.strip_prefix(&nonce));
-        if let Some(Ok(size)) = said.map(<[u8; 2]>::try_from)
+        if let Some(Ok(size)) = said.map(|said| <[u8; 2]>::try_from(said).map(u16::from_be_bytes))
             && from.ip() == public
+            && size <= full.max(SMALL)
         {
-            largest = largest.max(u16::from_be_bytes(size));
+            largest = largest.max(size);
         }
     }
     largest
 }
 
-async fn exchange(stream: &mut TcpStream, nonce: Nonce) -> io::Result<Option<Sounded>> {
+/// `announced` is the largest packet that was sent as a datagram, in bytes.
+async fn exchange(stream: &mut TcpStream, nonce: Nonce, announced: u16) -> io::Result<Option<Sounded>> {
     let deadline = Instant::now() + PATIENCE;
     stream.set_nodelay(true)?;
     let segment = socket2::SockRef::from(&*stream).tcp_mss()? as usize;
@@ -170,7 +192,11 @@ async fn exchange(stream: &mut TcpStream, nonce: Nonce) -> io::Result<Option<Sou
     let hear = async {
         let Ok(line) = timeout_at(deadline, read_line(&mut reader)).await else { return Ok(None) };
         let Ok(report) = serde_json::from_str::<Report>(&line?) else { return Ok(None) };
-        let follows = report.bytes.min(MOST);
+        // Who says what cannot be is none that understands.
+        if !report.can_be(sent, announced) {
+            return Ok(None);
+        }
+        let follows = report.bytes;
         let mut back = Passage { sent: follows, arrived: 0 };
         // Impatience is no failure here either; but a daemon that stops meanwhile lost no segments.
         if let Ok(taken) = timeout_at(deadline, take(&mut reader, follows, &mut back.arrived)).await {
@@ -195,15 +221,28 @@ mod tests {
 
     /// What the doctor makes of a daemon that says that so much was lost, sends so many bytes and goes away, or does not.
     async fn exchanged(lost: usize, bytes: usize, goes_away: bool) -> Option<Passage> {
+        exchanged_with(lost, bytes, goes_away, |_| ()).await.map(|sounded| sounded.back)
+    }
+
+    /// The same of one that says something else.
+    async fn exchanged_with(
+        lost: usize,
+        bytes: usize,
+        goes_away: bool,
+        says: impl FnOnce(&mut Report),
+    ) -> Option<Sounded> {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
+        // As on a link: the loopback's segments are so large that the small ones before them take long.
+        socket2::SockRef::from(&listener).set_tcp_mss(1398).unwrap();
         let daemon = async {
             let (mut stream, _) = listener.accept().await.unwrap();
             let hello = read_line(&mut stream).await.unwrap();
             let sent = hello.split(' ').nth(2).unwrap().parse().unwrap();
             take(&mut stream, sent, &mut 0).await.unwrap();
             let received = sent - lost;
-            let report = Report { version: 1, received, mtu: 1450, heard: 0, bytes: 100 };
+            let mut report = Report { version: 1, received, mtu: 1450, heard: 0, bytes: 100 };
+            says(&mut report);
             stream.write_all((serde_json::to_string(&report).unwrap() + "\n").as_bytes()).await.unwrap();
             fill(&mut stream, bytes).await.unwrap();
             if !goes_away {
@@ -212,9 +251,9 @@ mod tests {
         };
         let doctor = async {
             let mut stream = TcpStream::connect(address).await.unwrap();
-            exchange(&mut stream, 7_u64.to_be_bytes()).await.ok().flatten()
+            exchange(&mut stream, 7_u64.to_be_bytes(), 1450).await.ok().flatten()
         };
-        tokio::join!(daemon, doctor).1.map(|sounded| sounded.back)
+        tokio::join!(daemon, doctor).1
     }
 
     #[tokio::test]
@@ -223,6 +262,62 @@ mod tests {
         assert_eq!(exchanged(0, 50, true).await, None, "it went away");
         assert_eq!(exchanged(0, 50, false).await, Some(Passage { sent: 100, arrived: 50 }));
         assert_eq!(exchanged(1, 100, false).await, None, "a hundred bytes are no segment");
+    }
+
+    /// Whatever it says else, too.
+    #[tokio::test]
+    async fn a_daemon_that_says_what_cannot_be_is_not_believed() {
+        let sounded = |says: fn(&mut Report)| exchanged_with(0, 100, false, says);
+        assert_eq!(sounded(|report| report.heard = 1450).await.map(|sounded| sounded.heard), Some(1450));
+        for says in [
+            (|report| report.received += 1) as fn(&mut Report),
+            |report| report.heard = 1451,
+            |report| report.mtu = 0,
+            |report| report.mtu = 65_536,
+            |report| (report.received, report.bytes) = (99, 100),
+        ] {
+            assert_eq!(sounded(says).await, None);
+        }
+    }
+
+    #[tokio::test]
+    async fn more_than_was_sent_is_acknowledged_by_nobody() {
+        let inbox = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        let peer = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        for size in [80_u16, 1451, 9000] {
+            let notice = [&NOTICE[..], &[7; 8], &size.to_be_bytes()].concat();
+            peer.send_to(&notice, inbox.local_addr().unwrap()).await.unwrap();
+        }
+        assert_eq!(notices(&inbox, peer.local_addr().unwrap().ip(), 1450, [7; 8]).await, 80);
+    }
+
+    #[tokio::test]
+    async fn only_where_there_are_ways_without_a_tunnel_a_node_is_asked_at_its_public_address() {
+        let public = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        public.set_nonblocking(true).unwrap();
+        let address = public.local_addr().unwrap();
+        // Nobody is behind the tunnel's address, which is said at once.
+        for tunnel in [None, Some((IpAddr::from([127, 0, 0, 2]), 1450))] {
+            for bare in [false, true] {
+                let sounding = sound(tunnel, Some(address.ip()), bare, address.port());
+                let asked = async {
+                    let sounded = tokio::select! {
+                        _ = sounding => None,
+                        () = sleep(PATIENCE) => None,
+                        stream = async {
+                            loop {
+                                if let Ok((stream, _)) = public.accept() {
+                                    break stream;
+                                }
+                                sleep(BETWEEN).await;
+                            }
+                        } => Some(stream),
+                    };
+                    sounded.is_some()
+                };
+                assert_eq!(asked.await, bare, "{tunnel:?}");
+            }
+        }
     }
 
     #[tokio::test]

@@ -31,11 +31,15 @@ pub(super) struct Asked {
 /// What became of all of them, and why nobody was asked for echoes, if so.
 pub(super) type AllAsked = (Vec<Asked>, Option<String>);
 
-/// Asks all questions at once, one answer for each, in order.
+/// Asks all questions at once, one answer for each, in order. With `bare` there are nodes that are reached without a tunnel.
 ///
 /// # Errors
 /// Nobody can be asked, and this is why.
-pub(super) async fn ask(questions: &[(&Target, Vec<Question>)], port: u16) -> Result<AllAsked, String> {
+pub(super) async fn ask(
+    questions: &[(&Target, Vec<Question>)],
+    bare: bool,
+    port: u16,
+) -> Result<AllAsked, String> {
     let all = || questions.iter().flat_map(|(_, asked)| asked);
     let probes: Vec<Probe> = all().flat_map(Question::probes).collect();
     if probes.is_empty() {
@@ -46,9 +50,9 @@ pub(super) async fn ask(questions: &[(&Target, Vec<Question>)], port: u16) -> Re
     let soundings: Vec<_> = all()
         .map(|question| (question.tunnel, question.public.map(|(address, _)| address)))
         .map(|(tunnel, public)| {
-            tokio::spawn(
-                async move { if port == 0 { None } else { Some(sound(tunnel, public, port).await) } },
-            )
+            tokio::spawn(async move {
+                if port == 0 { None } else { Some(sound(tunnel, public, bare, port).await) }
+            })
         })
         .collect();
     let (echoes, mute) = echoes.await.map_err(|error| error.to_string())?;

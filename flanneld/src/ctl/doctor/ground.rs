@@ -37,6 +37,8 @@ pub(super) struct Ground {
     pub(super) known: bool,
     pub(super) tunnels: Dual<LinkName>,
     pub(super) uplink: Option<LinkName>,
+    /// Packets of pods go between some nodes as they are, without a tunnel.
+    pub(super) bare: bool,
     /// What pods may send, in bytes.
     pub(super) mtu: Option<u32>,
     pub(super) targets: Vec<Target>,
@@ -90,6 +92,7 @@ pub(super) async fn with_daemon(client: &Client, value: &Value, diagnosis: &mut 
         known: true,
         tunnels: Dual::from_fn(device),
         uplink: network.interface.name.parse().ok(),
+        bare: network.bare_routes,
         mtu: Some(network.mtu),
         targets: peers.iter().map(target).collect(),
     })
@@ -241,6 +244,7 @@ async fn of_config(
         known: true,
         tunnels,
         uplink,
+        bare: backends::has_bare_routes(&config),
         mtu: SubnetEnv::read(&global.subnet_file).ok().map(|env| env.mtu),
         targets: leases.iter().filter(|lease| !is_own(lease)).map(target).collect(),
     }
