@@ -140,7 +140,11 @@ fn leases(page: &mut Page, network: &NetworkSnapshot, store: Option<&StoreStatus
         |(reason, _): &(&&str, &u64)| reason.starts_with("overlaps") || reason.starts_with("contradicts");
     let conflicts: u64 = reasons.iter().filter(clash).map(|(_, count)| count).sum();
     page.gauge("flannel_conflicts", "Leases that clash with another one", conflicts);
-    page.family("flannel_subnets", "gauge", "Subnets between SubnetMin and SubnetMax; nothing in Kubernetes");
+    page.family(
+        "flannel_subnets",
+        "gauge",
+        "Subnets between SubnetMin and SubnetMax; in Kubernetes those of this node's size in the network",
+    );
     for room in subnets_used(network, store) {
         for (state, count) in [("total", room.total), ("used", room.used), ("free", room.free)] {
             page.sample("flannel_subnets", &[("family", &room.family), ("state", &state)], count);

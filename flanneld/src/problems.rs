@@ -10,7 +10,7 @@ use flannel_subnet::Ownership;
 use serde::{Deserialize, Serialize};
 
 use crate::firewall::Rulebook;
-use crate::hints::said;
+use crate::hints::{is_kubernetes, said};
 use crate::observe::{NetworkSnapshot, Snapshot};
 use crate::report::subnets_used;
 
@@ -263,13 +263,21 @@ fn of_remark(remark: &str, network: &NetworkSnapshot) -> String {
 }
 
 fn of_room(network: &NetworkSnapshot, store: Option<&StoreStatus>) -> Vec<Problem> {
+    let lets_go = if is_kubernetes(store.map(|store| store.store.as_str())) {
+        "kubectl delete node"
+    } else {
+        "lease release"
+    };
+    let hint = format!(
+        "flannelctl lease list # {lets_go} lets go those of nodes that are gone; or enlarge the network"
+    );
     let nearly = |room: &crate::report::SubnetsReport| {
         room.used.saturating_mul(100) >= room.total.saturating_mul(NEARLY_FULL)
     };
     let tell = |room: crate::report::SubnetsReport| {
         let crate::report::SubnetsReport { family, total, used, free } = room;
         let text = format!("{used} of {total} {family} subnets are taken, {free} are free");
-        Problem::warning(text).hint("flannelctl lease list # lease release lets go those of nodes that are gone; or enlarge the network")
+        Problem::warning(text).hint(hint.as_str())
     };
     subnets_used(network, store).into_iter().filter(nearly).map(tell).collect()
 }
@@ -354,6 +362,7 @@ mod tests {
         assert_eq!(taken(&snapshot), 1);
         snapshot.store = Some(StoreStatus { store: "etcd:x".into(), ..StoreStatus::default() });
         assert_eq!(taken(&snapshot), 1);
+        // There `SubnetMin` and `SubnetMax` count for nothing.
         snapshot.store = Some(StoreStatus { store: "kube:x".into(), ..StoreStatus::default() });
         assert_eq!(taken(&snapshot), 0);
     }

@@ -162,7 +162,7 @@ pub(crate) struct PeerReport {
 pub(crate) struct SubnetsReport {
     /// `IPv4` or `IPv6`.
     pub(crate) family: String,
-    /// Between `SubnetMin` and `SubnetMax`.
+    /// Between `SubnetMin` and `SubnetMax`; in Kubernetes as many of this node's size as the network has.
     pub(crate) total: u64,
     pub(crate) used: u64,
     pub(crate) free: u64,
@@ -325,19 +325,27 @@ fn failures(status: &Status) -> Vec<FailureReport> {
     status.failing.iter().take(MOST).map(report).collect()
 }
 
-/// How full each pod network is; nothing where Kubernetes gives the subnets, of whatever size. One that is too large to count is as
-/// large as can be counted.
+/// How full each pod network is; one that is too large to count is as large as can be counted. Kubernetes gives subnets out of the
+/// whole network, whose size this node's own tells.
 pub(crate) fn subnets_used(network: &NetworkSnapshot, store: Option<&StoreStatus>) -> Vec<SubnetsReport> {
-    if is_kubernetes(store.map(|store| store.store.as_str())) {
-        return Vec::new();
-    }
-    let config = &network.running.config;
+    let running = &network.running;
+    let own = running.handle.lease.subnets;
+    let given = is_kubernetes(store.map(|store| store.store.as_str()));
+    let config = &running.config;
     let report = |(family, pod): (Family, &flannel_core::PodNetwork)| {
+        let own = own.family(family).filter(|_| given);
         let inside = |lease: &&std::sync::Arc<Lease>| {
-            lease.subnets.family(family).is_some_and(|subnet| subnet >= pod.min && subnet <= pod.max)
+            lease.subnets.family(family).is_some_and(|subnet| match own {
+                Some(_) => pod.network.covers(&subnet),
+                None => subnet >= pod.min && subnet <= pod.max,
+            })
         };
         let used = network.view.leases.iter().filter(inside).count() as u64;
-        let total = u64::try_from(pod.subnets()).unwrap_or(u64::MAX);
+        let total = match own {
+            Some(own) => 1_u128.checked_shl(own.len().saturating_sub(pod.network.len()).into()),
+            None => Some(pod.subnets()),
+        };
+        let total = total.and_then(|total| u64::try_from(total).ok()).unwrap_or(u64::MAX);
         SubnetsReport { family: family.to_string(), total, used, free: total.saturating_sub(used) }
     };
     config.networks.iter().map(report).collect()
@@ -358,6 +366,7 @@ mod tests {
     use crate::observe::Observer;
     use crate::observe::tests::network;
     use flannel_core::{Wait, Waiting};
+    use std::sync::Arc;
 
     async fn snapshot(status: Status) -> Snapshot {
         let observer = Observer::default();
@@ -365,6 +374,26 @@ mod tests {
         let snapshot = observer.snapshot();
         drop(guard);
         snapshot
+    }
+
+    /// Of which size they are its own subnet tells.
+    #[tokio::test]
+    async fn subnets_that_kubernetes_gives_are_counted_too() {
+        let snapshot = snapshot(Status::default()).await;
+        let mut store = StoreStatus { store: "kube:https://10.96.0.1:443".into(), ..StoreStatus::default() };
+        let mut network = snapshot.network.unwrap();
+        let mut counted = |config: &str, store: &StoreStatus| {
+            let running = Arc::get_mut(&mut network.running).unwrap();
+            running.config = flannel_core::Config::parse(config).unwrap();
+            let room = subnets_used(&network, Some(store)).pop().unwrap();
+            (room.total, room.used, room.free)
+        };
+        assert_eq!(counted(r#"{"Network":"10.1.0.0/16","SubnetLen":28}"#, &store), (256, 4, 252));
+        assert_eq!(counted(r#"{"Network":"10.1.0.0/20"}"#, &store), (16, 4, 12));
+        store.store = "etcd:http://127.0.0.1:2379".into();
+        let some =
+            r#"{"Network":"10.1.0.0/16","SubnetLen":24,"SubnetMin":"10.1.7.0","SubnetMax":"10.1.9.0"}"#;
+        assert_eq!(counted(some, &store), (3, 3, 0));
     }
 
     #[tokio::test]
@@ -423,7 +452,7 @@ mod tests {
         assert_eq!((network.pending, first), (2, vec!["10.1.8.0-24", "10.1.9.0-24", "10.1.7.0-24"]));
         // A settled status knows better than what was asked before it.
         let status = &mut snapshot.network.as_mut().unwrap().status;
-        std::sync::Arc::make_mut(status).settled = true;
+        Arc::make_mut(status).settled = true;
         assert_eq!(states(&snapshot)[1].1, "in place");
         snapshot.network.as_mut().unwrap().waiting.as_mut().unwrap().all = true;
         assert_eq!(states(&snapshot).iter().filter(|(_, state, _)| state == "pending").count(), 1);

@@ -162,12 +162,8 @@ fn kernel_fields(network: &NetworkReport, now: f64, paper: &Paper) -> String {
         let text = format!("{change}: {error}, since {}, tried {tries} times", span(now - since));
         out += &paper.field("", Ink::Plain, &text);
     }
-    for (n, pod_network) in network.networks.iter().enumerate() {
-        let text = match network.subnets.get(n) {
-            Some(room) => format!("{pod_network}: {} of {} taken, {} free", room.used, room.total, room.free),
-            // Others give them.
-            None => pod_network.clone(),
-        };
+    for (n, (pod_network, room)) in network.networks.iter().zip(&network.subnets).enumerate() {
+        let text = format!("{pod_network}: {} of {} taken, {} free", room.used, room.total, room.free);
         out += &paper.field(if n == 0 { "subnets" } else { "" }, Ink::Bold, &text);
     }
     if let Some(last) = network.repairs.last.first() {
