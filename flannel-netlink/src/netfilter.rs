@@ -181,11 +181,11 @@ impl NetfilterSocket {
     ///
     /// # Errors
     /// It may not be seen, or changes faster than it can be read.
-    pub fn dump<T>(
+    pub fn dump<T: Send>(
         &mut self,
         kind: Kind,
         fill: impl FnOnce(&mut Messages),
-        read: impl Fn(&Told<'_>) -> Option<T>,
+        mut read: impl FnMut(&Told<'_>) -> Option<T> + Send,
     ) -> Result<Vec<T>, KernelError> {
         self.0.dump(request(kind, fill), |message| read(&Told::read(message)?))
     }

@@ -1,6 +1,5 @@
 //! Reads everything there is that one network owns.
 
-use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 
 use flannel_core::{
@@ -237,11 +236,11 @@ fn dump_routes(
 ) -> Result<Vec<Found>, KernelError> {
     let inside = |dst: &Subnet| owned.networks.iter().any(|network| network.covers(dst));
     // With the number of the dump, which begins anew if the table changes under way.
-    let last = Cell::new(None);
+    let mut last = None;
     socket.dump(route::all(family), |message| {
         let found = route::read(message).filter(|found| found.main && found.default_metric)?;
-        let this = Some((message.sequence, found.dst));
-        let hidden = last.replace(this) == this && !found.last_resort;
+        let this = (message.sequence, found.dst);
+        let hidden = last.replace(this) == Some(this) && !found.last_resort;
         let mut unknown = None;
         let route = found.object(|index| {
             let name = names.get(&index).copied();

@@ -128,13 +128,13 @@ impl Socket {
     }
 
     /// Reads a table: everything for which `read` is not `None`, in the kernel's order.
-    pub(crate) fn dump<T>(
+    pub(crate) fn dump<T: Send>(
         &mut self,
         mut request: Messages,
-        read: impl Fn(&Message<'_>) -> Option<T>,
+        mut read: impl FnMut(&Message<'_>) -> Option<T> + Send,
     ) -> Result<Vec<T>, KernelError> {
         for _ in 0..DUMP_TRIES {
-            match self.dump_once(&mut request, &read) {
+            match self.dump_once(&mut request, &mut read) {
                 Ok(Some(all)) => return Ok(all),
                 Ok(None) => {}
                 Err(error) if is_passing_error(&error) || error.errno == EBUSY => self.drain(),
@@ -238,10 +238,10 @@ impl Socket {
     }
 
     /// `None`: the table changed while it was read.
-    fn dump_once<T>(
+    fn dump_once<T: Send>(
         &mut self,
         request: &mut Messages,
-        read: &impl Fn(&Message<'_>) -> Option<T>,
+        read: &mut (impl FnMut(&Message<'_>) -> Option<T> + Send),
     ) -> Result<Option<Vec<T>>, KernelError> {
         let sequence = self.sequence;
         self.sequence = sequence.wrapping_add(1);
@@ -285,46 +285,57 @@ impl Socket {
         take_each(&self.buffer, len, take)
     }
 
-    /// The same as [`receive_until`](Self::receive_until), but the kernel, which makes out each part of a table when it is
-    /// asked for, works on the next part of a long one meanwhile.
-    fn receive_table(&mut self, mut take: impl FnMut(&Message<'_>) -> bool) -> Result<(), KernelError> {
+    /// The same as [`receive_until`](Self::receive_until), but another thread takes the parts of a long table: the kernel makes
+    /// out each part when it is asked for.
+    fn receive_table(
+        &mut self,
+        mut take: impl FnMut(&Message<'_>) -> bool + Send,
+    ) -> Result<(), KernelError> {
         for _ in 0..SHORT_TABLE {
             if self.receive(&mut take)? {
                 return Ok(());
             }
         }
-        let socket = &self.socket;
+        let (socket, take) = (&self.socket, &mut take);
         let took: Result<bool, KernelError> = std::thread::scope(|scope| {
             let (filled, to_take) = sync_channel::<(Box<[u8]>, usize)>(BUFFERS);
             let (emptied, to_fill) = sync_channel::<Box<[u8]>>(BUFFERS);
+            let apart = beside();
+            let taker = Builder::new().spawn_scoped(scope, {
+                let (emptied, take) = (emptied.clone(), &mut *take);
+                move || -> Result<bool, KernelError> {
+                    apart();
+                    for (buffer, len) in to_take {
+                        if take_each(&buffer, len, take)? {
+                            return Ok(true);
+                        }
+                        // Nobody fills it any more if this was the last that there is.
+                        let _ = emptied.send(buffer);
+                    }
+                    Ok(false)
+                }
+            });
+            let Ok(taker) = taker else { return Ok(false) };
             for _ in 0..BUFFERS {
                 // There is room for all.
                 let _ = emptied.send(vec![0; RECEIVE_BUFFER].into());
             }
-            let apart = beside();
-            let receiver = Builder::new().spawn_scoped(scope, move || {
-                apart();
-                // Behind the last part there is nothing, or nobody wants it.
-                for mut buffer in to_fill {
-                    let len = receive_from(socket, &mut buffer)?;
-                    if filled.send((buffer, len)).is_err() {
+            drop(emptied);
+            let mut received = Ok(());
+            for mut buffer in to_fill {
+                match receive_from(socket, &mut buffer) {
+                    Ok(len) if filled.send((buffer, len)).is_ok() => {}
+                    // Behind the last part there is nothing.
+                    Err(error) => {
+                        received = Err(unanswered(error));
                         break;
                     }
+                    Ok(_) => break,
                 }
-                io::Result::Ok(())
-            });
-            let Ok(receiver) = receiver else { return Ok(false) };
-            for (buffer, len) in to_take {
-                if take_each(&buffer, len, &mut take)? {
-                    return Ok(true);
-                }
-                // It takes no more if it could not receive: then this was the last that it got.
-                let _ = emptied.send(buffer);
             }
-            drop(emptied);
-            let received = receiver.join().unwrap_or_else(|panic| resume_unwind(panic));
-            received.map_err(unanswered)?;
-            Ok(false)
+            drop(filled);
+            let took = taker.join().unwrap_or_else(|panic| resume_unwind(panic))?;
+            if took { Ok(true) } else { received.map(|()| false) }
         });
         // There are no threads any more: slowly, then.
         if took? { Ok(()) } else { self.receive_until(take) }

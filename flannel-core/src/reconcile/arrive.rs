@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::panic::resume_unwind;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SendError, SyncSender, TryRecvError, TrySendError, channel, sync_channel};
+use std::sync::mpsc::{Receiver, SendError, TryRecvError, channel, sync_channel};
 use std::thread::{Builder, yield_now};
 use std::time::Duration;
 
@@ -81,20 +81,8 @@ impl Group {
     }
 }
 
-/// `None`: nobody takes it any more. Neither end sleeps: a sleeper is mostly woken on the processor of who wakes it, even if
-/// there is an idle one, and two threads that take turns there take as long as one.
-fn hand_over<T>(to: &SyncSender<T>, mut thing: T) -> Option<()> {
-    loop {
-        match to.try_send(thing) {
-            Ok(()) => return Some(()),
-            Err(TrySendError::Full(back)) => thing = back,
-            Err(TrySendError::Disconnected(_)) => return None,
-        }
-        yield_now();
-    }
-}
-
-/// `None`: nothing more comes.
+/// `None`: nothing more comes. It does not sleep: a sleeper is mostly woken on the processor of who wakes it, even if there is
+/// an idle one, and two threads that take turns there take as long as one.
 fn take_over<T>(from: &Receiver<T>) -> Option<T> {
     loop {
         match from.try_recv() {
@@ -153,7 +141,7 @@ impl Reconciler {
                     }
                     let Some(group) = self.next_group(kernel) else { break };
                     // The writer ends early only if it panicked.
-                    if hand_over(&groups, group).is_none() {
+                    if groups.send(group).is_err() {
                         break;
                     }
                     self.note_all(&written, false)?;
