@@ -99,11 +99,7 @@ impl<'a> Writer<'a> {
                     route::delete_any(requests, &route.dst, ROUTE_PROTOCOL);
                     self.pending.push((n, true));
                 }
-                match route.via {
-                    // One that is there has to be looked at: `renew`.
-                    Via::Nexthop(_) => route::add(requests, route, index),
-                    _ => route::put(requests, route, index),
-                }
+                route::put(requests, route, index);
             }
             other => return Err(unknown(other)),
         }
@@ -149,7 +145,7 @@ impl<'a> Writer<'a> {
             let result = match (result, &changes[n]) {
                 (result, change) if deletes => accept_absence(result, change.object()),
                 (Err(error), Change::Put(Object::Route(route))) if error.errno == EEXIST => {
-                    self.replace(route)
+                    self.unhide(route)
                 }
                 (Err(error), Change::Put(Object::Route(route))) if stands_in_its_own_way(route, &error) => {
                     self.make_way(route).map_err(|_| error)
@@ -219,19 +215,6 @@ impl<'a> Writer<'a> {
         }
         let found = self.nexthops.remove(&nexthop.id).expect("the row begins with it")?;
         Ok(found.index == index && found.protocol == ROUTE_PROTOCOL)
-    }
-
-    /// A route is there.
-    fn replace(&mut self, route: &Route) -> Result<(), KernelError> {
-        if matches!(route.via, Via::Nexthop(_)) {
-            let mut requests = Messages::default();
-            route::renew(&mut requests, route);
-            match self.socket.send(&mut requests).into_iter().collect::<Result<(), _>>() {
-                Err(error) if error.errno == EEXIST => {}
-                renewed => return renewed,
-            }
-        }
-        self.unhide(route)
     }
 
     /// A route of ours is there but another one stands before it, so that a replacement would make a second one

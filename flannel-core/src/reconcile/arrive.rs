@@ -19,6 +19,8 @@ use crate::kernel::{Kernel, KernelError, Owned};
 use crate::lease::{Lease, View};
 use crate::state::{Change, Object};
 
+/// Longer than it takes to make out a group.
+const AWAKE: Duration = Duration::from_millis(1);
 /// The objects of so many new peers are put at once: bounds memory. …
 pub(super) const GROUP: usize = 64;
 /// … And so many groups are put before newer leases and questions get their turn. …
@@ -81,16 +83,18 @@ impl Group {
     }
 }
 
-/// `None`: nothing more comes. It does not sleep: a sleeper is mostly woken on the processor of who wakes it, even if there is
-/// an idle one, and two threads that take turns there take as long as one.
+/// `None`: nothing more comes. It does not sleep at once: a sleeper is mostly woken on the processor of who wakes it, even if
+/// there is an idle one, and two threads that take turns there take as long as one.
 fn take_over<T>(from: &Receiver<T>) -> Option<T> {
-    loop {
+    let awake = std::time::Instant::now() + AWAKE;
+    while std::time::Instant::now() < awake {
         match from.try_recv() {
             Ok(thing) => return Some(thing),
             Err(TryRecvError::Empty) => yield_now(),
             Err(TryRecvError::Disconnected) => return None,
         }
     }
+    from.recv().ok()
 }
 
 fn is_flood(new: usize, all: usize) -> bool {

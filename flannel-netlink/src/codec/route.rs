@@ -14,8 +14,6 @@ use crate::wire::{Attributes, Message, Messages, ip_of, u32_of};
 
 /// `RTNH_F_ONLINK`: the gateway is on the link, whatever the routing table says.
 pub(crate) const ONLINK: u32 = 4;
-/// `RTNH_F_PERVASIVE`: nobody heeds it.
-const PERVASIVE: u32 = 2;
 /// `RTAX_MTU` inside `RTA_METRICS`.
 const RTAX_MTU: u16 = 2;
 const RTA_VIA: u16 = 18;
@@ -159,13 +157,13 @@ impl fmt::Display for RouteMessage {
     }
 }
 
-fn header(dst: &Subnet, via: Option<&Via>, flags: u32, protocol: u8, scope: RtScope) -> Rtmsg {
+fn header(dst: &Subnet, via: Option<&Via>, protocol: u8, scope: RtScope) -> Rtmsg {
     let kind = match via {
         Some(Via::Blackhole | Via::LastResort) => Rtn::Blackhole,
         Some(_) => Rtn::Unicast,
         None => Rtn::Unspec,
     };
-    let onlink = if matches!(via, Some(Via::Gateway { onlink: true, .. })) { ONLINK } else { 0 };
+    let onlink = matches!(via, Some(Via::Gateway { onlink: true, .. }));
     RtmsgBuilder::default()
         .rtm_family(af(dst.family()))
         .rtm_dst_len(dst.len())
@@ -175,7 +173,7 @@ fn header(dst: &Subnet, via: Option<&Via>, flags: u32, protocol: u8, scope: RtSc
         .rtm_protocol(Rtprot::from(protocol))
         .rtm_scope(scope)
         .rtm_type(kind)
-        .rtm_flags(RtmF::from_bits_retain(flags | onlink))
+        .rtm_flags(RtmF::from_bits_retain(if onlink { ONLINK } else { 0 }))
         .build()
         .expect("all fields are set")
 }
@@ -190,29 +188,25 @@ pub(crate) fn is_known(route: &Route) -> bool {
 
 /// `link`'s index is `index`; 0 for a route that has none.
 pub(crate) fn put(requests: &mut Messages, route: &Route, index: u32) {
-    put_with(put_flags(), 0, requests, route, index);
+    put_with(put_flags(), requests, route, index);
 }
 
 /// Puts it unless there is one.
 pub(crate) fn add(requests: &mut Messages, route: &Route, index: u32) {
-    put_with(NlmF::CREATE | NlmF::EXCL, 0, requests, route, index);
+    put_with(NlmF::CREATE | NlmF::EXCL, requests, route, index);
 }
 
-/// Puts it in the place of one by the same nexthop object, in two steps, of which neither leaves it out. Of two such routes
-/// IPv4 takes the new one for the old, metrics or not, unless their flags differ.
-pub(crate) fn renew(requests: &mut Messages, route: &Route) {
-    put_with(put_flags(), PERVASIVE, requests, route, 0);
-    put_with(put_flags(), 0, requests, route, 0);
-}
-
-fn put_with(how: NlmF, flags: u32, requests: &mut Messages, route: &Route, index: u32) {
+fn put_with(flags: NlmF, requests: &mut Messages, route: &Route, index: u32) {
     let to_link = matches!(route.via, Via::Link(_)) && route.dst.family() == Family::V4;
     let scope = if to_link { RtScope::Link } else { RtScope::Universe };
-    requests.begin(Rtm::Newroute, how, &header(&route.dst, Some(&route.via), flags, ROUTE_PROTOCOL, scope));
+    requests.begin(Rtm::Newroute, flags, &header(&route.dst, Some(&route.via), ROUTE_PROTOCOL, scope));
     path(requests, route, index);
-    if let Some(mtu) = route.mtu {
+    // IPv4 takes two routes by one nexthop object for one, unless something is said of metrics: if only that there are none.
+    if route.mtu.is_some() || matches!(route.via, Via::Nexthop(_)) {
         requests.nest(Rta::Metrics, |metrics| {
-            metrics.u32(RTAX_MTU, mtu);
+            if let Some(mtu) = route.mtu {
+                metrics.u32(RTAX_MTU, mtu);
+            }
         });
     }
 }
@@ -223,13 +217,13 @@ pub(crate) fn delete(requests: &mut Messages, route: &Route, index: u32, protoco
         Via::Link(_) if route.dst.family() == Family::V4 => RtScope::Link,
         _ => RtScope::Nowhere,
     };
-    requests.begin(Rtm::Delroute, NlmF::empty(), &header(&route.dst, Some(&route.via), 0, protocol, scope));
+    requests.begin(Rtm::Delroute, NlmF::empty(), &header(&route.dst, Some(&route.via), protocol, scope));
     path(requests, route, index);
 }
 
 /// Deletes the route to `dst` with the default metric, whatever it is; `protocol` as for [`delete`].
 pub(crate) fn delete_any(requests: &mut Messages, dst: &Subnet, protocol: u8) {
-    requests.begin(Rtm::Delroute, NlmF::empty(), &header(dst, None, 0, protocol, RtScope::Nowhere));
+    requests.begin(Rtm::Delroute, NlmF::empty(), &header(dst, None, protocol, RtScope::Nowhere));
     requests.ip(Rta::Dst, dst.base());
     if dst.family() == Family::V6 {
         requests.u32(Rta::Priority, IPV6_METRIC);
@@ -264,7 +258,7 @@ pub(crate) fn everywhere(family: Family) -> Messages {
 
 fn in_table(family: Family, table: u32) -> Messages {
     let everything = Subnet::new(family.unspecified(), 0).expect("0 bits fit every family");
-    let header = header(&everything, None, 0, 0, RtScope::Universe);
+    let header = header(&everything, None, 0, RtScope::Universe);
     let mut request = Messages::one(Rtm::Getroute, NlmF::empty(), &header);
     request.u32(Rta::Table, table);
     request
