@@ -97,7 +97,11 @@ impl State {
         }
         // Now the new names are on the disk, too.
         let sync = || File::open(&self.dir)?.sync_all();
-        sync().map_err(|error| failed("sync", &self.dir, &error))
+        match sync() {
+            // Not every file system can do that with a directory.
+            Err(error) if error.kind() == ErrorKind::InvalidInput => Ok(()),
+            synced => synced.map_err(|error| failed("sync", &self.dir, &error)),
+        }
     }
 
     fn write(&self, conf: &[u8], path: &Path) -> io::Result<()> {

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
 
-use flannel_core::{Family, Key, Lease, LinkName, Status, StoreStatus, Subnets};
+use flannel_core::{Family, Key, LinkName, Status, StoreStatus, Subnet, Subnets};
 use flannel_subnet::Ownership;
 use serde::{Deserialize, Serialize};
 
@@ -334,13 +334,17 @@ pub(crate) fn subnets_used(network: &NetworkSnapshot, store: Option<&StoreStatus
     let config = &running.config;
     let report = |(family, pod): (Family, &flannel_core::PodNetwork)| {
         let own = own.family(family).filter(|_| given);
-        let inside = |lease: &&std::sync::Arc<Lease>| {
-            lease.subnets.family(family).is_some_and(|subnet| match own {
-                Some(_) => pod.network.covers(&subnet),
-                None => subnet >= pod.min && subnet <= pod.max,
-            })
+        // Of the own size: a node may have been given a smaller part or a larger one.
+        let size = |subnet: Subnet| {
+            own.map_or(1.0, |own| f64::from(i32::from(own.len()) - i32::from(subnet.len())).exp2())
         };
-        let used = network.view.leases.iter().filter(inside).count() as u64;
+        let inside = |subnet: &Subnet| match own {
+            Some(_) => pod.network.covers(subnet),
+            None => *subnet >= pod.min && *subnet <= pod.max,
+        };
+        let taken =
+            network.view.leases.iter().filter_map(|lease| lease.subnets.family(family)).filter(inside);
+        let used = taken.map(size).sum::<f64>().ceil() as u64;
         let total = match own {
             Some(own) => 1_u128.checked_shl(own.len().saturating_sub(pod.network.len()).into()),
             None => Some(pod.subnets()),
@@ -365,7 +369,7 @@ mod tests {
     use super::*;
     use crate::observe::Observer;
     use crate::observe::tests::network;
-    use flannel_core::{Wait, Waiting};
+    use flannel_core::{Lease, Wait, Waiting};
     use std::sync::Arc;
 
     async fn snapshot(status: Status) -> Snapshot {
@@ -394,6 +398,15 @@ mod tests {
         let some =
             r#"{"Network":"10.1.0.0/16","SubnetLen":24,"SubnetMin":"10.1.7.0","SubnetMax":"10.1.9.0"}"#;
         assert_eq!(counted(some, &store), (3, 3, 0));
+        // Parts of other sizes.
+        let lease = Lease::clone(network.view.leases.iter().next().unwrap());
+        for part in ["10.1.200.0/26", "10.1.200.64/26", "10.1.200.128/26", "10.1.202.0/23"] {
+            let subnets = Subnets::new([part.parse().unwrap()]).unwrap();
+            network.view.leases.insert(Lease { subnets, ..lease.clone() });
+        }
+        store.store = "kube:https://10.96.0.1:443".into();
+        let room = subnets_used(&network, Some(&store)).pop().unwrap();
+        assert_eq!((room.total, room.used, room.free), (256, 4 + 3, 249));
     }
 
     #[tokio::test]
