@@ -273,7 +273,8 @@ fn damage(random: &mut Random, first: u64) -> (usize, String) {
             20 => by_ip(format!("route replace {dst} {via} proto 241 src {own}")),
             21 => by_ip(format!("route replace {dst} {via} proto 4")),
             22 => by_ip(format!("route replace {dst} {via} proto 241 mtu 1300")),
-            23 => by_ip(format!("route replace {dst} {via} proto 241 advmss 1000")),
+            // By a nexthop object, an unwanted route by the same one would have it too, and be none that is ours to remove.
+            23 => by_ip(format!("route replace {dst} {direct} proto 241 advmss 1000")),
             _ => by_ip(format!("nexthop replace id {} {elsewhere} protocol 241", id + 4000)),
         },
     }
@@ -292,7 +293,7 @@ fn damage_on_uplink(random: &mut Random, first: u64) -> (usize, String) {
     let own = public(1)[family].unwrap();
     let direct = format!("via {gateway} dev eth0");
     let via = if v4 && random.below(2) == 0 { format!("nhid {id}") } else { direct.clone() };
-    let text = match random.below(19) {
+    let text = match random.below(20) {
         0 | 1 => format!("route del {dst}"),
         2 => format!("route replace {dst} via {other} dev eth0"),
         3 => format!("route replace {dst} via {gateway} dev eth0 mtu 1300"),
@@ -309,7 +310,8 @@ fn damage_on_uplink(random: &mut Random, first: u64) -> (usize, String) {
         14 if random.below(20) == 0 => "nexthop flush proto 241".into(),
         15 => format!("route replace {dst} {via} proto 241 src {own}"),
         16 => format!("route replace {dst} {via} proto 4"),
-        17 => format!("route replace {dst} {via} proto 241 advmss 1000"),
+        17 => format!("route replace {dst} {via} proto 241 mtu 1300"),
+        18 => format!("route replace {dst} {direct} proto 241 advmss 1000"),
         _ => format!("nexthop replace id {stray} via {other} dev eth0 protocol 241"),
     };
     (usize::from(!v4), text)
