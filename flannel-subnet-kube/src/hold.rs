@@ -1,7 +1,7 @@
 //! Keeping the lease: what this node published stays published, and other PodCIDRs move it.
 //!
 //! The one thing to know: what looks different from what was published is judged by reading the node itself, since what is followed may
-//! come late. A node that is gone may come back, and this node waits for it.
+//! come late. A node that is gone may come back, and one whose PodCIDRs make no lease may get others: the network stays until then.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -103,12 +103,15 @@ impl KubeManager {
                     self.regain();
                     self.mend(node, held, fight).await?;
                 }
-                Ok(Some(to)) => {
-                    self.lose(&format!("its PodCIDRs make it {to}"));
-                    return Ok(Some(LeaseEnd::Moved { to }));
-                }
                 Ok(None) => self.lose("it has no PodCIDR any more"),
-                Err(wrong) => self.lose(&wrong),
+                // What no lease can be made of is no reason to give up what peers are reached by.
+                _ => match self.fitting(node, &self.settled().await?) {
+                    Ok(to) => {
+                        self.lose(&format!("its PodCIDRs make it {to}"));
+                        return Ok(Some(LeaseEnd::Moved { to }));
+                    }
+                    Err(wrong) => self.lose(&wrong),
+                },
             },
         }
         Ok(None)

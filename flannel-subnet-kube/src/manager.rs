@@ -124,7 +124,7 @@ impl KubeManager {
     }
 
     /// Why this node no longer holds the lease that it acquired, as a sentence without a full stop: its node is gone, or has
-    /// other PodCIDRs, or none. `None`: it holds it, or has acquired none yet. Known while [`SubnetManager::hold_lease`] runs.
+    /// other PodCIDRs, or none, or such as no lease can be made of. `None`: it holds it, or has acquired none yet. Known while [`SubnetManager::hold_lease`] runs.
     pub fn lost(&self) -> watch::Receiver<Option<String>> {
         self.lost.subscribe()
     }
@@ -139,6 +139,14 @@ impl KubeManager {
         match given {
             Some(given) => Ok(given),
             None => self.config_now().await,
+        }
+    }
+
+    /// The config whose networks count: that of the lease; before there is one, what was given out.
+    pub(crate) async fn settled(&self) -> Result<Config> {
+        match self.used() {
+            Some(used) => Ok(used),
+            None => self.config().await,
         }
     }
 
@@ -164,10 +172,7 @@ impl KubeManager {
     /// acquired, or if they are followed no more.
     pub(crate) async fn follow<T>(&self, look: impl FnOnce(&Follower) -> T) -> Result<T> {
         let name = self.name().await?.to_owned();
-        let config = match self.used() {
-            Some(used) => used,
-            None => self.config().await?,
-        };
+        let config = self.settled().await?;
         let mut follower = self.follower.lock().unwrap_or_else(PoisonError::into_inner);
         let terms =
             Terms { prefix: self.options.prefix.clone(), families: config.networks.families().collect() };

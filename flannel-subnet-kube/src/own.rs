@@ -85,26 +85,30 @@ impl KubeManager {
 
     /// The subnets that Kubernetes gave this node, which fit the network config.
     pub(crate) fn subnets_of(&self, node: &Node, config: &Config) -> Result<Subnets> {
+        self.fitting(node, config).map_err(|wrong| self.not_ready(format!("node {}: {wrong}", node.name)))
+    }
+
+    /// [`Self::subnets_of`]; the error does not name the node.
+    pub(crate) fn fitting(&self, node: &Node, config: &Config) -> std::result::Result<Subnets, String> {
         let families: Vec<Family> = config.networks.families().collect();
-        let wrong = |reason: String| self.not_ready(format!("node {}: {reason}", node.name));
-        let subnets = node.subnets(&families).map_err(wrong)?;
+        let subnets = node.subnets(&families)?;
         for family in &families {
             if subnets.and_then(|subnets| subnets.family(*family)).is_none() {
-                return Err(wrong(format!(
+                return Err(format!(
                     "it has no {family} PodCIDR yet: right would be kube-controller-manager with --allocate-node-cidrs and a \
                      --cluster-cidr in the pod network, or whatever else gives nodes their PodCIDRs here"
-                )));
+                ));
             }
         }
         let subnets = subnets.expect("a config enables a family, and the node has a subnet of each");
         for subnet in subnets.iter() {
             let network = config.networks[subnet.family()].map(|network| network.network);
             if let Some(network) = network.filter(|network| !network.covers(&subnet)) {
-                return Err(wrong(format!(
+                return Err(format!(
                     "its PodCIDR {subnet} lies outside the pod network {network} of {}: right would be one network there and in \
                      kube-controller-manager's --cluster-cidr",
                     self.options.net_config.display()
-                )));
+                ));
             }
         }
         Ok(subnets)

@@ -222,6 +222,38 @@ fn the_condition_is_false_while_the_network_is_in_place_and_true_when_the_lease_
     });
 }
 
+/// What no lease can be made of costs this node its condition, and not its peers.
+#[test]
+fn a_pod_cidr_outside_the_network_leaves_the_network_in_place() {
+    in_netns(|| {
+        let server = cluster();
+        server.put_node("node-1", blank(&["10.1.1.0/24"]));
+        server.put_node("node-2", go_peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
+        let host = Host::new(1, VXLAN);
+        let daemon = host.start(&server, &[]);
+        host.holds(&daemon, &["via 10.1.2.0 "]);
+        wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
+        server.modify("node-1", |node| node["spec"] = json!({ "podCIDR": "10.9.0.0/24" }));
+        wait_for_condition(&server, "node-1", "True", "FlannelIsDown", &daemon);
+        let message = server.condition("node-1", "NetworkUnavailable").unwrap()["message"].clone();
+        let message = message.as_str().unwrap();
+        assert!(
+            message.starts_with("its PodCIDR 10.9.0.0/24 lies outside the pod network 10.1.0.0/16"),
+            "{message}"
+        );
+        // Peers come and go as ever.
+        server.put_node("node-3", go_peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
+        host.holds(&daemon, &["via 10.1.2.0 ", "via 10.1.3.0 "]);
+        server.delete_node("node-2");
+        wait_until(|| !host.objects().contains("10.1.2.0"), || daemon.log());
+        assert!(!daemon.log().contains("building the network anew"), "{}", daemon.log());
+        server.modify("node-1", |node| node["spec"] = json!({ "podCIDR": "10.1.9.0/24" }));
+        daemon.wait_for_log("building the network anew: this node was given 10.1.9.0-24");
+        wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
+        assert!(host.subnet_env().contains("FLANNEL_SUBNET=10.1.9.1/24\n"), "{}", host.subnet_env());
+    });
+}
+
 #[test]
 fn a_restart_leaves_everything_as_it_is() {
     in_netns(|| {

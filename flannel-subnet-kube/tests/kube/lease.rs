@@ -4,7 +4,7 @@ use flannel_core::{Error, Family, Hints, LeaseEnd, SubnetManager, Subnets};
 use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
 use serde_json::{Value, json};
 
-use crate::ground::{DUAL, Ground, MAC, PREFIX, V4, attrs, blank, leases, until, vxlan, wait};
+use crate::ground::{DUAL, Ground, MAC, PREFIX, V4, attrs, blank, leases, peer, until, vxlan, wait};
 
 /// Flannel's annotations of a node, as JSON.
 fn annotations(ground: &Ground, node: &str) -> Value {
@@ -135,6 +135,66 @@ async fn a_node_that_comes_back_with_its_pod_cidr_has_its_lease_again() {
     tokio::select! {
         end = manager.hold_lease(&held) => panic!("{end:?}"),
         () = story => {}
+    }
+}
+
+#[tokio::test]
+async fn pod_cidrs_from_which_no_lease_can_be_made_lose_it_and_do_not_move_it() {
+    for (config, own, wrong) in [
+        (
+            V4,
+            &["10.1.1.0/24"][..],
+            &[
+                (&["10.9.0.0/24"][..], "its PodCIDR 10.9.0.0/24 lies outside the pod network 10.1.0.0/16"),
+                (&["fd00:0:0:1::/64"], "it has no PodCIDR any more"),
+            ][..],
+        ),
+        (
+            DUAL,
+            &["10.1.1.0/24", "fd00:0:0:1::/64"],
+            &[
+                (&["10.1.9.0/24"], "it has no IPv6 PodCIDR"),
+                (
+                    &["10.1.9.0/24", "fd01::/64"],
+                    "its PodCIDR fd01::/64 lies outside the pod network fd00::/48",
+                ),
+            ],
+        ),
+    ] {
+        let ground = Ground::new(config);
+        ground.server.put_node("me", blank(own));
+        let (manager, views) = ground.following().await;
+        let held = manager.acquire_lease(&vxlan()).await.unwrap();
+        let lost = manager.lost();
+        let mut n = 1;
+        let story = async {
+            for (cidrs, why) in wrong {
+                ground.server.put_node("me", blank(cidrs));
+                until(|| lost.borrow().as_ref().is_some_and(|lost| lost.starts_with(why))).await;
+                // Peers are followed all the same.
+                n += 1;
+                let (cidr, public) = (format!("10.1.{n}.0/24"), format!("192.0.2.{n}"));
+                ground.server.put_node(&format!("n{n}"), peer(&cidr, &public, "0a:00:00:00:00:02"));
+                until(|| leases(&views.borrow()).iter().any(|lease| lease.ends_with(&public))).await;
+            }
+            ground.server.put_node("me", blank(own));
+            until(|| lost.borrow().is_none()).await;
+            ground.server.put_node("me", blank(wrong[0].0));
+            until(|| lost.borrow().is_some()).await;
+        };
+        tokio::select! {
+            end = manager.hold_lease(&held) => panic!("{end:?}"),
+            () = story => {}
+        }
+        let end = wait(async {
+            let fits = async {
+                ground.server.put_node("me", blank(&["10.1.200.0/24", "fd00:0:0:200::/64"]));
+                std::future::pending::<()>().await;
+            };
+            tokio::select! { end = manager.hold_lease(&held) => end, () = fits => unreachable!() }
+        });
+        let LeaseEnd::Moved { to } = end.await.unwrap() else { panic!("the lease moves once it can") };
+        assert!(to.to_string().starts_with("10.1.200.0-24"), "{to}");
     }
 }
 
