@@ -248,7 +248,8 @@ pub(crate) async fn part(body: &mut Body, patience: Duration) -> Result<Option<B
     }
 }
 
-async fn read(answer: Response<Body>, most: usize) -> Result<Bytes, Failure> {
+/// An answer's body, of which no more than so many bytes matter.
+pub(crate) async fn read(answer: Response<Body>, most: usize) -> Result<Bytes, Failure> {
     let (mut body, mut all) = (answer.into_body(), Vec::new());
     while let Some(bytes) = part(&mut body, PATIENCE).await? {
         all.extend_from_slice(&bytes[..bytes.len().min(most - all.len())]);

@@ -13,13 +13,13 @@ use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::sleep;
 
-use crate::api::{Api, Call, Failure, PATIENCE, escape, part};
+use crate::api::{Api, Call, Failure, PATIENCE, escape, part, read};
 use crate::node::{Event, Node, Wire};
 use crate::nodes::{Nodes, Terms};
 use crate::pause::Pause;
 use crate::split::Splitter;
 
-/// So many nodes are asked for at once. Servers do not care for that at version 0, and answer with all there are.
+/// So many nodes are asked for at once.
 const PAGE: u32 = 500;
 /// A watch that is silent for so long is begun anew. API servers send a bookmark every minute.
 const SILENCE: Duration = Duration::from_secs(90);
@@ -147,17 +147,21 @@ impl Following {
     }
 
     /// Lists all nodes: the version of the list. The first may come from the server's cache, which spares its store when all
-    /// nodes start at once; later ones must be the latest.
+    /// nodes start at once, if that is not late; later ones must be the latest.
     async fn list(&mut self, first: bool) -> Result<String, Failure> {
+        let least = if first { self.least().await? } else { None };
         self.nodes.begin();
         let (mut own, mut token) = (Own::Gone, String::new());
         loop {
-            let rest = match (token.is_empty(), first) {
-                (false, _) => format!("&continue={}", escape(&token)),
-                (true, true) => "&resourceVersion=0".to_owned(),
-                (true, false) => String::new(),
+            let query = match (&least, &*token) {
+                // A limit would make the server ask its store.
+                (Some(version), "") => {
+                    format!("resourceVersion={}&resourceVersionMatch=NotOlderThan", escape(version))
+                }
+                (None, "") => format!("limit={PAGE}"),
+                (_, token) => format!("limit={PAGE}&continue={}", escape(token)),
             };
-            let path = format!("/api/v1/nodes?limit={PAGE}{rest}");
+            let path = format!("/api/v1/nodes?{query}");
             let call = Call { verb: "list", resource: "nodes", path, patch: None };
             let body = self.api.send(&call).await?.into_body();
             let page = self.page(body, &mut own).await?;
@@ -171,6 +175,22 @@ impl Following {
             }
             token = page.next;
         }
+    }
+
+    /// The version that the first list must have at least: that of this node, which is always the latest where it is asked for alone.
+    /// A server's cache that is late by more would make peers of those that went, and none of those that came. `None`: there is no
+    /// such node.
+    async fn least(&self) -> Result<Option<String>, Failure> {
+        let path = format!("/api/v1/nodes/{}", self.own);
+        let call = Call { verb: "get", resource: "nodes", path, patch: None };
+        let answer = match self.api.send(&call).await {
+            Err(Failure::NotFound(_)) => return Ok(None),
+            answer => answer?,
+        };
+        let bytes = read(answer, usize::MAX).await?;
+        let wire: Wire<'_> = serde_json::from_slice(&bytes)
+            .map_err(|error| Failure::Failed(format!("get nodes: the answer cannot be read: {error}")))?;
+        Ok(Some(wire.metadata.resource_version.into_owned()).filter(|version| !version.is_empty()))
     }
 
     /// Reads one page, item by item.
@@ -418,7 +438,7 @@ mod tests {
             // Something unforeseen.
             manager.follow(|follower| follower.task.abort()).await.unwrap();
             let asked = server.requests().len();
-            until(&|| server.count("limit=") == 2 && server.count("watch=") == 2).await;
+            until(&|| server.count("NotOlderThan") == 2 && server.count("watch=") == 2).await;
             server.put_node("me", node());
             let annotation = || server.annotation("me", "flannel.alpha.coreos.com/backend-type");
             until(&|| says("False") && annotation().as_deref() == Some("vxlan")).await;

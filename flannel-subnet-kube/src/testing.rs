@@ -303,20 +303,21 @@ impl ApiServer {
         self.cut(how);
     }
 
-    /// Creates a node, or replaces it; watches learn of that and of whatever follows only [later](Self::show_all).
+    /// Creates a node, or replaces it; watches, and lists that need not be the latest, learn of that and of whatever follows only
+    /// [later](Self::show_all).
     ///
     /// # Panics
     /// `node` is no JSON object.
     pub fn put_node_unseen(&self, name: &str, node: Value) {
         let mut store = lock(&self.shared.store);
-        store.seen = store.seen.or(Some(store.version));
+        store.delay();
         store.put(name, node);
     }
 
-    /// Watches are no longer late.
+    /// The server's cache is no longer late.
     pub fn show_all(&self) {
         let mut store = lock(&self.shared.store);
-        store.seen = None;
+        store.late = None;
         self.shared.changes.send_replace(store.version);
     }
 

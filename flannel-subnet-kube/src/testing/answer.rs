@@ -117,28 +117,41 @@ fn rbac(request: &Request<Incoming>) -> (&'static str, &'static str) {
 }
 
 fn list(shared: &Shared, query: &BTreeMap<String, String>) -> Answer {
-    let Some(limit) =
-        query.get("limit").and_then(|limit| limit.parse::<usize>().ok()).filter(|limit| *limit > 0)
-    else {
-        return violation(shared, StatusCode::BAD_REQUEST, "a list without a limit");
-    };
-    // As the cache of a real server does.
-    let limit =
-        if query.get("resourceVersion").is_some_and(|version| version == "0") { usize::MAX } else { limit };
-    let mut store = lock(&shared.store);
-    let (nodes, version, after): (Nodes, u64, String) = match query.get("continue") {
-        Some(_) if query.contains_key("resourceVersion") => {
-            return violation(
-                shared,
-                StatusCode::BAD_REQUEST,
-                "a list that goes on takes no resourceVersion",
-            );
+    let refused = |text: &str| violation(shared, StatusCode::BAD_REQUEST, text);
+    let get = |name: &str| query.get(name).map(String::as_str);
+    // The version that the answer must have; it comes from the server's cache then, which knows no pages.
+    let least = match (get("resourceVersion"), get("resourceVersionMatch")) {
+        (Some(_), _) if get("continue").is_some() => {
+            return refused("a list that goes on takes no resourceVersion");
         }
-        Some(token) => match store.lists.remove(token) {
+        (None, None) => None,
+        (Some("0"), None) => Some(0),
+        (Some(version), Some("NotOlderThan")) => version.parse::<u64>().ok().filter(|version| *version > 0),
+        _ => return refused("a list at a version, and how that is meant is not said"),
+    };
+    let limit = match (get("limit").and_then(|limit| limit.parse().ok()).filter(|limit| *limit > 0), least) {
+        (Some(_), Some(1..)) => {
+            return refused("a list with a limit, for which the server would ask its store");
+        }
+        (Some(_), Some(0)) | (None, Some(1..)) => usize::MAX,
+        (Some(limit), None) => limit,
+        (None, _) => return refused("a list without a limit"),
+    };
+    let mut store = lock(&shared.store);
+    let (nodes, version, after): (Nodes, u64, String) = match (get("continue"), least) {
+        (Some(token), _) => match store.lists.remove(token) {
             Some(list) => list,
             None => return gone("The provided continue parameter is too old"),
         },
-        None => (Arc::clone(&store.nodes), store.version, String::new()),
+        (None, Some(least)) => {
+            let (nodes, version) = store.cached();
+            if version < least {
+                let text = format!("Too large resource version: {least}, current: {version}");
+                return status(StatusCode::GATEWAY_TIMEOUT, &text);
+            }
+            (nodes, version, String::new())
+        }
+        (None, None) => (Arc::clone(&store.nodes), store.version, String::new()),
     };
     let mut items: Vec<Arc<str>> = Vec::new();
     let mut last = String::new();

@@ -19,8 +19,8 @@ pub(crate) struct Store {
     /// Versions up to this one are too old to watch from, or to go on listing at.
     pub(crate) forgotten: u64,
     pub(crate) events: VecDeque<(u64, Bytes)>,
-    /// Watches see no later version than this.
-    pub(crate) seen: Option<u64>,
+    /// What the server's cache knows, if that is late: watches and lists that it may answer see no more.
+    pub(crate) late: Option<(Nodes, u64)>,
     /// Lists that were begun: by token, the nodes as they were, the version, and the last name that was listed.
     pub(crate) lists: HashMap<String, (Nodes, u64, String)>,
 }
@@ -34,13 +34,23 @@ impl Default for Store {
             version: 1000,
             forgotten: 0,
             events: VecDeque::new(),
-            seen: None,
+            late: None,
             lists: HashMap::new(),
         }
     }
 }
 
 impl Store {
+    /// All nodes as the server's cache knows them, and their version.
+    pub(crate) fn cached(&self) -> (Nodes, u64) {
+        self.late.clone().unwrap_or_else(|| (Arc::clone(&self.nodes), self.version))
+    }
+
+    /// The cache learns of nothing more.
+    pub(crate) fn delay(&mut self) {
+        self.late = Some(self.cached());
+    }
+
     pub(crate) fn node(&self, name: &str) -> Option<Value> {
         Some(serde_json::from_str(self.nodes.get(name)?).expect("what was put in is JSON"))
     }

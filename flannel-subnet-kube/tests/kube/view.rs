@@ -124,13 +124,48 @@ async fn thousands_come_in_pages_and_what_went_meanwhile_is_gone() {
     ground.server.fill(many(0));
     let (_manager, views) = ground.following().await;
     assert_eq!(views.borrow().leases.len(), 1201);
-    assert_eq!(ground.server.count("limit="), 1, "a server's cache knows no pages");
-    assert_eq!(ground.server.count("limit=500&resourceVersion=0"), 1);
+    assert_eq!(ground.server.count("NotOlderThan"), 1, "a server's cache knows no pages");
+    assert_eq!(ground.server.count("limit="), 0);
     // While the watch was away, others came and went.
     (0..1000).for_each(|n| ground.server.delete_node(&format!("node-{n}")));
     ground.server.fill(many(1100));
     until(|| views.borrow().leases.len() == 1301).await;
-    assert_eq!(ground.server.count("limit="), 1 + 3);
+    assert_eq!(ground.server.count("limit=500"), 3);
+}
+
+/// As when a daemon starts anew and meets an API server that has not yet heard of the last nodes.
+#[tokio::test]
+async fn what_a_late_server_remembers_is_not_taken_for_what_is() {
+    let ground = Ground::new(V4);
+    ground.server.put_node("me", blank(&["10.1.1.0/24"]));
+    ground.server.put_node("old", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
+    let new = peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03");
+    ground.server.put_node_unseen("new", new);
+    ground.server.heartbeat("me");
+    let manager = ground.manager("me").await;
+    let views = manager.watch_leases().await.unwrap();
+    until(|| ground.server.count("GET /api/v1/nodes?") >= 3).await;
+    assert!(matches!(views.borrow().origin, Origin::Cached { .. }), "{:?}", views.borrow().origin);
+    assert_eq!(ground.server.count("watch="), 0);
+    let (error, _) = manager.store_status().last_error.unwrap();
+    assert!(error.contains("Too large resource version"), "{error}");
+    ground.server.show_all();
+    until(|| leases(&views.borrow()) == ["10.1.2.0-24 vxlan 192.0.2.2", "10.1.3.0-24 vxlan 192.0.2.3"]).await;
+    assert!(matches!(views.borrow().origin, Origin::Live { .. }));
+    assert_eq!(ground.server.count("limit="), 0, "the server's store is spared");
+}
+
+#[tokio::test]
+async fn without_a_node_of_its_own_the_first_list_is_the_latest() {
+    let ground = Ground::new(V4);
+    ground.server.put_node("me", blank(&["10.1.1.0/24"]));
+    let manager = ground.manager("me").await;
+    manager.network_config().await.unwrap();
+    ground.server.put_node_unseen("new", peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
+    ground.server.delete_node("me");
+    let views = manager.watch_leases().await.unwrap();
+    until(|| leases(&views.borrow()) == ["10.1.3.0-24 vxlan 192.0.2.3"]).await;
+    assert_eq!((ground.server.count("NotOlderThan"), ground.server.count("limit=500")), (0, 1));
 }
 
 #[tokio::test]
