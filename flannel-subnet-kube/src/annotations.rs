@@ -1,6 +1,7 @@
 //! The names of flannel's annotations, and what a lease's attributes look like in them.
 //!
-//! The one thing to know: values are compared as text, by Go flannel too, so that one thing is always written in one way.
+//! The one thing to know: values are compared as text, by Go flannel too, so that one thing is always written in one way, or in two where it
+//! is to be noticed.
 //!
 //! **Source**: flannel `pkg/subnet/kube/annotations.go: newAnnotations`, `kube.go: AcquireLease`.
 
@@ -150,6 +151,38 @@ pub(crate) fn wanted(attrs: &LeaseAttrs, there: &Values) -> Values {
     values
 }
 
+/// Whether an annotation that is there says this, in either of the two ways in which data is written; see [`reworded`].
+pub(crate) fn says(there: &Values, name: &str, wanted: &str) -> bool {
+    let is_data = Family::BOTH.iter().any(|family| names(*family).data == name);
+    there.get(name).is_some_and(|text| match text.strip_prefix(' ') {
+        Some(text) if is_data => text == wanted,
+        _ => **text == *wanted,
+    })
+}
+
+/// What else must be written so that Go flannel's nodes take notice: in dual stack they do only if texts of both families are others. If one
+/// has no news, its data is written in the other way, which for whoever reads it is the same: with or without a space before it.
+///
+/// Behind the brace a space would be as good, but not within: Go flannel cuts its own MAC address out of this text.
+pub(crate) fn reworded(wanted: &Values, missing: &Values, there: &Values) -> Option<(Box<str>, Box<str>)> {
+    if missing.contains_key(BACKEND_TYPE) {
+        // It counts for both.
+        return None;
+    }
+    let news = |family| {
+        let names = names(family);
+        missing.contains_key(names.data) || missing.contains_key(names.public)
+    };
+    let quiet = match (news(Family::V4), news(Family::V6)) {
+        (true, false) => Family::V6,
+        (false, true) => Family::V4,
+        _ => return None,
+    };
+    let name = names(quiet).data;
+    let (data, text) = (wanted.get(name)?, there.get(name)?);
+    Some((name.into(), if text == data { format!(" {data}").into() } else { data.clone() }))
+}
+
 /// The attributes that the annotations tell, for these families, and what is wrong with them.
 ///
 /// What one family lacks is no reason to lose the other.
@@ -166,7 +199,8 @@ pub(crate) fn read(values: &Values, families: &[Family], prefix: &Prefix) -> (Le
     }
     let mut data = |family: Family| {
         let name = names(family).data;
-        let text = Some(text(name)).filter(|text| enabled(family) && !["", "null"].contains(text))?;
+        let text =
+            Some(text(name).trim_ascii()).filter(|text| enabled(family) && !["", "null"].contains(text))?;
         if serde_json::from_str::<serde::de::IgnoredAny>(text).is_err() {
             wrong.push(format!("annotation {prefix}{name}: {} is no JSON", shorten(text)));
             return None;

@@ -6,7 +6,7 @@ use flannel_core::{Config, Error, Family, Lease, LeaseAttrs, Result, Revision, S
 use serde::Deserialize;
 use serde_json::json;
 
-use crate::annotations::{Values, address, names, read, wanted};
+use crate::annotations::{Values, address, names, read, reworded, says, wanted};
 use crate::api::Call;
 use crate::manager::{KubeManager, NodeIdentity};
 use crate::node::{Node, Wire};
@@ -122,16 +122,17 @@ impl KubeManager {
         }
         let wanted = wanted(attrs, &node.values);
         let mut missing = wanted.clone();
-        missing.retain(|name, value| node.values.get(name) != Some(value));
+        missing.retain(|name, value| !says(&node.values, name, value));
         Ok((wanted, missing))
     }
 
     /// Makes this node's annotations say how it is reached: the version since when they do, if they did not.
     pub(crate) async fn annotate(&self, node: &Node, attrs: &LeaseAttrs) -> Result<Option<Revision>> {
-        let (_, missing) = self.missing(node, attrs)?;
+        let (wanted, mut missing) = self.missing(node, attrs)?;
         if missing.is_empty() {
             return Ok(None);
         }
+        missing.extend(reworded(&wanted, &missing, &node.values));
         let prefix = &self.options.prefix;
         let annotations: serde_json::Map<String, serde_json::Value> =
             missing.iter().map(|(name, value)| (format!("{prefix}{name}"), json!(value))).collect();

@@ -234,6 +234,76 @@ async fn what_somebody_removes_or_changes_is_put_back() {
     assert!(patches <= 6, "{patches} patches");
 }
 
+/// Whether Go flannel takes notice of an update in dual stack: only if texts of both families are others.
+fn go_notices(before: &Value, after: &Value) -> bool {
+    let differ = |names: [&str; 3]| {
+        names.iter().any(|name| before[format!("{PREFIX}{name}")] != after[format!("{PREFIX}{name}")])
+    };
+    differ(["backend-data", "backend-type", "public-ip"])
+        && differ(["backend-v6-data", "backend-type", "public-ipv6"])
+}
+
+#[tokio::test]
+async fn in_dual_stack_go_flannel_takes_notice_of_a_change_of_one_family() {
+    for (kind, data) in [
+        ("vxlan", [Some(MAC), Some(r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:06"}"#)]),
+        ("host-gw", [None, None]),
+    ] {
+        let ground = Ground::new(DUAL);
+        ground.server.put_node("me", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
+        let (manager, views) = ground.following().await;
+        let mut held =
+            manager.acquire_lease(&attrs(kind, &["192.0.2.1", "2001:db8::1"], data)).await.unwrap();
+        let mut before = annotations(&ground, "me");
+        for public in [
+            ["192.0.2.2", "2001:db8::1"],
+            ["192.0.2.3", "2001:db8::1"],
+            ["192.0.2.3", "2001:db8::4"],
+            ["192.0.2.5", "2001:db8::5"],
+            ["192.0.2.6", "2001:db8::5"],
+        ] {
+            let wanted = attrs(kind, &public, data);
+            held = manager.publish(&held, &wanted).await.unwrap();
+            let after = annotations(&ground, "me");
+            assert!(go_notices(&before, &after), "{before} {after}");
+            // What is said is the same: to our own nodes, to Go's, and to one that takes over this node.
+            assert_eq!(held.attrs, wanted);
+            until(|| views.borrow().leases.get(&held.subnets).is_some_and(|lease| lease.attrs == wanted))
+                .await;
+            for (name, data) in [("backend-data", data[0]), ("backend-v6-data", data[1])] {
+                let text = after[format!("{PREFIX}{name}")].as_str().unwrap();
+                assert_eq!(text.trim_start(), data.unwrap_or("null"));
+                if data.is_some() {
+                    let pieces: Vec<&str> = text.trim_matches(['"', '}']).split(":\"").collect();
+                    assert!(
+                        pieces.len() == 2 && pieces[1].starts_with("0a:00:"),
+                        "Go's way to a MAC address: {pieces:?}"
+                    );
+                }
+            }
+            // And it stays: neither who starts anew nor who watches over it has anything to write.
+            let patches = ground.server.count("PATCH");
+            let manager = ground.manager("me").await;
+            assert_eq!(manager.hints().await.unwrap().last_published, Some(wanted.clone()));
+            manager.acquire_lease(&wanted).await.unwrap();
+            assert_eq!((ground.server.count("PATCH"), &annotations(&ground, "me")), (patches, &after));
+            before = after;
+        }
+        // What somebody changed of one family is put back for Go's nodes, too.
+        let story = async {
+            ground.server.modify("me", |node| {
+                node["metadata"]["annotations"]["flannel.alpha.coreos.com/public-ip"] = json!("192.0.2.66");
+            });
+            let changed = annotations(&ground, "me");
+            until(|| go_notices(&changed, &annotations(&ground, "me"))).await;
+        };
+        tokio::select! {
+            end = manager.hold_lease(&held) => panic!("{end:?}"),
+            () = story => {}
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_fight_over_annotations_becomes_slow() {
     let ground = Ground::new(V4);
