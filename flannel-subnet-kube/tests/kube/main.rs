@@ -7,6 +7,7 @@ mod condition;
 mod faults;
 mod ground;
 mod lease;
+mod strict;
 mod view;
 mod witness;
 mod wrong;
