@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use flannel_netlink::testing::{Netns, bridge, in_netns, ip};
-use flannel_subnet_kube::testing::ApiServer;
+use flannel_subnet_kube::testing::{ApiServer, Cut};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
@@ -251,6 +251,110 @@ fn a_pod_cidr_outside_the_network_leaves_the_network_in_place() {
         daemon.wait_for_log("building the network anew: this node was given 10.1.9.0-24");
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
         assert!(host.subnet_env().contains("FLANNEL_SUBNET=10.1.9.1/24\n"), "{}", host.subnet_env());
+    });
+}
+
+#[test]
+fn while_the_api_server_is_lost_everything_stays_and_afterwards_it_is_as_it_should_be() {
+    in_netns(|| {
+        let server = cluster();
+        server.put_node("node-1", blank(&["10.1.1.0/24"]));
+        server.put_node("node-2", go_peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
+        let host = Host::new(1, VXLAN);
+        let daemon = host.start(&server, &[]);
+        host.holds(&daemon, &["via 10.1.2.0 "]);
+        wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
+        let (before, env) = (host.objects(), host.subnet_env());
+        server.fail(u32::MAX, 500, None);
+        server.cut(Cut::MidEvent);
+        daemon.wait_for_log("store lost, the last 2 leases stay in force: 500 Internal Server Error");
+        server.delete_node("node-2");
+        server.put_node("node-3", go_peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
+        let asked = server.requests().len();
+        wait_until(|| server.requests().len() >= asked + 3, || daemon.log());
+        assert_eq!((host.objects(), host.subnet_env()), (before, env), "{}", daemon.log());
+        server.fail(0, 500, None);
+        daemon.wait_for_log("the store answers, ");
+        host.holds(&daemon, &["via 10.1.3.0 "]);
+        wait_until(|| !host.objects().contains("10.1.2.0"), || host.objects());
+        assert!(!daemon.log().contains("building the network anew"), "{}", daemon.log());
+        assert_eq!(daemon.log().matches("store lost").count(), 1, "it is said once: {}", daemon.log());
+        assert_eq!(network_unavailable(&server, "node-1").0, "False");
+    });
+}
+
+#[test]
+fn an_address_that_the_node_prescribes_overrides_the_command_line() {
+    in_netns(|| {
+        let server = cluster();
+        let mut node = blank(&["10.1.1.0/24"]);
+        node["metadata"]["annotations"] = json!({ format!("{PREFIX}node-public-ip"): "198.51.100.5" });
+        server.put_node("node-1", node);
+        let host = Host::new(1, VXLAN);
+        let public = || server.annotation("node-1", &format!("{PREFIX}public-ip"));
+        let mut daemon = host.start(&server, &["--public-ip=203.0.113.7"]);
+        daemon.wait_for_log("running lease");
+        assert_eq!(public().as_deref(), Some("198.51.100.5"), "{}", daemon.log());
+        daemon.signal(Signal::SIGTERM);
+        daemon.ended();
+        // Without it, what the command line says is what counts.
+        server.modify("node-1", |node| {
+            node["metadata"]["annotations"]
+                .as_object_mut()
+                .unwrap()
+                .remove(&format!("{PREFIX}node-public-ip"));
+        });
+        let daemon = host.start(&server, &["--public-ip=203.0.113.7"]);
+        daemon.wait_for_log("running lease");
+        assert_eq!(public().as_deref(), Some("203.0.113.7"), "{}", daemon.log());
+    });
+}
+
+#[test]
+fn another_prefix_of_annotations_is_another_flannel() {
+    in_netns(|| {
+        let server = cluster();
+        server.put_node("node-1", blank(&["10.1.1.0/24"]));
+        server.put_node("node-2", blank(&["10.1.2.0/24"]));
+        server.put_node("node-3", go_peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
+        let hosts = [1, 2].map(|n| Host::new(n, VXLAN));
+        let daemons =
+            hosts.each_ref().map(|host| host.start(&server, &["--kube-annotation-prefix=example.com/net"]));
+        daemons.iter().for_each(|daemon| daemon.wait_for_log("running lease"));
+        for (host, (other, daemon)) in hosts.iter().zip(hosts.iter().rev().zip(&daemons)) {
+            host.holds(daemon, &[&format!("10.1.{}.0 lladdr {}", other.n, other.mac())]);
+            assert!(!host.objects().contains("10.1.3.0"), "it is of the other flannel: {}", host.objects());
+            let expected = json!({
+                "example.com/net-kube-subnet-manager": "true",
+                "example.com/net-backend-type": "vxlan",
+                "example.com/net-backend-data": format!(r#"{{"VNI":1,"VtepMAC":"{}"}}"#, host.mac()),
+                "example.com/net-public-ip": format!("192.0.2.{}", host.n),
+            });
+            assert_eq!(server.node(&host.name()).unwrap()["metadata"]["annotations"], expected);
+        }
+    });
+}
+
+#[test]
+fn a_malformed_config_while_the_network_runs_is_refused_and_the_network_stays() {
+    in_netns(|| {
+        let server = cluster();
+        server.put_node("node-1", blank(&["10.1.1.0/24"]));
+        let host = Host::new(1, VXLAN);
+        let daemon = host.start(&server, &[]);
+        daemon.wait_for_log("running lease");
+        let write = |config: &str| fs::write(host.dir.path().join("net-conf.json"), config).unwrap();
+        write(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan""#);
+        daemon.wait_for_log("the network config was changed, but is wrong and not used: ");
+        daemon.wait_for_log("net-conf.json");
+        server.put_node("node-2", go_peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
+        host.holds(&daemon, &["via 10.1.2.0 "]);
+        assert!(!daemon.log().contains("building the network anew"), "{}", daemon.log());
+        assert!(host.subnet_env().contains("FLANNEL_SUBNET=10.1.1.1/24\n"), "{}", host.subnet_env());
+        wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
+        // One that was put right counts.
+        write(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#);
+        daemon.wait_for_log("building the network anew: the network config has changed");
     });
 }
 
