@@ -396,7 +396,14 @@ fn a_del_that_failed_half_way_is_finished_by_the_next_one() {
 fn every_version_that_the_plugins_speak_connects_a_pod() {
     as_root("every_version_that_the_plugins_speak_connects_a_pod", || {
         let node = Node::alone(&[Family::V4], true);
-        for version in ["0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0"] {
+        for (version, checks) in [
+            ("0.1.0", false),
+            ("0.2.0", false),
+            ("0.3.0", false),
+            ("0.3.1", false),
+            ("0.4.0", true),
+            ("1.0.0", true),
+        ] {
             let pod = Sandbox::new(&format!("pod-{version}"));
             let plugins = [node.conf(&json!({ "cniVersion": version }))];
             let result = node.add(&pod, &plugins).unwrap();
@@ -405,6 +412,12 @@ fn every_version_that_the_plugins_speak_connects_a_pod() {
                 result["ip4"]["ip"].as_str().or_else(|| result["ips"][0]["address"].as_str()).unwrap();
             assert!(pod.ip("addr show dev eth0").contains(address), "{version}: {result}");
             assert_eq!(result["cniVersion"], version);
+            let checked = node.check(&pod, &plugins, &result);
+            assert_eq!(checked.is_ok(), checks, "{version}: {checked:?}");
+            if checks {
+                pod.ip("addr flush dev eth0");
+                node.check(&pod, &plugins, &result).unwrap_err();
+            }
             node.del(&pod, &plugins, &result).unwrap();
             assert_eq!((node.reserved(), node.state()), (vec![], vec![]), "{version}");
         }

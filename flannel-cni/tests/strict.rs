@@ -134,11 +134,32 @@ fn add_hands_over_everything_saves_it_and_answers_what_the_delegate_answers() {
 
 #[test]
 fn every_version_of_the_specification_is_spoken() {
-    for version in ["0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"] {
+    for (version, checks) in [
+        ("0.1.0", false),
+        ("0.2.0", false),
+        ("0.3.0", false),
+        ("0.3.1", false),
+        ("0.4.0", true),
+        ("1.0.0", true),
+        ("1.1.0", true),
+    ] {
         let (host, env) = (Host::new(), [("STRICT_VERSION", version)]);
         let conf = host.conf(&json!({ "cniVersion": version })).to_string();
         let added = answer(&host.output("ADD", ETH0, &conf, &env)).unwrap();
         assert_eq!(added["cniVersion"], version);
+        host.called();
+        let check = host.conf(&json!({ "cniVersion": version, "prevResult": added })).to_string();
+        let checked = answer(&host.output("CHECK", ETH0, &check, &env));
+        assert_eq!(checked.is_ok(), checks, "{version}: {checked:?}");
+        let called = host.called();
+        assert_eq!(called.len(), usize::from(checks), "{version}");
+        for call in called {
+            let conf: Value = serde_json::from_str(&call.conf).unwrap();
+            assert_eq!(
+                (&*call.command, &conf["prevResult"], &conf["cniVersion"]),
+                ("CHECK", &added, &json!(version))
+            );
+        }
         assert_eq!(answer(&host.output("DEL", ETH0, &conf, &env)), Ok(Value::Null), "{version}");
         assert_eq!((host.attached(), host.state()), (vec![], vec![]), "{version}");
     }
