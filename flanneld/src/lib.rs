@@ -3,6 +3,7 @@
 mod allocator;
 mod backends;
 mod capabilities;
+mod changed_config;
 mod cli;
 mod control;
 mod ctl;

@@ -195,12 +195,16 @@ impl Observer {
 
     /// The store holds this config, which is used only after a restart; `None`: it holds no such config any more.
     pub(crate) fn config_waits(&self, config: Option<&Config>) {
-        self.note(|known| known.waiting_config = config.cloned());
+        if self.known().waiting_config.as_ref() != config {
+            self.note(|known| known.waiting_config = config.cloned());
+        }
     }
 
     /// The store holds a config that no backend takes, and this is why; `None`: it holds no such config any more.
     pub(crate) fn config_refused(&self, why: Option<String>) {
-        self.note(|known| known.refused_config = why);
+        if self.known().refused_config != why {
+            self.note(|known| known.refused_config = why);
+        }
     }
 
     /// Notes when leases change, which is told by no store.

@@ -17,6 +17,7 @@ use flannel_subnet::{Mark, SubnetEnv, SubnetEnvError};
 use tokio::sync::watch;
 
 use crate::backends;
+use crate::changed_config;
 use crate::cli::{NexthopObjects, Options};
 use crate::control::Servers;
 use crate::error::Error;
@@ -35,8 +36,6 @@ use crate::wait::{Patience, hold, holding, patiently};
 
 /// Between two networks, so that what changes all the time does not keep a core busy.
 const REBUILD_PAUSE: Duration = Duration::from_millis(100);
-/// A config that does not fit this node is judged again so often: what is in its way may go without a word.
-const SECOND_THOUGHT: Duration = Duration::from_secs(10);
 /// So long the subnet file waits for firewall rules, whoever has locked them.
 const RULES: Duration = Duration::from_secs(5);
 
@@ -243,6 +242,7 @@ async fn run_network(
         );
         hold(subnets, &handle.lease).await
     };
+    let judge = async |config: &Config| site.judge(config).await.map(drop);
     let uplink = chosen.iface.name;
     let (kernel, owned) = (chosen.kernel.clone(), backend.owned(uplink, &config)?);
     tokio::select! {
@@ -252,7 +252,7 @@ async fn run_network(
             ended => Err(Error::Stopped(format!("{ended:?}"))),
         },
         reason = hold => reason,
-        reason = config_to_apply(subnets, (&config, cached), &site, observer) => reason,
+        reason = changed_config::to_apply(subnets, (&config, cached), judge, observer) => reason,
         reason = chosen.changed(&config) => Ok(reason),
         never = firewall => match never? {},
         never = log_status(handle.status.clone()) => match never {},
@@ -304,49 +304,6 @@ async fn look_around(observer: &Observer, mut rules: watch::Receiver<bool>, laps
         observer.look(&network).await.findings.iter().for_each(Finding::log);
     }
     std::future::pending().await
-}
-
-/// Waits until the network config is one that the running network can change to: nothing that runs is given up for
-/// one from which none can be built here. What the cache knew was never more than a guess, so that anything may
-/// follow; but pods do not survive another pod network.
-async fn config_to_apply(
-    subnets: &dyn SubnetManager,
-    (used, cached): (&Config, bool),
-    site: &Site,
-    observer: &Observer,
-) -> Result<String, Error> {
-    let mut seen = used.clone();
-    let mut refused: Option<String> = None;
-    loop {
-        let again = async {
-            match refused {
-                Some(_) => tokio::time::sleep(SECOND_THOUGHT).await,
-                None => std::future::pending().await,
-            }
-        };
-        let news = tokio::select! {
-            now = subnets.config_changed(&seen) => Some(now?),
-            () = again => None,
-        };
-        let told = refused.take().filter(|_| news.is_none());
-        let now = news.unwrap_or(seen);
-        if now != *used {
-            refused = site.judge(&now).await.err().map(|error| error.to_string());
-        }
-        let waits = refused.is_none() && now.networks != used.networks && !cached;
-        observer.config_waits(waits.then_some(&now));
-        observer.config_refused(refused.clone());
-        if waits {
-            tracing::warn!(
-                "the network config has other networks now, which are used from the next start on"
-            );
-        } else if let Some(error) = refused.as_ref().filter(|error| told.as_ref() != Some(error)) {
-            tracing::warn!("the network config was changed, but cannot be used and is not: {error}");
-        } else if refused.is_none() && now != *used {
-            return Ok("the network config has changed".to_owned());
-        }
-        seen = now;
-    }
 }
 
 /// Leases of an earlier run are put in place, and said to be no more than that.

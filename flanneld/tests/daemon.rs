@@ -850,6 +850,16 @@ fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
         fs::remove_file(&peerless).unwrap();
         assert!(!daemon.log().contains("building the network anew"), "{}", daemon.log());
 
+        // What is in the way goes, which neither the store's config nor a link tells.
+        fs::write(&peerless, r#"{"PublicIP":"192.0.2.66","BackendType":"","BackendData":null}"#).unwrap();
+        wait_until(|| told("10.1.0.0-24 is not believed"), say);
+        fs::write(place.registry().join("config"), DUAL.replace(r#","Backend":{"Type":"KIND"}"#, ""))
+            .unwrap();
+        wait_until(|| told("it names no Backend"), say);
+        fs::remove_file(&peerless).unwrap();
+        daemon.wait_for_log("building the network anew: the network config has changed");
+        wait_until(|| !told("stays in force"), say);
+
         // The node comes to fit.
         fs::write(place.registry().join("config"), with(8000)).unwrap();
         wait_until(|| told("Backend.MTU 8000: at most 1500"), say);
