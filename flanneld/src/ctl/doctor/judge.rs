@@ -203,7 +203,13 @@ impl Case<'_> {
              interface takes less {less}",
             self.key
         );
-        Some(self.narrow(Finding::warning("mtu", text), Some(here.min(there)), None))
+        let takes = Some(here.min(there) + self.asked.header);
+        Some(Fault::new(Finding::warning("mtu", text), Narrow::Way { to: self.way(), takes }))
+    }
+
+    /// Where full packets go on the wire.
+    fn way(&self) -> IpAddr {
+        self.asked.public.map_or(self.address, |(address, _)| address)
     }
 
     /// A fault of a way by which pods' packets of at most `inner` bytes pass, or packets on the wire of at most `wire`.
@@ -213,10 +219,11 @@ impl Case<'_> {
             (Some((_, inner)), Some((_, wire))) => u32::from(wire.saturating_sub(*inner)),
             _ => 0,
         };
+        // What a tunnel's packet takes on the wire is what the config's MTU is.
+        let header = if costs > 0 { costs } else { *header };
         let wire = wire.map(|most| most.saturating_sub(costs) + header);
         let takes = [inner.map(|most| most + header), wire].into_iter().flatten().min();
-        let to = public.map_or(self.address, |(address, _)| address);
-        Fault::new(finding, Narrow::Way { to, takes })
+        Fault::new(finding, Narrow::Way { to: self.way(), takes })
     }
 }
 
@@ -224,7 +231,7 @@ impl Case<'_> {
 mod tests {
     use std::time::Duration;
 
-    use flannel_core::Family;
+    use flannel_core::{Dual, Family};
 
     use super::super::mtu::settle;
     use super::super::peers::tests::{devices, target};
@@ -308,7 +315,7 @@ mod tests {
         assert_eq!(mend(&small, &refused(), &devices()), "ip link set flannel.1 mtu 1450");
     }
 
-    fn uplink(tunnels: flannel_core::Dual<flannel_core::LinkName>) -> Devices {
+    fn uplink(tunnels: Dual<flannel_core::LinkName>) -> Devices {
         Devices { tunnels, uplink: Some("eth0".parse().unwrap()), ..devices() }
     }
 
@@ -387,6 +394,55 @@ mod tests {
                 };
                 let mend = mend(question, answers, devices);
                 assert!(mend.starts_with(expected), "{mend}");
+            }
+        }
+    }
+
+    /// Pods are told one size for both families, the one that IPv6 leaves.
+    #[test]
+    fn in_dual_stack_a_size_that_pods_are_told_is_that_of_ipv6() {
+        let tunnels =
+            Dual { v4: Some("flannel.1".parse().unwrap()), v6: Some("flannel-v6.1".parse().unwrap()) };
+        let devices = Devices { mtu: Some(1430), ..uplink(tunnels) };
+        let mut peer = target("vxlan");
+        peer.subnets = vec!["10.1.7.0/24".parse().unwrap(), "fd00:1:0:7::/64".parse().unwrap()];
+        peer.public.v6 = Some("2001:db8::7".parse().unwrap());
+        let questions = peer.questions(&devices);
+        let wire = |question: &Question| question.public.map(|(_, size)| size);
+        assert_eq!(questions.iter().map(wire).collect::<Vec<_>>(), [Some(1480), Some(1500)]);
+        let ok = || Answer::Reply(Duration::from_millis(1));
+        let passage = Passage { sent: 5120, arrived: 5120 };
+        // There the underlay takes 1350 bytes, the least that does, or 1400.
+        for (there, mtu) in [(1280, 1350), (1330, 1400)] {
+            for question in &questions {
+                let sounded =
+                    Sounded { there: passage, back: passage, segment: 1280, mtu: there, heard: 1430 };
+                let sounding = Sounding { noticed: 0, segments: Some(sounded) };
+                let both = || Some([ok(), ok()]);
+                let answers = Answers { tunnel: both(), public: both(), sounding, passes: None };
+                let faults = judge("10.1.7.0-24", question, &answers, &devices);
+                let found = settle(faults, &devices, &Family::BOTH);
+                let patch = format!("flannelctl config patch '{{\"Backend\": {{\"MTU\": {mtu}}}}}'");
+                assert_eq!(found.len(), 1);
+                assert_eq!(found[0].mend.as_deref(), Some(&*patch), "{:?}", question.family);
+                assert!(!found[0].text.contains("too few"), "{}", found[0].text);
+            }
+            // The same told by the way: what passes in the tunnel, or on the wire.
+            for (question, overhead) in questions.iter().zip([50, 70]) {
+                let lost = |most| Some([ok(), most]);
+                let inner = mtu - overhead;
+                for (tunnel, public, passes) in [
+                    (Answer::Nothing, ok(), u16::try_from(inner).ok()),
+                    (Answer::TooBig(Some(inner)), ok(), None),
+                    (Answer::Nothing, Answer::TooBig(Some(mtu)), None),
+                ] {
+                    let answers =
+                        Answers { tunnel: lost(tunnel), public: lost(public), passes, ..Answers::default() };
+                    let found =
+                        settle(judge("10.1.7.0-24", question, &answers, &devices), &devices, &Family::BOTH);
+                    let mend = found[0].mend.as_deref().unwrap();
+                    assert!(mend.ends_with(&format!("\"MTU\": {mtu}}}}}'")), "{mend}");
+                }
             }
         }
     }

@@ -40,8 +40,8 @@ pub(crate) struct Question {
     pub(crate) tunnel: Option<(IpAddr, u16)>,
     /// Its public address, and what a full packet takes on the wire.
     pub(crate) public: Option<(IpAddr, u16)>,
-    /// What a tunnel's header costs of the network config's `MTU`, in bytes, also where pods' packets to this peer
-    /// need none.
+    /// How many bytes less than the network config's `MTU` pods are told, of either family: the largest header of the
+    /// tunnels, also where their packets to this peer need none.
     pub(crate) header: u32,
 }
 
@@ -52,9 +52,10 @@ impl Target {
         let question = |subnet: &Subnet| {
             let family = subnet.family();
             let tunnel = devices.tunnels[family].filter(|_| self.backend == "vxlan");
-            let header = if tunnel.is_some() { devices.overhead(family) } else { 0 };
+            let largest = || Family::BOTH.into_iter().map(|family| devices.overhead(family)).max();
+            let header = tunnel.and_then(|_| largest()).unwrap_or(0);
             // Less than two IP headers, so it fits.
-            let overhead = header as u16;
+            let overhead = tunnel.map_or(0, |_| devices.overhead(family)) as u16;
             Question {
                 family,
                 device: tunnel.or(devices.uplink),
