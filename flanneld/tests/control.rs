@@ -540,19 +540,27 @@ fn config_and_leases_are_managed_without_a_daemon() {
     in_netns(|| {
         let place = Place::new(None);
         let file = place.path("config.json");
-        // A store that is not there, perhaps since it is not mounted, is made by nobody who only looks.
-        fs::remove_dir_all(place.registry()).unwrap();
+        // A store that is not there, perhaps since it is not mounted, is made by nobody who only looks; nor is one where it is
+        // to be mounted.
         let reserve = ["lease", "reserve", "10.1.9.0/24", "--public-ip", "192.0.2.9"];
-        for args in
-            [&["config", "check"][..], &["config", "patch", "{}"], &["lease", "list"], &reserve, &["peers"]]
-        {
-            let (_, text) = place.fails(args);
-            assert!(text.contains(&place.registry().display().to_string()), "{text}");
-            assert!(text.contains("No such file or directory"), "{text}");
+        let look =
+            [&["config", "check"][..], &["config", "patch", "{}"], &["lease", "list"], &reserve, &["peers"]];
+        fs::remove_dir_all(place.registry()).unwrap();
+        for why in ["No such file or directory", "neither config nor subnets is in it"] {
+            for args in look {
+                let (_, text) = place.fails(args);
+                assert!(text.contains(&place.registry().display().to_string()), "{text}");
+                assert!(text.contains(why), "{text}");
+            }
+            let (code, text) = place.fails(&["doctor"]);
+            assert!(code == 1 && text.contains("does not answer") && text.contains("mend: mount "), "{text}");
+            assert!(!text.contains("config set"), "{text}");
+            let made = fs::read_dir(place.registry()).map_or(0, Iterator::count);
+            assert_eq!(made, 0);
+            if !place.registry().exists() {
+                fs::create_dir(place.registry()).unwrap();
+            }
         }
-        let (code, text) = place.fails(&["doctor"]);
-        assert!(code == 1 && text.contains("does not answer") && text.contains("mend: mount "), "{text}");
-        assert!(!place.registry().exists());
         fs::write(&file, r#"{"Network":"10.1.0.0/33"}"#).unwrap();
         let (code, text) = place.fails(&["config", "check", &file]);
         assert!(code == 1 && text.contains("field Network"), "{text}");

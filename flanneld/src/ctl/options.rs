@@ -84,7 +84,7 @@ impl Global {
     }
 
     /// Opens a store that is there. To look makes none: an empty one, made where a directory is not mounted, would
-    /// order every daemon of the machine to stop.
+    /// order every daemon of the machine to stop. A directory with nothing of a store in it is a bare mount point.
     pub(crate) async fn open_registry(&self) -> Result<Arc<dyn Registry>> {
         if let Some(RegistryUrl::Dir(location)) = &self.registry {
             let broken = |source: std::io::Error| flannel_core::Error::Store {
@@ -92,6 +92,11 @@ impl Global {
                 source: source.into(),
             };
             std::fs::metadata(&location.path).map_err(broken)?;
+            let has = |name| location.path.join(name).try_exists().map_err(broken);
+            if !has("config")? && !has("subnets")? {
+                let text = "neither config nor subnets is in it, as in a directory that is not mounted";
+                return Err(broken(std::io::Error::new(std::io::ErrorKind::NotFound, text)).into());
+            }
         }
         self.make_registry().await
     }
