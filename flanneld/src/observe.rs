@@ -28,8 +28,9 @@ use crate::sounding::Place;
 /// Sets another log filter, or says why not; `None`: the one given at the start.
 pub(crate) type SetLog = dyn Fn(Option<&str>) -> Result<(), String> + Send + Sync;
 
-/// A network that is at work for longer does not say which peers wait: whoever asks for the status does not wait for it.
-const BUSY: Duration = Duration::from_millis(20);
+/// A network that is at work for longer does not say which peers wait: whoever asks for the status does not wait for it. Longer
+/// than a round of new peers (0.1 s), after which it answers: else peers would be in place now and pending then.
+const BUSY: Duration = Duration::from_millis(150);
 
 /// What is told of the kernel's older tables is at most so old.
 const LEGACY: Duration = Duration::from_secs(30);
@@ -493,12 +494,23 @@ pub(crate) mod tests {
         // It takes questions, and answers none while it does not run.
         let busy = backends::find("host-gw").unwrap().register(&host, &running.config).await.unwrap();
         running.handle = busy.handle();
+        let views = running.views.clone();
         let observer = Observer::default();
         let _guard = observer.running(running);
         let start = tokio::time::Instant::now();
         let network = observer.snapshot_of_peers().await.network.unwrap();
         assert!(network.waiting.is_none() && !network.status.settled);
-        assert!(start.elapsed() <= Duration::from_millis(50), "{:?}", start.elapsed());
+        assert!(start.elapsed() <= Duration::from_millis(200), "{:?}", start.elapsed());
+        // But a round of new peers is waited for.
+        let round = async {
+            tokio::time::sleep(Duration::from_millis(110)).await;
+            busy.run(views).await
+        };
+        let network = tokio::select! {
+            ended = round => panic!("{ended:?}"),
+            snapshot = observer.snapshot_of_peers() => snapshot.network.unwrap(),
+        };
+        assert!(network.waiting.is_some());
     }
 
     #[tokio::test(start_paused = true)]
