@@ -54,8 +54,8 @@ impl Site {
         Ok(chosen)
     }
 
-    /// `config` and its interface; or where it does not fit, those of the last config that a network was built from:
-    /// the running network tells why.
+    /// `config` and its interface; or where it does not fit, those of the last config that a network was built from, if
+    /// that has the same networks: the lease is taken from those of `config`. The running network tells why.
     ///
     /// # Errors
     /// Neither can be used.
@@ -64,7 +64,7 @@ impl Site {
         config: Config,
         last: Option<&Config>,
     ) -> Result<(Config, Chosen), Error> {
-        match (self.judge(&config).await, last) {
+        match (self.judge(&config).await, last.filter(|last| last.networks == config.networks)) {
             (Err(_), Some(last)) => Ok((last.clone(), self.judge(last).await?)),
             (judged, _) => Ok((config, judged?)),
         }

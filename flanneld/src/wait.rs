@@ -149,7 +149,12 @@ fn reason(error: &Error, patience: Patience) -> Option<Reason> {
     let said = || Some(Reason::Said(error.to_string()));
     let cause = match error {
         Error::Network(cause) => cause,
-        Error::Interface(_) | Error::UnfitInterface { .. } | Error::UnknownBackend { .. } if has_run => {
+        Error::Interface(_)
+        | Error::UnfitInterface { .. }
+        | Error::UnknownBackend { .. }
+        | Error::ImplicitUdp { .. }
+            if has_run =>
+        {
             return said();
         }
         _ => return None,
@@ -214,7 +219,9 @@ mod tests {
         let unfit = || Error::UnfitInterface { name: "eth0".parse().unwrap(), reason: "no".into() };
         let too_small = || Cause::Backend { backend: "vxlan".into(), reason: "too small".into() }.into();
         let unknown = || Error::UnknownBackend { kind: "a".into(), known: "b".into() };
-        let causes: [&dyn Fn() -> Error; 4] = [&|| refused().into(), &unfit, &too_small, &unknown];
+        let subnets_of = "10.1.7.0-24".parse().unwrap();
+        let implicit = || Error::ImplicitUdp { subnets: Box::new(subnets_of), holder: "a".into() };
+        let causes: [&dyn Fn() -> Error; 5] = [&|| refused().into(), &unfit, &too_small, &unknown, &implicit];
         for cause in causes {
             let begin = Instant::now();
             let start = async || -> Result<(), Error> { Err(cause()) };

@@ -870,6 +870,36 @@ fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
     });
 }
 
+/// The lease belongs to the networks of the store's config, so that no other config is put beside it.
+#[test]
+fn the_last_config_is_used_for_its_own_networks_alone() {
+    in_netns(|| {
+        uplink();
+        let right = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#;
+        let unknown = right.replace("host-gw", "host-gx");
+        let place = Place::new(right);
+        let lease = |key: &str| {
+            fs::write(place.leases().join(key), r#"{"PublicIP":"192.0.2.1","BackendType":"host-gw"}"#)
+                .unwrap();
+        };
+        lease("10.1.5.0-24");
+        let registry = format!("dir:{}?assign=static", place.registry().display());
+        let daemon = place.start_on(&registry, &[]);
+        daemon.wait_for_log("running lease=10.1.5.0-24");
+        let config = |text: &str| fs::write(place.registry().join("config"), text).unwrap();
+        let told = |env: &str| wait_until(|| place.subnet_env().contains(env), || daemon.log());
+        config(&unknown);
+        ip("link set eth0 mtu 1400");
+        told("FLANNEL_MTU=1400\n");
+        config(&unknown.replace("10.1", "10.2"));
+        ip("link set eth0 mtu 1420");
+        daemon.wait_for_log("waiting: network config: field Backend.Type: \"host-gx\" is not a backend");
+        assert!(place.subnet_env().contains("FLANNEL_MTU=1400\n"), "{}", daemon.log());
+        config(&unknown);
+        told("FLANNEL_MTU=1420\n");
+    });
+}
+
 #[test]
 fn the_lease_is_held_while_the_network_cannot_be_built_anew() {
     in_netns(|| {
