@@ -79,7 +79,8 @@ impl NetlinkKernel {
         choose(selectors, families, &self.facts(selectors)?)
     }
 
-    /// Reads what [`choose`](fn@choose) needs to know.
+    /// Reads what [`choose`](fn@choose) needs to know, through a socket of its own: a table may be long, and who
+    /// writes does not wait for it.
     ///
     /// # Errors
     /// The kernel cannot be read.
@@ -87,7 +88,7 @@ impl NetlinkKernel {
     /// # Blocking
     /// As [`NetlinkKernel::external_interface`].
     pub fn facts(&self, selectors: &Selectors) -> Result<Facts, KernelError> {
-        facts(&mut self.lock(), selectors)
+        facts(&mut self.namespace().run(Socket::open)??, selectors)
     }
 
     /// All interfaces, in the order of their indexes.
@@ -159,4 +160,25 @@ fn default_route(socket: &mut Socket, family: Family) -> Result<Option<DefaultRo
     let index = if first.multipath { 0 } else { first.index };
     let link = if index == 0 { None } else { name_of(socket, index)? };
     Ok(Some(DefaultRoute { link }))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn facts_are_read_while_somebody_else_writes() {
+        let kernel = NetlinkKernel::open().unwrap();
+        let (sender, facts) = channel();
+        std::thread::scope(|scope| {
+            let writing = kernel.lock();
+            scope.spawn(|| sender.send(kernel.facts(&Selectors::default())).unwrap());
+            let read = facts.recv_timeout(Duration::from_secs(20));
+            drop(writing);
+            assert!(read.expect("it waits for the writer").is_ok());
+        });
+    }
 }
