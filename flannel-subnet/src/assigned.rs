@@ -17,6 +17,7 @@ use tokio::sync::watch;
 use crate::clock::SystemClock;
 use crate::manager::as_stored;
 use crate::metered::Metered;
+use crate::reconfigure::Configs;
 use crate::reflect::Reflector;
 use crate::registry::{Entry, Registry};
 
@@ -27,6 +28,7 @@ use crate::registry::{Entry, Registry};
 pub struct AssignedManager {
     store: Arc<Metered>,
     local_addresses: Vec<IpAddr>,
+    configs: Configs,
     reflector: Mutex<Option<Reflector>>,
 }
 
@@ -35,7 +37,7 @@ impl AssignedManager {
     /// told to use, if any).
     pub fn new(registry: Arc<dyn Registry>, local_addresses: Vec<IpAddr>) -> Self {
         let store = Arc::new(Metered::new(registry, Arc::new(SystemClock)));
-        Self { store, local_addresses, reflector: Mutex::default() }
+        Self { store, local_addresses, configs: Configs::default(), reflector: Mutex::default() }
     }
 
     fn views(&self) -> watch::Receiver<View> {
@@ -74,8 +76,11 @@ impl AssignedManager {
 #[async_trait]
 impl SubnetManager for AssignedManager {
     async fn network_config(&self) -> Result<Config> {
-        let config = self.store.config().await?;
-        Config::parse(&config.text).map_err(|source| Error::Config { location: config.location, source })
+        self.configs.read(&self.store.config().await?)
+    }
+
+    async fn config_changed(&self, seen: &Config) -> Result<Config> {
+        self.configs.another(&*self.store, seen, |_| ()).await
     }
 
     /// The public addresses of this node's entry, and all that it is to publish.
@@ -101,6 +106,8 @@ impl SubnetManager for AssignedManager {
             )));
         };
         self.check(&own.lease.subnets, &own.lease.attrs, &attrs)?;
+        let read = self.network_config().await.map(|config| (config, false));
+        self.configs.used_for_lease(self.configs.for_lease(read)?.0);
         Ok(Arc::unwrap_or_clone(own.lease))
     }
 
@@ -140,7 +147,7 @@ impl SubnetManager for AssignedManager {
     }
 
     fn store_status(&self) -> StoreStatus {
-        self.store.status()
+        StoreStatus { wrong_config: self.configs.wrong(), ..self.store.status() }
     }
 }
 

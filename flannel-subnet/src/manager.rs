@@ -21,8 +21,9 @@ use crate::entries::{earlier, fits, own_entry, taken, unfit};
 use crate::fallback::{Fallback, Task, unanswered};
 use crate::hold::{Tenancy, Term};
 use crate::metered::Metered;
+use crate::reconfigure::Configs;
 use crate::reflect::Reflector;
-use crate::registry::{ConfigText, Entry, Listing, Mark, Registry, Tenure};
+use crate::registry::{Entry, Listing, Mark, Registry, Tenure};
 
 /// How a node is told from all others.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -79,10 +80,7 @@ pub struct LocalManager {
     pub(crate) writing: tokio::sync::Mutex<()>,
     pub(crate) reflector: Mutex<Option<(Reflector, Option<Task>)>>,
     pub(crate) fallback: Option<Arc<Fallback>>,
-    /// What the lease was taken from.
-    pub(crate) used: Mutex<Option<Config>>,
-    /// What is wrong with the store's config.
-    pub(crate) wrong_config: Mutex<Option<String>>,
+    pub(crate) configs: Configs,
 }
 
 impl LocalManager {
@@ -103,8 +101,7 @@ impl LocalManager {
             writing: tokio::sync::Mutex::default(),
             reflector: Mutex::default(),
             fallback: None,
-            used: Mutex::default(),
-            wrong_config: Mutex::default(),
+            configs: Configs::default(),
         }
     }
 
@@ -171,56 +168,25 @@ impl LocalManager {
         self.take_new(config, listing, attrs).await
     }
 
-    /// The config, and whether it comes from the cache. Once a lease was taken by a config of the store's, its networks
-    /// stay what they are for as long as this manager lives: pods do not survive others.
+    /// The config, and whether it comes from the cache.
     async fn read_config(&self) -> Result<(Config, bool)> {
         let (text, cached) = self.config_text().await?;
-        let mut config = self.parse(&text)?;
+        let config = self.configs.read(&text)?;
         if !cached {
             self.note_config(&text);
-        }
-        if let Some(used) = self.used() {
-            config.networks = used.networks;
         }
         Ok((config, cached))
     }
 
-    /// Parses a config, and notes whether it is wrong.
-    pub(crate) fn parse(&self, text: &ConfigText) -> Result<Config> {
-        let parsed = Config::parse(&text.text)
-            .map_err(|source| Error::Config { location: text.location.clone(), source });
-        self.note_wrong(parsed.as_ref().err());
-        parsed
-    }
-
-    /// What is wrong with the store's config now.
-    pub(crate) fn note_wrong(&self, error: Option<&Error>) {
-        let wrong = error.map(ToString::to_string);
-        *self.wrong_config.lock().unwrap_or_else(PoisonError::into_inner) = wrong;
-    }
-
-    fn used(&self) -> Option<Config> {
-        self.used.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// What a lease is to be taken from. Only the networks of a config matter to it, and those stay what they are: it
-    /// does not take a right config to win the lease back.
-    async fn config_for_lease(&self) -> Result<(Config, bool)> {
-        match (self.read_config().await, self.used()) {
-            (Err(Error::Config { .. } | Error::NoConfig { .. }), Some(used)) => Ok((used, false)),
-            (read, _) => read,
-        }
-    }
-
     async fn acquire(&self, attrs: &LeaseAttrs) -> Result<Lease> {
-        let (config, cached) = self.config_for_lease().await?;
+        let (config, cached) = self.configs.for_lease(self.read_config().await)?;
         let mut backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(500));
         let mut listing = self.store.list().await?;
         loop {
             listing = match self.try_acquire(&config, attrs, &listing).await? {
                 Attempt::Acquired(lease) if !self.lapsed() => {
                     if !cached {
-                        *self.used.lock().unwrap_or_else(PoisonError::into_inner) = Some(config);
+                        self.configs.used_for_lease(config);
                     }
                     tracing::info!(subnets = %lease.subnets, store = %self.store, "lease acquired");
                     return Ok(lease);
@@ -354,7 +320,7 @@ impl SubnetManager for LocalManager {
     }
 
     async fn config_changed(&self, seen: &Config) -> Result<Config> {
-        self.another_config(seen).await
+        self.configs.another(&*self.store, seen, |text| self.note_config(text)).await
     }
 
     /// Finds the lease by mark, else by public address if exactly one lease has one of this host's. Not by the
@@ -415,8 +381,7 @@ impl SubnetManager for LocalManager {
     }
 
     fn store_status(&self) -> StoreStatus {
-        let wrong_config = self.wrong_config.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        StoreStatus { wrong_config, ..self.store.status() }
+        StoreStatus { wrong_config: self.configs.wrong(), ..self.store.status() }
     }
 }
 

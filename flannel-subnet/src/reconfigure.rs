@@ -1,20 +1,63 @@
-//! Noticing that the network config is another one.
+//! The network config as it changes: what is wrong with it, that it is another one, and what stays all the same.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use flannel_core::{Config, Error, Result};
 
 use crate::backoff::Backoff;
-use crate::manager::LocalManager;
-use crate::registry::Registry;
+use crate::registry::{ConfigText, Registry};
 
-impl LocalManager {
-    /// The next valid config that is not `seen`; the cache is told of it.
-    pub(crate) async fn another_config(&self, seen: &Config) -> Result<Config> {
+/// What a manager knows of the store's network config.
+#[derive(Debug, Default)]
+pub(crate) struct Configs {
+    /// What the lease was taken from.
+    used: Mutex<Option<Config>>,
+    /// What is wrong with the store's config.
+    wrong: Mutex<Option<String>>,
+}
+
+impl Configs {
+    /// Parses a config, and notes whether it is wrong. Once a lease was [taken](Self::used_for_lease), the networks stay what
+    /// they are for as long as the manager lives: pods do not survive others.
+    pub(crate) fn read(&self, text: &ConfigText) -> Result<Config> {
+        let mut config = self.parse(text)?;
+        if let Some(used) = self.used().as_ref() {
+            config.networks = used.networks.clone();
+        }
+        Ok(config)
+    }
+
+    /// What a lease is to be taken from. Only the networks of a config matter to it, and those stay what they are: it
+    /// does not take a right config to win the lease back. The second part of what was read is as it was, or false.
+    pub(crate) fn for_lease(&self, read: Result<(Config, bool)>) -> Result<(Config, bool)> {
+        match (read, self.used().as_ref()) {
+            (Err(Error::Config { .. } | Error::NoConfig { .. }), Some(used)) => Ok((used.clone(), false)),
+            (read, _) => read,
+        }
+    }
+
+    /// A lease was taken from this config.
+    pub(crate) fn used_for_lease(&self, config: Config) {
+        *self.used() = Some(config);
+    }
+
+    /// What is wrong with the store's config now.
+    pub(crate) fn wrong(&self) -> Option<String> {
+        self.wrong.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The next valid config of the store's that is not `seen`; `note` is told of each valid one.
+    pub(crate) async fn another(
+        &self,
+        store: &dyn Registry,
+        seen: &Config,
+        note: impl Fn(&ConfigText),
+    ) -> Result<Config> {
         let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
         let mut wrong = None;
         loop {
-            let text = match self.store.config().await {
+            let text = match store.config().await {
                 Ok(text) => Some(text),
                 Err(error @ Error::NoConfig { .. }) => {
                     self.note_wrong(Some(&error));
@@ -27,7 +70,7 @@ impl LocalManager {
             };
             match text.as_ref().map(|text| (text, self.parse(text))) {
                 Some((text, Ok(config))) => {
-                    self.note_config(text);
+                    note(text);
                     if config != *seen {
                         return Ok(config);
                     }
@@ -38,10 +81,25 @@ impl LocalManager {
                 }
                 _ => (),
             }
-            match self.store.config_changed(text).await {
+            match store.config_changed(text).await {
                 Ok(()) => backoff.reset(),
                 Err(_) => tokio::time::sleep(backoff.pause()).await,
             }
         }
+    }
+
+    fn parse(&self, text: &ConfigText) -> Result<Config> {
+        let parsed = Config::parse(&text.text)
+            .map_err(|source| Error::Config { location: text.location.clone(), source });
+        self.note_wrong(parsed.as_ref().err());
+        parsed
+    }
+
+    fn note_wrong(&self, error: Option<&Error>) {
+        *self.wrong.lock().unwrap_or_else(PoisonError::into_inner) = error.map(ToString::to_string);
+    }
+
+    fn used(&self) -> MutexGuard<'_, Option<Config>> {
+        self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -431,6 +431,46 @@ async fn a_static_lease_ends_when_its_file_goes_moves_or_says_something_else() {
 }
 
 #[tokio::test]
+async fn a_static_directorys_config_is_followed_and_its_networks_wait_for_a_restart() {
+    let dir = tempfile::tempdir().unwrap();
+    let manager = assigned(dir.path(), "192.0.2.1").await;
+    let first = manager.network_config().await.unwrap();
+    manager.acquire_lease(&LeaseAttrs::from_json(VALUE).unwrap()).await.unwrap();
+    let write = |text: &str| fs::write(dir.path().join("config"), text).unwrap();
+    let changed = async |text: &str, seen| {
+        write(text);
+        tokio::time::timeout(Duration::from_secs(20), manager.config_changed(seen)).await.unwrap().unwrap()
+    };
+
+    let mtu = changed(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","MTU":1300}}"#, &first).await;
+    assert_eq!(manager.network_config().await.unwrap(), mtu);
+    assert_eq!(mtu.networks, first.networks);
+
+    let moved = changed(r#"{"Network":"10.9.0.0/16","Backend":{"Type":"vxlan","MTU":1200}}"#, &mtu).await;
+    assert_ne!(moved.networks, first.networks, "what waits is told");
+    let used = manager.network_config().await.unwrap();
+    assert_eq!((used.networks, used.backend), (first.networks.clone(), moved.backend.clone()));
+
+    let wrong = manager.config_changed(&moved);
+    tokio::pin!(wrong);
+    write("nonsense");
+    let noted = async {
+        while manager.store_status().wrong_config.is_none() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::select! {
+        config = &mut wrong => panic!("{config:?}"),
+        noted = tokio::time::timeout(Duration::from_secs(20), noted) => noted.unwrap(),
+    }
+    // It does not take a right config to win the lease back.
+    manager.acquire_lease(&LeaseAttrs::from_json(VALUE).unwrap()).await.unwrap();
+    write(r#"{"Network":"10.1.0.0/16"}"#);
+    let again = tokio::time::timeout(Duration::from_secs(20), wrong).await.unwrap().unwrap();
+    assert_eq!((again, manager.store_status().wrong_config), (first, None));
+}
+
+#[tokio::test]
 async fn renewals_and_writers_of_the_same_wake_no_one() {
     let net = Net::new().await;
     net.registry.create(&key(1), &attrs("192.0.2.1"), tenure(1, DAY)).await.unwrap();
