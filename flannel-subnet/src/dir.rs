@@ -28,6 +28,7 @@ use flannel_core::{Error, LeaseAttrs, Result, Revision, Subnets};
 use nix::sys::inotify::{InitFlags, Inotify};
 use tokio::io::unix::AsyncFd;
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use crate::clock::{Clock, SystemClock};
 use crate::readiness::readable;
@@ -35,6 +36,9 @@ use crate::registry::{Batch, ConfigText, Entry, Listing, Mark, Registry, Tenure,
 use file::LeaseFile;
 pub use location::{Assign, DirLocation, DirOptions, LocationError};
 use mirror::Mirror;
+
+/// A watch that has told nothing for so long looks whether the directory can still be read, and says so.
+const CONFIRMED: Duration = Duration::from_secs(60);
 
 /// A registry in a directory on a local file system. Clones are the same registry.
 ///
@@ -176,6 +180,12 @@ impl Shared {
         .await
     }
 
+    /// Asks the disk whether the directory can still be read, of which nobody is told.
+    async fn confirm(self: &Arc<Self>) -> Result<()> {
+        let shared = Arc::clone(self);
+        blocking(move || shared.mirror().confirm().map_err(|error| shared.broken("", error))).await
+    }
+
     /// Waits until the mirror may have to be brought up to date, or somebody else did it.
     async fn wait(&self, news: &mut watch::Receiver<()>, due: Option<SystemTime>) {
         let expiry = async {
@@ -295,7 +305,7 @@ impl Registry for DirRegistry {
 
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
         let news = self.0.news.subscribe();
-        Ok(Box::new(DirWatch { shared: Arc::clone(&self.0), news, after }))
+        Ok(Box::new(DirWatch { shared: Arc::clone(&self.0), news, after, looked: Instant::now() }))
     }
 }
 
@@ -303,6 +313,8 @@ struct DirWatch {
     shared: Arc<Shared>,
     news: watch::Receiver<()>,
     after: Revision,
+    /// When something was last told, or confirmed.
+    looked: Instant,
 }
 
 #[async_trait]
@@ -316,13 +328,18 @@ impl Watch for DirWatch {
                 match mirror.changes(self.after) {
                     Some(batch) if batch.events.is_empty() => mirror.due(),
                     Some(batch) => {
-                        self.after = batch.revision;
+                        (self.after, self.looked) = (batch.revision, Instant::now());
                         return Ok(Some(batch));
                     }
                     None => return Ok(None),
                 }
             };
-            self.shared.wait(&mut self.news, due).await;
+            let wait = self.shared.wait(&mut self.news, due);
+            if tokio::time::timeout_at(self.looked + CONFIRMED, wait).await.is_err() {
+                self.shared.confirm().await?;
+                self.looked = Instant::now();
+                return Ok(Some(Batch { events: Vec::new(), revision: self.after }));
+            }
         }
     }
 }

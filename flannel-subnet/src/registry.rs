@@ -130,7 +130,7 @@ pub struct Batch {
 #[async_trait]
 pub trait Watch: Send {
     /// Waits for the next changes and returns all that are there, or `None` if some were missed: list again,
-    /// then watch again. Renewals are no changes.
+    /// then watch again. Renewals are no changes. A batch of none says that the store answers, and nothing changed.
     ///
     /// # Errors
     /// The store is out of reach; the watch is of no more use.

@@ -470,6 +470,33 @@ async fn a_static_directorys_config_is_followed_and_its_networks_wait_for_a_rest
     assert_eq!((again, manager.store_status().wrong_config), (first, None));
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_quiet_directory_is_confirmed_every_minute_and_one_that_cannot_be_read_is_not() {
+    let net = Net::new().await;
+    let mut watch = net.registry.watch(net.registry.list().await.unwrap().revision).await.unwrap();
+    for _ in 0..3 {
+        let quiet = tokio::time::timeout(Duration::from_secs(61), watch.next()).await;
+        assert_eq!(quiet.unwrap().unwrap().unwrap().events, []);
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let manager = assigned(dir.path(), "192.0.2.1").await;
+    let mut views = manager.watch_leases().await.unwrap();
+    wait(&mut views, |view| view.leases.len() == 2).await;
+    let confirmed = || manager.store_status().confirmed.unwrap().1;
+    let (first, requests) = (confirmed(), manager.store_status().requests());
+    let later = async {
+        while confirmed() == first {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(3600), later).await.unwrap();
+    assert!(!views.has_changed().unwrap(), "nobody is woken");
+    assert_eq!(manager.store_status().requests(), requests);
+
+    fs::remove_dir_all(net.dir.path()).unwrap();
+    watch.next().await.unwrap_err();
+}
+
 #[tokio::test]
 async fn renewals_and_writers_of_the_same_wake_no_one() {
     let net = Net::new().await;

@@ -150,6 +150,11 @@ impl Mirror {
         Ok(())
     }
 
+    /// An error means that the directory cannot be read, and that the next refresh starts over.
+    pub(super) fn confirm(&mut self) -> io::Result<()> {
+        fs::read_dir(self.subnets()).map(drop).inspect_err(|_| self.watched = None)
+    }
+
     /// A watched directory itself went away, or stopped being where it was.
     fn lost(&self, watched: Watched, event: &InotifyEvent) -> bool {
         let gone = AddWatchFlags::IN_IGNORED
