@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use flannel_core::Family;
 use flannel_firewall::Fault;
-use ground::tools::nft;
+use ground::tools::{nft, reorder_nft};
 use ground::{ALL, Ground, Kind, Place, Running, rules_of};
 
-in_every_mode!(what_others_do_is_mended, a_lasting_fight_is_won_and_counted);
+in_every_mode!(what_others_do_is_mended, another_order_is_mended, a_lasting_fight_is_won_and_counted);
 
 /// In nftables mode it is not the clock that mends.
 fn resync(kind: Kind) -> Duration {
@@ -98,6 +98,27 @@ async fn what_others_do_is_mended(ground: Ground, kind: Kind) {
     }
     let status = running.status.borrow().clone();
     assert_eq!((status.changes, status.failure.is_none()), (1, true), "{status:?}");
+}
+
+/// The same rules in another order mean something else: pods would be hidden from each other.
+async fn another_order_is_mended(ground: Ground, kind: Kind) {
+    let mut running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), resync(kind)).await;
+    for family in Family::BOTH {
+        let before = running.status.borrow().repairs;
+        let object = if kind == Kind::Nftables {
+            let chain = words("TABLE postrtg", family);
+            reorder_nft(&chain);
+            "chain postrtg"
+        } else {
+            ground.tools.reorder_iptables(kind, family, "FLANNEL-POSTRTG");
+            "chain FLANNEL-POSTRTG"
+        };
+        let status = running.until(|status| status.repairs > before).await;
+        let found = status.last_repair.unwrap().found;
+        let said = found.iter().any(|said| said.object.contains(object) && said.fault == Fault::Different);
+        assert!(said, "{family}: {found:?}");
+        ground.assert_masqueraded(family);
+    }
 }
 
 async fn a_lasting_fight_is_won_and_counted(ground: Ground, kind: Kind) {

@@ -78,6 +78,15 @@ impl Tools {
         run(command.args(args.split_whitespace()).env("XTABLES_LOCKFILE", self.path("lock")), "")
     }
 
+    /// Moves the second rule of a chain of table `nat` behind all others, at once.
+    pub(crate) fn reorder_iptables(&self, kind: Kind, family: Family, chain: &str) {
+        let rules = self.iptables(kind, family, &format!("-t nat -S {chain}"));
+        let rule = rules.lines().filter(|line| line.starts_with("-A")).nth(1).unwrap();
+        let mut restore = Command::new(format!("{}{}-restore", name(family), kind.suffix()));
+        restore.arg("--noflush").env("XTABLES_LOCKFILE", self.path("lock"));
+        run(&mut restore, &format!("*nat\n-D {chain} 2\n{rule}\nCOMMIT\n"));
+    }
+
     /// All rules that the real `iptables-save` of a variant sees.
     pub(crate) fn save(&self, kind: Kind, family: Family) -> String {
         run(&mut Command::new(format!("{}{}-save", name(family), kind.suffix())), "")
@@ -157,6 +166,15 @@ fn name(family: Family) -> &'static str {
 /// Runs the real `nft`.
 pub(crate) fn nft(script: &str) -> String {
     run(Command::new("nft").args(["-f", "-"]), script)
+}
+
+/// Moves the second rule of a chain, named with its table, behind all others, at once.
+pub(crate) fn reorder_nft(chain: &str) {
+    let listing = run(Command::new("nft").args(["-a", "-f", "-"]), &format!("list chain {chain}"));
+    let rules =
+        listing.lines().filter(|line| !line.contains('{')).filter_map(|line| line.split_once("# handle "));
+    let (rule, handle) = rules.clone().nth(1).unwrap();
+    nft(&format!("delete rule {chain} handle {handle}; add rule {chain} {}", rule.trim()));
 }
 
 fn run(command: &mut Command, input: &str) -> String {
