@@ -23,7 +23,7 @@ impl Configs {
     pub(crate) fn read(&self, text: &ConfigText) -> Result<Config> {
         let mut config = self.parse(text)?;
         if let Some(used) = self.used().as_ref() {
-            config.networks = used.networks.clone();
+            config.networks = used.networks;
         }
         Ok(config)
     }

@@ -449,7 +449,7 @@ async fn a_static_directorys_config_is_followed_and_its_networks_wait_for_a_rest
     let moved = changed(r#"{"Network":"10.9.0.0/16","Backend":{"Type":"vxlan","MTU":1200}}"#, &mtu).await;
     assert_ne!(moved.networks, first.networks, "what waits is told");
     let used = manager.network_config().await.unwrap();
-    assert_eq!((used.networks, used.backend), (first.networks.clone(), moved.backend.clone()));
+    assert_eq!((used.networks, used.backend), (first.networks, moved.backend.clone()));
 
     let wrong = manager.config_changed(&moved);
     tokio::pin!(wrong);
