@@ -92,6 +92,8 @@ struct Facts {
     addresses: Vec<(LinkName, IpAddr)>,
     /// The public addresses of this node.
     public: Dual<IpAddr>,
+    /// The networks on the external interface's own link.
+    on_link: Vec<Subnet>,
     /// Other nodes' leases, with their public addresses.
     peers: Vec<(Subnets, Dual<IpAddr>)>,
     /// What matters and could not be read, with the reason where there is one to tell.
@@ -269,16 +271,22 @@ fn clashes(facts: &Facts) -> Vec<Finding> {
     found
 }
 
+/// Only peers whose public address is on the external interface's link take an entry that counts: the kernel asks for their
+/// MAC address, be it for pods' packets as they are or for those of a tunnel. All others share the router's. The permanent
+/// entries of the tunnel itself do not count.
+///
+/// **Source**: linux `net/core/neighbour.c: neigh_alloc` (5.0: permanent entries are exempt).
 fn neighbours(facts: &Facts) -> Vec<Finding> {
     let mut found = Vec::new();
     for (family, most) in facts.most_neighbours.iter() {
-        let peers = facts.peers.iter().filter(|(_, public)| public[family].is_some()).count() as u64;
+        let asked = |address: IpAddr| facts.on_link.iter().any(|network| network.contains(address));
+        let peers = facts.peers.iter().filter(|(_, public)| public[family].is_some_and(asked)).count() as u64;
         if peers < *most {
             continue;
         }
         let key = format!("net.ipv{}.neigh.default.gc_thresh3", if family == Family::V4 { 4 } else { 6 });
         let text = format!(
-            "{key} is {most}, and there are {peers} peers: the kernel forgets neighbours that it needs, and drops packets"
+            "{key} is {most}, and {peers} peers are on this host's own link: the kernel forgets neighbours that it needs, and drops packets"
         );
         let enough = (4 * peers).next_power_of_two();
         found.push(Finding::warning("neighbours", text).mend(format!("sysctl -w {key}={enough}")));

@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::net::{Ipv4Addr, Ipv6Addr};
 use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use flannel_core::{Config, Dual, Family, KernelError, Lease, LeaseSet, LinkName, Subnets};
+use flannel_core::{Config, Dual, Family, KernelError, Lease, LeaseSet, LinkName, Subnet, Subnets};
 use flannel_firewall::{LegacyMemory, Programs, forward_drops};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
@@ -90,9 +91,39 @@ fn read_host(scene: &Scene) -> Facts {
         drops: None,
         addresses,
         public: scene.public,
+        on_link: on_link(scene.uplink),
         peers: scene.leases.iter().filter(other).map(|lease| (lease.subnets, lease.attrs.public)).collect(),
         tunnels,
     }
+}
+
+/// The networks to which this namespace has a route by the device itself, without a gateway.
+fn on_link(device: LinkName) -> Vec<Subnet> {
+    let table =
+        |file: &str| fs::read_to_string(Path::new("/proc/thread-self/net").join(file)).unwrap_or_default();
+    let (v4, v6) = (table("route"), table("ipv6_route"));
+    v4.lines()
+        .filter_map(|line| route_v4(line, device))
+        .chain(v6.lines().filter_map(|line| route_v6(line, device)))
+        .collect()
+}
+
+/// A line of `/proc/net/route`: device, destination, gateway, flags, three numbers, mask; addresses in the host's byte order.
+fn route_v4(line: &str, device: LinkName) -> Option<Subnet> {
+    let fields: Vec<&str> = line.split_whitespace().collect();
+    let number = |n: usize| u32::from_str_radix(fields.get(n)?, 16).ok();
+    let direct = *fields.first()? == device.as_str() && number(2)? == 0;
+    let len = u8::try_from(number(7)?.count_ones()).ok()?;
+    Subnet::new(Ipv4Addr::from(number(1)?.to_ne_bytes()).into(), len).filter(|_| direct)
+}
+
+/// A line of `/proc/net/ipv6_route`: destination, its length, the same of a source, gateway, four numbers, device.
+fn route_v6(line: &str, device: LinkName) -> Option<Subnet> {
+    let fields: Vec<&str> = line.split_whitespace().collect();
+    let address = |n: usize| u128::from_str_radix(fields.get(n)?, 16).ok();
+    let direct = *fields.get(9)? == device.as_str() && address(4)? == 0;
+    let len = u8::from_str_radix(fields.get(1)?, 16).ok()?;
+    Subnet::new(Ipv6Addr::from(address(0)?).into(), len).filter(|_| direct)
 }
 
 fn is_there(link: LinkName) -> bool {
@@ -120,4 +151,36 @@ fn addresses() -> Result<Vec<(LinkName, std::net::IpAddr)>, KernelError> {
         interface.addresses.into_iter().map(move |found| (name, found.address))
     };
     Ok(interfaces.into_iter().flat_map(of).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn routes_by_the_device_itself_are_its_link() {
+        let eth0 = "eth0".parse().unwrap();
+        let v4 = |line: &str| route_v4(line, eth0).map(|network| network.to_string());
+        let hex = |address: [u8; 4]| format!("{:08X}", u32::from_ne_bytes(address));
+        let (network, gateway, mask) = (hex([192, 0, 2, 0]), hex([192, 0, 2, 254]), hex([255, 255, 255, 0]));
+        let line = |device: &str, gateway: &str| {
+            format!("{device}\t{network}\t{gateway}\t0001\t0\t0\t0\t{mask}\t0\t0\t0")
+        };
+        assert_eq!(v4(&line("eth0", "00000000")).as_deref(), Some("192.0.2.0/24"));
+        assert_eq!(v4(&line("eth0", &gateway)), None);
+        assert_eq!(v4(&line("eth1", "00000000")), None);
+        assert_eq!(
+            v4("Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT"),
+            None
+        );
+        let v6 = |gateway: &str| {
+            let line = format!(
+                "20010db8000000000000000000000000 40 {:032x} 00 {gateway} 00000100 00000001 00000000 00000001     eth0",
+                0
+            );
+            route_v6(&line, eth0).map(|network| network.to_string())
+        };
+        assert_eq!(v6(&"0".repeat(32)).as_deref(), Some("2001:db8::/64"));
+        assert_eq!(v6("20010db8000000000000000000000001"), None);
+    }
 }

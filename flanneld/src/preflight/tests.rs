@@ -25,6 +25,7 @@ fn healthy() -> Facts {
         .map(|(device, address)| (link(device), address.parse().unwrap()))
         .into(),
         public: Dual { v4: Some("192.0.2.1".parse().unwrap()), v6: None },
+        on_link: vec!["192.0.2.0/24".parse().unwrap()],
         peers: vec![peer("10.1.7.0-24", "192.0.2.7")],
         unread: Vec::new(),
     }
@@ -110,7 +111,11 @@ fn each_fault_is_one_finding_with_its_mend() {
         ),
         (
             only(|f| f.most_neighbours.v4 = Some(1)),
-            ["neighbours warning", "there are 1 peers", "sysctl -w net.ipv4.neigh.default.gc_thresh3=4"],
+            [
+                "neighbours warning",
+                "1 peers are on this host's own link",
+                "sysctl -w net.ipv4.neigh.default.gc_thresh3=4",
+            ],
         ),
         (
             only(|f| f.bridge_calls.v6 = Some(false)),
@@ -140,6 +145,22 @@ fn what_does_not_matter_here_is_not_said() {
     facts.rp_filter.insert(device("flannel.1"), 1);
     facts.forwarding.v4 = Some(false);
     assert_eq!(check(&facts), []);
+}
+
+/// A thousand peers behind a router share its entry, and the tunnel's own entries are permanent.
+#[test]
+fn neighbours_are_counted_only_on_the_own_link() {
+    let mut facts = healthy();
+    facts.most_neighbours.v4 = Some(128);
+    facts.peers =
+        (0..1000).map(|n| peer("10.1.7.0-24", &format!("198.51.{}.{}", n / 250, n % 250))).collect();
+    assert_eq!(check(&facts), []);
+    facts.on_link.push("198.51.0.0/16".parse().unwrap());
+    let found = check(&facts);
+    assert!(
+        found.len() == 1 && found[0].text.contains("1000 peers are on this host's own link"),
+        "{found:?}"
+    );
 }
 
 #[test]
