@@ -211,6 +211,7 @@ impl Options {
         let mut options =
             Self::from_arg_matches(&matches).map_err(|error| Error::Usage(error.to_string()))?;
         options.kube.complete(&env).map_err(usage)?;
+        crate::log_filter(options.log_filter()).map_err(usage)?;
         let is_given = |id: &&str| matches.value_source(id) == Some(ValueSource::CommandLine);
         let kube = options.kube.without_effect().iter().copied();
         let without_effect = KlogFlags::WITHOUT_EFFECT.into_iter().chain(kube);
@@ -400,6 +401,12 @@ mod tests {
             (vec!["--registry", "dir:/x", "--nexthop-objects", "maybe"], vec![], "auto, on, off"),
             (vec!["--registry", "dir:/x", "-subnet-lease-renew-margin=1440"], vec![], "1440"),
             (vec!["--registry", "dir:/x"], vec![("FLANNELD_PUBLIC_IP", "nonsense")], "FLANNELD_PUBLIC_IP"),
+            (vec!["--registry", "dir:/x", "--log", "warning"], vec![], "--log warning"),
+            (
+                vec!["--registry", "dir:/x"],
+                vec![("FLANNELD_LOG", "warning")],
+                "comes from the environment: FLANNELD_LOG)",
+            ),
         ] {
             let error = parse(&args, &env).unwrap_err();
             assert_eq!(error.exit_code(), 2);

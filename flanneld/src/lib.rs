@@ -90,7 +90,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
 
 fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
     let options = Options::parse_from(args, |name| std::env::var_os(name))?;
-    let filter = log_filter(options.log_filter())?;
+    let filter = log_filter(options.log_filter()).map_err(Error::Usage)?;
     let (set_filter, given) =
         (log_format::init(options.log_format, filter)?, options.log_filter().to_owned());
     if let Some(flags) = options.without_effect() {
@@ -99,7 +99,7 @@ fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
     capabilities::join_control_group(&options);
     capabilities::drop_needless(&options);
     let observer = Observer::new(Some(Box::new(move |filter| {
-        let filter = log_filter(filter.unwrap_or(&given)).map_err(|error| error.to_string())?;
+        let filter = log_filter(filter.unwrap_or(&given))?;
         set_filter(filter)
     })));
     let no_socket =
@@ -142,11 +142,10 @@ fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
 }
 
 /// Reads `--log`; a word alone must be a level, or a typing error would silence everything.
-fn log_filter(text: &str) -> Result<tracing_subscriber::EnvFilter, Error> {
+fn log_filter(text: &str) -> Result<tracing_subscriber::EnvFilter, String> {
     let expected =
         "error, warn, info, debug, trace, off, or parts such as flannel_core=debug, separated by commas";
-    let wrong =
-        |part: &str| Error::Usage(format!("--log {text}: {part:?} is not valid, expected {expected}"));
+    let wrong = |part: &str| format!("--log {text}: {part:?} is not valid, expected {expected}");
     let levels = ["error", "warn", "info", "debug", "trace", "off"];
     let word =
         |part: &&str| !part.contains(['=', '[']) && !levels.contains(&part.to_ascii_lowercase().as_str());
