@@ -30,6 +30,7 @@ pub(crate) async fn to_apply(
 ) -> Result<String, Error> {
     let mut seen = used.clone();
     let mut refused: Option<String> = None;
+    let mut reloads = observer.reloads();
     let refuse = |refused: &mut Option<String>, error: String| {
         if refused.as_ref() != Some(&error) {
             tracing::warn!("the network config was changed, but cannot be used and is not: {error}");
@@ -50,6 +51,9 @@ pub(crate) async fn to_apply(
                 };
                 tokio::select! {
                     now = &mut changed => break now?,
+                    // What is asked anew reads the config at once, and what was refused is judged again. The sender lives
+                    // as long as the observer.
+                    _ = reloads.changed() => break seen.clone(),
                     fits = thought, if refused.is_some() => match fits {
                         Ok(true) => break seen.clone(),
                         Ok(false) => (),

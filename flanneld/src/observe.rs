@@ -43,6 +43,8 @@ struct Shared {
     known: Mutex<Known>,
     /// Told when the daemon does something else than before.
     phase: watch::Sender<()>,
+    /// Told when everything is to be read again.
+    reloads: watch::Sender<()>,
     started: SystemTime,
     set_log: Option<Box<SetLog>>,
     /// Somebody may look at the status every second.
@@ -150,7 +152,8 @@ impl Observer {
     pub(crate) fn new(set_log: Option<Box<SetLog>>) -> Self {
         let phase = watch::channel(()).0;
         let legacy = LegacyMemory::new(LEGACY);
-        Self(Arc::new(Shared { known: Mutex::default(), phase, started: SystemTime::now(), set_log, legacy }))
+        let (known, reloads, started) = (Mutex::default(), watch::channel(()).0, SystemTime::now());
+        Self(Arc::new(Shared { known, phase, reloads, started, set_log, legacy }))
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
@@ -310,8 +313,14 @@ impl Observer {
         set(filter)
     }
 
+    /// Told when everything is to be read again, from now on.
+    pub(crate) fn reloads(&self) -> watch::Receiver<()> {
+        self.0.reloads.subscribe()
+    }
+
     /// Reads everything again that may have changed behind our back: the network config, by a request that also
-    /// reads certificates again if they changed, and the log filter given at the start. A network that is about to be built
+    /// reads certificates again if they changed, and the log filter given at the start. Who applies configs is told to look
+    /// at once, whatever it was that it missed or waits for. A network that is about to be built
     /// asks for all that itself, and is built from one config: meanwhile the store is asked nothing else. Returns what
     /// was found, as a sentence without a full stop.
     pub(crate) async fn reload(&self) -> String {
@@ -326,7 +335,9 @@ impl Observer {
         let Some(used) = used else {
             return "no network runs yet, and its start reads everything".to_owned();
         };
-        match subnets.network_config().await {
+        let read = subnets.network_config().await;
+        self.0.reloads.send_replace(());
+        match read {
             Ok(config) if config == used => "the network config is unchanged".to_owned(),
             Ok(_) => "the network config has changed".to_owned(),
             Err(error @ (CoreError::Config { .. } | CoreError::NoConfig { .. })) => {

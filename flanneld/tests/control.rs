@@ -357,6 +357,41 @@ fn systemd_hears_ready_reloading_alive_and_stopping() {
     });
 }
 
+/// What a symbolic link leads to is changed without a word to whoever watches the directory.
+#[test]
+fn sighup_applies_a_config_whose_change_was_missed() {
+    in_netns(|| {
+        let place = Place::new(Some(CONFIG));
+        let (config, target) = (place.registry().join("config"), place.path("elsewhere"));
+        let write = |mtu: u32| {
+            let text = format!(r#"{{"Network":"10.1.0.0/16","Backend":{{"Type":"vxlan","MTU":{mtu}}}}}"#);
+            fs::write(&target, text).unwrap();
+        };
+        write(1300);
+        fs::remove_file(&config).unwrap();
+        std::os::unix::fs::symlink(&target, &config).unwrap();
+        let daemon = place.start();
+        ready(&daemon);
+        // The tunnel's headers take 50 bytes.
+        let mtu = |mtu: u32| {
+            let wanted = format!("mtu {} ", mtu - 50);
+            wait_until(|| ip("link show flannel.1").contains(&wanted), || daemon.log());
+        };
+        mtu(1300);
+        write(1200);
+        daemon.signal(Signal::SIGHUP);
+        daemon.wait_for_log("SIGHUP: read again: the network config has changed");
+        mtu(1200);
+        // One that is refused, and mended.
+        write(9000);
+        daemon.signal(Signal::SIGHUP);
+        daemon.wait_for_log("cannot be used and is not");
+        write(1250);
+        daemon.signal(Signal::SIGHUP);
+        mtu(1250);
+    });
+}
+
 #[test]
 fn the_log_can_be_set_and_sighup_sets_it_back() {
     in_netns(|| {
