@@ -72,6 +72,14 @@ fn read_host(scene: &Scene) -> Facts {
         let missing = filtered.iter().filter(|device| !rp_filter.contains_key(device));
         unread.extend(missing.map(|device| format!("rp_filter of {device}")));
     }
+    let peers: Vec<_> =
+        scene.leases.iter().filter(other).map(|lease| (lease.subnets, lease.attrs.public)).collect();
+    let most_neighbours = Dual {
+        v4: sysctl("net/ipv4/neigh/default/gc_thresh3"),
+        v6: sysctl("net/ipv6/neigh/default/gc_thresh3"),
+    };
+    // The routes of thousands are read only where it matters.
+    let crowded = most_neighbours.values().any(|most| peers.len() as u64 >= *most);
     Facts {
         pod_networks: scene.config.pod_networks().collect(),
         own,
@@ -84,15 +92,12 @@ fn read_host(scene: &Scene) -> Facts {
             .collect(),
         rp_filter,
         bridge_calls: Dual::from_fn(bridge_calls),
-        most_neighbours: Dual {
-            v4: sysctl("net/ipv4/neigh/default/gc_thresh3"),
-            v6: sysctl("net/ipv6/neigh/default/gc_thresh3"),
-        },
+        most_neighbours,
         drops: None,
         addresses,
         public: scene.public,
-        on_link: on_link(scene.uplink),
-        peers: scene.leases.iter().filter(other).map(|lease| (lease.subnets, lease.attrs.public)).collect(),
+        on_link: if crowded { on_link(scene.uplink) } else { Vec::new() },
+        peers,
         tunnels,
     }
 }
