@@ -50,12 +50,15 @@ pub(crate) async fn to_apply(
                     Ok::<_, Error>(holds(subnets, &seen, used).await)
                 };
                 tokio::select! {
-                    now = &mut changed => break now?,
-                    // What is asked anew reads the config at once, and what was refused is judged again. The sender lives
-                    // as long as the observer.
-                    _ = reloads.changed() => break seen.clone(),
+                    now = &mut changed => break Some(now?),
+                    // What is asked anew reads the config at once; what was refused is judged again if it still holds. The
+                    // sender lives as long as the observer.
+                    _ = reloads.changed() => {
+                        let again = refused.is_none() || holds(subnets, &seen, used).await;
+                        break again.then(|| seen.clone());
+                    }
                     fits = thought, if refused.is_some() => match fits {
-                        Ok(true) => break seen.clone(),
+                        Ok(true) => break Some(seen.clone()),
                         Ok(false) => (),
                         Err(error) => refuse(&mut refused, error.to_string()),
                     },
@@ -63,6 +66,7 @@ pub(crate) async fn to_apply(
                 pause = LONGEST.min(2 * pause);
             }
         };
+        let Some(now) = now else { continue };
         refused = None;
         if now != *used
             && let Err(error) = judge(&now).await
@@ -113,6 +117,14 @@ mod tests {
     struct Said(Arc<Mutex<Vec<u8>>>);
 
     impl Said {
+        /// What this test says. All that share a line must listen: whether anybody does is asked once, of who says it first.
+        fn listen() -> (Self, tracing::subscriber::DefaultGuard) {
+            let said = Self::default();
+            let sink = said.clone();
+            let log = tracing_subscriber::fmt().with_writer(move || sink.clone()).finish();
+            (said, tracing::subscriber::set_default(log))
+        }
+
         fn count(&self, text: &str) -> usize {
             String::from_utf8_lossy(&self.0.lock().unwrap()).matches(text).count()
         }
@@ -180,10 +192,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn while_a_config_is_refused_the_store_is_left_alone_and_nothing_is_said_again() {
-        let said = Said::default();
-        let sink = said.clone();
-        let log = tracing_subscriber::fmt().with_writer(move || sink.clone()).finish();
-        let _log = tracing::subscriber::set_default(log);
+        let (said, _log) = Said::listen();
         let scene = Scene::new();
         let mut running = pin!(scene.to_apply());
         scene.goes_on(&mut running).await;
@@ -217,6 +226,10 @@ mod tests {
         *scene.in_the_way.borrow_mut() = None;
         scene.goes_on(&mut running).await;
         assert_eq!(said.count("is wrong and not used"), 1);
+        // Who asks gets an answer, and no network built anew.
+        scene.observer.look_again();
+        scene.goes_on(&mut running).await;
+        assert_eq!(said.count("is wrong and not used"), 2);
         assert!(scene.observer.snapshot().refused_config.is_some());
         scene.registry.set_config(Some(UNFIT));
         let reason = tokio::time::timeout(2 * LONGEST, running).await.unwrap().unwrap();
@@ -226,6 +239,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_config_with_other_networks_that_comes_to_fit_waits_for_a_restart() {
+        let (_said, _log) = Said::listen();
         let scene = Scene::new();
         let mut running = pin!(scene.to_apply());
         scene.registry.set_config(Some(&UNFIT.replace("10.1", "10.2")));

@@ -318,6 +318,11 @@ impl Observer {
         self.0.reloads.subscribe()
     }
 
+    /// Tells who applies configs to look at once.
+    pub(crate) fn look_again(&self) {
+        self.0.reloads.send_replace(());
+    }
+
     /// Reads everything again that may have changed behind our back: the network config, by a request that also
     /// reads certificates again if they changed, and the log filter given at the start. Who applies configs is told to look
     /// at once, whatever it was that it missed or waits for. A network that is about to be built
@@ -336,7 +341,7 @@ impl Observer {
             return "no network runs yet, and its start reads everything".to_owned();
         };
         let read = subnets.network_config().await;
-        self.0.reloads.send_replace(());
+        self.look_again();
         match read {
             Ok(config) if config == used => "the network config is unchanged".to_owned(),
             Ok(_) => "the network config has changed".to_owned(),

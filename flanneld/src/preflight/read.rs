@@ -113,11 +113,14 @@ fn on_link(device: LinkName) -> Vec<Subnet> {
         .collect()
 }
 
+const RTF_GATEWAY: u32 = 2;
+
 /// A line of `/proc/net/route`: device, destination, gateway, flags, three numbers, mask; addresses in the host's byte order.
 fn route_v4(line: &str, device: LinkName) -> Option<Subnet> {
     let fields: Vec<&str> = line.split_whitespace().collect();
     let number = |n: usize| u32::from_str_radix(fields.get(n)?, 16).ok();
-    let direct = *fields.first()? == device.as_str() && number(2)? == 0;
+    // The gateway itself is not told if it is an IPv6 one.
+    let direct = *fields.first()? == device.as_str() && number(3)? & RTF_GATEWAY == 0;
     let len = u8::try_from(number(7)?.count_ones()).ok()?;
     Subnet::new(Ipv4Addr::from(number(1)?.to_ne_bytes()).into(), len).filter(|_| direct)
 }
@@ -168,12 +171,13 @@ mod tests {
         let v4 = |line: &str| route_v4(line, eth0).map(|network| network.to_string());
         let hex = |address: [u8; 4]| format!("{:08X}", u32::from_ne_bytes(address));
         let (network, gateway, mask) = (hex([192, 0, 2, 0]), hex([192, 0, 2, 254]), hex([255, 255, 255, 0]));
-        let line = |device: &str, gateway: &str| {
-            format!("{device}\t{network}\t{gateway}\t0001\t0\t0\t0\t{mask}\t0\t0\t0")
+        let line = |device: &str, gateway: &str, flags: &str| {
+            format!("{device}\t{network}\t{gateway}\t{flags}\t0\t0\t0\t{mask}\t0\t0\t0")
         };
-        assert_eq!(v4(&line("eth0", "00000000")).as_deref(), Some("192.0.2.0/24"));
-        assert_eq!(v4(&line("eth0", &gateway)), None);
-        assert_eq!(v4(&line("eth1", "00000000")), None);
+        assert_eq!(v4(&line("eth0", "00000000", "0001")).as_deref(), Some("192.0.2.0/24"));
+        assert_eq!(v4(&line("eth0", &gateway, "0003")), None);
+        assert_eq!(v4(&line("eth0", "00000000", "0003")), None, "by an IPv6 gateway");
+        assert_eq!(v4(&line("eth1", "00000000", "0001")), None);
         assert_eq!(
             v4("Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT"),
             None
