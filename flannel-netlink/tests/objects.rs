@@ -312,29 +312,31 @@ fn neighbours_and_forwarding_entries() {
 
 #[test]
 fn tables_of_any_length_are_read_whole() {
-    for_both_families(|kernel, family| {
-        let (link, _) = device(family);
-        put(kernel, link.clone());
-        let object = |n: u16| {
-            let [high, low] = n.to_be_bytes();
-            let address = match family {
-                Family::V4 => IpAddr::from([10, 1, high, low]),
-                Family::V6 => IpAddr::from([0xfd00, 1, n, 0, 0, 0, 0, 0]),
+    in_netns(|| {
+        for_both_families(|kernel, family| {
+            let (link, _) = device(family);
+            put(kernel, link.clone());
+            let object = |n: u16| {
+                let [high, low] = n.to_be_bytes();
+                let address = match family {
+                    Family::V4 => IpAddr::from([10, 1, high, low]),
+                    Family::V6 => IpAddr::from([0xfd00, 1, n, 0, 0, 0, 0, 0]),
+                };
+                Object::from(Neigh { link: link.name, address, mac: MacAddr::local([2, 0, 0, 0, high, low]) })
             };
-            Object::from(Neigh { link: link.name, address, mac: MacAddr::local([2, 0, 0, 0, high, low]) })
-        };
-        let mut want: State = [Object::from(link.clone())].into_iter().collect();
-        for (from, to) in [(0, 500), (500, 5_000)] {
-            let new: Vec<Object> = (from..to).map(object).collect();
-            let puts: Vec<Change> = new.iter().cloned().map(Change::Put).collect();
-            assert!(kernel.apply(&owned(), &puts).iter().all(Result::is_ok));
-            want.extend(new);
-            // Twice: nothing of the first answer is taken for the second.
-            for _ in 0..2 {
-                let there = kernel.snapshot(&owned()).unwrap();
-                assert!(there == want, "{} of {}", there.len(), want.len());
+            let mut want: State = [Object::from(link.clone())].into_iter().collect();
+            for (from, to) in [(0, 500), (500, 5_000)] {
+                let new: Vec<Object> = (from..to).map(object).collect();
+                let puts: Vec<Change> = new.iter().cloned().map(Change::Put).collect();
+                assert!(kernel.apply(&owned(), &puts).iter().all(Result::is_ok));
+                want.extend(new);
+                // Twice: nothing of the first answer is taken for the second.
+                for _ in 0..2 {
+                    let there = kernel.snapshot(&owned()).unwrap();
+                    assert!(there == want, "{} of {}", there.len(), want.len());
+                }
             }
-        }
+        })
     });
 }
 
