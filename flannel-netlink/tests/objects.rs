@@ -336,7 +336,7 @@ fn tables_of_any_length_are_read_whole() {
                     assert!(there == want, "{} of {}", there.len(), want.len());
                 }
             }
-        })
+        });
     });
 }
 
