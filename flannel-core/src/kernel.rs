@@ -218,7 +218,7 @@ impl RouteAnswer {
 
 /// A kernel's network tables: one network namespace.
 ///
-/// Every method blocks (rtnetlink does its work inside `send`), so call it from a thread that may block.
+/// Every method but [`beside`](Self::beside) blocks (rtnetlink does its work inside `send`), so call it from a thread that may block.
 /// Methods of one instance never overlap: a snapshot does not see half a batch.
 ///
 /// Implementations: `flannel_netlink::NetlinkKernel`, and `testing::FakeKernel` (feature `testing`). Both pass

@@ -2,7 +2,7 @@
 //! explanations.
 //!
 //! The one thing to know: rtnetlink does its work inside `send`, so the answer is there when `send` returns. Nothing
-//! here ever waits, and an answer that is not there is an error instead of a hang.
+//! here ever waits for the kernel, and an answer that is not there is an error instead of a hang.
 
 use std::io;
 use std::panic::resume_unwind;
