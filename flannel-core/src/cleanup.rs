@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::address::Dual;
+use crate::address::{Dual, Subnet};
 use crate::kernel::{Kernel, KernelError, Owned};
 use crate::nexthops::NexthopBlock;
 use crate::state::{Change, Key, Nexthop, Object, Route, State, Via};
@@ -58,11 +58,56 @@ pub struct Cleanup {
 /// # Blocking
 /// As [`Kernel`]: some ten microseconds an object.
 pub fn cleanup(kernel: &dyn Kernel, owned: &Owned, dry_run: bool) -> Result<Cleanup, KernelError> {
+    remove(kernel, owned, |_| true, dry_run)
+}
+
+/// Removes what a network left inside the pod network `former` that it no longer has: routes of our protocol, and the nexthop
+/// objects that it chose for that network. What lies inside the network that `owned` is of stays, even if `former` is around it.
+///
+/// No other network may have `former` now: its routes look the same. For the first start with another pod network, **while the network runs and is in sync**. On devices of its own it
+/// removes what nobody wants anyway; this is for what it left on the external interface. A nexthop object stays if
+/// something else uses it, as in [`cleanup`]. With `dry_run` nothing is changed, and `done` is what would be.
+///
+/// # Errors
+/// The kernel could not be read; nothing was changed.
+///
+/// # Blocking
+/// As [`Kernel`].
+pub fn remove_former(
+    kernel: &dyn Kernel,
+    owned: &Owned,
+    former: Subnet,
+    dry_run: bool,
+) -> Result<Cleanup, KernelError> {
+    let then = Owned {
+        networks: vec![former],
+        routes_on: owned.routes_on.clone(),
+        blackholes: true,
+        ..Owned::default()
+    };
+    let block = NexthopBlock::choose(kernel, owned)?.0;
+    let is_former = |object: &Object| match object {
+        Object::Route(route) => !owned.networks.iter().any(|network| network.covers(&route.dst)),
+        Object::Nexthop(nexthop) => {
+            !block.is_some_and(|block| block.contains(nexthop.id)) && !owned.links.contains(&nexthop.link)
+        }
+        _ => false,
+    };
+    remove(kernel, &then, is_former, dry_run)
+}
+
+/// Removes those of the objects that `owned` claims which are `meant`.
+fn remove(
+    kernel: &dyn Kernel,
+    owned: &Owned,
+    meant: impl Fn(&Object) -> bool,
+    dry_run: bool,
+) -> Result<Cleanup, KernelError> {
     let (owned, there) = read(kernel, owned)?;
     let users = kernel.nexthop_users(&there)?;
     let mut report = Cleanup::default();
     let mut changes = Vec::new();
-    for object in there.iter().rev() {
+    for object in there.iter().rev().filter(|object| meant(object)) {
         match object {
             Object::Nexthop(nexthop) if !owned.links.contains(&nexthop.link) => {
                 report.unless_used(*nexthop, &users, &mut changes);

@@ -373,7 +373,7 @@ impl Driver {
 
     /// Waits until there is something to do; false if there will be no more views.
     async fn wait(&mut self) -> bool {
-        if self.reconciler.as_ref().is_some_and(|reconciler| reconciler.has_fresh()) {
+        if self.reconciler.as_ref().is_some_and(|reconciler| reconciler.is_unfinished()) {
             while let Ok(question) = self.questions.try_recv() {
                 self.answer(question);
             }

@@ -238,7 +238,8 @@ impl RouteAnswer {
 /// }
 /// ```
 pub trait Kernel: fmt::Debug + Send + Sync {
-    /// Everything there is that `owned` claims; of routes it is noted which have not our protocol.
+    /// Everything there is that `owned` claims; it is noted what is not quite as described
+    /// ([`State::note_inexact`]).
     ///
     /// # Errors
     /// The kernel could not be read. A dump that changed under way is read again, not reported.
@@ -343,6 +344,8 @@ impl fmt::Display for Culprit {
 pub enum Report {
     /// It is there, like this.
     Now(Object),
+    /// It is there, like this but for what no [`Object`] expresses ([`State::note_inexact`](crate::State::note_inexact)).
+    Inexact(Object),
     /// It is there, in a form that no [`Object`] expresses (a multipath route, a dynamic neighbour, …).
     Other(Key),
     /// Not it, but another entry for the same, such as a route with another metric: it may decide where packets go.

@@ -34,7 +34,7 @@ pub mod testing;
 
 pub use address::{Dual, Family, ParseError, Subnet};
 pub use alloc::Alloc;
-pub use cleanup::{Cleanup, cleanup, ready_for_go, remove_go_routes};
+pub use cleanup::{Cleanup, cleanup, ready_for_go, remove_former, remove_go_routes};
 pub use config::{BackendConfig, Config, PodNetwork};
 pub use error::{Error, Result, holder};
 pub use histogram::Histogram;

@@ -50,17 +50,18 @@ impl NexthopBlock {
         id >= self.first && id - self.first < Self::SIZE
     }
 
-    /// The block that hash and circumstances give a network: of the first few, one without ids of others; best one
-    /// where an earlier run left something. `None` if others are in all of them.
+    /// The block that hash and circumstances give a network: of the first few, best one where an earlier run left more than others
+    /// have there (what is one of ours by its id and another's by its protocol was taken, and is taken back), else one without ids of
+    /// others. `None` if others are in all of them.
     ///
     /// # Errors
     /// The kernel could not be read.
     pub fn choose(kernel: &dyn Kernel, owned: &Owned) -> Result<(Option<Self>, NexthopIds), KernelError> {
         let there = kernel.nexthop_ids(owned)?;
-        let holds = |block: &Self, ids: &[u32]| ids.iter().any(|id| block.contains(*id));
-        let free = Self::candidates(owned).filter(|block| !holds(block, &there.foreign));
-        let free: Vec<Self> = free.collect();
-        let chosen = free.iter().find(|block| holds(block, &there.ours)).or_else(|| free.first()).copied();
+        let held = |block: &Self, ids: &[u32]| ids.iter().filter(|id| block.contains(**id)).count();
+        let left = |block: &Self| held(block, &there.ours) > held(block, &there.foreign);
+        let free = |block: &Self| held(block, &there.foreign) == 0;
+        let chosen = Self::candidates(owned).find(left).or_else(|| Self::candidates(owned).find(free));
         Ok((chosen, there))
     }
 
@@ -357,6 +358,13 @@ mod tests {
         assert_eq!(chosen(&kernel, &owned), second, "what was left there is found");
         put(&kernel, second.first + 1, 3);
         assert_eq!(chosen(&kernel, &owned), first);
+        put(&kernel, second.first + 2, ROUTE_PROTOCOL);
+        kernel.foreign_put(
+            Route { dst: subnet("10.1.4.0/24"), via: Via::Nexthop(second.first + 2), mtu: None },
+            ROUTE_PROTOCOL,
+        );
+        assert_eq!(chosen(&kernel, &owned), second, "one of many was taken");
+        kernel.foreign_delete(Key::Nexthop(second.first + 2));
         NexthopBlock::candidates(&owned).for_each(|block| put(&kernel, block.first + 9, 186));
         assert_eq!(NexthopBlock::choose(&kernel, &owned).unwrap().0, None);
     }

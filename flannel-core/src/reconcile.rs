@@ -30,7 +30,7 @@ use crate::ledger::Ledger;
 use crate::name::LinkName;
 use crate::nexthops::{Ids, nexthop};
 use crate::roster::Id;
-use crate::state::{Change, Key, Object, ObjectKind, Route, State, Via};
+use crate::state::{Key, Object, ObjectKind, Route, State, Via};
 use crate::status::Damage;
 use crate::tally::Tally;
 
@@ -101,6 +101,8 @@ pub(crate) struct Reconciler {
     unread: Unread,
     /// Wanted links that are not there: nothing can be put on them.
     missing_links: BTreeSet<LinkName>,
+    /// The last round ended before all was done that it could do.
+    unfinished: bool,
     reads: Reads,
     /// The objects that peers add to `base`.
     peer_objects: Tally,
@@ -133,6 +135,7 @@ impl Reconciler {
             suspects: BTreeMap::new(),
             unread: Unread::Everything,
             missing_links: BTreeSet::new(),
+            unfinished: false,
             reads: Reads::default(),
             peer_objects: Tally::default(),
             stale_facts: StaleFacts::default(),
@@ -202,6 +205,11 @@ impl Reconciler {
     /// There are new peers of which nothing was put yet.
     pub(crate) fn has_fresh(&self) -> bool {
         !self.fresh.is_empty() || self.coming.len() > 0
+    }
+
+    /// There is more to do at once than a round may take. Before the first look at the kernel there is nothing to do.
+    pub(crate) fn is_unfinished(&self) -> bool {
+        self.unfinished || (self.has_fresh() && self.reads.done > 0)
     }
 
     /// There is work that begins with a snapshot.
@@ -342,11 +350,6 @@ impl Reconciler {
         let dst =
             if let Key::Nexthop(id) = key { self.ids.as_ref().and_then(|ids| ids.dst(*id)) } else { None };
         self.peers.definer(&dst.map_or(*key, Key::Route))
-    }
-
-    fn puts(&self, filter: impl Fn(&Key) -> bool) -> impl Iterator<Item = Change> {
-        let keys = self.put.keys().filter(move |key| filter(key));
-        keys.filter_map(|key| self.want(key)).map(Change::Put)
     }
 }
 

@@ -368,15 +368,15 @@ impl fmt::Display for Change {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct State {
     objects: Vec<Object>,
-    /// Keys of what is as described, but by a route protocol that is not ours.
-    of_others: BTreeSet<Key>,
+    /// Keys of what is not quite as described.
+    inexact: BTreeSet<Key>,
 }
 
 impl State {
     /// Puts `object` in; returns the one with the same key that it replaces.
     pub fn insert(&mut self, object: impl Into<Object>) -> Option<Object> {
         let object = object.into();
-        self.of_others.remove(&object.key());
+        self.inexact.remove(&object.key());
         match self.find(&object.key()) {
             Ok(there) => Some(std::mem::replace(&mut self.objects[there], object)),
             Err(place) => {
@@ -386,19 +386,21 @@ impl State {
         }
     }
 
-    /// Notes that the route to `dst` that is in here has not our protocol: whoever wants it puts it all the same.
-    pub fn note_other_protocol(&mut self, dst: Subnet) {
-        self.of_others.insert(Key::Route(dst));
+    /// Notes that the object with this key that is in here is not quite as described, so that whoever wants it puts it all
+    /// the same: it has what no [`Object`] expresses (a route by another protocol than ours, with a preferred source, metrics
+    /// other than an MTU, or one that expires; an address whose lifetime ends; a device with a TTL, or without ARP; …).
+    pub fn note_inexact(&mut self, key: Key) {
+        self.inexact.insert(key);
     }
 
-    /// The object with this key is by a route protocol that is not ours.
-    pub fn has_other_protocol(&self, key: &Key) -> bool {
-        self.of_others.contains(key)
+    /// The object with this key is not quite as described ([`State::note_inexact`]).
+    pub fn is_inexact(&self, key: &Key) -> bool {
+        self.inexact.contains(key)
     }
 
     /// Takes an object out.
     pub fn remove(&mut self, key: &Key) -> Option<Object> {
-        self.of_others.remove(key);
+        self.inexact.remove(key);
         self.find(key).ok().map(|there| self.objects.remove(there))
     }
 
@@ -433,9 +435,9 @@ impl State {
     /// Keeps the objects for which `keep` is true.
     pub fn retain(&mut self, keep: impl FnMut(&Object) -> bool) {
         self.objects.retain(keep);
-        let mut of_others = std::mem::take(&mut self.of_others);
-        of_others.retain(|key| self.get(key).is_some());
-        self.of_others = of_others;
+        let mut inexact = std::mem::take(&mut self.inexact);
+        inexact.retain(|key| self.get(key).is_some());
+        self.inexact = inexact;
     }
 
     /// The changes that turn `actual` into `self`: puts in the order of creation, then deletions in the
@@ -452,7 +454,7 @@ impl State {
                 stale.push(Change::Delete(old.clone()));
             }
             match there.next_if(|there| there.key() == key) {
-                Some(old) if old == object && !actual.has_other_protocol(&key) => {}
+                Some(old) if old == object && !actual.is_inexact(&key) => {}
                 _ => changes.push(Change::Put(object.clone())),
             }
         }
@@ -518,9 +520,9 @@ impl<O: Into<Object>> FromIterator<O> for State {
 impl<O: Into<Object>> Extend<O> for State {
     fn extend<I: IntoIterator<Item = O>>(&mut self, objects: I) {
         let mut new: Vec<Object> = objects.into_iter().map(Into::into).collect();
-        if !self.of_others.is_empty() {
+        if !self.inexact.is_empty() {
             for object in &new {
-                self.of_others.remove(&object.key());
+                self.inexact.remove(&object.key());
             }
         }
         sort(&mut new);
@@ -627,6 +629,37 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn what_takes_the_place_of_an_inexact_route_is_exact() {
+        let route = |n| Route { dst: Subnet::new(address(n), 24).unwrap(), via: Via::Blackhole, mtu: None };
+        let (want, key) = (State::from_iter([route(1), route(2)]), Key::Route(route(1).dst));
+        let replacements: [fn(&mut State, Route); 4] = [
+            |state, route| {
+                state.insert(route);
+            },
+            |state, route| state.extend([route]),
+            |state, route| {
+                state.remove(&Key::Route(route.dst));
+                state.insert(route);
+            },
+            |state, route| {
+                state.retain(|object| object.key() != Key::Route(route.dst));
+                state.extend([route]);
+            },
+        ];
+        for replace in replacements {
+            let mut state = want.clone();
+            state.note_inexact(key);
+            state.extend([route(2)]);
+            state.retain(|_| true);
+            assert!(state.is_inexact(&key) && !state.is_inexact(&Key::Route(route(2).dst)));
+            assert_eq!(want.diff(&state), [Change::Put(route(1).into())]);
+            replace(&mut state, route(1));
+            assert!(!state.is_inexact(&key));
+            assert_eq!(want.diff(&state), []);
+        }
+    }
+
+    #[test]
     fn an_object_knows_the_device_it_vanishes_with() {
         let (link, dst) = (name(1), "10.1.7.0/24".parse().unwrap());
         let gateway = Via::Gateway { gateway: address(1), link, onlink: true };
@@ -644,6 +677,33 @@ pub(crate) mod tests {
     }
 
     proptest! {
+        #[test]
+        fn of_objects_with_one_key_the_last_one_stays_whatever_came_together(
+            parts in prop::collection::vec(prop::collection::vec(any_object(), 0..20), 0..6),
+        ) {
+            let mut state = State::default();
+            let mut model = std::collections::BTreeMap::new();
+            for part in parts {
+                model.extend(part.iter().map(|object| (object.key(), object.clone())));
+                state.extend(part);
+                prop_assert!(state.iter().eq(model.values()));
+            }
+        }
+
+        #[test]
+        fn whatever_the_order_of_asking_a_finder_finds_what_is_there(
+            state in any_state(),
+            asked in prop::collection::vec(any_object(), 0..40),
+        ) {
+            let mut finder = state.finder();
+            // What is there in its order, too, so that one comes behind the other.
+            for like in asked.iter().chain(state.iter()).chain(&asked) {
+                let place = state.iter().position(|there| there.key() == like.key());
+                let differs = state.get(&like.key()).filter(|there| *there != like);
+                prop_assert_eq!(finder.find(like), place.map(|place| (place, differs)));
+            }
+        }
+
         #[test]
         fn diff_converges(want in any_state(), actual in any_state()) {
             prop_assert_eq!(apply(&actual, &want.diff(&actual)), want);

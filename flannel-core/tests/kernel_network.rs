@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{
-    Addr, Blueprint, Dual, Family, Fdb, Kernel, KernelNetwork, Key, LeaseAttrs, Link, LinkKind, LinkName,
-    MacAddr, Neigh, Network, NetworkHandle, Nexthop, Object, ObjectKind, Origin, Owned, Revision, Route,
-    State, Subnet, SubnetManager, Via, View, Vxlan,
+    Addr, Blueprint, Damage, Dual, Family, Fdb, Kernel, KernelNetwork, Key, LeaseAttrs, Link, LinkKind,
+    LinkName, MacAddr, Neigh, Network, NetworkHandle, Nexthop, Object, ObjectKind, Origin, Owned,
+    ROUTE_PROTOCOL, Revision, Route, State, Subnet, SubnetManager, Via, View, Vxlan,
 };
 
 const EINTR: i32 = 4;
@@ -293,7 +293,7 @@ fn scenarios() -> Vec<(String, Step)> {
             ("taken by another protocol", |w, nexthop| w.kernel.foreign_put(nexthop, 3)),
             ("moved", |w, nexthop| {
                 let link = if nexthop.link == uplink() { tunnel(Family::V4) } else { uplink() };
-                w.kernel.foreign_put(Nexthop { link, ..nexthop }, flannel_core::ROUTE_PROTOCOL);
+                w.kernel.foreign_put(Nexthop { link, ..nexthop }, ROUTE_PROTOCOL);
             }),
         ];
         for (what, step) in steps {
@@ -315,9 +315,9 @@ fn scenarios() -> Vec<(String, Step)> {
         "a stray nexthop object and a route by one of ours".into(),
         Box::new(|w| {
             let nexthop = nexthop_of(w, 3);
-            w.kernel.foreign_put(Nexthop { id: nexthop.id + 77, ..nexthop }, flannel_core::ROUTE_PROTOCOL);
+            w.kernel.foreign_put(Nexthop { id: nexthop.id + 77, ..nexthop }, ROUTE_PROTOCOL);
             let route = Route { dst: subnet(Family::V4, 222), via: Via::Nexthop(nexthop.id), mtu: None };
-            w.kernel.foreign_put(route, flannel_core::ROUTE_PROTOCOL);
+            w.kernel.foreign_put(route, ROUTE_PROTOCOL);
         }),
     );
     for family in Family::BOTH {
@@ -609,12 +609,9 @@ async fn a_start_adopts_what_is_right_and_removes_what_is_not() {
         // A predecessor's routes may have any protocol; nexthop objects are only ever ours.
         let nexthop =
             matches!(object, Object::Nexthop(_) | Object::Route(Route { via: Via::Nexthop(_), .. }));
-        kernel.foreign_put(object.clone(), if nexthop { flannel_core::ROUTE_PROTOCOL } else { 3 });
+        kernel.foreign_put(object.clone(), if nexthop { ROUTE_PROTOCOL } else { 3 });
     }
-    Peer::new(3)
-        .objects()
-        .into_iter()
-        .for_each(|object| kernel.foreign_put(object, flannel_core::ROUTE_PROTOCOL));
+    Peer::new(3).objects().into_iter().for_each(|object| kernel.foreign_put(object, ROUTE_PROTOCOL));
     let subnets = FakeSubnets::with_config(CONFIG);
     subnets.put_attrs(&Peer::new(2).key(), Peer::new(2).attrs());
     let mut world = World::on(kernel.clone(), subnets).await;
@@ -630,7 +627,7 @@ async fn a_start_adopts_what_is_right_and_removes_what_is_not() {
 async fn nothing_is_deleted_on_the_word_of_a_cache() {
     let kernel = FakeKernel::with_uplink("eth0");
     for object in base(1).iter().cloned().chain(Peer::new(3).objects()) {
-        kernel.foreign_put(object, flannel_core::ROUTE_PROTOCOL);
+        kernel.foreign_put(object, ROUTE_PROTOCOL);
     }
     let subnets = FakeSubnets::with_config(CONFIG);
     let mut world = World::on(kernel.clone(), subnets.clone()).await;
@@ -859,29 +856,77 @@ async fn a_listener_that_breaks_again_and_again_keeps_no_core_busy() {
     world.settled("listening again").await;
 }
 
-/// By another protocol on a device of ours it is ours all the same: ours to put right.
+/// By another protocol on a device of ours, or with a preferred source, it is ours all the same: ours to put right.
 #[tokio::test(start_paused = true)]
-async fn a_route_on_the_tunnel_by_another_protocol_is_put_again_be_it_heard_or_read() {
+async fn a_route_that_is_not_quite_as_wanted_is_put_again_be_it_heard_or_read() {
     let mut world = settled_world().await;
     let owned = Owned { links: Family::BOTH.into_iter().map(tunnel).collect(), ..Owned::default() };
-    for (family, lost) in [(Family::V4, false), (Family::V6, false), (Family::V4, true), (Family::V6, true)] {
+    let cases = Family::BOTH.into_iter().flat_map(|family| [4, ROUTE_PROTOCOL].map(|by| (family, by)));
+    let cases = cases.flat_map(|(family, by)| [false, true].map(|lost| (family, by, lost)));
+    for (family, protocol, lost) in cases {
         let key = Key::Route(subnet(family, 3));
-        let route = world.kernel.state().get(&key).cloned().unwrap();
-        world.kernel.foreign_put(route.clone(), 4);
+        let Some(Object::Route(route)) = world.kernel.state().get(&key).cloned() else { panic!() };
+        if protocol == ROUTE_PROTOCOL {
+            world.kernel.foreign_put_inexact(route, protocol);
+        } else {
+            world.kernel.foreign_put(route, protocol);
+        }
         let there = world.kernel.snapshot(&owned).unwrap();
-        assert!(there.get(&key) == Some(&route) && there.has_other_protocol(&key));
+        assert!(there.get(&key) == Some(&route.into()) && there.is_inexact(&key));
         if lost {
             world.kernel.lose_messages();
         }
         let put_right = async {
-            while world.kernel.snapshot(&owned).unwrap().has_other_protocol(&key) {
+            while world.kernel.snapshot(&owned).unwrap().is_inexact(&key) {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
         tokio::time::timeout(Duration::from_secs(5), put_right).await.expect("it is put again");
         world.settled("put right").await;
     }
-    assert_eq!(world.handle.status.borrow().repaired, 4);
+    let status = world.handle.status.borrow().clone();
+    let modified = status.repairs.get(&(ObjectKind::Route, Damage::Modification));
+    assert_eq!((status.repaired, modified), (8, Some(&8)));
+}
+
+/// Routes inside the pod networks that nobody wants and that have a preferred source, metrics, …: those on the tunnel and
+/// those of our protocol are ours to remove, others' stay.
+#[tokio::test(start_paused = true)]
+async fn an_unwanted_route_with_more_goes_be_it_heard_or_read_and_others_stay() {
+    let mut world = settled_world().await;
+    world.kernel.add_foreign_link("cali1", &[]);
+    let pod = "cali1".parse().unwrap();
+    for (family, lost) in Family::BOTH.into_iter().flat_map(|family| [(family, false), (family, true)]) {
+        let unwanted = [
+            (Via::Gateway { gateway: subnet(family, 3).base(), link: tunnel(family), onlink: true }, 3),
+            (
+                Via::Gateway { gateway: Peer::new(100).public(family), link: uplink(), onlink: false },
+                ROUTE_PROTOCOL,
+            ),
+            (Via::Link(pod), ROUTE_PROTOCOL),
+        ];
+        for (via, protocol) in unwanted {
+            let route = Route { dst: subnet(family, 222), via, mtu: None };
+            world.kernel.foreign_put_inexact(route, protocol);
+            if lost {
+                world.kernel.lose_messages();
+            }
+            let gone = async {
+                while world.kernel.state().get(&Key::Route(route.dst)).is_some() {
+                    tokio::time::sleep(Duration::from_millis(10)).await;
+                }
+            };
+            let what = format!("{route:?} of protocol {protocol} goes");
+            tokio::time::timeout(Duration::from_secs(5), gone).await.expect(&what);
+            world.settled(&what).await;
+            let alone = Route { dst: subnet(family, 223), via: Via::Link(pod), mtu: None };
+            world.kernel.foreign_put_inexact(alone, 3);
+            world.foreign.insert(alone);
+            world.settled("others' stay").await;
+        }
+    }
+    let repairs = world.handle.status.borrow().repairs.clone();
+    assert_eq!(repairs, BTreeMap::from([((ObjectKind::Route, Damage::Addition), 12)]));
 }
 
 #[tokio::test(start_paused = true)]
@@ -893,7 +938,12 @@ async fn routes_of_pods_cost_no_snapshot() {
     for n in 1..50u8 {
         let dst = Subnet::host([10, 1, 1, n].into());
         let route = Route { dst, via: Via::Link("cali1".parse().unwrap()), mtu: None };
-        world.kernel.foreign_put(route, 3);
+        // Of every other one with a preferred source.
+        if n % 2 == 0 {
+            world.kernel.foreign_put(route, 3);
+        } else {
+            world.kernel.foreign_put_inexact(route, 3);
+        }
         world.foreign.insert(route);
     }
     world.settled("pods").await;

@@ -294,6 +294,55 @@ async fn another_networks_objects_on_the_same_link_are_left_alone() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_kernel_that_cannot_be_read_from_the_start_is_asked_ever_less_often_and_told_nothing() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    kernel.fail(usize::MAX, 11, |call| call.operation == Operation::Snapshot);
+    let start = tokio::spawn({
+        let (kernel, subnets) = (kernel.clone(), subnets.clone());
+        async move { Run::start(&kernel, &subnets).await.stop().await }
+    });
+    tokio::time::sleep(std::time::Duration::from_secs(100)).await;
+    let calls = kernel.take_calls();
+    let tries = calls.iter().filter(|call| call.operation == Operation::Snapshot).count();
+    assert!((5..=20).contains(&tries), "{tries} tries in a hundred seconds");
+    assert_eq!(count(&kernel), (0, 0));
+    kernel.clear_faults();
+    start.await.unwrap();
+    assert_eq!(count(&kernel), (5, 5));
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_a_former_pod_network_goes_what_is_not_inside_the_new_one() {
+    let kernel = FakeKernel::with_uplink("eth0");
+    Run::start(&kernel, &peers()).await.stop().await;
+    let now = FakeSubnets::new("10.2.0.0/16");
+    (2..9).for_each(|n| now.put(&format!("10.2.{n}.0-24"), &format!("192.0.2.{n}")));
+    let mut run = Run::start(&kernel, &now).await;
+    let foreign = Route { dst: "10.1.99.0/24".parse().unwrap(), ..route_of(&kernel, 3) };
+    kernel.foreign_put(foreign, 3);
+    let owned = Owned {
+        networks: vec!["10.2.0.0/16".parse().unwrap()],
+        routes_on: ["eth0".parse().unwrap()].into(),
+        ..Owned::default()
+    };
+    let remove = |former: &str, dry| {
+        flannel_core::remove_former(&kernel, &owned, former.parse().unwrap(), dry).unwrap()
+    };
+    let would = remove("10.1.0.0/16", true);
+    assert_eq!(count(&kernel), (12, 13));
+    let report = remove("10.1.0.0/16", false);
+    assert_eq!(report, would);
+    let said: Vec<String> =
+        report.failed.iter().map(|(change, error)| format!("{change}: {error}")).collect();
+    assert!(said.len() == 1 && said[0].contains("10.1.99.0/24"), "{said:?}");
+    assert_eq!((report.done.len(), count(&kernel)), (9, (8, 8)), "a foreign route keeps its nexthop");
+    assert_eq!(remove("10.0.0.0/8", false), Default::default(), "what is around the new one");
+    kernel.take_calls();
+    run.settled().await;
+    assert_eq!(changes(&kernel), vec![], "nothing of the new one was touched");
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_way_to_go_keeps_a_nexthop_whose_route_cannot_be_replaced() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     Run::start(&kernel, &subnets).await.stop().await;

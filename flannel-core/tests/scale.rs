@@ -219,7 +219,8 @@ async fn one_peer_among_thousands_costs_one_peer() {
 #[tokio::test(start_paused = true)]
 async fn leases_that_change_while_thousands_arrive_are_followed() {
     const PEERS: u16 = 9_000;
-    let mut world = World::new(0).await;
+    let kernel = FakeKernel::with_uplink("eth0");
+    let mut world = World::on(Arc::new(Odd::taking_time(&kernel)), kernel, 0).await;
     (1..PEERS).for_each(|n| world.view.leases.insert(lease(n, public(n), 1)));
     world.change(PEERS, Some(public(PEERS)));
     // The first round is done; the last ones have not had their turn.
@@ -240,7 +241,7 @@ async fn leases_that_change_while_thousands_arrive_are_followed() {
 #[tokio::test(start_paused = true)]
 async fn damage_that_nobody_hears_of_while_thousands_arrive_is_repaired() {
     let kernel = FakeKernel::with_uplink("eth0");
-    let (world, neigh) = flood_with_damage(Odd::new(&kernel)).await;
+    let (world, neigh) = flood_with_damage(Odd::taking_time(&kernel)).await;
     let status = world.when(|status| status.in_sync && status.peers == 9_000).await;
     assert_eq!((status.repaired, world.kernel.state().get(&neigh.key())), (1, Some(&neigh)));
     assert_eq!(count(&world.kernel.take_calls(), Operation::Snapshot), 1, "the look at what was not heard");
@@ -255,7 +256,8 @@ async fn damage_that_nobody_hears_of_while_thousands_arrive_is_repaired() {
 async fn while_thousands_arrive_it_is_told_which_of_them_wait() {
     // Each question waits for a round, and the last ones are to be still coming after two.
     const PEERS: u16 = 16_000;
-    let mut world = World::new(20).await;
+    let kernel = FakeKernel::with_uplink("eth0");
+    let mut world = World::on(Arc::new(Odd::taking_time(&kernel)), kernel, 20).await;
     (21..PEERS).for_each(|n| world.view.leases.insert(lease(n, public(n), 1)));
     world.change(PEERS, Some(public(PEERS)));
     // The first ones are done; the last ones have not had their turn.
@@ -385,7 +387,15 @@ async fn a_thousand_unrelated_route_changes_a_second_cause_no_look_ups() {
         let [high, low] = n.to_be_bytes();
         let dst = Subnet::new([172, 16 + high, low, 0].into(), 24).unwrap();
         let via = Via::Gateway { gateway: [192, 0, 2, 9].into(), link: uplink(), onlink: false };
-        world.kernel.foreign_put(Route { dst, via, mtu: None }, 186);
+        let theirs = Route { dst, via, mtu: None };
+        if n % 3 == 0 {
+            world.kernel.foreign_put_inexact(theirs, 186);
+        } else {
+            world.kernel.foreign_put(theirs, 186);
+        }
+        // Inside the pod networks, too.
+        let dst = Subnet::host([10, 255, high, low].into());
+        world.kernel.foreign_put_inexact(Route { dst, via, mtu: None }, 186);
         if n % 2 == 0 {
             world.kernel.foreign_delete(Key::Route(dst));
         }
@@ -456,6 +466,11 @@ impl Odd {
         let kernel = kernel.clone();
         let none = Duration::ZERO;
         Self { kernel, lookup: none, snapshot: none, keeps_links: false, apply: none, loses_listeners: false }
+    }
+
+    /// Thousands of peers take several rounds.
+    fn taking_time(kernel: &FakeKernel) -> Self {
+        Self { apply: Duration::from_millis(1), ..Self::new(kernel) }
     }
 
     fn pass(time: Duration) {
@@ -530,10 +545,36 @@ async fn a_flood_that_lasts_keeps_no_repair_waiting() {
     assert!(repair + 2_000 < puts.len(), "{repair} of {}", puts.len());
 }
 
+/// As without nexthop objects, where every route of thousands takes long.
+#[tokio::test(start_paused = true)]
+async fn thousands_of_repairs_keep_no_lease_waiting() {
+    const PEERS: u16 = 4_000;
+    let kernel = FakeKernel::with_uplink("eth0");
+    let slow = Odd { apply: Duration::from_millis(60), ..Odd::new(&kernel) };
+    let mut world = World::on(Arc::new(slow), kernel, PEERS).await;
+    for n in 1..PEERS {
+        world.kernel.foreign_delete(Key::Route(subnet(n)));
+    }
+    world.when(|status| status.repaired > 0).await;
+    let before = tokio::time::Instant::now();
+    world.change(PEERS + 1, Some(public(PEERS + 1)));
+    let [.., route] = objects(PEERS + 1, public(PEERS + 1));
+    let key = route.key();
+    while !world.kernel.state().iter().any(|object| object.key() == key) {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let (took, repaired) = (before.elapsed(), world.status().repaired);
+    assert!(
+        took < Duration::from_millis(500) && repaired < u64::from(PEERS) / 2,
+        "{took:?}, {repaired} repaired"
+    );
+    world.when(|status| status.in_sync && status.repaired == u64::from(PEERS) - 1).await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_listener_that_breaks_in_a_flood_is_opened_again() {
     let kernel = FakeKernel::with_uplink("eth0");
-    let (world, neigh) = flood_with_damage(Odd { loses_listeners: true, ..Odd::new(&kernel) }).await;
+    let (world, neigh) = flood_with_damage(Odd { loses_listeners: true, ..Odd::taking_time(&kernel) }).await;
     world.when(|status| status.in_sync && status.peers == 9_000 && status.repaired == 1).await;
     world.kernel.foreign_delete(neigh.key());
     world.until_there(&neigh).await;

@@ -94,9 +94,13 @@ impl<'a> Writer<'a> {
             Object::Fdb(fdb) => neigh::put_fdb(requests, fdb, index),
             Object::Nexthop(nexthop) => nexthop::put(requests, nexthop, index),
             Object::Route(route) if route::is_known(route) => {
-                // It replaces nothing, so what is ours there must go first.
+                // One of last resort replaces nothing, and nothing replaces it: what is ours there must go first.
                 if route.via == Via::LastResort {
                     route::delete_any(requests, &route.dst, ROUTE_PROTOCOL);
+                    self.pending.push((n, true));
+                } else if self.owned.blackholes {
+                    let behind = Route { via: Via::LastResort, mtu: None, ..*route };
+                    route::delete(requests, &behind, 0, ROUTE_PROTOCOL);
                     self.pending.push((n, true));
                 }
                 route::put(requests, route, index);
@@ -253,7 +257,14 @@ impl<'a> Writer<'a> {
         let others: Vec<Addr> = there.iter().filter(|a| is_other(a)).map(|a| a.object(addr.link)).collect();
         // Lengths that were put in this call are told apart too.
         there.retain(|a| a.address != addr.address);
-        there.push(AddrMessage { index, address: addr.address, len: addr.len, flags: 0, host_scope: false });
+        there.push(AddrMessage {
+            index,
+            address: addr.address,
+            len: addr.len,
+            flags: 0,
+            host_scope: false,
+            passing: false,
+        });
         let v6 = addr.address.is_ipv6();
         for old in others.iter().filter(|_| v6) {
             addr::delete(&mut self.requests, old, index);

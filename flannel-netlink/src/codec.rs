@@ -167,7 +167,7 @@ mod tests {
         #[test]
         fn routes_round_trip(route in any_route()) {
             let got = read(&written(|r| route::put(r, &route, INDEX)), route::read);
-            prop_assert_eq!((got.main, got.protocol), (true, 241));
+            prop_assert_eq!((got.main, got.protocol, got.is_exact()), (true, 241, true));
             prop_assert_eq!(got.object(|index| (index == INDEX).then(name)), Some(route));
         }
 

@@ -49,7 +49,10 @@ fn object(message: &Message<'_>) -> Option<Object> {
             assert!(object.is_none() || found.key(name()) == object.as_ref().map(Object::key));
             object
         }
-        Rtm::Newroute | Rtm::Delroute => route::read(message)?.object(|_| Some(name())).map(Object::Route),
+        Rtm::Newroute | Rtm::Delroute => {
+            let found = route::read(message).filter(|found| found.is_exact())?;
+            found.object(|_| Some(name())).map(Object::Route)
+        }
         _ if message.kind == nexthop::NEW || message.kind == nexthop::DELETE => {
             nexthop::read(message)?.object(name()).map(Object::Nexthop)
         }

@@ -4,7 +4,7 @@
 use std::collections::{HashMap, VecDeque};
 
 use flannel_core::{Culprit, Doubts, KernelError, Key, LinkName, Object, Report};
-use neli::consts::rtnl::Rtm;
+use neli::consts::rtnl::{Rtm, Rtprot};
 
 use crate::ask::name_of;
 use crate::codec::link::LinkMessage;
@@ -119,7 +119,11 @@ impl News {
             // With the last IPv4 address of a device all IPv4 routes on it go, without a message about each.
             self.link(link);
         }
-        Ok(Some(if deleted { Report::Gone(object.key()) } else { Report::Now(object) }))
+        Ok(Some(match deleted {
+            true => Report::Gone(object.key()),
+            false if found.passing => Report::Inexact(object),
+            false => Report::Now(object),
+        }))
     }
 
     fn neigh(&mut self, message: &Message<'_>, deleted: bool) -> Result<Option<Report>, KernelError> {
@@ -143,7 +147,13 @@ impl News {
             return Ok(Some(Report::Beside(key)));
         }
         let link = if deleted || found.index == 0 { None } else { self.name(found.index)? };
-        Ok(Some(report(key, found.object(|_| link).map(Object::Route), deleted)))
+        // The kernel's own, which it makes with a source address, are nobody's to remove.
+        let told = found.is_exact() || found.protocol != u8::from(Rtprot::Kernel);
+        let object = found.object(|_| link).filter(|_| told).map(Object::Route);
+        Ok(Some(match report(key, object, deleted) {
+            Report::Now(object) if !found.is_exact() => Report::Inexact(object),
+            report => report,
+        }))
     }
 
     /// The name of a link. If it is gone before its name could be learned, everything is in doubt.

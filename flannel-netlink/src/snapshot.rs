@@ -1,11 +1,14 @@
 //! Reads everything there is that one network owns.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::mpsc::{Sender, channel};
+use std::thread::Builder;
 
 use flannel_core::{
-    Family, KernelError, LinkName, NexthopIds, Object, Owned, ROUTE_PROTOCOL, Route, State, Subnet, Via,
+    Family, KernelError, Key, LinkName, NexthopIds, Object, Owned, ROUTE_PROTOCOL, Route, State, Subnet, Via,
 };
 
+use crate::apart::beside;
 use crate::ask::{ENODEV, find_link, name_of};
 use crate::codec::route::RouteMessage;
 use crate::codec::{addr, neigh, nexthop, route};
@@ -20,8 +23,53 @@ type Names = BTreeMap<u32, LinkName>;
 /// The ids of nexthop objects with their devices, in the order of ids; those without a name in [`Names`] are left out.
 type Nexthops = Vec<(u32, LinkName)>;
 
+/// What one table holds of ours.
+#[derive(Default)]
+struct Table {
+    objects: Vec<Object>,
+    /// The keys of those that are not quite as described.
+    inexact: Vec<Key>,
+}
+
+impl From<Vec<Object>> for Table {
+    fn from(objects: Vec<Object>) -> Self {
+        Self { objects, ..Self::default() }
+    }
+}
+
+/// Tables that were read, on their way to whoever sorts them.
+type Tables = Sender<Table>;
+
+/// Each table is sorted while the kernel makes out the next one.
 pub(crate) fn snapshot(socket: &mut Socket, owned: &Owned) -> Result<State, KernelError> {
     let mut state = State::default();
+    let (tables, to_sort) = channel::<Table>();
+    let sorted = &mut state;
+    let mut sort = move || {
+        for table in &to_sort {
+            sorted.extend(table.objects);
+            table.inexact.into_iter().for_each(|key| sorted.note_inexact(key));
+        }
+    };
+    std::thread::scope(|scope| {
+        let (apart, sort) = (beside(), &mut sort);
+        let sorter = Builder::new().spawn_scoped(scope, move || {
+            apart();
+            sort();
+        });
+        if let Err(error) = sorter {
+            tracing::debug!(%error, "tables are sorted when all are read");
+        }
+        let read = read_tables(socket, owned, &tables);
+        drop(tables);
+        read
+    })?;
+    // Nothing is left unless there was no thread.
+    sort();
+    Ok(state)
+}
+
+fn read_tables(socket: &mut Socket, owned: &Owned, tables: &Tables) -> Result<(), KernelError> {
     let mut names = Names::new();
     for name in &owned.links {
         let Some(found) = present(find_link(socket, *name))? else { continue };
@@ -32,9 +80,10 @@ pub(crate) fn snapshot(socket: &mut Socket, owned: &Owned) -> Result<State, Kern
         names.insert(found.index, *name);
         let lower = if found.lower() == 0 { None } else { name_of(socket, found.lower())? };
         if let Some(object) = found.object(lower) {
-            state.insert(object);
+            let inexact = (!found.is_exact()).then_some(Key::Link(*name)).into_iter().collect();
+            tell(tables, Table { objects: vec![object.into()], inexact });
         }
-        read_link(socket, owned, found.index, *name, &mut state)?;
+        read_link(socket, owned, found.index, *name, tables)?;
     }
     for name in owned.routes_on.difference(&owned.links) {
         if let Some(found) = present(find_link(socket, *name))? {
@@ -43,19 +92,24 @@ pub(crate) fn snapshot(socket: &mut Socket, owned: &Owned) -> Result<State, Kern
     }
     let mut nexthops = Nexthops::new();
     if !names.is_empty() || owned.nexthops.is_some() {
-        nexthops = read_nexthops(socket, owned, &mut names, &mut state)?;
+        nexthops = read_nexthops(socket, owned, &mut names, tables)?;
     }
     if !names.is_empty() || !owned.networks.is_empty() {
         for family in Family::BOTH {
-            read_routes(socket, owned, (&mut names, &nexthops), family, &mut state)?;
+            read_routes(socket, owned, (&mut names, &nexthops), family, tables)?;
         }
     }
-    Ok(state)
+    Ok(())
+}
+
+fn tell(tables: &Tables, table: impl Into<Table>) {
+    // Whoever takes them is there for as long as this lasts.
+    let _ = tables.send(table.into());
 }
 
 /// All nexthop objects, told apart by whether `owned` explains them.
 pub(crate) fn nexthop_ids(socket: &mut Socket, owned: &Owned) -> Result<NexthopIds, KernelError> {
-    let there = socket.dump(nexthop::all(), |message| {
+    let there = socket.dump_ordered(nexthop::all(), |message| {
         let found = nexthop::read(message)?;
         Some((found.id, found.protocol))
     });
@@ -98,7 +152,7 @@ pub(crate) fn nexthop_users(
     if ids.is_empty() {
         return Ok(users);
     }
-    for (group, members) in socket.dump(nexthop::all(), nexthop::members)? {
+    for (group, members) in socket.dump_ordered(nexthop::all(), nexthop::members)? {
         let ours = members.into_iter().filter(|id| ids.contains(id));
         users.extend(ours.map(|id| (id, format!("nexthop id {group} group {id}"))));
     }
@@ -134,19 +188,22 @@ fn read_link(
     owned: &Owned,
     index: u32,
     name: LinkName,
-    state: &mut State,
+    tables: &Tables,
 ) -> Result<(), KernelError> {
-    for found in socket.dump(addr::on(index), addr::read)? {
-        let addr = found.object(name);
-        if found.index == index && owned.owns_addr(&addr) {
-            state.insert(addr);
-        }
-    }
+    let addrs = socket.dump(addr::on(index), |message| {
+        let found = addr::read(message).filter(|found| found.index == index)?;
+        Some((found.object(name), found.passing)).filter(|(addr, _)| owned.owns_addr(addr))
+    })?;
+    let inexact =
+        addrs.iter().filter(|(_, passing)| *passing).map(|(addr, _)| Key::Addr(addr.link, addr.address));
+    let inexact = inexact.collect();
+    tell(tables, Table { objects: addrs.into_iter().map(|(addr, _)| addr.into()).collect(), inexact });
     for request in [neigh::on(index), neigh::fdb_on(index)] {
-        state.extend(socket.dump(request, |message| {
+        let entries = socket.dump(request, |message| {
             let found = neigh::read(message).filter(|found| found.index == index)?;
             found.object(name).filter(|_| owned.owns_entry(name, found.permanent))
-        })?);
+        })?;
+        tell(tables, entries);
     }
     Ok(())
 }
@@ -155,9 +212,9 @@ fn read_nexthops(
     socket: &mut Socket,
     owned: &Owned,
     names: &mut Names,
-    state: &mut State,
+    tables: &Tables,
 ) -> Result<Nexthops, KernelError> {
-    let there = match socket.dump(nexthop::all(), nexthop::read) {
+    let there = match socket.dump_ordered(nexthop::all(), nexthop::read) {
         Err(error) if error.errno == EOPNOTSUPP => return Ok(Nexthops::new()),
         there => there?,
     };
@@ -170,9 +227,10 @@ fn read_nexthops(
         }
         let Some(link) = names.get(&found.index).copied() else { continue };
         nexthops.push((found.id, link));
-        ours.extend(found.object(link).filter(|o| owned.owns_nexthop(o.id, link, found.protocol)));
+        let object = found.object(link).filter(|o| owned.owns_nexthop(o.id, link, found.protocol));
+        ours.extend(object.map(Object::Nexthop));
     }
-    state.extend(ours);
+    tell(tables, ours);
     nexthops.sort_by_key(|(id, _)| *id);
     Ok(nexthops)
 }
@@ -196,7 +254,7 @@ fn read_routes(
     owned: &Owned,
     (names, nexthops): (&mut Names, &Nexthops),
     family: Family,
-    state: &mut State,
+    tables: &Tables,
 ) -> Result<(), KernelError> {
     let mut ours = dump_routes(socket, owned, (names, nexthops), family)?;
     // Left on a device that is no longer the external interface: read once more, with its name.
@@ -207,24 +265,25 @@ fn read_routes(
         }
         ours = dump_routes(socket, owned, (names, nexthops), family)?;
     }
-    let (mut before, mut by_others) = (None, Vec::new());
-    state.extend(ours.into_iter().flatten().filter_map(|(route, protocol)| {
+    let (mut before, mut table) = (None, Table::default());
+    for (route, is_exact) in ours.into_iter().flatten() {
         // Others may stand before one of last resort, but none of ours.
         let behind = before.replace(route.dst) == Some(route.dst);
         if behind && route.via == Via::LastResort {
-            return None;
+            continue;
         }
-        if protocol != ROUTE_PROTOCOL {
-            by_others.push(route.dst);
+        if !is_exact {
+            table.inexact.push(Key::Route(route.dst));
         }
-        Some(route)
-    }));
-    by_others.into_iter().for_each(|dst| state.note_other_protocol(dst));
+        table.objects.push(route.into());
+    }
+    tell(tables, table);
     Ok(())
 }
 
-/// A route of ours and its protocol, or the index of the link that it leaves by, if that must be known to tell.
-type Found = Result<(Route, u8), u32>;
+/// A route of ours and whether it is just that, or the index of the link that it leaves by, if that must be known to
+/// tell.
+type Found = Result<(Route, bool), u32>;
 
 /// Of several routes with one destination only the first counts, which is the one that takes effect. Others' routes,
 /// of which there may be a million, are not kept for a moment.
@@ -257,12 +316,15 @@ fn dump_routes(
             Via::Nexthop(id) => device(nexthops, id),
             _ => None,
         };
-        if !owned.owns_route(&route, by, found.protocol) {
+        // Go flannel gives its routes nothing that ours have not.
+        let is_go_like = owned.go_routes.is_none() || found.is_exact();
+        if !is_go_like || !owned.owns_route(&route, by, found.protocol) {
             return None;
         }
         if hidden {
             tracing::debug!(%route.dst, "another route to the same destination hides one of ours");
         }
-        (!hidden).then_some(Ok((route, found.protocol)))
+        let is_exact = found.is_exact() && found.protocol == ROUTE_PROTOCOL;
+        (!hidden).then_some(Ok((route, is_exact)))
     })
 }

@@ -25,11 +25,13 @@ const EMSGSIZE: i32 = 90;
 const ENOBUFS: i32 = 105;
 
 /// The kernel fills at most 32 KiB at a time in a dump; answers and errors are far smaller.
-const RECEIVE_BUFFER: usize = 64 << 10;
+const RECEIVE_BUFFER: usize = 32 << 10;
 /// A table of so many datagrams at most is not worth a thread.
 const SHORT_TABLE: usize = 4;
-/// So many datagrams of a table are received before the first of them is read.
-const BUFFERS: usize = 3;
+/// So much of a long table is received before another thread is woken, …
+const PART: usize = 256 << 10;
+/// … and so many parts before the first of them is read.
+const PARTS: usize = 3;
 /// How often a request is tried that fails for a passing reason.
 const TRIES: usize = 4;
 /// How often a dump is read that changes while it is read.
@@ -130,13 +132,34 @@ impl Socket {
     /// Reads a table: everything for which `read` is not `None`, in the kernel's order.
     pub(crate) fn dump<T: Send>(
         &mut self,
+        request: Messages,
+        read: impl FnMut(&Message<'_>) -> Option<T> + Send,
+    ) -> Result<Vec<T>, KernelError> {
+        self.dump_until(request, read, |changed, _| !changed)
+    }
+
+    /// The same for a table that the kernel tells in the order of keys that are unique: even if it changes all the time, whatever is
+    /// there meanwhile is told once. What comes or goes is told or not. Kernels before 5.13 go on by count where they stopped, and may
+    /// leave out entries behind one that went: so a table that does not change is waited for, a little.
+    pub(crate) fn dump_ordered<T: Send>(
+        &mut self,
+        request: Messages,
+        read: impl FnMut(&Message<'_>) -> Option<T> + Send,
+    ) -> Result<Vec<T>, KernelError> {
+        self.dump_until(request, read, |changed, tried| !changed || tried >= TRIES)
+    }
+
+    /// `is_good` says whether to take it, given whether the table changed meanwhile, and how often it was read by now.
+    fn dump_until<T: Send>(
+        &mut self,
         mut request: Messages,
         mut read: impl FnMut(&Message<'_>) -> Option<T> + Send,
+        is_good: impl Fn(bool, usize) -> bool,
     ) -> Result<Vec<T>, KernelError> {
-        for _ in 0..DUMP_TRIES {
+        for tried in 1..=DUMP_TRIES {
             match self.dump_once(&mut request, &mut read) {
-                Ok(Some(all)) => return Ok(all),
-                Ok(None) => {}
+                Ok((all, changed)) if is_good(changed, tried) => return Ok(all),
+                Ok(_) => {}
                 Err(error) if is_passing_error(&error) || error.errno == EBUSY => self.drain(),
                 Err(error) => return Err(error),
             }
@@ -237,12 +260,12 @@ impl Socket {
         }
     }
 
-    /// `None`: the table changed while it was read.
+    /// What was read, and whether the table changed meanwhile.
     fn dump_once<T: Send>(
         &mut self,
         request: &mut Messages,
         read: &mut (impl FnMut(&Message<'_>) -> Option<T> + Send),
-    ) -> Result<Option<Vec<T>>, KernelError> {
+    ) -> Result<(Vec<T>, bool), KernelError> {
         let sequence = self.sequence;
         self.sequence = sequence.wrapping_add(1);
         self.socket.send(request.ready(0, 1, sequence, NlmF::DUMP), Msg::empty())?;
@@ -262,7 +285,7 @@ impl Socket {
             }
             true
         })?;
-        end.map(|()| (!changed).then_some(all))
+        end.map(|()| (all, changed))
     }
 
     #[cfg_attr(not(test), allow(clippy::unused_self, reason = "only tests count"))]
@@ -281,8 +304,8 @@ impl Socket {
 
     /// Gives the messages of one datagram to `take`; true if it said of one that it was the last.
     fn receive(&mut self, take: &mut impl FnMut(&Message<'_>) -> bool) -> Result<bool, KernelError> {
-        let len = receive_from(&self.socket, &mut self.buffer).map_err(unanswered)?;
-        take_each(&self.buffer, len, take)
+        let len = receive_from(&self.socket, &mut self.buffer)?;
+        take_each(&self.buffer[..len], take)
     }
 
     /// The same as [`receive_until`](Self::receive_until), but another thread takes the parts of a long table: the kernel makes
@@ -298,39 +321,35 @@ impl Socket {
         }
         let (socket, take) = (&self.socket, &mut take);
         let took: Result<bool, KernelError> = std::thread::scope(|scope| {
-            let (filled, to_take) = sync_channel::<(Box<[u8]>, usize)>(BUFFERS);
-            let (emptied, to_fill) = sync_channel::<Box<[u8]>>(BUFFERS);
+            let (filled, to_take) = sync_channel::<(Box<[u8]>, usize)>(PARTS);
+            let (emptied, to_fill) = sync_channel::<Box<[u8]>>(PARTS);
             let apart = beside();
             let taker = Builder::new().spawn_scoped(scope, {
                 let (emptied, take) = (emptied.clone(), &mut *take);
                 move || -> Result<bool, KernelError> {
                     apart();
-                    for (buffer, len) in to_take {
-                        if take_each(&buffer, len, take)? {
+                    for (part, len) in to_take {
+                        if take_each(&part[..len], take)? {
                             return Ok(true);
                         }
                         // Nobody fills it any more if this was the last that there is.
-                        let _ = emptied.send(buffer);
+                        let _ = emptied.send(part);
                     }
                     Ok(false)
                 }
             });
             let Ok(taker) = taker else { return Ok(false) };
-            for _ in 0..BUFFERS {
+            for _ in 0..PARTS {
                 // There is room for all.
-                let _ = emptied.send(vec![0; RECEIVE_BUFFER].into());
+                let _ = emptied.send(vec![0; PART].into());
             }
             drop(emptied);
             let mut received = Ok(());
-            for mut buffer in to_fill {
-                match receive_from(socket, &mut buffer) {
-                    Ok(len) if filled.send((buffer, len)).is_ok() => {}
-                    // Behind the last part there is nothing.
-                    Err(error) => {
-                        received = Err(unanswered(error));
-                        break;
-                    }
-                    Ok(_) => break,
+            for mut part in to_fill {
+                let (len, end) = receive_part(socket, &mut part);
+                received = end;
+                if filled.send((part, len)).is_err() || received.is_err() {
+                    break;
                 }
             }
             drop(filled);
@@ -351,32 +370,40 @@ impl Socket {
     }
 }
 
-/// Fills `buffer` with one datagram and returns its length, which may be more than there is room for.
-fn receive_from(socket: &NlSocket, buffer: &mut [u8]) -> io::Result<usize> {
+/// Fills `part` with whole datagrams as long as there is room for one more, and returns how many bytes there are; and what
+/// came instead of the next one, if there was none.
+fn receive_part(socket: &NlSocket, part: &mut [u8]) -> (usize, Result<(), KernelError>) {
+    let mut len = 0;
+    while let Some(room) = part.get_mut(len..).filter(|room| room.len() >= RECEIVE_BUFFER) {
+        match receive_from(socket, room) {
+            // Messages begin at multiples of four.
+            Ok(more) => len += more.next_multiple_of(4),
+            Err(error) => return (len, Err(error)),
+        }
+    }
+    (len, Ok(()))
+}
+
+/// Puts one datagram at the start of `buffer`, which is to be larger than any, and returns its length.
+fn receive_from(socket: &NlSocket, buffer: &mut [u8]) -> Result<usize, KernelError> {
     loop {
         match socket.recv(&mut *buffer, Msg::DONTWAIT | Msg::TRUNC) {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            received => return received.map(|(len, _)| len),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                return Err(KernelError::explained(EBADMSG, "the kernel did not answer"));
+            }
+            Err(error) => return Err(error.into()),
+            Ok((len, _)) if len > buffer.len() => {
+                return Err(KernelError::explained(EMSGSIZE, format!("the kernel's answer has {len} bytes")));
+            }
+            Ok((len, _)) => return Ok(len),
         }
     }
 }
 
-fn unanswered(error: io::Error) -> KernelError {
-    match error.kind() {
-        io::ErrorKind::WouldBlock => KernelError::explained(EBADMSG, "the kernel did not answer"),
-        _ => error.into(),
-    }
-}
-
-fn take_each(
-    buffer: &[u8],
-    len: usize,
-    take: &mut impl FnMut(&Message<'_>) -> bool,
-) -> Result<bool, KernelError> {
-    let Some(datagram) = buffer.get(..len) else {
-        return Err(KernelError::explained(EMSGSIZE, format!("the kernel's answer has {len} bytes")));
-    };
-    for message in messages(datagram) {
+/// Gives messages to `take` until it says that it was the last one.
+fn take_each(bytes: &[u8], take: &mut impl FnMut(&Message<'_>) -> bool) -> Result<bool, KernelError> {
+    for message in messages(bytes) {
         if take(&message?) {
             return Ok(true);
         }

@@ -92,6 +92,19 @@ fn others_changes_are_told_object_by_object() {
                 "route replace 10.1.2.0/24 nexthop via 192.0.2.9 dev up0 nexthop via 192.0.2.8 dev up0",
                 Report::Other(Key::Route(dst)),
             ),
+            (
+                "route replace 10.1.2.0/24 via 192.0.2.9 dev up0 mtu 1400 src 192.0.2.1",
+                Report::Inexact(Route { dst, via, mtu: Some(1400) }.into()),
+            ),
+            (
+                "route replace 10.1.2.0/24 via 192.0.2.9 dev up0 proto 241 advmss 1000",
+                Report::Inexact(Route { dst, via, mtu: None }.into()),
+            ),
+            // As the kernel makes them.
+            (
+                "route replace 10.1.2.0/24 via 192.0.2.9 dev up0 proto kernel src 192.0.2.1",
+                Report::Other(Key::Route(dst)),
+            ),
             ("route del 10.1.2.0/24", Report::Gone(Key::Route(dst))),
             ("route add 10.1.2.0/24 via 192.0.2.9 metric 70", Report::Beside(Key::Route(dst))),
             ("nexthop del id 9", Report::Gone(Key::Nexthop(9))),
@@ -119,6 +132,13 @@ fn others_changes_are_told_object_by_object() {
             ip(command);
             until(changes, tells(report)).await;
         }
+        let unwanted = Route {
+            dst: "fd00:1::/64".parse().unwrap(),
+            via: Via::Gateway { gateway: address("2001:db8::9"), link: link("up0"), onlink: false },
+            mtu: None,
+        };
+        ip("-6 route change fd00:1::/64 via 2001:db8::9 dev up0 pref high");
+        until(changes, tells(Report::Inexact(unwanted.into()))).await;
         bridge("fdb add 0a:00:00:00:00:09 dev flannel.1 dst 192.0.2.9");
         until(changes, tells(Report::Now(fdb.into()))).await;
         bridge("fdb del 0a:00:00:00:00:09 dev flannel.1 dst 192.0.2.9");
@@ -225,7 +245,7 @@ fn our_own_changes_are_not_told_however_many() {
         let before = until(&mut *changes, tells(Report::Now(neigh(60_000)))).await;
         // What the kernel does by itself meanwhile is about links and their own addresses.
         let about_ours = |report: &Report| match report {
-            Report::Now(Object::Neigh(_) | Object::Route(_)) => true,
+            Report::Now(Object::Neigh(_) | Object::Route(_)) | Report::Inexact(_) => true,
             Report::Gone(key) | Report::Other(key) | Report::Beside(key) => matches!(key, Key::Neigh(..)),
             Report::Now(_) => false,
         };

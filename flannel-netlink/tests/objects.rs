@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
 use std::net::IpAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use flannel_core::{
     Addr, Change, Family, Fdb, Kernel, KernelError, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop,
@@ -250,6 +251,53 @@ fn addresses() {
 }
 
 #[test]
+fn what_no_object_expresses_is_noted_and_put_right() {
+    in_netns(|| {
+        for_both_families(|kernel, family| {
+            let (link, _) = device(family);
+            let own = if family == Family::V4 { "10.1.5.0" } else { "fd00:1:5::" };
+            put(kernel, link.clone());
+            let addr = Addr { link: link.name, address: address(own), len: family.bits() };
+            put(kernel, addr);
+            let (dst, gateway) = match family {
+                Family::V4 => ("10.1.7.0/24", "10.1.7.0"),
+                Family::V6 => ("fd00:1:7::/64", "fd00:1:7::"),
+            };
+            let via = Via::Gateway { gateway: address(gateway), link: link.name, onlink: true };
+            let route = Route { dst: dst.parse().unwrap(), via, mtu: None };
+            put(kernel, route);
+            let lifetime = "valid_lft 900 preferred_lft";
+            let mut damage: Vec<(Object, String)> = vec![
+                (link.clone().into(), "link set flannel.1 type vxlan id 1 ttl 3".into()),
+                (link.into(), "link set flannel.1 arp off".into()),
+                (addr.into(), format!("addr change {own}/{} dev flannel.1 {lifetime} 900", family.bits())),
+                (addr.into(), format!("addr change {own}/{} dev flannel.1 {lifetime} 0", family.bits())),
+                (
+                    route.into(),
+                    format!("route replace {dst} via {gateway} dev flannel.1 onlink proto 241 advmss 900"),
+                ),
+            ];
+            if family == Family::V6 {
+                let expires = "onlink proto 241 expires 900";
+                damage.push((
+                    route.into(),
+                    format!("route replace {dst} via {gateway} dev flannel.1 {expires}"),
+                ));
+            }
+            for (object, command) in damage {
+                ip(&command);
+                let there = kernel.snapshot(&owned()).unwrap();
+                assert!(there.is_inexact(&object.key()), "{command}: {there:?}");
+                apply(kernel, Change::Put(object.clone())).unwrap();
+                let there = kernel.snapshot(&owned()).unwrap();
+                assert!(there.get(&object.key()) == Some(&object), "{command}: {there:?}");
+                assert!(!there.is_inexact(&object.key()), "{command}: {there:?}");
+            }
+        });
+    });
+}
+
+#[test]
 fn both_lengths_in_one_call_end_with_the_last() {
     in_netns(|| {
         let kernel = uplinks();
@@ -336,6 +384,65 @@ fn tables_of_any_length_are_read_whole() {
                     assert!(there == want, "{} of {}", there.len(), want.len());
                 }
             }
+        });
+    });
+}
+
+#[test]
+fn a_route_takes_the_place_of_one_of_last_resort() {
+    in_netns(|| {
+        for_both_families(|kernel, family| {
+            let (link, _) = device(family);
+            put(kernel, link.clone());
+            let (dst, gateway) = match family {
+                Family::V4 => ("10.1.7.0/24", "10.1.7.0"),
+                Family::V6 => ("fd00:1:7::/64", "fd00:1:7::"),
+            };
+            let route = |via| Route { dst: dst.parse().unwrap(), via, mtu: None };
+            put(kernel, route(Via::LastResort));
+            put(kernel, route(Via::Gateway { gateway: address(gateway), link: link.name, onlink: true }));
+            let shown = ip(&format!("-{} route show {dst}", if family == Family::V4 { 4 } else { 6 }));
+            assert!(shown.lines().count() == 1 && shown.contains("flannel.1"), "{shown}");
+            put(kernel, route(Via::LastResort));
+            let shown = ip(&format!("-{} route show {dst}", if family == Family::V4 { 4 } else { 6 }));
+            assert!(shown.lines().count() == 1 && shown.contains("blackhole"), "{shown}");
+        });
+    });
+}
+
+#[test]
+fn nexthops_are_read_however_often_others_change_theirs() {
+    const COUNT: u32 = 4_000;
+    in_netns(|| {
+        let kernel = uplinks();
+        let block = NexthopBlock::choose(&kernel, &owned()).unwrap().0;
+        let owned = Owned { nexthops: block, ..owned() };
+        let nexthop = |id: u32, last: u8| {
+            Object::from(Nexthop { id, link: name("up0"), gateway: [192, 0, 2, last].into(), onlink: true })
+        };
+        let ids = (0..COUNT).map(|n| block.unwrap().first() + n);
+        let ours: Vec<Change> = ids.map(|id| Change::Put(nexthop(id, 7))).collect();
+        kernel.apply(&owned, &ours).into_iter().for_each(Result::unwrap);
+        let (over, theirs) = (AtomicBool::new(false), NetlinkKernel::open().unwrap());
+        std::thread::scope(|scope| {
+            let churn = scope.spawn(|| {
+                let mut changes = 0;
+                while !over.load(Ordering::Relaxed) {
+                    let change = Change::Put(nexthop(77, 8 + (changes % 2) as u8));
+                    apply(&theirs, change).unwrap();
+                    changes += 1;
+                }
+                changes
+            });
+            let read: Vec<_> =
+                (0..20).map(|_| (kernel.snapshot(&owned), kernel.nexthop_ids(&owned))).collect();
+            over.store(true, Ordering::Relaxed);
+            for (state, ids) in read {
+                let (state, ids) = (state.unwrap(), ids.unwrap());
+                assert!(ours.iter().all(|change| state.get(&change.object().key()) == Some(change.object())));
+                assert!(state.len() == COUNT as usize && ids.usable);
+            }
+            assert!(churn.join().unwrap() > 100, "the table did not change");
         });
     });
 }

@@ -6,8 +6,8 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use flannel_core::{
-    Change, Family, Kernel, Key, LinkName, Nexthop, NexthopBlock, Object, Owned, Route, RouteAnswer, Subnet,
-    Via, cleanup, ready_for_go,
+    Change, Dual, Family, Kernel, Key, LinkName, Nexthop, NexthopBlock, Object, Owned, Route, RouteAnswer,
+    Subnet, Via, cleanup, ready_for_go,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, in_netns, ip};
@@ -100,11 +100,18 @@ impl Scene {
         found
     }
 
+    /// What is found is not quite as described.
+    fn is_inexact(&self) -> bool {
+        self.kernel.snapshot(&self.owned()).unwrap().is_inexact(&Key::Route(self.dst()))
+    }
+
     fn foreign(&self, command: &str) {
-        let (dst, five, six) = (self.dst(), self.gateway(5), self.gateway(6));
         let flag = if self.family == Family::V4 { "-4" } else { "-6" };
-        let command = command.replace("DST", &dst.to_string()).replace("FIVE", &five.to_string());
-        ip(&format!("{flag} {}", command.replace("SIX", &six.to_string())));
+        let mut command = format!("{flag} {}", command.replace("DST", &self.dst().to_string()));
+        for (word, n) in [("SOURCE", 1), ("FIVE", 5), ("SIX", 6)] {
+            command = command.replace(word, &self.gateway(n).to_string());
+        }
+        ip(&command);
     }
 }
 
@@ -165,13 +172,12 @@ fn a_route_takes_the_place_of_a_foreign_one() {
                 for foreign in [
                     "route add DST via FIVE dev up0",
                     "route add DST via SIX dev up0 mtu 1200",
+                    "route add DST via SIX dev up0 src SOURCE",
                     "route add DST dev up0",
                     "route add unreachable DST",
                     "route add DST nexthop via FIVE dev up0 nexthop via SIX dev up0",
-                    "route add DST via FIVE dev up0 proto 241 src SOURCE",
                 ] {
-                    let source = if scene.family == Family::V4 { "192.0.2.1" } else { "2001:db8::1" };
-                    scene.foreign(&foreign.replace("SOURCE", source));
+                    scene.foreign(foreign);
                     assert_eq!(
                         scene.kernel.snapshot(&scene.owned()).unwrap().get(&Key::Route(scene.dst())),
                         None
@@ -181,6 +187,51 @@ fn a_route_takes_the_place_of_a_foreign_one() {
                     scene.apply(&Change::Delete(wanted.into()));
                     assert_eq!(scene.found(), None);
                 }
+            }
+        });
+    });
+}
+
+/// What no [`Route`] expresses makes it no other entry: ours to put right, or to remove.
+#[test]
+fn a_route_of_ours_with_more_is_found_and_put_right_or_deleted() {
+    in_netns(|| {
+        in_both_families(|scene| {
+            let wanted = scene.forms()[1];
+            let blackhole = |route: &Route| route.via == Via::Blackhole;
+            for ours in scene.forms().into_iter().filter(|route| !blackhole(route)) {
+                let text = Object::from(ours).to_string().replace("scope link", "");
+                let mut more = vec!["src SOURCE", "advmss 1000", "initcwnd 20 src SOURCE"];
+                if scene.family == Family::V6 {
+                    more.push("pref high");
+                    // The kernel takes no source with a nexthop object there.
+                    more.retain(|more| !(more.contains("src") && matches!(ours.via, Via::Nexthop(_))));
+                }
+                for more in more {
+                    let command = format!("{} proto 241 {more}", text.replacen("route", "route replace", 1));
+                    for (change, left) in [
+                        (Change::Put(ours.into()), Some(ours)),
+                        (Change::Put(wanted.into()), Some(wanted)),
+                        (Change::Delete(ours.into()), None),
+                    ] {
+                        scene.foreign(&command);
+                        assert_eq!(scene.found(), Some(ours.into()), "{command}");
+                        assert!(scene.is_inexact(), "{command}");
+                        scene.apply(&change);
+                        assert_eq!(scene.found(), left.map(Object::from), "{change} after {command}");
+                        assert!(!scene.is_inexact(), "{change} after {command}");
+                        left.iter().for_each(|route| scene.apply(&Change::Delete((*route).into())));
+                    }
+                }
+            }
+            // Go flannel's have none of that: whoever made these, it was not Go flannel.
+            for (more, is_found) in [("", true), (" advmss 1000", false), (" src SOURCE", false)] {
+                scene.foreign(&format!("route add DST via FIVE dev up0{more}"));
+                let len = Dual::from_fn(|family| (family == scene.family).then_some(scene.dst().len()));
+                let owned = Owned { go_routes: Some(len), blackholes: false, ..scene.owned() };
+                let found = scene.kernel.snapshot(&owned).unwrap();
+                assert_eq!(found.get(&Key::Route(scene.dst())).is_some(), is_found, "{more}");
+                scene.foreign("route del DST");
             }
         });
     });
@@ -360,9 +411,7 @@ fn a_route_of_last_resort_stands_behind_others_and_replaces_ours() {
                 scene.apply(&Change::Put(form.into()));
                 assert_eq!(found(), Some(form.into()), "the other one takes the packets");
                 scene.apply(&Change::Delete(form.into()));
-                assert_eq!(scene.found(), Some(last.into()));
-                scene.apply(&Change::Delete(last.into()));
-                assert_eq!(scene.found(), None);
+                assert_eq!(scene.found(), None, "nothing of ours is left behind it");
             }
             // A bridge's route, as the kernel makes it.
             scene.apply(&Change::Put(last.into()));

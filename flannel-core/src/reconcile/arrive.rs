@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 use std::panic::resume_unwind;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SendError, TryRecvError, channel, sync_channel};
 use std::thread::{Builder, yield_now};
 use std::time::Duration;
@@ -23,10 +24,8 @@ use crate::state::{Change, Object};
 const AWAKE: Duration = Duration::from_millis(1);
 /// The objects of so many new peers are put at once: bounds memory. …
 pub(super) const GROUP: usize = 64;
-/// … And so many groups are put before newer leases and questions get their turn. …
-const ROUND: usize = 64;
-/// … No round begins a group later than this: routes without nexthop objects take long.
-const ROUND_TIME: Duration = Duration::from_millis(100);
+/// … And for so long before newer leases and questions get their turn.
+pub(super) const ROUND: Duration = Duration::from_millis(100);
 /// So many new peers are a flood if half of all are new: reading the kernel after them costs less than hearing of each. Fewer
 /// are over before anybody stops listening.
 const FLOOD: usize = 512;
@@ -128,7 +127,7 @@ impl Reconciler {
         if alone {
             return self.note(first.write(kernel, &owned, gate));
         }
-        let end = std::time::Instant::now() + ROUND_TIME;
+        let (end, over) = (Instant::now() + ROUND, AtomicBool::new(false));
         let (unnoted, outcome) = std::thread::scope(|scope| {
             // One group is with the kernel, and some are ready.
             let (groups, to_write) = sync_channel(READY);
@@ -139,10 +138,7 @@ impl Reconciler {
                 apart();
                 // What it is to note and to hand over ends with it.
                 let (groups, written) = (groups, written);
-                for _ in 1..ROUND {
-                    if std::time::Instant::now() >= end {
-                        break;
-                    }
+                while !over.load(Ordering::Relaxed) {
                     let Some(group) = self.next_group(kernel) else { break };
                     // The writer ends early only if it panicked.
                     if groups.send(group).is_err() {
@@ -159,6 +155,7 @@ impl Reconciler {
             let unnoted = std::iter::once(first)
                 .chain(std::iter::from_fn(|| take_over(&to_write)))
                 .map(|group| group.write(kernel, &owned, gate))
+                .inspect(|written| over.store(written.at >= end, Ordering::Relaxed))
                 .try_for_each(|written| done.send(written));
             drop(done);
             let outcome = maker.map(|maker| maker.join().unwrap_or_else(|panic| resume_unwind(panic)));

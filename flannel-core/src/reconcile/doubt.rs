@@ -60,7 +60,7 @@ impl Reconciler {
 
     fn doubt_object(&mut self, report: &Report, by: &Suspect<'_>) {
         let key = match report {
-            Report::Now(object) => object.key(),
+            Report::Now(object) | Report::Inexact(object) => object.key(),
             Report::Other(key) | Report::Beside(key) | Report::Gone(key) => *key,
         };
         let concerned = self.owned.concerns(&key);
@@ -100,7 +100,9 @@ impl Reconciler {
             }
             (Some(_), _) => self.suspect(key, Damage::Modification, by),
             // Ours to remove, if it is one that a snapshot shows as ours.
-            (None, Report::Now(object)) if concerned && self.owned.may_own(object, protocol) => {
+            (None, Report::Now(object) | Report::Inexact(object))
+                if concerned && self.owned.may_own(object, protocol) =>
+            {
                 self.unread = self.unread.max(Unread::Additions);
                 if self.suspects.len() < MOST_SUSPECTS + self.put.len()
                     && let Some(by) = by.named()

@@ -5,12 +5,14 @@ use std::sync::Mutex;
 
 use tokio::time::Instant;
 
+use super::arrive::ROUND;
 use super::{Cause, Failed, Reconciler, Unread};
 use crate::kernel::{Kernel, KernelError};
 use crate::state::{Change, Key, Object};
 
-/// How many changes are handed to the kernel at once: a stop waits for them, some milliseconds.
-pub(super) const BATCH: usize = 512;
+/// How many changes are handed to the kernel at once: a stop waits for them. Mostly it takes a millisecond; among thousands of routes
+/// without nexthop objects, or where nexthop objects go, a hundred.
+pub(super) const BATCH: usize = 128;
 
 /// Lets batches through until it is closed; closing waits for the batch in hand.
 #[derive(Debug, Default)]
@@ -36,7 +38,7 @@ pub(crate) struct Closed;
 
 impl Reconciler {
     /// Brings the kernel to what is wanted, as far as it lets us; what it refuses is in the status. Of new peers it
-    /// puts so many as a round may take: while there [are more](Self::has_fresh), nothing is deleted. Unless it
+    /// puts so many as a round may take, and of everything else: while there [is more](Self::is_unfinished), nothing is deleted. Unless it
     /// `may_read` the kernel, it does what can be done without; unless it `may_flood` it, a [flood](Self::is_flooded) of new
     /// peers waits. Blocks.
     ///
@@ -49,15 +51,22 @@ impl Reconciler {
         mut may_read: bool,
         may_flood: bool,
     ) -> Result<(), Closed> {
+        let end = Instant::now() + ROUND;
+        self.unfinished = false;
         let mut links_put = BTreeSet::new();
         // A link that is put may take all that is on it with it, so the kernel is read again after each.
         while self.is_unsettled() {
             let known = !self.is_unread() || (may_read && self.read(kernel, &links_put));
             if !known && self.unread == Unread::Everything {
-                // What leases brought needs no look at the kernel first.
-                let by_lease = |key: &Key| matches!(self.put.get(key), Some(Cause::Lease(_)));
-                let changes: Vec<Change> = self.puts(by_lease).collect();
-                self.apply(kernel, gate, &changes)?;
+                // Which ids objects have, and what there is that live peers go by, only a first look tells.
+                if self.reads.done == 0 {
+                    return Ok(());
+                }
+                // What leases brought needs no look at the kernel first. What else is in doubt is put without one if there is none.
+                let blind = self.kernel_error.is_some();
+                self.put_noted(kernel, gate, end, |key, cause| {
+                    matches!(cause, Cause::Lease(_)) || (blind && !matches!(key, Key::Link(_)))
+                })?;
                 return self.put_fresh(kernel, gate, may_flood);
             }
             let links = self.put.keys().take_while(|key| matches!(key, Key::Link(_)));
@@ -65,7 +74,7 @@ impl Reconciler {
             if links.is_empty() {
                 break;
             }
-            self.apply(kernel, gate, &links)?;
+            self.apply(kernel, gate, &links, None)?;
             let taken = links.iter().map(|change| change.object().key());
             let taken: Vec<Key> = taken.filter(|key| !self.ledger.failing().contains_key(key)).collect();
             for key in &taken {
@@ -78,25 +87,39 @@ impl Reconciler {
             }
             links_put.extend(taken);
         }
-        self.put_noted(kernel, gate)?;
+        self.put_noted(kernel, gate, end, |_, _| true)?;
         self.put_fresh(kernel, gate, may_flood)?;
         // Of those that were looked at meanwhile, not all were fresh.
-        self.put_noted(kernel, gate)?;
-        if !self.live || self.has_fresh() {
+        self.put_noted(kernel, gate, end, |_, _| true)?;
+        if !self.live || self.is_unfinished() {
             return Ok(());
         }
         // A route that could not be put by a gateway may still go by the nexthop object that it had, and would go with it.
         let keep = self.ledger.failing().keys().any(|key| matches!(key, Key::Route(_)));
         let gone = self.gone.iter().rev().filter(|(key, _)| !(keep && matches!(key, Key::Nexthop(_))));
         let changes: Vec<Change> = gone.map(|(_, (object, _))| Change::Delete(object.clone())).collect();
-        self.apply(kernel, gate, &changes)
+        self.apply(kernel, gate, &changes, Some(end))
     }
 
-    /// Puts what is noted, as far as the links are there that it needs.
-    fn put_noted(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
-        let changes: Vec<Change> =
-            self.puts(|_| true).filter(|change| !self.lacks_link(change.object())).collect();
-        self.apply(kernel, gate, &changes)
+    /// Puts what is noted and `meant`, as far as the links are there that it needs, until `end`. The routes of leases come before
+    /// routes in doubt, which may take seconds if they are many and have no nexthop objects.
+    fn put_noted(
+        &mut self,
+        kernel: &dyn Kernel,
+        gate: &Gate,
+        end: Instant,
+        meant: impl Fn(&Key, &Cause) -> bool,
+    ) -> Result<(), Closed> {
+        let can_wait = |key: &Key, cause: &Cause| matches!((key, cause), (Key::Route(_), Cause::Doubt(_)));
+        for waits in [false, true] {
+            let noted =
+                self.put.iter().filter(|(key, cause)| can_wait(key, cause) == waits && meant(key, cause));
+            let wanted =
+                noted.filter_map(|(key, _)| self.want(key)).filter(|object| !self.lacks_link(object));
+            let changes: Vec<Change> = wanted.map(Change::Put).collect();
+            self.apply(kernel, gate, &changes, Some(end))?;
+        }
+        Ok(())
     }
 
     /// Without its link nothing can be put; one failure in the status says more than ten thousand.
@@ -105,14 +128,19 @@ impl Reconciler {
             && self.link_of(object).is_some_and(|link| self.missing_links.contains(&link))
     }
 
-    /// Applies changes batch by batch.
+    /// Applies changes batch by batch, none of which begins after `end`: then there is more to do.
     pub(super) fn apply(
         &mut self,
         kernel: &dyn Kernel,
         gate: &Gate,
         changes: &[Change],
+        end: Option<Instant>,
     ) -> Result<(), Closed> {
-        for batch in changes.chunks(BATCH) {
+        for (n, batch) in changes.chunks(BATCH).enumerate() {
+            if n > 0 && end.is_some_and(|end| Instant::now() >= end) {
+                self.unfinished = true;
+                break;
+            }
             let results = gate.pass(|| kernel.apply(&self.owned, batch)).ok_or(Closed)?;
             let now = Instant::now();
             for (change, result) in batch.iter().zip(results) {

@@ -62,6 +62,8 @@ struct Entry {
     object: Object,
     /// The route protocol, where there is one.
     protocol: u8,
+    /// It has more than `object` expresses.
+    inexact: bool,
 }
 
 struct Fault {
@@ -190,16 +192,25 @@ impl FakeKernel {
 
     /// Puts an object the way another process would, with this route protocol.
     pub fn foreign_put(&self, object: impl Into<Object>, protocol: u8) {
-        let object = object.into();
-        let mut tables = self.lock();
-        tables.objects.insert(object.key(), Entry { object: object.clone(), protocol });
-        let doubts = match &object {
+        self.foreign_entry(Entry { object: object.into(), protocol, inexact: false });
+    }
+
+    /// The same with a route that has more than [`Route`] expresses, such as a preferred source.
+    pub fn foreign_put_inexact(&self, route: Route, protocol: u8) {
+        self.foreign_entry(Entry { object: route.into(), protocol, inexact: true });
+    }
+
+    fn foreign_entry(&self, entry: Entry) {
+        let (object, key) = (entry.object.clone(), entry.object.key());
+        let doubts = match object {
             Object::Link(link) => Doubts::Link(link.name),
             _ => {
-                let by = foreigner(&object.key(), Some(protocol));
-                Doubts::Objects(vec![Report::Now(object)], by)
+                let report = if entry.inexact { Report::Inexact(object) } else { Report::Now(object) };
+                Doubts::Objects(vec![report], foreigner(&key, Some(entry.protocol)))
             }
         };
+        let mut tables = self.lock();
+        tables.objects.insert(key, entry);
         tables.tell(0, &doubts);
     }
 
@@ -401,7 +412,7 @@ impl Tables {
             },
             _ => {}
         }
-        let entry = Entry { object: object.clone(), protocol: ROUTE_PROTOCOL };
+        let entry = Entry { object: object.clone(), protocol: ROUTE_PROTOCOL, inexact: false };
         let old = self.objects.insert(key, entry);
         if old.is_none_or(|old| old.object != *object) {
             let teller = if matches!(object, Object::Fdb(_)) { 0 } else { writer };
@@ -432,7 +443,7 @@ impl Tables {
         }
         let object = Object::Link(link.clone());
         if old.as_ref() != Some(&object) {
-            self.objects.insert(Key::Link(link.name), Entry { object, protocol: 0 });
+            self.objects.insert(Key::Link(link.name), Entry { object, protocol: 0, inexact: false });
             self.tell(0, &Doubts::Link(link.name));
         }
         Ok(())
@@ -480,9 +491,9 @@ impl Kernel for FakeKernel {
         tables.call(Operation::Snapshot, None)?;
         let ours = || tables.objects.values().filter(|entry| tables.owned(owned, entry));
         let mut state: State = ours().map(|entry| entry.object.clone()).collect();
-        for entry in ours().filter(|entry| entry.protocol != ROUTE_PROTOCOL) {
+        for entry in ours().filter(|entry| entry.inexact || entry.protocol != ROUTE_PROTOCOL) {
             if let Object::Route(route) = &entry.object {
-                state.note_other_protocol(route.dst);
+                state.note_inexact(Key::Route(route.dst));
             }
         }
         Ok(state)
@@ -579,7 +590,7 @@ struct Queue {
 fn is_about_links(doubts: &Doubts) -> bool {
     let Doubts::Objects(reports, _) = doubts else { return true };
     reports.iter().any(|report| match report {
-        Report::Now(object) => object.kind() == ObjectKind::Addr,
+        Report::Now(object) | Report::Inexact(object) => object.kind() == ObjectKind::Addr,
         Report::Gone(key) | Report::Other(key) | Report::Beside(key) => key.kind() == ObjectKind::Addr,
     })
 }

@@ -24,17 +24,22 @@ pub(crate) struct AddrMessage {
     pub(crate) flags: u32,
     /// Valid only on this host (`scope host`).
     pub(crate) host_scope: bool,
+    /// The kernel gives it up by itself, or prefers others to it.
+    pub(crate) passing: bool,
 }
 
 /// Reads `RTM_NEWADDR` and `RTM_DELADDR`.
 pub(crate) fn read(message: &Message<'_>) -> Option<AddrMessage> {
     let (header, attributes) = message.split::<Ifaddrmsg>()?;
     let (mut local, mut address, mut flags) = (None, None, u32::from(header.ifa_flags().bits()));
+    let mut passing = false;
     for (id, value) in attributes {
         match Ifa::from(id) {
             Ifa::Local => local = ip_of(value),
             Ifa::Address => address = ip_of(value),
             Ifa::Flags => flags = u32_of(value)?,
+            // `ifa_prefered` and `ifa_valid` of `struct ifa_cacheinfo`, in seconds.
+            Ifa::Cacheinfo => passing = value.get(..8).is_some_and(|times| times != [0xff; 8]),
             _ => {}
         }
     }
@@ -45,6 +50,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<AddrMessage> {
         len: *header.ifa_prefixlen(),
         flags,
         host_scope: *header.ifa_scope() == RtScope::Host,
+        passing,
     })
 }
 

@@ -44,6 +44,8 @@ pub(crate) struct LinkMessage {
     pub(crate) name: LinkName,
     pub(crate) mtu: u32,
     pub(crate) up: bool,
+    /// It asks for its neighbours' addresses, and answers.
+    arp: bool,
     /// `IFLA_INFO_KIND`; empty for a device that no driver made on demand.
     pub(crate) kind: String,
     /// The message is about the link itself, not about its part in a bridge.
@@ -65,6 +67,8 @@ struct VxlanMessage {
     lower: u32,
     learning: bool,
     gbp: bool,
+    /// Of the outer packets; 0: as the kernel sends its own, which is what flannel's devices have.
+    ttl: u8,
     /// Has something that flannel's devices do not have: a group, or tunnel metadata from outside.
     alien: bool,
 }
@@ -96,6 +100,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
         name: name?,
         mtu,
         up: header.ifi_flags().contains(Iff::UP),
+        arp: !header.ifi_flags().contains(Iff::NOARP),
         kind,
         whole: *header.ifi_family() == RtAddrFamily::Unspecified,
         carrier_changes,
@@ -127,6 +132,7 @@ fn read_vxlan(data: &[u8]) -> VxlanMessage {
             vxlan::LINK => read.lower = u32_of(value).unwrap_or_default(),
             vxlan::LEARNING => read.learning = flag(value),
             vxlan::GBP => read.gbp = true,
+            vxlan::TTL => read.ttl = value.first().copied().unwrap_or_default(),
             vxlan::GROUP | vxlan::GROUP6 => read.alien = true,
             vxlan::COLLECT_METADATA | vxlan::VNIFILTER => read.alien |= flag(value),
             _ => {}
@@ -145,6 +151,11 @@ impl LinkMessage {
         self.vxlan.lower
     }
 
+    /// [`LinkMessage::object`] expresses all of it that says where packets go.
+    pub(crate) fn is_exact(&self) -> bool {
+        self.arp && self.vxlan.ttl == 0
+    }
+
     /// The object, if there is one for such a link; `lower` is the name of [`LinkMessage::lower`].
     pub(crate) fn object(&self, lower: Option<LinkName>) -> Option<Link> {
         if !self.is_vxlan() || self.vxlan.alien {
@@ -156,21 +167,23 @@ impl LinkMessage {
     }
 }
 
-fn header(index: u32, up: Option<bool>) -> Ifinfomsg {
+/// The flags in `change` go, but for `IFF_UP`, which is to be `up`.
+fn header(index: u32, change: Iff, up: bool) -> Ifinfomsg {
     let builder = IfinfomsgBuilder::default().ifi_family(RtAddrFamily::Unspecified).ifi_index(signed(index));
-    let builder = match up {
-        Some(true) => builder.up(),
-        Some(false) => builder.down(),
-        None => builder,
-    };
-    builder.build().expect("all fields that have no default are set")
+    let flags = if up { change & Iff::UP } else { Iff::empty() };
+    builder.ifi_flags(flags).ifi_change(change).build().expect("all fields that have no default are set")
+}
+
+/// Nothing but which link.
+fn at(index: u32) -> Ifinfomsg {
+    header(index, Iff::empty(), false)
 }
 
 /// Makes a vxlan device, not up yet; `lower` is the index of its lower device, 0 if it has none.
 ///
 /// **Source**: the attributes are those of flannel `pkg/backend/vxlan/device.go: newVXLANDevice`.
 pub(crate) fn create(link: &Link, v: &Vxlan, lower: u32) -> Messages {
-    let mut request = Messages::one(Rtm::Newlink, NlmF::CREATE | NlmF::EXCL, &header(0, None));
+    let mut request = Messages::one(Rtm::Newlink, NlmF::CREATE | NlmF::EXCL, &at(0));
     request.text(Ifla::Ifname, link.name.as_str()).u32(Ifla::Mtu, link.mtu).u32(Ifla::Txqlen, 0);
     request.attr(Ifla::Address, &v.mac.0).nest(Ifla::Linkinfo, |info| {
         info.text(IflaInfo::Kind, VXLAN).nest(IflaInfo::Data, |data| {
@@ -211,15 +224,17 @@ fn put_local(data: &mut Messages, local: IpAddr) {
 pub(crate) fn change(is: &LinkMessage, want: &Link, v: &Vxlan, lower: u32) -> Messages {
     let mut requests = Messages::default();
     // A message of its own: the driver refuses an MTU beside its attributes.
-    if (is.vxlan.local, is.vxlan.lower, is.vxlan.learning) != (v.local, lower, v.learning) {
-        requests.begin(Rtm::Newlink, NlmF::empty(), &header(is.index, None)).nest(Ifla::Linkinfo, |info| {
+    if (is.vxlan.local, is.vxlan.lower, is.vxlan.learning, is.vxlan.ttl) != (v.local, lower, v.learning, 0) {
+        requests.begin(Rtm::Newlink, NlmF::empty(), &at(is.index)).nest(Ifla::Linkinfo, |info| {
             info.text(IflaInfo::Kind, VXLAN)
                 .nest(IflaInfo::Data, |data| change_data(data, &is.vxlan, v, lower));
         });
     }
-    if (is.mtu, is.up, is.mac) != (want.mtu, want.up, Some(v.mac)) {
-        let up = (is.up != want.up).then_some(want.up);
-        requests.begin(Rtm::Newlink, NlmF::empty(), &header(is.index, up));
+    if (is.mtu, is.up, is.mac, is.arp) != (want.mtu, want.up, Some(v.mac), true) {
+        let mut changed = Iff::empty();
+        changed.set(Iff::UP, is.up != want.up);
+        changed.set(Iff::NOARP, !is.arp);
+        requests.begin(Rtm::Newlink, NlmF::empty(), &header(is.index, changed, want.up));
         if is.mtu != want.mtu {
             requests.u32(Ifla::Mtu, want.mtu);
         }
@@ -241,6 +256,9 @@ fn change_data(data: &mut Messages, is: &VxlanMessage, v: &Vxlan, lower: u32) {
     }
     if is.learning != v.learning {
         data.attr(vxlan::LEARNING, &[u8::from(v.learning)]);
+    }
+    if is.ttl != 0 {
+        data.attr(vxlan::TTL, &[0]);
     }
 }
 
@@ -265,26 +283,26 @@ pub(crate) fn is_same_device(is: &LinkMessage, link: &Link) -> bool {
 
 /// Sets a device up or down.
 pub(crate) fn set_up(index: u32, up: bool) -> Messages {
-    Messages::one(Rtm::Newlink, NlmF::empty(), &header(index, Some(up)))
+    Messages::one(Rtm::Newlink, NlmF::empty(), &header(index, Iff::UP, up))
 }
 
 pub(crate) fn delete(index: u32) -> Messages {
-    Messages::one(Rtm::Dellink, NlmF::empty(), &header(index, None))
+    Messages::one(Rtm::Dellink, NlmF::empty(), &at(index))
 }
 
 /// Asks for one link by name.
 pub(crate) fn by_name(name: LinkName) -> Messages {
-    let mut request = Messages::one(Rtm::Getlink, NlmF::empty(), &header(0, None));
+    let mut request = Messages::one(Rtm::Getlink, NlmF::empty(), &at(0));
     request.text(Ifla::Ifname, name.as_str());
     request
 }
 
 /// Asks for one link by index.
 pub(crate) fn by_index(index: u32) -> Messages {
-    Messages::one(Rtm::Getlink, NlmF::empty(), &header(index, None))
+    Messages::one(Rtm::Getlink, NlmF::empty(), &at(index))
 }
 
 /// Asks for all links.
 pub(crate) fn all() -> Messages {
-    Messages::one(Rtm::Getlink, NlmF::empty(), &header(0, None))
+    Messages::one(Rtm::Getlink, NlmF::empty(), &at(0))
 }

@@ -1,5 +1,6 @@
-//! Routes. The one thing to know: a message that has anything that [`Route`] does not express (a source address, a
-//! second path, a metric, …) is not read as a route, so that a wanted route that was tampered with is put again.
+//! Routes. The one thing to know: a message may say more than [`Route`] expresses. With a second path it is read as no
+//! route; with a source address or a metric it is, but not as an exact one, so that it is put again if it is wanted, and
+//! goes if not.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -49,7 +50,10 @@ pub(crate) struct RouteMessage {
     scope: RtScope,
     onlink: bool,
     mtu: Option<u32>,
+    /// It is another entry, or leads elsewhere, than any [`Route`].
     alien: bool,
+    /// It has more than [`Route`] expresses, and without that would be the same entry.
+    more: bool,
 }
 
 /// Reads `RTM_NEWROUTE` and `RTM_DELROUTE`; `None` for cached routes and other families.
@@ -76,13 +80,14 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
         onlink: header.rtm_flags().bits() & ONLINK != 0,
         mtu: None,
         alien: header.rtm_flags().contains(RtmF::CLONED) || *header.rtm_src_len() != 0,
+        more: false,
     };
     let mut metric = 0;
     for (id, value) in attributes {
         match id {
             RTA_NH_ID => read.nexthop = Some(u32_of(value)?),
             // The router preference of IPv6 routes; 0 is medium.
-            RTA_PREF => read.alien |= value.first().is_some_and(|pref| *pref != 0),
+            RTA_PREF => read.more |= value.first().is_some_and(|pref| *pref != 0),
             // A gateway of the other family: the family (2 bytes), then the address.
             RTA_VIA => {
                 read.gateway = value.get(2..).and_then(ip_of);
@@ -92,17 +97,21 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
                 Rta::Dst => read.dst = Subnet::new(ip_of(value)?, len)?,
                 Rta::Oif => read.index = u32_of(value)?,
                 Rta::Gateway => read.gateway = ip_of(value),
-                Rta::Prefsrc => read.source = ip_of(value),
+                Rta::Prefsrc => {
+                    read.source = ip_of(value);
+                    read.more = true;
+                }
                 Rta::Priority => metric = u32_of(value)?,
                 Rta::Table => read.main = u32_of(value)? == MAIN,
                 Rta::Multipath => read.multipath = true,
                 Rta::Metrics => {
                     for (metric, value) in Attributes(value) {
-                        if metric == RTAX_MTU { read.mtu = u32_of(value) } else { read.alien = true }
+                        if metric == RTAX_MTU { read.mtu = u32_of(value) } else { read.more = true }
                     }
                 }
-                Rta::Cacheinfo => {}
-                _ => read.alien = true,
+                // `rta_expires` of `struct rta_cacheinfo`: the kernel deletes it by itself.
+                Rta::Cacheinfo => read.more |= value.get(8..).and_then(u32_of).is_some_and(|time| time != 0),
+                _ => read.more = true,
             },
         }
     }
@@ -119,11 +128,16 @@ const fn default_metric(family: Family) -> u32 {
 }
 
 impl RouteMessage {
-    /// The route, if it is in the main table with the default metric and [`Route`] expresses it; `name` finds the
-    /// name of a link.
+    /// [`RouteMessage::object`] expresses all of it.
+    pub(crate) fn is_exact(&self) -> bool {
+        !self.more
+    }
+
+    /// The route, if it is in the main table with the default metric, as far as [`Route`] expresses it; `name` finds
+    /// the name of a link.
     pub(crate) fn object(&self, name: impl FnOnce(u32) -> Option<LinkName>) -> Option<Route> {
-        let odd = self.alien || (self.multipath && self.nexthop.is_none()) || self.source.is_some();
-        if odd || !self.main || !self.default_metric {
+        let several = self.multipath && self.nexthop.is_none();
+        if self.alien || several || !self.main || !self.default_metric {
             return None;
         }
         let scope_of_link = if self.dst.family() == Family::V4 { RtScope::Link } else { RtScope::Universe };
