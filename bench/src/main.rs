@@ -27,6 +27,7 @@ mod repair;
 mod report;
 mod resync;
 mod status;
+mod timed;
 mod witness;
 
 use std::path::PathBuf;

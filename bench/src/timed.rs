@@ -1,0 +1,62 @@
+//! A kernel that says when it acknowledged the last change.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use flannel_core::{Change, Changes, Kernel, KernelError, NexthopIds, Owned, RouteAnswer, State};
+
+/// The kernel as it is. Clones are of one kernel.
+#[derive(Debug, Clone)]
+pub(crate) struct Timed {
+    kernel: Arc<dyn Kernel>,
+    acknowledged: Arc<Mutex<Option<Instant>>>,
+}
+
+impl Timed {
+    pub(crate) fn new(kernel: Arc<dyn Kernel>) -> Self {
+        Self { kernel, acknowledged: Arc::default() }
+    }
+
+    /// When it last acknowledged changes; `None` if there were none.
+    pub(crate) fn acknowledged(&self) -> Option<Instant> {
+        *self.acknowledged.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Kernel for Timed {
+    fn snapshot(&self, owned: &Owned) -> Result<State, KernelError> {
+        self.kernel.snapshot(owned)
+    }
+
+    fn nexthop_ids(&self, owned: &Owned) -> Result<NexthopIds, KernelError> {
+        self.kernel.nexthop_ids(owned)
+    }
+
+    fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError> {
+        self.kernel.nexthop_users(there)
+    }
+
+    fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+        let results = self.kernel.apply(owned, changes);
+        *self.acknowledged.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        results
+    }
+
+    fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
+        self.kernel.lookup(dst)
+    }
+
+    fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
+        self.kernel.changes()
+    }
+
+    fn beside(&self) -> Box<dyn FnOnce() + Send> {
+        self.kernel.beside()
+    }
+
+    fn process(&self, port: u32) -> Option<(Arc<str>, u32)> {
+        self.kernel.process(port)
+    }
+}
