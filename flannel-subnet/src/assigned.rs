@@ -45,6 +45,11 @@ impl AssignedManager {
         reflector.get_or_insert_with(|| Reflector::start(Arc::clone(&self.store) as _)).views()
     }
 
+    /// The config, which no cache holds.
+    async fn read_config(&self) -> Result<(Config, bool)> {
+        Ok((self.configs.read(&self.store.config().await?)?, false))
+    }
+
     fn refused(&self, reason: String) -> Error {
         Error::Refused { store: self.store.to_string(), reason }
     }
@@ -76,7 +81,7 @@ impl AssignedManager {
 #[async_trait]
 impl SubnetManager for AssignedManager {
     async fn network_config(&self) -> Result<Config> {
-        self.configs.read(&self.store.config().await?)
+        self.read_config().await.map(|read| self.configs.give(read))
     }
 
     async fn config_changed(&self, seen: &Config) -> Result<Config> {
@@ -106,8 +111,7 @@ impl SubnetManager for AssignedManager {
             )));
         };
         self.check(&own.lease.subnets, &own.lease.attrs, &attrs)?;
-        let read = self.network_config().await.map(|config| (config, false));
-        self.configs.used_for_lease(self.configs.for_lease(read)?.0);
+        self.configs.used_for_lease(self.configs.for_lease(self.read_config()).await?.0);
         Ok(Arc::unwrap_or_clone(own.lease))
     }
 

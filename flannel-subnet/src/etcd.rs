@@ -36,7 +36,7 @@ use attempts::{Answer, Attempts};
 use connections::{Connection, Connections};
 use failure::Trouble;
 use keys::{Keys, read, revision};
-pub use options::EtcdOptions;
+pub use options::{EtcdOptions, EtcdOptionsError};
 use watch::EtcdWatch;
 
 /// Above what any network has: 4 MiB, the client's own limit, ends at 13,000 leases.

@@ -30,7 +30,7 @@ pub use cache::{Cache, CacheError, Saved};
 pub use clock::{Clock, SystemClock};
 pub use dir::{Assign, DirLocation, DirOptions, DirRegistry, LocationError};
 #[cfg(feature = "etcd")]
-pub use etcd::{EtcdOptions, EtcdRegistry};
+pub use etcd::{EtcdOptions, EtcdOptionsError, EtcdRegistry};
 pub use manager::{Identity, LocalManager, Ownership};
 pub use memory::MemoryRegistry;
 pub use reflect::Reflector;

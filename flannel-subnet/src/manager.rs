@@ -179,7 +179,7 @@ impl LocalManager {
     }
 
     async fn acquire(&self, attrs: &LeaseAttrs) -> Result<Lease> {
-        let (config, cached) = self.configs.for_lease(self.read_config().await)?;
+        let (config, cached) = self.configs.for_lease(self.read_config()).await?;
         let mut backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(500));
         let mut listing = self.store.list().await?;
         loop {
@@ -316,7 +316,7 @@ impl LocalManager {
 #[async_trait]
 impl SubnetManager for LocalManager {
     async fn network_config(&self) -> Result<Config> {
-        self.read_config().await.map(|(config, _)| config)
+        self.read_config().await.map(|read| self.configs.give(read))
     }
 
     async fn config_changed(&self, seen: &Config) -> Result<Config> {

@@ -11,6 +11,9 @@ use crate::registry::{ConfigText, Registry};
 /// What a manager knows of the store's network config.
 #[derive(Debug, Default)]
 pub(crate) struct Configs {
+    /// What was last given out: what is built from it takes its lease from nothing else. `None` before that, and if it came
+    /// from a cache: the store knows better as soon as it answers.
+    given: Mutex<Option<Config>>,
     /// What the lease was taken from.
     used: Mutex<Option<Config>>,
     /// What is wrong with the store's config.
@@ -28,10 +31,24 @@ impl Configs {
         Ok(config)
     }
 
-    /// What a lease is to be taken from. Only the networks of a config matter to it, and those stay what they are: it
-    /// does not take a right config to win the lease back. The second part of what was read is as it was, or false.
-    pub(crate) fn for_lease(&self, read: Result<(Config, bool)>) -> Result<(Config, bool)> {
-        match (read, self.used().as_ref()) {
+    /// Gives out what was read; the second part tells whether it comes from a cache.
+    pub(crate) fn give(&self, (config, cached): (Config, bool)) -> Config {
+        *self.given.lock().unwrap_or_else(PoisonError::into_inner) = (!cached).then(|| config.clone());
+        config
+    }
+
+    /// What a lease is to be taken from: what was last given out, or else what `read` finds. Only the networks of a config
+    /// matter to it, and those stay what they are: it does not take a right config to win the lease back. The second part
+    /// tells whether it comes from a cache.
+    pub(crate) async fn for_lease(
+        &self,
+        read: impl Future<Output = Result<(Config, bool)>>,
+    ) -> Result<(Config, bool)> {
+        let given = self.given.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(given) = given {
+            return Ok((given, false));
+        }
+        match (read.await, self.used().as_ref()) {
             (Err(Error::Config { .. } | Error::NoConfig { .. }), Some(used)) => Ok((used.clone(), false)),
             (read, _) => read,
         }

@@ -470,6 +470,17 @@ async fn a_static_directorys_config_is_followed_and_its_networks_wait_for_a_rest
     assert_eq!((again, manager.store_status().wrong_config), (first, None));
 }
 
+/// What is built from a config, and the lease for it, are of the same one.
+#[tokio::test]
+async fn a_static_directorys_lease_is_of_the_config_that_was_given_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let manager = assigned(dir.path(), "192.0.2.1").await;
+    let given = manager.network_config().await.unwrap();
+    fs::write(dir.path().join("config"), r#"{"Network":"10.9.0.0/16"}"#).unwrap();
+    manager.acquire_lease(&LeaseAttrs::from_json(VALUE).unwrap()).await.unwrap();
+    assert_eq!(manager.network_config().await.unwrap().networks, given.networks);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_quiet_directory_is_confirmed_every_minute_and_one_that_cannot_be_read_is_not() {
     let net = Net::new().await;

@@ -278,6 +278,21 @@ async fn a_lease_once_taken_is_taken_again_under_a_wrong_config_and_under_none()
     }
 }
 
+/// What is built from a config, and the lease for it, are of the same one.
+#[tokio::test(start_paused = true)]
+async fn a_lease_is_taken_from_the_config_that_was_given_out() {
+    let registry = MemoryRegistry::with_config(V4);
+    let manager = node(&registry, 1);
+    let given = manager.network_config().await.unwrap();
+    registry.set_config(Some(r#"{"Network":"10.9.0.0/16"}"#));
+    let lease = manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
+    let own = lease.subnets.family(Family::V4).unwrap();
+    assert!(given.networks.v4.unwrap().network.covers(&own), "{own}");
+    let waits = manager.config_changed(&given).await.unwrap();
+    assert_ne!(waits.networks, given.networks, "the other one is told, and waits for a restart");
+    assert_eq!(manager.network_config().await.unwrap().networks, given.networks);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_deletion_is_the_order_to_stop_and_is_obeyed_at_once() {
     let registry = MemoryRegistry::with_config(V4);

@@ -65,7 +65,8 @@ pub(super) struct Connections {
 impl Connections {
     pub(super) fn new(options: EtcdOptions) -> Result<Self> {
         let refused = |reason| Error::Refused { store: "etcd".into(), reason };
-        let options = options.checked().map_err(refused)?;
+        let options = options.checked().map_err(|error| refused(error.to_string()))?;
+        options.warn_of_plain();
         if options.endpoints.iter().any(|endpoint| is_tls(endpoint)) {
             tls(&options).map_err(refused)?;
         }

@@ -70,31 +70,73 @@ impl fmt::Debug for EtcdOptions {
     }
 }
 
+/// Which options cannot work, whatever etcd says.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum EtcdOptionsError {
+    /// There is no endpoint, or one is no URL.
+    #[error("{0}")]
+    Endpoints(String),
+    /// Of two options that belong together one is missing.
+    #[error("{has}: {value}is given without {lacks}; right would be both, or neither")]
+    Half {
+        /// The field that is there.
+        has: &'static str,
+        /// What it is, and a blank; empty for a password.
+        value: String,
+        /// The field that is not.
+        lacks: &'static str,
+    },
+}
+
 impl EtcdOptions {
+    /// Whether all of it can work, as far as that can be told without etcd and without reading a file.
+    ///
+    /// # Errors
+    /// An endpoint is no URL, or of two options that belong together one is missing.
+    pub fn check(&self) -> Result<(), EtcdOptionsError> {
+        self.clone().checked().map(drop)
+    }
+
     /// The same with endpoints in full, if all of it can work, whatever etcd says.
-    pub(super) fn checked(mut self) -> Result<Self, String> {
+    pub(super) fn checked(mut self) -> Result<Self, EtcdOptionsError> {
         let tls = [&self.cafile, &self.certfile, &self.keyfile].into_iter().any(Option::is_some);
         let endpoints = self.endpoints.iter().map(|endpoint| endpoint.trim());
         let endpoints = endpoints.filter(|endpoint| !endpoint.is_empty());
-        self.endpoints = endpoints.map(|endpoint| url(endpoint, tls)).collect::<Result<_, _>>()?;
+        let full = endpoints.map(|endpoint| url(endpoint, tls)).collect::<Result<_, _>>();
+        self.endpoints = full.map_err(EtcdOptionsError::Endpoints)?;
         if self.endpoints.is_empty() {
-            return Err("no endpoint; name at least one, such as http://127.0.0.1:2379".into());
+            let none = "there is no endpoint; right would be one at least, such as http://127.0.0.1:2379";
+            return Err(EtcdOptionsError::Endpoints(none.to_owned()));
         }
+        let file = |path: &Option<PathBuf>| path.as_ref().map(|path| format!("{} ", path.display()));
+        let pairs = [
+            ("certfile", file(&self.certfile), "keyfile", file(&self.keyfile)),
+            (
+                "username",
+                self.username.as_ref().map(|name| format!("{name:?} ")),
+                "password",
+                self.password.as_ref().map(|_| String::new()),
+            ),
+        ];
+        for pair in pairs {
+            match pair {
+                (has, Some(value), lacks, None) | (lacks, None, has, Some(value)) => {
+                    return Err(EtcdOptionsError::Half { has, value, lacks });
+                }
+                _ => {}
+            }
+        }
+        Ok(self)
+    }
+
+    /// Tells of endpoints that go without TLS though its files are named.
+    pub(super) fn warn_of_plain(&self) {
+        let tls = [&self.cafile, &self.certfile, &self.keyfile].into_iter().any(Option::is_some);
         let plain = self.endpoints.iter().filter(|endpoint| endpoint.starts_with("http://"));
         for endpoint in plain.filter(|_| tls) {
             tracing::warn!(%endpoint, "TLS is not used, though its files are named: that takes https://");
         }
-        let pairs = [
-            ("a certificate", self.certfile.is_some(), "its key", self.keyfile.is_some()),
-            ("a user name", self.username.is_some(), "its password", self.password.is_some()),
-        ];
-        for (one, has_one, other, has_other) in pairs {
-            if has_one != has_other {
-                let (has, lacks) = if has_one { (one, other) } else { (other, one) };
-                return Err(format!("{has} is given, but not {lacks}; give both or neither"));
-            }
-        }
-        Ok(self)
     }
 }
 
@@ -156,14 +198,26 @@ mod tests {
         let defaults = EtcdOptions::default;
         assert_eq!(defaults().checked(), Ok(defaults()));
         for (options, says) in [
-            (EtcdOptions { endpoints: vec![], ..defaults() }, "at least one"),
-            (EtcdOptions { endpoints: vec![" ".into()], ..defaults() }, "at least one"),
-            (EtcdOptions { certfile: Some("/x".into()), ..defaults() }, "not its key"),
-            (EtcdOptions { keyfile: Some("/x".into()), ..defaults() }, "not a certificate"),
-            (EtcdOptions { username: Some("x".into()), ..defaults() }, "not its password"),
-            (EtcdOptions { password: Some("secret".into()), ..defaults() }, "not a user name"),
+            (EtcdOptions { endpoints: vec![], ..defaults() }, "one at least"),
+            (EtcdOptions { endpoints: vec![" ".into()], ..defaults() }, "one at least"),
+            (
+                EtcdOptions { certfile: Some("/x".into()), ..defaults() },
+                "certfile: /x is given without keyfile",
+            ),
+            (
+                EtcdOptions { keyfile: Some("/x".into()), ..defaults() },
+                "keyfile: /x is given without certfile",
+            ),
+            (
+                EtcdOptions { username: Some("x".into()), ..defaults() },
+                "username: \"x\" is given without password",
+            ),
+            (
+                EtcdOptions { password: Some("secret".into()), ..defaults() },
+                "password: is given without username",
+            ),
         ] {
-            let error = options.checked().unwrap_err();
+            let error = options.check().unwrap_err().to_string();
             assert!(error.contains(says) && !error.contains("secret"), "{error}");
         }
     }
