@@ -40,6 +40,8 @@ pub(crate) enum Failure {
     Forbidden(String),
     /// The server answers, but with an error that names no way out: try again.
     Erred(String),
+    /// The server is not done in time (504), or does not know the version that was asked for yet: try again.
+    Late(String),
     /// An answer that was begun goes on no more.
     Silent(Duration),
     /// Anything else: try again.
@@ -55,6 +57,7 @@ impl std::fmt::Display for Failure {
             | Self::Refused(reason)
             | Self::Forbidden(reason)
             | Self::Erred(reason)
+            | Self::Late(reason)
             | Self::Failed(reason)
             | Self::Busy { reason, .. } => f.write_str(reason),
         }
@@ -270,6 +273,10 @@ fn unreachable(Unsent { reason, cause }: Unsent) -> Failure {
         Cause::Ours => Failure::Refused(format!(
             "who we are is not accepted ({reason}): right would be a valid client certificate"
         )),
+        Cause::Terms => Failure::Refused(format!(
+            "the API server, or who stands before it, breaks off the TLS handshake and blames no certificate ({reason}): right would be one \
+             that speaks TLS 1.3, or 1.2 with ECDHE, under this name; in 1.2 that is also said to who shows no client certificate"
+        )),
         Cause::Other => Failure::Failed(reason),
     }
 }
@@ -298,6 +305,7 @@ async fn refusal(call: &Call, answer: Response<Body>) -> Failure {
         StatusCode::FORBIDDEN => Failure::Forbidden(format!(
             "forbidden: this node's account needs the verb {verb:?} on the resource {resource:?} (403, {said})"
         )),
+        StatusCode::GATEWAY_TIMEOUT => Failure::Late(format!("{status}: {said}")),
         status => Failure::Erred(format!("{status}: {said}")),
     }
 }

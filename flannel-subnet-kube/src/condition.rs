@@ -104,6 +104,19 @@ impl KubeManager {
         }
     }
 
+    /// Makes this node's condition `NetworkUnavailable` true if it is false, and leaves one alone that is not there: for a daemon that
+    /// starts on a node without a network, where an earlier boot may have left it. `why` is a sentence without a full stop.
+    ///
+    /// # Errors
+    /// The node cannot be read, or its status not be written.
+    pub async fn withdraw_condition(&self, why: &str) -> Result<()> {
+        let (node, _) = self.own_node().await?;
+        if node.condition.as_ref().is_some_and(|condition| condition.status == "False") {
+            self.tell(&Network::Unavailable(why.to_owned())).await?;
+        }
+        Ok(())
+    }
+
     /// What is known of this node, once it can be known.
     pub(crate) async fn own_at_last(&self) -> watch::Receiver<Own> {
         let mut pause = Pause::new();

@@ -306,6 +306,8 @@ pub(crate) enum Cause {
     Theirs,
     /// The server, or who stands before it, does not accept ours, or wants one.
     Ours,
+    /// It does not speak to us, and blames no certificate.
+    Terms,
     Other,
 }
 
@@ -319,20 +321,32 @@ impl Cause {
         let mut of_tls = errors.filter_map(|error| error.downcast_ref::<rustls::Error>());
         match of_tls.next() {
             Some(rustls::Error::InvalidCertificate(_)) => Self::Theirs,
-            // TLS 1.2 has none of its own for who shows no certificate.
-            Some(rustls::Error::AlertReceived(
-                AlertDescription::AccessDenied
-                | AlertDescription::BadCertificate
-                | AlertDescription::CertificateExpired
-                | AlertDescription::CertificateRequired
-                | AlertDescription::CertificateRevoked
-                | AlertDescription::CertificateUnknown
-                | AlertDescription::DecryptError
-                | AlertDescription::HandshakeFailure
-                | AlertDescription::NoCertificate
-                | AlertDescription::UnknownCA
-                | AlertDescription::UnsupportedCertificate,
-            )) => Self::Ours,
+            Some(rustls::Error::AlertReceived(alert)) => Self::blamed_by(*alert),
+            _ => Self::Other,
+        }
+    }
+
+    /// What the other side's alert says, and no more than that.
+    fn blamed_by(alert: AlertDescription) -> Self {
+        match alert {
+            AlertDescription::AccessDenied
+            | AlertDescription::BadCertificate
+            | AlertDescription::CertificateExpired
+            | AlertDescription::CertificateRequired
+            | AlertDescription::CertificateRevoked
+            | AlertDescription::CertificateUnknown
+            | AlertDescription::NoCertificate
+            | AlertDescription::UnknownCA
+            | AlertDescription::UnsupportedCertificate => Self::Ours,
+            AlertDescription::DecryptError
+            | AlertDescription::HandshakeFailure
+            | AlertDescription::IllegalParameter
+            | AlertDescription::InsufficientSecurity
+            | AlertDescription::MissingExtension
+            | AlertDescription::NoApplicationProtocol
+            | AlertDescription::ProtocolVersion
+            | AlertDescription::UnrecognisedName
+            | AlertDescription::UnsupportedExtension => Self::Terms,
             _ => Self::Other,
         }
     }

@@ -4,14 +4,14 @@
 //! came whole, whatever cut it.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use flannel_core::{Origin, Revision, View};
 use hyper::body::Incoming as Body;
 use serde::Deserialize;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use crate::api::{Api, Call, Failure, PATIENCE, escape, part, read};
 use crate::node::{Event, Node, Wire};
@@ -27,6 +27,8 @@ const SILENCE: Duration = Duration::from_secs(90);
 const WATCH: std::ops::Range<u32> = 300..600;
 /// After so many errors of the server in a row the version is not asked for again: it may be one that there never was.
 const ERRORS: u32 = 3;
+/// A server's cache that is late for longer is not waited for: the list comes from the server's store.
+const LATE: Duration = Duration::from_secs(10);
 /// A watch that ends sooner and brings nothing was of no use.
 const BRIEF: Duration = Duration::from_secs(1);
 
@@ -64,7 +66,7 @@ impl Follower {
         let (views, seen) = watch::channel(View::unknown());
         let (own_node, own_seen) = watch::channel(Own::Unknown);
         let nodes = Nodes::new(terms.clone());
-        let following = Following { api, nodes, terms: terms.clone(), own, views, own_node };
+        let following = Following { api, nodes, late: None, terms: terms.clone(), own, views, own_node };
         let task = tokio::spawn(following.run()).abort_handle();
         Self { terms, views: seen, own: own_seen, task }
     }
@@ -79,6 +81,8 @@ struct Following {
     api: Arc<Api>,
     terms: Terms,
     nodes: Nodes,
+    /// Since when the server is asked for a list that its cache is too late for.
+    late: Option<Instant>,
     own: String,
     views: watch::Sender<View>,
     own_node: watch::Sender<Own>,
@@ -137,7 +141,7 @@ impl Following {
                     if version != from {
                         errors = 0;
                     }
-                    errors += u32::from(matches!(failure, Failure::Erred(_)));
+                    errors += u32::from(matches!(failure, Failure::Erred(_) | Failure::Late(_)));
                     if errors >= ERRORS {
                         return;
                     }
@@ -147,9 +151,10 @@ impl Following {
     }
 
     /// Lists all nodes: the version of the list. The first may come from the server's cache, which spares its store when all
-    /// nodes start at once, if that is not late; later ones must be the latest.
+    /// nodes start at once, if that is not late, or not for long; later ones must be the latest.
     async fn list(&mut self, first: bool) -> Result<String, Failure> {
-        let least = if first { self.least().await? } else { None };
+        let waits = self.late.is_none_or(|since| since.elapsed() < LATE);
+        let least = if first && waits { self.least().await? } else { None };
         self.nodes.begin();
         let (mut own, mut token) = (Own::Gone, String::new());
         loop {
@@ -163,7 +168,11 @@ impl Following {
             };
             let path = format!("/api/v1/nodes?{query}");
             let call = Call { verb: "list", resource: "nodes", path, patch: None };
-            let body = self.api.send(&call).await?.into_body();
+            let answer = self.api.send(&call).await;
+            if least.is_some() && matches!(answer, Err(Failure::Late(_))) {
+                self.late.get_or_insert_with(Instant::now);
+            }
+            let body = answer?.into_body();
             let page = self.page(body, &mut own).await?;
             if page.next.is_empty() {
                 self.nodes.complete();

@@ -7,6 +7,7 @@
 //! any changed attribute of either family is a change, and annotations that somebody removed are put back.
 
 use std::io::ErrorKind;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -18,7 +19,7 @@ use flannel_core::{
 };
 use tokio::sync::{OnceCell, watch};
 
-use crate::annotations::{Prefix, address, names};
+use crate::annotations::Prefix;
 use crate::api::Api;
 use crate::connect::Source;
 use crate::follow::{Follower, Own};
@@ -93,12 +94,21 @@ pub struct KubeManager {
     follower: Mutex<Option<Follower>>,
     /// The config that was last given out: what is built from it is built from nothing else.
     given: Mutex<Option<Config>>,
-    /// What the lease was acquired from: its networks stay what they are.
-    used: Mutex<Option<Config>>,
+    held: Mutex<Option<Held>>,
     /// What is wrong with the network config.
     wrong_config: Mutex<Option<String>>,
     /// Why this node has no lease any more; `None`: it has, or has never had one.
     pub(crate) lost: watch::Sender<Option<String>>,
+}
+
+/// The lease that was last acquired.
+#[derive(Debug, Clone)]
+struct Held {
+    lease: Lease,
+    /// What it was acquired from: its networks stay what they are.
+    config: Config,
+    /// The addresses that the node prescribed.
+    prescribed: Dual<IpAddr>,
 }
 
 impl KubeManager {
@@ -117,7 +127,7 @@ impl KubeManager {
             name: OnceCell::new(),
             follower: Mutex::default(),
             given: Mutex::default(),
-            used: Mutex::default(),
+            held: Mutex::default(),
             wrong_config: Mutex::default(),
             lost: watch::channel(None).0,
         })
@@ -129,8 +139,8 @@ impl KubeManager {
         self.lost.subscribe()
     }
 
-    pub(crate) fn used(&self) -> Option<Config> {
-        self.used.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    fn held(&self) -> Option<Held> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// The config that was last given out; without one, what it is now.
@@ -144,8 +154,8 @@ impl KubeManager {
 
     /// The config whose networks count: that of the lease; before there is one, what was given out.
     pub(crate) async fn settled(&self) -> Result<Config> {
-        match self.used() {
-            Some(used) => Ok(used),
+        match self.held() {
+            Some(held) => Ok(held.config),
             None => self.config().await,
         }
     }
@@ -155,8 +165,8 @@ impl KubeManager {
             self.own_node().await?;
         }
         let mut config = self.read_config()?;
-        if let Some(used) = self.used() {
-            config.networks = used.networks;
+        if let Some(held) = self.held() {
+            config.networks = held.config.networks;
         }
         Ok(config)
     }
@@ -182,6 +192,24 @@ impl KubeManager {
             return Ok(look(follower));
         }
         Ok(look(follower.insert(Follower::start(Arc::clone(&self.api), terms, name))))
+    }
+
+    /// The addresses that this node prescribes, and its lease, if it has one.
+    async fn own_hints(&self) -> Result<(Dual<IpAddr>, Option<Lease>)> {
+        let (node, _) = self.own_node().await?;
+        let families: Vec<Family> = self.config().await?.networks.families().collect();
+        let (lease, _) = node.lease(Revision::default(), &families, &self.options.prefix);
+        Ok((self.prescribed(&node)?, lease))
+    }
+
+    /// Makes a lease of this node as it is now.
+    async fn take(&self, config: Config, attrs: &LeaseAttrs) -> Result<Held> {
+        let (node, read) = self.own_node().await?;
+        let prescribed = self.prescribed(&node)?;
+        let subnets = self.subnets_of(&node, &config)?;
+        let written = self.annotate(&node, attrs).await?;
+        let lease = self.lease_of(&node, subnets, attrs, written.unwrap_or(read))?;
+        Ok(Held { lease, config, prescribed })
     }
 
     /// What is known of this node, always the latest.
@@ -227,15 +255,15 @@ impl SubnetManager for KubeManager {
         }
     }
 
-    /// Addresses from the annotations `node-public-ip` and `node-public-ipv6`, and what this node published last.
+    /// Addresses from the annotations `node-public-ip` and `node-public-ipv6`, and what this node published last. While no lease can be
+    /// made of this node, they are those of the one that it had.
     async fn hints(&self) -> Result<Hints> {
-        let (node, _) = self.own_node().await?;
-        let prefix = &self.options.prefix;
-        let given = |family: Family| address(&node.values, names(family).node, family, prefix);
-        let wrong = |wrong| self.not_ready(format!("node {}: {wrong}", node.name));
-        let public = Dual { v4: given(Family::V4).map_err(wrong)?, v6: given(Family::V6).map_err(wrong)? };
-        let families: Vec<Family> = self.config().await?.networks.families().collect();
-        let (lease, _) = node.lease(Revision::default(), &families, prefix);
+        let held = self.held();
+        let (public, lease) = match (self.own_hints().await, &held) {
+            (Err(Error::NotReady { .. }), Some(held)) => (held.prescribed, None),
+            (hints, _) => hints?,
+        };
+        let lease = lease.or_else(|| held.map(|held| held.lease));
         Ok(Hints {
             public,
             previous: lease.as_ref().map(|lease| lease.subnets),
@@ -244,15 +272,25 @@ impl SubnetManager for KubeManager {
         })
     }
 
+    /// A lease that was acquired stays in force while none can be made of this node: mostly nobody
+    /// else gets its subnets soon, and what peers and pods are reached by is not given up. What ends that, [`SubnetManager::hold_lease`] finds out.
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease> {
         let config = self.config().await?;
-        let (node, read) = self.own_node().await?;
-        let subnets = self.subnets_of(&node, &config)?;
-        let written = self.annotate(&node, attrs).await?;
-        let lease = self.lease_of(&node, subnets, attrs, written.unwrap_or(read))?;
-        *self.used.lock().unwrap_or_else(PoisonError::into_inner) = Some(config);
+        let held = match (self.take(config, attrs).await, self.held()) {
+            (Err(Error::NotReady { reason, .. }), Some(held)) => {
+                tracing::warn!(
+                    subnets = %held.lease.subnets, store = self.api.name(),
+                    "the lease that this node had stays in force, since none can be acquired: {reason}"
+                );
+                return Ok(Lease { attrs: attrs.clone(), ..held.lease });
+            }
+            (held, _) => held?,
+        };
+        let lease = held.lease.clone();
+        *self.held.lock().unwrap_or_else(PoisonError::into_inner) = Some(held);
         self.lost.send_if_modified(|lost| lost.take().is_some());
-        tracing::info!(%subnets, node = %node.name, store = self.api.name(), "lease acquired");
+        let node = self.name().await?;
+        tracing::info!(subnets = %lease.subnets, %node, store = self.api.name(), "lease acquired");
         Ok(lease)
     }
 

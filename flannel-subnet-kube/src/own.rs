@@ -2,7 +2,9 @@
 //!
 //! The one thing to know: it is read by asking for it alone, which is always the latest, and not from what is followed.
 
-use flannel_core::{Config, Error, Family, Lease, LeaseAttrs, Result, Revision, Subnets};
+use std::net::IpAddr;
+
+use flannel_core::{Config, Dual, Error, Family, Lease, LeaseAttrs, Result, Revision, Subnets};
 use serde::Deserialize;
 use serde_json::json;
 
@@ -112,6 +114,15 @@ impl KubeManager {
             }
         }
         Ok(subnets)
+    }
+
+    /// The addresses that this node's annotations prescribe as its public ones.
+    pub(crate) fn prescribed(&self, node: &Node) -> Result<Dual<IpAddr>> {
+        let given = |family: Family| {
+            address(&node.values, names(family).node, family, &self.options.prefix)
+                .map_err(|wrong| self.not_ready(format!("node {}: {wrong}", node.name)))
+        };
+        Ok(Dual { v4: given(Family::V4)?, v6: given(Family::V6)? })
     }
 
     /// What this node's annotations must say: all of it, and what of it they do not say.

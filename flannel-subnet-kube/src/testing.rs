@@ -80,6 +80,7 @@ pub(crate) struct Shared {
     pub(crate) store: Mutex<Store>,
     pub(crate) faults: Mutex<Faults>,
     pub(crate) requests: Mutex<Vec<String>>,
+    pub(crate) patches: Mutex<Vec<Value>>,
     pub(crate) violations: Mutex<Vec<String>>,
     /// The version, for watches that wait.
     pub(crate) changes: watch::Sender<u64>,
@@ -131,6 +132,7 @@ impl ApiServer {
             store: Mutex::default(),
             faults: Mutex::default(),
             requests: Mutex::default(),
+            patches: Mutex::default(),
             violations: Mutex::default(),
             changes: watch::channel(0).0,
             cuts: watch::channel((0, Cut::Clean)).0,
@@ -222,6 +224,11 @@ impl ApiServer {
     /// What was asked so far: `GET /api/v1/nodes?…`.
     pub fn requests(&self) -> Vec<String> {
         lock(&self.shared.requests).clone()
+    }
+
+    /// What was written so far, patch by patch.
+    pub fn patches(&self) -> Vec<Value> {
+        lock(&self.shared.patches).clone()
     }
 
     /// How many requests contain this text.

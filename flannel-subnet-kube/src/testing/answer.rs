@@ -244,6 +244,7 @@ async fn patch(shared: &Shared, name: &str, request: Request<Incoming>) -> Answe
     };
     match patched {
         Ok((version, node)) => {
+            lock(&shared.patches).push(patch);
             shared.changes.send_replace(version);
             ok(&node.unwrap_or_default())
         }

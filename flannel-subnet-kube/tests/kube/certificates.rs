@@ -6,6 +6,8 @@ use flannel_core::{Error, SubnetManager};
 use flannel_subnet_kube::KubeManager;
 use flannel_subnet_kube::testing::ApiServer;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpListener;
 
 use crate::ground::{Ground, V4, blank, until, vxlan, wait};
 
@@ -39,11 +41,15 @@ fn server(clients: &Authority) -> (ApiServer, String) {
 
 /// A manager by a kubeconfig with this user.
 async fn manager(ground: &Ground, server: &ApiServer, ca: &str, user: &str) -> KubeManager {
+    manager_at(ground, &server.url(), ca, user).await
+}
+
+async fn manager_at(ground: &Ground, url: &str, ca: &str, user: &str) -> KubeManager {
     let text = format!(
         "current-context: c\nclusters: [{{name: c, cluster: {{server: \"{}\", certificate-authority-data: {}, certificate-authority: '', proxy-url: '', \
          tls-server-name: ''}}}}]\n\
          contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\nusers: [{{name: u, user: {{{user}}}}}]\n",
-        server.url(),
+        url,
         STANDARD.encode(ca)
     );
     let kubeconfig = ground.dir.path().join("kubeconfig");
@@ -151,6 +157,54 @@ async fn none_where_the_handshake_wants_a_client_certificate_is_refused() {
         matches!(&error, Error::Refused { .. }) && error.to_string().contains("client certificate"),
         "{error:?}"
     );
+}
+
+/// Who ends the handshake says why in a byte. That a certificate is at fault is told only where that is what it says.
+#[tokio::test]
+async fn an_alert_is_told_as_what_it_says() {
+    let (ground, ca) =
+        (Ground::new(V4), rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap());
+    let (ours, terms) =
+        ("who we are is not accepted", "breaks off the TLS handshake and blames no certificate");
+    for (code, alert, says) in [
+        (42, "BadCertificate", ours),
+        (43, "UnsupportedCertificate", ours),
+        (44, "CertificateRevoked", ours),
+        (45, "CertificateExpired", ours),
+        (46, "CertificateUnknown", ours),
+        (48, "UnknownCA", ours),
+        (49, "AccessDenied", ours),
+        (116, "CertificateRequired", ours),
+        (40, "HandshakeFailure", terms),
+        (47, "IllegalParameter", terms),
+        (51, "DecryptError", terms),
+        (70, "ProtocolVersion", terms),
+        (71, "InsufficientSecurity", terms),
+        (112, "UnrecognisedName", terms),
+    ] {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("https://{}", listener.local_addr().unwrap());
+        let server = async {
+            loop {
+                let (mut connection, _) = listener.accept().await.unwrap();
+                // Its greeting is read to the end: what is unread makes the end a reset, which may overtake the alert.
+                let mut head = [0; 5];
+                connection.read_exact(&mut head).await.unwrap();
+                let mut greeting = vec![0; usize::from(u16::from_be_bytes([head[3], head[4]]))];
+                connection.read_exact(&mut greeting).await.unwrap();
+                // A record of the kind alert, by TLS 1.2, two bytes long: fatal, and which.
+                connection.write_all(&[21, 3, 3, 0, 2, 2, code]).await.unwrap();
+            }
+        };
+        let manager = manager_at(&ground, &url, &ca.cert.pem(), "").await;
+        let error = tokio::select! {
+            hints = wait(manager.hints()) => hints.unwrap_err(),
+            () = server => unreachable!(),
+        };
+        assert!(matches!(error, Error::Refused { .. }), "{error:?}");
+        let text = error.to_string();
+        assert!(text.contains(says) && text.contains(alert) && text.contains("right would be"), "{text}");
+    }
 }
 
 /// Whoever makes kubeconfigs from a template has such, and to client-go they are not there.

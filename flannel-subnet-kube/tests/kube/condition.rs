@@ -50,6 +50,25 @@ async fn the_condition_follows_what_it_is_told() {
 }
 
 #[tokio::test]
+async fn what_an_earlier_boot_said_is_withdrawn_and_nothing_else() {
+    let ground = Ground::new(V4);
+    let (manager, _views) = ground.following().await;
+    let condition = || ground.server.condition("me", "NetworkUnavailable");
+    manager.withdraw_condition("it begins").await.unwrap();
+    assert_eq!(condition(), None, "it is not there, which is no promise");
+    let (_tell, told) = watch::channel(Some(Network::Available));
+    tokio::select! {
+        never = manager.keep_condition(told) => match never {},
+        () = until(|| condition().is_some_and(|now| now["status"] == "False")) => {}
+    }
+    manager.withdraw_condition("it begins").await.unwrap();
+    let now = condition().unwrap();
+    assert_eq!((&now["status"], &now["message"]), (&json!("True"), &json!("it begins")));
+    manager.withdraw_condition("in other words").await.unwrap();
+    assert_eq!(condition().unwrap(), now);
+}
+
+#[tokio::test]
 async fn another_reason_is_no_transition() {
     let ground = Ground::new(V4);
     let (manager, _views) = ground.following().await;

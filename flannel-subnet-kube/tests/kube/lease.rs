@@ -138,6 +138,49 @@ async fn a_node_that_comes_back_with_its_pod_cidr_has_its_lease_again() {
     }
 }
 
+/// As when the network is built anew for another reason: it must not be given up meanwhile.
+#[tokio::test]
+async fn a_lease_stays_in_force_while_none_can_be_made_of_the_node() {
+    let ground = Ground::new(V4);
+    let mut node = blank(&["10.1.1.0/24"]);
+    node["metadata"]["annotations"] = json!({ format!("{PREFIX}node-public-ip"): "198.51.100.5" });
+    ground.server.put_node("me", node.clone());
+    let (manager, _) = ground.following().await;
+    let held = manager.acquire_lease(&vxlan()).await.unwrap();
+    let hints = manager.hints().await.unwrap();
+    let others = attrs("vxlan", &["192.0.2.1"], [Some(r#"{"VNI":7,"VtepMAC":"0a:00:00:00:00:01"}"#), None]);
+    let mut malformed = node.clone();
+    malformed["metadata"]["annotations"][format!("{PREFIX}public-ip-overwrite")] = json!("nonsense");
+    let patches = ground.server.count("PATCH");
+    for wrong in [None, Some(blank(&[])), Some(blank(&["10.9.0.0/24"])), Some(malformed)] {
+        match &wrong {
+            None => ground.server.delete_node("me"),
+            Some(node) => ground.server.put_node("me", node.clone()),
+        }
+        if wrong.is_none() {
+            assert_eq!(manager.hints().await.unwrap(), hints);
+        }
+        manager.hints().await.unwrap();
+        let kept = manager.acquire_lease(&others).await.unwrap_or_else(|error| panic!("{wrong:?}: {error}"));
+        assert_eq!((kept.subnets, &kept.attrs), (held.subnets, &others), "{wrong:?}");
+        assert_eq!(ground.server.count("PATCH"), patches, "it is not this node's to publish: {wrong:?}");
+        // Who has never had one waits.
+        let error = ground.manager("me").await.acquire_lease(&others).await.unwrap_err();
+        assert!(matches!(error, Error::NotReady { .. }), "{error:?}");
+    }
+    // Whoever holds it publishes it once there is something to publish it on.
+    let kept = manager.acquire_lease(&others).await.unwrap();
+    let story = async {
+        ground.server.put_node("me", node);
+        let data = || ground.server.annotation("me", &format!("{PREFIX}backend-data"));
+        until(|| data().is_some_and(|data| data.contains("\"VNI\":7"))).await;
+    };
+    tokio::select! {
+        end = manager.hold_lease(&kept) => panic!("{end:?}"),
+        () = story => {}
+    }
+}
+
 #[tokio::test]
 async fn pod_cidrs_from_which_no_lease_can_be_made_lose_it_and_do_not_move_it() {
     for (config, own, wrong) in [

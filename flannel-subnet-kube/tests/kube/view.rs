@@ -1,5 +1,7 @@
 //! Everybody's leases: what changes them, what does not, and what is told of wrong ones.
 
+use std::time::Duration;
+
 use flannel_core::{Origin, SubnetManager};
 use serde_json::json;
 
@@ -153,6 +155,35 @@ async fn what_a_late_server_remembers_is_not_taken_for_what_is() {
     until(|| leases(&views.borrow()) == ["10.1.2.0-24 vxlan 192.0.2.2", "10.1.3.0-24 vxlan 192.0.2.3"]).await;
     assert!(matches!(views.borrow().origin, Origin::Live { .. }));
     assert_eq!(ground.server.count("limit="), 0, "the server's store is spared");
+}
+
+/// As when the server is cut off from its store's news, or its cache has got stuck.
+#[tokio::test]
+async fn a_server_that_stays_behind_is_asked_for_what_its_store_holds() {
+    let ground = Ground::new(V4);
+    ground.server.put_node("me", blank(&["10.1.1.0/24"]));
+    let many = (0..600).map(|n| {
+        let cidr = format!("10.1.{}.{}/30", n / 64, n % 64 * 4);
+        (format!("node-{n}"), peer(&cidr, "192.0.2.9", "0a:00:00:00:00:02"))
+    });
+    ground.server.fill(many);
+    ground.server.put_node_unseen("new", peer("10.1.250.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
+    ground.server.heartbeat("me");
+    let manager = ground.manager("me").await;
+    let views = manager.watch_leases().await.unwrap();
+    until(|| ground.server.count("NotOlderThan") >= 2).await;
+    assert_eq!(ground.server.count("limit="), 0, "it is waited for");
+    tokio::time::pause();
+    tokio::time::advance(Duration::from_secs(11)).await;
+    tokio::time::resume();
+    until(|| views.borrow().leases.len() == 601).await;
+    assert_eq!((ground.server.count("limit=500"), ground.server.count("continue=")), (2, 1));
+    // The watch goes on from there, once the server hears of news.
+    until(|| ground.server.count("watch=") == 1).await;
+    ground.server.delete_node("new");
+    ground.server.show_all();
+    until(|| views.borrow().leases.len() == 600).await;
+    assert_eq!(ground.server.count("limit=500"), 2);
 }
 
 #[tokio::test]

@@ -136,8 +136,18 @@ async fn forbidden_says_which_verb_on_which_resource() {
         says(&error, &[&format!("the verb {verb:?} on the resource {resource:?}"), "system:serviceaccount"]);
         ground.server.permit_all();
     }
-    ground.server.forbid("list", "nodes");
+    // Where the pod is to say which node this is.
+    ground.server.put_pod("kube-flannel", "flannel-x", "me");
     ground.server.forbid("get", "pods");
+    let pod = NodeIdentity::Pod { namespace: "kube-flannel".into(), name: "flannel-x".into() };
+    let in_pod = KubeManager::open(KubeOptions { identity: pod, ..ground.options("") }).await.unwrap();
+    for error in [in_pod.hints().await.unwrap_err(), in_pod.watch_leases().await.unwrap_err()] {
+        assert!(matches!(error, Error::Refused { .. }), "{error:?}");
+        says(&error, &["the verb \"get\" on the resource \"pods\"", "system:serviceaccount"]);
+    }
+    ground.server.permit_all();
+    in_pod.hints().await.unwrap();
+    ground.server.forbid("list", "nodes");
     let views = manager.watch_leases().await.unwrap();
     let told = |text: &str| manager.store_status().last_error.is_some_and(|(error, _)| error.contains(text));
     until(|| told("the verb \"list\" on the resource \"nodes\"")).await;
