@@ -6,6 +6,7 @@ use std::{fs, io};
 
 use serde_json::{Value, json};
 
+use crate::schema;
 use crate::template::Template;
 use crate::yaml::documents;
 
@@ -14,6 +15,8 @@ use crate::yaml::documents;
 pub struct Chart {
     /// `values.yaml`.
     pub values: Value,
+    /// `values.schema.json`: what kinds of values it takes.
+    pub schema: Value,
     /// What is in `templates/`.
     pub templates: BTreeMap<String, Template>,
 }
@@ -33,6 +36,9 @@ impl Chart {
             .pop()
             .filter(|_| values.is_empty())
             .ok_or_else(|| wrong(&path, &"expected one document"))?;
+        let path = dir.join("values.schema.json");
+        let schema =
+            serde_json::from_str(&fs::read_to_string(&path)?).map_err(|error| wrong(&path, &error))?;
         let mut templates = BTreeMap::new();
         for entry in fs::read_dir(dir.join("templates"))? {
             let path = entry?.path();
@@ -40,16 +46,17 @@ impl Chart {
                 Template::parse(&fs::read_to_string(&path)?).map_err(|error| wrong(&path, &error))?;
             templates.insert(path.file_name().unwrap_or_default().to_string_lossy().into_owned(), template);
         }
-        Ok(Self { values, templates })
+        Ok(Self { values, schema, templates })
     }
 
     /// The objects that the chart yields for `values` over its defaults, in a namespace.
     ///
     /// # Errors
-    /// A template cannot be rendered, or yields no YAML; the message names the template and shows what it yields.
+    /// A value is not of the type that the schema wants; a template cannot be rendered, or yields no YAML; the message names the template and shows what it yields.
     pub fn render(&self, namespace: &str, values: &Value) -> Result<Vec<Value>, String> {
         let mut all = self.values.clone();
         merge(&mut all, values);
+        schema::judge(&self.schema, &all, "")?;
         let root = json!({ "Values": all, "Release": { "Namespace": namespace } });
         let mut objects = Vec::new();
         for (name, template) in &self.templates {
@@ -90,7 +97,8 @@ mod tests {
     #[test]
     fn what_a_template_yields_must_be_yaml() {
         let template = Template::parse("a: {{ .Values.a }}").unwrap();
-        let chart = Chart { values: json!({ "a": 1 }), templates: [("a.yaml".to_owned(), template)].into() };
+        let (values, schema) = (json!({ "a": 1 }), json!({}));
+        let chart = Chart { values, schema, templates: [("a.yaml".to_owned(), template)].into() };
         assert_eq!(chart.render("x", &json!({})).unwrap(), [json!({ "a": 1 })]);
         let error = chart.render("x", &json!({ "a": "[1" })).unwrap_err();
         assert!(error.starts_with("a.yaml: not YAML: ") && error.ends_with("\na: [1"), "{error}");

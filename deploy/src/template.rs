@@ -1,7 +1,7 @@
 //! The language of templates, as far as the chart needs it. The one thing to know: whatever it does not know is an error, so
 //! that a chart which leaves the subset fails the tests.
 //!
-//! **Source**: Go `text/template`; sprig's `quote`, `nindent`; helm's `toYaml`.
+//! **Source**: Go `text/template`; sprig's `quote`, `nindent`, `int`; helm's `toYaml`.
 
 use serde_json::{Number, Value};
 
@@ -231,7 +231,7 @@ fn word(text: &str) -> Result<(Word, &str), String> {
     Ok((word, rest))
 }
 
-const FUNCTIONS: [&str; 3] = ["quote", "toYaml", "nindent"];
+const FUNCTIONS: [&str; 4] = ["quote", "toYaml", "nindent", "int"];
 
 fn call(name: &str, arguments: &[Value]) -> Result<Value, String> {
     Ok(match (name, arguments) {
@@ -241,6 +241,8 @@ fn call(name: &str, arguments: &[Value]) -> Result<Value, String> {
             return Err(format!("{number} is more than helm knows exactly: right would be a text in quotes"));
         }
         ("toYaml", [value]) => to_yaml(value).into(),
+        ("int", [Value::Number(number)]) => (number.as_f64().unwrap_or_default() as i64).into(),
+        ("int", [Value::String(text)]) => text.parse::<i64>().unwrap_or_default().into(),
         ("nindent", [spaces, text]) => {
             let (Some(spaces), Some(text)) = (spaces.as_u64(), text.as_str()) else {
                 return Err("nindent wants a number and a text".into());
@@ -351,7 +353,8 @@ mod tests {
     #[test]
     fn templates_are_rendered_as_helm_does() {
         let values = json!({ "a": "x\n\"y\" é", "num": 51820, "t": true, "l": [1, "b"], "m": { "k": "v" }, "e": "", "z": 0,
-            "big": -999_999, "small": 0.0001, "whole": 1.0, "bigger": 9_007_199_254_740_992_u64, "date": 20_261_121 });
+            "big": -999_999, "small": 0.0001, "whole": 1.0, "bigger": 9_007_199_254_740_992_u64, "date": 20_261_121,
+            "zero": "0", "port": "9000" });
         for (template, expected) in [
             ("a {{ .Values.num }} b", "a 51820 b"),
             ("a {{- .Values.num -}} b", "a51820b"),
@@ -365,6 +368,11 @@ mod tests {
                 "{{ if .Values.e }}1{{ else }}2{{ end }}{{ if .Values.z }}3{{ end }}{{ if .Values.t }}4{{ else }}5{{ end }}",
                 "24",
             ),
+            (
+                "{{ if int .Values.z }}1{{ end }}{{ if int .Values.zero }}2{{ end }}{{ if int .Values.port }}3{{ end }}",
+                "3",
+            ),
+            ("{{ int .Values.num }} {{ .Values.port | int }} {{ int .Values.a }}", "51820 9000 0"),
             ("{{ if .Values.absent }}1{{ end }}{{ if .Values.l }}2{{ end }}", "2"),
             ("{{ with .Values.m }}{{ .k }}{{ end }}{{ with .Values.e }}x{{ end }}", "v"),
             ("l:\n  {{- toYaml .Values.m | nindent 2 }}\nx", "l:\n  \"k\": \"v\"\nx"),
@@ -411,6 +419,7 @@ mod tests {
             "{{ .Values.l }}",
             "{{ .Values.l | nindent 2 }}",
             "{{ quote .Values.n .Values.n }}",
+            "{{ int .Values.l }}",
             "{{ .Values.n 1 }}",
         ] {
             rendered(template, &values).unwrap_err();

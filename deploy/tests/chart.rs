@@ -163,6 +163,35 @@ fn a_port_in_quotes_is_that_port() {
         assert_eq!(main["args"], json!(["--healthz-port=9000"]));
         assert_eq!(main["ports"][0]["containerPort"], 9000);
     }
+    for off in [json!(0), json!("0")] {
+        let objects = rendered(&json!({ "flannel": { "healthz": { "port": off }, "args": [] } }));
+        let main = container(&objects, "kube-flannel");
+        assert_eq!(main["args"], json!(["--healthz-port=0"]));
+        for absent in ["ports", "livenessProbe", "readinessProbe"] {
+            assert!(main[absent].is_null(), "{off}: {absent}");
+        }
+    }
+}
+
+/// `--set-string netpol.enabled=false` would be a privileged container that nobody wants: any text is true to a template.
+#[test]
+fn what_is_true_or_false_is_no_text() {
+    let chart = Chart::read(&file("chart/flannel")).unwrap();
+    for (path, kind) in [
+        ("netpol.enabled", "netpol"),
+        ("flannel.skipCNIConfigInstallation", "flannel"),
+        ("flannel.enableNFTables", "flannel"),
+        ("flannel.directRouting", "flannel"),
+        ("flannel.GBP", "flannel"),
+    ] {
+        let name = path.split_once('.').unwrap().1;
+        for text in ["false", "true", "0", ""] {
+            let error = chart.render("kube-flannel", &json!({ kind: { name: text } })).unwrap_err();
+            assert_eq!(error, format!("{path}: {text:?} is not of type boolean"));
+        }
+        rendered(&json!({ kind: { name: false } }));
+        rendered(&json!({ kind: { name: true } }));
+    }
 }
 
 /// helm would ask for the image `flannel:2.0261121e+07`.

@@ -52,14 +52,116 @@ fn the_image_has_every_program_where_manifests_look_for_it() {
         let program = container["command"][0].as_str().unwrap().trim_start_matches('/');
         assert!(names.contains(&program), "{program}");
     }
-    // docker cannot be run here; what it is told must name what is tested here.
-    let dockerfile = include_str!("../../Dockerfile");
-    for line in [
-        "    deploy/build-image-root.sh /image",
-        "COPY --from=build /image/ /",
-        "ENTRYPOINT [\"/opt/bin/flanneld\"]",
-    ] {
-        assert!(dockerfile.lines().any(|known| known == line), "{line}");
+}
+
+/// A stage of the Dockerfile: its instructions, from `FROM` on, each with what follows it in one line.
+type Stage = Vec<(String, String)>;
+
+fn stages() -> Vec<Stage> {
+    let text = include_str!("../../Dockerfile");
+    let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
+    let mut stages: Vec<Stage> = Vec::new();
+    for line in lines.join("\n").replace("\\\n", " ").lines().filter(|line| !line.is_empty()) {
+        let (instruction, rest) = line.split_once(' ').unwrap();
+        if instruction == "FROM" {
+            stages.push(Vec::new());
+        }
+        let words: Vec<&str> = rest.split_whitespace().collect();
+        stages.last_mut().unwrap().push((instruction.to_owned(), words.join(" ")));
+    }
+    stages
+}
+
+/// What the instructions of one kind say.
+fn of<'a>(stage: &'a Stage, instruction: &str) -> Vec<&'a str> {
+    stage.iter().filter(|(known, _)| known == instruction).map(|(_, rest)| rest.as_str()).collect()
+}
+
+/// The commands that a stage runs, without docker's own options.
+fn commands(stage: &Stage) -> Vec<String> {
+    let plain = |run: &str| {
+        run.split(' ')
+            .skip_while(|word| word.starts_with("--mount=type=cache,"))
+            .collect::<Vec<_>>()
+            .join(" ")
+    };
+    of(stage, "RUN")
+        .into_iter()
+        .flat_map(|run| plain(run).split(" && ").map(str::to_owned).collect::<Vec<_>>())
+        .collect()
+}
+
+/// Docker cannot be run here. So what it is told is read: beyond Debian's packages there is nothing in the image but what the script
+/// makes, which is run here.
+#[test]
+fn the_dockerfile_does_nothing_that_is_not_tested_here() {
+    let stages = stages();
+    let [build, last] = &stages[..] else { panic!("expected two stages: {stages:?}") };
+
+    let needs =
+        include_str!("../build-image-root.sh").split_once("(Debian: ").unwrap().1.split_once(')').unwrap().0;
+    let mut packages: Vec<&str> = needs.split_whitespace().filter(|word| *word != "#").collect();
+    packages.sort_unstable();
+    let install = format!("apt-get install -y --no-install-recommends {}", packages.join(" "));
+    let script = "deploy/build-image-root.sh";
+    assert_eq!(commands(build), ["apt-get update".to_owned(), install, format!("{script} /image")]);
+    assert_eq!(
+        (of(build, "WORKDIR"), of(build, "COPY"), of(build, "ARG")),
+        (vec!["/src"], vec![". ."], vec!["FLANNEL_COMMIT="])
+    );
+    assert_eq!(fs::metadata(file("..").join(script)).unwrap().permissions().mode() & 0o111, 0o111);
+    // Whatever cargo needs, which is there or this would not have been built, is not kept away from docker.
+    let ignored = include_str!("../../.dockerignore");
+    let cargo = include_str!("../../Cargo.toml");
+    let members =
+        cargo.split_once("members = [").unwrap().1.split_once(']').unwrap().0.split('"').skip(1).step_by(2);
+    for needed in members.chain([
+        ".cargo",
+        "Cargo.toml",
+        "Cargo.lock",
+        "deploy/build-image-root.sh",
+        "README.md",
+        "docs",
+    ]) {
+        let is_in = |pattern: &str| {
+            let pattern = pattern.trim_matches('/').trim_end_matches('*');
+            needed == pattern || needed.starts_with(&format!("{pattern}/"))
+        };
+        assert!(!ignored.lines().any(is_in), "{needed}");
+    }
+    // What was linked there finds its C library here, and the compiler is new enough.
+    let (rust, debian) = (of(build, "FROM")[0], of(last, "FROM")[0]);
+    let (version, release) =
+        rust.strip_prefix("rust:").unwrap().strip_suffix(" AS build").unwrap().split_once("-slim-").unwrap();
+    assert_eq!(debian, format!("debian:{release}-slim"));
+    let minor = |version: &str| version.split('.').nth(1).unwrap().parse::<u32>().unwrap();
+    assert!(minor(version) >= minor(env!("CARGO_PKG_RUST_VERSION")), "{version}");
+
+    let iptables =
+        |v: &str| format!("update-alternatives --set ip{v}tables \"/usr/sbin/ip{v}tables-$IPTABLES\"");
+    let debians = [
+        "apt-get update",
+        "apt-get install -y --no-install-recommends ca-certificates iptables",
+        "rm -rf /var/lib/apt/lists/*",
+    ];
+    let expected = [&debians.map(str::to_owned)[..], &[iptables(""), iptables("6")]].concat();
+    assert_eq!((commands(last), of(last, "ARG")), (expected, vec!["IPTABLES=nft"]));
+    assert_eq!(of(last, "COPY"), ["--from=build /image/ /"]);
+    // Root, as docs/kubernetes.md says why, with what the manifest adds and no more: none is given to a file.
+    assert!(of(last, "USER").is_empty() && !stages.iter().flatten().any(|(_, rest)| rest.contains("setcap")));
+    let entry: Vec<String> = serde_json::from_str(of(last, "ENTRYPOINT")[0]).unwrap();
+    assert_eq!(entry, ["/opt/bin/flanneld"]);
+    let path = of(last, "ENV")[0].strip_prefix("PATH=").unwrap();
+    assert!(path.starts_with("/opt/bin:") && path.split(':').any(|dir| dir == "/usr/sbin"), "{path}");
+    let objects = manifest();
+    let pod = &of_kind(&objects, "DaemonSet")["spec"]["template"]["spec"];
+    let docs = include_str!("../../docs/kubernetes.md");
+    for container in ["initContainers", "containers"].iter().flat_map(|kind| pod[kind].as_array().unwrap()) {
+        assert!(container["securityContext"]["runAsNonRoot"].is_null(), "the image is root's");
+        for capability in container["securityContext"]["capabilities"]["add"].as_array().unwrap() {
+            let why = format!("- **{}**, of ", capability.as_str().unwrap());
+            assert!(docs.contains(&why), "docs/kubernetes.md does not say what {capability} is for");
+        }
     }
 }
 

@@ -49,7 +49,7 @@ fn add(call: &Call, conf: &NetConf) -> Result<Vec<u8>> {
     say(&format!("delegateAdd: netconf sent to delegate plugin:\n{}", String::from_utf8_lossy(&bytes)));
 
     let state = State::new(&conf.data_dir, &call.container, &call.ifname);
-    let (earlier, attached) = (state.load_own()?, state.load()?.is_some());
+    let (earlier, attached) = (state.load_own()?, state.load(&conf.name)?.is_some());
     state.save(&bytes)?;
     let answer = delegate.run(Command::Add, call, &bytes).and_then(|answer| result(answer, &delegate_conf));
     let Err(error) = answer else { return answer };
@@ -91,7 +91,7 @@ fn del(call: &Call, conf: &NetConf) -> Result<()> {
     }
     let call = &call;
     let state = State::new(&conf.data_dir, &call.container, &call.ifname);
-    let Some(saved) = state.load()? else { return Ok(()) };
+    let Some(saved) = state.load(&conf.name)? else { return Ok(()) };
     let Some(delegate_conf) = DelegateConf::from_saved(&saved) else {
         // An error would come again with every retry, and the container would never go away.
         say(&format!("{} holds no network config: nothing to undo", state.path().display()));
@@ -112,7 +112,7 @@ fn del(call: &Call, conf: &NetConf) -> Result<()> {
 fn check(call: &Call, conf: &NetConf) -> Result<()> {
     conf.require(SpecVersion::WITH_CHECK, "CHECK")?;
     let state = State::new(&conf.data_dir, &call.container, &call.ifname);
-    let saved = state.load()?.ok_or_else(|| {
+    let saved = state.load(&conf.name)?.ok_or_else(|| {
         let msg = format!("nothing is known of interface {} of container {}", call.ifname, call.container);
         Error::new(Code::UNKNOWN_CONTAINER, msg)
             .with_details(&format!("{} is not there", state.path().display()))
@@ -194,7 +194,7 @@ fn gc(call: &Call, conf: &NetConf) -> Result<()> {
 
 /// DEL for an interface whose container is gone; nothing if it is another network's.
 fn undo(state: &State, call: &Call, conf: &NetConf) -> Result<()> {
-    let Some(saved) = state.load()? else { return Ok(()) };
+    let Some(saved) = state.load_own()? else { return Ok(()) };
     let Some(delegate_conf) = DelegateConf::from_saved(&saved) else {
         say(&format!("{} holds no network config: nothing to undo", state.path().display()));
         return Ok(());

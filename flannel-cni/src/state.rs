@@ -9,6 +9,7 @@ use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use crate::delegate_conf::DelegateConf;
 use crate::error::{Code, Error, Result};
 
 /// What is kept of one container's interface.
@@ -64,11 +65,12 @@ impl State {
         absent_is_none(fs::read(&path)).map_err(|error| failed("read", &path, &error))
     }
 
-    /// What was saved, by this plugin or by the Go plugin; `None` if nothing was.
+    /// What was saved, by this plugin or for this network by the Go plugin; `None` if nothing was. The Go plugin's file does not say
+    /// of which interface it is: one of another network is another's, who still needs it.
     ///
     /// # Errors
     /// [`Code::IO`].
-    pub(crate) fn load(&self) -> Result<Option<Vec<u8>>> {
+    pub(crate) fn load(&self, network: &str) -> Result<Option<Vec<u8>>> {
         if let Some(own) = self.load_own()? {
             return Ok(Some(own));
         }
@@ -78,7 +80,11 @@ impl State {
             // Another interface's file of ours.
             _ => Ok(None),
         };
-        absent_is_none(read()).map(Option::flatten).map_err(|error| failed("read", &path, &error))
+        let saved =
+            absent_is_none(read()).map(Option::flatten).map_err(|error| failed("read", &path, &error))?;
+        let is_of_it =
+            |saved: &Vec<u8>| DelegateConf::from_saved(saved).is_none_or(|conf| conf.network() == network);
+        Ok(saved.filter(is_of_it))
     }
 
     /// Keeps `conf`; it is on the disk when this returns.
@@ -221,9 +227,9 @@ mod tests {
         let parent = tempfile::tempdir().unwrap();
         let dir = parent.path().join("cni/flannel");
         let (eth0, net1) = (State::new(&dir, "c1", "eth0"), State::new(&dir, "c1", "net1"));
-        assert_eq!(eth0.load().unwrap(), None);
+        assert_eq!(eth0.load("net").unwrap(), None);
         eth0.save(b"one").unwrap();
-        assert_eq!(net1.load().unwrap(), None, "what is linked is another interface's");
+        assert_eq!(net1.load("net").unwrap(), None, "what is linked is another interface's");
         net1.save(b"two").unwrap();
         assert_eq!(names(&dir), ["c1", "c1:eth0", "c1:net1"]);
         assert_eq!(fs::read(dir.join("c1")).unwrap(), b"one");
@@ -231,11 +237,14 @@ mod tests {
         assert_eq!((mode(&dir), mode(&eth0.path())), (0o700, 0o600));
         eth0.save(b"three").unwrap();
         assert_eq!(
-            (eth0.load().unwrap().unwrap(), fs::read(dir.join("c1")).unwrap()),
+            (eth0.load("net").unwrap().unwrap(), fs::read(dir.join("c1")).unwrap()),
             (b"three".into(), b"three".into())
         );
         eth0.forget().unwrap();
-        assert_eq!((names(&dir), net1.load().unwrap().unwrap()), (vec!["c1:net1".to_owned()], b"two".into()));
+        assert_eq!(
+            (names(&dir), net1.load("net").unwrap().unwrap()),
+            (vec!["c1:net1".to_owned()], b"two".into())
+        );
         net1.forget().unwrap();
         net1.forget().unwrap();
         assert_eq!(names(&dir), [""; 0]);
@@ -246,14 +255,17 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let state = State::new(dir.path(), "c1", "eth0");
         fs::write(dir.path().join("c1"), "go's").unwrap();
-        assert_eq!((state.load().unwrap().unwrap(), state.load_own().unwrap()), (b"go's".into(), None));
+        assert_eq!((state.load("net").unwrap().unwrap(), state.load_own().unwrap()), (b"go's".into(), None));
         state.save(b"ours").unwrap();
         state.save(b"ours again").unwrap();
         assert_eq!(fs::read(dir.path().join("c1")).unwrap(), b"go's");
         state.forget().unwrap();
-        assert_eq!(state.load().unwrap().unwrap(), b"go's");
+        assert_eq!(state.load("net").unwrap().unwrap(), b"go's");
         state.forget().unwrap();
         assert_eq!(names(dir.path()), [""; 0]);
+        let of_net = br#"{"type":"bridge","name":"net"}"#;
+        fs::write(dir.path().join("c1"), of_net).unwrap();
+        assert_eq!((state.load("other").unwrap(), state.load("net").unwrap()), (None, Some(of_net.to_vec())));
     }
 
     #[test]
@@ -274,7 +286,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let state = State::new(&dir.path().join("file"), "c1", "eth0");
         fs::write(dir.path().join("file"), "").unwrap();
-        for error in [state.save(b"x").unwrap_err(), state.load().unwrap_err(), state.forget().unwrap_err()] {
+        for error in
+            [state.save(b"x").unwrap_err(), state.load("net").unwrap_err(), state.forget().unwrap_err()]
+        {
             assert!(error.code == Code::IO && error.msg.contains("file/c1"), "{error}");
         }
     }

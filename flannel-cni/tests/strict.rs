@@ -341,6 +341,27 @@ fn what_the_go_plugin_connected_is_checked_and_disconnected() {
     assert_eq!(host.called()[0].conf, DELEGATE);
 }
 
+/// The Go plugin's file is of a container, and does not say of which interface. It must not go with another network's, however often
+/// runtimes ask.
+#[test]
+fn del_of_another_network_leaves_what_the_go_plugin_connected() {
+    let host = Host::new();
+    fs::create_dir(host.path("state")).unwrap();
+    fs::write(host.path("state/c1"), DELEGATE).unwrap();
+    let other = json!({ "name": "other" });
+    // Its ADD failed before it saved anything; then it was connected.
+    host.call("DEL", NET1, &other).unwrap();
+    host.call("ADD", NET1, &other).unwrap();
+    host.call("DEL", NET1, &other).unwrap();
+    host.called();
+    host.call("DEL", NET1, &other).unwrap();
+    assert_eq!((host.called(), host.state()), (vec![], vec!["c1".into()]));
+    let error = host.call("CHECK", NET1, &other).unwrap_err();
+    assert_eq!(error["code"], 3, "{error}");
+    host.call("DEL", ETH0, &json!({})).unwrap();
+    assert_eq!((host.called()[0].conf.as_str(), host.state()), (DELEGATE, vec![]));
+}
+
 #[test]
 fn check_asks_the_delegate_in_the_configs_version() {
     let host = Host::new();
@@ -464,6 +485,32 @@ fn bad_input_gets_an_error_object_and_changes_nothing() {
         assert!(error["code"] == code && error["msg"].as_str().unwrap().contains(says), "{error}");
         assert!(error["cniVersion"].is_string(), "{error}");
     }
+    // Whatever is asked for, with a state that only a whole config may touch.
+    let saved = host.path("state/c1:eth0");
+    fs::create_dir(host.path("state")).unwrap();
+    fs::write(&saved, DELEGATE).unwrap();
+    for command in ["ADD", "DEL", "CHECK", "STATUS", "GC"] {
+        let unknown = whole.replace("1.1.0", "9.9.9");
+        let wrong_path = whole.replace(r#""name""#, r#""dataDir":7,"name""#);
+        for (conf, code, says) in [
+            ("", 6, "one JSON object"),
+            ("[]", 6, "one JSON object"),
+            ("\u{fffd}", 6, "one JSON object"),
+            (&whole[..whole.len() - 1], 6, "one JSON object"),
+            (&*format!("{whole} {whole}"), 6, "one JSON object"),
+            (&*unknown, 1, "incompatible CNI versions"),
+            (r#"{"cniVersion":"1.1.0","type":"flannel"}"#, 7, "missing network name"),
+            (r#"{"cniVersion":"1.1.0","type":"flannel","name":"a/b"}"#, 7, "network name"),
+            (&*wrong_path, 7, "dataDir"),
+        ] {
+            let error = answer(&host.output(command, ETH0, conf, &[])).unwrap_err();
+            let said = format!("{} {}", error["msg"], error["details"]);
+            assert!(error["code"] == code && said.contains(says), "{command} {conf}: {error}");
+            assert!(error["cniVersion"].is_string(), "{command} {conf}: {error}");
+        }
+        assert_eq!(fs::read_to_string(&saved).unwrap(), DELEGATE, "{command}");
+    }
+    fs::remove_dir_all(host.path("state")).unwrap();
     let own = Attach::new("c1", "eth0", Path::new("/proc/self/ns/net"));
     let output = call(&flannel(), "ADD", &own, host.path("bin").to_str().unwrap(), &whole, None, &[]);
     assert_eq!(answer(&output).unwrap_err()["code"], 8);
