@@ -8,6 +8,7 @@ command -v ip >/dev/null || [ -x /usr/sbin/ip ] || [ -x /sbin/ip ] || needs+=(ip
 command -v sysctl >/dev/null || [ -x /usr/sbin/sysctl ] || [ -x /sbin/sysctl ] || needs+=(procps)
 command -v unshare >/dev/null || needs+=(util-linux)
 command -v mount >/dev/null || needs+=(mount)
+command -v script >/dev/null || needs+=(bsdutils)
 PATH="$PATH:/usr/sbin:/sbin" command -v iptables-nft >/dev/null || needs+=(iptables)
 PATH="$PATH:/usr/sbin:/sbin" command -v nft >/dev/null || needs+=(nftables)
 command -v strace >/dev/null || needs+=(strace)

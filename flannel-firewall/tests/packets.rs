@@ -25,6 +25,7 @@ in_every_mode!(
     the_rules_follow_what_is_wanted,
     pods_are_forwarded_where_others_are_not,
     a_change_leaves_no_moment_without_rules,
+    source_ports_are_random_unless_that_is_not_wanted,
 );
 
 async fn packets_are_masqueraded_as_the_rules_say(ground: Ground, kind: Kind) {
@@ -104,6 +105,26 @@ async fn pods_are_forwarded_where_others_are_not(ground: Ground, kind: Kind) {
         running.want(rules_of(Place::Pod, Wish { forward: false, ..ALL })).await;
         for family in Family::BOTH {
             assert_eq!(forwarded(&ground, family), [false; 3], "{family}");
+        }
+    }
+}
+
+/// Where nobody else has the port, masquerading keeps it, unless ports are to be chosen at random.
+async fn source_ports_are_random_unless_that_is_not_wanted(ground: Ground, kind: Kind) {
+    const CALLS: usize = 5;
+    let mut running = Running::start(&ground, kind, Rules::default(), RESYNC).await;
+    for fully_random in [false, true, false] {
+        running.want(rules_of(Place::Pod, Wish { fully_random, ..ALL })).await;
+        for family in Family::BOTH {
+            let calls: Vec<_> = (0..CALLS).map(|_| ground.ports(family)).collect();
+            let kept = calls.iter().filter(|(own, seen)| own == seen).count();
+            // Of 64,000 ports chance hits the own one hardly ever, and never so often.
+            assert_eq!(kept == CALLS, !fully_random, "{family}, random {fully_random}: {calls:?}");
+            let seen = match kind {
+                Kind::Nftables => nft("list ruleset"),
+                _ => ground.tools.save(kind, family),
+            };
+            assert_eq!(seen.contains("random"), fully_random, "{family}: {seen}");
         }
     }
 }

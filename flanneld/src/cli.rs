@@ -75,7 +75,7 @@ pub struct Options {
     pub iface: Vec<String>,
 
     /// The same by regular expression, matched against addresses first and names second; after all --iface
-    #[arg(long, value_name = "REGEX", help_heading = "External interface")]
+    #[arg(long, value_name = "REGEX", value_parser = regex, help_heading = "External interface")]
     pub iface_regex: Vec<String>,
 
     /// Take the interface by which this address is reached, if nothing above fits
@@ -195,15 +195,7 @@ impl Options {
                 args.insert(1.min(args.len()), arg);
             }
         }
-        let from = |text: &str| {
-            let flag =
-                |flag: &str| [" ", ":", "=", "["].iter().any(|end| text.contains(&format!("--{flag}{end}")));
-            variables.iter().find(|(name, _)| flag(name)).map(|(_, name)| name.as_str())
-        };
-        let usage = |text: String| match from(&text) {
-            Some(name) => Error::Usage(format!("{text}\n(the value comes from the environment: {name})\n")),
-            None => Error::Usage(text),
-        };
+        let usage = |text: String| Error::Usage(with_variable(text, &variables));
         let matches = command.try_get_matches_from(args).map_err(|error| match error.use_stderr() {
             true => usage(with_advice(&error)),
             false => Error::Help(error.render().to_string()),
@@ -211,6 +203,10 @@ impl Options {
         let mut options =
             Self::from_arg_matches(&matches).map_err(|error| Error::Usage(error.to_string()))?;
         options.kube.complete(&env).map_err(usage)?;
+        #[cfg(feature = "etcd")]
+        if options.registry == RegistryUrl::Etcd && !options.kube.kube_subnet_mgr {
+            options.etcd.check().map_err(usage)?;
+        }
         crate::log_filter(options.log_filter()).map_err(usage)?;
         let is_given = |id: &&str| matches.value_source(id) == Some(ValueSource::CommandLine);
         let kube = options.kube.without_effect().iter().copied();
@@ -253,6 +249,24 @@ impl Options {
     /// How long before its end the lease is renewed.
     pub fn renew_margin(&self) -> Duration {
         Duration::from_secs(60 * self.subnet_lease_renew_margin.unsigned_abs())
+    }
+}
+
+/// What is wrong, and the variable that it comes from, if it does; `variables` are flags and their variables.
+pub(crate) fn with_variable(text: String, variables: &[(String, String)]) -> String {
+    let tells_of =
+        |flag: &str| [" ", ":", "=", "["].iter().any(|end| text.contains(&format!("--{flag}{end}")));
+    match variables.iter().find(|(flag, _)| tells_of(flag)) {
+        Some((_, name)) => format!("{text}\n(the value comes from the environment: {name})\n"),
+        None => text,
+    }
+}
+
+/// A regular expression, as it is written.
+fn regex(text: &str) -> Result<String, String> {
+    match regex_lite::Regex::new(text) {
+        Ok(_) => Ok(text.to_owned()),
+        Err(error) => Err(format!("{error}; right would be one such as ^eth[0-9]")),
     }
 }
 
@@ -403,6 +417,11 @@ mod tests {
             (vec!["--registry", "dir:/x"], vec![("FLANNELD_PUBLIC_IP", "nonsense")], "FLANNELD_PUBLIC_IP"),
             (vec!["--registry", "dir:/x", "--log", "warning"], vec![], "--log warning"),
             (
+                vec!["--registry", "dir:/x", "--log", "warn,flannel_core[span]=debug"],
+                vec![],
+                "flannel_core[span]=debug",
+            ),
+            (
                 vec!["--registry", "dir:/x"],
                 vec![("FLANNELD_LOG", "warning")],
                 "comes from the environment: FLANNELD_LOG)",
@@ -453,7 +472,7 @@ mod tests {
                 vec![format!("--etcd-password={}", password.as_deref().unwrap())],
                 vec!["-etcd-password".to_owned(), password.clone().unwrap()],
             ] {
-                let args: Vec<&str> = args.iter().map(String::as_str).collect();
+                let args: Vec<&str> = args.iter().map(String::as_str).chain(["--etcd-username=u"]).collect();
                 assert_eq!(parse(&args, &[]).unwrap().etcd.options().password, password, "{args:?}");
             }
         }

@@ -74,7 +74,7 @@ pub struct ControlFlags {
 }
 
 /// **Source**: flannel `main.go`: what is not above 0 is nowhere.
-fn port(text: &str) -> Result<u16, String> {
+pub(crate) fn port(text: &str) -> Result<u16, String> {
     let number = go_int(i64::MIN..=65_535)(text)?;
     Ok(u16::try_from(number).unwrap_or(0))
 }

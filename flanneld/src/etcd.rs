@@ -5,7 +5,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use flannel_subnet::EtcdOptions;
+use flannel_subnet::{EtcdOptions, EtcdOptionsError};
 
 /// Where etcd is and how to speak to it. `Debug` does not show the password.
 #[derive(Clone, clap::Args)]
@@ -47,6 +47,17 @@ pub struct EtcdFlags {
 }
 
 impl EtcdFlags {
+    /// Whether all of it can work, as far as that can be told beforehand.
+    ///
+    /// # Errors
+    /// Which flag is wrong, and what would be right.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        self.options().check().map_err(|error| match error {
+            EtcdOptionsError::Half { .. } => format!("--etcd-{error}"),
+            _ => format!("--etcd-endpoints: {error}"),
+        })
+    }
+
     /// The same for the registry; what is empty counts as not given.
     pub(crate) fn options(&self) -> EtcdOptions {
         let file = |path: &Option<PathBuf>| path.clone().filter(|path| !path.as_os_str().is_empty());

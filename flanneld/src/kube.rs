@@ -110,8 +110,25 @@ impl KubeFlags {
             return Err(format!("EVENT_QUEUE_DEPTH in the environment: {depth:?} is no whole number"));
         }
         #[cfg(feature = "kube")]
-        self.prefix()?;
+        {
+            self.prefix()?;
+            self.url()?;
+        }
         Ok(())
+    }
+
+    /// Checks the URL as whoever connects by it does.
+    #[cfg(feature = "kube")]
+    fn url(&self) -> Result<(), String> {
+        let text = &self.kube_api_url;
+        let is_url =
+            |url: http::Uri| matches!(url.scheme_str(), Some("http" | "https")) && url.host().is_some();
+        match text.is_empty() || text.parse().is_ok_and(is_url) {
+            true => Ok(()),
+            false => Err(format!(
+                "--kube-api-url: {text:?} is no URL; right would be one such as https://192.0.2.1:6443"
+            )),
+        }
     }
 
     /// The files that are read, those that the kubeconfig names among them.

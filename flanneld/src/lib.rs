@@ -13,6 +13,7 @@ mod error;
 #[cfg(feature = "etcd")]
 mod etcd;
 mod firewall;
+mod former;
 mod go_flags;
 mod hints;
 mod http;
@@ -44,6 +45,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
+use tracing_subscriber::filter::Targets;
 
 use notify::Notifier;
 use observe::Observer;
@@ -142,15 +144,18 @@ fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
 }
 
 /// Reads `--log`; a word alone must be a level, or a typing error would silence everything.
-fn log_filter(text: &str) -> Result<tracing_subscriber::EnvFilter, String> {
+fn log_filter(text: &str) -> Result<Targets, String> {
     let expected =
         "error, warn, info, debug, trace, off, or parts such as flannel_core=debug, separated by commas";
     let wrong = |part: &str| format!("--log {text}: {part:?} is not valid, expected {expected}");
     let levels = ["error", "warn", "info", "debug", "trace", "off"];
-    let word =
-        |part: &&str| !part.contains(['=', '[']) && !levels.contains(&part.to_ascii_lowercase().as_str());
-    if let Some(part) = text.split(',').map(str::trim).find(word) {
+    let parts: Vec<&str> = text.split(',').map(str::trim).collect();
+    let is_wrong = |part: &&&str| {
+        let word = !part.contains('=') && !levels.contains(&part.to_ascii_lowercase().as_str());
+        word || part.contains(['[', ']', '{', '}', ' '])
+    };
+    if let Some(part) = parts.iter().find(is_wrong) {
         return Err(wrong(part));
     }
-    tracing_subscriber::EnvFilter::try_new(text).map_err(|_| wrong(text))
+    parts.join(",").parse().map_err(|_| wrong(text))
 }

@@ -6,9 +6,10 @@
 use std::io;
 
 use tracing_journald::{Priority, PriorityMappings};
+use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
-use tracing_subscriber::{EnvFilter, Layer, Registry, fmt, registry, reload};
+use tracing_subscriber::{Layer, Registry, fmt, registry, reload};
 
 use crate::error::Error;
 
@@ -24,14 +25,14 @@ pub enum LogFormat {
 }
 
 /// Sets another filter, or says why not.
-pub(crate) type SetFilter = Box<dyn Fn(EnvFilter) -> Result<(), String> + Send + Sync>;
+pub(crate) type SetFilter = Box<dyn Fn(Targets) -> Result<(), String> + Send + Sync>;
 
 /// Begins to log; returns what sets another filter. Another subscriber in this process (a test's) stays.
 ///
 /// # Errors
 /// There is no journal.
-pub(crate) fn init(format: LogFormat, filter: EnvFilter) -> Result<SetFilter, Error> {
-    let (filter, handle) = reload::Layer::<EnvFilter, Registry>::new(filter);
+pub(crate) fn init(format: LogFormat, filter: Targets) -> Result<SetFilter, Error> {
+    let (filter, handle) = reload::Layer::<Targets, Registry>::new(filter);
     let _ = Registry::default().with(filter).with(layer(format)?).try_init();
     Ok(Box::new(move |filter| handle.reload(filter).map_err(|error| error.to_string())))
 }

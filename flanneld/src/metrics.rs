@@ -182,16 +182,30 @@ fn kernel(page: &mut Page, network: &NetworkSnapshot) {
         "1 if the kernel can be read and watched",
         u8::from(status.kernel_error.is_none()),
     );
-    page.family("flannel_objects", "gauge", "Objects that are wanted in the kernel, by kind");
     let wanted: BTreeMap<String, usize> =
         status.by_kind.iter().map(|(kind, count)| (kind.to_string(), *count)).collect();
-    for kind in KINDS {
-        let count = wanted.get(kind).copied().unwrap_or_default();
-        page.sample("flannel_objects", &[("object", &kind)], count);
-    }
-    let mut failing: BTreeMap<String, u64> = BTreeMap::new();
-    for key in status.failing.keys() {
+    let (mut failing, mut absent) = (BTreeMap::<String, usize>::new(), BTreeMap::<String, usize>::new());
+    for (key, failure) in status.failing.iter() {
         *failing.entry(key.kind().to_string()).or_default() += 1;
+        // What cannot be deleted fails, too, and is not wanted.
+        if failure.change.starts_with("put ") {
+            *absent.entry(key.kind().to_string()).or_default() += 1;
+        }
+    }
+    page.family(
+        "flannel_objects",
+        "gauge",
+        "Objects that are wanted in the kernel, by kind and state; pending ones are not known to be in place",
+    );
+    let known = status.settled && status.kernel_error.is_none();
+    for kind in KINDS {
+        let count = |of: &BTreeMap<String, usize>| of.get(kind).copied().unwrap_or_default();
+        let failing = count(&absent).min(count(&wanted));
+        let others = count(&wanted) - failing;
+        let (in_place, pending) = if known { (others, 0) } else { (0, others) };
+        for (state, count) in [("in place", in_place), ("pending", pending), ("failing", failing)] {
+            page.sample("flannel_objects", &[("object", &kind), ("state", &state)], count);
+        }
     }
     page.family("flannel_failing_objects", "gauge", "Objects that the kernel refuses, by kind");
     for kind in KINDS {
@@ -279,7 +293,7 @@ mod tests {
     use super::*;
     use crate::observe::Observer;
     use crate::observe::tests::network;
-    use flannel_core::{ObjectKind, Revision, Status};
+    use flannel_core::{KernelError, ObjectKind, Revision, Status};
     use prometheus_parse::{Scrape, Value};
 
     fn scrape(text: &str) -> Scrape {
@@ -290,6 +304,7 @@ mod tests {
     async fn a_parser_reads_back_what_the_status_says() {
         let mut status = Status::default();
         (status.in_sync, status.live, status.peers, status.objects) = (true, true, 3, 11);
+        status.settled = true;
         status.by_kind.insert(ObjectKind::Route, 3);
         status.repairs.insert((ObjectKind::Route, Damage::Deletion), 5);
         for millis in [1, 3, 20_000] {
@@ -322,8 +337,8 @@ mod tests {
             5.0
         );
         assert_eq!(value("flannel_failing_objects", &[("object", "neigh")]), 0.0);
-        assert_eq!(value("flannel_objects", &[("object", "route")]), 3.0);
-        assert_eq!(value("flannel_objects", &[("object", "link")]), 0.0);
+        assert_eq!(value("flannel_objects", &[("object", "route"), ("state", "in place")]), 3.0);
+        assert_eq!(value("flannel_objects", &[("object", "link"), ("state", "in place")]), 0.0);
         let latency =
             scraped.samples.iter().find(|sample| sample.metric == "flannel_lease_to_kernel_seconds").unwrap();
         let Value::Histogram(buckets) = &latency.value else { panic!("{latency:?}") };
@@ -331,6 +346,33 @@ mod tests {
         assert_eq!((counts[0], counts[3], counts[5]), ((0.0001, 0.0), (0.001, 1.0), (0.005, 2.0)));
         assert_eq!(*counts.last().unwrap(), (f64::INFINITY, 3.0));
         assert!(counts.is_sorted());
+    }
+
+    #[tokio::test]
+    async fn objects_are_pending_while_they_are_not_known_to_be_in_place() {
+        let mut status = Status::default();
+        status.by_kind.insert(ObjectKind::Route, 5);
+        for (settled, readable, expected) in
+            [(true, true, [5.0, 0.0, 0.0]), (false, true, [0.0, 5.0, 0.0]), (true, false, [0.0, 5.0, 0.0])]
+        {
+            status.settled = settled;
+            status.kernel_error = (!readable).then(|| KernelError::explained(105, "x"));
+            let observer = Observer::default();
+            let _guard = observer.running(network(status.clone()).await.1);
+            let scraped = scrape(&metrics(&observer.snapshot()));
+            let states = ["in place", "pending", "failing"].map(|state| {
+                let is = |sample: &&prometheus_parse::Sample| {
+                    sample.metric == "flannel_objects"
+                        && sample.labels.get("object") == Some("route")
+                        && sample.labels.get("state") == Some(state)
+                };
+                match scraped.samples.iter().find(is).unwrap().value {
+                    Value::Gauge(value) => value,
+                    ref other => panic!("{other:?}"),
+                }
+            });
+            assert_eq!(states, expected, "settled {settled}, readable {readable}");
+        }
     }
 
     #[test]

@@ -128,6 +128,21 @@ impl Store {
         }
     }
 
+    /// Before the first lease is taken: tells the store whether anything of this node's network `stands`, if it wants to know.
+    ///
+    /// # Errors
+    /// The store cannot be told, or the kernel not be asked.
+    pub(crate) async fn begin(&self, stands: impl Future<Output = Result<bool, Error>>) -> Result<(), Error> {
+        match &self.owner {
+            Owner::Local(_) | Owner::Others => {
+                drop(stands);
+                Ok(())
+            }
+            #[cfg(feature = "kube")]
+            Owner::Kube(store) => store.begin(stands).await,
+        }
+    }
+
     /// Tells the store how this node's network is, if it wants to know.
     pub(crate) async fn tell(&self, observer: &Observer) -> Infallible {
         match &self.owner {

@@ -325,6 +325,12 @@ fn failures(status: &Status) -> Vec<FailureReport> {
     status.failing.iter().take(MOST).map(report).collect()
 }
 
+/// How many subnets as large as `own` make `subnet`. Powers of two by `exp2` would bring all of libm into memory.
+fn parts(own: Subnet, subnet: Subnet) -> f64 {
+    let power = |more: u8| (0..more).fold(1.0, |product, _| product * 2.0);
+    power(own.len().saturating_sub(subnet.len())) / power(subnet.len().saturating_sub(own.len()))
+}
+
 /// How full each pod network is; one that is too large to count is as large as can be counted. Kubernetes gives subnets out of the
 /// whole network, whose size this node's own tells.
 pub(crate) fn subnets_used(network: &NetworkSnapshot, store: Option<&StoreStatus>) -> Vec<SubnetsReport> {
@@ -335,9 +341,7 @@ pub(crate) fn subnets_used(network: &NetworkSnapshot, store: Option<&StoreStatus
     let report = |(family, pod): (Family, &flannel_core::PodNetwork)| {
         let own = own.family(family).filter(|_| given);
         // Of the own size: a node may have been given a smaller part or a larger one.
-        let size = |subnet: Subnet| {
-            own.map_or(1.0, |own| f64::from(i32::from(own.len()) - i32::from(subnet.len())).exp2())
-        };
+        let size = |subnet: Subnet| own.map_or(1.0, |own| parts(own, subnet));
         let inside = |subnet: &Subnet| match own {
             Some(_) => pod.network.covers(subnet),
             None => *subnet >= pod.min && *subnet <= pod.max,

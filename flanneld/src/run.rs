@@ -22,6 +22,7 @@ use crate::cli::{NexthopObjects, Options};
 use crate::control::Servers;
 use crate::error::Error;
 use crate::firewall::Rulebook;
+use crate::former::Former;
 use crate::log::log_status;
 use crate::observe::{Observer, Running};
 use crate::predecessor::Predecessor;
@@ -78,7 +79,7 @@ async fn run_networks(options: &Options, observer: &Observer) -> Result<Infallib
     let store = Store::open(options, node).await?;
     observer.opened(store.clone());
     tokio::select! {
-        ended = follow_store(options, &kernel, &store.subnets, (mark, &predecessor), observer) => ended,
+        ended = follow_store(options, &kernel, &store, (mark, &predecessor), observer) => ended,
         never = store.tell(observer) => match never {},
     }
 }
@@ -87,10 +88,11 @@ async fn run_networks(options: &Options, observer: &Observer) -> Result<Infallib
 async fn follow_store(
     options: &Options,
     kernel: &Arc<NetlinkKernel>,
-    subnets: &Arc<dyn SubnetManager>,
+    store: &Store,
     (mark, predecessor): (Mark, &Predecessor),
     observer: &Observer,
 ) -> Result<Infallible, Error> {
+    let subnets = &*store.subnets;
     // The lease of the last network, which lasts until the next one has it.
     let mut held: Option<Lease> = None;
     let mut has_run = false;
@@ -98,7 +100,7 @@ async fn follow_store(
     let mut last: Option<Config> = None;
     loop {
         let start = async || {
-            let started = start(options, kernel, subnets, state::identity(mark), last.as_ref()).await;
+            let started = start(options, kernel, store, state::identity(mark), last.as_ref()).await;
             started.inspect_err(|error| observer.waits_for(error.to_string()))
         };
         let build = async {
@@ -106,13 +108,13 @@ async fn follow_store(
                 tokio::time::sleep(REBUILD_PAUSE).await;
             }
             let patience = Patience { has_run, refusals_pass: options.kube.kube_subnet_mgr };
-            patiently(&**subnets, patience, start).await
+            patiently(subnets, patience, start).await
         };
-        let ready = holding(&**subnets, held.as_ref(), build).await?;
+        let ready = holding(subnets, held.as_ref(), build).await?;
         has_run = true;
         last = Some(ready.config.clone());
         held = (!ready.lapsed).then(|| ready.network.handle().lease);
-        let reason = run_network(options, &**subnets, ready, predecessor, observer).await?;
+        let reason = run_network(options, subnets, ready, predecessor, observer).await?;
         tracing::info!("building the network anew: {reason}");
     }
 }
@@ -162,12 +164,13 @@ impl Ready {
 async fn start(
     options: &Options,
     kernel: &Arc<NetlinkKernel>,
-    subnets: &Arc<dyn SubnetManager>,
+    store: &Store,
     identity: String,
     last: Option<&Config>,
 ) -> Result<Ready, Error> {
     use flannel_core::Error as Cause;
 
+    let subnets = &store.subnets;
     let stored = match (subnets.network_config().await, last) {
         // The last good one stays in force, which the store tells.
         (Err(Cause::NoConfig { .. } | Cause::Config { .. }), Some(last)) => last.clone(),
@@ -179,6 +182,8 @@ async fn start(
     let site = Site::new(kernel, options, &hints, views.clone());
     let (config, chosen) = site.usable(stored, last).await?;
     let backend = backends::find(&config.backend.kind)?;
+    let owned = backend.owned(chosen.iface.name, &config)?;
+    store.begin(stands(Arc::clone(kernel), owned)).await?;
     let lapsed = hints.lapsed.is_some();
     let host = Host {
         iface: chosen.iface.clone(),
@@ -205,6 +210,17 @@ async fn start(
         iface.mtu
     );
     Ok(Ready { config, backend, network, views, lapsed, cached, chosen, site })
+}
+
+/// Whether anything of an earlier run's network is in the kernel. After a boot nothing is.
+async fn stands(kernel: Arc<NetlinkKernel>, owned: Owned) -> Result<bool, Error> {
+    let look = move || {
+        // Whoever puts nothing there lacks nothing. A kernel that cannot be read now is the network's affair.
+        Ok(owned == Owned::default() || kernel.snapshot(&owned).is_ok_and(|there| !there.is_empty()))
+    };
+    tokio::task::spawn_blocking(look)
+        .await
+        .unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
 }
 
 /// One network, from its start until something it was built from changes: the reason.
@@ -245,7 +261,9 @@ async fn run_network(
     let judge = async |config: &Config| site.judge(config).await.map(drop);
     let uplink = chosen.iface.name;
     let (kernel, owned) = (chosen.kernel.clone(), backend.owned(uplink, &config)?);
+    let former = Former::new(&options.state_dir);
     tokio::select! {
+        error = former.clear(kernel.clone(), (owned.clone(), &config), handle.status.clone()) => Err(error),
         error = predecessor.clear(kernel, (owned, &config), handle.status.clone()) => Err(error),
         ended = network.run(views.clone()) => match ended? {
             Ended::Rebuild(reason) => Ok(reason),

@@ -39,6 +39,8 @@ pub(crate) struct Why {
     pub(crate) objects: Vec<WantedObject>,
     /// What the kernel would do with a packet.
     pub(crate) kernel: String,
+    /// Why what is said of leases may be of yesterday; only without a daemon, and if the store does not answer.
+    pub(crate) stale: Option<String>,
 }
 
 /// An object and how it stands.
@@ -138,6 +140,7 @@ pub(crate) fn judge(address: IpAddr, facts: &Facts<'_>) -> Why {
             Ok(answer) => way(answer.gateway, answer.link),
             Err(error) => format!("not known: {error}"),
         },
+        stale: None,
     }
 }
 
@@ -274,6 +277,7 @@ pub(crate) fn sample() -> Why {
         disbelief: None,
         objects: vec![WantedObject { object: "route".into(), state: "pending".into(), error: None }],
         kernel: "nowhere".into(),
+        stale: None,
     }
 }
 

@@ -14,8 +14,8 @@ use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::testing::FakeSubnets;
 use flannel_core::{
-    Backend, Dual, ExternalInterface, Host, Kernel, Key, LeaseAttrs, NexthopBlock, Object, Report, Route,
-    State, Status, Subnet, SubnetManager, Via, cleanup, ready_for_go,
+    Backend, Dual, ExternalInterface, Host, Kernel, Key, LeaseAttrs, NexthopBlock, Object, Origin, Report,
+    Route, State, Status, Subnet, SubnetManager, Via, View, cleanup, ready_for_go,
 };
 use flannel_core::{Doubts, Nexthop};
 use flannel_netlink::NetlinkKernel;
@@ -87,6 +87,19 @@ impl Run {
         subnets: &FakeSubnets,
         nexthops: bool,
     ) -> Self {
+        let mut run = Self::begin(uplink, backend, subnets, nexthops, false).await;
+        run.in_sync().await;
+        run
+    }
+
+    /// With `cached` the leases are what was written down, until `subnets` change.
+    async fn begin(
+        uplink: &'static str,
+        backend: &'static dyn Backend,
+        subnets: &FakeSubnets,
+        nexthops: bool,
+        cached: bool,
+    ) -> Self {
         let kernel = NetlinkKernel::open().unwrap();
         let kernel = Arc::new(if nexthops { kernel } else { kernel.without_nexthops() });
         let address: Dual<IpAddr> =
@@ -108,16 +121,22 @@ impl Run {
         let network = backend.register(&host, &config).await.unwrap();
         let status = network.handle().status;
         let views = subnets.watch_leases().await.unwrap();
+        if cached {
+            let leases = views.borrow().leases.clone();
+            subnets.set_view(View { leases, origin: Origin::Cached { written: None } });
+        }
         let task = tokio::spawn(async move { drop(network.run(views).await) });
-        let mut run = Self { uplink, kernel, backend, config, status, task };
-        run.in_sync().await;
-        run
+        Self { uplink, kernel, backend, config, status, task }
     }
 
     async fn in_sync(&mut self) {
-        let settled = async { drop(self.status.wait_for(|status| status.in_sync).await.unwrap()) };
-        if tokio::time::timeout(Duration::from_secs(20), settled).await.is_err() {
-            panic!("never in sync: {:#?}", self.status.borrow());
+        self.status("in sync", |status| status.in_sync).await;
+    }
+
+    async fn status(&mut self, what: &str, is_so: impl Fn(&Status) -> bool) {
+        let so = async { drop(self.status.wait_for(|status| is_so(status)).await.unwrap()) };
+        if tokio::time::timeout(Duration::from_secs(20), so).await.is_err() {
+            panic!("never {what}: {:#?}", self.status.borrow());
         }
     }
 
@@ -206,10 +225,11 @@ impl ByNexthop {
     /// Adds a report, and those that the kernel owes.
     fn take(&mut self, report: Report, reports: &mut Vec<Report>) {
         match &report {
-            Report::Now(Object::Route(Route { dst, via: Via::Nexthop(id), .. })) => {
+            Report::Now(Object::Route(Route { dst, via: Via::Nexthop(id), .. }))
+            | Report::Inexact(Object::Route(Route { dst, via: Via::Nexthop(id), .. })) => {
                 self.0.insert(*dst, *id);
             }
-            Report::Now(object) => drop(self.forget(&object.key())),
+            Report::Now(object) | Report::Inexact(object) => drop(self.forget(&object.key())),
             Report::Other(key) | Report::Gone(key) => drop(self.forget(key)),
             Report::Beside(_) => {}
         }
@@ -278,7 +298,7 @@ fn a_peer_that_moves_is_one_message_to_the_kernel() {
                 }
                 // The kernel gives a new device a link-local route of its own when it likes.
                 Report::Beside(key) => of_live_peer(key),
-                Report::Other(_) | Report::Gone(_) => true,
+                Report::Inexact(_) | Report::Other(_) | Report::Gone(_) => true,
                 Report::Now(_) => false,
             };
             let told: Vec<_> = reports.iter().filter(v4).collect();
@@ -307,23 +327,49 @@ fn every_start_adopts_what_is_there_and_no_live_peer_is_absent_for_a_moment() {
         ip("route add 10.1.201.0/24 nhid 7");
         for backend in BACKENDS {
             let subnets = leases(backend, 1);
+            let plain = Run::start(backend, &subnets, false).await;
+            let wanted_plain = plain.state();
+            plain.stop().await;
             let first = Run::start(backend, &subnets, true).await;
             let want = first.state();
             first.stop().await;
-            for nexthops in [true, false, false, true] {
+            assert_eq!((count(&wanted_plain), count(&want)), ((0, 20), (10, 20)));
+            for (before, after) in [(true, true), (true, false), (false, false), (false, true)] {
+                let wanted = if after { &want } else { &wanted_plain };
+                let case = format!("{} {before} {after}", backend.name());
                 // What left the cluster while nobody ran.
                 let stale = leases(backend, 1);
                 put(&stale, backend, 1, 77, 77);
-                Run::start(backend, &stale, !nexthops).await.stop().await;
-                let (run, reports) = heard(Run::start(backend, &subnets, nexthops)).await;
+                Run::start(backend, &stale, before).await.stop().await;
+                let (run, reports) = heard(Run::start(backend, &subnets, after)).await;
                 let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
-                assert_eq!(lost, [], "{}", backend.name());
-                assert!(deleted(&reports).contains(&Key::Route("10.1.77.0/24".parse().unwrap())));
-                if nexthops {
-                    assert_eq!(text(&run.state()), text(&want));
-                } else {
-                    assert_eq!(count(&run.state()), (0, 20));
-                }
+                assert_eq!(lost, [], "{case}");
+                assert!(deleted(&reports).contains(&Key::Route("10.1.77.0/24".parse().unwrap())), "{case}");
+                assert_eq!(text(&run.state()), text(wanted), "{case}");
+                run.stop().await;
+                // By what was written down nothing goes, however much is in place: that is for the store to say.
+                let left = Run::start(backend, &stale, before).await;
+                let stale_objects = left.state();
+                left.stop().await;
+                let cached = async {
+                    let mut run = Run::begin("eth0", backend, &subnets, after, true).await;
+                    run.status("settled", |status| status.settled && status.peers == PEERS.len()).await;
+                    assert!(!run.status.borrow().in_sync);
+                    run
+                };
+                let (mut run, reports) = heard(cached).await;
+                assert_eq!(deleted(&reports), [], "{case}");
+                let there = run.state();
+                assert!(wanted.iter().all(|object| there.get(&object.key()) == Some(object)), "{case}");
+                assert!(stale_objects.iter().all(|object| there.get(&object.key()).is_some()), "{case}");
+                let answer = async {
+                    put(&subnets, backend, 1, PEERS.start, PEERS.start);
+                    run.in_sync().await;
+                };
+                let ((), reports) = heard(answer).await;
+                let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
+                assert_eq!(lost, [], "{case}");
+                assert_eq!(text(&run.state()), text(wanted), "{case}");
                 run.stop().await;
             }
             let (again, reports) = heard(Run::start(backend, &subnets, true)).await;

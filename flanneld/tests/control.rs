@@ -149,11 +149,18 @@ fn ready(daemon: &Daemon) {
 }
 
 fn metric(name: &str) -> f64 {
+    labelled(name, &[])
+}
+
+/// The first sample of a metric with these labels.
+fn labelled(name: &str, labels: &[(&str, &str)]) -> f64 {
     let (status, text) = http("/metrics");
     assert_eq!(status, 200);
     let scrape = prometheus_parse::Scrape::parse(text.lines().map(|line| Ok(line.to_owned()))).unwrap();
-    let sample = scrape.samples.iter().find(|sample| sample.metric == name);
-    match sample.unwrap_or_else(|| panic!("{name} is not in:\n{text}")).value {
+    let sample = scrape.samples.iter().find(|sample| {
+        sample.metric == name && labels.iter().all(|(key, value)| sample.labels.get(key) == Some(*value))
+    });
+    match sample.unwrap_or_else(|| panic!("{name} {labels:?} is not in:\n{text}")).value {
         prometheus_parse::Value::Gauge(value) | prometheus_parse::Value::Counter(value) => value,
         ref other => panic!("{other:?}"),
     }
@@ -205,6 +212,9 @@ fn ready_is_true_only_while_everything_is_in_place() {
         fs::write(switch, "1").unwrap();
         daemon.wait_for_log("not in sync: the kernel refused");
         assert_eq!((http("/readyz").0, metric("flannel_ready")), (503, 0.0));
+        let state = |state| labelled("flannel_objects", &[("object", "route"), ("state", state)]);
+        wait_until(|| state("failing") == 1.0, || http("/metrics").1);
+        assert_eq!(labelled("flannel_failing_objects", &[("object", "route")]), 1.0);
         let seen = place.json(&["status"]);
         assert_eq!(seen["ready"], false, "{seen}");
         let problem = seen["problems"][0]["text"].as_str().unwrap();
@@ -258,6 +268,126 @@ fn what_others_do_is_counted_and_a_foreign_route_is_named_as_the_shadow() {
         assert!(text.contains("no node holds a subnet with it"), "{text}");
         assert!(place.says(&["peers"]).contains("10.1.7.0/24"));
         assert!(place.says(&["status"]).contains("put back route 10.1.7.0/24"));
+    });
+}
+
+#[test]
+fn metrics_count_what_is_there_and_what_happened() {
+    in_netns(|| {
+        let place = Place::new(Some(CONFIG));
+        place.peer(7);
+        place.peer(8);
+        let daemon = place.start_with(&[("FLANNELD_NEXTHOP_OBJECTS", "off")]);
+        ready(&daemon);
+        let objects = |state| {
+            let kinds = ["link", "address", "neigh", "fdb", "nexthop", "route"];
+            kinds.map(|kind| labelled("flannel_objects", &[("object", kind), ("state", state)]))
+        };
+        let subnets = || {
+            let states = ["total", "used", "free"];
+            states.map(|state| labelled("flannel_subnets", &[("family", "IPv4"), ("state", state)]))
+        };
+        let leases = || ["flannel_leases", "flannel_peers", "flannel_conflicts"].map(metric);
+        let disbelieved = |reason| labelled("flannel_disbelieved_leases", &[("reason", reason)]);
+        assert_eq!(leases(), [3.0, 2.0, 0.0]);
+        // The own device and its address; of each peer its tunnel's address, its host's, and the way there.
+        assert_eq!(objects("in place"), [1.0, 1.0, 2.0, 2.0, 0.0, 2.0]);
+        assert_eq!((objects("pending"), objects("failing")), ([0.0; 6], [0.0; 6]));
+        assert_eq!(subnets(), [255.0, 3.0, 252.0]);
+
+        // One that lies in another's subnet, and one that lies in nobody's network.
+        let stranger = |key: &str, n: u8| {
+            let value = format!(
+                r#"{{"PublicIP":"192.0.2.{n}","BackendType":"vxlan","BackendData":{{"VNI":1,"VtepMAC":"0a:00:00:00:00:{n:02x}"}}}}"#
+            );
+            fs::write(place.leases().join(key), value).unwrap();
+        };
+        stranger("10.1.8.128-25", 9);
+        stranger("10.9.1.0-24", 10);
+        wait_until(|| leases() == [5.0, 2.0, 1.0], || http("/metrics").1);
+        assert_eq!(
+            (disbelieved("overlaps"), disbelieved("outside"), disbelieved("rejected")),
+            (1.0, 1.0, 0.0)
+        );
+        assert_eq!(objects("in place"), [1.0, 1.0, 2.0, 2.0, 0.0, 2.0]);
+        fs::remove_file(place.leases().join("10.1.8.128-25")).unwrap();
+        fs::remove_file(place.leases().join("10.1.8.0-24")).unwrap();
+        wait_until(|| leases() == [3.0, 1.0, 0.0], || http("/metrics").1);
+        wait_until(|| objects("in place") == [1.0, 1.0, 1.0, 1.0, 0.0, 1.0], || http("/metrics").1);
+        assert_eq!(subnets(), [255.0, 2.0, 253.0], "what lies outside takes none of them");
+
+        for (done, object, operation) in [
+            ("route del 10.1.7.0/24", "route", "delete"),
+            (
+                "neigh replace 10.1.7.0 lladdr 0a:00:00:00:00:99 dev flannel.1 nud permanent",
+                "neigh",
+                "modify",
+            ),
+            ("route add 10.1.77.0/24 via 10.1.7.0 dev flannel.1 onlink", "route", "add"),
+        ] {
+            ip(done);
+            let text = format!(
+                "flannel_external_mutations_total{{object=\"{object}\",operation=\"{operation}\"}} 1\n"
+            );
+            wait_until(|| http("/metrics").1.contains(&text), || format!("{text}{}", http("/metrics").1));
+        }
+        assert_eq!(metric("flannel_repairs_total"), 3.0);
+        assert_eq!(ip("route show 10.1.77.0/24"), "");
+    });
+}
+
+#[test]
+fn colours_are_for_terminals_alone() {
+    in_netns(|| {
+        let place = Place::new(Some(CONFIG));
+        place.peer(7);
+        let daemon = place.start();
+        ready(&daemon);
+        // `script` gives a program a terminal of its own, and copies what it says there.
+        let on_terminal = |args: &[&str], env: &[(&str, &str)]| {
+            let command = place.ctl_command(args);
+            let words = std::iter::once(command.get_program()).chain(command.get_args());
+            let words: Vec<String> = words.map(|word| format!("'{}'", word.to_str().unwrap())).collect();
+            let mut script = Command::new("script");
+            script.args(["-qec", &words.join(" "), "/dev/null"]).stdin(Stdio::null());
+            script.env("TERM", "xterm").env_remove("NO_COLOR").envs(env.iter().copied());
+            let output = script.output().expect("this test needs script (Debian: apt-get install bsdutils)");
+            assert!(output.status.success(), "{args:?}: {output:?}");
+            String::from_utf8(output.stdout).unwrap().replace('\r', "")
+        };
+        let coloured = on_terminal(&["status"], &[]);
+        assert!(coloured.contains("\x1b[32mREADY\x1b[0m"), "{coloured:?}");
+        for (args, env) in [
+            (&["status"] as &[&str], &[("NO_COLOR", "1")] as &[(&str, &str)]),
+            (&["status"], &[("TERM", "dumb")]),
+            (&["status", "--json"], &[]),
+            (&["peers", "--json"], &[]),
+        ] {
+            let plain = on_terminal(args, env);
+            assert!(
+                !plain.contains('\x1b') && plain.contains(if args.len() > 1 { "10.1." } else { "READY" }),
+                "{plain:?}"
+            );
+        }
+        for args in [
+            &["status"] as &[&str],
+            &["peers"],
+            &["why", "10.1.7.9"],
+            &["lease", "list"],
+            &["config", "check"],
+        ] {
+            let piped = place.says(args);
+            assert!(!piped.contains('\x1b'), "{args:?}: {piped:?}");
+        }
+        // The same words.
+        let words = |text: &str| -> Vec<String> {
+            // What the daemon has been up for changes.
+            text.lines().skip(1).map(str::to_owned).collect()
+        };
+        let bare = ["\x1b[32m", "\x1b[33m", "\x1b[1;31m", "\x1b[1m", "\x1b[0m"]
+            .iter()
+            .fold(on_terminal(&["lease", "list"], &[]), |text, code| text.replace(code, ""));
+        assert_eq!(words(&bare), words(&place.says(&["lease", "list"])));
     });
 }
 
@@ -321,6 +451,28 @@ fn prometheus_has_nothing_to_complain_about() {
         wait_until(|| metric("flannel_repairs_total") == 1.0, || daemon.log());
         promtool(&["check", "metrics"], &http("/metrics").1);
     });
+}
+
+#[test]
+fn each_alert_fires_on_its_condition_and_is_silent_on_a_healthy_node() {
+    let (rules, tests) = (include_str!("../../deploy/prometheus/rules.yaml"), include_str!("alerts.yaml"));
+    let dir = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = dir.path().join(name);
+        fs::write(&path, text).unwrap();
+        path.display().to_string()
+    };
+    file("rules.yaml", rules);
+    promtool(&["test", "rules", &file("alerts.yaml", tests)], "");
+    let alerts: Vec<&str> = rules.lines().filter_map(|line| line.trim().strip_prefix("- alert: ")).collect();
+    assert!(alerts.len() > 10, "{alerts:?}");
+    for alert in alerts {
+        for (what, looked) in
+            [("silent", format!("alertname: {alert}, ")), ("fires", format!("alertname: {alert}\n"))]
+        {
+            assert_eq!(tests.matches(&looked).count(), 1, "{alert} {what}");
+        }
+    }
 }
 
 #[test]

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use flannel_netlink::testing::{bridge, in_netns, ip};
 use nix::sys::signal::Signal;
 
+mod calls;
 mod running;
 use running::{Daemon, wait_until};
 
@@ -176,6 +177,56 @@ fn unused_addresses_are_dropped_beside_the_bridge_as_long_as_that_is_asked_for()
     });
 }
 
+/// Go flannel makes it after a period, and leaves it for ever.
+#[test]
+fn the_route_of_last_resort_is_there_at_once_and_goes_with_the_subnet() {
+    let config = |n: u8| {
+        format!(
+            r#"{{"Network":"10.1.0.0/16","SubnetMin":"10.1.{n}1.0","SubnetMax":"10.1.{n}9.0","EnableIPv6":true,"IPv6Network":"fd00:1::/48",
+            "IPv6SubnetMin":"fd00:1:0:{n}1::","IPv6SubnetMax":"fd00:1:0:{n}9::","Backend":{{"Type":"vxlan"}}}}"#
+        )
+    };
+    in_netns(move || {
+        uplink();
+        let place = Place::new(&config(1));
+        let last_resorts = || ip("route show type blackhole") + &ip("-6 route show type blackhole");
+        // Both own subnets, as the kernel writes them.
+        let own = || {
+            let text = place.subnet_env();
+            let subnets = text.lines().filter_map(|line| line.split_once("SUBNET=")?.1.split_once('/'));
+            let base = |(address, len): (&str, &str)| match address.strip_suffix(".1") {
+                Some(begin) => format!("{begin}.0/{len}"),
+                None => format!("{}/{len}", address.strip_suffix('1').unwrap()),
+            };
+            subnets.map(base).collect::<Vec<_>>()
+        };
+        let is_there = |own: &[String], seen: &str| {
+            assert_eq!(own.len(), 2);
+            assert!(
+                own.iter().all(|subnet| seen.contains(&format!("blackhole {subnet} "))),
+                "{own:?}: {seen}"
+            );
+            assert_eq!(seen.matches("blackhole").count(), 2, "{own:?}: {seen}");
+        };
+        // No period passes here: pods may start, and it is there.
+        let start = || place.start(&["--ip-blackhole-route", "--iptables-resync=86400"]);
+        let mut daemon = start();
+        let first = own();
+        is_there(&first, &last_resorts());
+        daemon.signal(Signal::SIGTERM);
+        daemon.ended();
+        is_there(&first, &last_resorts());
+        // The host gets other subnets.
+        fs::write(place.registry().join("config"), config(2)).unwrap();
+        fs::remove_file(place.subnet_file()).unwrap();
+        let daemon = start();
+        let second = own();
+        assert!(first.iter().all(|subnet| !second.contains(subnet)), "{first:?} {second:?}");
+        daemon.wait_for_log("in sync");
+        is_there(&second, &last_resorts());
+    });
+}
+
 #[test]
 fn deleting_its_lease_is_the_order_to_stop() {
     in_netns(|| {
@@ -199,6 +250,19 @@ fn wrong_usage_is_2_and_what_does_not_work_is_1() {
             (vec!["--nonsense"], 2, "--nonsense"),
             (vec!["--log", "warning"], 2, "\"warning\" is not valid, expected error, warn"),
             (vec!["--log", "a=b=c"], 2, "--log"),
+            (vec!["--iface-regex=("], 2, "'(' for '--iface-regex"),
+            #[cfg(feature = "etcd")]
+            (
+                vec!["--registry=etcd", "--etcd-endpoints=nonsense"],
+                2,
+                "--etcd-endpoints: the endpoint \"nonsense\"",
+            ),
+            #[cfg(feature = "etcd")]
+            (
+                vec!["--registry=etcd", "--etcd-username=u"],
+                2,
+                "--etcd-username: \"u\" is given without password",
+            ),
         ] {
             let mut daemon = place.start(&args);
             assert_eq!(daemon.ended().code(), Some(code), "{args:?}");
@@ -406,71 +470,43 @@ fn the_systemd_unit_is_right_and_hardened() {
     assert!(unit.contains("\nCapabilityBoundingSet=CAP_NET_ADMIN CAP_NET_RAW\n"));
 }
 
-/// The system calls of systemd's groups, with those of the groups in them.
-fn calls_of(groups: &[&str]) -> std::collections::BTreeSet<String> {
-    let mut all = std::collections::BTreeSet::new();
-    let mut groups: Vec<String> = groups.iter().map(ToString::to_string).collect();
-    while let Some(group) = groups.pop() {
-        let output = Command::new("systemd-analyze").args(["syscall-filter", "--no-pager", &group]).output();
-        let text = String::from_utf8(output.unwrap().stdout).unwrap();
-        for word in
-            text.lines().skip(1).map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'))
-        {
-            if word.starts_with('@') { groups.push(word.to_owned()) } else { _ = all.insert(word.to_owned()) }
-        }
-    }
-    assert!(all.len() > 5, "{all:?}");
-    all
-}
-
 #[test]
 fn what_the_unit_allows_is_all_that_the_daemon_and_iptables_call() {
     in_netns(|| {
         uplink();
-        let unit =
-            fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../dist/flanneld.service")).unwrap();
-        let filters: Vec<&str> =
-            unit.lines().filter_map(|line| line.strip_prefix("SystemCallFilter=")).collect();
-        let [granted, denied, but] = filters.as_slice() else { panic!("{filters:?}") };
-        let groups = |text: &str| calls_of(&text.trim_start_matches('~').split(' ').collect::<Vec<_>>());
-        let but = but.split(' ').map(str::to_owned).collect();
-        let allowed = &(&groups(granted) - &groups(denied)) | &but;
-        let place = Place::new(CONFIG);
-        peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
-        let trace = place.dir.path().join("trace");
-        // The unit's capabilities, of which dropping more is a call that it forbids.
-        let mut command = Command::new("setpriv");
-        command.args(["--bounding-set=-all,+net_admin,+net_raw", "strace", "-f", "-qq", "-o"]).arg(&trace);
-        command.arg(env!("CARGO_BIN_EXE_flanneld")).args([
-            "--iface=eth0",
-            "--ip-masq",
-            "--healthz-port=8471",
-        ]);
-        command.arg(format!("--registry=dir:{}", place.registry().display()));
-        command.arg("--subnet-file").arg(place.subnet_file());
-        command.arg("--state-dir").arg(place.dir.path().join("state"));
-        let mut strace = Daemon::start(&mut command);
-        strace.wait_for_log("running lease");
-        strace.wait_for_log("in sync peers=1");
-        ip("link del flannel.1");
-        strace.wait_for_log("put back link flannel.1");
-        let pid = strace.child.id();
-        let traced = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
-        for signal in ["HUP", "TERM"] {
-            assert!(Command::new("kill").args(["-s", signal, traced.trim()]).status().unwrap().success());
-            strace.wait_for_log(&format!("SIG{signal}: "));
+        for (config, programs) in
+            [(CONFIG.to_owned(), true), (CONFIG.replacen('{', r#"{"EnableNFTables":true,"#, 1), false)]
+        {
+            let place = Place::new(&config);
+            peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
+            let trace = place.dir.path().join("trace");
+            let mut command = calls::traced(&trace);
+            command.args(["--iface=eth0", "--ip-masq", "--healthz-port=8471", "--ip-blackhole-route"]);
+            command.arg(format!("--registry=dir:{}", place.registry().display()));
+            command.arg("--subnet-file").arg(place.subnet_file());
+            command.arg("--state-dir").arg(place.dir.path().join("state"));
+            let mut strace = Daemon::start(&mut command);
+            strace.wait_for_log("running lease");
+            strace.wait_for_log("in sync peers=1");
+            ip("link del flannel.1");
+            strace.wait_for_log("put back link flannel.1");
+            if !programs {
+                let gone = Command::new("nft").args(["flush", "ruleset"]).status().unwrap();
+                assert!(gone.success());
+                let mended = || place.ask("/metrics").contains("\nflannel_firewall_repairs_total 1\n");
+                wait_until(mended, || strace.log());
+            }
+            let traced = calls::followed(strace.child.id());
+            for signal in ["HUP", "TERM"] {
+                assert!(Command::new("kill").args(["-s", signal, &traced]).status().unwrap().success());
+                strace.wait_for_log(&format!("SIG{signal}: "));
+            }
+            assert_eq!(strace.ended().code(), Some(0), "{}", strace.log());
+            assert!(!strace.log().contains("capabilities"), "{}", strace.log());
+            let trace = fs::read_to_string(trace).unwrap();
+            assert!(trace.contains("iptables-restore\"") || !programs, "the programs are traced too");
+            assert_eq!(calls::forbidden(&trace), [""; 0], "{config}");
         }
-        assert_eq!(strace.ended().code(), Some(0), "{}", strace.log());
-        assert!(!strace.log().contains("capabilities"), "{}", strace.log());
-        let trace = fs::read_to_string(trace).unwrap();
-        assert!(trace.contains("iptables"), "the programs are traced too");
-        let call = |line: &str| {
-            let (name, _) = line.split_once(' ')?.1.trim().split_once('(')?;
-            name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_').then(|| name.to_owned())
-        };
-        let called: std::collections::BTreeSet<String> = trace.lines().filter_map(call).collect();
-        assert!(called.len() > 20, "{called:?}");
-        assert_eq!((&called - &allowed).into_iter().collect::<Vec<_>>(), [""; 0]);
     });
 }
 
@@ -661,6 +697,14 @@ fn firewall_rules_are_there_before_the_subnet_file_and_stay() {
             daemon.signal(Signal::SIGTERM);
             assert_eq!(daemon.ended().code(), Some(0));
             assert!(rules().to_lowercase().contains("masquerade"), "they stay");
+            // Ports are chosen at random unless that is disabled: of what the next one finds nothing stays.
+            assert!(rules().contains("random"), "{}", rules());
+            let mut plain = place.start(&["--ip-masq", "--ip-masq-fully-random-disable"]);
+            plain.wait_for_log("running lease");
+            assert!(rules().to_lowercase().contains("masquerade"), "{}", rules());
+            assert!(!rules().contains("random"), "{}{}", rules(), plain.log());
+            plain.signal(Signal::SIGTERM);
+            plain.ended();
             other_mode = list;
         }
     });
@@ -1014,6 +1058,44 @@ fn what_go_flannel_left_on_the_interface_goes_once_all_that_leases_want_is_there
             fs::remove_file(place.leases().join("10.1.9.0-24&fd00:1:0:9::-64")).unwrap();
             wait_until(|| ip("route show 10.1.9.0/24").trim().is_empty(), || daemon.log());
         }
+    });
+}
+
+#[test]
+fn routes_inside_an_earlier_pod_network_go_once_the_new_one_is_in_sync() {
+    in_netns(|| {
+        uplink();
+        let earlier = CONFIG.replace("vxlan", "host-gw");
+        let place = Place::new(&earlier);
+        let peer = |network: u8| {
+            let value = r#"{"PublicIP":"192.0.2.7","BackendType":"host-gw"}"#;
+            fs::write(place.leases().join(format!("10.{network}.0.0-24")), value).unwrap();
+        };
+        let routes = |network: u8| ip(&format!("route show root 10.{network}.0.0/16"));
+        peer(1);
+        let mut daemon = place.start(&[]);
+        daemon.wait_for_log("in sync peers=1");
+        daemon.signal(Signal::SIGTERM);
+        daemon.ended();
+        assert!(routes(1).contains("10.1.0.0/24"), "{}", routes(1));
+        ip("route add 10.1.80.0/24 via 192.0.2.80 dev eth0 proto static");
+
+        fs::write(place.registry().join("config"), earlier.replace("10.1.0.0/16", "10.2.0.0/16")).unwrap();
+        peer(2);
+        let daemon = place.start(&[]);
+        daemon.wait_for_log("left of the earlier pod network 10.1.0.0/16, removed: route 10.1.0.0/24");
+        wait_until(
+            || fs::read_to_string(place.dir.path().join("state/networks")).unwrap() == "10.2.0.0/16\n",
+            || daemon.log(),
+        );
+        assert!(routes(2).contains("10.2.0.0/24"), "{}", routes(2));
+        let left = routes(1);
+        assert!(
+            left.contains("10.1.80.0/24") && !left.contains("10.1.0.0/24"),
+            "somebody else's stays: {left}"
+        );
+        assert!(!ip("nexthop show").contains("10.1."), "{}", ip("nexthop show"));
+        assert_eq!(ip("nexthop show proto 241").lines().count(), 1, "{}", ip("nexthop show"));
     });
 }
 

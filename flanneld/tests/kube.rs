@@ -68,24 +68,22 @@ impl Host {
     }
 
     fn start(&self, server: &ApiServer, args: &[&str]) -> Daemon {
+        let mut command = self.command(&["--kube-api-url", &server.url()]);
+        command.args(args).env("NODE_NAME", self.name());
+        self.netns.run(|| Daemon::start(&mut command))
+    }
+
+    /// A daemon that finds the API server so, and does not know its node yet.
+    fn command(&self, api: &[&str]) -> Command {
         let net_config = self.dir.path().join("net-conf.json");
         fs::write(&net_config, self.config).unwrap();
         let program = std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into());
         let mut command = Command::new(program);
-        command.args([
-            "--kube-subnet-mgr",
-            "--kube-api-url",
-            &server.url(),
-            "-iface=eth0",
-            "--net-config-path",
-        ]);
-        command.arg(net_config).arg("--subnet-file").arg(self.subnet_file());
+        command.args(["--kube-subnet-mgr", "-iface=eth0"]).args(api);
+        command.arg("--net-config-path").arg(net_config).arg("--subnet-file").arg(self.subnet_file());
+        command.arg("--state-dir").arg(self.dir.path().join("state"));
+        command.env_remove("NODE_NAME").env_remove("POD_NAME").env_remove("POD_NAMESPACE");
         command
-            .arg("--state-dir")
-            .arg(self.dir.path().join("state"))
-            .args(args)
-            .env("NODE_NAME", self.name());
-        self.netns.run(|| Daemon::start(&mut command))
     }
 
     /// What its kernel holds of the tunnel: routes, neighbours, forwarding entries, a line each.
@@ -140,6 +138,18 @@ fn network_unavailable(server: &ApiServer, node: &str) -> (String, String) {
 fn wait_for_condition(server: &ApiServer, node: &str, status: &str, reason: &str, daemon: &Daemon) {
     let so = || network_unavailable(server, node) == (status.to_owned(), reason.to_owned());
     wait_until(so, || format!("{:?}\n{}", server.condition(node, "NetworkUnavailable"), daemon.log()));
+}
+
+/// A cluster of `node-1`, whose daemon runs on the host, and `node-2`, which Go flannel runs on. All is in place.
+fn beside_a_peer() -> (ApiServer, Host, Daemon) {
+    let server = cluster();
+    server.put_node("node-1", blank(&["10.1.1.0/24"]));
+    server.put_node("node-2", go_peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
+    let host = Host::new(1, VXLAN);
+    let daemon = host.start(&server, &[]);
+    host.holds(&daemon, &["via 10.1.2.0 "]);
+    wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
+    (server, host, daemon)
 }
 
 #[test]
@@ -226,13 +236,7 @@ fn the_condition_is_false_while_the_network_is_in_place_and_true_when_the_lease_
 #[test]
 fn a_pod_cidr_outside_the_network_leaves_the_network_in_place() {
     in_netns(|| {
-        let server = cluster();
-        server.put_node("node-1", blank(&["10.1.1.0/24"]));
-        server.put_node("node-2", go_peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
-        let host = Host::new(1, VXLAN);
-        let daemon = host.start(&server, &[]);
-        host.holds(&daemon, &["via 10.1.2.0 "]);
-        wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
+        let (server, host, daemon) = beside_a_peer();
         server.modify("node-1", |node| node["spec"] = json!({ "podCIDR": "10.9.0.0/24" }));
         wait_for_condition(&server, "node-1", "True", "FlannelIsDown", &daemon);
         let message = server.condition("node-1", "NetworkUnavailable").unwrap()["message"].clone();
@@ -254,16 +258,59 @@ fn a_pod_cidr_outside_the_network_leaves_the_network_in_place() {
     });
 }
 
+/// Whatever else makes the daemon build its network anew meanwhile, it is there again, and follows the peers.
+#[test]
+fn a_network_that_is_built_anew_while_no_lease_can_be_made_of_the_node_is_what_it_was() {
+    in_netns(|| {
+        let (server, host, daemon) = beside_a_peer();
+        let mac = host.mac();
+        let address = || host.netns.run(|| ip("-4 address show dev flannel.1")).contains("10.1.1.0/32");
+        assert!(address());
+        let trouble: [&dyn Fn(); 2] =
+            [&|| server.modify("node-1", |node| node["spec"] = json!({ "podCIDR": "10.9.0.0/24" })), &|| {
+                server.delete_node("node-1");
+            }];
+        for (n, trouble) in (3..).zip(trouble) {
+            trouble();
+            daemon.wait_for_log(["lies outside the pod network", "there is no such node any more"][n - 3]);
+            if n == 3 {
+                wait_for_condition(&server, "node-1", "True", "FlannelIsDown", &daemon);
+            }
+            let mtu = 1406 - n;
+            // By the interface below, and by the config.
+            if n == 3 {
+                host.netns.run(|| ip(&format!("link set eth0 mtu {mtu}")));
+            } else {
+                let config = VXLAN.replace("\"vxlan\"", &format!("\"vxlan\",\"MTU\":{mtu}"));
+                fs::write(host.dir.path().join("net-conf.json"), config).unwrap();
+            }
+            let env = format!("FLANNEL_SUBNET=10.1.1.1/24\nFLANNEL_MTU={}\n", mtu - 50);
+            wait_until(|| host.subnet_env().contains(&env), || daemon.log());
+            server.put_node(
+                &format!("peer-{n}"),
+                go_peer(
+                    &format!("10.1.{n}.0/24"),
+                    &format!("192.0.2.{n}"),
+                    &format!("0a:00:00:00:00:{n:02}"),
+                ),
+            );
+            host.holds(&daemon, &["via 10.1.2.0 ", &format!("via 10.1.{n}.0 ")]);
+            assert!(address() && host.mac() == mac, "{}", daemon.log());
+            if n == 3 {
+                assert_eq!(network_unavailable(&server, "node-1").0, "True", "it has no lease");
+            }
+        }
+        server.put_node("node-1", blank(&["10.1.9.0/24"]));
+        daemon.wait_for_log("building the network anew: this node was given 10.1.9.0-24");
+        wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
+        assert_eq!(host.mac(), mac);
+    });
+}
+
 #[test]
 fn while_the_api_server_is_lost_everything_stays_and_afterwards_it_is_as_it_should_be() {
     in_netns(|| {
-        let server = cluster();
-        server.put_node("node-1", blank(&["10.1.1.0/24"]));
-        server.put_node("node-2", go_peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
-        let host = Host::new(1, VXLAN);
-        let daemon = host.start(&server, &[]);
-        host.holds(&daemon, &["via 10.1.2.0 "]);
-        wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
+        let (server, host, daemon) = beside_a_peer();
         let (before, env) = (host.objects(), host.subnet_env());
         server.fail(u32::MAX, 500, None);
         server.cut(Cut::MidEvent);
@@ -358,16 +405,48 @@ fn a_malformed_config_while_the_network_runs_is_refused_and_the_network_stays() 
     });
 }
 
+/// As where manifests give the pod's name, and the kubeconfig says where the API server is and who asks.
 #[test]
-fn a_restart_leaves_everything_as_it_is() {
+fn the_pod_names_the_node_and_a_kubeconfig_the_server() {
     in_netns(|| {
         let server = cluster();
         server.put_node("node-1", blank(&["10.1.1.0/24"]));
-        server.put_node("node-2", go_peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
+        server.put_pod("kube-flannel", "kube-flannel-ds-x", "node-1");
+        server.forbid("get", "pods");
+        server.expect_token("secret");
         let host = Host::new(1, VXLAN);
-        let mut daemon = host.start(&server, &[]);
-        host.holds(&daemon, &["via 10.1.2.0 "]);
+        let (kubeconfig, token) = (host.dir.path().join("kubeconfig"), host.dir.path().join("token"));
+        let text = format!(
+            "apiVersion: v1\nkind: Config\ncurrent-context: c\nclusters: [{{name: c, cluster: {{server: \"{}\"}}}}]\n\
+             contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\nusers: [{{name: u, user: {{tokenFile: token}}}}]\n",
+            server.url()
+        );
+        fs::write(&kubeconfig, text).unwrap();
+        fs::write(&token, "expired").unwrap();
+        let mut command = host.command(&["--kubeconfig-file", kubeconfig.to_str().unwrap()]);
+        command.env("POD_NAME", "kube-flannel-ds-x").env("POD_NAMESPACE", "kube-flannel");
+        let daemon = host.netns.run(|| Daemon::start(&mut command));
+        daemon.wait_for_log("the API server does not know who we are (401");
+        fs::write(&token, "secret").unwrap();
+        daemon.wait_for_log("this node's account needs the verb \"get\" on the resource \"pods\"");
+        server.permit_all();
+        daemon.wait_for_log("running lease=10.1.1.0-24");
+        let public = server.annotation("node-1", &format!("{PREFIX}public-ip"));
+        assert_eq!(public.as_deref(), Some("192.0.2.1"));
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
+        // Neither says which node this is.
+        drop(daemon);
+        let mut command = host.command(&["--kubeconfig-file", kubeconfig.to_str().unwrap()]);
+        let mut daemon = host.netns.run(|| Daemon::start(command.env("POD_NAME", "kube-flannel-ds-x")));
+        assert!(!daemon.ended().success());
+        daemon.wait_for_log("right would be NODE_NAME in the environment, or POD_NAMESPACE and POD_NAME");
+    });
+}
+
+#[test]
+fn a_restart_leaves_everything_as_it_is() {
+    in_netns(|| {
+        let (server, host, mut daemon) = beside_a_peer();
         daemon.signal(Signal::SIGTERM);
         assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
         let (before, mac, patches) = (server.node("node-1"), host.mac(), server.count("PATCH"));
@@ -382,6 +461,45 @@ fn a_restart_leaves_everything_as_it_is() {
             "{}",
             daemon.log()
         );
+    });
+}
+
+/// Which is no news of this boot's network: pods must not be sent here before that is in place.
+#[test]
+fn what_an_earlier_boot_said_of_the_network_is_withdrawn_before_anything_else() {
+    in_netns(|| {
+        let server = cluster();
+        let up = json!([{ "type": "NetworkUnavailable", "status": "False", "reason": "FlannelIsUp", "message": "Flannel is running on this node",
+            "lastHeartbeatTime": "2026-11-21T20:00:00Z", "lastTransitionTime": "2026-11-21T20:00:00Z" }]);
+        // Its PodCIDR is yet to come.
+        server.put_node("node-1", json!({ "status": { "conditions": up } }));
+        let host = Host::new(1, VXLAN);
+        let mut daemon = host.start(&server, &[]);
+        let message = || server.condition("node-1", "NetworkUnavailable").unwrap()["message"].clone();
+        wait_until(|| message() == "flannel has only just been started", || daemon.log());
+        server.modify("node-1", |node| node["spec"] = json!({ "podCIDR": "10.1.1.0/24" }));
+        wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
+        // What each patch says: the condition's status, or that it is of the lease.
+        let said = || -> Vec<String> {
+            let status =
+                |patch: &Value| patch["status"]["conditions"][0]["status"].as_str().map(str::to_owned);
+            server.patches().iter().map(|patch| status(patch).unwrap_or_else(|| "lease".to_owned())).collect()
+        };
+        assert_eq!((said().first(), said().last()), (Some(&"True".to_owned()), Some(&"False".to_owned())));
+        assert_eq!(said().iter().filter(|said| *said == "False").count(), 1, "{:?}", said());
+        for (gone, more) in [(false, &[][..]), (true, &["True", "False"])] {
+            let before = said().len();
+            daemon.signal(Signal::SIGTERM);
+            assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
+            if gone {
+                host.netns.run(|| ip("link delete flannel.1"));
+            }
+            daemon = host.start(&server, &[]);
+            daemon.wait_for_log("in sync");
+            wait_until(|| said().len() == before + more.len(), || format!("{:?}\n{}", said(), daemon.log()));
+            assert_eq!(said()[before..], *more);
+            assert_eq!(network_unavailable(&server, "node-1").0, "False");
+        }
     });
 }
 
@@ -436,6 +554,8 @@ fn both_families_over_host_gw_and_no_condition_if_that_is_not_wanted() {
         let server = cluster();
         server.put_node("node-1", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
         server.put_node("node-2", blank(&["10.1.2.0/24", "fd00:0:0:2::/64"]));
+        let others = json!({ "type": "NetworkUnavailable", "status": "False", "reason": "RouteCreated" });
+        server.modify("node-1", |node| node["status"]["conditions"] = json!([others]));
         let hosts = [1, 2].map(|n| Host::new(n, DUAL));
         let daemons =
             hosts.each_ref().map(|host| host.start(&server, &["--set-node-network-unavailable=false"]));
@@ -453,7 +573,8 @@ fn both_families_over_host_gw_and_no_condition_if_that_is_not_wanted() {
             format!("{PREFIX}backend-v6-data"): "null", format!("{PREFIX}public-ipv6"): "2001:db8::1",
         });
         assert_eq!(server.node("node-1").unwrap()["metadata"]["annotations"], expected);
-        assert_eq!(server.condition("node-1", "NetworkUnavailable"), None);
+        assert_eq!(server.condition("node-1", "NetworkUnavailable"), Some(others));
+        assert_eq!(server.condition("node-2", "NetworkUnavailable"), None);
     });
 }
 
@@ -472,7 +593,7 @@ fn a_refusal_is_waited_for_and_what_cannot_be_ends_a_start() {
         daemon.wait_for_log("running lease");
         drop(daemon);
         let mut daemon = host.start(&server, &["--kube-api-url=nonsense"]);
-        assert_eq!(daemon.ended().code(), Some(1));
-        daemon.wait_for_log("--kube-subnet-mgr: the Kubernetes API: the URL \"nonsense\"");
+        assert_eq!(daemon.ended().code(), Some(2));
+        daemon.wait_for_log("--kube-api-url: \"nonsense\" is no URL");
     });
 }

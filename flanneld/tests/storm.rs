@@ -110,6 +110,13 @@ fn put_peer_of(backend: &'static str, subnets: &FakeSubnets, n: u8) {
 
 /// A host with many peers, and things of others in the neighbourhood.
 async fn start(backend: &'static dyn Backend) -> (FakeSubnets, watch::Receiver<Arc<Status>>) {
+    start_on(NetlinkKernel::open().unwrap(), backend).await
+}
+
+async fn start_on(
+    kernel: NetlinkKernel,
+    backend: &'static dyn Backend,
+) -> (FakeSubnets, watch::Receiver<Arc<Status>>) {
     for command in [
         "link add eth0 type veth peer name wire",
         "link set wire up",
@@ -145,7 +152,7 @@ async fn start(backend: &'static dyn Backend) -> (FakeSubnets, watch::Receiver<A
             public: public(1),
             reason: "it is the only one".into(),
         },
-        kernel: Arc::new(NetlinkKernel::open().unwrap()),
+        kernel: Arc::new(kernel),
         subnets: Arc::new(subnets.clone()),
         identity: "test".into(),
     };
@@ -216,15 +223,18 @@ fn damage(random: &mut Random, first: u64) -> (usize, String) {
     let id = first + n;
     let elsewhere = format!("via {other} dev {device} onlink");
     let [own, wrong] = [1, 99].map(|n| public(n)[family].unwrap());
-    let direct = format!("via {gateway} dev {device} onlink");
-    let via = if v4 && random.below(2) == 0 { format!("nhid {id}") } else { direct.clone() };
+    let by_nexthop = v4 && random.below(2) == 0;
+    let via = if by_nexthop { format!("nhid {id}") } else { format!("via {gateway} dev {device} onlink") };
     match random.below(1_000) {
         // A device takes all that is on it along.
         0 => by_ip(format!("link delete {device}")),
         1 => by_ip(format!("link set {device} down")),
         2 => by_ip(format!("link set {device} address {alien}")),
         3 => by_ip(format!("link set {device} mtu 1300")),
-        4 => by_ip(format!("link set {device} type vxlan id 1 learning")),
+        4 => by_ip(format!(
+            "link set {device} {}",
+            ["type vxlan id 1 learning", "type vxlan id 1 ttl 1", "arp off"][random.below(3) as usize]
+        )),
         5 => by_ip(format!("address flush dev {device} scope global")),
         6 => by_ip(format!("route flush dev {device}")),
         7 => by_ip(format!("neigh flush dev {device} nud permanent")),
@@ -273,8 +283,11 @@ fn damage(random: &mut Random, first: u64) -> (usize, String) {
             20 => by_ip(format!("route replace {dst} {via} proto 241 src {own}")),
             21 => by_ip(format!("route replace {dst} {via} proto 4")),
             22 => by_ip(format!("route replace {dst} {via} proto 241 mtu 1300")),
-            // By a nexthop object, an unwanted route by the same one would have it too, and be none that is ours to remove.
-            23 => by_ip(format!("route replace {dst} {direct} proto 241 advmss 1000")),
+            // An unwanted route that comes by the same nexthop object has it too.
+            23 => by_ip(format!(
+                "route replace {dst} {via} proto 241 {}",
+                if v4 { "advmss 1000" } else { "expires 60" }
+            )),
             _ => by_ip(format!("nexthop replace id {} {elsewhere} protocol 241", id + 4000)),
         },
     }
@@ -291,8 +304,8 @@ fn damage_on_uplink(random: &mut Random, first: u64) -> (usize, String) {
     let (dst, unwanted, id) = (subnet(n), subnet(220 + random.below(10)), first + n);
     let stray = id + 4000;
     let own = public(1)[family].unwrap();
-    let direct = format!("via {gateway} dev eth0");
-    let via = if v4 && random.below(2) == 0 { format!("nhid {id}") } else { direct.clone() };
+    let by_nexthop = v4 && random.below(2) == 0;
+    let via = if by_nexthop { format!("nhid {id}") } else { format!("via {gateway} dev eth0") };
     let text = match random.below(20) {
         0 | 1 => format!("route del {dst}"),
         2 => format!("route replace {dst} via {other} dev eth0"),
@@ -311,7 +324,7 @@ fn damage_on_uplink(random: &mut Random, first: u64) -> (usize, String) {
         15 => format!("route replace {dst} {via} proto 241 src {own}"),
         16 => format!("route replace {dst} {via} proto 4"),
         17 => format!("route replace {dst} {via} proto 241 mtu 1300"),
-        18 => format!("route replace {dst} {direct} proto 241 advmss 1000"),
+        18 => format!("route replace {dst} {via} proto 241 advmss 1000"),
         _ => format!("nexthop replace id {stray} via {other} dev eth0 protocol 241"),
     };
     (usize::from(!v4), text)
@@ -414,9 +427,22 @@ fn a_thousand_foreign_changes_a_second_on_the_uplink_leave_nothing_behind() {
 
 #[test]
 fn messages_that_are_lost_in_a_flood_are_made_up_for() {
-    in_netns_async(|| async {
-        let (subnets, mut status) = start(&VxlanBackend).await;
+    flood(|kernel| kernel, 1);
+}
+
+#[test]
+fn messages_that_are_lost_in_a_flood_are_made_up_for_where_routes_are_plain() {
+    flood(NetlinkKernel::without_nexthops, 0);
+}
+
+/// The nexthop objects that each peer has.
+fn flood(with: fn(NetlinkKernel) -> NetlinkKernel, nexthops: usize) {
+    in_netns_async(move || async move {
+        let (subnets, mut status) = start_on(with(NetlinkKernel::open().unwrap()), &VxlanBackend).await;
         let healthy = see();
+        let by_nexthop = healthy.iter().filter(|line| line.contains(" nhid ")).count();
+        // And one of others.
+        assert_eq!(by_nexthop, nexthops * usize::from(PEERS) + 1);
         let other = NetlinkKernel::open().unwrap();
         let neigh = |n: u32| {
             let address = IpAddr::from((0x0a63_0000 + n).to_be_bytes());
@@ -429,6 +455,8 @@ fn messages_that_are_lost_in_a_flood_are_made_up_for() {
             // In the middle of it, where no message of it is seen.
             let victim = 7 + round as u8;
             ip(&format!("route del 10.1.{victim}.0/24"));
+            ip(&format!("-6 route del fd00:1:0:{victim:x}::/64"));
+            ip(&format!("route add 10.1.22{round}.0/24 dev flannel.1 src 192.0.2.1"));
             bridge(&format!("fdb del {} dev flannel.1", mac(Family::V4, victim)));
             assert!(other.apply(&Owned::default(), &flood[20_000..]).iter().all(Result::is_ok));
             put_peer(&subnets, LATE + round as u8);
@@ -439,7 +467,7 @@ fn messages_that_are_lost_in_a_flood_are_made_up_for() {
         (LATE..LATE + 3).for_each(|n| subnets.delete(&format!("10.1.{n}.0-24&fd00:1:0:{n:x}::-64")));
         restored(&healthy, "after the flood").await;
         in_sync(&mut status, PEERS.into()).await;
-        assert!(status.borrow().repaired >= 6);
+        assert!(status.borrow().repaired >= 12);
     });
 }
 

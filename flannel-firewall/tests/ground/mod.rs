@@ -148,7 +148,17 @@ impl Ground {
     ) -> Option<IpAddr> {
         let receiver = self.in_place(to, || UdpSocket::bind((to.address(family), port)).unwrap());
         sender.send_to(b"who am I", receiver.local_addr().unwrap()).unwrap();
-        source_of_next(&receiver, patience)
+        Some(source_of_next(&receiver, patience)?.ip())
+    }
+
+    /// The port that `Pod` sends to `Outside` from, and the one that is seen there.
+    pub(crate) fn ports(&self, family: Family) -> (u16, u16) {
+        let [(from, sender), (to, receiver)] = [Place::Pod, Place::Outside].map(|place| {
+            let socket = self.in_place(place, || UdpSocket::bind((place.address(family), 0)).unwrap());
+            (socket.local_addr().unwrap(), socket)
+        });
+        sender.send_to(b"by which port", to).unwrap();
+        (from.port(), source_of_next(&receiver, PATIENCE).unwrap().port())
     }
 
     /// From which address `Outside` sees what the node sends there from its pod address to a multicast group.
@@ -179,7 +189,7 @@ impl Ground {
         };
         let target = SocketAddr::new(group, receiver.local_addr().unwrap().port());
         sender.send_to(b"all of you", &SockAddr::from(target)).unwrap();
-        source_of_next(&receiver, PATIENCE)
+        Some(source_of_next(&receiver, PATIENCE)?.ip())
     }
 
     /// Everybody sees of everybody what the rules say.
@@ -201,11 +211,11 @@ impl Ground {
     }
 }
 
-fn source_of_next(receiver: &UdpSocket, patience: Duration) -> Option<IpAddr> {
+fn source_of_next(receiver: &UdpSocket, patience: Duration) -> Option<SocketAddr> {
     receiver.set_read_timeout(Some(patience)).unwrap();
     loop {
         match receiver.recv_from(&mut [0; 64]) {
-            Ok((_, from)) => return Some(from.ip()),
+            Ok((_, from)) => return Some(from),
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return None,
             // A child of this process ended.
             Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}

@@ -235,15 +235,88 @@ fn what_has_no_effect_is_said_if_it_was_given() {
     );
 }
 
+/// A command line alone, with nothing that [`parse`] adds.
+fn bare(args: &[&str], env: &[(&str, &str)]) -> Result<Options, Error> {
+    let args = ["flanneld"].into_iter().chain(args.iter().copied()).map(OsString::from);
+    let find = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
+    Options::parse_from(args, find)
+}
+
+/// The same flag with a value that is wrong, given on the command line and in the environment: told with the flag, the value and
+/// what would be right, and with the variable where it comes from there.
+fn refuses(flag: &str, value: &str, others: &[&str], says: &[&str]) {
+    let variable = format!("FLANNELD_{}", flag.to_uppercase().replace('-', "_"));
+    let given = format!("--{flag}={value}");
+    let error = bare(&[&[given.as_str()], others].concat(), &[("NODE_NAME", "n")]).unwrap_err();
+    let text = error.to_string();
+    assert_eq!(error.exit_code(), 2, "{text}");
+    assert!(text.contains(&format!("--{flag}")) && !text.contains(&variable), "{text}");
+    let error = bare(others, &[("NODE_NAME", "n"), (&variable, value)]).unwrap_err();
+    assert_eq!(error.exit_code(), 2, "{text}");
+    assert!(error.to_string().contains(&variable), "{error}");
+    for says in says {
+        assert!(text.contains(says) && error.to_string().contains(says), "{says}: {text}; {error}");
+    }
+}
+
+#[cfg(feature = "etcd")]
+#[test]
+fn what_cannot_reach_etcd_is_wrong_usage() {
+    for (value, says) in [
+        ("nonsense", "\"nonsense\" names no port"),
+        ("http://a:1,unix:///x", "\"unix:///x\" is a Unix socket"),
+        ("http://a:99999", "from 1 to 65535"),
+        (",", "one at least"),
+    ] {
+        refuses("etcd-endpoints", value, &[], &[says, "right would be", "http://127.0.0.1:2379"]);
+    }
+    let both = "right would be both, or neither";
+    for (flag, value, lacks) in [
+        ("etcd-certfile", "/c.pem", "keyfile"),
+        ("etcd-keyfile", "/k.pem", "certfile"),
+        ("etcd-username", "flannel", "password"),
+    ] {
+        refuses(flag, value, &[], &[value, &format!("is given without {lacks}"), both]);
+        // Nobody asks etcd.
+        assert!(bare(&[&format!("--{flag}={value}"), "--registry=dir:/x"], &[]).is_ok());
+    }
+    refuses("etcd-password", "hunter2", &[], &["is given without username", both]);
+    assert!(!bare(&["--etcd-password=hunter2"], &[]).unwrap_err().to_string().contains("hunter2"));
+    // One half from the environment, the other from the command line.
+    assert!(bare(&["--etcd-username=u"], &[("FLANNELD_ETCD_PASSWORD", "p")]).is_ok());
+}
+
+#[test]
+fn what_is_no_regular_expression_is_wrong_usage() {
+    for value in ["(", "[", "a{2,1}", "*"] {
+        let quoted = format!("'{value}'");
+        refuses("iface-regex", value, &["--registry=dir:/x"], &[&quoted, "right would be"]);
+    }
+    let good = bare(&["--registry=dir:/x", "-iface-regex", "^eth(0|1)$", "--iface-regex="], &[]).unwrap();
+    assert_eq!(good.iface_regex, ["^eth(0|1)$"]);
+}
+
+#[cfg(feature = "kube")]
+#[test]
+fn what_is_no_url_of_an_api_server_is_wrong_usage() {
+    for value in ["nonsense", "k:6443", "ftp://k", "https://", "http://a b"] {
+        refuses(
+            "kube-api-url",
+            value,
+            &["--kube-subnet-mgr"],
+            &[&format!("{value:?}"), "right would be", "https://"],
+        );
+    }
+    assert!(
+        bare(&["--kube-subnet-mgr", "--kube-api-url=https://[2001:db8::1]:6443"], &[("NODE_NAME", "n")])
+            .is_ok()
+    );
+}
+
 #[cfg(feature = "kube")]
 #[test]
 fn what_kubernetes_needs_to_be_told() {
-    let parse = |args: &[&str], env: &[(&str, &str)]| {
-        let args =
-            ["flanneld", "--kube-subnet-mgr"].into_iter().chain(args.iter().copied()).map(OsString::from);
-        let find = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
-        Options::parse_from(args, find)
-    };
+    let parse = |args: &[&str], env: &[(&str, &str)]| bare(&[&["--kube-subnet-mgr"], args].concat(), env);
     for (args, env, says) in [
         (&[] as &[&str], &[] as &[(&str, &str)], "NODE_NAME"),
         (&[], &[("POD_NAME", "p")], "POD_NAMESPACE"),

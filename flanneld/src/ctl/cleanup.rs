@@ -1,4 +1,5 @@
-//! `flannelctl cleanup`: takes back what a daemon put into the kernel, and its files but the mark of this host.
+//! `flannelctl cleanup`: takes back what a daemon put into the kernel, and its files but what is this host's memory
+//! (its mark, and which networks it had).
 
 use std::fs;
 use std::io::ErrorKind;

@@ -1,13 +1,13 @@
 //! What can be said without a daemon: what the last one left behind, and what the store holds.
 
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
-use flannel_core::{Config, Error, Kernel, Lease, LinkName, Subnets};
+use flannel_core::{Config, Error, Kernel, Lease, LeaseSet, LinkName, Subnets};
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
-use flannel_subnet::{Cache, Registry, Saved, SubnetEnv};
+use flannel_subnet::{Cache, ConfigText, Registry, Saved, SubnetEnv};
 use serde_json::{Value, json};
 
 use super::options::Global;
@@ -18,6 +18,65 @@ use crate::report::{PeerReport, VERSION, seconds};
 
 /// The state of a peer of which nobody knows.
 pub(crate) const UNKNOWN: &str = "not known";
+
+/// A store that does not answer for so long does not answer.
+const PATIENCE: Duration = Duration::from_secs(6);
+
+/// What the store says: the network config, if there is one, and the leases.
+pub(crate) async fn ask_store(
+    global: &Global,
+) -> Result<(flannel_core::Result<ConfigText>, LeaseSet), String> {
+    let asked = async {
+        let registry = global.open_registry().await?;
+        // That there is no config yet is no reason not to look at the leases.
+        let config = match registry.config().await {
+            Err(error) if !matches!(error, Error::NoConfig { .. }) => return Err(error.into()),
+            config => config,
+        };
+        let leases = registry.list().await?.entries.into_iter().map(|entry| entry.lease).collect();
+        Ok::<_, Failure>((config, leases))
+    };
+    match tokio::time::timeout(PATIENCE, asked).await {
+        Ok(asked) => asked.map_err(|error| error.to_string()),
+        Err(_) => Err(format!("no answer for {} s", PATIENCE.as_secs())),
+    }
+}
+
+/// What is known of the cluster without a daemon.
+#[derive(Debug, Default)]
+pub(crate) struct Known {
+    pub(crate) config: Option<Config>,
+    pub(crate) leases: LeaseSet,
+    /// Why all this may be of yesterday, as a sentence without a full stop; `None`: the store says so.
+    pub(crate) stale: Option<String>,
+}
+
+impl Known {
+    /// As the store says, or if it does not answer, as the last daemon kept it.
+    ///
+    /// # Errors
+    /// Neither is there; a sentence without a full stop.
+    pub(crate) async fn of(global: &Global) -> Result<Self, String> {
+        let parsed = |text: ConfigText| Config::parse(&text.text).ok();
+        let kept = saved(global);
+        let error = match ask_store(global).await {
+            Ok((config, leases)) => {
+                let config = config.ok().or_else(|| kept?.config).and_then(parsed);
+                return Ok(Self { config, leases, stale: None });
+            }
+            Err(error) => format!("{} does not answer: {error}", store_name(global)),
+        };
+        let Some(kept) = kept else { return Err(format!("{error}; and no daemon has kept leases here")) };
+        let age = SystemTime::now().duration_since(kept.written).unwrap_or_default().as_secs_f64();
+        let stale = format!("{error}; the leases are those that the last daemon kept {} ago", span(age));
+        Ok(Self { config: kept.config.and_then(parsed), leases: kept.leases, stale: Some(stale) })
+    }
+}
+
+/// The store, as the options name it.
+pub(crate) fn store_name(global: &Global) -> String {
+    global.registry.as_ref().map_or_else(|| "--registry".to_owned(), ToString::to_string)
+}
 
 /// The last good set of leases that a daemon kept; `None` if there is none that can be read.
 pub(crate) fn saved(global: &Global) -> Option<Saved> {
@@ -98,7 +157,7 @@ pub(crate) fn uplink(config: &Config, iface: &[String]) -> Option<LinkName> {
     kernel.external_interface(&selectors, config.networks.families()).ok().map(|chosen| chosen.name)
 }
 
-/// Every lease in the store but the one that was this node's.
+/// Every lease but the one that was this node's, as the store says or the last daemon knew.
 pub(crate) async fn peers(global: &Global) -> Result<Value> {
     let own = own_subnets(global);
     let peer = |lease: &Lease| PeerReport {
@@ -110,11 +169,10 @@ pub(crate) async fn peers(global: &Global) -> Result<Value> {
         reason: None,
         changed: None,
     };
-    let mut leases = global.open_registry().await?.list().await?.entries;
-    leases.sort_by_key(|entry| entry.lease.subnets);
-    let others = leases.iter().filter(|entry| Some(entry.lease.subnets) != own);
-    let peers: Vec<PeerReport> = others.map(|entry| peer(&entry.lease)).collect();
-    Ok(json!({ "version": VERSION, "running": false, "peers": peers }))
+    let Known { leases, stale, .. } = Known::of(global).await.map_err(Failure::Refused)?;
+    let others = leases.iter().filter(|lease| Some(lease.subnets) != own);
+    let peers: Vec<PeerReport> = others.map(|lease| peer(lease)).collect();
+    Ok(json!({ "version": VERSION, "running": false, "peers": peers, "stale": stale }))
 }
 
 /// The network config in the store, or if that does not answer, as the last daemon saw it.
@@ -133,7 +191,7 @@ pub(crate) async fn config(global: &Global) -> Result<Config> {
     Ok(Config::parse(&text.text).map_err(wrong)?)
 }
 
-async fn read_config(global: &Global) -> Result<flannel_subnet::ConfigText> {
+async fn read_config(global: &Global) -> Result<ConfigText> {
     let registry: Arc<dyn Registry> = global.open_registry().await?;
     Ok(registry.config().await?)
 }

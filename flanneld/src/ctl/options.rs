@@ -12,6 +12,7 @@ use flannel_subnet::Registry;
 
 use super::docker_opts::DockerFlags;
 use super::{Failure, Result};
+use crate::cli::with_variable;
 use crate::control;
 use crate::error::Error;
 #[cfg(feature = "etcd")]
@@ -29,7 +30,7 @@ use crate::registry::RegistryUrl;
     subcommand_value_name = "VERB",
     subcommand_help_heading = "Verbs",
     after_help = "Exit status: 0 if all is well, 1 if it is not or could not be done, 2 for wrong usage.\n\
-                  Options that say where things are can come from the environment as for flanneld, for example \
+                  Options that flanneld has too can come from the environment as for flanneld, for example \
                   FLANNELD_REGISTRY."
 )]
 pub(crate) struct Ctl {
@@ -193,12 +194,11 @@ pub(crate) struct DoctorFlags {
     pub(crate) peers: usize,
 
     /// The port on which peers' daemons say what arrives, as for flanneld; 0: they are not asked
-    #[arg(long, value_name = "PORT", default_value = crate::sounding::PORT, env = "FLANNELD_DOCTOR_PORT",
-        hide_env_values = true)]
+    #[arg(long, value_name = "PORT", default_value = crate::sounding::PORT, value_parser = control::port)]
     pub(crate) doctor_port: u16,
 
     /// The interface that the daemon uses, by name or address, if it does not run; if not given, the one with the default route
-    #[arg(long, value_name = "NAME|ADDRESS", env = "FLANNELD_IFACE", hide_env_values = true)]
+    #[arg(long, value_name = "NAME|ADDRESS")]
     pub(crate) iface: Vec<String>,
 }
 
@@ -220,7 +220,7 @@ pub(crate) struct CleanupFlags {
     pub(crate) for_go: bool,
 
     /// The interface that the daemon used, by name or address; if not given, the one with the default route
-    #[arg(long, value_name = "NAME|ADDRESS", env = "FLANNELD_IFACE", hide_env_values = true)]
+    #[arg(long, value_name = "NAME|ADDRESS")]
     pub(crate) iface: Vec<String>,
 
     /// The network config that the daemon used, - for standard input; if not given, the one in the store
@@ -319,6 +319,9 @@ fn key(text: &str) -> Result<Subnets, String> {
     subnets.ok_or_else(wrong)
 }
 
+/// The options of verbs that the daemon has too, with the same meaning.
+const OF_DAEMON: [&str; 2] = ["doctor_port", "iface"];
+
 impl Ctl {
     /// Parses a command line and the environment.
     ///
@@ -330,30 +333,44 @@ impl Ctl {
     ) -> Result<Self, Error> {
         let command = command();
         let mut args: Vec<OsString> = args.into_iter().collect();
+        // What flanneld knows too comes from its variables: where things are, and what stands behind the verb.
         let mut variables = Vec::new();
-        let with_value = command.get_arguments().filter(|arg| arg.get_action().takes_values());
-        for flag in with_value.filter_map(clap::Arg::get_long) {
+        let mut take = |arg: &clap::Arg, args: &[OsString]| {
+            let flag =
+                arg.get_long().filter(|flag| arg.get_action().takes_values() && !is_given(args, flag))?;
             let name = format!("FLANNELD_{}", flag.to_uppercase().replace('-', "_"));
-            if let Some(value) = env(&name).filter(|value| !value.is_empty() && !is_given(&args, flag)) {
-                let mut arg = OsString::from(format!("--{flag}="));
-                arg.push(value);
-                args.insert(1.min(args.len()), arg);
-                variables.push((format!("'--{flag} "), name));
+            let mut given = OsString::from(format!("--{flag}="));
+            given.push(env(&name).filter(|value| !value.is_empty())?);
+            variables.push((flag.to_owned(), name));
+            Some(given)
+        };
+        for arg in command.get_arguments() {
+            if let Some(given) = take(arg, &args) {
+                args.insert(1.min(args.len()), given);
             }
         }
-        let matches = command.try_get_matches_from(args).map_err(|error| {
-            let text = error.render().to_string();
-            if !error.use_stderr() {
-                return Error::Help(text);
+        let verb = command.clone().ignore_errors(true).try_get_matches_from(&args).ok();
+        let verb = verb.as_ref().and_then(clap::ArgMatches::subcommand_name);
+        let own = verb.and_then(|verb| command.find_subcommand(verb)).into_iter();
+        for arg in own
+            .flat_map(clap::Command::get_arguments)
+            .filter(|arg| OF_DAEMON.contains(&arg.get_id().as_str()))
+        {
+            if let Some(given) = take(arg, &args) {
+                args.push(given);
             }
-            match variables.iter().find(|(flag, _)| text.contains(flag)) {
-                Some((_, name)) => {
-                    Error::Usage(format!("{text}\n(the value comes from the environment: {name})\n"))
-                }
-                None => Error::Usage(text),
-            }
+        }
+        let usage = |text: String| Error::Usage(with_variable(text, &variables));
+        let matches = command.try_get_matches_from(args).map_err(|error| match error.use_stderr() {
+            true => usage(error.render().to_string()),
+            false => Error::Help(error.render().to_string()),
         })?;
-        Self::from_arg_matches(&matches).map_err(|error| Error::Usage(error.to_string()))
+        let options = Self::from_arg_matches(&matches).map_err(|error| Error::Usage(error.to_string()))?;
+        #[cfg(feature = "etcd")]
+        if options.global.registry == Some(RegistryUrl::Etcd) {
+            options.global.etcd.check().map_err(|text| usage(format!("{text}\n")))?;
+        }
+        Ok(options)
     }
 }
 
@@ -398,6 +415,62 @@ mod tests {
             let options = parse(&["status"], &[env]).unwrap();
             assert_eq!(options.global.socket(), expected.map(PathBuf::from), "{env:?}");
         }
+    }
+
+    /// An empty variable counts as unset, and numbers are Go's, as for the daemon.
+    #[test]
+    fn what_stands_behind_a_verb_comes_from_the_daemons_variables_too() {
+        let doctor = |args: &[&str], env: &[(&str, &str)]| match parse(args, env).map(|options| options.verb)
+        {
+            Ok(Verb::Doctor(flags)) => (flags.doctor_port, flags.iface),
+            other => panic!("{args:?} {env:?}: {other:?}"),
+        };
+        for (args, env, port) in [
+            (&["doctor"] as &[&str], &[] as &[(&str, &str)], 8473),
+            (&["doctor"], &[("FLANNELD_DOCTOR_PORT", "")], 8473),
+            (&["doctor"], &[("FLANNELD_DOCTOR_PORT", "0x2119")], 8473),
+            (&["--state-dir", "cleanup", "doctor"], &[("FLANNELD_DOCTOR_PORT", "9000")], 9000),
+            (&["doctor", "--doctor-port", "0"], &[("FLANNELD_DOCTOR_PORT", "nonsense")], 0),
+            (&["doctor", "--json"], &[("FLANNELD_DOCTOR_PORT", "-1")], 0),
+        ] {
+            assert_eq!(doctor(args, env).0, port, "{args:?} {env:?}");
+        }
+        assert_eq!(doctor(&["doctor"], &[("FLANNELD_IFACE", "eth7")]).1, ["eth7"]);
+        assert_eq!(doctor(&["doctor"], &[("FLANNELD_IFACE", "")]).1, [""; 0]);
+        assert_eq!(doctor(&["doctor", "--iface=a"], &[("FLANNELD_IFACE", "eth7")]).1, ["a"]);
+        assert!(matches!(parse(&["cleanup"], &[("FLANNELD_IFACE", "eth7")]).unwrap().verb,
+            Verb::Cleanup(flags) if flags.iface == ["eth7"]));
+        // A verb without the option does not mind.
+        assert!(parse(&["status"], &[("FLANNELD_DOCTOR_PORT", "nonsense")]).is_ok());
+        for wrong in ["nonsense", "65536", "1_0"] {
+            let error = parse(&["doctor"], &[("FLANNELD_DOCTOR_PORT", wrong)]).unwrap_err();
+            let text = error.to_string();
+            assert!(error.exit_code() == 2 && text.contains(&format!("'{wrong}'")), "{text}");
+            assert!(
+                text.contains("right would be a number up to 65535") && text.contains("FLANNELD_DOCTOR_PORT"),
+                "{text}"
+            );
+            let error = parse(&["doctor", "--doctor-port", wrong], &[]).unwrap_err().to_string();
+            assert!(error.contains("--doctor-port") && !error.contains("FLANNELD_"), "{error}");
+        }
+    }
+
+    #[cfg(feature = "etcd")]
+    #[test]
+    fn what_cannot_reach_etcd_is_wrong_usage() {
+        for (args, env, says) in [
+            (
+                &["status", "--etcd-endpoints=nonsense"] as &[&str],
+                &[] as &[(&str, &str)],
+                "--etcd-endpoints: the endpoint \"nonsense\"",
+            ),
+            (&["lease", "list"], &[("FLANNELD_ETCD_ENDPOINTS", "nonsense")], "FLANNELD_ETCD_ENDPOINTS"),
+            (&["lease", "list"], &[("FLANNELD_ETCD_USERNAME", "u")], "FLANNELD_ETCD_USERNAME"),
+        ] {
+            let error = parse(args, env).unwrap_err();
+            assert!(error.exit_code() == 2 && error.to_string().contains(says), "{error}");
+        }
+        assert!(parse(&["lease", "list", "--registry=dir:/x"], &[("FLANNELD_ETCD_USERNAME", "u")]).is_ok());
     }
 
     #[test]

@@ -32,9 +32,11 @@ pub(crate) async fn peers(client: &Client, global: &Global, paper: &Paper) -> Re
     let peers: Vec<PeerReport> =
         serde_json::from_value(value["peers"].clone()).map_err(|error| skew(&error))?;
     let now = crate::report::seconds(std::time::SystemTime::now());
-    // Without a daemon nothing is known of states, which is no trouble by itself.
-    let ok = peers.iter().all(|peer| peer.state == "in place" || peer.state == offline::UNKNOWN);
-    Ok(Said { text: peers_page(&peers, now, paper), value, ok })
+    let stale = value["stale"].as_str().map(|text| paper.field("warning", Ink::Warning, text) + "\n");
+    // Without a daemon nothing is known of states, which is no trouble by itself; that nobody answers is.
+    let ok = stale.is_none()
+        && peers.iter().all(|peer| peer.state == "in place" || peer.state == offline::UNKNOWN);
+    Ok(Said { text: stale.unwrap_or_default() + &peers_page(&peers, now, paper), value, ok })
 }
 
 /// All peers, and what is wrong with those that are not in place.

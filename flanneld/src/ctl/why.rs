@@ -5,6 +5,7 @@ use std::net::IpAddr;
 use serde_json::json;
 
 use super::client::Client;
+use super::offline::Known;
 use super::options::Global;
 use super::paper::{Ink, Paper};
 use super::{Failure, Result, Said, offline};
@@ -30,23 +31,14 @@ pub(crate) async fn why(client: &Client, global: &Global, paper: &Paper, address
 }
 
 async fn without_daemon(global: &Global, address: IpAddr) -> Result<Why> {
-    let config = offline::config(global).await.ok();
+    let known = Known::of(global).await;
+    let Known { config, leases, stale } =
+        known.unwrap_or_else(|error| Known { stale: Some(error), ..Known::default() });
     let own = offline::own_subnets(global);
-    let listed = match global.open_registry().await {
-        Ok(registry) => registry.list().await.map(|listing| listing.entries).ok(),
-        Err(_) => None,
-    };
-    let leases: Vec<_> = match listed {
-        Some(entries) => entries.into_iter().map(|entry| entry.lease).collect(),
-        // The store does not answer: what the last daemon knew.
-        None => {
-            offline::saved(global).map(|saved| saved.leases.iter().cloned().collect()).unwrap_or_default()
-        }
-    };
     let lease = leases.iter().find(|lease| lease.subnets.iter().any(|subnet| subnet.contains(address)));
     let ours = lease.filter(|lease| Some(lease.subnets) == own);
     let answer = lookup(offline::kernel()?, address).await;
-    Ok(judge(
+    let why = judge(
         address,
         &Facts {
             daemon: false,
@@ -56,7 +48,8 @@ async fn without_daemon(global: &Global, address: IpAddr) -> Result<Why> {
             explanation: None,
             answer,
         },
-    ))
+    );
+    Ok(Why { stale, ..why })
 }
 
 fn page(why: &Why, paper: &Paper) -> String {
@@ -64,6 +57,9 @@ fn page(why: &Why, paper: &Paper) -> String {
     let mut out = paper.field(word, ink, &why.verdict);
     if let Some(hint) = &why.hint {
         out += &paper.command("try", hint);
+    }
+    if let Some(stale) = &why.stale {
+        out += &paper.field("warning", Ink::Warning, stale);
     }
     out.push('\n');
     let none = || "none".to_owned();
@@ -118,6 +114,7 @@ mod tests {
                 },
             ],
             kernel: "via 192.0.2.99 dev eth0".into(),
+            stale: None,
         };
         let expected = "\
 problem    shadowed: packets go via 192.0.2.99 dev eth0 instead of via 10.1.7.0
@@ -161,6 +158,7 @@ kernel     via 192.0.2.99 dev eth0
             .map(object)
             .into(),
             kernel: "nowhere".into(),
+            stale: None,
         };
         looks("why_waits", |paper| page(&why, paper));
     }

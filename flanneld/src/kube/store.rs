@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use flannel_core::SubnetManager;
 use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity, Prefix};
+use tokio::sync::OnceCell;
 
 use super::{KubeFlags, condition};
 use crate::error::Error;
@@ -17,6 +18,8 @@ pub(crate) struct KubeStore {
     manager: Arc<KubeManager>,
     /// The condition is ours to keep.
     tells: bool,
+    /// Nothing that an earlier boot said is left.
+    begun: Arc<OnceCell<()>>,
 }
 
 impl KubeFlags {
@@ -44,7 +47,8 @@ impl KubeStore {
     pub(crate) async fn open(flags: &KubeFlags) -> Result<Self, Error> {
         let manager = KubeManager::open(flags.options()?).await;
         let manager = manager.map_err(|source| Error::Kube(Box::new(source)))?;
-        Ok(Self { manager: Arc::new(manager), tells: flags.set_node_network_unavailable })
+        let tells = flags.set_node_network_unavailable;
+        Ok(Self { manager: Arc::new(manager), tells, begun: Arc::default() })
     }
 
     pub(crate) fn subnets(&self) -> Arc<dyn SubnetManager> {
@@ -54,6 +58,27 @@ impl KubeStore {
     /// Why this node's lease is lost; `None`: it is not.
     pub(crate) fn lost(&self) -> Option<String> {
         self.manager.lost().borrow().clone()
+    }
+
+    /// Before the first lease is taken: where nothing of the network `stands`, the node must not go on saying that it works.
+    ///
+    /// # Errors
+    /// The API server does not answer.
+    pub(crate) async fn begin(&self, stands: impl Future<Output = Result<bool, Error>>) -> Result<(), Error> {
+        if !self.tells {
+            return Ok(());
+        }
+        let begin = async || {
+            if stands.await? {
+                return Ok(());
+            }
+            match self.manager.withdraw_condition("flannel has only just been started").await {
+                // That is told when the condition must be set the next time, and no reason to have no network.
+                Err(flannel_core::Error::Refused { .. }) => Ok(()),
+                withdrawn => withdrawn.map_err(Error::from),
+            }
+        };
+        self.begun.get_or_try_init(begin).await.copied()
     }
 
     /// Keeps the node's condition, if that is wanted.

@@ -166,7 +166,7 @@ pub(crate) struct Daemon {
 }
 
 impl Daemon {
-    fn start(command: &mut Command) -> Self {
+    pub(crate) fn start(command: &mut Command) -> Self {
         let mut child =
             command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let (stderr, log) = (child.stderr.take().unwrap(), Arc::default());
@@ -190,6 +190,10 @@ impl Daemon {
     pub(crate) fn signal(&self, signal: nix::sys::signal::Signal) {
         let pid = nix::unistd::Pid::from_raw(self.child.id().cast_signed());
         nix::sys::signal::kill(pid, signal).unwrap();
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
     }
 
     pub(crate) fn is_running(&mut self) -> bool {

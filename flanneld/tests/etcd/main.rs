@@ -7,14 +7,18 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 mod cached;
+#[path = "../calls/mod.rs"]
+mod calls;
 #[path = "../../../flannel-subnet/tests/etcd/certificates.rs"]
 #[allow(dead_code, reason = "shared with the registry's tests, which use more of it")]
 mod certificates;
+mod ctl;
 mod ground;
 mod outages;
 mod refused;
 #[path = "../../../flannel-subnet/tests/etcd/server.rs"]
 #[allow(dead_code, reason = "shared with the registry's tests, which use more of it")]
 mod server;
+mod unit;
 mod waiting;
 mod witness;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use flannel_core::{Config, Dual, Error, Family, Lease, LeaseSet, LinkName, Subnets};
+use flannel_core::{Config, Dual, Family, Lease, LeaseSet, LinkName, Subnets};
 use flannel_firewall::LegacyMemory;
 use flannel_subnet::SubnetEnv;
 use serde_json::Value;
@@ -20,9 +20,6 @@ use crate::problems::bring_back_etcd;
 use crate::problems::{Problem, bring_back_dir};
 use crate::registry::RegistryUrl;
 use crate::report::{PeerReport, Report, StoreReport};
-
-/// A store that does not answer for so long does not answer.
-const PATIENCE: Duration = Duration::from_secs(5);
 
 /// So long a daemon may be at work before that is told as a fault.
 const MOMENT: Duration = Duration::from_secs(2);
@@ -139,29 +136,14 @@ pub(super) async fn without_daemon(
     failure: &Failure,
     diagnosis: &mut Diagnosis,
 ) -> Ground {
-    let asked = async {
-        let registry = global.open_registry().await?;
-        // That there is none yet is no reason not to look at the leases.
-        let config = match registry.config().await {
-            Err(error) if !matches!(error, Error::NoConfig { .. }) => return Err(error.into()),
-            config => config,
-        };
-        Ok::<_, Failure>((config, registry.list().await?.entries.into_iter().map(|entry| entry.lease)))
-    };
-    let asked = match tokio::time::timeout(PATIENCE, asked).await {
-        Ok(asked) => asked.map_err(|error| error.to_string()),
-        Err(_) => Err(format!("no answer for {} s", PATIENCE.as_secs())),
-    };
-    let (text, leases) = match asked {
+    let (text, leases) = match offline::ask_store(global).await {
         Ok((config, leases)) => {
-            let mut set = LeaseSet::default();
-            leases.for_each(|lease| set.insert(lease));
-            let text = format!("{} answers, {} leases", store_name(global), set.len());
+            let text = format!("{} answers, {} leases", offline::store_name(global), leases.len());
             diagnosis.layer("store", text, Vec::new());
-            (config.map_err(|error| error.to_string()), set)
+            (config.map_err(|error| error.to_string()), leases)
         }
         Err(error) => {
-            let name = store_name(global);
+            let name = offline::store_name(global);
             let finding = Finding::error("store", format!("{name} does not answer: {error}"));
             diagnosis.layer(
                 "store",
@@ -192,10 +174,6 @@ pub(super) async fn without_daemon(
         return Ground::default();
     };
     of_config(global, iface, (config, leases), diagnosis).await
-}
-
-fn store_name(global: &Global) -> String {
-    global.registry.as_ref().map_or_else(|| "--registry".to_owned(), ToString::to_string)
 }
 
 /// What brings a store back.

@@ -1,0 +1,114 @@
+//! Starting with another pod network than before: the routes to peers' old subnets on the external interface.
+//!
+//! The one thing to know: routes are known as ours by their protocol inside our pod networks, so which these have been is
+//! noted as a network starts, and forgotten when nothing of them is left.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use flannel_core::{Config, Kernel, Owned, Status, Subnet, remove_former};
+use tokio::sync::watch;
+
+use crate::error::Error;
+
+/// Knows which pod networks this host has had of which something may be left.
+#[derive(Debug)]
+pub(crate) struct Former {
+    record: PathBuf,
+}
+
+impl Former {
+    pub(crate) fn new(state_dir: &Path) -> Self {
+        Self { record: state_dir.join("networks") }
+    }
+
+    /// Waits until the network is in sync and removes what is left inside networks that are not the config's; then waits for
+    /// ever.
+    pub(crate) async fn clear(
+        &self,
+        kernel: Arc<dyn Kernel>,
+        (owned, config): (Owned, &Config),
+        mut status: watch::Receiver<Arc<Status>>,
+    ) -> Error {
+        let current: Vec<Subnet> = config.pod_networks().collect();
+        let former: Vec<Subnet> = match self.read() {
+            Ok(noted) => noted.into_iter().filter(|network| !current.contains(network)).collect(),
+            Err(error) => return error,
+        };
+        if let Err(error) = self.write(former.iter().chain(&current)) {
+            return error;
+        }
+        if !former.is_empty() && status.wait_for(|status| status.in_sync).await.is_ok() {
+            let removal = move || {
+                let kept: Vec<_> =
+                    former.into_iter().filter(|network| !remove(&*kernel, &owned, *network)).collect();
+                kept.is_empty()
+            };
+            let done = match tokio::task::spawn_blocking(removal).await {
+                Ok(done) => done,
+                Err(panic) => std::panic::resume_unwind(panic.into_panic()),
+            };
+            // What the kernel refused is tried again at the next start.
+            if done && let Err(error) = self.write(&current) {
+                return error;
+            }
+        }
+        std::future::pending().await
+    }
+
+    /// One network a line.
+    fn read(&self) -> Result<Vec<Subnet>, Error> {
+        let text = match fs::read_to_string(&self.record) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
+            Err(error) => return Err(self.error(error.to_string())),
+        };
+        // What a network may have left is no reason to end one that runs.
+        let network = |line: &str| {
+            let network = line.parse().ok();
+            if network.is_none() {
+                let path = self.record.display();
+                tracing::warn!("{path}: {line:?} is no network, such as \"10.1.0.0/16\", and is passed over");
+            }
+            network
+        };
+        Ok(text.lines().filter_map(network).collect())
+    }
+
+    fn write<'a>(&self, networks: impl IntoIterator<Item = &'a Subnet>) -> Result<(), Error> {
+        let text: String = networks.into_iter().map(|network| format!("{network}\n")).collect();
+        let temporary = self.record.with_extension("new");
+        let written = fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, &self.record));
+        written.map_err(|error| self.error(format!("{error} (see --state-dir)")))
+    }
+
+    fn error(&self, reason: String) -> Error {
+        Error::File { path: self.record.clone(), reason }
+    }
+}
+
+/// Removes what is left inside a network and says so; false if something of it stays.
+fn remove(kernel: &dyn Kernel, owned: &Owned, former: Subnet) -> bool {
+    match remove_former(kernel, owned, former, false) {
+        Ok(report) => {
+            for change in &report.done {
+                tracing::info!("left of the earlier pod network {former}, removed: {}", change.object());
+            }
+            for (change, error) in &report.failed {
+                tracing::warn!(
+                    "left of the earlier pod network {former}, and stays: {}: {error}",
+                    change.object()
+                );
+            }
+            report.failed.is_empty()
+        }
+        Err(error) => {
+            tracing::warn!(
+                "what is left of the earlier pod network {former} is not known, the kernel cannot be read: {error}"
+            );
+            false
+        }
+    }
+}

@@ -1,0 +1,56 @@
+//! The system calls that the systemd unit allows, and those that a daemon under strace makes.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::process::Command;
+
+/// Under strace, with the unit's capabilities: dropping more is a call that it forbids. What is called goes into a file.
+pub(crate) fn traced(trace: &Path) -> Command {
+    let mut command = Command::new("setpriv");
+    command.args(["--bounding-set=-all,+net_admin,+net_raw", "strace", "-f", "-qq", "-o"]).arg(trace);
+    command.arg(std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into()));
+    command
+}
+
+/// The process that this strace follows.
+pub(crate) fn followed(strace: u32) -> String {
+    let children = std::fs::read_to_string(format!("/proc/{strace}/task/{strace}/children")).unwrap();
+    children.trim().to_owned()
+}
+
+/// What was called, and the unit forbids.
+pub(crate) fn forbidden(trace: &str) -> Vec<String> {
+    let call = |line: &str| {
+        let (name, _) = line.split_once(' ')?.1.trim().split_once('(')?;
+        name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_').then(|| name.to_owned())
+    };
+    let called: BTreeSet<String> = trace.lines().filter_map(call).collect();
+    assert!(called.len() > 20, "{called:?}");
+    (&called - &allowed()).into_iter().collect()
+}
+
+fn allowed() -> BTreeSet<String> {
+    let unit = include_str!("../../../dist/flanneld.service");
+    let filters: Vec<&str> = unit.lines().filter_map(|line| line.strip_prefix("SystemCallFilter=")).collect();
+    let [granted, denied, but] = filters.as_slice() else { panic!("{filters:?}") };
+    let groups = |text: &str| calls_of(&text.trim_start_matches('~').split(' ').collect::<Vec<_>>());
+    let but = but.split(' ').map(str::to_owned).collect();
+    &(&groups(granted) - &groups(denied)) | &but
+}
+
+/// The system calls of systemd's groups, with those of the groups in them.
+fn calls_of(groups: &[&str]) -> BTreeSet<String> {
+    let mut all = BTreeSet::new();
+    let mut groups: Vec<String> = groups.iter().map(ToString::to_string).collect();
+    while let Some(group) = groups.pop() {
+        let output = Command::new("systemd-analyze").args(["syscall-filter", "--no-pager", &group]).output();
+        let text = String::from_utf8(output.unwrap().stdout).unwrap();
+        for word in
+            text.lines().skip(1).map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'))
+        {
+            if word.starts_with('@') { groups.push(word.to_owned()) } else { _ = all.insert(word.to_owned()) }
+        }
+    }
+    assert!(all.len() > 5, "{all:?}");
+    all
+}

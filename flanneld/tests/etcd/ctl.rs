@@ -1,0 +1,201 @@
+//! `flannelctl` on etcd: with a daemon, without one, and without etcd either.
+
+use std::fs;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use flannel_netlink::testing::in_netns_async;
+use flannel_subnet::Cache;
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+use crate::ground::{CONFIG, Host, PREFIX, SWITCH, etcd_with_peers, peer_key, switch, until};
+use crate::server::Etcd;
+
+/// What a verb says on a host: its exit status, and all that it writes.
+fn ctl(host: &Host, etcd: &Etcd, args: &[&str]) -> (i32, String) {
+    let program = std::env::var_os("FLANNELCTL").unwrap_or_else(|| env!("CARGO_BIN_EXE_flannelctl").into());
+    let mut command = Command::new(program);
+    command.args(args).stdin(Stdio::null()).env("FLANNELD_ETCD_ENDPOINTS", &etcd.endpoint);
+    command
+        .env("FLANNELD_SUBNET_FILE", host.subnet_file())
+        .env("FLANNELD_STATE_DIR", host.dir.path().join("state"));
+    let output = host.netns.run(|| command.output().unwrap());
+    let text = String::from_utf8(output.stdout).unwrap() + &String::from_utf8_lossy(&output.stderr);
+    // Wrapped as the screen is wide, which is not looked at here.
+    let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    (output.status.code().unwrap(), text)
+}
+
+fn says(host: &Host, etcd: &Etcd, args: &[&str]) -> String {
+    let (code, text) = ctl(host, etcd, args);
+    assert_eq!(code, 0, "{args:?}: {text}");
+    text
+}
+
+fn refuses(host: &Host, etcd: &Etcd, args: &[&str], why: &str) -> String {
+    let (code, text) = ctl(host, etcd, args);
+    assert!(code == 1 && text.contains(why), "{args:?}: {code}: {text}");
+    text
+}
+
+fn value(host: &Host, etcd: &Etcd, args: &[&str]) -> Value {
+    let text = ctl(host, etcd, &[args, &["--json"]].concat()).1;
+    serde_json::from_str(&text).unwrap_or_else(|error| panic!("{args:?}: {error}: {text}"))
+}
+
+/// The keys of all peers, and why they may be of yesterday.
+fn peers_told(host: &Host, etcd: &Etcd) -> (Vec<Value>, Value) {
+    let told = value(host, etcd, &["peers"]);
+    (
+        told["peers"].as_array().unwrap().iter().map(|peer| peer["key"].clone()).collect(),
+        told["stale"].clone(),
+    )
+}
+
+/// What is at a key, and by which etcd lease; 0: for ever.
+async fn at(etcd: &Etcd, key: &str) -> Option<(String, i64)> {
+    let found = etcd.client().await.get(key, None).await.unwrap();
+    let kv = found.kvs().first()?;
+    Some((kv.value_str().unwrap().to_owned(), kv.lease()))
+}
+
+#[test]
+fn config_and_leases_are_managed_without_a_daemon() {
+    in_netns_async(|| async {
+        switch();
+        let etcd = Etcd::spawn_on(SWITCH, "http", &[]);
+        etcd.ready().await;
+        let (host, config) = (Host::new(1), format!("{PREFIX}/config"));
+        let file = host.dir.path().join("config.json");
+        let path = file.to_str().unwrap();
+        refuses(&host, &etcd, &["config", "check"], &config);
+        fs::write(&file, r#"{"Network":"10.1.0.0/33"}"#).unwrap();
+        refuses(&host, &etcd, &["config", "set", path], "field Network");
+        assert_eq!(at(&etcd, &config).await, None);
+        fs::write(&file, CONFIG).unwrap();
+        says(&host, &etcd, &["config", "check", path]);
+        assert_eq!(at(&etcd, &config).await, None, "to check is not to write");
+        says(&host, &etcd, &["config", "set", path]);
+        assert_eq!(at(&etcd, &config).await, Some((CONFIG.to_owned(), 0)));
+        assert!(says(&host, &etcd, &["config", "check"]).contains("10.1.99.0"));
+        says(&host, &etcd, &["config", "patch", r#"{"Backend":{"MTU":1400}}"#]);
+        let text = at(&etcd, &config).await.unwrap().0;
+        let patched: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!((&patched["Backend"]["MTU"], &patched["SubnetMax"]), (&json!(1400), &json!("10.1.99.0")));
+
+        let reserve = ["lease", "reserve", "10.1.50.0/24", "--public-ip", "192.0.2.50"];
+        says(&host, &etcd, &reserve);
+        let (reserved, lease) = at(&etcd, &peer_key(50)).await.unwrap();
+        let reserved: Value = serde_json::from_str(&reserved).unwrap();
+        assert_eq!(
+            (&reserved["PublicIP"], &reserved["BackendType"], lease),
+            (&json!("192.0.2.50"), &json!("vxlan"), 0)
+        );
+        refuses(&host, &etcd, &reserve, "is reserved already");
+        refuses(
+            &host,
+            &etcd,
+            &["lease", "reserve", "10.2.9.0/24", "--public-ip", "192.0.2.9"],
+            "10.1.0.0/16",
+        );
+        let listed = value(&host, &etcd, &["lease", "list"]);
+        assert_eq!(
+            (&listed["leases"][0]["key"], &listed["leases"][0]["reserved"]),
+            (&json!("10.1.50.0-24"), &json!(true))
+        );
+        says(&host, &etcd, &["lease", "release", "10.1.50.0/24"]);
+        assert_eq!(at(&etcd, &peer_key(50)).await, None);
+        assert_eq!(value(&host, &etcd, &["lease", "list"])["leases"], json!([]));
+    });
+}
+
+#[test]
+fn a_daemon_is_asked_and_its_lease_reserved_and_released() {
+    in_netns_async(|| async {
+        switch();
+        let etcd = etcd_with_peers().await;
+        let host = Host::new(1);
+        let mut daemon = host.start(&etcd.endpoint);
+        daemon.says("in sync peers=3").await;
+        daemon.says("running lease").await;
+        let own = format!("{}-24", host.subnet());
+        let page = says(&host, &etcd, &["status"]);
+        for part in ["READY", &etcd.endpoint, &host.subnet(), "10.1.101.0/24", "eth0"] {
+            assert!(page.contains(part), "{part}: {page}");
+        }
+        let status = value(&host, &etcd, &["status"]);
+        let network = &status["network"];
+        assert_eq!((&status["ready"], &network["lease"]["key"]), (&json!(true), &json!(own)));
+        assert_eq!((&network["lease"]["ownership"], &network["peers"]["total"]), (&json!("held"), &json!(3)));
+        let peers = value(&host, &etcd, &["peers"]);
+        let keys: Vec<_> =
+            peers["peers"].as_array().unwrap().iter().map(|peer| (&peer["key"], &peer["state"])).collect();
+        assert_eq!(json!(keys), json!([101, 102, 103].map(|n| (format!("10.1.{n}.0-24"), "in place"))));
+        let why = says(&host, &etcd, &["why", "10.1.102.9"]);
+        assert!(why.contains("everything is in place"), "{why}");
+        refuses(&host, &etcd, &["why", "10.1.0.9"], "no node holds a subnet with it");
+
+        // What a node holds expires, until it is reserved.
+        let lease = async || at(&etcd, &format!("{PREFIX}/subnets/{own}")).await.unwrap().1;
+        assert_ne!(lease().await, 0);
+        says(&host, &etcd, &["lease", "reserve", &own, "--public-ip", "192.0.2.1"]);
+        assert_eq!(lease().await, 0);
+        let reserved = || value(&host, &etcd, &["status"])["network"]["lease"]["ownership"] == "reserved";
+        until(30, reserved, || daemon.log()).await;
+        assert!(daemon.is_running());
+        says(&host, &etcd, &["lease", "release", &own, "--force"]);
+        daemon.says("somebody deleted it, which orders this node to stop").await;
+        assert_eq!(daemon.ended().await.code(), Some(1));
+    });
+}
+
+#[test]
+fn what_the_last_daemon_knew_is_told_where_neither_it_nor_etcd_answers() {
+    in_netns_async(|| async {
+        switch();
+        let mut etcd = etcd_with_peers().await;
+        let host = Host::new(1);
+        let mut daemon = host.start(&etcd.endpoint);
+        daemon.says("in sync peers=3").await;
+        daemon.says("running lease").await;
+        let cache = Cache::open(host.cache());
+        let kept = || cache.load().is_ok_and(|saved| saved.config.is_some() && saved.leases.len() == 4);
+        until(30, kept, || daemon.log()).await;
+        daemon.signal(Signal::SIGTERM);
+        assert_eq!(daemon.ended().await.code(), Some(0));
+        let all = [101, 102, 103].map(|n| json!(format!("10.1.{n}.0-24"))).to_vec();
+        assert_eq!(peers_told(&host, &etcd), (all.clone(), Value::Null), "etcd says so");
+        says(&host, &etcd, &["peers"]);
+        let why = value(&host, &etcd, &["why", "10.1.102.9"]);
+        assert_eq!((&why["lease"], &why["stale"]), (&json!("10.1.102.0-24"), &Value::Null));
+
+        etcd.kill();
+        let begin = Instant::now();
+        let why = value(&host, &etcd, &["why", "10.1.102.9"]);
+        let taken = begin.elapsed();
+        assert_eq!(
+            (&why["lease"], &why["network"]),
+            (&json!("10.1.102.0-24"), &json!("10.1.0.0/16")),
+            "{why}"
+        );
+        let stale = why["stale"].as_str().unwrap_or_default();
+        assert!(stale.starts_with("etcd does not answer: "), "{why}");
+        assert!(stale.contains("the leases are those that the last daemon kept"), "{why}");
+        // Go on asking for 20 s, as daemons do, and it would be told later.
+        assert!(taken < Duration::from_secs(10), "{taken:?}");
+        let (keys, stale) = peers_told(&host, &etcd);
+        assert_eq!(keys, all);
+        assert!(stale.is_string(), "{stale}");
+        let page = refuses(&host, &etcd, &["peers"], "10.1.103.0/24");
+        assert!(page.contains("does not answer"), "{page}");
+        let page = refuses(&host, &etcd, &["why", "10.1.102.9"], "does not answer");
+        assert!(page.contains("start flanneld"), "{page}");
+
+        // Nobody knows anything.
+        fs::remove_file(host.cache()).unwrap();
+        refuses(&host, &etcd, &["peers"], "no daemon has kept leases here");
+        let page = refuses(&host, &etcd, &["why", "10.1.102.9"], "nothing is known of it");
+        assert!(page.contains("no daemon has kept leases here"), "{page}");
+    });
+}

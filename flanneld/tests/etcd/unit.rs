@@ -1,0 +1,56 @@
+//! What the systemd unit allows, on etcd.
+
+use std::fs;
+use std::process::Command;
+
+use flannel_netlink::testing::in_netns_async;
+
+use crate::calls::{followed, forbidden, traced};
+use crate::certificates::Authority;
+use crate::ground::{CONFIG, Daemon, PREFIX, switch, until};
+use crate::server::Etcd;
+
+/// By a host name, over TLS, through an outage: all that a daemon does on etcd.
+#[test]
+fn what_the_unit_allows_is_all_that_the_daemon_calls() {
+    in_netns_async(|| async {
+        switch();
+        let dir = tempfile::tempdir().unwrap();
+        let file = |path: &std::path::Path| path.to_str().unwrap().to_owned();
+        let ours = Authority::new(dir.path(), "ours");
+        let server = ours.sign_into(dir.path(), "server", 2090);
+        let client = ours.sign_into(dir.path(), "client", 2090);
+        let args = ["--cert-file".into(), file(&server.0), "--key-file".into(), file(&server.1)];
+        let mut etcd = Etcd::spawn("https", &args);
+        let endpoint = etcd.endpoint.replace("127.0.0.1", "localhost");
+        let trace = dir.path().join("trace");
+        let mut command = traced(&trace);
+        command.args(["-iface=br0", "--etcd-endpoints", &endpoint, "--etcd-cafile", &file(&ours.file)]);
+        command.args(["--etcd-certfile", &file(&client.0), "--etcd-keyfile", &file(&client.1)]);
+        command.arg("--subnet-file").arg(dir.path().join("run/subnet.env"));
+        command.arg("--state-dir").arg(dir.path().join("state"));
+        let mut strace = Daemon::start(&mut command);
+        strace.says("holds no network config yet").await;
+        let put = |etcd: &Etcd, key: &str, value: &str| {
+            etcd.etcdctl(&["--cacert", &file(&ours.file), "put", &format!("{PREFIX}/{key}"), value]);
+        };
+        put(&etcd, "config", CONFIG);
+        strace.says("running lease").await;
+        let leases = dir.path().join("state/leases");
+        until(60, || leases.exists(), || strace.log()).await;
+        etcd.kill();
+        strace.says("store lost").await;
+        etcd.go();
+        strace.says("the store answers").await;
+        let value = r#"{"PublicIP":"192.0.2.107","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:6b"}}"#;
+        put(&etcd, "subnets/10.1.107.0-24", value);
+        strace.says("in sync peers=1").await;
+        let traced = followed(strace.pid());
+        for signal in ["HUP", "TERM"] {
+            assert!(Command::new("kill").args(["-s", signal, &traced]).status().unwrap().success());
+            strace.says(&format!("SIG{signal}: ")).await;
+        }
+        assert_eq!(strace.ended().await.code(), Some(0), "{}", strace.log());
+        assert_eq!(forbidden(&fs::read_to_string(trace).unwrap()), [""; 0]);
+    });
+}
