@@ -4,7 +4,7 @@
 
 use std::any::type_name;
 use std::fs::File;
-use std::io;
+use std::io::{self, Read, Seek};
 use std::os::fd::AsRawFd;
 use std::panic::resume_unwind;
 use std::path::PathBuf;
@@ -12,6 +12,7 @@ use std::process::Command;
 use std::thread;
 
 use nix::sched::{CloneFlags, setns, unshare};
+use nix::sys::memfd::{MFdFlags, memfd_create};
 
 pub use crate::decode::decode;
 
@@ -124,11 +125,20 @@ fn run_again_in_user_namespace(test: &str) {
     let mut command = Command::new("unshare");
     command.args(["--user", "--map-root-user", "--"]).arg(binary);
     command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(INSIDE, "1");
-    let output =
-        command.output().expect("`unshare` of util-linux is needed to run this test as an ordinary user");
-    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    let ran = output.status.success() && stdout.contains("1 passed");
-    assert!(ran, "{test} failed in a user namespace ({}):\n{stdout}\n{stderr}", output.status);
+    // Not pipes: they would be waited for as long as a process lives that a failed test has left behind.
+    let [out, err] = ["stdout", "stderr"].map(|name| {
+        File::from(memfd_create(name, MFdFlags::MFD_CLOEXEC).expect("there is memory for what it prints"))
+    });
+    let [ours_out, ours_err] = [&out, &err].map(|file| file.try_clone().expect("there is a file descriptor"));
+    let status = command.stdout(out).stderr(err).status();
+    let status = status.expect("`unshare` of util-linux is needed to run this test as an ordinary user");
+    let [stdout, stderr] = [ours_out, ours_err].map(|mut file| {
+        let mut printed = Vec::new();
+        file.rewind().and_then(|()| file.read_to_end(&mut printed)).expect("it is in memory");
+        String::from_utf8_lossy(&printed).into_owned()
+    });
+    let ran = status.success() && stdout.contains("1 passed");
+    assert!(ran, "{test} failed in a user namespace ({status}):\n{stdout}\n{stderr}");
 }
 
 /// Runs `ip` of iproute2 in the calling thread's network namespace and returns what it prints; arguments are

@@ -5,17 +5,21 @@
 use std::fs;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use flannel_netlink::testing::{bridge, in_netns, ip};
 use nix::sys::signal::Signal;
 
 mod calls;
+#[allow(dead_code, reason = "another test reads line by line")]
+mod reader;
 mod running;
+use reader::Reader;
 use running::{Daemon, wait_until};
 
-const CONFIG: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
+/// This node takes its subnet from a part of the network where no test puts a peer or an address.
+const CONFIG: &str = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","Backend":{"Type":"vxlan"}}"#;
 
 /// A host's uplink, in the namespace of the calling test.
 fn uplink() {
@@ -530,13 +534,16 @@ fn a_wrong_config_is_waited_for_and_said_once() {
 fn an_unknown_backend_and_an_implied_udp_end_it_with_the_cure() {
     in_netns(|| {
         uplink();
-        let place = Place::new(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vlxan"}}"#);
+        let place = Place::new(
+            r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","Backend":{"Type":"vlxan"}}"#,
+        );
         let mut daemon = place.start(&[]);
         assert_eq!(daemon.ended().code(), Some(1));
         daemon.wait_for_log("\"vlxan\" is not a backend");
         daemon.wait_for_log("vxlan, host-gw, alloc");
 
-        let place = Place::new(r#"{"Network":"10.1.0.0/16"}"#);
+        let place =
+            Place::new(r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0"}"#);
         fs::write(place.leases().join("10.1.7.0-24"), r#"{"PublicIP":"192.0.2.7"}"#).unwrap();
         let mut daemon = place.start(&[]);
         assert_eq!(daemon.ended().code(), Some(1));
@@ -637,8 +644,7 @@ fn another_address_or_mtu_of_the_interface_is_followed_and_nothing_is_lost() {
         daemon.wait_for_log("in sync peers=1");
         let before = way_to_peer();
         let lease = place.own_lease();
-        let mut monitor =
-            Command::new("ip").args(["monitor", "route", "neigh"]).stdout(Stdio::piped()).spawn().unwrap();
+        let monitor = Reader::start(Command::new("ip").args(["monitor", "route", "neigh"]));
 
         ip("address del 192.0.2.1/24 dev eth0");
         // The kernel makes the next address of the subnet the first one, or takes it away too.
@@ -657,10 +663,7 @@ fn another_address_or_mtu_of_the_interface_is_followed_and_nothing_is_lost() {
         wait_until(|| ip("link show flannel.1").contains("mtu 1350"), || ip("link show flannel.1"));
         assert_eq!(place.own_lease(), lease);
         assert_eq!(way_to_peer(), before);
-        monitor.kill().unwrap();
-        let mut seen = String::new();
-        monitor.stdout.take().unwrap().read_to_string(&mut seen).unwrap();
-        monitor.wait().unwrap();
+        let seen = monitor.rest();
         let lost: Vec<_> =
             seen.lines().filter(|line| line.starts_with("Deleted") && line.contains("10.1.7.0")).collect();
         assert_eq!(lost, [""; 0], "{seen}");
@@ -730,8 +733,7 @@ fn rules_of_an_earlier_run_go_before_the_subnet_file_where_none_are_asked_for_an
     });
 }
 
-const DUAL: &str =
-    r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"KIND"}}"#;
+const DUAL: &str = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"KIND"}}"#;
 
 /// A dual-stack peer for either backend.
 fn dual_peer(place: &Place, kind: &str, peer: u8) {
@@ -919,7 +921,7 @@ fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
 fn the_last_config_is_used_with_its_own_networks() {
     in_netns(|| {
         uplink();
-        let right = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#;
+        let right = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","Backend":{"Type":"host-gw"}}"#;
         let unknown = right.replace("host-gw", "host-gx");
         let place = Place::new(right);
         let lease = |key: &str| {
@@ -1005,7 +1007,7 @@ fn what_go_flannel_left_on_the_interface_goes_once_all_that_leases_want_is_there
     in_netns(|| {
         uplink();
         second_uplink();
-        let config = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"host-gw"}}"#;
+        let config = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"host-gw"}}"#;
         let place = Place::new(config);
         let lease = |peer: u8| {
             let value = format!(
@@ -1015,8 +1017,7 @@ fn what_go_flannel_left_on_the_interface_goes_once_all_that_leases_want_is_there
         };
         [7, 8].into_iter().for_each(lease);
         after_go_flannel(&place);
-        let mut monitor =
-            Command::new("ip").args(["monitor", "route"]).stdout(Stdio::piped()).spawn().unwrap();
+        let monitor = Reader::start(Command::new("ip").args(["monitor", "route"]));
         let mut daemon = place.start(&[]);
         daemon.wait_for_log("in sync peers=2");
         wait_until(|| stale() == 0, || ip("route show") + &daemon.log());
@@ -1031,10 +1032,7 @@ fn what_go_flannel_left_on_the_interface_goes_once_all_that_leases_want_is_there
             assert!(all.contains(&format!("{dst} ")), "{foreign}: {all}");
         }
         assert!(ip("route show 10.1.8.0/24").contains("192.0.2.8"), "{all}");
-        monitor.kill().unwrap();
-        let mut seen = String::new();
-        monitor.stdout.take().unwrap().read_to_string(&mut seen).unwrap();
-        monitor.wait().unwrap();
+        let seen = monitor.rest();
         let live = |line: &&str| {
             [7, 8].iter().any(|n| {
                 line.contains(&format!("10.1.{n}.0/24")) || line.contains(&format!("fd00:1:0:{n}::/64"))
@@ -1080,7 +1078,7 @@ fn routes_inside_an_earlier_pod_network_go_once_the_new_one_is_in_sync() {
         assert!(routes(1).contains("10.1.0.0/24"), "{}", routes(1));
         ip("route add 10.1.80.0/24 via 192.0.2.80 dev eth0 proto static");
 
-        fs::write(place.registry().join("config"), earlier.replace("10.1.0.0/16", "10.2.0.0/16")).unwrap();
+        fs::write(place.registry().join("config"), earlier.replace("10.1.", "10.2.")).unwrap();
         peer(2);
         let daemon = place.start(&[]);
         daemon.wait_for_log("left of the earlier pod network 10.1.0.0/16, removed: route 10.1.0.0/24");

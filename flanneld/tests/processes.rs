@@ -139,8 +139,9 @@ fn with_nftables_none_is_started() {
         // Looking at tables of this kind takes a process, and so it is not done each time.
         let old = Command::new("iptables-legacy").args(["-P", "FORWARD", "DROP"]).output().unwrap();
         assert!(old.status.success(), "{old:?}");
-        let traced =
-            Traced::start(r#"{"Network":"10.1.0.0/16","EnableNFTables":true,"Backend":{"Type":"vxlan"}}"#);
+        let traced = Traced::start(
+            r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","EnableNFTables":true,"Backend":{"Type":"vxlan"}}"#,
+        );
         assert!(traced.ask("/v1/status").contains("iptables-legacy"));
         assert!(started(&traced.trace()).contains(&"iptables-legacy-save".to_owned()), "{}", traced.trace());
         assert_eq!(traced.at_rest(PERIODS), [""; 0]);
@@ -151,7 +152,9 @@ fn with_nftables_none_is_started() {
 #[test]
 fn with_iptables_one_is_started_for_each_look_at_the_rules() {
     in_netns(|| {
-        let traced = Traced::start(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#);
+        let traced = Traced::start(
+            r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","Backend":{"Type":"vxlan"}}"#,
+        );
         let all = traced.at_rest(PERIODS);
         let programs: Vec<&String> = all.iter().filter(|name| *name != "fork").collect();
         assert!(programs.iter().all(|name| *name == SAVE), "{all:?}");
