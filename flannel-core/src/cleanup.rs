@@ -64,9 +64,10 @@ pub fn cleanup(kernel: &dyn Kernel, owned: &Owned, dry_run: bool) -> Result<Clea
 /// Removes what a network left inside the pod network `former` that it no longer has: routes of our protocol, and the nexthop
 /// objects that it chose for that network. What lies inside the network that `owned` is of stays, even if `former` is around it.
 ///
-/// No other network may have `former` now: its routes look the same. For the first start with another pod network, **while the network runs and is in sync**. On devices of its own it
-/// removes what nobody wants anyway; this is for what it left on the external interface. A nexthop object stays if
-/// something else uses it, as in [`cleanup`]. With `dry_run` nothing is changed, and `done` is what would be.
+/// No other network may have `former` now: its routes look the same. For the first start with another pod network, **while the
+/// network runs and is in sync**. On devices of its own it removes what nobody wants anyway; this is for what it left on the
+/// external interface. A nexthop object stays if something else uses it, as in [`cleanup`]. With `dry_run` nothing is
+/// changed, and `done` is what would be.
 ///
 /// # Errors
 /// The kernel could not be read; nothing was changed.

@@ -242,7 +242,8 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     /// ([`State::note_inexact`]).
     ///
     /// # Errors
-    /// The kernel could not be read. A dump that changed under way is read again, not reported.
+    /// The kernel could not be read. A dump that changed under way is read again, unless it cannot have
+    /// missed what stood all the while.
     fn snapshot(&self, owned: &Owned) -> Result<State, KernelError>;
 
     /// What nexthop objects there are, told apart by whether they are what `owned` left, somebody else's, or neither for

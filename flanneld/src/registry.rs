@@ -131,8 +131,8 @@ impl Store {
     /// Before the first lease is taken: tells the store whether anything of this node's network `stands`, if it wants to know.
     ///
     /// # Errors
-    /// The store cannot be told, or the kernel not be asked.
-    pub(crate) async fn begin(&self, stands: impl Future<Output = Result<bool, Error>>) -> Result<(), Error> {
+    /// The store cannot be told.
+    pub(crate) async fn begin(&self, stands: impl Future<Output = bool>) -> Result<(), Error> {
         match &self.owner {
             Owner::Local(_) | Owner::Others => {
                 drop(stands);

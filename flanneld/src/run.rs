@@ -213,10 +213,10 @@ async fn start(
 }
 
 /// Whether anything of an earlier run's network is in the kernel. After a boot nothing is.
-async fn stands(kernel: Arc<NetlinkKernel>, owned: Owned) -> Result<bool, Error> {
+async fn stands(kernel: Arc<NetlinkKernel>, owned: Owned) -> bool {
     let look = move || {
         // Whoever puts nothing there lacks nothing. A kernel that cannot be read now is the network's affair.
-        Ok(owned == Owned::default() || kernel.snapshot(&owned).is_ok_and(|there| !there.is_empty()))
+        owned == Owned::default() || kernel.snapshot(&owned).is_ok_and(|there| !there.is_empty())
     };
     tokio::task::spawn_blocking(look)
         .await

@@ -64,12 +64,12 @@ impl KubeStore {
     ///
     /// # Errors
     /// The API server does not answer.
-    pub(crate) async fn begin(&self, stands: impl Future<Output = Result<bool, Error>>) -> Result<(), Error> {
+    pub(crate) async fn begin(&self, stands: impl Future<Output = bool>) -> Result<(), Error> {
         if !self.tells {
             return Ok(());
         }
         let begin = async || {
-            if stands.await? {
+            if stands.await {
                 return Ok(());
             }
             match self.manager.withdraw_condition("flannel has only just been started").await {
