@@ -47,9 +47,14 @@ pub(crate) fn signed(index: u32) -> i32 {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Cursor;
+    use std::net::Ipv4Addr;
+
     use flannel_core::{
         Addr, Fdb, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, Route, Subnet, Via, Vxlan,
     };
+    use neli::rtnl::{Ndmsg, Rtmsg};
+    use neli::{FromBytesWithInput, Header, ToBytes};
     use proptest::prelude::*;
 
     use super::*;
@@ -110,6 +115,13 @@ mod tests {
         read(&all[0]).unwrap()
     }
 
+    /// The fixed header of the only message in `bytes`, as neli reads and writes it.
+    fn again<H: Header + FromBytesWithInput<Input = usize> + ToBytes>(bytes: &[u8]) -> Vec<u8> {
+        let mut written = Cursor::new(Vec::new());
+        read(bytes, |message| message.split::<H>().map(|(header, _)| header)).to_bytes(&mut written).unwrap();
+        written.into_inner()
+    }
+
     fn written(write: impl FnOnce(&mut Messages)) -> Vec<u8> {
         let mut requests = Messages::default();
         write(&mut requests);
@@ -162,6 +174,20 @@ mod tests {
             let nexthop = Nexthop { id, link: name(), gateway, onlink };
             let got = read(&written(|r| nexthop::put(r, &nexthop, INDEX)), nexthop::read);
             prop_assert_eq!((got.index, got.protocol, got.object(name())), (INDEX, 241, Some(nexthop)));
+        }
+
+        #[test]
+        fn fixed_headers_are_nelis(neigh in (any_ip(), any_mac()), fdb in (any_ip(), any_mac()), route in any_route()) {
+            let neigh = written(|r| neigh::put(r, &Neigh { link: name(), address: neigh.0, mac: neigh.1 }, INDEX));
+            let fdb = written(|r| neigh::put_fdb(r, &Fdb { link: name(), dst: fdb.0, mac: fdb.1 }, INDEX));
+            let route = written(|r| route::put(r, &route, INDEX));
+            let deleted = written(|r| route::delete_any(r, &Subnet::host(Ipv4Addr::LOCALHOST.into()), 7));
+            for bytes in [neigh, fdb] {
+                prop_assert_eq!(again::<Ndmsg>(&bytes), &bytes[16..28]);
+            }
+            for bytes in [route, deleted] {
+                prop_assert_eq!(again::<Rtmsg>(&bytes), &bytes[16..28]);
+            }
         }
 
         #[test]

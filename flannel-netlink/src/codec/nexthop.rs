@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use flannel_core::{LinkName, Nexthop, ROUTE_PROTOCOL};
 use neli::consts::nl::NlmF;
-use neli::{FromBytesWithInput, Header, Size, ToBytes};
+use neli::{FromBytesWithInput, Header, Size};
 
 use super::{af_of, put_flags};
 use crate::codec::route::ONLINK;
@@ -21,7 +21,7 @@ const OIF: u16 = 5;
 const GATEWAY: u16 = 6;
 
 /// `struct nhmsg`.
-#[derive(Debug, Size, ToBytes, FromBytesWithInput, Header)]
+#[derive(Debug, Size, FromBytesWithInput, Header)]
 struct Nhmsg {
     family: u8,
     scope: u8,
@@ -94,8 +94,9 @@ impl NexthopMessage {
     }
 }
 
-fn header(family: u8, protocol: u8, flags: u32) -> Nhmsg {
-    Nhmsg { family, scope: 0, protocol, reserved: 0, flags, attributes: neli::types::Buffer::new() }
+fn header(family: u8, protocol: u8, flags: u32) -> [u8; 8] {
+    let [a, b, c, d] = flags.to_ne_bytes();
+    [family, 0, protocol, 0, a, b, c, d]
 }
 
 pub(crate) fn put(requests: &mut Messages, nexthop: &Nexthop, index: u32) {

@@ -7,8 +7,8 @@ use std::net::IpAddr;
 
 use flannel_core::{Family, LinkName, ROUTE_PROTOCOL, Route, Subnet, Via};
 use neli::consts::nl::NlmF;
-use neli::consts::rtnl::{RtScope, RtTable, Rta, Rtm, RtmF, Rtn, Rtprot};
-use neli::rtnl::{Rtmsg, RtmsgBuilder};
+use neli::consts::rtnl::{RtScope, RtTable, Rta, Rtm, RtmF, Rtn};
+use neli::rtnl::Rtmsg;
 
 use super::{af, family_of, put_flags};
 use crate::wire::{Attributes, Message, Messages, ip_of, u32_of};
@@ -171,25 +171,21 @@ impl fmt::Display for RouteMessage {
     }
 }
 
-fn header(dst: &Subnet, via: Option<&Via>, protocol: u8, scope: RtScope) -> Rtmsg {
+fn header(dst: &Subnet, via: Option<&Via>, protocol: u8, scope: RtScope) -> [u8; 12] {
     let kind = match via {
         Some(Via::Blackhole | Via::LastResort) => Rtn::Blackhole,
         Some(_) => Rtn::Unicast,
         None => Rtn::Unspec,
     };
     let onlink = matches!(via, Some(Via::Gateway { onlink: true, .. }));
-    RtmsgBuilder::default()
-        .rtm_family(af(dst.family()))
-        .rtm_dst_len(dst.len())
-        .rtm_src_len(0)
-        .rtm_tos(0)
-        .rtm_table(RtTable::Main)
-        .rtm_protocol(Rtprot::from(protocol))
-        .rtm_scope(scope)
-        .rtm_type(kind)
-        .rtm_flags(RtmF::from_bits_retain(if onlink { ONLINK } else { 0 }))
-        .build()
-        .expect("all fields are set")
+    rtmsg(dst, RtTable::Main, protocol, scope, kind, if onlink { ONLINK } else { 0 })
+}
+
+/// `struct rtmsg`, without a source and a TOS; written directly as in [`neigh`](super::neigh).
+fn rtmsg(dst: &Subnet, table: RtTable, protocol: u8, scope: RtScope, kind: Rtn, flags: u32) -> [u8; 12] {
+    let [a, b, c, d] = flags.to_ne_bytes();
+    let family = af(dst.family()).into();
+    [family, dst.len(), 0, 0, table.into(), protocol, scope.into(), kind.into(), a, b, c, d]
 }
 
 /// This version knows what the route does.
@@ -280,17 +276,7 @@ fn in_table(family: Family, table: u32) -> Messages {
 
 /// Asks where packets for `dst` go.
 pub(crate) fn lookup(dst: IpAddr) -> Messages {
-    let header = RtmsgBuilder::default()
-        .rtm_family(af(Family::of(dst)))
-        .rtm_dst_len(Family::of(dst).bits())
-        .rtm_src_len(0)
-        .rtm_tos(0)
-        .rtm_table(RtTable::Unspec)
-        .rtm_protocol(Rtprot::Unspec)
-        .rtm_scope(RtScope::Universe)
-        .rtm_type(Rtn::Unspec)
-        .build()
-        .expect("all fields are set");
+    let header = rtmsg(&Subnet::host(dst), RtTable::Unspec, 0, RtScope::Universe, Rtn::Unspec, 0);
     let mut request = Messages::one(Rtm::Getroute, NlmF::empty(), &header);
     request.ip(Rta::Dst, dst);
     request
