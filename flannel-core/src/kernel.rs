@@ -265,7 +265,8 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     /// `Put` creates or changes in place, keeping whatever the kernel can keep; a foreign object in its place
     /// is replaced, except for a foreign link, which fails with `EEXIST`. `Delete` deletes the object only
     /// as described (same device, same gateway), so that a foreign one that took its place stays; that it
-    /// is gone already is success.
+    /// is gone already is success. What was [noted](State::note_inexact) by a snapshot or [told](Report::Inexact) as not
+    /// quite as described is so after a `Put`.
     fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>>;
 
     /// Where a packet for `dst` would go now, all routing tables considered.

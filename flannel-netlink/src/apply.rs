@@ -35,6 +35,8 @@ pub(crate) struct Writer<'a> {
     socket: &'a mut Socket,
     namespace: &'a Namespace,
     owned: &'a Owned,
+    /// Routes say that they have no metrics.
+    metrics: bool,
     results: Vec<Result<(), KernelError>>,
     requests: Messages,
     /// For each of `requests`, the number of its change, and whether it deletes.
@@ -47,11 +49,17 @@ pub(crate) struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    pub(crate) fn new(socket: &'a mut Socket, namespace: &'a Namespace, owned: &'a Owned) -> Self {
+    pub(crate) fn new(
+        socket: &'a mut Socket,
+        namespace: &'a Namespace,
+        owned: &'a Owned,
+        metrics: bool,
+    ) -> Self {
         Self {
             socket,
             namespace,
             owned,
+            metrics,
             results: Vec::new(),
             requests: Messages::default(),
             pending: Vec::new(),
@@ -103,7 +111,7 @@ impl<'a> Writer<'a> {
                     route::delete(requests, &behind, 0, ROUTE_PROTOCOL);
                     self.pending.push((n, true));
                 }
-                route::put(requests, route, index);
+                route::put(requests, route, index, self.metrics);
             }
             other => return Err(unknown(other)),
         }
@@ -227,7 +235,7 @@ impl<'a> Writer<'a> {
         let index = self.index_of(&Object::Route(*route))?;
         let mut requests = Messages::default();
         route::delete(&mut requests, route, index, ROUTE_PROTOCOL);
-        route::put(&mut requests, route, index);
+        route::put(&mut requests, route, index, self.metrics);
         let mut results = self.socket.send(&mut requests);
         results.remove(1)
     }
@@ -240,7 +248,7 @@ impl<'a> Writer<'a> {
         let step = Route { dst: Subnet::host(gateway), via: Via::Link(link), mtu: None };
         let mut requests = Messages::default();
         route::add(&mut requests, &step, index);
-        route::put(&mut requests, route, index);
+        route::put(&mut requests, route, index, self.metrics);
         route::delete(&mut requests, &step, index, ROUTE_PROTOCOL);
         let mut results = self.socket.send(&mut requests);
         results.remove(1)
@@ -442,7 +450,7 @@ mod tests {
             let there = || ip("nexthop show").lines().count();
             let mut apply = |changes: &[Change]| {
                 let before = socket.exchanges;
-                let results = Writer::new(&mut socket, &namespace, &owned).apply(changes);
+                let results = Writer::new(&mut socket, &namespace, &owned, false).apply(changes);
                 (results, socket.exchanges - before)
             };
             let objects = || (0..200).map(|n| Object::Nexthop(nexthop(n)));

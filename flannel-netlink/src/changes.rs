@@ -12,6 +12,7 @@ use neli::consts::rtnl::Rtm;
 use nix::sys::socket::SockProtocol;
 use socket2::{SockFilter, SockRef};
 
+use crate::kernel::Metrics;
 use crate::multicast::Multicast;
 use crate::news::News;
 use crate::socket::Socket;
@@ -40,14 +41,14 @@ pub(crate) struct Listener {
 
 impl Listener {
     /// Listens in the network namespace of the calling thread; changes by the socket with `port` are our own.
-    pub(crate) fn open(port: u32) -> Result<Self, KernelError> {
+    pub(crate) fn open(port: u32, metrics: Metrics) -> Result<Self, KernelError> {
         let socket = Multicast::open(SockProtocol::NetlinkRoute, RECEIVE_BUFFER)?;
         // An overrun is less likely without our own messages in the buffer.
         if let Err(error) = SockRef::from(&socket).attach_filter(&without_own_messages(port)) {
             tracing::debug!(%error, "our own messages are not filtered in the kernel");
         }
         socket.hear(&GROUPS)?;
-        let news = News::new(Socket::open()?, port)?;
+        let news = News::new(Socket::open()?, port, metrics)?;
         Ok(Self { socket, news, lost: false, buffer: vec![0; MESSAGE].into() })
     }
 

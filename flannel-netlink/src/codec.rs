@@ -180,7 +180,7 @@ mod tests {
         fn fixed_headers_are_nelis(neigh in (any_ip(), any_mac()), fdb in (any_ip(), any_mac()), route in any_route()) {
             let neigh = written(|r| neigh::put(r, &Neigh { link: name(), address: neigh.0, mac: neigh.1 }, INDEX));
             let fdb = written(|r| neigh::put_fdb(r, &Fdb { link: name(), dst: fdb.0, mac: fdb.1 }, INDEX));
-            let route = written(|r| route::put(r, &route, INDEX));
+            let route = written(|r| route::put(r, &route, INDEX, true));
             let deleted = written(|r| route::delete_any(r, &Subnet::host(Ipv4Addr::LOCALHOST.into()), 7));
             for bytes in [neigh, fdb] {
                 prop_assert_eq!(again::<Ndmsg>(&bytes), &bytes[16..28]);
@@ -192,7 +192,7 @@ mod tests {
 
         #[test]
         fn routes_round_trip(route in any_route()) {
-            let got = read(&written(|r| route::put(r, &route, INDEX)), route::read);
+            let got = read(&written(|r| route::put(r, &route, INDEX, true)), route::read);
             prop_assert_eq!((got.main, got.protocol, got.is_exact()), (true, 241, true));
             prop_assert_eq!(got.object(|index| (index == INDEX).then(name)), Some(route));
         }

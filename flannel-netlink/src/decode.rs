@@ -81,5 +81,6 @@ fn object_again(object: &Object) -> Option<Object> {
 }
 
 fn put_route(requests: &mut Messages, route: &Route) {
-    route::put(requests, route, if Object::Route(*route).link().is_some() { INDEX } else { 0 });
+    let index = if Object::Route(*route).link().is_some() { INDEX } else { 0 };
+    route::put(requests, route, index, true);
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flannel_core::{Change, Changes, Kernel, KernelError, NexthopIds, Owned, RouteAnswer, State};
@@ -12,6 +13,7 @@ use crate::apart::beside;
 use crate::apply::Writer;
 use crate::ask::lookup;
 use crate::changes::Listener;
+use crate::codec::route::RouteMessage;
 use crate::culprit::Culprits;
 use crate::namespace::Namespace;
 use crate::snapshot::{nexthop_ids, nexthop_users, snapshot};
@@ -38,6 +40,7 @@ pub struct NetlinkKernel {
     namespace: Namespace,
     socket: Mutex<Socket>,
     culprits: Mutex<Culprits>,
+    metrics: Metrics,
     port: u32,
     without_nexthops: bool,
 }
@@ -67,7 +70,14 @@ impl NetlinkKernel {
         let (socket, culprits) = namespace.run(|| (Socket::open(), Culprits::here()))?;
         let (socket, culprits) = (socket?, Mutex::new(culprits));
         let port = socket.port();
-        Ok(Self { namespace, socket: Mutex::new(socket), culprits, port, without_nexthops: false })
+        Ok(Self {
+            namespace,
+            socket: Mutex::new(socket),
+            culprits,
+            metrics: Metrics::default(),
+            port,
+            without_nexthops: false,
+        })
     }
 
     /// Makes networks use no nexthop objects; those that an earlier run left give way to plain routes.
@@ -85,6 +95,23 @@ impl NetlinkKernel {
     }
 }
 
+/// Whether a route was ever read or told of that [has metrics](RouteMessage::has_metrics_by_nexthop) which ours must then say
+/// that they have not. Who repairs one has heard of it before.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Metrics(Arc<AtomicBool>);
+
+impl Metrics {
+    pub(crate) fn see(&self, route: &RouteMessage) {
+        if route.has_metrics_by_nexthop() {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+
+    fn were_seen(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
 impl fmt::Debug for NetlinkKernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("NetlinkKernel").field("namespace", &self.namespace).field("port", &self.port).finish()
@@ -93,7 +120,7 @@ impl fmt::Debug for NetlinkKernel {
 
 impl Kernel for NetlinkKernel {
     fn snapshot(&self, owned: &Owned) -> Result<State, KernelError> {
-        snapshot(&mut self.lock(), owned)
+        snapshot(&mut self.lock(), owned, &self.metrics)
     }
 
     fn nexthop_ids(&self, owned: &Owned) -> Result<NexthopIds, KernelError> {
@@ -106,7 +133,7 @@ impl Kernel for NetlinkKernel {
     }
 
     fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {
-        Writer::new(&mut self.lock(), &self.namespace, owned).apply(changes)
+        Writer::new(&mut self.lock(), &self.namespace, owned, self.metrics.were_seen()).apply(changes)
     }
 
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
@@ -114,7 +141,7 @@ impl Kernel for NetlinkKernel {
     }
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
-        Ok(Box::new(self.namespace.run(|| Listener::open(self.port))??))
+        Ok(Box::new(self.namespace.run(|| Listener::open(self.port, self.metrics.clone()))??))
     }
 
     fn beside(&self) -> Box<dyn FnOnce() + Send> {

@@ -12,6 +12,7 @@ use crate::apart::beside;
 use crate::ask::{ENODEV, find_link, name_of};
 use crate::codec::route::RouteMessage;
 use crate::codec::{addr, neigh, nexthop, route};
+use crate::kernel::Metrics;
 use crate::socket::Socket;
 
 /// Kernels before 5.3 have no nexthop objects.
@@ -41,7 +42,7 @@ impl From<Vec<Object>> for Table {
 type Tables = Sender<Table>;
 
 /// Each table is sorted while the kernel makes out the next one.
-pub(crate) fn snapshot(socket: &mut Socket, owned: &Owned) -> Result<State, KernelError> {
+pub(crate) fn snapshot(socket: &mut Socket, owned: &Owned, metrics: &Metrics) -> Result<State, KernelError> {
     let mut state = State::default();
     let (tables, to_sort) = channel::<Table>();
     let sorted = &mut state;
@@ -60,7 +61,7 @@ pub(crate) fn snapshot(socket: &mut Socket, owned: &Owned) -> Result<State, Kern
         if let Err(error) = sorter {
             tracing::debug!(%error, "tables are sorted when all are read");
         }
-        let read = read_tables(socket, owned, &tables);
+        let read = read_tables(socket, owned, metrics, &tables);
         drop(tables);
         read
     })?;
@@ -69,7 +70,12 @@ pub(crate) fn snapshot(socket: &mut Socket, owned: &Owned) -> Result<State, Kern
     Ok(state)
 }
 
-fn read_tables(socket: &mut Socket, owned: &Owned, tables: &Tables) -> Result<(), KernelError> {
+fn read_tables(
+    socket: &mut Socket,
+    owned: &Owned,
+    metrics: &Metrics,
+    tables: &Tables,
+) -> Result<(), KernelError> {
     let mut names = Names::new();
     for name in &owned.links {
         let Some(found) = present(find_link(socket, *name))? else { continue };
@@ -96,7 +102,7 @@ fn read_tables(socket: &mut Socket, owned: &Owned, tables: &Tables) -> Result<()
     }
     if !names.is_empty() || !owned.networks.is_empty() {
         for family in Family::BOTH {
-            read_routes(socket, owned, (&mut names, &nexthops), family, tables)?;
+            read_routes(socket, owned, (&mut names, &nexthops), (family, metrics), tables)?;
         }
     }
     Ok(())
@@ -253,17 +259,17 @@ fn read_routes(
     socket: &mut Socket,
     owned: &Owned,
     (names, nexthops): (&mut Names, &Nexthops),
-    family: Family,
+    (family, metrics): (Family, &Metrics),
     tables: &Tables,
 ) -> Result<(), KernelError> {
-    let mut ours = dump_routes(socket, owned, (names, nexthops), family)?;
+    let mut ours = dump_routes(socket, owned, (names, nexthops), (family, metrics))?;
     // Left on a device that is no longer the external interface: read once more, with its name.
     let unknown: BTreeSet<u32> = ours.iter().filter_map(|found| found.err()).collect();
     if !unknown.is_empty() {
         for index in unknown {
             learn_name(socket, owned, index, names)?;
         }
-        ours = dump_routes(socket, owned, (names, nexthops), family)?;
+        ours = dump_routes(socket, owned, (names, nexthops), (family, metrics))?;
     }
     let (mut before, mut table) = (None, Table::default());
     for (route, is_exact) in ours.into_iter().flatten() {
@@ -291,13 +297,14 @@ fn dump_routes(
     socket: &mut Socket,
     owned: &Owned,
     (names, nexthops): (&Names, &Nexthops),
-    family: Family,
+    (family, metrics): (Family, &Metrics),
 ) -> Result<Vec<Found>, KernelError> {
     let inside = |dst: &Subnet| owned.networks.iter().any(|network| network.covers(dst));
     // With the number of the dump, which begins anew if the table changes under way.
     let mut last = None;
     socket.dump(route::all(family), |message| {
         let found = route::read(message).filter(|found| found.main && found.default_metric)?;
+        metrics.see(&found);
         let this = (message.sequence, found.dst);
         let hidden = last.replace(this) == Some(this) && !found.last_resort;
         let mut unknown = None;

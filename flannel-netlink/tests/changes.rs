@@ -324,3 +324,21 @@ fn listening_may_begin_outside_a_runtime() {
         until(&mut *changes, tells(Report::Now(route(9)))).await;
     });
 }
+
+/// What only this kernel was told of is mended without a look at the table.
+#[test]
+fn metrics_that_were_told_of_do_not_stay() {
+    in_netns_async(|| async {
+        let kernel = uplink();
+        let nexthop = Nexthop { id: 9, link: link("up0"), gateway: address("192.0.2.9"), onlink: false };
+        let ours = Route { dst: "10.1.2.0/24".parse().unwrap(), via: Via::Nexthop(9), mtu: None };
+        let put = |object: Object| kernel.apply(&Owned::default(), &[Change::Put(object)]).remove(0).unwrap();
+        put(nexthop.into());
+        let mut changes = kernel.changes().unwrap();
+        ip("route add 10.1.2.0/24 nhid 9 proto 241 advmss 1000");
+        until(&mut *changes, tells(Report::Inexact(ours.into()))).await;
+        put(ours.into());
+        let shown = ip("route show 10.1.2.0/24");
+        assert!(shown.contains("nhid 9") && !shown.contains("advmss"), "{shown}");
+    });
+}

@@ -316,6 +316,8 @@ fn nothing_stays_of_the_attributes_of_a_route_by_the_same_nexthop() {
                 scene.foreign(&format!("route replace DST nhid {id} proto 241 {theirs}"));
                 let shown = ip(&format!("{flag} route show {}", ours.dst));
                 assert!(shown.contains(theirs), "{theirs}: {shown}");
+                // Whoever repairs it has seen it.
+                assert_ne!(scene.found(), None);
                 scene.apply(&Change::Put(ours.into()));
                 assert_eq!(scene.found(), Some(ours.into()), "{theirs}");
                 let wide = Route { mtu: Some(1400), ..ours };

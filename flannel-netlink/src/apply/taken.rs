@@ -42,7 +42,7 @@ impl Writer<'_> {
         }
         for batch in routes.chunks(BATCH) {
             let mut requests = Messages::default();
-            batch.iter().for_each(|route| route::put(&mut requests, route, 0));
+            batch.iter().for_each(|route| route::put(&mut requests, route, 0, self.metrics));
             for (route, result) in batch.iter().zip(self.socket.send(&mut requests)) {
                 if let Err(error) = result {
                     tracing::warn!(%error, route = %Object::from(*route), "lost with the nexthop that had the id of ours");
@@ -82,7 +82,7 @@ impl Writer<'_> {
             if *deletes {
                 route::delete(&mut requests, route, 0, self.protocol(route));
             } else {
-                route::put(&mut requests, route, 0);
+                route::put(&mut requests, route, 0, self.metrics);
             }
             numbers.push((*n, *deletes));
         }

@@ -232,7 +232,7 @@ mod tests {
     fn told(dst: &str) -> Vec<u8> {
         let mut messages = Messages::default();
         let via = Via::Gateway { gateway: [192, 0, 2, 9].into(), link: up0(), onlink: false };
-        route::put(&mut messages, &Route { dst: dst.parse().unwrap(), via, mtu: None }, 7);
+        route::put(&mut messages, &Route { dst: dst.parse().unwrap(), via, mtu: None }, 7, false);
         messages.ready(0, 1, 0, NlmF::empty()).to_vec()
     }
 
