@@ -110,8 +110,8 @@ impl Ids {
     /// The destinations of routes in the kernel keep the ids that they have, wanted or not: until an unwanted route
     /// is gone, nobody else may have its id.
     pub(crate) fn adopt(&mut self, actual: &State, may: impl Fn(&Subnet) -> bool) {
-        for object in actual.iter() {
-            if let Object::Route(Route { dst, via: Via::Nexthop(id), .. }) = object
+        for route in actual.routes() {
+            if let Route { dst, via: Via::Nexthop(id), .. } = route
                 && self.block.contains(*id)
                 && self.id(dst).is_none()
                 && self.dsts.get(*id).is_none()

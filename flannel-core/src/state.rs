@@ -398,6 +398,20 @@ impl State {
         self.inexact.contains(key)
     }
 
+    /// What is there with this object's key is, if it is equal, just as described.
+    pub(crate) fn is_exact(&self, like: &Object) -> bool {
+        self.inexact.is_empty() || !self.is_inexact(&like.key())
+    }
+
+    /// The routes: they are created last.
+    pub(crate) fn routes(&self) -> impl Iterator<Item = &Route> {
+        let first = self.objects.partition_point(|object| !matches!(object, Object::Route(_)));
+        self.objects[first..].iter().filter_map(|object| {
+            let Object::Route(route) = object else { return None };
+            Some(route)
+        })
+    }
+
     /// Takes an object out.
     pub fn remove(&mut self, key: &Key) -> Option<Object> {
         self.inexact.remove(key);

@@ -1,8 +1,10 @@
 //! Starting with another pod network than before: the routes to peers' old subnets on the external interface.
 //!
 //! The one thing to know: routes are known as ours by their protocol inside our pod networks, so which these have been is
-//! noted as a network starts, and forgotten when nothing of them is left.
+//! noted as a network starts, and forgotten when nothing of them is left. That it cannot be noted is no reason to end a
+//! network that runs.
 
+use std::convert::Infallible;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -11,7 +13,7 @@ use std::sync::Arc;
 use flannel_core::{Config, Kernel, Owned, Status, Subnet, remove_former};
 use tokio::sync::watch;
 
-use crate::error::Error;
+use crate::state;
 
 /// Knows which pod networks this host has had of which something may be left.
 #[derive(Debug)]
@@ -31,15 +33,12 @@ impl Former {
         kernel: Arc<dyn Kernel>,
         (owned, config): (Owned, &Config),
         mut status: watch::Receiver<Arc<Status>>,
-    ) -> Error {
+    ) -> Infallible {
         let current: Vec<Subnet> = config.pod_networks().collect();
-        let former: Vec<Subnet> = match self.read() {
-            Ok(noted) => noted.into_iter().filter(|network| !current.contains(network)).collect(),
-            Err(error) => return error,
-        };
-        if let Err(error) = self.write(former.iter().chain(&current)) {
-            return error;
-        }
+        let noted = self.read();
+        let former: Vec<Subnet> =
+            noted.iter().copied().filter(|network| !current.contains(network)).collect();
+        self.write(&[&former[..], &current].concat());
         if !former.is_empty() && status.wait_for(|status| status.in_sync).await.is_ok() {
             let removal = move || {
                 let kept: Vec<_> =
@@ -51,21 +50,22 @@ impl Former {
                 Err(panic) => std::panic::resume_unwind(panic.into_panic()),
             };
             // What the kernel refused is tried again at the next start.
-            if done && let Err(error) = self.write(&current) {
-                return error;
+            if done {
+                self.write(&current);
             }
         }
         std::future::pending().await
     }
 
     /// One network a line.
-    fn read(&self) -> Result<Vec<Subnet>, Error> {
-        let text = match fs::read_to_string(&self.record) {
-            Ok(text) => text,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
-            Err(error) => return Err(self.error(error.to_string())),
-        };
-        // What a network may have left is no reason to end one that runs.
+    fn read(&self) -> Vec<Subnet> {
+        let text = self.text().unwrap_or_else(|error| {
+            tracing::warn!(
+                "{}: {error} (see --state-dir): what other pod networks left on the external interface stays",
+                self.record.display()
+            );
+            String::new()
+        });
         let network = |line: &str| {
             let network = line.parse().ok();
             if network.is_none() {
@@ -74,18 +74,30 @@ impl Former {
             }
             network
         };
-        Ok(text.lines().filter_map(network).collect())
+        text.lines().filter_map(network).collect()
     }
 
-    fn write<'a>(&self, networks: impl IntoIterator<Item = &'a Subnet>) -> Result<(), Error> {
-        let text: String = networks.into_iter().map(|network| format!("{network}\n")).collect();
-        let temporary = self.record.with_extension("new");
-        let written = fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, &self.record));
-        written.map_err(|error| self.error(format!("{error} (see --state-dir)")))
+    /// Mostly it is as noted already.
+    fn write(&self, networks: &[Subnet]) {
+        let text: String = networks.iter().map(|network| format!("{network}\n")).collect();
+        if self.text().is_ok_and(|noted| noted == text) {
+            return;
+        }
+        if let Err(error) = state::replace(&self.record, &text) {
+            tracing::warn!(
+                "{}: {error} (see --state-dir): after the next change of the pod network, what this one leaves on the external \
+                 interface stays",
+                self.record.display()
+            );
+        }
     }
 
-    fn error(&self, reason: String) -> Error {
-        Error::File { path: self.record.clone(), reason }
+    /// Nothing if there is no record yet.
+    fn text(&self) -> io::Result<String> {
+        match fs::read_to_string(&self.record) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(String::new()),
+            text => text,
+        }
     }
 }
 

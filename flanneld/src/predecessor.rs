@@ -3,6 +3,7 @@
 //! The one thing to know: Go flannel marks its routes as every script does, so they are taken for its own only on the
 //! first start over a subnet file that we did not write, and only once everything that the leases want is in place.
 
+use std::convert::Infallible;
 use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -14,6 +15,7 @@ use flannel_core::{Config, Dual, Kernel, Owned, Status, remove_go_routes};
 use tokio::sync::watch;
 
 use crate::error::Error;
+use crate::state;
 
 /// Knows whose subnet file there was at the start.
 #[derive(Debug)]
@@ -43,11 +45,10 @@ impl Predecessor {
     }
 
     /// The subnet file has been written: it counts as ours from now on, unless there are routes to remove first.
-    ///
-    /// # Errors
-    /// That cannot be recorded.
-    pub(crate) fn wrote_subnet_file(&self) -> Result<(), Error> {
-        if self.left_routes() { Ok(()) } else { self.note() }
+    pub(crate) fn wrote_subnet_file(&self) {
+        if !self.left_routes() {
+            self.note();
+        }
     }
 
     /// Waits until the network is in sync and removes what Go flannel left, if it ran here before; then waits for ever.
@@ -56,7 +57,7 @@ impl Predecessor {
         kernel: Arc<dyn Kernel>,
         (owned, config): (Owned, &Config),
         mut status: watch::Receiver<Arc<Status>>,
-    ) -> Error {
+    ) -> Infallible {
         let lens = config.networks.map(|_, network| network.subnet_len);
         if self.left_routes() && status.wait_for(|status| status.in_sync).await.is_ok() {
             let removal = move || remove(&*kernel, &owned, lens);
@@ -65,9 +66,7 @@ impl Predecessor {
                 Ok(done) => self.left_routes.store(!done, Ordering::Relaxed),
                 Err(panic) => std::panic::resume_unwind(panic.into_panic()),
             }
-            if let Err(error) = self.wrote_subnet_file() {
-                return error;
-            }
+            self.wrote_subnet_file();
         }
         std::future::pending().await
     }
@@ -76,10 +75,15 @@ impl Predecessor {
         self.left_routes.load(Ordering::Relaxed)
     }
 
-    fn note(&self) -> Result<(), Error> {
+    fn note(&self) {
         let text = identity(&self.subnet_file).unwrap_or_default();
-        fs::write(&self.record, text)
-            .map_err(|error| Error::File { path: self.record.clone(), reason: error.to_string() })
+        if let Err(error) = state::replace(&self.record, &text) {
+            tracing::warn!(
+                "{}: {error} (see --state-dir): the next start takes {} for Go flannel's",
+                self.record.display(),
+                self.subnet_file.display()
+            );
+        }
     }
 }
 
@@ -126,14 +130,14 @@ mod tests {
         assert!(!first.left_routes(), "there is no file");
         fs::write(&file, "A=1\n").unwrap();
         assert!(find().left_routes(), "nobody recorded it");
-        first.wrote_subnet_file().unwrap();
+        first.wrote_subnet_file();
         assert!(!find().left_routes(), "ours");
         // As whoever writes it does: another file with the same content.
         fs::write(dir.path().join("new"), "A=1\n").unwrap();
         fs::rename(dir.path().join("new"), &file).unwrap();
         let second = find();
         assert!(second.left_routes(), "Go flannel ran meanwhile");
-        second.wrote_subnet_file().unwrap();
+        second.wrote_subnet_file();
         assert!(find().left_routes(), "not before its routes are gone");
     }
 

@@ -54,6 +54,8 @@ pub async fn run(options: &Options) -> Result<Infallible, Error> {
 
 /// [`run`], for one who looks on.
 pub(crate) async fn run_observed(options: &Options, observer: &Observer) -> Result<Infallible, Error> {
+    // First: whoever had it may have had the sockets too.
+    let _alone = state::lock_soon(&options.state_dir).await?;
     let servers = Servers::open(&options.control, &options.subnet_file).await?;
     tokio::select! {
         ended = run_networks(options, observer) => ended,
@@ -64,7 +66,6 @@ pub(crate) async fn run_observed(options: &Options, observer: &Observer) -> Resu
 /// One network after the other.
 async fn run_networks(options: &Options, observer: &Observer) -> Result<Infallible, Error> {
     let kernel = Arc::new(open_kernel(options)?);
-    let _alone = state::lock(&options.state_dir)?;
     let mark = state::mark(&options.state_dir)?;
     let predecessor = Predecessor::find(&options.subnet_file, &options.state_dir)?;
     let node = Node {
@@ -263,8 +264,8 @@ async fn run_network(
     let (kernel, owned) = (chosen.kernel.clone(), backend.owned(uplink, &config)?);
     let former = Former::new(&options.state_dir);
     tokio::select! {
-        error = former.clear(kernel.clone(), (owned.clone(), &config), handle.status.clone()) => Err(error),
-        error = predecessor.clear(kernel, (owned, &config), handle.status.clone()) => Err(error),
+        never = former.clear(kernel.clone(), (owned.clone(), &config), handle.status.clone()) => match never {},
+        never = predecessor.clear(kernel, (owned, &config), handle.status.clone()) => match never {},
         ended = network.run(views.clone()) => match ended? {
             Ended::Rebuild(reason) => Ok(reason),
             ended => Err(Error::Stopped(format!("{ended:?}"))),
@@ -308,7 +309,7 @@ async fn publish(
 ) -> Result<(), Error> {
     let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
     write_subnet_file(options, config, handle)?;
-    predecessor.wrote_subnet_file()?;
+    predecessor.wrote_subnet_file();
     observer.subnet_file_written();
     Ok(())
 }

@@ -3,12 +3,19 @@
 use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
+use std::time::Duration;
 
 use flannel_subnet::Mark;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
+use tokio::time::{Instant, sleep};
 
 use crate::error::Error;
+
+/// So long whoever has the directory may take to let it go …
+const SOON: Duration = Duration::from_secs(2);
+/// … and so often that is looked at.
+const AGAIN: Duration = Duration::from_millis(10);
 
 /// The mark kept in `dir`, or a new one that is kept there from now on.
 ///
@@ -29,15 +36,17 @@ pub(crate) fn mark(dir: &Path) -> Result<Mark, Error> {
     }
     let mark = Mark::random();
     fs::create_dir_all(dir).map_err(failed)?;
-    let temporary = dir.join(".mark.new");
-    let write = || {
-        let mut file = fs::File::create(&temporary)?;
-        writeln!(file, "{mark}")?;
-        file.sync_all()?;
-        fs::rename(&temporary, &path)
-    };
-    write().map_err(failed)?;
+    replace(&path, &format!("{mark}\n")).map_err(failed)?;
     Ok(mark)
+}
+
+/// Writes a file of the state directory anew: whole, or not at all.
+pub(crate) fn replace(path: &Path, text: &str) -> io::Result<()> {
+    let temporary = path.with_extension("new");
+    let mut file = fs::File::create(&temporary)?;
+    file.write_all(text.as_bytes())?;
+    file.sync_all()?;
+    fs::rename(&temporary, path)
 }
 
 /// That nobody else has the state directory, as long as this is kept. The kernel lets go when the process ends, however.
@@ -51,17 +60,37 @@ pub(crate) struct Lock {
 /// # Errors
 /// Somebody else has it, or the file `lock` in it cannot be had.
 pub(crate) fn lock(dir: &Path) -> Result<Lock, Error> {
+    try_lock(dir)?
+}
+
+/// The same, waiting a little: a process that a killed daemon was about to start holds all that the daemon held, until it is a
+/// program of its own.
+///
+/// # Errors
+/// As [`lock`].
+pub(crate) async fn lock_soon(dir: &Path) -> Result<Lock, Error> {
+    let end = Instant::now() + SOON;
+    loop {
+        match try_lock(dir)? {
+            Err(_) if Instant::now() < end => sleep(AGAIN).await,
+            outcome => return outcome,
+        }
+    }
+}
+
+/// The inner error: somebody else has it.
+fn try_lock(dir: &Path) -> Result<Result<Lock, Error>, Error> {
     let path = dir.join("lock");
     let failed = |reason: String| Error::File { path: path.clone(), reason };
     let see = |error: io::Error| failed(format!("{error} (see --state-dir)"));
     fs::create_dir_all(dir).map_err(see)?;
     let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(&path).map_err(see)?;
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-        Ok(file) => Ok(Lock { _file: file }),
-        Err((_, Errno::EWOULDBLOCK)) => Err(failed(
+        Ok(file) => Ok(Ok(Lock { _file: file })),
+        Err((_, Errno::EWOULDBLOCK)) => Ok(Err(failed(
             "another flanneld is running and holds this lock: stop it first, or name another --state-dir"
                 .to_owned(),
-        )),
+        ))),
         Err((_, errno)) => Err(see(errno.into())),
     }
 }
@@ -86,6 +115,19 @@ mod tests {
         assert!(error.contains("new/lock: another flanneld is running"), "{error}");
         drop(first);
         lock(&state).unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_let_go_soon_is_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = lock(dir.path()).unwrap();
+        let let_go = async move {
+            sleep(SOON / 2).await;
+            drop(first);
+        };
+        let (second, ()) = tokio::join!(lock_soon(dir.path()), let_go);
+        let (_second, before) = (second.unwrap(), Instant::now());
+        assert!(lock_soon(dir.path()).await.is_err() && before.elapsed() >= SOON);
     }
 
     #[test]

@@ -138,7 +138,7 @@ impl Reconciler {
                 let key = object.key();
                 let there = actual.get(&key);
                 some |= there.is_some();
-                if there != Some(&object) || actual.is_inexact(&key) {
+                if there != Some(&object) || !actual.is_exact(&object) {
                     lacking.push(key);
                 }
             });
@@ -160,7 +160,7 @@ impl Reconciler {
         let mut look = |want: Object| {
             nexthops += usize::from(matches!(want, Object::Nexthop(_)));
             match finder.find(&want) {
-                Some((n, None)) if !actual.is_inexact(&want.key()) => is_wanted[n] = true,
+                Some((n, None)) if actual.is_exact(&want) => is_wanted[n] = true,
                 Some((n, is)) => {
                     is_wanted[n] = true;
                     wrong.push((want.clone(), Some(is.cloned().unwrap_or(want))));
