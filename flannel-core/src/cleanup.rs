@@ -5,12 +5,17 @@
 //! run meanwhile: it would put everything back.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use crate::address::{Dual, Subnet};
 use crate::kernel::{Kernel, KernelError, Owned};
 use crate::nexthops::NexthopBlock;
 use crate::state::{Change, Key, Nexthop, Object, Route, State, Via};
 
+/// So many changes are made at once: whoever else has the kernel waits for them …
+const BATCH: usize = 128;
+/// … and takes its turn after them.
+const TURN: Duration = Duration::from_micros(200);
 const EBUSY: i32 = 16;
 const EINVAL: i32 = 22;
 
@@ -65,7 +70,7 @@ pub fn cleanup(kernel: &dyn Kernel, owned: &Owned, dry_run: bool) -> Result<Clea
 /// objects that it chose for that network. What lies inside the network that `owned` is of stays, even if `former` is around it.
 ///
 /// No other network may have `former` now: its routes look the same. For the first start with another pod network, **while the
-/// network runs and is in sync**. On devices of its own it removes what nobody wants anyway; this is for what it left on the
+/// network runs and is settled**. On devices of its own it removes what nobody wants anyway; this is for what it left on the
 /// external interface. A nexthop object stays if something else uses it, as in [`cleanup`]. With `dry_run` nothing is
 /// changed, and `done` is what would be.
 ///
@@ -180,9 +185,9 @@ pub fn ready_for_go(kernel: &dyn Kernel, owned: &Owned, dry_run: bool) -> Result
 /// `SubnetLen` of each family; the route must have Go's protocol, a gateway, the default metric and a destination
 /// of exactly that length inside the pod networks.
 ///
-/// For the first start where Go flannel ran before, and **while the network runs and is in sync**: whatever Go left on a
-/// wanted destination has been replaced by then, so what is still there is nobody's. With `dry_run` nothing is
-/// changed, and `done` is what would be.
+/// For the first start where Go flannel ran before, and **while the network runs and is settled**: whatever Go left on a
+/// wanted destination has been replaced by then, so what is still there is nobody's, but where the kernel refused the network's
+/// own route: such a destination `keeps` what it has. With `dry_run` nothing is changed, and `done` is what would be.
 ///
 /// ```
 /// use flannel_core::testing::FakeKernel;
@@ -191,7 +196,7 @@ pub fn ready_for_go(kernel: &dyn Kernel, owned: &Owned, dry_run: bool) -> Result
 /// # fn main() -> Result<(), flannel_core::KernelError> {
 /// let kernel = FakeKernel::with_uplink("eth0");
 /// let via = Via::Gateway { gateway: [192, 0, 2, 7].into(), link: "eth0".parse().unwrap(), onlink: false };
-/// for dst in ["10.1.7.0/24", "10.1.8.0/25", "10.2.7.0/24"] {
+/// for dst in ["10.1.7.0/24", "10.1.9.0/24", "10.1.8.0/25", "10.2.7.0/24"] {
 ///     kernel.foreign_put(Route { dst: dst.parse().unwrap(), via, mtu: None }, GO_ROUTE_PROTOCOL);
 /// }
 /// let owned = Owned {
@@ -199,10 +204,11 @@ pub fn ready_for_go(kernel: &dyn Kernel, owned: &Owned, dry_run: bool) -> Result
 ///     routes_on: ["eth0".parse().unwrap()].into(),
 ///     ..Owned::default()
 /// };
-/// let removed = remove_go_routes(&kernel, &owned, Dual { v4: Some(24), v6: None }, false)?;
+/// let refused = "10.1.9.0/24".parse().unwrap();
+/// let removed = remove_go_routes(&kernel, &owned, Dual { v4: Some(24), v6: None }, |dst| *dst == refused, false)?;
 /// assert_eq!(removed.done.len(), 1);
 /// assert_eq!(removed.done[0].to_string(), "delete route 10.1.7.0/24 via 192.0.2.7 dev eth0");
-/// assert_eq!(kernel.dump().len(), 2, "the others are none that it would have made");
+/// assert_eq!(kernel.dump().len(), 3, "one leads where ours could not be put, the others are none that it would have made");
 /// # Ok(()) }
 /// ```
 ///
@@ -215,13 +221,16 @@ pub fn remove_go_routes(
     kernel: &dyn Kernel,
     owned: &Owned,
     lens: Dual<u8>,
+    keeps: impl Fn(&Subnet) -> bool,
     dry_run: bool,
 ) -> Result<Cleanup, KernelError> {
     let (networks, routes_on) = (owned.networks.clone(), owned.routes_on.clone());
     let owned = Owned { networks, routes_on, go_routes: Some(lens), ..Owned::default() };
     let there = kernel.snapshot(&owned)?;
     let mut report = Cleanup::default();
-    report.carry_out(kernel, &owned, there.iter().cloned().map(Change::Delete).collect(), dry_run);
+    let kept = |object: &&Object| matches!(object, Object::Route(route) if keeps(&route.dst));
+    let changes = there.iter().filter(|object| !kept(object)).cloned().map(Change::Delete);
+    report.carry_out(kernel, &owned, changes.collect(), dry_run);
     Ok(report)
 }
 
@@ -246,12 +255,23 @@ impl Cleanup {
         }
     }
 
+    #[allow(
+        clippy::disallowed_methods,
+        reason = "what is unfair is the lock: there is no condition to wait for"
+    )]
     fn carry_out(&mut self, kernel: &dyn Kernel, owned: &Owned, changes: Vec<Change>, dry_run: bool) {
-        let results = if dry_run { vec![Ok(()); changes.len()] } else { kernel.apply(owned, &changes) };
-        for (change, result) in changes.into_iter().zip(results) {
-            match result {
-                Ok(()) => self.done.push(change),
-                Err(error) => self.failed.push((change, error)),
+        if dry_run {
+            return self.done.extend(changes);
+        }
+        for batch in changes.chunks(BATCH) {
+            for (change, result) in batch.iter().cloned().zip(kernel.apply(owned, batch)) {
+                match result {
+                    Ok(()) => self.done.push(change),
+                    Err(error) => self.failed.push((change, error)),
+                }
+            }
+            if batch.len() == BATCH {
+                std::thread::sleep(TURN);
             }
         }
     }

@@ -268,6 +268,21 @@ async fn switching_back_deletes_no_nexthop_that_a_refused_route_still_needs() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_refused_route_keeps_no_other_peers_nexthop() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let mut run = Run::start(&kernel, &subnets).await;
+    let key = Key::Route(route_of(&kernel, 3).dst);
+    kernel.fail(usize::MAX, 22, move |call| call.key == Some(key));
+    kernel.foreign_delete(key);
+    run.status.wait_for(|status| !status.failing.is_empty()).await.unwrap();
+    let before = count(&kernel);
+    subnets.delete("10.1.4.0-24");
+    run.status.wait_for(|status| status.peers == 4).await.unwrap();
+    tokio::time::sleep(std::time::Duration::from_secs(2)).await;
+    assert_eq!(count(&kernel), (before.0 - 1, before.1 - 1));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_kernel_without_nexthop_objects_gets_plain_routes() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0").without_nexthops(), peers());
     Run::start(&kernel, &subnets).await.stop().await;
@@ -340,6 +355,26 @@ async fn of_a_former_pod_network_goes_what_is_not_inside_the_new_one() {
     kernel.take_calls();
     run.settled().await;
     assert_eq!(changes(&kernel), vec![], "nothing of the new one was touched");
+}
+
+/// Whoever has the kernel for longer keeps peers, repairs and a stop waiting.
+#[test]
+fn what_a_former_pod_network_left_goes_batch_by_batch() {
+    let kernel = FakeKernel::with_uplink("eth0");
+    let eth0 = "eth0".parse().unwrap();
+    for n in 0..300u16 {
+        let [high, low] = n.to_be_bytes();
+        let dst = format!("10.1.{low}.{}/25", high * 128).parse().unwrap();
+        let via = Via::Gateway { gateway: [192, 0, 2, 7].into(), link: eth0, onlink: false };
+        kernel.foreign_put(Route { dst, via, mtu: None }, flannel_core::ROUTE_PROTOCOL);
+    }
+    let owned = Owned {
+        networks: vec!["10.2.0.0/16".parse().unwrap()],
+        routes_on: [eth0].into(),
+        ..Owned::default()
+    };
+    let report = flannel_core::remove_former(&kernel, &owned, "10.1.0.0/16".parse().unwrap(), false).unwrap();
+    assert_eq!((report.done.len(), report.failed.len(), kernel.largest_batch()), (300, 0, 128));
 }
 
 #[tokio::test(start_paused = true)]

@@ -26,7 +26,7 @@ impl Former {
         Self { record: state_dir.join("networks") }
     }
 
-    /// Waits until the network is in sync and removes what is left inside networks that are not the config's; then waits for
+    /// Waits until the network is settled and removes what is left inside networks that are not the config's; then waits for
     /// ever.
     pub(crate) async fn clear(
         &self,
@@ -39,7 +39,7 @@ impl Former {
         let former: Vec<Subnet> =
             noted.iter().copied().filter(|network| !current.contains(network)).collect();
         self.write(&[&former[..], &current].concat());
-        if !former.is_empty() && status.wait_for(|status| status.in_sync).await.is_ok() {
+        if !former.is_empty() && status.wait_for(is_settled).await.is_ok() {
             let removal = move || {
                 let kept: Vec<_> =
                     former.into_iter().filter(|network| !remove(&*kernel, &owned, *network)).collect();
@@ -99,6 +99,11 @@ impl Former {
             text => text,
         }
     }
+}
+
+/// All that the leases of the store want was put, as far as the kernel took it.
+pub(crate) fn is_settled(status: &Arc<Status>) -> bool {
+    status.live && status.settled && status.kernel_error.is_none()
 }
 
 /// Removes what is left inside a network and says so; false if something of it stays.

@@ -11,10 +11,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use flannel_core::{Config, Dual, Kernel, Owned, Status, remove_go_routes};
+use flannel_core::{Config, Dual, Kernel, Key, Owned, Status, Subnet, remove_go_routes};
 use tokio::sync::watch;
 
 use crate::error::Error;
+use crate::former::is_settled;
 use crate::state;
 
 /// Knows whose subnet file there was at the start.
@@ -51,7 +52,7 @@ impl Predecessor {
         }
     }
 
-    /// Waits until the network is in sync and removes what Go flannel left, if it ran here before; then waits for ever.
+    /// Waits until the network is settled and removes what Go flannel left, if it ran here before; then waits for ever.
     pub(crate) async fn clear(
         &self,
         kernel: Arc<dyn Kernel>,
@@ -59,8 +60,11 @@ impl Predecessor {
         mut status: watch::Receiver<Arc<Status>>,
     ) -> Infallible {
         let lens = config.networks.map(|_, network| network.subnet_len);
-        if self.left_routes() && status.wait_for(|status| status.in_sync).await.is_ok() {
-            let removal = move || remove(&*kernel, &owned, lens);
+        let settled = async { status.wait_for(is_settled).await.map(|status| Arc::clone(&status)) };
+        if self.left_routes()
+            && let Ok(status) = settled.await
+        {
+            let removal = move || remove(&*kernel, &owned, lens, &status);
             match tokio::task::spawn_blocking(removal).await {
                 // What the kernel refused is tried again at the next start.
                 Ok(done) => self.left_routes.store(!done, Ordering::Relaxed),
@@ -87,9 +91,10 @@ impl Predecessor {
     }
 }
 
-/// Removes the routes and says so; false if something of them is left.
-fn remove(kernel: &dyn Kernel, owned: &Owned, lens: Dual<u8>) -> bool {
-    match remove_go_routes(kernel, owned, lens, false) {
+/// Removes the routes, but for those in whose place the kernel refused ours, and says so; false if something of them is left.
+fn remove(kernel: &dyn Kernel, owned: &Owned, lens: Dual<u8>, status: &Status) -> bool {
+    let refused = |dst: &Subnet| status.failing.get(&Key::Route(*dst)).is_some();
+    match remove_go_routes(kernel, owned, lens, refused, false) {
         Ok(report) => {
             for change in &report.done {
                 tracing::info!("left by Go flannel and wanted by no lease, removed: {}", change.object());
@@ -141,9 +146,8 @@ mod tests {
         assert!(find().left_routes(), "not before its routes are gone");
     }
 
-    /// In sync is a network only with a complete, live lease set.
     #[tokio::test]
-    async fn routes_go_only_when_the_network_is_in_sync_and_until_the_kernel_let_them() {
+    async fn routes_go_only_when_the_network_is_settled_and_until_the_kernel_let_them() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("subnet.env");
         fs::write(&file, "A=1\n").unwrap();
@@ -167,10 +171,10 @@ mod tests {
                 let mut clear = std::pin::pin!(clear);
                 let quiet = async { tokio::task::yield_now().await };
                 tokio::select! { biased; _ = &mut clear => unreachable!(), () = quiet => {} }
-                assert!(kernel.take_calls().is_empty() && there(), "not in sync yet");
-                let mut in_sync = Status::default();
-                in_sync.in_sync = true;
-                sender.send_replace(Arc::new(in_sync));
+                assert!(kernel.take_calls().is_empty() && there(), "not settled yet");
+                let mut settled = Status::default();
+                (settled.live, settled.settled) = (true, true);
+                sender.send_replace(Arc::new(settled));
                 let mut calls = 0;
                 let done = async {
                     while calls < 2 || dir.path().join("subnet-file").exists() == refused {

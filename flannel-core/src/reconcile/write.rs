@@ -94,11 +94,19 @@ impl Reconciler {
         if !self.live || self.is_unfinished() {
             return Ok(());
         }
-        // A route that could not be put by a gateway may still go by the nexthop object that it had, and would go with it.
-        let keep = self.ledger.failing().keys().any(|key| matches!(key, Key::Route(_)));
-        let gone = self.gone.iter().rev().filter(|(key, _)| !(keep && matches!(key, Key::Nexthop(_))));
+        let gone = self.gone.iter().rev().filter(|(key, _)| !self.may_still_lead(key));
         let changes: Vec<Change> = gone.map(|(_, (object, _))| Change::Delete(object.clone())).collect();
         self.apply(kernel, gate, &changes, Some(end))
+    }
+
+    /// A route that could not be put may still go by the nexthop object that it had, and would go with it.
+    fn may_still_lead(&self, key: &Key) -> bool {
+        let Key::Nexthop(id) = key else { return false };
+        let failing = self.ledger.failing();
+        match self.ids.as_ref().and_then(|ids| ids.dst(*id)) {
+            Some(dst) => failing.contains_key(&Key::Route(dst)),
+            None => failing.keys().any(|key| matches!(key, Key::Route(_))),
+        }
     }
 
     /// Puts what is noted and `meant`, as far as the links are there that it needs, until `end`. The routes of leases come before

@@ -47,6 +47,7 @@ struct Tables {
     faults: Vec<Fault>,
     calls: Vec<Call>,
     process_questions: usize,
+    largest_batch: usize,
     without_nexthops: bool,
     unwanted_nexthops: bool,
 }
@@ -256,6 +257,11 @@ impl FakeKernel {
     /// so it is no [`Call`].
     pub fn take_process_questions(&self) -> usize {
         std::mem::take(&mut self.lock().process_questions)
+    }
+
+    /// How many changes it was given at once, at most.
+    pub fn largest_batch(&self) -> usize {
+        self.lock().largest_batch
     }
 
     /// All objects, whoever made them, as text.
@@ -543,6 +549,7 @@ impl Kernel for FakeKernel {
 
     fn apply(&self, _: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {
         let mut tables = self.lock();
+        tables.largest_batch = tables.largest_batch.max(changes.len());
         let one = |change: &Change| match change {
             Change::Put(object) => tables.put(self.writer, object),
             Change::Delete(object) => match tables.delete(self.writer, object) {
