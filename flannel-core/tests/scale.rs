@@ -441,7 +441,7 @@ struct Odd {
     snapshot: Duration,
     /// It says yes to every change of a device and makes none.
     keeps_links: bool,
-    /// How long a batch of changes takes.
+    /// How long a change takes.
     apply: Duration,
     /// Whoever wants to hear less hears nothing any more.
     loses_listeners: bool,
@@ -470,7 +470,7 @@ impl Odd {
 
     /// Thousands of peers take several rounds.
     fn taking_time(kernel: &FakeKernel) -> Self {
-        Self { apply: Duration::from_millis(1), ..Self::new(kernel) }
+        Self { apply: Duration::from_micros(8), ..Self::new(kernel) }
     }
 
     fn pass(time: Duration) {
@@ -495,7 +495,7 @@ impl Kernel for Odd {
     }
 
     fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {
-        Self::pass(self.apply);
+        Self::pass(self.apply * u32::try_from(changes.len()).unwrap());
         let one = |change: &Change| match change {
             Change::Put(Object::Link(_)) if self.keeps_links => vec![Ok(())],
             change => self.kernel.apply(owned, std::slice::from_ref(change)),
@@ -535,7 +535,7 @@ async fn flood_with_damage(kernel: Odd) -> (World, Object) {
 #[tokio::test(start_paused = true)]
 async fn a_flood_that_lasts_keeps_no_repair_waiting() {
     let kernel = FakeKernel::with_uplink("eth0");
-    let slow = Odd { apply: Duration::from_millis(30), ..Odd::new(&kernel) };
+    let slow = Odd { apply: Duration::from_micros(240), ..Odd::new(&kernel) };
     let (world, neigh) = flood_with_damage(slow).await;
     world.when(|status| status.in_sync && status.peers == 9_000 && status.repaired > 0).await;
     let calls = world.kernel.take_calls();
@@ -550,7 +550,7 @@ async fn a_flood_that_lasts_keeps_no_repair_waiting() {
 async fn thousands_of_repairs_keep_no_lease_waiting() {
     const PEERS: u16 = 4_000;
     let kernel = FakeKernel::with_uplink("eth0");
-    let slow = Odd { apply: Duration::from_millis(60), ..Odd::new(&kernel) };
+    let slow = Odd { apply: Duration::from_micros(470), ..Odd::new(&kernel) };
     let mut world = World::on(Arc::new(slow), kernel, PEERS).await;
     for n in 1..PEERS {
         world.kernel.foreign_delete(Key::Route(subnet(n)));

@@ -40,8 +40,8 @@ impl Kind {
     }
 
     /// `struct nfgenmsg`: family, version 0, no resource.
-    fn header(self) -> u32 {
-        u32::from_ne_bytes([self.family, 0, 0, 0])
+    fn header(self) -> [u8; 4] {
+        [self.family, 0, 0, 0]
     }
 }
 
@@ -90,7 +90,7 @@ impl Batch {
 
     /// Begin and end name the subsystem in the header's resource, which is big-endian.
     fn fence(&mut self, kind: u16) {
-        self.messages.begin(kind, NlmF::empty(), &u32::from_ne_bytes([0, 0, 0, self.subsystem]));
+        self.messages.begin(kind, NlmF::empty(), &[0, 0, 0, self.subsystem]);
     }
 }
 

@@ -26,7 +26,7 @@ pub struct Messages {
 
 impl Messages {
     /// A single request.
-    pub(crate) fn one(kind: impl Into<u16>, flags: NlmF, header: &impl ToBytes) -> Self {
+    pub(crate) fn one(kind: impl Into<u16>, flags: NlmF, header: &[u8]) -> Self {
         let mut messages = Self::default();
         messages.begin(kind, flags, header);
         messages
@@ -43,18 +43,14 @@ impl Messages {
     }
 
     /// Starts a message; attributes that follow belong to it.
-    pub(crate) fn begin(&mut self, kind: impl Into<u16>, flags: NlmF, header: &impl ToBytes) -> &mut Self {
-        let start = self.bytes.len();
-        self.starts.push(start);
+    pub(crate) fn begin(&mut self, kind: impl Into<u16>, flags: NlmF, header: &[u8]) -> &mut Self {
+        self.starts.push(self.bytes.len());
         // Length, sequence number and port are filled in when it is sent.
         let mut fixed = [0; HEADER];
         fixed[4..6].copy_from_slice(&kind.into().to_ne_bytes());
         fixed[6..8].copy_from_slice(&(flags | NlmF::REQUEST).bits().to_ne_bytes());
         self.bytes.extend_from_slice(&fixed);
-        let mut end = Cursor::new(std::mem::take(&mut self.bytes));
-        end.set_position((start + HEADER) as u64);
-        header.to_bytes(&mut end).expect("a Vec takes all that is written");
-        self.bytes = end.into_inner();
+        self.bytes.extend_from_slice(header);
         self
     }
 
@@ -67,7 +63,9 @@ impl Messages {
         let ([a, b], [c, d]) = (len.to_ne_bytes(), kind.into().to_ne_bytes());
         self.bytes.extend_from_slice(&[a, b, c, d]);
         self.bytes.extend_from_slice(value);
-        self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
+        if !value.len().is_multiple_of(4) {
+            self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
+        }
         self
     }
 
@@ -117,6 +115,13 @@ impl Messages {
         let end = end_of(to - 1, bytes.len());
         &bytes[self.starts[from]..end]
     }
+}
+
+/// A fixed header as bytes.
+pub(crate) fn bytes_of(header: &impl ToBytes) -> Vec<u8> {
+    let mut bytes = Cursor::new(Vec::new());
+    header.to_bytes(&mut bytes).expect("a Vec takes all that is written");
+    bytes.into_inner()
 }
 
 /// A message that was received.
@@ -291,7 +296,7 @@ mod tests {
     proptest! {
         #[test]
         fn attributes_round_trip(values in prop::collection::vec((1..100u16, prop::collection::vec(any::<u8>(), 0..40)), 0..20)) {
-            let mut sent = Messages::one(24u16, NlmF::empty(), &7u32);
+            let mut sent = Messages::one(24u16, NlmF::empty(), &[7; 4]);
             for (kind, value) in &values {
                 sent.attr(*kind, value);
             }

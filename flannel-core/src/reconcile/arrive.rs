@@ -5,6 +5,7 @@
 //! came of the last.
 
 use std::collections::VecDeque;
+use std::iter::successors;
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +15,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::write::{BATCH, Closed, Gate};
+use super::write::{Closed, Gate};
 use super::{Cause, Reconciler, expand};
 use crate::kernel::{Kernel, KernelError, Owned};
 use crate::lease::{Lease, View};
@@ -22,8 +23,10 @@ use crate::state::{Change, Object};
 
 /// Longer than it takes to make out a group.
 const AWAKE: Duration = Duration::from_millis(1);
-/// The objects of so many new peers are put at once: bounds memory. …
-pub(super) const GROUP: usize = 64;
+/// So many new peers are the first group: the kernel is to have something to do soon. Each later one is twice as large …
+const FIRST: usize = 16;
+/// … up to so many, whose objects are put at once: bounds memory, and how long a stop waits. …
+pub(super) const GROUP: usize = 128;
 /// … And for so long before newer leases and questions get their turn.
 pub(super) const ROUND: Duration = Duration::from_millis(100);
 /// So many new peers are a flood if half of all are new: reading the kernel after them costs less than hearing of each. Fewer
@@ -60,7 +63,7 @@ struct Group {
     arrived: Option<Instant>,
 }
 
-/// What came of a group: a result for each change, fewer if the gate was closed.
+/// What came of a group: a result for each change, none if the gate was closed.
 struct Written {
     group: Group,
     results: Vec<Result<(), KernelError>>,
@@ -71,13 +74,7 @@ struct Written {
 impl Group {
     /// Blocks as long as the kernel takes.
     fn write(self, kernel: &dyn Kernel, owned: &Owned, gate: &Gate) -> Written {
-        let mut results = Vec::with_capacity(self.changes.len());
-        for batch in self.changes.chunks(BATCH) {
-            match gate.pass(|| kernel.apply(owned, batch)) {
-                Some(done) => results.extend(done),
-                None => break,
-            }
-        }
+        let results = gate.pass(|| kernel.apply(owned, &self.changes)).unwrap_or_default();
         Written { group: self, results, at: Instant::now() }
     }
 }
@@ -123,7 +120,10 @@ impl Reconciler {
         }
         let owned = self.owned.clone();
         let alone = self.fresh.len() + self.coming.len() <= GROUP;
-        let Some(first) = self.next_group(kernel) else { return Ok(()) };
+        let mut sizes =
+            successors(Some(if alone { GROUP } else { FIRST }), |size| Some((2 * size).min(GROUP)));
+        let mut next_group = move |this: &mut Self| this.next_group(kernel, sizes.next().unwrap_or(GROUP));
+        let Some(first) = next_group(self) else { return Ok(()) };
         if alone {
             return self.note(first.write(kernel, &owned, gate));
         }
@@ -139,7 +139,7 @@ impl Reconciler {
                 // What it is to note and to hand over ends with it.
                 let (groups, written) = (groups, written);
                 while !over.load(Ordering::Relaxed) {
-                    let Some(group) = self.next_group(kernel) else { break };
+                    let Some(group) = next_group(self) else { break };
                     // The writer ends early only if it panicked.
                     if groups.send(group).is_err() {
                         break;
@@ -190,9 +190,9 @@ impl Reconciler {
         if complete { Ok(()) } else { Err(Closed) }
     }
 
-    /// Looks at the next leases that are coming; false if there are none.
-    fn take_coming(&mut self, kernel: &dyn Kernel) -> bool {
-        let next: Vec<_> = self.coming.leases.by_ref().take(GROUP).collect();
+    /// Looks at the next leases that are coming, at `most` so many; false if there are none.
+    fn take_coming(&mut self, kernel: &dyn Kernel, most: usize) -> bool {
+        let next: Vec<_> = self.coming.leases.by_ref().take(most).collect();
         let arrived = self.coming.arrived;
         if self.coming.len() == 0 {
             // Room for thousands is not kept.
@@ -205,16 +205,16 @@ impl Reconciler {
 
     /// Looks at all leases that are coming.
     pub(super) fn take_all_coming(&mut self, kernel: &dyn Kernel) {
-        while self.take_coming(kernel) {}
+        while self.take_coming(kernel, GROUP) {}
     }
 
-    /// The next new peers, which are so no more; `None` if there are none.
-    fn next_group(&mut self, kernel: &dyn Kernel) -> Option<Group> {
-        while self.fresh.is_empty() && self.take_coming(kernel) {}
+    /// The next new peers, at `most` so many, which are so no more; `None` if there are none.
+    fn next_group(&mut self, kernel: &dyn Kernel, most: usize) -> Option<Group> {
+        while self.fresh.is_empty() && self.take_coming(kernel, most) {}
         let (_, arrived) = self.fresh.front().copied()?;
         // By kind: that is the order of creation.
         let mut objects: [Vec<Object>; 6] = Default::default();
-        for _ in 0..GROUP {
+        for _ in 0..most {
             if self.fresh.front().is_none_or(|(_, at)| *at != arrived) {
                 break;
             }

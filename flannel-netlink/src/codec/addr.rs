@@ -9,7 +9,7 @@ use neli::consts::rtnl::{Ifa, IfaF, RtAddrFamily, RtScope, Rtm};
 use neli::rtnl::{Ifaddrmsg, IfaddrmsgBuilder};
 
 use super::{af_of, put_flags};
-use crate::wire::{Message, Messages, ip_of, u32_of};
+use crate::wire::{Message, Messages, bytes_of, ip_of, u32_of};
 
 /// `IFA_F_NODAD`: use the address at once, without asking the link whether somebody else has it.
 const NODAD: u32 = 0x02;
@@ -60,15 +60,16 @@ impl AddrMessage {
     }
 }
 
-fn header(family: RtAddrFamily, len: u8, index: u32) -> Ifaddrmsg {
-    IfaddrmsgBuilder::default()
+fn header(family: RtAddrFamily, len: u8, index: u32) -> Vec<u8> {
+    let header = IfaddrmsgBuilder::default()
         .ifa_family(family)
         .ifa_prefixlen(len)
         .ifa_flags(IfaF::empty())
         .ifa_scope(RtScope::Universe)
         .ifa_index(index)
         .build()
-        .expect("all fields are set")
+        .expect("all fields are set");
+    bytes_of(&header)
 }
 
 pub(crate) fn put(requests: &mut Messages, addr: &Addr, index: u32) {

@@ -9,7 +9,7 @@ use neli::consts::rtnl::{Iff, Ifla, IflaInfo, RtAddrFamily, Rtm};
 use neli::rtnl::{Ifinfomsg, IfinfomsgBuilder};
 
 use super::signed;
-use crate::wire::{Attributes, Message, Messages, ip_of, mac_of, text_of, u32_of};
+use crate::wire::{Attributes, Message, Messages, bytes_of, ip_of, mac_of, text_of, u32_of};
 
 /// `IFLA_VXLAN_…` (linux `include/uapi/linux/if_link.h`).
 mod vxlan {
@@ -168,14 +168,16 @@ impl LinkMessage {
 }
 
 /// The flags in `change` go, but for `IFF_UP`, which is to be `up`.
-fn header(index: u32, change: Iff, up: bool) -> Ifinfomsg {
+fn header(index: u32, change: Iff, up: bool) -> Vec<u8> {
     let builder = IfinfomsgBuilder::default().ifi_family(RtAddrFamily::Unspecified).ifi_index(signed(index));
     let flags = if up { change & Iff::UP } else { Iff::empty() };
-    builder.ifi_flags(flags).ifi_change(change).build().expect("all fields that have no default are set")
+    let header =
+        builder.ifi_flags(flags).ifi_change(change).build().expect("all fields that have no default are set");
+    bytes_of(&header)
 }
 
 /// Nothing but which link.
-fn at(index: u32) -> Ifinfomsg {
+fn at(index: u32) -> Vec<u8> {
     header(index, Iff::empty(), false)
 }
 
