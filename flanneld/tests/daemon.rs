@@ -1109,6 +1109,53 @@ fn second_uplink() {
     ip("link set eth1 up");
 }
 
+/// With DirectRouting, what is on the link is asked of the kernel again whenever its routes change.
+#[test]
+fn a_prefix_that_comes_and_goes_moves_a_peer_onto_the_link_and_back_and_nothing_is_lost() {
+    in_netns(|| {
+        uplink();
+        second_uplink();
+        let place = Place::new(&DUAL.replace("\"KIND\"", "\"vxlan\",\"DirectRouting\":true"));
+        let [data, data_v6] = [4, 6].map(|n| format!(r#"{{"VNI":1,"VtepMAC":"0a:00:00:00:0{n}:07"}}"#));
+        let value = format!(
+            r#"{{"PublicIP":"198.51.100.7","PublicIPv6":"2001:db8:7::7","BackendType":"vxlan","BackendData":{data},"BackendV6Data":{data_v6}}}"#
+        );
+        fs::write(place.leases().join("10.1.7.0-24&fd00:1:0:7::-64"), value).unwrap();
+        let daemon = place.start(&[]);
+        daemon.wait_for_log("in sync peers=1");
+        let before = data_path();
+        let tunnel = ["via 10.1.7.0 dev flannel.1", "via fd00:1:0:7:: dev flannel-v6.1"];
+        let link = ["via 198.51.100.7 dev eth0", "via 2001:db8:7::7 dev eth0"];
+        let routes = || ["-4 route show 10.1.7.0/24", "-6 route show fd00:1:0:7::/64"].map(ip);
+        let goes = |ways: [&str; 2]| routes().iter().zip(ways).all(|(route, way)| route.contains(way));
+        assert!(goes(tunnel), "{:?}", routes());
+
+        let monitor = Reader::start(Command::new("ip").args(["monitor", "route"]));
+        for (step, commands, ways) in [
+            ("onto the link", ["add 198.51.100.1/24 dev eth0", "add 2001:db8:7::1/64 dev eth0 nodad"], link),
+            (
+                "behind another",
+                ["add 198.51.100.6/31 dev eth1", "add 2001:db8:7::6/127 dev eth1 nodad"],
+                tunnel,
+            ),
+            ("onto the link again", ["del 198.51.100.6/31 dev eth1", "del 2001:db8:7::6/127 dev eth1"], link),
+            ("off the link", ["del 198.51.100.1/24 dev eth0", "del 2001:db8:7::1/64 dev eth0"], tunnel),
+        ] {
+            for command in commands {
+                ip(&format!("address {command}"));
+            }
+            wait_until(|| goes(ways), || format!("{step}: {:?}\n{}", routes(), daemon.log()));
+        }
+        wait_until(|| data_path() == before, || format!("{:#?}, not {before:#?}", data_path()));
+        let seen = monitor.rest();
+        let ours = |line: &&str| line.contains("10.1.7.0/24") || line.contains("fd00:1:0:7::/64");
+        let lost: Vec<_> = seen.lines().filter(|line| line.starts_with("Deleted")).filter(ours).collect();
+        assert_eq!(lost, [""; 0], "{seen}");
+        assert!(seen.lines().any(|line| ours(&line)), "who listens heard of it: {seen}");
+        assert!(!daemon.log().contains("building the network anew"), "{}", daemon.log());
+    });
+}
+
 #[test]
 fn what_go_flannel_left_on_the_interface_goes_once_all_that_leases_want_is_there() {
     in_netns(|| {
