@@ -4,8 +4,9 @@
 
 use flannel_core::{Dual, Family};
 use flannel_netlink::NetlinkKernel;
-use flannel_netlink::iface::Selectors;
+use flannel_netlink::iface::{Selectors, Standing};
 use flannel_netlink::testing::{in_netns, in_netns_async, ip};
+use tokio::sync::watch;
 
 fn host() -> NetlinkKernel {
     for n in 0..3 {
@@ -75,18 +76,53 @@ fn deprecated_and_unready_addresses_do_not_count() {
     });
 }
 
-/// What ends the wait after `changes` to a host whose interface is up1, or that nothing did.
+/// Follows the interface that was chosen on this host, until the script has seen all that it waits for.
+async fn follow(
+    kernel: &NetlinkKernel,
+    selectors: &Selectors,
+    families: &[Family],
+    script: impl AsyncFnOnce(watch::Receiver<Standing>),
+) {
+    let chosen = kernel.external_interface(selectors, families.iter().copied()).unwrap();
+    let (standing, told) = watch::channel(Standing::Lost("it was not looked at yet".into()));
+    let scene = async {
+        tokio::select! {
+            ended = kernel.follow_interface(&chosen, selectors, families, &standing) => panic!("{ended:?}"),
+            () = script(told) => (),
+        }
+    };
+    let standing = || standing.borrow().clone();
+    let over = tokio::time::timeout(std::time::Duration::from_secs(20), scene).await;
+    assert!(over.is_ok(), "nothing ended it: {:?}", standing());
+}
+
+/// Waits until it is told so.
+async fn until(told: &mut watch::Receiver<Standing>, wanted: impl Fn(&Standing) -> bool) -> Standing {
+    told.wait_for(wanted).await.unwrap().clone()
+}
+
+/// Another choice is possible: what is different.
+async fn other(told: &mut watch::Receiver<Standing>) -> String {
+    match until(told, |standing| matches!(standing, Standing::Other { .. })).await {
+        Standing::Other { difference, .. } => difference,
+        standing => panic!("{standing:?}"),
+    }
+}
+
+/// What makes another choice possible after `changes` to a host whose interface is up1.
 async fn waits_for(changes: &[&str]) -> String {
     let kernel = host();
     let selectors = Selectors { iface: vec!["up1".into(), "up0".into()], ..Selectors::default() };
-    let chosen = kernel.external_interface(&selectors, Family::BOTH).unwrap();
-    let mut wait = std::pin::pin!(kernel.interface_changed(&chosen, &selectors, &Family::BOTH));
-    // It watches from its first poll on.
-    assert!(std::future::poll_fn(|cx| std::task::Poll::Ready(wait.as_mut().poll(cx))).await.is_pending());
-    for change in changes {
-        ip(change);
-    }
-    tokio::time::timeout(std::time::Duration::from_secs(20), wait).await.expect("nothing ended it").unwrap()
+    let mut difference = String::new();
+    follow(&kernel, &selectors, &Family::BOTH, async |mut told| {
+        until(&mut told, |standing| *standing == Standing::Kept).await;
+        for change in changes {
+            ip(change);
+        }
+        difference = other(&mut told).await;
+    })
+    .await;
+    difference
 }
 
 #[test]
@@ -130,6 +166,62 @@ fn an_interface_that_is_gone_is_waited_for_until_something_fits() {
     });
 }
 
+#[test]
+fn a_link_local_address_takes_the_place_of_no_other_and_gives_way_to_one() {
+    in_netns_async(async || {
+        let kernel = host();
+        ip("addr add 169.254.3.4/16 dev up1");
+        let selectors = Selectors { iface: vec!["up1".into()], ..Selectors::default() };
+        let lost =
+            |standing: &Standing| matches!(standing, Standing::Lost(why) if why.ends_with("link-local"));
+        follow(&kernel, &selectors, &[Family::V4], async |mut told| {
+            ip("addr del 192.0.3.1/24 dev up1");
+            until(&mut told, lost).await;
+            ip("addr add 192.0.3.1/24 dev up1");
+            until(&mut told, |standing| *standing == Standing::Kept).await;
+            ip("addr del 192.0.3.1/24 dev up1");
+            until(&mut told, lost).await;
+            ip("addr add 192.0.3.9/24 dev up1");
+            assert_eq!(other(&mut told).await, "up1 has the IPv4 address 192.0.3.9 now, not 192.0.3.1");
+            ip("addr del 192.0.3.9/24 dev up1");
+            until(&mut told, lost).await;
+        })
+        .await;
+        // It is all there is.
+        follow(&kernel, &selectors, &[Family::V4], async |mut told| {
+            until(&mut told, |standing| *standing == Standing::Kept).await;
+            ip("addr add 192.0.3.9/24 dev up1");
+            assert_eq!(other(&mut told).await, "up1 has the IPv4 address 192.0.3.9 now, not 169.254.3.4");
+        })
+        .await;
+        // It is what was asked for.
+        let asked = Selectors { iface: vec!["169.254.3.4".into()], ..Selectors::default() };
+        follow(&kernel, &asked, &[Family::V4], async |mut told| {
+            until(&mut told, |standing| *standing == Standing::Kept).await;
+            ip("link set up1 mtu 1350");
+            assert_eq!(other(&mut told).await, "up1 has the MTU 1350 now, not 1401");
+        })
+        .await;
+    });
+}
+
+#[test]
+fn a_choice_that_becomes_another_one_is_told_again() {
+    in_netns_async(async || {
+        let kernel = host();
+        let selectors = Selectors { iface: vec!["up1".into(), "up0".into()], ..Selectors::default() };
+        follow(&kernel, &selectors, &Family::BOTH, async |mut told| {
+            ip("link del up1");
+            assert_eq!(other(&mut told).await, "the external interface is up0 now, not up1");
+            ip("link set up0 mtu 1350");
+            let smaller =
+                |standing: &Standing| matches!(standing, Standing::Other { now, .. } if now.mtu == 1350);
+            until(&mut told, smaller).await;
+        })
+        .await;
+    });
+}
+
 /// The groups of sockets that listen to rtnetlink in this namespace, as the bits of `/proc/net/netlink`.
 fn groups() -> Vec<u32> {
     let table = std::fs::read_to_string("/proc/thread-self/net/netlink").unwrap();
@@ -145,9 +237,7 @@ fn routes_are_listened_to_only_while_the_choice_depends_on_them() {
     in_netns_async(async || {
         let kernel = host();
         let selectors = Selectors::default();
-        let chosen = kernel.external_interface(&selectors, [Family::V4]).unwrap();
-        let wait = kernel.interface_changed(&chosen, &selectors, &[Family::V4]);
-        let script = async {
+        follow(&kernel, &selectors, &[Family::V4], async |mut told| {
             let until = async |wanted: &[u32]| {
                 while groups() != wanted {
                     tokio::task::yield_now().await;
@@ -161,14 +251,8 @@ fn routes_are_listened_to_only_while_the_choice_depends_on_them() {
             ip("addr del 192.0.3.1/24 dev up1");
             until(&[LINKS_AND_ADDRESSES | ROUTES]).await;
             ip("route replace default via 192.0.4.9");
-            std::future::pending().await
-        };
-        let reason = tokio::time::timeout(std::time::Duration::from_secs(20), async {
-            tokio::select! {
-                reason = wait => reason.unwrap(),
-                never = script => never,
-            }
-        });
-        assert_eq!(reason.await.unwrap(), "the external interface is up2 now, not up1");
+            assert_eq!(other(&mut told).await, "the external interface is up2 now, not up1");
+        })
+        .await;
     });
 }

@@ -65,6 +65,8 @@ struct Known {
     waiting_config: Option<Config>,
     /// Why the store's config is not used, though it is one.
     refused_config: Option<String>,
+    /// Why the external interface is not used as it is now.
+    unfit_interface: Option<String>,
     /// When a lease was seen to change, of those that did while the network ran.
     changed: BTreeMap<Subnets, SystemTime>,
 }
@@ -122,6 +124,7 @@ pub(crate) struct Snapshot {
     pub(crate) subnet_file: bool,
     pub(crate) waiting_config: Option<Config>,
     pub(crate) refused_config: Option<String>,
+    pub(crate) unfit_interface: Option<String>,
     pub(crate) changed: BTreeMap<Subnets, SystemTime>,
     pub(crate) network: Option<NetworkSnapshot>,
 }
@@ -187,6 +190,7 @@ impl Observer {
             known.subnet_file = false;
             known.waiting_config = None;
             known.refused_config = None;
+            known.unfit_interface = None;
             known.changed.clear();
         });
         RunningGuard(self)
@@ -208,6 +212,13 @@ impl Observer {
     pub(crate) fn config_refused(&self, why: Option<String>) {
         if self.known().refused_config != why {
             self.note(|known| known.refused_config = why);
+        }
+    }
+
+    /// No network can be built with the external interface as it is now, and this is why; `None`: it is what it was.
+    pub(crate) fn interface_unfit(&self, why: Option<String>) {
+        if self.known().unfit_interface != why {
+            self.note(|known| known.unfit_interface = why);
         }
     }
 
@@ -249,6 +260,7 @@ impl Observer {
             subnet_file: known.subnet_file,
             waiting_config: known.waiting_config.clone(),
             refused_config: known.refused_config.clone(),
+            unfit_interface: known.unfit_interface.clone(),
             changed: known.changed.clone(),
             network,
         }

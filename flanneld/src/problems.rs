@@ -90,6 +90,11 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
         let text = format!("the store's network config is not used, the last good one stays in force: {why}");
         found.push(Problem::warning(text).hint("flannelctl config set FILE"));
     }
+    if let (Some(why), Some(network)) = (&snapshot.unfit_interface, &snapshot.network) {
+        let text = format!("the external interface is not what it was, everything stays as it is: {why}");
+        let hint = format!("ip address show {}", network.running.iface.name);
+        found.push(Problem::warning(text).hint(hint));
+    }
     let store = snapshot.store.as_ref().map(|store| store.store.as_str());
     for problem in &mut found {
         problem.hint = problem.hint.take().map(|hint| said(hint, store));

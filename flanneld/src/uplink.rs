@@ -1,19 +1,25 @@
 //! The external interface: which one it is, and when it holds no longer.
 //!
-//! The one thing to know: choosing may read all routes of the host, so it is done on a thread that may block.
+//! The one thing to know: choosing may read all routes of the host, so it is done on a thread that may block. Another
+//! choice is judged before anything is given up for it.
 
+use std::convert::Infallible;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::{Config, ExternalInterface, Family};
+use flannel_core::{Config, ExternalInterface, Family, LinkName};
 use flannel_netlink::NetlinkKernel;
-use flannel_netlink::iface::Selectors;
+use flannel_netlink::iface::{Selectors, Standing};
+use tokio::sync::watch;
 
 use crate::error::Error;
+use crate::observe::Observer;
 
 /// Until the kernel, which could not be watched, is watched again.
 const WATCH_RETRY: Duration = Duration::from_secs(1);
+/// Until an interface that does not fit is judged again: what is in the way may be elsewhere, and go without a word.
+const SECOND_THOUGHT: Duration = Duration::from_secs(30);
 
 /// The external interface, and how it was chosen.
 pub(crate) struct Chosen {
@@ -45,13 +51,27 @@ impl Chosen {
         Ok(chosen)
     }
 
-    /// Waits until another choice is needed, and possible.
-    pub(crate) async fn changed(&self, config: &Config) -> String {
+    /// Waits until another choice is needed, and a network can be built with it: what is different. Until then nothing
+    /// that runs is given up, and what is in the way is told once.
+    pub(crate) async fn changed(
+        &self,
+        config: &Config,
+        judge: impl AsyncFn(&Config) -> Result<(), Error>,
+        observer: &Observer,
+    ) -> String {
+        let (standing, told) = watch::channel(Standing::Kept);
+        tokio::select! {
+            never = self.follow(config, &standing) => match never {},
+            reason = decide(self.iface.name, told, async || judge(config).await, observer) => reason,
+        }
+    }
+
+    async fn follow(&self, config: &Config, standing: &watch::Sender<Standing>) -> Infallible {
         let families: Vec<_> = config.networks.families().collect();
         let mut said = false;
         loop {
-            match self.kernel.interface_changed(&self.iface, &self.selectors, &families).await {
-                Ok(reason) => return reason,
+            match self.kernel.follow_interface(&self.iface, &self.selectors, &families, standing).await {
+                Ok(never) => match never {},
                 Err(error) if !std::mem::replace(&mut said, true) => {
                     tracing::warn!("{} cannot be watched, trying on: {error}", self.iface.name);
                 }
@@ -62,6 +82,38 @@ impl Chosen {
     }
 }
 
+/// Waits until there is another choice, and the judge has nothing against it: what is different.
+async fn decide(
+    name: LinkName,
+    mut told: watch::Receiver<Standing>,
+    judge: impl AsyncFn() -> Result<(), Error>,
+    observer: &Observer,
+) -> String {
+    let mut unfit = None;
+    loop {
+        let standing = told.borrow_and_update().clone();
+        let why = match standing {
+            Standing::Kept => None,
+            Standing::Lost(why) => Some(why),
+            Standing::Other { difference, .. } => match judge().await {
+                Ok(()) => return difference,
+                Err(error) => Some(format!("{difference}: {error}")),
+            },
+        };
+        if why != unfit {
+            match &why {
+                Some(why) => tracing::warn!("{name} is not what it was, everything stays as it is: {why}"),
+                None => tracing::info!("{name} is what it was again"),
+            }
+            observer.interface_unfit(why.clone());
+            unfit = why;
+        }
+        let patience = if unfit.is_some() { SECOND_THOUGHT } else { Duration::MAX };
+        // The sender lives as long as this.
+        let _ = tokio::time::timeout(patience, told.changed()).await;
+    }
+}
+
 /// `192.0.2.1, known to peers as 198.51.100.1`.
 pub(crate) fn addresses_of(iface: &ExternalInterface) -> String {
     let one = |(family, address): (Family, &IpAddr)| match iface.public[family] {
@@ -69,4 +121,62 @@ pub(crate) fn addresses_of(iface: &ExternalInterface) -> String {
         _ => address.to_string(),
     };
     iface.address.iter().map(one).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+mod tests {
+    use std::cell::{Cell, RefCell};
+    use std::pin::pin;
+
+    use tokio::time::sleep;
+
+    use super::*;
+
+    /// No multiple of the time between two thoughts.
+    const LONG: Duration = Duration::from_secs(3590);
+
+    fn smaller() -> Standing {
+        let iface = ExternalInterface {
+            name: "eth0".parse().unwrap(),
+            mtu: 1300,
+            address: flannel_core::Dual::default(),
+            public: flannel_core::Dual::default(),
+            reason: String::new(),
+        };
+        Standing::Other { now: Box::new(iface), difference: "eth0 has the MTU 1300 now, not 1500".into() }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn another_choice_that_is_refused_is_told_and_judged_again_until_nothing_is_in_its_way() {
+        let (standing, told) = watch::channel(Standing::Kept);
+        let (observer, judged) = (Observer::default(), Cell::new(0));
+        let in_the_way = RefCell::new(Some("too small".to_owned()));
+        let judge = async || {
+            judged.set(judged.get() + 1);
+            let name = "eth0".parse().unwrap();
+            in_the_way.borrow().clone().map_or(Ok(()), |reason| Err(Error::UnfitInterface { name, reason }))
+        };
+        let mut running = pin!(decide("eth0".parse().unwrap(), told, &judge, &observer));
+        let mut goes_on = async || {
+            tokio::select! {
+                ended = &mut running => panic!("{ended}"),
+                () = sleep(LONG) => observer.snapshot().unfit_interface,
+            }
+        };
+        assert_eq!((goes_on().await, judged.get()), (None, 0), "it is what it was");
+        standing.send_replace(smaller());
+        let why = goes_on().await.unwrap();
+        assert!(why.contains("MTU 1300 now, not 1500: external interface eth0: too small"), "{why}");
+        assert_eq!(judged.take(), 120, "every 30 s");
+        standing.send_replace(Standing::Lost("eth0 is gone".into()));
+        assert_eq!((goes_on().await.as_deref(), judged.get()), (Some("eth0 is gone"), 0));
+        standing.send_replace(Standing::Kept);
+        assert_eq!(goes_on().await, None);
+        standing.send_replace(smaller());
+        assert!(goes_on().await.is_some());
+        in_the_way.take();
+        let reason = tokio::time::timeout(SECOND_THOUGHT, running).await.unwrap();
+        assert_eq!(reason, "eth0 has the MTU 1300 now, not 1500");
+    }
 }

@@ -830,6 +830,113 @@ fn an_mtu_too_small_ends_nothing_that_runs_and_the_next_one_is_followed() {
     });
 }
 
+/// What is in the way of the network on the interface as it is now, what brings that about, and what ends it.
+struct Unfit {
+    backend: &'static str,
+    args: &'static [&'static str],
+    spoil: &'static [&'static str],
+    why: &'static str,
+    restore: &'static str,
+}
+
+const UNFIT: [Unfit; 4] = [
+    Unfit {
+        backend: "\"vxlan\"",
+        args: &[],
+        spoil: &["-6 address del 2001:db8::1/64 dev eth0"],
+        why: "eth0 has the IPv6 address fe80:",
+        restore: "-6 address add 2001:db8::1/64 dev eth0 nodad",
+    },
+    Unfit {
+        backend: "\"vxlan\"",
+        args: &[],
+        spoil: &["link set eth0 mtu 1300"],
+        why: "the interface's MTU 1300 is too small for IPv6: at least 1350",
+        restore: "link set eth0 mtu 1500",
+    },
+    Unfit {
+        backend: "\"vxlan\",\"MTU\":1450",
+        args: &[],
+        spoil: &["link set eth0 mtu 1400"],
+        why: "Backend.MTU 1450: at most 1400, the MTU of eth0",
+        restore: "link set eth0 mtu 1500",
+    },
+    Unfit {
+        backend: "\"host-gw\"",
+        args: &["--public-ip=192.0.2.1"],
+        spoil: &["address add 192.0.2.5/25 dev eth0", "address del 192.0.2.1/24 dev eth0"],
+        why: "the public address 192.0.2.1 is not the address of eth0 (192.0.2.5)",
+        restore: "address add 192.0.2.1/24 dev eth0",
+    },
+];
+
+/// Nothing that runs is given up for an interface with which no network can be built.
+#[test]
+fn while_the_interface_does_not_fit_leases_are_followed_and_damage_is_put_right() {
+    for Unfit { backend, args, spoil, why, restore } in UNFIT {
+        in_netns(move || {
+            uplink();
+            let kind = backend.split('"').nth(1).unwrap();
+            let place = Place::new(&DUAL.replace("\"KIND\"", backend));
+            dual_peer(&place, kind, 7);
+            let daemon = place.start(args);
+            daemon.wait_for_log("in sync peers=1");
+            let env = place.subnet_env();
+            let link_local = || ip("-6 address show dev eth0 scope link -tentative");
+            wait_until(|| link_local().contains("fe80:"), link_local);
+
+            spoil.iter().for_each(|command| drop(ip(command)));
+            let status = || -> serde_json::Value { serde_json::from_str(&place.ask("/v1/status")).unwrap() };
+            let told = |text: &str| status()["problems"].to_string().contains(text);
+            let say = || format!("{why}: {}\n{:#?}\n{}", status()["problems"], data_path(), daemon.log());
+            wait_until(|| told(why), say);
+            dual_peer(&place, kind, 8);
+            ip("route del 10.1.7.0/24");
+            for dst in ["10.1.7.0/24", "10.1.8.0/24", "fd00:1:0:7::/64", "fd00:1:0:8::/64"] {
+                let family = if dst.contains(':') { "-6" } else { "-4" };
+                wait_until(|| !ip(&format!("{family} route show {dst}")).is_empty(), say);
+            }
+            assert_eq!(daemon.log().matches(why).count(), 1, "{}", say());
+
+            ip(restore);
+            wait_until(|| !told("external interface"), say);
+            fs::remove_file(place.leases().join("10.1.8.0-24&fd00:1:0:8::-64")).unwrap();
+            wait_until(|| ip("route show 10.1.8.0/24").is_empty(), say);
+            assert!(!daemon.log().contains("building the network anew"), "{}", say());
+            assert_eq!(place.subnet_env(), env);
+        });
+    }
+}
+
+/// Hosts give themselves such addresses when nobody else does.
+#[test]
+fn an_ipv4_link_local_address_is_published_only_while_there_never_was_another() {
+    in_netns(|| {
+        uplink();
+        let place = Place::new(CONFIG);
+        ip("address add 169.254.3.4/16 dev eth0");
+        ip("address del 192.0.2.1/24 dev eth0");
+        let daemon = place.start(&[]);
+        daemon.wait_for_log("in sync");
+        let lease = place.own_lease();
+        let published = || fs::read_to_string(&lease).unwrap();
+        assert!(published().contains("169.254.3.4"), "as Go flannel does: {}", published());
+        let until = |address: &str| {
+            wait_until(|| published().contains(address), || published() + &daemon.log());
+        };
+        ip("address add 192.0.2.1/24 dev eth0");
+        until("192.0.2.1");
+
+        ip("address del 192.0.2.1/24 dev eth0");
+        daemon
+            .wait_for_log("eth0 has the IPv4 address 169.254.3.4 now, not 192.0.2.1, and that is link-local");
+        assert!(published().contains("192.0.2.1"), "{}", published());
+        ip("address add 192.0.2.9/24 dev eth0");
+        until("192.0.2.9");
+        assert_eq!(daemon.log().matches("building the network anew").count(), 2, "{}", daemon.log());
+    });
+}
+
 #[test]
 fn a_config_that_cannot_be_used_stands_in_the_way_of_no_rebuild_and_is_told_until_it_is_right() {
     in_netns(|| {
@@ -945,7 +1052,7 @@ fn the_last_config_is_used_with_its_own_networks() {
 }
 
 #[test]
-fn the_lease_is_held_while_the_network_cannot_be_built_anew() {
+fn the_lease_is_held_while_the_interface_does_not_fit() {
     in_netns(|| {
         uplink();
         let place = Place::new(&DUAL.replace("KIND", "vxlan"));
@@ -1000,6 +1107,53 @@ fn second_uplink() {
     ip("link set wire1 up");
     ip("address add 192.0.3.1/24 dev eth1");
     ip("link set eth1 up");
+}
+
+/// With DirectRouting, what is on the link is asked of the kernel again whenever its routes change.
+#[test]
+fn a_prefix_that_comes_and_goes_moves_a_peer_onto_the_link_and_back_and_nothing_is_lost() {
+    in_netns(|| {
+        uplink();
+        second_uplink();
+        let place = Place::new(&DUAL.replace("\"KIND\"", "\"vxlan\",\"DirectRouting\":true"));
+        let [data, data_v6] = [4, 6].map(|n| format!(r#"{{"VNI":1,"VtepMAC":"0a:00:00:00:0{n}:07"}}"#));
+        let value = format!(
+            r#"{{"PublicIP":"198.51.100.7","PublicIPv6":"2001:db8:7::7","BackendType":"vxlan","BackendData":{data},"BackendV6Data":{data_v6}}}"#
+        );
+        fs::write(place.leases().join("10.1.7.0-24&fd00:1:0:7::-64"), value).unwrap();
+        let daemon = place.start(&[]);
+        daemon.wait_for_log("in sync peers=1");
+        let before = data_path();
+        let tunnel = ["via 10.1.7.0 dev flannel.1", "via fd00:1:0:7:: dev flannel-v6.1"];
+        let link = ["via 198.51.100.7 dev eth0", "via 2001:db8:7::7 dev eth0"];
+        let routes = || ["-4 route show 10.1.7.0/24", "-6 route show fd00:1:0:7::/64"].map(ip);
+        let goes = |ways: [&str; 2]| routes().iter().zip(ways).all(|(route, way)| route.contains(way));
+        assert!(goes(tunnel), "{:?}", routes());
+
+        let monitor = Reader::start(Command::new("ip").args(["monitor", "route"]));
+        for (step, commands, ways) in [
+            ("onto the link", ["add 198.51.100.1/24 dev eth0", "add 2001:db8:7::1/64 dev eth0 nodad"], link),
+            (
+                "behind another",
+                ["add 198.51.100.6/31 dev eth1", "add 2001:db8:7::6/127 dev eth1 nodad"],
+                tunnel,
+            ),
+            ("onto the link again", ["del 198.51.100.6/31 dev eth1", "del 2001:db8:7::6/127 dev eth1"], link),
+            ("off the link", ["del 198.51.100.1/24 dev eth0", "del 2001:db8:7::1/64 dev eth0"], tunnel),
+        ] {
+            for command in commands {
+                ip(&format!("address {command}"));
+            }
+            wait_until(|| goes(ways), || format!("{step}: {:?}\n{}", routes(), daemon.log()));
+        }
+        wait_until(|| data_path() == before, || format!("{:#?}, not {before:#?}", data_path()));
+        let seen = monitor.rest();
+        let ours = |line: &&str| line.contains("10.1.7.0/24") || line.contains("fd00:1:0:7::/64");
+        let lost: Vec<_> = seen.lines().filter(|line| line.starts_with("Deleted")).filter(ours).collect();
+        assert_eq!(lost, [""; 0], "{seen}");
+        assert!(seen.lines().any(|line| ours(&line)), "who listens heard of it: {seen}");
+        assert!(!daemon.log().contains("building the network anew"), "{}", daemon.log());
+    });
 }
 
 #[test]

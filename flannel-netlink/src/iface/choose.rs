@@ -265,7 +265,7 @@ impl<'a> Choice<'a> {
     }
 }
 
-fn best(interface: &Interface, family: Family) -> Result<IpAddr, String> {
+pub(super) fn best(interface: &Interface, family: Family) -> Result<IpAddr, String> {
     let first = candidates(interface, family).first().copied();
     first.ok_or_else(|| format!("{} has no usable {family} address", interface.name))
 }
@@ -283,7 +283,7 @@ fn is_unicast(address: IpAddr) -> bool {
     !address.is_unspecified() && !address.is_loopback() && !address.is_multicast() && !broadcast
 }
 
-fn is_link_local(address: IpAddr) -> bool {
+pub(super) fn is_link_local(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(v4) => v4.is_link_local(),
         IpAddr::V6(v6) => v6.is_unicast_link_local(),

@@ -2,14 +2,18 @@
 //!
 //! The one thing to know: an interface stays chosen for as long as it has the addresses and the MTU that it was chosen
 //! with, even if the selectors would lead elsewhere by now: what works is not given up for what might. So as long as it
-//! has them nothing but itself is looked at, and no route.
+//! has them nothing but itself is looked at, and no route. Link-local addresses are what is left when others are lost:
+//! none takes the place of another, and one that was chosen gives way to another.
 
+use std::convert::Infallible;
 use std::time::Duration;
 
 use flannel_core::{ExternalInterface, Family, KernelError, ROUTE_PROTOCOL};
 use neli::consts::rtnl::Rtm;
 use nix::sys::socket::SockProtocol;
+use tokio::sync::watch;
 
+use super::choose::{best, is_link_local};
 use super::facts::{facts, interface};
 use super::{Interface, SelectError, Selectors, choose};
 use crate::NetlinkKernel;
@@ -27,10 +31,26 @@ const GROUPS_AND_ROUTES: [u32; 5] = [1, 5, 9, 7, 11];
 /// Bytes for messages not yet read.
 const RECEIVE_BUFFER: usize = 1 << 20;
 
+/// How the interface that was chosen stands.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Standing {
+    /// It has the addresses and the MTU that it was chosen with.
+    #[default]
+    Kept,
+    /// It has lost an address it was chosen with, has another MTU or is gone, and another choice is possible.
+    Other {
+        /// What would be chosen now: another interface, or the same as it is now.
+        now: Box<ExternalInterface>,
+        /// What is different, as a sentence without a full stop.
+        difference: String,
+    },
+    /// It is not what it was, and nothing else fits: why, as a sentence without a full stop.
+    Lost(String),
+}
+
 impl NetlinkKernel {
-    /// Waits until the chosen interface has lost an address it was chosen with, has another MTU or is gone, and
-    /// another choice is possible: what is different, as a sentence without a full stop. While no other choice is
-    /// possible it goes on waiting, and logs so once.
+    /// Follows the chosen interface, and tells how it stands whenever that changes. A link-local address is no other
+    /// choice, unless one was chosen; that one stands only as long as the interface has no other.
     ///
     /// Needs a tokio runtime with time and a thread that may block: the kernel is read there, through a socket that
     /// nobody else waits for.
@@ -40,12 +60,13 @@ impl NetlinkKernel {
     ///
     /// # Cancel safety
     /// Dropping the future loses nothing.
-    pub async fn interface_changed(
+    pub async fn follow_interface(
         &self,
         chosen: &ExternalInterface,
         selectors: &Selectors,
         families: &[Family],
-    ) -> Result<String, KernelError> {
+        standing: &watch::Sender<Standing>,
+    ) -> Result<Infallible, KernelError> {
         // Listen before the first look, so that nothing is missed between the two.
         let (mut bell, socket) =
             self.namespace().run(|| Ok::<_, KernelError>((bell()?, Socket::open()?)))??;
@@ -56,7 +77,7 @@ impl NetlinkKernel {
             families: families.to_vec(),
             index: None,
         };
-        let (mut by_routes, mut without) = (false, false);
+        let mut by_routes = false;
         loop {
             let (back, kept) = blocking(looker, Looker::look).await;
             looker = back;
@@ -65,22 +86,18 @@ impl NetlinkKernel {
             if listen != std::mem::replace(&mut by_routes, listen) {
                 bell.socket().hear(if listen { &GROUPS_AND_ROUTES } else { &GROUPS })?;
             }
-            if kept {
-                without = false;
+            let now = if kept {
+                Standing::Kept
             } else {
-                let (back, choice) = blocking(looker, Looker::choose).await;
+                let (back, now) = blocking(looker, Looker::choose).await;
                 looker = back;
-                match choice {
-                    Ok(Some(difference)) => return Ok(difference),
-                    Ok(None) => {}
-                    Err(SelectError::Kernel(error)) => return Err(error),
-                    Err(_) if std::mem::replace(&mut without, true) => {}
-                    Err(error) => tracing::warn!(
-                        "{} is not what it was, everything stays as it is: {error}",
-                        chosen.name
-                    ),
-                }
-            }
+                now?
+            };
+            standing.send_if_modified(|told| {
+                let news = *told != now;
+                *told = now;
+                news
+            });
             bell.rung(|datagram| looker.is_concerned(datagram)).await?;
             // What comes until then is in the next look.
             let rest = async { while bell.rung(|_| true).await.is_ok() {} };
@@ -110,28 +127,40 @@ struct Looker {
     chosen: ExternalInterface,
     selectors: Selectors,
     families: Vec<Family>,
-    /// That of the chosen interface; `None` if it was not what it was chosen for, when last looked at.
+    /// That of the chosen interface; `None` if it was not what it was chosen with, when last looked at.
     index: Option<u32>,
 }
 
 impl Looker {
-    /// The interface is what it was when it was chosen.
+    /// The interface is what it was when it was chosen, and nothing about it is better by now.
     fn look(&mut self) -> Result<bool, KernelError> {
         let found = interface(&mut self.socket, self.chosen.name)?;
         let kept = found.filter(|(_, interface)| is_kept(&self.chosen, interface));
-        self.index = kept.map(|(index, _)| index);
-        Ok(self.index.is_some())
+        self.index = kept.as_ref().map(|(index, _)| *index);
+        Ok(kept.is_some_and(|(_, interface)| !has_better(&self.chosen, &interface)))
     }
 
-    /// What is different about the interface that would be chosen now; `None` if nothing is.
-    fn choose(&mut self) -> Result<Option<String>, SelectError> {
+    /// How the interface stands beside the one that would be chosen now.
+    fn choose(&mut self) -> Result<Standing, KernelError> {
         let facts = facts(&mut self.socket, &self.selectors)?;
-        let chosen = facts.interfaces.iter().find(|interface| interface.name == self.chosen.name);
-        if chosen.is_some_and(|interface| is_kept(&self.chosen, interface)) {
-            return Ok(None);
+        let there = facts.interfaces.iter().find(|interface| interface.name == self.chosen.name);
+        let kept = there.filter(|interface| is_kept(&self.chosen, interface));
+        if kept.is_some_and(|interface| !has_better(&self.chosen, interface)) {
+            return Ok(Standing::Kept);
         }
-        let now = choose(&self.selectors, self.families.iter().copied(), &facts)?;
-        Ok(difference(&self.chosen, &now))
+        let now = match choose(&self.selectors, self.families.iter().copied(), &facts) {
+            Err(SelectError::Kernel(error)) => return Err(error),
+            Err(_) if kept.is_some() => return Ok(Standing::Kept),
+            Err(error) => return Ok(Standing::Lost(error.to_string())),
+            Ok(now) => now,
+        };
+        Ok(match difference(&self.chosen, &now) {
+            None => Standing::Kept,
+            Some(difference) if is_worse(&self.chosen, &now) => {
+                Standing::Lost(format!("{difference}, and that is link-local"))
+            }
+            Some(difference) => Standing::Other { now: Box::new(now), difference },
+        })
     }
 
     fn depends_on_routes(&self) -> bool {
@@ -170,6 +199,18 @@ impl Looker {
 fn is_kept(chosen: &ExternalInterface, interface: &Interface) -> bool {
     let has = |address| interface.addresses.iter().any(|found| found.address == address);
     interface.mtu == chosen.mtu && chosen.address.values().all(|address| has(*address))
+}
+
+/// A link-local address was chosen, and there is another one by now.
+fn has_better(chosen: &ExternalInterface, interface: &Interface) -> bool {
+    let better = |family| best(interface, family).is_ok_and(|address| !is_link_local(address));
+    chosen.address.iter().any(|(family, address)| is_link_local(*address) && better(family))
+}
+
+/// A link-local address would take the place of another.
+fn is_worse(chosen: &ExternalInterface, now: &ExternalInterface) -> bool {
+    let was = |family: Family| chosen.address[family].is_some_and(is_link_local);
+    now.address.iter().any(|(family, address)| is_link_local(*address) && !was(family))
 }
 
 /// What is different, if anything is.
@@ -280,9 +321,14 @@ mod tests {
             });
             is_locked.recv().unwrap();
             ip("link set up0 mtu 1400");
-            let selectors = selectors(None);
-            let reason = kernel.interface_changed(&chosen, &selectors, &[Family::V4]).await.unwrap();
-            assert_eq!(reason, "up0 has the MTU 1400 now, not 1500");
+            let (selectors, (standing, mut told)) = (selectors(None), watch::channel(Standing::Kept));
+            tokio::select! {
+                ended = kernel.follow_interface(&chosen, &selectors, &[Family::V4], &standing) => panic!("{ended:?}"),
+                news = told.changed() => news.unwrap(),
+            }
+            let told = told.borrow().clone();
+            let Standing::Other { difference, .. } = told else { panic!("{told:?}") };
+            assert_eq!(difference, "up0 has the MTU 1400 now, not 1500");
             let _ = done.send(());
             assert!(writer.join().unwrap(), "it was waited for");
         });
