@@ -203,7 +203,11 @@ fn of_firewall(rulebook: &Rulebook) -> Option<Problem> {
     match rulebook {
         Rulebook::Unwanted => None,
         Rulebook::Pending => yet(),
-        Rulebook::Missing(why) => {
+        Rulebook::Missing { why, asked: true } => {
+            Some(Problem::error(format!("the firewall rules are not in place: {why}")).hint(LOG))
+        }
+        // Nobody asked for them by name: many a host needs none.
+        Rulebook::Missing { why, asked: false } => {
             Some(Problem::warning(format!("there are no forward rules: {why}")).hint(LOG))
         }
         Rulebook::Kept(status) => {
@@ -338,8 +342,13 @@ mod tests {
             });
         });
         assert_eq!(seen(), (vec![failing], false));
-        book.send_replace(Rulebook::Missing("no iptables".into()));
-        assert_eq!(seen(), (vec!["warning: there are no forward rules: no iptables".into()], false));
+        for (asked, text) in [
+            (true, "error: the firewall rules are not in place: no iptables"),
+            (false, "warning: there are no forward rules: no iptables"),
+        ] {
+            book.send_replace(Rulebook::Missing { why: "no iptables".into(), asked });
+            assert_eq!(seen(), (vec![text.into()], false));
+        }
     }
 
     #[tokio::test]
