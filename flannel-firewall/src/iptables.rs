@@ -11,7 +11,7 @@ use flannel_core::{Dual, Family};
 use self::program::{Programs, Tool};
 use self::script::script;
 use crate::error::Error;
-use crate::rules::Rules;
+use crate::rules::{Rules, Wish};
 use crate::status::Deviation;
 
 /// How often a script is tried that does not fit any more what is there.
@@ -27,8 +27,8 @@ pub(crate) struct Iptables {
 }
 
 impl Iptables {
-    /// Finds the programs, and makes sure that they may change the rules.
-    pub(crate) async fn open(programs: Programs) -> Result<Self, Error> {
+    /// Finds the programs, and makes sure that they may change the rules that `wish` takes.
+    pub(crate) async fn open(programs: Programs, wish: Wish) -> Result<Self, Error> {
         let (v4, v6) = (programs.find(Family::V4), programs.find(Family::V6));
         let mut tools = match (v4, v6) {
             (Err(error), Err(_)) => return Err(error),
@@ -36,7 +36,7 @@ impl Iptables {
         };
         for family in Family::BOTH {
             if let Some(tool) = &mut tools[family] {
-                tool.probe().await?;
+                tool.probe(&script::tables(wish)).await?;
                 break;
             }
         }

@@ -83,7 +83,7 @@ impl FirewallFlags {
     /// They cannot.
     pub(crate) async fn judge(&self, config: &Config, used: &Config) -> Result<(), Error> {
         if self.wanted() && config.nftables != used.nftables {
-            Firewall::open(mode(config), self.options()).await?;
+            Firewall::open(mode(config), self.wish(), self.options()).await?;
         }
         Ok(())
     }
@@ -117,7 +117,7 @@ impl FirewallFlags {
         }
         let networks = config.networks.map(|_, network| network.network);
         let (_wanted, rules) = watch::channel(Rules::new(&networks, &own.iter().collect(), self.wish())?);
-        let firewall = match Firewall::open(mode(config), self.options()).await {
+        let firewall = match Firewall::open(mode(config), self.wish(), self.options()).await {
             Ok(firewall) => firewall,
             Err(error) if first && self.ip_masq => return Err(error.into()),
             Err(error) => self.open_later(config, error, &settled, &rulebook).await,
@@ -150,7 +150,7 @@ impl FirewallFlags {
                 said = Some(why);
             }
             tokio::time::sleep(options.resync).await;
-            match Firewall::open(mode(config), options.clone()).await {
+            match Firewall::open(mode(config), self.wish(), options.clone()).await {
                 Ok(firewall) => return firewall,
                 Err(again) => error = again,
             }
