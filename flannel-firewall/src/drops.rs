@@ -15,7 +15,7 @@ use tokio::time::{Instant, timeout};
 
 use crate::error::Error;
 use crate::iptables::program::{Programs, Variant};
-use crate::iptables::script;
+use crate::iptables::{legacy_tables, script};
 use crate::nft::expr::{ACCEPT, Expr, find, number_in, read};
 use crate::nft::table::{
     CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, GETCHAIN, GETRULE, HOOK_NUMBER, RULE_CHAIN, RULE_EXPRESSIONS,
@@ -157,7 +157,7 @@ pub async fn forward_drops(
         Err(_) => {}
     }
     for family in Family::BOTH {
-        if legacy_is_used(family) {
+        if legacy_tables(family).iter().any(|table| table == "filter") {
             match memory.save(programs, family).await {
                 Ok((age, saved)) => {
                     let drop = in_saved(&saved, family, networks[family]);
@@ -266,13 +266,6 @@ fn accepted_side(rule: &[Expr], network: Subnet) -> Option<Option<bool>> {
         }
     }
     None
-}
-
-/// The kernel has a filter table of the older kind in this network namespace.
-fn legacy_is_used(family: Family) -> bool {
-    let file = if family == Family::V4 { "ip_tables_names" } else { "ip6_tables_names" };
-    let names = std::fs::read_to_string(format!("/proc/thread-self/net/{file}")).unwrap_or_default();
-    names.lines().any(|name| name == "filter")
 }
 
 /// The same in what `iptables-legacy-save` prints.

@@ -35,7 +35,8 @@ pub struct Options {
     /// How often the rules are checked (`--iptables-resync`); less than 10 ms count as 10 ms. Failures are tried again
     /// as often.
     pub resync: Duration,
-    /// The programs of iptables. In nftables mode they serve only to remove what an earlier flannel left in iptables.
+    /// The programs of iptables. In nftables mode they serve only to remove what an earlier flannel left in iptables; what
+    /// is there for want of them is told.
     pub programs: Programs,
 }
 
@@ -150,15 +151,7 @@ impl Firewall {
     async fn remove_others(&mut self) {
         let programs = &self.options.programs;
         let (removed, failed) = match &mut self.engine {
-            Engine::Nftables(_) => {
-                let (removed, mut failed) = Iptables::clean(programs, None, true).await;
-                match nft::chains_of_iptables() {
-                    Ok(chains) if chains.is_empty() => {}
-                    Ok(chains) => failed.push(Error::Leftovers { chains: chains.join(", ") }),
-                    Err(error) => failed.push(error),
-                }
-                (removed, failed)
-            }
+            Engine::Nftables(_) => Iptables::clean(programs, None, true).await,
             Engine::Iptables(used) => {
                 let (mut removed, mut failed) = Iptables::clean(programs, Some(used), true).await;
                 match nft::clean(true) {

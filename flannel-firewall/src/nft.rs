@@ -83,13 +83,20 @@ impl Drop for Nft {
 
 /// Removes our tables, or only looks; returns those that were there.
 pub(crate) fn clean(write: bool) -> Result<Vec<Deviation>, Error> {
+    match opened()? {
+        Some(mut socket) => reconcile(&mut socket, &Dual::default(), write),
+        None => Ok(Vec::new()),
+    }
+}
+
+/// The kernel's nf_tables; where there is none, there is nothing of ours in it.
+fn opened() -> Result<Option<NetfilterSocket>, Error> {
     let opened = NetfilterSocket::open().and_then(|mut socket| generation(&mut socket).map(|_| socket));
     match opened.map_err(|error| Error::kernel("nftables", error)) {
-        Ok(mut socket) => reconcile(&mut socket, &Dual::default(), write),
-        // Where there is no nf_tables there are no tables.
+        Ok(socket) => Ok(Some(socket)),
         Err(Error::NoNftables { source, .. }) => {
-            tracing::debug!(%source, "no nf_tables, so no tables of ours");
-            Ok(Vec::new())
+            tracing::debug!(%source, "no nf_tables, so nothing of ours in it");
+            Ok(None)
         }
         Err(error) => Err(error),
     }
@@ -178,15 +185,13 @@ fn read(socket: &mut NetfilterSocket) -> Result<Dual<Table>, Error> {
 }
 
 /// Chains of ours that `iptables-nft` keeps in nf_tables; they can be seen without it, but only it should change them.
-pub(crate) fn chains_of_iptables() -> Result<Vec<String>, Error> {
+pub(crate) fn chains_of_iptables(family: Family) -> Result<Vec<String>, Error> {
     let about = |error| Error::kernel("nftables", error);
-    let mut socket = NetfilterSocket::open().map_err(about)?;
+    let Some(mut socket) = opened()? else { return Ok(Vec::new()) };
     let mut found = Vec::new();
-    for family in Family::BOTH {
-        for (table, chain) in script::chains() {
-            if table::is_there(&mut socket, family, table, chain).map_err(about)? {
-                found.push(format!("{family} chain {chain} in table {table}"));
-            }
+    for (table, chain) in script::chains() {
+        if table::is_there(&mut socket, family, table, chain).map_err(about)? {
+            found.push(format!("{family} chain {chain} in table {table}"));
         }
     }
     Ok(found)

@@ -283,6 +283,38 @@ fn only_tables_for_which_there_will_be_rules_are_tried() {
     });
 }
 
+#[test]
+fn what_an_earlier_flannel_left_where_no_program_looks_is_told() {
+    for (left, used, said) in [
+        (Kind::IptablesLegacy, Kind::Nftables, "of iptables-legacy: in use"),
+        (Kind::IptablesLegacy, Kind::IptablesNft, "of iptables-legacy: in use"),
+        (Kind::IptablesNft, Kind::IptablesLegacy, "IPv4 chain FLANNEL-POSTRTG in table nat"),
+    ] {
+        flannel_netlink::testing::in_netns_async(move || async move {
+            let ground = Ground::set();
+            Running::start(&ground, left, rules_of(Place::Pod, ALL), RESYNC).await.stop().await;
+            for name in ["iptables", "ip6tables"] {
+                for role in ["save", "restore"] {
+                    let program = format!("{name}{}-{role}", left.suffix());
+                    std::fs::remove_file(ground.tools.path(&program)).unwrap();
+                }
+            }
+            let is_said = |errors: Vec<String>| {
+                assert!(errors.iter().any(|error| error.contains(said)), "{left:?} {used:?}: {errors:?}");
+            };
+            let mut running = Running::start(&ground, used, rules_of(Place::Pod, ALL), RESYNC).await;
+            let status = running.until(|status| !status.leftovers.is_empty()).await;
+            assert!(status.in_place && !status.alone, "{status:?}");
+            is_said(status.leftovers.iter().map(ToString::to_string).collect());
+            running.stop().await;
+            let programs = ground.tools.programs();
+            for cleaned in [leftovers(&programs).await, cleanup(&programs).await] {
+                is_said(cleaned.failed.iter().map(ToString::to_string).collect());
+            }
+        });
+    }
+}
+
 /// Set in a process that may do what root may, but not administer networks.
 const WITHOUT: &str = "FLANNEL_FIREWALL_WITHOUT_NET_ADMIN";
 
