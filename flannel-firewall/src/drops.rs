@@ -15,7 +15,7 @@ use tokio::time::{Instant, timeout};
 
 use crate::error::Error;
 use crate::iptables::program::{Programs, Variant};
-use crate::iptables::script;
+use crate::iptables::{legacy_tables, script};
 use crate::nft::expr::{ACCEPT, Expr, find, number_in, read};
 use crate::nft::table::{
     CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, GETCHAIN, GETRULE, HOOK_NUMBER, RULE_CHAIN, RULE_EXPRESSIONS,
@@ -125,13 +125,20 @@ async fn look(programs: &Programs, family: Family) -> Result<String, Error> {
     })
 }
 
+/// What [`forward_drops`] saw.
+#[derive(Debug, Default)]
+#[non_exhaustive]
+pub struct ForwardDrops {
+    /// Those who drop, as far as that could be seen.
+    pub found: Vec<ForwardDrop>,
+    /// Why the rest could not be seen: that takes `CAP_NET_ADMIN`, and `iptables-legacy-save` for older tables in use.
+    pub unread: Vec<Error>,
+}
+
 /// Every chain in this network namespace that drops forwarded packets by policy, and whether those of these pod networks
 /// are spared.
 ///
 /// No program is run, unless the kernel has older tables in use that `memory` does not know.
-///
-/// # Errors
-/// It may not be seen: that takes `CAP_NET_ADMIN`.
 ///
 /// # Cancel safety
 /// It only reads.
@@ -139,22 +146,28 @@ pub async fn forward_drops(
     programs: &Programs,
     networks: &Dual<Subnet>,
     memory: &LegacyMemory,
-) -> Result<Vec<ForwardDrop>, Error> {
+) -> ForwardDrops {
     let pods = *networks;
-    let mut found = match tokio::task::spawn_blocking(move || nf_tables(&pods)).await {
-        Ok(Err(Error::NoNftables { .. })) => Vec::new(),
-        Ok(found) => found?,
+    let mut seen = ForwardDrops::default();
+    match tokio::task::spawn_blocking(move || nf_tables(&pods)).await {
+        Ok(Ok(found)) => seen.found = found,
+        Ok(Err(Error::NoNftables { .. })) => {}
+        Ok(Err(error)) => seen.unread.push(error),
         // The runtime is shutting down.
-        Err(_) => Vec::new(),
-    };
+        Err(_) => {}
+    }
     for family in Family::BOTH {
-        if legacy_is_used(family) {
-            let (age, saved) = memory.save(programs, family).await?;
-            let drop = in_saved(&saved, family, networks[family]);
-            found.extend(drop.map(|drop| ForwardDrop { age, ..drop }));
+        if legacy_tables(family).iter().any(|table| table == "filter") {
+            match memory.save(programs, family).await {
+                Ok((age, saved)) => {
+                    let drop = in_saved(&saved, family, networks[family]);
+                    seen.found.extend(drop.map(|drop| ForwardDrop { age, ..drop }));
+                }
+                Err(error) => seen.unread.push(error),
+            }
         }
     }
-    Ok(found)
+    seen
 }
 
 fn nf_tables(networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
@@ -253,13 +266,6 @@ fn accepted_side(rule: &[Expr], network: Subnet) -> Option<Option<bool>> {
         }
     }
     None
-}
-
-/// The kernel has a filter table of the older kind in this network namespace.
-fn legacy_is_used(family: Family) -> bool {
-    let file = if family == Family::V4 { "ip_tables_names" } else { "ip6_tables_names" };
-    let names = std::fs::read_to_string(format!("/proc/thread-self/net/{file}")).unwrap_or_default();
-    names.lines().any(|name| name == "filter")
 }
 
 /// The same in what `iptables-legacy-save` prints.

@@ -82,6 +82,17 @@ pub enum Error {
         /// Which they are.
         chains: String,
     },
+    /// The kernel has tables of iptables-legacy in which an earlier flannel's rules may be, and there is no program to look.
+    #[error(
+        "{family} {tables} of iptables-legacy: in use, and there is no `iptables-legacy` here to see whether an earlier \
+         flannel left rules there; install the package `iptables`, or restart the host"
+    )]
+    Unseen {
+        /// Of which family.
+        family: Family,
+        /// Their names.
+        tables: String,
+    },
     /// The kernel has no nf_tables, or lacks a part of it.
     #[error(
         "{object}: the kernel does not know it ({source}); load the modules nf_tables, nft_chain_nat and nft_masq \

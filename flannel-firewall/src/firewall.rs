@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::iptables::Iptables;
 use crate::iptables::program::Programs;
 use crate::nft::{self, Nft};
-use crate::rules::Rules;
+use crate::rules::{Rules, Wish};
 use crate::status::{Deviation, Failure, Repair, Status};
 
 /// The shortest period; also how long a check after a change by others keeps away from the one before.
@@ -35,7 +35,8 @@ pub struct Options {
     /// How often the rules are checked (`--iptables-resync`); less than 10 ms count as 10 ms. Failures are tried again
     /// as often.
     pub resync: Duration,
-    /// The programs of iptables. In nftables mode they serve only to remove what an earlier flannel left in iptables.
+    /// The programs of iptables. In nftables mode they serve only to remove what an earlier flannel left in iptables; what
+    /// is there for want of them is told.
     pub programs: Programs,
 }
 
@@ -52,12 +53,12 @@ impl Default for Options {
 /// them.
 ///
 /// ```no_run
-/// use flannel_firewall::{Firewall, Mode, Options, Rules};
+/// use flannel_firewall::{Firewall, Mode, Options, Rules, Wish};
 /// use tokio::sync::watch;
 ///
 /// # async fn example(rules: Rules) -> Result<(), flannel_firewall::Error> {
 /// let (_wanted, rules) = watch::channel(rules);
-/// let firewall = Firewall::open(Mode::Nftables, Options::default()).await?;
+/// let firewall = Firewall::open(Mode::Nftables, Wish::default(), Options::default()).await?;
 /// let mut status = firewall.status();
 /// tokio::spawn(firewall.run(rules));
 /// let _ = status.wait_for(|status| status.in_place).await;
@@ -77,17 +78,17 @@ enum Engine {
 }
 
 impl Firewall {
-    /// Opens the firewall of the network namespace of this thread; nothing is changed yet.
+    /// Opens the firewall of the network namespace of this thread, for rules as `wish` takes them; nothing is changed yet.
     ///
     /// # Errors
     /// What will not pass by itself: a missing privilege, kernel part or program.
     ///
     /// # Cancel safety
     /// It may be dropped.
-    pub async fn open(mode: Mode, options: Options) -> Result<Self, Error> {
+    pub async fn open(mode: Mode, wish: Wish, options: Options) -> Result<Self, Error> {
         let engine = match mode {
             Mode::Nftables => Engine::Nftables(Nft::open()?),
-            Mode::Iptables => Engine::Iptables(Iptables::open(options.programs.clone()).await?),
+            Mode::Iptables => Engine::Iptables(Iptables::open(options.programs.clone(), wish).await?),
         };
         Ok(Self { engine, options, status: watch::Sender::default(), checked: Instant::now() })
     }
@@ -150,15 +151,7 @@ impl Firewall {
     async fn remove_others(&mut self) {
         let programs = &self.options.programs;
         let (removed, failed) = match &mut self.engine {
-            Engine::Nftables(_) => {
-                let (removed, mut failed) = Iptables::clean(programs, None, true).await;
-                match nft::chains_of_iptables() {
-                    Ok(chains) if chains.is_empty() => {}
-                    Ok(chains) => failed.push(Error::Leftovers { chains: chains.join(", ") }),
-                    Err(error) => failed.push(error),
-                }
-                (removed, failed)
-            }
+            Engine::Nftables(_) => Iptables::clean(programs, None, true).await,
             Engine::Iptables(used) => {
                 let (mut removed, mut failed) = Iptables::clean(programs, Some(used), true).await;
                 match nft::clean(true) {

@@ -8,10 +8,11 @@ pub(crate) mod script;
 
 use flannel_core::{Dual, Family};
 
-use self::program::{Programs, Tool};
+use self::program::{Programs, Tool, Variant};
 use self::script::script;
 use crate::error::Error;
-use crate::rules::Rules;
+use crate::nft;
+use crate::rules::{Rules, Wish};
 use crate::status::Deviation;
 
 /// How often a script is tried that does not fit any more what is there.
@@ -27,8 +28,8 @@ pub(crate) struct Iptables {
 }
 
 impl Iptables {
-    /// Finds the programs, and makes sure that they may change the rules.
-    pub(crate) async fn open(programs: Programs) -> Result<Self, Error> {
+    /// Finds the programs, and makes sure that they may change the rules that `wish` takes.
+    pub(crate) async fn open(programs: Programs, wish: Wish) -> Result<Self, Error> {
         let (v4, v6) = (programs.find(Family::V4), programs.find(Family::V6));
         let mut tools = match (v4, v6) {
             (Err(error), Err(_)) => return Err(error),
@@ -36,7 +37,7 @@ impl Iptables {
         };
         for family in Family::BOTH {
             if let Some(tool) = &mut tools[family] {
-                tool.probe().await?;
+                tool.probe(&script::tables(wish)).await?;
                 break;
             }
         }
@@ -75,7 +76,7 @@ impl Iptables {
     }
 
     /// Removes what is ours from where `except` keeps no rules, or from everywhere; or only looks. Returns what was
-    /// there, and what could not be removed.
+    /// there, and what could not be removed, also for want of a program.
     pub(crate) async fn clean(
         programs: &Programs,
         mut except: Option<&mut Self>,
@@ -110,9 +111,36 @@ impl Iptables {
                     Err(error) => failed.push(error),
                 }
             }
+            failed.extend(out_of_reach(family, &done).err());
         }
         (removed, failed)
     }
+}
+
+/// Makes sure that there is nothing of ours where only variants look that are not among these; of the older tables, that
+/// there are none.
+fn out_of_reach(family: Family, reached: &[Variant]) -> Result<(), Error> {
+    if !reached.contains(&Variant::Nft) {
+        let chains = nft::chains_of_iptables(family)?;
+        if !chains.is_empty() {
+            return Err(Error::Leftovers { chains: chains.join(", ") });
+        }
+    }
+    if !reached.contains(&Variant::Legacy) {
+        let ours = |name: &String| script::chains().any(|(table, _)| table == name);
+        let tables: Vec<String> = legacy_tables(family).into_iter().filter(ours).collect();
+        if !tables.is_empty() {
+            return Err(Error::Unseen { family, tables: tables.join(", ") });
+        }
+    }
+    Ok(())
+}
+
+/// The tables of the older kind that the kernel has in this network namespace.
+pub(crate) fn legacy_tables(family: Family) -> Vec<String> {
+    let file = if family == Family::V4 { "ip_tables_names" } else { "ip6_tables_names" };
+    let names = std::fs::read_to_string(format!("/proc/thread-self/net/{file}")).unwrap_or_default();
+    names.lines().map(str::to_owned).collect()
 }
 
 async fn reconcile(

@@ -8,7 +8,7 @@ mod nft;
 mod rules;
 mod status;
 
-pub use drops::{ForwardDrop, LegacyMemory, forward_drops};
+pub use drops::{ForwardDrop, ForwardDrops, LegacyMemory, forward_drops};
 pub use error::Error;
 pub use firewall::{Cleanup, Firewall, Mode, Options, cleanup, leftovers};
 pub use iptables::program::{Programs, Variant};

@@ -83,13 +83,20 @@ impl Drop for Nft {
 
 /// Removes our tables, or only looks; returns those that were there.
 pub(crate) fn clean(write: bool) -> Result<Vec<Deviation>, Error> {
+    match opened()? {
+        Some(mut socket) => reconcile(&mut socket, &Dual::default(), write),
+        None => Ok(Vec::new()),
+    }
+}
+
+/// The kernel's nf_tables; where there is none, there is nothing of ours in it.
+fn opened() -> Result<Option<NetfilterSocket>, Error> {
     let opened = NetfilterSocket::open().and_then(|mut socket| generation(&mut socket).map(|_| socket));
     match opened.map_err(|error| Error::kernel("nftables", error)) {
-        Ok(mut socket) => reconcile(&mut socket, &Dual::default(), write),
-        // Where there is no nf_tables there are no tables.
+        Ok(socket) => Ok(Some(socket)),
         Err(Error::NoNftables { source, .. }) => {
-            tracing::debug!(%source, "no nf_tables, so no tables of ours");
-            Ok(Vec::new())
+            tracing::debug!(%source, "no nf_tables, so nothing of ours in it");
+            Ok(None)
         }
         Err(error) => Err(error),
     }
@@ -101,35 +108,64 @@ fn reconcile(
     write: bool,
 ) -> Result<Vec<Deviation>, Error> {
     for _ in 0..TRIES {
-        let found = read(socket)?;
-        let mut batch = Batch::new(SUBSYSTEM);
-        let (mut deviations, mut titles) = (Vec::new(), Vec::new());
+        let plan = Plan::new(&read(socket)?, wanted);
+        if plan.deviations.is_empty() || !write {
+            return Ok(plan.deviations);
+        }
+        if let Some(deviations) = plan.carry_out(socket)? {
+            return Ok(deviations);
+        }
+    }
+    Err(unsteady())
+}
+
+/// What makes the tables that were found those that are wanted.
+struct Plan {
+    batch: Batch,
+    deviations: Vec<Deviation>,
+    titles: Vec<String>,
+    /// The changes that remove or make a whole table.
+    whole: Vec<usize>,
+}
+
+impl Plan {
+    fn new(found: &Dual<Table>, wanted: &Dual<Table>) -> Self {
+        let (deviations, titles, whole) = (Vec::new(), Vec::new(), Vec::new());
+        let mut plan = Self { batch: Batch::new(SUBSYSTEM), deviations, titles, whole };
         for family in Family::BOTH {
             let (found, wanted) = (found[family].as_ref(), wanted[family].as_ref());
             let differs = Table::deviations(found, wanted, family);
             if differs.is_empty() {
                 continue;
             }
-            deviations.extend(differs);
-            titles.push(title(family));
+            plan.deviations.extend(differs);
+            plan.titles.push(title(family));
             if found.is_some() {
-                remove(&mut batch, family);
+                plan.whole.push(plan.batch.len());
+                remove(&mut plan.batch, family);
             }
             if let Some(wanted) = wanted {
-                wanted.make(&mut batch, family);
+                // The table itself comes first.
+                plan.whole.push(plan.batch.len());
+                wanted.make(&mut plan.batch, family);
             }
         }
-        if deviations.is_empty() || !write {
-            return Ok(deviations);
-        }
-        match socket.commit(batch) {
-            Ok(()) => return Ok(deviations),
+        plan
+    }
+
+    /// Returns in what the tables differed; `None`: they are others by now than those that were found.
+    fn carry_out(self, socket: &mut NetfilterSocket) -> Result<Option<Vec<Deviation>>, Error> {
+        match socket.commit(self.batch) {
+            Ok(()) => Ok(Some(self.deviations)),
             // It was removed or made by somebody since it was read.
-            Err(Refused { change: Some(0), error }) if matches!(error.errno, ENOENT | EEXIST | EBUSY) => {}
-            Err(Refused { error, .. }) => return Err(Error::kernel(titles.join(" and "), error)),
+            Err(Refused { change: Some(change), error })
+                if self.whole.contains(&change) && matches!(error.errno, ENOENT | EEXIST | EBUSY) =>
+            {
+                Ok(None)
+            }
+            Err(Refused { error, .. }) => Err(Error::kernel(self.titles.join(" and "), error)),
         }
     }
-    Err(unsteady())
 }
 
 /// Both tables, as they were at one moment.
@@ -149,15 +185,13 @@ fn read(socket: &mut NetfilterSocket) -> Result<Dual<Table>, Error> {
 }
 
 /// Chains of ours that `iptables-nft` keeps in nf_tables; they can be seen without it, but only it should change them.
-pub(crate) fn chains_of_iptables() -> Result<Vec<String>, Error> {
+pub(crate) fn chains_of_iptables(family: Family) -> Result<Vec<String>, Error> {
     let about = |error| Error::kernel("nftables", error);
-    let mut socket = NetfilterSocket::open().map_err(about)?;
+    let Some(mut socket) = opened()? else { return Ok(Vec::new()) };
     let mut found = Vec::new();
-    for family in Family::BOTH {
-        for (table, chain) in script::chains() {
-            if table::is_there(&mut socket, family, table, chain).map_err(about)? {
-                found.push(format!("{family} chain {chain} in table {table}"));
-            }
+    for (table, chain) in script::chains() {
+        if table::is_there(&mut socket, family, table, chain).map_err(about)? {
+            found.push(format!("{family} chain {chain} in table {table}"));
         }
     }
     Ok(found)
@@ -166,4 +200,33 @@ pub(crate) fn chains_of_iptables() -> Result<Vec<String>, Error> {
 fn unsteady() -> Error {
     let source = KernelError::explained(EAGAIN, format!("somebody else changed it {TRIES} times meanwhile"));
     Error::Kernel { object: "nftables".into(), source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rules::Wish;
+    use crate::rules::tests::rules;
+
+    #[test]
+    fn tables_are_read_anew_if_somebody_removes_one_meanwhile_whichever_it_is() {
+        flannel_netlink::testing::in_netns(|| {
+            let tables = |wish| Dual::from_fn(|family| Table::wanted(&rules(wish), family));
+            let (before, after) = (
+                tables(Wish::default()),
+                tables(Wish { masquerade: true, fully_random: false, forward: true }),
+            );
+            let mut socket = NetfilterSocket::open().unwrap();
+            for family in Family::BOTH {
+                reconcile(&mut socket, &before, true).unwrap();
+                let plan = Plan::new(&read(&mut socket).unwrap(), &after);
+                let mut batch = Batch::new(SUBSYSTEM);
+                remove(&mut batch, family);
+                socket.commit(batch).unwrap();
+                assert_eq!(plan.carry_out(&mut socket).unwrap(), None, "{family}");
+                reconcile(&mut socket, &after, true).unwrap();
+                assert_eq!(read(&mut socket).unwrap(), after);
+            }
+        });
+    }
 }

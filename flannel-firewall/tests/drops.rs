@@ -17,7 +17,7 @@ in_every_mode!(a_policy_is_seen_wherever_it_is_and_whether_our_rules_help);
 async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(ground: Ground, kind: Kind) {
     let networks = ["10.1.0.0/16", "fd00:1::/48"].map(|n| n.parse::<Subnet>().unwrap()).into_iter().collect();
     let drops =
-        async || forward_drops(&ground.tools.programs(), &networks, &LegacyMemory::default()).await.unwrap();
+        async || forward_drops(&ground.tools.programs(), &networks, &LegacyMemory::default()).await.found;
     let nft =
         |command: &str| assert!(Command::new("nft").arg(command).status().unwrap().success(), "{command}");
     assert_eq!(drops().await, []);
@@ -77,6 +77,23 @@ async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(ground: Grou
     running.stop().await;
 }
 
+#[test]
+fn what_is_seen_is_told_though_not_all_can_be_seen() {
+    flannel_netlink::testing::in_netns_async(|| async {
+        let ground = Ground::set();
+        for kind in [Kind::IptablesNft, Kind::IptablesLegacy] {
+            ground.tools.iptables(kind, Family::V4, "-P FORWARD DROP");
+        }
+        std::fs::remove_file(ground.tools.path("iptables-legacy-save")).unwrap();
+        let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
+        let seen = forward_drops(&ground.tools.programs(), &networks, &LegacyMemory::default()).await;
+        assert_eq!(seen.found.len(), 1, "{seen:?}");
+        assert!(!seen.found[0].legacy, "{seen:?}");
+        let unread: Vec<_> = seen.unread.iter().map(ToString::to_string).collect();
+        assert!(unread.len() == 1 && unread[0].starts_with("iptables-legacy-save is not in"), "{unread:?}");
+    });
+}
+
 /// All chains drop, and do so again in the end.
 async fn remembers_what_takes_a_process(ground: &Ground, kind: Kind, networks: &flannel_core::Dual<Subnet>) {
     let where_rules_are = if kind == Kind::Nftables { Kind::IptablesNft } else { kind };
@@ -87,7 +104,7 @@ async fn remembers_what_takes_a_process(ground: &Ground, kind: Kind, networks: &
     };
     let memory = LegacyMemory::new(Duration::from_secs(3600));
     let programs = ground.tools.programs();
-    let drops = async || forward_drops(&programs, networks, &memory).await.unwrap();
+    let drops = async || forward_drops(&programs, networks, &memory).await.found;
     let first = drops().await;
     assert!(first.len() == 2 && first.iter().all(|drop| drop.age == Duration::ZERO), "{first:?}");
     policy("ACCEPT");

@@ -5,11 +5,12 @@
 #[macro_use]
 mod ground;
 
+use std::os::unix::fs::MetadataExt;
 use std::process::Command;
 use std::time::Duration;
 
 use flannel_core::Family;
-use flannel_firewall::{Error, Firewall, Options, Programs, cleanup, leftovers};
+use flannel_firewall::{Error, Firewall, Options, Programs, Wish, cleanup, leftovers};
 use ground::{ALL, Ground, Kind, Place, Running, rules_of, tools};
 
 /// Nothing happens by the clock.
@@ -200,7 +201,7 @@ fn a_first_failure_wakes_whoever_waits() {
         let ground = Ground::set();
         let hide = |name| std::fs::remove_file(ground.tools.path(name)).unwrap();
         let options = Options { programs: ground.tools.programs(), resync: RESYNC };
-        let firewall = Firewall::open(Kind::IptablesNft.mode(), options).await.unwrap();
+        let firewall = Firewall::open(Kind::IptablesNft.mode(), ALL, options).await.unwrap();
         ["iptables-nft-save", "ip6tables-nft-save"].into_iter().for_each(hide);
         let mut status = firewall.status();
         let (_rules, receiver) = tokio::sync::watch::channel(rules_of(Place::Pod, ALL));
@@ -218,12 +219,12 @@ fn without_programs_iptables_is_refused_and_nftables_is_not() {
         let empty = tempfile::tempdir().unwrap();
         let programs = Programs { path: Some(empty.path().into()), ..Programs::default() };
         let options = Options { programs, ..Options::default() };
-        let error = Firewall::open(Kind::IptablesNft.mode(), options.clone()).await.unwrap_err();
+        let error = Firewall::open(Kind::IptablesNft.mode(), ALL, options.clone()).await.unwrap_err();
         assert!(matches!(error, Error::NoProgram { .. }), "{error}");
         let ground = Ground::set();
         let before = Running::start(&ground, Kind::IptablesNft, rules_of(Place::Pod, ALL), RESYNC).await;
         before.stop().await;
-        let firewall = Firewall::open(Kind::Nftables.mode(), options).await.unwrap();
+        let firewall = Firewall::open(Kind::Nftables.mode(), ALL, options).await.unwrap();
         let mut status = firewall.status();
         let (_rules, receiver) = tokio::sync::watch::channel(rules_of(Place::Pod, ALL));
         let _running = tokio::spawn(firewall.run(receiver));
@@ -240,6 +241,80 @@ fn without_programs_iptables_is_refused_and_nftables_is_not() {
     });
 }
 
+/// kube-proxy holds it for seconds where there are many services.
+#[test]
+fn who_holds_the_lock_of_iptables_is_waited_for() {
+    flannel_netlink::testing::in_netns_async(|| async {
+        let ground = Ground::set();
+        ground.tools.host_uses(Kind::IptablesLegacy);
+        let lock = std::fs::File::create(ground.tools.path("lock")).unwrap();
+        lock.lock().unwrap();
+        let options = Options { programs: ground.tools.programs(), resync: RESYNC };
+        let opening = tokio::spawn(Firewall::open(Kind::IptablesLegacy.mode(), ALL, options));
+        let inode = format!(":{} ", lock.metadata().unwrap().ino());
+        let waits = || {
+            let locks = std::fs::read_to_string("/proc/locks").unwrap();
+            locks.lines().any(|line| line.contains("-> FLOCK") && line.contains(&inode))
+        };
+        let wait = async {
+            while !waits() && !opening.is_finished() {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(20), wait).await.expect("it waits or gives up");
+        lock.unlock().unwrap();
+        opening.await.unwrap().expect("it waits");
+        // Newer versions wait without being told; 1.8.7 does not.
+        let runs = ground.tools.runs();
+        let probe = runs.iter().find(|run| run.contains("--test")).expect("it was tried");
+        assert!(probe.contains("--wait"), "{runs:?}");
+    });
+}
+
+#[test]
+fn only_tables_for_which_there_will_be_rules_are_tried() {
+    flannel_netlink::testing::in_netns_async(|| async {
+        let ground = Ground::set();
+        ground.tools.host_uses(Kind::IptablesLegacy);
+        let options = Options { programs: ground.tools.programs(), resync: RESYNC };
+        Firewall::open(Kind::IptablesLegacy.mode(), Wish::default(), options).await.unwrap();
+        let tried = std::fs::read_to_string("/proc/thread-self/net/ip_tables_names").unwrap();
+        assert_eq!(tried, "filter\n");
+    });
+}
+
+#[test]
+fn what_an_earlier_flannel_left_where_no_program_looks_is_told() {
+    for (left, used, said) in [
+        (Kind::IptablesLegacy, Kind::Nftables, "of iptables-legacy: in use"),
+        (Kind::IptablesLegacy, Kind::IptablesNft, "of iptables-legacy: in use"),
+        (Kind::IptablesNft, Kind::IptablesLegacy, "IPv4 chain FLANNEL-POSTRTG in table nat"),
+    ] {
+        flannel_netlink::testing::in_netns_async(move || async move {
+            let ground = Ground::set();
+            Running::start(&ground, left, rules_of(Place::Pod, ALL), RESYNC).await.stop().await;
+            for name in ["iptables", "ip6tables"] {
+                for role in ["save", "restore"] {
+                    let program = format!("{name}{}-{role}", left.suffix());
+                    std::fs::remove_file(ground.tools.path(&program)).unwrap();
+                }
+            }
+            let is_said = |errors: Vec<String>| {
+                assert!(errors.iter().any(|error| error.contains(said)), "{left:?} {used:?}: {errors:?}");
+            };
+            let mut running = Running::start(&ground, used, rules_of(Place::Pod, ALL), RESYNC).await;
+            let status = running.until(|status| !status.leftovers.is_empty()).await;
+            assert!(status.in_place && !status.alone, "{status:?}");
+            is_said(status.leftovers.iter().map(ToString::to_string).collect());
+            running.stop().await;
+            let programs = ground.tools.programs();
+            for cleaned in [leftovers(&programs).await, cleanup(&programs).await] {
+                is_said(cleaned.failed.iter().map(ToString::to_string).collect());
+            }
+        });
+    }
+}
+
 /// Set in a process that may do what root may, but not administer networks.
 const WITHOUT: &str = "FLANNEL_FIREWALL_WITHOUT_NET_ADMIN";
 
@@ -251,7 +326,7 @@ fn without_the_privilege_the_error_says_which() {
             let tools = tools::Tools::install();
             tools.host_uses(kind);
             let options = Options { programs: tools.programs(), ..Options::default() };
-            let error = runtime.block_on(Firewall::open(kind.mode(), options)).unwrap_err();
+            let error = runtime.block_on(Firewall::open(kind.mode(), ALL, options)).unwrap_err();
             assert!(matches!(error, Error::NotPermitted { .. }), "{kind:?}: {error}");
             assert!(error.to_string().contains("CAP_NET_ADMIN"), "{error}");
         }

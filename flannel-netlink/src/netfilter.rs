@@ -71,12 +71,13 @@ impl Make {
 pub struct Batch {
     subsystem: u8,
     messages: Messages,
+    len: usize,
 }
 
 impl Batch {
     /// An empty one.
     pub fn new(subsystem: u8) -> Self {
-        let mut batch = Self { subsystem, messages: Messages::default() };
+        let mut batch = Self { subsystem, messages: Messages::default(), len: 0 };
         batch.fence(BATCH[0]);
         batch
     }
@@ -85,7 +86,18 @@ impl Batch {
     pub fn add(&mut self, number: u8, family: u8, make: Make, fill: impl FnOnce(&mut Messages)) -> &mut Self {
         let kind = Kind { subsystem: self.subsystem, number, family };
         fill(self.messages.begin(kind.message(), make.flags() | NlmF::ACK, &kind.header()));
+        self.len += 1;
         self
+    }
+
+    /// How many changes there are: the number that the next one has in [`Refused`].
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// There are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
     }
 
     /// Begin and end name the subsystem in the header's resource, which is big-endian.

@@ -211,6 +211,7 @@ impl Options {
         let is_given = |id: &&str| matches.value_source(id) == Some(ValueSource::CommandLine);
         let kube = options.kube.without_effect().iter().copied();
         let without_effect = KlogFlags::WITHOUT_EFFECT.into_iter().chain(kube);
+        options.firewall.forward_rules_given = is_given(&"iptables_forward_rules");
         options.without_effect = without_effect.filter(is_given).collect();
         if options.kube.kube_subnet_mgr {
             let variables = ["EVENT_QUEUE_DEPTH", "CONT_WHEN_CACHE_NOT_READY"].into_iter();
@@ -369,7 +370,12 @@ mod tests {
         }
         assert!(masq(&["-registry=dir:/x"], &[("FLANNELD_IP_MASQ", "true")]).unwrap());
         assert!(!masq(&["-registry=dir:/x", "-ip-masq=false"], &[("FLANNELD_IP_MASQ", "true")]).unwrap());
-        assert!(parse(&["-registry=dir:/x"], &[]).unwrap().firewall.iptables_forward_rules);
+        let forward = |env: &[(&str, &str)]| {
+            let firewall = parse(&["-registry=dir:/x"], env).unwrap().firewall;
+            (firewall.iptables_forward_rules, firewall.forward_rules_given)
+        };
+        assert_eq!(forward(&[]), (true, false));
+        assert_eq!(forward(&[("FLANNELD_IPTABLES_FORWARD_RULES", "true")]), (true, true));
         let error = masq(&["-registry=dir:/x", "--ip-masq=yes"], &[]).unwrap_err().to_string();
         assert!(
             error.contains("--ip-masq") && error.contains("'yes'") && error.contains("true or false"),

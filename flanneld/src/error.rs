@@ -70,8 +70,8 @@ pub enum Error {
     /// The subnet file cannot be written.
     #[error("--subnet-file: {0}")]
     SubnetFile(#[from] flannel_subnet::SubnetEnvError),
-    /// There is nothing to masquerade with.
-    #[error("--ip-masq: {0}")]
+    /// There is nothing to keep the firewall rules with, that are asked for.
+    #[error("firewall rules: {0}")]
     Firewall(#[from] flannel_firewall::Error),
     /// Nobody could ask the daemon how it is, though somebody wants to.
     #[error("{what}: {reason}")]

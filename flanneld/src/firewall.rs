@@ -20,8 +20,13 @@ pub(crate) enum Rulebook {
     Unwanted,
     /// They are asked for, and nobody keeps them yet.
     Pending,
-    /// There is nothing to make forward rules with, and this is why; life goes on without.
-    Missing(String),
+    /// There is nothing to make them with now, which is tried again; life goes on without.
+    Missing {
+        /// Why.
+        why: String,
+        /// They were asked for, and are not only flannel's default.
+        asked: bool,
+    },
     /// They are kept, and this is how they are.
     Kept(watch::Receiver<Status>),
 }
@@ -45,6 +50,10 @@ pub struct FirewallFlags {
         default_value_t = true, value_parser = go_bool, action = clap::ArgAction::Set)]
     pub iptables_forward_rules: bool,
 
+    /// The last was given, and is not the default.
+    #[arg(skip)]
+    pub(crate) forward_rules_given: bool,
+
     /// Check the rules every so many seconds; in nftables mode changes are noticed at once all the same
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = go_int(1..=86_400))]
     pub iptables_resync: i64,
@@ -64,6 +73,21 @@ impl FirewallFlags {
         self.ip_masq || self.iptables_forward_rules
     }
 
+    fn options(&self) -> Options {
+        Options { resync: Duration::from_secs(self.iptables_resync.unsigned_abs()), ..Options::default() }
+    }
+
+    /// Makes sure that rules can be kept here as `config` wants them, if the network built from `used` has them elsewhere.
+    ///
+    /// # Errors
+    /// They cannot.
+    pub(crate) async fn judge(&self, config: &Config, used: &Config) -> Result<(), Error> {
+        if self.wanted() && config.nftables != used.nftables {
+            Firewall::open(mode(config), self.wish(), self.options()).await?;
+        }
+        Ok(())
+    }
+
     /// How the rules are before [`FirewallFlags::keep`].
     pub(crate) fn rulebook(&self) -> Rulebook {
         if self.wanted() { Rulebook::Pending } else { Rulebook::Unwanted }
@@ -74,7 +98,8 @@ impl FirewallFlags {
     /// In the mode that the network config asks for; rules of the other mode go.
     ///
     /// # Errors
-    /// Masquerading is asked for and there is nothing to do it with. Without forward rules alone life goes on.
+    /// Masquerading is asked for and there is nothing to do it with, in the daemon's first network. Later, and without
+    /// forward rules alone, life goes on, and it is tried again every `--iptables-resync` seconds.
     ///
     /// # Cancel safety
     /// Dropping the future leaves the rules in place.
@@ -82,32 +107,21 @@ impl FirewallFlags {
         &self,
         config: &Config,
         own: &Subnets,
-        settled: watch::Sender<bool>,
-        rulebook: watch::Sender<Rulebook>,
+        first: bool,
+        (settled, rulebook): (watch::Sender<bool>, watch::Sender<Rulebook>),
     ) -> Result<Infallible, Error> {
-        let wish = self.wish();
-        let mode = if config.nftables { Mode::Nftables } else { Mode::Iptables };
-        let options = Options {
-            resync: Duration::from_secs(self.iptables_resync.unsigned_abs()),
-            ..Options::default()
-        };
         if !self.wanted() {
             remove_leftovers().await;
             settled.send_replace(true);
             return Ok(std::future::pending().await);
         }
-        let firewall = match Firewall::open(mode, options).await {
-            Ok(firewall) => firewall,
-            Err(error) if wish.masquerade => return Err(error.into()),
-            Err(error) => {
-                tracing::warn!("there are no forward rules: {error}");
-                rulebook.send_replace(Rulebook::Missing(error.to_string()));
-                settled.send_replace(true);
-                return Ok(std::future::pending().await);
-            }
-        };
         let networks = config.networks.map(|_, network| network.network);
-        let (_wanted, rules) = watch::channel(Rules::new(&networks, &own.iter().collect(), wish)?);
+        let (_wanted, rules) = watch::channel(Rules::new(&networks, &own.iter().collect(), self.wish())?);
+        let firewall = match Firewall::open(mode(config), self.wish(), self.options()).await {
+            Ok(firewall) => firewall,
+            Err(error) if first && self.ip_masq => return Err(error.into()),
+            Err(error) => self.open_later(config, error, &settled, &rulebook).await,
+        };
         let status = firewall.status();
         rulebook.send_replace(Rulebook::Kept(status.clone()));
         tokio::select! {
@@ -115,6 +129,38 @@ impl FirewallFlags {
             never = settle(status, settled) => match never {},
         }
     }
+
+    /// Tries again and again to open what could not be opened because of `error`; each reason is told once.
+    async fn open_later(
+        &self,
+        config: &Config,
+        mut error: flannel_firewall::Error,
+        settled: &watch::Sender<bool>,
+        rulebook: &watch::Sender<Rulebook>,
+    ) -> Firewall {
+        let options = self.options();
+        let mut said = None;
+        loop {
+            let why = error.to_string();
+            if said.as_ref() != Some(&why) {
+                tracing::warn!("there are no firewall rules, which is tried again: {why}");
+                let asked = self.ip_masq || self.forward_rules_given;
+                rulebook.send_replace(Rulebook::Missing { why: why.clone(), asked });
+                settled.send_replace(true);
+                said = Some(why);
+            }
+            tokio::time::sleep(options.resync).await;
+            match Firewall::open(mode(config), self.wish(), options.clone()).await {
+                Ok(firewall) => return firewall,
+                Err(again) => error = again,
+            }
+        }
+    }
+}
+
+/// In which of the kernel's firewalls a network has its rules.
+fn mode(config: &Config) -> Mode {
+    if config.nftables { Mode::Nftables } else { Mode::Iptables }
 }
 
 /// Removes what an earlier run has left. Where there is nothing to look with, there is nothing to remove.

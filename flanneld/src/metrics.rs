@@ -156,7 +156,7 @@ fn leases(page: &mut Page, network: &NetworkSnapshot, store: Option<&StoreStatus
 fn firewall(page: &mut Page, rulebook: &Rulebook) {
     let (in_place, repairs) = match rulebook {
         Rulebook::Unwanted => (true, 0),
-        Rulebook::Pending | Rulebook::Missing(_) => (false, 0),
+        Rulebook::Pending | Rulebook::Missing { .. } => (false, 0),
         Rulebook::Kept(status) => {
             let status = status.borrow();
             (status.in_place, status.repairs)

@@ -208,7 +208,7 @@ impl Observer {
         }
     }
 
-    /// The store holds a config that no backend takes, and this is why; `None`: it holds no such config any more.
+    /// The store holds a config that does not fit this node, and this is why; `None`: it holds no such config any more.
     pub(crate) fn config_refused(&self, why: Option<String>) {
         if self.known().refused_config != why {
             self.note(|known| known.refused_config = why);

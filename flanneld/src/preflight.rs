@@ -87,7 +87,7 @@ struct Facts {
     /// How many neighbours the kernel remembers at most (`gc_thresh3`); only the machine's own namespace knows.
     most_neighbours: Dual<u64>,
     /// Who drops forwarded packets unless a rule accepts them.
-    drops: Option<Vec<ForwardDrop>>,
+    drops: Vec<ForwardDrop>,
     /// All addresses of this host.
     addresses: Vec<(LinkName, IpAddr)>,
     /// The public addresses of this node.
@@ -223,7 +223,7 @@ fn drops(facts: &Facts) -> Vec<Finding> {
         };
         Finding::warning("forward-drop", text).mend(mend)
     };
-    facts.drops.iter().flatten().filter(concerns).map(finding).collect()
+    facts.drops.iter().filter(concerns).map(finding).collect()
 }
 
 fn clashes(facts: &Facts) -> Vec<Finding> {

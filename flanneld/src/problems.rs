@@ -203,16 +203,24 @@ fn of_kernel(network: &NetworkSnapshot) -> Vec<Problem> {
     found
 }
 
-fn of_firewall(rulebook: &Rulebook) -> Option<Problem> {
+fn of_firewall(rulebook: &Rulebook) -> Vec<Problem> {
     let yet = || Some(Problem::error("the firewall rules are not in place yet").hint(LOG));
-    match rulebook {
+    let mut leftovers = Vec::new();
+    let rules = match rulebook {
         Rulebook::Unwanted => None,
         Rulebook::Pending => yet(),
-        Rulebook::Missing(why) => {
+        Rulebook::Missing { why, asked: true } => {
+            Some(Problem::error(format!("the firewall rules are not in place: {why}")).hint(LOG))
+        }
+        // Nobody asked for them by name: many a host needs none.
+        Rulebook::Missing { why, asked: false } => {
             Some(Problem::warning(format!("there are no forward rules: {why}")).hint(LOG))
         }
         Rulebook::Kept(status) => {
             let status = status.borrow();
+            let left =
+                |error| format!("rules that an earlier flannel may have left are not removed: {error}");
+            leftovers.extend(status.leftovers.iter().map(|error| Problem::warning(left(error)).hint(LOG)));
             match status.failure.as_ref().and_then(|failure| failure.errors.first()) {
                 Some(error) => {
                     Some(Problem::error(format!("the firewall rules are not in place: {error}")).hint(LOG))
@@ -221,7 +229,8 @@ fn of_firewall(rulebook: &Rulebook) -> Option<Problem> {
                 None => yet(),
             }
         }
-    }
+    };
+    rules.into_iter().chain(leftovers).collect()
 }
 
 fn of_leases(network: &NetworkSnapshot) -> Vec<Problem> {
@@ -343,8 +352,20 @@ mod tests {
             });
         });
         assert_eq!(seen(), (vec![failing], false));
-        book.send_replace(Rulebook::Missing("no iptables".into()));
-        assert_eq!(seen(), (vec!["warning: there are no forward rules: no iptables".into()], false));
+        let left = flannel_firewall::Error::Leftovers { chains: "X".into() };
+        let warning = format!("warning: rules that an earlier flannel may have left are not removed: {left}");
+        status.send_modify(|status| {
+            (status.in_place, status.failure) = (true, None);
+            status.leftovers = vec![left.into()];
+        });
+        assert_eq!(seen(), (vec![warning], true));
+        for (asked, text) in [
+            (true, "error: the firewall rules are not in place: no iptables"),
+            (false, "warning: there are no forward rules: no iptables"),
+        ] {
+            book.send_replace(Rulebook::Missing { why: "no iptables".into(), asked });
+            assert_eq!(seen(), (vec![text.into()], false));
+        }
     }
 
     #[tokio::test]

@@ -140,6 +140,8 @@ struct Ready {
     lapsed: bool,
     /// The config comes from the cache.
     cached: bool,
+    /// This daemon has built none before.
+    first: bool,
     chosen: Chosen,
     site: Site,
 }
@@ -210,7 +212,8 @@ async fn start(
         iface.reason,
         iface.mtu
     );
-    Ok(Ready { config, backend, network, views, lapsed, cached, chosen, site })
+    let first = last.is_none();
+    Ok(Ready { config, backend, network, views, lapsed, cached, first, chosen, site })
 }
 
 /// Whether anything of an earlier run's network is in the kernel. After a boot nothing is.
@@ -238,14 +241,14 @@ async fn run_network(
     let running = ready.running(rulebook);
     let responder = respond(running.place(options.control.doctor_port));
     let _running = observer.running(running);
-    let Ready { config, backend, network, views, lapsed, cached, chosen, site } = ready;
+    let Ready { config, backend, network, views, lapsed, cached, first, chosen, site } = ready;
     let handle = network.handle();
     let own = handle.lease.subnets;
     let firewall = async {
         if lapsed {
             return Ok(std::future::pending().await);
         }
-        options.firewall.keep(&config, &own, settled, book).await
+        options.firewall.keep(&config, &own, first, (settled, book)).await
     };
     let looks = look_around(observer, rules.clone(), lapsed);
     let hold = async {
@@ -259,7 +262,7 @@ async fn run_network(
         );
         hold(subnets, &handle.lease).await
     };
-    let judge = async |config: &Config| site.judge(config).await.map(drop);
+    let judge = async |to: &Config| site.judge(to, Some(&config)).await.map(drop);
     let uplink = chosen.iface.name;
     let (kernel, owned) = (chosen.kernel.clone(), backend.owned(uplink, &config)?);
     let former = Former::new(&options.state_dir);

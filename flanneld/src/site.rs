@@ -1,4 +1,4 @@
-//! Where a network is to be built: whether a config fits, and by which interface.
+//! Where a network is to be built: whether a config fits, by which interface, and whether its firewall rules can be kept.
 //!
 //! The one thing to know: a config is judged here before anything is given up for it, with the very checks by which a
 //! network is built from it.
@@ -13,6 +13,7 @@ use tokio::sync::watch;
 use crate::backends;
 use crate::cli::Options;
 use crate::error::Error;
+use crate::firewall::FirewallFlags;
 use crate::uplink::Chosen;
 
 /// This node, and what is known of the others.
@@ -20,6 +21,7 @@ use crate::uplink::Chosen;
 pub(crate) struct Site {
     kernel: Arc<NetlinkKernel>,
     selectors: Selectors,
+    firewall: FirewallFlags,
     views: watch::Receiver<View>,
 }
 
@@ -37,19 +39,22 @@ impl Site {
             can_reach: options.iface_can_reach,
             public: Dual::from_fn(|family| prescribed[family].or(given[family])),
         };
-        Self { kernel: Arc::clone(kernel), selectors, views }
+        Self { kernel: Arc::clone(kernel), selectors, firewall: options.firewall.clone(), views }
     }
 
-    /// The interface by which a network can be built from `config`.
+    /// The interface by which a network can be built from `config`, in place of one that was built from `used`.
     ///
     /// # Errors
-    /// None can be built here.
-    pub(crate) async fn judge(&self, config: &Config) -> Result<Chosen, Error> {
+    /// None can be built here, or not with the firewall rules that are asked for.
+    pub(crate) async fn judge(&self, config: &Config, used: Option<&Config>) -> Result<Chosen, Error> {
         let backend = backends::find(&config.backend.kind)?;
         let chosen = Chosen::choose(&self.kernel, self.selectors.clone(), config).await?;
         backend.check(config, Some(&chosen.iface))?;
         if !config.backend.explicit {
             refuse_implicit_udp(self.views.clone()).await?;
+        }
+        if let Some(used) = used {
+            self.firewall.judge(config, used).await?;
         }
         Ok(chosen)
     }
@@ -64,8 +69,8 @@ impl Site {
         config: Config,
         last: Option<&Config>,
     ) -> Result<(Config, Chosen), Error> {
-        match (self.judge(&config).await, last.filter(|last| last.networks == config.networks)) {
-            (Err(_), Some(last)) => Ok((last.clone(), self.judge(last).await?)),
+        match (self.judge(&config, last).await, last.filter(|last| last.networks == config.networks)) {
+            (Err(_), Some(last)) => Ok((last.clone(), self.judge(last, None).await?)),
             (judged, _) => Ok((config, judged?)),
         }
     }

@@ -153,6 +153,7 @@ fn reason(error: &Error, patience: Patience) -> Option<Reason> {
         | Error::UnfitInterface { .. }
         | Error::UnknownBackend { .. }
         | Error::ImplicitUdp { .. }
+        | Error::Firewall(_)
             if has_run =>
         {
             return said();
@@ -221,7 +222,9 @@ mod tests {
         let unknown = || Error::UnknownBackend { kind: "a".into(), known: "b".into() };
         let subnets_of = "10.1.7.0-24".parse().unwrap();
         let implicit = || Error::ImplicitUdp { subnets: Box::new(subnets_of), holder: "a".into() };
-        let causes: [&dyn Fn() -> Error; 5] = [&|| refused().into(), &unfit, &too_small, &unknown, &implicit];
+        let no_rules = || flannel_firewall::Error::Leftovers { chains: "a".into() }.into();
+        let causes: [&dyn Fn() -> Error; 6] =
+            [&|| refused().into(), &unfit, &too_small, &unknown, &implicit, &no_rules];
         for cause in causes {
             let begin = Instant::now();
             let start = async || -> Result<(), Error> { Err(cause()) };

@@ -85,9 +85,34 @@ impl Place {
     }
 
     fn start_on(&self, registry: &str, extra: &[&str]) -> Daemon {
+        Daemon::start(&mut self.command(registry, extra))
+    }
+
+    fn command(&self, registry: &str, extra: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_flanneld"));
         command.args(["--registry", registry, "-iface=eth0", "--subnet-file"]).arg(self.subnet_file());
         command.arg("--state-dir").arg(self.dir.path().join("state")).args(extra);
+        command
+    }
+
+    /// A daemon whose `iptables-restore` fails as long as a file is there.
+    fn start_with_fragile_iptables(&self, broken: &Path, extra: &[&str]) -> Daemon {
+        use std::os::unix::fs::PermissionsExt;
+        let bin = self.dir.path().join("bin");
+        fs::create_dir_all(&bin).unwrap();
+        for name in ["iptables-save", "iptables-restore"] {
+            let real = ["/usr/sbin", "/sbin", "/usr/bin"].map(|dir| format!("{dir}/{name}"));
+            let real = real.iter().find(|path| Path::new(path).exists()).unwrap();
+            let script = format!(
+                "#!/bin/sh\nif [ -e {} ]; then echo out of order >&2; exit 3; fi\nexec {real} \"$@\"\n",
+                broken.display()
+            );
+            fs::write(bin.join(name), script).unwrap();
+            fs::set_permissions(bin.join(name), fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        let registry = format!("dir:{}", self.registry().display());
+        let mut command = self.command(&registry, &[&["--iptables-resync=1"], extra].concat());
+        command.env("PATH", format!("{}:{}", bin.display(), std::env::var("PATH").unwrap()));
         Daemon::start(&mut command)
     }
 }
@@ -709,6 +734,73 @@ fn firewall_rules_are_there_before_the_subnet_file_and_stay() {
             plain.signal(Signal::SIGTERM);
             plain.ended();
             other_mode = list;
+        }
+    });
+}
+
+/// Where the rules cannot be kept as a config wants them, that config does not fit this node.
+#[test]
+fn a_config_whose_firewall_does_not_work_here_is_refused_and_nothing_ends_for_it() {
+    in_netns(|| {
+        uplink();
+        let nftables = CONFIG.replacen('{', r#"{"EnableNFTables":true,"#, 1);
+        let place = Place::new(&nftables);
+        let broken = place.dir.path().join("broken");
+        fs::write(&broken, "").unwrap();
+        let daemon = place.start_with_fragile_iptables(&broken, &["--ip-masq"]);
+        daemon.wait_for_log("running lease");
+        let status = || -> serde_json::Value { serde_json::from_str(&place.ask("/v1/status")).unwrap() };
+        let told = |text: &str| status()["problems"].to_string().contains(text);
+        let say = || format!("{}\n{}", status()["problems"], daemon.log());
+        let tables = || Command::new("nft").args(["list", "tables"]).output().unwrap().stdout;
+        let rules = || String::from_utf8(tables()).unwrap().contains("flannel-ipv4");
+        fs::write(place.registry().join("config"), CONFIG).unwrap();
+        wait_until(|| told("the last good one stays in force") && told("out of order"), say);
+        assert!(status()["ready"] == true && rules(), "{}", say());
+        // Nor is it used when the network must be built anew.
+        ip("link set eth0 mtu 1400");
+        wait_until(|| place.subnet_env().contains("FLANNEL_MTU=1350\n"), say);
+        wait_until(|| told("out of order") && status()["ready"] == true, say);
+        assert!(rules(), "{}", say());
+        // The node comes to fit.
+        fs::remove_file(&broken).unwrap();
+        daemon.signal(Signal::SIGHUP);
+        wait_until(|| !told("stays in force") && status()["ready"] == true && !rules(), say);
+
+        // What worked and does not any more is tried again by the next network, which is not the end.
+        fs::write(&broken, "").unwrap();
+        ip("link set eth0 mtu 1380");
+        daemon.wait_for_log("there are no firewall rules, which is tried again");
+        wait_until(|| told("the firewall rules are not in place") && status()["ready"] == false, say);
+        fs::remove_file(&broken).unwrap();
+        wait_until(|| status()["ready"] == true, say);
+    });
+}
+
+#[test]
+fn forward_rules_come_when_there_is_something_to_make_them_with() {
+    in_netns(|| {
+        uplink();
+        for (args, ready) in [(&[] as &[&str], true), (&["--iptables-forward-rules"], false)] {
+            let place = Place::new(CONFIG);
+            let broken = place.dir.path().join("broken");
+            fs::write(&broken, "").unwrap();
+            let mut daemon = place.start_with_fragile_iptables(&broken, args);
+            daemon.wait_for_log("running lease");
+            let status = || -> serde_json::Value { serde_json::from_str(&place.ask("/v1/status")).unwrap() };
+            let say = || format!("{}\n{}", status()["problems"], daemon.log());
+            let in_place =
+                |word: &str| place.ask("/metrics").contains(&format!("firewall_in_place {word}\n"));
+            wait_until(|| status()["problems"].to_string().contains("out of order"), say);
+            // Those that nobody asked for by name are not missed.
+            wait_until(|| status()["ready"] == ready, say);
+            assert!(in_place("0"), "{}", say());
+            fs::remove_file(&broken).unwrap();
+            wait_until(|| in_place("1") && status()["ready"] == true, say);
+            let rules = String::from_utf8(Command::new("iptables-save").output().unwrap().stdout).unwrap();
+            assert!(rules.contains("-A FORWARD") && rules.contains("-j FLANNEL-FWD"), "{rules}");
+            daemon.signal(Signal::SIGTERM);
+            daemon.ended();
         }
     });
 }

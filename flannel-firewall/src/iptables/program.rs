@@ -119,14 +119,19 @@ impl Tool {
 
     /// Carries out a script: each table's part at once, or not at all.
     pub(crate) async fn restore(&mut self, script: &str) -> Result<(), Error> {
-        let args: &[&str] = if self.is_modern().await? { &["--noflush", "--wait"] } else { &["--noflush"] };
-        run(&self.restore, args, script).await.map(drop)
+        self.run_restore(&[], script).await
     }
 
-    /// Makes sure that it may change rules, without doing so; to read them takes less.
-    pub(crate) async fn probe(&mut self) -> Result<(), Error> {
-        self.is_modern().await?;
-        run(&self.restore, &["--noflush", "--test"], "*nat\nCOMMIT\n").await.map(drop)
+    /// Makes sure that it may change rules of these tables, without doing so; to read them takes less.
+    pub(crate) async fn probe(&mut self, tables: &[&str]) -> Result<(), Error> {
+        let script: String = tables.iter().map(|table| format!("*{table}\nCOMMIT\n")).collect();
+        self.run_restore(&["--test"], &script).await
+    }
+
+    /// Waits for others who hold the lock, where it can.
+    async fn run_restore(&mut self, args: &[&str], script: &str) -> Result<(), Error> {
+        let wait: &[&str] = if self.is_modern().await? { &["--wait"] } else { &[] };
+        run(&self.restore, &[&["--noflush"], wait, args].concat(), script).await.map(drop)
     }
 
     /// It knows `--random-fully` and `--wait`.

@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 
 use flannel_core::Family;
 
-use crate::rules::{Chain, Rule, Rules, Side, Verdict};
+use crate::rules::{Chain, Rule, Rules, Side, Verdict, Wish};
 use crate::status::{Deviation, Fault};
 
 /// A chain of ours, and the built-in chain that sends packets there.
@@ -45,6 +45,16 @@ const PLACES: [Place; 3] = [
 /// Table and name of every chain that is ours.
 pub(crate) fn chains() -> impl Iterator<Item = (&'static str, &'static str)> {
     PLACES.iter().map(|place| (place.table, place.chain))
+}
+
+/// The tables in which `wish` takes rules.
+pub(crate) fn tables(wish: Wish) -> Vec<&'static str> {
+    let takes = |place: &&Place| match place.content {
+        Some(Chain::Postrouting) => wish.masquerade,
+        Some(Chain::Forward) => wish.forward,
+        None => false,
+    };
+    PLACES.iter().filter(takes).map(|place| place.table).collect()
 }
 
 /// Table and name of those that accept what pods send and receive.

@@ -242,7 +242,7 @@ impl Running {
     }
 
     pub(crate) async fn with(kind: Kind, rules: Rules, options: Options) -> Self {
-        let firewall = Firewall::open(kind.mode(), options).await.unwrap();
+        let firewall = Firewall::open(kind.mode(), ALL, options).await.unwrap();
         let status = firewall.status();
         let (sender, receiver) = watch::channel(rules);
         let mut running = Self { rules: sender, status, task: tokio::spawn(firewall.run(receiver)) };

@@ -36,10 +36,8 @@ pub(super) async fn read(scene: Scene, memory: &LegacyMemory) -> Facts {
     let (drops, facts) = tokio::join!(drops, tokio::task::spawn_blocking(move || read_host(&scene)));
     // A runtime that shuts down knows nothing.
     let mut facts = facts.unwrap_or_else(|_| Facts { unread: vec!["this host".into()], ..Facts::default() });
-    match drops {
-        Ok(drops) => facts.drops = Some(drops),
-        Err(error) => facts.unread.push(format!("who drops forwarded packets ({error})")),
-    }
+    facts.drops = drops.found;
+    facts.unread.extend(drops.unread.iter().map(|error| format!("who drops forwarded packets ({error})")));
     facts
 }
 
@@ -93,7 +91,7 @@ fn read_host(scene: &Scene) -> Facts {
         rp_filter,
         bridge_calls: Dual::from_fn(bridge_calls),
         most_neighbours,
-        drops: None,
+        drops: Vec::new(),
         addresses,
         public: scene.public,
         on_link: if crowded { on_link(scene.uplink) } else { Vec::new() },

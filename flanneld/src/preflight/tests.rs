@@ -15,7 +15,7 @@ fn healthy() -> Facts {
         rp_filter: [(link("flannel.1"), 0), (link("flannel-v6.1"), 2)].into(),
         bridge_calls: Dual { v4: Some(true), v6: Some(true) },
         most_neighbours: Dual { v4: Some(1024), v6: Some(1024) },
-        drops: Some(Vec::new()),
+        drops: Vec::new(),
         addresses: [
             ("eth0", "192.0.2.1"),
             ("flannel.1", "10.1.5.0"),
