@@ -13,6 +13,7 @@ use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep};
 
+use crate::annotations::wrong_overwrites;
 use crate::api::{Api, Call, Failure, PATIENCE, escape, part, read};
 use crate::node::{Event, Node, Wire};
 use crate::nodes::{Nodes, Terms};
@@ -355,7 +356,13 @@ impl Following {
             view.origin = Origin::Live { revision };
             first || changed
         });
-        let wrong = self.nodes.wrong();
+        let mut wrong = self.nodes.wrong();
+        if let Own::Here(node) = &*self.own_node.borrow() {
+            let overwrites = wrong_overwrites(&node.values, &self.terms.prefix);
+            wrong.extend(
+                overwrites.map(|why| (format!("node {}", node.name), format!("{why}; it is not used"))),
+            );
+        }
         let mut books = self.api.books();
         for (key, reason) in wrong.iter().filter(|new| !books.skipped.contains(new)) {
             tracing::warn!(store = self.api.name(), %key, "wrong: {reason}");

@@ -504,6 +504,32 @@ fn what_an_earlier_boot_said_of_the_network_is_withdrawn_before_anything_else() 
 }
 
 #[test]
+fn an_address_to_publish_instead_is_an_order_and_no_tampering() {
+    in_netns(|| {
+        let (server, _host, daemon) = beside_a_peer();
+        for address in [Some("203.0.113.9"), Some("203.0.113.66"), None] {
+            server.modify("node-1", |node| {
+                let annotations = node["metadata"]["annotations"].as_object_mut().unwrap();
+                annotations.remove(&format!("{PREFIX}public-ip-overwrite"));
+                annotations
+                    .extend(address.map(|address| (format!("{PREFIX}public-ip-overwrite"), json!(address))));
+            });
+            let public = address.unwrap_or("192.0.2.1");
+            daemon.wait_for_log(&format!("the public-ip to publish is now {public}"));
+            assert_eq!(server.annotation("node-1", &format!("{PREFIX}public-ip")).as_deref(), Some(public));
+        }
+        assert!(!daemon.log().contains("somebody removed or changed"), "{}", daemon.log());
+        server.modify("node-1", |node| {
+            node["metadata"]["annotations"] = json!({ format!("{PREFIX}public-ip-overwrite"): "nowhere" });
+        });
+        daemon.wait_for_log("somebody removed or changed what this node published");
+        daemon.wait_for_log("public-ip-overwrite: \"nowhere\" is not valid");
+        let public = || server.annotation("node-1", &format!("{PREFIX}public-ip"));
+        wait_until(|| public().as_deref() == Some("192.0.2.1"), || daemon.log());
+    });
+}
+
+#[test]
 fn other_networks_wait_for_a_restart_and_another_backend_does_not() {
     in_netns(|| {
         let server = cluster();
