@@ -503,6 +503,36 @@ fn what_an_earlier_boot_said_of_the_network_is_withdrawn_before_anything_else() 
     });
 }
 
+/// As after a boot in which the address was not there yet, or with a config that names no backend: a loop of starts that end.
+#[test]
+fn a_start_that_ends_withdraws_what_an_earlier_boot_said_unless_the_network_stands() {
+    in_netns(|| {
+        let (server, host, mut daemon) = beside_a_peer();
+        daemon.signal(Signal::SIGTERM);
+        assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
+        let start = |config: &str, said: &str| {
+            let mut command = host.command(&["--kube-api-url", &server.url()]);
+            fs::write(host.dir.path().join("net-conf.json"), config).unwrap();
+            let mut daemon = host.netns.run(|| Daemon::start(command.env("NODE_NAME", host.name())));
+            assert_eq!(daemon.ended().code(), Some(1), "{}", daemon.log());
+            daemon.wait_for_log(said);
+            network_unavailable(&server, "node-1").0
+        };
+        const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48","Backend":{"Type":"vxlan"}}"#;
+        host.netns.run(|| ip("-6 address flush dev eth0"));
+        let misspelt = VXLAN.replace("vxlan", "vlxan");
+        for (config, said) in [(DUAL, "IPv6"), (&misspelt, "\"vlxan\"")] {
+            assert_eq!(start(config, said), "False", "the network of the last run is in place");
+        }
+        host.netns.run(|| ip("link delete flannel.1"));
+        let before = server.condition("node-1", "NetworkUnavailable").unwrap();
+        for (config, said) in [(DUAL, "IPv6"), (&misspelt, "\"vlxan\"")] {
+            assert_eq!(start(config, said), "True", "nothing is in place");
+            server.modify("node-1", |node| node["status"]["conditions"] = json!([before]));
+        }
+    });
+}
+
 #[test]
 fn an_address_to_publish_instead_is_an_order_and_no_tampering() {
     in_netns(|| {
