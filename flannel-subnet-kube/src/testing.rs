@@ -273,6 +273,11 @@ impl ApiServer {
         lock(&self.shared.faults).forbidden.insert((verb.to_owned(), resource.to_owned()));
     }
 
+    /// The account may use this verb on this resource again.
+    pub fn permit(&self, verb: &str, resource: &str) {
+        lock(&self.shared.faults).forbidden.remove(&(verb.to_owned(), resource.to_owned()));
+    }
+
     /// The account may do everything again.
     pub fn permit_all(&self) {
         lock(&self.shared.faults).forbidden.clear();
