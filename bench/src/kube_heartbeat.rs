@@ -102,9 +102,17 @@ async fn skip(
             let Ok(bytes) = frame?.into_data() else { continue };
             let mut rest = &bytes[..];
             while let Some(end) = rest.iter().position(|byte| *byte == b'\n') {
-                held.extend_from_slice(&rest[..end]);
-                rest = &rest[end + 1..];
-                serde_json::from_slice::<IgnoredAny>(&held)?;
+                let (line, behind) = (&rest[..end], &rest[end + 1..]);
+                rest = behind;
+                // A whole line is read where it lies, as a daemon does.
+                let line = match held.is_empty() {
+                    true => line,
+                    false => {
+                        held.extend_from_slice(line);
+                        &held
+                    }
+                };
+                serde_json::from_slice::<IgnoredAny>(line)?;
                 held.clear();
                 version.fetch_add(1, Ordering::Relaxed);
             }

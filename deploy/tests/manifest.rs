@@ -96,6 +96,39 @@ fn an_overlay_changes_image_and_network() {
     assert_eq!(text.matches("\"image\":\"registry.example/flannel:v9\"").count(), 3, "{text}");
 }
 
+/// The overlay that the documentation shows, with its own texts.
+#[test]
+fn the_documented_overlay_is_one() {
+    let document = fs::read_to_string(file("../docs/kubernetes.md")).unwrap();
+    let block = |name: &str| {
+        let begin = format!("```yaml\n# {name}\n");
+        let (_, rest) =
+            document.split_once(&begin).unwrap_or_else(|| panic!("{begin} is not in the document"));
+        rest.split_once("```").unwrap().0.to_owned()
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let (base, overlay) = (dir.path().join("flannel/deploy"), dir.path().join("overlay"));
+    fs::create_dir_all(&base).unwrap();
+    fs::create_dir(&overlay).unwrap();
+    for name in ["kustomization.yaml", "kube-flannel.yml"] {
+        fs::copy(file(name), base.join(name)).unwrap();
+    }
+    for name in ["kustomization.yaml", "net-conf.yaml"] {
+        fs::write(overlay.join(name), block(name)).unwrap();
+    }
+    let objects = kustomized(&overlay);
+    objects.iter().for_each(|object| known_to_the_api(object).unwrap());
+    let kinds = |objects: &[Value]| objects.iter().map(key).collect::<BTreeSet<_>>();
+    assert_eq!(kinds(&objects), kinds(&manifest()));
+    let data = &of_kind(&objects, "ConfigMap")["data"];
+    let config = Config::parse(data["net-conf.json"].as_str().unwrap()).unwrap();
+    assert_eq!(config.networks[Family::V4].unwrap().network.to_string(), "10.42.0.0/16");
+    assert!(config.networks[Family::V6].is_some());
+    assert_eq!(data["cni-conf.json"], of_kind(&manifest(), "ConfigMap")["data"]["cni-conf.json"]);
+    let text = of_kind(&objects, "DaemonSet").to_string();
+    assert_eq!(text.matches("\"image\":\"registry.example/flannel:v0.1.0\"").count(), 3, "{text}");
+}
+
 #[test]
 fn the_network_config_is_one_and_the_options_are_flannelds() {
     let objects = manifest();

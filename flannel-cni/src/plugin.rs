@@ -177,35 +177,47 @@ fn gc(call: &Call, conf: &NetConf) -> Result<()> {
             errors.extend(undo(state, call, conf).err());
         }
     }
-    let told = tell(valid, call, conf);
-    if told.is_ok() {
-        // Which interfaces the Go plugin's files are of is not known; the delegate has just cleaned up after all.
-        for of_go in listing.of_go {
-            if !valid.iter().any(|known| known.container == of_go.container) {
-                errors.extend(forget_of_network(&of_go, conf).err());
-            }
+    for of_go in &listing.of_go {
+        if !valid.iter().any(|known| known.container == of_go.container) {
+            errors.extend(undo_of_go(of_go, call, conf).err());
         }
     }
-    errors.extend(told.err());
+    errors.extend(tell(valid, call, conf).err());
     let mut errors = errors.into_iter();
     let Some(first) = errors.next() else { return Ok(()) };
     Err(errors.fold(first, |all, error| all.with_details(&error.to_string())))
 }
 
-/// DEL for an interface whose container is gone; nothing if it is another network's.
+/// DEL for an interface whose container is gone, after which nothing is kept of it.
 fn undo(state: &State, call: &Call, conf: &NetConf) -> Result<()> {
-    let Some(saved) = state.load_own()? else { return Ok(()) };
-    let Some(delegate_conf) = DelegateConf::from_saved(&saved) else {
-        say(&format!("{} holds no network config: nothing to undo", state.path().display()));
-        return Ok(());
+    match state.load_own()? {
+        Some(saved) if disconnect(&saved, (state.container(), state.ifname()), call, conf)? => state.forget(),
+        _ => Ok(()),
+    }
+}
+
+/// The same for what the Go plugin connected. Which interface that was its file does not say; mostly it is the usual one. GC alone does not
+/// do: a delegate that knows none succeeds all the same, and the address would never be free again.
+fn undo_of_go(of_go: &GoState, call: &Call, conf: &NetConf) -> Result<()> {
+    match of_go.load()? {
+        Some(saved) if disconnect(&saved, (&of_go.container, "eth0"), call, conf)? => of_go.forget(),
+        _ => Ok(()),
+    }
+}
+
+/// DEL with a saved config, where there is no namespace any more. Returns whether it was this network's.
+fn disconnect(saved: &[u8], (container, ifname): (&str, &str), call: &Call, conf: &NetConf) -> Result<bool> {
+    let Some(delegate_conf) = DelegateConf::from_saved(saved) else {
+        say(&format!("what is kept of container {container} is no network config: nothing to undo"));
+        return Ok(false);
     };
     if delegate_conf.network() != conf.name {
-        return Ok(());
+        return Ok(false);
     }
-    let (container, ifname) = (state.container().to_owned(), state.ifname().to_owned());
+    let (container, ifname) = (container.to_owned(), ifname.to_owned());
     let call = Call { container, ifname, netns: String::new(), ..call.clone() };
-    Delegate::find(delegate_conf.kind(), &call)?.run(Command::Del, &call, &saved)?;
-    state.forget()
+    Delegate::find(delegate_conf.kind(), &call)?.run(Command::Del, &call, saved)?;
+    Ok(true)
 }
 
 /// GC for the delegate.
@@ -214,11 +226,6 @@ fn tell(valid: &[Attachment], call: &Call, conf: &NetConf) -> Result<()> {
     let list = valid.iter().map(|known| json!({ "containerID": known.container, "ifname": known.ifname }));
     let delegate_conf = delegate_conf.with("cni.dev/valid-attachments", list.collect());
     Delegate::find(delegate_conf.kind(), call)?.run(Command::Gc, call, &delegate_conf.to_bytes()).map(drop)
-}
-
-fn forget_of_network(of_go: &GoState, conf: &NetConf) -> Result<()> {
-    let saved = of_go.load()?.and_then(|saved| DelegateConf::from_saved(&saved));
-    if saved.is_some_and(|saved| saved.network() == conf.name) { of_go.forget() } else { Ok(()) }
 }
 
 /// A line on stderr, which runtimes log. That it cannot be written is no reason to fail.

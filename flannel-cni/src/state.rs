@@ -1,6 +1,6 @@
 //! The delegates' configs, kept on disk from ADD until the delegate's DEL has succeeded. The one thing to know:
-//! the file is `<container>:<interface>`, and the first one of a container is also linked as `<container>`, which
-//! is the Go plugin's name for it: each of the two plugins can take over from the other.
+//! the file is `<container>:<interface>`, and one of a container, the first while that is there, is also linked as
+//! `<container>`, which is the Go plugin's name for it: each of the two plugins can take over from the other.
 //!
 //! **Source**: cni-plugin `flannel.go: saveScratchNetConf, consumeScratchNetConf`.
 
@@ -94,19 +94,24 @@ impl State {
     pub(crate) fn save(&self, conf: &[u8]) -> Result<()> {
         let path = self.path();
         self.write(conf, &path).map_err(|error| failed("write", &path, &error))?;
-        match fs::hard_link(&path, self.go_path()) {
-            Err(error) if error.kind() != ErrorKind::AlreadyExists => {
-                let why = "the Go plugin would not find this state";
-                let _ = writeln!(io::stderr(), "flannel: {}: {error}: {why}", self.go_path().display());
-            }
-            _ => {}
-        }
+        self.link(&path);
         // Now the new names are on the disk, too.
         let sync = || File::open(&self.dir)?.sync_all();
         match sync() {
             // Not every file system can do that with a directory.
             Err(error) if error.kind() == ErrorKind::InvalidInput => Ok(()),
             synced => synced.map_err(|error| failed("sync", &self.dir, &error)),
+        }
+    }
+
+    /// Gives the state at `path` the Go plugin's name, too, if nothing has it.
+    fn link(&self, path: &Path) {
+        match fs::hard_link(path, self.go_path()) {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => {
+                let why = "the Go plugin would not find this state";
+                let _ = writeln!(io::stderr(), "flannel: {}: {error}: {why}", self.go_path().display());
+            }
+            _ => {}
         }
     }
 
@@ -134,13 +139,21 @@ impl State {
     /// [`Code::IO`].
     pub(crate) fn forget(&self) -> Result<()> {
         let (own, of_go) = (self.path(), self.go_path());
+        let linked = same_file(&own, &of_go);
         // The Go plugin's name goes first: alone, it would be taken for the Go plugin's file.
-        if same_file(&own, &of_go)
-            || !own.exists() && fs::metadata(&of_go).is_ok_and(|file| file.nlink() == 1)
-        {
+        if linked || !own.exists() && fs::metadata(&of_go).is_ok_and(|file| file.nlink() == 1) {
             remove(&of_go)?;
         }
-        remove(&own)
+        remove(&own)?;
+        if linked {
+            let others = list(&self.dir)?.states.into_iter();
+            if let Some(path) =
+                others.filter(|other| other.container == self.container).map(|other| other.path()).min()
+            {
+                self.link(&path);
+            }
+        }
+        Ok(())
     }
 }
 
@@ -243,8 +256,9 @@ mod tests {
         eth0.forget().unwrap();
         assert_eq!(
             (names(&dir), net1.load("net").unwrap().unwrap()),
-            (vec!["c1:net1".to_owned()], b"two".into())
+            (vec!["c1".to_owned(), "c1:net1".to_owned()], b"two".into())
         );
+        assert_eq!(fs::read(dir.join("c1")).unwrap(), b"two", "the Go plugin finds the one that is left");
         net1.forget().unwrap();
         net1.forget().unwrap();
         assert_eq!(names(&dir), [""; 0]);

@@ -367,6 +367,29 @@ fn pods_of_before_a_reboot_give_their_addresses_back_if_the_bridge_masquerades()
     });
 }
 
+/// What the Go plugin did: it called the bridge with this text, and kept it under the container's name.
+#[test]
+fn a_pod_of_the_go_plugins_gives_its_address_back() {
+    as_root("a_pod_of_the_go_plugins_gives_its_address_back", || {
+        let node = Node::alone(&[Family::V4], true);
+        let pod = Sandbox::new("pod-1");
+        let saved = format!(
+            r#"{{"cniVersion":"1.0.0","hairpinMode":true,"ipMasq":false,"ipam":{{"dataDir":{:?},"ranges":[[{{"subnet":"10.244.5.0/24"}}]],"routes":[{{"dst":"10.244.0.0/16"}}],"type":"host-local"}},"isDefaultGateway":true,"isGateway":true,"mtu":1450,"name":"cbr0","type":"bridge"}}"#,
+            node.dir.path().join("host-local")
+        );
+        let result = node.call("ADD", &pod, &serde_json::from_str(&saved).unwrap()).unwrap();
+        fs::create_dir(node.dir.path().join("flannel")).unwrap();
+        fs::write(node.dir.path().join("flannel/pod-1"), saved).unwrap();
+        assert_eq!((node.reserved().len(), node.state().len()), (1, 1));
+        let plugins = [node.conf(&json!({}))];
+        node.check(&pod, &plugins, &result).unwrap();
+        node.del(&pod, &plugins, &result).unwrap();
+        assert!(!pod.ip("link").contains("eth0"));
+        assert_eq!((node.reserved(), node.state()), (vec![], vec![]));
+        node.del(&pod, &plugins, &result).unwrap();
+    });
+}
+
 /// The bridge does not find host-local for a moment, as while plugins are updated: the error comes through, and the retry does what
 /// was left undone.
 #[test]

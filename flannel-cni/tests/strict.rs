@@ -252,7 +252,10 @@ fn every_interface_of_a_container_has_its_own_state() {
     assert_eq!(host.attached(), ["c1:eth0", "c1:net1"]);
     host.called();
     host.call("DEL", ETH0, &json!({})).unwrap();
-    assert_eq!((host.attached(), host.state()), (vec!["c1:net1".into()], vec!["c1:net1".into()]));
+    assert_eq!(
+        (host.attached(), host.state()),
+        (vec!["c1:net1".into()], vec!["c1".into(), "c1:net1".into()])
+    );
     assert!(!host.called()[0].conf.contains("runtimeConfig"));
     host.call("DEL", NET1, &json!({})).unwrap();
     assert_eq!((host.attached(), host.state()), (vec![], vec![]));
@@ -421,7 +424,7 @@ fn gc_undoes_what_is_not_to_stay_and_tells_the_delegate() {
     let mut undone: Vec<String> =
         called.into_iter().map(|called| format!("{} {}", called.command, called.of)).collect();
     undone.sort();
-    assert_eq!(undone, ["DEL c1|net1||", "DEL c2|eth0||", "DEL c3|eth0||"]);
+    assert_eq!(undone, ["DEL c1|net1||", "DEL c2|eth0||", "DEL c3|eth0||", "DEL go-stale|eth0||"]);
     assert_eq!(host.attached(), ["c1:eth0"]);
     assert_eq!(host.state(), ["c1", "c1:eth0", "c4", "c4:eth0", "go-other", "go-valid"]);
 
@@ -433,8 +436,8 @@ fn gc_undoes_what_is_not_to_stay_and_tells_the_delegate() {
     fs::write(host.path("state/go-stale"), DELEGATE).unwrap();
     host.called();
     let error = gc(&json!({ "cni.dev/valid-attachments": valid })).unwrap_err();
-    assert_eq!((&error["msg"], &error["details"]), (&json!("stuck"), &json!("stuck; no gc")));
-    assert_eq!(host.called().len(), 3);
+    assert_eq!((&error["msg"], &error["details"]), (&json!("stuck"), &json!("stuck; stuck; no gc")));
+    assert_eq!(host.called().len(), 4);
     for kept in ["c5:eth0", "go-stale"] {
         assert!(host.state().contains(&kept.to_owned()), "{kept}");
     }
@@ -444,6 +447,28 @@ fn gc_undoes_what_is_not_to_stay_and_tells_the_delegate() {
     assert_eq!(host.attached(), ["c1:eth0", "c5:eth0", "c6:eth0"]);
     gc(&json!({ "cni.dev/valid-attachments": valid })).unwrap();
     assert_eq!(host.attached(), ["c1:eth0"]);
+}
+
+/// As those that know nothing of GC do: they succeed.
+#[test]
+fn gc_undoes_what_the_go_plugin_connected_though_the_delegate_does_nothing() {
+    let host = Host::new();
+    fs::create_dir(host.path("state")).unwrap();
+    fs::create_dir(host.path("attached")).unwrap();
+    fs::write(host.path("state/go-stale"), DELEGATE).unwrap();
+    fs::write(host.path("attached/go-stale:eth0"), "").unwrap();
+    let gc = || {
+        let conf = host.conf(&json!({ "cni.dev/valid-attachments": [] })).to_string();
+        let (attach, path) = (Attach::new("", "", Path::new("")), host.path("bin"));
+        let env = [("STRICT_GC", "nothing")];
+        answer(&call(&flannel(), "GC", &attach, path.to_str().unwrap(), &conf, None, &env))
+    };
+    host.fail("DEL", 999, "stuck");
+    assert_eq!(gc().unwrap_err()["msg"], "stuck");
+    assert_eq!((host.attached(), host.state()), (vec!["go-stale:eth0".into()], vec!["go-stale".into()]));
+    host.mend("DEL");
+    assert_eq!(gc(), Ok(Value::Null));
+    assert_eq!((host.attached(), host.state()), (vec![], vec![]));
 }
 
 #[test]

@@ -143,7 +143,8 @@ pub(crate) fn wanted(attrs: &LeaseAttrs, there: &Values) -> Values {
         if written {
             let names = names(family);
             let own = public.map_or_else(|| names.none.to_owned(), |address| address.to_string());
-            let overwrite = there.get(names.overwrite).filter(|text| !text.is_empty());
+            // One that is no address is no order.
+            let overwrite = there.get(names.overwrite).filter(|text| parse(text, family).is_some());
             put(names.data, data.unwrap_or("null"));
             put(names.public, overwrite.map_or(&own, |text| text));
         }
@@ -220,12 +221,22 @@ pub(crate) fn address(
     prefix: &Prefix,
 ) -> Result<Option<std::net::IpAddr>, String> {
     let Some(text) = values.get(name).filter(|text| !text.is_empty()) else { return Ok(None) };
-    let address = text.parse().ok().filter(|address| Family::of(*address) == family);
-    let address = address.ok_or_else(|| {
+    let address = parse(text, family).ok_or_else(|| {
         let expected = names(family).expected;
         format!("annotation {prefix}{name}: {} is not valid, expected {expected}", shorten(text))
     })?;
     Ok(Some(address).filter(|address| !address.is_unspecified()))
+}
+
+fn parse(text: &str, family: Family) -> Option<std::net::IpAddr> {
+    text.parse().ok().filter(|address| Family::of(*address) == family)
+}
+
+/// What is wrong with the addresses that are to be published instead of the node's own.
+pub(crate) fn wrong_overwrites(values: &Values, prefix: &Prefix) -> impl Iterator<Item = String> {
+    Family::BOTH
+        .into_iter()
+        .filter_map(|family| address(values, names(family).overwrite, family, prefix).err())
 }
 
 /// For an error message.

@@ -13,6 +13,7 @@ use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep};
 
+use crate::annotations::wrong_overwrites;
 use crate::api::{Api, Call, Failure, PATIENCE, escape, part, read};
 use crate::node::{Event, Node, Wire};
 use crate::nodes::{Nodes, Terms};
@@ -21,7 +22,7 @@ use crate::split::Splitter;
 
 /// So many nodes are asked for at once.
 const PAGE: u32 = 500;
-/// A watch that is silent for so long is begun anew. API servers send a bookmark every minute.
+/// A watch that is silent for so long is begun anew, and nodes are listed if that one is silent, too. API servers send a bookmark every minute.
 const SILENCE: Duration = Duration::from_secs(90);
 /// How long the server is asked to go on, in seconds: at random, so that nodes do not come back together.
 const WATCH: std::ops::Range<u32> = 300..600;
@@ -81,17 +82,29 @@ struct Following {
     api: Arc<Api>,
     terms: Terms,
     nodes: Nodes,
-    /// Since when the server is asked for a list that its cache is too late for.
+    /// Since when the server is asked in vain for a list that its cache may answer.
     late: Option<Instant>,
     own: String,
     views: watch::Sender<View>,
     own_node: watch::Sender<Own>,
 }
 
+/// What a list must be like. Each spares the server's store if it can: all nodes may ask at once.
+enum Least {
+    /// No older than the last write of this node, which is asked for before.
+    Own,
+    /// No older than this version.
+    Version(String),
+    /// The latest, from the server's store.
+    Latest,
+}
+
 /// How a watch ended.
 enum Watched {
     /// From the last version on it can go on.
     Cut { useful: bool },
+    /// So can it perhaps: nothing comes, not even a bookmark.
+    Silent { useful: bool },
     /// Changes were missed, or may have been.
     Gone,
 }
@@ -99,13 +112,20 @@ enum Watched {
 impl Following {
     async fn run(mut self) {
         let (mut pause, mut lost) = (Pause::new(), Lost::default());
-        let mut first = true;
+        let mut least = Least::Own;
         loop {
-            match self.list(first).await {
+            match self.list(&least).await {
                 Ok(version) => {
-                    first = false;
                     lost.found(&self);
-                    self.watch_from(version, &mut pause, &mut lost).await;
+                    least = self.watch_from(version, &mut pause, &mut lost).await;
+                }
+                // The pages were too long in coming, from a server that answers.
+                Err(Failure::Gone) => {
+                    tracing::debug!(
+                        store = self.api.name(),
+                        "the list came too late to its end, listing again"
+                    );
+                    sleep(pause.next()).await;
                 }
                 Err(failure) => {
                     lost.tell(&self, &failure);
@@ -116,45 +136,61 @@ impl Following {
     }
 
     /// Watches until changes were missed, or may have been: versions go back when the server's store is restored from a copy, and
-    /// only a list tells.
-    async fn watch_from(&mut self, mut version: String, pause: &mut Pause, lost: &mut Lost) {
-        let mut errors = 0;
+    /// only a list tells. Returns what that list must be like.
+    async fn watch_from(&mut self, mut version: String, pause: &mut Pause, lost: &mut Lost) -> Least {
+        let (mut errors, mut silent) = (0, false);
         loop {
             let (begin, from) = (Instant::now(), version.clone());
             match self.watch(&mut version).await {
                 Ok(Watched::Gone) => {
                     tracing::debug!(store = self.api.name(), "changes were missed, listing again");
-                    return sleep(pause.next()).await;
+                    sleep(pause.next()).await;
+                    return Least::Version(version);
+                }
+                Ok(Watched::Silent { useful }) => {
+                    // Mostly it is the connection that is dead. A cache that stands still answers, and says so little.
+                    if silent && !useful {
+                        return Least::Latest;
+                    }
+                    (silent, errors) = (true, 0);
+                    pause.reset();
+                    sleep(pause.next()).await;
                 }
                 Ok(Watched::Cut { useful }) => {
                     lost.found(self);
-                    errors = 0;
+                    (silent, errors) = (silent && !useful, 0);
                     if useful || begin.elapsed() > BRIEF {
                         pause.reset();
                     }
                     sleep(pause.next()).await;
                 }
-                Err(Failure::Gone) => return sleep(pause.next()).await,
+                Err(Failure::Gone) => {
+                    sleep(pause.next()).await;
+                    return Least::Version(version);
+                }
                 Err(failure) => {
                     lost.tell(self, &failure);
                     pause.after(&failure).await;
                     if version != from {
-                        errors = 0;
+                        (silent, errors) = (false, 0);
                     }
                     errors += u32::from(matches!(failure, Failure::Erred(_) | Failure::Late(_)));
                     if errors >= ERRORS {
-                        return;
+                        return Least::Version(version);
                     }
                 }
             }
         }
     }
 
-    /// Lists all nodes: the version of the list. The first may come from the server's cache, which spares its store when all
-    /// nodes start at once, if that is not late, or not for long; later ones must be the latest.
-    async fn list(&mut self, first: bool) -> Result<String, Failure> {
+    /// Lists all nodes: the version of the list. It may come from the server's cache, if that is not late, or not for long.
+    async fn list(&mut self, least: &Least) -> Result<String, Failure> {
         let waits = self.late.is_none_or(|since| since.elapsed() < LATE);
-        let least = if first && waits { self.least().await? } else { None };
+        let least = match least {
+            Least::Own if waits => self.own_version().await?,
+            Least::Version(version) if waits => Some(version.clone()),
+            _ => None,
+        };
         self.nodes.begin();
         let (mut own, mut token) = (Own::Gone, String::new());
         loop {
@@ -169,12 +205,14 @@ impl Following {
             let path = format!("/api/v1/nodes?{query}");
             let call = Call { verb: "list", resource: "nodes", path, patch: None };
             let answer = self.api.send(&call).await;
-            if least.is_some() && matches!(answer, Err(Failure::Late(_))) {
+            // The version may be one that there never was.
+            if least.is_some() && matches!(answer, Err(Failure::Late(_) | Failure::Erred(_))) {
                 self.late.get_or_insert_with(Instant::now);
             }
             let body = answer?.into_body();
             let page = self.page(body, &mut own).await?;
             if page.next.is_empty() {
+                self.late = None;
                 self.nodes.complete();
                 self.own_node.send_if_modified(|now| std::mem::replace(now, own.clone()) != own);
                 let revision = Revision(page.resource_version.parse().unwrap_or_default());
@@ -186,10 +224,9 @@ impl Following {
         }
     }
 
-    /// The version that the first list must have at least: that of this node, which is always the latest where it is asked for alone.
-    /// A server's cache that is late by more would make peers of those that went, and none of those that came. `None`: there is no
-    /// such node.
-    async fn least(&self) -> Result<Option<String>, Failure> {
+    /// The version of this node, which is always the latest where it is asked for alone. A server's cache that is late by more would
+    /// make peers of those that went, and none of those that came. `None`: there is no such node.
+    async fn own_version(&self) -> Result<Option<String>, Failure> {
         let path = format!("/api/v1/nodes/{}", self.own);
         let call = Call { verb: "get", resource: "nodes", path, patch: None };
         let answer = match self.api.send(&call).await {
@@ -241,7 +278,7 @@ impl Following {
                 Ok(None) => return Ok(Watched::Cut { useful }),
                 Err(failure @ Failure::Silent(_)) => {
                     tracing::debug!(store = self.api.name(), "watch nodes: {failure}");
-                    return Ok(Watched::Gone);
+                    return Ok(Watched::Silent { useful });
                 }
                 Err(failure) => {
                     tracing::debug!(store = self.api.name(), "watch nodes: {failure}");
@@ -355,7 +392,13 @@ impl Following {
             view.origin = Origin::Live { revision };
             first || changed
         });
-        let wrong = self.nodes.wrong();
+        let mut wrong = self.nodes.wrong();
+        if let Own::Here(node) = &*self.own_node.borrow() {
+            let overwrites = wrong_overwrites(&node.values, &self.terms.prefix);
+            wrong.extend(
+                overwrites.map(|why| (format!("node {}", node.name), format!("{why}; it is not used"))),
+            );
+        }
         let mut books = self.api.books();
         for (key, reason) in wrong.iter().filter(|new| !books.skipped.contains(new)) {
             tracing::warn!(store = self.api.name(), %key, "wrong: {reason}");

@@ -3,15 +3,17 @@
 //! The one thing to know: what looks different from what was published is judged by reading the node itself, since what is followed may
 //! come late. A node that is gone may come back, and one whose PodCIDRs make no lease may get others: the network stays until then.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use flannel_core::{Error, Family, Lease, LeaseEnd, Result};
 use tokio::time::{Instant, sleep};
 
+use crate::annotations::{Values, says, wanted};
 use crate::follow::Own;
 use crate::manager::KubeManager;
 use crate::node::Node;
+use crate::own::missing;
 use crate::pause::Pause;
 
 /// Whoever touches nothing for so long fights no more.
@@ -130,19 +132,21 @@ impl KubeManager {
         }
     }
 
-    /// Puts back what is missing of this node's annotations.
+    /// Puts back what is missing of this node's annotations, and publishes what is to be published now.
     async fn mend(&self, seen: &Node, held: &Lease, fight: &mut Fight) -> Result<()> {
-        if self.missing(seen, &held.attrs)?.1.is_empty() {
+        let missing = |node: &Node| missing(node, &wanted(&held.attrs, &node.values));
+        if missing(seen).is_empty() {
             return Ok(());
         }
         // It may have been seen as it was before it was annotated.
         let (node, _) = self.own_node().await?;
-        let (_, missing) = self.missing(&node, &held.attrs)?;
-        if missing.is_empty() {
-            return Ok(());
-        }
-        if fight.begins() {
-            let names: Vec<&str> = missing.keys().map(|name| &**name).collect();
+        let published = self.published.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        // Where nobody has touched what was published, it is the order that has changed.
+        let untouched = |name: &str| published.get(name).is_some_and(|text| says(&node.values, name, text));
+        let (news, touched): (Values, Values) =
+            missing(&node).into_iter().partition(|(name, _)| untouched(name));
+        if !touched.is_empty() && fight.begins() {
+            let names: Vec<&str> = touched.keys().map(|name| &**name).collect();
             tracing::warn!(
                 node = %node.name,
                 "somebody removed or changed what this node published ({}); putting it back",
@@ -150,7 +154,12 @@ impl KubeManager {
             );
         }
         self.annotate(&node, &held.attrs).await?;
-        fight.goes_on().await;
+        for (name, value) in &news {
+            tracing::info!(node = %node.name, "the {name} to publish is now {value}");
+        }
+        if !touched.is_empty() {
+            fight.goes_on().await;
+        }
         Ok(())
     }
 

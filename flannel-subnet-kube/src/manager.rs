@@ -19,7 +19,7 @@ use flannel_core::{
 };
 use tokio::sync::{OnceCell, watch};
 
-use crate::annotations::Prefix;
+use crate::annotations::{Prefix, Values};
 use crate::api::Api;
 use crate::connect::Source;
 use crate::follow::{Follower, Own};
@@ -95,6 +95,8 @@ pub struct KubeManager {
     /// The config that was last given out: what is built from it is built from nothing else.
     given: Mutex<Option<Config>>,
     held: Mutex<Option<Held>>,
+    /// What this node's annotations were last made to say.
+    pub(crate) published: Mutex<Values>,
     /// What is wrong with the network config.
     wrong_config: Mutex<Option<String>>,
     /// Why this node has no lease any more; `None`: it has, or has never had one.
@@ -128,6 +130,7 @@ impl KubeManager {
             follower: Mutex::default(),
             given: Mutex::default(),
             held: Mutex::default(),
+            published: Mutex::default(),
             wrong_config: Mutex::default(),
             lost: watch::channel(None).0,
         })
@@ -207,8 +210,9 @@ impl KubeManager {
         let (node, read) = self.own_node().await?;
         let prescribed = self.prescribed(&node)?;
         let subnets = self.subnets_of(&node, &config)?;
+        self.check_overwrites(&node)?;
         let written = self.annotate(&node, attrs).await?;
-        let lease = self.lease_of(&node, subnets, attrs, written.unwrap_or(read))?;
+        let lease = self.lease_of(&node, subnets, attrs, written.unwrap_or(read));
         Ok(Held { lease, config, prescribed })
     }
 
@@ -303,8 +307,9 @@ impl SubnetManager for KubeManager {
         if now != Some(held.subnets) {
             return Err(Error::Conflict { subnets: held.subnets });
         }
+        self.check_overwrites(&node)?;
         let written = self.annotate(&node, attrs).await?;
-        self.lease_of(&node, held.subnets, attrs, written.unwrap_or(read))
+        Ok(self.lease_of(&node, held.subnets, attrs, written.unwrap_or(read)))
     }
 
     async fn hold_lease(&self, held: &Lease) -> Result<LeaseEnd> {

@@ -3,12 +3,13 @@
 //! The one thing to know: it is read by asking for it alone, which is always the latest, and not from what is followed.
 
 use std::net::IpAddr;
+use std::sync::PoisonError;
 
 use flannel_core::{Config, Dual, Error, Family, Lease, LeaseAttrs, Result, Revision, Subnets};
 use serde::Deserialize;
 use serde_json::json;
 
-use crate::annotations::{Values, address, names, read, reworded, says, wanted};
+use crate::annotations::{Values, address, names, read, reworded, says, wanted, wrong_overwrites};
 use crate::api::Call;
 use crate::manager::{KubeManager, NodeIdentity};
 use crate::node::{Node, Wire};
@@ -125,43 +126,50 @@ impl KubeManager {
         Ok(Dual { v4: given(Family::V4)?, v6: given(Family::V6)? })
     }
 
-    /// What this node's annotations must say: all of it, and what of it they do not say.
-    pub(crate) fn missing(&self, node: &Node, attrs: &LeaseAttrs) -> Result<(Values, Values)> {
-        for family in Family::BOTH {
-            address(&node.values, names(family).overwrite, family, &self.options.prefix)
-                .map_err(|wrong| self.not_ready(format!("node {}: {wrong}", node.name)))?;
+    /// What is to be published instead of this node's own addresses can be. Who has published nothing yet waits for that; who has
+    /// goes on with the own ones.
+    pub(crate) fn check_overwrites(&self, node: &Node) -> Result<()> {
+        match wrong_overwrites(&node.values, &self.options.prefix).next() {
+            Some(wrong) => Err(self.not_ready(format!("node {}: {wrong}", node.name))),
+            None => Ok(()),
         }
-        let wanted = wanted(attrs, &node.values);
-        let mut missing = wanted.clone();
-        missing.retain(|name, value| !says(&node.values, name, value));
-        Ok((wanted, missing))
     }
 
     /// Makes this node's annotations say how it is reached: the version since when they do, if they did not.
     pub(crate) async fn annotate(&self, node: &Node, attrs: &LeaseAttrs) -> Result<Option<Revision>> {
-        let (wanted, mut missing) = self.missing(node, attrs)?;
-        if missing.is_empty() {
-            return Ok(None);
+        let wanted = wanted(attrs, &node.values);
+        let mut missing = missing(node, &wanted);
+        let mut since = None;
+        if !missing.is_empty() {
+            missing.extend(reworded(&wanted, &missing, &node.values));
+            let prefix = &self.options.prefix;
+            let annotations: serde_json::Map<String, serde_json::Value> =
+                missing.iter().map(|(name, value)| (format!("{prefix}{name}"), json!(value))).collect();
+            let (_, revision) = self.patch(json!({ "metadata": { "annotations": annotations } })).await?;
+            since = Some(revision);
         }
-        missing.extend(reworded(&wanted, &missing, &node.values));
-        let prefix = &self.options.prefix;
-        let annotations: serde_json::Map<String, serde_json::Value> =
-            missing.iter().map(|(name, value)| (format!("{prefix}{name}"), json!(value))).collect();
-        let (_, revision) = self.patch(json!({ "metadata": { "annotations": annotations } })).await?;
-        Ok(Some(revision))
+        *self.published.lock().unwrap_or_else(PoisonError::into_inner) = wanted;
+        Ok(since)
     }
 
-    /// The lease that a node makes of these attributes, as peers read it.
+    /// The lease that a node has with these attributes, as peers would read it. Its addresses are the own ones, whatever is published
+    /// instead: that may be taken back.
     pub(crate) fn lease_of(
         &self,
         node: &Node,
         subnets: Subnets,
         attrs: &LeaseAttrs,
         revision: Revision,
-    ) -> Result<Lease> {
+    ) -> Lease {
         let families: Vec<Family> = subnets.iter().map(|subnet| subnet.family()).collect();
-        let (wanted, _) = self.missing(node, attrs)?;
-        let (attrs, _) = read(&wanted, &families, &self.options.prefix);
-        Ok(Lease { subnets, attrs, expires: None, since: Revision(node.created), revision })
+        let (attrs, _) = read(&wanted(attrs, &Values::new()), &families, &self.options.prefix);
+        Lease { subnets, attrs, expires: None, since: Revision(node.created), revision }
     }
+}
+
+/// What of that a node's annotations do not say.
+pub(crate) fn missing(node: &Node, wanted: &Values) -> Values {
+    let mut missing = wanted.clone();
+    missing.retain(|name, value| !says(&node.values, name, value));
+    missing
 }

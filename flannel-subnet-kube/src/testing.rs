@@ -65,6 +65,8 @@ pub(crate) struct Faults {
     pub(crate) slow: Duration,
     /// So many lists, or pages of them, break in their middle.
     pub(crate) cut_lists: u32,
+    /// No list comes from the cache, which is never as new as is asked for.
+    pub(crate) no_cache: bool,
     /// Verbs and resources that the account may not use.
     pub(crate) forbidden: BTreeSet<(String, String)>,
     /// The only token that is accepted.
@@ -261,9 +263,19 @@ impl ApiServer {
         lock(&self.shared.faults).cut_lists = count;
     }
 
+    /// Lists that the server's cache may answer are refused (504) from now on, or no longer, as if it came to no version that is asked for.
+    pub fn fail_cached_lists(&self, fail: bool) {
+        lock(&self.shared.faults).no_cache = fail;
+    }
+
     /// The account may not use this verb on this resource.
     pub fn forbid(&self, verb: &str, resource: &str) {
         lock(&self.shared.faults).forbidden.insert((verb.to_owned(), resource.to_owned()));
+    }
+
+    /// The account may use this verb on this resource again.
+    pub fn permit(&self, verb: &str, resource: &str) {
+        lock(&self.shared.faults).forbidden.remove(&(verb.to_owned(), resource.to_owned()));
     }
 
     /// The account may do everything again.

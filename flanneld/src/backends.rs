@@ -2,7 +2,7 @@
 
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
-use flannel_core::{Alloc, Backend, Config, Dual, LinkName};
+use flannel_core::{Alloc, Backend, Config, Dual, LinkName, Owned};
 
 use crate::error::Error;
 
@@ -25,6 +25,16 @@ pub(crate) fn devices(config: &Config) -> Dual<LinkName> {
         kind if kind == VxlanBackend.name() => VxlanBackend.devices(config).unwrap_or_default(),
         _ => Dual::default(),
     }
+}
+
+/// What a network has in the kernel, by whichever external interface, and as far as that is known of a backend whose options are wrong, or
+/// that there is not. Nothing with a backend that puts nothing there.
+pub(crate) fn footprint(config: &Config) -> Owned {
+    if config.backend.kind == Alloc.name() {
+        return Owned::default();
+    }
+    let links = devices(config).values().copied().collect();
+    Owned { links, networks: config.pod_networks().collect(), blackholes: true, ..Owned::default() }
 }
 
 /// Peers on the same link are reached without the tunnel.

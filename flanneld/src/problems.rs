@@ -303,7 +303,7 @@ fn of_store(store: &StoreStatus) -> Vec<Problem> {
         found.push(problem.hint(bring_back(&store.store)));
     }
     for (key, reason) in store.skipped.iter().take(MOST) {
-        let problem = Problem::warning(format!("{}: {key} is skipped: {reason}", store.store));
+        let problem = Problem::warning(format!("{}: {key} is wrong: {reason}", store.store));
         found.push(problem.hint("flannelctl lease list"));
     }
     found

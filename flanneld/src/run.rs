@@ -182,11 +182,11 @@ async fn start(
     let cached = subnets.store_status().confirmed.is_none();
     let hints = subnets.hints().await?;
     let views = subnets.watch_leases().await?;
+    // Before anything that may end this start, and the next one, and the next.
+    store.begin(stands(Arc::clone(kernel) as Arc<dyn Kernel>, backends::footprint(&stored))).await?;
     let site = Site::new(kernel, options, &hints, views.clone());
     let (config, chosen) = site.usable(stored, last).await?;
     let backend = backends::find(&config.backend.kind)?;
-    let owned = backend.owned(chosen.iface.name, &config)?;
-    store.begin(stands(Arc::clone(kernel), owned)).await?;
     let lapsed = hints.lapsed.is_some();
     let host = Host {
         iface: chosen.iface.clone(),
@@ -217,10 +217,10 @@ async fn start(
 }
 
 /// Whether anything of an earlier run's network is in the kernel. After a boot nothing is.
-async fn stands(kernel: Arc<NetlinkKernel>, owned: Owned) -> bool {
+async fn stands(kernel: Arc<dyn Kernel>, owned: Owned) -> bool {
     let look = move || {
-        // Whoever puts nothing there lacks nothing. A kernel that cannot be read now is the network's affair.
-        owned == Owned::default() || kernel.snapshot(&owned).is_ok_and(|there| !there.is_empty())
+        // Whoever puts nothing there lacks nothing. A kernel that cannot be read has not been looked at.
+        owned == Owned::default() || !kernel.snapshot(&owned).is_ok_and(|there| there.is_empty())
     };
     tokio::task::spawn_blocking(look)
         .await
@@ -368,4 +368,33 @@ fn write_subnet_file(options: &Options, config: &Config, handle: &NetworkHandle)
         ip_masq: options.firewall.ip_masq,
     };
     Ok(env.write_atomic(&options.subnet_file)?)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+mod tests {
+    use super::*;
+
+    use flannel_core::testing::{FakeKernel, Operation};
+
+    #[tokio::test]
+    async fn what_cannot_be_looked_at_stands() {
+        let owned = |text: &str| backends::footprint(&Config::parse(text).unwrap());
+        let vxlan = owned(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#);
+        let kernel = FakeKernel::with_uplink("eth0");
+        assert!(!stands(Arc::new(kernel.clone()), vxlan.clone()).await);
+        kernel.fail(1, 105, |call| call.operation == Operation::Snapshot);
+        assert!(stands(Arc::new(kernel.clone()), vxlan).await);
+        // Nobody puts anything there, or nobody knows what.
+        assert!(
+            stands(
+                Arc::new(kernel.clone()),
+                owned(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"alloc"}}"#)
+            )
+            .await
+        );
+        assert!(
+            !stands(Arc::new(kernel), owned(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vlxan"}}"#)).await
+        );
+    }
 }

@@ -503,6 +503,145 @@ fn what_an_earlier_boot_said_of_the_network_is_withdrawn_before_anything_else() 
     });
 }
 
+/// As after a boot in which the address was not there yet, or with a config that names no backend: a loop of starts that end.
+#[test]
+fn a_start_that_ends_withdraws_what_an_earlier_boot_said_unless_the_network_stands() {
+    in_netns(|| {
+        let (server, host, mut daemon) = beside_a_peer();
+        daemon.signal(Signal::SIGTERM);
+        assert_eq!(daemon.ended().code(), Some(0), "{}", daemon.log());
+        let start = |config: &str, said: &str| {
+            let mut command = host.command(&["--kube-api-url", &server.url()]);
+            fs::write(host.dir.path().join("net-conf.json"), config).unwrap();
+            let mut daemon = host.netns.run(|| Daemon::start(command.env("NODE_NAME", host.name())));
+            assert_eq!(daemon.ended().code(), Some(1), "{}", daemon.log());
+            daemon.wait_for_log(said);
+            network_unavailable(&server, "node-1").0
+        };
+        const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48","Backend":{"Type":"vxlan"}}"#;
+        host.netns.run(|| ip("-6 address flush dev eth0"));
+        let misspelt = VXLAN.replace("vxlan", "vlxan");
+        for (config, said) in [(DUAL, "IPv6"), (&misspelt, "\"vlxan\"")] {
+            assert_eq!(start(config, said), "False", "the network of the last run is in place");
+        }
+        host.netns.run(|| ip("link delete flannel.1"));
+        let before = server.condition("node-1", "NetworkUnavailable").unwrap();
+        for (config, said) in [(DUAL, "IPv6"), (&misspelt, "\"vlxan\"")] {
+            assert_eq!(start(config, said), "True", "nothing is in place");
+            server.modify("node-1", |node| node["status"]["conditions"] = json!([before]));
+        }
+    });
+}
+
+#[test]
+fn an_address_to_publish_instead_is_an_order_and_no_tampering() {
+    in_netns(|| {
+        let (server, _host, daemon) = beside_a_peer();
+        for address in [Some("203.0.113.9"), Some("203.0.113.66"), None] {
+            server.modify("node-1", |node| {
+                let annotations = node["metadata"]["annotations"].as_object_mut().unwrap();
+                annotations.remove(&format!("{PREFIX}public-ip-overwrite"));
+                annotations
+                    .extend(address.map(|address| (format!("{PREFIX}public-ip-overwrite"), json!(address))));
+            });
+            let public = address.unwrap_or("192.0.2.1");
+            daemon.wait_for_log(&format!("the public-ip to publish is now {public}"));
+            assert_eq!(server.annotation("node-1", &format!("{PREFIX}public-ip")).as_deref(), Some(public));
+        }
+        assert!(!daemon.log().contains("somebody removed or changed"), "{}", daemon.log());
+        server.modify("node-1", |node| {
+            node["metadata"]["annotations"] = json!({ format!("{PREFIX}public-ip-overwrite"): "nowhere" });
+        });
+        daemon.wait_for_log("somebody removed or changed what this node published");
+        daemon.wait_for_log("public-ip-overwrite: \"nowhere\" is not valid");
+        let public = || server.annotation("node-1", &format!("{PREFIX}public-ip"));
+        wait_until(|| public().as_deref() == Some("192.0.2.1"), || daemon.log());
+    });
+}
+
+#[test]
+fn a_data_path_that_breaks_makes_the_condition_true_until_it_is_mended() {
+    const DUAL: &str =
+        r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48","Backend":{"Type":"vxlan"}}"#;
+    in_netns(|| {
+        let server = cluster();
+        server.put_node("node-1", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
+        let mut peer = go_peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02");
+        peer["spec"]["podCIDRs"] = json!(["10.1.2.0/24", "fd00:0:0:2::/64"]);
+        peer["metadata"]["annotations"][format!("{PREFIX}public-ipv6")] = json!("2001:db8::2");
+        let data = r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:62"}"#;
+        peer["metadata"]["annotations"][format!("{PREFIX}backend-v6-data")] = json!(data);
+        server.put_node("node-2", peer);
+        let host = Host::new(1, DUAL);
+        let daemon = host.start(&server, &[]);
+        wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
+        // The device takes nothing of IPv6 any more, and the kernel drops what it had.
+        let switch = |value: &str| {
+            host.netns.run(|| fs::write("/proc/sys/net/ipv6/conf/flannel-v6.1/disable_ipv6", value).unwrap());
+        };
+        switch("1");
+        daemon.wait_for_log("not in sync: the kernel refused");
+        wait_for_condition(&server, "node-1", "True", "FlannelIsDown", &daemon);
+        let message = server.condition("node-1", "NetworkUnavailable").unwrap()["message"].clone();
+        assert!(message.as_str().unwrap().starts_with("the kernel refuses: put "), "{message}");
+        switch("0");
+        wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
+        let routes = host.netns.run(|| ip("-6 route show dev flannel-v6.1"));
+        assert!(routes.contains("fd00:0:0:2::/64"), "{routes}");
+    });
+}
+
+#[test]
+fn a_ca_that_has_not_signed_the_servers_certificate_is_named_and_waited_for() {
+    in_netns(|| {
+        ip("link set lo up");
+        ip("link add eth0 type veth peer name wire");
+        ip("link set wire up");
+        ip("address add 192.0.2.1/24 dev eth0");
+        ip("link set eth0 up");
+        let signed = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
+        let other = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
+        let server = ApiServer::with_tls(&signed.cert.pem(), &signed.signing_key.serialize_pem());
+        server.put_node("node-1", blank(&["10.1.1.0/24"]));
+        let host =
+            Host { netns: Netns::new().unwrap(), n: 1, dir: tempfile::tempdir().unwrap(), config: VXLAN };
+        let (kubeconfig, ca) = (host.dir.path().join("kubeconfig"), host.dir.path().join("ca"));
+        let text = format!(
+            "apiVersion: v1\nkind: Config\ncurrent-context: c\nclusters: [{{name: c, cluster: {{server: \"{}\", certificate-authority: ca}}}}]\n\
+             contexts: [{{name: c, context: {{cluster: c}}}}]\n",
+            server.url()
+        );
+        fs::write(&kubeconfig, text).unwrap();
+        fs::write(&ca, other.cert.pem()).unwrap();
+        let mut command = host.command(&["--kubeconfig-file", kubeconfig.to_str().unwrap()]);
+        let daemon = Daemon::start(command.env("NODE_NAME", "node-1"));
+        daemon.wait_for_log("the API server's certificate is not accepted (");
+        daemon.wait_for_log("right would be one that the CA of the kubeconfig");
+        fs::write(&ca, signed.cert.pem()).unwrap();
+        daemon.wait_for_log("running lease=10.1.1.0-24");
+        wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
+    });
+}
+
+#[test]
+fn an_account_that_may_not_list_or_watch_nodes_is_told_so() {
+    in_netns(|| {
+        let server = cluster();
+        server.put_node("node-1", blank(&["10.1.1.0/24"]));
+        let host = Host::new(1, VXLAN);
+        server.forbid("list", "nodes");
+        let daemon = host.start(&server, &[]);
+        daemon.wait_for_log("this node's account needs the verb \"list\" on the resource \"nodes\"");
+        server.forbid("watch", "nodes");
+        server.permit("list", "nodes");
+        daemon.wait_for_log("this node's account needs the verb \"watch\" on the resource \"nodes\"");
+        server.permit_all();
+        server.put_node("node-2", go_peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
+        host.holds(&daemon, &["via 10.1.2.0 "]);
+        wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
+    });
+}
+
 #[test]
 fn other_networks_wait_for_a_restart_and_another_backend_does_not() {
     in_netns(|| {

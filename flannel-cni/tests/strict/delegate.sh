@@ -60,6 +60,7 @@ CHECK)
     [ -e "$here/attached/$attachment" ] || fail 3 "strict: $attachment is not attached"
     ;;
 GC)
+    [ "${STRICT_GC:-}" = nothing ] && exit
     for file in "$here/attached"/*; do
         name=$(basename "$file")
         case "$conf" in

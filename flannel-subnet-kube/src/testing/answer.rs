@@ -145,7 +145,7 @@ fn list(shared: &Shared, query: &BTreeMap<String, String>) -> Answer {
         },
         (None, Some(least)) => {
             let (nodes, version) = store.cached();
-            if version < least {
+            if version < least || lock(&shared.faults).no_cache {
                 let text = format!("Too large resource version: {least}, current: {version}");
                 return status(StatusCode::GATEWAY_TIMEOUT, &text);
             }

@@ -1,6 +1,7 @@
 //! An API server, a network config, and a manager on them.
 
 use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use flannel_core::{Dual, LeaseAttrs, SubnetManager, View};
@@ -8,6 +9,7 @@ use flannel_subnet_kube::testing::ApiServer;
 use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
 use serde_json::{Value, json};
 use tokio::sync::watch;
+use tracing::{Level, Metadata, Subscriber, span};
 
 pub(crate) const PREFIX: &str = "flannel.alpha.coreos.com/";
 pub(crate) const V4: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
@@ -117,4 +119,34 @@ pub(crate) fn leases(view: &View) -> Vec<String> {
             format!("{} {} {}", lease.subnets, lease.attrs.backend_type, public.join(" "))
         })
         .collect()
+}
+
+/// Collects warnings, while it is the thread's subscriber.
+#[derive(Clone, Default)]
+pub(crate) struct Logged(Arc<Mutex<Vec<String>>>);
+
+impl Logged {
+    pub(crate) fn warnings(&self) -> Vec<String> {
+        self.0.lock().unwrap().clone()
+    }
+}
+
+impl Subscriber for Logged {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() <= Level::WARN
+    }
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+    fn event(&self, event: &tracing::Event<'_>) {
+        let mut text = String::new();
+        event.record(&mut |field: &tracing::field::Field, value: &dyn std::fmt::Debug| {
+            text += &format!("{field}={value:?} ");
+        });
+        self.0.lock().unwrap().push(text);
+    }
+    fn enter(&self, _: &span::Id) {}
+    fn exit(&self, _: &span::Id) {}
 }

@@ -70,13 +70,79 @@ async fn addresses_that_the_node_prescribes_are_hints_and_overwrites_are_publish
     assert_eq!(hints.public[Family::V6], Some("2001:db8::5".parse().unwrap()));
     assert_eq!((hints.last_published, hints.previous), (None, None));
     let lease = manager.acquire_lease(&vxlan()).await.unwrap();
-    assert_eq!(lease.attrs.public[Family::V4], Some("203.0.113.9".parse().unwrap()));
+    assert_eq!(lease.attrs, vxlan(), "what is published instead is no part of it");
     assert_eq!(ground.server.annotation("me", &format!("{PREFIX}public-ip")).unwrap(), "203.0.113.9");
     // A restart finds the MAC address that peers know.
     let hints = ground.manager("me").await.hints().await.unwrap();
-    let expected =
-        Hints { last_published: Some(lease.attrs), previous: Some(lease.subnets), ..hints.clone() };
+    let last_published = Some(attrs("vxlan", &["203.0.113.9"], [Some(MAC), None]));
+    let expected = Hints { last_published, previous: Some(lease.subnets), ..hints.clone() };
     assert_eq!(hints, expected);
+}
+
+#[tokio::test]
+async fn an_overwrite_that_is_taken_away_is_published_no_longer() {
+    let set = |ground: &Ground, overwrite: Option<&str>| {
+        ground.server.modify("me", |node| {
+            node["metadata"]["annotations"][format!("{PREFIX}public-ip-overwrite")] = json!(overwrite);
+            if overwrite.is_none() {
+                let annotations = node["metadata"]["annotations"].as_object_mut().unwrap();
+                annotations.remove(&format!("{PREFIX}public-ip-overwrite"));
+            }
+        });
+    };
+    for story in [&[None][..], &[Some("203.0.113.66"), None], &[None, Some("203.0.113.66"), None]] {
+        let ground = Ground::new(V4);
+        ground.server.put_node("me", blank(&["10.1.1.0/24"]));
+        set(&ground, Some("203.0.113.9"));
+        let (manager, _) = ground.following().await;
+        let held = manager.acquire_lease(&vxlan()).await.unwrap();
+        let public = || ground.server.annotation("me", &format!("{PREFIX}public-ip")).unwrap();
+        assert_eq!(public(), "203.0.113.9");
+        let follow = async {
+            for overwrite in story {
+                set(&ground, *overwrite);
+                until(|| public() == overwrite.unwrap_or("192.0.2.1")).await;
+            }
+        };
+        tokio::select! {
+            end = manager.hold_lease(&held) => panic!("{end:?}"),
+            () = follow => {}
+        }
+        // Nor is it by who publishes something else.
+        let other = attrs("vxlan", &["192.0.2.2"], [Some(MAC), None]);
+        assert_eq!(manager.publish(&held, &other).await.unwrap().attrs, other);
+        assert_eq!(public(), "192.0.2.2");
+    }
+}
+
+#[tokio::test]
+async fn an_overwrite_that_is_no_address_is_told_and_keeps_nothing_from_being_put_back() {
+    let ground = Ground::new(V4);
+    let (manager, _) = ground.following().await;
+    let held = manager.acquire_lease(&vxlan()).await.unwrap();
+    let story = async {
+        let overwrite = format!("{PREFIX}public-ip-overwrite");
+        let skipped = || manager.store_status().skipped;
+        for (text, public) in [("203.0.113.9", "203.0.113.9"), ("2001:db8::9", "192.0.2.1")] {
+            ground
+                .server
+                .modify("me", |node| node["metadata"]["annotations"] = json!({ overwrite.as_str(): text }));
+            let expected = [("kube-subnet-manager", "true"), ("public-ip", public), ("backend-data", MAC)];
+            let is = |name: &str| ground.server.annotation("me", &format!("{PREFIX}{name}"));
+            until(|| expected.iter().all(|(name, text)| is(name).as_deref() == Some(text))).await;
+        }
+        until(|| skipped().len() == 1).await;
+        let expected = r#"annotation flannel.alpha.coreos.com/public-ip-overwrite: "2001:db8::9" is not valid, expected an IPv4 address such as 192.0.2.1; it is not used"#;
+        assert_eq!(skipped(), [("node me".to_owned(), expected.to_owned())]);
+        ground.server.modify("me", |node| {
+            drop(node["metadata"]["annotations"].as_object_mut().unwrap().remove(&overwrite));
+        });
+        until(|| skipped().is_empty()).await;
+    };
+    tokio::select! {
+        end = manager.hold_lease(&held) => panic!("{end:?}"),
+        () = story => {}
+    }
 }
 
 #[tokio::test]
