@@ -99,7 +99,7 @@ async fn a_watch_that_is_silent_is_followed_by_a_list() {
     watches(&ground, &views, 2).await;
     assert_eq!(ground.server.count("limit="), 0);
     tokio::time::pause();
-    tokio::time::advance(Duration::from_secs(89)).await;
+    tokio::time::advance(Duration::from_secs(60)).await;
     tokio::time::resume();
     watches(&ground, &views, 3).await;
     assert_eq!((ground.server.count("limit="), ground.server.count("watch=")), (0, 1));
