@@ -45,7 +45,10 @@ export PROMTOOL=${PROMTOOL:-$(command -v promtool || echo "$tools/promtool")}
 command -v cargo >/dev/null || { echo "test.sh: install Rust first: https://rustup.rs" >&2; exit 1; }
 export PATH="$PATH:/usr/sbin:/sbin"
 
-cargo test --workspace --all-features "$@"
+# What hangs ends after an hour, with all that it started; on a terminal, where somebody can interrupt it, cargo alone.
+limit=(timeout --kill-after=10)
+if [ -t 0 ]; then limit+=(--foreground); fi
+"${limit[@]}" 3600 cargo test --workspace --all-features "$@"
 
 # Root has tested with its own powers; the same must work for an ordinary user.
 if [ "$(id -u)" = 0 ]; then

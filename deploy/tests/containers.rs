@@ -117,6 +117,7 @@ impl Cluster {
     fn ask(&self, path: &str) -> Option<String> {
         let ask = || {
             let mut stream = TcpStream::connect("127.0.0.1:8081").ok()?;
+            stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
             write!(stream, "GET {path} HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n").ok()?;
             let mut answer = String::new();
             stream.read_to_string(&mut answer).ok()?;
@@ -219,6 +220,13 @@ fn forbid_what_is_not_granted(server: &ApiServer, rules: &Value) {
     }
 }
 
+impl Drop for Daemon<'_> {
+    fn drop(&mut self) {
+        _ = self.process.kill();
+        _ = self.process.wait();
+    }
+}
+
 impl Daemon<'_> {
     fn wait_until(&mut self, mut holds: impl FnMut() -> bool) {
         while !holds() {
@@ -258,7 +266,15 @@ impl Daemon<'_> {
 
     fn stop(mut self) {
         let kill = Command::new("kill").arg(self.process.id().to_string()).status().unwrap();
-        assert!(kill.success() && self.process.wait().unwrap().success(), "{}", self.cluster.log());
+        let deadline = Instant::now() + PATIENCE;
+        let status = loop {
+            if let Some(status) = self.process.try_wait().unwrap() {
+                break status;
+            }
+            assert!(Instant::now() < deadline, "it goes on:\n{}", self.cluster.log());
+            std::thread::park_timeout(Duration::from_millis(20));
+        };
+        assert!(kill.success() && status.success(), "{}", self.cluster.log());
         let state = fs::read_dir(self.cluster.node.host("/var/lib/flannel")).unwrap();
         assert!(state.count() > 0, "what it remembers is on the host");
     }

@@ -216,8 +216,10 @@ fn static_programs_are_for_the_machine_and_abi_of_the_host() {
             ("rustup", format!("echo \"$*\" >{}; exit 1", said.display())),
         ] {
             let program = dir.path().join(name);
-            fs::write(&program, format!("#!/bin/sh\n{does}\n")).unwrap();
-            fs::set_permissions(program, fs::Permissions::from_mode(0o755)).unwrap();
+            // By another process: a program that this one has open for writing cannot be started.
+            let write = r#"printf '#!/bin/sh\n%s\n' "$1" >"$0" && chmod 755 "$0""#;
+            let written = Command::new("sh").args(["-c", write]).arg(program).arg(does).status();
+            assert!(written.unwrap().success());
         }
         let path = format!("{}:{}", dir.path().display(), std::env::var("PATH").unwrap());
         let script = file("build-image-root.sh");

@@ -55,7 +55,8 @@ fn a_copy_that_is_killed_leaves_the_old_file_and_the_next_one_clears_up() {
 
     let mut child =
         Command::new(install_conf()).args([&pipe, &flannel]).stderr(Stdio::null()).spawn().unwrap();
-    let mut writer = OpenOptions::new().write(true).open(&pipe).unwrap();
+    // For both, so that it is open at once, whoever reads.
+    let mut writer = OpenOptions::new().read(true).write(true).open(&pipe).unwrap();
     writer.write_all(b"half of the ").unwrap();
     let half = || -> Option<PathBuf> {
         let name = names(&bin).into_iter().find(|name| name.starts_with(".flannel.tmp"))?;

@@ -172,7 +172,14 @@ fn exchange(from: &Namespace, peer: SocketAddr, to: &Namespace, local: SocketAdd
         })
         .unwrap();
     let server = std::thread::spawn(move || {
-        let (mut stream, _) = listener.accept().unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let mut stream = loop {
+            match listener.accept() {
+                Ok((stream, _)) => break stream,
+                Err(error) => assert!(Instant::now() < deadline, "nobody came to {local}: {error}"),
+            }
+            std::thread::park_timeout(Duration::from_millis(10));
+        };
         stream.write_all(b"hello").unwrap();
     });
     let mut stream = from
@@ -186,6 +193,7 @@ fn exchange(from: &Namespace, peer: SocketAddr, to: &Namespace, local: SocketAdd
             }
         })
         .unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     let mut said = String::new();
     stream.read_to_string(&mut said).unwrap();
     assert_eq!(said, "hello");

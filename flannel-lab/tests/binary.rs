@@ -192,6 +192,15 @@ struct Running {
     printed: String,
     /// Its own and its hosts', with their inodes.
     namespaces: Vec<PathBuf>,
+    /// The same, open: as long as they are, no other namespace gets their inodes.
+    _open: Vec<fs::File>,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        _ = self.child.kill();
+        _ = self.child.wait();
+    }
 }
 
 impl Running {
@@ -204,9 +213,11 @@ impl Running {
         let result: Value = serde_json::from_str(&printed).unwrap();
         let pid = |host: &Value| host["daemon_pid"].as_u64().unwrap();
         let daemons = result["hosts"].as_array().unwrap().iter().map(pid);
-        let of = |pid: u64| fs::read_link(format!("/proc/{pid}/ns/net")).unwrap();
-        let namespaces = daemons.chain([u64::from(child.id())]).map(of).collect();
-        Self { child, printed, namespaces }
+        let of = |pid: u64| format!("/proc/{pid}/ns/net");
+        let files: Vec<_> = daemons.chain([u64::from(child.id())]).map(of).collect();
+        let namespaces = files.iter().map(|file| fs::read_link(file).unwrap()).collect();
+        let open = files.iter().map(|file| fs::File::open(file).unwrap()).collect();
+        Self { child, printed, namespaces, _open: open }
     }
 
     /// Runs every command that the lab printed for looking around, as the lab's user, with `ip` for `sh`.
@@ -235,12 +246,12 @@ impl Running {
         kill(Pid::from_raw(i32::try_from(self.child.id()).unwrap()), signal).unwrap();
     }
 
-    /// Waits for the end, within five seconds.
+    /// Waits for the end.
     fn end(&mut self) -> std::process::ExitStatus {
         wait_for("the lab's end", || self.child.try_wait().unwrap())
     }
 
-    /// No process is in one of the namespaces any more, and nobody holds one open.
+    /// No process is in one of the namespaces any more, and nobody but this test holds one open.
     fn assert_gone(&self) {
         wait_for("the end of every process in the lab's namespaces", || {
             let inside = |process: &PathBuf| {
@@ -249,7 +260,10 @@ impl Running {
                 let files = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
                 here(process.join("ns/net")) || files.map(|file| file.path()).any(here)
             };
+            let own = ["self", "thread-self", &std::process::id().to_string()]
+                .map(|name| PathBuf::from("/proc").join(name));
             let processes = fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().path());
+            let processes = processes.filter(|path| !own.contains(path));
             let left: Vec<_> = processes.filter(|path| path.join("ns").exists()).filter(inside).collect();
             left.is_empty().then_some(())
         });
@@ -257,7 +271,7 @@ impl Running {
 }
 
 fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + Duration::from_secs(5);
+    let deadline = Instant::now() + Duration::from_secs(30);
     loop {
         if let Some(value) = ready() {
             return value;

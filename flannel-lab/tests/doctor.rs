@@ -72,13 +72,31 @@ fn finds(lab: &Lab, host: &Host, parts: &[&str]) -> String {
 
 /// Waits until it finds nothing.
 fn is_well(lab: &Lab, host: &Host) {
+    finds_only(lab, host, &[]);
+}
+
+/// Waits until it finds these and nothing else, each of which has all its parts.
+fn finds_only(lab: &Lab, host: &Host, all: &[&[&str]]) {
     let start = Instant::now();
     loop {
         let found = findings(lab, host, None);
-        if found.is_empty() {
+        let each = || found.iter().zip(all).all(|(line, parts)| parts.iter().all(|part| line.contains(part)));
+        if found.len() == all.len() && each() {
             return;
         }
         assert!(start.elapsed() < PATIENCE, "{found:#?}\n{}", host.log().unwrap());
+    }
+}
+
+/// Waits until its page is as it should be, and returns it.
+fn page_that(lab: &Lab, host: &Host, form: &str, is_right: impl Fn(&str) -> bool) -> String {
+    let start = Instant::now();
+    loop {
+        let page = examine(lab, host, None, form);
+        if is_right(&page) {
+            return page;
+        }
+        assert!(start.elapsed() < PATIENCE, "{page}\n{}", host.log().unwrap());
     }
 }
 
@@ -86,20 +104,17 @@ fn healthy(backend: impl Into<Value>, families: &[Family]) {
     let backend = backend.into();
     let lab = up(Lab::builder().backend(backend.clone()).families(families.iter().copied()));
     for host in lab.hosts() {
-        assert_eq!(findings(&lab, host, None), [""; 0], "{backend} {families:?}");
-        let start = Instant::now();
-        let page = loop {
-            let page = examine(&lab, host, None, "--peers=64");
-            // The daemon of the other host may answer a moment later than its pods.
-            if page.matches("both ways").count() == families.len() {
-                break page;
-            }
-            assert!(start.elapsed() < PATIENCE, "{page}");
-        };
-        assert!(page.contains("NOTHING IS WRONG") && page.contains("1 asked"), "{page}");
-        let replies = page.matches(" ms").count();
+        is_well(&lab, host);
         let addresses = if backend == "host-gw" { 1 } else { 2 };
-        assert_eq!(replies, families.len() * addresses * 2, "small and full: {page}");
+        // The daemon of the other host may answer a moment later than its pods.
+        page_that(&lab, host, "--peers=64", |page| {
+            let replies = page.matches(" ms").count();
+            page.matches("both ways").count() == families.len()
+                && page.contains("NOTHING IS WRONG")
+                && page.contains("1 asked")
+                // Small and full.
+                && replies == families.len() * addresses * 2
+        });
     }
 }
 
@@ -206,9 +221,7 @@ fn on_the_way() {
 
     // What comes in full size is lost, which it was not a moment ago.
     nft("add rule ip guard into udp dport 8472 ip length > 1400 drop");
-    let found = findings(&lab, host, None);
-    let lost = ["path-mtu error", "1450 bytes", "do not arrive there, while small ones do"];
-    assert!(found.len() == 1 && lost.iter().all(|part| found[0].contains(part)), "{found:#?}");
+    finds_only(&lab, host, &[&["path-mtu error", "1450 bytes", "do not arrive there, while small ones do"]]);
     finds(&lab, other, &["path-mtu error", "1450 bytes", "arrive there, and are lost on the way back"]);
     nft("flush chain ip guard into");
 
@@ -227,16 +240,9 @@ fn without_a_daemon() {
     let lab = up(Lab::builder());
     let host = &lab.hosts()[0];
     host.stop_daemon(Signal::SIGTERM).unwrap();
-    let found = findings(&lab, host, None);
-    assert!(
-        found.len() == 1 && found[0].contains("daemon error") && found[0].contains("systemctl start"),
-        "{found:#?}"
-    );
-    let page = examine(&lab, host, None, "--peers=9");
-    assert!(
-        page.contains("1 ERROR, 0 WARNINGS") && page.contains(" ms"),
-        "peers are asked all the same: {page}"
-    );
+    finds_only(&lab, host, &[&["daemon error", "systemctl start"]]);
+    // Peers are asked all the same.
+    page_that(&lab, host, "--peers=9", |page| page.contains("1 ERROR, 0 WARNINGS") && page.contains(" ms"));
 
     host.run("ip", &["link", "set", "flannel.1", "mtu", "1300"]).unwrap();
     finds(
@@ -383,8 +389,6 @@ fn strangers(backend: &str) {
 /// Programs that commands of the doctor name and that are others in a lab, first in the search path: `flannelctl` for one of its
 /// hosts, and `systemctl start flanneld`, which leaves a wish.
 fn shims(lab: &Lab, host: &Host) -> String {
-    use std::os::unix::fs::PermissionsExt;
-
     let dir = lab.dir().join("shims");
     std::fs::create_dir_all(&dir).unwrap();
     let options = format!(
@@ -397,8 +401,10 @@ fn shims(lab: &Lab, host: &Host) -> String {
     let flannelctl = format!("exec {} ctl {options} \"$@\"", env!("CARGO_BIN_EXE_lab"));
     let systemctl = format!("[ \"$*\" = 'start flanneld' ] && touch {}", dir.join("start").display());
     for (name, script) in [("flannelctl", flannelctl), ("systemctl", systemctl)] {
-        std::fs::write(dir.join(name), format!("#!/bin/sh\n{script}\n")).unwrap();
-        std::fs::set_permissions(dir.join(name), PermissionsExt::from_mode(0o755)).unwrap();
+        // By another process: a program that this one has open for writing cannot be started.
+        let write = r#"printf '#!/bin/sh\n%s\n' "$1" >"$0" && chmod 755 "$0""#;
+        let written = Command::new("sh").args(["-c", write]).arg(dir.join(name)).arg(script).status();
+        assert!(written.unwrap().success());
     }
     format!("{}:{}", dir.display(), std::env::var("PATH").unwrap())
 }

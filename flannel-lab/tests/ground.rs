@@ -38,6 +38,19 @@ fn routed(hosts: usize, families: &[Family], pod_mtu: u32) -> Lab {
     lab
 }
 
+/// Tries again, each time for longer, until every pair is as it should be: what does not answer is waited for to the end, and
+/// on a slow machine what answers takes its time.
+fn until_each(lab: &Lab, mut patience: Duration, as_expected: impl Fn(&Pair) -> bool) {
+    loop {
+        let matrix = lab.matrix(patience).unwrap();
+        if matrix.pairs.iter().all(&as_expected) {
+            return;
+        }
+        assert!(patience < PATIENCE, "{matrix:#?}");
+        patience *= 2;
+    }
+}
+
 #[test]
 fn pods_reach_each_other_over_static_routes() {
     as_root("pods_reach_each_other_over_static_routes", || {
@@ -46,7 +59,7 @@ fn pods_reach_each_other_over_static_routes() {
         assert!(matrix.is_complete(), "{:#?}", matrix.failures().collect::<Vec<_>>());
         assert_eq!(matrix.pairs.len(), 12);
         for pair in &matrix.pairs {
-            assert!(pair.rtt.is_some_and(|rtt| rtt < Duration::from_millis(500)), "{pair:?}");
+            assert!(pair.rtt.is_some_and(|rtt| rtt < Duration::from_secs(5)), "{pair:?}");
             let headers = if pair.family == Family::V4 { 20 } else { 40 };
             // 64 KiB, and a segment that fills the MTU beside the headers and the timestamps.
             assert_eq!(pair.tcp_bytes, 65_536 + 1500 - headers - 20 - 12, "{pair:?}");
@@ -91,10 +104,7 @@ fn an_mtu_that_nobody_knows_to_be_too_big_is_detected() {
     as_root("an_mtu_that_nobody_knows_to_be_too_big_is_detected", || {
         let lab = routed(2, &Family::BOTH, 1500);
         lab.switch().namespace().ip("link set port-1 mtu 1400\nlink set port-2 mtu 1400\n").unwrap();
-        let matrix = lab.matrix(SHORT).unwrap();
-        for pair in &matrix.pairs {
-            assert_eq!(pair.error, Some(Unreached::FullSizeLost { size: 1500 }), "{pair:?}");
-        }
+        until_each(&lab, SHORT, |pair| pair.error == Some(Unreached::FullSizeLost { size: 1500 }));
     });
 }
 
@@ -110,12 +120,10 @@ fn a_cut_wire_is_detected_and_so_is_its_mending() {
         ] {
             assert!(lab.matrix(PATIENCE).unwrap().is_complete());
             cut(lab.switch(), third).unwrap();
-            let matrix = lab.matrix(SHORT).unwrap();
-            for pair in &matrix.pairs {
+            until_each(&lab, SHORT, |pair| {
                 let expected = touches(pair).then_some(Unreached::NoReply);
-                assert_eq!(pair.error, expected, "{pair:?}");
-                assert_eq!(pair.rtt.is_none(), touches(pair), "{pair:?}");
-            }
+                pair.error == expected && pair.rtt.is_none() == touches(pair)
+            });
             mend(lab.switch(), third).unwrap();
             assert!(lab.matrix(PATIENCE).unwrap().is_complete());
         }
@@ -129,13 +137,12 @@ fn a_pod_without_tcp_is_detected() {
         // Pings pass; the answers of the echo service do not find back, or are refused.
         let pod = lab.hosts()[1].pod().unwrap();
         pod.namespace().ip("rule add ipproto tcp sport 7 blackhole\n").unwrap();
-        let matrix = lab.matrix(Duration::from_secs(3)).unwrap();
-        let errors: Vec<_> = matrix.pairs.iter().map(|pair| pair.error.clone()).collect();
-        assert_eq!(errors, [Some(Unreached::TcpStalled { bytes: 0 }), None]);
+        until_each(&lab, Duration::from_secs(3), |pair| {
+            pair.error == (pair.from == "pod-1").then_some(Unreached::TcpStalled { bytes: 0 })
+        });
         pod.namespace().ip("rule del ipproto tcp sport 7 blackhole\n").unwrap();
         lab.hosts()[1].namespace().ip("rule add ipproto tcp dport 7 prohibit\n").unwrap();
-        let matrix = lab.matrix(SHORT).unwrap();
-        assert!(matches!(matrix.pairs[0].error, Some(Unreached::Tcp(_))), "{matrix:#?}");
+        until_each(&lab, SHORT, |pair| pair.from != "pod-1" || matches!(pair.error, Some(Unreached::Tcp(_))));
     });
 }
 
@@ -212,7 +219,7 @@ fn an_interrupt_ends_every_wait_and_nothing_is_left() {
         // Nobody will ever write a subnet.env.
         let error = lab.wait_until_reachable(Duration::from_secs(60)).unwrap_err();
         assert!(matches!(error, flannel_lab::Error::Interrupted), "{error}");
-        assert!(start.elapsed() < Duration::from_secs(5));
+        assert!(start.elapsed() < Duration::from_secs(30));
         signal.join().unwrap();
         drop(lab);
         assert!(!dir.exists());

@@ -222,9 +222,12 @@ async fn a_store_that_refuses_has_confirmed_nothing_and_the_cache_answers() {
     let lease = before.acquire_lease(&entry(None).lease.attrs).await.unwrap();
     let mut views = before.watch_leases().await.unwrap();
     views.wait_for(|view| view.leases.len() == 1).await.unwrap();
-    while !path.exists() {
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    let kept = async {
+        while !path.exists() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(20), kept).await.expect("the lease is kept on disk");
 
     let mut store = MockStore::new();
     store.expect_fmt().returning(|f| f.write_str("memory"));

@@ -199,7 +199,8 @@ async fn heard<T>(work: impl Future<Output = T>) -> (T, Vec<Report>) {
     ip(mark);
     let mark = Key::Neigh("eth0".parse().unwrap(), IpAddr::from([192, 0, 2, 250]));
     loop {
-        let doubts = changes.next().await.unwrap();
+        let doubts = tokio::time::timeout(Duration::from_secs(20), changes.next()).await;
+        let doubts = doubts.expect("the mark is told").unwrap();
         let last = matches!(&doubts, Doubts::Objects(reports, _)
             if reports.iter().any(|r| matches!(r, Report::Now(object) if object.key() == mark)));
         take(doubts);

@@ -137,7 +137,7 @@ async fn a_watch_that_is_silent_goes_on_and_is_followed_by_a_list_if_it_stays_so
     let ground = Ground::new(V4);
     let (manager, views) = ground.following().await;
     watches(&ground, &views, 2).await;
-    advance(89).await;
+    advance(60).await;
     watches(&ground, &views, 3).await;
     assert_eq!(ground.server.count("watch="), 1);
     let confirmed = || manager.store_status().confirmed.unwrap().1;

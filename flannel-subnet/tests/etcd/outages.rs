@@ -28,7 +28,8 @@ async fn unreachable_endpoints_are_named_each() {
     let begin = Instant::now();
     let error = EtcdRegistry::new(options).unwrap().list().await.unwrap_err();
     assert!(matches!(error, Error::Store { .. }), "time may help: {error}");
-    assert!(begin.elapsed() >= Duration::from_secs(1) && begin.elapsed() < Duration::from_secs(5));
+    let (elapsed, default) = (begin.elapsed(), EtcdOptions::default().patience);
+    assert!(elapsed >= Duration::from_secs(1) && elapsed < default, "{elapsed:?}");
     for says in [&endpoints[0], &endpoints[1], "/coreos.com/network/subnets", "refused"] {
         assert!(error.to_string().contains(says), "{says}: {error}");
     }
@@ -60,7 +61,7 @@ async fn a_dead_endpoint_among_good_ones_costs_no_failure() {
     for n in 1..=12 {
         let begin = Instant::now();
         create(&registry(&endpoints), n).await;
-        assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
+        assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", begin.elapsed());
     }
 }
 
@@ -147,19 +148,23 @@ async fn what_was_carried_out_though_its_answer_was_lost_is_found_to_be_ours() {
 #[tokio::test]
 async fn a_silent_endpoint_among_good_ones_costs_one_timeout() {
     let (silent, good) = (Etcd::start().await, Etcd::start().await);
-    let registry = registry(&[silent.endpoint.clone(), good.endpoint.clone()]);
+    let endpoints = [silent.endpoint.clone(), good.endpoint.clone()];
+    let request_timeout = Duration::from_secs(8);
+    let registry = EtcdRegistry::new(EtcdOptions { request_timeout, ..options(&endpoints) }).unwrap();
     silent.pause();
     create(&registry, 1).await;
     let begin = Instant::now();
     create(&registry, 2).await;
-    assert!(begin.elapsed() < Duration::from_secs(1), "it stays with the one that answers");
+    assert!(begin.elapsed() < request_timeout, "it stays with the one that answers");
     silent.resume();
 }
 
 #[tokio::test]
 async fn etcd_is_killed_and_comes_back() {
     let mut etcd = Etcd::start().await;
-    etcd.put(&format!("{PREFIX}/config"), V4).await;
+    // What the node takes is none of those that others create.
+    let config = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.100.0"}"#;
+    etcd.put(&format!("{PREFIX}/config"), config).await;
     let registry = registry(&etcd.endpoints());
     create(&registry, 5).await;
     let mut peer = Peer::of(&registry).await;
@@ -299,7 +304,7 @@ async fn compaction_under_the_watcher_means_list_again() {
     let now = registry.list().await.unwrap().revision;
     client.compact(now.0.cast_signed(), None).await.unwrap();
     let mut watch = registry.watch(listed).await.unwrap();
-    assert_eq!(within(5, "the gap", watch.next()).await.unwrap(), None, "not an empty batch, and no error");
+    assert_eq!(within(20, "the gap", watch.next()).await.unwrap(), None, "not an empty batch, and no error");
 
     // Who follows notices nothing of it.
     let mut peer = Peer::of(&registry).await;
@@ -314,12 +319,16 @@ async fn compaction_under_the_watcher_means_list_again() {
 }
 
 async fn leader(members: &[Etcd]) -> usize {
-    for (n, member) in members.iter().enumerate() {
-        if let Ok(status) = member.client().await.status().await
-            && status.header().is_some_and(|header| header.member_id() == status.leader())
-        {
-            return n;
+    let begin = Instant::now();
+    while begin.elapsed() < Duration::from_secs(30) {
+        for (n, member) in members.iter().enumerate() {
+            if let Ok(status) = member.client().await.status().await
+                && status.header().is_some_and(|header| header.member_id() == status.leader())
+            {
+                return n;
+            }
         }
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
     panic!("no leader")
 }
@@ -434,7 +443,7 @@ async fn an_etcd_restored_from_an_older_backup_is_compared_value_by_value() {
     assert!(matches!(view.origin, Origin::Live { revision } if revision < ahead), "{:?}", view.origin);
     // Who lists just before and watches just after the restoration waits for a revision that may never come.
     let mut watch = registry.watch(ahead).await.unwrap();
-    assert_eq!(within(5, "the gap", watch.next()).await.unwrap(), None);
+    assert_eq!(within(20, "the gap", watch.next()).await.unwrap(), None);
     create(&registry, 7).await;
     peer.sees(10, &["10.1.5.0-24", "10.1.6.0-24", "10.1.7.0-24"]).await;
 }

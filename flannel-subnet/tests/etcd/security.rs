@@ -38,7 +38,7 @@ async fn refused(options: EtcdOptions, says: &[&str]) {
     let Error::Refused { .. } = &error else { panic!("not for people: {error}") };
     let begin = Instant::now();
     registry.list().await.unwrap_err();
-    assert!(begin.elapsed() < Duration::from_secs(2), "waits for what waiting does not mend: {error}");
+    assert!(begin.elapsed() < Duration::from_secs(10), "waits for what waiting does not mend: {error}");
     for says in says {
         assert!(error.to_string().contains(says), "{says:?} in {error}");
     }
@@ -52,7 +52,7 @@ async fn an_authority_alone_makes_tls() {
     let registry = EtcdRegistry::new(trusting(&etcd, &ours.file)).unwrap();
     let mut watch = registry.watch(registry.list().await.unwrap().revision).await.unwrap();
     registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
-    assert_eq!(within(5, "a change", watch.next()).await.unwrap().unwrap().events.len(), 1);
+    assert_eq!(within(20, "a change", watch.next()).await.unwrap().unwrap().events.len(), 1);
     refused(trusting(&etcd, &theirs.file), &[&etcd.endpoint, "none of those whom we trust"]).await;
     // What this system trusts does not include them.
     let system = options(&etcd.endpoints());
@@ -174,7 +174,7 @@ async fn users_need_their_password_and_their_permissions() {
     assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), Mark(5)).await.unwrap(), Some(DAY));
     let mut watch = registry.watch(entry.lease.revision).await.unwrap();
     registry.delete(&key("10.1.5.0-24"), entry.lease.revision).await.unwrap();
-    assert_eq!(within(5, "a change", watch.next()).await.unwrap().unwrap().events.len(), 1);
+    assert_eq!(within(20, "a change", watch.next()).await.unwrap().unwrap().events.len(), 1);
 
     refused(user(&etcd, "flannel", "sesame"), &[&etcd.endpoint, "\"flannel\"", "password"]).await;
     refused(user(&etcd, "nobody", "sesame"), &[&etcd.endpoint, "\"nobody\"", "password"]).await;

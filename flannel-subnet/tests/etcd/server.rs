@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use etcd_client::{Client, ConnectOptions};
 use nix::sys::signal::{Signal, kill};
+use nix::sys::statvfs::statvfs;
 use nix::unistd::Pid;
 use tempfile::TempDir;
 use tokio::time::Instant;
@@ -37,6 +38,15 @@ fn free_port() -> u16 {
             return port;
         }
     }
+}
+
+/// In memory where there is room for many members, of which each takes 128 MiB for its log: no test is about the disk, which a
+/// member waits for with each write.
+fn dir_for_data() -> TempDir {
+    let memory = Path::new("/dev/shm");
+    let room = statvfs(memory).is_ok_and(|fs| fs.blocks_available() * fs.fragment_size() > 4 << 30);
+    let in_memory = if room { TempDir::new_in(memory).ok() } else { None };
+    in_memory.unwrap_or_else(|| TempDir::new().unwrap())
 }
 
 impl Etcd {
@@ -81,7 +91,7 @@ impl Etcd {
     }
 
     fn member(name: &str, endpoint: &str, peer: u16, peers: &str, more: &[String]) -> Self {
-        let dir = tempfile::tempdir().unwrap();
+        let dir = dir_for_data();
         let peer = format!("http://127.0.0.1:{peer}");
         let mut args: Vec<String> = [
             "--name",
@@ -156,7 +166,7 @@ impl Etcd {
     }
 
     pub(crate) async fn client_as(&self, user: Option<(&str, &str)>) -> Client {
-        let mut options = ConnectOptions::new().with_timeout(Duration::from_secs(2));
+        let mut options = ConnectOptions::new().with_timeout(Duration::from_secs(10));
         if let Some((name, password)) = user {
             options = options.with_user(name, password);
         }

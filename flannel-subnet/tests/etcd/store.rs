@@ -185,7 +185,7 @@ async fn renewals_write_nothing_and_wake_nobody() {
     }
     assert_eq!(registry.list().await.unwrap(), before, "the revision of the whole store too");
     registry.create(&key("10.1.6.0-24"), &attrs(&["192.0.2.6"]), tenure(6)).await.unwrap();
-    let batch = within(5, "a change", watch.next()).await.unwrap().unwrap();
+    let batch = within(20, "a change", watch.next()).await.unwrap().unwrap();
     let keys: Vec<_> = batch.events.iter().map(|event| event.key.as_str()).collect();
     assert_eq!(keys, ["10.1.6.0-24"], "and nothing before it");
     assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), Mark(77)).await.unwrap(), None, "never heard of");
@@ -235,7 +235,7 @@ async fn the_config_is_named_and_its_deletion_is_a_change() {
     tokio::pin!(changed);
     assert!(futures_pending(&mut changed).await, "nothing has changed");
     etcd.client().await.delete(format!("{PREFIX}/config"), None).await.unwrap();
-    within(5, "the deletion", changed).await.unwrap();
+    within(20, "the deletion", changed).await.unwrap();
 }
 
 /// The future is not ready, though everything that was asked is answered.
@@ -249,7 +249,7 @@ async fn events_say_who_holds_what() {
     let registry = registry(&etcd.endpoints());
     let mut watch = registry.watch(registry.list().await.unwrap().revision).await.unwrap();
     let written = registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
-    let batch = within(5, "a change", watch.next()).await.unwrap().unwrap();
+    let batch = within(20, "a change", watch.next()).await.unwrap().unwrap();
     assert_eq!(batch.revision, written.lease.revision);
     assert!(matches!(&batch.events[0].now, Now::Held(entry) if *entry == written), "{batch:?}");
 }

@@ -3,19 +3,29 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
-/// Under strace, with the unit's capabilities: dropping more is a call that it forbids. What is called goes into a file.
+/// Under strace, with the unit's capabilities: dropping more is a call that it forbids. What is called goes into a file. With -D
+/// it is strace that is in the background, and ends with the daemon.
 pub(crate) fn traced(trace: &Path) -> Command {
     let mut command = Command::new("setpriv");
-    command.args(["--bounding-set=-all,+net_admin,+net_raw", "strace", "-f", "-qq", "-o"]).arg(trace);
+    command.args(["--bounding-set=-all,+net_admin,+net_raw", "strace", "-D", "-f", "-qq", "-o"]).arg(trace);
     command.arg(std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into()));
     command
 }
 
-/// The process that this strace follows.
-pub(crate) fn followed(strace: u32) -> String {
-    let children = std::fs::read_to_string(format!("/proc/{strace}/task/{strace}/children")).unwrap();
-    children.trim().to_owned()
+/// All that was called by a daemon that has ended, and by its programs: strace may write the last of it a moment later.
+pub(crate) fn of_ended(trace: &Path, daemon: u32) -> String {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        let text = std::fs::read_to_string(trace).unwrap();
+        let its_own = |line: &str| line.strip_prefix(&daemon.to_string()).map(|rest| rest.trim().to_owned());
+        if text.lines().filter_map(its_own).any(|call| call.starts_with("exit_group(")) {
+            return text;
+        }
+        assert!(Instant::now() < deadline, "{text}");
+        std::thread::park_timeout(Duration::from_millis(5));
+    }
 }
 
 /// What was called, and the unit forbids.

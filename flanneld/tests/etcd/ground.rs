@@ -124,6 +124,7 @@ impl Host {
     /// Status and body of a request to the daemon's control socket.
     pub(crate) fn asked(&self, target: &str) -> (u16, String) {
         let mut stream = UnixStream::connect(self.dir.path().join("run/flanneld.sock")).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         write!(stream, "GET {target} HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();

@@ -1,11 +1,9 @@
 //! What the systemd unit allows, on etcd.
 
-use std::fs;
-use std::process::Command;
-
 use flannel_netlink::testing::in_netns_async;
+use nix::sys::signal::Signal;
 
-use crate::calls::{followed, forbidden, traced};
+use crate::calls::{forbidden, of_ended, traced};
 use crate::certificates::Authority;
 use crate::ground::{CONFIG, Daemon, PREFIX, switch, until};
 use crate::server::Etcd;
@@ -29,28 +27,27 @@ fn what_the_unit_allows_is_all_that_the_daemon_calls() {
         command.args(["--etcd-certfile", &file(&client.0), "--etcd-keyfile", &file(&client.1)]);
         command.arg("--subnet-file").arg(dir.path().join("run/subnet.env"));
         command.arg("--state-dir").arg(dir.path().join("state"));
-        let mut strace = Daemon::start(&mut command);
-        strace.says("holds no network config yet").await;
+        let mut daemon = Daemon::start(&mut command);
+        daemon.says("holds no network config yet").await;
         let put = |etcd: &Etcd, key: &str, value: &str| {
             etcd.etcdctl(&["--cacert", &file(&ours.file), "put", &format!("{PREFIX}/{key}"), value]);
         };
         put(&etcd, "config", CONFIG);
-        strace.says("running lease").await;
+        daemon.says("running lease").await;
         let leases = dir.path().join("state/leases");
-        until(60, || leases.exists(), || strace.log()).await;
+        until(60, || leases.exists(), || daemon.log()).await;
         etcd.kill();
-        strace.says("store lost").await;
+        daemon.says("store lost").await;
         etcd.go();
-        strace.says("the store answers").await;
+        daemon.says("the store answers").await;
         let value = r#"{"PublicIP":"192.0.2.107","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:6b"}}"#;
         put(&etcd, "subnets/10.1.107.0-24", value);
-        strace.says("in sync peers=1").await;
-        let traced = followed(strace.pid());
-        for signal in ["HUP", "TERM"] {
-            assert!(Command::new("kill").args(["-s", signal, &traced]).status().unwrap().success());
-            strace.says(&format!("SIG{signal}: ")).await;
+        daemon.says("in sync peers=1").await;
+        for signal in [Signal::SIGHUP, Signal::SIGTERM] {
+            daemon.signal(signal);
+            daemon.says(&format!("{signal}: ")).await;
         }
-        assert_eq!(strace.ended().await.code(), Some(0), "{}", strace.log());
-        assert_eq!(forbidden(&fs::read_to_string(trace).unwrap()), [""; 0]);
+        assert_eq!(daemon.ended().await.code(), Some(0), "{}", daemon.log());
+        assert_eq!(forbidden(&of_ended(&trace, daemon.pid())), [""; 0]);
     });
 }

@@ -1,26 +1,37 @@
 //! A program that goes on printing, and goes with the test that reads it, also where that fails: what is left behind would hold
 //! the test's own output open, and whoever waits for its end would wait for ever.
 
-use std::io::{BufRead, BufReader, Read};
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
 
 /// It is killed with the value.
 pub(crate) struct Reader {
     child: Child,
-    output: BufReader<ChildStdout>,
+    lines: Receiver<String>,
 }
 
 impl Reader {
     pub(crate) fn start(command: &mut Command) -> Self {
         let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
-        let output = BufReader::new(child.stdout.take().unwrap());
-        Self { child, output }
+        let mut output = BufReader::new(child.stdout.take().unwrap());
+        let (sender, lines) = channel();
+        std::thread::spawn(move || {
+            let mut line = String::new();
+            while output.read_line(&mut line).unwrap() > 0 {
+                if sender.send(std::mem::take(&mut line)).is_err() {
+                    return;
+                }
+            }
+        });
+        Self { child, lines }
     }
 
     /// Waits for the next line.
     pub(crate) fn line(&mut self) -> String {
-        let mut line = String::new();
-        self.output.read_line(&mut line).unwrap();
+        let line = self.lines.recv_timeout(Duration::from_secs(20));
+        let line = line.unwrap_or_else(|error| panic!("no line came: {error}"));
         assert!(line.ends_with('\n'), "it has ended: {line:?}");
         line
     }
@@ -28,9 +39,7 @@ impl Reader {
     /// Ends it and returns what it has printed since.
     pub(crate) fn rest(mut self) -> String {
         self.child.kill().unwrap();
-        let mut rest = String::new();
-        self.output.read_to_string(&mut rest).unwrap();
-        rest
+        self.lines.iter().collect()
     }
 }
 
