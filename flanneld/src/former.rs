@@ -35,9 +35,7 @@ impl Former {
         mut status: watch::Receiver<Arc<Status>>,
     ) -> Infallible {
         let current: Vec<Subnet> = config.pod_networks().collect();
-        let noted = self.read();
-        let former: Vec<Subnet> =
-            noted.iter().copied().filter(|network| !current.contains(network)).collect();
+        let former = self.networks(config);
         self.write(&[&former[..], &current].concat());
         if !former.is_empty() && status.wait_for(is_settled).await.is_ok() {
             let removal = move || {
@@ -55,6 +53,12 @@ impl Former {
             }
         }
         std::future::pending().await
+    }
+
+    /// Those that are not the config's.
+    pub(crate) fn networks(&self, config: &Config) -> Vec<Subnet> {
+        let is_former = |network: &Subnet| config.pod_networks().all(|current| current != *network);
+        self.read().into_iter().filter(is_former).collect()
     }
 
     /// One network a line.

@@ -1325,6 +1325,17 @@ fn routes_inside_an_earlier_pod_network_go_once_the_new_one_is_in_sync() {
         ip("route add 10.1.80.0/24 via 192.0.2.80 dev eth0 proto static");
 
         fs::write(place.registry().join("config"), earlier.replace("10.1.", "10.2.")).unwrap();
+        let mut cleanup = Command::new(env!("CARGO_BIN_EXE_flannelctl"));
+        cleanup.args(["cleanup", "--dry-run", "--iface=eth0", "--registry"]);
+        cleanup
+            .arg(format!("dir:{}", place.registry().display()))
+            .arg("--subnet-file")
+            .arg(place.subnet_file());
+        cleanup.arg("--state-dir").arg(place.dir.path().join("state"));
+        let would = cleanup.output().unwrap();
+        let would =
+            String::from_utf8_lossy(&would.stdout).into_owned() + &String::from_utf8_lossy(&would.stderr);
+        assert!(would.contains("delete route 10.1.0.0/24") && !would.contains("10.1.80.0"), "{would}");
         peer(2);
         let daemon = place.start(&[]);
         daemon.wait_for_log("left of the earlier pod network 10.1.0.0/16, removed: route 10.1.0.0/24");

@@ -5,7 +5,7 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
-use flannel_core::{Config, cleanup as remove, ready_for_go};
+use flannel_core::{Cleanup, Config, cleanup as remove, ready_for_go, remove_former};
 use flannel_firewall::{Programs, leftovers};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
@@ -16,6 +16,7 @@ use super::client::Client;
 use super::options::{CleanupFlags, Global};
 use super::{Failure, Result, Said, config, offline};
 use crate::backends;
+use crate::former::Former;
 use crate::report::VERSION;
 use crate::state;
 
@@ -39,12 +40,12 @@ pub(crate) async fn cleanup(client: &Client, global: &Global, flags: &CleanupFla
     let uplink = uplink(&kernel, &config, &flags.iface)?;
     let owned = backends::find(&config.backend.kind)?.owned(uplink, &config)?;
     let work = if flags.for_go { ready_for_go } else { remove };
-    let report = work(&kernel, &owned, flags.dry_run)?;
-    let mut account = Account {
-        done: report.done.iter().map(ToString::to_string).collect(),
-        failed: report.failed.iter().map(|(change, error)| (change.to_string(), error.to_string())).collect(),
-    };
+    let mut account = Account::default();
+    account.kernel(&work(&kernel, &owned, flags.dry_run)?);
     if !flags.for_go {
+        for former in Former::new(&global.state_dir).networks(&config) {
+            account.kernel(&remove_former(&kernel, &owned, former, flags.dry_run)?);
+        }
         account.firewall(flags.dry_run).await;
         // What is left can only be found by them: they go last, and only if nothing is.
         if account.failed.is_empty() {
@@ -63,6 +64,12 @@ struct Account {
 }
 
 impl Account {
+    fn kernel(&mut self, report: &Cleanup) {
+        self.done.extend(report.done.iter().map(ToString::to_string));
+        let failed = report.failed.iter().map(|(change, error)| (change.to_string(), error.to_string()));
+        self.failed.extend(failed);
+    }
+
     /// The rules of every mode.
     async fn firewall(&mut self, dry_run: bool) {
         let programs = Programs::default();
