@@ -171,14 +171,8 @@ async fn start(
     identity: String,
     last: Option<&Config>,
 ) -> Result<Ready, Error> {
-    use flannel_core::Error as Cause;
-
     let subnets = &store.subnets;
-    let stored = match (subnets.network_config().await, last) {
-        // The last good one stays in force, which the store tells.
-        (Err(Cause::NoConfig { .. } | Cause::Config { .. }), Some(last)) => last.clone(),
-        (stored, _) => stored?,
-    };
+    let stored = stored(&**subnets, last).await?;
     let cached = subnets.store_status().confirmed.is_none();
     let hints = subnets.hints().await?;
     let views = subnets.watch_leases().await?;
@@ -214,6 +208,16 @@ async fn start(
     );
     let first = last.is_none();
     Ok(Ready { config, backend, network, views, lapsed, cached, first, chosen, site })
+}
+
+/// The network config of the store; where that has no good one, the `last` one stays in force, which the store tells.
+async fn stored(subnets: &dyn SubnetManager, last: Option<&Config>) -> Result<Config, Error> {
+    use flannel_core::Error as Cause;
+
+    match (subnets.network_config().await, last) {
+        (Err(Cause::NoConfig { .. } | Cause::Config { .. }), Some(last)) => Ok(last.clone()),
+        (stored, _) => Ok(stored?),
+    }
 }
 
 /// Whether anything of an earlier run's network is in the kernel. After a boot nothing is.
@@ -263,6 +267,11 @@ async fn run_network(
         hold(subnets, &handle.lease).await
     };
     let judge = async |to: &Config| site.judge(to, Some(&config)).await.map(drop);
+    // What the next network would be built from may be another config, which waits for nothing else.
+    let judge_anew = async || {
+        let next = stored(subnets, Some(&config)).await?;
+        site.usable(next, Some(&config)).await.map(drop)
+    };
     let uplink = chosen.iface.name;
     let (kernel, owned) = (chosen.kernel.clone(), backend.owned(uplink, &config)?);
     let former = Former::new(&options.state_dir);
@@ -275,7 +284,7 @@ async fn run_network(
         },
         reason = hold => reason,
         reason = changed_config::to_apply(subnets, (&config, cached), &judge, observer) => reason,
-        reason = chosen.changed(&config, &judge, observer) => Ok(reason),
+        reason = chosen.changed(&config, judge_anew, observer) => Ok(reason),
         never = firewall => match never? {},
         never = log_status(handle.status.clone()) => match never {},
         never = observer.follow(views.clone()) => match never {},

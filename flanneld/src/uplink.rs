@@ -56,13 +56,13 @@ impl Chosen {
     pub(crate) async fn changed(
         &self,
         config: &Config,
-        judge: impl AsyncFn(&Config) -> Result<(), Error>,
+        judge: impl AsyncFn() -> Result<(), Error>,
         observer: &Observer,
     ) -> String {
         let (standing, told) = watch::channel(Standing::Kept);
         tokio::select! {
             never = self.follow(config, &standing) => match never {},
-            reason = decide(self.iface.name, told, async || judge(config).await, observer) => reason,
+            reason = decide(self.iface.name, told, judge, observer) => reason,
         }
     }
 
