@@ -85,7 +85,7 @@ pub enum Error {
     /// The kernel has tables of iptables-legacy in which an earlier flannel's rules may be, and there is no program to look.
     #[error(
         "{family} {tables} of iptables-legacy: in use, and there is no `iptables-legacy` here to see whether an earlier \
-         flannel left rules there; install the package `iptables`, or restart the host"
+         flannel left rules there; if one did, install the program `iptables-legacy`"
     )]
     Unseen {
         /// Of which family.
@@ -123,6 +123,11 @@ fn legacy_hint(object: &str) -> &'static str {
 }
 
 impl Error {
+    /// Whether there is anything of flannel's at all is not known ([`Error::Unseen`]): nothing failed.
+    pub fn is_guess(&self) -> bool {
+        matches!(self, Self::Unseen { .. })
+    }
+
     /// What the kernel's refusal of something about `object` means.
     pub(crate) fn kernel(object: impl Into<String>, source: KernelError) -> Self {
         let object = object.into();

@@ -18,6 +18,8 @@ use crate::rules::{Rules, Wish};
 use crate::status::{Deviation, Failure, Repair, Status};
 
 /// The shortest period; also how long a check after a change by others keeps away from the one before.
+/// What cannot be removed is looked at again after so many checks at the latest.
+const RARELY: u64 = 720;
 const SHORTEST: Duration = Duration::from_millis(10);
 
 /// In which of the kernel's firewalls the rules are kept.
@@ -144,7 +146,8 @@ impl Firewall {
     /// Another mode was not looked at, or could not be; the latter is tried ever more rarely, for it may start processes.
     fn is_time_to_look_around(&self) -> bool {
         let status = self.status.borrow();
-        !status.alone && (status.leftovers.is_empty() || status.checks.is_power_of_two())
+        let turn = status.checks.is_power_of_two() || status.checks.is_multiple_of(RARELY);
+        !status.alone && (status.leftovers.is_empty() || turn)
     }
 
     /// Removes what is ours and not kept by this one.
@@ -167,7 +170,10 @@ impl Firewall {
         self.status.send_if_modified(|status| {
             let news = failed.is_empty() || status.leftovers.is_empty();
             for error in failed.iter().filter(|_| news) {
-                tracing::warn!(%error, "rules that another mode may have left are not removed");
+                match error.is_guess() {
+                    true => tracing::info!("{error}"),
+                    false => tracing::warn!(%error, "rules that another mode has left are not removed"),
+                }
             }
             status.alone = failed.is_empty();
             status.leftovers = failed.into_iter().map(Arc::new).collect();

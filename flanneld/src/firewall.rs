@@ -170,7 +170,10 @@ async fn remove_leftovers() {
         tracing::info!(object = deviation.object, "removed a rule of an earlier run: none are asked for now");
     }
     for error in &cleaned.failed {
-        tracing::warn!("rules that an earlier run may have left are not removed: {error}");
+        match error.is_guess() {
+            true => tracing::info!("{error}"),
+            false => tracing::warn!("rules that an earlier run may have left are not removed: {error}"),
+        }
     }
 }
 

@@ -164,7 +164,7 @@ fn firewall(page: &mut Page, rulebook: &Rulebook) {
     };
     page.gauge(
         "flannel_firewall_in_place",
-        "1 if the firewall rules that are asked for are in place",
+        "1 if the firewall rules that are wanted are in place",
         u8::from(in_place),
     );
     page.counter(

@@ -218,9 +218,9 @@ fn of_firewall(rulebook: &Rulebook) -> Vec<Problem> {
         }
         Rulebook::Kept(status) => {
             let status = status.borrow();
-            let left =
-                |error| format!("rules that an earlier flannel may have left are not removed: {error}");
-            leftovers.extend(status.leftovers.iter().map(|error| Problem::warning(left(error)).hint(LOG)));
+            let left = |error| format!("rules that an earlier flannel has left are not removed: {error}");
+            let certain = status.leftovers.iter().filter(|error| !error.is_guess());
+            leftovers.extend(certain.map(|error| Problem::warning(left(error)).hint(LOG)));
             match status.failure.as_ref().and_then(|failure| failure.errors.first()) {
                 Some(error) => {
                     Some(Problem::error(format!("the firewall rules are not in place: {error}")).hint(LOG))
@@ -353,10 +353,13 @@ mod tests {
         });
         assert_eq!(seen(), (vec![failing], false));
         let left = flannel_firewall::Error::Leftovers { chains: "X".into() };
-        let warning = format!("warning: rules that an earlier flannel may have left are not removed: {left}");
+        let warning = format!("warning: rules that an earlier flannel has left are not removed: {left}");
+        // An ordinary host may have other people's rules where nobody here can look.
+        let tables = "filter".into();
+        let guess = flannel_firewall::Error::Unseen { family: flannel_core::Family::V4, tables };
         status.send_modify(|status| {
             (status.in_place, status.failure) = (true, None);
-            status.leftovers = vec![left.into()];
+            status.leftovers = vec![guess.into(), left.into()];
         });
         assert_eq!(seen(), (vec![warning], true));
         for (asked, text) in [

@@ -29,7 +29,7 @@ pub(crate) async fn cleanup(client: &Client, global: &Global, flags: &CleanupFla
         let dir = &global.state_dir;
         let unknown = |error| Failure::Refused(format!("--state-dir {}: {error}", dir.display()));
         if dir.try_exists().map_err(unknown)? {
-            _alone = Some(state::lock(dir)?);
+            _alone = Some(state::lock(dir).await?);
         }
     }
     let config = match &flags.net_config_path {
@@ -61,6 +61,8 @@ pub(crate) async fn cleanup(client: &Client, global: &Global, flags: &CleanupFla
 struct Account {
     done: Vec<String>,
     failed: Vec<(String, String)>,
+    /// What nobody here can look at.
+    unknown: Vec<String>,
 }
 
 impl Account {
@@ -76,9 +78,12 @@ impl Account {
         let report =
             if dry_run { leftovers(&programs).await } else { flannel_firewall::cleanup(&programs).await };
         self.done.extend(report.found.iter().map(|there| format!("delete {}", there.object)));
-        let failed =
-            report.failed.iter().map(|error| ("delete firewall rules".to_owned(), error.to_string()));
-        self.failed.extend(failed);
+        for error in report.failed {
+            match error.is_guess() {
+                true => self.unknown.push(error.to_string()),
+                false => self.failed.push(("delete firewall rules".to_owned(), error.to_string())),
+            }
+        }
     }
 
     fn file(&mut self, path: &Path, dry_run: bool) {
@@ -98,10 +103,14 @@ impl Account {
             "dry_run": dry_run,
             "done": self.done,
             "failed": failed.collect::<Vec<_>>(),
+            "unknown": self.unknown,
         });
         let mut text: String = self.done.iter().map(|change| format!("{change}\n")).collect();
         for (change, error) in &self.failed {
             text += &format!("FAILED: {change}: {error}\n");
+        }
+        for what in &self.unknown {
+            text += &format!("not known: {what}\n");
         }
         let (verb, count) = (if dry_run { "would be made" } else { "made" }, self.done.len());
         text += &match (count, self.failed.len()) {
