@@ -10,11 +10,10 @@ use std::time::Duration;
 use crate::address::{Dual, Subnet};
 use crate::kernel::{Kernel, KernelError, Owned};
 use crate::nexthops::NexthopBlock;
+use crate::reconcile::BATCH;
 use crate::state::{Change, Key, Nexthop, Object, Route, State, Via};
 
-/// So many changes are made at once: whoever else has the kernel waits for them …
-const BATCH: usize = 128;
-/// … and takes its turn after them.
+/// Whoever else has the kernel waits for a batch, and takes its turn after it.
 const TURN: Duration = Duration::from_micros(200);
 const EBUSY: i32 = 16;
 const EINVAL: i32 = 22;
@@ -263,15 +262,15 @@ impl Cleanup {
         if dry_run {
             return self.done.extend(changes);
         }
-        for batch in changes.chunks(BATCH) {
+        for (n, batch) in changes.chunks(BATCH).enumerate() {
+            if n > 0 {
+                std::thread::sleep(TURN);
+            }
             for (change, result) in batch.iter().cloned().zip(kernel.apply(owned, batch)) {
                 match result {
                     Ok(()) => self.done.push(change),
                     Err(error) => self.failed.push((change, error)),
                 }
-            }
-            if batch.len() == BATCH {
-                std::thread::sleep(TURN);
             }
         }
     }

@@ -21,7 +21,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use self::arrive::{Coming, GROUP};
-pub(crate) use self::write::Gate;
+pub(crate) use self::write::{BATCH, Gate};
 use crate::address::Subnet;
 use crate::admit::{Changed, Delta, Peers};
 use crate::kernel::{Culprit, Kernel, KernelError, Owned};

@@ -303,8 +303,11 @@ fn dump_routes(
     // With the number of the dump, which begins anew if the table changes under way.
     let mut last = None;
     socket.dump(route::all(family), |message| {
-        let found = route::read(message).filter(|found| found.main && found.default_metric)?;
+        let found = route::read(message).filter(|found| found.main)?;
         metrics.see(&found);
+        if !found.default_metric {
+            return None;
+        }
         let this = (message.sequence, found.dst);
         let hidden = last.replace(this) == Some(this) && !found.last_resort;
         let mut unknown = None;

@@ -84,10 +84,13 @@ impl Former {
     /// Mostly it is as noted already.
     fn write(&self, networks: &[Subnet]) {
         let text: String = networks.iter().map(|network| format!("{network}\n")).collect();
-        if self.text().is_ok_and(|noted| noted == text) {
-            return;
-        }
-        if let Err(error) = state::replace(&self.record, &text) {
+        let written = match self.text() {
+            Ok(noted) if noted == text => return,
+            // What cannot be read now is not lost for that.
+            Err(error) => Err(error),
+            Ok(_) => state::replace(&self.record, &text),
+        };
+        if let Err(error) = written {
             tracing::warn!(
                 "{}: {error} (see --state-dir): after the next change of the pod network, what this one leaves on the external \
                  interface stays",
@@ -98,9 +101,9 @@ impl Former {
 
     /// Nothing if there is no record yet.
     fn text(&self) -> io::Result<String> {
-        match fs::read_to_string(&self.record) {
+        match fs::read(&self.record) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(String::new()),
-            text => text,
+            text => Ok(String::from_utf8_lossy(&text?).into_owned()),
         }
     }
 }

@@ -1,8 +1,9 @@
 //! Starting where Go flannel ran before: the routes that it left on the external interface.
 //!
 //! The one thing to know: Go flannel marks its routes as every script does, so they are taken for its own only on the
-//! first start over a subnet file that we did not write, and only once everything that the leases want is in place.
+//! first start over a subnet file that we did not write, and only once everything that the leases want is in place, or refused.
 
+use std::cell::Cell;
 use std::convert::Infallible;
 use std::fs;
 use std::io;
@@ -93,7 +94,12 @@ impl Predecessor {
 
 /// Removes the routes, but for those in whose place the kernel refused ours, and says so; false if something of them is left.
 fn remove(kernel: &dyn Kernel, owned: &Owned, lens: Dual<u8>, status: &Status) -> bool {
-    let refused = |dst: &Subnet| status.failing.get(&Key::Route(*dst)).is_some();
+    let spared = Cell::new(false);
+    let refused = |dst: &Subnet| {
+        let refused = status.failing.get(&Key::Route(*dst)).is_some();
+        spared.set(spared.get() || refused);
+        refused
+    };
     match remove_go_routes(kernel, owned, lens, refused, false) {
         Ok(report) => {
             for change in &report.done {
@@ -102,7 +108,7 @@ fn remove(kernel: &dyn Kernel, owned: &Owned, lens: Dual<u8>, status: &Status) -
             for (change, error) in &report.failed {
                 tracing::warn!("left by Go flannel, but the kernel keeps it: {}: {error}", change.object());
             }
-            report.failed.is_empty()
+            report.failed.is_empty() && !spared.get()
         }
         Err(error) => {
             tracing::warn!("what Go flannel left is not known, the kernel cannot be read: {error}");

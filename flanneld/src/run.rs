@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use flannel_core::{
-    Backend, Config, Ended, Host, Kernel, Lease, Network, NetworkHandle, Origin, Owned, SubnetManager,
-    Subnets, View,
+    Backend, Config, Ended, ExternalInterface, Host, Kernel, Lease, Network, NetworkHandle, Origin, Owned,
+    SubnetManager, Subnets, View,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_subnet::{Mark, SubnetEnv, SubnetEnvError};
@@ -37,6 +37,8 @@ use crate::wait::{Patience, hold, holding, patiently};
 
 /// Between two networks, so that what changes all the time does not keep a core busy.
 const REBUILD_PAUSE: Duration = Duration::from_millis(100);
+/// Until it is judged again whether a network could be built.
+const SECOND_THOUGHT: Duration = Duration::from_secs(10);
 /// So long the subnet file waits for firewall rules, whoever has locked them.
 const RULES: Duration = Duration::from_secs(5);
 
@@ -55,7 +57,7 @@ pub async fn run(options: &Options) -> Result<Infallible, Error> {
 /// [`run`], for one who looks on.
 pub(crate) async fn run_observed(options: &Options, observer: &Observer) -> Result<Infallible, Error> {
     // First: whoever had it may have had the sockets too.
-    let _alone = state::lock_soon(&options.state_dir).await?;
+    let _alone = state::lock(&options.state_dir).await?;
     let servers = Servers::open(&options.control, &options.subnet_file).await?;
     tokio::select! {
         ended = run_networks(options, observer) => ended,
@@ -98,7 +100,7 @@ async fn follow_store(
     let mut held: Option<Lease> = None;
     let mut has_run = false;
     // What the last network was built from.
-    let mut last: Option<Config> = None;
+    let mut last: Option<(Config, ExternalInterface)> = None;
     loop {
         let start = async || {
             let started = start(options, kernel, store, state::identity(mark), last.as_ref()).await;
@@ -113,7 +115,7 @@ async fn follow_store(
         };
         let ready = holding(subnets, held.as_ref(), build).await?;
         has_run = true;
-        last = Some(ready.config.clone());
+        last = Some((ready.config.clone(), ready.chosen.iface.clone()));
         held = (!ready.lapsed).then(|| ready.network.handle().lease);
         let reason = run_network(options, subnets, ready, predecessor, observer).await?;
         tracing::info!("building the network anew: {reason}");
@@ -169,8 +171,9 @@ async fn start(
     kernel: &Arc<NetlinkKernel>,
     store: &Store,
     identity: String,
-    last: Option<&Config>,
+    last: Option<&(Config, ExternalInterface)>,
 ) -> Result<Ready, Error> {
+    let (last, used) = last.map(|(config, iface)| (config, iface.clone())).unzip();
     let subnets = &store.subnets;
     let stored = stored(&**subnets, last).await?;
     let cached = subnets.store_status().confirmed.is_none();
@@ -178,7 +181,7 @@ async fn start(
     let views = subnets.watch_leases().await?;
     // Before anything that may end this start, and the next one, and the next.
     store.begin(stands(Arc::clone(kernel) as Arc<dyn Kernel>, backends::footprint(&stored))).await?;
-    let site = Site::new(kernel, options, &hints, views.clone());
+    let site = Site::new(kernel, options, &hints, views.clone(), used);
     let (config, chosen) = site.usable(stored, last).await?;
     let backend = backends::find(&config.backend.kind)?;
     let lapsed = hints.lapsed.is_some();
@@ -207,6 +210,7 @@ async fn start(
         iface.mtu
     );
     let first = last.is_none();
+    let site = site.using(&chosen.iface);
     Ok(Ready { config, backend, network, views, lapsed, cached, first, chosen, site })
 }
 
@@ -255,9 +259,15 @@ async fn run_network(
         options.firewall.keep(&config, &own, first, (settled, book)).await
     };
     let looks = look_around(observer, rules.clone(), lapsed);
+    let judge = async |to: &Config| site.judge(to, Some(&config)).await.map(drop);
+    // What the next network would be built from may be another config, which waits for nothing else.
+    let judge_anew = async || {
+        let next = stored(subnets, Some(&config)).await?;
+        site.usable(next, Some(&config)).await.map(drop)
+    };
     let hold = async {
         if lapsed {
-            return until_live(subnets, own, views.clone()).await;
+            return until_live(subnets, own, views.clone(), &judge_anew).await;
         }
         publish(options, &config, &handle, rules, (predecessor, observer)).await?;
         tracing::info!(
@@ -265,12 +275,6 @@ async fn run_network(
             subnet_file = %options.subnet_file.display(), "running"
         );
         hold(subnets, &handle.lease).await
-    };
-    let judge = async |to: &Config| site.judge(to, Some(&config)).await.map(drop);
-    // What the next network would be built from may be another config, which waits for nothing else.
-    let judge_anew = async || {
-        let next = stored(subnets, Some(&config)).await?;
-        site.usable(next, Some(&config)).await.map(drop)
     };
     let uplink = chosen.iface.name;
     let (kernel, owned) = (chosen.kernel.clone(), backend.owned(uplink, &config)?);
@@ -284,7 +288,7 @@ async fn run_network(
         },
         reason = hold => reason,
         reason = changed_config::to_apply(subnets, (&config, cached), &judge, observer) => reason,
-        reason = chosen.changed(&config, judge_anew, observer) => Ok(reason),
+        reason = chosen.changed(&config, &judge_anew, observer) => Ok(reason),
         never = firewall => match never? {},
         never = log_status(handle.status.clone()) => match never {},
         never = observer.follow(views.clone()) => match never {},
@@ -293,11 +297,13 @@ async fn run_network(
     }
 }
 
-/// Without a lease of its own a network lasts until the store can be asked for one: the reason.
+/// Without a lease of its own a network lasts until the store can be asked for one, and the next network can be built: the
+/// reason.
 async fn until_live(
     subnets: &dyn SubnetManager,
     own: Subnets,
     mut views: watch::Receiver<View>,
+    judge: impl AsyncFn() -> Result<(), Error>,
 ) -> Result<String, Error> {
     tracing::warn!(
         lease = %own,
@@ -307,6 +313,15 @@ async fn until_live(
     if views.wait_for(|view| matches!(view.origin, Origin::Live { .. })).await.is_err() {
         // Nobody follows the store any more, which the network itself tells.
         std::future::pending::<()>().await;
+    }
+    let mut said = false;
+    while let Err(error) = judge().await {
+        if !std::mem::replace(&mut said, true) {
+            tracing::warn!(
+                "the store answers, but no lease is asked for, since no network could be built: {error}"
+            );
+        }
+        tokio::time::sleep(SECOND_THOUGHT).await;
     }
     Ok("the store answers, and can be asked for a lease".to_owned())
 }

@@ -5,9 +5,9 @@
 
 use std::sync::Arc;
 
-use flannel_core::{Config, Dual, Hints, Origin, View, holder};
+use flannel_core::{Config, Dual, ExternalInterface, Hints, Origin, View, holder};
 use flannel_netlink::NetlinkKernel;
-use flannel_netlink::iface::Selectors;
+use flannel_netlink::iface::{Selectors, worse};
 use tokio::sync::watch;
 
 use crate::backends;
@@ -23,6 +23,8 @@ pub(crate) struct Site {
     selectors: Selectors,
     firewall: FirewallFlags,
     views: watch::Receiver<View>,
+    /// The interface of the network that runs, or ran last.
+    used: Option<ExternalInterface>,
 }
 
 impl Site {
@@ -31,6 +33,7 @@ impl Site {
         options: &Options,
         hints: &Hints,
         views: watch::Receiver<View>,
+        used: Option<ExternalInterface>,
     ) -> Self {
         let (prescribed, given) = (hints.public, options.public());
         let selectors = Selectors {
@@ -39,7 +42,12 @@ impl Site {
             can_reach: options.iface_can_reach,
             public: Dual::from_fn(|family| prescribed[family].or(given[family])),
         };
-        Self { kernel: Arc::clone(kernel), selectors, firewall: options.firewall.clone(), views }
+        Self { kernel: Arc::clone(kernel), selectors, firewall: options.firewall.clone(), views, used }
+    }
+
+    /// With a network that has this interface.
+    pub(crate) fn using(self, iface: &ExternalInterface) -> Self {
+        Self { used: Some(iface.clone()), ..self }
     }
 
     /// The interface by which a network can be built from `config`, in place of one that was built from `used`.
@@ -49,6 +57,9 @@ impl Site {
     pub(crate) async fn judge(&self, config: &Config, used: Option<&Config>) -> Result<Chosen, Error> {
         let backend = backends::find(&config.backend.kind)?;
         let chosen = Chosen::choose(&self.kernel, self.selectors.clone(), config).await?;
+        if let Some(reason) = self.used.as_ref().and_then(|used| worse(used, &chosen.iface)) {
+            return Err(Error::UnfitInterface { name: chosen.iface.name, reason });
+        }
         backend.check(config, Some(&chosen.iface))?;
         if !config.backend.explicit {
             refuse_implicit_udp(self.views.clone()).await?;

@@ -55,42 +55,37 @@ pub(crate) struct Lock {
     _file: Flock<fs::File>,
 }
 
-/// Takes the state directory for one daemon, or for cleaning up after it.
+/// Takes the state directory for one daemon, or for cleaning up after it. Waits a little: a process that a killed daemon was
+/// about to start holds all that the daemon held, until it is a program of its own.
 ///
 /// # Errors
 /// Somebody else has it, or the file `lock` in it cannot be had.
-pub(crate) fn lock(dir: &Path) -> Result<Lock, Error> {
-    try_lock(dir)?
-}
-
-/// The same, waiting a little: a process that a killed daemon was about to start holds all that the daemon held, until it is a
-/// program of its own.
-///
-/// # Errors
-/// As [`lock`].
-pub(crate) async fn lock_soon(dir: &Path) -> Result<Lock, Error> {
+pub(crate) async fn lock(dir: &Path) -> Result<Lock, Error> {
+    let path = dir.join("lock");
     let end = Instant::now() + SOON;
     loop {
-        match try_lock(dir)? {
-            Err(_) if Instant::now() < end => sleep(AGAIN).await,
-            outcome => return outcome,
+        match try_lock(&path)? {
+            Some(lock) => return Ok(lock),
+            None if Instant::now() < end => sleep(AGAIN).await,
+            None => {
+                let reason = "another flanneld is running and holds this lock: stop it first, or name another --state-dir";
+                return Err(Error::File { path, reason: reason.to_owned() });
+            }
         }
     }
 }
 
-/// The inner error: somebody else has it.
-fn try_lock(dir: &Path) -> Result<Result<Lock, Error>, Error> {
-    let path = dir.join("lock");
-    let failed = |reason: String| Error::File { path: path.clone(), reason };
-    let see = |error: io::Error| failed(format!("{error} (see --state-dir)"));
-    fs::create_dir_all(dir).map_err(see)?;
-    let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(&path).map_err(see)?;
+/// `None`: somebody else has it.
+fn try_lock(path: &Path) -> Result<Option<Lock>, Error> {
+    let see = |error: io::Error| Error::File {
+        path: path.to_owned(),
+        reason: format!("{error} (see --state-dir)"),
+    };
+    path.parent().map_or(Ok(()), fs::create_dir_all).map_err(see)?;
+    let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(path).map_err(see)?;
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-        Ok(file) => Ok(Ok(Lock { _file: file })),
-        Err((_, Errno::EWOULDBLOCK)) => Ok(Err(failed(
-            "another flanneld is running and holds this lock: stop it first, or name another --state-dir"
-                .to_owned(),
-        ))),
+        Ok(file) => Ok(Some(Lock { _file: file })),
+        Err((_, Errno::EWOULDBLOCK)) => Ok(None),
         Err((_, errno)) => Err(see(errno.into())),
     }
 }
@@ -106,28 +101,28 @@ pub(crate) fn identity(mark: Mark) -> String {
 mod tests {
     use super::*;
 
-    #[test]
-    fn one_at_a_time_has_the_state_directory() {
+    #[tokio::test(start_paused = true)]
+    async fn one_at_a_time_has_the_state_directory() {
         let dir = tempfile::tempdir().unwrap();
         let state = dir.path().join("new");
-        let first = lock(&state).unwrap();
-        let error = lock(&state).unwrap_err().to_string();
+        let first = lock(&state).await.unwrap();
+        let error = lock(&state).await.unwrap_err().to_string();
         assert!(error.contains("new/lock: another flanneld is running"), "{error}");
         drop(first);
-        lock(&state).unwrap();
+        lock(&state).await.unwrap();
     }
 
     #[tokio::test(start_paused = true)]
     async fn what_is_let_go_soon_is_waited_for() {
         let dir = tempfile::tempdir().unwrap();
-        let first = lock(dir.path()).unwrap();
+        let first = lock(dir.path()).await.unwrap();
         let let_go = async move {
             sleep(SOON / 2).await;
             drop(first);
         };
-        let (second, ()) = tokio::join!(lock_soon(dir.path()), let_go);
+        let (second, ()) = tokio::join!(lock(dir.path()), let_go);
         let (_second, before) = (second.unwrap(), Instant::now());
-        assert!(lock_soon(dir.path()).await.is_err() && before.elapsed() >= SOON);
+        assert!(lock(dir.path()).await.is_err() && before.elapsed() >= SOON);
     }
 
     #[test]

@@ -936,7 +936,7 @@ const UNFIT: [Unfit; 4] = [
         backend: "\"vxlan\"",
         args: &[],
         spoil: &["-6 address del 2001:db8::1/64 dev eth0"],
-        why: "eth0 has the IPv6 address fe80:",
+        why: "eth0 has only the link-local IPv6 address fe80:",
         restore: "-6 address add 2001:db8::1/64 dev eth0 nodad",
     },
     Unfit {
@@ -1020,8 +1020,14 @@ fn an_ipv4_link_local_address_is_published_only_while_there_never_was_another() 
         until("192.0.2.1");
 
         ip("address del 192.0.2.1/24 dev eth0");
-        daemon
-            .wait_for_log("eth0 has the IPv4 address 169.254.3.4 now, not 192.0.2.1, and that is link-local");
+        daemon.wait_for_log(
+            "everything stays as it is: eth0 has only the link-local IPv4 address 169.254.3.4 now",
+        );
+        assert!(published().contains("192.0.2.1"), "{}", published());
+        // Nor is it when something else would have the network built anew.
+        let other = CONFIG.replace("\"vxlan\"", "\"vxlan\",\"MTU\":1400");
+        fs::write(place.registry().join("config"), other).unwrap();
+        daemon.wait_for_log("cannot be used and is not: external interface eth0: eth0 has only");
         assert!(published().contains("192.0.2.1"), "{}", published());
         ip("address add 192.0.2.9/24 dev eth0");
         until("192.0.2.9");

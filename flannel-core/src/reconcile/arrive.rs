@@ -5,7 +5,6 @@
 //! came of the last.
 
 use std::collections::VecDeque;
-use std::iter::successors;
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -120,9 +119,12 @@ impl Reconciler {
         }
         let owned = self.owned.clone();
         let alone = self.fresh.len() + self.coming.len() <= GROUP;
-        let mut sizes =
-            successors(Some(if alone { GROUP } else { FIRST }), |size| Some((2 * size).min(GROUP)));
-        let mut next_group = move |this: &mut Self| this.next_group(kernel, sizes.next().unwrap_or(GROUP));
+        let mut size = if alone { GROUP } else { FIRST };
+        let mut next_group = move |this: &mut Self| {
+            let group = this.next_group(kernel, size);
+            size = (2 * size).min(GROUP);
+            group
+        };
         let Some(first) = next_group(self) else { return Ok(()) };
         if alone {
             return self.note(first.write(kernel, &owned, gate));

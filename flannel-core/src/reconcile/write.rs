@@ -10,9 +10,9 @@ use super::{Cause, Failed, Reconciler, Unread};
 use crate::kernel::{Kernel, KernelError};
 use crate::state::{Change, Key, Object};
 
-/// How many changes are handed to the kernel at once: a stop waits for them. Mostly it takes a millisecond; among thousands of routes
-/// without nexthop objects, or where nexthop objects go, a hundred.
-pub(super) const BATCH: usize = 128;
+/// How many changes are handed to the kernel at once, but for those of [new peers](super::arrive::GROUP): a stop waits for them.
+/// Mostly it takes a millisecond; among thousands of routes without nexthop objects, or where nexthop objects go, a hundred.
+pub(crate) const BATCH: usize = 128;
 
 /// Lets batches through until it is closed; closing waits for the batch in hand.
 #[derive(Debug, Default)]

@@ -127,7 +127,7 @@ struct Looker {
     chosen: ExternalInterface,
     selectors: Selectors,
     families: Vec<Family>,
-    /// That of the chosen interface; `None` if it was not what it was chosen with, when last looked at.
+    /// That of the chosen interface; `None` if it was not what it was chosen with, or had something better, when last looked at.
     index: Option<u32>,
 }
 
@@ -135,9 +135,11 @@ impl Looker {
     /// The interface is what it was when it was chosen, and nothing about it is better by now.
     fn look(&mut self) -> Result<bool, KernelError> {
         let found = interface(&mut self.socket, self.chosen.name)?;
-        let kept = found.filter(|(_, interface)| is_kept(&self.chosen, interface));
-        self.index = kept.as_ref().map(|(index, _)| *index);
-        Ok(kept.is_some_and(|(_, interface)| !has_better(&self.chosen, &interface)))
+        let stands = |(_, interface): &(u32, Interface)| {
+            is_kept(&self.chosen, interface) && !has_better(&self.chosen, interface)
+        };
+        self.index = found.filter(stands).map(|(index, _)| index);
+        Ok(self.index.is_some())
     }
 
     /// How the interface stands beside the one that would be chosen now.
@@ -156,10 +158,10 @@ impl Looker {
         };
         Ok(match difference(&self.chosen, &now) {
             None => Standing::Kept,
-            Some(difference) if is_worse(&self.chosen, &now) => {
-                Standing::Lost(format!("{difference}, and that is link-local"))
-            }
-            Some(difference) => Standing::Other { now: Box::new(now), difference },
+            Some(difference) => match worse(&self.chosen, &now) {
+                Some(why) => Standing::Lost(why),
+                None => Standing::Other { now: Box::new(now), difference },
+            },
         })
     }
 
@@ -207,10 +209,12 @@ fn has_better(chosen: &ExternalInterface, interface: &Interface) -> bool {
     chosen.address.iter().any(|(family, address)| is_link_local(*address) && better(family))
 }
 
-/// A link-local address would take the place of another.
-fn is_worse(chosen: &ExternalInterface, now: &ExternalInterface) -> bool {
+/// Why `now` is no choice in place of `chosen`, as a sentence without a full stop: a link-local address would take the place of another. `None` if none would.
+pub fn worse(chosen: &ExternalInterface, now: &ExternalInterface) -> Option<String> {
     let was = |family: Family| chosen.address[family].is_some_and(is_link_local);
-    now.address.iter().any(|(family, address)| is_link_local(*address) && !was(family))
+    let (family, address) =
+        now.address.iter().find(|(family, address)| is_link_local(**address) && !was(*family))?;
+    Some(format!("{} has only the link-local {family} address {address} now", now.name))
 }
 
 /// What is different, if anything is.
