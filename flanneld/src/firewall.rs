@@ -50,7 +50,7 @@ pub struct FirewallFlags {
         default_value_t = true, value_parser = go_bool, action = clap::ArgAction::Set)]
     pub iptables_forward_rules: bool,
 
-    /// The last was given, and is not the default.
+    /// The last was given by name, on the command line or in the environment, whatever its value.
     #[arg(skip)]
     pub(crate) forward_rules_given: bool,
 
@@ -98,8 +98,8 @@ impl FirewallFlags {
     /// In the mode that the network config asks for; rules of the other mode go.
     ///
     /// # Errors
-    /// Masquerading is asked for and there is nothing to do it with, in the daemon's first network. Later, and without
-    /// forward rules alone, life goes on, and it is tried again every `--iptables-resync` seconds.
+    /// Masquerading is asked for and there is nothing to do it with, in the daemon's first network. Later, or
+    /// where only forward rules are wanted, life goes on, and it is tried again every `--iptables-resync` seconds.
     ///
     /// # Cancel safety
     /// Dropping the future leaves the rules in place.
