@@ -4,7 +4,7 @@
 //!
 //! **Source**: cni-plugin `flannel.go: saveScratchNetConf, consumeScratchNetConf`.
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::{self, DirBuilder, DirEntry, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -107,12 +107,14 @@ impl State {
     /// Gives the state at `path` the Go plugin's name, too, if nothing has it.
     fn link(&self, path: &Path) {
         match fs::hard_link(path, self.go_path()) {
-            Err(error) if error.kind() != ErrorKind::AlreadyExists => {
-                let why = "the Go plugin would not find this state";
-                let _ = writeln!(io::stderr(), "flannel: {}: {error}: {why}", self.go_path().display());
-            }
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => self.not_linked(&error),
             _ => {}
         }
+    }
+
+    fn not_linked(&self, error: &dyn std::fmt::Display) {
+        let why = "the Go plugin would not find this state";
+        let _ = writeln!(io::stderr(), "flannel: {}: {error}: {why}", self.go_path().display());
     }
 
     fn write(&self, conf: &[u8], path: &Path) -> io::Result<()> {
@@ -146,11 +148,13 @@ impl State {
         }
         remove(&own)?;
         if linked {
-            let others = list(&self.dir)?.states.into_iter();
-            if let Some(path) =
-                others.filter(|other| other.container == self.container).map(|other| other.path()).min()
-            {
-                self.link(&path);
+            match list(&self.dir) {
+                Ok(listing) => {
+                    let others = listing.states.iter().filter(|other| other.container == self.container);
+                    others.map(Self::path).min().iter().for_each(|path| self.link(path));
+                }
+                // It is forgotten all the same.
+                Err(error) => self.not_linked(&error),
             }
         }
         Ok(())
@@ -180,25 +184,29 @@ impl GoState {
 /// # Errors
 /// [`Code::IO`].
 pub(crate) fn list(dir: &Path) -> Result<Listing> {
+    let failed = |error: io::Error| failed("read", dir, &error);
+    let entries = absent_is_none(fs::read_dir(dir)).map_err(failed)?;
+    listing_of(dir, entries.into_iter().flatten()).map_err(failed)
+}
+
+fn listing_of(dir: &Path, entries: impl Iterator<Item = io::Result<DirEntry>>) -> io::Result<Listing> {
     let mut listing = Listing::default();
-    let mut read = || {
-        for entry in fs::read_dir(dir)? {
-            let entry = entry?;
-            let Ok(name) = entry.file_name().into_string() else { continue };
-            if name.starts_with('.') || !entry.file_type()?.is_file() {
-                continue;
-            }
-            match name.split_once(':') {
-                Some((container, ifname)) => listing.states.push(State::new(dir, container, ifname)),
-                None if entry.metadata()?.nlink() == 1 => {
-                    listing.of_go.push(GoState { container: name, path: entry.path() });
-                }
-                None => {}
-            }
+    for entry in entries {
+        let entry = entry?;
+        let Ok(name) = entry.file_name().into_string() else { continue };
+        // One that has gone meanwhile is none.
+        let Some(file) = absent_is_none(entry.metadata())? else { continue };
+        if name.starts_with('.') || !file.is_file() {
+            continue;
         }
-        Ok(())
-    };
-    absent_is_none(read()).map_err(|error| failed("read", dir, &error))?;
+        match name.split_once(':') {
+            Some((container, ifname)) => listing.states.push(State::new(dir, container, ifname)),
+            None if file.nlink() == 1 => {
+                listing.of_go.push(GoState { container: name, path: entry.path() });
+            }
+            None => {}
+        }
+    }
     Ok(listing)
 }
 
@@ -293,6 +301,22 @@ mod tests {
         let listing = list(dir.path()).unwrap();
         assert_eq!(listing.states, [State::new(dir.path(), "c1", "eth0")]);
         assert_eq!(listing.of_go, [GoState { container: "c2".into(), path: dir.path().join("c2") }]);
+    }
+
+    #[test]
+    fn what_goes_while_it_is_listed_hides_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        ["c1", "c2", "c3"].iter().for_each(|name| fs::write(dir.path().join(name), "go's").unwrap());
+        let mut first = None;
+        let entries = fs::read_dir(dir.path()).unwrap().inspect(|entry| {
+            // Another call of the plugin.
+            let path = entry.as_ref().unwrap().path();
+            if first.is_none() {
+                fs::remove_file(&path).unwrap();
+                first = Some(path);
+            }
+        });
+        assert_eq!(listing_of(dir.path(), entries).unwrap().of_go.len(), 2);
     }
 
     #[test]

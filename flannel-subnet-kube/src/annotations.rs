@@ -232,11 +232,13 @@ fn parse(text: &str, family: Family) -> Option<std::net::IpAddr> {
     text.parse().ok().filter(|address| Family::of(*address) == family)
 }
 
-/// What is wrong with the addresses that are to be published instead of the node's own.
-pub(crate) fn wrong_overwrites(values: &Values, prefix: &Prefix) -> impl Iterator<Item = String> {
-    Family::BOTH
-        .into_iter()
-        .filter_map(|family| address(values, names(family).overwrite, family, prefix).err())
+/// What is wrong with the addresses of these families that are to be published instead of the node's own.
+pub(crate) fn wrong_overwrites(
+    values: &Values,
+    families: &[Family],
+    prefix: &Prefix,
+) -> impl Iterator<Item = String> {
+    families.iter().filter_map(|family| address(values, names(*family).overwrite, *family, prefix).err())
 }
 
 /// For an error message.

@@ -11,10 +11,10 @@ use flannel_core::{Error, Revision, StoreStatus};
 use http::{Method, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming as Body;
+use serde::Deserialize;
 use tokio::time::{sleep, timeout};
 
 use crate::connect::{Cause, Connection, Source, Unsent};
-use crate::node::Wire;
 
 /// So long may the head of an answer take, and each part of its body.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
@@ -38,11 +38,11 @@ pub(crate) enum Failure {
     Refused(String),
     /// People must help: this account may not do that.
     Forbidden(String),
-    /// The server answers, but with an error that names no way out: try again.
+    /// Somebody answers, but with an error that names no way out: try again.
     Erred(String),
-    /// The server is not done in time (504), or does not know the version that was asked for yet: try again.
+    /// The server itself, and nobody who stands before it, cannot serve this, perhaps for the version that was asked for (400, 500, 504): try again.
     Late(String),
-    /// An answer that was begun goes on no more.
+    /// There is no answer, or no more of one, for so long.
     Silent(Duration),
     /// Anything else: try again.
     Failed(String),
@@ -52,7 +52,7 @@ impl std::fmt::Display for Failure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Gone => f.write_str("the version asked for is too old (410)"),
-            Self::Silent(patience) => write!(f, "nothing more came for {} s", patience.as_secs()),
+            Self::Silent(patience) => write!(f, "nothing came for {} s", patience.as_secs()),
             Self::NotFound(reason)
             | Self::Refused(reason)
             | Self::Forbidden(reason)
@@ -225,7 +225,7 @@ impl Api {
         let body = Bytes::from(call.patch.clone().unwrap_or_default());
         let request = request.body(Full::new(body)).map_err(|error| Failure::Failed(error.to_string()))?;
         let answer = match timeout(PATIENCE, connection.send(request)).await {
-            Err(_) => return Err(Failure::Failed(format!("no answer within {} s", PATIENCE.as_secs()))),
+            Err(_) => return Err(Failure::Silent(PATIENCE)),
             Ok(Err(unsent)) => return Err(unreachable(unsent)),
             Ok(Ok(answer)) => answer,
         };
@@ -281,14 +281,24 @@ fn unreachable(Unsent { reason, cause }: Unsent) -> Failure {
     }
 }
 
+/// What the server itself says instead of what was asked for.
+#[derive(Deserialize)]
+struct Status {
+    #[serde(default)]
+    kind: String,
+    #[serde(default)]
+    message: String,
+}
+
 async fn refusal(call: &Call, answer: Response<Body>) -> Failure {
     let status = answer.status();
     let seconds =
         answer.headers().get(header::RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse().ok());
     let after = seconds.map(Duration::from_secs);
     let bytes = read(answer, REFUSAL).await.unwrap_or_default();
-    let said = serde_json::from_slice::<Wire<'_>>(&bytes).map(|status| status.message.into_owned());
-    let said = said.unwrap_or_else(|_| String::from_utf8_lossy(&bytes).trim().to_owned());
+    let said = serde_json::from_slice::<Status>(&bytes).ok();
+    let own = said.as_ref().is_some_and(|said| said.kind == "Status");
+    let said = said.map_or_else(|| String::from_utf8_lossy(&bytes).trim().to_owned(), |said| said.message);
     let Call { verb, resource, .. } = call;
     match status {
         StatusCode::GONE => Failure::Gone,
@@ -305,7 +315,9 @@ async fn refusal(call: &Call, answer: Response<Body>) -> Failure {
         StatusCode::FORBIDDEN => Failure::Forbidden(format!(
             "forbidden: this node's account needs the verb {verb:?} on the resource {resource:?} (403, {said})"
         )),
-        StatusCode::GATEWAY_TIMEOUT => Failure::Late(format!("{status}: {said}")),
+        StatusCode::BAD_REQUEST | StatusCode::INTERNAL_SERVER_ERROR | StatusCode::GATEWAY_TIMEOUT if own => {
+            Failure::Late(format!("{status}: {said}"))
+        }
         status => Failure::Erred(format!("{status}: {said}")),
     }
 }

@@ -22,13 +22,15 @@ use crate::split::Splitter;
 
 /// So many nodes are asked for at once.
 const PAGE: u32 = 500;
-/// A watch that is silent for so long is begun anew, and nodes are listed if that one is silent, too. API servers send a bookmark every minute.
+/// A watch that is silent for so long is begun anew, and nodes are listed if that one is silent, too. API servers send a bookmark every
+/// minute, but perhaps none while nothing happens in the cluster: silence alone says nothing of their store.
 const SILENCE: Duration = Duration::from_secs(90);
 /// How long the server is asked to go on, in seconds: at random, so that nodes do not come back together.
 const WATCH: std::ops::Range<u32> = 300..600;
 /// After so many errors of the server in a row the version is not asked for again: it may be one that there never was.
 const ERRORS: u32 = 3;
-/// A server's cache that is late for longer is not waited for: the list comes from the server's store.
+/// A server's cache that is late for longer is not waited for: the list comes from the server's store. Only what the server itself says
+/// counts, and only if nothing else comes between: after an outage all nodes are back at once.
 const LATE: Duration = Duration::from_secs(10);
 /// A watch that ends sooner and brings nothing was of no use.
 const BRIEF: Duration = Duration::from_secs(1);
@@ -82,8 +84,8 @@ struct Following {
     api: Arc<Api>,
     terms: Terms,
     nodes: Nodes,
-    /// Since when the server is asked in vain for a list that its cache may answer.
-    late: Option<Instant>,
+    /// The first and the last time in a row that the server had no list which its cache may answer.
+    late: Option<(Instant, Instant)>,
     own: String,
     views: watch::Sender<View>,
     own_node: watch::Sender<Own>,
@@ -95,8 +97,6 @@ enum Least {
     Own,
     /// No older than this version.
     Version(String),
-    /// The latest, from the server's store.
-    Latest,
 }
 
 /// How a watch ended.
@@ -141,23 +141,22 @@ impl Following {
         let (mut errors, mut silent) = (0, false);
         loop {
             let (begin, from) = (Instant::now(), version.clone());
-            match self.watch(&mut version).await {
+            match self.watch(&mut version, lost).await {
                 Ok(Watched::Gone) => {
                     tracing::debug!(store = self.api.name(), "changes were missed, listing again");
                     sleep(pause.next()).await;
                     return Least::Version(version);
                 }
                 Ok(Watched::Silent { useful }) => {
-                    // Mostly it is the connection that is dead. A cache that stands still answers, and says so little.
+                    // Mostly it is the connection that is dead. A list tells a server that lives from one that does not.
                     if silent && !useful {
-                        return Least::Latest;
+                        return Least::Version(version);
                     }
                     (silent, errors) = (true, 0);
                     pause.reset();
                     sleep(pause.next()).await;
                 }
                 Ok(Watched::Cut { useful }) => {
-                    lost.found(self);
                     (silent, errors) = (silent && !useful, 0);
                     if useful || begin.elapsed() > BRIEF {
                         pause.reset();
@@ -185,7 +184,9 @@ impl Following {
 
     /// Lists all nodes: the version of the list. It may come from the server's cache, if that is not late, or not for long.
     async fn list(&mut self, least: &Least) -> Result<String, Failure> {
-        let waits = self.late.is_none_or(|since| since.elapsed() < LATE);
+        let waits = self.late.is_none_or(|(first, last)| last - first < LATE);
+        // Whatever else comes of this list, the next one waits again.
+        let late = self.late.take();
         let least = match least {
             Least::Own if waits => self.own_version().await?,
             Least::Version(version) if waits => Some(version.clone()),
@@ -205,14 +206,14 @@ impl Following {
             let path = format!("/api/v1/nodes?{query}");
             let call = Call { verb: "list", resource: "nodes", path, patch: None };
             let answer = self.api.send(&call).await;
-            // The version may be one that there never was.
-            if least.is_some() && matches!(answer, Err(Failure::Late(_) | Failure::Erred(_))) {
-                self.late.get_or_insert_with(Instant::now);
+            // The version may be one that there never was. Older servers do not answer while their cache is not ready.
+            if least.is_some() && matches!(answer, Err(Failure::Late(_) | Failure::Silent(_))) {
+                let now = Instant::now();
+                self.late = Some((late.map_or(now, |(first, _)| first), now));
             }
             let body = answer?.into_body();
             let page = self.page(body, &mut own).await?;
             if page.next.is_empty() {
-                self.late = None;
                 self.nodes.complete();
                 self.own_node.send_if_modified(|now| std::mem::replace(now, own.clone()) != own);
                 let revision = Revision(page.resource_version.parse().unwrap_or_default());
@@ -261,7 +262,7 @@ impl Following {
     }
 
     /// Watches from a version on, which it moves.
-    async fn watch(&mut self, version: &mut String) -> Result<Watched, Failure> {
+    async fn watch(&mut self, version: &mut String, lost: &mut Lost) -> Result<Watched, Failure> {
         let path = format!(
             "/api/v1/nodes?watch=true&allowWatchBookmarks=true&timeoutSeconds={}&resourceVersion={}",
             fastrand::u32(WATCH),
@@ -270,6 +271,7 @@ impl Following {
         let call = Call { verb: "watch", resource: "nodes", path, patch: None };
         let mut body = self.api.send(&call).await?.into_body();
         self.api.confirm(None);
+        lost.found(self);
         let (mut held, mut useful) = (Vec::new(), false);
         loop {
             let bytes = match part(&mut body, SILENCE).await {
@@ -394,7 +396,7 @@ impl Following {
         });
         let mut wrong = self.nodes.wrong();
         if let Own::Here(node) = &*self.own_node.borrow() {
-            let overwrites = wrong_overwrites(&node.values, &self.terms.prefix);
+            let overwrites = wrong_overwrites(&node.values, &self.terms.families, &self.terms.prefix);
             wrong.extend(
                 overwrites.map(|why| (format!("node {}", node.name), format!("{why}; it is not used"))),
             );

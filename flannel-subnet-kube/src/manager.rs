@@ -210,7 +210,8 @@ impl KubeManager {
         let (node, read) = self.own_node().await?;
         let prescribed = self.prescribed(&node)?;
         let subnets = self.subnets_of(&node, &config)?;
-        self.check_overwrites(&node)?;
+        let families: Vec<Family> = config.networks.families().collect();
+        self.check_overwrites(&node, &families)?;
         let written = self.annotate(&node, attrs).await?;
         let lease = self.lease_of(&node, subnets, attrs, written.unwrap_or(read));
         Ok(Held { lease, config, prescribed })
@@ -307,7 +308,7 @@ impl SubnetManager for KubeManager {
         if now != Some(held.subnets) {
             return Err(Error::Conflict { subnets: held.subnets });
         }
-        self.check_overwrites(&node)?;
+        self.check_overwrites(&node, &families)?;
         let written = self.annotate(&node, attrs).await?;
         Ok(self.lease_of(&node, held.subnets, attrs, written.unwrap_or(read)))
     }

@@ -219,7 +219,7 @@ impl Node {
     }
 
     /// Flannel runs on it.
-    fn is_managed(&self) -> bool {
+    pub(crate) fn is_managed(&self) -> bool {
         self.values.get(MANAGED).is_some_and(|value| &**value == "true")
     }
 

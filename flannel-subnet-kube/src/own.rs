@@ -126,12 +126,12 @@ impl KubeManager {
         Ok(Dual { v4: given(Family::V4)?, v6: given(Family::V6)? })
     }
 
-    /// What is to be published instead of this node's own addresses can be. Who has published nothing yet waits for that; who has
-    /// goes on with the own ones.
-    pub(crate) fn check_overwrites(&self, node: &Node) -> Result<()> {
-        match wrong_overwrites(&node.values, &self.options.prefix).next() {
-            Some(wrong) => Err(self.not_ready(format!("node {}: {wrong}", node.name))),
-            None => Ok(()),
+    /// What is to be published instead of this node's own addresses can be. A node of which nothing was published yet waits for that;
+    /// one of which something was goes on with the own ones, whoever published it.
+    pub(crate) fn check_overwrites(&self, node: &Node, families: &[Family]) -> Result<()> {
+        match wrong_overwrites(&node.values, families, &self.options.prefix).next() {
+            Some(wrong) if !node.is_managed() => Err(self.not_ready(format!("node {}: {wrong}", node.name))),
+            _ => Ok(()),
         }
     }
 

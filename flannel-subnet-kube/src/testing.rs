@@ -67,6 +67,10 @@ pub(crate) struct Faults {
     pub(crate) cut_lists: u32,
     /// No list comes from the cache, which is never as new as is asked for.
     pub(crate) no_cache: bool,
+    /// Lists that may come from the cache are never answered.
+    pub(crate) cache_blocks: bool,
+    /// What stands before the server answers with this status.
+    pub(crate) proxy: Option<u16>,
     /// Verbs and resources that the account may not use.
     pub(crate) forbidden: BTreeSet<(String, String)>,
     /// The only token that is accepted.
@@ -266,6 +270,16 @@ impl ApiServer {
     /// Lists that the server's cache may answer are refused (504) from now on, or no longer, as if it came to no version that is asked for.
     pub fn fail_cached_lists(&self, fail: bool) {
         lock(&self.shared.faults).no_cache = fail;
+    }
+
+    /// Lists that the server's cache may answer are not answered at all from now on, or no longer, as if it were not ready.
+    pub fn block_cached_lists(&self, block: bool) {
+        lock(&self.shared.faults).cache_blocks = block;
+    }
+
+    /// A load balancer before the server answers in its place from now on, with this status and a page of its own; `None`: no longer.
+    pub fn stand_before(&self, status: Option<u16>) {
+        lock(&self.shared.faults).proxy = status;
     }
 
     /// The account may not use this verb on this resource.

@@ -41,7 +41,10 @@ pub(crate) async fn answer(
         (&Method::GET, ["api", "v1", "nodes"]) if query.contains_key("watch") => {
             watch(&shared, signals, &query)
         }
-        (&Method::GET, ["api", "v1", "nodes"]) => list(&shared, &query),
+        (&Method::GET, ["api", "v1", "nodes"]) => {
+            let blocks = lock(&shared.faults).cache_blocks && query.contains_key("resourceVersion");
+            if blocks { std::future::pending().await } else { list(&shared, &query) }
+        }
         (&Method::GET, ["api", "v1", "nodes", name]) => {
             let node = lock(&shared.store).node(name);
             node.map_or_else(|| missing("nodes", name), |node| ok(&node))
@@ -78,6 +81,10 @@ fn refuse(shared: &Shared, client: &[CertificateDer<'_>], request: &Request<Inco
         if given != Some(&format!("Bearer {token}")) {
             return Some(status(StatusCode::UNAUTHORIZED, "Unauthorized"));
         }
+    }
+    if let Some(code) = faults.proxy {
+        let code = StatusCode::from_u16(code).expect("a status that exists");
+        return Some(text(code, "<html><body>the server is away</body></html>".to_owned()));
     }
     if let Some((left @ 1.., code, after)) = &mut faults.fail {
         *left -= 1;

@@ -113,17 +113,83 @@ async fn a_version_that_the_server_does_not_come_to_is_given_up() {
     let asked = ground.server.count("NotOlderThan");
     until(|| ground.server.count("NotOlderThan") >= asked + 2).await;
     assert_eq!(ground.server.count("limit="), 0, "it is waited for");
+    // Nor does the store: it is asked no more often than the cache is waited for.
+    ground.server.cut_lists(1);
+    advance(11).await;
+    until(|| ground.server.count("limit=") == 1).await;
+    let asked = ground.server.count("NotOlderThan");
+    until(|| ground.server.count("NotOlderThan") >= asked + 2).await;
+    assert_eq!(ground.server.count("limit="), 1, "it is waited for again");
     advance(11).await;
     put(&ground, 3);
     watches(&ground, &views, 4).await;
-    assert_eq!((ground.server.count("limit="), views.borrow().leases.len()), (1, 3));
+    assert_eq!((ground.server.count("limit="), views.borrow().leases.len()), (2, 3));
     // That was then: a later list is tried there again.
     ground.server.fail_cached_lists(false);
     let asked = ground.server.count("NotOlderThan");
     ground.server.cut(Cut::Gone);
     until(|| ground.server.count("NotOlderThan") > asked).await;
     watches(&ground, &views, 5).await;
+    assert_eq!(ground.server.count("limit="), 2);
+}
+
+/// All nodes are back at once then.
+#[tokio::test]
+async fn an_outage_however_long_leads_nobody_to_the_servers_store() {
+    let ground = Ground::new(V4);
+    let (_manager, views) = ground.following().await;
+    watches(&ground, &views, 2).await;
+    let asked = || ground.server.count("NotOlderThan");
+    for (n, status) in (3..).zip([502, 504]) {
+        let (before, opened) = (asked(), ground.server.count("watch="));
+        ground.server.refuse_watches(1);
+        ground.server.fail_cached_lists(true);
+        ground.server.cut(Cut::Gone);
+        // What the server itself said before the outage does not count after it.
+        until(|| asked() > before).await;
+        ground.server.stand_before(Some(status));
+        ground.server.fail_cached_lists(false);
+        for _ in 0..2 {
+            let before = asked();
+            until(|| asked() > before).await;
+            advance(11).await;
+        }
+        ground.server.stand_before(None);
+        until(|| ground.server.count("watch=") > opened).await;
+        watches(&ground, &views, n).await;
+        assert_eq!(ground.server.count("limit="), 0, "after {status}");
+    }
+}
+
+/// As servers before Kubernetes 1.31 do while their cache is not ready.
+#[tokio::test]
+async fn lists_that_are_never_answered_lead_to_the_servers_store() {
+    let ground = Ground::new(V4);
+    let (_manager, views) = ground.following().await;
+    watches(&ground, &views, 2).await;
+    ground.server.block_cached_lists(true);
+    ground.server.cut(Cut::Gone);
+    let asked = ground.server.count("NotOlderThan");
+    for n in 1..=2 {
+        until(|| ground.server.count("NotOlderThan") == asked + n).await;
+        assert_eq!(ground.server.count("limit="), 0, "it is waited for");
+        advance(31).await;
+    }
+    watches(&ground, &views, 3).await;
     assert_eq!(ground.server.count("limit="), 1);
+}
+
+#[tokio::test]
+async fn the_store_answers_as_soon_as_a_watch_is_open() {
+    let logged = Logged::default();
+    let _guard = tracing::subscriber::set_default(logged.clone());
+    let ground = Ground::new(V4);
+    let (_manager, views) = ground.following().await;
+    watches(&ground, &views, 2).await;
+    ground.server.fail(1, 503, Some(0));
+    ground.server.cut(Cut::Clean);
+    until(|| logged.count("the store answers, 1 leases") == 1).await;
+    assert_eq!((logged.count("store lost"), lists(&ground), ground.server.count("watch=")), (1, 1, 3));
 }
 
 async fn advance(seconds: u64) {
@@ -153,8 +219,8 @@ async fn a_watch_that_is_silent_goes_on_and_is_followed_by_a_list_if_it_stays_so
     silence(3).await;
     assert_eq!(lists(&ground), 1, "it was not silent all the time");
     silence(4).await;
-    // A cache that stands still would say what it has said.
-    assert_eq!((lists(&ground), ground.server.count("limit=")), (2, 1));
+    // A cluster may be quiet for longer than that: all its nodes must not ask the server's store.
+    assert_eq!((lists(&ground), ground.server.count("limit=")), (2, 0));
     watches(&ground, &views, 5).await;
 }
 

@@ -121,19 +121,25 @@ pub(crate) fn leases(view: &View) -> Vec<String> {
         .collect()
 }
 
-/// Collects warnings, while it is the thread's subscriber.
+/// Collects what is logged, but no details, while it is the thread's subscriber.
 #[derive(Clone, Default)]
-pub(crate) struct Logged(Arc<Mutex<Vec<String>>>);
+pub(crate) struct Logged(Arc<Mutex<Vec<(Level, String)>>>);
 
 impl Logged {
     pub(crate) fn warnings(&self) -> Vec<String> {
-        self.0.lock().unwrap().clone()
+        let lines = self.0.lock().unwrap();
+        lines.iter().filter(|(level, _)| *level <= Level::WARN).map(|(_, text)| text.clone()).collect()
+    }
+
+    /// How many lines contain this text.
+    pub(crate) fn count(&self, text: &str) -> usize {
+        self.0.lock().unwrap().iter().filter(|(_, line)| line.contains(text)).count()
     }
 }
 
 impl Subscriber for Logged {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        *metadata.level() <= Level::WARN
+        *metadata.level() <= Level::INFO
     }
     fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
         span::Id::from_u64(1)
@@ -145,7 +151,7 @@ impl Subscriber for Logged {
         event.record(&mut |field: &tracing::field::Field, value: &dyn std::fmt::Debug| {
             text += &format!("{field}={value:?} ");
         });
-        self.0.lock().unwrap().push(text);
+        self.0.lock().unwrap().push((*event.metadata().level(), text));
     }
     fn enter(&self, _: &span::Id) {}
     fn exit(&self, _: &span::Id) {}

@@ -145,6 +145,32 @@ async fn an_overwrite_that_is_no_address_is_told_and_keeps_nothing_from_being_pu
     }
 }
 
+/// Of a node whose annotations say nothing yet it is refused: see what is wrong with nodes.
+#[tokio::test]
+async fn an_overwrite_that_is_no_address_keeps_no_later_start_waiting() {
+    let ground = Ground::new(V4);
+    let (manager, _) = ground.following().await;
+    manager.acquire_lease(&vxlan()).await.unwrap();
+    ground.server.modify("me", |node| {
+        node["metadata"]["annotations"][format!("{PREFIX}public-ip-overwrite")] = json!("203.0.113.");
+    });
+    ground.manager("me").await.acquire_lease(&vxlan()).await.unwrap();
+    let public = ground.server.annotation("me", &format!("{PREFIX}public-ip"));
+    assert_eq!(public.as_deref(), Some("192.0.2.1"), "its own");
+}
+
+#[tokio::test]
+async fn an_overwrite_of_a_family_that_is_not_enabled_matters_to_nobody() {
+    let ground = Ground::new(V4);
+    let mut node = blank(&["10.1.1.0/24"]);
+    node["metadata"]["annotations"] = json!({ format!("{PREFIX}public-ipv6-overwrite"): "nowhere" });
+    ground.server.put_node("me", node);
+    let (manager, views) = ground.following().await;
+    manager.acquire_lease(&vxlan()).await.unwrap();
+    until(|| views.borrow().leases.len() == 1).await;
+    assert_eq!(manager.store_status().skipped, []);
+}
+
 #[tokio::test]
 async fn the_pod_names_the_node() {
     let ground = Ground::new(V4);
