@@ -931,6 +931,7 @@ fn wrong_usage_is_2_and_help_is_0() {
         }
         assert!(place.says(&["--help"]).contains("Exit status"));
         assert!(place.says(&["lease", "release", "--help"]).contains("orders"));
+        assert_eq!(place.says(&["docker-opts", "-?"]), place.says(&["docker-opts", "-h"]));
     });
 }
 

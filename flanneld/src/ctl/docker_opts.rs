@@ -46,6 +46,10 @@ pub(crate) struct DockerFlags {
     /// The name of the variable with all of them; what it holds in the environment comes first
     #[arg(short = 'k', value_name = "NAME", default_value = "DOCKER_OPTS", value_parser = name)]
     key: String,
+
+    /// Print help, as -h does
+    #[arg(short = '?', action = clap::ArgAction::Help)]
+    usage: Option<bool>,
 }
 
 fn name(text: &str) -> std::result::Result<String, String> {
