@@ -17,9 +17,9 @@ use crate::nft::{self, Nft};
 use crate::rules::{Rules, Wish};
 use crate::status::{Deviation, Failure, Repair, Status};
 
-/// The shortest period; also how long a check after a change by others keeps away from the one before.
 /// What cannot be removed is looked at again after so many checks at the latest.
 const RARELY: u64 = 720;
+/// The shortest period; also how long a check after a change by others keeps away from the one before.
 const SHORTEST: Duration = Duration::from_millis(10);
 
 /// In which of the kernel's firewalls the rules are kept.
@@ -143,7 +143,7 @@ impl Firewall {
         }
     }
 
-    /// Another mode was not looked at, or could not be; the latter is tried ever more rarely, for it may start processes.
+    /// Another mode was not looked at, or could not be; the latter is tried more rarely, for it may start processes.
     fn is_time_to_look_around(&self) -> bool {
         let status = self.status.borrow();
         let turn = status.checks.is_power_of_two() || status.checks.is_multiple_of(RARELY);
@@ -168,11 +168,13 @@ impl Firewall {
             tracing::info!(object = deviation.object, "removed what another mode had left");
         }
         self.status.send_if_modified(|status| {
-            let news = failed.is_empty() || status.leftovers.is_empty();
-            for error in failed.iter().filter(|_| news) {
+            let before: Vec<String> = status.leftovers.iter().map(ToString::to_string).collect();
+            let is_new = |error: &&Error| !before.contains(&error.to_string());
+            let news = failed.len() != before.len() || failed.iter().any(|error| is_new(&error));
+            for error in failed.iter().filter(is_new) {
                 match error.is_guess() {
                     true => tracing::info!("{error}"),
-                    false => tracing::warn!(%error, "rules that another mode has left are not removed"),
+                    false => tracing::warn!(%error, "rules that another mode may have left are not removed"),
                 }
             }
             status.alone = failed.is_empty();

@@ -287,6 +287,8 @@ struct Status {
     #[serde(default)]
     kind: String,
     #[serde(default)]
+    status: String,
+    #[serde(default)]
     message: String,
 }
 
@@ -297,7 +299,9 @@ async fn refusal(call: &Call, answer: Response<Body>) -> Failure {
     let after = seconds.map(Duration::from_secs);
     let bytes = read(answer, REFUSAL).await.unwrap_or_default();
     let said = serde_json::from_slice::<Status>(&bytes).ok();
-    let own = said.as_ref().is_some_and(|said| said.kind == "Status");
+    // A request that took the server too long is answered without a kind.
+    let is_own = |said: &Status| said.kind == "Status" || said.status == "Failure";
+    let own = said.as_ref().is_some_and(is_own);
     let said = said.map_or_else(|| String::from_utf8_lossy(&bytes).trim().to_owned(), |said| said.message);
     let Call { verb, resource, .. } = call;
     match status {

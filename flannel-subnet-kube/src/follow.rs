@@ -29,8 +29,8 @@ const SILENCE: Duration = Duration::from_secs(90);
 const WATCH: std::ops::Range<u32> = 300..600;
 /// After so many errors of the server in a row the version is not asked for again: it may be one that there never was.
 const ERRORS: u32 = 3;
-/// A server's cache that is late for longer is not waited for: the list comes from the server's store. Only what the server itself says
-/// counts, and only if nothing else comes between: after an outage all nodes are back at once.
+/// A server's cache that is late for longer is not waited for: the list comes from the server's store. Only what the server itself says,
+/// or its silence, counts, and only if nothing else comes between: after an outage all nodes are back at once.
 const LATE: Duration = Duration::from_secs(10);
 /// A watch that ends sooner and brings nothing was of no use.
 const BRIEF: Duration = Duration::from_secs(1);

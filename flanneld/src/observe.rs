@@ -54,7 +54,7 @@ struct Shared {
 #[derive(Default)]
 struct Known {
     store: Option<Store>,
-    /// What the daemon waits for, unless a network runs.
+    /// What the daemon waits for before it can build the next network; while one runs, only what keeps it from asking for a lease.
     waits_for: Option<String>,
     running: Option<Arc<Running>>,
     /// Pods may start: the subnet file is written.
@@ -178,6 +178,13 @@ impl Observer {
         let reason = Some(reason.into());
         if self.known().waits_for != reason {
             self.note(|known| known.waits_for = reason);
+        }
+    }
+
+    /// A network runs without a lease, and this is why none is asked for, though the store answers; `None`: it does not.
+    pub(crate) fn cannot_follow(&self, why: Option<String>) {
+        if self.known().waits_for != why {
+            self.note(|known| known.waits_for = why);
         }
     }
 

@@ -84,7 +84,9 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
                 .hint("systemctl restart flanneld # and the pods, which do not survive that"),
         );
     }
-    let wrong = snapshot.store.as_ref().and_then(|store| store.wrong_config.as_ref());
+    // A store that is away seems to hold none: whoever wrote one there would make it an empty one.
+    let answers = snapshot.store.as_ref().filter(|store| store.last_error.is_none());
+    let wrong = answers.and_then(|store| store.wrong_config.as_ref());
     // Without a network the wait for a right one is told above.
     if let (Some(why), Some(_)) = (wrong.or(snapshot.refused_config.as_ref()), &snapshot.network) {
         let text = format!("the store's network config is not used, the last good one stays in force: {why}");
@@ -121,6 +123,12 @@ fn of_lease(network: &NetworkSnapshot, snapshot: &Snapshot) -> Option<Problem> {
     let lease = network.running.handle.lease.subnets;
     if let Some(why) = &snapshot.lost {
         return Some(Problem::error(format!("this node does not hold its lease {lease}: {why}")));
+    }
+    if let Some(why) = snapshot.waits_for.as_ref().filter(|_| network.running.lapsed) {
+        let text = "it ran out, and none is asked for, since no network could be built";
+        return Some(
+            Problem::error(format!("this node does not hold its lease {lease}: {text}: {why}")).hint(LOG),
+        );
     }
     // Ages count on, and are no part of the text, which is what systemd and the log tell again when it changes.
     let (reason, age) = match snapshot.ownership {
@@ -218,7 +226,8 @@ fn of_firewall(rulebook: &Rulebook) -> Vec<Problem> {
         }
         Rulebook::Kept(status) => {
             let status = status.borrow();
-            let left = |error| format!("rules that an earlier flannel has left are not removed: {error}");
+            let left =
+                |error| format!("rules that an earlier flannel may have left are not removed: {error}");
             let certain = status.leftovers.iter().filter(|error| !error.is_guess());
             leftovers.extend(certain.map(|error| Problem::warning(left(error)).hint(LOG)));
             match status.failure.as_ref().and_then(|failure| failure.errors.first()) {
@@ -353,7 +362,7 @@ mod tests {
         });
         assert_eq!(seen(), (vec![failing], false));
         let left = flannel_firewall::Error::Leftovers { chains: "X".into() };
-        let warning = format!("warning: rules that an earlier flannel has left are not removed: {left}");
+        let warning = format!("warning: rules that an earlier flannel may have left are not removed: {left}");
         // An ordinary host may have other people's rules where nobody here can look.
         let tables = "filter".into();
         let guess = flannel_firewall::Error::Unseen { family: flannel_core::Family::V4, tables };

@@ -39,6 +39,8 @@ use crate::wait::{Patience, hold, holding, patiently};
 const REBUILD_PAUSE: Duration = Duration::from_millis(100);
 /// Until it is judged again whether a network could be built.
 const SECOND_THOUGHT: Duration = Duration::from_secs(10);
+/// The same where the store did not answer.
+const STORE_AGAIN: Duration = Duration::from_secs(1);
 /// So long the subnet file waits for firewall rules, whoever has locked them.
 const RULES: Duration = Duration::from_secs(5);
 
@@ -267,7 +269,7 @@ async fn run_network(
     };
     let hold = async {
         if lapsed {
-            return until_live(subnets, own, views.clone(), &judge_anew).await;
+            return until_live(subnets, own, views.clone(), &judge_anew, observer).await;
         }
         publish(options, &config, &handle, rules, (predecessor, observer)).await?;
         tracing::info!(
@@ -304,6 +306,7 @@ async fn until_live(
     own: Subnets,
     mut views: watch::Receiver<View>,
     judge: impl AsyncFn() -> Result<(), Error>,
+    observer: &Observer,
 ) -> Result<String, Error> {
     tracing::warn!(
         lease = %own,
@@ -314,14 +317,19 @@ async fn until_live(
         // Nobody follows the store any more, which the network itself tells.
         std::future::pending::<()>().await;
     }
-    let mut said = false;
+    let mut said = None;
     while let Err(error) = judge().await {
-        if !std::mem::replace(&mut said, true) {
+        // It may have gone again, which is no news.
+        let gone = matches!(error, Error::Network(flannel_core::Error::Store { .. }));
+        let why = (!gone).then(|| error.to_string());
+        if let Some(why) = why.as_ref().filter(|why| said.as_ref() != Some(*why)) {
             tracing::warn!(
-                "the store answers, but no lease is asked for, since no network could be built: {error}"
+                "the store answers, but no lease is asked for, since no network could be built: {why}"
             );
         }
-        tokio::time::sleep(SECOND_THOUGHT).await;
+        observer.cannot_follow(why.clone());
+        said = why.or(said);
+        tokio::time::sleep(if gone { STORE_AGAIN } else { SECOND_THOUGHT }).await;
     }
     Ok("the store answers, and can be asked for a lease".to_owned())
 }

@@ -860,7 +860,8 @@ fn a_group_may_read_and_only_root_may_write() {
             assert!(error.contains("is for root, and for user 0"), "{verb:?}: {error}");
         }
         assert!(!daemon.log().contains("the log filter is"), "{}", daemon.log());
-        assert_eq!(run("65533", &["status"])["running"], false, "who is in another group cannot even ask");
+        let error = run("65533", &["status"])["error"].as_str().unwrap().to_owned();
+        assert!(error.contains("--control-group"), "who is in another group cannot even ask: {error}");
         drop(daemon);
         let daemon = place.start_with(&[("FLANNELD_CONTROL_GROUP", "nosuchgroup")]);
         daemon.wait_for_log("FLANNELD_CONTROL_GROUP");
@@ -919,6 +920,20 @@ fn watch_says_what_has_changed_and_nothing_else() {
         until(&|line| line["network"]["peers"]["total"] == 1);
         assert_eq!(stop(daemon).code(), Some(0));
         until(&|line| line["running"] == false);
+    });
+}
+
+#[test]
+fn while_the_store_is_away_nobody_is_told_to_write_a_config() {
+    in_netns(|| {
+        let place = Place::new(Some(CONFIG));
+        let daemon = place.start();
+        ready(&daemon);
+        fs::rename(place.registry(), place.path("away")).unwrap();
+        let problems = || place.json(&["status"])["problems"].to_string();
+        wait_until(|| problems().contains("does not answer"), problems);
+        place.ctl(&["reload"]);
+        assert!(!problems().contains("config set"), "{}", problems());
     });
 }
 

@@ -211,9 +211,10 @@ fn has_better(chosen: &ExternalInterface, interface: &Interface) -> bool {
 
 /// Why `now` is no choice in place of `chosen`, as a sentence without a full stop: a link-local address would take the place of another. `None` if none would.
 pub fn worse(chosen: &ExternalInterface, now: &ExternalInterface) -> Option<String> {
-    let was = |family: Family| chosen.address[family].is_some_and(is_link_local);
+    // A family that the other config does not have had none.
+    let had_better = |family: Family| chosen.address[family].is_some_and(|address| !is_link_local(address));
     let (family, address) =
-        now.address.iter().find(|(family, address)| is_link_local(**address) && !was(*family))?;
+        now.address.iter().find(|(family, address)| is_link_local(**address) && had_better(*family))?;
     Some(format!("{} has only the link-local {family} address {address} now", now.name))
 }
 

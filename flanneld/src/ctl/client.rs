@@ -59,7 +59,13 @@ impl Client {
     /// Until the answer is there.
     pub(crate) fn ask(&self, method: &str, target: &str) -> Result<Value> {
         let gone = |reason: String| Failure::NoDaemon { socket: self.socket.clone(), reason };
-        let answer = self.exchange(method, target).map_err(|error| gone(error.to_string()))?;
+        let answer = self.exchange(method, target).map_err(|error| match (error.kind(), &self.socket) {
+            (ErrorKind::PermissionDenied, Some(socket)) => Failure::Refused(format!(
+                "{}: {error}: whether flanneld runs is not known; root and the group of flanneld's --control-group may ask it",
+                socket.display()
+            )),
+            _ => gone(error.to_string()),
+        })?;
         let (head, body) = answer.split_once("\r\n\r\n").ok_or_else(|| gone("half an answer".to_owned()))?;
         let value: Value =
             serde_json::from_str(body).map_err(|_| gone(format!("that is no flanneld: {}", body.trim())))?;
