@@ -611,6 +611,10 @@ fn without_a_daemon_it_says_so_and_what_is_left() {
         place.says(&["cleanup", "--iface", "eth0"]);
         assert!(!ip("link show").contains("flannel.1"), "{}", ip("link show"));
         assert_eq!(place.json(&["cleanup", "--iface", "eth0"])["done"].as_array().unwrap().len(), 0);
+        // What an earlier config made is not taken away for that, for it may be another flannel's; but it is told.
+        ip("link add flannel.7 type vxlan id 7 dev eth0 dstport 8473");
+        let told = place.says(&["cleanup", "--iface", "eth0"]);
+        assert!(told.contains("ip link delete flannel.7") && told.contains("nothing else"), "{told}");
     });
 }
 

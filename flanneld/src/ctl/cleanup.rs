@@ -5,7 +5,7 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
-use flannel_core::{Cleanup, Config, cleanup as remove, ready_for_go, remove_former};
+use flannel_core::{Cleanup, Config, LinkName, cleanup as remove, ready_for_go, remove_former};
 use flannel_firewall::{Programs, leftovers};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
@@ -43,6 +43,14 @@ pub(crate) async fn cleanup(client: &Client, global: &Global, flags: &CleanupFla
     let mut account = Account::default();
     account.kernel(&work(&kernel, &owned, flags.dry_run)?);
     if !flags.for_go {
+        let other = |name: &LinkName| is_tunnel(name.as_str()) && !owned.links.contains(name);
+        let facts = kernel.facts(&Selectors::default())?;
+        account.unknown.extend(facts.interfaces.iter().map(|interface| interface.name).filter(other).map(|name| {
+            format!(
+                "{name}, which is not of this network config: of an earlier one, or another flannel's; if no flannel needs it, \
+                 ip link delete {name}"
+            )
+        }));
         for former in Former::new(&global.state_dir).networks(&config) {
             account.kernel(&remove_former(&kernel, &owned, former, flags.dry_run)?);
         }
@@ -54,6 +62,12 @@ pub(crate) async fn cleanup(client: &Client, global: &Global, flags: &CleanupFla
         }
     }
     Ok(account.said(flags.dry_run))
+}
+
+/// The name is one that flannel gives its tunnels: `flannel.1`, `flannel-v6.1`.
+fn is_tunnel(name: &str) -> bool {
+    let vni = name.strip_prefix("flannel-v6.").or_else(|| name.strip_prefix("flannel."));
+    vni.is_some_and(|vni| vni.parse::<u32>().is_ok())
 }
 
 /// What was done, or would be, and what could not be.
@@ -114,6 +128,7 @@ impl Account {
         }
         let (verb, count) = (if dry_run { "would be made" } else { "made" }, self.done.len());
         text += &match (count, self.failed.len()) {
+            (0, 0) if !self.unknown.is_empty() => "nothing else of flannel's is there to change\n".to_owned(),
             (0, 0) => "nothing of flannel's is there to change\n".to_owned(),
             (_, 0) => format!("{count} changes {verb}\n"),
             (_, failed) => format!("{count} changes {verb}, {failed} failed\n"),
@@ -123,7 +138,7 @@ impl Account {
 }
 
 /// The interface that the daemon used, as far as it can be told: the one that it would choose now.
-fn uplink(kernel: &NetlinkKernel, config: &Config, given: &[String]) -> Result<flannel_core::LinkName> {
+fn uplink(kernel: &NetlinkKernel, config: &Config, given: &[String]) -> Result<LinkName> {
     let iface = given.iter().filter(|name| !name.is_empty()).cloned().collect();
     let selectors = Selectors { iface, ..Selectors::default() };
     let chosen = kernel.external_interface(&selectors, config.networks.families());
