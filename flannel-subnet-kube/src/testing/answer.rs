@@ -3,11 +3,13 @@
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
+use http::request::Parts;
 use http::{Method, Request, Response, StatusCode, header};
-use http_body_util::BodyExt;
 use http_body_util::channel::Channel;
+use http_body_util::{BodyExt, Collected};
 use hyper::body::Incoming;
 use rustls::pki_types::CertificateDer;
 use serde_json::{Value, json};
@@ -28,28 +30,46 @@ pub(crate) async fn answer(
     client: Vec<CertificateDer<'static>>,
     request: Request<Incoming>,
 ) -> Result<Answer, Infallible> {
-    // Before anybody can know of the request: a watch that was counted is one that hears.
-    let signals = Signals::of(&shared);
-    lock(&shared.requests).push(format!("{} {}", request.method(), request.uri()));
-    if let Some(refused) = refuse(&shared, &client, &request) {
-        return Ok(refused);
+    let (request, body) = request.into_parts();
+    // One that the client broke off is none.
+    let body = body.collect().await.map(Collected::to_bytes).unwrap_or_default();
+    match decide(&shared, &client, &request, &body) {
+        Some(answer) => Ok(answer),
+        None => std::future::pending().await,
     }
-    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
-    let query = parse(request.uri().query().unwrap_or_default());
+}
+
+/// The answer; `None`: there is never one.
+///
+/// Who learns that a request was counted can rely on it that faults that are made from then on do not concern it, and that a watch
+/// hears: to count it and to decide on it is one step.
+fn decide(
+    shared: &Arc<Shared>,
+    client: &[CertificateDer<'_>],
+    request: &Parts,
+    body: &Bytes,
+) -> Option<Answer> {
+    let mut requests = lock(&shared.requests);
+    requests.push(format!("{} {}", request.method, request.uri));
+    if let Some(refused) = refuse(shared, client, request) {
+        return Some(refused);
+    }
+    let (method, path) = (&request.method, request.uri.path());
+    let query = parse(request.uri.query().unwrap_or_default());
     let parts: Vec<&str> = path.trim_matches('/').split('/').collect();
-    Ok(match (&method, &parts[..]) {
-        (&Method::GET, ["api", "v1", "nodes"]) if query.contains_key("watch") => {
-            watch(&shared, signals, &query)
-        }
+    Some(match (method, &parts[..]) {
+        (&Method::GET, ["api", "v1", "nodes"]) if query.contains_key("watch") => watch(shared, &query),
         (&Method::GET, ["api", "v1", "nodes"]) => {
-            let blocks = lock(&shared.faults).cache_blocks && query.contains_key("resourceVersion");
-            if blocks { std::future::pending().await } else { list(&shared, &query) }
+            if lock(&shared.faults).cache_blocks && query.contains_key("resourceVersion") {
+                return None;
+            }
+            list(shared, &query)
         }
         (&Method::GET, ["api", "v1", "nodes", name]) => {
             let node = lock(&shared.store).node(name);
             node.map_or_else(|| missing("nodes", name), |node| ok(&node))
         }
-        (&Method::PATCH, ["api", "v1", "nodes", name, "status"]) => patch(&shared, name, request).await,
+        (&Method::PATCH, ["api", "v1", "nodes", name, "status"]) => patch(shared, name, request, body),
         (&Method::GET, ["api", "v1", "namespaces", namespace, "pods", name]) => {
             let pod = lock(&shared.store).pods.get(&format!("{namespace}/{name}")).cloned();
             pod.map_or_else(|| missing("pods", name), |pod| ok(&pod))
@@ -63,7 +83,7 @@ pub(crate) async fn answer(
         (&Method::GET, ["version"]) => ok(&json!({ "major": "1", "minor": "33", "gitVersion": "v1.33.0" })),
         (&Method::GET, ["openapi", ..]) => status(StatusCode::NOT_FOUND, "not here"),
         _ => violation(
-            &shared,
+            shared,
             StatusCode::NOT_FOUND,
             &format!("{method} {path} is nothing that flannel may ask"),
         ),
@@ -71,13 +91,13 @@ pub(crate) async fn answer(
 }
 
 /// Faults, and accounts that may not do this.
-fn refuse(shared: &Shared, client: &[CertificateDer<'_>], request: &Request<Incoming>) -> Option<Answer> {
+fn refuse(shared: &Shared, client: &[CertificateDer<'_>], request: &Parts) -> Option<Answer> {
     let mut faults = lock(&shared.faults);
     if faults.clients.as_ref().is_some_and(|clients| !known(clients, client)) {
         return Some(status(StatusCode::UNAUTHORIZED, "Unauthorized"));
     }
     if let Some(token) = &faults.token {
-        let given = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+        let given = request.headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
         if given != Some(&format!("Bearer {token}")) {
             return Some(status(StatusCode::UNAUTHORIZED, "Unauthorized"));
         }
@@ -107,15 +127,15 @@ fn refuse(shared: &Shared, client: &[CertificateDer<'_>], request: &Request<Inco
 }
 
 /// The verb and the resource that a request needs.
-fn rbac(request: &Request<Incoming>) -> (&'static str, &'static str) {
-    let (path, query) = (request.uri().path(), request.uri().query().unwrap_or_default());
+fn rbac(request: &Parts) -> (&'static str, &'static str) {
+    let (path, query) = (request.uri.path(), request.uri.query().unwrap_or_default());
     let resource = match path {
         _ if path.ends_with("/status") => "nodes/status",
         _ if path.contains("/pods/") => "pods",
         _ => "nodes",
     };
-    let verb = match request.method() {
-        &Method::PATCH => "patch",
+    let verb = match request.method {
+        Method::PATCH => "patch",
         _ if path != "/api/v1/nodes" => "get",
         _ if query.contains("watch=") => "watch",
         _ => "list",
@@ -187,7 +207,7 @@ fn list(shared: &Shared, query: &BTreeMap<String, String>) -> Answer {
     json_answer(StatusCode::OK, body)
 }
 
-fn watch(shared: &Arc<Shared>, signals: Signals, query: &BTreeMap<String, String>) -> Answer {
+fn watch(shared: &Arc<Shared>, query: &BTreeMap<String, String>) -> Answer {
     let number = |name: &str| query.get(name).and_then(|text| text.parse::<u64>().ok());
     let Some(from) = number("resourceVersion") else {
         return violation(
@@ -224,22 +244,18 @@ fn watch(shared: &Arc<Shared>, signals: Signals, query: &BTreeMap<String, String
         return gone(&format!("too old resource version: {from} ({forgotten})"));
     }
     let (sender, body) = Channel::new(64);
-    let patience = std::time::Duration::from_secs(seconds);
+    let (signals, patience) = (Signals::of(shared), Duration::from_secs(seconds));
     tokio::spawn(stream::events(Arc::clone(shared), signals, sender, from, patience));
     json_answer(StatusCode::OK, body)
 }
 
-async fn patch(shared: &Shared, name: &str, request: Request<Incoming>) -> Answer {
-    let kind =
-        request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).map(str::to_owned);
-    if kind.as_deref() != Some(PATCH) {
+fn patch(shared: &Shared, name: &str, request: &Parts, body: &Bytes) -> Answer {
+    let kind = request.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    if kind != Some(PATCH) {
         let text = format!("a patch of type {kind:?}: Go flannel's is {PATCH}");
         return violation(shared, StatusCode::UNSUPPORTED_MEDIA_TYPE, &text);
     }
-    let Ok(body) = request.into_body().collect().await else {
-        return violation(shared, StatusCode::BAD_REQUEST, "a patch that was cut");
-    };
-    let Ok(patch) = serde_json::from_slice::<Value>(&body.to_bytes()) else {
+    let Ok(patch) = serde_json::from_slice::<Value>(body) else {
         return violation(shared, StatusCode::BAD_REQUEST, "a patch that is no JSON");
     };
     let patched = {
