@@ -20,6 +20,7 @@ use crate::codec::addr::AddrMessage;
 use crate::codec::nexthop::NexthopMessage;
 use crate::codec::{addr, link, neigh, nexthop, route};
 use crate::namespace::Namespace;
+use crate::seen::Seen;
 use crate::socket::Socket;
 use crate::wire::Messages;
 
@@ -35,6 +36,7 @@ pub(crate) struct Writer<'a> {
     socket: &'a mut Socket,
     namespace: &'a Namespace,
     owned: &'a Owned,
+    seen: &'a Seen,
     /// Routes say that they have no metrics.
     metrics: bool,
     results: Vec<Result<(), KernelError>>,
@@ -53,13 +55,14 @@ impl<'a> Writer<'a> {
         socket: &'a mut Socket,
         namespace: &'a Namespace,
         owned: &'a Owned,
-        metrics: bool,
+        seen: &'a Seen,
     ) -> Self {
         Self {
             socket,
             namespace,
             owned,
-            metrics,
+            seen,
+            metrics: seen.has_metrics(),
             results: Vec::new(),
             requests: Messages::default(),
             pending: Vec::new(),
@@ -106,12 +109,11 @@ impl<'a> Writer<'a> {
                 if route.via == Via::LastResort {
                     route::delete_any(requests, &route.dst, ROUTE_PROTOCOL);
                     self.pending.push((n, true));
-                } else if self.owned.blackholes {
-                    let behind = Route { via: Via::LastResort, mtu: None, ..*route };
-                    route::delete(requests, &behind, 0, ROUTE_PROTOCOL);
-                    self.pending.push((n, true));
+                    self.seen.see_last_resort(route.dst);
+                } else {
+                    self.delete_behind(n, route);
                 }
-                route::put(requests, route, index, self.metrics);
+                route::put(&mut self.requests, route, index, self.metrics);
             }
             other => return Err(unknown(other)),
         }
@@ -138,6 +140,9 @@ impl<'a> Writer<'a> {
                 nexthop::delete(&mut self.requests, nexthop.id);
             }
             Object::Route(route) => {
+                if route.via != Via::LastResort {
+                    self.delete_behind(n, route);
+                }
                 let protocol = self.protocol(route);
                 route::delete(&mut self.requests, route, index, protocol);
             }
@@ -145,6 +150,17 @@ impl<'a> Writer<'a> {
         }
         self.pending.push((n, true));
         Ok(())
+    }
+
+    /// One of last resort of ours that may be behind a route which change `n` is about. Outside our pod networks it would be another
+    /// network's.
+    fn delete_behind(&mut self, n: usize, route: &Route) {
+        let inside = self.owned.networks.iter().any(|network| network.covers(&route.dst));
+        if self.owned.blackholes && inside && self.seen.may_have_last_resort(&route.dst) {
+            let behind = Route { via: Via::LastResort, mtu: None, ..*route };
+            route::delete(&mut self.requests, &behind, 0, ROUTE_PROTOCOL);
+            self.pending.push((n, true));
+        }
     }
 
     /// Sends what is pending.
@@ -429,6 +445,36 @@ mod tests {
         });
     }
 
+    /// The question whether there is one is a message and an answer more for each route.
+    #[test]
+    fn a_last_resort_is_looked_for_only_where_one_may_be() {
+        in_netns(|| {
+            ip("link set lo up");
+            let namespace = Namespace::current().unwrap();
+            let (mut socket, seen) = (Socket::open().unwrap(), Seen::default());
+            let networks = vec!["10.0.0.0/8".parse().unwrap()];
+            let owned = Owned { blackholes: true, networks, ..Owned::default() };
+            let route = |n: u8, via| {
+                Change::Put(
+                    Route { dst: Subnet::new([10, 1, n, 0].into(), 24).unwrap(), via, mtu: None }.into(),
+                )
+            };
+            let routes: Vec<Change> = (0..BATCH).map(|n| route(n as u8, Via::Blackhole)).collect();
+            let exchanges = |socket: &mut Socket, changes: &[Change]| {
+                let before = socket.exchanges;
+                let results = Writer::new(socket, &namespace, &owned, &seen).apply(changes);
+                assert!(results.iter().all(Result::is_ok), "{results:?}");
+                socket.exchanges - before
+            };
+            assert_eq!(exchanges(&mut socket, &routes), 2, "nobody has looked");
+            crate::snapshot::snapshot(&mut socket, &owned, &seen).unwrap();
+            assert_eq!(exchanges(&mut socket, &routes), 1, "a message for each");
+            exchanges(&mut socket, &[route(7, Via::LastResort)]);
+            assert_eq!(exchanges(&mut socket, &routes), 2, "one more");
+            assert_eq!(ip("route show 10.1.7.0/24").lines().count(), 1);
+        });
+    }
+
     #[test]
     fn peers_that_leave_together_cost_two_exchanges_a_batch() {
         in_netns(|| {
@@ -446,11 +492,11 @@ mod tests {
                 gateway: [192, 0, 2, 2 + n as u8].into(),
                 onlink: false,
             };
-            let owned = Owned::default();
+            let (owned, seen) = (Owned::default(), Seen::default());
             let there = || ip("nexthop show").lines().count();
             let mut apply = |changes: &[Change]| {
                 let before = socket.exchanges;
-                let results = Writer::new(&mut socket, &namespace, &owned, false).apply(changes);
+                let results = Writer::new(&mut socket, &namespace, &owned, &seen).apply(changes);
                 (results, socket.exchanges - before)
             };
             let objects = || (0..200).map(|n| Object::Nexthop(nexthop(n)));

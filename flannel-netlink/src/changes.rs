@@ -12,9 +12,9 @@ use neli::consts::rtnl::Rtm;
 use nix::sys::socket::SockProtocol;
 use socket2::{SockFilter, SockRef};
 
-use crate::kernel::Metrics;
 use crate::multicast::Multicast;
 use crate::news::News;
+use crate::seen::Seen;
 use crate::socket::Socket;
 
 /// `RTNLGRP_…`: LINK, NEIGH, IPV4_IFADDR, IPV4_ROUTE, IPV6_IFADDR, IPV6_ROUTE, NEXTHOP (which kernels before 5.3 do not
@@ -41,14 +41,14 @@ pub(crate) struct Listener {
 
 impl Listener {
     /// Listens in the network namespace of the calling thread; changes by the socket with `port` are our own.
-    pub(crate) fn open(port: u32, metrics: Metrics) -> Result<Self, KernelError> {
+    pub(crate) fn open(port: u32, seen: Seen) -> Result<Self, KernelError> {
         let socket = Multicast::open(SockProtocol::NetlinkRoute, RECEIVE_BUFFER)?;
         // An overrun is less likely without our own messages in the buffer.
         if let Err(error) = SockRef::from(&socket).attach_filter(&without_own_messages(port)) {
             tracing::debug!(%error, "our own messages are not filtered in the kernel");
         }
         socket.hear(&GROUPS)?;
-        let news = News::new(Socket::open()?, port, metrics)?;
+        let news = News::new(Socket::open()?, port, seen)?;
         Ok(Self { socket, news, lost: false, buffer: vec![0; MESSAGE].into() })
     }
 
@@ -114,4 +114,45 @@ fn without_own_messages(port: u32) -> [SockFilter; 7] {
         SockFilter::new(RETURN, 0, 0, 0),
         SockFilter::new(RETURN, 0, 0, u32::MAX),
     ]
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::{Change, Kernel, Owned, Route, Subnet, Via};
+
+    use super::*;
+    use crate::NetlinkKernel;
+    use crate::testing::in_netns;
+
+    /// Whoever makes changes without end keeps nobody from hearing of them, and fills no memory.
+    #[test]
+    fn of_many_changes_some_are_handed_out_before_all_are_read() {
+        const MANY: u32 = 5_000;
+        in_netns(|| {
+            let mut listener = Listener::open(1, Seen::default()).unwrap();
+            let theirs: Vec<Change> = (0..MANY)
+                .map(|n| Subnet::host((0x0a01_0000 + n).to_be_bytes().into()))
+                .map(|dst| Change::Put(Route { dst, via: Via::Blackhole, mtu: None }.into()))
+                .collect();
+            let owned = Owned { blackholes: true, ..Owned::default() };
+            let other = NetlinkKernel::open().unwrap();
+            assert!(other.apply(&owned, &theirs).iter().all(Result::is_ok));
+            let (mut all, mut parts) = (false, Vec::new());
+            while !all {
+                all = listener.read().unwrap();
+                let mut part = 0;
+                while let Some(doubts) = listener.news.pop() {
+                    let Doubts::Objects(reports, _) = doubts else {
+                        // The buffer of an ordinary user holds fewer, which is a bound too.
+                        let room = SockRef::from(&listener.socket).recv_buffer_size().unwrap();
+                        return assert!(doubts == Doubts::Everything && room < RECEIVE_BUFFER, "{doubts:?}");
+                    };
+                    part += reports.len();
+                }
+                parts.push(part);
+            }
+            assert!(parts.iter().all(|part| *part <= 1024), "{parts:?}");
+            assert_eq!(parts.iter().sum::<usize>(), theirs.len(), "{parts:?}");
+        });
+    }
 }

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flannel_core::{Change, Changes, Kernel, KernelError, NexthopIds, Owned, RouteAnswer, State};
@@ -13,9 +12,9 @@ use crate::apart::beside;
 use crate::apply::Writer;
 use crate::ask::lookup;
 use crate::changes::Listener;
-use crate::codec::route::RouteMessage;
 use crate::culprit::Culprits;
 use crate::namespace::Namespace;
+use crate::seen::Seen;
 use crate::snapshot::{nexthop_ids, nexthop_users, snapshot};
 use crate::socket::Socket;
 
@@ -40,7 +39,7 @@ pub struct NetlinkKernel {
     namespace: Namespace,
     socket: Mutex<Socket>,
     culprits: Mutex<Culprits>,
-    metrics: Metrics,
+    seen: Seen,
     port: u32,
     without_nexthops: bool,
 }
@@ -74,7 +73,7 @@ impl NetlinkKernel {
             namespace,
             socket: Mutex::new(socket),
             culprits,
-            metrics: Metrics::default(),
+            seen: Seen::default(),
             port,
             without_nexthops: false,
         })
@@ -95,23 +94,6 @@ impl NetlinkKernel {
     }
 }
 
-/// Whether a route was ever read or told of that [has metrics](RouteMessage::has_metrics_by_nexthop) which ours must then say
-/// that they have not. Who repairs one has heard of it before.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Metrics(Arc<AtomicBool>);
-
-impl Metrics {
-    pub(crate) fn see(&self, route: &RouteMessage) {
-        if route.has_metrics_by_nexthop() {
-            self.0.store(true, Ordering::Relaxed);
-        }
-    }
-
-    fn were_seen(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
-    }
-}
-
 impl fmt::Debug for NetlinkKernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("NetlinkKernel").field("namespace", &self.namespace).field("port", &self.port).finish()
@@ -120,7 +102,7 @@ impl fmt::Debug for NetlinkKernel {
 
 impl Kernel for NetlinkKernel {
     fn snapshot(&self, owned: &Owned) -> Result<State, KernelError> {
-        snapshot(&mut self.lock(), owned, &self.metrics)
+        snapshot(&mut self.lock(), owned, &self.seen)
     }
 
     fn nexthop_ids(&self, owned: &Owned) -> Result<NexthopIds, KernelError> {
@@ -133,7 +115,7 @@ impl Kernel for NetlinkKernel {
     }
 
     fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {
-        Writer::new(&mut self.lock(), &self.namespace, owned, self.metrics.were_seen()).apply(changes)
+        Writer::new(&mut self.lock(), &self.namespace, owned, &self.seen).apply(changes)
     }
 
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
@@ -141,7 +123,7 @@ impl Kernel for NetlinkKernel {
     }
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
-        Ok(Box::new(self.namespace.run(|| Listener::open(self.port, self.metrics.clone()))??))
+        Ok(Box::new(self.namespace.run(|| Listener::open(self.port, self.seen.clone()))??))
     }
 
     fn beside(&self) -> Box<dyn FnOnce() + Send> {

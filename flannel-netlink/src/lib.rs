@@ -14,6 +14,7 @@ mod multicast;
 mod namespace;
 pub mod netfilter;
 mod news;
+mod seen;
 mod snapshot;
 mod socket;
 #[cfg(any(test, feature = "testing"))]

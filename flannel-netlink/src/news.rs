@@ -9,7 +9,7 @@ use neli::consts::rtnl::{Rtm, Rtprot};
 use crate::ask::name_of;
 use crate::codec::link::LinkMessage;
 use crate::codec::{addr, link, neigh, nexthop, route};
-use crate::kernel::Metrics;
+use crate::seen::Seen;
 use crate::socket::Socket;
 use crate::wire::{Message, messages};
 
@@ -19,15 +19,15 @@ pub(crate) struct News {
     requests: Socket,
     /// Whose changes are our own.
     port: u32,
-    metrics: Metrics,
+    seen: Seen,
     links: HashMap<u32, LinkMessage>,
     pending: VecDeque<Doubts>,
 }
 
 impl News {
     /// Changes by the socket with `port` are our own; `requests` is another one, in the calling thread's namespace.
-    pub(crate) fn new(requests: Socket, port: u32, metrics: Metrics) -> Result<Self, KernelError> {
-        let mut news = Self { requests, port, metrics, links: HashMap::new(), pending: VecDeque::new() };
+    pub(crate) fn new(requests: Socket, port: u32, seen: Seen) -> Result<Self, KernelError> {
+        let mut news = Self { requests, port, seen, links: HashMap::new(), pending: VecDeque::new() };
         news.learn_names()?;
         Ok(news)
     }
@@ -143,7 +143,7 @@ impl News {
 
     fn route(&mut self, message: &Message<'_>, deleted: bool) -> Result<Option<Report>, KernelError> {
         let Some(found) = route::read(message).filter(|found| found.main) else { return Ok(None) };
-        self.metrics.see(&found);
+        self.seen.see(&found);
         let key = Key::Route(found.dst);
         // A route with another metric is another entry, but it may change where packets go.
         if !found.default_metric {

@@ -12,7 +12,7 @@ use crate::apart::beside;
 use crate::ask::{ENODEV, find_link, name_of};
 use crate::codec::route::RouteMessage;
 use crate::codec::{addr, neigh, nexthop, route};
-use crate::kernel::Metrics;
+use crate::seen::Seen;
 use crate::socket::Socket;
 
 /// Kernels before 5.3 have no nexthop objects.
@@ -42,7 +42,7 @@ impl From<Vec<Object>> for Table {
 type Tables = Sender<Table>;
 
 /// Each table is sorted while the kernel makes out the next one.
-pub(crate) fn snapshot(socket: &mut Socket, owned: &Owned, metrics: &Metrics) -> Result<State, KernelError> {
+pub(crate) fn snapshot(socket: &mut Socket, owned: &Owned, seen: &Seen) -> Result<State, KernelError> {
     let mut state = State::default();
     let (tables, to_sort) = channel::<Table>();
     let sorted = &mut state;
@@ -61,7 +61,7 @@ pub(crate) fn snapshot(socket: &mut Socket, owned: &Owned, metrics: &Metrics) ->
         if let Err(error) = sorter {
             tracing::debug!(%error, "tables are sorted when all are read");
         }
-        let read = read_tables(socket, owned, metrics, &tables);
+        let read = read_tables(socket, owned, seen, &tables);
         drop(tables);
         read
     })?;
@@ -70,12 +70,7 @@ pub(crate) fn snapshot(socket: &mut Socket, owned: &Owned, metrics: &Metrics) ->
     Ok(state)
 }
 
-fn read_tables(
-    socket: &mut Socket,
-    owned: &Owned,
-    metrics: &Metrics,
-    tables: &Tables,
-) -> Result<(), KernelError> {
+fn read_tables(socket: &mut Socket, owned: &Owned, seen: &Seen, tables: &Tables) -> Result<(), KernelError> {
     let mut names = Names::new();
     for name in &owned.links {
         let Some(found) = present(find_link(socket, *name))? else { continue };
@@ -102,7 +97,7 @@ fn read_tables(
     }
     if !names.is_empty() || !owned.networks.is_empty() {
         for family in Family::BOTH {
-            read_routes(socket, owned, (&mut names, &nexthops), (family, metrics), tables)?;
+            read_routes(socket, owned, (&mut names, &nexthops), (family, seen), tables)?;
         }
     }
     Ok(())
@@ -259,23 +254,25 @@ fn read_routes(
     socket: &mut Socket,
     owned: &Owned,
     (names, nexthops): (&mut Names, &Nexthops),
-    (family, metrics): (Family, &Metrics),
+    (family, seen): (Family, &Seen),
     tables: &Tables,
 ) -> Result<(), KernelError> {
-    let mut ours = dump_routes(socket, owned, (names, nexthops), (family, metrics))?;
+    let mut ours = dump_routes(socket, owned, (names, nexthops), (family, seen))?;
     // Left on a device that is no longer the external interface: read once more, with its name.
     let unknown: BTreeSet<u32> = ours.iter().filter_map(|found| found.err()).collect();
     if !unknown.is_empty() {
         for index in unknown {
             learn_name(socket, owned, index, names)?;
         }
-        ours = dump_routes(socket, owned, (names, nexthops), (family, metrics))?;
+        ours = dump_routes(socket, owned, (names, nexthops), (family, seen))?;
     }
+    seen.see_all(family);
     let (mut before, mut table) = (None, Table::default());
     for (route, is_exact) in ours.into_iter().flatten() {
-        // Others may stand before one of last resort, but none of ours.
+        // Others may stand before one of last resort, but none of ours: it goes when that is put again.
         let behind = before.replace(route.dst) == Some(route.dst);
         if behind && route.via == Via::LastResort {
+            table.inexact.push(Key::Route(route.dst));
             continue;
         }
         if !is_exact {
@@ -297,14 +294,14 @@ fn dump_routes(
     socket: &mut Socket,
     owned: &Owned,
     (names, nexthops): (&Names, &Nexthops),
-    (family, metrics): (Family, &Metrics),
+    (family, seen): (Family, &Seen),
 ) -> Result<Vec<Found>, KernelError> {
     let inside = |dst: &Subnet| owned.networks.iter().any(|network| network.covers(dst));
     // With the number of the dump, which begins anew if the table changes under way.
     let mut last = None;
     socket.dump(route::all(family), |message| {
         let found = route::read(message).filter(|found| found.main)?;
-        metrics.see(&found);
+        seen.see(&found);
         if !found.default_metric {
             return None;
         }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use flannel_core::{
     Addr, Change, Changes, Doubts, Kernel, Key, LinkName, MacAddr, Neigh, Nexthop, Object, Owned, Report,
-    Route, Via,
+    Route, Subnet, Via,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, bridge, in_netns_async, ip};
@@ -53,7 +53,7 @@ fn neigh(n: u32) -> Object {
 
 fn route(n: u32) -> Object {
     let base = IpAddr::from((0x0a01_0000 + n).to_be_bytes());
-    Route { dst: flannel_core::Subnet::host(base), via: Via::Blackhole, mtu: None }.into()
+    Route { dst: Subnet::host(base), via: Via::Blackhole, mtu: None }.into()
 }
 
 #[test]
@@ -340,5 +340,68 @@ fn metrics_that_were_told_of_do_not_stay() {
         put(ours.into());
         let shown = ip("route show 10.1.2.0/24");
         assert!(shown.contains("nhid 9") && !shown.contains("advmss"), "{shown}");
+    });
+}
+
+#[test]
+fn one_of_last_resort_does_not_stay_behind_ours_however_it_was_learned_of() {
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    enum Learned {
+        Told,
+        Read,
+        TooLate,
+    }
+    in_netns_async(|| async {
+        let (kernel, other) = (uplink(), NetlinkKernel::open().unwrap());
+        let networks = vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/48".parse().unwrap()];
+        let owned = Owned { blackholes: true, networks, ..Owned::default() };
+        let change =
+            |kernel: &NetlinkKernel, change: Change| kernel.apply(&owned, &[change]).remove(0).unwrap();
+        let mut changes = kernel.changes().unwrap();
+        kernel.snapshot(&owned).unwrap();
+        for (family, prefix, gateway) in [(4, "10.1", "192.0.2.9"), (6, "fd00:1", "2001:db8::9")] {
+            for (n, learned) in [Learned::Told, Learned::Read, Learned::TooLate].into_iter().enumerate() {
+                let text =
+                    if family == 4 { format!("{prefix}.{n}.0/24") } else { format!("{prefix}:0:{n}::/64") };
+                let route = |via| Object::from(Route { dst: text.parse().unwrap(), via, mtu: None });
+                let last = route(Via::LastResort);
+                let ours =
+                    route(Via::Gateway { gateway: address(gateway), link: link("up0"), onlink: false });
+                change(&other, Change::Put(last.clone()));
+                match learned {
+                    Learned::Told => drop(until(&mut *changes, tells(Report::Now(last.clone()))).await),
+                    Learned::Read => {
+                        assert_eq!(kernel.snapshot(&owned).unwrap().get(&last.key()), Some(&last));
+                    }
+                    Learned::TooLate => {}
+                }
+                change(&kernel, Change::Put(ours.clone()));
+                if learned == Learned::TooLate {
+                    let there = kernel.snapshot(&owned).unwrap();
+                    assert_eq!(there.get(&ours.key()), Some(&ours), "{text}");
+                    assert!(there.is_inexact(&ours.key()), "{text}: it is to be put again");
+                    change(&kernel, Change::Put(ours.clone()));
+                }
+                let shown = || ip(&format!("-{family} route show {text}"));
+                assert!(
+                    shown().lines().count() == 1 && shown().contains(gateway),
+                    "{learned:?}: {}",
+                    shown()
+                );
+                let add_behind = || {
+                    ip(&format!("-{family} route add blackhole {text} metric 4294967295 proto 241"));
+                    kernel.snapshot(&owned).unwrap();
+                };
+                add_behind();
+                change(&kernel, Change::Delete(ours.clone()));
+                assert_eq!(shown(), "", "{learned:?}: it goes with ours");
+                // What another network keeps is not ours, whatever stood before it.
+                change(&kernel, Change::Put(ours.clone()));
+                add_behind();
+                let of_another = Owned { networks: Vec::new(), ..owned.clone() };
+                kernel.apply(&of_another, &[Change::Delete(ours)]).remove(0).unwrap();
+                assert!(shown().lines().count() == 1 && shown().contains("blackhole"), "{}", shown());
+            }
+        }
     });
 }

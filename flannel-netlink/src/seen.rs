@@ -1,0 +1,90 @@
+//! What was seen of the routes that are there, as far as ours must be put differently because of it.
+//!
+//! The one thing to know: each precaution costs a fifth of the time that a route takes, and almost no host needs any of them. So
+//! they are taken where there is a reason. What is seen too late is found with the next snapshot, as a route that is not quite as
+//! described, and put again.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use flannel_core::{Dual, Family, ROUTE_PROTOCOL, Subnet};
+
+use crate::codec::route::RouteMessage;
+
+/// More destinations than this are not told apart: it takes no memory that others decide about.
+const MOST: usize = 1024;
+
+/// Clones are of one.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Seen(Arc<Mutex<Inner>>);
+
+#[derive(Debug, Default)]
+struct Inner {
+    metrics: bool,
+    /// All routes of these families were read once.
+    read: Dual<()>,
+    /// Where one of last resort of ours is or was; not all of them if they are more than [`MOST`].
+    last_resorts: BTreeSet<Subnet>,
+}
+
+impl Seen {
+    /// Takes note of a route in the main table that was read or told of.
+    pub(crate) fn see(&self, route: &RouteMessage) {
+        if route.has_metrics_by_nexthop() {
+            self.lock().metrics = true;
+        }
+        if route.last_resort && route.protocol == ROUTE_PROTOCOL {
+            self.see_last_resort(route.dst);
+        }
+    }
+
+    /// One of last resort is or was there.
+    pub(crate) fn see_last_resort(&self, dst: Subnet) {
+        let there = &mut self.lock().last_resorts;
+        if there.len() <= MOST {
+            there.insert(dst);
+        }
+    }
+
+    /// All routes of this family were seen.
+    pub(crate) fn see_all(&self, family: Family) {
+        self.lock().read[family] = Some(());
+    }
+
+    /// There is or was a route that [has metrics](RouteMessage::has_metrics_by_nexthop) which ours must say that they have not.
+    pub(crate) fn has_metrics(&self) -> bool {
+        self.lock().metrics
+    }
+
+    /// One of last resort may be there.
+    pub(crate) fn may_have_last_resort(&self, dst: &Subnet) -> bool {
+        let Inner { read, last_resorts, .. } = &*self.lock();
+        last_resorts.contains(dst) || last_resorts.len() > MOST || read[dst.family()].is_none()
+    }
+
+    /// A panic while the lock was held leaves nothing half done.
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_last_resort_is_reckoned_with_where_one_was_seen_or_nobody_has_looked() {
+        let seen = Seen::default();
+        let dst = |n: u32| Subnet::new([10, (n >> 8) as u8, n as u8, 0].into(), 24).unwrap();
+        assert!(seen.may_have_last_resort(&dst(0)), "nobody has looked");
+        seen.see_last_resort(dst(0));
+        seen.see_all(Family::V4);
+        assert!(seen.may_have_last_resort(&dst(0)) && !seen.may_have_last_resort(&dst(1)));
+        assert!(seen.may_have_last_resort(&"fd00::/64".parse().unwrap()), "of the other family nobody has");
+        for n in 0..=2 * MOST as u32 {
+            seen.see_last_resort(dst(n));
+        }
+        assert!(seen.may_have_last_resort(&dst(3 * MOST as u32)), "there are too many");
+        assert_eq!(seen.lock().last_resorts.len(), MOST + 1, "nor are more remembered");
+    }
+}
