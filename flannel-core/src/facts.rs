@@ -13,8 +13,6 @@ use crate::roster::Id;
 #[derive(Debug, Default)]
 pub(crate) struct Facts {
     facts: BTreeMap<IpAddr, Fact>,
-    /// How many facts say of a link that an address is on it.
-    relied: BTreeMap<LinkName, usize>,
 }
 
 #[derive(Debug, Default)]
@@ -24,27 +22,10 @@ struct Fact {
     asked_by: BTreeSet<Id>,
 }
 
-impl Fact {
-    fn tell(&mut self, told: Option<Option<LinkName>>, relied: &mut BTreeMap<LinkName, usize>) {
-        if let Some(link) = self.told.flatten() {
-            decrement(relied, &link);
-        }
-        self.told = told;
-        if let Some(link) = told.flatten() {
-            *relied.entry(link).or_default() += 1;
-        }
-    }
-}
-
 impl Facts {
     /// Some plan asked about an address inside `subnet`.
     pub(crate) fn are_under(&self, subnet: Subnet) -> bool {
         self.facts.range(subnet.base()..=subnet.last()).next().is_some()
-    }
-
-    /// Some plan was told that an address is on this link.
-    pub(crate) fn rely_on(&self, link: LinkName) -> bool {
-        self.relied.contains_key(&link)
     }
 
     /// What all who asked about an address were told; `None` if nobody asked, or not all were told the same.
@@ -56,8 +37,7 @@ impl Facts {
     pub(crate) fn asked(&mut self, address: IpAddr, told: Option<Option<LinkName>>, by: Id) {
         let fact = self.facts.entry(address).or_default();
         let first = fact.asked_by.is_empty();
-        let agreed = told.filter(|told| first || fact.told == Some(*told));
-        fact.tell(agreed, &mut self.relied);
+        fact.told = told.filter(|told| first || fact.told == Some(*told));
         fact.asked_by.insert(by);
     }
 
@@ -66,7 +46,6 @@ impl Facts {
         let Some(fact) = self.facts.get_mut(address) else { return };
         fact.asked_by.remove(&by);
         if fact.asked_by.is_empty() {
-            fact.tell(None, &mut self.relied);
             self.facts.remove(address);
         }
     }
@@ -82,23 +61,10 @@ impl Facts {
             // Where the kernel cannot say, what it said last holds.
             let Some(now) = on_link(*address) else { continue };
             if fact.told != Some(now) {
-                fact.tell(Some(now), &mut self.relied);
+                fact.told = Some(now);
                 again.extend(fact.asked_by.iter().copied());
             }
         }
         again
-    }
-}
-
-/// Counts down, and forgets what is no longer there.
-pub(crate) fn decrement<K: Ord, N: From<u8> + std::ops::SubAssign + PartialEq>(
-    counts: &mut BTreeMap<K, N>,
-    key: &K,
-) {
-    if let Some(count) = counts.get_mut(key) {
-        *count -= N::from(1);
-        if *count == N::from(0) {
-            counts.remove(key);
-        }
     }
 }

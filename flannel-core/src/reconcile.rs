@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use self::arrive::{Coming, GROUP};
+use self::arrive::{Coming, FEW};
 pub(crate) use self::write::{BATCH, Gate};
 use crate::address::Subnet;
 use crate::admit::{Changed, Delta, Peers};
@@ -107,6 +107,8 @@ pub(crate) struct Reconciler {
     /// The objects that peers add to `base`.
     peer_objects: Tally,
     stale_facts: StaleFacts,
+    /// The links that lead to what plans asked about, directly or through a router; some may no longer do.
+    answer_links: BTreeSet<LinkName>,
     ledger: Ledger,
     kernel_error: Option<KernelError>,
     lookup_error: Option<KernelError>,
@@ -139,6 +141,7 @@ impl Reconciler {
             reads: Reads::default(),
             peer_objects: Tally::default(),
             stale_facts: StaleFacts::default(),
+            answer_links: BTreeSet::new(),
             ledger: Ledger::default(),
             kernel_error: None,
             lookup_error: None,
@@ -152,7 +155,7 @@ impl Reconciler {
         let leases = std::mem::replace(&mut self.leases, view.leases.clone());
         self.live = matches!(view.origin, Origin::Live { .. });
         let mut changes: Vec<_> = view.leases.changes_since(&leases).collect();
-        if changes.len() > GROUP && !self.is_unread() {
+        if changes.len() > FEW && !self.is_unread() {
             let is_new = |change: &mut (Subnets, Option<&Arc<Lease>>)| !self.peers.contains(&change.0);
             let new = changes.extract_if(.., is_new).filter_map(|(_, lease)| lease.cloned());
             self.coming = Coming::new(new.collect(), arrived);
@@ -169,7 +172,7 @@ impl Reconciler {
         let answers = Answers::new(kernel);
         let changed = self.peers.update(changes, &|a| answers.on_link(a));
         self.take(changed, Some(arrived));
-        self.take_unanswered(answers);
+        self.take_answers(answers);
     }
 
     /// Asks anew what plans asked, where the answer may have changed.
@@ -177,6 +180,9 @@ impl Reconciler {
         let stale = std::mem::take(&mut self.stale_facts);
         let answers = Answers::new(kernel);
         let everything = stale.all.then_some(None);
+        if stale.all {
+            self.answer_links.clear();
+        }
         // A subnet stands directly before those inside it.
         let mut last: Option<Subnet> = None;
         let parts = stale.under.into_iter().filter(|under| {
@@ -194,7 +200,7 @@ impl Reconciler {
         if stale.all {
             self.lookup_error = None;
         }
-        self.take_unanswered(answers);
+        self.take_answers(answers);
     }
 
     /// There is work for [`Reconciler::settle`].
@@ -235,8 +241,9 @@ impl Reconciler {
         }
     }
 
-    /// What the kernel could not answer is asked again when it is read again.
-    fn take_unanswered(&mut self, answers: Answers<'_>) {
+    /// Notes which links the answers went by. What the kernel could not answer is asked again when it is read again.
+    fn take_answers(&mut self, answers: Answers<'_>) {
+        self.answer_links.append(&mut answers.links.into_inner());
         if let Some(error) = answers.error.into_inner() {
             self.stale_facts.all = true;
             self.lookup_error = Some(error);
@@ -356,17 +363,19 @@ impl Reconciler {
 /// A kernel's answers to what plans ask. What it cannot answer is asked again soon.
 struct Answers<'a> {
     kernel: &'a dyn Kernel,
+    links: RefCell<BTreeSet<LinkName>>,
     error: RefCell<Option<KernelError>>,
 }
 
 impl<'a> Answers<'a> {
     fn new(kernel: &'a dyn Kernel) -> Self {
-        Self { kernel, error: RefCell::default() }
+        Self { kernel, links: RefCell::default(), error: RefCell::default() }
     }
 
     fn on_link(&self, address: IpAddr) -> Option<Option<LinkName>> {
-        let answer = self.kernel.lookup(address).map_err(|error| self.error.replace(Some(error)));
-        Some(answer.ok()?.on_link())
+        let answer = self.kernel.lookup(address).map_err(|error| self.error.replace(Some(error))).ok()?;
+        self.links.borrow_mut().extend(answer.link);
+        Some(answer.on_link())
     }
 }
 
@@ -554,6 +563,21 @@ mod tests {
         };
         world.doubt(&Doubts::Objects((0..2000).map(addition).collect(), by()));
         assert_eq!(world.reconciler.suspects.len(), 1024 + 1);
+    }
+
+    #[test]
+    fn whoever_damaged_what_a_lease_then_changed_is_not_named_for_later_damage() {
+        let mut world = World::settled(2..5);
+        let gone = |by| Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], by);
+        world.put(3, [10, 9, 0, 3]);
+        world.doubt(&gone(Some(Culprit::new(7))));
+        world.settle();
+        assert_eq!(world.reconciler.status().repaired, 0, "the lease is why it was put");
+        world.doubt(&gone(None));
+        world.settle();
+        let status = world.reconciler.status();
+        let repairs: Vec<_> = status.last_repairs.iter().map(|repair| repair.culprit.clone()).collect();
+        assert_eq!(repairs, [None]);
     }
 
     #[test]

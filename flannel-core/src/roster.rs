@@ -4,6 +4,7 @@
 //! The one thing to know: each peer's lease and objects are held once, in its slot. The indexes hold only numbers of
 //! slots and look there for what they are numbers of: a peer costs some hundred bytes, not a thousand.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasher, Hasher};
 use std::net::IpAddr;
@@ -13,7 +14,6 @@ use foldhash::fast::RandomState;
 use hashbrown::HashTable;
 
 use crate::address::Subnet;
-use crate::facts::decrement;
 use crate::lease::{Lease, Subnets};
 use crate::packed::Packed;
 use crate::state::{Key, Object};
@@ -209,9 +209,19 @@ impl Roster {
         }
         for subnet in peer.lease.subnets.iter() {
             self.subnets.remove(&(subnet, id));
-            decrement(&mut self.lengths, &subnet.len());
+            self.forget_length(subnet.len());
         }
         Some(peer)
+    }
+
+    /// One subnet less is that long.
+    fn forget_length(&mut self, len: u8) {
+        if let Entry::Occupied(mut count) = self.lengths.entry(len) {
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
     }
 
     /// Others may have these slots.

@@ -336,6 +336,12 @@ async fn one_repair_among_thousands_costs_one_object_and_names_victim_and_culpri
         assert_eq!(culprit, by.then_some((FakeKernel::FOREIGN_PORT, protocol)), "{last}");
         let process = last.culprit.as_ref().and_then(|culprit| culprit.process.clone());
         assert_eq!(process, by.then(|| ("foreigner".into(), FakeKernel::FOREIGN_PORT)));
+        let who = match (by, protocol) {
+            (true, Some(protocol)) => format!("foreigner (process 4711) with route protocol {protocol}"),
+            (true, None) => "foreigner (process 4711)".into(),
+            (false, _) => "somebody that the kernel does not name".into(),
+        };
+        assert!(last.to_string().ends_with(&format!(", {what} by {who}")), "{last}");
         let calls = world.kernel.take_calls();
         assert!(calls.len() == 1 && calls[0].key == Some(object.key()), "{what:?} {object}: {calls:?}");
     }
@@ -433,6 +439,28 @@ async fn a_thousand_unrelated_route_changes_a_second_cause_no_look_ups() {
     assert_eq!(count(&world.kernel.take_calls(), Operation::Lookup), 10_000);
 }
 
+/// The device is neither ours nor under our routes.
+#[tokio::test(start_paused = true)]
+async fn a_device_that_leads_to_peers_matters_as_long_as_it_does() {
+    let kernel = FakeKernel::with_uplink("eth0");
+    kernel.add_foreign_link("eth1", &["198.18.0.0/29".parse().unwrap()]);
+    let routed = Odd { router_on: Some("eth3".parse().unwrap()), ..Odd::new(&kernel) };
+    let world = World::on(Arc::new(routed), kernel, 10).await;
+    let cost = async |what: &str, up| {
+        world.kernel.set_up(what, up);
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        (count(&world.kernel.take_calls(), Operation::Lookup), world.plans.swap(0, Ordering::Relaxed))
+    };
+    assert_eq!(cost("eth2", false).await, (0, 0));
+    assert_eq!(
+        cost("eth1", false).await,
+        (10 + 7, 7),
+        "all are asked for, and who is there no more is planned anew"
+    );
+    assert_eq!(cost("eth1", false).await, (0, 0), "nobody is on it any more");
+    assert_eq!(cost("eth3", false).await, (10, 0), "a router is on it, and stays the way");
+}
+
 /// A kernel that is not as quick or as obedient as the fake one.
 #[derive(Debug)]
 struct Odd {
@@ -445,6 +473,8 @@ struct Odd {
     apply: Duration,
     /// Whoever wants to hear less hears nothing any more.
     loses_listeners: bool,
+    /// A router on this device leads to what is on no link.
+    router_on: Option<LinkName>,
 }
 
 /// A stream of changes that ends when less is to be told.
@@ -465,7 +495,15 @@ impl Odd {
     fn new(kernel: &FakeKernel) -> Self {
         let kernel = kernel.clone();
         let none = Duration::ZERO;
-        Self { kernel, lookup: none, snapshot: none, keeps_links: false, apply: none, loses_listeners: false }
+        Self {
+            kernel,
+            lookup: none,
+            snapshot: none,
+            keeps_links: false,
+            apply: none,
+            loses_listeners: false,
+            router_on: None,
+        }
     }
 
     /// Thousands of peers take several rounds.
@@ -505,7 +543,9 @@ impl Kernel for Odd {
 
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
         Self::pass(self.lookup);
-        self.kernel.lookup(dst)
+        let answer = self.kernel.lookup(dst)?;
+        let by_router = |link| RouteAnswer::via(link, Some([203, 0, 113, 1].into()), None);
+        Ok(self.router_on.filter(|_| answer.link.is_none()).map_or(answer, by_router))
     }
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {

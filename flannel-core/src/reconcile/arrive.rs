@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, SendError, TryRecvError, channel, sync_channel};
+use std::sync::mpsc::{Receiver, TryRecvError, channel, sync_channel};
 use std::thread::{Builder, yield_now};
 use std::time::Duration;
 
@@ -22,10 +22,12 @@ use crate::state::{Change, Object};
 
 /// Longer than it takes to make out a group.
 const AWAKE: Duration = Duration::from_millis(1);
-/// So many new peers are the first group: the kernel is to have something to do soon. Each later one is twice as large …
+/// So few new peers are looked at and put at once, without a second thread.
+pub(super) const FEW: usize = 128;
+/// Of more, so many are the first group: the kernel is to have something to do soon. Each later one is twice as large …
 const FIRST: usize = 16;
 /// … up to so many, whose objects are put at once: bounds memory, and how long a stop waits. …
-pub(super) const GROUP: usize = 128;
+pub(super) const GROUP: usize = 256;
 /// … And for so long before newer leases and questions get their turn.
 pub(super) const ROUND: Duration = Duration::from_millis(100);
 /// So many new peers are a flood if half of all are new: reading the kernel after them costs less than hearing of each. Fewer
@@ -118,8 +120,8 @@ impl Reconciler {
             return Ok(());
         }
         let owned = self.owned.clone();
-        let alone = self.fresh.len() + self.coming.len() <= GROUP;
-        let mut size = if alone { GROUP } else { FIRST };
+        let alone = self.fresh.len() + self.coming.len() <= FEW;
+        let mut size = if alone { FEW } else { FIRST };
         let mut next_group = move |this: &mut Self| {
             let group = this.next_group(kernel, size);
             size = (2 * size).min(GROUP);
@@ -130,52 +132,48 @@ impl Reconciler {
             return self.note(first.write(kernel, &owned, gate));
         }
         let (end, over) = (Instant::now() + ROUND, AtomicBool::new(false));
-        let (unnoted, outcome) = std::thread::scope(|scope| {
+        let (done, mut written) = channel();
+        let made = std::thread::scope(|scope| {
             // One group is with the kernel, and some are ready.
             let (groups, to_write) = sync_channel(READY);
-            let (done, written) = channel();
+            let (this, to_note) = (&mut *self, &mut written);
             // This thread writes: it is awake, and the other one takes a while to be.
             let apart = kernel.beside();
             let maker = Builder::new().spawn_scoped(scope, || {
                 apart();
-                // What it is to note and to hand over ends with it.
-                let (groups, written) = (groups, written);
+                // What it is to hand over ends with it.
+                let groups = groups;
                 while !over.load(Ordering::Relaxed) {
-                    let Some(group) = next_group(self) else { break };
+                    let Some(group) = next_group(this) else { break };
                     // The writer ends early only if it panicked.
                     if groups.send(group).is_err() {
                         break;
                     }
-                    self.note_all(&written, false)?;
+                    this.note_all(to_note)?;
                 }
-                drop(groups);
-                self.note_all(&written, true)
+                Ok(())
             });
             // To begin it may need this processor.
             yield_now();
-            // Nobody wants to know the rest once the gate was closed.
-            let unnoted = std::iter::once(first)
-                .chain(std::iter::from_fn(|| take_over(&to_write)))
-                .map(|group| group.write(kernel, &owned, gate))
-                .inspect(|written| over.store(written.at >= end, Ordering::Relaxed))
-                .try_for_each(|written| done.send(written));
-            drop(done);
-            let outcome = maker.map(|maker| maker.join().unwrap_or_else(|panic| resume_unwind(panic)));
-            (unnoted.err(), outcome)
+            let groups = std::iter::once(first).chain(std::iter::from_fn(|| take_over(&to_write)));
+            for written in groups.map(|group| group.write(kernel, &owned, gate)) {
+                over.store(written.at >= end, Ordering::Relaxed);
+                // Who notes it is there for longer than this.
+                let _ = done.send(written);
+            }
+            maker.map(|maker| maker.join().unwrap_or_else(|panic| resume_unwind(panic)))
         });
-        if let Some(SendError(written)) = unnoted {
-            self.note(written)?;
-        }
-        outcome.unwrap_or_else(|error| {
+        // To wake the maker for each of the last ones would cost more than to note them.
+        self.note_all(&mut written)?;
+        made.unwrap_or_else(|error| {
             tracing::warn!(%error, "new peers come slowly: there is no thread to make them out while the kernel works");
             Ok(())
         })
     }
 
-    /// Notes what was written so far, or until nothing more is.
-    fn note_all(&mut self, written: &Receiver<Written>, wait: bool) -> Result<(), Closed> {
-        let next = || if wait { written.recv().ok() } else { written.try_recv().ok() };
-        std::iter::from_fn(next).try_for_each(|written| self.note(written))
+    /// Notes what was written so far.
+    fn note_all(&mut self, written: &mut Receiver<Written>) -> Result<(), Closed> {
+        written.try_iter().try_for_each(|written| self.note(written))
     }
 
     fn note(&mut self, written: Written) -> Result<(), Closed> {

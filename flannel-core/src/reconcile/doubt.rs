@@ -49,7 +49,7 @@ impl Reconciler {
                     self.unread = Unread::Everything;
                 }
                 self.stale_facts.urgent |= self.owned.routes_on.contains(name);
-                self.stale_facts.all |= self.stale_facts.urgent || self.peers.facts().rely_on(*name);
+                self.stale_facts.all |= self.stale_facts.urgent || self.answer_links.contains(name);
             }
             Doubts::Objects(reports, by) => {
                 let by = Suspect { said: by.as_ref(), kernel, named: OnceCell::new() };

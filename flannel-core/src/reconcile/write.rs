@@ -184,14 +184,18 @@ impl Reconciler {
                 self.failed.insert(key, Failed { cause, deletion });
                 self.ledger.failed(change, peer, error);
             }
-            (Ok(()), Cause::Lease(arrived)) => {
+            (Ok(()), cause) => {
                 self.ledger.clear(&key);
-                self.ledger.applied(arrived.map(|arrived| now.saturating_duration_since(arrived)));
-            }
-            (Ok(()), Cause::Doubt(damage)) => {
-                self.ledger.clear(&key);
-                let peer = self.peer_of(&key);
-                self.ledger.repaired(object, damage, peer, self.suspects.remove(&key));
+                // Whatever comes after this, it was not they.
+                let suspect = self.suspects.remove(&key);
+                match cause {
+                    Cause::Lease(arrived) => {
+                        self.ledger.applied(arrived.map(|arrived| now.saturating_duration_since(arrived)));
+                    }
+                    Cause::Doubt(damage) => {
+                        self.ledger.repaired(object, damage, self.peer_of(&key), suspect);
+                    }
+                }
             }
         }
     }
