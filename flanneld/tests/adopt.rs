@@ -467,6 +467,14 @@ fn networks_of_both_kinds_in_one_namespace_are_restarted_without_touching_each_o
             };
             let ((vxlan, hostgw), reports) = heard(restarts).await;
             assert_eq!(deleted(&reports), []);
+            // Nor is any peer's object put again: it is as it was.
+            let of_peer = |key: &Key| of_live_peer(key) || matches!(key, Key::Nexthop(_));
+            let touched = |report: &&Report| match report {
+                Report::Now(object) | Report::Inexact(object) => of_peer(&object.key()),
+                Report::Other(key) | Report::Gone(key) | Report::Beside(key) => of_peer(key),
+            };
+            let touched: Vec<_> = reports.iter().filter(touched).collect();
+            assert!(touched.is_empty(), "{touched:#?}");
             assert_eq!([vxlan.state(), hostgw.state()].map(|s| text(&s)), want.map(|s| text(&s)));
             vxlan.stop().await;
             hostgw.stop().await;

@@ -658,6 +658,27 @@ fn way_to_peer() -> Vec<String> {
     ["route show 10.1.7.0/24", "neigh show 10.1.7.0 dev flannel.1"].map(ip).into()
 }
 
+/// What `ip monitor` has seen: of what was done last it tells before a mark of our own.
+fn seen_by(mut monitor: Reader) -> String {
+    ip("route add blackhole 198.18.0.1");
+    let mut seen = String::new();
+    loop {
+        let line = monitor.line();
+        if line.contains("198.18.0.1") {
+            ip("route del blackhole 198.18.0.1");
+            return seen;
+        }
+        seen += &line;
+    }
+}
+
+/// What of live peers `ip monitor` saw being deleted: what is told with one of these addresses, and each nexthop object, with
+/// which the kernel takes its routes without a word about any.
+fn lost<'a>(seen: &'a str, live: &[&str]) -> Vec<&'a str> {
+    let deleted = seen.lines().filter_map(|line| line.strip_prefix("Deleted "));
+    deleted.filter(|line| line.starts_with("id ") || live.iter().any(|live| line.contains(live))).collect()
+}
+
 #[test]
 fn another_address_or_mtu_of_the_interface_is_followed_and_nothing_is_lost() {
     in_netns(|| {
@@ -669,7 +690,7 @@ fn another_address_or_mtu_of_the_interface_is_followed_and_nothing_is_lost() {
         daemon.wait_for_log("in sync peers=1");
         let before = way_to_peer();
         let lease = place.own_lease();
-        let monitor = Reader::start(Command::new("ip").args(["monitor", "route", "neigh"]));
+        let monitor = Reader::start(Command::new("ip").args(["monitor", "route", "neigh", "nexthop"]));
 
         ip("address del 192.0.2.1/24 dev eth0");
         // The kernel makes the next address of the subnet the first one, or takes it away too.
@@ -688,10 +709,8 @@ fn another_address_or_mtu_of_the_interface_is_followed_and_nothing_is_lost() {
         wait_until(|| ip("link show flannel.1").contains("mtu 1350"), || ip("link show flannel.1"));
         assert_eq!(place.own_lease(), lease);
         assert_eq!(way_to_peer(), before);
-        let seen = monitor.rest();
-        let lost: Vec<_> =
-            seen.lines().filter(|line| line.starts_with("Deleted") && line.contains("10.1.7.0")).collect();
-        assert_eq!(lost, [""; 0], "{seen}");
+        let seen = seen_by(monitor);
+        assert_eq!(lost(&seen, &["10.1.7.0"]), [""; 0], "{seen}");
     });
 }
 
@@ -1228,7 +1247,7 @@ fn a_prefix_that_comes_and_goes_moves_a_peer_onto_the_link_and_back_and_nothing_
         let goes = |ways: [&str; 2]| routes().iter().zip(ways).all(|(route, way)| route.contains(way));
         assert!(goes(tunnel), "{:?}", routes());
 
-        let monitor = Reader::start(Command::new("ip").args(["monitor", "route"]));
+        let monitor = Reader::start(Command::new("ip").args(["monitor", "route", "nexthop"]));
         for (step, commands, ways) in [
             ("onto the link", ["add 198.51.100.1/24 dev eth0", "add 2001:db8:7::1/64 dev eth0 nodad"], link),
             (
@@ -1245,11 +1264,11 @@ fn a_prefix_that_comes_and_goes_moves_a_peer_onto_the_link_and_back_and_nothing_
             wait_until(|| goes(ways), || format!("{step}: {:?}\n{}", routes(), daemon.log()));
         }
         wait_until(|| data_path() == before, || format!("{:#?}, not {before:#?}", data_path()));
-        let seen = monitor.rest();
-        let ours = |line: &&str| line.contains("10.1.7.0/24") || line.contains("fd00:1:0:7::/64");
-        let lost: Vec<_> = seen.lines().filter(|line| line.starts_with("Deleted")).filter(ours).collect();
-        assert_eq!(lost, [""; 0], "{seen}");
-        assert!(seen.lines().any(|line| ours(&line)), "who listens heard of it: {seen}");
+        let seen = seen_by(monitor);
+        let ours = ["10.1.7.0/24", "fd00:1:0:7::/64"];
+        assert_eq!(lost(&seen, &ours), [""; 0], "{seen}");
+        let heard = ours.iter().all(|dst| seen.contains(dst)) && seen.contains("\nid ");
+        assert!(heard, "who listens heard of it: {seen}");
         assert!(!daemon.log().contains("building the network anew"), "{}", daemon.log());
     });
 }
@@ -1269,7 +1288,7 @@ fn what_go_flannel_left_on_the_interface_goes_once_all_that_leases_want_is_there
         };
         [7, 8].into_iter().for_each(lease);
         after_go_flannel(&place);
-        let monitor = Reader::start(Command::new("ip").args(["monitor", "route"]));
+        let monitor = Reader::start(Command::new("ip").args(["monitor", "route", "nexthop"]));
         let mut daemon = place.start(&[]);
         daemon.wait_for_log("in sync peers=2");
         wait_until(|| stale() == 0, || ip("route show") + &daemon.log());
@@ -1284,14 +1303,9 @@ fn what_go_flannel_left_on_the_interface_goes_once_all_that_leases_want_is_there
             assert!(all.contains(&format!("{dst} ")), "{foreign}: {all}");
         }
         assert!(ip("route show 10.1.8.0/24").contains("192.0.2.8"), "{all}");
-        let seen = monitor.rest();
-        let live = |line: &&str| {
-            [7, 8].iter().any(|n| {
-                line.contains(&format!("10.1.{n}.0/24")) || line.contains(&format!("fd00:1:0:{n}::/64"))
-            })
-        };
-        let lost: Vec<_> = seen.lines().filter(|line| line.starts_with("Deleted")).filter(live).collect();
-        assert_eq!(lost, [""; 0], "{seen}");
+        let seen = seen_by(monitor);
+        let live = ["10.1.7.0/24", "fd00:1:0:7::/64", "10.1.8.0/24", "fd00:1:0:8::/64"];
+        assert_eq!(lost(&seen, &live), [""; 0], "{seen}");
 
         // The file is ours now, and so nobody's routes are taken for Go flannel's.
         wait_until(|| place.dir.path().join("state/subnet-file").exists(), || daemon.log());

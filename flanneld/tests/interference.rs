@@ -12,10 +12,11 @@ use std::time::Duration;
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::testing::FakeSubnets;
-use flannel_core::{Backend, Dual, ExternalInterface, Family, Host, LeaseAttrs, SubnetManager};
+use flannel_core::{Backend, Dual, ExternalInterface, Family, Host, LeaseAttrs, Status, SubnetManager};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{bridge, in_netns_async, ip};
 use serde_json::Value;
+use tokio::sync::watch;
 
 fn config(backend: &str) -> String {
     format!(
@@ -67,18 +68,19 @@ async fn start(backend: &'static dyn Backend) -> Witness {
     if tokio::time::timeout(Duration::from_secs(10), settled).await.is_err() {
         panic!("never in sync: {:#?}", status.borrow());
     }
-    Witness::new(backend.name() == "vxlan")
+    Witness::new(backend.name() == "vxlan", status)
 }
 
 /// What iproute2 sees when all is well.
 struct Witness {
     vxlan: bool,
+    status: watch::Receiver<Arc<Status>>,
     healthy: BTreeSet<String>,
 }
 
 impl Witness {
-    fn new(vxlan: bool) -> Self {
-        let witness = Self { vxlan, healthy: BTreeSet::new() };
+    fn new(vxlan: bool, status: watch::Receiver<Arc<Status>>) -> Self {
+        let witness = Self { vxlan, status, healthy: BTreeSet::new() };
         let healthy = witness.see();
         assert!(healthy.len() >= if vxlan { 10 } else { 2 }, "{healthy:#?}");
         Self { healthy, ..witness }
@@ -147,14 +149,22 @@ impl Witness {
         seen
     }
 
-    /// Does damage and waits until nothing of it is left. The damage must show, or there is nothing to repair.
+    /// Does damage and waits until nothing of it is left, and until the status tells of a repair: else there was no damage.
     async fn survives(&self, damage: &str, commands: &[String]) {
+        // All of the damage before is counted.
+        let at_rest = async {
+            while !self.status.borrow().in_sync {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(20), at_rest).await.expect("it comes to rest");
+        let before = self.status.borrow().repaired;
         for command in commands {
             let run =
                 |(program, args): (&str, &str)| if program == "bridge" { bridge(args) } else { ip(args) };
             run(command.split_once(' ').unwrap());
         }
-        // The repair may be quicker than a look at the damage; so the damage is not looked for, only its end.
+        // The repair may be quicker than a look at the damage; so only its end is looked for.
         let repaired = async {
             while self.see() != self.healthy {
                 tokio::time::sleep(Duration::from_millis(2)).await;
@@ -166,6 +176,14 @@ impl Witness {
             let added: Vec<_> = seen.difference(&self.healthy).collect();
             panic!("{damage}: not repaired\nmissing: {missing:#?}\ntoo much: {added:#?}");
         }
+        // Whether ours is hit with the uplink depends on the backend, and on how soon the kernel sees that the carrier is gone.
+        if damage.contains("uplink") {
+            return;
+        }
+        let mut status = self.status.clone();
+        let told = async { drop(status.wait_for(|status| status.repaired > before).await.unwrap()) };
+        let in_time = tokio::time::timeout(Duration::from_secs(20), told).await;
+        assert!(in_time.is_ok(), "{damage}: no damage was done, none was repaired");
     }
 }
 

@@ -35,12 +35,6 @@ impl Reader {
         assert!(line.ends_with('\n'), "it has ended: {line:?}");
         line
     }
-
-    /// Ends it and returns what it has printed since.
-    pub(crate) fn rest(mut self) -> String {
-        self.child.kill().unwrap();
-        self.lines.iter().collect()
-    }
 }
 
 impl Drop for Reader {
