@@ -49,7 +49,6 @@ pub(crate) fn run(plugin: &Path, calls: u32) -> anyhow::Result<Report> {
     // VERSION, from the start of the process to its end; ADD with a delegate that does nothing; that one alone.
     let kinds = [("start", &start), ("add", &add), ("delegate", &floor)];
     let mut report = Report {
-        bench: "cni",
         samples: Some(calls as usize),
         // Of the program, which is all of it if it is static.
         bytes: Some(bytes),

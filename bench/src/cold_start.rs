@@ -42,7 +42,6 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
         None
     };
     let mut report = Report {
-        bench: "cold-start",
         peers: Some(peers),
         family: Some(families.name()),
         seconds: Some(seconds),

@@ -8,7 +8,7 @@ use flannel_core::{Family, MacAddr};
 use crate::cluster::Peer;
 use crate::raw::{
     AF_BRIDGE, BLACKHOLE, DELNEIGH, DELNEXTHOP, DELROUTE, Id, NEWNEIGH, NEWNEXTHOP, NEWROUTE, ONLINK,
-    PERMANENT, PLAIN, PROTOCOL, PUT, REACHABLE, SELF, Said, af, message, ndmsg, nhmsg, octets, rtmsg,
+    PERMANENT, PLAIN, PROTOCOL, PUT, REACHABLE, SELF, STATIC, Said, af, message, ndmsg, nhmsg, octets, rtmsg,
 };
 
 /// A peer, and what the kernel says of its objects.
@@ -55,6 +55,8 @@ pub(crate) enum Hop {
     Gateway,
     Device,
     Blackhole,
+    /// Of somebody else's protocol.
+    Protocol,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,6 +66,7 @@ pub(crate) enum Path {
     Device,
     Nexthop,
     Blackhole,
+    Protocol,
     Mtu,
     Source,
 }
@@ -73,22 +76,28 @@ impl Damage {
         use Entry::{Delete, Port, State, Value, Vni};
         let neigh = [Delete, Value, State].map(Self::Neigh);
         let fdb = [Delete, Value, State, Port, Vni].map(Self::Fdb);
-        let nexthop = [Hop::Delete, Hop::Gateway, Hop::Device, Hop::Blackhole].map(Self::Nexthop);
+        let nexthop = [Hop::Delete, Hop::Gateway, Hop::Device, Hop::Blackhole, Hop::Protocol];
         let route = [
             Path::Delete,
             Path::Gateway,
             Path::Device,
             Path::Nexthop,
             Path::Blackhole,
+            Path::Protocol,
             Path::Mtu,
             Path::Source,
         ];
-        neigh.into_iter().chain(fdb).chain(nexthop).chain(route.map(Self::Route))
+        neigh.into_iter().chain(fdb).chain(nexthop.map(Self::Nexthop)).chain(route.map(Self::Route))
     }
 
     /// It can only be done to a peer that is reached by a nexthop object.
     pub(crate) fn needs_nexthop(self) -> bool {
         matches!(self, Self::Nexthop(_) | Self::Route(Path::Nexthop))
+    }
+
+    /// It can only be done where there are two peers.
+    pub(crate) fn needs_another(self) -> bool {
+        self == Self::Route(Path::Nexthop)
     }
 
     /// What is damaged and must be as before.
@@ -171,17 +180,18 @@ fn nexthop(said: Option<&Said>) -> anyhow::Result<(&Said, u32)> {
 }
 
 fn hop(what: Hop, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
-    let Victim { family, index, uplink, .. } = *victim;
+    let Victim { peer, family, index, uplink, .. } = *victim;
     let id = nexthop(victim.nexthop)?.1.to_ne_bytes();
-    let gateway = stranger(victim);
-    let put = |protocol, index: u32| {
+    let (gateway, stranger) = (octets(peer.subnet(family).base()), stranger(victim));
+    let put = |protocol, index: u32, gateway: &[u8]| {
         let header = nhmsg(af(family), protocol, ONLINK);
-        message(NEWNEXTHOP, PUT, &header, &[(1, &id), (5, &index.to_ne_bytes()), (6, &gateway)])
+        message(NEWNEXTHOP, PUT, &header, &[(1, &id), (5, &index.to_ne_bytes()), (6, gateway)])
     };
     Ok(match what {
         Hop::Delete => message(DELNEXTHOP, PLAIN, &nhmsg(0, 0, 0), &[(1, &id)]),
-        Hop::Gateway => put(PROTOCOL, index),
-        Hop::Device => put(PROTOCOL, uplink),
+        Hop::Gateway => put(PROTOCOL, index, &stranger),
+        Hop::Device => put(PROTOCOL, uplink, &stranger),
+        Hop::Protocol => put(STATIC, index, &gateway),
         // NHA_BLACKHOLE.
         Hop::Blackhole => message(NEWNEXTHOP, PUT, &nhmsg(af(family), PROTOCOL, 0), &[(1, &id), (4, &[])]),
     })
@@ -191,33 +201,39 @@ fn path(what: Path, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
     let Victim { peer, family, index, uplink, .. } = *victim;
     let subnet = peer.subnet(family);
     let (dst, gateway) = (octets(subnet.base()), stranger(victim));
-    let put = |via: &[(u16, &[u8])]| {
+    let put_by = |protocol, flags, via: &[(u16, &[u8])]| {
         let attributes = [&[(1, &dst[..])], via].concat();
-        message(NEWROUTE, PUT, &rtmsg(family, subnet.len(), PROTOCOL, ONLINK), &attributes)
+        message(NEWROUTE, PUT, &rtmsg(family, subnet.len(), protocol, flags), &attributes)
     };
-    // As it was, but for what is added.
-    let and = |more: (u16, &[u8])| put(&[(4, &index.to_ne_bytes()), (5, &dst), more]);
+    let put = |via: &[(u16, &[u8])]| put_by(PROTOCOL, ONLINK, via);
+    let id = victim.nexthop.map(|said| nexthop(Some(said))).transpose()?.map(|(_, id)| id.to_ne_bytes());
+    // As it was, but for its protocol and what is added.
+    let as_it_was = |protocol, more: &[(u16, &[u8])]| match &id {
+        Some(id) => put_by(protocol, 0, &[&[(30, &id[..])], more].concat()),
+        None => put_by(protocol, ONLINK, &[&[(4, &index.to_ne_bytes()[..]), (5, &dst)], more].concat()),
+    };
     Ok(match what {
         Path::Delete => message(DELROUTE, PLAIN, &rtmsg(family, subnet.len(), 0, 0), &[(1, &dst)]),
         Path::Gateway => put(&[(4, &index.to_ne_bytes()), (5, &gateway)]),
         Path::Device => put(&[(4, &uplink.to_ne_bytes()), (5, &gateway)]),
         Path::Nexthop => {
             let id = nexthop(victim.other_nexthop)?.1.to_ne_bytes();
-            message(NEWROUTE, PUT, &rtmsg(family, subnet.len(), PROTOCOL, 0), &[(1, &dst), (30, &id)])
+            put_by(PROTOCOL, 0, &[(30, &id)])
         }
         Path::Blackhole => {
             let mut header = rtmsg(family, subnet.len(), PROTOCOL, 0);
             header[7] = BLACKHOLE;
             message(NEWROUTE, PUT, &header, &[(1, &dst)])
         }
+        Path::Protocol => as_it_was(STATIC, &[]),
         // RTA_METRICS with RTAX_MTU; RTA_PREFSRC.
-        Path::Mtu => and((8, &[8, 0, 2, 0, 0xe8, 3, 0, 0])),
+        Path::Mtu => as_it_was(PROTOCOL, &[(8, &[8, 0, 2, 0, 0xe8, 3, 0, 0])]),
         Path::Source => {
             let source = match family {
                 Family::V4 => octets([192, 0, 2, 1].into()),
                 Family::V6 => octets([0x2001, 0xdb8, 0, 0, 0, 0, 0, 1].into()),
             };
-            and((7, &source))
+            as_it_was(PROTOCOL, &[(7, &source)])
         }
     })
 }

@@ -26,7 +26,6 @@ pub(crate) fn run(
     let earlier = |task: &str| before.iter().find(|(t, _)| t == task).map_or(0, |(_, count)| *count);
     let wakeups = after.iter().map(|(task, count)| count - earlier(task)).sum();
     let mut report = Report {
-        bench: "idle",
         peers: Some(peers),
         family: Some(families.name()),
         seconds: Some(seconds as f64),

@@ -126,7 +126,6 @@ pub(crate) fn event(nodes: u32, events: u32) -> anyhow::Result<Report> {
         anyhow::Ok(figures)
     })?;
     let mut report = Report {
-        bench: "kube-event",
         nodes: Some(nodes),
         events: Some(events),
         p50_ms: Some(percentile(&figures, 50)),
@@ -146,7 +145,6 @@ pub(crate) fn memory(nodes: u32, flanneld: Option<PathBuf>) -> anyhow::Result<Re
     daemon.rest(REST)?;
     let (rss, peak) = (daemon.kib("VmRSS")?, daemon.kib("VmHWM")?);
     let mut report = Report {
-        bench: "kube-memory",
         nodes: Some(nodes),
         seconds: Some(seconds),
         rss_kib: Some(rss),

@@ -163,7 +163,6 @@ async fn measure(server: &ApiServer, nodes: u32, seconds: u64) -> anyhow::Result
         ratios.push(a / b);
     }
     let mut report = Report {
-        bench: "kube-heartbeat",
         nodes: Some(nodes),
         events: Some(RATE * u32::try_from(seconds)? * ROUNDS),
         seconds: Some(median(own)),

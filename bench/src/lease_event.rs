@@ -66,7 +66,6 @@ async fn measure(events: u32) -> anyhow::Result<Report> {
     }
     let (p50, p99, floor) = (percentile(&ours, 50), percentile(&ours, 99), percentile(&theirs, 50));
     let mut report = Report {
-        bench: "lease-event",
         events: Some(events),
         p50_ms: Some(p50),
         p99_ms: Some(p99),

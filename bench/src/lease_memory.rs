@@ -34,7 +34,6 @@ pub(crate) fn run(leases: u32) -> anyhow::Result<Report> {
         let rss = text.trim().parse().with_context(|| format!("no figure in {text:?}"))?;
         let much = (rss > LIMIT_KIB).then(|| format!("{rss} KiB, the limit is {LIMIT_KIB}"));
         Ok(Report {
-            bench: "lease-memory",
             nodes: Some(leases),
             rss_kib: Some(rss),
             wrong: much.into_iter().collect(),

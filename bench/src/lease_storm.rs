@@ -85,7 +85,6 @@ async fn storm(nodes: u32, room: Room) -> anyhow::Result<Report> {
     wrong.truncate(5);
     let rpcs = (after.0 - before.0) as f64 / f64::from(nodes);
     let mut report = Report {
-        bench: "lease-storm",
         network: Some(format!("{room:?}").to_lowercase()),
         nodes: Some(nodes),
         seconds: Some(seconds),

@@ -31,11 +31,13 @@ mod timed;
 mod witness;
 
 use std::path::PathBuf;
+use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::cluster::Families;
 use crate::lease_storm::Room;
+use crate::report::Report;
 
 /// Measures one thing and prints it as a table, or with --json as one JSON object.
 #[derive(Debug, Parser)]
@@ -228,9 +230,22 @@ enum Bench {
     },
 }
 
-fn main() -> anyhow::Result<std::process::ExitCode> {
-    let Options { bench, json } = Options::parse();
-    let report = match bench {
+fn main() -> anyhow::Result<ExitCode> {
+    let matches = Options::command().get_matches();
+    let Options { bench, json } = Options::from_arg_matches(&matches)?;
+    if let Bench::HoldLeases { endpoint, leases } = bench {
+        lease_memory::hold(&endpoint, leases)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    // One that could not be finished tells why in the same way. (One that panics has a fault, and prints none.)
+    let mut report =
+        run(bench).unwrap_or_else(|error| Report { wrong: vec![format!("{error:#}")], ..Report::default() });
+    report.bench = matches.subcommand_name().unwrap_or_default().to_owned();
+    Ok(ExitCode::from(u8::from(!report.print(json)?)))
+}
+
+fn run(bench: Bench) -> anyhow::Result<Report> {
+    match bench {
         Bench::ColdStart { peers, family } => cold_start::run(peers, family),
         Bench::OneMore { peers, family, samples } => one_more::run(peers, family, samples),
         Bench::Repair { peers, family, samples } => repair::run(peers, family, samples as usize),
@@ -242,15 +257,11 @@ fn main() -> anyhow::Result<std::process::ExitCode> {
         Bench::Plot { family, out } => plot::run(family.name(), &out),
         Bench::LeaseStorm { nodes, network } => lease_storm::run(nodes, network),
         Bench::LeaseMemory { leases } => lease_memory::run(leases),
-        Bench::HoldLeases { endpoint, leases } => {
-            lease_memory::hold(&endpoint, leases)?;
-            return Ok(std::process::ExitCode::SUCCESS);
-        }
+        Bench::HoldLeases { .. } => anyhow::bail!("holds leases for another bench"),
         Bench::LeaseEvent { events } => lease_event::run(events),
         Bench::KubeMemory { nodes, flanneld } => kube::memory(nodes, flanneld),
         Bench::KubeEvent { nodes, events } => kube::event(nodes, events),
         Bench::KubeHeartbeat { nodes, seconds } => kube_heartbeat::run(nodes, seconds),
         Bench::Cni { plugin, calls } => cni::run(&plugin, calls),
-    }?;
-    Ok(std::process::ExitCode::from(u8::from(!report.print(json)?)))
+    }
 }

@@ -20,7 +20,6 @@ pub(crate) fn run(peers: u32, families: Families, flanneld: Option<PathBuf>) -> 
     daemon.rest(REST)?;
     let rss = daemon.kib("VmRSS")?;
     let mut report = Report {
-        bench: "memory",
         peers: Some(peers),
         family: Some(families.name()),
         seconds: Some(seconds),

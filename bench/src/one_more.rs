@@ -13,14 +13,21 @@ use crate::witness::compare;
 const P99_MS: f64 = 2.0;
 /// The first ones warm up.
 const WARM_UP: u32 = 50;
+/// So many /24 there are in 10.0.0.0/8, but for those of nobody and of this host.
+const MOST: u32 = (1 << 16) - 2;
 
 pub(crate) fn run(peers: u32, families: Families, samples: u32) -> anyhow::Result<Report> {
+    let all = peers + WARM_UP + samples;
+    anyhow::ensure!(
+        all <= MOST,
+        "{all} peers do not fit: --peers and --samples may be {} together",
+        MOST - WARM_UP
+    );
     let ground = Ground::new()?;
     let mut engine = Engine::start(&ground, families)?;
     let mut leases = leases(peers, families);
     engine.send(leases.clone());
     engine.wait(peers as usize)?;
-    let all = peers + WARM_UP + samples;
     let figures = ground.netns.run(|| -> anyhow::Result<Vec<f64>> {
         let mut ear = Ear::open()?;
         let mut figures = Vec::new();
@@ -51,7 +58,6 @@ pub(crate) fn run(peers: u32, families: Families, samples: u32) -> anyhow::Resul
     ground.clear(all, families)?;
     let Latency { samples, p50_ms, p99_ms } = Latency::of(&figures);
     let mut report = Report {
-        bench: "one-more",
         peers: Some(peers),
         family: Some(families.name()),
         samples: Some(samples),

@@ -47,7 +47,7 @@ pub(crate) fn run(family: &'static str, out: &Path) -> anyhow::Result<Report> {
     std::fs::write(out, svg(&rows, family)?).with_context(|| format!("{}", out.display()))?;
     let at = |peers: f64| rows.iter().find(|row| row["peers"].as_f64() == Some(peers))?["seconds"].as_f64();
     let growth = at(FROM_TO.0).zip(at(FROM_TO.1)).map(|(from, to)| to / from);
-    let mut report = Report { bench: "plot", family: Some(family), growth, ..Report::default() };
+    let mut report = Report { family: Some(family), growth, ..Report::default() };
     report.at_most("growth", growth, GROWTH);
     Ok(report)
 }

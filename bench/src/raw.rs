@@ -44,6 +44,8 @@ pub(crate) const AF_BRIDGE: u8 = 7;
 pub(crate) const ONLINK: u8 = 4;
 /// Flannel's route protocol.
 pub(crate) const PROTOCOL: u8 = 241;
+/// `RTPROT_STATIC`: whoever uses `ip`.
+pub(crate) const STATIC: u8 = 4;
 const MAIN: u8 = 254;
 const UNICAST: u8 = 1;
 pub(crate) const BLACKHOLE: u8 = 6;

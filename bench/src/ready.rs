@@ -31,7 +31,6 @@ pub(crate) fn run(peers: u32, families: Families, flanneld: Option<PathBuf>) -> 
         seconds.push(once(&program, peers, families, &mut wrong)?.as_secs_f64());
     }
     let mut report = Report {
-        bench: "ready",
         peers: Some(peers),
         family: Some(families.name()),
         samples: Some(RUNS),

@@ -43,7 +43,6 @@ pub(crate) fn run(peers: u32, families: Families, samples: usize) -> anyhow::Res
     let kinds: BTreeMap<String, Latency> =
         figures.into_iter().map(|(kind, figures)| (kind, Latency::of(&figures))).collect();
     let mut report = Report {
-        bench: "repair",
         peers: Some(peers),
         family: Some(families.name()),
         samples: Some(all.len()),
@@ -75,13 +74,17 @@ fn damage(
         .iter()
         .flat_map(|family| Damage::all().map(move |damage| (family, damage)))
         .filter(|(family, damage)| !damage.needs_nexthop() || tables.has_nexthops(Peer(2), *family))
+        .filter(|(_, damage)| !damage.needs_another() || peers > 1)
         .collect();
     let rounds = samples.div_ceil(kinds.len()).max(LEAST);
     let mut ear = Ear::open()?;
     let (mut figures, mut dice) = (BTreeMap::<String, Vec<f64>>::new(), Dice(0x9e37_79b9_7f4a_7c15));
     for _ in 0..rounds {
         for (family, damage) in &kinds {
-            let (peer, other) = (Peer(2 + dice.below(peers)), Peer(2 + dice.below(peers)));
+            let number = dice.below(peers);
+            // Somebody else, if there is somebody.
+            let other = (number + 1 + dice.below(peers.max(2) - 1)) % peers;
+            let (peer, other) = (Peer(2 + number), Peer(2 + other));
             let victim = tables.victim(peer, other, *family)?;
             let message = damage.message(&victim)?;
             let mut missing = damage.victims(&victim)?;

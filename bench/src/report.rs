@@ -7,7 +7,8 @@ use serde::Serialize;
 /// One JSON object; what does not apply is left out.
 #[derive(Debug, Default, Serialize)]
 pub(crate) struct Report {
-    pub(crate) bench: &'static str,
+    /// Its name. Set when it is printed.
+    pub(crate) bench: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) peers: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]

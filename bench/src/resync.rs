@@ -59,7 +59,6 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
     drop((resync, engine));
     ground.clear(peers, families)?;
     let mut report = Report {
-        bench: "resync",
         peers: Some(peers),
         family: Some(families.name()),
         seconds: Some(median(pairs.iter().map(|pair| pair.0))),

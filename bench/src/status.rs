@@ -33,7 +33,6 @@ pub(crate) fn run(
     }
     let Latency { samples, p50_ms, p99_ms } = Latency::of(&figures);
     let mut report = Report {
-        bench: "status",
         peers: Some(peers),
         family: Some(families.name()),
         samples: Some(samples),
