@@ -131,7 +131,8 @@ impl News {
     fn neigh(&mut self, message: &Message<'_>, deleted: bool) -> Result<Option<Report>, KernelError> {
         let Some(found) = neigh::read(message) else { return Ok(None) };
         let Some(link) = self.name(found.index)? else { return Ok(None) };
-        Ok(found.key(link).map(|key| report(key, found.object(link), deleted || found.failed)))
+        let told = |key| report(key, found.object(link), deleted || found.failed);
+        Ok(found.key(link).map(|key| exact(told(key), found.is_exact())))
     }
 
     fn nexthop(&mut self, message: &Message<'_>, deleted: bool) -> Result<Option<Report>, KernelError> {
@@ -153,10 +154,7 @@ impl News {
         // The kernel's own, which it makes with a source address, are nobody's to remove.
         let told = found.is_exact() || found.protocol != u8::from(Rtprot::Kernel);
         let object = found.object(|_| link).filter(|_| told).map(Object::Route);
-        Ok(Some(match report(key, object, deleted) {
-            Report::Now(object) if !found.is_exact() => Report::Inexact(object),
-            report => report,
-        }))
+        Ok(Some(exact(report(key, object, deleted), found.is_exact())))
     }
 
     /// The name of a link. If it is gone before its name could be learned, everything is in doubt.
@@ -198,6 +196,14 @@ fn culprit(port: u32, protocol: Option<u8>) -> Option<Culprit> {
     let mut culprit = Culprit::new(port);
     culprit.protocol = protocol;
     (port != 0).then_some(culprit)
+}
+
+/// An object that says not all of what there is.
+fn exact(report: Report, is_exact: bool) -> Report {
+    match report {
+        Report::Now(object) if !is_exact => Report::Inexact(object),
+        report => report,
+    }
 }
 
 fn report(key: Key, object: Option<Object>, deleted: bool) -> Report {

@@ -200,11 +200,15 @@ fn read_link(
     let inexact = inexact.collect();
     tell(tables, Table { objects: addrs.into_iter().map(|(addr, _)| addr.into()).collect(), inexact });
     for request in [neigh::on(index), neigh::fdb_on(index)] {
-        let entries = socket.dump(request, |message| {
+        // Also of a dump that was begun anew: they are put again at worst.
+        let mut inexact = Vec::new();
+        let objects = socket.dump(request, |message| {
             let found = neigh::read(message).filter(|found| found.index == index)?;
-            found.object(name).filter(|_| owned.owns_entry(name, found.permanent))
+            let object = found.object(name).filter(|_| owned.owns_entry(name, found.permanent))?;
+            inexact.extend((!found.is_exact()).then(|| object.key()));
+            Some(object)
         })?;
-        tell(tables, entries);
+        tell(tables, Table { objects, inexact });
     }
     Ok(())
 }

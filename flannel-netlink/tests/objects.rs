@@ -266,26 +266,56 @@ fn what_no_object_expresses_is_noted_and_put_right() {
             let via = Via::Gateway { gateway: address(gateway), link: link.name, onlink: true };
             let route = Route { dst: dst.parse().unwrap(), via, mtu: None };
             put(kernel, route);
-            let lifetime = "valid_lft 900 preferred_lft";
-            let mut damage: Vec<(Object, String)> = vec![
-                (link.clone().into(), "link set flannel.1 type vxlan id 1 ttl 3".into()),
-                (link.into(), "link set flannel.1 arp off".into()),
-                (addr.into(), format!("addr change {own}/{} dev flannel.1 {lifetime} 900", family.bits())),
-                (addr.into(), format!("addr change {own}/{} dev flannel.1 {lifetime} 0", family.bits())),
-                (
-                    route.into(),
-                    format!("route replace {dst} via {gateway} dev flannel.1 onlink proto 241 advmss 900"),
-                ),
+            let neigh = Neigh { link: link.name, address: address(gateway), mac: mac("0a:00:00:00:00:07") };
+            put(kernel, neigh);
+            let far = if family == Family::V4 { "192.0.2.7" } else { "2001:db8::7" };
+            let fdb = Fdb { link: link.name, mac: neigh.mac, dst: address(far) };
+            put(kernel, fdb);
+            ip("link add name br0 type bridge");
+            let set = |what: &str| (Object::from(link.clone()), format!("ip link set flannel.1 {what}"));
+            let mark = |mark: &str| {
+                let command = format!(
+                    "ip neigh replace {gateway} lladdr {} dev flannel.1 nud permanent {mark}",
+                    neigh.mac
+                );
+                (Object::from(neigh), command)
+            };
+            let address = |rest: &str| {
+                let command = format!(
+                    "ip addr change {own}/{} dev flannel.1 valid_lft 900 preferred_lft {rest}",
+                    addr.len
+                );
+                (Object::from(addr), command)
+            };
+            let replace = |what: &str| {
+                let command =
+                    format!("ip route replace {dst} via {gateway} dev flannel.1 onlink proto 241 {what}");
+                (Object::from(route), command)
+            };
+            let sticky =
+                format!("bridge fdb replace {} dev flannel.1 dst {far} self permanent sticky", fdb.mac);
+            let mut damage = vec![
+                set("type vxlan id 1 ttl 3"),
+                set("type vxlan id 1 tos 4"),
+                set("type vxlan id 1 df set"),
+                set("arp off"),
+                set("master br0"),
+                set("protodown on"),
+                mark("router"),
+                mark("extern_learn"),
+                (fdb.into(), sticky),
+                address("900"),
+                address("0"),
+                replace("advmss 900"),
             ];
             if family == Family::V6 {
-                let expires = "onlink proto 241 expires 900";
-                damage.push((
-                    route.into(),
-                    format!("route replace {dst} via {gateway} dev flannel.1 {expires}"),
-                ));
+                damage.extend([set("type vxlan id 1 flowlabel 7"), replace("expires 900")]);
             }
             for (object, command) in damage {
-                ip(&command);
+                match command.split_once(' ').unwrap() {
+                    ("ip", args) => ip(args),
+                    (_, args) => bridge(args),
+                };
                 let there = kernel.snapshot(&owned()).unwrap();
                 assert!(there.is_inexact(&object.key()), "{command}: {there:?}");
                 apply(kernel, Change::Put(object.clone())).unwrap();

@@ -31,8 +31,15 @@ mod vxlan {
     pub(super) const UDP_ZERO_CSUM6_RX: u16 = 20;
     pub(super) const GBP: u16 = 23;
     pub(super) const COLLECT_METADATA: u16 = 25;
+    pub(super) const LABEL: u16 = 26;
+    pub(super) const DF: u16 = 29;
     pub(super) const VNIFILTER: u16 = 30;
 }
+
+/// What the headers of outer packets can be told, and how the kernel is told that it fills them in by itself, as it does for
+/// flannel's devices.
+const OUTER: [(u16, &[u8]); 4] =
+    [(vxlan::TTL, &[0]), (vxlan::TOS, &[0]), (vxlan::DF, &[0]), (vxlan::LABEL, &[0; 4])];
 
 /// The kernel has it since 3.15.
 const IFLA_CARRIER_CHANGES: u16 = 35;
@@ -46,6 +53,10 @@ pub(crate) struct LinkMessage {
     pub(crate) up: bool,
     /// It asks for its neighbours' addresses, and answers.
     arp: bool,
+    /// It is a port of another device, a bridge for example, which gets all that comes in by it.
+    enslaved: bool,
+    /// Somebody has taken its carrier.
+    proto_down: bool,
     /// `IFLA_INFO_KIND`; empty for a device that no driver made on demand.
     pub(crate) kind: String,
     /// The message is about the link itself, not about its part in a bridge.
@@ -67,9 +78,10 @@ struct VxlanMessage {
     lower: u32,
     learning: bool,
     gbp: bool,
-    /// Of the outer packets; 0: as the kernel sends its own, which is what flannel's devices have.
-    ttl: u8,
-    /// Has something that flannel's devices do not have: a group, or tunnel metadata from outside.
+    /// Which of [`OUTER`] somebody has set.
+    outer: [bool; OUTER.len()],
+    /// Has something that flannel's devices do not have and the kernel does not take away: a group, tunnel metadata from outside, or
+    /// answers and questions in the place of the neighbour table.
     alien: bool,
 }
 
@@ -81,7 +93,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
     let (header, attributes) = message.split::<Ifinfomsg>()?;
     let (mut name, mut mtu, mut mac, mut kind, mut data) =
         (None, 0, None, String::new(), VxlanMessage::default());
-    let mut carrier_changes = 0;
+    let (mut carrier_changes, mut enslaved, mut proto_down) = (0, false, false);
     for (id, value) in attributes {
         if id == IFLA_CARRIER_CHANGES {
             carrier_changes = u32_of(value)?;
@@ -91,6 +103,8 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
             Ifla::Ifname => name = text_of(value).and_then(|text| text.parse().ok()),
             Ifla::Mtu => mtu = u32_of(value)?,
             Ifla::Address => mac = mac_of(value),
+            Ifla::Master => enslaved = u32_of(value)? != 0,
+            Ifla::ProtoDown => proto_down = is_set(value),
             Ifla::Linkinfo => (kind, data) = read_info(value),
             _ => {}
         }
@@ -101,6 +115,8 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
         mtu,
         up: header.ifi_flags().contains(Iff::UP),
         arp: !header.ifi_flags().contains(Iff::NOARP),
+        enslaved,
+        proto_down,
         kind,
         whole: *header.ifi_family() == RtAddrFamily::Unspecified,
         carrier_changes,
@@ -121,8 +137,13 @@ const VXLAN: &str = "vxlan";
 
 fn read_vxlan(data: &[u8]) -> VxlanMessage {
     let mut read = VxlanMessage::default();
-    let flag = |value: &[u8]| value.first().is_none_or(|byte| *byte != 0);
+    // One without a value is a flag.
+    let flag = |value: &[u8]| value.is_empty() || is_set(value);
     for (id, value) in Attributes(data) {
+        if let Some(place) = OUTER.iter().position(|(outer, _)| *outer == id) {
+            read.outer[place] = is_set(value);
+            continue;
+        }
         match id {
             vxlan::ID => read.vni = u32_of(value).unwrap_or_default(),
             vxlan::PORT => read.port = value.try_into().map_or(0, u16::from_be_bytes),
@@ -132,13 +153,21 @@ fn read_vxlan(data: &[u8]) -> VxlanMessage {
             vxlan::LINK => read.lower = u32_of(value).unwrap_or_default(),
             vxlan::LEARNING => read.learning = flag(value),
             vxlan::GBP => read.gbp = true,
-            vxlan::TTL => read.ttl = value.first().copied().unwrap_or_default(),
             vxlan::GROUP | vxlan::GROUP6 => read.alien = true,
-            vxlan::COLLECT_METADATA | vxlan::VNIFILTER => read.alien |= flag(value),
+            vxlan::PROXY
+            | vxlan::RSC
+            | vxlan::L2MISS
+            | vxlan::L3MISS
+            | vxlan::COLLECT_METADATA
+            | vxlan::VNIFILTER => read.alien |= flag(value),
             _ => {}
         }
     }
     read
+}
+
+fn is_set(value: &[u8]) -> bool {
+    value.iter().any(|byte| *byte != 0)
 }
 
 impl LinkMessage {
@@ -153,7 +182,7 @@ impl LinkMessage {
 
     /// [`LinkMessage::object`] expresses all of it that says where packets go.
     pub(crate) fn is_exact(&self) -> bool {
-        self.arp && self.vxlan.ttl == 0
+        self.arp && !self.enslaved && !self.proto_down && !self.vxlan.outer.contains(&true)
     }
 
     /// The object, if there is one for such a link; `lower` is the name of [`LinkMessage::lower`].
@@ -226,13 +255,16 @@ fn put_local(data: &mut Messages, local: IpAddr) {
 pub(crate) fn change(is: &LinkMessage, want: &Link, v: &Vxlan, lower: u32) -> Messages {
     let mut requests = Messages::default();
     // A message of its own: the driver refuses an MTU beside its attributes.
-    if (is.vxlan.local, is.vxlan.lower, is.vxlan.learning, is.vxlan.ttl) != (v.local, lower, v.learning, 0) {
+    let outer = is.vxlan.outer.contains(&true);
+    if (is.vxlan.local, is.vxlan.lower, is.vxlan.learning, outer) != (v.local, lower, v.learning, false) {
         requests.begin(Rtm::Newlink, NlmF::empty(), &at(is.index)).nest(Ifla::Linkinfo, |info| {
             info.text(IflaInfo::Kind, VXLAN)
                 .nest(IflaInfo::Data, |data| change_data(data, &is.vxlan, v, lower));
         });
     }
-    if (is.mtu, is.up, is.mac, is.arp) != (want.mtu, want.up, Some(v.mac), true) {
+    if (is.mtu, is.up, is.mac, is.arp, is.enslaved, is.proto_down)
+        != (want.mtu, want.up, Some(v.mac), true, false, false)
+    {
         let mut changed = Iff::empty();
         changed.set(Iff::UP, is.up != want.up);
         changed.set(Iff::NOARP, !is.arp);
@@ -242,6 +274,12 @@ pub(crate) fn change(is: &LinkMessage, want: &Link, v: &Vxlan, lower: u32) -> Me
         }
         if is.mac != Some(v.mac) {
             requests.attr(Ifla::Address, &v.mac.0);
+        }
+        if is.enslaved {
+            requests.u32(Ifla::Master, 0);
+        }
+        if is.proto_down {
+            requests.attr(Ifla::ProtoDown, &[0]);
         }
     }
     requests
@@ -259,8 +297,8 @@ fn change_data(data: &mut Messages, is: &VxlanMessage, v: &Vxlan, lower: u32) {
     if is.learning != v.learning {
         data.attr(vxlan::LEARNING, &[u8::from(v.learning)]);
     }
-    if is.ttl != 0 {
-        data.attr(vxlan::TTL, &[0]);
+    for ((id, unset), _) in OUTER.iter().zip(is.outer).filter(|(_, is_set)| *is_set) {
+        data.attr(*id, unset);
     }
 }
 

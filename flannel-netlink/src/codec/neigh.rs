@@ -26,7 +26,14 @@ pub(crate) struct NeighMessage {
     dst: Option<IpAddr>,
     /// Has something that flannel's entries do not have, such as a VNI or a UDP port of its own.
     alien: bool,
+    /// Marked as a router's, or as put there by a control plane; without that it would be the same entry.
+    marked: bool,
 }
+
+/// `NTF_EXT_LEARNED`, `NTF_STICKY` and `NTF_ROUTER`, which an entry keeps. The kernel by itself puts none of them on a permanent one.
+const MARKS: u8 = 0x10 | 0x40 | 0x80;
+/// Where `struct ndmsg` has its flags; neli leaves out those that it does not know.
+const FLAGS: usize = 10;
 
 /// Reads `RTM_NEWNEIGH` and `RTM_DELNEIGH`; `None` for the entries of bridges and other families.
 pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
@@ -47,6 +54,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
         mac: None,
         dst: None,
         alien: false,
+        marked: message.payload.get(FLAGS).is_some_and(|flags| flags & MARKS != 0),
     };
     for (id, value) in attributes {
         match Nda::from(id) {
@@ -60,6 +68,11 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
 }
 
 impl NeighMessage {
+    /// [`NeighMessage::object`] expresses all of it.
+    pub(crate) fn is_exact(&self) -> bool {
+        !self.marked
+    }
+
     /// The key; `None` if it is nothing that an object could stand for.
     pub(crate) fn key(&self, link: LinkName) -> Option<Key> {
         if self.fdb { Some(Key::Fdb(link, self.mac?)) } else { Some(Key::Neigh(link, self.dst?)) }
