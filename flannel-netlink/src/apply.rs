@@ -105,9 +105,10 @@ impl<'a> Writer<'a> {
             Object::Fdb(fdb) => neigh::put_fdb(requests, fdb, index),
             Object::Nexthop(nexthop) => nexthop::put(requests, nexthop, index),
             Object::Route(route) if route::is_known(route) => {
+                self.delete_doubles(n, route);
                 // One of last resort replaces nothing, and nothing replaces it: what is ours there must go first.
                 if route.via == Via::LastResort {
-                    route::delete_any(requests, &route.dst, ROUTE_PROTOCOL);
+                    route::delete_any(&mut self.requests, &route.dst, ROUTE_PROTOCOL);
                     self.pending.push((n, true));
                     self.seen.see_last_resort(route.dst);
                 } else {
@@ -145,6 +146,9 @@ impl<'a> Writer<'a> {
                 }
                 let protocol = self.protocol(route);
                 route::delete(&mut self.requests, route, index, protocol);
+                self.pending.push((n, true));
+                self.delete_doubles(n, route);
+                return Ok(());
             }
             other => return Err(unknown(other)),
         }
@@ -160,6 +164,17 @@ impl<'a> Writer<'a> {
             let behind = Route { via: Via::LastResort, mtu: None, ..*route };
             route::delete(&mut self.requests, &behind, 0, ROUTE_PROTOCOL);
             self.pending.push((n, true));
+        }
+    }
+
+    /// Those of ours that may stand behind a route which change `n` is about. They go before that is put or after it was deleted: the
+    /// kernel may take one for it.
+    fn delete_doubles(&mut self, n: usize, route: &Route) {
+        for (told, double) in self.seen.take_behind(&route.dst) {
+            if self.owned.owns_route(&double, Object::Route(double).link(), told.protocol) {
+                route::delete_told(&mut self.requests, &told);
+                self.pending.push((n, true));
+            }
         }
     }
 

@@ -4,6 +4,7 @@
 use std::collections::{HashMap, VecDeque};
 
 use flannel_core::{Culprit, Doubts, KernelError, Key, LinkName, Object, Report};
+use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{Rtm, Rtprot};
 
 use crate::ask::name_of;
@@ -153,7 +154,11 @@ impl News {
         let link = if deleted || found.index == 0 { None } else { self.name(found.index)? };
         // The kernel's own, which it makes with a source address, are nobody's to remove.
         let told = found.is_exact() || found.protocol != u8::from(Rtprot::Kernel);
-        let object = found.object(|_| link).filter(|_| told).map(Object::Route);
+        let route = found.object(|_| link).filter(|_| told);
+        if let Some(route) = route.filter(|_| message.flags.contains(NlmF::APPEND)) {
+            self.seen.see_behind(&found, route);
+        }
+        let object = route.map(Object::Route);
         Ok(Some(exact(report(key, object, deleted), found.is_exact())))
     }
 

@@ -4,10 +4,10 @@
 //! they are taken where there is a reason. What is seen too late is found with the next snapshot, as a route that is not quite as
 //! described, and put again.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use flannel_core::{Dual, Family, ROUTE_PROTOCOL, Subnet};
+use flannel_core::{Dual, Family, ROUTE_PROTOCOL, Route, Subnet};
 
 use crate::codec::route::RouteMessage;
 
@@ -25,7 +25,12 @@ struct Inner {
     read: Dual<()>,
     /// Where one of last resort of ours is or was; not all of them if they are more than [`MOST`].
     last_resorts: BTreeSet<Subnet>,
+    /// What stands, or may stand, behind a route to the same destination. Not of all destinations if they are more than [`MOST`].
+    behind: BTreeMap<Subnet, Vec<Behind>>,
 }
+
+/// A route as the kernel told of it, and what it is.
+pub(crate) type Behind = (RouteMessage, Route);
 
 impl Seen {
     /// Takes note of a route in the main table that was read or told of.
@@ -44,6 +49,23 @@ impl Seen {
         if there.len() <= MOST {
             there.insert(dst);
         }
+    }
+
+    /// A route was put behind another one to the same destination, or may have been.
+    pub(crate) fn see_behind(&self, found: &RouteMessage, route: Route) {
+        let behind = &mut self.lock().behind;
+        if behind.len() < MOST || behind.contains_key(&route.dst) {
+            let there = behind.entry(route.dst).or_default();
+            if there.len() < MOST && there.iter().all(|(message, _)| message != found) {
+                there.push((*found, route));
+            }
+        }
+    }
+
+    /// What may stand behind other routes to this destination, which is forgotten with the call.
+    pub(crate) fn take_behind(&self, dst: &Subnet) -> Vec<Behind> {
+        let behind = &mut self.lock().behind;
+        if behind.is_empty() { Vec::new() } else { behind.remove(dst).unwrap_or_default() }
     }
 
     /// All routes of this family were seen.

@@ -272,13 +272,16 @@ fn read_routes(
     }
     seen.see_all(family);
     let (mut before, mut table) = (None, Table::default());
-    for (route, is_exact) in ours.into_iter().flatten() {
-        // Others may stand before one of last resort, but none of ours: it goes when that is put again.
-        let behind = before.replace(route.dst) == Some(route.dst);
-        if behind && route.via == Via::LastResort {
+    for Ours { route, is_exact, is_hidden } in ours.into_iter().flatten() {
+        // None of ours stands before another one, not even before one of last resort: that goes when the first one is put again.
+        if before == Some(route.dst) {
             table.inexact.push(Key::Route(route.dst));
             continue;
         }
+        if is_hidden {
+            continue;
+        }
+        before = Some(route.dst);
         if !is_exact {
             table.inexact.push(Key::Route(route.dst));
         }
@@ -288,12 +291,20 @@ fn read_routes(
     Ok(())
 }
 
-/// A route of ours and whether it is just that, or the index of the link that it leaves by, if that must be known to
-/// tell.
-type Found = Result<(Route, bool), u32>;
+/// A route of ours.
+#[derive(Clone, Copy)]
+struct Ours {
+    route: Route,
+    /// It is just that.
+    is_exact: bool,
+    /// Another one to the same destination stands before it, and takes effect.
+    is_hidden: bool,
+}
 
-/// Of several routes with one destination only the first counts, which is the one that takes effect. Others' routes,
-/// of which there may be a million, are not kept for a moment.
+/// A route of ours, or the index of the link that one leaves by, if that must be known to tell.
+type Found = Result<Ours, u32>;
+
+/// Others' routes, of which there may be a million, are not kept for a moment.
 fn dump_routes(
     socket: &mut Socket,
     owned: &Owned,
@@ -310,7 +321,7 @@ fn dump_routes(
             return None;
         }
         let this = (message.sequence, found.dst);
-        let hidden = last.replace(this) == Some(this) && !found.last_resort;
+        let is_hidden = last.replace(this) == Some(this) && !found.last_resort;
         let mut unknown = None;
         let route = found.object(|index| {
             let name = names.get(&index).copied();
@@ -332,10 +343,11 @@ fn dump_routes(
         if !is_go_like || !owned.owns_route(&route, by, found.protocol) {
             return None;
         }
-        if hidden {
+        if is_hidden {
             tracing::debug!(%route.dst, "another route to the same destination hides one of ours");
+            seen.see_behind(&found, route);
         }
         let is_exact = found.is_exact() && found.protocol == ROUTE_PROTOCOL;
-        (!hidden).then_some(Ok((route, is_exact)))
+        Some(Ok(Ours { route, is_exact, is_hidden }))
     })
 }

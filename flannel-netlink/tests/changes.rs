@@ -344,6 +344,74 @@ fn metrics_that_were_told_of_do_not_stay() {
 }
 
 #[test]
+fn nothing_of_ours_stays_behind_ours() {
+    in_netns_async(|| async {
+        let kernel = uplink();
+        ip("link add flannel.1 type vxlan id 1 dstport 8472");
+        ip("link set flannel.1 up");
+        let networks = vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/48".parse().unwrap()];
+        let owned = Owned { links: [link("flannel.1")].into(), networks, ..Owned::default() };
+        let change = |change: Change| kernel.apply(&owned, &[change]).remove(0).unwrap();
+        change(Change::Put(
+            Nexthop { id: 9, link: link("flannel.1"), gateway: address("10.1.7.0"), onlink: true }.into(),
+        ));
+        let mut changes = kernel.changes().unwrap();
+        let by_nexthop = ("10.1.7.0/24", Via::Nexthop(9), "nhid 9");
+        let gateway =
+            |gateway| Via::Gateway { gateway: address(gateway), link: link("flannel.1"), onlink: true };
+        let by_gateway = ("10.1.8.0/24", gateway("10.1.8.0"), "via 10.1.8.0 dev flannel.1 onlink");
+        // IPv6 refuses one that is alike.
+        let v6 = ("fd00:1:0:7::/64", gateway("fd00:1:0:7::"), "dev flannel.1");
+        let mut mark = 0;
+        for (dst, via, alike) in [by_nexthop, by_gateway, v6] {
+            let ours = Object::from(Route { dst: dst.parse().unwrap(), via, mtu: None });
+            let family = if dst.contains(':') { 6 } else { 4 };
+            let shown = || ip(&format!("-{family} route show {dst}"));
+            for is_told in [true, false] {
+                for double in [
+                    "dev flannel.1".to_owned(),
+                    "dev flannel.1 proto 241".to_owned(),
+                    // Not to be told from ours, if alike, but by what it has besides.
+                    format!("{alike} proto 241 advmss 900"),
+                ] {
+                    change(Change::Put(ours.clone()));
+                    let append = || ip(&format!("-{family} route append {dst} {double}"));
+                    append();
+                    if is_told {
+                        // What is told in order is all told with the last of it.
+                        mark += 1;
+                        ip(&format!("route add blackhole 10.1.0.{mark}/32"));
+                        until(&mut *changes, tells(Report::Now(route(mark)))).await;
+                    } else {
+                        let there = kernel.snapshot(&owned).unwrap();
+                        assert!(
+                            there.is_inexact(&ours.key()) || there.get(&ours.key()) != Some(&ours),
+                            "{dst} {double}: {there:?}"
+                        );
+                    }
+                    change(Change::Put(ours.clone()));
+                    let there = kernel.snapshot(&owned).unwrap();
+                    let is_right = there.get(&ours.key()) == Some(&ours) && !there.is_inexact(&ours.key());
+                    assert!(is_right && shown().lines().count() == 1, "{dst} {double}:\n{}", shown());
+                    // With ours it goes, too.
+                    append();
+                    kernel.snapshot(&owned).unwrap();
+                    change(Change::Delete(ours.clone()));
+                    assert_eq!(shown(), "", "{dst} {double}");
+                }
+            }
+        }
+        // What is not ours stays, even behind ours.
+        let ours = Route { dst: "10.1.8.0/24".parse().unwrap(), via: by_gateway.1, mtu: None };
+        change(Change::Put(ours.into()));
+        ip("route append 10.1.8.0/24 via 192.0.2.9 dev up0");
+        assert!(!kernel.snapshot(&owned).unwrap().is_inexact(&Key::Route(ours.dst)));
+        change(Change::Put(ours.into()));
+        assert_eq!(ip("route show 10.1.8.0/24").lines().count(), 2);
+    });
+}
+
+#[test]
 fn one_of_last_resort_does_not_stay_behind_ours_however_it_was_learned_of() {
     #[derive(Debug, Clone, Copy, PartialEq)]
     enum Learned {

@@ -158,6 +158,7 @@ async fn start_on(
         // Others'.
         "link add cali1 type veth peer name pod1",
         "link set cali1 up",
+        "link add br0 mtu 1500 address 0a:22:22:22:22:22 type bridge",
         "address add 10.9.9.9/32 dev cali1",
         "route add 172.16.1.0/24 via 192.0.2.9 dev eth0",
         "-6 route add fd77::/64 via 2001:db8::9 dev eth0",
@@ -207,8 +208,8 @@ async fn in_sync(status: &mut watch::Receiver<Arc<Status>>, peers: usize) {
     }
 }
 
-/// All that is ours, and all that is others', as iproute2 shows it; but not the routes that the kernel makes by itself. The
-/// index of a device is not what it is.
+/// All that is ours, and all that is others', as iproute2 shows it; but not the routes that the kernel makes by itself, nor the bridge,
+/// which is what its ports are or were. The index of a device is not what it is.
 fn see() -> BTreeSet<String> {
     let texts = [
         ip("-4 route show table main"),
@@ -227,11 +228,15 @@ fn see() -> BTreeSet<String> {
     let line = |line: &str| {
         let line =
             line.split_once(": ").filter(|(index, _)| index.parse::<u32>().is_ok()).map_or(line, |(_, l)| l);
-        // The kernel says so or not as it likes.
-        line.replace(" used 0/0/0", "").split_whitespace().collect::<Vec<_>>().join(" ")
+        // The kernel says so or not as it likes, and of a tunnel that it is up once its carrier came and went.
+        line.replace(" used 0/0/0", "")
+            .replace(" state UP ", " state UNKNOWN ")
+            .split_whitespace()
+            .collect::<Vec<_>>()
+            .join(" ")
     };
     let lines = texts.iter().flat_map(|text| text.lines()).filter(|line| !line.contains(" proto kernel "));
-    lines.map(line).collect()
+    lines.map(line).filter(|line| !line.starts_with("br0: ")).collect()
 }
 
 /// Something that can be done to a peer's objects, or to a device: the tool, by its place in [`Tool::ALL`], and what it is
@@ -266,7 +271,14 @@ fn damage(random: &mut Random, first: u64, devices: bool) -> (usize, String) {
         3 => by_ip(format!("link set {device} mtu 1300")),
         4 => by_ip(format!(
             "link set {device} {}",
-            ["type vxlan id 1 learning", "type vxlan id 1 ttl 1", "arp off"][random.below(3) as usize]
+            [
+                "type vxlan id 1 learning",
+                "type vxlan id 1 ttl 1",
+                "type vxlan id 1 tos 4 df set",
+                "arp off",
+                "master br0",
+                "protodown on",
+            ][random.below(6) as usize]
         )),
         5 => by_ip(format!("address flush dev {device} scope global")),
         6 => by_ip(format!("route flush dev {device}")),
@@ -278,14 +290,18 @@ fn damage(random: &mut Random, first: u64, devices: bool) -> (usize, String) {
         12 => by_ip(format!("link set {device} type vxlan id 1 dev cali1 local {wrong} learning")),
         // What cannot be changed in place: the device is another then.
         13..16 => {
-            let kind =
-                ["id 1 dstport 4789", "id 2 dstport 8472", "id 1 dstport 8472 gbp"][random.below(3) as usize];
+            let kind = [
+                "id 1 dstport 4789",
+                "id 2 dstport 8472",
+                "id 1 dstport 8472 gbp",
+                "id 1 dstport 8472 proxy",
+            ][random.below(4) as usize];
             by_ip(format!(
                 "link delete {device}\nlink add {device} type vxlan {kind} dev eth0 local {own} nolearning"
             ))
         }
         16..22 => by_ip(format!("address add {unwanted}/{} dev {device} nodad", if v4 { 32 } else { 128 })),
-        kind => match kind % 25 {
+        kind => match kind % 27 {
             0 | 1 => by_ip(format!("route del {dst}")),
             2 => by_ip(format!("route replace {dst} via {other} dev {device} onlink")),
             3 => by_ip(format!("route replace {dst} via {gateway} dev {device} onlink mtu 1300")),
@@ -321,6 +337,11 @@ fn damage(random: &mut Random, first: u64, devices: bool) -> (usize, String) {
                 "route replace {dst} {via} proto 241 {}",
                 if v4 { "advmss 1000" } else { "expires 60" }
             )),
+            24 => by_ip(format!("route append {dst} via {other} dev {device} onlink")),
+            25 => by_ip(format!(
+                "neigh replace {gateway} lladdr {mac} dev {device} nud permanent {}",
+                ["router", "extern_learn"][random.below(2) as usize]
+            )),
             _ => by_ip(format!("nexthop replace id {} {elsewhere} protocol 241", id + 4000)),
         },
     }
@@ -339,7 +360,7 @@ fn damage_on_uplink(random: &mut Random, first: u64) -> (usize, String) {
     let own = public(1)[family].unwrap();
     let by_nexthop = v4 && random.below(2) == 0;
     let via = if by_nexthop { format!("nhid {id}") } else { format!("via {gateway} dev eth0") };
-    let text = match random.below(20) {
+    let text = match random.below(21) {
         0 | 1 => format!("route del {dst}"),
         2 => format!("route replace {dst} via {other} dev eth0"),
         3 => format!("route replace {dst} via {gateway} dev eth0 mtu 1300"),
@@ -358,6 +379,7 @@ fn damage_on_uplink(random: &mut Random, first: u64) -> (usize, String) {
         16 => format!("route replace {dst} {via} proto 4"),
         17 => format!("route replace {dst} {via} proto 241 mtu 1300"),
         18 => format!("route replace {dst} {via} proto 241 advmss 1000"),
+        19 => format!("route append {dst} via {other} dev eth0 proto 241"),
         _ => format!("nexthop replace id {stray} via {other} dev eth0 protocol 241"),
     };
     (usize::from(!v4), text)

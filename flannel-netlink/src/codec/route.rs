@@ -239,6 +239,25 @@ pub(crate) fn delete(requests: &mut Messages, route: &Route, index: u32, protoco
     path(requests, route, index);
 }
 
+/// Deletes just the route that the message told of, among others to the same destination; it has the default metric.
+pub(crate) fn delete_told(requests: &mut Messages, told: &RouteMessage) {
+    let header = rtmsg(&told.dst, RtTable::Main, told.protocol, told.scope, told.kind, 0);
+    requests.begin(Rtm::Delroute, NlmF::empty(), &header).ip(Rta::Dst, told.dst.base());
+    if let Some(id) = told.nexthop {
+        requests.u32(RTA_NH_ID, id);
+    } else {
+        if let Some(gateway) = told.gateway {
+            requests.ip(Rta::Gateway, gateway);
+        }
+        if told.index != 0 {
+            requests.u32(Rta::Oif, told.index);
+        }
+    }
+    if told.dst.family() == Family::V6 {
+        requests.u32(Rta::Priority, IPV6_METRIC);
+    }
+}
+
 /// Deletes the route to `dst` with the default metric, whatever it is; `protocol` as for [`delete`].
 pub(crate) fn delete_any(requests: &mut Messages, dst: &Subnet, protocol: u8) {
     requests.begin(Rtm::Delroute, NlmF::empty(), &header(dst, None, protocol, RtScope::Nowhere));
