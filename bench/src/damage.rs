@@ -43,6 +43,8 @@ pub(crate) enum Entry {
     Value,
     /// No longer permanent.
     State,
+    /// A neighbour said to be a router, a forwarding entry said not to move.
+    Mark,
     /// Only of a forwarding entry: a UDP port of its own.
     Port,
     /// Only of a forwarding entry: a VNI of its own.
@@ -73,9 +75,9 @@ pub(crate) enum Path {
 
 impl Damage {
     pub(crate) fn all() -> impl Iterator<Item = Self> {
-        use Entry::{Delete, Port, State, Value, Vni};
-        let neigh = [Delete, Value, State].map(Self::Neigh);
-        let fdb = [Delete, Value, State, Port, Vni].map(Self::Fdb);
+        use Entry::{Delete, Mark, Port, State, Value, Vni};
+        let neigh = [Delete, Value, State, Mark].map(Self::Neigh);
+        let fdb = [Delete, Value, State, Mark, Port, Vni].map(Self::Fdb);
         let nexthop = [Hop::Delete, Hop::Gateway, Hop::Device, Hop::Blackhole, Hop::Protocol];
         let route = [
             Path::Delete,
@@ -143,13 +145,15 @@ const STRANGER: MacAddr = MacAddr([2, 0xee, 0xee, 0xee, 0xee, 0xee]);
 fn neigh(what: Entry, victim: &Victim<'_>) -> Vec<u8> {
     let Victim { peer, family, index, .. } = *victim;
     let dst = octets(peer.subnet(family).base());
-    let put = |state, mac: MacAddr| {
-        message(NEWNEIGH, PUT, &ndmsg(af(family), index, state, 0), &[(1, &dst), (2, &mac.0)])
+    let put = |state, flags, mac: MacAddr| {
+        message(NEWNEIGH, PUT, &ndmsg(af(family), index, state, flags), &[(1, &dst), (2, &mac.0)])
     };
     match what {
         Entry::Delete => message(DELNEIGH, PLAIN, &ndmsg(af(family), index, 0, 0), &[(1, &dst)]),
-        Entry::State => put(REACHABLE, peer.mac(family)),
-        _ => put(PERMANENT, STRANGER),
+        Entry::State => put(REACHABLE, 0, peer.mac(family)),
+        // NTF_ROUTER.
+        Entry::Mark => put(PERMANENT, 0x80, peer.mac(family)),
+        _ => put(PERMANENT, 0, STRANGER),
     }
 }
 
@@ -157,13 +161,16 @@ fn fdb(what: Entry, victim: &Victim<'_>) -> Vec<u8> {
     let Victim { peer, other, family, index, .. } = *victim;
     let (mac, dst) = (peer.mac(family).0, octets(peer.public(family)));
     let stranger = octets(Peer(other.0 ^ 1 << 15).public(family));
-    let put = |state, dst: &[u8], more: &[(u16, &[u8])]| {
+    let put_as = |state, flags, dst: &[u8], more: &[(u16, &[u8])]| {
         let attributes = [&[(1, dst), (2, &mac[..])], more].concat();
-        message(NEWNEIGH, PUT, &ndmsg(AF_BRIDGE, index, state, SELF), &attributes)
+        message(NEWNEIGH, PUT, &ndmsg(AF_BRIDGE, index, state, SELF | flags), &attributes)
     };
+    let put = |state, dst: &[u8], more: &[(u16, &[u8])]| put_as(state, 0, dst, more);
     match what {
         Entry::Delete => message(DELNEIGH, PLAIN, &ndmsg(AF_BRIDGE, index, 0, SELF), &[(1, &dst), (2, &mac)]),
         Entry::State => put(REACHABLE, &dst, &[]),
+        // NTF_STICKY.
+        Entry::Mark => put_as(PERMANENT, 0x40, &dst, &[]),
         Entry::Port => put(PERMANENT, &dst, &[(6, &4789u16.to_be_bytes())]),
         Entry::Vni => put(PERMANENT, &dst, &[(7, &77u32.to_ne_bytes())]),
         Entry::Value => put(PERMANENT, &stranger, &[]),
