@@ -53,7 +53,8 @@ pub(crate) struct LinkMessage {
     pub(crate) up: bool,
     /// It asks for its neighbours' addresses, and answers.
     arp: bool,
-    /// It is a port of another device, a bridge for example, which gets all that comes in by it.
+    /// It is a port of another device, a bridge for example, which gets all that comes in by it. A VRF is none: it has the host route
+    /// that, by another table, which may be meant.
     enslaved: bool,
     /// Somebody has taken its carrier.
     proto_down: bool,
@@ -93,7 +94,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
     let (header, attributes) = message.split::<Ifinfomsg>()?;
     let (mut name, mut mtu, mut mac, mut kind, mut data) =
         (None, 0, None, String::new(), VxlanMessage::default());
-    let (mut carrier_changes, mut enslaved, mut proto_down) = (0, false, false);
+    let (mut carrier_changes, mut enslaved, mut vrf, mut proto_down) = (0, false, false, false);
     for (id, value) in attributes {
         if id == IFLA_CARRIER_CHANGES {
             carrier_changes = u32_of(value)?;
@@ -105,7 +106,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
             Ifla::Address => mac = mac_of(value),
             Ifla::Master => enslaved = u32_of(value)? != 0,
             Ifla::ProtoDown => proto_down = is_set(value),
-            Ifla::Linkinfo => (kind, data) = read_info(value),
+            Ifla::Linkinfo => (kind, data, vrf) = read_info(value),
             _ => {}
         }
     }
@@ -115,7 +116,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
         mtu,
         up: header.ifi_flags().contains(Iff::UP),
         arp: !header.ifi_flags().contains(Iff::NOARP),
-        enslaved,
+        enslaved: enslaved && !vrf,
         proto_down,
         kind,
         whole: *header.ifi_family() == RtAddrFamily::Unspecified,
@@ -125,15 +126,18 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
     })
 }
 
-fn read_info(info: &[u8]) -> (String, VxlanMessage) {
+/// The kind, what a vxlan device is, and whether it is in a VRF.
+fn read_info(info: &[u8]) -> (String, VxlanMessage, bool) {
     let find =
         |wanted| Attributes(info).find(|(id, _)| IflaInfo::from(*id) == wanted).map(|(_, value)| value);
     let kind = find(IflaInfo::Kind).and_then(text_of).unwrap_or_default();
     let data = find(IflaInfo::Data).filter(|_| kind == VXLAN).unwrap_or_default();
-    (kind, read_vxlan(data))
+    let vrf = find(IflaInfo::SlaveKind).and_then(text_of).is_some_and(|kind| kind == VRF);
+    (kind, read_vxlan(data), vrf)
 }
 
 const VXLAN: &str = "vxlan";
+const VRF: &str = "vrf";
 
 fn read_vxlan(data: &[u8]) -> VxlanMessage {
     let mut read = VxlanMessage::default();
@@ -345,4 +349,24 @@ pub(crate) fn by_index(index: u32) -> Messages {
 /// Asks for all links.
 pub(crate) fn all() -> Messages {
     Messages::one(Rtm::Getlink, NlmF::empty(), &at(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::messages;
+
+    #[test]
+    fn a_bridge_takes_what_comes_in_and_a_vrf_does_not() {
+        for (master, is_exact) in [("bridge", false), ("bond", false), ("vrf", true)] {
+            let mut told = Messages::one(Rtm::Newlink, NlmF::empty(), &at(7));
+            told.text(Ifla::Ifname, "flannel.1").u32(Ifla::Master, 9);
+            told.nest(Ifla::Linkinfo, |info| {
+                info.text(IflaInfo::SlaveKind, master);
+            });
+            let count = told.len();
+            let link = read(&messages(told.ready(0, count, 0, NlmF::empty())).next().unwrap().unwrap());
+            assert_eq!(link.unwrap().is_exact(), is_exact, "{master}");
+        }
+    }
 }
