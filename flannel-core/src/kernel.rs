@@ -348,6 +348,9 @@ pub enum Report {
     Now(Object),
     /// It is there, like this but for what no [`Object`] expresses ([`State::note_inexact`](crate::State::note_inexact)).
     Inexact(Object),
+    /// It is there like this, or like this but for what no [`Object`] expresses, besides another entry with the same key; which of them
+    /// takes effect, only a snapshot tells.
+    Double(Object),
     /// It is there, in a form that no [`Object`] expresses (a multipath route, a dynamic neighbour, …).
     Other(Key),
     /// Not it, but another entry for the same, such as a route with another metric: it may decide where packets go.

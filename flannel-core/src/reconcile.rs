@@ -581,6 +581,29 @@ mod tests {
     }
 
     #[test]
+    fn only_a_snapshot_tells_what_of_ours_came_besides_ours() {
+        let mut world = World::settled(2..5);
+        let reads = |world: &World| world.reconciler.reads.done;
+        let before = reads(&world);
+        let stranger = by_gateway(3, [192, 0, 2, 99].into());
+        for (protocol, is_read) in [(4, false), (ROUTE_PROTOCOL, true)] {
+            let mut by = Culprit::new(7);
+            by.protocol = Some(protocol);
+            world.doubt(&Doubts::Objects(vec![Report::Double(stranger.into())], Some(by)));
+            world.kernel.take_calls();
+            world.settle();
+            let calls = world.kernel.take_calls();
+            // What is not ours to remove may still stand before ours.
+            let is_put = calls.iter().any(|call| call.key == Some(Key::Route(dst(3))));
+            assert_eq!(
+                (is_put, reads(&world)),
+                (!is_read, before + u64::from(is_read)),
+                "{protocol}: {calls:?}"
+            );
+        }
+    }
+
+    #[test]
     fn a_peer_that_needs_no_gateway_any_more_has_a_route_of_its_own() {
         let mut world = World::settled(2..5);
         assert!(matches!(world.route(3), Some(Via::Nexthop(_))));

@@ -77,7 +77,7 @@ impl<'a> Writer<'a> {
         for (n, change) in changes.iter().enumerate() {
             let result = match change {
                 Change::Put(object) => self.put(changes, n, object),
-                Change::Delete(object) => accept_absence(self.delete(changes, n, object), object),
+                Change::Delete(object) => accept_absence(self.delete(changes, n, object)),
             };
             if result.is_err() {
                 self.results[n] = result;
@@ -144,11 +144,9 @@ impl<'a> Writer<'a> {
                 if route.via != Via::LastResort {
                     self.delete_behind(n, route);
                 }
+                self.delete_doubles(n, route);
                 let protocol = self.protocol(route);
                 route::delete(&mut self.requests, route, index, protocol);
-                self.pending.push((n, true));
-                self.delete_doubles(n, route);
-                return Ok(());
             }
             other => return Err(unknown(other)),
         }
@@ -167,14 +165,11 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Those of ours that may stand behind a route which change `n` is about. They go before that is put or after it was deleted: the
-    /// kernel may take one for it.
+    /// Those of ours that stand behind a route which change `n` is about.
     fn delete_doubles(&mut self, n: usize, route: &Route) {
-        for (told, double) in self.seen.take_behind(&route.dst) {
-            if self.owned.owns_route(&double, Object::Route(double).link(), told.protocol) {
-                route::delete_told(&mut self.requests, &told);
-                self.pending.push((n, true));
-            }
+        for double in self.seen.take_doubles(&route.dst) {
+            route::delete_told(&mut self.requests, &double);
+            self.pending.push((n, true));
         }
     }
 
@@ -186,7 +181,7 @@ impl<'a> Writer<'a> {
         let mut taken = Vec::new();
         for ((n, deletes), result) in sent.iter().copied().zip(results) {
             let result = match (result, &changes[n]) {
-                (result, change) if deletes => accept_absence(result, change.object()),
+                (result, _) if deletes => accept_absence(result),
                 (Err(error), Change::Put(Object::Route(route))) if error.errno == EEXIST => {
                     self.unhide(route)
                 }
@@ -334,14 +329,18 @@ impl<'a> Writer<'a> {
             return Err(KernelError::explained(EEXIST, detail));
         }
         if link::is_changeable(&is, vxlan) {
-            let changed: Result<(), KernelError> =
-                self.socket.send(&mut link::change(&is, want, vxlan, lower)).into_iter().collect();
+            let mut send = |mut requests| self.socket.send(&mut requests).into_iter().collect();
+            let changed: Result<(), KernelError> = send(link::change_vxlan(&is, vxlan, lower));
             match changed {
                 // What this kernel cannot change in place is made anew.
                 Err(error) if error.errno == EOPNOTSUPP => {
                     tracing::debug!(link = %want.name, %error, "a change in place was refused");
                 }
-                changed => return changed,
+                changed => {
+                    let released = send(link::release(&is)).map_err(|error| unreleased(want.name, error));
+                    let common = send(link::change(&is, want, vxlan));
+                    return changed.and(released).and(common);
+                }
             }
         }
         self.socket.send_one(link::delete(is.index))?;
@@ -394,6 +393,13 @@ impl<'a> Writer<'a> {
     }
 }
 
+/// Who made the device a port of another one may be the only one who can undo that.
+fn unreleased(name: LinkName, error: KernelError) -> KernelError {
+    let detail =
+        format!("{name} is a port of another device, which does not let go of it: take it out there");
+    if error.errno == EOPNOTSUPP { KernelError::explained(EOPNOTSUPP, detail) } else { error }
+}
+
 /// Whether a device with these IPv6 settings lets router advertisements configure the host.
 fn heeds(settings: &Path) -> io::Result<bool> {
     let number = |name| fs::read_to_string(settings.join(name)).map(|text| text.trim().to_owned());
@@ -414,13 +420,12 @@ fn stands_in_its_own_way(route: &Route, error: &KernelError) -> bool {
 }
 
 /// That something to be deleted is not there is as good.
-fn accept_absence(result: Result<(), KernelError>, object: &Object) -> Result<(), KernelError> {
-    // Without its nexthop object a route by it is gone as well, but the kernel calls it a mistake to ask.
-    let by_nexthop = matches!(object, Object::Route(Route { via: Via::Nexthop(_), .. }));
+fn accept_absence(result: Result<(), KernelError>) -> Result<(), KernelError> {
     match result {
         Err(error) if error.is_absent() => Ok(()),
+        // Without its nexthop object a route by it is gone as well, but the kernel calls it a mistake to ask.
         Err(KernelError { errno: EINVAL, detail: Some(text) })
-            if by_nexthop && text.contains("does not exist") =>
+            if text.contains("Nexthop id does not exist") =>
         {
             Ok(())
         }

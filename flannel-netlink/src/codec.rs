@@ -145,7 +145,9 @@ mod tests {
             let index = vxlan.lower.map_or(0, |_| LOWER);
             let is = read(&bytes(link::create(&link, vxlan, index)), link::read);
             prop_assert!(link::is_changeable(&is, vxlan));
-            prop_assert_eq!(link::change(&is, &Link { up: false, ..link.clone() }, vxlan, index).len(), 0);
+            let common = link::change(&is, &Link { up: false, ..link.clone() }, vxlan);
+            let all = [link::change_vxlan(&is, vxlan, index), link::release(&is), common];
+            prop_assert_eq!(all.map(|requests| requests.len()), [0; 3]);
         }
 
         #[test]

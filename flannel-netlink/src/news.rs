@@ -154,12 +154,13 @@ impl News {
         let link = if deleted || found.index == 0 { None } else { self.name(found.index)? };
         // The kernel's own, which it makes with a source address, are nobody's to remove.
         let told = found.is_exact() || found.protocol != u8::from(Rtprot::Kernel);
-        let route = found.object(|_| link).filter(|_| told);
-        if let Some(route) = route.filter(|_| message.flags.contains(NlmF::APPEND)) {
-            self.seen.see_behind(&found, route);
-        }
-        let object = route.map(Object::Route);
-        Ok(Some(exact(report(key, object, deleted), found.is_exact())))
+        let object = found.object(|_| link).filter(|_| told).map(Object::Route);
+        // The kernel says which one is the only one, and which one took another's place.
+        let is_double = !message.flags.intersects(NlmF::EXCL | NlmF::REPLACE);
+        Ok(Some(match exact(report(key, object, deleted), found.is_exact()) {
+            Report::Now(object) | Report::Inexact(object) if is_double => Report::Double(object),
+            report => report,
+        }))
     }
 
     /// The name of a link. If it is gone before its name could be learned, everything is in doubt.

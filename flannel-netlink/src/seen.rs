@@ -7,12 +7,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use flannel_core::{Dual, Family, ROUTE_PROTOCOL, Route, Subnet};
+use flannel_core::{Dual, Family, ROUTE_PROTOCOL, Subnet};
 
 use crate::codec::route::RouteMessage;
 
 /// More destinations than this are not told apart: it takes no memory that others decide about.
 const MOST: usize = 1024;
+/// Of the doubles of one route no more than this are remembered; the rest is found when these are gone.
+const MOST_DOUBLES: usize = 8;
 
 /// Clones are of one.
 #[derive(Debug, Clone, Default)]
@@ -25,12 +27,9 @@ struct Inner {
     read: Dual<()>,
     /// Where one of last resort of ours is or was; not all of them if they are more than [`MOST`].
     last_resorts: BTreeSet<Subnet>,
-    /// What stands, or may stand, behind a route to the same destination. Not of all destinations if they are more than [`MOST`].
-    behind: BTreeMap<Subnet, Vec<Behind>>,
+    /// Routes of ours that stood behind others to the same destination when all were read last, and can be told from those.
+    doubles: BTreeMap<Subnet, Vec<RouteMessage>>,
 }
-
-/// A route as the kernel told of it, and what it is.
-pub(crate) type Behind = (RouteMessage, Route);
 
 impl Seen {
     /// Takes note of a route in the main table that was read or told of.
@@ -51,26 +50,28 @@ impl Seen {
         }
     }
 
-    /// A route was put behind another one to the same destination, or may have been.
-    pub(crate) fn see_behind(&self, found: &RouteMessage, route: Route) {
-        let behind = &mut self.lock().behind;
-        if behind.len() < MOST || behind.contains_key(&route.dst) {
-            let there = behind.entry(route.dst).or_default();
-            if there.len() < MOST && there.iter().all(|(message, _)| message != found) {
-                there.push((*found, route));
+    /// A route of ours stands behind another one to the same destination.
+    pub(crate) fn see_double(&self, found: RouteMessage) {
+        let doubles = &mut self.lock().doubles;
+        if doubles.len() < MOST || doubles.contains_key(&found.dst) {
+            let there = doubles.entry(found.dst).or_default();
+            if there.len() < MOST_DOUBLES {
+                there.push(found);
             }
         }
     }
 
-    /// What may stand behind other routes to this destination, which is forgotten with the call.
-    pub(crate) fn take_behind(&self, dst: &Subnet) -> Vec<Behind> {
-        let behind = &mut self.lock().behind;
-        if behind.is_empty() { Vec::new() } else { behind.remove(dst).unwrap_or_default() }
+    /// The doubles of a route, which are forgotten with the call.
+    pub(crate) fn take_doubles(&self, dst: &Subnet) -> Vec<RouteMessage> {
+        let doubles = &mut self.lock().doubles;
+        if doubles.is_empty() { Vec::new() } else { doubles.remove(dst).unwrap_or_default() }
     }
 
-    /// All routes of this family were seen.
+    /// All routes of this family were seen; their doubles follow.
     pub(crate) fn see_all(&self, family: Family) {
-        self.lock().read[family] = Some(());
+        let mut inner = self.lock();
+        inner.read[family] = Some(());
+        inner.doubles.retain(|dst, _| dst.family() != family);
     }
 
     /// There is or was a route that [has metrics](RouteMessage::has_metrics_by_nexthop) which ours must say that they have not.

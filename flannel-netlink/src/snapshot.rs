@@ -263,7 +263,7 @@ fn read_routes(
 ) -> Result<(), KernelError> {
     let mut ours = dump_routes(socket, owned, (names, nexthops), (family, seen))?;
     // Left on a device that is no longer the external interface: read once more, with its name.
-    let unknown: BTreeSet<u32> = ours.iter().filter_map(|found| found.err()).collect();
+    let unknown: BTreeSet<u32> = ours.iter().filter_map(|found| found.as_ref().err().copied()).collect();
     if !unknown.is_empty() {
         for index in unknown {
             learn_name(socket, owned, index, names)?;
@@ -272,33 +272,40 @@ fn read_routes(
     }
     seen.see_all(family);
     let (mut before, mut table) = (None, Table::default());
-    for Ours { route, is_exact, is_hidden } in ours.into_iter().flatten() {
-        // None of ours stands before another one, not even before one of last resort: that goes when the first one is put again.
-        if before == Some(route.dst) {
-            table.inexact.push(Key::Route(route.dst));
-            continue;
+    for Ours { route, is_exact, hidden } in ours.into_iter().flatten() {
+        let key = Key::Route(route.dst);
+        let first = before.filter(|first: &Route| first.dst == route.dst);
+        match (first, hidden) {
+            (None, None) => {
+                before = Some(route);
+                table.inexact.extend((!is_exact).then_some(key));
+                table.objects.push(route.into());
+            }
+            // Somebody else's stands before it, and gives way when it is put.
+            (None, Some(_)) => {}
+            // One of last resort stands behind ours, and goes when that is put again.
+            (Some(_), None) => table.inexact.push(key),
+            // So does any other of ours. What cannot be told from ours stays until that goes.
+            (Some(first), Some(double)) => {
+                if double.can_be_told_from(&route.via, &first.via) {
+                    seen.see_double(*double);
+                    table.inexact.push(key);
+                }
+            }
         }
-        if is_hidden {
-            continue;
-        }
-        before = Some(route.dst);
-        if !is_exact {
-            table.inexact.push(Key::Route(route.dst));
-        }
-        table.objects.push(route.into());
     }
     tell(tables, table);
     Ok(())
 }
 
 /// A route of ours.
-#[derive(Clone, Copy)]
 struct Ours {
     route: Route,
     /// It is just that.
     is_exact: bool,
-    /// Another one to the same destination stands before it, and takes effect.
-    is_hidden: bool,
+    /// As the kernel tells of it, if another one to the same destination stands before it, and takes effect. One of last resort
+    /// stands behind others by what it is.
+    hidden: Option<Box<RouteMessage>>,
 }
 
 /// A route of ours, or the index of the link that one leaves by, if that must be known to tell.
@@ -345,9 +352,8 @@ fn dump_routes(
         }
         if is_hidden {
             tracing::debug!(%route.dst, "another route to the same destination hides one of ours");
-            seen.see_behind(&found, route);
         }
         let is_exact = found.is_exact() && found.protocol == ROUTE_PROTOCOL;
-        Some(Ok(Ours { route, is_exact, is_hidden }))
+        Some(Ok(Ours { route, is_exact, hidden: is_hidden.then(|| Box::new(found)) }))
     })
 }

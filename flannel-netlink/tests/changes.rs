@@ -245,7 +245,7 @@ fn our_own_changes_are_not_told_however_many() {
         let before = until(&mut *changes, tells(Report::Now(neigh(60_000)))).await;
         // What the kernel does by itself meanwhile is about links and their own addresses.
         let about_ours = |report: &Report| match report {
-            Report::Now(Object::Neigh(_) | Object::Route(_)) | Report::Inexact(_) => true,
+            Report::Now(Object::Neigh(_) | Object::Route(_)) | Report::Inexact(_) | Report::Double(_) => true,
             Report::Gone(key) | Report::Other(key) | Report::Beside(key) => matches!(key, Key::Neigh(..)),
             Report::Now(_) => false,
         };
@@ -344,11 +344,12 @@ fn metrics_that_were_told_of_do_not_stay() {
 }
 
 #[test]
-fn nothing_of_ours_stays_behind_ours() {
+fn nothing_of_ours_that_leads_elsewhere_stays_behind_ours() {
     in_netns_async(|| async {
         let kernel = uplink();
         ip("link add flannel.1 type vxlan id 1 dstport 8472");
         ip("link set flannel.1 up");
+        ip("nexthop add id 77 via 10.1.99.0 dev flannel.1 onlink");
         let networks = vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/48".parse().unwrap()];
         let owned = Owned { links: [link("flannel.1")].into(), networks, ..Owned::default() };
         let change = |change: Change| kernel.apply(&owned, &[change]).remove(0).unwrap();
@@ -356,53 +357,64 @@ fn nothing_of_ours_stays_behind_ours() {
             Nexthop { id: 9, link: link("flannel.1"), gateway: address("10.1.7.0"), onlink: true }.into(),
         ));
         let mut changes = kernel.changes().unwrap();
-        let by_nexthop = ("10.1.7.0/24", Via::Nexthop(9), "nhid 9");
         let gateway =
             |gateway| Via::Gateway { gateway: address(gateway), link: link("flannel.1"), onlink: true };
-        let by_gateway = ("10.1.8.0/24", gateway("10.1.8.0"), "via 10.1.8.0 dev flannel.1 onlink");
-        // IPv6 refuses one that is alike.
-        let v6 = ("fd00:1:0:7::/64", gateway("fd00:1:0:7::"), "dev flannel.1");
-        let mut mark = 0;
-        for (dst, via, alike) in [by_nexthop, by_gateway, v6] {
+        let doubles_v4 = [
+            "dev flannel.1",
+            "dev flannel.1 proto 241 advmss 900",
+            "nhid 77",
+            "via 10.1.99.0 dev flannel.1 onlink",
+            "via 192.0.2.9 dev up0 proto 241",
+        ];
+        for (dst, via, doubles) in [
+            ("10.1.7.0/24", Via::Nexthop(9), &doubles_v4[..]),
+            ("10.1.8.0/24", gateway("10.1.8.0"), &doubles_v4),
+            // A second gateway makes one route of both; what has none cannot be told from ours.
+            ("fd00:1:0:7::/64", gateway("fd00:1:0:7::"), &[]),
+        ] {
             let ours = Object::from(Route { dst: dst.parse().unwrap(), via, mtu: None });
             let family = if dst.contains(':') { 6 } else { 4 };
             let shown = || ip(&format!("-{family} route show {dst}"));
-            for is_told in [true, false] {
-                for double in [
-                    "dev flannel.1".to_owned(),
-                    "dev flannel.1 proto 241".to_owned(),
-                    // Not to be told from ours, if alike, but by what it has besides.
-                    format!("{alike} proto 241 advmss 900"),
-                ] {
-                    change(Change::Put(ours.clone()));
-                    let append = || ip(&format!("-{family} route append {dst} {double}"));
-                    append();
-                    if is_told {
-                        // What is told in order is all told with the last of it.
-                        mark += 1;
-                        ip(&format!("route add blackhole 10.1.0.{mark}/32"));
-                        until(&mut *changes, tells(Report::Now(route(mark)))).await;
-                    } else {
-                        let there = kernel.snapshot(&owned).unwrap();
-                        assert!(
-                            there.is_inexact(&ours.key()) || there.get(&ours.key()) != Some(&ours),
-                            "{dst} {double}: {there:?}"
-                        );
-                    }
-                    change(Change::Put(ours.clone()));
-                    let there = kernel.snapshot(&owned).unwrap();
-                    let is_right = there.get(&ours.key()) == Some(&ours) && !there.is_inexact(&ours.key());
-                    assert!(is_right && shown().lines().count() == 1, "{dst} {double}:\n{}", shown());
-                    // With ours it goes, too.
-                    append();
-                    kernel.snapshot(&owned).unwrap();
-                    change(Change::Delete(ours.clone()));
-                    assert_eq!(shown(), "", "{dst} {double}");
-                }
+            let snapshot = || kernel.snapshot(&owned).unwrap();
+            for double in doubles {
+                change(Change::Put(ours.clone()));
+                let append = || ip(&format!("-{family} route append {dst} {double}"));
+                append();
+                let about = |report: &Report| matches!(report, Report::Double(o) if o.key() == ours.key());
+                until(
+                    &mut *changes,
+                    |doubts| matches!(doubts, Doubts::Objects(reports, _) if reports.iter().any(about)),
+                )
+                .await;
+                let there = snapshot();
+                assert_eq!(there.get(&ours.key()), Some(&ours), "{dst} {double}: the first takes effect");
+                assert!(there.is_inexact(&ours.key()), "{dst} {double}");
+                change(Change::Put(ours.clone()));
+                assert!(!snapshot().is_inexact(&ours.key()), "{dst} {double}");
+                assert_eq!(shown().lines().count(), 1, "{dst} {double}:\n{}", shown());
+                // With ours it goes, too.
+                append();
+                snapshot();
+                change(Change::Delete(ours.clone()));
+                assert_eq!(shown(), "", "{dst} {double}");
             }
+            // One that cannot be told from ours leads the same way. Once it is the only one, it is what it is.
+            change(Change::Put(ours.clone()));
+            let alike = match via {
+                Via::Nexthop(id) => format!("nhid {id} proto 241 advmss 900"),
+                _ if family == 4 => "via 10.1.8.0 dev flannel.1 onlink proto 241 advmss 900".into(),
+                _ => "dev flannel.1 proto 241".into(),
+            };
+            ip(&format!("-{family} route append {dst} {alike}"));
+            assert!(!snapshot().is_inexact(&ours.key()), "{dst} {alike}");
+            change(Change::Put(ours.clone()));
+            change(Change::Delete(ours.clone()));
+            let Object::Route(left) = snapshot().get(&ours.key()).unwrap().clone() else { unreachable!() };
+            change(Change::Delete(left.into()));
+            assert_eq!(shown(), "");
         }
         // What is not ours stays, even behind ours.
-        let ours = Route { dst: "10.1.8.0/24".parse().unwrap(), via: by_gateway.1, mtu: None };
+        let ours = Route { dst: "10.1.8.0/24".parse().unwrap(), via: gateway("10.1.8.0"), mtu: None };
         change(Change::Put(ours.into()));
         ip("route append 10.1.8.0/24 via 192.0.2.9 dev up0");
         assert!(!kernel.snapshot(&owned).unwrap().is_inexact(&Key::Route(ours.dst)));

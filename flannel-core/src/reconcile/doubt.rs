@@ -60,7 +60,7 @@ impl Reconciler {
 
     fn doubt_object(&mut self, report: &Report, by: &Suspect<'_>) {
         let key = match report {
-            Report::Now(object) | Report::Inexact(object) => object.key(),
+            Report::Now(object) | Report::Inexact(object) | Report::Double(object) => object.key(),
             Report::Other(key) | Report::Beside(key) | Report::Gone(key) => *key,
         };
         let concerned = self.owned.concerns(&key);
@@ -98,9 +98,15 @@ impl Reconciler {
                 }
                 self.suspect(key, Damage::Deletion, by);
             }
+            (Some(_), Report::Double(object)) => {
+                if self.owned.may_own(object, protocol) {
+                    self.unread = self.unread.max(Unread::Additions);
+                }
+                self.suspect(key, Damage::Modification, by);
+            }
             (Some(_), _) => self.suspect(key, Damage::Modification, by),
             // Ours to remove, if it is one that a snapshot shows as ours.
-            (None, Report::Now(object) | Report::Inexact(object))
+            (None, Report::Now(object) | Report::Inexact(object) | Report::Double(object))
                 if concerned && self.owned.may_own(object, protocol) =>
             {
                 self.unread = self.unread.max(Unread::Additions);

@@ -597,7 +597,9 @@ struct Queue {
 fn is_about_links(doubts: &Doubts) -> bool {
     let Doubts::Objects(reports, _) = doubts else { return true };
     reports.iter().any(|report| match report {
-        Report::Now(object) | Report::Inexact(object) => object.kind() == ObjectKind::Addr,
+        Report::Now(object) | Report::Inexact(object) | Report::Double(object) => {
+            object.kind() == ObjectKind::Addr
+        }
         Report::Gone(key) | Report::Other(key) | Report::Beside(key) => key.kind() == ObjectKind::Addr,
     })
 }

@@ -395,7 +395,9 @@ fn mentions(doubts: &Doubts, key: &Key, gone: bool) -> bool {
     let Doubts::Objects(reports, _) = doubts else { return false };
     reports.iter().any(|report| match report {
         Report::Gone(k) => gone && k == key,
-        Report::Now(object) | Report::Inexact(object) => !gone && object.key() == *key,
+        Report::Now(object) | Report::Inexact(object) | Report::Double(object) => {
+            !gone && object.key() == *key
+        }
         Report::Other(k) | Report::Beside(k) => !gone && k == key,
     })
 }

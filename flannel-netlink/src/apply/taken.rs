@@ -60,7 +60,7 @@ impl Writer<'_> {
         nexthop::put(&mut requests, nexthop, index);
         let mut results = self.socket.send(&mut requests);
         let put = results.remove(1);
-        accept_absence(results.remove(0), &object).and(put)
+        accept_absence(results.remove(0)).and(put)
     }
 
     /// What the batch did to routes by these ids was undone with what had them, or refused because of it.
@@ -76,7 +76,9 @@ impl Writer<'_> {
             let Object::Route(route @ Route { via: Via::Nexthop(id), .. }) = changes[*n].object() else {
                 continue;
             };
-            if !links.contains_key(id) {
+            // What went before a route was put need not go again.
+            let makes_way = *deletes && matches!(changes[*n], Change::Put(_));
+            if !links.contains_key(id) || makes_way {
                 continue;
             }
             if *deletes {
@@ -90,7 +92,7 @@ impl Writer<'_> {
             return;
         }
         for ((n, deletes), result) in numbers.into_iter().zip(self.socket.send(&mut requests)) {
-            self.results[n] = if deletes { accept_absence(result, changes[n].object()) } else { result };
+            self.results[n] = if deletes { accept_absence(result) } else { result };
         }
     }
 

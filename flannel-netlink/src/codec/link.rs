@@ -20,6 +20,7 @@ mod vxlan {
     pub(super) const TTL: u16 = 5;
     pub(super) const TOS: u16 = 6;
     pub(super) const LEARNING: u16 = 7;
+    pub(super) const LIMIT: u16 = 9;
     pub(super) const PROXY: u16 = 11;
     pub(super) const RSC: u16 = 12;
     pub(super) const L2MISS: u16 = 13;
@@ -32,6 +33,7 @@ mod vxlan {
     pub(super) const GBP: u16 = 23;
     pub(super) const COLLECT_METADATA: u16 = 25;
     pub(super) const LABEL: u16 = 26;
+    pub(super) const TTL_INHERIT: u16 = 27;
     pub(super) const DF: u16 = 29;
     pub(super) const VNIFILTER: u16 = 30;
 }
@@ -41,6 +43,8 @@ mod vxlan {
 const OUTER: [(u16, &[u8]); 4] =
     [(vxlan::TTL, &[0]), (vxlan::TOS, &[0]), (vxlan::DF, &[0]), (vxlan::LABEL, &[0; 4])];
 
+const PROTO_DOWN_REASON_MASK: u16 = 1;
+const PROTO_DOWN_REASON_VALUE: u16 = 2;
 /// The kernel has it since 3.15.
 const IFLA_CARRIER_CHANGES: u16 = 35;
 
@@ -81,8 +85,8 @@ struct VxlanMessage {
     gbp: bool,
     /// Which of [`OUTER`] somebody has set.
     outer: [bool; OUTER.len()],
-    /// Has something that flannel's devices do not have and the kernel does not take away: a group, tunnel metadata from outside, or
-    /// answers and questions in the place of the neighbour table.
+    /// Has something that flannel's devices do not have and the kernel does not take away: a group, tunnel metadata from outside,
+    /// answers and questions in the place of the neighbour table, a limit to what it forwards to.
     alien: bool,
 }
 
@@ -158,7 +162,9 @@ fn read_vxlan(data: &[u8]) -> VxlanMessage {
             vxlan::LEARNING => read.learning = flag(value),
             vxlan::GBP => read.gbp = true,
             vxlan::GROUP | vxlan::GROUP6 => read.alien = true,
-            vxlan::PROXY
+            vxlan::LIMIT
+            | vxlan::TTL_INHERIT
+            | vxlan::PROXY
             | vxlan::RSC
             | vxlan::L2MISS
             | vxlan::L3MISS
@@ -254,11 +260,10 @@ fn put_local(data: &mut Messages, local: IpAddr) {
     data.ip(if local.is_ipv4() { vxlan::LOCAL } else { vxlan::LOCAL6 }, local);
 }
 
-/// Turns the device `is` into `want`, sending only what differs: no message if nothing does. `lower` is the index of
-/// `want`'s lower device, 0 if it has none.
-pub(crate) fn change(is: &LinkMessage, want: &Link, v: &Vxlan, lower: u32) -> Messages {
+/// Turns the vxlan device `is` into `v`, sending only what differs: no message if nothing does. `lower` is the index of `v`'s lower
+/// device, 0 if it has none. Not in a message with [`change`]: the driver refuses an MTU beside its attributes.
+pub(crate) fn change_vxlan(is: &LinkMessage, v: &Vxlan, lower: u32) -> Messages {
     let mut requests = Messages::default();
-    // A message of its own: the driver refuses an MTU beside its attributes.
     let outer = is.vxlan.outer.contains(&true);
     if (is.vxlan.local, is.vxlan.lower, is.vxlan.learning, outer) != (v.local, lower, v.learning, false) {
         requests.begin(Rtm::Newlink, NlmF::empty(), &at(is.index)).nest(Ifla::Linkinfo, |info| {
@@ -266,9 +271,22 @@ pub(crate) fn change(is: &LinkMessage, want: &Link, v: &Vxlan, lower: u32) -> Me
                 .nest(IflaInfo::Data, |data| change_data(data, &is.vxlan, v, lower));
         });
     }
-    if (is.mtu, is.up, is.mac, is.arp, is.enslaved, is.proto_down)
-        != (want.mtu, want.up, Some(v.mac), true, false, false)
-    {
+    requests
+}
+
+/// Takes it out of the device that it is a port of; no message if there is none.
+pub(crate) fn release(is: &LinkMessage) -> Messages {
+    let mut requests = Messages::default();
+    if is.enslaved {
+        requests.begin(Rtm::Newlink, NlmF::empty(), &at(is.index)).u32(Ifla::Master, 0);
+    }
+    requests
+}
+
+/// Turns the device `is` into `want` in what is not the driver's, as [`change_vxlan`] does in what is.
+pub(crate) fn change(is: &LinkMessage, want: &Link, v: &Vxlan) -> Messages {
+    let mut requests = Messages::default();
+    if (is.mtu, is.up, is.mac, is.arp, is.proto_down) != (want.mtu, want.up, Some(v.mac), true, false) {
         let mut changed = Iff::empty();
         changed.set(Iff::UP, is.up != want.up);
         changed.set(Iff::NOARP, !is.arp);
@@ -279,10 +297,11 @@ pub(crate) fn change(is: &LinkMessage, want: &Link, v: &Vxlan, lower: u32) -> Me
         if is.mac != Some(v.mac) {
             requests.attr(Ifla::Address, &v.mac.0);
         }
-        if is.enslaved {
-            requests.u32(Ifla::Master, 0);
-        }
         if is.proto_down {
+            // Nobody's reasons, or the kernel refuses: which ones, and then what they are. Before 5.9 there are none.
+            requests.nest(Ifla::ProtoDownReason, |reason| {
+                reason.u32(PROTO_DOWN_REASON_MASK, u32::MAX).u32(PROTO_DOWN_REASON_VALUE, 0);
+            });
             requests.attr(Ifla::ProtoDown, &[0]);
         }
     }

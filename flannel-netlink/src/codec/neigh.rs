@@ -30,7 +30,7 @@ pub(crate) struct NeighMessage {
     marked: bool,
 }
 
-/// `NTF_EXT_LEARNED`, `NTF_STICKY` and `NTF_ROUTER`, which an entry keeps. The kernel by itself puts none of them on a permanent one.
+/// `NTF_EXT_LEARNED`, `NTF_STICKY` and `NTF_ROUTER`, which an entry keeps until it is put again.
 const MARKS: u8 = 0x10 | 0x40 | 0x80;
 /// Where `struct ndmsg` has its flags; neli leaves out those that it does not know.
 const FLAGS: usize = 10;

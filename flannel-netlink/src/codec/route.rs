@@ -142,6 +142,17 @@ impl RouteMessage {
         !self.more
     }
 
+    /// What says which route is to be deleted says this one, which leads by `way`, and not the one before it, which leads by `first`. Of IPv4
+    /// routes the kernel compares all that says where they lead; of IPv6 routes no kind, and no lack of a gateway.
+    ///
+    /// **Source**: linux `net/ipv4/fib_trie.c: fib_table_delete`, `net/ipv6/route.c: ip6_route_del`.
+    pub(crate) fn can_be_told_from(&self, way: &Via, first: &Via) -> bool {
+        match self.dst.family() {
+            Family::V4 => way != first,
+            Family::V6 => self.nexthop.is_some() || self.gateway.is_some(),
+        }
+    }
+
     /// The route, if it is in the main table with the default metric, as far as [`Route`] expresses it; `name` finds
     /// the name of a link.
     pub(crate) fn object(&self, name: impl FnOnce(u32) -> Option<LinkName>) -> Option<Route> {
@@ -239,9 +250,11 @@ pub(crate) fn delete(requests: &mut Messages, route: &Route, index: u32, protoco
     path(requests, route, index);
 }
 
-/// Deletes just the route that the message told of, among others to the same destination; it has the default metric.
+/// Deletes the route that the message told of, which [can be told](RouteMessage::can_be_told_from) from others to the same destination.
 pub(crate) fn delete_told(requests: &mut Messages, told: &RouteMessage) {
-    let header = rtmsg(&told.dst, RtTable::Main, told.protocol, told.scope, told.kind, 0);
+    // Of a nexthop object that leads nowhere the kernel says that the route does.
+    let kind = if told.nexthop.is_some() { Rtn::Unspec } else { told.kind };
+    let header = rtmsg(&told.dst, RtTable::Main, told.protocol, told.scope, kind, 0);
     requests.begin(Rtm::Delroute, NlmF::empty(), &header).ip(Rta::Dst, told.dst.base());
     if let Some(id) = told.nexthop {
         requests.u32(RTA_NH_ID, id);
