@@ -13,10 +13,11 @@ use std::sync::Arc;
 use flannel_core::{Config, Kernel, Owned, Status, Subnet, remove_former};
 use tokio::sync::watch;
 
+use crate::disk::aside;
 use crate::state;
 
 /// Knows which pod networks this host has had of which something may be left.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Former {
     record: PathBuf,
 }
@@ -35,8 +36,14 @@ impl Former {
         mut status: watch::Receiver<Arc<Status>>,
     ) -> Infallible {
         let current: Vec<Subnet> = config.pod_networks().collect();
-        let former = self.networks(config);
-        self.write(&[&former[..], &current].concat());
+        let former = self.clone();
+        let (of, noted) = (config.clone(), current.clone());
+        let former = aside(move || {
+            let networks = former.networks(&of);
+            former.write(&[&networks[..], &noted].concat());
+            networks
+        })
+        .await;
         if !former.is_empty() && status.wait_for(is_settled).await.is_ok() {
             let removal = move || {
                 let kept: Vec<_> =
@@ -49,7 +56,8 @@ impl Former {
             };
             // What the kernel refused is tried again at the next start.
             if done {
-                self.write(&current);
+                let this = self.clone();
+                aside(move || this.write(&current)).await;
             }
         }
         std::future::pending().await

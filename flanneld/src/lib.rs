@@ -7,6 +7,7 @@ mod changed_config;
 mod cli;
 mod control;
 mod ctl;
+mod disk;
 #[cfg(test)]
 mod documents;
 mod error;

@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use flannel_core::{Config, Dual, Kernel, Key, Owned, Status, Subnet, remove_go_routes};
 use tokio::sync::watch;
 
+use crate::disk::aside;
 use crate::error::Error;
 use crate::former::is_settled;
 use crate::state;
@@ -47,9 +48,10 @@ impl Predecessor {
     }
 
     /// The subnet file has been written: it counts as ours from now on, unless there are routes to remove first.
-    pub(crate) fn wrote_subnet_file(&self) {
+    pub(crate) async fn wrote_subnet_file(&self) {
         if !self.left_routes() {
-            self.note();
+            let (subnet_file, record) = (self.subnet_file.clone(), self.record.clone());
+            aside(move || note(&subnet_file, &record)).await;
         }
     }
 
@@ -71,7 +73,7 @@ impl Predecessor {
                 Ok(done) => self.left_routes.store(!done, Ordering::Relaxed),
                 Err(panic) => std::panic::resume_unwind(panic.into_panic()),
             }
-            self.wrote_subnet_file();
+            self.wrote_subnet_file().await;
         }
         std::future::pending().await
     }
@@ -79,16 +81,17 @@ impl Predecessor {
     fn left_routes(&self) -> bool {
         self.left_routes.load(Ordering::Relaxed)
     }
+}
 
-    fn note(&self) {
-        let text = identity(&self.subnet_file).unwrap_or_default();
-        if let Err(error) = state::replace(&self.record, &text) {
-            tracing::warn!(
-                "{}: {error} (see --state-dir): the next start takes {} for Go flannel's",
-                self.record.display(),
-                self.subnet_file.display()
-            );
-        }
+/// Records that the subnet file that is there is ours.
+fn note(subnet_file: &Path, record: &Path) {
+    let text = identity(subnet_file).unwrap_or_default();
+    if let Err(error) = state::replace(record, &text) {
+        tracing::warn!(
+            "{}: {error} (see --state-dir): the next start takes {} for Go flannel's",
+            record.display(),
+            subnet_file.display()
+        );
     }
 }
 
@@ -132,8 +135,8 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn only_a_subnet_file_of_somebody_else_has_a_predecessor() {
+    #[tokio::test]
+    async fn only_a_subnet_file_of_somebody_else_has_a_predecessor() {
         let dir = tempfile::tempdir().unwrap();
         let (file, state) = (dir.path().join("subnet.env"), dir.path());
         let find = || Predecessor::find(&file, state).unwrap();
@@ -141,14 +144,14 @@ mod tests {
         assert!(!first.left_routes(), "there is no file");
         fs::write(&file, "A=1\n").unwrap();
         assert!(find().left_routes(), "nobody recorded it");
-        first.wrote_subnet_file();
+        first.wrote_subnet_file().await;
         assert!(!find().left_routes(), "ours");
         // As whoever writes it does: another file with the same content.
         fs::write(dir.path().join("new"), "A=1\n").unwrap();
         fs::rename(dir.path().join("new"), &file).unwrap();
         let second = find();
         assert!(second.left_routes(), "Go flannel ran meanwhile");
-        second.wrote_subnet_file();
+        second.wrote_subnet_file().await;
         assert!(find().left_routes(), "not before its routes are gone");
     }
 

@@ -20,6 +20,7 @@ use crate::backends;
 use crate::changed_config;
 use crate::cli::{NexthopObjects, Options};
 use crate::control::Servers;
+use crate::disk::aside;
 use crate::error::Error;
 use crate::firewall::Rulebook;
 use crate::former::Former;
@@ -343,8 +344,8 @@ async fn publish(
     (predecessor, observer): (&Predecessor, &Observer),
 ) -> Result<(), Error> {
     let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
-    write_subnet_file(options, config, handle)?;
-    predecessor.wrote_subnet_file();
+    write_subnet_file(options, config, handle).await?;
+    predecessor.wrote_subnet_file().await;
     observer.subnet_file_written();
     Ok(())
 }
@@ -392,14 +393,15 @@ fn addresses(kernel: &NetlinkKernel, options: &Options) -> Result<Vec<IpAddr>, E
     Ok(options.public().values().copied().chain(local).collect())
 }
 
-fn write_subnet_file(options: &Options, config: &Config, handle: &NetworkHandle) -> Result<(), Error> {
+async fn write_subnet_file(options: &Options, config: &Config, handle: &NetworkHandle) -> Result<(), Error> {
     let env = SubnetEnv {
         networks: config.pod_networks().collect(),
         subnets: handle.lease.subnets.iter().collect(),
         mtu: handle.mtu,
         ip_masq: options.firewall.ip_masq,
     };
-    Ok(env.write_atomic(&options.subnet_file)?)
+    let path = options.subnet_file.clone();
+    Ok(aside(move || env.write_atomic(&path)).await?)
 }
 
 #[cfg(test)]

@@ -232,7 +232,7 @@ impl ByNexthop {
             }
             Report::Now(object) | Report::Inexact(object) => drop(self.forget(&object.key())),
             Report::Other(key) | Report::Gone(key) => drop(self.forget(key)),
-            Report::Beside(_) => {}
+            Report::Beside(_) | Report::Double(_) => {}
         }
         let Report::Gone(Key::Nexthop(id)) = report else { return reports.push(report) };
         reports.push(report);
@@ -299,6 +299,7 @@ fn a_peer_that_moves_is_one_message_to_the_kernel() {
                 }
                 // The kernel gives a new device a link-local route of its own when it likes.
                 Report::Beside(key) => of_live_peer(key),
+                Report::Double(object) => of_live_peer(&object.key()),
                 Report::Inexact(_) | Report::Other(_) | Report::Gone(_) => true,
                 Report::Now(_) => false,
             };
@@ -470,7 +471,9 @@ fn networks_of_both_kinds_in_one_namespace_are_restarted_without_touching_each_o
             // Nor is any peer's object put again: it is as it was.
             let of_peer = |key: &Key| of_live_peer(key) || matches!(key, Key::Nexthop(_));
             let touched = |report: &&Report| match report {
-                Report::Now(object) | Report::Inexact(object) => of_peer(&object.key()),
+                Report::Now(object) | Report::Inexact(object) | Report::Double(object) => {
+                    of_peer(&object.key())
+                }
                 Report::Other(key) | Report::Gone(key) | Report::Beside(key) => of_peer(key),
             };
             let touched: Vec<_> = reports.iter().filter(touched).collect();

@@ -1,4 +1,4 @@
-//! How many processes the daemon starts once it is at rest, counted by strace.
+//! What only strace shows: how many processes the daemon starts once it is at rest, and that it waits for no disk.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -165,5 +165,55 @@ fn with_iptables_one_is_started_for_each_look_at_the_rules() {
         assert!((1..=most).contains(&(programs.len() as u64)), "{all:?} in {time:?}");
         assert!(all.len() <= 2 * programs.len() + 1, "no process but those: {all:?}");
         traced.stop();
+    });
+}
+
+/// One that takes 15 seconds for a file.
+#[test]
+fn a_busy_disk_keeps_no_repair_waiting() {
+    in_netns(|| {
+        ip("link add eth0 type veth peer name wire");
+        ip("link set wire up");
+        ip("address add 192.0.2.1/24 dev eth0");
+        ip("link set eth0 up");
+        let dir = tempfile::tempdir().unwrap();
+        let leases = dir.path().join("network/subnets");
+        fs::create_dir_all(&leases).unwrap();
+        let config = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#;
+        fs::write(dir.path().join("network/config"), config).unwrap();
+        for (subnet, public) in [("10.1.4.0-24", "192.0.2.1"), ("10.1.7.0-24", "192.0.2.7")] {
+            let lease = format!(r#"{{"PublicIP":"{public}","BackendType":"host-gw"}}"#);
+            fs::write(leases.join(subnet), lease).unwrap();
+        }
+        // With its mark and its pod network noted by an earlier run, it writes nothing before the subnet file.
+        let state = dir.path().join("state");
+        fs::create_dir(&state).unwrap();
+        fs::write(state.join("mark"), "00000000000000ab\n").unwrap();
+        fs::write(state.join("networks"), "10.1.0.0/16\n").unwrap();
+        // With -D it is strace that is in the background, and ends with the daemon.
+        let mut command = Command::new("strace");
+        command.args(["-D", "-f", "-qq", "-e", "trace=fsync", "-e", "signal=none", "-o"]);
+        command.arg(dir.path().join("trace"));
+        command.args(["-e", "inject=fsync:delay_enter=15000000", env!("CARGO_BIN_EXE_flanneld")]);
+        command.arg("--registry").arg(format!("dir:{}?assign=static", dir.path().join("network").display()));
+        command.arg("--subnet-file").arg(dir.path().join("run/subnet.env"));
+        command.arg("--state-dir").arg(&state);
+        command.arg("--iface=eth0");
+        fs::create_dir(dir.path().join("run")).unwrap();
+        let daemon = Daemon::start(&mut command);
+        daemon.wait_for_log("in sync peers=1");
+        // It writes the subnet file, and waits for the disk.
+        let writes = || {
+            let names = fs::read_dir(dir.path().join("run")).unwrap().map(|entry| entry.unwrap().file_name());
+            names.filter(|name| name.to_string_lossy().contains("subnet.env")).collect::<Vec<_>>()
+        };
+        wait_until(|| !writes().is_empty(), || daemon.log());
+        let began = writes();
+        assert!(began.len() == 1 && began[0] != "subnet.env", "{began:?}\n{}", daemon.log());
+        let shown = || ip("route show 10.1.7.0/24");
+        assert!(shown().contains("via 192.0.2.7"), "{}", shown());
+        ip("route del 10.1.7.0/24");
+        wait_until(|| !shown().is_empty(), || daemon.log());
+        assert_eq!(writes(), began, "the disk was faster: {}", daemon.log());
     });
 }

@@ -1,0 +1,54 @@
+//! Writing to a disk without keeping anybody waiting: one that is busy takes seconds for a file, and on the runtime's thread
+//! damage to a route is repaired within milliseconds.
+//!
+//! The one thing to know: what is written is written one after the other, in the order in which it was asked for, even if
+//! whoever asked has given up: an older content never takes the place of a newer one.
+
+use std::panic::resume_unwind;
+
+use tokio::sync::Mutex;
+
+static TURN: Mutex<()> = Mutex::const_new(());
+
+/// Does what may wait for the disk, on a thread of its own.
+///
+/// # Cancel safety
+/// What has begun is done, before anything that is asked for later.
+pub(crate) async fn aside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    let turn = TURN.lock().await;
+    let work = move || {
+        let done = work();
+        drop(turn);
+        done
+    };
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|panic| resume_unwind(panic.into_panic()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn nobody_is_kept_waiting_and_the_newer_comes_last() {
+        let (disk, busy) = channel::<()>();
+        let (written, order) = channel();
+        let older = written.clone();
+        let (began, begin) = tokio::sync::oneshot::channel();
+        let first = tokio::spawn(aside(move || {
+            let _ = began.send(());
+            busy.recv().unwrap();
+            older.send("older").unwrap();
+        }));
+        begin.await.unwrap();
+        // This thread goes on, and who asked first has given up.
+        first.abort();
+        let second = tokio::spawn(aside(move || written.send("newer").unwrap()));
+        tokio::task::yield_now().await;
+        assert!(!second.is_finished());
+        disk.send(()).unwrap();
+        second.await.unwrap();
+        assert_eq!(order.iter().collect::<Vec<_>>(), ["older", "newer"]);
+    }
+}
