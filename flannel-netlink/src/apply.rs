@@ -20,7 +20,7 @@ use crate::codec::addr::AddrMessage;
 use crate::codec::nexthop::NexthopMessage;
 use crate::codec::{addr, link, neigh, nexthop, route};
 use crate::namespace::Namespace;
-use crate::seen::Seen;
+use crate::seen::{Double, Seen};
 use crate::socket::Socket;
 use crate::wire::Messages;
 
@@ -105,7 +105,7 @@ impl<'a> Writer<'a> {
             Object::Fdb(fdb) => neigh::put_fdb(requests, fdb, index),
             Object::Nexthop(nexthop) => nexthop::put(requests, nexthop, index),
             Object::Route(route) if route::is_known(route) => {
-                self.delete_doubles(n, route);
+                self.delete_doubles(n, route, |_| true);
                 // One of last resort replaces nothing, and nothing replaces it: what is ours there must go first.
                 if route.via == Via::LastResort {
                     route::delete_any(&mut self.requests, &route.dst, ROUTE_PROTOCOL);
@@ -144,7 +144,7 @@ impl<'a> Writer<'a> {
                 if route.via != Via::LastResort {
                     self.delete_behind(n, route);
                 }
-                self.delete_doubles(n, route);
+                self.delete_doubles(n, route, |double| double.is_ours);
                 let protocol = self.protocol(route);
                 route::delete(&mut self.requests, route, index, protocol);
             }
@@ -165,10 +165,10 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Those of ours that stand behind a route which change `n` is about.
-    fn delete_doubles(&mut self, n: usize, route: &Route) {
-        for double in self.seen.take_doubles(&route.dst) {
-            route::delete_told(&mut self.requests, &double);
+    /// Those that stand beside a route which change `n` is about.
+    fn delete_doubles(&mut self, n: usize, route: &Route, goes: impl Fn(&Double) -> bool) {
+        for double in self.seen.take_doubles(&route.dst).iter().filter(|double| goes(double)) {
+            route::delete_told(&mut self.requests, &double.told);
             self.pending.push((n, true));
         }
     }

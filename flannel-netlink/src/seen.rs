@@ -27,8 +27,17 @@ struct Inner {
     read: Dual<()>,
     /// Where one of last resort of ours is or was; not all of them if they are more than [`MOST`].
     last_resorts: BTreeSet<Subnet>,
-    /// Routes of ours that stood behind others to the same destination when all were read last, and can be told from those.
-    doubles: BTreeMap<Subnet, Vec<RouteMessage>>,
+    /// Routes to the same destinations as some of ours that no put of those replaces, when all were read last, and that can be told
+    /// from them.
+    doubles: BTreeMap<Subnet, Vec<Double>>,
+}
+
+/// A route beside one of ours.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Double {
+    pub(crate) told: RouteMessage,
+    /// It stands behind the other, and goes with that, too. Somebody else's stands before ours, and only gives way.
+    pub(crate) is_ours: bool,
 }
 
 impl Seen {
@@ -50,19 +59,19 @@ impl Seen {
         }
     }
 
-    /// A route of ours stands behind another one to the same destination.
-    pub(crate) fn see_double(&self, found: RouteMessage) {
-        let doubles = &mut self.lock().doubles;
-        if doubles.len() < MOST || doubles.contains_key(&found.dst) {
-            let there = doubles.entry(found.dst).or_default();
+    /// A route of ours has a double.
+    pub(crate) fn see_double(&self, double: Double) {
+        let (dst, doubles) = (double.told.dst, &mut self.lock().doubles);
+        if doubles.len() < MOST || doubles.contains_key(&dst) {
+            let there = doubles.entry(dst).or_default();
             if there.len() < MOST_DOUBLES {
-                there.push(found);
+                there.push(double);
             }
         }
     }
 
     /// The doubles of a route, which are forgotten with the call.
-    pub(crate) fn take_doubles(&self, dst: &Subnet) -> Vec<RouteMessage> {
+    pub(crate) fn take_doubles(&self, dst: &Subnet) -> Vec<Double> {
         let doubles = &mut self.lock().doubles;
         if doubles.is_empty() { Vec::new() } else { doubles.remove(dst).unwrap_or_default() }
     }

@@ -12,7 +12,7 @@ use crate::apart::beside;
 use crate::ask::{ENODEV, find_link, name_of};
 use crate::codec::route::RouteMessage;
 use crate::codec::{addr, neigh, nexthop, route};
-use crate::seen::Seen;
+use crate::seen::{Double, Seen};
 use crate::socket::Socket;
 
 /// Kernels before 5.3 have no nexthop objects.
@@ -275,20 +275,24 @@ fn read_routes(
     for Ours { route, is_exact, hidden } in ours.into_iter().flatten() {
         let key = Key::Route(route.dst);
         let first = before.filter(|first: &Route| first.dst == route.dst);
-        match (first, hidden) {
+        match (first, hidden.map(|hidden| *hidden)) {
             (None, None) => {
                 before = Some(route);
                 table.inexact.extend((!is_exact).then_some(key));
                 table.objects.push(route.into());
             }
             // Somebody else's stands before it, and gives way when it is put.
-            (None, Some(_)) => {}
+            (None, Some(Hidden { told, first })) => {
+                if first.stands_in_the_way_of(&told) {
+                    seen.see_double(Double { told: first, is_ours: false });
+                }
+            }
             // One of last resort stands behind ours, and goes when that is put again.
             (Some(_), None) => table.inexact.push(key),
             // So does any other of ours. What cannot be told from ours stays until that goes.
-            (Some(first), Some(double)) => {
-                if double.can_be_told_from(&route.via, &first.via) {
-                    seen.see_double(*double);
+            (Some(first), Some(Hidden { told, .. })) => {
+                if told.can_be_told_from(&route.via, &first.via) {
+                    seen.see_double(Double { told, is_ours: true });
                     table.inexact.push(key);
                 }
             }
@@ -303,9 +307,14 @@ struct Ours {
     route: Route,
     /// It is just that.
     is_exact: bool,
-    /// As the kernel tells of it, if another one to the same destination stands before it, and takes effect. One of last resort
-    /// stands behind others by what it is.
-    hidden: Option<Box<RouteMessage>>,
+    /// If another one to the same destination stands before it, and takes effect. One of last resort stands behind others by what it is.
+    hidden: Option<Box<Hidden>>,
+}
+
+/// A route behind another one, as the kernel tells of both.
+struct Hidden {
+    told: RouteMessage,
+    first: RouteMessage,
 }
 
 /// A route of ours, or the index of the link that one leaves by, if that must be known to tell.
@@ -327,8 +336,10 @@ fn dump_routes(
         if !found.default_metric {
             return None;
         }
-        let this = (message.sequence, found.dst);
-        let is_hidden = last.replace(this) == Some(this) && !found.last_resort;
+        let before = last.replace((message.sequence, found));
+        let first =
+            before.filter(|(sequence, first)| (*sequence, first.dst) == (message.sequence, found.dst));
+        let hidden = first.filter(|_| !found.last_resort).map(|(_, first)| Hidden { told: found, first });
         let mut unknown = None;
         let route = found.object(|index| {
             let name = names.get(&index).copied();
@@ -350,10 +361,10 @@ fn dump_routes(
         if !is_go_like || !owned.owns_route(&route, by, found.protocol) {
             return None;
         }
-        if is_hidden {
+        if hidden.is_some() {
             tracing::debug!(%route.dst, "another route to the same destination hides one of ours");
         }
         let is_exact = found.is_exact() && found.protocol == ROUTE_PROTOCOL;
-        Some(Ok(Ours { route, is_exact, hidden: is_hidden.then(|| Box::new(found)) }))
+        Some(Ok(Ours { route, is_exact, hidden: hidden.map(Box::new) }))
     })
 }

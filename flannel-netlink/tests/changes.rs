@@ -423,6 +423,43 @@ fn nothing_of_ours_that_leads_elsewhere_stays_behind_ours() {
     });
 }
 
+/// The kernel replaces an IPv6 route by its like: with a gateway, or without.
+#[test]
+fn what_stands_before_ours_and_is_not_replaced_gives_way() {
+    in_netns_async(|| async {
+        let kernel = uplink();
+        ip("link add up1 type veth peer name far1");
+        ip("link set far1 up");
+        ip("link set up1 up");
+        let networks = vec!["fd00:1::/48".parse().unwrap()];
+        let owned = Owned { networks, routes_on: [link("up0")].into(), ..Owned::default() };
+        let change = |change: Change| kernel.apply(&owned, &[change]).remove(0).unwrap();
+        let dst = "fd00:1:0:7::/64";
+        let via = Via::Gateway { gateway: address("2001:db8::9"), link: link("up0"), onlink: false };
+        let ours = Object::from(Route { dst: dst.parse().unwrap(), via, mtu: None });
+        let shown = || ip(&format!("-6 route show {dst}"));
+        change(Change::Put(ours.clone()));
+        let stand_before = || {
+            ip(&format!("-6 route replace {dst} dev up1"));
+            ip(&format!("-6 route append {dst} via 2001:db8::7 dev up0"));
+            change(Change::Put(ours.clone()));
+            let both = shown();
+            assert!(both.starts_with(&format!("{dst} dev up1")) && both.lines().count() == 2, "{both}");
+            assert_eq!(kernel.snapshot(&owned).unwrap().get(&ours.key()), None, "it takes no effect");
+        };
+        stand_before();
+        change(Change::Put(ours.clone()));
+        let shown_after = shown();
+        assert!(shown_after.contains("via 2001:db8::9 dev up0 proto 241"), "{shown_after}");
+        assert_eq!(shown_after.lines().count(), 1, "{shown_after}");
+        // Where nobody wants ours any more, it is theirs to keep.
+        stand_before();
+        change(Change::Delete(ours.clone()));
+        let left = shown();
+        assert!(left.contains("dev up1") && left.lines().count() == 1, "{left}");
+    });
+}
+
 #[test]
 fn one_of_last_resort_does_not_stay_behind_ours_however_it_was_learned_of() {
     #[derive(Debug, Clone, Copy, PartialEq)]

@@ -99,7 +99,9 @@ impl Reconciler {
                 self.suspect(key, Damage::Deletion, by);
             }
             (Some(_), Report::Double(object)) => {
-                if self.owned.may_own(object, protocol) {
+                // Of two IPv6 routes the kernel replaces that which is the more like ours, which may be the second.
+                let in_doubt = matches!(key, Key::Route(dst) if dst.base().is_ipv6());
+                if in_doubt || self.owned.may_own(object, protocol) {
                     self.unread = self.unread.max(Unread::Additions);
                 }
                 self.suspect(key, Damage::Modification, by);

@@ -153,6 +153,15 @@ impl RouteMessage {
         }
     }
 
+    /// What says which IPv6 route is to be deleted says this one, and not `behind`, which stands behind it. To be put, that one replaces
+    /// no route that has a gateway where this one has none, nor one that has none where this one has: the kernel looks for its like.
+    ///
+    /// **Source**: linux `net/ipv6/ip6_fib.c: fib6_add_rt2node`.
+    pub(crate) fn stands_in_the_way_of(&self, behind: &Self) -> bool {
+        let is_told = self.nexthop.is_some() || self.gateway.is_some() || self.index != behind.index;
+        self.dst.family() == Family::V6 && is_told
+    }
+
     /// The route, if it is in the main table with the default metric, as far as [`Route`] expresses it; `name` finds
     /// the name of a link.
     pub(crate) fn object(&self, name: impl FnOnce(u32) -> Option<LinkName>) -> Option<Route> {
