@@ -250,9 +250,9 @@ fn parse(bytes: &[u8]) -> Result<Saved, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Instant;
 
     use flannel_core::Subnets;
+    use nix::time::ClockId;
 
     fn at(secs: u64) -> SystemTime {
         SystemTime::UNIX_EPOCH + Duration::from_secs(secs)
@@ -356,10 +356,13 @@ mod tests {
     #[test]
     fn ten_thousand_leases_load_at_once() {
         let bytes = text(&saved(10_000)).into_bytes();
-        let begin = Instant::now();
+        // Of this thread alone: others may have the processor for longer.
+        let computed = || Duration::from(ClockId::CLOCK_THREAD_CPUTIME_ID.now().unwrap());
+        let begin = computed();
         let loaded = parse(&bytes).unwrap();
+        let took = computed() - begin;
         let limit = Duration::from_millis(if cfg!(debug_assertions) { 1_500 } else { 100 });
-        assert!(begin.elapsed() < limit, "{:?}", begin.elapsed());
+        assert!(took < limit, "{took:?}");
         assert_eq!(loaded.leases.len(), 10_000);
     }
 }
