@@ -173,14 +173,15 @@ async fn nothing_but_leases_is_ever_written() {
 async fn a_held_lease_outlives_its_time() {
     let (_etcd, registry) = with_config(V4).await;
     let identity = flannel_subnet::Identity { mark: Mark(1), previous: None, local_addresses: Vec::new() };
-    let ttl = std::time::Duration::from_secs(6);
+    // Renewed after a third of it, so that a machine may stand still for 10 s.
+    let ttl = std::time::Duration::from_secs(15);
     let manager = flannel_subnet::LocalManager::new(Arc::new(registry.clone()), identity).with_ttl(ttl);
     let (lease, held) = hold(&Arc::new(manager), &US).await;
     registry
         .create(&key("10.9.9.0-24"), &attrs(&[]), Some(flannel_subnet::Tenure { mark: Mark(9), ttl }))
         .await
         .unwrap();
-    until(60, "the other's end", || async { count(&registry).await == 1 }).await;
+    until(90, "the other's end", || async { count(&registry).await == 1 }).await;
     let entry = registry.entry(&lease.subnets).await.unwrap().unwrap();
     assert_eq!(entry.lease.revision, lease.revision, "renewed without a write");
     assert!(!held.is_finished());
