@@ -54,6 +54,29 @@ pub enum Cut {
     Error(u16),
 }
 
+/// A request that waits for its answer until this is dropped.
+#[derive(Debug)]
+pub struct Held {
+    is_there: watch::Receiver<bool>,
+    /// Ends with the value, which lets the request go.
+    _keeps: watch::Sender<()>,
+}
+
+impl Held {
+    /// Whether there is such a request by now. Until then whoever asks has come no further than to it.
+    pub fn is_there(&self) -> bool {
+        *self.is_there.borrow()
+    }
+}
+
+/// The server's side of [`Held`].
+#[derive(Debug)]
+pub(crate) struct Gate {
+    pub(crate) text: String,
+    pub(crate) is_there: watch::Sender<bool>,
+    pub(crate) opens: watch::Receiver<()>,
+}
+
 /// How the server misbehaves.
 #[derive(Debug, Default)]
 pub(crate) struct Faults {
@@ -61,6 +84,8 @@ pub(crate) struct Faults {
     pub(crate) fail: Option<(u32, u16, Option<u64>)>,
     /// So many watches are refused with 410.
     pub(crate) gone: u32,
+    /// The next request with its text waits before it.
+    pub(crate) gate: Option<Gate>,
     /// The pause before each item of a list.
     pub(crate) slow: Duration,
     /// So many lists, or pages of them, break in their middle.
@@ -255,6 +280,14 @@ impl ApiServer {
     /// The next `count` watches are refused with 410.
     pub fn refuse_watches(&self, count: u32) {
         lock(&self.shared.faults).gone = count;
+    }
+
+    /// The next request that contains this text is held until what is returned is dropped: counted and decided on only then. Who asks
+    /// can come no further meanwhile, however long a test takes to make what the answer is to meet. Only one is held.
+    pub fn hold(&self, text: &str) -> Held {
+        let ((there, is_there), (keeps, opens)) = (watch::channel(false), watch::channel(()));
+        lock(&self.shared.faults).gate = Some(Gate { text: text.to_owned(), is_there: there, opens });
+        Held { is_there, _keeps: keeps }
     }
 
     /// Each item of a list comes so much later.

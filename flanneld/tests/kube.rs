@@ -671,14 +671,14 @@ fn a_reload_during_the_start_changes_nothing_of_it() {
         let daemon = host.start(&server, &[]);
         daemon.wait_for_log("it has no IPv4 PodCIDR yet");
         // The next attempt has read its config when it gets stuck.
-        let asked = server.count("GET /api/v1/nodes/node-1");
-        server.fail(1, 429, Some(3));
-        wait_until(|| server.count("GET /api/v1/nodes/node-1") > asked, || daemon.log());
+        let held = server.hold("GET /api/v1/nodes/node-1");
+        wait_until(|| held.is_there(), || daemon.log());
         let other = r#"{"Network":"10.2.0.0/16","Backend":{"Type":"vxlan"}}"#;
         fs::write(host.dir.path().join("net-conf.json"), other).unwrap();
         daemon.signal(Signal::SIGHUP);
         daemon.wait_for_log("SIGHUP: read again: ");
         server.put_node("node-1", blank(&["10.1.1.0/24"]));
+        drop(held);
         daemon.wait_for_log("running lease");
         daemon.wait_for_log("the network config has other networks now");
         assert!(host.subnet_env().contains("FLANNEL_NETWORK=10.1.0.0/16\n"), "{}", host.subnet_env());

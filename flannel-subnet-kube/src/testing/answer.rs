@@ -33,6 +33,13 @@ pub(crate) async fn answer(
     let (request, body) = request.into_parts();
     // One that the client broke off is none.
     let body = body.collect().await.map(Collected::to_bytes).unwrap_or_default();
+    let text = format!("{} {}", request.method, request.uri);
+    let gate = lock(&shared.faults).gate.take_if(|gate| text.contains(&gate.text));
+    if let Some(mut gate) = gate {
+        gate.is_there.send_replace(true);
+        // Nothing is ever sent: it ends.
+        let _ = gate.opens.changed().await;
+    }
     match decide(&shared, &client, &request, &body) {
         Some(answer) => Ok(answer),
         None => std::future::pending().await,

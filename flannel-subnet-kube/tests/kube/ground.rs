@@ -16,7 +16,7 @@ pub(crate) const V4: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan
 pub(crate) const DUAL: &str =
     r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48","Backend":{"Type":"vxlan"}}"#;
 /// So long is anything waited for.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(crate) struct Ground {
     pub(crate) server: ApiServer,
