@@ -319,13 +319,13 @@ mod tests {
         assert_eq!(begin.elapsed(), ASKING + ANSWERING);
     }
 
-    /// Real connections, and how long a request takes beside them.
-    async fn beside(others: &str, number: usize) -> Duration {
+    /// Real connections, how long a request takes beside them, and how long all of it takes.
+    async fn beside(others: &str, number: usize) -> (Duration, Duration) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let server = serve(Listener::Tcp(listener), Arc::new(Echo));
         let clients = async {
-            let mut held = Vec::new();
+            let (first, mut held) = (Instant::now(), Vec::new());
             for _ in 0..number {
                 let mut other = tokio::net::TcpStream::connect(address).await.unwrap();
                 other.write_all(others.as_bytes()).await.unwrap();
@@ -337,7 +337,7 @@ mod tests {
             let mut answer = String::new();
             late.read_to_string(&mut answer).await.unwrap();
             assert!(answer.ends_with("GET /late "), "{answer}");
-            begin.elapsed()
+            (begin.elapsed(), first.elapsed())
         };
         tokio::select! {
             never = server => match never {},
@@ -348,14 +348,16 @@ mod tests {
     #[tokio::test]
     async fn who_says_nothing_or_half_a_request_delays_nobody() {
         for others in ["", "GET /healthz HT"] {
-            let took = beside(others, 4 * MOST).await;
-            assert!(took < ASKING / 2, "{others:?}: {took:?}");
+            let (took, _) = beside(others, 4 * MOST).await;
+            // Four times ASKING if each is waited for.
+            assert!(took < ASKING * 2, "{others:?}: {took:?}");
         }
     }
 
     #[tokio::test]
     async fn no_more_than_so_many_are_answered_at_once_and_none_is_lost() {
-        let took = beside("GET /slow HTTP/1.1\r\n\r\n", MOST).await;
-        assert!(took > SLOW / 2, "one of those that are being answered is over first: {took:?}");
+        // From the first on: on a slow machine some are over before the last has come.
+        let (_, took) = beside("GET /slow HTTP/1.1\r\n\r\n", MOST).await;
+        assert!(took >= SLOW, "one of those that are being answered is over first: {took:?}");
     }
 }

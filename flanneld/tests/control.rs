@@ -9,7 +9,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Output, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use flannel_netlink::testing::{in_netns, ip};
 use nix::sys::signal::Signal;
@@ -487,13 +487,22 @@ fn systemd_hears_ready_reloading_alive_and_stopping() {
         let place = Place::new(Some(CONFIG));
         let path = place.path("notify");
         let socket = UnixDatagram::bind(&path).unwrap();
-        socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        // All the time, as systemd does: the socket has room for a few messages only, and the daemon waits for none.
+        let (sender, said) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let mut buffer = [0; 4096];
+            while let Ok(len) = socket.recv(&mut buffer) {
+                if sender.send(String::from_utf8_lossy(&buffer[..len]).into_owned()).is_err() {
+                    return;
+                }
+            }
+        });
         let hear = |wanted: &str| {
-            let mut heard = Vec::new();
+            let (mut heard, deadline) = (Vec::new(), Instant::now() + Duration::from_secs(60));
             loop {
-                let mut buffer = [0; 4096];
-                let len = socket.recv(&mut buffer).unwrap_or_else(|e| panic!("{wanted}: {e}: {heard:?}"));
-                let text = String::from_utf8_lossy(&buffer[..len]).into_owned();
+                let left = deadline.saturating_duration_since(Instant::now());
+                let text: String =
+                    said.recv_timeout(left).unwrap_or_else(|e| panic!("{wanted}: {e}: {heard:?}"));
                 if text.starts_with(wanted) {
                     return text;
                 }
@@ -560,6 +569,7 @@ fn the_log_can_be_set_and_sighup_sets_it_back() {
         ready(&daemon);
         let (code, text) = place.fails(&["log", "warning"]);
         assert!(code == 1 && text.contains("\"warning\" is not valid"), "{text}");
+        // It says so after it has done so, and before it answers: the line is one that is not to be seen.
         place.says(&["log", "error"]);
         place.peer(7);
         wait_until(|| ip("route show 10.1.7.0/24").contains("flannel.1"), || daemon.log());
@@ -567,7 +577,10 @@ fn the_log_can_be_set_and_sighup_sets_it_back() {
         daemon.wait_for_log("SIGHUP: read again");
         place.peer(8);
         daemon.wait_for_log("in sync peers=2");
-        assert!(!daemon.log().contains("in sync peers=1"), "{}", daemon.log());
+        // "in sync peers=1" would prove less: it may be held back until it may be said again.
+        assert!(!daemon.log().contains("the log filter is"), "{}", daemon.log());
+        place.says(&["log", "info"]);
+        daemon.wait_for_log("the log filter is info now");
         assert!(place.says(&["reload"]).contains("unchanged"));
         fs::write(place.registry().join("config"), r#"{"Network":"10.9.0.0/16","Backend":{"Type":"vxlan"}}"#)
             .unwrap();
@@ -887,10 +900,11 @@ fn hundreds_that_say_nothing_keep_nobody_from_health_and_status() {
             }
             // Those that the daemon has shut out already do not take it.
             held.iter_mut().for_each(|stream| _ = stream.write_all(half.as_bytes()));
-            let begin = std::time::Instant::now();
+            let begin = Instant::now();
             assert_eq!(http("/healthz"), (200, "flanneld is running".to_owned()));
-            // Who says nothing is let go after 5 s.
-            assert!(begin.elapsed() < Duration::from_millis(4_500), "{half:?}: {:?}", begin.elapsed());
+            // Who says nothing is let go after 5 s, and there is room for 64: whoever waited for that would wait for 20 s. A
+            // connection for which the kernel has no room at first comes after 1, 3 or 7 s.
+            assert!(begin.elapsed() < Duration::from_secs(12), "{half:?}: {:?}", begin.elapsed());
             assert!(place.says(&["status"]).contains("READY"));
         }
     });

@@ -182,8 +182,8 @@ fn what_the_last_daemon_knew_is_told_where_neither_it_nor_etcd_answers() {
         let stale = why["stale"].as_str().unwrap_or_default();
         assert!(stale.starts_with("etcd does not answer: "), "{why}");
         assert!(stale.contains("the leases are those that the last daemon kept"), "{why}");
-        // Go on asking for 20 s, as daemons do, and it would be told later.
-        assert!(taken < Duration::from_secs(10), "{taken:?}");
+        // After 6 s. Go on asking for 20 s, as daemons do, and it would be told later.
+        assert!(taken < Duration::from_secs(18), "{taken:?}");
         let (keys, stale) = peers_told(&host, &etcd);
         assert_eq!(keys, all);
         assert!(stale.is_string(), "{stale}");
