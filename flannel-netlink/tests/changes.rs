@@ -33,7 +33,7 @@ fn uplink() -> NetlinkKernel {
 async fn until(changes: &mut dyn Changes, wanted: impl Fn(&Doubts) -> bool) -> Vec<Doubts> {
     let mut before = Vec::new();
     loop {
-        let next = tokio::time::timeout(Duration::from_secs(10), changes.next()).await;
+        let next = tokio::time::timeout(Duration::from_secs(60), changes.next()).await;
         let doubts = next.unwrap_or_else(|_| panic!("not told; only {before:?}")).unwrap();
         if wanted(&doubts) {
             return before;
@@ -176,7 +176,7 @@ fn whoever_changes_something_is_named_if_it_still_lives() {
 /// Who is said to have done what is reported.
 async fn culprit(changes: &mut dyn Changes, report: Report) -> Option<flannel_core::Culprit> {
     loop {
-        let doubts = tokio::time::timeout(Duration::from_secs(10), changes.next()).await.unwrap().unwrap();
+        let doubts = tokio::time::timeout(Duration::from_secs(60), changes.next()).await.unwrap().unwrap();
         if let Doubts::Objects(reports, by) = doubts
             && reports.contains(&report)
         {

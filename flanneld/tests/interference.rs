@@ -65,7 +65,7 @@ async fn start(backend: &'static dyn Backend) -> Witness {
         panic!("the network ended: {ended:?}, {subnets:?}");
     });
     let settled = async { drop(status.wait_for(|status| status.in_sync).await.unwrap()) };
-    if tokio::time::timeout(Duration::from_secs(10), settled).await.is_err() {
+    if tokio::time::timeout(Duration::from_secs(60), settled).await.is_err() {
         panic!("never in sync: {:#?}", status.borrow());
     }
     Witness::new(backend.name() == "vxlan", status)

@@ -336,7 +336,7 @@ async fn listen(
 ) -> Vec<Doubts> {
     let mut heard = Vec::new();
     loop {
-        let next = tokio::time::timeout(std::time::Duration::from_secs(5), changes.next()).await;
+        let next = tokio::time::timeout(std::time::Duration::from_secs(60), changes.next()).await;
         let doubts = next.unwrap_or_else(|_| panic!("nothing more was told after {heard:?}"));
         let doubts = doubts.expect("the stream goes on");
         heard.push(doubts.clone());

@@ -63,7 +63,7 @@ impl Drop for Daemon {
 
 /// Looks again and again, and fails with what `otherwise` says if `condition` does not come true.
 pub(crate) fn wait_until(mut condition: impl FnMut() -> bool, otherwise: impl Fn() -> String) {
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + Duration::from_secs(60);
     while !condition() {
         assert!(Instant::now() < deadline, "{}", otherwise());
         std::thread::park_timeout(Duration::from_millis(5));
