@@ -98,7 +98,6 @@ impl Place {
 
     /// A daemon whose `iptables-restore` fails as long as a file is there.
     fn start_with_fragile_iptables(&self, broken: &Path, extra: &[&str]) -> Daemon {
-        use std::os::unix::fs::PermissionsExt;
         let bin = self.dir.path().join("bin");
         fs::create_dir_all(&bin).unwrap();
         for name in ["iptables-save", "iptables-restore"] {
@@ -108,8 +107,11 @@ impl Place {
                 "#!/bin/sh\nif [ -e {} ]; then echo out of order >&2; exit 3; fi\nexec {real} \"$@\"\n",
                 broken.display()
             );
-            fs::write(bin.join(name), script).unwrap();
-            fs::set_permissions(bin.join(name), fs::Permissions::from_mode(0o755)).unwrap();
+            // By another process: a program that this one has open for writing cannot be started, and a child that is just being
+            // made for another test has it open, too.
+            let write = r#"printf %s "$1" >"$0" && chmod 755 "$0""#;
+            let written = Command::new("sh").args(["-c", write]).arg(bin.join(name)).arg(script).status();
+            assert!(written.unwrap().success());
         }
         let registry = format!("dir:{}", self.registry().display());
         let mut command = self.command(&registry, &[&["--iptables-resync=1"], extra].concat());
