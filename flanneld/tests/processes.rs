@@ -111,6 +111,20 @@ impl Traced {
     }
 }
 
+/// What holds of one time at rest, or of one soon after. A start that a slow machine drags out is over then; what strace wrote late is
+/// of the time before; and rules of other modes are looked for again every 30 s. What is started in every period is always there.
+fn one_of_three(traced: &Traced, holds: impl Fn(&[String], Duration) -> bool) {
+    let mut seen = Vec::new();
+    while seen.len() < 3 {
+        let (all, time) = traced.at_rest(PERIODS);
+        if holds(&all, time) {
+            return;
+        }
+        seen.push((all, time));
+    }
+    panic!("{seen:#?}");
+}
+
 /// The programs that processes became, and `fork` for each process that was made; threads are none.
 fn started(trace: &str) -> Vec<String> {
     let one = |line: &str| {
@@ -146,7 +160,7 @@ fn with_nftables_none_is_started() {
         );
         assert!(traced.ask("/v1/status").contains("iptables-legacy"));
         assert!(started(&traced.trace()).contains(&"iptables-legacy-save".to_owned()), "{}", traced.trace());
-        assert_eq!(traced.at_rest(PERIODS).0, [""; 0]);
+        one_of_three(&traced, |all, _| all.is_empty());
         traced.stop();
     });
 }
@@ -157,13 +171,15 @@ fn with_iptables_one_is_started_for_each_look_at_the_rules() {
         let traced = Traced::start(
             r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","Backend":{"Type":"vxlan"}}"#,
         );
-        let (all, time) = traced.at_rest(PERIODS);
-        let programs: Vec<&String> = all.iter().filter(|name| *name != "fork").collect();
-        assert!(programs.iter().all(|name| *name == SAVE), "{all:?}");
-        // A slow machine looks less often, none more often than it should.
-        let most = time.as_secs() / RESYNC.as_secs() + 1;
-        assert!((1..=most).contains(&(programs.len() as u64)), "{all:?} in {time:?}");
-        assert!(all.len() <= 2 * programs.len() + 1, "no process but those: {all:?}");
+        one_of_three(&traced, |all, time| {
+            let programs: Vec<&String> = all.iter().filter(|name| *name != "fork").collect();
+            // A slow machine looks less often, none more often than it should.
+            let most = time.as_secs() / RESYNC.as_secs() + 1;
+            // And no process but those.
+            programs.iter().all(|name| *name == SAVE)
+                && (1..=most).contains(&(programs.len() as u64))
+                && all.len() <= 2 * programs.len() + 1
+        });
         traced.stop();
     });
 }
