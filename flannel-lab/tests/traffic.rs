@@ -72,11 +72,7 @@ fn a_loss_is_seen_and_named() {
         let lab = up("host-gw");
         let traffic = Traffic::start(&lab);
         lab.switch().ignore(&lab.hosts()[1]).unwrap();
-        // For a dozen packets of each stream.
-        let until = Instant::now() + Duration::from_millis(50);
-        while Instant::now() < until {
-            std::thread::park_timeout(Duration::from_millis(5));
-        }
+        traffic.go_out(2);
         lab.switch().listen(&lab.hosts()[1]).unwrap();
         traffic.flow();
         let (_, lost) = traffic.end();

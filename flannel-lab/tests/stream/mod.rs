@@ -37,6 +37,7 @@ struct Stream {
 
 /// How far a stream is.
 struct Progress {
+    sent: AtomicUsize,
     received: AtomicUsize,
     /// How many packets were sent in all; `usize::MAX` as long as more are sent.
     total: AtomicUsize,
@@ -90,6 +91,20 @@ impl Traffic {
         }
     }
 
+    /// Waits until a dozen packets more have been sent on every stream from or to this host, whether they come or not.
+    pub(crate) fn go_out(&self, host: usize) {
+        let count = |stream: &Stream| stream.progress.sent.load(Ordering::Relaxed);
+        let streams = || self.0.iter().filter(|stream| stream.hosts.contains(&host));
+        let goals: Vec<usize> = streams().map(|stream| count(stream) + 12).collect();
+        let deadline = Instant::now() + PATIENCE;
+        for (stream, goal) in streams().zip(goals) {
+            while count(stream) < goal {
+                assert!(Instant::now() < deadline, "{}: nothing is sent any more", stream.name);
+                std::thread::park_timeout(GAP);
+            }
+        }
+    }
+
     /// Ends all streams: how many packets were sent, and those that did not come.
     pub(crate) fn end(self) -> (usize, Vec<Lost>) {
         for stream in &self.0 {
@@ -112,14 +127,18 @@ impl Stream {
         let (from, into) = (open(source.namespace(), at), open(sink.namespace(), to));
         let target = into.local_addr().unwrap();
         let (stop, stopped) = channel();
-        let progress =
-            Arc::new(Progress { received: AtomicUsize::new(0), total: AtomicUsize::new(usize::MAX) });
+        let progress = Arc::new(Progress {
+            sent: AtomicUsize::new(0),
+            received: AtomicUsize::new(0),
+            total: AtomicUsize::new(usize::MAX),
+        });
         let (sending, receiving) = (progress.clone(), progress.clone());
         let sender = std::thread::spawn(move || {
             let (start, mut sent) = (Instant::now(), Vec::new());
             loop {
                 send(&from, target, sent.len());
                 sent.push(Instant::now());
+                sending.sent.store(sent.len(), Ordering::Relaxed);
                 // Whoever was held up catches up.
                 let due = start + GAP * u32::try_from(sent.len()).unwrap();
                 let pause = due.saturating_duration_since(Instant::now());
