@@ -494,12 +494,12 @@ pub(crate) mod tests {
         let config = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","DirectRouting":true}}"#;
         running.config = Config::parse(config).unwrap();
         running.iface.name = "lo".parse().unwrap();
-        for (own, public) in [("127.0.0.5", "127.0.0.6"), ("127.0.0.5", "127.0.0.5")] {
-            running.iface.address.v4 = Some(own.parse().unwrap());
-            running.iface.public.v4 = Some(public.parse().unwrap());
-            let free = std::net::TcpListener::bind((own, 0)).unwrap();
-            let port = free.local_addr().unwrap().port();
-            drop(free);
+        // Addresses of this process alone, and ports that the system gives nobody of its own accord.
+        let [.., high, low] = std::process::id().to_be_bytes();
+        let [one, other] = [77, 78].map(|n| std::net::Ipv4Addr::new(127, n, high, low));
+        for (own, public, port) in [(one, other, 31_417), (one, one, 31_418)] {
+            running.iface.address.v4 = Some(own.into());
+            running.iface.public.v4 = Some(public.into());
             let peer = async {
                 for address in [own, public] {
                     let mut tries = 0;

@@ -1,11 +1,10 @@
 //! What people get wrong, and what they are told.
 
-use std::net::TcpListener;
-
 use flannel_core::{Error, SubnetManager};
 use flannel_subnet_kube::testing::ApiServer;
 use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
 use serde_json::json;
+use tokio::net::TcpSocket;
 
 use crate::ground::{DUAL, Ground, PREFIX, V4, blank, until, vxlan};
 
@@ -17,7 +16,10 @@ fn says(error: &Error, parts: &[&str]) {
 #[tokio::test]
 async fn no_api_server() {
     let ground = Ground::new(V4);
-    let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    // It is nobody else's as long as it is bound, and nobody listens.
+    let nobody = TcpSocket::new_v4().unwrap();
+    nobody.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let closed = nobody.local_addr().unwrap();
     let mut options = ground.options("me");
     options.api_url = Some(format!("http://{closed}"));
     let manager = KubeManager::open(options).await.unwrap();
