@@ -182,24 +182,32 @@ fn the_way_to_etcd_is_cut_and_mended() {
         switch();
         let etcd = etcd_with_peers().await;
         let mut two = Two::start(&etcd, &etcd.endpoint.clone()).await;
-        let before = present(&two.hosts[0]);
-        two.hosts[0].cut();
-        let begin = Instant::now();
-        change(&etcd).await;
-        agrees(&etcd, &two.hosts[1], &two.daemons[1]).await;
-        // Nothing tells it but that nobody answers.
-        two.daemons[0].says("store lost").await;
-        assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
-        // It goes on for longer than a connection may be silent.
-        while begin.elapsed() < Duration::from_secs(12) {
-            assert_eq!(present(&two.hosts[0]), before);
-            tokio::time::sleep(Duration::from_millis(50)).await;
+        let lost = |two: &Two| two.daemons.each_ref().map(|daemon| daemon.said("store lost"));
+        let mut rounds = 0;
+        loop {
+            let (before, known) = (present(&two.hosts[0]), lost(&two));
+            two.hosts[0].cut();
+            let begin = Instant::now();
+            change(&etcd).await;
+            agrees(&etcd, &two.hosts[1], &two.daemons[1]).await;
+            // Nothing tells it but that nobody answers.
+            until(60, || lost(&two)[0] > known[0], || two.daemons[0].log()).await;
+            assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
+            // It goes on for longer than a connection may be silent.
+            while begin.elapsed() < Duration::from_secs(12) {
+                assert_eq!(present(&two.hosts[0]), before);
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+            two.hosts[0].mend();
+            two.agree(&etcd).await;
+            two.kept(&[101, 103]);
+            if lost(&two) == [known[0] + 1, known[1]] {
+                break;
+            }
+            // An etcd that stands still for longer than a reply may take breaks what is well, too: not in two rounds.
+            rounds += 1;
+            assert!(rounds < 2, "{}\n{}", two.daemons[0].log(), two.daemons[1].log());
         }
-        two.hosts[0].mend();
-        two.agree(&etcd).await;
-        two.kept(&[101, 103]);
-        assert_eq!(two.daemons[0].said("store lost"), 1, "{}", two.daemons[0].log());
-        assert_eq!(two.daemons[1].said("store lost"), 0, "{}", two.daemons[1].log());
     });
 }
 
