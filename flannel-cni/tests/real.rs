@@ -185,7 +185,8 @@ fn exchange(from: &Namespace, peer: SocketAddr, to: &Namespace, local: SocketAdd
     let mut stream = from
         .run(|| {
             loop {
-                match TcpStream::connect_timeout(&peer, Duration::from_secs(2)) {
+                // One that is given up may have been accepted already, and only one is.
+                match TcpStream::connect_timeout(&peer, PATIENCE) {
                     Ok(stream) => return stream,
                     Err(error) => assert!(Instant::now() < deadline, "{peer}: {error}"),
                 }
