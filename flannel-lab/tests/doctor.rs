@@ -13,7 +13,8 @@ use serde_json::Value;
 
 use flannel_lab::testing::as_root;
 
-const PATIENCE: Duration = Duration::from_secs(30);
+/// What a daemon could not listen on at its start it tries again after 30 s.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Two hosts with daemons and pods.
 fn up(builder: Builder) -> Lab {
@@ -93,6 +94,10 @@ fn finds_only(lab: &Lab, host: &Host, all: &[&[&str]]) {
     }
 }
 
+fn logs(lab: &Lab) -> String {
+    lab.hosts().iter().map(|host| format!("--- {}\n{}", host.name(), host.log().unwrap())).collect()
+}
+
 /// Waits until its page is as it should be, and returns it.
 fn page_that(lab: &Lab, host: &Host, form: &str, is_right: impl Fn(&str) -> bool) -> String {
     let start = Instant::now();
@@ -101,7 +106,7 @@ fn page_that(lab: &Lab, host: &Host, form: &str, is_right: impl Fn(&str) -> bool
         if is_right(&page) {
             return page;
         }
-        assert!(start.elapsed() < PATIENCE, "{page}\n{}", host.log().unwrap());
+        assert!(start.elapsed() < PATIENCE, "{page}\n{}", logs(lab));
     }
 }
 

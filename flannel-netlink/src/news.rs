@@ -155,8 +155,9 @@ impl News {
         // The kernel's own, which it makes with a source address, are nobody's to remove.
         let told = found.is_exact() || found.protocol != u8::from(Rtprot::Kernel);
         let object = found.object(|_| link).filter(|_| told).map(Object::Route);
-        // The kernel says which one is the only one, and which one took another's place.
-        let is_double = !message.flags.intersects(NlmF::EXCL | NlmF::REPLACE);
+        // The kernel says which one was put, which one is the only one, and which one took another's place.
+        let is_double =
+            message.flags.contains(NlmF::CREATE) && !message.flags.intersects(NlmF::EXCL | NlmF::REPLACE);
         Ok(Some(match exact(report(key, object, deleted), found.is_exact()) {
             Report::Now(object) | Report::Inexact(object) if is_double => Report::Double(object),
             report => report,

@@ -189,11 +189,15 @@ fn a_device_with_another_identity_is_made_anew() {
             put(&kernel, link(1430, true, changed));
             assert_ne!(shown_link()["ifindex"], index, "{changed:?}");
         }
-        // One with a multicast group is not what flannel uses.
-        ip("link del flannel.1");
-        ip("link add flannel.1 type vxlan id 1 dstport 8472 group 239.0.0.1 dev up0");
-        put(&kernel, link(1430, true, vxlan));
-        assert!(shown_link()["linkinfo"]["info_data"]["group"].is_null());
+        // What flannel's have not, and the kernel does not take away.
+        for alien in ["group 239.0.0.1", "ttl inherit", "maxaddr 10", "proxy", "rsc", "l2miss", "l3miss"] {
+            ip("link del flannel.1");
+            let addresses = "dstport 8472 local 192.0.2.1 dev up0 nolearning";
+            ip(&format!("link add flannel.1 type vxlan id 1 {addresses} {alien}"));
+            let index = shown_link()["ifindex"].clone();
+            put(&kernel, link(1430, true, vxlan));
+            assert_ne!(shown_link()["ifindex"], index, "{alien}");
+        }
     });
 }
 

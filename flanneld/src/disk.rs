@@ -13,7 +13,7 @@ static TURN: Mutex<()> = Mutex::const_new(());
 /// Does what may wait for the disk, on a thread of its own.
 ///
 /// # Cancel safety
-/// What has begun is done, before anything that is asked for later.
+/// What has begun is done, before anything that is asked for later, unless the process ends.
 pub(crate) async fn aside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let turn = TURN.lock().await;
     let work = move || {
@@ -21,7 +21,14 @@ pub(crate) async fn aside<T: Send + 'static>(work: impl FnOnce() -> T + Send + '
         drop(turn);
         done
     };
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|panic| resume_unwind(panic.into_panic()))
+    match tokio::task::spawn_blocking(work).await {
+        Ok(done) => done,
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => resume_unwind(panic),
+            // The runtime ends, and whoever waits with it.
+            Err(_) => std::future::pending().await,
+        },
+    }
 }
 
 #[cfg(test)]

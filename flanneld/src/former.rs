@@ -17,9 +17,17 @@ use crate::disk::aside;
 use crate::state;
 
 /// Knows which pod networks this host has had of which something may be left.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(crate) struct Former {
     record: PathBuf,
+}
+
+/// The pod networks that are noted.
+#[derive(Debug)]
+pub(crate) struct Noted {
+    former: Vec<Subnet>,
+    /// The config's.
+    current: Vec<Subnet>,
 }
 
 impl Former {
@@ -27,23 +35,21 @@ impl Former {
         Self { record: state_dir.join("networks") }
     }
 
-    /// Waits until the network is settled and removes what is left inside networks that are not the config's; then waits for
-    /// ever.
+    /// Notes which networks there are, before anything is put for the config's.
+    pub(crate) async fn note(&self, config: &Config) -> Noted {
+        let noted = Noted { former: self.networks(config), current: config.pod_networks().collect() };
+        self.write([&noted.former[..], &noted.current].concat()).await;
+        noted
+    }
+
+    /// Waits until the network is settled and removes what is left inside former networks; then waits for ever.
     pub(crate) async fn clear(
         &self,
+        Noted { former, current }: Noted,
         kernel: Arc<dyn Kernel>,
-        (owned, config): (Owned, &Config),
+        owned: Owned,
         mut status: watch::Receiver<Arc<Status>>,
     ) -> Infallible {
-        let current: Vec<Subnet> = config.pod_networks().collect();
-        let former = self.clone();
-        let (of, noted) = (config.clone(), current.clone());
-        let former = aside(move || {
-            let networks = former.networks(&of);
-            former.write(&[&networks[..], &noted].concat());
-            networks
-        })
-        .await;
         if !former.is_empty() && status.wait_for(is_settled).await.is_ok() {
             let removal = move || {
                 let kept: Vec<_> =
@@ -56,8 +62,7 @@ impl Former {
             };
             // What the kernel refused is tried again at the next start.
             if done {
-                let this = self.clone();
-                aside(move || this.write(&current)).await;
+                self.write(current).await;
             }
         }
         std::future::pending().await
@@ -89,14 +94,17 @@ impl Former {
         text.lines().filter_map(network).collect()
     }
 
-    /// Mostly it is as noted already.
-    fn write(&self, networks: &[Subnet]) {
+    /// Mostly it is as noted already, and nothing is written.
+    async fn write(&self, networks: Vec<Subnet>) {
         let text: String = networks.iter().map(|network| format!("{network}\n")).collect();
         let written = match self.text() {
             Ok(noted) if noted == text => return,
             // What cannot be read now is not lost for that.
             Err(error) => Err(error),
-            Ok(_) => state::replace(&self.record, &text),
+            Ok(_) => {
+                let record = self.record.clone();
+                aside(move || state::replace(&record, &text)).await
+            }
         };
         if let Err(error) = written {
             tracing::warn!(

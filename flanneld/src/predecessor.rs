@@ -20,14 +20,14 @@ use crate::error::Error;
 use crate::former::is_settled;
 use crate::state;
 
-/// Knows whose subnet file there was at the start.
-#[derive(Debug)]
+/// Knows whose subnet file there was at the start. Clones are of one.
+#[derive(Debug, Clone)]
 pub(crate) struct Predecessor {
     subnet_file: PathBuf,
     /// Says which file we wrote.
     record: PathBuf,
     /// The file was somebody else's, and what they left may still be there.
-    left_routes: AtomicBool,
+    left_routes: Arc<AtomicBool>,
 }
 
 impl Predecessor {
@@ -43,15 +43,15 @@ impl Predecessor {
             Err(error) => return Err(Error::File { path: record, reason: error.to_string() }),
         };
         let there = identity(&subnet_file);
-        let left_routes = AtomicBool::new(there.is_some() && there != ours);
+        let left_routes = Arc::new(AtomicBool::new(there.is_some() && there != ours));
         Ok(Self { subnet_file, record, left_routes })
     }
 
-    /// The subnet file has been written: it counts as ours from now on, unless there are routes to remove first.
-    pub(crate) async fn wrote_subnet_file(&self) {
+    /// The subnet file has been written: it counts as ours from now on, unless there are routes to remove first. In one go with that
+    /// ([`aside`]), or the next start takes our own for Go flannel's.
+    pub(crate) fn wrote_subnet_file(&self) {
         if !self.left_routes() {
-            let (subnet_file, record) = (self.subnet_file.clone(), self.record.clone());
-            aside(move || note(&subnet_file, &record)).await;
+            self.note();
         }
     }
 
@@ -73,7 +73,8 @@ impl Predecessor {
                 Ok(done) => self.left_routes.store(!done, Ordering::Relaxed),
                 Err(panic) => std::panic::resume_unwind(panic.into_panic()),
             }
-            self.wrote_subnet_file().await;
+            let this = self.clone();
+            aside(move || this.wrote_subnet_file()).await;
         }
         std::future::pending().await
     }
@@ -81,17 +82,16 @@ impl Predecessor {
     fn left_routes(&self) -> bool {
         self.left_routes.load(Ordering::Relaxed)
     }
-}
 
-/// Records that the subnet file that is there is ours.
-fn note(subnet_file: &Path, record: &Path) {
-    let text = identity(subnet_file).unwrap_or_default();
-    if let Err(error) = state::replace(record, &text) {
-        tracing::warn!(
-            "{}: {error} (see --state-dir): the next start takes {} for Go flannel's",
-            record.display(),
-            subnet_file.display()
-        );
+    fn note(&self) {
+        let text = identity(&self.subnet_file).unwrap_or_default();
+        if let Err(error) = state::replace(&self.record, &text) {
+            tracing::warn!(
+                "{}: {error} (see --state-dir): the next start takes {} for Go flannel's",
+                self.record.display(),
+                self.subnet_file.display()
+            );
+        }
     }
 }
 
@@ -135,8 +135,8 @@ mod tests {
 
     use super::*;
 
-    #[tokio::test]
-    async fn only_a_subnet_file_of_somebody_else_has_a_predecessor() {
+    #[test]
+    fn only_a_subnet_file_of_somebody_else_has_a_predecessor() {
         let dir = tempfile::tempdir().unwrap();
         let (file, state) = (dir.path().join("subnet.env"), dir.path());
         let find = || Predecessor::find(&file, state).unwrap();
@@ -144,14 +144,14 @@ mod tests {
         assert!(!first.left_routes(), "there is no file");
         fs::write(&file, "A=1\n").unwrap();
         assert!(find().left_routes(), "nobody recorded it");
-        first.wrote_subnet_file().await;
+        first.wrote_subnet_file();
         assert!(!find().left_routes(), "ours");
         // As whoever writes it does: another file with the same content.
         fs::write(dir.path().join("new"), "A=1\n").unwrap();
         fs::rename(dir.path().join("new"), &file).unwrap();
         let second = find();
         assert!(second.left_routes(), "Go flannel ran meanwhile");
-        second.wrote_subnet_file().await;
+        second.wrote_subnet_file();
         assert!(find().left_routes(), "not before its routes are gone");
     }
 

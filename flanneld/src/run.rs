@@ -282,8 +282,9 @@ async fn run_network(
     let uplink = chosen.iface.name;
     let (kernel, owned) = (chosen.kernel.clone(), backend.owned(uplink, &config)?);
     let former = Former::new(&options.state_dir);
+    let noted = former.note(&config).await;
     tokio::select! {
-        never = former.clear(kernel.clone(), (owned.clone(), &config), handle.status.clone()) => match never {},
+        never = former.clear(noted, kernel.clone(), owned.clone(), handle.status.clone()) => match never {},
         never = predecessor.clear(kernel, (owned, &config), handle.status.clone()) => match never {},
         ended = network.run(views.clone()) => match ended? {
             Ended::Rebuild(reason) => Ok(reason),
@@ -344,8 +345,9 @@ async fn publish(
     (predecessor, observer): (&Predecessor, &Observer),
 ) -> Result<(), Error> {
     let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
-    write_subnet_file(options, config, handle).await?;
-    predecessor.wrote_subnet_file().await;
+    let env = subnet_env(options, config, handle);
+    let (path, predecessor) = (options.subnet_file.clone(), predecessor.clone());
+    aside(move || env.write_atomic(&path).map(|()| predecessor.wrote_subnet_file())).await?;
     observer.subnet_file_written();
     Ok(())
 }
@@ -393,15 +395,13 @@ fn addresses(kernel: &NetlinkKernel, options: &Options) -> Result<Vec<IpAddr>, E
     Ok(options.public().values().copied().chain(local).collect())
 }
 
-async fn write_subnet_file(options: &Options, config: &Config, handle: &NetworkHandle) -> Result<(), Error> {
-    let env = SubnetEnv {
+fn subnet_env(options: &Options, config: &Config, handle: &NetworkHandle) -> SubnetEnv {
+    SubnetEnv {
         networks: config.pod_networks().collect(),
         subnets: handle.lease.subnets.iter().collect(),
         mtu: handle.mtu,
         ip_masq: options.firewall.ip_masq,
-    };
-    let path = options.subnet_file.clone();
-    Ok(aside(move || env.write_atomic(&path)).await?)
+    }
 }
 
 #[cfg(test)]

@@ -33,7 +33,8 @@ mod vxlan {
     pub(super) const GBP: u16 = 23;
     pub(super) const COLLECT_METADATA: u16 = 25;
     pub(super) const LABEL: u16 = 26;
-    pub(super) const TTL_INHERIT: u16 = 27;
+    pub(super) const GPE: u16 = 27;
+    pub(super) const TTL_INHERIT: u16 = 28;
     pub(super) const DF: u16 = 29;
     pub(super) const VNIFILTER: u16 = 30;
 }
@@ -163,6 +164,7 @@ fn read_vxlan(data: &[u8]) -> VxlanMessage {
             vxlan::GBP => read.gbp = true,
             vxlan::GROUP | vxlan::GROUP6 => read.alien = true,
             vxlan::LIMIT
+            | vxlan::GPE
             | vxlan::TTL_INHERIT
             | vxlan::PROXY
             | vxlan::RSC

@@ -32,7 +32,7 @@ pub(crate) struct RouteMessage {
     pub(crate) dst: Subnet,
     /// In the main table.
     pub(crate) main: bool,
-    /// Default metric and no TOS, so that a route of ours with this destination is the same entry; or of last resort.
+    /// Default metric, for all sources, and no TOS, so that a route of ours with this destination is the same entry; or of last resort.
     pub(crate) default_metric: bool,
     /// A blackhole that stands behind all others.
     pub(crate) last_resort: bool,
@@ -79,7 +79,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
         scope: *header.rtm_scope(),
         onlink: header.rtm_flags().bits() & ONLINK != 0,
         mtu: None,
-        alien: header.rtm_flags().contains(RtmF::CLONED) || *header.rtm_src_len() != 0,
+        alien: header.rtm_flags().contains(RtmF::CLONED),
         more: false,
     };
     let mut metric = 0;
@@ -116,7 +116,8 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
         }
     }
     read.last_resort = read.kind == Rtn::Blackhole && metric == LAST_RESORT;
-    read.default_metric = (metric == default_metric(family) || read.last_resort) && *header.rtm_tos() == 0;
+    let is_default = metric == default_metric(family) || read.last_resort;
+    read.default_metric = is_default && *header.rtm_tos() == 0 && *header.rtm_src_len() == 0;
     Some(read)
 }
 
@@ -143,18 +144,25 @@ impl RouteMessage {
     }
 
     /// What says which route is to be deleted says this one, which leads by `way`, and not the one before it, which leads by `first`. Of IPv4
-    /// routes the kernel compares all that says where they lead; of IPv6 routes no kind, and no lack of a gateway.
+    /// routes the kernel compares all that says where they lead, but for `onlink`; of IPv6 routes no kind, and no lack of a gateway or a
+    /// nexthop object.
     ///
     /// **Source**: linux `net/ipv4/fib_trie.c: fib_table_delete`, `net/ipv6/route.c: ip6_route_del`.
     pub(crate) fn can_be_told_from(&self, way: &Via, first: &Via) -> bool {
+        let bare = |via: &Via| match *via {
+            Via::Gateway { gateway, link, .. } => Via::Gateway { gateway, link, onlink: false },
+            via => via,
+        };
         match self.dst.family() {
-            Family::V4 => way != first,
-            Family::V6 => self.nexthop.is_some() || self.gateway.is_some(),
+            Family::V4 => bare(way) != bare(first),
+            Family::V6 => {
+                self.nexthop.is_some() || (self.gateway.is_some() && !matches!(first, Via::Nexthop(_)))
+            }
         }
     }
 
-    /// What says which IPv6 route is to be deleted says this one, and not `behind`, which stands behind it. To be put, that one replaces
-    /// no route that has a gateway where this one has none, nor one that has none where this one has: the kernel looks for its like.
+    /// What says which IPv6 route is to be deleted says this one, and not `behind`, which stands behind it. To be put, that one
+    /// replaces itself: the kernel looks for its like, with a gateway or without, before it takes what is first.
     ///
     /// **Source**: linux `net/ipv6/ip6_fib.c: fib6_add_rt2node`.
     pub(crate) fn stands_in_the_way_of(&self, behind: &Self) -> bool {
