@@ -38,8 +38,9 @@ const HURRY: Duration = Duration::from_millis(100);
 /// During a round what the kernel tells is heard this often: nothing would be done about it before the end, and the
 /// kernel works faster if it wakes nobody with every message.
 const HEAR: Duration = Duration::from_millis(20);
-/// So long only links are listened for while a flood of new peers is put; 65,000 take less, by nexthop objects.
-const DEAF: Duration = Duration::from_secs(1);
+/// So long only links are listened for while a flood of new peers is put; 65,000 take less on slow machines too, by nexthop
+/// objects, and are to be looked over once, not in their midst and at their end.
+const DEAF: Duration = Duration::from_secs(3);
 /// After a round no more doubts than this are heard before the next one begins.
 const MOST_AT_ONCE: usize = 1 << 16;
 
