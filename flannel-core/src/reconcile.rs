@@ -434,7 +434,10 @@ mod tests {
 
     impl World {
         fn new() -> Self {
-            let network: Subnet = "10.1.0.0/16".parse().unwrap();
+            Self::of("10.1.0.0/16".parse().unwrap())
+        }
+
+        fn of(network: Subnet) -> Self {
             let terms = Terms { networks: [network].into_iter().collect(), ..Terms::default() };
             let plan = |lease: &Lease, _: &crate::plan::Env<'_>, objects: &mut Vec<Object>| {
                 for peer in lease.endpoints() {
@@ -548,6 +551,30 @@ mod tests {
             assert_eq!((world.reconciler.is_unread(), facts(&world)), (false, (false, false)));
             world.doubt(&Doubts::Link(link.parse().unwrap()));
             assert_eq!((world.reconciler.is_unread(), facts(&world)), (unread, (stale, stale)), "{link}");
+        }
+    }
+
+    #[test]
+    fn a_second_entry_is_ours_to_remove_and_of_ipv6_the_kernel_may_have_replaced_the_wrong_one() {
+        let cases = [
+            ("10.1.0.0/16", "10.1.3.0/24", ROUTE_PROTOCOL, true),
+            ("10.1.0.0/16", "10.1.3.0/24", 186, false),
+            ("fd01::/48", "fd01:0:0:3::/64", ROUTE_PROTOCOL, true),
+            ("fd01::/48", "fd01:0:0:3::/64", 186, true),
+        ];
+        for (network, dst, protocol, unread) in cases {
+            let (mut world, dst) = (World::of(network.parse().unwrap()), dst.parse().unwrap());
+            let public: [IpAddr; 2] = [[198, 51, 100, 3].into(), "2001:db8::3".parse().unwrap()];
+            let attrs = LeaseAttrs { public: public.into_iter().collect(), ..LeaseAttrs::default() };
+            let subnets = Subnets::new([dst]).unwrap();
+            world.leases.insert(Lease { subnets, attrs, ..lease(3, [198, 51, 100, 3]) });
+            world.view();
+            world.settle();
+            let by = Some(Culprit { protocol: Some(protocol), ..Culprit::new(7) });
+            let double = Route { dst, via: Via::Link(uplink()), mtu: None };
+            world.doubt(&Doubts::Objects(vec![Report::Double(double.into())], by));
+            assert_eq!(world.reconciler.is_unread(), unread, "{dst} of protocol {protocol}");
+            assert!(world.reconciler.is_unsettled(), "ours is put again");
         }
     }
 

@@ -102,7 +102,35 @@ impl Seen {
 
 #[cfg(test)]
 mod tests {
+    use neli::consts::nl::NlmF;
+
     use super::*;
+    use crate::codec::route;
+    use crate::wire::Message;
+
+    fn double(n: u16) -> Double {
+        let [high, low] = n.to_be_bytes();
+        // struct rtmsg: a /24 of the main table; and RTA_DST.
+        let payload = [2, 24, 0, 0, 254, ROUTE_PROTOCOL, 0, 1, 0, 0, 0, 0, 8, 0, 1, 0, 10, high, low, 0];
+        let message = Message { kind: 24, flags: NlmF::empty(), sequence: 1, port: 0, payload: &payload };
+        Double { told: route::read(&message).unwrap(), is_ours: true }
+    }
+
+    #[test]
+    fn doubles_are_remembered_once_and_within_bounds() {
+        let (seen, dst) = (Seen::default(), |n| double(n).told.dst);
+        for n in 0..2 * MOST as u16 {
+            seen.see_double(double(n));
+        }
+        (0..2 * MOST_DOUBLES).for_each(|_| seen.see_double(double(0)));
+        assert_eq!(seen.lock().doubles.len(), MOST, "no more destinations");
+        assert_eq!(seen.take_doubles(&dst(0)).len(), MOST_DOUBLES, "no more of one");
+        assert_eq!(seen.take_doubles(&dst(0)).len(), 0, "they were taken");
+        seen.see_all(Family::V6);
+        assert_eq!(seen.take_doubles(&dst(1)).len(), 1, "of the other family nothing is known anew");
+        seen.see_all(Family::V4);
+        assert_eq!(seen.take_doubles(&dst(2)).len(), 0, "all were read since");
+    }
 
     #[test]
     fn a_last_resort_is_reckoned_with_where_one_was_seen_or_nobody_has_looked() {
