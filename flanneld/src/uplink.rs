@@ -20,6 +20,8 @@ use crate::observe::Observer;
 const WATCH_RETRY: Duration = Duration::from_secs(1);
 /// Until an interface that does not fit is judged again: what is in the way may be elsewhere, and go without a word.
 const SECOND_THOUGHT: Duration = Duration::from_secs(30);
+/// The same where nothing but the store is in the way, which mostly is reached by that very interface.
+const STORE_AGAIN: Duration = Duration::from_secs(1);
 
 /// The external interface, and how it was chosen.
 pub(crate) struct Chosen {
@@ -92,12 +94,18 @@ async fn decide(
     let mut unfit = None;
     loop {
         let standing = told.borrow_and_update().clone();
+        let mut patience = SECOND_THOUGHT;
         let why = match standing {
             Standing::Kept => None,
             Standing::Lost(why) => Some(why),
             Standing::Other { difference, .. } => match judge().await {
                 Ok(()) => return difference,
-                Err(error) => Some(format!("{difference}: {error}")),
+                Err(error) => {
+                    if matches!(error, Error::Network(flannel_core::Error::Store { .. })) {
+                        patience = STORE_AGAIN;
+                    }
+                    Some(format!("{difference}: {error}"))
+                }
             },
         };
         if why != unfit {
@@ -108,7 +116,7 @@ async fn decide(
             observer.interface_unfit(why.clone());
             unfit = why;
         }
-        let patience = if unfit.is_some() { SECOND_THOUGHT } else { Duration::MAX };
+        let patience = if unfit.is_some() { patience } else { Duration::MAX };
         // The sender lives as long as this.
         let _ = tokio::time::timeout(patience, told.changed()).await;
     }
@@ -152,8 +160,13 @@ mod tests {
         let (standing, told) = watch::channel(Standing::Kept);
         let (observer, judged) = (Observer::default(), Cell::new(0));
         let in_the_way = RefCell::new(Some("too small".to_owned()));
+        let away = Cell::new(false);
         let judge = async || {
             judged.set(judged.get() + 1);
+            if away.get() {
+                let (store, source) = ("etcd".into(), "no route".into());
+                return Err(flannel_core::Error::Store { store, source }.into());
+            }
             let name = "eth0".parse().unwrap();
             in_the_way.borrow().clone().map_or(Ok(()), |reason| Err(Error::UnfitInterface { name, reason }))
         };
@@ -175,6 +188,13 @@ mod tests {
         assert_eq!(goes_on().await, None);
         standing.send_replace(smaller());
         assert!(goes_on().await.is_some());
+        // A store that is away mostly is back soon.
+        judged.set(0);
+        away.set(true);
+        standing.send_replace(smaller());
+        let why = goes_on().await.unwrap();
+        assert!(why.contains("not 1500: ") && judged.get() > 3_500, "{why}, judged {} times", judged.get());
+        away.set(false);
         in_the_way.take();
         let reason = tokio::time::timeout(SECOND_THOUGHT, running).await.unwrap();
         assert_eq!(reason, "eth0 has the MTU 1300 now, not 1500");
