@@ -65,6 +65,11 @@ impl Ledger {
         self.failing.insert(key, Failure { change: change.to_string(), peer, error, since, tries });
     }
 
+    /// What was taken for done was not: it fails since `before`.
+    pub(crate) fn fails_still(&mut self, key: Key, before: Failure) {
+        self.failing.insert(key, before);
+    }
+
     /// It does not fail any more, or nobody wants it any more.
     pub(crate) fn clear(&mut self, key: &Key) {
         self.failing.remove(key);

@@ -555,6 +555,52 @@ mod tests {
     }
 
     #[test]
+    fn what_a_new_peer_finds_there_and_not_quite_so_is_put_again() {
+        let mut world = World::new();
+        let gateway = [198, 51, 100, 3].into();
+        world.kernel.foreign_put_inexact(by_gateway(3, gateway), ROUTE_PROTOCOL);
+        world.put(3, [198, 51, 100, 3]);
+        world.settle();
+        let owned = world.reconciler.owned.clone();
+        assert!(!world.kernel.snapshot(&owned).unwrap().is_inexact(&Key::Route(dst(3))));
+    }
+
+    #[test]
+    fn what_leases_brought_needs_no_look_at_the_kernel() {
+        let mut world = World::settled(2..5);
+        world.doubt(&Doubts::Everything);
+        world.put(3, [203, 0, 113, 3]);
+        world.settle_as_far_as(false);
+        let gateway = |via| match via {
+            Some(Via::Gateway { gateway, .. }) => gateway,
+            Some(Via::Nexthop(id)) => match world.kernel.state().get(&Key::Nexthop(id)) {
+                Some(Object::Nexthop(nexthop)) => nexthop.gateway,
+                other => panic!("{other:?}"),
+            },
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(gateway(world.route(3)), IpAddr::from([203, 0, 113, 3]));
+    }
+
+    #[test]
+    fn what_is_in_doubt_is_put_blindly_where_the_kernel_cannot_be_read() {
+        let mut world = World::settled(2..5);
+        world.kernel.foreign_delete(Key::Route(dst(3)));
+        world.kernel.fail(1, 105, |call| call.operation == Operation::Snapshot);
+        world.doubt(&Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], None));
+        world.doubt(&Doubts::Everything);
+        world.settle_as_far_as(true);
+        assert!(world.reconciler.is_unreadable() && world.route(3).is_some());
+    }
+
+    #[test]
+    fn of_each_object_of_many_new_peers_it_is_counted_how_long_it_took() {
+        let world = World::settled(2..252);
+        assert!(250 > FEW, "they are put while others are made out");
+        assert_eq!(world.reconciler.status().latency.count(), 2 * 250);
+    }
+
+    #[test]
     fn a_second_entry_is_ours_to_remove_and_of_ipv6_the_kernel_may_have_replaced_the_wrong_one() {
         let cases = [
             ("10.1.0.0/16", "10.1.3.0/24", ROUTE_PROTOCOL, true),

@@ -684,6 +684,14 @@ async fn a_device_that_the_kernel_keeps_as_it_is_or_does_not_make_is_said() {
         let status = world.when(|status| status.failing.contains_key(&key)).await;
         let error = status.failing[&key].error.to_string();
         assert!(error.contains(says) && !status.in_sync, "{error}");
+        // It is tried again, but not for ever as if it were news.
+        world.kernel.take_calls();
+        tokio::time::sleep(Duration::from_secs(300)).await;
+        let (calls, again) = (world.kernel.take_calls(), world.status());
+        let snapshots = count(&calls, Operation::Snapshot);
+        assert!((5..50).contains(&snapshots), "{snapshots} times in 5 minutes");
+        let (first, last) = (&status.failing[&key], &again.failing[&key]);
+        assert!(last.since == first.since && last.tries > 5, "{last:?}");
     }
 }
 

@@ -1,6 +1,6 @@
 //! Reading: a snapshot tells what is to be done, and which ids nexthop objects have.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use tokio::time::Instant;
 
@@ -9,7 +9,7 @@ use crate::address::Subnet;
 use crate::kernel::{Kernel, KernelError};
 use crate::nexthops::{Ids, NexthopBlock, nexthop};
 use crate::state::{Change, Key, Object, ObjectKind, State};
-use crate::status::Damage;
+use crate::status::{Damage, Failure};
 
 const EAGAIN: i32 = 11;
 
@@ -65,8 +65,8 @@ impl Reconciler {
     /// Reads the kernel and finds out what is to be done; false if it could not be read.
     ///
     /// A link in `links_put` that still is not as wanted is one that the kernel keeps as it is: say so
-    /// instead of putting it for ever.
-    pub(super) fn read(&mut self, kernel: &dyn Kernel, links_put: &BTreeSet<Key>) -> bool {
+    /// instead of putting it for ever, and since when, if it failed before it was put.
+    pub(super) fn read(&mut self, kernel: &dyn Kernel, links_put: &BTreeMap<Key, Option<Failure>>) -> bool {
         // What is there of leases that nobody looked at would seem to be nobody's.
         self.take_all_coming(kernel);
         let started = Instant::now();
@@ -113,9 +113,9 @@ impl Reconciler {
             let key = want.key();
             let damage = if is.is_some() { Damage::Modification } else { Damage::Deletion };
             let cause = cause(&key, damage);
-            if links_put.contains(&key) {
+            if let Some(before) = links_put.get(&key) {
                 let is = is.map_or_else(|| "absent".into(), |is| is.to_string());
-                self.ignored(want, &is, cause);
+                self.ignored(want, &is, cause, before.as_ref());
             } else {
                 self.put.insert(key, cause);
             }
@@ -125,7 +125,8 @@ impl Reconciler {
             self.release_ids();
         }
         let (put, gone) = (&self.put, &self.gone);
-        self.ledger.keep_failing(|k| put.contains_key(k) || gone.contains_key(k) || links_put.contains(k));
+        self.ledger
+            .keep_failing(|k| put.contains_key(k) || gone.contains_key(k) || links_put.contains_key(k));
         self.suspects.retain(|key, _| put.contains_key(key) || gone.contains_key(key));
         true
     }
@@ -175,9 +176,12 @@ impl Reconciler {
     }
 
     /// The kernel says nothing against a change of a link, and does not make it.
-    fn ignored(&mut self, want: Object, is: &str, cause: Cause) {
+    fn ignored(&mut self, want: Object, is: &str, cause: Cause, before: Option<&Failure>) {
         let detail = format!("the kernel did not take it over: it is now {is}");
         self.failed.insert(want.key(), Failed { cause, deletion: None });
+        if let Some(before) = before {
+            self.ledger.fails_still(want.key(), before.clone());
+        }
         self.ledger.failed(&Change::Put(want), None, KernelError::explained(EAGAIN, detail));
     }
 }

@@ -1,6 +1,6 @@
 //! Writing: what is in doubt or has changed goes to the kernel, batch by batch.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 use tokio::time::Instant;
@@ -9,6 +9,7 @@ use super::arrive::ROUND;
 use super::{Cause, Failed, Reconciler, Unread};
 use crate::kernel::{Kernel, KernelError};
 use crate::state::{Change, Key, Object};
+use crate::status::Failure;
 
 /// How many changes are handed to the kernel at once, but for those of [new peers](super::arrive::GROUP): a stop waits for them.
 /// Mostly it takes a millisecond; among thousands of routes without nexthop objects, or where nexthop objects go, a hundred.
@@ -53,7 +54,7 @@ impl Reconciler {
     ) -> Result<(), Closed> {
         let end = Instant::now() + ROUND;
         self.unfinished = false;
-        let mut links_put = BTreeSet::new();
+        let mut links_put = BTreeMap::new();
         // A link that is put may take all that is on it with it, so the kernel is read again after each.
         while self.is_unsettled() {
             let known = !self.is_unread() || (may_read && self.read(kernel, &links_put));
@@ -74,10 +75,13 @@ impl Reconciler {
             if links.is_empty() {
                 break;
             }
+            let failing = |key| self.ledger.failing().get(&key).cloned();
+            let keys = links.iter().map(|change| change.object().key());
+            let before: Vec<(Key, Option<Failure>)> = keys.map(|key| (key, failing(key))).collect();
             self.apply(kernel, gate, &links, None)?;
-            let taken = links.iter().map(|change| change.object().key());
-            let taken: Vec<Key> = taken.filter(|key| !self.ledger.failing().contains_key(key)).collect();
-            for key in &taken {
+            let taken = before.into_iter().filter(|(key, _)| !self.ledger.failing().contains_key(key));
+            let taken: Vec<_> = taken.collect();
+            for (key, _) in &taken {
                 if let Key::Link(name) = key {
                     self.missing_links.remove(name);
                 }
