@@ -27,6 +27,7 @@ use crate::wire::Messages;
 /// More gains nothing, and one `send` stays below a millisecond.
 const BATCH: usize = 128;
 
+const EBUSY: i32 = 16;
 const EEXIST: i32 = 17;
 const EINVAL: i32 = 22;
 const EOPNOTSUPP: i32 = 95;
@@ -102,7 +103,13 @@ impl<'a> Writer<'a> {
         match object {
             Object::Addr(addr) => return self.put_addr(n, addr, index),
             Object::Neigh(neigh) => neigh::put(requests, neigh, index),
-            Object::Fdb(fdb) => neigh::put_fdb(requests, fdb, index),
+            Object::Fdb(fdb) => {
+                if self.seen.take_in_the_way(index, fdb.mac) {
+                    neigh::delete_any_fdb(requests, fdb.mac, index);
+                    self.pending.push((n, true));
+                }
+                neigh::put_fdb(requests, fdb, index);
+            }
             Object::Nexthop(nexthop) => nexthop::put(requests, nexthop, index),
             Object::Route(route) if route::is_known(route) => {
                 self.delete_doubles(n, route, |_| true);
@@ -131,7 +138,7 @@ impl<'a> Writer<'a> {
             object => self.index_of(object)?,
         };
         match object {
-            Object::Addr(addr) => addr::delete(&mut self.requests, addr, index),
+            Object::Addr(addr) => return self.delete_addr(n, addr, index),
             Object::Neigh(neigh) => neigh::delete(&mut self.requests, neigh, index),
             Object::Fdb(fdb) => neigh::delete_fdb(&mut self.requests, fdb, index),
             Object::Nexthop(nexthop) => {
@@ -280,34 +287,56 @@ impl<'a> Writer<'a> {
         results.remove(1)
     }
 
-    /// IPv4 takes an address with another prefix length for another address, IPv6 keeps the length it has: in both
-    /// cases the old one must go. IPv4 first puts the new one, because with the last address all routes go.
-    fn put_addr(&mut self, n: usize, addr: &Addr, index: u32) -> Result<(), KernelError> {
-        let there = match self.addrs.entry(index) {
+    /// What addresses there are on a link.
+    fn addrs_on(&mut self, index: u32) -> Result<&mut Vec<AddrMessage>, KernelError> {
+        Ok(match self.addrs.entry(index) {
             Entry::Occupied(known) => known.into_mut(),
             Entry::Vacant(unknown) => unknown.insert(self.socket.dump(addr::on(index), addr::read)?),
+        })
+    }
+
+    /// IPv4 takes an address with another prefix length or far end for another address, IPv6 keeps what it has: in both
+    /// cases the old one must go. IPv4 first puts the new one, because with the last address all routes go.
+    fn put_addr(&mut self, n: usize, addr: &Addr, index: u32) -> Result<(), KernelError> {
+        let there = self.addrs_on(index)?;
+        let is_other = |a: &AddrMessage| {
+            let is_same = a.len == addr.len && a.far.is_none() && a.is_universal();
+            a.index == index && a.address == addr.address && !is_same
         };
-        let is_other = |a: &AddrMessage| a.index == index && a.address == addr.address && a.len != addr.len;
-        let others: Vec<Addr> = there.iter().filter(|a| is_other(a)).map(|a| a.object(addr.link)).collect();
+        let others: Vec<AddrMessage> = there.iter().copied().filter(is_other).collect();
         // Lengths that were put in this call are told apart too.
         there.retain(|a| a.address != addr.address);
-        there.push(AddrMessage {
-            index,
-            address: addr.address,
-            len: addr.len,
-            flags: 0,
-            host_scope: false,
-            passing: false,
-        });
-        let v6 = addr.address.is_ipv6();
-        for old in others.iter().filter(|_| v6) {
-            addr::delete(&mut self.requests, old, index);
+        there.push(AddrMessage::of(addr, index));
+        // What only its scope tells apart is the same entry, which keeps that.
+        let stays = |a: &&AddrMessage| a.address.is_ipv6() || (a.len == addr.len && a.far.is_none());
+        let (before, after): (Vec<&AddrMessage>, Vec<_>) = others.iter().partition(stays);
+        let last = before.iter().any(|a| a.address.is_ipv4());
+        let step = last.then(|| Addr { len: addr.len.saturating_sub(1), ..*addr });
+        if let Some(step) = &step {
+            addr::put_step(&mut self.requests, step, index);
+            self.pending.push((n, false));
+        }
+        for old in before {
+            addr::delete(&mut self.requests, old);
             self.pending.push((n, true));
         }
         addr::put(&mut self.requests, addr, index);
         self.pending.push((n, false));
-        for old in others.iter().filter(|_| !v6) {
-            addr::delete(&mut self.requests, old, index);
+        let step = step.map(|step| AddrMessage::of(&step, index));
+        for old in after.into_iter().chain(&step) {
+            addr::delete(&mut self.requests, old);
+            self.pending.push((n, true));
+        }
+        Ok(())
+    }
+
+    /// Whatever else is said of it.
+    fn delete_addr(&mut self, n: usize, addr: &Addr, index: u32) -> Result<(), KernelError> {
+        let there = self.addrs_on(index)?;
+        let is_it = |a: &AddrMessage| (a.index, a.address, a.len) == (index, addr.address, addr.len);
+        let gone: Vec<AddrMessage> = there.extract_if(.., |a| is_it(a)).collect();
+        for told in &gone {
+            addr::delete(&mut self.requests, told);
             self.pending.push((n, true));
         }
         Ok(())
@@ -349,10 +378,36 @@ impl<'a> Writer<'a> {
 
     fn create_link(&mut self, want: &Link, vxlan: &Vxlan, lower: u32) -> Result<(), KernelError> {
         self.forget(want.name);
-        self.socket.send_one(link::create(want, vxlan, lower))?;
+        match self.socket.send_one(link::create(want, vxlan, lower)) {
+            Err(error) if error.errno == EEXIST => return self.take_back(want, vxlan, error),
+            created => created?,
+        }
         let index = self.index(want.name)?;
         self.ignore_router_advertisements(want.name);
         if want.up { self.socket.send_one(link::set_up(index, true)) } else { Ok(()) }
+    }
+
+    /// Our device, which somebody gave another name, gets its own again: all that is on it stays. Of another device `error` is the
+    /// reason not to make one.
+    fn take_back(&mut self, want: &Link, vxlan: &Vxlan, error: KernelError) -> Result<(), KernelError> {
+        let mut there = self.socket.dump(link::all(), link::read)?;
+        there.retain(|is| link::is_in_the_way(is, vxlan));
+        let Some(is) = there.iter().find(|is| link::is_vtep(is, vxlan)) else {
+            let Some(is) = there.first() else { return Err(error) };
+            let (vni, port) = (vxlan.vni, vxlan.port);
+            let detail = format!("{} has the VNI {vni} and the UDP port {port} already: remove it", is.name);
+            return Err(KernelError::explained(EEXIST, detail));
+        };
+        tracing::warn!("{} was given the name {}: it gets its own again", want.name, is.name);
+        match self.socket.send_one(link::rename(is.index, want.name)) {
+            // On kernels before 6.2 one that is up keeps its name.
+            Err(error) if error.errno == EBUSY => {
+                self.socket.send_one(link::set_up(is.index, false))?;
+                self.socket.send_one(link::rename(is.index, want.name))?;
+            }
+            renamed => renamed?,
+        }
+        self.put_link(want)
     }
 
     /// The far end of a tunnel must not configure this host. Containers may not write there, mostly.

@@ -124,14 +124,14 @@ impl News {
         }
         Ok(Some(match deleted {
             true => Report::Gone(object.key()),
-            false if found.passing => Report::Inexact(object),
-            false => Report::Now(object),
+            false => exact(Report::Now(object), found.is_exact()),
         }))
     }
 
     fn neigh(&mut self, message: &Message<'_>, deleted: bool) -> Result<Option<Report>, KernelError> {
         let Some(found) = neigh::read(message) else { return Ok(None) };
         let Some(link) = self.name(found.index)? else { return Ok(None) };
+        self.seen.see_entry(&found);
         let told = |key| report(key, found.object(link), deleted || found.failed);
         Ok(found.key(link).map(|key| exact(told(key), found.is_exact())))
     }

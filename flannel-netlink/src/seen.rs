@@ -1,4 +1,4 @@
-//! What was seen of the routes that are there, as far as ours must be put differently because of it.
+//! What was seen of the routes and forwarding entries that are there, as far as ours must be put differently because of it.
 //!
 //! The one thing to know: each precaution costs a fifth of the time that a route takes, and almost no host needs any of them. So
 //! they are taken where there is a reason. What is seen too late is found with the next snapshot, as a route that is not quite as
@@ -7,8 +7,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use flannel_core::{Dual, Family, ROUTE_PROTOCOL, Subnet};
+use flannel_core::{Dual, Family, MacAddr, ROUTE_PROTOCOL, Subnet};
 
+use crate::codec::neigh::NeighMessage;
 use crate::codec::route::RouteMessage;
 
 /// More destinations than this are not told apart: it takes no memory that others decide about.
@@ -30,6 +31,8 @@ struct Inner {
     /// Routes to the same destinations as some of ours that no put of those replaces, when all were read last, and that can be told
     /// from them.
     doubles: BTreeMap<Subnet, Vec<Double>>,
+    /// The forwarding entries that [must go](NeighMessage::must_go) before ours can be put, by the index of their device.
+    in_the_way: BTreeSet<(u32, MacAddr)>,
 }
 
 /// A route beside one of ours.
@@ -92,6 +95,22 @@ impl Seen {
     pub(crate) fn may_have_last_resort(&self, dst: &Subnet) -> bool {
         let Inner { read, last_resorts, .. } = &*self.lock();
         last_resorts.contains(dst) || last_resorts.len() > MOST || read[dst.family()].is_none()
+    }
+
+    /// Takes note of a neighbour or a forwarding entry that was read or told of.
+    pub(crate) fn see_entry(&self, entry: &NeighMessage) {
+        if let Some(mac) = entry.must_go() {
+            let there = &mut self.lock().in_the_way;
+            if there.len() < MOST {
+                there.insert((entry.index, mac));
+            }
+        }
+    }
+
+    /// A forwarding entry must go before ours can be put; asked only once.
+    pub(crate) fn take_in_the_way(&self, index: u32, mac: MacAddr) -> bool {
+        let there = &mut self.lock().in_the_way;
+        !there.is_empty() && there.remove(&(index, mac))
     }
 
     /// A panic while the lock was held leaves nothing half done.

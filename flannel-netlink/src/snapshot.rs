@@ -84,7 +84,7 @@ fn read_tables(socket: &mut Socket, owned: &Owned, seen: &Seen, tables: &Tables)
             let inexact = (!found.is_exact()).then_some(Key::Link(*name)).into_iter().collect();
             tell(tables, Table { objects: vec![object.into()], inexact });
         }
-        read_link(socket, owned, found.index, *name, tables)?;
+        read_link(socket, owned, seen, (found.index, *name), tables)?;
     }
     for name in owned.routes_on.difference(&owned.links) {
         if let Some(found) = present(find_link(socket, *name))? {
@@ -187,16 +187,16 @@ fn present<T>(found: Result<T, KernelError>) -> Result<Option<T>, KernelError> {
 fn read_link(
     socket: &mut Socket,
     owned: &Owned,
-    index: u32,
-    name: LinkName,
+    seen: &Seen,
+    (index, name): (u32, LinkName),
     tables: &Tables,
 ) -> Result<(), KernelError> {
     let addrs = socket.dump(addr::on(index), |message| {
         let found = addr::read(message).filter(|found| found.index == index)?;
-        Some((found.object(name), found.passing)).filter(|(addr, _)| owned.owns_addr(addr))
+        Some((found.object(name), found.is_exact())).filter(|(addr, _)| owned.owns_addr(addr))
     })?;
     let inexact =
-        addrs.iter().filter(|(_, passing)| *passing).map(|(addr, _)| Key::Addr(addr.link, addr.address));
+        addrs.iter().filter(|(_, is_exact)| !is_exact).map(|(addr, _)| Key::Addr(addr.link, addr.address));
     let inexact = inexact.collect();
     tell(tables, Table { objects: addrs.into_iter().map(|(addr, _)| addr.into()).collect(), inexact });
     for request in [neigh::on(index), neigh::fdb_on(index)] {
@@ -204,6 +204,7 @@ fn read_link(
         let mut inexact = Vec::new();
         let objects = socket.dump(request, |message| {
             let found = neigh::read(message).filter(|found| found.index == index)?;
+            seen.see_entry(&found);
             let object = found.object(name).filter(|_| owned.owns_entry(name, found.permanent))?;
             inexact.extend((!found.is_exact()).then(|| object.key()));
             Some(object)
@@ -286,6 +287,9 @@ fn read_routes(
                 if first.stands_in_the_way_of(&told) {
                     seen.see_double(Double { told: first, is_ours: false });
                 }
+                before = Some(route);
+                table.inexact.push(key);
+                table.objects.push(route.into());
             }
             // One of last resort stands behind ours, and goes when that is put again.
             (Some(_), None) => table.inexact.push(key),
@@ -317,6 +321,22 @@ struct Hidden {
     first: RouteMessage,
 }
 
+/// What a dump told last, with its number: it begins anew if the table changes under way.
+#[derive(Default)]
+struct Last(Option<(u32, RouteMessage)>);
+
+impl Last {
+    /// The route to the same destination that stands before this one, if any. `None`: it was told already. The kernel does that where it
+    /// goes on with IPv6 routes after some were added; of two that are there something differs.
+    ///
+    /// **Source**: linux `net/ipv6/ip6_fib.c: fib6_dump_table`.
+    fn before(&mut self, dump: u32, told: RouteMessage) -> Option<Option<RouteMessage>> {
+        let before =
+            self.0.replace((dump, told)).filter(|(number, _)| *number == dump).map(|(_, before)| before);
+        if before == Some(told) { None } else { Some(before.filter(|before| before.dst == told.dst)) }
+    }
+}
+
 /// A route of ours, or the index of the link that one leaves by, if that must be known to tell.
 type Found = Result<Ours, u32>;
 
@@ -328,18 +348,15 @@ fn dump_routes(
     (family, seen): (Family, &Seen),
 ) -> Result<Vec<Found>, KernelError> {
     let inside = |dst: &Subnet| owned.networks.iter().any(|network| network.covers(dst));
-    // With the number of the dump, which begins anew if the table changes under way.
-    let mut last = None;
+    let mut last = Last::default();
     socket.dump(route::all(family), |message| {
         let found = route::read(message).filter(|found| found.main)?;
         seen.see(&found);
         if !found.default_metric {
             return None;
         }
-        let before = last.replace((message.sequence, found));
-        let first =
-            before.filter(|(sequence, first)| (*sequence, first.dst) == (message.sequence, found.dst));
-        let hidden = first.filter(|_| !found.last_resort).map(|(_, first)| Hidden { told: found, first });
+        let first = last.before(message.sequence, found)?;
+        let hidden = first.filter(|_| !found.last_resort).map(|first| Hidden { told: found, first });
         let mut unknown = None;
         let route = found.object(|index| {
             let name = names.get(&index).copied();
@@ -367,4 +384,33 @@ fn dump_routes(
         let is_exact = found.is_exact() && found.protocol == ROUTE_PROTOCOL;
         Some(Ok(Ours { route, is_exact, hidden: hidden.map(Box::new) }))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use neli::consts::nl::NlmF;
+
+    use super::*;
+    use crate::wire::Message;
+
+    #[test]
+    fn a_route_that_is_told_again_has_no_double() {
+        let told = |n: u8, kind: u8| {
+            // struct rtmsg: a /24 of the main table; and RTA_DST.
+            let payload = [2, 24, 0, 0, 254, ROUTE_PROTOCOL, 0, kind, 0, 0, 0, 0, 8, 0, 1, 0, 10, 1, n, 0];
+            let message = Message { kind: 24, flags: NlmF::empty(), sequence: 1, port: 0, payload: &payload };
+            route::read(&message).unwrap()
+        };
+        let (unicast, blackhole) = (1, 6);
+        let mut last = Last::default();
+        for (dump, told, before) in [
+            (1, told(1, unicast), Some(None)),
+            (1, told(2, unicast), Some(None)),
+            (1, told(2, unicast), None),
+            (1, told(2, blackhole), Some(Some(told(2, unicast)))),
+            (2, told(2, blackhole), Some(None)),
+        ] {
+            assert_eq!(last.before(dump, told), before, "{told}");
+        }
+    }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use flannel_core::{
     Addr, Change, Changes, Doubts, Kernel, Key, LinkName, MacAddr, Neigh, Nexthop, Object, Owned, Report,
-    Route, Subnet, Via,
+    Route, State, Subnet, Via,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, bridge, in_netns_async, ip};
@@ -445,7 +445,11 @@ fn what_stands_before_ours_and_is_not_replaced_gives_way() {
             change(Change::Put(ours.clone()));
             let both = shown();
             assert!(both.starts_with(&format!("{dst} dev up1")) && both.lines().count() == 2, "{both}");
-            assert_eq!(kernel.snapshot(&owned).unwrap().get(&ours.key()), None, "it takes no effect");
+            let there = kernel.snapshot(&owned).unwrap();
+            assert!(
+                there.get(&ours.key()) == Some(&ours) && there.is_inexact(&ours.key()),
+                "no effect: {there:?}"
+            );
         };
         stand_before();
         change(Change::Put(ours.clone()));
@@ -457,6 +461,7 @@ fn what_stands_before_ours_and_is_not_replaced_gives_way() {
         change(Change::Delete(ours.clone()));
         let left = shown();
         assert!(left.contains("dev up1") && left.lines().count() == 1, "{left}");
+        assert_eq!(kernel.snapshot(&owned).unwrap(), State::default());
     });
 }
 

@@ -190,7 +190,18 @@ fn a_device_with_another_identity_is_made_anew() {
             assert_ne!(shown_link()["ifindex"], index, "{changed:?}");
         }
         // What flannel's have not, and the kernel does not take away.
-        for alien in ["group 239.0.0.1", "ttl inherit", "maxaddr 10", "proxy", "rsc", "l2miss", "l3miss"] {
+        for alien in [
+            "group 239.0.0.1",
+            "ttl inherit",
+            "maxaddr 10",
+            "proxy",
+            "rsc",
+            "l2miss",
+            "l3miss",
+            "udp6zerocsumtx",
+            "remcsumtx",
+            "remcsumrx",
+        ] {
             ip("link del flannel.1");
             let addresses = "dstport 8472 local 192.0.2.1 dev up0 nolearning";
             ip(&format!("link add flannel.1 type vxlan id 1 {addresses} {alien}"));
@@ -198,6 +209,41 @@ fn a_device_with_another_identity_is_made_anew() {
             put(&kernel, link(1430, true, vxlan));
             assert_ne!(shown_link()["ifindex"], index, "{alien}");
         }
+    });
+}
+
+#[test]
+fn a_device_that_was_renamed_gets_its_name_back_and_keeps_what_is_on_it() {
+    in_netns(|| {
+        for_both_families(|kernel, family| {
+            let (wanted, vxlan) = device(family);
+            put(kernel, wanted.clone());
+            let index = shown_link()["ifindex"].clone();
+            let (dst, gateway) = match family {
+                Family::V4 => ("10.1.2.0/24", "10.1.2.0"),
+                Family::V6 => ("fd00:1:2::/64", "fd00:1:2::"),
+            };
+            let via = Via::Gateway { gateway: address(gateway), link: name("flannel.1"), onlink: true };
+            let route = Route { dst: dst.parse().unwrap(), via, mtu: None };
+            put(kernel, route);
+            ip("link set flannel.1 name stray0");
+            put(kernel, wanted.clone());
+            assert_eq!(shown_link()["ifindex"], index);
+            let there = kernel.snapshot(&owned()).unwrap();
+            assert!(there.get(&Object::from(route).key()).is_some(), "{there:?}");
+            // Meanwhile something else was made in its place.
+            ip("link set flannel.1 name stray0 mtu 1300");
+            ip("link add flannel.1 type vxlan id 2 dev up0 dstport 8472");
+            put(kernel, wanted.clone());
+            assert_eq!((&shown_link()["ifindex"], &shown_link()["mtu"]), (&index, &json!(mtu(family))));
+            // Somebody else's stays, and is named.
+            ip("link set flannel.1 name stray0 address 0a:00:00:00:00:99");
+            let error = apply(kernel, Change::Put(wanted.into())).unwrap_err();
+            assert_eq!(error.errno, 17);
+            assert!(error.to_string().contains("stray0 has the VNI 1 and the UDP port 8472"), "{error}");
+            assert_eq!(json_of(&ip("-j link show dev stray0"))[0]["ifindex"], index);
+            assert_eq!(vxlan.vni, 1);
+        });
     });
 }
 
@@ -245,6 +291,31 @@ fn addresses() {
             assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len - 8))]);
             put(&kernel, addr);
             assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len))]);
+            // With another end, or valid only on this host, it is another one. Routes on the device outlast the exchange.
+            let dst = if addr.address.is_ipv4() { "10.1.7.0/24" } else { "fd00:1:7::/64" };
+            let delete_and = format!("addr del {text}/{len} dev flannel.1");
+            let odd = match addr.address {
+                IpAddr::V4(_) => vec!["10.1.5.0/32 scope host", "10.1.5.0 peer 10.1.5.7/32"],
+                IpAddr::V6(_) => vec!["fd00:1:5:: peer fd00:1:5::7/128"],
+            };
+            for odd in odd {
+                ip(&delete_and);
+                ip(&format!("addr add {odd} dev flannel.1"));
+                ip(&format!("route replace {dst} dev flannel.1"));
+                put(&kernel, addr);
+                let shown = ip("addr show dev flannel.1");
+                assert!(!shown.contains("peer") && !shown.contains("scope host"), "{odd}: {shown}");
+                assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len))], "{odd}");
+                let family = if addr.address.is_ipv4() { 4 } else { 6 };
+                let routes = ip(&format!("-{family} route show dev flannel.1 proto boot"));
+                assert_eq!(routes.lines().count(), 1, "{odd}: {routes}");
+                // Unwanted, it goes whatever else is said of it.
+                ip(&delete_and);
+                ip(&format!("addr add {odd} dev flannel.1"));
+                delete(&kernel, addr);
+                assert_eq!(shown_addresses(), [], "{odd}");
+                put(&kernel, addr);
+            }
             // Only as described: another length is another address.
             apply(&kernel, Change::Delete(shorter.into())).unwrap();
             assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len))]);
@@ -376,6 +447,20 @@ fn neighbours_and_forwarding_entries() {
                 );
                 assert_eq!((&shown()[0]["state"], shown()[1].is_null()), (&json!("permanent"), true));
             }
+            // One that leads to nexthop objects would stay so, whatever is put.
+            ip(&format!("nexthop add id 78 via {d} fdb"));
+            ip("nexthop add id 79 group 78 fdb");
+            let diverted = || {
+                bridge("fdb del 0a:00:00:00:00:07 dev flannel.1");
+                bridge("fdb add 0a:00:00:00:00:07 dev flannel.1 nhid 79 self permanent");
+                assert!(shown()[0]["dst"].is_null(), "{}", shown());
+            };
+            diverted();
+            assert!(
+                !kernel.snapshot(&owned()).unwrap().iter().any(|object| matches!(object, Object::Fdb(_)))
+            );
+            put(kernel, fdb(e));
+            assert_eq!((&shown()[0]["dst"], shown()[1].is_null()), (&json!(e), true));
             apply(kernel, Change::Delete(fdb(d).into())).unwrap();
             assert_eq!(shown()[0]["dst"], e, "only as described");
             delete(kernel, fdb(e));

@@ -169,6 +169,10 @@ async fn start_on(
         "neigh add 192.0.2.253 lladdr 0a:11:11:11:11:11 dev eth0 nud permanent",
         "nexthop add id 77 via 192.0.2.9 dev eth0",
         "route add 172.16.2.0/24 nhid 77",
+        "nexthop add id 78 via 192.0.2.9 fdb",
+        "nexthop add id 79 group 78 fdb",
+        "nexthop add id 80 via 2001:db8::9 fdb",
+        "nexthop add id 81 group 80 fdb",
     ] {
         ip(command);
     }
@@ -296,13 +300,19 @@ fn damage(random: &mut Random, first: u64, devices: bool) -> (usize, String) {
                 "id 2 dstport 8472",
                 "id 1 dstport 8472 gbp",
                 "id 1 dstport 8472 proxy",
-            ][random.below(4) as usize];
+                "id 1 dstport 8472 udp6zerocsumtx",
+                "id 1 dstport 8472 remcsumtx",
+            ][random.below(6) as usize];
             by_ip(format!(
                 "link delete {device}\nlink add {device} type vxlan {kind} dev eth0 local {own} nolearning"
             ))
         }
-        16..22 => by_ip(format!("address add {unwanted}/{} dev {device} nodad", if v4 { 32 } else { 128 })),
-        kind => match kind % 27 {
+        16..19 => by_ip(format!("address add {unwanted}/{} dev {device} nodad", if v4 { 32 } else { 128 })),
+        19..22 => by_ip(format!(
+            "address add {unwanted} peer {gateway}/{} dev {device} nodad",
+            if v4 { 32 } else { 128 }
+        )),
+        kind => match kind % 28 {
             0 | 1 => by_ip(format!("route del {dst}")),
             2 => by_ip(format!("route replace {dst} via {other} dev {device} onlink")),
             3 => by_ip(format!("route replace {dst} via {gateway} dev {device} onlink mtu 1300")),
@@ -342,6 +352,11 @@ fn damage(random: &mut Random, first: u64, devices: bool) -> (usize, String) {
             25 => by_ip(format!(
                 "neigh replace {gateway} lladdr {mac} dev {device} nud permanent {}",
                 ["router", "extern_learn"][random.below(2) as usize]
+            )),
+            // Only one that is gone can lead to nexthop objects.
+            26 => by_bridge(format!(
+                "fdb del {mac} dev {device}\nfdb add {mac} dev {device} nhid {} self permanent",
+                if v4 { 79 } else { 81 }
             )),
             _ => by_ip(format!("nexthop replace id {} {elsewhere} protocol 241", id + 4000)),
         },

@@ -13,6 +13,8 @@ use crate::wire::{Message, Messages, bytes_of, ip_of, u32_of};
 
 /// `IFA_F_NODAD`: use the address at once, without asking the link whether somebody else has it.
 const NODAD: u32 = 0x02;
+/// `IFA_F_NOPREFIXROUTE`: no route to the others of its prefix.
+const NOPREFIXROUTE: u32 = 0x200;
 
 /// What a message says of an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,8 +24,10 @@ pub(crate) struct AddrMessage {
     pub(crate) len: u8,
     /// `IFA_F_…`.
     pub(crate) flags: u32,
-    /// Valid only on this host (`scope host`).
-    pub(crate) host_scope: bool,
+    /// How far it is valid. Of IPv6 the address itself says so.
+    scope: RtScope,
+    /// What is at the other end, if it is said to be there; for IPv4 a part of the identity.
+    pub(crate) far: Option<IpAddr>,
     /// The kernel gives it up by itself, or prefers others to it.
     pub(crate) passing: bool,
 }
@@ -43,18 +47,41 @@ pub(crate) fn read(message: &Message<'_>) -> Option<AddrMessage> {
             _ => {}
         }
     }
+    // On a point-to-point link IFA_ADDRESS is the other end.
+    let own = local.or(address)?;
     Some(AddrMessage {
         index: *header.ifa_index(),
-        // On a point-to-point link IFA_ADDRESS is the other end.
-        address: local.or(address)?,
+        address: own,
+        far: address.filter(|address| *address != own),
         len: *header.ifa_prefixlen(),
         flags,
-        host_scope: *header.ifa_scope() == RtScope::Host,
+        scope: *header.ifa_scope(),
         passing,
     })
 }
 
 impl AddrMessage {
+    /// As [`put`] puts it.
+    pub(crate) fn of(addr: &Addr, index: u32) -> Self {
+        let (scope, far) = (RtScope::Universe, None);
+        Self { index, address: addr.address, len: addr.len, flags: 0, scope, far, passing: false }
+    }
+
+    /// Valid only on this host (`scope host`).
+    pub(crate) fn is_of_host(&self) -> bool {
+        self.scope == RtScope::Host
+    }
+
+    /// Peers may see packets from it.
+    pub(crate) fn is_universal(&self) -> bool {
+        self.address.is_ipv6() || self.scope == RtScope::Universe
+    }
+
+    /// [`AddrMessage::object`] expresses all of it.
+    pub(crate) fn is_exact(&self) -> bool {
+        !self.passing && self.far.is_none() && self.is_universal()
+    }
+
     pub(crate) fn object(&self, link: LinkName) -> Addr {
         Addr { link, address: self.address, len: self.len }
     }
@@ -73,22 +100,32 @@ fn header(family: RtAddrFamily, len: u8, index: u32) -> Vec<u8> {
 }
 
 pub(crate) fn put(requests: &mut Messages, addr: &Addr, index: u32) {
+    put_as(requests, addr, index, if addr.address.is_ipv6() { NODAD } else { 0 });
+}
+
+/// Puts an IPv4 address that makes no route: for a while.
+pub(crate) fn put_step(requests: &mut Messages, addr: &Addr, index: u32) {
+    put_as(requests, addr, index, NOPREFIXROUTE);
+}
+
+fn put_as(requests: &mut Messages, addr: &Addr, index: u32, flags: u32) {
     let header = header(af_of(addr.address), addr.len, index);
     requests
         .begin(Rtm::Newaddr, put_flags(), &header)
         .ip(Ifa::Local, addr.address)
         .ip(Ifa::Address, addr.address);
-    if addr.address.is_ipv6() {
-        requests.u32(Ifa::Flags, NODAD);
+    if flags != 0 {
+        requests.u32(Ifa::Flags, flags);
     }
 }
 
-pub(crate) fn delete(requests: &mut Messages, addr: &Addr, index: u32) {
-    let header = header(af_of(addr.address), addr.len, index);
+/// Deletes what the kernel told of.
+pub(crate) fn delete(requests: &mut Messages, told: &AddrMessage) {
+    let header = header(af_of(told.address), told.len, told.index);
     requests
         .begin(Rtm::Deladdr, NlmF::empty(), &header)
-        .ip(Ifa::Local, addr.address)
-        .ip(Ifa::Address, addr.address);
+        .ip(Ifa::Local, told.address)
+        .ip(Ifa::Address, told.far.unwrap_or(told.address));
 }
 
 /// Asks for all addresses on a link, or on all links if `index` is 0.

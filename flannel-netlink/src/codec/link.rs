@@ -30,6 +30,8 @@ mod vxlan {
     pub(super) const LOCAL6: u16 = 17;
     pub(super) const UDP_ZERO_CSUM6_TX: u16 = 19;
     pub(super) const UDP_ZERO_CSUM6_RX: u16 = 20;
+    pub(super) const REMCSUM_TX: u16 = 21;
+    pub(super) const REMCSUM_RX: u16 = 22;
     pub(super) const GBP: u16 = 23;
     pub(super) const COLLECT_METADATA: u16 = 25;
     pub(super) const LABEL: u16 = 26;
@@ -87,7 +89,7 @@ struct VxlanMessage {
     /// Which of [`OUTER`] somebody has set.
     outer: [bool; OUTER.len()],
     /// Has something that flannel's devices do not have and the kernel does not take away: a group, tunnel metadata from outside,
-    /// answers and questions in the place of the neighbour table, a limit to what it forwards to.
+    /// answers and questions in the place of the neighbour table, a limit to what it forwards to, checksums that other VTEPs refuse.
     alien: bool,
 }
 
@@ -170,6 +172,9 @@ fn read_vxlan(data: &[u8]) -> VxlanMessage {
             | vxlan::RSC
             | vxlan::L2MISS
             | vxlan::L3MISS
+            | vxlan::UDP_ZERO_CSUM6_TX
+            | vxlan::REMCSUM_TX
+            | vxlan::REMCSUM_RX
             | vxlan::COLLECT_METADATA
             | vxlan::VNIFILTER => read.alien |= flag(value),
             _ => {}
@@ -344,6 +349,22 @@ pub(crate) fn is_same_device(is: &LinkMessage, link: &Link) -> bool {
         LinkKind::Vxlan(v) => is.is_vxlan() && is.vxlan.vni == v.vni,
         _ => false,
     }
+}
+
+/// The device `is` cannot be there beside one like `link`.
+pub(crate) fn is_in_the_way(is: &LinkMessage, v: &Vxlan) -> bool {
+    is.is_vxlan() && (is.vxlan.vni, is.vxlan.port) == (v.vni, v.port)
+}
+
+/// The device `is` is that VTEP, whatever its name: no other one has the MAC address.
+pub(crate) fn is_vtep(is: &LinkMessage, v: &Vxlan) -> bool {
+    is_in_the_way(is, v) && is.mac == Some(v.mac)
+}
+
+pub(crate) fn rename(index: u32, name: LinkName) -> Messages {
+    let mut request = Messages::one(Rtm::Newlink, NlmF::empty(), &at(index));
+    request.text(Ifla::Ifname, name.as_str());
+    request
 }
 
 /// Sets a device up or down.

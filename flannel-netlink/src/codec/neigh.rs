@@ -26,12 +26,16 @@ pub(crate) struct NeighMessage {
     dst: Option<IpAddr>,
     /// Has something that flannel's entries do not have, such as a VNI or a UDP port of its own.
     alien: bool,
+    /// It leads to nexthop objects instead of an address, and goes on doing so when it is put again.
+    by_nexthop: bool,
     /// Marked as a router's, or as put there by a control plane; without that it would be the same entry.
     marked: bool,
 }
 
 /// `NTF_EXT_LEARNED`, `NTF_STICKY` and `NTF_ROUTER`, which an entry keeps until it is put again.
 const MARKS: u8 = 0x10 | 0x40 | 0x80;
+/// The kernel has it since 5.8.
+const NDA_NH_ID: u16 = 13;
 /// Where `struct ndmsg` has its flags; neli leaves out those that it does not know.
 const FLAGS: usize = 10;
 
@@ -54,10 +58,12 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
         mac: None,
         dst: None,
         alien: false,
+        by_nexthop: false,
         marked: message.payload.get(FLAGS).is_some_and(|flags| flags & MARKS != 0),
     };
     for (id, value) in attributes {
         match Nda::from(id) {
+            _ if id == NDA_NH_ID => read.by_nexthop = true,
             Nda::Dst => read.dst = ip_of(value),
             Nda::Lladdr => read.mac = mac_of(value),
             Nda::Port | Nda::Vni | Nda::Ifindex => read.alien = true,
@@ -71,6 +77,11 @@ impl NeighMessage {
     /// [`NeighMessage::object`] expresses all of it.
     pub(crate) fn is_exact(&self) -> bool {
         !self.marked
+    }
+
+    /// The MAC address of a forwarding entry that must go before it can lead to an address.
+    pub(crate) fn must_go(&self) -> Option<MacAddr> {
+        self.mac.filter(|_| self.fdb && self.by_nexthop)
     }
 
     /// The key; `None` if it is nothing that an object could stand for.
@@ -114,13 +125,18 @@ pub(crate) fn put_fdb(requests: &mut Messages, fdb: &Fdb, index: u32) {
 }
 
 pub(crate) fn delete_fdb(requests: &mut Messages, fdb: &Fdb, index: u32) {
-    let header = header(BRIDGE, index, Nud::empty(), Ntf::SELF);
-    requests.begin(Rtm::Delneigh, NlmF::empty(), &header).attr(Nda::Lladdr, &fdb.mac.0);
+    delete_any_fdb(requests, fdb.mac, index);
     // Frames to everybody or many may go to several VTEPs: all of them are one entry, and go together.
     let many = fdb.mac.0 == [0; 6] || fdb.mac.0[0] & 1 == 1;
     if !many {
         requests.ip(Nda::Dst, fdb.dst);
     }
+}
+
+/// Wherever it leads.
+pub(crate) fn delete_any_fdb(requests: &mut Messages, mac: MacAddr, index: u32) {
+    let header = header(BRIDGE, index, Nud::empty(), Ntf::SELF);
+    requests.begin(Rtm::Delneigh, NlmF::empty(), &header).attr(Nda::Lladdr, &mac.0);
 }
 
 /// Asks for all neighbours on a link.

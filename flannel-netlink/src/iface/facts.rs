@@ -145,7 +145,7 @@ impl From<&AddrMessage> for Address {
         let has = |flag| found.flags & flag != 0;
         Self {
             address: found.address,
-            usable: !has(DEPRECATED | TENTATIVE | DADFAILED) && !found.host_scope,
+            usable: !has(DEPRECATED | TENTATIVE | DADFAILED) && !found.is_of_host(),
             permanent: has(PERMANENT),
             temporary: has(TEMPORARY),
         }
