@@ -557,10 +557,11 @@ mod tests {
     #[test]
     fn what_a_new_peer_finds_there_and_not_quite_so_is_put_again() {
         let mut world = World::new();
-        let gateway = [198, 51, 100, 3].into();
-        world.kernel.foreign_put_inexact(by_gateway(3, gateway), ROUTE_PROTOCOL);
-        world.put(3, [198, 51, 100, 3]);
+        let route = Route { dst: dst(3), via: Via::Link(uplink()), mtu: Some(1403) };
+        world.kernel.foreign_put_inexact(route, ROUTE_PROTOCOL);
+        world.put(3, [192, 168, 0, 3]);
         world.settle();
+        assert_eq!(world.kernel.state().get(&Key::Route(dst(3))), Some(&route.into()));
         let owned = world.reconciler.owned.clone();
         assert!(!world.kernel.snapshot(&owned).unwrap().is_inexact(&Key::Route(dst(3))));
     }
