@@ -555,15 +555,17 @@ mod tests {
     }
 
     #[test]
-    fn what_a_new_peer_finds_there_and_not_quite_so_is_put_again() {
-        let mut world = World::new();
-        let route = Route { dst: dst(3), via: Via::Link(uplink()), mtu: Some(1403) };
+    fn what_a_new_peer_finds_there_and_not_quite_so_is_put_again_and_no_repair() {
+        let mut world = World::settled(2..5);
+        let route = Route { dst: dst(7), via: Via::Link(uplink()), mtu: Some(1407) };
         world.kernel.foreign_put_inexact(route, ROUTE_PROTOCOL);
-        world.put(3, [192, 168, 0, 3]);
+        world.doubt(&Doubts::Everything);
+        world.put(7, [192, 168, 0, 7]);
         world.settle();
-        assert_eq!(world.kernel.state().get(&Key::Route(dst(3))), Some(&route.into()));
-        let owned = world.reconciler.owned.clone();
-        assert!(!world.kernel.snapshot(&owned).unwrap().is_inexact(&Key::Route(dst(3))));
+        let there = world.kernel.snapshot(&world.reconciler.owned).unwrap();
+        let key = Key::Route(dst(7));
+        assert!(there.get(&key) == Some(&route.into()) && !there.is_inexact(&key), "{there:?}");
+        assert_eq!(world.reconciler.status().repaired, 0);
     }
 
     #[test]
