@@ -392,24 +392,33 @@ fn every_start_adopts_what_is_there_and_no_live_peer_is_absent_for_a_moment() {
 fn what_go_flannel_left_is_adopted() {
     in_netns_async(|| async {
         uplink();
-        ip(
-            "link add flannel.1 address 0a:00:00:00:00:01 mtu 1450 type vxlan id 1 dev eth0 local 192.0.2.1 dstport 8472 nolearning",
-        );
-        ip("address add 10.1.1.0/32 dev flannel.1");
-        ip("link set flannel.1 up");
-        for peer in PEERS.chain([77]) {
-            let base = format!("10.1.{peer}.0");
-            ip(&format!("neigh add {base} lladdr 0a:00:00:00:04:{peer:02x} dev flannel.1 nud permanent"));
-            bridge(&format!(
-                "fdb add 0a:00:00:00:04:{peer:02x} dev flannel.1 dst 192.0.2.{peer} self permanent"
+        for (device, mtu, family, local, subnet, far) in [
+            ("flannel.1", 1450, 4, "192.0.2.1", ["10.1.", ".0", "/32", "/24"], "192.0.2."),
+            ("flannel-v6.1", 1430, 6, "2001:db8::1", ["fd00:1:0:", "::", "/128", "/64"], "2001:db8::"),
+        ] {
+            ip(&format!(
+                "link add {device} address 0a:00:00:00:0{family}:01 mtu {mtu} type vxlan id 1 dev eth0 local {local} dstport 8472 nolearning"
             ));
-            ip(&format!("route add {base}/24 via {base} dev flannel.1 onlink"));
+            let number = |n: u8| if family == 4 { n.to_string() } else { format!("{n:x}") };
+            let [before, after, host, len] = subnet;
+            let base = |n: u8| format!("{before}{}{after}", number(n));
+            ip(&format!("address add {}{host} dev {device} nodad", base(1)));
+            ip(&format!("link set {device} up"));
+            for peer in PEERS.chain([77]) {
+                let (base, far) = (base(peer), format!("{far}{}", number(peer)));
+                let mac = format!("0a:00:00:00:0{family}:{peer:02x}");
+                ip(&format!("neigh add {base} lladdr {mac} dev {device} nud permanent"));
+                bridge(&format!("fdb add {mac} dev {device} dst {far} self permanent"));
+                ip(&format!("-{family} route add {base}{len} via {base} dev {device} onlink"));
+            }
         }
         let subnets = leases(&VxlanBackend, 1);
         let (run, reports) = heard(Run::start(&VxlanBackend, &subnets, true)).await;
         let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
         assert_eq!(lost, []);
-        assert!(deleted(&reports).contains(&Key::Route("10.1.77.0/24".parse().unwrap())));
+        for stale in ["10.1.77.0/24", "fd00:1:0:4d::/64"] {
+            assert!(deleted(&reports).contains(&Key::Route(stale.parse().unwrap())), "{stale}");
+        }
         let adopted = run.state();
         let (kernel, owned) = (run.kernel.clone(), run.owned());
         run.stop().await;
