@@ -27,7 +27,8 @@ const RETRY_LONGEST: Duration = Duration::from_secs(30);
 const READ_GAP: Duration = Duration::from_millis(100);
 /// … but after this long a rest as often as fits into it without waiting.
 const READ_REST: Duration = Duration::from_secs(1);
-/// The same for putting single objects back.
+/// Single objects are put back at most this often, and no more than half of the time, but after a rest as often as fits into half of it:
+/// of nexthop objects each takes milliseconds where there are 50,000 routes.
 const REPAIR_GAP: Duration = Duration::from_millis(1);
 const REPAIR_REST: Duration = Duration::from_millis(100);
 /// Answers to plans' questions are asked for again at most this often, and no more than a fifth of the time, …
@@ -247,7 +248,7 @@ impl Driver {
             self.read_pace.pass(now, 4 * (reads.took - self.reads.took));
         } else if repairs {
             // Most of what takes longer was no repair.
-            self.repair_pace.pass(now, (now - started).min(REPAIR_REST));
+            self.repair_pace.pass_after(now, (now - started).min(REPAIR_REST));
         }
         self.unheard &= deaf || reads.done == self.reads.done;
         if reconciler.take_newly_failing() {

@@ -36,6 +36,14 @@ impl Pace {
         let next = self.next.map_or(rested, |next| next.max(rested)) + self.gap.max(cost);
         self.next = Some(if cost > self.gap { next.max(now + cost) } else { next });
     }
+
+    /// One passed, and it took so long. After a rest as many pass at once as fit into half of it; what never ends takes half of the time.
+    /// Even if others passed that did not ask, the next one waits no longer than a rest.
+    pub(crate) fn pass_after(&mut self, now: Instant, took: Duration) {
+        let rested = now.checked_sub(self.rest).unwrap_or(now);
+        let next = self.next.map_or(rested, |next| next.max(rested)) + self.gap.max(2 * took);
+        self.next = Some(next.min(now + self.rest));
+    }
 }
 
 #[cfg(test)]
@@ -59,6 +67,28 @@ mod tests {
         for second in 2..10 {
             assert!(pace.is_ready(start + Duration::from_secs(second)));
             pace.pass(start + Duration::from_secs(second), Duration::ZERO);
+        }
+    }
+
+    #[test]
+    fn what_takes_long_does_so_at_once_after_a_rest_and_else_half_of_the_time() {
+        let took = Duration::from_millis(5);
+        let mut pace = Pace::new(Duration::from_millis(1), Duration::from_millis(100));
+        let mut now = Instant::now();
+        let start = now;
+        let mut waited = Vec::new();
+        for _ in 0..1_000 {
+            waited.push(pace.next(now) - now);
+            now = pace.next(now) + took;
+            pace.pass_after(now, took);
+        }
+        assert!(waited[..20].iter().all(Duration::is_zero), "{waited:?}");
+        let worked = 1_000 * took;
+        assert!(2 * worked <= now - start + Duration::from_millis(100), "half of {:?}", now - start);
+        // As long as a round may be, and many of them that did not ask.
+        for _ in 0..10 {
+            pace.pass_after(now, Duration::from_millis(100));
+            assert_eq!(pace.next(now) - now, Duration::from_millis(100));
         }
     }
 
