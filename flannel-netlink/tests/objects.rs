@@ -98,6 +98,16 @@ fn delete(kernel: &NetlinkKernel, object: impl Into<Object>) {
     assert_eq!(kernel.snapshot(&owned()).unwrap().get(&object.key()), None);
 }
 
+/// By the tunnel.
+fn peer_route(family: Family) -> Route {
+    let (dst, gateway) = match family {
+        Family::V4 => ("10.1.2.0/24", "10.1.2.0"),
+        Family::V6 => ("fd00:1:2::/64", "fd00:1:2::"),
+    };
+    let via = Via::Gateway { gateway: address(gateway), link: name("flannel.1"), onlink: true };
+    Route { dst: dst.parse().unwrap(), via, mtu: None }
+}
+
 /// Each family gets a namespace of its own.
 fn for_both_families(test: fn(&NetlinkKernel, Family)) {
     for family in Family::BOTH {
@@ -144,12 +154,7 @@ fn a_device_changes(kernel: &NetlinkKernel, family: Family) {
     let (wanted, vxlan) = device(family);
     put(kernel, wanted.clone());
     let index = shown_link()["ifindex"].clone();
-    let (dst, gateway) = match family {
-        Family::V4 => ("10.1.2.0/24", "10.1.2.0"),
-        Family::V6 => ("fd00:1:2::/64", "fd00:1:2::"),
-    };
-    let via = Via::Gateway { gateway: address(gateway), link: name("flannel.1"), onlink: true };
-    let route = Route { dst: dst.parse().unwrap(), via, mtu: None };
+    let route = peer_route(family);
     put(kernel, route);
     let other = if family == Family::V4 { address("192.0.3.1") } else { address("2001:db8:1::1") };
     for changed in [
@@ -216,15 +221,10 @@ fn a_device_with_another_identity_is_made_anew() {
 fn a_device_that_was_renamed_gets_its_name_back_and_keeps_what_is_on_it() {
     in_netns(|| {
         for_both_families(|kernel, family| {
-            let (wanted, vxlan) = device(family);
+            let (wanted, _) = device(family);
             put(kernel, wanted.clone());
             let index = shown_link()["ifindex"].clone();
-            let (dst, gateway) = match family {
-                Family::V4 => ("10.1.2.0/24", "10.1.2.0"),
-                Family::V6 => ("fd00:1:2::/64", "fd00:1:2::"),
-            };
-            let via = Via::Gateway { gateway: address(gateway), link: name("flannel.1"), onlink: true };
-            let route = Route { dst: dst.parse().unwrap(), via, mtu: None };
+            let route = peer_route(family);
             put(kernel, route);
             ip("link set flannel.1 name stray0");
             put(kernel, wanted.clone());
@@ -242,7 +242,6 @@ fn a_device_that_was_renamed_gets_its_name_back_and_keeps_what_is_on_it() {
             assert_eq!(error.errno, 17);
             assert!(error.to_string().contains("stray0 has the VNI 1 and the UDP port 8472"), "{error}");
             assert_eq!(json_of(&ip("-j link show dev stray0"))[0]["ifindex"], index);
-            assert_eq!(vxlan.vni, 1);
         });
     });
 }
