@@ -103,6 +103,11 @@ pub enum Error {
 }
 
 impl Error {
+    /// The store did not answer, and may soon.
+    pub(crate) fn is_of_store(&self) -> bool {
+        matches!(self, Self::Network(flannel_core::Error::Store { .. }))
+    }
+
     /// 0 for help, 2 for usage, 1 for everything that happens while running.
     pub fn exit_code(&self) -> u8 {
         match self {

@@ -34,14 +34,12 @@ use crate::sounding::respond;
 use crate::stale::StaleManager;
 use crate::state;
 use crate::uplink::{Chosen, addresses_of};
-use crate::wait::{Patience, hold, holding, patiently};
+use crate::wait::{Patience, STORE_AGAIN, hold, holding, patiently};
 
 /// Between two networks, so that what changes all the time does not keep a core busy.
 const REBUILD_PAUSE: Duration = Duration::from_millis(100);
 /// Until it is judged again whether a network could be built.
 const SECOND_THOUGHT: Duration = Duration::from_secs(10);
-/// The same where the store did not answer.
-const STORE_AGAIN: Duration = Duration::from_secs(1);
 /// So long the subnet file waits for firewall rules, whoever has locked them.
 const RULES: Duration = Duration::from_secs(5);
 
@@ -322,7 +320,7 @@ async fn until_live(
     let mut said = None;
     while let Err(error) = judge().await {
         // It may have gone again, which is no news.
-        let gone = matches!(error, Error::Network(flannel_core::Error::Store { .. }));
+        let gone = error.is_of_store();
         let why = (!gone).then(|| error.to_string());
         if let Some(why) = why.as_ref().filter(|why| said.as_ref() != Some(*why)) {
             tracing::warn!(

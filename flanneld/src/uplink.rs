@@ -15,13 +15,12 @@ use tokio::sync::watch;
 
 use crate::error::Error;
 use crate::observe::Observer;
+use crate::wait::STORE_AGAIN;
 
 /// Until the kernel, which could not be watched, is watched again.
 const WATCH_RETRY: Duration = Duration::from_secs(1);
 /// Until an interface that does not fit is judged again: what is in the way may be elsewhere, and go without a word.
 const SECOND_THOUGHT: Duration = Duration::from_secs(30);
-/// The same where nothing but the store is in the way, which mostly is reached by that very interface.
-const STORE_AGAIN: Duration = Duration::from_secs(1);
 
 /// The external interface, and how it was chosen.
 pub(crate) struct Chosen {
@@ -101,7 +100,8 @@ async fn decide(
             Standing::Other { difference, .. } => match judge().await {
                 Ok(()) => return difference,
                 Err(error) => {
-                    if matches!(error, Error::Network(flannel_core::Error::Store { .. })) {
+                    // It is mostly reached by that very interface.
+                    if error.is_of_store() {
                         patience = STORE_AGAIN;
                     }
                     Some(format!("{difference}: {error}"))

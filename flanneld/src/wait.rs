@@ -11,6 +11,8 @@ use tokio::time::{Instant, interval_at, sleep};
 
 use crate::error::Error;
 
+/// Until a store that did not answer is asked again, while a network runs as it is.
+pub(crate) const STORE_AGAIN: Duration = Duration::from_secs(1);
 /// The first pause between attempts.
 const FIRST: Duration = Duration::from_millis(200);
 /// No pause is longer: this soon a config that was put right is noticed.
