@@ -44,12 +44,17 @@ pub(crate) fn measure(
         took.push(ground.netns.run(|| -> anyhow::Result<Duration> {
             let mut indexes = Dual::default();
             for family in families.iter() {
-                let (dev, vni, mtu) = (device(family), u32::from(family.bits()), 1400);
-                let local = if family.bits() == 32 { "192.0.2.1" } else { "2001:db8::1" };
+                let dev = device(family);
+                let (local, mtu) = match family {
+                    Family::V4 => ("192.0.2.1", 1450),
+                    Family::V6 => ("2001:db8::1", 1430),
+                };
                 ip(&format!(
-                    "link add {dev} mtu {mtu} type vxlan id {vni} local {local} dev eth0 dstport 8472 nolearning"
+                    "link add {dev} mtu {mtu} type vxlan id 1 local {local} dev eth0 dstport 8472 nolearning"
                 ));
                 ip(&format!("link set {dev} up"));
+                let own = Peer(1).subnet(family).base();
+                ip(&format!("address add {own}/{} dev {dev}", family.bits()));
                 indexes[family] = Some(index_of(dev)?);
             }
             let index = |family| indexes[family].unwrap_or_default();

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use flannel_core::{Family, ROUTE_PROTOCOL};
 use flannel_netlink::testing::{Netns, bridge, ip};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::cluster::{Families, Peer, device, peers};
 
@@ -20,9 +20,12 @@ pub(crate) fn compare(netns: &Netns, count: u32, families: Families) -> anyhow::
                 ip(&format!("-j {inet} neigh show dev {dev} nud permanent")),
                 bridge(&format!("-j fdb show dev {dev}")),
                 ip(&format!("-j nexthop show dev {dev}")),
+                ip(&format!("-j -d link show {dev}")),
+                ip(&format!("-j {inet} address show dev {dev} scope global")),
             ]
         });
-        let [routes, neighs, fdb, nexthops] = texts.map(|text| serde_json::from_str::<Vec<Value>>(&text));
+        let [routes, neighs, fdb, nexthops, links, addresses] =
+            texts.map(|text| serde_json::from_str::<Vec<Value>>(&text));
         // The kernel's own, and the way out of this host.
         let others = |row: &Value| row["protocol"] == "kernel" || row["dst"] == "default";
         let routes: Vec<Value> = routes?.into_iter().filter(|row| !others(row)).collect();
@@ -30,7 +33,20 @@ pub(crate) fn compare(netns: &Netns, count: u32, families: Families) -> anyhow::
         let named = |row: &&Value| row.get("nhid").is_some();
         let users: Vec<Value> = routes.iter().filter(named).cloned().collect();
         let ours = || [dev.to_owned(), ROUTE_PROTOCOL.to_string()];
+        let links: Vec<Value> = links?.iter().map(link).collect();
+        // What iproute2 was not asked for is an empty object.
+        let addresses = addresses?;
+        let addresses = addresses.iter().filter_map(|link| link["addr_info"].as_array()).flatten();
+        let addresses: Vec<Value> =
+            addresses.filter(|address| address["local"].is_string()).cloned().collect();
         let tables = [
+            ("link", rows(&links, &LINK), vec![own_device(family)]),
+            (
+                // Which address it is, the lease says; a host of its own it is always.
+                "address",
+                rows(&addresses, &["prefixlen", "address", "label"]),
+                vec![own_address(family)],
+            ),
             (
                 "route",
                 rows(&routes, &["dst", "gateway", "dev", "protocol", "type", "metrics", "prefsrc"]),
@@ -73,6 +89,40 @@ pub(crate) fn compare(netns: &Netns, count: u32, families: Families) -> anyhow::
         }
     }
     Ok(wrong)
+}
+
+/// What is compared of a tunnel device.
+const LINK: [&str; 9] = ["ifname", "link", "up", "mtu", "id", "port", "local", "learning", "kind"];
+
+/// What iproute2 says of it, at one level.
+fn link(said: &Value) -> Value {
+    let (kind, data) = (&said["linkinfo"]["info_kind"], &said["linkinfo"]["info_data"]);
+    let flags = said["flags"].as_array();
+    let local = if data["local"].is_null() { &data["local6"] } else { &data["local"] };
+    json!({
+        "ifname": said["ifname"], "link": data["link"], "mtu": said["mtu"], "kind": kind,
+        "up": flags.is_some_and(|flags| flags.contains(&"UP".into())),
+        "id": data["id"], "port": data["port"], "local": local, "learning": data["learning"],
+    })
+}
+
+/// A tunnel device as it should be: with room for the outer header, and of what nobody asked for nothing.
+fn own_device(family: Family) -> Vec<String> {
+    let (local, mtu) = match family {
+        Family::V4 => ("192.0.2.1", "1450"),
+        Family::V6 => ("2001:db8::1", "1430"),
+    };
+    [device(family), "eth0", "true", mtu, "1", "8472", local, "false", "vxlan"].map(str::to_owned).to_vec()
+}
+
+/// And the one address that it has: alone, and with no far end.
+fn own_address(family: Family) -> Vec<String> {
+    match family {
+        Family::V4 => ["32", "null", device(family)],
+        Family::V6 => ["128", "null", "null"],
+    }
+    .map(str::to_owned)
+    .to_vec()
 }
 
 fn wanted(count: u32, row: impl Fn(Peer) -> Vec<String>) -> Vec<Vec<String>> {
