@@ -24,16 +24,20 @@ const RATIO: f64 = 1.3;
 const CLASSIC_MOST: u32 = 30_000;
 /// From here on it must be so many times faster than them.
 const CLASSIC: (u32, f64) = (30_000, 10.0);
+/// With more peers than these, so many are measured in turn with them: how the time grows is said of one machine in one mood.
+const FEW: u32 = 10_000;
+/// By how much more than the number of peers the time may grow: 7.5 times from 10,000 to 65,000.
+const GROWTH: f64 = 7.5 / 6.5;
 
 pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
-    let all = leases(peers, families);
-    let (mut ours, mut floors, mut wrong) = (Vec::new(), Vec::new(), Vec::new());
+    let mut wrong = Vec::new();
+    let mut all = Runs::new(peers, families);
+    let mut few = (peers > FEW).then(|| Runs::new(FEW, families));
     for _ in 0..(MEASURED / peers.max(1)).clamp(PAIRS, MOST_PAIRS) {
-        floors.push(floor::measure(peers, families, Form::Nexthops, &mut wrong)?);
-        ours.push(run_once(peers, families, &all, &mut wrong)?.as_secs_f64());
+        all.measure(&mut wrong)?;
+        few.as_mut().map_or(Ok(()), |few| few.measure(&mut wrong))?;
     }
-    let best = floor::best(&floors).context("no floor")?;
-    let floors: Vec<f64> = floors.iter().map(|took| took[best].as_secs_f64()).collect();
+    let (ours, floors) = all.seconds().context("no floor")?;
     let seconds = median(ours.iter().copied());
     let classic = if peers <= CLASSIC_MOST {
         let took = floor::measure(peers, families, Form::Classic, &mut wrong)?;
@@ -41,21 +45,53 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
     } else {
         None
     };
+    let few = few.map(|few| few.seconds().context("no floor")).transpose()?;
+    let grown = |all: &[f64], few: &[f64]| median(all.iter().zip(few).map(|(all, few)| all / few));
     let mut report = Report {
         peers: Some(peers),
         family: Some(families.name()),
         seconds: Some(seconds),
         floor_seconds: Some(median(floors.iter().copied())),
         classic_floor_seconds: classic,
-        ratio: Some(median(ours.iter().zip(floors).map(|(ours, floor)| ours / floor))),
+        ratio: Some(median(ours.iter().zip(&floors).map(|(ours, floor)| ours / floor))),
+        growth: few.as_ref().map(|(few, _)| grown(&ours, few)),
+        floor_growth: few.as_ref().map(|(_, few)| grown(&floors, few)),
         wrong,
         ..Report::default()
     };
     report.at_most("ratio", report.ratio, RATIO);
+    report.at_most("growth", report.growth, GROWTH * f64::from(peers) / f64::from(FEW));
     if let Some(classic) = classic.filter(|_| peers >= CLASSIC.0) {
         report.at_least("classic_floor_seconds / seconds", classic / seconds, CLASSIC.1);
     }
     Ok(report)
+}
+
+/// So many peers, and how long they took: the engine, and the floor with each batch size.
+struct Runs {
+    peers: u32,
+    families: Families,
+    leases: LeaseSet,
+    ours: Vec<f64>,
+    floors: Vec<Vec<Duration>>,
+}
+
+impl Runs {
+    fn new(peers: u32, families: Families) -> Self {
+        Self { peers, families, leases: leases(peers, families), ours: Vec::new(), floors: Vec::new() }
+    }
+
+    fn measure(&mut self, wrong: &mut Vec<String>) -> anyhow::Result<()> {
+        self.floors.push(floor::measure(self.peers, self.families, Form::Nexthops, wrong)?);
+        self.ours.push(run_once(self.peers, self.families, &self.leases, wrong)?.as_secs_f64());
+        Ok(())
+    }
+
+    /// The engine's, and the floor's with the best batch size.
+    fn seconds(&self) -> Option<(Vec<f64>, Vec<f64>)> {
+        let best = floor::best(&self.floors)?;
+        Some((self.ours.clone(), self.floors.iter().map(|took| took[best].as_secs_f64()).collect()))
+    }
 }
 
 fn run_once(

@@ -11,10 +11,6 @@ use serde_json::Value;
 
 use crate::report::Report;
 
-const GROWTH: f64 = 7.5;
-/// Between these numbers of peers.
-const FROM_TO: (f64, f64) = (10_000.0, 65_000.0);
-
 /// What is drawn: the key of the figure, the class, the label.
 const LINES: [(&str, &str, &str); 3] = [
     ("classic_floor_seconds", "classic", "a gateway per route (raw writer)"),
@@ -45,11 +41,7 @@ pub(crate) fn run(family: &'static str, out: &Path) -> anyhow::Result<Report> {
         rows.len()
     );
     std::fs::write(out, svg(&rows, family)?).with_context(|| format!("{}", out.display()))?;
-    let at = |peers: f64| rows.iter().find(|row| row["peers"].as_f64() == Some(peers))?["seconds"].as_f64();
-    let growth = at(FROM_TO.0).zip(at(FROM_TO.1)).map(|(from, to)| to / from);
-    let mut report = Report { family: Some(family), growth, ..Report::default() };
-    report.at_most("growth", growth, GROWTH);
-    Ok(report)
+    Ok(Report { family: Some(family), ..Report::default() })
 }
 
 fn points(rows: &[Value], key: &str) -> Vec<(f64, f64)> {

@@ -32,9 +32,11 @@ pub(crate) struct Report {
     /// How much longer than the floor: the median of the ratios pair by pair, or the ratio of the medians.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) ratio: Option<f64>,
-    /// How many times longer for 65,000 peers than for 10,000.
+    /// How many times longer than for 10,000 peers: the median of pairs that were measured in turn.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) growth: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) floor_growth: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) p50_ms: Option<f64>,
     /// Of the worst kind, where there are kinds.

@@ -101,10 +101,17 @@ impl Seen {
     pub(crate) fn see_entry(&self, entry: &NeighMessage) {
         if let Some(mac) = entry.must_go() {
             let there = &mut self.lock().in_the_way;
-            if there.len() < MOST {
-                there.insert((entry.index, mac));
+            // Whatever is forgotten is found again with the next snapshot, but for what is on devices that are gone.
+            if there.len() == MOST {
+                there.clear();
             }
+            there.insert((entry.index, mac));
         }
+    }
+
+    /// All forwarding entries of this device are read next.
+    pub(crate) fn look_anew(&self, index: u32) {
+        self.lock().in_the_way.retain(|(device, _)| *device != index);
     }
 
     /// A forwarding entry must go before ours can be put; asked only once.
@@ -124,7 +131,7 @@ mod tests {
     use neli::consts::nl::NlmF;
 
     use super::*;
-    use crate::codec::route;
+    use crate::codec::{neigh, route};
     use crate::wire::Message;
 
     fn double(n: u16) -> Double {
@@ -149,6 +156,35 @@ mod tests {
         assert_eq!(seen.take_doubles(&dst(1)).len(), 1, "of the other family nothing is known anew");
         seen.see_all(Family::V4);
         assert_eq!(seen.take_doubles(&dst(2)).len(), 0, "all were read since");
+    }
+
+    #[test]
+    fn what_is_in_the_way_is_remembered_until_it_is_taken_or_looked_for_anew() {
+        // struct ndmsg: a permanent forwarding entry; NDA_LLADDR; and NDA_NH_ID, or no such attribute.
+        let entry = |index: u8, n: u16, by_nexthop: bool| {
+            let [high, low] = n.to_be_bytes();
+            let mut payload =
+                vec![7, 0, 0, 0, index, 0, 0, 0, 0x80, 0, 2, 0, 10, 0, 2, 0, 2, 0, 0, 0, high, low, 0, 0];
+            payload.extend([8, 0, if by_nexthop { 13 } else { 3 }, 0, 7, 0, 0, 0]);
+            let message = Message { kind: 28, flags: NlmF::empty(), sequence: 1, port: 0, payload: &payload };
+            neigh::read(&message).unwrap()
+        };
+        let mac = |n: u16| MacAddr([2, 0, 0, 0, n.to_be_bytes()[0], n.to_be_bytes()[1]]);
+        let seen = Seen::default();
+        seen.see_entry(&entry(5, 1, false));
+        assert!(!seen.take_in_the_way(5, mac(1)), "it leads to an address");
+        for (index, n) in [(5, 1), (5, 2), (6, 1), (6, 2)] {
+            seen.see_entry(&entry(index, n, true));
+        }
+        assert!(seen.take_in_the_way(5, mac(1)) && !seen.take_in_the_way(5, mac(1)), "only once");
+        seen.look_anew(5);
+        assert!(!seen.take_in_the_way(5, mac(2)), "it is not there any more");
+        assert!(seen.take_in_the_way(6, mac(1)), "that device was not looked at");
+        for n in 0..=MOST as u16 {
+            seen.see_entry(&entry(5, n, true));
+            assert!(seen.lock().in_the_way.len() <= MOST);
+        }
+        assert!(seen.take_in_the_way(5, mac(MOST as u16)), "the last one is remembered");
     }
 
     #[test]

@@ -199,6 +199,7 @@ fn read_link(
         addrs.iter().filter(|(_, is_exact)| !is_exact).map(|(addr, _)| Key::Addr(addr.link, addr.address));
     let inexact = inexact.collect();
     tell(tables, Table { objects: addrs.into_iter().map(|(addr, _)| addr.into()).collect(), inexact });
+    seen.look_anew(index);
     for request in [neigh::on(index), neigh::fdb_on(index)] {
         // Also of a dump that was begun anew: they are put again at worst.
         let mut inexact = Vec::new();

@@ -848,15 +848,21 @@ fn rules_of_an_earlier_run_go_before_the_subnet_file_where_none_are_asked_for_an
 
 const DUAL: &str = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"KIND"}}"#;
 
-/// A dual-stack peer for either backend.
+/// A dual-stack peer on the link, for either backend.
 fn dual_peer(place: &Place, kind: &str, peer: u8) {
+    let key = format!("10.1.{peer}.0-24&fd00:1:0:{peer:x}::-64");
+    peer_at(place, kind, peer, &key, ["192.0.2.", "2001:db8::"]);
+}
+
+/// The same anywhere, its lease under any key.
+fn peer_at(place: &Place, kind: &str, peer: u8, key: &str, [net, net_v6]: [&str; 2]) {
     let data = |family| format!(r#"{{"VNI":1,"VtepMAC":"0a:00:00:00:{family:02}:{peer:02x}"}}"#);
     let data = if kind == "vxlan" { [data(4), data(6)] } else { ["null".into(), "null".into()] };
     let value = format!(
-        r#"{{"PublicIP":"192.0.2.{peer}","PublicIPv6":"2001:db8::{peer:x}","BackendType":"{kind}","BackendData":{},"BackendV6Data":{}}}"#,
+        r#"{{"PublicIP":"{net}{peer}","PublicIPv6":"{net_v6}{peer:x}","BackendType":"{kind}","BackendData":{},"BackendV6Data":{}}}"#,
         data[0], data[1]
     );
-    fs::write(place.leases().join(format!("10.1.{peer}.0-24&fd00:1:0:{peer:x}::-64")), value).unwrap();
+    fs::write(place.leases().join(key), value).unwrap();
 }
 
 /// Everything of both families that leads to the peers, and the tunnels, without indexes and what changes with time.
@@ -881,31 +887,84 @@ fn data_path() -> Vec<String> {
 
 /// What can happen to the interface, in this order, and the end of which all is as before.
 fn mishaps() -> [(&'static str, Vec<&'static str>); 3] {
-    let addresses = ["address add 192.0.2.1/24 dev eth0", "address add 2001:db8::1/64 dev eth0 nodad"];
+    // As everywhere, the kernel looks first whether another host has an IPv6 address, and until then it is of no use.
+    let addresses = ["address add 192.0.2.1/24 dev eth0", "address add 2001:db8::1/64 dev eth0"];
     let made = ["link add eth0 type veth peer name wire", "link set wire up"];
+    let way_out = "route add default via 192.0.2.254";
     [
-        ("down and up", vec!["link set eth0 down", "link set eth0 up", addresses[1]]),
+        ("down and up", vec!["link set eth0 down", "link set eth0 up", addresses[1], way_out]),
         ("without cable", vec!["link set wire down", "link set wire up"]),
-        ("another device", [&["link del eth0"], &made[..], &addresses[..], &["link set eth0 up"]].concat()),
+        (
+            "another device",
+            [&["link del eth0"], &made[..], &addresses[..], &["link set eth0 up", way_out]].concat(),
+        ),
     ]
 }
 
+/// A backend as it may be configured.
+struct Way {
+    backend: &'static str,
+    v4: bool,
+    args: &'static [&'static str],
+}
+
+const WAYS: [Way; 7] = [
+    Way { backend: "\"vxlan\"", v4: true, args: &[] },
+    Way { backend: "\"vxlan\"", v4: true, args: &["--nexthop-objects=off"] },
+    Way { backend: "\"vxlan\"", v4: false, args: &[] },
+    // One peer is on the link.
+    Way { backend: "\"vxlan\",\"DirectRouting\":true", v4: true, args: &[] },
+    Way { backend: "\"host-gw\"", v4: true, args: &[] },
+    Way { backend: "\"host-gw\"", v4: true, args: &["--nexthop-objects=off"] },
+    Way { backend: "\"host-gw\"", v4: false, args: &[] },
+];
+
 #[test]
 fn an_interface_that_goes_and_comes_back_even_with_another_index_is_followed() {
-    in_netns(|| {
-        uplink();
-        for kind in ["vxlan", "host-gw"] {
-            let place = Place::new(&DUAL.replace("KIND", kind));
-            [7, 8].into_iter().for_each(|peer| dual_peer(&place, kind, peer));
-            let daemon = place.start(&[]);
+    for Way { backend, v4, args } in WAYS {
+        in_netns(move || {
+            uplink();
+            ip("route add default via 192.0.2.254");
+            let config = DUAL.replace("\"KIND\"", backend);
+            let place =
+                Place::new(&if v4 { config } else { config.replacen('{', "{\"EnableIPv4\":false,", 1) });
+            let kind = backend.split('"').nth(1).unwrap();
+            let direct = backend.contains("DirectRouting");
+            for (peer, far) in [(7, false), (8, direct)] {
+                let key = format!(
+                    "{}&fd00:1:0:{peer}::-64",
+                    if v4 { format!("10.1.{peer}.0-24") } else { "0.0.0.0-0".into() }
+                );
+                let nets = if far { ["198.51.100.", "2001:db8:7::"] } else { ["192.0.2.", "2001:db8::"] };
+                peer_at(&place, kind, peer, &key, nets);
+            }
+            let daemon = place.start(args);
             daemon.wait_for_log("in sync peers=2");
             let (before, env) = (data_path(), place.subnet_env());
-            assert!(before.len() >= if kind == "vxlan" { 16 } else { 6 }, "{before:#?}");
+            let families = if v4 { 2 } else { 1 };
+            let routes = |dev: &str| {
+                let there = before.iter().filter(|line| line.contains(" via ") && !line.starts_with("id "));
+                there.filter(|line| line.contains(dev)).count()
+            };
+            let tunnelled = match (kind, direct) {
+                ("vxlan", false) => 2,
+                ("vxlan", true) => 1,
+                _ => 0,
+            };
+            assert_eq!(routes("dev flannel"), families * tunnelled, "{before:#?}");
+            assert_eq!(routes("dev eth0"), families * (2 - tunnelled), "{before:#?}");
+            let nexthops = before.iter().filter(|line| line.starts_with("id ")).count();
+            assert_eq!(nexthops, if v4 && args.is_empty() { 2 } else { 0 }, "{before:#?}");
             for (mishap, commands) in mishaps() {
                 let old = ip("-o link show eth0");
                 commands.iter().for_each(|command| drop(ip(command)));
-                let shown =
-                    || format!("{kind}, {mishap}: {:#?}, not {before:#?}\n{}", data_path(), daemon.log());
+                let shown = || {
+                    format!(
+                        "{backend} {v4} {args:?}, {mishap}: {:#?}, not {before:#?}\n{}",
+                        data_path(),
+                        daemon.log()
+                    )
+                };
                 wait_until(|| data_path() == before, shown);
                 let new = ip("-o link show eth0");
                 let number = |line: &str| line.split(':').next().unwrap().to_owned();
@@ -913,13 +972,51 @@ fn an_interface_that_goes_and_comes_back_even_with_another_index_is_followed() {
             }
             assert_eq!(fs::read_to_string(place.subnet_file()).unwrap(), env);
             assert_eq!(fs::read_dir(place.leases()).unwrap().count(), 3, "its own and two peers'");
-            drop(daemon);
-            ip("nexthop flush protocol 241");
-            for tunnel in ["flannel.1", "flannel-v6.1"].iter().filter(|_| kind == "vxlan") {
-                ip(&format!("link del {tunnel}"));
-            }
-        }
-    });
+        });
+    }
+}
+
+/// The kernel looks first whether another host has an IPv6 address; published before that, it would lead peers nowhere.
+#[test]
+fn another_ipv6_address_is_followed_once_it_is_of_use_and_nothing_is_lost() {
+    for backend in ["\"vxlan\"", "\"vxlan\",\"DirectRouting\":true", "\"host-gw\""] {
+        in_netns(move || {
+            uplink();
+            let config = DUAL.replace("\"KIND\"", backend).replacen('{', "{\"EnableIPv4\":false,", 1);
+            let (place, kind) = (Place::new(&config), backend.split('"').nth(1).unwrap());
+            let peer = "0.0.0.0-0&fd00:1:0:7::-64";
+            peer_at(&place, kind, 7, peer, ["192.0.2.", "2001:db8::"]);
+            let daemon = place.start(&[]);
+            daemon.wait_for_log("in sync peers=1");
+            place.subnet_env();
+            let files = || fs::read_dir(place.leases()).unwrap().map(|file| file.unwrap().path());
+            let own = files().find(|path| !path.ends_with(peer)).unwrap();
+            let lease = || fs::read_to_string(&own).unwrap();
+            assert!(lease().contains("\"2001:db8::1\""), "{}", lease());
+            let tunnels = || ip("-d link show type vxlan");
+            let before = ip("-6 route show fd00:1:0:7::/64");
+            let monitor = Reader::start(Command::new("ip").args(["monitor", "route", "neigh"]));
+
+            ip("address add 2001:db8::8/64 dev eth0");
+            ip("address del 2001:db8::1/64 dev eth0");
+            assert!(ip("-6 address show dev eth0 tentative").contains("2001:db8::8"), "the kernel looks");
+            wait_until(|| lease().contains("\"2001:db8::8\""), || lease() + &daemon.log());
+            let tentative = ip("-6 address show dev eth0 tentative");
+            assert!(!tentative.contains("2001:db8::8"), "{tentative}");
+            let tunnelled = kind == "vxlan";
+            wait_until(|| !tunnelled || tunnels().contains("local 2001:db8::8 "), tunnels);
+
+            ip("link set eth0 mtu 1400");
+            let mtu = if tunnelled { 1330 } else { 1400 };
+            let env = || place.subnet_env();
+            wait_until(|| env().contains(&format!("FLANNEL_MTU={mtu}\n")), || env() + &daemon.log());
+            wait_until(|| !tunnelled || tunnels().contains(&format!("mtu {mtu} ")), tunnels);
+            assert_eq!(files().count(), 2, "the lease is the same");
+            assert_eq!(ip("-6 route show fd00:1:0:7::/64"), before);
+            let seen = seen_by(monitor);
+            assert_eq!(lost(&seen, &["fd00:1:0:7:"]), [""; 0], "{seen}");
+        });
+    }
 }
 
 #[test]
