@@ -611,6 +611,38 @@ async fn thousands_of_repairs_keep_no_lease_waiting() {
     world.when(|status| status.in_sync && status.repaired == u64::from(PEERS) - 1).await;
 }
 
+/// It is more than a round takes: nothing is tried before what it needs, and a peer that moves meanwhile does not wait.
+#[tokio::test(start_paused = true)]
+async fn what_a_device_took_along_is_put_in_order_and_keeps_no_lease_waiting() {
+    const PEERS: u16 = 4_000;
+    let kernel = FakeKernel::with_uplink("eth0");
+    let slow =
+        Odd { apply: Duration::from_micros(50), snapshot: Duration::from_millis(90), ..Odd::new(&kernel) };
+    let mut world = World::on(Arc::new(slow), kernel, PEERS).await;
+    world.kernel.delete_link(tunnel().as_str());
+    let mut failing = 0;
+    world.when(|status| status.repaired > 1_000).await;
+    let (moved, before) = (PEERS / 2, tokio::time::Instant::now());
+    world.change(moved, Some(public(PEERS + 1)));
+    let [_, fdb, ..] = objects(moved, public(PEERS + 1));
+    while world.kernel.state().get(&fdb.key()) != Some(&fdb) {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let (took, repaired) = (before.elapsed(), world.status().repaired);
+    assert!(took < Duration::from_millis(200) && repaired < 4 * u64::from(PEERS) / 2, "{took:?}, {repaired}");
+    let done = |status: &Arc<Status>| {
+        failing += status.failing.len();
+        // But for what the peer that moved has.
+        status.in_sync && status.repaired + 4 >= 4 * u64::from(PEERS)
+    };
+    world.when(done).await;
+    assert_eq!(failing, 0, "nothing was refused");
+    let calls = world.kernel.take_calls();
+    let puts = calls.iter().filter(|call| matches!(call.operation, Operation::Create | Operation::Replace));
+    let puts = puts.filter(|call| matches!(call.key, Some(Key::Route(_)))).count();
+    assert_eq!(puts, usize::from(PEERS), "each route is put once");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_listener_that_breaks_in_a_flood_is_opened_again() {
     let kernel = FakeKernel::with_uplink("eth0");

@@ -1,6 +1,7 @@
 //! Writing: what is in doubt or has changed goes to the kernel, batch by batch.
 
 use std::collections::BTreeMap;
+use std::ops::Bound::{Excluded, Unbounded};
 use std::sync::Mutex;
 
 use tokio::time::Instant;
@@ -8,7 +9,7 @@ use tokio::time::Instant;
 use super::arrive::ROUND;
 use super::{Cause, Failed, Reconciler, Unread};
 use crate::kernel::{Kernel, KernelError};
-use crate::state::{Change, Key, Object};
+use crate::state::{Change, Key, Object, Route, Via};
 use crate::status::Failure;
 
 /// How many changes are handed to the kernel at once, but for those of [new peers](super::arrive::GROUP): a stop waits for them.
@@ -52,7 +53,6 @@ impl Reconciler {
         mut may_read: bool,
         may_flood: bool,
     ) -> Result<(), Closed> {
-        let end = Instant::now() + ROUND;
         self.unfinished = false;
         let mut links_put = BTreeMap::new();
         // A link that is put may take all that is on it with it, so the kernel is read again after each.
@@ -65,7 +65,7 @@ impl Reconciler {
                 }
                 // What leases brought needs no look at the kernel first. What else is in doubt is put without one if there is none.
                 let blind = self.kernel_error.is_some();
-                self.put_noted(kernel, gate, end, |key, cause| {
+                self.put_noted(kernel, gate, Instant::now() + ROUND, |key, cause| {
                     matches!(cause, Cause::Lease(_)) || (blind && !matches!(key, Key::Link(_)))
                 })?;
                 return self.put_fresh(kernel, gate, may_flood);
@@ -78,7 +78,7 @@ impl Reconciler {
             let failing = |key| self.ledger.failing().get(&key).cloned();
             let keys = links.iter().map(|change| change.object().key());
             let before: Vec<(Key, Option<Failure>)> = keys.map(|key| (key, failing(key))).collect();
-            self.apply(kernel, gate, &links, None)?;
+            self.apply(kernel, gate, &links)?;
             let taken = before.into_iter().filter(|(key, _)| !self.ledger.failing().contains_key(key));
             let taken: Vec<_> = taken.collect();
             for (key, _) in &taken {
@@ -91,6 +91,8 @@ impl Reconciler {
             }
             links_put.extend(taken);
         }
+        // However long reading took, something is done in each round.
+        let end = Instant::now() + ROUND;
         self.put_noted(kernel, gate, end, |_, _| true)?;
         self.put_fresh(kernel, gate, may_flood)?;
         // Of those that were looked at meanwhile, not all were fresh.
@@ -98,9 +100,8 @@ impl Reconciler {
         if !self.live || self.is_unfinished() {
             return Ok(());
         }
-        let gone = self.gone.iter().rev().filter(|(key, _)| !self.may_still_lead(key));
-        let changes: Vec<Change> = gone.map(|(_, (object, _))| Change::Delete(object.clone())).collect();
-        self.apply(kernel, gate, &changes, Some(end))
+        let mut last = None;
+        self.apply_while(kernel, gate, end, |this| this.next_gone(&mut last))
     }
 
     /// A route that could not be put may still go by the nexthop object that it had, and would go with it.
@@ -113,8 +114,9 @@ impl Reconciler {
         }
     }
 
-    /// Puts what is noted and `meant`, as far as the links are there that it needs, until `end`. The routes of leases come before
-    /// routes in doubt, which may take seconds if they are many and have no nexthop objects.
+    /// Puts what is noted and `meant`, as far as the links are there that it needs, until `end`. What leases brought does not wait for
+    /// what is in doubt, which may be all that there is; and of that the routes come last: they may take seconds if they are many
+    /// and have no nexthop objects, and are refused before those that they have are there.
     fn put_noted(
         &mut self,
         kernel: &dyn Kernel,
@@ -122,16 +124,46 @@ impl Reconciler {
         end: Instant,
         meant: impl Fn(&Key, &Cause) -> bool,
     ) -> Result<(), Closed> {
-        let can_wait = |key: &Key, cause: &Cause| matches!((key, cause), (Key::Route(_), Cause::Doubt(_)));
-        for waits in [false, true] {
-            let noted =
-                self.put.iter().filter(|(key, cause)| can_wait(key, cause) == waits && meant(key, cause));
-            let wanted =
-                noted.filter_map(|(key, _)| self.want(key)).filter(|object| !self.lacks_link(object));
-            let changes: Vec<Change> = wanted.map(Change::Put).collect();
-            self.apply(kernel, gate, &changes, Some(end))?;
+        let turn = |key: &Key, cause: &Cause| match (key, cause) {
+            (_, Cause::Lease(_)) => 0,
+            (Key::Route(_), Cause::Doubt(_)) => 2,
+            (_, Cause::Doubt(_)) => 1,
+        };
+        for now in 0..3 {
+            let mut last = None;
+            let meant = |key: &Key, cause: &Cause| turn(key, cause) == now && meant(key, cause);
+            self.apply_while(kernel, gate, end, |this| this.next_noted(&mut last, meant))?;
         }
         Ok(())
+    }
+
+    /// The next batch of what is noted and `meant` after `last`; where it is the turn of a route, so it is of its nexthop object.
+    fn next_noted(&self, last: &mut Option<Key>, meant: impl Fn(&Key, &Cause) -> bool) -> Vec<Change> {
+        let mut batch = Vec::new();
+        for (key, cause) in self.put.range((last.map_or(Unbounded, Excluded), Unbounded)) {
+            if batch.len() >= BATCH {
+                break;
+            }
+            *last = Some(*key);
+            let wanted = meant(key, cause).then(|| self.want(key)).flatten();
+            let Some(object) = wanted.filter(|object| !self.lacks_link(object)) else { continue };
+            if let (Cause::Lease(_), Object::Route(Route { via: Via::Nexthop(id), .. })) = (cause, &object)
+                && let Some(Cause::Doubt(_)) = self.put.get(&Key::Nexthop(*id))
+            {
+                batch.extend(self.want(&Key::Nexthop(*id)).map(Change::Put));
+            }
+            batch.push(Change::Put(object));
+        }
+        batch
+    }
+
+    /// The next batch of what is to be deleted before `last`: in the order opposite to that of creation.
+    fn next_gone(&self, last: &mut Option<Key>) -> Vec<Change> {
+        let gone = self.gone.range((Unbounded, last.map_or(Unbounded, Excluded))).rev();
+        let gone = gone.filter(|(key, _)| !self.may_still_lead(key)).take(BATCH);
+        let batch: Vec<_> = gone.map(|(_, (object, _))| Change::Delete(object.clone())).collect();
+        *last = batch.last().map(|change| change.object().key());
+        batch
     }
 
     /// Without its link nothing can be put; one failure in the status says more than ten thousand.
@@ -140,24 +172,35 @@ impl Reconciler {
             && self.link_of(object).is_some_and(|link| self.missing_links.contains(&link))
     }
 
-    /// Applies changes batch by batch, none of which begins after `end`: then there is more to do.
-    pub(super) fn apply(
+    /// Applies one batch after the other, as `next` makes them out, none but the first of which begins after `end`: then there is more to
+    /// do. What is not applied in this round is not even made out: there may be a thousand batches.
+    fn apply_while(
         &mut self,
         kernel: &dyn Kernel,
         gate: &Gate,
-        changes: &[Change],
-        end: Option<Instant>,
+        end: Instant,
+        mut next: impl FnMut(&Self) -> Vec<Change>,
     ) -> Result<(), Closed> {
-        for (n, batch) in changes.chunks(BATCH).enumerate() {
-            if n > 0 && end.is_some_and(|end| Instant::now() >= end) {
+        let mut first = true;
+        while !self.unfinished {
+            let batch = next(self);
+            if batch.is_empty() {
+                break;
+            }
+            if !std::mem::take(&mut first) && Instant::now() >= end {
                 self.unfinished = true;
                 break;
             }
-            let results = gate.pass(|| kernel.apply(&self.owned, batch)).ok_or(Closed)?;
-            let now = Instant::now();
-            for (change, result) in batch.iter().zip(results) {
-                self.record(change, result, now, None);
-            }
+            self.apply(kernel, gate, &batch)?;
+        }
+        Ok(())
+    }
+
+    fn apply(&mut self, kernel: &dyn Kernel, gate: &Gate, changes: &[Change]) -> Result<(), Closed> {
+        let results = gate.pass(|| kernel.apply(&self.owned, changes)).ok_or(Closed)?;
+        let now = Instant::now();
+        for (change, result) in changes.iter().zip(results) {
+            self.record(change, result, now, None);
         }
         Ok(())
     }
