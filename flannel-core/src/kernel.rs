@@ -68,8 +68,8 @@ impl Owned {
     }
 
     /// A neighbour or forwarding entry read from the kernel is ours.
-    pub fn owns_entry(&self, link: LinkName, permanent: bool) -> bool {
-        permanent && self.links.contains(&link)
+    pub fn owns_entry(&self, link: LinkName, stays: bool) -> bool {
+        stays && self.links.contains(&link)
     }
 
     /// A route read from the kernel (main table, default metric, no TOS) is ours. `link` is the device that it leaves

@@ -52,12 +52,16 @@ impl NexthopBlock {
 
     /// The block that hash and circumstances give a network: of the first few, best one where an earlier run left more than others
     /// have there (what is one of ours by its id and another's by its protocol was taken, and is taken back), else one without ids of
-    /// others. `None` if others are in all of them.
+    /// others. `None` if others are in all of them, and without an IPv4 pod network, which alone needs any.
     ///
     /// # Errors
     /// The kernel could not be read.
     pub fn choose(kernel: &dyn Kernel, owned: &Owned) -> Result<(Option<Self>, NexthopIds), KernelError> {
         let there = kernel.nexthop_ids(owned)?;
+        // By no pod network one block would be everybody's.
+        if !owned.networks.iter().any(|network| network.family() == Family::V4) {
+            return Ok((None, there));
+        }
         let held = |block: &Self, ids: &[u32]| ids.iter().filter(|id| block.contains(**id)).count();
         let left = |block: &Self| held(block, &there.ours) > held(block, &there.foreign);
         let free = |block: &Self| held(block, &there.foreign) == 0;

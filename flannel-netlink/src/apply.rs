@@ -117,6 +117,7 @@ impl<'a> Writer<'a> {
                 if route.via == Via::LastResort {
                     route::delete_any(&mut self.requests, &route.dst, ROUTE_PROTOCOL);
                     self.pending.push((n, true));
+                    self.delete_on_our_links(n, &route.dst);
                     self.seen.see_last_resort(route.dst);
                 } else {
                     self.delete_behind(n, route);
@@ -140,6 +141,9 @@ impl<'a> Writer<'a> {
         match object {
             Object::Addr(addr) => return self.delete_addr(n, addr, index),
             Object::Neigh(neigh) => neigh::delete(&mut self.requests, neigh, index),
+            Object::Fdb(fdb) if self.seen.take_in_the_way(index, fdb.mac) => {
+                neigh::delete_any_fdb(&mut self.requests, fdb.mac, index);
+            }
             Object::Fdb(fdb) => neigh::delete_fdb(&mut self.requests, fdb, index),
             Object::Nexthop(nexthop) => {
                 if !self.is_there(changes, n, nexthop, index)? {
@@ -169,6 +173,17 @@ impl<'a> Writer<'a> {
             let behind = Route { via: Via::LastResort, mtu: None, ..*route };
             route::delete(&mut self.requests, &behind, 0, ROUTE_PROTOCOL);
             self.pending.push((n, true));
+        }
+    }
+
+    /// What leads into a tunnel of ours is ours, whoever put it there.
+    fn delete_on_our_links(&mut self, n: usize, dst: &Subnet) {
+        for link in &self.owned.links {
+            // One that is not there has no routes.
+            if let Ok(index) = self.index(*link) {
+                route::delete_on(&mut self.requests, dst, index);
+                self.pending.push((n, true));
+            }
         }
     }
 

@@ -8,6 +8,7 @@ use neli::consts::rtnl::Rtn;
 use crate::codec::link::LinkMessage;
 use crate::codec::{link, route};
 use crate::socket::Socket;
+use crate::wire::EBADMSG;
 
 pub(crate) const ENODEV: i32 = 19;
 
@@ -22,11 +23,16 @@ pub(crate) fn find_link(socket: &mut Socket, name: LinkName) -> Result<LinkMessa
     }
 }
 
-/// The name of the link with this index; `None` if there is none.
+/// The name of the link with this index. `ENODEV`: there is none; [`EBADMSG`]: the name is no text, which none of ours is.
+pub(crate) fn ask_name(socket: &mut Socket, index: u32) -> Result<LinkName, KernelError> {
+    socket.ask(link::by_index(index), link::read).map(|link| link.name)
+}
+
+/// The same; `None` if there is no link, or none that could be ours.
 pub(crate) fn name_of(socket: &mut Socket, index: u32) -> Result<Option<LinkName>, KernelError> {
-    match socket.ask(link::by_index(index), link::read) {
-        Ok(link) => Ok(Some(link.name)),
-        Err(error) if error.errno == ENODEV => Ok(None),
+    match ask_name(socket, index) {
+        Ok(name) => Ok(Some(name)),
+        Err(error) if matches!(error.errno, ENODEV | EBADMSG) => Ok(None),
         Err(error) => Err(error),
     }
 }

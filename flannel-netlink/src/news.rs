@@ -3,16 +3,16 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use flannel_core::{Culprit, Doubts, KernelError, Key, LinkName, Object, Report};
+use flannel_core::{Culprit, Doubts, KernelError, Key, LinkName, Object, Report, Subnet};
 use neli::consts::nl::NlmF;
-use neli::consts::rtnl::{Rtm, Rtprot};
+use neli::consts::rtnl::{RtAddrFamily, Rtm, Rtprot};
 
-use crate::ask::name_of;
+use crate::ask::{ENODEV, ask_name};
 use crate::codec::link::LinkMessage;
-use crate::codec::{addr, link, neigh, nexthop, route};
+use crate::codec::{addr, family_of, link, neigh, nexthop, route};
 use crate::seen::Seen;
 use crate::socket::Socket;
-use crate::wire::{Message, messages};
+use crate::wire::{EBADMSG, Message, messages};
 
 /// What was heard and not yet told.
 pub(crate) struct News {
@@ -90,6 +90,7 @@ impl News {
                 (self.nexthop(message, false)?, nexthop::read(message).map(|found| found.protocol))
             }
             _ if message.kind == nexthop::DELETE => (self.nexthop(message, true)?, None),
+            Rtm::Newrule | Rtm::Delrule => (rule(message), None),
             _ => (None, None),
         };
         if let Some(report) = report {
@@ -144,11 +145,13 @@ impl News {
     }
 
     fn route(&mut self, message: &Message<'_>, deleted: bool) -> Result<Option<Report>, KernelError> {
-        let Some(found) = route::read(message).filter(|found| found.main) else { return Ok(None) };
-        self.seen.see(&found);
+        let Some(found) = route::read(message) else { return Ok(None) };
         let key = Key::Route(found.dst);
-        // A route with another metric is another entry, but it may change where packets go.
-        if !found.default_metric {
+        // A route with another metric or in another table is another entry, but it may change where packets go.
+        if found.main {
+            self.seen.see(&found);
+        }
+        if !found.main || !found.default_metric {
             return Ok(Some(Report::Beside(key)));
         }
         let link = if deleted || found.index == 0 { None } else { self.name(found.index)? };
@@ -169,11 +172,13 @@ impl News {
         if let Some(link) = self.links.get(&index) {
             return Ok(Some(link.name));
         }
-        let name = name_of(&mut self.requests, index)?;
-        if name.is_none() {
-            self.everything();
+        match ask_name(&mut self.requests, index) {
+            Ok(name) => return Ok(Some(name)),
+            Err(error) if error.errno == ENODEV => self.everything(),
+            Err(error) if error.errno == EBADMSG => {}
+            Err(error) => return Err(error),
         }
-        Ok(name)
+        Ok(None)
     }
 
     fn report(&mut self, report: Report, culprit: Option<Culprit>) {
@@ -203,6 +208,13 @@ fn culprit(port: u32, protocol: Option<u8>) -> Option<Culprit> {
     let mut culprit = Culprit::new(port);
     culprit.protocol = protocol;
     (port != 0).then_some(culprit)
+}
+
+/// A rule may lead any packet of its family elsewhere, as a default route in another table would.
+fn rule(message: &Message<'_>) -> Option<Report> {
+    // `struct fib_rule_hdr` begins with the family, as others do.
+    let family = family_of(RtAddrFamily::from(*message.payload.first()?))?;
+    Subnet::new(family.unspecified(), 0).map(|all| Report::Beside(Key::Route(all)))
 }
 
 /// An object that says not all of what there is.

@@ -206,7 +206,7 @@ fn read_link(
         let objects = socket.dump(request, |message| {
             let found = neigh::read(message).filter(|found| found.index == index)?;
             seen.see_entry(&found);
-            let object = found.object(name).filter(|_| owned.owns_entry(name, found.permanent))?;
+            let object = found.object(name).filter(|_| owned.owns_entry(name, found.stays))?;
             inexact.extend((!found.is_exact()).then(|| object.key()));
             Some(object)
         })?;

@@ -2,12 +2,15 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
+use std::ffi::OsStr;
 use std::net::IpAddr;
+use std::os::unix::ffi::OsStrExt;
+use std::process::Command;
 use std::time::Duration;
 
 use flannel_core::{
     Addr, Change, Changes, Doubts, Kernel, Key, LinkName, MacAddr, Neigh, Nexthop, Object, Owned, Report,
-    Route, State, Subnet, Via,
+    Route, RouteAnswer, State, Subnet, Via,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, bridge, in_netns_async, ip};
@@ -107,6 +110,16 @@ fn others_changes_are_told_object_by_object() {
             ),
             ("route del 10.1.2.0/24", Report::Gone(Key::Route(dst))),
             ("route add 10.1.2.0/24 via 192.0.2.9 metric 70", Report::Beside(Key::Route(dst))),
+            // Whatever may lead packets elsewhere.
+            (
+                "route add 10.1.3.0/24 via 192.0.2.9 table 70",
+                Report::Beside(Key::Route("10.1.3.0/24".parse().unwrap())),
+            ),
+            (
+                "rule add to 198.51.100.0/24 table 70",
+                Report::Beside(Key::Route("0.0.0.0/0".parse().unwrap())),
+            ),
+            ("-6 rule add from 2001:db8::1 table 70", Report::Beside(Key::Route("::/0".parse().unwrap()))),
             ("nexthop del id 9", Report::Gone(Key::Nexthop(9))),
             (
                 "addr add 10.1.0.1/32 dev up0",
@@ -211,6 +224,35 @@ fn whatever_befalls_a_link_puts_it_in_doubt() {
         ip("addr add 192.0.2.7/32 dev old0");
         let there = Addr { link: link("old0"), address: address("192.0.2.7"), len: 32 };
         until(&mut *changes, tells(Report::Now(there.into()))).await;
+    });
+}
+
+/// The kernel takes almost any bytes for a name.
+#[test]
+fn a_link_whose_name_is_no_text_puts_nothing_else_in_doubt() {
+    in_netns_async(|| async {
+        let kernel = uplink();
+        let mut changes = kernel.changes().unwrap();
+        let odd = OsStr::from_bytes(b"od\xff0");
+        let ip_of = |args: &[&str]| {
+            let args = args.iter().map(|word| if *word == "ODD" { odd } else { OsStr::new(word) });
+            assert!(Command::new("ip").args(args).status().unwrap().success());
+        };
+        ip_of(&["link", "add", "ODD", "type", "veth", "peer", "name", "far1"]);
+        ip_of(&["link", "set", "ODD", "up"]);
+        ip_of(&["address", "add", "192.0.3.1/24", "dev", "ODD"]);
+        ip_of(&["neigh", "add", "192.0.3.9", "lladdr", "0a:00:00:00:00:09", "dev", "ODD"]);
+        ip_of(&["route", "add", "198.51.100.0/24", "via", "192.0.3.9"]);
+        ip("neigh add 192.0.2.77 lladdr 0a:00:00:00:00:09 dev up0 nud permanent");
+        let mark = Key::Neigh(link("up0"), address("192.0.2.77"));
+        let is_mark = |report: &Report| matches!(report, Report::Now(object) if object.key() == mark);
+        let before = until(
+            &mut *changes,
+            |doubts| matches!(doubts, Doubts::Objects(reports, _) if reports.iter().any(is_mark)),
+        );
+        let before = before.await;
+        assert!(!before.contains(&Doubts::Everything), "{before:?}");
+        assert_eq!(kernel.lookup(address("198.51.100.1")).unwrap(), RouteAnswer::nowhere());
     });
 }
 

@@ -455,11 +455,33 @@ fn neighbours_and_forwarding_entries() {
                 assert!(shown()[0]["dst"].is_null(), "{}", shown());
             };
             diverted();
-            assert!(
-                !kernel.snapshot(&owned()).unwrap().iter().any(|object| matches!(object, Object::Fdb(_)))
-            );
+            let is_inexact = || {
+                let snapshot = kernel.snapshot(&owned()).unwrap();
+                let found = snapshot.iter().find(|object| matches!(object, Object::Fdb(_))).cloned();
+                found.filter(|found| snapshot.is_inexact(&found.key()))
+            };
+            assert!(is_inexact().is_some());
             put(kernel, fdb(e));
             assert_eq!((&shown()[0]["dst"], shown()[1].is_null()), (&json!(e), true));
+            assert_eq!(is_inexact(), None);
+            // What nobody wants goes, however odd it is.
+            for odd in [
+                "nhid 79 self permanent",
+                "via up1 self permanent",
+                "port 999 vni 7 self permanent",
+                "self static",
+            ] {
+                bridge("fdb del 0a:00:00:00:00:07 dev flannel.1");
+                let dst = if odd.contains("nhid") { String::new() } else { format!("dst {d}") };
+                bridge(&format!("fdb add 0a:00:00:00:00:07 dev flannel.1 {dst} {odd}"));
+                delete(kernel, is_inexact().expect(odd));
+                assert_eq!(shown().as_array().unwrap().len(), 0, "{odd}");
+                bridge(&format!("fdb add 0a:00:00:00:00:07 dev flannel.1 {dst} {odd}"));
+                assert!(is_inexact().is_some(), "{odd}");
+                put(kernel, fdb(e));
+                assert_eq!((&shown()[0]["dst"], &shown()[0]["port"]), (&json!(e), &Value::Null), "{odd}");
+                assert_eq!((is_inexact(), &shown()[0]["state"]), (None, &json!("permanent")), "{odd}");
+            }
             apply(kernel, Change::Delete(fdb(d).into())).unwrap();
             assert_eq!(shown()[0]["dst"], e, "only as described");
             delete(kernel, fdb(e));

@@ -27,6 +27,8 @@ impl Scene {
         ip("addr add 192.0.2.1/24 dev up0");
         ip("addr add 2001:db8::1/64 dev up0 nodad");
         ip("link set up0 up");
+        ip("link add tun0 type vxlan id 9 dstport 8472");
+        ip("link set tun0 up");
         let kernel = NetlinkKernel::open().unwrap();
         let owned = Owned { networks: networks(), ..Owned::default() };
         let block = NexthopBlock::choose(&kernel, &owned).unwrap().0.unwrap();
@@ -41,6 +43,7 @@ impl Scene {
 
     fn owned(&self) -> Owned {
         Owned {
+            links: ["tun0".parse().unwrap()].into(),
             networks: networks(),
             routes_on: [up()].into(),
             blackholes: true,
@@ -108,6 +111,7 @@ impl Scene {
     fn foreign(&self, command: &str) {
         let flag = if self.family == Family::V4 { "-4" } else { "-6" };
         let mut command = format!("{flag} {}", command.replace("DST", &self.dst().to_string()));
+        command = command.replace("BASE", &self.dst().base().to_string());
         for (word, n) in [("SOURCE", 1), ("FIVE", 5), ("SIX", 6)] {
             command = command.replace(word, &self.gateway(n).to_string());
         }
@@ -415,6 +419,11 @@ fn a_route_of_last_resort_stands_behind_others_and_replaces_ours() {
                 scene.apply(&Change::Delete(form.into()));
                 assert_eq!(scene.found(), None, "nothing of ours is left behind it");
             }
+            // What leads into a tunnel of ours is an earlier run's, whoever put it there, and would keep others from standing before.
+            scene.foreign("route add DST via BASE dev tun0 onlink");
+            scene.apply(&Change::Put(last.into()));
+            assert_eq!(scene.found(), Some(last.into()), "alone");
+            scene.apply(&Change::Delete(last.into()));
             // A bridge's route, as the kernel makes it.
             scene.apply(&Change::Put(last.into()));
             scene.foreign("route add DST dev up0 proto kernel");
@@ -502,7 +511,11 @@ fn five_thousand_routes_are_read_while_others_change() {
                 }
                 stop.store(true, std::sync::atomic::Ordering::Relaxed);
             });
-            assert_eq!(scene.kernel.snapshot(&owned).unwrap().len(), 5000 + 2, "routes and nexthops");
+            assert_eq!(
+                scene.kernel.snapshot(&owned).unwrap().len(),
+                5000 + 3,
+                "routes, nexthops and the device"
+            );
         });
     });
 }

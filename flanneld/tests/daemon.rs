@@ -1348,18 +1348,57 @@ fn a_prefix_that_comes_and_goes_moves_a_peer_onto_the_link_and_back_and_nothing_
 
         let monitor = Reader::start(Command::new("ip").args(["monitor", "route", "nexthop"]));
         for (step, commands, ways) in [
-            ("onto the link", ["add 198.51.100.1/24 dev eth0", "add 2001:db8:7::1/64 dev eth0 nodad"], link),
+            (
+                "onto the link",
+                ["address add 198.51.100.1/24 dev eth0", "address add 2001:db8:7::1/64 dev eth0 nodad"],
+                link,
+            ),
             (
                 "behind another",
-                ["add 198.51.100.6/31 dev eth1", "add 2001:db8:7::6/127 dev eth1 nodad"],
+                ["address add 198.51.100.6/31 dev eth1", "address add 2001:db8:7::6/127 dev eth1 nodad"],
                 tunnel,
             ),
-            ("onto the link again", ["del 198.51.100.6/31 dev eth1", "del 2001:db8:7::6/127 dev eth1"], link),
-            ("off the link", ["del 198.51.100.1/24 dev eth0", "del 2001:db8:7::1/64 dev eth0"], tunnel),
+            (
+                "onto the link again",
+                ["address del 198.51.100.6/31 dev eth1", "address del 2001:db8:7::6/127 dev eth1"],
+                link,
+            ),
+            (
+                "off the link",
+                ["address del 198.51.100.1/24 dev eth0", "address del 2001:db8:7::1/64 dev eth0"],
+                tunnel,
+            ),
+            // Nothing of this is in the main table.
+            (
+                "by a rule that leads nowhere yet",
+                ["rule add to 198.51.100.0/24 table 70", "-6 rule add to 2001:db8:7::/64 table 70"],
+                tunnel,
+            ),
+            (
+                "onto the link by that table",
+                [
+                    "route add 198.51.100.0/24 dev eth0 table 70",
+                    "-6 route add 2001:db8:7::/64 dev eth0 table 70",
+                ],
+                link,
+            ),
+            (
+                "without the rule",
+                ["rule del to 198.51.100.0/24 table 70", "-6 rule del to 2001:db8:7::/64 table 70"],
+                tunnel,
+            ),
+            (
+                "with the rule",
+                ["rule add to 198.51.100.0/24 table 70", "-6 rule add to 2001:db8:7::/64 table 70"],
+                link,
+            ),
+            (
+                "without that table",
+                ["route del 198.51.100.0/24 table 70", "-6 route del 2001:db8:7::/64 table 70"],
+                tunnel,
+            ),
         ] {
-            for command in commands {
-                ip(&format!("address {command}"));
-            }
+            commands.iter().for_each(|command| drop(ip(command)));
             wait_until(|| goes(ways), || format!("{step}: {:?}\n{}", routes(), daemon.log()));
         }
         wait_until(|| data_path() == before, || format!("{:#?}, not {before:#?}", data_path()));

@@ -27,6 +27,8 @@ use tokio::time::MissedTickBehavior;
 
 const PEERS: u8 = 200;
 const LATE: u8 = 250;
+/// The peers from here on are behind a router, where that makes a difference.
+const LAST_ON_LINK: u8 = 100;
 /// A slow machine may need it: nothing waits so long where all is well.
 const PATIENCE: Duration = Duration::from_secs(120);
 const DEVICES: [&str; 2] = ["flannel.1", "flannel-v6.1"];
@@ -126,83 +128,112 @@ fn public(n: u8) -> Dual<IpAddr> {
         .collect()
 }
 
+/// A peer's: some are behind a router.
+fn peer_public(n: u8) -> Dual<IpAddr> {
+    if n <= LAST_ON_LINK {
+        return public(n);
+    }
+    [format!("198.51.100.{n}"), format!("2001:db8:7::{n:x}")]
+        .iter()
+        .map(|a| a.parse::<IpAddr>().unwrap())
+        .collect()
+}
+
 fn mac(family: Family, n: u8) -> String {
     format!("0a:00:00:00:0{}:{n:02x}", if family == Family::V4 { 4 } else { 6 })
 }
 
-fn put_peer(subnets: &FakeSubnets, n: u8) {
-    put_peer_of("vxlan", subnets, n);
-}
-
-fn put_peer_of(backend: &'static str, subnets: &FakeSubnets, n: u8) {
-    let data = |family| Some(format!(r#"{{"VNI":1,"VtepMAC":"{}"}}"#, mac(family, n)).into());
-    let attrs =
-        LeaseAttrs { public: public(n), backend_type: backend.into(), backend_data: Dual::from_fn(data) };
-    subnets.put_attrs(&format!("10.1.{n}.0-24&fd00:1:0:{n:x}::-64"), attrs);
-}
-
-/// A host with many peers, and things of others in the neighbourhood.
-async fn start(backend: &'static dyn Backend) -> (FakeSubnets, watch::Receiver<Arc<Status>>) {
-    start_on(NetlinkKernel::open().unwrap(), backend).await
-}
-
-async fn start_on(
-    kernel: NetlinkKernel,
+/// A host as it may be set up.
+#[derive(Clone, Copy)]
+struct Setup {
     backend: &'static dyn Backend,
-) -> (FakeSubnets, watch::Receiver<Arc<Status>>) {
-    for command in [
-        "link add eth0 type veth peer name wire",
-        "link set wire up",
-        "address add 192.0.2.1/24 dev eth0",
-        "address add 2001:db8::1/64 dev eth0 nodad",
-        "link set eth0 up",
-        // Others'.
-        "link add cali1 type veth peer name pod1",
-        "link set cali1 up",
-        "link add br0 mtu 1500 address 0a:22:22:22:22:22 type bridge",
-        "address add 10.9.9.9/32 dev cali1",
-        "route add 172.16.1.0/24 via 192.0.2.9 dev eth0",
-        "-6 route add fd77::/64 via 2001:db8::9 dev eth0",
-        "route add 10.1.240.0/24 via 192.0.2.9 dev eth0 metric 70",
-        "route add 10.1.241.0/24 via 192.0.2.9 dev eth0",
-        "-6 route add fd00:1:0:f1::/64 via 2001:db8::9 dev eth0",
-        "neigh add 192.0.2.253 lladdr 0a:11:11:11:11:11 dev eth0 nud permanent",
-        "nexthop add id 77 via 192.0.2.9 dev eth0",
-        "route add 172.16.2.0/24 nhid 77",
-        "nexthop add id 78 via 192.0.2.9 fdb",
-        "nexthop add id 79 group 78 fdb",
-        "nexthop add id 80 via 2001:db8::9 fdb",
-        "nexthop add id 81 group 80 fdb",
-    ] {
-        ip(command);
+    /// IPv4 routes go by nexthop objects.
+    nexthops: bool,
+    /// Some peers are behind a router, and the others are reached without a tunnel.
+    direct: bool,
+}
+
+const VXLAN: Setup = Setup { backend: &VxlanBackend, nexthops: true, direct: false };
+const HOST_GW: Setup = Setup { backend: &HostGw, nexthops: true, direct: false };
+
+impl Setup {
+    fn put_peer(self, subnets: &FakeSubnets, n: u8) {
+        let data = |family| Some(format!(r#"{{"VNI":1,"VtepMAC":"{}"}}"#, mac(family, n)).into());
+        let attrs = LeaseAttrs {
+            public: if self.direct { peer_public(n) } else { public(n) },
+            backend_type: self.backend.name().into(),
+            backend_data: Dual::from_fn(data),
+        };
+        subnets.put_attrs(&format!("10.1.{n}.0-24&fd00:1:0:{n:x}::-64"), attrs);
     }
-    let kind = backend.name();
-    let config = format!(
-        r#"{{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{{"Type":"{kind}"}}}}"#
-    );
-    let subnets = FakeSubnets::with_config(&config);
-    (2..2 + PEERS).for_each(|n| put_peer_of(kind, &subnets, n));
-    let host = Host {
-        iface: ExternalInterface {
-            name: "eth0".parse().unwrap(),
-            mtu: 1500,
-            address: public(1),
-            public: public(1),
-            reason: "it is the only one".into(),
-        },
-        kernel: Arc::new(kernel),
-        subnets: Arc::new(subnets.clone()),
-        identity: "test".into(),
-    };
-    let network = backend.register(&host, &subnets.network_config().await.unwrap()).await.unwrap();
-    let status = network.handle().status;
-    let views = subnets.watch_leases().await.unwrap();
-    tokio::spawn(async move {
-        let ended = network.run(views).await;
-        panic!("the network ended: {ended:?}");
-    });
-    in_sync(&mut status.clone(), PEERS.into()).await;
-    (subnets, status)
+
+    /// A host with many peers, and things of others in the neighbourhood.
+    async fn start(self) -> (FakeSubnets, watch::Receiver<Arc<Status>>) {
+        for command in [
+            "link add eth0 type veth peer name wire",
+            "link set wire up",
+            "address add 192.0.2.1/24 dev eth0",
+            "address add 2001:db8::1/64 dev eth0 nodad",
+            "link set eth0 up",
+            "route add default via 192.0.2.254",
+            "-6 route add default via 2001:db8::fe",
+            // Others'.
+            "link add cali1 type veth peer name pod1",
+            "link set cali1 up",
+            "link add br0 mtu 1500 address 0a:22:22:22:22:22 type bridge",
+            "address add 10.9.9.9/32 dev cali1",
+            "route add 172.16.1.0/24 via 192.0.2.9 dev eth0",
+            "-6 route add fd77::/64 via 2001:db8::9 dev eth0",
+            "route add 10.1.240.0/24 via 192.0.2.9 dev eth0 metric 70",
+            "route add 10.1.241.0/24 via 192.0.2.9 dev eth0",
+            "-6 route add fd00:1:0:f1::/64 via 2001:db8::9 dev eth0",
+            "neigh add 192.0.2.253 lladdr 0a:11:11:11:11:11 dev eth0 nud permanent",
+            "nexthop add id 77 via 192.0.2.9 dev eth0",
+            "route add 172.16.2.0/24 nhid 77",
+            "nexthop add id 78 via 192.0.2.9 fdb",
+            "nexthop add id 79 group 78 fdb",
+            "nexthop add id 80 via 2001:db8::9 fdb",
+            "nexthop add id 81 group 80 fdb",
+        ] {
+            ip(command);
+        }
+        let (kind, direct) = (self.backend.name(), self.direct);
+        let config = format!(
+            r#"{{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{{"Type":"{kind}","DirectRouting":{direct}}}}}"#
+        );
+        let subnets = FakeSubnets::with_config(&config);
+        (2..2 + PEERS).for_each(|n| self.put_peer(&subnets, n));
+        let kernel = NetlinkKernel::open().unwrap();
+        let host = Host {
+            iface: ExternalInterface {
+                name: "eth0".parse().unwrap(),
+                mtu: 1500,
+                address: public(1),
+                public: public(1),
+                reason: "it is the only one".into(),
+            },
+            kernel: Arc::new(if self.nexthops { kernel } else { kernel.without_nexthops() }),
+            subnets: Arc::new(subnets.clone()),
+            identity: "test".into(),
+        };
+        let network = self.backend.register(&host, &subnets.network_config().await.unwrap()).await.unwrap();
+        let status = network.handle().status;
+        let views = subnets.watch_leases().await.unwrap();
+        tokio::spawn(async move {
+            let ended = network.run(views).await;
+            panic!("the network ended: {ended:?}");
+        });
+        in_sync(&mut status.clone(), PEERS.into()).await;
+        (subnets, status)
+    }
+
+    /// Where a peer's nexthop object is: at its number and this one.
+    fn first_nexthop(self) -> Option<u64> {
+        let routes: Value = serde_json::from_str(&ip("-j route show 10.1.2.0/24")).unwrap();
+        let id = routes[0]["nhid"].as_u64();
+        assert_eq!(id.is_some(), self.nexthops);
+        id.map(|id| id - 2)
+    }
 }
 
 async fn in_sync(status: &mut watch::Receiver<Arc<Status>>, peers: usize) {
@@ -244,10 +275,72 @@ fn see() -> BTreeSet<String> {
     lines.map(line).filter(|line| !line.starts_with("br0: ")).collect()
 }
 
+/// What a storm needs to know of the host, and what it has done.
+struct Storm {
+    setup: Setup,
+    random: Random,
+    /// Where a peer's nexthop object is: at its number and this one.
+    first: Option<u64>,
+    /// The addresses of the devices.
+    own: [String; 2],
+    tools: [Tool; 3],
+    began: Instant,
+    done: usize,
+}
+
+impl Storm {
+    fn new(setup: Setup) -> Self {
+        let address = |device| {
+            ip(&format!("-br address show dev {device} scope global"))
+                .split_whitespace()
+                .nth(2)
+                .unwrap()
+                .to_owned()
+        };
+        Self {
+            setup,
+            random: Random::new(),
+            first: setup.first_nexthop(),
+            own: if setup.backend.name() == "vxlan" { DEVICES.map(address) } else { Default::default() },
+            tools: Tool::ALL.map(Tool::new),
+            began: Instant::now(),
+            done: 0,
+        }
+    }
+
+    /// Ten more changes; whole devices are hit if `devices`.
+    fn blow(&mut self, devices: bool) {
+        for _ in 0..10 {
+            let on_uplink = match self.setup {
+                Setup { direct: true, .. } => self.random.below(4) == 0,
+                setup => setup.backend.name() == "host-gw",
+            };
+            let (tool, text) = if on_uplink {
+                damage_on_uplink(&mut self.random, self.first.unwrap_or_default())
+            } else {
+                damage(&mut self.random, self.first.unwrap_or_default(), devices, &self.own)
+            };
+            // Where it has none of its own, others' are none of its business.
+            if self.first.is_none() && text.split_whitespace().any(|word| ["nexthop", "nhid"].contains(&word))
+            {
+                continue;
+            }
+            self.done += text.lines().count();
+            self.tools[tool].run(&text);
+        }
+    }
+
+    /// Waits until all was done.
+    fn end(self) {
+        self.tools.into_iter().for_each(Tool::finish);
+        println!("{} changes in {:.1} s", self.done, self.began.elapsed().as_secs_f64());
+    }
+}
+
 /// Something that can be done to a peer's objects, or to a device: the tool, by its place in [`Tool::ALL`], and what it is
-/// told. The nexthop object of a peer is `first` and its number.
+/// told. The nexthop object of a peer is `first` and its number, the addresses of the devices are `own`.
 /// Whole devices are hit if `devices`.
-fn damage(random: &mut Random, first: u64, devices: bool) -> (usize, String) {
+fn damage(random: &mut Random, first: u64, devices: bool, own_addresses: &[String; 2]) -> (usize, String) {
     let family = Family::BOTH[random.below(2) as usize];
     let v4 = family == Family::V4;
     let device = DEVICES[usize::from(!v4)];
@@ -261,6 +354,8 @@ fn damage(random: &mut Random, first: u64, devices: bool) -> (usize, String) {
     let mac = mac(family, n as u8);
     let alien = format!("0a:99:00:00:00:{:02x}", random.below(256));
     let far = public(100 + random.below(100) as u8)[family].unwrap();
+    let right = public(n as u8)[family].unwrap();
+    let own_address = &own_addresses[usize::from(!v4)];
     let by_ip = |text: String| (usize::from(!v4), text);
     let by_bridge = |text: String| (2, text);
     let id = first + n;
@@ -312,7 +407,15 @@ fn damage(random: &mut Random, first: u64, devices: bool) -> (usize, String) {
             "address add {unwanted} peer {gateway}/{} dev {device} nodad",
             if v4 { 32 } else { 128 }
         )),
-        kind => match kind % 28 {
+        22..25 => by_ip(format!(
+            "address {} {own_address} dev {device} {}",
+            if v4 { "change" } else { "replace" },
+            ["valid_lft 3600 preferred_lft 1800", "valid_lft 3600 preferred_lft 0"][random.below(2) as usize]
+        )),
+        25..28 => by_ip(format!(
+            "address del {own_address} dev {device}\naddress add {own_address} dev {device} scope link nodad"
+        )),
+        kind => match kind % 36 {
             0 | 1 => by_ip(format!("route del {dst}")),
             2 => by_ip(format!("route replace {dst} via {other} dev {device} onlink")),
             3 => by_ip(format!("route replace {dst} via {gateway} dev {device} onlink mtu 1300")),
@@ -357,6 +460,25 @@ fn damage(random: &mut Random, first: u64, devices: bool) -> (usize, String) {
             26 => by_bridge(format!(
                 "fdb del {mac} dev {device}\nfdb add {mac} dev {device} nhid {} self permanent",
                 if v4 { 79 } else { 81 }
+            )),
+            27 => by_bridge(format!("fdb replace {mac} dev {device} dst {right} via cali1 self permanent")),
+            28 => by_bridge(format!(
+                "fdb replace {mac} dev {device} dst {right} self permanent {}",
+                ["sticky", "extern_learn"][random.below(2) as usize]
+            )),
+            29 => by_bridge(format!("fdb replace {mac} dev {device} dst {right} self static")),
+            30 => by_ip(format!("neigh replace {gateway} lladdr {mac} dev {device} nud noarp")),
+            31 => by_ip(format!(
+                "route replace {} {dst}",
+                ["unreachable", "prohibit", "throw"][random.below(3) as usize]
+            )),
+            32 => by_ip(format!("route replace {dst} dev {device} proto 241")),
+            33 => by_ip(format!(
+                "route replace {dst} proto 241 nexthop {elsewhere} nexthop via {gateway} dev {device} onlink"
+            )),
+            34 => by_ip(format!(
+                "route replace {dst} {via} proto 241 {}",
+                if v4 { "initcwnd 20" } else { "pref high" }
             )),
             _ => by_ip(format!("nexthop replace id {} {elsewhere} protocol 241", id + 4000)),
         },
@@ -411,6 +533,9 @@ const ON_UPLINK: [(ObjectKind, Damage); 6] = [
     (ObjectKind::Route, Damage::Addition),
 ];
 
+/// Those of routes.
+const ROUTES: &[(ObjectKind, Damage)] = ON_UPLINK.split_at(3).1;
+
 /// Devices of ours.
 const DEVICES_THEMSELVES: [(ObjectKind, Damage); 3] = [
     (ObjectKind::Link, Damage::Deletion),
@@ -457,20 +582,17 @@ async fn arrival(subnet: &str) {
     }
 }
 
-#[test]
-fn a_thousand_foreign_changes_a_second_leave_nothing_behind() {
-    in_netns_async(|| async {
-        let (subnets, mut status) = start(&VxlanBackend).await;
+/// Until all of `ways` were hit.
+fn storm_on_devices(setup: Setup, least: usize, ways: &[(ObjectKind, Damage)]) {
+    let ways = [ways, &ON_DEVICES].concat();
+    in_netns_async(move || async move {
+        let (subnets, mut status) = setup.start().await;
         let healthy = see();
-        assert!(healthy.len() > 6 * usize::from(PEERS), "{}", healthy.len());
-        let routes: Value = serde_json::from_str(&ip("-j route show 10.1.2.0/24")).unwrap();
-        let first = routes[0]["nhid"].as_u64().unwrap() - 2;
-        let mut random = Random::new();
-        let mut tools = Tool::ALL.map(Tool::new);
+        assert!(healthy.len() > least * usize::from(PEERS), "{}", healthy.len());
+        let mut storm = Storm::new(setup);
         let mut beat = tokio::time::interval(Duration::from_millis(10));
         beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut late: Option<tokio::task::JoinHandle<()>> = None;
-        let on_them = [&ON_UPLINK[..], &ON_DEVICES].concat();
         // The late peer has its own patience.
         let deadline = Instant::now() + 2 * PATIENCE;
         for beats in 0.. {
@@ -479,78 +601,93 @@ fn a_thousand_foreign_changes_a_second_leave_nothing_behind() {
             let devices = beats < 400 || !hit(&status.borrow(), &DEVICES_THEMSELVES, 1);
             // A peer that came in the storm does not wait for its end.
             let came = late.as_ref().is_some_and(|late| late.is_finished());
-            if !devices && came && hit(&status.borrow(), &on_them, 1) {
+            if !devices && came && hit(&status.borrow(), &ways, 1) {
                 break;
             }
             assert!(Instant::now() < deadline, "peer {came}, not all was hit: {:?}", status.borrow().repairs);
             beat.tick().await;
-            for _ in 0..10 {
-                let (tool, line) = damage(&mut random, first, devices);
-                tools[tool].run(&line);
-            }
+            storm.blow(devices);
             if beats == 200 {
-                put_peer(&subnets, LATE);
+                setup.put_peer(&subnets, LATE);
                 late = Some(tokio::spawn(arrival("10.1.250.0/24")));
             }
         }
         late.unwrap().await.unwrap();
-        tools.into_iter().for_each(Tool::finish);
+        storm.end();
         subnets.delete(&format!("10.1.{LATE}.0-24&fd00:1:0:{LATE:x}::-64"));
-        restored(&healthy, "after the storm").await;
-        in_sync(&mut status, PEERS.into()).await;
-        let status = status.borrow().clone();
-        println!("{} repairs: {:?}", status.repaired, status.repairs);
-        assert_eq!(status.repairs.values().sum::<u64>(), status.repaired);
+        all_is_well(&mut status, &healthy).await;
     });
 }
 
-#[test]
-fn a_thousand_foreign_changes_a_second_on_the_uplink_leave_nothing_behind() {
-    in_netns_async(|| async {
-        let (_subnets, mut status) = start(&HostGw).await;
+fn storm_on_uplink(setup: Setup, ways: &'static [(ObjectKind, Damage)]) {
+    in_netns_async(move || async move {
+        let (_subnets, mut status) = setup.start().await;
         let healthy = see();
-        assert!(healthy.len() > 3 * usize::from(PEERS), "{}", healthy.len());
-        let routes: Value = serde_json::from_str(&ip("-j route show 10.1.2.0/24")).unwrap();
-        let first = routes[0]["nhid"].as_u64().unwrap() - 2;
-        let mut random = Random::new();
-        let mut tools = Tool::ALL.map(Tool::new);
+        assert!(healthy.len() > 2 * usize::from(PEERS), "{}", healthy.len());
+        let mut storm = Storm::new(setup);
         let mut beat = tokio::time::interval(Duration::from_millis(10));
         beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let deadline = Instant::now() + PATIENCE;
         for beats in 0.. {
-            if beats >= 300 && hit(&status.borrow(), &ON_UPLINK, 10) {
+            if beats >= 300 && hit(&status.borrow(), ways, 10) {
                 break;
             }
             assert!(Instant::now() < deadline, "not all was hit: {:?}", status.borrow().repairs);
             beat.tick().await;
-            for _ in 0..10 {
-                let (tool, line) = damage_on_uplink(&mut random, first);
-                tools[tool].run(&line);
-            }
+            storm.blow(false);
         }
-        tools.into_iter().for_each(Tool::finish);
-        restored(&healthy, "after the storm").await;
-        in_sync(&mut status, PEERS.into()).await;
-        let status = status.borrow().clone();
-        println!("{} repairs: {:?}", status.repaired, status.repairs);
-        assert_eq!(status.repairs.values().sum::<u64>(), status.repaired);
+        storm.end();
+        all_is_well(&mut status, &healthy).await;
     });
+}
+
+async fn all_is_well(status: &mut watch::Receiver<Arc<Status>>, healthy: &BTreeSet<String>) {
+    restored(healthy, "after the storm").await;
+    in_sync(status, PEERS.into()).await;
+    let status = status.borrow().clone();
+    println!("{} repairs: {:?}", status.repaired, status.repairs);
+    assert_eq!(status.repairs.values().sum::<u64>(), status.repaired);
+}
+
+#[test]
+fn a_thousand_foreign_changes_a_second_leave_nothing_behind() {
+    storm_on_devices(VXLAN, 6, &ON_UPLINK);
+}
+
+#[test]
+fn a_thousand_foreign_changes_a_second_leave_nothing_behind_where_routes_are_plain() {
+    storm_on_devices(Setup { nexthops: false, ..VXLAN }, 6, ROUTES);
+}
+
+#[test]
+fn a_thousand_foreign_changes_a_second_leave_nothing_behind_where_some_peers_are_on_the_link() {
+    storm_on_devices(Setup { direct: true, ..VXLAN }, 4, &ON_UPLINK);
+}
+
+#[test]
+fn a_thousand_foreign_changes_a_second_on_the_uplink_leave_nothing_behind() {
+    storm_on_uplink(HOST_GW, &ON_UPLINK);
+}
+
+#[test]
+fn a_thousand_foreign_changes_a_second_on_the_uplink_leave_nothing_behind_where_routes_are_plain() {
+    storm_on_uplink(Setup { nexthops: false, ..HOST_GW }, ROUTES);
 }
 
 #[test]
 fn messages_that_are_lost_in_a_flood_are_made_up_for() {
-    flood(|kernel| kernel, 1);
+    flood(VXLAN, 1);
 }
 
 #[test]
 fn messages_that_are_lost_in_a_flood_are_made_up_for_where_routes_are_plain() {
-    flood(NetlinkKernel::without_nexthops, 0);
+    flood(Setup { nexthops: false, ..VXLAN }, 0);
 }
 
 /// The nexthop objects that each peer has.
-fn flood(with: fn(NetlinkKernel) -> NetlinkKernel, nexthops: usize) {
+fn flood(setup: Setup, nexthops: usize) {
     in_netns_async(move || async move {
-        let (subnets, mut status) = start_on(with(NetlinkKernel::open().unwrap()), &VxlanBackend).await;
+        let (subnets, mut status) = setup.start().await;
         let healthy = see();
         let by_nexthop = healthy.iter().filter(|line| line.contains(" nhid ")).count();
         // And one of others.
@@ -571,7 +708,7 @@ fn flood(with: fn(NetlinkKernel) -> NetlinkKernel, nexthops: usize) {
             ip(&format!("route add 10.1.22{round}.0/24 dev flannel.1 src 192.0.2.1"));
             bridge(&format!("fdb del {} dev flannel.1", mac(Family::V4, victim)));
             assert!(other.apply(&Owned::default(), &flood[20_000..]).iter().all(Result::is_ok));
-            put_peer(&subnets, LATE + round as u8);
+            setup.put_peer(&subnets, LATE + round as u8);
             arrival(&format!("10.1.{}.0/24", u32::from(LATE) + round)).await;
         }
         ip("neigh flush dev cali1 nud permanent");
@@ -586,7 +723,7 @@ fn flood(with: fn(NetlinkKernel) -> NetlinkKernel, nexthops: usize) {
 #[test]
 fn what_leases_make_us_change_again_and_again_is_no_repair() {
     in_netns_async(|| async {
-        let (subnets, mut status) = start(&VxlanBackend).await;
+        let (subnets, mut status) = VXLAN.start().await;
         let healthy = see();
         let first = 2 + PEERS / 2;
         let beat = || tokio::time::sleep(Duration::from_micros(500));
@@ -596,7 +733,7 @@ fn what_leases_make_us_change_again_and_again_is_no_repair() {
                 subnets.delete(&format!("10.1.{n}.0-24&fd00:1:0:{n:x}::-64"));
             }
             beat().await;
-            (first..2 + PEERS).for_each(|n| put_peer(&subnets, n));
+            (first..2 + PEERS).for_each(|n| VXLAN.put_peer(&subnets, n));
             beat().await;
         }
         restored(&healthy, "after leases came and went").await;

@@ -351,9 +351,13 @@ pub(crate) fn is_same_device(is: &LinkMessage, link: &Link) -> bool {
     }
 }
 
-/// The device `is` cannot be there beside one like `link`.
+/// The device `is` cannot be there beside one like `v`. For outer packets of either family there may be one.
+///
+/// **Source**: linux `drivers/net/vxlan/vxlan_core.c: vxlan_vni_in_use`.
 pub(crate) fn is_in_the_way(is: &LinkMessage, v: &Vxlan) -> bool {
-    is.is_vxlan() && (is.vxlan.vni, is.vxlan.port) == (v.vni, v.port)
+    let family = |local: Option<IpAddr>| local.map_or(Family::V4, Family::of);
+    let same_family = family(is.vxlan.local) == family(v.local);
+    is.is_vxlan() && (is.vxlan.vni, is.vxlan.port) == (v.vni, v.port) && same_family
 }
 
 /// The device `is` is that VTEP, whatever its name: no other one has the MAC address.

@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use flannel_core::{Fdb, Key, LinkName, MacAddr, Neigh, Object};
+use flannel_core::{Family, Fdb, Key, LinkName, MacAddr, Neigh, Object};
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{Nda, Ntf, Nud, RtAddrFamily, Rtm, Rtn};
 use neli::rtnl::Ndmsg;
@@ -17,17 +17,18 @@ const BRIDGE: RtAddrFamily = RtAddrFamily::UnrecognizedConst(7);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NeighMessage {
     pub(crate) index: u32,
-    /// It was put there by hand and stays.
-    pub(crate) permanent: bool,
+    /// It was put there by hand and stays: a neighbour in the state that ours have, a forwarding entry also if it is static.
+    pub(crate) stays: bool,
+    /// In the state that ours have.
+    permanent: bool,
     /// It leads nowhere (any more): the kernel says so of an entry before it says that it is deleted.
     pub(crate) failed: bool,
     fdb: bool,
     mac: Option<MacAddr>,
     dst: Option<IpAddr>,
-    /// Has something that flannel's entries do not have, such as a VNI or a UDP port of its own.
+    /// Has something that flannel's entries do not have, such as a VNI or a UDP port of its own, or leads to nexthop objects instead of an
+    /// address, and goes on doing so when it is put again.
     alien: bool,
-    /// It leads to nexthop objects instead of an address, and goes on doing so when it is put again.
-    by_nexthop: bool,
     /// Marked as a router's, or as put there by a control plane; without that it would be the same entry.
     marked: bool,
 }
@@ -50,20 +51,21 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
     if header.ndm_flags().contains(Ntf::PROXY) || (fdb && !header.ndm_flags().contains(Ntf::SELF)) {
         return None;
     }
+    let permanent = header.ndm_state().contains(Nud::PERMANENT);
     let mut read = NeighMessage {
         index: header.ndm_index().cast_unsigned(),
-        permanent: header.ndm_state().contains(Nud::PERMANENT),
+        stays: permanent || (fdb && header.ndm_state().contains(Nud::NOARP)),
+        permanent,
         failed: header.ndm_state().contains(Nud::FAILED),
         fdb,
         mac: None,
         dst: None,
         alien: false,
-        by_nexthop: false,
         marked: message.payload.get(FLAGS).is_some_and(|flags| flags & MARKS != 0),
     };
     for (id, value) in attributes {
         match Nda::from(id) {
-            _ if id == NDA_NH_ID => read.by_nexthop = true,
+            _ if id == NDA_NH_ID => read.alien = true,
             Nda::Dst => read.dst = ip_of(value),
             Nda::Lladdr => read.mac = mac_of(value),
             Nda::Port | Nda::Vni | Nda::Ifindex => read.alien = true,
@@ -76,12 +78,13 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
 impl NeighMessage {
     /// [`NeighMessage::object`] expresses all of it.
     pub(crate) fn is_exact(&self) -> bool {
-        !self.marked
+        self.permanent && !self.alien && !self.marked
     }
 
-    /// The MAC address of a forwarding entry that must go before it can lead to an address.
+    /// The MAC address of a forwarding entry that must go before it can lead to an address and nothing else, and does not go by where it
+    /// leads.
     pub(crate) fn must_go(&self) -> Option<MacAddr> {
-        self.mac.filter(|_| self.fdb && self.by_nexthop)
+        self.mac.filter(|_| self.fdb && self.alien)
     }
 
     /// The key; `None` if it is nothing that an object could stand for.
@@ -89,13 +92,14 @@ impl NeighMessage {
         if self.fdb { Some(Key::Fdb(link, self.mac?)) } else { Some(Key::Neigh(link, self.dst?)) }
     }
 
-    /// The object, if one expresses it.
+    /// The object, as far as one expresses it. A forwarding entry that leads to nexthop objects leads to no address.
     pub(crate) fn object(&self, link: LinkName) -> Option<Object> {
-        let (mac, dst) = (self.mac?, self.dst?);
-        if !self.permanent || self.alien {
-            return None;
+        let mac = self.mac.filter(|_| self.stays)?;
+        if self.fdb {
+            let nowhere = Family::V4.unspecified();
+            return Some(Fdb { link, mac, dst: self.dst.unwrap_or(nowhere) }.into());
         }
-        Some(if self.fdb { Fdb { link, mac, dst }.into() } else { Neigh { link, address: dst, mac }.into() })
+        Some(Neigh { link, address: self.dst?, mac }.into())
     }
 }
 

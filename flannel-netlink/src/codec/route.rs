@@ -288,13 +288,19 @@ pub(crate) fn delete_told(requests: &mut Messages, told: &RouteMessage) {
     }
 }
 
-/// Deletes the route to `dst` with the default metric, whatever it is; `protocol` as for [`delete`].
+/// Deletes the first route to `dst`, whatever it is; an IPv6 route only with the default metric. `protocol` as for [`delete`].
 pub(crate) fn delete_any(requests: &mut Messages, dst: &Subnet, protocol: u8) {
     requests.begin(Rtm::Delroute, NlmF::empty(), &header(dst, None, protocol, RtScope::Nowhere));
     requests.ip(Rta::Dst, dst.base());
     if dst.family() == Family::V6 {
         requests.u32(Rta::Priority, IPV6_METRIC);
     }
+}
+
+/// Deletes the route to `dst` with the default metric that leaves by the link with this index, whosever it is; not one by a nexthop object.
+pub(crate) fn delete_on(requests: &mut Messages, dst: &Subnet, index: u32) {
+    delete_any(requests, dst, 0);
+    requests.u32(Rta::Oif, index);
 }
 
 fn path(requests: &mut Messages, route: &Route, index: u32) {
