@@ -66,7 +66,9 @@ struct Tool {
 }
 
 impl Tool {
-    const ALL: [[&'static str; 2]; 3] = [["ip", "-4"], ["ip", "-6"], ["bridge", "-statistics"]];
+    /// The last is for groups of nexthop objects, which have no family.
+    const ALL: [[&'static str; 2]; 4] =
+        [["ip", "-4"], ["ip", "-6"], ["bridge", "-statistics"], ["ip", "-oneline"]];
     /// The commands that one is given.
     const LINES: usize = 50;
     /// So many of those before may still be at work.
@@ -82,6 +84,20 @@ impl Tool {
             process.spawn().unwrap_or_else(|error| panic!("`{program}` of iproute2 is needed: {error}"));
         let stdin = child.stdin.take().unwrap();
         Self { command, child, stdin, lines: 0, former: Vec::new() }
+    }
+
+    /// One that does only this, and so quickly that nothing is repaired under way: says whether all of it was taken.
+    fn does([program, option]: [&str; 2], text: &str) -> bool {
+        let mut process = Command::new(program);
+        process
+            .args([option, "-batch", "-"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        let mut child = process.spawn().unwrap();
+        child.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+        // One that empties a table says that it could not, if that is filled again as quickly.
+        child.wait().unwrap().success() || text.contains(" flush ")
     }
 
     /// A device that is gone just now ends it all the same; then another goes on. So it does after a while: what a device's
@@ -275,6 +291,14 @@ fn see() -> BTreeSet<String> {
     lines.map(line).filter(|line| !line.starts_with("br0: ")).collect()
 }
 
+/// So many kinds of damage are rare …
+const RARE: u64 = 28;
+/// … and so many are not.
+const OFTEN: u64 = 36;
+
+/// On the uplink there are so many kinds.
+const ON_LINK: u64 = 21;
+
 /// What a storm needs to know of the host, and what it has done.
 struct Storm {
     setup: Setup,
@@ -283,7 +307,7 @@ struct Storm {
     first: Option<u64>,
     /// The addresses of the devices.
     own: [String; 2],
-    tools: [Tool; 3],
+    tools: [Tool; 4],
     began: Instant,
     done: usize,
 }
@@ -310,15 +334,18 @@ impl Storm {
 
     /// Ten more changes; whole devices are hit if `devices`.
     fn blow(&mut self, devices: bool) {
-        for _ in 0..10 {
+        let enough = self.done + 10;
+        while self.done < enough {
             let on_uplink = match self.setup {
                 Setup { direct: true, .. } => self.random.below(4) == 0,
                 setup => setup.backend.name() == "host-gw",
             };
             let (tool, text) = if on_uplink {
-                damage_on_uplink(&mut self.random, self.first.unwrap_or_default())
+                let kind = self.random.below(ON_LINK);
+                self.damage_on_uplink(kind)
             } else {
-                damage(&mut self.random, self.first.unwrap_or_default(), devices, &self.own)
+                let kind = if devices { self.random.below(1_000) } else { 16 + self.random.below(984) };
+                self.damage(kind)
             };
             // Where it has none of its own, others' are none of its business.
             if self.first.is_none() && text.split_whitespace().any(|word| ["nexthop", "nhid"].contains(&word))
@@ -330,6 +357,14 @@ impl Storm {
         }
     }
 
+    fn damage(&mut self, kind: u64) -> (usize, String) {
+        damage(kind, &mut self.random, self.first.unwrap_or_default(), &self.own)
+    }
+
+    fn damage_on_uplink(&mut self, kind: u64) -> (usize, String) {
+        damage_on_uplink(kind, &mut self.random, self.first.unwrap_or_default())
+    }
+
     /// Waits until all was done.
     fn end(self) {
         self.tools.into_iter().for_each(Tool::finish);
@@ -339,8 +374,8 @@ impl Storm {
 
 /// Something that can be done to a peer's objects, or to a device: the tool, by its place in [`Tool::ALL`], and what it is
 /// told. The nexthop object of a peer is `first` and its number, the addresses of the devices are `own`.
-/// Whole devices are hit if `devices`.
-fn damage(random: &mut Random, first: u64, devices: bool, own_addresses: &[String; 2]) -> (usize, String) {
+/// Kinds below [`RARE`] are one each, and those below 16 hit whole devices; beyond, they are the same after [`OFTEN`].
+fn damage(kind: u64, random: &mut Random, first: u64, own_addresses: &[String; 2]) -> (usize, String) {
     let family = Family::BOTH[random.below(2) as usize];
     let v4 = family == Family::V4;
     let device = DEVICES[usize::from(!v4)];
@@ -363,7 +398,7 @@ fn damage(random: &mut Random, first: u64, devices: bool, own_addresses: &[Strin
     let [own, wrong] = [1, 99].map(|n| public(n)[family].unwrap());
     let by_nexthop = v4 && random.below(2) == 0;
     let via = if by_nexthop { format!("nhid {id}") } else { format!("via {gateway} dev {device} onlink") };
-    match if devices { random.below(1_000) } else { 16 + random.below(984) } {
+    match kind {
         // A device takes all that is on it along.
         0 => by_ip(format!("link delete {device}")),
         1 => by_ip(format!("link set {device} down")),
@@ -383,7 +418,8 @@ fn damage(random: &mut Random, first: u64, devices: bool, own_addresses: &[Strin
         5 => by_ip(format!("address flush dev {device} scope global")),
         6 => by_ip(format!("route flush dev {device}")),
         7 => by_ip(format!("neigh flush dev {device} nud permanent")),
-        8 => by_ip("nexthop flush proto 241".into()),
+        // There are none of IPv6.
+        8 => (0, "nexthop flush proto 241".into()),
         9 => by_ip(format!("link set {device} down\nlink set {device} up")),
         10 => by_ip(format!("link set {device} type vxlan id 1 local {wrong}")),
         11 => by_ip(format!("link set {device} type vxlan id 1 dev cali1")),
@@ -415,7 +451,7 @@ fn damage(random: &mut Random, first: u64, devices: bool, own_addresses: &[Strin
         25..28 => by_ip(format!(
             "address del {own_address} dev {device}\naddress add {own_address} dev {device} scope link nodad"
         )),
-        kind => match kind % 36 {
+        kind => match kind % OFTEN {
             0 | 1 => by_ip(format!("route del {dst}")),
             2 => by_ip(format!("route replace {dst} via {other} dev {device} onlink")),
             3 => by_ip(format!("route replace {dst} via {gateway} dev {device} onlink mtu 1300")),
@@ -441,7 +477,7 @@ fn damage(random: &mut Random, first: u64, devices: bool, own_addresses: &[Strin
                 "nexthop replace id {id} blackhole\nroute add {unwanted}/24 nhid {id} proto 241"
             )),
             // Only one that is gone can become a group.
-            19 => by_ip(format!("nexthop del id {id}\nnexthop replace id {id} group 77")),
+            19 => (3, format!("nexthop del id {id}\nnexthop replace id {id} group 77")),
             // As it was, but for an attribute.
             20 => by_ip(format!("route replace {dst} {via} proto 241 src {own}")),
             21 => by_ip(format!("route replace {dst} {via} proto 4")),
@@ -462,10 +498,13 @@ fn damage(random: &mut Random, first: u64, devices: bool, own_addresses: &[Strin
                 if v4 { 79 } else { 81 }
             )),
             27 => by_bridge(format!("fdb replace {mac} dev {device} dst {right} via cali1 self permanent")),
-            28 => by_bridge(format!(
-                "fdb replace {mac} dev {device} dst {right} self permanent {}",
-                ["sticky", "extern_learn"][random.below(2) as usize]
-            )),
+            // What a control plane learned takes no entry over that others made.
+            28 => by_bridge(match random.below(2) {
+                0 => format!("fdb replace {mac} dev {device} dst {right} self permanent sticky"),
+                _ => format!(
+                    "fdb del {mac} dev {device}\nfdb add {mac} dev {device} dst {right} self permanent extern_learn"
+                ),
+            }),
             29 => by_bridge(format!("fdb replace {mac} dev {device} dst {right} self static")),
             30 => by_ip(format!("neigh replace {gateway} lladdr {mac} dev {device} nud noarp")),
             31 => by_ip(format!(
@@ -486,7 +525,7 @@ fn damage(random: &mut Random, first: u64, devices: bool, own_addresses: &[Strin
 }
 
 /// The same where there is no device of ours.
-fn damage_on_uplink(random: &mut Random, first: u64) -> (usize, String) {
+fn damage_on_uplink(kind: u64, random: &mut Random, first: u64) -> (usize, String) {
     let family = Family::BOTH[random.below(2) as usize];
     let v4 = family == Family::V4;
     let subnet = |n: u64| if v4 { format!("10.1.{n}.0/24") } else { format!("fd00:1:0:{n:x}::/64") };
@@ -498,7 +537,7 @@ fn damage_on_uplink(random: &mut Random, first: u64) -> (usize, String) {
     let own = public(1)[family].unwrap();
     let by_nexthop = v4 && random.below(2) == 0;
     let via = if by_nexthop { format!("nhid {id}") } else { format!("via {gateway} dev eth0") };
-    let text = match random.below(21) {
+    let text = match kind {
         0 | 1 => format!("route del {dst}"),
         2 => format!("route replace {dst} via {other} dev eth0"),
         3 => format!("route replace {dst} via {gateway} dev eth0 mtu 1300"),
@@ -511,7 +550,7 @@ fn damage_on_uplink(random: &mut Random, first: u64) -> (usize, String) {
         10 => format!("nexthop replace id {id} via {other} dev eth0 protocol 241"),
         11 => format!("nexthop replace id {id} via {gateway} dev eth0 protocol 4"),
         12 => format!("nexthop replace id {id} blackhole\nroute add {unwanted} nhid {id} proto 241"),
-        13 => format!("nexthop del id {id}\nnexthop replace id {id} group 77"),
+        13 => return (3, format!("nexthop del id {id}\nnexthop replace id {id} group 77")),
         14 if random.below(20) == 0 => "nexthop flush proto 241".into(),
         15 => format!("route replace {dst} {via} proto 241 src {own}"),
         16 => format!("route replace {dst} {via} proto 4"),
@@ -649,6 +688,46 @@ async fn all_is_well(status: &mut watch::Receiver<Arc<Status>>, healthy: &BTreeS
     assert_eq!(status.repairs.values().sum::<u64>(), status.repaired);
 }
 
+/// iproute2 takes each kind of change, and it is repaired by itself: else a storm would not be what it seems.
+fn each_kind(
+    setup: Setup,
+    kinds: impl Iterator<Item = u64> + Send + 'static,
+    damage: fn(&mut Storm, u64) -> (usize, String),
+) {
+    in_netns_async(move || async move {
+        let (_subnets, mut status) = setup.start().await;
+        let healthy = see();
+        let mut storm = Storm::new(setup);
+        for kind in kinds {
+            let mut made = 0;
+            // Either family, and what is left to chance.
+            for _ in 0..4 {
+                let before = status.borrow().repaired;
+                let (tool, text) = damage(&mut storm, kind);
+                if Tool::does(Tool::ALL[tool], &text) {
+                    let repaired = status.wait_for(|status| status.repaired > before);
+                    let in_time = tokio::time::timeout(PATIENCE, repaired).await;
+                    assert!(in_time.is_ok(), "{kind}: {text} is no damage");
+                    made += 1;
+                }
+                restored(&healthy, &text).await;
+            }
+            assert!(made > 0, "{kind} was never made");
+        }
+        in_sync(&mut status, PEERS.into()).await;
+    });
+}
+
+#[test]
+fn each_kind_of_change_is_made_and_repaired() {
+    each_kind(VXLAN, (0..RARE).chain(OFTEN..2 * OFTEN), Storm::damage);
+}
+
+#[test]
+fn each_kind_of_change_on_the_uplink_is_made_and_repaired() {
+    each_kind(HOST_GW, 0..ON_LINK, Storm::damage_on_uplink);
+}
+
 #[test]
 fn a_thousand_foreign_changes_a_second_leave_nothing_behind() {
     storm_on_devices(VXLAN, 6, &ON_UPLINK);
@@ -684,6 +763,13 @@ fn messages_that_are_lost_in_a_flood_are_made_up_for_where_routes_are_plain() {
     flood(Setup { nexthops: false, ..VXLAN }, 0);
 }
 
+/// How many messages to sockets in this network namespace found no room.
+fn messages_lost() -> u64 {
+    let sockets = std::fs::read_to_string("/proc/thread-self/net/netlink").unwrap();
+    let drops = sockets.lines().skip(1).map(|line| line.split_whitespace().nth(8).unwrap());
+    drops.map(|drops| drops.parse::<u64>().unwrap()).sum()
+}
+
 /// The nexthop objects that each peer has.
 fn flood(setup: Setup, nexthops: usize) {
     in_netns_async(move || async move {
@@ -697,6 +783,7 @@ fn flood(setup: Setup, nexthops: usize) {
             let address = IpAddr::from((0x0a63_0000 + n).to_be_bytes());
             Change::Put(Neigh { link: "cali1".parse().unwrap(), address, mac: MacAddr::local([7; 6]) }.into())
         };
+        let lost_before = messages_lost();
         // The runtime has one thread: while it is held, nobody reads, and the buffer overflows.
         for round in 0..3 {
             let flood: Vec<Change> = (0..60_000).map(|n| neigh(n + 60_000 * round)).collect();
@@ -711,6 +798,7 @@ fn flood(setup: Setup, nexthops: usize) {
             setup.put_peer(&subnets, LATE + round as u8);
             arrival(&format!("10.1.{}.0/24", u32::from(LATE) + round)).await;
         }
+        assert!(messages_lost() > lost_before, "there was no flood");
         ip("neigh flush dev cali1 nud permanent");
         (LATE..LATE + 3).for_each(|n| subnets.delete(&format!("10.1.{n}.0-24&fd00:1:0:{n:x}::-64")));
         restored(&healthy, "after the flood").await;
