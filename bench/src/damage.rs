@@ -45,6 +45,10 @@ pub(crate) enum Entry {
     State,
     /// A neighbour said to be a router, a forwarding entry said not to move.
     Mark,
+    /// Only of a neighbour: learned by a control plane.
+    Learned,
+    /// Only of a forwarding entry: out by a device of its own.
+    Via,
     /// Only of a forwarding entry: a UDP port of its own.
     Port,
     /// Only of a forwarding entry: a VNI of its own.
@@ -71,13 +75,18 @@ pub(crate) enum Path {
     Protocol,
     Mtu,
     Source,
+    Advmss,
+    /// Only of an IPv6 route: the kernel deletes it by and by.
+    Expires,
+    /// Only of an IPv6 route: the router preference.
+    Pref,
 }
 
 impl Damage {
     pub(crate) fn all() -> impl Iterator<Item = Self> {
-        use Entry::{Delete, Mark, Port, State, Value, Vni};
-        let neigh = [Delete, Value, State, Mark].map(Self::Neigh);
-        let fdb = [Delete, Value, State, Mark, Port, Vni].map(Self::Fdb);
+        use Entry::{Delete, Learned, Mark, Port, State, Value, Via, Vni};
+        let neigh = [Delete, Value, State, Mark, Learned].map(Self::Neigh);
+        let fdb = [Delete, Value, State, Mark, Via, Port, Vni].map(Self::Fdb);
         let nexthop = [Hop::Delete, Hop::Gateway, Hop::Device, Hop::Blackhole, Hop::Protocol];
         let route = [
             Path::Delete,
@@ -88,6 +97,9 @@ impl Damage {
             Path::Protocol,
             Path::Mtu,
             Path::Source,
+            Path::Advmss,
+            Path::Expires,
+            Path::Pref,
         ];
         neigh.into_iter().chain(fdb).chain(nexthop.map(Self::Nexthop)).chain(route.map(Self::Route))
     }
@@ -95,6 +107,11 @@ impl Damage {
     /// It can only be done to a peer that is reached by a nexthop object.
     pub(crate) fn needs_nexthop(self) -> bool {
         matches!(self, Self::Nexthop(_) | Self::Route(Path::Nexthop))
+    }
+
+    /// It can only be done to what is of IPv6.
+    pub(crate) fn needs_ipv6(self) -> bool {
+        matches!(self, Self::Route(Path::Expires | Path::Pref))
     }
 
     /// It can only be done where there are two peers.
@@ -151,14 +168,15 @@ fn neigh(what: Entry, victim: &Victim<'_>) -> Vec<u8> {
     match what {
         Entry::Delete => message(DELNEIGH, PLAIN, &ndmsg(af(family), index, 0, 0), &[(1, &dst)]),
         Entry::State => put(REACHABLE, 0, peer.mac(family)),
-        // NTF_ROUTER.
+        // NTF_ROUTER, NTF_EXT_LEARNED.
         Entry::Mark => put(PERMANENT, 0x80, peer.mac(family)),
+        Entry::Learned => put(PERMANENT, 0x10, peer.mac(family)),
         _ => put(PERMANENT, 0, STRANGER),
     }
 }
 
 fn fdb(what: Entry, victim: &Victim<'_>) -> Vec<u8> {
-    let Victim { peer, other, family, index, .. } = *victim;
+    let Victim { peer, other, family, index, uplink, .. } = *victim;
     let (mac, dst) = (peer.mac(family).0, octets(peer.public(family)));
     let stranger = octets(Peer(other.0 ^ 1 << 15).public(family));
     let put_as = |state, flags, dst: &[u8], more: &[(u16, &[u8])]| {
@@ -171,9 +189,11 @@ fn fdb(what: Entry, victim: &Victim<'_>) -> Vec<u8> {
         Entry::State => put(REACHABLE, &dst, &[]),
         // NTF_STICKY.
         Entry::Mark => put_as(PERMANENT, 0x40, &dst, &[]),
+        // NDA_IFINDEX, NDA_PORT, NDA_VNI.
+        Entry::Via => put(PERMANENT, &dst, &[(8, &uplink.to_ne_bytes())]),
         Entry::Port => put(PERMANENT, &dst, &[(6, &4789u16.to_be_bytes())]),
         Entry::Vni => put(PERMANENT, &dst, &[(7, &77u32.to_ne_bytes())]),
-        Entry::Value => put(PERMANENT, &stranger, &[]),
+        Entry::Value | Entry::Learned => put(PERMANENT, &stranger, &[]),
     }
 }
 
@@ -233,8 +253,11 @@ fn path(what: Path, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
             message(NEWROUTE, PUT, &header, &[(1, &dst)])
         }
         Path::Protocol => as_it_was(STATIC, &[]),
-        // RTA_METRICS with RTAX_MTU; RTA_PREFSRC.
+        // RTA_METRICS with RTAX_MTU or RTAX_ADVMSS; RTA_EXPIRES, RTA_PREF, RTA_PREFSRC.
         Path::Mtu => as_it_was(PROTOCOL, &[(8, &[8, 0, 2, 0, 0xe8, 3, 0, 0])]),
+        Path::Advmss => as_it_was(PROTOCOL, &[(8, &[8, 0, 8, 0, 0xe8, 3, 0, 0])]),
+        Path::Expires => as_it_was(PROTOCOL, &[(23, &3600u32.to_ne_bytes())]),
+        Path::Pref => as_it_was(PROTOCOL, &[(20, &[1])]),
         Path::Source => {
             let source = match family {
                 Family::V4 => octets([192, 0, 2, 1].into()),

@@ -41,36 +41,47 @@ pub(crate) fn measure(
     let mut took = Vec::new();
     for batch in batches {
         let ground = Ground::new()?;
-        took.push(ground.netns.run(|| -> anyhow::Result<Duration> {
-            let mut indexes = Dual::default();
-            for family in families.iter() {
-                let dev = device(family);
-                let (local, mtu) = match family {
-                    Family::V4 => ("192.0.2.1", 1450),
-                    Family::V6 => ("2001:db8::1", 1430),
-                };
-                ip(&format!(
-                    "link add {dev} mtu {mtu} type vxlan id 1 local {local} dev eth0 dstport 8472 nolearning"
-                ));
-                ip(&format!("link set {dev} up"));
-                let own = Peer(1).subnet(family).base();
-                ip(&format!("address add {own}/{} dev {dev}", family.bits()));
-                indexes[family] = Some(index_of(dev)?);
-            }
-            let index = |family| indexes[family].unwrap_or_default();
-            send(&encode(peers, families, form, index), *batch)
-        })?);
+        took.push(fill(&ground, peers, families, form, *batch)?);
         wrong.extend(compare(&ground.netns, peers, families)?);
         ground.clear(peers, families)?;
     }
     Ok(took)
 }
 
+/// Makes the devices and writes the objects of all peers: how long the latter takes.
+pub(crate) fn fill(
+    ground: &Ground,
+    peers: u32,
+    families: Families,
+    form: Form,
+    batch: usize,
+) -> anyhow::Result<Duration> {
+    ground.netns.run(|| {
+        let mut indexes = Dual::default();
+        for family in families.iter() {
+            let dev = device(family);
+            let (local, mtu) = match family {
+                Family::V4 => ("192.0.2.1", 1450),
+                Family::V6 => ("2001:db8::1", 1430),
+            };
+            ip(&format!(
+                "link add {dev} mtu {mtu} type vxlan id 1 local {local} dev eth0 dstport 8472 nolearning"
+            ));
+            ip(&format!("link set {dev} up"));
+            let own = Peer(1).subnet(family).base();
+            ip(&format!("address add {own}/{} dev {dev}", family.bits()));
+            indexes[family] = Some(index_of(dev)?);
+        }
+        let index = |family| indexes[family].unwrap_or_default();
+        send(&encode(peers, families, form, index), batch)
+    })
+}
+
 /// Which batch size is the best, by the medians of what was measured several times: the fastest of single runs would be the
 /// one that the machine favoured.
-pub(crate) fn best(measured: &[Vec<Duration>]) -> Option<usize> {
-    let median_of = |batch: &usize| median(measured.iter().map(|took| took[*batch].as_secs_f64()));
-    (0..measured.first()?.len()).min_by(|a, b| median_of(a).total_cmp(&median_of(b)))
+pub(crate) fn best<'a>(measured: impl Iterator<Item = &'a [Duration]> + Clone) -> Option<usize> {
+    let median_of = |batch: &usize| median(measured.clone().map(|took| took[*batch].as_secs_f64()));
+    (0..measured.clone().next()?.len()).min_by(|a, b| median_of(a).total_cmp(&median_of(b)))
 }
 
 /// A link's index, in the network namespace of this thread.

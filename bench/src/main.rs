@@ -237,9 +237,11 @@ fn main() -> anyhow::Result<ExitCode> {
         lease_memory::hold(&endpoint, leases)?;
         return Ok(ExitCode::SUCCESS);
     }
-    // One that could not be finished tells why in the same way. (One that panics has a fault, and prints none.)
+    // One that could not be finished tells why in the same way; of one that panics standard error has it.
+    let outcome = std::panic::catch_unwind(|| run(bench));
+    let outcome = outcome.unwrap_or_else(|_| Err(anyhow::anyhow!("it panicked")));
     let mut report =
-        run(bench).unwrap_or_else(|error| Report { wrong: vec![format!("{error:#}")], ..Report::default() });
+        outcome.unwrap_or_else(|error| Report { wrong: vec![format!("{error:#}")], ..Report::default() });
     report.bench = matches.subcommand_name().unwrap_or_default().to_owned();
     Ok(ExitCode::from(u8::from(!report.print(json)?)))
 }

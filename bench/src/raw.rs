@@ -44,6 +44,8 @@ pub(crate) const AF_BRIDGE: u8 = 7;
 pub(crate) const ONLINK: u8 = 4;
 /// Flannel's route protocol.
 pub(crate) const PROTOCOL: u8 = 241;
+/// `RTA_CACHEINFO`.
+const CACHEINFO: u16 = 12;
 /// `RTPROT_STATIC`: whoever uses `ip`.
 pub(crate) const STATIC: u8 = 4;
 const MAIN: u8 = 254;
@@ -210,11 +212,11 @@ pub(crate) fn said(mut datagram: &[u8]) -> Vec<Said> {
 }
 
 fn read(kind: u16, payload: &[u8]) -> Option<Said> {
+    let is_route = kind == NEWROUTE;
     let (header, volatile): (_, &[u16]) = match kind {
         // Cache info, probes.
         NEWNEIGH => (12, &[3, 4]),
-        // Cache info.
-        NEWROUTE => (12, &[12]),
+        NEWROUTE => (12, &[]),
         NEWNEXTHOP => (8, &[]),
         _ => return None,
     };
@@ -222,8 +224,14 @@ fn read(kind: u16, payload: &[u8]) -> Option<Said> {
     let mut attributes = Vec::new();
     while rest.len() >= 4 {
         let (len, kind) = ((u16_at(rest, 0) as usize).clamp(4, rest.len()), u16_at(rest, 2));
-        if !volatile.contains(&kind) {
-            attributes.push((kind, rest[4..len].to_vec()));
+        match (kind, &rest[4..len]) {
+            _ if volatile.contains(&kind) => {}
+            // `struct rta_cacheinfo`: of a route nothing of it stays but whether it expires.
+            (CACHEINFO, info) if is_route => {
+                let expires = info.get(8..12).is_some_and(|time| time != [0; 4]);
+                attributes.push((kind, vec![u8::from(expires)]));
+            }
+            (_, value) => attributes.push((kind, value.to_vec())),
         }
         rest = &rest[len.next_multiple_of(4).min(rest.len())..];
     }

@@ -75,6 +75,7 @@ fn damage(
         .flat_map(|family| Damage::all().map(move |damage| (family, damage)))
         .filter(|(family, damage)| !damage.needs_nexthop() || tables.has_nexthops(Peer(2), *family))
         .filter(|(_, damage)| !damage.needs_another() || peers > 1)
+        .filter(|(family, damage)| !damage.needs_ipv6() || *family == Family::V6)
         .collect();
     let rounds = samples.div_ceil(kinds.len()).max(LEAST);
     let mut ear = Ear::open()?;

@@ -24,6 +24,9 @@ pub(crate) struct Report {
     /// A median where there are several runs, like the other times.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) seconds: Option<f64>,
+    /// Until all was looked over, too.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) in_sync_seconds: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) floor_seconds: Option<f64>,
     /// The floor with a gateway in each route instead of nexthop objects.

@@ -8,6 +8,8 @@ use anyhow::{Context, ensure};
 use flannel_core::{Family, NetworkHandle, Standing};
 use tokio::runtime::{Builder, Runtime};
 
+use flannel_netlink::testing::ip;
+
 use crate::cluster::{Families, Peer, device, leases};
 use crate::engine::Engine;
 use crate::floor::index_of;
@@ -56,6 +58,9 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
     if repaired != 0 {
         wrong.push(format!("{repaired} objects were repaired where nothing was damaged"));
     }
+    if let Err(error) = resync.finds_damage(&ground, families, &engine) {
+        wrong.push(format!("{error:#}"));
+    }
     drop((resync, engine));
     ground.clear(peers, families)?;
     let mut report = Report {
@@ -92,6 +97,20 @@ impl Resync {
         let took = start.elapsed();
         ensure!(self.prompter.others() == 0, "the kernel was read twice");
         Ok(took)
+    }
+
+    /// What nobody told of is found and put right.
+    fn finds_damage(&mut self, ground: &Ground, families: Families, engine: &Engine) -> anyhow::Result<()> {
+        for (n, family) in families.iter().enumerate() {
+            let (base, dev) = (Peer(2).subnet(family).base(), device(family));
+            ground.netns.run(|| ip(&format!("neigh del {base} dev {dev}")));
+            self.prompter.doubt_everything();
+            self.runtime.block_on(self.prompter.begun()).context("the engine is gone")?;
+            self.answer()?;
+            let (repaired, planted) = (engine.repaired(), n as u64 + 1);
+            ensure!(repaired == planted, "{repaired} objects were repaired where {planted} were damaged");
+        }
+        Ok(())
     }
 
     /// Waits for the round in hand. What is told of a peer then must be that all is in place.

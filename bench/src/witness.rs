@@ -138,3 +138,57 @@ fn rows(rows: &[Value], columns: &[&'static str]) -> Vec<Vec<String>> {
     let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     rows.iter().map(|row| columns.iter().map(|column| text(&row[*column])).collect()).collect()
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails that way")]
+mod tests {
+    use super::*;
+    use crate::floor::{Form, fill};
+    use crate::ground::Ground;
+
+    #[test]
+    fn whatever_is_missing_too_much_or_not_so_is_seen() {
+        let ground = Ground::new().unwrap();
+        let look = || compare(&ground.netns, 3, Families::Dual).unwrap();
+        fill(&ground, 3, Families::Dual, Form::Nexthops, 16).unwrap();
+        assert_eq!(look(), [""; 0]);
+        // What is done, and what undoes it.
+        for (done, undone) in [
+            ("link set flannel.1 mtu 1400", "link set flannel.1 mtu 1450"),
+            (
+                "link set flannel-v6.1 type vxlan id 1 learning",
+                "link set flannel-v6.1 type vxlan id 1 nolearning",
+            ),
+            ("address add 10.0.1.1/32 dev flannel.1", "address del 10.0.1.1/32 dev flannel.1"),
+            ("address add fd00::7/128 dev flannel-v6.1", "address del fd00::7/128 dev flannel-v6.1"),
+            ("route add 10.0.99.0/24 nhid 3", "route del 10.0.99.0/24"),
+            ("route replace 10.0.3.0/24 nhid 2 proto 241", "route replace 10.0.3.0/24 nhid 3 proto 241"),
+            ("route replace 10.0.3.0/24 nhid 3 proto 4", "route replace 10.0.3.0/24 nhid 3 proto 241"),
+            (
+                "-6 route del fd00:0:0:3::/64",
+                "-6 route add fd00:0:0:3::/64 via fd00:0:0:3:: dev flannel-v6.1 onlink proto 241",
+            ),
+            (
+                "neigh del 10.0.3.0 dev flannel.1",
+                "neigh add 10.0.3.0 lladdr 02:20:00:00:00:03 dev flannel.1 nud permanent",
+            ),
+            (
+                "neigh replace fd00:0:0:3:: lladdr 02:80:00:00:00:04 dev flannel-v6.1 nud permanent",
+                "neigh replace fd00:0:0:3:: lladdr 02:80:00:00:00:03 dev flannel-v6.1 nud permanent",
+            ),
+            ("nexthop add id 9 via 10.0.9.0 dev flannel.1 onlink protocol 241", "nexthop del id 9"),
+        ] {
+            ground.netns.run(|| ip(done));
+            assert_ne!(look(), [""; 0], "{done}");
+            ground.netns.run(|| ip(undone));
+            assert_eq!(look(), [""; 0], "{undone}");
+        }
+        for done in [
+            "fdb del 02:20:00:00:00:03 dev flannel.1",
+            "fdb add 02:20:00:00:00:03 dev flannel.1 dst 172.16.0.9 self permanent",
+        ] {
+            ground.netns.run(|| bridge(done));
+            assert_ne!(look(), [""; 0], "{done}");
+        }
+    }
+}

@@ -41,7 +41,11 @@ fn a_bench_that_cannot_be_finished_says_why() {
 #[test]
 fn the_smallest_clusters_are_measured() {
     in_netns(|| {
-        for (args, figure) in [("one-more --peers 1 --samples 3", "p99_ms"), ("resync --peers 2", "ratio")] {
+        for (args, figure) in [
+            ("one-more --peers 1 --samples 3", "p99_ms"),
+            ("resync --peers 2", "ratio"),
+            ("cold-start --peers 2", "in_sync_seconds"),
+        ] {
             let (object, _) = bench(args);
             assert!(object[figure].as_f64().unwrap() > 0.0, "{object}");
             let wrong = object["wrong"].as_array().into_iter().flatten();
