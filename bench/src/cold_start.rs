@@ -97,8 +97,9 @@ impl Runs {
     /// runs would be among the best by luck, too.
     fn seconds(&self) -> Option<(Vec<f64>, Vec<f64>)> {
         let floor = |n: usize| {
-            let others: Vec<_> = self.floors.iter().enumerate().filter(|(m, _)| *m != n).collect();
-            let best = floor::best(others.into_iter().map(|(_, took)| took.as_slice()))?;
+            let others = self.floors.iter().enumerate().filter(|(m, _)| *m != n);
+            let others: Vec<_> = others.map(|(_, took)| took.as_slice()).collect();
+            let best = floor::best(&others)?;
             Some(self.floors[n][best].as_secs_f64())
         };
         let floors: Option<Vec<f64>> = (0..self.floors.len()).map(floor).collect();

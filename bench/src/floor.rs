@@ -79,9 +79,9 @@ pub(crate) fn fill(
 
 /// Which batch size is the best, by the medians of what was measured several times: the fastest of single runs would be the
 /// one that the machine favoured.
-pub(crate) fn best<'a>(measured: impl Iterator<Item = &'a [Duration]> + Clone) -> Option<usize> {
-    let median_of = |batch: &usize| median(measured.clone().map(|took| took[*batch].as_secs_f64()));
-    (0..measured.clone().next()?.len()).min_by(|a, b| median_of(a).total_cmp(&median_of(b)))
+pub(crate) fn best(measured: &[&[Duration]]) -> Option<usize> {
+    let median_of = |batch: &usize| median(measured.iter().map(|took| took[*batch].as_secs_f64()));
+    (0..measured.first()?.len()).min_by(|a, b| median_of(a).total_cmp(&median_of(b)))
 }
 
 /// A link's index, in the network namespace of this thread.

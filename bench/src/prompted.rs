@@ -5,7 +5,9 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use flannel_core::{Change, Changes, Doubts, Kernel, KernelError, NexthopIds, Owned, RouteAnswer, State};
+use flannel_core::{
+    Change, Changes, Doubts, Kernel, KernelError, NexthopIds, Owned, Process, RouteAnswer, State,
+};
 use tokio::sync::{Notify, mpsc};
 
 /// The kernel as it is, but for [`Kernel::changes`].
@@ -79,7 +81,7 @@ impl Kernel for Prompted {
         self.kernel.beside()
     }
 
-    fn process(&self, port: u32) -> Option<(Arc<str>, u32)> {
+    fn process(&self, port: u32) -> Option<Process> {
         self.kernel.process(port)
     }
 }

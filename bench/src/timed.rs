@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use flannel_core::{Change, Changes, Kernel, KernelError, NexthopIds, Owned, RouteAnswer, State};
+use flannel_core::{Change, Changes, Kernel, KernelError, NexthopIds, Owned, Process, RouteAnswer, State};
 
 /// The kernel as it is. Clones are of one kernel.
 #[derive(Debug, Clone)]
@@ -56,7 +56,7 @@ impl Kernel for Timed {
         self.kernel.beside()
     }
 
-    fn process(&self, port: u32) -> Option<(Arc<str>, u32)> {
+    fn process(&self, port: u32) -> Option<Process> {
         self.kernel.process(port)
     }
 }

@@ -288,9 +288,9 @@ pub trait Kernel: fmt::Debug + Send + Sync {
         Box::new(|| ())
     }
 
-    /// The name and the id of the process that has the netlink socket with this port id. `None`: there is none, this
-    /// process may not look, or so many were asked for of late that it would cost too much.
-    fn process(&self, _port: u32) -> Option<(Arc<str>, u32)> {
+    /// The process that has the netlink socket with this port id. `None`: there is none that could be told from others, or so many were
+    /// asked for of late that it would cost too much.
+    fn process(&self, _port: u32) -> Option<Process> {
         None
     }
 }
@@ -315,13 +315,40 @@ pub enum Doubts {
 #[non_exhaustive]
 pub struct Culprit {
     /// The port id of the netlink socket that asked for the change; not 0. Mostly the id of the process, but not
-    /// always: `process` says it where that is certain.
+    /// always.
     pub port: u32,
     /// The protocol of the route or nexthop that was put there; `None` for other objects and for deletions.
     pub protocol: Option<u8>,
-    /// The name and the id of the process that has the socket, if it still lived when somebody asked
-    /// ([`Kernel::process`]).
-    pub process: Option<(Arc<str>, u32)>,
+    /// The process that has the socket, if it still lived when somebody asked ([`Kernel::process`]).
+    pub process: Option<Process>,
+}
+
+/// Whoever has a netlink socket.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Process {
+    /// What it calls itself.
+    pub name: Arc<str>,
+    /// Its id.
+    pub id: u32,
+    /// It has the very socket open. Else nothing is known but that it lives, has the id that the socket has for its port id (as the first
+    /// socket of a process has), and that this process may not look at what files it has open.
+    pub is_certain: bool,
+}
+
+impl Process {
+    /// One that has the very socket open.
+    pub const fn new(name: Arc<str>, id: u32) -> Self {
+        Self { name, id, is_certain: true }
+    }
+}
+
+/// `ip (process 4711)`, or `probably ip (process 4711)`.
+impl fmt::Display for Process {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, id, is_certain } = self;
+        write!(f, "{}{name} (process {id})", if *is_certain { "" } else { "probably " })
+    }
 }
 
 impl Culprit {
@@ -331,11 +358,11 @@ impl Culprit {
     }
 }
 
-/// `ip (process 4711) with route protocol 3`, or `the netlink socket with port id 4711`.
+/// `ip (process 4711) with route protocol 3`, `probably ip (process 4711)`, or `the netlink socket with port id 4711`.
 impl fmt::Display for Culprit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.process {
-            Some((name, id)) => write!(f, "{name} (process {id})")?,
+            Some(process) => process.fmt(f)?,
             None => write!(f, "the netlink socket with port id {}", self.port)?,
         }
         self.protocol.map_or(Ok(()), |protocol| write!(f, " with route protocol {protocol}"))

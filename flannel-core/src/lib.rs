@@ -40,7 +40,7 @@ pub use error::{Error, Result, holder};
 pub use histogram::Histogram;
 pub use json::{FieldError, Fields, compact};
 pub use kernel::{
-    Changes, Culprit, Doubts, GO_ROUTE_PROTOCOL, Kernel, KernelError, Owned, ROUTE_PROTOCOL, Report,
+    Changes, Culprit, Doubts, GO_ROUTE_PROTOCOL, Kernel, KernelError, Owned, Process, ROUTE_PROTOCOL, Report,
     RouteAnswer,
 };
 pub use kernel_network::{Blueprint, KernelNetwork};

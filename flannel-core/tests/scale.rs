@@ -13,8 +13,8 @@ use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{
     Addr, Blueprint, Change, Changes, Damage, Disbelief, Doubts, Fdb, Kernel, KernelError, KernelNetwork,
     Key, Lease, LeaseAttrs, LeaseSet, Link, LinkKind, LinkName, MacAddr, Neigh, Network, NetworkHandle,
-    Nexthop, NexthopIds, Object, ObjectKind, Origin, Owned, Revision, Route, RouteAnswer, Standing, State,
-    Status, Subnet, Subnets, Via, View, Vxlan, Wait, Waiting,
+    Nexthop, NexthopIds, Object, ObjectKind, Origin, Owned, Process, Revision, Route, RouteAnswer, Standing,
+    State, Status, Subnet, Subnets, Via, View, Vxlan, Wait, Waiting,
 };
 use tokio::task::JoinHandle;
 
@@ -335,7 +335,7 @@ async fn one_repair_among_thousands_costs_one_object_and_names_victim_and_culpri
         let culprit = last.culprit.as_ref().map(|culprit| (culprit.port, culprit.protocol));
         assert_eq!(culprit, by.then_some((FakeKernel::FOREIGN_PORT, protocol)), "{last}");
         let process = last.culprit.as_ref().and_then(|culprit| culprit.process.clone());
-        assert_eq!(process, by.then(|| ("foreigner".into(), FakeKernel::FOREIGN_PORT)));
+        assert_eq!(process, by.then(|| Process::new("foreigner".into(), FakeKernel::FOREIGN_PORT)));
         let who = match (by, protocol) {
             (true, Some(protocol)) => format!("foreigner (process 4711) with route protocol {protocol}"),
             (true, None) => "foreigner (process 4711)".into(),
@@ -553,7 +553,7 @@ impl Kernel for Odd {
         Ok(if self.loses_listeners { Box::new(Fragile(changes)) } else { changes })
     }
 
-    fn process(&self, port: u32) -> Option<(Arc<str>, u32)> {
+    fn process(&self, port: u32) -> Option<Process> {
         self.kernel.process(port)
     }
 }

@@ -1,11 +1,13 @@
 //! Who changed something. The one thing to know: the kernel names a socket by its port id, which is mostly but not always
-//! the id of a process, and that may be an id in another pid namespace; a process is named only if it has the socket.
+//! the id of a process, and that may be an id in another pid namespace. So it is looked up whether the process has the socket; where that is
+//! not allowed, as it is not for a daemon that has few capabilities and a process of root's, the process is only probable.
 
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read, Seek};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use flannel_core::Process;
 
 /// What was found out is believed for this long.
 const FRESH: Duration = Duration::from_secs(1);
@@ -23,7 +25,7 @@ pub(crate) struct Culprits {
     sockets: Option<File>,
     since: Instant,
     spent: Duration,
-    known: HashMap<u32, Option<(Arc<str>, u32)>>,
+    known: HashMap<u32, Option<Process>>,
 }
 
 impl Culprits {
@@ -34,8 +36,8 @@ impl Culprits {
         Self { sockets: sockets.ok(), since: Instant::now(), spent: Duration::ZERO, known: HashMap::new() }
     }
 
-    /// The name and the id of whoever has the socket with this port.
-    pub(crate) fn at(&mut self, port: u32) -> Option<(Arc<str>, u32)> {
+    /// Whoever has the socket with this port.
+    pub(crate) fn at(&mut self, port: u32) -> Option<Process> {
         let now = Instant::now();
         if now - self.since > FRESH {
             (self.since, self.spent, self.known) = (now, Duration::ZERO, HashMap::new());
@@ -52,21 +54,24 @@ impl Culprits {
         process
     }
 
-    fn process(&mut self, port: u32) -> Option<(Arc<str>, u32)> {
+    fn process(&mut self, port: u32) -> Option<Process> {
         let mut table = String::new();
         let sockets = self.sockets.as_mut()?;
         let read = sockets.rewind().and_then(|()| sockets.read_to_string(&mut table));
         let socket = format!("socket:[{}]", read.ok().and_then(|_| inode(&table, port))?);
-        match has_open(port, &socket) {
-            Ok(true) => {}
+        let is_certain = match has_open(port, &socket) {
+            Ok(true) => true,
             Ok(false) => return None,
             Err(error) => {
                 tracing::debug!(%error, port, "no look at what files the process has open");
-                return None;
+                false
             }
-        }
+        };
+        // Of one that is not there neither can be read.
         let name = std::fs::read_to_string(format!("/proc/{port}/comm")).ok()?;
-        Some((name.trim_end().into(), port))
+        let mut process = Process::new(name.trim_end().into(), port);
+        process.is_certain = is_certain;
+        Some(process)
     }
 }
 
@@ -82,9 +87,11 @@ fn inode(table: &str, port: u32) -> Option<&str> {
 /// The process has this file open.
 fn has_open(process: u32, file: &str) -> io::Result<bool> {
     for entry in std::fs::read_dir(format!("/proc/{process}/fd"))?.take(MOST_FILES) {
-        // Closed meanwhile is as good as not there.
-        if std::fs::read_link(entry?.path()).is_ok_and(|target| target.as_os_str() == file) {
-            return Ok(true);
+        match std::fs::read_link(entry?.path()) {
+            Ok(target) if target.as_os_str() == file => return Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Err(error),
+            // Closed meanwhile is as good as not there.
+            _ => {}
         }
     }
     Ok(false)

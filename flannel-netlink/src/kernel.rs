@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use flannel_core::{Change, Changes, Kernel, KernelError, NexthopIds, Owned, RouteAnswer, State};
+use flannel_core::{Change, Changes, Kernel, KernelError, NexthopIds, Owned, Process, RouteAnswer, State};
 
 use crate::apart::beside;
 use crate::apply::Writer;
@@ -130,7 +130,7 @@ impl Kernel for NetlinkKernel {
         Box::new(beside())
     }
 
-    fn process(&self, port: u32) -> Option<(Arc<str>, u32)> {
+    fn process(&self, port: u32) -> Option<Process> {
         self.culprits.lock().unwrap_or_else(PoisonError::into_inner).at(port)
     }
 }

@@ -9,8 +9,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use flannel_core::{
-    Addr, Change, Changes, Doubts, Kernel, Key, LinkName, MacAddr, Neigh, Nexthop, Object, Owned, Report,
-    Route, RouteAnswer, State, Subnet, Via,
+    Addr, Change, Changes, Doubts, Kernel, Key, LinkName, MacAddr, Neigh, Nexthop, Object, Owned, Process,
+    Report, Route, RouteAnswer, State, Subnet, Via,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, bridge, in_netns_async, ip};
@@ -171,8 +171,9 @@ fn whoever_changes_something_is_named_if_it_still_lives() {
         let name = std::fs::read_to_string("/proc/self/comm").unwrap();
         // That is looked up by whoever wants to know, and on a thread that may block.
         assert_eq!(culprit.process, None);
-        let (found, id) = kernel.process(culprit.port).unwrap();
-        assert_eq!((&*found, id, culprit.port), (name.trim_end(), std::process::id(), std::process::id()));
+        let found = kernel.process(culprit.port).unwrap();
+        assert_eq!(found, Process::new(name.trim_end().into(), std::process::id()));
+        assert_eq!(culprit.port, found.id);
         assert_eq!(culprit.protocol, Some(flannel_core::ROUTE_PROTOCOL));
         // A second socket has another port, which is no process.
         let second = NetlinkKernel::open().unwrap();

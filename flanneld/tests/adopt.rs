@@ -432,6 +432,30 @@ fn what_go_flannel_left_is_adopted() {
 }
 
 #[test]
+fn what_go_flannel_left_of_host_gw_is_adopted() {
+    in_netns_async(|| async {
+        uplink();
+        // As Go flannel puts them: of protocol boot, without a mark of whose they are.
+        for peer in PEERS {
+            ip(&format!("route add 10.1.{peer}.0/24 via 192.0.2.{peer} dev eth0"));
+            ip(&format!("-6 route add fd00:1:0:{peer:x}::/64 via 2001:db8::{peer:x} dev eth0"));
+        }
+        let subnets = leases(&HostGw, 1);
+        let (run, reports) = heard(Run::start(&HostGw, &subnets, true)).await;
+        let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
+        assert_eq!(lost, []);
+        let adopted = run.state();
+        let (kernel, owned) = (run.kernel.clone(), run.owned());
+        run.stop().await;
+        cleanup(&*kernel, &owned, false).unwrap();
+        assert_eq!(ip("route show root 10.1.0.0/16").trim(), "", "what was adopted goes with the rest");
+        let run = Run::start(&HostGw, &subnets, true).await;
+        assert_eq!(text(&adopted), text(&run.state()), "the same end state as from nothing");
+        run.stop().await;
+    });
+}
+
+#[test]
 fn the_way_to_go_flannel_loses_no_packet_and_leaves_routes_that_it_can_delete() {
     in_netns_async(|| async {
         uplink();
@@ -458,38 +482,69 @@ fn the_way_to_go_flannel_loses_no_packet_and_leaves_routes_that_it_can_delete() 
     });
 }
 
+/// The keys of what was told of.
+fn told(reports: &[Report]) -> Vec<Key> {
+    let key = |report: &Report| match report {
+        Report::Now(object) | Report::Inexact(object) | Report::Double(object) => object.key(),
+        Report::Other(key) | Report::Gone(key) | Report::Beside(key) => *key,
+    };
+    reports.iter().map(key).collect()
+}
+
 #[test]
 fn networks_of_both_kinds_in_one_namespace_are_restarted_without_touching_each_other() {
     in_netns_async(|| async {
         uplink();
-        let (one, other) = (leases(&VxlanBackend, 1), leases(&HostGw, 2));
-        for nexthops in [false, true] {
-            let vxlan = Run::start(&VxlanBackend, &one, nexthops).await;
-            let hostgw = Run::start(&HostGw, &other, nexthops).await;
-            let want = [vxlan.state(), hostgw.state()];
-            let objects = if nexthops { (10, 20) } else { (0, 20) };
-            assert_eq!(want.iter().map(count).collect::<Vec<_>>(), [objects; 2]);
-            let restarts = async {
-                vxlan.stop().await;
-                let vxlan = Run::start(&VxlanBackend, &one, nexthops).await;
-                hostgw.stop().await;
-                (vxlan, Run::start(&HostGw, &other, nexthops).await)
-            };
-            let ((vxlan, hostgw), reports) = heard(restarts).await;
-            assert_eq!(deleted(&reports), []);
-            // Nor is any peer's object put again: it is as it was.
-            let of_peer = |key: &Key| of_live_peer(key) || matches!(key, Key::Nexthop(_));
-            let touched = |report: &&Report| match report {
-                Report::Now(object) | Report::Inexact(object) | Report::Double(object) => {
-                    of_peer(&object.key())
+        let direct = config(&VxlanBackend, 1).replace(r#""Type""#, r#""DirectRouting":true,"Type""#);
+        for vxlan_config in [config(&VxlanBackend, 1), direct] {
+            let (one, other) = (FakeSubnets::with_config(&vxlan_config), leases(&HostGw, 2));
+            PEERS.for_each(|peer| put(&one, &VxlanBackend, 1, peer, peer));
+            for (before, after) in [(false, false), (true, true), (false, true), (true, false)] {
+                let case = format!("{vxlan_config} {before} {after}");
+                let vxlan = Run::start(&VxlanBackend, &one, before).await;
+                let hostgw = Run::start(&HostGw, &other, before).await;
+                let objects = |nexthops| if nexthops { (10, 20) } else { (0, 20) };
+                assert_eq!([&vxlan, &hostgw].map(|run| count(&run.state())), [objects(before); 2], "{case}");
+                let (theirs, owned) = (hostgw.state(), [vxlan.owned(), hostgw.owned()]);
+                // Each is aborted wherever it is, and started in the other's presence.
+                let restart = async {
+                    vxlan.stop().await;
+                    Run::start(&VxlanBackend, &one, after).await
+                };
+                let (vxlan, reports) = heard(restart).await;
+                let of_theirs = |key: &Key| theirs.get(key).is_some();
+                assert!(!told(&reports).iter().any(of_theirs), "{case}: {reports:#?}");
+                let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
+                assert_eq!(lost, [], "{case}");
+                let ours = vxlan.state();
+                let restart = async {
+                    hostgw.stop().await;
+                    Run::start(&HostGw, &other, after).await
+                };
+                let (hostgw, again) = heard(restart).await;
+                let of_ours = |key: &Key| ours.get(key).is_some();
+                assert!(!told(&again).iter().any(of_ours), "{case}: {again:#?}");
+                let lost: Vec<_> = deleted(&again).into_iter().filter(of_live_peer).collect();
+                assert_eq!(lost, [], "{case}");
+                if before == after {
+                    // Nor is any peer's object put again: it is as it was.
+                    let of_peer = |key: &Key| of_live_peer(key) || matches!(key, Key::Nexthop(_));
+                    let touched: Vec<_> =
+                        told(&reports).into_iter().chain(told(&again)).filter(of_peer).collect();
+                    assert_eq!(touched, [], "{case}");
                 }
-                Report::Other(key) | Report::Gone(key) | Report::Beside(key) => of_peer(key),
-            };
-            let touched: Vec<_> = reports.iter().filter(touched).collect();
-            assert!(touched.is_empty(), "{touched:#?}");
-            assert_eq!([vxlan.state(), hostgw.state()].map(|s| text(&s)), want.map(|s| text(&s)));
-            vxlan.stop().await;
-            hostgw.stop().await;
+                assert_eq!([&vxlan, &hostgw].map(|run| count(&run.state())), [objects(after); 2], "{case}");
+                // What one leaves is taken away without a look at the other's.
+                let kernel = vxlan.kernel.clone();
+                let theirs = hostgw.state();
+                vxlan.stop().await;
+                cleanup(&*kernel, &owned[0], false).unwrap();
+                assert_eq!(count(&kernel.snapshot(&owned[0]).unwrap()), (0, 0), "{case}");
+                assert_eq!(text(&hostgw.state()), text(&theirs), "{case}");
+                hostgw.stop().await;
+                cleanup(&*kernel, &owned[1], false).unwrap();
+                assert_eq!(left_by_flannel(), (0, 0), "{case}");
+            }
         }
     });
 }

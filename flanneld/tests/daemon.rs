@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use flannel_core::{Change, Kernel, Owned, Route, Via};
+use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{bridge, in_netns, ip};
 use nix::sys::signal::Signal;
 
@@ -426,6 +428,28 @@ fn it_keeps_no_more_capabilities_than_it_needs_and_works_with_them() {
             assert_eq!(daemon.ended().code(), Some(0));
         }
     });
+}
+
+/// With the few capabilities that it keeps it may not look at what files processes of root's have open.
+#[test]
+fn whoever_changes_a_route_is_named_as_far_as_is_known() {
+    for (options, sure) in [(&[][..], "probably "), (&["--capabilities=all"], "")] {
+        in_netns(move || {
+            uplink();
+            let place = Place::new(CONFIG);
+            peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
+            let daemon = place.start(options);
+            daemon.wait_for_log("in sync peers=1");
+            // The first socket of a process in a namespace has the id of the process for its port id.
+            let other = NetlinkKernel::open().unwrap();
+            let dst = "10.1.7.0/24".parse().unwrap();
+            let theirs = Change::Put(Route { dst, via: Via::Blackhole, mtu: None }.into());
+            assert!(other.apply(&Owned::default(), &[theirs])[0].is_ok());
+            let name = fs::read_to_string("/proc/self/comm").unwrap();
+            let process = format!("{} (process {})", name.trim_end(), std::process::id());
+            daemon.wait_for_log(&format!("changed by {sure}{process} with route protocol 241"));
+        });
+    }
 }
 
 #[test]

@@ -11,7 +11,7 @@ use tokio::sync::mpsc;
 
 use crate::address::Subnet;
 use crate::kernel::{
-    Changes, Culprit, Doubts, Kernel, KernelError, Owned, ROUTE_PROTOCOL, Report, RouteAnswer,
+    Changes, Culprit, Doubts, Kernel, KernelError, Owned, Process, ROUTE_PROTOCOL, Report, RouteAnswer,
 };
 use crate::name::LinkName;
 use crate::nexthops::NexthopIds;
@@ -576,9 +576,9 @@ impl Kernel for FakeKernel {
         Ok(Box::new(queue))
     }
 
-    fn process(&self, port: u32) -> Option<(Arc<str>, u32)> {
+    fn process(&self, port: u32) -> Option<Process> {
         self.lock().process_questions += 1;
-        (port == Self::FOREIGN_PORT).then(|| ("foreigner".into(), port))
+        (port == Self::FOREIGN_PORT).then(|| Process::new("foreigner".into(), port))
     }
 }
 
