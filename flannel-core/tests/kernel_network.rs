@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
@@ -458,15 +459,20 @@ fn operations() -> Vec<(String, impl Fn(&Call) -> bool + Clone + Send + 'static)
 
 #[tokio::test(start_paused = true)]
 async fn every_scenario_converges_with_every_call_failing_once() {
-    // EEXIST, ENOENT, ENODEV, ENOBUFS, EINTR.
+    // The first call with EEXIST, ENOENT, ENODEV, ENOBUFS, EINTR; and one of those after it.
+    const FAULTS: [(usize, i32); 7] = [(0, 17), (0, 2), (0, 19), (0, 105), (0, EINTR), (1, 105), (2, 105)];
     let (mut fired, mut runs) = (BTreeMap::<String, usize>::new(), 0);
     for (scenario, step) in scenarios() {
         for (operation, fails) in operations() {
-            for errno in [17, 2, 19, 105, EINTR] {
+            for (before, errno) in FAULTS {
                 let mut world = settled_world().await;
-                world.kernel.fail(1, errno, fails.clone());
+                let (fails, calls) = (fails.clone(), AtomicUsize::new(0));
+                world.kernel.fail(1, errno, move |call| {
+                    fails(call) && calls.fetch_add(1, Ordering::Relaxed) == before
+                });
                 step(&mut world);
-                let what = format!("{scenario}; {operation} fails once with errno {errno}");
+                let what =
+                    format!("{scenario}; {operation} fails once with errno {errno} after {before} calls");
                 world.settled(&what).await;
                 *fired.entry(operation.clone()).or_default() += usize::from(world.kernel.clear_faults());
                 runs += 1;
@@ -548,8 +554,7 @@ impl Fault {
             Self::RestOfBatch => {
                 let begun = std::sync::atomic::AtomicBool::new(false);
                 let fails = move |call: &Call| {
-                    use std::sync::atomic::Ordering::Relaxed;
-                    begun.fetch_or(is_it(call), Relaxed) && call.key.is_some() || is_it(call)
+                    begun.fetch_or(is_it(call), Ordering::Relaxed) && call.key.is_some() || is_it(call)
                 };
                 kernel.fail(6, 105, fails);
             }
@@ -590,12 +595,12 @@ async fn every_operation_on_every_kind_of_object_may_fail_in_every_way() {
 #[tokio::test(start_paused = true)]
 async fn the_start_converges_with_every_call_failing() {
     for (operation, fails) in operations() {
-        for times in [1, 3] {
+        for (times, errno) in [(1, 105), (3, 105), (1, 17), (1, 2), (1, 19), (1, EINTR)] {
             let kernel = FakeKernel::with_uplink("eth0");
-            kernel.fail(times, 105, fails.clone());
+            kernel.fail(times, errno, fails.clone());
             let mut world = World::on(kernel, FakeSubnets::with_config(CONFIG)).await;
             [2, 3, 100].into_iter().for_each(|n| world.put(Peer::new(n)));
-            world.settled(&format!("start; {operation} fails {times} times")).await;
+            world.settled(&format!("start; {operation} fails {times} times with errno {errno}")).await;
         }
     }
 }

@@ -217,6 +217,37 @@ async fn the_id_of_a_stale_route_that_came_later_is_not_given_away_either() {
     assert_eq!(count(&kernel), (6, 6));
 }
 
+/// The ids are the core's own here, not a plan's.
+#[tokio::test(start_paused = true)]
+async fn whatever_is_refused_first_or_from_then_on_is_put_or_gone_in_the_end() {
+    use Operation::{Create, Delete, Replace};
+    type Step = fn(&FakeSubnets);
+    let steps: [(Operation, Step); 3] = [
+        (Create, |subnets| (10..14).for_each(|n| subnets.put(&key(n), &format!("192.0.2.{n}")))),
+        (Replace, |subnets| (2..6).for_each(|n| subnets.put(&key(n), &format!("192.0.2.{}", n + 70)))),
+        (Delete, |subnets| (2..6).for_each(|n| subnets.delete(&key(n)))),
+    ];
+    // ENOENT, EINTR, EEXIST, ENODEV, ENOBUFS.
+    for (errno, times) in [2, 4, 17, 19, 105].into_iter().flat_map(|errno| [(errno, 1), (errno, 6)]) {
+        for (operation, step) in steps {
+            let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+            let mut run = Run::start(&kernel, &subnets).await;
+            kernel.fail(times, errno, move |call| call.operation == operation);
+            step(&subnets);
+            run.settled().await;
+            // What does not go for long is tried more and more seldom.
+            tokio::time::sleep(std::time::Duration::from_secs(600)).await;
+            run.settled().await;
+            assert!(kernel.clear_faults(), "{operation:?} {errno} {times}");
+            let expected = FakeKernel::with_uplink("eth0");
+            let _whole = Run::start(&expected, &subnets).await;
+            let case = format!("{operation:?} {errno} {times}");
+            assert_eq!(kernel.dump(), expected.dump(), "{case}");
+            assert!(run.status.borrow().failing.is_empty(), "{case}");
+        }
+    }
+}
+
 /// No object that carries packets is deleted, or replaced after the object that it needs is gone.
 #[tokio::test(start_paused = true)]
 async fn switching_there_and_back_replaces_every_route_in_place() {

@@ -54,6 +54,7 @@ fn object(message: &Message<'_>) -> Option<Object> {
             found.object(|_| Some(name())).map(Object::Route)
         }
         _ if message.kind == nexthop::NEW || message.kind == nexthop::DELETE => {
+            let _ = nexthop::members(message);
             nexthop::read(message)?.object(name()).map(Object::Nexthop)
         }
         _ => None,
