@@ -8,8 +8,11 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
-use flannel_core::Family;
+use flannel_backend_hostgw::HostGw;
+use flannel_backend_vxlan::VxlanBackend;
+use flannel_core::{Backend, Config, Family, NexthopBlock, ready_for_go};
 use flannel_lab::{Builder, Host, Lab, Signal};
+use flannel_netlink::NetlinkKernel;
 use serde_json::{Value, json};
 
 mod stream;
@@ -110,6 +113,41 @@ fn vxlan_daemons_killed_and_upgraded_lose_no_packet() {
 #[test]
 fn host_gw_daemons_killed_and_upgraded_lose_no_packet() {
     as_root("host_gw_daemons_killed_and_upgraded_lose_no_packet", || killed_and_upgraded("host-gw"));
+}
+
+/// Every host is made ready for Go flannel, and then ours comes back.
+fn to_go_flannel_and_back(backend: &dyn Backend) {
+    let lab = up(backend.name());
+    let traffic = Traffic::start(&lab);
+    let config = Config::parse(&fs::read_to_string(lab.registry().join("config")).unwrap()).unwrap();
+    for host in lab.hosts() {
+        let said = host.log().unwrap().matches("in sync peers=2").count();
+        host.stop_daemon(Signal::SIGTERM).unwrap().unwrap();
+        let kernel = NetlinkKernel::open_in(host.namespace().path()).unwrap();
+        let mut owned = backend.owned("eth0".parse().unwrap(), &config).unwrap();
+        owned.nexthops = NexthopBlock::choose(&kernel, &owned).unwrap().0;
+        let nexthops = || ip(host, "nexthop show").lines().count();
+        assert_eq!(nexthops(), 2);
+        let report = ready_for_go(&kernel, &owned, false).unwrap();
+        assert!(report.failed.is_empty() && nexthops() == 0, "{report:?}");
+        traffic.flow();
+        host.start_daemon().unwrap();
+        wait_for_log(host, "in sync peers=2", said + 1);
+        assert_eq!(nexthops(), 2);
+        traffic.flow();
+    }
+    // 12 streams, twice three hosts, 25 packets each at least.
+    nothing_is_lost(traffic, &lab, 12 * 6 * 25);
+}
+
+#[test]
+fn vxlan_hosts_made_ready_for_go_flannel_lose_no_packet() {
+    as_root("vxlan_hosts_made_ready_for_go_flannel_lose_no_packet", || to_go_flannel_and_back(&VxlanBackend));
+}
+
+#[test]
+fn host_gw_hosts_made_ready_for_go_flannel_lose_no_packet() {
+    as_root("host_gw_hosts_made_ready_for_go_flannel_lose_no_packet", || to_go_flannel_and_back(&HostGw));
 }
 
 /// The MTU of the first host's interface goes down and up again, and its daemon follows.
