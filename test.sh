@@ -68,7 +68,7 @@ if [ "$(id -u)" = 0 ]; then
         as_nobody "$dir/$(basename "$test")" --quiet
     done
     cargo build -q -p flanneld
-    daemon_tests=$(cargo test --no-run --message-format=json -p flanneld --test etcd --test control --test kube 2>/dev/null |
+    daemon_tests=$(cargo test --no-run --message-format=json -p flanneld --test etcd --test control --test kube --test adopt --test storm --test interference 2>/dev/null |
         sed -n 's/.*"kind":\["test"\].*"executable":"\([^"]*\)".*/\1/p')
     cp "${CARGO_TARGET_DIR:-target}/debug/"{flanneld,flannelctl} "$PROMTOOL" "$dir"
     for test in $daemon_tests; do
@@ -87,5 +87,5 @@ if [ "$(id -u)" = 0 ]; then
     done
     as_nobody "$dir/lab" --backend vxlan --family dual --json >"$dir/lab.json" 2>"$dir/lab.log" ||
         { cat "$dir/lab.log" "$dir/lab.json" >&2; exit 1; }
-    echo "as an ordinary user: the kernel's tests, the firewall's, the CNI plugin's, the image's, the daemon on etcd and on Kubernetes, flannelctl and the lab passed"
+    echo "as an ordinary user: the kernel's tests, the firewall's, the CNI plugin's, the image's, the daemon on etcd and on Kubernetes, starts over what is there, storms, flannelctl and the lab passed"
 fi
