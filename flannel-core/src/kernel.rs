@@ -243,8 +243,8 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// The kernel could not be read. A dump that changed under way is read again, unless it cannot have
-    /// missed what stood all the while. Linux does not say so of IPv6 routes: of them some may be missed if others go and come
-    /// meanwhile, until the next look.
+    /// missed what stood all the while. Linux does not say so of IPv6 routes, neighbours and forwarding entries: of them some may be missed
+    /// if others go and come meanwhile, until the next look.
     fn snapshot(&self, owned: &Owned) -> Result<State, KernelError>;
 
     /// What nexthop objects there are, told apart by whether they are what `owned` left, somebody else's, or neither for
