@@ -627,6 +627,22 @@ mod tests {
         }
     }
 
+    /// What leases brought comes before what is in doubt, but no route before what it goes by.
+    #[test]
+    fn a_route_that_leases_changed_takes_its_nexthop_object_along() {
+        let mut world = World::settled(2..6);
+        let Some(Via::Nexthop(id)) = world.route(3) else { panic!("{:#?}", world.kernel.dump()) };
+        world.kernel.foreign_delete(Key::Nexthop(id));
+        world.reconciler.put.insert(Key::Nexthop(id), Cause::Doubt(Damage::Deletion));
+        world.reconciler.put.insert(Key::Route(dst(3)), Cause::Lease(None));
+        world.kernel.take_calls();
+        world.settle();
+        let calls = world.kernel.take_calls();
+        let keys: Vec<_> = calls.into_iter().filter_map(|call| call.key).collect();
+        assert_eq!(keys, [Key::Nexthop(id), Key::Route(dst(3))]);
+        assert!(world.reconciler.ledger.failing().is_empty());
+    }
+
     #[test]
     fn whom_to_suspect_of_additions_is_remembered_for_so_many_beside_what_is_wanted() {
         let mut world = World::settled(2..5);

@@ -622,7 +622,8 @@ async fn what_a_device_took_along_is_put_in_order_and_keeps_no_lease_waiting() {
     world.kernel.delete_link(tunnel().as_str());
     let mut failing = 0;
     world.when(|status| status.repaired > 1_000).await;
-    let (moved, before) = (PEERS / 2, tokio::time::Instant::now());
+    // The last one of its kind.
+    let (moved, before) = (PEERS, tokio::time::Instant::now());
     world.change(moved, Some(public(PEERS + 1)));
     let [_, fdb, ..] = objects(moved, public(PEERS + 1));
     while world.kernel.state().get(&fdb.key()) != Some(&fdb) {
