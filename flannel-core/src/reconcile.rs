@@ -629,17 +629,27 @@ mod tests {
 
     /// What leases brought comes before what is in doubt, but no route before what it goes by.
     #[test]
-    fn a_route_that_leases_changed_takes_its_nexthop_object_along() {
-        let mut world = World::settled(2..6);
-        let Some(Via::Nexthop(id)) = world.route(3) else { panic!("{:#?}", world.kernel.dump()) };
-        world.kernel.foreign_delete(Key::Nexthop(id));
-        world.reconciler.put.insert(Key::Nexthop(id), Cause::Doubt(Damage::Deletion));
-        world.reconciler.put.insert(Key::Route(dst(3)), Cause::Lease(None));
+    fn a_route_that_leases_changed_comes_first_and_takes_its_nexthop_object_along() {
+        let mut world = World::settled(2..200);
+        let nexthop = |world: &World, n| match world.route(n) {
+            Some(Via::Nexthop(id)) => Key::Nexthop(id),
+            other => panic!("{other:?}: {:#?}", world.kernel.dump()),
+        };
+        let nexthops: Vec<Key> = (2..200).map(|n| nexthop(&world, n)).collect();
+        for (n, key) in (2..200).zip(&nexthops) {
+            world.kernel.foreign_delete(*key);
+            let reason = if n == 199 { Cause::Lease(None) } else { Cause::Doubt(Damage::Deletion) };
+            world.reconciler.put.insert(*key, Cause::Doubt(Damage::Deletion));
+            world.reconciler.put.insert(Key::Route(dst(n)), reason);
+        }
         world.kernel.take_calls();
         world.settle();
         let calls = world.kernel.take_calls();
         let keys: Vec<_> = calls.into_iter().filter_map(|call| call.key).collect();
-        assert_eq!(keys, [Key::Nexthop(id), Key::Route(dst(3))]);
+        let (last, others) = nexthops.split_last().unwrap();
+        let routes = (2..199).map(|n| Key::Route(dst(n)));
+        let expected = [*last, Key::Route(dst(199))].into_iter().chain(others.iter().copied()).chain(routes);
+        assert_eq!(keys, expected.collect::<Vec<_>>());
         assert!(world.reconciler.ledger.failing().is_empty());
     }
 
