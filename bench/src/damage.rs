@@ -131,6 +131,22 @@ impl Damage {
         })
     }
 
+    /// What puts a nexthop object right, and the route that went with it; `None` of others.
+    pub(crate) fn undo(self, victim: &Victim<'_>) -> anyhow::Result<Option<Vec<Vec<u8>>>> {
+        let Self::Nexthop(what) = self else { return Ok(None) };
+        let Victim { peer, family, index, .. } = *victim;
+        let id = nexthop(victim.nexthop)?.1.to_ne_bytes();
+        let (subnet, index) = (peer.subnet(family), index.to_ne_bytes());
+        let base = octets(subnet.base());
+        let header = nhmsg(af(family), PROTOCOL, ONLINK);
+        let mut messages = vec![message(NEWNEXTHOP, PUT, &header, &[(1, &id), (5, &index), (6, &base)])];
+        if what == Hop::Delete {
+            let header = rtmsg(family, subnet.len(), PROTOCOL, 0);
+            messages.push(message(NEWROUTE, PUT, &header, &[(1, &base), (30, &id)]));
+        }
+        Ok(Some(messages))
+    }
+
     /// Does the damage.
     pub(crate) fn message(self, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
         match self {

@@ -16,8 +16,8 @@ use crate::engine::Engine;
 use crate::floor::index_of;
 use crate::ground::Ground;
 use crate::raw::{
-    AF_BRIDGE, DUMP, Ear, GETNEIGH, GETNEXTHOP, GETROUTE, Id, Raw, Said, message, ndmsg, nhmsg, octets,
-    rtmsg, said,
+    AF_BRIDGE, DUMP, Ear, GETNEIGH, GETNEXTHOP, GETROUTE, Id, Raw, Said, last_acknowledged, message, ndmsg,
+    nhmsg, octets, rtmsg, said,
 };
 use crate::report::{Latency, Report};
 use crate::witness::compare;
@@ -38,6 +38,8 @@ pub(crate) fn run(peers: u32, families: Families, samples: usize) -> anyhow::Res
     let figures = ground.netns.run(|| damage(peers, families, samples, &mut engine))?;
     wrong.extend(compare(&ground.netns, peers, families)?);
     drop(engine);
+    let floor = ground.netns.run(|| floor(peers, families))?;
+    wrong.extend(compare(&ground.netns, peers, families)?);
     ground.clear(peers, families)?;
     let all: Vec<f64> = figures.values().flatten().copied().collect();
     let kinds: BTreeMap<String, Latency> =
@@ -48,6 +50,7 @@ pub(crate) fn run(peers: u32, families: Families, samples: usize) -> anyhow::Res
         samples: Some(all.len()),
         p50_ms: Some(Latency::of(&all).p50_ms),
         p99_ms: kinds.values().map(|kind| kind.p99_ms).max_by(f64::total_cmp),
+        floor_p99_ms: floor.values().map(|figures| Latency::of(figures).p99_ms).max_by(f64::total_cmp),
         wrong,
         ..Report::default()
     };
@@ -101,6 +104,32 @@ fn damage(
             let took = start.elapsed().as_secs_f64() * 1e3;
             figures.entry(format!("{family} {damage}")).or_default().push(took);
             engine.wait(peers as usize)?;
+        }
+    }
+    Ok(figures)
+}
+
+/// Milliseconds by kind of damage to nexthop objects, done and undone at once by the raw writer: what the kernel takes, and nobody can
+/// repair sooner. Of other objects that is next to nothing.
+fn floor(peers: u32, families: Families) -> anyhow::Result<BTreeMap<String, Vec<f64>>> {
+    let mut raw = Raw::open()?;
+    let tables = Tables::read(&mut raw, families)?;
+    let with_nexthops = families.iter().filter(|family| tables.has_nexthops(Peer(2), *family));
+    let kinds: Vec<_> = with_nexthops
+        .flat_map(|family| Damage::all().map(move |damage| (family, damage)))
+        .filter(|(_, damage)| matches!(damage, Damage::Nexthop(_)))
+        .collect();
+    let (mut figures, mut dice) = (BTreeMap::<String, Vec<f64>>::new(), Dice(0x9e37_79b9_7f4a_7c15));
+    for _ in 0..LEAST {
+        for (family, damage) in &kinds {
+            let peer = Peer(2 + dice.below(peers));
+            let victim = tables.victim(peer, peer, *family)?;
+            let (message, undo) = (damage.message(&victim)?, damage.undo(&victim)?.unwrap_or_default());
+            let start = Instant::now();
+            raw.carry_out(&message)?;
+            raw.exchange(&last_acknowledged(&undo))?;
+            let took = start.elapsed().as_secs_f64() * 1e3;
+            figures.entry(format!("{family} {damage}")).or_default().push(took);
         }
     }
     Ok(figures)
