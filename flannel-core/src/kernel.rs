@@ -32,7 +32,7 @@ const PROTOCOL_KERNEL: u8 = 2;
 /// |---|---|
 /// | link | its name is in `links` and it is of a kind we know |
 /// | address | on one of `links`, not link-local |
-/// | neigh, fdb | on one of `links` and permanent |
+/// | neigh, fdb | on one of `links` and permanent; a forwarding entry also if it is static |
 /// | route | main table, default metric, no TOS, and: on one of `links` and not made by the kernel itself; or of our protocol and inside `networks`, on whatever device (but a blackhole, of last resort too, only if it keeps those) |
 /// | nexthop | of our protocol, and its id in `nexthops` or on one of `links` |
 ///
@@ -332,7 +332,8 @@ pub struct Process {
     /// Its id.
     pub id: u32,
     /// It has the very socket open. Else nothing is known but that it lives, has the id that the socket has for its port id (as the first
-    /// socket of a process has), and that this process may not look at what files it has open.
+    /// socket of a process has), and that this process may not look at what files it has open. It may as well be a process that has this id
+    /// in another pid namespace.
     pub is_certain: bool,
 }
 

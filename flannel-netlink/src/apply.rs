@@ -15,12 +15,14 @@ use flannel_core::{
     ROUTE_PROTOCOL, Route, Subnet, Via, Vxlan,
 };
 
+use neli::consts::rtnl::Rtprot;
+
 use crate::ask::{ENODEV, find_link};
 use crate::codec::addr::AddrMessage;
 use crate::codec::nexthop::NexthopMessage;
 use crate::codec::{addr, link, neigh, nexthop, route};
 use crate::namespace::Namespace;
-use crate::seen::{Double, Seen};
+use crate::seen::{Double, Odd, Seen};
 use crate::socket::Socket;
 use crate::wire::Messages;
 
@@ -104,7 +106,7 @@ impl<'a> Writer<'a> {
             Object::Addr(addr) => return self.put_addr(n, addr, index),
             Object::Neigh(neigh) => neigh::put(requests, neigh, index),
             Object::Fdb(fdb) => {
-                if self.seen.take_in_the_way(index, fdb.mac) {
+                if self.seen.take_in_the_way(index, fdb.mac) == Some(Odd::Led) {
                     neigh::delete_any_fdb(requests, fdb.mac, index);
                     self.pending.push((n, true));
                 }
@@ -115,9 +117,9 @@ impl<'a> Writer<'a> {
                 self.delete_doubles(n, route, |_| true);
                 // One of last resort replaces nothing, and nothing replaces it: what is ours there must go first.
                 if route.via == Via::LastResort {
+                    self.delete_on_our_links(changes, n, &route.dst)?;
                     route::delete_any(&mut self.requests, &route.dst, ROUTE_PROTOCOL);
                     self.pending.push((n, true));
-                    self.delete_on_our_links(n, &route.dst);
                     self.seen.see_last_resort(route.dst);
                 } else {
                     self.delete_behind(n, route);
@@ -141,7 +143,7 @@ impl<'a> Writer<'a> {
         match object {
             Object::Addr(addr) => return self.delete_addr(n, addr, index),
             Object::Neigh(neigh) => neigh::delete(&mut self.requests, neigh, index),
-            Object::Fdb(fdb) if self.seen.take_in_the_way(index, fdb.mac) => {
+            Object::Fdb(fdb) if self.seen.take_in_the_way(index, fdb.mac).is_some() => {
                 neigh::delete_any_fdb(&mut self.requests, fdb.mac, index);
             }
             Object::Fdb(fdb) => neigh::delete_fdb(&mut self.requests, fdb, index),
@@ -176,15 +178,26 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// What leads into a tunnel of ours is ours, whoever put it there.
-    fn delete_on_our_links(&mut self, n: usize, dst: &Subnet) {
-        for link in &self.owned.links {
-            // One that is not there has no routes.
-            if let Ok(index) = self.index(*link) {
-                route::delete_on(&mut self.requests, dst, index);
-                self.pending.push((n, true));
-            }
+    /// What leads into a tunnel of ours is ours, whoever put it there (see [`Owned::owns_route`]), and would take the packets before one of
+    /// last resort. That is put so seldom that the kernel is asked.
+    fn delete_on_our_links(&mut self, changes: &[Change], n: usize, dst: &Subnet) -> Result<(), KernelError> {
+        // One that is not there has no routes.
+        let links = self.owned.links.iter().filter_map(|link| self.index(*link).ok());
+        let links: Vec<u32> = links.collect();
+        if links.is_empty() {
+            return Ok(());
         }
+        self.flush(changes);
+        let there = self.socket.dump(route::all(dst.family()), |message| {
+            let found = route::read(message).filter(|found| found.dst == *dst && found.main)?;
+            let is_ours = found.default_metric && found.nexthop.is_none() && links.contains(&found.index);
+            (is_ours && found.protocol != u8::from(Rtprot::Kernel)).then_some(found)
+        })?;
+        for told in &there {
+            route::delete_told(&mut self.requests, told);
+            self.pending.push((n, true));
+        }
+        Ok(())
     }
 
     /// Those that stand beside a route which change `n` is about.

@@ -31,8 +31,19 @@ struct Inner {
     /// Routes to the same destinations as some of ours that no put of those replaces, when all were read last, and that can be told
     /// from them.
     doubles: BTreeMap<Subnet, Vec<Double>>,
-    /// The forwarding entries that [must go](NeighMessage::must_go) before ours can be put, by the index of their device.
-    in_the_way: BTreeSet<(u32, MacAddr)>,
+    /// The [odd](NeighMessage::odd) forwarding entries, by the index of their device.
+    in_the_way: BTreeMap<(u32, MacAddr), Odd>,
+    /// There were more of them than [`MOST`]: any may be one.
+    forgotten: bool,
+}
+
+/// Why a forwarding entry does not go where a deletion says where it leads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Odd {
+    /// It has a port, a VNI or a device of its own.
+    Alien,
+    /// It leads to nexthop objects, and must go before ours can be put, too.
+    Led,
 }
 
 /// A route beside one of ours.
@@ -99,25 +110,27 @@ impl Seen {
 
     /// Takes note of a neighbour or a forwarding entry that was read or told of.
     pub(crate) fn see_entry(&self, entry: &NeighMessage) {
-        if let Some(mac) = entry.must_go() {
-            let there = &mut self.lock().in_the_way;
+        if let Some((mac, odd)) = entry.odd() {
+            let Inner { in_the_way, forgotten, .. } = &mut *self.lock();
             // Whatever is forgotten is found again with the next snapshot, but for what is on devices that are gone.
-            if there.len() == MOST {
-                there.clear();
+            if in_the_way.len() == MOST {
+                in_the_way.clear();
+                *forgotten = true;
             }
-            there.insert((entry.index, mac));
+            in_the_way.insert((entry.index, mac), odd);
         }
     }
 
     /// All forwarding entries of this device are read next.
     pub(crate) fn look_anew(&self, index: u32) {
-        self.lock().in_the_way.retain(|(device, _)| *device != index);
+        self.lock().in_the_way.retain(|(device, _), _| *device != index);
     }
 
-    /// A forwarding entry must go before ours can be put; asked only once.
-    pub(crate) fn take_in_the_way(&self, index: u32, mac: MacAddr) -> bool {
-        let there = &mut self.lock().in_the_way;
-        !there.is_empty() && there.remove(&(index, mac))
+    /// Whether a forwarding entry is odd; asked only once.
+    pub(crate) fn take_in_the_way(&self, index: u32, mac: MacAddr) -> Option<Odd> {
+        let Inner { in_the_way, forgotten, .. } = &mut *self.lock();
+        let known = if in_the_way.is_empty() { None } else { in_the_way.remove(&(index, mac)) };
+        known.or_else(|| forgotten.then_some(Odd::Alien))
     }
 
     /// A panic while the lock was held leaves nothing half done.
@@ -172,19 +185,21 @@ mod tests {
         let mac = |n: u16| MacAddr([2, 0, 0, 0, n.to_be_bytes()[0], n.to_be_bytes()[1]]);
         let seen = Seen::default();
         seen.see_entry(&entry(5, 1, false));
-        assert!(!seen.take_in_the_way(5, mac(1)), "it leads to an address");
+        assert_eq!(seen.take_in_the_way(5, mac(1)), None, "it leads to an address");
         for (index, n) in [(5, 1), (5, 2), (6, 1), (6, 2)] {
             seen.see_entry(&entry(index, n, true));
         }
-        assert!(seen.take_in_the_way(5, mac(1)) && !seen.take_in_the_way(5, mac(1)), "only once");
+        assert_eq!(seen.take_in_the_way(5, mac(1)), Some(Odd::Led));
+        assert_eq!(seen.take_in_the_way(5, mac(1)), None, "only once");
         seen.look_anew(5);
-        assert!(!seen.take_in_the_way(5, mac(2)), "it is not there any more");
-        assert!(seen.take_in_the_way(6, mac(1)), "that device was not looked at");
+        assert_eq!(seen.take_in_the_way(5, mac(2)), None, "it is not there any more");
+        assert_eq!(seen.take_in_the_way(6, mac(1)), Some(Odd::Led), "that device was not looked at");
         for n in 0..=MOST as u16 {
             seen.see_entry(&entry(5, n, true));
             assert!(seen.lock().in_the_way.len() <= MOST);
         }
-        assert!(seen.take_in_the_way(5, mac(MOST as u16)), "the last one is remembered");
+        assert_eq!(seen.take_in_the_way(5, mac(MOST as u16)), Some(Odd::Led), "the last one is remembered");
+        assert_eq!(seen.take_in_the_way(5, mac(0)), Some(Odd::Alien), "of others it is not known");
     }
 
     #[test]

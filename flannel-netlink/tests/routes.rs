@@ -424,6 +424,18 @@ fn a_route_of_last_resort_stands_behind_others_and_replaces_ours() {
             scene.apply(&Change::Put(last.into()));
             assert_eq!(scene.found(), Some(last.into()), "alone");
             scene.apply(&Change::Delete(last.into()));
+            // Others' by another metric, and by a nexthop object; what they lead by is theirs or ours.
+            let flag = if scene.family == Family::V4 { "-4" } else { "-6" };
+            for theirs in ["via BASE dev tun0 onlink metric 50", "nhid 77"] {
+                ip(&format!("nexthop replace id 77 via {} dev up0", scene.gateway(5)));
+                scene.foreign(&format!("route add DST {theirs}"));
+                scene.apply(&Change::Put(last.into()));
+                let shown = ip(&format!("{flag} route show {}", scene.dst()));
+                assert!(shown.contains("metric 50") || shown.contains("nhid 77"), "{theirs}: {shown}");
+                scene.apply(&Change::Delete(last.into()));
+                scene.foreign(&format!("route del DST {theirs}"));
+                assert_eq!(scene.found(), None);
+            }
             // A bridge's route, as the kernel makes it.
             scene.apply(&Change::Put(last.into()));
             scene.foreign("route add DST dev up0 proto kernel");

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use flannel_core::{Change, Kernel, Owned, Route, Via};
 use flannel_netlink::NetlinkKernel;
-use flannel_netlink::testing::{bridge, in_netns, ip};
+use flannel_netlink::testing::{Netns, bridge, in_netns, ip};
 use nix::sys::signal::Signal;
 
 mod calls;
@@ -433,23 +433,25 @@ fn it_keeps_no_more_capabilities_than_it_needs_and_works_with_them() {
 /// With the few capabilities that it keeps it may not look at what files processes of root's have open.
 #[test]
 fn whoever_changes_a_route_is_named_as_far_as_is_known() {
-    for (options, sure) in [(&[][..], "probably "), (&["--capabilities=all"], "")] {
-        in_netns(move || {
-            uplink();
-            let place = Place::new(CONFIG);
-            peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
-            let daemon = place.start(options);
-            daemon.wait_for_log("in sync peers=1");
-            // The first socket of a process in a namespace has the id of the process for its port id.
-            let other = NetlinkKernel::open().unwrap();
-            let dst = "10.1.7.0/24".parse().unwrap();
-            let theirs = Change::Put(Route { dst, via: Via::Blackhole, mtu: None }.into());
-            assert!(other.apply(&Owned::default(), &[theirs])[0].is_ok());
-            let name = fs::read_to_string("/proc/self/comm").unwrap();
-            let process = format!("{} (process {})", name.trim_end(), std::process::id());
-            daemon.wait_for_log(&format!("changed by {sure}{process} with route protocol 241"));
-        });
-    }
+    in_netns(|| {
+        for (options, sure) in [(&[][..], "probably "), (&["--capabilities=all"], "")] {
+            Netns::new().unwrap().run(move || {
+                uplink();
+                let place = Place::new(CONFIG);
+                peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
+                let daemon = place.start(options);
+                daemon.wait_for_log("in sync peers=1");
+                // The first socket of a process in a namespace has the id of the process for its port id.
+                let other = NetlinkKernel::open().unwrap();
+                let dst = "10.1.7.0/24".parse().unwrap();
+                let theirs = Change::Put(Route { dst, via: Via::Blackhole, mtu: None }.into());
+                assert!(other.apply(&Owned::default(), &[theirs])[0].is_ok());
+                let name = fs::read_to_string("/proc/self/comm").unwrap();
+                let process = format!("{} (process {})", name.trim_end(), std::process::id());
+                daemon.wait_for_log(&format!("changed by {sure}{process} with route protocol 241"));
+            });
+        }
+    });
 }
 
 #[test]
@@ -945,102 +947,107 @@ const WAYS: [Way; 7] = [
 
 #[test]
 fn an_interface_that_goes_and_comes_back_even_with_another_index_is_followed() {
-    for Way { backend, v4, args } in WAYS {
-        in_netns(move || {
-            uplink();
-            ip("route add default via 192.0.2.254");
-            let config = DUAL.replace("\"KIND\"", backend);
-            let place =
-                Place::new(&if v4 { config } else { config.replacen('{', "{\"EnableIPv4\":false,", 1) });
-            let kind = backend.split('"').nth(1).unwrap();
-            let direct = backend.contains("DirectRouting");
-            for (peer, far) in [(7, false), (8, direct)] {
-                let key = format!(
-                    "{}&fd00:1:0:{peer}::-64",
-                    if v4 { format!("10.1.{peer}.0-24") } else { "0.0.0.0-0".into() }
-                );
-                let nets = if far { ["198.51.100.", "2001:db8:7::"] } else { ["192.0.2.", "2001:db8::"] };
-                peer_at(&place, kind, peer, &key, nets);
-            }
-            let daemon = place.start(args);
-            daemon.wait_for_log("in sync peers=2");
-            let (before, env) = (data_path(), place.subnet_env());
-            let families = if v4 { 2 } else { 1 };
-            let routes = |dev: &str| {
-                let there = before.iter().filter(|line| line.contains(" via ") && !line.starts_with("id "));
-                there.filter(|line| line.contains(dev)).count()
-            };
-            let tunnelled = match (kind, direct) {
-                ("vxlan", false) => 2,
-                ("vxlan", true) => 1,
-                _ => 0,
-            };
-            assert_eq!(routes("dev flannel"), families * tunnelled, "{before:#?}");
-            assert_eq!(routes("dev eth0"), families * (2 - tunnelled), "{before:#?}");
-            let nexthops = before.iter().filter(|line| line.starts_with("id ")).count();
-            assert_eq!(nexthops, if v4 && args.is_empty() { 2 } else { 0 }, "{before:#?}");
-            for (mishap, commands) in mishaps() {
-                let old = ip("-o link show eth0");
-                commands.iter().for_each(|command| drop(ip(command)));
-                let shown = || {
-                    format!(
-                        "{backend} {v4} {args:?}, {mishap}: {:#?}, not {before:#?}\n{}",
-                        data_path(),
-                        daemon.log()
-                    )
+    in_netns(|| {
+        for Way { backend, v4, args } in WAYS {
+            Netns::new().unwrap().run(move || {
+                uplink();
+                ip("route add default via 192.0.2.254");
+                let config = DUAL.replace("\"KIND\"", backend);
+                let place =
+                    Place::new(&if v4 { config } else { config.replacen('{', "{\"EnableIPv4\":false,", 1) });
+                let kind = backend.split('"').nth(1).unwrap();
+                let direct = backend.contains("DirectRouting");
+                for (peer, far) in [(7, false), (8, direct)] {
+                    let key = format!(
+                        "{}&fd00:1:0:{peer}::-64",
+                        if v4 { format!("10.1.{peer}.0-24") } else { "0.0.0.0-0".into() }
+                    );
+                    let nets = if far { ["198.51.100.", "2001:db8:7::"] } else { ["192.0.2.", "2001:db8::"] };
+                    peer_at(&place, kind, peer, &key, nets);
+                }
+                let daemon = place.start(args);
+                daemon.wait_for_log("in sync peers=2");
+                let (before, env) = (data_path(), place.subnet_env());
+                let families = if v4 { 2 } else { 1 };
+                let routes = |dev: &str| {
+                    let there =
+                        before.iter().filter(|line| line.contains(" via ") && !line.starts_with("id "));
+                    there.filter(|line| line.contains(dev)).count()
                 };
-                wait_until(|| data_path() == before, shown);
-                let new = ip("-o link show eth0");
-                let number = |line: &str| line.split(':').next().unwrap().to_owned();
-                assert_eq!(number(&old) != number(&new), mishap == "another device", "{old} {new}");
-            }
-            assert_eq!(fs::read_to_string(place.subnet_file()).unwrap(), env);
-            assert_eq!(fs::read_dir(place.leases()).unwrap().count(), 3, "its own and two peers'");
-        });
-    }
+                let tunnelled = match (kind, direct) {
+                    ("vxlan", false) => 2,
+                    ("vxlan", true) => 1,
+                    _ => 0,
+                };
+                assert_eq!(routes("dev flannel"), families * tunnelled, "{before:#?}");
+                assert_eq!(routes("dev eth0"), families * (2 - tunnelled), "{before:#?}");
+                let nexthops = before.iter().filter(|line| line.starts_with("id ")).count();
+                assert_eq!(nexthops, if v4 && args.is_empty() { 2 } else { 0 }, "{before:#?}");
+                for (mishap, commands) in mishaps() {
+                    let old = ip("-o link show eth0");
+                    commands.iter().for_each(|command| drop(ip(command)));
+                    let shown = || {
+                        format!(
+                            "{backend} {v4} {args:?}, {mishap}: {:#?}, not {before:#?}\n{}",
+                            data_path(),
+                            daemon.log()
+                        )
+                    };
+                    wait_until(|| data_path() == before, shown);
+                    let new = ip("-o link show eth0");
+                    let number = |line: &str| line.split(':').next().unwrap().to_owned();
+                    assert_eq!(number(&old) != number(&new), mishap == "another device", "{old} {new}");
+                }
+                assert_eq!(fs::read_to_string(place.subnet_file()).unwrap(), env);
+                assert_eq!(fs::read_dir(place.leases()).unwrap().count(), 3, "its own and two peers'");
+            });
+        }
+    });
 }
 
 /// The kernel looks first whether another host has an IPv6 address; published before that, it would lead peers nowhere.
 #[test]
 fn another_ipv6_address_is_followed_once_it_is_of_use_and_nothing_is_lost() {
-    for backend in ["\"vxlan\"", "\"vxlan\",\"DirectRouting\":true", "\"host-gw\""] {
-        in_netns(move || {
-            uplink();
-            let config = DUAL.replace("\"KIND\"", backend).replacen('{', "{\"EnableIPv4\":false,", 1);
-            let (place, kind) = (Place::new(&config), backend.split('"').nth(1).unwrap());
-            let peer = "0.0.0.0-0&fd00:1:0:7::-64";
-            peer_at(&place, kind, 7, peer, ["192.0.2.", "2001:db8::"]);
-            let daemon = place.start(&[]);
-            daemon.wait_for_log("in sync peers=1");
-            place.subnet_env();
-            let files = || fs::read_dir(place.leases()).unwrap().map(|file| file.unwrap().path());
-            let own = files().find(|path| !path.ends_with(peer)).unwrap();
-            let lease = || fs::read_to_string(&own).unwrap();
-            assert!(lease().contains("\"2001:db8::1\""), "{}", lease());
-            let tunnels = || ip("-d link show type vxlan");
-            let before = ip("-6 route show fd00:1:0:7::/64");
-            let monitor = Reader::start(Command::new("ip").args(["monitor", "route", "neigh"]));
+    in_netns(|| {
+        for backend in ["\"vxlan\"", "\"vxlan\",\"DirectRouting\":true", "\"host-gw\""] {
+            Netns::new().unwrap().run(move || {
+                uplink();
+                let config = DUAL.replace("\"KIND\"", backend).replacen('{', "{\"EnableIPv4\":false,", 1);
+                let (place, kind) = (Place::new(&config), backend.split('"').nth(1).unwrap());
+                let peer = "0.0.0.0-0&fd00:1:0:7::-64";
+                peer_at(&place, kind, 7, peer, ["192.0.2.", "2001:db8::"]);
+                let daemon = place.start(&[]);
+                daemon.wait_for_log("in sync peers=1");
+                place.subnet_env();
+                let files = || fs::read_dir(place.leases()).unwrap().map(|file| file.unwrap().path());
+                let own = files().find(|path| !path.ends_with(peer)).unwrap();
+                let lease = || fs::read_to_string(&own).unwrap();
+                assert!(lease().contains("\"2001:db8::1\""), "{}", lease());
+                let tunnels = || ip("-d link show type vxlan");
+                let before = ip("-6 route show fd00:1:0:7::/64");
+                let monitor = Reader::start(Command::new("ip").args(["monitor", "route", "neigh"]));
 
-            ip("address add 2001:db8::8/64 dev eth0");
-            ip("address del 2001:db8::1/64 dev eth0");
-            assert!(ip("-6 address show dev eth0 tentative").contains("2001:db8::8"), "the kernel looks");
-            wait_until(|| lease().contains("\"2001:db8::8\""), || lease() + &daemon.log());
-            let tentative = ip("-6 address show dev eth0 tentative");
-            assert!(!tentative.contains("2001:db8::8"), "{tentative}");
-            let tunnelled = kind == "vxlan";
-            wait_until(|| !tunnelled || tunnels().contains("local 2001:db8::8 "), tunnels);
+                ip("address add 2001:db8::8/64 dev eth0");
+                ip("address del 2001:db8::1/64 dev eth0");
+                assert!(ip("-6 address show dev eth0 tentative").contains("2001:db8::8"), "the kernel looks");
+                wait_until(|| lease().contains("\"2001:db8::8\""), || lease() + &daemon.log());
+                let tentative = ip("-6 address show dev eth0 tentative");
+                assert!(!tentative.contains("2001:db8::8"), "{tentative}");
+                let tunnelled = kind == "vxlan";
+                wait_until(|| !tunnelled || tunnels().contains("local 2001:db8::8 "), tunnels);
 
-            ip("link set eth0 mtu 1400");
-            let mtu = if tunnelled { 1330 } else { 1400 };
-            let env = || place.subnet_env();
-            wait_until(|| env().contains(&format!("FLANNEL_MTU={mtu}\n")), || env() + &daemon.log());
-            wait_until(|| !tunnelled || tunnels().contains(&format!("mtu {mtu} ")), tunnels);
-            assert_eq!(files().count(), 2, "the lease is the same");
-            assert_eq!(ip("-6 route show fd00:1:0:7::/64"), before);
-            let seen = seen_by(monitor);
-            assert_eq!(lost(&seen, &["fd00:1:0:7:"]), [""; 0], "{seen}");
-        });
-    }
+                ip("link set eth0 mtu 1400");
+                let mtu = if tunnelled { 1330 } else { 1400 };
+                let env = || place.subnet_env();
+                wait_until(|| env().contains(&format!("FLANNEL_MTU={mtu}\n")), || env() + &daemon.log());
+                wait_until(|| !tunnelled || tunnels().contains(&format!("mtu {mtu} ")), tunnels);
+                assert_eq!(files().count(), 2, "the lease is the same");
+                assert_eq!(ip("-6 route show fd00:1:0:7::/64"), before);
+                let seen = seen_by(monitor);
+                assert_eq!(lost(&seen, &["fd00:1:0:7:"]), [""; 0], "{seen}");
+            });
+        }
+    });
 }
 
 #[test]

@@ -8,6 +8,7 @@ use neli::consts::rtnl::{Nda, Ntf, Nud, RtAddrFamily, Rtm, Rtn};
 use neli::rtnl::Ndmsg;
 
 use super::{af_of, family_of, put_flags};
+use crate::seen::Odd;
 use crate::wire::{Message, Messages, ip_of, mac_of};
 
 /// `AF_BRIDGE`: forwarding entries, of bridges and vxlan devices.
@@ -26,9 +27,10 @@ pub(crate) struct NeighMessage {
     fdb: bool,
     mac: Option<MacAddr>,
     dst: Option<IpAddr>,
-    /// Has something that flannel's entries do not have, such as a VNI or a UDP port of its own, or leads to nexthop objects instead of an
-    /// address, and goes on doing so when it is put again.
+    /// Has something that flannel's entries do not have, such as a VNI or a UDP port of its own.
     alien: bool,
+    /// It leads to nexthop objects instead of an address, and goes on doing so when it is put again.
+    by_nexthop: bool,
     /// Marked as a router's, or as put there by a control plane; without that it would be the same entry.
     marked: bool,
 }
@@ -61,11 +63,12 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
         mac: None,
         dst: None,
         alien: false,
+        by_nexthop: false,
         marked: message.payload.get(FLAGS).is_some_and(|flags| flags & MARKS != 0),
     };
     for (id, value) in attributes {
         match Nda::from(id) {
-            _ if id == NDA_NH_ID => read.alien = true,
+            _ if id == NDA_NH_ID => read.by_nexthop = true,
             Nda::Dst => read.dst = ip_of(value),
             Nda::Lladdr => read.mac = mac_of(value),
             Nda::Port | Nda::Vni | Nda::Ifindex => read.alien = true,
@@ -78,13 +81,17 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
 impl NeighMessage {
     /// [`NeighMessage::object`] expresses all of it.
     pub(crate) fn is_exact(&self) -> bool {
-        self.permanent && !self.alien && !self.marked
+        self.permanent && !self.alien && !self.by_nexthop && !self.marked
     }
 
-    /// The MAC address of a forwarding entry that must go before it can lead to an address and nothing else, and does not go by where it
-    /// leads.
-    pub(crate) fn must_go(&self) -> Option<MacAddr> {
-        self.mac.filter(|_| self.fdb && self.alien)
+    /// The MAC address of a forwarding entry that is put or deleted differently because of what it is.
+    pub(crate) fn odd(&self) -> Option<(MacAddr, Odd)> {
+        let odd = match (self.by_nexthop, self.alien) {
+            (true, _) => Odd::Led,
+            (false, true) => Odd::Alien,
+            (false, false) => return None,
+        };
+        self.mac.filter(|_| self.fdb).map(|mac| (mac, odd))
     }
 
     /// The key; `None` if it is nothing that an object could stand for.

@@ -297,12 +297,6 @@ pub(crate) fn delete_any(requests: &mut Messages, dst: &Subnet, protocol: u8) {
     }
 }
 
-/// Deletes the route to `dst` with the default metric that leaves by the link with this index, whosever it is; not one by a nexthop object.
-pub(crate) fn delete_on(requests: &mut Messages, dst: &Subnet, index: u32) {
-    delete_any(requests, dst, 0);
-    requests.u32(Rta::Oif, index);
-}
-
 fn path(requests: &mut Messages, route: &Route, index: u32) {
     requests.ip(Rta::Dst, route.dst.base());
     match route.via {
