@@ -555,7 +555,8 @@ fn damage_on_uplink(kind: u64, random: &mut Random, first: u64) -> (usize, Strin
         11 => format!("nexthop replace id {id} via {gateway} dev eth0 protocol 4"),
         12 => format!("nexthop replace id {id} blackhole\nroute add {unwanted} nhid {id} proto 241"),
         13 => return (3, format!("nexthop del id {id}\nnexthop replace id {id} group 77")),
-        14 => "nexthop flush proto 241".into(),
+        // There are none of IPv6.
+        14 => return (0, "nexthop flush proto 241".into()),
         15 => format!("route replace {dst} {via} proto 241 src {own}"),
         16 => format!("route replace {dst} {via} proto 4"),
         17 => format!("route replace {dst} {via} proto 241 mtu 1300"),
