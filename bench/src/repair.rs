@@ -109,8 +109,8 @@ fn damage(
     Ok(figures)
 }
 
-/// Milliseconds by kind of damage to nexthop objects, done and undone at once by the raw writer: what the kernel takes, and nobody can
-/// repair sooner. Of other objects that is next to nothing.
+/// Milliseconds by kind of damage to nexthop objects, done and undone at once by the raw writer: what the kernel takes while nobody listens.
+/// Of other objects that is next to nothing.
 fn floor(peers: u32, families: Families) -> anyhow::Result<BTreeMap<String, Vec<f64>>> {
     let mut raw = Raw::open()?;
     let tables = Tables::read(&mut raw, families)?;

@@ -14,7 +14,6 @@ use flannel_core::{
     Addr, Change, GO_ROUTE_PROTOCOL, KernelError, Link, LinkKind, LinkName, Nexthop, Object, Owned,
     ROUTE_PROTOCOL, Route, Subnet, Via, Vxlan,
 };
-
 use neli::consts::rtnl::Rtprot;
 
 use crate::ask::{ENODEV, find_link};
