@@ -131,7 +131,8 @@ impl Damage {
         })
     }
 
-    /// What puts a nexthop object right, and the route that went with it; `None` of others.
+    /// What puts a nexthop object right in the fastest way: its route, if it did not go with it, goes by the gateway itself meanwhile, or the
+    /// kernel would walk over all routes once more. `None` of others.
     pub(crate) fn undo(self, victim: &Victim<'_>) -> anyhow::Result<Option<Vec<Vec<u8>>>> {
         let Self::Nexthop(what) = self else { return Ok(None) };
         let Victim { peer, family, index, .. } = *victim;
@@ -139,12 +140,13 @@ impl Damage {
         let (subnet, index) = (peer.subnet(family), index.to_ne_bytes());
         let base = octets(subnet.base());
         let header = nhmsg(af(family), PROTOCOL, ONLINK);
-        let mut messages = vec![message(NEWNEXTHOP, PUT, &header, &[(1, &id), (5, &index), (6, &base)])];
-        if what == Hop::Delete {
-            let header = rtmsg(family, subnet.len(), PROTOCOL, 0);
-            messages.push(message(NEWROUTE, PUT, &header, &[(1, &base), (30, &id)]));
-        }
-        Ok(Some(messages))
+        let route = |flags, via: &[(u16, &[u8])]| {
+            let attributes = [&[(1, &base[..])], via].concat();
+            message(NEWROUTE, PUT, &rtmsg(family, subnet.len(), PROTOCOL, flags), &attributes)
+        };
+        let plain = (what != Hop::Delete).then(|| route(ONLINK, &[(4, &index), (5, &base)]));
+        let nexthop = message(NEWNEXTHOP, PUT, &header, &[(1, &id), (5, &index), (6, &base)]);
+        Ok(Some(plain.into_iter().chain([nexthop, route(0, &[(30, &id)])]).collect()))
     }
 
     /// Does the damage.

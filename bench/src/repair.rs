@@ -109,8 +109,9 @@ fn damage(
     Ok(figures)
 }
 
-/// Milliseconds by kind of damage to nexthop objects, done and undone at once by the raw writer: what the kernel takes while nobody listens.
-/// Of other objects that is next to nothing.
+/// Milliseconds by kind of damage to nexthop objects, done and undone at once by the raw writer after the same pauses: what the kernel takes
+/// while nobody listens. Of other objects that is next to nothing.
+#[expect(clippy::disallowed_methods, reason = "a pause is what it is to be")]
 fn floor(peers: u32, families: Families) -> anyhow::Result<BTreeMap<String, Vec<f64>>> {
     let mut raw = Raw::open()?;
     let tables = Tables::read(&mut raw, families)?;
@@ -125,6 +126,7 @@ fn floor(peers: u32, families: Families) -> anyhow::Result<BTreeMap<String, Vec<
             let peer = Peer(2 + dice.below(peers));
             let victim = tables.victim(peer, peer, *family)?;
             let (message, undo) = (damage.message(&victim)?, damage.undo(&victim)?.unwrap_or_default());
+            std::thread::sleep(PAUSE);
             let start = Instant::now();
             raw.carry_out(&message)?;
             raw.exchange(&last_acknowledged(&undo))?;

@@ -28,7 +28,7 @@ const READ_GAP: Duration = Duration::from_millis(100);
 /// … but after this long a rest as often as fits into it without waiting.
 const READ_REST: Duration = Duration::from_secs(1);
 /// Single objects are put back at most this often, and no more than half of the time, but after a rest as often as fits into half of it:
-/// of nexthop objects each takes milliseconds where there are 50,000 routes.
+/// whoever damages a nexthop object makes the kernel work for milliseconds where there are 50,000 routes, and us wait.
 const REPAIR_GAP: Duration = Duration::from_millis(1);
 const REPAIR_REST: Duration = Duration::from_millis(100);
 /// Answers to plans' questions are asked for again at most this often, and no more than a fifth of the time, …

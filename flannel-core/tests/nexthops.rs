@@ -147,6 +147,37 @@ async fn a_nexthop_object_deleted_by_another_costs_two_objects_and_no_snapshot()
     assert_eq!(run.status.borrow().repaired, 2);
 }
 
+/// Linux goes through its whole table when a nexthop object is replaced that has routes.
+#[tokio::test(start_paused = true)]
+async fn while_a_nexthop_object_is_put_right_its_route_goes_by_the_gateway() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let mut run = Run::start(&kernel, &subnets).await;
+    let (nexthop, route) = (nexthop_of(&kernel, 3), route_of(&kernel, 3));
+    let wrong = Nexthop { gateway: [192, 0, 2, 66].into(), ..nexthop };
+    let replaced = |key| Call { operation: Operation::Replace, key: Some(key) };
+    let (its, itself) = (replaced(Key::Route(route.dst)), replaced(Key::Nexthop(nexthop.id)));
+    for (n, failing) in [None, Some(0), Some(1), Some(2)].into_iter().enumerate() {
+        let (call, applied) = (std::cell::Cell::new(0), run.status.borrow().applied);
+        kernel.take_calls();
+        kernel.fail(1, 105, move |found| {
+            call.set(call.get() + usize::from(found.operation == Operation::Replace));
+            failing.is_some_and(|failing| call.get() == failing + 1)
+        });
+        kernel.foreign_put(wrong, 3);
+        run.status.wait_for(|status| !status.in_sync || status.repaired == n as u64 + 1).await.unwrap();
+        run.settled().await;
+        let calls = changes(&kernel);
+        assert_eq!(calls[..3], [its.clone(), itself.clone(), its.clone()], "{failing:?}: {calls:?}");
+        assert_eq!((nexthop_of(&kernel, 3), route_of(&kernel, 3)), (nexthop, route), "{failing:?}");
+        let status = run.status.borrow().clone();
+        assert_eq!(status.repaired, n as u64 + 1, "{failing:?}: {:?}", status.last_repairs);
+        assert_eq!(status.last_repairs.last().unwrap().object, nexthop.into());
+        // One that had failed is done by itself.
+        let by_itself = u64::from(failing == Some(2));
+        assert_eq!(status.applied, applied + by_itself, "{failing:?}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_restart_touches_nothing() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
@@ -525,7 +556,8 @@ async fn what_is_as_wanted_but_no_longer_ours_is_made_ours_again() {
     assert_eq!(kernel.snapshot(&owned).unwrap().len(), ours.len() - 2);
     kernel.take_calls();
     run.settled().await;
-    assert_eq!(changes(&kernel).len(), 2);
+    // A nexthop object that is there is put right between two steps of its route.
+    assert_eq!(changes(&kernel).len(), 3 + 1);
     assert_eq!(kernel.snapshot(&owned).unwrap(), ours);
     kernel.take_calls();
     // As we put it ourselves: no reason to do anything.

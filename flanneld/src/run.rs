@@ -334,7 +334,8 @@ async fn until_live(
     Ok("the store answers, and can be asked for a lease".to_owned())
 }
 
-/// Lets pods start: they do because of the subnet file, and find the rules there.
+/// Lets pods start: they do because of the subnet file, and find the rules and the tunnel there. What makes their bridge would otherwise
+/// have Linux take the tunnel's IPv6 address for the anycast address of the bridge's subnet, which no TCP connection is made to.
 async fn publish(
     options: &Options,
     config: &Config,
@@ -342,7 +343,11 @@ async fn publish(
     mut rules: watch::Receiver<bool>,
     (predecessor, observer): (&Predecessor, &Observer),
 ) -> Result<(), Error> {
-    let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
+    let mut status = handle.status.clone();
+    let there = async {
+        tokio::join!(rules.wait_for(|settled| *settled), status.wait_for(|status| status.own_settled))
+    };
+    let _ = tokio::time::timeout(RULES, there).await;
     let env = subnet_env(options, config, handle);
     let (path, predecessor) = (options.subnet_file.clone(), predecessor.clone());
     aside(move || env.write_atomic(&path).map(|()| predecessor.wrote_subnet_file())).await?;

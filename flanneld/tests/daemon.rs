@@ -262,6 +262,30 @@ fn the_route_of_last_resort_is_there_at_once_and_goes_with_the_subnet() {
 }
 
 #[test]
+fn pods_that_start_find_the_tunnel_with_its_addresses() {
+    in_netns(|| {
+        uplink();
+        let config = DUAL.replace("KIND", "vxlan");
+        for _ in 0..5 {
+            let place = Place::new(&config);
+            let daemon = place.start(&[]);
+            while !place.subnet_file().exists() {
+                std::thread::yield_now();
+            }
+            let addresses = ip("-o address show");
+            for (family, device) in [("inet 10.1.", "flannel.1"), ("inet6 fd00:1:", "flannel-v6.1")] {
+                let there = addresses.lines().any(|line| line.contains(device) && line.contains(family));
+                assert!(there, "{device}: {addresses}");
+            }
+            drop(daemon);
+            for device in ["flannel.1", "flannel-v6.1"] {
+                ip(&format!("link del {device}"));
+            }
+        }
+    });
+}
+
+#[test]
 fn deleting_its_lease_is_the_order_to_stop() {
     in_netns(|| {
         uplink();

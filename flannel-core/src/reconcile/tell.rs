@@ -29,11 +29,18 @@ impl Reconciler {
         !self.ledger.failing().is_empty() || self.kernel_error.is_some() || self.lookup_error.is_some()
     }
 
+    /// They were looked at, and none waits but for a link that is refused.
+    fn is_own_settled(&self) -> bool {
+        let waits = |object: &Object| self.put.contains_key(&object.key()) && !self.lacks_link(object);
+        self.reads.done > 0 && !self.base.iter().any(waits)
+    }
+
     /// Costs nothing that grows with the number of peers.
     pub(crate) fn status(&self) -> Status {
         let mut status = Status {
             in_sync: self.live && !self.is_unsettled() && !self.is_failing(),
             settled: !self.is_unsettled(),
+            own_settled: self.is_own_settled(),
             live: self.live,
             leases: self.leases.clone(),
             peers: self.peers.believed(),

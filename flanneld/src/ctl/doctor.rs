@@ -190,7 +190,7 @@ async fn look_at_peers(
     for target in targets {
         questions.push((target, questions_to(target, devices).await));
     }
-    let (asked, mute) = match ask(&questions, ground.bare, flags.doctor_port).await {
+    let (asked, mute) = match ask(&questions, devices, ground.bare, flags.doctor_port).await {
         Ok(asked) => asked,
         Err(why) => {
             diagnosis.faults.extend(bounded(shadowed.into_values().map(Fault::from).collect()));

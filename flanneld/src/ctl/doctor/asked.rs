@@ -6,6 +6,7 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
+use super::device::Devices;
 use super::echo::{Answer, Probe, echo};
 use super::peers::{Question, Target};
 use crate::sounding::{Sounding, sound};
@@ -31,12 +32,14 @@ pub(super) struct Asked {
 /// What became of all of them, and why nobody was asked for echoes, if so.
 pub(super) type AllAsked = (Vec<Asked>, Option<String>);
 
-/// Asks all questions at once, one answer for each, in order. With `bare` there are nodes that are reached without a tunnel.
+/// Asks all questions at once, one answer for each, in order. With `bare` there are nodes that are reached without a tunnel: their
+/// daemons are asked at their public addresses, where the tunnel's address may be answered by nobody.
 ///
 /// # Errors
 /// Nobody can be asked, and this is why.
 pub(super) async fn ask(
     questions: &[(&Target, Vec<Question>)],
+    devices: &Devices,
     bare: bool,
     port: u16,
 ) -> Result<AllAsked, String> {
@@ -48,7 +51,10 @@ pub(super) async fn ask(
     let asked = probes.clone();
     let echoes = tokio::task::spawn_blocking(move || echoes(&asked, || echo(&asked, PATIENCE)));
     let soundings: Vec<_> = all()
-        .map(|question| (question.tunnel, question.public.map(|(address, _)| address)))
+        .map(|question| {
+            let tunnel = question.tunnel.filter(|_| question.by_tunnel(devices));
+            (tunnel, question.public.map(|(address, _)| address))
+        })
         .map(|(tunnel, public)| {
             tokio::spawn(async move {
                 if port == 0 { None } else { Some(sound(tunnel, public, bare, port).await) }
