@@ -77,7 +77,7 @@ impl Kernel for Prompted {
         Ok(Box::new(Prompts(Arc::clone(&self.doubt))))
     }
 
-    fn beside(&self) -> Box<dyn FnOnce() + Send> {
+    fn beside(&self) -> Box<dyn FnMut() + Send> {
         self.kernel.beside()
     }
 

@@ -52,7 +52,7 @@ impl Kernel for Timed {
         self.kernel.changes()
     }
 
-    fn beside(&self) -> Box<dyn FnOnce() + Send> {
+    fn beside(&self) -> Box<dyn FnMut() + Send> {
         self.kernel.beside()
     }
 

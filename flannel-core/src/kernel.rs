@@ -282,9 +282,9 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     /// The kernel refused to let us listen.
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError>;
 
-    /// What another thread is to call first that makes out what comes next while this one is in [`apply`](Self::apply): an
+    /// What another thread is to call before each time that it makes out what comes next while this one is in [`apply`](Self::apply): an
     /// implementation may know how the two do not share a processor.
-    fn beside(&self) -> Box<dyn FnOnce() + Send> {
+    fn beside(&self) -> Box<dyn FnMut() + Send> {
         Box::new(|| ())
     }
 

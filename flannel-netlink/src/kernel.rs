@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use flannel_core::{Change, Changes, Kernel, KernelError, NexthopIds, Owned, Process, RouteAnswer, State};
 
-use crate::apart::beside;
+use crate::apart::Here;
 use crate::apply::Writer;
 use crate::ask::lookup;
 use crate::changes::Listener;
@@ -40,6 +40,8 @@ pub struct NetlinkKernel {
     socket: Mutex<Socket>,
     culprits: Mutex<Culprits>,
     seen: Seen,
+    /// Where changes are applied.
+    here: Here,
     port: u32,
     without_nexthops: bool,
 }
@@ -74,6 +76,7 @@ impl NetlinkKernel {
             socket: Mutex::new(socket),
             culprits,
             seen: Seen::default(),
+            here: Here::default(),
             port,
             without_nexthops: false,
         })
@@ -115,6 +118,7 @@ impl Kernel for NetlinkKernel {
     }
 
     fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+        self.here.note();
         Writer::new(&mut self.lock(), &self.namespace, owned, &self.seen).apply(changes)
     }
 
@@ -126,8 +130,9 @@ impl Kernel for NetlinkKernel {
         Ok(Box::new(self.namespace.run(|| Listener::open(self.port, self.seen.clone()))??))
     }
 
-    fn beside(&self) -> Box<dyn FnOnce() + Send> {
-        Box::new(beside())
+    fn beside(&self) -> Box<dyn FnMut() + Send> {
+        self.here.note();
+        Box::new(self.here.beside())
     }
 
     fn process(&self, port: u32) -> Option<Process> {

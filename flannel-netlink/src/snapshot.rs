@@ -8,7 +8,7 @@ use flannel_core::{
     Family, KernelError, Key, LinkName, NexthopIds, Object, Owned, ROUTE_PROTOCOL, Route, State, Subnet, Via,
 };
 
-use crate::apart::beside;
+use crate::apart::Here;
 use crate::ask::{ENODEV, find_link, name_of};
 use crate::codec::route::RouteMessage;
 use crate::codec::{addr, neigh, nexthop, route};
@@ -53,7 +53,7 @@ pub(crate) fn snapshot(socket: &mut Socket, owned: &Owned, seen: &Seen) -> Resul
         }
     };
     std::thread::scope(|scope| {
-        let (apart, sort) = (beside(), &mut sort);
+        let (mut apart, sort) = (Here::now().beside(), &mut sort);
         let sorter = Builder::new().spawn_scoped(scope, move || {
             apart();
             sort();

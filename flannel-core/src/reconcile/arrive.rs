@@ -140,10 +140,10 @@ impl Reconciler {
             // This thread writes: it is awake, and the other one takes a while to be.
             let apart = kernel.beside();
             let maker = Builder::new().spawn_scoped(scope, || {
-                apart();
                 // What it is to hand over ends with it.
-                let groups = groups;
+                let (groups, mut apart) = (groups, apart);
                 while !over.load(Ordering::Relaxed) {
+                    apart();
                     let Some(group) = next_group(this) else { break };
                     // The writer ends early only if it panicked.
                     if groups.send(group).is_err() {
