@@ -41,7 +41,7 @@ impl Backend for Alloc {
         let attrs = LeaseAttrs { public: host.iface.public, ..LeaseAttrs::default() };
         let lease = host.subnets.acquire_lease(&attrs).await?;
         let status =
-            Status { in_sync: true, settled: true, own_settled: true, live: true, ..Status::default() };
+            Status { in_sync: true, own_settled: true, live: true, ..Status::default() };
         let (status, receiver) = watch::channel(Arc::new(status));
         let handle = NetworkHandle::new(lease, host.iface.mtu, receiver);
         Ok(Box::new(AllocNetwork { handle, _status: status }))
