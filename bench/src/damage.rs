@@ -124,9 +124,8 @@ impl Damage {
         Ok(match self {
             Self::Neigh(_) => vec![victim.neigh],
             Self::Fdb(_) => vec![victim.fdb],
-            // Its routes go with it.
-            Self::Nexthop(Hop::Delete) => vec![nexthop(victim.nexthop)?.0, victim.route],
-            Self::Nexthop(_) => vec![nexthop(victim.nexthop)?.0],
+            // Its route goes with it, or by the gateway meanwhile.
+            Self::Nexthop(_) => vec![nexthop(victim.nexthop)?.0, victim.route],
             Self::Route(_) => vec![victim.route],
         })
     }

@@ -91,14 +91,18 @@ fn damage(
             let (peer, other) = (Peer(2 + number), Peer(2 + other));
             let victim = tables.victim(peer, other, *family)?;
             let message = damage.message(&victim)?;
-            let mut missing = damage.victims(&victim)?;
+            // What is right may be told of before it is touched.
+            let mut victims: Vec<_> =
+                damage.victims(&victim)?.into_iter().map(|victim| (victim, false)).collect();
             std::thread::sleep(PAUSE);
             ear.forget()?;
             let start = Instant::now();
             raw.carry_out(&message).with_context(|| format!("{family} {damage} of {peer:?}"))?;
             let heard = ear.listen(|said| {
-                missing.retain(|missing| **missing != said);
-                missing.is_empty()
+                for (victim, is_right) in victims.iter_mut().filter(|(victim, _)| victim.id == said.id) {
+                    *is_right = **victim == said;
+                }
+                victims.iter().all(|(_, is_right)| *is_right)
             });
             heard.with_context(|| format!("{family} {damage} of {peer:?}"))?;
             let took = start.elapsed().as_secs_f64() * 1e3;

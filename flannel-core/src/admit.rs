@@ -110,6 +110,12 @@ impl Peers {
         self.roster.claimants(key).find(|(_, peer, _)| peer.believed).map(|(.., object)| object)
     }
 
+    /// The same of a peer that is not fresh.
+    pub(crate) fn settled_object(&self, key: &Key) -> Option<Object> {
+        let settled = |peer: &Peer| peer.believed && !peer.fresh;
+        self.roster.claimants(key).find(|(_, peer, _)| settled(peer)).map(|(.., object)| object)
+    }
+
     /// All objects of believed peers, in no order. Those that several peers define come several times.
     pub(crate) fn objects(&self) -> impl Iterator<Item = Object> {
         self.roster.peers().filter(|peer| peer.believed).flat_map(|peer| &peer.objects)

@@ -40,8 +40,7 @@ impl Backend for Alloc {
     async fn register(&self, host: &Host, _: &Config) -> Result<Box<dyn Network>> {
         let attrs = LeaseAttrs { public: host.iface.public, ..LeaseAttrs::default() };
         let lease = host.subnets.acquire_lease(&attrs).await?;
-        let status =
-            Status { in_sync: true, own_settled: true, live: true, ..Status::default() };
+        let status = Status { in_sync: true, own_in_place: true, live: true, ..Status::default() };
         let (status, receiver) = watch::channel(Arc::new(status));
         let handle = NetworkHandle::new(lease, host.iface.mtu, receiver);
         Ok(Box::new(AllocNetwork { handle, _status: status }))

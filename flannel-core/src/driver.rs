@@ -213,7 +213,7 @@ impl Driver {
         }
     }
 
-    /// Does all there is to do, listening meanwhile so that the kernel's messages do not pile up.
+    /// Does all there is to do, listening meanwhile so that the kernel's messages do not pile up (of links alone there are few).
     async fn work(&mut self, gate: &Arc<Gate>) {
         let round = self.round();
         let started = Instant::now();

@@ -343,7 +343,10 @@ impl Reconciler {
                 self.put.insert(key, Cause::Lease(arrived));
             }
             (Some(before), None) => {
-                self.failed.remove(&key);
+                // What could not be put may be there in another form, which is not deleted for this one.
+                if self.failed.remove(&key).is_some() {
+                    self.unread = self.unread.max(Unread::Additions);
+                }
                 self.put.remove(&key);
                 self.ledger.clear(&key);
                 self.gone.insert(key, (before, Cause::Lease(arrived)));

@@ -25,8 +25,8 @@ pub struct Status {
     pub in_sync: bool,
     /// Nothing waits for its turn: every object that is wanted is in place, or listed as failing.
     pub settled: bool,
-    /// The same of this node's own objects: its devices and their addresses. Peers may still wait for their turn.
-    pub own_settled: bool,
+    /// This node's own objects are in place: its devices, their addresses, its routes of last resort. Peers' may still wait for their turn.
+    pub own_in_place: bool,
     /// The leases come from the store, not from a cache, and are complete.
     pub live: bool,
     /// The leases that this is about: of one that is newer nothing is said.

@@ -629,7 +629,7 @@ async fn a_start_adopts_what_is_right_and_removes_what_is_not() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_its_own_is_settled_once_it_is_there_or_is_listed() {
+async fn what_is_its_own_is_said_to_be_in_place_when_it_is() {
     let start = async |kernel: &FakeKernel| {
         let mut world = World::on(kernel.clone(), FakeSubnets::with_config(CONFIG)).await;
         [2, 3, 100].into_iter().for_each(|n| world.put(Peer::new(n)));
@@ -640,18 +640,19 @@ async fn what_is_its_own_is_settled_once_it_is_there_or_is_listed() {
     let world = start(&kernel).await;
     let mut status = world.handle.status.clone();
     let blind = status.wait_for(|status| status.kernel_error.is_some()).await.unwrap().clone();
-    assert!(!blind.own_settled, "nothing is known");
-    status.wait_for(|status| status.own_settled).await.unwrap();
+    assert!(!blind.own_in_place, "nothing is known");
+    status.wait_for(|status| status.own_in_place).await.unwrap();
     assert!(base(1).iter().all(|object| kernel.state().get(&object.key()) == Some(object)));
 
     for refused in base(1).iter().map(Object::key) {
         let kernel = FakeKernel::with_uplink("eth0");
-        kernel.fail(usize::MAX, 105, move |call| call.key == Some(refused));
+        kernel.fail(3, 105, move |call| call.key == Some(refused));
         let world = start(&kernel).await;
         let mut status = world.handle.status.clone();
-        let settled = status.wait_for(|status| status.own_settled);
-        let settled = tokio::time::timeout(Duration::from_secs(1), settled).await.unwrap().unwrap().clone();
-        assert!(settled.failing.contains_key(&refused), "{refused}: {settled:#?}");
+        let failing = status.wait_for(|status| status.failing.contains_key(&refused)).await.unwrap().clone();
+        assert!(!failing.own_in_place, "{refused}");
+        status.wait_for(|status| status.own_in_place).await.unwrap();
+        assert!(base(1).iter().all(|object| kernel.state().get(&object.key()) == Some(object)), "{refused}");
     }
 }
 

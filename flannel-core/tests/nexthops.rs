@@ -164,7 +164,12 @@ async fn while_a_nexthop_object_is_put_right_its_route_goes_by_the_gateway() {
             failing.is_some_and(|failing| call.get() == failing + 1)
         });
         kernel.foreign_put(wrong, 3);
-        run.status.wait_for(|status| !status.in_sync || status.repaired == n as u64 + 1).await.unwrap();
+        if failing == Some(2) {
+            run.status.wait_for(|status| !status.failing.is_empty()).await.unwrap();
+            let gateway = nexthop.gateway;
+            assert!(matches!(route_of(&kernel, 3).via, Via::Gateway { gateway: g, .. } if g == gateway));
+        }
+        run.status.wait_for(|status| status.repaired == n as u64 + 1).await.unwrap();
         run.settled().await;
         let calls = changes(&kernel);
         assert_eq!(calls[..3], [its.clone(), itself.clone(), its.clone()], "{failing:?}: {calls:?}");
@@ -176,6 +181,24 @@ async fn while_a_nexthop_object_is_put_right_its_route_goes_by_the_gateway() {
         let by_itself = u64::from(failing == Some(2));
         assert_eq!(status.applied, applied + by_itself, "{failing:?}");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_that_leaves_while_its_route_goes_by_the_gateway_leaves_nothing() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let mut run = Run::start(&kernel, &subnets).await;
+    let nexthop = nexthop_of(&kernel, 3);
+    let back = Key::Route(route_of(&kernel, 3).dst);
+    let steps = std::cell::Cell::new(0);
+    kernel.fail(1, 105, move |call| {
+        steps.set(steps.get() + usize::from(call.key == Some(back) && call.operation == Operation::Replace));
+        steps.get() == 2
+    });
+    kernel.foreign_put(Nexthop { gateway: [192, 0, 2, 66].into(), ..nexthop }, 3);
+    run.status.wait_for(|status| status.failing.contains_key(&back)).await.unwrap();
+    subnets.delete(&key(3));
+    run.status.wait_for(|status| status.in_sync && status.peers == 4).await.unwrap();
+    assert_eq!(count(&kernel), (4, 4), "{:#?}", kernel.dump());
 }
 
 #[tokio::test(start_paused = true)]

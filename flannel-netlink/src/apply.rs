@@ -214,8 +214,16 @@ impl<'a> Writer<'a> {
         let sent = std::mem::take(&mut self.pending);
         let mut taken = Vec::new();
         for ((n, deletes), result) in sent.iter().copied().zip(results) {
+            // Whatever stands in the way of a step is the last one's business, which was sent already.
+            let is_step = |route: &Route| {
+                let later = sent.iter().filter(|(m, deletes)| *m > n && !deletes);
+                later.map(|(m, _)| &changes[*m]).any(
+                    |change| matches!(change, Change::Put(Object::Route(other)) if other.dst == route.dst),
+                )
+            };
             let result = match (result, &changes[n]) {
                 (result, _) if deletes => accept_absence(result),
+                (Err(error), Change::Put(Object::Route(route))) if is_step(route) => Err(error),
                 (Err(error), Change::Put(Object::Route(route))) if error.errno == EEXIST => {
                     self.unhide(route)
                 }

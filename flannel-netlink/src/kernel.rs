@@ -118,8 +118,9 @@ impl Kernel for NetlinkKernel {
     }
 
     fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+        let mut socket = self.lock();
         self.here.note();
-        Writer::new(&mut self.lock(), &self.namespace, owned, &self.seen).apply(changes)
+        Writer::new(&mut socket, &self.namespace, owned, &self.seen).apply(changes)
     }
 
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {

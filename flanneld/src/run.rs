@@ -40,7 +40,7 @@ use crate::wait::{Patience, STORE_AGAIN, hold, holding, patiently};
 const REBUILD_PAUSE: Duration = Duration::from_millis(100);
 /// Until it is judged again whether a network could be built.
 const SECOND_THOUGHT: Duration = Duration::from_secs(10);
-/// So long the subnet file waits for firewall rules, whoever has locked them.
+/// So long the subnet file waits for firewall rules, whoever has locked them, and for the tunnel.
 const RULES: Duration = Duration::from_secs(5);
 
 /// Runs the daemon in the calling thread's network namespace. Ends only with an error.
@@ -345,7 +345,7 @@ async fn publish(
 ) -> Result<(), Error> {
     let mut status = handle.status.clone();
     let there = async {
-        tokio::join!(rules.wait_for(|settled| *settled), status.wait_for(|status| status.own_settled))
+        tokio::join!(rules.wait_for(|settled| *settled), status.wait_for(|status| status.own_in_place))
     };
     let _ = tokio::time::timeout(RULES, there).await;
     let env = subnet_env(options, config, handle);

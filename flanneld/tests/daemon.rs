@@ -269,7 +269,10 @@ fn pods_that_start_find_the_tunnel_with_its_addresses() {
         for _ in 0..5 {
             let place = Place::new(&config);
             let daemon = place.start(&[]);
+            // Not a moment later.
+            let deadline = Instant::now() + Duration::from_secs(60);
             while !place.subnet_file().exists() {
+                assert!(Instant::now() < deadline, "{}: no such file", place.subnet_file().display());
                 std::thread::yield_now();
             }
             let addresses = ip("-o address show");

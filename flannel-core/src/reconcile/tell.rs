@@ -29,10 +29,10 @@ impl Reconciler {
         !self.ledger.failing().is_empty() || self.kernel_error.is_some() || self.lookup_error.is_some()
     }
 
-    /// They were looked at, and none waits but for a link that is refused.
-    fn is_own_settled(&self) -> bool {
-        let waits = |object: &Object| self.put.contains_key(&object.key()) && !self.lacks_link(object);
-        self.reads.done > 0 && !self.base.iter().any(waits)
+    /// Before the first look at the kernel everything is unread.
+    fn is_own_in_place(&self) -> bool {
+        let lacks = |key| self.put.contains_key(&key) || self.failed.contains_key(&key);
+        self.unread < Unread::Everything && !self.base.iter().any(|object| lacks(object.key()))
     }
 
     /// Costs nothing that grows with the number of peers.
@@ -40,7 +40,7 @@ impl Reconciler {
         let mut status = Status {
             in_sync: self.live && !self.is_unsettled() && !self.is_failing(),
             settled: !self.is_unsettled(),
-            own_settled: self.is_own_settled(),
+            own_in_place: self.is_own_in_place(),
             live: self.live,
             leases: self.leases.clone(),
             peers: self.peers.believed(),

@@ -165,9 +165,9 @@ impl Reconciler {
     /// What puts a nexthop object right that is there: its route goes by the gateway itself meanwhile. Where it has a route, Linux goes
     /// through its whole table for each replacement (`net.ipv4.nexthop_compat_mode`): three milliseconds where there are 50,000 routes.
     fn around(&self, id: u32, nexthop: Object) -> [Option<Object>; 3] {
-        let route = self.ids.as_ref().and_then(|ids| ids.dst(id)).map(Key::Route);
-        let [plain, by_nexthop] =
-            [route.and_then(|key| self.peers.object(&key)), route.and_then(|key| self.want(&key))];
+        let dst = self.ids.as_ref().and_then(|ids| ids.dst(id));
+        let plain = dst.and_then(|dst| self.peers.settled_object(&Key::Route(dst)));
+        let by_nexthop = plain.as_ref().and_then(|plain| self.want(&plain.key()));
         [plain, Some(nexthop), by_nexthop]
     }
 
@@ -235,8 +235,8 @@ impl Reconciler {
         let key = object.key();
         let put = self.put.remove(&key);
         let gone = self.gone.remove(&key).map(|(_, cause)| cause);
-        let cause = put.or(gone).or(cause);
-        self.failed.remove(&key);
+        let failed = self.failed.remove(&key).map(|failed| failed.cause);
+        let cause = put.or(gone).or(cause).or(failed);
         if let (Change::Delete(_), Ok(()), Key::Nexthop(id), Some(ids)) =
             (change, &result, key, &mut self.ids)
         {
