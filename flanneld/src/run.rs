@@ -344,8 +344,10 @@ async fn publish(
     (predecessor, observer): (&Predecessor, &Observer),
 ) -> Result<(), Error> {
     let mut status = handle.status.clone();
+    // What these return keeps the channel's senders waiting.
     let there = async {
-        tokio::join!(rules.wait_for(|settled| *settled), status.wait_for(|status| status.own_in_place))
+        drop(rules.wait_for(|settled| *settled).await);
+        drop(status.wait_for(|status| status.own_in_place).await);
     };
     let _ = tokio::time::timeout(RULES, there).await;
     let env = subnet_env(options, config, handle);
