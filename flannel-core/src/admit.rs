@@ -551,6 +551,19 @@ mod tests {
     }
 
     #[test]
+    fn settled_is_what_is_neither_fresh_nor_disbelieved() {
+        let mut peers = peers(None);
+        let (early, clashing) = (lease("10.1.1.0-24", 1, 1, 7), lease("10.1.2.0-24", 2, 2, 7));
+        let [route, other] = ["10.1.1.0/24", "10.1.2.0/24"].map(|dst| Key::Route(dst.parse().unwrap()));
+        let changed = peers.update([(early.subnets, Some(&early))].into_iter(), &no_answer);
+        assert!(peers.object(&route).is_some() && peers.settled_object(&route).is_none());
+        all(&mut peers, changed);
+        assert_eq!(peers.settled_object(&route), peers.object(&route));
+        put(&mut peers, &clashing);
+        assert!(peers.settled_object(&route).is_some() && peers.settled_object(&other).is_none());
+    }
+
+    #[test]
     fn of_a_peer_that_changes_before_its_turn_everything_is_still_to_be_put() {
         let mut peers = peers(None);
         let (first, moved) = (lease("10.1.1.0-24", 1, 1, 1), lease("10.1.1.0-24", 1, 2, 1));

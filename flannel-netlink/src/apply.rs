@@ -214,7 +214,7 @@ impl<'a> Writer<'a> {
         let sent = std::mem::take(&mut self.pending);
         let mut taken = Vec::new();
         for ((n, deletes), result) in sent.iter().copied().zip(results) {
-            // Whatever stands in the way of a step is the last one's business, which was sent already.
+            // The last one, which was sent already, has the place that a step was to have.
             let is_step = |route: &Route| {
                 let later = sent.iter().filter(|(m, deletes)| *m > n && !deletes);
                 later.map(|(m, _)| &changes[*m]).any(
@@ -223,7 +223,10 @@ impl<'a> Writer<'a> {
             };
             let result = match (result, &changes[n]) {
                 (result, _) if deletes => accept_absence(result),
-                (Err(error), Change::Put(Object::Route(route))) if is_step(route) => Err(error),
+                (Err(error), Change::Put(Object::Route(route))) if is_step(route) => match error.errno {
+                    EEXIST => self.take_out(route),
+                    _ => Err(error),
+                },
                 (Err(error), Change::Put(Object::Route(route))) if error.errno == EEXIST => {
                     self.unhide(route)
                 }
@@ -306,6 +309,14 @@ impl<'a> Writer<'a> {
         route::put(&mut requests, route, index, self.metrics);
         let mut results = self.socket.send(&mut requests);
         results.remove(1)
+    }
+
+    /// A step on the way to another route was there already, behind one that is now replaced: it would stay beside the new one.
+    fn take_out(&mut self, step: &Route) -> Result<(), KernelError> {
+        let index = self.index_of(&Object::Route(*step))?;
+        let mut requests = Messages::default();
+        route::delete(&mut requests, step, index, ROUTE_PROTOCOL);
+        accept_absence(self.socket.send(&mut requests).remove(0))
     }
 
     /// The gateway is said to be on the link as long as it takes to put the route, which replaces whatever stands at its

@@ -268,6 +268,37 @@ fn hide(scene: &Scene, form: usize, foreign: &str) {
     assert_eq!(found.get(&Key::Route(scene.dst())), Some(&wanted.into()), "{wanted:?} after {foreign}");
 }
 
+/// As a nexthop object is put right, whatever else stands there. In IPv4, where there are nexthop objects.
+#[test]
+fn a_route_that_goes_by_the_gateway_on_its_way_ends_by_its_nexthop_object() {
+    in_netns(|| {
+        for there in 0..2 {
+            for foreign in ["", "route prepend DST via FIVE dev up0", "route append DST via FIVE dev up0"] {
+                Netns::new().unwrap().run(|| step_aside(&Scene::set(Family::V4), there, foreign));
+            }
+        }
+    });
+}
+
+fn step_aside(scene: &Scene, there: usize, foreign: &str) {
+    let (id, gateway) = (scene.id(7), scene.gateway(7));
+    let nexthop = Nexthop { id, link: up(), gateway, onlink: true };
+    let via = Via::Gateway { gateway, link: up(), onlink: true };
+    let [plain, by_id] = [via, Via::Nexthop(id)].map(|via| Route { dst: scene.dst(), via, mtu: None });
+    scene.apply(&Change::Put(nexthop.into()));
+    scene.apply(&Change::Put([plain, by_id][there].into()));
+    if !foreign.is_empty() {
+        scene.foreign(foreign);
+    }
+    let changes = [plain.into(), nexthop.into(), by_id.into()].map(Change::Put);
+    let results = scene.kernel.apply(&scene.owned(), &changes);
+    assert_eq!(results, [Ok(()), Ok(()), Ok(())], "{there} {foreign}");
+    let shown = ip(&format!("-N route show {}", scene.dst()));
+    assert_eq!(shown.matches("proto 241").count(), 1, "{there} {foreign}: {shown}");
+    let found = scene.kernel.snapshot(&scene.owned()).unwrap();
+    assert_eq!(found.get(&Key::Route(scene.dst())), Some(&by_id.into()), "{there} {foreign}: {shown}");
+}
+
 #[test]
 fn routes_survive_a_group_in_the_place_of_their_nexthop() {
     in_netns(|| {
