@@ -8,7 +8,7 @@ use flannel_core::LeaseSet;
 
 use crate::cluster::{Families, leases};
 use crate::engine::Engine;
-use crate::floor::{self, Form};
+use crate::floor::{self, BATCHES, Form, Took};
 use crate::ground::Ground;
 use crate::report::{Report, median};
 use crate::timed::Timed;
@@ -22,39 +22,35 @@ const MOST_PAIRS: u32 = 25;
 const RATIO: f64 = 1.3;
 /// Routes with a gateway each take time by the square of their number: beyond this they are not waited for.
 const CLASSIC_MOST: u32 = 30_000;
+/// For what is known to be slow and is written once.
+const CLASSIC_BATCH: usize = 128;
 /// From here on it must be so many times faster than them.
 const CLASSIC: (u32, f64) = (30_000, 10.0);
 /// With more peers than these, so many are measured in turn with them: how the time grows is said of one machine in one mood.
 const FEW: u32 = 10_000;
-/// Each time so often: what is over soon is disturbed the more.
-const FEW_TIMES: usize = 3;
 /// By how much more than the number of peers the time may grow: 7.5 times from 10,000 to 65,000.
 const GROWTH: f64 = 7.5 / 6.5;
 
 pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
     let mut wrong = Vec::new();
-    let mut all = Runs::new(peers, families);
-    let mut few = (peers > FEW).then(|| Runs::new(FEW, families));
+    let mut all = Runs::new(peers, peers, families);
+    let mut few = (peers > FEW).then(|| Runs::new(FEW, peers, families));
+    let mut last = 0;
     for _ in 0..(MEASURED / peers.max(1)).clamp(PAIRS, MOST_PAIRS) {
-        all.measure(&mut wrong)?;
-        for _ in 0..FEW_TIMES {
-            few.as_mut().map_or(Ok(()), |few| few.measure(&mut wrong))?;
+        for runs in [Some(&mut all), few.as_mut()].into_iter().flatten() {
+            runs.measure(&mut last, &mut wrong)?;
         }
     }
     let (ours, floors) = all.seconds().context("no floor")?;
     let seconds = median(ours.iter().copied());
     let classic = if peers <= CLASSIC_MOST {
-        let took = floor::measure(peers, families, Form::Classic, &mut wrong)?;
-        Some(median(took.iter().map(Duration::as_secs_f64)))
+        Some(floor::measure(peers, families, Form::Classic, CLASSIC_BATCH, &mut wrong)?.as_secs_f64())
     } else {
         None
     };
     let in_sync = median(all.in_sync.iter().copied());
     let few = few.map(|few| few.seconds().context("no floor")).transpose()?;
-    let grown = |all: &[f64], few: &[f64]| {
-        let in_turn = few.chunks(FEW_TIMES).map(|few| median(few.iter().copied()));
-        median(all.iter().zip(in_turn).map(|(all, few)| all / few))
-    };
+    let grown = |all: &[f64], few: &[f64]| median(all.iter().zip(few).map(|(all, few)| all / few));
     let mut report = Report {
         peers: Some(peers),
         family: Some(families.name()),
@@ -77,26 +73,47 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
 }
 
 /// So many peers, and how long they took: the engine, and the floor with each batch size.
+///
+/// Each forwarding entry takes 40 bytes of the kernel's per-CPU memory, and that a fifth to a half of all time: if a block of it with
+/// free pages that are not mapped comes before one with mapped pages, it is searched for each entry. That depends on what was there
+/// before. So each is measured in the same state, after a fill of as many peers as the most that are measured, and takes each place in turn.
 struct Runs {
     peers: u32,
+    /// How many peers were there before each.
+    after: u32,
     families: Families,
     leases: LeaseSet,
     ours: Vec<f64>,
     in_sync: Vec<f64>,
-    floors: Vec<Vec<Duration>>,
+    floors: Vec<Took>,
 }
 
 impl Runs {
-    fn new(peers: u32, families: Families) -> Self {
+    fn new(peers: u32, after: u32, families: Families) -> Self {
         let leases = leases(peers, families);
-        Self { peers, families, leases, ours: Vec::new(), in_sync: Vec::new(), floors: Vec::new() }
+        Self { peers, after, families, leases, ours: Vec::new(), in_sync: Vec::new(), floors: Vec::new() }
     }
 
-    fn measure(&mut self, wrong: &mut Vec<String>) -> anyhow::Result<()> {
-        self.floors.push(floor::measure(self.peers, self.families, Form::Nexthops, wrong)?);
-        let (acknowledged, in_sync) = run_once(self.peers, self.families, &self.leases, wrong)?;
-        self.ours.push(acknowledged.as_secs_f64());
-        self.in_sync.push(in_sync.as_secs_f64());
+    /// The floor with each batch size, and the engine. `last` is how many peers were there last.
+    fn measure(&mut self, last: &mut u32, wrong: &mut Vec<String>) -> anyhow::Result<()> {
+        let floor =
+            |peers, batch, wrong: &mut _| floor::measure(peers, self.families, Form::Nexthops, batch, wrong);
+        let mut floors = Took::default();
+        for place in 0..=BATCHES.len() {
+            if *last != self.after {
+                floor(self.after, BATCHES[0], wrong)?;
+            }
+            *last = self.peers;
+            let next = (place + self.floors.len()) % (BATCHES.len() + 1);
+            if let Some(batch) = BATCHES.get(next) {
+                floors[next] = floor(self.peers, *batch, wrong)?;
+                continue;
+            }
+            let (acknowledged, in_sync) = run_once(self.peers, self.families, &self.leases, wrong)?;
+            self.ours.push(acknowledged.as_secs_f64());
+            self.in_sync.push(in_sync.as_secs_f64());
+        }
+        self.floors.push(floors);
         Ok(())
     }
 
@@ -105,7 +122,7 @@ impl Runs {
     fn seconds(&self) -> Option<(Vec<f64>, Vec<f64>)> {
         let floor = |n: usize| {
             let others = self.floors.iter().enumerate().filter(|(m, _)| *m != n);
-            let others: Vec<_> = others.map(|(_, took)| took.as_slice()).collect();
+            let others: Vec<_> = others.map(|(_, took)| took).collect();
             let best = floor::best(&others)?;
             Some(self.floors[n][best].as_secs_f64())
         };

@@ -17,9 +17,10 @@ use crate::report::median;
 use crate::witness::compare;
 
 /// Batch sizes that are tried; the [best] one is the floor.
-const BATCHES: [usize; 4] = [16, 64, 128, 256];
-/// For what is known to be slow and is written once.
-const CLASSIC_BATCH: [usize; 1] = [128];
+pub(crate) const BATCHES: [usize; 4] = [16, 64, 128, 256];
+
+/// How long the raw writer took with each batch size.
+pub(crate) type Took = [Duration; BATCHES.len()];
 
 /// How IPv4 routes are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,21 +31,18 @@ pub(crate) enum Form {
     Classic,
 }
 
-/// How long the raw writer takes with each batch size, each in a fresh namespace.
+/// How long the raw writer takes, in a fresh namespace.
 pub(crate) fn measure(
     peers: u32,
     families: Families,
     form: Form,
+    batch: usize,
     wrong: &mut Vec<String>,
-) -> anyhow::Result<Vec<Duration>> {
-    let batches: &[usize] = if form == Form::Classic { &CLASSIC_BATCH } else { &BATCHES };
-    let mut took = Vec::new();
-    for batch in batches {
-        let ground = Ground::new()?;
-        took.push(fill(&ground, peers, families, form, *batch)?);
-        wrong.extend(compare(&ground.netns, peers, families)?);
-        ground.clear(peers, families)?;
-    }
+) -> anyhow::Result<Duration> {
+    let ground = Ground::new()?;
+    let took = fill(&ground, peers, families, form, batch)?;
+    wrong.extend(compare(&ground.netns, peers, families)?);
+    ground.clear(peers, families)?;
     Ok(took)
 }
 
@@ -79,9 +77,9 @@ pub(crate) fn fill(
 
 /// Which batch size is the best, by the medians of what was measured several times: the fastest of single runs would be the
 /// one that the machine favoured.
-pub(crate) fn best(measured: &[&[Duration]]) -> Option<usize> {
+pub(crate) fn best(measured: &[&Took]) -> Option<usize> {
     let median_of = |batch: &usize| median(measured.iter().map(|took| took[*batch].as_secs_f64()));
-    (0..measured.first()?.len()).min_by(|a, b| median_of(a).total_cmp(&median_of(b)))
+    (0..BATCHES.len()).min_by(|a, b| median_of(a).total_cmp(&median_of(b)))
 }
 
 /// A link's index, in the network namespace of this thread.
