@@ -212,25 +212,31 @@ impl<'a> Writer<'a> {
         let results = self.socket.send(&mut self.requests);
         self.requests.clear();
         let sent = std::mem::take(&mut self.pending);
-        let mut taken = Vec::new();
+        // The last of several puts of a route. One that was sent already has the place that the earlier ones were to have.
+        let last_of = |n: usize, route: &Route| {
+            let later = sent.iter().rev().filter(|(m, deletes)| *m > n && !deletes);
+            later.map(|(m, _)| (*m, &changes[*m])).find_map(|(m, change)| match change {
+                Change::Put(Object::Route(last)) if last.dst == route.dst => Some((m, *last)),
+                _ => None,
+            })
+        };
+        let (mut taken, mut hidden) = (Vec::new(), Vec::new());
         for ((n, deletes), result) in sent.iter().copied().zip(results) {
-            // The last one, which was sent already, has the place that a step was to have.
-            let is_step = |route: &Route| {
-                let later = sent.iter().filter(|(m, deletes)| *m > n && !deletes);
-                later.map(|(m, _)| &changes[*m]).any(
-                    |change| matches!(change, Change::Put(Object::Route(other)) if other.dst == route.dst),
-                )
-            };
             let result = match (result, &changes[n]) {
                 (result, _) if deletes => accept_absence(result),
-                (Err(error), Change::Put(Object::Route(route))) if is_step(route) => match error.errno {
-                    EEXIST => self.take_out(route),
-                    _ => Err(error),
-                },
                 (Err(error), Change::Put(Object::Route(route))) if error.errno == EEXIST => {
-                    self.unhide(route)
+                    match last_of(n, route) {
+                        Some((last, place)) => {
+                            hidden.push((last, *route, place));
+                            Ok(())
+                        }
+                        None => self.unhide(route, route),
+                    }
                 }
-                (Err(error), Change::Put(Object::Route(route))) if stands_in_its_own_way(route, &error) => {
+                // Putting it would undo what was sent after it.
+                (Err(error), Change::Put(Object::Route(route)))
+                    if stands_in_its_own_way(route, &error) && last_of(n, route).is_none() =>
+                {
                     self.make_way(route).map_err(|_| error)
                 }
                 (Err(error), Change::Put(Object::Nexthop(_))) if taken::stands_in_the_way(&error) => {
@@ -241,6 +247,11 @@ impl<'a> Writer<'a> {
             };
             if result.is_err() {
                 self.results[n] = result;
+            }
+        }
+        for (last, step, route) in hidden {
+            if self.results[last].is_ok() {
+                self.results[last] = self.unhide(&step, &route);
             }
         }
         if !taken.is_empty() {
@@ -300,23 +311,20 @@ impl<'a> Writer<'a> {
         Ok(found.index == index && found.protocol == ROUTE_PROTOCOL)
     }
 
-    /// A route of ours is there but another one stands before it, so that a replacement would make a second one
-    /// of ours. It is taken out, then put in the place of the other.
-    fn unhide(&mut self, route: &Route) -> Result<(), KernelError> {
-        let index = self.index_of(&Object::Route(*route))?;
+    /// A route of ours, `hidden`, is there but another one stood before it, so that a replacement would make a second one of ours. It is
+    /// taken out, then `route` is put in the place of the other, if it is not there yet. What says which route is to be deleted may say
+    /// `route` as well, if metrics only tell them apart (before Linux 5.18 also if one is by a nexthop object): then that goes, and is
+    /// put again in the place of `hidden`.
+    ///
+    /// **Source**: linux `net/ipv4/fib_semantics.c: fib_nh_match`, `fib_metrics_match`.
+    fn unhide(&mut self, hidden: &Route, route: &Route) -> Result<(), KernelError> {
+        let index = self.index_of(&Object::Route(*hidden))?;
         let mut requests = Messages::default();
-        route::delete(&mut requests, route, index, ROUTE_PROTOCOL);
+        route::delete(&mut requests, hidden, index, ROUTE_PROTOCOL);
+        let index = self.index_of(&Object::Route(*route))?;
         route::put(&mut requests, route, index, self.metrics);
         let mut results = self.socket.send(&mut requests);
         results.remove(1)
-    }
-
-    /// A step on the way to another route was there already, behind one that is now replaced: it would stay beside the new one.
-    fn take_out(&mut self, step: &Route) -> Result<(), KernelError> {
-        let index = self.index_of(&Object::Route(*step))?;
-        let mut requests = Messages::default();
-        route::delete(&mut requests, step, index, ROUTE_PROTOCOL);
-        accept_absence(self.socket.send(&mut requests).remove(0))
     }
 
     /// The gateway is said to be on the link as long as it takes to put the route, which replaces whatever stands at its
