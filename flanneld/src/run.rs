@@ -414,7 +414,13 @@ fn subnet_env(options: &Options, config: &Config, handle: &NetworkHandle) -> Sub
 mod tests {
     use super::*;
 
+    use std::ffi::OsString;
+
+    use flannel_core::Status;
     use flannel_core::testing::{FakeKernel, Operation};
+    use tokio::time::Instant;
+
+    use crate::observe::tests::network;
 
     #[tokio::test]
     async fn what_cannot_be_looked_at_stands() {
@@ -435,5 +441,33 @@ mod tests {
         assert!(
             !stands(Arc::new(kernel), owned(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vlxan"}}"#)).await
         );
+    }
+
+    /// Firewall rules that never come, and a tunnel that cannot be had, keep pods back for a while only.
+    #[tokio::test(start_paused = true)]
+    async fn the_subnet_file_waits_for_rules_and_tunnel_but_not_for_ever() {
+        for (settled, tunnel) in [(true, true), (true, false), (false, true), (false, false)] {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("subnet.env");
+            let args = ["flanneld", "--registry=dir:/x", "--subnet-file"].map(OsString::from);
+            let args = args.into_iter().chain([path.clone().into_os_string()]);
+            let options = Options::parse_from(args, |_| None).unwrap();
+            let predecessor = Predecessor::find(&path, dir.path()).unwrap();
+            let (_rulebook, rules) = watch::channel(settled);
+            let mut status = Status::default();
+            status.own_in_place = tunnel;
+            let (_subnets, mut running) = network(status.clone()).await;
+            // One that may still change: what has ended is not waited for.
+            let (_network, status) = watch::channel(Arc::new(status));
+            running.handle.status = status;
+            let observer = Observer::default();
+            let start = Instant::now();
+            let published =
+                publish(&options, &running.config, &running.handle, rules, (&predecessor, &observer));
+            tokio::time::timeout(2 * RULES, published).await.unwrap().unwrap();
+            let (took, due) = (start.elapsed(), if settled && tunnel { Duration::ZERO } else { RULES });
+            assert!(due <= took && took < due + RULES, "{settled} {tunnel}: {took:?}");
+            assert!(path.exists());
+        }
     }
 }
