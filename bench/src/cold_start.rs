@@ -14,11 +14,12 @@ use crate::report::{Report, median};
 use crate::timed::Timed;
 use crate::witness::compare;
 
-/// Floor and subject alternate, so that a machine whose speed drifts misleads nobody.
-const PAIRS: u32 = 5;
-/// What is over in ten milliseconds says little: of few peers there are so many altogether, at most that many times.
+/// How often the engine and the floor with each batch size are measured in turn, so that a machine whose speed drifts misleads nobody: as
+/// often as there are places, or several times as often, so that each takes each place equally often.
+const ROUNDS: u32 = BATCHES.len() as u32 + 1;
+/// What is over in ten milliseconds says little: of few peers there are so many altogether, in at most that many rounds.
 const MEASURED: u32 = 75_000;
-const MOST_PAIRS: u32 = 25;
+const MOST_ROUNDS: u32 = 3 * ROUNDS;
 const RATIO: f64 = 1.3;
 /// Routes with a gateway each take time by the square of their number: beyond this they are not waited for.
 const CLASSIC_MOST: u32 = 30_000;
@@ -33,15 +34,15 @@ const GROWTH: f64 = 7.5 / 6.5;
 
 pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
     let mut wrong = Vec::new();
-    let mut all = Runs::new(peers, peers, families);
-    let mut few = (peers > FEW).then(|| Runs::new(FEW, peers, families));
-    let mut last = 0;
-    for _ in 0..(MEASURED / peers.max(1)).clamp(PAIRS, MOST_PAIRS) {
+    let mut all = Runs::new(peers, families);
+    let mut few = (peers > FEW).then(|| Runs::new(FEW, families));
+    let rounds = (MEASURED / peers.max(1)).next_multiple_of(ROUNDS).clamp(ROUNDS, MOST_ROUNDS);
+    for _ in 0..rounds {
         for runs in [Some(&mut all), few.as_mut()].into_iter().flatten() {
-            runs.measure(&mut last, &mut wrong)?;
+            runs.measure(&mut wrong)?;
         }
     }
-    let (ours, floors) = all.seconds().context("no floor")?;
+    let (ours, floors) = (&all.ours, all.floors());
     let seconds = median(ours.iter().copied());
     let classic = if peers <= CLASSIC_MOST {
         Some(floor::measure(peers, families, Form::Classic, CLASSIC_BATCH, &mut wrong)?.as_secs_f64())
@@ -49,7 +50,6 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
         None
     };
     let in_sync = median(all.in_sync.iter().copied());
-    let few = few.map(|few| few.seconds().context("no floor")).transpose()?;
     let grown = |all: &[f64], few: &[f64]| median(all.iter().zip(few).map(|(all, few)| all / few));
     let mut report = Report {
         peers: Some(peers),
@@ -59,8 +59,8 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
         floor_seconds: Some(median(floors.iter().copied())),
         classic_floor_seconds: classic,
         ratio: Some(median(ours.iter().zip(&floors).map(|(ours, floor)| ours / floor))),
-        growth: few.as_ref().map(|(few, _)| grown(&ours, few)),
-        floor_growth: few.as_ref().map(|(_, few)| grown(&floors, few)),
+        growth: few.as_ref().map(|few| grown(ours, &few.ours)),
+        floor_growth: few.as_ref().map(|few| grown(&floors, &few.floors())),
         wrong,
         ..Report::default()
     };
@@ -76,11 +76,10 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
 ///
 /// Each forwarding entry takes 40 bytes of the kernel's per-CPU memory, and that a fifth to a half of all time: if a block of it with
 /// free pages that are not mapped comes before one with mapped pages, it is searched for each entry. That depends on what was there
-/// before. So each is measured in the same state, after a fill of as many peers as the most that are measured, and takes each place in turn.
+/// before, and on the order in which that went. So everything is measured right after the raw writer has put as many peers, and they
+/// were taken out again in the order in which they were put.
 struct Runs {
     peers: u32,
-    /// How many peers were there before each.
-    after: u32,
     families: Families,
     leases: LeaseSet,
     ours: Vec<f64>,
@@ -89,45 +88,40 @@ struct Runs {
 }
 
 impl Runs {
-    fn new(peers: u32, after: u32, families: Families) -> Self {
+    fn new(peers: u32, families: Families) -> Self {
         let leases = leases(peers, families);
-        Self { peers, after, families, leases, ours: Vec::new(), in_sync: Vec::new(), floors: Vec::new() }
+        Self { peers, families, leases, ours: Vec::new(), in_sync: Vec::new(), floors: Vec::new() }
     }
 
-    /// The floor with each batch size, and the engine. `last` is how many peers were there last.
-    fn measure(&mut self, last: &mut u32, wrong: &mut Vec<String>) -> anyhow::Result<()> {
-        let floor =
-            |peers, batch, wrong: &mut _| floor::measure(peers, self.families, Form::Nexthops, batch, wrong);
+    /// The floor with each batch size, and the engine: one round.
+    fn measure(&mut self, wrong: &mut Vec<String>) -> anyhow::Result<()> {
+        let (peers, families, places) = (self.peers, self.families, BATCHES.len() + 1);
+        let floor = |batch, wrong: &mut _| floor::measure(peers, families, Form::Nexthops, batch, wrong);
         let mut floors = Took::default();
-        for place in 0..=BATCHES.len() {
-            if *last != self.after {
-                floor(self.after, BATCHES[0], wrong)?;
-            }
-            *last = self.peers;
-            let next = (place + self.floors.len()) % (BATCHES.len() + 1);
+        for place in 0..places {
+            floor(BATCHES[0], wrong)?;
+            let next = (place + self.floors.len()) % places;
             if let Some(batch) = BATCHES.get(next) {
-                floors[next] = floor(self.peers, *batch, wrong)?;
-                continue;
+                floors[next] = floor(*batch, wrong)?;
+            } else {
+                let (acknowledged, in_sync) = run_once(peers, families, &self.leases, wrong)?;
+                self.ours.push(acknowledged.as_secs_f64());
+                self.in_sync.push(in_sync.as_secs_f64());
             }
-            let (acknowledged, in_sync) = run_once(self.peers, self.families, &self.leases, wrong)?;
-            self.ours.push(acknowledged.as_secs_f64());
-            self.in_sync.push(in_sync.as_secs_f64());
         }
         self.floors.push(floors);
         Ok(())
     }
 
-    /// The engine's, and the floor's, each with the batch size that all the other runs say is the best: one that was chosen by its own
-    /// runs would be among the best by luck, too.
-    fn seconds(&self) -> Option<(Vec<f64>, Vec<f64>)> {
+    /// The floor in each round, with the batch size that all the other rounds say is the best: one that was chosen by its own round
+    /// would be among the best by luck, too.
+    fn floors(&self) -> Vec<f64> {
         let floor = |n: usize| {
             let others = self.floors.iter().enumerate().filter(|(m, _)| *m != n);
             let others: Vec<_> = others.map(|(_, took)| took).collect();
-            let best = floor::best(&others)?;
-            Some(self.floors[n][best].as_secs_f64())
+            self.floors[n][floor::best(&others)].as_secs_f64()
         };
-        let floors: Option<Vec<f64>> = (0..self.floors.len()).map(floor).collect();
-        Some((self.ours.clone(), floors?))
+        (0..self.floors.len()).map(floor).collect()
     }
 }
 

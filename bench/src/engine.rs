@@ -17,7 +17,7 @@ use crate::ground::Ground;
 /// So long may peers take before something is wrong.
 const PATIENCE: Duration = Duration::from_secs(600);
 /// A daemon that runs has nothing to do for so long; one that has just started reads the kernel once more.
-const REST: Duration = Duration::from_millis(300);
+pub(crate) const REST: Duration = Duration::from_millis(300);
 
 /// It ends with the value; what it put stays.
 pub(crate) struct Engine {

@@ -9,7 +9,7 @@ use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, ip};
 
 use crate::cluster::{Families, device};
-use crate::floor::delete_routes;
+use crate::floor::delete;
 
 /// A fresh network namespace with `eth0` up.
 pub(crate) struct Ground {
@@ -38,7 +38,7 @@ impl Ground {
     /// down on its own does so while the next run is measured.
     pub(crate) fn clear(&self, peers: u32, families: Families) -> anyhow::Result<()> {
         self.netns.run(|| {
-            delete_routes(peers, families)?;
+            delete(peers, families)?;
             ip("nexthop flush");
             families.iter().for_each(|family| drop(ip(&format!("link del {}", device(family)))));
             Ok(())

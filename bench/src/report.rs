@@ -32,10 +32,10 @@ pub(crate) struct Report {
     /// The floor with a gateway in each route instead of nexthop objects.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) classic_floor_seconds: Option<f64>,
-    /// How much longer than the floor: the median of the ratios pair by pair, or the ratio of the medians.
+    /// How much longer than the floor: the median of the ratios round by round, or the ratio of the medians.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) ratio: Option<f64>,
-    /// How many times longer than for 10,000 peers: the median of pairs that were measured in turn.
+    /// How many times longer than for 10,000 peers: the median of rounds that were measured in turn.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) growth: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -147,7 +147,7 @@ pub(crate) fn percentile(figures: &[f64], percent: usize) -> f64 {
     figures.get(place).copied().unwrap_or(f64::NAN)
 }
 
-/// The middle one of an odd number of figures.
+/// The middle one, of an even number of figures the upper one of the two.
 pub(crate) fn median(figures: impl IntoIterator<Item = f64>) -> f64 {
     let mut figures: Vec<f64> = figures.into_iter().collect();
     figures.sort_by(f64::total_cmp);
