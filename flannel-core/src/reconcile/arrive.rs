@@ -26,15 +26,17 @@ const AWAKE: Duration = Duration::from_millis(1);
 pub(super) const FEW: usize = 128;
 /// Of more, so many are the first group: the kernel is to have something to do soon. Each later one is twice as large …
 const FIRST: usize = 16;
-/// … up to so many, whose objects are put at once: bounds memory, and how long a stop waits. …
-pub(super) const GROUP: usize = 256;
+/// … up to so many, whose objects are put at once: bounds memory, and how long a stop waits. Linux maps the per-CPU memory that
+/// forwarding entries need in pieces, behind who asks for it: with more of them in a row it falls behind (256 of 65,000 peers took a
+/// fifth longer). …
+pub(super) const GROUP: usize = 64;
 /// … And for so long before newer leases and questions get their turn.
 pub(super) const ROUND: Duration = Duration::from_millis(100);
 /// So many new peers are a flood if half of all are new: reading the kernel after them costs less than hearing of each. Fewer
 /// are over before anybody stops listening.
 const FLOOD: usize = 512;
 /// So many groups wait for their turn: bounds memory, and how long whoever makes them keeps a processor that the writer waits for.
-const READY: usize = 2;
+const READY: usize = 8;
 
 /// Leases that one view brought and nobody has looked at yet.
 #[derive(Debug, Default)]
