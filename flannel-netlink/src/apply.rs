@@ -249,13 +249,14 @@ impl<'a> Writer<'a> {
                 self.results[n] = result;
             }
         }
-        for (last, step, route) in hidden {
-            if self.results[last].is_ok() {
-                self.results[last] = self.unhide(&step, &route);
-            }
-        }
         if !taken.is_empty() {
             self.take_ids_back(changes, &sent, &taken);
+        }
+        // If the last one did not arrive, the step is the only one of ours.
+        for (last, step, route) in hidden {
+            if self.results[last].is_ok() && step != route {
+                self.results[last] = self.unhide(&step, &route);
+            }
         }
     }
 
@@ -312,16 +313,16 @@ impl<'a> Writer<'a> {
     }
 
     /// A route of ours, `hidden`, is there but another one stood before it, so that a replacement would make a second one of ours. It is
-    /// taken out, then `route` is put in the place of the other, if it is not there yet. What says which route is to be deleted may say
-    /// `route` as well, if metrics only tell them apart (before Linux 5.18 also if one is by a nexthop object): then that goes, and is
-    /// put again in the place of `hidden`.
-    ///
-    /// **Source**: linux `net/ipv4/fib_semantics.c: fib_nh_match`, `fib_metrics_match`.
+    /// taken out, then `route` is put in the place of the other, if it is not there yet.
     fn unhide(&mut self, hidden: &Route, route: &Route) -> Result<(), KernelError> {
-        let index = self.index_of(&Object::Route(*hidden))?;
         let mut requests = Messages::default();
+        let index = self.index_of(&Object::Route(*hidden))?;
         route::delete(&mut requests, hidden, index, ROUTE_PROTOCOL);
+        if hidden.mtu != route.mtu {
+            route::only_with_mtu(&mut requests, hidden.mtu);
+        }
         let index = self.index_of(&Object::Route(*route))?;
+        // If the kernel cannot tell them apart, this was deleted, and takes the place of `hidden`.
         route::put(&mut requests, route, index, self.metrics);
         let mut results = self.socket.send(&mut requests);
         results.remove(1)

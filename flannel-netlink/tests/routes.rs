@@ -299,29 +299,41 @@ fn step_aside(scene: &Scene, there: usize, foreign: &str) {
     assert_eq!(found.get(&Key::Route(scene.dst())), Some(&by_id.into()), "{there} {foreign}: {shown}");
 }
 
-/// What is there already, behind somebody's route, goes if the last one could take that one's place, and only then.
+/// What is there already, behind routes of others, goes if the last one could take the first one's place, and only then. IPv6 routes replace
+/// each other wherever they are.
 #[test]
 fn a_hidden_step_goes_for_the_last_route_and_for_nothing_else() {
     in_netns(|| {
-        let scene = Scene::set(Family::V4);
-        let via = Via::Gateway { gateway: scene.gateway(7), link: up(), onlink: true };
-        let plain = Route { dst: scene.dst(), via, mtu: None };
-        let narrow = Route { mtu: Some(1400), ..plain };
-        let nowhere = Route { via: Via::Nexthop(scene.id(77)), ..plain };
-        for (last, arrives) in [(nowhere, false), (narrow, true)] {
-            scene.apply(&Change::Put(plain.into()));
-            scene.foreign("route prepend DST via FIVE dev up0");
-            let changes = [plain.into(), last.into()].map(Change::Put);
-            let results = scene.kernel.apply(&scene.owned(), &changes);
-            assert_eq!(results.iter().map(Result::is_ok).collect::<Vec<_>>(), [true, arrives], "{results:?}");
-            let shown = ip(&format!("-N route show {}", scene.dst()));
-            let ours: Vec<&str> = shown.lines().filter(|line| line.contains("proto 241")).collect();
-            assert_eq!(ours.len(), 1, "{shown}");
-            assert_eq!(ours[0].contains("mtu 1400"), arrives, "{shown}");
-            assert_eq!(shown.lines().count(), if arrives { 1 } else { 2 }, "{shown}");
-            scene.foreign("route flush DST");
+        for case in 0..5 {
+            for foreign in [&["FIVE"][..], &["FIVE", "SIX"]] {
+                Netns::new().unwrap().run(|| hide_a_step(&Scene::set(Family::V4), case, foreign));
+            }
         }
     });
+}
+
+fn hide_a_step(scene: &Scene, case: usize, foreign: &[&str]) {
+    let via = Via::Gateway { gateway: scene.gateway(7), link: up(), onlink: true };
+    let plain = Route { dst: scene.dst(), via, mtu: None };
+    let narrow = Route { mtu: Some(1400), ..plain };
+    let by_id = Route { via: Via::Nexthop(scene.id(7)), ..plain };
+    let nowhere = Route { via: Via::Nexthop(scene.id(77)), ..plain };
+    let (step, last) =
+        [(plain, nowhere), (plain, by_id), (plain, narrow), (narrow, plain), (plain, plain)][case];
+    scene.apply(&Change::Put(step.into()));
+    for gateway in foreign {
+        scene.foreign(&format!("route prepend DST via {gateway} dev up0"));
+    }
+    let results = scene.kernel.apply(&scene.owned(), &[step.into(), last.into()].map(Change::Put));
+    let arrives = last != nowhere;
+    assert_eq!(results.iter().map(Result::is_ok).collect::<Vec<_>>(), [true, arrives], "{results:?}");
+    let shown = ip(&format!("-N route show {}", scene.dst()));
+    let ours: Vec<&str> = shown.lines().filter(|line| line.contains("proto 241")).collect();
+    assert_eq!(ours.len(), 1, "{last:?}: {shown}");
+    let remains = if arrives { last } else { step };
+    assert_eq!(ours[0].contains("mtu 1400"), remains.mtu.is_some(), "{last:?}: {shown}");
+    assert_eq!(ours[0].contains("nhid"), remains == by_id, "{last:?}: {shown}");
+    assert_eq!(shown.lines().count() - 1, foreign.len() - usize::from(arrives), "{last:?}: {shown}");
 }
 
 #[test]

@@ -267,6 +267,15 @@ pub(crate) fn delete(requests: &mut Messages, route: &Route, index: u32, protoco
     path(requests, route, index);
 }
 
+/// Adds to a deletion that the route must have this MTU. IPv6 does not heed it.
+///
+/// **Source**: linux `net/ipv4/fib_semantics.c: fib_metrics_match`: what a route does not say is 0.
+pub(crate) fn only_with_mtu(requests: &mut Messages, mtu: Option<u32>) {
+    requests.nest(Rta::Metrics, |metrics| {
+        metrics.u32(RTAX_MTU, mtu.unwrap_or(0));
+    });
+}
+
 /// Deletes the route that the message told of, which [can be told](RouteMessage::can_be_told_from) from others to the same destination.
 pub(crate) fn delete_told(requests: &mut Messages, told: &RouteMessage) {
     // Of a nexthop object that leads nowhere the kernel says that the route does.
