@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 
 use flannel_core::{
     Backend, Config, Ended, ExternalInterface, Host, Kernel, Lease, Network, NetworkHandle, Origin, Owned,
-    SubnetManager, Subnets, View,
+    Status, SubnetManager, Subnets, View,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_subnet::{Mark, SubnetEnv, SubnetEnvError};
@@ -340,21 +340,25 @@ async fn publish(
     options: &Options,
     config: &Config,
     handle: &NetworkHandle,
-    mut rules: watch::Receiver<bool>,
+    rules: watch::Receiver<bool>,
     (predecessor, observer): (&Predecessor, &Observer),
 ) -> Result<(), Error> {
-    let mut status = handle.status.clone();
+    rules_and_tunnel(rules, handle.status.clone()).await;
+    let env = subnet_env(options, config, handle);
+    let (path, predecessor) = (options.subnet_file.clone(), predecessor.clone());
+    aside(move || env.write_atomic(&path).map(|()| predecessor.wrote_subnet_file())).await?;
+    observer.subnet_file_written();
+    Ok(())
+}
+
+/// Waits until they are there, but not for ever.
+async fn rules_and_tunnel(mut rules: watch::Receiver<bool>, mut status: watch::Receiver<Arc<Status>>) {
     // What these return keeps the channel's senders waiting.
     let there = async {
         drop(rules.wait_for(|settled| *settled).await);
         drop(status.wait_for(|status| status.own_in_place).await);
     };
     let _ = tokio::time::timeout(RULES, there).await;
-    let env = subnet_env(options, config, handle);
-    let (path, predecessor) = (options.subnet_file.clone(), predecessor.clone());
-    aside(move || env.write_atomic(&path).map(|()| predecessor.wrote_subnet_file())).await?;
-    observer.subnet_file_written();
-    Ok(())
 }
 
 /// Says once what about this host may stand in the way, when firewall rules are in place, or cannot be.
@@ -414,13 +418,8 @@ fn subnet_env(options: &Options, config: &Config, handle: &NetworkHandle) -> Sub
 mod tests {
     use super::*;
 
-    use std::ffi::OsString;
-
-    use flannel_core::Status;
     use flannel_core::testing::{FakeKernel, Operation};
     use tokio::time::Instant;
-
-    use crate::observe::tests::network;
 
     #[tokio::test]
     async fn what_cannot_be_looked_at_stands() {
@@ -445,29 +444,31 @@ mod tests {
 
     /// Firewall rules that never come, and a tunnel that cannot be had, keep pods back for a while only.
     #[tokio::test(start_paused = true)]
-    async fn the_subnet_file_waits_for_rules_and_tunnel_but_not_for_ever() {
+    async fn rules_and_tunnel_are_waited_for_but_not_for_ever() {
         for (settled, tunnel) in [(true, true), (true, false), (false, true), (false, false)] {
-            let dir = tempfile::tempdir().unwrap();
-            let path = dir.path().join("subnet.env");
-            let args = ["flanneld", "--registry=dir:/x", "--subnet-file"].map(OsString::from);
-            let args = args.into_iter().chain([path.clone().into_os_string()]);
-            let options = Options::parse_from(args, |_| None).unwrap();
-            let predecessor = Predecessor::find(&path, dir.path()).unwrap();
             let (_rulebook, rules) = watch::channel(settled);
             let mut status = Status::default();
             status.own_in_place = tunnel;
-            let (_subnets, mut running) = network(status.clone()).await;
-            // One that may still change: what has ended is not waited for.
             let (_network, status) = watch::channel(Arc::new(status));
-            running.handle.status = status;
-            let observer = Observer::default();
             let start = Instant::now();
-            let published =
-                publish(&options, &running.config, &running.handle, rules, (&predecessor, &observer));
-            tokio::time::timeout(2 * RULES, published).await.unwrap().unwrap();
+            tokio::time::timeout(2 * RULES, rules_and_tunnel(rules, status)).await.unwrap();
             let (took, due) = (start.elapsed(), if settled && tunnel { Duration::ZERO } else { RULES });
             assert!(due <= took && took < due + RULES, "{settled} {tunnel}: {took:?}");
-            assert!(path.exists());
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn rules_and_tunnel_end_the_wait_as_soon_as_they_are_there() {
+        let (rulebook, rules) = watch::channel(false);
+        let (network, status) = watch::channel(Arc::new(Status::default()));
+        let start = Instant::now();
+        let come = async {
+            tokio::time::sleep(RULES / 4).await;
+            rulebook.send(true).unwrap();
+            tokio::time::sleep(RULES / 4).await;
+            network.send_modify(|status| Arc::make_mut(status).own_in_place = true);
+        };
+        tokio::join!(rules_and_tunnel(rules, status), come);
+        assert!(start.elapsed() < RULES * 3 / 4, "{:?}", start.elapsed());
     }
 }
