@@ -8,23 +8,25 @@ use flannel_core::LeaseSet;
 
 use crate::cluster::{Families, leases};
 use crate::engine::Engine;
-use crate::floor::{self, BATCHES, Form, Took};
+use crate::floor::{self, Form, Took, WAYS, Way, fill};
 use crate::ground::Ground;
 use crate::report::{Report, median};
 use crate::timed::Timed;
 use crate::witness::compare;
 
-/// How often the engine and the floor with each batch size are measured in turn, so that a machine whose speed drifts misleads nobody: as
+/// How often the engine and the floor in each way are measured in turn, so that a machine whose speed drifts misleads nobody: as
 /// often as there are places, or several times as often, so that each takes each place equally often.
-const ROUNDS: u32 = BATCHES.len() as u32 + 1;
+const ROUNDS: u32 = WAYS.len() as u32 + 1;
 /// What is over in ten milliseconds says little: of few peers there are so many altogether, in at most that many rounds.
 const MEASURED: u32 = 75_000;
 const MOST_ROUNDS: u32 = 3 * ROUNDS;
+/// How the time grows is a ratio of two that both vary.
+const LEAST_TO_COMPARE: u32 = 2 * ROUNDS;
 const RATIO: f64 = 1.3;
 /// Routes with a gateway each take time by the square of their number: beyond this they are not waited for.
 const CLASSIC_MOST: u32 = 30_000;
 /// For what is known to be slow and is written once.
-const CLASSIC_BATCH: usize = 128;
+const CLASSIC_WAY: Way = WAYS[1];
 /// From here on it must be so many times faster than them.
 const CLASSIC: (u32, f64) = (30_000, 10.0);
 /// With more peers than these, so many are measured in turn with them: how the time grows is said of one machine in one mood.
@@ -36,7 +38,8 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
     let mut wrong = Vec::new();
     let mut all = Runs::new(peers, families);
     let mut few = (peers > FEW).then(|| Runs::new(FEW, families));
-    let rounds = (MEASURED / peers.max(1)).next_multiple_of(ROUNDS).clamp(ROUNDS, MOST_ROUNDS);
+    let least = if few.is_some() { LEAST_TO_COMPARE } else { ROUNDS };
+    let rounds = (MEASURED / peers.max(1)).next_multiple_of(ROUNDS).clamp(least, MOST_ROUNDS);
     for _ in 0..rounds {
         for runs in [Some(&mut all), few.as_mut()].into_iter().flatten() {
             runs.measure(&mut wrong)?;
@@ -45,7 +48,7 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
     let (ours, floors) = (&all.ours, all.floors());
     let seconds = median(ours.iter().copied());
     let classic = if peers <= CLASSIC_MOST {
-        Some(floor::measure(peers, families, Form::Classic, CLASSIC_BATCH, &mut wrong)?.as_secs_f64())
+        Some(floor::measure(peers, families, Form::Classic, CLASSIC_WAY, &mut wrong)?.as_secs_f64())
     } else {
         None
     };
@@ -72,12 +75,12 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
     Ok(report)
 }
 
-/// So many peers, and how long they took: the engine, and the floor with each batch size.
+/// So many peers, and how long they took: the engine, and the floor in each way.
 ///
 /// Each forwarding entry takes 40 bytes of the kernel's per-CPU memory, and that a fifth to a half of all time: if a block of it with
 /// free pages that are not mapped comes before one with mapped pages, it is searched for each entry. That depends on what was there
-/// before, and on the order in which that went. So everything is measured right after the raw writer has put as many peers, and they
-/// were taken out again in the order in which they were put.
+/// before, and on the order in which that went. So before anything is measured the raw writer puts as many peers, and they are taken out
+/// again in the order in which they were put.
 struct Runs {
     peers: u32,
     families: Families,
@@ -93,16 +96,18 @@ impl Runs {
         Self { peers, families, leases, ours: Vec::new(), in_sync: Vec::new(), floors: Vec::new() }
     }
 
-    /// The floor with each batch size, and the engine: one round.
+    /// The floor in each way, and the engine: one round.
     fn measure(&mut self, wrong: &mut Vec<String>) -> anyhow::Result<()> {
-        let (peers, families, places) = (self.peers, self.families, BATCHES.len() + 1);
-        let floor = |batch, wrong: &mut _| floor::measure(peers, families, Form::Nexthops, batch, wrong);
+        let (peers, families, places) = (self.peers, self.families, WAYS.len() + 1);
         let mut floors = Took::default();
         for place in 0..places {
-            floor(BATCHES[0], wrong)?;
+            let before = Ground::new()?;
+            fill(&before, peers, families, Form::Nexthops, WAYS[0])?;
+            before.clear(peers, families, wrong);
+            drop(before);
             let next = (place + self.floors.len()) % places;
-            if let Some(batch) = BATCHES.get(next) {
-                floors[next] = floor(*batch, wrong)?;
+            if let Some(way) = WAYS.get(next) {
+                floors[next] = floor::measure(peers, families, Form::Nexthops, *way, wrong)?;
             } else {
                 let (acknowledged, in_sync) = run_once(peers, families, &self.leases, wrong)?;
                 self.ours.push(acknowledged.as_secs_f64());
@@ -113,7 +118,7 @@ impl Runs {
         Ok(())
     }
 
-    /// The floor in each round, with the batch size that all the other rounds say is the best: one that was chosen by its own round
+    /// The floor in each round, in the way that all the other rounds say is the best: one that was chosen by its own round
     /// would be among the best by luck, too.
     fn floors(&self) -> Vec<f64> {
         let floor = |n: usize| {
@@ -149,6 +154,6 @@ fn run_once(
     }
     wrong.extend(compare(&ground.netns, peers, families)?);
     drop(engine);
-    ground.clear(peers, families)?;
+    ground.clear(peers, families, wrong);
     Ok((acknowledged - start, in_sync))
 }

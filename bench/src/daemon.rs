@@ -146,7 +146,8 @@ impl Drop for Daemon {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
-        let _ = self.ground.clear(self.peers, self.families);
+        // What stays goes with the namespace.
+        self.ground.clear(self.peers, self.families, &mut Vec::new());
     }
 }
 

@@ -2,8 +2,10 @@
 //!
 //! No names are resolved, nothing is compared, nothing is kept.
 
+use std::process::Command;
 use std::time::{Duration, Instant};
 
+use anyhow::{Context, ensure};
 use flannel_core::{Dual, Family};
 use flannel_netlink::testing::ip;
 
@@ -17,11 +19,25 @@ use crate::raw::{
 use crate::report::median;
 use crate::witness::compare;
 
-/// Batch sizes that are tried; the [best] one is the floor.
-pub(crate) const BATCHES: [usize; 4] = [16, 64, 128, 256];
+/// How the raw writer goes about it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Way {
+    /// Of so many peers at a time it puts one kind of objects after the other.
+    group: usize,
+    /// So many messages are sent at once.
+    batch: usize,
+}
 
-/// How long the raw writer took with each batch size.
-pub(crate) type Took = [Duration; BATCHES.len()];
+/// Ways that are tried; the [best] one is the floor.
+pub(crate) const WAYS: [Way; 4] = [
+    Way { group: usize::MAX, batch: 64 },
+    Way { group: usize::MAX, batch: 256 },
+    Way { group: 64, batch: 64 },
+    Way { group: 64, batch: 128 },
+];
+
+/// How long the raw writer took in each way.
+pub(crate) type Took = [Duration; WAYS.len()];
 
 /// How IPv4 routes are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,94 +53,112 @@ pub(crate) fn measure(
     peers: u32,
     families: Families,
     form: Form,
-    batch: usize,
+    way: Way,
     wrong: &mut Vec<String>,
 ) -> anyhow::Result<Duration> {
     let ground = Ground::new()?;
-    let took = fill(&ground, peers, families, form, batch)?;
+    let took = ground.netns.run(|| {
+        let batches = encode(peers, families, form, way)?;
+        rest();
+        send(&batches)
+    })?;
     wrong.extend(compare(&ground.netns, peers, families)?);
-    ground.clear(peers, families)?;
+    ground.clear(peers, families, wrong);
     Ok(took)
 }
 
-/// Makes the devices and writes the objects of all peers: how long the latter takes.
-#[expect(
-    clippy::disallowed_methods,
-    reason = "the engine has its device for as long before there are any peers"
-)]
+/// Makes the devices and writes the objects of all peers.
 pub(crate) fn fill(
     ground: &Ground,
     peers: u32,
     families: Families,
     form: Form,
-    batch: usize,
-) -> anyhow::Result<Duration> {
-    ground.netns.run(|| {
-        let mut indexes = Dual::default();
-        for family in families.iter() {
-            let dev = device(family);
-            let (local, mtu) = match family {
-                Family::V4 => ("192.0.2.1", 1450),
-                Family::V6 => ("2001:db8::1", 1430),
-            };
-            ip(&format!(
-                "link add {dev} mtu {mtu} type vxlan id 1 local {local} dev eth0 dstport 8472 nolearning"
-            ));
-            ip(&format!("link set {dev} up"));
-            let own = Peer(1).subnet(family).base();
-            ip(&format!("address add {own}/{} dev {dev}", family.bits()));
-            indexes[family] = Some(index_of(dev)?);
-        }
-        std::thread::sleep(REST);
-        let index = |family| indexes[family].unwrap_or_default();
-        send(&encode(peers, families, form, index), batch)
-    })
+    way: Way,
+) -> anyhow::Result<()> {
+    ground.netns.run(|| send(&encode(peers, families, form, way)?).map(drop))
 }
 
-/// Which batch size is the best, by the medians of what was measured several times: the fastest of single runs would be the
-/// one that the machine favoured.
+/// As the engine does before it is sent its peers: meanwhile the kernel takes the last namespace down.
+#[expect(
+    clippy::disallowed_methods,
+    reason = "nothing tells when the kernel is done with what was there before"
+)]
+fn rest() {
+    std::thread::sleep(REST);
+}
+
+/// Which way is the best, by the medians of what was measured several times: the fastest of single runs would be the one that
+/// the machine favoured.
 pub(crate) fn best(measured: &[&Took]) -> usize {
-    let median_of = |batch: &usize| median(measured.iter().map(|took| took[*batch].as_secs_f64()));
-    (0..BATCHES.len()).min_by(|a, b| median_of(a).total_cmp(&median_of(b))).unwrap_or_default()
+    let median_of = |way: &usize| median(measured.iter().map(|took| took[*way].as_secs_f64()));
+    (0..WAYS.len()).min_by(|a, b| median_of(a).total_cmp(&median_of(b))).unwrap_or_default()
+}
+
+/// Makes a device for each family: their indexes.
+fn make_devices(families: Families) -> anyhow::Result<Dual<u32>> {
+    let mut indexes = Dual::default();
+    for family in families.iter() {
+        let dev = device(family);
+        let (local, mtu) = match family {
+            Family::V4 => ("192.0.2.1", 1450),
+            Family::V6 => ("2001:db8::1", 1430),
+        };
+        ip(&format!(
+            "link add {dev} mtu {mtu} type vxlan id 1 local {local} dev eth0 dstport 8472 nolearning"
+        ));
+        ip(&format!("link set {dev} up"));
+        let own = Peer(1).subnet(family).base();
+        ip(&format!("address add {own}/{} dev {dev}", family.bits()));
+        indexes[family] = Some(index_of(dev)?);
+    }
+    Ok(indexes)
 }
 
 /// A link's index, in the network namespace of this thread.
 pub(crate) fn index_of(link: &str) -> anyhow::Result<u32> {
-    let shown: serde_json::Value = serde_json::from_str(&ip(&format!("-j link show {link}")))?;
+    let shown = Command::new("ip").args(["-j", "link", "show", link]).output().context("ip")?;
+    ensure!(shown.status.success(), "{}", String::from_utf8_lossy(&shown.stderr).trim());
+    let shown: serde_json::Value = serde_json::from_slice(&shown.stdout)?;
     let index = shown[0]["ifindex"].as_u64();
-    Ok(index.ok_or_else(|| anyhow::anyhow!("{link} has no index"))? as u32)
+    Ok(index.with_context(|| format!("{link} has no index"))? as u32)
 }
 
-/// All messages for these peers, kind by kind. By groups of peers, as the engine puts them, takes the kernel longer.
-fn encode(count: u32, families: Families, form: Form, index: impl Fn(Family) -> u32) -> Vec<Vec<u8>> {
+/// Makes the devices and all messages for these peers, in batches of which only the last message asks for an answer.
+fn encode(count: u32, families: Families, form: Form, way: Way) -> anyhow::Result<Vec<Vec<u8>>> {
+    let indexes = make_devices(families)?;
     let mut messages = Vec::new();
-    for family in families.iter() {
-        let (index, by_id) = (index(family), form == Form::Nexthops && family == Family::V4);
-        messages.extend(peers(count).map(|peer| neigh(peer, family, index)));
-        messages.extend(peers(count).map(|peer| fdb(peer, family, index)));
-        if by_id {
-            messages.extend(peers(count).map(|peer| nexthop(peer, family, index)));
-            messages.extend(peers(count).map(|peer| route_by_id(peer, family)));
-        } else {
-            messages.extend(peers(count).map(|peer| route(peer, family, index)));
+    let all: Vec<Peer> = peers(count).collect();
+    for group in all.chunks(way.group.min(all.len()).max(1)) {
+        for family in families.iter() {
+            let index = indexes[family].unwrap_or_default();
+            let mut put = |message: fn(Peer, Family, u32) -> Vec<u8>| {
+                messages.extend(group.iter().map(|peer| message(*peer, family, index)));
+            };
+            put(neigh);
+            put(fdb);
+            if form == Form::Nexthops && family == Family::V4 {
+                put(nexthop);
+                put(route_by_id);
+            } else {
+                put(route);
+            }
         }
     }
-    messages
+    Ok(messages.chunks(way.batch).map(last_acknowledged).collect())
 }
 
-/// Sends them, and returns how long it took from the first byte to the last acknowledgement.
-fn send(messages: &[Vec<u8>], batch: usize) -> anyhow::Result<Duration> {
+/// Sends batches, and returns how long it took from the first byte to the last acknowledgement.
+fn send(batches: &[Vec<u8>]) -> anyhow::Result<Duration> {
     let mut raw = Raw::open()?;
-    let batches: Vec<Vec<u8>> = messages.chunks(batch).map(last_acknowledged).collect();
     let start = Instant::now();
-    for bytes in &batches {
+    for bytes in batches {
         raw.exchange(bytes)?;
     }
     Ok(start.elapsed())
 }
 
 /// Takes the routes of all peers out, so that what they hang on goes quickly, and their forwarding entries in the order in which they were
-/// put: with their device they would go in any.
+/// put: with their device they would go in another one.
 pub(crate) fn delete(count: u32, families: Families) -> anyhow::Result<()> {
     let mut messages = Vec::new();
     for family in families.iter() {
@@ -136,7 +170,7 @@ pub(crate) fn delete(count: u32, families: Families) -> anyhow::Result<()> {
         let fdb = |peer: Peer| message(DELNEIGH, PLAIN, &entry, &[(2, &peer.mac(family).0)]);
         messages.extend(peers(count).map(fdb));
     }
-    send(&messages, 128).map(drop)
+    send(&messages.chunks(128).map(last_acknowledged).collect::<Vec<_>>()).map(drop)
 }
 
 /// NDA_DST, NDA_LLADDR.
@@ -160,7 +194,7 @@ fn nexthop(peer: Peer, family: Family, index: u32) -> Vec<u8> {
 }
 
 /// RTA_DST, RTA_NH_ID.
-fn route_by_id(peer: Peer, family: Family) -> Vec<u8> {
+fn route_by_id(peer: Peer, family: Family, _: u32) -> Vec<u8> {
     let subnet = peer.subnet(family);
     let header = rtmsg(family, subnet.len(), PROTOCOL, 0);
     message(NEWROUTE, PUT, &header, &[(1, &octets(subnet.base())), (30, &peer.0.to_ne_bytes())])

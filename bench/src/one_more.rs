@@ -53,9 +53,9 @@ pub(crate) fn run(peers: u32, families: Families, samples: u32) -> anyhow::Resul
         }
         Ok(figures.split_off(WARM_UP as usize))
     })?;
-    let wrong = compare(&ground.netns, all, families)?;
+    let mut wrong = compare(&ground.netns, all, families)?;
     drop(engine);
-    ground.clear(all, families)?;
+    ground.clear(all, families, &mut wrong);
     let Latency { samples, p50_ms, p99_ms } = Latency::of(&figures);
     let mut report = Report {
         peers: Some(peers),

@@ -80,7 +80,7 @@ fn once(program: &Path, peers: u32, families: Families, wrong: &mut Vec<String>)
     })?;
     // Ready means that the peers' objects are there.
     wrong.extend(compare(&ground.netns, peers, families)?);
-    ground.clear(peers, families)?;
+    ground.clear(peers, families, wrong);
     Ok(took)
 }
 

@@ -40,7 +40,7 @@ pub(crate) fn run(peers: u32, families: Families, samples: usize) -> anyhow::Res
     drop(engine);
     let floor = ground.netns.run(|| floor(peers, families))?;
     wrong.extend(compare(&ground.netns, peers, families)?);
-    ground.clear(peers, families)?;
+    ground.clear(peers, families, &mut wrong);
     let all: Vec<f64> = figures.values().flatten().copied().collect();
     let kinds: BTreeMap<String, Latency> =
         figures.into_iter().map(|(kind, figures)| (kind, Latency::of(&figures))).collect();

@@ -147,9 +147,10 @@ pub(crate) fn percentile(figures: &[f64], percent: usize) -> f64 {
     figures.get(place).copied().unwrap_or(f64::NAN)
 }
 
-/// The middle one, of an even number of figures the upper one of the two.
+/// The middle one, or the mean of the two in the middle.
 pub(crate) fn median(figures: impl IntoIterator<Item = f64>) -> f64 {
     let mut figures: Vec<f64> = figures.into_iter().collect();
     figures.sort_by(f64::total_cmp);
-    figures.get(figures.len() / 2).copied().unwrap_or(f64::NAN)
+    let middle = |n: usize| figures.get(n).copied().unwrap_or(f64::NAN);
+    f64::midpoint(middle(figures.len().saturating_sub(1) / 2), middle(figures.len() / 2))
 }

@@ -62,7 +62,7 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
         wrong.push(format!("{error:#}"));
     }
     drop((resync, engine));
-    ground.clear(peers, families)?;
+    ground.clear(peers, families, &mut wrong);
     let mut report = Report {
         peers: Some(peers),
         family: Some(families.name()),
