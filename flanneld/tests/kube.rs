@@ -485,7 +485,8 @@ fn what_an_earlier_boot_said_of_the_network_is_withdrawn_before_anything_else() 
                 |patch: &Value| patch["status"]["conditions"][0]["status"].as_str().map(str::to_owned);
             server.patches().iter().map(|patch| status(patch).unwrap_or_else(|| "lease".to_owned())).collect()
         };
-        assert_eq!((said().first(), said().last()), (Some(&"True".to_owned()), Some(&"False".to_owned())));
+        let (first, last) = (Some(&"True".to_owned()), Some(&"False".to_owned()));
+        assert_eq!((said().first(), said().last()), (first, last), "{:?}\n{}", said(), daemon.log());
         assert_eq!(said().iter().filter(|said| *said == "False").count(), 1, "{:?}", said());
         for (gone, more) in [(false, &[][..]), (true, &["True", "False"])] {
             let before = said().len();
