@@ -270,11 +270,15 @@ fn patch(shared: &Shared, name: &str, request: &Parts, body: &Bytes) -> Answer {
         if !store.nodes.contains_key(name) {
             return missing("nodes", name);
         }
-        store.patch(name, &patch).map(|version| (version, store.node(name)))
+        let patched = store.patch(name, &patch);
+        // Whoever sees what it did finds it among the patches.
+        if patched.is_ok() {
+            lock(&shared.patches).push(patch.clone());
+        }
+        patched.map(|version| (version, store.node(name)))
     };
     match patched {
         Ok((version, node)) => {
-            lock(&shared.patches).push(patch);
             shared.changes.send_replace(version);
             ok(&node.unwrap_or_default())
         }
