@@ -102,7 +102,7 @@ impl Runs {
         let mut floors = Took::default();
         for place in 0..places {
             let before = Ground::new()?;
-            fill(&before, peers, families, Form::Nexthops, WAYS[0])?;
+            fill(&before, peers, families)?;
             before.clear(peers, families, wrong);
             drop(before);
             let next = (place + self.floors.len()) % places;

@@ -58,7 +58,7 @@ pub(crate) fn measure(
 ) -> anyhow::Result<Duration> {
     let ground = Ground::new()?;
     let took = ground.netns.run(|| {
-        let batches = encode(peers, families, form, way)?;
+        let batches = encode(peers, families, form, way, &make_devices(families)?);
         rest();
         send(&batches)
     })?;
@@ -68,14 +68,11 @@ pub(crate) fn measure(
 }
 
 /// Makes the devices and writes the objects of all peers.
-pub(crate) fn fill(
-    ground: &Ground,
-    peers: u32,
-    families: Families,
-    form: Form,
-    way: Way,
-) -> anyhow::Result<()> {
-    ground.netns.run(|| send(&encode(peers, families, form, way)?).map(drop))
+pub(crate) fn fill(ground: &Ground, peers: u32, families: Families) -> anyhow::Result<()> {
+    ground.netns.run(|| {
+        let batches = encode(peers, families, Form::Nexthops, WAYS[0], &make_devices(families)?);
+        send(&batches).map(drop)
+    })
 }
 
 /// As the engine does before it is sent its peers: meanwhile the kernel takes the last namespace down.
@@ -123,9 +120,8 @@ pub(crate) fn index_of(link: &str) -> anyhow::Result<u32> {
     Ok(index.with_context(|| format!("{link} has no index"))? as u32)
 }
 
-/// Makes the devices and all messages for these peers, in batches of which only the last message asks for an answer.
-fn encode(count: u32, families: Families, form: Form, way: Way) -> anyhow::Result<Vec<Vec<u8>>> {
-    let indexes = make_devices(families)?;
+/// All messages for these peers on the devices with these indexes, in batches of which only the last message asks for an answer.
+fn encode(count: u32, families: Families, form: Form, way: Way, indexes: &Dual<u32>) -> Vec<Vec<u8>> {
     let mut messages = Vec::new();
     let all: Vec<Peer> = peers(count).collect();
     for group in all.chunks(way.group.min(all.len()).max(1)) {
@@ -144,7 +140,7 @@ fn encode(count: u32, families: Families, form: Form, way: Way) -> anyhow::Resul
             }
         }
     }
-    Ok(messages.chunks(way.batch).map(last_acknowledged).collect())
+    messages.chunks(way.batch).map(last_acknowledged).collect()
 }
 
 /// Sends batches, and returns how long it took from the first byte to the last acknowledgement.

@@ -143,14 +143,14 @@ fn rows(rows: &[Value], columns: &[&'static str]) -> Vec<Vec<String>> {
 #[allow(clippy::unwrap_used, reason = "a test fails that way")]
 mod tests {
     use super::*;
-    use crate::floor::{Form, WAYS, fill};
+    use crate::floor::fill;
     use crate::ground::Ground;
 
     #[test]
     fn whatever_is_missing_too_much_or_not_so_is_seen() {
         let ground = Ground::new().unwrap();
         let look = || compare(&ground.netns, 3, Families::Dual).unwrap();
-        fill(&ground, 3, Families::Dual, Form::Nexthops, WAYS[0]).unwrap();
+        fill(&ground, 3, Families::Dual).unwrap();
         assert_eq!(look(), [""; 0]);
         // What is done, and what undoes it.
         for (done, undone) in [
