@@ -19,14 +19,12 @@ use crate::witness::compare;
 const ROUNDS: u32 = WAYS.len() as u32 + 1;
 /// What is over in ten milliseconds says little: of few peers there are so many altogether, in at most that many rounds.
 const MEASURED: u32 = 75_000;
-const MOST_ROUNDS: u32 = 3 * ROUNDS;
-/// How the time grows is a ratio of two that both vary.
-const LEAST_TO_COMPARE: u32 = 2 * ROUNDS;
+const MOST_ROUNDS: u32 = 2 * ROUNDS;
 const RATIO: f64 = 1.3;
 /// Routes with a gateway each take time by the square of their number: beyond this they are not waited for.
 const CLASSIC_MOST: u32 = 30_000;
 /// For what is known to be slow and is written once.
-const CLASSIC_WAY: Way = WAYS[1];
+const CLASSIC_WAY: Way = WAYS[3];
 /// From here on it must be so many times faster than them.
 const CLASSIC: (u32, f64) = (30_000, 10.0);
 /// With more peers than these, so many are measured in turn with them: how the time grows is said of one machine in one mood.
@@ -38,8 +36,7 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
     let mut wrong = Vec::new();
     let mut all = Runs::new(peers, families);
     let mut few = (peers > FEW).then(|| Runs::new(FEW, families));
-    let least = if few.is_some() { LEAST_TO_COMPARE } else { ROUNDS };
-    let rounds = (MEASURED / peers.max(1)).next_multiple_of(ROUNDS).clamp(least, MOST_ROUNDS);
+    let rounds = (MEASURED / peers.max(1)).next_multiple_of(ROUNDS).clamp(ROUNDS, MOST_ROUNDS);
     for _ in 0..rounds {
         for runs in [Some(&mut all), few.as_mut()].into_iter().flatten() {
             runs.measure(&mut wrong)?;

@@ -8,7 +8,8 @@ use flannel_core::{Family, MacAddr};
 use crate::cluster::Peer;
 use crate::raw::{
     AF_BRIDGE, BLACKHOLE, DELNEIGH, DELNEXTHOP, DELROUTE, Id, NEWNEIGH, NEWNEXTHOP, NEWROUTE, ONLINK,
-    PERMANENT, PLAIN, PROTOCOL, PUT, REACHABLE, SELF, STATIC, Said, af, message, ndmsg, nhmsg, octets, rtmsg,
+    PERMANENT, PLAIN, PROTOCOL, PUT, REACHABLE, SELF, SITE, STATIC, Said, af, message, ndmsg, nhmsg, octets,
+    rtmsg,
 };
 
 /// A peer, and what the kernel says of its objects.
@@ -80,6 +81,10 @@ pub(crate) enum Path {
     Expires,
     /// Only of an IPv6 route: the router preference.
     Pref,
+    /// Only of an IPv4 route: as if it led no further than this site.
+    Scope,
+    /// A second path.
+    Multipath,
 }
 
 impl Damage {
@@ -100,18 +105,24 @@ impl Damage {
             Path::Advmss,
             Path::Expires,
             Path::Pref,
+            Path::Scope,
+            Path::Multipath,
         ];
         neigh.into_iter().chain(fdb).chain(nexthop.map(Self::Nexthop)).chain(route.map(Self::Route))
     }
 
     /// It can only be done to a peer that is reached by a nexthop object.
     pub(crate) fn needs_nexthop(self) -> bool {
-        matches!(self, Self::Nexthop(_) | Self::Route(Path::Nexthop))
+        matches!(self, Self::Nexthop(_) | Self::Route(Path::Nexthop | Path::Scope))
     }
 
-    /// It can only be done to what is of IPv6.
-    pub(crate) fn needs_ipv6(self) -> bool {
-        matches!(self, Self::Route(Path::Expires | Path::Pref))
+    /// It can only be done to what is of this family; `None`: of either.
+    pub(crate) fn needs_family(self) -> Option<Family> {
+        match self {
+            Self::Route(Path::Expires | Path::Pref) => Some(Family::V6),
+            Self::Route(Path::Scope) => Some(Family::V4),
+            _ => None,
+        }
     }
 
     /// It can only be done where there are two peers.
@@ -275,6 +286,21 @@ fn path(what: Path, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
         Path::Advmss => as_it_was(PROTOCOL, &[(8, &[8, 0, 8, 0, 0xe8, 3, 0, 0])]),
         Path::Expires => as_it_was(PROTOCOL, &[(23, &3600u32.to_ne_bytes())]),
         Path::Pref => as_it_was(PROTOCOL, &[(20, &[1])]),
+        Path::Scope => {
+            let (len, id) = (subnet.len(), id.context("the route names no nexthop object")?);
+            let mut header = rtmsg(family, len, PROTOCOL, 0);
+            header[6] = SITE;
+            message(NEWROUTE, PUT, &header, &[(1, &dst), (30, &id)])
+        }
+        Path::Multipath => {
+            // RTA_MULTIPATH: each a `struct rtnexthop`, and RTA_GATEWAY.
+            let path = |gateway: &[u8]| {
+                let [len, attribute] = [12, 4].map(|head| (head + gateway.len() as u16).to_ne_bytes());
+                let head = [&len[..], &[ONLINK, 0], &index.to_ne_bytes(), &attribute, &[5, 0]].concat();
+                [&head, gateway].concat()
+            };
+            put_by(PROTOCOL, 0, &[(9, &[path(&dst), path(&gateway)].concat())])
+        }
         Path::Source => {
             let source = match family {
                 Family::V4 => octets([192, 0, 2, 1].into()),

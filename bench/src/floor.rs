@@ -29,8 +29,10 @@ pub(crate) struct Way {
 }
 
 /// Ways that are tried; the [best] one is the floor.
-pub(crate) const WAYS: [Way; 4] = [
+pub(crate) const WAYS: [Way; 6] = [
+    Way { group: usize::MAX, batch: 16 },
     Way { group: usize::MAX, batch: 64 },
+    Way { group: usize::MAX, batch: 128 },
     Way { group: usize::MAX, batch: 256 },
     Way { group: 64, batch: 64 },
     Way { group: 64, batch: 128 },

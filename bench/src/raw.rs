@@ -51,6 +51,8 @@ pub(crate) const STATIC: u8 = 4;
 const MAIN: u8 = 254;
 const UNICAST: u8 = 1;
 pub(crate) const BLACKHOLE: u8 = 6;
+/// RT_SCOPE_SITE.
+pub(crate) const SITE: u8 = 200;
 
 const ERROR: u16 = 2;
 const DONE: u16 = 3;

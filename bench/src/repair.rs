@@ -78,7 +78,7 @@ fn damage(
         .flat_map(|family| Damage::all().map(move |damage| (family, damage)))
         .filter(|(family, damage)| !damage.needs_nexthop() || tables.has_nexthops(Peer(2), *family))
         .filter(|(_, damage)| !damage.needs_another() || peers > 1)
-        .filter(|(family, damage)| !damage.needs_ipv6() || *family == Family::V6)
+        .filter(|(family, damage)| damage.needs_family().is_none_or(|only| only == *family))
         .collect();
     let rounds = samples.div_ceil(kinds.len()).max(LEAST);
     let mut ear = Ear::open()?;

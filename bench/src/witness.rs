@@ -49,10 +49,10 @@ pub(crate) fn compare(netns: &Netns, count: u32, families: Families) -> anyhow::
             ),
             (
                 "route",
-                rows(&routes, &["dst", "gateway", "dev", "protocol", "type", "metrics", "prefsrc"]),
+                rows(&routes, &["dst", "gateway", "dev", "protocol", "type", "metrics", "prefsrc", "scope"]),
                 wanted(count, |p| {
                     let way = [p.subnet(family).to_string(), p.subnet(family).base().to_string()];
-                    [&way[..], &ours(), &absent::<3>()].concat()
+                    [&way[..], &ours(), &absent::<4>()].concat()
                 }),
             ),
             (
@@ -164,6 +164,10 @@ mod tests {
             ("route add 10.0.99.0/24 nhid 3", "route del 10.0.99.0/24"),
             ("route replace 10.0.3.0/24 nhid 2 proto 241", "route replace 10.0.3.0/24 nhid 3 proto 241"),
             ("route replace 10.0.3.0/24 nhid 3 proto 4", "route replace 10.0.3.0/24 nhid 3 proto 241"),
+            (
+                "route replace 10.0.3.0/24 nhid 3 proto 241 scope site",
+                "route replace 10.0.3.0/24 nhid 3 proto 241",
+            ),
             (
                 "-6 route del fd00:0:0:3::/64",
                 "-6 route add fd00:0:0:3::/64 via fd00:0:0:3:: dev flannel-v6.1 onlink proto 241",

@@ -589,26 +589,58 @@ async fn a_flood_that_lasts_keeps_no_repair_waiting() {
 #[tokio::test(start_paused = true)]
 async fn thousands_of_repairs_keep_no_lease_waiting() {
     const PEERS: u16 = 4_000;
-    let kernel = FakeKernel::with_uplink("eth0");
-    let slow = Odd { apply: Duration::from_micros(470), ..Odd::new(&kernel) };
-    let mut world = World::on(Arc::new(slow), kernel, PEERS).await;
-    for n in 1..PEERS {
-        world.kernel.foreign_delete(Key::Route(subnet(n)));
+    for (n, public) in [(PEERS + 1, Some(public(PEERS + 1))), (PEERS, None)] {
+        let kernel = FakeKernel::with_uplink("eth0");
+        let slow = Odd { apply: Duration::from_micros(470), ..Odd::new(&kernel) };
+        let mut world = World::on(Arc::new(slow), kernel, PEERS).await;
+        for n in 1..PEERS {
+            world.kernel.foreign_delete(Key::Route(subnet(n)));
+        }
+        world.when(|status| status.repaired > 0).await;
+        let before = tokio::time::Instant::now();
+        world.change(n, public);
+        // (Any of the routes may lead by a nexthop object that the plan itself defines.)
+        let [neigh, fdb, _, route] = objects(n, [192, 0, 2, 1].into()).map(|object| object.key());
+        while [neigh, fdb, route]
+            .iter()
+            .any(|key| world.kernel.state().get(key).is_some() != public.is_some())
+        {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        let (took, repaired) = (before.elapsed(), world.status().repaired);
+        assert!(
+            took < Duration::from_millis(500) && repaired < u64::from(PEERS) / 2,
+            "{public:?}: {took:?}, {repaired} repaired"
+        );
+        world.when(|status| status.in_sync && status.repaired == u64::from(PEERS) - 1).await;
     }
-    world.when(|status| status.repaired > 0).await;
-    let before = tokio::time::Instant::now();
-    world.change(PEERS + 1, Some(public(PEERS + 1)));
-    let [.., route] = objects(PEERS + 1, public(PEERS + 1));
-    let key = route.key();
-    while !world.kernel.state().iter().any(|object| object.key() == key) {
-        tokio::time::sleep(Duration::from_millis(1)).await;
+}
+
+/// What is new may take the place of what goes.
+#[tokio::test(start_paused = true)]
+async fn what_leases_bring_comes_before_what_they_take_away() {
+    const PEERS: u16 = 1_000;
+    for new in [1..PEERS, PEERS + 1..6 * PEERS] {
+        let kernel = FakeKernel::with_uplink("eth0");
+        let slow = Odd { apply: Duration::from_micros(240), ..Odd::new(&kernel) };
+        let mut world = World::on(Arc::new(slow), kernel, PEERS).await;
+        let before = world.status().applied;
+        for n in new.clone() {
+            world.view.leases.insert(lease(n, public(n + 10_000), 2));
+        }
+        world.change(PEERS, None);
+        let departed =
+            |state: State| objects(PEERS, public(PEERS)).iter().all(|o| state.get(&o.key()).is_none());
+        world.when(|status| status.in_sync && status.applied > before).await;
+        let calls = world.kernel.take_calls();
+        let of = |wanted: &[Operation]| {
+            let calls = calls.iter().enumerate();
+            calls.filter(|(_, call)| wanted.contains(&call.operation)).map(|(n, _)| n).collect::<Vec<_>>()
+        };
+        let (puts, deletions) = (of(&[Operation::Create, Operation::Replace]), of(&[Operation::Delete]));
+        assert!(puts.len() >= new.len() && deletions.len() == 4 && departed(world.kernel.state()));
+        assert!(puts.last() < deletions.first(), "{:?} {:?}", puts.last(), deletions.first());
     }
-    let (took, repaired) = (before.elapsed(), world.status().repaired);
-    assert!(
-        took < Duration::from_millis(500) && repaired < u64::from(PEERS) / 2,
-        "{took:?}, {repaired} repaired"
-    );
-    world.when(|status| status.in_sync && status.repaired == u64::from(PEERS) - 1).await;
 }
 
 /// It is more than a round takes: nothing is tried before what it needs, and a peer that moves meanwhile does not wait.

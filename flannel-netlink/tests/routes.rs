@@ -210,6 +210,9 @@ fn a_route_of_ours_with_more_is_found_and_put_right_or_deleted() {
                     more.push("pref high");
                     // The kernel takes no source with a nexthop object there.
                     more.retain(|more| !(more.contains("src") && matches!(ours.via, Via::Nexthop(_))));
+                } else if !matches!(ours.via, Via::Link(_)) {
+                    // Of those to a link it is what says that there is no gateway.
+                    more.push("scope site");
                 }
                 for more in more {
                     let command = format!("{} proto 241 {more}", text.replacen("route", "route replace", 1));

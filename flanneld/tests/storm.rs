@@ -521,7 +521,7 @@ fn damage(kind: u64, random: &mut Random, first: u64, own_addresses: &[String; 2
             )),
             34 => by_ip(format!(
                 "route replace {dst} {via} proto 241 {}",
-                if v4 { "initcwnd 20" } else { "pref high" }
+                if v4 { ["initcwnd 20", "scope site"][random.below(2) as usize] } else { "pref high" }
             )),
             _ => by_ip(format!("nexthop replace id {} {elsewhere} protocol 241", id + 4000)),
         },
@@ -560,7 +560,10 @@ fn damage_on_uplink(kind: u64, random: &mut Random, first: u64) -> (usize, Strin
         15 => format!("route replace {dst} {via} proto 241 src {own}"),
         16 => format!("route replace {dst} {via} proto 4"),
         17 => format!("route replace {dst} {via} proto 241 mtu 1300"),
-        18 => format!("route replace {dst} {via} proto 241 advmss 1000"),
+        18 => format!(
+            "route replace {dst} {via} proto 241 {}",
+            if v4 { ["advmss 1000", "scope site"][random.below(2) as usize] } else { "advmss 1000" }
+        ),
         19 => format!("route append {dst} via {other} dev eth0 proto 241"),
         _ => format!("nexthop replace id {stray} via {other} dev eth0 protocol 241"),
     };

@@ -22,7 +22,7 @@ use crate::state::{Change, Object};
 
 /// Longer than it takes to make out a group.
 const AWAKE: Duration = Duration::from_millis(1);
-/// So few new peers are looked at and put at once, without a second thread.
+/// So few new peers are one group, looked at and put without a second thread.
 pub(super) const FEW: usize = 128;
 /// Of more, so many are the first group: the kernel is to have something to do soon. Each later one is twice as large …
 const FIRST: usize = 16;

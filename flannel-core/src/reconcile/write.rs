@@ -40,8 +40,8 @@ pub(crate) struct Closed;
 
 impl Reconciler {
     /// Brings the kernel to what is wanted, as far as it lets us; what it refuses is in the status. Of new peers it
-    /// puts so many as a round may take, and of everything else: while there [is more](Self::is_unfinished), nothing is deleted. Unless it
-    /// `may_read` the kernel, it does what can be done without; unless it `may_flood` it, a [flood](Self::is_flooded) of new
+    /// puts so many as a round may take, and of everything else: while there [is more](Self::is_unfinished), nothing is deleted but what
+    /// leases took away. Unless it `may_read` the kernel, it does what can be done without; unless it `may_flood` it, a [flood](Self::is_flooded) of new
     /// peers waits. Blocks.
     ///
     /// # Errors
@@ -97,20 +97,39 @@ impl Reconciler {
         self.put_fresh(kernel, gate, may_flood)?;
         // Of those that were looked at meanwhile, not all were fresh.
         self.put_noted(kernel, gate, end, |_, _| true)?;
-        if !self.live || self.is_unfinished() {
+        if !self.live {
             return Ok(());
         }
+        if self.is_unfinished() {
+            return self.delete_meanwhile(kernel, gate);
+        }
         let mut last = None;
-        self.apply_while(kernel, gate, end, |this| this.next_gone(&mut last))
+        self.apply_while(kernel, gate, end, |this| this.next_gone(&mut last, |_| true))
     }
 
-    /// A route that could not be put may still go by the nexthop object that it had, and would go with it.
+    /// Repairs that do not end keep nobody who left: a batch of what leases took away goes, unless something is still to be put instead.
+    fn delete_meanwhile(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
+        let by_lease = |cause: &Cause| matches!(cause, Cause::Lease(_));
+        if self.has_fresh() || self.put.values().any(by_lease) {
+            return Ok(());
+        }
+        let gone = self.next_gone(&mut None, by_lease);
+        if gone.is_empty() { Ok(()) } else { self.apply(kernel, gate, &gone) }
+    }
+
+    /// A route that is not put yet, or could not be, may still go by the nexthop object that it had, and would go with it.
     fn may_still_lead(&self, key: &Key) -> bool {
         let Key::Nexthop(id) = key else { return false };
-        let failing = self.ledger.failing();
-        match self.ids.as_ref().and_then(|ids| ids.dst(*id)) {
-            Some(dst) => failing.contains_key(&Key::Route(dst)),
-            None => failing.keys().any(|key| matches!(key, Key::Route(_))),
+        let (put, failing) = (&self.put, self.ledger.failing());
+        match self.ids.as_ref().and_then(|ids| ids.dst(*id)).map(Key::Route) {
+            Some(route) => put.contains_key(&route) || failing.contains_key(&route),
+            // Routes are the last of all that is to be put.
+            None => put
+                .keys()
+                .next_back()
+                .into_iter()
+                .chain(failing.keys())
+                .any(|key| matches!(key, Key::Route(_))),
         }
     }
 
@@ -171,10 +190,10 @@ impl Reconciler {
         [plain, Some(nexthop), by_nexthop]
     }
 
-    /// The next batch of what is to be deleted before `last`: in the order opposite to that of creation.
-    fn next_gone(&self, last: &mut Option<Key>) -> Vec<Change> {
+    /// The next batch of what is to be deleted before `last` and `meant`: in the order opposite to that of creation.
+    fn next_gone(&self, last: &mut Option<Key>, meant: impl Fn(&Cause) -> bool) -> Vec<Change> {
         let gone = self.gone.range((Unbounded, last.map_or(Unbounded, Excluded))).rev();
-        let gone = gone.filter(|(key, _)| !self.may_still_lead(key)).take(BATCH);
+        let gone = gone.filter(|(key, (_, cause))| meant(cause) && !self.may_still_lead(key)).take(BATCH);
         let batch: Vec<_> = gone.map(|(_, (object, _))| Change::Delete(object.clone())).collect();
         *last = batch.last().map(|change| change.object().key());
         batch

@@ -118,7 +118,13 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
     read.last_resort = read.kind == Rtn::Blackhole && metric == LAST_RESORT;
     let is_default = metric == default_metric(family) || read.last_resort;
     read.default_metric = is_default && *header.rtm_tos() == 0 && *header.rtm_src_len() == 0;
+    read.more |= read.scope != read.usual_scope();
     Some(read)
+}
+
+/// Whoever is on the link itself is nearer than who is behind a gateway. IPv6 knows no scopes of routes.
+fn scope_of(family: Family, to_link: bool) -> RtScope {
+    if to_link && family == Family::V4 { RtScope::Link } else { RtScope::Universe }
 }
 
 const fn default_metric(family: Family) -> u32 {
@@ -129,6 +135,12 @@ const fn default_metric(family: Family) -> u32 {
 }
 
 impl RouteMessage {
+    /// The scope that a route of ours has that leads there.
+    fn usual_scope(&self) -> RtScope {
+        let to_link = self.kind == Rtn::Unicast && self.gateway.is_none() && self.nexthop.is_none();
+        scope_of(self.dst.family(), to_link)
+    }
+
     /// The kernel takes two IPv4 routes by one nexthop object for one, so that such a one stays as it is when ours is put, unless that
     /// says something of metrics: if only that it has none. Then the kernel makes room for them with each route, which takes a
     /// fifth of the time.
@@ -177,7 +189,6 @@ impl RouteMessage {
         if self.alien || several || !self.main || !self.default_metric {
             return None;
         }
-        let scope_of_link = if self.dst.family() == Family::V4 { RtScope::Link } else { RtScope::Universe };
         let via = match (self.kind, self.nexthop, self.gateway) {
             (Rtn::Blackhole, None, None) if self.last_resort => Via::LastResort,
             (Rtn::Blackhole, None, None) => Via::Blackhole,
@@ -186,7 +197,7 @@ impl RouteMessage {
             (Rtn::Unicast, None, Some(gateway)) if Family::of(gateway) == self.dst.family() => {
                 Via::Gateway { gateway, link: name(self.index)?, onlink: self.onlink }
             }
-            (Rtn::Unicast, None, None) if self.scope == scope_of_link => Via::Link(name(self.index)?),
+            (Rtn::Unicast, None, None) if self.scope == self.usual_scope() => Via::Link(name(self.index)?),
             _ => return None,
         };
         Some(Route { dst: self.dst, via, mtu: self.mtu })
@@ -244,8 +255,7 @@ pub(crate) fn add(requests: &mut Messages, route: &Route, index: u32) {
 }
 
 fn put_with(flags: NlmF, requests: &mut Messages, route: &Route, index: u32, metrics: bool) {
-    let to_link = matches!(route.via, Via::Link(_)) && route.dst.family() == Family::V4;
-    let scope = if to_link { RtScope::Link } else { RtScope::Universe };
+    let scope = scope_of(route.dst.family(), matches!(route.via, Via::Link(_)));
     requests.begin(Rtm::Newroute, flags, &header(&route.dst, Some(&route.via), ROUTE_PROTOCOL, scope));
     path(requests, route, index);
     if route.mtu.is_some() || (metrics && matches!(route.via, Via::Nexthop(_))) {
