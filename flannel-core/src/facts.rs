@@ -68,3 +68,33 @@ impl Facts {
         again
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_was_told_what_holds_is_not_planned_anew() {
+        let address: IpAddr = [192, 0, 2, 7].into();
+        let eth0: LinkName = "eth0".parse().unwrap();
+        let on_eth0 = |_| Some(Some(eth0));
+        let mut facts = Facts::default();
+        facts.asked(address, Some(Some(eth0)), 1);
+        facts.asked(address, Some(Some(eth0)), 2);
+        assert_eq!(facts.told(&address), Some(Some(eth0)));
+        assert_eq!(facts.recheck(None, &on_eth0), BTreeSet::new());
+        // One was told otherwise, or nothing: it is not known which.
+        for told in [Some(None), None] {
+            facts.asked(address, told, 3);
+            assert_eq!(facts.told(&address), None);
+            assert_eq!(facts.recheck(None, &|_| None), BTreeSet::new(), "the kernel cannot say");
+            assert_eq!(facts.recheck(None, &on_eth0), BTreeSet::from([1, 2, 3]));
+            assert_eq!(facts.told(&address), Some(Some(eth0)));
+        }
+        for id in 1..=3 {
+            assert!(facts.are_under(Subnet::host(address)));
+            facts.forget(&address, id);
+        }
+        assert!(!facts.are_under(Subnet::host(address)));
+    }
+}

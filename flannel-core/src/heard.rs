@@ -86,6 +86,16 @@ mod tests {
     }
 
     #[test]
+    fn as_many_reports_as_may_be_are_kept() {
+        let mut heard = Heard::default();
+        let most = u32::try_from(MOST_REPORTS).unwrap();
+        (0..most).for_each(|n| heard.hear(objects(n)));
+        assert!(!heard.everything && heard.objects.len() == MOST_REPORTS);
+        heard.hear(objects(most));
+        assert_eq!(heard.take(), [Doubts::Everything]);
+    }
+
+    #[test]
     fn little_is_kept_as_it_came() {
         let mut heard = Heard::default();
         for n in 0..1000 {
