@@ -599,8 +599,7 @@ async fn thousands_of_repairs_keep_no_lease_waiting() {
         world.when(|status| status.repaired > 0).await;
         let before = tokio::time::Instant::now();
         world.change(n, public);
-        // (Any of the routes may lead by a nexthop object that the plan itself defines.)
-        let [neigh, fdb, _, route] = objects(n, [192, 0, 2, 1].into()).map(|object| object.key());
+        let [neigh, fdb, nexthop, route] = objects(n, [192, 0, 2, 1].into()).map(|object| object.key());
         while [neigh, fdb, route]
             .iter()
             .any(|key| world.kernel.state().get(key).is_some() != public.is_some())
@@ -613,6 +612,14 @@ async fn thousands_of_repairs_keep_no_lease_waiting() {
             "{public:?}: {took:?}, {repaired} repaired"
         );
         world.when(|status| status.in_sync && status.repaired == u64::from(PEERS) - 1).await;
+        // Any of the routes could lead by a nexthop object that the plan itself defines.
+        let calls = world.kernel.take_calls();
+        let last = |operation, is: &dyn Fn(&Key) -> bool| {
+            calls.iter().rposition(|call| call.operation == operation && call.key.as_ref().is_some_and(is))
+        };
+        let repaired = last(Operation::Create, &|key| matches!(key, Key::Route(_)));
+        let deleted = last(Operation::Delete, &|key| *key == nexthop);
+        assert!(deleted.is_some() == public.is_none() && deleted.is_none_or(|n| Some(n) > repaired));
     }
 }
 

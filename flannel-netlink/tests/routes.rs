@@ -232,7 +232,9 @@ fn a_route_of_ours_with_more_is_found_and_put_right_or_deleted() {
                 }
             }
             // Go flannel's have none of that: whoever made these, it was not Go flannel.
-            for (more, is_found) in [("", true), (" advmss 1000", false), (" src SOURCE", false)] {
+            let scope = (scene.family == Family::V4).then_some((" scope site", false));
+            let more = [("", true), (" advmss 1000", false), (" src SOURCE", false)];
+            for (more, is_found) in more.into_iter().chain(scope) {
                 scene.foreign(&format!("route add DST via FIVE dev up0{more}"));
                 let len = Dual::from_fn(|family| (family == scene.family).then_some(scene.dst().len()));
                 let owned = Owned { go_routes: Some(len), blackholes: false, ..scene.owned() };

@@ -8,8 +8,9 @@ use tokio::time::Instant;
 
 use super::arrive::ROUND;
 use super::{Cause, Failed, Reconciler, Unread};
+use crate::address::{Family, Subnet};
 use crate::kernel::{Kernel, KernelError};
-use crate::state::{Change, Key, Object, Route, Via};
+use crate::state::{Change, Key, Nexthop, Object, Route, Via};
 use crate::status::{Damage, Failure};
 
 /// How many changes are handed to the kernel at once, but for those of [new peers](super::arrive::GROUP): a stop waits for them.
@@ -110,7 +111,8 @@ impl Reconciler {
     /// Repairs that do not end keep nobody who left: a batch of what leases took away goes, unless something is still to be put instead.
     fn delete_meanwhile(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
         let by_lease = |cause: &Cause| matches!(cause, Cause::Lease(_));
-        if self.has_fresh() || self.put.values().any(by_lease) {
+        let is_due = |key: &Key| self.want(key).is_some_and(|object| !self.lacks_link(&object));
+        if self.has_fresh() || self.put.iter().any(|(key, cause)| by_lease(cause) && is_due(key)) {
             return Ok(());
         }
         let gone = self.next_gone(&mut None, by_lease);
@@ -118,18 +120,16 @@ impl Reconciler {
     }
 
     /// A route that is not put yet, or could not be, may still go by the nexthop object that it had, and would go with it.
-    fn may_still_lead(&self, key: &Key) -> bool {
-        let Key::Nexthop(id) = key else { return false };
+    fn may_still_lead(&self, nexthop: &Nexthop) -> bool {
         let (put, failing) = (&self.put, self.ledger.failing());
-        match self.ids.as_ref().and_then(|ids| ids.dst(*id)).map(Key::Route) {
+        match self.ids.as_ref().and_then(|ids| ids.dst(nexthop.id)).map(Key::Route) {
             Some(route) => put.contains_key(&route) || failing.contains_key(&route),
-            // Routes are the last of all that is to be put.
-            None => put
-                .keys()
-                .next_back()
-                .into_iter()
-                .chain(failing.keys())
-                .any(|key| matches!(key, Key::Route(_))),
+            None => {
+                let nowhere = Family::of(nexthop.gateway).unspecified();
+                let everything = Subnet::new(nowhere, 0).expect("0 bits fit every family");
+                let routes = Key::Route(everything)..=Key::Route(Subnet::host(everything.last()));
+                put.range(routes.clone()).next().is_some() || failing.keys().any(|key| routes.contains(key))
+            }
         }
     }
 
@@ -193,7 +193,9 @@ impl Reconciler {
     /// The next batch of what is to be deleted before `last` and `meant`: in the order opposite to that of creation.
     fn next_gone(&self, last: &mut Option<Key>, meant: impl Fn(&Cause) -> bool) -> Vec<Change> {
         let gone = self.gone.range((Unbounded, last.map_or(Unbounded, Excluded))).rev();
-        let gone = gone.filter(|(key, (_, cause))| meant(cause) && !self.may_still_lead(key)).take(BATCH);
+        let leads =
+            |object: &Object| matches!(object, Object::Nexthop(nexthop) if self.may_still_lead(nexthop));
+        let gone = gone.filter(|(_, (object, cause))| meant(cause) && !leads(object)).take(BATCH);
         let batch: Vec<_> = gone.map(|(_, (object, _))| Change::Delete(object.clone())).collect();
         *last = batch.last().map(|change| change.object().key());
         batch

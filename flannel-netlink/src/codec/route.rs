@@ -118,7 +118,6 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
     read.last_resort = read.kind == Rtn::Blackhole && metric == LAST_RESORT;
     let is_default = metric == default_metric(family) || read.last_resort;
     read.default_metric = is_default && *header.rtm_tos() == 0 && *header.rtm_src_len() == 0;
-    read.more |= read.scope != read.usual_scope();
     Some(read)
 }
 
@@ -152,7 +151,7 @@ impl RouteMessage {
 
     /// [`RouteMessage::object`] expresses all of it.
     pub(crate) fn is_exact(&self) -> bool {
-        !self.more
+        !self.more && self.scope == self.usual_scope()
     }
 
     /// What says which route is to be deleted says this one, which leads by `way`, and not the one before it, which leads by `first`. Of IPv4
