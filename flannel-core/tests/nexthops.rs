@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
+use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
@@ -13,6 +14,8 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 const PEERS: u8 = 5;
+/// Who is there has a route that names no gateway.
+const NO_GATEWAY: IpAddr = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 200));
 
 /// A network like host-gw: a route to every peer through the peer itself.
 struct Run {
@@ -37,7 +40,10 @@ impl Run {
             plan: Box::new(move |lease, _env, objects: &mut Vec<Object>| {
                 for peer in lease.endpoints() {
                     let Some(gateway) = peer.public else { continue };
-                    let via = Via::Gateway { gateway, link: eth0, onlink: false };
+                    let via = match gateway {
+                        NO_GATEWAY => Via::Link(eth0),
+                        gateway => Via::Gateway { gateway, link: eth0, onlink: false },
+                    };
                     objects.push(Route { dst: peer.subnet, via, mtu: None }.into());
                 }
                 Ok(())
@@ -350,6 +356,23 @@ async fn switching_back_deletes_no_nexthop_that_a_refused_route_still_needs() {
     let mut operations = routes.map(|call| call.operation);
     assert!(operations.all(|operation| operation == Operation::Replace), "{calls:?}");
     assert_eq!(count(&kernel), (0, 5));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_peer_keeps_its_nexthop_while_its_new_route_without_one_is_refused() {
+    let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
+    let mut run = Run::start(&kernel, &subnets).await;
+    let (nexthop, route) = (nexthop_of(&kernel, 3), Key::Route(route_of(&kernel, 3).dst));
+    kernel.fail(usize::MAX, 105, move |call| call.key == Some(route));
+    subnets.put(&key(3), &NO_GATEWAY.to_string());
+    run.status.wait_for(|status| !status.failing.is_empty()).await.unwrap();
+    tokio::time::sleep(std::time::Duration::from_secs(2)).await;
+    assert_eq!(nexthop_of(&kernel, 3), nexthop);
+    kernel.clear_faults();
+    tokio::time::sleep(std::time::Duration::from_secs(60)).await;
+    run.settled().await;
+    assert!(matches!(route_of(&kernel, 3).via, Via::Link(_)));
+    assert_eq!(count(&kernel), (usize::from(PEERS) - 1, usize::from(PEERS)));
 }
 
 #[tokio::test(start_paused = true)]
