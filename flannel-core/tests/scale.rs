@@ -911,3 +911,16 @@ async fn what_the_kernel_refused_is_put_again_by_itself_before_all_is_read() {
     );
     assert_eq!(world.status().failing[&key].tries as usize, puts);
 }
+
+#[tokio::test(start_paused = true)]
+async fn what_the_kernel_refused_and_others_put_fails_no_more() {
+    let mut world = World::new(5).await;
+    let [_, fdb, ..] = objects(3, [203, 0, 113, 1].into());
+    let key = fdb.key();
+    world.kernel.fail(usize::MAX, 105, move |call| call.key == Some(key));
+    world.change(3, Some([203, 0, 113, 1].into()));
+    world.when(|status| status.failing.contains_key(&key)).await;
+    world.kernel.foreign_put(fdb.clone(), 0);
+    let status = world.when(|status| status.in_sync).await;
+    assert!(status.failing.is_empty() && world.kernel.state().get(&key) == Some(&fdb));
+}
