@@ -24,7 +24,7 @@ const RATIO: f64 = 1.3;
 /// Routes with a gateway each take time by the square of their number: beyond this they are not waited for.
 const CLASSIC_MOST: u32 = 30_000;
 /// For what is known to be slow and is written once.
-const CLASSIC_WAY: Way = WAYS[3];
+const CLASSIC_WAY: Way = Way { group: usize::MAX, batch: 256 };
 /// From here on it must be so many times faster than them.
 const CLASSIC: (u32, f64) = (30_000, 10.0);
 /// With more peers than these, so many are measured in turn with them: how the time grows is said of one machine in one mood.

@@ -7,7 +7,7 @@ use flannel_core::{Family, MacAddr};
 
 use crate::cluster::Peer;
 use crate::raw::{
-    AF_BRIDGE, BLACKHOLE, DELNEIGH, DELNEXTHOP, DELROUTE, Id, NEWNEIGH, NEWNEXTHOP, NEWROUTE, ONLINK,
+    AF_BRIDGE, BLACKHOLE, DELNEIGH, DELNEXTHOP, DELROUTE, HEADER, Id, NEWNEIGH, NEWNEXTHOP, NEWROUTE, ONLINK,
     PERMANENT, PLAIN, PROTOCOL, PUT, REACHABLE, SELF, SITE, STATIC, Said, af, message, ndmsg, nhmsg, octets,
     rtmsg,
 };
@@ -113,7 +113,7 @@ impl Damage {
 
     /// It can only be done to a peer that is reached by a nexthop object.
     pub(crate) fn needs_nexthop(self) -> bool {
-        matches!(self, Self::Nexthop(_) | Self::Route(Path::Nexthop | Path::Scope))
+        matches!(self, Self::Nexthop(_) | Self::Route(Path::Nexthop))
     }
 
     /// It can only be done to what is of this family; `None`: of either.
@@ -287,10 +287,10 @@ fn path(what: Path, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
         Path::Expires => as_it_was(PROTOCOL, &[(23, &3600u32.to_ne_bytes())]),
         Path::Pref => as_it_was(PROTOCOL, &[(20, &[1])]),
         Path::Scope => {
-            let (len, id) = (subnet.len(), id.context("the route names no nexthop object")?);
-            let mut header = rtmsg(family, len, PROTOCOL, 0);
-            header[6] = SITE;
-            message(NEWROUTE, PUT, &header, &[(1, &dst), (30, &id)])
+            // `rtm_scope` of `struct rtmsg`.
+            let mut message = as_it_was(PROTOCOL, &[]);
+            message[HEADER + 6] = SITE;
+            message
         }
         Path::Multipath => {
             // RTA_MULTIPATH: each a `struct rtnexthop`, and RTA_GATEWAY.

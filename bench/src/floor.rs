@@ -23,9 +23,9 @@ use crate::witness::compare;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Way {
     /// Of so many peers at a time it puts one kind of objects after the other.
-    group: usize,
+    pub(crate) group: usize,
     /// So many messages are sent at once.
-    batch: usize,
+    pub(crate) batch: usize,
 }
 
 /// Ways that are tried; the [best] one is the floor.

@@ -56,7 +56,8 @@ pub(crate) const SITE: u8 = 200;
 
 const ERROR: u16 = 2;
 const DONE: u16 = 3;
-const HEADER: usize = 16;
+/// The length of `struct nlmsghdr`.
+pub(crate) const HEADER: usize = 16;
 /// The kernel fills at most 32 KiB at a time.
 const BUFFER: usize = 64 << 10;
 /// So long may a message take before something is wrong.

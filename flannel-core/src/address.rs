@@ -211,6 +211,11 @@ impl Subnet {
         Self::from_bits(Family::of(address), to_bits(address), Family::of(address).bits())
     }
 
+    /// The subnet that holds every address of the family; see [`Subnet::is_everything`].
+    pub fn everything(family: Family) -> Self {
+        Self::from_bits(family, 0, 0)
+    }
+
     /// `bits` must be masked and `len` within the family's bits.
     fn from_bits(family: Family, bits: u128, len: u8) -> Self {
         let network = IpNetwork::new(from_bits(family, bits), len);

@@ -214,7 +214,7 @@ fn culprit(port: u32, protocol: Option<u8>) -> Option<Culprit> {
 fn rule(message: &Message<'_>) -> Option<Report> {
     // `struct fib_rule_hdr` begins with the family, as others do.
     let family = family_of(RtAddrFamily::from(*message.payload.first()?))?;
-    Subnet::new(family.unspecified(), 0).map(|all| Report::Beside(Key::Route(all)))
+    Some(Report::Beside(Key::Route(Subnet::everything(family))))
 }
 
 /// An object that says not all of what there is.

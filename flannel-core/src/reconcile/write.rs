@@ -125,8 +125,7 @@ impl Reconciler {
         match self.ids.as_ref().and_then(|ids| ids.dst(nexthop.id)).map(Key::Route) {
             Some(route) => put.contains_key(&route) || failing.contains_key(&route),
             None => {
-                let nowhere = Family::of(nexthop.gateway).unspecified();
-                let everything = Subnet::new(nowhere, 0).expect("0 bits fit every family");
+                let everything = Subnet::everything(Family::of(nexthop.gateway));
                 let routes = Key::Route(everything)..=Key::Route(Subnet::host(everything.last()));
                 put.range(routes.clone()).next().is_some() || failing.keys().any(|key| routes.contains(key))
             }

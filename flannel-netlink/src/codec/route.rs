@@ -342,8 +342,7 @@ pub(crate) fn everywhere(family: Family) -> Messages {
 }
 
 fn in_table(family: Family, table: u32) -> Messages {
-    let everything = Subnet::new(family.unspecified(), 0).expect("0 bits fit every family");
-    let header = header(&everything, None, 0, RtScope::Universe);
+    let header = header(&Subnet::everything(family), None, 0, RtScope::Universe);
     let mut request = Messages::one(Rtm::Getroute, NlmF::empty(), &header);
     request.u32(Rta::Table, table);
     request
