@@ -51,7 +51,9 @@ impl Peer {
     pub(crate) fn subnet(self, family: Family) -> Subnet {
         let (base, len) = match family {
             Family::V4 => (IpAddr::V4(Ipv4Addr::from_bits(0x0a00_0000 + (self.0 << 8))), 24),
-            Family::V6 => (IpAddr::V6(Ipv6Addr::from_bits((0xfd00 << 112) + (u128::from(self.0) << 64))), 64),
+            Family::V6 => {
+                (IpAddr::V6(Ipv6Addr::from_bits((0xfd00 << 112) + (u128::from(self.0) << 64))), 64)
+            }
         };
         Subnet::new(base, len).expect("the length fits the family")
     }
@@ -59,7 +61,9 @@ impl Peer {
     pub(crate) fn public(self, family: Family) -> IpAddr {
         match family {
             Family::V4 => IpAddr::V4(Ipv4Addr::from_bits(0xac10_0000 + self.0)),
-            Family::V6 => IpAddr::V6(Ipv6Addr::from_bits((0x2001_0db8_0007 << 80) + u128::from(self.0))),
+            Family::V6 => {
+                IpAddr::V6(Ipv6Addr::from_bits((0x2001_0db8_0007 << 80) + u128::from(self.0)))
+            }
         }
     }
 
@@ -72,9 +76,12 @@ impl Peer {
         let data = |family| format!(r#"{{"VNI":1,"VtepMAC":"{}"}}"#, self.mac(family)).into();
         let enabled = |family| families.iter().any(|f| f == family);
         Lease {
-            subnets: Subnets::new(families.iter().map(|family| self.subnet(family))).expect("a family"),
+            subnets: Subnets::new(families.iter().map(|family| self.subnet(family)))
+                .expect("a family"),
             attrs: LeaseAttrs {
-                public: Dual::from_fn(|family| Some(self.public(family)).filter(|_| enabled(family))),
+                public: Dual::from_fn(|family| {
+                    Some(self.public(family)).filter(|_| enabled(family))
+                }),
                 backend_type: "vxlan".into(),
                 backend_data: Dual::from_fn(|family| enabled(family).then(|| data(family))),
             },

@@ -12,8 +12,7 @@ use anyhow::{Context, ensure};
 
 /// "A few milliseconds".
 const START_P50_MS: f64 = 3.0;
-const ENV: &str =
-    "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
+const ENV: &str = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
 
 /// Calls the plugin so many times.
 ///
@@ -74,6 +73,10 @@ fn call(program: &Path, command: &str, n: u32, path: &Path, conf: &str) -> anyho
     let output = child.wait_with_output()?;
     let elapsed = begin.elapsed();
     let answer = String::from_utf8_lossy(&output.stdout);
-    ensure!(output.status.success() && answer.contains("1.1.0"), "{command}: {}: {answer}", output.status);
+    ensure!(
+        output.status.success() && answer.contains("1.1.0"),
+        "{command}: {}: {answer}",
+        output.status
+    );
     Ok(elapsed.as_secs_f64() * 1e3)
 }

@@ -136,13 +136,15 @@ fn run_once(
 ) -> anyhow::Result<(Duration, Duration)> {
     let ground = Ground::new()?;
     let mut timed = None;
-    let mut engine =
-        Engine::start_on(&ground, families, |kernel| Arc::new(timed.insert(Timed::new(kernel)).clone()))?;
+    let mut engine = Engine::start_on(&ground, families, |kernel| {
+        Arc::new(timed.insert(Timed::new(kernel)).clone())
+    })?;
     let leases = all.clone();
     let start = Instant::now();
     engine.send(leases);
     engine.wait_acknowledged(peers as usize)?;
-    let acknowledged = timed.as_ref().and_then(Timed::acknowledged).context("the kernel was told nothing")?;
+    let acknowledged =
+        timed.as_ref().and_then(Timed::acknowledged).context("the kernel was told nothing")?;
     // What it looks over afterwards must have been right.
     engine.wait(peers as usize)?;
     let in_sync = start.elapsed();

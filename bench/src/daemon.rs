@@ -40,7 +40,8 @@ impl Daemon {
         std::fs::write(registry.join("config"), families.config())?;
         for lease in leases(peers, families).iter() {
             let file = registry.join("subnets").join(lease.subnets.to_string());
-            std::fs::write(&file, lease.attrs.to_json()).with_context(|| format!("{}", file.display()))?;
+            std::fs::write(&file, lease.attrs.to_json())
+                .with_context(|| format!("{}", file.display()))?;
         }
         let mut command = Command::new(program);
         command.arg(format!("--registry=dir:{}", registry.display())).args(options);
@@ -86,7 +87,9 @@ impl Daemon {
             let wrong = daemon.compare();
             match wrong {
                 Ok(wrong) if wrong.is_empty() => return Ok(daemon),
-                wrong if begin.elapsed() > PATIENCE => bail!("not in place: {wrong:?}\n{}", daemon.log()),
+                wrong if begin.elapsed() > PATIENCE => {
+                    bail!("not in place: {wrong:?}\n{}", daemon.log())
+                }
                 _ => daemon.rest(Duration::from_millis(100))?,
             }
         }
@@ -94,7 +97,8 @@ impl Daemon {
 
     /// What an independent reader finds wrong. Before the daemon made its devices, that there are none.
     pub(crate) fn compare(&self) -> anyhow::Result<Vec<String>> {
-        let devices = self.ground.netns.run(|| flannel_netlink::testing::ip("-j link show type vxlan"));
+        let devices =
+            self.ground.netns.run(|| flannel_netlink::testing::ip("-j link show type vxlan"));
         let devices: Vec<serde_json::Value> = serde_json::from_str(&devices)?;
         let found = devices.iter().filter(|device| device["ifname"].is_string()).count();
         ensure!(found == self.families.iter().count(), "there are {found} tunnel devices");
@@ -128,8 +132,8 @@ impl Daemon {
             let task = task?;
             // A thread may end meanwhile.
             let Ok(status) = std::fs::read_to_string(task.path().join("status")) else { continue };
-            let count =
-                figure(&status, "voluntary_ctxt_switches")? + figure(&status, "nonvoluntary_ctxt_switches")?;
+            let count = figure(&status, "voluntary_ctxt_switches")?
+                + figure(&status, "nonvoluntary_ctxt_switches")?;
             all.push((task.file_name().to_string_lossy().into_owned(), count));
         }
         Ok(all)
@@ -168,10 +172,15 @@ pub(crate) fn program(named: Option<PathBuf>) -> anyhow::Result<PathBuf> {
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .stderr(Stdio::inherit())
         .output()?;
-    ensure!(output.status.success(), "flanneld does not build; a built one can be named with --flanneld");
+    ensure!(
+        output.status.success(),
+        "flanneld does not build; a built one can be named with --flanneld"
+    );
     let messages = String::from_utf8(output.stdout)?;
-    let built = messages.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
-    let mut executables = built.filter_map(|message| message["executable"].as_str().map(PathBuf::from));
+    let built =
+        messages.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
+    let mut executables =
+        built.filter_map(|message| message["executable"].as_str().map(PathBuf::from));
     let flanneld = |path: &PathBuf| path.file_name().is_some_and(|name| name == "flanneld");
     executables.rfind(flanneld).context("cargo did not say where it put flanneld")
 }

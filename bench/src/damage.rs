@@ -7,9 +7,9 @@ use flannel_core::{Family, MacAddr};
 
 use crate::cluster::Peer;
 use crate::raw::{
-    AF_BRIDGE, BLACKHOLE, DELNEIGH, DELNEXTHOP, DELROUTE, HEADER, Id, NEWNEIGH, NEWNEXTHOP, NEWROUTE, ONLINK,
-    PERMANENT, PLAIN, PROTOCOL, PUT, REACHABLE, SELF, SITE, STATIC, Said, af, message, ndmsg, nhmsg, octets,
-    rtmsg,
+    AF_BRIDGE, BLACKHOLE, DELNEIGH, DELNEXTHOP, DELROUTE, HEADER, Id, NEWNEIGH, NEWNEXTHOP,
+    NEWROUTE, ONLINK, PERMANENT, PLAIN, PROTOCOL, PUT, REACHABLE, SELF, SITE, STATIC, Said, af,
+    message, ndmsg, nhmsg, octets, rtmsg,
 };
 
 /// A peer, and what the kernel says of its objects.
@@ -213,7 +213,9 @@ fn fdb(what: Entry, victim: &Victim<'_>) -> Vec<u8> {
     };
     let put = |state, dst: &[u8], more: &[(u16, &[u8])]| put_as(state, 0, dst, more);
     match what {
-        Entry::Delete => message(DELNEIGH, PLAIN, &ndmsg(AF_BRIDGE, index, 0, SELF), &[(1, &dst), (2, &mac)]),
+        Entry::Delete => {
+            message(DELNEIGH, PLAIN, &ndmsg(AF_BRIDGE, index, 0, SELF), &[(1, &dst), (2, &mac)])
+        }
         Entry::State => put(REACHABLE, &dst, &[]),
         // NTF_STICKY.
         Entry::Mark => put_as(PERMANENT, 0x40, &dst, &[]),
@@ -248,7 +250,9 @@ fn hop(what: Hop, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
         Hop::Device => put(PROTOCOL, uplink, &stranger),
         Hop::Protocol => put(STATIC, index, &gateway),
         // NHA_BLACKHOLE.
-        Hop::Blackhole => message(NEWNEXTHOP, PUT, &nhmsg(af(family), PROTOCOL, 0), &[(1, &id), (4, &[])]),
+        Hop::Blackhole => {
+            message(NEWNEXTHOP, PUT, &nhmsg(af(family), PROTOCOL, 0), &[(1, &id), (4, &[])])
+        }
     })
 }
 
@@ -261,11 +265,14 @@ fn path(what: Path, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
         message(NEWROUTE, PUT, &rtmsg(family, subnet.len(), protocol, flags), &attributes)
     };
     let put = |via: &[(u16, &[u8])]| put_by(PROTOCOL, ONLINK, via);
-    let id = victim.nexthop.map(|said| nexthop(Some(said))).transpose()?.map(|(_, id)| id.to_ne_bytes());
+    let id =
+        victim.nexthop.map(|said| nexthop(Some(said))).transpose()?.map(|(_, id)| id.to_ne_bytes());
     // As it was, but for its protocol and what is added.
     let as_it_was = |protocol, more: &[(u16, &[u8])]| match &id {
         Some(id) => put_by(protocol, 0, &[&[(30, &id[..])], more].concat()),
-        None => put_by(protocol, ONLINK, &[&[(4, &index.to_ne_bytes()[..]), (5, &dst)], more].concat()),
+        None => {
+            put_by(protocol, ONLINK, &[&[(4, &index.to_ne_bytes()[..]), (5, &dst)], more].concat())
+        }
     };
     Ok(match what {
         Path::Delete => message(DELROUTE, PLAIN, &rtmsg(family, subnet.len(), 0, 0), &[(1, &dst)]),
@@ -295,8 +302,10 @@ fn path(what: Path, victim: &Victim<'_>) -> anyhow::Result<Vec<u8>> {
         Path::Multipath => {
             // RTA_MULTIPATH: each a `struct rtnexthop`, and RTA_GATEWAY.
             let path = |gateway: &[u8]| {
-                let [len, attribute] = [12, 4].map(|head| (head + gateway.len() as u16).to_ne_bytes());
-                let head = [&len[..], &[ONLINK, 0], &index.to_ne_bytes(), &attribute, &[5, 0]].concat();
+                let [len, attribute] =
+                    [12, 4].map(|head| (head + gateway.len() as u16).to_ne_bytes());
+                let head =
+                    [&len[..], &[ONLINK, 0], &index.to_ne_bytes(), &attribute, &[5, 0]].concat();
                 [&head, gateway].concat()
             };
             put_by(PROTOCOL, 0, &[(9, &[path(&dst), path(&gateway)].concat())])

@@ -7,7 +7,9 @@ use std::time::Duration;
 use anyhow::Context;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::testing::FakeSubnets;
-use flannel_core::{Backend, Kernel, LeaseSet, NetworkHandle, Origin, Revision, Status, SubnetManager, View};
+use flannel_core::{
+    Backend, Kernel, LeaseSet, NetworkHandle, Origin, Revision, Status, SubnetManager, View,
+};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::oneshot;
 
@@ -86,7 +88,8 @@ impl Engine {
     /// Sends a view with these peers' leases.
     pub(crate) fn send(&self, mut leases: LeaseSet) {
         leases.insert(self.handle.lease.clone());
-        self.subnets.set_view(View { leases, origin: Origin::Live { revision: Revision(u64::MAX) } });
+        self.subnets
+            .set_view(View { leases, origin: Origin::Live { revision: Revision(u64::MAX) } });
     }
 
     /// Waits until everything of so many peers is acknowledged by the kernel, and was looked over if they were a flood.
@@ -114,7 +117,10 @@ impl Engine {
             Ok(arrived) => arrived.context("the network ended"),
             Err(_) => {
                 let status = self.handle.status.borrow();
-                anyhow::bail!("not all is in order after {PATIENCE:?}: {} peers of {peers}", status.peers)
+                anyhow::bail!(
+                    "not all is in order after {PATIENCE:?}: {} peers of {peers}",
+                    status.peers
+                )
             }
         }
     }

@@ -23,12 +23,21 @@ pub(crate) struct Etcd {
 impl Etcd {
     pub(crate) async fn start() -> anyhow::Result<Self> {
         let dir = tempfile::tempdir()?;
-        let port = || -> std::io::Result<u16> { Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port()) };
+        let port = || -> std::io::Result<u16> {
+            Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+        };
         let (endpoint, peer) =
             (format!("http://127.0.0.1:{}", port()?), format!("http://127.0.0.1:{}", port()?));
         let program = std::env::var_os("ETCD").unwrap_or_else(|| "etcd".into());
         let child = Command::new(&program)
-            .args(["--name", "m0", "--listen-client-urls", &endpoint, "--advertise-client-urls", &endpoint])
+            .args([
+                "--name",
+                "m0",
+                "--listen-client-urls",
+                &endpoint,
+                "--advertise-client-urls",
+                &endpoint,
+            ])
             .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
             .args(["--initial-cluster", &format!("m0={peer}"), "--data-dir"])
             .arg(dir.path().join("data"))
@@ -36,11 +45,16 @@ impl Etcd {
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
-            .with_context(|| format!("{program:?}: install Debian's etcd-server, or name etcd in ETCD"))?;
+            .with_context(|| {
+                format!("{program:?}: install Debian's etcd-server, or name etcd in ETCD")
+            })?;
         let etcd = Self { _dir: dir, child, endpoint };
         let begin = Instant::now();
         while let Err(error) = etcd.client().await?.get("/", None).await {
-            anyhow::ensure!(begin.elapsed() < Duration::from_secs(30), "etcd does not answer: {error}");
+            anyhow::ensure!(
+                begin.elapsed() < Duration::from_secs(30),
+                "etcd does not answer: {error}"
+            );
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         Ok(etcd)

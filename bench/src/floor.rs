@@ -13,8 +13,8 @@ use crate::cluster::{Families, Peer, device, peers};
 use crate::engine::REST;
 use crate::ground::Ground;
 use crate::raw::{
-    AF_BRIDGE, DELNEIGH, DELROUTE, NEWNEIGH, NEWNEXTHOP, NEWROUTE, ONLINK, PERMANENT, PLAIN, PROTOCOL, PUT,
-    Raw, SELF, af, last_acknowledged, message, ndmsg, nhmsg, octets, rtmsg,
+    AF_BRIDGE, DELNEIGH, DELROUTE, NEWNEIGH, NEWNEXTHOP, NEWROUTE, ONLINK, PERMANENT, PLAIN,
+    PROTOCOL, PUT, Raw, SELF, af, last_acknowledged, message, ndmsg, nhmsg, octets, rtmsg,
 };
 use crate::report::median;
 use crate::witness::compare;
@@ -123,7 +123,13 @@ pub(crate) fn index_of(link: &str) -> anyhow::Result<u32> {
 }
 
 /// All messages for these peers on the devices with these indexes, in batches of which only the last message asks for an answer.
-fn encode(count: u32, families: Families, form: Form, way: Way, indexes: &Dual<u32>) -> Vec<Vec<u8>> {
+fn encode(
+    count: u32,
+    families: Families,
+    form: Form,
+    way: Way,
+    indexes: &Dual<u32>,
+) -> Vec<Vec<u8>> {
     let mut messages = Vec::new();
     let all: Vec<Peer> = peers(count).collect();
     for group in all.chunks(way.group.min(all.len()).max(1)) {
@@ -163,7 +169,12 @@ pub(crate) fn delete(count: u32, families: Families) -> anyhow::Result<()> {
         let entry = ndmsg(AF_BRIDGE, index_of(device(family))?, PERMANENT, SELF);
         messages.extend(peers(count).map(|peer| {
             let subnet = peer.subnet(family);
-            message(DELROUTE, PLAIN, &rtmsg(family, subnet.len(), 0, 0), &[(1, &octets(subnet.base()))])
+            message(
+                DELROUTE,
+                PLAIN,
+                &rtmsg(family, subnet.len(), 0, 0),
+                &[(1, &octets(subnet.base()))],
+            )
         }));
         let fdb = |peer: Peer| message(DELNEIGH, PLAIN, &entry, &[(2, &peer.mac(family).0)]);
         messages.extend(peers(count).map(fdb));
@@ -180,7 +191,12 @@ fn neigh(peer: Peer, family: Family, index: u32) -> Vec<u8> {
 
 fn fdb(peer: Peer, family: Family, index: u32) -> Vec<u8> {
     let dst = octets(peer.public(family));
-    message(NEWNEIGH, PUT, &ndmsg(AF_BRIDGE, index, PERMANENT, SELF), &[(1, &dst), (2, &peer.mac(family).0)])
+    message(
+        NEWNEIGH,
+        PUT,
+        &ndmsg(AF_BRIDGE, index, PERMANENT, SELF),
+        &[(1, &dst), (2, &peer.mac(family).0)],
+    )
 }
 
 /// NHA_ID, NHA_OIF, NHA_GATEWAY.

@@ -26,7 +26,8 @@ pub(crate) fn run(
     let before = daemon.switches()?;
     daemon.rest(Duration::from_secs(seconds))?;
     let after = daemon.switches()?;
-    let earlier = |task: &str| before.iter().find(|(t, _)| t == task).map_or(0, |(_, count)| *count);
+    let earlier =
+        |task: &str| before.iter().find(|(t, _)| t == task).map_or(0, |(_, count)| *count);
     let wakeups = after.iter().map(|(task, count)| count - earlier(task)).sum();
     let mut report = Report {
         peers: Some(peers),

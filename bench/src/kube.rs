@@ -42,7 +42,10 @@ pub(crate) fn node(peer: Peer) -> (String, Value) {
             format!("{PREFIX}backend-data"): format!(r#"{{"VNI":1,"VtepMAC":"{}"}}"#, peer.mac(FAMILY)),
             format!("{PREFIX}public-ip"): peer.public(FAMILY).to_string(),
         });
-        annotations.as_object_mut().expect("an object").extend(own.as_object().expect("an object").clone());
+        annotations
+            .as_object_mut()
+            .expect("an object")
+            .extend(own.as_object().expect("an object").clone());
     }
     let condition = |kind: &str| {
         json!({ "type": kind, "status": "False", "reason": format!("Kubelet{kind}"), "message": format!("kubelet says {kind}"),
@@ -116,9 +119,12 @@ pub(crate) fn event(nodes: u32, events: u32) -> anyhow::Result<Report> {
             let begin = Instant::now();
             server.put_node(&name, node);
             let subnets = flannel_core::Subnets::new([peer.subnet(FAMILY)]).context("a subnet")?;
-            let there =
-                |view: &View| view.leases.get(&subnets).is_some_and(|lease| lease.attrs.public.v4 == public);
-            tokio::time::timeout(PATIENCE, views.wait_for(there)).await.context("an event is lost")??;
+            let there = |view: &View| {
+                view.leases.get(&subnets).is_some_and(|lease| lease.attrs.public.v4 == public)
+            };
+            tokio::time::timeout(PATIENCE, views.wait_for(there))
+                .await
+                .context("an event is lost")??;
             if n >= 50 {
                 figures.push(begin.elapsed().as_secs_f64() * 1e3);
             }

@@ -92,8 +92,10 @@ async fn skip(
     stop: oneshot::Receiver<()>,
 ) -> anyhow::Result<()> {
     let client = Client::builder(TokioExecutor::new()).build_http();
-    let query = format!("watch=true&allowWatchBookmarks=true&timeoutSeconds=600&resourceVersion={from}");
-    let request = http::Request::get(format!("{url}/api/v1/nodes?{query}")).body(Empty::<Bytes>::new())?;
+    let query =
+        format!("watch=true&allowWatchBookmarks=true&timeoutSeconds=600&resourceVersion={from}");
+    let request =
+        http::Request::get(format!("{url}/api/v1/nodes?{query}")).body(Empty::<Bytes>::new())?;
     let mut body = client.request(request).await?.into_body();
     let mut held = Vec::new();
     version.store(from, Ordering::Relaxed);
@@ -145,7 +147,8 @@ async fn measure(server: &ApiServer, nodes: u32, seconds: u64) -> anyhow::Result
     floor.comes_to(begin).await?;
     let ours = follower(server.url(), here, nodes)?;
     ours.comes_to(begin).await?;
-    let (mut ratios, mut own, mut skipped, mut version) = (Vec::new(), Vec::new(), Vec::new(), begin);
+    let (mut ratios, mut own, mut skipped, mut version) =
+        (Vec::new(), Vec::new(), Vec::new(), begin);
     for _ in 0..ROUNDS {
         let before = (ours.processor_time()?, floor.processor_time()?);
         let count = RATE * u32::try_from(seconds)?;

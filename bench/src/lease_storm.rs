@@ -58,7 +58,8 @@ async fn storm(nodes: u32, room: Room) -> anyhow::Result<Report> {
     for n in 0..nodes {
         let (registry, barrier) = (Arc::new(etcd.registry()?), Arc::clone(&barrier));
         tasks.spawn(async move {
-            let identity = Identity { mark: Mark::random(), previous: None, local_addresses: Vec::new() };
+            let identity =
+                Identity { mark: Mark::random(), previous: None, local_addresses: Vec::new() };
             let manager = LocalManager::new(registry, identity);
             let public = IpAddr::from(Ipv4Addr::from(u32::from(Ipv4Addr::new(172, 16, 0, 1)) + n));
             let attrs = LeaseAttrs {

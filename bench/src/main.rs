@@ -240,8 +240,8 @@ fn main() -> anyhow::Result<ExitCode> {
     // One that could not be finished tells why in the same way; of one that panics standard error has it.
     let outcome = std::panic::catch_unwind(|| run(bench));
     let outcome = outcome.unwrap_or_else(|_| Err(anyhow::anyhow!("it panicked")));
-    let mut report =
-        outcome.unwrap_or_else(|error| Report { wrong: vec![format!("{error:#}")], ..Report::default() });
+    let mut report = outcome
+        .unwrap_or_else(|error| Report { wrong: vec![format!("{error:#}")], ..Report::default() });
     report.bench = matches.subcommand_name().unwrap_or_default().to_owned();
     Ok(ExitCode::from(u8::from(!report.print(json)?)))
 }
@@ -253,9 +253,13 @@ fn run(bench: Bench) -> anyhow::Result<Report> {
         Bench::Repair { peers, family, samples } => repair::run(peers, family, samples as usize),
         Bench::Resync { peers, family } => resync::run(peers, family),
         Bench::Memory { peers, family, flanneld } => memory::run(peers, family, flanneld),
-        Bench::Idle { peers, family, seconds, flanneld } => idle::run(peers, family, seconds, flanneld),
+        Bench::Idle { peers, family, seconds, flanneld } => {
+            idle::run(peers, family, seconds, flanneld)
+        }
         Bench::Ready { peers, family, flanneld } => ready::run(peers, family, flanneld),
-        Bench::Status { peers, family, samples, flanneld } => status::run(peers, family, samples, flanneld),
+        Bench::Status { peers, family, samples, flanneld } => {
+            status::run(peers, family, samples, flanneld)
+        }
         Bench::Plot { family, out } => plot::run(family.name(), &out),
         Bench::LeaseStorm { nodes, network } => lease_storm::run(nodes, network),
         Bench::LeaseMemory { leases } => lease_memory::run(leases),

@@ -12,7 +12,11 @@ const RSS_MIB: [(u32, f64); 2] = [(5_000, 12.0), (50_000, 60.0)];
 /// After the last object is in place.
 const REST: Duration = Duration::from_secs(5);
 
-pub(crate) fn run(peers: u32, families: Families, flanneld: Option<PathBuf>) -> anyhow::Result<Report> {
+pub(crate) fn run(
+    peers: u32,
+    families: Families,
+    flanneld: Option<PathBuf>,
+) -> anyhow::Result<Report> {
     let program = program(flanneld)?;
     let start = Instant::now();
     let mut daemon = Daemon::start(&program, peers, families, &[])?;

@@ -31,8 +31,8 @@ pub(crate) fn run(family: &'static str, out: &Path) -> anyhow::Result<Report> {
     std::io::stdin().read_to_string(&mut text)?;
     let rows: Result<Vec<Value>, _> =
         text.lines().filter(|line| !line.is_empty()).map(serde_json::from_str).collect();
-    let mut rows =
-        rows.context("standard input: one JSON object per line is expected, from cold-start --json")?;
+    let mut rows = rows
+        .context("standard input: one JSON object per line is expected, from cold-start --json")?;
     rows.retain(|row| row["bench"] == "cold-start" && row["family"] == family);
     rows.sort_by_key(|row| row["peers"].as_u64());
     ensure!(

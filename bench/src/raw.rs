@@ -64,7 +64,12 @@ const BUFFER: usize = 64 << 10;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A message: its kind, its flags, its header and its attributes.
-pub(crate) fn message(kind: u16, flags: u16, header: &[u8], attributes: &[(u16, &[u8])]) -> Vec<u8> {
+pub(crate) fn message(
+    kind: u16,
+    flags: u16,
+    header: &[u8],
+    attributes: &[(u16, &[u8])],
+) -> Vec<u8> {
     let mut bytes = vec![0; HEADER];
     bytes.extend_from_slice(header);
     for (kind, value) in attributes {
@@ -131,7 +136,11 @@ impl Raw {
         let (len, _) = self.socket.recv(&mut self.buffer, Msg::DONTWAIT)?;
         ensure!(len >= HEADER + 4, "the kernel's answer has {len} bytes");
         let errno = i32::from_ne_bytes(self.buffer[HEADER..HEADER + 4].try_into()?);
-        ensure!(errno == 0, "the kernel refused a message: {}", io::Error::from_raw_os_error(-errno));
+        ensure!(
+            errno == 0,
+            "the kernel refused a message: {}",
+            io::Error::from_raw_os_error(-errno)
+        );
         Ok(())
     }
 
@@ -141,7 +150,11 @@ impl Raw {
     }
 
     /// Reads a table and gives each datagram to `take`, which need not look at it; returns how many bytes there were.
-    pub(crate) fn dump(&mut self, request: &[u8], mut take: impl FnMut(&[u8])) -> anyhow::Result<usize> {
+    pub(crate) fn dump(
+        &mut self,
+        request: &[u8],
+        mut take: impl FnMut(&[u8]),
+    ) -> anyhow::Result<usize> {
         self.socket.send(request, Msg::empty())?;
         let mut bytes = 0;
         loop {
@@ -150,9 +163,11 @@ impl Raw {
             bytes += len;
             take(datagram);
             // The end is a message of 20 bytes, the last one or the only one; an error comes alone.
-            let (last, first) = (len.checked_sub(HEADER + 4).context("a short answer")?, u16_at(datagram, 4));
+            let (last, first) =
+                (len.checked_sub(HEADER + 4).context("a short answer")?, u16_at(datagram, 4));
             ensure!(first != ERROR, "the kernel refused a dump");
-            if first == DONE || (u32_at(datagram, last) == 20 && u16_at(datagram, last + 4) == DONE) {
+            if first == DONE || (u32_at(datagram, last) == 20 && u16_at(datagram, last + 4) == DONE)
+            {
                 return Ok(bytes);
             }
         }
@@ -305,7 +320,10 @@ impl Ear {
     }
 }
 
-#[expect(deprecated, reason = "sound for a socket that owns its descriptor; the successor needs unsafe code")]
+#[expect(
+    deprecated,
+    reason = "sound for a socket that owns its descriptor; the successor needs unsafe code"
+)]
 fn registered(socket: NlSocket) -> io::Result<AsyncFd<NlSocket>> {
     AsyncFd::with_interest(socket, Interest::READABLE)
 }

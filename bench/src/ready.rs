@@ -24,7 +24,11 @@ const HEALTH: &str = "127.0.0.1:10254";
 /// So long it may take before something is wrong.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-pub(crate) fn run(peers: u32, families: Families, flanneld: Option<PathBuf>) -> anyhow::Result<Report> {
+pub(crate) fn run(
+    peers: u32,
+    families: Families,
+    flanneld: Option<PathBuf>,
+) -> anyhow::Result<Report> {
     let program = program(flanneld)?;
     let (mut seconds, mut wrong) = (Vec::new(), Vec::new());
     for _ in 0..RUNS {
@@ -52,7 +56,12 @@ impl Drop for Running {
     }
 }
 
-fn once(program: &Path, peers: u32, families: Families, wrong: &mut Vec<String>) -> anyhow::Result<Duration> {
+fn once(
+    program: &Path,
+    peers: u32,
+    families: Families,
+    wrong: &mut Vec<String>,
+) -> anyhow::Result<Duration> {
     let (ground, dir) = (Ground::new()?, tempfile::tempdir()?);
     let took = ground.netns.run(|| -> anyhow::Result<Duration> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
@@ -88,7 +97,8 @@ fn once(program: &Path, peers: u32, families: Families, wrong: &mut Vec<String>)
 fn is_ready() -> bool {
     let ask = || -> std::io::Result<String> {
         let mut stream = TcpStream::connect(HEALTH)?;
-        stream.write_all(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")?;
+        stream
+            .write_all(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer)?;
         Ok(answer)
@@ -102,7 +112,9 @@ async fn filled(peers: u32, families: Families) -> anyhow::Result<Etcd> {
     let mut client = etcd.client().await?;
     client.put(format!("{PREFIX}/config"), families.config(), None).await?;
     for lease in leases(peers, families).iter() {
-        client.put(format!("{PREFIX}/subnets/{}", lease.subnets), lease.attrs.to_json(), None).await?;
+        client
+            .put(format!("{PREFIX}/subnets/{}", lease.subnets), lease.attrs.to_json(), None)
+            .await?;
     }
     Ok(etcd)
 }

@@ -16,8 +16,8 @@ use crate::engine::Engine;
 use crate::floor::index_of;
 use crate::ground::Ground;
 use crate::raw::{
-    AF_BRIDGE, DUMP, Ear, GETNEIGH, GETNEXTHOP, GETROUTE, Id, Raw, Said, last_acknowledged, message, ndmsg,
-    nhmsg, octets, rtmsg, said,
+    AF_BRIDGE, DUMP, Ear, GETNEIGH, GETNEXTHOP, GETROUTE, Id, Raw, Said, last_acknowledged,
+    message, ndmsg, nhmsg, octets, rtmsg, said,
 };
 use crate::report::{Latency, Report};
 use crate::witness::compare;
@@ -50,7 +50,10 @@ pub(crate) fn run(peers: u32, families: Families, samples: usize) -> anyhow::Res
         samples: Some(all.len()),
         p50_ms: Some(Latency::of(&all).p50_ms),
         p99_ms: kinds.values().map(|kind| kind.p99_ms).max_by(f64::total_cmp),
-        floor_p99_ms: floor.values().map(|figures| Latency::of(figures).p99_ms).max_by(f64::total_cmp),
+        floor_p99_ms: floor
+            .values()
+            .map(|figures| Latency::of(figures).p99_ms)
+            .max_by(f64::total_cmp),
         wrong,
         ..Report::default()
     };
@@ -82,7 +85,8 @@ fn damage(
         .collect();
     let rounds = samples.div_ceil(kinds.len()).max(LEAST);
     let mut ear = Ear::open()?;
-    let (mut figures, mut dice) = (BTreeMap::<String, Vec<f64>>::new(), Dice(0x9e37_79b9_7f4a_7c15));
+    let (mut figures, mut dice) =
+        (BTreeMap::<String, Vec<f64>>::new(), Dice(0x9e37_79b9_7f4a_7c15));
     for _ in 0..rounds {
         for (family, damage) in &kinds {
             let number = dice.below(peers);
@@ -99,7 +103,9 @@ fn damage(
             let start = Instant::now();
             raw.carry_out(&message).with_context(|| format!("{family} {damage} of {peer:?}"))?;
             let heard = ear.listen(|said| {
-                for (victim, is_right) in victims.iter_mut().filter(|(victim, _)| victim.id == said.id) {
+                for (victim, is_right) in
+                    victims.iter_mut().filter(|(victim, _)| victim.id == said.id)
+                {
                     *is_right = **victim == said;
                 }
                 victims.iter().all(|(_, is_right)| *is_right)
@@ -124,12 +130,14 @@ fn floor(peers: u32, families: Families) -> anyhow::Result<BTreeMap<String, Vec<
         .flat_map(|family| Damage::all().map(move |damage| (family, damage)))
         .filter(|(_, damage)| matches!(damage, Damage::Nexthop(_)))
         .collect();
-    let (mut figures, mut dice) = (BTreeMap::<String, Vec<f64>>::new(), Dice(0x9e37_79b9_7f4a_7c15));
+    let (mut figures, mut dice) =
+        (BTreeMap::<String, Vec<f64>>::new(), Dice(0x9e37_79b9_7f4a_7c15));
     for _ in 0..LEAST {
         for (family, damage) in &kinds {
             let peer = Peer(2 + dice.below(peers));
             let victim = tables.victim(peer, peer, *family)?;
-            let (message, undo) = (damage.message(&victim)?, damage.undo(&victim)?.unwrap_or_default());
+            let (message, undo) =
+                (damage.message(&victim)?, damage.undo(&victim)?.unwrap_or_default());
             std::thread::sleep(PAUSE);
             let start = Instant::now();
             raw.carry_out(&message)?;
@@ -155,7 +163,12 @@ impl Tables {
         for family in families.iter() {
             let index = index_of(device(family))?;
             indexes.insert(family, index);
-            requests.push(message(GETNEIGH, DUMP, &ndmsg(0, 0, 0, 0), &[(8, &index.to_ne_bytes())]));
+            requests.push(message(
+                GETNEIGH,
+                DUMP,
+                &ndmsg(0, 0, 0, 0),
+                &[(8, &index.to_ne_bytes())],
+            ));
             requests.push(message(GETNEIGH, DUMP, &ndmsg(AF_BRIDGE, index, 0, 0), &[]));
             let mut header = rtmsg(family, 0, 0, 0);
             header[7] = 0;
@@ -177,11 +190,14 @@ impl Tables {
 
     fn victim(&self, peer: Peer, other: Peer, family: Family) -> anyhow::Result<Victim<'_>> {
         let index = *self.indexes.get(&family).context("a family that is there")?;
-        let find = |id: Id| self.said.get(&id).with_context(|| format!("the kernel did not tell of {id:?}"));
+        let find = |id: Id| {
+            self.said.get(&id).with_context(|| format!("the kernel did not tell of {id:?}"))
+        };
         let base = |peer: Peer| octets(peer.subnet(family).base());
         let route = find(Id::Route(base(peer)))?;
         let nexthop = |route: &Said| {
-            let id = route.attribute(30).and_then(|id| Some(u32::from_ne_bytes(id.try_into().ok()?)));
+            let id =
+                route.attribute(30).and_then(|id| Some(u32::from_ne_bytes(id.try_into().ok()?)));
             id.map(|id| find(Id::Nexthop(id))).transpose()
         };
         Ok(Victim {

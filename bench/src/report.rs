@@ -135,7 +135,11 @@ impl Report {
 impl Latency {
     /// Of so many milliseconds.
     pub(crate) fn of(figures: &[f64]) -> Self {
-        Self { samples: figures.len(), p50_ms: percentile(figures, 50), p99_ms: percentile(figures, 99) }
+        Self {
+            samples: figures.len(),
+            p50_ms: percentile(figures, 50),
+            p99_ms: percentile(figures, 99),
+        }
     }
 }
 

@@ -39,7 +39,11 @@ pub(crate) fn run(peers: u32, families: Families) -> anyhow::Result<Report> {
     let mut resync = Resync {
         handle: engine.handle(),
         prompter: prompter.context("the engine has no kernel")?,
-        pod: families.iter().next().map(|family| Peer(2).subnet(family).base()).context("no family")?,
+        pod: families
+            .iter()
+            .next()
+            .map(|family| Peer(2).subnet(family).base())
+            .context("no family")?,
         runtime: Builder::new_current_thread().enable_all().build()?,
     };
     // After so many peers it reads by itself, and the first one after that may have to wait.
@@ -100,7 +104,12 @@ impl Resync {
     }
 
     /// What nobody told of is found and put right.
-    fn finds_damage(&mut self, ground: &Ground, families: Families, engine: &Engine) -> anyhow::Result<()> {
+    fn finds_damage(
+        &mut self,
+        ground: &Ground,
+        families: Families,
+        engine: &Engine,
+    ) -> anyhow::Result<()> {
         for (n, family) in families.iter().enumerate() {
             let (base, dev) = (Peer(2).subnet(family).base(), device(family));
             ground.netns.run(|| ip(&format!("neigh del {base} dev {dev}")));
@@ -108,21 +117,30 @@ impl Resync {
             self.runtime.block_on(self.prompter.begun()).context("the engine is gone")?;
             self.answer()?;
             let (repaired, planted) = (engine.repaired(), n as u64 + 1);
-            ensure!(repaired == planted, "{repaired} objects were repaired where {planted} were damaged");
+            ensure!(
+                repaired == planted,
+                "{repaired} objects were repaired where {planted} were damaged"
+            );
         }
         Ok(())
     }
 
     /// Waits for the round in hand. What is told of a peer then must be that all is in place.
     fn answer(&self) -> anyhow::Result<()> {
-        let told = self.runtime.block_on(self.handle.explain(self.pod)).context("the peer is not known")?;
+        let told = self
+            .runtime
+            .block_on(self.handle.explain(self.pod))
+            .context("the peer is not known")?;
         let in_place = told.objects.iter().all(|(_, standing)| *standing == Standing::InPlace);
         ensure!(in_place && !told.objects.is_empty(), "not in place: {:?}", told.objects);
         Ok(())
     }
 }
 
-#[expect(clippy::disallowed_methods, reason = "the engine rests for so long, and nothing tells the end")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the engine rests for so long, and nothing tells the end"
+)]
 fn rest_after(took: Duration) {
     std::thread::sleep(READ_GAP.max(4 * took));
 }

@@ -5,7 +5,9 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use flannel_core::{Change, Changes, Kernel, KernelError, NexthopIds, Owned, Process, RouteAnswer, State};
+use flannel_core::{
+    Change, Changes, Kernel, KernelError, NexthopIds, Owned, Process, RouteAnswer, State,
+};
 
 /// The kernel as it is. Clones are of one kernel.
 #[derive(Debug, Clone)]

@@ -9,7 +9,11 @@ use serde_json::{Value, json};
 use crate::cluster::{Families, Peer, device, peers};
 
 /// What is missing (`-`) or too much (`+`), a few lines of it.
-pub(crate) fn compare(netns: &Netns, count: u32, families: Families) -> anyhow::Result<Vec<String>> {
+pub(crate) fn compare(
+    netns: &Netns,
+    count: u32,
+    families: Families,
+) -> anyhow::Result<Vec<String>> {
     let mut wrong = Vec::new();
     for family in families.iter() {
         let dev = device(family);
@@ -49,7 +53,10 @@ pub(crate) fn compare(netns: &Netns, count: u32, families: Families) -> anyhow::
             ),
             (
                 "route",
-                rows(&routes, &["dst", "gateway", "dev", "protocol", "type", "metrics", "prefsrc", "scope"]),
+                rows(
+                    &routes,
+                    &["dst", "gateway", "dev", "protocol", "type", "metrics", "prefsrc", "scope"],
+                ),
                 wanted(count, |p| {
                     let way = [p.subnet(family).to_string(), p.subnet(family).base().to_string()];
                     [&way[..], &ours(), &absent::<4>()].concat()
@@ -67,7 +74,11 @@ pub(crate) fn compare(netns: &Netns, count: u32, families: Families) -> anyhow::
                 "fdb",
                 rows(&fdb?, &["mac", "dst", "state", "port", "vni", "via", "nhid"]),
                 wanted(count, |p| {
-                    let entry = [p.mac(family).to_string(), p.public(family).to_string(), "permanent".into()];
+                    let entry = [
+                        p.mac(family).to_string(),
+                        p.public(family).to_string(),
+                        "permanent".into(),
+                    ];
                     [&entry[..], &absent::<4>()].concat()
                 }),
             ),
@@ -84,7 +95,10 @@ pub(crate) fn compare(netns: &Netns, count: u32, families: Families) -> anyhow::
             wrong.extend(expected.difference(&found_once).take(3).map(|row| line('-', row)));
             wrong.extend(found_once.difference(&expected).take(3).map(|row| line('+', row)));
             if found.len() > found_once.len() {
-                wrong.push(format!("{} {kind} entries are there twice", found.len() - found_once.len()));
+                wrong.push(format!(
+                    "{} {kind} entries are there twice",
+                    found.len() - found_once.len()
+                ));
             }
         }
     }
@@ -112,7 +126,9 @@ fn own_device(family: Family) -> Vec<String> {
         Family::V4 => ("192.0.2.1", "1450"),
         Family::V6 => ("2001:db8::1", "1430"),
     };
-    [device(family), "eth0", "true", mtu, "1", "8472", local, "false", "vxlan"].map(str::to_owned).to_vec()
+    [device(family), "eth0", "true", mtu, "1", "8472", local, "false", "vxlan"]
+        .map(str::to_owned)
+        .to_vec()
 }
 
 /// And the one address that it has: alone, and with no far end.
@@ -160,10 +176,19 @@ mod tests {
                 "link set flannel-v6.1 type vxlan id 1 nolearning",
             ),
             ("address add 10.0.1.1/32 dev flannel.1", "address del 10.0.1.1/32 dev flannel.1"),
-            ("address add fd00::7/128 dev flannel-v6.1", "address del fd00::7/128 dev flannel-v6.1"),
+            (
+                "address add fd00::7/128 dev flannel-v6.1",
+                "address del fd00::7/128 dev flannel-v6.1",
+            ),
             ("route add 10.0.99.0/24 nhid 3", "route del 10.0.99.0/24"),
-            ("route replace 10.0.3.0/24 nhid 2 proto 241", "route replace 10.0.3.0/24 nhid 3 proto 241"),
-            ("route replace 10.0.3.0/24 nhid 3 proto 4", "route replace 10.0.3.0/24 nhid 3 proto 241"),
+            (
+                "route replace 10.0.3.0/24 nhid 2 proto 241",
+                "route replace 10.0.3.0/24 nhid 3 proto 241",
+            ),
+            (
+                "route replace 10.0.3.0/24 nhid 3 proto 4",
+                "route replace 10.0.3.0/24 nhid 3 proto 241",
+            ),
             (
                 "route replace 10.0.3.0/24 nhid 3 proto 241 scope site",
                 "route replace 10.0.3.0/24 nhid 3 proto 241",

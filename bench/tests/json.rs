@@ -16,7 +16,12 @@ fn bench(args: &str) -> (Value, bool) {
         .output()
         .unwrap();
     let printed = String::from_utf8(output.stdout).unwrap();
-    assert_eq!(printed.lines().count(), 1, "{args}: {printed:?} {}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(
+        printed.lines().count(),
+        1,
+        "{args}: {printed:?} {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     let object: Value = serde_json::from_str(&printed).unwrap();
     assert_eq!(object["ok"], output.status.success(), "{args}: {printed}");
     assert_eq!(object["bench"], args.split(' ').next().unwrap());

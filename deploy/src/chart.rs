@@ -31,20 +31,24 @@ impl Chart {
             io::Error::new(io::ErrorKind::InvalidData, format!("{}: {error}", path.display()))
         };
         let path = dir.join("values.yaml");
-        let mut values = documents(&fs::read_to_string(&path)?).map_err(|error| wrong(&path, &error))?;
+        let mut values =
+            documents(&fs::read_to_string(&path)?).map_err(|error| wrong(&path, &error))?;
         let values = values
             .pop()
             .filter(|_| values.is_empty())
             .ok_or_else(|| wrong(&path, &"expected one document"))?;
         let path = dir.join("values.schema.json");
-        let schema =
-            serde_json::from_str(&fs::read_to_string(&path)?).map_err(|error| wrong(&path, &error))?;
+        let schema = serde_json::from_str(&fs::read_to_string(&path)?)
+            .map_err(|error| wrong(&path, &error))?;
         let mut templates = BTreeMap::new();
         for entry in fs::read_dir(dir.join("templates"))? {
             let path = entry?.path();
-            let template =
-                Template::parse(&fs::read_to_string(&path)?).map_err(|error| wrong(&path, &error))?;
-            templates.insert(path.file_name().unwrap_or_default().to_string_lossy().into_owned(), template);
+            let template = Template::parse(&fs::read_to_string(&path)?)
+                .map_err(|error| wrong(&path, &error))?;
+            templates.insert(
+                path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+                template,
+            );
         }
         Ok(Self { values, schema, templates })
     }

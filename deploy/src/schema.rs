@@ -11,7 +11,9 @@ use serde_json::Value;
 /// It is of another type, or the schema is none that is understood; the message names the value.
 pub(crate) fn judge(schema: &Value, value: &Value, path: &str) -> Result<(), String> {
     let at = |name: &str| if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") };
-    for (keyword, rule) in schema.as_object().ok_or_else(|| format!("the schema of {path:?} is no object"))? {
+    for (keyword, rule) in
+        schema.as_object().ok_or_else(|| format!("the schema of {path:?} is no object"))?
+    {
         match keyword.as_str() {
             "$schema" | "description" => {}
             "type" => {
@@ -30,7 +32,9 @@ pub(crate) fn judge(schema: &Value, value: &Value, path: &str) -> Result<(), Str
                 }
             }
             other => {
-                return Err(format!("the schema of {path:?}: {other:?} is outside of what is known here"));
+                return Err(format!(
+                    "the schema of {path:?}: {other:?} is outside of what is known here"
+                ));
             }
         }
     }

@@ -105,8 +105,10 @@ fn pieces(mut rest: &str) -> Result<Vec<Piece<'_>>, TemplateError> {
         };
         let (inside, after) =
             action.split_once("}}").ok_or_else(|| error(action, "there is no }} for this"))?;
-        let (left, inside) = inside.strip_prefix("- ").map_or((false, inside), |inside| (true, inside));
-        let (right, inside) = inside.strip_suffix(" -").map_or((false, inside), |inside| (true, inside));
+        let (left, inside) =
+            inside.strip_prefix("- ").map_or((false, inside), |inside| (true, inside));
+        let (right, inside) =
+            inside.strip_suffix(" -").map_or((false, inside), |inside| (true, inside));
         if left {
             text = text.trim_end();
         }
@@ -188,7 +190,9 @@ impl Pipeline {
             let mut arguments: Vec<Value> = words.map(|word| word.value(dot)).collect();
             arguments.extend(piped.take());
             piped = Some(match first {
-                Word::Function(name) => call(name, &arguments).map_err(|why| error(&self.text, &why))?,
+                Word::Function(name) => {
+                    call(name, &arguments).map_err(|why| error(&self.text, &why))?
+                }
                 operand if arguments.is_empty() => operand.value(dot),
                 _ => return Err(error(&self.text, "arguments belong behind a function")),
             });
@@ -215,8 +219,9 @@ impl Word {
 fn word(text: &str) -> Result<(Word, &str), String> {
     let end = text.find(|c: char| c.is_whitespace() || c == '|').unwrap_or(text.len());
     let (word, rest) = text.split_at(end);
-    let is_name =
-        |name: &str| !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+    let is_name = |name: &str| {
+        !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
+    };
     let word = match word.strip_prefix('.') {
         Some("") => Word::Path(Vec::new()),
         Some(path) if path.split('.').all(is_name) => {
@@ -238,7 +243,9 @@ fn call(name: &str, arguments: &[Value]) -> Result<Value, String> {
         ("quote", [value]) => go_quoted(&printed(value)?).into(),
         ("toYaml", [Value::Null]) => return Err("the value is not there".into()),
         ("toYaml", [Value::Number(number)]) if !is_exact(number) => {
-            return Err(format!("{number} is more than helm knows exactly: right would be a text in quotes"));
+            return Err(format!(
+                "{number} is more than helm knows exactly: right would be a text in quotes"
+            ));
         }
         ("toYaml", [value]) => to_yaml(value).into(),
         ("int", [Value::Number(number)]) => (number.as_f64().unwrap_or_default() as i64).into(),
@@ -441,8 +448,15 @@ mod tests {
             let error = rendered(template, &values).unwrap_err();
             assert!(error.why.contains("with an exponent"), "{template}: {error}");
         }
-        assert!(rendered("{{ .Values.tag }}", &values).unwrap_err().why.contains("a text, \"20261121\""));
-        assert!(rendered("{{ toYaml .Values.huge }}", &values).unwrap_err().why.contains("exactly"));
+        assert!(
+            rendered("{{ .Values.tag }}", &values)
+                .unwrap_err()
+                .why
+                .contains("a text, \"20261121\"")
+        );
+        assert!(
+            rendered("{{ toYaml .Values.huge }}", &values).unwrap_err().why.contains("exactly")
+        );
     }
 
     #[test]

@@ -39,9 +39,13 @@ fn write(value: &Value, indent: &str, lines: &mut Vec<String>) {
     };
     match value {
         Value::Object(fields) if !fields.is_empty() => {
-            fields.iter().for_each(|(name, value)| entry(format!("{}:", Value::from(name.as_str())), value));
+            fields
+                .iter()
+                .for_each(|(name, value)| entry(format!("{}:", Value::from(name.as_str())), value));
         }
-        Value::Array(items) if !items.is_empty() => items.iter().for_each(|item| entry("-".into(), item)),
+        Value::Array(items) if !items.is_empty() => {
+            items.iter().for_each(|item| entry("-".into(), item))
+        }
         scalar => lines.push(format!("{indent}{scalar}")),
     }
 }

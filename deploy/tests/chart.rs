@@ -14,11 +14,14 @@ use objects::{file, known_to_the_api, manifest, of_kind, sorted};
 /// What the chart yields, all of it known to the API and read by those that it is for.
 fn rendered(values: &Value) -> Vec<Value> {
     let chart = Chart::read(&file("chart/flannel")).unwrap();
-    let objects = chart.render("kube-flannel", values).unwrap_or_else(|error| panic!("{values}: {error}"));
+    let objects =
+        chart.render("kube-flannel", values).unwrap_or_else(|error| panic!("{values}: {error}"));
     objects.iter().for_each(|object| known_to_the_api(object).unwrap());
     let args = container(&objects, "kube-flannel")["args"].clone();
     let args = args.as_array().unwrap().iter().map(|arg| arg.as_str().unwrap());
-    flanneld::Options::command().try_get_matches_from(std::iter::once("flanneld").chain(args)).unwrap();
+    flanneld::Options::command()
+        .try_get_matches_from(std::iter::once("flanneld").chain(args))
+        .unwrap();
     objects
 }
 
@@ -62,7 +65,10 @@ fn the_chart_is_of_the_version_of_the_programs() {
     let text = std::fs::read_to_string(file("chart/flannel/Chart.yaml")).unwrap();
     let chart = deploy::documents(&text).unwrap().remove(0);
     let version = env!("CARGO_PKG_VERSION");
-    assert_eq!((&chart["version"], &chart["appVersion"]), (&json!(version), &json!(format!("v{version}"))));
+    assert_eq!(
+        (&chart["version"], &chart["appVersion"]),
+        (&json!(version), &json!(format!("v{version}")))
+    );
 }
 
 /// Those that are only named in comments too.
@@ -70,10 +76,12 @@ fn the_chart_is_of_the_version_of_the_programs() {
 fn every_value_is_in_the_documentation() {
     let docs = std::fs::read_to_string(file("../docs/kubernetes.md")).unwrap();
     let text = std::fs::read_to_string(file("chart/flannel/values.yaml")).unwrap();
-    let optional =
-        text.lines().filter_map(|line| line.strip_prefix("  # ")?.split_once(": ").map(|(name, _)| name));
-    let optional =
-        optional.filter(|name| name.chars().all(char::is_alphanumeric)).map(|name| format!("flannel.{name}"));
+    let optional = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("  # ")?.split_once(": ").map(|(name, _)| name));
+    let optional = optional
+        .filter(|name| name.chars().all(char::is_alphanumeric))
+        .map(|name| format!("flannel.{name}"));
     let mut names: Vec<String> = optional.filter(|name| !name.ends_with("wireguard")).collect();
     assert!(names.contains(&"flannel.psk".to_owned()), "{names:?}");
     let mut open = vec![(String::new(), Chart::read(&file("chart/flannel")).unwrap().values)];
@@ -81,10 +89,13 @@ fn every_value_is_in_the_documentation() {
         // What goes to Kubernetes as it is has one row.
         match value {
             Value::Object(fields)
-                if !path.ends_with("Probe") && !path.ends_with("resources") && !fields.is_empty() =>
+                if !path.ends_with("Probe")
+                    && !path.ends_with("resources")
+                    && !fields.is_empty() =>
             {
-                let join =
-                    |name: &String| if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
+                let join = |name: &String| {
+                    if path.is_empty() { name.clone() } else { format!("{path}.{name}") }
+                };
                 open.extend(fields.iter().map(|(name, value)| (join(name), value.clone())));
             }
             _ => names.push(path),
@@ -134,14 +145,19 @@ fn every_field_of_a_backend_reaches_it() {
     // One by one: where a field stands among others must not matter.
     for (name, value) in fields.as_object().unwrap() {
         let one = backend(&json!({ "flannel": { name: value } }));
-        let set: Vec<_> = one.as_object().unwrap().iter().filter(|(field, _)| *field != "Type").collect();
+        let set: Vec<_> =
+            one.as_object().unwrap().iter().filter(|(field, _)| *field != "Type").collect();
         let right = set.iter().all(|(field, value)| expected[field.as_str()] == **value);
         assert!(set.len() == if name == "backendPort" { 2 } else { 1 } && right, "{one}");
     }
-    let config =
-        config(&json!({ "flannel": { "backendPort": 4789, "vni": 7, "directRouting": true, "mtu": 1400 } }));
+    let config = config(
+        &json!({ "flannel": { "backendPort": 4789, "vni": 7, "directRouting": true, "mtu": 1400 } }),
+    );
     let options = flannel_backend_vxlan::Options::parse(&config.backend).unwrap();
-    assert_eq!((options.port, options.vni, options.direct_routing, options.mtu), (4789, 7, true, Some(1400)));
+    assert_eq!(
+        (options.port, options.vni, options.direct_routing, options.mtu),
+        (4789, 7, true, Some(1400))
+    );
 }
 
 /// A port in quotes arrives as a text, which no backend takes, Go flannel's as little as ours; the refusal says which field it is.
@@ -150,7 +166,10 @@ fn a_number_in_quotes_is_refused_by_name() {
     for (value, field) in [("backendPort", "Port"), ("vni", "VNI"), ("mtu", "MTU")] {
         let config = config(&json!({ "flannel": { value: "4789" } }));
         let error = flannel_backend_vxlan::Options::parse(&config.backend).unwrap_err().to_string();
-        assert!(error.contains(&format!("Backend.{field}")) && error.contains("\"4789\""), "{error}");
+        assert!(
+            error.contains(&format!("Backend.{field}")) && error.contains("\"4789\""),
+            "{error}"
+        );
     }
 }
 
@@ -198,8 +217,9 @@ fn what_is_true_or_false_is_no_text() {
 #[test]
 fn a_tag_that_is_a_number_must_be_in_quotes() {
     let chart = Chart::read(&file("chart/flannel")).unwrap();
-    let render =
-        |tag: Value| chart.render("kube-flannel", &json!({ "flannel": { "image": { "tag": tag } } }));
+    let render = |tag: Value| {
+        chart.render("kube-flannel", &json!({ "flannel": { "image": { "tag": tag } } }))
+    };
     let error = render(json!(20_261_121)).unwrap_err();
     assert!(error.contains("flannel.image.tag") && error.contains("\"20261121\""), "{error}");
     let objects = render(json!("20261121")).unwrap();
@@ -237,7 +257,12 @@ fn what_the_pod_is_given_stands_where_it_belongs() {
     );
     assert_eq!(
         main["args"],
-        json!(["--ip-masq", "--iface-regex=^eth[0-9]+: \"x\"$", "--iface=#1", "--healthz-port=9000"])
+        json!([
+            "--ip-masq",
+            "--iface-regex=^eth[0-9]+: \"x\"$",
+            "--iface=#1",
+            "--healthz-port=9000"
+        ])
     );
     assert_eq!(
         main["resources"],
@@ -248,7 +273,10 @@ fn what_the_pod_is_given_stands_where_it_belongs() {
     assert_eq!(main["livenessProbe"], probe);
     assert_eq!(main["readinessProbe"]["failureThreshold"], 9);
     assert_eq!(spec["tolerations"], json!([{ "key": "on", "operator": "Equal", "value": "yes" }]));
-    assert_eq!(spec["nodeSelector"], json!({ "eks.amazonaws.com/compute-type": "hybrid", "on": "true" }));
+    assert_eq!(
+        spec["nodeSelector"],
+        json!({ "eks.amazonaws.com/compute-type": "hybrid", "on": "true" })
+    );
     assert_eq!(of_kind(&objects, "ConfigMap")["metadata"]["namespace"], "kube-flannel");
 }
 
@@ -261,28 +289,36 @@ fn what_is_turned_off_is_not_there() {
     let spec = pod(&objects);
     assert_eq!(spec["initContainers"].as_array().unwrap().len(), 1);
     assert!(
-        spec["tolerations"].is_null() && spec["imagePullSecrets"].is_null() && spec["nodeSelector"].is_null()
+        spec["tolerations"].is_null()
+            && spec["imagePullSecrets"].is_null()
+            && spec["nodeSelector"].is_null()
     );
     let main = container(&objects, "kube-flannel");
     assert_eq!(main["args"], json!(["--healthz-port=0"]));
     for absent in ["ports", "livenessProbe", "readinessProbe", "resources"] {
         assert!(main[absent].is_null(), "{absent}");
     }
-    let probes = json!({ "flannel": { "healthz": { "livenessProbe": null, "readinessProbe": {} } } });
+    let probes =
+        json!({ "flannel": { "healthz": { "livenessProbe": null, "readinessProbe": {} } } });
     let main = container(&rendered(&probes), "kube-flannel").clone();
-    assert_eq!(main["livenessProbe"], json!({ "httpGet": { "path": "/healthz", "port": "healthz" } }));
+    assert_eq!(
+        main["livenessProbe"],
+        json!({ "httpGet": { "path": "/healthz", "port": "healthz" } })
+    );
     assert_eq!(main["readinessProbe"]["periodSeconds"], 10);
 }
 
 #[test]
 fn network_policies_come_with_what_they_need() {
     let without = rendered(&json!({}));
-    let objects =
-        rendered(&json!({ "netpol": { "enabled": true, "args": ["--v=4: x"], "image": { "tag": "v2" } } }));
+    let objects = rendered(
+        &json!({ "netpol": { "enabled": true, "args": ["--v=4: x"], "image": { "tag": "v2" } } }),
+    );
     let netpol = container(&objects, "kube-network-policies");
     assert_eq!(netpol["image"], "registry.k8s.io/networking/kube-network-policies:v2");
     assert_eq!(netpol["args"], json!(["--v=4: x"]));
-    let rules = |objects: &[Value]| of_kind(objects, "ClusterRole")["rules"].as_array().unwrap().len();
+    let rules =
+        |objects: &[Value]| of_kind(objects, "ClusterRole")["rules"].as_array().unwrap().len();
     assert_eq!((rules(&without), rules(&objects)), (2, 5));
     let volumes = |objects: &[Value]| pod(objects)["volumes"].as_array().unwrap().len();
     assert_eq!((volumes(&without), volumes(&objects)), (6, 7));

@@ -48,10 +48,13 @@ impl Cluster {
         let server = node.net.run(|| ApiServer::with_tls(&certificate, &key)).unwrap();
         let account = node.host("/account");
         fs::create_dir(&account).unwrap();
-        for (name, text) in [("token", "a-token"), ("namespace", "kube-flannel"), ("ca.crt", &certificate)] {
+        for (name, text) in
+            [("token", "a-token"), ("namespace", "kube-flannel"), ("ca.crt", &certificate)]
+        {
             fs::write(account.join(name), text).unwrap();
         }
-        node.api = Some(Api { port: server.url().rsplit_once(':').unwrap().1.parse().unwrap(), account });
+        node.api =
+            Some(Api { port: server.url().rsplit_once(':').unwrap().1.parse().unwrap(), account });
         server.expect_token("a-token");
         forbid_what_is_not_granted(&server, &of_kind(&objects, "ClusterRole")["rules"]);
         let spec = |n: u8| {
@@ -109,7 +112,9 @@ impl Cluster {
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         let process = self.node.net.spawn(&mut command).unwrap();
         let mut daemon = Daemon { cluster: self, process, deadline: Instant::now() + PATIENCE };
-        daemon.wait_until(|| self.ask("/readyz").is_some_and(|answer| answer.starts_with("HTTP/1.1 200 ")));
+        daemon.wait_until(|| {
+            self.ask("/readyz").is_some_and(|answer| answer.starts_with("HTTP/1.1 200 "))
+        });
         daemon
     }
 
@@ -118,7 +123,8 @@ impl Cluster {
         let ask = || {
             let mut stream = TcpStream::connect("127.0.0.1:8081").ok()?;
             stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-            write!(stream, "GET {path} HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n").ok()?;
+            write!(stream, "GET {path} HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n")
+                .ok()?;
             let mut answer = String::new();
             stream.read_to_string(&mut answer).ok()?;
             Some(answer)
@@ -153,7 +159,8 @@ impl Cluster {
         fs::create_dir_all(self.node.host("/var/lib/cni")).unwrap();
         let mounts = ["/opt/cni/bin", "/run/flannel", "/var/lib/cni"]
             .map(|path| (self.node.host(path), path.to_owned()));
-        let runtime = ["sys_admin", "sys_ptrace", "net_admin", "net_raw", "dac_override"].map(str::to_owned);
+        let runtime =
+            ["sys_admin", "sys_ptrace", "net_admin", "net_raw", "dac_override"].map(str::to_owned);
         let mut command = self.node.inside("runtime", &runtime, &mounts);
         command.args(["env", "CNI_COMMAND=ADD", "CNI_CONTAINERID=c1", "CNI_IFNAME=eth0"]);
         command.args([
@@ -173,9 +180,11 @@ impl Cluster {
 
         let result: Value = serde_json::from_str(&said).unwrap();
         let env = self.subnet_env();
-        let subnets = env.lines().filter_map(|line| line.split_once("_SUBNET=")).map(|(_, subnet)| subnet);
+        let subnets =
+            env.lines().filter_map(|line| line.split_once("_SUBNET=")).map(|(_, subnet)| subnet);
         let subnets: Vec<Subnet> = subnets.map(|subnet| subnet.parse().unwrap()).collect();
-        let addresses = result["ips"].as_array().unwrap().iter().map(|ip| ip["address"].as_str().unwrap());
+        let addresses =
+            result["ips"].as_array().unwrap().iter().map(|ip| ip["address"].as_str().unwrap());
         let addresses: Vec<IpAddr> =
             addresses.map(|text| text.split('/').next().unwrap().parse().unwrap()).collect();
         assert_eq!(addresses.len(), subnets.len());
@@ -291,7 +300,9 @@ fn the_manifest_is_all_that_a_node_needs() {
         assert_eq!(cluster.subnet_env(), env);
         assert!(cluster.on_node("ip link show flannel.1").contains("mtu 1450"));
         assert!(cluster.on_node("ip route").contains("10.244.8.0/24"), "to the node of Go flannel");
-        assert!(cluster.on_node("iptables-save -t nat").contains("-A FLANNEL-POSTRTG -s 10.244.0.0/16"));
+        assert!(
+            cluster.on_node("iptables-save -t nat").contains("-A FLANNEL-POSTRTG -s 10.244.0.0/16")
+        );
         daemon.announces(&[
             ("public-ip", "192.0.2.1"),
             ("backend-type", "vxlan"),
@@ -340,7 +351,10 @@ fn the_chart_is_all_that_a_node_needs() {
                 && cluster.on_node("ip -6 route").contains("fd00:10:244:8::/64 ")
         );
         let tables = cluster.on_node("nft list tables");
-        assert!(tables.contains("ip flannel-ipv4") && tables.contains("ip6 flannel-ipv6"), "{tables}");
+        assert!(
+            tables.contains("ip flannel-ipv4") && tables.contains("ip6 flannel-ipv6"),
+            "{tables}"
+        );
         assert!(!cluster.on_node("iptables-save").contains("FLANNEL"));
         daemon.announces(&[("public-ip", "192.0.2.1"), ("public-ipv6", "2001:db8::1")]);
         daemon.has_two_capabilities();

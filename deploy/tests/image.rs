@@ -44,11 +44,15 @@ fn the_image_has_every_program_where_manifests_look_for_it() {
         let version = said(Command::new(image().join("opt/bin").join(program)).arg("--version"));
         assert_eq!(version.trim(), format!("{program} {}", env!("CARGO_PKG_VERSION")));
     }
-    assert!(said(Command::new(image().join("flannel")).env_clear()).contains(env!("CARGO_PKG_VERSION")));
+    assert!(
+        said(Command::new(image().join("flannel")).env_clear()).contains(env!("CARGO_PKG_VERSION"))
+    );
 
     let objects = manifest();
     let pod = &of_kind(&objects, "DaemonSet")["spec"]["template"]["spec"];
-    for container in ["initContainers", "containers"].iter().flat_map(|kind| pod[kind].as_array().unwrap()) {
+    for container in
+        ["initContainers", "containers"].iter().flat_map(|kind| pod[kind].as_array().unwrap())
+    {
         let program = container["command"][0].as_str().unwrap().trim_start_matches('/');
         assert!(names.contains(&program), "{program}");
     }
@@ -98,8 +102,13 @@ fn the_dockerfile_does_nothing_that_is_not_tested_here() {
     let stages = stages();
     let [build, last] = &stages[..] else { panic!("expected two stages: {stages:?}") };
 
-    let needs =
-        include_str!("../build-image-root.sh").split_once("(Debian: ").unwrap().1.split_once(')').unwrap().0;
+    let needs = include_str!("../build-image-root.sh")
+        .split_once("(Debian: ")
+        .unwrap()
+        .1
+        .split_once(')')
+        .unwrap()
+        .0;
     let mut packages: Vec<&str> = needs.split_whitespace().filter(|word| *word != "#").collect();
     packages.sort_unstable();
     let install = format!("apt-get install -y --no-install-recommends {}", packages.join(" "));
@@ -113,8 +122,16 @@ fn the_dockerfile_does_nothing_that_is_not_tested_here() {
     // Whatever cargo needs, which is there or this would not have been built, is not kept away from docker.
     let ignored = include_str!("../../.dockerignore");
     let cargo = include_str!("../../Cargo.toml");
-    let members =
-        cargo.split_once("members = [").unwrap().1.split_once(']').unwrap().0.split('"').skip(1).step_by(2);
+    let members = cargo
+        .split_once("members = [")
+        .unwrap()
+        .1
+        .split_once(']')
+        .unwrap()
+        .0
+        .split('"')
+        .skip(1)
+        .step_by(2);
     for needed in members.chain([
         ".cargo",
         "Cargo.toml",
@@ -131,14 +148,20 @@ fn the_dockerfile_does_nothing_that_is_not_tested_here() {
     }
     // What was linked there finds its C library here, and the compiler is new enough.
     let (rust, debian) = (of(build, "FROM")[0], of(last, "FROM")[0]);
-    let (version, release) =
-        rust.strip_prefix("rust:").unwrap().strip_suffix(" AS build").unwrap().split_once("-slim-").unwrap();
+    let (version, release) = rust
+        .strip_prefix("rust:")
+        .unwrap()
+        .strip_suffix(" AS build")
+        .unwrap()
+        .split_once("-slim-")
+        .unwrap();
     assert_eq!(debian, format!("debian:{release}-slim"));
     let minor = |version: &str| version.split('.').nth(1).unwrap().parse::<u32>().unwrap();
     assert!(minor(version) >= minor(env!("CARGO_PKG_RUST_VERSION")), "{version}");
 
-    let iptables =
-        |v: &str| format!("update-alternatives --set ip{v}tables \"/usr/sbin/ip{v}tables-$IPTABLES\"");
+    let iptables = |v: &str| {
+        format!("update-alternatives --set ip{v}tables \"/usr/sbin/ip{v}tables-$IPTABLES\"")
+    };
     let debians = [
         "apt-get update",
         "apt-get install -y --no-install-recommends ca-certificates iptables",
@@ -148,19 +171,30 @@ fn the_dockerfile_does_nothing_that_is_not_tested_here() {
     assert_eq!((commands(last), of(last, "ARG")), (expected, vec!["IPTABLES=nft"]));
     assert_eq!(of(last, "COPY"), ["--from=build /image/ /"]);
     // Root, as docs/kubernetes.md says why, with what the manifest adds and no more: none is given to a file.
-    assert!(of(last, "USER").is_empty() && !stages.iter().flatten().any(|(_, rest)| rest.contains("setcap")));
+    assert!(
+        of(last, "USER").is_empty()
+            && !stages.iter().flatten().any(|(_, rest)| rest.contains("setcap"))
+    );
     let entry: Vec<String> = serde_json::from_str(of(last, "ENTRYPOINT")[0]).unwrap();
     assert_eq!(entry, ["/opt/bin/flanneld"]);
     let path = of(last, "ENV")[0].strip_prefix("PATH=").unwrap();
-    assert!(path.starts_with("/opt/bin:") && path.split(':').any(|dir| dir == "/usr/sbin"), "{path}");
+    assert!(
+        path.starts_with("/opt/bin:") && path.split(':').any(|dir| dir == "/usr/sbin"),
+        "{path}"
+    );
     let objects = manifest();
     let pod = &of_kind(&objects, "DaemonSet")["spec"]["template"]["spec"];
     let docs = include_str!("../../docs/kubernetes.md");
-    for container in ["initContainers", "containers"].iter().flat_map(|kind| pod[kind].as_array().unwrap()) {
+    for container in
+        ["initContainers", "containers"].iter().flat_map(|kind| pod[kind].as_array().unwrap())
+    {
         assert!(container["securityContext"]["runAsNonRoot"].is_null(), "the image is root's");
         for capability in container["securityContext"]["capabilities"]["add"].as_array().unwrap() {
             let why = format!("- **{}**, of ", capability.as_str().unwrap());
-            assert!(docs.contains(&why), "docs/kubernetes.md does not say what {capability} is for");
+            assert!(
+                docs.contains(&why),
+                "docs/kubernetes.md does not say what {capability} is for"
+            );
         }
     }
 }
@@ -192,7 +226,8 @@ fn what_is_copied_onto_hosts_is_static() {
     as_root("what_is_copied_onto_hosts_is_static", || {
         let dir = tempfile::tempdir().unwrap();
         for name in ["flannel", "opt/bin/install-conf"] {
-            fs::copy(image().join(name), dir.path().join(Path::new(name).file_name().unwrap())).unwrap();
+            fs::copy(image().join(name), dir.path().join(Path::new(name).file_name().unwrap()))
+                .unwrap();
         }
         let inside = |args: &[&str]| said(Command::new("chroot").arg(dir.path()).args(args));
         inside(&["/install-conf", "/flannel", "/copy"]);
@@ -212,7 +247,12 @@ fn static_programs_are_for_the_machine_and_abi_of_the_host() {
         let dir = tempfile::tempdir().unwrap();
         let said = dir.path().join("said");
         for (name, does) in [
-            ("rustc", format!("if [ \"$1\" = -vV ]; then echo 'host: {host}'; else echo /nonexistent; fi")),
+            (
+                "rustc",
+                format!(
+                    "if [ \"$1\" = -vV ]; then echo 'host: {host}'; else echo /nonexistent; fi"
+                ),
+            ),
             ("rustup", format!("echo \"$*\" >{}; exit 1", said.display())),
         ] {
             let program = dir.path().join(name);
@@ -223,7 +263,8 @@ fn static_programs_are_for_the_machine_and_abi_of_the_host() {
         }
         let path = format!("{}:{}", dir.path().display(), std::env::var("PATH").unwrap());
         let script = file("build-image-root.sh");
-        let output = Command::new(script).arg(dir.path().join("image")).env("PATH", path).output().unwrap();
+        let output =
+            Command::new(script).arg(dir.path().join("image")).env("PATH", path).output().unwrap();
         assert!(!output.status.success(), "the compiler for {target} cannot be had");
         let asked = fs::read_to_string(said).unwrap_or_else(|error| panic!("{error}: {output:?}"));
         assert_eq!(asked.trim(), format!("target add {target}"), "on {host}");

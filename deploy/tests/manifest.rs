@@ -17,8 +17,8 @@ use objects::{cleanup, file, key, known_to_the_api, manifest, of_kind, sorted};
 /// What `kubectl kustomize` makes of a directory.
 fn kustomized(dir: &Path) -> Vec<Value> {
     let output = Command::new("kubectl").arg("kustomize").arg(dir).output();
-    let output =
-        output.unwrap_or_else(|error| panic!("`kubectl` is needed (Debian: kubernetes-client): {error}"));
+    let output = output
+        .unwrap_or_else(|error| panic!("`kubectl` is needed (Debian: kubernetes-client): {error}"));
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     deploy::documents(&String::from_utf8(output.stdout).unwrap()).unwrap()
 }
@@ -27,8 +27,14 @@ fn kustomized(dir: &Path) -> Vec<Value> {
 fn every_field_is_known_to_the_api() {
     let objects = manifest();
     let kinds: Vec<String> = objects.iter().map(|object| key(object).0).collect();
-    let order =
-        ["Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "ConfigMap", "DaemonSet"];
+    let order = [
+        "Namespace",
+        "ServiceAccount",
+        "ClusterRole",
+        "ClusterRoleBinding",
+        "ConfigMap",
+        "DaemonSet",
+    ];
     assert_eq!(kinds, order, "what is applied first is needed by what follows");
     for object in &objects {
         known_to_the_api(object).unwrap();
@@ -53,7 +59,11 @@ fn a_field_that_the_api_does_not_know_is_noticed() {
         ("/metadata", json!({ "label": "x" }), ".metadata.label: \"x\" became null"),
     ] {
         let mut set = set.clone();
-        set.pointer_mut(path).unwrap().as_object_mut().unwrap().extend(wrong.as_object().unwrap().clone());
+        set.pointer_mut(path)
+            .unwrap()
+            .as_object_mut()
+            .unwrap()
+            .extend(wrong.as_object().unwrap().clone());
         let error = known_to_the_api(&set).unwrap_err();
         assert!(error.contains(says), "{error}");
     }
@@ -146,7 +156,9 @@ fn the_network_config_is_one_and_the_options_are_flannelds() {
     );
     let container = &of_kind(&objects, "DaemonSet")["spec"]["template"]["spec"]["containers"][0];
     let args = container["args"].as_array().unwrap().iter().map(|arg| arg.as_str().unwrap());
-    flanneld::Options::command().try_get_matches_from(std::iter::once("flanneld").chain(args)).unwrap();
+    flanneld::Options::command()
+        .try_get_matches_from(std::iter::once("flanneld").chain(args))
+        .unwrap();
 }
 
 /// No container asks for more than it needs: the init containers for one capability, flanneld for two.
@@ -168,8 +180,8 @@ fn nothing_is_privileged() {
     }
     // The host's directories of the CNI may belong to somebody else than root.
     assert!(
-        init.iter()
-            .all(|container| container["securityContext"]["capabilities"]["add"] == json!(["DAC_OVERRIDE"]))
+        init.iter().all(|container| container["securityContext"]["capabilities"]["add"]
+            == json!(["DAC_OVERRIDE"]))
     );
     assert_eq!(main[0]["securityContext"]["capabilities"]["add"], json!(["NET_ADMIN", "NET_RAW"]));
     let rules = of_kind(&objects, "ClusterRole")["rules"].clone();
@@ -202,7 +214,11 @@ fn names_belong_together() {
     );
 
     let names = |list: &Value| -> BTreeSet<String> {
-        list.as_array().unwrap().iter().map(|item| item["name"].as_str().unwrap().to_owned()).collect()
+        list.as_array()
+            .unwrap()
+            .iter()
+            .map(|item| item["name"].as_str().unwrap().to_owned())
+            .collect()
     };
     let containers =
         ["initContainers", "containers"].map(|kind| pod[kind].as_array().unwrap().clone()).concat();
@@ -215,7 +231,10 @@ fn names_belong_together() {
         assert!(of.is_null() || of == namespace, "{of}");
     }
     let version = format!("localhost/flannel:v{}", env!("CARGO_PKG_VERSION"));
-    assert!(containers.iter().all(|container| container["image"] == *version), "expected {version}");
+    assert!(
+        containers.iter().all(|container| container["image"] == *version),
+        "expected {version}"
+    );
 }
 
 /// It must neither be taken for flanneld nor miss anything of it.
@@ -247,6 +266,7 @@ fn the_cleanup_runs_where_flannel_did_beside_nothing_of_it() {
     let done = &new["spec"]["containers"][0]["securityContext"];
     assert!(done["capabilities"]["add"].is_null() && done["runAsNonRoot"] == true);
     assert!(
-        done["runAsUser"].as_u64().is_some_and(|user| user > 0) && done["runAsUser"] == done["runAsGroup"]
+        done["runAsUser"].as_u64().is_some_and(|user| user > 0)
+            && done["runAsUser"] == done["runAsGroup"]
     );
 }

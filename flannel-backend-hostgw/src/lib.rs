@@ -2,8 +2,8 @@
 
 use async_trait::async_trait;
 use flannel_core::{
-    Backend, Blueprint, Config, Env, Error, ExternalInterface, Host, KernelNetwork, Lease, LeaseAttrs,
-    LinkName, Network, Object, Owned, Rejected, Result, Route, State, Via,
+    Backend, Blueprint, Config, Env, Error, ExternalInterface, Host, KernelNetwork, Lease,
+    LeaseAttrs, LinkName, Network, Object, Owned, Rejected, Result, Route, State, Via,
 };
 
 /// The backend type in leases.
@@ -73,7 +73,12 @@ impl Backend for HostGw {
 }
 
 /// One route per family, if the peer is on the link.
-fn plan(uplink: LinkName, lease: &Lease, env: &Env<'_>, objects: &mut Vec<Object>) -> Result<(), Rejected> {
+fn plan(
+    uplink: LinkName,
+    lease: &Lease,
+    env: &Env<'_>,
+    objects: &mut Vec<Object>,
+) -> Result<(), Rejected> {
     if lease.attrs.backend_type != TYPE {
         let theirs = &lease.attrs.backend_type;
         return Err(Rejected(format!("its backend type is {theirs:?}, this node's is {TYPE:?}")));

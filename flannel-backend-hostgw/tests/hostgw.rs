@@ -8,11 +8,11 @@ use std::sync::Arc;
 use flannel_backend_hostgw::HostGw;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{
-    Alloc, Backend, Change, Dual, ExternalInterface, Host, Kernel, LeaseAttrs, Owned, Subnet, SubnetManager,
+    Alloc, Backend, Change, Dual, ExternalInterface, Host, Kernel, LeaseAttrs, Owned, Subnet,
+    SubnetManager,
 };
 
-const DUAL: &str =
-    r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"host-gw"}}"#;
+const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"host-gw"}}"#;
 
 /// Without nexthop objects, which the core puts in place of gateways: here it is about what backends plan.
 fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
@@ -48,8 +48,10 @@ async fn a_route_for_every_peer_on_the_link() {
     subnets.put_attrs("10.1.8.0-24&fd00:1:0:8::-64", peer(&["198.51.100.8", "2001:db8::8"]));
     subnets.put_attrs("10.1.9.0-24", peer(&["192.0.2.9"]));
     subnets.put_attrs("10.1.10.0-24", peer(&["203.0.113.10"]));
-    let network =
-        HostGw.register(&host(&kernel, &subnets), &subnets.network_config().await.unwrap()).await.unwrap();
+    let network = HostGw
+        .register(&host(&kernel, &subnets), &subnets.network_config().await.unwrap())
+        .await
+        .unwrap();
     let handle = network.handle();
     assert_eq!(handle.mtu, 1500);
     assert_eq!(
@@ -61,8 +63,10 @@ async fn a_route_for_every_peer_on_the_link() {
     let mut status = handle.status.clone();
     let far = "10.1.8.0-24&fd00:1:0:8::-64";
     let first = status.wait_for(|status| status.in_sync).await.unwrap().clone();
-    let reason = "its public address 198.51.100.8 is not directly on the link eth0, which host-gw needs";
-    let farther = "its public address 203.0.113.10 is not directly on the link eth0, which host-gw needs";
+    let reason =
+        "its public address 198.51.100.8 is not directly on the link eth0, which host-gw needs";
+    let farther =
+        "its public address 203.0.113.10 is not directly on the link eth0, which host-gw needs";
     assert_eq!(
         first.remarks.keys().cloned().collect::<Vec<_>>(),
         [format!("the lease 10.1.10.0-24: {farther}"), format!("the lease {far}: {reason}")]
@@ -96,7 +100,8 @@ async fn unused_addresses_of_the_own_subnets_are_dropped_while_that_is_wanted() 
     subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer(&["192.0.2.7", "2001:db8::7"]));
     let config = subnets.network_config().await.unwrap();
     let (v4, v6) = ("route blackhole 10.1.1.0/24 metric", "route blackhole fd00:1:0:1::/64 metric");
-    let dropped = || kernel.dump().into_iter().filter(|line| line.contains("blackhole")).collect::<Vec<_>>();
+    let dropped =
+        || kernel.dump().into_iter().filter(|line| line.contains("blackhole")).collect::<Vec<_>>();
     for wanted in [true, false] {
         let mut network = HostGw.register(&host(&kernel, &subnets), &config).await.unwrap();
         if wanted {
@@ -107,9 +112,14 @@ async fn unused_addresses_of_the_own_subnets_are_dropped_while_that_is_wanted() 
         let mut status = handle.status.clone();
         status.wait_for(|status| status.in_sync && status.peers == 1).await.unwrap();
         if wanted {
-            assert!(dropped()[0].starts_with(v4) && dropped()[1].starts_with(v6), "{:?}", dropped());
+            assert!(
+                dropped()[0].starts_with(v4) && dropped()[1].starts_with(v6),
+                "{:?}",
+                dropped()
+            );
             // Somebody removes one; that a bridge's route comes and goes is none of our business.
-            let route = kernel.state().iter().find(|o| o.to_string().starts_with(v4)).unwrap().clone();
+            let route =
+                kernel.state().iter().find(|o| o.to_string().starts_with(v4)).unwrap().clone();
             kernel.other().apply(&Owned::default(), &[Change::Delete(route)]);
             status.wait_for(|status| status.in_sync && status.repaired == 1).await.unwrap();
             assert_eq!(dropped().len(), 2);
@@ -135,8 +145,9 @@ async fn a_public_address_that_is_not_the_interfaces_is_refused() {
     let error = HostGw.register(&bare, &config).await.unwrap_err().to_string();
     assert!(error.contains("eth0 has no IPv4 address"), "{error}");
     for iface in [&nat.iface, &bare.iface] {
-        let refused =
-            HostGw.register(&Host { iface: iface.clone(), ..host(&kernel, &subnets) }, &config).await;
+        let refused = HostGw
+            .register(&Host { iface: iface.clone(), ..host(&kernel, &subnets) }, &config)
+            .await;
         let judged = HostGw.check(&config, Some(iface)).unwrap_err();
         assert_eq!(judged.to_string(), refused.unwrap_err().to_string(), "before anything is done");
     }

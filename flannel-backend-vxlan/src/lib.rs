@@ -9,7 +9,8 @@ use std::time::{Duration, SystemTime};
 use async_trait::async_trait;
 use flannel_core::{
     Addr, Backend, Blueprint, Config, Dual, Error, ExternalInterface, Family, Host, KernelNetwork,
-    LeaseAttrs, Link, LinkKind, LinkName, MacAddr, Network, Object, Owned, Result, State, Vxlan, live_view,
+    LeaseAttrs, Link, LinkKind, LinkName, MacAddr, Network, Object, Owned, Result, State, Vxlan,
+    live_view,
 };
 
 pub use options::Options;
@@ -61,7 +62,8 @@ impl Backend for VxlanBackend {
         let names = self.devices(config)?;
         let underlay = underlay(config, Some(&host.iface))?.unwrap_or(host.iface.mtu);
         let macs = choose_macs(host, &names, options.vni).await?;
-        let links = names.try_map(|family, name| device(host, (&options, underlay), family, *name, &macs))?;
+        let links = names
+            .try_map(|family, name| device(host, (&options, underlay), family, *name, &macs))?;
         let mtu = links.values().map(|link| link.mtu).min();
         let mtu = mtu.ok_or_else(|| refuse("the network config enables no family".into()))?;
 
@@ -192,8 +194,10 @@ fn device(
 /// A MAC address for each device: see [`mac`].
 async fn choose_macs(host: &Host, names: &Dual<LinkName>, vni: u32) -> Result<Dual<MacAddr>> {
     let owned = Owned { links: names.values().copied().collect(), ..Owned::default() };
-    let there =
-        host.kernel.snapshot(&owned).map_err(|source| Error::Kernel { object: "links".into(), source })?;
+    let there = host
+        .kernel
+        .snapshot(&owned)
+        .map_err(|source| Error::Kernel { object: "links".into(), source })?;
     let devices = there.iter().filter_map(|object| match object {
         Object::Link(Link { name, kind: LinkKind::Vxlan(vxlan), .. }) => Some((*name, vxlan.mac)),
         _ => None,

@@ -17,10 +17,12 @@ pub(crate) fn taken<'a>(
     leases: impl Iterator<Item = &'a Lease>,
     public: &Dual<std::net::IpAddr>,
 ) -> BTreeSet<MacAddr> {
-    let ours =
-        |lease: &Lease| public.values().any(|ours| lease.attrs.public.values().any(|theirs| ours == theirs));
-    let macs =
-        |lease: &'a Lease| Family::BOTH.into_iter().filter_map(|family| published(&lease.attrs, family));
+    let ours = |lease: &Lease| {
+        public.values().any(|ours| lease.attrs.public.values().any(|theirs| ours == theirs))
+    };
+    let macs = |lease: &'a Lease| {
+        Family::BOTH.into_iter().filter_map(|family| published(&lease.attrs, family))
+    };
     leases.filter(|lease| !ours(lease)).flat_map(macs).collect()
 }
 
@@ -34,7 +36,8 @@ pub(crate) fn choose(
 ) -> MacAddr {
     let known = published.into_iter().chain(device);
     let derived = (0u64..).map(|salt| derive(&format!("{seed} {salt}")));
-    let mut candidates = known.chain(derived).filter(|mac| mac.is_unicast() && !taken.contains(mac));
+    let mut candidates =
+        known.chain(derived).filter(|mac| mac.is_unicast() && !taken.contains(mac));
     candidates.next().expect("the derived addresses do not end, and differ")
 }
 
@@ -61,7 +64,11 @@ mod tests {
         let derived = choose(None, None, "seed", &none);
         assert_eq!(derived, choose(None, None, "seed", &none), "stable");
         assert_ne!(derived, choose(None, None, "other seed", &none));
-        assert_ne!(derived, choose(None, None, "seed", &[derived].into()), "cloned machines differ");
+        assert_ne!(
+            derived,
+            choose(None, None, "seed", &[derived].into()),
+            "cloned machines differ"
+        );
         assert!(derived.is_unicast() && derived.0[0] & 2 == 2, "locally administered");
         assert_ne!(choose(Some(MacAddr([0; 6])), None, "seed", &none), MacAddr([0; 6]));
     }

@@ -46,8 +46,12 @@ impl Options {
             return Err(fields.error("VNI", &vni, vni_range));
         }
         let port = number("Port", "a UDP port, 0 for 8472", u64::from(u16::MAX))?.unwrap_or(0);
-        let mtu = number("MTU", "the underlay's MTU in bytes, at most the interface's, 0 for that", 65_535)?
-            .unwrap_or(0);
+        let mtu = number(
+            "MTU",
+            "the underlay's MTU in bytes, at most the interface's, 0 for that",
+            65_535,
+        )?
+        .unwrap_or(0);
         Ok(Self {
             // Both are below their maxima, which fit.
             vni: vni as u32,
@@ -72,12 +76,24 @@ mod tests {
 
     #[test]
     fn defaults_and_all_options() {
-        let defaults =
-            Options { vni: 1, port: 8472, mtu: None, gbp: false, learning: false, direct_routing: false };
+        let defaults = Options {
+            vni: 1,
+            port: 8472,
+            mtu: None,
+            gbp: false,
+            learning: false,
+            direct_routing: false,
+        };
         assert_eq!(parse(r#"{"Type":"vxlan"}"#).unwrap(), defaults);
         let all = r#"{"type":"vxlan","vni":7,"port":4789,"mtu":1400,"gbp":true,"learning":true,"directrouting":true}"#;
-        let expected =
-            Options { vni: 7, port: 4789, mtu: Some(1400), gbp: true, learning: true, direct_routing: true };
+        let expected = Options {
+            vni: 7,
+            port: 4789,
+            mtu: Some(1400),
+            gbp: true,
+            learning: true,
+            direct_routing: true,
+        };
         assert_eq!(parse(all).unwrap(), expected);
     }
 

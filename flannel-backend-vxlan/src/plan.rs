@@ -6,8 +6,8 @@
 //! **Source**: flannel `pkg/backend/vxlan/vxlan_network.go: handleSubnetEvents`.
 
 use flannel_core::{
-    Dual, Endpoint, Env, Fdb, FieldError, Fields, Lease, LinkName, MacAddr, Neigh, Object, Rejected, Route,
-    Via,
+    Dual, Endpoint, Env, Fdb, FieldError, Fields, Lease, LinkName, MacAddr, Neigh, Object,
+    Rejected, Route, Via,
 };
 
 /// The backend type in leases.
@@ -30,7 +30,9 @@ impl Plan {
     ) -> Result<(), Rejected> {
         if lease.attrs.backend_type != TYPE {
             let theirs = &lease.attrs.backend_type;
-            return Err(Rejected(format!("its backend type is {theirs:?}, this node's is {TYPE:?}")));
+            return Err(Rejected(format!(
+                "its backend type is {theirs:?}, this node's is {TYPE:?}"
+            )));
         }
         let mut bad = None;
         for peer in lease.endpoints() {
@@ -42,8 +44,9 @@ impl Plan {
             }
         }
         if out.is_empty() {
-            let nothing =
-                || Rejected("it has no public address with backend data for any enabled family".into());
+            let nothing = || {
+                Rejected("it has no public address with backend data for any enabled family".into())
+            };
             return Err(bad.unwrap_or_else(nothing));
         }
         Ok(())
@@ -69,7 +72,9 @@ impl Plan {
         let gateway = dst.base();
         out.push(Neigh { link, address: gateway, mac }.into());
         out.push(Fdb { link, mac, dst: public }.into());
-        out.push(Route { dst, via: Via::Gateway { gateway, link, onlink: true }, mtu: None }.into());
+        out.push(
+            Route { dst, via: Via::Gateway { gateway, link, onlink: true }, mtu: None }.into(),
+        );
         Ok(())
     }
 }

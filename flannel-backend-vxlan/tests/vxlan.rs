@@ -7,18 +7,19 @@ use std::sync::Arc;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{
-    Backend, Config, Dual, ExternalInterface, Hints, Host, LeaseAttrs, Link, LinkKind, MacAddr, Network,
-    Object, Result, SubnetManager, Vxlan,
+    Backend, Config, Dual, ExternalInterface, Hints, Host, LeaseAttrs, Link, LinkKind, MacAddr,
+    Network, Object, Result, SubnetManager, Vxlan,
 };
 
-const DUAL: &str =
-    r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
+const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
 
 /// Without nexthop objects, which the core puts in place of gateways: here it is about what backends plan.
 fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
     kernel.use_nexthops(false);
-    let address: Dual<std::net::IpAddr> =
-        ["192.0.2.1", "2001:db8::1"].into_iter().map(|a| a.parse::<std::net::IpAddr>().unwrap()).collect();
+    let address: Dual<std::net::IpAddr> = ["192.0.2.1", "2001:db8::1"]
+        .into_iter()
+        .map(|a| a.parse::<std::net::IpAddr>().unwrap())
+        .collect();
     Host {
         iface: ExternalInterface {
             name: "eth0".parse().unwrap(),
@@ -66,7 +67,8 @@ fn without_macs(dump: &[String]) -> Vec<String> {
 #[tokio::test]
 async fn dual_stack_objects() {
     let objects = dump(DUAL, |_, subnets| {
-        let attrs = peer(["198.51.100.7", "2001:db8:7::7"], ["0a:00:00:00:00:07", "0a:00:00:00:06:07"]);
+        let attrs =
+            peer(["198.51.100.7", "2001:db8:7::7"], ["0a:00:00:00:00:07", "0a:00:00:00:06:07"]);
         subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", attrs);
     });
     let objects = objects.await;
@@ -75,7 +77,9 @@ async fn dual_stack_objects() {
         ["link flannel-v6.1 mtu 1430 up", "link flannel.1 mtu 1450 up"],
         "70 bytes for IPv6, 50 for IPv4"
     );
-    assert!(objects[0].ends_with("type vxlan id 1 dstport 8472 local 2001:db8::1 dev eth0 nolearning"));
+    assert!(
+        objects[0].ends_with("type vxlan id 1 dstport 8472 local 2001:db8::1 dev eth0 nolearning")
+    );
     assert_eq!(
         objects[2..],
         [
@@ -102,7 +106,8 @@ async fn one_family_alone() {
         ),
     ] {
         let put = |_: &FakeKernel, subnets: &FakeSubnets| {
-            let attrs = peer(["198.51.100.7", "2001:db8:7::7"], ["0a:00:00:00:00:07", "0a:00:00:00:06:07"]);
+            let attrs =
+                peer(["198.51.100.7", "2001:db8:7::7"], ["0a:00:00:00:00:07", "0a:00:00:00:06:07"]);
             subnets.put_attrs(key, attrs);
         };
         let objects = dump(config, put).await;
@@ -113,14 +118,16 @@ async fn one_family_alone() {
 
 #[tokio::test]
 async fn direct_routing_needs_no_tunnel_to_peers_on_the_link() {
-    let config =
-        r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","DirectRouting":true,"VNI":9,"MTU":1400}}"#;
+    let config = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","DirectRouting":true,"VNI":9,"MTU":1400}}"#;
     let put = |_: &FakeKernel, subnets: &FakeSubnets| {
         for (key, public) in [("10.1.7.0-24", "198.51.100.7"), ("10.1.8.0-24", "192.0.2.8")] {
             let last = public.rsplit('.').next().unwrap();
             subnets.put_attrs(
                 key,
-                peer([public, "2001:db8::9"], [&format!("0a:00:00:00:00:0{last}"), "0a:00:00:00:00:99"]),
+                peer(
+                    [public, "2001:db8::9"],
+                    [&format!("0a:00:00:00:00:0{last}"), "0a:00:00:00:00:99"],
+                ),
             );
         }
     };
@@ -146,7 +153,8 @@ async fn a_bad_peer_disturbs_no_other_and_is_explained() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(DUAL));
     let good = peer(["198.51.100.7", "2001:db8:7::7"], ["0a:00:00:00:00:07", "0a:00:00:00:06:07"]);
     let change = |edit: fn(&mut LeaseAttrs)| {
-        let mut attrs = peer(["198.51.100.8", "2001:db8:7::8"], ["0a:00:00:00:00:08", "0a:00:00:00:06:08"]);
+        let mut attrs =
+            peer(["198.51.100.8", "2001:db8:7::8"], ["0a:00:00:00:00:08", "0a:00:00:00:06:08"]);
         edit(&mut attrs);
         attrs
     };
@@ -164,7 +172,8 @@ async fn a_bad_peer_disturbs_no_other_and_is_explained() {
     ];
     subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", good);
     for (n, (attrs, _)) in bad.iter().enumerate() {
-        subnets.put_attrs(&format!("10.1.{}.0-24&fd00:1:0:{:x}::-64", n + 20, n + 20), attrs.clone());
+        subnets
+            .put_attrs(&format!("10.1.{}.0-24&fd00:1:0:{:x}::-64", n + 20, n + 20), attrs.clone());
     }
     let network = register(&kernel, &subnets).await.unwrap();
     let mut status = network.handle().status;
@@ -185,7 +194,8 @@ async fn a_bad_peer_disturbs_no_other_and_is_explained() {
 #[tokio::test]
 async fn one_bad_family_of_a_peer_does_not_cost_the_other() {
     let objects = dump(DUAL, |_, subnets| {
-        let mut attrs = peer(["198.51.100.7", "2001:db8:7::7"], ["0a:00:00:00:00:07", "0a:00:00:00:06:07"]);
+        let mut attrs =
+            peer(["198.51.100.7", "2001:db8:7::7"], ["0a:00:00:00:00:07", "0a:00:00:00:06:07"]);
         attrs.backend_data.v6 = Some(r#"{"VtepMAC":"x"}"#.into());
         subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", attrs);
     });
@@ -195,7 +205,8 @@ async fn one_bad_family_of_a_peer_does_not_cost_the_other() {
 #[tokio::test]
 async fn a_peer_that_published_one_family_is_reached_by_it() {
     let objects = dump(DUAL, |_, subnets| {
-        let mut attrs = peer(["198.51.100.7", "2001:db8:7::7"], ["0a:00:00:00:00:07", "0a:00:00:00:06:07"]);
+        let mut attrs =
+            peer(["198.51.100.7", "2001:db8:7::7"], ["0a:00:00:00:00:07", "0a:00:00:00:06:07"]);
         (attrs.public.v6, attrs.backend_data.v6) = (None, None);
         subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", attrs);
     });
@@ -203,7 +214,8 @@ async fn a_peer_that_published_one_family_is_reached_by_it() {
 }
 
 fn device(name: &str, mac: MacAddr, vni: u32) -> Link {
-    let vxlan = Vxlan { vni, port: 8472, mac, local: None, lower: None, learning: true, gbp: false };
+    let vxlan =
+        Vxlan { vni, port: 8472, mac, local: None, lower: None, learning: true, gbp: false };
     Link { name: name.parse().unwrap(), mtu: 1000, up: false, kind: LinkKind::Vxlan(vxlan) }
 }
 
@@ -227,11 +239,17 @@ async fn the_mac_is_the_published_one_else_the_devices_else_a_stable_one() {
 
     let (kernel, subnets) = fresh();
     kernel.foreign_put(device("flannel.1", mac(5), 1), 0);
-    assert_eq!(lease_of(kernel.clone(), subnets.clone()).await, r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:05"}"#);
+    assert_eq!(
+        lease_of(kernel.clone(), subnets.clone()).await,
+        r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:05"}"#
+    );
 
     let attrs = peer(["192.0.2.1", "2001:db8::1"], ["0a:00:00:00:00:06", "0a:00:00:00:00:07"]);
     subnets.set_hints(Hints { last_published: Some(attrs), ..Hints::default() });
-    assert_eq!(lease_of(kernel.clone(), subnets.clone()).await, r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:06"}"#);
+    assert_eq!(
+        lease_of(kernel.clone(), subnets.clone()).await,
+        r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:06"}"#
+    );
 
     let clone = peer(["192.0.2.9", "2001:db8::9"], ["0a:00:00:00:00:06", "0a:00:00:00:00:05"]);
     subnets.put_attrs("10.1.9.0-24", clone);
@@ -287,7 +305,10 @@ async fn what_does_not_fit_is_refused_with_the_reason() {
     let config = Config::parse(DUAL).unwrap();
     let small = ExternalInterface { mtu: 1349, ..host.iface.clone() };
     let error = VxlanBackend.check(&config, Some(&small)).unwrap_err().to_string();
-    assert!(error.contains("the interface's MTU 1349 is too small for IPv6: at least 1350"), "{error}");
+    assert!(
+        error.contains("the interface's MTU 1349 is too small for IPv6: at least 1350"),
+        "{error}"
+    );
     for iface in [&ExternalInterface { mtu: 1350, ..small }, &host.iface] {
         VxlanBackend.check(&config, Some(iface)).unwrap();
     }
@@ -295,5 +316,8 @@ async fn what_does_not_fit_is_refused_with_the_reason() {
     let config = subnets.network_config().await.unwrap();
     let error = VxlanBackend.register(&host, &config).await.unwrap_err().to_string();
     assert!(error.contains("eth0 has no IPv6 address"), "{error}");
-    assert!(kernel.state().iter().all(|object| !matches!(object, Object::Link(_))), "nothing was touched");
+    assert!(
+        kernel.state().iter().all(|object| !matches!(object, Object::Link(_))),
+        "nothing was touched"
+    );
 }

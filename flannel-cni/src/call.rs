@@ -28,7 +28,8 @@ pub enum Command {
 }
 
 impl Command {
-    const ALL: [Self; 6] = [Self::Add, Self::Del, Self::Check, Self::Status, Self::Gc, Self::Version];
+    const ALL: [Self; 6] =
+        [Self::Add, Self::Del, Self::Check, Self::Status, Self::Gc, Self::Version];
 
     /// What `CNI_COMMAND` calls it.
     pub const fn name(self) -> &'static str {
@@ -102,10 +103,13 @@ impl Call {
             return Err(bad(format!("required env variables [{}] missing", missing.join(","))));
         }
         if command.requires("CNI_CONTAINERID") && !is_name(&container) {
-            return Err(bad("invalid characters in CNI_CONTAINERID".into()).with_details(&container));
+            return Err(
+                bad("invalid characters in CNI_CONTAINERID".into()).with_details(&container)
+            );
         }
         if command.requires("CNI_IFNAME") && !is_ifname(&ifname) {
-            let right = "a link name has 1 to 15 bytes without /, : and white space, and is not . or ..";
+            let right =
+                "a link name has 1 to 15 bytes without /, : and white space, and is not . or ..";
             return Err(bad(format!("CNI_IFNAME is {ifname:?}")).with_details(right));
         }
         let netns_override = text("CNI_NETNS_OVERRIDE")?;

@@ -42,7 +42,10 @@ impl Delegate {
     /// without saying why.
     pub(crate) fn run(&self, command: Command, call: &Call, conf: &[u8]) -> Result<Vec<u8>> {
         let output = self.output(command, call, conf).map_err(|error| {
-            Error::new(Code::IO, format!("failed to run plugin {}: {error}", self.program.display()))
+            Error::new(
+                Code::IO,
+                format!("failed to run plugin {}: {error}", self.program.display()),
+            )
         })?;
         // Informational only: nothing can be done about a stderr that is closed.
         let _ = io::stderr().write_all(&output.stderr);
@@ -84,7 +87,9 @@ fn spawn(process: &mut Process) -> io::Result<std::process::Child> {
     let mut tries = 0;
     loop {
         match process.spawn() {
-            Err(error) if error.kind() == io::ErrorKind::ExecutableFileBusy && tries < 50 => tries += 1,
+            Err(error) if error.kind() == io::ErrorKind::ExecutableFileBusy && tries < 50 => {
+                tries += 1
+            }
             done => return done,
         }
         #[expect(
@@ -128,7 +133,8 @@ mod tests {
 
     #[test]
     fn a_delegate_gets_the_call_and_the_config() {
-        let script = "echo $CNI_COMMAND $CNI_CONTAINERID $CNI_IFNAME [$CNI_NETNS] ${#CNI_PATH}; cat";
+        let script =
+            "echo $CNI_COMMAND $CNI_CONTAINERID $CNI_IFNAME [$CNI_NETNS] ${#CNI_PATH}; cat";
         let answer = run(script, b"conf").unwrap();
         assert!(answer.starts_with("CHECK c1 eth0 [] ") && answer.ends_with("\nconf"), "{answer}");
     }
@@ -136,16 +142,23 @@ mod tests {
     #[test]
     fn big_configs_and_big_answers_do_not_wait_for_each_other() {
         let conf = vec![b'x'; 1 << 20];
-        assert_eq!(run("head -c 1000000 /dev/zero | tr '\\0' y; wc -c", &conf).unwrap().len(), 1_000_000 + 8);
+        assert_eq!(
+            run("head -c 1000000 /dev/zero | tr '\\0' y; wc -c", &conf).unwrap().len(),
+            1_000_000 + 8
+        );
         assert_eq!(run("exec 0<&-; echo done", &conf).unwrap(), "done\n");
     }
 
     #[test]
     fn what_it_says_is_what_we_say() {
-        let error = run(r#"echo '{"code":11,"msg":"wait","details":"a bit"}'; exit 1"#, b"").unwrap_err();
+        let error =
+            run(r#"echo '{"code":11,"msg":"wait","details":"a bit"}'; exit 1"#, b"").unwrap_err();
         assert_eq!((error.code, error.to_string().as_str()), (Code(11), "wait; a bit"));
         for (script, says) in [
-            ("echo gone wrong; exit 3", r#"plugin "plugin" failed at CHECK: "gone wrong": exit status: 3"#),
+            (
+                "echo gone wrong; exit 3",
+                r#"plugin "plugin" failed at CHECK: "gone wrong": exit status: 3"#,
+            ),
             ("echo on stderr >&2; exit 1", r#""on stderr": exit status: 1"#),
             ("exit 1", "no message: exit status: 1"),
             ("kill -9 $$", "no message: signal: 9"),
@@ -159,7 +172,12 @@ mod tests {
     fn a_plugin_that_is_not_there_or_cannot_be_run_is_named() {
         let dir = tempfile::tempdir().unwrap();
         for kind in ["", "a/b", "../x"] {
-            assert!(Delegate::find(kind, &call(dir.path())).unwrap_err().msg.contains("invalid plugin name"));
+            assert!(
+                Delegate::find(kind, &call(dir.path()))
+                    .unwrap_err()
+                    .msg
+                    .contains("invalid plugin name")
+            );
         }
         fs::create_dir(dir.path().join("a-directory")).unwrap();
         for kind in ["absent", "a-directory"] {

@@ -29,10 +29,14 @@ impl DelegateConf {
             return invalid("'delegate' dictionary, if present, must have (string) 'type' field");
         }
         if delegate.contains_key("name") {
-            return invalid("'delegate' dictionary must not have 'name' field, it'll be set by flannel");
+            return invalid(
+                "'delegate' dictionary must not have 'name' field, it'll be set by flannel",
+            );
         }
         if delegate.contains_key("ipam") {
-            return invalid("'delegate' dictionary must not have 'ipam' field, it'll be set by flannel");
+            return invalid(
+                "'delegate' dictionary must not have 'ipam' field, it'll be set by flannel",
+            );
         }
         if let Some(runtime_config) = &conf.runtime_config {
             delegate.insert("runtimeConfig".into(), Value::Object(runtime_config.clone()));
@@ -51,8 +55,13 @@ impl DelegateConf {
         if let Some(version) = &conf.cni_version {
             delegate.insert("cniVersion".into(), version.clone().into());
         }
-        if delegate.get("cniVersion").is_some_and(|version| !version.is_string() && !version.is_null()) {
-            return invalid("'delegate' dictionary must have a (string) 'cniVersion' field, if any");
+        if delegate
+            .get("cniVersion")
+            .is_some_and(|version| !version.is_string() && !version.is_null())
+        {
+            return invalid(
+                "'delegate' dictionary must have a (string) 'cniVersion' field, if any",
+            );
         }
         delegate.insert("ipam".into(), ipam(conf, env)?);
         delegate.values_mut().for_each(write_numbers_as_go_does);
@@ -78,7 +87,9 @@ impl DelegateConf {
 
     /// The version that it is of, as text; the oldest if it does not say.
     pub(crate) fn version(&self) -> &str {
-        self.text("cniVersion").filter(|text| !text.is_empty()).unwrap_or(SpecVersion::OLDEST.as_str())
+        self.text("cniVersion")
+            .filter(|text| !text.is_empty())
+            .unwrap_or(SpecVersion::OLDEST.as_str())
     }
 
     /// The same with `value` as `key`.
@@ -89,7 +100,8 @@ impl DelegateConf {
 
     /// Its JSON text.
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
-        let text = serde_json::to_string(&self.0).expect("a JSON object with strings as keys can be written");
+        let text = serde_json::to_string(&self.0)
+            .expect("a JSON object with strings as keys can be written");
         compact(&text).into_bytes()
     }
 
@@ -125,7 +137,9 @@ fn checked(route: &Value) -> Result<Value> {
         Some(format!("{address}/{len}"))
     };
     let dst = route.get("dst").and_then(Value::as_str).and_then(destination);
-    let Some((mut fields, dst)) = route.as_object().cloned().zip(dst) else { return Err(no_routes(route)) };
+    let Some((mut fields, dst)) = route.as_object().cloned().zip(dst) else {
+        return Err(no_routes(route));
+    };
     fields.insert("dst".into(), dst.into());
     match fields.get("gw") {
         None => {}
@@ -138,7 +152,10 @@ fn checked(route: &Value) -> Result<Value> {
 
 fn no_routes(value: &Value) -> Error {
     let expected = r#"a list such as [{"dst": "0.0.0.0/0", "gw": "10.1.5.1"}]"#;
-    Error::new(Code::NETWORK_CONFIG, format!("failed to parse ipam.routes: {value}: expected {expected}"))
+    Error::new(
+        Code::NETWORK_CONFIG,
+        format!("failed to parse ipam.routes: {value}: expected {expected}"),
+    )
 }
 
 /// Whole numbers without a point or an exponent: a delegate in Go reads no `1e+06` where it wants an integer.
@@ -148,7 +165,8 @@ fn write_numbers_as_go_does(value: &mut Value) {
     const EXACT: f64 = 9_007_199_254_740_992.0;
     match value {
         Value::Number(number) if number.is_f64() => {
-            let whole = number.as_f64().filter(|float| float.fract() == 0.0 && float.abs() <= EXACT);
+            let whole =
+                number.as_f64().filter(|float| float.fract() == 0.0 && float.abs() <= EXACT);
             if let Some(float) = whole {
                 *value = (float as i64).into();
             }
@@ -182,12 +200,15 @@ mod tests {
     #[test]
     fn the_bytes_are_those_of_the_go_plugin() {
         let mut seen = 0;
-        for case in std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")).unwrap() {
+        for case in
+            std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")).unwrap()
+        {
             let dir = case.unwrap().path();
             let read = |name: &str| std::fs::read_to_string(dir.join(name)).unwrap();
             let conf = NetConf::parse(read("conf.json").as_bytes()).unwrap();
             let delegate =
-                DelegateConf::new(&conf, &SubnetEnv::read(&dir.join("subnet.env")).unwrap()).unwrap();
+                DelegateConf::new(&conf, &SubnetEnv::read(&dir.join("subnet.env")).unwrap())
+                    .unwrap();
             let bytes = String::from_utf8(delegate.to_bytes()).unwrap();
             assert_eq!(bytes, read("delegate.json"), "{}", dir.display());
             assert_eq!(DelegateConf::from_saved(bytes.as_bytes()).unwrap(), delegate);
@@ -210,7 +231,10 @@ mod tests {
             (r#","ipam":{"routes":[{"dst":"0.0.0.0/0","gw":"x"}]}"#, r#""gw":"x""#),
         ] {
             let error = DelegateConf::new(&conf(fields), &env()).unwrap_err();
-            assert!(error.code == Code::NETWORK_CONFIG && error.msg.contains(says), "{fields}: {error}");
+            assert!(
+                error.code == Code::NETWORK_CONFIG && error.msg.contains(says),
+                "{fields}: {error}"
+            );
         }
     }
 
@@ -218,8 +242,11 @@ mod tests {
     fn numbers_and_unknown_keys_lose_nothing() {
         let fields = r#","delegate":{"big":18446744073709551615,"huge":1e300},
             "ipam":{"routes":[{"dst":"10.9.1.1/8","gw":null,"table":7,"new":[1]}]}"#;
-        let text = String::from_utf8(DelegateConf::new(&conf(fields), &env()).unwrap().to_bytes()).unwrap();
-        for whole in [r#""big":18446744073709551615"#, r#"{"dst":"10.9.1.1/8","new":[1],"table":7}"#] {
+        let text = String::from_utf8(DelegateConf::new(&conf(fields), &env()).unwrap().to_bytes())
+            .unwrap();
+        for whole in
+            [r#""big":18446744073709551615"#, r#"{"dst":"10.9.1.1/8","new":[1],"table":7}"#]
+        {
             assert!(text.contains(whole), "{text}");
         }
         let huge: Value = serde_json::from_str(&text).unwrap();

@@ -107,19 +107,25 @@ mod tests {
 
     #[test]
     fn an_error_object_is_what_the_specification_says() {
-        let error = Error::new(Code::NETWORK_CONFIG, "a \"b\"\n").with_version("0.4.0".parse().unwrap());
+        let error =
+            Error::new(Code::NETWORK_CONFIG, "a \"b\"\n").with_version("0.4.0".parse().unwrap());
         assert_eq!(
             error.to_json(),
             "{\n    \"cniVersion\": \"0.4.0\",\n    \"code\": 7,\n    \"msg\": \"a \\\"b\\\"\\n\"\n}\n"
         );
         let error = error.with_details("c").with_details("d");
         assert!(error.to_json().ends_with(",\n    \"details\": \"c; d\"\n}\n"));
-        assert_eq!(Error::from_json(error.to_json().as_bytes()).unwrap().to_string(), "a \"b\"\n; c; d");
+        assert_eq!(
+            Error::from_json(error.to_json().as_bytes()).unwrap().to_string(),
+            "a \"b\"\n; c; d"
+        );
     }
 
     #[test]
     fn what_is_no_error_object_is_not_taken_for_one() {
-        for other in ["", "null", "[]", "{}", r#"{"msg":"x"}"#, r#"{"code":"7","msg":"x"}"#, "panic: x"] {
+        for other in
+            ["", "null", "[]", "{}", r#"{"msg":"x"}"#, r#"{"code":"7","msg":"x"}"#, "panic: x"]
+        {
             assert_eq!(Error::from_json(other.as_bytes()), None, "{other}");
         }
     }

@@ -49,8 +49,10 @@ pub fn install(source: &Path, destination: &Path) -> Result<(), InstallError> {
     let mut begin = OsString::from(".");
     begin.push(name);
     begin.push(".tmp");
-    let dir =
-        destination.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."));
+    let dir = destination
+        .parent()
+        .filter(|dir| !dir.as_os_str().is_empty())
+        .unwrap_or_else(|| Path::new("."));
 
     let cannot = |verb, path: &Path| {
         let path = path.to_owned();
@@ -62,8 +64,8 @@ pub fn install(source: &Path, destination: &Path) -> Result<(), InstallError> {
     sweep(dir, &begin);
     let (temporary, to) = create(dir, &begin)?;
     let copied = copy(from, to, mode).map_err(cannot("write", &temporary));
-    let named =
-        copied.and_then(|()| fs::rename(&temporary, destination).map_err(cannot("replace", destination)));
+    let named = copied
+        .and_then(|()| fs::rename(&temporary, destination).map_err(cannot("replace", destination)));
     named.inspect_err(|_| {
         // That this fails too takes nothing but room, and the next one tries again.
         let _ = fs::remove_file(&temporary);
@@ -144,7 +146,10 @@ mod tests {
         std::os::unix::fs::symlink("target", &link).unwrap();
         let open = File::open(&target).unwrap();
         install(&source, &link).unwrap();
-        assert_eq!((fs::read(&link).unwrap(), fs::read(&target).unwrap()), (b"new".into(), b"old".into()));
+        assert_eq!(
+            (fs::read(&link).unwrap(), fs::read(&target).unwrap()),
+            (b"new".into(), b"old".into())
+        );
         install(&source, &target).unwrap();
         assert_eq!(
             (fs::read(&target).unwrap(), io::read_to_string(open).unwrap()),
@@ -196,7 +201,10 @@ mod tests {
             ("source", "..", "is no name of a file"),
         ] {
             let error = install(&path(source), &path(destination)).unwrap_err().to_string();
-            assert!(error.contains(says) && error.contains(dir.path().to_str().unwrap()), "{error}");
+            assert!(
+                error.contains(says) && error.contains(dir.path().to_str().unwrap()),
+                "{error}"
+            );
         }
         assert_eq!(names(dir.path()), ["dir", "source"]);
     }

@@ -42,8 +42,10 @@ pub fn main() -> ExitCode {
     match stdout.write_all(&text).and_then(|()| stdout.flush()) {
         Ok(()) => status,
         Err(error) => {
-            let _ =
-                writeln!(std::io::stderr(), "flannel: the answer could not be written to stdout: {error}");
+            let _ = writeln!(
+                std::io::stderr(),
+                "flannel: the answer could not be written to stdout: {error}"
+            );
             ExitCode::FAILURE
         }
     }
@@ -65,7 +67,8 @@ fn call_from_process() -> Result<Option<(Call, Vec<u8>)>> {
 /// **Source**: cni-plugin `flannel.go: main`, cni `pkg/skel: pluginMain`.
 fn about() -> String {
     let (os, arch) = (std::env::consts::OS, version::go_arch(std::env::consts::ARCH));
-    let (version, commit) = (env!("CARGO_PKG_VERSION"), option_env!("FLANNEL_COMMIT").unwrap_or("unknown"));
+    let (version, commit) =
+        (env!("CARGO_PKG_VERSION"), option_env!("FLANNEL_COMMIT").unwrap_or("unknown"));
     let versions: Vec<&str> = SpecVersion::ALL.iter().map(|version| version.as_str()).collect();
     format!(
         "CNI Plugin flannel version {version} ({os}/{arch}) commit {commit}\nCNI protocol versions supported: {}\n",

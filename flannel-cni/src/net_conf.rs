@@ -49,12 +49,14 @@ impl NetConf {
     /// # Errors
     /// [`Code::DECODING`], [`Code::INCOMPATIBLE_VERSION`] or [`Code::NETWORK_CONFIG`], with the field.
     pub(crate) fn parse(stdin: &[u8]) -> Result<Self> {
-        let undecodable =
-            |why: &str| Error::new(Code::DECODING, format!("error unmarshall network config: {why}"));
+        let undecodable = |why: &str| {
+            Error::new(Code::DECODING, format!("error unmarshall network config: {why}"))
+        };
         let text = std::str::from_utf8(stdin).map_err(|error| undecodable(&error.to_string()))?;
         let fields = Fields::parse(text, "").map_err(|error| undecodable(&error.to_string()))?;
-        let cni_version =
-            fields.take::<String>("cniVersion", "a string").map_err(|e| undecodable(&e.to_string()))?;
+        let cni_version = fields
+            .take::<String>("cniVersion", "a string")
+            .map_err(|e| undecodable(&e.to_string()))?;
         let cni_version = cni_version.filter(|text| !text.is_empty());
         let version = cni_version.as_deref().map_or(Ok(SpecVersion::OLDEST), str::parse);
         let version = version.map_err(|error| {
@@ -64,15 +66,22 @@ impl NetConf {
         Self::of_version(&fields, version, cni_version).map_err(|error| error.with_version(version))
     }
 
-    fn of_version(fields: &Fields, version: SpecVersion, cni_version: Option<String>) -> Result<Self> {
+    fn of_version(
+        fields: &Fields,
+        version: SpecVersion,
+        cni_version: Option<String>,
+    ) -> Result<Self> {
         let invalid = |text: String| Error::new(Code::NETWORK_CONFIG, text);
         let wrong = |error: FieldError| invalid(format!("network config: {error}"));
-        let name = fields.take::<String>("name", "the network's name").map_err(wrong)?.unwrap_or_default();
+        let name =
+            fields.take::<String>("name", "the network's name").map_err(wrong)?.unwrap_or_default();
         if name.is_empty() {
             return Err(invalid("missing network name".into()));
         }
         if !is_name(&name) {
-            return Err(invalid("invalid characters found in network name".into()).with_details(&name));
+            return Err(
+                invalid("invalid characters found in network name".into()).with_details(&name)
+            );
         }
         let path = |field: &str, default: &str| {
             let path = fields.take::<String>(field, "a path").map_err(wrong)?;
@@ -90,7 +99,9 @@ impl NetConf {
             ipam: object("ipam")?.unwrap_or_default(),
             runtime_config: object("runtimeConfig")?,
             prev_result: object("prevResult")?,
-            valid_attachments: fields.take("cni.dev/valid-attachments", attachments).map_err(wrong)?,
+            valid_attachments: fields
+                .take("cni.dev/valid-attachments", attachments)
+                .map_err(wrong)?,
         })
     }
 
@@ -103,7 +114,8 @@ impl NetConf {
             return Ok(());
         }
         let msg = format!("config version does not allow {operation}");
-        let details = format!("config is {:?}, {operation} exists since {since}", self.version.as_str());
+        let details =
+            format!("config is {:?}, {operation} exists since {since}", self.version.as_str());
         Err(Error::new(Code::INCOMPATIBLE_VERSION, msg).with_details(&details))
     }
 }
@@ -137,7 +149,10 @@ mod tests {
             (r#"{"name":"x","cni.dev/valid-attachments":[{"ifname":"a"}]}"#, 7, "containerID"),
         ] {
             let error = NetConf::parse(bad.as_bytes()).unwrap_err();
-            assert!(error.code == Code(code) && error.to_string().contains(says), "{bad}: {error:?}");
+            assert!(
+                error.code == Code(code) && error.to_string().contains(says),
+                "{bad}: {error:?}"
+            );
         }
         assert_eq!(NetConf::parse(b"\xff").unwrap_err().code, Code::DECODING);
     }
@@ -145,11 +160,15 @@ mod tests {
     #[test]
     fn an_operation_is_as_old_as_its_version() {
         let of = |version: &str| {
-            NetConf::parse(format!(r#"{{"name":"x","cniVersion":"{version}"}}"#).as_bytes()).unwrap()
+            NetConf::parse(format!(r#"{{"name":"x","cniVersion":"{version}"}}"#).as_bytes())
+                .unwrap()
         };
         of("0.4.0").require(SpecVersion::WITH_CHECK, "CHECK").unwrap();
         let error = of("0.3.1").require(SpecVersion::WITH_CHECK, "CHECK").unwrap_err();
         assert_eq!(error.msg, "config version does not allow CHECK");
-        assert_eq!(of("1.0.0").require(SpecVersion::WITH_STATUS_AND_GC, "GC").unwrap_err().code, Code(1));
+        assert_eq!(
+            of("1.0.0").require(SpecVersion::WITH_STATUS_AND_GC, "GC").unwrap_err().code,
+            Code(1)
+        );
     }
 }

@@ -46,12 +46,16 @@ fn add(call: &Call, conf: &NetConf) -> Result<Vec<u8>> {
     let delegate_conf = DelegateConf::new(conf, &env)?;
     let delegate = Delegate::find(delegate_conf.kind(), call)?;
     let bytes = delegate_conf.to_bytes();
-    say(&format!("delegateAdd: netconf sent to delegate plugin:\n{}", String::from_utf8_lossy(&bytes)));
+    say(&format!(
+        "delegateAdd: netconf sent to delegate plugin:\n{}",
+        String::from_utf8_lossy(&bytes)
+    ));
 
     let state = State::new(&conf.data_dir, &call.container, &call.ifname);
     let (earlier, attached) = (state.load_own()?, state.load(&conf.name)?.is_some());
     state.save(&bytes)?;
-    let answer = delegate.run(Command::Add, call, &bytes).and_then(|answer| result(answer, &delegate_conf));
+    let answer =
+        delegate.run(Command::Add, call, &bytes).and_then(|answer| result(answer, &delegate_conf));
     let Err(error) = answer else { return answer };
     // An earlier ADD without a DEL: what it connected is not this one's to take down.
     let undone = match earlier {
@@ -113,7 +117,10 @@ fn check(call: &Call, conf: &NetConf) -> Result<()> {
     conf.require(SpecVersion::WITH_CHECK, "CHECK")?;
     let state = State::new(&conf.data_dir, &call.container, &call.ifname);
     let saved = state.load(&conf.name)?.ok_or_else(|| {
-        let msg = format!("nothing is known of interface {} of container {}", call.ifname, call.container);
+        let msg = format!(
+            "nothing is known of interface {} of container {}",
+            call.ifname, call.container
+        );
         Error::new(Code::UNKNOWN_CONTAINER, msg)
             .with_details(&format!("{} is not there", state.path().display()))
     })?;
@@ -140,7 +147,8 @@ fn with_gateways(result: &Object) -> Value {
     let is_v6 = |object: &Value, key: &str| Some(object.get(key)?.as_str()?.contains(':'));
     let ips = result.get("ips").and_then(Value::as_array).cloned().unwrap_or_default();
     for route in result.get_mut("routes").and_then(Value::as_array_mut).into_iter().flatten() {
-        let of_family = |ip: &&Value| is_v6(ip, "gateway").is_some_and(|v6| is_v6(route, "dst") == Some(v6));
+        let of_family =
+            |ip: &&Value| is_v6(ip, "gateway").is_some_and(|v6| is_v6(route, "dst") == Some(v6));
         let gateway = ips.iter().find(of_family).map(|ip| ip["gateway"].clone());
         if let (Some(gateway), Some(fields)) = (gateway, route.as_object_mut())
             && fields.get("gw").is_none_or(Value::is_null)
@@ -165,14 +173,16 @@ fn status(call: &Call, conf: &NetConf) -> Result<()> {
 fn gc(call: &Call, conf: &NetConf) -> Result<()> {
     conf.require(SpecVersion::WITH_STATUS_AND_GC, "GC")?;
     let Some(valid) = &conf.valid_attachments else {
-        let msg = "network config: cni.dev/valid-attachments is missing: GC would remove everything";
+        let msg =
+            "network config: cni.dev/valid-attachments is missing: GC would remove everything";
         return Err(Error::new(Code::NETWORK_CONFIG, msg));
     };
     let listing = state::list(&conf.data_dir)?;
     let mut errors = Vec::new();
     for state in &listing.states {
-        let stays =
-            |known: &Attachment| known.container == state.container() && known.ifname == state.ifname();
+        let stays = |known: &Attachment| {
+            known.container == state.container() && known.ifname == state.ifname()
+        };
         if !valid.iter().any(stays) {
             errors.extend(undo(state, call, conf).err());
         }
@@ -191,7 +201,9 @@ fn gc(call: &Call, conf: &NetConf) -> Result<()> {
 /// DEL for an interface whose container is gone, after which nothing is kept of it.
 fn undo(state: &State, call: &Call, conf: &NetConf) -> Result<()> {
     match state.load_own()? {
-        Some(saved) if disconnect(&saved, (state.container(), state.ifname()), call, conf)? => state.forget(),
+        Some(saved) if disconnect(&saved, (state.container(), state.ifname()), call, conf)? => {
+            state.forget()
+        }
         _ => Ok(()),
     }
 }
@@ -200,15 +212,24 @@ fn undo(state: &State, call: &Call, conf: &NetConf) -> Result<()> {
 /// do: a delegate that knows none succeeds all the same, and the address would never be free again.
 fn undo_of_go(of_go: &GoState, call: &Call, conf: &NetConf) -> Result<()> {
     match of_go.load()? {
-        Some(saved) if disconnect(&saved, (&of_go.container, "eth0"), call, conf)? => of_go.forget(),
+        Some(saved) if disconnect(&saved, (&of_go.container, "eth0"), call, conf)? => {
+            of_go.forget()
+        }
         _ => Ok(()),
     }
 }
 
 /// DEL with a saved config, where there is no namespace any more. Returns whether it was this network's.
-fn disconnect(saved: &[u8], (container, ifname): (&str, &str), call: &Call, conf: &NetConf) -> Result<bool> {
+fn disconnect(
+    saved: &[u8],
+    (container, ifname): (&str, &str),
+    call: &Call,
+    conf: &NetConf,
+) -> Result<bool> {
     let Some(delegate_conf) = DelegateConf::from_saved(saved) else {
-        say(&format!("what is kept of container {container} is no network config: nothing to undo"));
+        say(&format!(
+            "what is kept of container {container} is no network config: nothing to undo"
+        ));
         return Ok(false);
     };
     if delegate_conf.network() != conf.name {
@@ -223,9 +244,12 @@ fn disconnect(saved: &[u8], (container, ifname): (&str, &str), call: &Call, conf
 /// GC for the delegate.
 fn tell(valid: &[Attachment], call: &Call, conf: &NetConf) -> Result<()> {
     let delegate_conf = DelegateConf::new(conf, &SubnetEnv::read(&conf.subnet_file)?)?;
-    let list = valid.iter().map(|known| json!({ "containerID": known.container, "ifname": known.ifname }));
+    let list =
+        valid.iter().map(|known| json!({ "containerID": known.container, "ifname": known.ifname }));
     let delegate_conf = delegate_conf.with("cni.dev/valid-attachments", list.collect());
-    Delegate::find(delegate_conf.kind(), call)?.run(Command::Gc, call, &delegate_conf.to_bytes()).map(drop)
+    Delegate::find(delegate_conf.kind(), call)?
+        .run(Command::Gc, call, &delegate_conf.to_bytes())
+        .map(drop)
 }
 
 /// A line on stderr, which runtimes log. That it cannot be written is no reason to fail.
@@ -250,7 +274,9 @@ mod tests {
         expected["routes"][0]["gw"] = "10.1.5.1".into();
         expected["routes"][2]["gw"] = "10.1.5.1".into();
         assert_eq!(with_gateways(result.as_object().unwrap()), expected);
-        for other in [json!({}), json!({ "ips": null, "routes": null }), json!({ "ips": 1, "routes": [7] })] {
+        for other in
+            [json!({}), json!({ "ips": null, "routes": null }), json!({ "ips": 1, "routes": [7] })]
+        {
             assert_eq!(with_gateways(other.as_object().unwrap()), other);
         }
     }

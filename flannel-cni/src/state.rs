@@ -80,10 +80,12 @@ impl State {
             // Another interface's file of ours.
             _ => Ok(None),
         };
-        let saved =
-            absent_is_none(read()).map(Option::flatten).map_err(|error| failed("read", &path, &error))?;
-        let is_of_it =
-            |saved: &Vec<u8>| DelegateConf::from_saved(saved).is_none_or(|conf| conf.network() == network);
+        let saved = absent_is_none(read())
+            .map(Option::flatten)
+            .map_err(|error| failed("read", &path, &error))?;
+        let is_of_it = |saved: &Vec<u8>| {
+            DelegateConf::from_saved(saved).is_none_or(|conf| conf.network() == network)
+        };
         Ok(saved.filter(is_of_it))
     }
 
@@ -123,8 +125,12 @@ impl State {
         let temporary = self.dir.join(format!(".{}:{}", self.container, self.ifname));
         // The new file must not be the one that the Go plugin's name may still stand for.
         let linked = same_file(path, &self.go_path());
-        let mut file =
-            OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
+        let mut file = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(&temporary)?;
         file.write_all(conf)?;
         // Before it has the name, so that a crash leaves the old one or the new one, and no empty one.
         file.sync_all()?;
@@ -150,7 +156,8 @@ impl State {
         if linked {
             match list(&self.dir) {
                 Ok(listing) => {
-                    let others = listing.states.iter().filter(|other| other.container == self.container);
+                    let others =
+                        listing.states.iter().filter(|other| other.container == self.container);
                     others.map(Self::path).min().iter().for_each(|path| self.link(path));
                 }
                 // It is forgotten all the same.
@@ -189,7 +196,10 @@ pub(crate) fn list(dir: &Path) -> Result<Listing> {
     listing_of(dir, entries.into_iter().flatten()).map_err(failed)
 }
 
-fn listing_of(dir: &Path, entries: impl Iterator<Item = io::Result<DirEntry>>) -> io::Result<Listing> {
+fn listing_of(
+    dir: &Path,
+    entries: impl Iterator<Item = io::Result<DirEntry>>,
+) -> io::Result<Listing> {
     let mut listing = Listing::default();
     for entry in entries {
         let entry = entry?;
@@ -211,7 +221,8 @@ fn listing_of(dir: &Path, entries: impl Iterator<Item = io::Result<DirEntry>>) -
 }
 
 fn same_file(a: &Path, b: &Path) -> bool {
-    let identity = |path: &Path| fs::symlink_metadata(path).ok().map(|file| (file.dev(), file.ino()));
+    let identity =
+        |path: &Path| fs::symlink_metadata(path).ok().map(|file| (file.dev(), file.ino()));
     identity(a).is_some() && identity(a) == identity(b)
 }
 
@@ -236,8 +247,9 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     fn names(dir: &Path) -> Vec<String> {
-        let entries =
-            fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let entries = fs::read_dir(dir)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap());
         let mut names: Vec<String> = entries.collect();
         names.sort();
         names
@@ -266,7 +278,11 @@ mod tests {
             (names(&dir), net1.load("net").unwrap().unwrap()),
             (vec!["c1".to_owned(), "c1:net1".to_owned()], b"two".into())
         );
-        assert_eq!(fs::read(dir.join("c1")).unwrap(), b"two", "the Go plugin finds the one that is left");
+        assert_eq!(
+            fs::read(dir.join("c1")).unwrap(),
+            b"two",
+            "the Go plugin finds the one that is left"
+        );
         net1.forget().unwrap();
         net1.forget().unwrap();
         assert_eq!(names(&dir), [""; 0]);
@@ -277,7 +293,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let state = State::new(dir.path(), "c1", "eth0");
         fs::write(dir.path().join("c1"), "go's").unwrap();
-        assert_eq!((state.load("net").unwrap().unwrap(), state.load_own().unwrap()), (b"go's".into(), None));
+        assert_eq!(
+            (state.load("net").unwrap().unwrap(), state.load_own().unwrap()),
+            (b"go's".into(), None)
+        );
         state.save(b"ours").unwrap();
         state.save(b"ours again").unwrap();
         assert_eq!(fs::read(dir.path().join("c1")).unwrap(), b"go's");
@@ -287,7 +306,10 @@ mod tests {
         assert_eq!(names(dir.path()), [""; 0]);
         let of_net = br#"{"type":"bridge","name":"net"}"#;
         fs::write(dir.path().join("c1"), of_net).unwrap();
-        assert_eq!((state.load("other").unwrap(), state.load("net").unwrap()), (None, Some(of_net.to_vec())));
+        assert_eq!(
+            (state.load("other").unwrap(), state.load("net").unwrap()),
+            (None, Some(of_net.to_vec()))
+        );
     }
 
     #[test]
@@ -300,13 +322,18 @@ mod tests {
         fs::create_dir(dir.path().join("c4")).unwrap();
         let listing = list(dir.path()).unwrap();
         assert_eq!(listing.states, [State::new(dir.path(), "c1", "eth0")]);
-        assert_eq!(listing.of_go, [GoState { container: "c2".into(), path: dir.path().join("c2") }]);
+        assert_eq!(
+            listing.of_go,
+            [GoState { container: "c2".into(), path: dir.path().join("c2") }]
+        );
     }
 
     #[test]
     fn what_goes_while_it_is_listed_hides_nothing_else() {
         let dir = tempfile::tempdir().unwrap();
-        ["c1", "c2", "c3"].iter().for_each(|name| fs::write(dir.path().join(name), "go's").unwrap());
+        ["c1", "c2", "c3"]
+            .iter()
+            .for_each(|name| fs::write(dir.path().join(name), "go's").unwrap());
         let mut first = None;
         let entries = fs::read_dir(dir.path()).unwrap().inspect(|entry| {
             // Another call of the plugin.
@@ -324,9 +351,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let state = State::new(&dir.path().join("file"), "c1", "eth0");
         fs::write(dir.path().join("file"), "").unwrap();
-        for error in
-            [state.save(b"x").unwrap_err(), state.load("net").unwrap_err(), state.forget().unwrap_err()]
-        {
+        for error in [
+            state.save(b"x").unwrap_err(),
+            state.load("net").unwrap_err(),
+            state.forget().unwrap_err(),
+        ] {
             assert!(error.code == Code::IO && error.msg.contains("file/c1"), "{error}");
         }
     }

@@ -34,7 +34,10 @@ impl SubnetEnv {
         let failed = |code, why: &dyn Display| {
             let path = path.display();
             let advice = "Check the flannel pod log for this node.";
-            Error::new(code, format!("failed to load flannel 'subnet.env' file: {path}: {why}. {advice}"))
+            Error::new(
+                code,
+                format!("failed to load flannel 'subnet.env' file: {path}: {why}. {advice}"),
+            )
         };
         let text = fs::read_to_string(path).map_err(|error| match error.kind() {
             ErrorKind::NotFound => failed(
@@ -54,8 +57,9 @@ impl SubnetEnv {
         let (mut mtu, mut ip_masq) = (None, None);
         for (number, line) in text.lines().enumerate() {
             let (key, value) = line.split_once('=').unwrap_or((line, ""));
-            let wrong =
-                |expected: &str| format!("line {}: {key} is {value:?}, expected {expected}", number + 1);
+            let wrong = |expected: &str| {
+                format!("line {}: {key} is {value:?}, expected {expected}", number + 1)
+            };
             let subnet = |text: &str, family: Family| {
                 let subnet = text.parse().ok().filter(|subnet: &Subnet| subnet.family() == family);
                 subnet.ok_or_else(|| wrong(&format!("an {family} subnet")))
@@ -94,7 +98,9 @@ impl SubnetEnv {
         .filter_map(|(missing, keys)| missing.then_some(keys))
         .collect();
         match (mtu, ip_masq) {
-            (Some(mtu), Some(ip_masq)) if missing.is_empty() => Ok(Self { networks, subnets, mtu, ip_masq }),
+            (Some(mtu), Some(ip_masq)) if missing.is_empty() => {
+                Ok(Self { networks, subnets, mtu, ip_masq })
+            }
             _ => Err(format!("it is missing {}", missing.join(", "))),
         }
     }
@@ -110,7 +116,9 @@ mod tests {
                     FLANNEL_IPV6_NETWORK=fd00::/48\nFLANNEL_IPV6_SUBNET=fd00:0:0:5::1/64\nFLANNEL_MTU=1450\n\
                     FLANNEL_IPMASQ=yes\n# whatever\n\nOTHER=x";
         let expected = SubnetEnv {
-            networks: ["10.1.0.0/16", "10.2.0.0/16", "fd00::/48"].map(|s| s.parse().unwrap()).into(),
+            networks: ["10.1.0.0/16", "10.2.0.0/16", "fd00::/48"]
+                .map(|s| s.parse().unwrap())
+                .into(),
             subnets: ["10.1.5.0/24", "fd00:0:0:5::/64"]
                 .map(|s| s.parse::<Subnet>().unwrap())
                 .into_iter()
@@ -152,7 +160,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("subnet.env");
         let error = SubnetEnv::read(&path).unwrap_err();
-        assert!(error.code == Code::TRY_AGAIN_LATER && error.msg.contains(path.to_str().unwrap()), "{error}");
+        assert!(
+            error.code == Code::TRY_AGAIN_LATER && error.msg.contains(path.to_str().unwrap()),
+            "{error}"
+        );
         fs::write(&path, b"\xff").unwrap();
         assert_eq!(SubnetEnv::read(&path).unwrap_err().code, Code::DECODING);
         fs::write(&path, "FLANNEL_MTU=x").unwrap();

@@ -32,7 +32,11 @@ impl SpecVersion {
     /// **Source**: cni `pkg/version: pluginInfo.Encode`, which says the newest version whatever it was asked.
     pub(crate) fn list() -> String {
         let versions: Vec<String> = TEXTS.iter().map(|text| format!("\"{text}\"")).collect();
-        format!("{{\"cniVersion\":\"{}\",\"supportedVersions\":[{}]}}\n", Self::LATEST, versions.join(","))
+        format!(
+            "{{\"cniVersion\":\"{}\",\"supportedVersions\":[{}]}}\n",
+            Self::LATEST,
+            versions.join(",")
+        )
     }
 }
 

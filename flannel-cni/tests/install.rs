@@ -97,8 +97,9 @@ fn those_that_copy_at_once_do_not_disturb_each_other() {
     std::thread::scope(|scope| {
         let copiers = sources.each_ref().map(|source| {
             let to = &to;
-            scope
-                .spawn(move || (0..20).for_each(|_| assert_eq!(run(&[source, to]), (Some(0), String::new()))))
+            scope.spawn(move || {
+                (0..20).for_each(|_| assert_eq!(run(&[source, to]), (Some(0), String::new())))
+            })
         });
         while copiers.iter().any(|copier| !copier.is_finished()) {
             let text = fs::read_to_string(&to).unwrap();
@@ -126,7 +127,11 @@ fn a_full_disk_keeps_the_old_file() {
         let full = dir.path().join("full");
         fs::create_dir(&full).unwrap();
         let mut shell = Command::new("unshare");
-        shell.args(["--mount", "--", "sh", "-ec", script, "sh"]).args([&full, &install_conf(), &big]);
+        shell.args(["--mount", "--", "sh", "-ec", script, "sh"]).args([
+            &full,
+            &install_conf(),
+            &big,
+        ]);
         let output = shell.output().unwrap();
         let stderr = String::from_utf8(output.stderr).unwrap();
         assert_eq!(

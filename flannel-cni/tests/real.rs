@@ -100,21 +100,30 @@ impl Node {
         let kind = conf["type"].as_str().unwrap();
         let program = if kind == "flannel" { flannel() } else { Path::new(&plugins()).join(kind) };
         assert!(program.exists(), "{} is needed: containernetworking-plugins", program.display());
-        let output =
-            call(&program, command, &sandbox.attach, &plugins(), &conf.to_string(), Some(&self.host), &[]);
+        let output = call(
+            &program,
+            command,
+            &sandbox.attach,
+            &plugins(),
+            &conf.to_string(),
+            Some(&self.host),
+            &[],
+        );
         answer(&output)
     }
 
     /// ADD of a list of plugins, as a runtime does it: the result of each goes to the next.
     fn add(&self, sandbox: &Sandbox, plugins: &[Value]) -> Result<Value, Value> {
-        plugins
-            .iter()
-            .try_fold(Value::Null, |result, conf| self.call("ADD", sandbox, &with_result(conf, &result)))
+        plugins.iter().try_fold(Value::Null, |result, conf| {
+            self.call("ADD", sandbox, &with_result(conf, &result))
+        })
     }
 
     /// CHECK of a list of plugins: every one gets the result of the whole ADD.
     fn check(&self, sandbox: &Sandbox, plugins: &[Value], result: &Value) -> Result<(), Value> {
-        plugins.iter().try_for_each(|conf| self.call("CHECK", sandbox, &with_result(conf, result)).map(drop))
+        plugins
+            .iter()
+            .try_for_each(|conf| self.call("CHECK", sandbox, &with_result(conf, result)).map(drop))
     }
 
     /// DEL of a list of plugins, backwards.
@@ -216,7 +225,8 @@ fn a_pod_comes_and_goes(families: &[Family]) {
     let (addresses, gateways) = addresses(&result);
     assert!(addresses.families().eq(families.iter().copied()), "{result}");
     for (family, address) in addresses.iter() {
-        let subnet: Subnet = ["10.244.5.0/24", "fd00:10:244:5::/64"][family as usize].parse().unwrap();
+        let subnet: Subnet =
+            ["10.244.5.0/24", "fd00:10:244:5::/64"][family as usize].parse().unwrap();
         assert!(subnet.contains(*address) && gateways[family] == subnet.nth(1), "{result}");
         assert!(pod.ip("addr show dev eth0").contains(&format!("{address}/{}", subnet.len())));
         let gateway = gateways[family].unwrap();
@@ -287,8 +297,10 @@ fn portmap_behind_flannel_maps_a_port_to_the_pod() {
         }
         node.del(&pod, &plugins, &result).unwrap();
         for host in hosts {
-            let closed =
-                node.host.run(|| TcpStream::connect_timeout(&(host, 8080).into(), PATIENCE)).unwrap();
+            let closed = node
+                .host
+                .run(|| TcpStream::connect_timeout(&(host, 8080).into(), PATIENCE))
+                .unwrap();
             assert_eq!(closed.unwrap_err().kind(), std::io::ErrorKind::ConnectionRefused);
         }
         assert_eq!((node.reserved(), node.state()), (vec![], vec![]));
@@ -302,7 +314,8 @@ fn the_bridge_masquerades_if_flannel_does_not() {
         let node = Node::alone(&[Family::V4], false);
         let pod = Sandbox::new("pod-1");
         let rules = || {
-            let output = node.host.output(Command::new("iptables").args(["-t", "nat", "-S"])).unwrap();
+            let output =
+                node.host.output(Command::new("iptables").args(["-t", "nat", "-S"])).unwrap();
             assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
             String::from_utf8(output.stdout).unwrap().matches("pod-1").count()
         };
@@ -410,9 +423,18 @@ fn a_del_that_failed_half_way_is_finished_by_the_next_one() {
         node.add(&pod, std::slice::from_ref(&conf)).unwrap();
         let few = node.dir.path().join("few");
         fs::create_dir(&few).unwrap();
-        std::os::unix::fs::symlink(Path::new(&plugins()).join("bridge"), few.join("bridge")).unwrap();
+        std::os::unix::fs::symlink(Path::new(&plugins()).join("bridge"), few.join("bridge"))
+            .unwrap();
         let del = |path: &str| {
-            let output = call(&flannel(), "DEL", &pod.attach, path, &conf.to_string(), Some(&node.host), &[]);
+            let output = call(
+                &flannel(),
+                "DEL",
+                &pod.attach,
+                path,
+                &conf.to_string(),
+                Some(&node.host),
+                &[],
+            );
             answer(&output)
         };
         let error = del(few.to_str().unwrap()).unwrap_err();
@@ -440,8 +462,10 @@ fn every_version_that_the_plugins_speak_connects_a_pod() {
             let plugins = [node.conf(&json!({ "cniVersion": version }))];
             let result = node.add(&pod, &plugins).unwrap();
             // The oldest two have one address for each family.
-            let address =
-                result["ip4"]["ip"].as_str().or_else(|| result["ips"][0]["address"].as_str()).unwrap();
+            let address = result["ip4"]["ip"]
+                .as_str()
+                .or_else(|| result["ips"][0]["address"].as_str())
+                .unwrap();
             assert!(pod.ip("addr show dev eth0").contains(address), "{version}: {result}");
             assert_eq!(result["cniVersion"], version);
             let checked = node.check(&pod, &plugins, &result);
@@ -461,7 +485,9 @@ fn every_version_that_the_plugins_speak_connects_a_pod() {
 fn an_add_without_a_free_address_leaves_nothing_behind() {
     as_root("an_add_without_a_free_address_leaves_nothing_behind", || {
         let node = Node::alone(&[Family::V4], true);
-        let env = fs::read_to_string(&node.subnet_file).unwrap().replace("10.244.5.1/24", "10.244.5.1/30");
+        let env = fs::read_to_string(&node.subnet_file)
+            .unwrap()
+            .replace("10.244.5.1/24", "10.244.5.1/30");
         fs::write(&node.subnet_file, env).unwrap();
         let plugins = [node.conf(&json!({}))];
         let (first, second) = (Sandbox::new("pod-1"), Sandbox::new("pod-2"));
@@ -485,7 +511,10 @@ fn lab() -> Builder {
     if !cfg!(debug_assertions) {
         build.arg("--release");
     }
-    assert!(build.current_dir(env!("CARGO_MANIFEST_DIR")).status().unwrap().success(), "building the lab");
+    assert!(
+        build.current_dir(env!("CARGO_MANIFEST_DIR")).status().unwrap().success(),
+        "building the lab"
+    );
     Lab::builder().program(Path::new(env!("CARGO_BIN_EXE_flannel")).with_file_name("lab"))
 }
 
@@ -510,7 +539,9 @@ fn pods_reach_each_other(backend: &str, families: &[Family]) {
         let plugins = [node.conf(&delegate)];
         let result = node.add(&pod, &plugins).unwrap();
         let addresses = addresses(&result).0;
-        assert!(env.subnets.iter().all(|(family, subnet)| subnet.contains(addresses[family].unwrap())));
+        assert!(
+            env.subnets.iter().all(|(family, subnet)| subnet.contains(addresses[family].unwrap()))
+        );
         host.adopt_pod(pod.namespace.clone(), addresses, env.mtu).unwrap();
         nodes.push((node, pod, plugins, result));
     }

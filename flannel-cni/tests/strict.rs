@@ -14,8 +14,7 @@ use tempfile::TempDir;
 mod runtime;
 use runtime::{Answer, Attach, answer, call, flannel, names};
 
-const ENV: &str =
-    "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
+const ENV: &str = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
 
 /// A host with a `subnet.env`, a directory of plugins with the strict delegate as `bridge`, and a state directory.
 struct Host(TempDir);
@@ -79,7 +78,10 @@ impl Host {
     }
 
     fn commands(&self) -> Vec<String> {
-        self.called().into_iter().map(|called| format!("{} {}", called.command, called.of)).collect()
+        self.called()
+            .into_iter()
+            .map(|called| format!("{} {}", called.command, called.of))
+            .collect()
     }
 
     fn fail(&self, command: &str, code: u64, msg: &str) {
@@ -168,7 +170,9 @@ fn every_version_of_the_specification_is_spoken() {
     conf.as_object_mut().unwrap().remove("cniVersion");
     let added = answer(&host.output("ADD", ETH0, &conf.to_string(), &env)).unwrap();
     assert_eq!(added, json!({ "cniVersion": "0.1.0" }), "a result always has a version");
-    for (version, command) in [("0.3.1", "CHECK"), ("1.0.0", "STATUS"), ("1.0.0", "GC"), ("1.2.0", "ADD")] {
+    for (version, command) in
+        [("0.3.1", "CHECK"), ("1.0.0", "STATUS"), ("1.0.0", "GC"), ("1.2.0", "ADD")]
+    {
         let error = host.call(command, ETH0, &json!({ "cniVersion": version })).unwrap_err();
         assert_eq!(error["code"], 1, "{error}");
         assert!(error["details"].as_str().unwrap().contains(version), "{error}");
@@ -218,7 +222,8 @@ fn del_never_touches_the_hosts_own_namespace() {
     host.called();
     let own = Attach::new("c1", "eth0", Path::new("/proc/self/ns/net"));
     let conf = host.conf(&json!({})).to_string();
-    let output = call(&flannel(), "DEL", &own, host.path("bin").to_str().unwrap(), &conf, None, &[]);
+    let output =
+        call(&flannel(), "DEL", &own, host.path("bin").to_str().unwrap(), &conf, None, &[]);
     assert_eq!(answer(&output), Ok(Value::Null));
     assert_eq!((host.commands(), host.state()), (vec!["DEL c1|eth0||".into()], vec![]));
 }
@@ -268,13 +273,19 @@ fn the_result_goes_to_del_if_it_is_of_the_saved_version() {
     let result = json!({ "prevResult": { "cniVersion": "1.1.0", "ips": [] } });
     host.call("ADD", ETH0, &more()).unwrap();
     host.call("DEL", ETH0, &result).unwrap();
-    let with = DELEGATE
-        .replace(r#""runtimeConfig""#, r#""prevResult":{"cniVersion":"1.1.0","ips":[]},"runtimeConfig""#);
+    let with = DELEGATE.replace(
+        r#""runtimeConfig""#,
+        r#""prevResult":{"cniVersion":"1.1.0","ips":[]},"runtimeConfig""#,
+    );
     assert_eq!(host.called().pop().unwrap().conf, with);
 
     host.call("ADD", ETH0, &more()).unwrap();
-    host.call("DEL", ETH0, &json!({ "cniVersion": "1.0.0", "prevResult": { "cniVersion": "1.0.0" } }))
-        .unwrap();
+    host.call(
+        "DEL",
+        ETH0,
+        &json!({ "cniVersion": "1.0.0", "prevResult": { "cniVersion": "1.0.0" } }),
+    )
+    .unwrap();
     assert_eq!(host.called().pop().unwrap().conf, DELEGATE);
 }
 
@@ -301,7 +312,8 @@ fn an_add_that_fails_is_undone() {
 
     host.mend("ADD");
     let conf = host.conf(&json!({})).to_string();
-    let error = answer(&host.output("ADD", ETH0, &conf, &[("STRICT_ANSWER", "done!")])).unwrap_err();
+    let error =
+        answer(&host.output("ADD", ETH0, &conf, &[("STRICT_ANSWER", "done!")])).unwrap_err();
     assert!(error["code"] == 6 && error["msg"].as_str().unwrap().contains("\"done!\""), "{error}");
     assert_eq!((host.attached(), host.state()), (vec![], vec![]));
 }
@@ -371,10 +383,14 @@ fn check_asks_the_delegate_in_the_configs_version() {
     let old = host.conf(&json!({ "cniVersion": "0.3.1" })).to_string();
     answer(&host.output("ADD", ETH0, &old, &[("STRICT_VERSION", "0.3.1")])).unwrap();
     host.called();
-    let result = json!({ "prevResult": { "cniVersion": "1.1.0", "ips": [{ "address": "10.1.5.2/24" }] } });
+    let result =
+        json!({ "prevResult": { "cniVersion": "1.1.0", "ips": [{ "address": "10.1.5.2/24" }] } });
     assert_eq!(host.call("CHECK", ETH0, &result), Ok(Value::Null));
     let conf: Value = serde_json::from_str(&host.called()[0].conf).unwrap();
-    assert_eq!((&conf["prevResult"], &conf["cniVersion"]), (&result["prevResult"], &json!("1.1.0")));
+    assert_eq!(
+        (&conf["prevResult"], &conf["cniVersion"]),
+        (&result["prevResult"], &json!("1.1.0"))
+    );
     host.fail("CHECK", 123, "the address is gone");
     assert_eq!(host.call("CHECK", ETH0, &result).unwrap_err()["code"], 123);
     let error = host.call("CHECK", NET1, &result).unwrap_err();
@@ -394,7 +410,10 @@ fn status_is_what_add_would_meet() {
     assert!(error["code"] == 50 && error["msg"].as_str().unwrap().contains("absent"), "{error}");
     fs::remove_file(host.path("subnet.env")).unwrap();
     let error = status(&json!({})).unwrap_err();
-    assert!(error["code"] == 50 && error["msg"].as_str().unwrap().contains("subnet.env"), "{error}");
+    assert!(
+        error["code"] == 50 && error["msg"].as_str().unwrap().contains("subnet.env"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -409,12 +428,19 @@ fn gc_undoes_what_is_not_to_stay_and_tells_the_delegate() {
     fs::write(host.path("state/go-stale"), DELEGATE).unwrap();
     fs::write(host.path("state/go-valid"), DELEGATE).unwrap();
     fs::write(host.path("state/go-other"), DELEGATE.replace("cbr0", "other")).unwrap();
-    let valid =
-        json!([{ "containerID": "c1", "ifname": "eth0" }, { "containerID": "go-valid", "ifname": "eth0" }]);
+    let valid = json!([{ "containerID": "c1", "ifname": "eth0" }, { "containerID": "go-valid", "ifname": "eth0" }]);
     let gc = |more: &Value| {
         let attach = Attach::new("", "", Path::new(""));
         let conf = host.conf(more).to_string();
-        answer(&call(&flannel(), "GC", &attach, host.path("bin").to_str().unwrap(), &conf, None, &[]))
+        answer(&call(
+            &flannel(),
+            "GC",
+            &attach,
+            host.path("bin").to_str().unwrap(),
+            &conf,
+            None,
+            &[],
+        ))
     };
     host.called();
     assert_eq!(gc(&json!({ "cni.dev/valid-attachments": valid })), Ok(Value::Null));
@@ -436,7 +462,10 @@ fn gc_undoes_what_is_not_to_stay_and_tells_the_delegate() {
     fs::write(host.path("state/go-stale"), DELEGATE).unwrap();
     host.called();
     let error = gc(&json!({ "cni.dev/valid-attachments": valid })).unwrap_err();
-    assert_eq!((&error["msg"], &error["details"]), (&json!("stuck"), &json!("stuck; stuck; no gc")));
+    assert_eq!(
+        (&error["msg"], &error["details"]),
+        (&json!("stuck"), &json!("stuck; stuck; no gc"))
+    );
     assert_eq!(host.called().len(), 4);
     for kept in ["c5:eth0", "go-stale"] {
         assert!(host.state().contains(&kept.to_owned()), "{kept}");
@@ -465,7 +494,10 @@ fn gc_undoes_what_the_go_plugin_connected_though_the_delegate_does_nothing() {
     };
     host.fail("DEL", 999, "stuck");
     assert_eq!(gc().unwrap_err()["msg"], "stuck");
-    assert_eq!((host.attached(), host.state()), (vec!["go-stale:eth0".into()], vec!["go-stale".into()]));
+    assert_eq!(
+        (host.attached(), host.state()),
+        (vec!["go-stale:eth0".into()], vec!["go-stale".into()])
+    );
     host.mend("DEL");
     assert_eq!(gc(), Ok(Value::Null));
     assert_eq!((host.attached(), host.state()), (vec![], vec![]));
@@ -537,15 +569,19 @@ fn bad_input_gets_an_error_object_and_changes_nothing() {
     }
     fs::remove_dir_all(host.path("state")).unwrap();
     let own = Attach::new("c1", "eth0", Path::new("/proc/self/ns/net"));
-    let output = call(&flannel(), "ADD", &own, host.path("bin").to_str().unwrap(), &whole, None, &[]);
+    let output =
+        call(&flannel(), "ADD", &own, host.path("bin").to_str().unwrap(), &whole, None, &[]);
     assert_eq!(answer(&output).unwrap_err()["code"], 8);
     assert_eq!((host.called(), host.state()), (vec![], vec![]));
 }
 
 #[test]
 fn version_needs_nothing_and_a_person_gets_an_explanation() {
-    let version =
-        std::process::Command::new(flannel()).env_clear().env("CNI_COMMAND", "VERSION").output().unwrap();
+    let version = std::process::Command::new(flannel())
+        .env_clear()
+        .env("CNI_COMMAND", "VERSION")
+        .output()
+        .unwrap();
     let version = answer(&version).unwrap();
     assert_eq!(
         (&version["cniVersion"], version["supportedVersions"].as_array().unwrap().len()),

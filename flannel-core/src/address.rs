@@ -119,8 +119,12 @@ impl<T> Dual<T> {
     ///
     /// # Errors
     /// The first error that `f` returns.
-    pub fn try_map<U, E>(&self, mut f: impl FnMut(Family, &T) -> Result<U, E>) -> Result<Dual<U>, E> {
-        let mut one = |family: Family| self[family].as_ref().map(|value| f(family, value)).transpose();
+    pub fn try_map<U, E>(
+        &self,
+        mut f: impl FnMut(Family, &T) -> Result<U, E>,
+    ) -> Result<Dual<U>, E> {
+        let mut one =
+            |family: Family| self[family].as_ref().map(|value| f(family, value)).transpose();
         Ok(Dual { v4: one(Family::V4)?, v6: one(Family::V6)? })
     }
 }
@@ -375,7 +379,9 @@ impl fmt::Debug for Subnet {
 impl Hash for Subnet {
     fn hash<H: Hasher>(&self, state: &mut H) {
         match self.base() {
-            IpAddr::V4(base) => state.write_u64(u64::from(base.to_bits()) << 8 | u64::from(self.len())),
+            IpAddr::V4(base) => {
+                state.write_u64(u64::from(base.to_bits()) << 8 | u64::from(self.len()))
+            }
             IpAddr::V6(base) => {
                 state.write_u128(base.to_bits());
                 state.write_u8(self.len());
@@ -387,7 +393,8 @@ impl Hash for Subnet {
 impl Ord for Subnet {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         // Numbers: thousands of subnets are sorted at once.
-        let key = |subnet: &Self| (subnet.family() == Family::V6, to_bits(subnet.base()), subnet.len());
+        let key =
+            |subnet: &Self| (subnet.family() == Family::V6, to_bits(subnet.base()), subnet.len());
         key(self).cmp(&key(other))
     }
 }
@@ -431,7 +438,9 @@ mod tests {
     fn knows_what_lies_inside() {
         let net = subnet("10.1.0.0/16");
         assert!(
-            net.covers(&subnet("10.1.255.0/24")) && net.covers(&net) && !net.covers(&subnet("10.0.0.0/8"))
+            net.covers(&subnet("10.1.255.0/24"))
+                && net.covers(&net)
+                && !net.covers(&subnet("10.0.0.0/8"))
         );
         assert!(net.overlaps(&subnet("10.0.0.0/8")) && !net.overlaps(&subnet("10.2.0.0/16")));
         assert!(!net.contains("::ffff:10.1.0.1".parse().unwrap()));
@@ -451,8 +460,10 @@ mod tests {
 
     fn any_subnet() -> impl Strategy<Value = Subnet> {
         prop_oneof![
-            (any::<u32>(), 0..=32u8).prop_map(|(a, len)| Subnet::new(IpAddr::V4(a.into()), len).unwrap()),
-            (any::<u128>(), 0..=128u8).prop_map(|(a, len)| Subnet::new(IpAddr::V6(a.into()), len).unwrap()),
+            (any::<u32>(), 0..=32u8)
+                .prop_map(|(a, len)| Subnet::new(IpAddr::V4(a.into()), len).unwrap()),
+            (any::<u128>(), 0..=128u8)
+                .prop_map(|(a, len)| Subnet::new(IpAddr::V6(a.into()), len).unwrap()),
         ]
     }
 

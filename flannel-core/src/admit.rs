@@ -175,7 +175,10 @@ impl Peers {
 
     /// The believed peer that defines an object.
     pub(crate) fn definer(&self, key: &Key) -> Option<Subnets> {
-        self.roster.claimants(key).find(|(_, peer, _)| peer.believed).map(|(_, peer, _)| peer.lease.subnets)
+        self.roster
+            .claimants(key)
+            .find(|(_, peer, _)| peer.believed)
+            .map(|(_, peer, _)| peer.lease.subnets)
     }
 
     /// The routes by a nexthop object, which the plan that defines it defines too; `None` if none does.
@@ -245,7 +248,8 @@ impl Peers {
         for (address, told) in &asked {
             self.facts.asked(*address, *told, id);
         }
-        let aside = Aside { asked: asked.into_keys().collect(), rejected: rejected.map(|r| r.0.into()) };
+        let aside =
+            Aside { asked: asked.into_keys().collect(), rejected: rejected.map(|r| r.0.into()) };
         let peer = Peer {
             lease,
             objects: objects[..].into(),
@@ -270,7 +274,8 @@ impl Peers {
             update.unput.extend(peer.objects.iter().map(|object| object.key()));
         }
         self.remarks.left(&peer.lease);
-        let told = peer.asked().iter().filter_map(|address| Some((*address, self.facts.told(address)?)));
+        let told =
+            peer.asked().iter().filter_map(|address| Some((*address, self.facts.told(address)?)));
         let told = told.collect();
         for address in peer.asked() {
             self.facts.forget(address, id);
@@ -282,8 +287,14 @@ impl Peers {
 
     /// What the plan makes of the part of a lease that is ours to believe: the enabled families. No plan may claim
     /// a route outside of that.
-    fn plan(&self, lease: &Lease, env: &Env<'_>, objects: &mut Vec<Object>) -> Result<(), Rejected> {
-        let enabled = lease.subnets.iter().filter(|subnet| self.terms.networks[subnet.family()].is_some());
+    fn plan(
+        &self,
+        lease: &Lease,
+        env: &Env<'_>,
+        objects: &mut Vec<Object>,
+    ) -> Result<(), Rejected> {
+        let enabled =
+            lease.subnets.iter().filter(|subnet| self.terms.networks[subnet.family()].is_some());
         let Some(subnets) = Subnets::new(enabled) else { return Ok(()) };
         if subnets == lease.subnets {
             (self.plan)(lease, env, objects)?;
@@ -294,7 +305,9 @@ impl Peers {
             Object::Route(route) => !subnets.iter().any(|subnet| subnet.covers(&route.dst)),
             _ => false,
         });
-        stray.map_or(Ok(()), |route| Err(Rejected(format!("it would need the {route}, outside its subnets"))))
+        stray.map_or(Ok(()), |route| {
+            Err(Rejected(format!("it would need the {route}, outside its subnets")))
+        })
     }
 
     /// Recomputes belief for the peers that are new or dirty and all that they can touch.
@@ -318,7 +331,8 @@ impl Peers {
                 }
             }
         }
-        let alone = added.into_iter().map(|(id, _)| id).filter(|id| !update.dirty.contains(id)).collect();
+        let alone =
+            added.into_iter().map(|(id, _)| id).filter(|id| !update.dirty.contains(id)).collect();
         let fresh = self.judge_alone(alone, &mut update);
         self.judge_contested(contested);
         self.roster.vacate(std::mem::take(&mut update.vacated));
@@ -334,7 +348,8 @@ impl Peers {
     fn judge_alone(&mut self, mut alone: Vec<Id>, update: &mut Update) -> Vec<Id> {
         alone.retain(|id| {
             let is_touched = |object: Object| update.touched.contains_key(&object.key());
-            let mut objects = self.roster.peer(*id).map(|peer| peer.objects.iter()).unwrap_or_default();
+            let mut objects =
+                self.roster.peer(*id).map(|peer| peer.objects.iter()).unwrap_or_default();
             let touched = !update.touched.is_empty() && objects.any(is_touched);
             if touched {
                 self.touch_all(*id, update);
@@ -351,7 +366,9 @@ impl Peers {
 
     fn judge_contested(&mut self, mut contested: Vec<Id>) {
         contested.sort_by_cached_key(|id| {
-            self.roster.peer(*id).map_or((Revision(0), String::new()), |peer| peer.lease.precedence())
+            self.roster
+                .peer(*id)
+                .map_or((Revision(0), String::new()), |peer| peer.lease.precedence())
         });
         let mut winners = BTreeSet::new();
         for id in contested {
@@ -369,8 +386,11 @@ impl Peers {
             if winners.is_empty() {
                 return None;
             }
-            let (other, key) =
-                self.roster.neighbours(id).into_iter().find(|(other, _)| winners.contains(other))?;
+            let (other, key) = self
+                .roster
+                .neighbours(id)
+                .into_iter()
+                .find(|(other, _)| winners.contains(other))?;
             let other = &self.roster.peer(other)?.lease;
             let (earlier, holder) = (other.subnets, holder(&other.attrs));
             Some(match key {
@@ -402,9 +422,12 @@ impl Peers {
         if !enabled {
             return Some(Disbelief::NoEnabledFamily);
         }
-        let unusable = |a: &&IpAddr| a.is_multicast() || a.is_loopback() || **a == IpAddr::from([255; 4]);
+        let unusable =
+            |a: &&IpAddr| a.is_multicast() || a.is_loopback() || **a == IpAddr::from([255; 4]);
         if let Some(public) = peer.lease.attrs.public.values().find(unusable) {
-            return Some(Disbelief::Rejected(format!("its public address {public} is no host's address")));
+            return Some(Disbelief::Rejected(format!(
+                "its public address {public} is no host's address"
+            )));
         }
         if let Some(own) = self.terms.own.filter(|own| own.overlaps(&peer.lease.subnets)) {
             return Some(Disbelief::OverlapsOwn { own });
@@ -412,8 +435,11 @@ impl Peers {
         if let Some(reason) = peer.rejected() {
             return Some(Disbelief::Rejected(reason.to_string()));
         }
-        let reserved =
-            peer.objects.iter().map(|object| object.key()).find(|key| self.terms.reserved.contains(key));
+        let reserved = peer
+            .objects
+            .iter()
+            .map(|object| object.key())
+            .find(|key| self.terms.reserved.contains(key));
         reserved.map(|key| Disbelief::ContradictsOwn { key })
     }
 
@@ -473,10 +499,19 @@ mod tests {
         let attrs = LeaseAttrs {
             public: [IpAddr::from([192, 0, 2, public])].into_iter().collect(),
             backend_type: "vxlan".into(),
-            backend_data: Dual { v4: Some(format!("\"{}\"", MacAddr::local([mac; 6])).into()), v6: None },
+            backend_data: Dual {
+                v4: Some(format!("\"{}\"", MacAddr::local([mac; 6])).into()),
+                v6: None,
+            },
         };
         let subnets = key.parse().unwrap();
-        Arc::new(Lease { subnets, attrs, expires: None, since: Revision(since), revision: Revision(since) })
+        Arc::new(Lease {
+            subnets,
+            attrs,
+            expires: None,
+            since: Revision(since),
+            revision: Revision(since),
+        })
     }
 
     fn peers(own: Option<&str>) -> Peers {
@@ -499,7 +534,8 @@ mod tests {
         let mut deltas = changed.deltas;
         for id in changed.fresh {
             let objects = peers.take_fresh(id).expect("fresh");
-            let new = |object: Object| Delta { key: object.key(), before: None, after: Some(object) };
+            let new =
+                |object: Object| Delta { key: object.key(), before: None, after: Some(object) };
             deltas.extend(objects.map(new));
         }
         deltas
@@ -516,7 +552,10 @@ mod tests {
             let mut peers = peers(None);
             order.iter().for_each(|lease| drop(put(&mut peers, lease)));
             assert_eq!(why(&peers, &early), "");
-            assert_eq!(why(&peers, &late), "it overlaps the earlier lease 10.1.2.0-24 of 192.0.2.1 (vxlan)");
+            assert_eq!(
+                why(&peers, &late),
+                "it overlaps the earlier lease 10.1.2.0-24 of 192.0.2.1 (vxlan)"
+            );
             assert_eq!(peers.objects().count(), 2);
             let gone = peers.update([(early.subnets, None)].into_iter(), &no_answer);
             assert_eq!((gone.deltas.len(), why(&peers, &late)), (4, String::new()));
@@ -526,10 +565,16 @@ mod tests {
     #[test]
     fn a_lease_kept_out_by_one_that_is_itself_not_believed_is_believed() {
         let mut peers = peers(None);
-        let (first, second, third) =
-            (lease("10.1.0.0-23", 1, 1, 1), lease("10.1.1.0-24", 2, 2, 1), lease("10.1.1.0-25", 3, 3, 3));
+        let (first, second, third) = (
+            lease("10.1.0.0-23", 1, 1, 1),
+            lease("10.1.1.0-24", 2, 2, 1),
+            lease("10.1.1.0-25", 3, 3, 3),
+        );
         [&third, &second, &first].iter().for_each(|lease| drop(put(&mut peers, lease)));
-        assert!(why(&peers, &second).contains("10.1.0.0-23") && why(&peers, &third).contains("10.1.0.0-23"));
+        assert!(
+            why(&peers, &second).contains("10.1.0.0-23")
+                && why(&peers, &third).contains("10.1.0.0-23")
+        );
         peers.update([(first.subnets, None)].into_iter(), &no_answer);
         assert!(why(&peers, &second).is_empty() && why(&peers, &third).contains("10.1.1.0-24"));
     }
@@ -544,7 +589,11 @@ mod tests {
             why(&peers, &b),
             "fdb 06:07:07:07:07:07 dev flannel.1 is defined otherwise by the earlier lease 10.1.1.0-24 of 192.0.2.1 (vxlan)"
         );
-        assert_eq!(deltas.iter().filter(|d| d.after.is_none()).count(), 1, "the route of the later one goes");
+        assert_eq!(
+            deltas.iter().filter(|d| d.after.is_none()).count(),
+            1,
+            "the route of the later one goes"
+        );
         let same_definition = lease("10.1.3.0-24", 3, 1, 7);
         put(&mut peers, &same_definition);
         assert_eq!(why(&peers, &same_definition), "");
@@ -554,7 +603,8 @@ mod tests {
     fn settled_is_what_is_neither_fresh_nor_disbelieved() {
         let mut peers = peers(None);
         let (early, clashing) = (lease("10.1.1.0-24", 1, 1, 7), lease("10.1.2.0-24", 2, 2, 7));
-        let [route, other] = ["10.1.1.0/24", "10.1.2.0/24"].map(|dst| Key::Route(dst.parse().unwrap()));
+        let [route, other] =
+            ["10.1.1.0/24", "10.1.2.0/24"].map(|dst| Key::Route(dst.parse().unwrap()));
         let changed = peers.update([(early.subnets, Some(&early))].into_iter(), &no_answer);
         assert!(peers.object(&route).is_some() && peers.settled_object(&route).is_none());
         all(&mut peers, changed);
@@ -586,7 +636,12 @@ mod tests {
             (lease("0.0.0.0-0&fd00::-64", 1, 1, 1), "no subnet in a family"),
         ] {
             put(&mut peers, &lease);
-            assert!(why(&peers, &lease).contains(says), "{}: {}", lease.subnets, why(&peers, &lease));
+            assert!(
+                why(&peers, &lease).contains(says),
+                "{}: {}",
+                lease.subnets,
+                why(&peers, &lease)
+            );
         }
         put(&mut peers, &lease("10.1.9.0-24", 1, 1, 1));
         assert_eq!(peers.roster.len(), 4, "the own lease is no peer");
@@ -643,7 +698,12 @@ mod tests {
         let dst = |n: u8| Subnet::host([10, 1, 1, n].into());
         let plan: Box<Plan> = Box::new(move |_, _, objects| {
             let route = |n, mtu| Object::from(Route { dst: dst(n), via: Via::Blackhole, mtu });
-            objects.extend([route(1, Some(1)), route(2, Some(2)), route(1, Some(3)), route(3, Some(4))]);
+            objects.extend([
+                route(1, Some(1)),
+                route(2, Some(2)),
+                route(1, Some(3)),
+                route(3, Some(4)),
+            ]);
             Ok(())
         });
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
@@ -653,7 +713,10 @@ mod tests {
             Object::Route(route) => (route.dst, route.mtu),
             other => panic!("{other}"),
         });
-        assert_eq!(mtus.collect::<Vec<_>>(), [(dst(1), Some(1)), (dst(2), Some(2)), (dst(3), Some(4))]);
+        assert_eq!(
+            mtus.collect::<Vec<_>>(),
+            [(dst(1), Some(1)), (dst(2), Some(2)), (dst(3), Some(4))]
+        );
     }
 
     #[test]

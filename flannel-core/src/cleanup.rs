@@ -94,7 +94,8 @@ pub fn remove_former(
     let is_former = |object: &Object| match object {
         Object::Route(route) => !owned.networks.iter().any(|network| network.covers(&route.dst)),
         Object::Nexthop(nexthop) => {
-            !block.is_some_and(|block| block.contains(nexthop.id)) && !owned.links.contains(&nexthop.link)
+            !block.is_some_and(|block| block.contains(nexthop.id))
+                && !owned.links.contains(&nexthop.link)
         }
         _ => false,
     };
@@ -137,7 +138,11 @@ fn remove(
 ///
 /// # Blocking
 /// As [`Kernel`]. Plain IPv4 routes take quadratic time: 10,000 about a second, 50,000 about 40 seconds.
-pub fn ready_for_go(kernel: &dyn Kernel, owned: &Owned, dry_run: bool) -> Result<Cleanup, KernelError> {
+pub fn ready_for_go(
+    kernel: &dyn Kernel,
+    owned: &Owned,
+    dry_run: bool,
+) -> Result<Cleanup, KernelError> {
     let (owned, there) = read(kernel, owned)?;
     let users = kernel.nexthop_users(&there)?;
     let mut report = Cleanup::default();
@@ -151,11 +156,16 @@ pub fn ready_for_go(kernel: &dyn Kernel, owned: &Owned, dry_run: bool) -> Result
             continue;
         };
         match there.get(&Key::Nexthop(id)) {
-            Some(Object::Nexthop(nexthop)) => changes.push(Change::Put(route.by_gateway_of(nexthop).into())),
+            Some(Object::Nexthop(nexthop)) => {
+                changes.push(Change::Put(route.by_gateway_of(nexthop).into()))
+            }
             _ => {
-                let detail =
-                    format!("nexthop id {id} is no single gateway of ours: replace or delete the route");
-                report.failed.push((Change::Put(object.clone()), KernelError::explained(EINVAL, detail)));
+                let detail = format!(
+                    "nexthop id {id} is no single gateway of ours: replace or delete the route"
+                );
+                report
+                    .failed
+                    .push((Change::Put(object.clone()), KernelError::explained(EINVAL, detail)));
             }
         }
     }
@@ -243,7 +253,12 @@ fn read(kernel: &dyn Kernel, owned: &Owned) -> Result<(Owned, State), KernelErro
 
 impl Cleanup {
     /// A nexthop object is to be deleted, or stays and says why.
-    fn unless_used(&mut self, nexthop: Nexthop, users: &BTreeMap<u32, String>, changes: &mut Vec<Change>) {
+    fn unless_used(
+        &mut self,
+        nexthop: Nexthop,
+        users: &BTreeMap<u32, String>,
+        changes: &mut Vec<Change>,
+    ) {
         let change = Change::Delete(nexthop.into());
         match users.get(&nexthop.id) {
             Some(user) => {
@@ -258,7 +273,13 @@ impl Cleanup {
         clippy::disallowed_methods,
         reason = "what is unfair is the lock: there is no condition to wait for"
     )]
-    fn carry_out(&mut self, kernel: &dyn Kernel, owned: &Owned, changes: Vec<Change>, dry_run: bool) {
+    fn carry_out(
+        &mut self,
+        kernel: &dyn Kernel,
+        owned: &Owned,
+        changes: Vec<Change>,
+        dry_run: bool,
+    ) {
         if dry_run {
             return self.done.extend(changes);
         }

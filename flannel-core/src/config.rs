@@ -122,7 +122,8 @@ impl Config {
     pub fn parse(text: &str) -> Result<Self, FieldError> {
         let fields = Fields::parse(text, "")?;
         let flag = |name, default| Ok(fields.take(name, "true or false")?.unwrap_or(default));
-        let enabled = Dual { v4: Some(flag("EnableIPv4", true)?), v6: Some(flag("EnableIPv6", false)?) };
+        let enabled =
+            Dual { v4: Some(flag("EnableIPv4", true)?), v6: Some(flag("EnableIPv6", false)?) };
         let mut networks = Dual::default();
         for family in Family::BOTH {
             // A disabled family's fields are still read: a typing error is better found today.
@@ -145,14 +146,19 @@ impl Config {
     }
 }
 
-fn pod_network(fields: &Fields, family: Family, enabled: bool) -> Result<Option<PodNetwork>, FieldError> {
+fn pod_network(
+    fields: &Fields,
+    family: Family,
+    enabled: bool,
+) -> Result<Option<PodNetwork>, FieldError> {
     let names = names(family);
     // Go refuses a null Network, and takes a null IPv6Network for an empty one.
     if family == Family::V4 && fields.has(names.network) && fields.raw(names.network).is_none() {
         return Err(fields.error(names.network, &"null", names.example));
     }
     let network: Option<Subnet> = fields.parsed(names.network, names.example)?;
-    let given_len: u64 = fields.take(names.len, "a prefix length in bits, 0 for automatic")?.unwrap_or(0);
+    let given_len: u64 =
+        fields.take(names.len, "a prefix length in bits, 0 for automatic")?.unwrap_or(0);
     let bound = |name| -> Result<Option<IpAddr>, FieldError> {
         let expected = format!("an {family} address inside {}", names.network);
         let address: Option<IpAddr> = fields.parsed(name, &expected)?;
@@ -177,20 +183,27 @@ fn pod_network(fields: &Fields, family: Family, enabled: bool) -> Result<Option<
         ));
     };
     if network.base().is_loopback() || network.base().is_multicast() {
-        return Err(fields.error(names.network, &network, format!("{}, which hosts may use", names.example)));
+        return Err(fields.error(
+            names.network,
+            &network,
+            format!("{}, which hosts may use", names.example),
+        ));
     }
     let subnet_len = subnet_len(fields, &names, network, given_len)?;
     let edge = |name, given: Option<IpAddr>, auto: fn(Subnet, u8) -> Option<Subnet>| {
         let Some(address) = given else {
-            return auto(network, subnet_len)
-                .ok_or_else(|| fields.error(names.network, &network, "a network with room for 4 subnets"));
+            return auto(network, subnet_len).ok_or_else(|| {
+                fields.error(names.network, &network, "a network with room for 4 subnets")
+            });
         };
         let subnet = Subnet::new(address, subnet_len).filter(|_| network.contains(address));
-        let subnet =
-            subnet.ok_or_else(|| fields.error(name, &address, format!("an address inside {network}")))?;
+        let subnet = subnet
+            .ok_or_else(|| fields.error(name, &address, format!("an address inside {network}")))?;
         if subnet.base() != address {
-            let expected =
-                format!("the first address of a /{subnet_len} subnet, for example {}", subnet.base());
+            let expected = format!(
+                "the first address of a /{subnet_len} subnet, for example {}",
+                subnet.base()
+            );
             return Err(fields.error(name, &address, expected));
         }
         Ok(subnet)
@@ -198,26 +211,41 @@ fn pod_network(fields: &Fields, family: Family, enabled: bool) -> Result<Option<
     let min = edge(names.min, given_min, |network, len| Subnet::new(network.base(), len)?.step(1))?;
     let max = edge(names.max, given_max, |network, len| Subnet::new(network.last(), len))?;
     if max < min {
-        return Err(fields.error(names.max, &max.base(), format!("at least {} ({})", names.min, min.base())));
+        return Err(fields.error(
+            names.max,
+            &max.base(),
+            format!("at least {} ({})", names.min, min.base()),
+        ));
     }
     Ok(Some(PodNetwork { network, subnet_len, min, max }))
 }
 
-fn subnet_len(fields: &Fields, names: &Names, network: Subnet, given: u64) -> Result<u8, FieldError> {
+fn subnet_len(
+    fields: &Fields,
+    names: &Names,
+    network: Subnet,
+    given: u64,
+) -> Result<u8, FieldError> {
     let longest = network.family().bits() - 2;
     if given == 0 {
         return match network.len() {
             len if len <= names.auto_up_to => Ok(names.auto_len),
             len if len <= longest - 2 => Ok(len + 2),
-            _ => Err(fields.error(names.network, &network, format!("at most a /{} network", longest - 2))),
+            _ => Err(fields.error(
+                names.network,
+                &network,
+                format!("at most a /{} network", longest - 2),
+            )),
         };
     }
     // At least 4 subnets must fit, so that some are left when the first is skipped.
     match u8::try_from(given) {
         Ok(len) if len <= longest && len >= network.len() + 2 => Ok(len),
         _ => {
-            let expected =
-                format!("from {} to {longest} (room for 4 subnets in {network})", network.len() + 2);
+            let expected = format!(
+                "from {} to {longest} (room for 4 subnets in {network})",
+                network.len() + 2
+            );
             Err(fields.error(names.len, &given, expected))
         }
     }
@@ -230,9 +258,11 @@ fn backend(fields: &Fields) -> Result<BackendConfig, FieldError> {
     let expected = "an object with the backend's Type, for example {\"Type\": \"vxlan\"}";
     let raw = fields.raw("Backend").ok_or_else(|| fields.error("Backend", &"null", expected))?;
     let options = Fields::parse(raw.get(), "Backend")?;
-    let kind: Option<String> = options.take("Type", "the name of a backend, for example \"vxlan\"")?;
+    let kind: Option<String> =
+        options.take("Type", "the name of a backend, for example \"vxlan\"")?;
     let kind = kind.filter(|kind| !kind.is_empty());
-    let kind = kind.ok_or_else(|| fields.error("Backend", &"an object without a Type", expected))?;
+    let kind =
+        kind.ok_or_else(|| fields.error("Backend", &"an object without a Type", expected))?;
     Ok(BackendConfig { kind: kind.to_lowercase(), options: raw.get().to_owned(), explicit: true })
 }
 
@@ -256,7 +286,13 @@ mod tests {
             ("10.3.0.0/23", "", 25, "10.3.0.128", "10.3.1.128"),
             ("10.3.0.0/28", "", 30, "10.3.0.4", "10.3.0.12"),
             ("10.3.0.0/16", r#","SubnetLen":18"#, 18, "10.3.64.0", "10.3.192.0"),
-            ("10.3.7.9/16", r#","SubnetMin":"10.3.5.0","SubnetMax":"0.0.0.0""#, 24, "10.3.5.0", "10.3.255.0"),
+            (
+                "10.3.7.9/16",
+                r#","SubnetMin":"10.3.5.0","SubnetMax":"0.0.0.0""#,
+                24,
+                "10.3.5.0",
+                "10.3.255.0",
+            ),
         ] {
             let config = format!(r#"{{"network":"{network}"{extra}}}"#);
             assert_eq!(cut(v4(&config)), (len, min.into(), max.into()), "{config}");
@@ -265,7 +301,8 @@ mod tests {
             ("fd00::/48", 64, "fd00:0:0:1::", "fd00:0:0:ffff::"),
             ("fd00::/120", 122, "fd00::40", "fd00::c0"),
         ] {
-            let config = format!(r#"{{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"{network}"}}"#);
+            let config =
+                format!(r#"{{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"{network}"}}"#);
             let config = Config::parse(&config).unwrap();
             assert_eq!(config.networks.v4, None);
             assert_eq!(cut(config.networks.v6.unwrap()), (len, min.into(), max.into()));
@@ -276,7 +313,8 @@ mod tests {
     fn backend_defaults_to_what_is_documented() {
         let config = Config::parse(r#"{"Network":"10.3.0.0/16"}"#).unwrap();
         assert_eq!((config.backend.kind.as_str(), config.backend.explicit), ("vxlan", false));
-        let config = Config::parse(r#"{"NETWORK":"10.3.0.0/16","backend":{"type":"Host-GW"}}"#).unwrap();
+        let config =
+            Config::parse(r#"{"NETWORK":"10.3.0.0/16","backend":{"type":"Host-GW"}}"#).unwrap();
         assert_eq!((config.backend.kind.as_str(), config.backend.explicit), ("host-gw", true));
     }
 
@@ -306,13 +344,21 @@ mod tests {
                 "SubnetMax",
                 "at least",
             ),
-            (r#"{"Network":"10.3.0.0/16","EnableIPv6":true}"#, "IPv6Network", "since IPv6 is enabled"),
+            (
+                r#"{"Network":"10.3.0.0/16","EnableIPv6":true}"#,
+                "IPv6Network",
+                "since IPv6 is enabled",
+            ),
             (
                 r#"{"Network":"10.3.0.0/16","EnableIPv6":true,"IPv6Network":"10.4.0.0/16"}"#,
                 "IPv6Network",
                 "IPv6",
             ),
-            (r#"{"EnableIPv6":true,"EnableIPv4":false,"IPv6Network":"fd00::/125"}"#, "IPv6Network", "/124"),
+            (
+                r#"{"EnableIPv6":true,"EnableIPv4":false,"IPv6Network":"fd00::/125"}"#,
+                "IPv6Network",
+                "/124",
+            ),
             (r#"{"EnableIPv4":false}"#, "EnableIPv4", "at least one"),
             (r#"{"EnableIPv4":"no"}"#, "EnableIPv4", "true or false"),
             (r#"{"Network":"10.3.0.0/16","Backend":null}"#, "Backend", "Type"),

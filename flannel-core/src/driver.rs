@@ -288,7 +288,8 @@ impl Driver {
             Listener::Open(_) => false,
             Listener::Closed(_) => due,
         };
-        let refused = self.reconciler.as_ref().is_some_and(|r| r.is_failing() && !r.is_unreadable());
+        let refused =
+            self.reconciler.as_ref().is_some_and(|r| r.is_failing() && !r.is_unreadable());
         let retry = due && !resync && !listen && refused && !self.retry_by_reading;
         if due {
             self.retry_by_reading = retry;
@@ -297,9 +298,11 @@ impl Driver {
             self.heard.hear(Doubts::Everything);
         }
         // When nobody will send more, the last view still counts.
-        let view = self.arrived.take().map(|arrived| (self.views.borrow_and_update().clone(), arrived));
-        let would_flood =
-            |(view, _): &(View, Instant)| self.reconciler.as_ref().is_some_and(|r| r.would_flood(view));
+        let view =
+            self.arrived.take().map(|arrived| (self.views.borrow_and_update().clone(), arrived));
+        let would_flood = |(view, _): &(View, Instant)| {
+            self.reconciler.as_ref().is_some_and(|r| r.would_flood(view))
+        };
         if view.as_ref().is_some_and(would_flood) {
             self.listen_as_needed(true, true);
         }
@@ -405,7 +408,8 @@ impl Driver {
     /// When there is something to do if nothing happens meanwhile.
     fn deadline(&self) -> Instant {
         let now = Instant::now();
-        let mut deadline = self.retry_next.map_or(self.resync_next, |next| next.min(self.resync_next));
+        let mut deadline =
+            self.retry_next.map_or(self.resync_next, |next| next.min(self.resync_next));
         if !self.heard.is_empty() {
             deadline = deadline.min(self.repair_pace.next(now));
         }

@@ -106,7 +106,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Names the node behind a lease for a message: `192.0.2.7 (vxlan)`.
 pub fn holder(attrs: &LeaseAttrs) -> String {
     let addresses: Vec<String> = attrs.public.values().map(ToString::to_string).collect();
-    let addresses = if addresses.is_empty() { "an unknown node".to_owned() } else { addresses.join(", ") };
-    let backend = if attrs.backend_type.is_empty() { "no backend type" } else { &attrs.backend_type };
+    let addresses =
+        if addresses.is_empty() { "an unknown node".to_owned() } else { addresses.join(", ") };
+    let backend =
+        if attrs.backend_type.is_empty() { "no backend type" } else { &attrs.backend_type };
     format!("{addresses} ({backend})")
 }

@@ -26,8 +26,8 @@ impl Histogram {
     /// The upper bounds of all buckets but the last, which has none. A duration equal to a bound is inside.
     pub const BOUNDS: [Duration; 16] = {
         const MICROS: [u64; 16] = [
-            100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000,
-            2_000_000, 5_000_000, 10_000_000,
+            100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000,
+            1_000_000, 2_000_000, 5_000_000, 10_000_000,
         ];
         let mut bounds = [Duration::ZERO; 16];
         let mut n = 0;

@@ -23,7 +23,11 @@ pub struct FieldError {
 
 impl FieldError {
     /// An error about `field`, which held `value`.
-    pub fn new(field: impl Into<String>, value: &dyn fmt::Display, expected: impl Into<String>) -> Self {
+    pub fn new(
+        field: impl Into<String>,
+        value: &dyn fmt::Display,
+        expected: impl Into<String>,
+    ) -> Self {
         Self { field: field.into(), value: shorten(&value.to_string()), expected: expected.into() }
     }
 }
@@ -67,7 +71,10 @@ impl Fields {
 
     /// The field's value as JSON text; `None` if the field is absent or `null`.
     pub fn raw(&self, name: &str) -> Option<&RawValue> {
-        self.by_name.get(&name.to_ascii_lowercase()).map(|raw| &**raw).filter(|raw| raw.get() != "null")
+        self.by_name
+            .get(&name.to_ascii_lowercase())
+            .map(|raw| &**raw)
+            .filter(|raw| raw.get() != "null")
     }
 
     /// The field is there, even if `null`.
@@ -79,7 +86,11 @@ impl Fields {
     ///
     /// # Errors
     /// The value is not a `T`.
-    pub fn take<T: DeserializeOwned>(&self, name: &str, expected: &str) -> Result<Option<T>, FieldError> {
+    pub fn take<T: DeserializeOwned>(
+        &self,
+        name: &str,
+        expected: &str,
+    ) -> Result<Option<T>, FieldError> {
         let parse = |raw: &RawValue| {
             serde_json::from_str(raw.get()).map_err(|_| self.error(name, &raw.get(), expected))
         };
@@ -90,13 +101,22 @@ impl Fields {
     ///
     /// # Errors
     /// The value is not a string, or the string is not a `T`.
-    pub fn parsed<T: std::str::FromStr>(&self, name: &str, expected: &str) -> Result<Option<T>, FieldError> {
+    pub fn parsed<T: std::str::FromStr>(
+        &self,
+        name: &str,
+        expected: &str,
+    ) -> Result<Option<T>, FieldError> {
         let Some(text) = self.take::<String>(name, expected)? else { return Ok(None) };
         text.parse().map(Some).map_err(|_| self.error(name, &format!("{text:?}"), expected))
     }
 
     /// An error about one of these fields.
-    pub fn error(&self, name: &str, value: &dyn fmt::Display, expected: impl Into<String>) -> FieldError {
+    pub fn error(
+        &self,
+        name: &str,
+        value: &dyn fmt::Display,
+        expected: impl Into<String>,
+    ) -> FieldError {
         let dot = if self.path.is_empty() { "" } else { "." };
         FieldError::new(format!("{}{dot}{name}", self.path), value, expected)
     }
@@ -142,7 +162,9 @@ pub fn compact(text: &str) -> String {
         }
         escaped = in_string && c == '\\' && !escaped;
         match c {
-            '<' | '>' | '&' | '\u{2028}' | '\u{2029}' => out.push_str(&format!("\\u{:04x}", u32::from(c))),
+            '<' | '>' | '&' | '\u{2028}' | '\u{2029}' => {
+                out.push_str(&format!("\\u{:04x}", u32::from(c)))
+            }
             _ => out.push(c),
         }
     }

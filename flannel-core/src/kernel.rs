@@ -77,7 +77,8 @@ impl Owned {
     pub fn owns_route(&self, route: &Route, link: Option<LinkName>, protocol: u8) -> bool {
         let inside = self.networks.iter().any(|network| network.covers(&route.dst));
         if let Some(lens) = self.go_routes {
-            let by_gateway = matches!(route.via, Via::Gateway { link, .. } if self.routes_on.contains(&link));
+            let by_gateway =
+                matches!(route.via, Via::Gateway { link, .. } if self.routes_on.contains(&link));
             let of_a_lease = lens[route.dst.family()] == Some(route.dst.len());
             return protocol == GO_ROUTE_PROTOCOL && by_gateway && of_a_lease && inside;
         }

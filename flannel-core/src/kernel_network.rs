@@ -89,7 +89,9 @@ pub struct KernelNetwork {
 
 impl std::fmt::Debug for KernelNetwork {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("KernelNetwork").field("lease", &self.handle.lease.subnets).finish_non_exhaustive()
+        f.debug_struct("KernelNetwork")
+            .field("lease", &self.handle.lease.subnets)
+            .finish_non_exhaustive()
     }
 }
 

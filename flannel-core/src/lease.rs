@@ -74,7 +74,9 @@ impl fmt::Debug for Subnets {
 
 /// Why a text is not the key of a lease.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{key:?} is not a lease key such as 10.5.34.0-24 or 10.5.34.0-24&fd00:0:0:5::-64: {reason}")]
+#[error(
+    "{key:?} is not a lease key such as 10.5.34.0-24 or 10.5.34.0-24&fd00:0:0:5::-64: {reason}"
+)]
 pub struct KeyError {
     /// The text.
     pub key: String,
@@ -87,7 +89,8 @@ impl FromStr for Subnets {
     fn from_str(key: &str) -> Result<Self, KeyError> {
         let error = |reason| KeyError { key: key.to_owned(), reason };
         let part = |text: &str| -> Result<(IpAddr, u8), KeyError> {
-            let (address, len) = text.rsplit_once('-').ok_or_else(|| error("a subnet is ADDRESS-LENGTH"))?;
+            let (address, len) =
+                text.rsplit_once('-').ok_or_else(|| error("a subnet is ADDRESS-LENGTH"))?;
             let len = parse_len(len).ok_or_else(|| error("the length is not a plain number"))?;
             if address.contains(|c: char| c.is_ascii_uppercase()) {
                 return Err(error("IPv6 addresses are written in lower case"));
@@ -111,7 +114,8 @@ impl FromStr for Subnets {
             None => (key, None),
         };
         let v4 = Some(subnet(part(v4)?, Family::V4)?).filter(|v4| !v4.is_everything());
-        let subnets = Self::new([v4, v6].into_iter().flatten()).ok_or_else(|| error("it names no subnet"))?;
+        let subnets =
+            Self::new([v4, v6].into_iter().flatten()).ok_or_else(|| error("it names no subnet"))?;
         // One identity, one key: a delete of another spelling must not look like a delete of this lease.
         if subnets.to_string() == key {
             Ok(subnets)
@@ -173,7 +177,8 @@ impl LeaseAttrs {
             backend_v6_data: self.backend_data.v6.as_deref().and_then(raw),
         };
         // Only maps with keys that are no strings, and I/O, can fail.
-        let text = serde_json::to_string(&wire).expect("a struct of strings and addresses serializes");
+        let text =
+            serde_json::to_string(&wire).expect("a struct of strings and addresses serializes");
         compact(&text)
     }
 
@@ -421,8 +426,12 @@ mod tests {
 
     #[test]
     fn keys_are_the_stores() {
-        for key in ["10.5.34.0-24", "10.5.34.0-24&fd00:0:0:5::-64", "0.0.0.0-0&fd00:0:0:5::-64", "10.0.0.0-8"]
-        {
+        for key in [
+            "10.5.34.0-24",
+            "10.5.34.0-24&fd00:0:0:5::-64",
+            "0.0.0.0-0&fd00:0:0:5::-64",
+            "10.0.0.0-8",
+        ] {
             assert_eq!(key.parse::<Subnets>().unwrap().to_string(), key);
         }
         for (bad, why) in [
@@ -457,7 +466,10 @@ mod tests {
         assert_eq!(LeaseAttrs::default().to_json(), r#"{"PublicIP":"0.0.0.0","PublicIPv6":null}"#);
         let mut odd = LeaseAttrs::default();
         odd.backend_data.v4 = Some("not \"JSON\"".into());
-        assert_eq!(odd.to_json(), r#"{"PublicIP":"0.0.0.0","PublicIPv6":null,"BackendData":"not \"JSON\""}"#);
+        assert_eq!(
+            odd.to_json(),
+            r#"{"PublicIP":"0.0.0.0","PublicIPv6":null,"BackendData":"not \"JSON\""}"#
+        );
         let raw = LeaseAttrs::from_json(
             r#"{"PublicIP":"1.2.3.4","BackendType":"extension","BackendData":" a <b> & c "}"#,
         );
@@ -470,7 +482,8 @@ mod tests {
     #[test]
     fn values_are_read_as_go_reads_them() {
         let attrs =
-            LeaseAttrs::from_json(r#"{"publicip":"::ffff:1.2.3.4","PublicIPv6":null,"Extra":[1]}"#).unwrap();
+            LeaseAttrs::from_json(r#"{"publicip":"::ffff:1.2.3.4","PublicIPv6":null,"Extra":[1]}"#)
+                .unwrap();
         assert_eq!(attrs.public.v4, Some("1.2.3.4".parse().unwrap()));
         assert_eq!(LeaseAttrs::from_json("{}").unwrap(), LeaseAttrs::default());
         for (bad, field) in [

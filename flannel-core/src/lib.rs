@@ -40,8 +40,8 @@ pub use error::{Error, Result, holder};
 pub use histogram::Histogram;
 pub use json::{FieldError, Fields, compact};
 pub use kernel::{
-    Changes, Culprit, Doubts, GO_ROUTE_PROTOCOL, Kernel, KernelError, Owned, Process, ROUTE_PROTOCOL, Report,
-    RouteAnswer,
+    Changes, Culprit, Doubts, GO_ROUTE_PROTOCOL, Kernel, KernelError, Owned, Process,
+    ROUTE_PROTOCOL, Report, RouteAnswer,
 };
 pub use kernel_network::{Blueprint, KernelNetwork};
 pub use lease::{Endpoint, KeyError, Lease, LeaseAttrs, LeaseSet, Origin, Revision, Subnets, View};
@@ -51,7 +51,8 @@ pub use network::{Backend, Disbelief, Ended, ExternalInterface, Host, Network, N
 pub use nexthops::{NexthopBlock, NexthopIds};
 pub use plan::{Env, Plan, Rejected};
 pub use state::{
-    Addr, Change, Fdb, Key, Link, LinkKind, Neigh, Nexthop, Object, ObjectKind, Route, State, Via, Vxlan,
+    Addr, Change, Fdb, Key, Link, LinkKind, Neigh, Nexthop, Object, ObjectKind, Route, State, Via,
+    Vxlan,
 };
 pub use status::{Damage, Explanation, Failure, Repair, Standing, Status, Wait, Waiting};
 pub use subnet::{Calls, Hints, LeaseEnd, StoreStatus, SubnetManager, live_view};

@@ -32,8 +32,9 @@ impl FromStr for MacAddr {
             let mut bytes = [0; 6];
             let mut parts = text.split(':');
             for byte in &mut bytes {
-                let part =
-                    parts.next().filter(|p| p.len() == 2 && p.bytes().all(|b| b.is_ascii_hexdigit()))?;
+                let part = parts
+                    .next()
+                    .filter(|p| p.len() == 2 && p.bytes().all(|b| b.is_ascii_hexdigit()))?;
                 *byte = u8::from_str_radix(part, 16).ok()?;
             }
             parts.next().is_none().then_some(Self(bytes))
@@ -89,7 +90,10 @@ impl FromStr for LinkName {
     fn from_str(text: &str) -> Result<Self, ParseError> {
         let bad = |c: char| c == '/' || c == ':' || c == '\0' || c.is_ascii_whitespace();
         if text.is_empty() || text.len() > 15 || text == "." || text == ".." || text.contains(bad) {
-            return Err(ParseError::new(text, "an interface name (1 to 15 bytes, no '/', ':' or space)"));
+            return Err(ParseError::new(
+                text,
+                "an interface name (1 to 15 bytes, no '/', ':' or space)",
+            ));
         }
         Ok(Self::of_bytes(text.as_bytes()))
     }
@@ -123,7 +127,9 @@ mod tests {
     fn mac_addresses() {
         let mac: MacAddr = "AA:bb:cc:0d:EE:ff".parse().unwrap();
         assert_eq!(mac.to_string(), "aa:bb:cc:0d:ee:ff");
-        for bad in ["", "aa:bb:cc:dd:ee", "aa:bb:cc:dd:ee:ff:00", "a:b:c:d:e:f", "+a:bb:cc:dd:ee:ff"] {
+        for bad in
+            ["", "aa:bb:cc:dd:ee", "aa:bb:cc:dd:ee:ff:00", "a:b:c:d:e:f", "+a:bb:cc:dd:ee:ff"]
+        {
             assert!(bad.parse::<MacAddr>().is_err(), "{bad:?}");
         }
         assert_eq!(MacAddr::local([0xff; 6]).to_string(), "fe:ff:ff:ff:ff:ff");

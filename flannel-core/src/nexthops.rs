@@ -56,7 +56,10 @@ impl NexthopBlock {
     ///
     /// # Errors
     /// The kernel could not be read.
-    pub fn choose(kernel: &dyn Kernel, owned: &Owned) -> Result<(Option<Self>, NexthopIds), KernelError> {
+    pub fn choose(
+        kernel: &dyn Kernel,
+        owned: &Owned,
+    ) -> Result<(Option<Self>, NexthopIds), KernelError> {
         let there = kernel.nexthop_ids(owned)?;
         // By no pod network one block would be everybody's.
         if !owned.networks.iter().any(|network| network.family() == Family::V4) {
@@ -65,7 +68,8 @@ impl NexthopBlock {
         let held = |block: &Self, ids: &[u32]| ids.iter().filter(|id| block.contains(**id)).count();
         let left = |block: &Self| held(block, &there.ours) > held(block, &there.foreign);
         let free = |block: &Self| held(block, &there.foreign) == 0;
-        let chosen = Self::candidates(owned).find(left).or_else(|| Self::candidates(owned).find(free));
+        let chosen =
+            Self::candidates(owned).find(left).or_else(|| Self::candidates(owned).find(free));
         Ok((chosen, there))
     }
 
@@ -134,7 +138,8 @@ impl Ids {
         let own = self.own(&dst)?;
         // A block begins at a multiple of its size.
         let slots = (0..NexthopBlock::SIZE).map(|n| (own + n) % NexthopBlock::SIZE);
-        let id = slots.map(|slot| self.block.first + slot).find(|id| self.dsts.get(*id).is_none())?;
+        let id =
+            slots.map(|slot| self.block.first + slot).find(|id| self.dsts.get(*id).is_none())?;
         self.insert(dst, id);
         Some(id)
     }
@@ -305,8 +310,12 @@ mod tests {
     }
 
     fn put(kernel: &FakeKernel, id: u32, protocol: u8) {
-        let nexthop =
-            Nexthop { id, link: "eth0".parse().unwrap(), gateway: [192, 0, 2, 9].into(), onlink: false };
+        let nexthop = Nexthop {
+            id,
+            link: "eth0".parse().unwrap(),
+            gateway: [192, 0, 2, 9].into(),
+            onlink: false,
+        };
         kernel.foreign_put(nexthop, protocol);
     }
 
@@ -315,13 +324,15 @@ mod tests {
         let kernel = FakeKernel::with_uplink("eth0");
         let hostgw = owned("10.1.0.0/16", None);
         let block = chosen(&kernel, &hostgw);
-        let blocks: std::collections::BTreeSet<u32> =
-            (0..100).map(|n| chosen(&kernel, &owned(&format!("10.{n}.0.0/16"), None)).first).collect();
+        let blocks: std::collections::BTreeSet<u32> = (0..100)
+            .map(|n| chosen(&kernel, &owned(&format!("10.{n}.0.0/16"), None)).first)
+            .collect();
         assert!(blocks.len() > 95 && blocks.contains(&block.first), "{blocks:?}");
         assert!(blocks.iter().all(|first| *first >= 1 << 30 && first % NexthopBlock::SIZE == 0));
         let vxlan = owned("10.1.0.0/16", Some("flannel.1"));
         assert_eq!(chosen(&kernel, &vxlan), block, "another backend finds what the first left");
-        let with_v6 = Owned { networks: vec![subnet("10.1.0.0/16"), subnet("fd00::/48")], ..hostgw.clone() };
+        let with_v6 =
+            Owned { networks: vec![subnet("10.1.0.0/16"), subnet("fd00::/48")], ..hostgw.clone() };
         assert_eq!(chosen(&kernel, &with_v6), block, "switching IPv6 on moves nothing");
         let elsewhere = Owned { routes_on: ["eth7".parse().unwrap()].into(), ..hostgw };
         assert_eq!(chosen(&kernel, &elsewhere), block, "nor does another external interface");
@@ -331,7 +342,8 @@ mod tests {
     #[test]
     fn blocks_are_the_same_in_every_version() {
         let kernel = FakeKernel::with_uplink("eth0");
-        let blocks = ["10.1.0.0/16", "10.244.0.0/16"].map(|n| chosen(&kernel, &owned(n, None)).first);
+        let blocks =
+            ["10.1.0.0/16", "10.244.0.0/16"].map(|n| chosen(&kernel, &owned(n, None)).first);
         assert_eq!(blocks, [1_888_616_448, 1_927_282_688]);
     }
 
@@ -342,11 +354,17 @@ mod tests {
         let first = chosen(&kernel, &owned);
         put(&kernel, first.first + 5, ROUTE_PROTOCOL);
         assert_eq!(chosen(&kernel, &owned), first, "an earlier run's");
-        let borrower = Route { dst: subnet("10.9.3.0/24"), via: Via::Nexthop(first.first + 5), mtu: None };
+        let borrower =
+            Route { dst: subnet("10.9.3.0/24"), via: Via::Nexthop(first.first + 5), mtu: None };
         kernel.foreign_put(borrower, 4);
-        assert_eq!(chosen(&kernel, &owned), first, "a route of no network's makes it nobody else's");
+        assert_eq!(
+            chosen(&kernel, &owned),
+            first,
+            "a route of no network's makes it nobody else's"
+        );
         // Another network's: a route by it leads elsewhere.
-        let stranger = Route { dst: subnet("10.2.3.0/24"), via: Via::Nexthop(first.first + 5), mtu: None };
+        let stranger =
+            Route { dst: subnet("10.2.3.0/24"), via: Via::Nexthop(first.first + 5), mtu: None };
         kernel.foreign_put(stranger, ROUTE_PROTOCOL);
         let second = chosen(&kernel, &owned);
         assert_eq!(
@@ -357,7 +375,11 @@ mod tests {
         put(&kernel, second.first, ROUTE_PROTOCOL);
         let left = Route { dst: subnet("10.1.3.0/24"), via: Via::Nexthop(second.first), mtu: None };
         kernel.foreign_delete(Key::Nexthop(first.first + 5));
-        assert_eq!(chosen(&kernel, &owned), first, "without a route it may be another's that has just begun");
+        assert_eq!(
+            chosen(&kernel, &owned),
+            first,
+            "without a route it may be another's that has just begun"
+        );
         kernel.foreign_put(left, ROUTE_PROTOCOL);
         assert_eq!(chosen(&kernel, &owned), second, "what was left there is found");
         put(&kernel, second.first + 1, 3);
@@ -411,9 +433,10 @@ mod tests {
         let mut ids = Ids::new(NexthopBlock { first: NexthopBlock::LOWEST });
         let (theirs, ours) = (subnet("fd00::/64"), subnet("10.1.7.0/24"));
         let own = ids.own(&ours).unwrap();
-        ids.adopt(&[Route { dst: theirs, via: Via::Nexthop(own), mtu: None }].into_iter().collect(), |_| {
-            true
-        });
+        ids.adopt(
+            &[Route { dst: theirs, via: Via::Nexthop(own), mtu: None }].into_iter().collect(),
+            |_| true,
+        );
         assert_eq!((ids.id(&theirs), ids.dst(own)), (Some(own), Some(theirs)));
         let other = ids.assign(ours).unwrap();
         assert_ne!(other, own);

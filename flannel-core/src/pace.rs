@@ -84,7 +84,11 @@ mod tests {
         }
         assert!(waited[..20].iter().all(Duration::is_zero), "{waited:?}");
         let worked = 1_000 * took;
-        assert!(2 * worked <= now - start + Duration::from_millis(100), "half of {:?}", now - start);
+        assert!(
+            2 * worked <= now - start + Duration::from_millis(100),
+            "half of {:?}",
+            now - start
+        );
         // As long as a round may be, and many of them that did not ask.
         for _ in 0..10 {
             pace.pass_after(now, Duration::from_millis(100));

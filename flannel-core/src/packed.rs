@@ -187,7 +187,8 @@ impl Unpacked<'_> {
                 Nexthop { id, link, gateway: self.address(), onlink: self.flag() }.into()
             }
             _ => {
-                let dst = Subnet::new(self.address(), self.byte()).expect("it was one when it was packed");
+                let dst = Subnet::new(self.address(), self.byte())
+                    .expect("it was one when it was packed");
                 Route { dst, via: self.via(), mtu: self.option(Self::number) }.into()
             }
         }

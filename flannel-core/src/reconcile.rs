@@ -156,7 +156,8 @@ impl Reconciler {
         self.live = matches!(view.origin, Origin::Live { .. });
         let mut changes: Vec<_> = view.leases.changes_since(&leases).collect();
         if changes.len() > FEW && !self.is_unread() {
-            let is_new = |change: &mut (Subnets, Option<&Arc<Lease>>)| !self.peers.contains(&change.0);
+            let is_new =
+                |change: &mut (Subnets, Option<&Arc<Lease>>)| !self.peers.contains(&change.0);
             let new = changes.extract_if(.., is_new).filter_map(|(_, lease)| lease.cloned());
             self.coming = Coming::new(new.collect(), arrived);
         }
@@ -205,7 +206,10 @@ impl Reconciler {
 
     /// There is work for [`Reconciler::settle`].
     pub(crate) fn is_unsettled(&self) -> bool {
-        self.is_unread() || !self.put.is_empty() || self.has_fresh() || (self.live && !self.gone.is_empty())
+        self.is_unread()
+            || !self.put.is_empty()
+            || self.has_fresh()
+            || (self.live && !self.gone.is_empty())
     }
 
     /// There are new peers of which nothing was put yet.
@@ -236,7 +240,9 @@ impl Reconciler {
     /// The link that an object needs, directly or through its nexthop.
     fn link_of(&self, object: &Object) -> Option<LinkName> {
         match object {
-            Object::Route(Route { via: Via::Nexthop(id), .. }) => self.want(&Key::Nexthop(*id))?.link(),
+            Object::Route(Route { via: Via::Nexthop(id), .. }) => {
+                self.want(&Key::Nexthop(*id))?.link()
+            }
             object => object.link(),
         }
     }
@@ -282,8 +288,9 @@ impl Reconciler {
                 (Some(ids), Key::Route(dst)) if gains => ids.assign(dst),
                 _ => old,
             };
-            let part =
-                |object: &Option<Object>, id: Option<u32>| nexthop(object.as_ref()?, id?).map(Object::from);
+            let part = |object: &Option<Object>, id: Option<u32>| {
+                nexthop(object.as_ref()?, id?).map(Object::from)
+            };
             if let Some(id) = new {
                 self.replace(Key::Nexthop(id), part(&before, old), part(&after, new), arrived);
             }
@@ -328,7 +335,13 @@ impl Reconciler {
     }
 
     /// The definition of an object changed, or seems so: a peer that moves keeps its route by the nexthop object.
-    fn replace(&mut self, key: Key, before: Option<Object>, after: Option<Object>, arrived: Option<Instant>) {
+    fn replace(
+        &mut self,
+        key: Key,
+        before: Option<Object>,
+        after: Option<Object>,
+        arrived: Option<Instant>,
+    ) {
         if after.is_some() {
             self.peer_objects.add(key.kind());
         }
@@ -357,8 +370,11 @@ impl Reconciler {
 
     /// The peer that an object is of.
     fn peer_of(&self, key: &Key) -> Option<Subnets> {
-        let dst =
-            if let Key::Nexthop(id) = key { self.ids.as_ref().and_then(|ids| ids.dst(*id)) } else { None };
+        let dst = if let Key::Nexthop(id) = key {
+            self.ids.as_ref().and_then(|ids| ids.dst(*id))
+        } else {
+            None
+        };
         self.peers.definer(&dst.map_or(*key, Key::Route))
     }
 }
@@ -376,7 +392,8 @@ impl<'a> Answers<'a> {
     }
 
     fn on_link(&self, address: IpAddr) -> Option<Option<LinkName>> {
-        let answer = self.kernel.lookup(address).map_err(|error| self.error.replace(Some(error))).ok()?;
+        let answer =
+            self.kernel.lookup(address).map_err(|error| self.error.replace(Some(error))).ok()?;
         self.links.borrow_mut().extend(answer.link);
         Some(answer.on_link())
     }
@@ -385,13 +402,19 @@ impl<'a> Answers<'a> {
 /// A peer's object as the kernel is to have it: a route by a gateway becomes one by its nexthop object.
 fn by_nexthop(object: &Object, id: Option<u32>) -> Object {
     match (object, id) {
-        (Object::Route(route), Some(id)) if nexthop(object, id).is_some() => route.by_nexthop(id).into(),
+        (Object::Route(route), Some(id)) if nexthop(object, id).is_some() => {
+            route.by_nexthop(id).into()
+        }
         _ => object.clone(),
     }
 }
 
 /// What peers define as the kernel is to have it: each route by a gateway becomes one by its nexthop object.
-fn expand(objects: impl IntoIterator<Item = Object>, ids: Option<&Ids>, mut each: impl FnMut(Object)) {
+fn expand(
+    objects: impl IntoIterator<Item = Object>,
+    ids: Option<&Ids>,
+    mut each: impl FnMut(Object),
+) {
     for object in objects {
         let id = ids.and_then(|ids| ids.of_route(&object));
         if let Some(nexthop) = id.and_then(|id| nexthop(&object, id)) {
@@ -419,13 +442,24 @@ mod tests {
     }
 
     fn by_gateway(n: u8, gateway: IpAddr) -> Route {
-        Route { dst: dst(n), via: Via::Gateway { gateway, link: uplink(), onlink: true }, mtu: None }
+        Route {
+            dst: dst(n),
+            via: Via::Gateway { gateway, link: uplink(), onlink: true },
+            mtu: None,
+        }
     }
 
     fn lease(n: u8, public: [u8; 4]) -> Lease {
-        let attrs = LeaseAttrs { public: [public.into()].into_iter().collect(), ..LeaseAttrs::default() };
+        let attrs =
+            LeaseAttrs { public: [public.into()].into_iter().collect(), ..LeaseAttrs::default() };
         let subnets = Subnets::new([dst(n)]).unwrap();
-        Lease { subnets, attrs, expires: None, since: Revision(1), revision: Revision(u64::from(public[3])) }
+        Lease {
+            subnets,
+            attrs,
+            expires: None,
+            since: Revision(1),
+            revision: Revision(u64::from(public[3])),
+        }
     }
 
     /// Peers that are routes on the uplink: by a gateway, or if the public address is private by none, and with an MTU.
@@ -451,9 +485,11 @@ mod tests {
                             via: Via::Link(link),
                             mtu: Some(1400 + u32::from(public.octets()[3])),
                         },
-                        gateway => {
-                            Route { dst, via: Via::Gateway { gateway, link, onlink: true }, mtu: None }
-                        }
+                        gateway => Route {
+                            dst,
+                            via: Via::Gateway { gateway, link, onlink: true },
+                            mtu: None,
+                        },
                     };
                     objects.push(route.into());
                 }
@@ -486,7 +522,10 @@ mod tests {
         }
 
         fn view(&mut self) {
-            let view = View { leases: self.leases.clone(), origin: Origin::Live { revision: Revision(1) } };
+            let view = View {
+                leases: self.leases.clone(),
+                origin: Origin::Live { revision: Revision(1) },
+            };
             self.reconciler.view(&view, Instant::now(), &self.kernel);
         }
 
@@ -537,7 +576,10 @@ mod tests {
         world.settle();
         assert_eq!(world.standings(7), [InPlace, InPlace]);
         world.doubt(&Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], None));
-        assert_eq!((world.standings(3), world.standings(2)), (vec![InPlace, Pending], vec![InPlace; 2]));
+        assert_eq!(
+            (world.standings(3), world.standings(2)),
+            (vec![InPlace, Pending], vec![InPlace; 2])
+        );
         assert_eq!(world.waiting(), [(Subnets::new([dst(3)]).unwrap(), Wait::Repair)]);
         world.settle();
         world.doubt(&Doubts::Everything);
@@ -546,14 +588,20 @@ mod tests {
 
     #[test]
     fn links_of_ours_and_under_our_routes_matter_and_others_do_not() {
-        let facts = |world: &World| (world.reconciler.has_stale_facts(), world.reconciler.has_urgent_facts());
+        let facts = |world: &World| {
+            (world.reconciler.has_stale_facts(), world.reconciler.has_urgent_facts())
+        };
         for (link, unread, stale) in
             [("cali1", false, false), ("flannel.1", true, false), ("eth0", true, true)]
         {
             let mut world = World::settled(2..5);
             assert_eq!((world.reconciler.is_unread(), facts(&world)), (false, (false, false)));
             world.doubt(&Doubts::Link(link.parse().unwrap()));
-            assert_eq!((world.reconciler.is_unread(), facts(&world)), (unread, (stale, stale)), "{link}");
+            assert_eq!(
+                (world.reconciler.is_unread(), facts(&world)),
+                (unread, (stale, stale)),
+                "{link}"
+            );
         }
     }
 
@@ -617,7 +665,8 @@ mod tests {
         for (network, dst, protocol, unread) in cases {
             let (mut world, dst) = (World::of(network.parse().unwrap()), dst.parse().unwrap());
             let public: [IpAddr; 2] = [[198, 51, 100, 3].into(), "2001:db8::3".parse().unwrap()];
-            let attrs = LeaseAttrs { public: public.into_iter().collect(), ..LeaseAttrs::default() };
+            let attrs =
+                LeaseAttrs { public: public.into_iter().collect(), ..LeaseAttrs::default() };
             let subnets = Subnets::new([dst]).unwrap();
             world.leases.insert(Lease { subnets, attrs, ..lease(3, [198, 51, 100, 3]) });
             world.view();
@@ -651,7 +700,8 @@ mod tests {
         let keys: Vec<_> = calls.into_iter().filter_map(|call| call.key).collect();
         let (last, others) = nexthops.split_last().unwrap();
         let routes = (2..199).map(|n| Key::Route(dst(n)));
-        let expected = [*last, Key::Route(dst(199))].into_iter().chain(others.iter().copied()).chain(routes);
+        let expected =
+            [*last, Key::Route(dst(199))].into_iter().chain(others.iter().copied()).chain(routes);
         assert_eq!(keys, expected.collect::<Vec<_>>());
         assert!(world.reconciler.ledger.failing().is_empty());
     }
@@ -681,7 +731,8 @@ mod tests {
         world.doubt(&gone(None));
         world.settle();
         let status = world.reconciler.status();
-        let repairs: Vec<_> = status.last_repairs.iter().map(|repair| repair.culprit.clone()).collect();
+        let repairs: Vec<_> =
+            status.last_repairs.iter().map(|repair| repair.culprit.clone()).collect();
         assert_eq!(repairs, [None]);
     }
 
@@ -773,7 +824,8 @@ mod tests {
     }
 
     #[test]
-    fn the_status_says_that_leases_are_live_what_is_worth_knowing_and_why_the_kernel_cannot_be_read() {
+    fn the_status_says_that_leases_are_live_what_is_worth_knowing_and_why_the_kernel_cannot_be_read()
+     {
         let mut world = World::settled(2..5);
         world.put(7, [198, 51, 100, 2]);
         world.settle();
@@ -791,11 +843,14 @@ mod tests {
 
     #[test]
     fn a_flood_is_hundreds_of_new_peers_and_half_of_all() {
-        for (old, new, flooded) in [(0, 511, false), (0, 512, true), (512, 512, true), (514, 512, false)] {
+        for (old, new, flooded) in
+            [(0, 511, false), (0, 512, true), (512, 512, true), (514, 512, false)]
+        {
             let mut world = World::new();
             let one = |n: u16| {
                 let dst =
-                    Subnet::new(IpAddr::from((u32::from(n) * 16 + 0x0a01_0000).to_be_bytes()), 28).unwrap();
+                    Subnet::new(IpAddr::from((u32::from(n) * 16 + 0x0a01_0000).to_be_bytes()), 28)
+                        .unwrap();
                 Lease { subnets: Subnets::new([dst]).unwrap(), ..lease(1, [198, 51, 100, 1]) }
             };
             (0..old).for_each(|n| world.leases.insert(one(n)));
@@ -821,7 +876,11 @@ mod tests {
         world.settle_as_far_as(false);
         let calls = world.kernel.take_calls();
         assert!(calls.iter().all(|call| call.operation != Operation::Snapshot), "{calls:?}");
-        assert!(world.reconciler.is_unread() && world.route(7).is_some(), "{:#?}", world.kernel.dump());
+        assert!(
+            world.reconciler.is_unread() && world.route(7).is_some(),
+            "{:#?}",
+            world.kernel.dump()
+        );
         world
     }
 

@@ -144,7 +144,8 @@ impl Roster {
     /// All peers whose plans define this object, with their definitions.
     pub(crate) fn claimants(&self, key: &Key) -> impl Iterator<Item = (Id, &Peer, Object)> {
         let (key, hash) = (*key, hash_of(&self.hasher, key));
-        let alike = self.claims.iter_hash(Claim::spread(hash)).filter(move |claim| claim.hash == hash);
+        let alike =
+            self.claims.iter_hash(Claim::spread(hash)).filter(move |claim| claim.hash == hash);
         alike.filter_map(move |claim| {
             let peer = self.peer(claim.id)?;
             let object = peer.objects.iter().find(|object| object.key() == key)?;
@@ -179,7 +180,8 @@ impl Roster {
             let key = object.key();
             let claim = Claim { hash: hash_of(&self.hasher, &key), id };
             shared = shared || self.claimants(&key).next().is_some();
-            self.claims.insert_unique(Claim::spread(claim.hash), claim, |claim| Claim::spread(claim.hash));
+            self.claims
+                .insert_unique(Claim::spread(claim.hash), claim, |claim| Claim::spread(claim.hash));
         }
         self.slots[id as usize] = Some(peer);
         let Self { slots, hasher, ids, .. } = self;
@@ -199,11 +201,14 @@ impl Roster {
         let peer = self.slots[id as usize].take()?;
         for object in &peer.objects {
             let claim = Claim { hash: hash_of(&self.hasher, &object.key()), id };
-            if let Ok(entry) = self.claims.find_entry(Claim::spread(claim.hash), |other| *other == claim) {
+            if let Ok(entry) =
+                self.claims.find_entry(Claim::spread(claim.hash), |other| *other == claim)
+            {
                 entry.remove();
             }
         }
-        if let Ok(entry) = self.ids.find_entry(self.hasher.hash_one(peer.lease.subnets), |other| *other == id)
+        if let Ok(entry) =
+            self.ids.find_entry(self.hasher.hash_one(peer.lease.subnets), |other| *other == id)
         {
             entry.remove();
         }
@@ -235,7 +240,8 @@ impl Roster {
         let mut found = self.overlapping(id);
         for object in &peer.objects {
             let key = object.key();
-            let others = self.claimants(&key).filter(|(other, _, theirs)| *other != id && *theirs != object);
+            let others =
+                self.claimants(&key).filter(|(other, _, theirs)| *other != id && *theirs != object);
             found.extend(others.map(|(other, ..)| (other, Some(key))));
         }
         found
@@ -246,7 +252,8 @@ impl Roster {
         let Some(peer) = self.peer(id) else { return Vec::new() };
         let mut found = Vec::new();
         for subnet in peer.lease.subnets.iter() {
-            let inside = self.subnets.range((subnet, 0)..).take_while(|(other, _)| subnet.covers(other));
+            let inside =
+                self.subnets.range((subnet, 0)..).take_while(|(other, _)| subnet.covers(other));
             found.extend(inside.filter(|(_, other)| *other != id).map(|(_, other)| (*other, None)));
             for len in self.lengths.range(..subnet.len()).map(|(len, _)| *len) {
                 let Some(around) = subnet.supernet(len) else { continue };
@@ -260,7 +267,8 @@ impl Roster {
     /// The peers whose subnets hold an address, the longest prefix first.
     pub(crate) fn around(&self, address: IpAddr) -> impl Iterator<Item = &Peer> {
         let host = Subnet::host(address);
-        let around = self.lengths.range(..=host.len()).rev().filter_map(move |(len, _)| host.supernet(*len));
+        let around =
+            self.lengths.range(..=host.len()).rev().filter_map(move |(len, _)| host.supernet(*len));
         let ids = around.flat_map(|subnet| self.subnets.range((subnet, 0)..=(subnet, Id::MAX)));
         ids.filter_map(|(_, id)| self.peer(*id))
     }

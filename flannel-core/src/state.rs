@@ -294,7 +294,12 @@ impl fmt::Display for Object {
         let onlink = |onlink: bool| if onlink { " onlink" } else { "" };
         match self {
             Self::Link(Link { name, mtu, up, kind: LinkKind::Vxlan(v) }) => {
-                write!(f, "link {name} mtu {mtu} {} address {}", if *up { "up" } else { "down" }, v.mac)?;
+                write!(
+                    f,
+                    "link {name} mtu {mtu} {} address {}",
+                    if *up { "up" } else { "down" },
+                    v.mac
+                )?;
                 write!(f, " type vxlan id {} dstport {}", v.vni, v.port)?;
                 v.local.map_or(Ok(()), |local| write!(f, " local {local}"))?;
                 v.lower.map_or(Ok(()), |lower| write!(f, " dev {lower}"))?;
@@ -305,7 +310,14 @@ impl fmt::Display for Object {
             Self::Neigh(o) => write!(f, "neigh {} lladdr {} dev {}", o.address, o.mac, o.link),
             Self::Fdb(o) => write!(f, "fdb {} dst {} dev {}", o.mac, o.dst, o.link),
             Self::Nexthop(o) => {
-                write!(f, "nexthop id {} via {} dev {}{}", o.id, o.gateway, o.link, onlink(o.onlink))
+                write!(
+                    f,
+                    "nexthop id {} via {} dev {}{}",
+                    o.id,
+                    o.gateway,
+                    o.link,
+                    onlink(o.onlink)
+                )
             }
             Self::Route(o) => {
                 match o.via {
@@ -503,7 +515,9 @@ impl<'a> Finder<'a> {
 /// By key, without making one of those of which there are most, in no order.
 fn in_order_of_creation(a: &Object, b: &Object) -> Ordering {
     match (a, b) {
-        (Object::Neigh(a), Object::Neigh(b)) => a.link.cmp(&b.link).then_with(|| a.address.cmp(&b.address)),
+        (Object::Neigh(a), Object::Neigh(b)) => {
+            a.link.cmp(&b.link).then_with(|| a.address.cmp(&b.address))
+        }
         (Object::Fdb(a), Object::Fdb(b)) => a.link.cmp(&b.link).then_with(|| a.mac.cmp(&b.mac)),
         _ => a.key().cmp(&b.key()),
     }
@@ -589,13 +603,21 @@ pub(crate) mod tests {
                 };
                 Link { name: name(l), mtu: 1450, up, kind: LinkKind::Vxlan(vxlan) }.into()
             }),
-            (n(), n(), 30..33u8)
-                .prop_map(|(l, a, len)| Addr { link: name(l), address: address(a), len }.into()),
+            (n(), n(), 30..33u8).prop_map(|(l, a, len)| Addr {
+                link: name(l),
+                address: address(a),
+                len
+            }
+            .into()),
             (n(), n(), n()).prop_map(move |(l, a, m)| {
                 Neigh { link: name(l), address: address(a), mac: mac(m) }.into()
             }),
-            (n(), n(), n())
-                .prop_map(move |(l, m, a)| Fdb { link: name(l), mac: mac(m), dst: address(a) }.into()),
+            (n(), n(), n()).prop_map(move |(l, m, a)| Fdb {
+                link: name(l),
+                mac: mac(m),
+                dst: address(a)
+            }
+            .into()),
             (1..6u32, n(), n(), any::<bool>()).prop_map(|(id, l, a, onlink)| {
                 Nexthop { id, link: name(l), gateway: address(a), onlink }.into()
             }),
@@ -644,7 +666,8 @@ pub(crate) mod tests {
 
     #[test]
     fn what_takes_the_place_of_an_inexact_route_is_exact() {
-        let route = |n| Route { dst: Subnet::new(address(n), 24).unwrap(), via: Via::Blackhole, mtu: None };
+        let route =
+            |n| Route { dst: Subnet::new(address(n), 24).unwrap(), via: Via::Blackhole, mtu: None };
         let (want, key) = (State::from_iter([route(1), route(2)]), Key::Route(route(1).dst));
         let replacements: [fn(&mut State, Route); 4] = [
             |state, route| {

@@ -135,7 +135,14 @@ pub struct Repair {
 impl Repair {
     /// A repair made now, by nobody known, of an object that is nobody's.
     pub fn new(number: u64, damage: Damage, object: impl Into<Object>) -> Self {
-        Self { number, at: SystemTime::now(), damage, object: object.into(), peer: None, culprit: None }
+        Self {
+            number,
+            at: SystemTime::now(),
+            damage,
+            object: object.into(),
+            peer: None,
+            culprit: None,
+        }
     }
 }
 

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{
-    Blueprint, KernelNetwork, Key, Lease, LeaseAttrs, LeaseSet, LinkName, Network, NetworkHandle, Object,
-    Origin, Owned, Revision, Route, State, Subnet, SubnetManager, Subnets, Via, View,
+    Blueprint, KernelNetwork, Key, Lease, LeaseAttrs, LeaseSet, LinkName, Network, NetworkHandle,
+    Object, Origin, Owned, Revision, Route, State, Subnet, SubnetManager, Subnets, Via, View,
 };
 use tokio::task::JoinHandle;
 
@@ -94,12 +94,18 @@ async fn of_thousands_that_come_at_once_the_believed_ones_are_put_and_no_others(
         let state = kernel.state();
         let there = |lease: &Lease| {
             let route = lease.subnets.iter().find_map(|subnet| state.get(&Key::Route(subnet)));
-            let by_nexthop = |route| matches!(route, &Object::Route(Route { via: Via::Nexthop(_), .. }));
+            let by_nexthop =
+                |route| matches!(route, &Object::Route(Route { via: Via::Nexthop(_), .. }));
             assert!(route.is_none_or(by_nexthop), "{route:?}");
             route.is_some()
         };
         for [later, earlier] in (1..=PAIRS).map(pair) {
-            assert!(there(&earlier) && !there(&later), "{shift}: {} and {}", earlier.subnets, later.subnets);
+            assert!(
+                there(&earlier) && !there(&later),
+                "{shift}: {} and {}",
+                earlier.subnets,
+                later.subnets
+            );
         }
         assert_eq!(handle.status.borrow().repaired, 0);
         task.abort();

@@ -9,26 +9,33 @@ use std::time::Duration;
 
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{
-    Addr, Blueprint, Damage, Dual, Family, Fdb, Kernel, KernelNetwork, Key, LeaseAttrs, Link, LinkKind,
-    LinkName, MacAddr, Neigh, Network, NetworkHandle, Nexthop, Object, ObjectKind, Origin, Owned,
-    ROUTE_PROTOCOL, Revision, Route, State, Subnet, SubnetManager, Via, View, Vxlan,
+    Addr, Blueprint, Damage, Dual, Family, Fdb, Kernel, KernelNetwork, Key, LeaseAttrs, Link,
+    LinkKind, LinkName, MacAddr, Neigh, Network, NetworkHandle, Nexthop, Object, ObjectKind,
+    Origin, Owned, ROUTE_PROTOCOL, Revision, Route, State, Subnet, SubnetManager, Via, View, Vxlan,
 };
 
 const EINTR: i32 = 4;
-const CONFIG: &str =
-    r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"test"}}"#;
+const CONFIG: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"test"}}"#;
 
 fn uplink() -> LinkName {
     "eth0".parse().unwrap()
 }
 
 fn tunnel(family: Family) -> LinkName {
-    if family == Family::V4 { "flannel.1".parse().unwrap() } else { "flannel-v6.1".parse().unwrap() }
+    if family == Family::V4 {
+        "flannel.1".parse().unwrap()
+    } else {
+        "flannel-v6.1".parse().unwrap()
+    }
 }
 
 /// A device that is ours by its name, but none that is wanted.
 fn unwanted_link(family: Family) -> LinkName {
-    if family == Family::V4 { "flannel.9".parse().unwrap() } else { "flannel-v6.9".parse().unwrap() }
+    if family == Family::V4 {
+        "flannel.9".parse().unwrap()
+    } else {
+        "flannel-v6.9".parse().unwrap()
+    }
 }
 
 /// A number that a subnet's place in its network gives: 10.1.7.0/24 and fd00:1:0:7::/64 have 7.
@@ -48,7 +55,11 @@ fn plan_peer(mac: MacAddr, subnet: Subnet, public: std::net::IpAddr, direct: boo
         return vec![Route { dst: subnet, via, mtu: None }.into()];
     }
     let id = 1000 * u32::from(family.bits()) + u32::from(place(subnet));
-    let via = if id % 2 == 0 { Via::Nexthop(id) } else { Via::Gateway { gateway: base, link, onlink: true } };
+    let via = if id % 2 == 0 {
+        Via::Nexthop(id)
+    } else {
+        Via::Gateway { gateway: base, link, onlink: true }
+    };
     let mut objects = vec![
         Neigh { link, address: base, mac }.into(),
         Fdb { link, mac, dst: public }.into(),
@@ -126,8 +137,9 @@ impl Peer {
     }
 
     fn objects(self) -> Vec<Object> {
-        let one =
-            |family| plan_peer(self.mac(family), subnet(family, self.n), self.public(family), self.n >= 100);
+        let one = |family| {
+            plan_peer(self.mac(family), subnet(family, self.n), self.public(family), self.n >= 100)
+        };
         Family::BOTH.into_iter().flat_map(one).collect()
     }
 }
@@ -149,13 +161,18 @@ impl World {
     async fn on(kernel: FakeKernel, subnets: FakeSubnets) -> Self {
         let attrs = LeaseAttrs { backend_type: "test".into(), ..LeaseAttrs::default() };
         let lease = subnets.acquire_lease(&attrs).await.unwrap();
-        let networks: Dual<Subnet> = subnets.network_config().await.unwrap().pod_networks().collect();
+        let networks: Dual<Subnet> =
+            subnets.network_config().await.unwrap().pod_networks().collect();
         let blueprint = Blueprint {
             lease,
             networks,
             mtu: 1430,
             owned: Owned {
-                links: Family::BOTH.map(tunnel).into_iter().chain(Family::BOTH.map(unwanted_link)).collect(),
+                links: Family::BOTH
+                    .map(tunnel)
+                    .into_iter()
+                    .chain(Family::BOTH.map(unwanted_link))
+                    .collect(),
                 networks: networks.values().copied().collect(),
                 routes_on: [uplink()].into(),
                 blackholes: true,
@@ -211,13 +228,16 @@ impl World {
             let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
             panic!("{what}: never converged: {changes:#?}\n{:#?}", self.handle.status.borrow());
         }
-        let (mut by_kind, mut told) = (BTreeMap::new(), self.handle.status.borrow().by_kind.clone());
+        let (mut by_kind, mut told) =
+            (BTreeMap::new(), self.handle.status.borrow().by_kind.clone());
         assert_eq!(told.values().sum::<usize>(), self.handle.status.borrow().objects, "{what}");
         let peers = self.peers.iter().flat_map(|peer| peer.objects());
         peers.for_each(|object| *by_kind.entry(object.key().kind()).or_default() += 1);
         // Base has these, and not every gateway is an object of its own.
         for kinds in [&mut told, &mut by_kind] {
-            kinds.retain(|kind, _| matches!(kind, ObjectKind::Neigh | ObjectKind::Fdb | ObjectKind::Route));
+            kinds.retain(|kind, _| {
+                matches!(kind, ObjectKind::Neigh | ObjectKind::Fdb | ObjectKind::Route)
+            });
         }
         assert_eq!(told, by_kind, "{what}");
     }
@@ -260,7 +280,8 @@ fn scenarios() -> Vec<(String, Step)> {
     add(
         "an unwanted device of our name".into(),
         Box::new(|w| {
-            let Some(Object::Link(mut link)) = base(1).get(&Key::Link(tunnel(Family::V4))).cloned() else {
+            let Some(Object::Link(mut link)) = base(1).get(&Key::Link(tunnel(Family::V4))).cloned()
+            else {
                 panic!()
             };
             link.name = "flannel.9".parse().unwrap();
@@ -270,11 +291,15 @@ fn scenarios() -> Vec<(String, Step)> {
     add("a peer on the link leaves".into(), Box::new(|w| w.delete(101)));
     add("a peer has another MAC".into(), Box::new(|w| w.put(Peer { mac: 77, ..Peer::new(3) })));
     add("a peer moves".into(), Box::new(|w| w.put(Peer { public: 77, ..Peer::new(3) })));
-    add("a peer on the link moves".into(), Box::new(|w| w.put(Peer { public: 77, ..Peer::new(101) })));
+    add(
+        "a peer on the link moves".into(),
+        Box::new(|w| w.put(Peer { public: 77, ..Peer::new(101) })),
+    );
     add(
         "a foreign route in the pod network".into(),
         Box::new(|w| {
-            let via = Via::Gateway { gateway: [192, 0, 2, 9].into(), link: uplink(), onlink: false };
+            let via =
+                Via::Gateway { gateway: [192, 0, 2, 9].into(), link: uplink(), onlink: false };
             let route = Route { dst: subnet(Family::V4, 200), via, mtu: None };
             w.kernel.foreign_put(route, 3);
             w.foreign.insert(route);
@@ -290,7 +315,9 @@ fn scenarios() -> Vec<(String, Step)> {
         type Damage = fn(&mut World, Nexthop);
         let steps: [(&str, Damage); 4] = [
             ("deleted", |w, nexthop| w.kernel.foreign_delete(Key::Nexthop(nexthop.id))),
-            ("changed", |w, nexthop| w.kernel.foreign_put(Nexthop { onlink: !nexthop.onlink, ..nexthop }, 3)),
+            ("changed", |w, nexthop| {
+                w.kernel.foreign_put(Nexthop { onlink: !nexthop.onlink, ..nexthop }, 3)
+            }),
             ("taken by another protocol", |w, nexthop| w.kernel.foreign_put(nexthop, 3)),
             ("moved", |w, nexthop| {
                 let link = if nexthop.link == uplink() { tunnel(Family::V4) } else { uplink() };
@@ -317,7 +344,8 @@ fn scenarios() -> Vec<(String, Step)> {
         Box::new(|w| {
             let nexthop = nexthop_of(w, 3);
             w.kernel.foreign_put(Nexthop { id: nexthop.id + 77, ..nexthop }, ROUTE_PROTOCOL);
-            let route = Route { dst: subnet(Family::V4, 222), via: Via::Nexthop(nexthop.id), mtu: None };
+            let route =
+                Route { dst: subnet(Family::V4, 222), via: Via::Nexthop(nexthop.id), mtu: None };
             w.kernel.foreign_put(route, ROUTE_PROTOCOL);
         }),
     );
@@ -348,8 +376,10 @@ fn scenarios() -> Vec<(String, Step)> {
                 let mac = MacAddr::local([9; 6]);
                 w.kernel.foreign_put(Neigh { link, address: subnet(family, 99).base(), mac }, 0);
                 w.kernel.foreign_put(Fdb { link, mac, dst: subnet(family, 99).base() }, 0);
-                w.kernel
-                    .foreign_put(Addr { link, address: subnet(family, 99).base(), len: family.bits() }, 0);
+                w.kernel.foreign_put(
+                    Addr { link, address: subnet(family, 99).base(), len: family.bits() },
+                    0,
+                );
             }),
         );
         add(
@@ -362,13 +392,17 @@ fn scenarios() -> Vec<(String, Step)> {
         for n in [2, 3, 101] {
             for object in Peer::new(n).objects().into_iter().filter(|o| of_family(o, family)) {
                 let key = object.key();
-                add(format!("{key} deleted by another"), Box::new(move |w| w.kernel.foreign_delete(key)));
+                add(
+                    format!("{key} deleted by another"),
+                    Box::new(move |w| w.kernel.foreign_delete(key)),
+                );
                 let (other, name) = (modified(&object), format!("{key} changed by another"));
                 add(name, Box::new(move |w| w.kernel.foreign_put(other.clone(), 3)));
             }
         }
         let (address, len) = (subnet(family, 1).base(), family.bits() - 8);
-        let wider = Box::new(move |w: &mut World| w.kernel.foreign_put(Addr { link, address, len }, 0));
+        let wider =
+            Box::new(move |w: &mut World| w.kernel.foreign_put(Addr { link, address, len }, 0));
         add(format!("address on {link} with another length"), wider);
         let key = Key::Addr(link, address);
         add(format!("{key} deleted by another"), Box::new(move |w| w.kernel.foreign_delete(key)));
@@ -445,7 +479,9 @@ fn operations() -> Vec<(String, impl Fn(&Call) -> bool + Clone + Send + 'static)
             all.push((format!("{operation:?} {kind}"), operation, Some(is)));
         }
     }
-    for operation in [Operation::NexthopIds, Operation::Snapshot, Operation::Lookup, Operation::Listen] {
+    for operation in
+        [Operation::NexthopIds, Operation::Snapshot, Operation::Lookup, Operation::Listen]
+    {
         all.push((format!("{operation:?}"), operation, None));
     }
     let matcher = |(name, operation, is): (String, Operation, Option<Is>)| {
@@ -460,7 +496,8 @@ fn operations() -> Vec<(String, impl Fn(&Call) -> bool + Clone + Send + 'static)
 #[tokio::test(start_paused = true)]
 async fn every_scenario_converges_with_every_call_failing_once() {
     // The first call with EEXIST, ENOENT, ENODEV, ENOBUFS, EINTR; and one of those after it.
-    const FAULTS: [(usize, i32); 7] = [(0, 17), (0, 2), (0, 19), (0, 105), (0, EINTR), (1, 105), (2, 105)];
+    const FAULTS: [(usize, i32); 7] =
+        [(0, 17), (0, 2), (0, 19), (0, 105), (0, EINTR), (1, 105), (2, 105)];
     let (mut fired, mut runs) = (BTreeMap::<String, usize>::new(), 0);
     for (scenario, step) in scenarios() {
         for (operation, fails) in operations() {
@@ -471,10 +508,12 @@ async fn every_scenario_converges_with_every_call_failing_once() {
                     fails(call) && calls.fetch_add(1, Ordering::Relaxed) == before
                 });
                 step(&mut world);
-                let what =
-                    format!("{scenario}; {operation} fails once with errno {errno} after {before} calls");
+                let what = format!(
+                    "{scenario}; {operation} fails once with errno {errno} after {before} calls"
+                );
                 world.settled(&what).await;
-                *fired.entry(operation.clone()).or_default() += usize::from(world.kernel.clear_faults());
+                *fired.entry(operation.clone()).or_default() +=
+                    usize::from(world.kernel.clear_faults());
                 runs += 1;
             }
         }
@@ -501,7 +540,9 @@ fn occasion(operation: Operation, kind: ObjectKind, family: Family) -> (Step, Ke
             (Box::new(move |w| w.kernel.delete_link(link.as_str())), Key::Link(link))
         }
         (_, ObjectKind::Link) => {
-            let Some(Object::Link(mut changed)) = base(1).get(&Key::Link(link)).cloned() else { panic!() };
+            let Some(Object::Link(mut changed)) = base(1).get(&Key::Link(link)).cloned() else {
+                panic!()
+            };
             match operation {
                 Operation::Replace => changed.mtu = 1280,
                 _ => changed.name = unwanted_link(family),
@@ -511,7 +552,8 @@ fn occasion(operation: Operation, kind: ObjectKind, family: Family) -> (Step, Ke
         }
         (_, ObjectKind::Addr) => {
             let own = Key::Addr(link, subnet(family, 1).base());
-            let address = if operation == Operation::Delete { spare } else { subnet(family, 1).base() };
+            let address =
+                if operation == Operation::Delete { spare } else { subnet(family, 1).base() };
             let put = Addr { link, address, len: family.bits() - 8 };
             match operation {
                 Operation::Create => (Box::new(move |w| w.kernel.foreign_delete(own)), own),
@@ -554,7 +596,8 @@ impl Fault {
             Self::RestOfBatch => {
                 let begun = std::sync::atomic::AtomicBool::new(false);
                 let fails = move |call: &Call| {
-                    begun.fetch_or(is_it(call), Ordering::Relaxed) && call.key.is_some() || is_it(call)
+                    begun.fetch_or(is_it(call), Ordering::Relaxed) && call.key.is_some()
+                        || is_it(call)
                 };
                 kernel.fail(6, 105, fails);
             }
@@ -579,11 +622,15 @@ async fn every_operation_on_every_kind_of_object_may_fail_in_every_way() {
                     step(&mut world);
                     // The first call failed, so there was a second; unless the fault said that what is to be deleted
                     // is not there, which is a success, even if it is a lie: then something else may remove it.
-                    let lied = matches!((operation, fault), (Operation::Delete, Fault::Once(2 | 19)));
+                    let lied =
+                        matches!((operation, fault), (Operation::Delete, Fault::Once(2 | 19)));
                     world.settled(&what).await;
                     let again = |call: &&Call| call.operation == operation && call.key == Some(key);
                     let tries = world.kernel.take_calls().iter().filter(again).count();
-                    assert!((if lied { 1 } else { 2 }..=12).contains(&tries), "{what}: tried {tries} times");
+                    assert!(
+                        (if lied { 1 } else { 2 }..=12).contains(&tries),
+                        "{what}: tried {tries} times"
+                    );
                     runs += 1;
                 }
             }
@@ -600,7 +647,9 @@ async fn the_start_converges_with_every_call_failing() {
             kernel.fail(times, errno, fails.clone());
             let mut world = World::on(kernel, FakeSubnets::with_config(CONFIG)).await;
             [2, 3, 100].into_iter().for_each(|n| world.put(Peer::new(n)));
-            world.settled(&format!("start; {operation} fails {times} times with errno {errno}")).await;
+            world
+                .settled(&format!("start; {operation} fails {times} times with errno {errno}"))
+                .await;
         }
     }
 }
@@ -612,19 +661,26 @@ async fn a_start_adopts_what_is_right_and_removes_what_is_not() {
     want.extend(Peer::new(2).objects());
     for object in want.iter() {
         // A predecessor's routes may have any protocol; nexthop objects are only ever ours.
-        let nexthop =
-            matches!(object, Object::Nexthop(_) | Object::Route(Route { via: Via::Nexthop(_), .. }));
+        let nexthop = matches!(
+            object,
+            Object::Nexthop(_) | Object::Route(Route { via: Via::Nexthop(_), .. })
+        );
         kernel.foreign_put(object.clone(), if nexthop { ROUTE_PROTOCOL } else { 3 });
     }
-    Peer::new(3).objects().into_iter().for_each(|object| kernel.foreign_put(object, ROUTE_PROTOCOL));
+    Peer::new(3)
+        .objects()
+        .into_iter()
+        .for_each(|object| kernel.foreign_put(object, ROUTE_PROTOCOL));
     let subnets = FakeSubnets::with_config(CONFIG);
     subnets.put_attrs(&Peer::new(2).key(), Peer::new(2).attrs());
     let mut world = World::on(kernel.clone(), subnets).await;
     world.peers.push(Peer::new(2));
     world.settled("adoption").await;
-    let touched: Vec<_> = kernel.take_calls().into_iter().filter(|call| call.key.is_some()).collect();
+    let touched: Vec<_> =
+        kernel.take_calls().into_iter().filter(|call| call.key.is_some()).collect();
     let stale: Vec<Key> = Peer::new(3).objects().iter().map(Object::key).collect();
-    let only_stale = |call: &Call| call.operation == Operation::Delete && stale.contains(&call.key.unwrap());
+    let only_stale =
+        |call: &Call| call.operation == Operation::Delete && stale.contains(&call.key.unwrap());
     assert!(!touched.is_empty() && touched.iter().all(only_stale), "{touched:?}");
 }
 
@@ -649,10 +705,14 @@ async fn what_is_its_own_is_said_to_be_in_place_when_it_is() {
         kernel.fail(3, 105, move |call| call.key == Some(refused));
         let world = start(&kernel).await;
         let mut status = world.handle.status.clone();
-        let failing = status.wait_for(|status| status.failing.contains_key(&refused)).await.unwrap().clone();
+        let failing =
+            status.wait_for(|status| status.failing.contains_key(&refused)).await.unwrap().clone();
         assert!(!failing.own_in_place, "{refused}");
         status.wait_for(|status| status.own_in_place).await.unwrap();
-        assert!(base(1).iter().all(|object| kernel.state().get(&object.key()) == Some(object)), "{refused}");
+        assert!(
+            base(1).iter().all(|object| kernel.state().get(&object.key()) == Some(object)),
+            "{refused}"
+        );
     }
 }
 
@@ -670,7 +730,9 @@ async fn nothing_is_deleted_on_the_word_of_a_cache() {
     let mut status = world.handle.status.clone();
     status.wait_for(|status| status.objects == 4 && !status.live).await.unwrap();
     tokio::time::sleep(Duration::from_secs(1000)).await;
-    assert!(Peer::new(3).objects().iter().all(|object| kernel.state().get(&object.key()).is_some()));
+    assert!(
+        Peer::new(3).objects().iter().all(|object| kernel.state().get(&object.key()).is_some())
+    );
     assert!(!status.borrow().in_sync, "a cache is never in sync");
     assert!(status.borrow().settled, "but what it says is in place");
     subnets.set_view(View { origin: Origin::Live { revision: Revision(9) }, ..view });
@@ -725,10 +787,14 @@ async fn what_the_kernel_refuses_is_in_the_status_and_tried_again() {
     world.kernel.fail(3, 22, move |call| call.key == Some(key));
     world.put(Peer::new(9));
     let mut status = world.handle.status.clone();
-    let failing = status.wait_for(|status| status.failing.contains_key(&key)).await.unwrap().clone();
+    let failing =
+        status.wait_for(|status| status.failing.contains_key(&key)).await.unwrap().clone();
     let failure = &failing.failing[&key];
     assert_eq!(failure.error.errno, 22);
-    assert!(failure.change.starts_with("put fdb") && failure.error.to_string().contains("planted fault"));
+    assert!(
+        failure.change.starts_with("put fdb")
+            && failure.error.to_string().contains("planted fault")
+    );
     assert!(!failing.in_sync && failing.failing.len() == 1);
     assert!(failing.settled, "what is not failing is in place");
     world.settled("after three refusals").await;
@@ -744,16 +810,23 @@ async fn a_device_name_taken_by_another_is_said_and_nothing_else_is_tried_on_it(
     let mut status = world.handle.status.clone();
     let status = status.wait_for(|s| !s.failing.is_empty()).await.unwrap().clone();
     let failing: Vec<String> = status.failing.values().map(|f| f.error.to_string()).collect();
-    assert!(failing.len() == 1 && failing[0].contains("exists and is not a vxlan device"), "{failing:?}");
-    let on_the_other: Vec<Object> =
-        (2..30).flat_map(|n| Peer::new(n).objects()).filter(|object| of_family(object, Family::V6)).collect();
+    assert!(
+        failing.len() == 1 && failing[0].contains("exists and is not a vxlan device"),
+        "{failing:?}"
+    );
+    let on_the_other: Vec<Object> = (2..30)
+        .flat_map(|n| Peer::new(n).objects())
+        .filter(|object| of_family(object, Family::V6))
+        .collect();
     let there = |object: &Object| kernel.state().get(&object.key()) == Some(object);
     let arrived = async {
         while !on_the_other.iter().all(there) {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(10), arrived).await.expect("the other device carries its peers");
+    tokio::time::timeout(Duration::from_secs(10), arrived)
+        .await
+        .expect("the other device carries its peers");
     kernel.delete_link("flannel.1");
     world.settled("the other link is gone").await;
 }
@@ -776,11 +849,17 @@ async fn dropping_run_leaves_everything_and_writes_nothing_more() {
 async fn two_networks_on_one_kernel_leave_each_other_alone() {
     let mut world = settled_world().await;
     let other = Owned { links: ["other.1".parse().unwrap()].into(), ..Owned::default() };
-    let Some(Object::Link(mut link)) = base(1).get(&Key::Link(tunnel(Family::V4))).cloned() else { panic!() };
+    let Some(Object::Link(mut link)) = base(1).get(&Key::Link(tunnel(Family::V4))).cloned() else {
+        panic!()
+    };
     link.name = "other.1".parse().unwrap();
-    let neigh = Neigh { link: link.name, address: [10, 9, 0, 1].into(), mac: MacAddr::local([5; 6]) };
+    let neigh =
+        Neigh { link: link.name, address: [10, 9, 0, 1].into(), mac: MacAddr::local([5; 6]) };
     for object in [Object::from(link), neigh.into()] {
-        assert!(world.kernel.other().apply(&other, &[flannel_core::Change::Put(object.clone())])[0].is_ok());
+        assert!(
+            world.kernel.other().apply(&other, &[flannel_core::Change::Put(object.clone())])[0]
+                .is_ok()
+        );
         world.foreign.insert(object);
     }
     world.kernel.lose_messages();
@@ -840,7 +919,9 @@ async fn a_kernel_that_cannot_be_read_keeps_no_peer_waiting() {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(1), arrived).await.expect("the new peer's objects are put");
+    tokio::time::timeout(Duration::from_secs(1), arrived)
+        .await
+        .expect("the new peer's objects are put");
     assert!(!world.handle.status.borrow().in_sync);
     world.kernel.clear_faults();
     world.settled("readable again").await;
@@ -853,7 +934,8 @@ async fn a_kernel_that_cannot_be_read_is_asked_ever_less_often() {
     world.kernel.fail(usize::MAX, 11, |call| call.operation == Operation::Snapshot);
     world.kernel.lose_messages();
     tokio::time::sleep(Duration::from_secs(100)).await;
-    let tries = world.kernel.take_calls().iter().filter(|c| c.operation == Operation::Snapshot).count();
+    let tries =
+        world.kernel.take_calls().iter().filter(|c| c.operation == Operation::Snapshot).count();
     assert!((5..=15).contains(&tries), "{tries} tries in a hundred seconds");
     world.kernel.clear_faults();
     world.settled("readable again").await;
@@ -883,7 +965,8 @@ async fn a_listener_that_breaks_again_and_again_keeps_no_core_busy() {
         world.kernel.break_listeners();
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    let snapshots = world.kernel.take_calls().iter().filter(|c| c.operation == Operation::Snapshot).count();
+    let snapshots =
+        world.kernel.take_calls().iter().filter(|c| c.operation == Operation::Snapshot).count();
     assert!((1..=20).contains(&snapshots), "{snapshots} snapshots in a second");
     world.kernel.foreign_delete(Peer::new(2).objects()[0].key());
     world.settled("listening again").await;
@@ -894,7 +977,8 @@ async fn a_listener_that_breaks_again_and_again_keeps_no_core_busy() {
 async fn a_route_that_is_not_quite_as_wanted_is_put_again_be_it_heard_or_read() {
     let mut world = settled_world().await;
     let owned = Owned { links: Family::BOTH.into_iter().map(tunnel).collect(), ..Owned::default() };
-    let cases = Family::BOTH.into_iter().flat_map(|family| [4, ROUTE_PROTOCOL].map(|by| (family, by)));
+    let cases =
+        Family::BOTH.into_iter().flat_map(|family| [4, ROUTE_PROTOCOL].map(|by| (family, by)));
     let cases = cases.flat_map(|(family, by)| [false, true].map(|lost| (family, by, lost)));
     for (family, protocol, lost) in cases {
         let key = Key::Route(subnet(family, 3));
@@ -929,11 +1013,24 @@ async fn an_unwanted_route_with_more_goes_be_it_heard_or_read_and_others_stay() 
     let mut world = settled_world().await;
     world.kernel.add_foreign_link("cali1", &[]);
     let pod = "cali1".parse().unwrap();
-    for (family, lost) in Family::BOTH.into_iter().flat_map(|family| [(family, false), (family, true)]) {
+    for (family, lost) in
+        Family::BOTH.into_iter().flat_map(|family| [(family, false), (family, true)])
+    {
         let unwanted = [
-            (Via::Gateway { gateway: subnet(family, 3).base(), link: tunnel(family), onlink: true }, 3),
             (
-                Via::Gateway { gateway: Peer::new(100).public(family), link: uplink(), onlink: false },
+                Via::Gateway {
+                    gateway: subnet(family, 3).base(),
+                    link: tunnel(family),
+                    onlink: true,
+                },
+                3,
+            ),
+            (
+                Via::Gateway {
+                    gateway: Peer::new(100).public(family),
+                    link: uplink(),
+                    onlink: false,
+                },
                 ROUTE_PROTOCOL,
             ),
             (Via::Link(pod), ROUTE_PROTOCOL),
@@ -999,11 +1096,16 @@ async fn a_device_that_the_kernel_will_not_change_still_carries_its_peers() {
     world.put(Peer::new(9));
     let objects = Peer::new(9).objects();
     let arrived = async {
-        while !objects.iter().all(|o| without_nexthops(&world.kernel.state()).get(&o.key()) == Some(o)) {
+        while !objects
+            .iter()
+            .all(|o| without_nexthops(&world.kernel.state()).get(&o.key()) == Some(o))
+        {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(1), arrived).await.expect("the new peer's objects are put");
+    tokio::time::timeout(Duration::from_secs(1), arrived)
+        .await
+        .expect("the new peer's objects are put");
     world.kernel.clear_faults();
     world.settled("the device may be changed again").await;
 }

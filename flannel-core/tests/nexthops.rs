@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{
-    Blueprint, Kernel, KernelNetwork, Key, Link, LinkKind, MacAddr, Network, Nexthop, Object, Owned, Route,
-    State, Status, SubnetManager, Via, Vxlan,
+    Blueprint, Kernel, KernelNetwork, Key, Link, LinkKind, MacAddr, Network, Nexthop, Object,
+    Owned, Route, State, Status, SubnetManager, Via, Vxlan,
 };
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
@@ -173,12 +173,18 @@ async fn while_a_nexthop_object_is_put_right_its_route_goes_by_the_gateway() {
         if failing == Some(2) {
             run.status.wait_for(|status| !status.failing.is_empty()).await.unwrap();
             let gateway = nexthop.gateway;
-            assert!(matches!(route_of(&kernel, 3).via, Via::Gateway { gateway: g, .. } if g == gateway));
+            assert!(
+                matches!(route_of(&kernel, 3).via, Via::Gateway { gateway: g, .. } if g == gateway)
+            );
         }
         run.status.wait_for(|status| status.repaired == n as u64 + 1).await.unwrap();
         run.settled().await;
         let calls = changes(&kernel);
-        assert_eq!(calls[..3], [its.clone(), itself.clone(), its.clone()], "{failing:?}: {calls:?}");
+        assert_eq!(
+            calls[..3],
+            [its.clone(), itself.clone(), its.clone()],
+            "{failing:?}: {calls:?}"
+        );
         assert_eq!((nexthop_of(&kernel, 3), route_of(&kernel, 3)), (nexthop, route), "{failing:?}");
         let status = run.status.borrow().clone();
         assert_eq!(status.repaired, n as u64 + 1, "{failing:?}: {:?}", status.last_repairs);
@@ -197,7 +203,10 @@ async fn a_peer_that_leaves_while_its_route_goes_by_the_gateway_leaves_nothing()
     let back = Key::Route(route_of(&kernel, 3).dst);
     let steps = std::cell::Cell::new(0);
     kernel.fail(1, 105, move |call| {
-        steps.set(steps.get() + usize::from(call.key == Some(back) && call.operation == Operation::Replace));
+        steps.set(
+            steps.get()
+                + usize::from(call.key == Some(back) && call.operation == Operation::Replace),
+        );
         steps.get() == 2
     });
     kernel.foreign_put(Nexthop { gateway: [192, 0, 2, 66].into(), ..nexthop }, 3);
@@ -284,11 +293,14 @@ async fn whatever_is_refused_first_or_from_then_on_is_put_or_gone_in_the_end() {
     type Step = fn(&FakeSubnets);
     let steps: [(Operation, Step); 3] = [
         (Create, |subnets| (10..14).for_each(|n| subnets.put(&key(n), &format!("192.0.2.{n}")))),
-        (Replace, |subnets| (2..6).for_each(|n| subnets.put(&key(n), &format!("192.0.2.{}", n + 70)))),
+        (Replace, |subnets| {
+            (2..6).for_each(|n| subnets.put(&key(n), &format!("192.0.2.{}", n + 70)))
+        }),
         (Delete, |subnets| (2..6).for_each(|n| subnets.delete(&key(n)))),
     ];
     // ENOENT, EINTR, EEXIST, ENODEV, ENOBUFS.
-    for (errno, times) in [2, 4, 17, 19, 105].into_iter().flat_map(|errno| [(errno, 1), (errno, 6)]) {
+    for (errno, times) in [2, 4, 17, 19, 105].into_iter().flat_map(|errno| [(errno, 1), (errno, 6)])
+    {
         for (operation, step) in steps {
             let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
             let mut run = Run::start(&kernel, &subnets).await;
@@ -365,7 +377,8 @@ async fn a_peer_keeps_its_nexthop_while_its_new_route_without_one_is_refused() {
     let (nexthop, route) = (nexthop_of(&kernel, 3), Key::Route(route_of(&kernel, 3).dst));
     kernel.fail(usize::MAX, 105, move |call| call.key == Some(route));
     subnets.put(&key(3), &NO_GATEWAY.to_string());
-    let tried = |status: &Arc<Status>| status.failing.get(&route).is_some_and(|failure| failure.tries > 3);
+    let tried =
+        |status: &Arc<Status>| status.failing.get(&route).is_some_and(|failure| failure.tries > 3);
     run.status.wait_for(tried).await.unwrap();
     assert_eq!(nexthop_of(&kernel, 3), nexthop);
     kernel.clear_faults();
@@ -459,7 +472,11 @@ async fn of_a_former_pod_network_goes_what_is_not_inside_the_new_one() {
     let said: Vec<String> =
         report.failed.iter().map(|(change, error)| format!("{change}: {error}")).collect();
     assert!(said.len() == 1 && said[0].contains("10.1.99.0/24"), "{said:?}");
-    assert_eq!((report.done.len(), count(&kernel)), (10, (8, 8)), "a foreign route keeps its nexthop");
+    assert_eq!(
+        (report.done.len(), count(&kernel)),
+        (10, (8, 8)),
+        "a foreign route keeps its nexthop"
+    );
     assert_eq!(remove("10.0.0.0/8", false), Default::default(), "what is around the new one");
     kernel.take_calls();
     run.settled().await;
@@ -482,7 +499,9 @@ fn what_a_former_pod_network_left_goes_batch_by_batch() {
         routes_on: [eth0].into(),
         ..Owned::default()
     };
-    let report = flannel_core::remove_former(&kernel, &owned, "10.1.0.0/16".parse().unwrap(), false).unwrap();
+    let report =
+        flannel_core::remove_former(&kernel, &owned, "10.1.0.0/16".parse().unwrap(), false)
+            .unwrap();
     assert_eq!((report.done.len(), report.failed.len(), kernel.largest_batch()), (300, 0, 128));
 }
 
@@ -532,11 +551,17 @@ async fn what_else_goes_by_a_nexthop_does_not_go_with_it() {
         let report = clean(&kernel, &owned, false).unwrap();
         assert_eq!(report, would);
         let [(change, error)] = &report.failed[..] else { panic!("{:#?}", report.failed) };
-        assert_eq!((change.to_string(), error.errno), (format!("delete {}", Object::from(nexthop)), 16));
+        assert_eq!(
+            (change.to_string(), error.errno),
+            (format!("delete {}", Object::from(nexthop)), 16)
+        );
         assert!(error.to_string().starts_with(&Object::from(foreign).to_string()), "{error}");
         assert_eq!(kernel.state().get(&Key::Route(foreign.dst)), Some(&foreign.into()));
     }
-    assert_eq!(kernel.dump(), [Object::from(nexthop).to_string(), Object::from(foreign).to_string()]);
+    assert_eq!(
+        kernel.dump(),
+        [Object::from(nexthop).to_string(), Object::from(foreign).to_string()]
+    );
     kernel.foreign_delete(Key::Route(foreign.dst));
     assert!(flannel_core::cleanup(&kernel, &owned, false).unwrap().failed.is_empty());
     assert_eq!(kernel.dump(), [""; 0]);
@@ -558,7 +583,8 @@ fn what_else_goes_by_a_nexthop_on_our_own_device_goes_with_the_device() {
     kernel.foreign_put(Link { name: link, mtu: 1450, up: true, kind: LinkKind::Vxlan(vxlan) }, 0);
     kernel.foreign_put(nexthop, flannel_core::ROUTE_PROTOCOL);
     // The kernel's own, as it makes one for every address: not ours to delete.
-    let route = Route { dst: "10.99.0.0/24".parse().unwrap(), via: Via::Nexthop(nexthop.id), mtu: None };
+    let route =
+        Route { dst: "10.99.0.0/24".parse().unwrap(), via: Via::Nexthop(nexthop.id), mtu: None };
     kernel.foreign_put(route, 2);
     let owned = Owned { links: [link].into(), ..Owned::default() };
     assert_eq!(flannel_core::cleanup(&kernel, &owned, false).unwrap().failed, []);
@@ -572,7 +598,11 @@ async fn a_route_of_our_protocol_is_ours_on_every_device_and_no_other_costs_a_sn
     let mut run = Run::start(&kernel, &subnets).await;
     let before = kernel.state();
     let on = |link: &str| {
-        let via = Via::Gateway { gateway: [192, 0, 2, 9].into(), link: link.parse().unwrap(), onlink: false };
+        let via = Via::Gateway {
+            gateway: [192, 0, 2, 9].into(),
+            link: link.parse().unwrap(),
+            onlink: false,
+        };
         Route { dst: "10.1.99.0/24".parse().unwrap(), via, mtu: None }
     };
     kernel.foreign_put(on("eth9"), 241);
@@ -628,7 +658,12 @@ async fn what_is_wanted_is_counted_once_even_if_the_first_look_at_the_kernel_fai
     run.settled().await;
     assert!(kernel.clear_faults());
     let wanted = 2 * (usize::from(PEERS) + 10);
-    assert_eq!((run.status.borrow().objects, kernel.state().len()), (wanted, wanted), "{:#?}", kernel.dump());
+    assert_eq!(
+        (run.status.borrow().objects, kernel.state().len()),
+        (wanted, wanted),
+        "{:#?}",
+        kernel.dump()
+    );
     subnets.delete(&key(50));
     run.settled().await;
     assert_eq!(run.status.borrow().objects, wanted - 2);

@@ -11,10 +11,11 @@ use std::time::Duration;
 
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{
-    Addr, Blueprint, Change, Changes, Damage, Disbelief, Doubts, Fdb, Kernel, KernelError, KernelNetwork,
-    Key, Lease, LeaseAttrs, LeaseSet, Link, LinkKind, LinkName, MacAddr, Neigh, Network, NetworkHandle,
-    Nexthop, NexthopIds, Object, ObjectKind, Origin, Owned, Process, Revision, Route, RouteAnswer, Standing,
-    State, Status, Subnet, Subnets, Via, View, Vxlan, Wait, Waiting,
+    Addr, Blueprint, Change, Changes, Damage, Disbelief, Doubts, Fdb, Kernel, KernelError,
+    KernelNetwork, Key, Lease, LeaseAttrs, LeaseSet, Link, LinkKind, LinkName, MacAddr, Neigh,
+    Network, NetworkHandle, Nexthop, NexthopIds, Object, ObjectKind, Origin, Owned, Process,
+    Revision, Route, RouteAnswer, Standing, State, Status, Subnet, Subnets, Via, View, Vxlan, Wait,
+    Waiting,
 };
 use tokio::task::JoinHandle;
 
@@ -57,7 +58,13 @@ fn objects(n: u16, public: IpAddr) -> [Object; 4] {
 
 fn lease(n: u16, public: IpAddr, revision: u64) -> Lease {
     let attrs = LeaseAttrs { public: [public].into_iter().collect(), ..LeaseAttrs::default() };
-    Lease { subnets: key(n), attrs, expires: None, since: Revision(1), revision: Revision(revision) }
+    Lease {
+        subnets: key(n),
+        attrs,
+        expires: None,
+        since: Revision(1),
+        revision: Revision(revision),
+    }
 }
 
 struct World {
@@ -200,7 +207,10 @@ async fn one_peer_among_thousands_costs_one_peer() {
         let calls = world.kernel.take_calls();
         let [neigh, fdb, nexthop, route] = objects(700, other).map(|object| object.key());
         let mut touched: BTreeMap<Key, usize> = BTreeMap::new();
-        calls.iter().filter_map(|call| call.key).for_each(|key| *touched.entry(key).or_default() += 1);
+        calls
+            .iter()
+            .filter_map(|call| call.key)
+            .for_each(|key| *touched.entry(key).or_default() += 1);
         let expected = if what == "moved" { vec![fdb] } else { vec![neigh, fdb, nexthop, route] };
         assert_eq!(touched, expected.iter().map(|key| (*key, 1)).collect(), "{what}");
         assert_eq!(count(&calls, Operation::Snapshot), 0, "{what}");
@@ -229,7 +239,8 @@ async fn leases_that_change_while_thousands_arrive_are_followed() {
     let other: IpAddr = [203, 0, 113, 7].into();
     world.change(PEERS, Some(other));
     world.change(PEERS - 1, None);
-    let status = world.when(|status| status.in_sync && status.peers == usize::from(PEERS) - 1).await;
+    let status =
+        world.when(|status| status.in_sync && status.peers == usize::from(PEERS) - 1).await;
     let state = world.kernel.state();
     let there = |object: &Object| state.get(&object.key()) == Some(object);
     assert!(objects(PEERS, other).iter().all(there), "moved");
@@ -244,7 +255,11 @@ async fn damage_that_nobody_hears_of_while_thousands_arrive_is_repaired() {
     let (world, neigh) = flood_with_damage(Odd::taking_time(&kernel)).await;
     let status = world.when(|status| status.in_sync && status.peers == 9_000).await;
     assert_eq!((status.repaired, world.kernel.state().get(&neigh.key())), (1, Some(&neigh)));
-    assert_eq!(count(&world.kernel.take_calls(), Operation::Snapshot), 1, "the look at what was not heard");
+    assert_eq!(
+        count(&world.kernel.take_calls(), Operation::Snapshot),
+        1,
+        "the look at what was not heard"
+    );
     // From now on it is heard.
     world.kernel.foreign_delete(neigh.key());
     world.until_there(&neigh).await;
@@ -265,7 +280,9 @@ async fn while_thousands_arrive_it_is_told_which_of_them_wait() {
     assert!(!status.settled && status.leases == world.view.leases);
     let waiting = world.handle.waiting().await.unwrap();
     let there = |n: u16| {
-        objects(n, public(n)).iter().all(|object| world.kernel.state().get(&object.key()) == Some(object))
+        objects(n, public(n))
+            .iter()
+            .all(|object| world.kernel.state().get(&object.key()) == Some(object))
     };
     let waits = |n: u16| waiting.peers.get(&key(n)).copied();
     assert!(!waiting.all);
@@ -337,19 +354,26 @@ async fn one_repair_among_thousands_costs_one_object_and_names_victim_and_culpri
         let process = last.culprit.as_ref().and_then(|culprit| culprit.process.clone());
         assert_eq!(process, by.then(|| Process::new("foreigner".into(), FakeKernel::FOREIGN_PORT)));
         let who = match (by, protocol) {
-            (true, Some(protocol)) => format!("foreigner (process 4711) with route protocol {protocol}"),
+            (true, Some(protocol)) => {
+                format!("foreigner (process 4711) with route protocol {protocol}")
+            }
             (true, None) => "foreigner (process 4711)".into(),
             (false, _) => "somebody that the kernel does not name".into(),
         };
         assert!(last.to_string().ends_with(&format!(", {what} by {who}")), "{last}");
         let calls = world.kernel.take_calls();
-        assert!(calls.len() == 1 && calls[0].key == Some(object.key()), "{what:?} {object}: {calls:?}");
+        assert!(
+            calls.len() == 1 && calls[0].key == Some(object.key()),
+            "{what:?} {object}: {calls:?}"
+        );
     }
     // A nexthop that goes takes its routes along without a word; still nothing else is touched.
-    let (number, _) = damage(&nexthop, Damage::Deletion, &|| world.kernel.foreign_delete(nexthop.key()));
+    let (number, _) =
+        damage(&nexthop, Damage::Deletion, &|| world.kernel.foreign_delete(nexthop.key()));
     let status = world.when(|status| status.in_sync && status.repaired == number).await;
     assert_eq!(status.repairs[&(ObjectKind::Nexthop, Damage::Deletion)], 1);
-    let calls: Vec<_> = world.kernel.take_calls().iter().map(|call| (call.operation, call.key)).collect();
+    let calls: Vec<_> =
+        world.kernel.take_calls().iter().map(|call| (call.operation, call.key)).collect();
     assert_eq!(calls, [nexthop.key(), route.key()].map(|key| (Operation::Create, Some(key))));
     // What nobody wants is found by a snapshot, removed, and counted.
     let address = [10, 255, 0, 0].into();
@@ -376,7 +400,9 @@ async fn a_link_local_address_on_our_device_is_no_reason_to_read_the_kernel() {
         tokio::time::sleep(Duration::from_secs(2)).await;
         assert_eq!(world.kernel.take_calls(), vec![], "{address}");
     }
-    world.kernel.foreign_put(Addr { link: tunnel(), address: [198, 51, 100, 7].into(), len: 32 }, 0);
+    world
+        .kernel
+        .foreign_put(Addr { link: tunnel(), address: [198, 51, 100, 7].into(), len: 32 }, 0);
     tokio::time::sleep(Duration::from_secs(2)).await;
     let calls = world.kernel.take_calls();
     assert_eq!(
@@ -420,7 +446,9 @@ async fn a_thousand_unrelated_route_changes_a_second_cause_no_look_ups() {
     let dst: Subnet = "198.18.1.0/24".parse().unwrap();
     let under = (1..=10_000).filter(|n| dst.contains(public(*n))).count();
     for n in 0..3_000u32 {
-        world.kernel.foreign_put(Route { dst, via: Via::Link(uplink()), mtu: Some(1400 + n % 2) }, 186);
+        world
+            .kernel
+            .foreign_put(Route { dst, via: Via::Link(uplink()), mtu: Some(1400 + n % 2) }, 186);
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     tokio::time::sleep(Duration::from_secs(2)).await;
@@ -449,7 +477,10 @@ async fn a_device_that_leads_to_peers_matters_as_long_as_it_does() {
     let cost = async |what: &str, up| {
         world.kernel.set_up(what, up);
         tokio::time::sleep(Duration::from_secs(2)).await;
-        (count(&world.kernel.take_calls(), Operation::Lookup), world.plans.swap(0, Ordering::Relaxed))
+        (
+            count(&world.kernel.take_calls(), Operation::Lookup),
+            world.plans.swap(0, Ordering::Relaxed),
+        )
     };
     assert_eq!(cost("eth2", false).await, (0, 0));
     assert_eq!(
@@ -603,18 +634,23 @@ async fn thousands_of_repairs_keep_no_lease_waiting() {
         world.when(|status| status.in_sync && status.leases == leases).await;
         assert_eq!(world.status().repaired, u64::from(PEERS) - 1);
         let calls = world.kernel.take_calls();
-        let [neigh, fdb, nexthop, route] = objects(n, [192, 0, 2, 1].into()).map(|object| object.key());
+        let [neigh, fdb, nexthop, route] =
+            objects(n, [192, 0, 2, 1].into()).map(|object| object.key());
         for key in [neigh, fdb, route] {
             let at = calls.iter().position(|call| call.key == Some(key)).unwrap();
             assert!(at < usize::from(PEERS) / 2, "{key:?}, {public:?}: {at} of {}", calls.len());
         }
         // Any of the routes could lead by a nexthop object that the plan itself defines.
         let last = |operation, is: &dyn Fn(&Key) -> bool| {
-            calls.iter().rposition(|call| call.operation == operation && call.key.as_ref().is_some_and(is))
+            calls
+                .iter()
+                .rposition(|call| call.operation == operation && call.key.as_ref().is_some_and(is))
         };
         let repaired = last(Operation::Create, &|key| matches!(key, Key::Route(_)));
         let deleted = last(Operation::Delete, &|key| *key == nexthop);
-        assert!(deleted.is_some() == public.is_none() && deleted.is_none_or(|n| Some(n) > repaired));
+        assert!(
+            deleted.is_some() == public.is_none() && deleted.is_none_or(|n| Some(n) > repaired)
+        );
     }
 }
 
@@ -631,15 +667,20 @@ async fn what_leases_bring_comes_before_what_they_take_away() {
             world.view.leases.insert(lease(n, public(n + 10_000), 2));
         }
         world.change(PEERS, None);
-        let departed =
-            |state: State| objects(PEERS, public(PEERS)).iter().all(|o| state.get(&o.key()).is_none());
+        let departed = |state: State| {
+            objects(PEERS, public(PEERS)).iter().all(|o| state.get(&o.key()).is_none())
+        };
         world.when(|status| status.in_sync && status.applied > before).await;
         let calls = world.kernel.take_calls();
         let of = |wanted: &[Operation]| {
             let calls = calls.iter().enumerate();
-            calls.filter(|(_, call)| wanted.contains(&call.operation)).map(|(n, _)| n).collect::<Vec<_>>()
+            calls
+                .filter(|(_, call)| wanted.contains(&call.operation))
+                .map(|(n, _)| n)
+                .collect::<Vec<_>>()
         };
-        let (puts, deletions) = (of(&[Operation::Create, Operation::Replace]), of(&[Operation::Delete]));
+        let (puts, deletions) =
+            (of(&[Operation::Create, Operation::Replace]), of(&[Operation::Delete]));
         assert!(puts.len() >= new.len() && deletions.len() == 4 && departed(world.kernel.state()));
         assert!(puts.last() < deletions.first(), "{:?} {:?}", puts.last(), deletions.first());
     }
@@ -650,8 +691,11 @@ async fn what_leases_bring_comes_before_what_they_take_away() {
 async fn what_a_device_took_along_is_put_in_order_and_keeps_no_lease_waiting() {
     const PEERS: u16 = 4_000;
     let kernel = FakeKernel::with_uplink("eth0");
-    let slow =
-        Odd { apply: Duration::from_micros(50), snapshot: Duration::from_millis(90), ..Odd::new(&kernel) };
+    let slow = Odd {
+        apply: Duration::from_micros(50),
+        snapshot: Duration::from_millis(90),
+        ..Odd::new(&kernel)
+    };
     let mut world = World::on(Arc::new(slow), kernel, PEERS).await;
     world.kernel.delete_link(tunnel().as_str());
     let mut failing = 0;
@@ -664,7 +708,10 @@ async fn what_a_device_took_along_is_put_in_order_and_keeps_no_lease_waiting() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     let (took, repaired) = (before.elapsed(), world.status().repaired);
-    assert!(took < Duration::from_millis(200) && repaired < 4 * u64::from(PEERS) / 2, "{took:?}, {repaired}");
+    assert!(
+        took < Duration::from_millis(200) && repaired < 4 * u64::from(PEERS) / 2,
+        "{took:?}, {repaired}"
+    );
     let done = |status: &Arc<Status>| {
         failing += status.failing.len();
         // But for what the peer that moved has.
@@ -673,7 +720,9 @@ async fn what_a_device_took_along_is_put_in_order_and_keeps_no_lease_waiting() {
     world.when(done).await;
     assert_eq!(failing, 0, "nothing was refused");
     let calls = world.kernel.take_calls();
-    let puts = calls.iter().filter(|call| matches!(call.operation, Operation::Create | Operation::Replace));
+    let puts = calls
+        .iter()
+        .filter(|call| matches!(call.operation, Operation::Create | Operation::Replace));
     let puts = puts.filter(|call| matches!(call.key, Some(Key::Route(_)))).count();
     assert_eq!(puts, usize::from(PEERS), "each route is put once");
 }
@@ -681,7 +730,8 @@ async fn what_a_device_took_along_is_put_in_order_and_keeps_no_lease_waiting() {
 #[tokio::test(start_paused = true)]
 async fn a_listener_that_breaks_in_a_flood_is_opened_again() {
     let kernel = FakeKernel::with_uplink("eth0");
-    let (world, neigh) = flood_with_damage(Odd { loses_listeners: true, ..Odd::taking_time(&kernel) }).await;
+    let (world, neigh) =
+        flood_with_damage(Odd { loses_listeners: true, ..Odd::taking_time(&kernel) }).await;
     world.when(|status| status.in_sync && status.peers == 9_000 && status.repaired == 1).await;
     world.kernel.foreign_delete(neigh.key());
     world.until_there(&neigh).await;
@@ -711,7 +761,10 @@ async fn look_ups_take_a_fifth_of_the_time_at_most_however_often_their_reason_co
         let took = LOOKUP * u32::try_from(lookups).unwrap();
         // The first one waits for nothing.
         let most = elapsed / 5 + 3_000 * LOOKUP;
-        assert!(lookups >= 3_000 && took <= most, "{lookups} look-ups took {took:?} of {elapsed:?}");
+        assert!(
+            lookups >= 3_000 && took <= most,
+            "{lookups} look-ups took {took:?} of {elapsed:?}"
+        );
         tokio::time::sleep(Duration::from_secs(10)).await;
         world.kernel.take_calls();
     }
@@ -732,15 +785,21 @@ async fn snapshots_take_a_fifth_of_the_time_at_most_however_often_their_reason_c
     let snapshots = count(&world.kernel.take_calls(), Operation::Snapshot);
     let took = SNAPSHOT * u32::try_from(snapshots).unwrap();
     // The first one waits for nothing.
-    assert!(snapshots > 20 && took <= elapsed / 5 + SNAPSHOT, "{snapshots} snapshots in {elapsed:?}");
+    assert!(
+        snapshots > 20 && took <= elapsed / 5 + SNAPSHOT,
+        "{snapshots} snapshots in {elapsed:?}"
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_device_that_the_kernel_keeps_as_it_is_or_does_not_make_is_said() {
     let world = World::new(5).await;
-    let Some(Object::Link(link)) = world.kernel.state().get(&Key::Link(tunnel())).cloned() else { panic!() };
+    let Some(Object::Link(link)) = world.kernel.state().get(&Key::Link(tunnel())).cloned() else {
+        panic!()
+    };
     drop(world);
-    for (there, says) in [(true, "it is now link flannel.1 mtu 1280"), (false, "it is now absent")] {
+    for (there, says) in [(true, "it is now link flannel.1 mtu 1280"), (false, "it is now absent")]
+    {
         let kernel = FakeKernel::with_uplink("eth0");
         if there {
             kernel.foreign_put(Link { mtu: 1280, ..link.clone() }, 0);
@@ -778,11 +837,15 @@ fn storm(kernel: FakeKernel) -> JoinHandle<()> {
                 let object = &objects(n, public(n))[next(4) as usize];
                 match next(8) {
                     0..3 => kernel.foreign_delete(object.key()),
-                    3 => kernel.foreign_put(Route { dst: subnet(n), via: Via::Blackhole, mtu: None }, 3),
+                    3 => kernel
+                        .foreign_put(Route { dst: subnet(n), via: Via::Blackhole, mtu: None }, 3),
                     4 => kernel.foreign_put(objects(n, [9, 9, 9, 9].into())[1].clone(), 0),
                     5 => {
                         let address = [10, 250, 0, next(200) as u8].into();
-                        kernel.foreign_put(Neigh { link: tunnel(), address, mac: MacAddr::local([9; 6]) }, 0);
+                        kernel.foreign_put(
+                            Neigh { link: tunnel(), address, mac: MacAddr::local([9; 6]) },
+                            0,
+                        );
                     }
                     6 => kernel.lose_messages(),
                     _ => kernel.foreign_delete(Key::Addr(tunnel(), subnet(0).base())),
@@ -837,7 +900,11 @@ async fn single_repairs_in_a_storm_are_bounded() {
         status.borrow_and_update();
     }
     let calls = world.kernel.take_calls();
-    assert!(calls.len() <= 6_000 && count(&calls, Operation::Snapshot) == 0, "{} calls", calls.len());
+    assert!(
+        calls.len() <= 6_000 && count(&calls, Operation::Snapshot) == 0,
+        "{} calls",
+        calls.len()
+    );
     assert!(rounds > 0);
     world.until_there(&route).await;
 }
@@ -861,12 +928,16 @@ async fn a_peer_is_explained() {
     let failing: Vec<&Key> = status.failing_of(&key(7)).map(|(key, _)| key).collect();
     assert_eq!((failing, status.failing_of(&key(8)).count()), (vec![&route], 0));
     let explained = world.handle.explain(inside).await.unwrap();
-    let refused = explained.objects.iter().filter(|(_, standing)| matches!(standing, Standing::Failing(_)));
+    let refused =
+        explained.objects.iter().filter(|(_, standing)| matches!(standing, Standing::Failing(_)));
     assert_eq!(refused.map(|(object, _)| object.key()).collect::<Vec<_>>(), [route]);
 
     // A lease inside of another's subnet is not believed: the address belongs to the one that is.
-    let twin =
-        Lease { subnets: "10.0.8.128-25".parse().unwrap(), since: Revision(9), ..lease(8, public(9), 9) };
+    let twin = Lease {
+        subnets: "10.0.8.128-25".parse().unwrap(),
+        since: Revision(9),
+        ..lease(8, public(9), 9)
+    };
     world.view.leases.insert(twin);
     world.change(9, None);
     world.when(|status| status.disbelieved.len() == 1).await;

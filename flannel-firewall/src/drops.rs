@@ -18,8 +18,8 @@ use crate::iptables::program::{Programs, Variant};
 use crate::iptables::{legacy_tables, script};
 use crate::nft::expr::{ACCEPT, Expr, find, number_in, read};
 use crate::nft::table::{
-    CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, GETCHAIN, GETRULE, HOOK_NUMBER, RULE_CHAIN, RULE_EXPRESSIONS,
-    SUBSYSTEM, TABLE, text_in,
+    CHAIN_HOOK, CHAIN_NAME, CHAIN_POLICY, GETCHAIN, GETRULE, HOOK_NUMBER, RULE_CHAIN,
+    RULE_EXPRESSIONS, SUBSYSTEM, TABLE, text_in,
 };
 
 /// `NF_INET_FORWARD`, `NF_DROP`.
@@ -92,7 +92,8 @@ impl LegacyMemory {
     /// It may be dropped, and then may have forgotten or not.
     pub async fn forget(&self) {
         let mut saved = self.saved.lock().await;
-        let known = |family: Family| saved[family].clone().filter(|saved| saved.at.elapsed() < ANEW);
+        let known =
+            |family: Family| saved[family].clone().filter(|saved| saved.at.elapsed() < ANEW);
         *saved = Dual::from_fn(known);
     }
 
@@ -182,10 +183,13 @@ fn nf_tables(networks: &Dual<Subnet>) -> Result<Vec<ForwardDrop>, Error> {
             |_| (),
             |told| {
                 let attributes = told.attributes.0;
-                let hook = find(attributes, CHAIN_HOOK).and_then(|hook| number_in(hook, HOOK_NUMBER));
-                let drops = hook == Some(FORWARD) && number_in(attributes, CHAIN_POLICY) == Some(DROP);
-                (told.kind.family == protocol)
-                    .then(|| Some((text_in(attributes, TABLE)?, text_in(attributes, CHAIN_NAME)?, drops)))?
+                let hook =
+                    find(attributes, CHAIN_HOOK).and_then(|hook| number_in(hook, HOOK_NUMBER));
+                let drops =
+                    hook == Some(FORWARD) && number_in(attributes, CHAIN_POLICY) == Some(DROP);
+                (told.kind.family == protocol).then(|| {
+                    Some((text_in(attributes, TABLE)?, text_in(attributes, CHAIN_NAME)?, drops))
+                })?
             },
         );
         let chains = chains.map_err(about)?;
@@ -227,8 +231,11 @@ fn rules(
 
 /// Some rule accepts all that comes from the network, and one all that goes there.
 fn accept(rules: &[Vec<Expr>], network: Subnet) -> bool {
-    let sides: Vec<Option<bool>> = rules.iter().filter_map(|rule| accepted_side(rule, network)).collect();
-    [true, false].iter().all(|source| sides.iter().any(|side| side.is_none_or(|side| side == *source)))
+    let sides: Vec<Option<bool>> =
+        rules.iter().filter_map(|rule| accepted_side(rule, network)).collect();
+    [true, false]
+        .iter()
+        .all(|source| sides.iter().any(|side| side.is_none_or(|side| side == *source)))
 }
 
 /// Which side a rule that accepts asks to be in the network: the source (true) or the destination; inside `None`: it accepts
@@ -245,7 +252,9 @@ fn accepted_side(rule: &[Expr], network: Subnet) -> Option<Option<bool>> {
                 Expr::Compare { equal: true, value } if matches!(value.as_slice(), [2 | 10]) => {}
                 _ => return None,
             },
-            Expr::Header { offset, len } if [source, destination].contains(offset) && side.is_none() => {
+            Expr::Header { offset, len }
+                if [source, destination].contains(offset) && side.is_none() =>
+            {
                 let mask = exprs.next_if(|expr| matches!(expr, Expr::Mask(_)));
                 let Expr::Compare { equal: true, value } = exprs.next()? else { return None };
                 let bits = match mask {
@@ -258,7 +267,8 @@ fn accepted_side(rule: &[Expr], network: Subnet) -> Option<Option<bool>> {
                     Family::V4 => <[u8; 4]>::try_from(octets).ok()?.into(),
                     Family::V6 => <[u8; 16]>::try_from(octets).ok()?.into(),
                 };
-                Subnet::new(base, u8::try_from(bits).ok()?).filter(|subnet| subnet.covers(&network))?;
+                Subnet::new(base, u8::try_from(bits).ok()?)
+                    .filter(|subnet| subnet.covers(&network))?;
                 side = Some(*offset == source);
             }
             Expr::Verdict(ACCEPT) => return Some(side),
@@ -270,13 +280,14 @@ fn accepted_side(rule: &[Expr], network: Subnet) -> Option<Option<bool>> {
 
 /// The same in what `iptables-legacy-save` prints.
 fn in_saved(saved: &str, family: Family, network: Option<Subnet>) -> Option<ForwardDrop> {
-    let filter = saved.lines().skip_while(|line| *line != "*filter").take_while(|line| *line != "COMMIT");
+    let filter =
+        saved.lines().skip_while(|line| *line != "*filter").take_while(|line| *line != "COMMIT");
     let filter: Vec<&str> = filter.collect();
     let chains: Vec<&str> = filter.iter().filter_map(|line| line.strip_prefix(':')).collect();
     let accepted = |side| {
-        filter
-            .iter()
-            .any(|line| Some(*line) == network.map(|n| format!("-A FORWARD {side} {n} -j ACCEPT")).as_deref())
+        filter.iter().any(|line| {
+            Some(*line) == network.map(|n| format!("-A FORWARD {side} {n} -j ACCEPT")).as_deref()
+        })
     };
     let drops = chains.iter().any(|chain| chain.starts_with("FORWARD DROP "));
     let ours = |name: &str| chains.iter().any(|chain| chain.split(' ').next() == Some(name));
@@ -285,7 +296,8 @@ fn in_saved(saved: &str, family: Family, network: Option<Subnet>) -> Option<Forw
         table: format!("{} filter", if family == Family::V4 { "ip" } else { "ip6" }),
         chain: "FORWARD".to_owned(),
         legacy: true,
-        accepts_pods: script::forward_chains().any(|(table, chain)| table == "filter" && ours(chain))
+        accepts_pods: script::forward_chains()
+            .any(|(table, chain)| table == "filter" && ours(chain))
             || (accepted("-s") && accepted("-d")),
         age: Duration::ZERO,
     })
@@ -303,8 +315,11 @@ mod tests {
         let count = dir.path().join("count");
         for program in ["iptables-legacy-save", "iptables-legacy-restore"] {
             let file = dir.path().join(program);
-            std::fs::write(&file, format!("#!/bin/sh\necho once >> {}\n{script}\n", count.display()))
-                .unwrap();
+            std::fs::write(
+                &file,
+                format!("#!/bin/sh\necho once >> {}\n{script}\n", count.display()),
+            )
+            .unwrap();
             std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o755)).unwrap();
         }
         let programs = Programs { path: Some(dir.path().into()), ..Programs::default() };

@@ -16,7 +16,9 @@ const EOPNOTSUPP: i32 = 95;
 #[non_exhaustive]
 pub enum Error {
     /// Rules cannot be made of these addresses.
-    #[error("{family} {what} {subnet}: rules need an {family} subnet that is not the whole address space")]
+    #[error(
+        "{family} {what} {subnet}: rules need an {family} subnet that is not the whole address space"
+    )]
     Subnet {
         /// Which of them.
         what: &'static str,
@@ -143,7 +145,8 @@ impl Error {
         let mut says = String::from_utf8_lossy(stderr).trim().replace('\n', "; ");
         // iptables-legacy says this of both.
         let no_table = says.contains("unable to initialize table");
-        let refused = says.contains("Permission denied") || says.contains("Operation not permitted");
+        let refused =
+            says.contains("Permission denied") || says.contains("Operation not permitted");
         if refused || (no_table && lacks_privilege()) {
             return Self::NotPermitted { object: program.display().to_string(), detail: says };
         }
@@ -168,9 +171,15 @@ mod tests {
 
     #[test]
     fn what_the_kernel_lacks_or_forbids_comes_with_what_helps() {
-        for (errno, want) in [(EPERM, "CAP_NET_ADMIN"), (ENOENT, "nft_masq"), (EPROTONOSUPPORT, "modprobe")] {
-            let error = Error::kernel("nftables table ip flannel-ipv4", KernelError::new(errno)).to_string();
-            assert!(error.starts_with("nftables table ip flannel-ipv4: ") && error.contains(want), "{error}");
+        for (errno, want) in
+            [(EPERM, "CAP_NET_ADMIN"), (ENOENT, "nft_masq"), (EPROTONOSUPPORT, "modprobe")]
+        {
+            let error = Error::kernel("nftables table ip flannel-ipv4", KernelError::new(errno))
+                .to_string();
+            assert!(
+                error.starts_with("nftables table ip flannel-ipv4: ") && error.contains(want),
+                "{error}"
+            );
             assert!(!error.contains("legacy"), "{error}");
         }
         let error = Error::kernel("nftables", KernelError::new(105));

@@ -90,7 +90,9 @@ impl Firewall {
     pub async fn open(mode: Mode, wish: Wish, options: Options) -> Result<Self, Error> {
         let engine = match mode {
             Mode::Nftables => Engine::Nftables(Nft::open()?),
-            Mode::Iptables => Engine::Iptables(Iptables::open(options.programs.clone(), wish).await?),
+            Mode::Iptables => {
+                Engine::Iptables(Iptables::open(options.programs.clone(), wish).await?)
+            }
         };
         Ok(Self { engine, options, status: watch::Sender::default(), checked: Instant::now() })
     }
@@ -187,12 +189,16 @@ impl Firewall {
         let at = SystemTime::now();
         self.status.send_if_modified(|status| {
             let first_failure = !failed.is_empty() && status.failure.is_none();
-            let news = first_failure || status.in_place != failed.is_empty() || !deviations.is_empty();
+            let news =
+                first_failure || status.in_place != failed.is_empty() || !deviations.is_empty();
             status.checks += 1;
             status.in_place = failed.is_empty();
             if !deviations.is_empty() && by_others {
                 let found: Vec<_> = deviations.iter().map(ToString::to_string).collect();
-                tracing::warn!(found = found.join("; "), "rules were changed from outside, and put back");
+                tracing::warn!(
+                    found = found.join("; "),
+                    "rules were changed from outside, and put back"
+                );
                 status.repairs += 1;
                 status.last_repair = Some(Repair { at, found: deviations });
             } else if !deviations.is_empty() {
@@ -213,7 +219,12 @@ impl Firewall {
     }
 
     /// Returns when there may be something to do.
-    async fn wait(&mut self, rules: &mut watch::Receiver<Rules>, ticks: &mut Interval, closed: &mut bool) {
+    async fn wait(
+        &mut self,
+        rules: &mut watch::Receiver<Rules>,
+        ticks: &mut Interval,
+        closed: &mut bool,
+    ) {
         loop {
             let disturbed = async {
                 match &mut self.engine {

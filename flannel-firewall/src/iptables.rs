@@ -59,7 +59,11 @@ impl Iptables {
         (deviations, failed)
     }
 
-    async fn reconcile_family(&mut self, rules: &Rules, family: Family) -> Result<Vec<Deviation>, Error> {
+    async fn reconcile_family(
+        &mut self,
+        rules: &Rules,
+        family: Family,
+    ) -> Result<Vec<Deviation>, Error> {
         let wanted = rules.has(family);
         if !wanted && self.filled[family].is_none() {
             return Ok(Vec::new());
@@ -139,7 +143,8 @@ fn out_of_reach(family: Family, reached: &[Variant]) -> Result<(), Error> {
 /// The tables of the older kind that the kernel has in this network namespace.
 pub(crate) fn legacy_tables(family: Family) -> Vec<String> {
     let file = if family == Family::V4 { "ip_tables_names" } else { "ip6_tables_names" };
-    let names = std::fs::read_to_string(format!("/proc/thread-self/net/{file}")).unwrap_or_default();
+    let names =
+        std::fs::read_to_string(format!("/proc/thread-self/net/{file}")).unwrap_or_default();
     names.lines().map(str::to_owned).collect()
 }
 
@@ -161,7 +166,9 @@ async fn reconcile(
         match tool.restore(&script.text).await {
             Ok(()) => return Ok(script.deviations),
             // Somebody removed a rule that was to be deleted, perhaps.
-            Err(error) if tries > 0 => tracing::debug!(%error, "tried again with what is there now"),
+            Err(error) if tries > 0 => {
+                tracing::debug!(%error, "tried again with what is there now")
+            }
             Err(error) => return Err(error),
         }
     }

@@ -53,11 +53,13 @@ impl Nft {
             Some(socket) => reconcile(socket, &wanted, true),
             None => Ok(Vec::new()),
         };
-        tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| match error.try_into_panic() {
-            Ok(panic) => std::panic::resume_unwind(panic),
-            Err(_) => {
-                let source = KernelError::explained(EAGAIN, "the runtime is shutting down");
-                Err(Error::Kernel { object: "nftables".into(), source })
+        tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
+            match error.try_into_panic() {
+                Ok(panic) => std::panic::resume_unwind(panic),
+                Err(_) => {
+                    let source = KernelError::explained(EAGAIN, "the runtime is shutting down");
+                    Err(Error::Kernel { object: "nftables".into(), source })
+                }
             }
         })
     }
@@ -65,12 +67,16 @@ impl Nft {
     /// Returns when somebody else touched a table of ours, or may have.
     pub(crate) async fn disturbed(&mut self) -> Result<(), Error> {
         let concerns = |told: &flannel_netlink::netfilter::Told<'_>| {
-            let family = Family::BOTH.into_iter().find(|family| protocol(*family) == told.kind.family);
+            let family =
+                Family::BOTH.into_iter().find(|family| protocol(*family) == told.kind.family);
             let table = || text_in(told.attributes.0, TABLE);
             told.kind.number != NEWGEN
                 && family.is_some_and(|family| table().as_deref() == Some(name(family)))
         };
-        self.events.changed(concerns).await.map_err(|error| Error::kernel("nftables notifications", error))
+        self.events
+            .changed(concerns)
+            .await
+            .map_err(|error| Error::kernel("nftables notifications", error))
     }
 }
 
@@ -91,7 +97,8 @@ pub(crate) fn clean(write: bool) -> Result<Vec<Deviation>, Error> {
 
 /// The kernel's nf_tables; where there is none, there is nothing of ours in it.
 fn opened() -> Result<Option<NetfilterSocket>, Error> {
-    let opened = NetfilterSocket::open().and_then(|mut socket| generation(&mut socket).map(|_| socket));
+    let opened =
+        NetfilterSocket::open().and_then(|mut socket| generation(&mut socket).map(|_| socket));
     match opened.map_err(|error| Error::kernel("nftables", error)) {
         Ok(socket) => Ok(Some(socket)),
         Err(Error::NoNftables { source, .. }) => {
@@ -159,7 +166,8 @@ impl Plan {
             Ok(()) => Ok(Some(self.deviations)),
             // It was removed or made by somebody since it was read.
             Err(Refused { change: Some(change), error })
-                if self.whole.contains(&change) && matches!(error.errno, ENOENT | EEXIST | EBUSY) =>
+                if self.whole.contains(&change)
+                    && matches!(error.errno, ENOENT | EEXIST | EBUSY) =>
             {
                 Ok(None)
             }
@@ -198,7 +206,8 @@ pub(crate) fn chains_of_iptables(family: Family) -> Result<Vec<String>, Error> {
 }
 
 fn unsteady() -> Error {
-    let source = KernelError::explained(EAGAIN, format!("somebody else changed it {TRIES} times meanwhile"));
+    let source =
+        KernelError::explained(EAGAIN, format!("somebody else changed it {TRIES} times meanwhile"));
     Error::Kernel { object: "nftables".into(), source }
 }
 

@@ -249,7 +249,8 @@ pub(crate) mod tests {
     #[test]
     fn a_family_without_a_network_has_none_and_one_without_a_subnet_names_none() {
         let wish = Wish { masquerade: true, ..Wish::default() };
-        let rules = Rules::new(&dual("10.1.0.0/16", ""), &dual("", "fd00:1:0:7::/64"), wish).unwrap();
+        let rules =
+            Rules::new(&dual("10.1.0.0/16", ""), &dual("", "fd00:1:0:7::/64"), wish).unwrap();
         assert!(!rules.has(Family::V6));
         assert_eq!(
             text(rules.of(Family::V4, Chain::Postrouting)),
@@ -266,7 +267,8 @@ pub(crate) mod tests {
         let swapped = Dual { v4: Some("fd00::/48".parse().unwrap()), v6: None };
         let error = Rules::new(&swapped, &Dual::default(), Wish::default()).unwrap_err();
         assert!(error.to_string().contains("IPv4 pod network fd00::/48"), "{error}");
-        let error = Rules::new(&dual("10.0.0.0/8", ""), &dual("0.0.0.0/0", ""), Wish::default()).unwrap_err();
+        let error = Rules::new(&dual("10.0.0.0/8", ""), &dual("0.0.0.0/0", ""), Wish::default())
+            .unwrap_err();
         assert!(error.to_string().contains("own subnet 0.0.0.0/0"), "{error}");
     }
 }

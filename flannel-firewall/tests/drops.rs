@@ -15,11 +15,14 @@ use ground::{ALL, Ground, Kind, Place, Running, rules_of};
 in_every_mode!(a_policy_is_seen_wherever_it_is_and_whether_our_rules_help);
 
 async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(ground: Ground, kind: Kind) {
-    let networks = ["10.1.0.0/16", "fd00:1::/48"].map(|n| n.parse::<Subnet>().unwrap()).into_iter().collect();
-    let drops =
-        async || forward_drops(&ground.tools.programs(), &networks, &LegacyMemory::default()).await.found;
-    let nft =
-        |command: &str| assert!(Command::new("nft").arg(command).status().unwrap().success(), "{command}");
+    let networks =
+        ["10.1.0.0/16", "fd00:1::/48"].map(|n| n.parse::<Subnet>().unwrap()).into_iter().collect();
+    let drops = async || {
+        forward_drops(&ground.tools.programs(), &networks, &LegacyMemory::default()).await.found
+    };
+    let nft = |command: &str| {
+        assert!(Command::new("nft").arg(command).status().unwrap().success(), "{command}")
+    };
     assert_eq!(drops().await, []);
     let made = Command::new("nft")
         .arg("add table inet guard; add chain inet guard gate { type filter hook forward priority 5; policy drop; }")
@@ -48,7 +51,9 @@ async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(ground: Grou
     assert_eq!(texts(drops().await), guard);
     nft("add rule inet guard gate accept");
     assert!(drops().await.iter().all(|drop| drop.accepts_pods));
-    assert!(Command::new("nft").args(["delete", "table", "inet", "guard"]).status().unwrap().success());
+    assert!(
+        Command::new("nft").args(["delete", "table", "inet", "guard"]).status().unwrap().success()
+    );
     let where_rules_are = if kind == Kind::Nftables { Kind::IptablesNft } else { kind };
     for family in Family::BOTH {
         ground.tools.iptables(where_rules_are, family, "-P FORWARD DROP");
@@ -56,14 +61,20 @@ async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(ground: Grou
     let expected = |helps: bool| -> Vec<String> {
         let suffix = if kind == Kind::IptablesLegacy { " (iptables-legacy)" } else { "" };
         [(Family::V4, "ip"), (Family::V6, "ip6")]
-            .map(|(family, word)| format!("{family} chain FORWARD of table {word} filter{suffix} {helps}"))
+            .map(|(family, word)| {
+                format!("{family} chain FORWARD of table {word} filter{suffix} {helps}")
+            })
             .into()
     };
     assert_eq!(texts(drops().await), expected(false));
     remembers_what_takes_a_process(&ground, kind, &networks).await;
     for (family, network) in [(Family::V4, "10.1.0.0/16"), (Family::V6, "fd00:1::/48")] {
         for side in ["-s", "-d"] {
-            ground.tools.iptables(where_rules_are, family, &format!("-A FORWARD {side} {network} -j ACCEPT"));
+            ground.tools.iptables(
+                where_rules_are,
+                family,
+                &format!("-A FORWARD {side} {network} -j ACCEPT"),
+            );
         }
     }
     assert_eq!(texts(drops().await), expected(true));
@@ -71,7 +82,8 @@ async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(ground: Grou
         ground.tools.iptables(where_rules_are, family, "-F FORWARD");
     }
     assert_eq!(texts(drops().await), expected(false));
-    let running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), Duration::from_secs(3600)).await;
+    let running =
+        Running::start(&ground, kind, rules_of(Place::Pod, ALL), Duration::from_secs(3600)).await;
     // Rules in a table of their own help nothing against the policy of another.
     assert_eq!(texts(drops().await), expected(kind != Kind::Nftables));
     running.stop().await;
@@ -86,16 +98,24 @@ fn what_is_seen_is_told_though_not_all_can_be_seen() {
         }
         std::fs::remove_file(ground.tools.path("iptables-legacy-save")).unwrap();
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
-        let seen = forward_drops(&ground.tools.programs(), &networks, &LegacyMemory::default()).await;
+        let seen =
+            forward_drops(&ground.tools.programs(), &networks, &LegacyMemory::default()).await;
         assert_eq!(seen.found.len(), 1, "{seen:?}");
         assert!(!seen.found[0].legacy, "{seen:?}");
         let unread: Vec<_> = seen.unread.iter().map(ToString::to_string).collect();
-        assert!(unread.len() == 1 && unread[0].starts_with("iptables-legacy-save is not in"), "{unread:?}");
+        assert!(
+            unread.len() == 1 && unread[0].starts_with("iptables-legacy-save is not in"),
+            "{unread:?}"
+        );
     });
 }
 
 /// All chains drop, and do so again in the end.
-async fn remembers_what_takes_a_process(ground: &Ground, kind: Kind, networks: &flannel_core::Dual<Subnet>) {
+async fn remembers_what_takes_a_process(
+    ground: &Ground,
+    kind: Kind,
+    networks: &flannel_core::Dual<Subnet>,
+) {
     let where_rules_are = if kind == Kind::Nftables { Kind::IptablesNft } else { kind };
     let policy = |word: &str| {
         for family in Family::BOTH {

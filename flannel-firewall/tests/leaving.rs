@@ -58,7 +58,11 @@ async fn switching_removes_the_other_modes_rules(ground: Ground, kind: Kind) {
             Kind::Nftables => line.contains("table ip"),
             Kind::IptablesNft | Kind::IptablesLegacy => line.contains(&format!("{kind:?}")),
         };
-        assert_eq!(ours.iter().filter(of_kind).count(), ours.len(), "{other:?} to {kind:?}: {ours:#?}");
+        assert_eq!(
+            ours.iter().filter(of_kind).count(),
+            ours.len(),
+            "{other:?} to {kind:?}: {ours:#?}"
+        );
         assert_eq!(ours.len(), if kind == Kind::Nftables { 2 } else { 24 }, "{ours:#?}");
         assert_eq!(ground.tools.foreign_seen(), before, "{other:?} to {kind:?}");
         for family in Family::BOTH {
@@ -106,7 +110,10 @@ async fn a_steady_state_runs_no_needless_process(ground: Ground, kind: Kind) {
     for name in ["iptables", "ip6tables"] {
         let save = format!("{name}{}-save", kind.suffix());
         let saves = runs.iter().filter(|run| run.trim() == save).count();
-        assert!((periods - 1..=periods + 1).contains(&saves), "{saves} in {periods} periods: {runs:?}");
+        assert!(
+            (periods - 1..=periods + 1).contains(&saves),
+            "{saves} in {periods} periods: {runs:?}"
+        );
     }
     assert!(runs.iter().all(|run| run.trim().ends_with("-save")), "{runs:?}");
 }
@@ -116,7 +123,8 @@ fn only_the_families_with_rules_are_asked_for() {
     flannel_netlink::testing::in_netns_async(|| async {
         let ground = Ground::set();
         let networks = flannel_core::Dual { v4: "10.1.0.0/16".parse().ok(), v6: None };
-        let rules = flannel_firewall::Rules::new(&networks, &flannel_core::Dual::default(), ALL).unwrap();
+        let rules =
+            flannel_firewall::Rules::new(&networks, &flannel_core::Dual::default(), ALL).unwrap();
         let mut running =
             Running::start(&ground, Kind::IptablesLegacy, rules, Duration::from_millis(50)).await;
         running.until(|status| status.alone && status.checks >= 2).await;
@@ -133,10 +141,12 @@ fn a_family_that_is_not_wanted_any_more_is_emptied() {
     flannel_netlink::testing::in_netns_async(|| async {
         let ground = Ground::set();
         let networks = flannel_core::Dual { v4: "10.1.0.0/16".parse().ok(), v6: None };
-        let only_v4 = flannel_firewall::Rules::new(&networks, &flannel_core::Dual::default(), ALL).unwrap();
+        let only_v4 =
+            flannel_firewall::Rules::new(&networks, &flannel_core::Dual::default(), ALL).unwrap();
         for kind in Kind::ALL {
             for while_away in [true, false] {
-                let mut running = Running::start(&ground, kind, rules_of(Place::Pod, ALL), RESYNC).await;
+                let mut running =
+                    Running::start(&ground, kind, rules_of(Place::Pod, ALL), RESYNC).await;
                 if while_away {
                     running.stop().await;
                     running = Running::start(&ground, kind, only_v4.clone(), RESYNC).await;
@@ -160,10 +170,12 @@ fn a_program_that_vanishes_is_named_and_its_return_noticed() {
     flannel_netlink::testing::in_netns_async(|| async {
         let ground = Ground::set();
         let resync = Duration::from_millis(20);
-        let mut running = Running::start(&ground, Kind::IptablesNft, rules_of(Place::Pod, ALL), resync).await;
+        let mut running =
+            Running::start(&ground, Kind::IptablesNft, rules_of(Place::Pod, ALL), resync).await;
         let (here, gone) = (ground.tools.path("ip6tables-nft-save"), ground.tools.path("gone"));
         std::fs::rename(&here, &gone).unwrap();
-        let status = running.until(|status| status.failure.as_ref().is_some_and(|f| f.times >= 3)).await;
+        let status =
+            running.until(|status| status.failure.as_ref().is_some_and(|f| f.times >= 3)).await;
         assert!(!status.in_place);
         let error = status.failure.unwrap().errors[0].to_string();
         assert!(error.contains("ip6tables-save"), "{error}");
@@ -184,12 +196,15 @@ fn a_wrapper_is_known_by_the_variant_that_it_runs() {
         let ground = Ground::set();
         for kind in [Kind::IptablesNft, Kind::IptablesLegacy] {
             ground.tools.host_has_wrappers_for(kind);
-            let options = Options { programs: ground.tools.programs(), resync: Duration::from_millis(50) };
+            let options =
+                Options { programs: ground.tools.programs(), resync: Duration::from_millis(50) };
             let mut running = Running::with(kind, rules_of(Place::Pod, ALL), options).await;
             let checks = running.until(|status| status.alone).await.checks;
             let status = running.until(|status| status.checks > checks + 1).await;
             assert_eq!((status.changes, status.repairs), (1, 0), "{kind:?}: {status:?}");
-            assert!(ground.tools.ours_seen().iter().all(|line| line.contains(&format!("{kind:?}"))));
+            assert!(
+                ground.tools.ours_seen().iter().all(|line| line.contains(&format!("{kind:?}")))
+            );
             running.stop().await;
         }
     });
@@ -207,7 +222,8 @@ fn a_first_failure_wakes_whoever_waits() {
         let (_rules, receiver) = tokio::sync::watch::channel(rules_of(Place::Pod, ALL));
         let _running = tokio::spawn(firewall.run(receiver));
         let wait = status.wait_for(|status| status.failure.is_some());
-        let status = tokio::time::timeout(Duration::from_secs(20), wait).await.expect("told").unwrap();
+        let status =
+            tokio::time::timeout(Duration::from_secs(20), wait).await.expect("told").unwrap();
         let errors = &status.failure.as_ref().unwrap().errors;
         assert!(matches!(*errors[0], Error::Run { .. }) && errors.len() == 2, "{status:?}");
     });
@@ -219,10 +235,12 @@ fn without_programs_iptables_is_refused_and_nftables_is_not() {
         let empty = tempfile::tempdir().unwrap();
         let programs = Programs { path: Some(empty.path().into()), ..Programs::default() };
         let options = Options { programs, ..Options::default() };
-        let error = Firewall::open(Kind::IptablesNft.mode(), ALL, options.clone()).await.unwrap_err();
+        let error =
+            Firewall::open(Kind::IptablesNft.mode(), ALL, options.clone()).await.unwrap_err();
         assert!(matches!(error, Error::NoProgram { .. }), "{error}");
         let ground = Ground::set();
-        let before = Running::start(&ground, Kind::IptablesNft, rules_of(Place::Pod, ALL), RESYNC).await;
+        let before =
+            Running::start(&ground, Kind::IptablesNft, rules_of(Place::Pod, ALL), RESYNC).await;
         before.stop().await;
         let firewall = Firewall::open(Kind::Nftables.mode(), ALL, options).await.unwrap();
         let mut status = firewall.status();
@@ -300,9 +318,13 @@ fn what_an_earlier_flannel_left_where_no_program_looks_is_told() {
                 }
             }
             let is_said = |errors: Vec<String>| {
-                assert!(errors.iter().any(|error| error.contains(said)), "{left:?} {used:?}: {errors:?}");
+                assert!(
+                    errors.iter().any(|error| error.contains(said)),
+                    "{left:?} {used:?}: {errors:?}"
+                );
             };
-            let mut running = Running::start(&ground, used, rules_of(Place::Pod, ALL), RESYNC).await;
+            let mut running =
+                Running::start(&ground, used, rules_of(Place::Pod, ALL), RESYNC).await;
             let status = running.until(|status| !status.leftovers.is_empty()).await;
             assert!(status.in_place && !status.alone, "{status:?}");
             is_said(status.leftovers.iter().map(ToString::to_string).collect());
@@ -334,7 +356,11 @@ fn without_the_privilege_the_error_says_which() {
     }
     flannel_netlink::testing::in_netns(|| {
         let mut command = Command::new("setpriv");
-        command.args(["--bounding-set=-net_admin,-net_raw", "--inh-caps=-net_admin,-net_raw", "--"]);
+        command.args([
+            "--bounding-set=-net_admin,-net_raw",
+            "--inh-caps=-net_admin,-net_raw",
+            "--",
+        ]);
         command
             .arg(std::env::current_exe().unwrap())
             .args(["without_the_privilege_the_error_says_which", "--exact"]);

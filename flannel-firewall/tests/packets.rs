@@ -44,11 +44,23 @@ async fn packets_are_masqueraded_as_the_rules_say(ground: Ground, kind: Kind) {
         assert_eq!(host_to_peer, Some(Place::Peer.node(family)), "{family}");
         assert_eq!(ground.seen_of_node(family, source, Place::Pod), Some(source), "{family}");
         let marked = ground.seen_at(family, Place::Pod, Place::Outside, MARKED_PORT, LONG);
-        assert_eq!(marked, Some(Place::Pod.address(family)), "{family}: kube-proxy's packets are left to it");
+        assert_eq!(
+            marked,
+            Some(Place::Pod.address(family)),
+            "{family}: kube-proxy's packets are left to it"
+        );
         let source = Place::Pod.node(family);
-        assert_eq!(ground.multicast_seen(family), Some(source), "{family}: multicast is not hidden");
+        assert_eq!(
+            ground.multicast_seen(family),
+            Some(source),
+            "{family}: multicast is not hidden"
+        );
         let unicast = ground.seen_of_node(family, source, Place::Outside);
-        assert_eq!(unicast, Some(Place::Outside.node(family)), "{family}: the same to one receiver is");
+        assert_eq!(
+            unicast,
+            Some(Place::Outside.node(family)),
+            "{family}: the same to one receiver is"
+        );
     }
     assert_eq!(ground.tools.foreign_seen(), before);
 }
@@ -166,7 +178,8 @@ async fn a_change_leaves_no_moment_without_rules(ground: Ground, kind: Kind) {
 fn nft_shows_flannels_tables() {
     flannel_netlink::testing::in_netns_async(|| async {
         let ground = Ground::set();
-        let mut running = Running::start(&ground, Kind::Nftables, rules_of(Place::Pod, ALL), RESYNC).await;
+        let mut running =
+            Running::start(&ground, Kind::Nftables, rules_of(Place::Pod, ALL), RESYNC).await;
         for (family, keyword, network, own, multicast) in [
             ("ipv4", "ip", "10.1.0.0/16", "10.1.7.0/24", "224.0.0.0/4"),
             ("ipv6", "ip6", "fd00:1::/48", "fd00:1:0:7::/64", "ff00::/8"),
@@ -207,7 +220,8 @@ fn nft_shows_flannels_tables() {
 
 /// Which pass: pod to outside, peer to pod, outside to other.
 fn assert_forwarded(ground: &Ground, family: Family, expected: [bool; 3]) {
-    let ways = [(Place::Pod, Place::Outside), (Place::Peer, Place::Pod), (Place::Outside, Place::Other)];
+    let ways =
+        [(Place::Pod, Place::Outside), (Place::Peer, Place::Pod), (Place::Outside, Place::Other)];
     for ((from, to), expected) in ways.into_iter().zip(expected) {
         let patience = if expected { LONG } else { SHORT };
         let passed = ground.seen_at(family, from, to, 0, patience).is_some();

@@ -12,7 +12,11 @@ use flannel_firewall::Fault;
 use ground::tools::{nft, reorder_nft};
 use ground::{ALL, Ground, Kind, Place, Running, rules_of};
 
-in_every_mode!(what_others_do_is_mended, another_order_is_mended, a_lasting_fight_is_won_and_counted);
+in_every_mode!(
+    what_others_do_is_mended,
+    another_order_is_mended,
+    a_lasting_fight_is_won_and_counted
+);
 
 /// In nftables mode it is not the clock that mends.
 fn resync(kind: Kind) -> Duration {
@@ -58,8 +62,16 @@ const IPTABLES: [Sabotage; 9] = [
         Fault::Different,
     ),
     ("-A FLANNEL-FWD -s NETWORK -j ACCEPT", "chain FLANNEL-FWD", Fault::Different),
-    ("-t nat -A POSTROUTING -j FLANNEL-POSTRTG", "jump from POSTROUTING to FLANNEL-POSTRTG", Fault::Repeated),
-    ("-t nat -I POSTROUTING -s 203.0.113.0 -j FLANNEL-POSTRTG", "jump from POSTROUTING", Fault::Repeated),
+    (
+        "-t nat -A POSTROUTING -j FLANNEL-POSTRTG",
+        "jump from POSTROUTING to FLANNEL-POSTRTG",
+        Fault::Repeated,
+    ),
+    (
+        "-t nat -I POSTROUTING -s 203.0.113.0 -j FLANNEL-POSTRTG",
+        "jump from POSTROUTING",
+        Fault::Repeated,
+    ),
 ];
 
 fn words(text: &str, family: Family) -> String {
@@ -89,7 +101,8 @@ async fn what_others_do_is_mended(ground: Ground, kind: Kind) {
             let status = running.until(|status| status.repairs > before).await;
             let found = status.last_repair.unwrap().found;
             let object = words(object, family);
-            let said = found.iter().any(|said| said.object.contains(&object) && said.fault == *fault);
+            let said =
+                found.iter().any(|said| said.object.contains(&object) && said.fault == *fault);
             assert!(said, "{what}: {found:?}");
             for family in Family::BOTH {
                 ground.assert_masqueraded(family);
@@ -115,7 +128,8 @@ async fn another_order_is_mended(ground: Ground, kind: Kind) {
         };
         let status = running.until(|status| status.repairs > before).await;
         let found = status.last_repair.unwrap().found;
-        let said = found.iter().any(|said| said.object.contains(object) && said.fault == Fault::Different);
+        let said =
+            found.iter().any(|said| said.object.contains(object) && said.fault == Fault::Different);
         assert!(said, "{family}: {found:?}");
         ground.assert_masqueraded(family);
     }
@@ -130,7 +144,11 @@ async fn a_lasting_fight_is_won_and_counted(ground: Ground, kind: Kind) {
                 nft("flush ruleset; table ip noise { chain c { counter; }; }");
             } else {
                 ground.tools.iptables(kind, Family::V4, "-t nat -F");
-                ground.tools.iptables(kind, Family::V4, "-t nat -A POSTROUTING -o nowhere -j MASQUERADE");
+                ground.tools.iptables(
+                    kind,
+                    Family::V4,
+                    "-t nat -A POSTROUTING -o nowhere -j MASQUERADE",
+                );
             }
         }
         running.until(|status| status.repairs >= n).await;

@@ -27,7 +27,8 @@ pub(crate) const PARENT: &str = "FLANNEL_LAB_PID";
 /// [`Error::Unsuitable`]: the process was not started by a lab, or the lab has ended already.
 pub fn end_with_lab() -> Result<()> {
     let lab = std::env::var(PARENT).ok().and_then(|pid| pid.parse().ok()).map(Pid::from_raw);
-    prctl::set_pdeathsig(Signal::SIGKILL).map_err(Error::io("asking for a signal when the lab ends"))?;
+    prctl::set_pdeathsig(Signal::SIGKILL)
+        .map_err(Error::io("asking for a signal when the lab ends"))?;
     // The lab may have ended before the kernel was asked.
     if lab == Some(getppid()) {
         return Ok(());
@@ -79,7 +80,8 @@ fn serve(inbox: &Receiver<Request>) {
     for Request { namespace, mut command, answer } in inbox {
         let mut start = || {
             namespace.enter()?;
-            let object = format!("{}: starting {}", namespace.name(), command.get_program().display());
+            let object =
+                format!("{}: starting {}", namespace.name(), command.get_program().display());
             command.spawn().map_err(Error::io(object))
         };
         // Nobody waits for the answer only if the caller panicked.

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 
 use flannel_core::Family;
 use nix::sys::socket::{
-    AddressFamily, Shutdown, SockFlag, SockProtocol, SockType, getsockopt, shutdown, socket, sockopt,
+    AddressFamily, Shutdown, SockFlag, SockProtocol, SockType, getsockopt, shutdown, socket,
+    sockopt,
 };
 
 use crate::error::{Error, Result};
@@ -44,7 +45,8 @@ impl EchoServer {
         let everywhere: IpAddr =
             if has_ipv6() { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() };
         let object = format!("{}: TCP port {PORT}", namespace.name());
-        let listener = namespace.run(|| TcpListener::bind((everywhere, PORT)))?.map_err(Error::io(object))?;
+        let listener =
+            namespace.run(|| TcpListener::bind((everywhere, PORT)))?.map_err(Error::io(object))?;
         let listener = Arc::new(listener);
         let accepting = listener.clone();
         let serve = move || {
@@ -161,7 +163,10 @@ fn tcp_exchange(to: IpAddr, mtu: u32, bytes: &mut usize) -> io::Result<u32> {
             }
         }
         if came != sent {
-            return Err(io::Error::new(ErrorKind::InvalidData, "the echo differs from what was sent"));
+            return Err(io::Error::new(
+                ErrorKind::InvalidData,
+                "the echo differs from what was sent",
+            ));
         }
     }
     let headers = headers(Family::of(to)) + 20 + TIMESTAMPS;
@@ -230,7 +235,9 @@ impl PingSocket {
         let mut buffer = vec![0; 65_536];
         let (len, from) = match self.socket.recv_from(&mut buffer) {
             Ok(received) => received,
-            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => return Ok(None),
+            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                return Ok(None);
+            }
             Err(e) => return Err(e),
         };
         let sequence = buffer.get(6..8).map_or(0, |bytes| u16::from_be_bytes([bytes[0], bytes[1]]));

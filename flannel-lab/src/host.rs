@@ -56,7 +56,11 @@ impl Host {
         let mut batch = String::from("link set lo up\n");
         batch += &quiet_link_local("eth0", &self.addresses, self.number);
         for (family, address) in self.addresses.iter() {
-            batch += &format!("addr add {address}/{} dev eth0{}\n", underlay(family).len(), nodad(family));
+            batch += &format!(
+                "addr add {address}/{} dev eth0{}\n",
+                underlay(family).len(),
+                nodad(family)
+            );
         }
         batch += "link set eth0 up\n";
         for router in routers.values() {
@@ -164,12 +168,13 @@ impl Host {
         command.arg("--state-dir").arg(self.dir.join("state")).args(options);
         command.env(PARENT, std::process::id().to_string());
         // The lab is what its options say, not what the environment does; only the logging is the user's.
-        for (name, _) in
-            std::env::vars_os().filter(|(name, _)| name.display().to_string().starts_with("FLANNELD_"))
+        for (name, _) in std::env::vars_os()
+            .filter(|(name, _)| name.display().to_string().starts_with("FLANNELD_"))
         {
             command.env_remove(name);
         }
-        command.env("FLANNELD_LOG", std::env::var_os("FLANNELD_LOG").unwrap_or_else(|| "info".into()));
+        command
+            .env("FLANNELD_LOG", std::env::var_os("FLANNELD_LOG").unwrap_or_else(|| "info".into()));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         // Ctrl-C at the terminal is for the lab, which then stops its daemons.
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
@@ -194,9 +199,10 @@ impl Host {
     pub fn signal_daemon(&self, signal: Signal) -> Result<()> {
         match self.lock_daemon().as_ref() {
             Some(child) => daemon::send(child, signal),
-            None => {
-                Err(Error::Unsuitable(format!("{}: there is no daemon to send {signal} to", self.name())))
-            }
+            None => Err(Error::Unsuitable(format!(
+                "{}: there is no daemon to send {signal} to",
+                self.name()
+            ))),
         }
     }
 
@@ -223,7 +229,8 @@ impl Host {
     /// [`Error::DaemonEnded`] with the end of its log.
     pub fn check_daemon(&self) -> Result<()> {
         let ended = self.lock_daemon().as_mut().map(Child::try_wait);
-        let ended = ended.transpose().map_err(Error::io(format!("{}: flanneld", self.name())))?.flatten();
+        let ended =
+            ended.transpose().map_err(Error::io(format!("{}: flanneld", self.name())))?.flatten();
         let Some(status) = ended else { return Ok(()) };
         let log = self.log_tail();
         Err(Error::DaemonEnded { host: self.name().to_owned(), status: status.to_string(), log })
@@ -291,7 +298,12 @@ impl Host {
     ///
     /// # Errors
     /// There is one, or its echo service cannot be started.
-    pub fn adopt_pod(&self, namespace: Namespace, addresses: Dual<IpAddr>, mtu: u32) -> Result<Arc<Pod>> {
+    pub fn adopt_pod(
+        &self,
+        namespace: Namespace,
+        addresses: Dual<IpAddr>,
+        mtu: u32,
+    ) -> Result<Arc<Pod>> {
         self.place_pod(|| Pod::adopt(namespace, addresses, mtu))
     }
 

@@ -47,7 +47,8 @@ impl Interrupter {
     /// Lets `pause` pass between two looks at a condition.
     pub(crate) fn pause(&self, pause: Duration) -> Result<()> {
         let interrupted = self.0.interrupted.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = self.0.changed.wait_timeout_while(interrupted, pause, |interrupted| !*interrupted);
+        let waited =
+            self.0.changed.wait_timeout_while(interrupted, pause, |interrupted| !*interrupted);
         let (interrupted, _) = waited.unwrap_or_else(PoisonError::into_inner);
         if *interrupted { Err(Error::Interrupted) } else { Ok(()) }
     }

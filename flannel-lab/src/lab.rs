@@ -61,7 +61,10 @@ fn pod_networks(families: impl IntoIterator<Item = Family>) -> Dual<Subnet> {
         Family::V4 => "10.244.0.0/16",
         Family::V6 => "fd00:10:244::/48",
     };
-    families.into_iter().map(|f| network(f).parse::<Subnet>().expect("a constant that is a subnet")).collect()
+    families
+        .into_iter()
+        .map(|f| network(f).parse::<Subnet>().expect("a constant that is a subnet"))
+        .collect()
 }
 
 impl Builder {
@@ -120,7 +123,9 @@ impl Builder {
     pub fn start(self) -> Result<Lab> {
         if !(1..=MAX_HOSTS).contains(&self.hosts) {
             let hosts = self.hosts;
-            return Err(Error::Unsuitable(format!("{hosts} hosts asked for, possible are 1 to {MAX_HOSTS}")));
+            return Err(Error::Unsuitable(format!(
+                "{hosts} hosts asked for, possible are 1 to {MAX_HOSTS}"
+            )));
         }
         let mut kinds = vec!["bridge", "veth"];
         if self.backend["Type"].as_str().is_some_and(|kind| kind.eq_ignore_ascii_case("vxlan")) {
@@ -147,7 +152,10 @@ impl Builder {
             Host::new(Parts {
                 number,
                 namespace,
-                addresses: families.iter().map(|family| underlay_address(*family, number)).collect(),
+                addresses: families
+                    .iter()
+                    .map(|family| underlay_address(*family, number))
+                    .collect(),
                 dir: dir.path().join(format!("host-{number}")),
                 registry: registry.clone(),
                 program: program.clone(),
@@ -159,7 +167,14 @@ impl Builder {
             host.connect(switch.addresses(), &neighbours(host, self.hosts, &families))
         })?;
         let interrupter = self.interrupter;
-        Ok(Lab { hosts, switch, registry, dir: Some(dir), interrupter, last_start: Mutex::default() })
+        Ok(Lab {
+            hosts,
+            switch,
+            registry,
+            dir: Some(dir),
+            interrupter,
+            last_start: Mutex::default(),
+        })
     }
 
     fn network_config(&self) -> Value {
@@ -191,7 +206,11 @@ fn neighbours(host: &Host, hosts: usize, families: &[Family]) -> String {
         return String::new();
     }
     let line = |n: usize, family: &Family| {
-        format!("neigh add {} lladdr {} dev eth0 nud permanent\n", underlay_address(*family, n), mac(n))
+        format!(
+            "neigh add {} lladdr {} dev eth0 nud permanent\n",
+            underlay_address(*family, n),
+            mac(n)
+        )
     };
     let others = (1..=hosts).filter(|n| *n != host.number());
     others.flat_map(|n| families.iter().map(move |family| line(n, family))).collect()
@@ -290,7 +309,8 @@ impl Lab {
     /// A daemon ended, or wrote nothing in time; both with the end of its log.
     pub fn add_pods(&self, patience: Duration) -> Result<()> {
         let start = Instant::now();
-        let mut waiting: Vec<&Host> = self.hosts.iter().filter(|host| host.pod().is_none()).collect();
+        let mut waiting: Vec<&Host> =
+            self.hosts.iter().filter(|host| host.pod().is_none()).collect();
         while let Some(first) = waiting.first() {
             if start.elapsed() > patience {
                 let (host, path) = (first.name().to_owned(), first.subnet_file());

@@ -157,8 +157,10 @@ struct Signals {
 impl Signals {
     /// Starts to listen, on a thread of its own.
     fn watch(&self) -> Result<()> {
-        let failed = |source: io::Error| Error::Io { object: "listening for signals".into(), source };
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+        let failed =
+            |source: io::Error| Error::Io { object: "listening for signals".into(), source };
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
         let guard = runtime.enter();
         let kinds = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP];
         let streams = kinds.map(|kind| Ok((kind, signal(SignalKind::from_raw(kind as i32))?)));
@@ -167,10 +169,11 @@ impl Signals {
         let (interrupter, received) = (self.interrupter.clone(), self.received.clone());
         std::thread::spawn(move || {
             let first = poll_fn(|context| {
-                let ready = streams.iter_mut().find_map(|(kind, stream)| match stream.poll_recv(context) {
-                    Poll::Ready(_) => Some(*kind),
-                    Poll::Pending => None,
-                });
+                let ready =
+                    streams.iter_mut().find_map(|(kind, stream)| match stream.poll_recv(context) {
+                        Poll::Ready(_) => Some(*kind),
+                        Poll::Pending => None,
+                    });
                 ready.map_or(Poll::Pending, Poll::Ready)
             });
             received.store(runtime.block_on(first) as u8, Ordering::SeqCst);

@@ -82,7 +82,11 @@ impl Namespace {
     /// A line failed; lines after it were not run.
     pub fn ip(&self, batch: &str) -> Result<()> {
         let mut command = Command::new("ip");
-        command.args(["-batch", "-"]).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
+        command
+            .args(["-batch", "-"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped());
         let mut child = self.spawn(&mut command)?;
         let mut input = child.stdin.take().expect("stdin was asked for as a pipe");
         // A write fails only if ip ended early, and then its own words say more.
@@ -128,7 +132,8 @@ fn not_started(object: String, source: io::Error) -> Error {
     if source.kind() == io::ErrorKind::NotFound && object.ends_with(" ip") {
         return Error::Missing {
             what: "The program `ip` was not found.".into(),
-            remedy: "Install iproute2 (Debian: apt install iproute2; Fedora: dnf install iproute).".into(),
+            remedy: "Install iproute2 (Debian: apt install iproute2; Fedora: dnf install iproute)."
+                .into(),
         };
     }
     Error::Io { object, source }

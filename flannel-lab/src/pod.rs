@@ -28,8 +28,9 @@ impl Pod {
     pub(crate) fn new(name: &str, host: &Namespace, env: &SubnetEnv) -> Result<Self> {
         let namespace = Namespace::new(name)?;
         let address = |_: Family, subnet: &Subnet| {
-            let address =
-                subnet.nth(2).filter(|address| *address != subnet.last() || subnet.family() == Family::V6);
+            let address = subnet
+                .nth(2)
+                .filter(|address| *address != subnet.last() || subnet.family() == Family::V6);
             address.ok_or_else(|| {
                 Error::Unsuitable(format!("{name}: {subnet} has no room for a bridge and a pod"))
             })
@@ -37,7 +38,10 @@ impl Pod {
         let addresses = env.subnets.try_map(address)?;
         host.ip(&on_the_host(&namespace, env))?;
         namespace.ip(&inside(&addresses, env))?;
-        Ok(Self { unplug: "link del veth0\nlink del cni0\n", ..Self::adopt(namespace, addresses, env.mtu)? })
+        Ok(Self {
+            unplug: "link del veth0\nlink del cni0\n",
+            ..Self::adopt(namespace, addresses, env.mtu)?
+        })
     }
 
     /// Makes a pod of a namespace that somebody else connected.
@@ -83,8 +87,10 @@ fn on_the_host(pod: &Namespace, env: &SubnetEnv) -> String {
     let mut batch = format!("link add cni0 mtu {mtu} type bridge stp_state 0 mcast_snooping 0\n");
     batch += &quiet_link_local("cni0", &env.gateways, 1);
     batch += &addresses_on("cni0", &env.gateways, env);
-    batch +=
-        &format!("link add veth0 mtu {mtu} type veth peer name eth0 mtu {mtu} netns {}\n", path.display());
+    batch += &format!(
+        "link add veth0 mtu {mtu} type veth peer name eth0 mtu {mtu} netns {}\n",
+        path.display()
+    );
     batch += "link set veth0 master cni0 up\nlink set cni0 up\n";
     batch
 }

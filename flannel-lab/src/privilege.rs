@@ -31,13 +31,16 @@ pub fn enter() -> Result<Privilege> {
     match unshare(CloneFlags::CLONE_NEWNET) {
         Ok(()) => return Ok(Privilege::Root),
         Err(Errno::EPERM) => {}
-        Err(errno) => return Err(forbidden(&format!("the kernel refused a network namespace ({errno})"))),
+        Err(errno) => {
+            return Err(forbidden(&format!("the kernel refused a network namespace ({errno})")));
+        }
     }
     let (user, group) = (geteuid(), getegid());
     unshare(CloneFlags::CLONE_NEWUSER | CloneFlags::CLONE_NEWNET).map_err(why_no_user_namespace)?;
     let write = |file: &str, text: String| {
         let path = format!("/proc/self/{file}");
-        fs::write(&path, &text).map_err(|e| forbidden(&format!("writing {text:?} to {path} failed ({e})")))
+        fs::write(&path, &text)
+            .map_err(|e| forbidden(&format!("writing {text:?} to {path} failed ({e})")))
     };
     write("setgroups", "deny".into())?;
     write("uid_map", format!("0 {user} 1"))?;
@@ -86,8 +89,11 @@ pub(crate) fn preflight(kinds: &[&str], ipv6: bool) -> Result<()> {
 /// [`Error::Missing`]: the machine's limit, and what to do.
 pub(crate) fn may_watch(daemons: usize) -> Result<()> {
     const INSTANCES: &str = "/proc/sys/fs/inotify/max_user_instances";
-    let instances = fs::read_to_string(INSTANCES).ok().and_then(|text| text.trim().parse::<usize>().ok());
-    let Some(instances) = instances.filter(|instances| *instances <= daemons) else { return Ok(()) };
+    let instances =
+        fs::read_to_string(INSTANCES).ok().and_then(|text| text.trim().parse::<usize>().ok());
+    let Some(instances) = instances.filter(|instances| *instances <= daemons) else {
+        return Ok(());
+    };
     let wanted = (daemons + 100).next_power_of_two();
     Err(Error::Missing {
         what: format!(
@@ -124,8 +130,10 @@ fn forbidden(symptom: &str) -> Error {
         ("user.max_user_namespaces", "0", "10000"),
         ("user.max_net_namespaces", "0", "10000"),
     ];
-    let off: Vec<_> = switches.iter().filter(|(key, off, _)| sysctl(key).as_deref() == Some(off)).collect();
-    let what = |why: &str| format!("This user may not make network namespaces here{why}: {symptom}.");
+    let off: Vec<_> =
+        switches.iter().filter(|(key, off, _)| sysctl(key).as_deref() == Some(off)).collect();
+    let what =
+        |why: &str| format!("This user may not make network namespaces here{why}: {symptom}.");
     if off.is_empty() {
         return Error::Missing {
             what: what(""),

@@ -91,7 +91,11 @@ enum News {
 }
 
 /// Tries every pair until it succeeds, at most for `patience`.
-pub(crate) fn reach(pods: &[Arc<Pod>], patience: Duration, interrupter: &Interrupter) -> Result<Matrix> {
+pub(crate) fn reach(
+    pods: &[Arc<Pod>],
+    patience: Duration,
+    interrupter: &Interrupter,
+) -> Result<Matrix> {
     let since = Instant::now();
     let legs = legs(pods);
     let mut states: Vec<Result<usize, Unreached>> = vec![Err(Unreached::NoReply); legs.len()];
@@ -117,7 +121,9 @@ pub(crate) fn reach(pods: &[Arc<Pod>], patience: Duration, interrupter: &Interru
 fn legs(pods: &[Arc<Pod>]) -> Vec<Leg> {
     let mut legs = Vec::new();
     for family in Family::BOTH {
-        for (from, source) in pods.iter().enumerate().filter(|(_, pod)| pod.addresses()[family].is_some()) {
+        for (from, source) in
+            pods.iter().enumerate().filter(|(_, pod)| pod.addresses()[family].is_some())
+        {
             for (to, target) in pods.iter().enumerate().filter(|(to, _)| *to != from) {
                 let Some(address) = target.addresses()[family] else { continue };
                 legs.push(Leg { from, to, family, address, mtu: source.mtu().min(target.mtu()) });
@@ -180,7 +186,8 @@ fn coordinate(
     interrupter: &Interrupter,
 ) -> Result<Option<Instant>> {
     // A path that was found too small stays so: the kernel remembers it for ten minutes.
-    let open = |state: &Result<usize, Unreached>| !matches!(state, Ok(_) | Err(Unreached::PathMtu { .. }));
+    let open =
+        |state: &Result<usize, Unreached>| !matches!(state, Ok(_) | Err(Unreached::PathMtu { .. }));
     let mut left = states.iter().filter(|state| open(state)).count();
     let mut again: Vec<(Instant, usize)> = Vec::new();
     let mut last = Instant::now();
@@ -241,7 +248,8 @@ fn ping(
     while !over.load(Ordering::Relaxed) && targets.iter().any(|target| !target.reached) {
         let now = Instant::now();
         let mut next = now + FIRST_PAUSE;
-        for (target, (_, leg)) in targets.iter_mut().zip(legs).filter(|(target, _)| !target.reached) {
+        for (target, (_, leg)) in targets.iter_mut().zip(legs).filter(|(target, _)| !target.reached)
+        {
             if target.due <= now {
                 // No route yet, or a full queue: as good as a lost packet.
                 let _ = socket.send(leg.address, 0, target.size);
@@ -255,7 +263,8 @@ fn ping(
         };
         let place = legs.iter().position(|(_, leg)| leg.address == reply.from);
         // A repeated ping may be answered twice.
-        let awaited = |place: &usize| !targets[*place].reached && targets[*place].size == reply.size;
+        let awaited =
+            |place: &usize| !targets[*place].reached && targets[*place].size == reply.size;
         let Some(place) = place.filter(awaited) else { continue };
         let ((number, leg), target) = (legs[place], &mut targets[place]);
         let event = if target.size == leg.mtu {
@@ -280,7 +289,9 @@ fn connect(
 ) -> Result<()> {
     loop {
         let job = todo.lock().unwrap_or_else(PoisonError::into_inner).recv();
-        let Some(number) = job.ok().filter(|_| !over.load(Ordering::Relaxed)) else { return Ok(()) };
+        let Some(number) = job.ok().filter(|_| !over.load(Ordering::Relaxed)) else {
+            return Ok(());
+        };
         let leg = &legs[number];
         pods[leg.from].namespace().enter()?;
         let _ = news.send((number, News::Tcp(tcp_probe(leg.address, leg.mtu))));
@@ -296,13 +307,15 @@ fn measure(
 ) -> Result<Vec<Option<Duration>>> {
     let rtts = Mutex::new(vec![None; legs.len()]);
     let next = Mutex::new(0..legs.len());
-    let take = || next.lock().unwrap_or_else(PoisonError::into_inner).find(|leg| states[*leg].is_ok());
+    let take =
+        || next.lock().unwrap_or_else(PoisonError::into_inner).find(|leg| states[*leg].is_ok());
     let worker = || {
         while let Some(number) = take() {
             interrupter.check()?;
             let leg = &legs[number];
             pods[leg.from].namespace().enter()?;
-            let fail = |e| Error::io(format!("{}: pinging {}", pods[leg.from].name(), leg.address))(e);
+            let fail =
+                |e| Error::io(format!("{}: pinging {}", pods[leg.from].name(), leg.address))(e);
             let rtt = median(leg).map_err(fail)?;
             rtts.lock().unwrap_or_else(PoisonError::into_inner)[number] = rtt;
         }

@@ -39,17 +39,21 @@ impl SubnetEnv {
     pub fn parse(text: &str, path: &Path) -> Result<Self> {
         let wrong = |reason: String| Error::SubnetEnv { path: path.to_owned(), reason };
         let value = |key: &str| {
-            text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix('=')).filter(|v| !v.is_empty())
+            text.lines()
+                .find_map(|line| line.strip_prefix(key)?.strip_prefix('='))
+                .filter(|v| !v.is_empty())
         };
         let mut subnets = Dual::default();
         let mut gateways = Dual::default();
         for (family, key) in [(Family::V4, "FLANNEL_SUBNET"), (Family::V6, "FLANNEL_IPV6_SUBNET")] {
             let Some(text) = value(key) else { continue };
-            let expected =
-                || wrong(format!("{key} holds {text:?}, expected an {family} address with a length"));
+            let expected = || {
+                wrong(format!("{key} holds {text:?}, expected an {family} address with a length"))
+            };
             let subnet: Subnet = text.parse().map_err(|_| expected())?;
             let gateway = text.split('/').next().and_then(|address| address.parse().ok());
-            let gateway: IpAddr = gateway.filter(|_| subnet.family() == family).ok_or_else(expected)?;
+            let gateway: IpAddr =
+                gateway.filter(|_| subnet.family() == family).ok_or_else(expected)?;
             subnets[family] = Some(subnet);
             gateways[family] = Some(gateway);
         }
@@ -57,10 +61,14 @@ impl SubnetEnv {
             return Err(wrong("neither FLANNEL_SUBNET nor FLANNEL_IPV6_SUBNET is there".into()));
         }
         let mtu = value("FLANNEL_MTU");
-        let mtu =
-            mtu.and_then(|text| text.parse().ok()).filter(|mtu| (576..=65_535).contains(mtu)).ok_or_else(
-                || wrong(format!("FLANNEL_MTU holds {mtu:?}, expected a number of bytes from 576 to 65535")),
-            )?;
+        let mtu = mtu
+            .and_then(|text| text.parse().ok())
+            .filter(|mtu| (576..=65_535).contains(mtu))
+            .ok_or_else(|| {
+                wrong(format!(
+                    "FLANNEL_MTU holds {mtu:?}, expected a number of bytes from 576 to 65535"
+                ))
+            })?;
         Ok(Self { subnets, gateways, mtu })
     }
 }

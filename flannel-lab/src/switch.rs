@@ -116,7 +116,9 @@ impl Switch {
 /// has it.
 pub(crate) fn quiet_link_local(link: &str, addresses: &Dual<IpAddr>, n: usize) -> String {
     match addresses.v6 {
-        Some(_) => format!("link set {link} addrgenmode none\naddr add fe80::{n:x}/64 dev {link} nodad\n"),
+        Some(_) => {
+            format!("link set {link} addrgenmode none\naddr add fe80::{n:x}/64 dev {link} nodad\n")
+        }
         None => String::new(),
     }
 }

@@ -22,7 +22,8 @@ pub(crate) fn render(outcome: &Outcome, colours: bool) -> String {
     );
     text += &hosts(&outcome.hosts, &paint);
     for family in ["ipv4", "ipv6"] {
-        let pairs: Vec<&PairRow> = outcome.pairs.iter().filter(|pair| pair.family == family).collect();
+        let pairs: Vec<&PairRow> =
+            outcome.pairs.iter().filter(|pair| pair.family == family).collect();
         if pairs.is_empty() {
             continue;
         }
@@ -47,13 +48,15 @@ fn hosts(hosts: &[HostRow], paint: &Paint) -> String {
     };
     let mut text = paint.bold(&row(["HOST", "ADDRESS", "LEASE", "MTU", "MEMORY"])) + "\n";
     for host in hosts.iter().take(LISTED) {
-        let memory =
-            host.vm_rss_kib.map_or_else(|| "-".to_owned(), |kib| format!("{:.1} MiB", kib as f64 / 1024.0));
+        let memory = host
+            .vm_rss_kib
+            .map_or_else(|| "-".to_owned(), |kib| format!("{:.1} MiB", kib as f64 / 1024.0));
         for line in 0..host.subnets.len().max(1) {
             let subnet = host.subnets.get(line).map_or("", String::as_str);
             // Beside each lease, the address of its family.
             let same = |address: &&std::net::IpAddr| address.is_ipv6() == subnet.contains(':');
-            let address = host.addresses.iter().find(same).map(ToString::to_string).unwrap_or_default();
+            let address =
+                host.addresses.iter().find(same).map(ToString::to_string).unwrap_or_default();
             let mtu = host.mtu.to_string();
             let first = [host.name.as_str(), &address, subnet, &mtu, &memory];
             text += &row(if line == 0 { first } else { ["", &address, subnet, "", ""] });
@@ -93,7 +96,10 @@ fn summary(title: &str, pairs: &[&PairRow], paint: &Paint) -> String {
     let mut text = format!("\n{title}: {count}\n");
     if let (Some(slowest), Some(fastest)) = (reached.first(), reached.last()) {
         let (min, median, max) = (&fastest.cell, &reached[reached.len() / 2].cell, &slowest.cell);
-        let _ = writeln!(text, "round trips in ms: min {min}, median {median}, max {max}; the slowest:");
+        let _ = writeln!(
+            text,
+            "round trips in ms: min {min}, median {median}, max {max}; the slowest:"
+        );
         for pair in reached.iter().take(5) {
             let _ = writeln!(text, "  {:<8} → {:<8} {:>8}", pair.from, pair.to, pair.cell);
         }
@@ -108,7 +114,8 @@ fn reasons(outcome: &Outcome) -> String {
     for pair in failures.iter().take(LISTED) {
         let reason = pair.error.as_deref().unwrap_or("unknown");
         let start = if text.is_empty() { "\n" } else { "" };
-        let _ = writeln!(text, "{start}{:<8} → {:<8} {}: {reason}", pair.from, pair.to, pair.family);
+        let _ =
+            writeln!(text, "{start}{:<8} → {:<8} {}: {reason}", pair.from, pair.to, pair.family);
     }
     if failures.len() > LISTED {
         let _ = writeln!(text, "… and {} more (--json lists all)", failures.len() - LISTED);
@@ -120,8 +127,9 @@ fn verdict(outcome: &Outcome, paint: &Paint) -> String {
     let pairs = outcome.pairs.len();
     let missed = outcome.pairs.iter().filter(|pair| !pair.ok).count();
     let text = match outcome.seconds_to_ready {
-        Some(seconds) if outcome.ok => paint
-            .green(&format!("✓ every pod reached every pod {seconds:.2} s after the last daemon's start")),
+        Some(seconds) if outcome.ok => paint.green(&format!(
+            "✓ every pod reached every pod {seconds:.2} s after the last daemon's start"
+        )),
         _ => paint.red(&format!("✗ {missed} of {pairs} pairs not reached")),
     };
     format!("\n{text}\n")
@@ -188,7 +196,15 @@ mod tests {
         let (backend, family) = ("vxlan".to_owned(), "dual".to_owned());
         let seconds_to_ready = broken.is_none().then_some(0.512);
         let hosts = (1..=hosts).map(row).collect();
-        Outcome { ok: broken.is_none(), error: None, backend, family, seconds_to_ready, hosts, pairs }
+        Outcome {
+            ok: broken.is_none(),
+            error: None,
+            backend,
+            family,
+            seconds_to_ready,
+            hosts,
+            pairs,
+        }
     }
 
     fn widest(text: &str) -> usize {
@@ -201,7 +217,11 @@ mod tests {
             let text = render(&outcome(hosts, None), false);
             assert!(widest(&text) <= 80 && !text.contains('\x1b'), "{hosts} hosts:\n{text}");
             assert!(text.contains("every pod reached every pod 0.51 s"), "{text}");
-            assert!(text.lines().count() <= 70, "{hosts} hosts take {} lines", text.lines().count());
+            assert!(
+                text.lines().count() <= 70,
+                "{hosts} hosts take {} lines",
+                text.lines().count()
+            );
         }
     }
 

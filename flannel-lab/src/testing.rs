@@ -16,11 +16,15 @@ pub fn as_root(name: &str, body: impl FnOnce()) {
     if may_make_namespaces() {
         return body();
     }
-    assert!(std::env::var_os(INSIDE).is_none(), "{name}: root of a user namespace may not make namespaces");
+    assert!(
+        std::env::var_os(INSIDE).is_none(),
+        "{name}: root of a user namespace may not make namespaces"
+    );
     let this = std::env::current_exe().expect("a running program has a path");
     let mut again = Command::new("unshare");
     again.args(["--user", "--map-root-user", "--net", "--"]).arg(this);
     let status = again.args([name, "--exact", "--nocapture"]).env(INSIDE, "1").status();
-    let status = status.unwrap_or_else(|error| panic!("`unshare` of util-linux is needed: {error}"));
+    let status =
+        status.unwrap_or_else(|error| panic!("`unshare` of util-linux is needed: {error}"));
     assert!(status.success(), "{name}, as root of a user namespace: {status}");
 }

@@ -27,7 +27,14 @@ impl Place {
         let dir = TempDir::new().unwrap();
         let program = dir.path().join("lab");
         // By another process: a program that this one has open for writing cannot be started.
-        assert!(Command::new("cp").arg(env!("CARGO_BIN_EXE_lab")).arg(&program).status().unwrap().success());
+        assert!(
+            Command::new("cp")
+                .arg(env!("CARGO_BIN_EXE_lab"))
+                .arg(&program)
+                .status()
+                .unwrap()
+                .success()
+        );
         let files = dir.path().join("files");
         fs::create_dir(&files).unwrap();
         fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o755)).unwrap();
@@ -55,7 +62,8 @@ impl Place {
     }
 
     fn assert_empty(&self) {
-        let left: Vec<_> = fs::read_dir(self.files()).unwrap().map(|entry| entry.unwrap().path()).collect();
+        let left: Vec<_> =
+            fs::read_dir(self.files()).unwrap().map(|entry| entry.unwrap().path()).collect();
         assert!(left.is_empty(), "files left behind: {left:?}");
     }
 }
@@ -103,7 +111,8 @@ fn a_missing_iproute2_is_named_with_the_cure() {
 fn a_switch_that_forbids_namespaces_is_named_with_the_cure() {
     let place = Place::new();
     let script = "echo 0 > /proc/sys/user/max_net_namespaces && exec \"$0\"";
-    let (status, out, err) = output(place.rootless(&["enter", "sh", "-c", script]).arg(&place.program));
+    let (status, out, err) =
+        output(place.rootless(&["enter", "sh", "-c", script]).arg(&place.program));
     assert_eq!(status.status.code(), Some(1), "{out}{err}");
     assert!(err.contains("(user.max_net_namespaces = 0)"), "{err}");
     assert!(err.contains("sysctl -w user.max_net_namespaces=10000"), "{err}");
@@ -164,7 +173,8 @@ fn the_table_fits_80_columns_and_has_no_colours_in_a_file() {
     let (status, out, err) = output(&mut place.lab(&["--family", "dual"]));
     assert_eq!(status.status.code(), Some(0), "{out}{err}");
     assert!(out.lines().all(|line| line.chars().count() <= 80) && !out.contains('\x1b'), "{out}");
-    for word in ["host-3", "10.244.", "fd00:10:244:", "MiB", "IPv4", "IPv6", "pod-3", "✓ every pod reached"]
+    for word in
+        ["host-3", "10.244.", "fd00:10:244:", "MiB", "IPv4", "IPv6", "pod-3", "✓ every pod reached"]
     {
         assert!(out.contains(word), "{word:?} is not in\n{out}");
     }
@@ -177,7 +187,8 @@ fn files_are_kept_when_asked_and_when_something_failed() {
     for (args, code) in [(&["--keep", "--hosts", "2"][..], 0), (&["--timeout", "0"], 1)] {
         let (status, out, err) = output(&mut place.lab(args));
         assert_eq!(status.status.code(), Some(code), "{out}{err}");
-        let kept: Vec<_> = fs::read_dir(place.files()).unwrap().map(|entry| entry.unwrap().path()).collect();
+        let kept: Vec<_> =
+            fs::read_dir(place.files()).unwrap().map(|entry| entry.unwrap().path()).collect();
         let [dir] = &kept[..] else { panic!("{kept:?}") };
         assert!(err.contains(dir.to_str().unwrap()), "{err}");
         assert!(dir.join("registry/config").exists() && dir.join("host-1/flanneld.log").exists());
@@ -206,8 +217,12 @@ impl Drop for Running {
 impl Running {
     /// Starts a lab with `--hold --json` and waits for its result.
     fn held(mut command: Command) -> Self {
-        let mut child =
-            command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
         let mut printed = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut printed).unwrap();
         let result: Value = serde_json::from_str(&printed).unwrap();
@@ -225,7 +240,10 @@ impl Running {
         use std::os::unix::fs::MetadataExt;
         let user = fs::metadata(format!("/proc/{}", self.child.id())).unwrap();
         let errors = BufReader::new(self.child.stderr.as_mut().unwrap());
-        let lines = errors.lines().map(|line| line.unwrap()).take_while(|line| !line.starts_with("  files"));
+        let lines = errors
+            .lines()
+            .map(|line| line.unwrap())
+            .take_while(|line| !line.starts_with("  files"));
         let commands: Vec<String> = lines.filter(|line| line.contains("nsenter")).collect();
         for line in &commands {
             let (place, command) = line.trim().split_once(' ').unwrap();
@@ -255,8 +273,9 @@ impl Running {
     fn assert_gone(&self) {
         wait_for("the end of every process in the lab's namespaces", || {
             let inside = |process: &PathBuf| {
-                let here =
-                    |path: PathBuf| fs::read_link(path).is_ok_and(|link| self.namespaces.contains(&link));
+                let here = |path: PathBuf| {
+                    fs::read_link(path).is_ok_and(|link| self.namespaces.contains(&link))
+                };
                 let files = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
                 here(process.join("ns/net")) || files.map(|file| file.path()).any(here)
             };
@@ -264,7 +283,8 @@ impl Running {
                 .map(|name| PathBuf::from("/proc").join(name));
             let processes = fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().path());
             let processes = processes.filter(|path| !own.contains(path));
-            let left: Vec<_> = processes.filter(|path| path.join("ns").exists()).filter(inside).collect();
+            let left: Vec<_> =
+                processes.filter(|path| path.join("ns").exists()).filter(inside).collect();
             left.is_empty().then_some(())
         });
     }
@@ -338,8 +358,9 @@ fn a_lab_can_be_interrupted_at_any_moment() {
             let environments =
                 fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().path().join("environ"));
             let texts = environments.filter_map(|path| fs::read(path).ok());
-            let left =
-                texts.filter(|text| text.split(|byte| *byte == 0).any(|v| v == mine.as_bytes())).count();
+            let left = texts
+                .filter(|text| text.split(|byte| *byte == 0).any(|v| v == mine.as_bytes()))
+                .count();
             (left == 0).then_some(())
         });
     }

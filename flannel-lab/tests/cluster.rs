@@ -101,7 +101,10 @@ fn a_daemon_that_ends_by_itself_is_reported_with_its_log() {
             std::thread::park_timeout(Duration::from_millis(5));
         };
         let Error::DaemonEnded { host, status, log } = error else { panic!("{error}") };
-        assert!(host == "host-2" && status.contains("SIGKILL") && log.lines().count() > 1, "{status}\n{log}");
+        assert!(
+            host == "host-2" && status.contains("SIGKILL") && log.lines().count() > 1,
+            "{status}\n{log}"
+        );
     });
 }
 

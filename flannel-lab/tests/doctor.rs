@@ -33,21 +33,33 @@ fn up(builder: Builder) -> Lab {
 /// What the doctor says on a host: findings as `check severity text | mend`, but for what depends on the machine.
 fn findings(lab: &Lab, host: &Host, registry: Option<&str>) -> Vec<String> {
     let value = examine(lab, host, registry, "--json");
-    let value: Value = serde_json::from_str(&value).unwrap_or_else(|error| panic!("{error}: {value}"));
+    let value: Value =
+        serde_json::from_str(&value).unwrap_or_else(|error| panic!("{error}: {value}"));
     let text = |found: &Value, key: &str| found[key].as_str().unwrap_or_default().to_owned();
     let line = |f: &Value| {
-        format!("{} {} {} | {}", text(f, "check"), text(f, "severity"), text(f, "text"), text(f, "mend"))
+        format!(
+            "{} {} {} | {}",
+            text(f, "check"),
+            text(f, "severity"),
+            text(f, "text"),
+            text(f, "mend")
+        )
     };
     let found = value["findings"].as_array().unwrap();
     found.iter().filter(|f| f["check"] != "bridge-netfilter").map(line).collect()
 }
 
 fn examine(lab: &Lab, host: &Host, registry: Option<&str>, form: &str) -> String {
-    let registry = registry.map_or_else(|| format!("dir:{}", lab.registry().display()), str::to_owned);
+    let registry =
+        registry.map_or_else(|| format!("dir:{}", lab.registry().display()), str::to_owned);
     let mut command = Command::new(env!("CARGO_BIN_EXE_lab"));
     command.args(["ctl", "doctor", form, "--iface", "eth0", "--registry", &registry]);
     command.arg("--control-socket").arg(host.dir().join("flanneld.sock"));
-    command.arg("--subnet-file").arg(host.subnet_file()).arg("--state-dir").arg(host.dir().join("state"));
+    command
+        .arg("--subnet-file")
+        .arg(host.subnet_file())
+        .arg("--state-dir")
+        .arg(host.dir().join("state"));
     let output = host.output(&mut command).unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(
@@ -68,11 +80,16 @@ fn finds_one(lab: &Lab, host: &Host, any: &[&[&str]]) -> String {
     let start = Instant::now();
     loop {
         let found = findings(lab, host, None);
-        let has = |line: &String| any.iter().any(|parts| parts.iter().all(|part| line.contains(part)));
+        let has =
+            |line: &String| any.iter().any(|parts| parts.iter().all(|part| line.contains(part)));
         if let Some(line) = found.iter().find(|line| has(line)) {
             return line.clone();
         }
-        assert!(start.elapsed() < PATIENCE, "{any:?} is not in {found:#?}\n{}", host.log().unwrap());
+        assert!(
+            start.elapsed() < PATIENCE,
+            "{any:?} is not in {found:#?}\n{}",
+            host.log().unwrap()
+        );
     }
 }
 
@@ -86,7 +103,9 @@ fn finds_only(lab: &Lab, host: &Host, all: &[&[&str]]) {
     let start = Instant::now();
     loop {
         let found = findings(lab, host, None);
-        let each = || found.iter().zip(all).all(|(line, parts)| parts.iter().all(|part| line.contains(part)));
+        let each = || {
+            found.iter().zip(all).all(|(line, parts)| parts.iter().all(|part| line.contains(part)))
+        };
         if found.len() == all.len() && each() {
             return;
         }
@@ -191,8 +210,11 @@ fn of_this_host() {
     // More specific than flannel's.
     let other = lab.hosts()[1].subnet_env().unwrap().unwrap().subnets.v4.unwrap();
     let half = format!("{}/25", other.base());
-    host.run("ip", &["route", "add", &half, "via", &lab.hosts()[1].addresses().v4.unwrap().to_string()])
-        .unwrap();
+    host.run(
+        "ip",
+        &["route", "add", &half, "via", &lab.hosts()[1].addresses().v4.unwrap().to_string()],
+    )
+    .unwrap();
     finds(&lab, host, &["route error", "shadowed: packets go via", "ip route get"]);
     host.run("ip", &["route", "del", &half]).unwrap();
 
@@ -231,15 +253,27 @@ fn on_the_way() {
 
     // What comes in full size is lost, which it was not a moment ago.
     nft("add rule ip guard into udp dport 8472 ip length > 1400 drop");
-    finds_only(&lab, host, &[&["path-mtu error", "1450 bytes", "do not arrive there, while small ones do"]]);
-    finds(&lab, other, &["path-mtu error", "1450 bytes", "arrive there, and are lost on the way back"]);
+    finds_only(
+        &lab,
+        host,
+        &[&["path-mtu error", "1450 bytes", "do not arrive there, while small ones do"]],
+    );
+    finds(
+        &lab,
+        other,
+        &["path-mtu error", "1450 bytes", "arrive there, and are lost on the way back"],
+    );
     nft("flush chain ip guard into");
 
     // Nobody is there any more.
     let lease = lab.registry().join("subnets/10.244.0.0-24");
     let value = r#"{"PublicIP":"192.168.77.199","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:fb"}}"#;
     std::fs::write(&lease, value).unwrap();
-    finds(&lab, host, &["peer error", "no reply from 10.244.0.0-24, neither", "flannelctl lease release"]);
+    finds(
+        &lab,
+        host,
+        &["peer error", "no reply from 10.244.0.0-24, neither", "flannelctl lease release"],
+    );
     std::fs::remove_file(&lease).unwrap();
 
     lab.switch().cut(other).unwrap();
@@ -252,7 +286,9 @@ fn without_a_daemon() {
     host.stop_daemon(Signal::SIGTERM).unwrap();
     finds_only(&lab, host, &[&["daemon error", "systemctl start"]]);
     // Peers are asked all the same.
-    page_that(&lab, host, "--peers=9", |page| page.contains("1 ERROR, 0 WARNINGS") && page.contains(" ms"));
+    page_that(&lab, host, "--peers=9", |page| {
+        page.contains("1 ERROR, 0 WARNINGS") && page.contains(" ms")
+    });
 
     host.run("ip", &["link", "set", "flannel.1", "mtu", "1300"]).unwrap();
     finds(
@@ -278,7 +314,8 @@ fn without_a_daemon() {
 fn directions() {
     let lab = up(Lab::builder());
     let (host, other) = (&lab.hosts()[0], &lab.hosts()[1]);
-    let base = |host: &Host| host.subnet_env().unwrap().unwrap().subnets.v4.unwrap().base().to_string();
+    let base =
+        |host: &Host| host.subnet_env().unwrap().unwrap().subnets.v4.unwrap().base().to_string();
     let nft = |command: &str| other.run("nft", &command.split(' ').collect::<Vec<_>>()).unwrap();
     nft("add table ip guard");
     nft("add chain ip guard into { type filter hook input priority 0; }");
@@ -286,14 +323,21 @@ fn directions() {
 
     // Large segments are lost one way, which echoes of the same size do not notice.
     nft("add rule ip guard into iifname flannel.1 tcp dport 8473 ip length > 1000 drop");
-    let found =
-        finds(&lab, host, &["segments error", "do not arrive there, while those from there arrive here"]);
+    let found = finds(
+        &lab,
+        host,
+        &["segments error", "do not arrive there, while those from there arrive here"],
+    );
     assert!(found.contains(&base(other)) && found.contains("| ethtool -K flannel.1"), "{found}");
     let page = examine(&lab, host, None, "--peers=9");
     assert!(page.contains("back only") && page.matches(" ms").count() == 4, "{page}");
     nft("flush chain ip guard into");
     nft("add rule ip guard out oifname flannel.1 tcp sport 8473 ip length > 1000 drop");
-    finds(&lab, host, &["segments error", "arrive there, while those from there do not arrive here"]);
+    finds(
+        &lab,
+        host,
+        &["segments error", "arrive there, while those from there do not arrive here"],
+    );
     assert!(examine(&lab, host, None, "--peers=9").contains("there only"));
     nft("flush chain ip guard out");
     is_well(&lab, host);
@@ -302,7 +346,11 @@ fn directions() {
     host.run("nft", &["add table ip guard"]).unwrap();
     host.run("nft", &["add chain ip guard into { type filter hook input priority 0; }"]).unwrap();
     host.run("nft", &["add rule ip guard into udp dport 8472 drop"]).unwrap();
-    let found = finds(&lab, host, &["tunnel error", "what goes there arrives", "only what it sends is lost"]);
+    let found = finds(
+        &lab,
+        host,
+        &["tunnel error", "what goes there arrives", "only what it sends is lost"],
+    );
     assert!(found.contains(&base(other)), "{found}");
     // Nobody tells the other one.
     let found = finds(&lab, other, &["tunnel error", "may be blocked here, on the way or there"]);
@@ -324,7 +372,13 @@ fn directions() {
     finds(
         &lab,
         host,
-        &["mtu warning", "pods here may send 1450 bytes", "1350", "| flannelctl config patch", "1400"],
+        &[
+            "mtu warning",
+            "pods here may send 1450 bytes",
+            "1350",
+            "| flannelctl config patch",
+            "1400",
+        ],
     );
     finds(&lab, other, &["mtu warning", "pods here may send 1350 bytes", "1450"]);
 }
@@ -357,7 +411,8 @@ fn strangers(backend: &str) {
             "exec 3<>/dev/tcp/{address}/8473 && echo 'flannel 1 10 00000000000000ff' >&3 && printf 0123456789 >&3 && cat <&3"
         );
         let answer = |namespace: &flannel_lab::Namespace| {
-            let output = namespace.output(Command::new("timeout").args(["5", "bash", "-c", &ask])).unwrap();
+            let output =
+                namespace.output(Command::new("timeout").args(["5", "bash", "-c", &ask])).unwrap();
             String::from_utf8(output.stdout).unwrap()
         };
         let start = Instant::now();
@@ -409,11 +464,13 @@ fn shims(lab: &Lab, host: &Host) -> String {
         host.dir().join("state").display()
     );
     let flannelctl = format!("exec {} ctl {options} \"$@\"", env!("CARGO_BIN_EXE_lab"));
-    let systemctl = format!("[ \"$*\" = 'start flanneld' ] && touch {}", dir.join("start").display());
+    let systemctl =
+        format!("[ \"$*\" = 'start flanneld' ] && touch {}", dir.join("start").display());
     for (name, script) in [("flannelctl", flannelctl), ("systemctl", systemctl)] {
         // By another process: a program that this one has open for writing cannot be started.
         let write = r#"printf '#!/bin/sh\n%s\n' "$1" >"$0" && chmod 755 "$0""#;
-        let written = Command::new("sh").args(["-c", write]).arg(dir.join(name)).arg(script).status();
+        let written =
+            Command::new("sh").args(["-c", write]).arg(dir.join(name)).arg(script).status();
         assert!(written.unwrap().success());
     }
     format!("{}:{}", dir.display(), std::env::var("PATH").unwrap())
@@ -457,16 +514,21 @@ fn faults_of_ipv6() {
 /// What no network config mends is mended by none.
 fn too_narrow_for_ipv6(lab: &Lab) {
     let host = &lab.hosts()[0];
-    let narrow = |mtu: u32| lab.switch().namespace().ip(&format!("link set port-2 mtu {mtu}\n")).unwrap();
+    let narrow =
+        |mtu: u32| lab.switch().namespace().ip(&format!("link set port-2 mtu {mtu}\n")).unwrap();
     narrow(1340);
-    let parts = ["path-mtu error", "too few for IPv6 through the tunnel, which takes 1350 | tracepath -n "];
+    let parts =
+        ["path-mtu error", "too few for IPv6 through the tunnel, which takes 1350 | tracepath -n "];
     let found = finds(lab, host, &parts);
     assert!(found.ends_with("must take 1350 at least"), "{found}");
     let mends: std::collections::BTreeSet<String> = findings(lab, host, None)
         .iter()
         .filter_map(|line| Some(line.split_once(" | ")?.1.to_owned()))
         .collect();
-    assert!(mends.len() == 1 && mends.iter().all(|mend| mend.starts_with("tracepath ")), "{mends:#?}");
+    assert!(
+        mends.len() == 1 && mends.iter().all(|mend| mend.starts_with("tracepath ")),
+        "{mends:#?}"
+    );
     narrow(1500);
     // What a host was told of a path's MTU it remembers for ten minutes.
     for host in lab.hosts() {
@@ -515,22 +577,31 @@ fn five_between_hosts(lab: &Lab, family: Family) {
     // Blocked vxlan port.
     let iptables = if six { "ip6tables" } else { "iptables" };
     other.run(iptables, &["-A", "INPUT", "-p", "udp", "--dport", "8472", "-j", "DROP"]).unwrap();
-    let found =
-        finds(lab, host, &["tunnel error", &tunnel, "UDP port 8472 may be blocked", "# on both hosts"]);
+    let found = finds(
+        lab,
+        host,
+        &["tunnel error", &tunnel, "UDP port 8472 may be blocked", "# on both hosts"],
+    );
     mend(lab, &[host, other], &found);
     is_well(lab, host);
 
     // Duplicate public IP.
     let key = make_up(lab, &host.addresses()[family].unwrap().to_string());
-    let found = finds(lab, host, &["2 nodes share the public address", "| flannelctl lease release --force"]);
+    let found = finds(
+        lab,
+        host,
+        &["2 nodes share the public address", "| flannelctl lease release --force"],
+    );
     mend(lab, &[host], &found);
     assert!(!lab.registry().join("subnets").join(&key).exists());
     is_well(lab, host);
 
     // Foreign route shadowing a peer.
     let (ip, half) = if six { (vec!["-6"], 65) } else { (vec![], 25) };
-    let (half, router) =
-        (format!("{}/{half}", subnet.base()), lab.switch().addresses()[family].unwrap().to_string());
+    let (half, router) = (
+        format!("{}/{half}", subnet.base()),
+        lab.switch().addresses()[family].unwrap().to_string(),
+    );
     host.run("ip", &[&ip[..], &["route", "add", &half, "via", &router]].concat()).unwrap();
     mend(lab, &[host], &finds(lab, host, &["route error", "shadowed: packets go via"]));
     is_well(lab, host);
@@ -538,7 +609,11 @@ fn five_between_hosts(lab: &Lab, family: Family) {
     // Stale peer.
     let nobody = if six { "fd00:77::c7" } else { "192.168.77.199" };
     let key = make_up(lab, nobody);
-    mend(lab, &[host], &finds(lab, host, &["peer error", &format!("no reply from {key}, neither"), nobody]));
+    mend(
+        lab,
+        &[host],
+        &finds(lab, host, &["peer error", &format!("no reply from {key}, neither"), nobody]),
+    );
     assert!(!lab.registry().join("subnets").join(&key).exists());
     is_well(lab, host);
 }
@@ -562,7 +637,8 @@ fn three_of_a_host(lab: &Lab, family: Family) {
     is_well(lab, host);
 
     // FORWARD policy drop; flannel's own rules are in a table of their own here.
-    let (iptables, table) = if six { ("ip6tables", "ip6 filter") } else { ("iptables", "ip filter") };
+    let (iptables, table) =
+        if six { ("ip6tables", "ip6 filter") } else { ("iptables", "ip filter") };
     host.run(iptables, &["-P", "FORWARD", "DROP"]).unwrap();
     let chain = format!("chain FORWARD of table {table}");
     mend(lab, &[host], &finds(lab, host, &["forward-drop warning", &chain]));
@@ -575,7 +651,11 @@ fn not_mounted() {
     nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).unwrap();
     let run = |program: &str, args: &[&str]| {
         let output = Command::new(program).args(args).output().unwrap();
-        assert!(output.status.success(), "{program} {args:?}: {}", String::from_utf8_lossy(&output.stderr));
+        assert!(
+            output.status.success(),
+            "{program} {args:?}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
     };
     run("mount", &["--make-rprivate", "/"]);
     let lab = up(Lab::builder());
@@ -624,7 +704,11 @@ fn two_of_no_family(lab: &Lab) {
     let away = lab.dir().join("away");
     std::fs::rename(lab.registry(), &away).unwrap();
     std::fs::write(lab.registry(), "a file").unwrap();
-    mend(lab, &[host], &finds(lab, host, &["store warning", "does not answer", "| mount ", " || ls -la "]));
+    mend(
+        lab,
+        &[host],
+        &finds(lab, host, &["store warning", "does not answer", "| mount ", " || ls -la "]),
+    );
     std::fs::remove_file(lab.registry()).unwrap();
     std::fs::rename(&away, lab.registry()).unwrap();
     is_well(lab, host);

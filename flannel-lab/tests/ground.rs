@@ -23,13 +23,18 @@ fn subnets(host: &Host, families: &[Family]) -> Dual<Subnet> {
 
 /// A lab with static routes and pods, as host-gw would make it.
 fn routed(hosts: usize, families: &[Family], pod_mtu: u32) -> Lab {
-    let lab =
-        Lab::builder().hosts(hosts).families(families.iter().copied()).backend("host-gw").start().unwrap();
+    let lab = Lab::builder()
+        .hosts(hosts)
+        .families(families.iter().copied())
+        .backend("host-gw")
+        .start()
+        .unwrap();
     for host in lab.hosts() {
         let mut routes = String::new();
         for peer in lab.hosts().iter().filter(|peer| peer.number() != host.number()) {
             for (family, subnet) in subnets(peer, families).iter() {
-                routes += &format!("route add {subnet} via {}\n", peer.addresses()[family].unwrap());
+                routes +=
+                    &format!("route add {subnet} via {}\n", peer.addresses()[family].unwrap());
             }
         }
         host.namespace().ip(&routes).unwrap();
@@ -74,7 +79,9 @@ fn one_family_is_tried_alone() {
         for family in Family::BOTH {
             let matrix = routed(2, &[family], 1500).matrix(PATIENCE).unwrap();
             assert!(matrix.is_complete(), "{matrix:#?}");
-            assert!(matrix.pairs.iter().all(|pair| pair.family == family) && matrix.pairs.len() == 2);
+            assert!(
+                matrix.pairs.iter().all(|pair| pair.family == family) && matrix.pairs.len() == 2
+            );
         }
     });
 }
@@ -103,7 +110,10 @@ fn an_mtu_that_the_hosts_know_to_be_too_big_is_detected() {
 fn an_mtu_that_nobody_knows_to_be_too_big_is_detected() {
     as_root("an_mtu_that_nobody_knows_to_be_too_big_is_detected", || {
         let lab = routed(2, &Family::BOTH, 1500);
-        lab.switch().namespace().ip("link set port-1 mtu 1400\nlink set port-2 mtu 1400\n").unwrap();
+        lab.switch()
+            .namespace()
+            .ip("link set port-1 mtu 1400\nlink set port-2 mtu 1400\n")
+            .unwrap();
         until_each(&lab, SHORT, |pair| pair.error == Some(Unreached::FullSizeLost { size: 1500 }));
     });
 }
@@ -115,7 +125,10 @@ fn a_cut_wire_is_detected_and_so_is_its_mending() {
         let third = &lab.hosts()[2];
         let touches = |pair: &Pair| pair.from == "pod-3" || pair.to == "pod-3";
         for (cut, mend) in [
-            (flannel_lab::Switch::cut as fn(&_, &_) -> _, flannel_lab::Switch::mend as fn(&_, &_) -> _),
+            (
+                flannel_lab::Switch::cut as fn(&_, &_) -> _,
+                flannel_lab::Switch::mend as fn(&_, &_) -> _,
+            ),
             (flannel_lab::Switch::ignore, flannel_lab::Switch::listen),
         ] {
             assert!(lab.matrix(PATIENCE).unwrap().is_complete());
@@ -142,7 +155,9 @@ fn a_pod_without_tcp_is_detected() {
         });
         pod.namespace().ip("rule del ipproto tcp sport 7 blackhole\n").unwrap();
         lab.hosts()[1].namespace().ip("rule add ipproto tcp dport 7 prohibit\n").unwrap();
-        until_each(&lab, SHORT, |pair| pair.from != "pod-1" || matches!(pair.error, Some(Unreached::Tcp(_))));
+        until_each(&lab, SHORT, |pair| {
+            pair.from != "pod-1" || matches!(pair.error, Some(Unreached::Tcp(_)))
+        });
     });
 }
 
@@ -161,15 +176,21 @@ fn hosts_can_be_used_by_hand() {
     as_root("hosts_can_be_used_by_hand", || {
         let lab = routed(2, &Family::BOTH, 1450);
         let [first, second] = lab.hosts() else { panic!("{:?}", lab.hosts()) };
-        assert!(first.run("ip", &["addr", "show", "dev", "eth0"]).unwrap().contains("192.168.77.1/24"));
+        assert!(
+            first.run("ip", &["addr", "show", "dev", "eth0"]).unwrap().contains("192.168.77.1/24")
+        );
         let error = first.run("ip", &["link", "show", "nothing"]).unwrap_err().to_string();
         assert!(
-            error.contains("host-1: `ip link show nothing` failed") && error.contains("does not exist"),
+            error.contains("host-1: `ip link show nothing` failed")
+                && error.contains("does not exist"),
             "{error}"
         );
-        let error = first.namespace().ip("link show lo\nlink set nothing up\n").unwrap_err().to_string();
+        let error =
+            first.namespace().ip("link show lo\nlink set nothing up\n").unwrap_err().to_string();
         assert!(error.contains("`ip link set nothing up` failed: Cannot find device"), "{error}");
-        assert!(first.run("ip", &["route", "get", "8.8.8.8"]).unwrap().contains("via 192.168.77.254"));
+        assert!(
+            first.run("ip", &["route", "get", "8.8.8.8"]).unwrap().contains("via 192.168.77.254")
+        );
         // A pod is made anew from another subnet.env.
         second.remove_pod().unwrap();
         assert_eq!(lab.matrix(SHORT).unwrap().pairs.len(), 0);
@@ -193,9 +214,13 @@ fn a_namespace_that_somebody_else_connected_is_adopted() {
         let pod = Namespace::new("a pod").unwrap();
         let path = pod.path();
         let wire = format!("link add theirs type veth peer name eth0 netns {}\n", path.display());
-        host.namespace().ip(&(wire + "link set theirs up\naddr add 10.244.1.1/24 dev theirs\n")).unwrap();
-        pod.ip("link set eth0 up\naddr add 10.244.1.2/24 dev eth0\nroute add default via 10.244.1.1\n")
+        host.namespace()
+            .ip(&(wire + "link set theirs up\naddr add 10.244.1.1/24 dev theirs\n"))
             .unwrap();
+        pod.ip(
+            "link set eth0 up\naddr add 10.244.1.2/24 dev eth0\nroute add default via 10.244.1.1\n",
+        )
+        .unwrap();
         let addresses = Dual { v4: Some("10.244.1.2".parse().unwrap()), v6: None };
         host.adopt_pod(pod.clone(), addresses, 1500).unwrap();
         let matrix = lab.matrix(PATIENCE).unwrap();

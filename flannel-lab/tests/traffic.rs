@@ -64,7 +64,12 @@ fn ip(host: &Host, args: &str) -> String {
 fn nothing_is_lost(traffic: Traffic, lab: &Lab, least: usize) {
     traffic.flow();
     let (sent, lost) = traffic.end();
-    assert!(lost.is_empty(), "{} of {sent} packets were lost: {lost:#?}\n{}", lost.len(), logs(lab));
+    assert!(
+        lost.is_empty(),
+        "{} of {sent} packets were lost: {lost:#?}\n{}",
+        lost.len(),
+        logs(lab)
+    );
     assert!(sent >= least, "{sent} packets prove nothing");
 }
 
@@ -112,14 +117,17 @@ fn vxlan_daemons_killed_and_upgraded_lose_no_packet() {
 
 #[test]
 fn host_gw_daemons_killed_and_upgraded_lose_no_packet() {
-    as_root("host_gw_daemons_killed_and_upgraded_lose_no_packet", || killed_and_upgraded("host-gw"));
+    as_root("host_gw_daemons_killed_and_upgraded_lose_no_packet", || {
+        killed_and_upgraded("host-gw")
+    });
 }
 
 /// Every host is made ready for Go flannel, and then ours comes back.
 fn to_go_flannel_and_back(backend: &dyn Backend) {
     let lab = up(backend.name());
     let traffic = Traffic::start(&lab);
-    let config = Config::parse(&fs::read_to_string(lab.registry().join("config")).unwrap()).unwrap();
+    let config =
+        Config::parse(&fs::read_to_string(lab.registry().join("config")).unwrap()).unwrap();
     for host in lab.hosts() {
         let said = host.log().unwrap().matches("in sync peers=2").count();
         host.stop_daemon(Signal::SIGTERM).unwrap().unwrap();
@@ -142,12 +150,16 @@ fn to_go_flannel_and_back(backend: &dyn Backend) {
 
 #[test]
 fn vxlan_hosts_made_ready_for_go_flannel_lose_no_packet() {
-    as_root("vxlan_hosts_made_ready_for_go_flannel_lose_no_packet", || to_go_flannel_and_back(&VxlanBackend));
+    as_root("vxlan_hosts_made_ready_for_go_flannel_lose_no_packet", || {
+        to_go_flannel_and_back(&VxlanBackend)
+    });
 }
 
 #[test]
 fn host_gw_hosts_made_ready_for_go_flannel_lose_no_packet() {
-    as_root("host_gw_hosts_made_ready_for_go_flannel_lose_no_packet", || to_go_flannel_and_back(&HostGw));
+    as_root("host_gw_hosts_made_ready_for_go_flannel_lose_no_packet", || {
+        to_go_flannel_and_back(&HostGw)
+    });
 }
 
 /// The MTU of the first host's interface goes down and up again, and its daemon follows.
@@ -188,7 +200,9 @@ fn another_address(backend: &str) {
     host.namespace().sysctl("net/ipv4/conf/eth0/promote_secondaries", "1").unwrap();
     let traffic = Traffic::start(&lab);
     let began = Instant::now();
-    for (new, old, len) in [("192.168.77.101", "192.168.77.1", 24), ("fd00:77::65", "fd00:77::1", 64)] {
+    for (new, old, len) in
+        [("192.168.77.101", "192.168.77.1", 24), ("fd00:77::65", "fd00:77::1", 64)]
+    {
         let nodad = if len == 64 { "nodad" } else { "" };
         ip(host, &format!("address add {new}/{len} dev eth0 {nodad}"));
         ip(host, &format!("address del {old}/{len} dev eth0"));
@@ -208,7 +222,8 @@ fn another_address(backend: &str) {
     traffic.flow();
     traffic.flow();
     let (sent, lost) = traffic.end();
-    let excused = |lost: &stream::Lost| lost.hosts.contains(&1) && lost.at >= began && lost.at <= learnt;
+    let excused =
+        |lost: &stream::Lost| lost.hosts.contains(&1) && lost.at >= began && lost.at <= learnt;
     let lost: Vec<_> = lost.into_iter().filter(|lost| !excused(lost)).collect();
     assert!(lost.is_empty(), "{} of {sent} packets: {lost:#?}\n{}", lost.len(), logs(&lab));
 }
@@ -241,9 +256,13 @@ fn another_mtu_in_the_network_config_loses_no_packet() {
             fs::write(&new, config.to_string()).unwrap();
             fs::rename(&new, &path).unwrap();
             for host in lab.hosts() {
-                let shown = || ip(host, "link show flannel.1") + &ip(host, "link show flannel-v6.1");
+                let shown =
+                    || ip(host, "link show flannel.1") + &ip(host, "link show flannel-v6.1");
                 let has = |text: &str, mtu: u32| text.contains(&format!("mtu {mtu} "));
-                wait_until(|| has(&shown(), mtu - 50) && has(&shown(), mtu - 70), || shown() + &logs(&lab));
+                wait_until(
+                    || has(&shown(), mtu - 50) && has(&shown(), mtu - 70),
+                    || shown() + &logs(&lab),
+                );
             }
             traffic.flow();
         }

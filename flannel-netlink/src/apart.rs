@@ -86,6 +86,10 @@ mod tests {
         let there = there.join().unwrap();
         assert_eq!(there.len(), (allowed.len() - 1).max(1), "{there:?} of {allowed:?}");
         assert!(there.iter().all(|n| allowed.contains(n)));
-        assert_eq!(processors(&sched_getaffinity(this).unwrap()), allowed, "only the other one is moved");
+        assert_eq!(
+            processors(&sched_getaffinity(this).unwrap()),
+            allowed,
+            "only the other one is moved"
+        );
     }
 }

@@ -179,7 +179,12 @@ impl<'a> Writer<'a> {
 
     /// What leads into a tunnel of ours is ours, whoever put it there (see [`Owned::owns_route`]), and would take the packets before one of
     /// last resort. That is put so seldom that the kernel is asked.
-    fn delete_on_our_links(&mut self, changes: &[Change], n: usize, dst: &Subnet) -> Result<(), KernelError> {
+    fn delete_on_our_links(
+        &mut self,
+        changes: &[Change],
+        n: usize,
+        dst: &Subnet,
+    ) -> Result<(), KernelError> {
         // One that is not there has no routes.
         let links = self.owned.links.iter().filter_map(|link| self.index(*link).ok());
         let links: Vec<u32> = links.collect();
@@ -189,7 +194,8 @@ impl<'a> Writer<'a> {
         self.flush(changes);
         let there = self.socket.dump(route::all(dst.family()), |message| {
             let found = route::read(message).filter(|found| found.dst == *dst && found.main)?;
-            let is_ours = found.default_metric && found.nexthop.is_none() && links.contains(&found.index);
+            let is_ours =
+                found.default_metric && found.nexthop.is_none() && links.contains(&found.index);
             (is_ours && found.protocol != u8::from(Rtprot::Kernel)).then_some(found)
         })?;
         for told in &there {
@@ -239,7 +245,9 @@ impl<'a> Writer<'a> {
                 {
                     self.make_way(route).map_err(|_| error)
                 }
-                (Err(error), Change::Put(Object::Nexthop(_))) if taken::stands_in_the_way(&error) => {
+                (Err(error), Change::Put(Object::Nexthop(_)))
+                    if taken::stands_in_the_way(&error) =>
+                {
                     taken.push(n);
                     Err(error)
                 }
@@ -306,7 +314,8 @@ impl<'a> Writer<'a> {
             let row: Vec<u32> = row.take(BATCH).collect();
             let mut requests = Messages::default();
             row.iter().for_each(|id| nexthop::get(&mut requests, *id));
-            self.nexthops = row.into_iter().zip(self.socket.ask_each(&mut requests, nexthop::read)).collect();
+            self.nexthops =
+                row.into_iter().zip(self.socket.ask_each(&mut requests, nexthop::read)).collect();
         }
         let found = self.nexthops.remove(&nexthop.id).expect("the row begins with it")?;
         Ok(found.index == index && found.protocol == ROUTE_PROTOCOL)
@@ -331,7 +340,9 @@ impl<'a> Writer<'a> {
     /// The gateway is said to be on the link as long as it takes to put the route, which replaces whatever stands at its
     /// destination: that is never without a route.
     fn make_way(&mut self, route: &Route) -> Result<(), KernelError> {
-        let Via::Gateway { gateway, link, .. } = route.via else { return Err(KernelError::new(EINVAL)) };
+        let Via::Gateway { gateway, link, .. } = route.via else {
+            return Err(KernelError::new(EINVAL));
+        };
         let index = self.index(link)?;
         let step = Route { dst: Subnet::host(gateway), via: Via::Link(link), mtu: None };
         let mut requests = Messages::default();
@@ -346,7 +357,9 @@ impl<'a> Writer<'a> {
     fn addrs_on(&mut self, index: u32) -> Result<&mut Vec<AddrMessage>, KernelError> {
         Ok(match self.addrs.entry(index) {
             Entry::Occupied(known) => known.into_mut(),
-            Entry::Vacant(unknown) => unknown.insert(self.socket.dump(addr::on(index), addr::read)?),
+            Entry::Vacant(unknown) => {
+                unknown.insert(self.socket.dump(addr::on(index), addr::read)?)
+            }
         })
     }
 
@@ -363,7 +376,8 @@ impl<'a> Writer<'a> {
         there.retain(|a| a.address != addr.address);
         there.push(AddrMessage::of(addr, index));
         // What only its scope tells apart is the same entry, which keeps that.
-        let stays = |a: &&AddrMessage| a.address.is_ipv6() || (a.len == addr.len && a.far.is_none());
+        let stays =
+            |a: &&AddrMessage| a.address.is_ipv6() || (a.len == addr.len && a.far.is_none());
         let (before, after): (Vec<&AddrMessage>, Vec<_>) = others.iter().partition(stays);
         let last = before.iter().any(|a| a.address.is_ipv4());
         let step = last.then(|| Addr { len: addr.len.saturating_sub(1), ..*addr });
@@ -388,7 +402,8 @@ impl<'a> Writer<'a> {
     /// Whatever else is said of it.
     fn delete_addr(&mut self, n: usize, addr: &Addr, index: u32) -> Result<(), KernelError> {
         let there = self.addrs_on(index)?;
-        let is_it = |a: &AddrMessage| (a.index, a.address, a.len) == (index, addr.address, addr.len);
+        let is_it =
+            |a: &AddrMessage| (a.index, a.address, a.len) == (index, addr.address, addr.len);
         let gone: Vec<AddrMessage> = there.extract_if(.., |a| is_it(a)).collect();
         for told in &gone {
             addr::delete(&mut self.requests, told);
@@ -399,7 +414,9 @@ impl<'a> Writer<'a> {
 
     /// With another MAC address the kernel drops all neighbours on the device, permanent ones too. Routes stay.
     fn put_link(&mut self, want: &Link) -> Result<(), KernelError> {
-        let LinkKind::Vxlan(vxlan) = &want.kind else { return Err(unknown(&Object::Link(want.clone()))) };
+        let LinkKind::Vxlan(vxlan) = &want.kind else {
+            return Err(unknown(&Object::Link(want.clone())));
+        };
         let lower = vxlan.lower.map_or(Ok(0), |name| self.index(name))?;
         let is = match find_link(self.socket, want.name) {
             Ok(is) => is,
@@ -408,8 +425,10 @@ impl<'a> Writer<'a> {
         };
         if !is.is_vxlan() {
             let kind = if is.kind.is_empty() { "physical or built-in" } else { &is.kind };
-            let detail =
-                format!("{} exists and is no vxlan device but a {kind} one: rename or remove it", want.name);
+            let detail = format!(
+                "{} exists and is no vxlan device but a {kind} one: rename or remove it",
+                want.name
+            );
             return Err(KernelError::explained(EEXIST, detail));
         }
         if link::is_changeable(&is, vxlan) {
@@ -421,7 +440,8 @@ impl<'a> Writer<'a> {
                     tracing::debug!(link = %want.name, %error, "a change in place was refused");
                 }
                 changed => {
-                    let released = send(link::release(&is)).map_err(|error| unreleased(want.name, error));
+                    let released =
+                        send(link::release(&is)).map_err(|error| unreleased(want.name, error));
                     let common = send(link::change(&is, want, vxlan));
                     return changed.and(released).and(common);
                 }
@@ -444,13 +464,19 @@ impl<'a> Writer<'a> {
 
     /// Our device, which somebody gave another name, gets its own again: all that is on it stays. Of another device `error` is the
     /// reason not to make one.
-    fn take_back(&mut self, want: &Link, vxlan: &Vxlan, error: KernelError) -> Result<(), KernelError> {
+    fn take_back(
+        &mut self,
+        want: &Link,
+        vxlan: &Vxlan,
+        error: KernelError,
+    ) -> Result<(), KernelError> {
         let mut there = self.socket.dump(link::all(), link::read)?;
         there.retain(|is| link::is_in_the_way(is, vxlan));
         let Some(is) = there.iter().find(|is| link::is_vtep(is, vxlan)) else {
             let Some(is) = there.first() else { return Err(error) };
             let (vni, port) = (vxlan.vni, vxlan.port);
-            let detail = format!("{} has the VNI {vni} and the UDP port {port} already: remove it", is.name);
+            let detail =
+                format!("{} has the VNI {vni} and the UDP port {port} already: remove it", is.name);
             return Err(KernelError::explained(EEXIST, detail));
         };
         tracing::warn!("{} was given the name {}: it gets its own again", want.name, is.name);
@@ -505,8 +531,9 @@ impl<'a> Writer<'a> {
 
 /// Who made the device a port of another one may be the only one who can undo that.
 fn unreleased(name: LinkName, error: KernelError) -> KernelError {
-    let detail =
-        format!("{name} is a port of another device, which does not let go of it: take it out there");
+    let detail = format!(
+        "{name} is a port of another device, which does not let go of it: take it out there"
+    );
     if error.errno == EOPNOTSUPP { KernelError::explained(EOPNOTSUPP, detail) } else { error }
 }
 
@@ -564,8 +591,11 @@ mod tests {
                 ("2", "1", "0", true),
                 ("2", "0", "1", false),
             ] {
-                let values =
-                    [("forwarding", forwarding), ("accept_ra", accept_ra), ("disable_ipv6", disable_ipv6)];
+                let values = [
+                    ("forwarding", forwarding),
+                    ("accept_ra", accept_ra),
+                    ("disable_ipv6", disable_ipv6),
+                ];
                 for (name, value) in values {
                     fs::write(settings.join(name), value).unwrap();
                 }
@@ -586,7 +616,8 @@ mod tests {
             let owned = Owned { blackholes: true, networks, ..Owned::default() };
             let route = |n: u8, via| {
                 Change::Put(
-                    Route { dst: Subnet::new([10, 1, n, 0].into(), 24).unwrap(), via, mtu: None }.into(),
+                    Route { dst: Subnet::new([10, 1, n, 0].into(), 24).unwrap(), via, mtu: None }
+                        .into(),
                 )
             };
             let routes: Vec<Change> = (0..BATCH).map(|n| route(n as u8, Via::Blackhole)).collect();

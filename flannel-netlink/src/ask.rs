@@ -42,7 +42,9 @@ pub(crate) fn lookup(socket: &mut Socket, dst: IpAddr) -> Result<RouteAnswer, Ke
     // EACCES, EINVAL, ENETUNREACH, EHOSTUNREACH: prohibited, dropped, no route, unreachable.
     let answer = match socket.ask(route::lookup(dst), route::read) {
         Ok(answer) => answer,
-        Err(error) if matches!(error.errno, 13 | 22 | 101 | 113) => return Ok(RouteAnswer::nowhere()),
+        Err(error) if matches!(error.errno, 13 | 22 | 101 | 113) => {
+            return Ok(RouteAnswer::nowhere());
+        }
         Err(error) => return Err(error),
     };
     // Blackholes and the like, and broadcasts: no host is there.

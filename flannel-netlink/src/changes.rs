@@ -145,7 +145,10 @@ mod tests {
                     let Doubts::Objects(reports, _) = doubts else {
                         // The buffer of an ordinary user holds fewer, which is a bound too.
                         let room = SockRef::from(&listener.socket).recv_buffer_size().unwrap();
-                        return assert!(doubts == Doubts::Everything && room < RECEIVE_BUFFER, "{doubts:?}");
+                        return assert!(
+                            doubts == Doubts::Everything && room < RECEIVE_BUFFER,
+                            "{doubts:?}"
+                        );
                     };
                     part += reports.len();
                 }

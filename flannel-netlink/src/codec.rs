@@ -51,7 +51,8 @@ mod tests {
     use std::net::Ipv4Addr;
 
     use flannel_core::{
-        Addr, Fdb, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, Route, Subnet, Via, Vxlan,
+        Addr, Fdb, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, Route, Subnet, Via,
+        Vxlan,
     };
     use neli::rtnl::{Ndmsg, Rtmsg};
     use neli::{FromBytesWithInput, Header, ToBytes};
@@ -72,7 +73,10 @@ mod tests {
     }
 
     fn any_ip() -> impl Strategy<Value = IpAddr> {
-        prop_oneof![any::<[u8; 4]>().prop_map(IpAddr::from), any::<[u8; 16]>().prop_map(IpAddr::from)]
+        prop_oneof![
+            any::<[u8; 4]>().prop_map(IpAddr::from),
+            any::<[u8; 16]>().prop_map(IpAddr::from)
+        ]
     }
 
     fn any_mac() -> impl Strategy<Value = MacAddr> {
@@ -80,7 +84,13 @@ mod tests {
     }
 
     fn any_link() -> impl Strategy<Value = Link> {
-        let vxlan = (1..1u32 << 24, any::<u16>(), any_mac(), prop::option::of(any_ip()), any::<[bool; 4]>());
+        let vxlan = (
+            1..1u32 << 24,
+            any::<u16>(),
+            any_mac(),
+            prop::option::of(any_ip()),
+            any::<[bool; 4]>(),
+        );
         (any::<u32>(), vxlan).prop_map(|(mtu, (vni, port, mac, local, [up, learning, gbp, on]))| {
             let local = local.filter(|address| !address.is_unspecified());
             let vxlan = Vxlan { vni, port, mac, local, lower: on.then(lower), learning, gbp };
@@ -89,7 +99,15 @@ mod tests {
     }
 
     fn any_route() -> impl Strategy<Value = Route> {
-        (any_ip(), 0..=128u8, any_ip(), any::<bool>(), 0..5u8, 1..9u32, prop::option::of(any::<u32>()))
+        (
+            any_ip(),
+            0..=128u8,
+            any_ip(),
+            any::<bool>(),
+            0..5u8,
+            1..9u32,
+            prop::option::of(any::<u32>()),
+        )
             .prop_map(|(address, len, gateway, onlink, kind, id, mtu)| {
                 let same = Family::of(gateway) == Family::of(address);
                 let via = match kind {
@@ -99,7 +117,11 @@ mod tests {
                     3 => Via::LastResort,
                     _ => Via::Link(name()),
                 };
-                Route { dst: Subnet::new(address, len % (Family::of(address).bits() + 1)).unwrap(), via, mtu }
+                Route {
+                    dst: Subnet::new(address, len % (Family::of(address).bits() + 1)).unwrap(),
+                    via,
+                    mtu,
+                }
             })
     }
 
@@ -118,7 +140,9 @@ mod tests {
     /// The fixed header of the only message in `bytes`, as neli reads and writes it.
     fn again<H: Header + FromBytesWithInput<Input = usize> + ToBytes>(bytes: &[u8]) -> Vec<u8> {
         let mut written = Cursor::new(Vec::new());
-        read(bytes, |message| message.split::<H>().map(|(header, _)| header)).to_bytes(&mut written).unwrap();
+        read(bytes, |message| message.split::<H>().map(|(header, _)| header))
+            .to_bytes(&mut written)
+            .unwrap();
         written.into_inner()
     }
 

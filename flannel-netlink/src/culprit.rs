@@ -32,8 +32,14 @@ impl Culprits {
     /// Those in the network namespace of the calling thread.
     pub(crate) fn here() -> Self {
         let sockets = File::open("/proc/thread-self/net/netlink");
-        let sockets = sockets.inspect_err(|error| tracing::debug!(%error, "culprits will have no names"));
-        Self { sockets: sockets.ok(), since: Instant::now(), spent: Duration::ZERO, known: HashMap::new() }
+        let sockets =
+            sockets.inspect_err(|error| tracing::debug!(%error, "culprits will have no names"));
+        Self {
+            sockets: sockets.ok(),
+            since: Instant::now(),
+            spent: Duration::ZERO,
+            known: HashMap::new(),
+        }
     }
 
     /// Whoever has the socket with this port.

@@ -26,7 +26,9 @@ pub fn decode(datagram: &[u8]) -> Vec<String> {
         }
         found.map_or_else(|| "-".to_owned(), |found| found.to_string())
     };
-    messages(datagram).map(|message| message.map_or_else(|_| "cut short".to_owned(), |m| text(&m))).collect()
+    messages(datagram)
+        .map(|message| message.map_or_else(|_| "cut short".to_owned(), |m| text(&m)))
+        .collect()
 }
 
 fn name() -> LinkName {

@@ -6,7 +6,9 @@ use std::net::IpAddr;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use flannel_core::{Change, Changes, Kernel, KernelError, NexthopIds, Owned, Process, RouteAnswer, State};
+use flannel_core::{
+    Change, Changes, Kernel, KernelError, NexthopIds, Owned, Process, RouteAnswer, State,
+};
 
 use crate::apart::Here;
 use crate::apply::Writer;
@@ -99,7 +101,10 @@ impl NetlinkKernel {
 
 impl fmt::Debug for NetlinkKernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("NetlinkKernel").field("namespace", &self.namespace).field("port", &self.port).finish()
+        f.debug_struct("NetlinkKernel")
+            .field("namespace", &self.namespace)
+            .field("port", &self.port)
+            .finish()
     }
 }
 

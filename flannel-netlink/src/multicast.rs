@@ -7,8 +7,8 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use flannel_core::KernelError;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
 use nix::sys::socket::{
-    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, getsockname, recv,
-    setsockopt, socket, sockopt,
+    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, getsockname,
+    recv, setsockopt, socket, sockopt,
 };
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
@@ -84,7 +84,10 @@ impl AsFd for Multicast {
 
 // The successor is `unsafe` because not every type keeps its descriptor for itself. An epoll instance does: it owns the
 // descriptor, never changes it and closes it when dropped. Without unsafe code this is the way to say so.
-#[expect(deprecated, reason = "sound for what owns its descriptor; the successor needs unsafe code")]
+#[expect(
+    deprecated,
+    reason = "sound for what owns its descriptor; the successor needs unsafe code"
+)]
 fn gate() -> io::Result<AsyncFd<Gate>> {
     let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
     AsyncFd::with_interest(Gate(epoll), Interest::READABLE)
@@ -132,7 +135,10 @@ impl Bell {
     ///
     /// # Cancel safety
     /// Nothing is lost: what was read was judged in the same breath.
-    pub(crate) async fn rung(&mut self, concerns: impl Fn(Option<&[u8]>) -> bool) -> Result<(), KernelError> {
+    pub(crate) async fn rung(
+        &mut self,
+        concerns: impl Fn(Option<&[u8]>) -> bool,
+    ) -> Result<(), KernelError> {
         let mut told = false;
         while !told {
             self.socket.readable().await?;
@@ -185,7 +191,8 @@ mod tests {
             assert!(multicast.read(&mut buffer).unwrap() > 0, "but what was told is there");
             while multicast.read(&mut buffer).is_ok() {}
             assert!(timeout(a_while, multicast.readable()).await.is_err(), "all was read");
-            let (told, ()) = tokio::join!(multicast.readable(), async { drop(ip("link set near0 up")) });
+            let (told, ()) =
+                tokio::join!(multicast.readable(), async { drop(ip("link set near0 up")) });
             told.unwrap();
             multicast.hear(&[]).unwrap();
             while multicast.read(&mut buffer).is_ok() {}

@@ -40,7 +40,8 @@ impl Namespace {
         let inside = || setns(&self.0, CloneFlags::CLONE_NEWNET).map(|()| work());
         let outcome = std::thread::scope(|scope| scope.spawn(inside).join());
         let outcome = outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        outcome.map_err(|errno| KernelError::explained(errno as i32, "entering the network namespace"))
+        outcome
+            .map_err(|errno| KernelError::explained(errno as i32, "entering the network namespace"))
     }
 
     fn is(&self, other: &Self) -> io::Result<bool> {

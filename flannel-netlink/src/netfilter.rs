@@ -83,7 +83,13 @@ impl Batch {
     }
 
     /// Adds a change; `fill` adds its attributes. At most some 200 fit, for each of them is answered.
-    pub fn add(&mut self, number: u8, family: u8, make: Make, fill: impl FnOnce(&mut Messages)) -> &mut Self {
+    pub fn add(
+        &mut self,
+        number: u8,
+        family: u8,
+        make: Make,
+        fill: impl FnOnce(&mut Messages),
+    ) -> &mut Self {
         let kind = Kind { subsystem: self.subsystem, number, family };
         fill(self.messages.begin(kind.message(), make.flags() | NlmF::ACK, &kind.header()));
         self.len += 1;
@@ -242,13 +248,20 @@ impl NetfilterEvents {
     ///
     /// # Cancel safety
     /// Nothing is lost: what was read was judged in the same breath.
-    pub async fn changed(&mut self, concerns: impl Fn(&Told<'_>) -> bool) -> Result<(), KernelError> {
+    pub async fn changed(
+        &mut self,
+        concerns: impl Fn(&Told<'_>) -> bool,
+    ) -> Result<(), KernelError> {
         self.bell.rung(|datagram| concerning(datagram, self.own_port, &concerns)).await
     }
 }
 
 /// A datagram tells of somebody else's change that concerns us, or cannot be understood.
-fn concerning(datagram: Option<&[u8]>, own_port: u32, concerns: impl Fn(&Told<'_>) -> bool) -> bool {
+fn concerning(
+    datagram: Option<&[u8]>,
+    own_port: u32,
+    concerns: impl Fn(&Told<'_>) -> bool,
+) -> bool {
     let Some(datagram) = datagram else { return true };
     let by_others = |message: &crate::wire::Message<'_>| {
         message.port != own_port && Told::read(message).as_ref().is_none_or(&concerns)

@@ -28,7 +28,8 @@ pub(crate) struct News {
 impl News {
     /// Changes by the socket with `port` are our own; `requests` is another one, in the calling thread's namespace.
     pub(crate) fn new(requests: Socket, port: u32, seen: Seen) -> Result<Self, KernelError> {
-        let mut news = Self { requests, port, seen, links: HashMap::new(), pending: VecDeque::new() };
+        let mut news =
+            Self { requests, port, seen, links: HashMap::new(), pending: VecDeque::new() };
         news.learn_names()?;
         Ok(news)
     }
@@ -84,7 +85,9 @@ impl News {
         let (report, protocol) = match kind {
             Rtm::Newaddr | Rtm::Deladdr => (self.addr(message, kind == Rtm::Deladdr)?, None),
             Rtm::Newneigh | Rtm::Delneigh => (self.neigh(message, kind == Rtm::Delneigh)?, None),
-            Rtm::Newroute => (self.route(message, false)?, route::read(message).map(|found| found.protocol)),
+            Rtm::Newroute => {
+                (self.route(message, false)?, route::read(message).map(|found| found.protocol))
+            }
             Rtm::Delroute => (self.route(message, true)?, None),
             _ if message.kind == nexthop::NEW => {
                 (self.nexthop(message, false)?, nexthop::read(message).map(|found| found.protocol))
@@ -115,7 +118,11 @@ impl News {
         }
     }
 
-    fn addr(&mut self, message: &Message<'_>, deleted: bool) -> Result<Option<Report>, KernelError> {
+    fn addr(
+        &mut self,
+        message: &Message<'_>,
+        deleted: bool,
+    ) -> Result<Option<Report>, KernelError> {
         let Some(found) = addr::read(message) else { return Ok(None) };
         let Some(link) = self.name(found.index)? else { return Ok(None) };
         let object = Object::Addr(found.object(link));
@@ -129,7 +136,11 @@ impl News {
         }))
     }
 
-    fn neigh(&mut self, message: &Message<'_>, deleted: bool) -> Result<Option<Report>, KernelError> {
+    fn neigh(
+        &mut self,
+        message: &Message<'_>,
+        deleted: bool,
+    ) -> Result<Option<Report>, KernelError> {
         let Some(found) = neigh::read(message) else { return Ok(None) };
         let Some(link) = self.name(found.index)? else { return Ok(None) };
         self.seen.see_entry(&found);
@@ -137,14 +148,22 @@ impl News {
         Ok(found.key(link).map(|key| exact(told(key), found.is_exact())))
     }
 
-    fn nexthop(&mut self, message: &Message<'_>, deleted: bool) -> Result<Option<Report>, KernelError> {
+    fn nexthop(
+        &mut self,
+        message: &Message<'_>,
+        deleted: bool,
+    ) -> Result<Option<Report>, KernelError> {
         let Some(found) = nexthop::read(message) else { return Ok(None) };
         let link = if deleted || found.index == 0 { None } else { self.name(found.index)? };
         let object = link.and_then(|link| found.object(link)).map(Object::Nexthop);
         Ok(Some(report(Key::Nexthop(found.id), object, deleted)))
     }
 
-    fn route(&mut self, message: &Message<'_>, deleted: bool) -> Result<Option<Report>, KernelError> {
+    fn route(
+        &mut self,
+        message: &Message<'_>,
+        deleted: bool,
+    ) -> Result<Option<Report>, KernelError> {
         let Some(found) = route::read(message) else { return Ok(None) };
         let key = Key::Route(found.dst);
         // A route with another metric or in another table is another entry, but it may change where packets go.
@@ -159,8 +178,8 @@ impl News {
         let told = found.is_exact() || found.protocol != u8::from(Rtprot::Kernel);
         let object = found.object(|_| link).filter(|_| told).map(Object::Route);
         // The kernel says which one was put, which one is the only one, and which one took another's place.
-        let is_double =
-            message.flags.contains(NlmF::CREATE) && !message.flags.intersects(NlmF::EXCL | NlmF::REPLACE);
+        let is_double = message.flags.contains(NlmF::CREATE)
+            && !message.flags.intersects(NlmF::EXCL | NlmF::REPLACE);
         Ok(Some(match exact(report(key, object, deleted), found.is_exact()) {
             Report::Now(object) | Report::Inexact(object) if is_double => Report::Double(object),
             report => report,

@@ -150,8 +150,10 @@ mod tests {
     fn double(n: u16) -> Double {
         let [high, low] = n.to_be_bytes();
         // struct rtmsg: a /24 of the main table; and RTA_DST.
-        let payload = [2, 24, 0, 0, 254, ROUTE_PROTOCOL, 0, 1, 0, 0, 0, 0, 8, 0, 1, 0, 10, high, low, 0];
-        let message = Message { kind: 24, flags: NlmF::empty(), sequence: 1, port: 0, payload: &payload };
+        let payload =
+            [2, 24, 0, 0, 254, ROUTE_PROTOCOL, 0, 1, 0, 0, 0, 0, 8, 0, 1, 0, 10, high, low, 0];
+        let message =
+            Message { kind: 24, flags: NlmF::empty(), sequence: 1, port: 0, payload: &payload };
         Double { told: route::read(&message).unwrap(), is_ours: true }
     }
 
@@ -166,7 +168,11 @@ mod tests {
         assert_eq!(seen.take_doubles(&dst(0)).len(), MOST_DOUBLES, "no more of one");
         assert_eq!(seen.take_doubles(&dst(0)).len(), 0, "they were taken");
         seen.see_all(Family::V6);
-        assert_eq!(seen.take_doubles(&dst(1)).len(), 1, "of the other family nothing is known anew");
+        assert_eq!(
+            seen.take_doubles(&dst(1)).len(),
+            1,
+            "of the other family nothing is known anew"
+        );
         seen.see_all(Family::V4);
         assert_eq!(seen.take_doubles(&dst(2)).len(), 0, "all were read since");
     }
@@ -176,10 +182,12 @@ mod tests {
         // struct ndmsg: a permanent forwarding entry; NDA_LLADDR; and NDA_NH_ID, or no such attribute.
         let entry = |index: u8, n: u16, by_nexthop: bool| {
             let [high, low] = n.to_be_bytes();
-            let mut payload =
-                vec![7, 0, 0, 0, index, 0, 0, 0, 0x80, 0, 2, 0, 10, 0, 2, 0, 2, 0, 0, 0, high, low, 0, 0];
+            let mut payload = vec![
+                7, 0, 0, 0, index, 0, 0, 0, 0x80, 0, 2, 0, 10, 0, 2, 0, 2, 0, 0, 0, high, low, 0, 0,
+            ];
             payload.extend([8, 0, if by_nexthop { 13 } else { 3 }, 0, 7, 0, 0, 0]);
-            let message = Message { kind: 28, flags: NlmF::empty(), sequence: 1, port: 0, payload: &payload };
+            let message =
+                Message { kind: 28, flags: NlmF::empty(), sequence: 1, port: 0, payload: &payload };
             neigh::read(&message).unwrap()
         };
         let mac = |n: u16| MacAddr([2, 0, 0, 0, n.to_be_bytes()[0], n.to_be_bytes()[1]]);
@@ -193,12 +201,20 @@ mod tests {
         assert_eq!(seen.take_in_the_way(5, mac(1)), None, "only once");
         seen.look_anew(5);
         assert_eq!(seen.take_in_the_way(5, mac(2)), None, "it is not there any more");
-        assert_eq!(seen.take_in_the_way(6, mac(1)), Some(Odd::Led), "that device was not looked at");
+        assert_eq!(
+            seen.take_in_the_way(6, mac(1)),
+            Some(Odd::Led),
+            "that device was not looked at"
+        );
         for n in 0..=MOST as u16 {
             seen.see_entry(&entry(5, n, true));
             assert!(seen.lock().in_the_way.len() <= MOST);
         }
-        assert_eq!(seen.take_in_the_way(5, mac(MOST as u16)), Some(Odd::Led), "the last one is remembered");
+        assert_eq!(
+            seen.take_in_the_way(5, mac(MOST as u16)),
+            Some(Odd::Led),
+            "the last one is remembered"
+        );
         assert_eq!(seen.take_in_the_way(5, mac(0)), Some(Odd::Alien), "of others it is not known");
     }
 
@@ -210,7 +226,10 @@ mod tests {
         seen.see_last_resort(dst(0));
         seen.see_all(Family::V4);
         assert!(seen.may_have_last_resort(&dst(0)) && !seen.may_have_last_resort(&dst(1)));
-        assert!(seen.may_have_last_resort(&"fd00::/64".parse().unwrap()), "of the other family nobody has");
+        assert!(
+            seen.may_have_last_resort(&"fd00::/64".parse().unwrap()),
+            "of the other family nobody has"
+        );
         for n in 0..=2 * MOST as u32 {
             seen.see_last_resort(dst(n));
         }

@@ -5,7 +5,8 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread::Builder;
 
 use flannel_core::{
-    Family, KernelError, Key, LinkName, NexthopIds, Object, Owned, ROUTE_PROTOCOL, Route, State, Subnet, Via,
+    Family, KernelError, Key, LinkName, NexthopIds, Object, Owned, ROUTE_PROTOCOL, Route, State,
+    Subnet, Via,
 };
 
 use crate::apart::Here;
@@ -42,7 +43,11 @@ impl From<Vec<Object>> for Table {
 type Tables = Sender<Table>;
 
 /// Each table is sorted while the kernel makes out the next one.
-pub(crate) fn snapshot(socket: &mut Socket, owned: &Owned, seen: &Seen) -> Result<State, KernelError> {
+pub(crate) fn snapshot(
+    socket: &mut Socket,
+    owned: &Owned,
+    seen: &Seen,
+) -> Result<State, KernelError> {
     let mut state = State::default();
     let (tables, to_sort) = channel::<Table>();
     let sorted = &mut state;
@@ -70,7 +75,12 @@ pub(crate) fn snapshot(socket: &mut Socket, owned: &Owned, seen: &Seen) -> Resul
     Ok(state)
 }
 
-fn read_tables(socket: &mut Socket, owned: &Owned, seen: &Seen, tables: &Tables) -> Result<(), KernelError> {
+fn read_tables(
+    socket: &mut Socket,
+    owned: &Owned,
+    seen: &Seen,
+    tables: &Tables,
+) -> Result<(), KernelError> {
     let mut names = Names::new();
     for name in &owned.links {
         let Some(found) = present(find_link(socket, *name))? else { continue };
@@ -120,7 +130,8 @@ pub(crate) fn nexthop_ids(socket: &mut Socket, owned: &Owned) -> Result<NexthopI
     };
     let (mut by_inside, mut by_outside) = (BTreeSet::new(), BTreeSet::new());
     // Routes are looked at only if there is something that they can tell apart.
-    let families = Family::BOTH.iter().filter(|_| there.iter().any(|(_, by)| *by == ROUTE_PROTOCOL));
+    let families =
+        Family::BOTH.iter().filter(|_| there.iter().any(|(_, by)| *by == ROUTE_PROTOCOL));
     for family in families {
         let routes = socket.dump(route::all(*family), |message| {
             let found = route::read(message).filter(|found| found.protocol == ROUTE_PROTOCOL)?;
@@ -147,7 +158,9 @@ pub(crate) fn nexthop_users(
     socket: &mut Socket,
     there: &State,
 ) -> Result<BTreeMap<u32, String>, KernelError> {
-    let id = |object: &Object| if let Object::Nexthop(nexthop) = object { Some(nexthop.id) } else { None };
+    let id = |object: &Object| {
+        if let Object::Nexthop(nexthop) = object { Some(nexthop.id) } else { None }
+    };
     let ids: BTreeSet<u32> = there.iter().filter_map(id).collect();
     let mut users = BTreeMap::new();
     if ids.is_empty() {
@@ -195,10 +208,15 @@ fn read_link(
         let found = addr::read(message).filter(|found| found.index == index)?;
         Some((found.object(name), found.is_exact())).filter(|(addr, _)| owned.owns_addr(addr))
     })?;
-    let inexact =
-        addrs.iter().filter(|(_, is_exact)| !is_exact).map(|(addr, _)| Key::Addr(addr.link, addr.address));
+    let inexact = addrs
+        .iter()
+        .filter(|(_, is_exact)| !is_exact)
+        .map(|(addr, _)| Key::Addr(addr.link, addr.address));
     let inexact = inexact.collect();
-    tell(tables, Table { objects: addrs.into_iter().map(|(addr, _)| addr.into()).collect(), inexact });
+    tell(
+        tables,
+        Table { objects: addrs.into_iter().map(|(addr, _)| addr.into()).collect(), inexact },
+    );
     seen.look_anew(index);
     for request in [neigh::on(index), neigh::fdb_on(index)] {
         // Also of a dump that was begun anew: they are put again at worst.
@@ -247,7 +265,12 @@ fn device(nexthops: &[(u32, LinkName)], id: u32) -> Option<LinkName> {
 }
 
 /// The name of a link of others; not that of a foreign device that has the name of one of ours.
-fn learn_name(socket: &mut Socket, owned: &Owned, index: u32, names: &mut Names) -> Result<(), KernelError> {
+fn learn_name(
+    socket: &mut Socket,
+    owned: &Owned,
+    index: u32,
+    names: &mut Names,
+) -> Result<(), KernelError> {
     if !names.contains_key(&index)
         && let Some(name) = name_of(socket, index)?.filter(|name| !owned.links.contains(name))
     {
@@ -265,7 +288,8 @@ fn read_routes(
 ) -> Result<(), KernelError> {
     let mut ours = dump_routes(socket, owned, (names, nexthops), (family, seen))?;
     // Left on a device that is no longer the external interface: read once more, with its name.
-    let unknown: BTreeSet<u32> = ours.iter().filter_map(|found| found.as_ref().err().copied()).collect();
+    let unknown: BTreeSet<u32> =
+        ours.iter().filter_map(|found| found.as_ref().err().copied()).collect();
     if !unknown.is_empty() {
         for index in unknown {
             learn_name(socket, owned, index, names)?;
@@ -332,9 +356,16 @@ impl Last {
     ///
     /// **Source**: linux `net/ipv6/ip6_fib.c: fib6_dump_table`.
     fn before(&mut self, dump: u32, told: RouteMessage) -> Option<Option<RouteMessage>> {
-        let before =
-            self.0.replace((dump, told)).filter(|(number, _)| *number == dump).map(|(_, before)| before);
-        if before == Some(told) { None } else { Some(before.filter(|before| before.dst == told.dst)) }
+        let before = self
+            .0
+            .replace((dump, told))
+            .filter(|(number, _)| *number == dump)
+            .map(|(_, before)| before);
+        if before == Some(told) {
+            None
+        } else {
+            Some(before.filter(|before| before.dst == told.dst))
+        }
     }
 }
 
@@ -357,14 +388,16 @@ fn dump_routes(
             return None;
         }
         let first = last.before(message.sequence, found)?;
-        let hidden = first.filter(|_| !found.last_resort).map(|first| Hidden { told: found, first });
+        let hidden =
+            first.filter(|_| !found.last_resort).map(|first| Hidden { told: found, first });
         let mut unknown = None;
         let route = found.object(|index| {
             let name = names.get(&index).copied();
             unknown = name.is_none().then_some(index);
             name
         });
-        let left = || owned.go_routes.is_none() && found.protocol == ROUTE_PROTOCOL && inside(&found.dst);
+        let left =
+            || owned.go_routes.is_none() && found.protocol == ROUTE_PROTOCOL && inside(&found.dst);
         if let Some(index) = unknown.filter(|_| left()) {
             return Some(Err(index));
         }
@@ -398,8 +431,10 @@ mod tests {
     fn a_route_that_is_told_again_has_no_double() {
         let told = |n: u8, kind: u8| {
             // struct rtmsg: a /24 of the main table; and RTA_DST.
-            let payload = [2, 24, 0, 0, 254, ROUTE_PROTOCOL, 0, kind, 0, 0, 0, 0, 8, 0, 1, 0, 10, 1, n, 0];
-            let message = Message { kind: 24, flags: NlmF::empty(), sequence: 1, port: 0, payload: &payload };
+            let payload =
+                [2, 24, 0, 0, 254, ROUTE_PROTOCOL, 0, kind, 0, 0, 0, 0, 8, 0, 1, 0, 10, 1, n, 0];
+            let message =
+                Message { kind: 24, flags: NlmF::empty(), sequence: 1, port: 0, payload: &payload };
             route::read(&message).unwrap()
         };
         let (unicast, blackhole) = (1, 6);

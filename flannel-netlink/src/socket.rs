@@ -164,11 +164,19 @@ impl Socket {
                 Err(error) => return Err(error),
             }
         }
-        Err(KernelError::explained(EAGAIN, format!("a table changed {DUMP_TRIES} times while it was read")))
+        Err(KernelError::explained(
+            EAGAIN,
+            format!("a table changed {DUMP_TRIES} times while it was read"),
+        ))
     }
 
     /// Messages `from` to before `to`, with only the last one acknowledged: errors come without being asked for.
-    fn exchange(&mut self, requests: &mut Messages, from: usize, to: usize) -> Vec<Result<(), KernelError>> {
+    fn exchange(
+        &mut self,
+        requests: &mut Messages,
+        from: usize,
+        to: usize,
+    ) -> Vec<Result<(), KernelError>> {
         let count = to - from;
         let mut results = vec![Ok(()); count];
         if count == 0 {
@@ -244,7 +252,8 @@ impl Socket {
                 }
                 match (message.kind, read(message)) {
                     (ERROR, _) => {
-                        answers[n] = Err(outcome(message, true).err().unwrap_or(KernelError::new(EBADMSG)));
+                        answers[n] =
+                            Err(outcome(message, true).err().unwrap_or(KernelError::new(EBADMSG)));
                     }
                     (_, Some(value)) => answers[n] = Ok(value),
                     _ => {}
@@ -297,13 +306,19 @@ impl Socket {
     }
 
     /// Gives messages to `take` until it says that it was the last one.
-    fn receive_until(&mut self, mut take: impl FnMut(&Message<'_>) -> bool) -> Result<(), KernelError> {
+    fn receive_until(
+        &mut self,
+        mut take: impl FnMut(&Message<'_>) -> bool,
+    ) -> Result<(), KernelError> {
         while !self.receive(&mut take)? {}
         Ok(())
     }
 
     /// Gives the messages of one datagram to `take`; true if it said of one that it was the last.
-    fn receive(&mut self, take: &mut impl FnMut(&Message<'_>) -> bool) -> Result<bool, KernelError> {
+    fn receive(
+        &mut self,
+        take: &mut impl FnMut(&Message<'_>) -> bool,
+    ) -> Result<bool, KernelError> {
         let len = receive_from(&self.socket, &mut self.buffer)?;
         take_each(&self.buffer[..len], take)
     }
@@ -396,7 +411,10 @@ fn receive_from(socket: &NlSocket, buffer: &mut [u8]) -> Result<usize, KernelErr
             }
             Err(error) => return Err(error.into()),
             Ok((len, _)) if len > buffer.len() => {
-                return Err(KernelError::explained(EMSGSIZE, format!("the kernel's answer has {len} bytes")));
+                return Err(KernelError::explained(
+                    EMSGSIZE,
+                    format!("the kernel's answer has {len} bytes"),
+                ));
             }
             Ok((len, _)) => return Ok(len),
         }
@@ -404,7 +422,10 @@ fn receive_from(socket: &NlSocket, buffer: &mut [u8]) -> Result<usize, KernelErr
 }
 
 /// Gives messages to `take` until it says that it was the last one.
-fn take_each(bytes: &[u8], take: &mut impl FnMut(&Message<'_>) -> bool) -> Result<bool, KernelError> {
+fn take_each(
+    bytes: &[u8],
+    take: &mut impl FnMut(&Message<'_>) -> bool,
+) -> Result<bool, KernelError> {
     for message in messages(bytes) {
         if take(&message?) {
             return Ok(true);

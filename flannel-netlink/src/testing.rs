@@ -33,8 +33,8 @@ impl Netns {
             unshare(CloneFlags::CLONE_NEWNET)?;
             File::open("/proc/thread-self/ns/net")
         };
-        let netns =
-            thread::scope(|scope| scope.spawn(make).join()).unwrap_or_else(|panic| resume_unwind(panic))?;
+        let netns = thread::scope(|scope| scope.spawn(make).join())
+            .unwrap_or_else(|panic| resume_unwind(panic))?;
         let netns = Self(netns);
         netns.run(|| ip("link set lo up"));
         Ok(netns)
@@ -51,10 +51,12 @@ impl Netns {
     /// `work` does, or the namespace cannot be entered.
     pub fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
         let inside = || {
-            setns(&self.0, CloneFlags::CLONE_NEWNET).expect("whoever makes a namespace may enter it");
+            setns(&self.0, CloneFlags::CLONE_NEWNET)
+                .expect("whoever makes a namespace may enter it");
             work()
         };
-        thread::scope(|scope| scope.spawn(inside).join()).unwrap_or_else(|panic| resume_unwind(panic))
+        thread::scope(|scope| scope.spawn(inside).join())
+            .unwrap_or_else(|panic| resume_unwind(panic))
     }
 }
 
@@ -78,7 +80,8 @@ pub fn in_netns<F: FnOnce() + Send + 'static>(test: F) {
     match Netns::new() {
         Ok(netns) => netns.run(test),
         Err(error)
-            if error.kind() == io::ErrorKind::PermissionDenied && std::env::var_os(INSIDE).is_none() =>
+            if error.kind() == io::ErrorKind::PermissionDenied
+                && std::env::var_os(INSIDE).is_none() =>
         {
             run_again_in_user_namespace(&test_name::<F>());
         }
@@ -101,7 +104,8 @@ where
             runtime.expect("a runtime").block_on(test());
         }),
         Err(error)
-            if error.kind() == io::ErrorKind::PermissionDenied && std::env::var_os(INSIDE).is_none() =>
+            if error.kind() == io::ErrorKind::PermissionDenied
+                && std::env::var_os(INSIDE).is_none() =>
         {
             run_again_in_user_namespace(&test_name::<F>());
         }
@@ -127,11 +131,15 @@ fn run_again_in_user_namespace(test: &str) {
     command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(INSIDE, "1");
     // Not pipes: they would be waited for as long as a process lives that a failed test has left behind.
     let [out, err] = ["stdout", "stderr"].map(|name| {
-        File::from(memfd_create(name, MFdFlags::MFD_CLOEXEC).expect("there is memory for what it prints"))
+        File::from(
+            memfd_create(name, MFdFlags::MFD_CLOEXEC).expect("there is memory for what it prints"),
+        )
     });
-    let [ours_out, ours_err] = [&out, &err].map(|file| file.try_clone().expect("there is a file descriptor"));
+    let [ours_out, ours_err] =
+        [&out, &err].map(|file| file.try_clone().expect("there is a file descriptor"));
     let status = command.stdout(out).stderr(err).status();
-    let status = status.expect("`unshare` of util-linux is needed to run this test as an ordinary user");
+    let status =
+        status.expect("`unshare` of util-linux is needed to run this test as an ordinary user");
     let [stdout, stderr] = [ours_out, ours_err].map(|mut file| {
         let mut printed = Vec::new();
         file.rewind().and_then(|()| file.read_to_end(&mut printed)).expect("it is in memory");
@@ -160,8 +168,12 @@ pub fn bridge(args: &str) -> String {
 
 fn run(program: &str, args: &str) -> String {
     let output = Command::new(program).args(args.split_whitespace()).output();
-    let output =
-        output.unwrap_or_else(|error| panic!("`{program}` of iproute2 is needed for this test: {error}"));
-    assert!(output.status.success(), "{program} {args}: {}", String::from_utf8_lossy(&output.stderr));
+    let output = output
+        .unwrap_or_else(|error| panic!("`{program}` of iproute2 is needed for this test: {error}"));
+    assert!(
+        output.status.success(),
+        "{program} {args}: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     String::from_utf8(output.stdout).expect("iproute2 prints UTF-8")
 }

@@ -59,7 +59,8 @@ impl Messages {
     /// # Panics
     /// `value` has more than 65,531 bytes.
     pub fn attr(&mut self, kind: impl Into<u16>, value: &[u8]) -> &mut Self {
-        let len = u16::try_from(4 + value.len()).expect("no attribute of ours is longer than a name");
+        let len =
+            u16::try_from(4 + value.len()).expect("no attribute of ours is longer than a name");
         let ([a, b], [c, d]) = (len.to_ne_bytes(), kind.into().to_ne_bytes());
         self.bytes.extend_from_slice(&[a, b, c, d]);
         self.bytes.extend_from_slice(value);
@@ -106,7 +107,8 @@ impl Messages {
             let (start, end) = (self.starts[n], end_of(n, bytes.len()));
             let len = u32::try_from(end - start).expect("a message is short");
             let number = sequence.wrapping_add(u32::try_from(n - from).expect("a batch is short"));
-            let flags = NlmF::from_bits_retain(u16::from_ne_bytes([bytes[start + 6], bytes[start + 7]]));
+            let flags =
+                NlmF::from_bits_retain(u16::from_ne_bytes([bytes[start + 6], bytes[start + 7]]));
             let flags = if n + 1 == to { flags | last } else { flags - last };
             bytes[start..start + 4].copy_from_slice(&len.to_ne_bytes());
             bytes[start + 6..start + 8].copy_from_slice(&flags.bits().to_ne_bytes());
@@ -137,10 +139,13 @@ pub(crate) struct Message<'a> {
 
 impl<'a> Message<'a> {
     /// The fixed header and the attributes after it; `None` if it is too short for the header.
-    pub(crate) fn split<H: Header + FromBytesWithInput<Input = usize>>(&self) -> Option<(H, Attributes<'a>)> {
+    pub(crate) fn split<H: Header + FromBytesWithInput<Input = usize>>(
+        &self,
+    ) -> Option<(H, Attributes<'a>)> {
         let size = H::header_size();
         let rest = self.payload.get(size..)?;
-        let header = H::from_bytes_with_input(&mut Cursor::new(&self.payload[..size]), size).ok()?;
+        let header =
+            H::from_bytes_with_input(&mut Cursor::new(&self.payload[..size]), size).ok()?;
         Some((header, Attributes(rest)))
     }
 }
@@ -188,13 +193,19 @@ pub(crate) fn outcome(message: &Message<'_>, is_error: bool) -> Result<(), Kerne
     // An error carries the request that it is about, unless the socket asked for only its header.
     let whole = is_error && !message.flags.contains(NlmF::CAPPED);
     let request = match u32_at(message.payload, 4) {
-        Some(len) if whole => usize::try_from(len).unwrap_or(usize::MAX).checked_next_multiple_of(4),
+        Some(len) if whole => {
+            usize::try_from(len).unwrap_or(usize::MAX).checked_next_multiple_of(4)
+        }
         _ => Some(if is_error { HEADER } else { 0 }),
     };
     let rest = request.and_then(|len| message.payload.get(4usize.checked_add(len)?..));
     let has_text = message.flags.contains(NlmF::ACK_TLVS);
-    let text = rest.filter(|_| has_text).and_then(|rest| Attributes(rest).find(|(kind, _)| *kind == 1));
-    Err(KernelError { errno: errno.wrapping_neg(), detail: text.and_then(|(_, value)| text_of(value)) })
+    let text =
+        rest.filter(|_| has_text).and_then(|rest| Attributes(rest).find(|(kind, _)| *kind == 1));
+    Err(KernelError {
+        errno: errno.wrapping_neg(),
+        detail: text.and_then(|(_, value)| text_of(value)),
+    })
 }
 
 /// The attributes of a message or in another attribute: type without flags, and value. A malformed one ends them.
@@ -268,7 +279,8 @@ mod tests {
             assert_eq!(outcome(&message, true), Err(KernelError::explained(19, "no device")));
         }
         let payload = refusal(NlmF::empty(), 44);
-        let message = Message { kind: 2, flags: NlmF::empty(), sequence: 1, port: 0, payload: &payload };
+        let message =
+            Message { kind: 2, flags: NlmF::empty(), sequence: 1, port: 0, payload: &payload };
         assert_eq!(outcome(&message, true), Err(KernelError::new(19)));
     }
 
@@ -289,7 +301,8 @@ mod tests {
     #[test]
     fn a_dump_that_fails_says_so_when_done() {
         let payload = (-16i32).to_ne_bytes();
-        let message = Message { kind: 3, flags: NlmF::MULTI, sequence: 1, port: 0, payload: &payload };
+        let message =
+            Message { kind: 3, flags: NlmF::MULTI, sequence: 1, port: 0, payload: &payload };
         assert_eq!(outcome(&message, false), Err(KernelError::new(16)));
     }
 

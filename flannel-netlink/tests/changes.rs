@@ -9,8 +9,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use flannel_core::{
-    Addr, Change, Changes, Doubts, Kernel, Key, LinkName, MacAddr, Neigh, Nexthop, Object, Owned, Process,
-    Report, Route, RouteAnswer, State, Subnet, Via,
+    Addr, Change, Changes, Doubts, Kernel, Key, LinkName, MacAddr, Neigh, Nexthop, Object, Owned,
+    Process, Report, Route, RouteAnswer, State, Subnet, Via,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, bridge, in_netns_async, ip};
@@ -67,7 +67,8 @@ fn others_changes_are_told_object_by_object() {
         ip("link set flannel.1 up");
         let mut changes = kernel.changes().unwrap();
         let changes = &mut *changes;
-        let nexthop = Nexthop { id: 9, link: link("up0"), gateway: address("192.0.2.9"), onlink: false };
+        let nexthop =
+            Nexthop { id: 9, link: link("up0"), gateway: address("192.0.2.9"), onlink: false };
         let via = Via::Gateway { gateway: address("192.0.2.9"), link: link("up0"), onlink: false };
         let dst = "10.1.2.0/24".parse().unwrap();
         let mac: MacAddr = "0a:00:00:00:00:09".parse().unwrap();
@@ -81,7 +82,10 @@ fn others_changes_are_told_object_by_object() {
                 "neigh replace 10.1.0.9 lladdr 0a:00:00:00:00:09 dev up0 nud stale",
                 Report::Other(Key::Neigh(link("up0"), address("10.1.0.9"))),
             ),
-            ("neigh del 10.1.0.9 dev up0", Report::Gone(Key::Neigh(link("up0"), address("10.1.0.9")))),
+            (
+                "neigh del 10.1.0.9 dev up0",
+                Report::Gone(Key::Neigh(link("up0"), address("10.1.0.9"))),
+            ),
             ("nexthop add id 9 via 192.0.2.9 dev up0", Report::Now(nexthop.into())),
             (
                 "route add 10.1.2.0/24 nhid 9",
@@ -119,13 +123,21 @@ fn others_changes_are_told_object_by_object() {
                 "rule add to 198.51.100.0/24 table 70",
                 Report::Beside(Key::Route("0.0.0.0/0".parse().unwrap())),
             ),
-            ("-6 rule add from 2001:db8::1 table 70", Report::Beside(Key::Route("::/0".parse().unwrap()))),
+            (
+                "-6 rule add from 2001:db8::1 table 70",
+                Report::Beside(Key::Route("::/0".parse().unwrap())),
+            ),
             ("nexthop del id 9", Report::Gone(Key::Nexthop(9))),
             (
                 "addr add 10.1.0.1/32 dev up0",
-                Report::Now(Addr { link: link("up0"), address: address("10.1.0.1"), len: 32 }.into()),
+                Report::Now(
+                    Addr { link: link("up0"), address: address("10.1.0.1"), len: 32 }.into(),
+                ),
             ),
-            ("addr del 10.1.0.1/32 dev up0", Report::Gone(Key::Addr(link("up0"), address("10.1.0.1")))),
+            (
+                "addr del 10.1.0.1/32 dev up0",
+                Report::Gone(Key::Addr(link("up0"), address("10.1.0.1"))),
+            ),
             (
                 "-6 route add fd00:1::/64 via 2001:db8::9",
                 Report::Now(
@@ -183,14 +195,18 @@ fn whoever_changes_something_is_named_if_it_still_lives() {
         assert!(culprit.to_string().contains(&format!("port id {}", culprit.port)), "{culprit}");
         ip("route del blackhole 10.1.0.9/32");
         let culprit = self::culprit(&mut *changes, Report::Gone(route(9).key())).await.unwrap();
-        assert_eq!(culprit.protocol, None, "the protocol of what is gone says nothing of who deleted it");
+        assert_eq!(
+            culprit.protocol, None,
+            "the protocol of what is gone says nothing of who deleted it"
+        );
     });
 }
 
 /// Who is said to have done what is reported.
 async fn culprit(changes: &mut dyn Changes, report: Report) -> Option<flannel_core::Culprit> {
     loop {
-        let doubts = tokio::time::timeout(Duration::from_secs(60), changes.next()).await.unwrap().unwrap();
+        let doubts =
+            tokio::time::timeout(Duration::from_secs(60), changes.next()).await.unwrap().unwrap();
         if let Doubts::Objects(reports, by) = doubts
             && reports.contains(&report)
         {
@@ -246,7 +262,8 @@ fn a_link_whose_name_is_no_text_puts_nothing_else_in_doubt() {
         ip_of(&["route", "add", "198.51.100.0/24", "via", "192.0.3.9"]);
         ip("neigh add 192.0.2.77 lladdr 0a:00:00:00:00:09 dev up0 nud permanent");
         let mark = Key::Neigh(link("up0"), address("192.0.2.77"));
-        let is_mark = |report: &Report| matches!(report, Report::Now(object) if object.key() == mark);
+        let is_mark =
+            |report: &Report| matches!(report, Report::Now(object) if object.key() == mark);
         let before = until(
             &mut *changes,
             |doubts| matches!(doubts, Doubts::Objects(reports, _) if reports.iter().any(is_mark)),
@@ -282,14 +299,19 @@ fn our_own_changes_are_not_told_however_many() {
         let (kernel, other) = (uplink(), NetlinkKernel::open().unwrap());
         let owned = Owned { blackholes: true, ..Owned::default() };
         let mut changes = kernel.changes().unwrap();
-        let ours: Vec<Change> = (0..50_000).flat_map(|n| [neigh(n), route(n)]).map(Change::Put).collect();
+        let ours: Vec<Change> =
+            (0..50_000).flat_map(|n| [neigh(n), route(n)]).map(Change::Put).collect();
         assert!(kernel.apply(&owned, &ours).iter().all(Result::is_ok));
         assert!(other.apply(&owned, &[Change::Put(neigh(60_000))])[0].is_ok());
         let before = until(&mut *changes, tells(Report::Now(neigh(60_000)))).await;
         // What the kernel does by itself meanwhile is about links and their own addresses.
         let about_ours = |report: &Report| match report {
-            Report::Now(Object::Neigh(_) | Object::Route(_)) | Report::Inexact(_) | Report::Double(_) => true,
-            Report::Gone(key) | Report::Other(key) | Report::Beside(key) => matches!(key, Key::Neigh(..)),
+            Report::Now(Object::Neigh(_) | Object::Route(_))
+            | Report::Inexact(_)
+            | Report::Double(_) => true,
+            Report::Gone(key) | Report::Other(key) | Report::Beside(key) => {
+                matches!(key, Key::Neigh(..))
+            }
             Report::Now(_) => false,
         };
         for doubts in before {
@@ -311,9 +333,11 @@ fn messages_that_were_lost_put_everything_in_doubt() {
         // Until the buffer, however large, overflows.
         for round in 0.. {
             assert!(round < 100, "the listener's buffer has no end");
-            let theirs: Vec<Change> = (0..20_000).map(|n| Change::Put(neigh(n + round % 2))).collect();
+            let theirs: Vec<Change> =
+                (0..20_000).map(|n| Change::Put(neigh(n + round % 2))).collect();
             assert!(other.apply(&owned, &theirs).iter().all(Result::is_ok));
-            let gone: Vec<Change> = (0..20_000).map(|n| Change::Delete(neigh(n + round % 2))).collect();
+            let gone: Vec<Change> =
+                (0..20_000).map(|n| Change::Delete(neigh(n + round % 2))).collect();
             assert!(other.apply(&owned, &gone).iter().all(Result::is_ok));
             if round >= 4 {
                 break;
@@ -334,8 +358,11 @@ fn one_process_manages_two_namespaces() {
             space.run(|| drop(uplink()));
             NetlinkKernel::open_in(space.path()).unwrap()
         });
-        let owned =
-            Owned { blackholes: true, networks: vec!["10.1.0.0/16".parse().unwrap()], ..Owned::default() };
+        let owned = Owned {
+            blackholes: true,
+            networks: vec!["10.1.0.0/16".parse().unwrap()],
+            ..Owned::default()
+        };
         let mut changes = kernels[1].changes().unwrap();
         assert!(kernels[0].apply(&owned, &[Change::Put(route(1))])[0].is_ok());
         assert!(kernels[1].apply(&owned, &[Change::Put(route(2))])[0].is_ok());
@@ -373,9 +400,12 @@ fn listening_may_begin_outside_a_runtime() {
 fn metrics_that_were_told_of_do_not_stay() {
     in_netns_async(|| async {
         let kernel = uplink();
-        let nexthop = Nexthop { id: 9, link: link("up0"), gateway: address("192.0.2.9"), onlink: false };
+        let nexthop =
+            Nexthop { id: 9, link: link("up0"), gateway: address("192.0.2.9"), onlink: false };
         let ours = Route { dst: "10.1.2.0/24".parse().unwrap(), via: Via::Nexthop(9), mtu: None };
-        let put = |object: Object| kernel.apply(&Owned::default(), &[Change::Put(object)]).remove(0).unwrap();
+        let put = |object: Object| {
+            kernel.apply(&Owned::default(), &[Change::Put(object)]).remove(0).unwrap()
+        };
         put(nexthop.into());
         let mut changes = kernel.changes().unwrap();
         ip("route add 10.1.2.0/24 nhid 9 proto 241 advmss 1000");
@@ -397,11 +427,15 @@ fn nothing_of_ours_that_leads_elsewhere_stays_behind_ours() {
         let owned = Owned { links: [link("flannel.1")].into(), networks, ..Owned::default() };
         let change = |change: Change| kernel.apply(&owned, &[change]).remove(0).unwrap();
         change(Change::Put(
-            Nexthop { id: 9, link: link("flannel.1"), gateway: address("10.1.7.0"), onlink: true }.into(),
+            Nexthop { id: 9, link: link("flannel.1"), gateway: address("10.1.7.0"), onlink: true }
+                .into(),
         ));
         let mut changes = kernel.changes().unwrap();
-        let gateway =
-            |gateway| Via::Gateway { gateway: address(gateway), link: link("flannel.1"), onlink: true };
+        let gateway = |gateway| Via::Gateway {
+            gateway: address(gateway),
+            link: link("flannel.1"),
+            onlink: true,
+        };
         let doubles_v4 = [
             "dev flannel.1",
             "dev flannel.1 proto 241 advmss 900",
@@ -423,14 +457,19 @@ fn nothing_of_ours_that_leads_elsewhere_stays_behind_ours() {
                 change(Change::Put(ours.clone()));
                 let append = || ip(&format!("-{family} route append {dst} {double}"));
                 append();
-                let about = |report: &Report| matches!(report, Report::Double(o) if o.key() == ours.key());
+                let about =
+                    |report: &Report| matches!(report, Report::Double(o) if o.key() == ours.key());
                 until(
                     &mut *changes,
                     |doubts| matches!(doubts, Doubts::Objects(reports, _) if reports.iter().any(about)),
                 )
                 .await;
                 let there = snapshot();
-                assert_eq!(there.get(&ours.key()), Some(&ours), "{dst} {double}: the first takes effect");
+                assert_eq!(
+                    there.get(&ours.key()),
+                    Some(&ours),
+                    "{dst} {double}: the first takes effect"
+                );
                 assert!(there.is_inexact(&ours.key()), "{dst} {double}");
                 change(Change::Put(ours.clone()));
                 assert!(!snapshot().is_inexact(&ours.key()), "{dst} {double}");
@@ -452,12 +491,15 @@ fn nothing_of_ours_that_leads_elsewhere_stays_behind_ours() {
             assert!(!snapshot().is_inexact(&ours.key()), "{dst} {alike}");
             change(Change::Put(ours.clone()));
             change(Change::Delete(ours.clone()));
-            let Object::Route(left) = snapshot().get(&ours.key()).unwrap().clone() else { unreachable!() };
+            let Object::Route(left) = snapshot().get(&ours.key()).unwrap().clone() else {
+                unreachable!()
+            };
             change(Change::Delete(left.into()));
             assert_eq!(shown(), "");
         }
         // What is not ours stays, even behind ours.
-        let ours = Route { dst: "10.1.8.0/24".parse().unwrap(), via: gateway("10.1.8.0"), mtu: None };
+        let ours =
+            Route { dst: "10.1.8.0/24".parse().unwrap(), via: gateway("10.1.8.0"), mtu: None };
         change(Change::Put(ours.into()));
         ip("route append 10.1.8.0/24 via 192.0.2.9 dev up0");
         assert!(!kernel.snapshot(&owned).unwrap().is_inexact(&Key::Route(ours.dst)));
@@ -478,7 +520,8 @@ fn what_stands_before_ours_and_is_not_replaced_gives_way() {
         let owned = Owned { networks, routes_on: [link("up0")].into(), ..Owned::default() };
         let change = |change: Change| kernel.apply(&owned, &[change]).remove(0).unwrap();
         let dst = "fd00:1:0:7::/64";
-        let via = Via::Gateway { gateway: address("2001:db8::9"), link: link("up0"), onlink: false };
+        let via =
+            Via::Gateway { gateway: address("2001:db8::9"), link: link("up0"), onlink: false };
         let ours = Object::from(Route { dst: dst.parse().unwrap(), via, mtu: None });
         let shown = || ip(&format!("-6 route show {dst}"));
         change(Change::Put(ours.clone()));
@@ -487,7 +530,10 @@ fn what_stands_before_ours_and_is_not_replaced_gives_way() {
             ip(&format!("-6 route append {dst} via 2001:db8::7 dev up0"));
             change(Change::Put(ours.clone()));
             let both = shown();
-            assert!(both.starts_with(&format!("{dst} dev up1")) && both.lines().count() == 2, "{both}");
+            assert!(
+                both.starts_with(&format!("{dst} dev up1")) && both.lines().count() == 2,
+                "{both}"
+            );
             let there = kernel.snapshot(&owned).unwrap();
             assert!(
                 there.get(&ours.key()) == Some(&ours) && there.is_inexact(&ours.key()),
@@ -520,21 +566,33 @@ fn one_of_last_resort_does_not_stay_behind_ours_however_it_was_learned_of() {
         let (kernel, other) = (uplink(), NetlinkKernel::open().unwrap());
         let networks = vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/48".parse().unwrap()];
         let owned = Owned { blackholes: true, networks, ..Owned::default() };
-        let change =
-            |kernel: &NetlinkKernel, change: Change| kernel.apply(&owned, &[change]).remove(0).unwrap();
+        let change = |kernel: &NetlinkKernel, change: Change| {
+            kernel.apply(&owned, &[change]).remove(0).unwrap()
+        };
         let mut changes = kernel.changes().unwrap();
         kernel.snapshot(&owned).unwrap();
         for (family, prefix, gateway) in [(4, "10.1", "192.0.2.9"), (6, "fd00:1", "2001:db8::9")] {
-            for (n, learned) in [Learned::Told, Learned::Read, Learned::TooLate].into_iter().enumerate() {
-                let text =
-                    if family == 4 { format!("{prefix}.{n}.0/24") } else { format!("{prefix}:0:{n}::/64") };
-                let route = |via| Object::from(Route { dst: text.parse().unwrap(), via, mtu: None });
+            for (n, learned) in
+                [Learned::Told, Learned::Read, Learned::TooLate].into_iter().enumerate()
+            {
+                let text = if family == 4 {
+                    format!("{prefix}.{n}.0/24")
+                } else {
+                    format!("{prefix}:0:{n}::/64")
+                };
+                let route =
+                    |via| Object::from(Route { dst: text.parse().unwrap(), via, mtu: None });
                 let last = route(Via::LastResort);
-                let ours =
-                    route(Via::Gateway { gateway: address(gateway), link: link("up0"), onlink: false });
+                let ours = route(Via::Gateway {
+                    gateway: address(gateway),
+                    link: link("up0"),
+                    onlink: false,
+                });
                 change(&other, Change::Put(last.clone()));
                 match learned {
-                    Learned::Told => drop(until(&mut *changes, tells(Report::Now(last.clone()))).await),
+                    Learned::Told => {
+                        drop(until(&mut *changes, tells(Report::Now(last.clone()))).await)
+                    }
                     Learned::Read => {
                         assert_eq!(kernel.snapshot(&owned).unwrap().get(&last.key()), Some(&last));
                     }
@@ -554,7 +612,9 @@ fn one_of_last_resort_does_not_stay_behind_ours_however_it_was_learned_of() {
                     shown()
                 );
                 let add_behind = || {
-                    ip(&format!("-{family} route add blackhole {text} metric 4294967295 proto 241"));
+                    ip(&format!(
+                        "-{family} route add blackhole {text} metric 4294967295 proto 241"
+                    ));
                     kernel.snapshot(&owned).unwrap();
                 };
                 add_behind();
@@ -565,7 +625,11 @@ fn one_of_last_resort_does_not_stay_behind_ours_however_it_was_learned_of() {
                 add_behind();
                 let of_another = Owned { networks: Vec::new(), ..owned.clone() };
                 kernel.apply(&of_another, &[Change::Delete(ours)]).remove(0).unwrap();
-                assert!(shown().lines().count() == 1 && shown().contains("blackhole"), "{}", shown());
+                assert!(
+                    shown().lines().count() == 1 && shown().contains("blackhole"),
+                    "{}",
+                    shown()
+                );
             }
         }
     });

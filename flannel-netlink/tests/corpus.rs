@@ -9,8 +9,10 @@ use flannel_netlink::testing::decode;
 fn netlink_message() {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus/netlink_message");
     let mut read = String::new();
-    let mut files: Vec<_> =
-        fs::read_dir(&dir).expect("the corpus is there").map(|file| file.expect("a file").path()).collect();
+    let mut files: Vec<_> = fs::read_dir(&dir)
+        .expect("the corpus is there")
+        .map(|file| file.expect("a file").path())
+        .collect();
     files.sort();
     for path in files {
         let name = path.file_name().expect("a name").to_string_lossy().into_owned();

@@ -97,7 +97,10 @@ async fn follow(
 }
 
 /// Waits until it is told so.
-async fn until(told: &mut watch::Receiver<Standing>, wanted: impl Fn(&Standing) -> bool) -> Standing {
+async fn until(
+    told: &mut watch::Receiver<Standing>,
+    wanted: impl Fn(&Standing) -> bool,
+) -> Standing {
     told.wait_for(wanted).await.unwrap().clone()
 }
 
@@ -147,7 +150,8 @@ fn only_what_the_interface_was_chosen_with_ends_the_choice() {
 #[test]
 fn another_address_is_another_choice() {
     in_netns_async(async || {
-        let reason = waits_for(&["addr add 192.0.3.5/25 dev up1", "addr del 192.0.3.1/24 dev up1"]).await;
+        let reason =
+            waits_for(&["addr add 192.0.3.5/25 dev up1", "addr del 192.0.3.1/24 dev up1"]).await;
         assert_eq!(reason, "up1 has the IPv4 address 192.0.3.5 now, not 192.0.3.1");
     });
 }
@@ -172,8 +176,7 @@ fn a_link_local_address_takes_the_place_of_no_other_and_gives_way_to_one() {
         let kernel = host();
         ip("addr add 169.254.3.4/16 dev up1");
         let selectors = Selectors { iface: vec!["up1".into()], ..Selectors::default() };
-        let lost =
-            |standing: &Standing| matches!(standing, Standing::Lost(why) if why.contains("link-local"));
+        let lost = |standing: &Standing| matches!(standing, Standing::Lost(why) if why.contains("link-local"));
         follow(&kernel, &selectors, &[Family::V4], async |mut told| {
             ip("addr del 192.0.3.1/24 dev up1");
             until(&mut told, lost).await;
@@ -182,7 +185,10 @@ fn a_link_local_address_takes_the_place_of_no_other_and_gives_way_to_one() {
             ip("addr del 192.0.3.1/24 dev up1");
             until(&mut told, lost).await;
             ip("addr add 192.0.3.9/24 dev up1");
-            assert_eq!(other(&mut told).await, "up1 has the IPv4 address 192.0.3.9 now, not 192.0.3.1");
+            assert_eq!(
+                other(&mut told).await,
+                "up1 has the IPv4 address 192.0.3.9 now, not 192.0.3.1"
+            );
             ip("addr del 192.0.3.9/24 dev up1");
             until(&mut told, lost).await;
         })
@@ -191,7 +197,10 @@ fn a_link_local_address_takes_the_place_of_no_other_and_gives_way_to_one() {
         follow(&kernel, &selectors, &[Family::V4], async |mut told| {
             until(&mut told, |standing| *standing == Standing::Kept).await;
             ip("addr add 192.0.3.9/24 dev up1");
-            assert_eq!(other(&mut told).await, "up1 has the IPv4 address 192.0.3.9 now, not 169.254.3.4");
+            assert_eq!(
+                other(&mut told).await,
+                "up1 has the IPv4 address 192.0.3.9 now, not 169.254.3.4"
+            );
         })
         .await;
         // It is what was asked for.
@@ -209,7 +218,8 @@ fn a_link_local_address_takes_the_place_of_no_other_and_gives_way_to_one() {
 fn a_choice_that_becomes_another_one_is_told_again() {
     in_netns_async(async || {
         let kernel = host();
-        let selectors = Selectors { iface: vec!["up1".into(), "up0".into()], ..Selectors::default() };
+        let selectors =
+            Selectors { iface: vec!["up1".into(), "up0".into()], ..Selectors::default() };
         follow(&kernel, &selectors, &Family::BOTH, async |mut told| {
             ip("link del up1");
             assert_eq!(other(&mut told).await, "the external interface is up0 now, not up1");
@@ -227,7 +237,10 @@ fn groups() -> Vec<u32> {
     let table = std::fs::read_to_string("/proc/thread-self/net/netlink").unwrap();
     let rows = table.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
     let routes = rows.filter(|columns| columns[1] == "0");
-    routes.map(|columns| u32::from_str_radix(columns[3], 16).unwrap()).filter(|groups| *groups != 0).collect()
+    routes
+        .map(|columns| u32::from_str_radix(columns[3], 16).unwrap())
+        .filter(|groups| *groups != 0)
+        .collect()
 }
 
 #[test]

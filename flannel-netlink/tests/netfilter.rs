@@ -5,7 +5,9 @@
 use std::time::Duration;
 
 use flannel_core::KernelError;
-use flannel_netlink::netfilter::{Batch, Kind, Make, NetfilterEvents, NetfilterSocket, Refused, Told};
+use flannel_netlink::netfilter::{
+    Batch, Kind, Make, NetfilterEvents, NetfilterSocket, Refused, Told,
+};
 use flannel_netlink::testing::in_netns_async;
 
 /// `NFNL_SUBSYS_NFTABLES`, `NFNLGRP_NFTABLES`, `NFPROTO_IPV4`; `NFT_MSG_…`; an attribute with a name is number 1.
@@ -64,7 +66,8 @@ fn what_is_asked_for_is_found_or_absent() {
         let mut socket = NetfilterSocket::open().unwrap();
         make(&mut socket, "one");
         let kind = Kind { subsystem: NFTABLES, number: GETTABLE, family: IPV4 };
-        let mut ask = |wanted: &str| socket.ask(kind, |request| _ = request.text(NAME, wanted), name);
+        let mut ask =
+            |wanted: &str| socket.ask(kind, |request| _ = request.text(NAME, wanted), name);
         assert_eq!(ask("one"), Ok("one".to_owned()));
         assert!(ask("two").unwrap_err().is_absent());
     });
@@ -86,15 +89,20 @@ fn a_subsystem_that_is_not_there_refuses_the_whole_batch() {
 #[test]
 fn others_changes_are_heard_and_ours_are_not() {
     in_netns_async(|| async {
-        let (mut own, mut other) = (NetfilterSocket::open().unwrap(), NetfilterSocket::open().unwrap());
+        let (mut own, mut other) =
+            (NetfilterSocket::open().unwrap(), NetfilterSocket::open().unwrap());
         let mut events = NetfilterEvents::listen(GROUP, own.port()).unwrap();
         let concerns = |told: &Told<'_>| name(told).is_some_and(|name| name.starts_with("mine"));
         make(&mut own, "mine");
         make(&mut other, "foreign");
-        let silence = tokio::time::timeout(Duration::from_millis(100), events.changed(concerns)).await;
+        let silence =
+            tokio::time::timeout(Duration::from_millis(100), events.changed(concerns)).await;
         assert!(silence.is_err(), "neither our own change nor one that concerns us not");
         make(&mut other, "mine too");
-        tokio::time::timeout(Duration::from_secs(10), events.changed(concerns)).await.unwrap().unwrap();
+        tokio::time::timeout(Duration::from_secs(10), events.changed(concerns))
+            .await
+            .unwrap()
+            .unwrap();
     });
 }
 
@@ -113,7 +121,8 @@ fn what_is_lost_is_told_as_change() {
             .unwrap()
             .unwrap();
         let silence =
-            tokio::time::timeout(Duration::from_millis(100), events.changed(concerns_nothing)).await;
+            tokio::time::timeout(Duration::from_millis(100), events.changed(concerns_nothing))
+                .await;
         assert!(silence.is_err(), "it is told once");
     });
 }

@@ -6,8 +6,8 @@ use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use flannel_core::{
-    Addr, Change, Family, Fdb, Kernel, KernelError, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop,
-    NexthopBlock, Object, Owned, Route, State, Via, Vxlan,
+    Addr, Change, Family, Fdb, Kernel, KernelError, Link, LinkKind, LinkName, MacAddr, Neigh,
+    Nexthop, NexthopBlock, Object, Owned, Route, State, Via, Vxlan,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, bridge, in_netns, ip};
@@ -82,7 +82,8 @@ fn apply(kernel: &NetlinkKernel, change: Change) -> Result<(), KernelError> {
 fn put(kernel: &NetlinkKernel, object: impl Into<Object>) {
     let object = object.into();
     for _ in 0..2 {
-        apply(kernel, Change::Put(object.clone())).unwrap_or_else(|error| panic!("put {object}: {error}"));
+        apply(kernel, Change::Put(object.clone()))
+            .unwrap_or_else(|error| panic!("put {object}: {error}"));
     }
     let snapshot = kernel.snapshot(&owned()).unwrap();
     assert_eq!(snapshot.get(&object.key()), Some(&object));
@@ -134,7 +135,10 @@ fn a_device_has_all_attributes(kernel: &NetlinkKernel, family: Family) {
     assert!(shown["txqlen"].is_null() || shown["txqlen"] == 0, "{shown}");
     let data = &shown["linkinfo"]["info_data"];
     assert_eq!(shown["linkinfo"]["info_kind"], "vxlan");
-    assert_eq!((&data["id"], &data["port"], &data["link"]), (&json!(1), &json!(8472), &json!("up0")));
+    assert_eq!(
+        (&data["id"], &data["port"], &data["link"]),
+        (&json!(1), &json!(8472), &json!("up0"))
+    );
     let local = vxlan.local.unwrap().to_string();
     assert!(data["local"] == *local || data["local6"] == *local, "{data}");
     assert_eq!(data["learning"], false);
@@ -164,7 +168,11 @@ fn a_device_changes(kernel: &NetlinkKernel, family: Family) {
         link(mtu(family), true, Vxlan { local: None, ..vxlan }),
         link(mtu(family), true, Vxlan { lower: Some(name("up1")), ..vxlan }),
         link(mtu(family), true, Vxlan { learning: true, ..vxlan }),
-        link(1300, true, Vxlan { local: Some(other), lower: Some(name("up1")), learning: true, ..vxlan }),
+        link(
+            1300,
+            true,
+            Vxlan { local: Some(other), lower: Some(name("up1")), learning: true, ..vxlan },
+        ),
         wanted.clone(),
     ] {
         put(kernel, changed.clone());
@@ -235,12 +243,18 @@ fn a_device_that_was_renamed_gets_its_name_back_and_keeps_what_is_on_it() {
             ip("link set flannel.1 name stray0 mtu 1300");
             ip("link add flannel.1 type vxlan id 2 dev up0 dstport 8472");
             put(kernel, wanted.clone());
-            assert_eq!((&shown_link()["ifindex"], &shown_link()["mtu"]), (&index, &json!(mtu(family))));
+            assert_eq!(
+                (&shown_link()["ifindex"], &shown_link()["mtu"]),
+                (&index, &json!(mtu(family)))
+            );
             // Somebody else's stays, and is named.
             ip("link set flannel.1 name stray0 address 0a:00:00:00:00:99");
             let error = apply(kernel, Change::Put(wanted.into())).unwrap_err();
             assert_eq!(error.errno, 17);
-            assert!(error.to_string().contains("stray0 has the VNI 1 and the UDP port 8472"), "{error}");
+            assert!(
+                error.to_string().contains("stray0 has the VNI 1 and the UDP port 8472"),
+                "{error}"
+            );
             assert_eq!(json_of(&ip("-j link show dev stray0"))[0]["ifindex"], index);
         });
     });
@@ -255,10 +269,14 @@ fn a_foreign_device_of_that_name_stays() {
         ip("link set flannel.1 up");
         let error = apply(&kernel, Change::Put(device(Family::V4).0.into())).unwrap_err();
         assert_eq!(error.errno, 17);
-        assert!(error.to_string().contains("flannel.1") && error.to_string().contains("bridge"), "{error}");
+        assert!(
+            error.to_string().contains("flannel.1") && error.to_string().contains("bridge"),
+            "{error}"
+        );
         apply(&kernel, Change::Delete(device(Family::V4).0.into())).unwrap();
         assert_eq!(shown_link()["linkinfo"]["info_kind"], "bridge");
-        let owned = Owned { nexthops: NexthopBlock::choose(&kernel, &owned()).unwrap().0, ..owned() };
+        let owned =
+            Owned { nexthops: NexthopBlock::choose(&kernel, &owned()).unwrap().0, ..owned() };
         let id = owned.nexthops.unwrap().first();
         ip("route add 10.1.7.0/24 via 10.1.0.7 dev flannel.1 proto 241");
         ip("route add 10.1.8.0/24 via 10.1.0.7 dev flannel.1");
@@ -271,7 +289,9 @@ fn shown_addresses() -> Vec<(String, u64)> {
     let shown = json_of(&ip("-j addr show dev flannel.1"));
     let all = shown[0]["addr_info"].as_array().unwrap().iter();
     let global = all.filter(|a| a["scope"] == "global");
-    global.map(|a| (a["local"].as_str().unwrap().to_owned(), a["prefixlen"].as_u64().unwrap())).collect()
+    global
+        .map(|a| (a["local"].as_str().unwrap().to_owned(), a["prefixlen"].as_u64().unwrap()))
+        .collect()
 }
 
 #[test]
@@ -340,13 +360,15 @@ fn what_no_object_expresses_is_noted_and_put_right() {
             let via = Via::Gateway { gateway: address(gateway), link: link.name, onlink: true };
             let route = Route { dst: dst.parse().unwrap(), via, mtu: None };
             put(kernel, route);
-            let neigh = Neigh { link: link.name, address: address(gateway), mac: mac("0a:00:00:00:00:07") };
+            let neigh =
+                Neigh { link: link.name, address: address(gateway), mac: mac("0a:00:00:00:00:07") };
             put(kernel, neigh);
             let far = if family == Family::V4 { "192.0.2.7" } else { "2001:db8::7" };
             let fdb = Fdb { link: link.name, mac: neigh.mac, dst: address(far) };
             put(kernel, fdb);
             ip("link add name br0 type bridge");
-            let set = |what: &str| (Object::from(link.clone()), format!("ip link set flannel.1 {what}"));
+            let set =
+                |what: &str| (Object::from(link.clone()), format!("ip link set flannel.1 {what}"));
             let mark = |mark: &str| {
                 let command = format!(
                     "ip neigh replace {gateway} lladdr {} dev flannel.1 nud permanent {mark}",
@@ -362,12 +384,15 @@ fn what_no_object_expresses_is_noted_and_put_right() {
                 (Object::from(addr), command)
             };
             let replace = |what: &str| {
-                let command =
-                    format!("ip route replace {dst} via {gateway} dev flannel.1 onlink proto 241 {what}");
+                let command = format!(
+                    "ip route replace {dst} via {gateway} dev flannel.1 onlink proto 241 {what}"
+                );
                 (Object::from(route), command)
             };
-            let sticky =
-                format!("bridge fdb replace {} dev flannel.1 dst {far} self permanent sticky", fdb.mac);
+            let sticky = format!(
+                "bridge fdb replace {} dev flannel.1 dst {far} self permanent sticky",
+                fdb.mac
+            );
             let mut damage = vec![
                 set("type vxlan id 1 ttl 3"),
                 set("type vxlan id 1 tos 4"),
@@ -407,8 +432,9 @@ fn both_lengths_in_one_call_end_with_the_last() {
         let kernel = uplinks();
         put(&kernel, device(Family::V4).0);
         for (text, len) in [("10.1.5.0", 32u8), ("fd00:1:5::", 128)] {
-            let addr =
-                |len| Change::Put(Addr { link: name("flannel.1"), address: address(text), len }.into());
+            let addr = |len| {
+                Change::Put(Addr { link: name("flannel.1"), address: address(text), len }.into())
+            };
             let results = kernel.apply(&owned(), &[addr(len - 8), addr(len - 4), addr(len)]);
             assert_eq!(results, [Ok(()), Ok(()), Ok(())]);
             assert!(shown_addresses().ends_with(&[(text.to_owned(), u64::from(len))]));
@@ -432,19 +458,30 @@ fn neighbours_and_forwarding_entries() {
                 assert_eq!(shown()[0]["dst"], a);
                 assert_eq!(shown()[0]["lladdr"], mac.to_string());
             }
-            let neigh = Neigh { link: name("flannel.1"), address: address(a), mac: mac("0a:00:00:00:00:08") };
+            let neigh = Neigh {
+                link: name("flannel.1"),
+                address: address(a),
+                mac: mac("0a:00:00:00:00:08"),
+            };
             delete(kernel, neigh);
             assert_eq!(shown().as_array().unwrap().len(), 0);
 
             let shown = || json_of(&bridge("-j fdb show dev flannel.1"));
-            let fdb = |dst| Fdb { link: name("flannel.1"), mac: mac("0a:00:00:00:00:07"), dst: address(dst) };
+            let fdb = |dst| Fdb {
+                link: name("flannel.1"),
+                mac: mac("0a:00:00:00:00:07"),
+                dst: address(dst),
+            };
             for dst in [d, e] {
                 put(kernel, fdb(dst));
                 assert_eq!(
                     (&shown()[0]["dst"], &shown()[0]["mac"]),
                     (&json!(dst), &json!("0a:00:00:00:00:07"))
                 );
-                assert_eq!((&shown()[0]["state"], shown()[1].is_null()), (&json!("permanent"), true));
+                assert_eq!(
+                    (&shown()[0]["state"], shown()[1].is_null()),
+                    (&json!("permanent"), true)
+                );
             }
             // One that leads to nexthop objects would stay so, whatever is put.
             ip(&format!("nexthop add id 78 via {d} fdb"));
@@ -457,7 +494,8 @@ fn neighbours_and_forwarding_entries() {
             diverted();
             let is_inexact = || {
                 let snapshot = kernel.snapshot(&owned()).unwrap();
-                let found = snapshot.iter().find(|object| matches!(object, Object::Fdb(_))).cloned();
+                let found =
+                    snapshot.iter().find(|object| matches!(object, Object::Fdb(_))).cloned();
                 found.filter(|found| snapshot.is_inexact(&found.key()))
             };
             assert!(is_inexact().is_some());
@@ -479,15 +517,25 @@ fn neighbours_and_forwarding_entries() {
                 bridge(&format!("fdb add 0a:00:00:00:00:07 dev flannel.1 {dst} {odd}"));
                 assert!(is_inexact().is_some(), "{odd}");
                 put(kernel, fdb(e));
-                assert_eq!((&shown()[0]["dst"], &shown()[0]["port"]), (&json!(e), &Value::Null), "{odd}");
-                assert_eq!((is_inexact(), &shown()[0]["state"]), (None, &json!("permanent")), "{odd}");
+                assert_eq!(
+                    (&shown()[0]["dst"], &shown()[0]["port"]),
+                    (&json!(e), &Value::Null),
+                    "{odd}"
+                );
+                assert_eq!(
+                    (is_inexact(), &shown()[0]["state"]),
+                    (None, &json!("permanent")),
+                    "{odd}"
+                );
             }
             apply(kernel, Change::Delete(fdb(d).into())).unwrap();
             assert_eq!(shown()[0]["dst"], e, "only as described");
             delete(kernel, fdb(e));
             assert_eq!(shown().as_array().unwrap().len(), 0);
 
-            for (mac, dst) in [("00:00:00:00:00:00", d), ("00:00:00:00:00:00", e), ("01:00:5e:00:00:01", e)] {
+            for (mac, dst) in
+                [("00:00:00:00:00:00", d), ("00:00:00:00:00:00", e), ("01:00:5e:00:00:01", e)]
+            {
                 bridge(&format!("fdb append {mac} dev flannel.1 dst {dst} self permanent"));
             }
             let strangers = kernel.snapshot(&owned()).unwrap();
@@ -510,7 +558,11 @@ fn tables_of_any_length_are_read_whole() {
                     Family::V4 => IpAddr::from([10, 1, high, low]),
                     Family::V6 => IpAddr::from([0xfd00, 1, n, 0, 0, 0, 0, 0]),
                 };
-                Object::from(Neigh { link: link.name, address, mac: MacAddr::local([2, 0, 0, 0, high, low]) })
+                Object::from(Neigh {
+                    link: link.name,
+                    address,
+                    mac: MacAddr::local([2, 0, 0, 0, high, low]),
+                })
             };
             let mut want: State = [Object::from(link.clone())].into_iter().collect();
             for (from, to) in [(0, 500), (500, 5_000)] {
@@ -540,11 +592,16 @@ fn a_route_takes_the_place_of_one_of_last_resort() {
             };
             let route = |via| Route { dst: dst.parse().unwrap(), via, mtu: None };
             put(kernel, route(Via::LastResort));
-            put(kernel, route(Via::Gateway { gateway: address(gateway), link: link.name, onlink: true }));
-            let shown = ip(&format!("-{} route show {dst}", if family == Family::V4 { 4 } else { 6 }));
+            put(
+                kernel,
+                route(Via::Gateway { gateway: address(gateway), link: link.name, onlink: true }),
+            );
+            let shown =
+                ip(&format!("-{} route show {dst}", if family == Family::V4 { 4 } else { 6 }));
             assert!(shown.lines().count() == 1 && shown.contains("flannel.1"), "{shown}");
             put(kernel, route(Via::LastResort));
-            let shown = ip(&format!("-{} route show {dst}", if family == Family::V4 { 4 } else { 6 }));
+            let shown =
+                ip(&format!("-{} route show {dst}", if family == Family::V4 { 4 } else { 6 }));
             assert!(shown.lines().count() == 1 && shown.contains("blackhole"), "{shown}");
         });
     });
@@ -558,7 +615,12 @@ fn nexthops_are_read_however_often_others_change_theirs() {
         let block = NexthopBlock::choose(&kernel, &owned()).unwrap().0;
         let owned = Owned { nexthops: block, ..owned() };
         let nexthop = |id: u32, last: u8| {
-            Object::from(Nexthop { id, link: name("up0"), gateway: [192, 0, 2, last].into(), onlink: true })
+            Object::from(Nexthop {
+                id,
+                link: name("up0"),
+                gateway: [192, 0, 2, last].into(),
+                onlink: true,
+            })
         };
         let ids = (0..COUNT).map(|n| block.unwrap().first() + n);
         let ours: Vec<Change> = ids.map(|id| Change::Put(nexthop(id, 7))).collect();
@@ -579,7 +641,10 @@ fn nexthops_are_read_however_often_others_change_theirs() {
             over.store(true, Ordering::Relaxed);
             for (state, ids) in read {
                 let (state, ids) = (state.unwrap(), ids.unwrap());
-                assert!(ours.iter().all(|change| state.get(&change.object().key()) == Some(change.object())));
+                assert!(
+                    ours.iter()
+                        .all(|change| state.get(&change.object().key()) == Some(change.object()))
+                );
                 assert!(state.len() == COUNT as usize && ids.usable);
             }
             assert!(churn.join().unwrap() > 100, "the table did not change");
@@ -604,10 +669,12 @@ fn learned_and_foreign_entries_are_not_ours() {
         let snapshot = kernel.snapshot(&owned()).unwrap();
         assert_eq!(snapshot.iter().cloned().collect::<Vec<_>>(), [device(Family::V4).0.into()]);
         // Theirs by protocol: a deletion that describes it does not reach it.
-        let theirs = Via::Gateway { gateway: address("192.0.2.9"), link: name("up0"), onlink: false };
+        let theirs =
+            Via::Gateway { gateway: address("192.0.2.9"), link: name("up0"), onlink: false };
         let route = Route { dst: "10.1.9.0/24".parse().unwrap(), via: theirs, mtu: None };
         apply(&kernel, Change::Delete(route.into())).unwrap();
-        let nexthop = Nexthop { id: 5, link: name("up0"), gateway: address("192.0.2.9"), onlink: false };
+        let nexthop =
+            Nexthop { id: 5, link: name("up0"), gateway: address("192.0.2.9"), onlink: false };
         apply(&kernel, Change::Delete(nexthop.into())).unwrap();
         assert!(ip("route show").contains("10.1.9.0/24"));
         assert!(ip("nexthop show").contains("id 5"));
@@ -633,7 +700,10 @@ fn nexthops() {
             put(kernel, nexthop(g));
             put(kernel, Route { dst: dst.parse().unwrap(), via: Via::Nexthop(77), mtu: None });
             assert_eq!((&shown()["gateway"], &shown()["dev"]), (&json!(g), &json!("flannel.1")));
-            assert_eq!((&shown()["flags"], &shown()["protocol"]), (&json!(["onlink"]), &json!("241")));
+            assert_eq!(
+                (&shown()["flags"], &shown()["protocol"]),
+                (&json!(["onlink"]), &json!("241"))
+            );
             put(kernel, nexthop(h));
             assert_eq!(shown()["gateway"], h);
             assert!(
@@ -657,12 +727,19 @@ fn a_failure_in_the_middle_of_a_batch_is_that_ones_alone() {
         let kernel = uplinks();
         put(&kernel, device(Family::V4).0);
         let route = |n: u8, onlink| {
-            let via = Via::Gateway { gateway: IpAddr::from([10, 1, n, 0]), link: name("flannel.1"), onlink };
+            let via = Via::Gateway {
+                gateway: IpAddr::from([10, 1, n, 0]),
+                link: name("flannel.1"),
+                onlink,
+            };
             let dst = format!("10.1.{n}.0/24").parse().unwrap();
             Change::Put(Route { dst, via, mtu: None }.into())
         };
-        let missing =
-            Neigh { link: name("flannel.9"), address: address("10.1.1.1"), mac: mac("0a:00:00:00:00:01") };
+        let missing = Neigh {
+            link: name("flannel.9"),
+            address: address("10.1.1.1"),
+            mac: mac("0a:00:00:00:00:01"),
+        };
         let mut changes: Vec<Change> = (0..250).map(|n| route(n, n != 100)).collect();
         changes.insert(200, Change::Put(missing.into()));
         let results = kernel.apply(&owned(), &changes);

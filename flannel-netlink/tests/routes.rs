@@ -6,8 +6,8 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use flannel_core::{
-    Change, Dual, Family, Kernel, Key, LinkName, Nexthop, NexthopBlock, Object, Owned, Route, RouteAnswer,
-    Subnet, Via, cleanup, ready_for_go,
+    Change, Dual, Family, Kernel, Key, LinkName, Nexthop, NexthopBlock, Object, Owned, Route,
+    RouteAnswer, Subnet, Via, cleanup, ready_for_go,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, in_netns, ip};
@@ -98,8 +98,13 @@ impl Scene {
         let flag = if self.family == Family::V4 { "-4" } else { "-6" };
         let shown: Value =
             serde_json::from_str(&ip(&format!("-j {flag} route show {}", self.dst()))).unwrap();
-        let found = self.kernel.snapshot(&self.owned()).unwrap().get(&Key::Route(self.dst())).cloned();
-        assert_eq!(shown.as_array().unwrap().len(), usize::from(found.is_some()), "{shown} {found:?}");
+        let found =
+            self.kernel.snapshot(&self.owned()).unwrap().get(&Key::Route(self.dst())).cloned();
+        assert_eq!(
+            shown.as_array().unwrap().len(),
+            usize::from(found.is_some()),
+            "{shown} {found:?}"
+        );
         found
     }
 
@@ -162,7 +167,12 @@ fn a_deletion_spares_another_path_to_the_destination() {
             for (there, deleted) in [(0, 1), (1, 0), (3, 5), (5, 6), (7, 1), (8, 1), (7, 5)] {
                 scene.apply(&Change::Put(forms[there].into()));
                 scene.apply(&Change::Delete(forms[deleted].into()));
-                assert_eq!(scene.found(), Some(forms[there].into()), "deleting {:?}", forms[deleted]);
+                assert_eq!(
+                    scene.found(),
+                    Some(forms[there].into()),
+                    "deleting {:?}",
+                    forms[deleted]
+                );
             }
         });
     });
@@ -183,7 +193,11 @@ fn a_route_takes_the_place_of_a_foreign_one() {
                 ] {
                     scene.foreign(foreign);
                     assert_eq!(
-                        scene.kernel.snapshot(&scene.owned()).unwrap().get(&Key::Route(scene.dst())),
+                        scene
+                            .kernel
+                            .snapshot(&scene.owned())
+                            .unwrap()
+                            .get(&Key::Route(scene.dst())),
                         None
                     );
                     scene.apply(&Change::Put(wanted.into()));
@@ -209,13 +223,16 @@ fn a_route_of_ours_with_more_is_found_and_put_right_or_deleted() {
                 if scene.family == Family::V6 {
                     more.push("pref high");
                     // The kernel takes no source with a nexthop object there.
-                    more.retain(|more| !(more.contains("src") && matches!(ours.via, Via::Nexthop(_))));
+                    more.retain(|more| {
+                        !(more.contains("src") && matches!(ours.via, Via::Nexthop(_)))
+                    });
                 } else if !matches!(ours.via, Via::Link(_)) {
                     // Of those to a link it is what says that there is no gateway.
                     more.push("scope site");
                 }
                 for more in more {
-                    let command = format!("{} proto 241 {more}", text.replacen("route", "route replace", 1));
+                    let command =
+                        format!("{} proto 241 {more}", text.replacen("route", "route replace", 1));
                     for (change, left) in [
                         (Change::Put(ours.into()), Some(ours)),
                         (Change::Put(wanted.into()), Some(wanted)),
@@ -225,7 +242,11 @@ fn a_route_of_ours_with_more_is_found_and_put_right_or_deleted() {
                         assert_eq!(scene.found(), Some(ours.into()), "{command}");
                         assert!(scene.is_inexact(), "{command}");
                         scene.apply(&change);
-                        assert_eq!(scene.found(), left.map(Object::from), "{change} after {command}");
+                        assert_eq!(
+                            scene.found(),
+                            left.map(Object::from),
+                            "{change} after {command}"
+                        );
                         assert!(!scene.is_inexact(), "{change} after {command}");
                         left.iter().for_each(|route| scene.apply(&Change::Delete((*route).into())));
                     }
@@ -236,7 +257,8 @@ fn a_route_of_ours_with_more_is_found_and_put_right_or_deleted() {
             let more = [("", true), (" advmss 1000", false), (" src SOURCE", false)];
             for (more, is_found) in more.into_iter().chain(scope) {
                 scene.foreign(&format!("route add DST via FIVE dev up0{more}"));
-                let len = Dual::from_fn(|family| (family == scene.family).then_some(scene.dst().len()));
+                let len =
+                    Dual::from_fn(|family| (family == scene.family).then_some(scene.dst().len()));
                 let owned = Owned { go_routes: Some(len), blackholes: false, ..scene.owned() };
                 let found = scene.kernel.snapshot(&owned).unwrap();
                 assert_eq!(found.get(&Key::Route(scene.dst())).is_some(), is_found, "{more}");
@@ -251,7 +273,9 @@ fn ours_is_put_before_one_that_hides_it() {
     in_netns(|| {
         in_both_families(|scene| {
             for n in 0..scene.forms().len() {
-                for foreign in ["route prepend DST via FIVE dev up0", "route append DST via FIVE dev up0"] {
+                for foreign in
+                    ["route prepend DST via FIVE dev up0", "route append DST via FIVE dev up0"]
+                {
                     let once = || hide(&Scene::set(scene.family), n, foreign);
                     Netns::new().unwrap().run(once);
                 }
@@ -270,7 +294,11 @@ fn hide(scene: &Scene, form: usize, foreign: &str) {
     scene.foreign(foreign);
     scene.apply(&Change::Put(wanted.into()));
     let found = scene.kernel.snapshot(&scene.owned()).unwrap();
-    assert_eq!(found.get(&Key::Route(scene.dst())), Some(&wanted.into()), "{wanted:?} after {foreign}");
+    assert_eq!(
+        found.get(&Key::Route(scene.dst())),
+        Some(&wanted.into()),
+        "{wanted:?} after {foreign}"
+    );
 }
 
 /// As a nexthop object is put right, whatever else stands there. In IPv4, where there are nexthop objects.
@@ -278,7 +306,9 @@ fn hide(scene: &Scene, form: usize, foreign: &str) {
 fn a_route_that_goes_by_the_gateway_on_its_way_ends_by_its_nexthop_object() {
     in_netns(|| {
         for there in 0..2 {
-            for foreign in ["", "route prepend DST via FIVE dev up0", "route append DST via FIVE dev up0"] {
+            for foreign in
+                ["", "route prepend DST via FIVE dev up0", "route append DST via FIVE dev up0"]
+            {
                 Netns::new().unwrap().run(|| step_aside(&Scene::set(Family::V4), there, foreign));
             }
         }
@@ -289,7 +319,8 @@ fn step_aside(scene: &Scene, there: usize, foreign: &str) {
     let (id, gateway) = (scene.id(7), scene.gateway(7));
     let nexthop = Nexthop { id, link: up(), gateway, onlink: true };
     let via = Via::Gateway { gateway, link: up(), onlink: true };
-    let [plain, by_id] = [via, Via::Nexthop(id)].map(|via| Route { dst: scene.dst(), via, mtu: None });
+    let [plain, by_id] =
+        [via, Via::Nexthop(id)].map(|via| Route { dst: scene.dst(), via, mtu: None });
     scene.apply(&Change::Put(nexthop.into()));
     scene.apply(&Change::Put([plain, by_id][there].into()));
     if !foreign.is_empty() {
@@ -301,7 +332,11 @@ fn step_aside(scene: &Scene, there: usize, foreign: &str) {
     let shown = ip(&format!("-N route show {}", scene.dst()));
     assert_eq!(shown.matches("proto 241").count(), 1, "{there} {foreign}: {shown}");
     let found = scene.kernel.snapshot(&scene.owned()).unwrap();
-    assert_eq!(found.get(&Key::Route(scene.dst())), Some(&by_id.into()), "{there} {foreign}: {shown}");
+    assert_eq!(
+        found.get(&Key::Route(scene.dst())),
+        Some(&by_id.into()),
+        "{there} {foreign}: {shown}"
+    );
 }
 
 /// What is there already, behind routes of others, goes if the last one could take the first one's place, and only then. IPv6 routes replace
@@ -331,14 +366,22 @@ fn hide_a_step(scene: &Scene, case: usize, foreign: &[&str]) {
     }
     let results = scene.kernel.apply(&scene.owned(), &[step.into(), last.into()].map(Change::Put));
     let arrives = last != nowhere;
-    assert_eq!(results.iter().map(Result::is_ok).collect::<Vec<_>>(), [true, arrives], "{results:?}");
+    assert_eq!(
+        results.iter().map(Result::is_ok).collect::<Vec<_>>(),
+        [true, arrives],
+        "{results:?}"
+    );
     let shown = ip(&format!("-N route show {}", scene.dst()));
     let ours: Vec<&str> = shown.lines().filter(|line| line.contains("proto 241")).collect();
     assert_eq!(ours.len(), 1, "{last:?}: {shown}");
     let remains = if arrives { last } else { step };
     assert_eq!(ours[0].contains("mtu 1400"), remains.mtu.is_some(), "{last:?}: {shown}");
     assert_eq!(ours[0].contains("nhid"), remains == by_id, "{last:?}: {shown}");
-    assert_eq!(shown.lines().count() - 1, foreign.len() - usize::from(arrives), "{last:?}: {shown}");
+    assert_eq!(
+        shown.lines().count() - 1,
+        foreign.len() - usize::from(arrives),
+        "{last:?}: {shown}"
+    );
 }
 
 #[test]
@@ -346,7 +389,8 @@ fn routes_survive_a_group_in_the_place_of_their_nexthop() {
     in_netns(|| {
         in_both_families(|scene| {
             let id = scene.id(7);
-            let route = |dst: &str| Route { dst: dst.parse().unwrap(), via: Via::Nexthop(id), mtu: None };
+            let route =
+                |dst: &str| Route { dst: dst.parse().unwrap(), via: Via::Nexthop(id), mtu: None };
             let [sent, there, left] = match scene.family {
                 Family::V4 => ["10.1.2.0/24", "10.1.3.0/24", "10.1.4.0/24"],
                 Family::V6 => ["fd00:1:2::/64", "fd00:1:3::/64", "fd00:1:4::/64"],
@@ -360,8 +404,11 @@ fn routes_survive_a_group_in_the_place_of_their_nexthop() {
             }
             scene.foreign(&format!("route add DST nhid {id} metric 77"));
             let nexthop = Nexthop { id, link: up(), gateway: scene.gateway(7), onlink: true };
-            let changes: [Change; 3] =
-                [Change::Put(nexthop.into()), Change::Put(sent.into()), Change::Delete(left.into())];
+            let changes: [Change; 3] = [
+                Change::Put(nexthop.into()),
+                Change::Put(sent.into()),
+                Change::Delete(left.into()),
+            ];
             assert_eq!(scene.kernel.apply(&scene.owned(), &changes), [Ok(()), Ok(()), Ok(())]);
             let state = scene.kernel.snapshot(&scene.owned()).unwrap();
             assert_eq!(state.get(&Key::Nexthop(id)), Some(&nexthop.into()));
@@ -374,7 +421,11 @@ fn routes_survive_a_group_in_the_place_of_their_nexthop() {
             let refused = scene.kernel.apply(&scene.owned(), &[Change::Put(bad.into())]).remove(0);
             let text = refused.unwrap_err().to_string();
             assert!(!text.contains("group"), "{text}");
-            assert_eq!(scene.found(), Some(sent.into()), "nothing goes for what could not take its place");
+            assert_eq!(
+                scene.found(),
+                Some(sent.into()),
+                "nothing goes for what could not take its place"
+            );
         });
     });
 }
@@ -415,8 +466,11 @@ fn a_nexthop_that_leads_nowhere_leads_on_whatever_goes_by_it() {
             ip(&format!("-6 nexthop replace id {id} blackhole"));
             assert_eq!(scene.found(), Some(ours.into()), "still the route by it");
             // The kernel lets no IPv6 route go by an IPv4 nexthop, but by a blackhole.
-            let other =
-                if scene.family == Family::V4 { "-6 route add fd77::/64" } else { "route add 10.77.0.0/24" };
+            let other = if scene.family == Family::V4 {
+                "-6 route add fd77::/64"
+            } else {
+                "route add 10.77.0.0/24"
+            };
             ip(&format!("{other} nhid {id}"));
             let nexthop = Nexthop { id, link: up(), gateway: scene.gateway(7), onlink: true };
             scene.apply(&Change::Put(nexthop.into()));
@@ -434,8 +488,9 @@ fn what_else_goes_by_a_nexthop_is_found_and_does_not_go_with_it() {
             let v4 = scene.family == Family::V4;
             let id = scene.id(7);
             let ours = Route { dst: scene.dst(), via: Via::Nexthop(id), mtu: None };
-            let users =
-                || scene.kernel.nexthop_users(&scene.kernel.snapshot(&scene.owned()).unwrap()).unwrap();
+            let users = || {
+                scene.kernel.nexthop_users(&scene.kernel.snapshot(&scene.owned()).unwrap()).unwrap()
+            };
             assert!(users().is_empty(), "no route at all");
             scene.apply(&Change::Put(ours.into()));
             assert!(users().is_empty(), "only ours");
@@ -452,13 +507,19 @@ fn what_else_goes_by_a_nexthop_is_found_and_does_not_go_with_it() {
                 scene.foreign(&format!("route add DST nhid {id} {other}"));
                 let found = users();
                 let text = format!("route {} nhid {id} ", scene.dst());
-                assert!(found[&id].starts_with(&text) && found[&id].contains(said), "{other}: {found:?}");
+                assert!(
+                    found[&id].starts_with(&text) && found[&id].contains(said),
+                    "{other}: {found:?}"
+                );
                 for clean in [ready_for_go, cleanup] {
                     let report = clean(&scene.kernel, &scene.owned(), false).unwrap();
                     let [(Change::Delete(Object::Nexthop(kept)), why)] = &report.failed[..] else {
                         panic!("{other}: {report:#?}")
                     };
-                    assert!(kept.id == id && why.errno == 16 && why.to_string().contains(said), "{why}");
+                    assert!(
+                        kept.id == id && why.errno == 16 && why.to_string().contains(said),
+                        "{why}"
+                    );
                 }
                 assert_eq!(users().len(), 1, "{other}: still there");
                 scene.foreign(&format!("route del DST nhid {id} {other}"));
@@ -478,8 +539,14 @@ fn a_route_of_last_resort_stands_behind_others_and_replaces_ours() {
     in_netns(|| {
         in_both_families(|scene| {
             let last = Route { dst: scene.dst(), via: Via::LastResort, mtu: None };
-            let found =
-                || scene.kernel.snapshot(&scene.owned()).unwrap().get(&Key::Route(scene.dst())).cloned();
+            let found = || {
+                scene
+                    .kernel
+                    .snapshot(&scene.owned())
+                    .unwrap()
+                    .get(&Key::Route(scene.dst()))
+                    .cloned()
+            };
             let inside = scene.dst().nth(9).unwrap();
             for form in scene.forms() {
                 scene.apply(&Change::Put(form.into()));
@@ -504,7 +571,10 @@ fn a_route_of_last_resort_stands_behind_others_and_replaces_ours() {
                 scene.foreign(&format!("route add DST {theirs}"));
                 scene.apply(&Change::Put(last.into()));
                 let shown = ip(&format!("{flag} route show {}", scene.dst()));
-                assert!(shown.contains("metric 50") || shown.contains("nhid 77"), "{theirs}: {shown}");
+                assert!(
+                    shown.contains("metric 50") || shown.contains("nhid 77"),
+                    "{theirs}: {shown}"
+                );
                 scene.apply(&Change::Delete(last.into()));
                 scene.foreign(&format!("route del DST {theirs}"));
                 assert_eq!(scene.found(), None);
@@ -563,8 +633,13 @@ fn five_thousand_routes_are_read_while_others_change() {
     in_netns(|| {
         in_both_families(|scene| {
             let first =
-                Subnet::new(scene.dst().base(), if scene.family == Family::V4 { 30 } else { 64 }).unwrap();
-            let route = |n| Route { dst: first.step(n).unwrap(), via: Via::Nexthop(scene.id(7)), mtu: None };
+                Subnet::new(scene.dst().base(), if scene.family == Family::V4 { 30 } else { 64 })
+                    .unwrap();
+            let route = |n| Route {
+                dst: first.step(n).unwrap(),
+                via: Via::Nexthop(scene.id(7)),
+                mtu: None,
+            };
             let puts: Vec<Change> = (0..5000).map(|n| Change::Put(route(n).into())).collect();
             let owned = Owned {
                 networks: vec!["10.0.0.0/8".parse().unwrap(), "fd00::/16".parse().unwrap()],
@@ -587,8 +662,8 @@ fn five_thousand_routes_are_read_while_others_change() {
                     // A table that never rests may be more than the kernel can show; then that is what it says.
                     match scene.kernel.snapshot(&owned) {
                         Ok(found) => {
-                            let steady =
-                                (0..5000).filter(|n| found.get(&Key::Route(route(*n).dst)).is_some());
+                            let steady = (0..5000)
+                                .filter(|n| found.get(&Key::Route(route(*n).dst)).is_some());
                             assert_eq!(steady.count(), 5000);
                         }
                         Err(error) => assert!(error.to_string().contains("changed"), "{error}"),

@@ -16,7 +16,8 @@ fn the_kernel_passes_the_suite() {
         ip("addr add 192.0.2.1/24 dev up0");
         ip("addr add 2001:db8::1/64 dev up0 nodad");
         ip("link set up0 up");
-        let (kernel, other) = (Arc::new(NetlinkKernel::open().unwrap()), NetlinkKernel::open().unwrap());
+        let (kernel, other) =
+            (Arc::new(NetlinkKernel::open().unwrap()), NetlinkKernel::open().unwrap());
         let uplink = "up0".parse().unwrap();
         kernel_suite(&Ground { kernel: &*kernel, other: &other, uplink }).await;
     });

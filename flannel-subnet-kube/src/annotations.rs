@@ -84,10 +84,14 @@ impl FromStr for Prefix {
         let error = || PrefixError { text: text.to_owned() };
         let (domain, word) = text.split_once('/').unwrap_or((text, ""));
         let plain = |text: &str| {
-            text.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-' || b == b'_')
+            text.bytes()
+                .all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-' || b == b'_')
         };
         let labels: Vec<&str> = domain.split('.').collect();
-        if labels.len() < 2 || labels.iter().any(|label| label.is_empty() || !plain(label)) || !plain(word) {
+        if labels.len() < 2
+            || labels.iter().any(|label| label.is_empty() || !plain(label))
+            || !plain(word)
+        {
             return Err(error());
         }
         // A dash alone is no word.
@@ -165,7 +169,11 @@ pub(crate) fn says(there: &Values, name: &str, wanted: &str) -> bool {
 /// has no news, its data is written in the other way, which for whoever reads it is the same: with or without a space before it.
 ///
 /// Behind the brace a space would be as good, but not within: Go flannel cuts its own MAC address out of this text.
-pub(crate) fn reworded(wanted: &Values, missing: &Values, there: &Values) -> Option<(Box<str>, Box<str>)> {
+pub(crate) fn reworded(
+    wanted: &Values,
+    missing: &Values,
+    there: &Values,
+) -> Option<(Box<str>, Box<str>)> {
     if missing.contains_key(BACKEND_TYPE) {
         // It counts for both.
         return None;
@@ -187,7 +195,11 @@ pub(crate) fn reworded(wanted: &Values, missing: &Values, there: &Values) -> Opt
 /// The attributes that the annotations tell, for these families, and what is wrong with them.
 ///
 /// What one family lacks is no reason to lose the other.
-pub(crate) fn read(values: &Values, families: &[Family], prefix: &Prefix) -> (LeaseAttrs, Vec<String>) {
+pub(crate) fn read(
+    values: &Values,
+    families: &[Family],
+    prefix: &Prefix,
+) -> (LeaseAttrs, Vec<String>) {
     let mut wrong = Vec::new();
     let text = |name: &str| values.get(name).map(|text| &**text).unwrap_or_default();
     let enabled = |family| families.contains(&family);
@@ -200,8 +212,8 @@ pub(crate) fn read(values: &Values, families: &[Family], prefix: &Prefix) -> (Le
     }
     let mut data = |family: Family| {
         let name = names(family).data;
-        let text =
-            Some(text(name).trim_ascii()).filter(|text| enabled(family) && !["", "null"].contains(text))?;
+        let text = Some(text(name).trim_ascii())
+            .filter(|text| enabled(family) && !["", "null"].contains(text))?;
         if serde_json::from_str::<serde::de::IgnoredAny>(text).is_err() {
             wrong.push(format!("annotation {prefix}{name}: {} is no JSON", shorten(text)));
             return None;
@@ -238,7 +250,9 @@ pub(crate) fn wrong_overwrites(
     families: &[Family],
     prefix: &Prefix,
 ) -> impl Iterator<Item = String> {
-    families.iter().filter_map(|family| address(values, names(*family).overwrite, *family, prefix).err())
+    families
+        .iter()
+        .filter_map(|family| address(values, names(*family).overwrite, *family, prefix).err())
 }
 
 /// For an error message.
@@ -286,10 +300,13 @@ mod tests {
             assert_eq!(text.parse::<Prefix>().unwrap().to_string(), prefix);
         }
         for bad in [
-            "", "/", "coreos", "coreos/x", "a.b/c/d", "a.b/c/", "A.b", "a.b/C", "a..b", ".b", "a.b/-",
-            "a b.c",
+            "", "/", "coreos", "coreos/x", "a.b/c/d", "a.b/c/", "A.b", "a.b/C", "a..b", ".b",
+            "a.b/-", "a b.c",
         ] {
-            assert!(bad.parse::<Prefix>().unwrap_err().to_string().contains("example.com/net"), "{bad}");
+            assert!(
+                bad.parse::<Prefix>().unwrap_err().to_string().contains("example.com/net"),
+                "{bad}"
+            );
         }
         assert_eq!(Prefix::default(), "flannel.alpha.coreos.com".parse().unwrap());
     }
@@ -298,12 +315,15 @@ mod tests {
     fn every_backend_writes_what_go_writes() {
         const V4: &str = "192.0.2.1";
         const V6: &str = "2001:db8::1";
-        let (mac4, mac6) =
-            (r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:01"}"#, r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:02"}"#);
+        let (mac4, mac6) = (
+            r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:01"}"#,
+            r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:02"}"#,
+        );
         let head = |kind| vec![(MANAGED, "true"), (BACKEND_TYPE, kind)];
         let v4 = |data| [("backend-data", data), ("public-ip", V4)];
         let v6 = |data| [("backend-v6-data", data), ("public-ipv6", V6)];
-        let with = |kind, rest: &[(&'static str, &'static str)]| [head(kind), rest.to_vec()].concat();
+        let with =
+            |kind, rest: &[(&'static str, &'static str)]| [head(kind), rest.to_vec()].concat();
         for (attrs, expected) in [
             (attrs("vxlan", &[V4], [Some(mac4), None]), with("vxlan", &v4(mac4))),
             (
@@ -312,19 +332,29 @@ mod tests {
             ),
             (attrs("vxlan", &[V6], [None, Some(mac6)]), with("vxlan", &v6(mac6))),
             (attrs("host-gw", &[V4], [None, None]), with("host-gw", &v4("null"))),
-            (attrs("host-gw", &[V4, V6], [None, None]), with("host-gw", &[v4("null"), v6("null")].concat())),
+            (
+                attrs("host-gw", &[V4, V6], [None, None]),
+                with("host-gw", &[v4("null"), v6("null")].concat()),
+            ),
             (
                 attrs("host-gw", &[V6], [None, None]),
-                with("host-gw", &[[("backend-data", "null"), ("public-ip", "0.0.0.0")], v6("null")].concat()),
+                with(
+                    "host-gw",
+                    &[[("backend-data", "null"), ("public-ip", "0.0.0.0")], v6("null")].concat(),
+                ),
             ),
             (attrs("wireguard", &[V4, V6], [Some("{}"), None]), with("wireguard", &v4("{}"))),
             (attrs("", &[V4, V6], [None, None]), with("", &v4("null"))),
         ] {
             assert_eq!(wanted(&attrs, &Values::new()), values(&expected), "{attrs:?}");
         }
-        let there = values(&[("public-ip-overwrite", "198.51.100.7"), ("public-ipv6-overwrite", "")]);
+        let there =
+            values(&[("public-ip-overwrite", "198.51.100.7"), ("public-ipv6-overwrite", "")]);
         let overwritten = wanted(&attrs("host-gw", &[V4, V6], [None, None]), &there);
-        assert_eq!((&*overwritten["public-ip"], &*overwritten["public-ipv6"]), ("198.51.100.7", V6));
+        assert_eq!(
+            (&*overwritten["public-ip"], &*overwritten["public-ipv6"]),
+            ("198.51.100.7", V6)
+        );
     }
 
     #[test]

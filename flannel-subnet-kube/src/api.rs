@@ -129,7 +129,8 @@ impl Api {
     /// The server has said so much.
     pub(crate) fn confirm(&self, revision: Option<Revision>) {
         let mut books = self.books();
-        let known = revision.or_else(|| books.confirmed.map(|(revision, _)| revision)).unwrap_or_default();
+        let known =
+            revision.or_else(|| books.confirmed.map(|(revision, _)| revision)).unwrap_or_default();
         books.confirmed = Some((known, SystemTime::now()));
         books.last_error = None;
     }
@@ -145,9 +146,13 @@ impl Api {
     pub(crate) fn error(&self, call: &Call, failure: Failure) -> Error {
         let (store, what) = (self.name.clone(), call.resource);
         match failure {
-            Failure::Refused(reason) | Failure::Forbidden(reason) => Error::Refused { store, reason },
+            Failure::Refused(reason) | Failure::Forbidden(reason) => {
+                Error::Refused { store, reason }
+            }
             Failure::NotFound(reason) => Error::NotReady { store, reason },
-            failure => Error::Store { store, source: format!("{} {what}: {failure}", call.verb).into() },
+            failure => {
+                Error::Store { store, source: format!("{} {what}: {failure}", call.verb).into() }
+            }
         }
     }
 
@@ -184,7 +189,9 @@ impl Api {
         if let Err(Failure::Refused(reason)) = &outcome {
             outcome = match self.renew(&mut current).await {
                 Ok(()) => self.try_send(&current.connection, call).await,
-                Err(why) => Err(Failure::Refused(format!("{reason}; others cannot be read: {why}"))),
+                Err(why) => {
+                    Err(Failure::Refused(format!("{reason}; others cannot be read: {why}")))
+                }
             };
         }
         match &outcome {
@@ -214,16 +221,24 @@ impl Api {
         Ok(())
     }
 
-    async fn try_send(&self, connection: &Connection, call: &Call) -> Result<Response<Body>, Failure> {
+    async fn try_send(
+        &self,
+        connection: &Connection,
+        call: &Call,
+    ) -> Result<Response<Body>, Failure> {
         self.books().calls.entry(call.verb).or_default().sent += 1;
         let method = if call.patch.is_some() { Method::PATCH } else { Method::GET };
-        let mut request =
-            Request::builder().method(method).uri(&call.path).header(header::ACCEPT, "application/json");
+        let mut request = Request::builder()
+            .method(method)
+            .uri(&call.path)
+            .header(header::ACCEPT, "application/json");
         if call.patch.is_some() {
-            request = request.header(header::CONTENT_TYPE, "application/strategic-merge-patch+json");
+            request =
+                request.header(header::CONTENT_TYPE, "application/strategic-merge-patch+json");
         }
         let body = Bytes::from(call.patch.clone().unwrap_or_default());
-        let request = request.body(Full::new(body)).map_err(|error| Failure::Failed(error.to_string()))?;
+        let request =
+            request.body(Full::new(body)).map_err(|error| Failure::Failed(error.to_string()))?;
         let answer = match timeout(PATIENCE, connection.send(request)).await {
             Err(_) => return Err(Failure::Silent(PATIENCE)),
             Ok(Err(unsent)) => return Err(unreachable(unsent)),
@@ -294,15 +309,18 @@ struct Status {
 
 async fn refusal(call: &Call, answer: Response<Body>) -> Failure {
     let status = answer.status();
-    let seconds =
-        answer.headers().get(header::RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse().ok());
+    let seconds = answer
+        .headers()
+        .get(header::RETRY_AFTER)
+        .and_then(|value| value.to_str().ok()?.parse().ok());
     let after = seconds.map(Duration::from_secs);
     let bytes = read(answer, REFUSAL).await.unwrap_or_default();
     let said = serde_json::from_slice::<Status>(&bytes).ok();
     // A request that took the server too long is answered without a kind.
     let is_own = |said: &Status| said.kind == "Status" || said.status == "Failure";
     let own = said.as_ref().is_some_and(is_own);
-    let said = said.map_or_else(|| String::from_utf8_lossy(&bytes).trim().to_owned(), |said| said.message);
+    let said =
+        said.map_or_else(|| String::from_utf8_lossy(&bytes).trim().to_owned(), |said| said.message);
     let Call { verb, resource, .. } = call;
     match status {
         StatusCode::GONE => Failure::Gone,
@@ -319,7 +337,11 @@ async fn refusal(call: &Call, answer: Response<Body>) -> Failure {
         StatusCode::FORBIDDEN => Failure::Forbidden(format!(
             "forbidden: this node's account needs the verb {verb:?} on the resource {resource:?} (403, {said})"
         )),
-        StatusCode::BAD_REQUEST | StatusCode::INTERNAL_SERVER_ERROR | StatusCode::GATEWAY_TIMEOUT if own => {
+        StatusCode::BAD_REQUEST
+        | StatusCode::INTERNAL_SERVER_ERROR
+        | StatusCode::GATEWAY_TIMEOUT
+            if own =>
+        {
             Failure::Late(format!("{status}: {said}"))
         }
         status => Failure::Erred(format!("{status}: {said}")),
@@ -329,7 +351,9 @@ async fn refusal(call: &Call, answer: Response<Body>) -> Failure {
 /// What follows `=` in a query.
 pub(crate) fn escape(text: &str) -> String {
     let one = |byte: u8| match byte {
-        b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => char::from(byte).to_string(),
+        b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => {
+            char::from(byte).to_string()
+        }
         byte => format!("%{byte:02X}"),
     };
     text.bytes().map(one).collect()

@@ -53,7 +53,10 @@ impl KubeManager {
     ///
     /// # Cancel safety
     /// Dropping the future leaves the condition as it is.
-    pub async fn keep_condition(&self, mut network: watch::Receiver<Option<Network>>) -> Infallible {
+    pub async fn keep_condition(
+        &self,
+        mut network: watch::Receiver<Option<Network>>,
+    ) -> Infallible {
         let mut pause = Pause::new();
         let mut said = false;
         let mut own = self.own_at_last().await;

@@ -78,7 +78,8 @@ impl Source {
         };
         if let Some(url) = &self.url {
             let right = "right would be an URL such as https://192.0.2.1:6443";
-            let parsed: Uri = url.parse().map_err(|error| format!("the URL {url:?}: {error}; {right}"))?;
+            let parsed: Uri =
+                url.parse().map_err(|error| format!("the URL {url:?}: {error}; {right}"))?;
             if !matches!(parsed.scheme_str(), Some("http" | "https")) || parsed.host().is_none() {
                 return Err(format!("the URL {url:?}: {right}"));
             }
@@ -92,8 +93,10 @@ impl Source {
         let https = HttpsConnectorBuilder::new().with_tls_config(tls(&config)?).https_or_http();
         let https = match &config.tls_server_name {
             Some(name) => {
-                let parsed =
-                    name.clone().try_into().map_err(|error| format!("tls-server-name {name:?}: {error}"))?;
+                let parsed = name
+                    .clone()
+                    .try_into()
+                    .map_err(|error| format!("tls-server-name {name:?}: {error}"))?;
                 https.with_server_name_resolver(FixedServerNameResolver::new(parsed))
             }
             None => https,
@@ -111,7 +114,8 @@ impl Source {
 /// Reads a file.
 pub fn credential_files(kubeconfig: &Path) -> Vec<PathBuf> {
     let Ok(kubeconfig) = read(kubeconfig) else { return Vec::new() };
-    let clusters = kubeconfig.clusters.into_iter().filter_map(|named| named.cluster?.certificate_authority);
+    let clusters =
+        kubeconfig.clusters.into_iter().filter_map(|named| named.cluster?.certificate_authority);
     let users = kubeconfig.auth_infos.into_iter().filter_map(|named| named.auth_info);
     let of_user = |user: AuthInfo| [user.client_certificate, user.client_key, user.token_file];
     clusters.chain(users.flat_map(of_user).flatten()).map(PathBuf::from).collect()
@@ -156,8 +160,10 @@ fn read(path: &Path) -> Result<Kubeconfig, KubeconfigError> {
 async fn from_kubeconfig(path: &Path) -> Result<Config, String> {
     let kubeconfig = read(path).map_err(|error| chain(&error))?;
     // Of the cluster that is used: the config that is made of all this has those of the environment in it, too.
-    let context =
-        kubeconfig.contexts.iter().find(|named| Some(&named.name) == kubeconfig.current_context.as_ref());
+    let context = kubeconfig
+        .contexts
+        .iter()
+        .find(|named| Some(&named.name) == kubeconfig.current_context.as_ref());
     let cluster = context.and_then(|named| Some(&named.context.as_ref()?.cluster));
     let used = kubeconfig.clusters.iter().find(|named| Some(&named.name) == cluster);
     if used.and_then(|named| named.cluster.as_ref()?.proxy_url.as_ref()).is_some() {
@@ -179,8 +185,10 @@ async fn from_kubeconfig(path: &Path) -> Result<Config, String> {
         ));
     }
     if config.accept_invalid_certs {
-        return Err("its insecure-skip-tls-verify cannot be used: right would be the certificate-authority"
-            .to_owned());
+        return Err(
+            "its insecure-skip-tls-verify cannot be used: right would be the certificate-authority"
+                .to_owned(),
+        );
     }
     Ok(config)
 }
@@ -212,7 +220,8 @@ fn tls(config: &Config) -> Result<ClientConfig, String> {
         Some(given) => {
             for certificate in given {
                 let added = roots.add(CertificateDer::from(certificate.clone()));
-                added.map_err(|error| format!("the certificate of a CA cannot be used: {error}"))?;
+                added
+                    .map_err(|error| format!("the certificate of a CA cannot be used: {error}"))?;
             }
         }
         // Where there are none, no https server is trusted, which is said then.
@@ -222,7 +231,8 @@ fn tls(config: &Config) -> Result<ClientConfig, String> {
         None => {}
     }
     let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let builder = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+    let builder =
+        ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
     let builder = builder.map_err(|error| chain(&error))?.with_root_certificates(roots);
     let user = &config.auth_info;
     let certificate = material(
@@ -237,7 +247,8 @@ fn tls(config: &Config) -> Result<ClientConfig, String> {
         (Some(certificate), Some(key)) => {
             let chain = CertificateDer::pem_slice_iter(&certificate).collect::<Result<Vec<_>, _>>();
             let chain = chain.map_err(|error| format!("client-certificate: {error}"))?;
-            let key = PrivateKeyDer::from_pem_slice(&key).map_err(|error| format!("client-key: {error}"))?;
+            let key = PrivateKeyDer::from_pem_slice(&key)
+                .map_err(|error| format!("client-key: {error}"))?;
             let config = builder.with_client_auth_cert(chain, key);
             config.map_err(|error| format!("client-certificate and client-key do not fit: {error}"))
         }
@@ -270,7 +281,10 @@ impl Connection {
     ///
     /// # Errors
     /// No connection came about, or the token cannot be read.
-    pub(crate) async fn send(&self, mut request: Request<Full<Bytes>>) -> Result<Response<Incoming>, Unsent> {
+    pub(crate) async fn send(
+        &self,
+        mut request: Request<Full<Bytes>>,
+    ) -> Result<Response<Incoming>, Unsent> {
         let other = |reason| Unsent { reason, cause: Cause::Other };
         let uri = format!("{}{}", self.url(), request.uri()).parse::<Uri>();
         *request.uri_mut() = uri.map_err(|error| other(error.to_string()))?;
@@ -280,7 +294,10 @@ impl Connection {
             Some(Token::File(path)) => {
                 let text = std::fs::read_to_string(path);
                 let bearer = text.map_err(|error| error.to_string()).and_then(|text| bearer(&text));
-                Some(bearer.map_err(|error| other(format!("the token {}: {error}", path.display())))?)
+                Some(
+                    bearer
+                        .map_err(|error| other(format!("the token {}: {error}", path.display())))?,
+                )
             }
         };
         let headers = request.headers_mut();
@@ -387,8 +404,12 @@ mod tests {
                     users:\n- name: a\n  user: {client-certificate: /tls/a.crt, client-key: /tls/a.key}\n\
                     - name: b\n  user: {tokenFile: /tls/token, client-certificate: '', client-key: ''}\n";
         std::fs::write(&path, text).unwrap();
-        let expected =
-            [dir.path().join("ca.crt"), "/tls/a.crt".into(), "/tls/a.key".into(), "/tls/token".into()];
+        let expected = [
+            dir.path().join("ca.crt"),
+            "/tls/a.crt".into(),
+            "/tls/a.key".into(),
+            "/tls/token".into(),
+        ];
         assert_eq!(credential_files(&path), expected);
         assert!(credential_files(&dir.path().join("none")).is_empty());
     }

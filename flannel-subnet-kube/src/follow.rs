@@ -69,7 +69,8 @@ impl Follower {
         let (views, seen) = watch::channel(View::unknown());
         let (own_node, own_seen) = watch::channel(Own::Unknown);
         let nodes = Nodes::new(terms.clone());
-        let following = Following { api, nodes, late: None, terms: terms.clone(), own, views, own_node };
+        let following =
+            Following { api, nodes, late: None, terms: terms.clone(), own, views, own_node };
         let task = tokio::spawn(following.run()).abort_handle();
         Self { terms, views: seen, own: own_seen, task }
     }
@@ -137,7 +138,12 @@ impl Following {
 
     /// Watches until changes were missed, or may have been: versions go back when the server's store is restored from a copy, and
     /// only a list tells. Returns what that list must be like.
-    async fn watch_from(&mut self, mut version: String, pause: &mut Pause, lost: &mut Lost) -> Least {
+    async fn watch_from(
+        &mut self,
+        mut version: String,
+        pause: &mut Pause,
+        lost: &mut Lost,
+    ) -> Least {
         let (mut errors, mut silent) = (0, false);
         loop {
             let (begin, from) = (Instant::now(), version.clone());
@@ -235,8 +241,9 @@ impl Following {
             answer => answer?,
         };
         let bytes = read(answer, usize::MAX).await?;
-        let wire: Wire<'_> = serde_json::from_slice(&bytes)
-            .map_err(|error| Failure::Failed(format!("get nodes: the answer cannot be read: {error}")))?;
+        let wire: Wire<'_> = serde_json::from_slice(&bytes).map_err(|error| {
+            Failure::Failed(format!("get nodes: the answer cannot be read: {error}"))
+        })?;
         Ok(Some(wire.metadata.resource_version.into_owned()).filter(|version| !version.is_empty()))
     }
 
@@ -253,7 +260,8 @@ impl Following {
                 self.nodes.put(&wire);
                 Ok(())
             };
-            let fed: Result<(), serde_json::Error> = splitter.feed(&bytes, each).map_err(|_| no_list())?;
+            let fed: Result<(), serde_json::Error> =
+                splitter.feed(&bytes, each).map_err(|_| no_list())?;
             fed.map_err(|error| Failure::Failed(format!("list nodes: {error}")))?;
         }
         let metadata = splitter.end().map_err(|_| no_list())?;
@@ -351,13 +359,15 @@ impl Following {
             "ADDED" | "MODIFIED" => {
                 if object.metadata.name == self.own {
                     let own = self.terms.own(&object);
-                    self.own_node.send_if_modified(|now| std::mem::replace(now, own.clone()) != own);
+                    self.own_node
+                        .send_if_modified(|now| std::mem::replace(now, own.clone()) != own);
                 }
                 self.nodes.put(&object)
             }
             "DELETED" => {
                 if object.metadata.name == self.own {
-                    self.own_node.send_if_modified(|now| std::mem::replace(now, Own::Gone) != Own::Gone);
+                    self.own_node
+                        .send_if_modified(|now| std::mem::replace(now, Own::Gone) != Own::Gone);
                 }
                 self.nodes.remove(&object.metadata.name)
             }
@@ -396,9 +406,11 @@ impl Following {
         });
         let mut wrong = self.nodes.wrong();
         if let Own::Here(node) = &*self.own_node.borrow() {
-            let overwrites = wrong_overwrites(&node.values, &self.terms.families, &self.terms.prefix);
+            let overwrites =
+                wrong_overwrites(&node.values, &self.terms.families, &self.terms.prefix);
             wrong.extend(
-                overwrites.map(|why| (format!("node {}", node.name), format!("{why}; it is not used"))),
+                overwrites
+                    .map(|why| (format!("node {}", node.name), format!("{why}; it is not used"))),
             );
         }
         let mut books = self.api.books();
@@ -472,8 +484,11 @@ mod tests {
         let mut options = KubeOptions::new(NodeIdentity::Node("me".to_owned()));
         options.api_url = Some(server.url());
         options.net_config = dir.path().join("net-conf.json");
-        std::fs::write(&options.net_config, r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#)
-            .unwrap();
+        std::fs::write(
+            &options.net_config,
+            r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#,
+        )
+        .unwrap();
         let manager = KubeManager::open(options).await.unwrap();
         let public = ["192.0.2.1".parse::<std::net::IpAddr>().unwrap()].into_iter().collect();
         let attrs = LeaseAttrs { public, backend_type: "vxlan".into(), ..LeaseAttrs::default() };
@@ -486,7 +501,9 @@ mod tests {
                 }
             };
             let says = |status| {
-                server.condition("me", "NetworkUnavailable").is_some_and(|now| now["status"] == status)
+                server
+                    .condition("me", "NetworkUnavailable")
+                    .is_some_and(|now| now["status"] == status)
             };
             until(&|| says("False") && server.count("watch=") == 1).await;
             // Something unforeseen.

@@ -142,7 +142,8 @@ impl KubeManager {
         let (node, _) = self.own_node().await?;
         let published = self.published.lock().unwrap_or_else(PoisonError::into_inner).clone();
         // Where nobody has touched what was published, it is the order that has changed.
-        let untouched = |name: &str| published.get(name).is_some_and(|text| says(&node.values, name, text));
+        let untouched =
+            |name: &str| published.get(name).is_some_and(|text| says(&node.values, name, text));
         let (news, touched): (Values, Values) =
             missing(&node).into_iter().partition(|(name, _)| untouched(name));
         if !touched.is_empty() && fight.begins() {

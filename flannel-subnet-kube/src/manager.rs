@@ -122,7 +122,8 @@ impl KubeManager {
     /// # Blocking
     /// Reads a kubeconfig, certificates and tokens.
     pub async fn open(options: KubeOptions) -> Result<Self> {
-        let source = Source { url: options.api_url.clone(), kubeconfig: options.kubeconfig.clone() };
+        let source =
+            Source { url: options.api_url.clone(), kubeconfig: options.kubeconfig.clone() };
         Ok(Self {
             api: Arc::new(Api::open(source).await?),
             options,
@@ -187,8 +188,10 @@ impl KubeManager {
         let name = self.name().await?.to_owned();
         let config = self.settled().await?;
         let mut follower = self.follower.lock().unwrap_or_else(PoisonError::into_inner);
-        let terms =
-            Terms { prefix: self.options.prefix.clone(), families: config.networks.families().collect() };
+        let terms = Terms {
+            prefix: self.options.prefix.clone(),
+            families: config.networks.families().collect(),
+        };
         if let Some(follower) =
             follower.as_ref().filter(|follower| follower.terms == terms && follower.lives())
         {
@@ -251,7 +254,9 @@ impl SubnetManager for KubeManager {
                 Err(error) => {
                     let text = error.to_string();
                     if said.as_ref() != Some(&text) {
-                        tracing::warn!("the network config was changed, but is wrong and not used: {text}");
+                        tracing::warn!(
+                            "the network config was changed, but is wrong and not used: {text}"
+                        );
                         said = Some(text);
                     }
                 }

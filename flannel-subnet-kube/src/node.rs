@@ -104,7 +104,9 @@ impl Wire<'_> {
                 Ok(())
             }
         }
-        let Some(raw) = self.metadata.annotations.filter(|raw| raw.get() != "null") else { return Ok(()) };
+        let Some(raw) = self.metadata.annotations.filter(|raw| raw.get() != "null") else {
+            return Ok(());
+        };
         serde_json::Deserializer::from_str(raw.get()).deserialize_map(Own(prefix, &mut each))
     }
 
@@ -118,14 +120,16 @@ impl Wire<'_> {
             what: &str,
         ) -> Result<T, String> {
             let Some(raw) = raw.filter(|raw| raw.get() != "null") else { return Ok(T::default()) };
-            serde_json::from_str(raw.get()).map_err(|error| format!("{what}: {} ({error})", raw.get()))
+            serde_json::from_str(raw.get())
+                .map_err(|error| format!("{what}: {} ({error})", raw.get()))
         }
         let mut values = Values::new();
         let mut wrong = None;
-        let each = |name: &str, raw: &RawValue| match serde_json::from_str::<Cow<'_, str>>(raw.get()) {
-            Ok(value) => drop(values.insert(name.into(), value.into())),
-            Err(error) => wrong = Some(format!("annotation {prefix}{name}: {error}")),
-        };
+        let each =
+            |name: &str, raw: &RawValue| match serde_json::from_str::<Cow<'_, str>>(raw.get()) {
+                Ok(value) => drop(values.insert(name.into(), value.into())),
+                Err(error) => wrong = Some(format!("annotation {prefix}{name}: {error}")),
+            };
         self.each_annotation(prefix, each).map_err(|error| format!("annotations: {error}"))?;
         if let Some(wrong) = wrong {
             return Err(wrong);
@@ -159,7 +163,10 @@ struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
 
 /// `2026-11-21T20:19:51Z` as 20261121201951: all that is needed is the order.
 fn moment(text: &str) -> u64 {
-    text.bytes().filter(u8::is_ascii_digit).take(14).fold(0, |sum, digit| sum * 10 + u64::from(digit - b'0'))
+    text.bytes()
+        .filter(u8::is_ascii_digit)
+        .take(14)
+        .fold(0, |sum, digit| sum * 10 + u64::from(digit - b'0'))
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -242,7 +249,10 @@ impl Node {
             Err(wrong) => return (None, vec![wrong]),
         };
         let (attrs, wrong) = read(&self.values, families, prefix);
-        (Some(Lease { subnets, attrs, expires: None, since: Revision(self.created), revision }), wrong)
+        (
+            Some(Lease { subnets, attrs, expires: None, since: Revision(self.created), revision }),
+            wrong,
+        )
     }
 }
 
@@ -279,14 +289,18 @@ mod tests {
         );
         assert_eq!((lease.since, lease.revision), (Revision(20_261_121_201_951), Revision(42)));
         let condition = node(NODE).condition.unwrap();
-        assert_eq!((condition.status.as_str(), condition.reason.as_str()), ("False", "FlannelIsUp"));
+        assert_eq!(
+            (condition.status.as_str(), condition.reason.as_str()),
+            ("False", "FlannelIsUp")
+        );
     }
 
     #[test]
     fn the_fingerprint_sees_what_leases_are_made_of_and_nothing_else() {
         let (hasher, prefix) = (RandomState::new(), Prefix::default());
-        let print =
-            |text: &str| serde_json::from_str::<Wire<'_>>(text).unwrap().fingerprint(&prefix, &hasher);
+        let print = |text: &str| {
+            serde_json::from_str::<Wire<'_>>(text).unwrap().fingerprint(&prefix, &hasher)
+        };
         let same = [
             ("\"42\"", "\"43\""),
             ("\"True\"", "\"False\""),
@@ -323,9 +337,13 @@ mod tests {
         let bad = says(NODE.replace("10.1.5.0/24", "10.1.5.0"), &both);
         assert!(bad.starts_with("its PodCIDR \"10.1.5.0\" is not"), "{bad}");
         let host = says(NODE.replace("10.1.5.0/24", "10.1.5.1/32"), &both);
-        assert_eq!(host, "its PodCIDR 10.1.5.1/32 is not a subnet for pods: /1 to /31 would be right");
+        assert_eq!(
+            host,
+            "its PodCIDR 10.1.5.1/32 is not a subnet for pods: /1 to /31 would be right"
+        );
         let wire = NODE.replace("\"192.0.2.1\"", "7");
-        let error = serde_json::from_str::<Wire<'_>>(&wire).unwrap().node(&Prefix::default()).unwrap_err();
+        let error =
+            serde_json::from_str::<Wire<'_>>(&wire).unwrap().node(&Prefix::default()).unwrap_err();
         assert!(error.contains("flannel.alpha.coreos.com/public-ip"), "{error}");
     }
 

@@ -62,9 +62,17 @@ impl Nodes {
 
     /// What is wrong: nodes and reasons.
     pub(crate) fn wrong(&self) -> Vec<(String, String)> {
-        let own = self.wrong.iter().flat_map(|(name, all)| all.iter().map(move |why| (name, why.clone())));
+        let own = self
+            .wrong
+            .iter()
+            .flat_map(|(name, all)| all.iter().map(move |why| (name, why.clone())));
         let shadowed = self.shadowed.iter().map(|(name, subnets)| {
-            (name, format!("its PodCIDR makes the lease {subnets}, which an earlier node holds already"))
+            (
+                name,
+                format!(
+                    "its PodCIDR makes the lease {subnets}, which an earlier node holds already"
+                ),
+            )
         });
         own.chain(shadowed).map(|(name, why)| (format!("node {name}"), why)).collect()
     }
@@ -122,8 +130,10 @@ impl Nodes {
         let new = now.as_ref().map(|lease| lease.subnets);
         for subnets in [old.filter(|old| Some(*old) != new), new].into_iter().flatten() {
             let held = self.leases.get(&subnets);
-            let ours = held.is_none_or(|held| before.is_some_and(|before| Arc::ptr_eq(held, before)));
-            let disputed = shadowed == Some(subnets) || self.shadowed.values().any(|other| *other == subnets);
+            let ours =
+                held.is_none_or(|held| before.is_some_and(|before| Arc::ptr_eq(held, before)));
+            let disputed =
+                shadowed == Some(subnets) || self.shadowed.values().any(|other| *other == subnets);
             match now.as_ref().filter(|now| now.subnets == subnets) {
                 _ if disputed || !ours => self.judge(subnets),
                 Some(now) => self.leases.insert(Arc::clone(now)),
@@ -173,7 +183,8 @@ mod tests {
     }
 
     fn held(nodes: &Nodes) -> Vec<String> {
-        let one = |lease: &Arc<Lease>| format!("{} {}", lease.subnets, lease.attrs.public.v4.unwrap());
+        let one =
+            |lease: &Arc<Lease>| format!("{} {}", lease.subnets, lease.attrs.public.v4.unwrap());
         nodes.leases().iter().map(one).collect()
     }
 
@@ -207,7 +218,8 @@ mod tests {
 
     #[test]
     fn of_two_nodes_with_one_pod_cidr_the_earlier_has_it_in_whatever_order_they_come() {
-        let (a, b) = (node("a", "10.1.1.0/24", 7, "192.0.2.1"), node("b", "10.1.1.0/24", 3, "192.0.2.2"));
+        let (a, b) =
+            (node("a", "10.1.1.0/24", 7, "192.0.2.1"), node("b", "10.1.1.0/24", 3, "192.0.2.2"));
         for order in [[&a, &b], [&b, &a]] {
             let mut nodes = nodes();
             order.iter().for_each(|text| _ = put(&mut nodes, text));
@@ -217,9 +229,15 @@ mod tests {
             assert!(wrong.len() == 1 && wrong[0].1.contains("an earlier node holds"), "{wrong:?}");
             // The one in the shadow changes, and comes to light when the other goes.
             put(&mut nodes, &node("a", "10.1.1.0/24", 7, "192.0.2.7"));
-            assert_eq!((held(&nodes), nodes.wrong().len()), (vec!["10.1.1.0-24 192.0.2.2".to_owned()], 1));
+            assert_eq!(
+                (held(&nodes), nodes.wrong().len()),
+                (vec!["10.1.1.0-24 192.0.2.2".to_owned()], 1)
+            );
             assert!(nodes.remove("b"));
-            assert_eq!((held(&nodes), nodes.wrong().len()), (vec!["10.1.1.0-24 192.0.2.7".to_owned()], 0));
+            assert_eq!(
+                (held(&nodes), nodes.wrong().len()),
+                (vec!["10.1.1.0-24 192.0.2.7".to_owned()], 0)
+            );
             assert!(nodes.remove("a") && !nodes.remove("a"));
             assert!(nodes.leases().is_empty());
         }
@@ -236,7 +254,8 @@ mod tests {
             nodes.wrong().into_iter().map(|(node, why)| format!("{node}: {why}")).collect();
         assert!(wrong[0].starts_with("node b: its PodCIDR \"10.1.2.0\""), "{wrong:?}");
         assert!(
-            wrong[1].starts_with("node c: annotation flannel.alpha.coreos.com/public-ip: \"nonsense\""),
+            wrong[1]
+                .starts_with("node c: annotation flannel.alpha.coreos.com/public-ip: \"nonsense\""),
             "{wrong:?}"
         );
         put(&mut nodes, &node("c", "10.1.3.0/24", 1, "192.0.2.3"));

@@ -49,7 +49,8 @@ impl KubeManager {
     }
 
     fn strange(&self, call: &Call, error: &serde_json::Error) -> Error {
-        let source = format!("{} {}: the answer cannot be read: {error}", call.verb, call.resource).into();
+        let source =
+            format!("{} {}: the answer cannot be read: {error}", call.verb, call.resource).into();
         Error::Store { store: self.api.name().to_owned(), source }
     }
 
@@ -60,8 +61,12 @@ impl KubeManager {
     /// This node as it is now.
     pub(crate) async fn own_node(&self) -> Result<(Node, Revision)> {
         let name = self.name().await?;
-        let call =
-            Call { verb: "get", resource: "nodes", path: format!("/api/v1/nodes/{name}"), patch: None };
+        let call = Call {
+            verb: "get",
+            resource: "nodes",
+            path: format!("/api/v1/nodes/{name}"),
+            patch: None,
+        };
         match self.api.ask(&call).await {
             Ok(bytes) => self.read_node(&call, &bytes),
             Err(Error::NotReady { .. }) => Err(self.not_ready(format!(
@@ -72,27 +77,35 @@ impl KubeManager {
     }
 
     fn read_node(&self, call: &Call, bytes: &[u8]) -> Result<(Node, Revision)> {
-        let wire: Wire<'_> = serde_json::from_slice(bytes).map_err(|error| self.strange(call, &error))?;
+        let wire: Wire<'_> =
+            serde_json::from_slice(bytes).map_err(|error| self.strange(call, &error))?;
         let node = wire.node(&self.options.prefix);
-        let node = node.map_err(|wrong| self.not_ready(format!("node {}: {wrong}", wire.metadata.name)))?;
+        let node =
+            node.map_err(|wrong| self.not_ready(format!("node {}: {wrong}", wire.metadata.name)))?;
         Ok((node, wire.revision()))
     }
 
     /// Writes to this node's status.
     pub(crate) async fn patch(&self, patch: serde_json::Value) -> Result<(Node, Revision)> {
         let path = format!("/api/v1/nodes/{}/status", self.name().await?);
-        let call = Call { verb: "patch", resource: "nodes/status", path, patch: Some(patch.to_string()) };
+        let call =
+            Call { verb: "patch", resource: "nodes/status", path, patch: Some(patch.to_string()) };
         let answer = self.api.ask(&call).await?;
         self.read_node(&call, &answer)
     }
 
     /// The subnets that Kubernetes gave this node, which fit the network config.
     pub(crate) fn subnets_of(&self, node: &Node, config: &Config) -> Result<Subnets> {
-        self.fitting(node, config).map_err(|wrong| self.not_ready(format!("node {}: {wrong}", node.name)))
+        self.fitting(node, config)
+            .map_err(|wrong| self.not_ready(format!("node {}: {wrong}", node.name)))
     }
 
     /// [`Self::subnets_of`]; the error does not name the node.
-    pub(crate) fn fitting(&self, node: &Node, config: &Config) -> std::result::Result<Subnets, String> {
+    pub(crate) fn fitting(
+        &self,
+        node: &Node,
+        config: &Config,
+    ) -> std::result::Result<Subnets, String> {
         let families: Vec<Family> = config.networks.families().collect();
         let subnets = node.subnets(&families)?;
         for family in &families {
@@ -103,7 +116,8 @@ impl KubeManager {
                 ));
             }
         }
-        let subnets = subnets.expect("a config enables a family, and the node has a subnet of each");
+        let subnets =
+            subnets.expect("a config enables a family, and the node has a subnet of each");
         for subnet in subnets.iter() {
             let network = config.networks[subnet.family()].map(|network| network.network);
             if let Some(network) = network.filter(|network| !network.covers(&subnet)) {
@@ -130,22 +144,31 @@ impl KubeManager {
     /// one of which something was goes on with the own ones, whoever published it.
     pub(crate) fn check_overwrites(&self, node: &Node, families: &[Family]) -> Result<()> {
         match wrong_overwrites(&node.values, families, &self.options.prefix).next() {
-            Some(wrong) if !node.is_managed() => Err(self.not_ready(format!("node {}: {wrong}", node.name))),
+            Some(wrong) if !node.is_managed() => {
+                Err(self.not_ready(format!("node {}: {wrong}", node.name)))
+            }
             _ => Ok(()),
         }
     }
 
     /// Makes this node's annotations say how it is reached: the version since when they do, if they did not.
-    pub(crate) async fn annotate(&self, node: &Node, attrs: &LeaseAttrs) -> Result<Option<Revision>> {
+    pub(crate) async fn annotate(
+        &self,
+        node: &Node,
+        attrs: &LeaseAttrs,
+    ) -> Result<Option<Revision>> {
         let wanted = wanted(attrs, &node.values);
         let mut missing = missing(node, &wanted);
         let mut since = None;
         if !missing.is_empty() {
             missing.extend(reworded(&wanted, &missing, &node.values));
             let prefix = &self.options.prefix;
-            let annotations: serde_json::Map<String, serde_json::Value> =
-                missing.iter().map(|(name, value)| (format!("{prefix}{name}"), json!(value))).collect();
-            let (_, revision) = self.patch(json!({ "metadata": { "annotations": annotations } })).await?;
+            let annotations: serde_json::Map<String, serde_json::Value> = missing
+                .iter()
+                .map(|(name, value)| (format!("{prefix}{name}"), json!(value)))
+                .collect();
+            let (_, revision) =
+                self.patch(json!({ "metadata": { "annotations": annotations } })).await?;
             since = Some(revision);
         }
         *self.published.lock().unwrap_or_else(PoisonError::into_inner) = wanted;

@@ -179,7 +179,10 @@ mod tests {
             assert_eq!(items, [r#"{"a":"}\"]\\"}"#, r#"{"b":[{}, [1]]}"#, "{}"], "{chunk}");
             assert_eq!(metadata, r#"{"continue":"a]}\"","resourceVersion":"7"}"#);
         }
-        assert_eq!(split(r#"{"items":null,"metadata":{}}"#, 3).unwrap(), (Vec::new(), "{}".to_owned()));
+        assert_eq!(
+            split(r#"{"items":null,"metadata":{}}"#, 3).unwrap(),
+            (Vec::new(), "{}".to_owned())
+        );
         assert_eq!(split(r#"{"items":[]}"#, 3).unwrap(), (Vec::new(), String::new()));
     }
 

@@ -147,7 +147,8 @@ impl ApiServer {
     /// # Panics
     /// Certificate or key cannot be used.
     pub fn with_tls(certificate: &str, key: &str) -> Self {
-        let chain = CertificateDer::pem_slice_iter(certificate.as_bytes()).collect::<Result<Vec<_>, _>>();
+        let chain =
+            CertificateDer::pem_slice_iter(certificate.as_bytes()).collect::<Result<Vec<_>, _>>();
         let key = PrivateKeyDer::from_pem_reader(Cursor::new(key)).expect("a key in PEM");
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port on the loopback interface");
         Self::start(listener, Some((chain.expect("certificates in PEM"), key)))
@@ -173,12 +174,16 @@ impl ApiServer {
         let (stop, stopped) = watch::channel(false);
         let (scheme, server) = (if tls.is_some() { "https" } else { "http" }, Arc::clone(&shared));
         let serve = move || {
-            let runtime =
-                tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .expect("a runtime");
             runtime.block_on(serve(listener, tls, server, stopped));
         };
-        let thread =
-            std::thread::Builder::new().name("api-server".to_owned()).spawn(serve).expect("a thread");
+        let thread = std::thread::Builder::new()
+            .name("api-server".to_owned())
+            .spawn(serve)
+            .expect("a thread");
         Self { shared, address, scheme, thread: Some(thread), stop }
     }
 
@@ -217,7 +222,11 @@ impl ApiServer {
     /// A condition of a node.
     pub fn condition(&self, node: &str, kind: &str) -> Option<Value> {
         let node = self.node(node)?;
-        node["status"]["conditions"].as_array()?.iter().find(|condition| condition["type"] == kind).cloned()
+        node["status"]["conditions"]
+            .as_array()?
+            .iter()
+            .find(|condition| condition["type"] == kind)
+            .cloned()
     }
 
     /// Changes a node.
@@ -286,7 +295,8 @@ impl ApiServer {
     /// can come no further meanwhile, however long a test takes to make what the answer is to meet. Only one is held.
     pub fn hold(&self, text: &str) -> Held {
         let ((there, is_there), (keeps, opens)) = (watch::channel(false), watch::channel(()));
-        lock(&self.shared.faults).gate = Some(Gate { text: text.to_owned(), is_there: there, opens });
+        lock(&self.shared.faults).gate =
+            Some(Gate { text: text.to_owned(), is_there: there, opens });
         Held { is_there, _keeps: keeps }
     }
 
@@ -345,7 +355,8 @@ impl ApiServer {
         let ca = CertificateDer::from_pem_slice(ca.as_bytes()).expect("a certificate in PEM");
         roots.add(ca).expect("a certificate of a CA");
         let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let clients = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build();
+        let clients =
+            WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build();
         lock(&self.shared.faults).clients = Some(clients.expect("there is a CA"));
         self.cut(Cut::Clean);
     }
@@ -416,10 +427,13 @@ fn acceptor(
     shared: &Arc<Shared>,
 ) -> TlsAcceptor {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let config = ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+    let config =
+        ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
     let clients = Arc::new(Clients(Arc::clone(shared)));
     let config = config.expect("versions of TLS").with_client_cert_verifier(clients);
-    TlsAcceptor::from(Arc::new(config.with_single_cert(chain, key).expect("a key of the certificate")))
+    TlsAcceptor::from(Arc::new(
+        config.with_single_cert(chain, key).expect("a key of the certificate"),
+    ))
 }
 
 async fn serve(
@@ -428,7 +442,8 @@ async fn serve(
     shared: Arc<Shared>,
     mut stopped: watch::Receiver<bool>,
 ) {
-    let listener = tokio::net::TcpListener::from_std(listener).expect("a non-blocking socket and a runtime");
+    let listener =
+        tokio::net::TcpListener::from_std(listener).expect("a non-blocking socket and a runtime");
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
@@ -448,11 +463,14 @@ async fn serve(
             match tls {
                 Some(tls) => {
                     if let Ok(connection) = tls.accept(connection).await {
-                        let client = connection.get_ref().1.peer_certificates().unwrap_or_default().to_vec();
+                        let client =
+                            connection.get_ref().1.peer_certificates().unwrap_or_default().to_vec();
                         _ = http.serve_connection(TokioIo::new(connection), serves(client)).await;
                     }
                 }
-                None => _ = http.serve_connection(TokioIo::new(connection), serves(Vec::new())).await,
+                None => {
+                    _ = http.serve_connection(TokioIo::new(connection), serves(Vec::new())).await
+                }
             }
         });
     }

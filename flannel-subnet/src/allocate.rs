@@ -35,7 +35,11 @@ pub fn allocate(
 }
 
 /// The number of a free subnet, counted from `network.min`.
-fn pick(network: &PodNetwork, taken: &[Subnet], below: &mut dyn FnMut(u128) -> u128) -> Option<u128> {
+fn pick(
+    network: &PodNetwork,
+    taken: &[Subnet],
+    below: &mut dyn FnMut(u128) -> u128,
+) -> Option<u128> {
     let total = network.subnets();
     let ranges = occupied(network, taken);
     let occupied: u128 = ranges.iter().map(|(first, last)| last - first + 1).sum();
@@ -53,7 +57,8 @@ fn pick(network: &PodNetwork, taken: &[Subnet], below: &mut dyn FnMut(u128) -> u
 /// The numbers that are not free, as sorted ranges (both ends included) that do not touch each other twice.
 fn occupied(network: &PodNetwork, taken: &[Subnet]) -> Vec<(u128, u128)> {
     let highest = network.subnets() - 1;
-    let mut ranges: Vec<_> = taken.iter().filter_map(|subnet| range(network, highest, subnet)).collect();
+    let mut ranges: Vec<_> =
+        taken.iter().filter_map(|subnet| range(network, highest, subnet)).collect();
     ranges.sort_unstable();
     ranges.dedup_by(|next, kept| {
         let overlap = next.0 <= kept.1;
@@ -115,7 +120,8 @@ mod tests {
     #[test]
     fn freed_subnets_come_last() {
         let network = network("10.0.0.0/24", 26);
-        let all = ["10.0.0.64/26", "10.0.0.128/26", "10.0.0.192/26"].map(|s| s.parse::<Subnet>().unwrap());
+        let all = ["10.0.0.64/26", "10.0.0.128/26", "10.0.0.192/26"]
+            .map(|s| s.parse::<Subnet>().unwrap());
         for highest in [false, true] {
             let below = |n| if highest { n - 1 } else { 0 };
             assert_eq!(allocate(&network, &all[..1], &all[1..2], below), Some(all[2]));
@@ -127,8 +133,10 @@ mod tests {
     #[test]
     fn every_free_subnet_is_as_likely_as_any_other() {
         let network = network("10.0.0.0/16", 24);
-        let taken: Vec<Subnet> =
-            (1..=255).filter(|n| n % 3 == 0).map(|n| format!("10.0.{n}.0/24").parse().unwrap()).collect();
+        let taken: Vec<Subnet> = (1..=255)
+            .filter(|n| n % 3 == 0)
+            .map(|n| format!("10.0.{n}.0/24").parse().unwrap())
+            .collect();
         let places = (0..170).map(|k| {
             allocate(&network, &taken, &[], |n| {
                 assert_eq!(n, 170);

@@ -168,8 +168,9 @@ fn difference(written: &LeaseAttrs, ours: &LeaseAttrs) -> Option<(String, String
     };
     let kind = || {
         let text = |kind: &str| format!("{kind:?}");
-        (written.backend_type != ours.backend_type)
-            .then(|| ("BackendType".to_owned(), text(&written.backend_type), text(&ours.backend_type)))
+        (written.backend_type != ours.backend_type).then(|| {
+            ("BackendType".to_owned(), text(&written.backend_type), text(&ours.backend_type))
+        })
     };
     let data = |name: &str, family: Family| {
         let parse = |data: &Dual<Box<str>>| {
@@ -196,10 +197,14 @@ fn json_difference(name: &str, written: &Value, ours: &Value) -> Option<(String,
         return (written != ours).then(|| (name.to_owned(), text(Some(written)), text(Some(ours))));
     };
     let find = |object: &serde_json::Map<String, Value>, field: &str| {
-        object.iter().find(|(name, _)| name.eq_ignore_ascii_case(field)).map(|(_, value)| value.clone())
+        object
+            .iter()
+            .find(|(name, _)| name.eq_ignore_ascii_case(field))
+            .map(|(_, value)| value.clone())
     };
     ours.keys().chain(written.keys()).find_map(|field| {
         let (theirs, ours) = (find(written, field), find(ours, field));
-        (theirs != ours).then(|| (format!("{name}.{field}"), text(theirs.as_ref()), text(ours.as_ref())))
+        (theirs != ours)
+            .then(|| (format!("{name}.{field}"), text(theirs.as_ref()), text(ours.as_ref())))
     })
 }

@@ -48,7 +48,9 @@ mod tests {
         let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(5));
         for longest in [1, 2, 4, 5, 5] {
             let pause = backoff.pause();
-            assert!(pause <= Duration::from_secs(longest) && 2 * pause >= Duration::from_secs(longest));
+            assert!(
+                pause <= Duration::from_secs(longest) && 2 * pause >= Duration::from_secs(longest)
+            );
         }
         backoff.reset();
         assert!(backoff.pause() <= Duration::from_secs(1));

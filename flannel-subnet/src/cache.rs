@@ -107,8 +107,9 @@ fn time(millis: u64) -> Option<SystemTime> {
 
 /// FNV-1a: no change of a single byte goes unnoticed.
 fn checksum(text: &[u8]) -> u64 {
-    text.iter()
-        .fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3))
+    text.iter().fold(0xcbf2_9ce4_8422_2325, |sum, byte| {
+        (sum ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    })
 }
 
 fn line(lease: &Lease) -> String {
@@ -120,7 +121,8 @@ fn lease(line: &str) -> Result<Lease, String> {
     let mut part =
         || parts.next().ok_or_else(|| format!("{line:?} is not a lease: KEY SINCE REVISION VALUE"));
     let (subnets, since, revision, value) = (part()?, part()?, part()?, part()?);
-    let number = |text: &str| text.parse().map(Revision).map_err(|_| format!("{text:?} is not a revision"));
+    let number =
+        |text: &str| text.parse().map(Revision).map_err(|_| format!("{text:?} is not a revision"));
     Ok(Lease {
         subnets: subnets.parse().map_err(|error: flannel_core::KeyError| error.to_string())?,
         attrs: LeaseAttrs::from_json(value).map_err(|error| format!("{subnets}: {error}"))?,
@@ -165,8 +167,8 @@ impl Cache {
     /// # Blocking
     /// Reads one file.
     pub fn load(&self) -> Result<Saved, CacheError> {
-        let bytes =
-            fs::read(&self.path).map_err(|source| CacheError::Io { path: self.path.clone(), source })?;
+        let bytes = fs::read(&self.path)
+            .map_err(|source| CacheError::Io { path: self.path.clone(), source })?;
         parse(&bytes).map_err(|reason| CacheError::Content { path: self.path.clone(), reason })
     }
 
@@ -203,7 +205,8 @@ fn text(saved: &Saved) -> String {
         own,
     };
     // Only maps with keys that are no strings, and I/O, can fail.
-    let mut body = serde_json::to_string(&whole).expect("a struct of strings and numbers serializes");
+    let mut body =
+        serde_json::to_string(&whole).expect("a struct of strings and numbers serializes");
     for lease in saved.leases.iter() {
         // Writing to a string does not fail.
         let _ = write!(body, "\n{}", line(lease));
@@ -223,17 +226,20 @@ fn parse(bytes: &[u8]) -> Result<Saved, String> {
         return Err(format!("it is of version {version:?}, this build reads version {VERSION}"));
     }
     if sum != format!("{:016x}", checksum(body)) {
-        return Err(format!("the checksum {sum:?} is not that of its content: the file is damaged"));
+        return Err(format!(
+            "the checksum {sum:?} is not that of its content: the file is damaged"
+        ));
     }
     let body = std::str::from_utf8(body).map_err(|error| error.to_string())?;
     let mut lines = body.lines();
-    let whole: Whole =
-        serde_json::from_str(lines.next().unwrap_or_default()).map_err(|error| format!("line 2: {error}"))?;
+    let whole: Whole = serde_json::from_str(lines.next().unwrap_or_default())
+        .map_err(|error| format!("line 2: {error}"))?;
     let instant = |millis| time(millis).ok_or_else(|| format!("{millis} is not a time"));
     let own = match whole.own {
         Some(own) => {
             let expires = own.expires.map(instant).transpose()?;
-            let mark = own.mark.parse().map_err(|error: crate::registry::MarkError| error.to_string())?;
+            let mark =
+                own.mark.parse().map_err(|error: crate::registry::MarkError| error.to_string())?;
             Some((Lease { expires, ..lease(&own.lease)? }, mark))
         }
         None => None,
@@ -278,8 +284,10 @@ mod tests {
     }
 
     fn saved(peers: u32) -> Saved {
-        let config =
-            ConfigText { location: "file".into(), text: "{\n\"Network\": \"10.0.0.0/8\" }\n".into() };
+        let config = ConfigText {
+            location: "file".into(),
+            text: "{\n\"Network\": \"10.0.0.0/8\" }\n".into(),
+        };
         Saved {
             store: "dir:/a b/\"c\"\n".into(),
             written: at(1_000),
@@ -307,13 +315,20 @@ mod tests {
     #[test]
     fn our_lease_is_ours_while_its_end_lies_ahead() {
         let saved = saved(0);
-        for (mark, now, ours) in
-            [(7, 1_000, true), (7, 1_999, true), (7, 2_000, false), (7, 999, false), (8, 1_500, false)]
-        {
+        for (mark, now, ours) in [
+            (7, 1_000, true),
+            (7, 1_999, true),
+            (7, 2_000, false),
+            (7, 999, false),
+            (8, 1_500, false),
+        ] {
             assert_eq!(saved.own(Mark(mark), at(now)).is_some(), ours, "{mark} {now}");
         }
         let reservation = Saved { own: Some((peer(1), Mark(7))), ..saved };
-        assert!(reservation.own(Mark(7), at(1)).is_some() && reservation.own(Mark(7), at(9_999)).is_some());
+        assert!(
+            reservation.own(Mark(7), at(1)).is_some()
+                && reservation.own(Mark(7), at(9_999)).is_some()
+        );
     }
 
     #[test]
@@ -332,7 +347,8 @@ mod tests {
             }
         }
         let other_version = text(&saved(2)).replacen(" 1 ", " 2 ", 1);
-        let resealed = |body: &str| format!("{FORMAT} {VERSION} {:016x}\n{body}", checksum(body.as_bytes()));
+        let resealed =
+            |body: &str| format!("{FORMAT} {VERSION} {:016x}\n{body}", checksum(body.as_bytes()));
         for (bad, says) in [
             (other_version, "version \"2\", this build reads version 1"),
             (String::new(), "first line"),
@@ -340,7 +356,10 @@ mod tests {
             (text(&saved(2)).replace("2001", "2002"), "damaged"),
             (resealed("{}"), "line 2"),
             (resealed(""), "line 2"),
-            (resealed("{\"store\":\"s\",\"written\":1,\"config\":null,\"own\":null}\nx 1 2"), "not a lease"),
+            (
+                resealed("{\"store\":\"s\",\"written\":1,\"config\":null,\"own\":null}\nx 1 2"),
+                "not a lease",
+            ),
             (
                 resealed("{\"store\":\"s\",\"written\":1,\"config\":null,\"own\":null}\nx 1 2 {}"),
                 "\"x\" is not",

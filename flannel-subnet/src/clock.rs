@@ -10,7 +10,9 @@ use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use nix::sys::time::TimeSpec;
-use nix::sys::timerfd::{ClockId as TimerClock, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
+use nix::sys::timerfd::{
+    ClockId as TimerClock, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags,
+};
 use nix::time::{ClockId, clock_gettime};
 use tokio::io::unix::AsyncFd;
 
@@ -57,7 +59,8 @@ impl SystemClock {
 #[async_trait]
 impl Clock for SystemClock {
     fn boottime(&self) -> Duration {
-        let now = clock_gettime(ClockId::CLOCK_BOOTTIME).expect("Linux has CLOCK_BOOTTIME since 2.6.39");
+        let now =
+            clock_gettime(ClockId::CLOCK_BOOTTIME).expect("Linux has CLOCK_BOOTTIME since 2.6.39");
         now.into()
     }
 
@@ -66,12 +69,14 @@ impl Clock for SystemClock {
     }
 
     async fn sleep_until(&self, boottime: Duration) {
-        self.sleep(TimerClock::CLOCK_BOOTTIME, boottime, TimerSetTimeFlags::TFD_TIMER_ABSTIME).await;
+        self.sleep(TimerClock::CLOCK_BOOTTIME, boottime, TimerSetTimeFlags::TFD_TIMER_ABSTIME)
+            .await;
     }
 
     async fn sleep_until_wall(&self, wall: SystemTime) {
         let until = wall.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let flags = TimerSetTimeFlags::TFD_TIMER_ABSTIME | TimerSetTimeFlags::TFD_TIMER_CANCEL_ON_SET;
+        let flags =
+            TimerSetTimeFlags::TFD_TIMER_ABSTIME | TimerSetTimeFlags::TFD_TIMER_CANCEL_ON_SET;
         self.sleep(TimerClock::CLOCK_REALTIME, until, flags).await;
     }
 }

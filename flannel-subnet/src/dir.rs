@@ -80,7 +80,8 @@ impl DirRegistry {
     /// # Panics
     /// There is no tokio runtime with I/O enabled.
     pub async fn open(path: impl Into<PathBuf>, options: DirOptions) -> Result<Self> {
-        Self::open_with_clock(DirLocation { path: path.into(), options }, Arc::new(SystemClock)).await
+        Self::open_with_clock(DirLocation { path: path.into(), options }, Arc::new(SystemClock))
+            .await
     }
 
     /// Like [`DirRegistry::open`], by another clock.
@@ -160,7 +161,11 @@ impl Shared {
     }
 
     /// An error about one file, by its path below the directory.
-    fn broken(&self, name: &str, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
+    fn broken(
+        &self,
+        name: &str,
+        source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+    ) -> Error {
         let path = self.location.path.join(name);
         Error::Store { store: format!("dir:{}", path.display()), source: source.into() }
     }
@@ -226,7 +231,9 @@ impl Registry for DirRegistry {
         let location = path.display().to_string();
         match blocking(move || fs::read_to_string(path)).await {
             Ok(text) => Ok(ConfigText { location, text }),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Err(Error::NoConfig { location }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Err(Error::NoConfig { location })
+            }
             Err(error) => Err(self.0.broken("config", error)),
         }
     }
@@ -262,7 +269,12 @@ impl Registry for DirRegistry {
     }
 
     /// Stricter than it must be: no other key in force may overlap either.
-    async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry> {
+    async fn create(
+        &self,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        tenure: Option<Tenure>,
+    ) -> Result<Entry> {
         let (subnets, attrs) = (*subnets, attrs.clone());
         self.locked(move |shared| {
             if shared.current(&subnets)?.is_some() || shared.overlapped(&subnets)? {

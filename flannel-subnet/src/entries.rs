@@ -22,7 +22,8 @@ pub(crate) fn own_entry<'a>(
 ) -> Option<&'a Entry> {
     let address = identifying(attrs, config.networks.families());
     let same_address = |entry: &Entry| {
-        address.is_some_and(|address| entry.lease.attrs.public[Family::of(address)] == Some(address))
+        address
+            .is_some_and(|address| entry.lease.attrs.public[Family::of(address)] == Some(address))
     };
     let our_mark = |entry: &Entry| entry.mark == Some(us.mark);
     let had_before = |entry: &Entry| Some(entry.lease.subnets) == us.previous;
@@ -42,7 +43,11 @@ pub(crate) fn unfit(config: &Config, listing: &Listing, entry: &Entry) -> Option
         return Some("does not fit the network config".into());
     }
     let other = earlier(listing, entry)?;
-    Some(format!("overlaps {}, which {} had earlier,", other.lease.subnets, holder(&other.lease.attrs)))
+    Some(format!(
+        "overlaps {}, which {} had earlier,",
+        other.lease.subnets,
+        holder(&other.lease.attrs)
+    ))
 }
 
 /// An overlapping entry that was created before this one, which therefore never had an owner.

@@ -24,8 +24,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use etcd_client::{
-    Compare, CompareOp, GetOptions, GetResponse, KeyValue, KvClient, LeaseGrantOptions, PutOptions, Txn,
-    TxnOp, TxnOpResponse, WatchOptions,
+    Compare, CompareOp, GetOptions, GetResponse, KeyValue, KvClient, LeaseGrantOptions, PutOptions,
+    Txn, TxnOp, TxnOpResponse, WatchOptions,
 };
 use flannel_core::{Error, Lease, LeaseAttrs, Result, Revision, Subnets};
 
@@ -125,14 +125,20 @@ impl EtcdRegistry {
         let Tenure { mark, ttl } = tenure;
         let id = lease_id(mark).ok_or_else(|| Error::Refused {
             store: self.to_string(),
-            reason: format!("the mark {mark} is no ID of an etcd lease; choose one from 1 to 2^63 - 1"),
+            reason: format!(
+                "the mark {mark} is no ID of an etcd lease; choose one from 1 to 2^63 - 1"
+            ),
         })?;
-        let seconds = i64::try_from(ttl.as_secs() + u64::from(ttl.subsec_nanos() > 0)).unwrap_or(i64::MAX);
+        let seconds =
+            i64::try_from(ttl.as_secs() + u64::from(ttl.subsec_nanos() > 0)).unwrap_or(i64::MAX);
         let is_known = *self.0.known.lock().unwrap_or_else(PoisonError::into_inner) == Some(mark);
         let mut renew = is_known;
         loop {
-            let granted =
-                if renew { self.renew(key, mark).await? } else { self.grant(key, id, seconds).await? };
+            let granted = if renew {
+                self.renew(key, mark).await?
+            } else {
+                self.grant(key, id, seconds).await?
+            };
             match granted {
                 Some(got) if got < Duration::from_secs(seconds.unsigned_abs()) => {
                     return Err(self.error(
@@ -169,12 +175,15 @@ impl EtcdRegistry {
     async fn renew(&self, key: &str, mark: Mark) -> Result<Option<Duration>> {
         let Some(id) = lease_id(mark) else { return Ok(None) };
         let answer = self.0.attempts.ask(key, |connection| async move {
-            let (mut keeper, mut answers) = match connection.client.lease_client().keep_alive(id).await {
-                Err(etcd_client::Error::LeaseKeepAliveError(text)) if text == "lease not found" => {
-                    return Ok(None);
-                }
-                opened => opened?,
-            };
+            let (mut keeper, mut answers) =
+                match connection.client.lease_client().keep_alive(id).await {
+                    Err(etcd_client::Error::LeaseKeepAliveError(text))
+                        if text == "lease not found" =>
+                    {
+                        return Ok(None);
+                    }
+                    opened => opened?,
+                };
             // The client keeps the first answer for itself.
             keeper.keep_alive().await?;
             let answer = answers.message().await?;
@@ -208,8 +217,8 @@ impl EtcdRegistry {
                     TxnOpResponse::Get(mut got) => Some(got.take_kvs()),
                     _ => None,
                 });
-                let mut kvs =
-                    kvs.ok_or_else(|| Trouble::passing("the answer to a transaction lacks the key"))?;
+                let mut kvs = kvs
+                    .ok_or_else(|| Trouble::passing("the answer to a transaction lacks the key"))?;
                 Ok(if answer.succeeded() {
                     Outcome::Done(kvs.pop())
                 } else {
@@ -238,7 +247,8 @@ impl EtcdRegistry {
                 Some(tenure) => self.take_lease(&key, tenure).await?,
                 None => 0,
             };
-            let put = TxnOp::put(key.as_str(), value.as_str(), Some(PutOptions::new().with_lease(lease)));
+            let put =
+                TxnOp::put(key.as_str(), value.as_str(), Some(PutOptions::new().with_lease(lease)));
             let answer = self.transaction(&key, compare(&key), put, otherwise.clone()).await?;
             repeated |= answer.repeated;
             let kv = match answer.value {
@@ -320,7 +330,9 @@ impl Registry for EtcdRegistry {
         let key = self.0.keys.config();
         let location = format!("{self}: {key}");
         match self.get(key, false).await?.take_kvs().pop() {
-            Some(kv) => Ok(ConfigText { location, text: String::from_utf8_lossy(kv.value()).into_owned() }),
+            Some(kv) => {
+                Ok(ConfigText { location, text: String::from_utf8_lossy(kv.value()).into_owned() })
+            }
             None => Err(Error::NoConfig { location }),
         }
     }
@@ -337,7 +349,8 @@ impl Registry for EtcdRegistry {
             Outcome::Done(_) => Ok(()),
             // By an earlier attempt, whose answer was lost.
             Outcome::Differs(kvs, _)
-                if answer.repeated && kvs.first().is_some_and(|kv| kv.value() == text.as_bytes()) =>
+                if answer.repeated
+                    && kvs.first().is_some_and(|kv| kv.value() == text.as_bytes()) =>
             {
                 Ok(())
             }
@@ -350,12 +363,14 @@ impl Registry for EtcdRegistry {
         loop {
             let mut got = self.get(key, false).await?;
             let after = got.header().map_or(0, etcd_client::ResponseHeader::revision);
-            let now = got.take_kvs().pop().map(|kv| String::from_utf8_lossy(kv.value()).into_owned());
+            let now =
+                got.take_kvs().pop().map(|kv| String::from_utf8_lossy(kv.value()).into_owned());
             if now != seen.as_ref().map(|seen| seen.text.clone()) {
                 return Ok(());
             }
             let options = WatchOptions::new();
-            let mut watch = EtcdWatch::open(&self.0.attempts, key, options, revision(after)).await?;
+            let mut watch =
+                EtcdWatch::open(&self.0.attempts, key, options, revision(after)).await?;
             // A gap is a reason to read again too.
             while watch.next().await?.is_some_and(|batch| batch.events.is_empty()) {}
         }
@@ -373,7 +388,12 @@ impl Registry for EtcdRegistry {
         read(&self.0.keys.name(kv.key()), &kv).map(Some).map_err(|reason| self.error(&key, reason))
     }
 
-    async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry> {
+    async fn create(
+        &self,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        tenure: Option<Tenure>,
+    ) -> Result<Entry> {
         let written = self.write(subnets, absent, None, attrs, tenure).await?;
         written.map_err(|_| Error::Conflict { subnets: *subnets })
     }

@@ -103,7 +103,10 @@ impl LocalManager {
     }
 
     /// The answer, or the failure, of a store that has to answer at once, since the cache can do so instead.
-    pub(crate) async fn promptly<T>(&self, request: impl Future<Output = Result<T>> + Send) -> Result<T> {
+    pub(crate) async fn promptly<T>(
+        &self,
+        request: impl Future<Output = Result<T>> + Send,
+    ) -> Result<T> {
         let absent = self.fallback.as_ref().map(|fallback| &fallback.absent);
         let patience = match absent.is_some_and(|absent| absent.load(Ordering::Relaxed)) {
             true => Duration::ZERO,
@@ -129,7 +132,10 @@ impl LocalManager {
         };
         match self.promptly(self.store.config()).await {
             Err(error) if unanswered(&error) => {
-                if self.fallback.as_ref().is_some_and(|fallback| !fallback.said.swap(true, Ordering::Relaxed))
+                if self
+                    .fallback
+                    .as_ref()
+                    .is_some_and(|fallback| !fallback.said.swap(true, Ordering::Relaxed))
                 {
                     tracing::warn!("the network config comes from the cache: {error}");
                 }
@@ -245,7 +251,8 @@ impl Keeper {
         };
         let tenancy = self.tenancy.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let own = tenancy.map(|tenancy| {
-            let since = view.leases.get(&tenancy.subnets).map_or(tenancy.revision, |lease| lease.since);
+            let since =
+                view.leases.get(&tenancy.subnets).map_or(tenancy.revision, |lease| lease.since);
             let left = |term: Term| term.end().saturating_sub(self.clock.boottime());
             let expires = tenancy.term.map(|term| now + left(term));
             let Tenancy { subnets, attrs, revision, .. } = tenancy;

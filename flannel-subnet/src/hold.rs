@@ -107,7 +107,9 @@ impl LocalManager {
                     again = Some(self.again(&mut backoff));
                     tracing::debug!(subnets = %held.subnets, "cannot look after the lease yet: {error}");
                     // That the store is out of reach, whoever follows it says too.
-                    if matches!(error, Error::Refused { .. }) && !std::mem::replace(&mut refused, true) {
+                    if matches!(error, Error::Refused { .. })
+                        && !std::mem::replace(&mut refused, true)
+                    {
                         tracing::warn!(subnets = %held.subnets, "the lease cannot be renewed, trying on: {error}");
                     }
                     if !lapsed && self.lapsed() {
@@ -149,12 +151,14 @@ impl LocalManager {
     /// Another lease with our address has appeared.
     fn may_stray(&self, view: &View, seen: &mut LeaseSet) -> bool {
         let Origin::Live { .. } = view.origin else { return false };
-        let Some((subnets, public)) = self.tenancy().as_ref().map(|t| (t.subnets, t.attrs.public)) else {
+        let Some((subnets, public)) = self.tenancy().as_ref().map(|t| (t.subnets, t.attrs.public))
+        else {
             return false;
         };
         let seen = std::mem::replace(seen, view.leases.clone());
         let mut new = view.leases.changes_since(&seen).filter_map(|(_, lease)| lease);
-        !public.is_empty() && new.any(|lease| lease.subnets != subnets && lease.attrs.public == public)
+        !public.is_empty()
+            && new.any(|lease| lease.subnets != subnets && lease.attrs.public == public)
     }
 
     fn term(&self) -> Option<Term> {
@@ -218,7 +222,8 @@ impl LocalManager {
         }
         if let Some(tenancy) = self.tenancy().as_mut() {
             // Unless something was written meanwhile, which counts as a later renewal.
-            tenancy.term = tenancy.term.map(|term| if term.sent > sent { term } else { Term { sent, ttl } });
+            tenancy.term =
+                tenancy.term.map(|term| if term.sent > sent { term } else { Term { sent, ttl } });
         }
         self.note_change();
         tracing::debug!(subnets = %tenancy.subnets, "lease renewed");
@@ -237,14 +242,17 @@ impl LocalManager {
             None if tenancy.term.is_none() => Ok(Some(LeaseEnd::Deleted)),
             None => {
                 let sent = self.clock.boottime();
-                let Some(ttl) = self.store.keep_alive(&tenancy.subnets, self.identity.mark).await? else {
+                let Some(ttl) = self.store.keep_alive(&tenancy.subnets, self.identity.mark).await?
+                else {
                     return self.win_back(&tenancy).await;
                 };
                 match self.store.entry(&tenancy.subnets).await? {
                     // An attempt of ours to win it back was carried out just now.
                     Some(entry) => self.judge(&tenancy, entry).await,
                     // The store knew us when it had no key of ours.
-                    None if self.clock.boottime() < (Term { sent, ttl }).end() => Ok(Some(LeaseEnd::Deleted)),
+                    None if self.clock.boottime() < (Term { sent, ttl }).end() => {
+                        Ok(Some(LeaseEnd::Deleted))
+                    }
                     None => Err(Error::Store {
                         store: format!("{}: {}", self.store, tenancy.subnets),
                         source: "its answers took too long to tell what became of the lease".into(),
@@ -257,11 +265,14 @@ impl LocalManager {
     /// Our key could not be read. If that is because of what it holds, what it held is put back.
     async fn restore(&self, tenancy: &Tenancy, error: Error) -> Result<Option<LeaseEnd>> {
         let listing = self.store.list().await?;
-        let ours = |skipped: &&Skipped| skipped.key.parse().is_ok_and(|key: Subnets| key == tenancy.subnets);
+        let ours = |skipped: &&Skipped| {
+            skipped.key.parse().is_ok_and(|key: Subnets| key == tenancy.subnets)
+        };
         let Some(unreadable) = listing.skipped.iter().find(ours) else { return Err(error) };
         tracing::warn!(subnets = %tenancy.subnets, reason = unreadable.reason, "somebody made this node's lease unreadable; putting it back");
         let (sent, tenure) = (self.clock.boottime(), self.tenure(tenancy.term.is_none()));
-        match self.store.update(&tenancy.subnets, unreadable.revision, &tenancy.attrs, tenure).await {
+        match self.store.update(&tenancy.subnets, unreadable.revision, &tenancy.attrs, tenure).await
+        {
             Ok(entry) => drop(self.settle(entry, Some(Term { sent, ttl: self.ttl }))),
             // Changed once more: to be looked at again.
             Err(Error::Conflict { .. }) => return Err(error),
@@ -336,7 +347,9 @@ impl LocalManager {
         let node = holder(&entry.lease.attrs);
         match entry.mark {
             Some(mark) if mark == self.identity.mark => {
-                format!("{node} under our own mark {mark} (was this host's state directory copied?)")
+                format!(
+                    "{node} under our own mark {mark} (was this host's state directory copied?)"
+                )
             }
             Some(mark) => format!("{node} under mark {mark}, while ours is {}", self.identity.mark),
             None => format!("{node}, as a reservation"),
@@ -345,5 +358,7 @@ impl LocalManager {
 }
 
 fn disputed() -> LeaseEnd {
-    LeaseEnd::Taken { by: "a node that took one of the two subnets after the lease had expired".to_owned() }
+    LeaseEnd::Taken {
+        by: "a node that took one of the two subnets after the lease had expired".to_owned(),
+    }
 }

@@ -35,6 +35,7 @@ pub use manager::{Identity, LocalManager, Ownership};
 pub use memory::MemoryRegistry;
 pub use reflect::Reflector;
 pub use registry::{
-    Batch, ConfigText, Entry, Event, Listing, Mark, MarkError, Now, Registry, Skipped, Tenure, Watch,
+    Batch, ConfigText, Entry, Event, Listing, Mark, MarkError, Now, Registry, Skipped, Tenure,
+    Watch,
 };
 pub use subnet_env::{SubnetEnv, SubnetEnvError};

@@ -9,8 +9,8 @@ use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use flannel_core::{
-    Config, Dual, Error, Hints, Lease, LeaseAttrs, LeaseEnd, Result, StoreStatus, Subnet, SubnetManager,
-    Subnets, View, holder,
+    Config, Dual, Error, Hints, Lease, LeaseAttrs, LeaseEnd, Result, StoreStatus, Subnet,
+    SubnetManager, Subnets, View, holder,
 };
 use tokio::sync::watch;
 
@@ -90,7 +90,11 @@ impl LocalManager {
     }
 
     /// Like [`LocalManager::new`], by another clock.
-    pub fn with_clock(registry: Arc<dyn Registry>, identity: Identity, clock: Arc<dyn Clock>) -> Self {
+    pub fn with_clock(
+        registry: Arc<dyn Registry>,
+        identity: Identity,
+        clock: Arc<dyn Clock>,
+    ) -> Self {
         Self {
             store: Arc::new(Metered::new(registry, Arc::clone(&clock))),
             clock,
@@ -155,7 +159,12 @@ impl LocalManager {
     }
 
     /// One attempt, from what the store held a moment ago.
-    async fn try_acquire(&self, config: &Config, attrs: &LeaseAttrs, listing: &Listing) -> Result<Attempt> {
+    async fn try_acquire(
+        &self,
+        config: &Config,
+        attrs: &LeaseAttrs,
+        listing: &Listing,
+    ) -> Result<Attempt> {
         if let Some(entry) = own_entry(listing, &self.identity, config, attrs) {
             let Some(unfit) = unfit(config, listing, entry) else {
                 return lost_race(self.take_over(entry, attrs).await).map(Attempt::from);
@@ -225,7 +234,8 @@ impl LocalManager {
                 holder(&entry.lease.attrs)
             );
         }
-        let written = self.store.update(&subnets, entry.lease.revision, attrs, self.tenure(reserved)).await?;
+        let written =
+            self.store.update(&subnets, entry.lease.revision, attrs, self.tenure(reserved)).await?;
         Ok(Some(self.settle(written, Some(Term { sent, ttl: self.ttl }))))
     }
 
@@ -237,10 +247,16 @@ impl LocalManager {
     }
 
     /// The previous subnets if they are free, else any free ones.
-    async fn take_new(&self, config: &Config, listing: &Listing, attrs: &LeaseAttrs) -> Result<Attempt> {
+    async fn take_new(
+        &self,
+        config: &Config,
+        listing: &Listing,
+        attrs: &LeaseAttrs,
+    ) -> Result<Attempt> {
         let all: Vec<Subnets> = taken(listing).collect();
         let free = |subnets: &Subnets| !all.iter().any(|other| other.overlaps(subnets));
-        let previous = self.identity.previous.filter(|subnets| fits(config, subnets) && free(subnets));
+        let previous =
+            self.identity.previous.filter(|subnets| fits(config, subnets) && free(subnets));
         let subnets = match previous {
             Some(subnets) => subnets,
             None => self.pick(config, &all)?,
@@ -274,7 +290,8 @@ impl LocalManager {
     /// Deletes what we hold besides `held`: a request that we had given up can have been carried out later.
     pub(crate) async fn sweep(&self, held: &Subnets) -> Result<()> {
         let listing = self.store.list().await?;
-        let ours = |entry: &&Entry| entry.mark == Some(self.identity.mark) && entry.lease.subnets != *held;
+        let ours =
+            |entry: &&Entry| entry.mark == Some(self.identity.mark) && entry.lease.subnets != *held;
         for stray in listing.entries.iter().filter(ours) {
             let subnets = stray.lease.subnets;
             tracing::info!(%subnets, %held, "this node came to hold a second lease, which is given up");
@@ -342,7 +359,8 @@ impl SubnetManager for LocalManager {
         };
         let Identity { mark, previous, local_addresses } = &self.identity;
         let by_mark = listing.entries.iter().find(|entry| entry.mark == Some(*mark));
-        let local = |entry: &&Entry| entry.lease.attrs.public.values().any(|a| local_addresses.contains(a));
+        let local =
+            |entry: &&Entry| entry.lease.attrs.public.values().any(|a| local_addresses.contains(a));
         let mut by_address = listing.entries.iter().filter(local);
         let by_address = by_address.next().filter(|_| by_address.next().is_none());
         let own = by_mark.or(by_address).map(|entry| &entry.lease);
@@ -368,7 +386,8 @@ impl SubnetManager for LocalManager {
         let _writing = self.writing.lock().await;
         let sent = self.clock.boottime();
         let tenure = self.tenure(held.expires.is_none());
-        let written = self.store.update(&held.subnets, held.revision, &as_stored(attrs), tenure).await?;
+        let written =
+            self.store.update(&held.subnets, held.revision, &as_stored(attrs), tenure).await?;
         Ok(self.settle(written, Some(Term { sent, ttl: self.ttl })))
     }
 

@@ -14,7 +14,8 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use crate::registry::{
-    Batch, ConfigText, Entry, Event, Listing, Mark, Now, Registry, Skipped, Tenure, Watch, config_conflict,
+    Batch, ConfigText, Entry, Event, Listing, Mark, Now, Registry, Skipped, Tenure, Watch,
+    config_conflict,
 };
 
 /// How many changes are remembered for watches that lag behind.
@@ -192,7 +193,8 @@ impl Inner {
         self.revision += 1;
         self.history.insert(self.revision, key.to_owned());
         if self.history.len() > HISTORY {
-            self.forgotten = self.history.pop_first().map_or(self.forgotten, |(revision, _)| revision);
+            self.forgotten =
+                self.history.pop_first().map_or(self.forgotten, |(revision, _)| revision);
         }
         self.revision
     }
@@ -264,7 +266,9 @@ impl MemoryRegistry {
         let mut inner = self.reach()?;
         let key = inner.at(subnets, at)?;
         inner.put(&key, &attrs.to_json(), tenure);
-        let Now::Held(entry) = inner.read(&key) else { return Err(Error::Conflict { subnets: *subnets }) };
+        let Now::Held(entry) = inner.read(&key) else {
+            return Err(Error::Conflict { subnets: *subnets });
+        };
         drop(inner);
         self.wake();
         Ok(entry)
@@ -330,7 +334,12 @@ impl Registry for MemoryRegistry {
         self.reply(self.entry_now(subnets)).await
     }
 
-    async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry> {
+    async fn create(
+        &self,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        tenure: Option<Tenure>,
+    ) -> Result<Entry> {
         self.reply(self.write_now(subnets, None, attrs, tenure)).await
     }
 

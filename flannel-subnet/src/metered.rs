@@ -9,7 +9,9 @@ use flannel_core::{LeaseAttrs, Result, Revision, StoreStatus, Subnets};
 
 use crate::clock::Clock;
 use crate::fallback::unanswered;
-use crate::registry::{Batch, ConfigText, Entry, Listing, Mark, Now, Registry, Skipped, Tenure, Watch};
+use crate::registry::{
+    Batch, ConfigText, Entry, Listing, Mark, Now, Registry, Skipped, Tenure, Watch,
+};
 
 /// What ends later is a failure of the same call.
 const WATCH: &str = "watch";
@@ -58,7 +60,12 @@ impl Books {
         result
     }
 
-    fn outcome<T>(&self, call: &'static str, result: &Result<T>, revision: impl Fn(&T) -> Option<Revision>) {
+    fn outcome<T>(
+        &self,
+        call: &'static str,
+        result: &Result<T>,
+        revision: impl Fn(&T) -> Option<Revision>,
+    ) {
         let now = self.clock.wall();
         let mut status = self.lock();
         let revision = match result {
@@ -126,8 +133,9 @@ impl Registry for Metered {
     }
 
     async fn list(&self) -> Result<Listing> {
-        let listing =
-            self.books.request("list", self.registry.list().await, |listing| Some(listing.revision))?;
+        let listing = self
+            .books
+            .request("list", self.registry.list().await, |listing| Some(listing.revision))?;
         self.books.skip_all(&listing.skipped);
         Ok(listing)
     }
@@ -136,7 +144,12 @@ impl Registry for Metered {
         self.books.request("get", self.registry.entry(subnets).await, |_| None)
     }
 
-    async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry> {
+    async fn create(
+        &self,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        tenure: Option<Tenure>,
+    ) -> Result<Entry> {
         self.books.request("create", self.registry.create(subnets, attrs, tenure).await, |_| None)
     }
 
@@ -147,8 +160,9 @@ impl Registry for Metered {
         tenure: Option<Tenure>,
     ) -> Result<Result<Entry, Listing>> {
         let outcome = self.registry.create_or_list(subnets, attrs, tenure).await;
-        let listed =
-            |outcome: &Result<Entry, Listing>| outcome.as_ref().err().map(|listing| listing.revision);
+        let listed = |outcome: &Result<Entry, Listing>| {
+            outcome.as_ref().err().map(|listing| listing.revision)
+        };
         let outcome = self.books.request("create", outcome, listed)?;
         if let Err(listing) = &outcome {
             self.books.skip_all(&listing.skipped);
@@ -163,7 +177,8 @@ impl Registry for Metered {
         attrs: &LeaseAttrs,
         tenure: Option<Tenure>,
     ) -> Result<Entry> {
-        self.books.request("update", self.registry.update(subnets, at, attrs, tenure).await, |_| None)
+        self.books
+            .request("update", self.registry.update(subnets, at, attrs, tenure).await, |_| None)
     }
 
     async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {

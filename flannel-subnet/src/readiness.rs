@@ -12,7 +12,10 @@ use tokio::io::unix::AsyncFd;
 ///
 /// # Panics
 /// There is no tokio runtime with I/O enabled.
-#[expect(deprecated, reason = "sound for what owns its descriptor; the successor needs unsafe code")]
+#[expect(
+    deprecated,
+    reason = "sound for what owns its descriptor; the successor needs unsafe code"
+)]
 pub(crate) fn readable<T: AsRawFd>(inner: T) -> io::Result<AsyncFd<T>> {
     AsyncFd::with_interest(inner, Interest::READABLE)
 }

@@ -33,7 +33,8 @@ impl Configs {
 
     /// Gives out what was read; the second part tells whether it comes from a cache.
     pub(crate) fn give(&self, (config, cached): (Config, bool)) -> Config {
-        *self.given.lock().unwrap_or_else(PoisonError::into_inner) = (!cached).then(|| config.clone());
+        *self.given.lock().unwrap_or_else(PoisonError::into_inner) =
+            (!cached).then(|| config.clone());
         config
     }
 
@@ -49,7 +50,9 @@ impl Configs {
             return Ok((given, false));
         }
         match (read.await, self.used().as_ref()) {
-            (Err(Error::Config { .. } | Error::NoConfig { .. }), Some(used)) => Ok((used.clone(), false)),
+            (Err(Error::Config { .. } | Error::NoConfig { .. }), Some(used)) => {
+                Ok((used.clone(), false))
+            }
             (read, _) => read,
         }
     }
@@ -93,7 +96,9 @@ impl Configs {
                     }
                 }
                 Some((text, Err(error))) if wrong.as_ref() != Some(text) => {
-                    tracing::warn!("the network config was changed, but is wrong and not used: {error}");
+                    tracing::warn!(
+                        "the network config was changed, but is wrong and not used: {error}"
+                    );
                     wrong = Some(text.clone());
                 }
                 _ => (),

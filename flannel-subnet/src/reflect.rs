@@ -133,7 +133,8 @@ async fn list_and_watch(
 impl Shared {
     /// Makes the view equal to a complete list. A key that is there but cannot be read keeps its last value.
     fn replace(&self, listing: &Listing) {
-        let unreadable = listing.skipped.iter().filter_map(|skipped| skipped.key.parse::<Subnets>().ok());
+        let unreadable =
+            listing.skipped.iter().filter_map(|skipped| skipped.key.parse::<Subnets>().ok());
         let present: BTreeSet<Subnets> =
             listing.entries.iter().map(|entry| entry.lease.subnets).chain(unreadable).collect();
         self.modify(Origin::Live { revision: listing.revision }, |leases| {

@@ -29,7 +29,8 @@ impl Mark {
 pub(crate) fn config_conflict(store: &dyn fmt::Display) -> Error {
     Error::Refused {
         store: store.to_string(),
-        reason: "somebody else has written the network config meanwhile: look at it and try again".into(),
+        reason: "somebody else has written the network config meanwhile: look at it and try again"
+            .into(),
     }
 }
 
@@ -224,7 +225,12 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     ///
     /// # Cancel safety
     /// Dropped half-way, the lease may have been written.
-    async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry>;
+    async fn create(
+        &self,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        tenure: Option<Tenure>,
+    ) -> Result<Entry>;
 
     /// Writes a lease where there is none, as [`Registry::create`] does, or else says what the store holds:
     /// `Err` if the key exists. Stores that can do both in one request should.
@@ -301,7 +307,10 @@ mod tests {
         assert_eq!(Mark(0xab).to_string(), "00000000000000ab");
         for bad in ["", "+1", "0x1", "g", "00000000000000000"] {
             let error = bad.parse::<Mark>().unwrap_err().to_string();
-            assert!(error.contains(&format!("{bad:?}")) && error.contains("hexadecimal"), "{error}");
+            assert!(
+                error.contains(&format!("{bad:?}")) && error.contains("hexadecimal"),
+                "{error}"
+            );
         }
         let (a, b) = (Mark::random(), Mark::random());
         assert!(a != b && i64::try_from(a.0).is_ok_and(|a| a > 0));

@@ -143,7 +143,8 @@ impl SubnetEnv {
     /// # Errors
     /// As for [`SubnetEnv::read`].
     pub fn parse(text: &str, path: &Path) -> Result<Self, SubnetEnvError> {
-        let mut env = Self { networks: Dual::default(), subnets: Dual::default(), mtu: 0, ip_masq: false };
+        let mut env =
+            Self { networks: Dual::default(), subnets: Dual::default(), mtu: 0, ip_masq: false };
         let (mut mtu, mut ip_masq) = (None, None);
         for (number, text) in text.lines().enumerate() {
             let line = Line { path, number: number + 1, text };
@@ -220,7 +221,12 @@ impl<'a> Line<'a> {
         value.parse().map_err(|_| self.error(key, value, expected))
     }
 
-    fn subnet(&self, key: &str, value: &str, family: Family) -> Result<Option<Subnet>, SubnetEnvError> {
+    fn subnet(
+        &self,
+        key: &str,
+        value: &str,
+        family: Family,
+    ) -> Result<Option<Subnet>, SubnetEnvError> {
         let expected = match family {
             Family::V4 => "an IPv4 subnet such as 10.1.5.1/24",
             Family::V6 => "an IPv6 subnet such as fd00:0:0:5::1/64",
@@ -246,7 +252,10 @@ mod tests {
 
     fn env(subnets: &[(&str, &str)]) -> SubnetEnv {
         SubnetEnv {
-            networks: subnets.iter().map(|(network, _)| network.parse::<Subnet>().unwrap()).collect(),
+            networks: subnets
+                .iter()
+                .map(|(network, _)| network.parse::<Subnet>().unwrap())
+                .collect(),
             subnets: subnets.iter().map(|(_, subnet)| subnet.parse::<Subnet>().unwrap()).collect(),
             mtu: 1450,
             ip_masq: true,
@@ -298,18 +307,29 @@ mod tests {
                 "FLANNEL_SUBNET=10.1.5.1",
                 r#"line 1: FLANNEL_SUBNET: "10.1.5.1" is not an IPv4 subnet such as"#,
             ),
-            ("\nFLANNEL_SUBNET=fd00::1/64", r#"line 2: FLANNEL_SUBNET: "fd00::1/64" is not an IPv4"#),
+            (
+                "\nFLANNEL_SUBNET=fd00::1/64",
+                r#"line 2: FLANNEL_SUBNET: "fd00::1/64" is not an IPv4"#,
+            ),
             ("FLANNEL_IPV6_SUBNET=10.1.5.1/24", r#""10.1.5.1/24" is not an IPv6 subnet"#),
             ("FLANNEL_NETWORK=0.0.0.0/0", "FLANNEL_NETWORK"),
             ("FLANNEL_MTU=big", r#"FLANNEL_MTU: "big" is not a number of bytes"#),
-            ("FLANNEL_MTU=1450\nFLANNEL_IPMASQ=yes", r#"line 2: FLANNEL_IPMASQ: "yes" is not true or false"#),
+            (
+                "FLANNEL_MTU=1450\nFLANNEL_IPMASQ=yes",
+                r#"line 2: FLANNEL_IPMASQ: "yes" is not true or false"#,
+            ),
             ("FLANNEL_MTU=\"1450", "quotes are closed"),
             ("nonsense", "an assignment such as FLANNEL_MTU=1450"),
             ("FLANNEL_IPMASQ=true", "FLANNEL_MTU is missing"),
             ("FLANNEL_MTU=1450", "FLANNEL_IPMASQ is missing"),
         ] {
-            let error = SubnetEnv::parse(bad, Path::new("/run/flannel/subnet.env")).unwrap_err().to_string();
-            assert!(error.starts_with("/run/flannel/subnet.env") && error.contains(says), "{bad}: {error}");
+            let error = SubnetEnv::parse(bad, Path::new("/run/flannel/subnet.env"))
+                .unwrap_err()
+                .to_string();
+            assert!(
+                error.starts_with("/run/flannel/subnet.env") && error.contains(says),
+                "{bad}: {error}"
+            );
         }
     }
 }

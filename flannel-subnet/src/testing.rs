@@ -52,7 +52,8 @@ impl Clock for TokioClock {
     }
 
     async fn sleep_until_wall(&self, wall: SystemTime) {
-        tokio::time::sleep_until(self.start + wall.duration_since(self.wall).unwrap_or_default()).await;
+        tokio::time::sleep_until(self.start + wall.duration_since(self.wall).unwrap_or_default())
+            .await;
     }
 }
 
@@ -174,23 +175,31 @@ async fn config_is_written_only_over_what_was_seen(ground: &Ground<'_>) {
     assert!(refused(registry.write_config(None, "{}").await), "there is one");
     let text = r#"{"Network":"10.77.0.0/16","Backend":{"Type":"vxlan"}}"#;
     let changed = registry.config_changed(Some(seen.clone()));
-    let (changed, written) =
-        soon("config changes", async { tokio::join!(changed, registry.write_config(Some(&seen), text)) })
-            .await;
+    let (changed, written) = soon("config changes", async {
+        tokio::join!(changed, registry.write_config(Some(&seen), text))
+    })
+    .await;
     changed.expect("in reach");
     written.expect("as it was seen");
     assert_eq!(registry.config().await.expect("a config").text, text);
-    assert!(refused(registry.write_config(Some(&seen), "{}").await), "another was written meanwhile");
+    assert!(
+        refused(registry.write_config(Some(&seen), "{}").await),
+        "another was written meanwhile"
+    );
     assert_eq!(registry.config().await.expect("a config").text, text);
 }
 
 async fn what_is_written_is_read_back(ground: &Ground<'_>) {
-    for (n, text) in
-        ["10.77.1.0-24", "10.77.2.0-24&fd00:0:0:2::-64", "0.0.0.0-0&fd00:0:0:3::-64"].iter().enumerate()
+    for (n, text) in ["10.77.1.0-24", "10.77.2.0-24&fd00:0:0:2::-64", "0.0.0.0-0&fd00:0:0:3::-64"]
+        .iter()
+        .enumerate()
     {
         let (subnets, n) = (text.parse::<Subnets>().expect("a key"), n as u8 + 1);
-        let written =
-            ground.registry.create(&subnets, &attrs(n), tenure(u64::from(n), DAY)).await.expect("created");
+        let written = ground
+            .registry
+            .create(&subnets, &attrs(n), tenure(u64::from(n), DAY))
+            .await
+            .expect("created");
         assert_eq!(written.mark, Some(Mark(u64::from(n))));
         assert_eq!((written.lease.subnets, &written.lease.attrs), (subnets, &attrs(n)));
         assert_eq!(ground.other.entry(&subnets).await.expect("in reach"), Some(written.clone()));
@@ -208,11 +217,13 @@ async fn a_key_is_created_only_once(ground: &Ground<'_>) {
     conflicts(&ground.other.create(&key(1), &attrs(2), tenure(2, DAY)).await, &key(1));
     conflicts(&ground.registry.create(&key(1), &attrs(1), tenure(1, DAY)).await, &key(1));
     assert_eq!(ground.other.entry(&key(1)).await.expect("in reach"), Some(first.clone()));
-    let listing = ground.other.create_or_list(&key(1), &attrs(2), tenure(2, DAY)).await.expect("in reach");
+    let listing =
+        ground.other.create_or_list(&key(1), &attrs(2), tenure(2, DAY)).await.expect("in reach");
     let listing = listing.expect_err("the key exists");
     assert_eq!(listing.entries, [first]);
     let mut watch = ground.other.watch(listing.revision).await.expect("a watch");
-    let second = ground.other.create_or_list(&key(2), &attrs(2), tenure(2, DAY)).await.expect("in reach");
+    let second =
+        ground.other.create_or_list(&key(2), &attrs(2), tenure(2, DAY)).await.expect("in reach");
     assert_eq!(ground.registry.entry(&key(2)).await.expect("in reach"), second.ok());
     let seen = changes(&mut *watch, |seen| !seen.is_empty()).await;
     assert_eq!(seen.into_keys().collect::<Vec<_>>(), [key(2).to_string()]);
@@ -246,7 +257,9 @@ async fn of_many_at_once_exactly_one_wins(ground: &Ground<'_>) {
                 match at {
                     None => registry.create(&key(9), &attrs(n), tenure).await,
                     // Where the revision is made from the content, writing the same again is no change.
-                    Some(at) => registry.update(&key(9), at.lease.revision, &attrs(n + 100), tenure).await,
+                    Some(at) => {
+                        registry.update(&key(9), at.lease.revision, &attrs(n + 100), tenure).await
+                    }
                 }
             });
         }
@@ -269,8 +282,10 @@ async fn nothing_is_missed_between_list_and_watch(ground: &Ground<'_>) {
     let stays = other.create(&key(1), &attrs(1), tenure(1, DAY)).await.expect("created");
     let goes = other.create(&key(2), &attrs(2), tenure(2, DAY)).await.expect("created");
     let listing = registry.list().await.expect("a list");
-    let changed =
-        other.update(&key(1), stays.lease.revision, &attrs(9), tenure(1, DAY)).await.expect("updated");
+    let changed = other
+        .update(&key(1), stays.lease.revision, &attrs(9), tenure(1, DAY))
+        .await
+        .expect("updated");
     other.delete(&key(2), goes.lease.revision).await.expect("deleted");
     let comes = registry.create(&key(3), &attrs(3), tenure(3, DAY)).await.expect("created");
     let mut watch = registry.watch(listing.revision).await.expect("a watch");
@@ -343,8 +358,11 @@ async fn a_deletion_is_not_the_end_of_the_holder(ground: &Ground<'_>) {
 async fn reservations_have_no_holder(ground: &Ground<'_>) {
     let reserved = ground.registry.create(&key(1), &attrs(1), None).await.expect("created");
     assert_eq!(reserved.mark, None);
-    let used =
-        ground.registry.update(&key(1), reserved.lease.revision, &attrs(2), None).await.expect("updated");
+    let used = ground
+        .registry
+        .update(&key(1), reserved.lease.revision, &attrs(2), None)
+        .await
+        .expect("updated");
     assert_eq!((used.mark, &used.lease.attrs), (None, &attrs(2)));
     assert_eq!(ground.other.entry(&key(1)).await.expect("in reach"), Some(used));
     clear(ground).await;

@@ -24,7 +24,8 @@ fn key(text: &str) -> Subnets {
 }
 
 fn attrs(node: u8) -> LeaseAttrs {
-    LeaseAttrs::from_json(&format!(r#"{{"PublicIP":"192.0.2.{node}","BackendType":"vxlan"}}"#)).unwrap()
+    LeaseAttrs::from_json(&format!(r#"{{"PublicIP":"192.0.2.{node}","BackendType":"vxlan"}}"#))
+        .unwrap()
 }
 
 /// A time of day that was set by so much.
@@ -71,7 +72,8 @@ impl Ground {
     fn node_with_mark(&self, mark: u64, wall: i64) -> LocalManager {
         let identity = Identity { mark: Mark(mark), previous: None, local_addresses: Vec::new() };
         let clock = Arc::new(WallClock(self.clock.clone(), wall));
-        LocalManager::with_clock(Arc::new(self.registry.clone()), identity, clock).with_cache(self.path())
+        LocalManager::with_clock(Arc::new(self.registry.clone()), identity, clock)
+            .with_cache(self.path())
     }
 
     async fn peer(&self, text: &str, n: u8) {
@@ -112,7 +114,8 @@ impl Ground {
 }
 
 async fn live(views: &mut watch::Receiver<View>, leases: usize) {
-    let good = |view: &View| matches!(view.origin, Origin::Live { .. }) && view.leases.len() == leases;
+    let good =
+        |view: &View| matches!(view.origin, Origin::Live { .. }) && view.leases.len() == leases;
     timeout(Duration::from_secs(60), views.wait_for(good)).await.expect("within a minute").unwrap();
 }
 

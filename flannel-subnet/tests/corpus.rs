@@ -58,8 +58,18 @@ fn lease_value() {
 
 #[test]
 fn subnet_env() {
-    let accepted =
-        ["crlf", "dual", "host", "last-host", "lists", "only-masq-and-mtu", "shell", "twice", "v4", "v6"];
+    let accepted = [
+        "crlf",
+        "dual",
+        "host",
+        "last-host",
+        "lists",
+        "only-masq-and-mtu",
+        "shell",
+        "twice",
+        "v4",
+        "v6",
+    ];
     replay("subnet_env", properties::subnet_env, &accepted);
 }
 

@@ -1,6 +1,10 @@
 //! `DirRegistry` beyond the suite: editors, crashes, other processes, and what the files look like.
 
-#![allow(clippy::unwrap_used, clippy::needless_pass_by_value, reason = "helpers of tests are tests")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::needless_pass_by_value,
+    reason = "helpers of tests are tests"
+)]
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -13,8 +17,8 @@ use std::time::{Duration, SystemTime};
 
 use flannel_core::{Error, LeaseAttrs, LeaseEnd, Origin, Revision, SubnetManager, Subnets, View};
 use flannel_subnet::{
-    Assign, AssignedManager, DirLocation, DirOptions, DirRegistry, Identity, LocalManager, Mark, Reflector,
-    Registry, Tenure,
+    Assign, AssignedManager, DirLocation, DirOptions, DirRegistry, Identity, LocalManager, Mark,
+    Reflector, Registry, Tenure,
 };
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
@@ -146,7 +150,9 @@ async fn a_half_written_file_keeps_its_last_content_in_force() {
     assert!(matches!(blind, Err(Error::Conflict { .. })), "{blind:?}");
 
     fs::write(net.file(key(5)), r#"{"PublicIP": "192.0.2.2"}"#).unwrap();
-    let view = wait(&mut views, |view| view.leases.get(&key(5)).unwrap().attrs == attrs("192.0.2.2")).await;
+    let view =
+        wait(&mut views, |view| view.leases.get(&key(5)).unwrap().attrs == attrs("192.0.2.2"))
+            .await;
     assert_eq!(view.leases.len(), 1);
     assert_eq!(net.registry.list().await.unwrap().skipped, []);
 }
@@ -227,8 +233,11 @@ async fn a_root_that_is_replaced_is_read_anew() {
 async fn a_storm_that_overflows_the_queue_loses_nothing() {
     let net = Net::new().await;
     let listing = net.registry.list().await.unwrap();
-    let limit: usize =
-        fs::read_to_string("/proc/sys/fs/inotify/max_queued_events").unwrap().trim().parse().unwrap();
+    let limit: usize = fs::read_to_string("/proc/sys/fs/inotify/max_queued_events")
+        .unwrap()
+        .trim()
+        .parse()
+        .unwrap();
     let (one, two) = (net.file(key(1)), net.file(key(2)));
     fs::write(net.file(key(3)), "{}").unwrap();
     // Renames, since equal events would be merged.
@@ -318,7 +327,8 @@ async fn many_processes_share_one_directory() {
     for output in workers.join_all().await {
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let text = String::from_utf8(output.stdout).unwrap();
-        leases.extend(text.lines().filter_map(|line| line.split("lease ").nth(1)).map(str::to_owned));
+        leases
+            .extend(text.lines().filter_map(|line| line.split("lease ").nth(1)).map(str::to_owned));
     }
     assert_eq!((leases.len(), leases.iter().collect::<BTreeSet<_>>().len()), (60, 60));
     wait(&mut views, |view| view.leases.len() == 60).await;
@@ -329,7 +339,8 @@ async fn many_processes_share_one_directory() {
 async fn acquire_twenty(path: &Path, first: u64) {
     let registry = DirRegistry::open(path, DirOptions::default()).await.unwrap();
     for n in first..first + 20 {
-        let lease = node(&registry, n).acquire_lease(&attrs(&format!("192.0.2.{n}"))).await.unwrap();
+        let lease =
+            node(&registry, n).acquire_lease(&attrs(&format!("192.0.2.{n}"))).await.unwrap();
         println!("lease {}", lease.subnets);
     }
 }
@@ -360,7 +371,8 @@ async fn a_wrong_place_is_told() {
         assert!(error.contains(&path.display().to_string()), "{error}");
     }
     let missing = dir.path().join("missing");
-    let error = DirRegistry::open(&missing, DirOptions { assign: Assign::Static }).await.unwrap_err();
+    let error =
+        DirRegistry::open(&missing, DirOptions { assign: Assign::Static }).await.unwrap_err();
     assert!(error.to_string().contains("missing"), "{error}");
     assert!(!missing.exists(), "static directories are not made");
     let made = dir.path().join("a/b");
@@ -395,12 +407,18 @@ async fn a_static_directory_gives_every_node_what_is_written_there_and_is_never_
     let mut ours = written.clone();
     ours.backend_data.v4 = Some(r#"{"VNI":2}"#.into());
     let error = manager.acquire_lease(&ours).await.unwrap_err().to_string();
-    assert!(error.contains("subnets/10.1.1.0-24: BackendData.VNI is 1, but this host has 2"), "{error}");
+    assert!(
+        error.contains("subnets/10.1.1.0-24: BackendData.VNI is 1, but this host has 2"),
+        "{error}"
+    );
     let kind = LeaseAttrs { backend_type: "host-gw".into(), ..written.clone() };
     let error = manager.acquire_lease(&kind).await.unwrap_err().to_string();
     assert!(error.contains(r#"BackendType is "vxlan", but this host has "host-gw""#), "{error}");
     let error = manager.acquire_lease(&attrs("192.0.2.9")).await.unwrap_err().to_string();
-    assert!(error.contains("no file in subnets/ has this host's public address 192.0.2.9"), "{error}");
+    assert!(
+        error.contains("no file in subnets/ has this host's public address 192.0.2.9"),
+        "{error}"
+    );
 
     let names = |path: &Path| fs::read_dir(path).unwrap().count();
     assert_eq!((names(dir.path()), names(&dir.path().join("subnets"))), (2, 2), "not even a lock");
@@ -412,7 +430,9 @@ async fn a_static_directory_gives_every_node_what_is_written_there_and_is_never_
 
 #[tokio::test]
 async fn a_static_lease_ends_when_its_file_goes_moves_or_says_something_else() {
-    for (what, expected) in [("gone", "Deleted"), ("moved", "Moved"), ("changed", "BackendData.VNI is 7")] {
+    for (what, expected) in
+        [("gone", "Deleted"), ("moved", "Moved"), ("changed", "BackendData.VNI is 7")]
+    {
         let dir = tempfile::tempdir().unwrap();
         let manager = assigned(dir.path(), "192.0.2.1").await;
         let lease = manager.acquire_lease(&LeaseAttrs::from_json(VALUE).unwrap()).await.unwrap();
@@ -421,10 +441,14 @@ async fn a_static_lease_ends_when_its_file_goes_moves_or_says_something_else() {
         let subnets = dir.path().join("subnets");
         match what {
             "gone" => fs::remove_file(subnets.join("10.1.1.0-24")).unwrap(),
-            "moved" => fs::rename(subnets.join("10.1.1.0-24"), subnets.join("10.1.8.0-24")).unwrap(),
+            "moved" => {
+                fs::rename(subnets.join("10.1.1.0-24"), subnets.join("10.1.8.0-24")).unwrap()
+            }
             _ => fs::write(subnets.join("10.1.1.0-24"), VALUE.replace(":1}", ":7}")).unwrap(),
         }
-        let end = tokio::time::timeout(Duration::from_secs(20), manager.hold_lease(&lease)).await.unwrap();
+        let end = tokio::time::timeout(Duration::from_secs(20), manager.hold_lease(&lease))
+            .await
+            .unwrap();
         let end = end.map_or_else(|error| error.to_string(), |end| format!("{end:?}"));
         assert!(end.contains(expected), "{what}: {end}");
     }
@@ -439,14 +463,19 @@ async fn a_static_directorys_config_is_followed_and_its_networks_wait_for_a_rest
     let write = |text: &str| fs::write(dir.path().join("config"), text).unwrap();
     let changed = async |text: &str, seen| {
         write(text);
-        tokio::time::timeout(Duration::from_secs(20), manager.config_changed(seen)).await.unwrap().unwrap()
+        tokio::time::timeout(Duration::from_secs(20), manager.config_changed(seen))
+            .await
+            .unwrap()
+            .unwrap()
     };
 
-    let mtu = changed(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","MTU":1300}}"#, &first).await;
+    let mtu =
+        changed(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","MTU":1300}}"#, &first).await;
     assert_eq!(manager.network_config().await.unwrap(), mtu);
     assert_eq!(mtu.networks, first.networks);
 
-    let moved = changed(r#"{"Network":"10.9.0.0/16","Backend":{"Type":"vxlan","MTU":1200}}"#, &mtu).await;
+    let moved =
+        changed(r#"{"Network":"10.9.0.0/16","Backend":{"Type":"vxlan","MTU":1200}}"#, &mtu).await;
     assert_ne!(moved.networks, first.networks, "what waits is told");
     let used = manager.network_config().await.unwrap();
     assert_eq!((used.networks, used.backend), (first.networks, moved.backend.clone()));
@@ -519,7 +548,11 @@ async fn renewals_and_writers_of_the_same_wake_no_one() {
         inotify.add_watch(watched, all - reading).unwrap();
     }
     net.registry.keep_alive(&key(1), Mark(1)).await.unwrap();
-    assert_eq!(inotify.read_events().unwrap_err(), Errno::EAGAIN, "a renewal is only a change of time");
+    assert_eq!(
+        inotify.read_events().unwrap_err(),
+        Errno::EAGAIN,
+        "a renewal is only a change of time"
+    );
     let other = net.again().await;
     let mut watch = other.watch(other.list().await.unwrap().revision).await.unwrap();
     net.registry.keep_alive(&key(1), Mark(1)).await.unwrap();
@@ -528,5 +561,8 @@ async fn renewals_and_writers_of_the_same_wake_no_one() {
     fs::write(net.file(key(1)), text).unwrap();
     fs::write(net.file(key(2)), "{}").unwrap();
     let batch = watch.next().await.unwrap().unwrap();
-    assert_eq!(batch.events.iter().map(|event| event.key.as_str()).collect::<Vec<_>>(), ["10.1.2.0-24"]);
+    assert_eq!(
+        batch.events.iter().map(|event| event.key.as_str()).collect::<Vec<_>>(),
+        ["10.1.2.0-24"]
+    );
 }

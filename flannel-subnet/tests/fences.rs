@@ -12,15 +12,14 @@ use async_trait::async_trait;
 use flannel_core::{Error, LeaseAttrs, LeaseEnd, Result, Revision, SubnetManager, Subnets};
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
-    Clock, ConfigText, Entry, Identity, Listing, LocalManager, Mark, MemoryRegistry, Ownership, Registry,
-    Tenure, Watch,
+    Clock, ConfigText, Entry, Identity, Listing, LocalManager, Mark, MemoryRegistry, Ownership,
+    Registry, Tenure, Watch,
 };
 use tokio::time::sleep;
 
 const V4: &str = r#"{"Network":"10.1.0.0/16"}"#;
 /// Two subnets of IPv4, a hundred of IPv6: pairs that differ often have their IPv4 subnet in common.
-const DUAL: &str =
-    r#"{"Network":"10.1.0.0/16","SubnetMax":"10.1.2.0","EnableIPv6":true,"IPv6Network":"fd00:1::/48"}"#;
+const DUAL: &str = r#"{"Network":"10.1.0.0/16","SubnetMax":"10.1.2.0","EnableIPv6":true,"IPv6Network":"fd00:1::/48"}"#;
 const DAY: Duration = Duration::from_secs(86_400);
 
 fn key(text: &str) -> Subnets {
@@ -41,12 +40,20 @@ fn tenure(mark: u64) -> Option<Tenure> {
 }
 
 fn node(registry: impl Registry + 'static, mark: u64, previous: Option<&str>) -> LocalManager {
-    let identity = Identity { mark: Mark(mark), previous: previous.map(key), local_addresses: Vec::new() };
+    let identity =
+        Identity { mark: Mark(mark), previous: previous.map(key), local_addresses: Vec::new() };
     LocalManager::with_clock(Arc::new(registry), identity, Arc::new(TokioClock::new()))
 }
 
 async fn keys(registry: &MemoryRegistry) -> Vec<String> {
-    registry.list().await.unwrap().entries.iter().map(|entry| entry.lease.subnets.to_string()).collect()
+    registry
+        .list()
+        .await
+        .unwrap()
+        .entries
+        .iter()
+        .map(|entry| entry.lease.subnets.to_string())
+        .collect()
 }
 
 /// A store whose answers can go astray, and which another node can use just before.
@@ -85,7 +92,12 @@ impl Registry for Astray {
     async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {
         self.registry.entry(subnets).await
     }
-    async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry> {
+    async fn create(
+        &self,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        tenure: Option<Tenure>,
+    ) -> Result<Entry> {
         if let Some(faster) = self.faster {
             let other = self::attrs(99);
             let _ = self.registry.create(&faster, &other, self::tenure(99)).await;
@@ -153,7 +165,10 @@ async fn an_expired_pair_is_not_won_back_once_another_has_one_of_the_two() {
         let manager = node(astray, 1, Some("10.1.1.0-24&fd00:1:0:5::-64"));
         let lease = manager.acquire_lease(&attrs(1)).await.unwrap();
         registry.revoke(Mark(1));
-        registry.create(&key("10.1.1.0-24&fd00:1:0:77::-64"), &attrs(99), tenure(99)).await.unwrap();
+        registry
+            .create(&key("10.1.1.0-24&fd00:1:0:77::-64"), &attrs(99), tenure(99))
+            .await
+            .unwrap();
         lost.store(lose_created, Ordering::Relaxed);
         let end = manager.hold_lease(&lease).await.unwrap();
         assert!(matches!(end, LeaseEnd::Taken { .. }), "{end:?}");
@@ -192,7 +207,8 @@ async fn of_two_leases_with_our_mark_the_one_we_had_is_kept_and_the_other_given_
 #[tokio::test(start_paused = true)]
 async fn a_lease_that_a_late_request_created_is_given_up_while_ours_is_held() {
     // Ours is none of those that are created later.
-    let registry = MemoryRegistry::with_config(r#"{"Network":"10.1.0.0/16","SubnetMax":"10.1.99.0"}"#);
+    let registry =
+        MemoryRegistry::with_config(r#"{"Network":"10.1.0.0/16","SubnetMax":"10.1.99.0"}"#);
     let manager = node(registry.clone(), 1, None);
     let lease = manager.acquire_lease(&attrs(1)).await.unwrap();
     let stray = key("10.1.200.0-24");
@@ -241,8 +257,11 @@ async fn a_node_with_a_slow_clock_is_no_owner_once_the_store_has_forgotten_it() 
     let clock = TokioClock::new();
     let begin = clock.boottime();
     let identity = Identity { mark: Mark(1), previous: None, local_addresses: Vec::new() };
-    let manager =
-        LocalManager::with_clock(Arc::new(registry.clone()), identity, Arc::new(SlowClock(clock, begin)));
+    let manager = LocalManager::with_clock(
+        Arc::new(registry.clone()),
+        identity,
+        Arc::new(SlowClock(clock, begin)),
+    );
     manager.acquire_lease(&attrs(1)).await.unwrap();
     sleep(DAY - DAY / 400).await;
     assert!(matches!(manager.ownership(), Ownership::For(_)), "{:?}", manager.ownership());

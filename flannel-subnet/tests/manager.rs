@@ -8,9 +8,13 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::{Calls, Error, Family, Lease, LeaseAttrs, LeaseEnd, Origin, SubnetManager, Subnets};
+use flannel_core::{
+    Calls, Error, Family, Lease, LeaseAttrs, LeaseEnd, Origin, SubnetManager, Subnets,
+};
 use flannel_subnet::testing::TokioClock;
-use flannel_subnet::{Entry, Identity, LocalManager, Mark, MemoryRegistry, Ownership, Registry, Tenure};
+use flannel_subnet::{
+    Entry, Identity, LocalManager, Mark, MemoryRegistry, Ownership, Registry, Tenure,
+};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
@@ -43,7 +47,11 @@ fn node(registry: &MemoryRegistry, mark: u64) -> LocalManager {
     node_with_previous(registry, mark, None)
 }
 
-fn node_with_previous(registry: &MemoryRegistry, mark: u64, previous: Option<&str>) -> LocalManager {
+fn node_with_previous(
+    registry: &MemoryRegistry,
+    mark: u64,
+    previous: Option<&str>,
+) -> LocalManager {
     let identity = Identity {
         mark: Mark(mark),
         previous: previous.map(key),
@@ -56,12 +64,24 @@ fn tenure(mark: u64) -> Option<Tenure> {
     Some(Tenure { mark: Mark(mark), ttl: DAY })
 }
 
-async fn put(registry: &MemoryRegistry, text: &str, attrs: &LeaseAttrs, mark: Option<u64>) -> Entry {
+async fn put(
+    registry: &MemoryRegistry,
+    text: &str,
+    attrs: &LeaseAttrs,
+    mark: Option<u64>,
+) -> Entry {
     registry.create(&key(text), attrs, mark.and_then(tenure)).await.unwrap()
 }
 
 async fn keys(registry: &MemoryRegistry) -> Vec<String> {
-    registry.list().await.unwrap().entries.iter().map(|entry| entry.lease.subnets.to_string()).collect()
+    registry
+        .list()
+        .await
+        .unwrap()
+        .entries
+        .iter()
+        .map(|entry| entry.lease.subnets.to_string())
+        .collect()
 }
 
 /// A node that holds its lease in a task of its own.
@@ -191,7 +211,8 @@ async fn a_key_that_cannot_be_read_is_taken() {
     let manager = node(&registry, 1);
     let lease = manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
     assert_eq!(lease.subnets, key("10.1.0.32-28"));
-    let skipped: Vec<String> = manager.store_status().skipped.into_iter().map(|(key, _)| key).collect();
+    let skipped: Vec<String> =
+        manager.store_status().skipped.into_iter().map(|(key, _)| key).collect();
     assert_eq!(skipped, ["10.1.0.16-28", "nonsense"]);
     let other = node(&registry, 2);
     let error = soon(other.acquire_lease(&attrs(&["192.0.2.2"]))).await.unwrap_err();
@@ -201,14 +222,18 @@ async fn a_key_that_cannot_be_read_is_taken() {
 #[tokio::test(start_paused = true)]
 async fn both_families_are_picked_independently_and_ipv6_alone_works() {
     let registry = MemoryRegistry::with_config(DUAL);
-    let dual = node(&registry, 1).acquire_lease(&attrs(&["192.0.2.1", "2001:db8::1"])).await.unwrap();
+    let dual =
+        node(&registry, 1).acquire_lease(&attrs(&["192.0.2.1", "2001:db8::1"])).await.unwrap();
     assert_eq!(dual.subnets.iter().map(|s| s.len()).collect::<Vec<_>>(), [24, 64]);
 
     let registry = MemoryRegistry::with_config(V6);
     let first = hold(node(&registry, 1), &attrs(&["2001:db8::1"])).await;
     let second = node(&registry, 2).acquire_lease(&attrs(&["2001:db8::2"])).await.unwrap();
     assert!(first.lease.subnets.to_string().starts_with("0.0.0.0-0&fd00:1:"));
-    assert!(!first.lease.subnets.overlaps(&second.subnets), "nobody is taken over for having no IPv4");
+    assert!(
+        !first.lease.subnets.overlaps(&second.subnets),
+        "nobody is taken over for having no IPv4"
+    );
     let restarted = node(&registry, 3).acquire_lease(&attrs(&["2001:db8::1"])).await.unwrap();
     assert_eq!(restarted.subnets, first.lease.subnets);
     assert!(matches!(first.end().await, LeaseEnd::Taken { .. }));
@@ -224,8 +249,14 @@ async fn a_renewed_lease_lives_for_ever_and_wakes_nobody() {
     let before = held.manager.store_status().requests();
     tokio::time::sleep(10 * DAY).await;
     assert!(!views.has_changed().unwrap());
-    assert_eq!(held.manager.store_status().requests() - before, 20, "two requests every 23 hours, no more");
-    assert!(matches!(held.manager.ownership(), Ownership::For(left) if left > HOUR - Duration::from_secs(1)));
+    assert_eq!(
+        held.manager.store_status().requests() - before,
+        20,
+        "two requests every 23 hours, no more"
+    );
+    assert!(
+        matches!(held.manager.ownership(), Ownership::For(left) if left > HOUR - Duration::from_secs(1))
+    );
     assert!(!held.task.is_finished());
 }
 
@@ -330,7 +361,9 @@ async fn an_outage_keeps_the_view_and_a_lease_that_lived_through_it() {
     let status = held.manager.store_status();
     assert!(status.failures() > 0 && status.last_error.is_some(), "{status:?}");
     assert!(status.calls["renew"].failed > 0 && status.calls["create"].failed == 0, "{status:?}");
-    assert!(matches!(held.manager.ownership(), Ownership::For(left) if left <= HOUR / 2 + HOUR / 60));
+    assert!(
+        matches!(held.manager.ownership(), Ownership::For(left) if left <= HOUR / 2 + HOUR / 60)
+    );
     registry.set_outage(false);
     tokio::time::sleep(2 * Duration::from_secs(60)).await;
     assert!(matches!(held.manager.ownership(), Ownership::For(left) if left > 23 * HOUR));
@@ -344,7 +377,11 @@ async fn after_its_time_a_node_is_no_owner_and_wins_its_subnet_back() {
     let held = hold(node(&registry, 1), &attrs(&["192.0.2.1"])).await;
     registry.set_outage(true);
     tokio::time::sleep(25 * HOUR).await;
-    assert!(matches!(held.manager.ownership(), Ownership::Lapsed(_)), "{:?}", held.manager.ownership());
+    assert!(
+        matches!(held.manager.ownership(), Ownership::Lapsed(_)),
+        "{:?}",
+        held.manager.ownership()
+    );
     assert!(!held.task.is_finished(), "nobody knows yet what became of the key");
     registry.set_outage(false);
     let subnets = held.lease.subnets;
@@ -366,7 +403,8 @@ async fn a_subnet_that_somebody_took_after_it_expired_is_not_won_back() {
     let value = attrs(&["192.0.2.2"]).to_json();
     registry.put_raw(&held.lease.subnets.to_string(), &value, tenure(2));
     registry.set_outage(false);
-    let end = tokio::time::timeout(Duration::from_secs(120), held.task).await.unwrap().unwrap().unwrap();
+    let end =
+        tokio::time::timeout(Duration::from_secs(120), held.task).await.unwrap().unwrap().unwrap();
     let LeaseEnd::Taken { by } = end else { panic!("{end:?}") };
     assert!(by.contains("192.0.2.2"), "{by}");
 }
@@ -377,8 +415,10 @@ async fn a_revoked_holder_wins_its_subnet_back_at_once() {
     let held = hold(node(&registry, 1), &attrs(&["192.0.2.1"])).await;
     registry.revoke(Mark(1));
     let subnets = held.lease.subnets;
-    until(Duration::from_secs(1), "won back", async || registry.entry(&subnets).await.unwrap().is_some())
-        .await;
+    until(Duration::from_secs(1), "won back", async || {
+        registry.entry(&subnets).await.unwrap().is_some()
+    })
+    .await;
     assert!(!held.task.is_finished());
 }
 
@@ -467,7 +507,11 @@ async fn hints_find_our_lease_by_mark_or_by_address() {
 
     let by_subnets = other_data(&attrs(&["192.0.2.33"]));
     put(&registry, "10.1.3.0-24", &by_subnets, Some(3)).await;
-    assert_eq!(manager.hints().await.unwrap().last_published, None, "another node has our previous subnets");
+    assert_eq!(
+        manager.hints().await.unwrap().last_published,
+        None,
+        "another node has our previous subnets"
+    );
     put(&registry, "10.1.4.0-24", &attrs(&["192.0.2.1"]), Some(4)).await;
     assert_eq!(previous().await, "10.1.4.0-24");
     put(&registry, "10.1.5.0-24", &attrs(&["192.0.2.1"]), Some(5)).await;
@@ -482,7 +526,10 @@ async fn config_errors_say_where() {
     let registry = MemoryRegistry::new();
     let manager = node(&registry, 1);
     let error = manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap_err();
-    assert!(matches!(&error, Error::NoConfig { location } if location.contains("config")), "{error}");
+    assert!(
+        matches!(&error, Error::NoConfig { location } if location.contains("config")),
+        "{error}"
+    );
     registry.set_config(Some(r#"{"Network":7}"#));
     let error = manager.network_config().await.unwrap_err().to_string();
     assert!(error.contains("config") && error.contains("field Network: 7"), "{error}");

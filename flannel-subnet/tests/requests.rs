@@ -10,8 +10,8 @@ use async_trait::async_trait;
 use flannel_core::{Error, Lease, LeaseAttrs, LeaseEnd, Result, Revision, SubnetManager, Subnets};
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
-    Batch, Clock, ConfigText, Entry, Identity, Listing, LocalManager, Mark, MemoryRegistry, Registry, Tenure,
-    Watch,
+    Batch, Clock, ConfigText, Entry, Identity, Listing, LocalManager, Mark, MemoryRegistry,
+    Registry, Tenure, Watch,
 };
 use mockall::mock;
 
@@ -73,7 +73,11 @@ async fn acquire(store: MockStore) -> Lease {
 #[tokio::test]
 async fn a_restart_with_nothing_new_to_tell_renews_and_writes_nothing() {
     let mut store = store(vec![entry(Some(1))]);
-    store.expect_keep_alive().times(1).withf(|_, mark| *mark == Mark(1)).returning(|_, _| Ok(Some(DAY)));
+    store
+        .expect_keep_alive()
+        .times(1)
+        .withf(|_, mark| *mark == Mark(1))
+        .returning(|_, _| Ok(Some(DAY)));
     assert!(acquire(store).await.expires.is_some());
 }
 
@@ -137,7 +141,8 @@ async fn a_lost_race_costs_one_request_more() {
 async fn a_lost_race_that_is_not_explained_is_looked_at_again_later() {
     let mut store = MockStore::new();
     store.expect_fmt().returning(|f| f.write_str("mock"));
-    let config = || ConfigText { location: "config".into(), text: r#"{"Network":"10.1.0.0/16"}"#.into() };
+    let config =
+        || ConfigText { location: "config".into(), text: r#"{"Network":"10.1.0.0/16"}"#.into() };
     store.expect_config().returning(move || Ok(config()));
     store.expect_list().times(4).returning(|| Ok(Listing::default()));
     let mut refusals = 3;

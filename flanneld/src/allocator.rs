@@ -59,8 +59,10 @@ impl Work {
 /// Waits until a network has done much since `seen` and nothing happens any more: what it has done by then.
 async fn rest_after(seen: Work, observer: &Observer, changes: &mut Changes) -> Work {
     loop {
-        let work =
-            observer.status().map(|status| Work::of(&status.borrow())).filter(|work| work.is_far_from(seen));
+        let work = observer
+            .status()
+            .map(|status| Work::of(&status.borrow()))
+            .filter(|work| work.is_far_from(seen));
         tokio::select! {
             () = changes.next() => {}
             () = sleep(REST), if work.is_some() => return work.unwrap_or_default(),
@@ -134,8 +136,13 @@ mod tests {
             work = rest_after(seen, &observer, &mut changes) => seen = work,
             () = story => {}
         }
-        assert_eq!((seen, started.elapsed() >= REST * 5), (Work { objects: 10_000, changes: 10_000 }, true));
-        for (objects, applied, many) in [(9_900, 10_100, false), (300, 10_100, true), (300, 19_700, true)] {
+        assert_eq!(
+            (seen, started.elapsed() >= REST * 5),
+            (Work { objects: 10_000, changes: 10_000 }, true)
+        );
+        for (objects, applied, many) in
+            [(9_900, 10_100, false), (300, 10_100, true), (300, 19_700, true)]
+        {
             sender.send_replace(status(objects, applied));
             let work = timeout(day, rest_after(seen, &observer, &mut changes)).await;
             assert_eq!(work.is_ok(), many, "{objects} objects, {applied} changes");
@@ -159,6 +166,9 @@ mod tests {
         glibc::give_back();
         let after = resident();
         drop(last);
-        assert!(after + 20_000 < before, "{before} KiB with 26 MB of small pieces, {after} KiB without");
+        assert!(
+            after + 20_000 < before,
+            "{before} KiB with 26 MB of small pieces, {after} KiB without"
+        );
     }
 }

@@ -40,7 +40,8 @@ pub(crate) fn footprint(config: &Config) -> Owned {
 /// Peers on the same link are reached without the tunnel.
 pub(crate) fn direct_routing(config: &Config) -> bool {
     let options = || flannel_backend_vxlan::Options::parse(&config.backend);
-    config.backend.kind == VxlanBackend.name() && options().is_ok_and(|options| options.direct_routing)
+    config.backend.kind == VxlanBackend.name()
+        && options().is_ok_and(|options| options.direct_routing)
 }
 
 /// Packets of pods go between some nodes as they are, without a tunnel.

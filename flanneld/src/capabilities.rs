@@ -61,7 +61,9 @@ pub(crate) fn join_control_group(options: &Options) {
         setgroups(&groups)
     });
     if let Err(errno) = joined {
-        tracing::debug!("--control-group {group}: this process is no member and cannot become one: {errno}");
+        tracing::debug!(
+            "--control-group {group}: this process is no member and cannot become one: {errno}"
+        );
     }
 }
 
@@ -88,7 +90,10 @@ fn drop_all_but(options: &Options) -> Result<Vec<String>, CapsError> {
     }
     for (path, capability) in out_of_reach(options) {
         keep.insert(capability);
-        reasons.push(format!("{capability} is kept, since {} belongs to somebody else", path.display()));
+        reasons.push(format!(
+            "{capability} is kept, since {} belongs to somebody else",
+            path.display()
+        ));
     }
     keep.retain(|capability| had.contains(capability));
     // A kernel refuses to drop what is younger than itself.
@@ -112,8 +117,9 @@ fn drop_all_but(options: &Options) -> Result<Vec<String>, CapsError> {
 
 /// Files that the options name and that take a capability to use.
 fn out_of_reach(options: &Options) -> Vec<(PathBuf, Capability)> {
-    let denied =
-        |path: &Path, flags| faccessat(AT_FDCWD, path, flags, AtFlags::AT_EACCESS) == Err(Errno::EACCES);
+    let denied = |path: &Path, flags| {
+        faccessat(AT_FDCWD, path, flags, AtFlags::AT_EACCESS) == Err(Errno::EACCES)
+    };
     let [search, write] = FILES;
     let read = files(options).into_iter().filter(|path| denied(path, AccessFlags::R_OK));
     let read = read.map(|path| (path, search));
@@ -127,7 +133,10 @@ fn files(options: &Options) -> BTreeSet<PathBuf> {
     #[cfg(feature = "etcd")]
     let files = {
         let etcd = options.etcd.options();
-        files.into_iter().chain([etcd.cafile, etcd.certfile, etcd.keyfile].into_iter().flatten()).collect()
+        files
+            .into_iter()
+            .chain([etcd.cafile, etcd.certfile, etcd.keyfile].into_iter().flatten())
+            .collect()
     };
     files
 }
@@ -143,8 +152,9 @@ fn directories(options: &Options) -> BTreeSet<PathBuf> {
         #[cfg(feature = "etcd")]
         RegistryUrl::Etcd => {}
     }
-    let there =
-        |path: &Path| path.ancestors().find(|path| fs::symlink_metadata(path).is_ok()).map(Path::to_owned);
+    let there = |path: &Path| {
+        path.ancestors().find(|path| fs::symlink_metadata(path).is_ok()).map(Path::to_owned)
+    };
     let named = all.into_iter().filter(|path| !path.as_os_str().is_empty());
     named.filter_map(there).collect()
 }

@@ -33,7 +33,9 @@ pub(crate) async fn to_apply(
     let mut reloads = observer.reloads();
     let refuse = |refused: &mut Option<String>, error: String| {
         if refused.as_ref() != Some(&error) {
-            tracing::warn!("the network config was changed, but cannot be used and is not: {error}");
+            tracing::warn!(
+                "the network config was changed, but cannot be used and is not: {error}"
+            );
             observer.config_refused(Some(error.clone()));
             *refused = Some(error);
         }
@@ -152,7 +154,8 @@ mod tests {
     impl Scene {
         fn new() -> Self {
             let registry = MemoryRegistry::with_config(USED);
-            let identity = Identity { mark: Mark::random(), previous: None, local_addresses: Vec::new() };
+            let identity =
+                Identity { mark: Mark::random(), previous: None, local_addresses: Vec::new() };
             let manager = LocalManager::new(Arc::new(registry.clone()), identity);
             Self {
                 registry,
@@ -182,7 +185,10 @@ mod tests {
         }
 
         /// Plays a part, in which the network goes on.
-        async fn goes_on(&self, running: &mut (impl Future<Output = Result<String, Error>> + Unpin)) {
+        async fn goes_on(
+            &self,
+            running: &mut (impl Future<Output = Result<String, Error>> + Unpin),
+        ) {
             tokio::select! {
                 ended = running => panic!("{ended:?}"),
                 () = sleep(HOUR) => (),

@@ -63,7 +63,12 @@ pub struct Options {
     pub subnet_lease_renew_margin: i64,
 
     /// The file that tells CNI plugins about this host's subnet
-    #[arg(long, value_name = "FILE", default_value = "/run/flannel/subnet.env", help_heading = "Leases")]
+    #[arg(
+        long,
+        value_name = "FILE",
+        default_value = "/run/flannel/subnet.env",
+        help_heading = "Leases"
+    )]
     pub subnet_file: PathBuf,
 
     /// Where this host remembers which leases are its own
@@ -178,13 +183,17 @@ impl Options {
         let command = Self::command();
         let long = |a: &clap::Arg| a.get_long().map(str::to_owned);
         let flags: Vec<String> = command.get_arguments().filter_map(long).collect();
-        let with_value =
-            command.get_arguments().filter(|a| a.get_action().takes_values() && !a.is_require_equals_set());
+        let with_value = command
+            .get_arguments()
+            .filter(|a| a.get_action().takes_values() && !a.is_require_equals_set());
         let given = go_style(args, &flags, &with_value.filter_map(long).collect::<Vec<_>>());
-        let mut args: Vec<OsString> = given.iter().filter(|arg| !is_none(&command, arg)).cloned().collect();
+        let mut args: Vec<OsString> =
+            given.iter().filter(|arg| !is_none(&command, arg)).cloned().collect();
         let mut variables = Vec::new();
         // Who asks for help is told, whatever the environment says.
-        let asks = given.iter().any(|arg| ["--help", "-h", "--version", "-V"].iter().any(|ask| arg == ask));
+        let asks = given
+            .iter()
+            .any(|arg| ["--help", "-h", "--version", "-V"].iter().any(|ask| arg == ask));
         for flag in flags.iter().filter(|flag| !asks && !is_given(&given, flag)) {
             let name = format!("FLANNELD_{}", flag.to_uppercase().replace(['-', '.'], "_"));
             if let Some(value) = env(&name).filter(|value| !value.is_empty()) {
@@ -196,10 +205,11 @@ impl Options {
             }
         }
         let usage = |text: String| Error::Usage(with_variable(text, &variables));
-        let matches = command.try_get_matches_from(args).map_err(|error| match error.use_stderr() {
-            true => usage(with_advice(&error)),
-            false => Error::Help(error.render().to_string()),
-        })?;
+        let matches =
+            command.try_get_matches_from(args).map_err(|error| match error.use_stderr() {
+                true => usage(with_advice(&error)),
+                false => Error::Help(error.render().to_string()),
+            })?;
         let mut options =
             Self::from_arg_matches(&matches).map_err(|error| Error::Usage(error.to_string()))?;
         options.kube.complete(&env).map_err(usage)?;
@@ -231,8 +241,11 @@ impl Options {
             if id.starts_with(|c: char| c.is_ascii_uppercase()) {
                 return (*id).to_owned();
             }
-            let name =
-                if KlogFlags::WITHOUT_EFFECT.contains(id) { (*id).to_owned() } else { id.replace('_', "-") };
+            let name = if KlogFlags::WITHOUT_EFFECT.contains(id) {
+                (*id).to_owned()
+            } else {
+                id.replace('_', "-")
+            };
             format!("--{name}")
         };
         let all: Vec<String> = self.without_effect.iter().map(flag).collect();
@@ -255,8 +268,9 @@ impl Options {
 
 /// What is wrong, and the variable that it comes from, if it does; `variables` are flags and their variables.
 pub(crate) fn with_variable(text: String, variables: &[(String, String)]) -> String {
-    let tells_of =
-        |flag: &str| [" ", ":", "=", "["].iter().any(|end| text.contains(&format!("--{flag}{end}")));
+    let tells_of = |flag: &str| {
+        [" ", ":", "=", "["].iter().any(|end| text.contains(&format!("--{flag}{end}")))
+    };
     match variables.iter().find(|(flag, _)| tells_of(flag)) {
         Some((_, name)) => format!("{text}\n(the value comes from the environment: {name})\n"),
         None => text,
@@ -275,7 +289,9 @@ fn regex(text: &str) -> Result<String, String> {
 /// number or a switch is asked for is wrong; those are told by their defaults.
 fn is_none(command: &clap::Command, arg: &OsStr) -> bool {
     let text = arg.to_str().and_then(|arg| arg.strip_prefix("--"));
-    let Some(flag) = text.and_then(|text| text.strip_suffix('=')).filter(|flag| !flag.contains('=')) else {
+    let Some(flag) =
+        text.and_then(|text| text.strip_suffix('=')).filter(|flag| !flag.contains('='))
+    else {
         return false;
     };
     let arg = command.get_arguments().find(|arg| arg.get_long() == Some(flag));
@@ -291,7 +307,9 @@ fn with_advice(error: &clap::Error) -> String {
         _ => None,
     };
     match word {
-        Some(word) => format!("{text}\n  tip: a switch takes its value behind =, as in --ip-masq={word}\n"),
+        Some(word) => {
+            format!("{text}\n  tip: a switch takes its value behind =, as in --ip-masq={word}\n")
+        }
         None => text,
     }
 }
@@ -305,7 +323,9 @@ mod tests {
 
     fn parse(args: &[&str], env: &[(&str, &str)]) -> Result<Options, Error> {
         let args = std::iter::once("flanneld").chain(args.iter().copied()).map(OsString::from);
-        let find = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
+        let find = |name: &str| {
+            env.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value))
+        };
         Options::parse_from(args, find)
     }
 
@@ -329,7 +349,10 @@ mod tests {
         ];
         let control = parse(&all, &env).unwrap().control;
         assert_eq!((control.healthz_ip.to_string().as_str(), control.healthz_port), ("::1", 8471));
-        assert_eq!(control.control_socket.as_deref().and_then(std::path::Path::to_str), Some("off"));
+        assert_eq!(
+            control.control_socket.as_deref().and_then(std::path::Path::to_str),
+            Some("off")
+        );
         let off = parse(&all, &[("FLANNELD_NEXTHOP_OBJECTS", "off")]).unwrap();
         assert_eq!(off.nexthop_objects, NexthopObjects::Off);
     }
@@ -343,11 +366,20 @@ mod tests {
                 arg.get_help_heading().is_some() || ["help", "version"].contains(&id),
                 "{id} is in no group"
             );
-            assert!(arg.get_help().is_some() || ["help", "version"].contains(&id), "{id} has no help");
+            assert!(
+                arg.get_help().is_some() || ["help", "version"].contains(&id),
+                "{id} has no help"
+            );
         }
         let help = parse(&["--help"], &[]).unwrap_err().to_string();
-        for group in ["Leases:", "External interface:", "Routes:", "Firewall:", "Health and control:", "Log:"]
-        {
+        for group in [
+            "Leases:",
+            "External interface:",
+            "Routes:",
+            "Firewall:",
+            "Health and control:",
+            "Log:",
+        ] {
             assert_eq!(help.matches(group).count(), 1, "{group}: {help}");
         }
         let offered = help.matches("Kubernetes:").count();
@@ -356,8 +388,9 @@ mod tests {
 
     #[test]
     fn switches_are_gos() {
-        let masq =
-            |args: &[&str], env: &[(&str, &str)]| parse(args, env).map(|options| options.firewall.ip_masq);
+        let masq = |args: &[&str], env: &[(&str, &str)]| {
+            parse(args, env).map(|options| options.firewall.ip_masq)
+        };
         for (args, expected) in [
             (&["-ip-masq"] as &[&str], true),
             (&["--ip-masq=T"], true),
@@ -369,7 +402,10 @@ mod tests {
             assert_eq!(masq(&args, &[]).unwrap(), expected, "{args:?}");
         }
         assert!(masq(&["-registry=dir:/x"], &[("FLANNELD_IP_MASQ", "true")]).unwrap());
-        assert!(!masq(&["-registry=dir:/x", "-ip-masq=false"], &[("FLANNELD_IP_MASQ", "true")]).unwrap());
+        assert!(
+            !masq(&["-registry=dir:/x", "-ip-masq=false"], &[("FLANNELD_IP_MASQ", "true")])
+                .unwrap()
+        );
         let forward = |env: &[(&str, &str)]| {
             let firewall = parse(&["-registry=dir:/x"], env).unwrap().firewall;
             (firewall.iptables_forward_rules, firewall.forward_rules_given)
@@ -378,22 +414,28 @@ mod tests {
         assert_eq!(forward(&[("FLANNELD_IPTABLES_FORWARD_RULES", "true")]), (true, true));
         let error = masq(&["-registry=dir:/x", "--ip-masq=yes"], &[]).unwrap_err().to_string();
         assert!(
-            error.contains("--ip-masq") && error.contains("'yes'") && error.contains("true or false"),
+            error.contains("--ip-masq")
+                && error.contains("'yes'")
+                && error.contains("true or false"),
             "{error}"
         );
     }
 
     #[test]
     fn the_command_line_beats_the_environment_and_empty_is_unset() {
-        let env =
-            [("FLANNELD_REGISTRY", "dir:/env"), ("FLANNELD_IFACE", "eth7"), ("FLANNELD_SUBNET_FILE", "")];
+        let env = [
+            ("FLANNELD_REGISTRY", "dir:/env"),
+            ("FLANNELD_IFACE", "eth7"),
+            ("FLANNELD_SUBNET_FILE", ""),
+        ];
         let options = parse(&[], &env).unwrap();
         assert_eq!(
             (options.registry.to_string().as_str(), options.iface),
             ("dir:/env", vec!["eth7".to_owned()])
         );
         assert_eq!(options.subnet_file.to_str(), Some("/run/flannel/subnet.env"));
-        let twice = ["--registry", "dir:/a", "--registry=dir:/b", "--public-ip=", "--iface=a", "--iface=b"];
+        let twice =
+            ["--registry", "dir:/a", "--registry=dir:/b", "--public-ip=", "--iface=a", "--iface=b"];
         let options = parse(&twice, &env).unwrap();
         assert_eq!(
             (options.registry.to_string().as_str(), options.iface.len()),
@@ -420,7 +462,11 @@ mod tests {
             (vec!["--registry", "dir:/x", "--public-ip", "::1"], vec![], "::1"),
             (vec!["--registry", "dir:/x", "--nexthop-objects", "maybe"], vec![], "auto, on, off"),
             (vec!["--registry", "dir:/x", "-subnet-lease-renew-margin=1440"], vec![], "1440"),
-            (vec!["--registry", "dir:/x"], vec![("FLANNELD_PUBLIC_IP", "nonsense")], "FLANNELD_PUBLIC_IP"),
+            (
+                vec!["--registry", "dir:/x"],
+                vec![("FLANNELD_PUBLIC_IP", "nonsense")],
+                "FLANNELD_PUBLIC_IP",
+            ),
             (vec!["--registry", "dir:/x", "--log", "warning"], vec![], "--log warning"),
             (
                 vec!["--registry", "dir:/x", "--log", "warn,flannel_core[span]=debug"],
@@ -448,7 +494,8 @@ mod tests {
         let options = parse(&[], &[]).unwrap();
         assert_eq!(options.registry.to_string(), "etcd");
         assert_eq!(options.etcd.options(), EtcdOptions::default());
-        let given = ["-etcd-endpoints=https://a:1,https://b:2", "-etcd-prefix", "/net", "-etcd-cafile=/ca"];
+        let given =
+            ["-etcd-endpoints=https://a:1,https://b:2", "-etcd-prefix", "/net", "-etcd-cafile=/ca"];
         let env = [
             ("FLANNELD_ETCD_USERNAME", "us"),
             ("FLANNELD_ETCD_PASSWORD", "hunter2"),
@@ -469,8 +516,12 @@ mod tests {
         };
         assert_eq!(options.etcd.options(), expected);
         assert!(!format!("{options:?}").contains("hunter2"));
-        for empty in [&["--etcd-cafile="] as &[&str], &["--etcd-cafile", ""], &["-etcd-cafile", ""]] {
-            assert_eq!(parse(empty, &[("FLANNELD_ETCD_CAFILE", "/ca")]).unwrap().etcd.options().cafile, None);
+        for empty in [&["--etcd-cafile="] as &[&str], &["--etcd-cafile", ""], &["-etcd-cafile", ""]]
+        {
+            assert_eq!(
+                parse(empty, &[("FLANNELD_ETCD_CAFILE", "/ca")]).unwrap().etcd.options().cafile,
+                None
+            );
         }
         for password in ["c2VjcmV0==", "-hunter2", "--", "a=b"] {
             let password = Some(password.to_owned());
@@ -478,8 +529,13 @@ mod tests {
                 vec![format!("--etcd-password={}", password.as_deref().unwrap())],
                 vec!["-etcd-password".to_owned(), password.clone().unwrap()],
             ] {
-                let args: Vec<&str> = args.iter().map(String::as_str).chain(["--etcd-username=u"]).collect();
-                assert_eq!(parse(&args, &[]).unwrap().etcd.options().password, password, "{args:?}");
+                let args: Vec<&str> =
+                    args.iter().map(String::as_str).chain(["--etcd-username=u"]).collect();
+                assert_eq!(
+                    parse(&args, &[]).unwrap().etcd.options().password,
+                    password,
+                    "{args:?}"
+                );
             }
         }
         let twice = parse(&["--etcd-endpoints=a:1,b:2", "--etcd-endpoints", "c:3"], &[]).unwrap();

@@ -83,16 +83,21 @@ pub(crate) fn port(text: &str) -> Result<u16, String> {
 fn group(text: &str) -> Result<u32, String> {
     match text.parse() {
         // To the kernel it is none, and would leave the group as it is.
-        Ok(u32::MAX) => return Err(format!("{text} is no group; right would be one of getent group")),
+        Ok(u32::MAX) => {
+            return Err(format!("{text} is no group; right would be one of getent group"));
+        }
         Ok(number) => return Ok(number),
         Err(_) => {}
     }
     match nix::unistd::Group::from_name(text) {
         Ok(Some(group)) => Ok(group.gid.as_raw()),
         Ok(None) => {
-            Err("this host has no such group; right would be a name of getent group, or a number".to_owned())
+            Err("this host has no such group; right would be a name of getent group, or a number"
+                .to_owned())
         }
-        Err(errno) => Err(format!("the groups of this host cannot be read: {errno}; a number needs no name")),
+        Err(errno) => {
+            Err(format!("the groups of this host cannot be read: {errno}; a number needs no name"))
+        }
     }
 }
 
@@ -208,10 +213,14 @@ fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     if !address.ip().is_unspecified() {
         return open(address);
     }
-    open((Ipv6Addr::UNSPECIFIED, address.port()).into()).or_else(|error| match error.raw_os_error() {
-        // This host has no IPv6.
-        Some(errno) if NO_IPV6.contains(&errno) => open((Ipv4Addr::UNSPECIFIED, address.port()).into()),
-        _ => Err(error),
+    open((Ipv6Addr::UNSPECIFIED, address.port()).into()).or_else(|error| {
+        match error.raw_os_error() {
+            // This host has no IPv6.
+            Some(errno) if NO_IPV6.contains(&errno) => {
+                open((Ipv4Addr::UNSPECIFIED, address.port()).into())
+            }
+            _ => Err(error),
+        }
     })
 }
 
@@ -222,10 +231,12 @@ fn open_socket(path: &Path, group: Option<u32>) -> Result<UnixListener, String> 
     }
     let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
     if let Some(directory) = directory {
-        fs::create_dir_all(directory).map_err(|error| format!("{}: {error}", directory.display()))?;
+        fs::create_dir_all(directory)
+            .map_err(|error| format!("{}: {error}", directory.display()))?;
     }
     let name = path.file_name().ok_or("it is not the name of a file")?;
-    let temporary = path.with_file_name(format!(".{}.{}", name.to_string_lossy(), std::process::id()));
+    let temporary =
+        path.with_file_name(format!(".{}.{}", name.to_string_lossy(), std::process::id()));
     let _ = fs::remove_file(&temporary);
     let listener = UnixListener::bind(&temporary).map_err(|error| error.to_string())?;
     let give = |group| {
@@ -264,7 +275,9 @@ impl Site for Answers {
                 let body = metrics::metrics(&self.observer.snapshot());
                 Response { status: 200, kind: metrics::KIND, body }
             }
-            ("GET" | "POST", path) if self.control && path.starts_with("/v1/") => self.control(request).await,
+            ("GET" | "POST", path) if self.control && path.starts_with("/v1/") => {
+                self.control(request).await
+            }
             ("GET" | "POST", path) => Response::text(404, format!("there is no {path} here\n")),
             (method, _) => Response::text(405, format!("{method} is not understood here\n")),
         }
@@ -282,15 +295,18 @@ impl Answers {
         let reasons: Vec<&str> = errors.map(|problem| problem.text.as_str()).collect();
         match reasons.as_slice() {
             [] => Response::text(200, "flanneld is ready"),
-            reasons => Response::text(503, format!("flanneld is not ready yet\n{}\n", reasons.join("\n"))),
+            reasons => {
+                Response::text(503, format!("flanneld is not ready yet\n{}\n", reasons.join("\n")))
+            }
         }
     }
 
     async fn control(&self, request: &Request) -> Response {
         if request.method == "POST" && !may_write(request.uid) {
             let own = nix::unistd::geteuid();
-            let error =
-                format!("what changes something is for root, and for user {own}, as whom flanneld runs");
+            let error = format!(
+                "what changes something is for root, and for user {own}, as whom flanneld runs"
+            );
             return refusal(403, &error);
         }
         match (request.method.as_str(), request.path.as_str()) {
@@ -310,7 +326,10 @@ impl Answers {
                 let snapshot = self.observer.snapshot_of_peers().await;
                 answer(&json!({ "version": VERSION, "peers": peers(&snapshot) }))
             }
-            ("GET", "/v1/why") => match request.parameter("address").map(|text| text.parse::<IpAddr>()) {
+            ("GET", "/v1/why") => match request
+                .parameter("address")
+                .map(|text| text.parse::<IpAddr>())
+            {
                 Some(Ok(address)) => answer(&json!(why(&self.observer.snapshot(), address).await)),
                 _ => refusal(400, "address is to be an IP address, as in /v1/why?address=10.1.7.9"),
             },
@@ -318,9 +337,10 @@ impl Answers {
                 Ok(_reloading) => {
                     answer(&json!({ "version": VERSION, "found": self.observer.reload().await }))
                 }
-                Err(_) => {
-                    refusal(503, "everything is being read again already, and the store has not answered yet")
-                }
+                Err(_) => refusal(
+                    503,
+                    "everything is being read again already, and the store has not answered yet",
+                ),
             },
             ("POST", "/v1/log") => match request.parameter("filter") {
                 Some(filter) => match self.observer.set_log(Some(&filter)) {
@@ -330,10 +350,13 @@ impl Answers {
                     }
                     Err(error) => refusal(400, &error),
                 },
-                None => refusal(400, "filter is to be what --log takes, as in /v1/log?filter=debug"),
+                None => {
+                    refusal(400, "filter is to be what --log takes, as in /v1/log?filter=debug")
+                }
             },
             (method, path) => {
-                let error = format!("this daemon has no {method} {path}; its API has version {VERSION}");
+                let error =
+                    format!("this daemon has no {method} {path}; its API has version {VERSION}");
                 let body = json!({ "version": VERSION, "error": error }).to_string();
                 Response { status: 404, kind: JSON, body }
             }
@@ -380,7 +403,10 @@ mod tests {
         (status.in_sync, status.live) = (true, true);
         let _guard = observer.running(network(status).await.1);
         let (status, body) = ask(&site, "GET", "/readyz").await;
-        assert!(status == 503 && body.contains("does not hold its lease"), "no store has given one: {body}");
+        assert!(
+            status == 503 && body.contains("does not hold its lease"),
+            "no store has given one: {body}"
+        );
         assert_eq!(ask(&site, "GET", "/v1/status").await.0, 404, "not over TCP");
         assert_eq!(ask(&site, "POST", "/v1/reload").await.0, 404);
         assert_eq!(ask(&site, "DELETE", "/healthz").await.0, 405);
@@ -440,7 +466,9 @@ mod tests {
         let site = Answers::new(&Observer::default(), true);
         let own = nix::unistd::geteuid().as_raw();
         for (uid, writes) in [(Some(0), 200), (Some(own), 200), (Some(own + 1), 403), (None, 403)] {
-            let ask = async |method, target| site.answer(&Request::new(method, target).by(uid)).await.status;
+            let ask = async |method, target| {
+                site.answer(&Request::new(method, target).by(uid)).await.status
+            };
             assert_eq!(ask("GET", "/v1/status").await, 200, "{uid:?}");
             assert_eq!(ask("POST", "/v1/reload").await, writes, "{uid:?}");
         }

@@ -107,8 +107,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         }
         Err(failure) => {
             if options.global.json {
-                let value =
-                    serde_json::json!({ "version": crate::report::VERSION, "error": failure.to_string() });
+                let value = serde_json::json!({ "version": crate::report::VERSION, "error": failure.to_string() });
                 let _ = writeln!(std::io::stdout(), "{value}");
             } else {
                 let _ = writeln!(std::io::stderr(), "flannelctl: {failure}");
@@ -141,7 +140,8 @@ async fn carry_out(options: &Ctl, paper: &Paper) -> Result<Said> {
             Ok(Said { text, value, ok: true })
         }
         Verb::Log { filter } => {
-            let value = client.ask("POST", &format!("/v1/log?filter={}", crate::http::encode(filter)))?;
+            let value =
+                client.ask("POST", &format!("/v1/log?filter={}", crate::http::encode(filter)))?;
             Ok(Said {
                 text: format!("the log filter is {filter} now, until SIGHUP or reload\n"),
                 value,

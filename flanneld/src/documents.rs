@@ -32,16 +32,20 @@ fn words(text: &str, prefix: &str) -> BTreeSet<String> {
 /// The rows of the tables in a text that begin with `--name` in code, the names of several apart.
 fn row<'a>(text: &'a str, flag: &str) -> Option<&'a str> {
     let named = format!("`--{flag}`");
-    text.lines()
-        .find(|line| line.starts_with("| `--") && line.split('|').nth(1).unwrap_or("").contains(&named))
+    text.lines().find(|line| {
+        line.starts_with("| `--") && line.split('|').nth(1).unwrap_or("").contains(&named)
+    })
 }
 
 #[test]
 fn every_option_of_the_daemon_has_its_row_with_its_default() {
     let text = read("docs/configuration.md");
     for arg in crate::Options::command().get_arguments() {
-        let Some(flag) = arg.get_long().filter(|flag| !["help", "version"].contains(flag)) else { continue };
-        let row = row(&text, flag).unwrap_or_else(|| panic!("docs/configuration.md has no row for --{flag}"));
+        let Some(flag) = arg.get_long().filter(|flag| !["help", "version"].contains(flag)) else {
+            continue;
+        };
+        let row = row(&text, flag)
+            .unwrap_or_else(|| panic!("docs/configuration.md has no row for --{flag}"));
         for default in arg.get_default_values().iter().filter_map(|value| value.to_str()) {
             assert!(
                 default.is_empty() || row.contains(&format!("`{default}`")),
@@ -50,7 +54,12 @@ fn every_option_of_the_daemon_has_its_row_with_its_default() {
         }
     }
     for line in text.lines().filter(|line| line.starts_with("| `--")) {
-        for word in line.split('|').nth(1).unwrap_or("").split('`').filter_map(|word| word.strip_prefix("--"))
+        for word in line
+            .split('|')
+            .nth(1)
+            .unwrap_or("")
+            .split('`')
+            .filter_map(|word| word.strip_prefix("--"))
         {
             if cfg!(not(feature = "etcd")) && word.starts_with("etcd-") {
                 continue;
@@ -91,21 +100,34 @@ fn every_verb_and_option_of_flannelctl_is_there() {
 fn every_field_of_the_network_config_is_there() {
     let text = read("docs/configuration.md");
     // What the code reads, by its own words.
-    let sources = ["flannel-core/src/config.rs", "flannel-backend-vxlan/src/options.rs"].map(read).concat();
+    let sources =
+        ["flannel-core/src/config.rs", "flannel-backend-vxlan/src/options.rs"].map(read).concat();
     let code = sources.split("#[cfg(test)]").next().unwrap().to_owned() + &sources;
     let mut fields = BTreeSet::new();
-    for call in
-        ["flag(\"", "number(\"", "take(\"", "parsed(\"", "network: \"", "len: \"", "min: \"", "max: \""]
-    {
+    for call in [
+        "flag(\"",
+        "number(\"",
+        "take(\"",
+        "parsed(\"",
+        "network: \"",
+        "len: \"",
+        "min: \"",
+        "max: \"",
+    ] {
         fields.extend(code.split(call).skip(1).filter_map(|rest| rest.split('"').next()));
     }
     fields.retain(|field| field.chars().all(|c| c.is_ascii_alphanumeric()));
     assert!(
-        fields.contains("EnableNFTables") && fields.contains("VNI") && fields.contains("IPv6SubnetMin"),
+        fields.contains("EnableNFTables")
+            && fields.contains("VNI")
+            && fields.contains("IPv6SubnetMin"),
         "{fields:?}"
     );
     for field in fields {
-        assert!(text.contains(&format!("`{field}`")), "docs/configuration.md does not tell of {field}");
+        assert!(
+            text.contains(&format!("`{field}`")),
+            "docs/configuration.md does not tell of {field}"
+        );
     }
     for backend in crate::backends::all() {
         assert!(text.contains(&format!("**`{}`**", backend.name())), "{}", backend.name());
@@ -120,8 +142,10 @@ async fn exported() -> BTreeSet<String> {
     let _guard = observer.running(network(status).await.1);
     let mut snapshot = observer.snapshot();
     snapshot.ownership = Ownership::For(Duration::from_secs(3600));
-    snapshot.store =
-        Some(StoreStatus { confirmed: Some((Revision(1), SystemTime::now())), ..StoreStatus::default() });
+    snapshot.store = Some(StoreStatus {
+        confirmed: Some((Revision(1), SystemTime::now())),
+        ..StoreStatus::default()
+    });
     let text = metrics(&snapshot);
     let names = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
     names.map(str::to_owned).collect()
@@ -165,7 +189,11 @@ async fn every_metric_and_every_alert_is_explained() {
         Vec::<&String>::new(),
         "not in docs/operations.md"
     );
-    assert_eq!(told.difference(&exported).collect::<Vec<_>>(), Vec::<&String>::new(), "not exported");
+    assert_eq!(
+        told.difference(&exported).collect::<Vec<_>>(),
+        Vec::<&String>::new(),
+        "not exported"
+    );
     let alerts = words(&read("deploy/prometheus/rules.yaml"), "Flannel");
     assert_eq!(words(&text, "Flannel"), alerts);
 }
@@ -187,7 +215,8 @@ fn links_between_documents_lead_somewhere() {
         for target in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
             let target = target.split('#').next().unwrap();
             if !target.contains("://") && !target.is_empty() {
-                let path = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs")).join(target);
+                let path =
+                    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs")).join(target);
                 assert!(path.exists(), "docs/{name}.md: {target}");
             }
         }
@@ -218,6 +247,7 @@ fn every_field_of_the_control_api_is_explained() {
     fields(&serde_json::json!(crate::ctl::sample_report()), &mut all);
     fields(&serde_json::json!(crate::why::sample()), &mut all);
     assert!(all.len() > 60, "{all:?}");
-    let missing: Vec<_> = all.iter().filter(|field| !text.contains(&format!("`{field}`"))).collect();
+    let missing: Vec<_> =
+        all.iter().filter(|field| !text.contains(&format!("`{field}`"))).collect();
     assert_eq!(missing, Vec::<&String>::new(), "not in docs/api.md");
 }

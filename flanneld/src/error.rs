@@ -40,7 +40,9 @@ pub enum Error {
         reason: String,
     },
     /// The config names a backend that does not exist.
-    #[error("network config: field Backend.Type: {kind:?} is not a backend of this build; it has {known}")]
+    #[error(
+        "network config: field Backend.Type: {kind:?} is not a backend of this build; it has {known}"
+    )]
     UnknownBackend {
         /// What the config says.
         kind: String,

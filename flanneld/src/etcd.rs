@@ -60,7 +60,8 @@ impl EtcdFlags {
 
     /// The same for the registry; what is empty counts as not given.
     pub(crate) fn options(&self) -> EtcdOptions {
-        let file = |path: &Option<PathBuf>| path.clone().filter(|path| !path.as_os_str().is_empty());
+        let file =
+            |path: &Option<PathBuf>| path.clone().filter(|path| !path.as_os_str().is_empty());
         let text = |text: &Option<String>| text.clone().filter(|text| !text.is_empty());
         EtcdOptions {
             endpoints: self.endpoints.iter().map(|endpoint| endpoint.trim().to_owned()).collect(),

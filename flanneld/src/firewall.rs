@@ -74,7 +74,10 @@ impl FirewallFlags {
     }
 
     fn options(&self) -> Options {
-        Options { resync: Duration::from_secs(self.iptables_resync.unsigned_abs()), ..Options::default() }
+        Options {
+            resync: Duration::from_secs(self.iptables_resync.unsigned_abs()),
+            ..Options::default()
+        }
     }
 
     /// Makes sure that rules can be kept here as `config` wants them, if the network built from `used` has them elsewhere.
@@ -116,7 +119,8 @@ impl FirewallFlags {
             return Ok(std::future::pending().await);
         }
         let networks = config.networks.map(|_, network| network.network);
-        let (_wanted, rules) = watch::channel(Rules::new(&networks, &own.iter().collect(), self.wish())?);
+        let (_wanted, rules) =
+            watch::channel(Rules::new(&networks, &own.iter().collect(), self.wish())?);
         let firewall = match Firewall::open(mode(config), self.wish(), self.options()).await {
             Ok(firewall) => firewall,
             Err(error) if first && self.ip_masq => return Err(error.into()),
@@ -167,12 +171,17 @@ fn mode(config: &Config) -> Mode {
 async fn remove_leftovers() {
     let cleaned = cleanup(&Programs::default()).await;
     for deviation in &cleaned.found {
-        tracing::info!(object = deviation.object, "removed a rule of an earlier run: none are asked for now");
+        tracing::info!(
+            object = deviation.object,
+            "removed a rule of an earlier run: none are asked for now"
+        );
     }
     for error in &cleaned.failed {
         match error.is_guess() {
             true => tracing::info!("{error}"),
-            false => tracing::warn!("rules that an earlier run may have left are not removed: {error}"),
+            false => {
+                tracing::warn!("rules that an earlier run may have left are not removed: {error}")
+            }
         }
     }
 }

@@ -37,7 +37,8 @@ impl Former {
 
     /// Notes which networks there are, before anything is put for the config's.
     pub(crate) async fn note(&self, config: &Config) -> Noted {
-        let noted = Noted { former: self.networks(config), current: config.pod_networks().collect() };
+        let noted =
+            Noted { former: self.networks(config), current: config.pod_networks().collect() };
         self.write([&noted.former[..], &noted.current].concat()).await;
         noted
     }
@@ -52,8 +53,10 @@ impl Former {
     ) -> Infallible {
         if !former.is_empty() && status.wait_for(is_settled).await.is_ok() {
             let removal = move || {
-                let kept: Vec<_> =
-                    former.into_iter().filter(|network| !remove(&*kernel, &owned, *network)).collect();
+                let kept: Vec<_> = former
+                    .into_iter()
+                    .filter(|network| !remove(&*kernel, &owned, *network))
+                    .collect();
                 kept.is_empty()
             };
             let done = match tokio::task::spawn_blocking(removal).await {
@@ -87,7 +90,9 @@ impl Former {
             let network = line.parse().ok();
             if network.is_none() {
                 let path = self.record.display();
-                tracing::warn!("{path}: {line:?} is no network, such as \"10.1.0.0/16\", and is passed over");
+                tracing::warn!(
+                    "{path}: {line:?} is no network, such as \"10.1.0.0/16\", and is passed over"
+                );
             }
             network
         };
@@ -134,7 +139,10 @@ fn remove(kernel: &dyn Kernel, owned: &Owned, former: Subnet) -> bool {
     match remove_former(kernel, owned, former, false) {
         Ok(report) => {
             for change in &report.done {
-                tracing::info!("left of the earlier pod network {former}, removed: {}", change.object());
+                tracing::info!(
+                    "left of the earlier pod network {former}, removed: {}",
+                    change.object()
+                );
             }
             for (change, error) in &report.failed {
                 tracing::warn!(

@@ -23,8 +23,9 @@ pub(crate) fn go_style(
             break;
         }
         let is_long = |text: &str| {
-            let name =
-                text.strip_prefix('-').filter(|name| name.starts_with(|c: char| c.is_ascii_alphabetic()));
+            let name = text
+                .strip_prefix('-')
+                .filter(|name| name.starts_with(|c: char| c.is_ascii_alphabetic()));
             name.is_some_and(|name| name.len() > 1 || flags.iter().any(|flag| flag == name))
         };
         let mut arg = match arg.to_str() {
@@ -84,7 +85,8 @@ fn parse_int(text: &str) -> Option<i64> {
     };
     let lower = digits.to_ascii_lowercase();
     let prefixes = [("0x", 16), ("0b", 2), ("0o", 8), ("0", 8)];
-    let based = prefixes.iter().find_map(|(prefix, base)| Some((lower.strip_prefix(prefix)?, *base)));
+    let based =
+        prefixes.iter().find_map(|(prefix, base)| Some((lower.strip_prefix(prefix)?, *base)));
     let (digits, base) = match based {
         Some((rest, base)) if !rest.is_empty() => {
             // Between digits, and between a prefix and a digit.
@@ -148,7 +150,13 @@ mod tests {
             args.iter().skip(1).map(|arg| arg.to_str().unwrap().to_owned()).collect()
         };
         assert_eq!(all(&["-iface", "eth0", "-v", "4", "-v=4"]), ["--iface=eth0", "--v=4", "--v=4"]);
-        assert_eq!(all(&["-ip-masq", "-iface=-x", "-h", "-V"]), ["--ip-masq", "--iface=-x", "-h", "-V"]);
-        assert_eq!(all(&["--iface", "--ip-masq", "--", "-iface"]), ["--iface=--ip-masq", "--", "-iface"]);
+        assert_eq!(
+            all(&["-ip-masq", "-iface=-x", "-h", "-V"]),
+            ["--ip-masq", "--iface=-x", "-h", "-V"]
+        );
+        assert_eq!(
+            all(&["--iface", "--ip-masq", "--", "-iface"]),
+            ["--iface=--ip-masq", "--", "-iface"]
+        );
     }
 }

@@ -10,8 +10,14 @@ const NODES: &str = "kubectl get nodes -o custom-columns=N:.metadata.name,C:.spe
 /// What it is called on a host, and there.
 const WORDS: [(&str, &str); 7] = [
     ("journalctl -u flanneld", "kubectl -n kube-flannel logs daemonset/kube-flannel-ds"),
-    ("systemctl restart flanneld", "kubectl -n kube-flannel rollout restart daemonset/kube-flannel-ds"),
-    ("systemctl start flanneld", "kubectl -n kube-flannel rollout restart daemonset/kube-flannel-ds"),
+    (
+        "systemctl restart flanneld",
+        "kubectl -n kube-flannel rollout restart daemonset/kube-flannel-ds",
+    ),
+    (
+        "systemctl start flanneld",
+        "kubectl -n kube-flannel rollout restart daemonset/kube-flannel-ds",
+    ),
     ("systemctl stop flanneld", NODES),
     (
         "systemctl show -p CapabilityBoundingSet flanneld",
@@ -43,7 +49,8 @@ pub(crate) fn said(hint: String, store: Option<&str>) -> String {
     match hint.split_once("flannelctl lease release --force ") {
         // A node that is deleted has no subnet any more.
         Some((before, key)) => {
-            let rest = key.split_once(" # ").map(|(_, rest)| format!(": {rest}")).unwrap_or_default();
+            let rest =
+                key.split_once(" # ").map(|(_, rest)| format!(": {rest}")).unwrap_or_default();
             format!("{before}{NODES} # then kubectl delete node{rest}")
         }
         None => WORDS.into_iter().fold(hint, words),

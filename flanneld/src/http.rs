@@ -47,7 +47,12 @@ impl Request {
     #[cfg(test)]
     pub(crate) fn new(method: &str, target: &str) -> Self {
         let (path, query) = target.split_once('?').unwrap_or((target, ""));
-        Self { method: method.to_owned(), path: path.to_owned(), query: query.to_owned(), uid: None }
+        Self {
+            method: method.to_owned(),
+            path: path.to_owned(),
+            query: query.to_owned(),
+            uid: None,
+        }
     }
 
     #[cfg(test)]
@@ -192,7 +197,8 @@ async fn exchange(
     asked.store(true, Ordering::Relaxed);
     let (response, head_only) = match parse(&head) {
         Some((request, head_only)) => {
-            let late = |_| Response::text(503, format!("there is no answer within {ANSWERING:?}\n"));
+            let late =
+                |_| Response::text(503, format!("there is no answer within {ANSWERING:?}\n"));
             let request = Request { uid, ..request };
             (timeout(ANSWERING, site.answer(&request)).await.unwrap_or_else(late), head_only)
         }
@@ -257,7 +263,9 @@ fn decode(text: &str) -> String {
 /// What [`Request::parameter`] decodes.
 pub(crate) fn encode(text: &str) -> String {
     let plain = |b: u8| b.is_ascii_alphanumeric() || b"-._~:".contains(&b);
-    text.bytes().map(|b| if plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") }).collect()
+    text.bytes()
+        .map(|b| if plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") })
+        .collect()
 }
 
 #[cfg(test)]
@@ -298,11 +306,15 @@ mod tests {
         let answer = ask("GET /x?a=b&says=%C3%A9+%2 HTTP/1.1\r\nHost: y\r\n\r\nrest").await;
         assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
         assert!(
-            answer.contains("Content-Length: 12\r\n") && answer.ends_with("\r\n\r\nGET /x \u{e9}+%2"),
+            answer.contains("Content-Length: 12\r\n")
+                && answer.ends_with("\r\n\r\nGET /x \u{e9}+%2"),
             "{answer}"
         );
         let answer = ask("HEAD /x HTTP/1.0\r\n\r\n").await;
-        assert!(answer.contains("Content-Length: 7\r\n") && answer.ends_with("\r\n\r\n"), "{answer}");
+        assert!(
+            answer.contains("Content-Length: 7\r\n") && answer.ends_with("\r\n\r\n"),
+            "{answer}"
+        );
         assert_eq!(decode(&encode("a b&\u{e9}=%")), "a b&\u{e9}=%");
     }
 

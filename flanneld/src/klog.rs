@@ -18,7 +18,12 @@ pub struct KlogFlags {
     pub vmodule: String,
 
     /// Accepted for the sake of Go flannel's command lines, without effect
-    #[arg(id = "log_backtrace_at", long = "log_backtrace_at", value_name = "FILE:LINE", hide = true)]
+    #[arg(
+        id = "log_backtrace_at",
+        long = "log_backtrace_at",
+        value_name = "FILE:LINE",
+        hide = true
+    )]
     pub log_backtrace_at: Option<String>,
 }
 

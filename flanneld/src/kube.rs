@@ -85,29 +85,40 @@ impl KubeFlags {
     ///
     /// # Errors
     /// What is missing or wrong, and what would be right.
-    pub(crate) fn complete(&mut self, env: impl Fn(&str) -> Option<OsString>) -> Result<(), String> {
+    pub(crate) fn complete(
+        &mut self,
+        env: impl Fn(&str) -> Option<OsString>,
+    ) -> Result<(), String> {
         if !self.kube_subnet_mgr {
             return Ok(());
         }
         if HIDE {
-            let stores = if cfg!(feature = "etcd") { "in etcd and in directories" } else { "in directories" };
+            let stores = if cfg!(feature = "etcd") {
+                "in etcd and in directories"
+            } else {
+                "in directories"
+            };
             return Err(format!(
                 "--kube-subnet-mgr: this build keeps leases {stores}, but not in the Kubernetes API: right would be one with \
                  the feature kube"
             ));
         }
-        let text =
-            |name: &str| env(name).map(|value| value.to_string_lossy().into_owned()).unwrap_or_default();
+        let text = |name: &str| {
+            env(name).map(|value| value.to_string_lossy().into_owned()).unwrap_or_default()
+        };
         (self.node_name, self.pod_namespace, self.pod_name) =
             (text("NODE_NAME"), text("POD_NAMESPACE"), text("POD_NAME"));
-        if self.node_name.is_empty() && (self.pod_namespace.is_empty() || self.pod_name.is_empty()) {
+        if self.node_name.is_empty() && (self.pod_namespace.is_empty() || self.pod_name.is_empty())
+        {
             return Err("--kube-subnet-mgr: which node this is is not known: right would be NODE_NAME in the environment, or \
                  POD_NAMESPACE and POD_NAME"
                 .to_owned());
         }
         let depth = text("EVENT_QUEUE_DEPTH");
         if !depth.is_empty() && depth.parse::<i64>().is_err() {
-            return Err(format!("EVENT_QUEUE_DEPTH in the environment: {depth:?} is no whole number"));
+            return Err(format!(
+                "EVENT_QUEUE_DEPTH in the environment: {depth:?} is no whole number"
+            ));
         }
         #[cfg(feature = "kube")]
         {
@@ -121,8 +132,9 @@ impl KubeFlags {
     #[cfg(feature = "kube")]
     fn url(&self) -> Result<(), String> {
         let text = &self.kube_api_url;
-        let is_url =
-            |url: http::Uri| matches!(url.scheme_str(), Some("http" | "https")) && url.host().is_some();
+        let is_url = |url: http::Uri| {
+            matches!(url.scheme_str(), Some("http" | "https")) && url.host().is_some()
+        };
         match text.is_empty() || text.parse().is_ok_and(is_url) {
             true => Ok(()),
             false => Err(format!(

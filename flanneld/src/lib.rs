@@ -108,9 +108,12 @@ fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
     let no_socket =
         |error: std::io::Error| Error::Usage(format!("NOTIFY_SOCKET in the environment: {error}"));
     let notifier = Notifier::from_env(|name| std::env::var_os(name)).map_err(no_socket)?;
-    let failed =
-        |error: std::io::Error| Error::File { path: "the runtime".into(), reason: error.to_string() };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+    let failed = |error: std::io::Error| Error::File {
+        path: "the runtime".into(),
+        reason: error.to_string(),
+    };
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
     let ended = runtime.block_on(async {
         let [interrupt, terminate, hangup] =
             [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()]
@@ -146,8 +149,7 @@ fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
 
 /// Reads `--log`; a word alone must be a level, or a typing error would silence everything.
 fn log_filter(text: &str) -> Result<Targets, String> {
-    let expected =
-        "error, warn, info, debug, trace, off, or parts such as flannel_core=debug, separated by commas";
+    let expected = "error, warn, info, debug, trace, off, or parts such as flannel_core=debug, separated by commas";
     let wrong = |part: &str| format!("--log {text}: {part:?} is not valid, expected {expected}");
     let levels = ["error", "warn", "info", "debug", "trace", "off"];
     let parts: Vec<&str> = text.split(',').map(str::trim).collect();

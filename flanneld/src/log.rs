@@ -87,7 +87,8 @@ impl Teller {
             (leases().filter_map(|(lease, _, why)| Some((lease, why?))), "leases are not believed");
         let text = |(lease, why): (&_, &_)| format!("the lease {lease} is not believed: {why}");
         lines.extend(self.disbelieved.lines(at, news, text, rest).map(Line::Warn));
-        let (news, rest) = (leases().filter(|(.., why)| why.is_none()), "leases are right now, or gone");
+        let (news, rest) =
+            (leases().filter(|(.., why)| why.is_none()), "leases are right now, or gone");
         let text = |(lease, ..): (&_, _, _)| {
             format!("the lease {lease}, which was not believed, is right now, or gone")
         };
@@ -102,7 +103,8 @@ impl Teller {
     /// When there is something to be said even if nothing happens until then.
     fn next(&self) -> Option<Instant> {
         let capped = [&self.refusals, &self.disbelieved, &self.believed, &self.remarks];
-        let ends = capped.into_iter().filter(|capped| capped.unsaid > 0).filter_map(|capped| capped.end);
+        let ends =
+            capped.into_iter().filter(|capped| capped.unsaid > 0).filter_map(|capped| capped.end);
         let repairs = (self.repairs.unsaid > 0).then_some(self.repairs.end);
         ends.chain(repairs).chain(self.sync.later).min()
     }
@@ -248,9 +250,14 @@ mod tests {
         let mut status = before.clone();
         for _ in 0..more {
             status.repaired += 1;
-            let route = Route { dst: "10.1.7.0/24".parse().unwrap(), via: Via::Blackhole, mtu: None };
+            let route =
+                Route { dst: "10.1.7.0/24".parse().unwrap(), via: Via::Blackhole, mtu: None };
             *status.repairs.entry((ObjectKind::Route, Damage::Deletion)).or_default() += 1;
-            status.last_repairs.push(Arc::new(Repair::new(status.repaired, Damage::Deletion, route)));
+            status.last_repairs.push(Arc::new(Repair::new(
+                status.repaired,
+                Damage::Deletion,
+                route,
+            )));
             if status.last_repairs.len() > Status::LAST_REPAIRS {
                 status.last_repairs.remove(0);
             }
@@ -270,8 +277,9 @@ mod tests {
         status.disbelieved = (0..200).map(|n| (lease(n), no())).collect();
         status.remarks = (0..200).map(|n| (format!("remark {n:03}"), ())).collect();
         let lines = teller.lines(&Arc::new(status.clone()), start);
-        let named = (0..5)
-            .map(|n| format!("the lease {} is not believed: {}", lease(n), Disbelief::Rejected("no".into())));
+        let named = (0..5).map(|n| {
+            format!("the lease {} is not believed: {}", lease(n), Disbelief::Rejected("no".into()))
+        });
         let named = named.chain((0..5).map(|n| format!("remark {n:03}"))).map(Line::Warn);
         assert_eq!(lines, named.collect::<Vec<_>>());
         assert_eq!(teller.next(), Some(start + WINDOW));
@@ -305,7 +313,10 @@ mod tests {
         let later = teller.next().unwrap();
         assert!(later <= start + Duration::from_secs(11));
         let last = teller.said.clone();
-        assert_eq!(teller.lines(&last, later), [Line::Info("in sync peers=9999 objects=39996".into())]);
+        assert_eq!(
+            teller.lines(&last, later),
+            [Line::Info("in sync peers=9999 objects=39996".into())]
+        );
         assert_eq!((teller.next(), teller.lines(&last, later + SYNC_GAP)), (None, vec![]));
     }
 
@@ -320,8 +331,7 @@ mod tests {
             said = now;
         }
         assert_eq!(lines.len(), LINES);
-        let victim =
-            "put back route blackhole 10.1.7.0/24, deleted by somebody that the kernel does not name";
+        let victim = "put back route blackhole 10.1.7.0/24, deleted by somebody that the kernel does not name";
         assert!(lines.iter().all(|line| line == victim), "{lines:?}");
         assert!(repairs.unsaid > 0, "the end of the window is waited for");
         let last = repairs.lines(&said, &said, start + WINDOW + WINDOW);
@@ -335,7 +345,8 @@ mod tests {
         let none = Status::default();
         let mut now = damaged(&none, 20);
         let mac = flannel_core::MacAddr::local([1; 6]);
-        let neigh = Neigh { link: "flannel.1".parse().unwrap(), address: [10, 1, 7, 0].into(), mac };
+        let neigh =
+            Neigh { link: "flannel.1".parse().unwrap(), address: [10, 1, 7, 0].into(), mac };
         now.repaired += 1;
         now.repairs.insert((ObjectKind::Neigh, Damage::Modification), 1);
         now.last_repairs.push(Arc::new(Repair::new(now.repaired, Damage::Modification, neigh)));

@@ -47,8 +47,10 @@ where
         LogFormat::Json => lines().json().flatten_event(true).boxed(),
         LogFormat::Journald => {
             let path = "/run/systemd/journal/socket".into();
-            let missing =
-                |error: io::Error| Error::File { path, reason: format!("{error} (see --log-format)") };
+            let missing = |error: io::Error| Error::File {
+                path,
+                reason: format!("{error} (see --log-format)"),
+            };
             // As systemd and its readers have them.
             let priorities = PriorityMappings {
                 error: Priority::Error,
@@ -57,7 +59,8 @@ where
                 debug: Priority::Debug,
                 trace: Priority::Debug,
             };
-            let journal = tracing_journald::layer().map_err(missing)?.with_priority_mappings(priorities);
+            let journal =
+                tracing_journald::layer().map_err(missing)?.with_priority_mappings(priorities);
             journal
                 .with_syslog_identifier("flanneld".to_owned())
                 .with_field_prefix(Some("FLANNEL".to_owned()))

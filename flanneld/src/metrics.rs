@@ -75,9 +75,17 @@ fn store(page: &mut Page, snapshot: &Snapshot) {
     );
     if let Some((revision, at)) = store.confirmed {
         page.gauge("flannel_store_age_seconds", "Since the store last answered anything", age(at));
-        page.gauge("flannel_store_revision", "The last revision that the store confirmed", revision.0);
+        page.gauge(
+            "flannel_store_revision",
+            "The last revision that the store confirmed",
+            revision.0,
+        );
     }
-    page.family("flannel_store_requests_total", "counter", "Requests sent to the store, by what was asked");
+    page.family(
+        "flannel_store_requests_total",
+        "counter",
+        "Requests sent to the store, by what was asked",
+    );
     for (call, calls) in &store.calls {
         page.sample("flannel_store_requests_total", &[("call", call)], calls.sent);
     }
@@ -112,7 +120,11 @@ fn reason(why: &Disbelief) -> &'static str {
 
 fn leases(page: &mut Page, network: &NetworkSnapshot, store: Option<&StoreStatus>) {
     let status = &network.status;
-    page.gauge("flannel_leases", "Leases in the store, this node's included", network.view.leases.len());
+    page.gauge(
+        "flannel_leases",
+        "Leases in the store, this node's included",
+        network.view.leases.len(),
+    );
     page.gauge(
         "flannel_leases_live",
         "1 if they come from the store, 0 if from the cache",
@@ -136,8 +148,9 @@ fn leases(page: &mut Page, network: &NetworkSnapshot, store: Option<&StoreStatus
     for (reason, count) in &reasons {
         page.sample("flannel_disbelieved_leases", &[("reason", reason)], count);
     }
-    let clash =
-        |(reason, _): &(&&str, &u64)| reason.starts_with("overlaps") || reason.starts_with("contradicts");
+    let clash = |(reason, _): &(&&str, &u64)| {
+        reason.starts_with("overlaps") || reason.starts_with("contradicts")
+    };
     let conflicts: u64 = reasons.iter().filter(clash).map(|(_, count)| count).sum();
     page.gauge("flannel_conflicts", "Leases that clash with another one", conflicts);
     page.family(
@@ -176,7 +189,11 @@ fn firewall(page: &mut Page, rulebook: &Rulebook) {
 
 fn kernel(page: &mut Page, network: &NetworkSnapshot) {
     let status = &network.status;
-    page.gauge("flannel_in_sync", "1 if the kernel is what the leases say", u8::from(status.in_sync));
+    page.gauge(
+        "flannel_in_sync",
+        "1 if the kernel is what the leases say",
+        u8::from(status.in_sync),
+    );
     page.gauge(
         "flannel_kernel_readable",
         "1 if the kernel can be read and watched",
@@ -184,7 +201,8 @@ fn kernel(page: &mut Page, network: &NetworkSnapshot) {
     );
     let wanted: BTreeMap<String, usize> =
         status.by_kind.iter().map(|(kind, count)| (kind.to_string(), *count)).collect();
-    let (mut failing, mut absent) = (BTreeMap::<String, usize>::new(), BTreeMap::<String, usize>::new());
+    let (mut failing, mut absent) =
+        (BTreeMap::<String, usize>::new(), BTreeMap::<String, usize>::new());
     for (key, failure) in status.failing.iter() {
         *failing.entry(key.kind().to_string()).or_default() += 1;
         // What cannot be deleted fails, too, and is not wanted.
@@ -212,7 +230,11 @@ fn kernel(page: &mut Page, network: &NetworkSnapshot) {
         let count = failing.get(kind).copied().unwrap_or_default();
         page.sample("flannel_failing_objects", &[("object", &kind)], count);
     }
-    page.counter("flannel_changes_total", "Changes of the kernel that leases asked for", status.applied);
+    page.counter(
+        "flannel_changes_total",
+        "Changes of the kernel that leases asked for",
+        status.applied,
+    );
     page.counter(
         "flannel_repairs_total",
         "Objects put right after somebody else had changed them",
@@ -256,7 +278,8 @@ impl Page {
     fn sample(&mut self, name: &str, labels: &[(&str, &dyn Display)], value: impl Display) {
         let labels: Vec<String> =
             labels.iter().map(|(key, value)| format!("{key}=\"{}\"", escaped(value))).collect();
-        let labels = if labels.is_empty() { String::new() } else { format!("{{{}}}", labels.join(",")) };
+        let labels =
+            if labels.is_empty() { String::new() } else { format!("{{{}}}", labels.join(",")) };
         let _ = writeln!(self.0, "{name}{labels} {value}");
     }
 
@@ -275,8 +298,11 @@ impl Page {
         let mut below = 0;
         for (bound, count) in histogram.buckets() {
             below += count;
-            let bound =
-                if bound == Duration::MAX { "+Inf".to_owned() } else { bound.as_secs_f64().to_string() };
+            let bound = if bound == Duration::MAX {
+                "+Inf".to_owned()
+            } else {
+                bound.as_secs_f64().to_string()
+            };
             self.sample(&format!("{name}_bucket"), &[("le", &bound)], below);
         }
         self.sample(&format!("{name}_sum"), &[], histogram.sum().as_secs_f64());
@@ -333,16 +359,23 @@ mod tests {
         assert_eq!(value("flannel_lease_remaining_seconds", &[]), 3600.0);
         assert_eq!(value("flannel_subnets", &[("family", "IPv4"), ("state", "free")]), 251.0);
         assert_eq!(
-            value("flannel_external_mutations_total", &[("object", "route"), ("operation", "delete")]),
+            value(
+                "flannel_external_mutations_total",
+                &[("object", "route"), ("operation", "delete")]
+            ),
             5.0
         );
         assert_eq!(value("flannel_failing_objects", &[("object", "neigh")]), 0.0);
         assert_eq!(value("flannel_objects", &[("object", "route"), ("state", "in place")]), 3.0);
         assert_eq!(value("flannel_objects", &[("object", "link"), ("state", "in place")]), 0.0);
-        let latency =
-            scraped.samples.iter().find(|sample| sample.metric == "flannel_lease_to_kernel_seconds").unwrap();
+        let latency = scraped
+            .samples
+            .iter()
+            .find(|sample| sample.metric == "flannel_lease_to_kernel_seconds")
+            .unwrap();
         let Value::Histogram(buckets) = &latency.value else { panic!("{latency:?}") };
-        let counts: Vec<(f64, f64)> = buckets.iter().map(|bucket| (bucket.less_than, bucket.count)).collect();
+        let counts: Vec<(f64, f64)> =
+            buckets.iter().map(|bucket| (bucket.less_than, bucket.count)).collect();
         assert_eq!((counts[0], counts[3], counts[5]), ((0.0001, 0.0), (0.001, 1.0), (0.005, 2.0)));
         assert_eq!(*counts.last().unwrap(), (f64::INFINITY, 3.0));
         assert!(counts.is_sorted());
@@ -352,9 +385,11 @@ mod tests {
     async fn objects_are_pending_while_they_are_not_known_to_be_in_place() {
         let mut status = Status::default();
         status.by_kind.insert(ObjectKind::Route, 5);
-        for (settled, readable, expected) in
-            [(true, true, [5.0, 0.0, 0.0]), (false, true, [0.0, 5.0, 0.0]), (true, false, [0.0, 5.0, 0.0])]
-        {
+        for (settled, readable, expected) in [
+            (true, true, [5.0, 0.0, 0.0]),
+            (false, true, [0.0, 5.0, 0.0]),
+            (true, false, [0.0, 5.0, 0.0]),
+        ] {
             status.settled = settled;
             status.kernel_error = (!readable).then(|| KernelError::explained(105, "x"));
             let observer = Observer::default();
@@ -385,9 +420,11 @@ mod tests {
             ..StoreStatus::default()
         };
         let answered = Some((Revision(7), SystemTime::UNIX_EPOCH));
-        for (store, up) in
-            [(status(None, None), 0), (status(answered, None), 1), (status(answered, Some("gone")), 0)]
-        {
+        for (store, up) in [
+            (status(None, None), 0),
+            (status(answered, None), 1),
+            (status(answered, Some("gone")), 0),
+        ] {
             snapshot.store = Some(store);
             let text = metrics(&snapshot);
             assert!(text.contains(&format!("\nflannel_store_up {up}\n")), "{text}");

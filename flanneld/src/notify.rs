@@ -43,15 +43,23 @@ impl Notifier {
     /// # Errors
     /// `NOTIFY_SOCKET` is no address that a socket of this kind can send to.
     pub(crate) fn from_env(env: impl Fn(&str) -> Option<OsString>) -> io::Result<Option<Self>> {
-        let Some(name) = env("NOTIFY_SOCKET").filter(|name| !name.is_empty()) else { return Ok(None) };
+        let Some(name) = env("NOTIFY_SOCKET").filter(|name| !name.is_empty()) else {
+            return Ok(None);
+        };
         let address = address(&name)?;
         let socket = UnixDatagram::unbound()?;
         socket.set_nonblocking(true)?;
         let number = |name| env(name).and_then(|text| text.to_str()?.parse::<u64>().ok());
         let ours = number("WATCHDOG_PID").is_none_or(|pid| pid == u64::from(std::process::id()));
-        let limit = number("WATCHDOG_USEC").filter(|micros| ours && *micros > 0).map(Duration::from_micros);
+        let limit =
+            number("WATCHDOG_USEC").filter(|micros| ours && *micros > 0).map(Duration::from_micros);
         // Half of what is allowed, as sd_watchdog_enabled(3) recommends.
-        Ok(Some(Self { socket, address, alive: limit.map(|limit| limit / 2), ready: AtomicBool::new(false) }))
+        Ok(Some(Self {
+            socket,
+            address,
+            alive: limit.map(|limit| limit / 2),
+            ready: AtomicBool::new(false),
+        }))
     }
 
     /// Says something. A supervisor that does not listen is none of our troubles, but said.
@@ -108,13 +116,16 @@ impl Notifier {
 pub(crate) async fn reload(notifier: Option<&Notifier>, observer: &Observer) {
     let notifier = notifier.filter(|notifier| notifier.ready.load(Ordering::Relaxed));
     if let Some(notifier) = notifier {
-        let now = clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(0, |now| Duration::from(now).as_micros());
+        let now = clock_gettime(ClockId::CLOCK_MONOTONIC)
+            .map_or(0, |now| Duration::from(now).as_micros());
         notifier.say(&format!("RELOADING=1\nMONOTONIC_USEC={now}"));
     }
     match timeout(RELOAD, observer.reload()).await {
         Ok(found) => tracing::info!("SIGHUP: read again: {found}"),
         Err(_) => {
-            tracing::warn!("SIGHUP: the store did not answer within {RELOAD:?}; everything stays in force");
+            tracing::warn!(
+                "SIGHUP: the store did not answer within {RELOAD:?}; everything stays in force"
+            );
         }
     }
     if let Some(notifier) = notifier {
@@ -129,7 +140,9 @@ fn address(name: &OsStr) -> io::Result<SocketAddr> {
         [b'/', ..] => SocketAddr::from_pathname(name),
         _ => Err(io::Error::new(
             io::ErrorKind::InvalidInput,
-            format!("{name:?} is neither the path of a socket nor the name of an abstract one (@…)"),
+            format!(
+                "{name:?} is neither the path of a socket nor the name of an abstract one (@…)"
+            ),
         )),
     }
 }
@@ -192,7 +205,8 @@ mod tests {
         let path = dir.path().join("notify");
         let heard = listener(path.to_str().unwrap());
         heard.set_nonblocking(true).unwrap();
-        let env = |variable: &str| (variable == "NOTIFY_SOCKET").then(|| path.clone().into_os_string());
+        let env =
+            |variable: &str| (variable == "NOTIFY_SOCKET").then(|| path.clone().into_os_string());
         let notifier = Notifier::from_env(env).unwrap().unwrap();
         let observer = Observer::default();
         let mut status = Status::default();

@@ -11,8 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use flannel_core::{
-    Config, Dual, Error as CoreError, ExternalInterface, Kernel, NetworkHandle, Status, StoreStatus, Subnets,
-    View, Waiting,
+    Config, Dual, Error as CoreError, ExternalInterface, Kernel, NetworkHandle, Status,
+    StoreStatus, Subnets, View, Waiting,
 };
 use flannel_firewall::LegacyMemory;
 use flannel_subnet::Ownership;
@@ -101,7 +101,10 @@ impl Running {
             bare: Dual::from_fn(|family| at(family, iface.address[family])),
             // Behind NAT nobody comes to it here, which hurts nobody.
             public: Dual::from_fn(|family| {
-                at(family, iface.public[family].filter(|public| iface.address[family] != Some(*public)))
+                at(
+                    family,
+                    iface.public[family].filter(|public| iface.address[family] != Some(*public)),
+                )
             }),
             mtu: self.handle.mtu,
             views: self.views.clone(),
@@ -328,7 +331,11 @@ impl Observer {
     /// # Errors
     /// The filter is none, or the log is not ours to set.
     pub(crate) fn set_log(&self, filter: Option<&str>) -> Result<(), String> {
-        let set = self.0.set_log.as_ref().ok_or("the log belongs to the program that flanneld is part of")?;
+        let set = self
+            .0
+            .set_log
+            .as_ref()
+            .ok_or("the log belongs to the program that flanneld is part of")?;
         set(filter)
     }
 
@@ -480,7 +487,8 @@ pub(crate) mod tests {
             never = observer.follow(views) => match never {},
             () = change => (),
         }
-        let changed: Vec<String> = observer.snapshot().changed.keys().map(ToString::to_string).collect();
+        let changed: Vec<String> =
+            observer.snapshot().changed.keys().map(ToString::to_string).collect();
         assert_eq!(changed, ["10.1.7.0-24"]);
         drop(guard);
         assert!(observer.snapshot().network.is_none());
@@ -527,7 +535,8 @@ pub(crate) mod tests {
             identity: String::new(),
         };
         // It takes questions, and answers none while it does not run.
-        let busy = backends::find("host-gw").unwrap().register(&host, &running.config).await.unwrap();
+        let busy =
+            backends::find("host-gw").unwrap().register(&host, &running.config).await.unwrap();
         running.handle = busy.handle();
         let views = running.views.clone();
         let observer = Observer::default();

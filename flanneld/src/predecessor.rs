@@ -106,10 +106,16 @@ fn remove(kernel: &dyn Kernel, owned: &Owned, lens: Dual<u8>, status: &Status) -
     match remove_go_routes(kernel, owned, lens, refused, false) {
         Ok(report) => {
             for change in &report.done {
-                tracing::info!("left by Go flannel and wanted by no lease, removed: {}", change.object());
+                tracing::info!(
+                    "left by Go flannel and wanted by no lease, removed: {}",
+                    change.object()
+                );
             }
             for (change, error) in &report.failed {
-                tracing::warn!("left by Go flannel, but the kernel keeps it: {}: {error}", change.object());
+                tracing::warn!(
+                    "left by Go flannel, but the kernel keeps it: {}: {error}",
+                    change.object()
+                );
             }
             report.failed.is_empty() && !spared.get()
         }
@@ -160,7 +166,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("subnet.env");
         fs::write(&file, "A=1\n").unwrap();
-        let config = Config::parse(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#).unwrap();
+        let config =
+            Config::parse(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#).unwrap();
         let eth0 = "eth0".parse().unwrap();
         let (networks, routes_on) = (config.pod_networks().collect(), [eth0].into());
         let owned = Owned { networks, routes_on, ..Owned::default() };
@@ -176,7 +183,8 @@ mod tests {
             let (sender, status) = watch::channel(Arc::new(Status::default()));
             let there = || !kernel.dump().is_empty();
             {
-                let clear = predecessor.clear(Arc::new(kernel.clone()), (owned.clone(), &config), status);
+                let clear =
+                    predecessor.clear(Arc::new(kernel.clone()), (owned.clone(), &config), status);
                 let mut clear = std::pin::pin!(clear);
                 let quiet = async { tokio::task::yield_now().await };
                 tokio::select! { biased; _ = &mut clear => unreachable!(), () = quiet => {} }

@@ -22,7 +22,8 @@ use read::read;
 const DUPLICATE: &str = "duplicate-address";
 
 /// Where pods and hosts get in each other's way.
-const ANOTHER_NETWORK: &str = "flannelctl config set FILE # with a Network that holds no address of a host";
+const ANOTHER_NETWORK: &str =
+    "flannelctl config set FILE # with a Network that holds no address of a host";
 
 /// Something about this host, and what would mend it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -198,14 +199,16 @@ fn rp_filter(facts: &Facts) -> Vec<Finding> {
 }
 
 fn drops(facts: &Facts) -> Vec<Finding> {
-    let concerns = |drop: &&ForwardDrop| facts.pod_networks[drop.family].is_some() && !drop.accepts_pods;
+    let concerns =
+        |drop: &&ForwardDrop| facts.pod_networks[drop.family].is_some() && !drop.accepts_pods;
     let finding = |drop: &ForwardDrop| {
         let family = drop.family;
         let text = format!(
             "{drop} drops forwarded {family} packets that none of its own rules accepts, those of pods too: flannel's rules \
              are in another table, or off"
         );
-        let network = facts.pod_networks[family].map(|network| network.to_string()).unwrap_or_default();
+        let network =
+            facts.pod_networks[family].map(|network| network.to_string()).unwrap_or_default();
         let word = if family == Family::V4 { "ip" } else { "ip6" };
         let iptables = match family {
             Family::V4 => "iptables",
@@ -228,7 +231,8 @@ fn drops(facts: &Facts) -> Vec<Finding> {
 
 fn clashes(facts: &Facts) -> Vec<Finding> {
     let mut found = Vec::new();
-    let network = |address: IpAddr| facts.pod_networks.values().find(|network| network.contains(address));
+    let network =
+        |address: IpAddr| facts.pod_networks.values().find(|network| network.contains(address));
     for (device, address) in &facts.addresses {
         let Some(network) = network(*address) else { continue };
         let own = facts.own[Family::of(*address)];
@@ -280,11 +284,14 @@ fn neighbours(facts: &Facts) -> Vec<Finding> {
     let mut found = Vec::new();
     for (family, most) in facts.most_neighbours.iter() {
         let asked = |address: IpAddr| facts.on_link.iter().any(|network| network.contains(address));
-        let peers = facts.peers.iter().filter(|(_, public)| public[family].is_some_and(asked)).count() as u64;
+        let peers =
+            facts.peers.iter().filter(|(_, public)| public[family].is_some_and(asked)).count()
+                as u64;
         if peers < *most {
             continue;
         }
-        let key = format!("net.ipv{}.neigh.default.gc_thresh3", if family == Family::V4 { 4 } else { 6 });
+        let key =
+            format!("net.ipv{}.neigh.default.gc_thresh3", if family == Family::V4 { 4 } else { 6 });
         let text = format!(
             "{key} is {most}, and {peers} peers are on this host's own link: the kernel forgets neighbours that it needs, and drops packets"
         );
@@ -307,7 +314,8 @@ fn bridge_calls(facts: &Facts) -> Vec<Finding> {
             "{key} is not 1: what pods on this host send each other by way of a service's address is answered from \
              the wrong one"
         );
-        Finding::warning("bridge-netfilter", text).mend(format!("modprobe br_netfilter; sysctl -w {key}=1"))
+        Finding::warning("bridge-netfilter", text)
+            .mend(format!("modprobe br_netfilter; sysctl -w {key}=1"))
     };
     families.filter(off).map(finding).collect()
 }

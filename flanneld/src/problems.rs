@@ -77,8 +77,10 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
         found.extend(of_store(store));
     }
     if let Some(config) = &snapshot.waiting_config {
-        let networks: Vec<String> = config.pod_networks().map(|network| network.to_string()).collect();
-        let text = format!("the network config has other pod networks now ({})", networks.join(", "));
+        let networks: Vec<String> =
+            config.pod_networks().map(|network| network.to_string()).collect();
+        let text =
+            format!("the network config has other pod networks now ({})", networks.join(", "));
         found.push(
             Problem::warning(text)
                 .hint("systemctl restart flanneld # and the pods, which do not survive that"),
@@ -89,11 +91,14 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
     let wrong = answers.and_then(|store| store.wrong_config.as_ref());
     // Without a network the wait for a right one is told above.
     if let (Some(why), Some(_)) = (wrong.or(snapshot.refused_config.as_ref()), &snapshot.network) {
-        let text = format!("the store's network config is not used, the last good one stays in force: {why}");
+        let text = format!(
+            "the store's network config is not used, the last good one stays in force: {why}"
+        );
         found.push(Problem::warning(text).hint("flannelctl config set FILE"));
     }
     if let (Some(why), Some(network)) = (&snapshot.unfit_interface, &snapshot.network) {
-        let text = format!("the external interface is not what it was, everything stays as it is: {why}");
+        let text =
+            format!("the external interface is not what it was, everything stays as it is: {why}");
         let hint = format!("ip address show {}", network.running.iface.name);
         found.push(Problem::warning(text).hint(hint));
     }
@@ -127,7 +132,8 @@ fn of_lease(network: &NetworkSnapshot, snapshot: &Snapshot) -> Option<Problem> {
     if let Some(why) = snapshot.waits_for.as_ref().filter(|_| network.running.lapsed) {
         let text = "it ran out, and none is asked for, since no network could be built";
         return Some(
-            Problem::error(format!("this node does not hold its lease {lease}: {text}: {why}")).hint(LOG),
+            Problem::error(format!("this node does not hold its lease {lease}: {text}: {why}"))
+                .hint(LOG),
         );
     }
     // Ages count on, and are no part of the text, which is what systemd and the log tell again when it changes.
@@ -137,11 +143,15 @@ fn of_lease(network: &NetworkSnapshot, snapshot: &Snapshot) -> Option<Problem> {
         Ownership::Nothing => ("the store gave it to nobody, or to another", String::new()),
         Ownership::Lapsed(since) => {
             let ago = snapshot.time.duration_since(since).unwrap_or_default().as_secs();
-            ("it ran out, and the store did not confirm a renewal", format!("it ran out {ago} s ago; "))
+            (
+                "it ran out, and the store did not confirm a renewal",
+                format!("it ran out {ago} s ago; "),
+            )
         }
     };
     let text = format!("this node does not hold its lease {lease}: {reason}");
-    let mend = snapshot.store.as_ref().map_or_else(|| LOG.to_owned(), |store| bring_back(&store.store));
+    let mend =
+        snapshot.store.as_ref().map_or_else(|| LOG.to_owned(), |store| bring_back(&store.store));
     let joint = if mend.contains(" # ") { "; " } else { " # " };
     Some(Problem::error(text).hint(format!(
         "{mend}{joint}{age}when the store answers, the node wins its lease back, or says who has it"
@@ -182,7 +192,9 @@ fn of_kernel(network: &NetworkSnapshot) -> Vec<Problem> {
     let status = &network.status;
     let mut found = Vec::new();
     if let Some(error) = &status.kernel_error {
-        found.push(Problem::error(format!("the kernel cannot be read or watched: {error}")).hint(LOG));
+        found.push(
+            Problem::error(format!("the kernel cannot be read or watched: {error}")).hint(LOG),
+        );
     }
     if let Some((key, failure)) = status.failing.iter().next() {
         let others = match status.failing.len() - 1 {
@@ -204,7 +216,9 @@ fn of_kernel(network: &NetworkSnapshot) -> Vec<Problem> {
     if !status.in_sync && found.is_empty() {
         let problem = Problem::error(match status.live {
             true => "the kernel is being made equal to the leases",
-            false => "the leases are those of an earlier run, since the store has not listed them yet",
+            false => {
+                "the leases are those of an earlier run, since the store has not listed them yet"
+            }
         });
         found.push(problem.hint("flannelctl watch"));
     }
@@ -226,14 +240,16 @@ fn of_firewall(rulebook: &Rulebook) -> Vec<Problem> {
         }
         Rulebook::Kept(status) => {
             let status = status.borrow();
-            let left =
-                |error| format!("rules that an earlier flannel may have left are not removed: {error}");
+            let left = |error| {
+                format!("rules that an earlier flannel may have left are not removed: {error}")
+            };
             let certain = status.leftovers.iter().filter(|error| !error.is_guess());
             leftovers.extend(certain.map(|error| Problem::warning(left(error)).hint(LOG)));
             match status.failure.as_ref().and_then(|failure| failure.errors.first()) {
-                Some(error) => {
-                    Some(Problem::error(format!("the firewall rules are not in place: {error}")).hint(LOG))
-                }
+                Some(error) => Some(
+                    Problem::error(format!("the firewall rules are not in place: {error}"))
+                        .hint(LOG),
+                ),
                 None if status.in_place => None,
                 None => yet(),
             }
@@ -258,7 +274,8 @@ fn of_leases(network: &NetworkSnapshot) -> Vec<Problem> {
     let mut found: Vec<Problem> = status.disbelieved.iter().take(MOST).map(not_believed).collect();
     if let Some(more) = status.disbelieved.len().checked_sub(MOST + 1) {
         found.push(
-            Problem::warning(format!("{} more leases are not believed", more + 1)).hint("flannelctl peers"),
+            Problem::warning(format!("{} more leases are not believed", more + 1))
+                .hint("flannelctl peers"),
         );
     }
     let remarks = status.remarks.keys().take(MOST);
@@ -340,8 +357,10 @@ mod tests {
             let mut snapshot = observer.snapshot();
             snapshot.ownership = Ownership::Reserved;
             let metrics = crate::metrics::metrics(&snapshot);
-            let told =
-                problems(&snapshot).into_iter().map(|p| format!("{}: {}", p.severity, p.text)).collect();
+            let told = problems(&snapshot)
+                .into_iter()
+                .map(|p| format!("{}: {}", p.severity, p.text))
+                .collect();
             (told, metrics.contains("\nflannel_firewall_in_place 1\n"))
         };
         let yet = "error: the firewall rules are not in place yet".to_owned();
@@ -362,7 +381,8 @@ mod tests {
         });
         assert_eq!(seen(), (vec![failing], false));
         let left = flannel_firewall::Error::Leftovers { chains: "X".into() };
-        let warning = format!("warning: rules that an earlier flannel may have left are not removed: {left}");
+        let warning =
+            format!("warning: rules that an earlier flannel may have left are not removed: {left}");
         // An ordinary host may have other people's rules where nobody here can look.
         let tables = "filter".into();
         let guess = flannel_firewall::Error::Unseen { family: flannel_core::Family::V4, tables };
@@ -395,7 +415,10 @@ mod tests {
         observer.subnet_file_written();
         let mut snapshot = observer.snapshot();
         let taken = |snapshot: &Snapshot| {
-            problems(snapshot).iter().filter(|problem| problem.text.contains("subnets are taken")).count()
+            problems(snapshot)
+                .iter()
+                .filter(|problem| problem.text.contains("subnets are taken"))
+                .count()
         };
         assert_eq!(taken(&snapshot), 1);
         snapshot.store = Some(StoreStatus { store: "etcd:x".into(), ..StoreStatus::default() });
@@ -411,9 +434,15 @@ mod tests {
             problems(snapshot).into_iter().map(|p| format!("{}: {}", p.severity, p.text)).collect()
         };
         let observer = Observer::default();
-        assert_eq!(texts(&observer.snapshot()), ["error: no network runs: it has only just been started"]);
+        assert_eq!(
+            texts(&observer.snapshot()),
+            ["error: no network runs: it has only just been started"]
+        );
         observer.waits_for("holds no network config yet");
-        assert_eq!(texts(&observer.snapshot()), ["error: no network runs: holds no network config yet"]);
+        assert_eq!(
+            texts(&observer.snapshot()),
+            ["error: no network runs: holds no network config yet"]
+        );
 
         let mut status = Status::default();
         (status.in_sync, status.live) = (true, true);
@@ -433,7 +462,9 @@ mod tests {
             ..StoreStatus::default()
         });
         assert_eq!(texts(&snapshot), ["warning: the store does not answer: no route to host"]);
-        let hint = |snapshot: &Snapshot| problems(snapshot).pop().and_then(|problem| problem.hint).unwrap();
+        let hint = |snapshot: &Snapshot| {
+            problems(snapshot).pop().and_then(|problem| problem.hint).unwrap()
+        };
         assert_eq!(hint(&snapshot), LOG);
         snapshot.store.as_mut().unwrap().store = "kube:https://10.96.0.1:443".into();
         assert!(hint(&snapshot).starts_with("kubectl -n kube-flannel logs"));
@@ -451,7 +482,10 @@ mod tests {
     #[test]
     fn what_brings_a_store_back_is_a_command_for_its_kind() {
         for (store, command) in [
-            ("dir:/srv/flannel?assign=static", "mount /srv/flannel || ls -la /srv/flannel # it is to be"),
+            (
+                "dir:/srv/flannel?assign=static",
+                "mount /srv/flannel || ls -la /srv/flannel # it is to be",
+            ),
             (
                 "etcd:http://127.0.0.1:2379",
                 "systemctl restart etcd # on 127.0.0.1; which answer: etcdctl --endpoints http://127.0.0.1:2379 endpoint health",

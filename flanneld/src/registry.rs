@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use flannel_core::{SubnetManager, Subnets};
 use flannel_subnet::{
-    Assign, AssignedManager, DirLocation, DirRegistry, Identity, LocalManager, Mark, Ownership, Registry,
+    Assign, AssignedManager, DirLocation, DirRegistry, Identity, LocalManager, Mark, Ownership,
+    Registry,
 };
 #[cfg(feature = "etcd")]
 use flannel_subnet::{EtcdOptions, EtcdRegistry};
@@ -45,7 +46,9 @@ impl FromStr for RegistryUrl {
                 if cfg!(feature = "etcd") { "etcd and " } else { "" }
             ));
         }
-        text.parse().map(Self::Dir).map_err(|error: flannel_subnet::LocationError| error.to_string())
+        text.parse()
+            .map(Self::Dir)
+            .map_err(|error: flannel_subnet::LocationError| error.to_string())
     }
 }
 
@@ -162,8 +165,10 @@ impl RegistryUrl {
         &self,
         #[cfg(feature = "etcd")] etcd: EtcdOptions,
     ) -> Result<Arc<dyn Registry>, Error> {
-        let failed =
-            |source: flannel_core::Error| Error::Registry { url: self.to_string(), source: source.into() };
+        let failed = |source: flannel_core::Error| Error::Registry {
+            url: self.to_string(),
+            source: source.into(),
+        };
         Ok(match self {
             Self::Dir(location) => {
                 let opened = DirRegistry::open(location.path.clone(), location.options).await;
@@ -184,7 +189,8 @@ impl RegistryUrl {
             let subnets = Arc::new(AssignedManager::new(registry, node.addresses));
             return Ok(Store { subnets, owner: Owner::Others });
         }
-        let identity = Identity { mark: node.mark, previous: node.previous, local_addresses: node.addresses };
+        let identity =
+            Identity { mark: node.mark, previous: node.previous, local_addresses: node.addresses };
         let manager = LocalManager::new(registry, identity).with_renew_margin(node.renew_margin);
         let local = Arc::new(manager.with_cache(node.cache));
         Ok(Store { subnets: Arc::clone(&local) as _, owner: Owner::Local(local) })

@@ -309,7 +309,12 @@ fn own_lease(own: Subnets, lapsed: bool, ownership: Ownership) -> OwnLease {
         Ownership::For(left) => ("held", Some(rounded(left))),
         Ownership::Lapsed(_) => ("lapsed", None),
     };
-    OwnLease { key: own.to_string(), subnets: texts(own.iter()), ownership: word.to_owned(), remaining }
+    OwnLease {
+        key: own.to_string(),
+        subnets: texts(own.iter()),
+        ownership: word.to_owned(),
+        remaining,
+    }
 }
 
 fn failures(status: &Status) -> Vec<FailureReport> {
@@ -333,7 +338,10 @@ fn parts(own: Subnet, subnet: Subnet) -> f64 {
 
 /// How full each pod network is; one that is too large to count is as large as can be counted. Kubernetes gives subnets out of the
 /// whole network, whose size this node's own tells.
-pub(crate) fn subnets_used(network: &NetworkSnapshot, store: Option<&StoreStatus>) -> Vec<SubnetsReport> {
+pub(crate) fn subnets_used(
+    network: &NetworkSnapshot,
+    store: Option<&StoreStatus>,
+) -> Vec<SubnetsReport> {
     let running = &network.running;
     let own = running.handle.lease.subnets;
     let given = is_kubernetes(store.map(|store| store.store.as_str()));
@@ -346,8 +354,12 @@ pub(crate) fn subnets_used(network: &NetworkSnapshot, store: Option<&StoreStatus
             Some(_) => pod.network.covers(subnet),
             None => *subnet >= pod.min && *subnet <= pod.max,
         };
-        let taken =
-            network.view.leases.iter().filter_map(|lease| lease.subnets.family(family)).filter(inside);
+        let taken = network
+            .view
+            .leases
+            .iter()
+            .filter_map(|lease| lease.subnets.family(family))
+            .filter(inside);
         let used = taken.map(size).sum::<f64>().ceil() as u64;
         let total = match own {
             Some(own) => 1_u128.checked_shl(own.len().saturating_sub(pod.network.len()).into()),
@@ -388,7 +400,8 @@ mod tests {
     #[tokio::test]
     async fn subnets_that_kubernetes_gives_are_counted_too() {
         let snapshot = snapshot(Status::default()).await;
-        let mut store = StoreStatus { store: "kube:https://10.96.0.1:443".into(), ..StoreStatus::default() };
+        let mut store =
+            StoreStatus { store: "kube:https://10.96.0.1:443".into(), ..StoreStatus::default() };
         let mut network = snapshot.network.unwrap();
         let mut counted = |config: &str, store: &StoreStatus| {
             let running = Arc::get_mut(&mut network.running).unwrap();
@@ -399,8 +412,7 @@ mod tests {
         assert_eq!(counted(r#"{"Network":"10.1.0.0/16","SubnetLen":28}"#, &store), (256, 4, 252));
         assert_eq!(counted(r#"{"Network":"10.1.0.0/20"}"#, &store), (16, 4, 12));
         store.store = "etcd:http://127.0.0.1:2379".into();
-        let some =
-            r#"{"Network":"10.1.0.0/16","SubnetLen":24,"SubnetMin":"10.1.7.0","SubnetMax":"10.1.9.0"}"#;
+        let some = r#"{"Network":"10.1.0.0/16","SubnetLen":24,"SubnetMin":"10.1.7.0","SubnetMax":"10.1.9.0"}"#;
         assert_eq!(counted(some, &store), (3, 3, 0));
         // Parts of other sizes.
         let lease = Lease::clone(network.view.leases.iter().next().unwrap());
@@ -437,7 +449,10 @@ mod tests {
             let report = Report::of(&snapshot(status).await);
             assert!(!report.ready);
             let peers = report.network.unwrap().peers.listed;
-            assert!(peers.iter().all(|peer| peer.state == "pending" && peer.reason.is_some()), "{peers:?}");
+            assert!(
+                peers.iter().all(|peer| peer.state == "pending" && peer.reason.is_some()),
+                "{peers:?}"
+            );
         }
     }
 
@@ -448,10 +463,13 @@ mod tests {
         let mut snapshot = snapshot(status).await;
         let network = snapshot.network.as_mut().unwrap();
         let mut waiting = Waiting::default();
-        waiting.peers.insert("10.1.8.0-24".parse().unwrap(), Wait::Link("flannel.1".parse().unwrap()));
+        waiting
+            .peers
+            .insert("10.1.8.0-24".parse().unwrap(), Wait::Link("flannel.1".parse().unwrap()));
         network.waiting = Some(waiting);
         // Told after the status was.
-        let mut changed = Lease::clone(network.view.leases.get(&"10.1.9.0-24".parse().unwrap()).unwrap());
+        let mut changed =
+            Lease::clone(network.view.leases.get(&"10.1.9.0-24".parse().unwrap()).unwrap());
         changed.attrs.public.v4 = Some("192.0.2.99".parse().unwrap());
         network.view.leases.insert(changed);
         let states = |snapshot: &Snapshot| -> Vec<(String, String, String)> {
@@ -463,10 +481,16 @@ mod tests {
             ("10.1.8.0-24", "pending", "there is no link flannel.1, which it needs"),
             ("10.1.9.0-24", "pending", "its lease has come, and waits for its turn"),
         ];
-        assert_eq!(states(&snapshot), texts.map(|(key, state, why)| (key.into(), state.into(), why.into())));
+        assert_eq!(
+            states(&snapshot),
+            texts.map(|(key, state, why)| (key.into(), state.into(), why.into()))
+        );
         let network = Report::of(&snapshot).network.unwrap();
         let first: Vec<&str> = network.peers.listed.iter().map(|peer| peer.key.as_str()).collect();
-        assert_eq!((network.pending, first), (2, vec!["10.1.8.0-24", "10.1.9.0-24", "10.1.7.0-24"]));
+        assert_eq!(
+            (network.pending, first),
+            (2, vec!["10.1.8.0-24", "10.1.9.0-24", "10.1.7.0-24"])
+        );
         // A settled status knows better than what was asked before it.
         let status = &mut snapshot.network.as_mut().unwrap().status;
         Arc::make_mut(status).settled = true;
@@ -481,6 +505,8 @@ mod tests {
         (status.live, status.objects) = (true, 11);
         status.kernel_error = Some(flannel_core::KernelError::explained(105, "x"));
         let report = Report::of(&snapshot(status).await).network.unwrap();
-        assert!(report.peers.listed.iter().all(|peer| peer.state == "pending" && peer.reason.is_some()));
+        assert!(
+            report.peers.listed.iter().all(|peer| peer.state == "pending" && peer.reason.is_some())
+        );
     }
 }

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use flannel_core::{
-    Backend, Config, Ended, ExternalInterface, Host, Kernel, Lease, Network, NetworkHandle, Origin, Owned,
-    Status, SubnetManager, Subnets, View,
+    Backend, Config, Ended, ExternalInterface, Host, Kernel, Lease, Network, NetworkHandle, Origin,
+    Owned, Status, SubnetManager, Subnets, View,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_subnet::{Mark, SubnetEnv, SubnetEnvError};
@@ -56,7 +56,10 @@ pub async fn run(options: &Options) -> Result<Infallible, Error> {
 }
 
 /// [`run`], for one who looks on.
-pub(crate) async fn run_observed(options: &Options, observer: &Observer) -> Result<Infallible, Error> {
+pub(crate) async fn run_observed(
+    options: &Options,
+    observer: &Observer,
+) -> Result<Infallible, Error> {
     // First: whoever had it may have had the sockets too.
     let _alone = state::lock(&options.state_dir).await?;
     let servers = Servers::open(&options.control, &options.subnet_file).await?;
@@ -128,7 +131,9 @@ fn open_kernel(options: &Options) -> Result<NetlinkKernel, Error> {
     let kernel = NetlinkKernel::open()?;
     match options.nexthop_objects {
         NexthopObjects::Off => Ok(kernel.without_nexthops()),
-        NexthopObjects::On if !kernel.nexthop_ids(&Owned::default())?.usable => Err(Error::NoNexthopObjects),
+        NexthopObjects::On if !kernel.nexthop_ids(&Owned::default())?.usable => {
+            Err(Error::NoNexthopObjects)
+        }
         NexthopObjects::Auto | NexthopObjects::On => Ok(kernel),
     }
 }
@@ -181,7 +186,9 @@ async fn start(
     let hints = subnets.hints().await?;
     let views = subnets.watch_leases().await?;
     // Before anything that may end this start, and the next one, and the next.
-    store.begin(stands(Arc::clone(kernel) as Arc<dyn Kernel>, backends::footprint(&stored))).await?;
+    store
+        .begin(stands(Arc::clone(kernel) as Arc<dyn Kernel>, backends::footprint(&stored)))
+        .await?;
     let site = Site::new(kernel, options, &hints, views.clone(), used);
     let (config, chosen) = site.usable(stored, last).await?;
     let backend = backends::find(&config.backend.kind)?;
@@ -352,7 +359,10 @@ async fn publish(
 }
 
 /// Waits until they are there, but not for ever.
-async fn rules_and_tunnel(mut rules: watch::Receiver<bool>, mut status: watch::Receiver<Arc<Status>>) {
+async fn rules_and_tunnel(
+    mut rules: watch::Receiver<bool>,
+    mut status: watch::Receiver<Arc<Status>>,
+) {
     // What these return keeps the channel's senders waiting.
     let there = async {
         drop(rules.wait_for(|settled| *settled).await);
@@ -362,7 +372,11 @@ async fn rules_and_tunnel(mut rules: watch::Receiver<bool>, mut status: watch::R
 }
 
 /// Says once what about this host may stand in the way, when firewall rules are in place, or cannot be.
-async fn look_around(observer: &Observer, mut rules: watch::Receiver<bool>, lapsed: bool) -> Infallible {
+async fn look_around(
+    observer: &Observer,
+    mut rules: watch::Receiver<bool>,
+    lapsed: bool,
+) -> Infallible {
     if !lapsed {
         let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
     }
@@ -438,7 +452,11 @@ mod tests {
             .await
         );
         assert!(
-            !stands(Arc::new(kernel), owned(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vlxan"}}"#)).await
+            !stands(
+                Arc::new(kernel),
+                owned(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vlxan"}}"#)
+            )
+            .await
         );
     }
 
@@ -452,7 +470,8 @@ mod tests {
             let (_network, status) = watch::channel(Arc::new(status));
             let start = Instant::now();
             tokio::time::timeout(2 * RULES, rules_and_tunnel(rules, status)).await.unwrap();
-            let (took, due) = (start.elapsed(), if settled && tunnel { Duration::ZERO } else { RULES });
+            let (took, due) =
+                (start.elapsed(), if settled && tunnel { Duration::ZERO } else { RULES });
             assert!(due <= took && took < due + RULES, "{settled} {tunnel}: {took:?}");
         }
     }

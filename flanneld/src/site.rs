@@ -42,7 +42,13 @@ impl Site {
             can_reach: options.iface_can_reach,
             public: Dual::from_fn(|family| prescribed[family].or(given[family])),
         };
-        Self { kernel: Arc::clone(kernel), selectors, firewall: options.firewall.clone(), views, used }
+        Self {
+            kernel: Arc::clone(kernel),
+            selectors,
+            firewall: options.firewall.clone(),
+            views,
+            used,
+        }
     }
 
     /// With a network that has this interface.
@@ -54,7 +60,11 @@ impl Site {
     ///
     /// # Errors
     /// None can be built here, or not with the firewall rules that are asked for.
-    pub(crate) async fn judge(&self, config: &Config, used: Option<&Config>) -> Result<Chosen, Error> {
+    pub(crate) async fn judge(
+        &self,
+        config: &Config,
+        used: Option<&Config>,
+    ) -> Result<Chosen, Error> {
         let backend = backends::find(&config.backend.kind)?;
         let chosen = Chosen::choose(&self.kernel, self.selectors.clone(), config).await?;
         if let Some(reason) = self.used.as_ref().and_then(|used| worse(used, &chosen.iface)) {
@@ -80,7 +90,10 @@ impl Site {
         config: Config,
         last: Option<&Config>,
     ) -> Result<(Config, Chosen), Error> {
-        match (self.judge(&config, last).await, last.filter(|last| last.networks == config.networks)) {
+        match (
+            self.judge(&config, last).await,
+            last.filter(|last| last.networks == config.networks),
+        ) {
             (Err(_), Some(last)) => Ok((last.clone(), self.judge(last, None).await?)),
             (judged, _) => Ok((config, judged?)),
         }

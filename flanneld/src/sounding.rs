@@ -92,7 +92,11 @@ async fn read_line(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<String> 
 ///
 /// # Errors
 /// The other end ended the connection before. That is no evidence of loss: only waiting in vain is.
-async fn take(stream: &mut (impl AsyncRead + Unpin), bytes: usize, taken: &mut usize) -> io::Result<()> {
+async fn take(
+    stream: &mut (impl AsyncRead + Unpin),
+    bytes: usize,
+    taken: &mut usize,
+) -> io::Result<()> {
     let mut buffer = [0; 4096];
     while *taken < bytes {
         let wanted = buffer.len().min(bytes - *taken);

@@ -23,8 +23,10 @@ const AGAIN: Duration = Duration::from_millis(10);
 /// The directory or the file cannot be read or written.
 pub(crate) fn mark(dir: &Path) -> Result<Mark, Error> {
     let path = dir.join("mark");
-    let failed =
-        |error: io::Error| Error::File { path: path.clone(), reason: format!("{error} (see --state-dir)") };
+    let failed = |error: io::Error| Error::File {
+        path: path.clone(),
+        reason: format!("{error} (see --state-dir)"),
+    };
     match fs::read_to_string(&path) {
         Ok(text) => match text.trim().parse() {
             Ok(mark) => return Ok(mark),
@@ -82,7 +84,8 @@ fn try_lock(path: &Path) -> Result<Option<Lock>, Error> {
         reason: format!("{error} (see --state-dir)"),
     };
     path.parent().map_or(Ok(()), fs::create_dir_all).map_err(see)?;
-    let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(path).map_err(see)?;
+    let file =
+        fs::OpenOptions::new().create(true).truncate(false).write(true).open(path).map_err(see)?;
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
         Ok(file) => Ok(Some(Lock { _file: file })),
         Err((_, Errno::EWOULDBLOCK)) => Ok(None),

@@ -42,11 +42,14 @@ impl Chosen {
             let iface = kernel.external_interface(&selectors, families)?;
             Ok::<_, Error>(Self { kernel, iface, selectors })
         });
-        let chosen = choice.await.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?;
-        if let Some(IpAddr::V6(address)) = chosen.iface.public.v6.filter(|_| config.networks.v6.is_some())
+        let chosen =
+            choice.await.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?;
+        if let Some(IpAddr::V6(address)) =
+            chosen.iface.public.v6.filter(|_| config.networks.v6.is_some())
             && address.is_unicast_link_local()
         {
-            let reason = format!("its only IPv6 address {address} is link-local, which peers cannot reach");
+            let reason =
+                format!("its only IPv6 address {address} is link-local, which peers cannot reach");
             return Err(Error::UnfitInterface { name: chosen.iface.name, reason });
         }
         Ok(chosen)
@@ -71,7 +74,11 @@ impl Chosen {
         let families: Vec<_> = config.networks.families().collect();
         let mut said = false;
         loop {
-            match self.kernel.follow_interface(&self.iface, &self.selectors, &families, standing).await {
+            match self
+                .kernel
+                .follow_interface(&self.iface, &self.selectors, &families, standing)
+                .await
+            {
                 Ok(never) => match never {},
                 Err(error) if !std::mem::replace(&mut said, true) => {
                     tracing::warn!("{} cannot be watched, trying on: {error}", self.iface.name);
@@ -110,7 +117,9 @@ async fn decide(
         };
         if why != unfit {
             match &why {
-                Some(why) => tracing::warn!("{name} is not what it was, everything stays as it is: {why}"),
+                Some(why) => {
+                    tracing::warn!("{name} is not what it was, everything stays as it is: {why}")
+                }
                 None => tracing::info!("{name} is what it was again"),
             }
             observer.interface_unfit(why.clone());
@@ -152,7 +161,10 @@ mod tests {
             public: flannel_core::Dual::default(),
             reason: String::new(),
         };
-        Standing::Other { now: Box::new(iface), difference: "eth0 has the MTU 1300 now, not 1500".into() }
+        Standing::Other {
+            now: Box::new(iface),
+            difference: "eth0 has the MTU 1300 now, not 1500".into(),
+        }
     }
 
     #[tokio::test(start_paused = true)]
@@ -168,7 +180,10 @@ mod tests {
                 return Err(flannel_core::Error::Store { store, source }.into());
             }
             let name = "eth0".parse().unwrap();
-            in_the_way.borrow().clone().map_or(Ok(()), |reason| Err(Error::UnfitInterface { name, reason }))
+            in_the_way
+                .borrow()
+                .clone()
+                .map_or(Ok(()), |reason| Err(Error::UnfitInterface { name, reason }))
         };
         let mut running = pin!(decide("eth0".parse().unwrap(), told, &judge, &observer));
         let mut goes_on = async || {
@@ -180,7 +195,10 @@ mod tests {
         assert_eq!((goes_on().await, judged.get()), (None, 0), "it is what it was");
         standing.send_replace(smaller());
         let why = goes_on().await.unwrap();
-        assert!(why.contains("MTU 1300 now, not 1500: external interface eth0: too small"), "{why}");
+        assert!(
+            why.contains("MTU 1300 now, not 1500: external interface eth0: too small"),
+            "{why}"
+        );
         assert_eq!(judged.take(), 120, "every 30 s");
         standing.send_replace(Standing::Lost("eth0 is gone".into()));
         assert_eq!((goes_on().await.as_deref(), judged.get()), (Some("eth0 is gone"), 0));
@@ -193,7 +211,11 @@ mod tests {
         away.set(true);
         standing.send_replace(smaller());
         let why = goes_on().await.unwrap();
-        assert!(why.contains("not 1500: ") && judged.get() > 3_500, "{why}, judged {} times", judged.get());
+        assert!(
+            why.contains("not 1500: ") && judged.get() > 3_500,
+            "{why}, judged {} times",
+            judged.get()
+        );
         away.set(false);
         in_the_way.take();
         let reason = tokio::time::timeout(SECOND_THOUGHT, running).await.unwrap();

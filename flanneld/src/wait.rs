@@ -220,7 +220,8 @@ mod tests {
     async fn what_only_people_mend_ends_a_start_but_nothing_that_ran() {
         let subnets = FakeSubnets::new("10.1.0.0/16");
         let unfit = || Error::UnfitInterface { name: "eth0".parse().unwrap(), reason: "no".into() };
-        let too_small = || Cause::Backend { backend: "vxlan".into(), reason: "too small".into() }.into();
+        let too_small =
+            || Cause::Backend { backend: "vxlan".into(), reason: "too small".into() }.into();
         let unknown = || Error::UnknownBackend { kind: "a".into(), known: "b".into() };
         let subnets_of = "10.1.7.0-24".parse().unwrap();
         let implicit = || Error::ImplicitUdp { subnets: Box::new(subnets_of), holder: "a".into() };
@@ -252,7 +253,8 @@ mod tests {
             _ => Ok(()),
         };
         patiently(&subnets, booting, mended).await.unwrap();
-        let wrong = || Cause::Backend { backend: "vxlan".into(), reason: "too small".into() }.into();
+        let wrong =
+            || Cause::Backend { backend: "vxlan".into(), reason: "too small".into() }.into();
         let start = async || -> Result<(), Error> { Err(wrong()) };
         patiently(&subnets, booting, start).await.unwrap_err();
     }

@@ -75,7 +75,10 @@ pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> Why {
 }
 
 /// Asks the kernel where it disturbs nobody.
-pub(crate) async fn lookup(kernel: Arc<dyn Kernel>, address: IpAddr) -> Result<RouteAnswer, KernelError> {
+pub(crate) async fn lookup(
+    kernel: Arc<dyn Kernel>,
+    address: IpAddr,
+) -> Result<RouteAnswer, KernelError> {
     let answer = tokio::task::spawn_blocking(move || kernel.lookup(address)).await;
     answer.unwrap_or_else(|_| Err(KernelError::explained(5, "the question was not carried out")))
 }
@@ -116,13 +119,18 @@ impl Default for Facts<'_> {
 
 /// Puts it together.
 pub(crate) fn judge(address: IpAddr, facts: &Facts<'_>) -> Why {
-    let network = facts.config.and_then(|config| config.pod_networks().find(|n| n.contains(address)));
+    let network =
+        facts.config.and_then(|config| config.pod_networks().find(|n| n.contains(address)));
     let holds = |lease: &&Lease| lease.subnets.iter().any(|subnet| subnet.contains(address));
     let own = facts.own.filter(holds);
     let lease = own.or_else(|| facts.explanation.as_ref().map(|e| &*e.lease)).or(facts.lease);
     let disbelief = facts.explanation.as_ref().and_then(|e| e.disbelief.clone());
-    let objects: Vec<WantedObject> =
-        facts.explanation.iter().flat_map(|e| &e.objects).map(|(object, how)| wanted(object, how)).collect();
+    let objects: Vec<WantedObject> = facts
+        .explanation
+        .iter()
+        .flat_map(|e| &e.objects)
+        .map(|(object, how)| wanted(object, how))
+        .collect();
     let (ok, verdict, hint) = verdict(address, facts, own.is_some(), network.is_some(), lease);
     Why {
         version: crate::report::VERSION,
@@ -132,7 +140,8 @@ pub(crate) fn judge(address: IpAddr, facts: &Facts<'_>) -> Why {
         hint,
         network: network.map(|network| network.to_string()),
         lease: lease.map(|lease| lease.subnets.to_string()),
-        node: lease.map(|lease| if own.is_some() { "this node".to_owned() } else { holder(&lease.attrs) }),
+        node: lease
+            .map(|lease| if own.is_some() { "this node".to_owned() } else { holder(&lease.attrs) }),
         disbelief,
         objects,
         kernel: match &facts.answer {
@@ -155,7 +164,10 @@ fn wanted(object: &Object, how: &Standing) -> WantedObject {
 }
 
 /// Where the objects lead the address: the device and the gateway.
-fn wanted_way(address: IpAddr, objects: &[(Object, Standing)]) -> Option<(LinkName, Option<IpAddr>)> {
+fn wanted_way(
+    address: IpAddr,
+    objects: &[(Object, Standing)],
+) -> Option<(LinkName, Option<IpAddr>)> {
     let route = objects.iter().find_map(|(object, _)| match object {
         Object::Route(route) if route.dst.contains(address) => Some(route),
         _ => None,
@@ -164,7 +176,9 @@ fn wanted_way(address: IpAddr, objects: &[(Object, Standing)]) -> Option<(LinkNa
         Via::Gateway { gateway, link, .. } => Some((link, Some(gateway))),
         Via::Link(link) => Some((link, None)),
         Via::Nexthop(id) => objects.iter().find_map(|(object, _)| match object {
-            Object::Nexthop(nexthop) if nexthop.id == id => Some((nexthop.link, Some(nexthop.gateway))),
+            Object::Nexthop(nexthop) if nexthop.id == id => {
+                Some((nexthop.link, Some(nexthop.gateway)))
+            }
             _ => None,
         }),
         _ => None,
@@ -193,7 +207,8 @@ fn verdict(
         Err(error) => return (false, format!("the kernel could not be asked: {error}"), None),
     };
     if own {
-        let text = if answer.local { "it is this node's own" } else { "it is in this node's own subnet" };
+        let text =
+            if answer.local { "it is this node's own" } else { "it is in this node's own subnet" };
         return (
             true,
             format!("{text}: flannel has nothing to do with it, the CNI plugin's bridge has"),
@@ -207,24 +222,37 @@ fn verdict(
                 "no node holds a subnet with it".to_owned(),
                 Some("flannelctl lease list # does the node run that should hold it?".to_owned()),
             ),
-            (Some(_), false) => {
-                (false, "it lies outside the pod networks: flannel leads nothing there".to_owned(), None)
-            }
+            (Some(_), false) => (
+                false,
+                "it lies outside the pod networks: flannel leads nothing there".to_owned(),
+                None,
+            ),
             (None, _) => (false, "nothing is known of it".to_owned(), None),
         };
     };
     let Some(explanation) = &facts.explanation else {
         let (text, hint) = match facts.daemon {
             true => ("whose lease has come and waits for its turn", "flannelctl watch"),
-            false => ("and what the daemon wants for it cannot be asked", "systemctl start flanneld"),
+            false => {
+                ("and what the daemon wants for it cannot be asked", "systemctl start flanneld")
+            }
         };
-        return (false, format!("it belongs to {}, {text}", holder(&lease.attrs)), Some(hint.to_owned()));
+        return (
+            false,
+            format!("it belongs to {}, {text}", holder(&lease.attrs)),
+            Some(hint.to_owned()),
+        );
     };
     of_peer(address, lease, explanation, answer)
 }
 
 /// What is to be said of a peer that the network knows.
-fn of_peer(address: IpAddr, lease: &Lease, explanation: &Explained, answer: &RouteAnswer) -> Verdict {
+fn of_peer(
+    address: IpAddr,
+    lease: &Lease,
+    explanation: &Explained,
+    answer: &RouteAnswer,
+) -> Verdict {
     if let Some(why) = &explanation.disbelief {
         return (false, format!("its lease {} is not believed: {why}", lease.subnets), None);
     }
@@ -255,9 +283,11 @@ fn of_peer(address: IpAddr, lease: &Lease, explanation: &Explained, answer: &Rou
             );
             (false, text, Some(unshadow(address)))
         }
-        Some((link, _)) => {
-            (true, format!("packets go by {link} to {}, everything is in place", holder(&lease.attrs)), None)
-        }
+        Some((link, _)) => (
+            true,
+            format!("packets go by {link} to {}, everything is in place", holder(&lease.attrs)),
+            None,
+        ),
         None => (true, "everything is in place".to_owned(), None),
     }
 }
@@ -275,7 +305,11 @@ pub(crate) fn sample() -> Why {
         lease: None,
         node: None,
         disbelief: None,
-        objects: vec![WantedObject { object: "route".into(), state: "pending".into(), error: None }],
+        objects: vec![WantedObject {
+            object: "route".into(),
+            state: "pending".into(),
+            error: None,
+        }],
         kernel: "nowhere".into(),
         stale: None,
     }
@@ -289,7 +323,8 @@ mod tests {
     fn peer() -> Lease {
         Lease {
             subnets: "10.1.7.0-24".parse().unwrap(),
-            attrs: LeaseAttrs::from_json(r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan"}"#).unwrap(),
+            attrs: LeaseAttrs::from_json(r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan"}"#)
+                .unwrap(),
             expires: None,
             since: Revision(1),
             revision: Revision(1),
@@ -310,7 +345,8 @@ mod tests {
         let config = Config::parse(r#"{"Network":"10.1.0.0/16"}"#).unwrap();
         let own = Lease { subnets: "10.1.5.0-24".parse().unwrap(), ..peer() };
         let address: IpAddr = "10.1.7.9".parse().unwrap();
-        let right = RouteAnswer::via("flannel.1".parse().unwrap(), Some("10.1.7.0".parse().unwrap()), None);
+        let right =
+            RouteAnswer::via("flannel.1".parse().unwrap(), Some("10.1.7.0".parse().unwrap()), None);
         let wrong = RouteAnswer::via("eth1".parse().unwrap(), None, None);
         let explain = |how: Standing, disbelief: Option<String>| Explained {
             lease: Arc::new(peer()),
@@ -333,7 +369,8 @@ mod tests {
         assert_eq!(good.node.as_deref(), Some("192.0.2.7 (vxlan)"));
         let shadowed = ask(address, Some(explain(Standing::InPlace, None)), wrong);
         assert!(
-            !shadowed.ok && shadowed.verdict.starts_with("shadowed: packets go dev eth1 instead of"),
+            !shadowed.ok
+                && shadowed.verdict.starts_with("shadowed: packets go dev eth1 instead of"),
             "{shadowed:?}"
         );
         let pending = ask(address, Some(explain(Standing::Pending, None)), right);
@@ -350,14 +387,18 @@ mod tests {
             Standing::Pending,
         ));
         let half = ask(address, Some(half), right);
-        assert!(half.verdict.starts_with("neigh ") && half.verdict.ends_with("is pending"), "{half:?}");
+        assert!(
+            half.verdict.starts_with("neigh ") && half.verdict.ends_with("is pending"),
+            "{half:?}"
+        );
         let disbelieved =
             ask(address, Some(explain(Standing::Unwanted, Some("another backend".into()))), right);
         assert!(disbelieved.verdict.ends_with("not believed: another backend"), "{disbelieved:?}");
         // The store has told of it, and the network is at others before it.
         for (daemon, hint) in [(true, "flannelctl watch"), (false, "systemctl start flanneld")] {
             let lease = peer();
-            let facts = Facts { daemon, lease: Some(&lease), answer: Ok(right), ..Facts::default() };
+            let facts =
+                Facts { daemon, lease: Some(&lease), answer: Ok(right), ..Facts::default() };
             let waits = judge(address, &facts);
             assert_eq!((waits.ok, waits.hint.as_deref()), (false, Some(hint)), "{waits:?}");
             assert_eq!(waits.verdict.contains("waits for its turn"), daemon, "{waits:?}");

@@ -14,8 +14,8 @@ use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::testing::FakeSubnets;
 use flannel_core::{
-    Backend, Dual, ExternalInterface, Host, Kernel, Key, LeaseAttrs, NexthopBlock, Object, Origin, Report,
-    Route, State, Status, Subnet, SubnetManager, Via, View, cleanup, ready_for_go,
+    Backend, Dual, ExternalInterface, Host, Kernel, Key, LeaseAttrs, NexthopBlock, Object, Origin,
+    Report, Route, State, Status, Subnet, SubnetManager, Via, View, cleanup, ready_for_go,
 };
 use flannel_core::{Doubts, Nexthop};
 use flannel_netlink::NetlinkKernel;
@@ -183,7 +183,9 @@ async fn heard<T>(work: impl Future<Output = T>) -> (T, Vec<Report>) {
     let mut reports = Vec::new();
     let mut by_nexthop = ByNexthop::read();
     let mut take = |doubts| match doubts {
-        Doubts::Objects(more, _) => more.into_iter().for_each(|report| by_nexthop.take(report, &mut reports)),
+        Doubts::Objects(more, _) => {
+            more.into_iter().for_each(|report| by_nexthop.take(report, &mut reports))
+        }
         Doubts::Link(_) => {}
         Doubts::Everything => panic!("messages were lost"),
     };
@@ -219,7 +221,8 @@ impl ByNexthop {
     fn read() -> Self {
         let routes: Vec<serde_json::Value> = serde_json::from_str(&ip("-j route show")).unwrap();
         let id = |route: &serde_json::Value| u32::try_from(route["nhid"].as_u64()?).ok();
-        let by = |route: &serde_json::Value| Some((route["dst"].as_str()?.parse().ok()?, id(route)?));
+        let by =
+            |route: &serde_json::Value| Some((route["dst"].as_str()?.parse().ok()?, id(route)?));
         Self(routes.iter().filter_map(by).collect())
     }
 
@@ -281,7 +284,9 @@ fn a_peer_that_moves_is_one_message_to_the_kernel() {
             let moved = async {
                 put(&subnets, backend, 1, 7, 200);
                 let there = |object: &Object| match object {
-                    Object::Nexthop(Nexthop { gateway, .. }) => *gateway == IpAddr::from([192, 0, 2, 200]),
+                    Object::Nexthop(Nexthop { gateway, .. }) => {
+                        *gateway == IpAddr::from([192, 0, 2, 200])
+                    }
                     Object::Fdb(fdb) => fdb.dst == IpAddr::from([192, 0, 2, 200]),
                     _ => false,
                 };
@@ -346,7 +351,10 @@ fn every_start_adopts_what_is_there_and_no_live_peer_is_absent_for_a_moment() {
                 let (run, reports) = heard(Run::start(backend, &subnets, after)).await;
                 let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
                 assert_eq!(lost, [], "{case}");
-                assert!(deleted(&reports).contains(&Key::Route("10.1.77.0/24".parse().unwrap())), "{case}");
+                assert!(
+                    deleted(&reports).contains(&Key::Route("10.1.77.0/24".parse().unwrap())),
+                    "{case}"
+                );
                 assert_eq!(text(&run.state()), text(wanted), "{case}");
                 run.stop().await;
                 // By what was written down nothing goes, however much is in place: that is for the store to say.
@@ -355,15 +363,22 @@ fn every_start_adopts_what_is_there_and_no_live_peer_is_absent_for_a_moment() {
                 left.stop().await;
                 let cached = async {
                     let mut run = Run::begin("eth0", backend, &subnets, after, true).await;
-                    run.status("settled", |status| status.settled && status.peers == PEERS.len()).await;
+                    run.status("settled", |status| status.settled && status.peers == PEERS.len())
+                        .await;
                     assert!(!run.status.borrow().in_sync);
                     run
                 };
                 let (mut run, reports) = heard(cached).await;
                 assert_eq!(deleted(&reports), [], "{case}");
                 let there = run.state();
-                assert!(wanted.iter().all(|object| there.get(&object.key()) == Some(object)), "{case}");
-                assert!(stale_objects.iter().all(|object| there.get(&object.key()).is_some()), "{case}");
+                assert!(
+                    wanted.iter().all(|object| there.get(&object.key()) == Some(object)),
+                    "{case}"
+                );
+                assert!(
+                    stale_objects.iter().all(|object| there.get(&object.key()).is_some()),
+                    "{case}"
+                );
                 let answer = async {
                     put(&subnets, backend, 1, PEERS.start, PEERS.start);
                     run.in_sync().await;
@@ -379,11 +394,18 @@ fn every_start_adopts_what_is_there_and_no_live_peer_is_absent_for_a_moment() {
             assert_eq!(deleted(&reports), []);
             let (kernel, owned) = (again.kernel.clone(), again.owned());
             again.stop().await;
-            assert_eq!(text(&kernel.snapshot(&owned).unwrap()), text(&want), "stopping leaves everything");
+            assert_eq!(
+                text(&kernel.snapshot(&owned).unwrap()),
+                text(&want),
+                "stopping leaves everything"
+            );
             cleanup(&*kernel, &owned, false).unwrap();
         }
         let foreign = ip("route show root 10.1.0.0/16");
-        assert!(foreign.contains("10.1.200.0/24 via 192.0.2.99") && foreign.contains("10.1.201.0/24 nhid 7"));
+        assert!(
+            foreign.contains("10.1.200.0/24 via 192.0.2.99")
+                && foreign.contains("10.1.201.0/24 nhid 7")
+        );
         assert_eq!(foreign.trim().lines().count(), 2, "{foreign}");
     });
 }
@@ -394,7 +416,14 @@ fn what_go_flannel_left_is_adopted() {
         uplink();
         for (device, mtu, family, local, subnet, far) in [
             ("flannel.1", 1450, 4, "192.0.2.1", ["10.1.", ".0", "/32", "/24"], "192.0.2."),
-            ("flannel-v6.1", 1430, 6, "2001:db8::1", ["fd00:1:0:", "::", "/128", "/64"], "2001:db8::"),
+            (
+                "flannel-v6.1",
+                1430,
+                6,
+                "2001:db8::1",
+                ["fd00:1:0:", "::", "/128", "/64"],
+                "2001:db8::",
+            ),
         ] {
             ip(&format!(
                 "link add {device} address 0a:00:00:00:0{family}:01 mtu {mtu} type vxlan id 1 dev eth0 local {local} dstport 8472 nolearning"
@@ -448,7 +477,11 @@ fn what_go_flannel_left_of_host_gw_is_adopted() {
         let (kernel, owned) = (run.kernel.clone(), run.owned());
         run.stop().await;
         cleanup(&*kernel, &owned, false).unwrap();
-        assert_eq!(ip("route show root 10.1.0.0/16").trim(), "", "what was adopted goes with the rest");
+        assert_eq!(
+            ip("route show root 10.1.0.0/16").trim(),
+            "",
+            "what was adopted goes with the rest"
+        );
         let run = Run::start(&HostGw, &subnets, true).await;
         assert_eq!(text(&adopted), text(&run.state()), "the same end state as from nothing");
         run.stop().await;
@@ -467,11 +500,16 @@ fn the_way_to_go_flannel_loses_no_packet_and_leaves_routes_that_it_can_delete() 
             let (report, reports) = heard(way).await;
             assert!(report.failed.is_empty() && report.done.len() == 20, "{report:#?}");
             let gone = deleted(&reports);
-            assert!(gone.iter().all(|key| matches!(key, Key::Nexthop(_))) && gone.len() == 10, "{gone:?}");
+            assert!(
+                gone.iter().all(|key| matches!(key, Key::Nexthop(_))) && gone.len() == 10,
+                "{gone:?}"
+            );
             let state = kernel.snapshot(&owned).unwrap();
             assert_eq!(count(&state), (0, 20));
             for object in state.iter() {
-                let Object::Route(Route { dst, via: Via::Gateway { gateway, link, .. }, .. }) = object else {
+                let Object::Route(Route { dst, via: Via::Gateway { gateway, link, .. }, .. }) =
+                    object
+                else {
                     continue;
                 };
                 ip(&format!("route del {dst} via {gateway} dev {link}"));
@@ -495,7 +533,8 @@ fn told(reports: &[Report]) -> Vec<Key> {
 fn networks_of_both_kinds_in_one_namespace_are_restarted_without_touching_each_other() {
     in_netns_async(|| async {
         uplink();
-        let direct = config(&VxlanBackend, 1).replace(r#""Type""#, r#""DirectRouting":true,"Type""#);
+        let direct =
+            config(&VxlanBackend, 1).replace(r#""Type""#, r#""DirectRouting":true,"Type""#);
         for vxlan_config in [config(&VxlanBackend, 1), direct] {
             let (one, other) = (FakeSubnets::with_config(&vxlan_config), leases(&HostGw, 2));
             PEERS.for_each(|peer| put(&one, &VxlanBackend, 1, peer, peer));
@@ -504,7 +543,11 @@ fn networks_of_both_kinds_in_one_namespace_are_restarted_without_touching_each_o
                 let vxlan = Run::start(&VxlanBackend, &one, before).await;
                 let hostgw = Run::start(&HostGw, &other, before).await;
                 let objects = |nexthops| if nexthops { (10, 20) } else { (0, 20) };
-                assert_eq!([&vxlan, &hostgw].map(|run| count(&run.state())), [objects(before); 2], "{case}");
+                assert_eq!(
+                    [&vxlan, &hostgw].map(|run| count(&run.state())),
+                    [objects(before); 2],
+                    "{case}"
+                );
                 let (theirs, owned) = (hostgw.state(), [vxlan.owned(), hostgw.owned()]);
                 // Each is aborted wherever it is, and started in the other's presence.
                 let restart = async {
@@ -533,7 +576,11 @@ fn networks_of_both_kinds_in_one_namespace_are_restarted_without_touching_each_o
                         told(&reports).into_iter().chain(told(&again)).filter(of_peer).collect();
                     assert_eq!(touched, [], "{case}");
                 }
-                assert_eq!([&vxlan, &hostgw].map(|run| count(&run.state())), [objects(after); 2], "{case}");
+                assert_eq!(
+                    [&vxlan, &hostgw].map(|run| count(&run.state())),
+                    [objects(after); 2],
+                    "{case}"
+                );
                 // What one leaves is taken away without a look at the other's.
                 let kernel = vxlan.kernel.clone();
                 let theirs = hostgw.state();
@@ -572,7 +619,12 @@ fn another_backend_leaves_nothing_of_the_first_and_no_live_peer_is_absent_for_a_
                 assert_eq!(lost, [], "{case}");
                 let (nexthops, routes) = count(&run.state());
                 assert_eq!((nexthops, routes), (if after { 10 } else { 0 }, 20), "{case}");
-                assert_eq!(left_by_flannel(), (nexthops, routes), "{case}: {}", ip("route show table all"));
+                assert_eq!(
+                    left_by_flannel(),
+                    (nexthops, routes),
+                    "{case}: {}",
+                    ip("route show table all")
+                );
                 run.stop().await;
             }
         }

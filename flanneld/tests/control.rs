@@ -69,11 +69,14 @@ impl Place {
     fn common(&self) -> Vec<String> {
         let registry = format!("dir:{}", self.registry().display());
         let (env, state) = (self.path("run/subnet.env"), self.path("state"));
-        ["--registry", &registry, "--subnet-file", &env, "--state-dir", &state].map(str::to_owned).into()
+        ["--registry", &registry, "--subnet-file", &env, "--state-dir", &state]
+            .map(str::to_owned)
+            .into()
     }
 
     fn start_with(&self, env: &[(&str, &str)]) -> Daemon {
-        let program = std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into());
+        let program =
+            std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into());
         let mut command = Command::new(program);
         command.args(self.common()).args(["-iface=eth0", "--healthz-ip=127.0.0.1"]);
         command.env("FLANNELD_HEALTHZ_PORT", PORT.to_string()).envs(env.iter().copied());
@@ -86,8 +89,8 @@ impl Place {
 
     /// Told no more than where files are.
     fn bare_ctl(&self, args: &[&str]) -> Command {
-        let program =
-            std::env::var_os("FLANNELCTL").unwrap_or_else(|| env!("CARGO_BIN_EXE_flannelctl").into());
+        let program = std::env::var_os("FLANNELCTL")
+            .unwrap_or_else(|| env!("CARGO_BIN_EXE_flannelctl").into());
         let mut command = Command::new(program);
         command.args(self.common()).args(args).stdin(Stdio::null());
         command
@@ -107,7 +110,11 @@ impl Place {
     fn says(&self, args: &[&str]) -> String {
         let output = self.ctl(args);
         let text = String::from_utf8(output.stdout).unwrap();
-        assert!(output.status.success(), "{args:?}: {}{text}", String::from_utf8_lossy(&output.stderr));
+        assert!(
+            output.status.success(),
+            "{args:?}: {}{text}",
+            String::from_utf8_lossy(&output.stderr)
+        );
         text
     }
 
@@ -123,8 +130,13 @@ impl Place {
     /// What a verb says when it fails, and its exit status.
     fn fails(&self, args: &[&str]) -> (i32, String) {
         let output = self.ctl(args);
-        assert!(!output.status.success(), "{args:?} succeeded: {}", String::from_utf8_lossy(&output.stdout));
-        let text = String::from_utf8(output.stdout).unwrap() + &String::from_utf8_lossy(&output.stderr);
+        assert!(
+            !output.status.success(),
+            "{args:?} succeeded: {}",
+            String::from_utf8_lossy(&output.stdout)
+        );
+        let text =
+            String::from_utf8(output.stdout).unwrap() + &String::from_utf8_lossy(&output.stderr);
         (output.status.code().unwrap(), text)
     }
 }
@@ -161,9 +173,11 @@ fn metric(name: &str) -> f64 {
 fn labelled(name: &str, labels: &[(&str, &str)]) -> f64 {
     let (status, text) = http("/metrics");
     assert_eq!(status, 200);
-    let scrape = prometheus_parse::Scrape::parse(text.lines().map(|line| Ok(line.to_owned()))).unwrap();
+    let scrape =
+        prometheus_parse::Scrape::parse(text.lines().map(|line| Ok(line.to_owned()))).unwrap();
     let sample = scrape.samples.iter().find(|sample| {
-        sample.metric == name && labels.iter().all(|(key, value)| sample.labels.get(key) == Some(*value))
+        sample.metric == name
+            && labels.iter().all(|(key, value)| sample.labels.get(key) == Some(*value))
     });
     match sample.unwrap_or_else(|| panic!("{name} {labels:?} is not in:\n{text}")).value {
         prometheus_parse::Value::Gauge(value) | prometheus_parse::Value::Counter(value) => value,
@@ -207,7 +221,9 @@ fn ready_is_true_only_while_everything_is_in_place() {
                 "{call}: {text}"
             );
             assert!(
-                text.contains(&format!("\nflannel_store_request_failures_total{{call=\"{call}\"}} 0\n")),
+                text.contains(&format!(
+                    "\nflannel_store_request_failures_total{{call=\"{call}\"}} 0\n"
+                )),
                 "{call}: {text}"
             );
         }
@@ -255,9 +271,9 @@ fn what_others_do_is_counted_and_a_foreign_route_is_named_as_the_shadow() {
         ip("route del 10.1.7.0/24");
         wait_until(
             || {
-                http("/metrics")
-                    .1
-                    .contains("flannel_external_mutations_total{object=\"route\",operation=\"delete\"} 1")
+                http("/metrics").1.contains(
+                    "flannel_external_mutations_total{object=\"route\",operation=\"delete\"} 1",
+                )
             },
             || http("/metrics").1,
         );
@@ -335,7 +351,10 @@ fn metrics_count_what_is_there_and_what_happened() {
             let text = format!(
                 "flannel_external_mutations_total{{object=\"{object}\",operation=\"{operation}\"}} 1\n"
             );
-            wait_until(|| http("/metrics").1.contains(&text), || format!("{text}{}", http("/metrics").1));
+            wait_until(
+                || http("/metrics").1.contains(&text),
+                || format!("{text}{}", http("/metrics").1),
+            );
         }
         assert_eq!(metric("flannel_repairs_total"), 3.0);
         assert_eq!(ip("route show 10.1.0.0/24"), "");
@@ -353,11 +372,13 @@ fn colours_are_for_terminals_alone() {
         let on_terminal = |args: &[&str], env: &[(&str, &str)]| {
             let command = place.ctl_command(args);
             let words = std::iter::once(command.get_program()).chain(command.get_args());
-            let words: Vec<String> = words.map(|word| format!("'{}'", word.to_str().unwrap())).collect();
+            let words: Vec<String> =
+                words.map(|word| format!("'{}'", word.to_str().unwrap())).collect();
             let mut script = Command::new("script");
             script.args(["-qec", &words.join(" "), "/dev/null"]).stdin(Stdio::null());
             script.env("TERM", "xterm").env_remove("NO_COLOR").envs(env.iter().copied());
-            let output = script.output().expect("this test needs script (Debian: apt-get install bsdutils)");
+            let output =
+                script.output().expect("this test needs script (Debian: apt-get install bsdutils)");
             assert!(output.status.success(), "{args:?}: {output:?}");
             String::from_utf8(output.stdout).unwrap().replace('\r', "")
         };
@@ -371,7 +392,8 @@ fn colours_are_for_terminals_alone() {
         ] {
             let plain = on_terminal(args, env);
             assert!(
-                !plain.contains('\x1b') && plain.contains(if args.len() > 1 { "10.1." } else { "READY" }),
+                !plain.contains('\x1b')
+                    && plain.contains(if args.len() > 1 { "10.1." } else { "READY" }),
                 "{plain:?}"
             );
         }
@@ -411,7 +433,10 @@ fn without_the_tunnel_no_peer_is_in_place() {
         assert_eq!(peers.len(), 2);
         for peer in &peers {
             let reason = peer["reason"].as_str().unwrap_or_default();
-            assert!(peer["state"] == "failing" && reason.starts_with("no device flannel.1: "), "{peer}");
+            assert!(
+                peer["state"] == "failing" && reason.starts_with("no device flannel.1: "),
+                "{peer}"
+            );
         }
         let (code, page) = place.fails(&["peers"]);
         assert!(code == 1 && page.contains("failing") && !page.contains("in place"), "{page}");
@@ -431,12 +456,14 @@ fn promtool(args: &[&str], input: &str) {
     let program = std::env::var_os("PROMTOOL").unwrap_or_else(|| "promtool".into());
     let mut command = Command::new(program);
     command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child =
-        command.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}: ./test.sh fetches it"));
+    let mut child = command
+        .spawn()
+        .unwrap_or_else(|error| panic!("{command:?}: {error}: ./test.sh fetches it"));
     child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
     let output = child.wait_with_output().unwrap();
-    let said =
-        [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat();
+    let said = [output.stdout, output.stderr]
+        .map(|text| String::from_utf8_lossy(&text).into_owned())
+        .concat();
     assert!(output.status.success(), "{args:?}: {said}\n{input}");
 }
 
@@ -461,7 +488,8 @@ fn prometheus_has_nothing_to_complain_about() {
 
 #[test]
 fn each_alert_fires_on_its_condition_and_is_silent_on_a_healthy_node() {
-    let (rules, tests) = (include_str!("../../deploy/prometheus/rules.yaml"), include_str!("alerts.yaml"));
+    let (rules, tests) =
+        (include_str!("../../deploy/prometheus/rules.yaml"), include_str!("alerts.yaml"));
     let dir = tempfile::tempdir().unwrap();
     let file = |name: &str, text: &str| {
         let path = dir.path().join(name);
@@ -470,12 +498,14 @@ fn each_alert_fires_on_its_condition_and_is_silent_on_a_healthy_node() {
     };
     file("rules.yaml", rules);
     promtool(&["test", "rules", &file("alerts.yaml", tests)], "");
-    let alerts: Vec<&str> = rules.lines().filter_map(|line| line.trim().strip_prefix("- alert: ")).collect();
+    let alerts: Vec<&str> =
+        rules.lines().filter_map(|line| line.trim().strip_prefix("- alert: ")).collect();
     assert!(alerts.len() > 10, "{alerts:?}");
     for alert in alerts {
-        for (what, looked) in
-            [("silent", format!("alertname: {alert}, ")), ("fires", format!("alertname: {alert}\n"))]
-        {
+        for (what, looked) in [
+            ("silent", format!("alertname: {alert}, ")),
+            ("fires", format!("alertname: {alert}\n")),
+        ] {
             assert_eq!(tests.matches(&looked).count(), 1, "{alert} {what}");
         }
     }
@@ -582,8 +612,11 @@ fn the_log_can_be_set_and_sighup_sets_it_back() {
         place.says(&["log", "info"]);
         daemon.wait_for_log("the log filter is info now");
         assert!(place.says(&["reload"]).contains("unchanged"));
-        fs::write(place.registry().join("config"), r#"{"Network":"10.9.0.0/16","Backend":{"Type":"vxlan"}}"#)
-            .unwrap();
+        fs::write(
+            place.registry().join("config"),
+            r#"{"Network":"10.9.0.0/16","Backend":{"Type":"vxlan"}}"#,
+        )
+        .unwrap();
         daemon.wait_for_log("used from the next start on");
         assert!(place.says(&["status"]).contains("other pod networks now (10.9.0.0/16)"));
         assert_eq!(metric("flannel_config_waiting"), 1.0);
@@ -609,7 +642,11 @@ fn without_a_daemon_it_says_so_and_what_is_left() {
         let (_, text) = place.fails(&["status"]);
         assert!(text.contains("FLANNEL_SUBNET") || text.contains("10.1."), "{text}");
         let down = place.json(&["status"]);
-        assert_eq!((&down["running"], &down["ready"]), (&Value::Bool(false), &Value::Bool(false)), "{down}");
+        assert_eq!(
+            (&down["running"], &down["ready"]),
+            (&Value::Bool(false), &Value::Bool(false)),
+            "{down}"
+        );
         let (_, text) = place.fails(&["why", "10.1.7.9"]);
         assert!(text.contains("10.1.7.0-24") && text.contains("start flanneld"), "{text}");
         assert!(place.says(&["peers"]).contains("10.1.7.0/24"));
@@ -618,16 +655,28 @@ fn without_a_daemon_it_says_so_and_what_is_left() {
         let (_, text) = place.fails(&["cleanup", "--net-config-path", &absent]);
         assert!(text.contains(&absent) && ip("link show").contains("flannel.1"), "{text}");
         let would = place.says(&["cleanup", "--dry-run", "--iface", "eth0"]);
-        assert!(would.contains("route 10.1.7.0/24") && ip("route show").contains("10.1.7.0/24"), "{would}");
+        assert!(
+            would.contains("route 10.1.7.0/24") && ip("route show").contains("10.1.7.0/24"),
+            "{would}"
+        );
         let plain = place.says(&["cleanup", "--for-go", "--iface", "eth0"]);
-        assert!(!ip("route show").contains("nhid") && ip("route show").contains("10.1.7.0/24"), "{plain}");
+        assert!(
+            !ip("route show").contains("nhid") && ip("route show").contains("10.1.7.0/24"),
+            "{plain}"
+        );
         place.says(&["cleanup", "--iface", "eth0"]);
         assert!(!ip("link show").contains("flannel.1"), "{}", ip("link show"));
-        assert_eq!(place.json(&["cleanup", "--iface", "eth0"])["done"].as_array().unwrap().len(), 0);
+        assert_eq!(
+            place.json(&["cleanup", "--iface", "eth0"])["done"].as_array().unwrap().len(),
+            0
+        );
         // What an earlier config made is not taken away for that, for it may be another flannel's; but it is told.
         ip("link add flannel.7 type vxlan id 7 dev eth0 dstport 8473");
         let told = place.says(&["cleanup", "--iface", "eth0"]);
-        assert!(told.contains("ip link delete flannel.7") && told.contains("nothing else"), "{told}");
+        assert!(
+            told.contains("ip link delete flannel.7") && told.contains("nothing else"),
+            "{told}"
+        );
     });
 }
 
@@ -645,12 +694,16 @@ fn on_the_way_to_go_flannel_the_route_of_last_resort_goes() {
         let would = place.says(&["cleanup", "--for-go", "--dry-run", "--iface", "eth0"]);
         let made = place.says(&["cleanup", "--for-go", "--iface", "eth0"]);
         assert!(
-            would.contains("delete route blackhole 10.1.") && made.contains("delete route blackhole 10.1."),
+            would.contains("delete route blackhole 10.1.")
+                && made.contains("delete route blackhole 10.1."),
             "{would}{made}"
         );
         let routes = ip("route show");
         assert_eq!(routes.matches("blackhole").count(), 1, "{routes}");
-        assert!(routes.contains("blackhole 10.1.77.0/24") && routes.contains("10.1.7.0/24 via"), "{routes}");
+        assert!(
+            routes.contains("blackhole 10.1.77.0/24") && routes.contains("10.1.7.0/24 via"),
+            "{routes}"
+        );
         assert!(!routes.contains("nhid"), "{routes}");
     });
 }
@@ -673,16 +726,18 @@ fn a_running_daemon_is_never_cleaned_away() {
                 assert!(text.contains("is running"), "{socket:?} {at:?}: {text}");
             }
             assert!(ip("link show").contains("flannel.1"));
-            let second =
-                place.start_with(&[("FLANNELD_HEALTHZ_PORT", "0"), ("FLANNELD_CONTROL_SOCKET", "off")]);
+            let second = place
+                .start_with(&[("FLANNELD_HEALTHZ_PORT", "0"), ("FLANNELD_CONTROL_SOCKET", "off")]);
             second.wait_for_log("state/lock: another flanneld is running");
             assert_eq!(stop(daemon).code(), Some(0));
         }
         // Something else in the socket's place: nobody knows.
         fs::write(place.path("file"), "").unwrap();
         let beyond = place.path("file/flanneld.sock");
-        let output =
-            place.bare_ctl(&["cleanup", "--iface=eth0", "--control-socket", &beyond]).output().unwrap();
+        let output = place
+            .bare_ctl(&["cleanup", "--iface=eth0", "--control-socket", &beyond])
+            .output()
+            .unwrap();
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.code() == Some(1) && text.contains("is not known"), "{text}");
         assert!(ip("link show").contains("flannel.1"));
@@ -701,11 +756,13 @@ fn programs_that_the_daemon_runs_do_not_see_its_password() {
             let script = format!("#!/bin/sh\nenv >> {seen}\nexec {real} \"$@\"\n");
             // By another process: a program that this one has open for writing cannot be started.
             let write = r#"printf %s "$1" >"$0" && chmod 755 "$0""#;
-            let written = Command::new("sh").args(["-c", write]).arg(bin.join(name)).arg(script).status();
+            let written =
+                Command::new("sh").args(["-c", write]).arg(bin.join(name)).arg(script).status();
             assert!(written.unwrap().success());
         }
         let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap());
-        let secret = [("FLANNELD_ETCD_USERNAME", "somebody"), ("FLANNELD_ETCD_PASSWORD", "do-not-tell")];
+        let secret =
+            [("FLANNELD_ETCD_USERNAME", "somebody"), ("FLANNELD_ETCD_PASSWORD", "do-not-tell")];
         let daemon = place.start_with(&[("PATH", path.as_str()), secret[0], secret[1]]);
         ready(&daemon);
         let seen = fs::read_to_string(&seen).unwrap();
@@ -720,12 +777,13 @@ fn cleanup_takes_everything_back() {
             r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","EnableNFTables":true,"Backend":{"Type":"vxlan"}}"#,
         ));
         place.peer(7);
-        let daemon =
-            place.start_with(&[("FLANNELD_IP_MASQ", "true"), ("FLANNELD_IP_BLACKHOLE_ROUTE", "true")]);
+        let daemon = place
+            .start_with(&[("FLANNELD_IP_MASQ", "true"), ("FLANNELD_IP_BLACKHOLE_ROUTE", "true")]);
         ready(&daemon);
         assert_eq!(stop(daemon).code(), Some(0));
         let rules = || {
-            String::from_utf8(Command::new("nft").args(["list", "tables"]).output().unwrap().stdout).unwrap()
+            String::from_utf8(Command::new("nft").args(["list", "tables"]).output().unwrap().stdout)
+                .unwrap()
         };
         let files = ["run/subnet.env", "state/leases"].map(|name| PathBuf::from(place.path(name)));
         let all = |there: bool| {
@@ -737,15 +795,24 @@ fn cleanup_takes_everything_back() {
         let would = place.json(&["cleanup", "--dry-run", "--iface", "eth0"]);
         all(true);
         let made = place.json(&["cleanup", "--iface", "eth0"]);
-        assert_eq!((&would["done"], &would["failed"]), (&made["done"], &made["failed"]), "{would} {made}");
+        assert_eq!(
+            (&would["done"], &would["failed"]),
+            (&made["done"], &made["failed"]),
+            "{would} {made}"
+        );
         all(false);
         assert!(Path::new(&place.path("state/mark")).exists(), "this host stays who it is");
         let text = made["done"].to_string();
         assert!(
-            text.contains("subnet.env") && text.contains("state/leases") && text.contains("flannel"),
+            text.contains("subnet.env")
+                && text.contains("state/leases")
+                && text.contains("flannel"),
             "{text}"
         );
-        assert_eq!(place.json(&["cleanup", "--iface", "eth0"])["done"].as_array().unwrap().len(), 0);
+        assert_eq!(
+            place.json(&["cleanup", "--iface", "eth0"])["done"].as_array().unwrap().len(),
+            0
+        );
     });
 }
 
@@ -757,8 +824,13 @@ fn config_and_leases_are_managed_without_a_daemon() {
         // A store that is not there, perhaps since it is not mounted, is made by nobody who only looks; nor is one where it is
         // to be mounted.
         let reserve = ["lease", "reserve", "10.1.9.0/24", "--public-ip", "192.0.2.9"];
-        let look =
-            [&["config", "check"][..], &["config", "patch", "{}"], &["lease", "list"], &reserve, &["peers"]];
+        let look = [
+            &["config", "check"][..],
+            &["config", "patch", "{}"],
+            &["lease", "list"],
+            &reserve,
+            &["peers"],
+        ];
         fs::remove_dir_all(place.registry()).unwrap();
         for why in ["No such file or directory", "neither config nor subnets is in it"] {
             for args in look {
@@ -767,7 +839,10 @@ fn config_and_leases_are_managed_without_a_daemon() {
                 assert!(text.contains(why), "{text}");
             }
             let (code, text) = place.fails(&["doctor"]);
-            assert!(code == 1 && text.contains("does not answer") && text.contains("mend: mount "), "{text}");
+            assert!(
+                code == 1 && text.contains("does not answer") && text.contains("mend: mount "),
+                "{text}"
+            );
             assert!(!text.contains("config set"), "{text}");
             let made = fs::read_dir(place.registry()).map_or(0, Iterator::count);
             assert_eq!(made, 0);
@@ -799,7 +874,10 @@ fn config_and_leases_are_managed_without_a_daemon() {
         ]);
         let listed = place.json(&["lease", "list"]);
         let lease = &listed["leases"][0];
-        assert_eq!((lease["key"].as_str(), &lease["reserved"]), (Some("10.1.9.0-24"), &Value::Bool(true)));
+        assert_eq!(
+            (lease["key"].as_str(), &lease["reserved"]),
+            (Some("10.1.9.0-24"), &Value::Bool(true))
+        );
         place.says(&["lease", "reserve", "10.1.8.0/24", "--public-ip", "192.0.2.8"]);
         assert_eq!(
             place.json(&["lease", "list"])["leases"][0]["backend"],
@@ -861,12 +939,15 @@ fn a_group_may_read_and_only_root_may_write() {
         // Where others may run it.
         let program = place.dir.path().join("flannelctl");
         // By another process: a program that this one has open for writing cannot be started.
-        let copied = Command::new("cp").arg(place.bare_ctl(&[]).get_program()).arg(&program).status();
+        let copied =
+            Command::new("cp").arg(place.bare_ctl(&[]).get_program()).arg(&program).status();
         assert!(copied.unwrap().success());
         fs::set_permissions(place.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let run = |gid: &str, args: &[&str]| {
             let mut command = Command::new("setpriv");
-            command.args(["--reuid=65533", &format!("--regid={gid}"), "--clear-groups"]).arg(&program);
+            command
+                .args(["--reuid=65533", &format!("--regid={gid}"), "--clear-groups"])
+                .arg(&program);
             let output = command.args(place.common()).args(args).arg("--json").output().unwrap();
             serde_json::from_slice::<Value>(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"))
         };
@@ -878,7 +959,10 @@ fn a_group_may_read_and_only_root_may_write() {
         }
         assert!(!daemon.log().contains("the log filter is"), "{}", daemon.log());
         let error = run("65533", &["status"])["error"].as_str().unwrap().to_owned();
-        assert!(error.contains("--control-group"), "who is in another group cannot even ask: {error}");
+        assert!(
+            error.contains("--control-group"),
+            "who is in another group cannot even ask: {error}"
+        );
         drop(daemon);
         let daemon = place.start_with(&[("FLANNELD_CONTROL_GROUP", "nosuchgroup")]);
         daemon.wait_for_log("FLANNELD_CONTROL_GROUP");
@@ -919,7 +1003,10 @@ fn watch_says_what_has_changed_and_nothing_else() {
         let mut watch = Reader::start(&mut place.ctl_command(&["watch", "--json"]));
         let mut next = || serde_json::from_str::<Value>(&watch.line()).unwrap();
         let first = next();
-        assert_eq!((&first["ready"], &first["network"]["peers"]["total"]), (&Value::Bool(true), &0.into()));
+        assert_eq!(
+            (&first["ready"], &first["network"]["peers"]["total"]),
+            (&Value::Bool(true), &0.into())
+        );
         // A peer may be seen before all of it is in place, and a finding beside it: each is a line of its own.
         let mut before = first;
         let mut until = |what: &dyn Fn(&Value) -> bool| {
@@ -959,7 +1046,9 @@ fn while_the_store_is_away_nobody_is_told_to_write_a_config() {
 fn wrong_usage_is_2_and_help_is_0() {
     in_netns(|| {
         let place = Place::new(None);
-        for args in [vec!["statsu"], vec!["why"], vec!["why", "x"], vec!["lease", "reserve", "10.1.0.0"]] {
+        for args in
+            [vec!["statsu"], vec!["why"], vec!["why", "x"], vec!["lease", "reserve", "10.1.0.0"]]
+        {
             assert_eq!(place.fails(&args).0, 2, "{args:?}");
         }
         assert!(place.says(&["--help"]).contains("Exit status"));
@@ -972,7 +1061,8 @@ fn wrong_usage_is_2_and_help_is_0() {
 fn who_reads_the_output_may_go() {
     in_netns(|| {
         let place = Place::new(None);
-        let flanneld = std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into());
+        let flanneld =
+            std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into());
         let mut help = Command::new(flanneld);
         help.arg("--help");
         for (mut command, code) in [
@@ -997,11 +1087,17 @@ fn what_the_doctor_cannot_look_at_is_not_said_to_be_well() {
         let doctor = ["doctor", "--iface", "eth0"];
         let all = place.ctl(&doctor);
         let text = String::from_utf8_lossy(&all.stdout);
-        assert!(text.contains(" stands in the way") && !text.contains("not known: who drops"), "{text}");
+        assert!(
+            text.contains(" stands in the way") && !text.contains("not known: who drops"),
+            "{text}"
+        );
         // Whose rules there are takes a capability.
         let able = place.bare_ctl(&doctor);
         let mut unable = Command::new("setpriv");
-        unable.args(["--bounding-set=-all", "--inh-caps=-all"]).arg(able.get_program()).args(able.get_args());
+        unable
+            .args(["--bounding-set=-all", "--inh-caps=-all"])
+            .arg(able.get_program())
+            .args(able.get_args());
         let unable = unable.output().unwrap();
         let text = String::from_utf8_lossy(&unable.stdout);
         assert!(text.contains("not known: who drops forwarded packets"), "{text}{unable:?}");
@@ -1014,7 +1110,8 @@ fn docker_opts_writes_what_docker_reads() {
     in_netns(|| {
         let place = Place::new(None);
         let env = place.path("subnet.env");
-        fs::write(&env, "FLANNEL_SUBNET=10.1.74.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n").unwrap();
+        fs::write(&env, "FLANNEL_SUBNET=10.1.74.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n")
+            .unwrap();
         let file = place.path("docker_opts.env");
         let written = || fs::read_to_string(&file).unwrap();
         let run = |args: &[&str]| {
@@ -1033,7 +1130,10 @@ fn docker_opts_writes_what_docker_reads() {
         let output = run(&[]);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(1));
-        assert!(said.contains("already contains the subnet: 10.1.74.0/24 via 192.0.2.9 dev eth0"), "{said}");
+        assert!(
+            said.contains("already contains the subnet: 10.1.74.0/24 via 192.0.2.9 dev eth0"),
+            "{said}"
+        );
         assert!(written().contains("DOCKER_OPT_BIP="), "it is written all the same");
     });
 }
@@ -1042,7 +1142,8 @@ fn docker_opts_writes_what_docker_reads() {
 fn what_about_the_host_stands_in_the_way_is_said_with_what_mends_it() {
     in_netns(|| {
         let place = Place::new(Some(CONFIG));
-        let set = |key: &str, value: &str| fs::write(format!("/proc/sys/net/ipv4/{key}"), value).unwrap();
+        let set =
+            |key: &str, value: &str| fs::write(format!("/proc/sys/net/ipv4/{key}"), value).unwrap();
         set("ip_forward", "1");
         set("conf/all/rp_filter", "0");
         place.peer(7);
@@ -1054,8 +1155,12 @@ fn what_about_the_host_stands_in_the_way_is_said_with_what_mends_it() {
             found.iter().map(|f| (text(&f["check"]), text(&f["mend"]))).collect()
         };
         // Whether services of Kubernetes are told wrongly depends on the machine.
-        let host =
-            || findings().into_iter().filter(|(check, _)| check != "bridge-netfilter").collect::<Vec<_>>();
+        let host = || {
+            findings()
+                .into_iter()
+                .filter(|(check, _)| check != "bridge-netfilter")
+                .collect::<Vec<_>>()
+        };
         assert_eq!(host(), []);
         set("ip_forward", "0");
         set("conf/all/rp_filter", "1");
@@ -1064,7 +1169,10 @@ fn what_about_the_host_stands_in_the_way_is_said_with_what_mends_it() {
         let checks: Vec<&str> = found.iter().map(|(check, _)| check.as_str()).collect();
         assert_eq!(checks, ["forwarding", "rp-filter", "clash"], "{}", place.says(&["status"]));
         let page = place.says(&["status"]);
-        assert!(page.contains("READY") && page.contains("mend: sysctl -w net.ipv4.ip_forward=1"), "{page}");
+        assert!(
+            page.contains("READY") && page.contains("mend: sysctl -w net.ipv4.ip_forward=1"),
+            "{page}"
+        );
         assert_eq!(http("/readyz").0, 200, "they keep nobody from being ready");
         for (_, mend) in &found[..2] {
             let done = Command::new("sh").args(["-c", mend]).output().unwrap();

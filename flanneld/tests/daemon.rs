@@ -93,7 +93,9 @@ impl Place {
 
     fn command(&self, registry: &str, extra: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_flanneld"));
-        command.args(["--registry", registry, "-iface=eth0", "--subnet-file"]).arg(self.subnet_file());
+        command
+            .args(["--registry", registry, "-iface=eth0", "--subnet-file"])
+            .arg(self.subnet_file());
         command.arg("--state-dir").arg(self.dir.path().join("state")).args(extra);
         command
     }
@@ -112,7 +114,8 @@ impl Place {
             // By another process: a program that this one has open for writing cannot be started, and a child that is just being
             // made for another test has it open, too.
             let write = r#"printf %s "$1" >"$0" && chmod 755 "$0""#;
-            let written = Command::new("sh").args(["-c", write]).arg(bin.join(name)).arg(script).status();
+            let written =
+                Command::new("sh").args(["-c", write]).arg(bin.join(name)).arg(script).status();
             assert!(written.unwrap().success());
         }
         let registry = format!("dir:{}", self.registry().display());
@@ -145,7 +148,10 @@ fn a_signal_stops_it_soon_and_leaves_the_data_path() {
             assert!(asked.elapsed() < Duration::from_secs(10), "{:?}", asked.elapsed());
             daemon.wait_for_log(&format!("{signal}: stopped"));
             let routes = ip("route show 10.1.7.0/24");
-            assert!(routes.contains("via 10.1.7.0 dev flannel.1") && routes.contains("onlink"), "{routes}");
+            assert!(
+                routes.contains("via 10.1.7.0 dev flannel.1") && routes.contains("onlink"),
+                "{routes}"
+            );
             assert!(place.own_lease().exists(), "the lease stays until it expires");
         }
     });
@@ -158,8 +164,12 @@ fn a_restart_keeps_subnet_mac_and_every_entry() {
         let place = Place::new(CONFIG);
         peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
         let see = || {
-            ["-o link show flannel.1", "route show dev flannel.1", "neigh show dev flannel.1 nud permanent"]
-                .map(ip)
+            [
+                "-o link show flannel.1",
+                "route show dev flannel.1",
+                "neigh show dev flannel.1 nud permanent",
+            ]
+            .map(ip)
         };
         let mut before = None;
         for kill in [Signal::SIGKILL, Signal::SIGTERM, Signal::SIGKILL] {
@@ -170,7 +180,11 @@ fn a_restart_keeps_subnet_mac_and_every_entry() {
             daemon.signal(kill);
             daemon.ended();
         }
-        assert_eq!(fs::read_dir(place.leases()).unwrap().count(), 2, "its own lease and the peer's");
+        assert_eq!(
+            fs::read_dir(place.leases()).unwrap().count(),
+            2,
+            "its own lease and the peer's"
+        );
     });
 }
 
@@ -227,7 +241,8 @@ fn the_route_of_last_resort_is_there_at_once_and_goes_with_the_subnet() {
         // Both own subnets, as the kernel writes them.
         let own = || {
             let text = place.subnet_env();
-            let subnets = text.lines().filter_map(|line| line.split_once("SUBNET=")?.1.split_once('/'));
+            let subnets =
+                text.lines().filter_map(|line| line.split_once("SUBNET=")?.1.split_once('/'));
             let base = |(address, len): (&str, &str)| match address.strip_suffix(".1") {
                 Some(begin) => format!("{begin}.0/{len}"),
                 None => format!("{}/{len}", address.strip_suffix('1').unwrap()),
@@ -272,12 +287,18 @@ fn pods_that_start_find_the_tunnel_with_its_addresses() {
             // Not a moment later.
             let deadline = Instant::now() + Duration::from_secs(60);
             while !place.subnet_file().exists() {
-                assert!(Instant::now() < deadline, "{}: no such file", place.subnet_file().display());
+                assert!(
+                    Instant::now() < deadline,
+                    "{}: no such file",
+                    place.subnet_file().display()
+                );
                 std::thread::yield_now();
             }
             let addresses = ip("-o address show");
-            for (family, device) in [("inet 10.1.", "flannel.1"), ("inet6 fd00:1:", "flannel-v6.1")] {
-                let there = addresses.lines().any(|line| line.contains(device) && line.contains(family));
+            for (family, device) in [("inet 10.1.", "flannel.1"), ("inet6 fd00:1:", "flannel-v6.1")]
+            {
+                let there =
+                    addresses.lines().any(|line| line.contains(device) && line.contains(family));
                 assert!(there, "{device}: {addresses}");
             }
             drop(daemon);
@@ -366,8 +387,12 @@ fn the_log_is_json_if_that_is_asked_for() {
                 assert!(event[field].is_string(), "{field}: {line}");
             }
         }
-        let running = daemon.log().lines().find(|line| line.contains("\"running\"")).unwrap().to_owned();
-        assert!(running.contains("\"backend\":\"vxlan\"") && running.contains("\"mtu\":1450"), "{running}");
+        let running =
+            daemon.log().lines().find(|line| line.contains("\"running\"")).unwrap().to_owned();
+        assert!(
+            running.contains("\"backend\":\"vxlan\"") && running.contains("\"mtu\":1450"),
+            "{running}"
+        );
     });
 }
 
@@ -383,14 +408,20 @@ fn the_journal_gets_every_event_with_its_fields() {
             ln -s \"$1\" /run/systemd/journal/socket && shift && exec \"$@\"";
         let mut command = Command::new("unshare");
         command.args(["--mount", "sh", "-ec", in_place_of_the_journal, "-"]).arg(&path);
-        command.arg(env!("CARGO_BIN_EXE_flanneld")).args(["--log-format", "journald", "--iface=eth0"]);
+        command.arg(env!("CARGO_BIN_EXE_flanneld")).args([
+            "--log-format",
+            "journald",
+            "--iface=eth0",
+        ]);
         command.arg(format!("--registry=dir:{}", place.registry().display()));
         command.arg("--subnet-file").arg(place.subnet_file());
         command.arg("--state-dir").arg(place.dir.path().join("state"));
         let mut daemon = Daemon::start(&mut command);
         let mut buffer = [0; 65536];
         loop {
-            let len = journal.recv(&mut buffer).unwrap_or_else(|error| panic!("{error}: {}", daemon.log()));
+            let len = journal
+                .recv(&mut buffer)
+                .unwrap_or_else(|error| panic!("{error}: {}", daemon.log()));
             let text = String::from_utf8_lossy(&buffer[..len]).into_owned();
             if text.is_empty() {
                 // Whether the journal is there is found out so.
@@ -500,7 +531,8 @@ fn what_the_options_make_necessary_is_kept_and_said() {
         let daemon = place.start(&["--capabilities=all"]);
         daemon.wait_for_log("running lease");
         let own = fs::read_to_string("/proc/self/status").unwrap();
-        let own = own.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap().trim().to_owned();
+        let own =
+            own.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap().trim().to_owned();
         assert_eq!(capabilities(&daemon, "CapEff:"), [own]);
     });
 }
@@ -510,11 +542,13 @@ fn a_kernel_that_refuses_to_drop_leaves_what_the_daemon_can_do() {
     in_netns(|| {
         uplink();
         let own = fs::read_to_string("/proc/self/status").unwrap();
-        let own = own.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap().trim().to_owned();
+        let own =
+            own.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap().trim().to_owned();
         // A capability that the kernel does not know; and one of the sets that may not be changed.
-        for (fault, dropped) in
-            [("inject=prctl:error=EINVAL:when=1", true), ("inject=capset:error=EPERM:when=3", false)]
-        {
+        for (fault, dropped) in [
+            ("inject=prctl:error=EINVAL:when=1", true),
+            ("inject=capset:error=EPERM:when=3", false),
+        ] {
             let place = Place::new(CONFIG);
             let mut command = Command::new("strace");
             command.args(["-D", "-qq", "-e", fault, "-o"]).arg(place.dir.path().join("trace"));
@@ -535,7 +569,8 @@ fn a_kernel_that_refuses_to_drop_leaves_what_the_daemon_can_do() {
 #[test]
 fn the_systemd_unit_is_right_and_hardened() {
     let dir = tempfile::tempdir().unwrap();
-    let unit = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../dist/flanneld.service")).unwrap();
+    let unit = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../dist/flanneld.service"))
+        .unwrap();
     let installed = "ExecStart=/usr/local/bin/flanneld\n";
     assert!(unit.contains(installed));
     let path = dir.path().join("flanneld.service");
@@ -543,8 +578,10 @@ fn the_systemd_unit_is_right_and_hardened() {
     fs::write(&path, unit.replace(installed, &here)).unwrap();
     let analyze = |args: &[&str]| {
         let output = Command::new("systemd-analyze").args(args).arg(&path).output();
-        let output = output.expect("this test needs systemd-analyze (Debian: apt-get install systemd)");
-        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        let output =
+            output.expect("this test needs systemd-analyze (Debian: apt-get install systemd)");
+        let text =
+            String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "systemd-analyze {args:?}: {text}");
     };
     // The pages are made by `cargo xtask assets` and need not be installed here.
@@ -559,14 +596,20 @@ fn the_systemd_unit_is_right_and_hardened() {
 fn what_the_unit_allows_is_all_that_the_daemon_and_iptables_call() {
     in_netns(|| {
         uplink();
-        for (config, programs) in
-            [(CONFIG.to_owned(), true), (CONFIG.replacen('{', r#"{"EnableNFTables":true,"#, 1), false)]
-        {
+        for (config, programs) in [
+            (CONFIG.to_owned(), true),
+            (CONFIG.replacen('{', r#"{"EnableNFTables":true,"#, 1), false),
+        ] {
             let place = Place::new(&config);
             peer(&place.leases(), "10.1.7.0-24", "192.0.2.7", "0a:00:00:00:00:07");
             let trace = place.dir.path().join("trace");
             let mut command = calls::traced(&trace);
-            command.args(["--iface=eth0", "--ip-masq", "--healthz-port=8471", "--ip-blackhole-route"]);
+            command.args([
+                "--iface=eth0",
+                "--ip-masq",
+                "--healthz-port=8471",
+                "--ip-blackhole-route",
+            ]);
             command.arg(format!("--registry=dir:{}", place.registry().display()));
             command.arg("--subnet-file").arg(place.subnet_file());
             command.arg("--state-dir").arg(place.dir.path().join("state"));
@@ -578,7 +621,8 @@ fn what_the_unit_allows_is_all_that_the_daemon_and_iptables_call() {
             if !programs {
                 let gone = Command::new("nft").args(["flush", "ruleset"]).status().unwrap();
                 assert!(gone.success());
-                let mended = || place.ask("/metrics").contains("\nflannel_firewall_repairs_total 1\n");
+                let mended =
+                    || place.ask("/metrics").contains("\nflannel_firewall_repairs_total 1\n");
                 wait_until(mended, || strace.log());
             }
             for signal in [Signal::SIGHUP, Signal::SIGTERM] {
@@ -588,7 +632,10 @@ fn what_the_unit_allows_is_all_that_the_daemon_and_iptables_call() {
             assert_eq!(strace.ended().code(), Some(0), "{}", strace.log());
             assert!(!strace.log().contains("capabilities"), "{}", strace.log());
             let trace = calls::of_ended(&trace, strace.child.id());
-            assert!(trace.contains("iptables-restore\"") || !programs, "the programs are traced too");
+            assert!(
+                trace.contains("iptables-restore\"") || !programs,
+                "the programs are traced too"
+            );
             assert_eq!(calls::forbidden(&trace), [""; 0], "{config}");
         }
     });
@@ -622,8 +669,9 @@ fn an_unknown_backend_and_an_implied_udp_end_it_with_the_cure() {
         daemon.wait_for_log("\"vlxan\" is not a backend");
         daemon.wait_for_log("vxlan, host-gw, alloc");
 
-        let place =
-            Place::new(r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0"}"#);
+        let place = Place::new(
+            r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0"}"#,
+        );
         fs::write(place.leases().join("10.1.7.0-24"), r#"{"PublicIP":"192.0.2.7"}"#).unwrap();
         let mut daemon = place.start(&[]);
         assert_eq!(daemon.ended().code(), Some(1));
@@ -731,7 +779,9 @@ fn seen_by(mut monitor: Reader) -> String {
 /// which the kernel takes its routes without a word about any.
 fn lost<'a>(seen: &'a str, live: &[&str]) -> Vec<&'a str> {
     let deleted = seen.lines().filter_map(|line| line.strip_prefix("Deleted "));
-    deleted.filter(|line| line.starts_with("id ") || live.iter().any(|live| line.contains(live))).collect()
+    deleted
+        .filter(|line| line.starts_with("id ") || live.iter().any(|live| line.contains(live)))
+        .collect()
 }
 
 #[test]
@@ -745,7 +795,8 @@ fn another_address_or_mtu_of_the_interface_is_followed_and_nothing_is_lost() {
         daemon.wait_for_log("in sync peers=1");
         let before = way_to_peer();
         let lease = place.own_lease();
-        let monitor = Reader::start(Command::new("ip").args(["monitor", "route", "neigh", "nexthop"]));
+        let monitor =
+            Reader::start(Command::new("ip").args(["monitor", "route", "neigh", "nexthop"]));
 
         ip("address del 192.0.2.1/24 dev eth0");
         // The kernel makes the next address of the subnet the first one, or takes it away too.
@@ -794,8 +845,12 @@ fn firewall_rules_are_there_before_the_subnet_file_and_stay() {
             let metrics = place.ask("/metrics");
             assert!(metrics.contains("\nflannel_firewall_in_place 1\n"), "{metrics}");
             // Those of the other mode go when these are there.
-            let left = |rules: &str| rules.contains("-A FLANNEL") || rules.contains("table ip flannel");
-            wait_until(|| !left(&output(other_mode)), || format!("{}\n{}", output(other_mode), daemon.log()));
+            let left =
+                |rules: &str| rules.contains("-A FLANNEL") || rules.contains("table ip flannel");
+            wait_until(
+                || !left(&output(other_mode)),
+                || format!("{}\n{}", output(other_mode), daemon.log()),
+            );
             daemon.signal(Signal::SIGTERM);
             assert_eq!(daemon.ended().code(), Some(0));
             assert!(rules().to_lowercase().contains("masquerade"), "they stay");
@@ -823,7 +878,8 @@ fn a_config_whose_firewall_does_not_work_here_is_refused_and_nothing_ends_for_it
         fs::write(&broken, "").unwrap();
         let daemon = place.start_with_fragile_iptables(&broken, &["--ip-masq"]);
         daemon.wait_for_log("running lease");
-        let status = || -> serde_json::Value { serde_json::from_str(&place.ask("/v1/status")).unwrap() };
+        let status =
+            || -> serde_json::Value { serde_json::from_str(&place.ask("/v1/status")).unwrap() };
         let told = |text: &str| status()["problems"].to_string().contains(text);
         let say = || format!("{}\n{}", status()["problems"], daemon.log());
         let tables = || Command::new("nft").args(["list", "tables"]).output().unwrap().stdout;
@@ -845,7 +901,10 @@ fn a_config_whose_firewall_does_not_work_here_is_refused_and_nothing_ends_for_it
         fs::write(&broken, "").unwrap();
         ip("link set eth0 mtu 1380");
         daemon.wait_for_log("there are no firewall rules, which is tried again");
-        wait_until(|| told("the firewall rules are not in place") && status()["ready"] == false, say);
+        wait_until(
+            || told("the firewall rules are not in place") && status()["ready"] == false,
+            say,
+        );
         fs::remove_file(&broken).unwrap();
         wait_until(|| status()["ready"] == true, say);
     });
@@ -861,7 +920,8 @@ fn forward_rules_come_when_there_is_something_to_make_them_with() {
             fs::write(&broken, "").unwrap();
             let mut daemon = place.start_with_fragile_iptables(&broken, args);
             daemon.wait_for_log("running lease");
-            let status = || -> serde_json::Value { serde_json::from_str(&place.ask("/v1/status")).unwrap() };
+            let status =
+                || -> serde_json::Value { serde_json::from_str(&place.ask("/v1/status")).unwrap() };
             let say = || format!("{}\n{}", status()["problems"], daemon.log());
             let in_place =
                 |word: &str| place.ask("/metrics").contains(&format!("firewall_in_place {word}\n"));
@@ -871,7 +931,8 @@ fn forward_rules_come_when_there_is_something_to_make_them_with() {
             assert!(in_place("0"), "{}", say());
             fs::remove_file(&broken).unwrap();
             wait_until(|| in_place("1") && status()["ready"] == true, say);
-            let rules = String::from_utf8(Command::new("iptables-save").output().unwrap().stdout).unwrap();
+            let rules =
+                String::from_utf8(Command::new("iptables-save").output().unwrap().stdout).unwrap();
             assert!(rules.contains("-A FORWARD") && rules.contains("-j FLANNEL-FWD"), "{rules}");
             daemon.signal(Signal::SIGTERM);
             daemon.ended();
@@ -884,7 +945,8 @@ fn rules_of_an_earlier_run_go_before_the_subnet_file_where_none_are_asked_for_an
     in_netns(|| {
         uplink();
         let place = Place::new(CONFIG);
-        let rules = || String::from_utf8(Command::new("iptables-save").output().unwrap().stdout).unwrap();
+        let rules =
+            || String::from_utf8(Command::new("iptables-save").output().unwrap().stdout).unwrap();
         let mut daemon = place.start(&["--ip-masq"]);
         daemon.wait_for_log("running lease");
         daemon.signal(Signal::SIGTERM);
@@ -921,14 +983,19 @@ fn peer_at(place: &Place, kind: &str, peer: u8, key: &str, [net, net_v6]: [&str;
 /// Everything of both families that leads to the peers, and the tunnels, without indexes and what changes with time.
 fn data_path() -> Vec<String> {
     let tunnels = ip("-o link show type vxlan");
-    let mut seen = vec![ip("-4 route show proto 241"), ip("-6 route show proto 241"), ip("nexthop show")];
+    let mut seen =
+        vec![ip("-4 route show proto 241"), ip("-6 route show proto 241"), ip("nexthop show")];
     for tunnel in ["flannel.1", "flannel-v6.1"].iter().filter(|name| tunnels.contains(*name)) {
         let details = ip(&format!("-d -o link show {tunnel}"));
         seen.push(details.split_once(tunnel).unwrap().1.to_owned());
         seen.push(ip(&format!("neigh show dev {tunnel} nud permanent")));
         seen.push(bridge(&format!("fdb show dev {tunnel}")));
         seen.push(
-            ip(&format!("-o address show dev {tunnel} scope global")).split_once(": ").unwrap().1.into(),
+            ip(&format!("-o address show dev {tunnel} scope global"))
+                .split_once(": ")
+                .unwrap()
+                .1
+                .into(),
         );
     }
     // The kernel lists some tables in the order of a hash that is another for each device.
@@ -949,7 +1016,8 @@ fn mishaps() -> [(&'static str, Vec<&'static str>); 3] {
         ("without cable", vec!["link set wire down", "link set wire up"]),
         (
             "another device",
-            [&["link del eth0"], &made[..], &addresses[..], &["link set eth0 up", way_out]].concat(),
+            [&["link del eth0"], &made[..], &addresses[..], &["link set eth0 up", way_out]]
+                .concat(),
         ),
     ]
 }
@@ -980,8 +1048,11 @@ fn an_interface_that_goes_and_comes_back_even_with_another_index_is_followed() {
                 uplink();
                 ip("route add default via 192.0.2.254");
                 let config = DUAL.replace("\"KIND\"", backend);
-                let place =
-                    Place::new(&if v4 { config } else { config.replacen('{', "{\"EnableIPv4\":false,", 1) });
+                let place = Place::new(&if v4 {
+                    config
+                } else {
+                    config.replacen('{', "{\"EnableIPv4\":false,", 1)
+                });
                 let kind = backend.split('"').nth(1).unwrap();
                 let direct = backend.contains("DirectRouting");
                 for (peer, far) in [(7, false), (8, direct)] {
@@ -989,7 +1060,11 @@ fn an_interface_that_goes_and_comes_back_even_with_another_index_is_followed() {
                         "{}&fd00:1:0:{peer}::-64",
                         if v4 { format!("10.1.{peer}.0-24") } else { "0.0.0.0-0".into() }
                     );
-                    let nets = if far { ["198.51.100.", "2001:db8:7::"] } else { ["192.0.2.", "2001:db8::"] };
+                    let nets = if far {
+                        ["198.51.100.", "2001:db8:7::"]
+                    } else {
+                        ["192.0.2.", "2001:db8::"]
+                    };
                     peer_at(&place, kind, peer, &key, nets);
                 }
                 let daemon = place.start(args);
@@ -997,8 +1072,9 @@ fn an_interface_that_goes_and_comes_back_even_with_another_index_is_followed() {
                 let (before, env) = (data_path(), place.subnet_env());
                 let families = if v4 { 2 } else { 1 };
                 let routes = |dev: &str| {
-                    let there =
-                        before.iter().filter(|line| line.contains(" via ") && !line.starts_with("id "));
+                    let there = before
+                        .iter()
+                        .filter(|line| line.contains(" via ") && !line.starts_with("id "));
                     there.filter(|line| line.contains(dev)).count()
                 };
                 let tunnelled = match (kind, direct) {
@@ -1023,10 +1099,18 @@ fn an_interface_that_goes_and_comes_back_even_with_another_index_is_followed() {
                     wait_until(|| data_path() == before, shown);
                     let new = ip("-o link show eth0");
                     let number = |line: &str| line.split(':').next().unwrap().to_owned();
-                    assert_eq!(number(&old) != number(&new), mishap == "another device", "{old} {new}");
+                    assert_eq!(
+                        number(&old) != number(&new),
+                        mishap == "another device",
+                        "{old} {new}"
+                    );
                 }
                 assert_eq!(fs::read_to_string(place.subnet_file()).unwrap(), env);
-                assert_eq!(fs::read_dir(place.leases()).unwrap().count(), 3, "its own and two peers'");
+                assert_eq!(
+                    fs::read_dir(place.leases()).unwrap().count(),
+                    3,
+                    "its own and two peers'"
+                );
             });
         }
     });
@@ -1039,14 +1123,16 @@ fn another_ipv6_address_is_followed_once_it_is_of_use_and_nothing_is_lost() {
         for backend in ["\"vxlan\"", "\"vxlan\",\"DirectRouting\":true", "\"host-gw\""] {
             Netns::new().unwrap().run(move || {
                 uplink();
-                let config = DUAL.replace("\"KIND\"", backend).replacen('{', "{\"EnableIPv4\":false,", 1);
+                let config =
+                    DUAL.replace("\"KIND\"", backend).replacen('{', "{\"EnableIPv4\":false,", 1);
                 let (place, kind) = (Place::new(&config), backend.split('"').nth(1).unwrap());
                 let peer = "0.0.0.0-0&fd00:1:0:7::-64";
                 peer_at(&place, kind, 7, peer, ["192.0.2.", "2001:db8::"]);
                 let daemon = place.start(&[]);
                 daemon.wait_for_log("in sync peers=1");
                 place.subnet_env();
-                let files = || fs::read_dir(place.leases()).unwrap().map(|file| file.unwrap().path());
+                let files =
+                    || fs::read_dir(place.leases()).unwrap().map(|file| file.unwrap().path());
                 let own = files().find(|path| !path.ends_with(peer)).unwrap();
                 let lease = || fs::read_to_string(&own).unwrap();
                 assert!(lease().contains("\"2001:db8::1\""), "{}", lease());
@@ -1056,7 +1142,10 @@ fn another_ipv6_address_is_followed_once_it_is_of_use_and_nothing_is_lost() {
 
                 ip("address add 2001:db8::8/64 dev eth0");
                 ip("address del 2001:db8::1/64 dev eth0");
-                assert!(ip("-6 address show dev eth0 tentative").contains("2001:db8::8"), "the kernel looks");
+                assert!(
+                    ip("-6 address show dev eth0 tentative").contains("2001:db8::8"),
+                    "the kernel looks"
+                );
                 wait_until(|| lease().contains("\"2001:db8::8\""), || lease() + &daemon.log());
                 let tentative = ip("-6 address show dev eth0 tentative");
                 assert!(!tentative.contains("2001:db8::8"), "{tentative}");
@@ -1066,7 +1155,10 @@ fn another_ipv6_address_is_followed_once_it_is_of_use_and_nothing_is_lost() {
                 ip("link set eth0 mtu 1400");
                 let mtu = if tunnelled { 1330 } else { 1400 };
                 let env = || place.subnet_env();
-                wait_until(|| env().contains(&format!("FLANNEL_MTU={mtu}\n")), || env() + &daemon.log());
+                wait_until(
+                    || env().contains(&format!("FLANNEL_MTU={mtu}\n")),
+                    || env() + &daemon.log(),
+                );
                 wait_until(|| !tunnelled || tunnels().contains(&format!("mtu {mtu} ")), tunnels);
                 assert_eq!(files().count(), 2, "the lease is the same");
                 assert_eq!(ip("-6 route show fd00:1:0:7::/64"), before);
@@ -1154,9 +1246,11 @@ fn while_the_interface_does_not_fit_leases_are_followed_and_damage_is_put_right(
             wait_until(|| link_local().contains("fe80:"), link_local);
 
             spoil.iter().for_each(|command| drop(ip(command)));
-            let status = || -> serde_json::Value { serde_json::from_str(&place.ask("/v1/status")).unwrap() };
+            let status =
+                || -> serde_json::Value { serde_json::from_str(&place.ask("/v1/status")).unwrap() };
             let told = |text: &str| status()["problems"].to_string().contains(text);
-            let say = || format!("{why}: {}\n{:#?}\n{}", status()["problems"], data_path(), daemon.log());
+            let say =
+                || format!("{why}: {}\n{:#?}\n{}", status()["problems"], data_path(), daemon.log());
             wait_until(|| told(why), say);
             dual_peer(&place, kind, 8);
             ip("route del 10.1.7.0/24");
@@ -1207,7 +1301,12 @@ fn an_ipv4_link_local_address_is_published_only_while_there_never_was_another() 
         assert!(published().contains("192.0.2.1"), "{}", published());
         ip("address add 192.0.2.9/24 dev eth0");
         until("192.0.2.9");
-        assert_eq!(daemon.log().matches("building the network anew").count(), 2, "{}", daemon.log());
+        assert_eq!(
+            daemon.log().matches("building the network anew").count(),
+            2,
+            "{}",
+            daemon.log()
+        );
     });
 }
 
@@ -1224,8 +1323,9 @@ fn a_config_that_cannot_be_used_stands_in_the_way_of_no_rebuild_and_is_told_unti
             let status: serde_json::Value = serde_json::from_str(&place.ask("/v1/status")).unwrap();
             status["problems"].to_string()
         };
-        let told =
-            |text: &str| problems().contains("the last good one stays in force") && problems().contains(text);
+        let told = |text: &str| {
+            problems().contains("the last good one stays in force") && problems().contains(text)
+        };
         let unknown = CONFIG.replace("vxlan", "vlxan");
         for (config, why, mtu) in [
             (unknown.as_str(), "is not a backend of this build", 1400),
@@ -1255,7 +1355,8 @@ fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
         let daemon = place.start(&[]);
         daemon.wait_for_log("in sync peers=1");
         let (before, env) = (data_path(), place.subnet_env());
-        let status = || -> serde_json::Value { serde_json::from_str(&place.ask("/v1/status")).unwrap() };
+        let status =
+            || -> serde_json::Value { serde_json::from_str(&place.ask("/v1/status")).unwrap() };
         let told = |text: &str| status()["problems"].to_string().contains(text);
         let say = || format!("{}\n{}", status()["problems"], daemon.log());
         let peerless = place.leases().join("10.1.0.0-24");
@@ -1265,7 +1366,11 @@ fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
             (DUAL.replace(r#","Backend":{"Type":"KIND"}"#, ""), "it names no Backend"),
         ] {
             // Go flannel's udp, for the last one.
-            fs::write(&peerless, r#"{"PublicIP":"192.0.2.66","BackendType":"","BackendData":null}"#).unwrap();
+            fs::write(
+                &peerless,
+                r#"{"PublicIP":"192.0.2.66","BackendType":"","BackendData":null}"#,
+            )
+            .unwrap();
             wait_until(|| told("10.1.0.0-24 is not believed"), say);
             fs::write(place.registry().join("config"), &config).unwrap();
             wait_until(|| told("the last good one stays in force") && told(why), say);
@@ -1278,10 +1383,14 @@ fn a_config_that_does_not_fit_this_node_is_refused_until_one_of_them_changes() {
         assert!(!daemon.log().contains("building the network anew"), "{}", daemon.log());
 
         // What is in the way goes, which neither the store's config nor a link tells.
-        fs::write(&peerless, r#"{"PublicIP":"192.0.2.66","BackendType":"","BackendData":null}"#).unwrap();
-        wait_until(|| told("10.1.0.0-24 is not believed"), say);
-        fs::write(place.registry().join("config"), DUAL.replace(r#","Backend":{"Type":"KIND"}"#, ""))
+        fs::write(&peerless, r#"{"PublicIP":"192.0.2.66","BackendType":"","BackendData":null}"#)
             .unwrap();
+        wait_until(|| told("10.1.0.0-24 is not believed"), say);
+        fs::write(
+            place.registry().join("config"),
+            DUAL.replace(r#","Backend":{"Type":"KIND"}"#, ""),
+        )
+        .unwrap();
         wait_until(|| told("it names no Backend"), say);
         fs::remove_file(&peerless).unwrap();
         daemon.wait_for_log("building the network anew: the network config has changed");
@@ -1306,8 +1415,11 @@ fn the_last_config_is_used_with_its_own_networks() {
         let unknown = right.replace("host-gw", "host-gx");
         let place = Place::new(right);
         let lease = |key: &str| {
-            fs::write(place.leases().join(key), r#"{"PublicIP":"192.0.2.1","BackendType":"host-gw"}"#)
-                .unwrap();
+            fs::write(
+                place.leases().join(key),
+                r#"{"PublicIP":"192.0.2.1","BackendType":"host-gw"}"#,
+            )
+            .unwrap();
         };
         lease("10.1.5.0-24");
         let registry = format!("dir:{}?assign=static", place.registry().display());
@@ -1338,7 +1450,8 @@ fn the_lease_is_held_while_the_interface_does_not_fit() {
         daemon.wait_for_log("the interface's MTU 1300 is too small for IPv6: at least 1350");
         // Whoever holds a lease hears that it is to be given up.
         let mut leases = fs::read_dir(place.leases()).unwrap().map(|entry| entry.unwrap().path());
-        fs::remove_file(leases.find(|path| !path.to_str().unwrap().contains("10.1.7.0")).unwrap()).unwrap();
+        fs::remove_file(leases.find(|path| !path.to_str().unwrap().contains("10.1.7.0")).unwrap())
+            .unwrap();
         assert_eq!(daemon.ended().code(), Some(1), "{}", daemon.log());
         assert!(daemon.log().contains("is lost"), "{}", daemon.log());
     });
@@ -1347,10 +1460,13 @@ fn the_lease_is_held_while_the_interface_does_not_fit() {
 /// Go flannel's `subnet.env` and routes, with an uplink that has room for peers.
 fn after_go_flannel(place: &Place) {
     fs::create_dir_all(place.subnet_file().parent().unwrap()).unwrap();
-    fs::write(place.subnet_file(), "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.1.1/24\n").unwrap();
+    fs::write(place.subnet_file(), "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.1.1/24\n")
+        .unwrap();
     for (peer, by) in [(7, 7), (8, 99), (66, 66)] {
         ip(&format!("route add 10.1.{peer}.0/24 via 192.0.2.{by} dev eth0"));
-        ip(&format!("-6 route add fd00:1:0:{peer:x}::/64 via 2001:db8::{by:x} dev eth0 proto boot"));
+        ip(&format!(
+            "-6 route add fd00:1:0:{peer:x}::/64 via 2001:db8::{by:x} dev eth0 proto boot"
+        ));
     }
     // None that Go flannel would have made here.
     for foreign in FOREIGN {
@@ -1390,7 +1506,8 @@ fn a_prefix_that_comes_and_goes_moves_a_peer_onto_the_link_and_back_and_nothing_
         uplink();
         second_uplink();
         let place = Place::new(&DUAL.replace("\"KIND\"", "\"vxlan\",\"DirectRouting\":true"));
-        let [data, data_v6] = [4, 6].map(|n| format!(r#"{{"VNI":1,"VtepMAC":"0a:00:00:00:0{n}:07"}}"#));
+        let [data, data_v6] =
+            [4, 6].map(|n| format!(r#"{{"VNI":1,"VtepMAC":"0a:00:00:00:0{n}:07"}}"#));
         let value = format!(
             r#"{{"PublicIP":"198.51.100.7","PublicIPv6":"2001:db8:7::7","BackendType":"vxlan","BackendData":{data},"BackendV6Data":{data_v6}}}"#
         );
@@ -1401,19 +1518,26 @@ fn a_prefix_that_comes_and_goes_moves_a_peer_onto_the_link_and_back_and_nothing_
         let tunnel = ["via 10.1.7.0 dev flannel.1", "via fd00:1:0:7:: dev flannel-v6.1"];
         let link = ["via 198.51.100.7 dev eth0", "via 2001:db8:7::7 dev eth0"];
         let routes = || ["-4 route show 10.1.7.0/24", "-6 route show fd00:1:0:7::/64"].map(ip);
-        let goes = |ways: [&str; 2]| routes().iter().zip(ways).all(|(route, way)| route.contains(way));
+        let goes =
+            |ways: [&str; 2]| routes().iter().zip(ways).all(|(route, way)| route.contains(way));
         assert!(goes(tunnel), "{:?}", routes());
 
         let monitor = Reader::start(Command::new("ip").args(["monitor", "route", "nexthop"]));
         for (step, commands, ways) in [
             (
                 "onto the link",
-                ["address add 198.51.100.1/24 dev eth0", "address add 2001:db8:7::1/64 dev eth0 nodad"],
+                [
+                    "address add 198.51.100.1/24 dev eth0",
+                    "address add 2001:db8:7::1/64 dev eth0 nodad",
+                ],
                 link,
             ),
             (
                 "behind another",
-                ["address add 198.51.100.6/31 dev eth1", "address add 2001:db8:7::6/127 dev eth1 nodad"],
+                [
+                    "address add 198.51.100.6/31 dev eth1",
+                    "address add 2001:db8:7::6/127 dev eth1 nodad",
+                ],
                 tunnel,
             ),
             (
@@ -1480,7 +1604,8 @@ fn what_go_flannel_left_on_the_interface_goes_once_all_that_leases_want_is_there
             let value = format!(
                 r#"{{"PublicIP":"192.0.2.{peer}","PublicIPv6":"2001:db8::{peer}","BackendType":"host-gw"}}"#
             );
-            fs::write(place.leases().join(format!("10.1.{peer}.0-24&fd00:1:0:{peer}::-64")), value).unwrap();
+            fs::write(place.leases().join(format!("10.1.{peer}.0-24&fd00:1:0:{peer}::-64")), value)
+                .unwrap();
         };
         [7, 8].into_iter().for_each(lease);
         after_go_flannel(&place);
@@ -1488,9 +1613,12 @@ fn what_go_flannel_left_on_the_interface_goes_once_all_that_leases_want_is_there
         let mut daemon = place.start(&[]);
         daemon.wait_for_log("in sync peers=2");
         wait_until(|| stale() == 0, || ip("route show") + &daemon.log());
-        for route in ["10.1.66.0/24 via 192.0.2.66 dev eth0", "fd00:1:0:42::/64 via 2001:db8::42 dev eth0"] {
-            daemon
-                .wait_for_log(&format!("left by Go flannel and wanted by no lease, removed: route {route}"));
+        for route in
+            ["10.1.66.0/24 via 192.0.2.66 dev eth0", "fd00:1:0:42::/64 via 2001:db8::42 dev eth0"]
+        {
+            daemon.wait_for_log(&format!(
+                "left by Go flannel and wanted by no lease, removed: route {route}"
+            ));
         }
         assert_eq!(daemon.log().matches("left by Go flannel").count(), 2, "{}", daemon.log());
         let all = ip("-N route show") + &ip("-N -6 route show");
@@ -1549,14 +1677,22 @@ fn routes_inside_an_earlier_pod_network_go_once_the_new_one_is_in_sync() {
             .arg(place.subnet_file());
         cleanup.arg("--state-dir").arg(place.dir.path().join("state"));
         let would = cleanup.output().unwrap();
-        let would =
-            String::from_utf8_lossy(&would.stdout).into_owned() + &String::from_utf8_lossy(&would.stderr);
-        assert!(would.contains("delete route 10.1.0.0/24") && !would.contains("10.1.80.0"), "{would}");
+        let would = String::from_utf8_lossy(&would.stdout).into_owned()
+            + &String::from_utf8_lossy(&would.stderr);
+        assert!(
+            would.contains("delete route 10.1.0.0/24") && !would.contains("10.1.80.0"),
+            "{would}"
+        );
         peer(2);
         let daemon = place.start(&[]);
-        daemon.wait_for_log("left of the earlier pod network 10.1.0.0/16, removed: route 10.1.0.0/24");
+        daemon.wait_for_log(
+            "left of the earlier pod network 10.1.0.0/16, removed: route 10.1.0.0/24",
+        );
         wait_until(
-            || fs::read_to_string(place.dir.path().join("state/networks")).unwrap() == "10.2.0.0/16\n",
+            || {
+                fs::read_to_string(place.dir.path().join("state/networks")).unwrap()
+                    == "10.2.0.0/16\n"
+            },
             || daemon.log(),
         );
         assert!(routes(2).contains("10.2.0.0/24"), "{}", routes(2));

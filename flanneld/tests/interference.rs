@@ -12,7 +12,9 @@ use std::time::Duration;
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::testing::FakeSubnets;
-use flannel_core::{Backend, Dual, ExternalInterface, Family, Host, LeaseAttrs, Status, SubnetManager};
+use flannel_core::{
+    Backend, Dual, ExternalInterface, Family, Host, LeaseAttrs, Status, SubnetManager,
+};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{bridge, in_netns_async, ip};
 use serde_json::Value;
@@ -92,14 +94,17 @@ impl Witness {
             let rows: Vec<Value> =
                 if text.trim().is_empty() { vec![] } else { serde_json::from_str(&text).unwrap() };
             for row in rows {
-                let values: Vec<String> =
-                    columns.iter().map(|c| row.pointer(c).unwrap_or(&Value::Null).to_string()).collect();
+                let values: Vec<String> = columns
+                    .iter()
+                    .map(|c| row.pointer(c).unwrap_or(&Value::Null).to_string())
+                    .collect();
                 seen.insert(format!("{what} {}", values.join(" ")));
             }
         };
         for (inet, network) in [("-4", "10.1.0.0/16"), ("-6", "fd00:1::/48")] {
             let routes = ip(&format!("-j {inet} route show root {network}"));
-            let columns = ["/dst", "/type", "/gateway", "/dev", "/protocol", "/flags", "/metrics", "/nhid"];
+            let columns =
+                ["/dst", "/type", "/gateway", "/dev", "/protocol", "/flags", "/metrics", "/nhid"];
             // Routes that the kernel made itself are its own: our addresses are in the table `local`.
             let made_by_us = |row: &Value| row["protocol"] != "kernel" && row["dst"].is_string();
             let mut routes: Vec<Value> = serde_json::from_str(&routes).unwrap();
@@ -108,7 +113,8 @@ impl Witness {
             for route in &mut routes {
                 if route["nhid"].is_number() {
                     let by = ["gateway", "dev", "flags"];
-                    by.iter().for_each(|column| drop(route.as_object_mut().unwrap().remove(*column)));
+                    by.iter()
+                        .for_each(|column| drop(route.as_object_mut().unwrap().remove(*column)));
                 }
             }
             rows("route", Value::from(routes).to_string(), &columns);
@@ -123,12 +129,19 @@ impl Witness {
             return seen;
         }
         for dev in ["flannel.1", "flannel-v6.1"] {
-            let shown = std::process::Command::new("ip").args(["link", "show", dev]).output().unwrap();
+            let shown =
+                std::process::Command::new("ip").args(["link", "show", dev]).output().unwrap();
             if !shown.status.success() {
                 rows("link", format!(r#"["{dev} is not there"]"#), &[""]);
                 continue;
             }
-            let vxlan = ["/ifname", "/mtu", "/address", "/linkinfo/info_data/id", "/linkinfo/info_data/port"];
+            let vxlan = [
+                "/ifname",
+                "/mtu",
+                "/address",
+                "/linkinfo/info_data/id",
+                "/linkinfo/info_data/port",
+            ];
             rows("link", ip(&format!("-d -j link show {dev}")), &vxlan);
             let link = [
                 "/linkinfo/info_data/local",
@@ -137,13 +150,18 @@ impl Witness {
                 "/flags",
             ];
             rows("link", ip(&format!("-d -j link show {dev}")), &link);
-            let addresses: Vec<Value> = serde_json::from_str(&ip(&format!("-j address show {dev}"))).unwrap();
+            let addresses: Vec<Value> =
+                serde_json::from_str(&ip(&format!("-j address show {dev}"))).unwrap();
             for address in addresses[0]["addr_info"].as_array().unwrap() {
                 if address["scope"] == "global" {
                     rows("address", format!("[{address}]"), &["/local", "/prefixlen"]);
                 }
             }
-            rows("neigh", ip(&format!("-j neigh show dev {dev} nud permanent")), &["/dst", "/lladdr"]);
+            rows(
+                "neigh",
+                ip(&format!("-j neigh show dev {dev} nud permanent")),
+                &["/dst", "/lladdr"],
+            );
             rows("fdb", bridge(&format!("-j fdb show dev {dev}")), &["/mac", "/dst"]);
         }
         seen
@@ -160,8 +178,9 @@ impl Witness {
         tokio::time::timeout(Duration::from_secs(20), at_rest).await.expect("it comes to rest");
         let before = self.status.borrow().repaired;
         for command in commands {
-            let run =
-                |(program, args): (&str, &str)| if program == "bridge" { bridge(args) } else { ip(args) };
+            let run = |(program, args): (&str, &str)| {
+                if program == "bridge" { bridge(args) } else { ip(args) }
+            };
             run(command.split_once(' ').unwrap());
         }
         // The repair may be quicker than a look at the damage; so only its end is looked for.
@@ -181,7 +200,8 @@ impl Witness {
             return;
         }
         let mut status = self.status.clone();
-        let told = async { drop(status.wait_for(|status| status.repaired > before).await.unwrap()) };
+        let told =
+            async { drop(status.wait_for(|status| status.repaired > before).await.unwrap()) };
         let in_time = tokio::time::timeout(Duration::from_secs(20), told).await;
         assert!(in_time.is_ok(), "{damage}: no damage was done, none was repaired");
     }
@@ -204,7 +224,10 @@ fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
     let mut damages = vec![
         ("device deleted", one(format!("ip link del {dev}"))),
         ("device down", one(format!("ip link set {dev} down"))),
-        ("device down and up", vec![format!("ip link set {dev} down"), format!("ip link set {dev} up")]),
+        (
+            "device down and up",
+            vec![format!("ip link set {dev} down"), format!("ip link set {dev} up")],
+        ),
         ("MTU changed", one(format!("ip link set {dev} mtu 1300"))),
         ("MAC changed", one(format!("ip link set {dev} address 0a:99:99:99:99:99"))),
         ("learning switched on", one(format!("ip link set {dev} type vxlan id 1 learning"))),
@@ -212,14 +235,19 @@ fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
         ("neighbour deleted", one(format!("ip neigh del {gateway} dev {dev}"))),
         (
             "neighbour changed",
-            one(format!("ip neigh replace {gateway} lladdr 0a:88:88:88:88:88 dev {dev} nud permanent")),
+            one(format!(
+                "ip neigh replace {gateway} lladdr 0a:88:88:88:88:88 dev {dev} nud permanent"
+            )),
         ),
         (
             "neighbour added",
             one(format!("ip neigh add {other} lladdr 0a:88:88:88:88:88 dev {dev} nud permanent")),
         ),
         ("FDB entry deleted", one(format!("bridge fdb del {mac} dev {dev}"))),
-        ("FDB entry changed", one(format!("bridge fdb replace {mac} dev {dev} dst {public} self permanent"))),
+        (
+            "FDB entry changed",
+            one(format!("bridge fdb replace {mac} dev {dev} dst {public} self permanent")),
+        ),
         (
             "FDB entry added",
             one(format!("bridge fdb add 0a:77:77:77:77:77 dev {dev} dst {public} self permanent")),
@@ -235,13 +263,19 @@ fn damages(family: Family) -> Vec<(&'static str, Vec<String>)> {
         ),
         ("route by another device", one(format!("ip {inet} route replace {dst} dev eth0"))),
         ("route to nowhere", one(format!("ip {inet} route replace blackhole {dst}"))),
-        ("route added", one(format!("ip {inet} route add {unwanted} via {gateway} dev {dev} onlink"))),
+        (
+            "route added",
+            one(format!("ip {inet} route add {unwanted} via {gateway} dev {dev} onlink")),
+        ),
         ("routes flushed", one(flush(inet, dev))),
         ("address flushed", one(format!("ip {inet} address flush dev {dev} scope global"))),
         ("address deleted", one(format!("ip address del {base} dev {dev}"))),
         ("address added", one(format!("ip address add {unwanted} dev {dev}"))),
         ("uplink down and up", vec!["ip link set eth0 down".into(), "ip link set eth0 up".into()]),
-        ("uplink without carrier", vec!["ip link set wire down".into(), "ip link set wire up".into()]),
+        (
+            "uplink without carrier",
+            vec!["ip link set wire down".into(), "ip link set wire up".into()],
+        ),
     ];
     if let Some(id) = nexthop_of(dst) {
         damages.extend(nexthop_damages(id, &format!("via {other} dev {dev} onlink"), unwanted));
@@ -261,7 +295,8 @@ fn flush(inet: &str, dev: &str) -> String {
 /// The id of the nexthop object that the route to `dst` goes by; IPv6 routes have none.
 fn nexthop_of(dst: &str) -> Option<u64> {
     let family = if dst.contains(':') { "-6" } else { "-4" };
-    let routes: Value = serde_json::from_str(&ip(&format!("-j {family} route show {dst}"))).unwrap();
+    let routes: Value =
+        serde_json::from_str(&ip(&format!("-j {family} route show {dst}"))).unwrap();
     routes[0]["nhid"].as_u64()
 }
 
@@ -270,7 +305,10 @@ fn nexthop_damages(id: u64, elsewhere: &str, unwanted: &str) -> Vec<(&'static st
     let stray = id + 4000;
     vec![
         ("nexthop deleted", vec![format!("ip nexthop del id {id}")]),
-        ("nexthop to another gateway", vec![format!("ip nexthop replace id {id} {elsewhere} protocol 241")]),
+        (
+            "nexthop to another gateway",
+            vec![format!("ip nexthop replace id {id} {elsewhere} protocol 241")],
+        ),
         ("nexthop to nowhere", vec![format!("ip nexthop replace id {id} blackhole")]),
         (
             "nexthop made a group",
@@ -282,7 +320,10 @@ fn nexthop_damages(id: u64, elsewhere: &str, unwanted: &str) -> Vec<(&'static st
             ],
         ),
         ("nexthop added", vec![format!("ip nexthop add id {stray} {elsewhere} protocol 241")]),
-        ("route added by a nexthop", vec![format!("ip route add {unwanted} nhid {id} protocol 241")]),
+        (
+            "route added by a nexthop",
+            vec![format!("ip route add {unwanted} nhid {id} protocol 241")],
+        ),
         ("nexthops flushed", vec!["ip nexthop flush protocol 241".into()]),
     ]
 }
@@ -305,9 +346,11 @@ fn vxlan_survives_what_others_do() {
 fn host_gw_survives_what_others_do() {
     in_netns_async(|| async {
         let witness = start(&HostGw).await;
-        for (damage, commands) in
-            nexthop_damages(nexthop_of("10.1.7.0/24").unwrap(), "via 192.0.2.9 dev eth0", "10.1.9.0/24")
-        {
+        for (damage, commands) in nexthop_damages(
+            nexthop_of("10.1.7.0/24").unwrap(),
+            "via 192.0.2.9 dev eth0",
+            "10.1.9.0/24",
+        ) {
             witness.survives(damage, &commands).await;
         }
         for (inet, dst, gateway, other) in [
@@ -326,7 +369,10 @@ fn host_gw_survives_what_others_do() {
                 ),
                 ("route to nowhere", vec![format!("ip {inet} route replace blackhole {dst}")]),
                 ("routes flushed", vec![flush(inet, "eth0")]),
-                ("uplink down and up", vec!["ip link set eth0 down".into(), "ip link set eth0 up".into()]),
+                (
+                    "uplink down and up",
+                    vec!["ip link set eth0 down".into(), "ip link set eth0 up".into()],
+                ),
                 (
                     "uplink without carrier",
                     vec!["ip link set wire down".into(), "ip link set wire up".into()],

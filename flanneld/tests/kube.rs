@@ -44,7 +44,8 @@ struct Host {
 impl Host {
     fn new(n: u8, config: &'static str) -> Self {
         let netns = Netns::new().unwrap();
-        let path = netns.path().display().to_string().replace("self", &std::process::id().to_string());
+        let path =
+            netns.path().display().to_string().replace("self", &std::process::id().to_string());
         ip(&format!("link add port-{n} type veth peer name eth0 netns {path}"));
         ip(&format!("link set port-{n} master br0 up"));
         netns.run(|| {
@@ -77,10 +78,15 @@ impl Host {
     fn command(&self, api: &[&str]) -> Command {
         let net_config = self.dir.path().join("net-conf.json");
         fs::write(&net_config, self.config).unwrap();
-        let program = std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into());
+        let program =
+            std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into());
         let mut command = Command::new(program);
         command.args(["--kube-subnet-mgr", "-iface=eth0"]).args(api);
-        command.arg("--net-config-path").arg(net_config).arg("--subnet-file").arg(self.subnet_file());
+        command
+            .arg("--net-config-path")
+            .arg(net_config)
+            .arg("--subnet-file")
+            .arg(self.subnet_file());
         command.arg("--state-dir").arg(self.dir.path().join("state"));
         command.env_remove("NODE_NAME").env_remove("POD_NAME").env_remove("POD_NAMESPACE");
         command
@@ -103,7 +109,9 @@ impl Host {
 
     fn holds(&self, daemon: &Daemon, parts: &[&str]) {
         let all = || parts.iter().all(|part| self.objects().contains(part));
-        wait_until(all, || format!("{parts:?} are not all in\n{}\n{}", self.objects(), daemon.log()));
+        wait_until(all, || {
+            format!("{parts:?} are not all in\n{}\n{}", self.objects(), daemon.log())
+        });
     }
 
     fn mac(&self) -> String {
@@ -137,7 +145,9 @@ fn network_unavailable(server: &ApiServer, node: &str) -> (String, String) {
 
 fn wait_for_condition(server: &ApiServer, node: &str, status: &str, reason: &str, daemon: &Daemon) {
     let so = || network_unavailable(server, node) == (status.to_owned(), reason.to_owned());
-    wait_until(so, || format!("{:?}\n{}", server.condition(node, "NetworkUnavailable"), daemon.log()));
+    wait_until(so, || {
+        format!("{:?}\n{}", server.condition(node, "NetworkUnavailable"), daemon.log())
+    });
 }
 
 /// A cluster of `node-1`, whose daemon runs on the host, and `node-2`, which Go flannel runs on. All is in place.
@@ -220,7 +230,9 @@ fn the_condition_is_false_while_the_network_is_in_place_and_true_when_the_lease_
         daemon.wait_for_log("building the network anew: this node was given 10.1.9.0-24");
         wait_until(|| host.subnet_env().contains("FLANNEL_SUBNET=10.1.9.1/24\n"), || daemon.log());
         assert_eq!(host.mac(), mac, "peers keep the MAC address that they know");
-        assert!(server.annotation("node-1", &format!("{PREFIX}backend-data")).unwrap().contains(&mac));
+        assert!(
+            server.annotation("node-1", &format!("{PREFIX}backend-data")).unwrap().contains(&mac)
+        );
         assert!(server.requests().len() < requests + 40, "{:#?}", &server.requests()[requests..]);
         // Its PodCIDR is taken away.
         server.modify("node-1", |node| node["spec"] = json!({}));
@@ -254,7 +266,11 @@ fn a_pod_cidr_outside_the_network_leaves_the_network_in_place() {
         server.modify("node-1", |node| node["spec"] = json!({ "podCIDR": "10.1.9.0/24" }));
         daemon.wait_for_log("building the network anew: this node was given 10.1.9.0-24");
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
-        assert!(host.subnet_env().contains("FLANNEL_SUBNET=10.1.9.1/24\n"), "{}", host.subnet_env());
+        assert!(
+            host.subnet_env().contains("FLANNEL_SUBNET=10.1.9.1/24\n"),
+            "{}",
+            host.subnet_env()
+        );
     });
 }
 
@@ -264,15 +280,20 @@ fn a_network_that_is_built_anew_while_no_lease_can_be_made_of_the_node_is_what_i
     in_netns(|| {
         let (server, host, daemon) = beside_a_peer();
         let mac = host.mac();
-        let address = || host.netns.run(|| ip("-4 address show dev flannel.1")).contains("10.1.1.0/32");
+        let address =
+            || host.netns.run(|| ip("-4 address show dev flannel.1")).contains("10.1.1.0/32");
         assert!(address());
-        let trouble: [&dyn Fn(); 2] =
-            [&|| server.modify("node-1", |node| node["spec"] = json!({ "podCIDR": "10.9.0.0/24" })), &|| {
+        let trouble: [&dyn Fn(); 2] = [
+            &|| server.modify("node-1", |node| node["spec"] = json!({ "podCIDR": "10.9.0.0/24" })),
+            &|| {
                 server.delete_node("node-1");
-            }];
+            },
+        ];
         for (n, trouble) in (3..).zip(trouble) {
             trouble();
-            daemon.wait_for_log(["lies outside the pod network", "there is no such node any more"][n - 3]);
+            daemon.wait_for_log(
+                ["lies outside the pod network", "there is no such node any more"][n - 3],
+            );
             if n == 3 {
                 wait_for_condition(&server, "node-1", "True", "FlannelIsDown", &daemon);
             }
@@ -314,7 +335,8 @@ fn while_the_api_server_is_lost_everything_stays_and_afterwards_it_is_as_it_shou
         let (before, env) = (host.objects(), host.subnet_env());
         server.fail(u32::MAX, 500, None);
         server.cut(Cut::MidEvent);
-        daemon.wait_for_log("store lost, the last 2 leases stay in force: 500 Internal Server Error");
+        daemon
+            .wait_for_log("store lost, the last 2 leases stay in force: 500 Internal Server Error");
         server.delete_node("node-2");
         server.put_node("node-3", go_peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
         let asked = server.requests().len();
@@ -325,7 +347,12 @@ fn while_the_api_server_is_lost_everything_stays_and_afterwards_it_is_as_it_shou
         host.holds(&daemon, &["via 10.1.3.0 "]);
         wait_until(|| !host.objects().contains("10.1.2.0"), || host.objects());
         assert!(!daemon.log().contains("building the network anew"), "{}", daemon.log());
-        assert_eq!(daemon.log().matches("store lost").count(), 1, "it is said once: {}", daemon.log());
+        assert_eq!(
+            daemon.log().matches("store lost").count(),
+            1,
+            "it is said once: {}",
+            daemon.log()
+        );
         assert_eq!(network_unavailable(&server, "node-1").0, "False");
     });
 }
@@ -335,7 +362,8 @@ fn an_address_that_the_node_prescribes_overrides_the_command_line() {
     in_netns(|| {
         let server = cluster();
         let mut node = blank(&["10.1.1.0/24"]);
-        node["metadata"]["annotations"] = json!({ format!("{PREFIX}node-public-ip"): "198.51.100.5" });
+        node["metadata"]["annotations"] =
+            json!({ format!("{PREFIX}node-public-ip"): "198.51.100.5" });
         server.put_node("node-1", node);
         let host = Host::new(1, VXLAN);
         let public = || server.annotation("node-1", &format!("{PREFIX}public-ip"));
@@ -365,12 +393,17 @@ fn another_prefix_of_annotations_is_another_flannel() {
         server.put_node("node-2", blank(&["10.1.2.0/24"]));
         server.put_node("node-3", go_peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
         let hosts = [1, 2].map(|n| Host::new(n, VXLAN));
-        let daemons =
-            hosts.each_ref().map(|host| host.start(&server, &["--kube-annotation-prefix=example.com/net"]));
+        let daemons = hosts
+            .each_ref()
+            .map(|host| host.start(&server, &["--kube-annotation-prefix=example.com/net"]));
         daemons.iter().for_each(|daemon| daemon.wait_for_log("running lease"));
         for (host, (other, daemon)) in hosts.iter().zip(hosts.iter().rev().zip(&daemons)) {
             host.holds(daemon, &[&format!("10.1.{}.0 lladdr {}", other.n, other.mac())]);
-            assert!(!host.objects().contains("10.1.3.0"), "it is of the other flannel: {}", host.objects());
+            assert!(
+                !host.objects().contains("10.1.3.0"),
+                "it is of the other flannel: {}",
+                host.objects()
+            );
             let expected = json!({
                 "example.com/net-kube-subnet-manager": "true",
                 "example.com/net-backend-type": "vxlan",
@@ -390,14 +423,19 @@ fn a_malformed_config_while_the_network_runs_is_refused_and_the_network_stays() 
         let host = Host::new(1, VXLAN);
         let daemon = host.start(&server, &[]);
         daemon.wait_for_log("running lease");
-        let write = |config: &str| fs::write(host.dir.path().join("net-conf.json"), config).unwrap();
+        let write =
+            |config: &str| fs::write(host.dir.path().join("net-conf.json"), config).unwrap();
         write(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan""#);
         daemon.wait_for_log("the network config was changed, but is wrong and not used: ");
         daemon.wait_for_log("net-conf.json");
         server.put_node("node-2", go_peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
         host.holds(&daemon, &["via 10.1.2.0 "]);
         assert!(!daemon.log().contains("building the network anew"), "{}", daemon.log());
-        assert!(host.subnet_env().contains("FLANNEL_SUBNET=10.1.1.1/24\n"), "{}", host.subnet_env());
+        assert!(
+            host.subnet_env().contains("FLANNEL_SUBNET=10.1.1.1/24\n"),
+            "{}",
+            host.subnet_env()
+        );
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
         // One that was put right counts.
         write(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#);
@@ -415,7 +453,8 @@ fn the_pod_names_the_node_and_a_kubeconfig_the_server() {
         server.forbid("get", "pods");
         server.expect_token("secret");
         let host = Host::new(1, VXLAN);
-        let (kubeconfig, token) = (host.dir.path().join("kubeconfig"), host.dir.path().join("token"));
+        let (kubeconfig, token) =
+            (host.dir.path().join("kubeconfig"), host.dir.path().join("token"));
         let text = format!(
             "apiVersion: v1\nkind: Config\ncurrent-context: c\nclusters: [{{name: c, cluster: {{server: \"{}\"}}}}]\n\
              contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\nusers: [{{name: u, user: {{tokenFile: token}}}}]\n",
@@ -437,9 +476,12 @@ fn the_pod_names_the_node_and_a_kubeconfig_the_server() {
         // Neither says which node this is.
         drop(daemon);
         let mut command = host.command(&["--kubeconfig-file", kubeconfig.to_str().unwrap()]);
-        let mut daemon = host.netns.run(|| Daemon::start(command.env("POD_NAME", "kube-flannel-ds-x")));
+        let mut daemon =
+            host.netns.run(|| Daemon::start(command.env("POD_NAME", "kube-flannel-ds-x")));
         assert!(!daemon.ended().success());
-        daemon.wait_for_log("right would be NODE_NAME in the environment, or POD_NAMESPACE and POD_NAME");
+        daemon.wait_for_log(
+            "right would be NODE_NAME in the environment, or POD_NAMESPACE and POD_NAME",
+        );
     });
 }
 
@@ -475,18 +517,30 @@ fn what_an_earlier_boot_said_of_the_network_is_withdrawn_before_anything_else() 
         server.put_node("node-1", json!({ "status": { "conditions": up } }));
         let host = Host::new(1, VXLAN);
         let mut daemon = host.start(&server, &[]);
-        let message = || server.condition("node-1", "NetworkUnavailable").unwrap()["message"].clone();
+        let message =
+            || server.condition("node-1", "NetworkUnavailable").unwrap()["message"].clone();
         wait_until(|| message() == "flannel has only just been started", || daemon.log());
         server.modify("node-1", |node| node["spec"] = json!({ "podCIDR": "10.1.1.0/24" }));
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
         // What each patch says: the condition's status, or that it is of the lease.
         let said = || -> Vec<String> {
-            let status =
-                |patch: &Value| patch["status"]["conditions"][0]["status"].as_str().map(str::to_owned);
-            server.patches().iter().map(|patch| status(patch).unwrap_or_else(|| "lease".to_owned())).collect()
+            let status = |patch: &Value| {
+                patch["status"]["conditions"][0]["status"].as_str().map(str::to_owned)
+            };
+            server
+                .patches()
+                .iter()
+                .map(|patch| status(patch).unwrap_or_else(|| "lease".to_owned()))
+                .collect()
         };
         let (first, last) = (Some(&"True".to_owned()), Some(&"False".to_owned()));
-        assert_eq!((said().first(), said().last()), (first, last), "{:?}\n{}", said(), daemon.log());
+        assert_eq!(
+            (said().first(), said().last()),
+            (first, last),
+            "{:?}\n{}",
+            said(),
+            daemon.log()
+        );
         assert_eq!(said().iter().filter(|said| *said == "False").count(), 1, "{:?}", said());
         for (gone, more) in [(false, &[][..]), (true, &["True", "False"])] {
             let before = said().len();
@@ -497,7 +551,10 @@ fn what_an_earlier_boot_said_of_the_network_is_withdrawn_before_anything_else() 
             }
             daemon = host.start(&server, &[]);
             daemon.wait_for_log("in sync");
-            wait_until(|| said().len() == before + more.len(), || format!("{:?}\n{}", said(), daemon.log()));
+            wait_until(
+                || said().len() == before + more.len(),
+                || format!("{:?}\n{}", said(), daemon.log()),
+            );
             assert_eq!(said()[before..], *more);
             assert_eq!(network_unavailable(&server, "node-1").0, "False");
         }
@@ -514,7 +571,8 @@ fn a_start_that_ends_withdraws_what_an_earlier_boot_said_unless_the_network_stan
         let start = |config: &str, said: &str| {
             let mut command = host.command(&["--kube-api-url", &server.url()]);
             fs::write(host.dir.path().join("net-conf.json"), config).unwrap();
-            let mut daemon = host.netns.run(|| Daemon::start(command.env("NODE_NAME", host.name())));
+            let mut daemon =
+                host.netns.run(|| Daemon::start(command.env("NODE_NAME", host.name())));
             assert_eq!(daemon.ended().code(), Some(1), "{}", daemon.log());
             daemon.wait_for_log(said);
             network_unavailable(&server, "node-1").0
@@ -542,16 +600,21 @@ fn an_address_to_publish_instead_is_an_order_and_no_tampering() {
             server.modify("node-1", |node| {
                 let annotations = node["metadata"]["annotations"].as_object_mut().unwrap();
                 annotations.remove(&format!("{PREFIX}public-ip-overwrite"));
-                annotations
-                    .extend(address.map(|address| (format!("{PREFIX}public-ip-overwrite"), json!(address))));
+                annotations.extend(
+                    address.map(|address| (format!("{PREFIX}public-ip-overwrite"), json!(address))),
+                );
             });
             let public = address.unwrap_or("192.0.2.1");
             daemon.wait_for_log(&format!("the public-ip to publish is now {public}"));
-            assert_eq!(server.annotation("node-1", &format!("{PREFIX}public-ip")).as_deref(), Some(public));
+            assert_eq!(
+                server.annotation("node-1", &format!("{PREFIX}public-ip")).as_deref(),
+                Some(public)
+            );
         }
         assert!(!daemon.log().contains("somebody removed or changed"), "{}", daemon.log());
         server.modify("node-1", |node| {
-            node["metadata"]["annotations"] = json!({ format!("{PREFIX}public-ip-overwrite"): "nowhere" });
+            node["metadata"]["annotations"] =
+                json!({ format!("{PREFIX}public-ip-overwrite"): "nowhere" });
         });
         daemon.wait_for_log("somebody removed or changed what this node published");
         daemon.wait_for_log("public-ip-overwrite: \"nowhere\" is not valid");
@@ -562,8 +625,7 @@ fn an_address_to_publish_instead_is_an_order_and_no_tampering() {
 
 #[test]
 fn a_data_path_that_breaks_makes_the_condition_true_until_it_is_mended() {
-    const DUAL: &str =
-        r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48","Backend":{"Type":"vxlan"}}"#;
+    const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48","Backend":{"Type":"vxlan"}}"#;
     in_netns(|| {
         let server = cluster();
         server.put_node("node-1", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
@@ -578,7 +640,9 @@ fn a_data_path_that_breaks_makes_the_condition_true_until_it_is_mended() {
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
         // The device takes nothing of IPv6 any more, and the kernel drops what it had.
         let switch = |value: &str| {
-            host.netns.run(|| fs::write("/proc/sys/net/ipv6/conf/flannel-v6.1/disable_ipv6", value).unwrap());
+            host.netns.run(|| {
+                fs::write("/proc/sys/net/ipv6/conf/flannel-v6.1/disable_ipv6", value).unwrap()
+            });
         };
         switch("1");
         daemon.wait_for_log("not in sync: the kernel refused");
@@ -604,8 +668,12 @@ fn a_ca_that_has_not_signed_the_servers_certificate_is_named_and_waited_for() {
         let other = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
         let server = ApiServer::with_tls(&signed.cert.pem(), &signed.signing_key.serialize_pem());
         server.put_node("node-1", blank(&["10.1.1.0/24"]));
-        let host =
-            Host { netns: Netns::new().unwrap(), n: 1, dir: tempfile::tempdir().unwrap(), config: VXLAN };
+        let host = Host {
+            netns: Netns::new().unwrap(),
+            n: 1,
+            dir: tempfile::tempdir().unwrap(),
+            config: VXLAN,
+        };
         let (kubeconfig, ca) = (host.dir.path().join("kubeconfig"), host.dir.path().join("ca"));
         let text = format!(
             "apiVersion: v1\nkind: Config\ncurrent-context: c\nclusters: [{{name: c, cluster: {{server: \"{}\", certificate-authority: ca}}}}]\n\
@@ -632,10 +700,12 @@ fn an_account_that_may_not_list_or_watch_nodes_is_told_so() {
         let host = Host::new(1, VXLAN);
         server.forbid("list", "nodes");
         let daemon = host.start(&server, &[]);
-        daemon.wait_for_log("this node's account needs the verb \"list\" on the resource \"nodes\"");
+        daemon
+            .wait_for_log("this node's account needs the verb \"list\" on the resource \"nodes\"");
         server.forbid("watch", "nodes");
         server.permit("list", "nodes");
-        daemon.wait_for_log("this node's account needs the verb \"watch\" on the resource \"nodes\"");
+        daemon
+            .wait_for_log("this node's account needs the verb \"watch\" on the resource \"nodes\"");
         server.permit_all();
         server.put_node("node-2", go_peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
         host.holds(&daemon, &["via 10.1.2.0 "]);
@@ -651,7 +721,8 @@ fn other_networks_wait_for_a_restart_and_another_backend_does_not() {
         let host = Host::new(1, VXLAN);
         let daemon = host.start(&server, &[]);
         daemon.wait_for_log("running lease");
-        let write = |config: &str| fs::write(host.dir.path().join("net-conf.json"), config).unwrap();
+        let write =
+            |config: &str| fs::write(host.dir.path().join("net-conf.json"), config).unwrap();
         write(r#"{"Network":"10.2.0.0/16","Backend":{"Type":"vxlan"}}"#);
         daemon.wait_for_log("the network config has other networks now");
         assert!(!daemon.log().contains("building the network anew"), "{}", daemon.log());
@@ -682,7 +753,11 @@ fn a_reload_during_the_start_changes_nothing_of_it() {
         drop(held);
         daemon.wait_for_log("running lease");
         daemon.wait_for_log("the network config has other networks now");
-        assert!(host.subnet_env().contains("FLANNEL_NETWORK=10.1.0.0/16\n"), "{}", host.subnet_env());
+        assert!(
+            host.subnet_env().contains("FLANNEL_NETWORK=10.1.0.0/16\n"),
+            "{}",
+            host.subnet_env()
+        );
         wait_for_condition(&server, "node-1", "False", "FlannelIsUp", &daemon);
     });
 }
@@ -694,11 +769,13 @@ fn both_families_over_host_gw_and_no_condition_if_that_is_not_wanted() {
         let server = cluster();
         server.put_node("node-1", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
         server.put_node("node-2", blank(&["10.1.2.0/24", "fd00:0:0:2::/64"]));
-        let others = json!({ "type": "NetworkUnavailable", "status": "False", "reason": "RouteCreated" });
+        let others =
+            json!({ "type": "NetworkUnavailable", "status": "False", "reason": "RouteCreated" });
         server.modify("node-1", |node| node["status"]["conditions"] = json!([others]));
         let hosts = [1, 2].map(|n| Host::new(n, DUAL));
-        let daemons =
-            hosts.each_ref().map(|host| host.start(&server, &["--set-node-network-unavailable=false"]));
+        let daemons = hosts
+            .each_ref()
+            .map(|host| host.start(&server, &["--set-node-network-unavailable=false"]));
         let routes = || hosts[0].netns.run(|| [ip("route show"), ip("-6 route show")].concat());
         let there = || {
             ["10.1.2.0/24 ", "via 192.0.2.2", "fd00:0:0:2::/64 via 2001:db8::2"]

@@ -37,10 +37,22 @@ impl Traced {
         fs::write(dir.path().join("network/config"), config).unwrap();
         let peer = r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:07"}}"#;
         fs::write(dir.path().join("network/subnets/10.1.7.0-24"), peer).unwrap();
-        let program = std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into());
+        let program =
+            std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into());
         // With -D it is strace that is in the background, and ends with the daemon.
         let mut command = Command::new("strace");
-        command.args(["-D", "-f", "-qq", "-e", "trace=process", "-e", "signal=none", "-s", "256", "-o"]);
+        command.args([
+            "-D",
+            "-f",
+            "-qq",
+            "-e",
+            "trace=process",
+            "-e",
+            "signal=none",
+            "-s",
+            "256",
+            "-o",
+        ]);
         command.arg(dir.path().join("trace")).arg(program);
         command.arg("--registry").arg(format!("dir:{}", dir.path().join("network").display()));
         command.arg("--subnet-file").arg(dir.path().join("subnet.env"));
@@ -58,8 +70,10 @@ impl Traced {
     fn settle(&self) {
         let (mut others, mut since) = (0, Instant::now());
         let quiet = || {
-            let now =
-                started(&self.trace()).iter().filter(|name| !["fork", SAVE].contains(&name.as_str())).count();
+            let now = started(&self.trace())
+                .iter()
+                .filter(|name| !["fork", SAVE].contains(&name.as_str()))
+                .count();
             if now != others {
                 (others, since) = (now, Instant::now());
             }
@@ -133,7 +147,8 @@ fn started(trace: &str) -> Vec<String> {
             let program = rest.split('"').next()?;
             return Some(program.rsplit('/').next()?.to_owned());
         }
-        let makes = ["clone(", "clone3(", "fork(", "vfork("].iter().any(|name| call.starts_with(name));
+        let makes =
+            ["clone(", "clone3(", "fork(", "vfork("].iter().any(|name| call.starts_with(name));
         (makes && !call.contains("CLONE_THREAD")).then(|| "fork".to_owned())
     };
     trace.lines().filter_map(one).collect()
@@ -159,7 +174,11 @@ fn with_nftables_none_is_started() {
             r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.128.0","SubnetMax":"10.1.191.0","EnableNFTables":true,"Backend":{"Type":"vxlan"}}"#,
         );
         assert!(traced.ask("/v1/status").contains("iptables-legacy"));
-        assert!(started(&traced.trace()).contains(&"iptables-legacy-save".to_owned()), "{}", traced.trace());
+        assert!(
+            started(&traced.trace()).contains(&"iptables-legacy-save".to_owned()),
+            "{}",
+            traced.trace()
+        );
         one_of_three(&traced, |all, _| all.is_empty());
         traced.stop();
     });
@@ -211,7 +230,9 @@ fn a_busy_disk_keeps_no_repair_waiting() {
         command.args(["-D", "-f", "-qq", "-e", "trace=fsync", "-e", "signal=none", "-o"]);
         command.arg(dir.path().join("trace"));
         command.args(["-e", "inject=fsync:delay_enter=15000000", env!("CARGO_BIN_EXE_flanneld")]);
-        command.arg("--registry").arg(format!("dir:{}?assign=static", dir.path().join("network").display()));
+        command
+            .arg("--registry")
+            .arg(format!("dir:{}?assign=static", dir.path().join("network").display()));
         command.arg("--subnet-file").arg(dir.path().join("run/subnet.env"));
         command.arg("--state-dir").arg(&state);
         command.arg("--iface=eth0");
@@ -220,7 +241,9 @@ fn a_busy_disk_keeps_no_repair_waiting() {
         daemon.wait_for_log("in sync peers=1");
         // It writes the subnet file, and waits for the disk.
         let writes = || {
-            let names = fs::read_dir(dir.path().join("run")).unwrap().map(|entry| entry.unwrap().file_name());
+            let names = fs::read_dir(dir.path().join("run"))
+                .unwrap()
+                .map(|entry| entry.unwrap().file_name());
             names.filter(|name| name.to_string_lossy().contains("subnet.env")).collect::<Vec<_>>()
         };
         wait_until(|| !writes().is_empty(), || daemon.log());

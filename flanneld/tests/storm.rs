@@ -16,8 +16,8 @@ use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::testing::FakeSubnets;
 use flannel_core::{
-    Backend, Change, Damage, Dual, ExternalInterface, Family, Host, Kernel, LeaseAttrs, MacAddr, Neigh,
-    ObjectKind, Owned, Status, SubnetManager,
+    Backend, Change, Damage, Dual, ExternalInterface, Family, Host, Kernel, LeaseAttrs, MacAddr,
+    Neigh, ObjectKind, Owned, Status, SubnetManager,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{bridge, in_netns_async, ip};
@@ -39,8 +39,10 @@ struct Random(u64);
 impl Random {
     /// By the clock, or what the environment says.
     fn new() -> Self {
-        let clock = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_nanos() as u64;
-        let given = std::env::var("FLANNEL_STORM_SEED").ok().map(|seed| seed.parse().expect("a number"));
+        let clock =
+            SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_nanos() as u64;
+        let given =
+            std::env::var("FLANNEL_STORM_SEED").ok().map(|seed| seed.parse().expect("a number"));
         let seed = given.unwrap_or(clock).max(1);
         println!("FLANNEL_STORM_SEED={seed}");
         Self(seed)
@@ -80,8 +82,9 @@ impl Tool {
         let mut process = Command::new(program);
         process.args([option, "-force", "-batch", "-"]);
         process.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
-        let mut child =
-            process.spawn().unwrap_or_else(|error| panic!("`{program}` of iproute2 is needed: {error}"));
+        let mut child = process
+            .spawn()
+            .unwrap_or_else(|error| panic!("`{program}` of iproute2 is needed: {error}"));
         let stdin = child.stdin.take().unwrap();
         Self { command, child, stdin, lines: 0, former: Vec::new() }
     }
@@ -104,7 +107,8 @@ impl Tool {
     /// index was is not asked again, and of a device that was made anew nothing would be hit any more.
     fn run(&mut self, line: &str) {
         while self.lines == Self::LINES || writeln!(self.stdin, "{line}").is_err() {
-            let Self { child, stdin, former, .. } = std::mem::replace(self, Self::new(self.command));
+            let Self { child, stdin, former, .. } =
+                std::mem::replace(self, Self::new(self.command));
             drop(stdin);
             self.former = former;
             self.former.push(child);
@@ -232,7 +236,8 @@ impl Setup {
             subnets: Arc::new(subnets.clone()),
             identity: "test".into(),
         };
-        let network = self.backend.register(&host, &subnets.network_config().await.unwrap()).await.unwrap();
+        let network =
+            self.backend.register(&host, &subnets.network_config().await.unwrap()).await.unwrap();
         let status = network.handle().status;
         let views = subnets.watch_leases().await.unwrap();
         tokio::spawn(async move {
@@ -253,8 +258,9 @@ impl Setup {
 }
 
 async fn in_sync(status: &mut watch::Receiver<Arc<Status>>, peers: usize) {
-    let settled =
-        async { drop(status.wait_for(|status| status.in_sync && status.peers == peers).await.unwrap()) };
+    let settled = async {
+        drop(status.wait_for(|status| status.in_sync && status.peers == peers).await.unwrap())
+    };
     if tokio::time::timeout(PATIENCE, settled).await.is_err() {
         panic!("never in sync: {:#?}", status.borrow());
     }
@@ -278,8 +284,10 @@ fn see() -> BTreeSet<String> {
             .join("\n"),
     ];
     let line = |line: &str| {
-        let line =
-            line.split_once(": ").filter(|(index, _)| index.parse::<u32>().is_ok()).map_or(line, |(_, l)| l);
+        let line = line
+            .split_once(": ")
+            .filter(|(index, _)| index.parse::<u32>().is_ok())
+            .map_or(line, |(_, l)| l);
         // The kernel says so or not as it likes, and of a tunnel that it is up once its carrier came and went.
         line.replace(" used 0/0/0", "")
             .replace(" state UP ", " state UNKNOWN ")
@@ -287,7 +295,8 @@ fn see() -> BTreeSet<String> {
             .collect::<Vec<_>>()
             .join(" ")
     };
-    let lines = texts.iter().flat_map(|text| text.lines()).filter(|line| !line.contains(" proto kernel "));
+    let lines =
+        texts.iter().flat_map(|text| text.lines()).filter(|line| !line.contains(" proto kernel "));
     lines.map(line).filter(|line| !line.starts_with("br0: ")).collect()
 }
 
@@ -325,7 +334,11 @@ impl Storm {
             setup,
             random: Random::new(),
             first: setup.first_nexthop(),
-            own: if setup.backend.name() == "vxlan" { DEVICES.map(address) } else { Default::default() },
+            own: if setup.backend.name() == "vxlan" {
+                DEVICES.map(address)
+            } else {
+                Default::default()
+            },
             tools: Tool::ALL.map(Tool::new),
             began: Instant::now(),
             done: 0,
@@ -346,11 +359,13 @@ impl Storm {
                 let rare = if self.random.below(20) == 0 { 14 } else { 0 };
                 self.damage_on_uplink(kind.unwrap_or(rare))
             } else {
-                let kind = if devices { self.random.below(1_000) } else { 16 + self.random.below(984) };
+                let kind =
+                    if devices { self.random.below(1_000) } else { 16 + self.random.below(984) };
                 self.damage(kind)
             };
             // Where it has none of its own, others' are none of its business.
-            if self.first.is_none() && text.split_whitespace().any(|word| ["nexthop", "nhid"].contains(&word))
+            if self.first.is_none()
+                && text.split_whitespace().any(|word| ["nexthop", "nhid"].contains(&word))
             {
                 continue;
             }
@@ -377,7 +392,12 @@ impl Storm {
 /// Something that can be done to a peer's objects, or to a device: the tool, by its place in [`Tool::ALL`], and what it is
 /// told. The nexthop object of a peer is `first` and its number, the addresses of the devices are `own`.
 /// Kinds below [`RARE`] are one each, and those below 16 hit whole devices; beyond, they are the same after [`OFTEN`].
-fn damage(kind: u64, random: &mut Random, first: u64, own_addresses: &[String; 2]) -> (usize, String) {
+fn damage(
+    kind: u64,
+    random: &mut Random,
+    first: u64,
+    own_addresses: &[String; 2],
+) -> (usize, String) {
     let family = Family::BOTH[random.below(2) as usize];
     let v4 = family == Family::V4;
     let device = DEVICES[usize::from(!v4)];
@@ -399,7 +419,11 @@ fn damage(kind: u64, random: &mut Random, first: u64, own_addresses: &[String; 2
     let elsewhere = format!("via {other} dev {device} onlink");
     let [own, wrong] = [1, 99].map(|n| public(n)[family].unwrap());
     let by_nexthop = v4 && random.below(2) == 0;
-    let via = if by_nexthop { format!("nhid {id}") } else { format!("via {gateway} dev {device} onlink") };
+    let via = if by_nexthop {
+        format!("nhid {id}")
+    } else {
+        format!("via {gateway} dev {device} onlink")
+    };
     match kind {
         // A device takes all that is on it along.
         0 => by_ip(format!("link delete {device}")),
@@ -442,7 +466,10 @@ fn damage(kind: u64, random: &mut Random, first: u64, own_addresses: &[String; 2
                 "link delete {device}\nlink add {device} type vxlan {kind} dev eth0 local {own} nolearning"
             ))
         }
-        16..19 => by_ip(format!("address add {unwanted}/{} dev {device} nodad", if v4 { 32 } else { 128 })),
+        16..19 => by_ip(format!(
+            "address add {unwanted}/{} dev {device} nodad",
+            if v4 { 32 } else { 128 }
+        )),
         19..22 => by_ip(format!(
             "address add {unwanted} peer {gateway}/{} dev {device} nodad",
             if v4 { 32 } else { 128 }
@@ -450,7 +477,8 @@ fn damage(kind: u64, random: &mut Random, first: u64, own_addresses: &[String; 2
         22..25 => by_ip(format!(
             "address {} {own_address} dev {device} {}",
             if v4 { "change" } else { "replace" },
-            ["valid_lft 3600 preferred_lft 1800", "valid_lft 3600 preferred_lft 0"][random.below(2) as usize]
+            ["valid_lft 3600 preferred_lft 1800", "valid_lft 3600 preferred_lft 0"]
+                [random.below(2) as usize]
         )),
         25..28 => by_ip(format!(
             "address del {own_address} dev {device}\naddress add {own_address} dev {device} scope link nodad"
@@ -466,14 +494,18 @@ fn damage(kind: u64, random: &mut Random, first: u64, own_addresses: &[String; 2
                 if v4 { 24 } else { 64 }
             )),
             7 => by_ip(format!("neigh del {gateway} dev {device}")),
-            8 => by_ip(format!("neigh replace {gateway} lladdr {alien} dev {device} nud permanent")),
+            8 => {
+                by_ip(format!("neigh replace {gateway} lladdr {alien} dev {device} nud permanent"))
+            }
             9 => by_ip(format!("neigh replace {gateway} lladdr {mac} dev {device} nud stale")),
-            10 => by_ip(format!("neigh replace {unwanted} lladdr {alien} dev {device} nud permanent")),
+            10 => {
+                by_ip(format!("neigh replace {unwanted} lladdr {alien} dev {device} nud permanent"))
+            }
             11 | 12 => by_bridge(format!("fdb del {mac} dev {device}")),
             13 => by_bridge(format!("fdb replace {mac} dev {device} dst {far} self permanent")),
-            14 => {
-                by_bridge(format!("fdb replace {mac} dev {device} dst {far} port 999 vni 7 self permanent"))
-            }
+            14 => by_bridge(format!(
+                "fdb replace {mac} dev {device} dst {far} port 999 vni 7 self permanent"
+            )),
             15 => by_bridge(format!("fdb replace {alien} dev {device} dst {far} self permanent")),
             16 => by_ip(format!("nexthop del id {id}")),
             17 => by_ip(format!("nexthop replace id {id} {elsewhere} protocol 4")),
@@ -501,7 +533,9 @@ fn damage(kind: u64, random: &mut Random, first: u64, own_addresses: &[String; 2
                 "fdb del {mac} dev {device}\nfdb add {mac} dev {device} nhid {} self permanent",
                 if v4 { 79 } else { 81 }
             )),
-            27 => by_bridge(format!("fdb replace {mac} dev {device} dst {right} via cali1 self permanent")),
+            27 => by_bridge(format!(
+                "fdb replace {mac} dev {device} dst {right} via cali1 self permanent"
+            )),
             // What a control plane learned takes no entry over that others made.
             28 => by_bridge(match random.below(2) {
                 0 => format!("fdb replace {mac} dev {device} dst {right} self permanent sticky"),
@@ -521,7 +555,11 @@ fn damage(kind: u64, random: &mut Random, first: u64, own_addresses: &[String; 2
             )),
             34 => by_ip(format!(
                 "route replace {dst} {via} proto 241 {}",
-                if v4 { ["initcwnd 20", "scope site"][random.below(2) as usize] } else { "pref high" }
+                if v4 {
+                    ["initcwnd 20", "scope site"][random.below(2) as usize]
+                } else {
+                    "pref high"
+                }
             )),
             _ => by_ip(format!("nexthop replace id {} {elsewhere} protocol 241", id + 4000)),
         },
@@ -532,7 +570,8 @@ fn damage(kind: u64, random: &mut Random, first: u64, own_addresses: &[String; 2
 fn damage_on_uplink(kind: u64, random: &mut Random, first: u64) -> (usize, String) {
     let family = Family::BOTH[random.below(2) as usize];
     let v4 = family == Family::V4;
-    let subnet = |n: u64| if v4 { format!("10.1.{n}.0/24") } else { format!("fd00:1:0:{n:x}::/64") };
+    let subnet =
+        |n: u64| if v4 { format!("10.1.{n}.0/24") } else { format!("fd00:1:0:{n:x}::/64") };
     let n = 2 + random.below(PEERS.into());
     let other = 2 + (n - 1 + random.below(u64::from(PEERS) - 1)) % u64::from(PEERS);
     let [gateway, other] = [n, other].map(|n| public(n as u8)[family].unwrap());
@@ -553,7 +592,9 @@ fn damage_on_uplink(kind: u64, random: &mut Random, first: u64) -> (usize, Strin
         9 => format!("nexthop del id {id}"),
         10 => format!("nexthop replace id {id} via {other} dev eth0 protocol 241"),
         11 => format!("nexthop replace id {id} via {gateway} dev eth0 protocol 4"),
-        12 => format!("nexthop replace id {id} blackhole\nroute add {unwanted} nhid {id} proto 241"),
+        12 => {
+            format!("nexthop replace id {id} blackhole\nroute add {unwanted} nhid {id} proto 241")
+        }
         13 => return (3, format!("nexthop del id {id}\nnexthop replace id {id} group 77")),
         // There are none of IPv6.
         14 => return (0, "nexthop flush proto 241".into()),
@@ -562,7 +603,11 @@ fn damage_on_uplink(kind: u64, random: &mut Random, first: u64) -> (usize, Strin
         17 => format!("route replace {dst} {via} proto 241 mtu 1300"),
         18 => format!(
             "route replace {dst} {via} proto 241 {}",
-            if v4 { ["advmss 1000", "scope site"][random.below(2) as usize] } else { "advmss 1000" }
+            if v4 {
+                ["advmss 1000", "scope site"][random.below(2) as usize]
+            } else {
+                "advmss 1000"
+            }
         ),
         19 => format!("route append {dst} via {other} dev eth0 proto 241"),
         _ => format!("nexthop replace id {stray} via {other} dev eth0 protocol 241"),
@@ -650,7 +695,11 @@ async fn storm_on_devices(setup: Setup, least: usize, ways: &'static [(ObjectKin
         if !devices && came && hit(&status.borrow(), &ways, 1) {
             break;
         }
-        assert!(Instant::now() < deadline, "peer {came}, not all was hit: {:?}", status.borrow().repairs);
+        assert!(
+            Instant::now() < deadline,
+            "peer {came}, not all was hit: {:?}",
+            status.borrow().repairs
+        );
         beat.tick().await;
         storm.blow(devices);
         if beats == 200 {
@@ -783,7 +832,9 @@ async fn flood(setup: Setup, nexthops: usize) {
     let other = NetlinkKernel::open().unwrap();
     let neigh = |n: u32| {
         let address = IpAddr::from((0x0a63_0000 + n).to_be_bytes());
-        Change::Put(Neigh { link: "cali1".parse().unwrap(), address, mac: MacAddr::local([7; 6]) }.into())
+        Change::Put(
+            Neigh { link: "cali1".parse().unwrap(), address, mac: MacAddr::local([7; 6]) }.into(),
+        )
     };
     let lost_before = messages_lost();
     // The runtime has one thread: while it is held, nobody reads, and the buffer overflows.

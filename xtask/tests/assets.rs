@@ -10,10 +10,12 @@ use clap::CommandFactory;
 #[test]
 fn completions_and_man_pages_know_every_option_and_verb() {
     let dir = tempfile::tempdir().unwrap();
-    let output = Command::new(env!("CARGO_BIN_EXE_xtask")).arg("assets").arg(dir.path()).output().unwrap();
+    let output =
+        Command::new(env!("CARGO_BIN_EXE_xtask")).arg("assets").arg(dir.path()).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let read =
-        |name: &str| fs::read_to_string(dir.path().join(name)).unwrap_or_else(|e| panic!("{name}: {e}"));
+    let read = |name: &str| {
+        fs::read_to_string(dir.path().join(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
+    };
     for command in [flanneld::Options::command(), flanneld::ctl_command()] {
         let name = command.get_name();
         // roff wants its dashes escaped.
@@ -23,7 +25,10 @@ fn completions_and_man_pages_know_every_option_and_verb() {
         let visible = command.get_arguments().filter(|arg| !arg.is_hide_set());
         for flag in visible.filter_map(clap::Arg::get_long) {
             assert!(page.contains(&format!("--{flag}")), "man page of {name}: --{flag}");
-            assert!(shells.iter().all(|text| text.contains(flag)), "completions of {name}: --{flag}");
+            assert!(
+                shells.iter().all(|text| text.contains(flag)),
+                "completions of {name}: --{flag}"
+            );
         }
         for verb in command.get_subcommands() {
             let verb = verb.get_name();
@@ -33,8 +38,11 @@ fn completions_and_man_pages_know_every_option_and_verb() {
     }
     assert!(read("man/flannelctl-lease-reserve.8").replace('\\', "").contains("--backend-type"));
     for file in ["flanneld.bash", "flannelctl.bash"] {
-        let check =
-            Command::new("bash").arg("-n").arg(dir.path().join("completions").join(file)).output().unwrap();
+        let check = Command::new("bash")
+            .arg("-n")
+            .arg(dir.path().join("completions").join(file))
+            .output()
+            .unwrap();
         assert!(check.status.success(), "{}", String::from_utf8_lossy(&check.stderr));
     }
 }

@@ -19,7 +19,8 @@ pub(crate) fn image() -> &'static Path {
             return (dir.into(), None);
         }
         let dir = tempfile::tempdir().unwrap();
-        let mut script = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("build-image-root.sh"));
+        let mut script =
+            Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("build-image-root.sh"));
         script.arg(dir.path()).envs([
             ("PROFILE", "dev"),
             ("CNI_PROFILE", "dev"),
@@ -107,9 +108,15 @@ impl Node {
     /// The command that runs a container.
     pub(crate) fn container(&self, name: &str) -> Command {
         let all = ["initContainers", "containers"].map(|kind| self.pod[kind].as_array().unwrap());
-        let container = all.into_iter().flatten().find(|container| container["name"] == name).unwrap();
+        let container =
+            all.into_iter().flatten().find(|container| container["name"] == name).unwrap();
         let texts = |value: &Value| -> Vec<String> {
-            value.as_array().into_iter().flatten().map(|text| text.as_str().unwrap().to_owned()).collect()
+            value
+                .as_array()
+                .into_iter()
+                .flatten()
+                .map(|text| text.as_str().unwrap().to_owned())
+                .collect()
         };
         let mut mounts = Vec::new();
         for mount in container["volumeMounts"].as_array().unwrap() {
@@ -131,7 +138,10 @@ impl Node {
             env.push(format!("{}={value}", variable["name"].as_str().unwrap()));
         }
         if let Some(api) = &self.api {
-            mounts.push((api.account.clone(), "/var/run/secrets/kubernetes.io/serviceaccount".to_owned()));
+            mounts.push((
+                api.account.clone(),
+                "/var/run/secrets/kubernetes.io/serviceaccount".to_owned(),
+            ));
             env.extend([
                 "KUBERNETES_SERVICE_HOST=127.0.0.1".to_owned(),
                 format!("KUBERNETES_SERVICE_PORT={}", api.port),
@@ -139,7 +149,11 @@ impl Node {
         }
         let capabilities = texts(&container["securityContext"]["capabilities"]["add"]);
         let mut command = self.inside(name, &capabilities, &mounts);
-        command.arg("env").args(env).args(texts(&container["command"])).args(texts(&container["args"]));
+        command
+            .arg("env")
+            .args(env)
+            .args(texts(&container["command"]))
+            .args(texts(&container["args"]));
         command
     }
 
@@ -155,7 +169,8 @@ impl Node {
         let mut command = Command::new("unshare");
         command.args(["--mount", "--", "sh", "-c", include_str!("container.sh"), "container"]);
         command.arg(&root).arg(image()).arg(capabilities.join(" "));
-        command.args(mounts.iter().map(|(source, target)| format!("{}:{target}", source.display())));
+        command
+            .args(mounts.iter().map(|(source, target)| format!("{}:{target}", source.display())));
         command.arg("--");
         command
     }

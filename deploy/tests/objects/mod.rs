@@ -13,7 +13,8 @@ use serde_json::Value;
 
 /// A file in `deploy/`; `FLANNEL_DEPLOY` names a copy of it, for users who cannot read it.
 pub(crate) fn file(name: &str) -> PathBuf {
-    let dir = std::env::var_os("FLANNEL_DEPLOY").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+    let dir =
+        std::env::var_os("FLANNEL_DEPLOY").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
     Path::new(&dir).join(name)
 }
 
@@ -58,7 +59,9 @@ pub(crate) fn known_to_the_api(object: &Value) -> Result<(), String> {
         (Some("v1"), Some("Namespace")) => through::<Namespace>(object),
         (Some("v1"), Some("ServiceAccount")) => through::<ServiceAccount>(object),
         (Some("v1"), Some("ConfigMap")) => through::<ConfigMap>(object),
-        (Some("rbac.authorization.k8s.io/v1"), Some("ClusterRole")) => through::<ClusterRole>(object),
+        (Some("rbac.authorization.k8s.io/v1"), Some("ClusterRole")) => {
+            through::<ClusterRole>(object)
+        }
         (Some("rbac.authorization.k8s.io/v1"), Some("ClusterRoleBinding")) => {
             through::<ClusterRoleBinding>(object)
         }
@@ -73,7 +76,8 @@ pub(crate) fn known_to_the_api(object: &Value) -> Result<(), String> {
 fn lost(before: &Value, after: &Value, path: &str) -> Vec<String> {
     match (before, after) {
         (Value::Object(before), Value::Object(after)) => {
-            let names = before.keys().chain(after.keys().filter(|name| !before.contains_key(*name)));
+            let names =
+                before.keys().chain(after.keys().filter(|name| !before.contains_key(*name)));
             names
                 .flat_map(|name| {
                     let value = |fields: &serde_json::Map<String, Value>| {
@@ -85,7 +89,9 @@ fn lost(before: &Value, after: &Value, path: &str) -> Vec<String> {
         }
         (Value::Array(before), Value::Array(after)) if before.len() == after.len() => {
             let pairs = before.iter().zip(after).enumerate();
-            pairs.flat_map(|(n, (before, after))| lost(before, after, &format!("{path}[{n}]"))).collect()
+            pairs
+                .flat_map(|(n, (before, after))| lost(before, after, &format!("{path}[{n}]")))
+                .collect()
         }
         (before, after) if before == after => Vec::new(),
         (before, after) => vec![format!("{path}: {before} became {after}")],

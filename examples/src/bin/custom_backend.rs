@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use flannel_core::{
-    Backend, Blueprint, Config, Error, ExternalInterface, Host, KernelNetwork, LeaseAttrs, LinkName, Network,
-    Owned, Rejected, Result, Route, State, SubnetManager, Via,
+    Backend, Blueprint, Config, Error, ExternalInterface, Host, KernelNetwork, LeaseAttrs,
+    LinkName, Network, Owned, Rejected, Result, Route, State, SubnetManager, Via,
 };
 use flannel_netlink::{NetlinkKernel, iface::Selectors};
 use flannel_subnet::{Identity, LocalManager, Mark, MemoryRegistry, Registry};
@@ -32,8 +32,11 @@ impl Backend for Hub {
 
     async fn register(&self, host: &Host, config: &Config) -> Result<Box<dyn Network>> {
         let router = router(config)?;
-        let attrs =
-            LeaseAttrs { public: host.iface.public, backend_type: "hub".into(), ..LeaseAttrs::default() };
+        let attrs = LeaseAttrs {
+            public: host.iface.public,
+            backend_type: "hub".into(),
+            ..LeaseAttrs::default()
+        };
         let link = host.iface.name;
         let blueprint = Blueprint {
             lease: host.subnets.acquire_lease(&attrs).await?,
@@ -43,7 +46,10 @@ impl Backend for Hub {
             base: State::default(),
             plan: Box::new(move |peer, _env, objects| {
                 if peer.attrs.backend_type != "hub" {
-                    return Err(Rejected(format!("its backend type is {:?}", peer.attrs.backend_type)));
+                    return Err(Rejected(format!(
+                        "its backend type is {:?}",
+                        peer.attrs.backend_type
+                    )));
                 }
                 let via = Via::Gateway { gateway: router, link, onlink: false };
                 objects.extend(peer.subnets.iter().map(|dst| Route { dst, via, mtu: None }.into()));
@@ -58,17 +64,20 @@ impl Backend for Hub {
 fn router(config: &Config) -> Result<IpAddr> {
     let refuse = |reason: String| Error::Backend { backend: "hub".into(), reason };
     let fields = config.backend.fields().map_err(|error| refuse(error.to_string()))?;
-    let router = fields.parsed("Router", "the router's address").map_err(|e| refuse(e.to_string()))?;
+    let router =
+        fields.parsed("Router", "the router's address").map_err(|e| refuse(e.to_string()))?;
     router.ok_or_else(|| refuse("Backend.Router is missing: name the router's address".into()))
 }
 
 fn main() -> anyhow::Result<()> {
     examples::in_sandbox(|| async {
-        let config = r#"{"Network": "10.1.0.0/16", "Backend": {"Type": "hub", "Router": "192.0.2.254"}}"#;
+        let config =
+            r#"{"Network": "10.1.0.0/16", "Backend": {"Type": "hub", "Router": "192.0.2.254"}}"#;
         let registry = Arc::new(MemoryRegistry::with_config(config));
         let peer = LeaseAttrs { backend_type: "hub".into(), ..LeaseAttrs::default() };
         registry.create(&"10.1.7.0-24".parse()?, &peer, None).await?;
-        let identity = Identity { mark: Mark::random(), previous: None, local_addresses: Vec::new() };
+        let identity =
+            Identity { mark: Mark::random(), previous: None, local_addresses: Vec::new() };
         let subnets = Arc::new(LocalManager::new(registry, identity));
         let kernel = Arc::new(NetlinkKernel::open()?);
         let iface = kernel.external_interface(

@@ -13,7 +13,10 @@ fn main() -> anyhow::Result<()> {
 
 async fn embed() -> anyhow::Result<()> {
     let dir = tempfile::tempdir()?;
-    std::fs::write(dir.path().join("config"), r#"{"Network": "10.1.0.0/16", "Backend": {"Type": "vxlan"}}"#)?;
+    std::fs::write(
+        dir.path().join("config"),
+        r#"{"Network": "10.1.0.0/16", "Backend": {"Type": "vxlan"}}"#,
+    )?;
     let registry = Arc::new(DirRegistry::open(dir.path(), DirOptions::default()).await?);
     let peer = r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:07"}}"#;
     registry.create(&"10.1.7.0-24".parse()?, &LeaseAttrs::from_json(peer)?, None).await?;

@@ -12,7 +12,8 @@ async fn main() -> anyhow::Result<()> {
     let mut nodes = Vec::new();
     for address in ["192.0.2.1", "192.0.2.2"] {
         let registry = Arc::new(DirRegistry::open(dir.path(), DirOptions::default()).await?);
-        let identity = Identity { mark: Mark::random(), previous: None, local_addresses: Vec::new() };
+        let identity =
+            Identity { mark: Mark::random(), previous: None, local_addresses: Vec::new() };
         let node = LocalManager::new(registry, identity);
         let public = [address.parse::<std::net::IpAddr>()?].into_iter().collect();
         let lease = node.acquire_lease(&LeaseAttrs { public, ..LeaseAttrs::default() }).await?;
@@ -21,8 +22,9 @@ async fn main() -> anyhow::Result<()> {
     }
     for (node, own) in &nodes {
         let mut views = node.watch_leases().await?;
-        let both =
-            |view: &flannel_core::View| matches!(view.origin, Origin::Live { .. }) && view.leases.len() == 2;
+        let both = |view: &flannel_core::View| {
+            matches!(view.origin, Origin::Live { .. }) && view.leases.len() == 2
+        };
         let view = views.wait_for(both).await?;
         let others: Vec<_> =
             view.leases.iter().filter(|l| l.subnets != own.subnets).map(|l| l.subnets).collect();

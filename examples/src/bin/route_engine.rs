@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use flannel_core::{
-    Blueprint, KernelNetwork, Lease, LeaseAttrs, LeaseSet, LinkName, Network, Origin, Owned, Revision, Route,
-    State, Via, View,
+    Blueprint, KernelNetwork, Lease, LeaseAttrs, LeaseSet, LinkName, Network, Origin, Owned,
+    Revision, Route, State, Via, View,
 };
 use flannel_netlink::NetlinkKernel;
 use tokio::sync::watch;
@@ -15,9 +15,11 @@ fn main() -> anyhow::Result<()> {
 
 async fn embed() -> anyhow::Result<()> {
     let eth0: LinkName = "eth0".parse()?;
-    let leases: LeaseSet =
-        [lease("10.1.1.0-24", "192.0.2.1")?, lease("10.1.7.0-24", "192.0.2.7")?].into_iter().collect();
-    let (_views, views) = watch::channel(View { leases, origin: Origin::Live { revision: Revision(1) } });
+    let leases: LeaseSet = [lease("10.1.1.0-24", "192.0.2.1")?, lease("10.1.7.0-24", "192.0.2.7")?]
+        .into_iter()
+        .collect();
+    let (_views, views) =
+        watch::channel(View { leases, origin: Origin::Live { revision: Revision(1) } });
     let pods = "10.1.0.0/16".parse()?;
     let network = KernelNetwork::new(
         Arc::new(NetlinkKernel::open()?),
@@ -48,5 +50,11 @@ async fn embed() -> anyhow::Result<()> {
 fn lease(key: &str, public: &str) -> anyhow::Result<Lease> {
     let public = [public.parse::<std::net::IpAddr>()?].into_iter().collect();
     let attrs = LeaseAttrs { public, ..LeaseAttrs::default() };
-    Ok(Lease { subnets: key.parse()?, attrs, expires: None, since: Revision(1), revision: Revision(1) })
+    Ok(Lease {
+        subnets: key.parse()?,
+        attrs,
+        expires: None,
+        since: Revision(1),
+        revision: Revision(1),
+    })
 }

@@ -17,7 +17,9 @@ pub(crate) fn flannel() -> PathBuf {
 
 /// The program that installs files; `INSTALL_CONF` names another copy of it.
 pub(crate) fn install_conf() -> PathBuf {
-    std::env::var_os("INSTALL_CONF").unwrap_or_else(|| env!("CARGO_BIN_EXE_install-conf").into()).into()
+    std::env::var_os("INSTALL_CONF")
+        .unwrap_or_else(|| env!("CARGO_BIN_EXE_install-conf").into())
+        .into()
 }
 
 /// One container's interface.
@@ -30,7 +32,11 @@ pub(crate) struct Attach {
 
 impl Attach {
     pub(crate) fn new(container: &str, ifname: &str, netns: &Path) -> Self {
-        Self { container: container.into(), ifname: ifname.into(), netns: netns.display().to_string() }
+        Self {
+            container: container.into(),
+            ifname: ifname.into(),
+            netns: netns.display().to_string(),
+        }
     }
 }
 
@@ -49,7 +55,10 @@ pub(crate) fn call(
 ) -> Output {
     let mut process = Command::new(program);
     process.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    process.env("CNI_COMMAND", command).env("CNI_PATH", path).env("CNI_CONTAINERID", &attach.container);
+    process
+        .env("CNI_COMMAND", command)
+        .env("CNI_PATH", path)
+        .env("CNI_CONTAINERID", &attach.container);
     process.env("CNI_IFNAME", &attach.ifname).env("CNI_NETNS", &attach.netns);
     process.envs(more.iter().copied());
     let spawned = match host {

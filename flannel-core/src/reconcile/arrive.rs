@@ -108,7 +108,8 @@ impl Reconciler {
 
     /// This view brings a flood, as far as can be told before the kernel is read and its leases are looked at.
     pub(crate) fn would_flood(&self, view: &View) -> bool {
-        !self.is_unread() && is_flood(view.leases.len().saturating_sub(self.leases.len()), view.leases.len())
+        !self.is_unread()
+            && is_flood(view.leases.len().saturating_sub(self.leases.len()), view.leases.len())
     }
 
     /// Puts what new peers define, as much of it as a round may take; nothing of a flood, unless it `may_flood`.
@@ -222,7 +223,9 @@ impl Reconciler {
             }
             let Some((id, _)) = self.fresh.pop_front() else { break };
             let defined = self.peers.take_fresh(id).unwrap_or_default();
-            expand(defined, self.ids.as_ref(), |object| objects[object.kind() as usize].push(object));
+            expand(defined, self.ids.as_ref(), |object| {
+                objects[object.kind() as usize].push(object)
+            });
         }
         if self.fresh.is_empty() {
             // Room for thousands is not kept.

@@ -88,7 +88,8 @@ impl Reconciler {
                 if let Key::Nexthop(id) = key {
                     let dst = self.ids.as_ref().and_then(|ids| ids.dst(id));
                     // One that a plan defined has routes that the plan defined too.
-                    let routes = dst.map(|dst| vec![Key::Route(dst)]).or_else(|| self.peers.routes_by(&key));
+                    let routes =
+                        dst.map(|dst| vec![Key::Route(dst)]).or_else(|| self.peers.routes_by(&key));
                     if routes.is_none() {
                         self.unread = Unread::Everything;
                     }

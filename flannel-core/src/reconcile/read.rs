@@ -38,7 +38,9 @@ impl Reconciler {
     fn adopt_ids(&mut self, actual: &State) {
         let Some(ids) = &mut self.ids else { return };
         let (first, peers) = (self.reads.done == 0, &self.peers);
-        let wanted = |dst: &Subnet| peers.object(&Key::Route(*dst)).is_some_and(|o| nexthop(&o, 0).is_some());
+        let wanted = |dst: &Subnet| {
+            peers.object(&Key::Route(*dst)).is_some_and(|o| nexthop(&o, 0).is_some())
+        };
         ids.adopt(actual, |dst| first || !wanted(dst));
         if !first {
             return;
@@ -66,7 +68,11 @@ impl Reconciler {
     ///
     /// A link in `links_put` that still is not as wanted is one that the kernel keeps as it is: say so
     /// instead of putting it for ever, and since when, if it failed before it was put.
-    pub(super) fn read(&mut self, kernel: &dyn Kernel, links_put: &BTreeMap<Key, Option<Failure>>) -> bool {
+    pub(super) fn read(
+        &mut self,
+        kernel: &dyn Kernel,
+        links_put: &BTreeMap<Key, Option<Failure>>,
+    ) -> bool {
         // What is there of leases that nobody looked at would seem to be nobody's.
         self.take_all_coming(kernel);
         let started = Instant::now();
@@ -125,14 +131,19 @@ impl Reconciler {
             self.release_ids();
         }
         let (put, gone) = (&self.put, &self.gone);
-        self.ledger
-            .keep_failing(|k| put.contains_key(k) || gone.contains_key(k) || links_put.contains_key(k));
+        self.ledger.keep_failing(|k| {
+            put.contains_key(k) || gone.contains_key(k) || links_put.contains_key(k)
+        });
         self.suspects.retain(|key, _| put.contains_key(key) || gone.contains_key(key));
         true
     }
 
     /// Of new peers only those stay fresh of which nothing is there. What others lack is noted in `put`.
-    fn sort_out_fresh(&mut self, actual: &State, mut put: BTreeMap<Key, Cause>) -> BTreeMap<Key, Cause> {
+    fn sort_out_fresh(
+        &mut self,
+        actual: &State,
+        mut put: BTreeMap<Key, Cause>,
+    ) -> BTreeMap<Key, Cause> {
         for (id, arrived) in std::mem::take(&mut self.fresh) {
             let (mut some, mut lacking) = (false, Vec::new());
             expand(self.peers.fresh_objects(id).unwrap_or_default(), self.ids.as_ref(), |object| {
@@ -156,7 +167,8 @@ impl Reconciler {
     /// What is wanted, but for what fresh peers want, and is not there or not so; and what is there and not wanted. Goes through
     /// the peers in the order of their slots, which mostly is that of what they put.
     fn compare<'a>(&self, actual: &'a State) -> Comparison<'a> {
-        let (mut wrong, mut is_wanted, mut finder) = (Vec::new(), vec![false; actual.len()], actual.finder());
+        let (mut wrong, mut is_wanted, mut finder) =
+            (Vec::new(), vec![false; actual.len()], actual.finder());
         let mut nexthops = 0;
         let mut look = |want: Object| {
             nexthops += usize::from(matches!(want, Object::Nexthop(_)));

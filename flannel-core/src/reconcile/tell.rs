@@ -26,7 +26,9 @@ impl Reconciler {
     }
 
     pub(crate) fn is_failing(&self) -> bool {
-        !self.ledger.failing().is_empty() || self.kernel_error.is_some() || self.lookup_error.is_some()
+        !self.ledger.failing().is_empty()
+            || self.kernel_error.is_some()
+            || self.lookup_error.is_some()
     }
 
     /// Before the first look at the kernel everything is unread.
@@ -59,8 +61,10 @@ impl Reconciler {
     pub(crate) fn waiting(&self) -> Waiting {
         let coming = self.coming.leases().iter().map(|lease| lease.subnets);
         let fresh = self.fresh.iter().filter_map(|(id, _)| self.peers.fresh_lease(*id));
-        let mut peers: BTreeMap<Subnets, Wait> =
-            coming.chain(fresh.map(|lease| lease.subnets)).map(|subnets| (subnets, Wait::Turn)).collect();
+        let mut peers: BTreeMap<Subnets, Wait> = coming
+            .chain(fresh.map(|lease| lease.subnets))
+            .map(|subnets| (subnets, Wait::Turn))
+            .collect();
         for (key, cause) in &self.put {
             let Some(peer) = self.peer_of(key) else { continue };
             let link = self.want(key).and_then(|object| self.link_of(&object));
@@ -76,28 +80,34 @@ impl Reconciler {
 
     /// The peer whose subnet holds `address`, and how what it wants stands.
     pub(crate) fn explain(&self, address: IpAddr, kernel: &dyn Kernel) -> Option<Explanation> {
-        let Some(peer) = self.peers.holder_of(address) else { return self.explain_coming(address, kernel) };
+        let Some(peer) = self.peers.holder_of(address) else {
+            return self.explain_coming(address, kernel);
+        };
         let standing = |object: &Object| {
             let key = object.key();
             if !peer.believed {
                 Standing::Unwanted
             } else if let Some(failure) = self.ledger.failing().get(&key) {
                 Standing::Failing(failure.clone())
-            } else if peer.fresh || self.put.contains_key(&key) || self.unread == Unread::Everything {
+            } else if peer.fresh || self.put.contains_key(&key) || self.unread == Unread::Everything
+            {
                 Standing::Pending
             } else {
                 Standing::InPlace
             }
         };
         let mut objects = Vec::new();
-        expand(&peer.objects, self.ids.as_ref(), |object| objects.push((standing(&object), object)));
+        expand(&peer.objects, self.ids.as_ref(), |object| {
+            objects.push((standing(&object), object))
+        });
         let objects = objects.into_iter().map(|(how, object)| (object, how)).collect();
         let disbelief = self.peers.disbelieved().get(&peer.lease.subnets).cloned();
         Some(Explanation { lease: Arc::clone(&peer.lease), disbelief, objects })
     }
     /// The same of a lease that nobody looked at yet: what its plan will make of it.
     fn explain_coming(&self, address: IpAddr, kernel: &dyn Kernel) -> Option<Explanation> {
-        let holds = |lease: &&Arc<Lease>| lease.subnets.iter().any(|subnet| subnet.contains(address));
+        let holds =
+            |lease: &&Arc<Lease>| lease.subnets.iter().any(|subnet| subnet.contains(address));
         let lease = self.coming.leases().iter().find(holds)?;
         let (answers, mut objects) = (Answers::new(kernel), Vec::new());
         let foreseen = self.peers.foresee(lease, &|a| answers.on_link(a));

@@ -72,7 +72,8 @@ impl Reconciler {
                 return self.put_fresh(kernel, gate, may_flood);
             }
             let links = self.put.keys().take_while(|key| matches!(key, Key::Link(_)));
-            let links: Vec<Change> = links.filter_map(|key| self.want(key)).map(Change::Put).collect();
+            let links: Vec<Change> =
+                links.filter_map(|key| self.want(key)).map(Change::Put).collect();
             if links.is_empty() {
                 break;
             }
@@ -80,7 +81,8 @@ impl Reconciler {
             let keys = links.iter().map(|change| change.object().key());
             let before: Vec<(Key, Option<Failure>)> = keys.map(|key| (key, failing(key))).collect();
             self.apply(kernel, gate, &links)?;
-            let taken = before.into_iter().filter(|(key, _)| !self.ledger.failing().contains_key(key));
+            let taken =
+                before.into_iter().filter(|(key, _)| !self.ledger.failing().contains_key(key));
             let taken: Vec<_> = taken.collect();
             for (key, _) in &taken {
                 if let Key::Link(name) = key {
@@ -127,7 +129,8 @@ impl Reconciler {
             None => {
                 let everything = Subnet::everything(Family::of(nexthop.gateway));
                 let routes = Key::Route(everything)..=Key::Route(Subnet::host(everything.last()));
-                put.range(routes.clone()).next().is_some() || failing.keys().any(|key| routes.contains(key))
+                put.range(routes.clone()).next().is_some()
+                    || failing.keys().any(|key| routes.contains(key))
             }
         }
     }
@@ -156,7 +159,11 @@ impl Reconciler {
     }
 
     /// The next batch of what is noted and `meant` after `last`; where it is the turn of a route, so it is of its nexthop object.
-    fn next_noted(&self, last: &mut Option<Key>, meant: impl Fn(&Key, &Cause) -> bool) -> Vec<Change> {
+    fn next_noted(
+        &self,
+        last: &mut Option<Key>,
+        meant: impl Fn(&Key, &Cause) -> bool,
+    ) -> Vec<Change> {
         let mut batch = Vec::new();
         for (key, cause) in self.put.range((last.map_or(Unbounded, Excluded), Unbounded)) {
             if batch.len() >= BATCH {
@@ -165,7 +172,8 @@ impl Reconciler {
             *last = Some(*key);
             let wanted = meant(key, cause).then(|| self.want(key)).flatten();
             let Some(object) = wanted.filter(|object| !self.lacks_link(object)) else { continue };
-            if let (Cause::Lease(_), Object::Route(Route { via: Via::Nexthop(id), .. })) = (cause, &object)
+            if let (Cause::Lease(_), Object::Route(Route { via: Via::Nexthop(id), .. })) =
+                (cause, &object)
                 && let Some(Cause::Doubt(_)) = self.put.get(&Key::Nexthop(*id))
             {
                 batch.extend(self.want(&Key::Nexthop(*id)).map(Change::Put));
@@ -192,8 +200,7 @@ impl Reconciler {
     /// The next batch of what is to be deleted before `last` and `meant`: in the order opposite to that of creation.
     fn next_gone(&self, last: &mut Option<Key>, meant: impl Fn(&Cause) -> bool) -> Vec<Change> {
         let gone = self.gone.range((Unbounded, last.map_or(Unbounded, Excluded))).rev();
-        let leads =
-            |object: &Object| matches!(object, Object::Nexthop(nexthop) if self.may_still_lead(nexthop));
+        let leads = |object: &Object| matches!(object, Object::Nexthop(nexthop) if self.may_still_lead(nexthop));
         let gone = gone.filter(|(_, (object, cause))| meant(cause) && !leads(object)).take(BATCH);
         let batch: Vec<_> = gone.map(|(_, (object, _))| Change::Delete(object.clone())).collect();
         *last = batch.last().map(|change| change.object().key());
@@ -230,7 +237,12 @@ impl Reconciler {
         Ok(())
     }
 
-    fn apply(&mut self, kernel: &dyn Kernel, gate: &Gate, changes: &[Change]) -> Result<(), Closed> {
+    fn apply(
+        &mut self,
+        kernel: &dyn Kernel,
+        gate: &Gate,
+        changes: &[Change],
+    ) -> Result<(), Closed> {
         let results = gate.pass(|| kernel.apply(&self.owned, changes)).ok_or(Closed)?;
         let now = Instant::now();
         for (change, result) in changes.iter().zip(results) {
@@ -277,7 +289,8 @@ impl Reconciler {
                 match cause {
                     None => {}
                     Some(Cause::Lease(arrived)) => {
-                        self.ledger.applied(arrived.map(|arrived| now.saturating_duration_since(arrived)));
+                        self.ledger
+                            .applied(arrived.map(|arrived| now.saturating_duration_since(arrived)));
                     }
                     Some(Cause::Doubt(damage)) => {
                         self.ledger.repaired(object, damage, self.peer_of(&key), suspect);

@@ -11,7 +11,8 @@ use tokio::sync::mpsc;
 
 use crate::address::Subnet;
 use crate::kernel::{
-    Changes, Culprit, Doubts, Kernel, KernelError, Owned, Process, ROUTE_PROTOCOL, Report, RouteAnswer,
+    Changes, Culprit, Doubts, Kernel, KernelError, Owned, Process, ROUTE_PROTOCOL, Report,
+    RouteAnswer,
 };
 use crate::name::LinkName;
 use crate::nexthops::NexthopIds;
@@ -160,7 +161,8 @@ impl FakeKernel {
         let name = name.parse().expect("an interface name");
         let Some(foreign) = tables.foreign.get_mut(&name) else { return };
         let old = std::mem::replace(&mut foreign.on_link, on_link.to_vec());
-        let routes = old.into_iter().chain(on_link.iter().copied()).map(|s| Report::Other(Key::Route(s)));
+        let routes =
+            old.into_iter().chain(on_link.iter().copied()).map(|s| Report::Other(Key::Route(s)));
         let routes = routes.collect();
         tables.tell(0, &Doubts::Objects(routes, None));
     }
@@ -173,7 +175,9 @@ impl FakeKernel {
         if let Some(foreign) = tables.foreign.get_mut(&name) {
             foreign.up = up;
         }
-        if let Some(Entry { object: Object::Link(link), .. }) = tables.objects.get_mut(&Key::Link(name)) {
+        if let Some(Entry { object: Object::Link(link), .. }) =
+            tables.objects.get_mut(&Key::Link(name))
+        {
             link.up = up;
         }
         if !up {
@@ -206,7 +210,8 @@ impl FakeKernel {
         let doubts = match object {
             Object::Link(link) => Doubts::Link(link.name),
             _ => {
-                let report = if entry.inexact { Report::Inexact(object) } else { Report::Now(object) };
+                let report =
+                    if entry.inexact { Report::Inexact(object) } else { Report::Now(object) };
                 Doubts::Objects(vec![report], foreigner(&key, Some(entry.protocol)))
             }
         };
@@ -351,11 +356,14 @@ impl Tables {
             self.drop_orphans();
         }
         let Key::Addr(name, IpAddr::V4(_)) = key else { return };
-        let left =
-            self.objects.keys().any(|key| matches!(key, Key::Addr(link, IpAddr::V4(_)) if *link == name));
+        let left = self
+            .objects
+            .keys()
+            .any(|key| matches!(key, Key::Addr(link, IpAddr::V4(_)) if *link == name));
         if !left {
             self.objects.retain(|key, entry| {
-                !matches!(key, Key::Route(dst) if dst.base().is_ipv4()) || entry.object.link() != Some(name)
+                !matches!(key, Key::Route(dst) if dst.base().is_ipv4())
+                    || entry.object.link() != Some(name)
             });
         }
     }
@@ -381,14 +389,16 @@ impl Tables {
     }
 
     fn on_link(&self, address: IpAddr) -> Option<LinkName> {
-        let on =
-            |foreign: &Foreign| foreign.up && foreign.on_link.iter().any(|subnet| subnet.contains(address));
+        let on = |foreign: &Foreign| {
+            foreign.up && foreign.on_link.iter().any(|subnet| subnet.contains(address))
+        };
         self.foreign.iter().find(|(_, foreign)| on(foreign)).map(|(name, _)| *name)
     }
 
     fn put(&mut self, writer: u32, object: &Object) -> Result<(), KernelError> {
         let key = object.key();
-        let operation = if self.objects.contains_key(&key) { Operation::Replace } else { Operation::Create };
+        let operation =
+            if self.objects.contains_key(&key) { Operation::Replace } else { Operation::Create };
         self.call(operation, Some(key))?;
         if let Object::Link(link) = object {
             return self.put_link(link);
@@ -400,15 +410,21 @@ impl Tables {
             }
         }
         match object {
-            Object::Fdb(fdb) if self.foreign.contains_key(&fdb.link) => return Err(KernelError::new(EINVAL)),
-            Object::Nexthop(_) if self.without_nexthops => return Err(KernelError::new(EOPNOTSUPP)),
+            Object::Fdb(fdb) if self.foreign.contains_key(&fdb.link) => {
+                return Err(KernelError::new(EINVAL));
+            }
+            Object::Nexthop(_) if self.without_nexthops => {
+                return Err(KernelError::new(EOPNOTSUPP));
+            }
             Object::Nexthop(Nexthop { gateway, link, onlink: false, .. })
                 if self.on_link(*gateway) != Some(*link) =>
             {
                 return Err(KernelError::explained(EINVAL, "Nexthop has invalid gateway"));
             }
             Object::Route(route) => match route.via {
-                Via::Gateway { gateway, link, onlink: false } if self.on_link(gateway) != Some(link) => {
+                Via::Gateway { gateway, link, onlink: false }
+                    if self.on_link(gateway) != Some(link) =>
+                {
                     return Err(KernelError::explained(ENETUNREACH, "Nexthop has invalid gateway"));
                 }
                 Via::Nexthop(id) if !self.objects.contains_key(&Key::Nexthop(id)) => {
@@ -449,7 +465,8 @@ impl Tables {
         }
         let object = Object::Link(link.clone());
         if old.as_ref() != Some(&object) {
-            self.objects.insert(Key::Link(link.name), Entry { object, protocol: 0, inexact: false });
+            self.objects
+                .insert(Key::Link(link.name), Entry { object, protocol: 0, inexact: false });
             self.tell(0, &Doubts::Link(link.name));
         }
         Ok(())
@@ -485,8 +502,12 @@ impl Tables {
             Object::Addr(addr) => owned.owns_addr(addr),
             Object::Neigh(neigh) => owned.owns_entry(neigh.link, true),
             Object::Fdb(fdb) => owned.owns_entry(fdb.link, true),
-            Object::Nexthop(nexthop) => owned.owns_nexthop(nexthop.id, nexthop.link, entry.protocol),
-            Object::Route(route) => owned.owns_route(route, self.link_of(&entry.object), entry.protocol),
+            Object::Nexthop(nexthop) => {
+                owned.owns_nexthop(nexthop.id, nexthop.link, entry.protocol)
+            }
+            Object::Route(route) => {
+                owned.owns_route(route, self.link_of(&entry.object), entry.protocol)
+            }
         }
     }
 }
@@ -522,7 +543,8 @@ impl Kernel for FakeKernel {
         };
         for entry in tables.objects.values() {
             let Object::Nexthop(Nexthop { id, .. }) = entry.object else { continue };
-            let inside: Vec<bool> = tables.objects.values().filter_map(|entry| route(entry, id)).collect();
+            let inside: Vec<bool> =
+                tables.objects.values().filter_map(|entry| route(entry, id)).collect();
             if entry.protocol != ROUTE_PROTOCOL || inside.contains(&false) {
                 there.foreign.push(id);
             } else if !inside.is_empty() {
@@ -563,7 +585,9 @@ impl Kernel for FakeKernel {
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
         let mut tables = self.lock();
         tables.call(Operation::Lookup, None)?;
-        Ok(tables.on_link(dst).map_or_else(RouteAnswer::nowhere, |link| RouteAnswer::via(link, None, None)))
+        Ok(tables
+            .on_link(dst)
+            .map_or_else(RouteAnswer::nowhere, |link| RouteAnswer::via(link, None, None)))
     }
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
@@ -600,7 +624,9 @@ fn is_about_links(doubts: &Doubts) -> bool {
         Report::Now(object) | Report::Inexact(object) | Report::Double(object) => {
             object.kind() == ObjectKind::Addr
         }
-        Report::Gone(key) | Report::Other(key) | Report::Beside(key) => key.kind() == ObjectKind::Addr,
+        Report::Gone(key) | Report::Other(key) | Report::Beside(key) => {
+            key.kind() == ObjectKind::Addr
+        }
     })
 }
 

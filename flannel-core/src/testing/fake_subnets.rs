@@ -35,7 +35,8 @@ impl FakeSubnets {
 
     /// A manager with this network config and no leases.
     pub fn with_config(config: &str) -> Self {
-        let view = View { leases: LeaseSet::default(), origin: Origin::Live { revision: Revision(1) } };
+        let view =
+            View { leases: LeaseSet::default(), origin: Origin::Live { revision: Revision(1) } };
         Self(Arc::new(Mutex::new(Inner {
             config: config.to_owned(),
             hints: Hints::default(),
@@ -51,7 +52,10 @@ impl FakeSubnets {
     /// `key` is no lease key, or `public` no address.
     pub fn put(&self, key: &str, public: &str) {
         let public: IpAddr = public.parse().expect("an IP address");
-        self.put_attrs(key, LeaseAttrs { public: [public].into_iter().collect(), ..LeaseAttrs::default() });
+        self.put_attrs(
+            key,
+            LeaseAttrs { public: [public].into_iter().collect(), ..LeaseAttrs::default() },
+        );
     }
 
     /// Puts a peer's lease.
@@ -125,7 +129,8 @@ impl SubnetManager for FakeSubnets {
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease> {
         let networks: Dual<Subnet> = self.network_config().await?.networks.map(|_, n| n.min);
         let subnets = Subnets::new(networks.values().copied());
-        let subnets = subnets.expect("a checked config enables a family, and its subnets fit into a key");
+        let subnets =
+            subnets.expect("a checked config enables a family, and its subnets fit into a key");
         Ok(self.lock().write(subnets, attrs.clone()))
     }
 

@@ -189,7 +189,9 @@ fn every_attribute_is_changed_in_place(ground: &Ground<'_>) {
         }
         apply(ground, &[Change::Put(down.into())]);
         let found = snapshot(ground);
-        assert!(found.get(&Key::Link(link(n))).is_some_and(|o| matches!(o, Object::Link(l) if !l.up)));
+        assert!(
+            found.get(&Key::Link(link(n))).is_some_and(|o| matches!(o, Object::Link(l) if !l.up))
+        );
         assert_eq!(found.get(&Key::Neigh(link(n), ip(family, 2))), None, "down drops neighbours");
         assert!(found.get(&Key::Fdb(link(n), mac(20))).is_some(), "down keeps fdb entries");
         apply(ground, &[Change::Put(device.into())]);
@@ -198,7 +200,8 @@ fn every_attribute_is_changed_in_place(ground: &Ground<'_>) {
 }
 
 fn a_failure_in_the_middle_stops_nothing(ground: &Ground<'_>) {
-    let neigh = |l: u8, n| Object::from(Neigh { link: link(l), address: ip(Family::V4, n), mac: mac(n) });
+    let neigh =
+        |l: u8, n| Object::from(Neigh { link: link(l), address: ip(Family::V4, n), mac: mac(n) });
     let device: Object = device(Family::V4, 1, ground.uplink).into();
     let batch = puts(&[device.clone(), neigh(1, 1), neigh(2, 2), neigh(1, 3)]);
     let results = ground.kernel.apply(&owned(ground.uplink), &batch);
@@ -239,7 +242,11 @@ fn a_foreign_link_is_never_touched(ground: &Ground<'_>) {
     assert_eq!(error.errno, 17, "EEXIST: {error}");
     assert!(error.to_string().contains(ground.uplink.as_str()), "{error}");
     let found = ground.kernel.snapshot(&owned).expect("a snapshot");
-    assert_eq!(found.get(&Key::Link(ground.uplink)), None, "a link of unknown kind is not ours to see");
+    assert_eq!(
+        found.get(&Key::Link(ground.uplink)),
+        None,
+        "a link of unknown kind is not ours to see"
+    );
 }
 
 fn a_new_identity_makes_a_new_device(ground: &Ground<'_>) {
@@ -282,11 +289,18 @@ fn routes_share_the_fate_of_their_nexthop(ground: &Ground<'_>) {
         let there = |object: &Object| snapshot(ground).get(&object.key()) == Some(object);
         apply(ground, &puts(&objects[..1]));
         let refused = ground.kernel.apply(&owned(ground.uplink), &puts(&objects[2..])).remove(0);
-        assert_eq!(refused.map_err(|error| error.errno), Err(22), "EINVAL: there is no such nexthop");
+        assert_eq!(
+            refused.map_err(|error| error.errno),
+            Err(22),
+            "EINVAL: there is no such nexthop"
+        );
         apply(ground, &puts(&objects[1..]));
         let moved = Nexthop { gateway: ip(family, 9), ..by };
         apply(ground, &puts(&[moved.into()]));
-        assert!(there(&moved.into()) && there(&objects[2]), "a nexthop is replaced under its route");
+        assert!(
+            there(&moved.into()) && there(&objects[2]),
+            "a nexthop is replaced under its route"
+        );
         apply(ground, &[Change::Delete(moved.into())]);
         assert!(!there(&objects[2]), "its route goes with it");
         apply(ground, &[Change::Delete(objects[2].clone())]);
@@ -320,7 +334,11 @@ fn nexthop_ids_are_told_apart(ground: &Ground<'_>) {
         result.expect("put");
     }
     let found = ground.kernel.snapshot(&owned).expect("a snapshot");
-    assert_eq!(text(&found), [objects[0].to_string(), objects[2].to_string()], "by id, inside the networks");
+    assert_eq!(
+        text(&found),
+        [objects[0].to_string(), objects[2].to_string()],
+        "by id, inside the networks"
+    );
     let (again, there) = NexthopBlock::choose(ground.kernel, &owned).expect("ids");
     assert_eq!((again, there.ours, there.foreign), (chosen, vec![id], vec![77]));
     let deletes: Vec<Change> = objects.iter().rev().cloned().map(Change::Delete).collect();
@@ -348,13 +366,15 @@ async fn listen(
 
 async fn others_are_heard_and_we_are_not(ground: &Ground<'_>) {
     let owned = owned(ground.uplink);
-    let base = [device(Family::V4, 1, ground.uplink), device(Family::V6, 2, ground.uplink)].map(Object::from);
+    let base = [device(Family::V4, 1, ground.uplink), device(Family::V6, 2, ground.uplink)]
+        .map(Object::from);
     apply(ground, &puts(&base));
     let mut changes = ground.kernel.changes().expect("a listener");
     for (family, n) in [(Family::V4, 1), (Family::V6, 2)] {
         let objects = &one_of_each(family, n, ground.uplink)[1..];
         let loud = |o: &Object| matches!(o, Object::Fdb(_));
-        let ours: Vec<Change> = objects.iter().filter(|o| !loud(o)).cloned().map(Change::Put).collect();
+        let ours: Vec<Change> =
+            objects.iter().filter(|o| !loud(o)).cloned().map(Change::Put).collect();
         apply(ground, &ours);
         for object in objects.iter().rev() {
             let results = ground.other.apply(&owned, &[Change::Delete(object.clone())]);

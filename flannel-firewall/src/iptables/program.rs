@@ -48,8 +48,9 @@ impl Programs {
         let name = name(family, self.variant);
         let found = |program: &str| {
             let searched = self.path.clone().unwrap_or_else(usual_path);
-            let path =
-                std::env::split_paths(&searched).map(|dir| dir.join(program)).find(|path| path.is_file());
+            let path = std::env::split_paths(&searched)
+                .map(|dir| dir.join(program))
+                .find(|path| path.is_file());
             path.ok_or_else(|| Error::NoProgram {
                 program: program.to_owned(),
                 searched: searched.to_string_lossy().into_owned(),
@@ -262,24 +263,31 @@ mod tests {
     #[tokio::test]
     async fn a_program_too_old_for_the_question_is_used_as_such() {
         let path = PathBuf::from("/bin/false");
-        let mut tool = Tool { name: "iptables".into(), save: path.clone(), restore: path, version: None };
+        let mut tool =
+            Tool { name: "iptables".into(), save: path.clone(), restore: path, version: None };
         assert!(!tool.is_modern().await.unwrap());
         assert_eq!(tool.variant().await.unwrap(), Variant::Legacy);
     }
 
     #[tokio::test]
     async fn what_a_program_says_is_in_the_error() {
-        let error = run(Path::new("/bin/sh"), &["-c", "cat; echo no such thing >&2; exit 3"], "input").await;
+        let error =
+            run(Path::new("/bin/sh"), &["-c", "cat; echo no such thing >&2; exit 3"], "input")
+                .await;
         let error = error.unwrap_err().to_string();
         assert!(
             error.contains("/bin/sh") && error.contains("3") && error.contains("no such thing"),
             "{error}"
         );
-        let refused =
-            run(Path::new("/bin/sh"), &["-c", "echo Permission denied '(you must be root)' >&2; exit 4"], "");
+        let refused = run(
+            Path::new("/bin/sh"),
+            &["-c", "echo Permission denied '(you must be root)' >&2; exit 4"],
+            "",
+        );
         let error = refused.await.unwrap_err();
         assert!(
-            matches!(error, Error::NotPermitted { .. }) && error.to_string().contains("CAP_NET_ADMIN"),
+            matches!(error, Error::NotPermitted { .. })
+                && error.to_string().contains("CAP_NET_ADMIN"),
             "{error}"
         );
     }

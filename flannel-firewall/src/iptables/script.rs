@@ -75,7 +75,13 @@ pub(crate) struct Script {
 /// What turns the rules in `saved`, the output of `iptables-save`, into `rules`.
 ///
 /// `program` is named in deviations. With `random` false the program cannot choose ports at random.
-pub(crate) fn script(saved: &str, rules: &Rules, family: Family, random: bool, program: &str) -> Script {
+pub(crate) fn script(
+    saved: &str,
+    rules: &Rules,
+    family: Family,
+    random: bool,
+    program: &str,
+) -> Script {
     let mut script = Script::default();
     for table in ["nat", "filter"] {
         let mut lines = String::new();
@@ -119,9 +125,12 @@ impl<'a> Found<'a> {
                 found.exists |= chain.split(' ').next() == Some(place.chain);
             }
             // With `--counters` or from an old version there are counters before it.
-            let rule =
-                text.find("-A ").filter(|at| *at == 0 || text.starts_with('[')).map(|at| &text[at + 3..]);
-            let Some((chain, rule)) = rule.map(|rule| rule.split_once(' ').unwrap_or((rule, ""))) else {
+            let rule = text
+                .find("-A ")
+                .filter(|at| *at == 0 || text.starts_with('['))
+                .map(|at| &text[at + 3..]);
+            let Some((chain, rule)) = rule.map(|rule| rule.split_once(' ').unwrap_or((rule, "")))
+            else {
                 continue;
             };
             if chain == place.chain {
@@ -147,7 +156,9 @@ impl<'a> Found<'a> {
             if self.exists || !self.jumps.is_empty() {
                 deviates(&title, Fault::Unwanted);
                 let _ = writeln!(lines, ":{chain} - [0:0]");
-                self.jumps.iter().for_each(|(chain, rule)| _ = writeln!(lines, "-D {chain} {rule}"));
+                self.jumps
+                    .iter()
+                    .for_each(|(chain, rule)| _ = writeln!(lines, "-D {chain} {rule}"));
                 let _ = writeln!(lines, "-X {chain}");
             }
             return;
@@ -191,7 +202,9 @@ fn line(rule: &Rule, place: &Place, random: bool) -> String {
     let target = match rule.verdict {
         Verdict::Return => "RETURN",
         Verdict::Accept => "ACCEPT",
-        Verdict::Masquerade { fully_random } if fully_random && random => "MASQUERADE --random-fully",
+        Verdict::Masquerade { fully_random } if fully_random && random => {
+            "MASQUERADE --random-fully"
+        }
         Verdict::Masquerade { .. } => "MASQUERADE",
     };
     let _ = write!(line, "-m comment --comment \"{}\" -j {target}", place.comment);
@@ -212,7 +225,8 @@ fn meaning(rule: &str) -> Vec<Vec<String>> {
     let mut parts: Vec<Vec<String>> = Vec::new();
     let mut negated = false;
     for word in words(rule) {
-        let starts = matches!(&*word, "!" | "-s" | "-d" | "-i" | "-o" | "-p" | "-m" | "-j" | "-g" | "-f");
+        let starts =
+            matches!(&*word, "!" | "-s" | "-d" | "-i" | "-o" | "-p" | "-m" | "-j" | "-g" | "-f");
         match parts.last_mut() {
             Some(part) if !starts || negated => part.push(word.clone()),
             _ => parts.push(vec![word.clone()]),
@@ -296,12 +310,19 @@ COMMIT
             .map(|line| line.to_owned())
             .collect();
         for line in &go {
-            assert!(script.text.lines().any(|ours| ours == line), "{line} is missing in\n{}", script.text);
+            assert!(
+                script.text.lines().any(|ours| ours == line),
+                "{line} is missing in\n{}",
+                script.text
+            );
         }
         assert_eq!(script.text.lines().count(), go.len() + 4, "{}", script.text);
         assert_eq!(faults(&script).len(), 4);
         let plain = super::script("", &rules(ALL), Family::V6, false, "ip6tables").text;
-        assert!(plain.contains("-s fd00:1::/48 ! -d ff00::/8") && !plain.contains("random"), "{plain}");
+        assert!(
+            plain.contains("-s fd00:1::/48 ! -d ff00::/8") && !plain.contains("random"),
+            "{plain}"
+        );
     }
 
     #[test]
@@ -320,11 +341,15 @@ COMMIT
         let lines: Vec<_> = IN_PLACE.lines().collect();
         let mut swapped = lines.clone();
         swapped.swap(18, 19);
-        assert_eq!(faults(&v4(&swapped.join("\n"), ALL)), ["nat, chain FLANNEL-POSTRTG: different"]);
+        assert_eq!(
+            faults(&v4(&swapped.join("\n"), ALL)),
+            ["nat, chain FLANNEL-POSTRTG: different"]
+        );
         let mut twice = lines.clone();
         twice.insert(18, lines[18]);
         assert_eq!(faults(&v4(&twice.join("\n"), ALL)), ["nat, chain FLANNEL-POSTRTG: different"]);
-        let negated = IN_PLACE.replace("! -s 10.1.0.0/16 -d 10.1.7.0/24", "-s 10.1.0.0/16 ! -d 10.1.7.0/24");
+        let negated =
+            IN_PLACE.replace("! -s 10.1.0.0/16 -d 10.1.7.0/24", "-s 10.1.0.0/16 ! -d 10.1.7.0/24");
         assert_eq!(faults(&v4(&negated, ALL)), ["nat, chain FLANNEL-POSTRTG: different"]);
     }
 
@@ -336,7 +361,10 @@ COMMIT
         assert_eq!(script.text, format!("*nat\n{jump}COMMIT\n"));
         let script = v4(&IN_PLACE.replace(jump, &jump.repeat(2)), ALL);
         assert_eq!(faults(&script), ["nat, jump from POSTROUTING to FLANNEL-POSTRTG: repeated"]);
-        assert_eq!(script.text, format!("*nat\n{}{jump}COMMIT\n", jump.replace("-A", "-D").repeat(2)));
+        assert_eq!(
+            script.text,
+            format!("*nat\n{}{jump}COMMIT\n", jump.replace("-A", "-D").repeat(2))
+        );
     }
 
     #[test]
@@ -360,7 +388,8 @@ COMMIT
         let script = v4(&moved, ALL);
         assert_eq!(faults(&script), ["nat, chain FLANNEL-POSTRTG: different"]);
         assert!(
-            script.text.starts_with("*nat\n:FLANNEL-POSTRTG - [0:0]\n") && !script.text.contains("10.1.8.0")
+            script.text.starts_with("*nat\n:FLANNEL-POSTRTG - [0:0]\n")
+                && !script.text.contains("10.1.8.0")
         );
     }
 

@@ -59,7 +59,11 @@ pub(crate) fn of(rule: &Rule) -> Vec<Expr> {
     if let Some(mark) = rule.mark {
         // A mark is a number in the machine's byte order.
         let bits = mark.to_ne_bytes().to_vec();
-        exprs.extend([Expr::Mark, Expr::Mask(bits.clone()), Expr::Compare { equal: true, value: bits }]);
+        exprs.extend([
+            Expr::Mark,
+            Expr::Mask(bits.clone()),
+            Expr::Compare { equal: true, value: bits },
+        ]);
     }
     for (side, is_source) in [(rule.source, true), (rule.destination, false)] {
         let (subnet, equal) = match side {
@@ -179,7 +183,9 @@ impl Expr {
                 Some(Self::Header { offset: number_in(data, 3)?, len: number_in(data, 4)? })
             }
             // Operation 0 is "mask and exclusive or"; older kernels know no other and do not mention it.
-            "bitwise" if is(1, REGISTER) && is(2, REGISTER) && number_in(data, 6).unwrap_or(0) == 0 => {
+            "bitwise"
+                if is(1, REGISTER) && is(2, REGISTER) && number_in(data, 6).unwrap_or(0) == 0 =>
+            {
                 let nothing_flipped = value(5)?.iter().all(|byte| *byte == 0);
                 nothing_flipped.then_some(Self::Mask(value(4)?))
             }

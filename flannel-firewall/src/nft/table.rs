@@ -133,7 +133,8 @@ impl Table {
             if !rules.is_empty() {
                 let Place { kind, hook, priority, .. } = place(chain);
                 let rules = rules.iter().map(expr::of).collect();
-                let filled = Filled { kind: kind.to_owned(), hook, priority, policy: ACCEPT, rules };
+                let filled =
+                    Filled { kind: kind.to_owned(), hook, priority, policy: ACCEPT, rules };
                 table.chains.insert(chain, filled);
                 table.uses += 1;
             }
@@ -144,7 +145,10 @@ impl Table {
     /// As it is; `None` if there is none.
     ///
     /// It is read in several steps; the caller makes sure that nothing changed meanwhile, by [`generation`].
-    pub(crate) fn read(socket: &mut NetfilterSocket, family: Family) -> Result<Option<Self>, KernelError> {
+    pub(crate) fn read(
+        socket: &mut NetfilterSocket,
+        family: Family,
+    ) -> Result<Option<Self>, KernelError> {
         let table = name(family);
         let head = socket.ask(
             kind(GETTABLE, family),
@@ -215,7 +219,11 @@ impl Table {
     }
 
     /// In what the table that was found differs from the one that is wanted.
-    pub(crate) fn deviations(found: Option<&Self>, wanted: Option<&Self>, family: Family) -> Vec<Deviation> {
+    pub(crate) fn deviations(
+        found: Option<&Self>,
+        wanted: Option<&Self>,
+        family: Family,
+    ) -> Vec<Deviation> {
         let title = title(family);
         let at = |object: String, fault| vec![Deviation { object, fault }];
         let (found, wanted) = match (found, wanted) {
@@ -232,7 +240,8 @@ impl Table {
                 (found, wanted) if found != wanted => Fault::Different,
                 _ => continue,
             };
-            deviations.push(Deviation { object: format!("{title}, chain {}", place(chain).name), fault });
+            deviations
+                .push(Deviation { object: format!("{title}, chain {}", place(chain).name), fault });
         }
         if deviations.is_empty() && found != wanted {
             return at(title, Fault::Different);
@@ -256,7 +265,9 @@ impl Filled {
 
 /// Adds to `batch` what removes the table of a family.
 pub(crate) fn remove(batch: &mut Batch, family: Family) {
-    batch.add(DELTABLE, protocol(family), Make::Nothing, |request| _ = request.text(TABLE, name(family)));
+    batch.add(DELTABLE, protocol(family), Make::Nothing, |request| {
+        _ = request.text(TABLE, name(family))
+    });
 }
 
 /// A chain of any table is there.

@@ -90,7 +90,8 @@ impl Ground {
     pub(crate) fn set() -> Self {
         let places: Vec<_> = Place::ALL.iter().map(|_| Netns::new().unwrap()).collect();
         for (n, (place, netns)) in Place::ALL.iter().zip(&places).enumerate() {
-            let file = netns.path().display().to_string().replace("self", &std::process::id().to_string());
+            let file =
+                netns.path().display().to_string().replace("self", &std::process::id().to_string());
             ip(&format!("link add to{n} type veth peer name eth0 netns {file}"));
             ip(&format!("link set to{n} up"));
             netns.run(|| ip("link set eth0 up"));
@@ -154,7 +155,8 @@ impl Ground {
     /// The port that `Pod` sends to `Outside` from, and the one that is seen there.
     pub(crate) fn ports(&self, family: Family) -> (u16, u16) {
         let [(from, sender), (to, receiver)] = [Place::Pod, Place::Outside].map(|place| {
-            let socket = self.in_place(place, || UdpSocket::bind((place.address(family), 0)).unwrap());
+            let socket =
+                self.in_place(place, || UdpSocket::bind((place.address(family), 0)).unwrap());
             (socket.local_addr().unwrap(), socket)
         });
         sender.send_to(b"by which port", to).unwrap();
@@ -201,7 +203,12 @@ impl Ground {
             (Pod, Peer, own(Pod), "pods see each other"),
             (Peer, Pod, own(Peer), "pods see each other"),
             (Outside, Pod, own(Outside), "own pods see who calls"),
-            (Outside, Peer, Peer.node(family), "another node's pod has to answer through this node"),
+            (
+                Outside,
+                Peer,
+                Peer.node(family),
+                "another node's pod has to answer through this node",
+            ),
             (Peer, Other, Other.node(family), "pods of other nodes are hidden too"),
             (Outside, Other, own(Outside), "what is not of pods is not touched"),
         ] {
@@ -245,7 +252,8 @@ impl Running {
         let firewall = Firewall::open(kind.mode(), ALL, options).await.unwrap();
         let status = firewall.status();
         let (sender, receiver) = watch::channel(rules);
-        let mut running = Self { rules: sender, status, task: tokio::spawn(firewall.run(receiver)) };
+        let mut running =
+            Self { rules: sender, status, task: tokio::spawn(firewall.run(receiver)) };
         running.until(|status| status.in_place).await;
         running
     }

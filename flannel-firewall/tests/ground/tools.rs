@@ -28,7 +28,8 @@ impl Tools {
                     $name "$1" "$1" "$real" >$name
                 chmod 755 $name
             done; done; done"#;
-        let output = Command::new("sh").args(["-ec", script, "-"]).arg(dir.path()).output().unwrap();
+        let output =
+            Command::new("sh").args(["-ec", script, "-"]).arg(dir.path()).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let tools = Self(dir);
         tools.host_uses(Kind::IptablesNft);
@@ -41,7 +42,8 @@ impl Tools {
             for role in ["save", "restore"] {
                 let link = self.path(&format!("{name}-{role}"));
                 let _ = std::fs::remove_file(&link);
-                std::os::unix::fs::symlink(format!("{name}{}-{role}", kind.suffix()), link).unwrap();
+                std::os::unix::fs::symlink(format!("{name}{}-{role}", kind.suffix()), link)
+                    .unwrap();
             }
         }
     }
@@ -49,9 +51,11 @@ impl Tools {
     /// `iptables` is a program of its own from now on, which runs another.
     pub(crate) fn host_has_wrappers_for(&self, kind: Kind) {
         self.host_uses(kind);
-        let script = "cd $1; for link in iptables-save iptables-restore ip6tables-save ip6tables-restore; do
+        let script =
+            "cd $1; for link in iptables-save iptables-restore ip6tables-save ip6tables-restore; do
             cp --remove-destination $(readlink $link) $link; done";
-        let status = Command::new("sh").args(["-ec", script, "-"]).arg(self.0.path()).status().unwrap();
+        let status =
+            Command::new("sh").args(["-ec", script, "-"]).arg(self.0.path()).status().unwrap();
         assert!(status.success());
     }
 
@@ -171,8 +175,10 @@ pub(crate) fn nft(script: &str) -> String {
 /// Moves the second rule of a chain, named with its table, behind all others, at once.
 pub(crate) fn reorder_nft(chain: &str) {
     let listing = run(Command::new("nft").args(["-a", "-f", "-"]), &format!("list chain {chain}"));
-    let rules =
-        listing.lines().filter(|line| !line.contains('{')).filter_map(|line| line.split_once("# handle "));
+    let rules = listing
+        .lines()
+        .filter(|line| !line.contains('{'))
+        .filter_map(|line| line.split_once("# handle "));
     let (rule, handle) = rules.clone().nth(1).unwrap();
     nft(&format!("delete rule {chain} handle {handle}; add rule {chain} {}", rule.trim()));
 }
@@ -180,8 +186,9 @@ pub(crate) fn reorder_nft(chain: &str) {
 fn run(command: &mut Command, input: &str) -> String {
     command.env("PATH", format!("{}:/usr/sbin:/sbin", std::env::var("PATH").unwrap_or_default()));
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child =
-        command.spawn().unwrap_or_else(|error| panic!("install iptables and nftables: {command:?}: {error}"));
+    let mut child = command
+        .spawn()
+        .unwrap_or_else(|error| panic!("install iptables and nftables: {command:?}: {error}"));
     child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
     let output = child.wait_with_output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);

@@ -116,7 +116,12 @@ impl Traffic {
             let (times, came) = (sender.join().unwrap(), receiver.join().unwrap());
             sent += times.len();
             let missing = times.iter().enumerate().filter(|(n, _)| came.get(*n) != Some(&true));
-            lost.extend(missing.map(|(number, at)| Lost { hosts, stream: name.clone(), number, at: *at }));
+            lost.extend(missing.map(|(number, at)| Lost {
+                hosts,
+                stream: name.clone(),
+                number,
+                at: *at,
+            }));
         }
         (sent, lost)
     }

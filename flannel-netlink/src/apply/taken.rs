@@ -15,8 +15,10 @@ use crate::wire::Messages;
 /// Nothing but what has its id keeps the kernel from putting a nexthop: whatever else is wrong with one, the kernel says
 /// before it looks for what it would replace.
 pub(super) fn stands_in_the_way(error: &KernelError) -> bool {
-    const REASONS: [&str; 2] =
-        ["Can not replace a nexthop group with a nexthop", "IPv6 routes can not use an IPv4 nexthop"];
+    const REASONS: [&str; 2] = [
+        "Can not replace a nexthop group with a nexthop",
+        "IPv6 routes can not use an IPv4 nexthop",
+    ];
     let text = error.detail.as_deref().unwrap_or_default();
     error.errno == EINVAL && REASONS.iter().any(|reason| text.contains(reason))
 }
@@ -24,7 +26,12 @@ pub(super) fn stands_in_the_way(error: &KernelError) -> bool {
 impl Writer<'_> {
     /// Puts the nexthops that are the changes `refused`, taking out what has their ids, and brings the routes by them back.
     /// `sent` are the numbers of the changes of this batch in the order of sending, and whether they delete.
-    pub(super) fn take_ids_back(&mut self, changes: &[Change], sent: &[(usize, bool)], refused: &[usize]) {
+    pub(super) fn take_ids_back(
+        &mut self,
+        changes: &[Change],
+        sent: &[(usize, bool)],
+        refused: &[usize],
+    ) {
         let mut links = BTreeMap::new();
         for n in refused {
             if let Object::Nexthop(nexthop) = changes[*n].object() {
@@ -33,7 +40,9 @@ impl Writer<'_> {
         }
         let routes = match self.routes_by(&links) {
             Ok(routes) => routes,
-            Err(error) => return refused.iter().for_each(|n| self.results[*n] = Err(error.clone())),
+            Err(error) => {
+                return refused.iter().for_each(|n| self.results[*n] = Err(error.clone()));
+            }
         };
         for n in refused {
             if let Object::Nexthop(nexthop) = changes[*n].object() {
@@ -73,7 +82,8 @@ impl Writer<'_> {
         let mut requests = Messages::default();
         let mut numbers = Vec::new();
         for (n, deletes) in sent {
-            let Object::Route(route @ Route { via: Via::Nexthop(id), .. }) = changes[*n].object() else {
+            let Object::Route(route @ Route { via: Via::Nexthop(id), .. }) = changes[*n].object()
+            else {
                 continue;
             };
             // What went before a route was put need not go again.
@@ -106,7 +116,8 @@ impl Writer<'_> {
             })?;
             for (found, link) in all {
                 let route = found.object(|_| None);
-                match route.filter(|route| self.owned.owns_route(route, Some(link), found.protocol)) {
+                match route.filter(|route| self.owned.owns_route(route, Some(link), found.protocol))
+                {
                     Some(route) => ours.push(route),
                     None => tracing::warn!(
                         dst = %found.dst,

@@ -135,8 +135,9 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
 
 /// The kind, what a vxlan device is, and whether it is in a VRF.
 fn read_info(info: &[u8]) -> (String, VxlanMessage, bool) {
-    let find =
-        |wanted| Attributes(info).find(|(id, _)| IflaInfo::from(*id) == wanted).map(|(_, value)| value);
+    let find = |wanted| {
+        Attributes(info).find(|(id, _)| IflaInfo::from(*id) == wanted).map(|(_, value)| value)
+    };
     let kind = find(IflaInfo::Kind).and_then(text_of).unwrap_or_default();
     let data = find(IflaInfo::Data).filter(|_| kind == VXLAN).unwrap_or_default();
     let vrf = find(IflaInfo::SlaveKind).and_then(text_of).is_some_and(|kind| kind == VRF);
@@ -215,10 +216,14 @@ impl LinkMessage {
 
 /// The flags in `change` go, but for `IFF_UP`, which is to be `up`.
 fn header(index: u32, change: Iff, up: bool) -> Vec<u8> {
-    let builder = IfinfomsgBuilder::default().ifi_family(RtAddrFamily::Unspecified).ifi_index(signed(index));
+    let builder =
+        IfinfomsgBuilder::default().ifi_family(RtAddrFamily::Unspecified).ifi_index(signed(index));
     let flags = if up { change & Iff::UP } else { Iff::empty() };
-    let header =
-        builder.ifi_flags(flags).ifi_change(change).build().expect("all fields that have no default are set");
+    let header = builder
+        .ifi_flags(flags)
+        .ifi_change(change)
+        .build()
+        .expect("all fields that have no default are set");
     bytes_of(&header)
 }
 
@@ -272,7 +277,9 @@ fn put_local(data: &mut Messages, local: IpAddr) {
 pub(crate) fn change_vxlan(is: &LinkMessage, v: &Vxlan, lower: u32) -> Messages {
     let mut requests = Messages::default();
     let outer = is.vxlan.outer.contains(&true);
-    if (is.vxlan.local, is.vxlan.lower, is.vxlan.learning, outer) != (v.local, lower, v.learning, false) {
+    if (is.vxlan.local, is.vxlan.lower, is.vxlan.learning, outer)
+        != (v.local, lower, v.learning, false)
+    {
         requests.begin(Rtm::Newlink, NlmF::empty(), &at(is.index)).nest(Ifla::Linkinfo, |info| {
             info.text(IflaInfo::Kind, VXLAN)
                 .nest(IflaInfo::Data, |data| change_data(data, &is.vxlan, v, lower));
@@ -293,7 +300,9 @@ pub(crate) fn release(is: &LinkMessage) -> Messages {
 /// Turns the device `is` into `want` in what is not the driver's, as [`change_vxlan`] does in what is.
 pub(crate) fn change(is: &LinkMessage, want: &Link, v: &Vxlan) -> Messages {
     let mut requests = Messages::default();
-    if (is.mtu, is.up, is.mac, is.arp, is.proto_down) != (want.mtu, want.up, Some(v.mac), true, false) {
+    if (is.mtu, is.up, is.mac, is.arp, is.proto_down)
+        != (want.mtu, want.up, Some(v.mac), true, false)
+    {
         let mut changed = Iff::empty();
         changed.set(Iff::UP, is.up != want.up);
         changed.set(Iff::NOARP, !is.arp);
@@ -337,7 +346,8 @@ pub(crate) fn is_changeable(is: &LinkMessage, v: &Vxlan) -> bool {
     let same = (is.vxlan.vni, is.vxlan.port, is.vxlan.gbp) == (v.vni, v.port, v.gbp);
     // The family of the outer packets is fixed when the device is made. Without an address it cannot be told.
     let family = |local: Option<IpAddr>| local.map(Family::of);
-    let family = family(is.vxlan.local) == family(v.local) || is.vxlan.local.is_none() || v.local.is_none();
+    let family =
+        family(is.vxlan.local) == family(v.local) || is.vxlan.local.is_none() || v.local.is_none();
     // The kernel moves a device from one lower device to another, but a request to have none it ignores.
     let lower = v.lower.is_some() || is.vxlan.lower == 0;
     is.is_vxlan() && !is.vxlan.alien && same && family && lower
@@ -411,7 +421,8 @@ mod tests {
                 info.text(IflaInfo::SlaveKind, master);
             });
             let count = told.len();
-            let link = read(&messages(told.ready(0, count, 0, NlmF::empty())).next().unwrap().unwrap());
+            let link =
+                read(&messages(told.ready(0, count, 0, NlmF::empty())).next().unwrap().unwrap());
             assert_eq!(link.unwrap().is_exact(), is_exact, "{master}");
         }
     }

@@ -132,7 +132,10 @@ pub(crate) fn delete(requests: &mut Messages, neigh: &Neigh, index: u32) {
 
 pub(crate) fn put_fdb(requests: &mut Messages, fdb: &Fdb, index: u32) {
     let header = header(BRIDGE, index, Nud::PERMANENT, Ntf::SELF);
-    requests.begin(Rtm::Newneigh, put_flags(), &header).attr(Nda::Lladdr, &fdb.mac.0).ip(Nda::Dst, fdb.dst);
+    requests
+        .begin(Rtm::Newneigh, put_flags(), &header)
+        .attr(Nda::Lladdr, &fdb.mac.0)
+        .ip(Nda::Dst, fdb.dst);
 }
 
 pub(crate) fn delete_fdb(requests: &mut Messages, fdb: &Fdb, index: u32) {

@@ -28,7 +28,9 @@ struct Nhmsg {
     protocol: u8,
     reserved: u8,
     flags: u32,
-    #[neli(input = "input.checked_sub(Self::header_size()).ok_or(neli::err::DeError::InvalidInput(input))?")]
+    #[neli(
+        input = "input.checked_sub(Self::header_size()).ok_or(neli::err::DeError::InvalidInput(input))?"
+    )]
     attributes: neli::types::Buffer,
 }
 
@@ -76,7 +78,8 @@ pub(crate) fn members(message: &Message<'_>) -> Option<(u32, Vec<u32>)> {
             ID => id = u32_of(value)?,
             // `struct nexthop_grp`: the id, weights.
             GROUP => {
-                members = Some(value.chunks_exact(8).filter_map(|member| u32_of(&member[..4])).collect());
+                members =
+                    Some(value.chunks_exact(8).filter_map(|member| u32_of(&member[..4])).collect());
             }
             _ => {}
         }

@@ -110,7 +110,9 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
                     }
                 }
                 // `rta_expires` of `struct rta_cacheinfo`: the kernel deletes it by itself.
-                Rta::Cacheinfo => read.more |= value.get(8..).and_then(u32_of).is_some_and(|time| time != 0),
+                Rta::Cacheinfo => {
+                    read.more |= value.get(8..).and_then(u32_of).is_some_and(|time| time != 0)
+                }
                 _ => read.more = true,
             },
         }
@@ -167,7 +169,8 @@ impl RouteMessage {
         match self.dst.family() {
             Family::V4 => bare(way) != bare(first),
             Family::V6 => {
-                self.nexthop.is_some() || (self.gateway.is_some() && !matches!(first, Via::Nexthop(_)))
+                self.nexthop.is_some()
+                    || (self.gateway.is_some() && !matches!(first, Via::Nexthop(_)))
             }
         }
     }
@@ -177,7 +180,8 @@ impl RouteMessage {
     ///
     /// **Source**: linux `net/ipv6/ip6_fib.c: fib6_add_rt2node`.
     pub(crate) fn stands_in_the_way_of(&self, behind: &Self) -> bool {
-        let is_told = self.nexthop.is_some() || self.gateway.is_some() || self.index != behind.index;
+        let is_told =
+            self.nexthop.is_some() || self.gateway.is_some() || self.index != behind.index;
         self.dst.family() == Family::V6 && is_told
     }
 
@@ -196,7 +200,9 @@ impl RouteMessage {
             (Rtn::Unicast, None, Some(gateway)) if Family::of(gateway) == self.dst.family() => {
                 Via::Gateway { gateway, link: name(self.index)?, onlink: self.onlink }
             }
-            (Rtn::Unicast, None, None) if self.scope == self.usual_scope() => Via::Link(name(self.index)?),
+            (Rtn::Unicast, None, None) if self.scope == self.usual_scope() => {
+                Via::Link(name(self.index)?)
+            }
             _ => return None,
         };
         Some(Route { dst: self.dst, via, mtu: self.mtu })
@@ -229,7 +235,14 @@ fn header(dst: &Subnet, via: Option<&Via>, protocol: u8, scope: RtScope) -> [u8;
 }
 
 /// `struct rtmsg`, without a source and a TOS; written directly as in [`neigh`](super::neigh).
-fn rtmsg(dst: &Subnet, table: RtTable, protocol: u8, scope: RtScope, kind: Rtn, flags: u32) -> [u8; 12] {
+fn rtmsg(
+    dst: &Subnet,
+    table: RtTable,
+    protocol: u8,
+    scope: RtScope,
+    kind: Rtn,
+    flags: u32,
+) -> [u8; 12] {
     let [a, b, c, d] = flags.to_ne_bytes();
     let family = af(dst.family()).into();
     [family, dst.len(), 0, 0, table.into(), protocol, scope.into(), kind.into(), a, b, c, d]
@@ -255,7 +268,11 @@ pub(crate) fn add(requests: &mut Messages, route: &Route, index: u32) {
 
 fn put_with(flags: NlmF, requests: &mut Messages, route: &Route, index: u32, metrics: bool) {
     let scope = scope_of(route.dst.family(), matches!(route.via, Via::Link(_)));
-    requests.begin(Rtm::Newroute, flags, &header(&route.dst, Some(&route.via), ROUTE_PROTOCOL, scope));
+    requests.begin(
+        Rtm::Newroute,
+        flags,
+        &header(&route.dst, Some(&route.via), ROUTE_PROTOCOL, scope),
+    );
     path(requests, route, index);
     if route.mtu.is_some() || (metrics && matches!(route.via, Via::Nexthop(_))) {
         requests.nest(Rta::Metrics, |metrics| {
@@ -272,7 +289,11 @@ pub(crate) fn delete(requests: &mut Messages, route: &Route, index: u32, protoco
         Via::Link(_) if route.dst.family() == Family::V4 => RtScope::Link,
         _ => RtScope::Nowhere,
     };
-    requests.begin(Rtm::Delroute, NlmF::empty(), &header(&route.dst, Some(&route.via), protocol, scope));
+    requests.begin(
+        Rtm::Delroute,
+        NlmF::empty(),
+        &header(&route.dst, Some(&route.via), protocol, scope),
+    );
     path(requests, route, index);
 }
 
@@ -318,7 +339,9 @@ pub(crate) fn delete_any(requests: &mut Messages, dst: &Subnet, protocol: u8) {
 fn path(requests: &mut Messages, route: &Route, index: u32) {
     requests.ip(Rta::Dst, route.dst.base());
     match route.via {
-        Via::Gateway { gateway, .. } => drop(requests.ip(Rta::Gateway, gateway).u32(Rta::Oif, index)),
+        Via::Gateway { gateway, .. } => {
+            drop(requests.ip(Rta::Gateway, gateway).u32(Rta::Oif, index))
+        }
         Via::Link(_) => drop(requests.u32(Rta::Oif, index)),
         Via::Nexthop(id) => drop(requests.u32(RTA_NH_ID, id)),
         // Blackholes; a kind that is not known here does not come here.

@@ -100,7 +100,8 @@ pub fn choose(
     families: impl IntoIterator<Item = Family>,
     facts: &Facts,
 ) -> Result<ExternalInterface, SelectError> {
-    let choice = Choice { facts, families: families.into_iter().collect(), public: selectors.public };
+    let choice =
+        Choice { facts, families: families.into_iter().collect(), public: selectors.public };
     let mut tried = Vec::new();
     for (selector, find) in choice.selectors(selectors) {
         match find().and_then(|found| choice.finish(found)) {
@@ -124,7 +125,10 @@ impl<'a> Choice<'a> {
             all.push((format!("iface-regex {regex}"), Box::new(move || self.by_regex(regex))));
         }
         if let Some(address) = selectors.can_reach {
-            all.push((format!("iface-can-reach {address}"), Box::new(move || self.by_reach(address))));
+            all.push((
+                format!("iface-can-reach {address}"),
+                Box::new(move || self.by_reach(address)),
+            ));
         }
         if all.is_empty() {
             let public = selectors.public.iter().next();
@@ -155,12 +159,17 @@ impl<'a> Choice<'a> {
         if !self.families.contains(&family) {
             return Err(format!("{family} is not enabled in the network config"));
         }
-        let has = |interface: &Interface, wanted| interface.addresses.iter().any(|a| a.address == wanted);
+        let has =
+            |interface: &Interface, wanted| interface.addresses.iter().any(|a| a.address == wanted);
         let interface = self.facts.interfaces.iter().find(|interface| has(interface, address));
-        let interface = interface.ok_or_else(|| format!("no interface has the address {address}"))?;
+        let interface =
+            interface.ok_or_else(|| format!("no interface has the address {address}"))?;
         let public_v6 = self.public.v6.filter(|_| self.families.len() > 1);
         if let Some(public) = public_v6.filter(|public| !has(interface, *public)) {
-            return Err(format!("{} has {address} but not the public address {public}", interface.name));
+            return Err(format!(
+                "{} has {address} but not the public address {public}",
+                interface.name
+            ));
         }
         let given = |wanted| match wanted {
             _ if wanted == family => Some(address),
@@ -182,11 +191,14 @@ impl<'a> Choice<'a> {
 
     /// The first interface with a matching address in every enabled family, else the first with a matching name.
     fn by_regex(&self, text: &str) -> Result<Found<'a>, String> {
-        let regex = Regex::new(text).map_err(|error| format!("not a regular expression: {error}"))?;
+        let regex =
+            Regex::new(text).map_err(|error| format!("not a regular expression: {error}"))?;
         for interface in &self.facts.interfaces {
             let matching = |family| {
                 let mut candidates = candidates(interface, family).into_iter();
-                candidates.find(|address| regex.is_match(&address.to_string())).ok_or_else(String::new)
+                candidates
+                    .find(|address| regex.is_match(&address.to_string()))
+                    .ok_or_else(String::new)
             };
             if let Ok(address) = self.addresses(matching) {
                 let texts: Vec<String> = address.values().map(ToString::to_string).collect();
@@ -194,8 +206,10 @@ impl<'a> Choice<'a> {
                 return Ok(Found { interface, address, reason });
             }
         }
-        let named = self.facts.interfaces.iter().find(|interface| regex.is_match(interface.name.as_str()));
-        let interface = named.ok_or_else(|| "matches no interface's addresses and no name".to_owned())?;
+        let named =
+            self.facts.interfaces.iter().find(|interface| regex.is_match(interface.name.as_str()));
+        let interface =
+            named.ok_or_else(|| "matches no interface's addresses and no name".to_owned())?;
         self.with_best(interface, format!("its name matches {text}"))
     }
 
@@ -223,9 +237,10 @@ impl<'a> Choice<'a> {
     fn by_default_route(&self) -> Result<Found<'a>, String> {
         let mut chosen: Option<LinkName> = None;
         for family in &self.families {
-            let route =
-                self.facts.default[*family].ok_or_else(|| format!("there is no {family} default route"))?;
-            let several = || format!("the {family} default route does not leave by a single interface");
+            let route = self.facts.default[*family]
+                .ok_or_else(|| format!("there is no {family} default route"))?;
+            let several =
+                || format!("the {family} default route does not leave by a single interface");
             let link = route.link.ok_or_else(several)?;
             match chosen {
                 Some(other) if other != link => {
@@ -250,7 +265,10 @@ impl<'a> Choice<'a> {
     }
 
     /// An address for every enabled family.
-    fn addresses(&self, find: impl Fn(Family) -> Result<IpAddr, String>) -> Result<Dual<IpAddr>, String> {
+    fn addresses(
+        &self,
+        find: impl Fn(Family) -> Result<IpAddr, String>,
+    ) -> Result<Dual<IpAddr>, String> {
         self.families.iter().map(|family| find(*family)).collect()
     }
 
@@ -260,7 +278,9 @@ impl<'a> Choice<'a> {
             return Err(format!("{} has the MTU 0", interface.name));
         }
         let kept = |family| family == Family::V6 || self.families.contains(&family);
-        let public = Dual::from_fn(|family| self.public[family].filter(|_| kept(family)).or(address[family]));
+        let public = Dual::from_fn(|family| {
+            self.public[family].filter(|_| kept(family)).or(address[family])
+        });
         Ok(ExternalInterface { name: interface.name, mtu: interface.mtu, address, public, reason })
     }
 }
@@ -321,7 +341,10 @@ mod tests {
         Facts {
             interfaces: vec![
                 interface("lo", &["127.0.0.1", "::1"]),
-                interface("eth0", &["169.254.0.9", "192.0.2.1", "192.0.2.2", "fe80::1", "2001:db8::1"]),
+                interface(
+                    "eth0",
+                    &["169.254.0.9", "192.0.2.1", "192.0.2.2", "fe80::1", "2001:db8::1"],
+                ),
                 interface("eth1", &["198.51.100.1", "2001:db8:1::1", "2001:db8:1::2"]),
                 interface("wg0", &["10.9.0.1"]),
             ],
@@ -342,8 +365,9 @@ mod tests {
     /// `eth0 192.0.2.1 - public 203.0.113.1 -`, or the error.
     fn chosen(selectors: &Selectors, families: &[Family], facts: &Facts) -> String {
         let text = |dual: &Dual<IpAddr>| {
-            let one =
-                |family: Family| dual[family].map_or_else(|| "-".to_owned(), |address| address.to_string());
+            let one = |family: Family| {
+                dual[family].map_or_else(|| "-".to_owned(), |address| address.to_string())
+            };
             format!("{} {}", one(Family::V4), one(Family::V6))
         };
         match choose(selectors, families.iter().copied(), facts) {
@@ -357,7 +381,14 @@ mod tests {
     fn every_selector_in_every_stack() {
         let none: &[&str] = &[];
         for (iface, regex, public, v4, v6, dual) in [
-            (none, none, none, "eth0 192.0.2.1 -", "eth0 - 2001:db8::1", "eth0 192.0.2.1 2001:db8::1"),
+            (
+                none,
+                none,
+                none,
+                "eth0 192.0.2.1 -",
+                "eth0 - 2001:db8::1",
+                "eth0 192.0.2.1 2001:db8::1",
+            ),
             // A name.
             (
                 &["eth1"],
@@ -496,23 +527,32 @@ mod tests {
         ] {
             let selectors = selectors(iface, regex, public);
             for (families, want) in [(&V4[..], v4), (&V6[..], v6), (&DUAL[..], dual)] {
-                assert_eq!(chosen(&selectors, families, &facts()), want, "{selectors:?} {families:?}");
+                assert_eq!(
+                    chosen(&selectors, families, &facts()),
+                    want,
+                    "{selectors:?} {families:?}"
+                );
             }
         }
     }
 
     #[test]
     fn can_reach() {
-        let via = |source: &str| Some(RouteAnswer::via("eth1".parse().unwrap(), None, source.parse().ok()));
+        let via = |source: &str| {
+            Some(RouteAnswer::via("eth1".parse().unwrap(), None, source.parse().ok()))
+        };
         let mut selectors = selectors(&["eth7"], &[], &[]);
         selectors.can_reach = Some("198.51.100.77".parse().unwrap());
         let reaching = |reach| Facts { reach, ..facts() };
         let facts = reaching(via("198.51.100.9"));
-        assert_eq!(chosen(&selectors, &V4, &facts), "eth1 198.51.100.9 -", "the kernel's choice of a source");
+        assert_eq!(
+            chosen(&selectors, &V4, &facts),
+            "eth1 198.51.100.9 -",
+            "the kernel's choice of a source"
+        );
         assert_eq!(chosen(&selectors, &V6, &facts), "eth1 - 2001:db8:1::1");
         assert_eq!(chosen(&selectors, &DUAL, &facts), "eth1 198.51.100.9 2001:db8:1::1");
-        let both =
-            "no external interface: iface eth7: no interface named eth7; iface-can-reach 198.51.100.77: ";
+        let both = "no external interface: iface eth7: no interface named eth7; iface-can-reach 198.51.100.77: ";
         let nowhere = reaching(Some(RouteAnswer::nowhere()));
         assert_eq!(chosen(&selectors, &V4, &nowhere), format!("{both}there is no route to it"));
         let mut local = via("198.51.100.77");

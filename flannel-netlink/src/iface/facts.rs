@@ -106,7 +106,8 @@ impl NetlinkKernel {
 pub(super) fn facts(socket: &mut Socket, selectors: &Selectors) -> Result<Facts, KernelError> {
     let mut default = Dual::default();
     if selectors.by_default_route() {
-        default = Dual { v4: default_route(socket, Family::V4)?, v6: default_route(socket, Family::V6)? };
+        default =
+            Dual { v4: default_route(socket, Family::V4)?, v6: default_route(socket, Family::V6)? };
     }
     Ok(Facts {
         interfaces: interfaces(socket)?,
@@ -124,7 +125,8 @@ pub(super) fn interface(
         Err(error) if error.errno == ENODEV => return Ok(None),
         link => link?,
     };
-    let on_it = |message: &Message<'_>| addr::read(message).filter(|found| found.index == link.index);
+    let on_it =
+        |message: &Message<'_>| addr::read(message).filter(|found| found.index == link.index);
     let addresses = socket.dump(addr::on(link.index), on_it)?;
     let addresses = addresses.iter().map(Address::from).collect();
     Ok(Some((link.index, Interface { name: link.name, mtu: link.mtu, addresses })))
@@ -134,9 +136,14 @@ fn interfaces(socket: &mut Socket) -> Result<Vec<Interface>, KernelError> {
     let mut links = socket.dump(link::all(), link::read)?;
     links.sort_by_key(|link| link.index);
     let addresses = socket.dump(addr::on(0), addr::read)?;
-    let of = |index| addresses.iter().filter(move |found| found.index == index).map(Address::from).collect();
-    let one =
-        |link: &link::LinkMessage| Interface { name: link.name, mtu: link.mtu, addresses: of(link.index) };
+    let of = |index| {
+        addresses.iter().filter(move |found| found.index == index).map(Address::from).collect()
+    };
+    let one = |link: &link::LinkMessage| Interface {
+        name: link.name,
+        mtu: link.mtu,
+        addresses: of(link.index),
+    };
     Ok(links.iter().map(one).collect())
 }
 

@@ -113,7 +113,10 @@ fn bell() -> Result<Bell, KernelError> {
 }
 
 /// Does `work` on a thread that may block.
-async fn blocking<T: Send + 'static>(mut looker: Looker, work: fn(&mut Looker) -> T) -> (Looker, T) {
+async fn blocking<T: Send + 'static>(
+    mut looker: Looker,
+    work: fn(&mut Looker) -> T,
+) -> (Looker, T) {
     let job = tokio::task::spawn_blocking(move || {
         let done = work(&mut looker);
         (looker, done)
@@ -172,7 +175,8 @@ impl Looker {
     /// A datagram tells of something that bears on the choice, or cannot be understood.
     fn is_concerned(&self, datagram: Option<&[u8]>) -> bool {
         let Some(datagram) = datagram else { return true };
-        messages(datagram).any(|message| message.as_ref().map_or(true, |message| self.bears_on(message)))
+        messages(datagram)
+            .any(|message| message.as_ref().map_or(true, |message| self.bears_on(message)))
     }
 
     /// While the interface is there only what happens to itself counts.
@@ -212,9 +216,12 @@ fn has_better(chosen: &ExternalInterface, interface: &Interface) -> bool {
 /// Why `now` is no choice in place of `chosen`, as a sentence without a full stop: a link-local address would take the place of another. `None` if none would.
 pub fn worse(chosen: &ExternalInterface, now: &ExternalInterface) -> Option<String> {
     // A family that the other config does not have had none.
-    let had_better = |family: Family| chosen.address[family].is_some_and(|address| !is_link_local(address));
-    let (family, address) =
-        now.address.iter().find(|(family, address)| is_link_local(**address) && had_better(*family))?;
+    let had_better =
+        |family: Family| chosen.address[family].is_some_and(|address| !is_link_local(address));
+    let (family, address) = now
+        .address
+        .iter()
+        .find(|(family, address)| is_link_local(**address) && had_better(*family))?;
     Some(format!("{} has only the link-local {family} address {address} now", now.name))
 }
 
@@ -224,12 +231,15 @@ fn difference(before: &ExternalInterface, now: &ExternalInterface) -> Option<Str
     if name != before.name {
         return Some(format!("the external interface is {name} now, not {}", before.name));
     }
-    let changed = now.address.iter().find(|(family, address)| before.address[*family] != Some(**address));
+    let changed =
+        now.address.iter().find(|(family, address)| before.address[*family] != Some(**address));
     if let Some((family, address)) = changed {
-        let before = before.address[family].map_or_else(|| "none".to_owned(), |before| before.to_string());
+        let before =
+            before.address[family].map_or_else(|| "none".to_owned(), |before| before.to_string());
         return Some(format!("{name} has the {family} address {address} now, not {before}"));
     }
-    (now.mtu != before.mtu).then(|| format!("{name} has the MTU {} now, not {}", now.mtu, before.mtu))
+    (now.mtu != before.mtu)
+        .then(|| format!("{name} has the MTU {} now, not {}", now.mtu, before.mtu))
 }
 
 #[cfg(test)]
@@ -285,8 +295,11 @@ mod tests {
     #[test]
     fn only_routes_that_lead_elsewhere_are_looked_into_and_only_when_the_interface_is_lost() {
         in_netns(|| {
-            let (kept, lost) = (looker(Some(7), Selectors::default()), looker(None, Selectors::default()));
-            for (dst, wanted) in [("0.0.0.0/0", true), ("10.1.7.0/24", false), ("192.0.2.0/24", false)] {
+            let (kept, lost) =
+                (looker(Some(7), Selectors::default()), looker(None, Selectors::default()));
+            for (dst, wanted) in
+                [("0.0.0.0/0", true), ("10.1.7.0/24", false), ("192.0.2.0/24", false)]
+            {
                 assert!(!kept.is_concerned(Some(&told(dst))), "{dst}");
                 assert_eq!(lost.is_concerned(Some(&told(dst))), wanted, "{dst}");
             }
@@ -326,7 +339,8 @@ mod tests {
             });
             is_locked.recv().unwrap();
             ip("link set up0 mtu 1400");
-            let (selectors, (standing, mut told)) = (selectors(None), watch::channel(Standing::Kept));
+            let (selectors, (standing, mut told)) =
+                (selectors(None), watch::channel(Standing::Kept));
             tokio::select! {
                 ended = kernel.follow_interface(&chosen, &selectors, &[Family::V4], &standing) => panic!("{ended:?}"),
                 news = told.changed() => news.unwrap(),

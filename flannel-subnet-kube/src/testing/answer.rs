@@ -65,7 +65,9 @@ fn decide(
     let query = parse(request.uri.query().unwrap_or_default());
     let parts: Vec<&str> = path.trim_matches('/').split('/').collect();
     Some(match (method, &parts[..]) {
-        (&Method::GET, ["api", "v1", "nodes"]) if query.contains_key("watch") => watch(shared, &query),
+        (&Method::GET, ["api", "v1", "nodes"]) if query.contains_key("watch") => {
+            watch(shared, &query)
+        }
         (&Method::GET, ["api", "v1", "nodes"]) => {
             if lock(&shared.faults).cache_blocks && query.contains_key("resourceVersion") {
                 return None;
@@ -76,18 +78,24 @@ fn decide(
             let node = lock(&shared.store).node(name);
             node.map_or_else(|| missing("nodes", name), |node| ok(&node))
         }
-        (&Method::PATCH, ["api", "v1", "nodes", name, "status"]) => patch(shared, name, request, body),
+        (&Method::PATCH, ["api", "v1", "nodes", name, "status"]) => {
+            patch(shared, name, request, body)
+        }
         (&Method::GET, ["api", "v1", "namespaces", namespace, "pods", name]) => {
             let pod = lock(&shared.store).pods.get(&format!("{namespace}/{name}")).cloned();
             pod.map_or_else(|| missing("pods", name), |pod| ok(&pod))
         }
         (&Method::GET, ["api"]) => ok(&json!({ "kind": "APIVersions", "versions": ["v1"] })),
-        (&Method::GET, ["apis"]) => ok(&json!({ "kind": "APIGroupList", "apiVersion": "v1", "groups": [] })),
+        (&Method::GET, ["apis"]) => {
+            ok(&json!({ "kind": "APIGroupList", "apiVersion": "v1", "groups": [] }))
+        }
         (&Method::GET, ["api", "v1"]) => ok(&json!({
             "kind": "APIResourceList", "apiVersion": "v1", "groupVersion": "v1",
             "resources": [{ "name": "nodes", "singularName": "node", "namespaced": false, "kind": "Node", "verbs": ["get", "list", "watch"], "shortNames": ["no"] }],
         })),
-        (&Method::GET, ["version"]) => ok(&json!({ "major": "1", "minor": "33", "gitVersion": "v1.33.0" })),
+        (&Method::GET, ["version"]) => {
+            ok(&json!({ "major": "1", "minor": "33", "gitVersion": "v1.33.0" }))
+        }
         (&Method::GET, ["openapi", ..]) => status(StatusCode::NOT_FOUND, "not here"),
         _ => violation(
             shared,
@@ -104,7 +112,8 @@ fn refuse(shared: &Shared, client: &[CertificateDer<'_>], request: &Parts) -> Op
         return Some(status(StatusCode::UNAUTHORIZED, "Unauthorized"));
     }
     if let Some(token) = &faults.token {
-        let given = request.headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+        let given =
+            request.headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
         if given != Some(&format!("Bearer {token}")) {
             return Some(status(StatusCode::UNAUTHORIZED, "Unauthorized"));
         }
@@ -160,17 +169,21 @@ fn list(shared: &Shared, query: &BTreeMap<String, String>) -> Answer {
         }
         (None, None) => None,
         (Some("0"), None) => Some(0),
-        (Some(version), Some("NotOlderThan")) => version.parse::<u64>().ok().filter(|version| *version > 0),
+        (Some(version), Some("NotOlderThan")) => {
+            version.parse::<u64>().ok().filter(|version| *version > 0)
+        }
         _ => return refused("a list at a version, and how that is meant is not said"),
     };
-    let limit = match (get("limit").and_then(|limit| limit.parse().ok()).filter(|limit| *limit > 0), least) {
-        (Some(_), Some(1..)) => {
-            return refused("a list with a limit, for which the server would ask its store");
-        }
-        (Some(_), Some(0)) | (None, Some(1..)) => usize::MAX,
-        (Some(limit), None) => limit,
-        (None, _) => return refused("a list without a limit"),
-    };
+    let limit =
+        match (get("limit").and_then(|limit| limit.parse().ok()).filter(|limit| *limit > 0), least)
+        {
+            (Some(_), Some(1..)) => {
+                return refused("a list with a limit, for which the server would ask its store");
+            }
+            (Some(_), Some(0)) | (None, Some(1..)) => usize::MAX,
+            (Some(limit), None) => limit,
+            (None, _) => return refused("a list without a limit"),
+        };
     let mut store = lock(&shared.store);
     let (nodes, version, after): (Nodes, u64, String) = match (get("continue"), least) {
         (Some(token), _) => match store.lists.remove(token) {
@@ -189,7 +202,8 @@ fn list(shared: &Shared, query: &BTreeMap<String, String>) -> Answer {
     };
     let mut items: Vec<Arc<str>> = Vec::new();
     let mut last = String::new();
-    let rest = nodes.range::<str, _>((std::ops::Bound::Excluded(after.as_str()), std::ops::Bound::Unbounded));
+    let rest = nodes
+        .range::<str, _>((std::ops::Bound::Excluded(after.as_str()), std::ops::Bound::Unbounded));
     for (name, node) in rest.take(limit) {
         items.push(Arc::clone(node));
         last.clone_from(name);
@@ -282,7 +296,9 @@ fn patch(shared: &Shared, name: &str, request: &Parts, body: &Bytes) -> Answer {
             shared.changes.send_replace(version);
             ok(&node.unwrap_or_default())
         }
-        Err(wrong) => violation(shared, StatusCode::UNPROCESSABLE_ENTITY, &format!("{wrong}: {patch}")),
+        Err(wrong) => {
+            violation(shared, StatusCode::UNPROCESSABLE_ENTITY, &format!("{wrong}: {patch}"))
+        }
     }
 }
 
@@ -313,7 +329,9 @@ fn unescape(text: &str) -> String {
 fn json_answer(code: StatusCode, body: Body) -> Answer {
     let mut answer = Response::new(body);
     *answer.status_mut() = code;
-    answer.headers_mut().insert(header::CONTENT_TYPE, http::HeaderValue::from_static("application/json"));
+    answer
+        .headers_mut()
+        .insert(header::CONTENT_TYPE, http::HeaderValue::from_static("application/json"));
     answer
 }
 

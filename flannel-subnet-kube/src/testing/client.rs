@@ -36,7 +36,9 @@ impl ClientCertVerifier for Clients {
     ) -> Result<ClientCertVerified, Error> {
         let faults = lock(&self.0.faults);
         match &faults.clients {
-            Some(clients) if faults.by_alert => clients.verify_client_cert(certificate, others, now),
+            Some(clients) if faults.by_alert => {
+                clients.verify_client_cert(certificate, others, now)
+            }
             None if faults.by_alert => Err(CertificateError::UnknownIssuer.into()),
             _ => Ok(ClientCertVerified::assertion()),
         }

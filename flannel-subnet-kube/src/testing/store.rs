@@ -60,8 +60,11 @@ impl Store {
         let object = node.as_object_mut().expect("a node is an object");
         object.insert("kind".to_owned(), json!("Node"));
         object.insert("apiVersion".to_owned(), json!("v1"));
-        let metadata =
-            object.entry("metadata").or_insert(json!({})).as_object_mut().expect("metadata is an object");
+        let metadata = object
+            .entry("metadata")
+            .or_insert(json!({}))
+            .as_object_mut()
+            .expect("metadata is an object");
         metadata.insert("name".to_owned(), json!(name));
         metadata.insert("resourceVersion".to_owned(), json!(version.to_string()));
         metadata.entry("uid").or_insert(json!(format!("uid-{version}")));
@@ -154,7 +157,9 @@ fn merge_conditions(node: &mut Value, patch: &Value) -> Result<(), String> {
     }
     let there = node["status"]["conditions"].as_array_mut().ok_or("conditions are an array")?;
     for condition in patch.as_array().ok_or("conditions are an array")? {
-        for field in ["type", "status", "reason", "message", "lastHeartbeatTime", "lastTransitionTime"] {
+        for field in
+            ["type", "status", "reason", "message", "lastHeartbeatTime", "lastTransitionTime"]
+        {
             if !condition[field].is_string() {
                 return Err(format!("condition without {field}"));
             }

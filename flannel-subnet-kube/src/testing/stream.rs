@@ -17,7 +17,13 @@ use super::{Cut, Shared, lock};
 type Out = Sender<Bytes, io::Error>;
 
 /// A list, with a pause before each item; with `cut` the connection breaks in its middle.
-pub(crate) async fn items(mut out: Out, metadata: Value, items: Vec<Arc<str>>, slow: Duration, cut: bool) {
+pub(crate) async fn items(
+    mut out: Out,
+    metadata: Value,
+    items: Vec<Arc<str>>,
+    slow: Duration,
+    cut: bool,
+) {
     let head = format!(r#"{{"kind":"NodeList","apiVersion":"v1","metadata":{metadata},"items":["#);
     let mut batch = head.into_bytes();
     for (n, item) in items.iter().enumerate() {
@@ -107,7 +113,11 @@ fn line(kind: &str, object: &Value) -> Bytes {
 }
 
 fn error(code: StatusCode) -> Bytes {
-    let text = if code == StatusCode::GONE { "too old resource version" } else { "an error of the test's" };
+    let text = if code == StatusCode::GONE {
+        "too old resource version"
+    } else {
+        "an error of the test's"
+    };
     line("ERROR", &status_object(code, text))
 }
 
@@ -124,7 +134,9 @@ async fn cut(mut out: Out, mut last: Vec<u8>, how: Cut) {
     match how {
         Cut::Clean => {}
         Cut::Gone => last.extend(error(StatusCode::GONE)),
-        Cut::Error(code) => last.extend(error(StatusCode::from_u16(code).expect("a status that exists"))),
+        Cut::Error(code) => {
+            last.extend(error(StatusCode::from_u16(code).expect("a status that exists")))
+        }
         Cut::MidEvent => last.extend_from_slice(
             br#"{"type":"MODIFIED","object":{"metadata":{"name":"half","annotations":{"flannel.al"#,
         ),

@@ -5,7 +5,9 @@ use base64::engine::general_purpose::STANDARD;
 use flannel_core::{Error, SubnetManager};
 use flannel_subnet_kube::KubeManager;
 use flannel_subnet_kube::testing::ApiServer;
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair,
+};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 
@@ -91,7 +93,8 @@ async fn a_client_certificate_says_who_we_are() {
     let relative = "client-certificate: client.crt, client-key: ./client.key".to_owned();
     for user in [data, absolute, relative] {
         let manager = manager(&ground, &server, &ca, &user).await;
-        let lease = manager.acquire_lease(&vxlan()).await.unwrap_or_else(|error| panic!("{user}: {error}"));
+        let lease =
+            manager.acquire_lease(&vxlan()).await.unwrap_or_else(|error| panic!("{user}: {error}"));
         assert_eq!(lease.subnets.to_string(), "10.1.1.0-24");
     }
     let (certificate, key) = Authority::new().sign();
@@ -138,7 +141,9 @@ async fn a_certificate_that_the_handshake_refuses_is_read_again() {
     assert!(matches!(error, Error::Refused { .. }), "{error:?}");
     let text = error.to_string();
     assert!(
-        text.contains("alert") && text.contains("right would be") && text.contains("client certificate"),
+        text.contains("alert")
+            && text.contains("right would be")
+            && text.contains("client certificate"),
         "{text}"
     );
     assert_eq!(server.count(""), 0, "nobody unknown comes as far as a request");
@@ -203,7 +208,10 @@ async fn an_alert_is_told_as_what_it_says() {
         };
         assert!(matches!(error, Error::Refused { .. }), "{error:?}");
         let text = error.to_string();
-        assert!(text.contains(says) && text.contains(alert) && text.contains("right would be"), "{text}");
+        assert!(
+            text.contains(says) && text.contains(alert) && text.contains("right would be"),
+            "{text}"
+        );
     }
 }
 
@@ -213,8 +221,7 @@ async fn what_is_empty_in_a_kubeconfig_is_not_there() {
     let (ground, clients) = (Ground::new(V4), Authority::new());
     let (server, ca) = server(&clients);
     write(&ground, &clients);
-    let empty =
-        "username: '', as: '', token: '', tokenFile: '', client-certificate-data: '', client-key-data: ''";
+    let empty = "username: '', as: '', token: '', tokenFile: '', client-certificate-data: '', client-key-data: ''";
     manager(&ground, &server, &ca, &format!("{OF_ONE_FILE}, {empty}")).await.hints().await.unwrap();
     let (certificate, key) = clients.sign();
     let data = format!(

@@ -24,7 +24,11 @@ async fn the_condition_follows_what_it_is_told() {
     let story = async {
         until(|| ground.server.count("watch=") > 0).await;
         ground.server.heartbeat("me");
-        assert_eq!(ground.server.condition("me", "NetworkUnavailable"), None, "nothing is said yet");
+        assert_eq!(
+            ground.server.condition("me", "NetworkUnavailable"),
+            None,
+            "nothing is said yet"
+        );
         tell.send_replace(Some(Network::Available));
         until(|| is("False", "FlannelIsUp", "Flannel is running on this node")).await;
         tell.send_replace(Some(Network::Unavailable("it is gone".into())));
@@ -83,7 +87,8 @@ async fn another_reason_is_no_transition() {
         until(|| since("one reason").is_some()).await;
         ground.server.modify("me", |node| {
             let conditions = node["status"]["conditions"].as_array_mut().unwrap();
-            let ours = conditions.iter_mut().find(|condition| condition["type"] == "NetworkUnavailable");
+            let ours =
+                conditions.iter_mut().find(|condition| condition["type"] == "NetworkUnavailable");
             ours.unwrap()["lastTransitionTime"] = json!(long_ago);
         });
         tell.send_replace(Some(Network::Unavailable("another one".into())));

@@ -10,7 +10,9 @@ use crate::ground::{Ground, Logged, V4, leases, peer, until, vxlan};
 
 fn put(ground: &Ground, n: u8) {
     let cidr = format!("10.1.{n}.0/24");
-    ground.server.put_node(&format!("n{n}"), peer(&cidr, &format!("192.0.2.{n}"), "0a:00:00:00:00:02"));
+    ground
+        .server
+        .put_node(&format!("n{n}"), peer(&cidr, &format!("192.0.2.{n}"), "0a:00:00:00:00:02"));
 }
 
 /// How many lists were asked for, or pages of them.
@@ -22,7 +24,8 @@ fn lists(ground: &Ground) -> usize {
 async fn a_watch_that_is_cut_goes_on_where_it_was() {
     let ground = Ground::new(V4);
     let (_manager, views) = ground.following().await;
-    for (n, how) in (2..).zip([Cut::MidEvent, Cut::Clean, Cut::MidEvent, Cut::MidEvent, Cut::Clean]) {
+    for (n, how) in (2..).zip([Cut::MidEvent, Cut::Clean, Cut::MidEvent, Cut::MidEvent, Cut::Clean])
+    {
         let before = ground.server.count("watch=");
         put(&ground, n);
         until(|| views.borrow().leases.len() == usize::from(n) - 1).await;
@@ -77,8 +80,14 @@ async fn watches(ground: &Ground, views: &tokio::sync::watch::Receiver<flannel_c
 }
 
 async fn sees(views: &tokio::sync::watch::Receiver<flannel_core::View>, n: u8) {
-    until(|| views.borrow().leases.iter().any(|lease| lease.subnets.to_string() == format!("10.1.{n}.0-24")))
-        .await;
+    until(|| {
+        views
+            .borrow()
+            .leases
+            .iter()
+            .any(|lease| lease.subnets.to_string() == format!("10.1.{n}.0-24"))
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -206,7 +215,10 @@ async fn the_store_answers_as_soon_as_a_watch_is_open() {
     ground.server.fail(1, 503, Some(0));
     ground.server.cut(Cut::Clean);
     until(|| logged.count("the store answers, 1 leases") == 1).await;
-    assert_eq!((logged.count("store lost"), lists(&ground), ground.server.count("watch=")), (1, 1, 3));
+    assert_eq!(
+        (logged.count("store lost"), lists(&ground), ground.server.count("watch=")),
+        (1, 1, 3)
+    );
 }
 
 async fn advance(seconds: u64) {
@@ -405,7 +417,10 @@ async fn a_rotated_token_is_read_again() {
     // The token is wrong for good.
     ground.server.expect_token("unknown");
     let error = manager.hints().await.unwrap_err();
-    assert!(matches!(error, Error::Refused { .. }) && error.to_string().contains("(401"), "{error}");
+    assert!(
+        matches!(error, Error::Refused { .. }) && error.to_string().contains("(401"),
+        "{error}"
+    );
     assert_eq!(views.borrow().leases.len(), 3, "and the view stays");
     std::fs::write(&token, " \n").unwrap();
     let error = manager.hints().await.unwrap_err().to_string();

@@ -13,8 +13,7 @@ use tracing::{Level, Metadata, Subscriber, span};
 
 pub(crate) const PREFIX: &str = "flannel.alpha.coreos.com/";
 pub(crate) const V4: &str = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#;
-pub(crate) const DUAL: &str =
-    r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48","Backend":{"Type":"vxlan"}}"#;
+pub(crate) const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48","Backend":{"Type":"vxlan"}}"#;
 /// So long is anything waited for.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -56,7 +55,9 @@ impl Ground {
         }
         let manager = self.manager("me").await;
         let mut views = manager.watch_leases().await.unwrap();
-        wait(views.wait_for(|view| matches!(view.origin, flannel_core::Origin::Live { .. }))).await.unwrap();
+        wait(views.wait_for(|view| matches!(view.origin, flannel_core::Origin::Live { .. })))
+            .await
+            .unwrap();
         (manager, views)
     }
 }
@@ -78,7 +79,11 @@ pub(crate) async fn until(mut condition: impl FnMut() -> bool) {
 
 /// A node as the kubelet registers it, with these PodCIDRs.
 pub(crate) fn blank(cidrs: &[&str]) -> Value {
-    let spec = if cidrs.is_empty() { json!({}) } else { json!({ "podCIDR": cidrs[0], "podCIDRs": cidrs }) };
+    let spec = if cidrs.is_empty() {
+        json!({})
+    } else {
+        json!({ "podCIDR": cidrs[0], "podCIDRs": cidrs })
+    };
     json!({ "metadata": { "labels": { "kubernetes.io/os": "linux" } }, "spec": spec,
         "status": { "conditions": [{ "type": "Ready", "status": "True" }] } })
 }
@@ -115,7 +120,8 @@ pub(crate) fn leases(view: &View) -> Vec<String> {
     view.leases
         .iter()
         .map(|lease| {
-            let public: Vec<String> = lease.attrs.public.values().map(ToString::to_string).collect();
+            let public: Vec<String> =
+                lease.attrs.public.values().map(ToString::to_string).collect();
             format!("{} {} {}", lease.subnets, lease.attrs.backend_type, public.join(" "))
         })
         .collect()
@@ -128,7 +134,11 @@ pub(crate) struct Logged(Arc<Mutex<Vec<(Level, String)>>>);
 impl Logged {
     pub(crate) fn warnings(&self) -> Vec<String> {
         let lines = self.0.lock().unwrap();
-        lines.iter().filter(|(level, _)| *level <= Level::WARN).map(|(_, text)| text.clone()).collect()
+        lines
+            .iter()
+            .filter(|(level, _)| *level <= Level::WARN)
+            .map(|(_, text)| text.clone())
+            .collect()
     }
 
     /// How many lines contain this text.

@@ -4,7 +4,9 @@ use flannel_core::{Error, Family, Hints, LeaseEnd, SubnetManager, Subnets};
 use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
 use serde_json::{Value, json};
 
-use crate::ground::{DUAL, Ground, MAC, PREFIX, V4, attrs, blank, leases, peer, until, vxlan, wait};
+use crate::ground::{
+    DUAL, Ground, MAC, PREFIX, V4, attrs, blank, leases, peer, until, vxlan, wait,
+};
 
 /// Flannel's annotations of a node, as JSON.
 fn annotations(ground: &Ground, node: &str) -> Value {
@@ -71,7 +73,10 @@ async fn addresses_that_the_node_prescribes_are_hints_and_overwrites_are_publish
     assert_eq!((hints.last_published, hints.previous), (None, None));
     let lease = manager.acquire_lease(&vxlan()).await.unwrap();
     assert_eq!(lease.attrs, vxlan(), "what is published instead is no part of it");
-    assert_eq!(ground.server.annotation("me", &format!("{PREFIX}public-ip")).unwrap(), "203.0.113.9");
+    assert_eq!(
+        ground.server.annotation("me", &format!("{PREFIX}public-ip")).unwrap(),
+        "203.0.113.9"
+    );
     // A restart finds the MAC address that peers know.
     let hints = ground.manager("me").await.hints().await.unwrap();
     let last_published = Some(attrs("vxlan", &["203.0.113.9"], [Some(MAC), None]));
@@ -83,7 +88,8 @@ async fn addresses_that_the_node_prescribes_are_hints_and_overwrites_are_publish
 async fn an_overwrite_that_is_taken_away_is_published_no_longer() {
     let set = |ground: &Ground, overwrite: Option<&str>| {
         ground.server.modify("me", |node| {
-            node["metadata"]["annotations"][format!("{PREFIX}public-ip-overwrite")] = json!(overwrite);
+            node["metadata"]["annotations"][format!("{PREFIX}public-ip-overwrite")] =
+                json!(overwrite);
             if overwrite.is_none() {
                 let annotations = node["metadata"]["annotations"].as_object_mut().unwrap();
                 annotations.remove(&format!("{PREFIX}public-ip-overwrite"));
@@ -124,10 +130,11 @@ async fn an_overwrite_that_is_no_address_is_told_and_keeps_nothing_from_being_pu
         let overwrite = format!("{PREFIX}public-ip-overwrite");
         let skipped = || manager.store_status().skipped;
         for (text, public) in [("203.0.113.9", "203.0.113.9"), ("2001:db8::9", "192.0.2.1")] {
-            ground
-                .server
-                .modify("me", |node| node["metadata"]["annotations"] = json!({ overwrite.as_str(): text }));
-            let expected = [("kube-subnet-manager", "true"), ("public-ip", public), ("backend-data", MAC)];
+            ground.server.modify("me", |node| {
+                node["metadata"]["annotations"] = json!({ overwrite.as_str(): text })
+            });
+            let expected =
+                [("kube-subnet-manager", "true"), ("public-ip", public), ("backend-data", MAC)];
             let is = |name: &str| ground.server.annotation("me", &format!("{PREFIX}{name}"));
             until(|| expected.iter().all(|(name, text)| is(name).as_deref() == Some(text))).await;
         }
@@ -152,7 +159,8 @@ async fn an_overwrite_that_is_no_address_keeps_no_later_start_waiting() {
     let (manager, _) = ground.following().await;
     manager.acquire_lease(&vxlan()).await.unwrap();
     ground.server.modify("me", |node| {
-        node["metadata"]["annotations"][format!("{PREFIX}public-ip-overwrite")] = json!("203.0.113.");
+        node["metadata"]["annotations"][format!("{PREFIX}public-ip-overwrite")] =
+            json!("203.0.113.");
     });
     ground.manager("me").await.acquire_lease(&vxlan()).await.unwrap();
     let public = ground.server.annotation("me", &format!("{PREFIX}public-ip"));
@@ -163,7 +171,8 @@ async fn an_overwrite_that_is_no_address_keeps_no_later_start_waiting() {
 async fn an_overwrite_of_a_family_that_is_not_enabled_matters_to_nobody() {
     let ground = Ground::new(V4);
     let mut node = blank(&["10.1.1.0/24"]);
-    node["metadata"]["annotations"] = json!({ format!("{PREFIX}public-ipv6-overwrite"): "nowhere" });
+    node["metadata"]["annotations"] =
+        json!({ format!("{PREFIX}public-ipv6-overwrite"): "nowhere" });
     ground.server.put_node("me", node);
     let (manager, views) = ground.following().await;
     manager.acquire_lease(&vxlan()).await.unwrap();
@@ -177,10 +186,12 @@ async fn the_pod_names_the_node() {
     ground.server.put_node("me", blank(&["10.1.5.0/24"]));
     ground.server.put_pod("kube-flannel", "flannel-x", "");
     let pod = NodeIdentity::Pod { namespace: "kube-flannel".into(), name: "flannel-x".into() };
-    let manager = KubeManager::open(KubeOptions { identity: pod, ..ground.options("") }).await.unwrap();
+    let manager =
+        KubeManager::open(KubeOptions { identity: pod, ..ground.options("") }).await.unwrap();
     let error = manager.hints().await.unwrap_err();
     assert!(
-        matches!(&error, Error::NotReady { .. }) && error.to_string().contains("kube-flannel/flannel-x"),
+        matches!(&error, Error::NotReady { .. })
+            && error.to_string().contains("kube-flannel/flannel-x"),
         "{error}"
     );
     ground.server.put_pod("kube-flannel", "flannel-x", "me");
@@ -240,9 +251,11 @@ async fn a_lease_stays_in_force_while_none_can_be_made_of_the_node() {
     let (manager, _) = ground.following().await;
     let held = manager.acquire_lease(&vxlan()).await.unwrap();
     let hints = manager.hints().await.unwrap();
-    let others = attrs("vxlan", &["192.0.2.1"], [Some(r#"{"VNI":7,"VtepMAC":"0a:00:00:00:00:01"}"#), None]);
+    let others =
+        attrs("vxlan", &["192.0.2.1"], [Some(r#"{"VNI":7,"VtepMAC":"0a:00:00:00:00:01"}"#), None]);
     let mut malformed = node.clone();
-    malformed["metadata"]["annotations"][format!("{PREFIX}public-ip-overwrite")] = json!("nonsense");
+    malformed["metadata"]["annotations"][format!("{PREFIX}public-ip-overwrite")] =
+        json!("nonsense");
     let patches = ground.server.count("PATCH");
     for wrong in [None, Some(blank(&[])), Some(blank(&["10.9.0.0/24"])), Some(malformed)] {
         match &wrong {
@@ -253,9 +266,16 @@ async fn a_lease_stays_in_force_while_none_can_be_made_of_the_node() {
             assert_eq!(manager.hints().await.unwrap(), hints);
         }
         manager.hints().await.unwrap();
-        let kept = manager.acquire_lease(&others).await.unwrap_or_else(|error| panic!("{wrong:?}: {error}"));
+        let kept = manager
+            .acquire_lease(&others)
+            .await
+            .unwrap_or_else(|error| panic!("{wrong:?}: {error}"));
         assert_eq!((kept.subnets, &kept.attrs), (held.subnets, &others), "{wrong:?}");
-        assert_eq!(ground.server.count("PATCH"), patches, "it is not this node's to publish: {wrong:?}");
+        assert_eq!(
+            ground.server.count("PATCH"),
+            patches,
+            "it is not this node's to publish: {wrong:?}"
+        );
         // Who has never had one waits.
         let error = ground.manager("me").await.acquire_lease(&others).await.unwrap_err();
         assert!(matches!(error, Error::NotReady { .. }), "{error:?}");
@@ -280,7 +300,10 @@ async fn pod_cidrs_from_which_no_lease_can_be_made_lose_it_and_do_not_move_it() 
             V4,
             &["10.1.1.0/24"][..],
             &[
-                (&["10.9.0.0/24"][..], "its PodCIDR 10.9.0.0/24 lies outside the pod network 10.1.0.0/16"),
+                (
+                    &["10.9.0.0/24"][..],
+                    "its PodCIDR 10.9.0.0/24 lies outside the pod network 10.1.0.0/16",
+                ),
                 (&["fd00:0:0:1::/64"], "it has no PodCIDR any more"),
             ][..],
         ),
@@ -310,7 +333,8 @@ async fn pod_cidrs_from_which_no_lease_can_be_made_lose_it_and_do_not_move_it() 
                 n += 1;
                 let (cidr, public) = (format!("10.1.{n}.0/24"), format!("192.0.2.{n}"));
                 ground.server.put_node(&format!("n{n}"), peer(&cidr, &public, "0a:00:00:00:00:02"));
-                until(|| leases(&views.borrow()).iter().any(|lease| lease.ends_with(&public))).await;
+                until(|| leases(&views.borrow()).iter().any(|lease| lease.ends_with(&public)))
+                    .await;
             }
             ground.server.put_node("me", blank(own));
             until(|| lost.borrow().is_none()).await;
@@ -328,7 +352,9 @@ async fn pod_cidrs_from_which_no_lease_can_be_made_lose_it_and_do_not_move_it() 
             };
             tokio::select! { end = manager.hold_lease(&held) => end, () = fits => unreachable!() }
         });
-        let LeaseEnd::Moved { to } = end.await.unwrap() else { panic!("the lease moves once it can") };
+        let LeaseEnd::Moved { to } = end.await.unwrap() else {
+            panic!("the lease moves once it can")
+        };
         assert!(to.to_string().starts_with("10.1.200.0-24"), "{to}");
     }
 }
@@ -341,9 +367,12 @@ async fn what_somebody_removes_or_changes_is_put_back() {
     let before = annotations(&ground, "me");
     let story = async {
         for change in [
-            |node: &mut Value| drop(node["metadata"].as_object_mut().unwrap().remove("annotations")),
             |node: &mut Value| {
-                node["metadata"]["annotations"]["flannel.alpha.coreos.com/public-ip"] = json!("192.0.2.66");
+                drop(node["metadata"].as_object_mut().unwrap().remove("annotations"))
+            },
+            |node: &mut Value| {
+                node["metadata"]["annotations"]["flannel.alpha.coreos.com/public-ip"] =
+                    json!("192.0.2.66");
             },
             |node: &mut Value| {
                 node["metadata"]["annotations"]["flannel.alpha.coreos.com/kube-subnet-manager"] =
@@ -359,7 +388,8 @@ async fn what_somebody_removes_or_changes_is_put_back() {
             node["metadata"]["annotations"]["flannel.alpha.coreos.com/public-ip-overwrite"] =
                 json!("203.0.113.9");
         });
-        until(|| annotations(&ground, "me")["flannel.alpha.coreos.com/public-ip"] == "203.0.113.9").await;
+        until(|| annotations(&ground, "me")["flannel.alpha.coreos.com/public-ip"] == "203.0.113.9")
+            .await;
     };
     tokio::select! {
         end = manager.hold_lease(&held) => panic!("{end:?}"),
@@ -372,7 +402,9 @@ async fn what_somebody_removes_or_changes_is_put_back() {
 /// Whether Go flannel takes notice of an update in dual stack: only if texts of both families are others.
 fn go_notices(before: &Value, after: &Value) -> bool {
     let differ = |names: [&str; 3]| {
-        names.iter().any(|name| before[format!("{PREFIX}{name}")] != after[format!("{PREFIX}{name}")])
+        names
+            .iter()
+            .any(|name| before[format!("{PREFIX}{name}")] != after[format!("{PREFIX}{name}")])
     };
     differ(["backend-data", "backend-type", "public-ip"])
         && differ(["backend-v6-data", "backend-type", "public-ipv6"])
@@ -403,8 +435,10 @@ async fn in_dual_stack_go_flannel_takes_notice_of_a_change_of_one_family() {
             assert!(go_notices(&before, &after), "{before} {after}");
             // What is said is the same: to our own nodes, to Go's, and to one that takes over this node.
             assert_eq!(held.attrs, wanted);
-            until(|| views.borrow().leases.get(&held.subnets).is_some_and(|lease| lease.attrs == wanted))
-                .await;
+            until(|| {
+                views.borrow().leases.get(&held.subnets).is_some_and(|lease| lease.attrs == wanted)
+            })
+            .await;
             for (name, data) in [("backend-data", data[0]), ("backend-v6-data", data[1])] {
                 let text = after[format!("{PREFIX}{name}")].as_str().unwrap();
                 assert_eq!(text.trim_start(), data.unwrap_or("null"));
@@ -421,13 +455,17 @@ async fn in_dual_stack_go_flannel_takes_notice_of_a_change_of_one_family() {
             let manager = ground.manager("me").await;
             assert_eq!(manager.hints().await.unwrap().last_published, Some(wanted.clone()));
             manager.acquire_lease(&wanted).await.unwrap();
-            assert_eq!((ground.server.count("PATCH"), &annotations(&ground, "me")), (patches, &after));
+            assert_eq!(
+                (ground.server.count("PATCH"), &annotations(&ground, "me")),
+                (patches, &after)
+            );
             before = after;
         }
         // What somebody changed of one family is put back for Go's nodes, too.
         let story = async {
             ground.server.modify("me", |node| {
-                node["metadata"]["annotations"]["flannel.alpha.coreos.com/public-ip"] = json!("192.0.2.66");
+                node["metadata"]["annotations"]["flannel.alpha.coreos.com/public-ip"] =
+                    json!("192.0.2.66");
             });
             let changed = annotations(&ground, "me");
             until(|| go_notices(&changed, &annotations(&ground, "me"))).await;

@@ -101,7 +101,14 @@ fn what_flannel_must_not_ask_is_refused_and_remembered() {
             400,
             "how that is meant",
         ),
-        ("GET", "/api/v1/nodes?limit=5&resourceVersionMatch=NotOlderThan", "", "", 400, "how that is meant"),
+        (
+            "GET",
+            "/api/v1/nodes?limit=5&resourceVersionMatch=NotOlderThan",
+            "",
+            "",
+            400,
+            "how that is meant",
+        ),
         (
             "GET",
             "/api/v1/nodes?limit=5&resourceVersion=1001&resourceVersionMatch=NotOlderThan",
@@ -134,8 +141,20 @@ fn what_flannel_must_not_ask_is_refused_and_remembered() {
         ("GET", "/api/v1/nodes/other", "", "", 404),
         ("GET", "/api/v1/nodes?limit=500", "", "", 200),
         ("GET", "/api/v1/nodes?limit=500&resourceVersion=0", "", "", 200),
-        ("GET", "/api/v1/nodes?resourceVersion=1001&resourceVersionMatch=NotOlderThan", "", "", 200),
-        ("GET", "/api/v1/nodes?resourceVersion=9999&resourceVersionMatch=NotOlderThan", "", "", 504),
+        (
+            "GET",
+            "/api/v1/nodes?resourceVersion=1001&resourceVersionMatch=NotOlderThan",
+            "",
+            "",
+            200,
+        ),
+        (
+            "GET",
+            "/api/v1/nodes?resourceVersion=9999&resourceVersionMatch=NotOlderThan",
+            "",
+            "",
+            504,
+        ),
         ("GET", &format!("{watch}&resourceVersion=1001"), "", "", 200),
         ("GET", "/api/v1/nodes?limit=5&continue=x", "", "", 410),
     ] {

@@ -44,9 +44,9 @@ async fn in_dual_stack_a_change_of_either_family_alone_is_a_change() {
         ("backend-v6-data", "{\"VNI\":3}"),
         ("backend-type", "host-gw"),
     ] {
-        ground
-            .server
-            .modify("peer", |node| node["metadata"]["annotations"][format!("{PREFIX}{name}")] = json!(value));
+        ground.server.modify("peer", |node| {
+            node["metadata"]["annotations"][format!("{PREFIX}{name}")] = json!(value)
+        });
         wait(views.changed()).await.unwrap();
         let view = views.borrow_and_update().clone();
         assert!(format!("{:?}", view.leases).contains("10.1.2.0-24"));
@@ -60,7 +60,9 @@ async fn families_that_the_config_comes_to_enable_before_there_is_a_lease_count(
     let ground = Ground::new(V4);
     ground.server.put_node("me", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
     ground.server.put_node("peer", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
-    ground.server.modify("peer", |node| node["spec"]["podCIDRs"] = json!(["10.1.2.0/24", "fd00:0:0:2::/64"]));
+    ground.server.modify("peer", |node| {
+        node["spec"]["podCIDRs"] = json!(["10.1.2.0/24", "fd00:0:0:2::/64"])
+    });
     let (manager, views) = ground.following().await;
     assert_eq!(leases(&views.borrow()), ["10.1.2.0-24 vxlan 192.0.2.2"]);
     ground.write_config(DUAL);
@@ -152,7 +154,10 @@ async fn what_a_late_server_remembers_is_not_taken_for_what_is() {
     let (error, _) = manager.store_status().last_error.unwrap();
     assert!(error.contains("Too large resource version"), "{error}");
     ground.server.show_all();
-    until(|| leases(&views.borrow()) == ["10.1.2.0-24 vxlan 192.0.2.2", "10.1.3.0-24 vxlan 192.0.2.3"]).await;
+    until(|| {
+        leases(&views.borrow()) == ["10.1.2.0-24 vxlan 192.0.2.2", "10.1.3.0-24 vxlan 192.0.2.3"]
+    })
+    .await;
     assert!(matches!(views.borrow().origin, Origin::Live { .. }));
     assert_eq!(ground.server.count("limit="), 0, "the server's store is spared");
 }

@@ -27,7 +27,12 @@ async fn no_api_server() {
     assert!(matches!(error, Error::Store { .. }), "waiting helps: {error:?}");
     says(&error, &[&format!("kube:http://{closed}: get nodes: "), "Connection refused"]);
     assert!(matches!(manager.watch_leases().await, Err(Error::Store { .. })));
-    assert!(manager.store_status().last_error.is_some_and(|(text, _)| text.contains("Connection refused")));
+    assert!(
+        manager
+            .store_status()
+            .last_error
+            .is_some_and(|(text, _)| text.contains("Connection refused"))
+    );
     assert_eq!(manager.store_status().confirmed, None);
 }
 
@@ -70,14 +75,22 @@ async fn what_says_where_it_is_is_wrong() {
             ["\"exec\"", "a token, a tokenFile"],
         ),
         ("", "username: x, password: y", ["\"username\"", "client certificate"]),
-        (", insecure-skip-tls-verify: true", "", ["insecure-skip-tls-verify", "certificate-authority"]),
+        (
+            ", insecure-skip-tls-verify: true",
+            "",
+            ["insecure-skip-tls-verify", "certificate-authority"],
+        ),
         ("", "client-certificate-data: eA==", ["client-certificate", "no client-key"]),
         (
             "",
             "client-certificate: /nowhere, client-key: /nowhere",
             ["client-certificate /nowhere", "No such file"],
         ),
-        ("", "client-certificate-data: '!', client-key-data: eA==", ["client-certificate-data", "base64"]),
+        (
+            "",
+            "client-certificate-data: '!', client-key-data: eA==",
+            ["client-certificate-data", "base64"],
+        ),
         ("", "token: ' '", ["its user's token", "it is empty"]),
     ] {
         with(cluster, user);
@@ -97,7 +110,8 @@ async fn a_certificate_of_another_ca() {
     server.put_node("me", blank(&["10.1.1.0/24"]));
     let other = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
     for (ca, good) in [(other.cert.pem(), false), (signed.cert.pem(), true)] {
-        let (ca_file, kubeconfig) = (ground.dir.path().join("ca"), ground.dir.path().join("kubeconfig"));
+        let (ca_file, kubeconfig) =
+            (ground.dir.path().join("ca"), ground.dir.path().join("kubeconfig"));
         std::fs::write(&ca_file, ca).unwrap();
         let text = format!(
             "current-context: c\nclusters: [{{name: c, cluster: {{server: \"{}\", certificate-authority: {}}}}}]\n\
@@ -135,14 +149,18 @@ async fn forbidden_says_which_verb_on_which_resource() {
         ground.server.forbid(verb, resource);
         let error = manager.acquire_lease(&vxlan()).await.unwrap_err();
         assert!(matches!(error, Error::Refused { .. }), "{error:?}");
-        says(&error, &[&format!("the verb {verb:?} on the resource {resource:?}"), "system:serviceaccount"]);
+        says(
+            &error,
+            &[&format!("the verb {verb:?} on the resource {resource:?}"), "system:serviceaccount"],
+        );
         ground.server.permit_all();
     }
     // Where the pod is to say which node this is.
     ground.server.put_pod("kube-flannel", "flannel-x", "me");
     ground.server.forbid("get", "pods");
     let pod = NodeIdentity::Pod { namespace: "kube-flannel".into(), name: "flannel-x".into() };
-    let in_pod = KubeManager::open(KubeOptions { identity: pod, ..ground.options("") }).await.unwrap();
+    let in_pod =
+        KubeManager::open(KubeOptions { identity: pod, ..ground.options("") }).await.unwrap();
     for error in [in_pod.hints().await.unwrap_err(), in_pod.watch_leases().await.unwrap_err()] {
         assert!(matches!(error, Error::Refused { .. }), "{error:?}");
         says(&error, &["the verb \"get\" on the resource \"pods\"", "system:serviceaccount"]);
@@ -151,7 +169,9 @@ async fn forbidden_says_which_verb_on_which_resource() {
     in_pod.hints().await.unwrap();
     ground.server.forbid("list", "nodes");
     let views = manager.watch_leases().await.unwrap();
-    let told = |text: &str| manager.store_status().last_error.is_some_and(|(error, _)| error.contains(text));
+    let told = |text: &str| {
+        manager.store_status().last_error.is_some_and(|(error, _)| error.contains(text))
+    };
     until(|| told("the verb \"list\" on the resource \"nodes\"")).await;
     ground.server.permit_all();
     ground.server.forbid("watch", "nodes");
@@ -187,7 +207,8 @@ async fn a_node_that_is_not_ready_for_flannel_is_waited_for() {
     let mut node = blank(&["10.1.1.0/24"]);
     node["metadata"]["annotations"] = json!({ format!("{PREFIX}public-ip-overwrite"): "nowhere" });
     ground.server.put_node("me", node);
-    refused(&["annotation flannel.alpha.coreos.com/public-ip-overwrite: \"nowhere\"", "192.0.2.1"]).await;
+    refused(&["annotation flannel.alpha.coreos.com/public-ip-overwrite: \"nowhere\"", "192.0.2.1"])
+        .await;
     let mut node = blank(&["10.1.1.0/24"]);
     node["metadata"]["annotations"] = json!({ format!("{PREFIX}node-public-ip"): "2001:db8::1" });
     ground.server.put_node("me", node);
@@ -228,7 +249,10 @@ async fn the_network_config() {
     // Pods do not survive other networks; another backend is news.
     ground.write_config(r#"{"Network":"10.2.0.0/16","Backend":{"Type":"host-gw"}}"#);
     let changed = crate::ground::wait(manager.config_changed(&config)).await.unwrap();
-    assert_eq!((changed.backend.kind.as_str(), changed.networks == config.networks), ("host-gw", false));
+    assert_eq!(
+        (changed.backend.kind.as_str(), changed.networks == config.networks),
+        ("host-gw", false)
+    );
     assert_eq!(manager.network_config().await.unwrap().networks, config.networks);
 }
 
@@ -236,6 +260,7 @@ async fn the_network_config() {
 async fn a_name_is_what_the_identity_says() {
     let ground = Ground::new(V4);
     let pod = NodeIdentity::Pod { namespace: "a".into(), name: "b".into() };
-    let manager = KubeManager::open(KubeOptions { identity: pod, ..ground.options("") }).await.unwrap();
+    let manager =
+        KubeManager::open(KubeOptions { identity: pod, ..ground.options("") }).await.unwrap();
     says(&manager.hints().await.unwrap_err(), &["pods \"b\" not found"]);
 }

@@ -38,7 +38,8 @@ pub(super) fn text(attrs: &LeaseAttrs, tenure: Option<Tenure>) -> String {
     let mut wire: Wire<'_> = serde_json::from_str(&value).expect("a lease value has Go's fields");
     wire.mark = tenure.map(|tenure| tenure.mark.to_string());
     // Whole seconds, rounded up: nothing ends before its holder thinks so.
-    wire.ttl = tenure.map(|tenure| (tenure.ttl.as_secs() + u64::from(tenure.ttl.subsec_nanos() > 0)).max(1));
+    wire.ttl = tenure
+        .map(|tenure| (tenure.ttl.as_secs() + u64::from(tenure.ttl.subsec_nanos() > 0)).max(1));
     let text = serde_json::to_string_pretty(&wire);
     text.expect("a struct of strings, numbers and raw values serializes") + "\n"
 }
@@ -60,17 +61,22 @@ impl LeaseFile {
     pub(super) fn parse(subnets: Subnets, text: &str) -> Result<Self, FieldError> {
         let attrs = LeaseAttrs::from_json(text)?;
         let fields = Fields::parse(text, "")?;
-        let ttl: Option<u64> = fields.take("TTL", "a number of seconds; no TTL: the lease never expires")?;
+        let ttl: Option<u64> =
+            fields.take("TTL", "a number of seconds; no TTL: the lease never expires")?;
         let mark: Option<Mark> = fields.parsed("Mark", "1 to 16 hexadecimal digits")?;
         // What expires has a holder, even if nobody can be it.
         let tenure = |ttl| Tenure { mark: mark.unwrap_or(Mark(0)), ttl: Duration::from_secs(ttl) };
-        let lease = Lease { subnets, attrs, expires: None, since: Revision(0), revision: revision(text) };
+        let lease =
+            Lease { subnets, attrs, expires: None, since: Revision(0), revision: revision(text) };
         Ok(Self { lease: lease.into(), tenure: ttl.map(tenure).map(Box::new) })
     }
 
     /// The lease as a registry has it.
     pub(super) fn entry(&self) -> Entry {
-        Entry { lease: Arc::clone(&self.lease), mark: self.tenure.as_ref().map(|tenure| tenure.mark) }
+        Entry {
+            lease: Arc::clone(&self.lease),
+            mark: self.tenure.as_ref().map(|tenure| tenure.mark),
+        }
     }
 
     /// When it expires, given when the file was modified; `None`: never.
@@ -125,8 +131,11 @@ mod tests {
 
     #[test]
     fn a_file_without_ttl_is_a_reservation() {
-        let file = LeaseFile::parse(key(), r#"{"publicip": "192.0.2.7", "Mark": "1", "Comment": "rack 4"}"#)
-            .unwrap();
+        let file = LeaseFile::parse(
+            key(),
+            r#"{"publicip": "192.0.2.7", "Mark": "1", "Comment": "rack 4"}"#,
+        )
+        .unwrap();
         assert_eq!((file.tenure.as_deref(), file.end(SystemTime::now())), (None, None));
         let file = LeaseFile::parse(key(), r#"{"PublicIP": "192.0.2.7", "TTL": 60}"#).unwrap();
         assert_eq!(file.entry().mark, Some(Mark(0)));

@@ -52,7 +52,9 @@ impl FromStr for DirLocation {
         };
         let (path, query) = rest.split_once('?').unwrap_or((rest, ""));
         if path.is_empty() {
-            return Err(error("the path is empty; expected dir:PATH, such as dir:/var/lib/flannel".into()));
+            return Err(error(
+                "the path is empty; expected dir:PATH, such as dir:/var/lib/flannel".into(),
+            ));
         }
         let mut options = DirOptions::default();
         for option in query.split('&').filter(|option| !option.is_empty()) {
@@ -118,7 +120,8 @@ fn network_file_system(magic: u32) -> Option<&'static str> {
 /// [`Error::Refused`], or the directory cannot be looked at.
 pub(super) fn check_file_system(path: &Path) -> Result<()> {
     let store = || format!("dir:{}", path.display());
-    let statfs = statfs(path).map_err(|errno| Error::Store { store: store(), source: errno.into() })?;
+    let statfs =
+        statfs(path).map_err(|errno| Error::Store { store: store(), source: errno.into() })?;
     // The kernel's magic numbers have 32 bits; their type differs between C libraries.
     match network_file_system(statfs.filesystem_type().0 as u32) {
         None => Ok(()),
@@ -140,10 +143,16 @@ mod tests {
     #[test]
     fn locations_are_parsed_and_printed() {
         let location: DirLocation = "dir:/a/b?assign=static".parse().unwrap();
-        assert_eq!((location.path.as_path(), location.options.assign), (Path::new("/a/b"), Assign::Static));
+        assert_eq!(
+            (location.path.as_path(), location.options.assign),
+            (Path::new("/a/b"), Assign::Static)
+        );
         assert_eq!(location.to_string(), "dir:/a/b?assign=static");
         assert_eq!("dir:x".parse::<DirLocation>().unwrap().to_string(), "dir:x");
-        assert_eq!("dir:x?assign=free".parse::<DirLocation>().unwrap().options, DirOptions::default());
+        assert_eq!(
+            "dir:x?assign=free".parse::<DirLocation>().unwrap().options,
+            DirOptions::default()
+        );
         for (bad, says) in [
             ("etcd:x", "dir:PATH"),
             ("dir:", "the path is empty"),

@@ -130,7 +130,8 @@ impl Mirror {
                     self.watched = None;
                 } else if event.wd == watched.subnets && self.concerns(event.mask, &name) {
                     // Only what was renamed away may be about to come back.
-                    *named.entry(name).or_default() = event.mask.contains(AddWatchFlags::IN_MOVED_FROM);
+                    *named.entry(name).or_default() =
+                        event.mask.contains(AddWatchFlags::IN_MOVED_FROM);
                 }
             }
         }
@@ -206,7 +207,8 @@ impl Mirror {
         if after.0 < self.forgotten || after > revision {
             return None;
         }
-        let keys: BTreeSet<&String> = self.history[(after.0 - self.forgotten) as usize..].iter().collect();
+        let keys: BTreeSet<&String> =
+            self.history[(after.0 - self.forgotten) as usize..].iter().collect();
         let event = |key: &String| Event { key: key.clone(), now: self.now(key) };
         Some(Batch { events: keys.into_iter().map(event).collect(), revision })
     }
@@ -244,7 +246,10 @@ impl Mirror {
         let watch = |path: &Path| {
             let watched = inotify.add_watch(path, mask);
             watched.map_err(|errno| {
-                io::Error::new(io::Error::from(errno).kind(), format!("{}: {errno}", path.display()))
+                io::Error::new(
+                    io::Error::from(errno).kind(),
+                    format!("{}: {errno}", path.display()),
+                )
             })
         };
         let watched = Watched { root: watch(&self.root)?, subnets: watch(&subnets)? };
@@ -320,8 +325,8 @@ impl Mirror {
     /// A file has this text.
     fn take_in(&mut self, name: &str, text: &str, modified: SystemTime, now: SystemTime) {
         let known = name.parse().ok().and_then(|subnets| self.file(&subnets));
-        let known =
-            known.filter(|file| file.lease.revision == revision(text) && !self.bad.contains_key(name));
+        let known = known
+            .filter(|file| file.lease.revision == revision(text) && !self.bad.contains_key(name));
         let parsed = known.cloned().map_or_else(|| parse(name, text, self.forever), Ok);
         match parsed {
             Ok(file) => {

@@ -34,9 +34,10 @@ impl Shared {
         if self.location.options.assign == Assign::Static {
             return Err(Error::Refused {
                 store: self.location.to_string(),
-                reason: "with assign=static nothing is ever written there; write the file where this \
+                reason:
+                    "with assign=static nothing is ever written there; write the file where this \
                          directory comes from"
-                    .into(),
+                        .into(),
             });
         }
         let path = self.location.path.join(".lock");
@@ -165,7 +166,8 @@ impl Shared {
             self.hold(subnets, Some(mark), now.checked_add(ttl));
             return Ok(Some(ttl));
         }
-        let end = self.held().get(subnets).filter(|(holder, _)| *holder == mark).map(|(_, end)| *end);
+        let end =
+            self.held().get(subnets).filter(|(holder, _)| *holder == mark).map(|(_, end)| *end);
         Ok(end.and_then(|end| end.duration_since(now).ok()).filter(|left| !left.is_zero()))
     }
 }

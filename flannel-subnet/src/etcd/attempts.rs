@@ -73,14 +73,17 @@ impl Attempts {
             };
             let endpoint = connections.name(place);
             if trouble.cure == Cure::People {
-                return Err(Error::Refused { store: format!("etcd {endpoint}"), reason: trouble.text });
+                return Err(Error::Refused {
+                    store: format!("etcd {endpoint}"),
+                    reason: trouble.text,
+                });
             }
             tracing::debug!(endpoint, key, "no answer: {}", trouble.text);
             failures[place] = Some(trouble);
             connections.move_on(place);
             let all = failures.iter().flatten();
-            let hopeless =
-                all.clone().filter(|trouble| trouble.cure == Cure::Endpoint).count() == failures.len();
+            let hopeless = all.clone().filter(|trouble| trouble.cure == Cure::Endpoint).count()
+                == failures.len();
             // Every endpoint gets its chance before anybody waits or gives up.
             let all_asked = failures.iter().all(Option::is_some);
             if hopeless || (all_asked && begin.elapsed() >= self.options().patience) {
@@ -106,7 +109,8 @@ impl Attempts {
         let within = self.options().request_timeout;
         let outcome = timeout(within, async {
             let connection = self.connections.connect(place).await;
-            let connection = connection.map_err(|trouble| trouble.explained(key, self.options()))?;
+            let connection =
+                connection.map_err(|trouble| trouble.explained(key, self.options()))?;
             let outcome = connection.interpret(request(connection.clone()).await);
             let outcome = outcome.map_err(|trouble| trouble.explained(key, self.options()));
             if outcome.as_ref().is_err_and(|trouble| trouble.cure == Cure::Connection) {
@@ -114,7 +118,9 @@ impl Attempts {
             }
             outcome
         });
-        outcome.await.unwrap_or_else(|_| Err(Trouble::passing(format!("no answer within {within:?}"))))
+        outcome
+            .await
+            .unwrap_or_else(|_| Err(Trouble::passing(format!("no answer within {within:?}"))))
     }
 
     /// What is wrong with each endpoint.

@@ -73,7 +73,13 @@ impl Connections {
         let endpoints: Vec<_> =
             options.endpoints.iter().map(|endpoint| (endpoint.clone(), Mutex::default())).collect();
         let current = AtomicUsize::new(fastrand::usize(..endpoints.len()));
-        Ok(Self { options, endpoints, current, made: AtomicUsize::new(0), said: StdMutex::default() })
+        Ok(Self {
+            options,
+            endpoints,
+            current,
+            made: AtomicUsize::new(0),
+            said: StdMutex::default(),
+        })
     }
 
     pub(super) fn len(&self) -> usize {
@@ -108,7 +114,8 @@ impl Connections {
             && trouble.cure == Cure::People
         {
             // Perhaps only one of the two files is replaced so far.
-            let said = self.said.lock().unwrap_or_else(PoisonError::into_inner).replace(files.clone());
+            let said =
+                self.said.lock().unwrap_or_else(PoisonError::into_inner).replace(files.clone());
             if said != Some(files) {
                 tracing::warn!(%endpoint, "the changed files are not used yet: {}", trouble.text);
             }
@@ -167,7 +174,8 @@ fn is_tls(endpoint: &str) -> bool {
 /// What the files hold. rustls speaks TLS 1.2 and 1.3 and nothing older.
 fn tls(options: &EtcdOptions) -> Result<TlsOptions, String> {
     let read = |path: &Path| {
-        fs::read(path).map_err(|error: io::Error| format!("cannot read {}: {error}", path.display()))
+        fs::read(path)
+            .map_err(|error: io::Error| format!("cannot read {}: {error}", path.display()))
     };
     let mut tls = match &options.cafile {
         Some(path) => {
@@ -193,5 +201,7 @@ fn tls(options: &EtcdOptions) -> Result<TlsOptions, String> {
 }
 
 fn holds(pem: &[u8], what: &str) -> bool {
-    String::from_utf8_lossy(pem).lines().any(|line| line.starts_with("-----BEGIN") && line.contains(what))
+    String::from_utf8_lossy(pem)
+        .lines()
+        .any(|line| line.starts_with("-----BEGIN") && line.contains(what))
 }

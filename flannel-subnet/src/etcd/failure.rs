@@ -79,7 +79,8 @@ impl From<Error> for Trouble {
             Error::TransportError(error) => {
                 // Nothing was sent: the client does not take our certificate or its key.
                 let (chain, last) = causes(error);
-                let key = chain.contains("KeyMismatch").then_some("the key is not the certificate's: ");
+                let key =
+                    chain.contains("KeyMismatch").then_some("the key is not the certificate's: ");
                 Self::lasting(format!("{}{last}", key.unwrap_or_default()))
             }
             Error::InvalidArgs(_) | Error::InvalidUri(_) => Self::lasting(error.to_string()),
@@ -94,7 +95,12 @@ fn cure(code: Code, message: &str) -> Cure {
     let says = |texts: &[&str]| texts.iter().any(|text| message.contains(text));
     match code {
         // What one member says of our user, all say.
-        _ if says(&["etcdserver: permission denied", "authentication failed", "user name is empty"]) => {
+        _ if says(&[
+            "etcdserver: permission denied",
+            "authentication failed",
+            "user name is empty",
+        ]) =>
+        {
             Cure::People
         }
         // A member that will be able to later.
@@ -152,7 +158,8 @@ fn certificates(chain: &str) -> Option<String> {
         };
         return Some(format!("{told}: {said}"));
     }
-    after("InvalidContentType").map(|said| format!("it does not speak TLS; perhaps http:// is right: {said}"))
+    after("InvalidContentType")
+        .map(|said| format!("it does not speak TLS; perhaps http:// is right: {said}"))
 }
 
 /// etcd answered with an error that contains `text`.
@@ -195,7 +202,10 @@ mod tests {
             ("tcp: invalid peer certificate: UnknownIssuer", "none of those whom we trust"),
             ("invalid peer certificate: Expired", "has expired"),
             ("invalid peer certificate: certificate not valid for name \"a\"", "another name"),
-            ("invalid peer certificate: certificate not valid yet: verification time", "our clock is wrong"),
+            (
+                "invalid peer certificate: certificate not valid yet: verification time",
+                "our clock is wrong",
+            ),
             ("received fatal alert: CertificateRequired", "wants a certificate"),
             ("received fatal alert: BadCertificate", "does not accept our certificate"),
             ("received corrupt message of type InvalidContentType", "http://"),

@@ -33,7 +33,8 @@ impl Keys {
 
     /// A key without what all keys of leases have in front.
     pub(super) fn name(&self, key: &[u8]) -> String {
-        String::from_utf8_lossy(key.strip_prefix(self.leases.as_bytes()).unwrap_or(key)).into_owned()
+        String::from_utf8_lossy(key.strip_prefix(self.leases.as_bytes()).unwrap_or(key))
+            .into_owned()
     }
 }
 

@@ -106,10 +106,12 @@ impl EtcdOptions {
         let full = endpoints.map(|endpoint| url(endpoint, tls)).collect::<Result<_, _>>();
         self.endpoints = full.map_err(EtcdOptionsError::Endpoints)?;
         if self.endpoints.is_empty() {
-            let none = "there is no endpoint; right would be one at least, such as http://127.0.0.1:2379";
+            let none =
+                "there is no endpoint; right would be one at least, such as http://127.0.0.1:2379";
             return Err(EtcdOptionsError::Endpoints(none.to_owned()));
         }
-        let file = |path: &Option<PathBuf>| path.as_ref().map(|path| format!("{} ", path.display()));
+        let file =
+            |path: &Option<PathBuf>| path.as_ref().map(|path| format!("{} ", path.display()));
         let pairs = [
             ("certfile", file(&self.certfile), "keyfile", file(&self.keyfile)),
             (
@@ -148,7 +150,9 @@ fn url(endpoint: &str, tls: bool) -> Result<String, String> {
         ));
     }
     let refuse = |why: &str| {
-        Err(format!("the endpoint {endpoint:?} {why}; right would be a URL such as http://127.0.0.1:2379"))
+        Err(format!(
+            "the endpoint {endpoint:?} {why}; right would be a URL such as http://127.0.0.1:2379"
+        ))
     };
     let (scheme, rest) = match endpoint.split_once("://") {
         Some((scheme, rest)) => (scheme.to_ascii_lowercase(), rest),

@@ -29,8 +29,9 @@ impl EtcdWatch {
         options: WatchOptions,
         after: Revision,
     ) -> Result<Self> {
-        let options =
-            options.with_start_revision(after.0.cast_signed().saturating_add(1)).with_progress_notify();
+        let options = options
+            .with_start_revision(after.0.cast_signed().saturating_add(1))
+            .with_progress_notify();
         let answer = attempts.ask(key, |connection| {
             let (key, options) = (key.to_owned(), options.clone());
             async move {
@@ -38,7 +39,8 @@ impl EtcdWatch {
                 let mut client = client.max_decoding_message_size(LARGEST_ANSWER);
                 let mut stream = client.watch(key, Some(options)).await?;
                 let created = stream.message().await?;
-                let created = created.ok_or_else(|| Trouble::passing("it ended the watch at once"))?;
+                let created =
+                    created.ok_or_else(|| Trouble::passing("it ended the watch at once"))?;
                 if created.canceled() && created.compact_revision() == 0 {
                     return Err(canceled(&created));
                 }
@@ -53,7 +55,10 @@ impl EtcdWatch {
     }
 
     fn error(&self, reason: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
-        Error::Store { store: format!("etcd {}: {}", self.endpoint, self.prefix), source: reason.into() }
+        Error::Store {
+            store: format!("etcd {}: {}", self.endpoint, self.prefix),
+            source: reason.into(),
+        }
     }
 
     /// `None`: something was missed.
@@ -63,7 +68,12 @@ impl EtcdWatch {
             return None;
         }
         // The header may be ahead of the events while etcd catches up; without events it confirms.
-        let last = response.events().iter().filter_map(|event| event.kv()).map(|kv| kv.mod_revision()).max();
+        let last = response
+            .events()
+            .iter()
+            .filter_map(|event| event.kv())
+            .map(|kv| kv.mod_revision())
+            .max();
         let events = response.events().iter().filter_map(|event| {
             let kv = event.kv()?;
             let key = String::from_utf8_lossy(kv.key());

@@ -28,7 +28,8 @@ impl Authority {
 
     /// A certificate for this machine and its key, as PEM text; it was valid until `year`.
     pub(crate) fn sign(&self, name: &str, year: i32) -> (String, String) {
-        let mut params = CertificateParams::new(vec!["127.0.0.1".into(), "localhost".into()]).unwrap();
+        let mut params =
+            CertificateParams::new(vec!["127.0.0.1".into(), "localhost".into()]).unwrap();
         params.distinguished_name.push(DnType::CommonName, name);
         params.not_before = date_time_ymd(2000, 1, 1);
         params.not_after = date_time_ymd(year, 1, 1);

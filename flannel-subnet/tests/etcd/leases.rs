@@ -36,7 +36,11 @@ async fn a_node_keeps_its_subnet_over_restarts() {
     let (etcd, registry) = with_config(V4).await;
     let first = acquire(&registry, 1, "192.0.2.1").await;
     let again = acquire(&registry, 1, "192.0.2.1").await;
-    assert_eq!((again.subnets, again.revision), (first.subnets, first.revision), "nothing was written");
+    assert_eq!(
+        (again.subnets, again.revision),
+        (first.subnets, first.revision),
+        "nothing was written"
+    );
     // Another address: written again, under the same etcd lease.
     let moved = acquire(&registry, 1, "192.0.2.9").await;
     assert_eq!((moved.subnets, moved.since), (first.subnets, first.since));
@@ -83,7 +87,11 @@ async fn a_revoked_lease_is_won_back() {
     let (lease, held) = hold(&node(&registry, 1), &US).await;
     etcd.client().await.lease_revoke(1).await.unwrap();
     until(10, "the key is back", || async {
-        registry.entry(&lease.subnets).await.unwrap().is_some_and(|entry| entry.mark == Some(Mark(1)))
+        registry
+            .entry(&lease.subnets)
+            .await
+            .unwrap()
+            .is_some_and(|entry| entry.mark == Some(Mark(1)))
     })
     .await;
     assert!(!held.is_finished());
@@ -111,9 +119,14 @@ async fn networks_without_ipv4() {
     let two = acquire(&registry, 2, "2001:db8::2").await;
     assert_ne!(one.subnets, two.subnets);
     assert!(
-        one.subnets.family(Family::V4).is_none() && one.subnets.to_string().starts_with("0.0.0.0-0&fd00:1:")
+        one.subnets.family(Family::V4).is_none()
+            && one.subnets.to_string().starts_with("0.0.0.0-0&fd00:1:")
     );
-    assert_eq!(acquire(&registry, 3, "2001:db8::1").await.subnets, one.subnets, "taken over by address");
+    assert_eq!(
+        acquire(&registry, 3, "2001:db8::1").await.subnets,
+        one.subnets,
+        "taken over by address"
+    );
     let mut client = etcd.client().await;
     let stored = client.get(format!("{PREFIX}/subnets/{}", one.subnets), None).await.unwrap();
     let value = stored.kvs()[0].value_str().unwrap();
@@ -162,9 +175,11 @@ async fn nothing_but_leases_is_ever_written() {
     })
     .await;
     let key = format!("{PREFIX}/subnets/{}", lease.subnets);
-    let expected = [EventType::Put, EventType::Put, EventType::Delete].map(|kind| (kind, key.clone()));
+    let expected =
+        [EventType::Put, EventType::Put, EventType::Delete].map(|kind| (kind, key.clone()));
     assert_eq!(seen, expected);
-    let left = client.get("", Some(GetOptions::new().with_all_keys().with_keys_only())).await.unwrap();
+    let left =
+        client.get("", Some(GetOptions::new().with_all_keys().with_keys_only())).await.unwrap();
     let left: Vec<_> = left.kvs().iter().map(|kv| kv.key_str().unwrap()).collect();
     assert_eq!(left, ["/coreos.com/network/config"]);
 }
@@ -172,13 +187,19 @@ async fn nothing_but_leases_is_ever_written() {
 #[tokio::test]
 async fn a_held_lease_outlives_its_time() {
     let (_etcd, registry) = with_config(V4).await;
-    let identity = flannel_subnet::Identity { mark: Mark(1), previous: None, local_addresses: Vec::new() };
+    let identity =
+        flannel_subnet::Identity { mark: Mark(1), previous: None, local_addresses: Vec::new() };
     // Renewed after a third of it, so that a machine may stand still for 10 s.
     let ttl = std::time::Duration::from_secs(15);
-    let manager = flannel_subnet::LocalManager::new(Arc::new(registry.clone()), identity).with_ttl(ttl);
+    let manager =
+        flannel_subnet::LocalManager::new(Arc::new(registry.clone()), identity).with_ttl(ttl);
     let (lease, held) = hold(&Arc::new(manager), &US).await;
     registry
-        .create(&key("10.9.9.0-24"), &attrs(&[]), Some(flannel_subnet::Tenure { mark: Mark(9), ttl }))
+        .create(
+            &key("10.9.9.0-24"),
+            &attrs(&[]),
+            Some(flannel_subnet::Tenure { mark: Mark(9), ttl }),
+        )
         .await
         .unwrap();
     until(90, "the other's end", || async { count(&registry).await == 1 }).await;

@@ -46,7 +46,9 @@ async fn why_a_request_is_not_answered_is_known_before_it_fails() {
     });
     until(10, "the reason", || async { manager.store_status().last_error.is_some() }).await;
     let (reason, _) = manager.store_status().last_error.unwrap();
-    assert!(reason.contains(&etcd.endpoint) && reason.contains("/config") && reason.contains("refused"));
+    assert!(
+        reason.contains(&etcd.endpoint) && reason.contains("/config") && reason.contains("refused")
+    );
     assert!(!asking.is_finished(), "it goes on asking");
     etcd.go();
     let error = within(20, "an answer", asking).await.unwrap().unwrap_err();
@@ -57,7 +59,8 @@ async fn why_a_request_is_not_answered_is_known_before_it_fails() {
 #[tokio::test]
 async fn a_dead_endpoint_among_good_ones_costs_no_failure() {
     let etcd = Etcd::start().await;
-    let endpoints = ["http://127.0.0.1:1".to_owned(), "http://127.0.0.1:2".to_owned(), etcd.endpoint.clone()];
+    let endpoints =
+        ["http://127.0.0.1:1".to_owned(), "http://127.0.0.1:2".to_owned(), etcd.endpoint.clone()];
     for n in 1..=12 {
         let begin = Instant::now();
         create(&registry(&endpoints), n).await;
@@ -110,7 +113,8 @@ async fn what_was_carried_out_though_its_answer_was_lost_is_found_to_be_ours() {
 
     proxy.mute();
     let (created, ()) = tokio::join!(registry.create(&subnets, &one, None), async {
-        until(10, "it is written", || async { direct.entry(&subnets).await.unwrap().is_some() }).await;
+        until(10, "it is written", || async { direct.entry(&subnets).await.unwrap().is_some() })
+            .await;
         proxy.cut();
     });
     let created = created.unwrap();
@@ -150,7 +154,8 @@ async fn a_silent_endpoint_among_good_ones_costs_one_timeout() {
     let (silent, good) = (Etcd::start().await, Etcd::start().await);
     let endpoints = [silent.endpoint.clone(), good.endpoint.clone()];
     let request_timeout = Duration::from_secs(8);
-    let registry = EtcdRegistry::new(EtcdOptions { request_timeout, ..options(&endpoints) }).unwrap();
+    let registry =
+        EtcdRegistry::new(EtcdOptions { request_timeout, ..options(&endpoints) }).unwrap();
     silent.pause();
     create(&registry, 1).await;
     let begin = Instant::now();
@@ -193,7 +198,10 @@ async fn etcd_is_killed_and_comes_back() {
     expected.sort_by_key(|text| key(text));
     peer.sees(20, &expected.iter().map(String::as_str).collect::<Vec<_>>()).await;
     assert!(!held.is_finished());
-    assert_eq!(registry.entry(&lease.subnets).await.unwrap().unwrap().lease.revision, lease.revision);
+    assert_eq!(
+        registry.entry(&lease.subnets).await.unwrap().unwrap().lease.revision,
+        lease.revision
+    );
     held.abort();
 }
 
@@ -204,8 +212,8 @@ async fn etcd_is_down(etcd: &Etcd) -> bool {
 /// `ETCD_PAUSE` says for how many seconds; 3 if it says nothing.
 #[tokio::test]
 async fn etcd_stands_still_for_a_while() {
-    let pause =
-        std::env::var("ETCD_PAUSE").map_or(3, |seconds| seconds.parse().expect("ETCD_PAUSE in seconds"));
+    let pause = std::env::var("ETCD_PAUSE")
+        .map_or(3, |seconds| seconds.parse().expect("ETCD_PAUSE in seconds"));
     let etcd = Etcd::start().await;
     etcd.put(&format!("{PREFIX}/config"), V4).await;
     let registry = EtcdRegistry::new(EtcdOptions {
@@ -314,7 +322,11 @@ async fn compaction_under_the_watcher_means_list_again() {
     let now = registry.list().await.unwrap().revision;
     client.compact(now.0.cast_signed(), None).await.unwrap();
     let mut watch = registry.watch(listed).await.unwrap();
-    assert_eq!(within(20, "the gap", watch.next()).await.unwrap(), None, "not an empty batch, and no error");
+    assert_eq!(
+        within(20, "the gap", watch.next()).await.unwrap(),
+        None,
+        "not an empty batch, and no error"
+    );
 
     // Who follows notices nothing of it.
     let mut peer = Peer::of(&registry).await;
@@ -362,7 +374,8 @@ async fn a_killed_leader_costs_time_but_no_request() {
             for round in 0.. {
                 let text = format!("10.{}.{}.0-24", n + 1, round % 250);
                 let attrs = attrs(&[&format!("192.0.{n}.1")]);
-                let entry = registry.create(&key(&text), &attrs, tenure(n as u64 + 1)).await.unwrap();
+                let entry =
+                    registry.create(&key(&text), &attrs, tenure(n as u64 + 1)).await.unwrap();
                 let ttl = registry.keep_alive(&key(&text), Mark(n as u64 + 1)).await.unwrap();
                 assert_eq!(ttl, Some(DAY));
                 if round % 2 == 0 {
@@ -418,7 +431,13 @@ async fn a_cluster_without_a_majority_is_an_outage_and_not_an_answer() {
 fn restore(etcd: &mut Etcd, snapshot: &Path) {
     etcd.kill();
     let restored = etcd.dir().join("restored");
-    let args = ["snapshot", "restore", snapshot.to_str().unwrap(), "--data-dir", restored.to_str().unwrap()];
+    let args = [
+        "snapshot",
+        "restore",
+        snapshot.to_str().unwrap(),
+        "--data-dir",
+        restored.to_str().unwrap(),
+    ];
     let cluster = etcd.initial_cluster();
     let [name, peers, peer] = &cluster;
     let more = ["--name", name, "--initial-cluster", peers, "--initial-advertise-peer-urls", peer];
@@ -449,8 +468,16 @@ async fn an_etcd_restored_from_an_older_backup_is_compared_value_by_value() {
     restore(&mut etcd, &snapshot);
     peer.sees(30, &["10.1.5.0-24", "10.1.6.0-24"]).await;
     let view = peer.views.borrow().clone();
-    assert_eq!(view.leases.get(&six.subnets).unwrap().attrs, attrs(&["192.0.2.6"]), "the old value");
-    assert!(matches!(view.origin, Origin::Live { revision } if revision < ahead), "{:?}", view.origin);
+    assert_eq!(
+        view.leases.get(&six.subnets).unwrap().attrs,
+        attrs(&["192.0.2.6"]),
+        "the old value"
+    );
+    assert!(
+        matches!(view.origin, Origin::Live { revision } if revision < ahead),
+        "{:?}",
+        view.origin
+    );
     // Who lists just before and watches just after the restoration waits for a revision that may never come.
     let mut watch = registry.watch(ahead).await.unwrap();
     assert_eq!(within(20, "the gap", watch.next()).await.unwrap(), None);
@@ -467,7 +494,8 @@ async fn what_is_not_renewed_during_an_outage_ends_and_the_holder_wins_it_back()
     registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure).await.unwrap();
     etcd.kill();
     etcd.go();
-    until(20, "it has run out", || async { registry.list().await.unwrap().entries.is_empty() }).await;
+    until(20, "it has run out", || async { registry.list().await.unwrap().entries.is_empty() })
+        .await;
     assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), Mark(5)).await.unwrap(), None);
     registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure).await.unwrap();
 }

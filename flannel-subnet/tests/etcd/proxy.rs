@@ -40,7 +40,8 @@ impl Proxy {
 
     /// All connections end; new ones work.
     pub(crate) fn cut(&self) {
-        self.state.send_modify(|state| *state = State { muted: false, generation: state.generation + 1 });
+        self.state
+            .send_modify(|state| *state = State { muted: false, generation: state.generation + 1 });
     }
 }
 

@@ -15,10 +15,18 @@ use super::{DAY, attrs, key, options, tenure, until, within};
 /// A member with a certificate; it is ready when a registry reaches it.
 fn tls_member(certificate: &(PathBuf, PathBuf), clients: Option<&Authority>) -> Etcd {
     let file = |path: &Path| path.to_str().unwrap().to_owned();
-    let mut args =
-        vec!["--cert-file".to_owned(), file(&certificate.0), "--key-file".to_owned(), file(&certificate.1)];
+    let mut args = vec![
+        "--cert-file".to_owned(),
+        file(&certificate.0),
+        "--key-file".to_owned(),
+        file(&certificate.1),
+    ];
     if let Some(authority) = clients {
-        args.extend(["--client-cert-auth".to_owned(), "--trusted-ca-file".to_owned(), file(&authority.file)]);
+        args.extend([
+            "--client-cert-auth".to_owned(),
+            "--trusted-ca-file".to_owned(),
+            file(&authority.file),
+        ]);
     }
     Etcd::spawn("https", &args)
 }
@@ -38,7 +46,10 @@ async fn refused(options: EtcdOptions, says: &[&str]) {
     let Error::Refused { .. } = &error else { panic!("not for people: {error}") };
     let begin = Instant::now();
     registry.list().await.unwrap_err();
-    assert!(begin.elapsed() < Duration::from_secs(10), "waits for what waiting does not mend: {error}");
+    assert!(
+        begin.elapsed() < Duration::from_secs(10),
+        "waits for what waiting does not mend: {error}"
+    );
     for says in says {
         assert!(error.to_string().contains(says), "{says:?} in {error}");
     }
@@ -88,7 +99,8 @@ async fn members_may_ask_for_our_certificate() {
 #[tokio::test]
 async fn changed_files_are_read_again_without_a_restart() {
     let dir = tempfile::tempdir().unwrap();
-    let (first, second) = (Authority::new(dir.path(), "first"), Authority::new(dir.path(), "second"));
+    let (first, second) =
+        (Authority::new(dir.path(), "first"), Authority::new(dir.path(), "second"));
     let server = first.sign_into(dir.path(), "server", 2090);
     let both = Authority::new(dir.path(), "both");
     let bundle = [&first.file, &second.file].map(|file| fs::read_to_string(file).unwrap()).concat();
@@ -127,7 +139,10 @@ async fn files_that_hold_nothing_are_named_at_once() {
     let good = authority.sign_into(dir.path(), "good", 2090);
     let (missing, empty) = (dir.path().join("missing"), dir.path().join("empty"));
     fs::write(&empty, "").unwrap();
-    let base = || EtcdOptions { endpoints: vec!["https://127.0.0.1:2379".into()], ..EtcdOptions::default() };
+    let base = || EtcdOptions {
+        endpoints: vec!["https://127.0.0.1:2379".into()],
+        ..EtcdOptions::default()
+    };
     for bad in [&missing, &empty] {
         let name = bad.to_str().unwrap();
         for options in [
@@ -136,7 +151,10 @@ async fn files_that_hold_nothing_are_named_at_once() {
             with_certificate(base(), &(good.0.clone(), bad.clone())),
         ] {
             let error = EtcdRegistry::new(options).unwrap_err();
-            assert!(matches!(error, Error::Refused { .. }) && error.to_string().contains(name), "{error}");
+            assert!(
+                matches!(error, Error::Refused { .. }) && error.to_string().contains(name),
+                "{error}"
+            );
         }
     }
 }
@@ -156,21 +174,27 @@ async fn enable_users(etcd: &Etcd) {
     client.user_grant_role("root", "root").await.unwrap();
     client.user_add("flannel", "right", None).await.unwrap();
     client.role_add("network").await.unwrap();
-    let permission = Permission::new(PermissionType::Readwrite, "/coreos.com/network/").with_prefix();
+    let permission =
+        Permission::new(PermissionType::Readwrite, "/coreos.com/network/").with_prefix();
     client.role_grant_permission("network", permission).await.unwrap();
     client.user_grant_role("flannel", "network").await.unwrap();
     client.auth_enable().await.unwrap();
 }
 
 fn user(etcd: &Etcd, name: &str, password: &str) -> EtcdOptions {
-    EtcdOptions { username: Some(name.into()), password: Some(password.into()), ..options(&etcd.endpoints()) }
+    EtcdOptions {
+        username: Some(name.into()),
+        password: Some(password.into()),
+        ..options(&etcd.endpoints())
+    }
 }
 
 #[tokio::test]
 async fn users_need_their_password_and_their_permissions() {
     let etcd = member_with_users().await;
     let registry = EtcdRegistry::new(user(&etcd, "flannel", "right")).unwrap();
-    let entry = registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+    let entry =
+        registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
     assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), Mark(5)).await.unwrap(), Some(DAY));
     let mut watch = registry.watch(entry.lease.revision).await.unwrap();
     registry.delete(&key("10.1.5.0-24"), entry.lease.revision).await.unwrap();
@@ -180,7 +204,11 @@ async fn users_need_their_password_and_their_permissions() {
     refused(user(&etcd, "nobody", "sesame"), &[&etcd.endpoint, "\"nobody\"", "password"]).await;
     refused(options(&etcd.endpoints()), &[&etcd.endpoint, "user name"]).await;
     let elsewhere = EtcdOptions { prefix: "/elsewhere".into(), ..user(&etcd, "flannel", "right") };
-    refused(elsewhere.clone(), &[&etcd.endpoint, "\"flannel\"", "permission", "/elsewhere/subnets"]).await;
+    refused(
+        elsewhere.clone(),
+        &[&etcd.endpoint, "\"flannel\"", "permission", "/elsewhere/subnets"],
+    )
+    .await;
     let elsewhere = EtcdRegistry::new(elsewhere).unwrap();
     for (error, names) in [
         (elsewhere.config().await.map(drop), "/elsewhere/config"),
@@ -193,7 +221,10 @@ async fn users_need_their_password_and_their_permissions() {
         let error = error.unwrap_err();
         assert!(matches!(error, Error::Refused { .. }), "{error}");
         let text = error.to_string();
-        assert!(text.contains(names) && text.contains("permission") && !text.contains("right"), "{text}");
+        assert!(
+            text.contains(names) && text.contains("permission") && !text.contains("right"),
+            "{text}"
+        );
     }
 }
 
@@ -201,7 +232,8 @@ async fn users_need_their_password_and_their_permissions() {
 async fn tokens_that_have_run_out_are_replaced() {
     let mut etcd = member_with_users().await;
     let registry = EtcdRegistry::new(user(&etcd, "flannel", "right")).unwrap();
-    let created = registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+    let created =
+        registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
     // A token is used up by time alone: another client's tells when.
     let outlived = async || {
         let mut other = etcd.client_as(Some(("flannel", "right"))).await;
@@ -223,8 +255,9 @@ async fn tokens_that_have_run_out_are_replaced() {
     assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), Mark(5)).await.unwrap(), Some(DAY));
     // Users were changed: the old token is too old.
     // Root's token may run out, too, before it is used.
-    let another =
-        || async { etcd.client_as(Some(("root", "rootpass"))).await.role_add("another").await.is_ok() };
+    let another = || async {
+        etcd.client_as(Some(("root", "rootpass"))).await.role_add("another").await.is_ok()
+    };
     until(60, "another role", another).await;
     let (subnets, at) = (key("10.1.5.0-24"), created.lease.revision);
     registry.update(&subnets, at, &attrs(&["192.0.2.6"]), tenure(5)).await.unwrap();
@@ -241,7 +274,8 @@ async fn a_user_where_none_is_needed_is_no_harm() {
 async fn users_may_be_introduced_while_daemons_run() {
     let etcd = Etcd::start().await;
     let registry = EtcdRegistry::new(user(&etcd, "flannel", "right")).unwrap();
-    let entry = registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+    let entry =
+        registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
     enable_users(&etcd).await;
     assert_eq!(registry.list().await.unwrap().entries, [entry]);
     assert!(registry.watch(Revision(1)).await.is_ok());

@@ -32,7 +32,8 @@ fn program(name: &str) -> PathBuf {
 fn free_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     loop {
-        let n = std::process::id().wrapping_mul(97).wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed));
+        let n =
+            std::process::id().wrapping_mul(97).wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed));
         let port = 10_000 + (n % 20_000) as u16;
         if TcpListener::bind(("127.0.0.1", port)).is_ok() {
             return port;
@@ -77,11 +78,20 @@ impl Etcd {
     /// The same for clients at this address of the calling thread's network namespace.
     pub(crate) async fn cluster_on(address: &str) -> Vec<Self> {
         let ports: Vec<_> = (0..3).map(|_| (free_port(), free_port())).collect();
-        let peers: Vec<_> =
-            ports.iter().enumerate().map(|(n, (_, peer))| format!("m{n}=http://127.0.0.1:{peer}")).collect();
+        let peers: Vec<_> = ports
+            .iter()
+            .enumerate()
+            .map(|(n, (_, peer))| format!("m{n}=http://127.0.0.1:{peer}"))
+            .collect();
         let peers = peers.join(",");
         let member = |(n, (client, peer)): (usize, &(u16, u16))| {
-            Self::member(&format!("m{n}"), &format!("http://{address}:{client}"), *peer, &peers, &[])
+            Self::member(
+                &format!("m{n}"),
+                &format!("http://{address}:{client}"),
+                *peer,
+                &peers,
+                &[],
+            )
         };
         let members: Vec<_> = ports.iter().enumerate().map(member).collect();
         for member in &members {
@@ -117,7 +127,8 @@ impl Etcd {
 
     /// Starts the process, again after [`Etcd::kill`].
     pub(crate) fn go(&mut self) {
-        let log = File::options().create(true).append(true).open(self.dir.path().join("log")).unwrap();
+        let log =
+            File::options().create(true).append(true).open(self.dir.path().join("log")).unwrap();
         let program = program("etcd");
         let child = Command::new(&program)
             .arg("--data-dir")
@@ -199,7 +210,8 @@ impl Etcd {
     pub(crate) fn put_now(&self, key: &str, value: &str) {
         std::thread::scope(|scope| {
             let put = scope.spawn(|| {
-                let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+                let runtime =
+                    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
                 runtime.block_on(self.put(key, value));
             });
             put.join().unwrap();

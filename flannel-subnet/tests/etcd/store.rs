@@ -60,21 +60,26 @@ async fn what_is_stored_is_go_flannels_byte_for_byte() {
     }
     // As an update writes it, too.
     let first = registry.entry(&key("10.5.34.0-24")).await.unwrap().unwrap();
-    let updated =
-        registry.update(&key("10.5.34.0-24"), first.lease.revision, &first.lease.attrs, tenure(1)).await;
+    let updated = registry
+        .update(&key("10.5.34.0-24"), first.lease.revision, &first.lease.attrs, tenure(1))
+        .await;
     assert_eq!(updated.unwrap().lease.since, first.lease.since);
     let mut client = etcd.client().await;
     let got = client.get("", Some(GetOptions::new().with_all_keys())).await.unwrap();
     let mut stored: Vec<_> = got
         .kvs()
         .iter()
-        .map(|kv| (kv.key_str().unwrap().to_owned(), kv.value_str().unwrap().to_owned(), kv.lease()))
+        .map(|kv| {
+            (kv.key_str().unwrap().to_owned(), kv.value_str().unwrap().to_owned(), kv.lease())
+        })
         .collect();
     stored.sort_by_key(|(.., lease)| *lease);
     let expected: Vec<_> = golden
         .iter()
         .enumerate()
-        .map(|(n, (key, value))| (format!("{PREFIX}/subnets/{key}"), (*value).to_owned(), n as i64 + 1))
+        .map(|(n, (key, value))| {
+            (format!("{PREFIX}/subnets/{key}"), (*value).to_owned(), n as i64 + 1)
+        })
         .collect();
     assert_eq!(stored, expected, "and nothing else");
     let lease = client.lease_client().time_to_live(1, None).await.unwrap();
@@ -89,13 +94,19 @@ async fn what_go_writes_is_read() {
     let value = r#"{"PublicIP":"192.0.2.9","PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1}}"#;
     let options = PutOptions::new().with_lease(lease);
     client.put(format!("{PREFIX}/subnets/10.1.9.0-24"), value, Some(options)).await.unwrap();
-    client.put(format!("{PREFIX}/subnets/10.1.10.0-24"), r#"{"PublicIP":"192.0.2.10"}"#, None).await.unwrap();
+    client
+        .put(format!("{PREFIX}/subnets/10.1.10.0-24"), r#"{"PublicIP":"192.0.2.10"}"#, None)
+        .await
+        .unwrap();
     // None of these is below the prefix.
-    for key in ["/coreos.com/networks/subnets/10.1.11.0-24", "/coreos.com/network/subnetsX/10.1.12.0-24"] {
+    for key in
+        ["/coreos.com/networks/subnets/10.1.11.0-24", "/coreos.com/network/subnetsX/10.1.12.0-24"]
+    {
         client.put(key, value, None).await.unwrap();
     }
     let listing = registry(&etcd.endpoints()).list().await.unwrap();
-    let marks: Vec<_> = listing.entries.iter().map(|e| (e.lease.subnets.to_string(), e.mark)).collect();
+    let marks: Vec<_> =
+        listing.entries.iter().map(|e| (e.lease.subnets.to_string(), e.mark)).collect();
     let mark = Some(Mark(lease.cast_unsigned()));
     assert_eq!(marks, [("10.1.10.0-24".to_owned(), None), ("10.1.9.0-24".to_owned(), mark)]);
     assert_eq!(listing.skipped, []);
@@ -128,7 +139,11 @@ async fn more_leases_than_fit_into_4_mib_are_one_request() {
     for third in 0..40u32 {
         let puts: Vec<_> = (0..120u32)
             .map(|n| {
-                etcd_client::TxnOp::put(format!("{PREFIX}/subnets/10.{third}.{n}.0-24"), value.as_str(), None)
+                etcd_client::TxnOp::put(
+                    format!("{PREFIX}/subnets/10.{third}.{n}.0-24"),
+                    value.as_str(),
+                    None,
+                )
             })
             .collect();
         client.txn(etcd_client::Txn::new().and_then(puts)).await.unwrap();
@@ -188,7 +203,11 @@ async fn renewals_write_nothing_and_wake_nobody() {
     let batch = within(20, "a change", watch.next()).await.unwrap().unwrap();
     let keys: Vec<_> = batch.events.iter().map(|event| event.key.as_str()).collect();
     assert_eq!(keys, ["10.1.6.0-24"], "and nothing before it");
-    assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), Mark(77)).await.unwrap(), None, "never heard of");
+    assert_eq!(
+        registry.keep_alive(&key("10.1.5.0-24"), Mark(77)).await.unwrap(),
+        None,
+        "never heard of"
+    );
 }
 
 #[tokio::test]
@@ -206,7 +225,8 @@ async fn an_etcd_lease_that_is_there_already_is_used_again() {
     // One that is too short would end while its holder counts on it.
     let short = Tenure { mark: Mark(9), ttl: Duration::from_secs(30) };
     after.create(&key("10.1.7.0-24"), &attrs(&["192.0.2.7"]), Some(short)).await.unwrap();
-    let error = before.create(&key("10.1.8.0-24"), &attrs(&["192.0.2.7"]), tenure(9)).await.unwrap_err();
+    let error =
+        before.create(&key("10.1.8.0-24"), &attrs(&["192.0.2.7"]), tenure(9)).await.unwrap_err();
     assert!(error.to_string().contains("30s"), "{error}");
 }
 
@@ -215,7 +235,8 @@ async fn marks_that_are_no_ids_are_refused() {
     let etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     for mark in [0, u64::MAX] {
-        let error = registry.create(&key("10.1.5.0-24"), &attrs(&[]), tenure(mark)).await.unwrap_err();
+        let error =
+            registry.create(&key("10.1.5.0-24"), &attrs(&[]), tenure(mark)).await.unwrap_err();
         assert!(matches!(error, Error::Refused { .. }), "{error}");
         assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), Mark(mark)).await.unwrap(), None);
     }
@@ -226,7 +247,10 @@ async fn the_config_is_named_and_its_deletion_is_a_change() {
     let etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     let error = registry.config().await.unwrap_err().to_string();
-    assert!(error.contains(&etcd.endpoint) && error.contains("/coreos.com/network/config"), "{error}");
+    assert!(
+        error.contains(&etcd.endpoint) && error.contains("/coreos.com/network/config"),
+        "{error}"
+    );
     etcd.put(&format!("{PREFIX}/config"), "nonsense").await;
     let error = node(&registry, 1).network_config().await.unwrap_err().to_string();
     assert!(error.contains("/coreos.com/network/config"), "{error}");
@@ -239,7 +263,9 @@ async fn the_config_is_named_and_its_deletion_is_a_change() {
 }
 
 /// The future is not ready, though everything that was asked is answered.
-async fn futures_pending(future: &mut (impl Future<Output = flannel_core::Result<()>> + Unpin)) -> bool {
+async fn futures_pending(
+    future: &mut (impl Future<Output = flannel_core::Result<()>> + Unpin),
+) -> bool {
     tokio::time::timeout(Duration::from_millis(300), future).await.is_err()
 }
 
@@ -248,7 +274,8 @@ async fn events_say_who_holds_what() {
     let etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     let mut watch = registry.watch(registry.list().await.unwrap().revision).await.unwrap();
-    let written = registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+    let written =
+        registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
     let batch = within(20, "a change", watch.next()).await.unwrap().unwrap();
     assert_eq!(batch.revision, written.lease.revision);
     assert!(matches!(&batch.events[0].now, Now::Held(entry) if *entry == written), "{batch:?}");

@@ -32,7 +32,9 @@ const TTL: Duration = Duration::from_secs(120);
 const MARGIN: Duration = Duration::from_secs(40);
 
 fn number(name: &str) -> Option<u64> {
-    std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
+    std::env::var(name)
+        .ok()
+        .map(|text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
 }
 
 /// Runs seeds on all processors until one fails: how often each fault happened.

@@ -93,7 +93,11 @@ impl Node {
     }
 
     fn attrs(&self) -> LeaseAttrs {
-        LeaseAttrs { public: addresses(self.id), backend_type: "vxlan".into(), ..LeaseAttrs::default() }
+        LeaseAttrs {
+            public: addresses(self.id),
+            backend_type: "vxlan".into(),
+            ..LeaseAttrs::default()
+        }
     }
 
     /// As the service manager does: whenever the daemon ends, it is started again.
@@ -142,7 +146,14 @@ impl Node {
 
     /// A node that comes back gets what it had, unless somebody else had it meanwhile; or, where that was deleted,
     /// what the store holds under its mark: a late write of an earlier run. Returns since when it has the lease.
-    fn judge_acquired(&self, store: &SharedStore, run: &Run, disk: &Disk, lease: &Lease, begin: u64) -> u64 {
+    fn judge_acquired(
+        &self,
+        store: &SharedStore,
+        run: &Run,
+        disk: &Disk,
+        lease: &Lease,
+        begin: u64,
+    ) -> u64 {
         let mut books = store.books();
         books.note(|| format!("{run:?} acquired {}", lease.subnets));
         let found = books.first_write(self.id, &lease.subnets).is_some_and(|first| first <= begin);
@@ -159,7 +170,8 @@ impl Node {
             ));
         }
         // Another's key that overlaps ours, left behind by who came later, counts as written since.
-        let since = books.first_write(self.id, &lease.subnets).map_or(begin, |first| first.min(begin));
+        let since =
+            books.first_write(self.id, &lease.subnets).map_or(begin, |first| first.min(begin));
         drop(books);
         if let Some(daemon) = &mut *self.daemon.lock().unwrap() {
             daemon.lease = Some(lease.subnets);
@@ -168,7 +180,14 @@ impl Node {
         since
     }
 
-    async fn hold(&self, store: &SharedStore, run: &Run, manager: &LocalManager, lease: Lease, since: u64) {
+    async fn hold(
+        &self,
+        store: &SharedStore,
+        run: &Run,
+        manager: &LocalManager,
+        lease: Lease,
+        since: u64,
+    ) {
         let mut held = lease.clone();
         let publish = async {
             loop {

@@ -83,7 +83,9 @@ impl Books {
     /// Since then, somebody else than `node` wrote a key that overlaps.
     pub(crate) fn others_wrote(&self, node: usize, subnets: &Subnets, since: u64) -> bool {
         let overlapping = self.writes.iter().filter(|(key, _)| key.overlaps(subnets));
-        overlapping.flat_map(|(_, writes)| writes).any(|(when, who)| *when > since && *who != Some(node))
+        overlapping
+            .flat_map(|(_, writes)| writes)
+            .any(|(when, who)| *when > since && *who != Some(node))
     }
 
     pub(crate) fn was_deleted(&self, key: &(Subnets, Revision)) -> bool {
@@ -130,7 +132,8 @@ impl Store {
 
     pub(crate) fn fits_every_config(&self, subnets: &Subnets) -> bool {
         self.parsed.iter().all(|config| {
-            let inside = |s: Subnet| config.networks[s.family()].is_some_and(|n| n.min <= s && s <= n.max);
+            let inside =
+                |s: Subnet| config.networks[s.family()].is_some_and(|n| n.min <= s && s <= n.max);
             subnets.iter().all(inside)
         })
     }
@@ -192,7 +195,12 @@ impl Store {
     }
 
     /// An operator or a foreign program writes a key.
-    pub(crate) fn operator_writes(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) {
+    pub(crate) fn operator_writes(
+        &self,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        tenure: Option<Tenure>,
+    ) {
         self.registry.put_raw(&subnets.to_string(), &attrs.to_json(), tenure);
         self.books().wrote(subnets, None);
     }
@@ -263,7 +271,9 @@ impl Store {
         {
             // Only the node itself deletes at the right revision, if perhaps later than it would like to.
             self.rob(&entry);
-        } else if self.broken == Some(Broken::Delete) && matches!(result, Err(Error::Conflict { .. })) {
+        } else if self.broken == Some(Broken::Delete)
+            && matches!(result, Err(Error::Conflict { .. }))
+        {
             self.registry.delete_key(&subnets.to_string());
             return Ok(());
         }

@@ -108,7 +108,12 @@ impl Transport {
     }
 
     /// One request: `latest` is how much later than its end it may still be carried out.
-    async fn call<T, F>(&self, what: &str, latest: Duration, request: impl Fn(Self) -> F) -> Result<T>
+    async fn call<T, F>(
+        &self,
+        what: &str,
+        latest: Duration,
+        request: impl Fn(Self) -> F,
+    ) -> Result<T>
     where
         F: Future<Output = Result<T>> + Send + 'static,
         T: fmt::Debug + Send + 'static,
@@ -183,10 +188,16 @@ impl Registry for Transport {
 
     async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {
         let subnets = *subnets;
-        self.call("entry", TTL, move |way| async move { way.store.registry.entry(&subnets).await }).await
+        self.call("entry", TTL, move |way| async move { way.store.registry.entry(&subnets).await })
+            .await
     }
 
-    async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry> {
+    async fn create(
+        &self,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        tenure: Option<Tenure>,
+    ) -> Result<Entry> {
         let subnets = *subnets;
         self.call("create", TTL / 2, move |way| {
             let attrs = attrs.clone();
@@ -212,22 +223,22 @@ impl Registry for Transport {
 
     async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
         let subnets = *subnets;
-        self.call("delete", 3 * TTL, move |way| async move { way.store.delete(&subnets, at).await }).await
+        self.call("delete", 3 * TTL, move |way| async move { way.store.delete(&subnets, at).await })
+            .await
     }
 
     async fn keep_alive(&self, subnets: &Subnets, mark: Mark) -> Result<Option<Duration>> {
         let subnets = *subnets;
-        self.call(
-            "keep_alive",
-            TTL / 2,
-            move |way| async move { way.store.keep_alive(&subnets, mark, TTL).await },
-        )
+        self.call("keep_alive", TTL / 2, move |way| async move {
+            way.store.keep_alive(&subnets, mark, TTL).await
+        })
         .await
     }
 
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
-        let watch = self
-            .call("watch", TTL, move |way| async move { way.store.registry.watch(after).await.map(Opaque) });
+        let watch = self.call("watch", TTL, move |way| async move {
+            way.store.registry.watch(after).await.map(Opaque)
+        });
         Ok(Box::new(SlowWatch {
             watch: watch.await?.0,
             link: Arc::clone(&self.link),

@@ -29,8 +29,11 @@ pub(crate) struct Outcome {
 /// Runs one simulation from beginning to end. The same seed is the same simulation.
 pub(crate) fn simulate(seed: u64, broken: Option<Broken>, trace: bool) -> Outcome {
     fastrand::seed(seed);
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build()
+        .unwrap();
     runtime.block_on(async {
         // From the first timer on, time stands at whole milliseconds of the runtime's own.
         sleep(Duration::from_millis(1)).await;
@@ -52,8 +55,9 @@ fn configs() -> Vec<String> {
     let total = fastrand::usize(NODES - 3..NODES + 6);
     let config = |first: usize| {
         let last = first + total - 1;
-        let v4 =
-            format!(r#""Network":"10.1.0.0/16","SubnetMin":"10.1.{first}.0","SubnetMax":"10.1.{last}.0""#);
+        let v4 = format!(
+            r#""Network":"10.1.0.0/16","SubnetMin":"10.1.{first}.0","SubnetMax":"10.1.{last}.0""#
+        );
         let v6 = format!(
             r#""EnableIPv6":true,"IPv6Network":"fd00::/48","IPv6SubnetMin":"fd00:0:0:{first:x}::","IPv6SubnetMax":"fd00:0:0:{last:x}::""#
         );
@@ -286,7 +290,8 @@ impl World {
             Fault::Reserved => {
                 // Two overlapping reservations would be the operator's own doing.
                 let entries = self.store.entries().await;
-                let overlapping = entries.iter().filter(|entry| entry.lease.subnets.overlaps(&subnets));
+                let overlapping =
+                    entries.iter().filter(|entry| entry.lease.subnets.overlaps(&subnets));
                 if overlapping.count() > 1 {
                     return None;
                 }
@@ -306,7 +311,11 @@ impl World {
                 let subnets = *free.first()?;
                 let foreign = LeaseAttrs { backend_type: "vxlan".into(), ..LeaseAttrs::default() };
                 let ttl = up_to(2 * TTL) + Duration::from_secs(1);
-                self.store.operator_writes(&subnets, &foreign, Some(Tenure { mark: Mark::random(), ttl }));
+                self.store.operator_writes(
+                    &subnets,
+                    &foreign,
+                    Some(Tenure { mark: Mark::random(), ttl }),
+                );
             }
         }
         Some(())
@@ -316,10 +325,15 @@ impl World {
     async fn free(&self) -> Vec<Subnets> {
         let entries = self.store.entries().await;
         let free = |subnet: &Subnet| {
-            !entries.iter().any(|entry| entry.lease.subnets.iter().any(|other| other.overlaps(subnet)))
+            !entries
+                .iter()
+                .any(|entry| entry.lease.subnets.iter().any(|other| other.overlaps(subnet)))
         };
         let families = self.store.network().networks.values().map(|network| {
-            (0..network.subnets()).filter_map(|n| network.min.step(n)).filter(free).collect::<Vec<_>>()
+            (0..network.subnets())
+                .filter_map(|n| network.min.step(n))
+                .filter(free)
+                .collect::<Vec<_>>()
         });
         let families: Vec<Vec<Subnet>> = families.collect();
         let pairs = families.iter().map(Vec::len).min().unwrap_or(0);
@@ -349,7 +363,9 @@ impl World {
                     && !books.is_robbed(run, subnets)
                     && !books.is_robbed(other_run, other)
                 {
-                    books.fail(format!("two owners: {run:?} of {subnets} and {other_run:?} of {other}"));
+                    books.fail(format!(
+                        "two owners: {run:?} of {subnets} and {other_run:?} of {other}"
+                    ));
                 }
             }
         }
@@ -391,7 +407,10 @@ impl World {
                 let view = daemon.as_ref()?.views.borrow().clone();
                 let stored = listing.entries.iter().map(|entry| entry.lease.clone());
                 if !matches!(view.origin, Origin::Live { .. }) || view.leases != stored.collect() {
-                    return Some(format!("node {} sees {view:?}, but the store holds {listing:?}", node.id));
+                    return Some(format!(
+                        "node {} sees {view:?}, but the store holds {listing:?}",
+                        node.id
+                    ));
                 }
             }
         }
@@ -400,8 +419,9 @@ impl World {
         if without > 0 && free > 0 {
             return Some(format!("{without} nodes have no subnet, while {free} are free"));
         }
-        let owned =
-            |entry: &&Entry| owners.iter().flatten().any(|(subnets, _)| *subnets == entry.lease.subnets);
+        let owned = |entry: &&Entry| {
+            owners.iter().flatten().any(|(subnets, _)| *subnets == entry.lease.subnets)
+        };
         let orphan = listing.entries.iter().find(|entry| entry.mark.is_some() && !owned(entry));
         orphan.map(|entry| format!("nobody owns {entry:?}, but it stays"))
     }

@@ -93,7 +93,8 @@ fn parse(args: &[String], env: &[(&str, &str)]) -> Result<Options, Error> {
     let args = ["flanneld", "-registry=dir:/x"].into_iter().chain(args.iter().map(String::as_str));
     // Which node this is must be known where leases are nodes'.
     let env = env.iter().chain([&("NODE_NAME", "node-1")]);
-    let find = |name: &str| env.clone().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
+    let find =
+        |name: &str| env.clone().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
     Options::parse_from(args.map(OsString::from), find)
 }
 
@@ -105,7 +106,10 @@ impl Flag {
             // Known, and refused for what it asks.
             Err(error) if self.name == "kube-subnet-mgr" && cfg!(not(feature = "kube")) => {
                 let text = error.to_string();
-                assert!(text.contains("not in the Kubernetes API") && error.exit_code() == 2, "{text}");
+                assert!(
+                    text.contains("not in the Kubernetes API") && error.exit_code() == 2,
+                    "{text}"
+                );
                 assert_eq!(text.contains(self.variable), args.is_empty(), "{text}");
                 "true".to_owned()
             }
@@ -118,9 +122,13 @@ impl Flag {
         let name = self.name;
         let mut forms = vec![vec![format!("-{name}={value}")], vec![format!("--{name}={value}")]];
         match self.kind {
-            Switch if value == "true" => forms.extend([vec![format!("-{name}")], vec![format!("--{name}")]]),
+            Switch if value == "true" => {
+                forms.extend([vec![format!("-{name}")], vec![format!("--{name}")]])
+            }
             Switch => {}
-            _ => forms.extend(["-", "--"].map(|dashes| vec![format!("{dashes}{name}"), value.to_owned()])),
+            _ => forms.extend(
+                ["-", "--"].map(|dashes| vec![format!("{dashes}{name}"), value.to_owned()]),
+            ),
         }
         forms
     }
@@ -129,7 +137,11 @@ impl Flag {
     fn takes(&self, written: &str, value: &str, other: &str) {
         for form in self.forms(written) {
             assert_eq!(self.held(&form, &[]), value, "{form:?}");
-            assert_eq!(self.held(&form, &[(self.variable, other)]), value, "{form:?} beats {other}");
+            assert_eq!(
+                self.held(&form, &[(self.variable, other)]),
+                value,
+                "{form:?} beats {other}"
+            );
         }
         assert_eq!(self.held(&[], &[(self.variable, written)]), value, "{}", self.variable);
     }
@@ -156,7 +168,12 @@ fn every_option_of_go_flannel() {
     for flag in flags() {
         let (name, default) = (flag.name, flag.default);
         assert_eq!(flag.held(&[], &[]), default, "--{name}");
-        assert_eq!(flag.held(&[], &[(flag.variable, "")]), default, "{} empty is unset", flag.variable);
+        assert_eq!(
+            flag.held(&[], &[(flag.variable, "")]),
+            default,
+            "{} empty is unset",
+            flag.variable
+        );
         match flag.kind {
             Text(one, other) => {
                 flag.takes(one, one, other);
@@ -165,7 +182,11 @@ fn every_option_of_go_flannel() {
                 assert_eq!(flag.held(&twice, &[]), other, "--{name}: the last one wins");
                 if default.is_empty() {
                     let none = [format!("--{name}=")];
-                    assert_eq!(flag.held(&none, &[(flag.variable, one)]), "", "--{name}= beats the variable");
+                    assert_eq!(
+                        flag.held(&none, &[(flag.variable, one)]),
+                        "",
+                        "--{name}= beats the variable"
+                    );
                 }
             }
             Texts(one, other) => {
@@ -181,8 +202,9 @@ fn every_option_of_go_flannel() {
                 assert_eq!(parse(&[format!("--{name}=")], &[]).unwrap_err().exit_code(), 2);
             }
             Switch => {
-                let written =
-                    ["1", "t", "T", "true", "TRUE", "True", "0", "f", "F", "false", "FALSE", "False"];
+                let written = [
+                    "1", "t", "T", "true", "TRUE", "True", "0", "f", "F", "false", "FALSE", "False",
+                ];
                 for (n, text) in written.into_iter().enumerate() {
                     flag.takes(
                         text,
@@ -211,9 +233,14 @@ fn v_is_the_log_level_unless_log_says_it() {
         let args: Vec<String> = args.iter().map(ToString::to_string).collect();
         parse(&args, env).unwrap().log_filter().to_owned()
     };
-    for (v, level) in
-        [("-1", "info"), ("0", "info"), ("3", "info"), ("4", "debug"), ("5", "debug"), ("10", "trace")]
-    {
+    for (v, level) in [
+        ("-1", "info"),
+        ("0", "info"),
+        ("3", "info"),
+        ("4", "debug"),
+        ("5", "debug"),
+        ("10", "trace"),
+    ] {
         assert_eq!(filter(&[&format!("-v={v}")], &[]), level, "-v={v}");
         assert_eq!(filter(&["-v", v], &[]), level, "-v {v}");
     }
@@ -230,7 +257,10 @@ fn what_has_no_effect_is_said_if_it_was_given() {
     };
     assert_eq!(said(&["-v=2", "--ip-masq"], &[]), None);
     assert_eq!(
-        said(&["-vmodule=x=1", "--kube-api-url", "http://k"], &[("FLANNELD_LOG_BACKTRACE_AT", "main.go:1")]),
+        said(
+            &["-vmodule=x=1", "--kube-api-url", "http://k"],
+            &[("FLANNELD_LOG_BACKTRACE_AT", "main.go:1")]
+        ),
         Some("without effect here: --vmodule, --log_backtrace_at, --kube-api-url".to_owned())
     );
 }
@@ -238,7 +268,8 @@ fn what_has_no_effect_is_said_if_it_was_given() {
 /// A command line alone, with nothing that [`parse`] adds.
 fn bare(args: &[&str], env: &[(&str, &str)]) -> Result<Options, Error> {
     let args = ["flanneld"].into_iter().chain(args.iter().copied()).map(OsString::from);
-    let find = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
+    let find =
+        |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
     Options::parse_from(args, find)
 }
 
@@ -292,7 +323,8 @@ fn what_is_no_regular_expression_is_wrong_usage() {
         let quoted = format!("'{value}'");
         refuses("iface-regex", value, &["--registry=dir:/x"], &[&quoted, "right would be"]);
     }
-    let good = bare(&["--registry=dir:/x", "-iface-regex", "^eth(0|1)$", "--iface-regex="], &[]).unwrap();
+    let good =
+        bare(&["--registry=dir:/x", "-iface-regex", "^eth(0|1)$", "--iface-regex="], &[]).unwrap();
     assert_eq!(good.iface_regex, ["^eth(0|1)$"]);
 }
 
@@ -308,15 +340,19 @@ fn what_is_no_url_of_an_api_server_is_wrong_usage() {
         );
     }
     assert!(
-        bare(&["--kube-subnet-mgr", "--kube-api-url=https://[2001:db8::1]:6443"], &[("NODE_NAME", "n")])
-            .is_ok()
+        bare(
+            &["--kube-subnet-mgr", "--kube-api-url=https://[2001:db8::1]:6443"],
+            &[("NODE_NAME", "n")]
+        )
+        .is_ok()
     );
 }
 
 #[cfg(feature = "kube")]
 #[test]
 fn what_kubernetes_needs_to_be_told() {
-    let parse = |args: &[&str], env: &[(&str, &str)]| bare(&[&["--kube-subnet-mgr"], args].concat(), env);
+    let parse =
+        |args: &[&str], env: &[(&str, &str)]| bare(&[&["--kube-subnet-mgr"], args].concat(), env);
     for (args, env, says) in [
         (&[] as &[&str], &[] as &[(&str, &str)], "NODE_NAME"),
         (&[], &[("POD_NAME", "p")], "POD_NAMESPACE"),
@@ -336,7 +372,8 @@ fn what_kubernetes_needs_to_be_told() {
     }
     let options = parse(&[], &[("POD_NAME", "p"), ("POD_NAMESPACE", "s")]).unwrap();
     assert_eq!((options.kube.pod_namespace.as_str(), options.kube.pod_name.as_str()), ("s", "p"));
-    let env = [("NODE_NAME", "n"), ("EVENT_QUEUE_DEPTH", "5000"), ("CONT_WHEN_CACHE_NOT_READY", "true")];
+    let env =
+        [("NODE_NAME", "n"), ("EVENT_QUEUE_DEPTH", "5000"), ("CONT_WHEN_CACHE_NOT_READY", "true")];
     let options = parse(&["--registry=dir:/x"], &env).unwrap();
     assert_eq!(options.kube.node_name, "n");
     let said = "without effect here: --registry, EVENT_QUEUE_DEPTH, CONT_WHEN_CACHE_NOT_READY";
@@ -366,6 +403,7 @@ fn no_mistake_shows_the_password() {
         assert_eq!(error.exit_code(), 2);
         assert!(!error.to_string().contains(secret), "{args:?}: {error}");
     }
-    let error = parse(&["--healthz-port=x".into()], &[("FLANNELD_ETCD_PASSWORD", secret)]).unwrap_err();
+    let error =
+        parse(&["--healthz-port=x".into()], &[("FLANNELD_ETCD_PASSWORD", secret)]).unwrap_err();
     assert!(!format!("{error} {error:?}").contains(secret), "{error}");
 }

@@ -21,7 +21,11 @@ use crate::report::VERSION;
 use crate::state;
 
 /// Removes, or makes fit for Go flannel, or says what would be done.
-pub(crate) async fn cleanup(client: &Client, global: &Global, flags: &CleanupFlags) -> Result<Said> {
+pub(crate) async fn cleanup(
+    client: &Client,
+    global: &Global,
+    flags: &CleanupFlags,
+) -> Result<Said> {
     let mut _alone = None;
     if !flags.dry_run {
         client.nobody_listens()?;
@@ -82,15 +86,19 @@ struct Account {
 impl Account {
     fn kernel(&mut self, report: &Cleanup) {
         self.done.extend(report.done.iter().map(ToString::to_string));
-        let failed = report.failed.iter().map(|(change, error)| (change.to_string(), error.to_string()));
+        let failed =
+            report.failed.iter().map(|(change, error)| (change.to_string(), error.to_string()));
         self.failed.extend(failed);
     }
 
     /// The rules of every mode.
     async fn firewall(&mut self, dry_run: bool) {
         let programs = Programs::default();
-        let report =
-            if dry_run { leftovers(&programs).await } else { flannel_firewall::cleanup(&programs).await };
+        let report = if dry_run {
+            leftovers(&programs).await
+        } else {
+            flannel_firewall::cleanup(&programs).await
+        };
         self.done.extend(report.found.iter().map(|there| format!("delete {}", there.object)));
         for error in report.failed {
             match error.is_guess() {
@@ -102,7 +110,8 @@ impl Account {
 
     fn file(&mut self, path: &Path, dry_run: bool) {
         let change = format!("delete {}", path.display());
-        let removed = if dry_run { fs::symlink_metadata(path).map(drop) } else { fs::remove_file(path) };
+        let removed =
+            if dry_run { fs::symlink_metadata(path).map(drop) } else { fs::remove_file(path) };
         match removed {
             Ok(()) => self.done.push(change),
             Err(error) if error.kind() == ErrorKind::NotFound => {}
@@ -111,7 +120,8 @@ impl Account {
     }
 
     fn said(&self, dry_run: bool) -> Said {
-        let failed = self.failed.iter().map(|(change, error)| json!({ "change": change, "error": error }));
+        let failed =
+            self.failed.iter().map(|(change, error)| json!({ "change": change, "error": error }));
         let value = json!({
             "version": VERSION,
             "dry_run": dry_run,
@@ -128,7 +138,9 @@ impl Account {
         }
         let (verb, count) = (if dry_run { "would be made" } else { "made" }, self.done.len());
         text += &match (count, self.failed.len()) {
-            (0, 0) if !self.unknown.is_empty() => "nothing else of flannel's is there to change\n".to_owned(),
+            (0, 0) if !self.unknown.is_empty() => {
+                "nothing else of flannel's is there to change\n".to_owned()
+            }
             (0, 0) => "nothing of flannel's is there to change\n".to_owned(),
             (_, 0) => format!("{count} changes {verb}\n"),
             (_, failed) => format!("{count} changes {verb}, {failed} failed\n"),

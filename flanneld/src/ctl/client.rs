@@ -36,7 +36,9 @@ impl Client {
     pub(crate) fn nobody_listens(&self) -> Result<()> {
         let Some(socket) = &self.socket else { return Ok(()) };
         match UnixStream::connect(socket) {
-            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => {
+            Err(error)
+                if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) =>
+            {
                 Ok(())
             }
             Err(error) => Err(Failure::Refused(format!(
@@ -66,9 +68,10 @@ impl Client {
             )),
             _ => gone(error.to_string()),
         })?;
-        let (head, body) = answer.split_once("\r\n\r\n").ok_or_else(|| gone("half an answer".to_owned()))?;
-        let value: Value =
-            serde_json::from_str(body).map_err(|_| gone(format!("that is no flanneld: {}", body.trim())))?;
+        let (head, body) =
+            answer.split_once("\r\n\r\n").ok_or_else(|| gone("half an answer".to_owned()))?;
+        let value: Value = serde_json::from_str(body)
+            .map_err(|_| gone(format!("that is no flanneld: {}", body.trim())))?;
         if head.split(' ').nth(1) != Some("200") {
             let error = value["error"].as_str().unwrap_or("it refuses without a reason");
             return Err(Failure::Refused(error.to_owned()));
@@ -83,14 +86,16 @@ impl Client {
     }
 
     fn exchange(&self, method: &str, target: &str) -> std::io::Result<String> {
-        let socket = self
-            .socket
-            .as_ref()
-            .ok_or_else(|| std::io::Error::other("--control-socket is off, and so there is nobody to ask"))?;
+        let socket = self.socket.as_ref().ok_or_else(|| {
+            std::io::Error::other("--control-socket is off, and so there is nobody to ask")
+        })?;
         let mut stream = UnixStream::connect(socket)?;
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
-        write!(stream, "{method} {target} HTTP/1.1\r\nHost: flanneld\r\nConnection: close\r\n\r\n")?;
+        write!(
+            stream,
+            "{method} {target} HTTP/1.1\r\nHost: flanneld\r\nConnection: close\r\n\r\n"
+        )?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer)?;
         Ok(answer)

@@ -103,7 +103,8 @@ fn merge(into: &mut Members, patch: Members) -> serde_json::Result<()> {
         let is_it = |(known, _): &(String, _)| known.eq_ignore_ascii_case(&name);
         // Of several the last one counts, for those who read it too.
         let last = into.0.iter().rposition(is_it);
-        let at = into.0[..last.unwrap_or(into.0.len())].iter().filter(|member| !is_it(member)).count();
+        let at =
+            into.0[..last.unwrap_or(into.0.len())].iter().filter(|member| !is_it(member)).count();
         let there = last.map(|last| into.0.remove(last));
         into.0.retain(|member| !is_it(member));
         if value.get() != "null" {
@@ -135,7 +136,10 @@ impl<'de> Deserialize<'de> for Members {
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 f.write_str("an object")
             }
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Members, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(
+                self,
+                mut map: A,
+            ) -> std::result::Result<Members, A::Error> {
                 let mut members = Vec::new();
                 while let Some(member) = map.next_entry()? {
                     members.push(member);
@@ -229,8 +233,7 @@ mod tests {
 
     #[test]
     fn a_patch_changes_what_it_names_and_nothing_else() {
-        let text =
-            r#"{"network": "10.1.0.0/16", "Backend": {"Type": "vxlan", "mtu": 1450, "VNI": 7}, "Mine": [1]}"#;
+        let text = r#"{"network": "10.1.0.0/16", "Backend": {"Type": "vxlan", "mtu": 1450, "VNI": 7}, "Mine": [1]}"#;
         let seen = ConfigText { location: "here".into(), text: text.into() };
         for (patch, expected) in [
             (
@@ -260,15 +263,18 @@ mod tests {
     #[test]
     fn names_that_differ_in_case_are_one_field_and_the_last_one_counts() {
         let mtu = |text: &str| {
-            flannel_backend_vxlan::Options::parse(&Config::parse(text).unwrap().backend).unwrap().mtu
+            flannel_backend_vxlan::Options::parse(&Config::parse(text).unwrap().backend)
+                .unwrap()
+                .mtu
         };
         for backend in [
             r#"{"Type":"vxlan","MTU":1450,"mtu":1430}"#,
             r#"{"Type":"vxlan","mtu":1450,"MTU":1430}"#,
             r#"{"Type":"vxlan","MTU":1450,"MTU":1430}"#,
         ] {
-            let text =
-                format!(r#"{{"Network":"10.1.0.0/16","backend":{{"Type":"host-gw"}},"Backend":{backend}}}"#);
+            let text = format!(
+                r#"{{"Network":"10.1.0.0/16","backend":{{"Type":"host-gw"}},"Backend":{backend}}}"#
+            );
             let seen = ConfigText { location: "here".into(), text };
             assert_eq!(mtu(&seen.text), Some(1430));
             let of = |patch: &str| mtu(&patched(&seen, patch).unwrap());
@@ -307,8 +313,9 @@ mod tests {
         }
         assert!(patched(&seen(wrong), r#"{"Network":"10.1.0.0/16"}"#).is_ok());
         assert!(patched(&seen(dual), r#"{"Backend":{"MTU":1350}}"#).is_ok());
-        let error =
-            check(&seen(&dual.replace(r#""vxlan""#, r#""vxlan","MTU":1300"#))).unwrap_err().to_string();
+        let error = check(&seen(&dual.replace(r#""vxlan""#, r#""vxlan","MTU":1300"#)))
+            .unwrap_err()
+            .to_string();
         assert!(error.starts_with("here: ") && error.contains("at least 1350"), "{error}");
     }
 }

@@ -79,15 +79,17 @@ pub(crate) fn docker_opts(flags: &DockerFlags, subnet_file: &std::path::Path) ->
     }
     let text = options(flags, &variables)?;
     let file = flags.docker_file.display().to_string();
-    fs::write(&flags.docker_file, &text).map_err(|error| Failure::Refused(format!("{file}: {error}")))?;
+    fs::write(&flags.docker_file, &text)
+        .map_err(|error| Failure::Refused(format!("{file}: {error}")))?;
     let routes = fs::read_to_string("/proc/net/route").unwrap_or_default();
     if let Some(subnet) = variables.get("FLANNEL_SUBNET").and_then(|text| text.parse().ok())
         && let Some(route) = routed_away(&routes, subnet)
     {
-        return Err(Failure::Refused(format!("Your routing table already contains the subnet: {route}")));
+        return Err(Failure::Refused(format!(
+            "Your routing table already contains the subnet: {route}"
+        )));
     }
-    let value =
-        json!({ "version": VERSION, "file": file, "variables": assignments(&text).collect::<Variables>() });
+    let value = json!({ "version": VERSION, "file": file, "variables": assignments(&text).collect::<Variables>() });
     Ok(Said { text: String::new(), value, ok: true })
 }
 
@@ -135,7 +137,8 @@ fn assignments(text: &str) -> impl Iterator<Item = (String, String)> {
     let pair = |line: &str| {
         let line = line.trim();
         let (key, value) = line.strip_prefix("export ").unwrap_or(line).split_once('=')?;
-        let quoted = ['"', '\''].iter().find_map(|quote| value.strip_prefix(*quote)?.strip_suffix(*quote));
+        let quoted =
+            ['"', '\''].iter().find_map(|quote| value.strip_prefix(*quote)?.strip_suffix(*quote));
         name(key).ok().map(|key| (key, quoted.unwrap_or(value).to_owned()))
     };
     text.lines().filter_map(pair).collect::<Vec<_>>().into_iter()
@@ -144,12 +147,14 @@ fn assignments(text: &str) -> impl Iterator<Item = (String, String)> {
 /// The route that sends the subnet to another host, in the kernel's table of IPv4 routes.
 fn routed_away(table: &str, subnet: Subnet) -> Option<String> {
     // Each number is a word of memory, written as the machine's number that it is.
-    let address = |text: &str| Some(Ipv4Addr::from(u32::from_str_radix(text, 16).ok()?.to_ne_bytes()));
+    let address =
+        |text: &str| Some(Ipv4Addr::from(u32::from_str_radix(text, 16).ok()?.to_ne_bytes()));
     table.lines().skip(1).find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let [link, dst, gateway, _, _, _, _, mask, ..] = *fields else { return None };
         let len = address(mask)?.to_bits().leading_ones();
-        let is_it = std::net::IpAddr::from(address(dst)?) == subnet.base() && len == u32::from(subnet.len());
+        let is_it = std::net::IpAddr::from(address(dst)?) == subnet.base()
+            && len == u32::from(subnet.len());
         let gateway = address(gateway).filter(|gateway| !gateway.is_unspecified() && is_it)?;
         Some(format!("{subnet} via {gateway} dev {link}"))
     })
@@ -167,8 +172,7 @@ mod tests {
         flags: DockerFlags,
     }
 
-    const ENV: &str =
-        "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.74.1/24\nFLANNEL_MTU=1472\nFLANNEL_IPMASQ=false\n";
+    const ENV: &str = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.74.1/24\nFLANNEL_MTU=1472\nFLANNEL_IPMASQ=false\n";
 
     fn written(args: &str, env: &[(&str, &str)], file: &str) -> Result<String> {
         let line = Line::try_parse_from(format!("x {args}").split_whitespace()).unwrap();
@@ -233,10 +237,12 @@ mod tests {
     #[test]
     fn a_route_to_the_subnet_by_a_gateway_is_found() {
         let row = |dst: [u8; 4], gateway: [u8; 4], mask: [u8; 4]| {
-            let [dst, gateway, mask] = [dst, gateway, mask].map(|a| format!("{:08X}", u32::from_ne_bytes(a)));
+            let [dst, gateway, mask] =
+                [dst, gateway, mask].map(|a| format!("{:08X}", u32::from_ne_bytes(a)));
             format!("eth0\t{dst}\t{gateway}\t0003\t0\t0\t0\t{mask}\t0\t0\t0\n")
         };
-        let head = "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\tWindow\tIRTT\n";
+        let head =
+            "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\tWindow\tIRTT\n";
         let table = |dst, gateway, mask| format!("{head}{}", row(dst, gateway, mask));
         let subnet: Subnet = "10.1.74.0/24".parse().unwrap();
         let (net, gateway, mask) = ([10, 1, 74, 0], [192, 0, 2, 9], [255, 255, 255, 0]);

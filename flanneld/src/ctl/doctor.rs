@@ -134,15 +134,19 @@ pub(crate) async fn doctor(
 
 async fn look_at_devices(ground: &Ground, diagnosis: &mut Diagnosis) -> Devices {
     let (tunnels, uplink, mtu, daemon) = (ground.tunnels, ground.uplink, ground.mtu, ground.daemon);
-    let read = tokio::task::spawn_blocking(move || device::read(tunnels, uplink, mtu, daemon)).await;
+    let read =
+        tokio::task::spawn_blocking(move || device::read(tunnels, uplink, mtu, daemon)).await;
     let devices = read.unwrap_or_default();
     if !ground.known {
         diagnosis.unknown("device", "without a network config nobody knows which there should be");
         return devices;
     }
-    let there =
-        devices.tunnels.values().filter_map(|name| devices.links.iter().find(|link| link.name == *name));
-    let mut texts: Vec<String> = there.map(|link| format!("{} ({} bytes)", link.name, link.mtu)).collect();
+    let there = devices
+        .tunnels
+        .values()
+        .filter_map(|name| devices.links.iter().find(|link| link.name == *name));
+    let mut texts: Vec<String> =
+        there.map(|link| format!("{} ({} bytes)", link.name, link.mtu)).collect();
     texts.extend(devices.port().map(|port| format!("UDP port {port}")));
     if devices.checksums_matter() && devices.offloaded.is_none() {
         texts.push(
@@ -151,7 +155,9 @@ async fn look_at_devices(ground: &Ground, diagnosis: &mut Diagnosis) -> Devices 
         );
     }
     if texts.is_empty() {
-        texts.push(if devices.tunnels.is_empty() { "none is needed" } else { "none is there" }.to_owned());
+        texts.push(
+            if devices.tunnels.is_empty() { "none is needed" } else { "none is there" }.to_owned(),
+        );
     }
     diagnosis.layer("device", texts.join(", "), device::check(&devices));
     devices
@@ -286,7 +292,8 @@ async fn route_fault(
         for address in [subnet.nth(1), subnet.nth(size.saturating_sub(2))].into_iter().flatten() {
             if ground.daemon {
                 let look = format!("flannelctl why {address}");
-                let asked = client.ask("GET", &format!("/v1/why?address={}", encode(&address.to_string())));
+                let asked =
+                    client.ask("GET", &format!("/v1/why?address={}", encode(&address.to_string())));
                 let why = asked.ok().and_then(|value| serde_json::from_value::<Why>(value).ok());
                 // An answer that is not understood tells nothing.
                 if let Some(why) = why.filter(|why| !why.ok) {
@@ -312,9 +319,10 @@ async fn wrong_way(devices: &Devices, target: &Target, address: IpAddr) -> Optio
     match answer.link {
         None => Some(format!("there is no way to {address} of {}", target.key)),
         Some(link) if link == wanted || is_direct(devices, target, address, &answer) => None,
-        Some(link) => {
-            Some(format!("packets for {address} of {} go by {link} instead of {wanted}", target.key))
-        }
+        Some(link) => Some(format!(
+            "packets for {address} of {} go by {link} instead of {wanted}",
+            target.key
+        )),
     }
 }
 
@@ -336,8 +344,11 @@ fn bounded(faults: Vec<Fault>) -> Vec<Fault> {
     }
     for ((check, _), more) in kinds {
         let text = format!("the same of {} more peers: --json lists them", more.len());
-        let made =
-            if more.iter().any(|fault| fault.finding.is_error()) { Finding::error } else { Finding::warning };
+        let made = if more.iter().any(|fault| fault.finding.is_error()) {
+            Finding::error
+        } else {
+            Finding::warning
+        };
         let mend = all_of(more.iter().filter_map(|fault| fault.finding.mend.as_deref()));
         let narrow = narrowest(more.iter().filter_map(|fault| fault.narrow));
         few.push(Fault { finding: Finding { mend, ..made(&check, text) }, narrow });
@@ -349,13 +360,15 @@ fn bounded(faults: Vec<Fault>) -> Vec<Fault> {
 fn all_of<'a>(mends: impl Iterator<Item = &'a str>) -> Option<String> {
     let (mut commands, mut remarks) = (Vec::new(), Vec::new());
     for mend in mends {
-        let (command, remark) = mend.split_once(" # ").map_or((mend, None), |(c, remark)| (c, Some(remark)));
+        let (command, remark) =
+            mend.split_once(" # ").map_or((mend, None), |(c, remark)| (c, Some(remark)));
         if !commands.contains(&command) {
             commands.push(command);
         }
         remarks.extend(remark.filter(|remark| !remarks.contains(remark)));
     }
-    let remark = if remarks.is_empty() { String::new() } else { format!(" # {}", remarks.join("; ")) };
+    let remark =
+        if remarks.is_empty() { String::new() } else { format!(" # {}", remarks.join("; ")) };
     (!commands.is_empty()).then(|| commands.join("; ") + &remark)
 }
 
@@ -364,9 +377,13 @@ fn page(diagnosis: &Diagnosis, found: &[Finding], paper: &Paper) -> String {
     let verdict = match (found.len(), found.iter().filter(|finding| finding.is_error()).count()) {
         (0, _) => paper.ink(Ink::Good, "NOTHING IS WRONG"),
         (all, errors) => {
-            let count =
-                |number: usize, word| format!("{number} {word}{}", if number == 1 { "" } else { "S" });
-            paper.ink(Ink::Bad, &format!("{}, {}", count(errors, "ERROR"), count(all - errors, "WARNING")))
+            let count = |number: usize, word| {
+                format!("{number} {word}{}", if number == 1 { "" } else { "S" })
+            };
+            paper.ink(
+                Ink::Bad,
+                &format!("{}, {}", count(errors, "ERROR"), count(all - errors, "WARNING")),
+            )
         }
     };
     let mut out = format!("doctor     {verdict}\n\n{}", findings(found, paper));
@@ -394,7 +411,9 @@ fn page(diagnosis: &Diagnosis, found: &[Finding], paper: &Paper) -> String {
         },
     };
     let row = |peer: &PeerReport| {
-        let each = |make: &dyn Fn(&FamilyReport) -> String| peer.echoes.iter().map(make).collect::<Vec<_>>();
+        let each = |make: &dyn Fn(&FamilyReport) -> String| {
+            peer.echoes.iter().map(make).collect::<Vec<_>>()
+        };
         let cells = vec![
             peer.subnets.clone(),
             each(&|echo| cell(echo.tunnel.as_ref(), false)),
@@ -424,8 +443,8 @@ mod tests {
         let mut diagnosis = Diagnosis::default();
         diagnosis.layer("store", "etcd answers, 3 leases", Vec::new());
         let text = "rp_filter of flannel.1 is strict: packets that come another way than their answers would go are dropped";
-        let strict =
-            Finding::warning("rp-filter", text).mend("sysctl -w net.ipv4.conf.flannel/1.rp_filter=2");
+        let strict = Finding::warning("rp-filter", text)
+            .mend("sysctl -w net.ipv4.conf.flannel/1.rp_filter=2");
         diagnosis.layer("host", "something stands in the way", vec![strict.into()]);
         diagnosis.unknown("device", "without a network config nobody knows which there should be");
         let target = Target {
@@ -449,8 +468,13 @@ mod tests {
         ];
         let echoes = asked.iter().flat_map(Question::probes).zip(answers).collect();
         let passage = |arrived| Passage { sent: 5592, arrived };
-        let sounded =
-            Sounded { there: passage(5592), back: passage(0), segment: 1398, mtu: 1450, heard: 1450 };
+        let sounded = Sounded {
+            there: passage(5592),
+            back: passage(0),
+            segment: 1398,
+            mtu: 1450,
+            heard: 1450,
+        };
         let sounding = Sounding { noticed: 1450, segments: Some(sounded) };
         let answered = Asked { echoes, sounding, passes: Some(1350) };
         let (report, faults) = hear(&target, &asked, &mut [answered].into_iter(), &devices);
@@ -490,11 +514,18 @@ mod tests {
         let devices = Devices { tunnels, mtu: Some(1430), ..Devices::default() };
         let questions = target.questions(&devices);
         let answered = |question: &Question| {
-            let echoes =
-                question.probes().map(|probe| (probe, Answer::Reply(Duration::from_micros(420)))).collect();
+            let echoes = question
+                .probes()
+                .map(|probe| (probe, Answer::Reply(Duration::from_micros(420))))
+                .collect();
             let whole = Passage { sent: 5512, arrived: 5512 };
-            let sounded = Sounded { there: whole, back: whole, segment: 1378, mtu: 1430, heard: 1430 };
-            Asked { echoes, sounding: Sounding { noticed: 1430, segments: Some(sounded) }, passes: None }
+            let sounded =
+                Sounded { there: whole, back: whole, segment: 1378, mtu: 1430, heard: 1430 };
+            Asked {
+                echoes,
+                sounding: Sounding { noticed: 1430, segments: Some(sounded) },
+                passes: None,
+            }
         };
         let answered: Vec<Asked> = questions.iter().map(answered).collect();
         let (report, faults) = hear(&target, &questions, &mut answered.into_iter(), &devices);
@@ -508,7 +539,8 @@ mod tests {
     fn many_findings_of_a_kind_are_counted() {
         let to = IpAddr::from([192, 0, 2, 7]);
         let narrow = |n: u32| Narrow::Way { to, takes: Some(1409 - n) };
-        let all = (0..9).map(|n| Fault::new(Finding::error("peer", format!("{n}")), narrow(n))).collect();
+        let all =
+            (0..9).map(|n| Fault::new(Finding::error("peer", format!("{n}")), narrow(n))).collect();
         let found = bounded(all);
         assert_eq!(found.len(), MOST + 1);
         assert!(found[MOST].finding.text.starts_with("the same of 4 more peers"), "{found:?}");
@@ -518,7 +550,8 @@ mod tests {
             "the narrowest of those that are not told counts too"
         );
         // What mends those that are told alone mends the others, too.
-        let fault = |n: u32, mend: String| Fault::from(Finding::error("peer", format!("{n}")).mend(mend));
+        let fault =
+            |n: u32, mend: String| Fault::from(Finding::error("peer", format!("{n}")).mend(mend));
         let mend_of = |all: Vec<Fault>| bounded(all).pop().unwrap().finding.mend;
         let each = (0..8).map(|n| fault(n, format!("release '{n}' # if it is gone"))).collect();
         assert_eq!(

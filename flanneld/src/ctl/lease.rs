@@ -36,9 +36,11 @@ async fn list(registry: &dyn Registry, paper: &Paper) -> Result<Said> {
     let rows: Vec<_> = listing.entries.iter().map(row).collect();
     let mut page = paper.table(&["SUBNET", "ADDRESS", "BACKEND", "HOLDER", "REVISION"], &rows);
     let reserved = listing.entries.iter().filter(|entry| entry.mark.is_none()).count();
-    page += &format!("{} leases in {registry}, {reserved} of them reserved\n", listing.entries.len());
+    page +=
+        &format!("{} leases in {registry}, {reserved} of them reserved\n", listing.entries.len());
     for skipped in &listing.skipped {
-        page += &paper.field("skipped", Ink::Warning, &format!("{}: {}", skipped.key, skipped.reason));
+        page +=
+            &paper.field("skipped", Ink::Warning, &format!("{}: {}", skipped.key, skipped.reason));
     }
     let duplicates = duplicates(&listing.entries);
     for (address, keys) in &duplicates {
@@ -120,7 +122,8 @@ async fn reserve(registry: &dyn Registry, subnets: &Subnets, attrs: &LeaseAttrs)
                 "{subnets} is held by {of}: release it first, or name no address"
             )));
         }
-        let written = registry.update(subnets, entry.lease.revision, &entry.lease.attrs, None).await?;
+        let written =
+            registry.update(subnets, entry.lease.revision, &entry.lease.attrs, None).await?;
         return Ok(done(&written, "never expires from now on"));
     }
     if attrs.public.is_empty() {
@@ -129,13 +132,16 @@ async fn reserve(registry: &dyn Registry, subnets: &Subnets, attrs: &LeaseAttrs)
         )));
     }
     let text = registry.config().await?;
-    let config =
-        Config::parse(&text.text).map_err(|source| Error::Config { location: text.location, source })?;
+    let config = Config::parse(&text.text)
+        .map_err(|source| Error::Config { location: text.location, source })?;
     check(&config, subnets)?;
     let others = registry.list().await?.entries;
     if let Some(other) = others.iter().find(|entry| entry.lease.subnets.overlaps(subnets)) {
         let of = holder(&other.lease.attrs);
-        return Err(Failure::Refused(format!("{subnets} overlaps {} of {of}", other.lease.subnets)));
+        return Err(Failure::Refused(format!(
+            "{subnets} overlaps {} of {of}",
+            other.lease.subnets
+        )));
     }
     // Without a type it would look like a lease of Go flannel's udp.
     let mut attrs = attrs.clone();
@@ -159,7 +165,10 @@ fn check(config: &Config, subnets: &Subnets) -> Result<()> {
             return wrong(format!("{subnet} lies outside the pod network {}", pod.network));
         }
         if subnet.len() != pod.subnet_len {
-            return wrong(format!("{subnet} is no /{}, as the network config cuts them", pod.subnet_len));
+            return wrong(format!(
+                "{subnet} is no /{}, as the network config cuts them",
+                pod.subnet_len
+            ));
         }
     }
     Ok(())
@@ -200,7 +209,8 @@ mod tests {
                 Some(0x0a09),
             ),
         ] {
-            let tenure = held.map(|mark| Tenure { mark: Mark(mark), ttl: Duration::from_secs(86_400) });
+            let tenure =
+                held.map(|mark| Tenure { mark: Mark(mark), ttl: Duration::from_secs(86_400) });
             registry
                 .create(&key.parse().unwrap(), &LeaseAttrs::from_json(attrs).unwrap(), tenure)
                 .await

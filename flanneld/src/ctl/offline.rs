@@ -66,9 +66,12 @@ impl Known {
             }
             Err(error) => format!("{} does not answer: {error}", store_name(global)),
         };
-        let Some(kept) = kept else { return Err(format!("{error}; and no daemon has kept leases here")) };
+        let Some(kept) = kept else {
+            return Err(format!("{error}; and no daemon has kept leases here"));
+        };
         let age = SystemTime::now().duration_since(kept.written).unwrap_or_default().as_secs_f64();
-        let stale = format!("{error}; the leases are those that the last daemon kept {} ago", span(age));
+        let stale =
+            format!("{error}; the leases are those that the last daemon kept {} ago", span(age));
         Ok(Self { config: kept.config.and_then(parsed), leases: kept.leases, stale: Some(stale) })
     }
 }
@@ -119,7 +122,8 @@ pub(crate) async fn status(global: &Global, paper: &Paper, failure: &Failure) ->
     }
     match Cache::open(global.state_dir.join("leases")).load() {
         Ok(saved) => {
-            let age = SystemTime::now().duration_since(saved.written).unwrap_or_default().as_secs_f64();
+            let age =
+                SystemTime::now().duration_since(saved.written).unwrap_or_default().as_secs_f64();
             let kept = format!("{} of {}, kept {} ago", saved.leases.len(), saved.store, span(age));
             text += &paper.field("leases", Ink::Bold, &kept);
             value["leases"] = json!(saved.leases.len());

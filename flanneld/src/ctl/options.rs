@@ -95,7 +95,8 @@ impl Global {
             std::fs::metadata(&location.path).map_err(broken)?;
             let has = |name| location.path.join(name).try_exists().map_err(broken);
             if !has("config")? && !has("subnets")? {
-                let text = "neither config nor subnets is in it, as in a directory that is not mounted";
+                let text =
+                    "neither config nor subnets is in it, as in a directory that is not mounted";
                 return Err(broken(std::io::Error::new(std::io::ErrorKind::NotFound, text)).into());
             }
         }
@@ -104,8 +105,11 @@ impl Global {
 
     /// Opens the store, a new one if there is none.
     pub(crate) async fn make_registry(&self) -> Result<Arc<dyn Registry>> {
-        let missing =
-            || Failure::Refused("--registry names no store; for example dir:/etc/flannel/network".into());
+        let missing = || {
+            Failure::Refused(
+                "--registry names no store; for example dir:/etc/flannel/network".into(),
+            )
+        };
         let url = self.registry.as_ref().ok_or_else(missing)?;
         #[cfg(feature = "etcd")]
         let registry = url.open_registry(self.etcd.options()).await?;
@@ -315,7 +319,8 @@ fn key(text: &str) -> Result<Subnets, String> {
     };
     let parts: Option<Vec<Subnet>> = text.split(',').map(|part| part.trim().parse().ok()).collect();
     let parts = parts.ok_or_else(wrong)?;
-    let subnets = Subnets::new(parts.iter().copied()).filter(|subnets| subnets.iter().count() == parts.len());
+    let subnets =
+        Subnets::new(parts.iter().copied()).filter(|subnets| subnets.iter().count() == parts.len());
     subnets.ok_or_else(wrong)
 }
 
@@ -336,8 +341,9 @@ impl Ctl {
         // What flanneld knows too comes from its variables: where things are, and what stands behind the verb.
         let mut variables = Vec::new();
         let mut take = |arg: &clap::Arg, args: &[OsString]| {
-            let flag =
-                arg.get_long().filter(|flag| arg.get_action().takes_values() && !is_given(args, flag))?;
+            let flag = arg
+                .get_long()
+                .filter(|flag| arg.get_action().takes_values() && !is_given(args, flag))?;
             let name = format!("FLANNELD_{}", flag.to_uppercase().replace('-', "_"));
             let mut given = OsString::from(format!("--{flag}="));
             given.push(env(&name).filter(|value| !value.is_empty())?);
@@ -361,11 +367,13 @@ impl Ctl {
             }
         }
         let usage = |text: String| Error::Usage(with_variable(text, &variables));
-        let matches = command.try_get_matches_from(args).map_err(|error| match error.use_stderr() {
-            true => usage(error.render().to_string()),
-            false => Error::Help(error.render().to_string()),
-        })?;
-        let options = Self::from_arg_matches(&matches).map_err(|error| Error::Usage(error.to_string()))?;
+        let matches =
+            command.try_get_matches_from(args).map_err(|error| match error.use_stderr() {
+                true => usage(error.render().to_string()),
+                false => Error::Help(error.render().to_string()),
+            })?;
+        let options =
+            Self::from_arg_matches(&matches).map_err(|error| Error::Usage(error.to_string()))?;
         #[cfg(feature = "etcd")]
         if options.global.registry == Some(RegistryUrl::Etcd) {
             options.global.etcd.check().map_err(|text| usage(format!("{text}\n")))?;
@@ -380,7 +388,9 @@ mod tests {
 
     fn parse(args: &[&str], env: &[(&str, &str)]) -> Result<Ctl, Error> {
         let args = std::iter::once("flannelctl").chain(args.iter().copied()).map(OsString::from);
-        let find = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value));
+        let find = |name: &str| {
+            env.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value))
+        };
         Ctl::parse_from(args, find)
     }
 
@@ -420,7 +430,8 @@ mod tests {
     /// An empty variable counts as unset, and numbers are Go's, as for the daemon.
     #[test]
     fn what_stands_behind_a_verb_comes_from_the_daemons_variables_too() {
-        let doctor = |args: &[&str], env: &[(&str, &str)]| match parse(args, env).map(|options| options.verb)
+        let doctor = |args: &[&str], env: &[(&str, &str)]| match parse(args, env)
+            .map(|options| options.verb)
         {
             Ok(Verb::Doctor(flags)) => (flags.doctor_port, flags.iface),
             other => panic!("{args:?} {env:?}: {other:?}"),
@@ -447,7 +458,8 @@ mod tests {
             let text = error.to_string();
             assert!(error.exit_code() == 2 && text.contains(&format!("'{wrong}'")), "{text}");
             assert!(
-                text.contains("right would be a number up to 65535") && text.contains("FLANNELD_DOCTOR_PORT"),
+                text.contains("right would be a number up to 65535")
+                    && text.contains("FLANNELD_DOCTOR_PORT"),
                 "{text}"
             );
             let error = parse(&["doctor", "--doctor-port", wrong], &[]).unwrap_err().to_string();
@@ -464,13 +476,20 @@ mod tests {
                 &[] as &[(&str, &str)],
                 "--etcd-endpoints: the endpoint \"nonsense\"",
             ),
-            (&["lease", "list"], &[("FLANNELD_ETCD_ENDPOINTS", "nonsense")], "FLANNELD_ETCD_ENDPOINTS"),
+            (
+                &["lease", "list"],
+                &[("FLANNELD_ETCD_ENDPOINTS", "nonsense")],
+                "FLANNELD_ETCD_ENDPOINTS",
+            ),
             (&["lease", "list"], &[("FLANNELD_ETCD_USERNAME", "u")], "FLANNELD_ETCD_USERNAME"),
         ] {
             let error = parse(args, env).unwrap_err();
             assert!(error.exit_code() == 2 && error.to_string().contains(says), "{error}");
         }
-        assert!(parse(&["lease", "list", "--registry=dir:/x"], &[("FLANNELD_ETCD_USERNAME", "u")]).is_ok());
+        assert!(
+            parse(&["lease", "list", "--registry=dir:/x"], &[("FLANNELD_ETCD_USERNAME", "u")])
+                .is_ok()
+        );
     }
 
     #[test]
@@ -505,7 +524,8 @@ mod tests {
         ] {
             assert!(help.contains(word), "{word}: {help}");
         }
-        let wrong = parse(&["status"], &[("FLANNELD_REGISTRY", "consul:x")]).unwrap_err().to_string();
+        let wrong =
+            parse(&["status"], &[("FLANNELD_REGISTRY", "consul:x")]).unwrap_err().to_string();
         assert!(wrong.contains("FLANNELD_REGISTRY"), "{wrong}");
         assert_eq!(parse(&["statsu"], &[]).unwrap_err().exit_code(), 2);
         assert_eq!(parse(&[], &[]).unwrap_err().exit_code(), 2);

@@ -152,9 +152,14 @@ pub(crate) mod tests {
             if std::env::var_os("UPDATE_PAGES").is_some() {
                 std::fs::write(&file, &text).unwrap();
             }
-            let wide = |line: &&str| line.chars().count() > width && !line.trim_start().starts_with("mend: ");
-            let wide: Vec<&str> =
-                text.lines().filter(wide).filter(|line| !line.trim_start().starts_with("try: ")).collect();
+            let wide = |line: &&str| {
+                line.chars().count() > width && !line.trim_start().starts_with("mend: ")
+            };
+            let wide: Vec<&str> = text
+                .lines()
+                .filter(wide)
+                .filter(|line| !line.trim_start().starts_with("try: "))
+                .collect();
             assert_eq!(wide, [""; 0], "{file}");
             assert_eq!(text, std::fs::read_to_string(&file).unwrap_or_default(), "{file}:\n{text}");
         }
@@ -164,7 +169,11 @@ pub(crate) mod tests {
     fn text_is_wrapped_and_tables_are_aligned() {
         let paper = Paper { width: 30, colours: false };
         assert_eq!(
-            paper.field("error", Ink::Bad, "one two three four five a-very-long-word-that-does-not-fit"),
+            paper.field(
+                "error",
+                Ink::Bad,
+                "one two three four five a-very-long-word-that-does-not-fit"
+            ),
             "error      one two three four\n           five\n           a-very-long-word-that-does-not-fit\n"
         );
         let rows = [

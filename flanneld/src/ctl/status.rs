@@ -17,7 +17,9 @@ pub(crate) async fn status(client: &Client, global: &Global, paper: &Paper) -> R
             value["running"] = Value::Bool(true);
             Ok(Said { text: page(&report, paper), value, ok: report.ready })
         }
-        Err(failure @ Failure::NoDaemon { .. }) => Ok(offline::status(global, paper, &failure).await),
+        Err(failure @ Failure::NoDaemon { .. }) => {
+            Ok(offline::status(global, paper, &failure).await)
+        }
         Err(failure) => Err(failure),
     }
 }
@@ -32,7 +34,8 @@ pub(crate) async fn peers(client: &Client, global: &Global, paper: &Paper) -> Re
     let peers: Vec<PeerReport> =
         serde_json::from_value(value["peers"].clone()).map_err(|error| skew(&error))?;
     let now = crate::report::seconds(std::time::SystemTime::now());
-    let stale = value["stale"].as_str().map(|text| paper.field("warning", Ink::Warning, text) + "\n");
+    let stale =
+        value["stale"].as_str().map(|text| paper.field("warning", Ink::Warning, text) + "\n");
     // Without a daemon nothing is known of states, which is no trouble by itself; that nobody answers is.
     let ok = stale.is_none()
         && peers.iter().all(|peer| peer.state == "in place" || peer.state == offline::UNKNOWN);
@@ -165,12 +168,17 @@ fn kernel_fields(network: &NetworkReport, now: f64, paper: &Paper) -> String {
         out += &paper.field("", Ink::Plain, &text);
     }
     for (n, (pod_network, room)) in network.networks.iter().zip(&network.subnets).enumerate() {
-        let text = format!("{pod_network}: {} of {} taken, {} free", room.used, room.total, room.free);
+        let text =
+            format!("{pod_network}: {} of {} taken, {} free", room.used, room.total, room.free);
         out += &paper.field(if n == 0 { "subnets" } else { "" }, Ink::Bold, &text);
     }
     if let Some(last) = network.repairs.last.first() {
-        let text =
-            format!("{}, the last one {} ago: {}", network.repairs.total, span(now - last.at), last.text);
+        let text = format!(
+            "{}, the last one {} ago: {}",
+            network.repairs.total,
+            span(now - last.at),
+            last.text
+        );
         out += &paper.field("repairs", Ink::Bold, &text);
     }
     out
@@ -186,7 +194,8 @@ fn peers_of(network: &NetworkReport, now: f64, paper: &Paper) -> String {
         0 => String::new(),
         number => format!(", {number} pending"),
     };
-    let mut out = paper.field("peers", Ink::Bold, &format!("{}{disbelieved}{pending}", peers.total));
+    let mut out =
+        paper.field("peers", Ink::Bold, &format!("{}{disbelieved}{pending}", peers.total));
     if !peers.listed.is_empty() {
         out.push('\n');
         out += &peer_table(&peers.listed, now, paper);
@@ -207,7 +216,8 @@ fn peer_table(peers: &[PeerReport], now: f64, paper: &Paper) -> String {
             _ => Ink::Bad,
         };
         let backend = if peer.backend.is_empty() { "-" } else { &peer.backend };
-        let changed = peer.changed.map_or_else(|| "-".to_owned(), |at| format!("{} ago", span(now - at)));
+        let changed =
+            peer.changed.map_or_else(|| "-".to_owned(), |at| format!("{} ago", span(now - at)));
         let words = [backend.to_owned(), peer.state.clone(), changed].map(|word| vec![word]);
         (ink, [peer.subnets.clone(), peer.public.clone()].into_iter().chain(words).collect())
     };
@@ -327,7 +337,8 @@ pub(crate) mod tests {
             let end = start + bright[start..].find('m').unwrap();
             bright.replace_range(start..=end, "");
         }
-        let trimmed = |text: &str| text.lines().map(|line| line.trim_end().to_owned()).collect::<Vec<_>>();
+        let trimmed =
+            |text: &str| text.lines().map(|line| line.trim_end().to_owned()).collect::<Vec<_>>();
         assert_eq!(trimmed(&bright), trimmed(&plain));
     }
 }

@@ -74,7 +74,11 @@ mod tests {
     fn a_screen_is_the_status_in_the_place_of_the_one_before() {
         let said = |paper: &Paper| {
             let report = status::tests::sample();
-            Said { text: status::page(&report, paper), value: serde_json::json!(report), ok: report.ready }
+            Said {
+                text: status::page(&report, paper),
+                value: serde_json::json!(report),
+                ok: report.ready,
+            }
         };
         looks("watch", |paper| {
             let live = screen(&said(paper), true, false);

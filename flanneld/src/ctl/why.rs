@@ -13,11 +13,17 @@ use crate::http::encode;
 use crate::why::{Facts, Why, judge, lookup};
 
 /// Why packets for an address go where they go.
-pub(crate) async fn why(client: &Client, global: &Global, paper: &Paper, address: IpAddr) -> Result<Said> {
+pub(crate) async fn why(
+    client: &Client,
+    global: &Global,
+    paper: &Paper,
+    address: IpAddr,
+) -> Result<Said> {
     let target = format!("/v1/why?address={}", encode(&address.to_string()));
     let (value, answer) = match client.ask("GET", &target) {
         Ok(value) => {
-            let wrong = |error| Failure::Refused(format!("the daemon's answer is not understood: {error}"));
+            let wrong =
+                |error| Failure::Refused(format!("the daemon's answer is not understood: {error}"));
             let answer: Why = serde_json::from_value(value.clone()).map_err(wrong)?;
             (value, answer)
         }
@@ -35,7 +41,8 @@ async fn without_daemon(global: &Global, address: IpAddr) -> Result<Why> {
     let Known { config, leases, stale } =
         known.unwrap_or_else(|error| Known { stale: Some(error), ..Known::default() });
     let own = offline::own_subnets(global);
-    let lease = leases.iter().find(|lease| lease.subnets.iter().any(|subnet| subnet.contains(address)));
+    let lease =
+        leases.iter().find(|lease| lease.subnets.iter().any(|subnet| subnet.contains(address)));
     let ours = lease.filter(|lease| Some(lease.subnets) == own);
     let answer = lookup(offline::kernel()?, address).await;
     let why = judge(
@@ -75,8 +82,11 @@ fn page(why: &Why, paper: &Paper) -> String {
     }
     for (n, wanted) in why.objects.iter().enumerate() {
         let error = wanted.error.as_ref().map(|error| format!(": {error}")).unwrap_or_default();
-        let state =
-            if wanted.state == "in place" { wanted.state.clone() } else { wanted.state.to_uppercase() };
+        let state = if wanted.state == "in place" {
+            wanted.state.clone()
+        } else {
+            wanted.state.to_uppercase()
+        };
         let label = if n == 0 { "objects" } else { "" };
         out += &paper.field(label, Ink::Bold, &format!("{}, {state}{error}", wanted.object));
     }
@@ -92,7 +102,11 @@ mod tests {
 
     #[test]
     fn a_shadowed_peer_at_80_columns() {
-        let object = |text: &str| WantedObject { object: text.into(), state: "in place".into(), error: None };
+        let object = |text: &str| WantedObject {
+            object: text.into(),
+            state: "in place".into(),
+            error: None,
+        };
         let why = Why {
             version: 1,
             address: "10.1.7.9".into(),
@@ -137,7 +151,8 @@ kernel     via 192.0.2.99 dev eth0
 
     #[test]
     fn a_peer_that_waits_for_its_turn() {
-        let object = |text: &str| WantedObject { object: text.into(), state: "pending".into(), error: None };
+        let object =
+            |text: &str| WantedObject { object: text.into(), state: "pending".into(), error: None };
         let why = Why {
             version: 1,
             address: "fd00:1:0:7::9".into(),

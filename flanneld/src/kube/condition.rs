@@ -75,7 +75,12 @@ impl Verdict {
     }
 
     /// Judges what is the case. Returns when to look again, if nothing else happens.
-    fn pass(&mut self, now: Instant, lost: Option<String>, trouble: Option<String>) -> Option<Instant> {
+    fn pass(
+        &mut self,
+        now: Instant,
+        lost: Option<String>,
+        trouble: Option<String>,
+    ) -> Option<Instant> {
         let at_once = lost.is_some();
         let Some(why) = lost.or(trouble) else {
             *self = Self { network: Some(Network::Available), trouble: None, next: None };
@@ -122,7 +127,10 @@ mod tests {
         assert_eq!(verdict.pass(begin + SECOND, None, None), None);
         assert_eq!(verdict.network, Some(Network::Available));
         let again = verdict.pass(begin + 2 * SECOND, None, trouble()).unwrap();
-        assert_eq!((again, &verdict.network), (begin + 2 * SECOND + PATIENCE, &Some(Network::Available)));
+        assert_eq!(
+            (again, &verdict.network),
+            (begin + 2 * SECOND + PATIENCE, &Some(Network::Available))
+        );
         assert_eq!(verdict.pass(again, None, trouble()), None);
         assert_eq!(verdict.network, unavailable("starting"));
         // Another reason, which is told later.
@@ -161,7 +169,8 @@ mod tests {
         let (_lose, lost) = watch::channel(None);
         let story = async {
             let mut is = async |network| {
-                let soon = tokio::time::timeout(3 * PATIENCE, told.wait_for(|told| *told == network));
+                let soon =
+                    tokio::time::timeout(3 * PATIENCE, told.wait_for(|told| *told == network));
                 soon.await.map(drop).unwrap_or_else(|_| panic!("{network:?} is not told"));
             };
             is(Some(Network::Available)).await;

@@ -24,14 +24,19 @@ pub(crate) struct KubeStore {
 
 impl KubeFlags {
     pub(super) fn prefix(&self) -> Result<Prefix, String> {
-        self.kube_annotation_prefix.parse().map_err(|error| format!("--kube-annotation-prefix: {error}"))
+        self.kube_annotation_prefix
+            .parse()
+            .map_err(|error| format!("--kube-annotation-prefix: {error}"))
     }
 
     fn options(&self) -> Result<KubeOptions, Error> {
         let given = |text: &String| Some(text.clone()).filter(|text| !text.is_empty());
         let identity = match given(&self.node_name) {
             Some(name) => NodeIdentity::Node(name),
-            None => NodeIdentity::Pod { namespace: self.pod_namespace.clone(), name: self.pod_name.clone() },
+            None => NodeIdentity::Pod {
+                namespace: self.pod_namespace.clone(),
+                name: self.pod_name.clone(),
+            },
         };
         Ok(KubeOptions {
             api_url: given(&self.kube_api_url),

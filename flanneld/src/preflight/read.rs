@@ -33,18 +33,22 @@ pub(super) async fn read(scene: Scene, memory: &LegacyMemory) -> Facts {
     let networks = scene.config.pod_networks().collect();
     let programs = Programs::default();
     let drops = forward_drops(&programs, &networks, memory);
-    let (drops, facts) = tokio::join!(drops, tokio::task::spawn_blocking(move || read_host(&scene)));
+    let (drops, facts) =
+        tokio::join!(drops, tokio::task::spawn_blocking(move || read_host(&scene)));
     // A runtime that shuts down knows nothing.
-    let mut facts = facts.unwrap_or_else(|_| Facts { unread: vec!["this host".into()], ..Facts::default() });
+    let mut facts =
+        facts.unwrap_or_else(|_| Facts { unread: vec!["this host".into()], ..Facts::default() });
     facts.drops = drops.found;
-    facts.unread.extend(drops.unread.iter().map(|error| format!("who drops forwarded packets ({error})")));
+    facts
+        .unread
+        .extend(drops.unread.iter().map(|error| format!("who drops forwarded packets ({error})")));
     facts
 }
 
 fn read_host(scene: &Scene) -> Facts {
     let kind = &scene.config.backend.kind;
-    let links =
-        backends::find(kind).and_then(|backend| Ok(backend.owned(scene.uplink, &scene.config)?.links));
+    let links = backends::find(kind)
+        .and_then(|backend| Ok(backend.owned(scene.uplink, &scene.config)?.links));
     let tunnels: Vec<LinkName> =
         links.unwrap_or_default().into_iter().filter(|link| is_there(*link)).collect();
     let own = scene.own.map(|own| own.iter().collect()).unwrap_or_default();
@@ -62,16 +66,24 @@ fn read_host(scene: &Scene) -> Facts {
         Ok(addresses) => (addresses, Vec::new()),
         Err(error) => (Vec::new(), vec![format!("the addresses of this host ({error})")]),
     };
-    let forwarding = Dual { v4: flag("net/ipv4/ip_forward"), v6: flag("net/ipv6/conf/all/forwarding") };
+    let forwarding =
+        Dual { v4: flag("net/ipv4/ip_forward"), v6: flag("net/ipv6/conf/all/forwarding") };
     let switches = scene.config.networks.families().filter(|family| forwarding[*family].is_none());
-    unread.extend(switches.map(|family| format!("whether {family} packets are forwarded (/proc/sys/net)")));
-    let rp_filter: BTreeMap<LinkName, u8> = filtered.iter().copied().filter_map(rp_filter).collect();
+    unread.extend(
+        switches.map(|family| format!("whether {family} packets are forwarded (/proc/sys/net)")),
+    );
+    let rp_filter: BTreeMap<LinkName, u8> =
+        filtered.iter().copied().filter_map(rp_filter).collect();
     if scene.config.networks.v4.is_some() {
         let missing = filtered.iter().filter(|device| !rp_filter.contains_key(device));
         unread.extend(missing.map(|device| format!("rp_filter of {device}")));
     }
-    let peers: Vec<_> =
-        scene.leases.iter().filter(other).map(|lease| (lease.subnets, lease.attrs.public)).collect();
+    let peers: Vec<_> = scene
+        .leases
+        .iter()
+        .filter(other)
+        .map(|lease| (lease.subnets, lease.attrs.public))
+        .collect();
     let most_neighbours = Dual {
         v4: sysctl("net/ipv4/neigh/default/gc_thresh3"),
         v6: sysctl("net/ipv6/neigh/default/gc_thresh3"),
@@ -86,7 +98,9 @@ fn read_host(scene: &Scene) -> Facts {
             || Path::new("/var/lib/kubelet").exists(),
         forwarding,
         device_forwarding: devices()
-            .filter_map(|device| Some((device, flag(&format!("net/ipv4/conf/{device}/forwarding"))?)))
+            .filter_map(|device| {
+                Some((device, flag(&format!("net/ipv4/conf/{device}/forwarding"))?))
+            })
             .collect(),
         rp_filter,
         bridge_calls: Dual::from_fn(bridge_calls),
@@ -102,8 +116,9 @@ fn read_host(scene: &Scene) -> Facts {
 
 /// The networks to which this namespace has a route by the device itself, without a gateway.
 fn on_link(device: LinkName) -> Vec<Subnet> {
-    let table =
-        |file: &str| fs::read_to_string(Path::new("/proc/thread-self/net").join(file)).unwrap_or_default();
+    let table = |file: &str| {
+        fs::read_to_string(Path::new("/proc/thread-self/net").join(file)).unwrap_or_default()
+    };
     let (v4, v6) = (table("route"), table("ipv6_route"));
     v4.lines()
         .filter_map(|line| route_v4(line, device))
@@ -141,7 +156,8 @@ fn sysctl<T: FromStr>(key: &str) -> Option<T> {
 }
 
 fn bridge_calls(family: Family) -> Option<bool> {
-    let file = if family == Family::V4 { "bridge-nf-call-iptables" } else { "bridge-nf-call-ip6tables" };
+    let file =
+        if family == Family::V4 { "bridge-nf-call-iptables" } else { "bridge-nf-call-ip6tables" };
     match sysctl::<u8>(&format!("net/bridge/{file}")) {
         Some(value) => Some(value != 0),
         // Without the module there is no such file; without /proc/sys nothing is known.
@@ -168,7 +184,8 @@ mod tests {
         let eth0 = "eth0".parse().unwrap();
         let v4 = |line: &str| route_v4(line, eth0).map(|network| network.to_string());
         let hex = |address: [u8; 4]| format!("{:08X}", u32::from_ne_bytes(address));
-        let (network, gateway, mask) = (hex([192, 0, 2, 0]), hex([192, 0, 2, 254]), hex([255, 255, 255, 0]));
+        let (network, gateway, mask) =
+            (hex([192, 0, 2, 0]), hex([192, 0, 2, 254]), hex([255, 255, 255, 0]));
         let line = |device: &str, gateway: &str, flags: &str| {
             format!("{device}\t{network}\t{gateway}\t{flags}\t0\t0\t0\t{mask}\t0\t0\t0")
         };
@@ -177,7 +194,9 @@ mod tests {
         assert_eq!(v4(&line("eth0", "00000000", "0003")), None, "by an IPv6 gateway");
         assert_eq!(v4(&line("eth1", "00000000", "0001")), None);
         assert_eq!(
-            v4("Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT"),
+            v4(
+                "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT"
+            ),
             None
         );
         let v6 = |gateway: &str| {

@@ -7,7 +7,10 @@ fn healthy() -> Facts {
             .map(|n| n.parse::<Subnet>().unwrap())
             .into_iter()
             .collect(),
-        own: ["10.1.5.0/24", "fd00:1:0:5::/64"].map(|n| n.parse::<Subnet>().unwrap()).into_iter().collect(),
+        own: ["10.1.5.0/24", "fd00:1:0:5::/64"]
+            .map(|n| n.parse::<Subnet>().unwrap())
+            .into_iter()
+            .collect(),
         tunnels: vec![link("flannel.1"), link("flannel-v6.1")],
         kubernetes: true,
         forwarding: Dual { v4: Some(true), v6: Some(true) },
@@ -71,7 +74,11 @@ fn each_fault_is_one_finding_with_its_mend() {
         ),
         (
             only(|f| _ = f.device_forwarding.insert(device("flannel.1"), false)),
-            ["forwarding error", "arrives on flannel.1", "sysctl -w net.ipv4.conf.flannel/1.forwarding=1"],
+            [
+                "forwarding error",
+                "arrives on flannel.1",
+                "sysctl -w net.ipv4.conf.flannel/1.forwarding=1",
+            ],
         ),
         (
             only(|f| _ = f.device_forwarding.insert(device("eth0"), false)),
@@ -99,7 +106,11 @@ fn each_fault_is_one_finding_with_its_mend() {
         ),
         (
             only(|f| f.peers.push(peer("10.1.8.0-24", "10.1.200.1"))),
-            ["clash error", "the public address of 10.1.8.0-24", "flannelctl config set FILE # with"],
+            [
+                "clash error",
+                "the public address of 10.1.8.0-24",
+                "flannelctl config set FILE # with",
+            ],
         ),
         (
             only(|f| f.peers.push(peer("10.1.8.0-24", "192.0.2.1"))),
@@ -152,8 +163,9 @@ fn what_does_not_matter_here_is_not_said() {
 fn neighbours_are_counted_only_on_the_own_link() {
     let mut facts = healthy();
     facts.most_neighbours.v4 = Some(128);
-    facts.peers =
-        (0..1000).map(|n| peer("10.1.7.0-24", &format!("198.51.{}.{}", n / 250, n % 250))).collect();
+    facts.peers = (0..1000)
+        .map(|n| peer("10.1.7.0-24", &format!("198.51.{}.{}", n / 250, n % 250)))
+        .collect();
     assert_eq!(check(&facts), []);
     facts.on_link.push("198.51.0.0/16".parse().unwrap());
     let found = check(&facts);
@@ -169,6 +181,7 @@ fn errors_come_first() {
     facts.rp_filter.insert("flannel.1".parse().unwrap(), 1);
     facts.most_neighbours.v4 = Some(0);
     facts.peers.push(peer("10.1.8.0-24", "192.0.2.1"));
-    let severities: Vec<String> = check(&facts).into_iter().map(|finding| finding.severity).collect();
+    let severities: Vec<String> =
+        check(&facts).into_iter().map(|finding| finding.severity).collect();
     assert_eq!(severities, ["error", "warning", "warning"]);
 }

@@ -21,11 +21,20 @@ pub(crate) fn peers(snapshot: &Snapshot) -> Vec<PeerReport> {
     let Some(network) = &snapshot.network else { return Vec::new() };
     let judge = Judge::new(network, snapshot);
     let own = network.running.handle.lease.subnets;
-    network.view.leases.iter().filter(|lease| lease.subnets != own).map(|lease| judge.peer(lease)).collect()
+    network
+        .view
+        .leases
+        .iter()
+        .filter(|lease| lease.subnets != own)
+        .map(|lease| judge.peer(lease))
+        .collect()
 }
 
 /// Those with trouble first, then those that wait, then those that changed last; and how many wait.
-pub(super) fn interesting_peers(network: &NetworkSnapshot, snapshot: &Snapshot) -> (Vec<PeerReport>, u64) {
+pub(super) fn interesting_peers(
+    network: &NetworkSnapshot,
+    snapshot: &Snapshot,
+) -> (Vec<PeerReport>, u64) {
     let judge = Judge::new(network, snapshot);
     let own = network.running.handle.lease.subnets;
     let mut peers: Vec<_> = network
@@ -68,7 +77,9 @@ impl<'a> Judge<'a> {
         let mut failing = BTreeMap::new();
         for failure in status.failing.values() {
             if let Some(peer) = failure.peer {
-                failing.entry(peer).or_insert_with(|| format!("{}: {}", failure.change, failure.error));
+                failing
+                    .entry(peer)
+                    .or_insert_with(|| format!("{}: {}", failure.change, failure.error));
             }
         }
         let tunnels = backends::devices(&running.config);

@@ -95,7 +95,8 @@ mod tests {
     #[test]
     fn who_sends_without_end_is_heard_ten_times_a_second() {
         let peer = IpAddr::from([10, 1, 7, 0]);
-        let shift = |ear: &Ear, at| ear.0.lock().unwrap().iter_mut().for_each(|heard| heard.second = at);
+        let shift =
+            |ear: &Ear, at| ear.0.lock().unwrap().iter_mut().for_each(|heard| heard.second = at);
         let counted = |ear: &Ear, nonce: fn(u64) -> u64| {
             let counts = |n| {
                 let counts = ear.note(peer, nonce(n).to_be_bytes(), 64);

@@ -108,19 +108,25 @@ mod tests {
         let address = |text: &str| text.parse::<IpAddr>().unwrap();
         assert_eq!(keys(nodes.at(address("10.1.7.0"))), [""; 0]);
         let put = |key: &str| {
-            let lease = Lease { subnets: key.parse().unwrap(), ..lease("10.1.7.0/24".parse().unwrap()) };
+            let lease =
+                Lease { subnets: key.parse().unwrap(), ..lease("10.1.7.0/24".parse().unwrap()) };
             sender.send_modify(|view| view.leases.insert(lease));
         };
         put("10.1.7.0-24&fd00:0:0:7::-64");
         put("10.1.7.0-25");
-        assert_eq!(keys(nodes.at(address("10.1.7.0"))), ["10.1.7.0-24&fd00:0:0:7::-64", "10.1.7.0-25"]);
+        assert_eq!(
+            keys(nodes.at(address("10.1.7.0"))),
+            ["10.1.7.0-24&fd00:0:0:7::-64", "10.1.7.0-25"]
+        );
         assert_eq!(keys(nodes.at(address("fd00:0:0:7::"))), ["10.1.7.0-24&fd00:0:0:7::-64"]);
         for nobodys in ["10.1.7.9", "10.1.8.0", "192.0.2.7", "fd00:0:0:7::1"] {
             assert_eq!(keys(nodes.at(address(nobodys))), [""; 0], "{nobodys}");
         }
         nodes.forget();
         assert!(nodes.by_address.is_empty() && nodes.seen.is_empty());
-        sender.send_modify(|view| drop(view.leases.remove(&"10.1.7.0-24&fd00:0:0:7::-64".parse().unwrap())));
+        sender.send_modify(|view| {
+            drop(view.leases.remove(&"10.1.7.0-24&fd00:0:0:7::-64".parse().unwrap()))
+        });
         assert_eq!(keys(nodes.at(address("10.1.7.0"))), ["10.1.7.0-25"]);
         sender.send_modify(|view| drop(view.leases.remove(&"10.1.7.0-25".parse().unwrap())));
         assert_eq!(keys(nodes.at(address("10.1.7.0"))), [""; 0]);
@@ -133,7 +139,8 @@ mod tests {
         let mut nodes = Nodes::new(By::Public, views);
         let mut known = |address: [u8; 4]| keys(nodes.at(address.into()));
         let put = |key: &str, public: [u8; 4]| {
-            let mut lease = Lease { subnets: key.parse().unwrap(), ..lease("10.1.7.0/24".parse().unwrap()) };
+            let mut lease =
+                Lease { subnets: key.parse().unwrap(), ..lease("10.1.7.0/24".parse().unwrap()) };
             lease.attrs.public.v4 = Some(public.into());
             sender.send_modify(|view| view.leases.insert(lease));
         };
@@ -154,15 +161,18 @@ mod tests {
     #[test]
     fn who_floods_it_with_questions_makes_nobody_walk_over_all_leases() {
         let network: Subnet = "10.0.0.0/8".parse().unwrap();
-        let leases: LeaseSet =
-            (0..20_000).map(|n| lease(Subnet::new(network.nth(n << 8).unwrap(), 24).unwrap())).collect();
-        let (_sender, views) = watch::channel(View { leases, origin: Origin::Cached { written: None } });
+        let leases: LeaseSet = (0..20_000)
+            .map(|n| lease(Subnet::new(network.nth(n << 8).unwrap(), 24).unwrap()))
+            .collect();
+        let (_sender, views) =
+            watch::channel(View { leases, origin: Origin::Cached { written: None } });
         let mut nodes = Nodes::new(By::Tunnel, views);
         assert_eq!(nodes.at("10.1.7.0".parse().unwrap()).len(), 1);
         // Of this thread alone: others may have the processor for longer.
         let computed = || Duration::from(ClockId::CLOCK_THREAD_CPUTIME_ID.now().unwrap());
         let start = computed();
-        let found: usize = (0..20_000).map(|n| nodes.at(network.nth((n << 8) | 9).unwrap()).len()).sum();
+        let found: usize =
+            (0..20_000).map(|n| nodes.at(network.nth((n << 8) | 9).unwrap()).len()).sum();
         assert_eq!(found, 0, "an address of a pod is no tunnel's");
         // A walk each time takes minutes.
         let took = computed() - start;

@@ -69,7 +69,12 @@ struct Desk<'a> {
 
 impl<'a> Desk<'a> {
     fn new(place: &'a Place, by: By) -> Self {
-        Self { place, by, nodes: Mutex::new(Nodes::new(by, place.views.clone())), ear: Ear::default() }
+        Self {
+            place,
+            by,
+            nodes: Mutex::new(Nodes::new(by, place.views.clone())),
+            ear: Ear::default(),
+        }
     }
 
     /// The lease of another node, by an address of its. One that nobody believes may name anybody as its node.
@@ -147,7 +152,11 @@ async fn on_device(desk: &Desk<'_>, device: LinkName, address: IpAddr) -> Infall
 
 /// Sockets that only this device reaches; no datagrams where there is nothing beside that they could be acknowledged by. The
 /// address may come later than they.
-fn open(device: LinkName, address: SocketAddr, by: By) -> io::Result<(TcpListener, Option<UdpSocket>)> {
+fn open(
+    device: LinkName,
+    address: SocketAddr,
+    by: By,
+) -> io::Result<(TcpListener, Option<UdpSocket>)> {
     let bound = |kind, protocol| -> io::Result<Socket> {
         let socket = Socket::new(Domain::for_address(address), kind, Some(protocol))?;
         socket.set_nonblocking(true)?;
@@ -243,7 +252,8 @@ async fn accept(listener: &TcpListener, desk: &Desk<'_>) -> Infallible {
                 let (mtu, ear) = (desk.place.mtu, desk.ear.clone());
                 let client = clients.spawn(async move {
                     // Whatever goes wrong, the client tells.
-                    let _ = timeout(ASKING + PATIENCE + LEAVING, answer(stream, from, mtu, &ear)).await;
+                    let _ =
+                        timeout(ASKING + PATIENCE + LEAVING, answer(stream, from, mtu, &ear)).await;
                 });
                 at_work.push((from, client));
             } else {
@@ -304,7 +314,8 @@ mod tests {
         assert_eq!([7, 8, 9].map(other), [true, true, false]);
         let why = Disbelief::Rejected("its public address 127.0.0.1 is no host's address".into());
         told.send_modify(|status| {
-            Arc::make_mut(status).disbelieved = [("10.1.7.0-24".parse().unwrap(), why)].into_iter().collect();
+            Arc::make_mut(status).disbelieved =
+                [("10.1.7.0-24".parse().unwrap(), why)].into_iter().collect();
         });
         assert_eq!([7, 8, 9].map(other), [false, true, false]);
     }
@@ -380,7 +391,8 @@ mod tests {
             let mut other = connected("127.0.0.8", to).await.unwrap();
             let hello = format!("{HELLO}10 00000000000000ff\n0123456789");
             tokio::io::AsyncWriteExt::write_all(&mut other, hello.as_bytes()).await.unwrap();
-            let report: Report = serde_json::from_str(&read_line(&mut other).await.unwrap()).unwrap();
+            let report: Report =
+                serde_json::from_str(&read_line(&mut other).await.unwrap()).unwrap();
             assert_eq!(report.received, 10);
             drop(silent);
         };

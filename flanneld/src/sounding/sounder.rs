@@ -168,7 +168,11 @@ async fn notices(inbox: &UdpSocket, public: IpAddr, full: u16, nonce: Nonce) -> 
 }
 
 /// `announced` is the largest packet that was sent as a datagram, in bytes.
-async fn exchange(stream: &mut TcpStream, nonce: Nonce, announced: u16) -> io::Result<Option<Sounded>> {
+async fn exchange(
+    stream: &mut TcpStream,
+    nonce: Nonce,
+    announced: u16,
+) -> io::Result<Option<Sounded>> {
     let deadline = Instant::now() + PATIENCE;
     stream.set_nodelay(true)?;
     let segment = socket2::SockRef::from(&*stream).tcp_mss()? as usize;
@@ -199,13 +203,20 @@ async fn exchange(stream: &mut TcpStream, nonce: Nonce, announced: u16) -> io::R
         let follows = report.bytes;
         let mut back = Passage { sent: follows, arrived: 0 };
         // Impatience is no failure here either; but a daemon that stops meanwhile lost no segments.
-        if let Ok(taken) = timeout_at(deadline, take(&mut reader, follows, &mut back.arrived)).await {
+        if let Ok(taken) = timeout_at(deadline, take(&mut reader, follows, &mut back.arrived)).await
+        {
             taken?;
         }
         let there = Passage { sent, arrived: report.received };
         // Less than a segment of full size tells nothing of the way back.
         let told = !there.is_whole() && follows < segment;
-        Ok((!told).then_some(Sounded { there, back, segment, mtu: report.mtu, heard: report.heard }))
+        Ok((!told).then_some(Sounded {
+            there,
+            back,
+            segment,
+            mtu: report.mtu,
+            heard: report.heard,
+        }))
     };
     tokio::select! {
         ended = send => ended,
@@ -243,7 +254,10 @@ mod tests {
             let received = sent - lost;
             let mut report = Report { version: 1, received, mtu: 1450, heard: 0, bytes: 100 };
             says(&mut report);
-            stream.write_all((serde_json::to_string(&report).unwrap() + "\n").as_bytes()).await.unwrap();
+            stream
+                .write_all((serde_json::to_string(&report).unwrap() + "\n").as_bytes())
+                .await
+                .unwrap();
             fill(&mut stream, bytes).await.unwrap();
             if !goes_away {
                 let _ = take(&mut stream, 1, &mut 0).await;
@@ -268,7 +282,10 @@ mod tests {
     #[tokio::test]
     async fn a_daemon_that_says_what_cannot_be_is_not_believed() {
         let sounded = |says: fn(&mut Report)| exchanged_with(0, 100, false, says);
-        assert_eq!(sounded(|report| report.heard = 1450).await.map(|sounded| sounded.heard), Some(1450));
+        assert_eq!(
+            sounded(|report| report.heard = 1450).await.map(|sounded| sounded.heard),
+            Some(1450)
+        );
         for says in [
             (|report| report.received += 1) as fn(&mut Report),
             |report| report.heard = 1451,

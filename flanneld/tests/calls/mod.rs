@@ -9,8 +9,11 @@ use std::time::{Duration, Instant};
 /// it is strace that is in the background, and ends with the daemon.
 pub(crate) fn traced(trace: &Path) -> Command {
     let mut command = Command::new("setpriv");
-    command.args(["--bounding-set=-all,+net_admin,+net_raw", "strace", "-D", "-f", "-qq", "-o"]).arg(trace);
-    command.arg(std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into()));
+    command
+        .args(["--bounding-set=-all,+net_admin,+net_raw", "strace", "-D", "-f", "-qq", "-o"])
+        .arg(trace);
+    command
+        .arg(std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into()));
     command
 }
 
@@ -19,7 +22,8 @@ pub(crate) fn of_ended(trace: &Path, daemon: u32) -> String {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
         let text = std::fs::read_to_string(trace).unwrap();
-        let its_own = |line: &str| line.strip_prefix(&daemon.to_string()).map(|rest| rest.trim().to_owned());
+        let its_own =
+            |line: &str| line.strip_prefix(&daemon.to_string()).map(|rest| rest.trim().to_owned());
         if text.lines().filter_map(its_own).any(|call| call.starts_with("exit_group(")) {
             return text;
         }
@@ -41,9 +45,11 @@ pub(crate) fn forbidden(trace: &str) -> Vec<String> {
 
 fn allowed() -> BTreeSet<String> {
     let unit = include_str!("../../../dist/flanneld.service");
-    let filters: Vec<&str> = unit.lines().filter_map(|line| line.strip_prefix("SystemCallFilter=")).collect();
+    let filters: Vec<&str> =
+        unit.lines().filter_map(|line| line.strip_prefix("SystemCallFilter=")).collect();
     let [granted, denied, but] = filters.as_slice() else { panic!("{filters:?}") };
-    let groups = |text: &str| calls_of(&text.trim_start_matches('~').split(' ').collect::<Vec<_>>());
+    let groups =
+        |text: &str| calls_of(&text.trim_start_matches('~').split(' ').collect::<Vec<_>>());
     let but = but.split(' ').map(str::to_owned).collect();
     &(&groups(granted) - &groups(denied)) | &but
 }
@@ -53,12 +59,20 @@ fn calls_of(groups: &[&str]) -> BTreeSet<String> {
     let mut all = BTreeSet::new();
     let mut groups: Vec<String> = groups.iter().map(ToString::to_string).collect();
     while let Some(group) = groups.pop() {
-        let output = Command::new("systemd-analyze").args(["syscall-filter", "--no-pager", &group]).output();
+        let output =
+            Command::new("systemd-analyze").args(["syscall-filter", "--no-pager", &group]).output();
         let text = String::from_utf8(output.unwrap().stdout).unwrap();
-        for word in
-            text.lines().skip(1).map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'))
+        for word in text
+            .lines()
+            .skip(1)
+            .map(str::trim)
+            .filter(|line| !line.is_empty() && !line.starts_with('#'))
         {
-            if word.starts_with('@') { groups.push(word.to_owned()) } else { _ = all.insert(word.to_owned()) }
+            if word.starts_with('@') {
+                groups.push(word.to_owned())
+            } else {
+                _ = all.insert(word.to_owned())
+            }
         }
     }
     assert!(all.len() > 5, "{all:?}");

@@ -40,8 +40,12 @@ fn forget_kernel(host: &Host) {
 async fn start(etcd: &Etcd, host: &Host, wanted: &BTreeSet<String>) -> Daemon {
     let begin = Instant::now();
     let daemon = host.start(&etcd.endpoint);
-    until(30, || present(host).is_superset(wanted), || format!("{:?}\n{}", present(host), daemon.log()))
-        .await;
+    until(
+        30,
+        || present(host).is_superset(wanted),
+        || format!("{:?}\n{}", present(host), daemon.log()),
+    )
+    .await;
     let elapsed = begin.elapsed();
     println!("peers in the kernel {elapsed:?} after the start without etcd");
     daemon
@@ -108,7 +112,8 @@ fn with_a_lease_that_has_run_out_only_the_peers_are_there() {
         etcd.go();
         etcd.ready().await;
         daemon.says("running").await;
-        until(30, || host.asked("/readyz").0 == 200, || format!("{:?}", host.asked("/readyz"))).await;
+        until(30, || host.asked("/readyz").0 == 200, || format!("{:?}", host.asked("/readyz")))
+            .await;
         agrees(&etcd, &host, &daemon).await;
         assert_eq!(host.subnet(), own);
         assert!(host.ip("address show flannel.1").contains(&format!("inet {own}/32")));

@@ -14,7 +14,8 @@ use crate::server::Etcd;
 
 /// What a verb says on a host: its exit status, and all that it writes.
 fn ctl(host: &Host, etcd: &Etcd, args: &[&str]) -> (i32, String) {
-    let program = std::env::var_os("FLANNELCTL").unwrap_or_else(|| env!("CARGO_BIN_EXE_flannelctl").into());
+    let program =
+        std::env::var_os("FLANNELCTL").unwrap_or_else(|| env!("CARGO_BIN_EXE_flannelctl").into());
     let mut command = Command::new(program);
     command.args(args).stdin(Stdio::null()).env("FLANNELD_ETCD_ENDPOINTS", &etcd.endpoint);
     command
@@ -82,7 +83,10 @@ fn config_and_leases_are_managed_without_a_daemon() {
         says(&host, &etcd, &["config", "patch", r#"{"Backend":{"MTU":1400}}"#]);
         let text = at(&etcd, &config).await.unwrap().0;
         let patched: Value = serde_json::from_str(&text).unwrap();
-        assert_eq!((&patched["Backend"]["MTU"], &patched["SubnetMax"]), (&json!(1400), &json!("10.1.99.0")));
+        assert_eq!(
+            (&patched["Backend"]["MTU"], &patched["SubnetMax"]),
+            (&json!(1400), &json!("10.1.99.0"))
+        );
 
         let reserve = ["lease", "reserve", "10.1.50.0/24", "--public-ip", "192.0.2.50"];
         says(&host, &etcd, &reserve);
@@ -127,11 +131,21 @@ fn a_daemon_is_asked_and_its_lease_reserved_and_released() {
         let status = value(&host, &etcd, &["status"]);
         let network = &status["network"];
         assert_eq!((&status["ready"], &network["lease"]["key"]), (&json!(true), &json!(own)));
-        assert_eq!((&network["lease"]["ownership"], &network["peers"]["total"]), (&json!("held"), &json!(3)));
+        assert_eq!(
+            (&network["lease"]["ownership"], &network["peers"]["total"]),
+            (&json!("held"), &json!(3))
+        );
         let peers = value(&host, &etcd, &["peers"]);
-        let keys: Vec<_> =
-            peers["peers"].as_array().unwrap().iter().map(|peer| (&peer["key"], &peer["state"])).collect();
-        assert_eq!(json!(keys), json!([101, 102, 103].map(|n| (format!("10.1.{n}.0-24"), "in place"))));
+        let keys: Vec<_> = peers["peers"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|peer| (&peer["key"], &peer["state"]))
+            .collect();
+        assert_eq!(
+            json!(keys),
+            json!([101, 102, 103].map(|n| (format!("10.1.{n}.0-24"), "in place")))
+        );
         let why = says(&host, &etcd, &["why", "10.1.102.9"]);
         assert!(why.contains("everything is in place"), "{why}");
         refuses(&host, &etcd, &["why", "10.1.0.9"], "no node holds a subnet with it");
@@ -141,7 +155,8 @@ fn a_daemon_is_asked_and_its_lease_reserved_and_released() {
         assert_ne!(lease().await, 0);
         says(&host, &etcd, &["lease", "reserve", &own, "--public-ip", "192.0.2.1"]);
         assert_eq!(lease().await, 0);
-        let reserved = || value(&host, &etcd, &["status"])["network"]["lease"]["ownership"] == "reserved";
+        let reserved =
+            || value(&host, &etcd, &["status"])["network"]["lease"]["ownership"] == "reserved";
         until(30, reserved, || daemon.log()).await;
         assert!(daemon.is_running());
         says(&host, &etcd, &["lease", "release", &own, "--force"]);
@@ -160,7 +175,8 @@ fn what_the_last_daemon_knew_is_told_where_neither_it_nor_etcd_answers() {
         daemon.says("in sync peers=3").await;
         daemon.says("running lease").await;
         let cache = Cache::open(host.cache());
-        let kept = || cache.load().is_ok_and(|saved| saved.config.is_some() && saved.leases.len() == 4);
+        let kept =
+            || cache.load().is_ok_and(|saved| saved.config.is_some() && saved.leases.len() == 4);
         until(30, kept, || daemon.log()).await;
         daemon.signal(Signal::SIGTERM);
         assert_eq!(daemon.ended().await.code(), Some(0));

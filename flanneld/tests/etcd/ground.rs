@@ -13,8 +13,7 @@ use flannel_netlink::testing::{Netns, ip};
 use crate::server::Etcd;
 
 /// Daemons take their subnets below those of the peers that tests write, which nothing but the network bounds.
-pub(crate) const CONFIG: &str =
-    r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.1.0","SubnetMax":"10.1.99.0","Backend":{"Type":"vxlan"}}"#;
+pub(crate) const CONFIG: &str = r#"{"Network":"10.1.0.0/16","SubnetMin":"10.1.1.0","SubnetMax":"10.1.99.0","Backend":{"Type":"vxlan"}}"#;
 pub(crate) const PREFIX: &str = "/coreos.com/network";
 /// Where the hosts find etcd.
 pub(crate) const SWITCH: &str = "192.0.2.254";
@@ -72,7 +71,8 @@ pub(crate) struct Host {
 impl Host {
     pub(crate) fn new(n: u8) -> Self {
         let netns = Netns::new().unwrap();
-        let path = netns.path().display().to_string().replace("self", &std::process::id().to_string());
+        let path =
+            netns.path().display().to_string().replace("self", &std::process::id().to_string());
         ip(&format!("link add port-{n} type veth peer name eth0 netns {path}"));
         ip(&format!("link set port-{n} master br0 up"));
         netns.run(|| {
@@ -113,7 +113,9 @@ impl Host {
         let text = loop {
             match fs::read_to_string(self.subnet_file()) {
                 Ok(text) => break text,
-                Err(error) => assert!(begin.elapsed() < Duration::from_secs(20), "no subnet file: {error}"),
+                Err(error) => {
+                    assert!(begin.elapsed() < Duration::from_secs(20), "no subnet file: {error}")
+                }
             }
             std::thread::yield_now();
         };
@@ -149,7 +151,8 @@ impl Host {
 }
 
 fn command(dir: &Path) -> Command {
-    let program = std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into());
+    let program =
+        std::env::var_os("FLANNELD").unwrap_or_else(|| env!("CARGO_BIN_EXE_flanneld").into());
     let mut command = Command::new(program);
     command.arg("--subnet-file").arg(dir.join("run/subnet.env"));
     command.arg("--state-dir").arg(dir.join("state"));
@@ -168,8 +171,12 @@ pub(crate) struct Daemon {
 
 impl Daemon {
     pub(crate) fn start(command: &mut Command) -> Self {
-        let mut child =
-            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
         let (stderr, log) = (child.stderr.take().unwrap(), Arc::default());
         collect(stderr, &log);
         Self { child, log }
@@ -185,7 +192,8 @@ impl Daemon {
     }
 
     pub(crate) async fn says(&self, text: &str) {
-        until(60, || self.said(text) > 0, || format!("{text:?} was never said:\n{}", self.log())).await;
+        until(60, || self.said(text) > 0, || format!("{text:?} was never said:\n{}", self.log()))
+            .await;
     }
 
     pub(crate) fn signal(&self, signal: nix::sys::signal::Signal) {
@@ -233,7 +241,11 @@ pub(crate) fn collect(mut from: impl Read + Send + 'static, into: &Arc<Mutex<Str
     });
 }
 
-pub(crate) async fn until(seconds: u64, mut condition: impl FnMut() -> bool, otherwise: impl Fn() -> String) {
+pub(crate) async fn until(
+    seconds: u64,
+    mut condition: impl FnMut() -> bool,
+    otherwise: impl Fn() -> String,
+) {
     let deadline = Instant::now() + Duration::from_secs(seconds);
     while !condition() {
         assert!(Instant::now() < deadline, "not within {seconds} s: {}", otherwise());

@@ -92,8 +92,8 @@ fn etcd_is_killed_and_comes_back() {
 #[test]
 fn etcd_stands_still_for_a_while() {
     in_netns_async(|| async {
-        let pause =
-            std::env::var("ETCD_PAUSE").map_or(3, |seconds| seconds.parse().expect("ETCD_PAUSE in seconds"));
+        let pause = std::env::var("ETCD_PAUSE")
+            .map_or(3, |seconds| seconds.parse().expect("ETCD_PAUSE in seconds"));
         switch();
         let etcd = etcd_with_peers().await;
         let mut two = Two::start(&etcd, &etcd.endpoint.clone()).await;
@@ -229,7 +229,8 @@ fn two_daemons_with_one_public_address_end_as_one() {
         first.says("192.0.2.50").await;
         second.says(&hosts[0].mark()).await;
         second.says("taking over the lease").await;
-        let ours = leases(&etcd).await.into_values().filter(|(public, _)| public == "192.0.2.50").count();
+        let ours =
+            leases(&etcd).await.into_values().filter(|(public, _)| public == "192.0.2.50").count();
         assert_eq!(ours, 1);
         assert_eq!(hosts[0].subnet(), hosts[1].subnet());
         assert!(second.is_running());
@@ -261,7 +262,8 @@ fn the_command_that_is_said_brings_etcd_back() {
         let daemon = host.start(&etcd.endpoint.clone());
         daemon.says("in sync peers=3").await;
         let hint = || {
-            let status: serde_json::Value = serde_json::from_str(&host.asked("/v1/status").1).unwrap();
+            let status: serde_json::Value =
+                serde_json::from_str(&host.asked("/v1/status").1).unwrap();
             let problems = status["problems"].as_array().unwrap().iter();
             let mut of_store =
                 problems.filter(|p| p["text"].as_str().unwrap().starts_with("the store does not"));

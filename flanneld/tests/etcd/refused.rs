@@ -61,15 +61,16 @@ fn the_password_works_and_is_in_no_log() {
         assert_eq!(daemon.said(PASSWORD), 0, "{}", daemon.log());
         daemon.kill();
 
-        let mut wrong = host.start_with(&args, &[env[0], ("FLANNELD_ETCD_PASSWORD", "sesame-street")]);
+        let mut wrong =
+            host.start_with(&args, &[env[0], ("FLANNELD_ETCD_PASSWORD", "sesame-street")]);
         assert_eq!(wrong.ended().await.code(), Some(1));
         for says in [&etcd.endpoint, "\"flannel\"", "password"] {
             wrong.says(says).await;
         }
         assert_eq!(wrong.said("sesame-street"), 0, "{}", wrong.log());
 
-        let mut elsewhere =
-            host.start_with(&[args[0], args[1], "--etcd-prefix", "/elsewhere", "--log", "trace"], &env);
+        let mut elsewhere = host
+            .start_with(&[args[0], args[1], "--etcd-prefix", "/elsewhere", "--log", "trace"], &env);
         assert_eq!(elsewhere.ended().await.code(), Some(1));
         for says in [&etcd.endpoint, "permission", "/elsewhere/config"] {
             elsewhere.says(says).await;
@@ -111,14 +112,18 @@ fn an_authority_alone_makes_tls_and_a_wrong_one_ends_it() {
     in_netns_async(|| async {
         switch();
         let dir = tempfile::tempdir().unwrap();
-        let (ours, theirs) = (Authority::new(dir.path(), "ours"), Authority::new(dir.path(), "theirs"));
+        let (ours, theirs) =
+            (Authority::new(dir.path(), "ours"), Authority::new(dir.path(), "theirs"));
         let server = ours.sign_into(dir.path(), "server", 2090);
         let file = |path: &std::path::Path| path.to_str().unwrap().to_owned();
         let args = ["--cert-file".into(), file(&server.0), "--key-file".into(), file(&server.1)];
         let etcd = Etcd::spawn("https", &args);
         let start = |authority: &Authority| {
             let cafile = file(&authority.file);
-            start_on_switch(dir.path(), &["--etcd-endpoints", &etcd.endpoint, "--etcd-cafile", &cafile])
+            start_on_switch(
+                dir.path(),
+                &["--etcd-endpoints", &etcd.endpoint, "--etcd-cafile", &cafile],
+            )
         };
         let mut daemon = start(&ours);
         daemon.says("holds no network config yet").await;
@@ -147,19 +152,23 @@ fn sighup_reads_rotated_certificates() {
         let dir = tempfile::tempdir().unwrap();
         let file = |path: &std::path::Path| path.to_str().unwrap().to_owned();
         let first = Authority::new(dir.path(), "first");
-        let [cafile, etcd_cafile] = ["ca.pem", "etcd-ca.pem"].map(|name| file(&dir.path().join(name)));
+        let [cafile, etcd_cafile] =
+            ["ca.pem", "etcd-ca.pem"].map(|name| file(&dir.path().join(name)));
         for trusted in [&cafile, &etcd_cafile] {
             std::fs::copy(&first.file, trusted).unwrap();
         }
         let server = first.sign_into(dir.path(), "server", 2090);
         let client = first.sign_into(dir.path(), "client", 2090);
-        let args = ["--cert-file", &file(&server.0), "--key-file", &file(&server.1), "--client-cert-auth"];
+        let args =
+            ["--cert-file", &file(&server.0), "--key-file", &file(&server.1), "--client-cert-auth"];
         let args = args.into_iter().chain(["--trusted-ca-file", &etcd_cafile]).map(str::to_owned);
         let mut etcd = Etcd::spawn("https", &args.collect::<Vec<_>>());
         let own = ["--cacert", &cafile, "--cert", &file(&client.0), "--key", &file(&client.1)];
         let put = |etcd: &Etcd, key: &str, value: &str| {
             etcd.etcdctl(
-                &own.into_iter().chain(["put", &format!("{PREFIX}/{key}"), value]).collect::<Vec<_>>(),
+                &own.into_iter()
+                    .chain(["put", &format!("{PREFIX}/{key}"), value])
+                    .collect::<Vec<_>>(),
             );
         };
         let options = ["--etcd-endpoints", &etcd.endpoint, "--etcd-cafile", &cafile];

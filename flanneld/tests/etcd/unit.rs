@@ -23,14 +23,26 @@ fn what_the_unit_allows_is_all_that_the_daemon_calls() {
         let endpoint = etcd.endpoint.replace("127.0.0.1", "localhost");
         let trace = dir.path().join("trace");
         let mut command = traced(&trace);
-        command.args(["-iface=br0", "--etcd-endpoints", &endpoint, "--etcd-cafile", &file(&ours.file)]);
+        command.args([
+            "-iface=br0",
+            "--etcd-endpoints",
+            &endpoint,
+            "--etcd-cafile",
+            &file(&ours.file),
+        ]);
         command.args(["--etcd-certfile", &file(&client.0), "--etcd-keyfile", &file(&client.1)]);
         command.arg("--subnet-file").arg(dir.path().join("run/subnet.env"));
         command.arg("--state-dir").arg(dir.path().join("state"));
         let mut daemon = Daemon::start(&mut command);
         daemon.says("holds no network config yet").await;
         let put = |etcd: &Etcd, key: &str, value: &str| {
-            etcd.etcdctl(&["--cacert", &file(&ours.file), "put", &format!("{PREFIX}/{key}"), value]);
+            etcd.etcdctl(&[
+                "--cacert",
+                &file(&ours.file),
+                "put",
+                &format!("{PREFIX}/{key}"),
+                value,
+            ]);
         };
         put(&etcd, "config", CONFIG);
         daemon.says("running lease").await;

@@ -82,7 +82,8 @@ fn without_a_registry_named_it_is_etcd_at_the_usual_place() {
         switch();
         let place = "http://127.0.0.1:2379".to_owned();
         let flags = ["--listen-client-urls", "--advertise-client-urls"];
-        let args: Vec<String> = flags.iter().flat_map(|flag| [(*flag).to_owned(), place.clone()]).collect();
+        let args: Vec<String> =
+            flags.iter().flat_map(|flag| [(*flag).to_owned(), place.clone()]).collect();
         let mut etcd = Etcd::spawn("http", &args);
         etcd.endpoint = place;
         etcd.ready().await;
@@ -125,7 +126,10 @@ fn a_changed_config_is_applied_unless_pods_would_not_survive_it() {
 async fn until_mtu(host: &Host, mtu: u32) {
     let env = host.dir.path().join("run/subnet.env");
     let begin = std::time::Instant::now();
-    while !std::fs::read_to_string(&env).unwrap_or_default().contains(&format!("FLANNEL_MTU={mtu}\n")) {
+    while !std::fs::read_to_string(&env)
+        .unwrap_or_default()
+        .contains(&format!("FLANNEL_MTU={mtu}\n"))
+    {
         assert!(begin.elapsed().as_secs() < 20, "{}", std::fs::read_to_string(&env).unwrap());
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
     }

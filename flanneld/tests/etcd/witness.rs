@@ -27,7 +27,8 @@ pub(crate) async fn leases(etcd: &Etcd) -> BTreeMap<String, (String, String)> {
     let options = GetOptions::new().with_prefix();
     let got = etcd.client().await.get(prefix.as_str(), Some(options)).await.unwrap();
     let lease = |kv: &etcd_client::KeyValue| {
-        let subnet = kv.key_str().unwrap().strip_prefix(&prefix).unwrap().strip_suffix("-24").unwrap();
+        let subnet =
+            kv.key_str().unwrap().strip_prefix(&prefix).unwrap().strip_suffix("-24").unwrap();
         let value: Value = serde_json::from_slice(kv.value()).unwrap();
         let text = |pointer| value.pointer(pointer).unwrap().as_str().unwrap().to_owned();
         (subnet.to_owned(), (text("/PublicIP"), text("/BackendData/VtepMAC")))
@@ -97,8 +98,10 @@ impl Monitor {
     /// Watches from when it returns; a daemon that is in sync must run on the host.
     pub(crate) async fn of(host: &Host) -> Self {
         let seen = Arc::<Mutex<String>>::default();
-        let commands =
-            [("ip", vec!["monitor", "nexthop", "route", "neigh"]), ("bridge", vec!["monitor", "fdb"])];
+        let commands = [
+            ("ip", vec!["monitor", "nexthop", "route", "neigh"]),
+            ("bridge", vec!["monitor", "fdb"]),
+        ];
         let children = commands.map(|(program, args)| {
             let mut command = Command::new(program);
             command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());

@@ -16,8 +16,12 @@ pub(crate) struct Daemon {
 
 impl Daemon {
     pub(crate) fn start(command: &mut Command) -> Self {
-        let mut child =
-            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
         let (mut stderr, log) = (child.stderr.take().unwrap(), Arc::<Mutex<String>>::default());
         let sink = Arc::clone(&log);
         std::thread::spawn(move || {
@@ -34,7 +38,10 @@ impl Daemon {
     }
 
     pub(crate) fn wait_for_log(&self, text: &str) {
-        wait_until(|| self.log().contains(text), || format!("{text:?} was never said:\n{}", self.log()));
+        wait_until(
+            || self.log().contains(text),
+            || format!("{text:?} was never said:\n{}", self.log()),
+        );
     }
 
     pub(crate) fn signal(&self, signal: Signal) {

@@ -64,7 +64,8 @@ pub(super) async fn ask(
     let (echoes, mute) = echoes.await.map_err(|error| error.to_string())?;
     let all_echoes: Vec<(Probe, Answer)> = probes.into_iter().zip(echoes).collect();
     let paths = lossy(all().map(|question| question.probes().count()), &all_echoes);
-    let passes = tokio::task::spawn_blocking(move || search(paths, |probes| echo(probes, SEARCHING).ok()));
+    let passes =
+        tokio::task::spawn_blocking(move || search(paths, |probes| echo(probes, SEARCHING).ok()));
     let searched = passes.await.ok().flatten().unwrap_or_default();
     let mut echoes = all_echoes.into_iter();
     let mut found = Vec::new();
@@ -108,7 +109,10 @@ fn passes_to(question: &Question, searched: &[Path]) -> Option<u16> {
 }
 
 /// Finds the largest packet that passes by each path; `None` if nobody can be asked.
-fn search(mut paths: Vec<Path>, echo: impl Fn(&[Probe]) -> Option<Vec<Answer>>) -> Option<Vec<Path>> {
+fn search(
+    mut paths: Vec<Path>,
+    echo: impl Fn(&[Probe]) -> Option<Vec<Answer>>,
+) -> Option<Vec<Path>> {
     while paths.iter().any(|path| path.lost - path.passes > 1) {
         let sizes = |path: &Path| {
             let (from, room) = (u32::from(path.passes), u32::from(path.lost - path.passes));
@@ -163,7 +167,10 @@ mod tests {
         let (answers, mute) = echoes(&probes, || Err(std::io::ErrorKind::PermissionDenied.into()));
         assert_eq!(answers, vec![Answer::NotAsked; 3]);
         assert!(mute.unwrap().contains("CAP_NET_RAW"));
-        assert_eq!(echoes(&probes[..1], || Ok(vec![Answer::Nothing])), (vec![Answer::Nothing], None));
+        assert_eq!(
+            echoes(&probes[..1], || Ok(vec![Answer::Nothing])),
+            (vec![Answer::Nothing], None)
+        );
     }
 
     #[test]
@@ -174,10 +181,11 @@ mod tests {
             let target = Target { subnets: vec![subnet.parse().unwrap()], ..target("vxlan") };
             target.questions(&devices()).remove(0)
         };
-        let path = |n: u8, passes| Path { to: IpAddr::from([10, 1, n, 0]), passes, lost: passes + 1 };
+        let path =
+            |n: u8, passes| Path { to: IpAddr::from([10, 1, n, 0]), passes, lost: passes + 1 };
         let searched = [path(7, 1400), path(8, 1300)];
-        let passes =
-            ["10.1.7.0/24", "10.1.8.0/24", "10.1.9.0/24"].map(|subnet| passes_to(&of(subnet), &searched));
+        let passes = ["10.1.7.0/24", "10.1.8.0/24", "10.1.9.0/24"]
+            .map(|subnet| passes_to(&of(subnet), &searched));
         assert_eq!(passes, [Some(1400), Some(1300), None]);
     }
 
@@ -185,17 +193,22 @@ mod tests {
     fn what_passes_is_found_to_the_byte() {
         let to = |n: u8| IpAddr::from([10, 1, n, 0]);
         let path = |n, lost| Path { to: to(n), passes: 64, lost };
-        for (most, lost) in
-            [([1350, 1400], 1450), ([64, 1449], 1450), ([65, 65], 1450), ([8000, 8949], 8950), ([64, 64], 66)]
-        {
+        for (most, lost) in [
+            ([1350, 1400], 1450),
+            ([64, 1449], 1450),
+            ([65, 65], 1450),
+            ([8000, 8949], 8950),
+            ([64, 64], 66),
+        ] {
             let steps = std::cell::Cell::new(0);
             let found = search(vec![path(7, lost), path(8, lost)], |probes| {
                 steps.set(steps.get() + 1);
                 assert!(probes.len() <= 64, "one group of echoes");
-                let answer = |probe: &Probe| match probe.size <= most[usize::from(probe.to == to(8))] {
-                    true => Answer::Reply(Duration::ZERO),
-                    false => Answer::Nothing,
-                };
+                let answer =
+                    |probe: &Probe| match probe.size <= most[usize::from(probe.to == to(8))] {
+                        true => Answer::Reply(Duration::ZERO),
+                        false => Answer::Nothing,
+                    };
                 Some(probes.iter().map(answer).collect())
             });
             assert_eq!(found.unwrap().iter().map(|path| path.passes).collect::<Vec<_>>(), most);

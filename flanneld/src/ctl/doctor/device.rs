@@ -77,21 +77,28 @@ pub(super) fn check(devices: &Devices) -> Vec<Fault> {
         match devices.links.iter().find(|link| link.name == *name) {
             Some(link) => found.extend(check_link(devices, family, link)),
             None if devices.all.iter().any(|(other, _)| other == name) => {
-                let text =
-                    format!("{name} is there, but is no vxlan device: nothing of flannel's can be put on it");
-                found.push(Finding::error("device", text).mend(format!("ip link delete {name}")).into());
+                let text = format!(
+                    "{name} is there, but is no vxlan device: nothing of flannel's can be put on it"
+                );
+                found.push(
+                    Finding::error("device", text).mend(format!("ip link delete {name}")).into(),
+                );
             }
             None => {
-                let text = format!("{name} is not there: no {family} packet of a pod reaches another host");
-                let mend = if devices.daemon { "flannelctl status" } else { "systemctl start flanneld" };
+                let text = format!(
+                    "{name} is not there: no {family} packet of a pod reaches another host"
+                );
+                let mend =
+                    if devices.daemon { "flannelctl status" } else { "systemctl start flanneld" };
                 found.push(Finding::error("device", text).mend(mend).into());
             }
         }
     }
     for (port, program, pid) in &devices.takers {
         let text = format!("UDP port {port} is taken by {program} (process {pid}): {EADDRINUSE}");
-        let mend =
-            format!("kill {pid} # or flannelctl config set FILE, with another \"Port\" in its Backend");
+        let mend = format!(
+            "kill {pid} # or flannelctl config set FILE, with another \"Port\" in its Backend"
+        );
         found.push(Finding::error("port", text).mend(mend).into());
     }
     for name in devices.offloaded.iter().flatten().filter(|_| devices.checksums_matter()) {
@@ -112,15 +119,19 @@ fn check_link(devices: &Devices, family: Family, link: &Link) -> Vec<Fault> {
         found.push(Finding::error("device", text).mend(format!("ip link set {name} up")).into());
     }
     if let Some(mtu) = devices.mtu.filter(|mtu| link.mtu < *mtu) {
-        let text =
-            format!("{name} takes packets of {} bytes, and pods are told that they may send {mtu}", link.mtu);
-        found.push(Finding::error("mtu", text).mend(format!("ip link set {name} mtu {mtu}")).into());
+        let text = format!(
+            "{name} takes packets of {} bytes, and pods are told that they may send {mtu}",
+            link.mtu
+        );
+        found
+            .push(Finding::error("mtu", text).mend(format!("ip link set {name} mtu {mtu}")).into());
     }
     let lower = devices.all.iter().find(|(other, _)| Some(*other) == devices.uplink);
     let needed = link.mtu + devices.overhead(family);
     if let Some((lower, mtu)) = lower.filter(|(_, mtu)| *mtu < needed) {
-        let text =
-            format!("{lower} takes packets of {mtu} bytes, and full ones through {name} need {needed}");
+        let text = format!(
+            "{lower} takes packets of {mtu} bytes, and full ones through {name} need {needed}"
+        );
         found.push(Fault::new(Finding::error("mtu", text), Narrow::Uplink { takes: *mtu, needed }));
     }
     found
@@ -135,10 +146,13 @@ pub(crate) fn read(
 ) -> Devices {
     let kernel = NetlinkKernel::open();
     let owned = Owned { links: tunnels.values().copied().collect(), ..Owned::default() };
-    let snapshot = kernel.as_ref().ok().and_then(|kernel| kernel.snapshot(&owned).ok()).unwrap_or_default();
+    let snapshot =
+        kernel.as_ref().ok().and_then(|kernel| kernel.snapshot(&owned).ok()).unwrap_or_default();
     let links: Vec<Link> = snapshot
         .iter()
-        .filter_map(|object| if let Object::Link(link) = object { Some(link.clone()) } else { None })
+        .filter_map(
+            |object| if let Object::Link(link) = object { Some(link.clone()) } else { None },
+        )
         .collect();
     let facts = kernel.and_then(|kernel| kernel.facts(&Selectors::default())).unwrap_or_default();
     let mut devices = Devices {
@@ -148,7 +162,9 @@ pub(crate) fn read(
         uplink,
         mtu,
         takers: Vec::new(),
-        kernel: fs::read_to_string("/proc/sys/kernel/osrelease").ok().and_then(|text| release(&text)),
+        kernel: fs::read_to_string("/proc/sys/kernel/osrelease")
+            .ok()
+            .and_then(|text| release(&text)),
         offloaded: None,
         daemon,
     };
@@ -179,15 +195,17 @@ fn offload(link: LinkName) -> Option<bool> {
     command.args(["-k", link.as_str()]).env_remove("FLANNELD_ETCD_PASSWORD");
     let output = command.output().ok()?;
     let text = String::from_utf8_lossy(&output.stdout);
-    let line =
-        text.lines().find_map(|line| line.trim().strip_prefix("tx-checksum-ip-generic:").map(str::trim))?;
+    let line = text
+        .lines()
+        .find_map(|line| line.trim().strip_prefix("tx-checksum-ip-generic:").map(str::trim))?;
     Some(line.starts_with("on"))
 }
 
 /// Programs with a socket on a UDP port. The kernel's own sockets are listed with those of programs, but no
 /// process has them.
 fn takers(port: u16) -> Vec<(u16, String, u32)> {
-    let tables = ["udp", "udp6"].map(|file| fs::read_to_string(format!("/proc/thread-self/net/{file}")));
+    let tables =
+        ["udp", "udp6"].map(|file| fs::read_to_string(format!("/proc/thread-self/net/{file}")));
     let inodes: Vec<String> = tables
         .iter()
         .flatten()
@@ -202,10 +220,12 @@ fn takers(port: u16) -> Vec<(u16, String, u32)> {
     let has = |pid: &u32| {
         let files = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
         let mut targets = files.filter_map(|file| fs::read_link(file.path()).ok());
-        targets.any(|target: std::path::PathBuf| inodes.iter().any(|inode| target == Path::new(inode)))
+        targets
+            .any(|target: std::path::PathBuf| inodes.iter().any(|inode| target == Path::new(inode)))
     };
-    let name =
-        |pid: u32| fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default().trim().to_owned();
+    let name = |pid: u32| {
+        fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default().trim().to_owned()
+    };
     pids.filter(has).map(|pid| (port, name(pid), pid)).collect()
 }
 
@@ -237,7 +257,8 @@ mod tests {
             learning: false,
             gbp: false,
         };
-        let device = Link { name: link("flannel.1"), mtu: 1450, up: true, kind: LinkKind::Vxlan(vxlan) };
+        let device =
+            Link { name: link("flannel.1"), mtu: 1450, up: true, kind: LinkKind::Vxlan(vxlan) };
         Devices {
             tunnels: Dual { v4: Some(link("flannel.1")), v6: None },
             links: vec![device],
@@ -256,7 +277,11 @@ mod tests {
         assert_eq!(check(&Devices::default()), []);
         type Change = fn(&mut Devices);
         for (change, text, mend) in [
-            ((|d| d.links[0].up = false) as Change, "flannel.1 is down", "ip link set flannel.1 up"),
+            (
+                (|d| d.links[0].up = false) as Change,
+                "flannel.1 is down",
+                "ip link set flannel.1 up",
+            ),
             (
                 |d| d.links[0].mtu = 1400,
                 "takes packets of 1400 bytes, and pods",
@@ -269,7 +294,11 @@ mod tests {
                  ip link set eth0 mtu 1500; a reboot keeps it by the host's network settings only: mtu: 1500 (netplan), \
                  MTUBytes=1500 (networkd)",
             ),
-            (|d| (d.links.clear(), d.all.truncate(1)).1, "flannel.1 is not there", "flannelctl status"),
+            (
+                |d| (d.links.clear(), d.all.truncate(1)).1,
+                "flannel.1 is not there",
+                "flannelctl status",
+            ),
             (|d| d.links.clear(), "is no vxlan device", "ip link delete flannel.1"),
             (
                 |d| d.takers.push((8472, "iperf".into(), 47)),
@@ -277,7 +306,10 @@ mod tests {
                 "kill 47 # or flannelctl config set FILE, with another \"Port\" in its Backend",
             ),
             (
-                |d| (d.kernel, d.offloaded) = (Some([5, 4]), Some(vec!["flannel.1".parse().unwrap()])),
+                |d| {
+                    (d.kernel, d.offloaded) =
+                        (Some([5, 4]), Some(vec!["flannel.1".parse().unwrap()]))
+                },
                 "checksums of packets through flannel.1",
                 "ethtool -K flannel.1 tx-checksum-ip-generic off",
             ),
@@ -298,7 +330,10 @@ mod tests {
 
     #[test]
     fn releases_and_socket_tables_are_read() {
-        assert_eq!(["6.1.0-18-amd64\n", "5.4", "x"].map(release), [Some([6, 1]), Some([5, 4]), None]);
+        assert_eq!(
+            ["6.1.0-18-amd64\n", "5.4", "x"].map(release),
+            [Some([6, 1]), Some([5, 4]), None]
+        );
         let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode ref\n \
             12: 00000000:2118 00000000:0000 07 00000000:00000000 00:00000000 00000000     0        0 4711 2 0\n \
             13: 0100007F:0035 00000000:0000 07 00000000:00000000 00:00000000 00000000     0        0 4712 2 0\n";

@@ -113,7 +113,8 @@ impl Round {
         probes: &[(usize, Probe)],
         patience: Duration,
     ) -> io::Result<Vec<(usize, Answer)>> {
-        let mut answers: Vec<(usize, Answer)> = probes.iter().map(|(n, _)| (*n, Answer::Nothing)).collect();
+        let mut answers: Vec<(usize, Answer)> =
+            probes.iter().map(|(n, _)| (*n, Answer::Nothing)).collect();
         let mut asked = vec![Instant::now(); probes.len()];
         let start = Instant::now();
         for round in 1..=ROUNDS {
@@ -152,7 +153,9 @@ impl Round {
             let Some((sequence, answer)) = self.receive(left)? else { continue };
             // Another one is late, of the group before.
             let Some(k) = sequence.checked_sub(first) else { continue };
-            if let Some((_, known)) = answers.get_mut(k).filter(|(_, known)| *known == Answer::Nothing) {
+            if let Some((_, known)) =
+                answers.get_mut(k).filter(|(_, known)| *known == Answer::Nothing)
+            {
                 *known = match answer {
                     Said::Reply => Answer::Reply(asked[k].elapsed()),
                     Said::TooBig(most) => Answer::TooBig(Some(most)),
@@ -215,9 +218,13 @@ fn packet(from: IpAddr, to: IpAddr, size: u16, id: u16, sequence: u16) -> Vec<u8
     icmp.resize(size - header, 0x66);
     // The pseudo header: addresses, length, next header. First, since what is covered may have an odd number of bytes.
     let mut covered = match to.is_ipv6() {
-        true => {
-            [bytes(from), bytes(to), (icmp.len() as u32).to_be_bytes().into(), vec![0, 0, 0, ICMPV6]].concat()
-        }
+        true => [
+            bytes(from),
+            bytes(to),
+            (icmp.len() as u32).to_be_bytes().into(),
+            vec![0, 0, 0, ICMPV6],
+        ]
+        .concat(),
         false => Vec::new(),
     };
     covered.extend(&icmp);
@@ -262,7 +269,8 @@ enum Said {
 
 /// What a packet that came in says of which of ours.
 fn read(family: Family, data: &[u8], id: u16) -> Option<(usize, Said)> {
-    let number = |data: &[u8], at: usize| Some(u16::from_be_bytes(data.get(at..at + 2)?.try_into().ok()?));
+    let number =
+        |data: &[u8], at: usize| Some(u16::from_be_bytes(data.get(at..at + 2)?.try_into().ok()?));
     // Linux hands over the header with IPv4, and not with IPv6.
     let skip = |data: &[u8]| Some(usize::from(data.first()? & 0x0f) * 4);
     let icmp = data.get(if family == Family::V4 { skip(data)? } else { 0 }..)?;
@@ -315,7 +323,8 @@ mod tests {
     #[test]
     fn thousands_are_asked_in_groups() {
         in_netns(|| {
-            let probes: Vec<Probe> = (0..1000).map(|n| probe(["127.0.0.1", "::1"][n % 2], 1400)).collect();
+            let probes: Vec<Probe> =
+                (0..1000).map(|n| probe(["127.0.0.1", "::1"][n % 2], 1400)).collect();
             let answers = echo(&probes, Duration::from_secs(20)).unwrap();
             assert!(answers.iter().all(|answer| matches!(answer, Answer::Reply(_))), "{answers:?}");
         });
@@ -351,7 +360,9 @@ mod tests {
                 ip(&format!("route add default via {via4}"));
                 ip(&format!("route add default via {via6}"));
             };
-            far.run(|| host("198.51.100.9/24", "2001:db8:2::9/64", "198.51.100.2", "2001:db8:2::2"));
+            far.run(|| {
+                host("198.51.100.9/24", "2001:db8:2::9/64", "198.51.100.2", "2001:db8:2::2")
+            });
             host("192.0.2.1/24", "2001:db8:1::1/64", "192.0.2.2", "2001:db8:1::2");
             ip("route add blackhole 203.0.113.0/24");
             let probes = [

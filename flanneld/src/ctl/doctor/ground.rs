@@ -44,7 +44,8 @@ pub(super) struct Ground {
 impl Ground {
     /// The families that pods have addresses of, as tunnels show, or peers where there are none.
     pub(super) fn families(&self) -> Vec<Family> {
-        let of_peers = |family| self.targets.iter().flat_map(|t| &t.subnets).any(|s| s.family() == family);
+        let of_peers =
+            |family| self.targets.iter().flat_map(|t| &t.subnets).any(|s| s.family() == family);
         let has = |family: &Family| match self.tunnels.is_empty() {
             true => of_peers(*family),
             false => self.tunnels[*family].is_some(),
@@ -54,7 +55,11 @@ impl Ground {
 }
 
 /// As the daemon says.
-pub(super) async fn with_daemon(client: &Client, value: &Value, diagnosis: &mut Diagnosis) -> Result<Ground> {
+pub(super) async fn with_daemon(
+    client: &Client,
+    value: &Value,
+    diagnosis: &mut Diagnosis,
+) -> Result<Ground> {
     let report = settled(client, status::report(value)?).await?;
     let (store, other): (Vec<_>, Vec<_>) =
         report.problems.iter().partition(|p| p.text.starts_with("the store "));
@@ -77,7 +82,11 @@ pub(super) async fn with_daemon(client: &Client, value: &Value, diagnosis: &mut 
     );
     let Some(network) = report.network else {
         diagnosis.unknown("host", "no network runs");
-        return Ok(Ground { daemon: true, store: report.store.map(|store| store.name), ..Ground::default() });
+        return Ok(Ground {
+            daemon: true,
+            store: report.store.map(|store| store.name),
+            ..Ground::default()
+        });
     };
     diagnosis.host(Look { findings: report.findings, unread: report.unread });
     let peers = client.ask("GET", "/v1/peers")?;
@@ -123,7 +132,11 @@ fn target(peer: &PeerReport) -> Target {
     Target {
         key: peer.key.clone(),
         subnets: peer.subnets.iter().filter_map(|text| text.parse().ok()).collect(),
-        public: peer.public.iter().filter_map(|text| text.parse::<std::net::IpAddr>().ok()).collect(),
+        public: peer
+            .public
+            .iter()
+            .filter_map(|text| text.parse::<std::net::IpAddr>().ok())
+            .collect(),
         backend: peer.backend.clone(),
         state: peer.state.clone(),
     }
@@ -159,7 +172,8 @@ pub(super) async fn without_daemon(
     let finding = Finding::error("daemon", failure.to_string()).mend("systemctl start flanneld");
     diagnosis.layer("daemon", "does not run", vec![finding.into()]);
     let parsed = text.and_then(|text| {
-        Config::parse(&text.text).map_err(|error| format!("network config in {}: {error}", text.location))
+        Config::parse(&text.text)
+            .map_err(|error| format!("network config in {}: {error}", text.location))
     });
     if let Err(error) = &parsed
         && !error.is_empty()
@@ -196,14 +210,19 @@ async fn of_config(
     let tunnels = backends::devices(&config);
     let uplink = offline::uplink(&config, iface);
     let is_own = |lease: &Lease| Some(lease.subnets) == own;
-    let public =
-        leases.iter().find(|lease| is_own(lease)).map(|lease| lease.attrs.public).unwrap_or_default();
+    let public = leases
+        .iter()
+        .find(|lease| is_own(lease))
+        .map(|lease| lease.attrs.public)
+        .unwrap_or_default();
     match uplink {
         Some(uplink) => {
-            let scene = Scene { config: config.clone(), uplink, own, public, leases: leases.clone() };
+            let scene =
+                Scene { config: config.clone(), uplink, own, public, leases: leases.clone() };
             diagnosis.host(preflight::look(scene, &LegacyMemory::default()).await);
         }
-        None => diagnosis.unknown("host", "no interface fits; --iface names the one that the daemon uses"),
+        None => diagnosis
+            .unknown("host", "no interface fits; --iface names the one that the daemon uses"),
     }
     let state = |subnets: &Subnets| {
         let inside = |subnet| config.pod_networks().any(|network| network.covers(&subnet));

@@ -39,17 +39,24 @@ struct Case<'a> {
 }
 
 /// Everything that is to be said of a peer in one family.
-pub(super) fn judge(key: &str, asked: &Question, answers: &Answers, devices: &Devices) -> Vec<Fault> {
-    let (address, full, [small, big]) = match (&asked.tunnel, &answers.tunnel, &asked.public, &answers.public)
-    {
-        (Some((address, full)), Some(answers), ..) => (*address, *full, answers),
-        (_, _, Some((address, full)), Some(answers)) => (*address, *full, answers),
-        _ => return Vec::new(),
-    };
+pub(super) fn judge(
+    key: &str,
+    asked: &Question,
+    answers: &Answers,
+    devices: &Devices,
+) -> Vec<Fault> {
+    let (address, full, [small, big]) =
+        match (&asked.tunnel, &answers.tunnel, &asked.public, &answers.public) {
+            (Some((address, full)), Some(answers), ..) => (*address, *full, answers),
+            (_, _, Some((address, full)), Some(answers)) => (*address, *full, answers),
+            _ => return Vec::new(),
+        };
     let case = Case { key, address, full, asked, answers, devices };
     if let Answer::NotSent(error) = small {
         let text = format!("{address} of {key} cannot be asked: {error}");
-        return vec![Finding::error("route", text).mend(format!("flannelctl why {address}")).into()];
+        return vec![
+            Finding::error("route", text).mend(format!("flannelctl why {address}")).into(),
+        ];
     }
     let mut found: Vec<Fault> = Vec::new();
     let sounded = &answers.sounding.segments;
@@ -102,7 +109,9 @@ impl Case<'_> {
                 .mend(format!("{program} -I INPUT -p udp --dport {port} -j ACCEPT # {at}"));
         }
         let neither = if answers.tunnel.is_some() && answers.public.is_some() {
-            format!(", neither from its tunnel address {address} nor from its public address {public}")
+            format!(
+                ", neither from its tunnel address {address} nor from its public address {public}"
+            )
         } else {
             format!(", at {address}")
         };
@@ -130,7 +139,8 @@ impl Case<'_> {
             _ if heard > 0 => "do not arrive there, while small ones do".to_owned(),
             _ => "get no reply, while small ones do".to_owned(),
         };
-        let text = format!("packets of {full} bytes, which pods may send, to {address} of {key} {what}");
+        let text =
+            format!("packets of {full} bytes, which pods may send, to {address} of {key} {what}");
         let found = Finding::error("path-mtu", text);
         if let (Answer::TooBig(None), Some(device), Some(takes), true) =
             (answer, self.asked.device, self.asked.takes, self.own_device_is_less())
@@ -181,7 +191,9 @@ impl Case<'_> {
             true => format!("ethtool -K {device} tx-checksum-ip-generic off # {at}"),
             // Of cards some features are fixed; this turns off those that are not.
             false if at == "here" => format!("ethtool -K {device} tx off # {at}"),
-            false => format!("ethtool -K {device} tx off # {at}, where the interface may have another name"),
+            false => format!(
+                "ethtool -K {device} tx off # {at}, where the interface may have another name"
+            ),
         };
         let text = format!(
             "TCP segments of {} bytes to {} of {} {which}: a firewall drops them, or checksums are left to a network card \
@@ -249,13 +261,13 @@ mod tests {
         let ok = || Answer::Reply(Duration::from_millis(1));
         let (none, most) = (Answer::Nothing, |n| Answer::TooBig(Some(n)));
         let judge = |tunnel: [Answer; 2], public: [Answer; 2]| {
-            let answers = Answers { tunnel: Some(tunnel), public: Some(public), ..Answers::default() };
+            let answers =
+                Answers { tunnel: Some(tunnel), public: Some(public), ..Answers::default() };
             let found = told(question, &answers, &devices());
             assert!(found.len() <= 1, "{found:?}");
-            found
-                .into_iter()
-                .next()
-                .map(|f| format!("{} {} {} | {}", f.severity, f.check, f.text, f.mend.unwrap_or_default()))
+            found.into_iter().next().map(|f| {
+                format!("{} {} {} | {}", f.severity, f.check, f.text, f.mend.unwrap_or_default())
+            })
         };
         assert_eq!(judge([ok(), ok()], [ok(), ok()]), None);
         assert_eq!(
@@ -270,7 +282,11 @@ mod tests {
             ),
             (
                 judge([none.clone(), none.clone()], [none.clone(), none.clone()]),
-                ["error peer", "no reply from 10.1.7.0-24, neither", "release --force '10.1.7.0-24'"],
+                [
+                    "error peer",
+                    "no reply from 10.1.7.0-24, neither",
+                    "release --force '10.1.7.0-24'",
+                ],
             ),
             (
                 judge([ok(), none.clone()], [ok(), most(1400)]),
@@ -290,7 +306,11 @@ mod tests {
             ),
             (
                 judge([Answer::NotSent("x".into()), none.clone()], [ok(), ok()]),
-                ["error route", "10.1.7.0 of 10.1.7.0-24 cannot be asked: x", "flannelctl why 10.1.7.0"],
+                [
+                    "error route",
+                    "10.1.7.0 of 10.1.7.0-24 cannot be asked: x",
+                    "flannelctl why 10.1.7.0",
+                ],
             ),
         ] {
             let found = found.unwrap();
@@ -301,7 +321,8 @@ mod tests {
             told(question, answers, devices).pop().unwrap().mend.unwrap()
         };
         let lost = || [ok(), none.clone()];
-        let answers = |tunnel, public| Answers { tunnel, public, passes: Some(1350), ..Answers::default() };
+        let answers =
+            |tunnel, public| Answers { tunnel, public, passes: Some(1350), ..Answers::default() };
         assert_eq!(
             mend(question, &answers(Some(lost()), Some([ok(), ok()])), &devices()),
             r#"flannelctl config patch '{"Backend": {"MTU": 1400}}'"#
@@ -324,20 +345,33 @@ mod tests {
         let ok = || Answer::Reply(Duration::from_millis(1));
         let bare = uplink(Default::default());
         let question = &target("host-gw").questions(&bare)[0];
-        let answers = |full, passes| Answers { public: Some([ok(), full]), passes, ..Answers::default() };
+        let answers =
+            |full, passes| Answers { public: Some([ok(), full]), passes, ..Answers::default() };
         assert_eq!(told(question, &answers(ok(), None), &bare), []);
-        let silent = Answers { public: Some([Answer::Nothing, Answer::Nothing]), ..Answers::default() };
+        let silent =
+            Answers { public: Some([Answer::Nothing, Answer::Nothing]), ..Answers::default() };
         assert_eq!(told(question, &silent, &bare)[0].check, "peer");
         let mend = |question: &Question, answers: Answers, devices: &Devices| {
             told(question, &answers, devices).pop().unwrap().mend.unwrap()
         };
-        for answers in [answers(Answer::TooBig(Some(1350)), None), answers(Answer::Nothing, Some(1350))] {
+        for answers in
+            [answers(Answer::TooBig(Some(1350)), None), answers(Answer::Nothing, Some(1350))]
+        {
             let mend = mend(question, answers, &bare);
-            assert!(mend.starts_with("ip link set eth0 mtu 1350 # on every node, unless the link"), "{mend}");
-            assert!(mend.contains("tracepath -n 192.0.2.7") && mend.contains("MTUBytes=1350"), "{mend}");
+            assert!(
+                mend.starts_with("ip link set eth0 mtu 1350 # on every node, unless the link"),
+                "{mend}"
+            );
+            assert!(
+                mend.contains("tracepath -n 192.0.2.7") && mend.contains("MTUBytes=1350"),
+                "{mend}"
+            );
         }
         let guess = mend(question, answers(Answer::Nothing, None), &bare);
-        assert!(guess.starts_with("tracepath -n 192.0.2.7 #"), "no interface is set by a guess: {guess}");
+        assert!(
+            guess.starts_with("tracepath -n 192.0.2.7 #"),
+            "no interface is set by a guess: {guess}"
+        );
         // Whoever lowered it may have meant it.
         let lowered = Question { takes: Some(1400), ..question.clone() };
         let mended = mend(&lowered, answers(Answer::TooBig(None), None), &bare);
@@ -355,19 +389,28 @@ mod tests {
         assert!(patched.contains("\"MTU\": 1450"), "pods send 50 bytes less: {patched}");
         let lowered = Question { takes: Some(1420), ..direct.clone() };
         let patched = mend(&lowered, lossy(Answer::TooBig(None)), &direct_devices);
-        assert!(patched.contains("\"MTU\": 1420}}' # if eth0 takes so little by mistake"), "{patched}");
+        assert!(
+            patched.contains("\"MTU\": 1420}}' # if eth0 takes so little by mistake"),
+            "{patched}"
+        );
 
         let passage = |arrived| Passage { sent: 5592, arrived };
         for (question, devices, [here, there]) in [
             (
                 question,
                 &bare,
-                ["ethtool -K eth0 tx off # here;", "ethtool -K eth0 tx off # there, where the interface"],
+                [
+                    "ethtool -K eth0 tx off # here;",
+                    "ethtool -K eth0 tx off # there, where the interface",
+                ],
             ),
             (
                 &direct,
                 &direct_devices,
-                ["ethtool -K eth0 tx off # here;", "ethtool -K eth0 tx off # there, where the interface"],
+                [
+                    "ethtool -K eth0 tx off # here;",
+                    "ethtool -K eth0 tx off # there, where the interface",
+                ],
             ),
             (
                 &target("vxlan").questions(&direct_devices)[0],
@@ -401,8 +444,10 @@ mod tests {
     /// Pods are told one size for both families, the one that IPv6 leaves.
     #[test]
     fn in_dual_stack_a_size_that_pods_are_told_is_that_of_ipv6() {
-        let tunnels =
-            Dual { v4: Some("flannel.1".parse().unwrap()), v6: Some("flannel-v6.1".parse().unwrap()) };
+        let tunnels = Dual {
+            v4: Some("flannel.1".parse().unwrap()),
+            v6: Some("flannel-v6.1".parse().unwrap()),
+        };
         let devices = Devices { mtu: Some(1430), ..uplink(tunnels) };
         let mut peer = target("vxlan");
         peer.subnets = vec!["10.1.7.0/24".parse().unwrap(), "fd00:1:0:7::/64".parse().unwrap()];
@@ -415,14 +460,20 @@ mod tests {
         // There the underlay takes 1350 bytes, the least that does, or 1400.
         for (there, mtu) in [(1280, 1350), (1330, 1400)] {
             for question in &questions {
-                let sounded =
-                    Sounded { there: passage, back: passage, segment: 1280, mtu: there, heard: 1430 };
+                let sounded = Sounded {
+                    there: passage,
+                    back: passage,
+                    segment: 1280,
+                    mtu: there,
+                    heard: 1430,
+                };
                 let sounding = Sounding { noticed: 0, segments: Some(sounded) };
                 let both = || Some([ok(), ok()]);
                 let answers = Answers { tunnel: both(), public: both(), sounding, passes: None };
                 let faults = judge("10.1.7.0-24", question, &answers, &devices);
                 let found = settle(faults, &devices, &Family::BOTH);
-                let patch = format!("flannelctl config patch '{{\"Backend\": {{\"MTU\": {mtu}}}}}'");
+                let patch =
+                    format!("flannelctl config patch '{{\"Backend\": {{\"MTU\": {mtu}}}}}'");
                 assert_eq!(found.len(), 1);
                 assert_eq!(found[0].mend.as_deref(), Some(&*patch), "{:?}", question.family);
                 assert!(!found[0].text.contains("too few"), "{}", found[0].text);
@@ -436,10 +487,17 @@ mod tests {
                     (Answer::TooBig(Some(inner)), ok(), None),
                     (Answer::Nothing, Answer::TooBig(Some(mtu)), None),
                 ] {
-                    let answers =
-                        Answers { tunnel: lost(tunnel), public: lost(public), passes, ..Answers::default() };
-                    let found =
-                        settle(judge("10.1.7.0-24", question, &answers, &devices), &devices, &Family::BOTH);
+                    let answers = Answers {
+                        tunnel: lost(tunnel),
+                        public: lost(public),
+                        passes,
+                        ..Answers::default()
+                    };
+                    let found = settle(
+                        judge("10.1.7.0-24", question, &answers, &devices),
+                        &devices,
+                        &Family::BOTH,
+                    );
                     let mend = found[0].mend.as_deref().unwrap();
                     assert!(mend.ends_with(&format!("\"MTU\": {mtu}}}}}'")), "{mend}");
                 }
@@ -457,8 +515,12 @@ mod tests {
         };
         let judge = |tunnel: [Answer; 2], segments, noticed| {
             let sounding = Sounding { noticed, segments };
-            let answers =
-                Answers { tunnel: Some(tunnel), public: Some([ok(), ok()]), sounding, passes: None };
+            let answers = Answers {
+                tunnel: Some(tunnel),
+                public: Some([ok(), ok()]),
+                sounding,
+                passes: None,
+            };
             let found = told(question, &answers, &devices());
             let line = |f: Finding| {
                 format!("{} {} {} | {}", f.severity, f.check, f.text, f.mend.unwrap_or_default())
@@ -476,7 +538,11 @@ mod tests {
         for (found, parts) in [
             (
                 judge([ok(), ok()], sounded(0, 5592, 1450, 1450), 0),
-                ["error segments", "do not arrive there, while those from there arrive here", "off # here"],
+                [
+                    "error segments",
+                    "do not arrive there, while those from there arrive here",
+                    "off # here",
+                ],
             ),
             (
                 judge([ok(), ok()], sounded(5592, 4096, 1450, 1450), 0),
@@ -520,7 +586,11 @@ mod tests {
             ),
             (
                 judge([ok(), ok()], sounded(5592, 5592, 1350, 1450), 0),
-                ["warning mtu", "pods here may send 1450 bytes, those of 10.1.7.0-24 1350", "\"MTU\": 1400"],
+                [
+                    "warning mtu",
+                    "pods here may send 1450 bytes, those of 10.1.7.0-24 1350",
+                    "\"MTU\": 1400",
+                ],
             ),
             (
                 judge([none(), none()], None, 80),
@@ -532,7 +602,11 @@ mod tests {
             ),
             (
                 judge([Answer::NotAsked, Answer::NotAsked], sounded(0, 5592, 1450, 1450), 0),
-                ["error segments", "do not arrive there, while those from there arrive here", "off # here"],
+                [
+                    "error segments",
+                    "do not arrive there, while those from there arrive here",
+                    "off # here",
+                ],
             ),
             (
                 judge([none(), none()], None, 0),

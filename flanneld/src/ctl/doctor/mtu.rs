@@ -102,7 +102,11 @@ fn mend(narrow: Narrow, unknown: bool, devices: &Devices, least: &Least) -> Stri
     };
     match (narrow, devices.tunnels.is_empty()) {
         (Narrow::Uplink { takes, needed }, _) if takes < least.bytes => {
-            format!("ip link set {uplink} mtu {needed} # {} at least; {}", least.bytes, kept(needed))
+            format!(
+                "ip link set {uplink} mtu {needed} # {} at least; {}",
+                least.bytes,
+                kept(needed)
+            )
         }
         (Narrow::Way { to, takes: Some(takes) }, _) if takes < least.bytes => format!(
             "tracepath -n {to} # the underlay is to be mended: the link that takes so little must take {} at least",
@@ -152,7 +156,12 @@ mod tests {
 
     fn devices(tunnels: Dual<&str>) -> Devices {
         let tunnels = tunnels.map(|_, name| name.parse().unwrap());
-        Devices { tunnels, uplink: Some("eth0".parse().unwrap()), mtu: Some(1450), ..Devices::default() }
+        Devices {
+            tunnels,
+            uplink: Some("eth0".parse().unwrap()),
+            mtu: Some(1450),
+            ..Devices::default()
+        }
     }
 
     fn mends(faults: Vec<Fault>, devices: &Devices, families: &[Family]) -> Vec<String> {
@@ -162,12 +171,14 @@ mod tests {
     #[test]
     fn many_narrow_ways_have_one_mend_that_does_for_all() {
         let four = devices(Dual { v4: Some("flannel.1"), v6: None });
-        let patch = |mtu: u32| format!("flannelctl config patch '{{\"Backend\": {{\"MTU\": {mtu}}}}}'");
+        let patch =
+            |mtu: u32| format!("flannelctl config patch '{{\"Backend\": {{\"MTU\": {mtu}}}}}'");
         let faults = || vec![way(7, Some(1400)), way(8, Some(1300)), way(9, Some(1450))];
         assert_eq!(mends(faults(), &four, &[Family::V4]), vec![patch(1300); 3]);
         // What is not known is told, and does not decide.
         let some = [faults(), vec![way(10, None)]].concat();
-        let again = format!("{} # then ask again: of some ways it is not known what passes", patch(1300));
+        let again =
+            format!("{} # then ask again: of some ways it is not known what passes", patch(1300));
         assert_eq!(mends(some, &four, &[Family::V4]), vec![again; 4]);
         let guess = " # the MTU of the path, if it is known, is better";
         assert_eq!(mends(vec![way(7, None)], &four, &[Family::V4]), [patch(1330) + guess]);
@@ -194,7 +205,8 @@ mod tests {
             (&bare, &BOTH[..], 1280),
         ] {
             for takes in [least - 1, least] {
-                let found = settle(vec![way(7, Some(takes)), way(8, Some(1400))], devices, families);
+                let found =
+                    settle(vec![way(7, Some(takes)), way(8, Some(1400))], devices, families);
                 let (text, mend) = (&found[0].text, found[0].mend.as_deref().unwrap());
                 assert_eq!(Some(mend), found[1].mend.as_deref());
                 assert_eq!(found[1].text, "peer 8");
@@ -202,7 +214,8 @@ mod tests {
                 assert_eq!(too_few, takes < least, "{text}");
                 let names_the_underlay = format!("must take {least} at least");
                 assert_eq!(
-                    mend.starts_with("tracepath -n 192.0.2.7 #") && mend.ends_with(&names_the_underlay),
+                    mend.starts_with("tracepath -n 192.0.2.7 #")
+                        && mend.ends_with(&names_the_underlay),
                     too_few,
                     "{mend}"
                 );
@@ -220,7 +233,8 @@ mod tests {
             own(1349)
         );
         assert!(
-            own(1350).starts_with("flannelctl config patch '{\"Backend\": {\"MTU\": 1350}}' # if eth0"),
+            own(1350)
+                .starts_with("flannelctl config patch '{\"Backend\": {\"MTU\": 1350}}' # if eth0"),
             "{}",
             own(1350)
         );

@@ -48,7 +48,9 @@ pub(crate) struct Question {
 impl Target {
     /// What is to be asked; nothing before the size of packets is known.
     pub(crate) fn questions(&self, devices: &Devices) -> Vec<Question> {
-        let Some(mtu) = devices.mtu.and_then(|mtu| u16::try_from(mtu).ok()) else { return Vec::new() };
+        let Some(mtu) = devices.mtu.and_then(|mtu| u16::try_from(mtu).ok()) else {
+            return Vec::new();
+        };
         let question = |subnet: &Subnet| {
             let family = subnet.family();
             let tunnel = devices.tunnels[family].filter(|_| self.backend == "vxlan");
@@ -119,7 +121,9 @@ impl EchoReport {
     pub(crate) fn new(probe: Probe, answer: &Answer) -> Self {
         let (state, seconds, detail) = match answer {
             Answer::Reply(took) => ("reply", Some((took.as_secs_f64() * 1e6).round() / 1e6), None),
-            Answer::TooBig(most) => ("too big", None, most.map(|most| format!("at most {most} bytes pass"))),
+            Answer::TooBig(most) => {
+                ("too big", None, most.map(|most| format!("at most {most} bytes pass")))
+            }
             Answer::Nothing => ("no reply", None, None),
             Answer::NotSent(error) => ("not sent", None, Some(error.clone())),
             Answer::NotAsked => ("not asked", None, None),
@@ -176,15 +180,25 @@ pub(crate) mod tests {
     fn sizes_are_what_pods_send_and_what_that_takes_on_the_wire() {
         let probes = |backend: &str, devices: &Devices| -> Vec<(String, u16)> {
             let questions = target(backend).questions(devices);
-            questions.iter().flat_map(Question::probes).map(|p| (p.to.to_string(), p.size)).collect()
+            questions
+                .iter()
+                .flat_map(Question::probes)
+                .map(|p| (p.to.to_string(), p.size))
+                .collect()
         };
-        let all = |list: &[(&str, u16)]| list.iter().map(|(a, n)| ((*a).to_owned(), *n)).collect::<Vec<_>>();
+        let all = |list: &[(&str, u16)]| {
+            list.iter().map(|(a, n)| ((*a).to_owned(), *n)).collect::<Vec<_>>()
+        };
         assert_eq!(
             probes("vxlan", &devices()),
             all(&[("10.1.7.0", 64), ("10.1.7.0", 1450), ("192.0.2.7", 64), ("192.0.2.7", 1500)])
         );
         let gateway = Devices { mtu: Some(1500), ..Devices::default() };
         assert_eq!(probes("host-gw", &gateway), all(&[("192.0.2.7", 64), ("192.0.2.7", 1500)]));
-        assert_eq!(probes("vxlan", &Devices::default()), all(&[]), "what full size is is not known");
+        assert_eq!(
+            probes("vxlan", &Devices::default()),
+            all(&[]),
+            "what full size is is not known"
+        );
     }
 }
