@@ -58,6 +58,18 @@ pub struct Owned {
 }
 
 impl Owned {
+    /// Adds what another network may touch. The nexthop ids and Go flannel's routes stay as they are.
+    pub fn merge(&mut self, other: Self) {
+        self.links.extend(other.links);
+        for network in other.networks {
+            if !self.networks.contains(&network) {
+                self.networks.push(network);
+            }
+        }
+        self.routes_on.extend(other.routes_on);
+        self.blackholes |= other.blackholes;
+    }
+
     /// An address read from the kernel is ours.
     pub fn owns_addr(&self, addr: &Addr) -> bool {
         let link_local = match addr.address {

@@ -9,14 +9,14 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep_until};
 
-use crate::error::Result;
 use crate::heard::Heard;
-use crate::kernel::{Changes, Doubts, Kernel, KernelError};
-use crate::lease::View;
-use crate::network::{Ended, Question};
 use crate::pace::Pace;
 use crate::reconcile::{Gate, Reads, Reconciler};
-use crate::status::Status;
+use flannel_core::Result;
+use flannel_core::Status;
+use flannel_core::View;
+use flannel_core::{Changes, Doubts, Kernel, KernelError};
+use flannel_core::{Ended, Question};
 
 /// With everything in order, the kernel is read once in this time, in case a message was never sent.
 const RESYNC: Duration = Duration::from_secs(300);

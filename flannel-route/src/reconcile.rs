@@ -22,17 +22,17 @@ use tokio::time::Instant;
 
 use self::arrive::{Coming, FEW};
 pub(crate) use self::write::{BATCH, Gate};
-use crate::address::Subnet;
 use crate::admit::{Changed, Delta, Peers};
-use crate::kernel::{Culprit, Kernel, KernelError, Owned};
-use crate::lease::{Lease, LeaseSet, Origin, Subnets, View};
 use crate::ledger::Ledger;
-use crate::name::LinkName;
 use crate::nexthops::{Ids, nexthop};
 use crate::roster::Id;
-use crate::state::{Key, Object, ObjectKind, Route, State, Via};
-use crate::status::Damage;
 use crate::tally::Tally;
+use flannel_core::Damage;
+use flannel_core::LinkName;
+use flannel_core::Subnet;
+use flannel_core::{Culprit, Kernel, KernelError, Owned};
+use flannel_core::{Key, Object, ObjectKind, Route, State, Via};
+use flannel_core::{Lease, LeaseSet, Origin, Subnets, View};
 
 /// Why an object is to be put or deleted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -410,17 +410,17 @@ fn by_nexthop(object: &Object, id: Option<u32>) -> Object {
 }
 
 /// What peers define as the kernel is to have it: each route by a gateway becomes one by its nexthop object.
-fn expand(
-    objects: impl IntoIterator<Item = Object>,
+fn expand<'a>(
+    objects: impl IntoIterator<Item = &'a Object>,
     ids: Option<&Ids>,
     mut each: impl FnMut(Object),
 ) {
     for object in objects {
-        let id = ids.and_then(|ids| ids.of_route(&object));
-        if let Some(nexthop) = id.and_then(|id| nexthop(&object, id)) {
+        let id = ids.and_then(|ids| ids.of_route(object));
+        if let Some(nexthop) = id.and_then(|id| nexthop(object, id)) {
             each(nexthop.into());
         }
-        each(by_nexthop(&object, id));
+        each(by_nexthop(object, id));
     }
 }
 
@@ -428,10 +428,16 @@ fn expand(
 mod tests {
     use super::*;
     use crate::admit::Terms;
-    use crate::kernel::{Doubts, ROUTE_PROTOCOL, Report};
-    use crate::lease::{LeaseAttrs, Revision};
-    use crate::status::{Standing, Wait};
-    use crate::testing::{FakeKernel, Operation};
+    use flannel_core::testing::{FakeKernel, Operation};
+    use flannel_core::{Doubts, ROUTE_PROTOCOL, Report};
+    use flannel_core::{LeaseAttrs, Revision};
+    use flannel_core::{Standing, Wait};
+
+    fn culprit(protocol: u8) -> Culprit {
+        let mut culprit = Culprit::new(7);
+        culprit.protocol = Some(protocol);
+        culprit
+    }
 
     fn uplink() -> LinkName {
         "eth0".parse().unwrap()
@@ -476,7 +482,7 @@ mod tests {
 
         fn of(network: Subnet) -> Self {
             let terms = Terms { networks: [network].into_iter().collect(), ..Terms::default() };
-            let plan = |lease: &Lease, _: &crate::plan::Env<'_>, objects: &mut Vec<Object>| {
+            let plan = |lease: &Lease, _: &flannel_core::Env<'_>, objects: &mut Vec<Object>| {
                 for peer in lease.endpoints() {
                     let (dst, link) = (peer.subnet, uplink());
                     let route = match peer.public.unwrap() {
@@ -501,7 +507,7 @@ mod tests {
                 routes_on: [uplink()].into(),
                 ..Owned::default()
             };
-            let peers = Peers::new(terms, Box::new(plan));
+            let peers = Peers::new(terms, crate::admit::every(plan));
             let kernel = FakeKernel::with_uplink("eth0");
             let reconciler = Reconciler::new(owned, State::default(), peers);
             Self { kernel, reconciler, leases: LeaseSet::default() }
@@ -671,7 +677,7 @@ mod tests {
             world.leases.insert(Lease { subnets, attrs, ..lease(3, [198, 51, 100, 3]) });
             world.view();
             world.settle();
-            let by = Some(Culprit { protocol: Some(protocol), ..Culprit::new(7) });
+            let by = Some(culprit(protocol));
             let double = Route { dst, via: Via::Link(uplink()), mtu: None };
             world.doubt(&Doubts::Objects(vec![Report::Double(double.into())], by));
             assert_eq!(world.reconciler.is_unread(), unread, "{dst} of protocol {protocol}");
@@ -709,7 +715,7 @@ mod tests {
     #[test]
     fn whom_to_suspect_of_additions_is_remembered_for_so_many_beside_what_is_wanted() {
         let mut world = World::settled(2..5);
-        let by = || Some(Culprit { protocol: Some(ROUTE_PROTOCOL), ..Culprit::new(7) });
+        let by = || Some(culprit(ROUTE_PROTOCOL));
         world.doubt(&Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], by()));
         let addition = |n: u16| {
             let [high, low] = n.to_be_bytes();
@@ -887,7 +893,7 @@ mod tests {
     #[test]
     fn where_only_additions_are_in_doubt_all_is_done_without_a_look_at_the_kernel() {
         let stray = by_gateway(99, [192, 0, 2, 9].into());
-        let by = Some(Culprit { protocol: Some(ROUTE_PROTOCOL), ..Culprit::new(7) });
+        let by = Some(culprit(ROUTE_PROTOCOL));
         let world = unread(&Doubts::Objects(vec![Report::Now(stray.into())], by));
         assert!(world.route(3).is_some() && world.route(4).is_none(), "{:#?}", world.kernel.dump());
     }

@@ -5,10 +5,10 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use super::{Answers, Cause, Reads, Reconciler, Unread, expand};
-use crate::kernel::Kernel;
-use crate::lease::{Lease, Subnets};
-use crate::state::Object;
-use crate::status::{Explanation, Standing, Status, Wait, Waiting};
+use flannel_core::Kernel;
+use flannel_core::Object;
+use flannel_core::{Explanation, Standing, Status, Wait, Waiting};
+use flannel_core::{Lease, Subnets};
 
 impl Reconciler {
     /// Something failed that did not fail when this was last asked.
@@ -39,20 +39,18 @@ impl Reconciler {
 
     /// Costs nothing that grows with the number of peers.
     pub(crate) fn status(&self) -> Status {
-        let mut status = Status {
-            in_sync: self.live && !self.is_unsettled() && !self.is_failing(),
-            settled: !self.is_unsettled(),
-            own_in_place: self.is_own_in_place(),
-            live: self.live,
-            leases: self.leases.clone(),
-            peers: self.peers.believed(),
-            objects: self.base.len() + self.peer_objects.total(),
-            by_kind: self.peer_objects.by_kind(self.base.iter()),
-            disbelieved: self.peers.disbelieved().clone(),
-            kernel_error: self.kernel_error.clone().or_else(|| self.lookup_error.clone()),
-            remarks: self.peers.remarks().clone(),
-            ..Status::default()
-        };
+        let mut status = Status::default();
+        status.in_sync = self.live && !self.is_unsettled() && !self.is_failing();
+        status.settled = !self.is_unsettled();
+        status.own_in_place = self.is_own_in_place();
+        status.live = self.live;
+        status.leases = self.leases.clone();
+        status.peers = self.peers.believed();
+        status.objects = self.base.len() + self.peer_objects.total();
+        status.by_kind = self.peer_objects.by_kind(self.base.iter());
+        status.disbelieved = self.peers.disbelieved().clone();
+        status.kernel_error = self.kernel_error.clone().or_else(|| self.lookup_error.clone());
+        status.remarks = self.peers.remarks().clone();
         self.ledger.copy_to(&mut status);
         status
     }
@@ -75,7 +73,7 @@ impl Reconciler {
             };
             peers.insert(peer, wait);
         }
-        Waiting { all: self.unread == Unread::Everything, peers }
+        Waiting::new(self.unread == Unread::Everything, peers)
     }
 
     /// The peer whose subnet holds `address`, and how what it wants stands.
@@ -102,7 +100,7 @@ impl Reconciler {
         });
         let objects = objects.into_iter().map(|(how, object)| (object, how)).collect();
         let disbelief = self.peers.disbelieved().get(&peer.lease.subnets).cloned();
-        Some(Explanation { lease: Arc::clone(&peer.lease), disbelief, objects })
+        Some(Explanation::new(Arc::clone(&peer.lease), disbelief, objects))
     }
     /// The same of a lease that nobody looked at yet: what its plan will make of it.
     fn explain_coming(&self, address: IpAddr, kernel: &dyn Kernel) -> Option<Explanation> {
@@ -111,7 +109,7 @@ impl Reconciler {
         let lease = self.coming.leases().iter().find(holds)?;
         let (answers, mut objects) = (Answers::new(kernel), Vec::new());
         let foreseen = self.peers.foresee(lease, &|a| answers.on_link(a));
-        expand(foreseen, self.ids.as_ref(), |object| objects.push((object, Standing::Pending)));
-        Some(Explanation { lease: Arc::clone(lease), disbelief: None, objects })
+        expand(&foreseen, self.ids.as_ref(), |object| objects.push((object, Standing::Pending)));
+        Some(Explanation::new(Arc::clone(lease), None, objects))
     }
 }

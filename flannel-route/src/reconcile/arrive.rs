@@ -16,9 +16,9 @@ use tokio::time::Instant;
 
 use super::write::{Closed, Gate};
 use super::{Cause, Reconciler, expand};
-use crate::kernel::{Kernel, KernelError, Owned};
-use crate::lease::{Lease, View};
-use crate::state::{Change, Object};
+use flannel_core::{Change, Object};
+use flannel_core::{Kernel, KernelError, Owned};
+use flannel_core::{Lease, View};
 
 /// Longer than it takes to make out a group.
 const AWAKE: Duration = Duration::from_millis(1);

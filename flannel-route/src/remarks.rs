@@ -6,9 +6,9 @@ use std::net::IpAddr;
 
 use foldhash::{HashMap, HashMapExt, HashSet};
 
-use crate::address::Dual;
-use crate::lease::{Lease, Subnets};
-use crate::listing::Listing;
+use flannel_core::Dual;
+use flannel_core::Listing;
+use flannel_core::{Lease, Subnets};
 
 /// Public addresses that several nodes use, this one included (which is in order only behind some kinds of NAT), and
 /// what plans remarked.

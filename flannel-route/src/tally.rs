@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::state::{Object, ObjectKind};
+use flannel_core::{Object, ObjectKind};
 
 /// All kinds, in their order.
 const KINDS: [ObjectKind; 6] = [

@@ -5,11 +5,12 @@ use std::collections::BTreeMap;
 use tokio::time::Instant;
 
 use super::{Cause, Failed, Reconciler, Unread, expand};
-use crate::address::Subnet;
-use crate::kernel::{Kernel, KernelError};
-use crate::nexthops::{Ids, NexthopBlock, nexthop};
-use crate::state::{Change, Key, Object, ObjectKind, State};
-use crate::status::{Damage, Failure};
+use crate::nexthops::{Ids, nexthop};
+use flannel_core::NexthopBlock;
+use flannel_core::Subnet;
+use flannel_core::{Change, Key, Object, ObjectKind, State};
+use flannel_core::{Damage, Failure};
+use flannel_core::{Kernel, KernelError};
 
 const EAGAIN: i32 = 11;
 

@@ -3,9 +3,9 @@
 use std::cell::OnceCell;
 
 use super::{Cause, Reconciler, Unread};
-use crate::kernel::{Culprit, Doubts, Kernel, ROUTE_PROTOCOL, Report};
-use crate::state::{Key, Object, Route, Via};
-use crate::status::Damage;
+use flannel_core::Damage;
+use flannel_core::{Culprit, Doubts, Kernel, ROUTE_PROTOCOL, Report};
+use flannel_core::{Key, Object, Route, Via};
 
 /// Whom to suspect of additions is remembered for so many of them; the wanted objects bound the rest.
 const MOST_SUSPECTS: usize = 1024;
@@ -21,8 +21,9 @@ impl Suspect<'_> {
     fn named(&self) -> Option<Culprit> {
         let said = self.said?;
         let named = || {
-            let process = said.process.clone().or_else(|| self.kernel.process(said.port));
-            Culprit { process, ..said.clone() }
+            let mut named = said.clone();
+            named.process = named.process.or_else(|| self.kernel.process(said.port));
+            named
         };
         Some(self.named.get_or_init(named).clone())
     }

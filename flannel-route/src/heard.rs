@@ -3,8 +3,8 @@
 
 use std::collections::BTreeSet;
 
-use crate::kernel::Doubts;
-use crate::name::LinkName;
+use flannel_core::Doubts;
+use flannel_core::LinkName;
 
 /// More reports than this at once become doubt about everything, …
 const MOST_REPORTS: usize = 1 << 16;
@@ -59,8 +59,8 @@ impl Heard {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernel::{Culprit, Report};
-    use crate::state::Key;
+    use flannel_core::Key;
+    use flannel_core::{Culprit, Report};
 
     fn objects(port: u32) -> Doubts {
         let gone = Report::Gone(Key::Nexthop(port));

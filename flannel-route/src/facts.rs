@@ -4,10 +4,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
-use crate::address::Subnet;
-use crate::name::LinkName;
-use crate::plan::Answer;
 use crate::roster::Id;
+use flannel_core::Answer;
+use flannel_core::LinkName;
+use flannel_core::Subnet;
 
 /// The facts that peers' plans rely on.
 #[derive(Debug, Default)]

@@ -9,18 +9,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use crate::address::{Dual, Subnet};
-use crate::error::holder;
 use crate::facts::Facts;
-use crate::lease::{Lease, Revision, Subnets};
-use crate::listing::Listing;
-use crate::name::LinkName;
-use crate::network::Disbelief;
-use crate::packed::Unpacked;
-use crate::plan::{Answer, Env, Plan, Rejected};
 use crate::remarks::Remarks;
 use crate::roster::{Aside, Id, Peer, Roster};
-use crate::state::{Key, Object, Route, Via};
+use flannel_core::Disbelief;
+use flannel_core::LinkName;
+use flannel_core::Listing;
+use flannel_core::holder;
+use flannel_core::{Answer, Env, Plan, Rejected};
+use flannel_core::{Dual, Subnet};
+use flannel_core::{Key, Object, Route, Via};
+use flannel_core::{Lease, Revision, Subnets};
 
 /// What leases are judged by.
 #[derive(Debug, Clone, Default)]
@@ -55,10 +54,44 @@ pub(crate) struct Changed {
     pub(crate) unput: Vec<Key>,
 }
 
+/// The plan for the leases of one backend type.
+pub(crate) struct OfferPlan {
+    /// The backend type; `None`: every one.
+    pub(crate) lease_type: Option<&'static str>,
+    pub(crate) plan: Box<Plan>,
+}
+
+impl OfferPlan {
+    /// Runs the first plan that understands the lease.
+    ///
+    /// # Errors
+    /// There is none, or it rejects the lease.
+    pub(crate) fn run(
+        plans: &[Self],
+        lease: &Lease,
+        env: &Env<'_>,
+        objects: &mut Vec<Object>,
+    ) -> Result<(), Rejected> {
+        let theirs = &lease.attrs.backend_type;
+        let understands = |plan: &&Self| plan.lease_type.is_none_or(|kind| kind == theirs);
+        match plans.iter().find(understands) {
+            Some(plan) => (plan.plan)(lease, env, objects),
+            None => {
+                let ours = plans.iter().filter_map(|plan| plan.lease_type);
+                let ours: Vec<_> = ours.map(|kind| format!("{kind:?}")).collect();
+                Err(Rejected(format!(
+                    "its backend type is {theirs:?}, this node's is {}",
+                    ours.join(" or ")
+                )))
+            }
+        }
+    }
+}
+
 /// All peers, and what they define.
 pub(crate) struct Peers {
     terms: Terms,
-    plan: Box<Plan>,
+    plans: Vec<OfferPlan>,
     roster: Roster,
     facts: Facts,
     disbelieved: Listing<Subnets, Disbelief>,
@@ -82,11 +115,11 @@ struct Update {
 }
 
 impl Peers {
-    pub(crate) fn new(terms: Terms, plan: Box<Plan>) -> Self {
+    pub(crate) fn new(terms: Terms, plans: Vec<OfferPlan>) -> Self {
         let remarks = Remarks::new(&terms.public);
         Self {
             terms,
-            plan,
+            plans,
             roster: Roster::default(),
             facts: Facts::default(),
             disbelieved: Listing::default(),
@@ -107,37 +140,43 @@ impl Peers {
 
     /// The definition of an object, if a believed peer defines it.
     pub(crate) fn object(&self, key: &Key) -> Option<Object> {
-        self.roster.claimants(key).find(|(_, peer, _)| peer.believed).map(|(.., object)| object)
+        self.roster
+            .claimants(key)
+            .find(|(_, peer, _)| peer.believed)
+            .map(|(.., object)| object.clone())
     }
 
     /// The same of a peer that is not fresh.
     pub(crate) fn settled_object(&self, key: &Key) -> Option<Object> {
         let settled = |peer: &Peer| peer.believed && !peer.fresh;
-        self.roster.claimants(key).find(|(_, peer, _)| settled(peer)).map(|(.., object)| object)
+        self.roster
+            .claimants(key)
+            .find(|(_, peer, _)| settled(peer))
+            .map(|(.., object)| object.clone())
     }
 
     /// All objects of believed peers, in no order. Those that several peers define come several times.
-    pub(crate) fn objects(&self) -> impl Iterator<Item = Object> {
-        self.roster.peers().filter(|peer| peer.believed).flat_map(|peer| &peer.objects)
+    pub(crate) fn objects(&self) -> impl Iterator<Item = &Object> {
+        self.roster.peers().filter(|peer| peer.believed).flat_map(|peer| peer.objects.iter())
     }
 
     /// The same without those of fresh peers.
-    pub(crate) fn settled_objects(&self) -> impl Iterator<Item = Object> {
+    pub(crate) fn settled_objects(&self) -> impl Iterator<Item = &Object> {
         let settled = self.roster.peers().filter(|peer| peer.believed && !peer.fresh);
-        settled.flat_map(|peer| &peer.objects)
+        settled.flat_map(|peer| peer.objects.iter())
     }
 
     /// What a peer defines if it is fresh.
-    pub(crate) fn fresh_objects(&self, id: Id) -> Option<Unpacked<'_>> {
+    pub(crate) fn fresh_objects(&self, id: Id) -> Option<&[Object]> {
         let peer = self.roster.peer(id).filter(|peer| peer.fresh && peer.believed)?;
-        Some(peer.objects.iter())
+        Some(&peer.objects)
     }
 
     /// The same, and it is fresh no more.
-    pub(crate) fn take_fresh(&mut self, id: Id) -> Option<Unpacked<'_>> {
+    pub(crate) fn take_fresh(&mut self, id: Id) -> Option<&[Object]> {
         let peer = self.roster.peer_mut(id)?;
         let fresh = std::mem::take(&mut peer.fresh) && peer.believed;
-        fresh.then(|| peer.objects.iter())
+        fresh.then_some(&*peer.objects)
     }
 
     /// The lease of a peer that is fresh.
@@ -184,7 +223,7 @@ impl Peers {
     /// The routes by a nexthop object, which the plan that defines it defines too; `None` if none does.
     pub(crate) fn routes_by(&self, nexthop: &Key) -> Option<Vec<Key>> {
         let Key::Nexthop(wanted) = nexthop else { return None };
-        let by_it = |object: &Object| matches!(object, Object::Route(Route { via: Via::Nexthop(id), .. }) if id == wanted);
+        let by_it = |object: &&Object| matches!(object, Object::Route(Route { via: Via::Nexthop(id), .. }) if id == wanted);
         let mut claimants = self.roster.claimants(nexthop).peekable();
         claimants.peek()?;
         let believed = claimants.filter(|(_, peer, _)| peer.believed);
@@ -297,9 +336,9 @@ impl Peers {
             lease.subnets.iter().filter(|subnet| self.terms.networks[subnet.family()].is_some());
         let Some(subnets) = Subnets::new(enabled) else { return Ok(()) };
         if subnets == lease.subnets {
-            (self.plan)(lease, env, objects)?;
+            OfferPlan::run(&self.plans, lease, env, objects)?;
         } else {
-            (self.plan)(&Lease { subnets, ..lease.clone() }, env, objects)?;
+            OfferPlan::run(&self.plans, &Lease { subnets, ..lease.clone() }, env, objects)?;
         }
         let stray = objects.iter().find(|object| match object {
             Object::Route(route) => !subnets.iter().any(|subnet| subnet.covers(&route.dst)),
@@ -347,7 +386,7 @@ impl Peers {
     /// Judges new peers without neighbours; returns those that are fresh.
     fn judge_alone(&mut self, mut alone: Vec<Id>, update: &mut Update) -> Vec<Id> {
         alone.retain(|id| {
-            let is_touched = |object: Object| update.touched.contains_key(&object.key());
+            let is_touched = |object: &Object| update.touched.contains_key(&object.key());
             let mut objects =
                 self.roster.peer(*id).map(|peer| peer.objects.iter()).unwrap_or_default();
             let touched = !update.touched.is_empty() && objects.any(is_touched);
@@ -450,7 +489,7 @@ impl Peers {
 
     fn touch_all(&self, id: Id, update: &mut Update) {
         let Some(peer) = self.roster.peer(id) else { return };
-        for object in &peer.objects {
+        for object in peer.objects.iter() {
             self.touch(object.key(), update);
         }
     }
@@ -470,13 +509,21 @@ fn keep_first_of_each_key(objects: &mut Vec<Object>) {
     }
 }
 
+/// One plan for leases of every type.
+#[cfg(test)]
+pub(crate) fn every(
+    plan: impl Fn(&Lease, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejected> + Send + Sync + 'static,
+) -> Vec<OfferPlan> {
+    vec![OfferPlan { lease_type: None, plan: Box::new(plan) }]
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::lease::{LeaseAttrs, LeaseSet};
-    use crate::name::MacAddr;
-    use crate::plan::Rejected;
-    use crate::state::{Fdb, Route, Via};
+    use flannel_core::MacAddr;
+    use flannel_core::Rejected;
+    use flannel_core::{Fdb, Route, Via};
+    use flannel_core::{LeaseAttrs, LeaseSet};
     use proptest::prelude::*;
 
     /// A route to every subnet and a forwarding entry for the MAC address that the backend data holds.
@@ -517,7 +564,7 @@ mod tests {
     fn peers(own: Option<&str>) -> Peers {
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
         let own = own.map(|own| own.parse().unwrap());
-        Peers::new(Terms { networks, own, ..Terms::default() }, Box::new(plan))
+        Peers::new(Terms { networks, own, ..Terms::default() }, every(plan))
     }
 
     fn no_answer(_: IpAddr) -> Option<Option<LinkName>> {
@@ -536,7 +583,7 @@ mod tests {
             let objects = peers.take_fresh(id).expect("fresh");
             let new =
                 |object: Object| Delta { key: object.key(), before: None, after: Some(object) };
-            deltas.extend(objects.map(new));
+            deltas.extend(objects.iter().cloned().map(new));
         }
         deltas
     }
@@ -687,7 +734,7 @@ mod tests {
             Ok(())
         });
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
-        let mut peers = Peers::new(Terms { networks, ..Terms::default() }, plan);
+        let mut peers = Peers::new(Terms { networks, ..Terms::default() }, every(plan));
         let greedy = lease("10.1.1.0-24", 1, 1, 1);
         put(&mut peers, &greedy);
         assert!(why(&peers, &greedy).contains("route blackhole 10.1.0.0/16, outside its subnets"));
@@ -707,7 +754,7 @@ mod tests {
             Ok(())
         });
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
-        let mut peers = Peers::new(Terms { networks, ..Terms::default() }, plan);
+        let mut peers = Peers::new(Terms { networks, ..Terms::default() }, every(plan));
         put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
         let mtus = peers.objects().map(|object| match object {
             Object::Route(route) => (route.dst, route.mtu),
@@ -793,7 +840,7 @@ mod tests {
                 let believed: BTreeSet<Subnets> =
                     leases.iter().map(|l| l.subnets).filter(|s| !peers.disbelieved().contains_key(s)).collect();
                 prop_assert_eq!(believed, model(&leases, peers.terms.own));
-                let defined: BTreeMap<Key, Object> = peers.objects().map(|o| (o.key(), o)).collect();
+                let defined: BTreeMap<Key, Object> = peers.objects().map(|o| (o.key(), o.clone())).collect();
                 prop_assert_eq!(&defined, &objects);
             }
         }

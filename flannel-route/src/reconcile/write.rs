@@ -8,10 +8,10 @@ use tokio::time::Instant;
 
 use super::arrive::ROUND;
 use super::{Cause, Failed, Reconciler, Unread};
-use crate::address::{Family, Subnet};
-use crate::kernel::{Kernel, KernelError};
-use crate::state::{Change, Key, Nexthop, Object, Route, Via};
-use crate::status::{Damage, Failure};
+use flannel_core::{Change, Key, Nexthop, Object, Route, Via};
+use flannel_core::{Damage, Failure};
+use flannel_core::{Family, Subnet};
+use flannel_core::{Kernel, KernelError};
 
 /// How many changes are handed to the kernel at once, but for those of [new peers](super::arrive::GROUP): a stop waits for them.
 /// Mostly it takes a millisecond; among thousands of routes without nexthop objects, or where nexthop objects go, a hundred.

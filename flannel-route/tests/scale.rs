@@ -11,12 +11,12 @@ use std::time::Duration;
 
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{
-    Addr, Blueprint, Change, Changes, Damage, Disbelief, Doubts, Fdb, Kernel, KernelError,
-    KernelNetwork, Key, Lease, LeaseAttrs, LeaseSet, Link, LinkKind, LinkName, MacAddr, Neigh,
-    Network, NetworkHandle, Nexthop, NexthopIds, Object, ObjectKind, Origin, Owned, Process,
-    Revision, Route, RouteAnswer, Standing, State, Status, Subnet, Subnets, Via, View, Vxlan, Wait,
-    Waiting,
+    Addr, Blueprint, Change, Changes, Damage, Disbelief, Doubts, Fdb, Kernel, KernelError, Key,
+    Lease, LeaseAttrs, LeaseSet, Link, LinkKind, LinkName, MacAddr, Neigh, Network, NetworkHandle,
+    Nexthop, NexthopIds, NodeLease, Object, ObjectKind, Origin, Owned, Process, Revision, Route,
+    RouteAnswer, Standing, State, Status, Subnet, Subnets, Via, View, Vxlan, Wait, Waiting,
 };
+use flannel_route::KernelNetwork;
 use tokio::task::JoinHandle;
 
 const NETWORK: &str = "10.0.0.0/8";
@@ -103,8 +103,7 @@ impl World {
         let plans = Arc::new(AtomicUsize::new(0));
         let counter = Arc::clone(&plans);
         let blueprint = Blueprint {
-            lease: lease(0, [192, 0, 2, 1].into(), 1),
-            networks: [NETWORK.parse::<Subnet>().unwrap()].into_iter().collect(),
+            lease_type: None,
             mtu: 1450,
             owned: Owned {
                 links: [tunnel()].into(),
@@ -128,7 +127,9 @@ impl World {
                 Ok(())
             }),
         };
-        let network = KernelNetwork::new(seen, blueprint);
+        let lease_of_this_node = NodeLease::Held(lease(0, [192, 0, 2, 1].into(), 1));
+        let networks = [NETWORK.parse::<Subnet>().unwrap()].into_iter().collect();
+        let network = KernelNetwork::new(seen, lease_of_this_node, networks, vec![blueprint]);
         let handle = network.handle();
         let leases: LeaseSet = (1..=peers).map(|n| lease(n, public(n), 1)).collect();
         let view = View { leases, origin: Origin::Live { revision: Revision(1) } };
