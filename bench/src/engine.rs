@@ -8,7 +8,7 @@ use anyhow::Context;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::testing::FakeSubnets;
 use flannel_core::{
-    Backend, Kernel, LeaseSet, NetworkHandle, Origin, Revision, Status, SubnetManager, View,
+    Kernel, LeaseSet, NetworkHandle, Origin, Revision, Status, SubnetManager, View,
 };
 use flannel_route::JoinOptions;
 use tokio::runtime::{Builder, Runtime};

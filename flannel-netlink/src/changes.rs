@@ -20,8 +20,6 @@ use crate::socket::Socket;
 /// `RTNLGRP_…`: LINK, NEIGH, IPV4_IFADDR, IPV4_ROUTE, IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE, IPV6_RULE, NEXTHOP (which kernels before 5.3
 /// do not know, and need not).
 const GROUPS: [u32; 9] = [1, 3, 5, 7, 8, 9, 11, 19, 32];
-/// Of them, LINK, IPV4_IFADDR and IPV6_IFADDR.
-const LINK_GROUPS: [u32; 3] = [1, 5, 9];
 /// Bytes for messages not yet read: some 10,000 of them. Without privilege the kernel gives less.
 const RECEIVE_BUFFER: usize = 8 << 20;
 /// No multicast message is longer.
@@ -89,10 +87,6 @@ impl Changes for Listener {
                 self.socket.readable().await?;
             }
         }
-    }
-
-    fn tell_of_links_only(&mut self, only: bool) -> Result<(), KernelError> {
-        Ok(self.socket.hear(if only { &LINK_GROUPS } else { &GROUPS })?)
     }
 }
 

@@ -10,7 +10,6 @@ use flannel_core::{
     Change, Changes, Kernel, KernelError, NexthopIds, Owned, Process, RouteAnswer, State,
 };
 
-use crate::apart::Here;
 use crate::apply::Writer;
 use crate::ask::lookup;
 use crate::changes::Listener;
@@ -42,8 +41,6 @@ pub struct NetlinkKernel {
     socket: Mutex<Socket>,
     culprits: Mutex<Culprits>,
     seen: Seen,
-    /// Where changes are applied.
-    here: Here,
     port: u32,
     without_nexthops: bool,
 }
@@ -78,7 +75,6 @@ impl NetlinkKernel {
             socket: Mutex::new(socket),
             culprits,
             seen: Seen::default(),
-            here: Here::default(),
             port,
             without_nexthops: false,
         })
@@ -124,7 +120,6 @@ impl Kernel for NetlinkKernel {
 
     fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {
         let mut socket = self.lock();
-        self.here.note();
         Writer::new(&mut socket, &self.namespace, owned, &self.seen).apply(changes)
     }
 
@@ -134,11 +129,6 @@ impl Kernel for NetlinkKernel {
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
         Ok(Box::new(self.namespace.run(|| Listener::open(self.port, self.seen.clone()))??))
-    }
-
-    fn beside(&self) -> Box<dyn FnMut() + Send> {
-        self.here.note();
-        Box::new(self.here.beside())
     }
 
     fn process(&self, port: u32) -> Option<Process> {

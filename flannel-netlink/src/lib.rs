@@ -1,6 +1,5 @@
 #![doc = include_str!("../README.md")]
 
-mod apart;
 mod apply;
 mod ask;
 mod changes;

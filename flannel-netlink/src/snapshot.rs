@@ -9,7 +9,6 @@ use flannel_core::{
     Subnet, Via,
 };
 
-use crate::apart::Here;
 use crate::ask::{ENODEV, find_link, name_of};
 use crate::codec::route::RouteMessage;
 use crate::codec::{addr, neigh, nexthop, route};
@@ -58,11 +57,7 @@ pub(crate) fn snapshot(
         }
     };
     std::thread::scope(|scope| {
-        let (mut apart, sort) = (Here::now().beside(), &mut sort);
-        let sorter = Builder::new().spawn_scoped(scope, move || {
-            apart();
-            sort();
-        });
+        let sorter = Builder::new().spawn_scoped(scope, &mut sort);
         if let Err(error) = sorter {
             tracing::debug!(%error, "tables are sorted when all are read");
         }

@@ -37,12 +37,8 @@ const RECHECK: Duration = Duration::from_secs(1);
 const HURRY: Duration = Duration::from_millis(100);
 
 /// During a round what the kernel tells is heard this often: nothing would be done about it before the end, and the
-/// kernel works faster if it wakes nobody with every message. While only links are listened for, it is heard after the round: whoever wakes
-/// takes the processor of who writes.
+/// kernel works faster if it wakes nobody with every message.
 const HEAR: Duration = Duration::from_millis(20);
-/// So long only links are listened for while a flood of new peers is put; 65,000 take less on slow machines too, by nexthop
-/// objects, and are to be looked over once, not in their midst and at their end.
-const DEAF: Duration = Duration::from_secs(3);
 /// After a round no more doubts than this are heard before the next one begins.
 const MOST_AT_ONCE: usize = 1 << 16;
 
@@ -63,14 +59,6 @@ enum Listener {
 }
 
 impl Listener {
-    fn tell_of_links_only(&mut self, only: bool) {
-        if let Self::Open(changes) = self
-            && let Err(error) = changes.tell_of_links_only(only)
-        {
-            *self = Self::Closed(error);
-        }
-    }
-
     /// Waits for news; for ever if there is no ear.
     async fn next(&mut self) -> Doubts {
         let Self::Open(changes) = self else { return std::future::pending().await };
@@ -84,16 +72,6 @@ impl Listener {
     }
 }
 
-/// What a flood of new peers does to hearing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Flood {
-    None,
-    /// Since then only links are listened for.
-    Deaf(Instant),
-    /// It lasts too long for that.
-    Heard,
-}
-
 /// The one loop that owns the reconciler.
 pub(crate) struct Driver {
     kernel: Arc<dyn Kernel>,
@@ -105,9 +83,6 @@ pub(crate) struct Driver {
     arrived: Option<Instant>,
     questions: mpsc::Receiver<Question>,
     listener: Listener,
-    flood: Flood,
-    /// Something may have happened while only links were listened for, and the kernel was not read since.
-    unheard: bool,
     heard: Heard,
     reads: Reads,
     /// When to make sure that all is well.
@@ -132,7 +107,6 @@ struct Round {
     may_read: bool,
     may_recheck: bool,
     may_hurry: bool,
-    may_flood: bool,
 }
 
 /// What came of it.
@@ -166,7 +140,7 @@ impl Round {
             reconciler.retry();
         }
         // Closed: the driver is gone, and nobody asks.
-        let _ = reconciler.settle(kernel, gate, self.may_read, self.may_flood);
+        let _ = reconciler.settle(kernel, gate, self.may_read);
         Outcome { reconciler, rechecked, listener }
     }
 }
@@ -187,8 +161,6 @@ impl Driver {
             arrived: Some(Instant::now()),
             questions,
             listener: Listener::Unopened,
-            flood: Flood::None,
-            unheard: false,
             heard: Heard::default(),
             reads: Reads::default(),
             resync_next: Instant::now() + RESYNC,
@@ -213,12 +185,11 @@ impl Driver {
         }
     }
 
-    /// Does all there is to do, listening meanwhile so that the kernel's messages do not pile up (of links alone there are few).
+    /// Does all there is to do, listening meanwhile so that the kernel's messages do not pile up.
     async fn work(&mut self, gate: &Arc<Gate>) {
         let round = self.round();
         let started = Instant::now();
         let repairs = !round.doubts.is_empty();
-        let deaf = self.is_deaf();
         // The invariant: only this function takes the reconciler, and it puts it back before it returns.
         let Some(reconciler) = self.reconciler.take() else { return };
         let (kernel, gate) = (Arc::clone(&self.kernel), Arc::clone(gate));
@@ -229,7 +200,7 @@ impl Driver {
                     Ok(done) => break done,
                     Err(panic) => std::panic::resume_unwind(panic.into_panic()),
                 },
-                () = tokio::time::sleep(HEAR), if !deaf => self.catch_up().await,
+                () = tokio::time::sleep(HEAR) => self.catch_up().await,
                 // A view that comes meanwhile has to wait; that counts.
                 Ok(()) = self.views.changed(), if self.arrived.is_none() => self.arrived = Some(Instant::now()),
             }
@@ -251,12 +222,10 @@ impl Driver {
             // Most of what takes longer was no repair.
             self.repair_pace.pass_after(now, (now - started).min(REPAIR_REST));
         }
-        self.unheard &= deaf || reads.done == self.reads.done;
         if reconciler.take_newly_failing() {
             (self.retry_after, self.retry_by_reading) = (RETRY_FIRST, false);
         }
         self.schedule(&reconciler);
-        self.listen_as_needed(reconciler.is_flooded(), reconciler.has_fresh());
         self.publish(&reconciler);
         self.reconciler = Some(reconciler);
         self.catch_up().await;
@@ -300,12 +269,6 @@ impl Driver {
         // When nobody will send more, the last view still counts.
         let view =
             self.arrived.take().map(|arrived| (self.views.borrow_and_update().clone(), arrived));
-        let would_flood = |(view, _): &(View, Instant)| {
-            self.reconciler.as_ref().is_some_and(|r| r.would_flood(view))
-        };
-        if view.as_ref().is_some_and(would_flood) {
-            self.listen_as_needed(true, true);
-        }
         Round {
             view,
             doubts: self.heard.take(),
@@ -314,35 +277,11 @@ impl Driver {
             may_read: due || listen || self.read_pace.is_ready(now),
             may_recheck: now >= self.recheck_next,
             may_hurry: now >= self.hurry_next,
-            may_flood: self.flood != Flood::None,
         }
-    }
-
-    fn is_deaf(&self) -> bool {
-        matches!(self.flood, Flood::Deaf(_))
-    }
-
-    /// Hears less while a flood of new peers is put, and makes sure afterwards that nothing was missed.
-    fn listen_as_needed(&mut self, is_flooded: bool, has_fresh: bool) {
-        let (now, was_deaf) = (Instant::now(), self.is_deaf());
-        self.flood = match self.flood {
-            Flood::None if is_flooded => Flood::Deaf(now),
-            Flood::Deaf(_) | Flood::Heard if !has_fresh => Flood::None,
-            Flood::Deaf(since) if now - since >= DEAF => Flood::Heard,
-            flood => flood,
-        };
-        if self.is_deaf() != was_deaf {
-            self.listener.tell_of_links_only(!was_deaf);
-            if was_deaf {
-                self.resync_next = now;
-            }
-        }
-        self.unheard |= self.is_deaf();
     }
 
     fn publish(&self, reconciler: &Reconciler) {
         let mut status = reconciler.status();
-        status.in_sync &= !self.unheard;
         if let Listener::Closed(error) = &self.listener {
             status.in_sync = false;
             status.kernel_error.get_or_insert_with(|| error.clone());

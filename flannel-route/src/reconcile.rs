@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use self::arrive::{Coming, FEW};
+use self::arrive::{Coming, SLICE};
 pub(crate) use self::write::{BATCH, Gate};
 use crate::admit::{Changed, Delta, Peers};
 use crate::ledger::Ledger;
@@ -155,7 +155,7 @@ impl Reconciler {
         let leases = std::mem::replace(&mut self.leases, view.leases.clone());
         self.live = matches!(view.origin, Origin::Live { .. });
         let mut changes: Vec<_> = view.leases.changes_since(&leases).collect();
-        if changes.len() > FEW && !self.is_unread() {
+        if changes.len() > SLICE && !self.is_unread() {
             let is_new =
                 |change: &mut (Subnets, Option<&Arc<Lease>>)| !self.peers.contains(&change.0);
             let new = changes.extract_if(.., is_new).filter_map(|(_, lease)| lease.cloned());
@@ -545,7 +545,7 @@ mod tests {
         }
 
         fn settle_as_far_as(&mut self, may_read: bool) {
-            self.reconciler.settle(&self.kernel, &Gate::default(), may_read, true).unwrap();
+            self.reconciler.settle(&self.kernel, &Gate::default(), may_read).unwrap();
         }
 
         fn doubt(&mut self, doubts: &Doubts) {
@@ -655,7 +655,7 @@ mod tests {
 
     #[test]
     fn of_each_object_of_many_new_peers_it_is_counted_how_long_it_took() {
-        const { assert!(250 > FEW, "they are put while others are made out") };
+        const { assert!(250 > SLICE, "they are put in several slices") };
         let world = World::settled(2..252);
         assert_eq!(world.reconciler.status().latency.count(), 2 * 250);
     }
@@ -847,28 +847,6 @@ mod tests {
         assert_eq!(status.kernel_error.map(|error| error.errno), Some(105));
     }
 
-    #[test]
-    fn a_flood_is_hundreds_of_new_peers_and_half_of_all() {
-        for (old, new, flooded) in
-            [(0, 511, false), (0, 512, true), (512, 512, true), (514, 512, false)]
-        {
-            let mut world = World::new();
-            let one = |n: u16| {
-                let dst =
-                    Subnet::new(IpAddr::from((u32::from(n) * 16 + 0x0a01_0000).to_be_bytes()), 28)
-                        .unwrap();
-                Lease { subnets: Subnets::new([dst]).unwrap(), ..lease(1, [198, 51, 100, 1]) }
-            };
-            (0..old).for_each(|n| world.leases.insert(one(n)));
-            world.view();
-            world.settle();
-            assert!(!world.reconciler.is_flooded(), "{old}");
-            (old..old + new).for_each(|n| world.leases.insert(one(n)));
-            world.view();
-            assert_eq!(world.reconciler.is_flooded(), flooded, "{new} beside {old}");
-        }
-    }
-
     /// The route of the peer 3 is damaged, the peer 4 leaves, the peer 7 comes, and the kernel may not be read.
     fn unread(doubts: &Doubts) -> World {
         let mut world = World::settled(2..5);
@@ -924,7 +902,7 @@ mod tests {
         gate.close();
         world.put(3, [198, 51, 100, 3]);
         world.kernel.take_calls();
-        assert!(world.reconciler.settle(&world.kernel, &gate, true, true).is_err());
+        assert!(world.reconciler.settle(&world.kernel, &gate, true).is_err());
         assert_eq!((world.kernel.take_calls(), world.route(3)), (vec![], None));
     }
 }

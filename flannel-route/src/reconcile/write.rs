@@ -3,17 +3,20 @@
 use std::collections::BTreeMap;
 use std::ops::Bound::{Excluded, Unbounded};
 use std::sync::Mutex;
+use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::arrive::ROUND;
 use super::{Cause, Failed, Reconciler, Unread};
 use flannel_core::{Change, Key, Nexthop, Object, Route, Via};
 use flannel_core::{Damage, Failure};
 use flannel_core::{Family, Subnet};
 use flannel_core::{Kernel, KernelError};
 
-/// How many changes are handed to the kernel at once, but for those of [new peers](super::arrive::GROUP): a stop waits for them.
+/// A repair, a newer view or a question waits for a round at most, beside the batch in hand.
+const ROUND: Duration = Duration::from_millis(10);
+
+/// How many changes are handed to the kernel at once, but for those of [new peers](super::arrive::SLICE): a stop waits for them.
 /// Mostly it takes a millisecond; among thousands of routes without nexthop objects, or where nexthop objects go, a hundred.
 pub(crate) const BATCH: usize = 128;
 
@@ -42,8 +45,7 @@ pub(crate) struct Closed;
 impl Reconciler {
     /// Brings the kernel to what is wanted, as far as it lets us; what it refuses is in the status. Of new peers it
     /// puts so many as a round may take, and of everything else: while there [is more](Self::is_unfinished), nothing is deleted but what
-    /// leases took away. Unless it `may_read` the kernel, it does what can be done without; unless it `may_flood` it, a [flood](Self::is_flooded) of new
-    /// peers waits. Blocks.
+    /// leases took away. Unless it `may_read` the kernel, it does what can be done without. Blocks.
     ///
     /// # Errors
     /// [`Closed`]: the gate was closed before everything was done.
@@ -52,7 +54,6 @@ impl Reconciler {
         kernel: &dyn Kernel,
         gate: &Gate,
         mut may_read: bool,
-        may_flood: bool,
     ) -> Result<(), Closed> {
         self.unfinished = false;
         let mut links_put = BTreeMap::new();
@@ -69,7 +70,7 @@ impl Reconciler {
                 self.put_noted(kernel, gate, Instant::now() + ROUND, |key, cause| {
                     matches!(cause, Cause::Lease(_)) || (blind && !matches!(key, Key::Link(_)))
                 })?;
-                return self.put_fresh(kernel, gate, may_flood);
+                return self.put_fresh(kernel, gate, Instant::now() + ROUND);
             }
             let links = self.put.keys().take_while(|key| matches!(key, Key::Link(_)));
             let links: Vec<Change> =
@@ -97,7 +98,7 @@ impl Reconciler {
         // However long reading took, something is done in each round.
         let end = Instant::now() + ROUND;
         self.put_noted(kernel, gate, end, |_, _| true)?;
-        self.put_fresh(kernel, gate, may_flood)?;
+        self.put_fresh(kernel, gate, end)?;
         // Of those that were looked at meanwhile, not all were fresh.
         self.put_noted(kernel, gate, end, |_, _| true)?;
         if !self.live {
