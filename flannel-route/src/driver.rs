@@ -38,7 +38,7 @@ const HURRY: Duration = Duration::from_millis(100);
 
 /// During a round what the kernel tells is heard this often: nothing would be done about it before the end, and the
 /// kernel works faster if it wakes nobody with every message.
-const HEAR: Duration = Duration::from_millis(20);
+const HEAR: Duration = Duration::from_millis(4);
 /// After a round no more doubts than this are heard before the next one begins.
 const MOST_AT_ONCE: usize = 1 << 16;
 

@@ -14,7 +14,7 @@ use flannel_core::{Family, Subnet};
 use flannel_core::{Kernel, KernelError};
 
 /// A repair, a newer view or a question waits for a round at most, beside the batch in hand.
-const ROUND: Duration = Duration::from_millis(10);
+const ROUND: Duration = Duration::from_millis(16);
 
 /// How many changes are handed to the kernel at once, but for those of [new peers](super::arrive::SLICE): a stop waits for them.
 /// Mostly it takes a millisecond; among thousands of routes without nexthop objects, or where nexthop objects go, a hundred.
