@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use crate::reconcile::BATCH;
+use crate::engine::BATCH;
 use flannel_core::NexthopBlock;
 use flannel_core::{Change, Key, Nexthop, Object, Route, State, Via};
 use flannel_core::{Dual, Subnet};

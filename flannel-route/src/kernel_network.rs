@@ -9,9 +9,9 @@ use flannel_core::{
 };
 use tokio::sync::{mpsc, watch};
 
-use crate::admit::{OfferPlan, Peers, Terms};
+use crate::admission::{Admission, AdmissionRules, OfferPlan};
 use crate::driver::Driver;
-use crate::reconcile::Reconciler;
+use crate::engine::Engine;
 
 /// A [`Network`] that keeps a kernel equal to a [`Blueprint`] applied to the leases.
 ///
@@ -56,7 +56,7 @@ use crate::reconcile::Reconciler;
 pub struct KernelNetwork {
     kernel: Arc<dyn Kernel>,
     lease: NodeLease,
-    reconciler: Box<Reconciler>,
+    engine: Box<Engine>,
     handle: NetworkHandle,
     status: watch::Sender<Arc<Status>>,
     questions: mpsc::Receiver<Question>,
@@ -95,14 +95,15 @@ impl KernelNetwork {
         // A plan that rejects our own lease defines nothing of ours.
         let _ = OfferPlan::run(&plans, own, &Env::new(&not_asked), &mut own_objects);
         let reserved = base.iter().chain(&own_objects).map(Object::key).collect();
-        let terms = Terms { networks, own: Some(own.subnets), public: own.attrs.public, reserved };
+        let terms =
+            AdmissionRules { networks, own: Some(own.subnets), public: own.attrs.public, reserved };
         let (status, receiver) = watch::channel(Arc::new(Status::default()));
         let (asked, questions) = mpsc::channel(1);
         Self {
             kernel,
             handle: NetworkHandle::new(own.clone(), mtu, receiver).with_questions(asked),
             lease,
-            reconciler: Box::new(Reconciler::new(owned, base, Peers::new(terms, plans))),
+            engine: Box::new(Engine::new(owned, base, Admission::new(terms, plans))),
             status,
             questions,
         }
@@ -117,7 +118,7 @@ impl KernelNetwork {
     pub fn drop_unused_addresses(mut self) -> Self {
         if let Some(lease) = self.lease.held() {
             let route = |dst| Object::from(Route { dst, via: Via::LastResort, mtu: None });
-            self.reconciler.want_blackholes(lease.subnets.iter().map(route));
+            self.engine.want_blackholes(lease.subnets.iter().map(route));
         }
         self
     }
@@ -130,6 +131,6 @@ impl Network for KernelNetwork {
     }
 
     async fn run(self: Box<Self>, views: watch::Receiver<View>) -> Result<Ended> {
-        Driver::new(self.kernel, self.reconciler, self.status, views, self.questions).run().await
+        Driver::new(self.kernel, self.engine, self.status, views, self.questions).run().await
     }
 }

@@ -1,19 +1,19 @@
 #![doc = include_str!("../README.md")]
 
-mod admit;
+mod admission;
+mod advisories;
+mod apply_stats;
 mod cleanup;
 mod driver;
-mod facts;
-mod heard;
+mod engine;
 mod host;
 mod kernel_network;
-mod ledger;
+mod link_lookups;
 mod nexthops;
-mod pace;
-mod reconcile;
-mod remarks;
-mod roster;
-mod tally;
+mod object_counts;
+mod peer_index;
+mod pending_events;
+mod rate_limiter;
 
 pub use cleanup::{Cleanup, cleanup, ready_for_go, remove_former, remove_go_routes};
 pub use host::{Host, JoinOptions};

@@ -1,7 +1,7 @@
-//! Which peer leases to believe, and the kernel objects that the believed ones define.
+//! Which peer leases to believe, and the kernel objects that the accepted ones define.
 //!
 //! The one thing to know: every node must believe the same leases, so of two that clash (overlapping subnets,
-//! or two definitions of one kernel object) the one with the smaller [`Lease::precedence`] is believed, on every
+//! or two definitions of one kernel object) the one with the smaller [`Lease::precedence`] is accepted, on every
 //! node alike. Only this node's own lease wins without that. Belief is recomputed for the leases that a
 //! change can touch, found through indexes: one change among 50,000 leases costs one lease.
 
@@ -9,9 +9,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use crate::facts::Facts;
-use crate::remarks::Remarks;
-use crate::roster::{Aside, Id, Peer, Roster};
+use crate::advisories::Advisories;
+use crate::link_lookups::LinkLookups;
+use crate::peer_index::{Extras, Id, Peer, PeerIndex};
 use flannel_core::Disbelief;
 use flannel_core::LinkName;
 use flannel_core::Listing;
@@ -23,7 +23,7 @@ use flannel_core::{Lease, Revision, Subnets};
 
 /// What leases are judged by.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Terms {
+pub(crate) struct AdmissionRules {
     /// The enabled pod networks.
     pub(crate) networks: Dual<Subnet>,
     /// This node's own subnets.
@@ -47,11 +47,11 @@ pub(crate) struct Delta {
 pub(crate) struct Changed {
     /// Objects of peers that were there before, or that several peers define, in the order of keys.
     pub(crate) deltas: Vec<Delta>,
-    /// Peers that are new, believed, and touch no other's objects: all that they define is to be put. Each is
-    /// `fresh` until [`Peers::take_fresh`].
+    /// Admission that are new, accepted, and touch no other's objects: all that they define is to be put. Each is
+    /// `fresh` until [`Admission::take_fresh`].
     pub(crate) fresh: Vec<Id>,
     /// What fresh peers defined that are gone or planned anew: nothing of it was put yet.
-    pub(crate) unput: Vec<Key>,
+    pub(crate) unapplied: Vec<Key>,
 }
 
 /// The plan for the leases of one backend type.
@@ -89,13 +89,13 @@ impl OfferPlan {
 }
 
 /// All peers, and what they define.
-pub(crate) struct Peers {
-    terms: Terms,
+pub(crate) struct Admission {
+    terms: AdmissionRules,
     plans: Vec<OfferPlan>,
-    roster: Roster,
-    facts: Facts,
+    index: PeerIndex,
+    lookups: LinkLookups,
     disbelieved: Listing<Subnets, Disbelief>,
-    remarks: Remarks,
+    remarks: Advisories,
     /// So many peers more are about to come.
     expected: usize,
 }
@@ -103,7 +103,7 @@ pub(crate) struct Peers {
 /// The work of one update.
 #[derive(Default)]
 struct Update {
-    /// Peers that are new, and whether others define one of their objects.
+    /// Admission that are new, and whether others define one of their objects.
     added: Vec<(Id, bool)>,
     /// Other peers whose belief must be recomputed.
     dirty: BTreeSet<Id>,
@@ -111,17 +111,17 @@ struct Update {
     touched: BTreeMap<Key, Option<Object>>,
     /// Slots of peers that went.
     vacated: Vec<Id>,
-    unput: Vec<Key>,
+    unapplied: Vec<Key>,
 }
 
-impl Peers {
-    pub(crate) fn new(terms: Terms, plans: Vec<OfferPlan>) -> Self {
-        let remarks = Remarks::new(&terms.public);
+impl Admission {
+    pub(crate) fn new(terms: AdmissionRules, plans: Vec<OfferPlan>) -> Self {
+        let remarks = Advisories::new(&terms.public);
         Self {
             terms,
             plans,
-            roster: Roster::default(),
-            facts: Facts::default(),
+            index: PeerIndex::default(),
+            lookups: LinkLookups::default(),
             disbelieved: Listing::default(),
             remarks,
             expected: 0,
@@ -135,53 +135,53 @@ impl Peers {
 
     /// A lease for these subnets was taken in.
     pub(crate) fn contains(&self, subnets: &Subnets) -> bool {
-        self.roster.id(subnets).is_some()
+        self.index.id(subnets).is_some()
     }
 
-    /// The definition of an object, if a believed peer defines it.
+    /// The definition of an object, if a accepted peer defines it.
     pub(crate) fn object(&self, key: &Key) -> Option<Object> {
-        self.roster
+        self.index
             .claimants(key)
-            .find(|(_, peer, _)| peer.believed)
+            .find(|(_, peer, _)| peer.accepted)
             .map(|(.., object)| object.clone())
     }
 
     /// The same of a peer that is not fresh.
     pub(crate) fn settled_object(&self, key: &Key) -> Option<Object> {
-        let settled = |peer: &Peer| peer.believed && !peer.fresh;
-        self.roster
+        let settled = |peer: &Peer| peer.accepted && !peer.fresh;
+        self.index
             .claimants(key)
             .find(|(_, peer, _)| settled(peer))
             .map(|(.., object)| object.clone())
     }
 
-    /// All objects of believed peers, in no order. Those that several peers define come several times.
+    /// All objects of accepted peers, in no order. Those that several peers define come several times.
     pub(crate) fn objects(&self) -> impl Iterator<Item = &Object> {
-        self.roster.peers().filter(|peer| peer.believed).flat_map(|peer| peer.objects.iter())
+        self.index.peers().filter(|peer| peer.accepted).flat_map(|peer| peer.objects.iter())
     }
 
     /// The same without those of fresh peers.
     pub(crate) fn settled_objects(&self) -> impl Iterator<Item = &Object> {
-        let settled = self.roster.peers().filter(|peer| peer.believed && !peer.fresh);
+        let settled = self.index.peers().filter(|peer| peer.accepted && !peer.fresh);
         settled.flat_map(|peer| peer.objects.iter())
     }
 
     /// What a peer defines if it is fresh.
     pub(crate) fn fresh_objects(&self, id: Id) -> Option<&[Object]> {
-        let peer = self.roster.peer(id).filter(|peer| peer.fresh && peer.believed)?;
+        let peer = self.index.peer(id).filter(|peer| peer.fresh && peer.accepted)?;
         Some(&peer.objects)
     }
 
     /// The same, and it is fresh no more.
     pub(crate) fn take_fresh(&mut self, id: Id) -> Option<&[Object]> {
-        let peer = self.roster.peer_mut(id)?;
-        let fresh = std::mem::take(&mut peer.fresh) && peer.believed;
+        let peer = self.index.peer_mut(id)?;
+        let fresh = std::mem::take(&mut peer.fresh) && peer.accepted;
         fresh.then_some(&*peer.objects)
     }
 
     /// The lease of a peer that is fresh.
     pub(crate) fn fresh_lease(&self, id: Id) -> Option<&Lease> {
-        self.roster.peer(id).filter(|peer| peer.fresh && peer.believed).map(|peer| &*peer.lease)
+        self.index.peer(id).filter(|peer| peer.fresh && peer.accepted).map(|peer| &*peer.lease)
     }
 
     /// What a peer would define that was not taken in yet.
@@ -194,12 +194,12 @@ impl Peers {
         objects
     }
 
-    pub(crate) fn facts(&self) -> &Facts {
-        &self.facts
+    pub(crate) fn lookups(&self) -> &LinkLookups {
+        &self.lookups
     }
 
-    pub(crate) fn believed(&self) -> usize {
-        self.roster.len() - self.disbelieved.len()
+    pub(crate) fn accepted(&self) -> usize {
+        self.index.len() - self.disbelieved.len()
     }
 
     pub(crate) fn disbelieved(&self) -> &Listing<Subnets, Disbelief> {
@@ -212,11 +212,11 @@ impl Peers {
         self.remarks.listing()
     }
 
-    /// The believed peer that defines an object.
+    /// The accepted peer that defines an object.
     pub(crate) fn definer(&self, key: &Key) -> Option<Subnets> {
-        self.roster
+        self.index
             .claimants(key)
-            .find(|(_, peer, _)| peer.believed)
+            .find(|(_, peer, _)| peer.accepted)
             .map(|(_, peer, _)| peer.lease.subnets)
     }
 
@@ -224,21 +224,21 @@ impl Peers {
     pub(crate) fn routes_by(&self, nexthop: &Key) -> Option<Vec<Key>> {
         let Key::Nexthop(wanted) = nexthop else { return None };
         let by_it = |object: &&Object| matches!(object, Object::Route(Route { via: Via::Nexthop(id), .. }) if id == wanted);
-        let mut claimants = self.roster.claimants(nexthop).peekable();
+        let mut claimants = self.index.claimants(nexthop).peekable();
         claimants.peek()?;
-        let believed = claimants.filter(|(_, peer, _)| peer.believed);
+        let accepted = claimants.filter(|(_, peer, _)| peer.accepted);
         Some(
-            believed
+            accepted
                 .flat_map(|(_, peer, _)| peer.objects.iter().filter(by_it))
                 .map(|object| object.key())
                 .collect(),
         )
     }
 
-    /// The peer whose subnet holds `address`. A believed one comes before others, the longest prefix first.
+    /// The peer whose subnet holds `address`. A accepted one comes before others, the longest prefix first.
     pub(crate) fn holder_of(&self, address: IpAddr) -> Option<&Peer> {
-        let around = || self.roster.around(address);
-        around().find(|peer| peer.believed).or_else(|| around().next())
+        let around = || self.index.around(address);
+        around().find(|peer| peer.accepted).or_else(|| around().next())
     }
 
     /// Takes in changed leases (`None`: gone). This node's own lease is passed over.
@@ -250,7 +250,7 @@ impl Peers {
         let mut update = Update::default();
         let own = self.terms.own;
         for (subnets, lease) in changes.filter(|(subnets, _)| Some(*subnets) != own) {
-            let id = self.roster.id(&subnets);
+            let id = self.index.id(&subnets);
             let told = id.map(|id| self.remove(id, &mut update)).unwrap_or_default();
             if let Some(lease) = lease {
                 // Where the kernel cannot say, what it said last holds.
@@ -261,17 +261,17 @@ impl Peers {
         self.finish(update)
     }
 
-    /// Asks the facts about addresses inside `under` (`None`: all) again, and plans anew where one changed.
+    /// Asks the lookups about addresses inside `under` (`None`: all) again, and plans anew where one changed.
     pub(crate) fn recheck(&mut self, under: Option<Subnet>, on_link: &Answer<'_>) -> Changed {
-        let again = self.facts.recheck(under, on_link);
-        let peers = again.into_iter().filter_map(|id| self.roster.peer(id));
+        let again = self.lookups.recheck(under, on_link);
+        let peers = again.into_iter().filter_map(|id| self.index.peer(id));
         let leases: Vec<_> = peers.map(|peer| Arc::clone(&peer.lease)).collect();
         self.update(leases.iter().map(|lease| (lease.subnets, Some(lease))), on_link)
     }
 
     fn insert(&mut self, lease: Arc<Lease>, on_link: &Answer<'_>, update: &mut Update) {
-        let id = self.roster.next_id();
-        let on_link = |address| on_link(address).or_else(|| self.facts.told(&address));
+        let id = self.index.next_id();
+        let on_link = |address| on_link(address).or_else(|| self.lookups.told(&address));
         let env = Env::new(&on_link);
         let mut objects = Vec::new();
         let rejected = self.plan(&lease, &env, &mut objects).err();
@@ -280,44 +280,44 @@ impl Peers {
         }
         keep_first_of_each_key(&mut objects);
         if self.expected > 0 {
-            self.roster.reserve(std::mem::take(&mut self.expected), objects.len());
+            self.index.reserve(std::mem::take(&mut self.expected), objects.len());
         }
         let (asked, remarks) = env.into_parts();
         self.remarks.joined(&lease, remarks);
         for (address, told) in &asked {
-            self.facts.asked(*address, *told, id);
+            self.lookups.asked(*address, *told, id);
         }
-        let aside =
-            Aside { asked: asked.into_keys().collect(), rejected: rejected.map(|r| r.0.into()) };
+        let extras =
+            Extras { asked: asked.into_keys().collect(), rejected: rejected.map(|r| r.0.into()) };
         let peer = Peer {
             lease,
             objects: objects[..].into(),
-            aside: (aside != Aside::default()).then(|| Box::new(aside)),
-            believed: false,
+            extras: (extras != Extras::default()).then(|| Box::new(extras)),
+            accepted: false,
             fresh: false,
         };
-        let shared = self.roster.insert(id, peer, &objects);
+        let shared = self.index.insert(id, peer, &objects);
         update.added.push((id, shared));
     }
 
     /// Returns what its plan was told.
     fn remove(&mut self, id: Id, update: &mut Update) -> BTreeMap<IpAddr, Option<LinkName>> {
-        for (other, _) in self.roster.neighbours(id) {
+        for (other, _) in self.index.neighbours(id) {
             update.dirty.insert(other);
             self.touch_all(other, update);
         }
         self.touch_all(id, update);
         update.dirty.remove(&id);
-        let Some(peer) = self.roster.remove(id) else { return BTreeMap::new() };
+        let Some(peer) = self.index.remove(id) else { return BTreeMap::new() };
         if peer.fresh {
-            update.unput.extend(peer.objects.iter().map(|object| object.key()));
+            update.unapplied.extend(peer.objects.iter().map(|object| object.key()));
         }
         self.remarks.left(&peer.lease);
         let told =
-            peer.asked().iter().filter_map(|address| Some((*address, self.facts.told(address)?)));
+            peer.asked().iter().filter_map(|address| Some((*address, self.lookups.told(address)?)));
         let told = told.collect();
         for address in peer.asked() {
-            self.facts.forget(address, id);
+            self.lookups.forget(address, id);
         }
         self.disbelieved.remove(&peer.lease.subnets);
         update.vacated.push(id);
@@ -354,7 +354,7 @@ impl Peers {
         let added = std::mem::take(&mut update.added);
         for (id, shared) in &added {
             // Who came later may define one of its objects too: then that one shares it, and this one is its neighbour.
-            if *shared || !self.roster.overlapping(*id).is_empty() {
+            if *shared || !self.index.overlapping(*id).is_empty() {
                 update.dirty.insert(*id);
                 self.touch_all(*id, &mut update);
             }
@@ -363,7 +363,7 @@ impl Peers {
         let mut contested: Vec<Id> = Vec::new();
         while let Some(id) = open.pop() {
             contested.push(id);
-            for (other, _) in self.roster.neighbours(id) {
+            for (other, _) in self.index.neighbours(id) {
                 if update.dirty.insert(other) {
                     self.touch_all(other, &mut update);
                     open.push(other);
@@ -374,13 +374,13 @@ impl Peers {
             added.into_iter().map(|(id, _)| id).filter(|id| !update.dirty.contains(id)).collect();
         let fresh = self.judge_alone(alone, &mut update);
         self.judge_contested(contested);
-        self.roster.vacate(std::mem::take(&mut update.vacated));
+        self.index.vacate(std::mem::take(&mut update.vacated));
         let delta = |(key, before)| {
             let after = self.object(&key);
             (before != after).then_some(Delta { key, before, after })
         };
         let deltas = update.touched.into_iter().filter_map(delta).collect();
-        Changed { deltas, fresh, unput: update.unput }
+        Changed { deltas, fresh, unapplied: update.unapplied }
     }
 
     /// Judges new peers without neighbours; returns those that are fresh.
@@ -388,24 +388,24 @@ impl Peers {
         alone.retain(|id| {
             let is_touched = |object: &Object| update.touched.contains_key(&object.key());
             let mut objects =
-                self.roster.peer(*id).map(|peer| peer.objects.iter()).unwrap_or_default();
+                self.index.peer(*id).map(|peer| peer.objects.iter()).unwrap_or_default();
             let touched = !update.touched.is_empty() && objects.any(is_touched);
             if touched {
                 self.touch_all(*id, update);
             }
-            let believed = self.judge(*id, &BTreeSet::new());
-            match self.roster.peer_mut(*id) {
-                Some(peer) => peer.fresh = believed && !touched,
+            let accepted = self.judge(*id, &BTreeSet::new());
+            match self.index.peer_mut(*id) {
+                Some(peer) => peer.fresh = accepted && !touched,
                 None => return false,
             }
-            believed && !touched
+            accepted && !touched
         });
         alone
     }
 
     fn judge_contested(&mut self, mut contested: Vec<Id>) {
         contested.sort_by_cached_key(|id| {
-            self.roster
+            self.index
                 .peer(*id)
                 .map_or((Revision(0), String::new()), |peer| peer.lease.precedence())
         });
@@ -417,35 +417,32 @@ impl Peers {
         }
     }
 
-    /// Decides whether to believe a peer, given the believed ones among its neighbours.
+    /// Decides whether to believe a peer, given the accepted ones among its neighbours.
     fn judge(&mut self, id: Id, winners: &BTreeSet<Id>) -> bool {
-        let Some(peer) = self.roster.peer(id) else { return false };
+        let Some(peer) = self.index.peer(id) else { return false };
         let subnets = peer.lease.subnets;
         let verdict = self.objection(peer).or_else(|| {
             if winners.is_empty() {
                 return None;
             }
-            let (other, key) = self
-                .roster
-                .neighbours(id)
-                .into_iter()
-                .find(|(other, _)| winners.contains(other))?;
-            let other = &self.roster.peer(other)?.lease;
+            let (other, key) =
+                self.index.neighbours(id).into_iter().find(|(other, _)| winners.contains(other))?;
+            let other = &self.index.peer(other)?.lease;
             let (earlier, holder) = (other.subnets, holder(&other.attrs));
             Some(match key {
                 Some(key) => Disbelief::Contradicts { key, earlier, holder },
                 None => Disbelief::Overlaps { earlier, holder },
             })
         });
-        let believed = verdict.is_none();
+        let accepted = verdict.is_none();
         match verdict {
             Some(why) => drop(self.disbelieved.insert(subnets, why)),
             None => drop(self.disbelieved.remove(&subnets)),
         }
-        if let Some(peer) = self.roster.peer_mut(id) {
-            peer.believed = believed;
+        if let Some(peer) = self.index.peer_mut(id) {
+            peer.accepted = accepted;
         }
-        believed
+        accepted
     }
 
     /// What speaks against a peer whatever other peers say.
@@ -488,7 +485,7 @@ impl Peers {
     }
 
     fn touch_all(&self, id: Id, update: &mut Update) {
-        let Some(peer) = self.roster.peer(id) else { return };
+        let Some(peer) = self.index.peer(id) else { return };
         for object in peer.objects.iter() {
             self.touch(object.key(), update);
         }
@@ -561,23 +558,23 @@ mod tests {
         })
     }
 
-    fn peers(own: Option<&str>) -> Peers {
+    fn peers(own: Option<&str>) -> Admission {
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
         let own = own.map(|own| own.parse().unwrap());
-        Peers::new(Terms { networks, own, ..Terms::default() }, every(plan))
+        Admission::new(AdmissionRules { networks, own, ..AdmissionRules::default() }, every(plan))
     }
 
     fn no_answer(_: IpAddr) -> Option<Option<LinkName>> {
         Some(None)
     }
 
-    fn put(peers: &mut Peers, lease: &Arc<Lease>) -> Vec<Delta> {
+    fn put(peers: &mut Admission, lease: &Arc<Lease>) -> Vec<Delta> {
         let changed = peers.update([(lease.subnets, Some(lease))].into_iter(), &no_answer);
         all(peers, changed)
     }
 
     /// All that changed, as deltas.
-    fn all(peers: &mut Peers, changed: Changed) -> Vec<Delta> {
+    fn all(peers: &mut Admission, changed: Changed) -> Vec<Delta> {
         let mut deltas = changed.deltas;
         for id in changed.fresh {
             let objects = peers.take_fresh(id).expect("fresh");
@@ -588,7 +585,7 @@ mod tests {
         deltas
     }
 
-    fn why(peers: &Peers, lease: &Lease) -> String {
+    fn why(peers: &Admission, lease: &Lease) -> String {
         peers.disbelieved().get(&lease.subnets).map(ToString::to_string).unwrap_or_default()
     }
 
@@ -665,12 +662,12 @@ mod tests {
         let mut peers = peers(None);
         let (first, moved) = (lease("10.1.1.0-24", 1, 1, 1), lease("10.1.1.0-24", 1, 2, 1));
         let changed = peers.update([(first.subnets, Some(&first))].into_iter(), &no_answer);
-        assert_eq!((changed.deltas, changed.fresh.len(), changed.unput), (vec![], 1, vec![]));
+        assert_eq!((changed.deltas, changed.fresh.len(), changed.unapplied), (vec![], 1, vec![]));
         let changed = peers.update([(moved.subnets, Some(&moved))].into_iter(), &no_answer);
         assert_eq!((changed.deltas.len(), changed.fresh.len()), (1, 0), "the route is the same");
-        assert_eq!(changed.unput.len(), 2, "and was never put");
+        assert_eq!(changed.unapplied.len(), 2, "and was never put");
         let changed = peers.update([(first.subnets, Some(&first))].into_iter(), &no_answer);
-        assert_eq!((changed.deltas.len(), changed.unput), (1, vec![]));
+        assert_eq!((changed.deltas.len(), changed.unapplied), (1, vec![]));
     }
 
     #[test]
@@ -691,7 +688,7 @@ mod tests {
             );
         }
         put(&mut peers, &lease("10.1.9.0-24", 1, 1, 1));
-        assert_eq!(peers.roster.len(), 4, "the own lease is no peer");
+        assert_eq!(peers.index.len(), 4, "the own lease is no peer");
         assert_eq!(peers.objects().count(), 0);
         let mut bad = Arc::unwrap_or_clone(lease("10.1.3.0-24", 1, 1, 1));
         bad.attrs.backend_data.v4 = None;
@@ -734,7 +731,8 @@ mod tests {
             Ok(())
         });
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
-        let mut peers = Peers::new(Terms { networks, ..Terms::default() }, every(plan));
+        let mut peers =
+            Admission::new(AdmissionRules { networks, ..AdmissionRules::default() }, every(plan));
         let greedy = lease("10.1.1.0-24", 1, 1, 1);
         put(&mut peers, &greedy);
         assert!(why(&peers, &greedy).contains("route blackhole 10.1.0.0/16, outside its subnets"));
@@ -754,7 +752,8 @@ mod tests {
             Ok(())
         });
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
-        let mut peers = Peers::new(Terms { networks, ..Terms::default() }, every(plan));
+        let mut peers =
+            Admission::new(AdmissionRules { networks, ..AdmissionRules::default() }, every(plan));
         put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
         let mtus = peers.objects().map(|object| match object {
             Object::Route(route) => (route.dst, route.mtu),
@@ -771,19 +770,19 @@ mod tests {
         let mut peers = peers(None);
         let (one, other) = (lease("10.1.1.0-24", 1, 1, 1), lease("10.1.2.0-24", 1, 2, 2));
         put(&mut peers, &one);
-        let slot = peers.roster.id(&one.subnets);
+        let slot = peers.index.id(&one.subnets);
         let asked_about = Subnet::host([192, 0, 2, 1].into());
-        assert!(peers.facts().are_under(asked_about));
+        assert!(peers.lookups().are_under(asked_about));
         peers.update([(one.subnets, None)].into_iter(), &no_answer);
-        assert!(!peers.facts().are_under(asked_about), "nobody asks any more");
+        assert!(!peers.lookups().are_under(asked_about), "nobody asks any more");
         put(&mut peers, &other);
-        assert!(slot.is_some() && peers.roster.id(&other.subnets) == slot);
+        assert!(slot.is_some() && peers.index.id(&other.subnets) == slot);
     }
 
     #[test]
     fn shared_public_addresses_are_remarked() {
         let mut peers = peers(None);
-        peers.remarks = Remarks::new(&[IpAddr::from([192, 0, 2, 1])].into_iter().collect());
+        peers.remarks = Advisories::new(&[IpAddr::from([192, 0, 2, 1])].into_iter().collect());
         put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
         let own = "2 nodes share the public address 192.0.2.1, this one among them";
         assert_eq!(peers.remarks().keys().collect::<Vec<_>>(), [own]);
@@ -798,7 +797,7 @@ mod tests {
         let network: Subnet = "10.1.0.0/16".parse().unwrap();
         let mut sorted: Vec<_> = leases.iter().cloned().collect();
         sorted.sort_by_key(|lease| lease.precedence());
-        let mut believed: Vec<(Arc<Lease>, Vec<Object>)> = Vec::new();
+        let mut accepted: Vec<(Arc<Lease>, Vec<Object>)> = Vec::new();
         for lease in sorted {
             let mut objects = Vec::new();
             let planned = plan(&lease, &Env::new(&no_answer), &mut objects);
@@ -808,11 +807,11 @@ mod tests {
             };
             let inside = lease.subnets.iter().all(|s| network.covers(&s));
             let ours = own.is_some_and(|own| own.overlaps(&lease.subnets));
-            if planned.is_ok() && inside && !ours && !believed.iter().any(clash) {
-                believed.push((lease, objects));
+            if planned.is_ok() && inside && !ours && !accepted.iter().any(clash) {
+                accepted.push((lease, objects));
             }
         }
-        believed.into_iter().map(|(lease, _)| lease.subnets).collect()
+        accepted.into_iter().map(|(lease, _)| lease.subnets).collect()
     }
 
     proptest! {
@@ -837,9 +836,9 @@ mod tests {
                         None => drop(objects.remove(&delta.key)),
                     }
                 }
-                let believed: BTreeSet<Subnets> =
+                let accepted: BTreeSet<Subnets> =
                     leases.iter().map(|l| l.subnets).filter(|s| !peers.disbelieved().contains_key(s)).collect();
-                prop_assert_eq!(believed, model(&leases, peers.terms.own));
+                prop_assert_eq!(accepted, model(&leases, peers.terms.own));
                 let defined: BTreeMap<Key, Object> = peers.objects().map(|o| (o.key(), o.clone())).collect();
                 prop_assert_eq!(&defined, &objects);
             }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 use super::write::{Closed, Gate};
-use super::{Cause, Reconciler, expand};
+use super::{Cause, Engine, expand};
 use flannel_core::{Change, Object};
 use flannel_core::{Kernel, Lease};
 
@@ -20,12 +20,12 @@ pub(super) const SLICE: usize = 64;
 
 /// Leases that one view brought and nobody has looked at yet.
 #[derive(Debug, Default)]
-pub(super) struct Coming {
+pub(super) struct Unprocessed {
     leases: std::vec::IntoIter<Arc<Lease>>,
     arrived: Option<Instant>,
 }
 
-impl Coming {
+impl Unprocessed {
     pub(super) fn new(leases: Vec<Arc<Lease>>, arrived: Instant) -> Self {
         Self { leases: leases.into_iter(), arrived: Some(arrived) }
     }
@@ -39,9 +39,9 @@ impl Coming {
     }
 }
 
-impl Reconciler {
+impl Engine {
     /// Puts what new peers define, slice by slice, until `end`; at least one slice.
-    pub(super) fn put_fresh(
+    pub(super) fn put_new_peers(
         &mut self,
         kernel: &dyn Kernel,
         gate: &Gate,
@@ -60,27 +60,27 @@ impl Reconciler {
         Ok(())
     }
 
-    /// Looks at the next slice of the leases that are coming; false if there are none.
-    fn take_coming(&mut self, kernel: &dyn Kernel) -> bool {
-        let next: Vec<_> = self.coming.leases.by_ref().take(SLICE).collect();
-        let arrived = self.coming.arrived;
-        if self.coming.len() == 0 {
+    /// Looks at the next slice of the leases that are unprocessed; false if there are none.
+    fn take_unprocessed(&mut self, kernel: &dyn Kernel) -> bool {
+        let next: Vec<_> = self.unprocessed.leases.by_ref().take(SLICE).collect();
+        let arrived = self.unprocessed.arrived;
+        if self.unprocessed.len() == 0 {
             // Room for thousands is not kept.
-            self.coming = Coming::default();
+            self.unprocessed = Unprocessed::default();
         }
         let Some(arrived) = arrived else { return false };
         self.take_in(next.iter().map(|lease| (lease.subnets, Some(lease))), arrived, kernel);
         true
     }
 
-    /// Looks at all leases that are coming.
-    pub(super) fn take_all_coming(&mut self, kernel: &dyn Kernel) {
-        while self.take_coming(kernel) {}
+    /// Looks at all leases that are unprocessed.
+    pub(super) fn take_all_unprocessed(&mut self, kernel: &dyn Kernel) {
+        while self.take_unprocessed(kernel) {}
     }
 
     /// The objects of the next new peers, which are new no more, and when their leases were there; `None` if there are none.
     fn next_slice(&mut self, kernel: &dyn Kernel) -> Option<(Vec<Change>, Option<Instant>)> {
-        while self.fresh.is_empty() && self.take_coming(kernel) {}
+        while self.fresh.is_empty() && self.take_unprocessed(kernel) {}
         let (_, arrived) = self.fresh.front().copied()?;
         // By kind: that is the order of creation.
         let mut objects: [Vec<Object>; 6] = Default::default();

@@ -14,7 +14,7 @@ use flannel_core::{Damage, Failure, Repair, Status};
 
 /// The books of one network.
 #[derive(Debug, Default)]
-pub(crate) struct Ledger {
+pub(crate) struct ApplyStats {
     failing: Listing<Key, Failure>,
     /// Something failed that did not fail before.
     newly_failing: bool,
@@ -25,7 +25,7 @@ pub(crate) struct Ledger {
     latency: Histogram,
 }
 
-impl Ledger {
+impl ApplyStats {
     /// A change that leases asked for was made, and how long after they were there.
     pub(crate) fn applied(&mut self, after: Option<Duration>) {
         self.applied += 1;

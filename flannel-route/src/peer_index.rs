@@ -26,14 +26,14 @@ pub(crate) struct Peer {
     /// What its plan defines, one of each key; empty if the plan rejected it.
     pub(crate) objects: Box<[Object]>,
     /// What few plans leave.
-    pub(crate) aside: Option<Box<Aside>>,
-    pub(crate) believed: bool,
+    pub(crate) extras: Option<Box<Extras>>,
+    pub(crate) accepted: bool,
     /// Nothing of it was put yet.
     pub(crate) fresh: bool,
 }
 
 #[derive(Debug, PartialEq, Eq, Default)]
-pub(crate) struct Aside {
+pub(crate) struct Extras {
     /// The addresses that the plan asked about.
     pub(crate) asked: Box<[IpAddr]>,
     /// Why the plan rejected the peer.
@@ -43,17 +43,17 @@ pub(crate) struct Aside {
 impl Peer {
     /// The addresses that its plan asked about.
     pub(crate) fn asked(&self) -> &[IpAddr] {
-        self.aside.as_ref().map_or(&[], |aside| &aside.asked)
+        self.extras.as_ref().map_or(&[], |extras| &extras.asked)
     }
 
     /// Why the plan rejected it.
     pub(crate) fn rejected(&self) -> Option<&str> {
-        self.aside.as_ref()?.rejected.as_deref()
+        self.extras.as_ref()?.rejected.as_deref()
     }
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Roster {
+pub(crate) struct PeerIndex {
     slots: Vec<Option<Peer>>,
     free: Vec<Id>,
     hasher: RandomState,
@@ -87,7 +87,7 @@ fn hash_of(hasher: &RandomState, key: &Key) -> u32 {
     hasher.hash_one(key) as u32
 }
 
-impl Roster {
+impl PeerIndex {
     /// How many peers there are.
     pub(crate) fn len(&self) -> usize {
         self.ids.len()
@@ -141,7 +141,7 @@ impl Roster {
         })
     }
 
-    /// Puts a peer with these `objects` into a slot that [`Roster::next_id`] gave; says whether others define one of them.
+    /// Puts a peer with these `objects` into a slot that [`PeerIndex::next_id`] gave; says whether others define one of them.
     pub(crate) fn insert(&mut self, id: Id, peer: Peer, objects: &[Object]) -> bool {
         let subnets = peer.lease.subnets;
         let mut shared = false;
@@ -165,7 +165,7 @@ impl Roster {
         shared
     }
 
-    /// Takes a peer out. Its slot stays its own until [`Roster::vacate`].
+    /// Takes a peer out. Its slot stays its own until [`PeerIndex::vacate`].
     pub(crate) fn remove(&mut self, id: Id) -> Option<Peer> {
         let peer = self.slots[id as usize].take()?;
         for object in peer.objects.iter() {

@@ -2,7 +2,7 @@
 
 use std::cell::OnceCell;
 
-use super::{Cause, Reconciler, Unread};
+use super::{Cause, Engine, Unread};
 use flannel_core::Damage;
 use flannel_core::{Culprit, Doubts, Kernel, ROUTE_PROTOCOL, Report};
 use flannel_core::{Key, Object, Route, Via};
@@ -29,37 +29,38 @@ impl Suspect<'_> {
     }
 }
 
-impl Reconciler {
-    pub(crate) fn has_urgent_facts(&self) -> bool {
-        self.stale_facts.urgent
+impl Engine {
+    pub(crate) fn has_urgent_lookups(&self) -> bool {
+        self.stale_lookups.urgent
     }
 
-    pub(crate) fn has_stale_facts(&self) -> bool {
-        self.stale_facts.all || !self.stale_facts.under.is_empty()
+    pub(crate) fn has_stale_lookups(&self) -> bool {
+        self.stale_lookups.all || !self.stale_lookups.under.is_empty()
     }
 
     /// Takes in news from the kernel, and asks it who that was where it matters.
-    pub(crate) fn doubt(&mut self, doubts: &Doubts, kernel: &dyn Kernel) {
+    pub(crate) fn invalidate(&mut self, doubts: &Doubts, kernel: &dyn Kernel) {
         match doubts {
             Doubts::Everything => {
                 self.unread = Unread::Everything;
-                self.stale_facts.all = true;
+                self.stale_lookups.all = true;
             }
             Doubts::Link(name) => {
                 if self.owned.links.contains(name) || self.owned.routes_on.contains(name) {
                     self.unread = Unread::Everything;
                 }
-                self.stale_facts.urgent |= self.owned.routes_on.contains(name);
-                self.stale_facts.all |= self.stale_facts.urgent || self.answer_links.contains(name);
+                self.stale_lookups.urgent |= self.owned.routes_on.contains(name);
+                self.stale_lookups.all |=
+                    self.stale_lookups.urgent || self.answer_links.contains(name);
             }
             Doubts::Objects(reports, by) => {
                 let by = Suspect { said: by.as_ref(), kernel, named: OnceCell::new() };
-                reports.iter().for_each(|report| self.doubt_object(report, &by));
+                reports.iter().for_each(|report| self.invalidate_object(report, &by));
             }
         }
     }
 
-    fn doubt_object(&mut self, report: &Report, by: &Suspect<'_>) {
+    fn invalidate_object(&mut self, report: &Report, by: &Suspect<'_>) {
         let key = match report {
             Report::Now(object) | Report::Inexact(object) | Report::Double(object) => object.key(),
             Report::Other(key) | Report::Beside(key) | Report::Gone(key) => *key,
@@ -67,9 +68,9 @@ impl Reconciler {
         let concerned = self.owned.concerns(&key);
         if let Key::Route(dst) = key
             && !concerned
-            && self.peers.facts().are_under(dst)
+            && self.peers.lookups().are_under(dst)
         {
-            self.stale_facts.under.insert(dst);
+            self.stale_lookups.under.insert(dst);
         }
         let protocol = by.said.and_then(|by| by.protocol);
         // As we want it, but of a protocol that is not ours.
@@ -127,7 +128,7 @@ impl Reconciler {
     /// A wanted object is in doubt.
     fn suspect(&mut self, key: Key, damage: Damage, by: &Suspect<'_>) {
         let known = self.failed.remove(&key).map(|failed| failed.cause);
-        self.put.entry(key).or_insert_with(|| known.unwrap_or(Cause::Doubt(damage)));
+        self.put.entry(key).or_insert_with(|| known.unwrap_or(Cause::Repair(damage)));
         if let Some(by) = by.named() {
             self.suspects.insert(key, by);
         }
