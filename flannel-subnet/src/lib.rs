@@ -8,8 +8,6 @@ mod cache;
 mod clock;
 mod dir;
 mod entries;
-#[cfg(feature = "etcd")]
-mod etcd;
 mod fallback;
 mod hold;
 mod manager;
@@ -29,13 +27,11 @@ pub use backoff::Backoff;
 pub use cache::{Cache, CacheError, Saved};
 pub use clock::{Clock, SystemClock};
 pub use dir::{Assign, DirLocation, DirOptions, DirRegistry, LocationError};
-#[cfg(feature = "etcd")]
-pub use etcd::{EtcdOptions, EtcdOptionsError, EtcdRegistry};
 pub use manager::{Identity, LocalManager, Ownership};
 pub use memory::MemoryRegistry;
 pub use reflect::Reflector;
 pub use registry::{
     Batch, ConfigText, Entry, Event, Listing, Mark, MarkError, Now, Registry, Skipped, Tenure,
-    Watch,
+    Watch, config_conflict,
 };
 pub use subnet_env::{SubnetEnv, SubnetEnvError};

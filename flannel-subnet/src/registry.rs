@@ -25,8 +25,8 @@ impl Mark {
     }
 }
 
-/// A config was not what its writer had seen.
-pub(crate) fn config_conflict(store: &dyn fmt::Display) -> Error {
+/// The error of [`Registry::write_config`] where the config is not the one that its writer has read.
+pub fn config_conflict(store: &dyn fmt::Display) -> Error {
     Error::Refused {
         store: store.to_string(),
         reason: "somebody else has written the network config meanwhile: look at it and try again"
@@ -152,8 +152,8 @@ pub struct ConfigText {
 
 /// A store of leases. `Display` is its name, such as `dir:/var/lib/flannel`.
 ///
-/// Implementations: [`MemoryRegistry`](crate::MemoryRegistry), [`DirRegistry`](crate::DirRegistry), `EtcdRegistry` (feature `etcd`). What each
-/// must do is `testing::registry_suite` (feature `testing`). Requests end in bounded time, with an error if
+/// Implementations: [`MemoryRegistry`](crate::MemoryRegistry), [`DirRegistry`](crate::DirRegistry), and
+/// `EtcdRegistry` of the crate `flannel-subnet-etcd`. What each must do is `testing::registry_suite` (feature `testing`). Requests end in bounded time, with an error if
 /// need be: whoever holds a lease counts on it.
 ///
 /// ```

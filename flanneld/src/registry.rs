@@ -14,7 +14,7 @@ use flannel_subnet::{
     Registry,
 };
 #[cfg(feature = "etcd")]
-use flannel_subnet::{EtcdOptions, EtcdRegistry};
+use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 
 use crate::cli::Options;
 use crate::error::Error;

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use flannel_core::{Error, Origin, SubnetManager};
-use flannel_subnet::{EtcdOptions, EtcdRegistry, Mark, Registry, Tenure};
+use flannel_subnet::{Mark, Registry, Tenure};
+use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 use tokio::io::copy_bidirectional;
 use tokio::net::{TcpListener, TcpStream};
 

@@ -1,7 +1,6 @@
 //! The registry in etcd, on real etcd processes that the tests start: `etcd` in the search path, or the program
 //! that `ETCD` names.
 
-#![cfg(feature = "etcd")]
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 mod certificates;
@@ -18,7 +17,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::{LeaseAttrs, Origin, SubnetManager, Subnets, View};
-use flannel_subnet::{EtcdOptions, EtcdRegistry, Identity, LocalManager, Mark, Reflector, Tenure};
+use flannel_subnet::{Identity, LocalManager, Mark, Reflector, Tenure};
+use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 

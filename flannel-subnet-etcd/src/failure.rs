@@ -3,19 +3,19 @@
 use etcd_client::Error;
 use tonic::Code;
 
-use super::options::EtcdOptions;
+use crate::options::EtcdOptions;
 
 /// Why one attempt failed.
 #[derive(Debug, Clone)]
-pub(super) struct Trouble {
-    pub(super) cure: Cure,
+pub(crate) struct Trouble {
+    pub(crate) cure: Cure,
     /// What happened, for people.
-    pub(super) text: String,
+    pub(crate) text: String,
 }
 
 /// What may help.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Cure {
+pub(crate) enum Cure {
     /// Another endpoint, or time.
     Time,
     /// A new token, on a new connection.
@@ -27,26 +27,26 @@ pub(super) enum Cure {
 }
 
 impl Trouble {
-    pub(super) fn passing(text: impl Into<String>) -> Self {
+    pub(crate) fn passing(text: impl Into<String>) -> Self {
         Self { cure: Cure::Time, text: text.into() }
     }
 
-    pub(super) fn token(text: impl Into<String>) -> Self {
+    pub(crate) fn token(text: impl Into<String>) -> Self {
         Self { cure: Cure::Connection, text: text.into() }
     }
 
-    pub(super) fn lasting(text: impl Into<String>) -> Self {
+    pub(crate) fn lasting(text: impl Into<String>) -> Self {
         Self { cure: Cure::People, text: text.into() }
     }
 
     /// The connection was there and was closed.
-    pub(super) fn is_hanging_up(&self) -> bool {
+    pub(crate) fn is_hanging_up(&self) -> bool {
         let signs = ["connection closed", "broken pipe", "reset"];
         self.cure == Cure::Time && signs.iter().any(|sign| self.text.contains(sign))
     }
 
     /// Names who would be allowed, and to what.
-    pub(super) fn explained(mut self, key: &str, options: &EtcdOptions) -> Self {
+    pub(crate) fn explained(mut self, key: &str, options: &EtcdOptions) -> Self {
         let user = match &options.username {
             Some(user) => format!("the user {user:?}"),
             None => "whoever gives no user name".to_owned(),
@@ -163,7 +163,7 @@ fn certificates(chain: &str) -> Option<String> {
 }
 
 /// etcd answered with an error that contains `text`.
-pub(super) fn says(error: &Error, text: &str) -> bool {
+pub(crate) fn says(error: &Error, text: &str) -> bool {
     matches!(error, Error::GRpcStatus(status) if status.message().contains(text))
 }
 

@@ -3,15 +3,15 @@
 use async_trait::async_trait;
 use etcd_client::{EventType, WatchOptions, WatchResponse, WatchStream};
 use flannel_core::{Error, Result, Revision};
+use flannel_subnet::{Batch, Event, Watch};
 
-use super::attempts::Attempts;
-use super::failure::Trouble;
-use super::keys::revision;
-use super::{LARGEST_ANSWER, now};
-use crate::registry::{Batch, Event, Watch};
+use crate::attempts::Attempts;
+use crate::failure::Trouble;
+use crate::keys::{now, revision};
+use crate::store::LARGEST_ANSWER;
 
 /// A watch on one connection. What breaks the connection ends the watch, and whoever watches lists again.
-pub(super) struct EtcdWatch {
+pub(crate) struct EtcdWatch {
     stream: WatchStream,
     /// What all keys have in front.
     prefix: String,
@@ -23,7 +23,7 @@ pub(super) struct EtcdWatch {
 
 impl EtcdWatch {
     /// Watches `key` (or what `options` make of it) for changes after `after`.
-    pub(super) async fn open(
+    pub(crate) async fn open(
         attempts: &Attempts,
         key: &str,
         options: WatchOptions,

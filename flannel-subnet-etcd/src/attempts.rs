@@ -7,41 +7,41 @@ use std::time::Duration;
 use flannel_core::{Error, Result};
 use tokio::time::{Instant, timeout};
 
-use super::connections::{Connection, Connections};
-use super::failure::{Cure, Trouble};
-use super::options::EtcdOptions;
-use crate::backoff::Backoff;
+use crate::connections::{Connection, Connections};
+use crate::failure::{Cure, Trouble};
+use crate::options::EtcdOptions;
+use flannel_subnet::Backoff;
 
 /// An answer, perhaps not to the first attempt.
-pub(super) struct Answer<T> {
-    pub(super) value: T,
+pub(crate) struct Answer<T> {
+    pub(crate) value: T,
     /// Earlier attempts got no answer: they may have been carried out or not.
-    pub(super) repeated: bool,
+    pub(crate) repeated: bool,
 }
 
 /// Repeats requests.
-pub(super) struct Attempts {
+pub(crate) struct Attempts {
     connections: Connections,
     /// Why no endpoint answers, since the last answer.
     trouble: Mutex<Option<String>>,
 }
 
 impl Attempts {
-    pub(super) fn new(connections: Connections) -> Self {
+    pub(crate) fn new(connections: Connections) -> Self {
         Self { connections, trouble: Mutex::default() }
     }
 
-    pub(super) fn options(&self) -> &EtcdOptions {
+    pub(crate) fn options(&self) -> &EtcdOptions {
         &self.connections.options
     }
 
     /// The endpoint in use, for messages.
-    pub(super) fn endpoint(&self) -> String {
+    pub(crate) fn endpoint(&self) -> String {
         self.connections.name(self.connections.current()).to_owned()
     }
 
     /// Why requests are not answered at present.
-    pub(super) fn trouble(&self) -> Option<String> {
+    pub(crate) fn trouble(&self) -> Option<String> {
         self.note().clone()
     }
 
@@ -50,7 +50,7 @@ impl Attempts {
     }
 
     /// Sends a request that is about `key` until it is answered, nothing can help, or patience is at an end.
-    pub(super) async fn ask<T, F>(
+    pub(crate) async fn ask<T, F>(
         &self,
         key: &str,
         request: impl Fn(Connection) -> F + Send + Sync,

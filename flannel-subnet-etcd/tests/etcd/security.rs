@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use etcd_client::{Permission, PermissionType};
 use flannel_core::{Error, Revision};
-use flannel_subnet::{EtcdOptions, EtcdRegistry, Mark, Registry};
+use flannel_subnet::{Mark, Registry};
+use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 
 use super::certificates::Authority;
 use super::server::Etcd;

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use etcd_client::{EventType, GetOptions, WatchOptions};
 use flannel_core::{Error, Family, Lease, LeaseEnd, SubnetManager};
-use flannel_subnet::{EtcdRegistry, Mark, Registry};
+use flannel_subnet::{Mark, Registry};
+use flannel_subnet_etcd::EtcdRegistry;
 
 use super::server::Etcd;
 use super::{V4, attrs, hold, key, node, registry, tenure, until, within};

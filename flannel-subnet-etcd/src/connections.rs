@@ -12,8 +12,8 @@ use etcd_client::{Certificate, Client, ConnectOptions, Identity, TlsOptions};
 use flannel_core::{Error, Result};
 use tokio::sync::Mutex;
 
-use super::failure::{Cure, Trouble, says};
-use super::options::EtcdOptions;
+use crate::failure::{Cure, Trouble, says};
+use crate::options::EtcdOptions;
 
 /// After so much silence the other side is asked whether it is there. etcd takes offence if it is asked more often
 /// than every 5 s, or while nothing is waited for.
@@ -24,8 +24,8 @@ const REPLY: Duration = Duration::from_secs(4);
 
 /// A connection that can be used by many at once; tonic makes it anew when it breaks.
 #[derive(Clone)]
-pub(super) struct Connection {
-    pub(super) client: Client,
+pub(crate) struct Connection {
+    pub(crate) client: Client,
     files: Files,
     /// Which one it is, of all that there were.
     number: usize,
@@ -36,7 +36,7 @@ pub(super) struct Connection {
 impl Connection {
     /// In TLS 1.3 the other side may hang up before what it says about our certificate is read: then it still
     /// means what it said before.
-    pub(super) fn interpret<T>(&self, outcome: Result<T, Trouble>) -> Result<T, Trouble> {
+    pub(crate) fn interpret<T>(&self, outcome: Result<T, Trouble>) -> Result<T, Trouble> {
         let mut refusal = self.refusal.lock().unwrap_or_else(PoisonError::into_inner);
         match &outcome {
             Ok(_) => *refusal = None,
@@ -53,8 +53,8 @@ impl Connection {
 /// What the TLS files were when they were read: device, inode, size, time of modification.
 type Files = Vec<Option<(u64, u64, u64, i64, i64)>>;
 
-pub(super) struct Connections {
-    pub(super) options: EtcdOptions,
+pub(crate) struct Connections {
+    pub(crate) options: EtcdOptions,
     endpoints: Vec<(String, Mutex<Option<Connection>>)>,
     current: AtomicUsize,
     made: AtomicUsize,
@@ -63,7 +63,7 @@ pub(super) struct Connections {
 }
 
 impl Connections {
-    pub(super) fn new(options: EtcdOptions) -> Result<Self> {
+    pub(crate) fn new(options: EtcdOptions) -> Result<Self> {
         let refused = |reason| Error::Refused { store: "etcd".into(), reason };
         let options = options.checked().map_err(|error| refused(error.to_string()))?;
         options.warn_of_plain();
@@ -82,27 +82,27 @@ impl Connections {
         })
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.endpoints.len()
     }
 
     /// Which endpoint is in use.
-    pub(super) fn current(&self) -> usize {
+    pub(crate) fn current(&self) -> usize {
         self.current.load(Ordering::Relaxed)
     }
 
-    pub(super) fn name(&self, place: usize) -> &str {
+    pub(crate) fn name(&self, place: usize) -> &str {
         &self.endpoints[place].0
     }
 
     /// Uses the endpoint after `place`, unless somebody has moved on already.
-    pub(super) fn move_on(&self, place: usize) {
+    pub(crate) fn move_on(&self, place: usize) {
         let next = (place + 1) % self.len();
         let _ = self.current.compare_exchange(place, next, Ordering::Relaxed, Ordering::Relaxed);
     }
 
     /// The connection to an endpoint, made anew if the TLS files are no longer what they were.
-    pub(super) async fn connect(&self, place: usize) -> Result<Connection, Trouble> {
+    pub(crate) async fn connect(&self, place: usize) -> Result<Connection, Trouble> {
         let (endpoint, slot) = &self.endpoints[place];
         let mut slot = slot.lock().await;
         let files = if is_tls(endpoint) { self.files() } else { Files::new() };
@@ -128,7 +128,7 @@ impl Connections {
     }
 
     /// Drops a connection that is of no more use, unless it was replaced already.
-    pub(super) async fn forget(&self, place: usize, connection: &Connection) {
+    pub(crate) async fn forget(&self, place: usize, connection: &Connection) {
         let mut slot = self.endpoints[place].1.lock().await;
         if slot.as_ref().is_some_and(|now| now.number == connection.number) {
             *slot = None;

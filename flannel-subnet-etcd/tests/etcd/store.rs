@@ -6,7 +6,8 @@ use std::time::Duration;
 use etcd_client::{GetOptions, PutOptions};
 use flannel_core::{Error, LeaseAttrs, Revision, SubnetManager};
 use flannel_subnet::testing::{Ground, registry_suite};
-use flannel_subnet::{EtcdOptions, EtcdRegistry, Mark, Now, Registry, Tenure};
+use flannel_subnet::{Mark, Now, Registry, Tenure};
+use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 
 use super::server::Etcd;
 use super::{DAY, Peer, V4, attrs, key, node, options, registry, tenure, within};
