@@ -12,7 +12,7 @@ use etcd_client::{Certificate, Client, ConnectOptions, Identity, TlsOptions};
 use flannel_core::{Error, Result};
 use tokio::sync::Mutex;
 
-use crate::failure::{Cure, Trouble, says};
+use crate::failure::{Failure, Retry, says};
 use crate::options::EtcdOptions;
 
 /// After so much silence the other side is asked whether it is there. etcd takes offence if it is asked more often
@@ -30,18 +30,20 @@ pub(crate) struct Connection {
     /// Which one it is, of all that there were.
     number: usize,
     /// What the other side said when it last refused us.
-    refusal: Arc<StdMutex<Option<Trouble>>>,
+    refusal: Arc<StdMutex<Option<Failure>>>,
 }
 
 impl Connection {
     /// In TLS 1.3 the other side may hang up before what it says about our certificate is read: then it still
     /// means what it said before.
-    pub(crate) fn interpret<T>(&self, outcome: Result<T, Trouble>) -> Result<T, Trouble> {
+    pub(crate) fn interpret<T>(&self, outcome: Result<T, Failure>) -> Result<T, Failure> {
         let mut refusal = self.refusal.lock().unwrap_or_else(PoisonError::into_inner);
         match &outcome {
             Ok(_) => *refusal = None,
-            Err(trouble) if trouble.cure == Cure::Endpoint => *refusal = Some(trouble.clone()),
-            Err(trouble) if trouble.is_hanging_up() => {
+            Err(failure) if failure.retry == Retry::OtherEndpoint => {
+                *refusal = Some(failure.clone())
+            }
+            Err(failure) if failure.is_hanging_up() => {
                 return refusal.clone().map_or(outcome, Err);
             }
             Err(_) => (),
@@ -102,7 +104,7 @@ impl Connections {
     }
 
     /// The connection to an endpoint, made anew if the TLS files are no longer what they were.
-    pub(crate) async fn connect(&self, place: usize) -> Result<Connection, Trouble> {
+    pub(crate) async fn connect(&self, place: usize) -> Result<Connection, Failure> {
         let (endpoint, slot) = &self.endpoints[place];
         let mut slot = slot.lock().await;
         let files = if is_tls(endpoint) { self.files() } else { Files::new() };
@@ -110,14 +112,14 @@ impl Connections {
             return Ok(connection.clone());
         }
         let connected = self.make(endpoint).await;
-        if let (Err(trouble), Some(old)) = (&connected, slot.as_ref())
-            && trouble.cure == Cure::People
+        if let (Err(failure), Some(old)) = (&connected, slot.as_ref())
+            && failure.retry == Retry::Never
         {
             // Perhaps only one of the two files is replaced so far.
             let said =
                 self.said.lock().unwrap_or_else(PoisonError::into_inner).replace(files.clone());
             if said != Some(files) {
-                tracing::warn!(%endpoint, "the changed files are not used yet: {}", trouble.text);
+                tracing::warn!(%endpoint, "the changed files are not used yet: {}", failure.text);
             }
             return Ok(old.clone());
         }
@@ -135,7 +137,7 @@ impl Connections {
         }
     }
 
-    async fn make(&self, endpoint: &str) -> Result<Client, Trouble> {
+    async fn make(&self, endpoint: &str) -> Result<Client, Failure> {
         let mut options = ConnectOptions::new()
             .with_keep_alive(SILENCE, REPLY)
             .with_keep_alive_while_idle(false)
@@ -143,7 +145,7 @@ impl Connections {
             .with_require_leader(true)
             .with_auto_token_refresh(true);
         if is_tls(endpoint) {
-            options = options.with_tls(tls(&self.options).map_err(Trouble::lasting)?);
+            options = options.with_tls(tls(&self.options).map_err(Failure::never)?);
         }
         let with_user = match (&self.options.username, &self.options.password) {
             (Some(user), Some(password)) => options.clone().with_user(user, password),

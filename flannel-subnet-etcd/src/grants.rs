@@ -4,29 +4,29 @@ use std::time::Duration;
 
 use etcd_client::LeaseGrantOptions;
 use flannel_core::{Error, Result};
-use flannel_subnet::{Mark, Tenure};
+use flannel_subnet::{HolderId, LeaseGrant};
 
-use crate::failure::{self, Trouble};
+use crate::failure::{self, Failure};
 use crate::store::Store;
 
 impl Store {
     /// Makes sure that the etcd lease exists and has all its time before it. A later `known` is not needed:
     /// time counts from before the write.
-    pub(crate) async fn take_lease(&self, key: &str, tenure: Tenure) -> Result<i64> {
-        let Tenure { mark, ttl } = tenure;
-        let id = lease_id(mark).ok_or_else(|| Error::Refused {
+    pub(crate) async fn take_lease(&self, key: &str, grant: LeaseGrant) -> Result<i64> {
+        let LeaseGrant { holder, ttl } = grant;
+        let id = lease_id(holder).ok_or_else(|| Error::Refused {
             store: self.to_string(),
             reason: format!(
-                "the mark {mark} is no ID of an etcd lease; choose one from 1 to 2^63 - 1"
+                "the holder ID {holder} is no ID of an etcd lease; choose one from 1 to 2^63 - 1"
             ),
         })?;
         let seconds =
             i64::try_from(ttl.as_secs() + u64::from(ttl.subsec_nanos() > 0)).unwrap_or(i64::MAX);
-        let is_known = *self.known() == Some(mark);
+        let is_known = *self.known() == Some(holder);
         let mut renew = is_known;
         loop {
             let granted = if renew {
-                self.renew(key, mark).await?
+                self.renew(key, holder).await?
             } else {
                 self.grant(key, id, seconds).await?
             };
@@ -35,12 +35,12 @@ impl Store {
                     return Err(self.error(
                         key,
                         format!(
-                            "the etcd lease {mark} lives for {got:?} only, not for {ttl:?}: end it or wait"
+                            "the etcd lease {holder} lives for {got:?} only, not for {ttl:?}: end it or wait"
                         ),
                     ));
                 }
                 Some(_) => {
-                    *self.known() = Some(mark);
+                    *self.known() = Some(holder);
                     return Ok(id);
                 }
                 // Granting found it there, renewing found it gone: look again, the other way.
@@ -63,8 +63,8 @@ impl Store {
     }
 
     /// `None`: it does not exist.
-    pub(crate) async fn renew(&self, key: &str, mark: Mark) -> Result<Option<Duration>> {
-        let Some(id) = lease_id(mark) else { return Ok(None) };
+    pub(crate) async fn renew(&self, key: &str, holder: HolderId) -> Result<Option<Duration>> {
+        let Some(id) = lease_id(holder) else { return Ok(None) };
         let answer = self.attempts.ask(key, |connection| async move {
             let (mut keeper, mut answers) =
                 match connection.client.lease_client().keep_alive(id).await {
@@ -78,13 +78,13 @@ impl Store {
             // The client keeps the first answer for itself.
             keeper.keep_alive().await?;
             let answer = answers.message().await?;
-            let ttl = answer.ok_or_else(|| Trouble::passing("it ended the renewal"))?.ttl();
+            let ttl = answer.ok_or_else(|| Failure::later("it ended the renewal"))?.ttl();
             Ok(u64::try_from(ttl).ok().filter(|ttl| *ttl > 0).map(Duration::from_secs))
         });
         Ok(answer.await?.value)
     }
 }
 
-fn lease_id(mark: Mark) -> Option<i64> {
-    i64::try_from(mark.0).ok().filter(|id| *id > 0)
+fn lease_id(holder: HolderId) -> Option<i64> {
+    i64::try_from(holder.0).ok().filter(|id| *id > 0)
 }

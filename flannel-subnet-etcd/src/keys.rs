@@ -3,7 +3,7 @@
 use etcd_client::KeyValue;
 use flannel_core::{KeyError, Lease, LeaseAttrs, Revision, Subnets};
 
-use flannel_subnet::{Entry, Mark, Now};
+use flannel_subnet::{Entry, HolderId, Now};
 
 /// The keys below one prefix.
 #[derive(Debug)]
@@ -60,8 +60,8 @@ pub(crate) fn read(key: &str, kv: &KeyValue) -> Result<Entry, String> {
     let value = kv.value_str().map_err(|_| "the value is not UTF-8 text".to_owned())?;
     let attrs = LeaseAttrs::from_json(value).map_err(|error| error.to_string())?;
     let (since, revision) = (revision(kv.create_revision()), revision(kv.mod_revision()));
-    let mark = (kv.lease() != 0).then(|| Mark(kv.lease().cast_unsigned()));
-    Ok(Entry { lease: Lease { subnets, attrs, expires: None, since, revision }.into(), mark })
+    let holder = (kv.lease() != 0).then(|| HolderId(kv.lease().cast_unsigned()));
+    Ok(Entry { lease: Lease { subnets, attrs, expires: None, since, revision }.into(), holder })
 }
 
 pub(crate) fn revision(revision: i64) -> Revision {

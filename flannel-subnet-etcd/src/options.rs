@@ -90,7 +90,7 @@ pub enum EtcdOptionsError {
 }
 
 impl EtcdOptions {
-    /// Whether all of it can work, as far as that can be told without etcd and without reading a file.
+    /// Whether all of it can work, as far as that is known without etcd and without reading a file.
     ///
     /// # Errors
     /// An endpoint is no URL, or of two options that belong together one is missing.
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_work_is_told() {
+    fn what_cannot_work_is_reported() {
         let defaults = EtcdOptions::default;
         assert_eq!(defaults().checked(), Ok(defaults()));
         for (options, says) in [

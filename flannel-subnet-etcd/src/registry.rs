@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use etcd_client::{Compare, CompareOp, GetOptions, KeyValue, TxnOp, WatchOptions};
 use flannel_core::{Error, LeaseAttrs, Result, Revision, Subnets};
 use flannel_subnet::{
-    ConfigText, Entry, Listing, Mark, Registry, Skipped, Tenure, Watch, config_conflict,
+    ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Skipped, Watch, config_conflict,
 };
 
 use crate::keys::{read, revision};
@@ -25,7 +25,7 @@ use crate::watch::EtcdWatch;
 /// - **Dead connections** (the peer is gone without a word) are noticed within 10 s while anything is waited for.
 /// - **TLS** 1.2 or newer where an endpoint says `https://`. The files are read again when they have changed, at
 ///   the next request.
-/// - **Errors** that no waiting can mend (a wrong password, a missing permission, a certificate that is not
+/// - **Errors** that waiting does not repair (a wrong password, a missing permission, a certificate that is not
 ///   accepted at any endpoint) come at once as [`Error::Refused`]; all others are [`Error::Store`].
 /// - **Fencing** counts on etcd's lessor. Before 3.4.31 and 3.5.13 a leader that was replaced without knowing it may still
 ///   confirm a renewal: what it was frozen for must then be less than a thousandth of the time to live (86 s of a day),
@@ -147,9 +147,9 @@ impl Registry for EtcdRegistry {
         &self,
         subnets: &Subnets,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        let written = self.0.write(subnets, absent, None, attrs, tenure).await?;
+        let written = self.0.write(subnets, absent, None, attrs, grant).await?;
         written.map_err(|_| Error::Conflict { subnets: *subnets })
     }
 
@@ -157,10 +157,10 @@ impl Registry for EtcdRegistry {
         &self,
         subnets: &Subnets,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Result<Entry, Listing>> {
         let all = TxnOp::get(self.0.keys.leases(), Some(GetOptions::new().with_prefix()));
-        let written = self.0.write(subnets, absent, Some(all), attrs, tenure).await?;
+        let written = self.0.write(subnets, absent, Some(all), attrs, grant).await?;
         Ok(written.map_err(|(kvs, now)| self.listing(kvs, now)))
     }
 
@@ -169,9 +169,9 @@ impl Registry for EtcdRegistry {
         subnets: &Subnets,
         at: Revision,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        let written = self.0.write(subnets, at_revision(at), None, attrs, tenure).await?;
+        let written = self.0.write(subnets, at_revision(at), None, attrs, grant).await?;
         written.map_err(|_| Error::Conflict { subnets: *subnets })
     }
 
@@ -188,8 +188,8 @@ impl Registry for EtcdRegistry {
         }
     }
 
-    async fn keep_alive(&self, subnets: &Subnets, mark: Mark) -> Result<Option<Duration>> {
-        self.0.renew(&self.0.keys.lease(subnets), mark).await
+    async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
+        self.0.renew(&self.0.keys.lease(subnets), holder).await
     }
 
     fn trouble(&self) -> Option<String> {

@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use etcd_client::{GetOptions, GetResponse, KvClient};
 use flannel_core::{Error, Result};
-use flannel_subnet::Mark;
+use flannel_subnet::HolderId;
 
 use crate::attempts::Attempts;
 use crate::connections::{Connection, Connections};
@@ -20,7 +20,7 @@ pub(crate) struct Store {
     pub(crate) attempts: Attempts,
     pub(crate) keys: Keys,
     name: String,
-    known: Mutex<Option<Mark>>,
+    known: Mutex<Option<HolderId>>,
 }
 
 impl Store {
@@ -37,7 +37,7 @@ impl Store {
     }
 
     /// The holder whose etcd lease is known to exist: it is renewed before it is used, not granted.
-    pub(crate) fn known(&self) -> MutexGuard<'_, Option<Mark>> {
+    pub(crate) fn known(&self) -> MutexGuard<'_, Option<HolderId>> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -2,10 +2,10 @@
 
 use etcd_client::{Compare, CompareOp, KeyValue, PutOptions, Txn, TxnOp, TxnOpResponse};
 use flannel_core::{Error, Lease, LeaseAttrs, Result, Revision, Subnets};
-use flannel_subnet::{Entry, Tenure};
+use flannel_subnet::{Entry, LeaseGrant};
 
 use crate::attempts::Answer;
-use crate::failure::{self, Trouble};
+use crate::failure::{self, Failure};
 use crate::keys::revision;
 use crate::store::{Store, kv};
 
@@ -44,8 +44,8 @@ impl Store {
                     TxnOpResponse::Get(mut got) => Some(got.take_kvs()),
                     _ => None,
                 });
-                let mut kvs = kvs
-                    .ok_or_else(|| Trouble::passing("the answer to a transaction lacks the key"))?;
+                let mut kvs =
+                    kvs.ok_or_else(|| Failure::later("the answer to a transaction lacks the key"))?;
                 Ok(if answer.succeeded() {
                     Outcome::Done(kvs.pop())
                 } else {
@@ -63,15 +63,15 @@ impl Store {
         compare: impl Fn(&str) -> Compare + Send + Sync,
         otherwise: Option<TxnOp>,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Result<Entry, (Vec<KeyValue>, Revision)>> {
         let key = self.keys.lease(subnets);
         let value = attrs.to_json();
         let otherwise = otherwise.unwrap_or_else(|| TxnOp::get(key.as_str(), None));
         let mut repeated = false;
         loop {
-            let lease = match tenure {
-                Some(tenure) => self.take_lease(&key, tenure).await?,
+            let lease = match grant {
+                Some(grant) => self.take_lease(&key, grant).await?,
                 None => 0,
             };
             let put =
@@ -108,7 +108,7 @@ impl Store {
                 since: revision(kv.create_revision()),
                 revision: revision(kv.mod_revision()),
             };
-            return Ok(Ok(Entry { lease: lease.into(), mark: tenure.map(|tenure| tenure.mark) }));
+            return Ok(Ok(Entry { lease: lease.into(), holder: grant.map(|grant| grant.holder) }));
         }
     }
 }

@@ -17,7 +17,7 @@ use flannel_core::{Lease, LeaseAttrs, LeaseSet, Origin, Revision, View};
 use serde::{Deserialize, Serialize};
 
 use crate::atomic_file;
-use crate::registry::{ConfigText, Mark};
+use crate::registry::{ConfigText, HolderId};
 
 const FORMAT: &str = "flannel-leases";
 const VERSION: &str = "1";
@@ -39,8 +39,8 @@ pub struct Saved {
     pub leases: LeaseSet,
     /// The network config, if it is known.
     pub config: Option<ConfigText>,
-    /// Our own lease and the mark that it is held by.
-    pub own: Option<(Lease, Mark)>,
+    /// Our own lease and the ID of its holder.
+    pub own: Option<(Lease, HolderId)>,
 }
 
 impl Saved {
@@ -49,12 +49,12 @@ impl Saved {
         View { leases: self.leases.clone(), origin: Origin::Cached { written: Some(self.written) } }
     }
 
-    /// Our own lease, if it is still ours: held by `mark`, its end ahead of `now`, and `now` not before the
+    /// Our own lease, if it is still ours: held by `holder`, its end ahead of `now`, and `now` not before the
     /// cache was written, since a clock that was set back says nothing about the time that has passed.
-    pub fn own(&self, mark: Mark, now: SystemTime) -> Option<&Lease> {
+    pub fn own(&self, holder: HolderId, now: SystemTime) -> Option<&Lease> {
         let (lease, held_by) = self.own.as_ref()?;
         let in_force = lease.expires.is_none_or(|end| self.written <= now && now < end);
-        (*held_by == mark && in_force).then_some(lease)
+        (*held_by == holder && in_force).then_some(lease)
     }
 }
 
@@ -92,7 +92,8 @@ struct Whole {
 #[derive(Serialize, Deserialize)]
 struct Own {
     lease: String,
-    mark: String,
+    #[serde(rename = "mark")]
+    holder: String,
     expires: Option<u64>,
 }
 
@@ -193,9 +194,9 @@ impl Cache {
 }
 
 fn text(saved: &Saved) -> String {
-    let own = saved.own.as_ref().map(|(lease, mark)| Own {
+    let own = saved.own.as_ref().map(|(lease, holder)| Own {
         lease: line(lease),
-        mark: mark.to_string(),
+        holder: holder.to_string(),
         expires: lease.expires.map(millis),
     });
     let whole = Whole {
@@ -238,9 +239,11 @@ fn parse(bytes: &[u8]) -> Result<Saved, String> {
     let own = match whole.own {
         Some(own) => {
             let expires = own.expires.map(instant).transpose()?;
-            let mark =
-                own.mark.parse().map_err(|error: crate::registry::MarkError| error.to_string())?;
-            Some((Lease { expires, ..lease(&own.lease)? }, mark))
+            let holder = own
+                .holder
+                .parse()
+                .map_err(|error: crate::registry::HolderIdError| error.to_string())?;
+            Some((Lease { expires, ..lease(&own.lease)? }, holder))
         }
         None => None,
     };
@@ -293,7 +296,7 @@ mod tests {
             written: at(1_000),
             leases: (0..peers).map(peer).collect(),
             config: Some(config),
-            own: Some((Lease { expires: Some(at(2_000)), ..peer(1) }, Mark(7))),
+            own: Some((Lease { expires: Some(at(2_000)), ..peer(1) }, HolderId(7))),
         }
     }
 
@@ -315,19 +318,19 @@ mod tests {
     #[test]
     fn our_lease_is_ours_while_its_end_lies_ahead() {
         let saved = saved(0);
-        for (mark, now, ours) in [
+        for (holder, now, ours) in [
             (7, 1_000, true),
             (7, 1_999, true),
             (7, 2_000, false),
             (7, 999, false),
             (8, 1_500, false),
         ] {
-            assert_eq!(saved.own(Mark(mark), at(now)).is_some(), ours, "{mark} {now}");
+            assert_eq!(saved.own(HolderId(holder), at(now)).is_some(), ours, "{holder} {now}");
         }
-        let reservation = Saved { own: Some((peer(1), Mark(7))), ..saved };
+        let reservation = Saved { own: Some((peer(1), HolderId(7))), ..saved };
         assert!(
-            reservation.own(Mark(7), at(1)).is_some()
-                && reservation.own(Mark(7), at(9_999)).is_some()
+            reservation.own(HolderId(7), at(1)).is_some()
+                && reservation.own(HolderId(7), at(9_999)).is_some()
         );
     }
 

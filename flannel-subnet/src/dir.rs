@@ -32,17 +32,17 @@ use tokio::time::Instant;
 
 use crate::clock::{Clock, SystemClock};
 use crate::readiness::readable;
-use crate::registry::{Batch, ConfigText, Entry, Listing, Mark, Registry, Tenure, Watch};
+use crate::registry::{Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Watch};
 use file::LeaseFile;
 pub use location::{Assign, DirLocation, DirOptions, LocationError};
 use mirror::Mirror;
 
-/// A watch that has told nothing for so long looks whether the directory can still be read, and says so.
+/// A watch that has reported nothing for this long checks that the directory can still be read, and confirms it.
 const CONFIRMED: Duration = Duration::from_secs(60);
 
 /// A registry in a directory on a local file system. Clones are the same registry.
 ///
-/// - A file that cannot be read keeps its last good content in force and is told as skipped: an editor may be
+/// - A file that cannot be read keeps its last good content in force and is reported as skipped: an editor may be
 ///   at work. Files whose names begin with `.` or end with `~` are passed over.
 /// - A symbolic link is followed when it is read; changes behind it are not noticed. The directory may be replaced
 ///   by renaming, but not by switching a symbolic link that leads to it.
@@ -59,7 +59,7 @@ struct Shared {
     /// Told of whatever the mirror learns, whoever made it look.
     news: watch::Sender<()>,
     /// What this process wrote or renewed, and when that ends: a file that is gone before was deleted.
-    held: Mutex<BTreeMap<Subnets, (Mark, SystemTime)>>,
+    held: Mutex<BTreeMap<Subnets, (HolderId, SystemTime)>>,
 }
 
 /// `Inotify` as `AsyncFd` wants it.
@@ -152,7 +152,7 @@ impl Shared {
         self.mirror.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn held(&self) -> MutexGuard<'_, BTreeMap<Subnets, (Mark, SystemTime)>> {
+    fn held(&self) -> MutexGuard<'_, BTreeMap<Subnets, (HolderId, SystemTime)>> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -185,7 +185,7 @@ impl Shared {
         .await
     }
 
-    /// Asks the disk whether the directory can still be read, of which nobody is told.
+    /// Checks that the directory can still be read, which no event reports.
     async fn confirm(self: &Arc<Self>) -> Result<()> {
         let shared = Arc::clone(self);
         blocking(move || shared.mirror().confirm().map_err(|error| shared.broken("", error))).await
@@ -273,14 +273,14 @@ impl Registry for DirRegistry {
         &self,
         subnets: &Subnets,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
         let (subnets, attrs) = (*subnets, attrs.clone());
         self.locked(move |shared| {
             if shared.current(&subnets)?.is_some() || shared.overlapped(&subnets)? {
                 return Err(Error::Conflict { subnets });
             }
-            shared.write(&subnets, &attrs, tenure)
+            shared.write(&subnets, &attrs, grant)
         })
         .await
     }
@@ -290,12 +290,12 @@ impl Registry for DirRegistry {
         subnets: &Subnets,
         at: Revision,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
         let (subnets, attrs) = (*subnets, attrs.clone());
         self.locked(move |shared| {
             shared.at(&subnets, at)?;
-            shared.write(&subnets, &attrs, tenure)
+            shared.write(&subnets, &attrs, grant)
         })
         .await
     }
@@ -310,9 +310,9 @@ impl Registry for DirRegistry {
         .await
     }
 
-    async fn keep_alive(&self, subnets: &Subnets, mark: Mark) -> Result<Option<Duration>> {
+    async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
         let subnets = *subnets;
-        self.locked(move |shared| shared.renew(&subnets, mark)).await
+        self.locked(move |shared| shared.renew(&subnets, holder)).await
     }
 
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
@@ -325,7 +325,7 @@ struct DirWatch {
     shared: Arc<Shared>,
     news: watch::Receiver<()>,
     after: Revision,
-    /// When something was last told, or confirmed.
+    /// When something was last reported or confirmed.
     looked: Instant,
 }
 

@@ -15,9 +15,9 @@ use tokio::task::AbortHandle;
 
 use crate::cache::{Cache, Saved};
 use crate::clock::Clock;
-use crate::hold::{Tenancy, Term};
+use crate::hold::{HeldLease, LeaseTerm};
 use crate::manager::LocalManager;
-use crate::registry::{ConfigText, Mark, Registry};
+use crate::registry::{ConfigText, HolderId, Registry};
 
 /// How long the store has to give its first answer before the cache answers instead.
 const PATIENCE: Duration = Duration::from_millis(25);
@@ -30,7 +30,7 @@ const PAUSE: Duration = Duration::from_secs(5);
 pub(crate) struct Fallback {
     cache: Cache,
     store: String,
-    mark: Mark,
+    holder: HolderId,
     loaded: Option<Saved>,
     /// The store was given its chance to answer at once, and did not.
     absent: AtomicBool,
@@ -46,7 +46,7 @@ pub(crate) struct Fallback {
 struct Keeper {
     fallback: Arc<Fallback>,
     views: watch::Receiver<View>,
-    tenancy: Arc<Mutex<Option<Tenancy>>>,
+    held_lease: Arc<Mutex<Option<HeldLease>>>,
     clock: Arc<dyn Clock>,
 }
 
@@ -79,7 +79,7 @@ impl LocalManager {
         let fallback = Fallback {
             cache,
             store,
-            mark: self.identity.mark,
+            holder: self.identity.holder,
             loaded,
             absent: AtomicBool::new(false),
             said: AtomicBool::new(false),
@@ -147,29 +147,30 @@ impl LocalManager {
 
     /// Our own lease as the cache has it, if it is still ours.
     pub(crate) fn cached_lease(&self) -> Option<Lease> {
-        self.cached()?.own(self.identity.mark, self.clock.wall()).cloned()
+        self.cached()?.own(self.identity.holder, self.clock.wall()).cloned()
     }
 
     /// Our own lease as the cache has it, be it still ours or not.
     pub(crate) fn remembered_lease(&self) -> Option<Lease> {
-        let (lease, mark) = self.cached()?.own.as_ref()?;
-        (*mark == self.identity.mark).then(|| lease.clone())
+        let (lease, holder) = self.cached()?.own.as_ref()?;
+        (*holder == self.identity.holder).then(|| lease.clone())
     }
 
     /// Takes up the lease from the cache. What it was published with is put right when the store is back.
     pub(crate) fn settle_cached(&self, lease: &Lease, attrs: &LeaseAttrs, error: &Error) -> Lease {
         let (boottime, wall) = (self.clock.boottime(), self.clock.wall());
-        let term = lease
-            .expires
-            .map(|end| Term { sent: boottime, ttl: end.duration_since(wall).unwrap_or_default() });
+        let term = lease.expires.map(|end| LeaseTerm {
+            sent: boottime,
+            ttl: end.duration_since(wall).unwrap_or_default(),
+        });
         tracing::warn!(
             subnets = %lease.subnets,
             "going on with the lease from the cache, which is still ours: {error}"
         );
         // With other attributes than before, whatever the store shows then is in doubt.
         let revision = if lease.attrs == *attrs { lease.revision } else { Revision::default() };
-        let tenancy = Tenancy { subnets: lease.subnets, attrs: attrs.clone(), revision, term };
-        *self.tenancy() = Some(tenancy);
+        let held_lease = HeldLease { subnets: lease.subnets, attrs: attrs.clone(), revision, term };
+        *self.held_lease() = Some(held_lease);
         Lease { attrs: attrs.clone(), ..lease.clone() }
     }
 
@@ -190,7 +191,7 @@ impl LocalManager {
 
     /// Our lease has ended, and no restart may find it in the cache.
     pub(crate) fn forget(&self) {
-        *self.tenancy() = None;
+        *self.held_lease() = None;
         if let Some(keeper) = self.keeper(self.views()) {
             keeper.save();
         }
@@ -198,8 +199,8 @@ impl LocalManager {
 
     fn keeper(&self, views: watch::Receiver<View>) -> Option<Keeper> {
         let fallback = Arc::clone(self.fallback.as_ref()?);
-        let (tenancy, clock) = (Arc::clone(&self.tenancy), Arc::clone(&self.clock));
-        Some(Keeper { fallback, views, tenancy, clock })
+        let (held_lease, clock) = (Arc::clone(&self.held_lease), Arc::clone(&self.clock));
+        Some(Keeper { fallback, views, held_lease, clock })
     }
 
     /// Writes the cache whenever there is something new.
@@ -235,7 +236,7 @@ impl Keeper {
     }
 
     fn save(&self) {
-        let Fallback { saving, cache, store, mark, loaded, config, .. } = &*self.fallback;
+        let Fallback { saving, cache, store, holder, loaded, config, .. } = &*self.fallback;
         // Whoever writes last must know most.
         let _saving = saving.lock().unwrap_or_else(PoisonError::into_inner);
         let view = self.views.borrow().clone();
@@ -249,14 +250,16 @@ impl Keeper {
                 }
             }
         };
-        let tenancy = self.tenancy.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let own = tenancy.map(|tenancy| {
-            let since =
-                view.leases.get(&tenancy.subnets).map_or(tenancy.revision, |lease| lease.since);
-            let left = |term: Term| term.end().saturating_sub(self.clock.boottime());
-            let expires = tenancy.term.map(|term| now + left(term));
-            let Tenancy { subnets, attrs, revision, .. } = tenancy;
-            (Lease { subnets, attrs, expires, since, revision }, *mark)
+        let held_lease = self.held_lease.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let own = held_lease.map(|held_lease| {
+            let since = view
+                .leases
+                .get(&held_lease.subnets)
+                .map_or(held_lease.revision, |lease| lease.since);
+            let left = |term: LeaseTerm| term.end().saturating_sub(self.clock.boottime());
+            let expires = held_lease.term.map(|term| now + left(term));
+            let HeldLease { subnets, attrs, revision, .. } = held_lease;
+            (Lease { subnets, attrs, expires, since, revision }, *holder)
         });
         let config = config.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let saved = Saved { store: store.clone(), written, leases: view.leases, config, own };

@@ -31,7 +31,7 @@ pub use manager::{Identity, LocalManager, Ownership};
 pub use memory::MemoryRegistry;
 pub use reflect::Reflector;
 pub use registry::{
-    Batch, ConfigText, Entry, Event, Listing, Mark, MarkError, Now, Registry, Skipped, Tenure,
-    Watch, config_conflict,
+    Batch, ConfigText, Entry, Event, HolderId, HolderIdError, LeaseGrant, Listing, Now, Registry,
+    Skipped, Watch, config_conflict,
 };
 pub use subnet_env::{SubnetEnv, SubnetEnvError};

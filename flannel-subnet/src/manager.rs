@@ -1,6 +1,6 @@
 //! This node's lease, on any registry: found again, taken over, or newly allocated.
 //!
-//! The one thing to know: a node is known by its mark, then by its public address. What it finds of itself it
+//! The one thing to know: a node is known by its holder ID, then by its public address. What it finds of itself it
 //! keeps; only a lease that no longer fits the network config is given up.
 
 use std::net::IpAddr;
@@ -19,17 +19,17 @@ use crate::backoff::Backoff;
 use crate::clock::{Clock, SystemClock};
 use crate::entries::{earlier, fits, own_entry, taken, unfit};
 use crate::fallback::{Fallback, Task, unanswered};
-use crate::hold::{Tenancy, Term};
+use crate::hold::{HeldLease, LeaseTerm};
 use crate::metered::Metered;
 use crate::reconfigure::Configs;
 use crate::reflect::Reflector;
-use crate::registry::{Entry, Listing, Mark, Registry, Tenure};
+use crate::registry::{Entry, HolderId, LeaseGrant, Listing, Registry};
 
-/// How a node is told from all others.
+/// What distinguishes a node from all others.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
-    /// Chosen at random once ([`Mark::random`]) and kept in the node's state directory.
-    pub mark: Mark,
+    /// Chosen at random once ([`HolderId::random`]) and kept in the node's state directory.
+    pub holder: HolderId,
     /// What it had before, as its `subnet.env` says ([`SubnetEnv::previous`](crate::SubnetEnv::previous)).
     pub previous: Option<Subnets>,
     /// All addresses of the host, and the public address that it was told to use, if any: before the external
@@ -55,12 +55,12 @@ pub enum Ownership {
 ///
 /// ```
 /// use flannel_core::{LeaseAttrs, SubnetManager};
-/// use flannel_subnet::{Identity, LocalManager, Mark, MemoryRegistry};
+/// use flannel_subnet::{Identity, LocalManager, HolderId, MemoryRegistry};
 /// use std::sync::Arc;
 ///
 /// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
 /// let registry = MemoryRegistry::with_config(r#"{"Network": "10.1.0.0/16"}"#);
-/// let identity = Identity { mark: Mark::random(), previous: None, local_addresses: Vec::new() };
+/// let identity = Identity { holder: HolderId::random(), previous: None, local_addresses: Vec::new() };
 /// let manager = LocalManager::new(Arc::new(registry), identity);
 /// let attrs = LeaseAttrs { public: ["192.0.2.1".parse().unwrap()].into_iter().collect(), ..Default::default() };
 /// let lease = manager.acquire_lease(&attrs).await?;
@@ -75,7 +75,7 @@ pub struct LocalManager {
     pub(crate) identity: Identity,
     pub(crate) ttl: Duration,
     pub(crate) margin: Duration,
-    pub(crate) tenancy: Arc<Mutex<Option<Tenancy>>>,
+    pub(crate) held_lease: Arc<Mutex<Option<HeldLease>>>,
     /// Held while our key is written or judged: what we publish must not look like somebody else's doing.
     pub(crate) writing: tokio::sync::Mutex<()>,
     pub(crate) reflector: Mutex<Option<(Reflector, Option<Task>)>>,
@@ -101,7 +101,7 @@ impl LocalManager {
             identity,
             ttl: Duration::from_secs(24 * 60 * 60),
             margin: Duration::from_secs(60 * 60),
-            tenancy: Arc::default(),
+            held_lease: Arc::default(),
             writing: tokio::sync::Mutex::default(),
             reflector: Mutex::default(),
             fallback: None,
@@ -123,8 +123,8 @@ impl LocalManager {
 
     /// Whether the subnet is this node's right now. Cheap; asks no store.
     pub fn ownership(&self) -> Ownership {
-        let Some(tenancy) = self.tenancy().clone() else { return Ownership::Nothing };
-        let Some(term) = tenancy.term else { return Ownership::Reserved };
+        let Some(held_lease) = self.held_lease().clone() else { return Ownership::Nothing };
+        let Some(term) = held_lease.term else { return Ownership::Reserved };
         let (now, end) = (self.clock.boottime(), term.end());
         match end.checked_sub(now).filter(|left| !left.is_zero()) {
             Some(left) => Ownership::For(left),
@@ -132,13 +132,13 @@ impl LocalManager {
         }
     }
 
-    pub(crate) fn tenancy(&self) -> MutexGuard<'_, Option<Tenancy>> {
-        self.tenancy.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn held_lease(&self) -> MutexGuard<'_, Option<HeldLease>> {
+        self.held_lease.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What a lease is written with; `None` for a reservation, which stays one.
-    pub(crate) fn tenure(&self, reserved: bool) -> Option<Tenure> {
-        (!reserved).then_some(Tenure { mark: self.identity.mark, ttl: self.ttl })
+    pub(crate) fn grant(&self, reserved: bool) -> Option<LeaseGrant> {
+        (!reserved).then_some(LeaseGrant { holder: self.identity.holder, ttl: self.ttl })
     }
 
     pub(crate) fn views(&self) -> watch::Receiver<View> {
@@ -169,7 +169,7 @@ impl LocalManager {
             let Some(unfit) = unfit(config, listing, entry) else {
                 return lost_race(self.take_over(entry, attrs).await).map(Attempt::from);
             };
-            if entry.mark.is_some() {
+            if entry.holder.is_some() {
                 return lost_race(self.give_up(entry, &unfit).await).map(Attempt::from);
             }
             tracing::warn!(subnets = %entry.lease.subnets, "this node's reservation {unfit} and is left alone");
@@ -215,28 +215,28 @@ impl LocalManager {
     }
 
     async fn take_over(&self, entry: &Entry, attrs: &LeaseAttrs) -> Result<Option<Lease>> {
-        let (subnets, reserved) = (entry.lease.subnets, entry.mark.is_none());
-        let ours = entry.mark == Some(self.identity.mark);
+        let (subnets, reserved) = (entry.lease.subnets, entry.holder.is_none());
+        let ours = entry.holder == Some(self.identity.holder);
         let sent = self.clock.boottime();
         if entry.lease.attrs == *attrs && (ours || reserved) {
-            // Nothing to tell the others: a renewal will do.
+            // Nothing new for the others: a renewal is enough.
             if reserved {
                 return Ok(Some(self.settle(entry.clone(), None)));
             }
-            let ttl = self.store.keep_alive(&subnets, self.identity.mark).await?;
-            return Ok(ttl.map(|ttl| self.settle(entry.clone(), Some(Term { sent, ttl }))));
+            let ttl = self.store.keep_alive(&subnets, self.identity.holder).await?;
+            return Ok(ttl.map(|ttl| self.settle(entry.clone(), Some(LeaseTerm { sent, ttl }))));
         }
-        if let Some(mark) = entry.mark.filter(|_| !ours) {
+        if let Some(id) = entry.holder.filter(|_| !ours) {
             tracing::warn!(
-                %subnets, %mark,
+                %subnets, holder = %id,
                 "taking over the lease that {} has under our public address: this host lost its state, or ran \
                  another flannel before, or two hosts have one address",
                 holder(&entry.lease.attrs)
             );
         }
         let written =
-            self.store.update(&subnets, entry.lease.revision, attrs, self.tenure(reserved)).await?;
-        Ok(Some(self.settle(written, Some(Term { sent, ttl: self.ttl }))))
+            self.store.update(&subnets, entry.lease.revision, attrs, self.grant(reserved)).await?;
+        Ok(Some(self.settle(written, Some(LeaseTerm { sent, ttl: self.ttl }))))
     }
 
     async fn give_up(&self, entry: &Entry, unfit: &str) -> Result<Option<Lease>> {
@@ -262,7 +262,7 @@ impl LocalManager {
             None => self.pick(config, &all)?,
         };
         let sent = self.clock.boottime();
-        let written = match self.store.create_or_list(&subnets, attrs, self.tenure(false)).await? {
+        let written = match self.store.create_or_list(&subnets, attrs, self.grant(false)).await? {
             Ok(entry) => self.undisputed(entry).await?,
             // Somebody was faster, and is seen to be.
             Err(now) if taken(&now).any(|other| other.overlaps(&subnets)) => {
@@ -270,7 +270,7 @@ impl LocalManager {
             }
             Err(_) => None,
         };
-        Ok(written.map(|entry| self.settle(entry, Some(Term { sent, ttl: self.ttl }))).into())
+        Ok(written.map(|entry| self.settle(entry, Some(LeaseTerm { sent, ttl: self.ttl }))).into())
     }
 
     /// The key was free, but the store knows nothing of subnets: where a key names two, another key may name
@@ -290,8 +290,9 @@ impl LocalManager {
     /// Deletes what we hold besides `held`: a request that we had given up can have been carried out later.
     pub(crate) async fn sweep(&self, held: &Subnets) -> Result<()> {
         let listing = self.store.list().await?;
-        let ours =
-            |entry: &&Entry| entry.mark == Some(self.identity.mark) && entry.lease.subnets != *held;
+        let ours = |entry: &&Entry| {
+            entry.holder == Some(self.identity.holder) && entry.lease.subnets != *held
+        };
         for stray in listing.entries.iter().filter(ours) {
             let subnets = stray.lease.subnets;
             tracing::info!(%subnets, %held, "this node came to hold a second lease, which is given up");
@@ -312,14 +313,14 @@ impl LocalManager {
     }
 
     /// Remembers what was written or confirmed as ours.
-    pub(crate) fn settle(&self, entry: Entry, term: Option<Term>) -> Lease {
-        let term = term.filter(|_| entry.mark.is_some());
+    pub(crate) fn settle(&self, entry: Entry, term: Option<LeaseTerm>) -> Lease {
+        let term = term.filter(|_| entry.holder.is_some());
         let mut lease = Arc::unwrap_or_clone(entry.lease);
         lease.expires = term.map(|term| {
             let left = term.end().saturating_sub(self.clock.boottime());
             self.clock.wall() + left
         });
-        *self.tenancy() = Some(Tenancy {
+        *self.held_lease() = Some(HeldLease {
             subnets: lease.subnets,
             attrs: lease.attrs.clone(),
             revision: lease.revision,
@@ -340,7 +341,7 @@ impl SubnetManager for LocalManager {
         self.configs.another(&*self.store, seen, |text| self.note_config(text)).await
     }
 
-    /// Finds the lease by mark, else by public address if exactly one lease has one of this host's. Not by the
+    /// Finds the lease by holder ID, else by public address if exactly one lease has one of this host's. Not by the
     /// previous subnets: another node may have them by now, with keys and MAC addresses of its own.
     async fn hints(&self) -> Result<Hints> {
         let listing = match self.remembered_lease() {
@@ -357,13 +358,13 @@ impl SubnetManager for LocalManager {
                 listing => listing?,
             },
         };
-        let Identity { mark, previous, local_addresses } = &self.identity;
-        let by_mark = listing.entries.iter().find(|entry| entry.mark == Some(*mark));
+        let Identity { holder, previous, local_addresses } = &self.identity;
+        let by_holder = listing.entries.iter().find(|entry| entry.holder == Some(*holder));
         let local =
             |entry: &&Entry| entry.lease.attrs.public.values().any(|a| local_addresses.contains(a));
         let mut by_address = listing.entries.iter().filter(local);
         let by_address = by_address.next().filter(|_| by_address.next().is_none());
-        let own = by_mark.or(by_address).map(|entry| &entry.lease);
+        let own = by_holder.or(by_address).map(|entry| &entry.lease);
         Ok(Hints {
             public: Dual::default(),
             last_published: own.map(|lease| lease.attrs.clone()),
@@ -385,10 +386,10 @@ impl SubnetManager for LocalManager {
     async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> Result<Lease> {
         let _writing = self.writing.lock().await;
         let sent = self.clock.boottime();
-        let tenure = self.tenure(held.expires.is_none());
+        let grant = self.grant(held.expires.is_none());
         let written =
-            self.store.update(&held.subnets, held.revision, &as_stored(attrs), tenure).await?;
-        Ok(self.settle(written, Some(Term { sent, ttl: self.ttl })))
+            self.store.update(&held.subnets, held.revision, &as_stored(attrs), grant).await?;
+        Ok(self.settle(written, Some(LeaseTerm { sent, ttl: self.ttl })))
     }
 
     async fn hold_lease(&self, held: &Lease) -> Result<LeaseEnd> {
@@ -409,7 +410,7 @@ enum Attempt {
     Acquired(Lease),
     /// Somebody else took the subnets first, and this is what the store holds since.
     Beaten(Listing),
-    /// Something is not as it was; only another look tells.
+    /// Something is not as it was; only another list shows what.
     Lost,
 }
 

@@ -1,6 +1,6 @@
 //! A store in memory, which behaves as etcd does: the fake for tests, and a network of one process.
 //!
-//! The one thing to know: as in etcd, a holder (a mark) is a thing of its own that has a time to live, and keys
+//! The one thing to know: as in etcd, a holder is a thing of its own that has a time to live, and keys
 //! hang on it. Deleting a key leaves its holder alive; when a holder's time is over, its keys go.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,7 +14,7 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use crate::registry::{
-    Batch, ConfigText, Entry, Event, Listing, Mark, Now, Registry, Skipped, Tenure, Watch,
+    Batch, ConfigText, Entry, Event, HolderId, LeaseGrant, Listing, Now, Registry, Skipped, Watch,
     config_conflict,
 };
 
@@ -40,7 +40,7 @@ struct Inner {
     config: Option<String>,
     revision: u64,
     keys: BTreeMap<String, Stored>,
-    holders: BTreeMap<Mark, Holder>,
+    holders: BTreeMap<HolderId, Holder>,
     /// Which key changed at which revision; everything up to `forgotten` is forgotten.
     history: BTreeMap<u64, String>,
     forgotten: u64,
@@ -52,7 +52,7 @@ struct Inner {
 struct Stored {
     /// What key and value say, or why they cannot be read.
     said: Result<(Subnets, LeaseAttrs), String>,
-    mark: Option<Mark>,
+    holder: Option<HolderId>,
     since: u64,
     revision: u64,
 }
@@ -88,9 +88,9 @@ impl MemoryRegistry {
         self.wake();
     }
 
-    /// Writes any key with any value, as an operator or a foreign program would. No `tenure`: for ever.
-    pub fn put_raw(&self, key: &str, value: &str, tenure: Option<Tenure>) {
-        self.lock().put(key, value, tenure);
+    /// Writes any key with any value, as an operator or a foreign program would. No `grant`: for ever.
+    pub fn put_raw(&self, key: &str, value: &str, grant: Option<LeaseGrant>) {
+        self.lock().put(key, value, grant);
         self.wake();
     }
 
@@ -101,8 +101,8 @@ impl MemoryRegistry {
     }
 
     /// Forgets a holder and deletes its keys, as `etcdctl lease revoke` does.
-    pub fn revoke(&self, mark: Mark) {
-        self.lock().end_holder(mark);
+    pub fn revoke(&self, holder: HolderId) {
+        self.lock().end_holder(holder);
         self.wake();
     }
 
@@ -155,20 +155,20 @@ impl MemoryRegistry {
 impl Inner {
     fn expire(&mut self, now: Instant) {
         let over = self.holders.iter().filter(|(_, holder)| holder.end <= now);
-        for mark in over.map(|(mark, _)| *mark).collect::<Vec<_>>() {
-            self.end_holder(mark);
+        for holder in over.map(|(holder, _)| *holder).collect::<Vec<_>>() {
+            self.end_holder(holder);
         }
     }
 
-    fn end_holder(&mut self, mark: Mark) {
-        self.holders.remove(&mark);
-        let keys = self.keys.iter().filter(|(_, stored)| stored.mark == Some(mark));
+    fn end_holder(&mut self, holder: HolderId) {
+        self.holders.remove(&holder);
+        let keys = self.keys.iter().filter(|(_, stored)| stored.holder == Some(holder));
         for key in keys.map(|(key, _)| key.clone()).collect::<Vec<_>>() {
             self.remove(&key);
         }
     }
 
-    fn put(&mut self, key: &str, value: &str, tenure: Option<Tenure>) {
+    fn put(&mut self, key: &str, value: &str, grant: Option<LeaseGrant>) {
         let subnets = key.parse().map_err(|error: KeyError| error.to_string());
         let said = subnets.and_then(|subnets| {
             let attrs = LeaseAttrs::from_json(value).map_err(|error| error.to_string())?;
@@ -176,10 +176,10 @@ impl Inner {
         });
         let revision = self.log(key);
         let since = self.keys.get(key).map_or(revision, |stored| stored.since);
-        let mark = tenure.map(|tenure| tenure.mark);
-        self.keys.insert(key.to_owned(), Stored { said, mark, since, revision });
-        if let Some(Tenure { mark, ttl }) = tenure {
-            self.holders.insert(mark, Holder { ttl, end: Instant::now() + ttl });
+        let holder = grant.map(|grant| grant.holder);
+        self.keys.insert(key.to_owned(), Stored { said, holder, since, revision });
+        if let Some(LeaseGrant { holder, ttl }) = grant {
+            self.holders.insert(holder, Holder { ttl, end: Instant::now() + ttl });
         }
     }
 
@@ -205,7 +205,7 @@ impl Inner {
             Ok((subnets, attrs)) => {
                 let (since, revision) = (Revision(stored.since), Revision(stored.revision));
                 let lease = Lease { subnets, attrs, expires: None, since, revision };
-                Now::Held(Entry { lease: lease.into(), mark: stored.mark })
+                Now::Held(Entry { lease: lease.into(), holder: stored.holder })
             }
             Err(reason) => Now::Unreadable(reason),
         }
@@ -261,11 +261,11 @@ impl MemoryRegistry {
         subnets: &Subnets,
         at: Option<Revision>,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
         let mut inner = self.reach()?;
         let key = inner.at(subnets, at)?;
-        inner.put(&key, &attrs.to_json(), tenure);
+        inner.put(&key, &attrs.to_json(), grant);
         let Now::Held(entry) = inner.read(&key) else {
             return Err(Error::Conflict { subnets: *subnets });
         };
@@ -283,9 +283,9 @@ impl MemoryRegistry {
         Ok(())
     }
 
-    fn keep_alive_now(&self, mark: Mark) -> Result<Option<Duration>> {
+    fn keep_alive_now(&self, holder: HolderId) -> Result<Option<Duration>> {
         let mut inner = self.reach()?;
-        Ok(inner.holders.get_mut(&mark).map(|holder| {
+        Ok(inner.holders.get_mut(&holder).map(|holder| {
             holder.end = Instant::now() + holder.ttl;
             holder.ttl
         }))
@@ -338,9 +338,9 @@ impl Registry for MemoryRegistry {
         &self,
         subnets: &Subnets,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        self.reply(self.write_now(subnets, None, attrs, tenure)).await
+        self.reply(self.write_now(subnets, None, attrs, grant)).await
     }
 
     async fn update(
@@ -348,17 +348,17 @@ impl Registry for MemoryRegistry {
         subnets: &Subnets,
         at: Revision,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        self.reply(self.write_now(subnets, Some(at), attrs, tenure)).await
+        self.reply(self.write_now(subnets, Some(at), attrs, grant)).await
     }
 
     async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
         self.reply(self.delete_now(subnets, at)).await
     }
 
-    async fn keep_alive(&self, _: &Subnets, mark: Mark) -> Result<Option<Duration>> {
-        self.reply(self.keep_alive_now(mark)).await
+    async fn keep_alive(&self, _: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
+        self.reply(self.keep_alive_now(holder)).await
     }
 
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {

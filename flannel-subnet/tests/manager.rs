@@ -13,7 +13,7 @@ use flannel_core::{
 };
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
-    Entry, Identity, LocalManager, Mark, MemoryRegistry, Ownership, Registry, Tenure,
+    Entry, HolderId, Identity, LeaseGrant, LocalManager, MemoryRegistry, Ownership, Registry,
 };
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -43,34 +43,34 @@ fn other_data(of: &LeaseAttrs) -> LeaseAttrs {
     attrs
 }
 
-fn node(registry: &MemoryRegistry, mark: u64) -> LocalManager {
-    node_with_previous(registry, mark, None)
+fn node(registry: &MemoryRegistry, holder: u64) -> LocalManager {
+    node_with_previous(registry, holder, None)
 }
 
 fn node_with_previous(
     registry: &MemoryRegistry,
-    mark: u64,
+    holder: u64,
     previous: Option<&str>,
 ) -> LocalManager {
     let identity = Identity {
-        mark: Mark(mark),
+        holder: HolderId(holder),
         previous: previous.map(key),
         local_addresses: vec!["192.0.2.1".parse().unwrap(), "2001:db8::1".parse().unwrap()],
     };
     LocalManager::with_clock(Arc::new(registry.clone()), identity, Arc::new(TokioClock::new()))
 }
 
-fn tenure(mark: u64) -> Option<Tenure> {
-    Some(Tenure { mark: Mark(mark), ttl: DAY })
+fn grant(holder: u64) -> Option<LeaseGrant> {
+    Some(LeaseGrant { holder: HolderId(holder), ttl: DAY })
 }
 
 async fn put(
     registry: &MemoryRegistry,
     text: &str,
     attrs: &LeaseAttrs,
-    mark: Option<u64>,
+    holder: Option<u64>,
 ) -> Entry {
-    registry.create(&key(text), attrs, mark.and_then(tenure)).await.unwrap()
+    registry.create(&key(text), attrs, holder.and_then(grant)).await.unwrap()
 }
 
 async fn keys(registry: &MemoryRegistry) -> Vec<String> {
@@ -129,12 +129,12 @@ async fn a_new_node_gets_a_subnet_and_keeps_it_over_restarts() {
     let subnet = first.subnets.family(Family::V4).unwrap();
     assert!(subnet.len() == 24 && subnet.to_string().starts_with("10.1."), "{subnet}");
     assert!(first.expires.is_some());
-    // By mark, even with another address; by address, even with another mark.
-    let by_mark = node(&registry, 1).acquire_lease(&attrs(&["192.0.2.9"])).await.unwrap();
-    assert_eq!(by_mark.subnets, first.subnets);
+    // By holder ID, even with another address; by address, even with another holder ID.
+    let by_holder = node(&registry, 1).acquire_lease(&attrs(&["192.0.2.9"])).await.unwrap();
+    assert_eq!(by_holder.subnets, first.subnets);
     let by_address = node(&registry, 2).acquire_lease(&attrs(&["192.0.2.9"])).await.unwrap();
     assert_eq!(by_address.subnets, first.subnets);
-    assert_eq!(registry.entry(&first.subnets).await.unwrap().unwrap().mark, Some(Mark(2)));
+    assert_eq!(registry.entry(&first.subnets).await.unwrap().unwrap().holder, Some(HolderId(2)));
     assert_eq!(keys(&registry).await.len(), 1);
 }
 
@@ -158,32 +158,32 @@ async fn the_previous_subnets_come_back_if_they_are_free_and_fit() {
 
 #[tokio::test(start_paused = true)]
 async fn a_lease_that_no_longer_fits_is_given_up_but_a_reservation_is_left_alone() {
-    for (mark, left) in [(Some(1), 1), (Some(9), 1), (None, 2)] {
+    for (holder, left) in [(Some(1), 1), (Some(9), 1), (None, 2)] {
         let registry = MemoryRegistry::with_config(V4);
         let us = attrs(&["192.0.2.1"]);
-        put(&registry, "10.9.1.0-24", &us, mark).await;
+        put(&registry, "10.9.1.0-24", &us, holder).await;
         let lease = node(&registry, 1).acquire_lease(&us).await.unwrap();
         assert!(lease.subnets.to_string().starts_with("10.1."), "{lease:?}");
-        assert_eq!(keys(&registry).await.len(), left, "{mark:?}");
+        assert_eq!(keys(&registry).await.len(), left, "{holder:?}");
         let again = node(&registry, 1).acquire_lease(&us).await.unwrap();
         assert_eq!(again.subnets, lease.subnets);
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_two_leases_with_our_address_the_one_with_our_mark_is_ours_else_the_older() {
+async fn of_two_leases_with_our_address_the_one_with_our_holder_id_is_ours_else_the_older() {
     let us = attrs(&["192.0.2.1"]);
-    for (mark, expected) in [(7, "10.1.3.0-24"), (1, "10.1.5.0-24")] {
+    for (holder, expected) in [(7, "10.1.3.0-24"), (1, "10.1.5.0-24")] {
         let registry = MemoryRegistry::with_config(V4);
         put(&registry, "10.1.5.0-24", &us, Some(6)).await;
         put(&registry, "10.1.3.0-24", &us, Some(7)).await;
-        let lease = node(&registry, mark).acquire_lease(&us).await.unwrap();
+        let lease = node(&registry, holder).acquire_lease(&us).await.unwrap();
         assert_eq!(lease.subnets, key(expected));
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn as_many_nodes_as_subnets_at_once_all_get_one_and_the_next_is_told() {
+async fn as_many_nodes_as_subnets_at_once_all_get_one_and_the_next_gets_an_error() {
     for (config, total) in [
         (r#"{"Network":"10.1.0.0/22","SubnetLen":28}"#, 63),
         (r#"{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:1::/58"}"#, 63),
@@ -268,7 +268,10 @@ async fn a_lease_that_somebody_made_unreadable_is_put_back_at_the_next_renewal()
     registry.put_raw(&key.to_string(), "not json", None);
     tokio::time::sleep(DAY).await;
     let entry = registry.entry(&key).await.unwrap().unwrap();
-    assert_eq!((entry.mark, entry.lease.attrs.clone()), (Some(Mark(1)), held.lease.attrs.clone()));
+    assert_eq!(
+        (entry.holder, entry.lease.attrs.clone()),
+        (Some(HolderId(1)), held.lease.attrs.clone())
+    );
     assert!(matches!(held.manager.ownership(), Ownership::For(_)));
     assert!(!held.task.is_finished());
 }
@@ -401,7 +404,7 @@ async fn a_subnet_that_somebody_took_after_it_expired_is_not_won_back() {
     registry.set_outage(true);
     tokio::time::sleep(25 * HOUR).await;
     let value = attrs(&["192.0.2.2"]).to_json();
-    registry.put_raw(&held.lease.subnets.to_string(), &value, tenure(2));
+    registry.put_raw(&held.lease.subnets.to_string(), &value, grant(2));
     registry.set_outage(false);
     let end =
         tokio::time::timeout(Duration::from_secs(120), held.task).await.unwrap().unwrap().unwrap();
@@ -413,7 +416,7 @@ async fn a_subnet_that_somebody_took_after_it_expired_is_not_won_back() {
 async fn a_revoked_holder_wins_its_subnet_back_at_once() {
     let registry = MemoryRegistry::with_config(V4);
     let held = hold(node(&registry, 1), &attrs(&["192.0.2.1"])).await;
-    registry.revoke(Mark(1));
+    registry.revoke(HolderId(1));
     let subnets = held.lease.subnets;
     until(Duration::from_secs(1), "won back", async || {
         registry.entry(&subnets).await.unwrap().is_some()
@@ -430,7 +433,7 @@ async fn what_others_write_over_our_attributes_is_put_back_but_what_we_publish_s
     let subnets = held.lease.subnets;
     let stored = async || registry.entry(&subnets).await.unwrap().unwrap().lease.attrs.clone();
 
-    registry.put_raw(&subnets.to_string(), &other_data(&us).to_json(), tenure(1));
+    registry.put_raw(&subnets.to_string(), &other_data(&us).to_json(), grant(1));
     until(Duration::from_secs(1), "put back", async || stored().await == us).await;
 
     let current = registry.entry(&subnets).await.unwrap().unwrap().lease;
@@ -443,8 +446,8 @@ async fn what_others_write_over_our_attributes_is_put_back_but_what_we_publish_s
     held.manager.publish(&published, &us).await.unwrap();
     assert!(!held.task.is_finished());
 
-    // Our own mark with another node's address: a copy of our state directory.
-    registry.put_raw(&subnets.to_string(), &attrs(&["192.0.2.2"]).to_json(), tenure(1));
+    // Our own holder ID with another node's address: a copy of our state directory.
+    registry.put_raw(&subnets.to_string(), &attrs(&["192.0.2.2"]).to_json(), grant(1));
     let LeaseEnd::Taken { by } = held.end().await else { panic!("taken") };
     assert!(by.contains("192.0.2.2") && by.contains("copied"), "{by}");
 }
@@ -462,7 +465,7 @@ async fn a_reservation_stays_one() {
     tokio::time::sleep(10 * DAY).await;
     assert_eq!(held.manager.store_status().requests(), before, "nothing to renew");
     let entry = registry.entry(&held.lease.subnets).await.unwrap().unwrap();
-    assert_eq!((entry.mark, &entry.lease.attrs), (None, &us));
+    assert_eq!((entry.holder, &entry.lease.attrs), (None, &us));
 
     // Emptied again by hand: filled in again.
     registry.put_raw("10.1.5.0-24", &reserved.to_json(), None);
@@ -498,7 +501,7 @@ async fn subnets_that_were_just_freed_come_last() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn hints_find_our_lease_by_mark_or_by_address() {
+async fn hints_find_our_lease_by_holder_or_by_address() {
     let registry = MemoryRegistry::with_config(V4);
     let manager = node_with_previous(&registry, 1, Some("10.1.3.0-24"));
     let previous = async || manager.hints().await.unwrap().previous.unwrap().to_string();

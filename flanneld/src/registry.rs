@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use flannel_core::{SubnetManager, Subnets};
 use flannel_subnet::{
-    Assign, AssignedManager, DirLocation, DirRegistry, Identity, LocalManager, Mark, Ownership,
+    Assign, AssignedManager, DirLocation, DirRegistry, HolderId, Identity, LocalManager, Ownership,
     Registry,
 };
 #[cfg(feature = "etcd")]
@@ -64,7 +64,7 @@ impl fmt::Display for RegistryUrl {
 
 /// How this node is told from others.
 pub(crate) struct Node {
-    pub(crate) mark: Mark,
+    pub(crate) holder: HolderId,
     pub(crate) previous: Option<Subnets>,
     pub(crate) addresses: Vec<IpAddr>,
     pub(crate) renew_margin: Duration,
@@ -189,8 +189,11 @@ impl RegistryUrl {
             let subnets = Arc::new(AssignedManager::new(registry, node.addresses));
             return Ok(Store { subnets, owner: Owner::Others });
         }
-        let identity =
-            Identity { mark: node.mark, previous: node.previous, local_addresses: node.addresses };
+        let identity = Identity {
+            holder: node.holder,
+            previous: node.previous,
+            local_addresses: node.addresses,
+        };
         let manager = LocalManager::new(registry, identity).with_renew_margin(node.renew_margin);
         let local = Arc::new(manager.with_cache(node.cache));
         Ok(Store { subnets: Arc::clone(&local) as _, owner: Owner::Local(local) })

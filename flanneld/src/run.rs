@@ -13,7 +13,7 @@ use flannel_core::{
     Owned, Status, SubnetManager, Subnets, View,
 };
 use flannel_netlink::NetlinkKernel;
-use flannel_subnet::{Mark, SubnetEnv, SubnetEnvError};
+use flannel_subnet::{HolderId, SubnetEnv, SubnetEnvError};
 use tokio::sync::watch;
 
 use crate::backends;
@@ -72,10 +72,10 @@ pub(crate) async fn run_observed(
 /// One network after the other.
 async fn run_networks(options: &Options, observer: &Observer) -> Result<Infallible, Error> {
     let kernel = Arc::new(open_kernel(options)?);
-    let mark = state::mark(&options.state_dir)?;
+    let holder = state::holder_id(&options.state_dir)?;
     let predecessor = Predecessor::find(&options.subnet_file, &options.state_dir)?;
     let node = Node {
-        mark,
+        holder,
         previous: previous_subnets(options),
         addresses: addresses(&kernel, options)?,
         renew_margin: options.renew_margin(),
@@ -86,7 +86,7 @@ async fn run_networks(options: &Options, observer: &Observer) -> Result<Infallib
     let store = Store::open(options, node).await?;
     observer.opened(store.clone());
     tokio::select! {
-        ended = follow_store(options, &kernel, &store, (mark, &predecessor), observer) => ended,
+        ended = follow_store(options, &kernel, &store, (holder, &predecessor), observer) => ended,
         never = store.tell(observer) => match never {},
     }
 }
@@ -96,7 +96,7 @@ async fn follow_store(
     options: &Options,
     kernel: &Arc<NetlinkKernel>,
     store: &Store,
-    (mark, predecessor): (Mark, &Predecessor),
+    (holder, predecessor): (HolderId, &Predecessor),
     observer: &Observer,
 ) -> Result<Infallible, Error> {
     let subnets = &*store.subnets;
@@ -107,7 +107,8 @@ async fn follow_store(
     let mut last: Option<(Config, ExternalInterface)> = None;
     loop {
         let start = async || {
-            let started = start(options, kernel, store, state::identity(mark), last.as_ref()).await;
+            let started =
+                start(options, kernel, store, state::identity(holder), last.as_ref()).await;
             started.inspect_err(|error| observer.waits_for(error.to_string()))
         };
         let build = async {

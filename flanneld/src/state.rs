@@ -1,11 +1,11 @@
-//! What this host remembers across restarts: the mark by which it knows its own leases; and that one at a time has it.
+//! What this host remembers across restarts: the ID by which it knows its own leases. One process at a time has it.
 
 use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
 use std::time::Duration;
 
-use flannel_subnet::Mark;
+use flannel_subnet::HolderId;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use tokio::time::{Instant, sleep};
@@ -17,11 +17,11 @@ const SOON: Duration = Duration::from_secs(2);
 /// … and so often that is looked at.
 const AGAIN: Duration = Duration::from_millis(10);
 
-/// The mark kept in `dir`, or a new one that is kept there from now on.
+/// The holder ID kept in `dir`, or a new one that is kept there from now on.
 ///
 /// # Errors
 /// The directory or the file cannot be read or written.
-pub(crate) fn mark(dir: &Path) -> Result<Mark, Error> {
+pub(crate) fn holder_id(dir: &Path) -> Result<HolderId, Error> {
     let path = dir.join("mark");
     let failed = |error: io::Error| Error::File {
         path: path.clone(),
@@ -29,17 +29,17 @@ pub(crate) fn mark(dir: &Path) -> Result<Mark, Error> {
     };
     match fs::read_to_string(&path) {
         Ok(text) => match text.trim().parse() {
-            Ok(mark) => return Ok(mark),
+            Ok(holder) => return Ok(holder),
             // Without it this host is known by its public address: no reason not to start.
-            Err(error) => tracing::warn!(path = %path.display(), %error, "a new mark is made"),
+            Err(error) => tracing::warn!(path = %path.display(), %error, "a new holder ID is made"),
         },
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         Err(error) => return Err(failed(error)),
     }
-    let mark = Mark::random();
+    let holder = HolderId::random();
     fs::create_dir_all(dir).map_err(failed)?;
-    replace(&path, &format!("{mark}\n")).map_err(failed)?;
-    Ok(mark)
+    replace(&path, &format!("{holder}\n")).map_err(failed)?;
+    Ok(holder)
 }
 
 /// Writes a file of the state directory anew: whole, or not at all.
@@ -93,11 +93,11 @@ fn try_lock(path: &Path) -> Result<Option<Lock>, Error> {
     }
 }
 
-/// What tells this machine from its clones: `/etc/machine-id`, else the mark.
-pub(crate) fn identity(mark: Mark) -> String {
+/// What tells this machine from its clones: `/etc/machine-id`, else the holder ID.
+pub(crate) fn identity(holder: HolderId) -> String {
     let id = fs::read_to_string("/etc/machine-id").unwrap_or_default();
     let id = id.trim();
-    if id.is_empty() { mark.to_string() } else { id.to_owned() }
+    if id.is_empty() { holder.to_string() } else { id.to_owned() }
 }
 
 #[cfg(test)]
@@ -129,18 +129,18 @@ mod tests {
     }
 
     #[test]
-    fn a_mark_is_kept_and_a_broken_one_replaced() {
+    fn a_holder_id_is_kept_and_a_broken_one_replaced() {
         let dir = tempfile::tempdir().unwrap();
         let state = dir.path().join("new");
-        let first = mark(&state).unwrap();
-        assert_eq!(mark(&state).unwrap(), first);
+        let first = holder_id(&state).unwrap();
+        assert_eq!(holder_id(&state).unwrap(), first);
         fs::write(state.join("mark"), "nonsense").unwrap();
-        let second = mark(&state).unwrap();
+        let second = holder_id(&state).unwrap();
         assert_ne!(second, first);
-        assert_eq!(mark(&state).unwrap(), second);
+        assert_eq!(holder_id(&state).unwrap(), second);
         let file = dir.path().join("file");
         fs::write(&file, "").unwrap();
-        let error = mark(&file).unwrap_err().to_string();
+        let error = holder_id(&file).unwrap_err().to_string();
         assert!(error.contains("file/mark"), "{error}");
     }
 }

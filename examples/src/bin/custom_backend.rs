@@ -9,7 +9,7 @@ use flannel_core::{
     LinkName, Network, Owned, Rejected, Result, Route, State, SubnetManager, Via,
 };
 use flannel_netlink::{NetlinkKernel, iface::Selectors};
-use flannel_subnet::{Identity, LocalManager, Mark, MemoryRegistry, Registry};
+use flannel_subnet::{HolderId, Identity, LocalManager, MemoryRegistry, Registry};
 
 /// `{"Type": "hub", "Router": "192.0.2.254"}`.
 #[derive(Debug)]
@@ -77,7 +77,7 @@ fn main() -> anyhow::Result<()> {
         let peer = LeaseAttrs { backend_type: "hub".into(), ..LeaseAttrs::default() };
         registry.create(&"10.1.7.0-24".parse()?, &peer, None).await?;
         let identity =
-            Identity { mark: Mark::random(), previous: None, local_addresses: Vec::new() };
+            Identity { holder: HolderId::random(), previous: None, local_addresses: Vec::new() };
         let subnets = Arc::new(LocalManager::new(registry, identity));
         let kernel = Arc::new(NetlinkKernel::open()?);
         let iface = kernel.external_interface(

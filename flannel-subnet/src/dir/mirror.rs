@@ -1,7 +1,7 @@
 //! What the directory held when last looked at, and what changed since.
 //!
 //! The one thing to know: inotify only names the files to read again. What is in them is compared with what is
-//! remembered, so it does not matter how often, or in which order, or how late one is told. Everything here
+//! remembered, so it does not matter how often, or in which order, or how late one is reported. Everything here
 //! blocks, for as long as reading a few small files takes.
 
 use std::borrow::Borrow;
@@ -350,7 +350,7 @@ pub(super) fn parse(name: &str, text: &str, forever: bool) -> Result<LeaseFile, 
     let subnets: Subnets = name.parse().map_err(|error: KeyError| error.to_string())?;
     let mut file = LeaseFile::parse(subnets, text).map_err(|error| error.to_string())?;
     if forever {
-        file.tenure = None;
+        file.grant = None;
     }
     Ok(file)
 }
