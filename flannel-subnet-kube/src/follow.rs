@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep};
 use crate::annotations::wrong_overwrites;
 use crate::api::{Api, Call, Failure, PATIENCE, escape, part, read};
 use crate::node::{Event, Node, Wire};
-use crate::nodes::{Nodes, Terms};
+use crate::nodes::{Nodes, ReadOptions};
 use crate::pause::Pause;
 use crate::split::Splitter;
 
@@ -51,7 +51,7 @@ pub(crate) enum Own {
 /// Follows for as long as it lives.
 #[derive(Debug)]
 pub(crate) struct Follower {
-    pub(crate) terms: Terms,
+    pub(crate) read_options: ReadOptions,
     pub(crate) views: watch::Receiver<View>,
     pub(crate) own: watch::Receiver<Own>,
     task: AbortHandle,
@@ -65,17 +65,24 @@ impl Drop for Follower {
 
 impl Follower {
     /// Begins, on the current runtime. `own` is this node's name.
-    pub(crate) fn start(api: Arc<Api>, terms: Terms, own: String) -> Self {
+    pub(crate) fn start(api: Arc<Api>, read_options: ReadOptions, own: String) -> Self {
         let (views, seen) = watch::channel(View::unknown());
         let (own_node, own_seen) = watch::channel(Own::Unknown);
-        let nodes = Nodes::new(terms.clone());
-        let following =
-            Following { api, nodes, late: None, terms: terms.clone(), own, views, own_node };
+        let nodes = Nodes::new(read_options.clone());
+        let following = Following {
+            api,
+            nodes,
+            late: None,
+            read_options: read_options.clone(),
+            own,
+            views,
+            own_node,
+        };
         let task = tokio::spawn(following.run()).abort_handle();
-        Self { terms, views: seen, own: own_seen, task }
+        Self { read_options, views: seen, own: own_seen, task }
     }
 
-    /// Whether anybody will ever tell more.
+    /// Whether anything more will ever come.
     pub(crate) fn lives(&self) -> bool {
         self.own.has_changed().is_ok()
     }
@@ -83,7 +90,7 @@ impl Follower {
 
 struct Following {
     api: Arc<Api>,
-    terms: Terms,
+    read_options: ReadOptions,
     nodes: Nodes,
     /// The first and the last time in a row that the server had no list which its cache may answer.
     late: Option<(Instant, Instant)>,
@@ -129,7 +136,7 @@ impl Following {
                     sleep(pause.next()).await;
                 }
                 Err(failure) => {
-                    lost.tell(&self, &failure);
+                    lost.log(&self, &failure);
                     pause.after(&failure).await;
                 }
             }
@@ -137,7 +144,7 @@ impl Following {
     }
 
     /// Watches until changes were missed, or may have been: versions go back when the server's store is restored from a copy, and
-    /// only a list tells. Returns what that list must be like.
+    /// only a list shows. Returns what that list must be like.
     async fn watch_from(
         &mut self,
         mut version: String,
@@ -154,7 +161,7 @@ impl Following {
                     return Least::Version(version);
                 }
                 Ok(Watched::Silent { useful }) => {
-                    // Mostly it is the connection that is dead. A list tells a server that lives from one that does not.
+                    // Mostly it is the connection that is dead. A list shows whether the server lives.
                     if silent && !useful {
                         return Least::Version(version);
                     }
@@ -174,7 +181,7 @@ impl Following {
                     return Least::Version(version);
                 }
                 Err(failure) => {
-                    lost.tell(self, &failure);
+                    lost.log(self, &failure);
                     pause.after(&failure).await;
                     if version != from {
                         (silent, errors) = (false, 0);
@@ -255,7 +262,7 @@ impl Following {
             let each = |item: &[u8]| {
                 let wire: Wire<'_> = serde_json::from_slice(item)?;
                 if wire.metadata.name == self.own {
-                    *own = self.terms.own(&wire);
+                    *own = self.read_options.own(&wire);
                 }
                 self.nodes.put(&wire);
                 Ok(())
@@ -358,7 +365,7 @@ impl Following {
         let changed = match &*kind {
             "ADDED" | "MODIFIED" => {
                 if object.metadata.name == self.own {
-                    let own = self.terms.own(&object);
+                    let own = self.read_options.own(&object);
                     self.own_node
                         .send_if_modified(|now| std::mem::replace(now, own.clone()) != own);
                 }
@@ -406,22 +413,25 @@ impl Following {
         });
         let mut wrong = self.nodes.wrong();
         if let Own::Here(node) = &*self.own_node.borrow() {
-            let overwrites =
-                wrong_overwrites(&node.values, &self.terms.families, &self.terms.prefix);
+            let overwrites = wrong_overwrites(
+                &node.values,
+                &self.read_options.families,
+                &self.read_options.prefix,
+            );
             wrong.extend(
                 overwrites
                     .map(|why| (format!("node {}", node.name), format!("{why}; it is not used"))),
             );
         }
-        let mut books = self.api.books();
-        for (key, reason) in wrong.iter().filter(|new| !books.skipped.contains(new)) {
+        let mut stats = self.api.stats();
+        for (key, reason) in wrong.iter().filter(|new| !stats.skipped.contains(new)) {
             tracing::warn!(store = self.api.name(), %key, "wrong: {reason}");
         }
-        books.skipped = wrong;
+        stats.skipped = wrong;
     }
 }
 
-impl Terms {
+impl ReadOptions {
     fn own(&self, wire: &Wire<'_>) -> Own {
         wire.node(&self.prefix).map_or_else(Own::Wrong, |node| Own::Here(Arc::new(node)))
     }
@@ -445,7 +455,7 @@ struct Lost {
 }
 
 impl Lost {
-    fn tell(&mut self, following: &Following, failure: &Failure) {
+    fn log(&mut self, following: &Following, failure: &Failure) {
         // That people must help is news even in an outage.
         let refused = matches!(failure, Failure::Refused(_) | Failure::Forbidden(_));
         if !self.said || (refused && !self.refused) {
@@ -467,11 +477,11 @@ impl Lost {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 mod tests {
-    use flannel_core::{LeaseAttrs, SubnetManager};
+    use flannel_core::{LeaseAttrs, Readiness, SubnetManager};
     use serde_json::json;
 
     use crate::testing::ApiServer;
-    use crate::{KubeManager, KubeOptions, Network, NodeIdentity};
+    use crate::{KubeManager, KubeOptions, NodeIdentity};
 
     use super::*;
 
@@ -493,7 +503,7 @@ mod tests {
         let public = ["192.0.2.1".parse::<std::net::IpAddr>().unwrap()].into_iter().collect();
         let attrs = LeaseAttrs { public, backend_type: "vxlan".into(), ..LeaseAttrs::default() };
         let held = manager.acquire_lease(&attrs).await.unwrap();
-        let (tell, told) = watch::channel(Some(Network::Available));
+        manager.report(&Readiness::Ready).await.unwrap();
         let story = async {
             let until = async |condition: &dyn Fn() -> bool| {
                 while !condition() {
@@ -507,19 +517,19 @@ mod tests {
             };
             until(&|| says("False") && server.count("watch=") == 1).await;
             // Something unforeseen.
-            manager.follow(|follower| follower.task.abort()).await.unwrap();
+            manager.shared.follow(|follower| follower.task.abort()).await.unwrap();
             let asked = server.requests().len();
             until(&|| server.count("NotOlderThan") == 2 && server.count("watch=") == 2).await;
             server.put_node("me", node());
             let annotation = || server.annotation("me", "flannel.alpha.coreos.com/backend-type");
             until(&|| says("False") && annotation().as_deref() == Some("vxlan")).await;
-            tell.send_replace(Some(Network::Unavailable("gone".to_owned())));
+            let reason = "gone".to_owned();
+            manager.report(&Readiness::NotReady { reason }).await.unwrap();
             until(&|| says("True")).await;
             assert!(server.requests().len() < asked + 20, "{:#?}", &server.requests()[asked..]);
         };
         tokio::select! {
             end = manager.hold_lease(&held) => panic!("{end:?}"),
-            never = manager.keep_condition(told) => match never {},
             done = tokio::time::timeout(Duration::from_secs(20), story) => {
                 done.unwrap_or_else(|_| panic!("it takes too long: {:#?}", server.requests()));
             }

@@ -9,15 +9,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use flannel_core::{Error, Lease, LeaseAttrs, Origin, Result, Revision, View};
+use flannel_core::{Error, Lease, LeaseAttrs, LeaseEnd, Origin, Result, Revision, View};
 use tokio::sync::{Notify, watch};
-use tokio::task::AbortHandle;
 
 use crate::cache::{Cache, Saved};
 use crate::clock::Clock;
-use crate::hold::{HeldLease, LeaseTerm};
+use crate::holding::{HeldLease, Holding, LeaseTerm};
 use crate::manager::LocalManager;
 use crate::registry::{ConfigText, HolderId, Registry};
+use crate::task::Task;
 
 /// How long the store has to give its first answer before the cache answers instead.
 const PATIENCE: Duration = Duration::from_millis(25);
@@ -38,7 +38,7 @@ pub(crate) struct Fallback {
     said: AtomicBool,
     config: Mutex<Option<ConfigText>>,
     saving: Mutex<()>,
-    changed: Notify,
+    config_changed: Notify,
 }
 
 /// Everything that is kept of a running manager.
@@ -46,18 +46,8 @@ pub(crate) struct Fallback {
 struct Keeper {
     fallback: Arc<Fallback>,
     views: watch::Receiver<View>,
-    held_lease: Arc<Mutex<Option<HeldLease>>>,
+    holding: Arc<Holding>,
     clock: Arc<dyn Clock>,
-}
-
-/// A task that ends with its owner.
-#[derive(Debug)]
-pub(crate) struct Task(AbortHandle);
-
-impl Drop for Task {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
 }
 
 impl LocalManager {
@@ -85,7 +75,7 @@ impl LocalManager {
             said: AtomicBool::new(false),
             config,
             saving: Mutex::default(),
-            changed: Notify::new(),
+            config_changed: Notify::new(),
         };
         Self { fallback: Some(Arc::new(fallback)), ..self }
     }
@@ -170,7 +160,7 @@ impl LocalManager {
         // With other attributes than before, whatever the store shows then is in doubt.
         let revision = if lease.attrs == *attrs { lease.revision } else { Revision::default() };
         let held_lease = HeldLease { subnets: lease.subnets, attrs: attrs.clone(), revision, term };
-        *self.held_lease() = Some(held_lease);
+        self.holding.set(held_lease);
         Lease { attrs: attrs.clone(), ..lease.clone() }
     }
 
@@ -178,20 +168,13 @@ impl LocalManager {
     pub(crate) fn note_config(&self, config: &ConfigText) {
         if let Some(fallback) = &self.fallback {
             *fallback.config.lock().unwrap_or_else(PoisonError::into_inner) = Some(config.clone());
-            fallback.changed.notify_one();
-        }
-    }
-
-    /// Our lease has changed: the cache is to say so soon.
-    pub(crate) fn note_change(&self) {
-        if let Some(fallback) = &self.fallback {
-            fallback.changed.notify_one();
+            fallback.config_changed.notify_one();
         }
     }
 
     /// Our lease has ended, and no restart may find it in the cache.
-    pub(crate) fn forget(&self) {
-        *self.held_lease() = None;
+    pub(crate) fn forget(&self, end: &LeaseEnd) {
+        self.holding.end(end.clone());
         if let Some(keeper) = self.keeper(self.views()) {
             keeper.save();
         }
@@ -199,14 +182,14 @@ impl LocalManager {
 
     fn keeper(&self, views: watch::Receiver<View>) -> Option<Keeper> {
         let fallback = Arc::clone(self.fallback.as_ref()?);
-        let (held_lease, clock) = (Arc::clone(&self.held_lease), Arc::clone(&self.clock));
-        Some(Keeper { fallback, views, held_lease, clock })
+        let (holding, clock) = (Arc::clone(&self.holding), Arc::clone(&self.clock));
+        Some(Keeper { fallback, views, holding, clock })
     }
 
     /// Writes the cache whenever there is something new.
     pub(crate) fn keep(&self, views: watch::Receiver<View>) -> Option<Task> {
         let keeper = Arc::new(self.keeper(views)?);
-        Some(Task(tokio::spawn(async move { keeper.run().await }).abort_handle()))
+        Some(Task::spawn(keeper.run()))
     }
 }
 
@@ -217,7 +200,7 @@ pub(crate) fn unanswered(error: &Error) -> bool {
 
 impl Keeper {
     async fn run(self: Arc<Self>) {
-        let mut views = self.views.clone();
+        let (mut views, mut lease) = (self.views.clone(), self.holding.subscribe());
         // A view from the cache need not be written there.
         let live = |view: &View| matches!(view.origin, Origin::Live { .. });
         if views.wait_for(live).await.is_err() {
@@ -230,7 +213,9 @@ impl Keeper {
             tokio::time::sleep(PAUSE).await;
             tokio::select! {
                 changed = views.changed() => if changed.is_err() { return },
-                () = self.fallback.changed.notified() => (),
+                () = self.fallback.config_changed.notified() => (),
+                // The holding lives as long as this.
+                _ = lease.changed() => (),
             }
         }
     }
@@ -250,8 +235,7 @@ impl Keeper {
                 }
             }
         };
-        let held_lease = self.held_lease.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let own = held_lease.map(|held_lease| {
+        let own = self.holding.get().map(|held_lease| {
             let since = view
                 .leases
                 .get(&held_lease.subnets)

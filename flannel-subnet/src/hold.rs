@@ -1,52 +1,17 @@
 //! Keeping the lease, and noticing at once when it is no longer ours.
 //!
-//! The one thing to know: this node owns its subnet until the last renewal that the store confirmed, counted
-//! from its *sending*, plus the time to live: the store began to count later, so it cannot forget us before.
-//! What two clocks may drift apart meanwhile is taken off.
-//! Whatever looks different from what we wrote is judged by reading the key itself.
+//! A key that differs from what this node wrote is judged by reading it from the store.
 
 use std::time::Duration;
 
 use flannel_core::{
-    Error, Lease, LeaseAttrs, LeaseEnd, LeaseSet, Origin, Result, Revision, Subnets, View, holder,
+    Error, Lease, LeaseEnd, LeaseSet, Origin, Result, Revision, Subnets, View, holder,
 };
 
 use crate::backoff::Backoff;
+use crate::holding::{HeldLease, LeaseTerm};
 use crate::manager::{LocalManager, as_stored};
 use crate::registry::{Entry, Registry, Skipped};
-
-/// What we hold.
-#[derive(Debug, Clone)]
-pub(crate) struct HeldLease {
-    pub(crate) subnets: Subnets,
-    pub(crate) attrs: LeaseAttrs,
-    pub(crate) revision: Revision,
-    /// `None`: a reservation, for ever.
-    pub(crate) term: Option<LeaseTerm>,
-}
-
-/// For how long, by boot time.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct LeaseTerm {
-    /// When the last confirmed write or renewal was sent.
-    pub(crate) sent: Duration,
-    pub(crate) ttl: Duration,
-}
-
-/// Of the time to live, what two clocks may drift apart in it: the kernel slews each by up to 500 ppm.
-const DRIFT: u32 = 1000;
-
-impl LeaseTerm {
-    /// A thousandth early: if our clock is slow and the store's is fast, the store must still not be first.
-    pub(crate) fn end(&self) -> Duration {
-        self.sent.saturating_add(self.ttl - self.ttl / DRIFT)
-    }
-
-    /// When to renew: `margin` before the end, but not within the first third.
-    fn renewal(&self, margin: Duration) -> Duration {
-        self.sent.saturating_add(self.ttl.saturating_sub(margin).max(self.ttl / 3))
-    }
-}
 
 /// What the view says of our key, if it says something else than we know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,10 +46,7 @@ impl LocalManager {
             } else if again.is_none() && stray {
                 let _writing = self.writing.lock().await;
                 // Perhaps not `held` any more: another may have been acquired meanwhile.
-                let ours = self
-                    .held_lease()
-                    .as_ref()
-                    .map_or(held.subnets, |held_lease| held_lease.subnets);
+                let ours = self.holding.get().map_or(held.subnets, |held_lease| held_lease.subnets);
                 let swept = self.sweep(&ours).await;
                 stray = swept.is_err();
                 swept.map(|()| None)
@@ -95,7 +57,7 @@ impl LocalManager {
             };
             match outcome {
                 Ok(Some(end)) => {
-                    self.forget();
+                    self.forget(&end);
                     return Ok(end);
                 }
                 Ok(None) => {
@@ -115,7 +77,7 @@ impl LocalManager {
                     {
                         tracing::warn!(subnets = %held.subnets, "the lease cannot be renewed, trying on: {error}");
                     }
-                    if !lapsed && self.lapsed() {
+                    if !lapsed && self.holding.has_lapsed() {
                         lapsed = true;
                         tracing::warn!(
                             subnets = %held.subnets,
@@ -129,10 +91,9 @@ impl LocalManager {
 
     /// Takes up a lease that an earlier manager acquired: renewed at once, since nobody knows when it was last.
     fn resume(&self, held: &Lease) {
-        let mut held_lease = self.held_lease();
-        if held_lease.as_ref().is_none_or(|held_lease| held_lease.subnets != held.subnets) {
+        if self.holding.get().is_none_or(|lease| lease.subnets != held.subnets) {
             let sent = self.clock.boottime();
-            *held_lease = Some(HeldLease {
+            self.holding.set(HeldLease {
                 subnets: held.subnets,
                 attrs: as_stored(&held.attrs),
                 revision: held.revision,
@@ -143,7 +104,7 @@ impl LocalManager {
 
     fn doubt(&self, view: &View) -> Option<Doubt> {
         let Origin::Live { .. } = view.origin else { return None };
-        let (subnets, revision) = self.held_lease().as_ref().map(|t| (t.subnets, t.revision))?;
+        let (subnets, revision) = self.holding.get().map(|t| (t.subnets, t.revision))?;
         match view.leases.get(&subnets) {
             None => Some(Doubt::Gone),
             Some(lease) if lease.revision != revision => Some(Doubt::At(lease.revision)),
@@ -154,8 +115,7 @@ impl LocalManager {
     /// Another lease with our address has appeared.
     fn may_stray(&self, view: &View, seen: &mut LeaseSet) -> bool {
         let Origin::Live { .. } = view.origin else { return false };
-        let Some((subnets, public)) =
-            self.held_lease().as_ref().map(|t| (t.subnets, t.attrs.public))
+        let Some((subnets, public)) = self.holding.get().map(|t| (t.subnets, t.attrs.public))
         else {
             return false;
         };
@@ -165,23 +125,15 @@ impl LocalManager {
             && new.any(|lease| lease.subnets != subnets && lease.attrs.public == public)
     }
 
-    fn term(&self) -> Option<LeaseTerm> {
-        self.held_lease().as_ref().and_then(|held_lease| held_lease.term)
-    }
-
     fn renewal(&self) -> Option<Duration> {
-        self.term().map(|term| term.renewal(self.margin))
-    }
-
-    pub(crate) fn lapsed(&self) -> bool {
-        self.term().is_some_and(|term| term.end() <= self.clock.boottime())
+        self.holding.term().map(|term| term.renewal(self.margin))
     }
 
     /// When to try again: after a pause, but also at the very moment when our time runs out.
     fn again(&self, backoff: &mut Backoff) -> Duration {
         let now = self.clock.boottime();
         let again = now + backoff.pause();
-        match self.term().map(|term| term.end()) {
+        match self.holding.term().map(|term| term.end()) {
             Some(end) if end > now => again.min(end),
             _ => again,
         }
@@ -203,7 +155,7 @@ impl LocalManager {
     }
 
     async fn renew_or_check(&self) -> Result<Option<LeaseEnd>> {
-        let Some(held_lease) = self.held_lease().clone() else {
+        let Some(held_lease) = self.holding.get() else {
             return Ok(Some(LeaseEnd::Expired));
         };
         if held_lease.term.is_none() {
@@ -213,7 +165,7 @@ impl LocalManager {
         let Some(ttl) = self.store.keep_alive(&held_lease.subnets, self.identity.holder).await?
         else {
             let end = self.check().await?;
-            if end.is_none() && self.term().is_some_and(|term| term.sent < sent) {
+            if end.is_none() && self.holding.term().is_some_and(|term| term.sent < sent) {
                 let reason = "it has forgotten the lease's holder, but not its key";
                 return Err(Error::Store {
                     store: format!("{}: {}", self.store, held_lease.subnets),
@@ -227,20 +179,14 @@ impl LocalManager {
         if let Some(end) = self.check().await? {
             return Ok(Some(end));
         }
-        if let Some(held_lease) = self.held_lease().as_mut() {
-            // Unless something was written meanwhile, which counts as a later renewal.
-            held_lease.term = held_lease
-                .term
-                .map(|term| if term.sent > sent { term } else { LeaseTerm { sent, ttl } });
-        }
-        self.note_change();
+        self.holding.renew(LeaseTerm { sent, ttl });
         tracing::debug!(subnets = %held_lease.subnets, "lease renewed");
         Ok(None)
     }
 
     /// Reads our key and judges what it says. `None`: still ours.
     async fn check(&self) -> Result<Option<LeaseEnd>> {
-        let Some(held_lease) = self.held_lease().clone() else {
+        let Some(held_lease) = self.holding.get() else {
             return Ok(Some(LeaseEnd::Expired));
         };
         let entry = match self.store.entry(&held_lease.subnets).await {

@@ -10,6 +10,7 @@ mod dir;
 mod entries;
 mod fallback;
 mod hold;
+mod holding;
 mod manager;
 mod memory;
 mod metered;
@@ -18,6 +19,7 @@ mod reconfigure;
 mod reflect;
 mod registry;
 mod subnet_env;
+mod task;
 #[cfg(feature = "testing")]
 pub mod testing;
 
@@ -27,7 +29,7 @@ pub use backoff::Backoff;
 pub use cache::{Cache, CacheError, Saved};
 pub use clock::{Clock, SystemClock};
 pub use dir::{Assign, DirLocation, DirOptions, DirRegistry, LocationError};
-pub use manager::{Identity, LocalManager, Ownership};
+pub use manager::{Identity, LocalManager};
 pub use memory::MemoryRegistry;
 pub use reflect::Reflector;
 pub use registry::{

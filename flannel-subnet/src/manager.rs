@@ -4,13 +4,13 @@
 //! keeps; only a lease that no longer fits the network config is given up.
 
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use flannel_core::{
-    Config, Dual, Error, Hints, Lease, LeaseAttrs, LeaseEnd, Result, StoreStatus, Subnet,
-    SubnetManager, Subnets, View, holder,
+    Config, Dual, Error, Hints, Lease, LeaseAttrs, LeaseEnd, Ownership, Result, StoreStatus,
+    Subnet, SubnetManager, Subnets, View, holder,
 };
 use tokio::sync::watch;
 
@@ -18,12 +18,13 @@ use crate::allocate::allocate;
 use crate::backoff::Backoff;
 use crate::clock::{Clock, SystemClock};
 use crate::entries::{earlier, fits, own_entry, taken, unfit};
-use crate::fallback::{Fallback, Task, unanswered};
-use crate::hold::{HeldLease, LeaseTerm};
+use crate::fallback::{Fallback, unanswered};
+use crate::holding::{HeldLease, Holding, LeaseTerm};
 use crate::metered::Metered;
 use crate::reconfigure::Configs;
 use crate::reflect::Reflector;
 use crate::registry::{Entry, HolderId, LeaseGrant, Listing, Registry};
+use crate::task::Task;
 
 /// What distinguishes a node from all others.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -35,20 +36,6 @@ pub struct Identity {
     /// All addresses of the host, and the public address that it was told to use, if any: before the external
     /// interface is chosen, they are what [`SubnetManager::hints`] finds its lease by.
     pub local_addresses: Vec<IpAddr>,
-}
-
-/// Whether the subnet is this node's, by its own clock.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ownership {
-    /// No lease was acquired, or it has ended.
-    Nothing,
-    /// A reservation: for ever.
-    Reserved,
-    /// For so much longer, unless renewed.
-    For(Duration),
-    /// No longer, since then: the store did not confirm a renewal in time. Peers' routes stay, but this node
-    /// is not ready.
-    Lapsed(SystemTime),
 }
 
 /// The lease engine: gives this node its lease on any [`Registry`] and shows everybody's.
@@ -75,7 +62,7 @@ pub struct LocalManager {
     pub(crate) identity: Identity,
     pub(crate) ttl: Duration,
     pub(crate) margin: Duration,
-    pub(crate) held_lease: Arc<Mutex<Option<HeldLease>>>,
+    pub(crate) holding: Arc<Holding>,
     /// Held while our key is written or judged: what we publish must not look like somebody else's doing.
     pub(crate) writing: tokio::sync::Mutex<()>,
     pub(crate) reflector: Mutex<Option<(Reflector, Option<Task>)>>,
@@ -97,11 +84,11 @@ impl LocalManager {
     ) -> Self {
         Self {
             store: Arc::new(Metered::new(registry, Arc::clone(&clock))),
-            clock,
             identity,
             ttl: Duration::from_secs(24 * 60 * 60),
             margin: Duration::from_secs(60 * 60),
-            held_lease: Arc::default(),
+            holding: Arc::new(Holding::new(Arc::clone(&clock))),
+            clock,
             writing: tokio::sync::Mutex::default(),
             reflector: Mutex::default(),
             fallback: None,
@@ -121,19 +108,16 @@ impl LocalManager {
         Self { margin, ..self }
     }
 
-    /// Whether the subnet is this node's right now. Cheap; asks no store.
-    pub fn ownership(&self) -> Ownership {
-        let Some(held_lease) = self.held_lease().clone() else { return Ownership::Nothing };
-        let Some(term) = held_lease.term else { return Ownership::Reserved };
-        let (now, end) = (self.clock.boottime(), term.end());
-        match end.checked_sub(now).filter(|left| !left.is_zero()) {
-            Some(left) => Ownership::For(left),
-            None => Ownership::Lapsed(self.clock.wall() - (now - end)),
-        }
+    /// Whether the subnets are this node's right now, by the clock itself and not as published last. Cheap; asks no
+    /// store.
+    pub fn ownership_now(&self) -> Ownership {
+        self.holding.ownership_now()
     }
 
-    pub(crate) fn held_lease(&self) -> MutexGuard<'_, Option<HeldLease>> {
-        self.held_lease.lock().unwrap_or_else(PoisonError::into_inner)
+    /// How long the lease is held from now on unless it is renewed, by boot time; `None` if it is not held or has no
+    /// end.
+    pub fn remaining(&self) -> Option<Duration> {
+        self.holding.remaining()
     }
 
     /// What a lease is written with; `None` for a reservation, which stays one.
@@ -193,7 +177,7 @@ impl LocalManager {
         let mut listing = self.store.list().await?;
         loop {
             listing = match self.try_acquire(&config, attrs, &listing).await? {
-                Attempt::Acquired(lease) if !self.lapsed() => {
+                Attempt::Acquired(lease) if !self.holding.has_lapsed() => {
                     if !cached {
                         self.configs.used_for_lease(config);
                     }
@@ -320,13 +304,12 @@ impl LocalManager {
             let left = term.end().saturating_sub(self.clock.boottime());
             self.clock.wall() + left
         });
-        *self.held_lease() = Some(HeldLease {
+        self.holding.set(HeldLease {
             subnets: lease.subnets,
             attrs: lease.attrs.clone(),
             revision: lease.revision,
             term,
         });
-        self.note_change();
         lease
     }
 }
@@ -398,6 +381,10 @@ impl SubnetManager for LocalManager {
 
     async fn watch_leases(&self) -> Result<watch::Receiver<View>> {
         Ok(self.views())
+    }
+
+    fn ownership(&self) -> watch::Receiver<Ownership> {
+        self.holding.ownership()
     }
 
     fn store_status(&self) -> StoreStatus {

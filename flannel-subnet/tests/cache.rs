@@ -7,10 +7,12 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
-use flannel_core::{Error, Lease, LeaseAttrs, LeaseEnd, Origin, SubnetManager, Subnets, View};
+use flannel_core::{
+    Error, Lease, LeaseAttrs, LeaseEnd, Origin, Ownership, SubnetManager, Subnets, View,
+};
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
-    Cache, Clock, HolderId, Identity, LeaseGrant, LocalManager, MemoryRegistry, Ownership, Registry,
+    Cache, Clock, HolderId, Identity, LeaseGrant, LocalManager, MemoryRegistry, Registry,
 };
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
@@ -133,7 +135,7 @@ async fn without_the_store_everything_comes_from_the_cache_at_once() {
     assert_eq!(manager.hints().await.unwrap().previous, Some(lease.subnets));
     assert_eq!(manager.acquire_lease(&attrs(1)).await.unwrap().subnets, lease.subnets);
     assert!(begin.elapsed() < Duration::from_millis(100), "{:?}", begin.elapsed());
-    assert!(matches!(manager.ownership(), Ownership::For(left) if left > 22 * HOUR && left < DAY));
+    assert!(manager.remaining().is_some_and(|left| left > 22 * HOUR && left < DAY));
 }
 
 #[tokio::test(start_paused = true)]
@@ -158,7 +160,11 @@ async fn what_was_cached_is_reconciled_when_the_store_is_back() {
     // It is renewed and put right before the time that the cache knew of is over.
     sleep(DAY).await;
     assert!(!hold.is_finished());
-    assert!(matches!(manager.ownership(), Ownership::For(_)), "{:?}", manager.ownership());
+    assert!(
+        matches!(manager.ownership_now(), Ownership::Held { until: Some(_) }),
+        "{:?}",
+        manager.ownership_now()
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -212,7 +218,7 @@ async fn a_lease_counts_only_while_its_end_lies_ahead_by_a_clock_that_goes_forwa
             ours,
             "{wall}: {acquired:?}"
         );
-        assert_eq!(manager.ownership() == Ownership::Nothing, !ours);
+        assert_eq!(manager.ownership_now() == Ownership::NotAcquired, !ours);
         let view = manager.watch_leases().await.unwrap().borrow().clone();
         assert_eq!(view.leases.len(), 2, "peers are put in place all the same");
     }
@@ -231,7 +237,7 @@ async fn a_lease_that_has_run_out_is_a_hint_until_the_store_answers() {
         assert!(begin.elapsed() < Duration::from_millis(100), "{:?}", begin.elapsed());
         assert_eq!(hints.lapsed.map(|lapsed| lapsed.subnets), Some(lease.subnets));
         assert_eq!(hints.last_published, Some(attrs(1)));
-        assert_eq!(manager.ownership(), Ownership::Nothing);
+        assert_eq!(manager.ownership_now(), Ownership::NotAcquired);
         manager.acquire_lease(&attrs(1)).await.unwrap_err();
     }
     fixture.registry.set_outage(false);
@@ -248,7 +254,7 @@ async fn a_reservation_is_ours_for_ever() {
     for wall in [-86_400, 0, 90_000_000] {
         let manager = fixture.node(wall);
         assert_eq!(manager.acquire_lease(&attrs(1)).await.unwrap().expires, None);
-        assert_eq!(manager.ownership(), Ownership::Reserved);
+        assert_eq!(manager.ownership_now(), Ownership::Held { until: None });
     }
 }
 

@@ -9,11 +9,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
-use flannel_core::{Error, LeaseAttrs, LeaseEnd, Result, Revision, SubnetManager, Subnets};
+use flannel_core::{
+    Error, LeaseAttrs, LeaseEnd, Loss, Ownership, Result, Revision, SubnetManager, Subnets,
+};
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
     Clock, ConfigText, Entry, HolderId, Identity, LeaseGrant, Listing, LocalManager,
-    MemoryRegistry, Ownership, Registry, Watch,
+    MemoryRegistry, Registry, Watch,
 };
 use tokio::time::sleep;
 
@@ -188,7 +190,7 @@ async fn a_subnet_won_back_by_a_request_without_an_answer_is_ours() {
     let hold = manager.hold_lease(&lease);
     assert!(tokio::time::timeout(3 * DAY, hold).await.is_err(), "it is held on");
     assert_eq!(keys(&registry).await, [lease.subnets.to_string()]);
-    assert!(matches!(manager.ownership(), Ownership::For(_)));
+    assert!(matches!(manager.ownership_now(), Ownership::Held { until: Some(_) }));
 }
 
 #[tokio::test(start_paused = true)]
@@ -264,8 +266,16 @@ async fn a_node_with_a_slow_clock_is_no_owner_once_the_store_has_forgotten_it() 
     );
     manager.acquire_lease(&attrs(1)).await.unwrap();
     sleep(DAY - DAY / 400).await;
-    assert!(matches!(manager.ownership(), Ownership::For(_)), "{:?}", manager.ownership());
+    assert!(
+        matches!(manager.ownership_now(), Ownership::Held { until: Some(_) }),
+        "{:?}",
+        manager.ownership_now()
+    );
     sleep(DAY / 400).await;
     assert_eq!(keys(&registry).await, [""; 0], "the store has forgotten it");
-    assert!(matches!(manager.ownership(), Ownership::Lapsed(_)), "{:?}", manager.ownership());
+    assert!(
+        matches!(manager.ownership_now(), Ownership::Lost { why: Loss::Unconfirmed, .. }),
+        "{:?}",
+        manager.ownership_now()
+    );
 }

@@ -9,11 +9,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::{
-    Calls, Error, Family, Lease, LeaseAttrs, LeaseEnd, Origin, SubnetManager, Subnets,
+    Calls, Error, Family, Lease, LeaseAttrs, LeaseEnd, Loss, Origin, Ownership, SubnetManager,
+    Subnets,
 };
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
-    Entry, HolderId, Identity, LeaseGrant, LocalManager, MemoryRegistry, Ownership, Registry,
+    Entry, HolderId, Identity, LeaseGrant, LocalManager, MemoryRegistry, Registry,
 };
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -254,9 +255,7 @@ async fn a_renewed_lease_lives_for_ever_and_wakes_nobody() {
         20,
         "two requests every 23 hours, no more"
     );
-    assert!(
-        matches!(held.manager.ownership(), Ownership::For(left) if left > HOUR - Duration::from_secs(1))
-    );
+    assert!(held.manager.remaining().is_some_and(|left| left > HOUR - Duration::from_secs(1)));
     assert!(!held.task.is_finished());
 }
 
@@ -272,7 +271,7 @@ async fn a_lease_that_somebody_made_unreadable_is_put_back_at_the_next_renewal()
         (entry.holder, entry.lease.attrs.clone()),
         (Some(HolderId(1)), held.lease.attrs.clone())
     );
-    assert!(matches!(held.manager.ownership(), Ownership::For(_)));
+    assert!(matches!(held.manager.ownership_now(), Ownership::Held { until: Some(_) }));
     assert!(!held.task.is_finished());
 }
 
@@ -334,7 +333,8 @@ async fn a_deletion_is_the_order_to_stop_and_is_obeyed_at_once() {
     let manager = Arc::clone(&held.manager);
     registry.delete_key(&held.lease.subnets.to_string());
     assert_eq!(held.end().await, LeaseEnd::Deleted);
-    assert_eq!(manager.ownership(), Ownership::Nothing);
+    let why = Loss::Ended(LeaseEnd::Deleted);
+    assert!(matches!(manager.ownership_now(), Ownership::Lost { why: now, .. } if now == why));
     assert_eq!(keys(&registry).await, [""; 0], "nothing is put back");
 }
 
@@ -364,14 +364,43 @@ async fn an_outage_keeps_the_view_and_a_lease_that_lived_through_it() {
     let status = held.manager.store_status();
     assert!(status.failures() > 0 && status.last_error.is_some(), "{status:?}");
     assert!(status.calls["renew"].failed > 0 && status.calls["create"].failed == 0, "{status:?}");
-    assert!(
-        matches!(held.manager.ownership(), Ownership::For(left) if left <= HOUR / 2 + HOUR / 60)
-    );
+    assert!(held.manager.remaining().is_some_and(|left| left <= HOUR / 2 + HOUR / 60));
     registry.set_outage(false);
     tokio::time::sleep(2 * Duration::from_secs(60)).await;
-    assert!(matches!(held.manager.ownership(), Ownership::For(left) if left > 23 * HOUR));
+    assert!(held.manager.remaining().is_some_and(|left| left > 23 * HOUR));
     assert_eq!(held.manager.store_status().last_error, None);
     assert!(!held.task.is_finished());
+}
+
+#[tokio::test(start_paused = true)]
+async fn ownership_is_published_when_it_changes_and_when_time_runs_out() {
+    let registry = MemoryRegistry::with_config(V4);
+    let manager = node(&registry, 1);
+    let mut ownership = manager.ownership();
+    assert_eq!(*ownership.borrow_and_update(), Ownership::NotAcquired);
+    let lease = manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
+    assert!(ownership.has_changed().unwrap());
+    let published = ownership.borrow_and_update().clone();
+    let Ownership::Held { until: Some(until) } = published else { panic!("{published:?}") };
+    // Nobody holds the lease: no request notices that its time runs out.
+    let begin = Instant::now();
+    ownership.changed().await.unwrap();
+    let after = begin.elapsed();
+    assert!(after + Duration::from_secs(1) >= DAY - DAY / 1000 && after <= DAY, "{after:?}");
+    let published = ownership.borrow_and_update().clone();
+    let Ownership::Lost { since, why } = published else { panic!("{published:?}") };
+    assert_eq!(why, Loss::Unconfirmed);
+    let apart = since.duration_since(until).unwrap_or_else(|error| error.duration());
+    assert!(apart < Duration::from_secs(1), "{apart:?}");
+    // The store forgets it, and somebody else takes it.
+    tokio::time::sleep(DAY / 500).await;
+    put(&registry, &lease.subnets.to_string(), &attrs(&["192.0.2.9"]), Some(9)).await;
+    let end = manager.hold_lease(&lease).await.unwrap();
+    assert!(matches!(end, LeaseEnd::Taken { .. }), "{end:?}");
+    let published = ownership.borrow_and_update().clone();
+    assert!(matches!(&published, Ownership::Lost { why: Loss::Ended(why), .. } if *why == end));
+    manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
+    assert!(ownership.borrow_and_update().is_held());
 }
 
 #[tokio::test(start_paused = true)]
@@ -381,9 +410,9 @@ async fn after_its_time_a_node_is_no_owner_and_wins_its_subnet_back() {
     registry.set_outage(true);
     tokio::time::sleep(25 * HOUR).await;
     assert!(
-        matches!(held.manager.ownership(), Ownership::Lapsed(_)),
+        matches!(held.manager.ownership_now(), Ownership::Lost { why: Loss::Unconfirmed, .. }),
         "{:?}",
-        held.manager.ownership()
+        held.manager.ownership_now()
     );
     assert!(!held.task.is_finished(), "nobody knows yet what became of the key");
     registry.set_outage(false);
@@ -392,7 +421,7 @@ async fn after_its_time_a_node_is_no_owner_and_wins_its_subnet_back() {
         registry.entry(&subnets).await.unwrap().is_some()
     })
     .await;
-    assert!(matches!(held.manager.ownership(), Ownership::For(_)));
+    assert!(matches!(held.manager.ownership_now(), Ownership::Held { until: Some(_) }));
     tokio::time::sleep(3 * DAY).await;
     assert!(!held.task.is_finished());
 }
@@ -460,7 +489,7 @@ async fn a_reservation_stays_one() {
     let us = attrs(&["192.0.2.1"]);
     let held = hold(node(&registry, 1), &us).await;
     assert_eq!((held.lease.subnets, held.lease.expires), (key("10.1.5.0-24"), None));
-    assert_eq!(held.manager.ownership(), Ownership::Reserved);
+    assert_eq!(held.manager.ownership_now(), Ownership::Held { until: None });
     let before = held.manager.store_status().requests();
     tokio::time::sleep(10 * DAY).await;
     assert_eq!(held.manager.store_status().requests(), before, "nothing to renew");
@@ -549,9 +578,9 @@ async fn a_right_is_counted_from_the_sending_not_from_the_reply() {
     let manager = Arc::new(node(&registry, 1));
     let lease = manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
     assert!(
-        matches!(manager.ownership(), Ownership::For(left) if left <= DAY - delay),
+        manager.remaining().is_some_and(|left| left <= DAY - delay),
         "{:?}",
-        manager.ownership()
+        manager.ownership_now()
     );
     let held = tokio::spawn({
         let manager = Arc::clone(&manager);
@@ -561,11 +590,11 @@ async fn a_right_is_counted_from_the_sending_not_from_the_reply() {
     for _ in 0..400 {
         tokio::time::sleep(delay).await;
         assert!(
-            matches!(manager.ownership(), Ownership::For(left) if left <= DAY - delay || left > DAY - 2 * delay)
+            manager.remaining().is_some_and(|left| left <= DAY - delay || left > DAY - 2 * delay)
         );
     }
     registry.set_outage(true);
-    let Ownership::For(left) = manager.ownership() else { panic!("{:?}", manager.ownership()) };
+    let left = manager.remaining().expect("a lease that is held");
     tokio::time::sleep(left - Duration::from_secs(1)).await;
     registry.set_outage(false);
     registry.set_reply_delay(Duration::ZERO);

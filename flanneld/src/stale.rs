@@ -8,7 +8,8 @@ use std::time::SystemTime;
 
 use async_trait::async_trait;
 use flannel_core::{
-    Config, Error, Hints, Lease, LeaseAttrs, LeaseEnd, Result, StoreStatus, SubnetManager, View,
+    Config, Error, Hints, Lease, LeaseAttrs, LeaseEnd, Ownership, Result, StoreStatus,
+    SubnetManager, View,
 };
 use tokio::sync::watch;
 
@@ -56,6 +57,10 @@ impl SubnetManager for StaleManager {
 
     async fn watch_leases(&self) -> Result<watch::Receiver<View>> {
         self.manager.watch_leases().await
+    }
+
+    fn ownership(&self) -> watch::Receiver<Ownership> {
+        self.manager.ownership()
     }
 
     fn store_status(&self) -> StoreStatus {

@@ -7,7 +7,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use flannel_core::{Error, Lease, LeaseAttrs, LeaseEnd, SubnetManager, Subnets, View};
-use flannel_subnet::{HolderId, Identity, LocalManager, Ownership};
+use flannel_subnet::{HolderId, Identity, LocalManager};
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 use tokio::time::sleep;
@@ -88,7 +88,7 @@ impl Node {
     pub(crate) fn owns(&self) -> Option<(Subnets, Run)> {
         let daemon = self.daemon.lock().unwrap();
         let daemon = daemon.as_ref()?;
-        let owner = matches!(daemon.manager.ownership(), Ownership::Reserved | Ownership::For(_));
+        let owner = daemon.manager.ownership_now().is_held();
         daemon.lease.filter(|_| owner).map(|subnets| (subnets, daemon.run.clone()))
     }
 

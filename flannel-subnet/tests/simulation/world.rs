@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::{LeaseAttrs, Origin, Revision, Subnet, Subnets};
-use flannel_subnet::{Entry, HolderId, LeaseGrant, Ownership, Registry};
+use flannel_subnet::{Entry, HolderId, LeaseGrant, Registry};
 use tokio::time::{Instant, sleep};
 
 use crate::fault::{Counts, Fault};
@@ -136,8 +136,8 @@ impl World {
             return up_to(Duration::from_secs(20)) + Duration::from_millis(1);
         }
         let daemon = self.node().daemon.lock().unwrap();
-        match daemon.as_ref().map(|daemon| daemon.manager.ownership()) {
-            Some(Ownership::For(left)) if left <= TTL - MARGIN => {
+        match daemon.as_ref().and_then(|daemon| daemon.manager.remaining()) {
+            Some(left) if left <= TTL - MARGIN => {
                 left.saturating_sub(Duration::from_millis(fastrand::u64(0..200)))
             }
             _ => Duration::from_millis(fastrand::u64(1..200)),
