@@ -1,11 +1,11 @@
 //! The last good set of leases on disk: what a node starts with while its store is out of reach.
 //!
-//! The one thing to know: a cache is never trusted further than it goes. A file that is damaged, of another
-//! store or of another version is as good as none; what it says of peers may be put in place but deletes
-//! nothing; and our own lease counts only while its end, by wall clock, lies ahead.
+//! A file that is damaged, of another store or of a newer version is ignored. Leases of peers from it may be put in
+//! place but delete nothing. Our own lease counts only while its end, by wall clock, lies ahead.
 //!
 //! The file is text. The first line names the format, its version and a checksum of the rest; the second is a
 //! JSON object about the whole; then follows one lease a line: key, `since`, revision, and the store's value.
+//! A later build reads this version. A file of a newer version is replaced as a whole once the store has answered.
 
 use std::fmt::Write;
 use std::fs;
@@ -20,6 +20,7 @@ use crate::atomic_file;
 use crate::registry::{ConfigText, HolderId};
 
 const FORMAT: &str = "flannel-leases";
+/// The version that this build writes and reads. The name of a newer one is not known.
 const VERSION: &str = "1";
 
 /// Where the last good set is kept.
@@ -219,14 +220,14 @@ fn text(saved: &Saved) -> String {
 fn parse(bytes: &[u8]) -> Result<Saved, String> {
     let end = bytes.iter().position(|byte| *byte == b'\n').ok_or("its first line does not end")?;
     let (head, body) = (String::from_utf8_lossy(&bytes[..end]), &bytes[end + 1..]);
+    let malformed = || format!("its first line is not \"{FORMAT} VERSION CHECKSUM\"");
     let parts: Vec<&str> = head.split(' ').collect();
-    let [FORMAT, version, sum] = parts[..] else {
-        return Err(format!("its first line is not \"{FORMAT} VERSION CHECKSUM\""));
-    };
-    if version != VERSION {
+    let [FORMAT, version, rest @ ..] = &parts[..] else { return Err(malformed()) };
+    if *version != VERSION {
         return Err(format!("it is of version {version:?}, this build reads version {VERSION}"));
     }
-    if sum != format!("{:016x}", checksum(body)) {
+    let [sum] = rest else { return Err(malformed()) };
+    if *sum != format!("{:016x}", checksum(body)) {
         return Err(format!(
             "the checksum {sum:?} is not that of its content: the file is damaged"
         ));
@@ -373,6 +374,20 @@ mod tests {
             assert!(error.contains(says) && error.contains("leases: "), "{error}");
             assert_eq!(cache.load_from(&saved(2).store), None);
         }
+    }
+
+    #[test]
+    fn a_cache_of_a_newer_version_is_ignored_and_stays_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = Cache::open(dir.path().join("leases"));
+        let newer = "flannel-leases 2 sha256:00\n{\"new\":true}\n";
+        for newer in [newer.to_owned(), text(&saved(2)).replacen(" 1 ", " 2 ", 1)] {
+            fs::write(cache.path(), &newer).unwrap();
+            assert_eq!(cache.load_from(&saved(2).store), None);
+            assert_eq!(fs::read_to_string(cache.path()).unwrap(), newer);
+        }
+        cache.save(&saved(2)).unwrap();
+        assert_eq!(cache.load_from(&saved(2).store), Some(saved(2)));
     }
 
     #[test]

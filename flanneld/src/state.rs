@@ -1,4 +1,8 @@
-//! What this host remembers across restarts: the ID by which it knows its own leases. One process at a time has it.
+//! What this host remembers across restarts, such as the ID by which it knows its own leases.
+//!
+//! One process at a time has the state directory. Each file in it is text after a first line with the format's version.
+//! A file without that line is of the builds before there were versions, and holds the same text. A file of a newer
+//! version is neither used nor overwritten.
 
 use std::fs;
 use std::io::{self, Write};
@@ -17,6 +21,46 @@ const SOON: Duration = Duration::from_secs(2);
 /// … and so often that is looked at.
 const AGAIN: Duration = Duration::from_millis(10);
 
+/// What the first line of a state file begins with; the version follows.
+const HEADER: &str = "flannel-state ";
+/// The version that this build writes, and the newest that it reads.
+const VERSION: u32 = 1;
+
+/// A state file is of a version that this build cannot read. Found inside an [`io::Error`].
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "it is of version {version} of a newer build, this build reads version {VERSION}; it is not used and stays as it is"
+)]
+struct NewerVersion {
+    version: String,
+}
+
+/// Whether a state file could not be read or replaced because a newer build wrote it.
+pub(crate) fn is_newer(error: &io::Error) -> bool {
+    error.get_ref().is_some_and(|inner| inner.is::<NewerVersion>())
+}
+
+/// The text of a state file without the line of its version; `None`: there is no such file.
+///
+/// # Errors
+/// The file system refused, or the file is of a newer version ([`is_newer`]).
+pub(crate) fn read(path: &Path) -> io::Result<Option<String>> {
+    let bytes = match fs::read(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        bytes => bytes?,
+    };
+    let text = String::from_utf8_lossy(&bytes).into_owned();
+    let Some(rest) = text.strip_prefix(HEADER) else { return Ok(Some(text)) };
+    let (version, text) = rest.split_once('\n').unwrap_or((rest, ""));
+    match version.parse::<u32>() {
+        Ok(..=VERSION) => Ok(Some(text.to_owned())),
+        _ => {
+            let newer = NewerVersion { version: version.to_owned() };
+            Err(io::Error::new(io::ErrorKind::InvalidData, newer))
+        }
+    }
+}
+
 /// The holder ID kept in `dir`, or a new one that is kept there from now on.
 ///
 /// # Errors
@@ -27,13 +71,17 @@ pub(crate) fn holder_id(dir: &Path) -> Result<HolderId, Error> {
         path: path.clone(),
         reason: format!("{error} (see --state-dir)"),
     };
-    match fs::read_to_string(&path) {
-        Ok(text) => match text.trim().parse() {
+    match read(&path) {
+        Ok(Some(text)) => match text.trim().parse() {
             Ok(holder) => return Ok(holder),
             // Without it this host is known by its public address: no reason not to start.
             Err(error) => tracing::warn!(path = %path.display(), %error, "a new holder ID is made"),
         },
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Ok(None) => {}
+        Err(error) if is_newer(&error) => {
+            tracing::warn!(path = %path.display(), %error, "a new holder ID is used for this run");
+            return Ok(HolderId::random());
+        }
         Err(error) => return Err(failed(error)),
     }
     let holder = HolderId::random();
@@ -43,10 +91,18 @@ pub(crate) fn holder_id(dir: &Path) -> Result<HolderId, Error> {
 }
 
 /// Writes a file of the state directory anew: whole, or not at all.
+///
+/// # Errors
+/// The file system refused, or the file that is there is of a newer version ([`is_newer`]).
 pub(crate) fn replace(path: &Path, text: &str) -> io::Result<()> {
+    match read(path) {
+        Err(error) if is_newer(&error) => return Err(error),
+        // It is replaced as a whole.
+        Ok(_) | Err(_) => {}
+    }
     let temporary = path.with_extension("new");
     let mut file = fs::File::create(&temporary)?;
-    file.write_all(text.as_bytes())?;
+    file.write_all(format!("{HEADER}{VERSION}\n{text}").as_bytes())?;
     file.sync_all()?;
     fs::rename(&temporary, path)
 }
@@ -126,6 +182,39 @@ mod tests {
         let (second, ()) = tokio::join!(lock(dir.path()), let_go);
         let (_second, before) = (second.unwrap(), Instant::now());
         assert!(lock(dir.path()).await.is_err() && before.elapsed() >= SOON);
+    }
+
+    #[test]
+    fn a_state_file_of_any_known_version_is_read_and_of_a_newer_one_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        assert_eq!(read(&path).unwrap(), None);
+        // As builds wrote it before there were versions.
+        fs::write(&path, "10.1.0.0/16\n").unwrap();
+        assert_eq!(read(&path).unwrap().as_deref(), Some("10.1.0.0/16\n"));
+        replace(&path, "10.2.0.0/16\n").unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "flannel-state 1\n10.2.0.0/16\n");
+        assert_eq!(read(&path).unwrap().as_deref(), Some("10.2.0.0/16\n"));
+        for newer in ["flannel-state 2\n{}\n", "flannel-state 1.5\n", "flannel-state "] {
+            fs::write(&path, newer).unwrap();
+            let errors = [read(&path).map(drop), replace(&path, "text")];
+            for error in errors.map(Result::unwrap_err) {
+                assert!(is_newer(&error) && error.to_string().contains("newer build"), "{error}");
+            }
+            assert_eq!(fs::read_to_string(&path).unwrap(), newer);
+        }
+    }
+
+    #[test]
+    fn a_holder_id_of_today_is_kept_and_one_of_a_newer_build_is_not_overwritten() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("mark");
+        fs::write(&path, "00000000000000ab\n").unwrap();
+        assert_eq!(holder_id(dir.path()).unwrap(), HolderId(0xab));
+        let newer = "flannel-state 2\nid: 00000000000000ab\n";
+        fs::write(&path, newer).unwrap();
+        assert_ne!(holder_id(dir.path()).unwrap(), holder_id(dir.path()).unwrap());
+        assert_eq!(fs::read_to_string(&path).unwrap(), newer);
     }
 
     #[test]
