@@ -6,6 +6,7 @@ mod condition;
 mod connect;
 mod follow;
 mod hold;
+mod list;
 mod manager;
 mod node;
 mod nodes;

@@ -43,7 +43,7 @@ pub(crate) struct Fallback {
 
 /// Everything that is kept of a running manager.
 #[derive(Debug)]
-struct Keeper {
+struct CacheWriter {
     fallback: Arc<Fallback>,
     views: watch::Receiver<View>,
     holding: Arc<Holding>,
@@ -175,21 +175,21 @@ impl LocalManager {
     /// Our lease has ended, and no restart may find it in the cache.
     pub(crate) fn forget(&self, end: &LeaseEnd) {
         self.holding.end(end.clone());
-        if let Some(keeper) = self.keeper(self.views()) {
-            keeper.save();
+        if let Some(writer) = self.writer(self.views()) {
+            writer.save();
         }
     }
 
-    fn keeper(&self, views: watch::Receiver<View>) -> Option<Keeper> {
+    fn writer(&self, views: watch::Receiver<View>) -> Option<CacheWriter> {
         let fallback = Arc::clone(self.fallback.as_ref()?);
         let (holding, clock) = (Arc::clone(&self.holding), Arc::clone(&self.clock));
-        Some(Keeper { fallback, views, holding, clock })
+        Some(CacheWriter { fallback, views, holding, clock })
     }
 
     /// Writes the cache whenever there is something new.
     pub(crate) fn keep(&self, views: watch::Receiver<View>) -> Option<Task> {
-        let keeper = Arc::new(self.keeper(views)?);
-        Some(Task::spawn(keeper.run()))
+        let writer = Arc::new(self.writer(views)?);
+        Some(Task::spawn(writer.run()))
     }
 }
 
@@ -198,7 +198,7 @@ pub(crate) fn unanswered(error: &Error) -> bool {
     matches!(error, Error::Store { .. } | Error::Refused { .. })
 }
 
-impl Keeper {
+impl CacheWriter {
     async fn run(self: Arc<Self>) {
         let (mut views, mut lease) = (self.views.clone(), self.holding.subscribe());
         // A view from the cache need not be written there.
@@ -207,9 +207,9 @@ impl Keeper {
             return;
         }
         loop {
-            let keeper = Arc::clone(&self);
+            let writer = Arc::clone(&self);
             // It fails only if the runtime ends.
-            let _ = tokio::task::spawn_blocking(move || keeper.save()).await;
+            let _ = tokio::task::spawn_blocking(move || writer.save()).await;
             tokio::time::sleep(PAUSE).await;
             tokio::select! {
                 changed = views.changed() => if changed.is_err() { return },

@@ -1,7 +1,9 @@
 #![doc = include_str!("../README.md")]
 
+mod acquire;
 mod allocate;
 mod assigned;
+mod async_fd;
 mod atomic_file;
 mod backoff;
 mod cache;
@@ -14,7 +16,6 @@ mod holding;
 mod manager;
 mod memory;
 mod metered;
-mod readiness;
 mod reconfigure;
 mod reflect;
 mod registry;

@@ -3,13 +3,15 @@
 //! The one thing to know: as in etcd, a holder is a thing of its own that has a time to live, and keys
 //! hang on it. Deleting a key leaves its holder alive; when a holder's time is over, its keys go.
 
-use std::collections::{BTreeMap, BTreeSet};
+mod state;
+
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use flannel_core::{Error, KeyError, Lease, LeaseAttrs, Result, Revision, Subnets};
+use flannel_core::{Error, LeaseAttrs, Result, Revision, Subnets};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
@@ -17,9 +19,7 @@ use crate::registry::{
     Batch, ConfigText, Entry, Event, HolderId, LeaseGrant, Listing, Now, Registry, Skipped, Watch,
     config_conflict,
 };
-
-/// How many changes are remembered for watches that lag behind.
-const HISTORY: usize = 16_384;
+use state::State;
 
 /// A registry in memory. Clones are the same registry. Time is tokio's, so that tests can pause it.
 ///
@@ -30,37 +30,9 @@ pub struct MemoryRegistry(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
-    inner: Mutex<Inner>,
+    inner: Mutex<State>,
     /// Wakes whoever waits, in the order in which they began to.
     changes: Notify,
-}
-
-#[derive(Debug, Default)]
-struct Inner {
-    config: Option<String>,
-    revision: u64,
-    keys: BTreeMap<String, Stored>,
-    holders: BTreeMap<HolderId, Holder>,
-    /// Which key changed at which revision; everything up to `forgotten` is forgotten.
-    history: BTreeMap<u64, String>,
-    forgotten: u64,
-    outage: bool,
-    delay: Duration,
-}
-
-#[derive(Debug)]
-struct Stored {
-    /// What key and value say, or why they cannot be read.
-    said: Result<(Subnets, LeaseAttrs), String>,
-    holder: Option<HolderId>,
-    since: u64,
-    revision: u64,
-}
-
-#[derive(Debug)]
-struct Holder {
-    ttl: Duration,
-    end: Instant,
 }
 
 impl Default for MemoryRegistry {
@@ -132,14 +104,14 @@ impl MemoryRegistry {
         result
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, State> {
         let mut inner = self.0.inner.lock().unwrap_or_else(PoisonError::into_inner);
         inner.expire(Instant::now());
         inner
     }
 
     /// The state, if it is in reach.
-    fn reach(&self) -> Result<MutexGuard<'_, Inner>> {
+    fn reach(&self) -> Result<MutexGuard<'_, State>> {
         let inner = self.lock();
         if inner.outage {
             return Err(Error::Store { store: self.to_string(), source: "out of reach".into() });
@@ -149,75 +121,6 @@ impl MemoryRegistry {
 
     fn wake(&self) {
         self.0.changes.notify_waiters();
-    }
-}
-
-impl Inner {
-    fn expire(&mut self, now: Instant) {
-        let over = self.holders.iter().filter(|(_, holder)| holder.end <= now);
-        for holder in over.map(|(holder, _)| *holder).collect::<Vec<_>>() {
-            self.end_holder(holder);
-        }
-    }
-
-    fn end_holder(&mut self, holder: HolderId) {
-        self.holders.remove(&holder);
-        let keys = self.keys.iter().filter(|(_, stored)| stored.holder == Some(holder));
-        for key in keys.map(|(key, _)| key.clone()).collect::<Vec<_>>() {
-            self.remove(&key);
-        }
-    }
-
-    fn put(&mut self, key: &str, value: &str, grant: Option<LeaseGrant>) {
-        let subnets = key.parse().map_err(|error: KeyError| error.to_string());
-        let said = subnets.and_then(|subnets| {
-            let attrs = LeaseAttrs::from_json(value).map_err(|error| error.to_string())?;
-            Ok((subnets, attrs))
-        });
-        let revision = self.log(key);
-        let since = self.keys.get(key).map_or(revision, |stored| stored.since);
-        let holder = grant.map(|grant| grant.holder);
-        self.keys.insert(key.to_owned(), Stored { said, holder, since, revision });
-        if let Some(LeaseGrant { holder, ttl }) = grant {
-            self.holders.insert(holder, Holder { ttl, end: Instant::now() + ttl });
-        }
-    }
-
-    fn remove(&mut self, key: &str) {
-        if self.keys.remove(key).is_some() {
-            self.log(key);
-        }
-    }
-
-    fn log(&mut self, key: &str) -> u64 {
-        self.revision += 1;
-        self.history.insert(self.revision, key.to_owned());
-        if self.history.len() > HISTORY {
-            self.forgotten =
-                self.history.pop_first().map_or(self.forgotten, |(revision, _)| revision);
-        }
-        self.revision
-    }
-
-    fn read(&self, key: &str) -> Now {
-        let Some(stored) = self.keys.get(key) else { return Now::Gone };
-        match stored.said.clone() {
-            Ok((subnets, attrs)) => {
-                let (since, revision) = (Revision(stored.since), Revision(stored.revision));
-                let lease = Lease { subnets, attrs, expires: None, since, revision };
-                Now::Held(Entry { lease: lease.into(), holder: stored.holder })
-            }
-            Err(reason) => Now::Unreadable(reason),
-        }
-    }
-
-    /// The key, if it is at this revision (`None`: if it does not exist).
-    fn at(&self, subnets: &Subnets, at: Option<Revision>) -> Result<String> {
-        let key = subnets.to_string();
-        if self.keys.get(&key).map(|stored| Revision(stored.revision)) == at {
-            return Ok(key);
-        }
-        Err(Error::Conflict { subnets: *subnets })
     }
 }
 
