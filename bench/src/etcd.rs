@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use etcd_client::Client;
-use flannel_subnet::{EtcdOptions, EtcdRegistry};
+use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 

@@ -10,7 +10,8 @@ use std::time::Duration;
 use anyhow::Context;
 use etcd_client::{Client, Txn, TxnOp};
 use flannel_core::Origin;
-use flannel_subnet::{EtcdOptions, EtcdRegistry, Reflector};
+use flannel_subnet::Reflector;
+use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 
 use crate::etcd::{Etcd, PREFIX};
 use crate::report::Report;

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use clap::ValueEnum;
 use flannel_core::{LeaseAttrs, SubnetManager, Subnets};
-use flannel_subnet::{Identity, LocalManager, Mark};
+use flannel_subnet::{HolderId, Identity, LocalManager};
 use tokio::sync::Barrier;
 
 use crate::etcd::{Etcd, PREFIX};
@@ -58,8 +58,11 @@ async fn storm(nodes: u32, room: Room) -> anyhow::Result<Report> {
     for n in 0..nodes {
         let (registry, barrier) = (Arc::new(etcd.registry()?), Arc::clone(&barrier));
         tasks.spawn(async move {
-            let identity =
-                Identity { mark: Mark::random(), previous: None, local_addresses: Vec::new() };
+            let identity = Identity {
+                holder: HolderId::random(),
+                previous: None,
+                local_addresses: Vec::new(),
+            };
             let manager = LocalManager::new(registry, identity);
             let public = IpAddr::from(Ipv4Addr::from(u32::from(Ipv4Addr::new(172, 16, 0, 1)) + n));
             let attrs = LeaseAttrs {

@@ -44,4 +44,6 @@ pub use state::{
     State, Via, Vxlan,
 };
 pub use status::{Damage, Explanation, Failure, Repair, Standing, Status, Wait, Waiting};
-pub use subnet::{Calls, Hints, LeaseEnd, StoreStatus, SubnetManager, live_view};
+pub use subnet::{
+    Calls, Hints, LeaseEnd, Loss, Ownership, Readiness, StoreStatus, SubnetManager, live_view,
+};

@@ -1,4 +1,4 @@
-//! What is asked of a subnet manager: a lease for this node, kept, and everybody's leases, watched.
+//! The trait of a subnet manager: it keeps a lease for this node and follows the leases of all nodes.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -90,8 +90,100 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     /// Watching cannot even start.
     async fn watch_leases(&self) -> Result<watch::Receiver<View>>;
 
+    /// Whether this node owns its subnets, always the latest. The receiver stays valid for as long as the manager
+    /// lives. A manager whose leases expire updates it when the lease ends, without a request to the store.
+    fn ownership(&self) -> watch::Receiver<Ownership>;
+
+    /// Whether [`SubnetManager::report`] publishes anything. If not, a caller need not find out the readiness.
+    fn publishes_readiness(&self) -> bool {
+        false
+    }
+
+    /// Publishes how ready this node's network is, where the store has a place for it, and keeps it published until
+    /// the next report. [`Readiness::Starting`] is reported before the first [`SubnetManager::acquire_lease`] and
+    /// completes when it is published; the others return at once, and failures to publish them are retried inside.
+    ///
+    /// # Errors
+    /// The store does not answer, of [`Readiness::Starting`] only.
+    ///
+    /// # Cancel safety
+    /// Dropped half-way, it may have been published.
+    async fn report(&self, _readiness: &Readiness) -> Result<()> {
+        Ok(())
+    }
+
     /// How the store is doing. Cheap; wakes nobody.
     fn store_status(&self) -> StoreStatus;
+}
+
+/// Whether this node owns the subnets of its lease.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Ownership {
+    /// No lease was acquired yet.
+    #[default]
+    NotAcquired,
+    /// The subnets are this node's.
+    Held {
+        /// Until then, unless the lease is renewed; `None`: without end. By wall clock, and updated when that is
+        /// set.
+        until: Option<SystemTime>,
+    },
+    /// The subnets are no longer this node's. Routes to peers stay, but this node is not ready.
+    Lost {
+        /// Since then.
+        since: SystemTime,
+        /// The reason.
+        why: Loss,
+    },
+}
+
+impl Ownership {
+    /// The subnets are this node's.
+    pub fn is_held(&self) -> bool {
+        matches!(self, Self::Held { .. })
+    }
+
+    /// How long the lease is held from `now` on unless it is renewed; `None` if it is not held or has no end.
+    pub fn remaining(&self, now: SystemTime) -> Option<Duration> {
+        match self {
+            Self::Held { until } => {
+                until.map(|until| until.duration_since(now).unwrap_or_default())
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Why this node does not own its subnets any more.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Loss {
+    /// The store did not confirm a renewal in time. It may still do so.
+    Unconfirmed,
+    /// The lease ended, as [`SubnetManager::hold_lease`] returned.
+    Ended(LeaseEnd),
+    /// The store does not grant the lease at present, with the reason as a sentence without a full stop. The lease
+    /// may come back.
+    Withdrawn(String),
+}
+
+/// How ready this node's network is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Readiness {
+    /// The daemon starts.
+    Starting {
+        /// An earlier run left objects of the network in the kernel.
+        datapath_in_place: bool,
+    },
+    /// The network is in place.
+    Ready,
+    /// The network is not in place.
+    NotReady {
+        /// The reason, as a sentence without a full stop.
+        reason: String,
+    },
 }
 
 /// The lease set once it is live and complete; after `patience` (at least one is needed to start at all) the latest

@@ -192,7 +192,7 @@ pub(crate) fn reworded(
     Some((name.into(), if text == data { format!(" {data}").into() } else { data.clone() }))
 }
 
-/// The attributes that the annotations tell, for these families, and what is wrong with them.
+/// The attributes that the annotations hold, for these families, and what is wrong with them.
 ///
 /// What one family lacks is no reason to lose the other.
 pub(crate) fn read(

@@ -1,7 +1,7 @@
 //! Requests to the API server, and what its refusals mean.
 //!
 //! The one thing to know: credentials are read anew as soon as they are refused, which is how a rotated token is noticed; and
-//! everything that is asked is entered in the books, for whoever wants to know how the store is doing.
+//! everything that is asked is counted, for the status of the store.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
@@ -80,7 +80,7 @@ pub(crate) struct Api {
     name: String,
     source: Source,
     current: Mutex<Current>,
-    books: Mutex<StoreStatus>,
+    stats: Mutex<StoreStatus>,
 }
 
 #[derive(Clone)]
@@ -105,12 +105,12 @@ impl Api {
         let refused = |reason| Error::Refused { store: "the Kubernetes API".to_owned(), reason };
         let connection = source.connection().await.map_err(refused)?;
         let name = format!("kube:{}", connection.url());
-        let books = StoreStatus { store: name.clone(), ..StoreStatus::default() };
+        let stats = StoreStatus { store: name.clone(), ..StoreStatus::default() };
         Ok(Self {
             name,
             source,
             current: Mutex::new(Current { connection, generation: 0 }),
-            books: Mutex::new(books),
+            stats: Mutex::new(stats),
         })
     }
 
@@ -119,27 +119,27 @@ impl Api {
     }
 
     pub(crate) fn status(&self) -> StoreStatus {
-        self.books().clone()
+        self.stats().clone()
     }
 
-    pub(crate) fn books(&self) -> MutexGuard<'_, StoreStatus> {
-        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn stats(&self) -> MutexGuard<'_, StoreStatus> {
+        self.stats.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The server has said so much.
     pub(crate) fn confirm(&self, revision: Option<Revision>) {
-        let mut books = self.books();
+        let mut stats = self.stats();
         let known =
-            revision.or_else(|| books.confirmed.map(|(revision, _)| revision)).unwrap_or_default();
-        books.confirmed = Some((known, SystemTime::now()));
-        books.last_error = None;
+            revision.or_else(|| stats.confirmed.map(|(revision, _)| revision)).unwrap_or_default();
+        stats.confirmed = Some((known, SystemTime::now()));
+        stats.last_error = None;
     }
 
     /// A request, or what was to follow its answer, has failed.
     pub(crate) fn failed(&self, verb: &'static str, failure: &Failure) {
-        let mut books = self.books();
-        books.calls.entry(verb).or_default().failed += 1;
-        books.last_error = Some((failure.to_string(), SystemTime::now()));
+        let mut stats = self.stats();
+        stats.calls.entry(verb).or_default().failed += 1;
+        stats.last_error = Some((failure.to_string(), SystemTime::now()));
     }
 
     /// What a failure of `call` is to our callers.
@@ -226,7 +226,7 @@ impl Api {
         connection: &Connection,
         call: &Call,
     ) -> Result<Response<Body>, Failure> {
-        self.books().calls.entry(call.verb).or_default().sent += 1;
+        self.stats().calls.entry(call.verb).or_default().sent += 1;
         let method = if call.patch.is_some() { Method::PATCH } else { Method::GET };
         let mut request = Request::builder()
             .method(method)

@@ -1,13 +1,13 @@
 //! The node condition `NetworkUnavailable`, by which Kubernetes keeps pods away from a node without a network.
 //!
-//! The one thing to know: it says what somebody else found out ([`Network`]), and is kept so whoever else writes it.
+//! It says what was reported ([`Readiness`]), and is kept so whatever else writes it.
 //!
 //! **Source**: flannel `pkg/subnet/kube/kube.go: CompleteLease, setNodeNetworkUnavailableFalse`. Different on purpose: Go flannel writes it once, before
 //! peers can be reached, and never again.
 
-use std::convert::Infallible;
+use std::sync::Arc;
 
-use flannel_core::Result;
+use flannel_core::{Error, Readiness, Result};
 use k8s_openapi::api::core::v1::NodeCondition;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
@@ -15,109 +15,119 @@ use serde_json::json;
 use tokio::sync::watch;
 
 use crate::follow::Own;
-use crate::manager::KubeManager;
-use crate::node::{CONDITION, Condition, Node};
+use crate::node::{CONDITION, Node};
 use crate::pause::Pause;
+use crate::shared::Shared;
 
-/// How this node's network is, for the condition `NetworkUnavailable`.
+/// What the condition is to say.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Network {
-    /// It is in place.
-    Available,
-    /// It is not, and why, as a sentence without a full stop.
-    Unavailable(String),
+struct Wanted {
+    status: &'static str,
+    reason: &'static str,
+    message: String,
 }
 
-impl Network {
-    /// Status, reason and message.
-    fn texts(&self) -> (&str, &str, &str) {
-        match self {
-            Self::Available => ("False", "FlannelIsUp", "Flannel is running on this node"),
-            Self::Unavailable(why) => ("True", "FlannelIsDown", why),
+impl Wanted {
+    fn unavailable(message: &str) -> Self {
+        Self { status: "True", reason: "FlannelIsDown", message: message.to_owned() }
+    }
+
+    /// `None`: the condition is left as it is.
+    fn of(readiness: &Readiness) -> Option<Self> {
+        match readiness {
+            Readiness::Ready => Some(Self {
+                status: "False",
+                reason: "FlannelIsUp",
+                message: "Flannel is running on this node".to_owned(),
+            }),
+            Readiness::NotReady { reason } => Some(Self::unavailable(reason)),
+            _ => None,
         }
     }
 
-    fn is_told_by(&self, node: &Node) -> bool {
-        let (status, reason, message) = self.texts();
-        let says = |condition: &Condition| {
-            (condition.status.as_str(), condition.reason.as_str(), condition.message.as_str())
-                == (status, reason, message)
-        };
-        node.condition.as_ref().is_some_and(says)
+    fn is_in(&self, node: &Node) -> bool {
+        node.condition.as_ref().is_some_and(|condition| {
+            condition.status == self.status
+                && condition.reason == self.reason
+                && condition.message == self.message
+        })
     }
 }
 
-impl KubeManager {
-    /// Makes this node's condition `NetworkUnavailable` say what `network` says, and keeps it so; `None`: leaves it as it is.
-    /// Failures are repeated for ever, with one line in the log for each outage.
-    ///
-    /// # Cancel safety
-    /// Dropping the future leaves the condition as it is.
-    pub async fn keep_condition(
-        &self,
-        mut network: watch::Receiver<Option<Network>>,
-    ) -> Infallible {
-        let mut pause = Pause::new();
-        let mut said = false;
-        let mut own = self.own_at_last().await;
-        loop {
-            let wanted = network.borrow_and_update().clone();
-            let seen = own.borrow_and_update().clone();
-            let mut again = None;
-            if let (Some(wanted), Own::Here(node)) = (wanted, seen)
-                && !wanted.is_told_by(&node)
-            {
-                match self.tell(&wanted).await {
-                    Ok(false) => said = false,
-                    Ok(true) => {
-                        said = false;
-                        // Two who both tell what they know must not do so at full speed.
-                        tokio::time::sleep(pause.next()).await;
-                    }
-                    Err(error) => {
-                        if !std::mem::replace(&mut said, true) {
-                            tracing::warn!(
-                                "this node's condition {CONDITION} cannot be set, trying on: {error}"
-                            );
-                        }
-                        again = Some(pause.next());
-                    }
-                }
-            } else {
-                pause.reset();
-            }
-            let retry = async {
-                match again {
-                    Some(pause) => tokio::time::sleep(pause).await,
-                    None => std::future::pending().await,
-                }
-            };
-            tokio::select! {
-                () = retry => {}
-                changed = network.changed() => if changed.is_err() {
-                    // Nobody will say more.
-                    std::future::pending::<()>().await;
-                },
-                // Nodes are followed anew.
-                changed = own.changed() => if changed.is_err() {
+/// Keeps this node's condition as it was reported last. Failures are repeated for ever, with one line in the log for each
+/// outage.
+pub(crate) async fn keep(shared: Arc<Shared>) {
+    let mut readiness = shared.readiness.subscribe();
+    let mut pause = Pause::new();
+    let mut said = false;
+    let mut own = shared.own_at_last().await;
+    loop {
+        let wanted = readiness.borrow_and_update().as_ref().and_then(Wanted::of);
+        let seen = own.borrow_and_update().clone();
+        let mut again = None;
+        if let (Some(wanted), Own::Here(node)) = (wanted, seen)
+            && !wanted.is_in(&node)
+        {
+            match shared.write_condition(&wanted).await {
+                Ok(false) => said = false,
+                Ok(true) => {
+                    said = false;
+                    // Two writers that contradict each other must not do so at full speed.
                     tokio::time::sleep(pause.next()).await;
-                    own = self.own_at_last().await;
-                },
+                }
+                Err(error) => {
+                    if !std::mem::replace(&mut said, true) {
+                        tracing::warn!(
+                            "this node's condition {CONDITION} cannot be set, trying on: {error}"
+                        );
+                    }
+                    again = Some(pause.next());
+                }
             }
+        } else {
+            pause.reset();
+        }
+        let retry = async {
+            match again {
+                Some(pause) => tokio::time::sleep(pause).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = retry => {}
+            changed = readiness.changed() => if changed.is_err() {
+                // Nobody will say more.
+                std::future::pending::<()>().await;
+            },
+            // Nodes are followed anew.
+            changed = own.changed() => if changed.is_err() {
+                tokio::time::sleep(pause.next()).await;
+                own = shared.own_at_last().await;
+            },
         }
     }
+}
 
-    /// Makes this node's condition `NetworkUnavailable` true if it is false, and leaves one alone that is not there: for a daemon that
-    /// starts on a node without a network, where an earlier boot may have left it. `why` is a sentence without a full stop.
+impl Shared {
+    /// Makes the condition true if it is false, and leaves one alone that is not there: this node starts without a
+    /// network, and an earlier boot may have left the condition.
     ///
     /// # Errors
-    /// The node cannot be read, or its status not be written.
-    pub async fn withdraw_condition(&self, why: &str) -> Result<()> {
-        let (node, _) = self.own_node().await?;
-        if node.condition.as_ref().is_some_and(|condition| condition.status == "False") {
-            self.tell(&Network::Unavailable(why.to_owned())).await?;
+    /// The node cannot be read, or its status not be written. A refusal is none: it is reported when the condition is
+    /// written the next time, and is no reason to have no network.
+    pub(crate) async fn withdraw_condition(&self) -> Result<()> {
+        let wanted = Wanted::unavailable("flannel has only just been started");
+        let withdraw = async || {
+            let (node, _) = self.own_node().await?;
+            if node.condition.as_ref().is_some_and(|condition| condition.status == "False") {
+                self.write_condition(&wanted).await?;
+            }
+            Ok(())
+        };
+        match withdraw().await {
+            Err(Error::Refused { .. }) => Ok(()),
+            withdrawn => withdrawn,
         }
-        Ok(())
     }
 
     /// What is known of this node, once it can be known.
@@ -126,28 +136,28 @@ impl KubeManager {
         loop {
             match self.follow_own().await {
                 Ok(own) => return own,
-                // Whoever wants a lease is told why.
+                // Who asks for a lease gets the error.
                 Err(_) => tokio::time::sleep(pause.next()).await,
             }
         }
     }
 
     /// Writes the condition unless the node has it already. Returns whether it had not.
-    async fn tell(&self, network: &Network) -> Result<bool> {
-        // It may have been seen as it was before it was told.
+    async fn write_condition(&self, wanted: &Wanted) -> Result<bool> {
+        // It may have been seen as it was before it was written.
         let (node, _) = self.own_node().await?;
-        if network.is_told_by(&node) {
+        if wanted.is_in(&node) {
             return Ok(false);
         }
-        let (status, reason, message) = network.texts();
-        let old = node.condition.as_ref().filter(|old| old.status == status);
+        let Wanted { status, reason, message } = wanted;
+        let old = node.condition.as_ref().filter(|old| old.status == *status);
         let since = old.and_then(|old| old.since.as_ref()?.parse::<Timestamp>().ok()).map(Time);
         let now = Timestamp::from_second(Timestamp::now().as_second()).ok().map(Time);
         let condition = NodeCondition {
             type_: CONDITION.to_owned(),
-            status: status.to_owned(),
-            reason: Some(reason.to_owned()),
-            message: Some(message.to_owned()),
+            status: (*status).to_owned(),
+            reason: Some((*reason).to_owned()),
+            message: Some(message.clone()),
             last_heartbeat_time: now.clone(),
             // Another reason is no transition.
             last_transition_time: since.or(now),

@@ -108,7 +108,7 @@ impl Source {
 }
 
 /// The files that a kubeconfig names: certificates, keys and tokens, of all its clusters and users. None if it cannot be
-/// read: whoever connects by it is told why.
+/// read: the connection reports why.
 ///
 /// # Blocking
 /// Reads a file.

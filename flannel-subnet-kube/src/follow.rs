@@ -7,21 +7,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::{Origin, Revision, View};
-use hyper::body::Incoming as Body;
-use serde::Deserialize;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep};
 
 use crate::annotations::wrong_overwrites;
-use crate::api::{Api, Call, Failure, PATIENCE, escape, part, read};
+use crate::api::{Api, Call, Failure, escape, part};
 use crate::node::{Event, Node, Wire};
-use crate::nodes::{Nodes, Terms};
+use crate::nodes::{Nodes, ReadOptions};
 use crate::pause::Pause;
-use crate::split::Splitter;
 
 /// So many nodes are asked for at once.
-const PAGE: u32 = 500;
+pub(crate) const PAGE: u32 = 500;
 /// A watch that is silent for so long is begun anew, and nodes are listed if that one is silent, too. API servers send a bookmark every
 /// minute, but perhaps none while nothing happens in the cluster: silence alone says nothing of their store.
 const SILENCE: Duration = Duration::from_secs(90);
@@ -31,7 +28,7 @@ const WATCH: std::ops::Range<u32> = 300..600;
 const ERRORS: u32 = 3;
 /// A server's cache that is late for longer is not waited for: the list comes from the server's store. Only what the server itself says,
 /// or its silence, counts, and only if nothing else comes between: after an outage all nodes are back at once.
-const LATE: Duration = Duration::from_secs(10);
+pub(crate) const LATE: Duration = Duration::from_secs(10);
 /// A watch that ends sooner and brings nothing was of no use.
 const BRIEF: Duration = Duration::from_secs(1);
 
@@ -51,7 +48,7 @@ pub(crate) enum Own {
 /// Follows for as long as it lives.
 #[derive(Debug)]
 pub(crate) struct Follower {
-    pub(crate) terms: Terms,
+    pub(crate) read_options: ReadOptions,
     pub(crate) views: watch::Receiver<View>,
     pub(crate) own: watch::Receiver<Own>,
     task: AbortHandle,
@@ -65,35 +62,43 @@ impl Drop for Follower {
 
 impl Follower {
     /// Begins, on the current runtime. `own` is this node's name.
-    pub(crate) fn start(api: Arc<Api>, terms: Terms, own: String) -> Self {
+    pub(crate) fn start(api: Arc<Api>, read_options: ReadOptions, own: String) -> Self {
         let (views, seen) = watch::channel(View::unknown());
         let (own_node, own_seen) = watch::channel(Own::Unknown);
-        let nodes = Nodes::new(terms.clone());
-        let following =
-            Following { api, nodes, late: None, terms: terms.clone(), own, views, own_node };
+        let nodes = Nodes::new(read_options.clone());
+        let following = Following {
+            api,
+            nodes,
+            late: None,
+            read_options: read_options.clone(),
+            own,
+            views,
+            own_node,
+        };
         let task = tokio::spawn(following.run()).abort_handle();
-        Self { terms, views: seen, own: own_seen, task }
+        Self { read_options, views: seen, own: own_seen, task }
     }
 
-    /// Whether anybody will ever tell more.
+    /// Whether anything more will ever come.
     pub(crate) fn lives(&self) -> bool {
         self.own.has_changed().is_ok()
     }
 }
 
-struct Following {
-    api: Arc<Api>,
-    terms: Terms,
-    nodes: Nodes,
+/// Follows all nodes.
+pub(crate) struct Following {
+    pub(crate) api: Arc<Api>,
+    pub(crate) read_options: ReadOptions,
+    pub(crate) nodes: Nodes,
     /// The first and the last time in a row that the server had no list which its cache may answer.
-    late: Option<(Instant, Instant)>,
-    own: String,
-    views: watch::Sender<View>,
-    own_node: watch::Sender<Own>,
+    pub(crate) late: Option<(Instant, Instant)>,
+    pub(crate) own: String,
+    pub(crate) views: watch::Sender<View>,
+    pub(crate) own_node: watch::Sender<Own>,
 }
 
 /// What a list must be like. Each spares the server's store if it can: all nodes may ask at once.
-enum Least {
+pub(crate) enum Least {
     /// No older than the last write of this node, which is asked for before.
     Own,
     /// No older than this version.
@@ -129,7 +134,7 @@ impl Following {
                     sleep(pause.next()).await;
                 }
                 Err(failure) => {
-                    lost.tell(&self, &failure);
+                    lost.log(&self, &failure);
                     pause.after(&failure).await;
                 }
             }
@@ -137,7 +142,7 @@ impl Following {
     }
 
     /// Watches until changes were missed, or may have been: versions go back when the server's store is restored from a copy, and
-    /// only a list tells. Returns what that list must be like.
+    /// only a list shows. Returns what that list must be like.
     async fn watch_from(
         &mut self,
         mut version: String,
@@ -154,7 +159,7 @@ impl Following {
                     return Least::Version(version);
                 }
                 Ok(Watched::Silent { useful }) => {
-                    // Mostly it is the connection that is dead. A list tells a server that lives from one that does not.
+                    // Mostly it is the connection that is dead. A list shows whether the server lives.
                     if silent && !useful {
                         return Least::Version(version);
                     }
@@ -174,7 +179,7 @@ impl Following {
                     return Least::Version(version);
                 }
                 Err(failure) => {
-                    lost.tell(self, &failure);
+                    lost.log(self, &failure);
                     pause.after(&failure).await;
                     if version != from {
                         (silent, errors) = (false, 0);
@@ -186,87 +191,6 @@ impl Following {
                 }
             }
         }
-    }
-
-    /// Lists all nodes: the version of the list. It may come from the server's cache, if that is not late, or not for long.
-    async fn list(&mut self, least: &Least) -> Result<String, Failure> {
-        let waits = self.late.is_none_or(|(first, last)| last - first < LATE);
-        // Whatever else comes of this list, the next one waits again.
-        let late = self.late.take();
-        let least = match least {
-            Least::Own if waits => self.own_version().await?,
-            Least::Version(version) if waits => Some(version.clone()),
-            _ => None,
-        };
-        self.nodes.begin();
-        let (mut own, mut token) = (Own::Gone, String::new());
-        loop {
-            let query = match (&least, &*token) {
-                // A limit would make the server ask its store.
-                (Some(version), "") => {
-                    format!("resourceVersion={}&resourceVersionMatch=NotOlderThan", escape(version))
-                }
-                (None, "") => format!("limit={PAGE}"),
-                (_, token) => format!("limit={PAGE}&continue={}", escape(token)),
-            };
-            let path = format!("/api/v1/nodes?{query}");
-            let call = Call { verb: "list", resource: "nodes", path, patch: None };
-            let answer = self.api.send(&call).await;
-            // The version may be one that there never was. Older servers do not answer while their cache is not ready.
-            if least.is_some() && matches!(answer, Err(Failure::Late(_) | Failure::Silent(_))) {
-                let now = Instant::now();
-                self.late = Some((late.map_or(now, |(first, _)| first), now));
-            }
-            let body = answer?.into_body();
-            let page = self.page(body, &mut own).await?;
-            if page.next.is_empty() {
-                self.nodes.complete();
-                self.own_node.send_if_modified(|now| std::mem::replace(now, own.clone()) != own);
-                let revision = Revision(page.resource_version.parse().unwrap_or_default());
-                self.api.confirm(Some(revision));
-                self.publish(revision);
-                return Ok(page.resource_version);
-            }
-            token = page.next;
-        }
-    }
-
-    /// The version of this node, which is always the latest where it is asked for alone. A server's cache that is late by more would
-    /// make peers of those that went, and none of those that came. `None`: there is no such node.
-    async fn own_version(&self) -> Result<Option<String>, Failure> {
-        let path = format!("/api/v1/nodes/{}", self.own);
-        let call = Call { verb: "get", resource: "nodes", path, patch: None };
-        let answer = match self.api.send(&call).await {
-            Err(Failure::NotFound(_)) => return Ok(None),
-            answer => answer?,
-        };
-        let bytes = read(answer, usize::MAX).await?;
-        let wire: Wire<'_> = serde_json::from_slice(&bytes).map_err(|error| {
-            Failure::Failed(format!("get nodes: the answer cannot be read: {error}"))
-        })?;
-        Ok(Some(wire.metadata.resource_version.into_owned()).filter(|version| !version.is_empty()))
-    }
-
-    /// Reads one page, item by item.
-    async fn page(&mut self, mut body: Body, own: &mut Own) -> Result<Page, Failure> {
-        let no_list = || Failure::Failed("list nodes: the answer is no list".to_owned());
-        let mut splitter = Splitter::default();
-        while let Some(bytes) = part(&mut body, PATIENCE).await? {
-            let each = |item: &[u8]| {
-                let wire: Wire<'_> = serde_json::from_slice(item)?;
-                if wire.metadata.name == self.own {
-                    *own = self.terms.own(&wire);
-                }
-                self.nodes.put(&wire);
-                Ok(())
-            };
-            let fed: Result<(), serde_json::Error> =
-                splitter.feed(&bytes, each).map_err(|_| no_list())?;
-            fed.map_err(|error| Failure::Failed(format!("list nodes: {error}")))?;
-        }
-        let metadata = splitter.end().map_err(|_| no_list())?;
-        let page: Page = serde_json::from_slice(&metadata).map_err(|_| no_list())?;
-        if page.resource_version.is_empty() { Err(no_list()) } else { Ok(page) }
     }
 
     /// Watches from a version on, which it moves.
@@ -358,7 +282,7 @@ impl Following {
         let changed = match &*kind {
             "ADDED" | "MODIFIED" => {
                 if object.metadata.name == self.own {
-                    let own = self.terms.own(&object);
+                    let own = self.read_options.own(&object);
                     self.own_node
                         .send_if_modified(|now| std::mem::replace(now, own.clone()) != own);
                 }
@@ -394,7 +318,7 @@ impl Following {
     }
 
     /// Shows the leases to others, and wakes them only if some have changed or have become live.
-    fn publish(&self, revision: Revision) {
+    pub(crate) fn publish(&self, revision: Revision) {
         self.views.send_if_modified(|view| {
             let changed = self.nodes.leases().changes_since(&view.leases).next().is_some();
             if changed {
@@ -406,35 +330,28 @@ impl Following {
         });
         let mut wrong = self.nodes.wrong();
         if let Own::Here(node) = &*self.own_node.borrow() {
-            let overwrites =
-                wrong_overwrites(&node.values, &self.terms.families, &self.terms.prefix);
+            let overwrites = wrong_overwrites(
+                &node.values,
+                &self.read_options.families,
+                &self.read_options.prefix,
+            );
             wrong.extend(
                 overwrites
                     .map(|why| (format!("node {}", node.name), format!("{why}; it is not used"))),
             );
         }
-        let mut books = self.api.books();
-        for (key, reason) in wrong.iter().filter(|new| !books.skipped.contains(new)) {
+        let mut stats = self.api.stats();
+        for (key, reason) in wrong.iter().filter(|new| !stats.skipped.contains(new)) {
             tracing::warn!(store = self.api.name(), %key, "wrong: {reason}");
         }
-        books.skipped = wrong;
+        stats.skipped = wrong;
     }
 }
 
-impl Terms {
-    fn own(&self, wire: &Wire<'_>) -> Own {
+impl ReadOptions {
+    pub(crate) fn own(&self, wire: &Wire<'_>) -> Own {
         wire.node(&self.prefix).map_or_else(Own::Wrong, |node| Own::Here(Arc::new(node)))
     }
-}
-
-/// What a list says of itself.
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Page {
-    #[serde(default)]
-    resource_version: String,
-    #[serde(default, rename = "continue")]
-    next: String,
 }
 
 /// What was said of an outage.
@@ -445,7 +362,7 @@ struct Lost {
 }
 
 impl Lost {
-    fn tell(&mut self, following: &Following, failure: &Failure) {
+    fn log(&mut self, following: &Following, failure: &Failure) {
         // That people must help is news even in an outage.
         let refused = matches!(failure, Failure::Refused(_) | Failure::Forbidden(_));
         if !self.said || (refused && !self.refused) {
@@ -467,11 +384,11 @@ impl Lost {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 mod tests {
-    use flannel_core::{LeaseAttrs, SubnetManager};
+    use flannel_core::{LeaseAttrs, Readiness, SubnetManager};
     use serde_json::json;
 
     use crate::testing::ApiServer;
-    use crate::{KubeManager, KubeOptions, Network, NodeIdentity};
+    use crate::{KubeManager, KubeOptions, NodeIdentity};
 
     use super::*;
 
@@ -493,7 +410,7 @@ mod tests {
         let public = ["192.0.2.1".parse::<std::net::IpAddr>().unwrap()].into_iter().collect();
         let attrs = LeaseAttrs { public, backend_type: "vxlan".into(), ..LeaseAttrs::default() };
         let held = manager.acquire_lease(&attrs).await.unwrap();
-        let (tell, told) = watch::channel(Some(Network::Available));
+        manager.report(&Readiness::Ready).await.unwrap();
         let story = async {
             let until = async |condition: &dyn Fn() -> bool| {
                 while !condition() {
@@ -507,19 +424,19 @@ mod tests {
             };
             until(&|| says("False") && server.count("watch=") == 1).await;
             // Something unforeseen.
-            manager.follow(|follower| follower.task.abort()).await.unwrap();
+            manager.shared.follow(|follower| follower.task.abort()).await.unwrap();
             let asked = server.requests().len();
             until(&|| server.count("NotOlderThan") == 2 && server.count("watch=") == 2).await;
             server.put_node("me", node());
             let annotation = || server.annotation("me", "flannel.alpha.coreos.com/backend-type");
             until(&|| says("False") && annotation().as_deref() == Some("vxlan")).await;
-            tell.send_replace(Some(Network::Unavailable("gone".to_owned())));
+            let reason = "gone".to_owned();
+            manager.report(&Readiness::NotReady { reason }).await.unwrap();
             until(&|| says("True")).await;
             assert!(server.requests().len() < asked + 20, "{:#?}", &server.requests()[asked..]);
         };
         tokio::select! {
             end = manager.hold_lease(&held) => panic!("{end:?}"),
-            never = manager.keep_condition(told) => match never {},
             done = tokio::time::timeout(Duration::from_secs(20), story) => {
                 done.unwrap_or_else(|_| panic!("it takes too long: {:#?}", server.requests()));
             }

@@ -4,17 +4,17 @@
 //! come late. A node that is gone may come back, and one whose PodCIDRs make no lease may get others: the network stays until then.
 
 use std::sync::{Arc, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
-use flannel_core::{Error, Family, Lease, LeaseEnd, Result};
+use flannel_core::{Error, Family, Lease, LeaseEnd, Loss, Ownership, Result};
 use tokio::time::{Instant, sleep};
 
 use crate::annotations::{Values, says, wanted};
 use crate::follow::Own;
-use crate::manager::KubeManager;
 use crate::node::Node;
 use crate::own::missing;
 use crate::pause::Pause;
+use crate::shared::Shared;
 
 /// Whoever touches nothing for so long fights no more.
 const PEACE: Duration = Duration::from_secs(60);
@@ -43,7 +43,7 @@ impl Fight {
     }
 }
 
-impl KubeManager {
+impl Shared {
     /// Watches this node until it has other subnets.
     pub(crate) async fn hold(&self, held: &Lease) -> Result<LeaseEnd> {
         let mut own = self.follow_own().await?;
@@ -103,7 +103,7 @@ impl KubeManager {
             Own::Here(node) => match node.subnets(families) {
                 Ok(Some(subnets)) if subnets == held.subnets => {
                     self.regain();
-                    self.mend(node, held, fight).await?;
+                    self.repair(node, held, fight).await?;
                 }
                 Ok(None) => self.lose("it has no PodCIDR any more"),
                 // What no lease can be made of is no reason to give up what peers are reached by.
@@ -133,7 +133,7 @@ impl KubeManager {
     }
 
     /// Puts back what is missing of this node's annotations, and publishes what is to be published now.
-    async fn mend(&self, seen: &Node, held: &Lease, fight: &mut Fight) -> Result<()> {
+    async fn repair(&self, seen: &Node, held: &Lease, fight: &mut Fight) -> Result<()> {
         let missing = |node: &Node| missing(node, &wanted(&held.attrs, &node.values));
         if missing(seen).is_empty() {
             return Ok(());
@@ -164,19 +164,26 @@ impl KubeManager {
         Ok(())
     }
 
-    fn lose(&self, why: &str) {
-        self.lost.send_if_modified(|lost| {
-            if lost.as_deref() == Some(why) {
+    fn lose(&self, reason: &str) {
+        let why = Loss::Withdrawn(reason.to_owned());
+        self.ownership.send_if_modified(|now| {
+            if matches!(now, Ownership::Lost { why: known, .. } if *known == why) {
                 return false;
             }
-            tracing::warn!(store = self.api.name(), "this node's lease is lost: {why}");
-            *lost = Some(why.to_owned());
+            tracing::warn!(store = self.api.name(), "this node's lease is lost: {reason}");
+            *now = Ownership::Lost { since: SystemTime::now(), why };
             true
         });
     }
 
     fn regain(&self) {
-        if self.lost.send_if_modified(|lost| lost.take().is_some()) {
+        let mut was_lost = false;
+        self.ownership.send_if_modified(|now| {
+            was_lost = matches!(now, Ownership::Lost { .. });
+            let held = Ownership::Held { until: None };
+            std::mem::replace(now, held.clone()) != held
+        });
+        if was_lost {
             tracing::info!(store = self.api.name(), "this node has its lease again");
         }
     }
@@ -192,11 +199,11 @@ mod tests {
         for expected in [6, 6] {
             let begin = Instant::now();
             assert!(fight.begins());
-            assert!(!fight.begins(), "what could not be put back is told once, too");
+            assert!(!fight.begins(), "what could not be put back is reported once, too");
             fight.goes_on().await;
             let mut rounds = 1;
             while begin.elapsed() < Duration::from_secs(3) {
-                assert!(!fight.begins(), "it is told once");
+                assert!(!fight.begins(), "it is reported once");
                 fight.goes_on().await;
                 rounds += 1;
             }

@@ -6,16 +6,20 @@ mod condition;
 mod connect;
 mod follow;
 mod hold;
+mod list;
 mod manager;
 mod node;
 mod nodes;
+mod options;
 mod own;
 mod pause;
+mod shared;
 mod split;
+mod task;
 #[cfg(feature = "testing")]
 pub mod testing;
 
 pub use annotations::{Prefix, PrefixError};
-pub use condition::Network;
 pub use connect::credential_files;
-pub use manager::{KubeManager, KubeOptions, NodeIdentity};
+pub use manager::KubeManager;
+pub use options::{KubeOptions, NodeIdentity};

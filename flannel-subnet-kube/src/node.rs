@@ -14,7 +14,7 @@ use serde_json::value::RawValue;
 
 use crate::annotations::{MANAGED, Prefix, Values, read};
 
-/// The condition that tells Kubernetes whether a node's network works.
+/// The condition that reports to Kubernetes whether a node's network works.
 pub(crate) const CONDITION: &str = "NetworkUnavailable";
 
 /// One line of a watch.
@@ -151,7 +151,7 @@ impl Wire<'_> {
         })
     }
 
-    /// How often the node was written so far, as far as the version tells.
+    /// How often the node was written so far, as far as the version shows.
     pub(crate) fn revision(&self) -> Revision {
         Revision(self.metadata.resource_version.parse().unwrap_or_default())
     }
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_peer_lacks_is_told() {
+    fn what_a_peer_lacks_is_reported() {
         let both = Family::BOTH;
         assert_eq!(lease(&NODE.replace("\"true\"", "\"yes\""), &both), (None, Vec::new()));
         let says = |text: String, families: &[Family]| lease(&text, families).1.join("; ");

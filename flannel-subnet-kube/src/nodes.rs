@@ -14,7 +14,7 @@ use crate::node::Wire;
 
 /// What nodes are read by.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Terms {
+pub(crate) struct ReadOptions {
     pub(crate) prefix: Prefix,
     /// The families that the network config enables.
     pub(crate) families: Vec<Family>,
@@ -23,7 +23,7 @@ pub(crate) struct Terms {
 /// Every node there is.
 #[derive(Debug)]
 pub(crate) struct Nodes {
-    terms: Terms,
+    read_options: ReadOptions,
     known: HashMap<Box<str>, Known>,
     leases: LeaseSet,
     /// What is wrong, by node.
@@ -44,9 +44,9 @@ struct Known {
 }
 
 impl Nodes {
-    pub(crate) fn new(terms: Terms) -> Self {
+    pub(crate) fn new(read_options: ReadOptions) -> Self {
         Self {
-            terms,
+            read_options,
             known: HashMap::new(),
             leases: LeaseSet::default(),
             wrong: BTreeMap::new(),
@@ -91,7 +91,7 @@ impl Nodes {
 
     /// Takes in a node as it is now. Returns whether a lease, or what is wrong, may be different.
     pub(crate) fn put(&mut self, wire: &Wire<'_>) -> bool {
-        let fingerprint = wire.fingerprint(&self.terms.prefix, &self.hasher);
+        let fingerprint = wire.fingerprint(&self.read_options.prefix, &self.hasher);
         let name: &str = &wire.metadata.name;
         if let Some(known) = self.known.get_mut(name) {
             known.list = self.list;
@@ -99,7 +99,7 @@ impl Nodes {
                 return false;
             }
         }
-        let Terms { prefix, families } = &self.terms;
+        let ReadOptions { prefix, families } = &self.read_options;
         let (lease, wrong) = match wire.node(prefix) {
             Ok(node) => node.lease(wire.revision(), families, prefix),
             Err(wrong) => (None, vec![wrong]),
@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     fn nodes() -> Nodes {
-        Nodes::new(Terms { prefix: Prefix::default(), families: vec![Family::V4] })
+        Nodes::new(ReadOptions { prefix: Prefix::default(), families: vec![Family::V4] })
     }
 
     /// A node of flannel's, created in this minute.

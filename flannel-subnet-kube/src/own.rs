@@ -11,10 +11,12 @@ use serde_json::json;
 
 use crate::annotations::{Values, address, names, read, reworded, says, wanted, wrong_overwrites};
 use crate::api::Call;
-use crate::manager::{KubeManager, NodeIdentity};
-use crate::node::{Node, Wire};
 
-impl KubeManager {
+use crate::node::{Node, Wire};
+use crate::options::NodeIdentity;
+use crate::shared::Shared;
+
+impl Shared {
     /// This node's name; asks for the pod if that is what names it.
     pub(crate) async fn name(&self) -> Result<&str> {
         let name = self.name.get_or_try_init(async || match &self.options.identity {

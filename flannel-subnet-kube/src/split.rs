@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_whole_list_is_told() {
+    fn what_is_no_whole_list_is_reported() {
         for text in [
             "",
             "[]",

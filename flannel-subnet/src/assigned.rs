@@ -5,11 +5,12 @@
 
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::SystemTime;
 
 use async_trait::async_trait;
 use flannel_core::{
-    Config, Dual, Error, Family, Hints, Lease, LeaseAttrs, LeaseEnd, Origin, Result, StoreStatus,
-    SubnetManager, Subnets, View,
+    Config, Dual, Error, Family, Hints, Lease, LeaseAttrs, LeaseEnd, Loss, Origin, Ownership,
+    Result, StoreStatus, SubnetManager, Subnets, View,
 };
 use serde_json::Value;
 use tokio::sync::watch;
@@ -30,6 +31,7 @@ pub struct AssignedManager {
     local_addresses: Vec<IpAddr>,
     configs: Configs,
     reflector: Mutex<Option<Reflector>>,
+    ownership: watch::Sender<Ownership>,
 }
 
 impl AssignedManager {
@@ -37,7 +39,13 @@ impl AssignedManager {
     /// told to use, if any).
     pub fn new(registry: Arc<dyn Registry>, local_addresses: Vec<IpAddr>) -> Self {
         let store = Arc::new(Metered::new(registry, Arc::new(SystemClock)));
-        Self { store, local_addresses, configs: Configs::default(), reflector: Mutex::default() }
+        Self {
+            store,
+            local_addresses,
+            configs: Configs::default(),
+            reflector: Mutex::default(),
+            ownership: watch::channel(Ownership::NotAcquired).0,
+        }
     }
 
     fn views(&self) -> watch::Receiver<View> {
@@ -112,6 +120,7 @@ impl SubnetManager for AssignedManager {
         };
         self.check(&own.lease.subnets, &own.lease.attrs, &attrs)?;
         self.configs.used_for_lease(self.configs.for_lease(self.read_config()).await?.0);
+        self.ownership.send_replace(Ownership::Held { until: None });
         Ok(Arc::unwrap_or_clone(own.lease))
     }
 
@@ -132,10 +141,13 @@ impl SubnetManager for AssignedManager {
                     Some(lease) => self.check(&held.subnets, &lease.attrs, &held.attrs)?,
                     None => {
                         let moved = view.leases.iter().find(|lease| shares_address(lease, held));
-                        return Ok(match moved {
+                        let end = match moved {
                             Some(lease) => LeaseEnd::Moved { to: lease.subnets },
                             None => LeaseEnd::Deleted,
-                        });
+                        };
+                        let (since, why) = (SystemTime::now(), Loss::Ended(end.clone()));
+                        self.ownership.send_replace(Ownership::Lost { since, why });
+                        return Ok(end);
                     }
                 }
             }
@@ -148,6 +160,10 @@ impl SubnetManager for AssignedManager {
 
     async fn watch_leases(&self) -> Result<watch::Receiver<View>> {
         Ok(self.views())
+    }
+
+    fn ownership(&self) -> watch::Receiver<Ownership> {
+        self.ownership.subscribe()
     }
 
     fn store_status(&self) -> StoreStatus {

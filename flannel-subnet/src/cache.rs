@@ -1,11 +1,11 @@
 //! The last good set of leases on disk: what a node starts with while its store is out of reach.
 //!
-//! The one thing to know: a cache is never trusted further than it goes. A file that is damaged, of another
-//! store or of another version is as good as none; what it says of peers may be put in place but deletes
-//! nothing; and our own lease counts only while its end, by wall clock, lies ahead.
+//! A file that is damaged, of another store or of a newer version is ignored. Leases of peers from it may be put in
+//! place but delete nothing. Our own lease counts only while its end, by wall clock, lies ahead.
 //!
 //! The file is text. The first line names the format, its version and a checksum of the rest; the second is a
 //! JSON object about the whole; then follows one lease a line: key, `since`, revision, and the store's value.
+//! A later build reads this version. A file of a newer version is replaced as a whole once the store has answered.
 
 use std::fmt::Write;
 use std::fs;
@@ -17,9 +17,10 @@ use flannel_core::{Lease, LeaseAttrs, LeaseSet, Origin, Revision, View};
 use serde::{Deserialize, Serialize};
 
 use crate::atomic_file;
-use crate::registry::{ConfigText, Mark};
+use crate::registry::{ConfigText, HolderId};
 
 const FORMAT: &str = "flannel-leases";
+/// The version that this build writes and reads. The name of a newer one is not known.
 const VERSION: &str = "1";
 
 /// Where the last good set is kept.
@@ -39,8 +40,8 @@ pub struct Saved {
     pub leases: LeaseSet,
     /// The network config, if it is known.
     pub config: Option<ConfigText>,
-    /// Our own lease and the mark that it is held by.
-    pub own: Option<(Lease, Mark)>,
+    /// Our own lease and the ID of its holder.
+    pub own: Option<(Lease, HolderId)>,
 }
 
 impl Saved {
@@ -49,12 +50,12 @@ impl Saved {
         View { leases: self.leases.clone(), origin: Origin::Cached { written: Some(self.written) } }
     }
 
-    /// Our own lease, if it is still ours: held by `mark`, its end ahead of `now`, and `now` not before the
+    /// Our own lease, if it is still ours: held by `holder`, its end ahead of `now`, and `now` not before the
     /// cache was written, since a clock that was set back says nothing about the time that has passed.
-    pub fn own(&self, mark: Mark, now: SystemTime) -> Option<&Lease> {
+    pub fn own(&self, holder: HolderId, now: SystemTime) -> Option<&Lease> {
         let (lease, held_by) = self.own.as_ref()?;
         let in_force = lease.expires.is_none_or(|end| self.written <= now && now < end);
-        (*held_by == mark && in_force).then_some(lease)
+        (*held_by == holder && in_force).then_some(lease)
     }
 }
 
@@ -92,7 +93,8 @@ struct Whole {
 #[derive(Serialize, Deserialize)]
 struct Own {
     lease: String,
-    mark: String,
+    #[serde(rename = "mark")]
+    holder: String,
     expires: Option<u64>,
 }
 
@@ -193,9 +195,9 @@ impl Cache {
 }
 
 fn text(saved: &Saved) -> String {
-    let own = saved.own.as_ref().map(|(lease, mark)| Own {
+    let own = saved.own.as_ref().map(|(lease, holder)| Own {
         lease: line(lease),
-        mark: mark.to_string(),
+        holder: holder.to_string(),
         expires: lease.expires.map(millis),
     });
     let whole = Whole {
@@ -218,14 +220,14 @@ fn text(saved: &Saved) -> String {
 fn parse(bytes: &[u8]) -> Result<Saved, String> {
     let end = bytes.iter().position(|byte| *byte == b'\n').ok_or("its first line does not end")?;
     let (head, body) = (String::from_utf8_lossy(&bytes[..end]), &bytes[end + 1..]);
+    let malformed = || format!("its first line is not \"{FORMAT} VERSION CHECKSUM\"");
     let parts: Vec<&str> = head.split(' ').collect();
-    let [FORMAT, version, sum] = parts[..] else {
-        return Err(format!("its first line is not \"{FORMAT} VERSION CHECKSUM\""));
-    };
-    if version != VERSION {
+    let [FORMAT, version, rest @ ..] = &parts[..] else { return Err(malformed()) };
+    if *version != VERSION {
         return Err(format!("it is of version {version:?}, this build reads version {VERSION}"));
     }
-    if sum != format!("{:016x}", checksum(body)) {
+    let [sum] = rest else { return Err(malformed()) };
+    if *sum != format!("{:016x}", checksum(body)) {
         return Err(format!(
             "the checksum {sum:?} is not that of its content: the file is damaged"
         ));
@@ -238,9 +240,11 @@ fn parse(bytes: &[u8]) -> Result<Saved, String> {
     let own = match whole.own {
         Some(own) => {
             let expires = own.expires.map(instant).transpose()?;
-            let mark =
-                own.mark.parse().map_err(|error: crate::registry::MarkError| error.to_string())?;
-            Some((Lease { expires, ..lease(&own.lease)? }, mark))
+            let holder = own
+                .holder
+                .parse()
+                .map_err(|error: crate::registry::HolderIdError| error.to_string())?;
+            Some((Lease { expires, ..lease(&own.lease)? }, holder))
         }
         None => None,
     };
@@ -293,7 +297,7 @@ mod tests {
             written: at(1_000),
             leases: (0..peers).map(peer).collect(),
             config: Some(config),
-            own: Some((Lease { expires: Some(at(2_000)), ..peer(1) }, Mark(7))),
+            own: Some((Lease { expires: Some(at(2_000)), ..peer(1) }, HolderId(7))),
         }
     }
 
@@ -315,19 +319,19 @@ mod tests {
     #[test]
     fn our_lease_is_ours_while_its_end_lies_ahead() {
         let saved = saved(0);
-        for (mark, now, ours) in [
+        for (holder, now, ours) in [
             (7, 1_000, true),
             (7, 1_999, true),
             (7, 2_000, false),
             (7, 999, false),
             (8, 1_500, false),
         ] {
-            assert_eq!(saved.own(Mark(mark), at(now)).is_some(), ours, "{mark} {now}");
+            assert_eq!(saved.own(HolderId(holder), at(now)).is_some(), ours, "{holder} {now}");
         }
-        let reservation = Saved { own: Some((peer(1), Mark(7))), ..saved };
+        let reservation = Saved { own: Some((peer(1), HolderId(7))), ..saved };
         assert!(
-            reservation.own(Mark(7), at(1)).is_some()
-                && reservation.own(Mark(7), at(9_999)).is_some()
+            reservation.own(HolderId(7), at(1)).is_some()
+                && reservation.own(HolderId(7), at(9_999)).is_some()
         );
     }
 
@@ -370,6 +374,20 @@ mod tests {
             assert!(error.contains(says) && error.contains("leases: "), "{error}");
             assert_eq!(cache.load_from(&saved(2).store), None);
         }
+    }
+
+    #[test]
+    fn a_cache_of_a_newer_version_is_ignored_and_stays_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = Cache::open(dir.path().join("leases"));
+        let newer = "flannel-leases 2 sha256:00\n{\"new\":true}\n";
+        for newer in [newer.to_owned(), text(&saved(2)).replacen(" 1 ", " 2 ", 1)] {
+            fs::write(cache.path(), &newer).unwrap();
+            assert_eq!(cache.load_from(&saved(2).store), None);
+            assert_eq!(fs::read_to_string(cache.path()).unwrap(), newer);
+        }
+        cache.save(&saved(2)).unwrap();
+        assert_eq!(cache.load_from(&saved(2).store), Some(saved(2)));
     }
 
     #[test]

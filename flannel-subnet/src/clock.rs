@@ -16,7 +16,7 @@ use nix::sys::timerfd::{
 use nix::time::{ClockId, clock_gettime};
 use tokio::io::unix::AsyncFd;
 
-use crate::readiness::readable;
+use crate::async_fd::readable;
 
 /// The time, and waiting for it. A parameter, so that tests can make time pass.
 #[async_trait]

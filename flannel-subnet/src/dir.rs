@@ -30,19 +30,19 @@ use tokio::io::unix::AsyncFd;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use crate::async_fd::readable;
 use crate::clock::{Clock, SystemClock};
-use crate::readiness::readable;
-use crate::registry::{Batch, ConfigText, Entry, Listing, Mark, Registry, Tenure, Watch};
+use crate::registry::{Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Watch};
 use file::LeaseFile;
 pub use location::{Assign, DirLocation, DirOptions, LocationError};
 use mirror::Mirror;
 
-/// A watch that has told nothing for so long looks whether the directory can still be read, and says so.
+/// A watch that has reported nothing for this long checks that the directory can still be read, and confirms it.
 const CONFIRMED: Duration = Duration::from_secs(60);
 
 /// A registry in a directory on a local file system. Clones are the same registry.
 ///
-/// - A file that cannot be read keeps its last good content in force and is told as skipped: an editor may be
+/// - A file that cannot be read keeps its last good content in force and is reported as skipped: an editor may be
 ///   at work. Files whose names begin with `.` or end with `~` are passed over.
 /// - A symbolic link is followed when it is read; changes behind it are not noticed. The directory may be replaced
 ///   by renaming, but not by switching a symbolic link that leads to it.
@@ -54,18 +54,18 @@ pub struct DirRegistry(Arc<Shared>);
 struct Shared {
     location: DirLocation,
     clock: Arc<dyn Clock>,
-    inotify: AsyncFd<Notifier>,
+    inotify: AsyncFd<InotifyFd>,
     mirror: Mutex<Mirror>,
     /// Told of whatever the mirror learns, whoever made it look.
-    news: watch::Sender<()>,
+    changes: watch::Sender<()>,
     /// What this process wrote or renewed, and when that ends: a file that is gone before was deleted.
-    held: Mutex<BTreeMap<Subnets, (Mark, SystemTime)>>,
+    held: Mutex<BTreeMap<Subnets, (HolderId, SystemTime)>>,
 }
 
 /// `Inotify` as `AsyncFd` wants it.
-struct Notifier(Inotify);
+struct InotifyFd(Inotify);
 
-impl AsRawFd for Notifier {
+impl AsRawFd for InotifyFd {
     fn as_raw_fd(&self) -> RawFd {
         self.0.as_fd().as_raw_fd()
     }
@@ -103,14 +103,14 @@ impl DirRegistry {
         location::check_file_system(&location.path.join("subnets"))?;
         let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC);
         let inotify = inotify.map_err(|errno| broken(errno.into()))?;
-        let inotify = readable(Notifier(inotify)).map_err(broken)?;
+        let inotify = readable(InotifyFd(inotify)).map_err(broken)?;
         let mirror = Mutex::new(Mirror::new(location.path.clone(), !writes));
         let registry = Self(Arc::new(Shared {
             location,
             clock,
             inotify,
             mirror,
-            news: watch::channel(()).0,
+            changes: watch::channel(()).0,
             held: Mutex::default(),
         }));
         registry.0.refresh().await?;
@@ -152,7 +152,7 @@ impl Shared {
         self.mirror.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn held(&self) -> MutexGuard<'_, BTreeMap<Subnets, (Mark, SystemTime)>> {
+    fn held(&self) -> MutexGuard<'_, BTreeMap<Subnets, (HolderId, SystemTime)>> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -178,21 +178,21 @@ impl Shared {
             let before = (mirror.revision(), mirror.config_changes, mirror.due());
             let done = mirror.refresh(&shared.inotify.get_ref().0, shared.clock.wall());
             if (mirror.revision(), mirror.config_changes, mirror.due()) != before || done.is_err() {
-                shared.news.send_replace(());
+                shared.changes.send_replace(());
             }
             done.map_err(|error| shared.broken("", error))
         })
         .await
     }
 
-    /// Asks the disk whether the directory can still be read, of which nobody is told.
+    /// Checks that the directory can still be read, which no event reports.
     async fn confirm(self: &Arc<Self>) -> Result<()> {
         let shared = Arc::clone(self);
         blocking(move || shared.mirror().confirm().map_err(|error| shared.broken("", error))).await
     }
 
     /// Waits until the mirror may have to be brought up to date, or somebody else did it.
-    async fn wait(&self, news: &mut watch::Receiver<()>, due: Option<SystemTime>) {
+    async fn wait(&self, changes: &mut watch::Receiver<()>, due: Option<SystemTime>) {
         let expiry = async {
             match due {
                 Some(due) => self.clock.sleep_until_wall(due).await,
@@ -206,7 +206,7 @@ impl Shared {
                     ready.clear_ready();
                 }
             }
-            _ = news.changed() => (),
+            _ = changes.changed() => (),
             () = expiry => (),
         }
     }
@@ -244,17 +244,17 @@ impl Registry for DirRegistry {
     }
 
     async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()> {
-        let mut news = self.0.news.subscribe();
+        let mut changes = self.0.changes.subscribe();
         loop {
             self.0.refresh().await?;
-            news.borrow_and_update();
+            changes.borrow_and_update();
             match self.config().await {
                 Ok(now) if Some(&now.text) == seen.as_ref().map(|seen| &seen.text) => (),
                 Err(Error::NoConfig { .. }) if seen.is_none() => (),
                 Ok(_) | Err(Error::NoConfig { .. }) => return Ok(()),
                 Err(error) => return Err(error),
             }
-            self.0.wait(&mut news, None).await;
+            self.0.wait(&mut changes, None).await;
         }
     }
 
@@ -273,14 +273,14 @@ impl Registry for DirRegistry {
         &self,
         subnets: &Subnets,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
         let (subnets, attrs) = (*subnets, attrs.clone());
         self.locked(move |shared| {
             if shared.current(&subnets)?.is_some() || shared.overlapped(&subnets)? {
                 return Err(Error::Conflict { subnets });
             }
-            shared.write(&subnets, &attrs, tenure)
+            shared.write(&subnets, &attrs, grant)
         })
         .await
     }
@@ -290,12 +290,12 @@ impl Registry for DirRegistry {
         subnets: &Subnets,
         at: Revision,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
         let (subnets, attrs) = (*subnets, attrs.clone());
         self.locked(move |shared| {
             shared.at(&subnets, at)?;
-            shared.write(&subnets, &attrs, tenure)
+            shared.write(&subnets, &attrs, grant)
         })
         .await
     }
@@ -310,22 +310,27 @@ impl Registry for DirRegistry {
         .await
     }
 
-    async fn keep_alive(&self, subnets: &Subnets, mark: Mark) -> Result<Option<Duration>> {
+    async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
         let subnets = *subnets;
-        self.locked(move |shared| shared.renew(&subnets, mark)).await
+        self.locked(move |shared| shared.renew(&subnets, holder)).await
     }
 
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
-        let news = self.0.news.subscribe();
-        Ok(Box::new(DirWatch { shared: Arc::clone(&self.0), news, after, looked: Instant::now() }))
+        let changes = self.0.changes.subscribe();
+        Ok(Box::new(DirWatch {
+            shared: Arc::clone(&self.0),
+            changes,
+            after,
+            looked: Instant::now(),
+        }))
     }
 }
 
 struct DirWatch {
     shared: Arc<Shared>,
-    news: watch::Receiver<()>,
+    changes: watch::Receiver<()>,
     after: Revision,
-    /// When something was last told, or confirmed.
+    /// When something was last reported or confirmed.
     looked: Instant,
 }
 
@@ -334,7 +339,7 @@ impl Watch for DirWatch {
     async fn next(&mut self) -> Result<Option<Batch>> {
         loop {
             self.shared.refresh().await?;
-            self.news.borrow_and_update();
+            self.changes.borrow_and_update();
             let due = {
                 let mirror = self.shared.mirror();
                 match mirror.changes(self.after) {
@@ -346,7 +351,7 @@ impl Watch for DirWatch {
                     None => return Ok(None),
                 }
             };
-            let wait = self.shared.wait(&mut self.news, due);
+            let wait = self.shared.wait(&mut self.changes, due);
             if tokio::time::timeout_at(self.looked + CONFIRMED, wait).await.is_err() {
                 self.shared.confirm().await?;
                 self.looked = Instant::now();

@@ -7,12 +7,12 @@ use flannel_core::{Config, Family, LeaseAttrs, Subnets, holder};
 use crate::manager::Identity;
 use crate::registry::{Entry, Listing};
 
-/// The address by which nodes are told apart: IPv4, or IPv6 where there is no IPv4.
+/// The address that distinguishes nodes: IPv4, or IPv6 where there is no IPv4.
 fn identifying(attrs: &LeaseAttrs, families: impl Iterator<Item = Family>) -> Option<IpAddr> {
     families.filter_map(|family| attrs.public[family]).next()
 }
 
-/// The entry with our mark, else one with our public address; of several the one that we had before, else the
+/// The entry with our holder ID, else one with our public address; of several the one that we had before, else the
 /// first by precedence.
 pub(crate) fn own_entry<'a>(
     listing: &'a Listing,
@@ -25,10 +25,10 @@ pub(crate) fn own_entry<'a>(
         address
             .is_some_and(|address| entry.lease.attrs.public[Family::of(address)] == Some(address))
     };
-    let our_mark = |entry: &Entry| entry.mark == Some(us.mark);
+    let our_id = |entry: &Entry| entry.holder == Some(us.holder);
     let had_before = |entry: &Entry| Some(entry.lease.subnets) == us.previous;
-    let ours = listing.entries.iter().filter(|entry| our_mark(entry) || same_address(entry));
-    ours.min_by_key(|entry| (!our_mark(entry), !had_before(entry), entry.lease.precedence()))
+    let ours = listing.entries.iter().filter(|entry| our_id(entry) || same_address(entry));
+    ours.min_by_key(|entry| (!our_id(entry), !had_before(entry), entry.lease.precedence()))
 }
 
 /// What a new lease must not overlap. A key whose value cannot be read is somebody's all the same.

@@ -9,15 +9,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use flannel_core::{Error, Lease, LeaseAttrs, Origin, Result, Revision, View};
+use flannel_core::{Error, Lease, LeaseAttrs, LeaseEnd, Origin, Result, Revision, View};
 use tokio::sync::{Notify, watch};
-use tokio::task::AbortHandle;
 
 use crate::cache::{Cache, Saved};
 use crate::clock::Clock;
-use crate::hold::{Tenancy, Term};
+use crate::holding::{HeldLease, Holding, LeaseTerm};
 use crate::manager::LocalManager;
-use crate::registry::{ConfigText, Mark, Registry};
+use crate::registry::{ConfigText, HolderId, Registry};
+use crate::task::Task;
 
 /// How long the store has to give its first answer before the cache answers instead.
 const PATIENCE: Duration = Duration::from_millis(25);
@@ -30,7 +30,7 @@ const PAUSE: Duration = Duration::from_secs(5);
 pub(crate) struct Fallback {
     cache: Cache,
     store: String,
-    mark: Mark,
+    holder: HolderId,
     loaded: Option<Saved>,
     /// The store was given its chance to answer at once, and did not.
     absent: AtomicBool,
@@ -38,26 +38,16 @@ pub(crate) struct Fallback {
     said: AtomicBool,
     config: Mutex<Option<ConfigText>>,
     saving: Mutex<()>,
-    changed: Notify,
+    config_changed: Notify,
 }
 
 /// Everything that is kept of a running manager.
 #[derive(Debug)]
-struct Keeper {
+struct CacheWriter {
     fallback: Arc<Fallback>,
     views: watch::Receiver<View>,
-    tenancy: Arc<Mutex<Option<Tenancy>>>,
+    holding: Arc<Holding>,
     clock: Arc<dyn Clock>,
-}
-
-/// A task that ends with its owner.
-#[derive(Debug)]
-pub(crate) struct Task(AbortHandle);
-
-impl Drop for Task {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
 }
 
 impl LocalManager {
@@ -79,13 +69,13 @@ impl LocalManager {
         let fallback = Fallback {
             cache,
             store,
-            mark: self.identity.mark,
+            holder: self.identity.holder,
             loaded,
             absent: AtomicBool::new(false),
             said: AtomicBool::new(false),
             config,
             saving: Mutex::default(),
-            changed: Notify::new(),
+            config_changed: Notify::new(),
         };
         Self { fallback: Some(Arc::new(fallback)), ..self }
     }
@@ -147,29 +137,30 @@ impl LocalManager {
 
     /// Our own lease as the cache has it, if it is still ours.
     pub(crate) fn cached_lease(&self) -> Option<Lease> {
-        self.cached()?.own(self.identity.mark, self.clock.wall()).cloned()
+        self.cached()?.own(self.identity.holder, self.clock.wall()).cloned()
     }
 
     /// Our own lease as the cache has it, be it still ours or not.
     pub(crate) fn remembered_lease(&self) -> Option<Lease> {
-        let (lease, mark) = self.cached()?.own.as_ref()?;
-        (*mark == self.identity.mark).then(|| lease.clone())
+        let (lease, holder) = self.cached()?.own.as_ref()?;
+        (*holder == self.identity.holder).then(|| lease.clone())
     }
 
     /// Takes up the lease from the cache. What it was published with is put right when the store is back.
     pub(crate) fn settle_cached(&self, lease: &Lease, attrs: &LeaseAttrs, error: &Error) -> Lease {
         let (boottime, wall) = (self.clock.boottime(), self.clock.wall());
-        let term = lease
-            .expires
-            .map(|end| Term { sent: boottime, ttl: end.duration_since(wall).unwrap_or_default() });
+        let term = lease.expires.map(|end| LeaseTerm {
+            sent: boottime,
+            ttl: end.duration_since(wall).unwrap_or_default(),
+        });
         tracing::warn!(
             subnets = %lease.subnets,
             "going on with the lease from the cache, which is still ours: {error}"
         );
         // With other attributes than before, whatever the store shows then is in doubt.
         let revision = if lease.attrs == *attrs { lease.revision } else { Revision::default() };
-        let tenancy = Tenancy { subnets: lease.subnets, attrs: attrs.clone(), revision, term };
-        *self.tenancy() = Some(tenancy);
+        let held_lease = HeldLease { subnets: lease.subnets, attrs: attrs.clone(), revision, term };
+        self.holding.set(held_lease);
         Lease { attrs: attrs.clone(), ..lease.clone() }
     }
 
@@ -177,35 +168,28 @@ impl LocalManager {
     pub(crate) fn note_config(&self, config: &ConfigText) {
         if let Some(fallback) = &self.fallback {
             *fallback.config.lock().unwrap_or_else(PoisonError::into_inner) = Some(config.clone());
-            fallback.changed.notify_one();
-        }
-    }
-
-    /// Our lease has changed: the cache is to say so soon.
-    pub(crate) fn note_change(&self) {
-        if let Some(fallback) = &self.fallback {
-            fallback.changed.notify_one();
+            fallback.config_changed.notify_one();
         }
     }
 
     /// Our lease has ended, and no restart may find it in the cache.
-    pub(crate) fn forget(&self) {
-        *self.tenancy() = None;
-        if let Some(keeper) = self.keeper(self.views()) {
-            keeper.save();
+    pub(crate) fn forget(&self, end: &LeaseEnd) {
+        self.holding.end(end.clone());
+        if let Some(writer) = self.writer(self.views()) {
+            writer.save();
         }
     }
 
-    fn keeper(&self, views: watch::Receiver<View>) -> Option<Keeper> {
+    fn writer(&self, views: watch::Receiver<View>) -> Option<CacheWriter> {
         let fallback = Arc::clone(self.fallback.as_ref()?);
-        let (tenancy, clock) = (Arc::clone(&self.tenancy), Arc::clone(&self.clock));
-        Some(Keeper { fallback, views, tenancy, clock })
+        let (holding, clock) = (Arc::clone(&self.holding), Arc::clone(&self.clock));
+        Some(CacheWriter { fallback, views, holding, clock })
     }
 
     /// Writes the cache whenever there is something new.
     pub(crate) fn keep(&self, views: watch::Receiver<View>) -> Option<Task> {
-        let keeper = Arc::new(self.keeper(views)?);
-        Some(Task(tokio::spawn(async move { keeper.run().await }).abort_handle()))
+        let writer = Arc::new(self.writer(views)?);
+        Some(Task::spawn(writer.run()))
     }
 }
 
@@ -214,28 +198,30 @@ pub(crate) fn unanswered(error: &Error) -> bool {
     matches!(error, Error::Store { .. } | Error::Refused { .. })
 }
 
-impl Keeper {
+impl CacheWriter {
     async fn run(self: Arc<Self>) {
-        let mut views = self.views.clone();
+        let (mut views, mut lease) = (self.views.clone(), self.holding.subscribe());
         // A view from the cache need not be written there.
         let live = |view: &View| matches!(view.origin, Origin::Live { .. });
         if views.wait_for(live).await.is_err() {
             return;
         }
         loop {
-            let keeper = Arc::clone(&self);
+            let writer = Arc::clone(&self);
             // It fails only if the runtime ends.
-            let _ = tokio::task::spawn_blocking(move || keeper.save()).await;
+            let _ = tokio::task::spawn_blocking(move || writer.save()).await;
             tokio::time::sleep(PAUSE).await;
             tokio::select! {
                 changed = views.changed() => if changed.is_err() { return },
-                () = self.fallback.changed.notified() => (),
+                () = self.fallback.config_changed.notified() => (),
+                // The holding lives as long as this.
+                _ = lease.changed() => (),
             }
         }
     }
 
     fn save(&self) {
-        let Fallback { saving, cache, store, mark, loaded, config, .. } = &*self.fallback;
+        let Fallback { saving, cache, store, holder, loaded, config, .. } = &*self.fallback;
         // Whoever writes last must know most.
         let _saving = saving.lock().unwrap_or_else(PoisonError::into_inner);
         let view = self.views.borrow().clone();
@@ -249,14 +235,15 @@ impl Keeper {
                 }
             }
         };
-        let tenancy = self.tenancy.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let own = tenancy.map(|tenancy| {
-            let since =
-                view.leases.get(&tenancy.subnets).map_or(tenancy.revision, |lease| lease.since);
-            let left = |term: Term| term.end().saturating_sub(self.clock.boottime());
-            let expires = tenancy.term.map(|term| now + left(term));
-            let Tenancy { subnets, attrs, revision, .. } = tenancy;
-            (Lease { subnets, attrs, expires, since, revision }, *mark)
+        let own = self.holding.get().map(|held_lease| {
+            let since = view
+                .leases
+                .get(&held_lease.subnets)
+                .map_or(held_lease.revision, |lease| lease.since);
+            let left = |term: LeaseTerm| term.end().saturating_sub(self.clock.boottime());
+            let expires = held_lease.term.map(|term| now + left(term));
+            let HeldLease { subnets, attrs, revision, .. } = held_lease;
+            (Lease { subnets, attrs, expires, since, revision }, *holder)
         });
         let config = config.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let saved = Saved { store: store.clone(), written, leases: view.leases, config, own };

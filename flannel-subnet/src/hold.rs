@@ -1,52 +1,17 @@
 //! Keeping the lease, and noticing at once when it is no longer ours.
 //!
-//! The one thing to know: this node owns its subnet until the last renewal that the store confirmed, counted
-//! from its *sending*, plus the time to live: the store began to count later, so it cannot forget us before.
-//! What two clocks may drift apart meanwhile is taken off.
-//! Whatever looks different from what we wrote is judged by reading the key itself.
+//! A key that differs from what this node wrote is judged by reading it from the store.
 
 use std::time::Duration;
 
 use flannel_core::{
-    Error, Lease, LeaseAttrs, LeaseEnd, LeaseSet, Origin, Result, Revision, Subnets, View, holder,
+    Error, Lease, LeaseEnd, LeaseSet, Origin, Result, Revision, Subnets, View, holder,
 };
 
 use crate::backoff::Backoff;
+use crate::holding::{HeldLease, LeaseTerm};
 use crate::manager::{LocalManager, as_stored};
 use crate::registry::{Entry, Registry, Skipped};
-
-/// What we hold.
-#[derive(Debug, Clone)]
-pub(crate) struct Tenancy {
-    pub(crate) subnets: Subnets,
-    pub(crate) attrs: LeaseAttrs,
-    pub(crate) revision: Revision,
-    /// `None`: a reservation, for ever.
-    pub(crate) term: Option<Term>,
-}
-
-/// For how long, by boot time.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Term {
-    /// When the last confirmed write or renewal was sent.
-    pub(crate) sent: Duration,
-    pub(crate) ttl: Duration,
-}
-
-/// Of the time to live, what two clocks may drift apart in it: the kernel slews each by up to 500 ppm.
-const DRIFT: u32 = 1000;
-
-impl Term {
-    /// A thousandth early: if our clock is slow and the store's is fast, the store must still not be first.
-    pub(crate) fn end(&self) -> Duration {
-        self.sent.saturating_add(self.ttl - self.ttl / DRIFT)
-    }
-
-    /// When to renew: `margin` before the end, but not within the first third.
-    fn renewal(&self, margin: Duration) -> Duration {
-        self.sent.saturating_add(self.ttl.saturating_sub(margin).max(self.ttl / 3))
-    }
-}
 
 /// What the view says of our key, if it says something else than we know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,7 +46,7 @@ impl LocalManager {
             } else if again.is_none() && stray {
                 let _writing = self.writing.lock().await;
                 // Perhaps not `held` any more: another may have been acquired meanwhile.
-                let ours = self.tenancy().as_ref().map_or(held.subnets, |tenancy| tenancy.subnets);
+                let ours = self.holding.get().map_or(held.subnets, |held_lease| held_lease.subnets);
                 let swept = self.sweep(&ours).await;
                 stray = swept.is_err();
                 swept.map(|()| None)
@@ -92,7 +57,7 @@ impl LocalManager {
             };
             match outcome {
                 Ok(Some(end)) => {
-                    self.forget();
+                    self.forget(&end);
                     return Ok(end);
                 }
                 Ok(None) => {
@@ -112,7 +77,7 @@ impl LocalManager {
                     {
                         tracing::warn!(subnets = %held.subnets, "the lease cannot be renewed, trying on: {error}");
                     }
-                    if !lapsed && self.lapsed() {
+                    if !lapsed && self.holding.has_lapsed() {
                         lapsed = true;
                         tracing::warn!(
                             subnets = %held.subnets,
@@ -126,21 +91,20 @@ impl LocalManager {
 
     /// Takes up a lease that an earlier manager acquired: renewed at once, since nobody knows when it was last.
     fn resume(&self, held: &Lease) {
-        let mut tenancy = self.tenancy();
-        if tenancy.as_ref().is_none_or(|tenancy| tenancy.subnets != held.subnets) {
+        if self.holding.get().is_none_or(|lease| lease.subnets != held.subnets) {
             let sent = self.clock.boottime();
-            *tenancy = Some(Tenancy {
+            self.holding.set(HeldLease {
                 subnets: held.subnets,
                 attrs: as_stored(&held.attrs),
                 revision: held.revision,
-                term: held.expires.map(|_| Term { sent, ttl: Duration::ZERO }),
+                term: held.expires.map(|_| LeaseTerm { sent, ttl: Duration::ZERO }),
             });
         }
     }
 
     fn doubt(&self, view: &View) -> Option<Doubt> {
         let Origin::Live { .. } = view.origin else { return None };
-        let (subnets, revision) = self.tenancy().as_ref().map(|t| (t.subnets, t.revision))?;
+        let (subnets, revision) = self.holding.get().map(|t| (t.subnets, t.revision))?;
         match view.leases.get(&subnets) {
             None => Some(Doubt::Gone),
             Some(lease) if lease.revision != revision => Some(Doubt::At(lease.revision)),
@@ -151,7 +115,7 @@ impl LocalManager {
     /// Another lease with our address has appeared.
     fn may_stray(&self, view: &View, seen: &mut LeaseSet) -> bool {
         let Origin::Live { .. } = view.origin else { return false };
-        let Some((subnets, public)) = self.tenancy().as_ref().map(|t| (t.subnets, t.attrs.public))
+        let Some((subnets, public)) = self.holding.get().map(|t| (t.subnets, t.attrs.public))
         else {
             return false;
         };
@@ -161,23 +125,15 @@ impl LocalManager {
             && new.any(|lease| lease.subnets != subnets && lease.attrs.public == public)
     }
 
-    fn term(&self) -> Option<Term> {
-        self.tenancy().as_ref().and_then(|tenancy| tenancy.term)
-    }
-
     fn renewal(&self) -> Option<Duration> {
-        self.term().map(|term| term.renewal(self.margin))
-    }
-
-    pub(crate) fn lapsed(&self) -> bool {
-        self.term().is_some_and(|term| term.end() <= self.clock.boottime())
+        self.holding.term().map(|term| term.renewal(self.margin))
     }
 
     /// When to try again: after a pause, but also at the very moment when our time runs out.
     fn again(&self, backoff: &mut Backoff) -> Duration {
         let now = self.clock.boottime();
         let again = now + backoff.pause();
-        match self.term().map(|term| term.end()) {
+        match self.holding.term().map(|term| term.end()) {
             Some(end) if end > now => again.min(end),
             _ => again,
         }
@@ -199,63 +155,64 @@ impl LocalManager {
     }
 
     async fn renew_or_check(&self) -> Result<Option<LeaseEnd>> {
-        let Some(tenancy) = self.tenancy().clone() else { return Ok(Some(LeaseEnd::Expired)) };
-        if tenancy.term.is_none() {
+        let Some(held_lease) = self.holding.get() else {
+            return Ok(Some(LeaseEnd::Expired));
+        };
+        if held_lease.term.is_none() {
             return self.check().await;
         }
         let sent = self.clock.boottime();
-        let Some(ttl) = self.store.keep_alive(&tenancy.subnets, self.identity.mark).await? else {
+        let Some(ttl) = self.store.keep_alive(&held_lease.subnets, self.identity.holder).await?
+        else {
             let end = self.check().await?;
-            if end.is_none() && self.term().is_some_and(|term| term.sent < sent) {
+            if end.is_none() && self.holding.term().is_some_and(|term| term.sent < sent) {
                 let reason = "it has forgotten the lease's holder, but not its key";
                 return Err(Error::Store {
-                    store: format!("{}: {}", self.store, tenancy.subnets),
+                    store: format!("{}: {}", self.store, held_lease.subnets),
                     source: reason.into(),
                 });
             }
             return Ok(end);
         };
         // The store knows us; whether our key is still there and ours is another question, and the views, which
-        // would say so, may not have been told anything for long.
+        // would say so, may be old.
         if let Some(end) = self.check().await? {
             return Ok(Some(end));
         }
-        if let Some(tenancy) = self.tenancy().as_mut() {
-            // Unless something was written meanwhile, which counts as a later renewal.
-            tenancy.term =
-                tenancy.term.map(|term| if term.sent > sent { term } else { Term { sent, ttl } });
-        }
-        self.note_change();
-        tracing::debug!(subnets = %tenancy.subnets, "lease renewed");
+        self.holding.renew(LeaseTerm { sent, ttl });
+        tracing::debug!(subnets = %held_lease.subnets, "lease renewed");
         Ok(None)
     }
 
     /// Reads our key and judges what it says. `None`: still ours.
     async fn check(&self) -> Result<Option<LeaseEnd>> {
-        let Some(tenancy) = self.tenancy().clone() else { return Ok(Some(LeaseEnd::Expired)) };
-        let entry = match self.store.entry(&tenancy.subnets).await {
-            Err(error) => return self.restore(&tenancy, error).await,
+        let Some(held_lease) = self.holding.get() else {
+            return Ok(Some(LeaseEnd::Expired));
+        };
+        let entry = match self.store.entry(&held_lease.subnets).await {
+            Err(error) => return self.restore(&held_lease, error).await,
             Ok(entry) => entry,
         };
         match entry {
-            Some(entry) => self.judge(&tenancy, entry).await,
-            None if tenancy.term.is_none() => Ok(Some(LeaseEnd::Deleted)),
+            Some(entry) => self.judge(&held_lease, entry).await,
+            None if held_lease.term.is_none() => Ok(Some(LeaseEnd::Deleted)),
             None => {
                 let sent = self.clock.boottime();
-                let Some(ttl) = self.store.keep_alive(&tenancy.subnets, self.identity.mark).await?
+                let Some(ttl) =
+                    self.store.keep_alive(&held_lease.subnets, self.identity.holder).await?
                 else {
-                    return self.win_back(&tenancy).await;
+                    return self.win_back(&held_lease).await;
                 };
-                match self.store.entry(&tenancy.subnets).await? {
+                match self.store.entry(&held_lease.subnets).await? {
                     // An attempt of ours to win it back was carried out just now.
-                    Some(entry) => self.judge(&tenancy, entry).await,
+                    Some(entry) => self.judge(&held_lease, entry).await,
                     // The store knew us when it had no key of ours.
-                    None if self.clock.boottime() < (Term { sent, ttl }).end() => {
+                    None if self.clock.boottime() < (LeaseTerm { sent, ttl }).end() => {
                         Ok(Some(LeaseEnd::Deleted))
                     }
                     None => Err(Error::Store {
-                        store: format!("{}: {}", self.store, tenancy.subnets),
-                        source: "its answers took too long to tell what became of the lease".into(),
+                        store: format!("{}: {}", self.store, held_lease.subnets),
+                        source: "its answers took too long to show what became of the lease".into(),
                     }),
                 }
             }
@@ -263,17 +220,20 @@ impl LocalManager {
     }
 
     /// Our key could not be read. If that is because of what it holds, what it held is put back.
-    async fn restore(&self, tenancy: &Tenancy, error: Error) -> Result<Option<LeaseEnd>> {
+    async fn restore(&self, held_lease: &HeldLease, error: Error) -> Result<Option<LeaseEnd>> {
         let listing = self.store.list().await?;
         let ours = |skipped: &&Skipped| {
-            skipped.key.parse().is_ok_and(|key: Subnets| key == tenancy.subnets)
+            skipped.key.parse().is_ok_and(|key: Subnets| key == held_lease.subnets)
         };
         let Some(unreadable) = listing.skipped.iter().find(ours) else { return Err(error) };
-        tracing::warn!(subnets = %tenancy.subnets, reason = unreadable.reason, "somebody made this node's lease unreadable; putting it back");
-        let (sent, tenure) = (self.clock.boottime(), self.tenure(tenancy.term.is_none()));
-        match self.store.update(&tenancy.subnets, unreadable.revision, &tenancy.attrs, tenure).await
+        tracing::warn!(subnets = %held_lease.subnets, reason = unreadable.reason, "somebody made this node's lease unreadable; putting it back");
+        let (sent, grant) = (self.clock.boottime(), self.grant(held_lease.term.is_none()));
+        match self
+            .store
+            .update(&held_lease.subnets, unreadable.revision, &held_lease.attrs, grant)
+            .await
         {
-            Ok(entry) => drop(self.settle(entry, Some(Term { sent, ttl: self.ttl }))),
+            Ok(entry) => drop(self.settle(entry, Some(LeaseTerm { sent, ttl: self.ttl }))),
             // Changed once more: to be looked at again.
             Err(Error::Conflict { .. }) => return Err(error),
             Err(error) => return Err(error),
@@ -281,22 +241,22 @@ impl LocalManager {
         Ok(None)
     }
 
-    /// The key is there: under whose mark, and with whose attributes?
-    async fn judge(&self, tenancy: &Tenancy, entry: Entry) -> Result<Option<LeaseEnd>> {
-        let (now, wanted) = (&entry.lease.attrs, &tenancy.attrs);
+    /// Judges the key that is there, by its holder ID and its attributes.
+    async fn judge(&self, held_lease: &HeldLease, entry: Entry) -> Result<Option<LeaseEnd>> {
+        let (now, wanted) = (&entry.lease.attrs, &held_lease.attrs);
         let same_node = now.public == wanted.public;
         let blank = now.backend_type.is_empty() && now.backend_data.is_empty();
-        let ours = match entry.mark {
-            Some(mark) => mark == self.identity.mark && same_node,
-            // Reservations have no mark: what tells two nodes with one public address apart is what they wrote.
+        let ours = match entry.holder {
+            Some(holder) => holder == self.identity.holder && same_node,
+            // Reservations have no holder ID. Two nodes with one public address differ by what they wrote.
             None => now == wanted || (same_node && blank),
         };
         if !ours {
             return Ok(Some(LeaseEnd::Taken { by: self.holder(&entry) }));
         }
         // Perhaps created by an attempt of ours whose answer was lost, and too late.
-        if entry.mark.is_some()
-            && entry.lease.revision != tenancy.revision
+        if entry.holder.is_some()
+            && entry.lease.revision != held_lease.revision
             && self.undisputed(entry.clone()).await?.is_none()
         {
             return Ok(Some(disputed()));
@@ -304,16 +264,16 @@ impl LocalManager {
         if now == wanted {
             // A reservation that became a lease is renewed at once, to learn its time to live.
             let sent = self.clock.boottime();
-            let term = tenancy.term.or(Some(Term { sent, ttl: Duration::ZERO }));
+            let term = held_lease.term.or(Some(LeaseTerm { sent, ttl: Duration::ZERO }));
             self.settle(entry, term);
             return Ok(None);
         }
-        tracing::warn!(subnets = %tenancy.subnets, "somebody changed this node's lease; putting it back");
+        tracing::warn!(subnets = %held_lease.subnets, "somebody changed this node's lease; putting it back");
         // Two who both put back what they want must not do so at full speed.
         tokio::time::sleep(Duration::from_millis(fastrand::u64(50..200))).await;
-        let (sent, tenure) = (self.clock.boottime(), self.tenure(entry.mark.is_none()));
-        match self.store.update(&tenancy.subnets, entry.lease.revision, wanted, tenure).await {
-            Ok(entry) => drop(self.settle(entry, Some(Term { sent, ttl: self.ttl }))),
+        let (sent, grant) = (self.clock.boottime(), self.grant(entry.holder.is_none()));
+        match self.store.update(&held_lease.subnets, entry.lease.revision, wanted, grant).await {
+            Ok(entry) => drop(self.settle(entry, Some(LeaseTerm { sent, ttl: self.ttl }))),
             // Changed once more: the view will show it, and it will be judged again.
             Err(Error::Conflict { .. }) => (),
             Err(error) => return Err(error),
@@ -322,36 +282,39 @@ impl LocalManager {
     }
 
     /// The key and the store's memory of us are gone: nobody has stopped us, we were only forgotten.
-    async fn win_back(&self, tenancy: &Tenancy) -> Result<Option<LeaseEnd>> {
+    async fn win_back(&self, held_lease: &HeldLease) -> Result<Option<LeaseEnd>> {
         let sent = self.clock.boottime();
-        match self.store.create(&tenancy.subnets, &tenancy.attrs, self.tenure(false)).await {
+        match self.store.create(&held_lease.subnets, &held_lease.attrs, self.grant(false)).await {
             Ok(entry) => {
                 let Some(entry) = self.undisputed(entry).await? else {
                     return Ok(Some(disputed()));
                 };
-                self.settle(entry, Some(Term { sent, ttl: self.ttl }));
-                tracing::warn!(subnets = %tenancy.subnets, "the lease had expired; the same subnet was won back");
+                self.settle(entry, Some(LeaseTerm { sent, ttl: self.ttl }));
+                tracing::warn!(subnets = %held_lease.subnets, "the lease had expired; the same subnet was won back");
                 Ok(None)
             }
             // Perhaps by an earlier attempt of ours, whose answer was lost.
-            Err(Error::Conflict { .. }) => match self.store.entry(&tenancy.subnets).await? {
-                Some(entry) => self.judge(tenancy, entry).await,
+            Err(Error::Conflict { .. }) => match self.store.entry(&held_lease.subnets).await? {
+                Some(entry) => self.judge(held_lease, entry).await,
                 None => Ok(Some(LeaseEnd::Expired)),
             },
             Err(error) => Err(error),
         }
     }
 
-    /// Names another node for a message, so that two with one public address can be told apart.
+    /// Names another node for a message, so that two with one public address can be distinguished.
     fn holder(&self, entry: &Entry) -> String {
         let node = holder(&entry.lease.attrs);
-        match entry.mark {
-            Some(mark) if mark == self.identity.mark => {
+        match entry.holder {
+            Some(holder) if holder == self.identity.holder => {
                 format!(
-                    "{node} under our own mark {mark} (was this host's state directory copied?)"
+                    "{node} under our own holder ID {holder} (was this host's state directory copied?)"
                 )
             }
-            Some(mark) => format!("{node} under mark {mark}, while ours is {}", self.identity.mark),
+            Some(holder) => format!(
+                "{node} under the holder ID {holder}, while ours is {}",
+                self.identity.holder
+            ),
             None => format!("{node}, as a reservation"),
         }
     }

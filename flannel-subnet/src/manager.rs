@@ -1,35 +1,33 @@
 //! This node's lease, on any registry: found again, taken over, or newly allocated.
 //!
-//! The one thing to know: a node is known by its mark, then by its public address. What it finds of itself it
+//! The one thing to know: a node is known by its holder ID, then by its public address. What it finds of itself it
 //! keeps; only a lease that no longer fits the network config is given up.
 
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use flannel_core::{
-    Config, Dual, Error, Hints, Lease, LeaseAttrs, LeaseEnd, Result, StoreStatus, Subnet,
-    SubnetManager, Subnets, View, holder,
+    Config, Dual, Hints, Lease, LeaseAttrs, LeaseEnd, Ownership, Result, StoreStatus,
+    SubnetManager, Subnets, View,
 };
 use tokio::sync::watch;
 
-use crate::allocate::allocate;
-use crate::backoff::Backoff;
 use crate::clock::{Clock, SystemClock};
-use crate::entries::{earlier, fits, own_entry, taken, unfit};
-use crate::fallback::{Fallback, Task, unanswered};
-use crate::hold::{Tenancy, Term};
+use crate::fallback::{Fallback, unanswered};
+use crate::holding::{HeldLease, Holding, LeaseTerm};
 use crate::metered::Metered;
 use crate::reconfigure::Configs;
 use crate::reflect::Reflector;
-use crate::registry::{Entry, Listing, Mark, Registry, Tenure};
+use crate::registry::{Entry, HolderId, LeaseGrant, Registry};
+use crate::task::Task;
 
-/// How a node is told from all others.
+/// What distinguishes a node from all others.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
-    /// Chosen at random once ([`Mark::random`]) and kept in the node's state directory.
-    pub mark: Mark,
+    /// Chosen at random once ([`HolderId::random`]) and kept in the node's state directory.
+    pub holder: HolderId,
     /// What it had before, as its `subnet.env` says ([`SubnetEnv::previous`](crate::SubnetEnv::previous)).
     pub previous: Option<Subnets>,
     /// All addresses of the host, and the public address that it was told to use, if any: before the external
@@ -37,30 +35,16 @@ pub struct Identity {
     pub local_addresses: Vec<IpAddr>,
 }
 
-/// Whether the subnet is this node's, by its own clock.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ownership {
-    /// No lease was acquired, or it has ended.
-    Nothing,
-    /// A reservation: for ever.
-    Reserved,
-    /// For so much longer, unless renewed.
-    For(Duration),
-    /// No longer, since then: the store did not confirm a renewal in time. Peers' routes stay, but this node
-    /// is not ready.
-    Lapsed(SystemTime),
-}
-
 /// The lease engine: gives this node its lease on any [`Registry`] and shows everybody's.
 ///
 /// ```
 /// use flannel_core::{LeaseAttrs, SubnetManager};
-/// use flannel_subnet::{Identity, LocalManager, Mark, MemoryRegistry};
+/// use flannel_subnet::{Identity, LocalManager, HolderId, MemoryRegistry};
 /// use std::sync::Arc;
 ///
 /// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
 /// let registry = MemoryRegistry::with_config(r#"{"Network": "10.1.0.0/16"}"#);
-/// let identity = Identity { mark: Mark::random(), previous: None, local_addresses: Vec::new() };
+/// let identity = Identity { holder: HolderId::random(), previous: None, local_addresses: Vec::new() };
 /// let manager = LocalManager::new(Arc::new(registry), identity);
 /// let attrs = LeaseAttrs { public: ["192.0.2.1".parse().unwrap()].into_iter().collect(), ..Default::default() };
 /// let lease = manager.acquire_lease(&attrs).await?;
@@ -75,7 +59,7 @@ pub struct LocalManager {
     pub(crate) identity: Identity,
     pub(crate) ttl: Duration,
     pub(crate) margin: Duration,
-    pub(crate) tenancy: Arc<Mutex<Option<Tenancy>>>,
+    pub(crate) holding: Arc<Holding>,
     /// Held while our key is written or judged: what we publish must not look like somebody else's doing.
     pub(crate) writing: tokio::sync::Mutex<()>,
     pub(crate) reflector: Mutex<Option<(Reflector, Option<Task>)>>,
@@ -97,11 +81,11 @@ impl LocalManager {
     ) -> Self {
         Self {
             store: Arc::new(Metered::new(registry, Arc::clone(&clock))),
-            clock,
             identity,
             ttl: Duration::from_secs(24 * 60 * 60),
             margin: Duration::from_secs(60 * 60),
-            tenancy: Arc::default(),
+            holding: Arc::new(Holding::new(Arc::clone(&clock))),
+            clock,
             writing: tokio::sync::Mutex::default(),
             reflector: Mutex::default(),
             fallback: None,
@@ -121,64 +105,35 @@ impl LocalManager {
         Self { margin, ..self }
     }
 
-    /// Whether the subnet is this node's right now. Cheap; asks no store.
-    pub fn ownership(&self) -> Ownership {
-        let Some(tenancy) = self.tenancy().clone() else { return Ownership::Nothing };
-        let Some(term) = tenancy.term else { return Ownership::Reserved };
-        let (now, end) = (self.clock.boottime(), term.end());
-        match end.checked_sub(now).filter(|left| !left.is_zero()) {
-            Some(left) => Ownership::For(left),
-            None => Ownership::Lapsed(self.clock.wall() - (now - end)),
-        }
+    /// Whether the subnets are this node's right now, by the clock itself and not as published last. Cheap; asks no
+    /// store.
+    pub fn ownership_now(&self) -> Ownership {
+        self.holding.ownership_now()
     }
 
-    pub(crate) fn tenancy(&self) -> MutexGuard<'_, Option<Tenancy>> {
-        self.tenancy.lock().unwrap_or_else(PoisonError::into_inner)
+    /// How long the lease is held from now on unless it is renewed, by boot time; `None` if it is not held or has no
+    /// end.
+    pub fn remaining(&self) -> Option<Duration> {
+        self.holding.remaining()
     }
 
     /// What a lease is written with; `None` for a reservation, which stays one.
-    pub(crate) fn tenure(&self, reserved: bool) -> Option<Tenure> {
-        (!reserved).then_some(Tenure { mark: self.identity.mark, ttl: self.ttl })
+    pub(crate) fn grant(&self, reserved: bool) -> Option<LeaseGrant> {
+        (!reserved).then_some(LeaseGrant { holder: self.identity.holder, ttl: self.ttl })
     }
 
     pub(crate) fn views(&self) -> watch::Receiver<View> {
         let mut reflector = self.reflector.lock().unwrap_or_else(PoisonError::into_inner);
         let begin = || {
             let reflector = Reflector::start_from(self.first_view(), Arc::clone(&self.store) as _);
-            let keeper = self.keep(reflector.views());
-            (reflector, keeper)
+            let cache_writer = self.keep(reflector.views());
+            (reflector, cache_writer)
         };
         reflector.get_or_insert_with(begin).0.views()
     }
 
-    /// Subnets that were let go lately, as far as this node saw it.
-    fn freed(&self) -> Vec<Subnet> {
-        let reflector = self.reflector.lock().unwrap_or_else(PoisonError::into_inner);
-        let freed = reflector.as_ref().map(|(reflector, _)| reflector.freed()).unwrap_or_default();
-        freed.iter().flat_map(Subnets::iter).collect()
-    }
-
-    /// One attempt, from what the store held a moment ago.
-    async fn try_acquire(
-        &self,
-        config: &Config,
-        attrs: &LeaseAttrs,
-        listing: &Listing,
-    ) -> Result<Attempt> {
-        if let Some(entry) = own_entry(listing, &self.identity, config, attrs) {
-            let Some(unfit) = unfit(config, listing, entry) else {
-                return lost_race(self.take_over(entry, attrs).await).map(Attempt::from);
-            };
-            if entry.mark.is_some() {
-                return lost_race(self.give_up(entry, &unfit).await).map(Attempt::from);
-            }
-            tracing::warn!(subnets = %entry.lease.subnets, "this node's reservation {unfit} and is left alone");
-        }
-        self.take_new(config, listing, attrs).await
-    }
-
     /// The config, and whether it comes from the cache.
-    async fn read_config(&self) -> Result<(Config, bool)> {
+    pub(crate) async fn read_config(&self) -> Result<(Config, bool)> {
         let (text, cached) = self.config_text().await?;
         let config = self.configs.read(&text)?;
         if !cached {
@@ -187,145 +142,20 @@ impl LocalManager {
         Ok((config, cached))
     }
 
-    async fn acquire(&self, attrs: &LeaseAttrs) -> Result<Lease> {
-        let (config, cached) = self.configs.for_lease(self.read_config()).await?;
-        let mut backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(500));
-        let mut listing = self.store.list().await?;
-        loop {
-            listing = match self.try_acquire(&config, attrs, &listing).await? {
-                Attempt::Acquired(lease) if !self.lapsed() => {
-                    if !cached {
-                        self.configs.used_for_lease(config);
-                    }
-                    tracing::info!(subnets = %lease.subnets, store = %self.store, "lease acquired");
-                    return Ok(lease);
-                }
-                Attempt::Acquired(_) => {
-                    tracing::debug!("the store's answer came after the lease's end, trying again");
-                    self.store.list().await?
-                }
-                Attempt::Beaten(listing) => listing,
-                Attempt::Lost => {
-                    tracing::debug!("something has changed meanwhile, trying again");
-                    tokio::time::sleep(backoff.pause()).await;
-                    self.store.list().await?
-                }
-            };
-        }
-    }
-
-    async fn take_over(&self, entry: &Entry, attrs: &LeaseAttrs) -> Result<Option<Lease>> {
-        let (subnets, reserved) = (entry.lease.subnets, entry.mark.is_none());
-        let ours = entry.mark == Some(self.identity.mark);
-        let sent = self.clock.boottime();
-        if entry.lease.attrs == *attrs && (ours || reserved) {
-            // Nothing to tell the others: a renewal will do.
-            if reserved {
-                return Ok(Some(self.settle(entry.clone(), None)));
-            }
-            let ttl = self.store.keep_alive(&subnets, self.identity.mark).await?;
-            return Ok(ttl.map(|ttl| self.settle(entry.clone(), Some(Term { sent, ttl }))));
-        }
-        if let Some(mark) = entry.mark.filter(|_| !ours) {
-            tracing::warn!(
-                %subnets, %mark,
-                "taking over the lease that {} has under our public address: this host lost its state, or ran \
-                 another flannel before, or two hosts have one address",
-                holder(&entry.lease.attrs)
-            );
-        }
-        let written =
-            self.store.update(&subnets, entry.lease.revision, attrs, self.tenure(reserved)).await?;
-        Ok(Some(self.settle(written, Some(Term { sent, ttl: self.ttl }))))
-    }
-
-    async fn give_up(&self, entry: &Entry, unfit: &str) -> Result<Option<Lease>> {
-        let subnets = entry.lease.subnets;
-        tracing::warn!(%subnets, "this node's lease {unfit} and is given up");
-        self.store.delete(&subnets, entry.lease.revision).await?;
-        Ok(None)
-    }
-
-    /// The previous subnets if they are free, else any free ones.
-    async fn take_new(
-        &self,
-        config: &Config,
-        listing: &Listing,
-        attrs: &LeaseAttrs,
-    ) -> Result<Attempt> {
-        let all: Vec<Subnets> = taken(listing).collect();
-        let free = |subnets: &Subnets| !all.iter().any(|other| other.overlaps(subnets));
-        let previous =
-            self.identity.previous.filter(|subnets| fits(config, subnets) && free(subnets));
-        let subnets = match previous {
-            Some(subnets) => subnets,
-            None => self.pick(config, &all)?,
-        };
-        let sent = self.clock.boottime();
-        let written = match self.store.create_or_list(&subnets, attrs, self.tenure(false)).await? {
-            Ok(entry) => self.undisputed(entry).await?,
-            // Somebody was faster, and is seen to be.
-            Err(now) if taken(&now).any(|other| other.overlaps(&subnets)) => {
-                return Ok(Attempt::Beaten(now));
-            }
-            Err(_) => None,
-        };
-        Ok(written.map(|entry| self.settle(entry, Some(Term { sent, ttl: self.ttl }))).into())
-    }
-
-    /// The key was free, but the store knows nothing of subnets: where a key names two, another key may name
-    /// one of them and have been created at the same time. Whoever came later sees the earlier one here, and
-    /// steps back: `None`, and the key is deleted again.
-    pub(crate) async fn undisputed(&self, entry: Entry) -> Result<Option<Entry>> {
-        let subnets = entry.lease.subnets;
-        if subnets.iter().count() < 2 {
-            return Ok(Some(entry));
-        }
-        let listing = self.store.list().await?;
-        let Some(other) = earlier(&listing, &entry) else { return Ok(Some(entry)) };
-        tracing::info!(%subnets, other = %other.lease.subnets, "another node was faster with one of the two, stepping back");
-        lost_race(self.store.delete(&subnets, entry.lease.revision).await.map(|()| None))
-    }
-
-    /// Deletes what we hold besides `held`: a request that we had given up can have been carried out later.
-    pub(crate) async fn sweep(&self, held: &Subnets) -> Result<()> {
-        let listing = self.store.list().await?;
-        let ours =
-            |entry: &&Entry| entry.mark == Some(self.identity.mark) && entry.lease.subnets != *held;
-        for stray in listing.entries.iter().filter(ours) {
-            let subnets = stray.lease.subnets;
-            tracing::info!(%subnets, %held, "this node came to hold a second lease, which is given up");
-            lost_race(self.store.delete(&subnets, stray.lease.revision).await.map(Some))?;
-        }
-        Ok(())
-    }
-
-    fn pick(&self, config: &Config, taken: &[Subnets]) -> Result<Subnets> {
-        let taken: Vec<Subnet> = taken.iter().flat_map(Subnets::iter).collect();
-        let freed = self.freed();
-        let subnets: Dual<Subnet> = config.networks.try_map(|family, network| {
-            let subnet = allocate(network, &taken, &freed, |n| fastrand::u128(..n));
-            subnet.ok_or_else(|| Error::OutOfSubnets { family, total: network.subnets() })
-        })?;
-        let subnets = Subnets::new(subnets.values().copied());
-        Ok(subnets.expect("a checked config enables a family, and its subnets fit into a key"))
-    }
-
     /// Remembers what was written or confirmed as ours.
-    pub(crate) fn settle(&self, entry: Entry, term: Option<Term>) -> Lease {
-        let term = term.filter(|_| entry.mark.is_some());
+    pub(crate) fn settle(&self, entry: Entry, term: Option<LeaseTerm>) -> Lease {
+        let term = term.filter(|_| entry.holder.is_some());
         let mut lease = Arc::unwrap_or_clone(entry.lease);
         lease.expires = term.map(|term| {
             let left = term.end().saturating_sub(self.clock.boottime());
             self.clock.wall() + left
         });
-        *self.tenancy() = Some(Tenancy {
+        self.holding.set(HeldLease {
             subnets: lease.subnets,
             attrs: lease.attrs.clone(),
             revision: lease.revision,
             term,
         });
-        self.note_change();
         lease
     }
 }
@@ -340,7 +170,7 @@ impl SubnetManager for LocalManager {
         self.configs.another(&*self.store, seen, |text| self.note_config(text)).await
     }
 
-    /// Finds the lease by mark, else by public address if exactly one lease has one of this host's. Not by the
+    /// Finds the lease by holder ID, else by public address if exactly one lease has one of this host's. Not by the
     /// previous subnets: another node may have them by now, with keys and MAC addresses of its own.
     async fn hints(&self) -> Result<Hints> {
         let listing = match self.remembered_lease() {
@@ -357,13 +187,13 @@ impl SubnetManager for LocalManager {
                 listing => listing?,
             },
         };
-        let Identity { mark, previous, local_addresses } = &self.identity;
-        let by_mark = listing.entries.iter().find(|entry| entry.mark == Some(*mark));
+        let Identity { holder, previous, local_addresses } = &self.identity;
+        let by_holder = listing.entries.iter().find(|entry| entry.holder == Some(*holder));
         let local =
             |entry: &&Entry| entry.lease.attrs.public.values().any(|a| local_addresses.contains(a));
         let mut by_address = listing.entries.iter().filter(local);
         let by_address = by_address.next().filter(|_| by_address.next().is_none());
-        let own = by_mark.or(by_address).map(|entry| &entry.lease);
+        let own = by_holder.or(by_address).map(|entry| &entry.lease);
         Ok(Hints {
             public: Dual::default(),
             last_published: own.map(|lease| lease.attrs.clone()),
@@ -385,10 +215,10 @@ impl SubnetManager for LocalManager {
     async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> Result<Lease> {
         let _writing = self.writing.lock().await;
         let sent = self.clock.boottime();
-        let tenure = self.tenure(held.expires.is_none());
+        let grant = self.grant(held.expires.is_none());
         let written =
-            self.store.update(&held.subnets, held.revision, &as_stored(attrs), tenure).await?;
-        Ok(self.settle(written, Some(Term { sent, ttl: self.ttl })))
+            self.store.update(&held.subnets, held.revision, &as_stored(attrs), grant).await?;
+        Ok(self.settle(written, Some(LeaseTerm { sent, ttl: self.ttl })))
     }
 
     async fn hold_lease(&self, held: &Lease) -> Result<LeaseEnd> {
@@ -399,31 +229,12 @@ impl SubnetManager for LocalManager {
         Ok(self.views())
     }
 
+    fn ownership(&self) -> watch::Receiver<Ownership> {
+        self.holding.ownership()
+    }
+
     fn store_status(&self) -> StoreStatus {
         StoreStatus { wrong_config: self.configs.wrong(), ..self.store.status() }
-    }
-}
-
-/// What became of one attempt to get a lease.
-enum Attempt {
-    Acquired(Lease),
-    /// Somebody else took the subnets first, and this is what the store holds since.
-    Beaten(Listing),
-    /// Something is not as it was; only another look tells.
-    Lost,
-}
-
-impl From<Option<Lease>> for Attempt {
-    fn from(lease: Option<Lease>) -> Self {
-        lease.map_or(Self::Lost, Self::Acquired)
-    }
-}
-
-/// Another's faster write is no failure, but a reason to look again.
-fn lost_race<T>(outcome: Result<Option<T>>) -> Result<Option<T>> {
-    match outcome {
-        Err(Error::Conflict { .. }) => Ok(None),
-        outcome => outcome,
     }
 }
 

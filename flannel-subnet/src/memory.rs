@@ -1,25 +1,25 @@
 //! A store in memory, which behaves as etcd does: the fake for tests, and a network of one process.
 //!
-//! The one thing to know: as in etcd, a holder (a mark) is a thing of its own that has a time to live, and keys
+//! The one thing to know: as in etcd, a holder is a thing of its own that has a time to live, and keys
 //! hang on it. Deleting a key leaves its holder alive; when a holder's time is over, its keys go.
 
-use std::collections::{BTreeMap, BTreeSet};
+mod state;
+
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use flannel_core::{Error, KeyError, Lease, LeaseAttrs, Result, Revision, Subnets};
+use flannel_core::{Error, LeaseAttrs, Result, Revision, Subnets};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use crate::registry::{
-    Batch, ConfigText, Entry, Event, Listing, Mark, Now, Registry, Skipped, Tenure, Watch,
+    Batch, ConfigText, Entry, Event, HolderId, LeaseGrant, Listing, Now, Registry, Skipped, Watch,
     config_conflict,
 };
-
-/// How many changes are remembered for watches that lag behind.
-const HISTORY: usize = 16_384;
+use state::State;
 
 /// A registry in memory. Clones are the same registry. Time is tokio's, so that tests can pause it.
 ///
@@ -30,37 +30,9 @@ pub struct MemoryRegistry(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
-    inner: Mutex<Inner>,
+    inner: Mutex<State>,
     /// Wakes whoever waits, in the order in which they began to.
     changes: Notify,
-}
-
-#[derive(Debug, Default)]
-struct Inner {
-    config: Option<String>,
-    revision: u64,
-    keys: BTreeMap<String, Stored>,
-    holders: BTreeMap<Mark, Holder>,
-    /// Which key changed at which revision; everything up to `forgotten` is forgotten.
-    history: BTreeMap<u64, String>,
-    forgotten: u64,
-    outage: bool,
-    delay: Duration,
-}
-
-#[derive(Debug)]
-struct Stored {
-    /// What key and value say, or why they cannot be read.
-    said: Result<(Subnets, LeaseAttrs), String>,
-    mark: Option<Mark>,
-    since: u64,
-    revision: u64,
-}
-
-#[derive(Debug)]
-struct Holder {
-    ttl: Duration,
-    end: Instant,
 }
 
 impl Default for MemoryRegistry {
@@ -88,9 +60,9 @@ impl MemoryRegistry {
         self.wake();
     }
 
-    /// Writes any key with any value, as an operator or a foreign program would. No `tenure`: for ever.
-    pub fn put_raw(&self, key: &str, value: &str, tenure: Option<Tenure>) {
-        self.lock().put(key, value, tenure);
+    /// Writes any key with any value, as an operator or a foreign program would. No `grant`: for ever.
+    pub fn put_raw(&self, key: &str, value: &str, grant: Option<LeaseGrant>) {
+        self.lock().put(key, value, grant);
         self.wake();
     }
 
@@ -101,8 +73,8 @@ impl MemoryRegistry {
     }
 
     /// Forgets a holder and deletes its keys, as `etcdctl lease revoke` does.
-    pub fn revoke(&self, mark: Mark) {
-        self.lock().end_holder(mark);
+    pub fn revoke(&self, holder: HolderId) {
+        self.lock().end_holder(holder);
         self.wake();
     }
 
@@ -132,14 +104,14 @@ impl MemoryRegistry {
         result
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, State> {
         let mut inner = self.0.inner.lock().unwrap_or_else(PoisonError::into_inner);
         inner.expire(Instant::now());
         inner
     }
 
     /// The state, if it is in reach.
-    fn reach(&self) -> Result<MutexGuard<'_, Inner>> {
+    fn reach(&self) -> Result<MutexGuard<'_, State>> {
         let inner = self.lock();
         if inner.outage {
             return Err(Error::Store { store: self.to_string(), source: "out of reach".into() });
@@ -149,75 +121,6 @@ impl MemoryRegistry {
 
     fn wake(&self) {
         self.0.changes.notify_waiters();
-    }
-}
-
-impl Inner {
-    fn expire(&mut self, now: Instant) {
-        let over = self.holders.iter().filter(|(_, holder)| holder.end <= now);
-        for mark in over.map(|(mark, _)| *mark).collect::<Vec<_>>() {
-            self.end_holder(mark);
-        }
-    }
-
-    fn end_holder(&mut self, mark: Mark) {
-        self.holders.remove(&mark);
-        let keys = self.keys.iter().filter(|(_, stored)| stored.mark == Some(mark));
-        for key in keys.map(|(key, _)| key.clone()).collect::<Vec<_>>() {
-            self.remove(&key);
-        }
-    }
-
-    fn put(&mut self, key: &str, value: &str, tenure: Option<Tenure>) {
-        let subnets = key.parse().map_err(|error: KeyError| error.to_string());
-        let said = subnets.and_then(|subnets| {
-            let attrs = LeaseAttrs::from_json(value).map_err(|error| error.to_string())?;
-            Ok((subnets, attrs))
-        });
-        let revision = self.log(key);
-        let since = self.keys.get(key).map_or(revision, |stored| stored.since);
-        let mark = tenure.map(|tenure| tenure.mark);
-        self.keys.insert(key.to_owned(), Stored { said, mark, since, revision });
-        if let Some(Tenure { mark, ttl }) = tenure {
-            self.holders.insert(mark, Holder { ttl, end: Instant::now() + ttl });
-        }
-    }
-
-    fn remove(&mut self, key: &str) {
-        if self.keys.remove(key).is_some() {
-            self.log(key);
-        }
-    }
-
-    fn log(&mut self, key: &str) -> u64 {
-        self.revision += 1;
-        self.history.insert(self.revision, key.to_owned());
-        if self.history.len() > HISTORY {
-            self.forgotten =
-                self.history.pop_first().map_or(self.forgotten, |(revision, _)| revision);
-        }
-        self.revision
-    }
-
-    fn read(&self, key: &str) -> Now {
-        let Some(stored) = self.keys.get(key) else { return Now::Gone };
-        match stored.said.clone() {
-            Ok((subnets, attrs)) => {
-                let (since, revision) = (Revision(stored.since), Revision(stored.revision));
-                let lease = Lease { subnets, attrs, expires: None, since, revision };
-                Now::Held(Entry { lease: lease.into(), mark: stored.mark })
-            }
-            Err(reason) => Now::Unreadable(reason),
-        }
-    }
-
-    /// The key, if it is at this revision (`None`: if it does not exist).
-    fn at(&self, subnets: &Subnets, at: Option<Revision>) -> Result<String> {
-        let key = subnets.to_string();
-        if self.keys.get(&key).map(|stored| Revision(stored.revision)) == at {
-            return Ok(key);
-        }
-        Err(Error::Conflict { subnets: *subnets })
     }
 }
 
@@ -261,11 +164,11 @@ impl MemoryRegistry {
         subnets: &Subnets,
         at: Option<Revision>,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
         let mut inner = self.reach()?;
         let key = inner.at(subnets, at)?;
-        inner.put(&key, &attrs.to_json(), tenure);
+        inner.put(&key, &attrs.to_json(), grant);
         let Now::Held(entry) = inner.read(&key) else {
             return Err(Error::Conflict { subnets: *subnets });
         };
@@ -283,9 +186,9 @@ impl MemoryRegistry {
         Ok(())
     }
 
-    fn keep_alive_now(&self, mark: Mark) -> Result<Option<Duration>> {
+    fn keep_alive_now(&self, holder: HolderId) -> Result<Option<Duration>> {
         let mut inner = self.reach()?;
-        Ok(inner.holders.get_mut(&mark).map(|holder| {
+        Ok(inner.holders.get_mut(&holder).map(|holder| {
             holder.end = Instant::now() + holder.ttl;
             holder.ttl
         }))
@@ -338,9 +241,9 @@ impl Registry for MemoryRegistry {
         &self,
         subnets: &Subnets,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        self.reply(self.write_now(subnets, None, attrs, tenure)).await
+        self.reply(self.write_now(subnets, None, attrs, grant)).await
     }
 
     async fn update(
@@ -348,17 +251,17 @@ impl Registry for MemoryRegistry {
         subnets: &Subnets,
         at: Revision,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        self.reply(self.write_now(subnets, Some(at), attrs, tenure)).await
+        self.reply(self.write_now(subnets, Some(at), attrs, grant)).await
     }
 
     async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
         self.reply(self.delete_now(subnets, at)).await
     }
 
-    async fn keep_alive(&self, _: &Subnets, mark: Mark) -> Result<Option<Duration>> {
-        self.reply(self.keep_alive_now(mark)).await
+    async fn keep_alive(&self, _: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
+        self.reply(self.keep_alive_now(holder)).await
     }
 
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {

@@ -1,4 +1,4 @@
-//! A registry that keeps the books on another: what was asked, what failed, what was skipped.
+//! A registry that keeps the stats on another: what was asked, what failed, what was skipped.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,7 +10,7 @@ use flannel_core::{LeaseAttrs, Result, Revision, StoreStatus, Subnets};
 use crate::clock::Clock;
 use crate::fallback::unanswered;
 use crate::registry::{
-    Batch, ConfigText, Entry, Listing, Mark, Now, Registry, Skipped, Tenure, Watch,
+    Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Now, Registry, Skipped, Watch,
 };
 
 /// What ends later is a failure of the same call.
@@ -19,11 +19,11 @@ const WATCH: &str = "watch";
 #[derive(Debug)]
 pub(crate) struct Metered {
     registry: Arc<dyn Registry>,
-    books: Arc<Books>,
+    stats: Arc<StoreStats>,
 }
 
 #[derive(Debug)]
-struct Books {
+struct StoreStats {
     status: Mutex<StoreStatus>,
     clock: Arc<dyn Clock>,
 }
@@ -31,19 +31,19 @@ struct Books {
 impl Metered {
     pub(crate) fn new(registry: Arc<dyn Registry>, clock: Arc<dyn Clock>) -> Self {
         let status = StoreStatus { store: registry.to_string(), ..StoreStatus::default() };
-        Self { registry, books: Arc::new(Books { status: Mutex::new(status), clock }) }
+        Self { registry, stats: Arc::new(StoreStats { status: Mutex::new(status), clock }) }
     }
 
     pub(crate) fn status(&self) -> StoreStatus {
-        let mut status = self.books.lock().clone();
+        let mut status = self.stats.lock().clone();
         if let Some(trouble) = self.registry.trouble() {
-            status.last_error = Some((trouble, self.books.clock.wall()));
+            status.last_error = Some((trouble, self.stats.clock.wall()));
         }
         status
     }
 }
 
-impl Books {
+impl StoreStats {
     fn lock(&self) -> MutexGuard<'_, StoreStatus> {
         self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -82,7 +82,7 @@ impl Books {
         status.last_error = None;
     }
 
-    /// Replaces what is skipped, and tells what is new in it.
+    /// Replaces what is skipped, and logs what is new in it.
     fn skip_all(&self, skipped: &[Skipped]) {
         let now: Vec<_> = skipped.iter().map(|s| (s.key.clone(), s.reason.clone())).collect();
         let mut status = self.lock();
@@ -121,51 +121,51 @@ impl fmt::Display for Metered {
 #[async_trait]
 impl Registry for Metered {
     async fn config(&self) -> Result<ConfigText> {
-        self.books.request("config", self.registry.config().await, |_| None)
+        self.stats.request("config", self.registry.config().await, |_| None)
     }
 
     async fn write_config(&self, seen: Option<&ConfigText>, text: &str) -> Result<()> {
-        self.books.request("write_config", self.registry.write_config(seen, text).await, |()| None)
+        self.stats.request("write_config", self.registry.write_config(seen, text).await, |()| None)
     }
 
     async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()> {
-        self.books.request("watch_config", self.registry.config_changed(seen).await, |_| None)
+        self.stats.request("watch_config", self.registry.config_changed(seen).await, |_| None)
     }
 
     async fn list(&self) -> Result<Listing> {
         let listing = self
-            .books
+            .stats
             .request("list", self.registry.list().await, |listing| Some(listing.revision))?;
-        self.books.skip_all(&listing.skipped);
+        self.stats.skip_all(&listing.skipped);
         Ok(listing)
     }
 
     async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {
-        self.books.request("get", self.registry.entry(subnets).await, |_| None)
+        self.stats.request("get", self.registry.entry(subnets).await, |_| None)
     }
 
     async fn create(
         &self,
         subnets: &Subnets,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        self.books.request("create", self.registry.create(subnets, attrs, tenure).await, |_| None)
+        self.stats.request("create", self.registry.create(subnets, attrs, grant).await, |_| None)
     }
 
     async fn create_or_list(
         &self,
         subnets: &Subnets,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Result<Entry, Listing>> {
-        let outcome = self.registry.create_or_list(subnets, attrs, tenure).await;
+        let outcome = self.registry.create_or_list(subnets, attrs, grant).await;
         let listed = |outcome: &Result<Entry, Listing>| {
             outcome.as_ref().err().map(|listing| listing.revision)
         };
-        let outcome = self.books.request("create", outcome, listed)?;
+        let outcome = self.stats.request("create", outcome, listed)?;
         if let Err(listing) = &outcome {
-            self.books.skip_all(&listing.skipped);
+            self.stats.skip_all(&listing.skipped);
         }
         Ok(outcome)
     }
@@ -175,38 +175,38 @@ impl Registry for Metered {
         subnets: &Subnets,
         at: Revision,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        self.books
-            .request("update", self.registry.update(subnets, at, attrs, tenure).await, |_| None)
+        self.stats
+            .request("update", self.registry.update(subnets, at, attrs, grant).await, |_| None)
     }
 
     async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
-        self.books.request("delete", self.registry.delete(subnets, at).await, |()| None)
+        self.stats.request("delete", self.registry.delete(subnets, at).await, |()| None)
     }
 
-    async fn keep_alive(&self, subnets: &Subnets, mark: Mark) -> Result<Option<Duration>> {
-        self.books.request("renew", self.registry.keep_alive(subnets, mark).await, |_| None)
+    async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
+        self.stats.request("renew", self.registry.keep_alive(subnets, holder).await, |_| None)
     }
 
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
-        let watch = self.books.request(WATCH, self.registry.watch(after).await, |_| None)?;
-        Ok(Box::new(MeteredWatch { watch, books: Arc::clone(&self.books) }))
+        let watch = self.stats.request(WATCH, self.registry.watch(after).await, |_| None)?;
+        Ok(Box::new(MeteredWatch { watch, stats: Arc::clone(&self.stats) }))
     }
 }
 
 struct MeteredWatch {
     watch: Box<dyn Watch>,
-    books: Arc<Books>,
+    stats: Arc<StoreStats>,
 }
 
 #[async_trait]
 impl Watch for MeteredWatch {
     async fn next(&mut self) -> Result<Option<Batch>> {
         let batch = self.watch.next().await;
-        self.books.outcome(WATCH, &batch, |batch| batch.as_ref().map(|batch| batch.revision));
+        self.stats.outcome(WATCH, &batch, |batch| batch.as_ref().map(|batch| batch.revision));
         if let Ok(Some(batch)) = &batch {
-            self.books.skip(batch);
+            self.stats.skip(batch);
         }
         batch
     }

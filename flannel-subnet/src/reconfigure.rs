@@ -31,7 +31,7 @@ impl Configs {
         Ok(config)
     }
 
-    /// Gives out what was read; the second part tells whether it comes from a cache.
+    /// Gives out what was read; the second part is true if it comes from a cache.
     pub(crate) fn give(&self, (config, cached): (Config, bool)) -> Config {
         *self.given.lock().unwrap_or_else(PoisonError::into_inner) =
             (!cached).then(|| config.clone());
@@ -40,7 +40,7 @@ impl Configs {
 
     /// What a lease is to be taken from: what was last given out, or else what `read` finds. Only the networks of a config
     /// matter to it, and those stay what they are: it does not take a right config to win the lease back. The second part
-    /// tells whether it comes from a cache.
+    /// is true if it comes from a cache.
     pub(crate) async fn for_lease(
         &self,
         read: impl Future<Output = Result<(Config, bool)>>,
@@ -67,7 +67,7 @@ impl Configs {
         self.wrong.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The next valid config of the store's that is not `seen`; `note` is told of each valid one.
+    /// The next valid config of the store's that is not `seen`; `note` gets each valid one.
     pub(crate) async fn another(
         &self,
         store: &dyn Registry,

@@ -11,22 +11,22 @@ use std::time::Duration;
 use async_trait::async_trait;
 use flannel_core::{Error, Lease, LeaseAttrs, Result, Revision, Subnets};
 
-/// Tells holders of leases apart: two nodes with one public address have different marks.
+/// Identifies a holder of leases: two nodes with one public address have different IDs.
 ///
-/// A node chooses its mark at random once and keeps it in its state directory. `Display` and `FromStr` are 16
+/// A node chooses its ID at random once and keeps it in its state directory. `Display` and `FromStr` are 16
 /// hexadecimal digits. In etcd it is the ID of the store's lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Mark(pub u64);
+pub struct HolderId(pub u64);
 
-impl Mark {
-    /// A new mark: from 1 to 2^63 - 1, which is what etcd takes as the ID of a lease.
+impl HolderId {
+    /// A new ID: from 1 to 2^63 - 1, which is what etcd takes as the ID of a lease.
     pub fn random() -> Self {
         Self(fastrand::u64(1..=i64::MAX as u64))
     }
 }
 
-/// A config was not what its writer had seen.
-pub(crate) fn config_conflict(store: &dyn fmt::Display) -> Error {
+/// The error of [`Registry::write_config`] where the config is not the one that its writer has read.
+pub fn config_conflict(store: &dyn fmt::Display) -> Error {
     Error::Refused {
         store: store.to_string(),
         reason: "somebody else has written the network config meanwhile: look at it and try again"
@@ -34,7 +34,7 @@ pub(crate) fn config_conflict(store: &dyn fmt::Display) -> Error {
     }
 }
 
-impl fmt::Display for Mark {
+impl fmt::Display for HolderId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:016x}", self.0)
     }
@@ -42,26 +42,26 @@ impl fmt::Display for Mark {
 
 /// A text is not a [`Mark`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{text:?} is not a mark: 1 to 16 hexadecimal digits")]
-pub struct MarkError {
+#[error("{text:?} is not a holder ID: 1 to 16 hexadecimal digits")]
+pub struct HolderIdError {
     /// The text.
     pub text: String,
 }
 
-impl FromStr for Mark {
-    type Err = MarkError;
-    fn from_str(text: &str) -> Result<Self, MarkError> {
+impl FromStr for HolderId {
+    type Err = HolderIdError;
+    fn from_str(text: &str) -> Result<Self, HolderIdError> {
         let digits = (1..=16).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_hexdigit());
-        let mark = digits.then(|| u64::from_str_radix(text, 16).ok()).flatten();
-        mark.map(Self).ok_or_else(|| MarkError { text: text.to_owned() })
+        let holder = digits.then(|| u64::from_str_radix(text, 16).ok()).flatten();
+        holder.map(Self).ok_or_else(|| HolderIdError { text: text.to_owned() })
     }
 }
 
-/// Who is to hold a key, and for how long unless renewed.
+/// To whom a key is granted, and for how long unless it is renewed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Tenure {
+pub struct LeaseGrant {
     /// The holder.
-    pub mark: Mark,
+    pub holder: HolderId,
     /// How long the store keeps the key after it was written or renewed. Stores count whole seconds, at least 1.
     pub ttl: Duration,
 }
@@ -72,7 +72,7 @@ pub struct Entry {
     /// The lease; its `expires` is always `None`. Shared, so that who keeps it keeps no copy of it.
     pub lease: Arc<Lease>,
     /// Who holds it; `None` for a reservation, which never expires.
-    pub mark: Option<Mark>,
+    pub holder: Option<HolderId>,
 }
 
 /// Something in the store that is no lease, or not a readable one.
@@ -82,7 +82,7 @@ pub struct Skipped {
     pub key: String,
     /// Why it was skipped.
     pub reason: String,
-    /// What [`Registry::update`] takes to replace it; 0 in stores that cannot tell.
+    /// What [`Registry::update`] takes to replace it; 0 in stores that have no revision of it.
     pub revision: Revision,
 }
 
@@ -152,8 +152,8 @@ pub struct ConfigText {
 
 /// A store of leases. `Display` is its name, such as `dir:/var/lib/flannel`.
 ///
-/// Implementations: [`MemoryRegistry`](crate::MemoryRegistry), [`DirRegistry`](crate::DirRegistry), `EtcdRegistry` (feature `etcd`). What each
-/// must do is `testing::registry_suite` (feature `testing`). Requests end in bounded time, with an error if
+/// Implementations: [`MemoryRegistry`](crate::MemoryRegistry), [`DirRegistry`](crate::DirRegistry), and
+/// `EtcdRegistry` of the crate `flannel-subnet-etcd`. What each must do is `testing::registry_suite` (feature `testing`). Requests end in bounded time, with an error if
 /// need be: whoever holds a lease counts on it.
 ///
 /// ```
@@ -162,7 +162,7 @@ pub struct ConfigText {
 /// /// How many of the leases never expire.
 /// async fn reservations(registry: &dyn Registry) -> flannel_core::Result<usize> {
 ///     let listing = registry.list().await?;
-///     Ok(listing.entries.iter().filter(|entry| entry.mark.is_none()).count())
+///     Ok(listing.entries.iter().filter(|entry| entry.holder.is_none()).count())
 /// }
 ///
 /// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
@@ -206,7 +206,7 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// Dropping the future loses nothing: the next call compares again.
     async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()>;
 
-    /// All leases. An unreadable key is skipped and told; it never fails the list.
+    /// All leases. An unreadable key is skipped and reported; it never fails the list.
     ///
     /// # Errors
     /// The store is out of reach.
@@ -218,7 +218,7 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// The store is out of reach, or what the key holds cannot be read.
     async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>>;
 
-    /// Writes a lease where there is none; without `tenure`, a reservation.
+    /// Writes a lease where there is none; without `grant`, a reservation.
     ///
     /// # Errors
     /// [`Error::Conflict`] if the key exists, or the store is out of reach.
@@ -229,7 +229,7 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
         &self,
         subnets: &Subnets,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry>;
 
     /// Writes a lease where there is none, as [`Registry::create`] does, or else says what the store holds:
@@ -244,9 +244,9 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
         &self,
         subnets: &Subnets,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Result<Entry, Listing>> {
-        match self.create(subnets, attrs, tenure).await {
+        match self.create(subnets, attrs, grant).await {
             Err(Error::Conflict { .. }) => self.list().await.map(Err),
             created => created.map(Ok),
         }
@@ -266,7 +266,7 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
         subnets: &Subnets,
         at: Revision,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry>;
 
     /// Deletes the lease at revision `at`.
@@ -276,13 +276,13 @@ pub trait Registry: fmt::Debug + fmt::Display + Send + Sync {
     /// store is out of reach.
     async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()>;
 
-    /// Renews what `mark` holds, without a change that others would see. Returns how long it is good for from
+    /// Renews what `holder` holds, without a change that others would see. Returns how long it is good for from
     /// now on; `None` if the store has forgotten the holder, whose keys are gone then. A key that somebody
     /// deleted does not make the store forget its holder.
     ///
     /// # Errors
     /// The store is out of reach.
-    async fn keep_alive(&self, subnets: &Subnets, mark: Mark) -> Result<Option<Duration>>;
+    async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>>;
 
     /// Why requests are not answered at present, while they are repeated inside; `None`: they are, as far as is
     /// known.
@@ -302,17 +302,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn marks_are_hexadecimal() {
-        assert_eq!("ab".parse::<Mark>().unwrap(), Mark(0xab));
-        assert_eq!(Mark(0xab).to_string(), "00000000000000ab");
+    fn holder_ids_are_hexadecimal() {
+        assert_eq!("ab".parse::<HolderId>().unwrap(), HolderId(0xab));
+        assert_eq!(HolderId(0xab).to_string(), "00000000000000ab");
         for bad in ["", "+1", "0x1", "g", "00000000000000000"] {
-            let error = bad.parse::<Mark>().unwrap_err().to_string();
+            let error = bad.parse::<HolderId>().unwrap_err().to_string();
             assert!(
                 error.contains(&format!("{bad:?}")) && error.contains("hexadecimal"),
                 "{error}"
             );
         }
-        let (a, b) = (Mark::random(), Mark::random());
+        let (a, b) = (HolderId::random(), HolderId::random());
         assert!(a != b && i64::try_from(a.0).is_ok_and(|a| a > 0));
     }
 }

@@ -11,7 +11,7 @@ use flannel_core::{Error, LeaseAttrs, Subnets};
 use tokio::time::Instant;
 
 use crate::clock::Clock;
-use crate::registry::{Entry, Mark, Now, Registry, Tenure, Watch};
+use crate::registry::{Entry, HolderId, LeaseGrant, Now, Registry, Watch};
 
 /// Tokio's time as the time of everything: with tokio's time paused, a test makes days pass at once.
 #[derive(Debug, Clone)]
@@ -58,7 +58,7 @@ impl Clock for TokioClock {
 }
 
 /// Where the suite runs: a store without leases.
-pub struct Ground<'a> {
+pub struct Fixture<'a> {
     /// The registry under test.
     pub registry: Arc<dyn Registry>,
     /// The same store, as another process uses it.
@@ -69,9 +69,9 @@ pub struct Ground<'a> {
     pub put_config: &'a (dyn Fn(&str) + Sync),
 }
 
-impl fmt::Debug for Ground<'_> {
+impl fmt::Debug for Fixture<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Ground").field("registry", &self.registry).finish_non_exhaustive()
+        f.debug_struct("Fixture").field("registry", &self.registry).finish_non_exhaustive()
     }
 }
 
@@ -79,19 +79,19 @@ impl fmt::Debug for Ground<'_> {
 ///
 /// # Panics
 /// The registry does not behave.
-pub async fn registry_suite(ground: &Ground<'_>) {
-    config_is_read_and_awaited(ground).await;
-    config_is_written_only_over_what_was_seen(ground).await;
-    what_is_written_is_read_back(ground).await;
-    a_key_is_created_only_once(ground).await;
-    a_key_is_changed_only_at_its_revision(ground).await;
-    of_many_at_once_exactly_one_wins(ground).await;
-    nothing_is_missed_between_list_and_watch(ground).await;
-    renewals_are_no_changes(ground).await;
-    what_is_not_renewed_expires(ground).await;
-    a_deletion_is_not_the_end_of_the_holder(ground).await;
-    reservations_have_no_holder(ground).await;
-    the_unreadable_is_skipped_and_told(ground).await;
+pub async fn registry_suite(fixture: &Fixture<'_>) {
+    config_is_read_and_awaited(fixture).await;
+    config_is_written_only_over_what_was_seen(fixture).await;
+    what_is_written_is_read_back(fixture).await;
+    a_key_is_created_only_once(fixture).await;
+    a_key_is_changed_only_at_its_revision(fixture).await;
+    of_many_at_once_exactly_one_wins(fixture).await;
+    nothing_is_missed_between_list_and_watch(fixture).await;
+    renewals_are_no_changes(fixture).await;
+    what_is_not_renewed_expires(fixture).await;
+    a_deletion_is_not_the_end_of_the_holder(fixture).await;
+    reservations_have_no_holder(fixture).await;
+    the_unreadable_is_skipped_and_reported(fixture).await;
 }
 
 const DAY: Duration = Duration::from_secs(86_400);
@@ -108,8 +108,8 @@ fn attrs(n: u8) -> LeaseAttrs {
     LeaseAttrs::from_json(&value).expect("a value")
 }
 
-fn tenure(mark: u64, ttl: Duration) -> Option<Tenure> {
-    Some(Tenure { mark: Mark(mark), ttl })
+fn grant(holder: u64, ttl: Duration) -> Option<LeaseGrant> {
+    Some(LeaseGrant { holder: HolderId(holder), ttl })
 }
 
 /// What must come, and come soon: on a slow machine too.
@@ -123,10 +123,10 @@ fn conflicts<T: fmt::Debug>(result: &Result<T, Error>, on: &Subnets) {
     assert!(matches!(result, Err(Error::Conflict { subnets }) if subnets == on), "{result:?}");
 }
 
-async fn clear(ground: &Ground<'_>) {
-    let listing = ground.registry.list().await.expect("a list");
+async fn clear(fixture: &Fixture<'_>) {
+    let listing = fixture.registry.list().await.expect("a list");
     for entry in listing.entries {
-        ground.registry.delete(&entry.lease.subnets, entry.lease.revision).await.expect("deleted");
+        fixture.registry.delete(&entry.lease.subnets, entry.lease.revision).await.expect("deleted");
     }
 }
 
@@ -151,9 +151,9 @@ async fn changes(
     seen
 }
 
-async fn config_is_read_and_awaited(ground: &Ground<'_>) {
-    let registry = &ground.registry;
-    (ground.put_config)(r#"{"Network":"10.77.0.0/16"}"#);
+async fn config_is_read_and_awaited(fixture: &Fixture<'_>) {
+    let registry = &fixture.registry;
+    (fixture.put_config)(r#"{"Network":"10.77.0.0/16"}"#);
     let first = registry.config().await.expect("a config");
     assert_eq!(first.text, r#"{"Network":"10.77.0.0/16"}"#);
     assert!(!first.location.is_empty());
@@ -161,15 +161,15 @@ async fn config_is_read_and_awaited(ground: &Ground<'_>) {
     let changed = registry.config_changed(Some(first.clone()));
     let change = async {
         tokio::task::yield_now().await;
-        (ground.put_config)(r#"{"Network":"10.77.0.0/17"}"#);
+        (fixture.put_config)(r#"{"Network":"10.77.0.0/17"}"#);
     };
     let (changed, ()) = soon("config changes", async { tokio::join!(changed, change) }).await;
     changed.expect("in reach");
     assert_ne!(registry.config().await.expect("a config").text, first.text);
 }
 
-async fn config_is_written_only_over_what_was_seen(ground: &Ground<'_>) {
-    let registry = &ground.registry;
+async fn config_is_written_only_over_what_was_seen(fixture: &Fixture<'_>) {
+    let registry = &fixture.registry;
     let seen = registry.config().await.expect("a config");
     let refused = |result| matches!(result, Err(Error::Refused { .. }));
     assert!(refused(registry.write_config(None, "{}").await), "there is one");
@@ -189,55 +189,55 @@ async fn config_is_written_only_over_what_was_seen(ground: &Ground<'_>) {
     assert_eq!(registry.config().await.expect("a config").text, text);
 }
 
-async fn what_is_written_is_read_back(ground: &Ground<'_>) {
+async fn what_is_written_is_read_back(fixture: &Fixture<'_>) {
     for (n, text) in ["10.77.1.0-24", "10.77.2.0-24&fd00:0:0:2::-64", "0.0.0.0-0&fd00:0:0:3::-64"]
         .iter()
         .enumerate()
     {
         let (subnets, n) = (text.parse::<Subnets>().expect("a key"), n as u8 + 1);
-        let written = ground
+        let written = fixture
             .registry
-            .create(&subnets, &attrs(n), tenure(u64::from(n), DAY))
+            .create(&subnets, &attrs(n), grant(u64::from(n), DAY))
             .await
             .expect("created");
-        assert_eq!(written.mark, Some(Mark(u64::from(n))));
+        assert_eq!(written.holder, Some(HolderId(u64::from(n))));
         assert_eq!((written.lease.subnets, &written.lease.attrs), (subnets, &attrs(n)));
-        assert_eq!(ground.other.entry(&subnets).await.expect("in reach"), Some(written.clone()));
-        let listing = ground.other.list().await.expect("a list");
+        assert_eq!(fixture.other.entry(&subnets).await.expect("in reach"), Some(written.clone()));
+        let listing = fixture.other.list().await.expect("a list");
         assert!(listing.entries.contains(&written), "{listing:?}");
         assert_eq!(listing.entries.len(), usize::from(n));
     }
-    clear(ground).await;
-    assert_eq!(ground.other.list().await.expect("a list").entries, []);
-    assert_eq!(ground.other.entry(&key(1)).await.expect("in reach"), None);
+    clear(fixture).await;
+    assert_eq!(fixture.other.list().await.expect("a list").entries, []);
+    assert_eq!(fixture.other.entry(&key(1)).await.expect("in reach"), None);
 }
 
-async fn a_key_is_created_only_once(ground: &Ground<'_>) {
-    let first = ground.registry.create(&key(1), &attrs(1), tenure(1, DAY)).await.expect("created");
-    conflicts(&ground.other.create(&key(1), &attrs(2), tenure(2, DAY)).await, &key(1));
-    conflicts(&ground.registry.create(&key(1), &attrs(1), tenure(1, DAY)).await, &key(1));
-    assert_eq!(ground.other.entry(&key(1)).await.expect("in reach"), Some(first.clone()));
+async fn a_key_is_created_only_once(fixture: &Fixture<'_>) {
+    let first = fixture.registry.create(&key(1), &attrs(1), grant(1, DAY)).await.expect("created");
+    conflicts(&fixture.other.create(&key(1), &attrs(2), grant(2, DAY)).await, &key(1));
+    conflicts(&fixture.registry.create(&key(1), &attrs(1), grant(1, DAY)).await, &key(1));
+    assert_eq!(fixture.other.entry(&key(1)).await.expect("in reach"), Some(first.clone()));
     let listing =
-        ground.other.create_or_list(&key(1), &attrs(2), tenure(2, DAY)).await.expect("in reach");
+        fixture.other.create_or_list(&key(1), &attrs(2), grant(2, DAY)).await.expect("in reach");
     let listing = listing.expect_err("the key exists");
     assert_eq!(listing.entries, [first]);
-    let mut watch = ground.other.watch(listing.revision).await.expect("a watch");
+    let mut watch = fixture.other.watch(listing.revision).await.expect("a watch");
     let second =
-        ground.other.create_or_list(&key(2), &attrs(2), tenure(2, DAY)).await.expect("in reach");
-    assert_eq!(ground.registry.entry(&key(2)).await.expect("in reach"), second.ok());
+        fixture.other.create_or_list(&key(2), &attrs(2), grant(2, DAY)).await.expect("in reach");
+    assert_eq!(fixture.registry.entry(&key(2)).await.expect("in reach"), second.ok());
     let seen = changes(&mut *watch, |seen| !seen.is_empty()).await;
     assert_eq!(seen.into_keys().collect::<Vec<_>>(), [key(2).to_string()]);
-    clear(ground).await;
+    clear(fixture).await;
 }
 
-async fn a_key_is_changed_only_at_its_revision(ground: &Ground<'_>) {
-    let (registry, other) = (&ground.registry, &ground.other);
-    let first = registry.create(&key(1), &attrs(1), tenure(1, DAY)).await.expect("created");
+async fn a_key_is_changed_only_at_its_revision(fixture: &Fixture<'_>) {
+    let (registry, other) = (&fixture.registry, &fixture.other);
+    let first = registry.create(&key(1), &attrs(1), grant(1, DAY)).await.expect("created");
     let at = first.lease.revision;
-    let second = other.update(&key(1), at, &attrs(2), tenure(2, DAY)).await.expect("updated");
+    let second = other.update(&key(1), at, &attrs(2), grant(2, DAY)).await.expect("updated");
     assert_ne!(second.lease.revision, at);
-    assert_eq!((second.lease.since, second.mark), (first.lease.since, Some(Mark(2))));
-    conflicts(&registry.update(&key(1), at, &attrs(3), tenure(1, DAY)).await, &key(1));
+    assert_eq!((second.lease.since, second.holder), (first.lease.since, Some(HolderId(2))));
+    conflicts(&registry.update(&key(1), at, &attrs(3), grant(1, DAY)).await, &key(1));
     conflicts(&registry.delete(&key(1), at).await, &key(1));
     assert_eq!(registry.entry(&key(1)).await.expect("in reach"), Some(second.clone()));
     registry.delete(&key(1), second.lease.revision).await.expect("deleted");
@@ -246,19 +246,19 @@ async fn a_key_is_changed_only_at_its_revision(ground: &Ground<'_>) {
     assert_eq!(other.entry(&key(1)).await.expect("in reach"), None);
 }
 
-async fn of_many_at_once_exactly_one_wins(ground: &Ground<'_>) {
+async fn of_many_at_once_exactly_one_wins(fixture: &Fixture<'_>) {
     let at_once = async |at: Option<Entry>| {
         let mut tasks = tokio::task::JoinSet::new();
         for n in 1..=24u8 {
-            let registry = Arc::clone(if n % 2 == 0 { &ground.registry } else { &ground.other });
+            let registry = Arc::clone(if n % 2 == 0 { &fixture.registry } else { &fixture.other });
             let at = at.clone();
             tasks.spawn(async move {
-                let tenure = tenure(u64::from(n) + 100, DAY);
+                let grant = grant(u64::from(n) + 100, DAY);
                 match at {
-                    None => registry.create(&key(9), &attrs(n), tenure).await,
+                    None => registry.create(&key(9), &attrs(n), grant).await,
                     // Where the revision is made from the content, writing the same again is no change.
                     Some(at) => {
-                        registry.update(&key(9), at.lease.revision, &attrs(n + 100), tenure).await
+                        registry.update(&key(9), at.lease.revision, &attrs(n + 100), grant).await
                     }
                 }
             });
@@ -268,26 +268,26 @@ async fn of_many_at_once_exactly_one_wins(ground: &Ground<'_>) {
         assert_eq!((won.len(), lost.len()), (1, 23), "{won:?}");
         lost.iter().for_each(|lost| conflicts(lost, &key(9)));
         let winner = won.into_iter().next().and_then(Result::ok).expect("one won");
-        assert_eq!(ground.registry.entry(&key(9)).await.expect("in reach"), Some(winner.clone()));
+        assert_eq!(fixture.registry.entry(&key(9)).await.expect("in reach"), Some(winner.clone()));
         winner
     };
     let created = at_once(None).await;
     let updated = at_once(Some(created.clone())).await;
     assert_ne!(created.lease.revision, updated.lease.revision);
-    clear(ground).await;
+    clear(fixture).await;
 }
 
-async fn nothing_is_missed_between_list_and_watch(ground: &Ground<'_>) {
-    let (registry, other) = (&ground.registry, &ground.other);
-    let stays = other.create(&key(1), &attrs(1), tenure(1, DAY)).await.expect("created");
-    let goes = other.create(&key(2), &attrs(2), tenure(2, DAY)).await.expect("created");
+async fn nothing_is_missed_between_list_and_watch(fixture: &Fixture<'_>) {
+    let (registry, other) = (&fixture.registry, &fixture.other);
+    let stays = other.create(&key(1), &attrs(1), grant(1, DAY)).await.expect("created");
+    let goes = other.create(&key(2), &attrs(2), grant(2, DAY)).await.expect("created");
     let listing = registry.list().await.expect("a list");
     let changed = other
-        .update(&key(1), stays.lease.revision, &attrs(9), tenure(1, DAY))
+        .update(&key(1), stays.lease.revision, &attrs(9), grant(1, DAY))
         .await
         .expect("updated");
     other.delete(&key(2), goes.lease.revision).await.expect("deleted");
-    let comes = registry.create(&key(3), &attrs(3), tenure(3, DAY)).await.expect("created");
+    let comes = registry.create(&key(3), &attrs(3), grant(3, DAY)).await.expect("created");
     let mut watch = registry.watch(listing.revision).await.expect("a watch");
     let seen = changes(&mut *watch, |seen| seen.len() >= 3).await;
     let expected = [
@@ -300,34 +300,34 @@ async fn nothing_is_missed_between_list_and_watch(ground: &Ground<'_>) {
     other.delete(&key(3), comes.lease.revision).await.expect("deleted");
     let seen = changes(&mut *watch, |seen| !seen.is_empty()).await;
     assert_eq!(seen, [(key(3).to_string(), Now::Gone)].into_iter().collect());
-    clear(ground).await;
+    clear(fixture).await;
 }
 
-async fn renewals_are_no_changes(ground: &Ground<'_>) {
-    let held = ground.registry.create(&key(1), &attrs(1), tenure(1, DAY)).await.expect("created");
-    let mut watch = watch_from_now(&*ground.other).await;
+async fn renewals_are_no_changes(fixture: &Fixture<'_>) {
+    let held = fixture.registry.create(&key(1), &attrs(1), grant(1, DAY)).await.expect("created");
+    let mut watch = watch_from_now(&*fixture.other).await;
     for _ in 0..3 {
-        let ttl = ground.registry.keep_alive(&key(1), Mark(1)).await.expect("in reach");
+        let ttl = fixture.registry.keep_alive(&key(1), HolderId(1)).await.expect("in reach");
         assert_eq!(ttl, Some(DAY));
     }
-    assert_eq!(ground.other.entry(&key(1)).await.expect("in reach"), Some(held));
+    assert_eq!(fixture.other.entry(&key(1)).await.expect("in reach"), Some(held));
     // What comes after the renewals comes first.
-    ground.registry.create(&key(2), &attrs(2), tenure(2, DAY)).await.expect("created");
+    fixture.registry.create(&key(2), &attrs(2), grant(2, DAY)).await.expect("created");
     let seen = changes(&mut *watch, |seen| !seen.is_empty()).await;
     assert_eq!(seen.keys().collect::<Vec<_>>(), [&key(2).to_string()]);
-    clear(ground).await;
+    clear(fixture).await;
 }
 
-async fn what_is_not_renewed_expires(ground: &Ground<'_>) {
+async fn what_is_not_renewed_expires(fixture: &Fixture<'_>) {
     // Long enough that a machine which stands still for a while renews in time all the same.
-    let (registry, ttl) = (&ground.registry, Duration::from_secs(15));
-    let renewed = registry.create(&key(1), &attrs(1), tenure(11, ttl)).await.expect("created");
+    let (registry, ttl) = (&fixture.registry, Duration::from_secs(15));
+    let renewed = registry.create(&key(1), &attrs(1), grant(11, ttl)).await.expect("created");
     let begin = Instant::now();
-    registry.create(&key(2), &attrs(2), tenure(12, ttl)).await.expect("created");
-    let mut watch = watch_from_now(&*ground.other).await;
+    registry.create(&key(2), &attrs(2), grant(12, ttl)).await.expect("created");
+    let mut watch = watch_from_now(&*fixture.other).await;
     let seen = soon("expiry", async {
         loop {
-            let kept = registry.keep_alive(&key(1), Mark(11)).await.expect("in reach");
+            let kept = registry.keep_alive(&key(1), HolderId(11)).await.expect("in reach");
             assert_eq!(kept, Some(ttl), "renewed in time");
             if let Ok(batch) = tokio::time::timeout(ttl / 8, watch.next()).await {
                 break batch.expect("a watch that works").expect("no gap").events;
@@ -339,55 +339,59 @@ async fn what_is_not_renewed_expires(ground: &Ground<'_>) {
     assert!(begin.elapsed() + ttl / 4 >= ttl, "expired after {:?}", begin.elapsed());
     let seen: Vec<_> = seen.into_iter().map(|event| (event.key, event.now)).collect();
     assert_eq!(seen, [(key(2).to_string(), Now::Gone)]);
-    let listing = ground.other.list().await.expect("a list");
+    let listing = fixture.other.list().await.expect("a list");
     assert_eq!(listing.entries, [renewed]);
-    assert_eq!(registry.keep_alive(&key(2), Mark(12)).await.expect("in reach"), None, "forgotten");
+    assert_eq!(
+        registry.keep_alive(&key(2), HolderId(12)).await.expect("in reach"),
+        None,
+        "forgotten"
+    );
     assert_eq!(registry.entry(&key(2)).await.expect("in reach"), None);
-    registry.create(&key(2), &attrs(3), tenure(13, DAY)).await.expect("free again");
-    clear(ground).await;
+    registry.create(&key(2), &attrs(3), grant(13, DAY)).await.expect("free again");
+    clear(fixture).await;
 }
 
-async fn a_deletion_is_not_the_end_of_the_holder(ground: &Ground<'_>) {
-    let held = ground.registry.create(&key(1), &attrs(1), tenure(21, DAY)).await.expect("created");
-    ground.other.delete(&key(1), held.lease.revision).await.expect("deleted");
-    assert_eq!(ground.registry.entry(&key(1)).await.expect("in reach"), None);
-    let kept = ground.registry.keep_alive(&key(1), Mark(21)).await.expect("in reach");
+async fn a_deletion_is_not_the_end_of_the_holder(fixture: &Fixture<'_>) {
+    let held = fixture.registry.create(&key(1), &attrs(1), grant(21, DAY)).await.expect("created");
+    fixture.other.delete(&key(1), held.lease.revision).await.expect("deleted");
+    assert_eq!(fixture.registry.entry(&key(1)).await.expect("in reach"), None);
+    let kept = fixture.registry.keep_alive(&key(1), HolderId(21)).await.expect("in reach");
     assert!(kept.is_some_and(|left| left > DAY / 2), "{kept:?}");
 }
 
-async fn reservations_have_no_holder(ground: &Ground<'_>) {
-    let reserved = ground.registry.create(&key(1), &attrs(1), None).await.expect("created");
-    assert_eq!(reserved.mark, None);
-    let used = ground
+async fn reservations_have_no_holder(fixture: &Fixture<'_>) {
+    let reserved = fixture.registry.create(&key(1), &attrs(1), None).await.expect("created");
+    assert_eq!(reserved.holder, None);
+    let used = fixture
         .registry
         .update(&key(1), reserved.lease.revision, &attrs(2), None)
         .await
         .expect("updated");
-    assert_eq!((used.mark, &used.lease.attrs), (None, &attrs(2)));
-    assert_eq!(ground.other.entry(&key(1)).await.expect("in reach"), Some(used));
-    clear(ground).await;
+    assert_eq!((used.holder, &used.lease.attrs), (None, &attrs(2)));
+    assert_eq!(fixture.other.entry(&key(1)).await.expect("in reach"), Some(used));
+    clear(fixture).await;
 }
 
-async fn the_unreadable_is_skipped_and_told(ground: &Ground<'_>) {
-    let good = ground.registry.create(&key(1), &attrs(1), tenure(1, DAY)).await.expect("created");
-    let mut watch = watch_from_now(&*ground.other).await;
+async fn the_unreadable_is_skipped_and_reported(fixture: &Fixture<'_>) {
+    let good = fixture.registry.create(&key(1), &attrs(1), grant(1, DAY)).await.expect("created");
+    let mut watch = watch_from_now(&*fixture.other).await;
     let bad = [
         ("nonsense".to_owned(), "{}"),
         (key(2).to_string(), "nonsense"),
         (key(3).to_string(), r#"{"PublicIP":1}"#),
     ];
-    bad.iter().for_each(|(key, value)| (ground.put_raw)(key, value));
+    bad.iter().for_each(|(key, value)| (fixture.put_raw)(key, value));
     let seen = changes(&mut *watch, |seen| seen.len() >= bad.len()).await;
     assert!(seen.values().all(|now| matches!(now, Now::Unreadable(_))), "{seen:?}");
-    for registry in [&ground.registry, &ground.other] {
+    for registry in [&fixture.registry, &fixture.other] {
         let listing = registry.list().await.expect("a list");
         assert_eq!(listing.entries, std::slice::from_ref(&good));
         let skipped: BTreeSet<_> = listing.skipped.iter().map(|skipped| &skipped.key).collect();
         assert_eq!(skipped, bad.iter().map(|(key, _)| key).collect());
         assert!(listing.skipped.iter().all(|skipped| !skipped.reason.is_empty()), "{listing:?}");
     }
-    conflicts(&ground.registry.create(&key(2), &attrs(2), tenure(2, DAY)).await, &key(2));
-    (ground.put_raw)(&key(2).to_string(), r#"{"PublicIP":"192.0.2.2"}"#);
+    conflicts(&fixture.registry.create(&key(2), &attrs(2), grant(2, DAY)).await, &key(2));
+    (fixture.put_raw)(&key(2).to_string(), r#"{"PublicIP":"192.0.2.2"}"#);
     let seen = changes(&mut *watch, |seen| !seen.is_empty()).await;
-    assert!(matches!(seen.get(&key(2).to_string()), Some(Now::Held(_))), "mended: {seen:?}");
+    assert!(matches!(seen.get(&key(2).to_string()), Some(Now::Held(_))), "repaired: {seen:?}");
 }

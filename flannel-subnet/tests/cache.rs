@@ -7,10 +7,12 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
-use flannel_core::{Error, Lease, LeaseAttrs, LeaseEnd, Origin, SubnetManager, Subnets, View};
+use flannel_core::{
+    Error, Lease, LeaseAttrs, LeaseEnd, Origin, Ownership, SubnetManager, Subnets, View,
+};
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
-    Cache, Clock, Identity, LocalManager, Mark, MemoryRegistry, Ownership, Registry, Tenure,
+    Cache, Clock, HolderId, Identity, LeaseGrant, LocalManager, MemoryRegistry, Registry,
 };
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
@@ -49,13 +51,13 @@ impl Clock for WallClock {
     }
 }
 
-struct Ground {
+struct Fixture {
     registry: MemoryRegistry,
     clock: TokioClock,
     dir: tempfile::TempDir,
 }
 
-impl Ground {
+impl Fixture {
     fn new() -> Self {
         let registry = MemoryRegistry::with_config(CONFIG);
         Self { registry, clock: TokioClock::new(), dir: tempfile::tempdir().unwrap() }
@@ -66,19 +68,20 @@ impl Ground {
     }
 
     fn node(&self, wall: i64) -> LocalManager {
-        self.node_with_mark(1, wall)
+        self.node_with_holder(1, wall)
     }
 
-    fn node_with_mark(&self, mark: u64, wall: i64) -> LocalManager {
-        let identity = Identity { mark: Mark(mark), previous: None, local_addresses: Vec::new() };
+    fn node_with_holder(&self, holder: u64, wall: i64) -> LocalManager {
+        let identity =
+            Identity { holder: HolderId(holder), previous: None, local_addresses: Vec::new() };
         let clock = Arc::new(WallClock(self.clock.clone(), wall));
         LocalManager::with_clock(Arc::new(self.registry.clone()), identity, clock)
             .with_cache(self.path())
     }
 
     async fn peer(&self, text: &str, n: u8) {
-        let tenure = Some(Tenure { mark: Mark(u64::from(n)), ttl: 9 * DAY });
-        self.registry.create(&key(text), &attrs(n), tenure).await.unwrap();
+        let grant = Some(LeaseGrant { holder: HolderId(u64::from(n)), ttl: 9 * DAY });
+        self.registry.create(&key(text), &attrs(n), grant).await.unwrap();
     }
 
     /// A first run that had a lease and saw one peer, and is over; the store is out of reach then.
@@ -121,10 +124,10 @@ async fn live(views: &mut watch::Receiver<View>, leases: usize) {
 
 #[tokio::test(start_paused = true)]
 async fn without_the_store_everything_comes_from_the_cache_at_once() {
-    let ground = Ground::new();
-    let lease = ground.first_run().await;
+    let fixture = Fixture::new();
+    let lease = fixture.first_run().await;
     let begin = tokio::time::Instant::now();
-    let manager = ground.node(0);
+    let manager = fixture.node(0);
     let view = manager.watch_leases().await.unwrap().borrow().clone();
     assert!(matches!(view.origin, Origin::Cached { written: Some(_) }), "{:?}", view.origin);
     assert_eq!(view.leases.get(&key("10.1.77.0-24")).unwrap().attrs, attrs(77));
@@ -132,14 +135,14 @@ async fn without_the_store_everything_comes_from_the_cache_at_once() {
     assert_eq!(manager.hints().await.unwrap().previous, Some(lease.subnets));
     assert_eq!(manager.acquire_lease(&attrs(1)).await.unwrap().subnets, lease.subnets);
     assert!(begin.elapsed() < Duration::from_millis(100), "{:?}", begin.elapsed());
-    assert!(matches!(manager.ownership(), Ownership::For(left) if left > 22 * HOUR && left < DAY));
+    assert!(manager.remaining().is_some_and(|left| left > 22 * HOUR && left < DAY));
 }
 
 #[tokio::test(start_paused = true)]
 async fn what_was_cached_is_reconciled_when_the_store_is_back() {
-    let ground = Ground::new();
-    let lease = ground.first_run().await;
-    let manager = Arc::new(ground.node(0));
+    let fixture = Fixture::new();
+    let lease = fixture.first_run().await;
+    let manager = Arc::new(fixture.node(0));
     let mut views = manager.watch_leases().await.unwrap();
     // This time with another VTEP.
     let mut other = attrs(1);
@@ -151,26 +154,30 @@ async fn what_was_cached_is_reconciled_when_the_store_is_back() {
         async move { manager.hold_lease(&held).await }
     });
     sleep(HOUR).await;
-    ground.registry.delete_key("10.1.77.0-24");
-    ground.registry.set_outage(false);
+    fixture.registry.delete_key("10.1.77.0-24");
+    fixture.registry.set_outage(false);
     live(&mut views, 1).await;
     // It is renewed and put right before the time that the cache knew of is over.
     sleep(DAY).await;
     assert!(!hold.is_finished());
-    assert!(matches!(manager.ownership(), Ownership::For(_)), "{:?}", manager.ownership());
+    assert!(
+        matches!(manager.ownership_now(), Ownership::Held { until: Some(_) }),
+        "{:?}",
+        manager.ownership_now()
+    );
 }
 
 #[tokio::test(start_paused = true)]
 async fn other_attributes_than_the_cached_are_published_when_the_store_is_back() {
-    let ground = Ground::new();
-    let lease = ground.first_run().await;
-    let manager = ground.node(0);
+    let fixture = Fixture::new();
+    let lease = fixture.first_run().await;
+    let manager = fixture.node(0);
     let mut other = attrs(1);
     other.backend_data.v4 = Some(r#"{"VNI":2}"#.into());
     let held = manager.acquire_lease(&other).await.unwrap();
-    ground.registry.set_outage(false);
+    fixture.registry.set_outage(false);
     let published = async {
-        while ground.registry.entry(&lease.subnets).await.unwrap().unwrap().lease.attrs != other {
+        while fixture.registry.entry(&lease.subnets).await.unwrap().unwrap().lease.attrs != other {
             sleep(Duration::from_millis(100)).await;
         }
     };
@@ -182,36 +189,36 @@ async fn other_attributes_than_the_cached_are_published_when_the_store_is_back()
 
 #[tokio::test(start_paused = true)]
 async fn a_lease_from_the_cache_that_was_deleted_meanwhile_ends() {
-    let ground = Ground::new();
-    let lease = ground.first_run().await;
-    ground.registry.delete_key(&lease.subnets.to_string());
-    let manager = ground.node(0);
+    let fixture = Fixture::new();
+    let lease = fixture.first_run().await;
+    fixture.registry.delete_key(&lease.subnets.to_string());
+    let manager = fixture.node(0);
     let held = manager.acquire_lease(&attrs(1)).await.unwrap();
-    ground.registry.set_outage(false);
+    fixture.registry.set_outage(false);
     let end = timeout(Duration::from_secs(60), manager.hold_lease(&held)).await.unwrap().unwrap();
     assert_eq!(end, LeaseEnd::Deleted);
     // No restart finds it again.
-    assert_eq!(Cache::open(ground.path()).load().unwrap().own, None);
-    ground.registry.set_outage(true);
-    let error = ground.node(0).acquire_lease(&attrs(1)).await.unwrap_err();
+    assert_eq!(Cache::open(fixture.path()).load().unwrap().own, None);
+    fixture.registry.set_outage(true);
+    let error = fixture.node(0).acquire_lease(&attrs(1)).await.unwrap_err();
     assert!(matches!(error, Error::Store { .. }), "{error}");
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_lease_counts_only_while_its_end_lies_ahead_by_a_clock_that_goes_forward() {
-    let ground = Ground::new();
-    let lease = ground.first_run().await;
-    for (mark, wall, ours) in
+    let fixture = Fixture::new();
+    let lease = fixture.first_run().await;
+    for (holder, wall, ours) in
         [(1, 0, true), (1, 80_000, true), (1, 90_000, false), (1, -60, false), (2, 0, false)]
     {
-        let manager = ground.node_with_mark(mark, wall);
+        let manager = fixture.node_with_holder(holder, wall);
         let acquired = manager.acquire_lease(&attrs(1)).await;
         assert_eq!(
             acquired.as_ref().is_ok_and(|own| own.subnets == lease.subnets),
             ours,
             "{wall}: {acquired:?}"
         );
-        assert_eq!(manager.ownership() == Ownership::Nothing, !ours);
+        assert_eq!(manager.ownership_now() == Ownership::NotAcquired, !ours);
         let view = manager.watch_leases().await.unwrap().borrow().clone();
         assert_eq!(view.leases.len(), 2, "peers are put in place all the same");
     }
@@ -219,66 +226,66 @@ async fn a_lease_counts_only_while_its_end_lies_ahead_by_a_clock_that_goes_forwa
 
 #[tokio::test(start_paused = true)]
 async fn a_lease_that_has_run_out_is_a_hint_until_the_store_answers() {
-    let ground = Ground::new();
-    let lease = ground.first_run().await;
-    assert_eq!(ground.node(0).hints().await.unwrap().lapsed, None, "it is still ours");
-    assert!(ground.node_with_mark(2, 0).hints().await.is_err(), "it never was ours");
+    let fixture = Fixture::new();
+    let lease = fixture.first_run().await;
+    assert_eq!(fixture.node(0).hints().await.unwrap().lapsed, None, "it is still ours");
+    assert!(fixture.node_with_holder(2, 0).hints().await.is_err(), "it never was ours");
     for wall in [90_000, -60] {
-        let manager = ground.node(wall);
+        let manager = fixture.node(wall);
         let begin = tokio::time::Instant::now();
         let hints = manager.hints().await.unwrap();
         assert!(begin.elapsed() < Duration::from_millis(100), "{:?}", begin.elapsed());
         assert_eq!(hints.lapsed.map(|lapsed| lapsed.subnets), Some(lease.subnets));
         assert_eq!(hints.last_published, Some(attrs(1)));
-        assert_eq!(manager.ownership(), Ownership::Nothing);
+        assert_eq!(manager.ownership_now(), Ownership::NotAcquired);
         manager.acquire_lease(&attrs(1)).await.unwrap_err();
     }
-    ground.registry.set_outage(false);
-    let hints = ground.node(90_000).hints().await.unwrap();
+    fixture.registry.set_outage(false);
+    let hints = fixture.node(90_000).hints().await.unwrap();
     assert_eq!((hints.lapsed, hints.previous), (None, Some(lease.subnets)));
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_reservation_is_ours_for_ever() {
-    let ground = Ground::new();
-    ground.registry.create(&key("10.1.5.0-24"), &attrs(1), None).await.unwrap();
-    let lease = ground.first_run().await;
+    let fixture = Fixture::new();
+    fixture.registry.create(&key("10.1.5.0-24"), &attrs(1), None).await.unwrap();
+    let lease = fixture.first_run().await;
     assert_eq!(lease.subnets, key("10.1.5.0-24"));
     for wall in [-86_400, 0, 90_000_000] {
-        let manager = ground.node(wall);
+        let manager = fixture.node(wall);
         assert_eq!(manager.acquire_lease(&attrs(1)).await.unwrap().expires, None);
-        assert_eq!(manager.ownership(), Ownership::Reserved);
+        assert_eq!(manager.ownership_now(), Ownership::Held { until: None });
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_renewal_is_kept_too() {
-    let ground = Ground::new();
-    ground.peer("10.1.77.0-24", 77).await;
-    let manager = ground.node(0);
+    let fixture = Fixture::new();
+    fixture.peer("10.1.77.0-24", 77).await;
+    let manager = fixture.node(0);
     let lease = manager.acquire_lease(&attrs(1)).await.unwrap();
     let first = lease.expires.unwrap();
-    ground.saved(&manager, &lease, |_| true).await;
+    fixture.saved(&manager, &lease, |_| true).await;
     let held = timeout(23 * HOUR + HOUR / 60, manager.hold_lease(&lease)).await;
     assert!(held.is_err(), "{held:?}");
-    ground.saved(&manager, &lease, |own| own.expires.unwrap() > first + 22 * HOUR).await;
+    fixture.saved(&manager, &lease, |own| own.expires.unwrap() > first + 22 * HOUR).await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_storm_of_changes_is_written_a_few_times_only() {
-    let ground = Ground::new();
-    let manager = ground.node(0);
+    let fixture = Fixture::new();
+    let manager = fixture.node(0);
     let mut views = manager.watch_leases().await.unwrap();
     live(&mut views, 0).await;
     let mut written = std::collections::BTreeSet::new();
     for n in 1..=200 {
-        ground.peer(&format!("10.1.{n}.0-24"), n).await;
+        fixture.peer(&format!("10.1.{n}.0-24"), n).await;
         sleep(Duration::from_millis(100)).await;
-        written.extend(modified(&ground.path()));
+        written.extend(modified(&fixture.path()));
     }
     live(&mut views, 200).await;
     sleep(Duration::from_secs(6)).await;
-    assert_eq!(Cache::open(ground.path()).load().unwrap().leases.len(), 200);
+    assert_eq!(Cache::open(fixture.path()).load().unwrap().leases.len(), 200);
     assert!((2..=6).contains(&written.len()), "{written:?}");
 }
 
@@ -288,13 +295,13 @@ fn modified(path: &Path) -> Option<SystemTime> {
 
 #[tokio::test(start_paused = true)]
 async fn a_damaged_cache_is_as_good_as_none() {
-    let ground = Ground::new();
-    ground.first_run().await;
-    std::fs::write(ground.path(), "flannel-leases 1 0000000000000000\n{}\n").unwrap();
-    let manager = ground.node(0);
+    let fixture = Fixture::new();
+    fixture.first_run().await;
+    std::fs::write(fixture.path(), "flannel-leases 1 0000000000000000\n{}\n").unwrap();
+    let manager = fixture.node(0);
     assert_eq!(*manager.watch_leases().await.unwrap().borrow(), View::unknown());
     assert!(matches!(manager.network_config().await, Err(Error::Store { .. })));
     assert!(matches!(manager.acquire_lease(&attrs(1)).await, Err(Error::Store { .. })));
-    ground.registry.set_outage(false);
+    fixture.registry.set_outage(false);
     manager.acquire_lease(&attrs(1)).await.unwrap();
 }

@@ -17,8 +17,8 @@ use std::time::{Duration, SystemTime};
 
 use flannel_core::{Error, LeaseAttrs, LeaseEnd, Origin, Revision, SubnetManager, Subnets, View};
 use flannel_subnet::{
-    Assign, AssignedManager, DirLocation, DirOptions, DirRegistry, Identity, LocalManager, Mark,
-    Reflector, Registry, Tenure,
+    Assign, AssignedManager, DirLocation, DirOptions, DirRegistry, HolderId, Identity, LeaseGrant,
+    LocalManager, Reflector, Registry,
 };
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
@@ -37,8 +37,8 @@ fn attrs(address: &str) -> LeaseAttrs {
     LeaseAttrs { public: [address.parse().unwrap()].into_iter().collect(), ..LeaseAttrs::default() }
 }
 
-fn tenure(mark: u64, ttl: Duration) -> Option<Tenure> {
-    Some(Tenure { mark: Mark(mark), ttl })
+fn grant(holder: u64, ttl: Duration) -> Option<LeaseGrant> {
+    Some(LeaseGrant { holder: HolderId(holder), ttl })
 }
 
 struct Net {
@@ -81,8 +81,9 @@ async fn wait(views: &mut watch::Receiver<View>, what: impl FnMut(&View) -> bool
     view.expect("within 20 s").unwrap().clone()
 }
 
-fn node(registry: &DirRegistry, mark: u64) -> LocalManager {
-    let identity = Identity { mark: Mark(mark), previous: None, local_addresses: Vec::new() };
+fn node(registry: &DirRegistry, holder: u64) -> LocalManager {
+    let identity =
+        Identity { holder: HolderId(holder), previous: None, local_addresses: Vec::new() };
     LocalManager::new(Arc::new(registry.clone()), identity)
 }
 
@@ -92,7 +93,7 @@ async fn files_are_for_people_and_renewal_is_their_time() {
     let golden = "{\n  \"PublicIP\": \"192.0.2.1\",\n  \"PublicIPv6\": null,\n  \"BackendType\": \"vxlan\",\n  \
                   \"BackendData\": {\"VNI\":1},\n  \"Mark\": \"000000000000002a\",\n  \"TTL\": 86400\n}\n";
     let value = LeaseAttrs::from_json(VALUE).unwrap();
-    net.registry.create(&key(5), &value, tenure(42, DAY)).await.unwrap();
+    net.registry.create(&key(5), &value, grant(42, DAY)).await.unwrap();
     let path = net.file("10.1.5.0-24");
     assert_eq!(fs::read_to_string(&path).unwrap(), golden);
     assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o644);
@@ -100,35 +101,35 @@ async fn files_are_for_people_and_renewal_is_their_time() {
 
     let old = SystemTime::now() - Duration::from_secs(1000);
     File::open(&path).unwrap().set_modified(old).unwrap();
-    assert_eq!(net.registry.keep_alive(&key(5), Mark(42)).await.unwrap(), Some(DAY));
+    assert_eq!(net.registry.keep_alive(&key(5), HolderId(42)).await.unwrap(), Some(DAY));
     assert!(fs::metadata(&path).unwrap().modified().unwrap() > old + Duration::from_secs(900));
     assert_eq!(fs::read_to_string(&path).unwrap(), golden);
 
-    // Other marks renew nothing.
+    // Other holders renew nothing.
     File::open(&path).unwrap().set_modified(old).unwrap();
-    assert_eq!(net.registry.keep_alive(&key(5), Mark(43)).await.unwrap(), None);
+    assert_eq!(net.registry.keep_alive(&key(5), HolderId(43)).await.unwrap(), None);
     assert_eq!(fs::metadata(&path).unwrap().modified().unwrap(), old);
 }
 
 #[tokio::test]
 async fn what_expired_while_nobody_looked_is_gone_and_its_place_is_free() {
     let net = Net::new().await;
-    net.registry.create(&key(5), &attrs("192.0.2.1"), tenure(1, DAY)).await.unwrap();
+    net.registry.create(&key(5), &attrs("192.0.2.1"), grant(1, DAY)).await.unwrap();
     File::open(net.file(key(5))).unwrap().set_modified(SystemTime::now() - 2 * DAY).unwrap();
     let other = net.again().await;
     assert_eq!(other.list().await.unwrap().entries, []);
-    assert_eq!(other.keep_alive(&key(5), Mark(1)).await.unwrap(), None, "too late");
-    let taken = other.create(&key(5), &attrs("192.0.2.2"), tenure(2, DAY)).await.unwrap();
+    assert_eq!(other.keep_alive(&key(5), HolderId(1)).await.unwrap(), None, "too late");
+    let taken = other.create(&key(5), &attrs("192.0.2.2"), grant(2, DAY)).await.unwrap();
     assert_eq!(other.list().await.unwrap().entries, [taken]);
 }
 
 #[tokio::test]
 async fn no_key_is_created_that_overlaps_another() {
     let net = Net::new().await;
-    net.registry.create(&key(5), &attrs("192.0.2.1"), tenure(1, DAY)).await.unwrap();
+    net.registry.create(&key(5), &attrs("192.0.2.1"), grant(1, DAY)).await.unwrap();
     for overlapping in ["10.1.4.0-23", "10.1.5.128-25", "10.1.5.0-24&fd00::-64"] {
         let overlapping: Subnets = overlapping.parse().unwrap();
-        let result = net.registry.create(&overlapping, &attrs("192.0.2.2"), tenure(2, DAY)).await;
+        let result = net.registry.create(&overlapping, &attrs("192.0.2.2"), grant(2, DAY)).await;
         assert!(matches!(result, Err(Error::Conflict { .. })), "{overlapping}: {result:?}");
     }
 }
@@ -295,7 +296,7 @@ async fn a_lock_that_is_held_is_waited_for() {
         .expect("flock(1) of util-linux");
     holder.stdout.take().unwrap().read_exact(&mut [0]).unwrap();
     let (key, us) = (key(1), attrs("192.0.2.1"));
-    let mut create = Box::pin(net.registry.create(&key, &us, tenure(1, DAY)));
+    let mut create = Box::pin(net.registry.create(&key, &us, grant(1, DAY)));
     let early = tokio::time::timeout(Duration::from_millis(100), &mut create).await;
     assert!(early.is_err() && !net.file(key).exists(), "{early:?}");
     drop(holder.stdin.take());
@@ -362,7 +363,7 @@ async fn deleting_a_file_stops_its_node() {
 }
 
 #[tokio::test]
-async fn a_wrong_place_is_told() {
+async fn a_wrong_place_is_reported() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("file");
     fs::write(&file, "").unwrap();
@@ -540,14 +541,14 @@ async fn a_quiet_directory_is_confirmed_every_minute_and_one_that_cannot_be_read
 #[tokio::test]
 async fn renewals_and_writers_of_the_same_wake_no_one() {
     let net = Net::new().await;
-    net.registry.create(&key(1), &attrs("192.0.2.1"), tenure(1, DAY)).await.unwrap();
+    net.registry.create(&key(1), &attrs("192.0.2.1"), grant(1, DAY)).await.unwrap();
     let inotify = Inotify::init(InitFlags::IN_NONBLOCK).unwrap();
     let all = AddWatchFlags::IN_ALL_EVENTS - AddWatchFlags::IN_ATTRIB - AddWatchFlags::IN_ACCESS;
     let reading = AddWatchFlags::IN_OPEN | AddWatchFlags::IN_CLOSE_NOWRITE;
     for watched in [net.dir.path(), &net.dir.path().join("subnets")] {
         inotify.add_watch(watched, all - reading).unwrap();
     }
-    net.registry.keep_alive(&key(1), Mark(1)).await.unwrap();
+    net.registry.keep_alive(&key(1), HolderId(1)).await.unwrap();
     assert_eq!(
         inotify.read_events().unwrap_err(),
         Errno::EAGAIN,
@@ -555,7 +556,7 @@ async fn renewals_and_writers_of_the_same_wake_no_one() {
     );
     let other = net.again().await;
     let mut watch = other.watch(other.list().await.unwrap().revision).await.unwrap();
-    net.registry.keep_alive(&key(1), Mark(1)).await.unwrap();
+    net.registry.keep_alive(&key(1), HolderId(1)).await.unwrap();
     // The same bytes again are no change either.
     let text = fs::read(net.file(key(1))).unwrap();
     fs::write(net.file(key(1)), text).unwrap();

@@ -9,11 +9,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
-use flannel_core::{Error, LeaseAttrs, LeaseEnd, Result, Revision, SubnetManager, Subnets};
+use flannel_core::{
+    Error, LeaseAttrs, LeaseEnd, Loss, Ownership, Result, Revision, SubnetManager, Subnets,
+};
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
-    Clock, ConfigText, Entry, Identity, Listing, LocalManager, Mark, MemoryRegistry, Ownership,
-    Registry, Tenure, Watch,
+    Clock, ConfigText, Entry, HolderId, Identity, LeaseGrant, Listing, LocalManager,
+    MemoryRegistry, Registry, Watch,
 };
 use tokio::time::sleep;
 
@@ -35,13 +37,16 @@ fn attrs(node: u64) -> LeaseAttrs {
     }
 }
 
-fn tenure(mark: u64) -> Option<Tenure> {
-    Some(Tenure { mark: Mark(mark), ttl: DAY })
+fn grant(holder: u64) -> Option<LeaseGrant> {
+    Some(LeaseGrant { holder: HolderId(holder), ttl: DAY })
 }
 
-fn node(registry: impl Registry + 'static, mark: u64, previous: Option<&str>) -> LocalManager {
-    let identity =
-        Identity { mark: Mark(mark), previous: previous.map(key), local_addresses: Vec::new() };
+fn node(registry: impl Registry + 'static, holder: u64, previous: Option<&str>) -> LocalManager {
+    let identity = Identity {
+        holder: HolderId(holder),
+        previous: previous.map(key),
+        local_addresses: Vec::new(),
+    };
     LocalManager::with_clock(Arc::new(registry), identity, Arc::new(TokioClock::new()))
 }
 
@@ -96,13 +101,13 @@ impl Registry for Astray {
         &self,
         subnets: &Subnets,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
         if let Some(faster) = self.faster {
             let other = self::attrs(99);
-            let _ = self.registry.create(&faster, &other, self::tenure(99)).await;
+            let _ = self.registry.create(&faster, &other, self::grant(99)).await;
         }
-        let created = self.registry.create(subnets, attrs, tenure).await;
+        let created = self.registry.create(subnets, attrs, grant).await;
         match self.lose_created.swap(false, Ordering::Relaxed) {
             true => Err(Error::Store { store: "astray".into(), source: "no answer".into() }),
             false => created,
@@ -113,15 +118,15 @@ impl Registry for Astray {
         subnets: &Subnets,
         at: Revision,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        self.registry.update(subnets, at, attrs, tenure).await
+        self.registry.update(subnets, at, attrs, grant).await
     }
     async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
         self.registry.delete(subnets, at).await
     }
-    async fn keep_alive(&self, subnets: &Subnets, mark: Mark) -> Result<Option<Duration>> {
-        self.registry.keep_alive(subnets, mark).await
+    async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
+        self.registry.keep_alive(subnets, holder).await
     }
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
         self.registry.watch(after).await
@@ -146,8 +151,8 @@ async fn of_two_pairs_with_one_subnet_in_common_the_later_steps_back() {
 async fn a_pair_left_behind_half_acquired_is_given_up_after_a_restart() {
     let registry = MemoryRegistry::with_config(DUAL);
     let first = key("10.1.1.0-24&fd00:1:0:77::-64");
-    registry.create(&first, &attrs(99), tenure(99)).await.unwrap();
-    registry.create(&key("10.1.1.0-24&fd00:1:0:5::-64"), &attrs(1), tenure(1)).await.unwrap();
+    registry.create(&first, &attrs(99), grant(99)).await.unwrap();
+    registry.create(&key("10.1.1.0-24&fd00:1:0:5::-64"), &attrs(1), grant(1)).await.unwrap();
     let lease = node(registry.clone(), 1, None).acquire_lease(&attrs(1)).await.unwrap();
     assert!(!lease.subnets.overlaps(&first), "{lease:?}");
     // The earlier one stays what it is.
@@ -164,11 +169,8 @@ async fn an_expired_pair_is_not_won_back_once_another_has_one_of_the_two() {
         let lost = Arc::clone(&astray.lose_created);
         let manager = node(astray, 1, Some("10.1.1.0-24&fd00:1:0:5::-64"));
         let lease = manager.acquire_lease(&attrs(1)).await.unwrap();
-        registry.revoke(Mark(1));
-        registry
-            .create(&key("10.1.1.0-24&fd00:1:0:77::-64"), &attrs(99), tenure(99))
-            .await
-            .unwrap();
+        registry.revoke(HolderId(1));
+        registry.create(&key("10.1.1.0-24&fd00:1:0:77::-64"), &attrs(99), grant(99)).await.unwrap();
         lost.store(lose_created, Ordering::Relaxed);
         let end = manager.hold_lease(&lease).await.unwrap();
         assert!(matches!(end, LeaseEnd::Taken { .. }), "{end:?}");
@@ -183,19 +185,19 @@ async fn a_subnet_won_back_by_a_request_without_an_answer_is_ours() {
     let lost = Arc::clone(&astray.lose_created);
     let manager = node(astray, 1, None);
     let lease = manager.acquire_lease(&attrs(1)).await.unwrap();
-    registry.revoke(Mark(1));
+    registry.revoke(HolderId(1));
     lost.store(true, Ordering::Relaxed);
     let hold = manager.hold_lease(&lease);
     assert!(tokio::time::timeout(3 * DAY, hold).await.is_err(), "it is held on");
     assert_eq!(keys(&registry).await, [lease.subnets.to_string()]);
-    assert!(matches!(manager.ownership(), Ownership::For(_)));
+    assert!(matches!(manager.ownership_now(), Ownership::Held { until: Some(_) }));
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_two_leases_with_our_mark_the_one_we_had_is_kept_and_the_other_given_up() {
+async fn of_two_leases_with_our_holder_id_the_one_we_had_is_kept_and_the_other_given_up() {
     let registry = MemoryRegistry::with_config(V4);
     for text in ["10.1.3.0-24", "10.1.7.0-24"] {
-        registry.create(&key(text), &attrs(1), tenure(1)).await.unwrap();
+        registry.create(&key(text), &attrs(1), grant(1)).await.unwrap();
     }
     let manager = node(registry.clone(), 1, Some("10.1.7.0-24"));
     let lease = manager.acquire_lease(&attrs(1)).await.unwrap();
@@ -214,9 +216,9 @@ async fn a_lease_that_a_late_request_created_is_given_up_while_ours_is_held() {
     let stray = key("10.1.200.0-24");
     let later = async {
         sleep(DAY / 2).await;
-        registry.create(&stray, &attrs(1), tenure(1)).await.unwrap();
+        registry.create(&stray, &attrs(1), grant(1)).await.unwrap();
         // Another node's with our address by mistake is none of ours.
-        registry.create(&key("10.1.201.0-24"), &attrs(1), tenure(2)).await.unwrap();
+        registry.create(&key("10.1.201.0-24"), &attrs(1), grant(2)).await.unwrap();
         sleep(Duration::from_secs(60)).await;
     };
     tokio::select! {
@@ -256,7 +258,7 @@ async fn a_node_with_a_slow_clock_is_no_owner_once_the_store_has_forgotten_it() 
     let registry = MemoryRegistry::with_config(V4);
     let clock = TokioClock::new();
     let begin = clock.boottime();
-    let identity = Identity { mark: Mark(1), previous: None, local_addresses: Vec::new() };
+    let identity = Identity { holder: HolderId(1), previous: None, local_addresses: Vec::new() };
     let manager = LocalManager::with_clock(
         Arc::new(registry.clone()),
         identity,
@@ -264,8 +266,16 @@ async fn a_node_with_a_slow_clock_is_no_owner_once_the_store_has_forgotten_it() 
     );
     manager.acquire_lease(&attrs(1)).await.unwrap();
     sleep(DAY - DAY / 400).await;
-    assert!(matches!(manager.ownership(), Ownership::For(_)), "{:?}", manager.ownership());
+    assert!(
+        matches!(manager.ownership_now(), Ownership::Held { until: Some(_) }),
+        "{:?}",
+        manager.ownership_now()
+    );
     sleep(DAY / 400).await;
     assert_eq!(keys(&registry).await, [""; 0], "the store has forgotten it");
-    assert!(matches!(manager.ownership(), Ownership::Lapsed(_)), "{:?}", manager.ownership());
+    assert!(
+        matches!(manager.ownership_now(), Ownership::Lost { why: Loss::Unconfirmed, .. }),
+        "{:?}",
+        manager.ownership_now()
+    );
 }

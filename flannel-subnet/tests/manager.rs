@@ -9,11 +9,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::{
-    Calls, Error, Family, Lease, LeaseAttrs, LeaseEnd, Origin, SubnetManager, Subnets,
+    Calls, Error, Family, Lease, LeaseAttrs, LeaseEnd, Loss, Origin, Ownership, SubnetManager,
+    Subnets,
 };
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
-    Entry, Identity, LocalManager, Mark, MemoryRegistry, Ownership, Registry, Tenure,
+    Entry, HolderId, Identity, LeaseGrant, LocalManager, MemoryRegistry, Registry,
 };
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -43,34 +44,34 @@ fn other_data(of: &LeaseAttrs) -> LeaseAttrs {
     attrs
 }
 
-fn node(registry: &MemoryRegistry, mark: u64) -> LocalManager {
-    node_with_previous(registry, mark, None)
+fn node(registry: &MemoryRegistry, holder: u64) -> LocalManager {
+    node_with_previous(registry, holder, None)
 }
 
 fn node_with_previous(
     registry: &MemoryRegistry,
-    mark: u64,
+    holder: u64,
     previous: Option<&str>,
 ) -> LocalManager {
     let identity = Identity {
-        mark: Mark(mark),
+        holder: HolderId(holder),
         previous: previous.map(key),
         local_addresses: vec!["192.0.2.1".parse().unwrap(), "2001:db8::1".parse().unwrap()],
     };
     LocalManager::with_clock(Arc::new(registry.clone()), identity, Arc::new(TokioClock::new()))
 }
 
-fn tenure(mark: u64) -> Option<Tenure> {
-    Some(Tenure { mark: Mark(mark), ttl: DAY })
+fn grant(holder: u64) -> Option<LeaseGrant> {
+    Some(LeaseGrant { holder: HolderId(holder), ttl: DAY })
 }
 
 async fn put(
     registry: &MemoryRegistry,
     text: &str,
     attrs: &LeaseAttrs,
-    mark: Option<u64>,
+    holder: Option<u64>,
 ) -> Entry {
-    registry.create(&key(text), attrs, mark.and_then(tenure)).await.unwrap()
+    registry.create(&key(text), attrs, holder.and_then(grant)).await.unwrap()
 }
 
 async fn keys(registry: &MemoryRegistry) -> Vec<String> {
@@ -129,12 +130,12 @@ async fn a_new_node_gets_a_subnet_and_keeps_it_over_restarts() {
     let subnet = first.subnets.family(Family::V4).unwrap();
     assert!(subnet.len() == 24 && subnet.to_string().starts_with("10.1."), "{subnet}");
     assert!(first.expires.is_some());
-    // By mark, even with another address; by address, even with another mark.
-    let by_mark = node(&registry, 1).acquire_lease(&attrs(&["192.0.2.9"])).await.unwrap();
-    assert_eq!(by_mark.subnets, first.subnets);
+    // By holder ID, even with another address; by address, even with another holder ID.
+    let by_holder = node(&registry, 1).acquire_lease(&attrs(&["192.0.2.9"])).await.unwrap();
+    assert_eq!(by_holder.subnets, first.subnets);
     let by_address = node(&registry, 2).acquire_lease(&attrs(&["192.0.2.9"])).await.unwrap();
     assert_eq!(by_address.subnets, first.subnets);
-    assert_eq!(registry.entry(&first.subnets).await.unwrap().unwrap().mark, Some(Mark(2)));
+    assert_eq!(registry.entry(&first.subnets).await.unwrap().unwrap().holder, Some(HolderId(2)));
     assert_eq!(keys(&registry).await.len(), 1);
 }
 
@@ -158,32 +159,32 @@ async fn the_previous_subnets_come_back_if_they_are_free_and_fit() {
 
 #[tokio::test(start_paused = true)]
 async fn a_lease_that_no_longer_fits_is_given_up_but_a_reservation_is_left_alone() {
-    for (mark, left) in [(Some(1), 1), (Some(9), 1), (None, 2)] {
+    for (holder, left) in [(Some(1), 1), (Some(9), 1), (None, 2)] {
         let registry = MemoryRegistry::with_config(V4);
         let us = attrs(&["192.0.2.1"]);
-        put(&registry, "10.9.1.0-24", &us, mark).await;
+        put(&registry, "10.9.1.0-24", &us, holder).await;
         let lease = node(&registry, 1).acquire_lease(&us).await.unwrap();
         assert!(lease.subnets.to_string().starts_with("10.1."), "{lease:?}");
-        assert_eq!(keys(&registry).await.len(), left, "{mark:?}");
+        assert_eq!(keys(&registry).await.len(), left, "{holder:?}");
         let again = node(&registry, 1).acquire_lease(&us).await.unwrap();
         assert_eq!(again.subnets, lease.subnets);
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_two_leases_with_our_address_the_one_with_our_mark_is_ours_else_the_older() {
+async fn of_two_leases_with_our_address_the_one_with_our_holder_id_is_ours_else_the_older() {
     let us = attrs(&["192.0.2.1"]);
-    for (mark, expected) in [(7, "10.1.3.0-24"), (1, "10.1.5.0-24")] {
+    for (holder, expected) in [(7, "10.1.3.0-24"), (1, "10.1.5.0-24")] {
         let registry = MemoryRegistry::with_config(V4);
         put(&registry, "10.1.5.0-24", &us, Some(6)).await;
         put(&registry, "10.1.3.0-24", &us, Some(7)).await;
-        let lease = node(&registry, mark).acquire_lease(&us).await.unwrap();
+        let lease = node(&registry, holder).acquire_lease(&us).await.unwrap();
         assert_eq!(lease.subnets, key(expected));
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn as_many_nodes_as_subnets_at_once_all_get_one_and_the_next_is_told() {
+async fn as_many_nodes_as_subnets_at_once_all_get_one_and_the_next_gets_an_error() {
     for (config, total) in [
         (r#"{"Network":"10.1.0.0/22","SubnetLen":28}"#, 63),
         (r#"{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:1::/58"}"#, 63),
@@ -254,9 +255,7 @@ async fn a_renewed_lease_lives_for_ever_and_wakes_nobody() {
         20,
         "two requests every 23 hours, no more"
     );
-    assert!(
-        matches!(held.manager.ownership(), Ownership::For(left) if left > HOUR - Duration::from_secs(1))
-    );
+    assert!(held.manager.remaining().is_some_and(|left| left > HOUR - Duration::from_secs(1)));
     assert!(!held.task.is_finished());
 }
 
@@ -268,8 +267,11 @@ async fn a_lease_that_somebody_made_unreadable_is_put_back_at_the_next_renewal()
     registry.put_raw(&key.to_string(), "not json", None);
     tokio::time::sleep(DAY).await;
     let entry = registry.entry(&key).await.unwrap().unwrap();
-    assert_eq!((entry.mark, entry.lease.attrs.clone()), (Some(Mark(1)), held.lease.attrs.clone()));
-    assert!(matches!(held.manager.ownership(), Ownership::For(_)));
+    assert_eq!(
+        (entry.holder, entry.lease.attrs.clone()),
+        (Some(HolderId(1)), held.lease.attrs.clone())
+    );
+    assert!(matches!(held.manager.ownership_now(), Ownership::Held { until: Some(_) }));
     assert!(!held.task.is_finished());
 }
 
@@ -331,7 +333,8 @@ async fn a_deletion_is_the_order_to_stop_and_is_obeyed_at_once() {
     let manager = Arc::clone(&held.manager);
     registry.delete_key(&held.lease.subnets.to_string());
     assert_eq!(held.end().await, LeaseEnd::Deleted);
-    assert_eq!(manager.ownership(), Ownership::Nothing);
+    let why = Loss::Ended(LeaseEnd::Deleted);
+    assert!(matches!(manager.ownership_now(), Ownership::Lost { why: now, .. } if now == why));
     assert_eq!(keys(&registry).await, [""; 0], "nothing is put back");
 }
 
@@ -361,14 +364,43 @@ async fn an_outage_keeps_the_view_and_a_lease_that_lived_through_it() {
     let status = held.manager.store_status();
     assert!(status.failures() > 0 && status.last_error.is_some(), "{status:?}");
     assert!(status.calls["renew"].failed > 0 && status.calls["create"].failed == 0, "{status:?}");
-    assert!(
-        matches!(held.manager.ownership(), Ownership::For(left) if left <= HOUR / 2 + HOUR / 60)
-    );
+    assert!(held.manager.remaining().is_some_and(|left| left <= HOUR / 2 + HOUR / 60));
     registry.set_outage(false);
     tokio::time::sleep(2 * Duration::from_secs(60)).await;
-    assert!(matches!(held.manager.ownership(), Ownership::For(left) if left > 23 * HOUR));
+    assert!(held.manager.remaining().is_some_and(|left| left > 23 * HOUR));
     assert_eq!(held.manager.store_status().last_error, None);
     assert!(!held.task.is_finished());
+}
+
+#[tokio::test(start_paused = true)]
+async fn ownership_is_published_when_it_changes_and_when_time_runs_out() {
+    let registry = MemoryRegistry::with_config(V4);
+    let manager = node(&registry, 1);
+    let mut ownership = manager.ownership();
+    assert_eq!(*ownership.borrow_and_update(), Ownership::NotAcquired);
+    let lease = manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
+    assert!(ownership.has_changed().unwrap());
+    let published = ownership.borrow_and_update().clone();
+    let Ownership::Held { until: Some(until) } = published else { panic!("{published:?}") };
+    // Nobody holds the lease: no request notices that its time runs out.
+    let begin = Instant::now();
+    ownership.changed().await.unwrap();
+    let after = begin.elapsed();
+    assert!(after + Duration::from_secs(1) >= DAY - DAY / 1000 && after <= DAY, "{after:?}");
+    let published = ownership.borrow_and_update().clone();
+    let Ownership::Lost { since, why } = published else { panic!("{published:?}") };
+    assert_eq!(why, Loss::Unconfirmed);
+    let apart = since.duration_since(until).unwrap_or_else(|error| error.duration());
+    assert!(apart < Duration::from_secs(1), "{apart:?}");
+    // The store forgets it, and somebody else takes it.
+    tokio::time::sleep(DAY / 500).await;
+    put(&registry, &lease.subnets.to_string(), &attrs(&["192.0.2.9"]), Some(9)).await;
+    let end = manager.hold_lease(&lease).await.unwrap();
+    assert!(matches!(end, LeaseEnd::Taken { .. }), "{end:?}");
+    let published = ownership.borrow_and_update().clone();
+    assert!(matches!(&published, Ownership::Lost { why: Loss::Ended(why), .. } if *why == end));
+    manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
+    assert!(ownership.borrow_and_update().is_held());
 }
 
 #[tokio::test(start_paused = true)]
@@ -378,9 +410,9 @@ async fn after_its_time_a_node_is_no_owner_and_wins_its_subnet_back() {
     registry.set_outage(true);
     tokio::time::sleep(25 * HOUR).await;
     assert!(
-        matches!(held.manager.ownership(), Ownership::Lapsed(_)),
+        matches!(held.manager.ownership_now(), Ownership::Lost { why: Loss::Unconfirmed, .. }),
         "{:?}",
-        held.manager.ownership()
+        held.manager.ownership_now()
     );
     assert!(!held.task.is_finished(), "nobody knows yet what became of the key");
     registry.set_outage(false);
@@ -389,7 +421,7 @@ async fn after_its_time_a_node_is_no_owner_and_wins_its_subnet_back() {
         registry.entry(&subnets).await.unwrap().is_some()
     })
     .await;
-    assert!(matches!(held.manager.ownership(), Ownership::For(_)));
+    assert!(matches!(held.manager.ownership_now(), Ownership::Held { until: Some(_) }));
     tokio::time::sleep(3 * DAY).await;
     assert!(!held.task.is_finished());
 }
@@ -401,7 +433,7 @@ async fn a_subnet_that_somebody_took_after_it_expired_is_not_won_back() {
     registry.set_outage(true);
     tokio::time::sleep(25 * HOUR).await;
     let value = attrs(&["192.0.2.2"]).to_json();
-    registry.put_raw(&held.lease.subnets.to_string(), &value, tenure(2));
+    registry.put_raw(&held.lease.subnets.to_string(), &value, grant(2));
     registry.set_outage(false);
     let end =
         tokio::time::timeout(Duration::from_secs(120), held.task).await.unwrap().unwrap().unwrap();
@@ -413,7 +445,7 @@ async fn a_subnet_that_somebody_took_after_it_expired_is_not_won_back() {
 async fn a_revoked_holder_wins_its_subnet_back_at_once() {
     let registry = MemoryRegistry::with_config(V4);
     let held = hold(node(&registry, 1), &attrs(&["192.0.2.1"])).await;
-    registry.revoke(Mark(1));
+    registry.revoke(HolderId(1));
     let subnets = held.lease.subnets;
     until(Duration::from_secs(1), "won back", async || {
         registry.entry(&subnets).await.unwrap().is_some()
@@ -430,7 +462,7 @@ async fn what_others_write_over_our_attributes_is_put_back_but_what_we_publish_s
     let subnets = held.lease.subnets;
     let stored = async || registry.entry(&subnets).await.unwrap().unwrap().lease.attrs.clone();
 
-    registry.put_raw(&subnets.to_string(), &other_data(&us).to_json(), tenure(1));
+    registry.put_raw(&subnets.to_string(), &other_data(&us).to_json(), grant(1));
     until(Duration::from_secs(1), "put back", async || stored().await == us).await;
 
     let current = registry.entry(&subnets).await.unwrap().unwrap().lease;
@@ -443,8 +475,8 @@ async fn what_others_write_over_our_attributes_is_put_back_but_what_we_publish_s
     held.manager.publish(&published, &us).await.unwrap();
     assert!(!held.task.is_finished());
 
-    // Our own mark with another node's address: a copy of our state directory.
-    registry.put_raw(&subnets.to_string(), &attrs(&["192.0.2.2"]).to_json(), tenure(1));
+    // Our own holder ID with another node's address: a copy of our state directory.
+    registry.put_raw(&subnets.to_string(), &attrs(&["192.0.2.2"]).to_json(), grant(1));
     let LeaseEnd::Taken { by } = held.end().await else { panic!("taken") };
     assert!(by.contains("192.0.2.2") && by.contains("copied"), "{by}");
 }
@@ -457,12 +489,12 @@ async fn a_reservation_stays_one() {
     let us = attrs(&["192.0.2.1"]);
     let held = hold(node(&registry, 1), &us).await;
     assert_eq!((held.lease.subnets, held.lease.expires), (key("10.1.5.0-24"), None));
-    assert_eq!(held.manager.ownership(), Ownership::Reserved);
+    assert_eq!(held.manager.ownership_now(), Ownership::Held { until: None });
     let before = held.manager.store_status().requests();
     tokio::time::sleep(10 * DAY).await;
     assert_eq!(held.manager.store_status().requests(), before, "nothing to renew");
     let entry = registry.entry(&held.lease.subnets).await.unwrap().unwrap();
-    assert_eq!((entry.mark, &entry.lease.attrs), (None, &us));
+    assert_eq!((entry.holder, &entry.lease.attrs), (None, &us));
 
     // Emptied again by hand: filled in again.
     registry.put_raw("10.1.5.0-24", &reserved.to_json(), None);
@@ -498,7 +530,7 @@ async fn subnets_that_were_just_freed_come_last() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn hints_find_our_lease_by_mark_or_by_address() {
+async fn hints_find_our_lease_by_holder_or_by_address() {
     let registry = MemoryRegistry::with_config(V4);
     let manager = node_with_previous(&registry, 1, Some("10.1.3.0-24"));
     let previous = async || manager.hints().await.unwrap().previous.unwrap().to_string();
@@ -546,9 +578,9 @@ async fn a_right_is_counted_from_the_sending_not_from_the_reply() {
     let manager = Arc::new(node(&registry, 1));
     let lease = manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap();
     assert!(
-        matches!(manager.ownership(), Ownership::For(left) if left <= DAY - delay),
+        manager.remaining().is_some_and(|left| left <= DAY - delay),
         "{:?}",
-        manager.ownership()
+        manager.ownership_now()
     );
     let held = tokio::spawn({
         let manager = Arc::clone(&manager);
@@ -558,11 +590,11 @@ async fn a_right_is_counted_from_the_sending_not_from_the_reply() {
     for _ in 0..400 {
         tokio::time::sleep(delay).await;
         assert!(
-            matches!(manager.ownership(), Ownership::For(left) if left <= DAY - delay || left > DAY - 2 * delay)
+            manager.remaining().is_some_and(|left| left <= DAY - delay || left > DAY - 2 * delay)
         );
     }
     registry.set_outage(true);
-    let Ownership::For(left) = manager.ownership() else { panic!("{:?}", manager.ownership()) };
+    let left = manager.remaining().expect("a lease that is held");
     tokio::time::sleep(left - Duration::from_secs(1)).await;
     registry.set_outage(false);
     registry.set_reply_delay(Duration::ZERO);

@@ -5,13 +5,13 @@
 use std::fs;
 use std::sync::Arc;
 
-use flannel_subnet::testing::{Ground, registry_suite};
+use flannel_subnet::testing::{Fixture, registry_suite};
 use flannel_subnet::{DirOptions, DirRegistry, MemoryRegistry};
 
 #[tokio::test(start_paused = true)]
 async fn memory_registry() {
     let registry = MemoryRegistry::new();
-    registry_suite(&Ground {
+    registry_suite(&Fixture {
         registry: Arc::new(registry.clone()),
         other: Arc::new(registry.clone()),
         put_raw: &|key, value| registry.put_raw(key, value, None),
@@ -35,7 +35,7 @@ async fn dir_suite() {
     let path = dir.path().join("net");
     let registry = DirRegistry::open(&path, DirOptions::default()).await.unwrap();
     let other = DirRegistry::open(&path, DirOptions::default()).await.unwrap();
-    registry_suite(&Ground {
+    registry_suite(&Fixture {
         registry: Arc::new(registry),
         other: Arc::new(other),
         put_raw: &|key, value| fs::write(path.join("subnets").join(key), value).unwrap(),

@@ -10,8 +10,8 @@ use async_trait::async_trait;
 use flannel_core::{Error, Lease, LeaseAttrs, LeaseEnd, Result, Revision, SubnetManager, Subnets};
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
-    Batch, Clock, ConfigText, Entry, Identity, Listing, LocalManager, Mark, MemoryRegistry,
-    Registry, Tenure, Watch,
+    Batch, Clock, ConfigText, Entry, HolderId, Identity, LeaseGrant, Listing, LocalManager,
+    MemoryRegistry, Registry, Watch,
 };
 use mockall::mock;
 
@@ -27,11 +27,11 @@ mock! {
         async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()>;
         async fn list(&self) -> Result<Listing>;
         async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>>;
-        async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry>;
-        async fn create_or_list(&self, subnets: &Subnets, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Result<Entry, Listing>>;
-        async fn update(&self, subnets: &Subnets, at: Revision, attrs: &LeaseAttrs, tenure: Option<Tenure>) -> Result<Entry>;
+        async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, grant: Option<LeaseGrant>) -> Result<Entry>;
+        async fn create_or_list(&self, subnets: &Subnets, attrs: &LeaseAttrs, grant: Option<LeaseGrant>) -> Result<Result<Entry, Listing>>;
+        async fn update(&self, subnets: &Subnets, at: Revision, attrs: &LeaseAttrs, grant: Option<LeaseGrant>) -> Result<Entry>;
         async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()>;
-        async fn keep_alive(&self, subnets: &Subnets, mark: Mark) -> Result<Option<Duration>>;
+        async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>>;
         async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>>;
         fn trouble(&self) -> Option<String>;
     }
@@ -39,7 +39,7 @@ mock! {
 
 const DAY: Duration = Duration::from_secs(86_400);
 
-fn entry(mark: Option<u64>) -> Entry {
+fn entry(holder: Option<u64>) -> Entry {
     let attrs = LeaseAttrs::from_json(r#"{"PublicIP":"192.0.2.1","BackendType":"vxlan"}"#).unwrap();
     let lease = Lease {
         subnets: "10.1.5.0-24".parse().unwrap(),
@@ -48,7 +48,7 @@ fn entry(mark: Option<u64>) -> Entry {
         since: Revision(1),
         revision: Revision(7),
     };
-    Entry { lease: lease.into(), mark: mark.map(Mark) }
+    Entry { lease: lease.into(), holder: holder.map(HolderId) }
 }
 
 /// A store with a config and these leases, listed once; everything else must be expected.
@@ -65,18 +65,18 @@ fn store(entries: Vec<Entry>) -> MockStore {
 }
 
 async fn acquire(store: MockStore) -> Lease {
-    let identity = Identity { mark: Mark(1), previous: None, local_addresses: Vec::new() };
+    let identity = Identity { holder: HolderId(1), previous: None, local_addresses: Vec::new() };
     let manager = LocalManager::with_clock(Arc::new(store), identity, Arc::new(TokioClock::new()));
     manager.acquire_lease(&entry(None).lease.attrs).await.unwrap()
 }
 
 #[tokio::test]
-async fn a_restart_with_nothing_new_to_tell_renews_and_writes_nothing() {
+async fn a_restart_with_nothing_new_to_publish_renews_and_writes_nothing() {
     let mut store = store(vec![entry(Some(1))]);
     store
         .expect_keep_alive()
         .times(1)
-        .withf(|_, mark| *mark == Mark(1))
+        .withf(|_, holder| *holder == HolderId(1))
         .returning(|_, _| Ok(Some(DAY)));
     assert!(acquire(store).await.expires.is_some());
 }
@@ -89,20 +89,20 @@ async fn a_reservation_that_says_it_all_already_costs_no_request() {
 #[tokio::test]
 async fn a_take_over_is_one_compare_and_swap_at_the_revision_that_was_read() {
     let mut store = store(vec![entry(Some(2))]);
-    let ours = |at: &Revision, tenure: &Option<Tenure>| {
-        *at == Revision(7) && *tenure == Some(Tenure { mark: Mark(1), ttl: DAY })
+    let ours = |at: &Revision, grant: &Option<LeaseGrant>| {
+        *at == Revision(7) && *grant == Some(LeaseGrant { holder: HolderId(1), ttl: DAY })
     };
     store
         .expect_update()
         .times(1)
-        .withf(move |_, at, _, tenure| ours(at, tenure))
+        .withf(move |_, at, _, grant| ours(at, grant))
         .returning(|_, _, _, _| Ok(entry(Some(1))));
     acquire(store).await;
 }
 
 /// The same with other subnets.
-fn at(subnets: Subnets, mark: u64) -> Entry {
-    let entry = entry(Some(mark));
+fn at(subnets: Subnets, holder: u64) -> Entry {
+    let entry = entry(Some(holder));
     Entry { lease: Lease { subnets, ..Lease::clone(&entry.lease) }.into(), ..entry }
 }
 
@@ -112,7 +112,7 @@ async fn a_new_lease_is_three_requests() {
     store
         .expect_create_or_list()
         .times(1)
-        .withf(|_, _, tenure| *tenure == Some(Tenure { mark: Mark(1), ttl: DAY }))
+        .withf(|_, _, grant| *grant == Some(LeaseGrant { holder: HolderId(1), ttl: DAY }))
         .returning(|subnets, _, _| Ok(Ok(at(*subnets, 1))));
     acquire(store).await;
 }
@@ -156,7 +156,7 @@ async fn a_lost_race_that_is_not_explained_is_looked_at_again_later() {
     assert!(begin.elapsed() > Duration::ZERO, "it does not spin");
 }
 
-/// A watch that tells nothing, as one whose connection has died.
+/// A watch that reports nothing, as one whose connection has died.
 struct Silence;
 
 #[async_trait]
@@ -174,7 +174,7 @@ async fn hold(mut store: MockStore, listed: Vec<Entry>) -> LeaseEnd {
     });
     store.expect_watch().times(1).returning(|_| Ok(Box::new(Silence)));
     let clock = TokioClock::new();
-    let identity = Identity { mark: Mark(1), previous: None, local_addresses: Vec::new() };
+    let identity = Identity { holder: HolderId(1), previous: None, local_addresses: Vec::new() };
     let held = Lease { expires: Some(clock.wall()), ..Lease::clone(&entry(Some(1)).lease) };
     let manager = LocalManager::with_clock(Arc::new(store), identity, Arc::new(clock));
     manager.hold_lease(&held).await.unwrap()
@@ -221,7 +221,7 @@ fn refusal() -> Error {
 async fn a_store_that_refuses_has_confirmed_nothing_and_the_cache_answers() {
     let path = tempfile::tempdir().unwrap();
     let path = path.path().join("leases");
-    let identity = || Identity { mark: Mark(1), previous: None, local_addresses: Vec::new() };
+    let identity = || Identity { holder: HolderId(1), previous: None, local_addresses: Vec::new() };
     let registry = Arc::new(MemoryRegistry::with_config(r#"{"Network":"10.1.0.0/16"}"#));
     let before = LocalManager::new(registry, identity()).with_cache(&path);
     let lease = before.acquire_lease(&entry(None).lease.attrs).await.unwrap();

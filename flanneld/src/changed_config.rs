@@ -106,7 +106,7 @@ mod tests {
     use std::sync::{Arc, Mutex};
 
     use flannel_core::Error as Cause;
-    use flannel_subnet::{Identity, LocalManager, Mark, MemoryRegistry};
+    use flannel_subnet::{HolderId, Identity, LocalManager, MemoryRegistry};
 
     use super::*;
 
@@ -154,8 +154,11 @@ mod tests {
     impl Scene {
         fn new() -> Self {
             let registry = MemoryRegistry::with_config(USED);
-            let identity =
-                Identity { mark: Mark::random(), previous: None, local_addresses: Vec::new() };
+            let identity = Identity {
+                holder: HolderId::random(),
+                previous: None,
+                local_addresses: Vec::new(),
+            };
             let manager = LocalManager::new(Arc::new(registry.clone()), identity);
             Self {
                 registry,

@@ -489,7 +489,7 @@ mod tests {
     #[cfg(feature = "etcd")]
     #[test]
     fn etcd_is_the_registry_if_none_is_named() {
-        use flannel_subnet::EtcdOptions;
+        use flannel_subnet_etcd::EtcdOptions;
 
         let options = parse(&[], &[]).unwrap();
         assert_eq!(options.registry.to_string(), "etcd");

@@ -9,8 +9,7 @@ use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
 use clap::CommandFactory;
-use flannel_core::{Damage, ObjectKind, Revision, Status, StoreStatus};
-use flannel_subnet::Ownership;
+use flannel_core::{Damage, ObjectKind, Ownership, Revision, Status, StoreStatus};
 use serde_json::Value;
 
 use crate::metrics::metrics;
@@ -141,7 +140,8 @@ async fn exported() -> BTreeSet<String> {
     let observer = Observer::default();
     let _guard = observer.running(network(status).await.1);
     let mut snapshot = observer.snapshot();
-    snapshot.ownership = Ownership::For(Duration::from_secs(3600));
+    let until = Some(snapshot.time + Duration::from_secs(3600));
+    snapshot.ownership = Ownership::Held { until };
     snapshot.store = Some(StoreStatus {
         confirmed: Some((Revision(1), SystemTime::now())),
         ..StoreStatus::default()

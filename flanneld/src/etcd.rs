@@ -5,7 +5,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use flannel_subnet::{EtcdOptions, EtcdOptionsError};
+use flannel_subnet_etcd::{EtcdOptions, EtcdOptionsError};
 
 /// Where etcd is and how to speak to it. `Debug` does not show the password.
 #[derive(Clone, clap::Args)]

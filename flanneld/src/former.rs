@@ -5,7 +5,6 @@
 //! network that runs.
 
 use std::convert::Infallible;
-use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -123,10 +122,7 @@ impl Former {
 
     /// Nothing if there is no record yet.
     fn text(&self) -> io::Result<String> {
-        match fs::read(&self.record) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(String::new()),
-            text => Ok(String::from_utf8_lossy(&text?).into_owned()),
-        }
+        Ok(state::read(&self.record)?.unwrap_or_default())
     }
 }
 

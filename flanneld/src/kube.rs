@@ -4,17 +4,12 @@
 //! that it is wrong.
 
 #[cfg(feature = "kube")]
-mod condition;
-#[cfg(feature = "kube")]
 mod store;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 
 use crate::go_flags::go_bool;
-
-#[cfg(feature = "kube")]
-pub(crate) use store::KubeStore;
 
 /// What is needed to know of Kubernetes.
 #[derive(Debug, Clone, clap::Args)]

@@ -28,6 +28,7 @@ mod observe;
 mod predecessor;
 mod preflight;
 mod problems;
+mod readiness;
 mod registry;
 mod report;
 mod run;

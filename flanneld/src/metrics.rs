@@ -8,7 +8,6 @@ use std::fmt::{Display, Write};
 use std::time::{Duration, SystemTime};
 
 use flannel_core::{Damage, Disbelief, Histogram, StoreStatus};
-use flannel_subnet::Ownership;
 
 use crate::firewall::Rulebook;
 use crate::observe::{NetworkSnapshot, Snapshot};
@@ -54,9 +53,9 @@ pub(crate) fn metrics(snapshot: &Snapshot) -> String {
 }
 
 fn own_lease(page: &mut Page, snapshot: &Snapshot) {
-    let held = matches!(snapshot.ownership, Ownership::Reserved | Ownership::For(_));
+    let held = snapshot.ownership.is_held();
     page.gauge("flannel_lease_held", "1 if this node holds its lease", u8::from(held));
-    if let Ownership::For(left) = snapshot.ownership {
+    if let Some(left) = snapshot.ownership.remaining(snapshot.time) {
         page.gauge(
             "flannel_lease_remaining_seconds",
             "How much longer this node's lease is its own unless renewed; absent for a reservation",
@@ -319,7 +318,7 @@ mod tests {
     use super::*;
     use crate::observe::Observer;
     use crate::observe::tests::network;
-    use flannel_core::{KernelError, ObjectKind, Revision, Status};
+    use flannel_core::{KernelError, ObjectKind, Ownership, Revision, Status};
     use prometheus_parse::{Scrape, Value};
 
     fn scrape(text: &str) -> Scrape {
@@ -340,7 +339,8 @@ mod tests {
         let _guard = observer.running(network(status).await.1);
         observer.subnet_file_written();
         let mut snapshot = observer.snapshot();
-        snapshot.ownership = Ownership::For(Duration::from_secs(3600));
+        let until = Some(snapshot.time + Duration::from_secs(3600));
+        snapshot.ownership = Ownership::Held { until };
         let text = metrics(&snapshot);
         let scraped = scrape(&text);
         let value = |name: &str, labels: &[(&str, &str)]| {

@@ -213,7 +213,7 @@ mod tests {
         (status.in_sync, status.live) = (true, true);
         let (sender, rules) = tokio::sync::watch::channel(crate::firewall::Rulebook::Unwanted);
         let (subnets, mut running) = network(status).await;
-        observer.opened(crate::registry::Store::of_others(std::sync::Arc::new(subnets)));
+        observer.opened(std::sync::Arc::new(subnets));
         running.rulebook = rules;
         let _guard = observer.running(running);
         observer.subnet_file_written();

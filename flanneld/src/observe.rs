@@ -11,18 +11,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use flannel_core::{
-    Config, Dual, Error as CoreError, ExternalInterface, Kernel, NetworkHandle, Status,
-    StoreStatus, Subnets, View, Waiting,
+    Config, Dual, Error as CoreError, ExternalInterface, Kernel, NetworkHandle, Ownership, Status,
+    StoreStatus, SubnetManager, Subnets, View, Waiting,
 };
 use flannel_firewall::LegacyMemory;
-use flannel_subnet::Ownership;
 use tokio::sync::watch;
 
 use crate::backends;
 use crate::firewall::Rulebook;
 use crate::hints;
 use crate::preflight::{self, Look};
-use crate::registry::Store;
 use crate::sounding::Place;
 
 /// Sets another log filter, or says why not; `None`: the one given at the start.
@@ -53,7 +51,7 @@ struct Shared {
 
 #[derive(Default)]
 struct Known {
-    store: Option<Store>,
+    store: Option<Arc<dyn SubnetManager>>,
     /// What the daemon waits for before it can build the next network; while one runs, only what keeps it from asking for a lease.
     waits_for: Option<String>,
     running: Option<Arc<Running>>,
@@ -121,8 +119,6 @@ pub(crate) struct Snapshot {
     /// `None` before the registry was opened.
     pub(crate) store: Option<StoreStatus>,
     pub(crate) ownership: Ownership,
-    /// Why the lease is lost, where the store tells.
-    pub(crate) lost: Option<String>,
     pub(crate) networks: u64,
     pub(crate) subnet_file: bool,
     pub(crate) waiting_config: Option<Config>,
@@ -172,7 +168,7 @@ impl Observer {
     }
 
     /// The registry was opened.
-    pub(crate) fn opened(&self, store: Store) {
+    pub(crate) fn opened(&self, store: Arc<dyn SubnetManager>) {
         self.note(|known| known.store = Some(store));
     }
 
@@ -263,9 +259,11 @@ impl Observer {
             time: SystemTime::now(),
             started: self.0.started,
             waits_for: known.waits_for.clone(),
-            store: known.store.as_ref().map(|store| store.subnets.store_status()),
-            ownership: known.store.as_ref().map_or(Ownership::Nothing, Store::ownership),
-            lost: known.store.as_ref().and_then(Store::lost),
+            store: known.store.as_ref().map(|store| store.store_status()),
+            ownership: known
+                .store
+                .as_ref()
+                .map_or(Ownership::NotAcquired, |store| store.ownership().borrow().clone()),
             networks: known.networks,
             subnet_file: known.subnet_file,
             waiting_config: known.waiting_config.clone(),
@@ -316,7 +314,7 @@ impl Observer {
     /// [forgotten](Self::forget).
     pub(crate) async fn look(&self, network: &NetworkSnapshot) -> Look {
         let mut look = preflight::of_running(network, &self.0.legacy).await;
-        let store = self.known().store.as_ref().map(|store| store.subnets.store_status().store);
+        let store = self.known().store.as_ref().map(|store| store.store_status().store);
         hints::say(&mut look.findings, store.as_deref());
         look
     }
@@ -359,7 +357,7 @@ impl Observer {
         let _ = self.set_log(None);
         let (subnets, used) = {
             let known = self.known();
-            let subnets = known.store.as_ref().map(|store| Arc::clone(&store.subnets));
+            let subnets = known.store.clone();
             (subnets, known.running.as_ref().map(|running| running.config.clone()))
         };
         let Some(subnets) = subnets else { return "the registry is not open yet".to_owned() };
@@ -426,7 +424,6 @@ impl Drop for RunningGuard<'_> {
 pub(crate) mod tests {
     use super::*;
 
-    use flannel_core::SubnetManager;
     use flannel_core::testing::{FakeKernel, FakeSubnets};
     use flannel_route::{Host, JoinOptions};
 

@@ -6,7 +6,6 @@
 use std::cell::Cell;
 use std::convert::Infallible;
 use std::fs;
-use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -38,12 +37,16 @@ impl Predecessor {
     /// What was recorded cannot be read.
     pub(crate) fn find(subnet_file: &Path, state_dir: &Path) -> Result<Self, Error> {
         let (subnet_file, record) = (subnet_file.to_owned(), state_dir.join("subnet-file"));
-        let ours = match fs::read_to_string(&record) {
-            Ok(text) => Some(text),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        let there = identity(&subnet_file);
+        let ours = match state::read(&record) {
+            Ok(text) => text,
+            // A newer build of ours ran here last, and not Go flannel.
+            Err(error) if state::is_newer(&error) => {
+                tracing::warn!("{}: {error}", record.display());
+                there.clone()
+            }
             Err(error) => return Err(Error::File { path: record, reason: error.to_string() }),
         };
-        let there = identity(&subnet_file);
         let left_routes = Arc::new(AtomicBool::new(there.is_some() && there != ours));
         Ok(Self { subnet_file, record, left_routes })
     }

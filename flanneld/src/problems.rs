@@ -5,8 +5,7 @@ use std::fmt::Display;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use flannel_core::{Disbelief, Key, Lease, StoreStatus, Subnets};
-use flannel_subnet::Ownership;
+use flannel_core::{Disbelief, Key, Lease, Loss, Ownership, StoreStatus, Subnets};
 use serde::{Deserialize, Serialize};
 
 use crate::firewall::Rulebook;
@@ -126,7 +125,7 @@ pub(crate) fn line(snapshot: &Snapshot) -> String {
 
 fn of_lease(network: &NetworkSnapshot, snapshot: &Snapshot) -> Option<Problem> {
     let lease = network.running.handle.lease.subnets;
-    if let Some(why) = &snapshot.lost {
+    if let Ownership::Lost { why: Loss::Withdrawn(why), .. } = &snapshot.ownership {
         return Some(Problem::error(format!("this node does not hold its lease {lease}: {why}")));
     }
     if let Some(why) = snapshot.waits_for.as_ref().filter(|_| network.running.lapsed) {
@@ -137,17 +136,17 @@ fn of_lease(network: &NetworkSnapshot, snapshot: &Snapshot) -> Option<Problem> {
         );
     }
     // Ages count on, and are no part of the text, which is what systemd and the log tell again when it changes.
-    let (reason, age) = match snapshot.ownership {
+    let (reason, age) = match &snapshot.ownership {
         _ if network.running.lapsed => ("it ran out, and the store does not answer", String::new()),
-        Ownership::Reserved | Ownership::For(_) => return None,
-        Ownership::Nothing => ("the store gave it to nobody, or to another", String::new()),
-        Ownership::Lapsed(since) => {
-            let ago = snapshot.time.duration_since(since).unwrap_or_default().as_secs();
+        Ownership::Held { .. } => return None,
+        Ownership::Lost { since, why: Loss::Unconfirmed } => {
+            let ago = snapshot.time.duration_since(*since).unwrap_or_default().as_secs();
             (
                 "it ran out, and the store did not confirm a renewal",
                 format!("it ran out {ago} s ago; "),
             )
         }
+        _ => ("the store gave it to nobody, or to another", String::new()),
     };
     let text = format!("this node does not hold its lease {lease}: {reason}");
     let mend =
@@ -355,7 +354,7 @@ mod tests {
         observer.subnet_file_written();
         let seen = || {
             let mut snapshot = observer.snapshot();
-            snapshot.ownership = Ownership::Reserved;
+            snapshot.ownership = Ownership::Held { until: None };
             let metrics = crate::metrics::metrics(&snapshot);
             let told = problems(&snapshot)
                 .into_iter()
@@ -454,7 +453,8 @@ mod tests {
         );
         observer.subnet_file_written();
         let mut snapshot = observer.snapshot();
-        snapshot.ownership = Ownership::For(std::time::Duration::from_secs(60));
+        let until = Some(snapshot.time + std::time::Duration::from_secs(60));
+        snapshot.ownership = Ownership::Held { until };
         assert_eq!(texts(&snapshot), [""; 0]);
         assert_eq!(line(&snapshot), "ready: 10.1.1.0-24, 0 peers");
         snapshot.store = Some(StoreStatus {
@@ -468,7 +468,8 @@ mod tests {
         assert_eq!(hint(&snapshot), LOG);
         snapshot.store.as_mut().unwrap().store = "kube:https://10.96.0.1:443".into();
         assert!(hint(&snapshot).starts_with("kubectl -n kube-flannel logs"));
-        snapshot.ownership = Ownership::Lapsed(snapshot.time - std::time::Duration::from_secs(7));
+        let since = snapshot.time - std::time::Duration::from_secs(7);
+        snapshot.ownership = Ownership::Lost { since, why: Loss::Unconfirmed };
         assert_eq!(
             texts(&snapshot),
             [

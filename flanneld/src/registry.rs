@@ -1,6 +1,5 @@
 //! Which store leases are kept in, as the command line names it.
 
-use std::convert::Infallible;
 use std::fmt;
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -10,17 +9,13 @@ use std::time::Duration;
 
 use flannel_core::{SubnetManager, Subnets};
 use flannel_subnet::{
-    Assign, AssignedManager, DirLocation, DirRegistry, Identity, LocalManager, Mark, Ownership,
-    Registry,
+    Assign, AssignedManager, DirLocation, DirRegistry, HolderId, Identity, LocalManager, Registry,
 };
 #[cfg(feature = "etcd")]
-use flannel_subnet::{EtcdOptions, EtcdRegistry};
+use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 
 use crate::cli::Options;
 use crate::error::Error;
-#[cfg(feature = "kube")]
-use crate::kube::KubeStore;
-use crate::observe::Observer;
 
 /// A store of leases, as named on the command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,9 +57,9 @@ impl fmt::Display for RegistryUrl {
     }
 }
 
-/// How this node is told from others.
+/// What distinguishes this node from others.
 pub(crate) struct Node {
-    pub(crate) mark: Mark,
+    pub(crate) holder: HolderId,
     pub(crate) previous: Option<Subnets>,
     pub(crate) addresses: Vec<IpAddr>,
     pub(crate) renew_margin: Duration,
@@ -74,89 +69,13 @@ pub(crate) struct Node {
     pub(crate) cache: PathBuf,
 }
 
-/// An open store of leases.
-#[derive(Debug, Clone)]
-pub(crate) struct Store {
-    pub(crate) subnets: Arc<dyn SubnetManager>,
-    owner: Owner,
-}
-
-/// Who keeps this node's lease.
-#[derive(Debug, Clone)]
-enum Owner {
-    /// The lease engine.
-    Local(Arc<LocalManager>),
-    /// Whoever writes the leases beforehand.
-    Others,
+/// Opens the store that the options name.
+pub(crate) async fn open(options: &Options, node: Node) -> Result<Arc<dyn SubnetManager>, Error> {
     #[cfg(feature = "kube")]
-    Kube(KubeStore),
-}
-
-impl Store {
-    /// Leases that others write.
-    #[cfg(test)]
-    pub(crate) fn of_others(subnets: Arc<dyn SubnetManager>) -> Self {
-        Self { subnets, owner: Owner::Others }
+    if options.kube.kube_subnet_mgr {
+        return Ok(Arc::new(options.kube.open().await?));
     }
-
-    /// Opens the store that the options name.
-    pub(crate) async fn open(options: &Options, node: Node) -> Result<Self, Error> {
-        #[cfg(feature = "kube")]
-        if options.kube.kube_subnet_mgr {
-            let store = KubeStore::open(&options.kube).await?;
-            return Ok(Self { subnets: store.subnets(), owner: Owner::Kube(store) });
-        }
-        options.registry.open(node).await
-    }
-
-    /// Whether the subnet is this node's. A lease that others wrote is, as long as the network runs.
-    pub(crate) fn ownership(&self) -> Ownership {
-        match &self.owner {
-            Owner::Local(local) => local.ownership(),
-            Owner::Others => Ownership::Reserved,
-            #[cfg(feature = "kube")]
-            Owner::Kube(store) => match store.lost() {
-                Some(_) => Ownership::Nothing,
-                None => Ownership::Reserved,
-            },
-        }
-    }
-
-    /// Why it is not, where the store tells more than [`Store::ownership`].
-    pub(crate) fn lost(&self) -> Option<String> {
-        match &self.owner {
-            Owner::Local(_) | Owner::Others => None,
-            #[cfg(feature = "kube")]
-            Owner::Kube(store) => store.lost(),
-        }
-    }
-
-    /// Before the first lease is taken: tells the store whether anything of this node's network `stands`, if it wants to know.
-    ///
-    /// # Errors
-    /// The store cannot be told.
-    pub(crate) async fn begin(&self, stands: impl Future<Output = bool>) -> Result<(), Error> {
-        match &self.owner {
-            Owner::Local(_) | Owner::Others => {
-                drop(stands);
-                Ok(())
-            }
-            #[cfg(feature = "kube")]
-            Owner::Kube(store) => store.begin(stands).await,
-        }
-    }
-
-    /// Tells the store how this node's network is, if it wants to know.
-    pub(crate) async fn tell(&self, observer: &Observer) -> Infallible {
-        match &self.owner {
-            Owner::Local(_) | Owner::Others => {
-                let _ = observer;
-                std::future::pending().await
-            }
-            #[cfg(feature = "kube")]
-            Owner::Kube(store) => store.tell(observer).await,
-        }
-    }
+    options.registry.open(node).await
 }
 
 impl RegistryUrl {
@@ -180,19 +99,20 @@ impl RegistryUrl {
     }
 
     /// Opens the store.
-    async fn open(&self, node: Node) -> Result<Store, Error> {
+    async fn open(&self, node: Node) -> Result<Arc<dyn SubnetManager>, Error> {
         #[cfg(feature = "etcd")]
         let registry = self.open_registry(node.etcd).await?;
         #[cfg(not(feature = "etcd"))]
         let registry = self.open_registry().await?;
         if matches!(self, Self::Dir(location) if location.options.assign == Assign::Static) {
-            let subnets = Arc::new(AssignedManager::new(registry, node.addresses));
-            return Ok(Store { subnets, owner: Owner::Others });
+            return Ok(Arc::new(AssignedManager::new(registry, node.addresses)));
         }
-        let identity =
-            Identity { mark: node.mark, previous: node.previous, local_addresses: node.addresses };
+        let identity = Identity {
+            holder: node.holder,
+            previous: node.previous,
+            local_addresses: node.addresses,
+        };
         let manager = LocalManager::new(registry, identity).with_renew_margin(node.renew_margin);
-        let local = Arc::new(manager.with_cache(node.cache));
-        Ok(Store { subnets: Arc::clone(&local) as _, owner: Owner::Local(local) })
+        Ok(Arc::new(manager.with_cache(node.cache)))
     }
 }

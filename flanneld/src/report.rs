@@ -9,8 +9,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::time::{Duration, SystemTime};
 
-use flannel_core::{Family, Key, LinkName, Status, StoreStatus, Subnet, Subnets};
-use flannel_subnet::Ownership;
+use flannel_core::{Family, Key, LinkName, Loss, Ownership, Status, StoreStatus, Subnet, Subnets};
 use serde::{Deserialize, Serialize};
 
 use crate::backends;
@@ -266,7 +265,7 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
         backend: running.backend.to_owned(),
         mtu: running.handle.mtu,
         networks: texts(running.config.pod_networks()),
-        lease: own_lease(own, running.lapsed, snapshot.ownership),
+        lease: own_lease(own, running.lapsed, snapshot),
         interface: InterfaceReport {
             name: running.iface.name.to_string(),
             mtu: running.iface.mtu,
@@ -301,13 +300,14 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
     }
 }
 
-fn own_lease(own: Subnets, lapsed: bool, ownership: Ownership) -> OwnLease {
-    let (word, remaining) = match ownership {
-        _ if lapsed => ("lapsed", None),
-        Ownership::Nothing => ("none", None),
-        Ownership::Reserved => ("reserved", None),
-        Ownership::For(left) => ("held", Some(rounded(left))),
-        Ownership::Lapsed(_) => ("lapsed", None),
+fn own_lease(own: Subnets, lapsed: bool, snapshot: &Snapshot) -> OwnLease {
+    let remaining = snapshot.ownership.remaining(snapshot.time).filter(|_| !lapsed).map(rounded);
+    let word = match &snapshot.ownership {
+        _ if lapsed => "lapsed",
+        Ownership::Held { until: Some(_) } => "held",
+        Ownership::Held { until: None } => "reserved",
+        Ownership::Lost { why: Loss::Unconfirmed, .. } => "lapsed",
+        _ => "none",
     };
     OwnLease {
         key: own.to_string(),

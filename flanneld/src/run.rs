@@ -14,8 +14,8 @@ use flannel_core::{
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_route::{Host, JoinOptions};
-use flannel_subnet::{Mark, SubnetEnv, SubnetEnvError};
-use tokio::sync::watch;
+use flannel_subnet::{HolderId, SubnetEnv, SubnetEnvError};
+use tokio::sync::{OnceCell, watch};
 
 use crate::backends;
 use crate::changed_config;
@@ -29,7 +29,8 @@ use crate::log::log_status;
 use crate::observe::{Observer, Running};
 use crate::predecessor::Predecessor;
 use crate::preflight::Finding;
-use crate::registry::{Node, Store};
+use crate::readiness;
+use crate::registry::{self, Node};
 use crate::site::Site;
 use crate::sounding::respond;
 use crate::state;
@@ -72,10 +73,10 @@ pub(crate) async fn run_observed(
 /// One network after the other.
 async fn run_networks(options: &Options, observer: &Observer) -> Result<Infallible, Error> {
     let kernel = Arc::new(open_kernel(options)?);
-    let mark = state::mark(&options.state_dir)?;
+    let holder = state::holder_id(&options.state_dir)?;
     let predecessor = Predecessor::find(&options.subnet_file, &options.state_dir)?;
     let node = Node {
-        mark,
+        holder,
         previous: previous_subnets(options),
         addresses: addresses(&kernel, options)?,
         renew_margin: options.renew_margin(),
@@ -83,11 +84,11 @@ async fn run_networks(options: &Options, observer: &Observer) -> Result<Infallib
         etcd: options.etcd.options(),
         cache: options.state_dir.join("leases"),
     };
-    let store = Store::open(options, node).await?;
-    observer.opened(store.clone());
+    let subnets = registry::open(options, node).await?;
+    observer.opened(Arc::clone(&subnets));
     tokio::select! {
-        ended = follow_store(options, &kernel, &store, (mark, &predecessor), observer) => ended,
-        never = store.tell(observer) => match never {},
+        ended = follow_store(options, &kernel, &subnets, (holder, &predecessor), observer) => ended,
+        never = readiness::publish(&*subnets, observer) => match never {},
     }
 }
 
@@ -95,11 +96,12 @@ async fn run_networks(options: &Options, observer: &Observer) -> Result<Infallib
 async fn follow_store(
     options: &Options,
     kernel: &Arc<NetlinkKernel>,
-    store: &Store,
-    (mark, predecessor): (Mark, &Predecessor),
+    subnets: &Arc<dyn SubnetManager>,
+    (holder, predecessor): (HolderId, &Predecessor),
     observer: &Observer,
 ) -> Result<Infallible, Error> {
-    let subnets = &*store.subnets;
+    // Published before the first lease is asked for.
+    let announced = OnceCell::new();
     // The lease of the last network, which lasts until the next one has it.
     let mut held: Option<Lease> = None;
     let mut has_run = false;
@@ -107,7 +109,9 @@ async fn follow_store(
     let mut last: Option<(Config, ExternalInterface)> = None;
     loop {
         let start = async || {
-            let started = start(options, kernel, store, state::identity(mark), last.as_ref()).await;
+            let started =
+                start(options, kernel, subnets, &announced, state::identity(holder), last.as_ref())
+                    .await;
             started.inspect_err(|error| observer.waits_for(error.to_string()))
         };
         let build = async {
@@ -115,13 +119,13 @@ async fn follow_store(
                 tokio::time::sleep(REBUILD_PAUSE).await;
             }
             let patience = Patience { has_run, refusals_pass: options.kube.kube_subnet_mgr };
-            patiently(subnets, patience, start).await
+            patiently(&**subnets, patience, start).await
         };
-        let ready = holding(subnets, held.as_ref(), build).await?;
+        let ready = holding(&**subnets, held.as_ref(), build).await?;
         has_run = true;
         last = Some((ready.config.clone(), ready.chosen.iface.clone()));
         held = (!ready.lapsed).then(|| ready.network.handle().lease);
-        let reason = run_network(options, subnets, ready, predecessor, observer).await?;
+        let reason = run_network(options, &**subnets, ready, predecessor, observer).await?;
         tracing::info!("building the network anew: {reason}");
     }
 }
@@ -175,19 +179,23 @@ impl Ready {
 async fn start(
     options: &Options,
     kernel: &Arc<NetlinkKernel>,
-    store: &Store,
+    subnets: &Arc<dyn SubnetManager>,
+    announced: &OnceCell<()>,
     identity: String,
     last: Option<&(Config, ExternalInterface)>,
 ) -> Result<Ready, Error> {
     let (last, used) = last.map(|(config, iface)| (config, iface.clone())).unzip();
-    let subnets = &store.subnets;
     let stored = stored(&**subnets, last).await?;
     let cached = subnets.store_status().confirmed.is_none();
     let hints = subnets.hints().await?;
     let views = subnets.watch_leases().await?;
     // Before anything that may end this start, and the next one, and the next.
-    store
-        .begin(stands(Arc::clone(kernel) as Arc<dyn Kernel>, backends::footprint(&stored)))
+    announced
+        .get_or_try_init(|| {
+            let in_place =
+                in_place(Arc::clone(kernel) as Arc<dyn Kernel>, backends::footprint(&stored));
+            readiness::announce(&**subnets, in_place)
+        })
         .await?;
     let site = Site::new(kernel, options, &hints, views.clone(), used);
     let (config, chosen) = site.usable(stored, last).await?;
@@ -233,7 +241,7 @@ async fn stored(subnets: &dyn SubnetManager, last: Option<&Config>) -> Result<Co
 }
 
 /// Whether anything of an earlier run's network is in the kernel. After a boot nothing is.
-async fn stands(kernel: Arc<dyn Kernel>, owned: Owned) -> bool {
+async fn in_place(kernel: Arc<dyn Kernel>, owned: Owned) -> bool {
     let look = move || {
         // Whoever puts nothing there lacks nothing. A kernel that cannot be read has not been looked at.
         owned == Owned::default() || !kernel.snapshot(&owned).is_ok_and(|there| there.is_empty())
@@ -436,23 +444,23 @@ mod tests {
     use tokio::time::Instant;
 
     #[tokio::test]
-    async fn what_cannot_be_looked_at_stands() {
+    async fn what_cannot_be_looked_at_counts_as_in_place() {
         let owned = |text: &str| backends::footprint(&Config::parse(text).unwrap());
         let vxlan = owned(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#);
         let kernel = FakeKernel::with_uplink("eth0");
-        assert!(!stands(Arc::new(kernel.clone()), vxlan.clone()).await);
+        assert!(!in_place(Arc::new(kernel.clone()), vxlan.clone()).await);
         kernel.fail(1, 105, |call| call.operation == Operation::Snapshot);
-        assert!(stands(Arc::new(kernel.clone()), vxlan).await);
+        assert!(in_place(Arc::new(kernel.clone()), vxlan).await);
         // Nobody puts anything there, or nobody knows what.
         assert!(
-            stands(
+            in_place(
                 Arc::new(kernel.clone()),
                 owned(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"alloc"}}"#)
             )
             .await
         );
         assert!(
-            !stands(
+            !in_place(
                 Arc::new(kernel),
                 owned(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vlxan"}}"#)
             )

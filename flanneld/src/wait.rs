@@ -287,6 +287,10 @@ mod tests {
             self.0.watch_leases().await
         }
 
+        fn ownership(&self) -> tokio::sync::watch::Receiver<flannel_core::Ownership> {
+            self.0.ownership()
+        }
+
         fn store_status(&self) -> flannel_core::StoreStatus {
             let last_error = Some(("no".to_owned(), std::time::SystemTime::now()));
             flannel_core::StoreStatus { last_error, ..self.0.store_status() }

@@ -10,7 +10,7 @@ use flannel_core::{
 };
 use flannel_netlink::{NetlinkKernel, iface::Selectors};
 use flannel_route::{Host, JoinOptions};
-use flannel_subnet::{Identity, LocalManager, Mark, MemoryRegistry, Registry};
+use flannel_subnet::{HolderId, Identity, LocalManager, MemoryRegistry, Registry};
 
 /// `{"Type": "hub", "Router": "192.0.2.254"}`.
 #[derive(Debug)]
@@ -69,7 +69,7 @@ fn main() -> anyhow::Result<()> {
         let peer = LeaseAttrs { backend_type: "hub".into(), ..LeaseAttrs::default() };
         registry.create(&"10.1.7.0-24".parse()?, &peer, None).await?;
         let identity =
-            Identity { mark: Mark::random(), previous: None, local_addresses: Vec::new() };
+            Identity { holder: HolderId::random(), previous: None, local_addresses: Vec::new() };
         let subnets = Arc::new(LocalManager::new(registry, identity));
         let kernel = Arc::new(NetlinkKernel::open()?);
         let iface = kernel.external_interface(

@@ -6,7 +6,7 @@ use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::{Family, LeaseAttrs, SubnetManager};
 use flannel_netlink::{NetlinkKernel, iface::Selectors};
 use flannel_route::{Host, JoinOptions};
-use flannel_subnet::{DirOptions, DirRegistry, Identity, LocalManager, Mark, Registry};
+use flannel_subnet::{DirOptions, DirRegistry, HolderId, Identity, LocalManager, Registry};
 
 fn main() -> anyhow::Result<()> {
     examples::in_sandbox(embed)
@@ -22,7 +22,8 @@ async fn embed() -> anyhow::Result<()> {
     let peer = r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:07"}}"#;
     registry.create(&"10.1.7.0-24".parse()?, &LeaseAttrs::from_json(peer)?, None).await?;
 
-    let identity = Identity { mark: Mark::random(), previous: None, local_addresses: Vec::new() };
+    let identity =
+        Identity { holder: HolderId::random(), previous: None, local_addresses: Vec::new() };
     let subnets: Arc<dyn SubnetManager> = Arc::new(LocalManager::new(registry, identity));
     let kernel = Arc::new(NetlinkKernel::open()?);
     let selectors = Selectors { iface: vec!["eth0".into()], ..Selectors::default() };

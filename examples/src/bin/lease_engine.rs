@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use flannel_core::{LeaseAttrs, Origin, SubnetManager};
-use flannel_subnet::{DirOptions, DirRegistry, Identity, LocalManager, Mark};
+use flannel_subnet::{DirOptions, DirRegistry, HolderId, Identity, LocalManager};
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> anyhow::Result<()> {
@@ -13,7 +13,7 @@ async fn main() -> anyhow::Result<()> {
     for address in ["192.0.2.1", "192.0.2.2"] {
         let registry = Arc::new(DirRegistry::open(dir.path(), DirOptions::default()).await?);
         let identity =
-            Identity { mark: Mark::random(), previous: None, local_addresses: Vec::new() };
+            Identity { holder: HolderId::random(), previous: None, local_addresses: Vec::new() };
         let node = LocalManager::new(registry, identity);
         let public = [address.parse::<std::net::IpAddr>()?].into_iter().collect();
         let lease = node.acquire_lease(&LeaseAttrs { public, ..LeaseAttrs::default() }).await?;

@@ -2,6 +2,7 @@
 
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
 
 use async_trait::async_trait;
 use tokio::sync::watch;
@@ -10,7 +11,7 @@ use crate::address::{Dual, Subnet};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::lease::{Lease, LeaseAttrs, LeaseSet, Origin, Revision, Subnets, View};
-use crate::subnet::{Hints, LeaseEnd, StoreStatus, SubnetManager};
+use crate::subnet::{Hints, LeaseEnd, Loss, Ownership, Readiness, StoreStatus, SubnetManager};
 
 /// A subnet manager whose leases a test writes; `acquire_lease` gives the first subnet to this node.
 ///
@@ -25,6 +26,9 @@ struct Inner {
     revision: u64,
     views: watch::Sender<View>,
     ends: watch::Sender<Option<LeaseEnd>>,
+    ownership: watch::Sender<Ownership>,
+    publishes_readiness: bool,
+    reports: Vec<Readiness>,
 }
 
 impl FakeSubnets {
@@ -43,6 +47,9 @@ impl FakeSubnets {
             revision: 1,
             views: watch::channel(view).0,
             ends: watch::channel(None).0,
+            ownership: watch::channel(Ownership::NotAcquired).0,
+            publishes_readiness: false,
+            reports: Vec::new(),
         })))
     }
 
@@ -88,7 +95,24 @@ impl FakeSubnets {
 
     /// Ends every lease that is held.
     pub fn end_leases(&self, end: LeaseEnd) {
+        let why = Loss::Ended(end.clone());
+        self.set_ownership(Ownership::Lost { since: SystemTime::now(), why });
         self.lock().ends.send_replace(Some(end));
+    }
+
+    /// Sets what [`SubnetManager::ownership`] shows, until a lease is acquired or ended.
+    pub fn set_ownership(&self, ownership: Ownership) {
+        self.lock().ownership.send_replace(ownership);
+    }
+
+    /// Sets what [`SubnetManager::publishes_readiness`] answers.
+    pub fn set_publishes_readiness(&self, publishes: bool) {
+        self.lock().publishes_readiness = publishes;
+    }
+
+    /// What was reported so far.
+    pub fn reports(&self) -> Vec<Readiness> {
+        self.lock().reports.clone()
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -131,6 +155,7 @@ impl SubnetManager for FakeSubnets {
         let subnets = Subnets::new(networks.values().copied());
         let subnets =
             subnets.expect("a checked config enables a family, and its subnets fit into a key");
+        self.set_ownership(Ownership::Held { until: None });
         Ok(self.lock().write(subnets, attrs.clone()))
     }
 
@@ -151,6 +176,19 @@ impl SubnetManager for FakeSubnets {
 
     async fn watch_leases(&self) -> Result<watch::Receiver<View>> {
         Ok(self.lock().views.subscribe())
+    }
+
+    fn ownership(&self) -> watch::Receiver<Ownership> {
+        self.lock().ownership.subscribe()
+    }
+
+    fn publishes_readiness(&self) -> bool {
+        self.lock().publishes_readiness
+    }
+
+    async fn report(&self, readiness: &Readiness) -> Result<()> {
+        self.lock().reports.push(readiness.clone());
+        Ok(())
     }
 
     fn store_status(&self) -> StoreStatus {

@@ -1,4 +1,4 @@
-//! What the test server knows: nodes as JSON text, and the events that a watch is told.
+//! What the test server knows: nodes as JSON text, and the events that a watch receives.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -84,17 +84,17 @@ impl Store {
 
     fn write(&mut self, name: &str, text: &str, kind: &str) -> u64 {
         Arc::make_mut(&mut self.nodes).insert(name.to_owned(), text.into());
-        self.tell(kind, text)
+        self.emit(kind, text)
     }
 
     pub(crate) fn delete(&mut self, name: &str) -> u64 {
         let Some(mut node) = self.node(name) else { return self.version };
         node["metadata"]["resourceVersion"] = json!((self.version + 1).to_string());
         Arc::make_mut(&mut self.nodes).remove(name);
-        self.tell("DELETED", &node.to_string())
+        self.emit("DELETED", &node.to_string())
     }
 
-    fn tell(&mut self, kind: &str, text: &str) -> u64 {
+    fn emit(&mut self, kind: &str, text: &str) -> u64 {
         self.version += 1;
         let line = format!("{{\"type\":\"{kind}\",\"object\":{text}}}\n");
         self.events.push_back((self.version, line.into()));

@@ -11,7 +11,7 @@ use rcgen::{
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 
-use crate::ground::{Ground, V4, blank, until, vxlan, wait};
+use crate::fixture::{Fixture, V4, blank, until, vxlan, wait};
 
 /// A CA for clients.
 struct Authority(CertifiedIssuer<'static, KeyPair>);
@@ -42,11 +42,11 @@ fn server(clients: &Authority) -> (ApiServer, String) {
 }
 
 /// A manager by a kubeconfig with this user.
-async fn manager(ground: &Ground, server: &ApiServer, ca: &str, user: &str) -> KubeManager {
-    manager_at(ground, &server.url(), ca, user).await
+async fn manager(fixture: &Fixture, server: &ApiServer, ca: &str, user: &str) -> KubeManager {
+    manager_at(fixture, &server.url(), ca, user).await
 }
 
-async fn manager_at(ground: &Ground, url: &str, ca: &str, user: &str) -> KubeManager {
+async fn manager_at(fixture: &Fixture, url: &str, ca: &str, user: &str) -> KubeManager {
     let text = format!(
         "current-context: c\nclusters: [{{name: c, cluster: {{server: \"{}\", certificate-authority-data: {}, certificate-authority: '', proxy-url: '', \
          tls-server-name: ''}}}}]\n\
@@ -54,9 +54,9 @@ async fn manager_at(ground: &Ground, url: &str, ca: &str, user: &str) -> KubeMan
         url,
         STANDARD.encode(ca)
     );
-    let kubeconfig = ground.dir.path().join("kubeconfig");
+    let kubeconfig = fixture.dir.path().join("kubeconfig");
     std::fs::write(&kubeconfig, text).unwrap();
-    let mut options = ground.options("me");
+    let mut options = fixture.options("me");
     (options.kubeconfig, options.api_url) = (Some(kubeconfig), None);
     KubeManager::open(options).await.unwrap()
 }
@@ -65,18 +65,18 @@ async fn manager_at(ground: &Ground, url: &str, ca: &str, user: &str) -> KubeMan
 const OF_ONE_FILE: &str = "client-certificate: client.pem, client-key: client.pem";
 
 /// Writes a certificate of this CA, and its key, into that file.
-fn write(ground: &Ground, of: &Authority) {
+fn write(fixture: &Fixture, of: &Authority) {
     let (certificate, key) = of.sign();
-    std::fs::write(ground.dir.path().join("client.pem"), certificate + &key).unwrap();
+    std::fs::write(fixture.dir.path().join("client.pem"), certificate + &key).unwrap();
 }
 
 #[tokio::test]
 async fn a_client_certificate_says_who_we_are() {
-    let (ground, clients) = (Ground::new(V4), Authority::new());
+    let (fixture, clients) = (Fixture::new(V4), Authority::new());
     let (server, ca) = server(&clients);
     let (certificate, key) = clients.sign();
     let file = |name: &str, text: &str| {
-        let path = ground.dir.path().join(name);
+        let path = fixture.dir.path().join(name);
         std::fs::write(&path, text).unwrap();
         path.display().to_string()
     };
@@ -92,7 +92,7 @@ async fn a_client_certificate_says_who_we_are() {
     );
     let relative = "client-certificate: client.crt, client-key: ./client.key".to_owned();
     for user in [data, absolute, relative] {
-        let manager = manager(&ground, &server, &ca, &user).await;
+        let manager = manager(&fixture, &server, &ca, &user).await;
         let lease =
             manager.acquire_lease(&vxlan()).await.unwrap_or_else(|error| panic!("{user}: {error}"));
         assert_eq!(lease.subnets.to_string(), "10.1.1.0-24");
@@ -104,7 +104,7 @@ async fn a_client_certificate_says_who_we_are() {
         file("foreign.key", &key)
     );
     for user in ["", &foreign] {
-        let error = manager(&ground, &server, &ca, user).await.hints().await.unwrap_err();
+        let error = manager(&fixture, &server, &ca, user).await.hints().await.unwrap_err();
         assert!(matches!(error, Error::Refused { .. }), "{error:?}");
         let text = error.to_string();
         assert!(text.contains("(401, ") && text.contains("client certificate"), "{text}");
@@ -114,14 +114,14 @@ async fn a_client_certificate_says_who_we_are() {
 /// As the kubelet's do, which flanneld may be given.
 #[tokio::test]
 async fn a_certificate_that_was_replaced_is_read_again() {
-    let (ground, first) = (Ground::new(V4), Authority::new());
+    let (fixture, first) = (Fixture::new(V4), Authority::new());
     let (server, ca) = server(&first);
-    write(&ground, &first);
-    let manager = manager(&ground, &server, &ca, OF_ONE_FILE).await;
+    write(&fixture, &first);
+    let manager = manager(&fixture, &server, &ca, OF_ONE_FILE).await;
     let views = manager.watch_leases().await.unwrap();
     until(|| server.count("watch=") == 1).await;
     let second = Authority::new();
-    write(&ground, &second);
+    write(&fixture, &second);
     server.expect_clients_of(&second.0.pem());
     until(|| server.count("watch=") >= 3).await;
     wait(manager.acquire_lease(&vxlan())).await.unwrap();
@@ -132,11 +132,11 @@ async fn a_certificate_that_was_replaced_is_read_again() {
 /// A proxy before the API server asks in the handshake already.
 #[tokio::test]
 async fn a_certificate_that_the_handshake_refuses_is_read_again() {
-    let (ground, clients) = (Ground::new(V4), Authority::new());
+    let (fixture, clients) = (Fixture::new(V4), Authority::new());
     let (server, ca) = server(&clients);
     server.refuse_by_alert();
-    write(&ground, &Authority::new());
-    let manager = manager(&ground, &server, &ca, OF_ONE_FILE).await;
+    write(&fixture, &Authority::new());
+    let manager = manager(&fixture, &server, &ca, OF_ONE_FILE).await;
     let error = manager.hints().await.unwrap_err();
     assert!(matches!(error, Error::Refused { .. }), "{error:?}");
     let text = error.to_string();
@@ -147,28 +147,28 @@ async fn a_certificate_that_the_handshake_refuses_is_read_again() {
         "{text}"
     );
     assert_eq!(server.count(""), 0, "nobody unknown comes as far as a request");
-    write(&ground, &clients);
+    write(&fixture, &clients);
     wait(manager.acquire_lease(&vxlan())).await.unwrap();
     assert_eq!(manager.store_status().last_error, None);
 }
 
 #[tokio::test]
 async fn none_where_the_handshake_wants_a_client_certificate_is_refused() {
-    let (ground, clients) = (Ground::new(V4), Authority::new());
+    let (fixture, clients) = (Fixture::new(V4), Authority::new());
     let (server, ca) = server(&clients);
     server.refuse_by_alert();
-    let error = manager(&ground, &server, &ca, "").await.hints().await.unwrap_err();
+    let error = manager(&fixture, &server, &ca, "").await.hints().await.unwrap_err();
     assert!(
         matches!(&error, Error::Refused { .. }) && error.to_string().contains("client certificate"),
         "{error:?}"
     );
 }
 
-/// Who ends the handshake says why in a byte. That a certificate is at fault is told only where that is what it says.
+/// Who ends the handshake says why in a byte. That a certificate is at fault is reported only where that is what it says.
 #[tokio::test]
-async fn an_alert_is_told_as_what_it_says() {
-    let (ground, ca) =
-        (Ground::new(V4), rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap());
+async fn an_alert_is_reported_as_what_it_says() {
+    let (fixture, ca) =
+        (Fixture::new(V4), rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap());
     let (ours, terms) =
         ("who we are is not accepted", "breaks off the TLS handshake and blames no certificate");
     for (code, alert, says) in [
@@ -201,7 +201,7 @@ async fn an_alert_is_told_as_what_it_says() {
                 connection.write_all(&[21, 3, 3, 0, 2, 2, code]).await.unwrap();
             }
         };
-        let manager = manager_at(&ground, &url, &ca.cert.pem(), "").await;
+        let manager = manager_at(&fixture, &url, &ca.cert.pem(), "").await;
         let error = tokio::select! {
             hints = wait(manager.hints()) => hints.unwrap_err(),
             () = server => unreachable!(),
@@ -218,19 +218,23 @@ async fn an_alert_is_told_as_what_it_says() {
 /// Whoever makes kubeconfigs from a template has such, and to client-go they are not there.
 #[tokio::test]
 async fn what_is_empty_in_a_kubeconfig_is_not_there() {
-    let (ground, clients) = (Ground::new(V4), Authority::new());
+    let (fixture, clients) = (Fixture::new(V4), Authority::new());
     let (server, ca) = server(&clients);
-    write(&ground, &clients);
+    write(&fixture, &clients);
     let empty = "username: '', as: '', token: '', tokenFile: '', client-certificate-data: '', client-key-data: ''";
-    manager(&ground, &server, &ca, &format!("{OF_ONE_FILE}, {empty}")).await.hints().await.unwrap();
+    manager(&fixture, &server, &ca, &format!("{OF_ONE_FILE}, {empty}"))
+        .await
+        .hints()
+        .await
+        .unwrap();
     let (certificate, key) = clients.sign();
     let data = format!(
         "client-certificate-data: {}, client-key-data: {}, client-certificate: '', client-key: ''",
         STANDARD.encode(certificate),
         STANDARD.encode(key)
     );
-    manager(&ground, &server, &ca, &data).await.hints().await.unwrap();
+    manager(&fixture, &server, &ca, &data).await.hints().await.unwrap();
     let none = "client-certificate: '', client-key: '', tokenFile: ''";
-    let text = manager(&ground, &server, &ca, none).await.hints().await.unwrap_err().to_string();
+    let text = manager(&fixture, &server, &ca, none).await.hints().await.unwrap_err().to_string();
     assert!(text.contains("(401, "), "{text}");
 }

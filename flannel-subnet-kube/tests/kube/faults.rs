@@ -6,55 +6,55 @@ use flannel_core::{Error, SubnetManager};
 use flannel_subnet_kube::KubeManager;
 use flannel_subnet_kube::testing::{Cut, Held};
 
-use crate::ground::{Ground, Logged, V4, leases, peer, until, vxlan};
+use crate::fixture::{Fixture, Logged, V4, leases, peer, until, vxlan};
 
-fn put(ground: &Ground, n: u8) {
+fn put(fixture: &Fixture, n: u8) {
     let cidr = format!("10.1.{n}.0/24");
-    ground
+    fixture
         .server
         .put_node(&format!("n{n}"), peer(&cidr, &format!("192.0.2.{n}"), "0a:00:00:00:00:02"));
 }
 
 /// How many lists were asked for, or pages of them.
-fn lists(ground: &Ground) -> usize {
-    ground.server.count("GET /api/v1/nodes?") - ground.server.count("watch=")
+fn lists(fixture: &Fixture) -> usize {
+    fixture.server.count("GET /api/v1/nodes?") - fixture.server.count("watch=")
 }
 
 #[tokio::test]
 async fn a_watch_that_is_cut_goes_on_where_it_was() {
-    let ground = Ground::new(V4);
-    let (_manager, views) = ground.following().await;
+    let fixture = Fixture::new(V4);
+    let (_manager, views) = fixture.following().await;
     for (n, how) in (2..).zip([Cut::MidEvent, Cut::Clean, Cut::MidEvent, Cut::MidEvent, Cut::Clean])
     {
-        let before = ground.server.count("watch=");
-        put(&ground, n);
+        let before = fixture.server.count("watch=");
+        put(&fixture, n);
         until(|| views.borrow().leases.len() == usize::from(n) - 1).await;
-        ground.server.cut(how);
-        until(|| ground.server.count("watch=") > before).await;
+        fixture.server.cut(how);
+        until(|| fixture.server.count("watch=") > before).await;
     }
-    put(&ground, 9);
+    put(&fixture, 9);
     until(|| views.borrow().leases.len() == 6).await;
-    assert_eq!(lists(&ground), 1, "nothing was listed again");
+    assert_eq!(lists(&fixture), 1, "nothing was listed again");
 }
 
 #[tokio::test]
 async fn what_happened_behind_a_version_that_is_too_old_is_listed() {
-    let ground = Ground::new(V4);
-    put(&ground, 2);
-    let (_manager, views) = ground.following().await;
+    let fixture = Fixture::new(V4);
+    put(&fixture, 2);
+    let (_manager, views) = fixture.following().await;
     for how in [Cut::Gone, Cut::MidEvent] {
-        until(|| ground.server.count("watch=") > 0).await;
-        // The watch that is begun anew finds its version too old, or the one that is open is told so.
-        ground.server.refuse_watches(if how == Cut::Gone { 0 } else { 3 });
-        let before = lists(&ground);
-        ground.server.cut(how);
-        until(|| lists(&ground) > before).await;
+        until(|| fixture.server.count("watch=") > 0).await;
+        // The watch that is begun anew finds its version too old, or the one that is open reports so.
+        fixture.server.refuse_watches(if how == Cut::Gone { 0 } else { 3 });
+        let before = lists(&fixture);
+        fixture.server.cut(how);
+        until(|| lists(&fixture) > before).await;
     }
-    ground.server.delete_node("n2");
-    put(&ground, 3);
+    fixture.server.delete_node("n2");
+    put(&fixture, 3);
     until(|| leases(&views.borrow()) == ["10.1.3.0-24 vxlan 192.0.2.3"]).await;
     assert_eq!(
-        ground.server.count("limit="),
+        fixture.server.count("limit="),
         0,
         "the server's store is spared, which all nodes would ask at once"
     );
@@ -62,20 +62,24 @@ async fn what_happened_behind_a_version_that_is_too_old_is_listed() {
 
 #[tokio::test]
 async fn what_comes_with_the_end_of_a_watch_is_shown() {
-    let ground = Ground::new(V4);
-    let (_manager, views) = ground.following().await;
+    let fixture = Fixture::new(V4);
+    let (_manager, views) = fixture.following().await;
     for (n, how) in (2..).zip([Cut::Error(500), Cut::Error(504), Cut::MidEvent, Cut::Clean]) {
-        watches(&ground, &views, 10 + n).await;
+        watches(&fixture, &views, 10 + n).await;
         let node = peer(&format!("10.1.{n}.0/24"), &format!("192.0.2.{n}"), "0a:00:00:00:00:02");
-        ground.server.put_node_and_cut(&format!("n{n}"), node, how);
+        fixture.server.put_node_and_cut(&format!("n{n}"), node, how);
         until(|| views.borrow().leases.len() == 2 * usize::from(n - 1)).await;
     }
-    assert_eq!(lists(&ground), 1, "nothing was listed again");
+    assert_eq!(lists(&fixture), 1, "nothing was listed again");
 }
 
 /// The last watch is open: what it brings is shown.
-async fn watches(ground: &Ground, views: &tokio::sync::watch::Receiver<flannel_core::View>, n: u8) {
-    put(ground, n);
+async fn watches(
+    fixture: &Fixture,
+    views: &tokio::sync::watch::Receiver<flannel_core::View>,
+    n: u8,
+) {
+    put(fixture, n);
     sees(views, n).await;
 }
 
@@ -92,68 +96,68 @@ async fn sees(views: &tokio::sync::watch::Receiver<flannel_core::View>, n: u8) {
 
 #[tokio::test]
 async fn a_version_that_only_leads_to_errors_is_given_up() {
-    let ground = Ground::new(V4);
-    let (_manager, views) = ground.following().await;
+    let fixture = Fixture::new(V4);
+    let (_manager, views) = fixture.following().await;
     for (n, status) in (2..).zip([400, 500, 504]) {
-        watches(&ground, &views, n).await;
-        let (listed, watched) = (lists(&ground), ground.server.count("watch="));
-        ground.server.fail(3, status, None);
-        ground.server.cut(Cut::Clean);
-        until(|| lists(&ground) > listed).await;
-        let requests = ground.server.requests();
+        watches(&fixture, &views, n).await;
+        let (listed, watched) = (lists(&fixture), fixture.server.count("watch="));
+        fixture.server.fail(3, status, None);
+        fixture.server.cut(Cut::Clean);
+        until(|| lists(&fixture) > listed).await;
+        let requests = fixture.server.requests();
         let list = requests.iter().rposition(|request| request.contains("NotOlderThan")).unwrap();
         let before = requests[..list].iter().filter(|request| request.contains("watch=")).count();
         assert_eq!(before, watched + 3);
     }
-    watches(&ground, &views, 9).await;
+    watches(&fixture, &views, 9).await;
     // An outage is none: what was missed comes with the watch.
-    let listed = lists(&ground);
-    ground.server.fail(4, 503, Some(0));
-    ground.server.cut(Cut::Clean);
-    watches(&ground, &views, 10).await;
-    assert_eq!(lists(&ground), listed);
+    let listed = lists(&fixture);
+    fixture.server.fail(4, 503, Some(0));
+    fixture.server.cut(Cut::Clean);
+    watches(&fixture, &views, 10).await;
+    assert_eq!(lists(&fixture), listed);
 }
 
 /// As after the server's store was restored from a copy.
 #[tokio::test]
 async fn a_version_that_the_server_does_not_come_to_is_given_up() {
-    let ground = Ground::new(V4);
-    let (_manager, views) = ground.following().await;
-    watches(&ground, &views, 2).await;
-    // Lists that its cache answers fail, for a reason that waiting does not mend.
-    ground.server.fail_cached_lists(true);
-    let first = ground.server.hold("NotOlderThan");
-    ground.server.cut(Cut::Gone);
-    let second = again(&ground, first).await;
-    assert_eq!(ground.server.count("limit="), 0, "it is waited for");
+    let fixture = Fixture::new(V4);
+    let (_manager, views) = fixture.following().await;
+    watches(&fixture, &views, 2).await;
+    // Lists that its cache answers fail, for a reason that waiting does not repair.
+    fixture.server.fail_cached_lists(true);
+    let first = fixture.server.hold("NotOlderThan");
+    fixture.server.cut(Cut::Gone);
+    let second = again(&fixture, first).await;
+    assert_eq!(fixture.server.count("limit="), 0, "it is waited for");
     // Nor does the store: it is asked no more often than the cache is waited for.
-    ground.server.cut_lists(1);
+    fixture.server.cut_lists(1);
     advance(11).await;
-    let third = again(&ground, second).await;
-    assert_eq!(ground.server.count("limit="), 1);
-    let fourth = again(&ground, third).await;
-    assert_eq!(ground.server.count("limit="), 1, "it is waited for again");
+    let third = again(&fixture, second).await;
+    assert_eq!(fixture.server.count("limit="), 1);
+    let fourth = again(&fixture, third).await;
+    assert_eq!(fixture.server.count("limit="), 1, "it is waited for again");
     advance(11).await;
-    put(&ground, 3);
+    put(&fixture, 3);
     drop(fourth);
     // By the list: what comes after it comes by a watch, which can be cut.
     sees(&views, 3).await;
-    watches(&ground, &views, 4).await;
-    assert_eq!((ground.server.count("limit="), views.borrow().leases.len()), (2, 3));
+    watches(&fixture, &views, 4).await;
+    assert_eq!((fixture.server.count("limit="), views.borrow().leases.len()), (2, 3));
     // That was then: a later list is tried there again.
-    ground.server.fail_cached_lists(false);
-    let asked = ground.server.count("NotOlderThan");
-    ground.server.cut(Cut::Gone);
-    until(|| ground.server.count("NotOlderThan") > asked).await;
-    watches(&ground, &views, 5).await;
-    assert_eq!(ground.server.count("limit="), 2);
+    fixture.server.fail_cached_lists(false);
+    let asked = fixture.server.count("NotOlderThan");
+    fixture.server.cut(Cut::Gone);
+    until(|| fixture.server.count("NotOlderThan") > asked).await;
+    watches(&fixture, &views, 5).await;
+    assert_eq!(fixture.server.count("limit="), 2);
 }
 
 /// The next list that the server's cache is to answer, after this one: its answer waits, so that nothing else is asked, however slow
 /// the machine is.
-async fn again(ground: &Ground, held: Held) -> Held {
+async fn again(fixture: &Fixture, held: Held) -> Held {
     until(|| held.is_there()).await;
-    let next = ground.server.hold("NotOlderThan");
+    let next = fixture.server.hold("NotOlderThan");
     drop(held);
     until(|| next.is_there()).await;
     next
@@ -162,61 +166,61 @@ async fn again(ground: &Ground, held: Held) -> Held {
 /// All nodes are back at once then.
 #[tokio::test]
 async fn an_outage_however_long_leads_nobody_to_the_servers_store() {
-    let ground = Ground::new(V4);
-    let (_manager, views) = ground.following().await;
-    watches(&ground, &views, 2).await;
-    let asked = || ground.server.count("NotOlderThan");
+    let fixture = Fixture::new(V4);
+    let (_manager, views) = fixture.following().await;
+    watches(&fixture, &views, 2).await;
+    let asked = || fixture.server.count("NotOlderThan");
     for (n, status) in (3..).zip([502, 504]) {
-        let (before, opened) = (asked(), ground.server.count("watch="));
-        ground.server.refuse_watches(1);
-        ground.server.fail_cached_lists(true);
-        ground.server.cut(Cut::Gone);
+        let (before, opened) = (asked(), fixture.server.count("watch="));
+        fixture.server.refuse_watches(1);
+        fixture.server.fail_cached_lists(true);
+        fixture.server.cut(Cut::Gone);
         // What the server itself said before the outage does not count after it.
         until(|| asked() > before).await;
-        ground.server.stand_before(Some(status));
-        ground.server.fail_cached_lists(false);
+        fixture.server.stand_before(Some(status));
+        fixture.server.fail_cached_lists(false);
         for _ in 0..2 {
             let before = asked();
             until(|| asked() > before).await;
             advance(11).await;
         }
-        ground.server.stand_before(None);
-        until(|| ground.server.count("watch=") > opened).await;
-        watches(&ground, &views, n).await;
-        assert_eq!(ground.server.count("limit="), 0, "after {status}");
+        fixture.server.stand_before(None);
+        until(|| fixture.server.count("watch=") > opened).await;
+        watches(&fixture, &views, n).await;
+        assert_eq!(fixture.server.count("limit="), 0, "after {status}");
     }
 }
 
 /// As servers before Kubernetes 1.31 do while their cache is not ready.
 #[tokio::test]
 async fn lists_that_are_never_answered_lead_to_the_servers_store() {
-    let ground = Ground::new(V4);
-    let (_manager, views) = ground.following().await;
-    watches(&ground, &views, 2).await;
-    ground.server.block_cached_lists(true);
-    ground.server.cut(Cut::Gone);
-    let asked = ground.server.count("NotOlderThan");
+    let fixture = Fixture::new(V4);
+    let (_manager, views) = fixture.following().await;
+    watches(&fixture, &views, 2).await;
+    fixture.server.block_cached_lists(true);
+    fixture.server.cut(Cut::Gone);
+    let asked = fixture.server.count("NotOlderThan");
     for n in 1..=2 {
-        until(|| ground.server.count("NotOlderThan") == asked + n).await;
-        assert_eq!(ground.server.count("limit="), 0, "it is waited for");
+        until(|| fixture.server.count("NotOlderThan") == asked + n).await;
+        assert_eq!(fixture.server.count("limit="), 0, "it is waited for");
         advance(31).await;
     }
-    watches(&ground, &views, 3).await;
-    assert_eq!(ground.server.count("limit="), 1);
+    watches(&fixture, &views, 3).await;
+    assert_eq!(fixture.server.count("limit="), 1);
 }
 
 #[tokio::test]
 async fn the_store_answers_as_soon_as_a_watch_is_open() {
     let logged = Logged::default();
     let _guard = tracing::subscriber::set_default(logged.clone());
-    let ground = Ground::new(V4);
-    let (_manager, views) = ground.following().await;
-    watches(&ground, &views, 2).await;
-    ground.server.fail(1, 503, Some(0));
-    ground.server.cut(Cut::Clean);
+    let fixture = Fixture::new(V4);
+    let (_manager, views) = fixture.following().await;
+    watches(&fixture, &views, 2).await;
+    fixture.server.fail(1, 503, Some(0));
+    fixture.server.cut(Cut::Clean);
     until(|| logged.count("the store answers, 1 leases") == 1).await;
     assert_eq!(
-        (logged.count("store lost"), lists(&ground), ground.server.count("watch=")),
+        (logged.count("store lost"), lists(&fixture), fixture.server.count("watch=")),
         (1, 1, 3)
     );
 }
@@ -229,178 +233,178 @@ async fn advance(seconds: u64) {
 
 #[tokio::test]
 async fn a_watch_that_is_silent_goes_on_and_is_followed_by_a_list_if_it_stays_so() {
-    let ground = Ground::new(V4);
-    let (manager, views) = ground.following().await;
-    watches(&ground, &views, 2).await;
+    let fixture = Fixture::new(V4);
+    let (manager, views) = fixture.following().await;
+    watches(&fixture, &views, 2).await;
     advance(60).await;
-    watches(&ground, &views, 3).await;
-    assert_eq!(ground.server.count("watch="), 1);
+    watches(&fixture, &views, 3).await;
+    assert_eq!(fixture.server.count("watch="), 1);
     let confirmed = || manager.store_status().confirmed.unwrap().1;
     // From its last sign of life on, in silence.
     let silence = async |watches: usize| {
         let before = confirmed();
         advance(91).await;
-        until(|| ground.server.count("watch=") == watches && confirmed() > before).await;
+        until(|| fixture.server.count("watch=") == watches && confirmed() > before).await;
     };
     silence(2).await;
-    assert_eq!(lists(&ground), 1, "nodes come from the watch");
-    watches(&ground, &views, 4).await;
+    assert_eq!(lists(&fixture), 1, "nodes come from the watch");
+    watches(&fixture, &views, 4).await;
     silence(3).await;
-    assert_eq!(lists(&ground), 1, "it was not silent all the time");
+    assert_eq!(lists(&fixture), 1, "it was not silent all the time");
     silence(4).await;
     // A cluster may be quiet for longer than that: all its nodes must not ask the server's store.
-    assert_eq!((lists(&ground), ground.server.count("limit=")), (2, 0));
-    watches(&ground, &views, 5).await;
+    assert_eq!((lists(&fixture), fixture.server.count("limit=")), (2, 0));
+    watches(&fixture, &views, 5).await;
 }
 
 #[tokio::test]
 async fn a_watch_goes_on_from_a_bookmark() {
-    let ground = Ground::new(V4);
-    let (manager, views) = ground.following().await;
-    watches(&ground, &views, 2).await;
+    let fixture = Fixture::new(V4);
+    let (manager, views) = fixture.following().await;
+    watches(&fixture, &views, 2).await;
     let confirmed = || manager.store_status().confirmed.unwrap().0;
     let before = confirmed();
     // From what came before the bookmark no watch could go on.
-    ground.server.forget_history();
-    ground.server.bookmark();
+    fixture.server.forget_history();
+    fixture.server.bookmark();
     until(|| confirmed() > before).await;
-    ground.server.cut(Cut::Clean);
-    until(|| ground.server.count("watch=") == 2).await;
-    watches(&ground, &views, 3).await;
-    assert_eq!(ground.server.count("limit="), 0);
+    fixture.server.cut(Cut::Clean);
+    until(|| fixture.server.count("watch=") == 2).await;
+    watches(&fixture, &views, 3).await;
+    assert_eq!(fixture.server.count("limit="), 0);
 }
 
 #[tokio::test]
 async fn a_list_that_breaks_off_is_begun_anew() {
-    let ground = Ground::new(V4);
+    let fixture = Fixture::new(V4);
     let many = |from: u32| {
         (from..from + 600).map(|n| {
             let cidr = format!("10.1.{}.{}/30", n / 64, n % 64 * 4);
             (format!("node-{n}"), peer(&cidr, "192.0.2.9", "0a:00:00:00:00:02"))
         })
     };
-    ground.server.put_node("me", crate::ground::blank(&["10.1.254.0/24"]));
-    ground.server.fill(many(0));
-    ground.server.cut_lists(1);
-    let (_manager, views) = ground.following().await;
-    assert_eq!((views.borrow().leases.len(), ground.server.count("NotOlderThan")), (600, 2));
+    fixture.server.put_node("me", crate::fixture::blank(&["10.1.254.0/24"]));
+    fixture.server.fill(many(0));
+    fixture.server.cut_lists(1);
+    let (_manager, views) = fixture.following().await;
+    assert_eq!((views.borrow().leases.len(), fixture.server.count("NotOlderThan")), (600, 2));
 }
 
 #[tokio::test]
 async fn a_page_that_breaks_off_or_comes_too_late_makes_for_another_list() {
-    let ground = Ground::new(V4);
+    let fixture = Fixture::new(V4);
     let many = (0..600).map(|n| {
         let cidr = format!("10.1.{}.{}/30", n / 64, n % 64 * 4);
         (format!("node-{n}"), peer(&cidr, "192.0.2.9", "0a:00:00:00:00:02"))
     });
-    ground.server.fill(many);
+    fixture.server.fill(many);
     // Without a node of its own its list comes in pages.
     let follow = async || {
-        ground.server.put_node("me", crate::ground::blank(&["10.1.254.0/24"]));
-        let manager = ground.manager("me").await;
+        fixture.server.put_node("me", crate::fixture::blank(&["10.1.254.0/24"]));
+        let manager = fixture.manager("me").await;
         manager.network_config().await.unwrap();
-        ground.server.delete_node("me");
+        fixture.server.delete_node("me");
         let views = manager.watch_leases().await.unwrap();
         (manager, views)
     };
-    ground.server.cut_lists(1);
+    fixture.server.cut_lists(1);
     let (_manager, views) = follow().await;
     until(|| views.borrow().leases.len() == 600).await;
     let logged = Logged::default();
     let _guard = tracing::subscriber::set_default(logged.clone());
     // The token that leads to the next page runs out.
-    let (pages, before) = (ground.server.count("continue="), ground.server.count("limit="));
-    ground.server.slow_lists(Duration::from_millis(1));
+    let (pages, before) = (fixture.server.count("continue="), fixture.server.count("limit="));
+    fixture.server.slow_lists(Duration::from_millis(1));
     let (_manager, views) = follow().await;
-    until(|| ground.server.count("limit=") > before).await;
-    ground.server.forget_history();
-    until(|| ground.server.count("continue=") > pages).await;
-    ground.server.slow_lists(Duration::ZERO);
+    until(|| fixture.server.count("limit=") > before).await;
+    fixture.server.forget_history();
+    until(|| fixture.server.count("continue=") > pages).await;
+    fixture.server.slow_lists(Duration::ZERO);
     until(|| views.borrow().leases.len() == 600).await;
     assert!(logged.warnings().is_empty(), "the server is not lost: {:?}", logged.warnings());
 }
 
 #[tokio::test]
 async fn a_storm_of_410_is_no_storm_of_lists() {
-    let ground = Ground::new(V4);
-    put(&ground, 2);
-    let (_manager, views) = ground.following().await;
-    until(|| ground.server.count("watch=") > 0).await;
-    ground.server.refuse_watches(4);
-    ground.server.cut(Cut::Gone);
+    let fixture = Fixture::new(V4);
+    put(&fixture, 2);
+    let (_manager, views) = fixture.following().await;
+    until(|| fixture.server.count("watch=") > 0).await;
+    fixture.server.refuse_watches(4);
+    fixture.server.cut(Cut::Gone);
     let begin = Instant::now();
-    let before = lists(&ground);
-    put(&ground, 3);
-    until(|| lists(&ground) >= before + 5).await;
+    let before = lists(&fixture);
+    put(&fixture, 3);
+    until(|| lists(&fixture) >= before + 5).await;
     assert!(begin.elapsed() > Duration::from_millis(700), "pauses grow: {:?}", begin.elapsed());
     until(|| views.borrow().leases.len() == 2).await;
 }
 
 #[tokio::test]
-async fn failures_leave_the_view_and_are_told_while_they_last() {
-    let ground = Ground::new(V4);
-    put(&ground, 2);
-    let (manager, views) = ground.following().await;
-    until(|| ground.server.count("watch=") > 0).await;
-    ground.server.fail(3, 500, None);
-    ground.server.cut(Cut::MidEvent);
+async fn failures_leave_the_view_and_are_reported_while_they_last() {
+    let fixture = Fixture::new(V4);
+    put(&fixture, 2);
+    let (manager, views) = fixture.following().await;
+    until(|| fixture.server.count("watch=") > 0).await;
+    fixture.server.fail(3, 500, None);
+    fixture.server.cut(Cut::MidEvent);
     let error = || manager.store_status().last_error.map(|(text, _)| text);
     until(|| error().is_some_and(|text| text.contains("500"))).await;
     assert_eq!(views.borrow().leases.len(), 1, "it stays as it was");
-    put(&ground, 3);
+    put(&fixture, 3);
     until(|| views.borrow().leases.len() == 2).await;
     assert_eq!(error(), None);
     assert!(manager.store_status().failures() >= 3);
 }
 
 #[tokio::test]
-async fn who_is_told_to_wait_waits() {
-    let ground = Ground::new(V4);
-    let (manager, _views) = ground.following().await;
-    until(|| ground.server.count("watch=") > 0).await;
+async fn a_client_waits_as_long_as_the_server_asks() {
+    let fixture = Fixture::new(V4);
+    let (manager, _views) = fixture.following().await;
+    until(|| fixture.server.count("watch=") > 0).await;
     let begin = Instant::now();
-    ground.server.fail(1, 429, Some(1));
+    fixture.server.fail(1, 429, Some(1));
     manager.acquire_lease(&vxlan()).await.unwrap();
     assert!(begin.elapsed() >= Duration::from_secs(1), "{:?}", begin.elapsed());
-    let (begin, watches) = (Instant::now(), ground.server.count("watch="));
-    ground.server.fail(1, 429, Some(1));
-    ground.server.cut(Cut::Clean);
-    until(|| ground.server.count("watch=") >= watches + 2).await;
+    let (begin, watches) = (Instant::now(), fixture.server.count("watch="));
+    fixture.server.fail(1, 429, Some(1));
+    fixture.server.cut(Cut::Clean);
+    until(|| fixture.server.count("watch=") >= watches + 2).await;
     assert!(begin.elapsed() >= Duration::from_secs(1), "{:?}", begin.elapsed());
 }
 
 #[tokio::test]
 async fn a_slow_list_is_waited_for() {
-    let ground = Ground::new(V4);
-    (2..40).for_each(|n| put(&ground, n));
-    ground.server.slow_lists(Duration::from_millis(20));
+    let fixture = Fixture::new(V4);
+    (2..40).for_each(|n| put(&fixture, n));
+    fixture.server.slow_lists(Duration::from_millis(20));
     let begin = Instant::now();
-    let (_manager, views) = ground.following().await;
+    let (_manager, views) = fixture.following().await;
     assert_eq!(views.borrow().leases.len(), 38);
     assert!(begin.elapsed() > Duration::from_millis(700));
 }
 
 #[tokio::test]
 async fn a_rotated_token_is_read_again() {
-    let ground = Ground::new(V4);
-    let token = ground.dir.path().join("token");
+    let fixture = Fixture::new(V4);
+    let token = fixture.dir.path().join("token");
     let rotate = |to: &str| {
         // As editors leave it.
         std::fs::write(&token, format!("{to}\n")).unwrap();
-        ground.server.expect_token(to);
+        fixture.server.expect_token(to);
     };
     rotate("first");
-    let kubeconfig = ground.dir.path().join("kubeconfig");
+    let kubeconfig = fixture.dir.path().join("kubeconfig");
     let text = format!(
         "apiVersion: v1\nkind: Config\ncurrent-context: c\nclusters: [{{name: other, cluster: {{server: \"https://h\", proxy-url: \"http://p\"}}}}, {{name: c, cluster: {{server: \"{}\"}}}}]\n\
          contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\nusers: [{{name: u, user: {{tokenFile: {}}}}}]\n",
-        ground.server.url(),
+        fixture.server.url(),
         token.display()
     );
     std::fs::write(&kubeconfig, text).unwrap();
-    let mut options = ground.options("me");
+    let mut options = fixture.options("me");
     (options.kubeconfig, options.api_url) = (Some(kubeconfig), None);
-    ground.server.put_node("me", crate::ground::blank(&["10.1.1.0/24"]));
+    fixture.server.put_node("me", crate::fixture::blank(&["10.1.1.0/24"]));
     let manager = KubeManager::open(options).await.unwrap();
     let views = manager.watch_leases().await.unwrap();
     manager.acquire_lease(&vxlan()).await.unwrap();
@@ -409,13 +413,13 @@ async fn a_rotated_token_is_read_again() {
         let begin = Instant::now();
         rotate(name);
         manager.hints().await.unwrap();
-        put(&ground, n);
+        put(&fixture, n);
         until(|| views.borrow().leases.len() == usize::from(n)).await;
         // Who reads it once a minute comes later.
         assert!(begin.elapsed() < Duration::from_secs(30), "{:?}", begin.elapsed());
     }
     // The token is wrong for good.
-    ground.server.expect_token("unknown");
+    fixture.server.expect_token("unknown");
     let error = manager.hints().await.unwrap_err();
     assert!(
         matches!(error, Error::Refused { .. }) && error.to_string().contains("(401"),
@@ -427,7 +431,7 @@ async fn a_rotated_token_is_read_again() {
     assert!(error.contains(&format!("the token {}: it is empty", token.display())), "{error}");
     std::fs::write(&token, "third").unwrap();
     // And there are no others.
-    std::fs::write(ground.dir.path().join("kubeconfig"), "nonsense").unwrap();
+    std::fs::write(fixture.dir.path().join("kubeconfig"), "nonsense").unwrap();
     let error = manager.hints().await.unwrap_err().to_string();
     let parts = ["(401", "others cannot be read: ", "kubeconfig: "];
     assert!(parts.iter().all(|part| error.contains(part)), "{error}");

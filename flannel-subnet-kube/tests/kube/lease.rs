@@ -4,22 +4,22 @@ use flannel_core::{Error, Family, Hints, LeaseEnd, SubnetManager, Subnets};
 use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
 use serde_json::{Value, json};
 
-use crate::ground::{
-    DUAL, Ground, MAC, PREFIX, V4, attrs, blank, leases, peer, until, vxlan, wait,
+use crate::fixture::{
+    DUAL, Fixture, MAC, PREFIX, V4, attrs, blank, leases, peer, until, vxlan, wait, withdrawn,
 };
 
 /// Flannel's annotations of a node, as JSON.
-fn annotations(ground: &Ground, node: &str) -> Value {
-    let node = ground.server.node(node).unwrap();
+fn annotations(fixture: &Fixture, node: &str) -> Value {
+    let node = fixture.server.node(node).unwrap();
     let all = node["metadata"]["annotations"].as_object().cloned().unwrap_or_default();
     Value::Object(all.into_iter().filter(|(name, _)| name.starts_with(PREFIX)).collect())
 }
 
 #[tokio::test]
 async fn a_lease_is_the_pod_cidr_and_what_go_flannel_writes() {
-    let ground = Ground::new(V4);
-    ground.server.put_node("me", blank(&["10.1.5.0/24", "fd00:0:0:5::/64"]));
-    let manager = ground.manager("me").await;
+    let fixture = Fixture::new(V4);
+    fixture.server.put_node("me", blank(&["10.1.5.0/24", "fd00:0:0:5::/64"]));
+    let manager = fixture.manager("me").await;
     let lease = manager.acquire_lease(&vxlan()).await.unwrap();
     assert_eq!((lease.subnets.to_string().as_str(), lease.expires), ("10.1.5.0-24", None));
     let expected = json!({
@@ -28,11 +28,15 @@ async fn a_lease_is_the_pod_cidr_and_what_go_flannel_writes() {
         "flannel.alpha.coreos.com/backend-data": MAC,
         "flannel.alpha.coreos.com/public-ip": "192.0.2.1",
     });
-    assert_eq!(annotations(&ground, "me"), expected);
-    let patches = ground.server.count("PATCH");
+    assert_eq!(annotations(&fixture, "me"), expected);
+    let patches = fixture.server.count("PATCH");
     assert_eq!(patches, 1);
     manager.acquire_lease(&vxlan()).await.unwrap();
-    assert_eq!(ground.server.count("PATCH"), patches, "what is there already is not written again");
+    assert_eq!(
+        fixture.server.count("PATCH"),
+        patches,
+        "what is there already is not written again"
+    );
     let views = manager.watch_leases().await.unwrap();
     until(|| leases(&views.borrow()) == ["10.1.5.0-24 vxlan 192.0.2.1"]).await;
     let own = views.borrow().leases.get(&lease.subnets).cloned().unwrap();
@@ -41,9 +45,9 @@ async fn a_lease_is_the_pod_cidr_and_what_go_flannel_writes() {
 
 #[tokio::test]
 async fn both_families_and_a_prefix_of_ones_own() {
-    let ground = Ground::new(DUAL);
-    ground.server.put_node("me", blank(&["10.1.5.0/24", "fd00:0:0:5::/64"]));
-    let mut options = ground.options("me");
+    let fixture = Fixture::new(DUAL);
+    fixture.server.put_node("me", blank(&["10.1.5.0/24", "fd00:0:0:5::/64"]));
+    let mut options = fixture.options("me");
     options.prefix = "example.com/net".parse().unwrap();
     let manager = KubeManager::open(options).await.unwrap();
     let attrs = attrs("host-gw", &["192.0.2.1", "2001:db8::1"], [None, None]);
@@ -54,19 +58,19 @@ async fn both_families_and_a_prefix_of_ones_own() {
         "example.com/net-backend-data": "null", "example.com/net-public-ip": "192.0.2.1",
         "example.com/net-backend-v6-data": "null", "example.com/net-public-ipv6": "2001:db8::1",
     });
-    assert_eq!(ground.server.node("me").unwrap()["metadata"]["annotations"], expected);
+    assert_eq!(fixture.server.node("me").unwrap()["metadata"]["annotations"], expected);
 }
 
 #[tokio::test]
 async fn addresses_that_the_node_prescribes_are_hints_and_overwrites_are_published() {
-    let ground = Ground::new(V4);
+    let fixture = Fixture::new(V4);
     let mut node = blank(&["10.1.5.0/24"]);
     node["metadata"]["annotations"] = json!({
         format!("{PREFIX}node-public-ip"): "198.51.100.5", format!("{PREFIX}node-public-ipv6"): "2001:db8::5",
         format!("{PREFIX}public-ip-overwrite"): "203.0.113.9",
     });
-    ground.server.put_node("me", node);
-    let manager = ground.manager("me").await;
+    fixture.server.put_node("me", node);
+    let manager = fixture.manager("me").await;
     let hints = manager.hints().await.unwrap();
     assert_eq!(hints.public[Family::V4], Some("198.51.100.5".parse().unwrap()));
     assert_eq!(hints.public[Family::V6], Some("2001:db8::5".parse().unwrap()));
@@ -74,11 +78,11 @@ async fn addresses_that_the_node_prescribes_are_hints_and_overwrites_are_publish
     let lease = manager.acquire_lease(&vxlan()).await.unwrap();
     assert_eq!(lease.attrs, vxlan(), "what is published instead is no part of it");
     assert_eq!(
-        ground.server.annotation("me", &format!("{PREFIX}public-ip")).unwrap(),
+        fixture.server.annotation("me", &format!("{PREFIX}public-ip")).unwrap(),
         "203.0.113.9"
     );
     // A restart finds the MAC address that peers know.
-    let hints = ground.manager("me").await.hints().await.unwrap();
+    let hints = fixture.manager("me").await.hints().await.unwrap();
     let last_published = Some(attrs("vxlan", &["203.0.113.9"], [Some(MAC), None]));
     let expected = Hints { last_published, previous: Some(lease.subnets), ..hints.clone() };
     assert_eq!(hints, expected);
@@ -86,8 +90,8 @@ async fn addresses_that_the_node_prescribes_are_hints_and_overwrites_are_publish
 
 #[tokio::test]
 async fn an_overwrite_that_is_taken_away_is_published_no_longer() {
-    let set = |ground: &Ground, overwrite: Option<&str>| {
-        ground.server.modify("me", |node| {
+    let set = |fixture: &Fixture, overwrite: Option<&str>| {
+        fixture.server.modify("me", |node| {
             node["metadata"]["annotations"][format!("{PREFIX}public-ip-overwrite")] =
                 json!(overwrite);
             if overwrite.is_none() {
@@ -97,16 +101,16 @@ async fn an_overwrite_that_is_taken_away_is_published_no_longer() {
         });
     };
     for story in [&[None][..], &[Some("203.0.113.66"), None], &[None, Some("203.0.113.66"), None]] {
-        let ground = Ground::new(V4);
-        ground.server.put_node("me", blank(&["10.1.1.0/24"]));
-        set(&ground, Some("203.0.113.9"));
-        let (manager, _) = ground.following().await;
+        let fixture = Fixture::new(V4);
+        fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
+        set(&fixture, Some("203.0.113.9"));
+        let (manager, _) = fixture.following().await;
         let held = manager.acquire_lease(&vxlan()).await.unwrap();
-        let public = || ground.server.annotation("me", &format!("{PREFIX}public-ip")).unwrap();
+        let public = || fixture.server.annotation("me", &format!("{PREFIX}public-ip")).unwrap();
         assert_eq!(public(), "203.0.113.9");
         let follow = async {
             for overwrite in story {
-                set(&ground, *overwrite);
+                set(&fixture, *overwrite);
                 until(|| public() == overwrite.unwrap_or("192.0.2.1")).await;
             }
         };
@@ -122,26 +126,26 @@ async fn an_overwrite_that_is_taken_away_is_published_no_longer() {
 }
 
 #[tokio::test]
-async fn an_overwrite_that_is_no_address_is_told_and_keeps_nothing_from_being_put_back() {
-    let ground = Ground::new(V4);
-    let (manager, _) = ground.following().await;
+async fn an_overwrite_that_is_no_address_is_reported_and_keeps_nothing_from_being_put_back() {
+    let fixture = Fixture::new(V4);
+    let (manager, _) = fixture.following().await;
     let held = manager.acquire_lease(&vxlan()).await.unwrap();
     let story = async {
         let overwrite = format!("{PREFIX}public-ip-overwrite");
         let skipped = || manager.store_status().skipped;
         for (text, public) in [("203.0.113.9", "203.0.113.9"), ("2001:db8::9", "192.0.2.1")] {
-            ground.server.modify("me", |node| {
+            fixture.server.modify("me", |node| {
                 node["metadata"]["annotations"] = json!({ overwrite.as_str(): text })
             });
             let expected =
                 [("kube-subnet-manager", "true"), ("public-ip", public), ("backend-data", MAC)];
-            let is = |name: &str| ground.server.annotation("me", &format!("{PREFIX}{name}"));
+            let is = |name: &str| fixture.server.annotation("me", &format!("{PREFIX}{name}"));
             until(|| expected.iter().all(|(name, text)| is(name).as_deref() == Some(text))).await;
         }
         until(|| skipped().len() == 1).await;
         let expected = r#"annotation flannel.alpha.coreos.com/public-ip-overwrite: "2001:db8::9" is not valid, expected an IPv4 address such as 192.0.2.1; it is not used"#;
         assert_eq!(skipped(), [("node me".to_owned(), expected.to_owned())]);
-        ground.server.modify("me", |node| {
+        fixture.server.modify("me", |node| {
             drop(node["metadata"]["annotations"].as_object_mut().unwrap().remove(&overwrite));
         });
         until(|| skipped().is_empty()).await;
@@ -155,26 +159,26 @@ async fn an_overwrite_that_is_no_address_is_told_and_keeps_nothing_from_being_pu
 /// Of a node whose annotations say nothing yet it is refused: see what is wrong with nodes.
 #[tokio::test]
 async fn an_overwrite_that_is_no_address_keeps_no_later_start_waiting() {
-    let ground = Ground::new(V4);
-    let (manager, _) = ground.following().await;
+    let fixture = Fixture::new(V4);
+    let (manager, _) = fixture.following().await;
     manager.acquire_lease(&vxlan()).await.unwrap();
-    ground.server.modify("me", |node| {
+    fixture.server.modify("me", |node| {
         node["metadata"]["annotations"][format!("{PREFIX}public-ip-overwrite")] =
             json!("203.0.113.");
     });
-    ground.manager("me").await.acquire_lease(&vxlan()).await.unwrap();
-    let public = ground.server.annotation("me", &format!("{PREFIX}public-ip"));
+    fixture.manager("me").await.acquire_lease(&vxlan()).await.unwrap();
+    let public = fixture.server.annotation("me", &format!("{PREFIX}public-ip"));
     assert_eq!(public.as_deref(), Some("192.0.2.1"), "its own");
 }
 
 #[tokio::test]
 async fn an_overwrite_of_a_family_that_is_not_enabled_matters_to_nobody() {
-    let ground = Ground::new(V4);
+    let fixture = Fixture::new(V4);
     let mut node = blank(&["10.1.1.0/24"]);
     node["metadata"]["annotations"] =
         json!({ format!("{PREFIX}public-ipv6-overwrite"): "nowhere" });
-    ground.server.put_node("me", node);
-    let (manager, views) = ground.following().await;
+    fixture.server.put_node("me", node);
+    let (manager, views) = fixture.following().await;
     manager.acquire_lease(&vxlan()).await.unwrap();
     until(|| views.borrow().leases.len() == 1).await;
     assert_eq!(manager.store_status().skipped, []);
@@ -182,58 +186,60 @@ async fn an_overwrite_of_a_family_that_is_not_enabled_matters_to_nobody() {
 
 #[tokio::test]
 async fn the_pod_names_the_node() {
-    let ground = Ground::new(V4);
-    ground.server.put_node("me", blank(&["10.1.5.0/24"]));
-    ground.server.put_pod("kube-flannel", "flannel-x", "");
+    let fixture = Fixture::new(V4);
+    fixture.server.put_node("me", blank(&["10.1.5.0/24"]));
+    fixture.server.put_pod("kube-flannel", "flannel-x", "");
     let pod = NodeIdentity::Pod { namespace: "kube-flannel".into(), name: "flannel-x".into() };
     let manager =
-        KubeManager::open(KubeOptions { identity: pod, ..ground.options("") }).await.unwrap();
+        KubeManager::open(KubeOptions { identity: pod, ..fixture.options("") }).await.unwrap();
     let error = manager.hints().await.unwrap_err();
     assert!(
         matches!(&error, Error::NotReady { .. })
             && error.to_string().contains("kube-flannel/flannel-x"),
         "{error}"
     );
-    ground.server.put_pod("kube-flannel", "flannel-x", "me");
+    fixture.server.put_pod("kube-flannel", "flannel-x", "me");
     assert_eq!(manager.acquire_lease(&vxlan()).await.unwrap().subnets.to_string(), "10.1.5.0-24");
-    assert_eq!(ground.server.count("/pods/"), 2, "the node is asked for once");
+    assert_eq!(fixture.server.count("/pods/"), 2, "the node is asked for once");
 }
 
 #[tokio::test]
 async fn other_pod_cidrs_move_the_lease() {
-    let ground = Ground::new(V4);
-    let (manager, _) = ground.following().await;
+    let fixture = Fixture::new(V4);
+    let (manager, _) = fixture.following().await;
     let held = manager.acquire_lease(&vxlan()).await.unwrap();
-    let lost = manager.lost();
+    let ownership = manager.ownership();
+    let lost = || withdrawn(&ownership);
     let to: Subnets = "10.1.9.0-24".parse().unwrap();
     let (end, ()) = tokio::join!(wait(manager.hold_lease(&held)), async {
         // As when a node is deleted and registers again.
-        until(|| ground.server.count("watch=") > 0).await;
-        ground.server.delete_node("me");
-        until(|| lost.borrow().as_deref() == Some("there is no such node any more")).await;
-        ground.server.put_node("me", blank(&["10.1.9.0/24"]));
+        until(|| fixture.server.count("watch=") > 0).await;
+        fixture.server.delete_node("me");
+        until(|| lost().as_deref() == Some("there is no such node any more")).await;
+        fixture.server.put_node("me", blank(&["10.1.9.0/24"]));
     });
     assert_eq!(end.unwrap(), LeaseEnd::Moved { to });
-    assert!(lost.borrow().as_ref().is_some_and(|why| why.contains("10.1.9.0-24")));
+    assert!(lost().is_some_and(|why| why.contains("10.1.9.0-24")));
     assert_eq!(manager.acquire_lease(&vxlan()).await.unwrap().subnets, to);
-    assert_eq!(*lost.borrow(), None);
+    assert_eq!(lost(), None);
 }
 
 #[tokio::test]
 async fn a_node_that_comes_back_with_its_pod_cidr_has_its_lease_again() {
-    let ground = Ground::new(V4);
-    let (manager, _) = ground.following().await;
+    let fixture = Fixture::new(V4);
+    let (manager, _) = fixture.following().await;
     let held = manager.acquire_lease(&vxlan()).await.unwrap();
-    let before = annotations(&ground, "me");
-    let lost = manager.lost();
+    let before = annotations(&fixture, "me");
+    let ownership = manager.ownership();
+    let lost = || withdrawn(&ownership);
     let story = async {
-        until(|| ground.server.count("watch=") > 0).await;
-        ground.server.delete_node("me");
-        until(|| lost.borrow().is_some()).await;
-        ground.server.put_node("me", blank(&[]));
-        until(|| lost.borrow().as_deref() == Some("it has no PodCIDR any more")).await;
-        ground.server.put_node("me", blank(&["10.1.1.0/24"]));
-        until(|| lost.borrow().is_none() && annotations(&ground, "me") == before).await;
+        until(|| fixture.server.count("watch=") > 0).await;
+        fixture.server.delete_node("me");
+        until(|| lost().is_some()).await;
+        fixture.server.put_node("me", blank(&[]));
+        until(|| lost().as_deref() == Some("it has no PodCIDR any more")).await;
+        fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
+        until(|| lost().is_none() && annotations(&fixture, "me") == before).await;
     };
     tokio::select! {
         end = manager.hold_lease(&held) => panic!("{end:?}"),
@@ -244,11 +250,11 @@ async fn a_node_that_comes_back_with_its_pod_cidr_has_its_lease_again() {
 /// As when the network is built anew for another reason: it must not be given up meanwhile.
 #[tokio::test]
 async fn a_lease_stays_in_force_while_none_can_be_made_of_the_node() {
-    let ground = Ground::new(V4);
+    let fixture = Fixture::new(V4);
     let mut node = blank(&["10.1.1.0/24"]);
     node["metadata"]["annotations"] = json!({ format!("{PREFIX}node-public-ip"): "198.51.100.5" });
-    ground.server.put_node("me", node.clone());
-    let (manager, _) = ground.following().await;
+    fixture.server.put_node("me", node.clone());
+    let (manager, _) = fixture.following().await;
     let held = manager.acquire_lease(&vxlan()).await.unwrap();
     let hints = manager.hints().await.unwrap();
     let others =
@@ -256,11 +262,11 @@ async fn a_lease_stays_in_force_while_none_can_be_made_of_the_node() {
     let mut malformed = node.clone();
     malformed["metadata"]["annotations"][format!("{PREFIX}public-ip-overwrite")] =
         json!("nonsense");
-    let patches = ground.server.count("PATCH");
+    let patches = fixture.server.count("PATCH");
     for wrong in [None, Some(blank(&[])), Some(blank(&["10.9.0.0/24"])), Some(malformed)] {
         match &wrong {
-            None => ground.server.delete_node("me"),
-            Some(node) => ground.server.put_node("me", node.clone()),
+            None => fixture.server.delete_node("me"),
+            Some(node) => fixture.server.put_node("me", node.clone()),
         }
         if wrong.is_none() {
             assert_eq!(manager.hints().await.unwrap(), hints);
@@ -272,19 +278,19 @@ async fn a_lease_stays_in_force_while_none_can_be_made_of_the_node() {
             .unwrap_or_else(|error| panic!("{wrong:?}: {error}"));
         assert_eq!((kept.subnets, &kept.attrs), (held.subnets, &others), "{wrong:?}");
         assert_eq!(
-            ground.server.count("PATCH"),
+            fixture.server.count("PATCH"),
             patches,
             "it is not this node's to publish: {wrong:?}"
         );
         // Who has never had one waits.
-        let error = ground.manager("me").await.acquire_lease(&others).await.unwrap_err();
+        let error = fixture.manager("me").await.acquire_lease(&others).await.unwrap_err();
         assert!(matches!(error, Error::NotReady { .. }), "{error:?}");
     }
     // Whoever holds it publishes it once there is something to publish it on.
     let kept = manager.acquire_lease(&others).await.unwrap();
     let story = async {
-        ground.server.put_node("me", node);
-        let data = || ground.server.annotation("me", &format!("{PREFIX}backend-data"));
+        fixture.server.put_node("me", node);
+        let data = || fixture.server.annotation("me", &format!("{PREFIX}backend-data"));
         until(|| data().is_some_and(|data| data.contains("\"VNI\":7"))).await;
     };
     tokio::select! {
@@ -319,27 +325,30 @@ async fn pod_cidrs_from_which_no_lease_can_be_made_lose_it_and_do_not_move_it() 
             ],
         ),
     ] {
-        let ground = Ground::new(config);
-        ground.server.put_node("me", blank(own));
-        let (manager, views) = ground.following().await;
+        let fixture = Fixture::new(config);
+        fixture.server.put_node("me", blank(own));
+        let (manager, views) = fixture.following().await;
         let held = manager.acquire_lease(&vxlan()).await.unwrap();
-        let lost = manager.lost();
+        let ownership = manager.ownership();
+        let lost = || withdrawn(&ownership);
         let mut n = 1;
         let story = async {
             for (cidrs, why) in wrong {
-                ground.server.put_node("me", blank(cidrs));
-                until(|| lost.borrow().as_ref().is_some_and(|lost| lost.starts_with(why))).await;
+                fixture.server.put_node("me", blank(cidrs));
+                until(|| lost().is_some_and(|lost| lost.starts_with(why))).await;
                 // Peers are followed all the same.
                 n += 1;
                 let (cidr, public) = (format!("10.1.{n}.0/24"), format!("192.0.2.{n}"));
-                ground.server.put_node(&format!("n{n}"), peer(&cidr, &public, "0a:00:00:00:00:02"));
+                fixture
+                    .server
+                    .put_node(&format!("n{n}"), peer(&cidr, &public, "0a:00:00:00:00:02"));
                 until(|| leases(&views.borrow()).iter().any(|lease| lease.ends_with(&public)))
                     .await;
             }
-            ground.server.put_node("me", blank(own));
-            until(|| lost.borrow().is_none()).await;
-            ground.server.put_node("me", blank(wrong[0].0));
-            until(|| lost.borrow().is_some()).await;
+            fixture.server.put_node("me", blank(own));
+            until(|| lost().is_none()).await;
+            fixture.server.put_node("me", blank(wrong[0].0));
+            until(|| lost().is_some()).await;
         };
         tokio::select! {
             end = manager.hold_lease(&held) => panic!("{end:?}"),
@@ -347,7 +356,7 @@ async fn pod_cidrs_from_which_no_lease_can_be_made_lose_it_and_do_not_move_it() 
         }
         let end = wait(async {
             let fits = async {
-                ground.server.put_node("me", blank(&["10.1.200.0/24", "fd00:0:0:200::/64"]));
+                fixture.server.put_node("me", blank(&["10.1.200.0/24", "fd00:0:0:200::/64"]));
                 std::future::pending::<()>().await;
             };
             tokio::select! { end = manager.hold_lease(&held) => end, () = fits => unreachable!() }
@@ -361,10 +370,10 @@ async fn pod_cidrs_from_which_no_lease_can_be_made_lose_it_and_do_not_move_it() 
 
 #[tokio::test]
 async fn what_somebody_removes_or_changes_is_put_back() {
-    let ground = Ground::new(V4);
-    let (manager, _) = ground.following().await;
+    let fixture = Fixture::new(V4);
+    let (manager, _) = fixture.following().await;
     let held = manager.acquire_lease(&vxlan()).await.unwrap();
-    let before = annotations(&ground, "me");
+    let before = annotations(&fixture, "me");
     let story = async {
         for change in [
             |node: &mut Value| {
@@ -379,23 +388,25 @@ async fn what_somebody_removes_or_changes_is_put_back() {
                     json!("false");
             },
         ] {
-            ground.server.modify("me", change);
-            assert_ne!(annotations(&ground, "me"), before);
-            until(|| annotations(&ground, "me") == before).await;
+            fixture.server.modify("me", change);
+            assert_ne!(annotations(&fixture, "me"), before);
+            until(|| annotations(&fixture, "me") == before).await;
         }
         // An address to publish instead counts from now on.
-        ground.server.modify("me", |node| {
+        fixture.server.modify("me", |node| {
             node["metadata"]["annotations"]["flannel.alpha.coreos.com/public-ip-overwrite"] =
                 json!("203.0.113.9");
         });
-        until(|| annotations(&ground, "me")["flannel.alpha.coreos.com/public-ip"] == "203.0.113.9")
-            .await;
+        until(|| {
+            annotations(&fixture, "me")["flannel.alpha.coreos.com/public-ip"] == "203.0.113.9"
+        })
+        .await;
     };
     tokio::select! {
         end = manager.hold_lease(&held) => panic!("{end:?}"),
         () = story => {}
     }
-    let patches = ground.server.count("PATCH");
+    let patches = fixture.server.count("PATCH");
     assert!(patches <= 6, "{patches} patches");
 }
 
@@ -416,12 +427,12 @@ async fn in_dual_stack_go_flannel_takes_notice_of_a_change_of_one_family() {
         ("vxlan", [Some(MAC), Some(r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:06"}"#)]),
         ("host-gw", [None, None]),
     ] {
-        let ground = Ground::new(DUAL);
-        ground.server.put_node("me", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
-        let (manager, views) = ground.following().await;
+        let fixture = Fixture::new(DUAL);
+        fixture.server.put_node("me", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
+        let (manager, views) = fixture.following().await;
         let mut held =
             manager.acquire_lease(&attrs(kind, &["192.0.2.1", "2001:db8::1"], data)).await.unwrap();
-        let mut before = annotations(&ground, "me");
+        let mut before = annotations(&fixture, "me");
         for public in [
             ["192.0.2.2", "2001:db8::1"],
             ["192.0.2.3", "2001:db8::1"],
@@ -431,7 +442,7 @@ async fn in_dual_stack_go_flannel_takes_notice_of_a_change_of_one_family() {
         ] {
             let wanted = attrs(kind, &public, data);
             held = manager.publish(&held, &wanted).await.unwrap();
-            let after = annotations(&ground, "me");
+            let after = annotations(&fixture, "me");
             assert!(go_notices(&before, &after), "{before} {after}");
             // What is said is the same: to our own nodes, to Go's, and to one that takes over this node.
             assert_eq!(held.attrs, wanted);
@@ -451,24 +462,24 @@ async fn in_dual_stack_go_flannel_takes_notice_of_a_change_of_one_family() {
                 }
             }
             // And it stays: neither who starts anew nor who watches over it has anything to write.
-            let patches = ground.server.count("PATCH");
-            let manager = ground.manager("me").await;
+            let patches = fixture.server.count("PATCH");
+            let manager = fixture.manager("me").await;
             assert_eq!(manager.hints().await.unwrap().last_published, Some(wanted.clone()));
             manager.acquire_lease(&wanted).await.unwrap();
             assert_eq!(
-                (ground.server.count("PATCH"), &annotations(&ground, "me")),
+                (fixture.server.count("PATCH"), &annotations(&fixture, "me")),
                 (patches, &after)
             );
             before = after;
         }
         // What somebody changed of one family is put back for Go's nodes, too.
         let story = async {
-            ground.server.modify("me", |node| {
+            fixture.server.modify("me", |node| {
                 node["metadata"]["annotations"]["flannel.alpha.coreos.com/public-ip"] =
                     json!("192.0.2.66");
             });
-            let changed = annotations(&ground, "me");
-            until(|| go_notices(&changed, &annotations(&ground, "me"))).await;
+            let changed = annotations(&fixture, "me");
+            until(|| go_notices(&changed, &annotations(&fixture, "me"))).await;
         };
         tokio::select! {
             end = manager.hold_lease(&held) => panic!("{end:?}"),
@@ -479,17 +490,17 @@ async fn in_dual_stack_go_flannel_takes_notice_of_a_change_of_one_family() {
 
 #[tokio::test]
 async fn a_fight_over_annotations_becomes_slow() {
-    let ground = Ground::new(V4);
-    let (manager, _) = ground.following().await;
+    let fixture = Fixture::new(V4);
+    let (manager, _) = fixture.following().await;
     let held = manager.acquire_lease(&vxlan()).await.unwrap();
-    let patches = ground.server.count("PATCH");
+    let patches = fixture.server.count("PATCH");
     let begin = std::time::Instant::now();
     let story = async {
         for n in 1..=6 {
-            ground.server.modify("me", |node| {
+            fixture.server.modify("me", |node| {
                 drop(node["metadata"].as_object_mut().unwrap().remove("annotations"));
             });
-            until(|| ground.server.count("PATCH") >= patches + n).await;
+            until(|| fixture.server.count("PATCH") >= patches + n).await;
         }
     };
     tokio::select! {
@@ -502,39 +513,40 @@ async fn a_fight_over_annotations_becomes_slow() {
 
 #[tokio::test]
 async fn a_watch_that_comes_late_neither_loses_nor_moves_a_lease() {
-    let ground = Ground::new(V4);
+    let fixture = Fixture::new(V4);
     for old in [blank(&["10.1.9.0/24"]), blank(&[])] {
-        ground.server.put_node("me", old);
-        let (manager, views) = ground.following().await;
+        fixture.server.put_node("me", old);
+        let (manager, views) = fixture.following().await;
         // Nobody who watches learns that, but whoever asks.
-        ground.server.put_node_unseen("me", blank(&["10.1.1.0/24"]));
+        fixture.server.put_node_unseen("me", blank(&["10.1.1.0/24"]));
         let held = manager.acquire_lease(&vxlan()).await.unwrap();
         assert_eq!(held.subnets.to_string(), "10.1.1.0-24");
-        let lost = manager.lost();
-        let asked = ground.server.count("GET /api/v1/nodes/me");
+        let ownership = manager.ownership();
+        let lost = || withdrawn(&ownership);
+        let asked = fixture.server.count("GET /api/v1/nodes/me");
         let story = async {
-            until(|| ground.server.count("GET /api/v1/nodes/me") > asked).await;
-            ground.server.show_all();
+            until(|| fixture.server.count("GET /api/v1/nodes/me") > asked).await;
+            fixture.server.show_all();
             until(|| leases(&views.borrow()) == ["10.1.1.0-24 vxlan 192.0.2.1"]).await;
         };
         tokio::select! {
             end = wait(manager.hold_lease(&held)) => panic!("{end:?}"),
             () = story => {}
         }
-        assert!(!lost.has_changed().unwrap() && lost.borrow().is_none());
+        assert!(!ownership.has_changed().unwrap() && lost().is_none());
     }
 }
 
 #[tokio::test]
 async fn other_attributes_are_published_and_other_subnets_are_a_conflict() {
-    let ground = Ground::new(V4);
-    let (manager, views) = ground.following().await;
+    let fixture = Fixture::new(V4);
+    let (manager, views) = fixture.following().await;
     let held = manager.acquire_lease(&vxlan()).await.unwrap();
     let other = attrs("vxlan", &["192.0.2.2"], [Some(MAC), None]);
     let lease = manager.publish(&held, &other).await.unwrap();
     assert_eq!(lease.attrs, other);
     until(|| leases(&views.borrow()) == ["10.1.1.0-24 vxlan 192.0.2.2"]).await;
-    ground.server.put_node("me", blank(&["10.1.2.0/24"]));
+    fixture.server.put_node("me", blank(&["10.1.2.0/24"]));
     let error = manager.publish(&held, &other).await.unwrap_err();
     assert!(matches!(error, Error::Conflict { .. }), "{error}");
 }

@@ -5,7 +5,7 @@
 mod certificates;
 mod condition;
 mod faults;
-mod ground;
+mod fixture;
 mod lease;
 mod strict;
 mod view;

@@ -5,7 +5,7 @@ use std::net::TcpStream;
 
 use flannel_subnet_kube::testing::ApiServer;
 
-use crate::ground::{PREFIX, blank};
+use crate::fixture::{PREFIX, blank};
 
 const STRATEGIC: &str = "application/strategic-merge-patch+json";
 

@@ -1,38 +1,38 @@
-//! Everybody's leases: what changes them, what does not, and what is told of wrong ones.
+//! Everybody's leases: what changes them, what does not, and what is reported about wrong ones.
 
 use std::time::Duration;
 
 use flannel_core::{Origin, SubnetManager};
 use serde_json::json;
 
-use crate::ground::{DUAL, Ground, PREFIX, V4, blank, leases, peer, until, wait};
+use crate::fixture::{DUAL, Fixture, PREFIX, V4, blank, leases, peer, until, wait};
 
 #[tokio::test]
 async fn nodes_come_change_and_go() {
-    let ground = Ground::new(V4);
-    ground.server.put_node("old", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
-    let (_manager, views) = ground.following().await;
+    let fixture = Fixture::new(V4);
+    fixture.server.put_node("old", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
+    let (_manager, views) = fixture.following().await;
     assert_eq!(leases(&views.borrow()), ["10.1.2.0-24 vxlan 192.0.2.2"]);
-    ground.server.put_node("new", peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
+    fixture.server.put_node("new", peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
     until(|| views.borrow().leases.len() == 2).await;
-    ground.server.put_node("old", peer("10.1.2.0/24", "192.0.2.99", "0a:00:00:00:00:02"));
+    fixture.server.put_node("old", peer("10.1.2.0/24", "192.0.2.99", "0a:00:00:00:00:02"));
     until(|| leases(&views.borrow())[0].ends_with("192.0.2.99")).await;
-    ground.server.delete_node("old");
+    fixture.server.delete_node("old");
     until(|| leases(&views.borrow()) == ["10.1.3.0-24 vxlan 192.0.2.3"]).await;
     // A node that flannel leaves has no lease any more.
-    ground.server.put_node("new", blank(&["10.1.3.0/24"]));
+    fixture.server.put_node("new", blank(&["10.1.3.0/24"]));
     until(|| views.borrow().leases.is_empty()).await;
 }
 
 #[tokio::test]
 async fn in_dual_stack_a_change_of_either_family_alone_is_a_change() {
-    let ground = Ground::new(DUAL);
+    let fixture = Fixture::new(DUAL);
     let mut node = peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02");
     node["spec"]["podCIDRs"] = json!(["10.1.2.0/24", "fd00:0:0:2::/64"]);
     node["metadata"]["annotations"][format!("{PREFIX}public-ipv6")] = json!("2001:db8::2");
     node["metadata"]["annotations"][format!("{PREFIX}backend-v6-data")] = json!("{}");
-    ground.server.put_node("peer", node);
-    let (_manager, mut views) = ground.following().await;
+    fixture.server.put_node("peer", node);
+    let (_manager, mut views) = fixture.following().await;
     assert_eq!(
         leases(&views.borrow_and_update()),
         ["10.1.2.0-24&fd00:0:0:2::-64 vxlan 192.0.2.2 2001:db8::2"]
@@ -44,7 +44,7 @@ async fn in_dual_stack_a_change_of_either_family_alone_is_a_change() {
         ("backend-v6-data", "{\"VNI\":3}"),
         ("backend-type", "host-gw"),
     ] {
-        ground.server.modify("peer", |node| {
+        fixture.server.modify("peer", |node| {
             node["metadata"]["annotations"][format!("{PREFIX}{name}")] = json!(value)
         });
         wait(views.changed()).await.unwrap();
@@ -57,20 +57,20 @@ async fn in_dual_stack_a_change_of_either_family_alone_is_a_change() {
 
 #[tokio::test]
 async fn families_that_the_config_comes_to_enable_before_there_is_a_lease_count() {
-    let ground = Ground::new(V4);
-    ground.server.put_node("me", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
-    ground.server.put_node("peer", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
-    ground.server.modify("peer", |node| {
+    let fixture = Fixture::new(V4);
+    fixture.server.put_node("me", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
+    fixture.server.put_node("peer", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
+    fixture.server.modify("peer", |node| {
         node["spec"]["podCIDRs"] = json!(["10.1.2.0/24", "fd00:0:0:2::/64"])
     });
-    let (manager, views) = ground.following().await;
+    let (manager, views) = fixture.following().await;
     assert_eq!(leases(&views.borrow()), ["10.1.2.0-24 vxlan 192.0.2.2"]);
-    ground.write_config(DUAL);
+    fixture.write_config(DUAL);
     let views = manager.watch_leases().await.unwrap();
     until(|| leases(&views.borrow()) == ["10.1.2.0-24&fd00:0:0:2::-64 vxlan 192.0.2.2"]).await;
-    let lease = manager.acquire_lease(&crate::ground::vxlan()).await.unwrap();
+    let lease = manager.acquire_lease(&crate::fixture::vxlan()).await.unwrap();
     // Now they stay.
-    ground.write_config(V4);
+    fixture.write_config(V4);
     let views = manager.watch_leases().await.unwrap();
     until(|| views.borrow().leases.get(&lease.subnets).is_some()).await;
     assert_eq!(views.borrow().leases.len(), 2);
@@ -78,14 +78,14 @@ async fn families_that_the_config_comes_to_enable_before_there_is_a_lease_count(
 
 #[tokio::test]
 async fn a_lease_is_acquired_from_the_config_that_was_given_out() {
-    let ground = Ground::new(V4);
-    ground.server.put_node("me", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
-    let manager = ground.manager("me").await;
+    let fixture = Fixture::new(V4);
+    fixture.server.put_node("me", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
+    let manager = fixture.manager("me").await;
     let config = manager.network_config().await.unwrap();
     // As the kubelet does with a ConfigMap, while the network is being built.
-    ground.write_config(DUAL);
+    fixture.write_config(DUAL);
     let views = manager.watch_leases().await.unwrap();
-    let lease = manager.acquire_lease(&crate::ground::vxlan()).await.unwrap();
+    let lease = manager.acquire_lease(&crate::fixture::vxlan()).await.unwrap();
     assert_eq!(lease.subnets.to_string(), "10.1.1.0-24");
     until(|| views.borrow().leases.get(&lease.subnets).is_some()).await;
     manager.watch_leases().await.unwrap();
@@ -95,14 +95,14 @@ async fn a_lease_is_acquired_from_the_config_that_was_given_out() {
 
 #[tokio::test]
 async fn heartbeats_wake_nobody() {
-    let ground = Ground::new(V4);
-    ground.server.put_node("peer", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
-    let (manager, mut views) = ground.following().await;
+    let fixture = Fixture::new(V4);
+    fixture.server.put_node("peer", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
+    let (manager, mut views) = fixture.following().await;
     let before = views.borrow_and_update().clone();
     let confirmed = || manager.store_status().confirmed.unwrap().0.0;
     let from = confirmed();
     for _ in 0..100 {
-        ground.server.heartbeat("peer");
+        fixture.server.heartbeat("peer");
     }
     until(|| confirmed() >= from + 100).await;
     assert!(!views.has_changed().unwrap());
@@ -114,7 +114,7 @@ async fn heartbeats_wake_nobody() {
 
 #[tokio::test]
 async fn of_thousands_what_went_meanwhile_is_gone() {
-    let ground = Ground::new(V4);
+    let fixture = Fixture::new(V4);
     let many = |from: u32| {
         (from..from + 1201).map(|n| {
             let cidr = format!("10.1.{}.{}/30", n / 64, n % 64 * 4);
@@ -124,99 +124,99 @@ async fn of_thousands_what_went_meanwhile_is_gone() {
             )
         })
     };
-    ground.server.put_node("me", blank(&["10.1.254.0/24"]));
-    ground.server.fill(many(0));
-    let (_manager, views) = ground.following().await;
+    fixture.server.put_node("me", blank(&["10.1.254.0/24"]));
+    fixture.server.fill(many(0));
+    let (_manager, views) = fixture.following().await;
     assert_eq!(views.borrow().leases.len(), 1201);
-    assert_eq!(ground.server.count("NotOlderThan"), 1, "a server's cache knows no pages");
+    assert_eq!(fixture.server.count("NotOlderThan"), 1, "a server's cache knows no pages");
     // While the watch was away, others came and went.
-    (0..1000).for_each(|n| ground.server.delete_node(&format!("node-{n}")));
-    ground.server.fill(many(1100));
+    (0..1000).for_each(|n| fixture.server.delete_node(&format!("node-{n}")));
+    fixture.server.fill(many(1100));
     until(|| views.borrow().leases.len() == 1301).await;
-    assert_eq!(ground.server.count("NotOlderThan"), 2);
-    assert_eq!(ground.server.count("limit="), 0);
+    assert_eq!(fixture.server.count("NotOlderThan"), 2);
+    assert_eq!(fixture.server.count("limit="), 0);
 }
 
 /// As when a daemon starts anew and meets an API server that has not yet heard of the last nodes.
 #[tokio::test]
 async fn what_a_late_server_remembers_is_not_taken_for_what_is() {
-    let ground = Ground::new(V4);
-    ground.server.put_node("me", blank(&["10.1.1.0/24"]));
-    ground.server.put_node("old", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
+    let fixture = Fixture::new(V4);
+    fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
+    fixture.server.put_node("old", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
     let new = peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03");
-    ground.server.put_node_unseen("new", new);
-    ground.server.heartbeat("me");
-    let manager = ground.manager("me").await;
+    fixture.server.put_node_unseen("new", new);
+    fixture.server.heartbeat("me");
+    let manager = fixture.manager("me").await;
     let views = manager.watch_leases().await.unwrap();
-    until(|| ground.server.count("GET /api/v1/nodes?") >= 3).await;
+    until(|| fixture.server.count("GET /api/v1/nodes?") >= 3).await;
     assert!(matches!(views.borrow().origin, Origin::Cached { .. }), "{:?}", views.borrow().origin);
-    assert_eq!(ground.server.count("watch="), 0);
+    assert_eq!(fixture.server.count("watch="), 0);
     let (error, _) = manager.store_status().last_error.unwrap();
     assert!(error.contains("Too large resource version"), "{error}");
-    ground.server.show_all();
+    fixture.server.show_all();
     until(|| {
         leases(&views.borrow()) == ["10.1.2.0-24 vxlan 192.0.2.2", "10.1.3.0-24 vxlan 192.0.2.3"]
     })
     .await;
     assert!(matches!(views.borrow().origin, Origin::Live { .. }));
-    assert_eq!(ground.server.count("limit="), 0, "the server's store is spared");
+    assert_eq!(fixture.server.count("limit="), 0, "the server's store is spared");
 }
 
 /// As when the server is cut off from its store's news, or its cache has got stuck.
 #[tokio::test]
 async fn a_server_that_stays_behind_is_asked_for_what_its_store_holds() {
-    let ground = Ground::new(V4);
-    ground.server.put_node("me", blank(&["10.1.1.0/24"]));
+    let fixture = Fixture::new(V4);
+    fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
     let many = (0..600).map(|n| {
         let cidr = format!("10.1.{}.{}/30", n / 64, n % 64 * 4);
         (format!("node-{n}"), peer(&cidr, "192.0.2.9", "0a:00:00:00:00:02"))
     });
-    ground.server.fill(many);
-    ground.server.put_node_unseen("new", peer("10.1.250.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
-    ground.server.heartbeat("me");
-    let manager = ground.manager("me").await;
-    let first = ground.server.hold("NotOlderThan");
+    fixture.server.fill(many);
+    fixture.server.put_node_unseen("new", peer("10.1.250.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
+    fixture.server.heartbeat("me");
+    let manager = fixture.manager("me").await;
+    let first = fixture.server.hold("NotOlderThan");
     let views = manager.watch_leases().await.unwrap();
     until(|| first.is_there()).await;
-    let second = ground.server.hold("NotOlderThan");
+    let second = fixture.server.hold("NotOlderThan");
     drop(first);
     until(|| second.is_there()).await;
     // And it goes on to be, until its answer has come: the machine's slowness is no time that has passed.
-    assert_eq!(ground.server.count("limit="), 0, "it is waited for");
+    assert_eq!(fixture.server.count("limit="), 0, "it is waited for");
     tokio::time::pause();
     tokio::time::advance(Duration::from_secs(11)).await;
     tokio::time::resume();
     drop(second);
     until(|| views.borrow().leases.len() == 601).await;
-    assert_eq!((ground.server.count("limit=500"), ground.server.count("continue=")), (2, 1));
+    assert_eq!((fixture.server.count("limit=500"), fixture.server.count("continue=")), (2, 1));
     // The watch goes on from there, once the server hears of news.
-    until(|| ground.server.count("watch=") == 1).await;
-    ground.server.delete_node("new");
-    ground.server.show_all();
+    until(|| fixture.server.count("watch=") == 1).await;
+    fixture.server.delete_node("new");
+    fixture.server.show_all();
     until(|| views.borrow().leases.len() == 600).await;
-    assert_eq!(ground.server.count("limit=500"), 2);
+    assert_eq!(fixture.server.count("limit=500"), 2);
 }
 
 #[tokio::test]
 async fn without_a_node_of_its_own_the_first_list_is_the_latest() {
-    let ground = Ground::new(V4);
-    ground.server.put_node("me", blank(&["10.1.1.0/24"]));
-    let manager = ground.manager("me").await;
+    let fixture = Fixture::new(V4);
+    fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
+    let manager = fixture.manager("me").await;
     manager.network_config().await.unwrap();
-    ground.server.put_node_unseen("new", peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
-    ground.server.delete_node("me");
+    fixture.server.put_node_unseen("new", peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
+    fixture.server.delete_node("me");
     let views = manager.watch_leases().await.unwrap();
     until(|| leases(&views.borrow()) == ["10.1.3.0-24 vxlan 192.0.2.3"]).await;
-    assert_eq!((ground.server.count("NotOlderThan"), ground.server.count("limit=500")), (0, 1));
+    assert_eq!((fixture.server.count("NotOlderThan"), fixture.server.count("limit=500")), (0, 1));
 }
 
 #[tokio::test]
-async fn wrong_peers_are_told_of_and_harm_no_other() {
-    let ground = Ground::new(V4);
-    ground.server.put_node("good", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
-    ground.server.put_node("bad-address", peer("10.1.3.0/24", "nonsense", "0a:00:00:00:00:03"));
-    ground.server.put_node("bad-cidr", peer("10.1.4.0", "192.0.2.4", "0a:00:00:00:00:04"));
-    let (manager, views) = ground.following().await;
+async fn wrong_peers_are_reported_and_harm_no_other() {
+    let fixture = Fixture::new(V4);
+    fixture.server.put_node("good", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
+    fixture.server.put_node("bad-address", peer("10.1.3.0/24", "nonsense", "0a:00:00:00:00:03"));
+    fixture.server.put_node("bad-cidr", peer("10.1.4.0", "192.0.2.4", "0a:00:00:00:00:04"));
+    let (manager, views) = fixture.following().await;
     assert!(leases(&views.borrow()).contains(&"10.1.2.0-24 vxlan 192.0.2.2".to_owned()));
     let skipped = || manager.store_status().skipped;
     assert_eq!(skipped().len(), 2, "{:?}", skipped());
@@ -225,7 +225,7 @@ async fn wrong_peers_are_told_of_and_harm_no_other() {
     let expected = r#"annotation flannel.alpha.coreos.com/public-ip: "nonsense" is not valid, expected an IPv4 address such as 192.0.2.1"#;
     assert_eq!(reason, expected);
     assert!(skipped()[1].1.contains("its PodCIDR \"10.1.4.0\" is not"), "{:?}", skipped());
-    ground.server.put_node("bad-address", peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
-    ground.server.delete_node("bad-cidr");
+    fixture.server.put_node("bad-address", peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
+    fixture.server.delete_node("bad-cidr");
     until(|| skipped().is_empty() && views.borrow().leases.len() == 2).await;
 }

@@ -5,16 +5,16 @@ use std::process::Command;
 use flannel_core::SubnetManager;
 use serde_json::Value;
 
-use crate::ground::{Ground, MAC, V4, blank, vxlan};
+use crate::fixture::{Fixture, MAC, V4, blank, vxlan};
 
 #[tokio::test]
 async fn kubectl_reads_the_lease() {
-    let ground = Ground::new(V4);
-    ground.server.put_node("me", blank(&["10.1.1.0/24"]));
-    ground.manager("me").await.acquire_lease(&vxlan()).await.unwrap();
+    let fixture = Fixture::new(V4);
+    fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
+    fixture.manager("me").await.acquire_lease(&vxlan()).await.unwrap();
     let output = Command::new("kubectl")
-        .args(["--server", &ground.server.url(), "get", "nodes", "-o", "json"])
-        .env("HOME", ground.dir.path())
+        .args(["--server", &fixture.server.url(), "get", "nodes", "-o", "json"])
+        .env("HOME", fixture.dir.path())
         .env_remove("KUBECONFIG")
         .output()
         .expect("kubectl is needed for this test: on Debian, apt-get install kubernetes-client");
@@ -25,5 +25,5 @@ async fn kubectl_reads_the_lease() {
     assert_eq!(annotations["flannel.alpha.coreos.com/backend-data"], MAC);
     assert_eq!(annotations["flannel.alpha.coreos.com/kube-subnet-manager"], "true");
     // Its watch and its limit are Kubernetes' own, not ours.
-    ground.server.take_violations();
+    fixture.server.take_violations();
 }

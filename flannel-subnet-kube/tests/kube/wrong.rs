@@ -1,4 +1,4 @@
-//! What people get wrong, and what they are told.
+//! What people get wrong, and the errors they get.
 
 use flannel_core::{Error, SubnetManager};
 use flannel_subnet_kube::testing::ApiServer;
@@ -6,7 +6,7 @@ use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
 use serde_json::json;
 use tokio::net::TcpSocket;
 
-use crate::ground::{DUAL, Ground, PREFIX, V4, blank, until, vxlan};
+use crate::fixture::{DUAL, Fixture, PREFIX, V4, blank, until, vxlan};
 
 fn says(error: &Error, parts: &[&str]) {
     let text = error.to_string();
@@ -15,12 +15,12 @@ fn says(error: &Error, parts: &[&str]) {
 
 #[tokio::test]
 async fn no_api_server() {
-    let ground = Ground::new(V4);
+    let fixture = Fixture::new(V4);
     // It is nobody else's as long as it is bound, and nobody listens.
     let nobody = TcpSocket::new_v4().unwrap();
     nobody.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let closed = nobody.local_addr().unwrap();
-    let mut options = ground.options("me");
+    let mut options = fixture.options("me");
     options.api_url = Some(format!("http://{closed}"));
     let manager = KubeManager::open(options).await.unwrap();
     let error = manager.hints().await.unwrap_err();
@@ -38,9 +38,9 @@ async fn no_api_server() {
 
 #[tokio::test]
 async fn what_says_where_it_is_is_wrong() {
-    let ground = Ground::new(V4);
+    let fixture = Fixture::new(V4);
     let open = async |change: &dyn Fn(&mut KubeOptions)| {
-        let mut options = ground.options("me");
+        let mut options = fixture.options("me");
         change(&mut options);
         let error = KubeManager::open(options).await.unwrap_err();
         assert!(matches!(error, Error::Refused { .. }), "{error:?}");
@@ -50,7 +50,7 @@ async fn what_says_where_it_is_is_wrong() {
     says(&error, &["\"kube.example\"", "https://192.0.2.1:6443"]);
     let error = open(&|options| (options.api_url, options.kubeconfig) = (None, None)).await;
     says(&error, &["neither an URL nor a kubeconfig", "service account"]);
-    let missing = ground.dir.path().join("kubeconfig");
+    let missing = fixture.dir.path().join("kubeconfig");
     let error = open(&|options| options.kubeconfig = Some(missing.clone())).await;
     says(&error, &[&missing.display().to_string(), "No such file"]);
     std::fs::write(&missing, "clusters: 7").unwrap();
@@ -104,14 +104,14 @@ async fn what_says_where_it_is_is_wrong() {
 
 #[tokio::test]
 async fn a_certificate_of_another_ca() {
-    let ground = Ground::new(V4);
+    let fixture = Fixture::new(V4);
     let signed = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
     let server = ApiServer::with_tls(&signed.cert.pem(), &signed.signing_key.serialize_pem());
     server.put_node("me", blank(&["10.1.1.0/24"]));
     let other = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
     for (ca, good) in [(other.cert.pem(), false), (signed.cert.pem(), true)] {
         let (ca_file, kubeconfig) =
-            (ground.dir.path().join("ca"), ground.dir.path().join("kubeconfig"));
+            (fixture.dir.path().join("ca"), fixture.dir.path().join("kubeconfig"));
         std::fs::write(&ca_file, ca).unwrap();
         let text = format!(
             "current-context: c\nclusters: [{{name: c, cluster: {{server: \"{}\", certificate-authority: {}}}}}]\n\
@@ -120,7 +120,7 @@ async fn a_certificate_of_another_ca() {
             ca_file.display()
         );
         std::fs::write(&kubeconfig, text).unwrap();
-        let mut options = ground.options("me");
+        let mut options = fixture.options("me");
         (options.kubeconfig, options.api_url) = (Some(kubeconfig), None);
         let manager = KubeManager::open(options).await.unwrap();
         match manager.hints().await {
@@ -142,113 +142,113 @@ async fn a_certificate_of_another_ca() {
 
 #[tokio::test]
 async fn forbidden_says_which_verb_on_which_resource() {
-    let ground = Ground::new(V4);
-    ground.server.put_node("me", blank(&["10.1.1.0/24"]));
-    let manager = ground.manager("me").await;
+    let fixture = Fixture::new(V4);
+    fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
+    let manager = fixture.manager("me").await;
     for (verb, resource) in [("get", "nodes"), ("patch", "nodes/status")] {
-        ground.server.forbid(verb, resource);
+        fixture.server.forbid(verb, resource);
         let error = manager.acquire_lease(&vxlan()).await.unwrap_err();
         assert!(matches!(error, Error::Refused { .. }), "{error:?}");
         says(
             &error,
             &[&format!("the verb {verb:?} on the resource {resource:?}"), "system:serviceaccount"],
         );
-        ground.server.permit_all();
+        fixture.server.permit_all();
     }
     // Where the pod is to say which node this is.
-    ground.server.put_pod("kube-flannel", "flannel-x", "me");
-    ground.server.forbid("get", "pods");
+    fixture.server.put_pod("kube-flannel", "flannel-x", "me");
+    fixture.server.forbid("get", "pods");
     let pod = NodeIdentity::Pod { namespace: "kube-flannel".into(), name: "flannel-x".into() };
     let in_pod =
-        KubeManager::open(KubeOptions { identity: pod, ..ground.options("") }).await.unwrap();
+        KubeManager::open(KubeOptions { identity: pod, ..fixture.options("") }).await.unwrap();
     for error in [in_pod.hints().await.unwrap_err(), in_pod.watch_leases().await.unwrap_err()] {
         assert!(matches!(error, Error::Refused { .. }), "{error:?}");
         says(&error, &["the verb \"get\" on the resource \"pods\"", "system:serviceaccount"]);
     }
-    ground.server.permit_all();
+    fixture.server.permit_all();
     in_pod.hints().await.unwrap();
-    ground.server.forbid("list", "nodes");
+    fixture.server.forbid("list", "nodes");
     let views = manager.watch_leases().await.unwrap();
     let told = |text: &str| {
         manager.store_status().last_error.is_some_and(|(error, _)| error.contains(text))
     };
     until(|| told("the verb \"list\" on the resource \"nodes\"")).await;
-    ground.server.permit_all();
-    ground.server.forbid("watch", "nodes");
+    fixture.server.permit_all();
+    fixture.server.forbid("watch", "nodes");
     until(|| told("the verb \"watch\" on the resource \"nodes\"")).await;
-    ground.server.permit_all();
+    fixture.server.permit_all();
     until(|| manager.store_status().last_error.is_none() && views.borrow().leases.is_empty()).await;
 }
 
 #[tokio::test]
 async fn a_node_that_is_not_ready_for_flannel_is_waited_for() {
-    let ground = Ground::new(V4);
-    let manager = ground.manager("me").await;
+    let fixture = Fixture::new(V4);
+    let manager = fixture.manager("me").await;
     let refused = async |parts: &[&str]| {
         let error = manager.acquire_lease(&vxlan()).await.unwrap_err();
         assert!(matches!(error, Error::NotReady { .. }), "{error:?}");
         says(&error, parts);
-        assert_eq!(ground.server.count("PATCH"), 0, "nothing is published for it");
+        assert_eq!(fixture.server.count("PATCH"), 0, "nothing is published for it");
     };
     refused(&["there is no node \"me\"", "NODE_NAME"]).await;
-    ground.server.put_node("me", blank(&[]));
+    fixture.server.put_node("me", blank(&[]));
     refused(&["node me: it has no IPv4 PodCIDR yet", "--allocate-node-cidrs"]).await;
-    ground.server.put_node("me", blank(&["fd00:0:0:5::/64"]));
+    fixture.server.put_node("me", blank(&["fd00:0:0:5::/64"]));
     refused(&["node me: it has no IPv4 PodCIDR yet"]).await;
-    ground.server.put_node("me", blank(&["10.9.0.0/24"]));
+    fixture.server.put_node("me", blank(&["10.9.0.0/24"]));
     refused(&[
         "its PodCIDR 10.9.0.0/24 lies outside the pod network 10.1.0.0/16",
         "net-conf.json",
         "--cluster-cidr",
     ])
     .await;
-    ground.server.put_node("me", blank(&["10.1.0.0/8"]));
+    fixture.server.put_node("me", blank(&["10.1.0.0/8"]));
     refused(&["its PodCIDR 10.0.0.0/8 lies outside"]).await;
     let mut node = blank(&["10.1.1.0/24"]);
     node["metadata"]["annotations"] = json!({ format!("{PREFIX}public-ip-overwrite"): "nowhere" });
-    ground.server.put_node("me", node);
+    fixture.server.put_node("me", node);
     refused(&["annotation flannel.alpha.coreos.com/public-ip-overwrite: \"nowhere\"", "192.0.2.1"])
         .await;
     let mut node = blank(&["10.1.1.0/24"]);
     node["metadata"]["annotations"] = json!({ format!("{PREFIX}node-public-ip"): "2001:db8::1" });
-    ground.server.put_node("me", node);
+    fixture.server.put_node("me", node);
     says(
         &manager.hints().await.unwrap_err(),
         &["node-public-ip: \"2001:db8::1\" is not valid, expected an IPv4 address"],
     );
-    ground.server.put_node("me", blank(&["10.1.1.0/24"]));
+    fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
     manager.acquire_lease(&vxlan()).await.unwrap();
 }
 
 #[tokio::test]
 async fn in_dual_stack_both_families_need_a_pod_cidr() {
-    let ground = Ground::new(DUAL);
-    ground.server.put_node("me", blank(&["10.1.1.0/24"]));
-    let error = ground.manager("me").await.acquire_lease(&vxlan()).await.unwrap_err();
+    let fixture = Fixture::new(DUAL);
+    fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
+    let error = fixture.manager("me").await.acquire_lease(&vxlan()).await.unwrap_err();
     says(&error, &["node me: it has no IPv6 PodCIDR yet"]);
 }
 
 #[tokio::test]
 async fn the_network_config() {
-    let ground = Ground::new(V4);
-    ground.server.put_node("me", blank(&["10.1.1.0/24"]));
-    let manager = ground.manager("me").await;
-    std::fs::remove_file(ground.net_config()).unwrap();
+    let fixture = Fixture::new(V4);
+    fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
+    let manager = fixture.manager("me").await;
+    std::fs::remove_file(fixture.net_config()).unwrap();
     let error = manager.network_config().await.unwrap_err();
     assert!(matches!(error, Error::NoConfig { .. }));
     says(&error, &["net-conf.json"]);
-    ground.write_config(r#"{"Network":"10.1.0.0/16","Backend":{"Type":7}}"#);
+    fixture.write_config(r#"{"Network":"10.1.0.0/16","Backend":{"Type":7}}"#);
     let error = manager.network_config().await.unwrap_err();
     assert!(matches!(error, Error::Config { .. }));
     says(&error, &["net-conf.json", "field Backend.Type"]);
     assert!(manager.store_status().wrong_config.is_some());
-    ground.write_config(V4);
+    fixture.write_config(V4);
     let config = manager.network_config().await.unwrap();
     assert_eq!(manager.store_status().wrong_config, None);
     manager.acquire_lease(&vxlan()).await.unwrap();
     // Pods do not survive other networks; another backend is news.
-    ground.write_config(r#"{"Network":"10.2.0.0/16","Backend":{"Type":"host-gw"}}"#);
-    let changed = crate::ground::wait(manager.config_changed(&config)).await.unwrap();
+    fixture.write_config(r#"{"Network":"10.2.0.0/16","Backend":{"Type":"host-gw"}}"#);
+    let changed = crate::fixture::wait(manager.config_changed(&config)).await.unwrap();
     assert_eq!(
         (changed.backend.kind.as_str(), changed.networks == config.networks),
         ("host-gw", false)
@@ -258,9 +258,9 @@ async fn the_network_config() {
 
 #[tokio::test]
 async fn a_name_is_what_the_identity_says() {
-    let ground = Ground::new(V4);
+    let fixture = Fixture::new(V4);
     let pod = NodeIdentity::Pod { namespace: "a".into(), name: "b".into() };
     let manager =
-        KubeManager::open(KubeOptions { identity: pod, ..ground.options("") }).await.unwrap();
+        KubeManager::open(KubeOptions { identity: pod, ..fixture.options("") }).await.unwrap();
     says(&manager.hints().await.unwrap_err(), &["pods \"b\" not found"]);
 }

@@ -10,7 +10,7 @@ use flannel_core::{FieldError, Fields, Lease, LeaseAttrs, Revision, Subnets};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use crate::registry::{Entry, Mark, Tenure};
+use crate::registry::{Entry, HolderId, LeaseGrant};
 
 /// Go's lease value in Go's order, then ours.
 #[derive(Serialize, Deserialize)]
@@ -26,20 +26,20 @@ struct Wire<'a> {
     backend_data: Option<&'a RawValue>,
     #[serde(borrow, default, skip_serializing_if = "Option::is_none")]
     backend_v6_data: Option<&'a RawValue>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    mark: Option<String>,
+    #[serde(rename = "Mark", default, skip_serializing_if = "Option::is_none")]
+    holder: Option<String>,
     #[serde(rename = "TTL", default, skip_serializing_if = "Option::is_none")]
     ttl: Option<u64>,
 }
 
 /// The file's text.
-pub(super) fn text(attrs: &LeaseAttrs, tenure: Option<Tenure>) -> String {
+pub(super) fn text(attrs: &LeaseAttrs, grant: Option<LeaseGrant>) -> String {
     let value = attrs.to_json();
     let mut wire: Wire<'_> = serde_json::from_str(&value).expect("a lease value has Go's fields");
-    wire.mark = tenure.map(|tenure| tenure.mark.to_string());
+    wire.holder = grant.map(|grant| grant.holder.to_string());
     // Whole seconds, rounded up: nothing ends before its holder thinks so.
-    wire.ttl = tenure
-        .map(|tenure| (tenure.ttl.as_secs() + u64::from(tenure.ttl.subsec_nanos() > 0)).max(1));
+    wire.ttl =
+        grant.map(|grant| (grant.ttl.as_secs() + u64::from(grant.ttl.subsec_nanos() > 0)).max(1));
     let text = serde_json::to_string_pretty(&wire);
     text.expect("a struct of strings, numbers and raw values serializes") + "\n"
 }
@@ -50,7 +50,7 @@ pub(super) struct LeaseFile {
     /// Its revision is that of the text.
     pub(super) lease: Arc<Lease>,
     /// Who holds it, for how long; `None`: it never expires.
-    pub(super) tenure: Option<Box<Tenure>>,
+    pub(super) grant: Option<Box<LeaseGrant>>,
 }
 
 impl LeaseFile {
@@ -63,26 +63,29 @@ impl LeaseFile {
         let fields = Fields::parse(text, "")?;
         let ttl: Option<u64> =
             fields.take("TTL", "a number of seconds; no TTL: the lease never expires")?;
-        let mark: Option<Mark> = fields.parsed("Mark", "1 to 16 hexadecimal digits")?;
+        let holder: Option<HolderId> = fields.parsed("Mark", "1 to 16 hexadecimal digits")?;
         // What expires has a holder, even if nobody can be it.
-        let tenure = |ttl| Tenure { mark: mark.unwrap_or(Mark(0)), ttl: Duration::from_secs(ttl) };
+        let grant = |ttl| LeaseGrant {
+            holder: holder.unwrap_or(HolderId(0)),
+            ttl: Duration::from_secs(ttl),
+        };
         let lease =
             Lease { subnets, attrs, expires: None, since: Revision(0), revision: revision(text) };
-        Ok(Self { lease: lease.into(), tenure: ttl.map(tenure).map(Box::new) })
+        Ok(Self { lease: lease.into(), grant: ttl.map(grant).map(Box::new) })
     }
 
     /// The lease as a registry has it.
     pub(super) fn entry(&self) -> Entry {
         Entry {
             lease: Arc::clone(&self.lease),
-            mark: self.tenure.as_ref().map(|tenure| tenure.mark),
+            holder: self.grant.as_ref().map(|grant| grant.holder),
         }
     }
 
     /// When it expires, given when the file was modified; `None`: never.
     pub(super) fn end(&self, modified: SystemTime) -> Option<SystemTime> {
         // A time that no clock can reach is never.
-        modified.checked_add(self.tenure.as_ref()?.ttl)
+        modified.checked_add(self.grant.as_ref()?.ttl)
     }
 }
 
@@ -107,7 +110,7 @@ mod tests {
     #[test]
     fn the_bytes_of_a_lease_file() {
         let attrs = LeaseAttrs::from_json(GO).unwrap();
-        let tenure = Tenure { mark: Mark(0xbeef), ttl: Duration::from_millis(86_399_001) };
+        let grant = LeaseGrant { holder: HolderId(0xbeef), ttl: Duration::from_millis(86_399_001) };
         let golden = r#"{
   "PublicIP": "192.0.2.7",
   "PublicIPv6": null,
@@ -117,11 +120,11 @@ mod tests {
   "TTL": 86400
 }
 "#;
-        let text = text(&attrs, Some(tenure));
+        let text = text(&attrs, Some(grant));
         assert_eq!(text, golden);
         let file = LeaseFile::parse(key(), &text).unwrap();
-        let tenure = Tenure { mark: Mark(0xbeef), ttl: Duration::from_secs(86_400) };
-        assert_eq!(file.tenure.as_deref(), Some(&tenure));
+        let grant = LeaseGrant { holder: HolderId(0xbeef), ttl: Duration::from_secs(86_400) };
+        assert_eq!(file.grant.as_deref(), Some(&grant));
         assert_eq!(file.lease.attrs.to_json(), GO);
         assert_eq!(
             super::text(&LeaseAttrs::default(), None),
@@ -136,9 +139,9 @@ mod tests {
             r#"{"publicip": "192.0.2.7", "Mark": "1", "Comment": "rack 4"}"#,
         )
         .unwrap();
-        assert_eq!((file.tenure.as_deref(), file.end(SystemTime::now())), (None, None));
+        assert_eq!((file.grant.as_deref(), file.end(SystemTime::now())), (None, None));
         let file = LeaseFile::parse(key(), r#"{"PublicIP": "192.0.2.7", "TTL": 60}"#).unwrap();
-        assert_eq!(file.entry().mark, Some(Mark(0)));
+        assert_eq!(file.entry().holder, Some(HolderId(0)));
     }
 
     #[test]

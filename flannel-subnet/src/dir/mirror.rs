@@ -1,11 +1,9 @@
 //! What the directory held when last looked at, and what changed since.
 //!
 //! The one thing to know: inotify only names the files to read again. What is in them is compared with what is
-//! remembered, so it does not matter how often, or in which order, or how late one is told. Everything here
+//! remembered, so it does not matter how often, or in which order, or how late one is reported. Everything here
 //! blocks, for as long as reading a few small files takes.
 
-use std::borrow::Borrow;
-use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs;
@@ -31,7 +29,7 @@ pub(super) struct Mirror {
     /// Files never expire: they are configuration.
     forever: bool,
     /// The last content of each file that could be read.
-    good: BTreeSet<Good>,
+    good: BTreeMap<Subnets, LeaseFile>,
     /// Why the present content of a file cannot be read. What was good stays in force until it expires or something
     /// good takes its place.
     bad: BTreeMap<String, String>,
@@ -52,35 +50,6 @@ struct Watched {
     subnets: WatchDescriptor,
 }
 
-/// A file that could be read, by its subnets: thousands are remembered, and the lease has the subnets already.
-struct Good(LeaseFile);
-
-impl Borrow<Subnets> for Good {
-    fn borrow(&self) -> &Subnets {
-        &self.0.lease.subnets
-    }
-}
-
-impl PartialEq for Good {
-    fn eq(&self, other: &Self) -> bool {
-        self.cmp(other).is_eq()
-    }
-}
-
-impl Eq for Good {}
-
-impl PartialOrd for Good {
-    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for Good {
-    fn cmp(&self, other: &Self) -> Ordering {
-        self.0.lease.subnets.cmp(&other.0.lease.subnets)
-    }
-}
-
 /// How a file was found.
 enum Found {
     Text(String, SystemTime),
@@ -93,7 +62,7 @@ impl Mirror {
         Self {
             root,
             forever,
-            good: BTreeSet::new(),
+            good: BTreeMap::new(),
             bad: BTreeMap::new(),
             due: BTreeMap::new(),
             history: Vec::new(),
@@ -191,14 +160,14 @@ impl Mirror {
             revision: Revision::default(),
         };
         Listing {
-            entries: self.good.iter().map(|good| good.0.entry()).collect(),
+            entries: self.good.values().map(LeaseFile::entry).collect(),
             skipped: self.bad.iter().map(skipped).collect(),
             revision: self.revision(),
         }
     }
 
     pub(super) fn file(&self, subnets: &Subnets) -> Option<&LeaseFile> {
-        self.good.get(subnets).map(|good| &good.0)
+        self.good.get(subnets)
     }
 
     /// What changed after `after`; `None` if that is no longer known.
@@ -269,7 +238,7 @@ impl Mirror {
         for entry in fs::read_dir(self.subnets())? {
             names.insert(entry?.file_name().to_string_lossy().into_owned());
         }
-        names.extend(self.good.iter().map(|good| good.0.lease.subnets.to_string()));
+        names.extend(self.good.keys().map(Subnets::to_string));
         names.extend(self.bad.keys().cloned());
         names.iter().for_each(|name| self.look(name, false, now));
         Ok(())
@@ -281,7 +250,7 @@ impl Mirror {
             return;
         }
         let before = self.now(name);
-        let held = name.parse().ok().filter(|subnets| self.good.contains(subnets));
+        let held = name.parse().ok().filter(|subnets| self.good.contains_key(subnets));
         match (read(&self.subnets().join(name)), held) {
             (Found::Gone, held @ Some(_)) if renamed => self.look_again(held, Some(now + GRACE)),
             (Found::Gone, held) => {
@@ -331,7 +300,7 @@ impl Mirror {
         match parsed {
             Ok(file) => {
                 self.bad.remove(name);
-                self.good.replace(Good(file));
+                self.good.insert(file.lease.subnets, file);
             }
             Err(reason) => drop(self.bad.insert(name.to_owned(), reason)),
         }
@@ -350,7 +319,7 @@ pub(super) fn parse(name: &str, text: &str, forever: bool) -> Result<LeaseFile, 
     let subnets: Subnets = name.parse().map_err(|error: KeyError| error.to_string())?;
     let mut file = LeaseFile::parse(subnets, text).map_err(|error| error.to_string())?;
     if forever {
-        file.tenure = None;
+        file.grant = None;
     }
     Ok(file)
 }

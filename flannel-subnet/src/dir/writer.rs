@@ -15,7 +15,7 @@ use super::location::Assign;
 use super::{Shared, file, mirror};
 use crate::atomic_file::{self, TEMPORARY};
 use crate::backoff::Backoff;
-use crate::registry::{Entry, Mark, Tenure, config_conflict};
+use crate::registry::{Entry, HolderId, LeaseGrant, config_conflict};
 
 /// How long a writer may hold the lock before others give up.
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);
@@ -24,7 +24,7 @@ const LOCK_PATIENCE: Duration = Duration::from_secs(10);
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Current {
     revision: Revision,
-    mark: Option<Mark>,
+    holder: Option<HolderId>,
     ttl: Option<Duration>,
 }
 
@@ -85,13 +85,13 @@ impl Shared {
         };
         let text = fs::read_to_string(&path).map_err(error)?;
         let Ok(file) = mirror::parse(&name, &text, false) else {
-            return Ok(Some(Current { revision: file::revision(&text), mark: None, ttl: None }));
+            return Ok(Some(Current { revision: file::revision(&text), holder: None, ttl: None }));
         };
         if file.end(modified).is_some_and(|end| end <= self.clock.wall()) {
             return Ok(None);
         }
-        let (mark, ttl) = file.tenure.map(|tenure| (tenure.mark, tenure.ttl)).unzip();
-        Ok(Some(Current { revision: file.lease.revision, mark, ttl }))
+        let (holder, ttl) = file.grant.map(|grant| (grant.holder, grant.ttl)).unzip();
+        Ok(Some(Current { revision: file.lease.revision, holder, ttl }))
     }
 
     /// Some other key in force shares an address with `subnets`.
@@ -118,16 +118,16 @@ impl Shared {
         &self,
         subnets: &Subnets,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
         let name = format!("subnets/{subnets}");
-        let (text, now) = (file::text(attrs, tenure), self.clock.wall());
+        let (text, now) = (file::text(attrs, grant), self.clock.wall());
         atomic_file::replace(&self.path(subnets), text.as_bytes(), 0o644, Some(now))
             .map_err(|error| self.broken(&name, error))?;
         let file = file::LeaseFile::parse(*subnets, &text);
         let file = file.map_err(|source| Error::Lease { location: name, source })?;
         let entry = file.entry();
-        self.hold(subnets, entry.mark, file.end(now));
+        self.hold(subnets, entry.holder, file.end(now));
         Ok(entry)
     }
 
@@ -145,29 +145,29 @@ impl Shared {
         atomic_file::replace(&path, text.as_bytes(), 0o644, None).map_err(error)
     }
 
-    fn hold(&self, subnets: &Subnets, mark: Option<Mark>, end: Option<SystemTime>) {
-        match mark.zip(end) {
+    fn hold(&self, subnets: &Subnets, holder: Option<HolderId>, end: Option<SystemTime>) {
+        match holder.zip(end) {
             Some(holding) => self.held().insert(*subnets, holding),
             None => self.held().remove(subnets),
         };
     }
 
-    pub(super) fn renew(&self, subnets: &Subnets, mark: Mark) -> Result<Option<Duration>> {
+    pub(super) fn renew(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
         let now = self.clock.wall();
         let current = self.current(subnets)?;
         if let Some(ttl) =
-            current.filter(|current| current.mark == Some(mark)).and_then(|current| current.ttl)
+            current.filter(|current| current.holder == Some(holder)).and_then(|current| current.ttl)
         {
             // Opened for reading, which is enough and wakes nobody. With only one of the times set, inotify would
-            // tell of a modification.
+            // report a modification.
             let times = FileTimes::new().set_accessed(now).set_modified(now);
             let renewed = File::open(self.path(subnets)).and_then(|file| file.set_times(times));
             renewed.map_err(|error| self.broken(&format!("subnets/{subnets}"), error))?;
-            self.hold(subnets, Some(mark), now.checked_add(ttl));
+            self.hold(subnets, Some(holder), now.checked_add(ttl));
             return Ok(Some(ttl));
         }
         let end =
-            self.held().get(subnets).filter(|(holder, _)| *holder == mark).map(|(_, end)| *end);
+            self.held().get(subnets).filter(|(held_by, _)| *held_by == holder).map(|(_, end)| *end);
         Ok(end.and_then(|end| end.duration_since(now).ok()).filter(|left| !left.is_zero()))
     }
 }

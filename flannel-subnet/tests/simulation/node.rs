@@ -7,7 +7,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use flannel_core::{Error, Lease, LeaseAttrs, LeaseEnd, SubnetManager, Subnets, View};
-use flannel_subnet::{Identity, LocalManager, Mark, Ownership};
+use flannel_subnet::{HolderId, Identity, LocalManager};
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 use tokio::time::sleep;
@@ -20,8 +20,8 @@ use crate::{MARGIN, TTL};
 /// What survives a crash, if it does.
 #[derive(Debug, Clone)]
 pub(crate) struct Disk {
-    pub(crate) mark: Mark,
-    /// As in `subnet.env`, and the state of the books when it was last known to be held.
+    pub(crate) holder: HolderId,
+    /// As in `subnet.env`, and the state of the stats when it was last known to be held.
     pub(crate) previous: Option<(Subnets, u64)>,
 }
 
@@ -52,7 +52,7 @@ impl Node {
             id,
             link: Arc::new(Link::new()),
             clock: Mutex::new(Arc::new(NodeClock::random())),
-            disk: Mutex::new(Disk { mark: Mark::random(), previous: None }),
+            disk: Mutex::new(Disk { holder: HolderId::random(), previous: None }),
             daemon: Mutex::new(None),
             publish: Notify::new(),
             power: Mutex::new(None),
@@ -81,14 +81,14 @@ impl Node {
 
     fn stopped(&self, store: &SharedStore) {
         *self.daemon.lock().unwrap() = None;
-        store.books().running.remove(&self.id);
+        store.stats().running.remove(&self.id);
     }
 
     /// The subnets that this node calls its own right now.
     pub(crate) fn owns(&self) -> Option<(Subnets, Run)> {
         let daemon = self.daemon.lock().unwrap();
         let daemon = daemon.as_ref()?;
-        let owner = matches!(daemon.manager.ownership(), Ownership::Reserved | Ownership::For(_));
+        let owner = daemon.manager.ownership_now().is_held();
         daemon.lease.filter(|_| owner).map(|subnets| (subnets, daemon.run.clone()))
     }
 
@@ -109,8 +109,8 @@ impl Node {
                 *runs
             };
             let disk = self.disk.lock().unwrap().clone();
-            let run = Run { node: self.id, number, mark: disk.mark };
-            store.books().running.insert(self.id, run.clone());
+            let run = Run { node: self.id, number, holder: disk.holder };
+            store.stats().running.insert(self.id, run.clone());
             self.daemon(store, run, &disk).await;
             self.stopped(store);
             sleep(Duration::from_millis(fastrand::u64(1_000..15_000))).await;
@@ -122,7 +122,7 @@ impl Node {
         let (store_, link) = (Arc::clone(store), Arc::clone(&self.link));
         let transport = Transport { store: store_, link, run: run.clone() };
         let identity = Identity {
-            mark: disk.mark,
+            holder: disk.holder,
             previous: disk.previous.map(|(subnets, _)| subnets),
             local_addresses: Vec::new(),
         };
@@ -132,11 +132,11 @@ impl Node {
         let views = manager.watch_leases().await.unwrap();
         *self.daemon.lock().unwrap() =
             Some(Daemon { run: run.clone(), manager: Arc::clone(&manager), lease: None, views });
-        let begin = store.books().sequence();
+        let begin = store.stats().sequence();
         let lease = match manager.acquire_lease(&self.attrs()).await {
             Ok(lease) => lease,
             Err(error) => {
-                store.books().note(|| format!("{run:?} has no lease: {error}"));
+                store.stats().note(|| format!("{run:?} has no lease: {error}"));
                 return;
             }
         };
@@ -145,7 +145,7 @@ impl Node {
     }
 
     /// A node that comes back gets what it had, unless somebody else had it meanwhile; or, where that was deleted,
-    /// what the store holds under its mark: a late write of an earlier run. Returns since when it has the lease.
+    /// what the store holds under its holder ID: a late write of an earlier run. Returns since when it has the lease.
     fn judge_acquired(
         &self,
         store: &SharedStore,
@@ -154,25 +154,25 @@ impl Node {
         lease: &Lease,
         begin: u64,
     ) -> u64 {
-        let mut books = store.books();
-        books.note(|| format!("{run:?} acquired {}", lease.subnets));
-        let found = books.first_write(self.id, &lease.subnets).is_some_and(|first| first <= begin);
+        let mut stats = store.stats();
+        stats.note(|| format!("{run:?} acquired {}", lease.subnets));
+        let found = stats.first_write(self.id, &lease.subnets).is_some_and(|first| first <= begin);
         if let Some((previous, since)) = disk.previous
             && previous != lease.subnets
             && lease.expires.is_some()
-            && !books.others_wrote(self.id, &previous, since)
+            && !stats.others_wrote(self.id, &previous, since)
             && store.fits_every_config(&previous)
-            && !(found && books.was_ever_deleted(&previous))
+            && !(found && stats.was_ever_deleted(&previous))
         {
-            books.fail(format!(
+            stats.fail(format!(
                 "{run:?} had {previous}, which nobody else had since, but got {}",
                 lease.subnets
             ));
         }
         // Another's key that overlaps ours, left behind by who came later, counts as written since.
         let since =
-            books.first_write(self.id, &lease.subnets).map_or(begin, |first| first.min(begin));
-        drop(books);
+            stats.first_write(self.id, &lease.subnets).map_or(begin, |first| first.min(begin));
+        drop(stats);
         if let Some(daemon) = &mut *self.daemon.lock().unwrap() {
             daemon.lease = Some(lease.subnets);
         }
@@ -203,7 +203,7 @@ impl Node {
         tokio::select! {
             biased;
             end = manager.hold_lease(&lease) => self.judge_end(store, run, &lease.subnets, since, &end),
-            error = publish => store.books().note(|| format!("{run:?} ends: {error}")),
+            error = publish => store.stats().note(|| format!("{run:?} ends: {error}")),
         }
     }
 
@@ -216,18 +216,18 @@ impl Node {
         since: u64,
         end: &Result<LeaseEnd, Error>,
     ) {
-        let mut books = store.books();
-        books.note(|| format!("{run:?} held {subnets} until {end:?}"));
+        let mut stats = store.stats();
+        stats.note(|| format!("{run:?} held {subnets} until {end:?}"));
         let justified = match end {
-            Ok(LeaseEnd::Deleted) => books.was_robbed(run, subnets),
-            // A reservation has no mark: a late write of our own there looks like somebody else's.
+            Ok(LeaseEnd::Deleted) => stats.was_robbed(run, subnets),
+            // A reservation has no holder: a late write of our own there looks like somebody else's.
             Ok(LeaseEnd::Taken { by }) if by.ends_with("as a reservation") => true,
-            Ok(LeaseEnd::Taken { .. }) => books.others_wrote(self.id, subnets, since),
+            Ok(LeaseEnd::Taken { .. }) => stats.others_wrote(self.id, subnets, since),
             Ok(LeaseEnd::Expired) => true,
             _ => false,
         };
         if !justified {
-            books.fail(format!("{run:?}: {subnets} ended without a reason: {end:?}"));
+            stats.fail(format!("{run:?}: {subnets} ended without a reason: {end:?}"));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The one store of all nodes, and the books that the invariants are checked by.
+//! The one store of all nodes, and the stats that the invariants are checked by.
 //!
 //! The one thing to know: what takes a subnet from a node against the rules of leases (an operator who deletes
 //! or overwrites its key) *robs* the node. It may call itself the owner until it notices; everybody else may not.
@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use flannel_core::{Config, Dual, Error, LeaseAttrs, Result, Revision, Subnet, Subnets};
-use flannel_subnet::{Entry, Mark, MemoryRegistry, Registry, Tenure};
+use flannel_subnet::{Entry, HolderId, LeaseGrant, MemoryRegistry, Registry};
 
 use crate::fault::{Counts, Fault};
 
@@ -33,12 +33,12 @@ pub(crate) fn addresses(node: usize) -> Dual<IpAddr> {
     [IpAddr::from([192, 0, 2, node]), v6.into()].into_iter().collect()
 }
 
-/// One run of a node's daemon, under one mark.
+/// One run of a node's daemon, under one holder ID.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Run {
     pub(crate) node: usize,
     pub(crate) number: u64,
-    pub(crate) mark: Mark,
+    pub(crate) holder: HolderId,
 }
 
 #[derive(Debug)]
@@ -48,11 +48,11 @@ pub(crate) struct Store {
     pub(crate) configs: Vec<String>,
     parsed: Vec<Config>,
     broken: Option<Broken>,
-    books: Mutex<Books>,
+    stats: Mutex<StoreStats>,
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Books {
+pub(crate) struct StoreStats {
     /// Faults come only while it is storming.
     pub(crate) storm: bool,
     pub(crate) counts: Counts,
@@ -71,7 +71,7 @@ pub(crate) struct Books {
     pub(crate) trace: Option<Vec<String>>,
 }
 
-impl Books {
+impl StoreStats {
     pub(crate) fn is_robbed(&self, run: &Run, subnets: &Subnets) -> bool {
         self.robbed.contains(&(run.node, run.number, *subnets))
     }
@@ -125,9 +125,10 @@ impl Books {
 impl Store {
     pub(crate) fn new(configs: Vec<String>, broken: Option<Broken>, trace: bool) -> Self {
         let parsed = configs.iter().map(|text| Config::parse(text).unwrap()).collect();
-        let books = Books { storm: true, trace: trace.then(Vec::new), ..Books::default() };
+        let stats =
+            StoreStats { storm: true, trace: trace.then(Vec::new), ..StoreStats::default() };
         let registry = MemoryRegistry::with_config(&configs[0]);
-        Self { registry, configs, parsed, broken, books: Mutex::new(books) }
+        Self { registry, configs, parsed, broken, stats: Mutex::new(stats) }
     }
 
     pub(crate) fn fits_every_config(&self, subnets: &Subnets) -> bool {
@@ -143,12 +144,12 @@ impl Store {
         &self.parsed[0]
     }
 
-    pub(crate) fn books(&self) -> MutexGuard<'_, Books> {
-        self.books.lock().unwrap()
+    pub(crate) fn stats(&self) -> MutexGuard<'_, StoreStats> {
+        self.stats.lock().unwrap()
     }
 
     pub(crate) fn count(&self, fault: Fault) {
-        self.books().counts.count(fault);
+        self.stats().counts.count(fault);
     }
 
     /// All entries, past every fault.
@@ -162,17 +163,17 @@ impl Store {
 
     /// Whoever has the lease is about to lose it by no fault of its own.
     fn rob(&self, entry: &Entry) {
-        let mut books = self.books();
-        books.deleted.insert((entry.lease.subnets, entry.lease.since));
-        let holds = |run: &&Run| match entry.mark {
-            Some(mark) => run.mark == mark,
+        let mut stats = self.stats();
+        stats.deleted.insert((entry.lease.subnets, entry.lease.since));
+        let holds = |run: &&Run| match entry.holder {
+            Some(holder) => run.holder == holder,
             None => addresses(run.node) == entry.lease.attrs.public,
         };
-        let victims: Vec<Run> = books.running.values().filter(holds).cloned().collect();
+        let victims: Vec<Run> = stats.running.values().filter(holds).cloned().collect();
         for victim in victims {
             let robbed = (victim.node, victim.number, entry.lease.subnets);
-            books.robbed.insert(robbed);
-            books.ever_robbed.insert(robbed);
+            stats.robbed.insert(robbed);
+            stats.ever_robbed.insert(robbed);
         }
     }
 
@@ -184,14 +185,14 @@ impl Store {
 
     /// An operator has the store forget a holder.
     pub(crate) async fn operator_revokes(&self, entry: &Entry) {
-        let Some(mark) = entry.mark else { return self.rob(entry) };
+        let Some(holder) = entry.holder else { return self.rob(entry) };
         // A late write may have left it a second key, which goes too.
         self.entries()
             .await
             .iter()
-            .filter(|entry| entry.mark == Some(mark))
+            .filter(|entry| entry.holder == Some(holder))
             .for_each(|entry| self.rob(entry));
-        self.registry.revoke(mark);
+        self.registry.revoke(holder);
     }
 
     /// An operator or a foreign program writes a key.
@@ -199,22 +200,22 @@ impl Store {
         &self,
         subnets: &Subnets,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) {
-        self.registry.put_raw(&subnets.to_string(), &attrs.to_json(), tenure);
-        self.books().wrote(subnets, None);
+        self.registry.put_raw(&subnets.to_string(), &attrs.to_json(), grant);
+        self.stats().wrote(subnets, None);
     }
 
     async fn written(&self, run: &Run, subnets: &Subnets) {
-        let was_robbed = self.books().is_robbed(run, subnets);
+        let was_robbed = self.stats().is_robbed(run, subnets);
         let alone = !was_robbed || {
             let entries = self.entries().await;
             entries.iter().filter(|entry| entry.lease.subnets.overlaps(subnets)).count() == 1
         };
-        let mut books = self.books();
-        books.wrote(subnets, Some(run.node));
+        let mut stats = self.stats();
+        stats.wrote(subnets, Some(run.node));
         if alone {
-            books.robbed.remove(&(run.node, run.number, *subnets));
+            stats.robbed.remove(&(run.node, run.number, *subnets));
         }
     }
 
@@ -223,11 +224,11 @@ impl Store {
         run: &Run,
         subnets: &Subnets,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        let mut result = self.registry.create(subnets, attrs, tenure).await;
+        let mut result = self.registry.create(subnets, attrs, grant).await;
         if self.broken == Some(Broken::Create) && matches!(result, Err(Error::Conflict { .. })) {
-            result = self.write_blindly(subnets, attrs, tenure).await;
+            result = self.write_blindly(subnets, attrs, grant).await;
         }
         if result.is_ok() {
             self.written(run, subnets).await;
@@ -241,11 +242,11 @@ impl Store {
         subnets: &Subnets,
         at: Revision,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        let mut result = self.registry.update(subnets, at, attrs, tenure).await;
+        let mut result = self.registry.update(subnets, at, attrs, grant).await;
         if self.broken == Some(Broken::Update) && matches!(result, Err(Error::Conflict { .. })) {
-            result = self.write_blindly(subnets, attrs, tenure).await;
+            result = self.write_blindly(subnets, attrs, grant).await;
         }
         if result.is_ok() {
             self.written(run, subnets).await;
@@ -257,9 +258,9 @@ impl Store {
         &self,
         subnets: &Subnets,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        self.registry.put_raw(&subnets.to_string(), &attrs.to_json(), tenure);
+        self.registry.put_raw(&subnets.to_string(), &attrs.to_json(), grant);
         self.registry.entry(subnets).await?.ok_or(Error::Conflict { subnets: *subnets })
     }
 
@@ -283,10 +284,10 @@ impl Store {
     pub(crate) async fn keep_alive(
         &self,
         subnets: &Subnets,
-        mark: Mark,
+        holder: HolderId,
         ttl: Duration,
     ) -> Result<Option<Duration>> {
-        let kept = self.registry.keep_alive(subnets, mark).await?;
+        let kept = self.registry.keep_alive(subnets, holder).await?;
         Ok(if self.broken == Some(Broken::KeepAlive) { Some(ttl) } else { kept })
     }
 }

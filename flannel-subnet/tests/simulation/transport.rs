@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use flannel_core::{Error, LeaseAttrs, Result, Revision, Subnets};
-use flannel_subnet::{Batch, ConfigText, Entry, Listing, Mark, Registry, Tenure, Watch};
+use flannel_subnet::{Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Watch};
 use tokio::sync::Notify;
 use tokio::time::sleep;
 
@@ -91,8 +91,8 @@ fn out_of_reach() -> Error {
 
 impl Transport {
     fn fate(&self, latest: Duration) -> Fate {
-        let mut books = self.store.books();
-        if !books.storm {
+        let mut stats = self.store.stats();
+        if !stats.storm {
             return Fate::Smooth;
         }
         let (fate, fault) = match fastrand::u8(..100) {
@@ -103,7 +103,7 @@ impl Transport {
             12..20 => (Fate::Slow, Fault::SlowReply),
             _ => return Fate::Smooth,
         };
-        books.counts.count(fault);
+        stats.counts.count(fault);
         fate
     }
 
@@ -155,7 +155,7 @@ impl Transport {
         }
         self.link.running().await;
         let reply = reply.filter(|_| !self.link.now().cut).unwrap_or_else(|| Err(out_of_reach()));
-        self.store.books().note(|| {
+        self.store.stats().note(|| {
             let reply = match &reply {
                 Ok(reply) => format!("{reply:?}").chars().take(300).collect(),
                 Err(error) => error.to_string(),
@@ -196,12 +196,12 @@ impl Registry for Transport {
         &self,
         subnets: &Subnets,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
         let subnets = *subnets;
         self.call("create", TTL / 2, move |way| {
             let attrs = attrs.clone();
-            async move { way.store.create(&way.run, &subnets, &attrs, tenure).await }
+            async move { way.store.create(&way.run, &subnets, &attrs, grant).await }
         })
         .await
     }
@@ -211,12 +211,12 @@ impl Registry for Transport {
         subnets: &Subnets,
         at: Revision,
         attrs: &LeaseAttrs,
-        tenure: Option<Tenure>,
+        grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
         let subnets = *subnets;
         self.call("update", 3 * TTL, move |way| {
             let attrs = attrs.clone();
-            async move { way.store.update(&way.run, &subnets, at, &attrs, tenure).await }
+            async move { way.store.update(&way.run, &subnets, at, &attrs, grant).await }
         })
         .await
     }
@@ -227,10 +227,10 @@ impl Registry for Transport {
             .await
     }
 
-    async fn keep_alive(&self, subnets: &Subnets, mark: Mark) -> Result<Option<Duration>> {
+    async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
         let subnets = *subnets;
         self.call("keep_alive", TTL / 2, move |way| async move {
-            way.store.keep_alive(&subnets, mark, TTL).await
+            way.store.keep_alive(&subnets, holder, TTL).await
         })
         .await
     }
@@ -272,7 +272,7 @@ impl Watch for SlowWatch {
                 Err(out_of_reach())
             }
             batch = self.watch.next() => {
-                let slow = self.store.books().storm && fastrand::u8(..10) == 0;
+                let slow = self.store.stats().storm && fastrand::u8(..10) == 0;
                 sleep(millis(1..if slow { 8_000 } else { 30 })).await;
                 batch
             }

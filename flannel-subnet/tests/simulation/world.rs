@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::{LeaseAttrs, Origin, Revision, Subnet, Subnets};
-use flannel_subnet::{Entry, Mark, Ownership, Registry, Tenure};
+use flannel_subnet::{Entry, HolderId, LeaseGrant, Registry};
 use tokio::time::{Instant, sleep};
 
 use crate::fault::{Counts, Fault};
@@ -40,11 +40,11 @@ pub(crate) fn simulate(seed: u64, broken: Option<Broken>, trace: bool) -> Outcom
         let store = Arc::new(Store::new(configs(), broken, trace));
         let mut world = World::new(store);
         world.run().await;
-        let mut books = world.store.books();
+        let mut stats = world.store.stats();
         Outcome {
-            counts: books.counts,
-            wrong: books.wrong.take(),
-            trace: books.trace.take().unwrap_or_default(),
+            counts: stats.counts,
+            wrong: stats.wrong.take(),
+            trace: stats.trace.take().unwrap_or_default(),
         }
     })
 }
@@ -105,7 +105,7 @@ impl World {
         for step in 0..STEPS {
             let fault = self.act().await;
             let pause = self.pause();
-            self.store.books().note(|| format!("step {step}: {fault:?}, then {pause:?}"));
+            self.store.stats().note(|| format!("step {step}: {fault:?}, then {pause:?}"));
             sleep(pause).await;
             self.repair();
             self.notice_expiries(&mut keys).await;
@@ -118,7 +118,7 @@ impl World {
     }
 
     fn is_wrong(&self) -> bool {
-        self.store.books().wrong.is_some()
+        self.store.stats().wrong.is_some()
     }
 
     fn node(&self) -> &Arc<Node> {
@@ -136,8 +136,8 @@ impl World {
             return up_to(Duration::from_secs(20)) + Duration::from_millis(1);
         }
         let daemon = self.node().daemon.lock().unwrap();
-        match daemon.as_ref().map(|daemon| daemon.manager.ownership()) {
-            Some(Ownership::For(left)) if left <= TTL - MARGIN => {
+        match daemon.as_ref().and_then(|daemon| daemon.manager.remaining()) {
+            Some(left) if left <= TTL - MARGIN => {
                 left.saturating_sub(Duration::from_millis(fastrand::u64(0..200)))
             }
             _ => Duration::from_millis(fastrand::u64(1..200)),
@@ -156,7 +156,7 @@ impl World {
     }
 
     fn apply(&self, repair: Repair) {
-        self.store.books().note(|| format!("{repair:?}"));
+        self.store.stats().note(|| format!("{repair:?}"));
         match repair {
             Repair::PowerOn(id) => self.nodes[id].power_on(&self.store),
             Repair::Heal(id) => self.nodes[id].link.set(|now| now.cut = false),
@@ -169,7 +169,7 @@ impl World {
     async fn act(&mut self) -> Option<Fault> {
         let fault = match fastrand::u8(..100) {
             0..4 => Fault::CrashKeepingState,
-            4..6 => Fault::CrashLosingMark,
+            4..6 => Fault::CrashLosingHolderId,
             6..8 => Fault::CrashLosingSubnetFile,
             8..10 => Fault::CrashLosingState,
             10..18 => Fault::Partition,
@@ -190,7 +190,7 @@ impl World {
         };
         let happened = match fault {
             Fault::CrashKeepingState
-            | Fault::CrashLosingMark
+            | Fault::CrashLosingHolderId
             | Fault::CrashLosingSubnetFile
             | Fault::CrashLosingState => self.crash(fault),
             Fault::Partition | Fault::Suspension => self.cut_off(fault),
@@ -214,13 +214,13 @@ impl World {
         node.crash(&self.store);
         let mut disk = node.disk.lock().unwrap();
         let kept = disk.clone();
-        let mark = if matches!(fault, Fault::CrashLosingMark | Fault::CrashLosingState) {
-            Mark::random()
+        let holder = if matches!(fault, Fault::CrashLosingHolderId | Fault::CrashLosingState) {
+            HolderId::random()
         } else {
-            kept.mark
+            kept.holder
         };
         let lost = matches!(fault, Fault::CrashLosingSubnetFile | Fault::CrashLosingState);
-        *disk = Disk { mark, previous: kept.previous.filter(|_| !lost) };
+        *disk = Disk { holder, previous: kept.previous.filter(|_| !lost) };
         self.later(2 * TTL, Repair::PowerOn(node.id));
         true
     }
@@ -303,7 +303,7 @@ impl World {
                 self.store.operator_writes(
                     &subnets,
                     &attrs,
-                    entry.mark.map(|mark| Tenure { mark, ttl: TTL }),
+                    entry.holder.map(|holder| LeaseGrant { holder, ttl: TTL }),
                 );
             }
             _ => {
@@ -314,7 +314,7 @@ impl World {
                 self.store.operator_writes(
                     &subnets,
                     &foreign,
-                    Some(Tenure { mark: Mark::random(), ttl }),
+                    Some(LeaseGrant { holder: HolderId::random(), ttl }),
                 );
             }
         }
@@ -347,23 +347,23 @@ impl World {
         }
         let now: BTreeSet<_> =
             self.store.entries().await.iter().map(|e| (e.lease.subnets, e.lease.since)).collect();
-        let mut books = self.store.books();
-        let expired = keys.difference(&now).filter(|key| !books.was_deleted(key)).count();
-        (0..expired).for_each(|_| books.counts.count(Fault::Expiry));
+        let mut stats = self.store.stats();
+        let expired = keys.difference(&now).filter(|key| !stats.was_deleted(key)).count();
+        (0..expired).for_each(|_| stats.counts.count(Fault::Expiry));
         *keys = now;
     }
 
     /// No two owners of overlapping subnets, ever.
     fn check_owners(&self) {
         let owners: Vec<_> = self.nodes.iter().filter_map(|node| node.owns()).collect();
-        let mut books = self.store.books();
+        let mut stats = self.store.stats();
         for (place, (subnets, run)) in owners.iter().enumerate() {
             for (other, other_run) in &owners[..place] {
                 if subnets.overlaps(other)
-                    && !books.is_robbed(run, subnets)
-                    && !books.is_robbed(other_run, other)
+                    && !stats.is_robbed(run, subnets)
+                    && !stats.is_robbed(other_run, other)
                 {
-                    books.fail(format!(
+                    stats.fail(format!(
                         "two owners: {run:?} of {subnets} and {other_run:?} of {other}"
                     ));
                 }
@@ -373,8 +373,8 @@ impl World {
 
     /// The storm is over: everybody who can get a subnet has one, and all see the same.
     async fn calm_down(&mut self) {
-        self.store.books().storm = false;
-        self.store.books().note(|| "calm".into());
+        self.store.stats().storm = false;
+        self.store.stats().note(|| "calm".into());
         for (_, repair) in std::mem::take(&mut self.repairs) {
             self.apply(repair);
         }
@@ -388,7 +388,7 @@ impl World {
             }
             let Some(amiss) = self.amiss().await else { return };
             if begin.elapsed() > CALM {
-                return self.store.books().fail(format!("{CALM:?} after the storm: {amiss}"));
+                return self.store.stats().fail(format!("{CALM:?} after the storm: {amiss}"));
             }
         }
     }
@@ -401,7 +401,8 @@ impl World {
             let daemon = node.daemon.lock().unwrap();
             if let Some((subnets, run)) = owner {
                 let entry = listing.entries.iter().find(|entry| entry.lease.subnets == *subnets);
-                if entry.is_none_or(|entry| entry.mark.is_some_and(|mark| mark != run.mark)) {
+                if entry.is_none_or(|entry| entry.holder.is_some_and(|holder| holder != run.holder))
+                {
                     return Some(format!("{run:?} owns {subnets}, but the store holds {entry:?}"));
                 }
                 let view = daemon.as_ref()?.views.borrow().clone();
@@ -422,7 +423,7 @@ impl World {
         let owned = |entry: &&Entry| {
             owners.iter().flatten().any(|(subnets, _)| *subnets == entry.lease.subnets)
         };
-        let orphan = listing.entries.iter().find(|entry| entry.mark.is_some() && !owned(entry));
+        let orphan = listing.entries.iter().find(|entry| entry.holder.is_some() && !owned(entry));
         orphan.map(|entry| format!("nobody owns {entry:?}, but it stays"))
     }
 }

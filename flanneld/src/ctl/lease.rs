@@ -35,7 +35,7 @@ async fn list(registry: &dyn Registry, paper: &Paper) -> Result<Said> {
     listing.entries.sort_by_key(|entry| entry.lease.subnets);
     let rows: Vec<_> = listing.entries.iter().map(row).collect();
     let mut page = paper.table(&["SUBNET", "ADDRESS", "BACKEND", "HOLDER", "REVISION"], &rows);
-    let reserved = listing.entries.iter().filter(|entry| entry.mark.is_none()).count();
+    let reserved = listing.entries.iter().filter(|entry| entry.holder.is_none()).count();
     page +=
         &format!("{} leases in {registry}, {reserved} of them reserved\n", listing.entries.len());
     for skipped in &listing.skipped {
@@ -80,7 +80,7 @@ fn duplicates(entries: &[Entry]) -> Vec<(IpAddr, Vec<String>)> {
 fn row(entry: &Entry) -> (Ink, Vec<Vec<String>>) {
     let lease = &entry.lease;
     let backend = if lease.attrs.backend_type.is_empty() { "-" } else { &lease.attrs.backend_type };
-    let holder = entry.mark.map_or_else(|| "reserved".to_owned(), |mark| mark.to_string());
+    let holder = entry.holder.map_or_else(|| "reserved".to_owned(), |mark| mark.to_string());
     let cells = vec![
         lease.subnets.iter().map(|subnet| subnet.to_string()).collect(),
         lease.attrs.public.values().map(ToString::to_string).collect(),
@@ -98,8 +98,8 @@ fn value(entry: &Entry) -> Value {
         "subnets": lease.subnets.iter().map(|subnet| subnet.to_string()).collect::<Vec<_>>(),
         "public": lease.attrs.public.values().map(ToString::to_string).collect::<Vec<_>>(),
         "backend": lease.attrs.backend_type,
-        "reserved": entry.mark.is_none(),
-        "holder": entry.mark.map(|mark| mark.to_string()),
+        "reserved": entry.holder.is_none(),
+        "holder": entry.holder.map(|mark| mark.to_string()),
         "revision": lease.revision.0,
     })
 }
@@ -113,7 +113,7 @@ fn done(entry: &Entry, what: &str) -> Said {
 async fn reserve(registry: &dyn Registry, subnets: &Subnets, attrs: &LeaseAttrs) -> Result<Said> {
     if let Some(entry) = registry.entry(subnets).await? {
         let of = holder(&entry.lease.attrs);
-        if entry.mark.is_none() {
+        if entry.holder.is_none() {
             return Err(Failure::Refused(format!("{subnets} is reserved already, for {of}")));
         }
         let (now, told) = (&entry.lease.attrs.public, &attrs.public);
@@ -177,7 +177,7 @@ fn check(config: &Config, subnets: &Subnets) -> Result<()> {
 async fn release(registry: &dyn Registry, subnets: &Subnets, force: bool) -> Result<Said> {
     let none = || Failure::Refused(format!("{registry} has no lease {subnets}"));
     let entry = registry.entry(subnets).await?.ok_or_else(none)?;
-    if entry.mark.is_some() && !force {
+    if entry.holder.is_some() && !force {
         return Err(Failure::Refused(format!(
             "{subnets} is held by {}: releasing it orders that node's daemon to stop; if that is meant, or the node is \
              gone for good, add --force",
@@ -192,7 +192,7 @@ async fn release(registry: &dyn Registry, subnets: &Subnets, force: bool) -> Res
 mod tests {
     use std::time::Duration;
 
-    use flannel_subnet::{Mark, MemoryRegistry, Tenure};
+    use flannel_subnet::{HolderId, LeaseGrant, MemoryRegistry};
 
     use super::*;
     use crate::ctl::paper::tests::looks;
@@ -209,8 +209,10 @@ mod tests {
                 Some(0x0a09),
             ),
         ] {
-            let tenure =
-                held.map(|mark| Tenure { mark: Mark(mark), ttl: Duration::from_secs(86_400) });
+            let tenure = held.map(|mark| LeaseGrant {
+                holder: HolderId(mark),
+                ttl: Duration::from_secs(86_400),
+            });
             registry
                 .create(&key.parse().unwrap(), &LeaseAttrs::from_json(attrs).unwrap(), tenure)
                 .await

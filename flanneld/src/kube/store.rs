@@ -1,26 +1,11 @@
 //! Opens the store of leases that the Kubernetes API is.
 
-use std::convert::Infallible;
 use std::path::PathBuf;
-use std::sync::Arc;
 
-use flannel_core::SubnetManager;
 use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity, Prefix};
-use tokio::sync::OnceCell;
 
-use super::{KubeFlags, condition};
+use super::KubeFlags;
 use crate::error::Error;
-use crate::observe::Observer;
-
-/// Leases as annotations of nodes, and this node's condition.
-#[derive(Debug, Clone)]
-pub(crate) struct KubeStore {
-    manager: Arc<KubeManager>,
-    /// The condition is ours to keep.
-    tells: bool,
-    /// Nothing that an earlier boot said is left.
-    begun: Arc<OnceCell<()>>,
-}
 
 impl KubeFlags {
     pub(super) fn prefix(&self) -> Result<Prefix, String> {
@@ -44,53 +29,16 @@ impl KubeFlags {
             prefix: self.prefix().map_err(Error::Usage)?,
             net_config: self.net_config_path.clone().into(),
             identity,
+            node_condition: self.set_node_network_unavailable,
         })
     }
-}
 
-impl KubeStore {
-    pub(crate) async fn open(flags: &KubeFlags) -> Result<Self, Error> {
-        let manager = KubeManager::open(flags.options()?).await;
-        let manager = manager.map_err(|source| Error::Kube(Box::new(source)))?;
-        let tells = flags.set_node_network_unavailable;
-        Ok(Self { manager: Arc::new(manager), tells, begun: Arc::default() })
-    }
-
-    pub(crate) fn subnets(&self) -> Arc<dyn SubnetManager> {
-        Arc::clone(&self.manager) as _
-    }
-
-    /// Why this node's lease is lost; `None`: it is not.
-    pub(crate) fn lost(&self) -> Option<String> {
-        self.manager.lost().borrow().clone()
-    }
-
-    /// Before the first lease is taken: where nothing of the network `stands`, the node must not go on saying that it works.
+    /// Opens the store.
     ///
     /// # Errors
-    /// The API server does not answer.
-    pub(crate) async fn begin(&self, stands: impl Future<Output = bool>) -> Result<(), Error> {
-        if !self.tells {
-            return Ok(());
-        }
-        let begin = async || {
-            if stands.await {
-                return Ok(());
-            }
-            match self.manager.withdraw_condition("flannel has only just been started").await {
-                // That is told when the condition must be set the next time, and no reason to have no network.
-                Err(flannel_core::Error::Refused { .. }) => Ok(()),
-                withdrawn => withdrawn.map_err(Error::from),
-            }
-        };
-        self.begun.get_or_try_init(begin).await.copied()
-    }
-
-    /// Keeps the node's condition, if that is wanted.
-    pub(crate) async fn tell(&self, observer: &Observer) -> Infallible {
-        match self.tells {
-            true => condition::keep(&self.manager, observer).await,
-            false => std::future::pending().await,
-        }
+    /// How to reach the API server is not known, or wrong.
+    pub(crate) async fn open(&self) -> Result<KubeManager, Error> {
+        let manager = KubeManager::open(self.options()?).await;
+        manager.map_err(|source| Error::Kube(Box::new(source)))
     }
 }

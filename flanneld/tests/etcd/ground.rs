@@ -135,7 +135,8 @@ impl Host {
     }
 
     pub(crate) fn mark(&self) -> String {
-        fs::read_to_string(self.dir.path().join("state/mark")).unwrap().trim().to_owned()
+        let text = fs::read_to_string(self.dir.path().join("state/mark")).unwrap();
+        text.lines().last().unwrap().to_owned()
     }
 
     /// The daemon with these options besides its files, and these variables.

@@ -9,14 +9,14 @@
 mod cached;
 #[path = "../calls/mod.rs"]
 mod calls;
-#[path = "../../../flannel-subnet/tests/etcd/certificates.rs"]
+#[path = "../../../flannel-subnet-etcd/tests/etcd/certificates.rs"]
 #[allow(dead_code, reason = "shared with the registry's tests, which use more of it")]
 mod certificates;
 mod ctl;
 mod ground;
 mod outages;
 mod refused;
-#[path = "../../../flannel-subnet/tests/etcd/server.rs"]
+#[path = "../../../flannel-subnet-etcd/tests/etcd/server.rs"]
 #[allow(dead_code, reason = "shared with the registry's tests, which use more of it")]
 mod server;
 mod unit;

@@ -1,7 +1,6 @@
 //! The registry in etcd, on real etcd processes that the tests start: `etcd` in the search path, or the program
 //! that `ETCD` names.
 
-#![cfg(feature = "etcd")]
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 mod certificates;
@@ -18,7 +17,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::{LeaseAttrs, Origin, SubnetManager, Subnets, View};
-use flannel_subnet::{EtcdOptions, EtcdRegistry, Identity, LocalManager, Mark, Reflector, Tenure};
+use flannel_subnet::{HolderId, Identity, LeaseGrant, LocalManager, Reflector};
+use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 
@@ -37,8 +37,8 @@ fn attrs(addresses: &[&str]) -> LeaseAttrs {
     }
 }
 
-fn tenure(mark: u64) -> Option<Tenure> {
-    Some(Tenure { mark: Mark(mark), ttl: DAY })
+fn grant(holder: u64) -> Option<LeaseGrant> {
+    Some(LeaseGrant { holder: HolderId(holder), ttl: DAY })
 }
 
 /// Options for these endpoints that give up soon enough for a test.
@@ -54,8 +54,9 @@ fn registry(endpoints: &[String]) -> EtcdRegistry {
     EtcdRegistry::new(options(endpoints)).unwrap()
 }
 
-fn node(registry: &EtcdRegistry, mark: u64) -> Arc<LocalManager> {
-    let identity = Identity { mark: Mark(mark), previous: None, local_addresses: Vec::new() };
+fn node(registry: &EtcdRegistry, holder: u64) -> Arc<LocalManager> {
+    let identity =
+        Identity { holder: HolderId(holder), previous: None, local_addresses: Vec::new() };
     Arc::new(LocalManager::new(Arc::new(registry.clone()), identity))
 }
 

@@ -12,8 +12,8 @@ use etcd_client::{Certificate, Client, ConnectOptions, Identity, TlsOptions};
 use flannel_core::{Error, Result};
 use tokio::sync::Mutex;
 
-use super::failure::{Cure, Trouble, says};
-use super::options::EtcdOptions;
+use crate::failure::{Failure, Retry, says};
+use crate::options::EtcdOptions;
 
 /// After so much silence the other side is asked whether it is there. etcd takes offence if it is asked more often
 /// than every 5 s, or while nothing is waited for.
@@ -24,24 +24,26 @@ const REPLY: Duration = Duration::from_secs(4);
 
 /// A connection that can be used by many at once; tonic makes it anew when it breaks.
 #[derive(Clone)]
-pub(super) struct Connection {
-    pub(super) client: Client,
+pub(crate) struct Connection {
+    pub(crate) client: Client,
     files: Files,
     /// Which one it is, of all that there were.
     number: usize,
     /// What the other side said when it last refused us.
-    refusal: Arc<StdMutex<Option<Trouble>>>,
+    refusal: Arc<StdMutex<Option<Failure>>>,
 }
 
 impl Connection {
     /// In TLS 1.3 the other side may hang up before what it says about our certificate is read: then it still
     /// means what it said before.
-    pub(super) fn interpret<T>(&self, outcome: Result<T, Trouble>) -> Result<T, Trouble> {
+    pub(crate) fn interpret<T>(&self, outcome: Result<T, Failure>) -> Result<T, Failure> {
         let mut refusal = self.refusal.lock().unwrap_or_else(PoisonError::into_inner);
         match &outcome {
             Ok(_) => *refusal = None,
-            Err(trouble) if trouble.cure == Cure::Endpoint => *refusal = Some(trouble.clone()),
-            Err(trouble) if trouble.is_hanging_up() => {
+            Err(failure) if failure.retry == Retry::OtherEndpoint => {
+                *refusal = Some(failure.clone())
+            }
+            Err(failure) if failure.is_hanging_up() => {
                 return refusal.clone().map_or(outcome, Err);
             }
             Err(_) => (),
@@ -53,8 +55,8 @@ impl Connection {
 /// What the TLS files were when they were read: device, inode, size, time of modification.
 type Files = Vec<Option<(u64, u64, u64, i64, i64)>>;
 
-pub(super) struct Connections {
-    pub(super) options: EtcdOptions,
+pub(crate) struct Connections {
+    pub(crate) options: EtcdOptions,
     endpoints: Vec<(String, Mutex<Option<Connection>>)>,
     current: AtomicUsize,
     made: AtomicUsize,
@@ -63,7 +65,7 @@ pub(super) struct Connections {
 }
 
 impl Connections {
-    pub(super) fn new(options: EtcdOptions) -> Result<Self> {
+    pub(crate) fn new(options: EtcdOptions) -> Result<Self> {
         let refused = |reason| Error::Refused { store: "etcd".into(), reason };
         let options = options.checked().map_err(|error| refused(error.to_string()))?;
         options.warn_of_plain();
@@ -82,27 +84,27 @@ impl Connections {
         })
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.endpoints.len()
     }
 
     /// Which endpoint is in use.
-    pub(super) fn current(&self) -> usize {
+    pub(crate) fn current(&self) -> usize {
         self.current.load(Ordering::Relaxed)
     }
 
-    pub(super) fn name(&self, place: usize) -> &str {
+    pub(crate) fn name(&self, place: usize) -> &str {
         &self.endpoints[place].0
     }
 
     /// Uses the endpoint after `place`, unless somebody has moved on already.
-    pub(super) fn move_on(&self, place: usize) {
+    pub(crate) fn move_on(&self, place: usize) {
         let next = (place + 1) % self.len();
         let _ = self.current.compare_exchange(place, next, Ordering::Relaxed, Ordering::Relaxed);
     }
 
     /// The connection to an endpoint, made anew if the TLS files are no longer what they were.
-    pub(super) async fn connect(&self, place: usize) -> Result<Connection, Trouble> {
+    pub(crate) async fn connect(&self, place: usize) -> Result<Connection, Failure> {
         let (endpoint, slot) = &self.endpoints[place];
         let mut slot = slot.lock().await;
         let files = if is_tls(endpoint) { self.files() } else { Files::new() };
@@ -110,14 +112,14 @@ impl Connections {
             return Ok(connection.clone());
         }
         let connected = self.make(endpoint).await;
-        if let (Err(trouble), Some(old)) = (&connected, slot.as_ref())
-            && trouble.cure == Cure::People
+        if let (Err(failure), Some(old)) = (&connected, slot.as_ref())
+            && failure.retry == Retry::Never
         {
             // Perhaps only one of the two files is replaced so far.
             let said =
                 self.said.lock().unwrap_or_else(PoisonError::into_inner).replace(files.clone());
             if said != Some(files) {
-                tracing::warn!(%endpoint, "the changed files are not used yet: {}", trouble.text);
+                tracing::warn!(%endpoint, "the changed files are not used yet: {}", failure.text);
             }
             return Ok(old.clone());
         }
@@ -128,14 +130,14 @@ impl Connections {
     }
 
     /// Drops a connection that is of no more use, unless it was replaced already.
-    pub(super) async fn forget(&self, place: usize, connection: &Connection) {
+    pub(crate) async fn forget(&self, place: usize, connection: &Connection) {
         let mut slot = self.endpoints[place].1.lock().await;
         if slot.as_ref().is_some_and(|now| now.number == connection.number) {
             *slot = None;
         }
     }
 
-    async fn make(&self, endpoint: &str) -> Result<Client, Trouble> {
+    async fn make(&self, endpoint: &str) -> Result<Client, Failure> {
         let mut options = ConnectOptions::new()
             .with_keep_alive(SILENCE, REPLY)
             .with_keep_alive_while_idle(false)
@@ -143,7 +145,7 @@ impl Connections {
             .with_require_leader(true)
             .with_auto_token_refresh(true);
         if is_tls(endpoint) {
-            options = options.with_tls(tls(&self.options).map_err(Trouble::lasting)?);
+            options = options.with_tls(tls(&self.options).map_err(Failure::never)?);
         }
         let with_user = match (&self.options.username, &self.options.password) {
             (Some(user), Some(password)) => options.clone().with_user(user, password),

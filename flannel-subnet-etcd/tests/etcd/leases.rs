@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use etcd_client::{EventType, GetOptions, WatchOptions};
 use flannel_core::{Error, Family, Lease, LeaseEnd, SubnetManager};
-use flannel_subnet::{EtcdRegistry, Mark, Registry};
+use flannel_subnet::{HolderId, Registry};
+use flannel_subnet_etcd::EtcdRegistry;
 
 use super::server::Etcd;
-use super::{V4, attrs, hold, key, node, registry, tenure, until, within};
+use super::{V4, attrs, grant, hold, key, node, registry, until, within};
 
 const PREFIX: &str = "/coreos.com/network";
 const US: [&str; 1] = ["192.0.2.1"];
@@ -19,8 +20,8 @@ async fn with_config(config: &str) -> (Etcd, EtcdRegistry) {
     (etcd, registry)
 }
 
-async fn acquire(registry: &EtcdRegistry, mark: u64, address: &str) -> Lease {
-    within(30, "a lease", node(registry, mark).acquire_lease(&attrs(&[address]))).await.unwrap()
+async fn acquire(registry: &EtcdRegistry, holder: u64, address: &str) -> Lease {
+    within(30, "a lease", node(registry, holder).acquire_lease(&attrs(&[address]))).await.unwrap()
 }
 
 async fn count(registry: &EtcdRegistry) -> usize {
@@ -51,10 +52,10 @@ async fn a_node_keeps_its_subnet_over_restarts() {
 #[tokio::test]
 async fn a_key_with_our_address_is_taken_over() {
     let (_etcd, registry) = with_config(V4).await;
-    registry.create(&key("10.1.7.0-24"), &attrs(&US), tenure(77)).await.unwrap();
+    registry.create(&key("10.1.7.0-24"), &attrs(&US), grant(77)).await.unwrap();
     let lease = acquire(&registry, 1, US[0]).await;
     assert_eq!(lease.subnets, key("10.1.7.0-24"));
-    assert_eq!(registry.entry(&lease.subnets).await.unwrap().unwrap().mark, Some(Mark(1)));
+    assert_eq!(registry.entry(&lease.subnets).await.unwrap().unwrap().holder, Some(HolderId(1)));
 }
 
 #[tokio::test]
@@ -65,9 +66,9 @@ async fn of_two_daemons_with_one_address_one_is_left_and_the_other_names_it() {
     let (taken, stays) = hold(&second, &US).await;
     assert_eq!(taken.subnets, lease.subnets);
     let LeaseEnd::Taken { by } = ended(held).await else { panic!("taken") };
-    assert!(by.contains("192.0.2.1") && by.contains(&Mark(2).to_string()), "{by}");
+    assert!(by.contains("192.0.2.1") && by.contains(&HolderId(2).to_string()), "{by}");
     assert!(!stays.is_finished());
-    assert_eq!(registry.entry(&lease.subnets).await.unwrap().unwrap().mark, Some(Mark(2)));
+    assert_eq!(registry.entry(&lease.subnets).await.unwrap().unwrap().holder, Some(HolderId(2)));
     assert_eq!(count(&registry).await, 1);
     stays.abort();
 }
@@ -91,7 +92,7 @@ async fn a_revoked_lease_is_won_back() {
             .entry(&lease.subnets)
             .await
             .unwrap()
-            .is_some_and(|entry| entry.mark == Some(Mark(1)))
+            .is_some_and(|entry| entry.holder == Some(HolderId(1)))
     })
     .await;
     assert!(!held.is_finished());
@@ -108,7 +109,7 @@ async fn a_reservation_stays_one() {
     let lease = manager.acquire_lease(&changed).await.unwrap();
     assert_eq!((lease.subnets, lease.expires), (key("10.1.7.0-24"), None));
     let entry = registry.entry(&lease.subnets).await.unwrap().unwrap();
-    assert_eq!((entry.mark, entry.lease.attrs.clone()), (None, changed));
+    assert_eq!((entry.holder, entry.lease.attrs.clone()), (None, changed));
 }
 
 #[tokio::test]
@@ -158,7 +159,7 @@ async fn nothing_but_leases_is_ever_written() {
     let start = client.get(PREFIX, None).await.unwrap().header().unwrap().revision() + 1;
     let (lease, held) = hold(&node(&registry, 1), &US).await;
     held.abort();
-    registry.keep_alive(&lease.subnets, Mark(1)).await.unwrap();
+    registry.keep_alive(&lease.subnets, HolderId(1)).await.unwrap();
     let moved = acquire(&registry, 1, "192.0.2.9").await;
     registry.delete(&moved.subnets, moved.revision).await.unwrap();
     let options = WatchOptions::new().with_all_keys().with_start_revision(start);
@@ -187,8 +188,11 @@ async fn nothing_but_leases_is_ever_written() {
 #[tokio::test]
 async fn a_held_lease_outlives_its_time() {
     let (_etcd, registry) = with_config(V4).await;
-    let identity =
-        flannel_subnet::Identity { mark: Mark(1), previous: None, local_addresses: Vec::new() };
+    let identity = flannel_subnet::Identity {
+        holder: HolderId(1),
+        previous: None,
+        local_addresses: Vec::new(),
+    };
     // Renewed after a third of it, so that a machine may stand still for 10 s.
     let ttl = std::time::Duration::from_secs(15);
     let manager =
@@ -198,7 +202,7 @@ async fn a_held_lease_outlives_its_time() {
         .create(
             &key("10.9.9.0-24"),
             &attrs(&[]),
-            Some(flannel_subnet::Tenure { mark: Mark(9), ttl }),
+            Some(flannel_subnet::LeaseGrant { holder: HolderId(9), ttl }),
         )
         .await
         .unwrap();

@@ -3,15 +3,15 @@
 use async_trait::async_trait;
 use etcd_client::{EventType, WatchOptions, WatchResponse, WatchStream};
 use flannel_core::{Error, Result, Revision};
+use flannel_subnet::{Batch, Event, Watch};
 
-use super::attempts::Attempts;
-use super::failure::Trouble;
-use super::keys::revision;
-use super::{LARGEST_ANSWER, now};
-use crate::registry::{Batch, Event, Watch};
+use crate::attempts::Attempts;
+use crate::failure::Failure;
+use crate::keys::{now, revision};
+use crate::store::LARGEST_ANSWER;
 
 /// A watch on one connection. What breaks the connection ends the watch, and whoever watches lists again.
-pub(super) struct EtcdWatch {
+pub(crate) struct EtcdWatch {
     stream: WatchStream,
     /// What all keys have in front.
     prefix: String,
@@ -23,7 +23,7 @@ pub(super) struct EtcdWatch {
 
 impl EtcdWatch {
     /// Watches `key` (or what `options` make of it) for changes after `after`.
-    pub(super) async fn open(
+    pub(crate) async fn open(
         attempts: &Attempts,
         key: &str,
         options: WatchOptions,
@@ -40,7 +40,7 @@ impl EtcdWatch {
                 let mut stream = client.watch(key, Some(options)).await?;
                 let created = stream.message().await?;
                 let created =
-                    created.ok_or_else(|| Trouble::passing("it ended the watch at once"))?;
+                    created.ok_or_else(|| Failure::later("it ended the watch at once"))?;
                 if created.canceled() && created.compact_revision() == 0 {
                     return Err(canceled(&created));
                 }
@@ -86,14 +86,14 @@ impl EtcdWatch {
 }
 
 /// etcd wraps the status of a refusal into the reason.
-fn canceled(response: &WatchResponse) -> Trouble {
+fn canceled(response: &WatchResponse) -> Failure {
     let reason = response.cancel_reason();
     if reason.contains("permission denied") || reason.contains("user name is empty") {
-        Trouble::lasting(reason)
+        Failure::never(reason)
     } else if reason.contains("auth token") || reason.contains("auth store is old") {
-        Trouble::token(reason)
+        Failure::new_connection(reason)
     } else {
-        Trouble::passing(format!("it canceled the watch: {reason}"))
+        Failure::later(format!("it canceled the watch: {reason}"))
     }
 }
 
@@ -106,7 +106,7 @@ impl Watch for EtcdWatch {
         let response = match self.stream.message().await {
             Ok(Some(response)) => response,
             Ok(None) => return Err(self.error("it ended the watch")),
-            Err(error) => return Err(self.error(Trouble::from(error).text)),
+            Err(error) => return Err(self.error(Failure::from(error).text)),
         };
         let batch = self.batch(&response);
         match &batch {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use flannel_core::{Dual, LeaseAttrs, SubnetManager, View};
+use flannel_core::{Dual, LeaseAttrs, Loss, Ownership, SubnetManager, View};
 use flannel_subnet_kube::testing::ApiServer;
 use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
 use serde_json::{Value, json};
@@ -17,16 +17,16 @@ pub(crate) const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv
 /// So long is anything waited for.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-pub(crate) struct Ground {
+pub(crate) struct Fixture {
     pub(crate) server: ApiServer,
     pub(crate) dir: tempfile::TempDir,
 }
 
-impl Ground {
+impl Fixture {
     pub(crate) fn new(config: &str) -> Self {
-        let ground = Self { server: ApiServer::new(), dir: tempfile::tempdir().unwrap() };
-        ground.write_config(config);
-        ground
+        let fixture = Self { server: ApiServer::new(), dir: tempfile::tempdir().unwrap() };
+        fixture.write_config(config);
+        fixture
     }
 
     pub(crate) fn net_config(&self) -> PathBuf {
@@ -59,6 +59,14 @@ impl Ground {
             .await
             .unwrap();
         (manager, views)
+    }
+}
+
+/// Why the lease is lost, if it is.
+pub(crate) fn withdrawn(ownership: &watch::Receiver<Ownership>) -> Option<String> {
+    match &*ownership.borrow() {
+        Ownership::Lost { why: Loss::Withdrawn(why), .. } => Some(why.clone()),
+        _ => None,
     }
 }
 

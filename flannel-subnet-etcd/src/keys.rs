@@ -3,36 +3,36 @@
 use etcd_client::KeyValue;
 use flannel_core::{KeyError, Lease, LeaseAttrs, Revision, Subnets};
 
-use crate::registry::{Entry, Mark};
+use flannel_subnet::{Entry, HolderId, Now};
 
 /// The keys below one prefix.
 #[derive(Debug)]
-pub(super) struct Keys {
+pub(crate) struct Keys {
     config: String,
     /// With the `/` behind it: `<prefix>/subnetsX` is none of ours.
     leases: String,
 }
 
 impl Keys {
-    pub(super) fn new(prefix: &str) -> Self {
+    pub(crate) fn new(prefix: &str) -> Self {
         Self { config: join(prefix, "config"), leases: format!("{}/", join(prefix, "subnets")) }
     }
 
-    pub(super) fn config(&self) -> &str {
+    pub(crate) fn config(&self) -> &str {
         &self.config
     }
 
     /// What all keys of leases begin with.
-    pub(super) fn leases(&self) -> &str {
+    pub(crate) fn leases(&self) -> &str {
         &self.leases
     }
 
-    pub(super) fn lease(&self, subnets: &Subnets) -> String {
+    pub(crate) fn lease(&self, subnets: &Subnets) -> String {
         format!("{}{subnets}", self.leases)
     }
 
     /// A key without what all keys of leases have in front.
-    pub(super) fn name(&self, key: &[u8]) -> String {
+    pub(crate) fn name(&self, key: &[u8]) -> String {
         String::from_utf8_lossy(key.strip_prefix(self.leases.as_bytes()).unwrap_or(key))
             .into_owned()
     }
@@ -55,17 +55,26 @@ fn join(prefix: &str, name: &str) -> String {
 }
 
 /// The lease that a key (without what all have in front) and its value are, or why they are none.
-pub(super) fn read(key: &str, kv: &KeyValue) -> Result<Entry, String> {
+pub(crate) fn read(key: &str, kv: &KeyValue) -> Result<Entry, String> {
     let subnets: Subnets = key.parse().map_err(|error: KeyError| error.to_string())?;
     let value = kv.value_str().map_err(|_| "the value is not UTF-8 text".to_owned())?;
     let attrs = LeaseAttrs::from_json(value).map_err(|error| error.to_string())?;
     let (since, revision) = (revision(kv.create_revision()), revision(kv.mod_revision()));
-    let mark = (kv.lease() != 0).then(|| Mark(kv.lease().cast_unsigned()));
-    Ok(Entry { lease: Lease { subnets, attrs, expires: None, since, revision }.into(), mark })
+    let holder = (kv.lease() != 0).then(|| HolderId(kv.lease().cast_unsigned()));
+    Ok(Entry { lease: Lease { subnets, attrs, expires: None, since, revision }.into(), holder })
 }
 
-pub(super) fn revision(revision: i64) -> Revision {
+pub(crate) fn revision(revision: i64) -> Revision {
     Revision(revision.unsigned_abs())
+}
+
+/// What a key holds after a change.
+pub(crate) fn now(key: &str, kv: Option<&KeyValue>) -> Now {
+    match kv.map(|kv| read(key, kv)) {
+        Some(Ok(entry)) => Now::Held(entry),
+        Some(Err(reason)) => Now::Unreadable(reason),
+        None => Now::Gone,
+    }
 }
 
 #[cfg(test)]

@@ -5,20 +5,21 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use flannel_core::{Error, Origin, SubnetManager};
-use flannel_subnet::{EtcdOptions, EtcdRegistry, Mark, Registry, Tenure};
+use flannel_subnet::{HolderId, LeaseGrant, Registry};
+use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 use tokio::io::copy_bidirectional;
 use tokio::net::{TcpListener, TcpStream};
 
 use super::proxy::Proxy;
 use super::server::{Etcd, etcdctl};
-use super::{DAY, Peer, V4, attrs, hold, key, node, options, registry, tenure, until, within};
+use super::{DAY, Peer, V4, attrs, grant, hold, key, node, options, registry, until, within};
 
 const PREFIX: &str = "/coreos.com/network";
 
 async fn create(registry: &EtcdRegistry, n: u8) {
     let text = format!("10.1.{n}.0-24");
     let attrs = attrs(&[&format!("192.0.2.{n}")]);
-    registry.create(&key(&text), &attrs, tenure(u64::from(n))).await.unwrap();
+    registry.create(&key(&text), &attrs, grant(u64::from(n))).await.unwrap();
 }
 
 #[tokio::test]
@@ -74,10 +75,10 @@ async fn a_repeated_request_takes_nobody_elses_doing_for_its_own() {
     let other = registry(&etcd.endpoints());
     let (held, reserved) = (key("10.1.5.0-24"), key("10.1.6.0-24"));
     let (one, two) = (attrs(&["192.0.2.1"]), attrs(&["192.0.2.2"]));
-    let entry = other.create(&held, &one, tenure(1)).await.unwrap();
+    let entry = other.create(&held, &one, grant(1)).await.unwrap();
     other.create(&reserved, &one, None).await.unwrap();
     let stale = entry.lease.revision;
-    let entry = other.update(&held, stale, &one, tenure(1)).await.unwrap();
+    let entry = other.update(&held, stale, &one, grant(1)).await.unwrap();
     // About half of them begin with the dead endpoint, and so repeat their first request.
     for _ in 0..12 {
         let repeating = || registry(&["http://127.0.0.1:1".to_owned(), etcd.endpoint.clone()]);
@@ -141,12 +142,12 @@ async fn what_was_carried_out_though_its_answer_was_lost_is_found_to_be_ours() {
 
     // The grant of the etcd lease is lost.
     proxy.mute();
-    let (created, ()) = tokio::join!(registry.create(&other, &one, tenure(6)), async {
+    let (created, ()) = tokio::join!(registry.create(&other, &one, grant(6)), async {
         let granted = || async { !etcd.client().await.leases().await.unwrap().leases().is_empty() };
         until(10, "it is granted", granted).await;
         proxy.cut();
     });
-    assert_eq!(created.unwrap().mark, Some(Mark(6)));
+    assert_eq!(created.unwrap().holder, Some(HolderId(6)));
 }
 
 #[tokio::test]
@@ -180,11 +181,11 @@ async fn etcd_is_killed_and_comes_back() {
     // Asked while it is away.
     let renewal = tokio::spawn({
         let registry = registry.clone();
-        async move { registry.keep_alive(&key("10.1.5.0-24"), Mark(5)).await }
+        async move { registry.keep_alive(&key("10.1.5.0-24"), HolderId(5)).await }
     });
     let creation = tokio::spawn({
         let registry = registry.clone();
-        async move { registry.create(&key("10.1.6.0-24"), &attrs(&["192.0.2.6"]), tenure(6)).await }
+        async move { registry.create(&key("10.1.6.0-24"), &attrs(&["192.0.2.6"]), grant(6)).await }
     });
     until(10, "the outage is noticed", || async {
         manager.store_status().failures() > 0 || etcd_is_down(&etcd).await
@@ -240,7 +241,7 @@ async fn etcd_stands_still_for_a_while() {
         let (registry, at) = (registry.clone(), first.lease.revision);
         async move {
             let changed = attrs(&["192.0.2.55"]);
-            registry.update(&key("10.1.5.0-24"), at, &changed, tenure(5)).await.unwrap();
+            registry.update(&key("10.1.5.0-24"), at, &changed, grant(5)).await.unwrap();
         }
     });
     // The pause itself.
@@ -375,8 +376,8 @@ async fn a_killed_leader_costs_time_but_no_request() {
                 let text = format!("10.{}.{}.0-24", n + 1, round % 250);
                 let attrs = attrs(&[&format!("192.0.{n}.1")]);
                 let entry =
-                    registry.create(&key(&text), &attrs, tenure(n as u64 + 1)).await.unwrap();
-                let ttl = registry.keep_alive(&key(&text), Mark(n as u64 + 1)).await.unwrap();
+                    registry.create(&key(&text), &attrs, grant(n as u64 + 1)).await.unwrap();
+                let ttl = registry.keep_alive(&key(&text), HolderId(n as u64 + 1)).await.unwrap();
                 assert_eq!(ttl, Some(DAY));
                 if round % 2 == 0 {
                     registry.delete(&key(&text), entry.lease.revision).await.unwrap();
@@ -459,7 +460,7 @@ async fn an_etcd_restored_from_an_older_backup_is_compared_value_by_value() {
     let now = registry.list().await.unwrap();
     registry.delete(&key("10.1.5.0-24"), now.entries[0].lease.revision).await.unwrap();
     let six = now.entries[1].lease.clone();
-    registry.update(&six.subnets, six.revision, &attrs(&["192.0.2.66"]), tenure(6)).await.unwrap();
+    registry.update(&six.subnets, six.revision, &attrs(&["192.0.2.66"]), grant(6)).await.unwrap();
     for n in 10..20 {
         create(&registry, n).await;
     }
@@ -490,12 +491,12 @@ async fn what_is_not_renewed_during_an_outage_ends_and_the_holder_wins_it_back()
     let mut etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     let ttl = Duration::from_secs(2);
-    let tenure = Some(Tenure { mark: Mark(5), ttl });
-    registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure).await.unwrap();
+    let grant = Some(LeaseGrant { holder: HolderId(5), ttl });
+    registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant).await.unwrap();
     etcd.kill();
     etcd.go();
     until(20, "it has run out", || async { registry.list().await.unwrap().entries.is_empty() })
         .await;
-    assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), Mark(5)).await.unwrap(), None);
-    registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure).await.unwrap();
+    assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), HolderId(5)).await.unwrap(), None);
+    registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant).await.unwrap();
 }

@@ -6,11 +6,12 @@ use std::time::{Duration, Instant};
 
 use etcd_client::{Permission, PermissionType};
 use flannel_core::{Error, Revision};
-use flannel_subnet::{EtcdOptions, EtcdRegistry, Mark, Registry};
+use flannel_subnet::{HolderId, Registry};
+use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 
 use super::certificates::Authority;
 use super::server::Etcd;
-use super::{DAY, attrs, key, options, tenure, until, within};
+use super::{DAY, attrs, grant, key, options, until, within};
 
 /// A member with a certificate; it is ready when a registry reaches it.
 fn tls_member(certificate: &(PathBuf, PathBuf), clients: Option<&Authority>) -> Etcd {
@@ -48,7 +49,7 @@ async fn refused(options: EtcdOptions, says: &[&str]) {
     registry.list().await.unwrap_err();
     assert!(
         begin.elapsed() < Duration::from_secs(10),
-        "waits for what waiting does not mend: {error}"
+        "waits for what waiting does not repair: {error}"
     );
     for says in says {
         assert!(error.to_string().contains(says), "{says:?} in {error}");
@@ -62,7 +63,7 @@ async fn an_authority_alone_makes_tls() {
     let etcd = tls_member(&ours.sign_into(dir.path(), "server", 2090), None);
     let registry = EtcdRegistry::new(trusting(&etcd, &ours.file)).unwrap();
     let mut watch = registry.watch(registry.list().await.unwrap().revision).await.unwrap();
-    registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+    registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant(5)).await.unwrap();
     assert_eq!(within(20, "a change", watch.next()).await.unwrap().unwrap().events.len(), 1);
     refused(trusting(&etcd, &theirs.file), &[&etcd.endpoint, "none of those whom we trust"]).await;
     // What this system trusts does not include them.
@@ -194,8 +195,8 @@ async fn users_need_their_password_and_their_permissions() {
     let etcd = member_with_users().await;
     let registry = EtcdRegistry::new(user(&etcd, "flannel", "right")).unwrap();
     let entry =
-        registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
-    assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), Mark(5)).await.unwrap(), Some(DAY));
+        registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant(5)).await.unwrap();
+    assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), HolderId(5)).await.unwrap(), Some(DAY));
     let mut watch = registry.watch(entry.lease.revision).await.unwrap();
     registry.delete(&key("10.1.5.0-24"), entry.lease.revision).await.unwrap();
     assert_eq!(within(20, "a change", watch.next()).await.unwrap().unwrap().events.len(), 1);
@@ -214,7 +215,7 @@ async fn users_need_their_password_and_their_permissions() {
         (elsewhere.config().await.map(drop), "/elsewhere/config"),
         (elsewhere.watch(Revision(1)).await.map(drop), "/elsewhere/subnets"),
         (
-            elsewhere.create(&key("10.1.5.0-24"), &attrs(&[]), tenure(6)).await.map(drop),
+            elsewhere.create(&key("10.1.5.0-24"), &attrs(&[]), grant(6)).await.map(drop),
             "/elsewhere/subnets/10.1.5.0-24",
         ),
     ] {
@@ -233,7 +234,7 @@ async fn tokens_that_have_run_out_are_replaced() {
     let mut etcd = member_with_users().await;
     let registry = EtcdRegistry::new(user(&etcd, "flannel", "right")).unwrap();
     let created =
-        registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+        registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant(5)).await.unwrap();
     // A token is used up by time alone: another client's tells when.
     let outlived = async || {
         let mut other = etcd.client_as(Some(("flannel", "right"))).await;
@@ -244,7 +245,7 @@ async fn tokens_that_have_run_out_are_replaced() {
         }
     };
     outlived().await;
-    assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), Mark(5)).await.unwrap(), Some(DAY));
+    assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), HolderId(5)).await.unwrap(), Some(DAY));
     outlived().await;
     assert!(registry.watch(created.lease.revision).await.is_ok());
     outlived().await;
@@ -252,7 +253,7 @@ async fn tokens_that_have_run_out_are_replaced() {
     // A member that has restarted knows no tokens at all.
     etcd.kill();
     etcd.go();
-    assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), Mark(5)).await.unwrap(), Some(DAY));
+    assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), HolderId(5)).await.unwrap(), Some(DAY));
     // Users were changed: the old token is too old.
     // Root's token may run out, too, before it is used.
     let another = || async {
@@ -260,7 +261,7 @@ async fn tokens_that_have_run_out_are_replaced() {
     };
     until(60, "another role", another).await;
     let (subnets, at) = (key("10.1.5.0-24"), created.lease.revision);
-    registry.update(&subnets, at, &attrs(&["192.0.2.6"]), tenure(5)).await.unwrap();
+    registry.update(&subnets, at, &attrs(&["192.0.2.6"]), grant(5)).await.unwrap();
 }
 
 #[tokio::test]
@@ -275,7 +276,7 @@ async fn users_may_be_introduced_while_daemons_run() {
     let etcd = Etcd::start().await;
     let registry = EtcdRegistry::new(user(&etcd, "flannel", "right")).unwrap();
     let entry =
-        registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+        registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant(5)).await.unwrap();
     enable_users(&etcd).await;
     assert_eq!(registry.list().await.unwrap().entries, [entry]);
     assert!(registry.watch(Revision(1)).await.is_ok());

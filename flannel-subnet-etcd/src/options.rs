@@ -7,7 +7,7 @@ use std::time::Duration;
 /// How to reach etcd. `Debug` does not show the password.
 ///
 /// ```
-/// use flannel_subnet::{EtcdOptions, EtcdRegistry};
+/// use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 ///
 /// let options = EtcdOptions { endpoints: vec!["http://192.0.2.1:2379".into()], ..EtcdOptions::default() };
 /// let registry = EtcdRegistry::new(options)?;
@@ -90,7 +90,7 @@ pub enum EtcdOptionsError {
 }
 
 impl EtcdOptions {
-    /// Whether all of it can work, as far as that can be told without etcd and without reading a file.
+    /// Whether all of it can work, as far as that is known without etcd and without reading a file.
     ///
     /// # Errors
     /// An endpoint is no URL, or of two options that belong together one is missing.
@@ -99,7 +99,7 @@ impl EtcdOptions {
     }
 
     /// The same with endpoints in full, if all of it can work, whatever etcd says.
-    pub(super) fn checked(mut self) -> Result<Self, EtcdOptionsError> {
+    pub(crate) fn checked(mut self) -> Result<Self, EtcdOptionsError> {
         let tls = [&self.cafile, &self.certfile, &self.keyfile].into_iter().any(Option::is_some);
         let endpoints = self.endpoints.iter().map(|endpoint| endpoint.trim());
         let endpoints = endpoints.filter(|endpoint| !endpoint.is_empty());
@@ -133,7 +133,7 @@ impl EtcdOptions {
     }
 
     /// Tells of endpoints that go without TLS though its files are named.
-    pub(super) fn warn_of_plain(&self) {
+    pub(crate) fn warn_of_plain(&self) {
         let tls = [&self.cafile, &self.certfile, &self.keyfile].into_iter().any(Option::is_some);
         let plain = self.endpoints.iter().filter(|endpoint| endpoint.starts_with("http://"));
         for endpoint in plain.filter(|_| tls) {
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_work_is_told() {
+    fn what_cannot_work_is_reported() {
         let defaults = EtcdOptions::default;
         assert_eq!(defaults().checked(), Ok(defaults()));
         for (options, says) in [

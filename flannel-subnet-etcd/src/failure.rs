@@ -3,50 +3,50 @@
 use etcd_client::Error;
 use tonic::Code;
 
-use super::options::EtcdOptions;
+use crate::options::EtcdOptions;
 
 /// Why one attempt failed.
 #[derive(Debug, Clone)]
-pub(super) struct Trouble {
-    pub(super) cure: Cure,
+pub(crate) struct Failure {
+    pub(crate) retry: Retry,
     /// What happened, for people.
-    pub(super) text: String,
+    pub(crate) text: String,
 }
 
-/// What may help.
+/// When another attempt may succeed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Cure {
-    /// Another endpoint, or time.
-    Time,
-    /// A new token, on a new connection.
-    Connection,
-    /// Another endpoint, but no waiting: this one and we do not accept each other.
-    Endpoint,
-    /// Nothing but people.
-    People,
+pub(crate) enum Retry {
+    /// Later, or at another endpoint.
+    Later,
+    /// With a new token, on a new connection.
+    NewConnection,
+    /// At another endpoint only: this one and this node do not accept each other.
+    OtherEndpoint,
+    /// Not before somebody changes the configuration.
+    Never,
 }
 
-impl Trouble {
-    pub(super) fn passing(text: impl Into<String>) -> Self {
-        Self { cure: Cure::Time, text: text.into() }
+impl Failure {
+    pub(crate) fn later(text: impl Into<String>) -> Self {
+        Self { retry: Retry::Later, text: text.into() }
     }
 
-    pub(super) fn token(text: impl Into<String>) -> Self {
-        Self { cure: Cure::Connection, text: text.into() }
+    pub(crate) fn new_connection(text: impl Into<String>) -> Self {
+        Self { retry: Retry::NewConnection, text: text.into() }
     }
 
-    pub(super) fn lasting(text: impl Into<String>) -> Self {
-        Self { cure: Cure::People, text: text.into() }
+    pub(crate) fn never(text: impl Into<String>) -> Self {
+        Self { retry: Retry::Never, text: text.into() }
     }
 
     /// The connection was there and was closed.
-    pub(super) fn is_hanging_up(&self) -> bool {
+    pub(crate) fn is_hanging_up(&self) -> bool {
         let signs = ["connection closed", "broken pipe", "reset"];
-        self.cure == Cure::Time && signs.iter().any(|sign| self.text.contains(sign))
+        self.retry == Retry::Later && signs.iter().any(|sign| self.text.contains(sign))
     }
 
     /// Names who would be allowed, and to what.
-    pub(super) fn explained(mut self, key: &str, options: &EtcdOptions) -> Self {
+    pub(crate) fn explained(mut self, key: &str, options: &EtcdOptions) -> Self {
         let user = match &options.username {
             Some(user) => format!("the user {user:?}"),
             None => "whoever gives no user name".to_owned(),
@@ -58,7 +58,7 @@ impl Trouble {
         } else if self.text.contains("user name is empty") {
             // With a user name: authentication was enabled after this connection was made.
             if options.username.is_some() {
-                self.cure = Cure::Connection;
+                self.retry = Retry::NewConnection;
             }
             self.text = format!("it wants a user name and a password: {}", self.text);
         }
@@ -66,32 +66,32 @@ impl Trouble {
     }
 }
 
-impl From<Error> for Trouble {
+impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         match &error {
             Error::GRpcStatus(status) => {
                 let (chain, last) = causes(status);
                 if let Some(text) = certificates(&chain) {
-                    return Self { cure: Cure::Endpoint, text };
+                    return Self { retry: Retry::OtherEndpoint, text };
                 }
-                Self { cure: cure(status.code(), status.message()), text: last }
+                Self { retry: retry(status.code(), status.message()), text: last }
             }
             Error::TransportError(error) => {
                 // Nothing was sent: the client does not take our certificate or its key.
                 let (chain, last) = causes(error);
                 let key =
                     chain.contains("KeyMismatch").then_some("the key is not the certificate's: ");
-                Self::lasting(format!("{}{last}", key.unwrap_or_default()))
+                Self::never(format!("{}{last}", key.unwrap_or_default()))
             }
-            Error::InvalidArgs(_) | Error::InvalidUri(_) => Self::lasting(error.to_string()),
-            _ => Self::passing(error.to_string()),
+            Error::InvalidArgs(_) | Error::InvalidUri(_) => Self::never(error.to_string()),
+            _ => Self::later(error.to_string()),
         }
     }
 }
 
 /// What status is worth another attempt. etcd uses `Unknown` and `Internal` for what its own members say
 /// to each other.
-fn cure(code: Code, message: &str) -> Cure {
+fn retry(code: Code, message: &str) -> Retry {
     let says = |texts: &[&str]| texts.iter().any(|text| message.contains(text));
     match code {
         // What one member says of our user, all say.
@@ -101,20 +101,20 @@ fn cure(code: Code, message: &str) -> Cure {
             "user name is empty",
         ]) =>
         {
-            Cure::People
+            Retry::Never
         }
         // A member that will be able to later.
-        _ if says(&["learner", "not capable"]) => Cure::Time,
-        Code::Unauthenticated => Cure::Connection,
+        _ if says(&["learner", "not capable"]) => Retry::Later,
+        Code::Unauthenticated => Retry::NewConnection,
         // Users or roles were changed since the token was given.
-        Code::InvalidArgument if message.contains("auth store is old") => Cure::Connection,
+        Code::InvalidArgument if message.contains("auth store is old") => Retry::NewConnection,
         Code::InvalidArgument
         | Code::PermissionDenied
         | Code::Unimplemented
         | Code::FailedPrecondition
         | Code::AlreadyExists
-        | Code::NotFound => Cure::Endpoint,
-        _ => Cure::Time,
+        | Code::NotFound => Retry::OtherEndpoint,
+        _ => Retry::Later,
     }
 }
 
@@ -132,11 +132,11 @@ fn causes(error: &(dyn std::error::Error + 'static)) -> (String, String) {
     (chain, last)
 }
 
-/// What TLS says, in words that tell whose certificate is meant.
+/// The error of TLS, with an explanation that names whose certificate is meant.
 fn certificates(chain: &str) -> Option<String> {
     let after = |what: &str| chain.find(what).map(|at| &chain[at..]);
     if let Some(said) = after("invalid peer certificate") {
-        let told = [
+        let explanations = [
             (
                 "UnknownIssuer",
                 "its certificate was issued by none of those whom we trust (is the cafile right?)",
@@ -145,25 +145,26 @@ fn certificates(chain: &str) -> Option<String> {
             ("not valid yet", "its certificate is not valid yet, or our clock is wrong"),
             ("not valid for name", "its certificate is for another name"),
         ];
-        let told = told.iter().find(|(word, _)| said.contains(word)).map(|(_, told)| *told);
-        return Some(format!("{}: {said}", told.unwrap_or("its certificate is not acceptable")));
+        let found =
+            explanations.iter().find(|(word, _)| said.contains(word)).map(|(_, text)| *text);
+        return Some(format!("{}: {said}", found.unwrap_or("its certificate is not acceptable")));
     }
     if let Some(said) = after("received fatal alert") {
-        let told = if said.contains("xpired") {
+        let explanation = if said.contains("xpired") {
             "it says that our certificate has expired"
         } else if said.contains("ertificateRequired") {
             "it wants a certificate of ours, and we have none (certfile and keyfile)"
         } else {
             "it does not accept our certificate, or our TLS"
         };
-        return Some(format!("{told}: {said}"));
+        return Some(format!("{explanation}: {said}"));
     }
     after("InvalidContentType")
         .map(|said| format!("it does not speak TLS; perhaps http:// is right: {said}"))
 }
 
 /// etcd answered with an error that contains `text`.
-pub(super) fn says(error: &Error, text: &str) -> bool {
+pub(crate) fn says(error: &Error, text: &str) -> bool {
     matches!(error, Error::GRpcStatus(status) if status.message().contains(text))
 }
 
@@ -172,32 +173,36 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_time_can_mend_is_told_from_what_it_cannot() {
+    fn failures_that_time_can_repair_are_retried_and_others_are_not() {
         for (code, message, expected) in [
-            (Code::Unavailable, "etcdserver: leader changed", Cure::Time),
-            (Code::Unavailable, "etcdserver: no leader", Cure::Time),
-            (Code::DeadlineExceeded, "", Cure::Time),
-            (Code::ResourceExhausted, "etcdserver: too many requests", Cure::Time),
-            (Code::Unauthenticated, "etcdserver: invalid auth token", Cure::Connection),
-            (Code::InvalidArgument, "etcdserver: revision of auth store is old", Cure::Connection),
-            (Code::InvalidArgument, "etcdserver: authentication failed", Cure::People),
-            (Code::FailedPrecondition, "etcdserver: rpc not supported for learner", Cure::Time),
-            (Code::FailedPrecondition, "etcdserver: not capable", Cure::Time),
+            (Code::Unavailable, "etcdserver: leader changed", Retry::Later),
+            (Code::Unavailable, "etcdserver: no leader", Retry::Later),
+            (Code::DeadlineExceeded, "", Retry::Later),
+            (Code::ResourceExhausted, "etcdserver: too many requests", Retry::Later),
+            (Code::Unauthenticated, "etcdserver: invalid auth token", Retry::NewConnection),
+            (
+                Code::InvalidArgument,
+                "etcdserver: revision of auth store is old",
+                Retry::NewConnection,
+            ),
+            (Code::InvalidArgument, "etcdserver: authentication failed", Retry::Never),
+            (Code::FailedPrecondition, "etcdserver: rpc not supported for learner", Retry::Later),
+            (Code::FailedPrecondition, "etcdserver: not capable", Retry::Later),
             (
                 Code::Unimplemented,
                 "grpc-status header missing, mapped from HTTP status code 404",
-                Cure::Endpoint,
+                Retry::OtherEndpoint,
             ),
-            (Code::PermissionDenied, "mapped from HTTP status code 403", Cure::Endpoint),
-            (Code::PermissionDenied, "etcdserver: permission denied", Cure::People),
+            (Code::PermissionDenied, "mapped from HTTP status code 403", Retry::OtherEndpoint),
+            (Code::PermissionDenied, "etcdserver: permission denied", Retry::Never),
         ] {
-            let trouble = Trouble::from(Error::GRpcStatus(tonic::Status::new(code, message)));
-            assert_eq!((trouble.cure, trouble.text.as_str()), (expected, message));
+            let failure = Failure::from(Error::GRpcStatus(tonic::Status::new(code, message)));
+            assert_eq!((failure.retry, failure.text.as_str()), (expected, message));
         }
     }
 
     #[test]
-    fn troubles_with_certificates_say_whose() {
+    fn failures_of_certificates_say_whose() {
         for (chain, says) in [
             ("tcp: invalid peer certificate: UnknownIssuer", "none of those whom we trust"),
             ("invalid peer certificate: Expired", "has expired"),

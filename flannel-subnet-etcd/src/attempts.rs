@@ -7,83 +7,84 @@ use std::time::Duration;
 use flannel_core::{Error, Result};
 use tokio::time::{Instant, timeout};
 
-use super::connections::{Connection, Connections};
-use super::failure::{Cure, Trouble};
-use super::options::EtcdOptions;
-use crate::backoff::Backoff;
+use crate::connections::{Connection, Connections};
+use crate::failure::{Failure, Retry};
+use crate::options::EtcdOptions;
+use flannel_subnet::Backoff;
 
 /// An answer, perhaps not to the first attempt.
-pub(super) struct Answer<T> {
-    pub(super) value: T,
+pub(crate) struct Answer<T> {
+    pub(crate) value: T,
     /// Earlier attempts got no answer: they may have been carried out or not.
-    pub(super) repeated: bool,
+    pub(crate) repeated: bool,
 }
 
 /// Repeats requests.
-pub(super) struct Attempts {
+pub(crate) struct Attempts {
     connections: Connections,
     /// Why no endpoint answers, since the last answer.
-    trouble: Mutex<Option<String>>,
+    failure: Mutex<Option<String>>,
 }
 
 impl Attempts {
-    pub(super) fn new(connections: Connections) -> Self {
-        Self { connections, trouble: Mutex::default() }
+    pub(crate) fn new(connections: Connections) -> Self {
+        Self { connections, failure: Mutex::default() }
     }
 
-    pub(super) fn options(&self) -> &EtcdOptions {
+    pub(crate) fn options(&self) -> &EtcdOptions {
         &self.connections.options
     }
 
     /// The endpoint in use, for messages.
-    pub(super) fn endpoint(&self) -> String {
+    pub(crate) fn endpoint(&self) -> String {
         self.connections.name(self.connections.current()).to_owned()
     }
 
     /// Why requests are not answered at present.
-    pub(super) fn trouble(&self) -> Option<String> {
+    pub(crate) fn trouble(&self) -> Option<String> {
         self.note().clone()
     }
 
     fn note(&self) -> MutexGuard<'_, Option<String>> {
-        self.trouble.lock().unwrap_or_else(PoisonError::into_inner)
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Sends a request that is about `key` until it is answered, nothing can help, or patience is at an end.
-    pub(super) async fn ask<T, F>(
+    pub(crate) async fn ask<T, F>(
         &self,
         key: &str,
         request: impl Fn(Connection) -> F + Send + Sync,
     ) -> Result<Answer<T>>
     where
-        F: Future<Output = Result<T, Trouble>> + Send,
+        F: Future<Output = Result<T, Failure>> + Send,
     {
         let connections = &self.connections;
         let begin = Instant::now();
         let mut backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(1));
-        let mut failures: Vec<Option<Trouble>> = vec![None; connections.len()];
+        let mut failures: Vec<Option<Failure>> = vec![None; connections.len()];
         for attempt in 0.. {
             let place = connections.current();
-            let trouble = match self.attempt(place, key, &request).await {
+            let failure = match self.attempt(place, key, &request).await {
                 Ok(value) => {
                     *self.note() = None;
                     return Ok(Answer { value, repeated: attempt > 0 });
                 }
-                Err(trouble) => trouble,
+                Err(failure) => failure,
             };
             let endpoint = connections.name(place);
-            if trouble.cure == Cure::People {
+            if failure.retry == Retry::Never {
                 return Err(Error::Refused {
                     store: format!("etcd {endpoint}"),
-                    reason: trouble.text,
+                    reason: failure.text,
                 });
             }
-            tracing::debug!(endpoint, key, "no answer: {}", trouble.text);
-            failures[place] = Some(trouble);
+            tracing::debug!(endpoint, key, "no answer: {}", failure.text);
+            failures[place] = Some(failure);
             connections.move_on(place);
             let all = failures.iter().flatten();
-            let hopeless = all.clone().filter(|trouble| trouble.cure == Cure::Endpoint).count()
-                == failures.len();
+            let hopeless =
+                all.clone().filter(|failure| failure.retry == Retry::OtherEndpoint).count()
+                    == failures.len();
             // Every endpoint gets its chance before anybody waits or gives up.
             let all_asked = failures.iter().all(Option::is_some);
             if hopeless || (all_asked && begin.elapsed() >= self.options().patience) {
@@ -102,39 +103,39 @@ impl Attempts {
         place: usize,
         key: &str,
         request: impl Fn(Connection) -> F + Send + Sync,
-    ) -> Result<T, Trouble>
+    ) -> Result<T, Failure>
     where
-        F: Future<Output = Result<T, Trouble>> + Send,
+        F: Future<Output = Result<T, Failure>> + Send,
     {
         let within = self.options().request_timeout;
         let outcome = timeout(within, async {
             let connection = self.connections.connect(place).await;
             let connection =
-                connection.map_err(|trouble| trouble.explained(key, self.options()))?;
+                connection.map_err(|failure| failure.explained(key, self.options()))?;
             let outcome = connection.interpret(request(connection.clone()).await);
-            let outcome = outcome.map_err(|trouble| trouble.explained(key, self.options()));
-            if outcome.as_ref().is_err_and(|trouble| trouble.cure == Cure::Connection) {
+            let outcome = outcome.map_err(|failure| failure.explained(key, self.options()));
+            if outcome.as_ref().is_err_and(|failure| failure.retry == Retry::NewConnection) {
                 self.connections.forget(place, &connection).await;
             }
             outcome
         });
         outcome
             .await
-            .unwrap_or_else(|_| Err(Trouble::passing(format!("no answer within {within:?}"))))
+            .unwrap_or_else(|_| Err(Failure::later(format!("no answer within {within:?}"))))
     }
 
     /// What is wrong with each endpoint.
-    fn each(&self, failures: &[Option<Trouble>]) -> String {
+    fn each(&self, failures: &[Option<Failure>]) -> String {
         let each: Vec<String> = failures
             .iter()
             .enumerate()
-            .filter_map(|(place, trouble)| Some((place, trouble.as_ref()?)))
-            .map(|(place, trouble)| format!("{}: {}", self.connections.name(place), trouble.text))
+            .filter_map(|(place, failure)| Some((place, failure.as_ref()?)))
+            .map(|(place, failure)| format!("{}: {}", self.connections.name(place), failure.text))
             .collect();
         each.join("; ")
     }
 
-    fn give_up(&self, key: &str, failures: &[Option<Trouble>], hopeless: bool) -> Error {
+    fn give_up(&self, key: &str, failures: &[Option<Failure>], hopeless: bool) -> Error {
         let each = self.each(failures);
         if hopeless {
             return Error::Refused { store: "etcd".into(), reason: each };

@@ -5,11 +5,12 @@ use std::time::Duration;
 
 use etcd_client::{GetOptions, PutOptions};
 use flannel_core::{Error, LeaseAttrs, Revision, SubnetManager};
-use flannel_subnet::testing::{Ground, registry_suite};
-use flannel_subnet::{EtcdOptions, EtcdRegistry, Mark, Now, Registry, Tenure};
+use flannel_subnet::testing::{Fixture, registry_suite};
+use flannel_subnet::{HolderId, LeaseGrant, Now, Registry};
+use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 
 use super::server::Etcd;
-use super::{DAY, Peer, V4, attrs, key, node, options, registry, tenure, within};
+use super::{DAY, Peer, V4, attrs, grant, key, node, options, registry, within};
 
 const PREFIX: &str = "/coreos.com/network";
 
@@ -26,7 +27,7 @@ async fn it_is_a_registry_on_many_threads_and_below_any_prefix() {
 async fn suite(prefix: &str, clean: &str) {
     let etcd = Etcd::start().await;
     let options = EtcdOptions { prefix: prefix.into(), ..options(&etcd.endpoints()) };
-    registry_suite(&Ground {
+    registry_suite(&Fixture {
         registry: Arc::new(EtcdRegistry::new(options.clone()).unwrap()),
         other: Arc::new(EtcdRegistry::new(options).unwrap()),
         put_raw: &|key, value| etcd.put_now(&format!("{clean}/subnets/{key}"), value),
@@ -56,12 +57,12 @@ async fn what_is_stored_is_go_flannels_byte_for_byte() {
     ];
     for (n, (text, value)) in golden.iter().enumerate() {
         let attrs = LeaseAttrs::from_json(value).unwrap();
-        registry.create(&key(text), &attrs, tenure(n as u64 + 1)).await.unwrap();
+        registry.create(&key(text), &attrs, grant(n as u64 + 1)).await.unwrap();
     }
     // As an update writes it, too.
     let first = registry.entry(&key("10.5.34.0-24")).await.unwrap().unwrap();
     let updated = registry
-        .update(&key("10.5.34.0-24"), first.lease.revision, &first.lease.attrs, tenure(1))
+        .update(&key("10.5.34.0-24"), first.lease.revision, &first.lease.attrs, grant(1))
         .await;
     assert_eq!(updated.unwrap().lease.since, first.lease.since);
     let mut client = etcd.client().await;
@@ -105,10 +106,10 @@ async fn what_go_writes_is_read() {
         client.put(key, value, None).await.unwrap();
     }
     let listing = registry(&etcd.endpoints()).list().await.unwrap();
-    let marks: Vec<_> =
-        listing.entries.iter().map(|e| (e.lease.subnets.to_string(), e.mark)).collect();
-    let mark = Some(Mark(lease.cast_unsigned()));
-    assert_eq!(marks, [("10.1.10.0-24".to_owned(), None), ("10.1.9.0-24".to_owned(), mark)]);
+    let holders: Vec<_> =
+        listing.entries.iter().map(|e| (e.lease.subnets.to_string(), e.holder)).collect();
+    let holder = Some(HolderId(lease.cast_unsigned()));
+    assert_eq!(holders, [("10.1.10.0-24".to_owned(), None), ("10.1.9.0-24".to_owned(), holder)]);
     assert_eq!(listing.skipped, []);
 }
 
@@ -116,13 +117,13 @@ async fn what_go_writes_is_read() {
 async fn foreign_keys_are_skipped_and_remove_nobody() {
     let etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
-    registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+    registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant(5)).await.unwrap();
     let mut peer = Peer::of(&registry).await;
     for foreign in ["lock", "10.1.6.0-24/x", "0.0.0.0-0", "10.1.7.0-32", ""] {
         etcd.put(&format!("{PREFIX}/subnets/{foreign}"), "x").await;
     }
     etcd.client().await.put(format!("{PREFIX}/subnets/bin"), vec![0xff, 0xfe], None).await.unwrap();
-    registry.create(&key("10.1.8.0-24"), &attrs(&["192.0.2.8"]), tenure(8)).await.unwrap();
+    registry.create(&key("10.1.8.0-24"), &attrs(&["192.0.2.8"]), grant(8)).await.unwrap();
     peer.sees(5, &["10.1.5.0-24", "10.1.8.0-24"]).await;
     let listing = registry.list().await.unwrap();
     assert_eq!((listing.entries.len(), listing.skipped.len()), (2, 6), "{:?}", listing.skipped);
@@ -171,7 +172,7 @@ async fn a_start_costs_the_same_few_requests_however_many_leases_there_are() {
         for n in 0..peers {
             let text = format!("10.1.{}.0-24", n + 1);
             registry
-                .create(&key(&text), &attrs(&[&format!("192.0.2.{n}")]), tenure(u64::from(n) + 1))
+                .create(&key(&text), &attrs(&[&format!("192.0.2.{n}")]), grant(u64::from(n) + 1))
                 .await
                 .unwrap();
         }
@@ -192,19 +193,19 @@ async fn a_start_costs_the_same_few_requests_however_many_leases_there_are() {
 async fn renewals_write_nothing_and_wake_nobody() {
     let etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
-    registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+    registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant(5)).await.unwrap();
     let before = registry.list().await.unwrap();
     let mut watch = registry.watch(before.revision).await.unwrap();
     for _ in 0..20 {
-        assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), Mark(5)).await.unwrap(), Some(DAY));
+        assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), HolderId(5)).await.unwrap(), Some(DAY));
     }
     assert_eq!(registry.list().await.unwrap(), before, "the revision of the whole store too");
-    registry.create(&key("10.1.6.0-24"), &attrs(&["192.0.2.6"]), tenure(6)).await.unwrap();
+    registry.create(&key("10.1.6.0-24"), &attrs(&["192.0.2.6"]), grant(6)).await.unwrap();
     let batch = within(20, "a change", watch.next()).await.unwrap().unwrap();
     let keys: Vec<_> = batch.events.iter().map(|event| event.key.as_str()).collect();
     assert_eq!(keys, ["10.1.6.0-24"], "and nothing before it");
     assert_eq!(
-        registry.keep_alive(&key("10.1.5.0-24"), Mark(77)).await.unwrap(),
+        registry.keep_alive(&key("10.1.5.0-24"), HolderId(77)).await.unwrap(),
         None,
         "never heard of"
     );
@@ -214,31 +215,31 @@ async fn renewals_write_nothing_and_wake_nobody() {
 async fn an_etcd_lease_that_is_there_already_is_used_again() {
     let etcd = Etcd::start().await;
     let (before, after) = (registry(&etcd.endpoints()), registry(&etcd.endpoints()));
-    before.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
-    after.create(&key("10.1.6.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+    before.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant(5)).await.unwrap();
+    after.create(&key("10.1.6.0-24"), &attrs(&["192.0.2.5"]), grant(5)).await.unwrap();
     let mut client = etcd.client().await;
     assert_eq!(client.leases().await.unwrap().leases().len(), 1);
     client.lease_revoke(5).await.unwrap();
     assert_eq!(after.list().await.unwrap().entries, []);
     // It counts on the lease, which is gone.
-    after.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+    after.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant(5)).await.unwrap();
     // One that is too short would end while its holder counts on it.
-    let short = Tenure { mark: Mark(9), ttl: Duration::from_secs(30) };
+    let short = LeaseGrant { holder: HolderId(9), ttl: Duration::from_secs(30) };
     after.create(&key("10.1.7.0-24"), &attrs(&["192.0.2.7"]), Some(short)).await.unwrap();
     let error =
-        before.create(&key("10.1.8.0-24"), &attrs(&["192.0.2.7"]), tenure(9)).await.unwrap_err();
+        before.create(&key("10.1.8.0-24"), &attrs(&["192.0.2.7"]), grant(9)).await.unwrap_err();
     assert!(error.to_string().contains("30s"), "{error}");
 }
 
 #[tokio::test]
-async fn marks_that_are_no_ids_are_refused() {
+async fn holder_ids_that_are_no_lease_ids_are_refused() {
     let etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
-    for mark in [0, u64::MAX] {
+    for holder in [0, u64::MAX] {
         let error =
-            registry.create(&key("10.1.5.0-24"), &attrs(&[]), tenure(mark)).await.unwrap_err();
+            registry.create(&key("10.1.5.0-24"), &attrs(&[]), grant(holder)).await.unwrap_err();
         assert!(matches!(error, Error::Refused { .. }), "{error}");
-        assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), Mark(mark)).await.unwrap(), None);
+        assert_eq!(registry.keep_alive(&key("10.1.5.0-24"), HolderId(holder)).await.unwrap(), None);
     }
 }
 
@@ -275,7 +276,7 @@ async fn events_say_who_holds_what() {
     let registry = registry(&etcd.endpoints());
     let mut watch = registry.watch(registry.list().await.unwrap().revision).await.unwrap();
     let written =
-        registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), tenure(5)).await.unwrap();
+        registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant(5)).await.unwrap();
     let batch = within(20, "a change", watch.next()).await.unwrap().unwrap();
     assert_eq!(batch.revision, written.lease.revision);
     assert!(matches!(&batch.events[0].now, Now::Held(entry) if *entry == written), "{batch:?}");

@@ -1,0 +1,219 @@
+//! The registry itself: which key a request is about, and what its answer means.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use etcd_client::{Compare, CompareOp, GetOptions, KeyValue, TxnOp, WatchOptions};
+use flannel_core::{Error, LeaseAttrs, Result, Revision, Subnets};
+use flannel_subnet::{
+    ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Skipped, Watch, config_conflict,
+};
+
+use crate::keys::{read, revision};
+use crate::options::EtcdOptions;
+use crate::store::Store;
+use crate::transaction::{Outcome, absent, at_revision};
+use crate::watch::EtcdWatch;
+
+/// A registry in etcd (API version 3, tested from 3.4). Clones are the same registry, on the same connections.
+///
+/// - **Endpoints**: one connection at a time, to an endpoint chosen at random and kept while it answers. A request
+///   that gets no answer is repeated at the next endpoint, with growing random pauses, for as long as
+///   [`EtcdOptions::patience`] says: a killed leader or a dead endpoint costs time, but no failed request.
+/// - **Dead connections** (the peer is gone without a word) are noticed within 10 s while anything is waited for.
+/// - **TLS** 1.2 or newer where an endpoint says `https://`. The files are read again when they have changed, at
+///   the next request.
+/// - **Errors** that waiting does not repair (a wrong password, a missing permission, a certificate that is not
+///   accepted at any endpoint) come at once as [`Error::Refused`]; all others are [`Error::Store`].
+/// - **Fencing** counts on etcd's lessor. Before 3.4.31 and 3.5.13 a leader that was replaced without knowing it may still
+///   confirm a renewal: what it was frozen for must then be less than a thousandth of the time to live (86 s of a day),
+///   which ownership ends early by. An etcd restored from a backup knows nothing of what happened after it: until
+///   every holder has listed again, a subnet that was given away since then may have two.
+/// - Time to live is counted by etcd, in whole seconds and not below about twice its election timeout.
+#[derive(Clone)]
+pub struct EtcdRegistry(Arc<Store>);
+
+impl EtcdRegistry {
+    /// A registry on these endpoints. Nothing is connected yet: etcd may come later.
+    ///
+    /// # Errors
+    /// [`Error::Refused`]: an endpoint is no URL, a file cannot be read or holds no certificate or key, or of
+    /// two options that belong together one is missing.
+    ///
+    /// # Blocking
+    /// Reads the files of certificates and keys.
+    pub fn new(options: EtcdOptions) -> Result<Self> {
+        Ok(Self(Arc::new(Store::new(options)?)))
+    }
+
+    /// What these keys are, read at that revision.
+    fn listing(&self, kvs: Vec<KeyValue>, at: Revision) -> Listing {
+        let mut listing = Listing { revision: at, ..Listing::default() };
+        for kv in kvs {
+            let key = self.0.keys.name(kv.key());
+            match read(&key, &kv) {
+                Ok(entry) => listing.entries.push(entry),
+                Err(reason) => {
+                    let revision = revision(kv.mod_revision());
+                    listing.skipped.push(Skipped { key, reason, revision });
+                }
+            }
+        }
+        listing
+    }
+}
+
+impl fmt::Display for EtcdRegistry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl fmt::Debug for EtcdRegistry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("EtcdRegistry").field(self.0.attempts.options()).finish()
+    }
+}
+
+#[async_trait]
+impl Registry for EtcdRegistry {
+    async fn config(&self) -> Result<ConfigText> {
+        let key = self.0.keys.config();
+        let location = format!("{self}: {key}");
+        match self.0.get(key, false).await?.take_kvs().pop() {
+            Some(kv) => {
+                Ok(ConfigText { location, text: String::from_utf8_lossy(kv.value()).into_owned() })
+            }
+            None => Err(Error::NoConfig { location }),
+        }
+    }
+
+    async fn write_config(&self, seen: Option<&ConfigText>, text: &str) -> Result<()> {
+        let key = self.0.keys.config();
+        let compare = match seen {
+            Some(seen) => Compare::value(key, CompareOp::Equal, seen.text.as_str()),
+            None => absent(key),
+        };
+        let put = TxnOp::put(key, text, None);
+        let answer = self.0.transaction(key, compare, put, TxnOp::get(key, None)).await?;
+        match answer.value {
+            Outcome::Done(_) => Ok(()),
+            // By an earlier attempt, whose answer was lost.
+            Outcome::Differs(kvs, _)
+                if answer.repeated
+                    && kvs.first().is_some_and(|kv| kv.value() == text.as_bytes()) =>
+            {
+                Ok(())
+            }
+            Outcome::Differs(..) | Outcome::NoLease => Err(config_conflict(self)),
+        }
+    }
+
+    async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()> {
+        let key = self.0.keys.config();
+        loop {
+            let mut got = self.0.get(key, false).await?;
+            let after = got.header().map_or(0, etcd_client::ResponseHeader::revision);
+            let now =
+                got.take_kvs().pop().map(|kv| String::from_utf8_lossy(kv.value()).into_owned());
+            if now != seen.as_ref().map(|seen| seen.text.clone()) {
+                return Ok(());
+            }
+            let options = WatchOptions::new();
+            let mut watch =
+                EtcdWatch::open(&self.0.attempts, key, options, revision(after)).await?;
+            // A gap is a reason to read again too.
+            while watch.next().await?.is_some_and(|batch| batch.events.is_empty()) {}
+        }
+    }
+
+    async fn list(&self) -> Result<Listing> {
+        let mut got = self.0.get(self.0.keys.leases(), true).await?;
+        let now = got.header().map_or(0, etcd_client::ResponseHeader::revision);
+        Ok(self.listing(got.take_kvs(), revision(now)))
+    }
+
+    async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {
+        let key = self.0.keys.lease(subnets);
+        let Some(kv) = self.0.get(&key, false).await?.take_kvs().pop() else { return Ok(None) };
+        read(&self.0.keys.name(kv.key()), &kv)
+            .map(Some)
+            .map_err(|reason| self.0.error(&key, reason))
+    }
+
+    async fn create(
+        &self,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        grant: Option<LeaseGrant>,
+    ) -> Result<Entry> {
+        let written = self.0.write(subnets, absent, None, attrs, grant).await?;
+        written.map_err(|_| Error::Conflict { subnets: *subnets })
+    }
+
+    async fn create_or_list(
+        &self,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        grant: Option<LeaseGrant>,
+    ) -> Result<Result<Entry, Listing>> {
+        let all = TxnOp::get(self.0.keys.leases(), Some(GetOptions::new().with_prefix()));
+        let written = self.0.write(subnets, absent, Some(all), attrs, grant).await?;
+        Ok(written.map_err(|(kvs, now)| self.listing(kvs, now)))
+    }
+
+    async fn update(
+        &self,
+        subnets: &Subnets,
+        at: Revision,
+        attrs: &LeaseAttrs,
+        grant: Option<LeaseGrant>,
+    ) -> Result<Entry> {
+        let written = self.0.write(subnets, at_revision(at), None, attrs, grant).await?;
+        written.map_err(|_| Error::Conflict { subnets: *subnets })
+    }
+
+    async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
+        let key = self.0.keys.lease(subnets);
+        let delete = TxnOp::delete(key.as_str(), None);
+        let get = TxnOp::get(key.as_str(), None);
+        let answer = self.0.transaction(&key, at_revision(at)(&key), delete, get).await?;
+        match answer.value {
+            Outcome::Done(_) => Ok(()),
+            // By an earlier attempt, whose answer was lost.
+            Outcome::Differs(kvs, _) if answer.repeated && kvs.is_empty() => Ok(()),
+            Outcome::Differs(..) | Outcome::NoLease => Err(Error::Conflict { subnets: *subnets }),
+        }
+    }
+
+    async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
+        self.0.renew(&self.0.keys.lease(subnets), holder).await
+    }
+
+    fn trouble(&self) -> Option<String> {
+        self.0.attempts.trouble()
+    }
+
+    async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
+        let options = WatchOptions::new().with_prefix();
+        let watch = EtcdWatch::open(&self.0.attempts, self.0.keys.leases(), options, after).await?;
+        Ok(Box::new(watch))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_prefix_is_another_store() {
+        let name = |prefix: &str| {
+            let options = EtcdOptions { prefix: prefix.into(), ..EtcdOptions::default() };
+            EtcdRegistry::new(options).unwrap().to_string()
+        };
+        assert_eq!(name("/coreos.com/network"), "etcd:http://127.0.0.1:4001,http://127.0.0.1:2379");
+        assert!(name("/elsewhere").ends_with(" (prefix /elsewhere)"), "{}", name("/elsewhere"));
+    }
+}

@@ -1,0 +1,164 @@
+//! What a manager knows of its node and of the network config, and how it finds that out.
+
+use std::io::ErrorKind;
+use std::net::IpAddr;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use flannel_core::{
+    Config, Dual, Error, Family, Lease, LeaseAttrs, Ownership, Readiness, Result, Revision,
+};
+use tokio::sync::{OnceCell, watch};
+
+use crate::annotations::Values;
+use crate::api::Api;
+use crate::connect::Source;
+use crate::follow::{Follower, Own};
+use crate::nodes::ReadOptions;
+use crate::options::KubeOptions;
+
+/// What a [`KubeManager`](crate::KubeManager) and its tasks share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) api: Arc<Api>,
+    pub(crate) options: KubeOptions,
+    /// This node's name.
+    pub(crate) name: OnceCell<String>,
+    pub(crate) follower: Mutex<Option<Follower>>,
+    /// The config that was last given out: what is built from it is built from nothing else.
+    pub(crate) given: Mutex<Option<Config>>,
+    pub(crate) held: Mutex<Option<Held>>,
+    /// What this node's annotations were last made to say.
+    pub(crate) published: Mutex<Values>,
+    /// What is wrong with the network config.
+    pub(crate) wrong_config: Mutex<Option<String>>,
+    /// Whether this node has its lease.
+    pub(crate) ownership: watch::Sender<Ownership>,
+    /// What the node's condition is to report; `None`: the condition is left as it is.
+    pub(crate) readiness: watch::Sender<Option<Readiness>>,
+}
+
+/// The lease that was last acquired.
+#[derive(Debug, Clone)]
+pub(crate) struct Held {
+    pub(crate) lease: Lease,
+    /// What it was acquired from: its networks stay what they are.
+    pub(crate) config: Config,
+    /// The addresses that the node prescribed.
+    pub(crate) prescribed: Dual<IpAddr>,
+}
+
+impl Shared {
+    /// What speaks to the API server that the options name. Nothing is asked yet.
+    ///
+    /// # Errors
+    /// [`Error::Refused`]: how to reach the API server is not known, or what is said of it is wrong.
+    pub(crate) async fn open(options: KubeOptions) -> Result<Self> {
+        let source =
+            Source { url: options.api_url.clone(), kubeconfig: options.kubeconfig.clone() };
+        Ok(Self {
+            api: Arc::new(Api::open(source).await?),
+            options,
+            name: OnceCell::new(),
+            follower: Mutex::default(),
+            given: Mutex::default(),
+            held: Mutex::default(),
+            published: Mutex::default(),
+            wrong_config: Mutex::default(),
+            ownership: watch::channel(Ownership::NotAcquired).0,
+            readiness: watch::channel(None).0,
+        })
+    }
+
+    pub(crate) fn held(&self) -> Option<Held> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The config that was last given out; without one, what it is now.
+    pub(crate) async fn config(&self) -> Result<Config> {
+        let given = self.given.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        match given {
+            Some(given) => Ok(given),
+            None => self.config_now().await,
+        }
+    }
+
+    /// The config whose networks count: that of the lease; before there is one, what was given out.
+    pub(crate) async fn settled(&self) -> Result<Config> {
+        match self.held() {
+            Some(held) => Ok(held.config),
+            None => self.config().await,
+        }
+    }
+
+    pub(crate) async fn config_now(&self) -> Result<Config> {
+        if self.api.status().confirmed.is_none() {
+            self.own_node().await?;
+        }
+        let mut config = self.read_config()?;
+        if let Some(held) = self.held() {
+            config.networks = held.config.networks;
+        }
+        Ok(config)
+    }
+
+    pub(crate) fn read_config(&self) -> Result<Config> {
+        let read = read_config(&self.options.net_config);
+        let wrong = read.as_ref().err().map(ToString::to_string);
+        *self.wrong_config.lock().unwrap_or_else(PoisonError::into_inner) = wrong;
+        read
+    }
+
+    /// All nodes, followed from the first call on, and anew if the config has come to enable other families before a lease was
+    /// acquired, or if they are followed no more.
+    pub(crate) async fn follow<T>(&self, look: impl FnOnce(&Follower) -> T) -> Result<T> {
+        let name = self.name().await?.to_owned();
+        let config = self.settled().await?;
+        let mut follower = self.follower.lock().unwrap_or_else(PoisonError::into_inner);
+        let read_options = ReadOptions {
+            prefix: self.options.prefix.clone(),
+            families: config.networks.families().collect(),
+        };
+        if let Some(follower) = follower
+            .as_ref()
+            .filter(|follower| follower.read_options == read_options && follower.lives())
+        {
+            return Ok(look(follower));
+        }
+        Ok(look(follower.insert(Follower::start(Arc::clone(&self.api), read_options, name))))
+    }
+
+    /// The addresses that this node prescribes, and its lease, if it has one.
+    pub(crate) async fn own_hints(&self) -> Result<(Dual<IpAddr>, Option<Lease>)> {
+        let (node, _) = self.own_node().await?;
+        let families: Vec<Family> = self.config().await?.networks.families().collect();
+        let (lease, _) = node.lease(Revision::default(), &families, &self.options.prefix);
+        Ok((self.prescribed(&node)?, lease))
+    }
+
+    /// Makes a lease of this node as it is now.
+    pub(crate) async fn take(&self, config: Config, attrs: &LeaseAttrs) -> Result<Held> {
+        let (node, read) = self.own_node().await?;
+        let prescribed = self.prescribed(&node)?;
+        let subnets = self.subnets_of(&node, &config)?;
+        let families: Vec<Family> = config.networks.families().collect();
+        self.check_overwrites(&node, &families)?;
+        let written = self.annotate(&node, attrs).await?;
+        let lease = self.lease_of(&node, subnets, attrs, written.unwrap_or(read));
+        Ok(Held { lease, config, prescribed })
+    }
+
+    /// What is known of this node, always the latest.
+    pub(crate) async fn follow_own(&self) -> Result<watch::Receiver<Own>> {
+        self.follow(|follower| follower.own.clone()).await
+    }
+}
+
+fn read_config(path: &Path) -> Result<Config> {
+    let location = path.display().to_string();
+    match std::fs::read_to_string(path) {
+        Ok(text) => Config::parse(&text).map_err(|source| Error::Config { location, source }),
+        Err(error) if error.kind() == ErrorKind::NotFound => Err(Error::NoConfig { location }),
+        Err(error) => Err(Error::Store { store: location, source: error.into() }),
+    }
+}

@@ -1,0 +1,225 @@
+//! The lease that this node holds, and whether its subnets are this node's by now.
+//!
+//! A node owns its subnets until the last renewal that the store confirmed, counted from its *sending*, plus the
+//! time to live. The store began to count later, so it cannot forget the lease before. The time by which two clocks
+//! may drift apart meanwhile is taken off.
+
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, SystemTime};
+
+use flannel_core::{LeaseAttrs, LeaseEnd, Loss, Ownership, Revision, Subnets};
+use tokio::sync::watch;
+
+use crate::clock::Clock;
+use crate::task::Task;
+
+/// Of the time to live, the part by which two clocks may drift apart: the kernel slews each by up to 500 ppm.
+const DRIFT: u32 = 1000;
+
+/// Times that differ by less are published as one: each is computed from two clocks, which are not read at once.
+const TOLERANCE: Duration = Duration::from_secs(1);
+
+/// The lease that this node holds.
+#[derive(Debug, Clone)]
+pub(crate) struct HeldLease {
+    pub(crate) subnets: Subnets,
+    pub(crate) attrs: LeaseAttrs,
+    pub(crate) revision: Revision,
+    /// `None`: a reservation, which has no end.
+    pub(crate) term: Option<LeaseTerm>,
+}
+
+/// How long a lease is held, by boot time.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LeaseTerm {
+    /// When the last confirmed write or renewal was sent.
+    pub(crate) sent: Duration,
+    pub(crate) ttl: Duration,
+}
+
+impl LeaseTerm {
+    /// A thousandth early: if our clock is slow and the store's is fast, the store must still not be first.
+    pub(crate) fn end(&self) -> Duration {
+        self.sent.saturating_add(self.ttl - self.ttl / DRIFT)
+    }
+
+    /// When to renew: `margin` before the end, but not within the first third.
+    pub(crate) fn renewal(&self, margin: Duration) -> Duration {
+        self.sent.saturating_add(self.ttl.saturating_sub(margin).max(self.ttl / 3))
+    }
+}
+
+/// What a manager knows of its own lease.
+#[derive(Debug, Clone)]
+pub(crate) enum State {
+    NotAcquired,
+    Held(HeldLease),
+    Ended(SystemTime, LeaseEnd),
+}
+
+/// The lease of one manager. All changes of it go through here and are published.
+#[derive(Debug)]
+pub(crate) struct Holding {
+    state: watch::Sender<State>,
+    ownership: watch::Sender<Ownership>,
+    clock: Arc<dyn Clock>,
+    /// Follows the clock, from the first lease on.
+    follower: OnceLock<Task>,
+}
+
+impl Holding {
+    pub(crate) fn new(clock: Arc<dyn Clock>) -> Self {
+        let (state, ownership) = (State::NotAcquired, Ownership::NotAcquired);
+        let (state, ownership) = (watch::channel(state).0, watch::channel(ownership).0);
+        Self { state, ownership, clock, follower: OnceLock::new() }
+    }
+
+    pub(crate) fn get(&self) -> Option<HeldLease> {
+        match &*self.state.borrow() {
+            State::Held(lease) => Some(lease.clone()),
+            State::NotAcquired | State::Ended(..) => None,
+        }
+    }
+
+    pub(crate) fn term(&self) -> Option<LeaseTerm> {
+        match &*self.state.borrow() {
+            State::Held(lease) => lease.term,
+            State::NotAcquired | State::Ended(..) => None,
+        }
+    }
+
+    /// The lease's time is over.
+    pub(crate) fn has_lapsed(&self) -> bool {
+        self.term().is_some_and(|term| remaining(term, &*self.clock).is_none())
+    }
+
+    /// How long the lease is held unless it is renewed; `None` if it is not held or has no end.
+    pub(crate) fn remaining(&self) -> Option<Duration> {
+        remaining(self.term()?, &*self.clock)
+    }
+
+    /// This is the lease from now on.
+    pub(crate) fn set(&self, lease: HeldLease) {
+        self.state.send_replace(State::Held(lease));
+        self.publish();
+        self.follower.get_or_init(|| {
+            let (state, ownership) = (self.state.subscribe(), self.ownership.clone());
+            Task::spawn(follow(state, ownership, Arc::clone(&self.clock)))
+        });
+    }
+
+    /// A renewal was confirmed. A write that was sent later counts instead.
+    pub(crate) fn renew(&self, term: LeaseTerm) {
+        self.state.send_modify(|state| {
+            if let State::Held(HeldLease { term: Some(old), .. }) = state
+                && old.sent <= term.sent
+            {
+                *old = term;
+            }
+        });
+        self.publish();
+    }
+
+    /// The lease has ended.
+    pub(crate) fn end(&self, end: LeaseEnd) {
+        self.state.send_replace(State::Ended(self.clock.wall(), end));
+        self.publish();
+    }
+
+    /// Whether the subnets are this node's right now.
+    pub(crate) fn ownership_now(&self) -> Ownership {
+        ownership(&self.state.borrow(), &*self.clock)
+    }
+
+    pub(crate) fn ownership(&self) -> watch::Receiver<Ownership> {
+        self.ownership.subscribe()
+    }
+
+    pub(crate) fn subscribe(&self) -> watch::Receiver<State> {
+        self.state.subscribe()
+    }
+
+    fn publish(&self) {
+        publish(&self.ownership, self.ownership_now());
+    }
+}
+
+fn ownership(state: &State, clock: &dyn Clock) -> Ownership {
+    let lease = match state {
+        State::NotAcquired => return Ownership::NotAcquired,
+        State::Ended(since, end) => {
+            return Ownership::Lost { since: *since, why: Loss::Ended(end.clone()) };
+        }
+        State::Held(lease) => lease,
+    };
+    let Some(term) = lease.term else { return Ownership::Held { until: None } };
+    let wall = clock.wall();
+    match remaining(term, clock) {
+        Some(left) => Ownership::Held { until: wall.checked_add(left) },
+        None => {
+            let ago = clock.boottime().saturating_sub(term.end());
+            Ownership::Lost { since: wall.checked_sub(ago).unwrap_or(wall), why: Loss::Unconfirmed }
+        }
+    }
+}
+
+fn remaining(term: LeaseTerm, clock: &dyn Clock) -> Option<Duration> {
+    term.end().checked_sub(clock.boottime()).filter(|left| !left.is_zero())
+}
+
+fn publish(published: &watch::Sender<Ownership>, now: Ownership) {
+    let near = |a: SystemTime, b: SystemTime| {
+        a.duration_since(b).or_else(|_| b.duration_since(a)).is_ok_and(|apart| apart < TOLERANCE)
+    };
+    published.send_if_modified(|old| {
+        let same = match (&*old, &now) {
+            (Ownership::Held { until: Some(a) }, Ownership::Held { until: Some(b) }) => {
+                near(*a, *b)
+            }
+            (Ownership::Lost { since: a, why: x }, Ownership::Lost { since: b, why: y }) => {
+                x == y && near(*a, *b)
+            }
+            (old, now) => old == now,
+        };
+        if !same {
+            *old = now;
+        }
+        !same
+    });
+}
+
+/// Publishes the end of the lease when it comes, and the same end anew when somebody sets the clock.
+async fn follow(
+    mut state: watch::Receiver<State>,
+    published: watch::Sender<Ownership>,
+    clock: Arc<dyn Clock>,
+) {
+    loop {
+        let (now, end) = {
+            let state = state.borrow_and_update();
+            let end = match &*state {
+                State::Held(lease) => lease.term.map(|term| term.end()),
+                State::NotAcquired | State::Ended(..) => None,
+            };
+            (ownership(&state, &*clock), end)
+        };
+        let until = match &now {
+            Ownership::Held { until } => *until,
+            _ => None,
+        };
+        publish(&published, now);
+        let over = async {
+            match (end, until) {
+                (Some(end), Some(until)) => tokio::select! {
+                    () = clock.sleep_until(end) => (),
+                    () = clock.sleep_until_wall(until) => (),
+                },
+                _ => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = over => (),
+            changed = state.changed() => if changed.is_err() { return },
+        }
+    }
+}
