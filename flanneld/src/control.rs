@@ -25,6 +25,7 @@ use std::sync::Arc;
 use std::{fs, io};
 
 use async_trait::async_trait;
+use flannel_api::VERSION;
 use nix::errno::Errno;
 use serde_json::json;
 use socket2::{Domain, Socket, Type};
@@ -36,7 +37,7 @@ use crate::http::{Listener, Request, Response, Site, serve};
 use crate::metrics;
 use crate::observe::Observer;
 use crate::problems::problems;
-use crate::report::{Report, VERSION, peers};
+use crate::report::{peers, status_report};
 use crate::why::why;
 
 /// The name of the control socket in the directory of the subnet file.
@@ -312,7 +313,7 @@ impl Answers {
         match (request.method.as_str(), request.path.as_str()) {
             ("GET", "/v1/status") => {
                 let snapshot = self.observer.snapshot_of_peers().await;
-                let mut report = Report::of(&snapshot);
+                let mut report = status_report(&snapshot);
                 if let Some(network) = &snapshot.network {
                     if request.parameter("fresh").is_some_and(|fresh| fresh == "true") {
                         self.observer.forget().await;
@@ -380,11 +381,12 @@ fn refusal(status: u16, error: &str) -> Response {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::observe::tests::network;
     use flannel_core::Status;
     use flannel_netlink::testing::in_netns_async;
     use tokio::net::TcpStream;
+
+    use super::*;
+    use crate::observe::tests::network;
 
     async fn ask(site: &Answers, method: &str, target: &str) -> (u16, String) {
         let response = site.answer(&Request::new(method, target).by(Some(0))).await;

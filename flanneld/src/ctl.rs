@@ -4,7 +4,6 @@
 //! decided once, here. That whoever reads it stops to do so is its own affair, and no reason to panic. Exit status 0: all is well; 1: it is not, or it could not be done; 2: wrong usage.
 
 mod cleanup;
-mod client;
 mod config;
 mod docker_opts;
 mod doctor;
@@ -18,18 +17,16 @@ mod why;
 
 use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
-use std::path::PathBuf;
 use std::process::ExitCode;
 
+use flannel_api::{Client, VERSION, request};
 use serde_json::Value;
 
 use crate::error::Error;
-use client::Client;
-pub use options::command;
 use options::{Ctl, Verb};
 use paper::Paper;
-#[cfg(test)]
-pub(crate) use status::tests::sample as sample_report;
+
+pub use options::command;
 
 /// What a verb found out.
 #[derive(Debug)]
@@ -45,14 +42,9 @@ pub(crate) struct Said {
 /// Why a verb could not do its work.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Failure {
-    /// The daemon does not answer.
-    #[error("flanneld does not answer{}: {reason}", socket.as_ref().map(|path| format!(" at {}", path.display())).unwrap_or_default())]
-    NoDaemon {
-        /// Where it was looked for; `None`: it has no socket.
-        socket: Option<PathBuf>,
-        /// What happened.
-        reason: String,
-    },
+    /// The daemon cannot be asked.
+    #[error(transparent)]
+    Api(#[from] flannel_api::Error),
     /// Something is not as it must be, and this says what would be right.
     #[error("{0}")]
     Refused(String),
@@ -107,7 +99,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         }
         Err(failure) => {
             if options.global.json {
-                let value = serde_json::json!({ "version": crate::report::VERSION, "error": failure.to_string() });
+                let value = serde_json::json!({ "version": VERSION, "error": failure.to_string() });
                 let _ = writeln!(std::io::stdout(), "{value}");
             } else {
                 let _ = writeln!(std::io::stderr(), "flannelctl: {failure}");
@@ -124,7 +116,7 @@ fn show(said: &Said, json: bool) {
 
 async fn carry_out(options: &Ctl, paper: &Paper) -> Result<Said> {
     let global = &options.global;
-    let client = Client::new(global.socket());
+    let client = Client::at(global.socket());
     match &options.verb {
         Verb::Status => status::status(&client, global, paper).await,
         Verb::Peers => status::peers(&client, global, paper).await,
@@ -135,13 +127,12 @@ async fn carry_out(options: &Ctl, paper: &Paper) -> Result<Said> {
             watch::watch(&client, global, paper, *interval, live).await
         }
         Verb::Reload => {
-            let value = client.ask("POST", "/v1/reload")?;
+            let value = client.ask("POST", request::RELOAD)?;
             let text = format!("read again: {}\n", value["found"].as_str().unwrap_or_default());
             Ok(Said { text, value, ok: true })
         }
         Verb::Log { filter } => {
-            let value =
-                client.ask("POST", &format!("/v1/log?filter={}", crate::http::encode(filter)))?;
+            let value = client.ask("POST", &request::log(filter))?;
             Ok(Said {
                 text: format!("the log filter is {filter} now, until SIGHUP or reload\n"),
                 value,

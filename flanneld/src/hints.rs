@@ -3,7 +3,7 @@
 //! The one thing to know: hints and mends are written for a host with a unit of systemd and a registry of ours; where the leases
 //! are Kubernetes' own, neither is there, and whatever leaves the daemon or the doctor is put into its words here.
 
-use crate::preflight::Finding;
+use flannel_api::Finding;
 
 const NODES: &str = "kubectl get nodes -o custom-columns=N:.metadata.name,C:.spec.podCIDRs";
 

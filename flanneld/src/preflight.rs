@@ -8,15 +8,15 @@ mod read;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
+use flannel_api::Finding;
 use flannel_core::{Dual, Family, LinkName, Subnet, Subnets};
 use flannel_firewall::{ForwardDrop, LegacyMemory};
-use serde::{Deserialize, Serialize};
 
 use crate::observe::NetworkSnapshot;
 use crate::problems::release;
+use read::read;
 
 pub(crate) use read::Scene;
-use read::read;
 
 /// The check that the network's own remarks tell of too.
 const DUPLICATE: &str = "duplicate-address";
@@ -24,47 +24,6 @@ const DUPLICATE: &str = "duplicate-address";
 /// Where pods and hosts get in each other's way.
 const ANOTHER_NETWORK: &str =
     "flannelctl config set FILE # with a Network that holds no address of a host";
-
-/// Something about this host, and what would mend it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Finding {
-    /// What was looked at, as one word for programs.
-    pub(crate) check: String,
-    /// `error`: packets are lost; `warning`: some may be.
-    pub(crate) severity: String,
-    /// A sentence without a full stop.
-    pub(crate) text: String,
-    /// The command that mends it: one that a shell takes, with what people should know behind `#`.
-    pub(crate) mend: Option<String>,
-}
-
-impl Finding {
-    pub(crate) fn error(check: &str, text: impl Into<String>) -> Self {
-        Self { check: check.into(), severity: "error".into(), text: text.into(), mend: None }
-    }
-
-    pub(crate) fn warning(check: &str, text: impl Into<String>) -> Self {
-        Self { severity: "warning".into(), ..Self::error(check, text) }
-    }
-
-    pub(crate) fn mend(self, command: impl Into<String>) -> Self {
-        Self { mend: Some(command.into()), ..self }
-    }
-
-    /// As one line of the log.
-    pub(crate) fn log(&self) {
-        let mend = self.mend.as_ref().map(|mend| format!("; mend: {mend}")).unwrap_or_default();
-        if self.is_error() {
-            tracing::error!("{}{mend}", self.text);
-        } else {
-            tracing::warn!("{}{mend}", self.text);
-        }
-    }
-
-    pub(crate) fn is_error(&self) -> bool {
-        self.severity == "error"
-    }
-}
 
 /// What the checks look at. What is `None`, or not in a map, could not be read.
 #[derive(Debug, Clone, Default)]
@@ -131,6 +90,17 @@ pub(crate) async fn of_running(network: &NetworkSnapshot, memory: &LegacyMemory)
     look
 }
 
+/// Logs a finding in one line.
+pub(crate) fn log(finding: &Finding) {
+    let Finding { text, mend, .. } = finding;
+    let mend = mend.as_ref().map(|mend| format!("; mend: {mend}")).unwrap_or_default();
+    if finding.is_error() {
+        tracing::error!("{text}{mend}");
+    } else {
+        tracing::warn!("{text}{mend}");
+    }
+}
+
 /// Everything that is to be said of these facts, errors first.
 fn check(facts: &Facts) -> Vec<Finding> {
     let mut found = forwarding(facts);
@@ -155,7 +125,9 @@ fn forwarding(facts: &Facts) -> Vec<Finding> {
             let text = format!(
                 "{key} is 0: this host forwards no {family} packets, so that no pod reaches another host"
             );
-            found.push(Finding::error("forwarding", text).mend(format!("sysctl -w {key}=1")));
+            found.push(
+                Finding::error("forwarding", text).with_command(format!("sysctl -w {key}=1")),
+            );
         }
     }
     // Without the first switch these tell nothing new.
@@ -171,7 +143,7 @@ fn forwarding(facts: &Facts) -> Vec<Finding> {
         } else {
             Finding::warning("forwarding", text)
         };
-        found.push(finding.mend(format!("sysctl -w {key}=1")));
+        found.push(finding.with_command(format!("sysctl -w {key}=1")));
     }
     found
 }
@@ -193,7 +165,7 @@ fn rp_filter(facts: &Facts) -> Vec<Finding> {
         );
         // The larger of the two counts, so that 2 for the device is enough.
         let mend = format!("sysctl -w net.ipv4.conf.{}.rp_filter=2", sysctl_name(*device));
-        Finding::warning("rp-filter", text).mend(mend)
+        Finding::warning("rp-filter", text).with_command(mend)
     };
     strict.map(finding).collect()
 }
@@ -224,7 +196,7 @@ fn drops(facts: &Facts) -> Vec<Finding> {
                 drop.table, drop.chain, drop.table, drop.chain
             ),
         };
-        Finding::warning("forward-drop", text).mend(mend)
+        Finding::warning("forward-drop", text).with_command(mend)
     };
     facts.drops.iter().filter(concerns).map(finding).collect()
 }
@@ -245,12 +217,12 @@ fn clashes(facts: &Facts) -> Vec<Finding> {
                 "clash",
                 format!("cni0 has {address}, which is not of this node's subnet {own}: pods that start now get no network"),
             )
-            .mend("ip link delete cni0"),
+            .with_command("ip link delete cni0"),
             _ => Finding::warning(
                 "clash",
                 format!("the pod network {network} contains {address}, an address of {device}: pods cannot reach it"),
             )
-            .mend(ANOTHER_NETWORK),
+            .with_command(ANOTHER_NETWORK),
         });
     }
     for (subnets, public) in &facts.peers {
@@ -260,7 +232,7 @@ fn clashes(facts: &Facts) -> Vec<Finding> {
                 "the pod network {network} contains {address}, the public address of {subnets}: its tunnel packets would \
                  go into the tunnel"
             );
-            found.push(Finding::error("clash", text).mend(ANOTHER_NETWORK));
+            found.push(Finding::error("clash", text).with_command(ANOTHER_NETWORK));
         }
         let same = public.values().find(|address| facts.public.values().any(|own| own == *address));
         if let Some(address) = same {
@@ -269,7 +241,7 @@ fn clashes(facts: &Facts) -> Vec<Finding> {
                  packets"
             );
             let mend = format!("{}, else give it another --public-ip", release(subnets));
-            found.push(Finding::error(DUPLICATE, text).mend(mend));
+            found.push(Finding::error(DUPLICATE, text).with_command(mend));
         }
     }
     found
@@ -296,7 +268,9 @@ fn neighbours(facts: &Facts) -> Vec<Finding> {
             "{key} is {most}, and {peers} peers are on this host's own link: the kernel forgets neighbours that it needs, and drops packets"
         );
         let enough = (4 * peers).next_power_of_two();
-        found.push(Finding::warning("neighbours", text).mend(format!("sysctl -w {key}={enough}")));
+        found.push(
+            Finding::warning("neighbours", text).with_command(format!("sysctl -w {key}={enough}")),
+        );
     }
     found
 }
@@ -315,7 +289,7 @@ fn bridge_calls(facts: &Facts) -> Vec<Finding> {
              the wrong one"
         );
         Finding::warning("bridge-netfilter", text)
-            .mend(format!("modprobe br_netfilter; sysctl -w {key}=1"))
+            .with_command(format!("modprobe br_netfilter; sysctl -w {key}=1"))
     };
     families.filter(off).map(finding).collect()
 }

@@ -27,7 +27,7 @@ use crate::former::Former;
 use crate::log::log_status;
 use crate::observe::{Observer, Running};
 use crate::predecessor::Predecessor;
-use crate::preflight::Finding;
+use crate::preflight;
 use crate::registry::{Node, Store};
 use crate::site::Site;
 use crate::sounding::respond;
@@ -381,7 +381,7 @@ async fn look_around(
         let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
     }
     if let Some(network) = observer.snapshot().network {
-        observer.look(&network).await.findings.iter().for_each(Finding::log);
+        observer.look(&network).await.findings.iter().for_each(preflight::log);
     }
     std::future::pending().await
 }
@@ -430,10 +430,10 @@ fn subnet_env(options: &Options, config: &Config, handle: &NetworkHandle) -> Sub
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 mod tests {
-    use super::*;
-
     use flannel_core::testing::{FakeKernel, Operation};
     use tokio::time::Instant;
+
+    use super::*;
 
     #[tokio::test]
     async fn what_cannot_be_looked_at_stands() {

@@ -6,54 +6,17 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use flannel_api::{ObjectReport, VERSION, WhyReport};
 use flannel_core::{
     Config, Kernel, KernelError, Lease, LinkName, Object, RouteAnswer, Standing, Via, holder,
 };
-use serde::{Deserialize, Serialize};
 
 use crate::hints::said;
 use crate::observe::{NetworkSnapshot, Snapshot};
 use crate::report::way;
 
-/// The answer to `GET /v1/why?address=…`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Why {
-    /// Of the API.
-    pub(crate) version: u32,
-    pub(crate) address: String,
-    /// Packets go where they should, as far as this host can tell.
-    pub(crate) ok: bool,
-    /// A sentence without a full stop.
-    pub(crate) verdict: String,
-    /// What would help, where that is known.
-    pub(crate) hint: Option<String>,
-    /// The pod network that holds the address.
-    pub(crate) network: Option<String>,
-    /// The key of the lease whose subnet holds the address.
-    pub(crate) lease: Option<String>,
-    /// Its node.
-    pub(crate) node: Option<String>,
-    /// Why the lease is not believed.
-    pub(crate) disbelief: Option<String>,
-    /// What is wanted in the kernel for that lease; empty if the daemon could not be asked.
-    pub(crate) objects: Vec<WantedObject>,
-    /// What the kernel would do with a packet.
-    pub(crate) kernel: String,
-    /// Why what is said of leases may be of yesterday; only without a daemon, and if the store does not answer.
-    pub(crate) stale: Option<String>,
-}
-
-/// An object and how it stands.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct WantedObject {
-    pub(crate) object: String,
-    /// `in place`, `pending`, `failing` or `not wanted`.
-    pub(crate) state: String,
-    pub(crate) error: Option<String>,
-}
-
 /// Asks the network that runs, and the kernel.
-pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> Why {
+pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> WhyReport {
     let Some(NetworkSnapshot { running, view, .. }) = &snapshot.network else {
         let answer = Err(KernelError::explained(11, "no network runs, so that nothing was asked"));
         return judge(address, &Facts { answer, ..Facts::default() });
@@ -71,7 +34,7 @@ pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> Why {
     let (config, own) = (Some(&running.config), Some(own));
     let why = judge(address, &Facts { daemon: true, config, own, lease, explanation, answer });
     let store = snapshot.store.as_ref().map(|store| store.store.as_str());
-    Why { hint: why.hint.map(|hint| said(hint, store)), ..why }
+    WhyReport { hint: why.hint.map(|hint| said(hint, store)), ..why }
 }
 
 /// Asks the kernel where it disturbs nobody.
@@ -118,22 +81,22 @@ impl Default for Facts<'_> {
 }
 
 /// Puts it together.
-pub(crate) fn judge(address: IpAddr, facts: &Facts<'_>) -> Why {
+pub(crate) fn judge(address: IpAddr, facts: &Facts<'_>) -> WhyReport {
     let network =
         facts.config.and_then(|config| config.pod_networks().find(|n| n.contains(address)));
     let holds = |lease: &&Lease| lease.subnets.iter().any(|subnet| subnet.contains(address));
     let own = facts.own.filter(holds);
     let lease = own.or_else(|| facts.explanation.as_ref().map(|e| &*e.lease)).or(facts.lease);
     let disbelief = facts.explanation.as_ref().and_then(|e| e.disbelief.clone());
-    let objects: Vec<WantedObject> = facts
+    let objects: Vec<ObjectReport> = facts
         .explanation
         .iter()
         .flat_map(|e| &e.objects)
         .map(|(object, how)| wanted(object, how))
         .collect();
     let (ok, verdict, hint) = verdict(address, facts, own.is_some(), network.is_some(), lease);
-    Why {
-        version: crate::report::VERSION,
+    WhyReport {
+        version: VERSION,
         address: address.to_string(),
         ok,
         verdict,
@@ -153,14 +116,14 @@ pub(crate) fn judge(address: IpAddr, facts: &Facts<'_>) -> Why {
     }
 }
 
-fn wanted(object: &Object, how: &Standing) -> WantedObject {
+fn wanted(object: &Object, how: &Standing) -> ObjectReport {
     let (state, error) = match how {
         Standing::InPlace => ("in place", None),
         Standing::Failing(failure) => ("failing", Some(failure.error.to_string())),
         Standing::Unwanted => ("not wanted", None),
         _ => ("pending", None),
     };
-    WantedObject { object: object.to_string(), state: state.to_owned(), error }
+    ObjectReport { object: object.to_string(), state: state.to_owned(), error }
 }
 
 /// Where the objects lead the address: the device and the gateway.
@@ -292,33 +255,11 @@ fn of_peer(
     }
 }
 
-/// An answer with something of everything.
-#[cfg(test)]
-pub(crate) fn sample() -> Why {
-    Why {
-        version: 1,
-        address: "10.1.7.9".into(),
-        ok: false,
-        verdict: "it is so".into(),
-        hint: None,
-        network: None,
-        lease: None,
-        node: None,
-        disbelief: None,
-        objects: vec![WantedObject {
-            object: "route".into(),
-            state: "pending".into(),
-            error: None,
-        }],
-        kernel: "nowhere".into(),
-        stale: None,
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
     use flannel_core::{LeaseAttrs, MacAddr, Neigh, Revision, Route};
+
+    use super::*;
 
     fn peer() -> Lease {
         Lease {

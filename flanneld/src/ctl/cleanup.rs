@@ -5,6 +5,8 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
+use flannel_api::Client;
+use flannel_api::VERSION;
 use flannel_core::{Cleanup, Config, LinkName, cleanup as remove, ready_for_go, remove_former};
 use flannel_firewall::{Programs, leftovers};
 use flannel_netlink::NetlinkKernel;
@@ -12,12 +14,10 @@ use flannel_netlink::iface::Selectors;
 use flannel_subnet::Cache;
 use serde_json::json;
 
-use super::client::Client;
 use super::options::{CleanupFlags, Global};
 use super::{Failure, Result, Said, config, offline};
 use crate::backends;
 use crate::former::Former;
-use crate::report::VERSION;
 use crate::state;
 
 /// Removes, or makes fit for Go flannel, or says what would be done.
@@ -28,7 +28,7 @@ pub(crate) async fn cleanup(
 ) -> Result<Said> {
     let mut _alone = None;
     if !flags.dry_run {
-        client.nobody_listens()?;
+        refuse_daemon(client)?;
         // A daemon may have no socket, or another one. Where none ever ran there is nothing to lock.
         let dir = &global.state_dir;
         let unknown = |error| Failure::Refused(format!("--state-dir {}: {error}", dir.display()));
@@ -66,6 +66,23 @@ pub(crate) async fn cleanup(
         }
     }
     Ok(account.said(flags.dry_run))
+}
+
+/// Makes sure that no daemon listens.
+///
+/// # Errors
+/// One listens, or it cannot be known.
+fn refuse_daemon(client: &Client) -> Result<()> {
+    let socket = client.socket().unwrap_or(Path::new("")).display();
+    match client.is_listening() {
+        Ok(false) => Ok(()),
+        Ok(true) => Err(Failure::Refused(format!(
+            "flanneld is running (it listens at {socket}) and would put everything back: stop it first, or use --dry-run"
+        ))),
+        Err(error) => Err(Failure::Refused(format!(
+            "{socket}: {error}: whether flanneld runs is not known, and it must not"
+        ))),
+    }
 }
 
 /// The name is one that flannel gives its tunnels: `flannel.1`, `flannel-v6.1`.

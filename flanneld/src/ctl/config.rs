@@ -4,6 +4,7 @@ use std::fmt::Display;
 use std::io::Read;
 use std::path::Path;
 
+use flannel_api::VERSION;
 use flannel_core::{Config, Error};
 use flannel_subnet::{ConfigText, Registry};
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
@@ -15,7 +16,6 @@ use super::options::{ConfigVerb, Global};
 use super::paper::{Ink, Paper};
 use super::{Failure, Result, Said};
 use crate::backends;
-use crate::report::VERSION;
 
 /// Checks, or checks and writes.
 pub(crate) async fn config(global: &Global, paper: &Paper, verb: &ConfigVerb) -> Result<Said> {

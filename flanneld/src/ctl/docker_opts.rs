@@ -11,11 +11,11 @@ use std::io::ErrorKind;
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
 
+use flannel_api::VERSION;
 use flannel_core::Subnet;
 use serde_json::json;
 
 use super::{Failure, Result, Said};
-use crate::report::VERSION;
 
 /// Variables with this prefix are options for Docker, those in the environment too.
 const PREFIX: &str = "DOCKER_OPT_";

@@ -14,20 +14,21 @@ mod peers;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
+use flannel_api::Client;
+use flannel_api::Finding;
+use flannel_api::VERSION;
+use flannel_api::request;
 use flannel_core::{Family, RouteAnswer};
 use serde::Serialize;
 use serde_json::json;
 
-use super::client::Client;
 use super::options::{DoctorFlags, Global};
 use super::paper::{Ink, Paper};
 use super::status::findings;
-use super::{Failure, Result, Said};
+use super::{Result, Said};
 use crate::hints;
-use crate::http::encode;
-use crate::preflight::{Finding, Look};
-use crate::report::VERSION;
-use crate::why::{Why, lookup};
+use crate::preflight::Look;
+use crate::why::lookup;
 use asked::{Asked, ask};
 use device::Devices;
 use ground::Ground;
@@ -112,12 +113,12 @@ pub(crate) async fn doctor(
     flags: &DoctorFlags,
 ) -> Result<Said> {
     let mut diagnosis = Diagnosis::default();
-    let ground = match client.ask("GET", "/v1/status?fresh=true") {
+    let ground = match client.ask("GET", request::FRESH_STATUS) {
         Ok(value) => ground::with_daemon(client, &value, &mut diagnosis).await?,
-        Err(failure @ Failure::NoDaemon { .. }) => {
+        Err(failure @ flannel_api::Error::NoDaemon { .. }) => {
             ground::without_daemon(global, &flags.iface, &failure, &mut diagnosis).await
         }
-        Err(failure) => return Err(failure),
+        Err(failure) => return Err(failure.into()),
     };
     let devices = look_at_devices(&ground, &mut diagnosis).await;
     look_at_peers(client, &ground, &devices, flags, &mut diagnosis).await;
@@ -292,17 +293,18 @@ async fn route_fault(
         for address in [subnet.nth(1), subnet.nth(size.saturating_sub(2))].into_iter().flatten() {
             if ground.daemon {
                 let look = format!("flannelctl why {address}");
-                let asked =
-                    client.ask("GET", &format!("/v1/why?address={}", encode(&address.to_string())));
-                let why = asked.ok().and_then(|value| serde_json::from_value::<Why>(value).ok());
+                let asked = client.why(address);
+                let why = asked.ok();
                 // An answer that is not understood tells nothing.
                 if let Some(why) = why.filter(|why| !why.ok) {
                     let text = format!("{address} of {}: {}", target.key, why.verdict);
-                    return Some(Finding::error("route", text).mend(why.hint.unwrap_or(look)));
+                    return Some(
+                        Finding::error("route", text).with_command(why.hint.unwrap_or(look)),
+                    );
                 }
             } else if let Some(text) = wrong_way(devices, target, address).await {
                 let mend = format!("systemctl start flanneld; flannelctl why {address}");
-                return Some(Finding::error("route", text).mend(mend));
+                return Some(Finding::error("route", text).with_command(mend));
             }
         }
     }
@@ -444,7 +446,7 @@ mod tests {
         diagnosis.layer("store", "etcd answers, 3 leases", Vec::new());
         let text = "rp_filter of flannel.1 is strict: packets that come another way than their answers would go are dropped";
         let strict = Finding::warning("rp-filter", text)
-            .mend("sysctl -w net.ipv4.conf.flannel/1.rp_filter=2");
+            .with_command("sysctl -w net.ipv4.conf.flannel/1.rp_filter=2");
         diagnosis.layer("host", "something stands in the way", vec![strict.into()]);
         diagnosis.unknown("device", "without a network config nobody knows which there should be");
         let target = Target {
@@ -550,8 +552,9 @@ mod tests {
             "the narrowest of those that are not told counts too"
         );
         // What mends those that are told alone mends the others, too.
-        let fault =
-            |n: u32, mend: String| Fault::from(Finding::error("peer", format!("{n}")).mend(mend));
+        let fault = |n: u32, mend: String| {
+            Fault::from(Finding::error("peer", format!("{n}")).with_command(mend))
+        };
         let mend_of = |all: Vec<Fault>| bounded(all).pop().unwrap().finding.mend;
         let each = (0..8).map(|n| fault(n, format!("release '{n}' # if it is gone"))).collect();
         assert_eq!(

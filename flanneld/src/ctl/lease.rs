@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
+use flannel_api::VERSION;
 use flannel_core::{Config, Dual, Error, LeaseAttrs, Subnets, holder};
 use flannel_subnet::{Entry, Registry};
 use serde_json::{Value, json};
@@ -12,7 +13,6 @@ use serde_json::{Value, json};
 use super::options::{Global, LeaseVerb};
 use super::paper::{Ink, Paper};
 use super::{Failure, Result, Said};
-use crate::report::VERSION;
 
 /// Lists, reserves or releases.
 pub(crate) async fn lease(global: &Global, paper: &Paper, verb: &LeaseVerb) -> Result<Said> {

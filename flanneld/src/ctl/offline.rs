@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use flannel_api::{Finding, PeerReport, VERSION, seconds};
 use flannel_core::{Config, Error, Kernel, Lease, LeaseSet, LinkName, Subnets};
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
@@ -13,8 +14,7 @@ use serde_json::{Value, json};
 use super::options::Global;
 use super::paper::{Ink, Paper, span};
 use super::{Failure, Result, Said, status};
-use crate::preflight::{self, Finding, Scene};
-use crate::report::{PeerReport, VERSION, seconds};
+use crate::preflight::{self, Scene};
 
 /// The state of a peer of which nobody knows.
 pub(crate) const UNKNOWN: &str = "not known";
@@ -92,7 +92,7 @@ pub(crate) fn own_subnets(global: &Global) -> Option<Subnets> {
 }
 
 /// What is left of the last daemon.
-pub(crate) async fn status(global: &Global, paper: &Paper, failure: &Failure) -> Said {
+pub(crate) async fn status(global: &Global, paper: &Paper, failure: &flannel_api::Error) -> Said {
     let mut value = status::down(&failure.to_string());
     let mut text = format!("flanneld  {}\n\n", paper.ink(Ink::Bad, "NOT RUNNING"));
     text += &paper.field("error", Ink::Bad, &failure.to_string());

@@ -1,39 +1,41 @@
 //! How a node is, on one screen. The one thing to know: what is wrong comes first, in words, with what would help.
 
+use flannel_api::Client;
+use flannel_api::Finding;
+use flannel_api::{
+    FailureReport, NetworkReport, PeerReport, StatusReport, StoreReport, VERSION, request,
+};
 use serde_json::{Value, json};
 
-use super::client::Client;
 use super::options::Global;
 use super::paper::{Ink, Paper, span};
 use super::{Failure, Result, Said, offline};
-use crate::preflight::Finding;
-use crate::report::{FailureReport, NetworkReport, PeerReport, Report, StoreReport, VERSION};
 
 /// `flannelctl status`.
 pub(crate) async fn status(client: &Client, global: &Global, paper: &Paper) -> Result<Said> {
-    match client.ask("GET", "/v1/status") {
+    match client.ask("GET", request::STATUS) {
         Ok(mut value) => {
             let report = report(&value)?;
             value["running"] = Value::Bool(true);
             Ok(Said { text: page(&report, paper), value, ok: report.ready })
         }
-        Err(failure @ Failure::NoDaemon { .. }) => {
+        Err(failure @ flannel_api::Error::NoDaemon { .. }) => {
             Ok(offline::status(global, paper, &failure).await)
         }
-        Err(failure) => Err(failure),
+        Err(failure) => Err(failure.into()),
     }
 }
 
 /// `flannelctl peers`.
 pub(crate) async fn peers(client: &Client, global: &Global, paper: &Paper) -> Result<Said> {
-    let value = match client.ask("GET", "/v1/peers") {
+    let value = match client.ask("GET", request::PEERS) {
         Ok(value) => value,
-        Err(Failure::NoDaemon { .. }) => offline::peers(global).await?,
-        Err(failure) => return Err(failure),
+        Err(flannel_api::Error::NoDaemon { .. }) => offline::peers(global).await?,
+        Err(failure) => return Err(failure.into()),
     };
     let peers: Vec<PeerReport> =
         serde_json::from_value(value["peers"].clone()).map_err(|error| skew(&error))?;
-    let now = crate::report::seconds(std::time::SystemTime::now());
+    let now = flannel_api::seconds(std::time::SystemTime::now());
     let stale =
         value["stale"].as_str().map(|text| paper.field("warning", Ink::Warning, text) + "\n");
     // Without a daemon nothing is known of states, which is no trouble by itself; that nobody answers is.
@@ -49,7 +51,7 @@ fn peers_page(peers: &[PeerReport], now: f64, paper: &Paper) -> String {
 }
 
 /// The daemon's report, read.
-pub(crate) fn report(value: &Value) -> Result<Report> {
+pub(crate) fn report(value: &Value) -> Result<StatusReport> {
     serde_json::from_value(value.clone()).map_err(|error| skew(&error))
 }
 
@@ -60,7 +62,7 @@ fn skew(error: &serde_json::Error) -> Failure {
 }
 
 /// The screen.
-pub(crate) fn page(report: &Report, paper: &Paper) -> String {
+pub(crate) fn page(report: &StatusReport, paper: &Paper) -> String {
     let now = report.time;
     let mut out = headline(report, paper);
     for problem in &report.problems {
@@ -100,7 +102,7 @@ pub(crate) fn findings(findings: &[Finding], paper: &Paper) -> String {
     out
 }
 
-fn headline(report: &Report, paper: &Paper) -> String {
+fn headline(report: &StatusReport, paper: &Paper) -> String {
     let state = match report.ready {
         true => paper.ink(Ink::Good, "READY"),
         false => paper.ink(Ink::Bad, "NOT READY"),
@@ -243,16 +245,12 @@ pub(crate) fn down(reason: &str) -> Value {
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use flannel_api::testing::status_report as sample;
+
     use super::*;
     use crate::ctl::paper::tests::looks;
 
-    /// A report with something of everything.
-    pub(crate) fn sample() -> Report {
-        let text = include_str!("status_sample.json");
-        serde_json::from_str(text).unwrap()
-    }
-
-    fn healthy() -> Report {
+    fn healthy() -> StatusReport {
         let mut report = sample();
         report.ready = true;
         report.problems.clear();

@@ -4,7 +4,8 @@
 use std::io::Write;
 use std::time::Duration;
 
-use super::client::Client;
+use flannel_api::Client;
+
 use super::options::Global;
 use super::paper::Paper;
 use super::{Result, Said, status};
@@ -73,7 +74,7 @@ mod tests {
     #[test]
     fn a_screen_is_the_status_in_the_place_of_the_one_before() {
         let said = |paper: &Paper| {
-            let report = status::tests::sample();
+            let report = flannel_api::testing::status_report();
             Said {
                 text: status::page(&report, paper),
                 value: serde_json::json!(report),
@@ -93,8 +94,8 @@ mod tests {
 
     #[test]
     fn time_that_goes_by_is_no_news() {
-        let said = |change: fn(&mut crate::report::Report)| {
-            let mut report = status::tests::sample();
+        let said = |change: fn(&mut flannel_api::StatusReport)| {
+            let mut report = flannel_api::testing::status_report();
             change(&mut report);
             Said { text: String::new(), value: serde_json::json!(report), ok: true }
         };

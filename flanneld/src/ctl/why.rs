@@ -2,15 +2,16 @@
 
 use std::net::IpAddr;
 
+use flannel_api::Client;
+use flannel_api::WhyReport;
+use flannel_api::request;
 use serde_json::json;
 
-use super::client::Client;
 use super::offline::Known;
 use super::options::Global;
 use super::paper::{Ink, Paper};
 use super::{Failure, Result, Said, offline};
-use crate::http::encode;
-use crate::why::{Facts, Why, judge, lookup};
+use crate::why::{Facts, judge, lookup};
 
 /// Why packets for an address go where they go.
 pub(crate) async fn why(
@@ -19,24 +20,23 @@ pub(crate) async fn why(
     paper: &Paper,
     address: IpAddr,
 ) -> Result<Said> {
-    let target = format!("/v1/why?address={}", encode(&address.to_string()));
-    let (value, answer) = match client.ask("GET", &target) {
+    let (value, answer) = match client.ask("GET", &request::why(address)) {
         Ok(value) => {
             let wrong =
                 |error| Failure::Refused(format!("the daemon's answer is not understood: {error}"));
-            let answer: Why = serde_json::from_value(value.clone()).map_err(wrong)?;
+            let answer: WhyReport = serde_json::from_value(value.clone()).map_err(wrong)?;
             (value, answer)
         }
-        Err(Failure::NoDaemon { .. }) => {
+        Err(flannel_api::Error::NoDaemon { .. }) => {
             let answer = without_daemon(global, address).await?;
             (json!(answer), answer)
         }
-        Err(failure) => return Err(failure),
+        Err(failure) => return Err(failure.into()),
     };
     Ok(Said { text: page(&answer, paper), value, ok: answer.ok })
 }
 
-async fn without_daemon(global: &Global, address: IpAddr) -> Result<Why> {
+async fn without_daemon(global: &Global, address: IpAddr) -> Result<WhyReport> {
     let known = Known::of(global).await;
     let Known { config, leases, stale } =
         known.unwrap_or_else(|error| Known { stale: Some(error), ..Known::default() });
@@ -56,10 +56,10 @@ async fn without_daemon(global: &Global, address: IpAddr) -> Result<Why> {
             answer,
         },
     );
-    Ok(Why { stale, ..why })
+    Ok(WhyReport { stale, ..why })
 }
 
-fn page(why: &Why, paper: &Paper) -> String {
+fn page(why: &WhyReport, paper: &Paper) -> String {
     let (ink, word) = if why.ok { (Ink::Good, "ok") } else { (Ink::Bad, "problem") };
     let mut out = paper.field(word, ink, &why.verdict);
     if let Some(hint) = &why.hint {
@@ -96,18 +96,19 @@ fn page(why: &Why, paper: &Paper) -> String {
 
 #[cfg(test)]
 mod tests {
+    use flannel_api::ObjectReport;
+
     use super::*;
     use crate::ctl::paper::tests::looks;
-    use crate::why::WantedObject;
 
     #[test]
     fn a_shadowed_peer_at_80_columns() {
-        let object = |text: &str| WantedObject {
+        let object = |text: &str| ObjectReport {
             object: text.into(),
             state: "in place".into(),
             error: None,
         };
-        let why = Why {
+        let why = WhyReport {
             version: 1,
             address: "10.1.7.9".into(),
             ok: false,
@@ -121,7 +122,7 @@ mod tests {
             disbelief: None,
             objects: vec![
                 object("neigh 10.1.7.0 lladdr 0a:00:00:00:00:07 dev flannel.1"),
-                WantedObject {
+                ObjectReport {
                     state: "failing".into(),
                     error: Some("No space left on device (os error 28)".into()),
                     ..object("fdb 0a:00:00:00:00:07 dst 192.0.2.7 dev flannel.1")
@@ -152,8 +153,8 @@ kernel     via 192.0.2.99 dev eth0
     #[test]
     fn a_peer_that_waits_for_its_turn() {
         let object =
-            |text: &str| WantedObject { object: text.into(), state: "pending".into(), error: None };
-        let why = Why {
+            |text: &str| ObjectReport { object: text.into(), state: "pending".into(), error: None };
+        let why = WhyReport {
             version: 1,
             address: "fd00:1:0:7::9".into(),
             ok: false,

@@ -7,9 +7,10 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::SystemTime;
 
+use flannel_api::{PeerReport, seconds};
 use flannel_core::{Dual, Key, Lease, LinkName, Status, Subnets, Wait, Waiting};
 
-use super::{PeerReport, seconds, texts};
+use super::texts;
 use crate::backends;
 use crate::observe::{NetworkSnapshot, Snapshot};
 

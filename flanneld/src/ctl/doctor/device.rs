@@ -6,12 +6,12 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use flannel_api::Finding;
 use flannel_core::{Dual, Family, Kernel, Link, LinkKind, LinkName, Object, Owned};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 
 use super::mtu::{Fault, Narrow};
-use crate::preflight::Finding;
 
 /// Kernels before compute wrong checksums of masqueraded packets in a tunnel.
 ///
@@ -81,7 +81,9 @@ pub(super) fn check(devices: &Devices) -> Vec<Fault> {
                     "{name} is there, but is no vxlan device: nothing of flannel's can be put on it"
                 );
                 found.push(
-                    Finding::error("device", text).mend(format!("ip link delete {name}")).into(),
+                    Finding::error("device", text)
+                        .with_command(format!("ip link delete {name}"))
+                        .into(),
                 );
             }
             None => {
@@ -90,7 +92,7 @@ pub(super) fn check(devices: &Devices) -> Vec<Fault> {
                 );
                 let mend =
                     if devices.daemon { "flannelctl status" } else { "systemctl start flanneld" };
-                found.push(Finding::error("device", text).mend(mend).into());
+                found.push(Finding::error("device", text).with_command(mend).into());
             }
         }
     }
@@ -99,7 +101,7 @@ pub(super) fn check(devices: &Devices) -> Vec<Fault> {
         let mend = format!(
             "kill {pid} # or flannelctl config set FILE, with another \"Port\" in its Backend"
         );
-        found.push(Finding::error("port", text).mend(mend).into());
+        found.push(Finding::error("port", text).with_command(mend).into());
     }
     for name in devices.offloaded.iter().flatten().filter(|_| devices.checksums_matter()) {
         let text = format!(
@@ -107,7 +109,7 @@ pub(super) fn check(devices: &Devices) -> Vec<Fault> {
              are masqueraded: connections hang"
         );
         let mend = format!("ethtool -K {name} tx-checksum-ip-generic off");
-        found.push(Finding::error("checksum", text).mend(mend).into());
+        found.push(Finding::error("checksum", text).with_command(mend).into());
     }
     found
 }
@@ -116,15 +118,20 @@ fn check_link(devices: &Devices, family: Family, link: &Link) -> Vec<Fault> {
     let (name, mut found) = (link.name, Vec::<Fault>::new());
     if !link.up {
         let text = format!("{name} is down: no {family} packet of a pod reaches another host");
-        found.push(Finding::error("device", text).mend(format!("ip link set {name} up")).into());
+        found.push(
+            Finding::error("device", text).with_command(format!("ip link set {name} up")).into(),
+        );
     }
     if let Some(mtu) = devices.mtu.filter(|mtu| link.mtu < *mtu) {
         let text = format!(
             "{name} takes packets of {} bytes, and pods are told that they may send {mtu}",
             link.mtu
         );
-        found
-            .push(Finding::error("mtu", text).mend(format!("ip link set {name} mtu {mtu}")).into());
+        found.push(
+            Finding::error("mtu", text)
+                .with_command(format!("ip link set {name} mtu {mtu}"))
+                .into(),
+        );
     }
     let lower = devices.all.iter().find(|(other, _)| Some(*other) == devices.uplink);
     let needed = link.mtu + devices.overhead(family);

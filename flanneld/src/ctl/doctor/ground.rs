@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use flannel_api::Client;
+use flannel_api::{Finding, PeerReport, Problem, StatusReport, StoreReport, request};
 use flannel_core::{Config, Dual, Family, Lease, LeaseSet, LinkName, Subnets};
 use flannel_firewall::LegacyMemory;
 use flannel_subnet::SubnetEnv;
@@ -11,15 +13,13 @@ use super::Diagnosis;
 use super::mtu::Fault;
 use super::peers::Target;
 use crate::backends;
-use crate::ctl::client::Client;
 use crate::ctl::options::Global;
-use crate::ctl::{Failure, Result, offline, status};
-use crate::preflight::{self, Finding, Look, Scene};
+use crate::ctl::{Result, offline, status};
+use crate::preflight::{self, Look, Scene};
+use crate::problems::bring_back_dir;
 #[cfg(feature = "etcd")]
 use crate::problems::bring_back_etcd;
-use crate::problems::{Problem, bring_back_dir};
 use crate::registry::RegistryUrl;
-use crate::report::{PeerReport, Report, StoreReport};
 
 /// So long a daemon may be at work before that is told as a fault.
 const MOMENT: Duration = Duration::from_secs(2);
@@ -89,7 +89,7 @@ pub(super) async fn with_daemon(
         });
     };
     diagnosis.host(Look { findings: report.findings, unread: report.unread });
-    let peers = client.ask("GET", "/v1/peers")?;
+    let peers = client.ask("GET", request::PEERS)?;
     let peers: Vec<PeerReport> = serde_json::from_value(peers["peers"].clone()).unwrap_or_default();
     let device = |family: Family| network.devices.get(&family.to_string())?.parse().ok();
     Ok(Ground {
@@ -105,8 +105,8 @@ pub(super) async fn with_daemon(
 }
 
 /// The report when the daemon has done what it is at, or is at it for longer than a moment.
-async fn settled(client: &Client, mut report: Report) -> Result<Report> {
-    let at_it = |report: &Report| {
+async fn settled(client: &Client, mut report: StatusReport) -> Result<StatusReport> {
+    let at_it = |report: &StatusReport| {
         report
             .network
             .as_ref()
@@ -115,7 +115,7 @@ async fn settled(client: &Client, mut report: Report) -> Result<Report> {
     let start = Instant::now();
     while at_it(&report) && start.elapsed() < MOMENT {
         tokio::time::sleep(MOMENT / 20).await;
-        report = status::report(&client.ask("GET", "/v1/status")?)?;
+        report = status::report(&client.ask("GET", request::STATUS)?)?;
     }
     Ok(report)
 }
@@ -146,7 +146,7 @@ fn target(peer: &PeerReport) -> Target {
 pub(super) async fn without_daemon(
     global: &Global,
     iface: &[String],
-    failure: &Failure,
+    failure: &flannel_api::Error,
     diagnosis: &mut Diagnosis,
 ) -> Ground {
     let (text, leases) = match offline::ask_store(global).await {
@@ -161,7 +161,7 @@ pub(super) async fn without_daemon(
             diagnosis.layer(
                 "store",
                 format!("{name} does not answer"),
-                vec![finding.mend(store_mend(global)).into()],
+                vec![finding.with_command(store_mend(global)).into()],
             );
             let saved = offline::saved(global);
             let leases = saved.iter().flat_map(|saved| saved.leases.iter().cloned()).collect();
@@ -169,7 +169,8 @@ pub(super) async fn without_daemon(
             (Err(String::new()), leases)
         }
     };
-    let finding = Finding::error("daemon", failure.to_string()).mend("systemctl start flanneld");
+    let finding =
+        Finding::error("daemon", failure.to_string()).with_command("systemctl start flanneld");
     diagnosis.layer("daemon", "does not run", vec![finding.into()]);
     let parsed = text.and_then(|text| {
         Config::parse(&text.text)
@@ -178,7 +179,8 @@ pub(super) async fn without_daemon(
     if let Err(error) = &parsed
         && !error.is_empty()
     {
-        let finding = Finding::error("config", error.as_str()).mend("flannelctl config set FILE");
+        let finding =
+            Finding::error("config", error.as_str()).with_command("flannelctl config set FILE");
         diagnosis.faults.push(finding.into());
     }
     // What the last daemon ran with leads on.

@@ -5,11 +5,12 @@
 
 use std::net::IpAddr;
 
+use flannel_api::Finding;
+
 use super::device::Devices;
 use super::echo::Answer;
 use super::mtu::{Fault, Narrow};
 use super::peers::Question;
-use crate::preflight::Finding;
 use crate::problems::release;
 use crate::sounding::{Sounded, Sounding};
 
@@ -55,7 +56,7 @@ pub(super) fn judge(
     if let Answer::NotSent(error) = small {
         let text = format!("{address} of {key} cannot be asked: {error}");
         return vec![
-            Finding::error("route", text).mend(format!("flannelctl why {address}")).into(),
+            Finding::error("route", text).with_command(format!("flannelctl why {address}")).into(),
         ];
     }
     let mut found: Vec<Fault> = Vec::new();
@@ -105,8 +106,9 @@ impl Case<'_> {
             );
             let ipv6 = self.asked.public.is_some_and(|(address, _)| address.is_ipv6());
             let program = if ipv6 { "ip6tables" } else { "iptables" };
-            return Finding::error("tunnel", text)
-                .mend(format!("{program} -I INPUT -p udp --dport {port} -j ACCEPT # {at}"));
+            return Finding::error("tunnel", text).with_command(format!(
+                "{program} -I INPUT -p udp --dport {port} -j ACCEPT # {at}"
+            ));
         }
         let neither = if answers.tunnel.is_some() && answers.public.is_some() {
             format!(
@@ -115,7 +117,7 @@ impl Case<'_> {
         } else {
             format!(", at {address}")
         };
-        Finding::error("peer", format!("no reply from {key}{neither}")).mend(release(key))
+        Finding::error("peer", format!("no reply from {key}{neither}")).with_command(release(key))
     }
 
     /// What pods may send is lost.
@@ -147,7 +149,7 @@ impl Case<'_> {
         {
             // Ours to set; the external interface may have been given what it takes on purpose.
             return match self.asked.by_tunnel(self.devices) {
-                true => found.mend(format!("ip link set {device} mtu {full}")).into(),
+                true => found.with_command(format!("ip link set {device} mtu {full}")).into(),
                 false => Fault::new(found, Narrow::Uplink { takes, needed: u32::from(*full) }),
             };
         }
@@ -200,7 +202,9 @@ impl Case<'_> {
              that does them wrongly",
             sounded.segment, self.address, self.key
         );
-        Some(Finding::error("segments", text).mend(format!("{mend}; else nft list ruleset")))
+        Some(
+            Finding::error("segments", text).with_command(format!("{mend}; else nft list ruleset")),
+        )
     }
 
     /// Pods of the two nodes are told different sizes.

@@ -6,10 +6,10 @@
 
 use std::net::IpAddr;
 
+use flannel_api::Finding;
 use flannel_core::Family;
 
 use super::device::Devices;
-use crate::preflight::Finding;
 
 /// Something that is wrong, and what takes too little, if that is it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -185,7 +185,7 @@ mod tests {
         let both = devices(Dual { v4: Some("flannel.1"), v6: Some("flannel-v6.1") });
         assert_eq!(mends(vec![way(7, None)], &both, &BOTH), [patch(1350) + guess]);
         // Others have their own.
-        let other = Finding::error("tunnel", "x").mend("y");
+        let other = Finding::error("tunnel", "x").with_command("y");
         assert_eq!(
             mends(vec![other.into(), way(7, Some(1400))], &four, &[Family::V4]),
             ["y".to_owned(), patch(1400)]
