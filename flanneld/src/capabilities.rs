@@ -10,12 +10,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use caps::{CapSet, Capability, CapsHashSet, errors::CapsError};
+use flannel_options::RegistryUrl;
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, AtFlags};
 use nix::unistd::{AccessFlags, Gid, faccessat, getegid, geteuid, getgroups, setgroups};
 
 use crate::cli::Options;
-use crate::registry::RegistryUrl;
 
 /// `--capabilities`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]

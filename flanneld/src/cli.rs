@@ -14,18 +14,19 @@ use clap::error::{ContextKind, ContextValue};
 use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches, Parser};
 use flannel_core::{Dual, Family};
+#[cfg(feature = "etcd")]
+use flannel_options::EtcdFlags;
+use flannel_options::RegistryUrl;
+use flannel_options::environment::{name_variable, variable};
+use flannel_options::go_flags::{go_bool, go_int, go_style, is_given};
 
 use crate::capabilities::Capabilities;
 use crate::control::ControlFlags;
 use crate::error::Error;
-#[cfg(feature = "etcd")]
-use crate::etcd::EtcdFlags;
 use crate::firewall::FirewallFlags;
-use crate::go_flags::{go_bool, go_int, go_style, is_given};
 use crate::klog::KlogFlags;
 use crate::kube::KubeFlags;
 use crate::log_format::LogFormat;
-use crate::registry::RegistryUrl;
 
 /// What the daemon is told.
 #[derive(Debug, Clone, Parser)]
@@ -195,7 +196,7 @@ impl Options {
             .iter()
             .any(|arg| ["--help", "-h", "--version", "-V"].iter().any(|ask| arg == ask));
         for flag in flags.iter().filter(|flag| !asks && !is_given(&given, flag)) {
-            let name = format!("FLANNELD_{}", flag.to_uppercase().replace(['-', '.'], "_"));
+            let name = variable(flag);
             if let Some(value) = env(&name).filter(|value| !value.is_empty()) {
                 let mut arg = OsString::from(format!("--{flag}="));
                 arg.push(&value);
@@ -204,7 +205,7 @@ impl Options {
                 args.insert(1.min(args.len()), arg);
             }
         }
-        let usage = |text: String| Error::Usage(with_variable(text, &variables));
+        let usage = |text: String| Error::Usage(name_variable(text, &variables));
         let matches =
             command.try_get_matches_from(args).map_err(|error| match error.use_stderr() {
                 true => usage(with_advice(&error)),
@@ -263,17 +264,6 @@ impl Options {
     /// How long before its end the lease is renewed.
     pub fn renew_margin(&self) -> Duration {
         Duration::from_secs(60 * self.subnet_lease_renew_margin.unsigned_abs())
-    }
-}
-
-/// What is wrong, and the variable that it comes from, if it does; `variables` are flags and their variables.
-pub(crate) fn with_variable(text: String, variables: &[(String, String)]) -> String {
-    let tells_of = |flag: &str| {
-        [" ", ":", "=", "["].iter().any(|end| text.contains(&format!("--{flag}{end}")))
-    };
-    match variables.iter().find(|(flag, _)| tells_of(flag)) {
-        Some((_, name)) => format!("{text}\n(the value comes from the environment: {name})\n"),
-        None => text,
     }
 }
 

@@ -26,13 +26,13 @@ use std::{fs, io};
 
 use async_trait::async_trait;
 use flannel_api::VERSION;
+use flannel_options::control::{self, DOCTOR_PORT, port};
 use nix::errno::Errno;
 use serde_json::json;
 use socket2::{Domain, Socket, Type};
 use tokio::net::{TcpListener, UnixListener};
 
 use crate::error::Error;
-use crate::go_flags::go_int;
 use crate::http::{Listener, Request, Response, Site, serve};
 use crate::metrics;
 use crate::observe::Observer;
@@ -40,8 +40,6 @@ use crate::problems::problems;
 use crate::report::{peers, status_report};
 use crate::why::why;
 
-/// The name of the control socket in the directory of the subnet file.
-const SOCKET: &str = "flanneld.sock";
 const JSON: &str = "application/json";
 /// So many connections the kernel keeps until they are accepted.
 const BACKLOG: i32 = 1024;
@@ -70,14 +68,8 @@ pub struct ControlFlags {
 
     /// The port, TCP and UDP, on which the tunnel's address answers the doctors of other nodes and nobody else; without a tunnel
     /// the external interface's, TCP alone; 0: none
-    #[arg(long, value_name = "PORT", default_value = crate::sounding::PORT, value_parser = port)]
+    #[arg(long, value_name = "PORT", default_value = DOCTOR_PORT, value_parser = port)]
     pub doctor_port: u16,
-}
-
-/// **Source**: flannel `main.go`: what is not above 0 is nowhere.
-pub(crate) fn port(text: &str) -> Result<u16, String> {
-    let number = go_int(i64::MIN..=65_535)(text)?;
-    Ok(u16::try_from(number).unwrap_or(0))
 }
 
 /// A group's number, by its name or as it is.
@@ -105,16 +97,7 @@ fn group(text: &str) -> Result<u32, String> {
 impl ControlFlags {
     /// The control socket of a daemon with this subnet file; `None`: there is to be none.
     fn socket(&self, subnet_file: &Path) -> Option<PathBuf> {
-        socket(self.control_socket.as_deref(), subnet_file)
-    }
-}
-
-/// What `--control-socket` means, to the daemon and to those who ask it.
-pub(crate) fn socket(given: Option<&Path>, subnet_file: &Path) -> Option<PathBuf> {
-    match given {
-        Some(path) if path.as_os_str() == "off" => None,
-        Some(path) => Some(path.to_owned()),
-        None => Some(subnet_file.with_file_name(SOCKET)),
+        control::socket(self.control_socket.as_deref(), subnet_file)
     }
 }
 

@@ -53,6 +53,12 @@ pub(crate) enum Failure {
     Daemon(#[from] Error),
 }
 
+impl From<flannel_options::Error> for Failure {
+    fn from(error: flannel_options::Error) -> Self {
+        Self::Daemon(error.into())
+    }
+}
+
 impl From<flannel_core::Error> for Failure {
     fn from(error: flannel_core::Error) -> Self {
         Self::Daemon(error.into())

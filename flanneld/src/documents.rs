@@ -129,7 +129,7 @@ fn every_field_of_the_network_config_is_there() {
             "docs/configuration.md does not tell of {field}"
         );
     }
-    for backend in crate::backends::all() {
+    for backend in flannel_backends::Backends::default().iter() {
         assert!(text.contains(&format!("**`{}`**", backend.name())), "{}", backend.name());
     }
 }

@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use flannel_core::{Config, Subnets};
 use flannel_firewall::{Firewall, Mode, Options, Programs, Rules, Status, Wish, cleanup};
+use flannel_options::go_flags::{go_bool, go_int};
 use tokio::sync::watch;
 
 use crate::error::Error;
-use crate::go_flags::{go_bool, go_int};
 
 /// How the rules are, for who looks on.
 #[derive(Debug, Clone, Default)]

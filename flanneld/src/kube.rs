@@ -11,7 +11,7 @@ mod store;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use crate::go_flags::go_bool;
+use flannel_options::go_flags::go_bool;
 
 #[cfg(feature = "kube")]
 pub(crate) use store::KubeStore;

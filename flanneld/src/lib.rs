@@ -1,37 +1,32 @@
 #![doc = include_str!("../README.md")]
 
 mod allocator;
-mod backends;
 mod capabilities;
 mod changed_config;
 mod cli;
+mod config_validator;
 mod control;
 mod ctl;
 mod disk;
 #[cfg(test)]
 mod documents;
 mod error;
-#[cfg(feature = "etcd")]
-mod etcd;
 mod firewall;
-mod former;
-mod go_flags;
 mod hints;
 mod http;
 mod klog;
 mod kube;
+mod leftovers;
 mod log;
 mod log_format;
 mod metrics;
 mod notify;
 mod observe;
-mod predecessor;
 mod preflight;
 mod problems;
 mod registry;
 mod report;
 mod run;
-mod site;
 mod sounding;
 mod stale;
 mod state;
@@ -56,13 +51,13 @@ pub use cli::{NexthopObjects, Options};
 pub use control::ControlFlags;
 pub use ctl::{command as ctl_command, main as ctl};
 pub use error::Error;
-#[cfg(feature = "etcd")]
-pub use etcd::EtcdFlags;
 pub use firewall::FirewallFlags;
+#[cfg(feature = "etcd")]
+pub use flannel_options::EtcdFlags;
+pub use flannel_options::RegistryUrl;
 pub use klog::KlogFlags;
 pub use kube::KubeFlags;
 pub use log_format::LogFormat;
-pub use registry::RegistryUrl;
 pub use run::run;
 
 /// How long a stop waits for work in hand.

@@ -10,6 +10,7 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
+use flannel_backends::Datapath;
 use flannel_core::{
     Config, Dual, Error as CoreError, ExternalInterface, Kernel, NetworkHandle, Status,
     StoreStatus, Subnets, View, Waiting,
@@ -18,7 +19,6 @@ use flannel_firewall::LegacyMemory;
 use flannel_subnet::Ownership;
 use tokio::sync::watch;
 
-use crate::backends;
 use crate::firewall::Rulebook;
 use crate::hints;
 use crate::preflight::{self, Look};
@@ -75,6 +75,7 @@ struct Known {
 pub(crate) struct Running {
     pub(crate) config: Config,
     pub(crate) backend: &'static str,
+    pub(crate) datapath: Datapath,
     pub(crate) iface: ExternalInterface,
     pub(crate) kernel: Arc<dyn Kernel>,
     pub(crate) handle: NetworkHandle,
@@ -88,8 +89,8 @@ pub(crate) struct Running {
 impl Running {
     /// Where other nodes' doctors ask; with port 0, and without a tunnel or a lease, nowhere.
     pub(crate) fn place(&self, port: u16) -> Place {
-        let devices = if self.lapsed { Dual::default() } else { backends::devices(&self.config) };
-        let bare = !self.lapsed && backends::has_bare_routes(&self.config);
+        let devices = if self.lapsed { Dual::default() } else { self.datapath.tunnels };
+        let bare = !self.lapsed && self.datapath.bare_routes;
         let (own, iface) = (self.handle.lease.subnets, &self.iface);
         let at = |family, address: Option<IpAddr>| {
             own.family(family).filter(|_| bare)?;
@@ -424,10 +425,11 @@ impl Drop for RunningGuard<'_> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 pub(crate) mod tests {
-    use super::*;
-
+    use flannel_backends::Backends;
     use flannel_core::testing::{FakeKernel, FakeSubnets};
     use flannel_core::{Host, SubnetManager};
+
+    use super::*;
 
     /// A network on fakes, with three peers and this status.
     pub(crate) async fn network(mut status: Status) -> (FakeSubnets, Running) {
@@ -444,8 +446,10 @@ pub(crate) mod tests {
         let views = subnets.watch_leases().await.unwrap();
         status.leases = views.borrow().leases.clone();
         let status = watch::channel(Arc::new(status)).1;
+        let config = subnets.network_config().await.unwrap();
         let running = Running {
-            config: subnets.network_config().await.unwrap(),
+            datapath: Backends::default().datapath(&config),
+            config,
             backend: "vxlan",
             iface: ExternalInterface {
                 name: "eth0".parse().unwrap(),
@@ -501,6 +505,7 @@ pub(crate) mod tests {
         subnets.put("10.1.3.0-24", "127.0.0.1");
         let config = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","DirectRouting":true}}"#;
         running.config = Config::parse(config).unwrap();
+        running.datapath = Backends::default().datapath(&running.config);
         running.iface.name = "lo".parse().unwrap();
         // Addresses of this process alone, and ports that the system gives nobody of its own accord.
         let [.., high, low] = std::process::id().to_be_bytes();
@@ -535,8 +540,12 @@ pub(crate) mod tests {
             identity: String::new(),
         };
         // It takes questions, and answers none while it does not run.
-        let busy =
-            backends::find("host-gw").unwrap().register(&host, &running.config).await.unwrap();
+        let busy = Backends::default()
+            .find("host-gw")
+            .unwrap()
+            .register(&host, &running.config)
+            .await
+            .unwrap();
         running.handle = busy.handle();
         let views = running.views.clone();
         let observer = Observer::default();

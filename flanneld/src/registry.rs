@@ -1,66 +1,22 @@
-//! Which store leases are kept in, as the command line names it.
+//! The store of leases, open.
 
 use std::convert::Infallible;
-use std::fmt;
 use std::net::IpAddr;
 use std::path::PathBuf;
-use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::{SubnetManager, Subnets};
-use flannel_subnet::{
-    Assign, AssignedManager, DirLocation, DirRegistry, Identity, LocalManager, Mark, Ownership,
-    Registry,
-};
+use flannel_options::RegistryUrl;
 #[cfg(feature = "etcd")]
-use flannel_subnet::{EtcdOptions, EtcdRegistry};
+use flannel_subnet::EtcdOptions;
+use flannel_subnet::{Assign, AssignedManager, Identity, LocalManager, Mark, Ownership};
 
 use crate::cli::Options;
 use crate::error::Error;
 #[cfg(feature = "kube")]
 use crate::kube::KubeStore;
 use crate::observe::Observer;
-
-/// A store of leases, as named on the command line.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum RegistryUrl {
-    /// `dir:PATH`, `dir:PATH?assign=static`: a directory.
-    Dir(DirLocation),
-    /// `etcd`: where [`EtcdFlags`](crate::EtcdFlags) say.
-    #[cfg(feature = "etcd")]
-    Etcd,
-}
-
-impl FromStr for RegistryUrl {
-    type Err = String;
-    fn from_str(text: &str) -> Result<Self, String> {
-        #[cfg(feature = "etcd")]
-        if text == "etcd" {
-            return Ok(Self::Etcd);
-        }
-        if !text.starts_with("dir:") {
-            return Err(format!(
-                "{text:?} names no kind of registry; this build has {}dir:PATH, for example dir:/etc/flannel/network",
-                if cfg!(feature = "etcd") { "etcd and " } else { "" }
-            ));
-        }
-        text.parse()
-            .map(Self::Dir)
-            .map_err(|error: flannel_subnet::LocationError| error.to_string())
-    }
-}
-
-impl fmt::Display for RegistryUrl {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Dir(location) => location.fmt(f),
-            #[cfg(feature = "etcd")]
-            Self::Etcd => f.write_str("etcd"),
-        }
-    }
-}
 
 /// How this node is told from others.
 pub(crate) struct Node {
@@ -106,7 +62,7 @@ impl Store {
             let store = KubeStore::open(&options.kube).await?;
             return Ok(Self { subnets: store.subnets(), owner: Owner::Kube(store) });
         }
-        options.registry.open(node).await
+        open_registry(&options.registry, node).await
     }
 
     /// Whether the subnet is this node's. A lease that others wrote is, as long as the network runs.
@@ -159,40 +115,19 @@ impl Store {
     }
 }
 
-impl RegistryUrl {
-    /// Opens the registry alone.
-    pub(crate) async fn open_registry(
-        &self,
-        #[cfg(feature = "etcd")] etcd: EtcdOptions,
-    ) -> Result<Arc<dyn Registry>, Error> {
-        let failed = |source: flannel_core::Error| Error::Registry {
-            url: self.to_string(),
-            source: source.into(),
-        };
-        Ok(match self {
-            Self::Dir(location) => {
-                let opened = DirRegistry::open(location.path.clone(), location.options).await;
-                Arc::new(opened.map_err(failed)?)
-            }
-            #[cfg(feature = "etcd")]
-            Self::Etcd => Arc::new(EtcdRegistry::new(etcd).map_err(failed)?),
-        })
+/// Opens the store on a registry.
+async fn open_registry(url: &RegistryUrl, node: Node) -> Result<Store, Error> {
+    #[cfg(feature = "etcd")]
+    let registry = url.open_registry(node.etcd).await?;
+    #[cfg(not(feature = "etcd"))]
+    let registry = url.open_registry().await?;
+    if matches!(url, RegistryUrl::Dir(location) if location.options.assign == Assign::Static) {
+        let subnets = Arc::new(AssignedManager::new(registry, node.addresses));
+        return Ok(Store { subnets, owner: Owner::Others });
     }
-
-    /// Opens the store.
-    async fn open(&self, node: Node) -> Result<Store, Error> {
-        #[cfg(feature = "etcd")]
-        let registry = self.open_registry(node.etcd).await?;
-        #[cfg(not(feature = "etcd"))]
-        let registry = self.open_registry().await?;
-        if matches!(self, Self::Dir(location) if location.options.assign == Assign::Static) {
-            let subnets = Arc::new(AssignedManager::new(registry, node.addresses));
-            return Ok(Store { subnets, owner: Owner::Others });
-        }
-        let identity =
-            Identity { mark: node.mark, previous: node.previous, local_addresses: node.addresses };
-        let manager = LocalManager::new(registry, identity).with_renew_margin(node.renew_margin);
-        let local = Arc::new(manager.with_cache(node.cache));
-        Ok(Store { subnets: Arc::clone(&local) as _, owner: Owner::Local(local) })
-    }
+    let identity =
+        Identity { mark: node.mark, previous: node.previous, local_addresses: node.addresses };
+    let manager = LocalManager::new(registry, identity).with_renew_margin(node.renew_margin);
+    let local = Arc::new(manager.with_cache(node.cache));
+    Ok(Store { subnets: Arc::clone(&local) as _, owner: Owner::Local(local) })
 }

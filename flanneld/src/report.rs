@@ -13,7 +13,6 @@ use flannel_api::{
 use flannel_core::{Family, Key, LinkName, Status, StoreStatus, Subnet, Subnets};
 use flannel_subnet::Ownership;
 
-use crate::backends;
 use crate::hints::is_kubernetes;
 use crate::observe::{NetworkSnapshot, Snapshot};
 use crate::problems::problems;
@@ -79,11 +78,13 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
             public: texts(running.iface.public.values()),
             reason: running.iface.reason.clone(),
         },
-        devices: backends::devices(&running.config)
+        devices: running
+            .datapath
+            .tunnels
             .iter()
             .map(|(family, name)| (family.to_string(), name.to_string()))
             .collect(),
-        bare_routes: backends::has_bare_routes(&running.config),
+        bare_routes: running.datapath.bare_routes,
         in_sync: status.in_sync,
         live: status.live,
         objects: status.objects as u64,

@@ -8,28 +8,29 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use flannel_backends::Backends;
 use flannel_core::{
     Backend, Config, Ended, ExternalInterface, Host, Kernel, Lease, Network, NetworkHandle, Origin,
     Owned, Status, SubnetManager, Subnets, View,
 };
 use flannel_netlink::NetlinkKernel;
+use flannel_options::state_dir;
 use flannel_subnet::{Mark, SubnetEnv, SubnetEnvError};
 use tokio::sync::watch;
 
-use crate::backends;
 use crate::changed_config;
 use crate::cli::{NexthopObjects, Options};
+use crate::config_validator::ConfigValidator;
 use crate::control::Servers;
-use crate::disk::aside;
+use crate::disk::run_blocking_in_order;
 use crate::error::Error;
 use crate::firewall::Rulebook;
-use crate::former::Former;
+use crate::leftovers::go_flannel::GoFlannel;
+use crate::leftovers::old_networks::OldNetworks;
 use crate::log::log_status;
 use crate::observe::{Observer, Running};
-use crate::predecessor::Predecessor;
 use crate::preflight;
 use crate::registry::{Node, Store};
-use crate::site::Site;
 use crate::sounding::respond;
 use crate::stale::StaleManager;
 use crate::state;
@@ -61,7 +62,7 @@ pub(crate) async fn run_observed(
     observer: &Observer,
 ) -> Result<Infallible, Error> {
     // First: whoever had it may have had the sockets too.
-    let _alone = state::lock(&options.state_dir).await?;
+    let _alone = state_dir::lock(&options.state_dir).await?;
     let servers = Servers::open(&options.control, &options.subnet_file).await?;
     tokio::select! {
         ended = run_networks(options, observer) => ended,
@@ -73,7 +74,7 @@ pub(crate) async fn run_observed(
 async fn run_networks(options: &Options, observer: &Observer) -> Result<Infallible, Error> {
     let kernel = Arc::new(open_kernel(options)?);
     let mark = state::mark(&options.state_dir)?;
-    let predecessor = Predecessor::find(&options.subnet_file, &options.state_dir)?;
+    let go_flannel = GoFlannel::find(&options.subnet_file, &options.state_dir)?;
     let node = Node {
         mark,
         previous: previous_subnets(options),
@@ -81,12 +82,12 @@ async fn run_networks(options: &Options, observer: &Observer) -> Result<Infallib
         renew_margin: options.renew_margin(),
         #[cfg(feature = "etcd")]
         etcd: options.etcd.options(),
-        cache: options.state_dir.join("leases"),
+        cache: state_dir::leases(&options.state_dir),
     };
     let store = Store::open(options, node).await?;
     observer.opened(store.clone());
     tokio::select! {
-        ended = follow_store(options, &kernel, &store, (mark, &predecessor), observer) => ended,
+        ended = follow_store(options, &kernel, &store, (mark, &go_flannel), observer) => ended,
         never = store.tell(observer) => match never {},
     }
 }
@@ -96,7 +97,7 @@ async fn follow_store(
     options: &Options,
     kernel: &Arc<NetlinkKernel>,
     store: &Store,
-    (mark, predecessor): (Mark, &Predecessor),
+    (mark, go_flannel): (Mark, &GoFlannel),
     observer: &Observer,
 ) -> Result<Infallible, Error> {
     let subnets = &*store.subnets;
@@ -121,7 +122,7 @@ async fn follow_store(
         has_run = true;
         last = Some((ready.config.clone(), ready.chosen.iface.clone()));
         held = (!ready.lapsed).then(|| ready.network.handle().lease);
-        let reason = run_network(options, subnets, ready, predecessor, observer).await?;
+        let reason = run_network(options, subnets, ready, go_flannel, observer).await?;
         tracing::info!("building the network anew: {reason}");
     }
 }
@@ -151,7 +152,7 @@ struct Ready {
     /// This daemon has built none before.
     first: bool,
     chosen: Chosen,
-    site: Site,
+    validator: ConfigValidator,
 }
 
 impl Ready {
@@ -160,6 +161,7 @@ impl Ready {
         Running {
             config: self.config.clone(),
             backend: self.backend.name(),
+            datapath: Backends::default().datapath(&self.config),
             iface: self.chosen.iface.clone(),
             kernel: Arc::clone(&self.chosen.kernel) as Arc<dyn Kernel>,
             handle: self.network.handle(),
@@ -187,11 +189,14 @@ async fn start(
     let views = subnets.watch_leases().await?;
     // Before anything that may end this start, and the next one, and the next.
     store
-        .begin(stands(Arc::clone(kernel) as Arc<dyn Kernel>, backends::footprint(&stored)))
+        .begin(stands(
+            Arc::clone(kernel) as Arc<dyn Kernel>,
+            Backends::default().footprint(&stored),
+        ))
         .await?;
-    let site = Site::new(kernel, options, &hints, views.clone(), used);
-    let (config, chosen) = site.usable(stored, last).await?;
-    let backend = backends::find(&config.backend.kind)?;
+    let validator = ConfigValidator::new(kernel, options, &hints, views.clone(), used);
+    let (config, chosen) = validator.usable(stored, last).await?;
+    let backend = Backends::default().find(&config.backend.kind)?;
     let lapsed = hints.lapsed.is_some();
     let host = Host {
         iface: chosen.iface.clone(),
@@ -218,8 +223,8 @@ async fn start(
         iface.mtu
     );
     let first = last.is_none();
-    let site = site.using(&chosen.iface);
-    Ok(Ready { config, backend, network, views, lapsed, cached, first, chosen, site })
+    let validator = validator.using(&chosen.iface);
+    Ok(Ready { config, backend, network, views, lapsed, cached, first, chosen, validator })
 }
 
 /// The network config of the store; where that has no good one, the `last` one stays in force, which the store tells.
@@ -248,7 +253,7 @@ async fn run_network(
     options: &Options,
     subnets: &dyn SubnetManager,
     ready: Ready,
-    predecessor: &Predecessor,
+    go_flannel: &GoFlannel,
     observer: &Observer,
 ) -> Result<String, Error> {
     warn_if_stale(subnets, &ready.views.borrow());
@@ -257,7 +262,7 @@ async fn run_network(
     let running = ready.running(rulebook);
     let responder = respond(running.place(options.control.doctor_port));
     let _running = observer.running(running);
-    let Ready { config, backend, network, views, lapsed, cached, first, chosen, site } = ready;
+    let Ready { config, backend, network, views, lapsed, cached, first, chosen, validator } = ready;
     let handle = network.handle();
     let own = handle.lease.subnets;
     let firewall = async {
@@ -267,17 +272,17 @@ async fn run_network(
         options.firewall.keep(&config, &own, first, (settled, book)).await
     };
     let looks = look_around(observer, rules.clone(), lapsed);
-    let judge = async |to: &Config| site.judge(to, Some(&config)).await.map(drop);
+    let judge = async |to: &Config| validator.judge(to, Some(&config)).await.map(drop);
     // What the next network would be built from may be another config, which waits for nothing else.
     let judge_anew = async || {
         let next = stored(subnets, Some(&config)).await?;
-        site.usable(next, Some(&config)).await.map(drop)
+        validator.usable(next, Some(&config)).await.map(drop)
     };
     let hold = async {
         if lapsed {
             return until_live(subnets, own, views.clone(), &judge_anew, observer).await;
         }
-        publish(options, &config, &handle, rules, (predecessor, observer)).await?;
+        publish(options, &config, &handle, rules, (go_flannel, observer)).await?;
         tracing::info!(
             lease = %own, backend = backend.name(), mtu = handle.mtu,
             subnet_file = %options.subnet_file.display(), "running"
@@ -286,11 +291,11 @@ async fn run_network(
     };
     let uplink = chosen.iface.name;
     let (kernel, owned) = (chosen.kernel.clone(), backend.owned(uplink, &config)?);
-    let former = Former::new(&options.state_dir);
-    let noted = former.note(&config).await;
+    let old_networks = OldNetworks::new(&options.state_dir);
+    let recorded = old_networks.record(&config).await;
     tokio::select! {
-        never = former.clear(noted, kernel.clone(), owned.clone(), handle.status.clone()) => match never {},
-        never = predecessor.clear(kernel, (owned, &config), handle.status.clone()) => match never {},
+        never = old_networks.clear(recorded, kernel.clone(), owned.clone(), handle.status.clone()) => match never {},
+        never = go_flannel.clear(kernel, (owned, &config), handle.status.clone()) => match never {},
         ended = network.run(views.clone()) => match ended? {
             Ended::Rebuild(reason) => Ok(reason),
             ended => Err(Error::Stopped(format!("{ended:?}"))),
@@ -348,12 +353,13 @@ async fn publish(
     config: &Config,
     handle: &NetworkHandle,
     rules: watch::Receiver<bool>,
-    (predecessor, observer): (&Predecessor, &Observer),
+    (go_flannel, observer): (&GoFlannel, &Observer),
 ) -> Result<(), Error> {
     rules_and_tunnel(rules, handle.status.clone()).await;
     let env = subnet_env(options, config, handle);
-    let (path, predecessor) = (options.subnet_file.clone(), predecessor.clone());
-    aside(move || env.write_atomic(&path).map(|()| predecessor.wrote_subnet_file())).await?;
+    let (path, go_flannel) = (options.subnet_file.clone(), go_flannel.clone());
+    run_blocking_in_order(move || env.write_atomic(&path).map(|()| go_flannel.wrote_subnet_file()))
+        .await?;
     observer.subnet_file_written();
     Ok(())
 }
@@ -437,7 +443,7 @@ mod tests {
 
     #[tokio::test]
     async fn what_cannot_be_looked_at_stands() {
-        let owned = |text: &str| backends::footprint(&Config::parse(text).unwrap());
+        let owned = |text: &str| Backends::default().footprint(&Config::parse(text).unwrap());
         let vxlan = owned(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#);
         let kernel = FakeKernel::with_uplink("eth0");
         assert!(!stands(Arc::new(kernel.clone()), vxlan.clone()).await);

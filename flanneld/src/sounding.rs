@@ -34,8 +34,6 @@ pub(crate) use responder::{Place, respond};
 pub(crate) use sounder::Passage;
 pub(crate) use sounder::{Sounded, Sounding, sound};
 
-/// What `--doctor-port` is unless given.
-pub(crate) const PORT: &str = "8473";
 /// What a datagram begins with; a port and a nonce follow.
 const QUESTION: &[u8; 8] = b"flannel?";
 /// What its acknowledgement begins with; the nonce and the size of the whole packet follow.

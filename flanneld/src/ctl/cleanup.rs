@@ -7,18 +7,19 @@ use std::path::Path;
 
 use flannel_api::Client;
 use flannel_api::VERSION;
+use flannel_backends::Backends;
 use flannel_core::{Cleanup, Config, LinkName, cleanup as remove, ready_for_go, remove_former};
 use flannel_firewall::{Programs, leftovers};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
+use flannel_options::state_dir;
 use flannel_subnet::Cache;
 use serde_json::json;
 
 use super::options::{CleanupFlags, Global};
 use super::{Failure, Result, Said, config, offline};
-use crate::backends;
-use crate::former::Former;
-use crate::state;
+use crate::error::Error;
+use crate::leftovers::old_networks::OldNetworks;
 
 /// Removes, or makes fit for Go flannel, or says what would be done.
 pub(crate) async fn cleanup(
@@ -33,7 +34,7 @@ pub(crate) async fn cleanup(
         let dir = &global.state_dir;
         let unknown = |error| Failure::Refused(format!("--state-dir {}: {error}", dir.display()));
         if dir.try_exists().map_err(unknown)? {
-            _alone = Some(state::lock(dir).await?);
+            _alone = Some(state_dir::lock(dir).await?);
         }
     }
     let config = match &flags.net_config_path {
@@ -42,7 +43,10 @@ pub(crate) async fn cleanup(
     };
     let kernel = NetlinkKernel::open()?;
     let uplink = uplink(&kernel, &config, &flags.iface)?;
-    let owned = backends::find(&config.backend.kind)?.owned(uplink, &config)?;
+    let owned = Backends::default()
+        .find(&config.backend.kind)
+        .map_err(Error::from)?
+        .owned(uplink, &config)?;
     let work = if flags.for_go { ready_for_go } else { remove };
     let mut account = Account::default();
     account.kernel(&work(&kernel, &owned, flags.dry_run)?);
@@ -55,7 +59,7 @@ pub(crate) async fn cleanup(
                  ip link delete {name}"
             )
         }));
-        for former in Former::new(&global.state_dir).networks(&config) {
+        for former in OldNetworks::new(&global.state_dir).networks(&config) {
             account.kernel(&remove_former(&kernel, &owned, former, flags.dry_run)?);
         }
         account.firewall(flags.dry_run).await;

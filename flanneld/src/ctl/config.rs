@@ -5,6 +5,7 @@ use std::io::Read;
 use std::path::Path;
 
 use flannel_api::VERSION;
+use flannel_backends::Backends;
 use flannel_core::{Config, Error};
 use flannel_subnet::{ConfigText, Registry};
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
@@ -15,7 +16,6 @@ use serde_json::value::RawValue;
 use super::options::{ConfigVerb, Global};
 use super::paper::{Ink, Paper};
 use super::{Failure, Result, Said};
-use crate::backends;
 
 /// Checks, or checks and writes.
 pub(crate) async fn config(global: &Global, paper: &Paper, verb: &ConfigVerb) -> Result<Said> {
@@ -184,7 +184,8 @@ fn check(text: &ConfigText) -> Result<Config> {
 /// The config, then the backend's options and whether they do for the enabled families.
 fn judge(text: &str) -> std::result::Result<Config, String> {
     let config = Config::parse(text).map_err(|error| error.to_string())?;
-    let backend = backends::find(&config.backend.kind).map_err(|error| error.to_string())?;
+    let backend =
+        Backends::default().find(&config.backend.kind).map_err(|error| error.to_string())?;
     backend.check(&config, None).map_err(|error| error.to_string())?;
     Ok(config)
 }

@@ -8,17 +8,17 @@ use std::sync::Arc;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use flannel_core::{Subnet, Subnets};
+#[cfg(feature = "etcd")]
+use flannel_options::EtcdFlags;
+use flannel_options::RegistryUrl;
+use flannel_options::control;
+use flannel_options::environment::{name_variable, variable};
+use flannel_options::go_flags::is_given;
 use flannel_subnet::Registry;
 
 use super::docker_opts::DockerFlags;
 use super::{Failure, Result};
-use crate::cli::with_variable;
-use crate::control;
 use crate::error::Error;
-#[cfg(feature = "etcd")]
-use crate::etcd::EtcdFlags;
-use crate::go_flags::is_given;
-use crate::registry::RegistryUrl;
 
 /// What `flannelctl` is told.
 #[derive(Debug, Parser)]
@@ -198,7 +198,7 @@ pub(crate) struct DoctorFlags {
     pub(crate) peers: usize,
 
     /// The port on which peers' daemons say what arrives, as for flanneld; 0: they are not asked
-    #[arg(long, value_name = "PORT", default_value = crate::sounding::PORT, value_parser = control::port)]
+    #[arg(long, value_name = "PORT", default_value = control::DOCTOR_PORT, value_parser = control::port)]
     pub(crate) doctor_port: u16,
 
     /// The interface that the daemon uses, by name or address, if it does not run; if not given, the one with the default route
@@ -344,7 +344,7 @@ impl Ctl {
             let flag = arg
                 .get_long()
                 .filter(|flag| arg.get_action().takes_values() && !is_given(args, flag))?;
-            let name = format!("FLANNELD_{}", flag.to_uppercase().replace('-', "_"));
+            let name = variable(flag);
             let mut given = OsString::from(format!("--{flag}="));
             given.push(env(&name).filter(|value| !value.is_empty())?);
             variables.push((flag.to_owned(), name));
@@ -366,7 +366,7 @@ impl Ctl {
                 args.push(given);
             }
         }
-        let usage = |text: String| Error::Usage(with_variable(text, &variables));
+        let usage = |text: String| Error::Usage(name_variable(text, &variables));
         let matches =
             command.try_get_matches_from(args).map_err(|error| match error.use_stderr() {
                 true => usage(error.render().to_string()),

@@ -7,13 +7,13 @@ use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use flannel_backends::Backends;
 use flannel_core::{Config, Dual, Family, KernelError, Lease, LeaseSet, LinkName, Subnet, Subnets};
 use flannel_firewall::{LegacyMemory, Programs, forward_drops};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 
 use super::Facts;
-use crate::backends;
 
 /// Which network is looked at.
 #[derive(Debug, Clone)]
@@ -47,8 +47,10 @@ pub(super) async fn read(scene: Scene, memory: &LegacyMemory) -> Facts {
 
 fn read_host(scene: &Scene) -> Facts {
     let kind = &scene.config.backend.kind;
-    let links = backends::find(kind)
-        .and_then(|backend| Ok(backend.owned(scene.uplink, &scene.config)?.links));
+    let links = Backends::default()
+        .find(kind)
+        .ok()
+        .and_then(|backend| Some(backend.owned(scene.uplink, &scene.config).ok()?.links));
     let tunnels: Vec<LinkName> =
         links.unwrap_or_default().into_iter().filter(|link| is_there(*link)).collect();
     let own = scene.own.map(|own| own.iter().collect()).unwrap_or_default();

@@ -11,7 +11,6 @@ use flannel_api::{PeerReport, seconds};
 use flannel_core::{Dual, Key, Lease, LinkName, Status, Subnets, Wait, Waiting};
 
 use super::texts;
-use crate::backends;
 use crate::observe::{NetworkSnapshot, Snapshot};
 
 /// A report lists so many.
@@ -83,8 +82,8 @@ impl<'a> Judge<'a> {
                     .or_insert_with(|| format!("{}: {}", failure.change, failure.error));
             }
         }
-        let tunnels = backends::devices(&running.config);
-        let direct = backends::direct_routing(&running.config);
+        let tunnels = running.datapath.tunnels;
+        let direct = running.datapath.direct_routing;
         let broken = |family| {
             let name: LinkName = tunnels[family].filter(|_| !direct)?;
             let failure = status.failing.get(&Key::Link(name))?;

@@ -4,22 +4,22 @@ use std::time::{Duration, Instant};
 
 use flannel_api::Client;
 use flannel_api::{Finding, PeerReport, Problem, StatusReport, StoreReport, request};
+use flannel_backends::Backends;
 use flannel_core::{Config, Dual, Family, Lease, LeaseSet, LinkName, Subnets};
 use flannel_firewall::LegacyMemory;
+use flannel_options::RegistryUrl;
 use flannel_subnet::SubnetEnv;
 use serde_json::Value;
 
 use super::Diagnosis;
 use super::mtu::Fault;
 use super::peers::Target;
-use crate::backends;
 use crate::ctl::options::Global;
 use crate::ctl::{Result, offline, status};
 use crate::preflight::{self, Look, Scene};
 use crate::problems::bring_back_dir;
 #[cfg(feature = "etcd")]
 use crate::problems::bring_back_etcd;
-use crate::registry::RegistryUrl;
 
 /// So long a daemon may be at work before that is told as a fault.
 const MOMENT: Duration = Duration::from_secs(2);
@@ -209,7 +209,7 @@ async fn of_config(
     diagnosis: &mut Diagnosis,
 ) -> Ground {
     let own = offline::own_subnets(global);
-    let tunnels = backends::devices(&config);
+    let tunnels = Backends::default().datapath(&config).tunnels;
     let uplink = offline::uplink(&config, iface);
     let is_own = |lease: &Lease| Some(lease.subnets) == own;
     let public = leases
@@ -243,7 +243,7 @@ async fn of_config(
         known: true,
         tunnels,
         uplink,
-        bare: backends::has_bare_routes(&config),
+        bare: Backends::default().datapath(&config).bare_routes,
         mtu: SubnetEnv::read(&global.subnet_file).ok().map(|env| env.mtu),
         targets: leases.iter().filter(|lease| !is_own(lease)).map(target).collect(),
     }

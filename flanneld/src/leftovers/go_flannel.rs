@@ -15,14 +15,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use flannel_core::{Config, Dual, Kernel, Key, Owned, Status, Subnet, remove_go_routes};
 use tokio::sync::watch;
 
-use crate::disk::aside;
+use super::is_settled;
+use crate::disk::run_blocking_in_order;
 use crate::error::Error;
-use crate::former::is_settled;
 use crate::state;
 
 /// Knows whose subnet file there was at the start. Clones are of one.
 #[derive(Debug, Clone)]
-pub(crate) struct Predecessor {
+pub(crate) struct GoFlannel {
     subnet_file: PathBuf,
     /// Says which file we wrote.
     record: PathBuf,
@@ -30,7 +30,7 @@ pub(crate) struct Predecessor {
     left_routes: Arc<AtomicBool>,
 }
 
-impl Predecessor {
+impl GoFlannel {
     /// Looks at the subnet file, before it is written.
     ///
     /// # Errors
@@ -48,7 +48,7 @@ impl Predecessor {
     }
 
     /// The subnet file has been written: it counts as ours from now on, unless there are routes to remove first. In one go with that
-    /// ([`aside`]), or the next start takes our own for Go flannel's.
+    /// ([`run_blocking_in_order`]), or the next start takes our own for Go flannel's.
     pub(crate) fn wrote_subnet_file(&self) {
         if !self.left_routes() {
             self.note();
@@ -74,7 +74,7 @@ impl Predecessor {
                 Err(panic) => std::panic::resume_unwind(panic.into_panic()),
             }
             let this = self.clone();
-            aside(move || this.wrote_subnet_file()).await;
+            run_blocking_in_order(move || this.wrote_subnet_file()).await;
         }
         std::future::pending().await
     }
@@ -145,7 +145,7 @@ mod tests {
     fn only_a_subnet_file_of_somebody_else_has_a_predecessor() {
         let dir = tempfile::tempdir().unwrap();
         let (file, state) = (dir.path().join("subnet.env"), dir.path());
-        let find = || Predecessor::find(&file, state).unwrap();
+        let find = || GoFlannel::find(&file, state).unwrap();
         let first = find();
         assert!(!first.left_routes(), "there is no file");
         fs::write(&file, "A=1\n").unwrap();
@@ -179,7 +179,7 @@ mod tests {
             if refused {
                 kernel.fail(1, 1, |call| call.key.is_some());
             }
-            let predecessor = Predecessor::find(&file, dir.path()).unwrap();
+            let predecessor = GoFlannel::find(&file, dir.path()).unwrap();
             let (sender, status) = watch::channel(Arc::new(Status::default()));
             let there = || !kernel.dump().is_empty();
             {
@@ -203,6 +203,6 @@ mod tests {
             }
             assert_eq!((there(), predecessor.left_routes()), (refused, refused));
         }
-        assert!(!Predecessor::find(&file, dir.path()).unwrap().left_routes());
+        assert!(!GoFlannel::find(&file, dir.path()).unwrap().left_routes());
     }
 }

@@ -5,12 +5,12 @@
 
 use std::sync::Arc;
 
+use flannel_backends::Backends;
 use flannel_core::{Config, Dual, ExternalInterface, Hints, Origin, View, holder};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::{Selectors, worse};
 use tokio::sync::watch;
 
-use crate::backends;
 use crate::cli::Options;
 use crate::error::Error;
 use crate::firewall::FirewallFlags;
@@ -18,7 +18,7 @@ use crate::uplink::Chosen;
 
 /// This node, and what is known of the others.
 #[derive(Debug)]
-pub(crate) struct Site {
+pub(crate) struct ConfigValidator {
     kernel: Arc<NetlinkKernel>,
     selectors: Selectors,
     firewall: FirewallFlags,
@@ -27,7 +27,7 @@ pub(crate) struct Site {
     used: Option<ExternalInterface>,
 }
 
-impl Site {
+impl ConfigValidator {
     pub(crate) fn new(
         kernel: &Arc<NetlinkKernel>,
         options: &Options,
@@ -65,7 +65,7 @@ impl Site {
         config: &Config,
         used: Option<&Config>,
     ) -> Result<Chosen, Error> {
-        let backend = backends::find(&config.backend.kind)?;
+        let backend = Backends::default().find(&config.backend.kind)?;
         let chosen = Chosen::choose(&self.kernel, self.selectors.clone(), config).await?;
         if let Some(reason) = self.used.as_ref().and_then(|used| worse(used, &chosen.iface)) {
             return Err(Error::UnfitInterface { name: chosen.iface.name, reason });

@@ -51,7 +51,7 @@ impl EtcdFlags {
     ///
     /// # Errors
     /// Which flag is wrong, and what would be right.
-    pub(crate) fn check(&self) -> Result<(), String> {
+    pub fn check(&self) -> Result<(), String> {
         self.options().check().map_err(|error| match error {
             EtcdOptionsError::Half { .. } => format!("--etcd-{error}"),
             _ => format!("--etcd-endpoints: {error}"),
@@ -59,7 +59,7 @@ impl EtcdFlags {
     }
 
     /// The same for the registry; what is empty counts as not given.
-    pub(crate) fn options(&self) -> EtcdOptions {
+    pub fn options(&self) -> EtcdOptions {
         let file =
             |path: &Option<PathBuf>| path.clone().filter(|path| !path.as_os_str().is_empty());
         let text = |text: &Option<String>| text.clone().filter(|text| !text.is_empty());

@@ -1,52 +1,53 @@
-//! Starting with another pod network than before: the routes to peers' old subnets on the external interface.
+//! Starting with another pod network than before: routes to the old subnets of peers stay on the
+//! external interface.
 //!
 //! The one thing to know: routes are known as ours by their protocol inside our pod networks, so which these have been is
 //! noted as a network starts, and forgotten when nothing of them is left. That it cannot be noted is no reason to end a
 //! network that runs.
 
 use std::convert::Infallible;
-use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use flannel_core::{Config, Kernel, Owned, Status, Subnet, remove_former};
+use flannel_options::state_dir;
 use tokio::sync::watch;
 
-use crate::disk::aside;
+use super::is_settled;
+use crate::disk::run_blocking_in_order;
 use crate::state;
 
 /// Knows which pod networks this host has had of which something may be left.
 #[derive(Debug)]
-pub(crate) struct Former {
+pub(crate) struct OldNetworks {
     record: PathBuf,
 }
 
-/// The pod networks that are noted.
+/// The pod networks in the record.
 #[derive(Debug)]
-pub(crate) struct Noted {
+pub(crate) struct Recorded {
     former: Vec<Subnet>,
     /// The config's.
     current: Vec<Subnet>,
 }
 
-impl Former {
+impl OldNetworks {
     pub(crate) fn new(state_dir: &Path) -> Self {
-        Self { record: state_dir.join("networks") }
+        Self { record: state_dir::networks(state_dir) }
     }
 
     /// Notes which networks there are, before anything is put for the config's.
-    pub(crate) async fn note(&self, config: &Config) -> Noted {
-        let noted =
-            Noted { former: self.networks(config), current: config.pod_networks().collect() };
-        self.write([&noted.former[..], &noted.current].concat()).await;
-        noted
+    pub(crate) async fn record(&self, config: &Config) -> Recorded {
+        let recorded =
+            Recorded { former: self.networks(config), current: config.pod_networks().collect() };
+        self.write([&recorded.former[..], &recorded.current].concat()).await;
+        recorded
     }
 
     /// Waits until the network is settled and removes what is left inside former networks; then waits for ever.
     pub(crate) async fn clear(
         &self,
-        Noted { former, current }: Noted,
+        Recorded { former, current }: Recorded,
         kernel: Arc<dyn Kernel>,
         owned: Owned,
         mut status: watch::Receiver<Arc<Status>>,
@@ -74,41 +75,19 @@ impl Former {
     /// Those that are not the config's.
     pub(crate) fn networks(&self, config: &Config) -> Vec<Subnet> {
         let is_former = |network: &Subnet| config.pod_networks().all(|current| current != *network);
-        self.read().into_iter().filter(is_former).collect()
-    }
-
-    /// One network a line.
-    fn read(&self) -> Vec<Subnet> {
-        let text = self.text().unwrap_or_else(|error| {
-            tracing::warn!(
-                "{}: {error} (see --state-dir): what other pod networks left on the external interface stays",
-                self.record.display()
-            );
-            String::new()
-        });
-        let network = |line: &str| {
-            let network = line.parse().ok();
-            if network.is_none() {
-                let path = self.record.display();
-                tracing::warn!(
-                    "{path}: {line:?} is no network, such as \"10.1.0.0/16\", and is passed over"
-                );
-            }
-            network
-        };
-        text.lines().filter_map(network).collect()
+        state_dir::read_networks(&self.record).into_iter().filter(is_former).collect()
     }
 
     /// Mostly it is as noted already, and nothing is written.
     async fn write(&self, networks: Vec<Subnet>) {
         let text: String = networks.iter().map(|network| format!("{network}\n")).collect();
-        let written = match self.text() {
+        let written = match state_dir::read_text(&self.record) {
             Ok(noted) if noted == text => return,
             // What cannot be read now is not lost for that.
             Err(error) => Err(error),
             Ok(_) => {
                 let record = self.record.clone();
-                aside(move || state::replace(&record, &text)).await
+                run_blocking_in_order(move || state::replace(&record, &text)).await
             }
         };
         if let Err(error) = written {
@@ -119,19 +98,6 @@ impl Former {
             );
         }
     }
-
-    /// Nothing if there is no record yet.
-    fn text(&self) -> io::Result<String> {
-        match fs::read(&self.record) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(String::new()),
-            text => Ok(String::from_utf8_lossy(&text?).into_owned()),
-        }
-    }
-}
-
-/// All that the leases of the store want was put, as far as the kernel took it.
-pub(crate) fn is_settled(status: &Arc<Status>) -> bool {
-    status.live && status.settled && status.kernel_error.is_none()
 }
 
 /// Removes what is left inside a network and says so; false if something of it stays.

@@ -1,7 +1,7 @@
 //! Command lines as Go's `flag` package reads them.
 //!
-//! The one thing to know: a flag may have one dash or two, its value may stand behind `=` or in the next word, whatever that
-//! looks like; but a switch takes a value behind `=` only.
+//! A flag has one dash or two. Its value stands behind `=` or is the next word, whatever that looks
+//! like. A switch takes a value behind `=` only.
 //!
 //! **Source**: Go `flag`, `strconv.ParseBool`, `strconv.ParseInt` with base 0.
 
@@ -10,7 +10,7 @@ use std::ops::RangeInclusive;
 
 /// The same command line for clap: `-iface eth0` becomes `--iface=eth0`. `flags` are all that there are, `with_value`
 /// those that take a value; single letters that are no flag stay what they are.
-pub(crate) fn go_style(
+pub fn go_style(
     args: impl IntoIterator<Item = OsString>,
     flags: &[String],
     with_value: &[String],
@@ -46,7 +46,7 @@ pub(crate) fn go_style(
 }
 
 /// The flag is among the arguments.
-pub(crate) fn is_given(args: &[OsString], flag: &str) -> bool {
+pub fn is_given(args: &[OsString], flag: &str) -> bool {
     let given = |arg: &OsStr| {
         let name = arg.to_str().and_then(|text| text.strip_prefix("--"));
         name.and_then(|name| name.split('=').next()) == Some(flag)
@@ -54,8 +54,11 @@ pub(crate) fn is_given(args: &[OsString], flag: &str) -> bool {
     args.iter().any(|arg| given(arg))
 }
 
-/// A switch's value.
-pub(crate) fn go_bool(text: &str) -> Result<bool, String> {
+/// Parses the value of a switch.
+///
+/// # Errors
+/// It is neither true nor false.
+pub fn go_bool(text: &str) -> Result<bool, String> {
     match text {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
         "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
@@ -65,7 +68,7 @@ pub(crate) fn go_bool(text: &str) -> Result<bool, String> {
 
 /// Reads a whole number within a range: decimal, or with the prefix `0x`, `0o`, `0` or `0b`, and underscores behind
 /// a prefix.
-pub(crate) fn go_int(
+pub fn go_int(
     range: RangeInclusive<i64>,
 ) -> impl Fn(&str) -> Result<i64, String> + Clone + Send + Sync + 'static {
     move |text| {

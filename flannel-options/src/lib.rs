@@ -1,0 +1,15 @@
+#![doc = include_str!("../README.md")]
+
+pub mod control;
+pub mod environment;
+mod error;
+#[cfg(feature = "etcd")]
+mod etcd;
+pub mod go_flags;
+mod registry;
+pub mod state_dir;
+
+pub use error::Error;
+#[cfg(feature = "etcd")]
+pub use etcd::EtcdFlags;
+pub use registry::RegistryUrl;

@@ -1,0 +1,74 @@
+//! The store of leases that the command line names.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use flannel_subnet::{DirLocation, DirRegistry, Registry};
+#[cfg(feature = "etcd")]
+use flannel_subnet::{EtcdOptions, EtcdRegistry};
+
+use crate::Error;
+
+/// A store of leases, as named on the command line.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RegistryUrl {
+    /// `dir:PATH`, `dir:PATH?assign=static`: a directory.
+    Dir(DirLocation),
+    /// `etcd`: where [`EtcdFlags`](crate::EtcdFlags) say.
+    #[cfg(feature = "etcd")]
+    Etcd,
+}
+
+impl FromStr for RegistryUrl {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        #[cfg(feature = "etcd")]
+        if text == "etcd" {
+            return Ok(Self::Etcd);
+        }
+        if !text.starts_with("dir:") {
+            return Err(format!(
+                "{text:?} names no kind of registry; this build has {}dir:PATH, for example dir:/etc/flannel/network",
+                if cfg!(feature = "etcd") { "etcd and " } else { "" }
+            ));
+        }
+        text.parse()
+            .map(Self::Dir)
+            .map_err(|error: flannel_subnet::LocationError| error.to_string())
+    }
+}
+
+impl fmt::Display for RegistryUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Dir(location) => location.fmt(f),
+            #[cfg(feature = "etcd")]
+            Self::Etcd => f.write_str("etcd"),
+        }
+    }
+}
+
+impl RegistryUrl {
+    /// Opens the registry. A directory that does not exist is made.
+    ///
+    /// # Errors
+    /// The directory cannot be made, or the options of etcd are wrong.
+    pub async fn open_registry(
+        &self,
+        #[cfg(feature = "etcd")] etcd: EtcdOptions,
+    ) -> Result<Arc<dyn Registry>, Error> {
+        let failed = |source: flannel_core::Error| Error::Registry {
+            url: self.to_string(),
+            source: source.into(),
+        };
+        Ok(match self {
+            Self::Dir(location) => {
+                let opened = DirRegistry::open(location.path.clone(), location.options).await;
+                Arc::new(opened.map_err(failed)?)
+            }
+            #[cfg(feature = "etcd")]
+            Self::Etcd => Arc::new(EtcdRegistry::new(etcd).map_err(failed)?),
+        })
+    }
+}
