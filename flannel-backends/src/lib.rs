@@ -83,6 +83,13 @@ impl Backends {
         }
     }
 
+    /// The devices that a network may have, those of families that are off included.
+    pub fn links(&self, uplink: LinkName, config: &Config) -> Vec<LinkName> {
+        let owned = self.find(&config.backend.kind).ok();
+        let owned = owned.and_then(|backend| backend.owned(uplink, config).ok());
+        owned.map(|owned| owned.links.into_iter().collect()).unwrap_or_default()
+    }
+
     /// What a network may have in the kernel, for any external interface. A network of an unknown
     /// backend may have anything in its pod networks; `alloc` has nothing.
     pub fn footprint(&self, config: &Config) -> Owned {

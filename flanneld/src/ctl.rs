@@ -20,6 +20,7 @@ use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
 use flannel_api::{Client, VERSION, request};
+use flannel_backends::Backends;
 use serde_json::Value;
 
 use crate::error::Error;
@@ -98,7 +99,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         }
     };
     let paper = Paper::of_terminal();
-    match runtime.block_on(carry_out(&options, &paper)) {
+    match runtime.block_on(carry_out(&options, &Backends::default(), &paper)) {
         Ok(said) => {
             show(&said, options.global.json);
             if said.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE }
@@ -120,17 +121,17 @@ fn show(said: &Said, json: bool) {
     let _ = std::io::stdout().write_all(text.as_bytes());
 }
 
-async fn carry_out(options: &Ctl, paper: &Paper) -> Result<Said> {
+async fn carry_out(options: &Ctl, backends: &Backends, paper: &Paper) -> Result<Said> {
     let global = &options.global;
     let client = Client::at(global.socket());
     match &options.verb {
-        Verb::Status => status::status(&client, global, paper).await,
+        Verb::Status => status::status(&client, global, backends, paper).await,
         Verb::Peers => status::peers(&client, global, paper).await,
         Verb::Why { address } => why::why(&client, global, paper, *address).await,
-        Verb::Doctor(flags) => doctor::doctor(&client, global, paper, flags).await,
+        Verb::Doctor(flags) => doctor::doctor(&client, global, backends, paper, flags).await,
         Verb::Watch { interval } => {
             let live = std::io::stdout().is_terminal() && !global.json;
-            watch::watch(&client, global, paper, *interval, live).await
+            watch::watch(&client, global, backends, paper, *interval, live).await
         }
         Verb::Reload => {
             let value = client.ask("POST", request::RELOAD)?;
@@ -145,9 +146,9 @@ async fn carry_out(options: &Ctl, paper: &Paper) -> Result<Said> {
                 ok: true,
             })
         }
-        Verb::Cleanup(flags) => cleanup::cleanup(&client, global, flags).await,
+        Verb::Cleanup(flags) => cleanup::cleanup(&client, global, backends, flags).await,
         Verb::DockerOpts(flags) => docker_opts::docker_opts(flags, &global.subnet_file),
-        Verb::Config(verb) => config::config(global, paper, verb).await,
+        Verb::Config(verb) => config::config(global, backends, paper, verb).await,
         Verb::Lease(verb) => lease::lease(global, paper, verb).await,
     }
 }

@@ -12,18 +12,19 @@ use std::time::{Duration, SystemTime};
 
 use flannel_backends::Datapath;
 use flannel_core::{
-    Config, Dual, Error as CoreError, ExternalInterface, Kernel, NetworkHandle, Status,
+    Config, Dual, Error as CoreError, ExternalInterface, Kernel, LinkName, NetworkHandle, Status,
     StoreStatus, Subnets, View, Waiting,
 };
+use flannel_doctor::commands::localize_findings;
+use flannel_doctor::host::HostReport;
+use flannel_doctor::path_probe::server::ServerConfig;
 use flannel_firewall::LegacyMemory;
 use flannel_subnet::Ownership;
 use tokio::sync::watch;
 
 use crate::firewall::Rulebook;
-use crate::hints;
-use crate::preflight::{self, Look};
+use crate::preflight;
 use crate::registry::Store;
-use crate::sounding::Place;
 
 /// Sets another log filter, or says why not; `None`: the one given at the start.
 pub(crate) type SetLog = dyn Fn(Option<&str>) -> Result<(), String> + Send + Sync;
@@ -76,6 +77,8 @@ pub(crate) struct Running {
     pub(crate) config: Config,
     pub(crate) backend: &'static str,
     pub(crate) datapath: Datapath,
+    /// The devices that it may have.
+    pub(crate) links: Vec<LinkName>,
     pub(crate) iface: ExternalInterface,
     pub(crate) kernel: Arc<dyn Kernel>,
     pub(crate) handle: NetworkHandle,
@@ -88,7 +91,7 @@ pub(crate) struct Running {
 
 impl Running {
     /// Where other nodes' doctors ask; with port 0, and without a tunnel or a lease, nowhere.
-    pub(crate) fn place(&self, port: u16) -> Place {
+    pub(crate) fn probe_server(&self, port: u16) -> ServerConfig {
         let devices = if self.lapsed { Dual::default() } else { self.datapath.tunnels };
         let bare = !self.lapsed && self.datapath.bare_routes;
         let (own, iface) = (self.handle.lease.subnets, &self.iface);
@@ -96,7 +99,7 @@ impl Running {
             own.family(family).filter(|_| bare)?;
             Some((iface.name, address?))
         };
-        Place {
+        ServerConfig {
             port,
             tunnels: Dual::from_fn(|family| Some((devices[family]?, own.family(family)?.base()))),
             bare: Dual::from_fn(|family| at(family, iface.address[family])),
@@ -315,10 +318,10 @@ impl Observer {
 
     /// What about this host stands in the way of the network. What takes a process is not looked at each time, unless it was
     /// [forgotten](Self::forget).
-    pub(crate) async fn look(&self, network: &NetworkSnapshot) -> Look {
-        let mut look = preflight::of_running(network, &self.0.legacy).await;
+    pub(crate) async fn look(&self, network: &NetworkSnapshot) -> HostReport {
+        let mut look = preflight::check(network, &self.0.legacy).await;
         let store = self.known().store.as_ref().map(|store| store.subnets.store_status().store);
-        hints::say(&mut look.findings, store.as_deref());
+        localize_findings(&mut look.findings, store.as_deref());
         look
     }
 
@@ -449,6 +452,7 @@ pub(crate) mod tests {
         let config = subnets.network_config().await.unwrap();
         let running = Running {
             datapath: Backends::default().datapath(&config),
+            links: Vec::new(),
             config,
             backend: "vxlan",
             iface: ExternalInterface {
@@ -524,7 +528,7 @@ pub(crate) mod tests {
                 }
             };
             tokio::select! {
-                never = crate::sounding::respond(running.place(port)) => match never {},
+                never = flannel_doctor::path_probe::server::serve(running.probe_server(port)) => match never {},
                 () = peer => {}
             }
         }

@@ -1,16 +1,15 @@
 //! What is wrong, in sentences. The one thing to know: readiness is the absence of errors in this list, so that whoever
 //! asks why a node is not ready gets the very reasons.
 
-use std::fmt::Display;
 use std::net::IpAddr;
 use std::sync::Arc;
 
 use flannel_api::{Problem, SubnetsReport};
 use flannel_core::{Disbelief, Key, Lease, StoreStatus, Subnets};
+use flannel_doctor::commands::{is_kubernetes, localize, release, restore_directory, restore_etcd};
 use flannel_subnet::Ownership;
 
 use crate::firewall::Rulebook;
-use crate::hints::{is_kubernetes, said};
 use crate::observe::{NetworkSnapshot, Snapshot};
 use crate::report::subnets_used;
 
@@ -75,7 +74,7 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
     }
     let store = snapshot.store.as_ref().map(|store| store.store.as_str());
     for problem in &mut found {
-        problem.hint = problem.hint.take().map(|hint| said(hint, store));
+        problem.hint = problem.hint.take().map(|hint| localize(hint, store));
     }
     // Stable: the order above stays within each severity.
     found.sort_by_key(|problem| !problem.is_error());
@@ -132,31 +131,10 @@ fn of_lease(network: &NetworkSnapshot, snapshot: &Snapshot) -> Option<Problem> {
 /// What brings a store back, by its name.
 fn bring_back(store: &str) -> String {
     match store.split_once(':') {
-        Some(("dir", path)) => bring_back_dir(path.split('?').next().unwrap_or_default()),
-        Some(("etcd", endpoints)) => bring_back_etcd(endpoints),
+        Some(("dir", path)) => restore_directory(path.split('?').next().unwrap_or_default()),
+        Some(("etcd", endpoints)) => restore_etcd(endpoints),
         _ => LOG.to_owned(),
     }
-}
-
-/// The same of a directory.
-pub(crate) fn bring_back_dir(path: impl Display) -> String {
-    format!(
-        "mount {path} || ls -la {path} # it is to be what it was: in an empty one no lease is left, and every daemon stops"
-    )
-}
-
-/// The same of etcd.
-pub(crate) fn bring_back_etcd(endpoints: &str) -> String {
-    let host = |endpoint: &str| {
-        let rest = endpoint.split_once("://").map_or(endpoint, |(_, rest)| rest);
-        rest.rsplit_once(':').map_or(rest, |(host, _)| host).to_owned()
-    };
-    let hosts: Vec<String> = endpoints.split(',').map(host).collect();
-    let each = if hosts.len() > 1 { ", where it does not run" } else { "" };
-    let hosts = hosts.join(", ");
-    format!(
-        "systemctl restart etcd # on {hosts}{each}; which answer: etcdctl --endpoints {endpoints} endpoint health"
-    )
 }
 
 fn of_kernel(network: &NetworkSnapshot) -> Vec<Problem> {
@@ -254,11 +232,6 @@ fn of_leases(network: &NetworkSnapshot) -> Vec<Problem> {
         remarks.map(|remark| Problem::warning(remark).with_hint(of_remark(remark, network))),
     );
     found
-}
-
-/// Lets go a lease. Quoted, since a shell cuts a key of both families in two.
-pub(crate) fn release(key: impl Display) -> String {
-    format!("flannelctl lease release --force '{key}' # if that node is gone")
 }
 
 /// One about a public address that nodes share is mended by letting go the youngest of the others.

@@ -2,7 +2,6 @@
 
 mod peers;
 
-use std::net::IpAddr;
 use std::time::Duration;
 
 use flannel_api::{
@@ -10,10 +9,10 @@ use flannel_api::{
     NetworkReport, Problem, RepairReport, RepairsReport, StatusReport, StoreReport, SubnetsReport,
     VERSION, rounded, seconds,
 };
-use flannel_core::{Family, Key, LinkName, Status, StoreStatus, Subnet, Subnets};
+use flannel_core::{Family, Key, Status, StoreStatus, Subnet, Subnets};
+use flannel_doctor::commands::is_kubernetes;
 use flannel_subnet::Ownership;
 
-use crate::hints::is_kubernetes;
 use crate::observe::{NetworkSnapshot, Snapshot};
 use crate::problems::problems;
 use peers::interesting_peers;
@@ -179,15 +178,6 @@ pub(crate) fn subnets_used(
         SubnetsReport { family: family.to_string(), total, used, free: total.saturating_sub(used) }
     };
     config.networks.iter().map(report).collect()
-}
-
-/// `192.0.2.254 dev eth0` and the like.
-pub(crate) fn way(gateway: Option<IpAddr>, link: Option<LinkName>) -> String {
-    match (gateway, link) {
-        (Some(gateway), Some(link)) => format!("via {gateway} dev {link}"),
-        (None, Some(link)) => format!("dev {link}"),
-        (_, None) => "nowhere".to_owned(),
-    }
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ use flannel_core::{
     Backend, Config, Ended, ExternalInterface, Host, Kernel, Lease, Network, NetworkHandle, Origin,
     Owned, Status, SubnetManager, Subnets, View,
 };
+use flannel_doctor::path_probe::server;
 use flannel_netlink::NetlinkKernel;
 use flannel_options::state_dir;
 use flannel_subnet::{Mark, SubnetEnv, SubnetEnvError};
@@ -31,7 +32,6 @@ use crate::log::log_status;
 use crate::observe::{Observer, Running};
 use crate::preflight;
 use crate::registry::{Node, Store};
-use crate::sounding::respond;
 use crate::stale::StaleManager;
 use crate::state;
 use crate::uplink::{Chosen, addresses_of};
@@ -162,6 +162,7 @@ impl Ready {
             config: self.config.clone(),
             backend: self.backend.name(),
             datapath: Backends::default().datapath(&self.config),
+            links: Backends::default().links(self.chosen.iface.name, &self.config),
             iface: self.chosen.iface.clone(),
             kernel: Arc::clone(&self.chosen.kernel) as Arc<dyn Kernel>,
             handle: self.network.handle(),
@@ -260,7 +261,7 @@ async fn run_network(
     let (settled, rules) = watch::channel(false);
     let (book, rulebook) = watch::channel(options.firewall.rulebook());
     let running = ready.running(rulebook);
-    let responder = respond(running.place(options.control.doctor_port));
+    let responder = server::serve(running.probe_server(options.control.doctor_port));
     let _running = observer.running(running);
     let Ready { config, backend, network, views, lapsed, cached, first, chosen, validator } = ready;
     let handle = network.handle();

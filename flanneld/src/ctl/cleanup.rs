@@ -25,6 +25,7 @@ use crate::leftovers::old_networks::OldNetworks;
 pub(crate) async fn cleanup(
     client: &Client,
     global: &Global,
+    backends: &Backends,
     flags: &CleanupFlags,
 ) -> Result<Said> {
     let mut _alone = None;
@@ -38,15 +39,12 @@ pub(crate) async fn cleanup(
         }
     }
     let config = match &flags.net_config_path {
-        Some(file) => config::of_file(file)?,
+        Some(file) => config::of_file(file, backends)?,
         None => offline::config(global).await?,
     };
     let kernel = NetlinkKernel::open()?;
     let uplink = uplink(&kernel, &config, &flags.iface)?;
-    let owned = Backends::default()
-        .find(&config.backend.kind)
-        .map_err(Error::from)?
-        .owned(uplink, &config)?;
+    let owned = backends.find(&config.backend.kind).map_err(Error::from)?.owned(uplink, &config)?;
     let work = if flags.for_go { ready_for_go } else { remove };
     let mut account = Account::default();
     account.kernel(&work(&kernel, &owned, flags.dry_run)?);

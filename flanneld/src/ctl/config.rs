@@ -18,32 +18,37 @@ use super::paper::{Ink, Paper};
 use super::{Failure, Result, Said};
 
 /// Checks, or checks and writes.
-pub(crate) async fn config(global: &Global, paper: &Paper, verb: &ConfigVerb) -> Result<Said> {
+pub(crate) async fn config(
+    global: &Global,
+    backends: &Backends,
+    paper: &Paper,
+    verb: &ConfigVerb,
+) -> Result<Said> {
     match verb {
         ConfigVerb::Check { file: Some(file) } => {
             let text = read(file)?;
-            Ok(describe(&check(&text)?, &text, "", paper))
+            Ok(describe(&check(&text, backends)?, &text, "", paper))
         }
         ConfigVerb::Check { file: None } => {
             let text = global.open_registry().await?.config().await?;
-            Ok(describe(&check(&text)?, &text, "", paper))
+            Ok(describe(&check(&text, backends)?, &text, "", paper))
         }
         ConfigVerb::Set { file } => {
             let text = read(file)?;
-            check(&text)?;
+            check(&text, backends)?;
             let registry = global.make_registry().await?;
             let seen = match registry.config().await {
                 Ok(seen) => Some(seen),
                 Err(Error::NoConfig { .. }) => None,
                 Err(error) => return Err(error.into()),
             };
-            write(&*registry, seen.as_ref(), text.text, paper).await
+            write(&*registry, seen.as_ref(), text.text, (backends, paper)).await
         }
         ConfigVerb::Patch { patch } => {
             let registry = global.open_registry().await?;
             let seen = registry.config().await?;
-            let text = patched(&seen, patch)?;
-            write(&*registry, Some(&seen), text, paper).await
+            let text = patched(&seen, patch, backends)?;
+            write(&*registry, Some(&seen), text, (backends, paper)).await
         }
     }
 }
@@ -53,10 +58,10 @@ async fn write(
     registry: &dyn Registry,
     seen: Option<&ConfigText>,
     text: String,
-    paper: &Paper,
+    (backends, paper): (&Backends, &Paper),
 ) -> Result<Said> {
     let text = ConfigText { location: registry.to_string(), text };
-    let config = check(&text)?;
+    let config = check(&text, backends)?;
     let said = match seen {
         Some(seen) if seen.text == text.text => "unchanged: the store holds exactly this",
         _ => {
@@ -77,7 +82,7 @@ async fn write(
 ///
 /// # Errors
 /// The patch is no JSON object, what it is for is none, or the config is wrong by it.
-fn patched(seen: &ConfigText, patch: &str) -> Result<String> {
+fn patched(seen: &ConfigText, patch: &str, backends: &Backends) -> Result<String> {
     let wrong = |what: &str, why: &dyn Display| {
         Failure::Refused(format!(
             "{what} is no JSON object, such as {{\"Backend\": {{\"MTU\": 1400}}}}: {why}"
@@ -88,7 +93,7 @@ fn patched(seen: &ConfigText, patch: &str) -> Result<String> {
         serde_json::from_str(&seen.text).map_err(|error| wrong(&seen.location, &error))?;
     merge(&mut config, patch).map_err(|error| wrong("PATCH", &error))?;
     let text = serde_json::to_string(&config).map_err(|error| wrong("PATCH", &error))?;
-    match (judge(&text), judge(&seen.text)) {
+    match (judge(&text, backends), judge(&seen.text, backends)) {
         (Err(error), Err(before)) if error == before => {
             Err(Failure::Refused(format!("{}: {error}, with PATCH as without it", seen.location)))
         }
@@ -161,8 +166,8 @@ impl Serialize for Members {
 ///
 /// # Errors
 /// It cannot be read, or is wrong.
-pub(super) fn of_file(file: &Path) -> Result<Config> {
-    check(&read(file)?)
+pub(super) fn of_file(file: &Path, backends: &Backends) -> Result<Config> {
+    check(&read(file)?, backends)
 }
 
 fn read(file: &Path) -> Result<ConfigText> {
@@ -177,15 +182,15 @@ fn read(file: &Path) -> Result<ConfigText> {
 }
 
 /// As a daemon would, as far as that can be told without its node.
-fn check(text: &ConfigText) -> Result<Config> {
-    judge(&text.text).map_err(|error| Failure::Refused(format!("{}: {error}", text.location)))
+fn check(text: &ConfigText, backends: &Backends) -> Result<Config> {
+    judge(&text.text, backends)
+        .map_err(|error| Failure::Refused(format!("{}: {error}", text.location)))
 }
 
 /// The config, then the backend's options and whether they do for the enabled families.
-fn judge(text: &str) -> std::result::Result<Config, String> {
+fn judge(text: &str, backends: &Backends) -> std::result::Result<Config, String> {
     let config = Config::parse(text).map_err(|error| error.to_string())?;
-    let backend =
-        Backends::default().find(&config.backend.kind).map_err(|error| error.to_string())?;
+    let backend = backends.find(&config.backend.kind).map_err(|error| error.to_string())?;
     backend.check(&config, None).map_err(|error| error.to_string())?;
     Ok(config)
 }
@@ -231,6 +236,10 @@ fn describe(config: &Config, text: &ConfigText, done: &str, paper: &Paper) -> Sa
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn patched(seen: &ConfigText, patch: &str) -> Result<String> {
+        super::patched(seen, patch, &Backends::default())
+    }
 
     #[test]
     fn a_patch_changes_what_it_names_and_nothing_else() {
@@ -314,9 +323,12 @@ mod tests {
         }
         assert!(patched(&seen(wrong), r#"{"Network":"10.1.0.0/16"}"#).is_ok());
         assert!(patched(&seen(dual), r#"{"Backend":{"MTU":1350}}"#).is_ok());
-        let error = check(&seen(&dual.replace(r#""vxlan""#, r#""vxlan","MTU":1300"#)))
-            .unwrap_err()
-            .to_string();
+        let error = check(
+            &seen(&dual.replace(r#""vxlan""#, r#""vxlan","MTU":1300"#)),
+            &Backends::default(),
+        )
+        .unwrap_err()
+        .to_string();
         assert!(error.starts_with("here: ") && error.contains("at least 1350"), "{error}");
     }
 }

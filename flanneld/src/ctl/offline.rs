@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use flannel_api::{Finding, PeerReport, VERSION, seconds};
+use flannel_backends::Backends;
 use flannel_core::{Config, Error, Kernel, Lease, LeaseSet, LinkName, Subnets};
+use flannel_doctor::host::{HostScene, check_host};
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
@@ -14,7 +16,6 @@ use serde_json::{Value, json};
 use super::options::Global;
 use super::paper::{Ink, Paper, span};
 use super::{Failure, Result, Said, status};
-use crate::preflight::{self, Scene};
 
 /// The state of a peer of which nobody knows.
 pub(crate) const UNKNOWN: &str = "not known";
@@ -92,7 +93,11 @@ pub(crate) fn own_subnets(global: &Global) -> Option<Subnets> {
 }
 
 /// What is left of the last daemon.
-pub(crate) async fn status(global: &Global, paper: &Paper, failure: &flannel_api::Error) -> Said {
+pub(crate) async fn status(
+    (global, backends): (&Global, &Backends),
+    paper: &Paper,
+    failure: &flannel_api::Error,
+) -> Said {
     let mut value = status::down(&failure.to_string());
     let mut text = format!("flanneld  {}\n\n", paper.ink(Ink::Bad, "NOT RUNNING"));
     text += &paper.field("error", Ink::Bad, &failure.to_string());
@@ -101,7 +106,7 @@ pub(crate) async fn status(global: &Global, paper: &Paper, failure: &flannel_api
         Ink::Plain,
         "try: systemctl status flanneld; or --control-socket FILE, if it was started with another one",
     );
-    let found = findings(global).await;
+    let found = findings(global, backends).await;
     text += &status::findings(&found, paper);
     value["findings"] = json!(found);
     text.push('\n');
@@ -140,7 +145,7 @@ pub(crate) async fn status(global: &Global, paper: &Paper, failure: &flannel_api
 }
 
 /// What about the host stands in the way of the network that the last daemon ran; nothing, if that is not known.
-async fn findings(global: &Global) -> Vec<Finding> {
+async fn findings(global: &Global, backends: &Backends) -> Vec<Finding> {
     let Some(saved) = saved(global) else { return Vec::new() };
     let Some(config) = saved.config.and_then(|text| Config::parse(&text.text).ok()) else {
         return Vec::new();
@@ -149,8 +154,9 @@ async fn findings(global: &Global) -> Vec<Finding> {
     let own = own_subnets(global);
     let lease = own.and_then(|own| saved.leases.get(&own).cloned());
     let public = lease.map(|lease| lease.attrs.public).unwrap_or_default();
-    let scene = Scene { config, uplink, own, public, leases: saved.leases };
-    preflight::look(scene, &LegacyMemory::default()).await.findings
+    let links = backends.links(uplink, &config);
+    let scene = HostScene { config, links, uplink, own, public, leases: saved.leases };
+    check_host(scene, &LegacyMemory::default()).await.findings
 }
 
 /// The interface that the daemon would choose, with these `--iface`.

@@ -5,6 +5,7 @@ use flannel_api::Finding;
 use flannel_api::{
     FailureReport, NetworkReport, PeerReport, StatusReport, StoreReport, VERSION, request,
 };
+use flannel_backends::Backends;
 use serde_json::{Value, json};
 
 use super::options::Global;
@@ -12,7 +13,12 @@ use super::paper::{Ink, Paper, span};
 use super::{Failure, Result, Said, offline};
 
 /// `flannelctl status`.
-pub(crate) async fn status(client: &Client, global: &Global, paper: &Paper) -> Result<Said> {
+pub(crate) async fn status(
+    client: &Client,
+    global: &Global,
+    backends: &Backends,
+    paper: &Paper,
+) -> Result<Said> {
     match client.ask("GET", request::STATUS) {
         Ok(mut value) => {
             let report = report(&value)?;
@@ -20,7 +26,7 @@ pub(crate) async fn status(client: &Client, global: &Global, paper: &Paper) -> R
             Ok(Said { text: page(&report, paper), value, ok: report.ready })
         }
         Err(failure @ flannel_api::Error::NoDaemon { .. }) => {
-            Ok(offline::status(global, paper, &failure).await)
+            Ok(offline::status((global, backends), paper, &failure).await)
         }
         Err(failure) => Err(failure.into()),
     }

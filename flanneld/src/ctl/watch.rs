@@ -5,6 +5,7 @@ use std::io::Write;
 use std::time::Duration;
 
 use flannel_api::Client;
+use flannel_backends::Backends;
 
 use super::options::Global;
 use super::paper::Paper;
@@ -17,13 +18,14 @@ const CLEAR: &str = "\x1b[H\x1b[2J";
 pub(crate) async fn watch(
     client: &Client,
     global: &Global,
+    backends: &Backends,
     paper: &Paper,
     interval: u64,
     live: bool,
 ) -> Result<Said> {
     let mut shown = None;
     loop {
-        let said = status::status(client, global, paper).await?;
+        let said = status::status(client, global, backends, paper).await?;
         let state = essence(&said);
         if live || shown.as_ref() != Some(&state) {
             let text = screen(&said, live, global.json);

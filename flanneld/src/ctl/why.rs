@@ -5,13 +5,13 @@ use std::net::IpAddr;
 use flannel_api::Client;
 use flannel_api::WhyReport;
 use flannel_api::request;
+use flannel_doctor::why::{RouteInputs, diagnose, lookup};
 use serde_json::json;
 
 use super::offline::Known;
 use super::options::Global;
 use super::paper::{Ink, Paper};
 use super::{Failure, Result, Said, offline};
-use crate::why::{Facts, judge, lookup};
 
 /// Why packets for an address go where they go.
 pub(crate) async fn why(
@@ -45,9 +45,9 @@ async fn without_daemon(global: &Global, address: IpAddr) -> Result<WhyReport> {
         leases.iter().find(|lease| lease.subnets.iter().any(|subnet| subnet.contains(address)));
     let ours = lease.filter(|lease| Some(lease.subnets) == own);
     let answer = lookup(offline::kernel()?, address).await;
-    let why = judge(
+    let why = diagnose(
         address,
-        &Facts {
+        &RouteInputs {
             daemon: false,
             config: config.as_ref(),
             own: ours.map(|ours| &**ours),

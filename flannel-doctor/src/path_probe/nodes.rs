@@ -11,16 +11,16 @@ use std::sync::Arc;
 use flannel_core::{Lease, LeaseSet, View};
 use tokio::sync::watch;
 
-/// By which of their addresses nodes are known.
+/// NodeAddress which of their addresses nodes are known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum By {
+pub(super) enum NodeAddress {
     /// Those of their tunnels: each of the lease's subnets begins with one.
     Tunnel,
     /// Those that their leases name.
     Public,
 }
 
-impl By {
+impl NodeAddress {
     fn addresses(self, lease: &Lease) -> Vec<IpAddr> {
         match self {
             Self::Tunnel => lease.subnets.iter().map(|subnet| subnet.base()).collect(),
@@ -32,7 +32,7 @@ impl By {
 /// The leases by their nodes' addresses.
 #[derive(Debug)]
 pub(super) struct Nodes {
-    by: By,
+    by: NodeAddress,
     views: watch::Receiver<View>,
     /// What was taken in.
     seen: LeaseSet,
@@ -41,7 +41,7 @@ pub(super) struct Nodes {
 }
 
 impl Nodes {
-    pub(super) fn new(by: By, mut views: watch::Receiver<View>) -> Self {
+    pub(super) fn new(by: NodeAddress, mut views: watch::Receiver<View>) -> Self {
         views.mark_changed();
         Self { by, views, seen: LeaseSet::default(), by_address: BTreeMap::new() }
     }
@@ -104,7 +104,7 @@ mod tests {
     #[test]
     fn leases_that_come_and_go_are_known_by_the_addresses_of_their_tunnels() {
         let (sender, views) = watch::channel(View::unknown());
-        let mut nodes = Nodes::new(By::Tunnel, views);
+        let mut nodes = Nodes::new(NodeAddress::Tunnel, views);
         let address = |text: &str| text.parse::<IpAddr>().unwrap();
         assert_eq!(keys(nodes.at(address("10.1.7.0"))), [""; 0]);
         let put = |key: &str| {
@@ -136,7 +136,7 @@ mod tests {
     #[test]
     fn a_node_that_gets_another_public_address_is_known_by_that_one_alone() {
         let (sender, views) = watch::channel(View::unknown());
-        let mut nodes = Nodes::new(By::Public, views);
+        let mut nodes = Nodes::new(NodeAddress::Public, views);
         let mut known = |address: [u8; 4]| keys(nodes.at(address.into()));
         let put = |key: &str, public: [u8; 4]| {
             let mut lease =
@@ -166,7 +166,7 @@ mod tests {
             .collect();
         let (_sender, views) =
             watch::channel(View { leases, origin: Origin::Cached { written: None } });
-        let mut nodes = Nodes::new(By::Tunnel, views);
+        let mut nodes = Nodes::new(NodeAddress::Tunnel, views);
         assert_eq!(nodes.at("10.1.7.0".parse().unwrap()).len(), 1);
         // Of this thread alone: others may have the processor for longer.
         let computed = || Duration::from(ClockId::CLOCK_THREAD_CPUTIME_ID.now().unwrap());

@@ -5,61 +5,32 @@ use std::time::{Duration, Instant};
 use flannel_api::Client;
 use flannel_api::{Finding, PeerReport, Problem, StatusReport, StoreReport, request};
 use flannel_backends::Backends;
-use flannel_core::{Config, Dual, Family, Lease, LeaseSet, LinkName, Subnets};
+use flannel_core::{Config, Dual, Family, Lease, LeaseSet, Subnets};
+use flannel_doctor::commands::restore_directory;
+#[cfg(feature = "etcd")]
+use flannel_doctor::commands::restore_etcd;
+use flannel_doctor::host::{HostReport, HostScene, check_host};
+use flannel_doctor::mtu::Fault;
+use flannel_doctor::peers::Target;
+use flannel_doctor::{Examination, Network};
 use flannel_firewall::LegacyMemory;
 use flannel_options::RegistryUrl;
 use flannel_subnet::SubnetEnv;
 use serde_json::Value;
 
-use super::Diagnosis;
-use super::mtu::Fault;
-use super::peers::Target;
 use crate::ctl::options::Global;
 use crate::ctl::{Result, offline, status};
-use crate::preflight::{self, Look, Scene};
-use crate::problems::bring_back_dir;
-#[cfg(feature = "etcd")]
-use crate::problems::bring_back_etcd;
 
 /// So long a daemon may be at work before that is told as a fault.
 const MOMENT: Duration = Duration::from_secs(2);
-
-/// What is to be looked at.
-#[derive(Debug, Default)]
-pub(super) struct Ground {
-    pub(super) daemon: bool,
-    /// Where the daemon's leases are kept.
-    pub(super) store: Option<String>,
-    /// It is known which devices there should be.
-    pub(super) known: bool,
-    pub(super) tunnels: Dual<LinkName>,
-    pub(super) uplink: Option<LinkName>,
-    /// Packets of pods go between some nodes as they are, without a tunnel.
-    pub(super) bare: bool,
-    /// What pods may send, in bytes.
-    pub(super) mtu: Option<u32>,
-    pub(super) targets: Vec<Target>,
-}
-
-impl Ground {
-    /// The families that pods have addresses of, as tunnels show, or peers where there are none.
-    pub(super) fn families(&self) -> Vec<Family> {
-        let of_peers =
-            |family| self.targets.iter().flat_map(|t| &t.subnets).any(|s| s.family() == family);
-        let has = |family: &Family| match self.tunnels.is_empty() {
-            true => of_peers(*family),
-            false => self.tunnels[*family].is_some(),
-        };
-        Family::BOTH.into_iter().filter(has).collect()
-    }
-}
 
 /// As the daemon says.
 pub(super) async fn with_daemon(
     client: &Client,
     value: &Value,
-    diagnosis: &mut Diagnosis,
-) -> Result<Ground> {
+    backends: &Backends,
+    examination: &mut Examination,
+) -> Result<Network> {
     let report = settled(client, status::report(value)?).await?;
     let (store, other): (Vec<_>, Vec<_>) =
         report.problems.iter().partition(|p| p.text.starts_with("the store "));
@@ -69,34 +40,36 @@ pub(super) async fn with_daemon(
             Finding { mend: problem.hint.clone(), ..made(check, problem.text.as_str()) }
         }
     };
-    diagnosis.layer(
+    examination.layer(
         "store",
         report.store.as_ref().map_or_else(|| "not opened yet".to_owned(), store_text),
         store.into_iter().map(finding("store")).map(Fault::from).collect(),
     );
     let word = if report.ready { "ready" } else { "not ready" };
-    diagnosis.layer(
+    examination.layer(
         "daemon",
         format!("flanneld {}, {word}", report.daemon.version),
         other.into_iter().map(finding("daemon")).map(Fault::from).collect(),
     );
     let Some(network) = report.network else {
-        diagnosis.unknown("host", "no network runs");
-        return Ok(Ground {
+        examination.unknown("host", "no network runs");
+        return Ok(Network {
             daemon: true,
             store: report.store.map(|store| store.name),
-            ..Ground::default()
+            ..Network::default()
         });
     };
-    diagnosis.host(Look { findings: report.findings, unread: report.unread });
+    examination.host(HostReport { findings: report.findings, unread: report.unread });
     let peers = client.ask("GET", request::PEERS)?;
     let peers: Vec<PeerReport> = serde_json::from_value(peers["peers"].clone()).unwrap_or_default();
     let device = |family: Family| network.devices.get(&family.to_string())?.parse().ok();
-    Ok(Ground {
+    Ok(Network {
         daemon: true,
         store: report.store.map(|store| store.name),
         known: true,
+        backend: network.backend.clone(),
         tunnels: Dual::from_fn(device),
+        overheads: backends.overhead(&network.backend),
         uplink: network.interface.name.parse().ok(),
         bare: network.bare_routes,
         mtu: Some(network.mtu),
@@ -144,21 +117,21 @@ fn target(peer: &PeerReport) -> Target {
 
 /// As far as store, cache and kernel lead.
 pub(super) async fn without_daemon(
-    global: &Global,
+    (global, backends): (&Global, &Backends),
     iface: &[String],
     failure: &flannel_api::Error,
-    diagnosis: &mut Diagnosis,
-) -> Ground {
+    examination: &mut Examination,
+) -> Network {
     let (text, leases) = match offline::ask_store(global).await {
         Ok((config, leases)) => {
             let text = format!("{} answers, {} leases", offline::store_name(global), leases.len());
-            diagnosis.layer("store", text, Vec::new());
+            examination.layer("store", text, Vec::new());
             (config.map_err(|error| error.to_string()), leases)
         }
         Err(error) => {
             let name = offline::store_name(global);
             let finding = Finding::error("store", format!("{name} does not answer: {error}"));
-            diagnosis.layer(
+            examination.layer(
                 "store",
                 format!("{name} does not answer"),
                 vec![finding.with_command(store_mend(global)).into()],
@@ -171,7 +144,7 @@ pub(super) async fn without_daemon(
     };
     let finding =
         Finding::error("daemon", failure.to_string()).with_command("systemctl start flanneld");
-    diagnosis.layer("daemon", "does not run", vec![finding.into()]);
+    examination.layer("daemon", "does not run", vec![finding.into()]);
     let parsed = text.and_then(|text| {
         Config::parse(&text.text)
             .map_err(|error| format!("network config in {}: {error}", text.location))
@@ -181,35 +154,35 @@ pub(super) async fn without_daemon(
     {
         let finding =
             Finding::error("config", error.as_str()).with_command("flannelctl config set FILE");
-        diagnosis.faults.push(finding.into());
+        examination.faults.push(finding.into());
     }
     // What the last daemon ran with leads on.
     let kept = || offline::saved(global).and_then(|saved| Config::parse(&saved.config?.text).ok());
     let Some(config) = parsed.ok().or_else(kept) else {
-        diagnosis.unknown("host", "there is no network config that could be read");
-        return Ground::default();
+        examination.unknown("host", "there is no network config that could be read");
+        return Network::default();
     };
-    of_config(global, iface, (config, leases), diagnosis).await
+    of_config((global, backends), iface, (config, leases), examination).await
 }
 
 /// What brings a store back.
 fn store_mend(global: &Global) -> String {
     match &global.registry {
-        Some(RegistryUrl::Dir(location)) => bring_back_dir(location.path.display()),
+        Some(RegistryUrl::Dir(location)) => restore_directory(location.path.display()),
         #[cfg(feature = "etcd")]
-        Some(RegistryUrl::Etcd) => bring_back_etcd(&global.etcd.options().endpoints.join(",")),
+        Some(RegistryUrl::Etcd) => restore_etcd(&global.etcd.options().endpoints.join(",")),
         None => "flannelctl --registry URL doctor".to_owned(),
     }
 }
 
 async fn of_config(
-    global: &Global,
+    (global, backends): (&Global, &Backends),
     iface: &[String],
     (config, leases): (Config, LeaseSet),
-    diagnosis: &mut Diagnosis,
-) -> Ground {
+    examination: &mut Examination,
+) -> Network {
     let own = offline::own_subnets(global);
-    let tunnels = Backends::default().datapath(&config).tunnels;
+    let datapath = backends.datapath(&config);
     let uplink = offline::uplink(&config, iface);
     let is_own = |lease: &Lease| Some(lease.subnets) == own;
     let public = leases
@@ -219,11 +192,12 @@ async fn of_config(
         .unwrap_or_default();
     match uplink {
         Some(uplink) => {
-            let scene =
-                Scene { config: config.clone(), uplink, own, public, leases: leases.clone() };
-            diagnosis.host(preflight::look(scene, &LegacyMemory::default()).await);
+            let links = backends.links(uplink, &config);
+            let (config, leases) = (config.clone(), leases.clone());
+            let scene = HostScene { config, links, uplink, own, public, leases };
+            examination.host(check_host(scene, &LegacyMemory::default()).await);
         }
-        None => diagnosis
+        None => examination
             .unknown("host", "no interface fits; --iface names the one that the daemon uses"),
     }
     let state = |subnets: &Subnets| {
@@ -237,13 +211,15 @@ async fn of_config(
         backend: lease.attrs.backend_type.to_string(),
         state: state(&lease.subnets).to_owned(),
     };
-    Ground {
+    Network {
         daemon: false,
         store: None,
         known: true,
-        tunnels,
+        backend: config.backend.kind.clone(),
+        tunnels: datapath.tunnels,
+        overheads: backends.overhead(&config.backend.kind),
         uplink,
-        bare: Backends::default().datapath(&config).bare_routes,
+        bare: datapath.bare_routes,
         mtu: SubnetEnv::read(&global.subnet_file).ok().map(|env| env.mtu),
         targets: leases.iter().filter(|lease| !is_own(lease)).map(target).collect(),
     }

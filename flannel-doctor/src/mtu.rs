@@ -9,13 +9,15 @@ use std::net::IpAddr;
 use flannel_api::Finding;
 use flannel_core::Family;
 
-use super::device::Devices;
+use crate::device::Devices;
 
 /// Something that is wrong, and what takes too little, if that is it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Fault {
-    pub(super) finding: Finding,
-    pub(super) narrow: Option<Narrow>,
+pub struct Fault {
+    /// What is wrong.
+    pub finding: Finding,
+    /// The narrow place, if that is what is wrong.
+    pub narrow: Option<Narrow>,
 }
 
 impl From<Finding> for Fault {
@@ -25,7 +27,8 @@ impl From<Finding> for Fault {
 }
 
 impl Fault {
-    pub(super) fn new(finding: Finding, narrow: Narrow) -> Self {
+    /// A fault because of a narrow place.
+    pub fn new(finding: Finding, narrow: Narrow) -> Self {
         Self { finding, narrow: Some(narrow) }
     }
 }
@@ -33,11 +36,21 @@ impl Fault {
 /// Something that takes less than pods send. `takes` is the `MTU` in the network config with which what they send
 /// passes, or without a tunnel that of the external interface; all in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Narrow {
+pub enum Narrow {
     /// The way to an address; `None`: how little is not known.
-    Way { to: IpAddr, takes: Option<u32> },
+    Way {
+        /// The address.
+        to: IpAddr,
+        /// See above.
+        takes: Option<u32>,
+    },
     /// This host's external interface, of which full packets need so many.
-    Uplink { takes: u32, needed: u32 },
+    Uplink {
+        /// What it takes.
+        takes: u32,
+        /// What full packets need.
+        needed: u32,
+    },
 }
 
 impl Narrow {
@@ -50,12 +63,12 @@ impl Narrow {
 }
 
 /// The narrowest; what is not known is narrower than nothing.
-pub(super) fn narrowest(all: impl IntoIterator<Item = Narrow>) -> Option<Narrow> {
+pub fn narrowest(all: impl IntoIterator<Item = Narrow>) -> Option<Narrow> {
     all.into_iter().min_by_key(|narrow| narrow.takes().unwrap_or(u32::MAX))
 }
 
 /// The findings, with one mend for all that are about too large packets. `families` are those that the network has.
-pub(super) fn settle(faults: Vec<Fault>, devices: &Devices, families: &[Family]) -> Vec<Finding> {
+pub fn settle(faults: Vec<Fault>, devices: &Devices, families: &[Family]) -> Vec<Finding> {
     let least = Least::new(devices, families);
     let all = || faults.iter().filter_map(|fault| fault.narrow);
     let unknown = all().any(|narrow| narrow.takes().is_none());
@@ -146,6 +159,7 @@ mod tests {
     use flannel_core::Dual;
 
     use super::*;
+    use crate::fixture::no_devices;
 
     const BOTH: [Family; 2] = Family::BOTH;
 
@@ -156,12 +170,7 @@ mod tests {
 
     fn devices(tunnels: Dual<&str>) -> Devices {
         let tunnels = tunnels.map(|_, name| name.parse().unwrap());
-        Devices {
-            tunnels,
-            uplink: Some("eth0".parse().unwrap()),
-            mtu: Some(1450),
-            ..Devices::default()
-        }
+        Devices { tunnels, uplink: Some("eth0".parse().unwrap()), mtu: Some(1450), ..no_devices() }
     }
 
     fn mends(faults: Vec<Fault>, devices: &Devices, families: &[Family]) -> Vec<String> {

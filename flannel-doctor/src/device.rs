@@ -11,7 +11,8 @@ use flannel_core::{Dual, Family, Kernel, Link, LinkKind, LinkName, Object, Owned
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 
-use super::mtu::{Fault, Narrow};
+use crate::Network;
+use crate::mtu::{Fault, Narrow};
 
 /// Kernels before compute wrong checksums of masqueraded packets in a tunnel.
 ///
@@ -21,44 +22,49 @@ const EADDRINUSE: &str = "the kernel cannot receive what peers send";
 
 /// What there is. What is `None` could not be read.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Devices {
+pub struct Devices {
     /// The tunnel of each enabled family; empty with a backend that needs none.
-    pub(crate) tunnels: Dual<LinkName>,
+    pub tunnels: Dual<LinkName>,
+    /// The type of the backend that has them.
+    pub backend: String,
+    /// The header that a tunnel of each family adds, in bytes.
+    pub overheads: Dual<u32>,
     /// Those of them that are there and of the right kind.
-    pub(crate) links: Vec<Link>,
+    pub links: Vec<Link>,
     /// The names of all links, with their MTUs.
-    pub(crate) all: Vec<(LinkName, u32)>,
-    pub(crate) uplink: Option<LinkName>,
+    pub all: Vec<(LinkName, u32)>,
+    /// The external interface.
+    pub uplink: Option<LinkName>,
     /// What pods may send, in bytes.
-    pub(crate) mtu: Option<u32>,
+    pub mtu: Option<u32>,
     /// Programs that have a UDP port that a tunnel needs: port, name, process id.
-    pub(crate) takers: Vec<(u16, String, u32)>,
+    pub takers: Vec<(u16, String, u32)>,
     /// The kernel's release.
-    pub(crate) kernel: Option<[u32; 2]>,
+    pub kernel: Option<[u32; 2]>,
     /// Tunnels whose checksums are left to the hardware; only looked at on kernels where that matters.
-    pub(crate) offloaded: Option<Vec<LinkName>>,
+    pub offloaded: Option<Vec<LinkName>>,
     /// The daemon runs.
-    pub(crate) daemon: bool,
+    pub daemon: bool,
 }
 
 impl Devices {
     /// The UDP port of the tunnels; `None` without one.
-    pub(crate) fn port(&self) -> Option<u16> {
+    pub fn port(&self) -> Option<u16> {
         self.links.iter().find_map(vxlan_port)
     }
 
     /// What a device takes, in bytes.
-    pub(crate) fn takes(&self, device: LinkName) -> Option<u32> {
+    pub fn takes(&self, device: LinkName) -> Option<u32> {
         self.all.iter().find(|(name, _)| *name == device).map(|(_, mtu)| *mtu)
     }
 
     /// What a tunnel's header costs, in bytes; 0 without a tunnel.
-    pub(crate) fn overhead(&self, family: Family) -> u32 {
-        self.tunnels[family].map_or(0, |_| flannel_backend_vxlan::overhead(family))
+    pub fn overhead(&self, family: Family) -> u32 {
+        self.tunnels[family].and(self.overheads[family]).unwrap_or(0)
     }
 
     /// The checksum fault of old kernels matters here.
-    pub(crate) fn checksums_matter(&self) -> bool {
+    pub fn checksums_matter(&self) -> bool {
         !self.links.is_empty() && self.kernel.is_some_and(|release| release < CHECKSUMS_MENDED)
     }
 }
@@ -71,7 +77,7 @@ fn vxlan_port(link: &Link) -> Option<u16> {
 }
 
 /// Everything that is to be said of them.
-pub(super) fn check(devices: &Devices) -> Vec<Fault> {
+pub fn check(devices: &Devices) -> Vec<Fault> {
     let mut found: Vec<Fault> = Vec::new();
     for (family, name) in devices.tunnels.iter() {
         match devices.links.iter().find(|link| link.name == *name) {
@@ -144,13 +150,12 @@ fn check_link(devices: &Devices, family: Family, link: &Link) -> Vec<Fault> {
     found
 }
 
-/// Reads what there is of them.
-pub(crate) fn read(
-    tunnels: Dual<LinkName>,
-    uplink: Option<LinkName>,
-    mtu: Option<u32>,
-    daemon: bool,
-) -> Devices {
+/// Reads the devices of a network.
+///
+/// # Blocking
+/// Asks the kernel, and `ethtool` on kernels where checksums matter.
+pub fn read(network: &Network) -> Devices {
+    let Network { tunnels, uplink, mtu, daemon, .. } = *network;
     let kernel = NetlinkKernel::open();
     let owned = Owned { links: tunnels.values().copied().collect(), ..Owned::default() };
     let snapshot =
@@ -164,6 +169,8 @@ pub(crate) fn read(
     let facts = kernel.and_then(|kernel| kernel.facts(&Selectors::default())).unwrap_or_default();
     let mut devices = Devices {
         tunnels,
+        backend: network.backend.clone(),
+        overheads: network.overheads,
         links,
         all: facts.interfaces.iter().map(|found| (found.name, found.mtu)).collect(),
         uplink,
@@ -250,8 +257,9 @@ fn inodes(table: &str, port: u16) -> Vec<u64> {
 mod tests {
     use flannel_core::{MacAddr, Vxlan};
 
-    use super::super::mtu::settle;
     use super::*;
+    use crate::fixture::no_devices;
+    use crate::mtu::settle;
 
     fn healthy() -> Devices {
         let link = |name: &str| name.parse::<LinkName>().unwrap();
@@ -274,7 +282,7 @@ mod tests {
             mtu: Some(1450),
             kernel: Some([6, 1]),
             daemon: true,
-            ..Devices::default()
+            ..no_devices()
         }
     }
 

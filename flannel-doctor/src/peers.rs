@@ -8,52 +8,55 @@ use std::net::IpAddr;
 use flannel_core::{Dual, Family, LinkName, Subnet};
 use serde::Serialize;
 
-use super::device::Devices;
-use super::echo::{Answer, Probe};
-use crate::sounding::Sounded;
+use crate::device::Devices;
+use crate::echo::{Answer, Probe};
+use crate::path_probe::client::Segments;
 
 /// Enough for headers and a few bytes.
 const SMALL: u16 = 64;
 
 /// A peer.
 #[derive(Debug, Clone)]
-pub(crate) struct Target {
+pub struct Target {
     /// Of its lease.
-    pub(crate) key: String,
-    pub(crate) subnets: Vec<Subnet>,
-    pub(crate) public: Dual<IpAddr>,
+    pub key: String,
+    /// The subnets of its lease.
+    pub subnets: Vec<Subnet>,
+    /// The addresses that other nodes reach it by.
+    pub public: Dual<IpAddr>,
     /// Of its lease.
-    pub(crate) backend: String,
+    pub backend: String,
     /// As the daemon sees it.
-    pub(crate) state: String,
+    pub state: String,
 }
 
 /// What is asked of a peer in one family. Each is asked for small and full size.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Question {
-    pub(crate) family: Family,
+pub struct Question {
+    /// The family.
+    pub family: Family,
     /// By which pods' packets go: this host's tunnel, or its external interface where there is none, or none is used.
-    pub(crate) device: Option<LinkName>,
+    pub device: Option<LinkName>,
     /// What that takes, in bytes, where it could be read.
-    pub(crate) takes: Option<u32>,
+    pub takes: Option<u32>,
     /// Its tunnel's address, and how many bytes are full size; `None` without a tunnel.
-    pub(crate) tunnel: Option<(IpAddr, u16)>,
+    pub tunnel: Option<(IpAddr, u16)>,
     /// Its public address, and what a full packet takes on the wire.
-    pub(crate) public: Option<(IpAddr, u16)>,
+    pub public: Option<(IpAddr, u16)>,
     /// How many bytes less than the network config's `MTU` pods are told, of either family: the largest header of the
     /// tunnels, also where their packets to this peer need none.
-    pub(crate) header: u32,
+    pub header: u32,
 }
 
 impl Target {
     /// What is to be asked; nothing before the size of packets is known.
-    pub(crate) fn questions(&self, devices: &Devices) -> Vec<Question> {
+    pub fn questions(&self, devices: &Devices) -> Vec<Question> {
         let Some(mtu) = devices.mtu.and_then(|mtu| u16::try_from(mtu).ok()) else {
             return Vec::new();
         };
         let question = |subnet: &Subnet| {
             let family = subnet.family();
-            let tunnel = devices.tunnels[family].filter(|_| self.backend == "vxlan");
+            let tunnel = devices.tunnels[family].filter(|_| self.backend == devices.backend);
             let largest = || Family::BOTH.into_iter().map(|family| devices.overhead(family)).max();
             let header = tunnel.and_then(|_| largest()).unwrap_or(0);
             // Less than two IP headers, so it fits.
@@ -74,12 +77,12 @@ impl Target {
 
 impl Question {
     /// Whether pods' packets go by the tunnel.
-    pub(crate) fn by_tunnel(&self, devices: &Devices) -> bool {
+    pub fn by_tunnel(&self, devices: &Devices) -> bool {
         self.device.is_some_and(|device| devices.tunnels.values().any(|tunnel| *tunnel == device))
     }
 
     /// The same of a peer on this host's link, to which packets go as they are (DirectRouting).
-    pub(crate) fn direct(self, devices: &Devices) -> Self {
+    pub fn direct(self, devices: &Devices) -> Self {
         let (device, full) = (devices.uplink, self.tunnel.map(|(_, full)| full));
         Self {
             device,
@@ -90,7 +93,7 @@ impl Question {
     }
 
     /// Tunnel small and full, then public small and full, as far as there are such addresses.
-    pub(crate) fn probes(&self) -> impl Iterator<Item = Probe> {
+    pub fn probes(&self) -> impl Iterator<Item = Probe> {
         let both = |(to, full)| [Probe { to, size: SMALL }, Probe { to, size: full }];
         self.tunnel.into_iter().chain(self.public).flat_map(both)
     }
@@ -98,27 +101,31 @@ impl Question {
 
 /// What became of an address, for people and programs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub(crate) struct AddressReport {
-    pub(crate) address: String,
-    pub(crate) small: EchoReport,
-    pub(crate) full: EchoReport,
+pub struct AddressReport {
+    /// The address.
+    pub address: String,
+    /// An echo of a few bytes.
+    pub small: EchoReport,
+    /// An echo of full size.
+    pub full: EchoReport,
 }
 
 /// What became of one size.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub(crate) struct EchoReport {
+pub struct EchoReport {
     /// Of the whole IP packet, in bytes.
-    pub(crate) size: u16,
+    pub size: u16,
     /// `reply`, `no reply`, `too big`, `not sent` or `not asked`.
-    pub(crate) state: &'static str,
+    pub state: &'static str,
     /// How long the reply took.
-    pub(crate) seconds: Option<f64>,
+    pub seconds: Option<f64>,
     /// How many bytes are taken, if that was said, or why it was not sent.
-    pub(crate) detail: Option<String>,
+    pub detail: Option<String>,
 }
 
 impl EchoReport {
-    pub(crate) fn new(probe: Probe, answer: &Answer) -> Self {
+    /// The report of one echo.
+    pub fn new(probe: Probe, answer: &Answer) -> Self {
         let (state, seconds, detail) = match answer {
             Answer::Reply(took) => ("reply", Some((took.as_secs_f64() * 1e6).round() / 1e6), None),
             Answer::TooBig(most) => {
@@ -134,47 +141,31 @@ impl EchoReport {
 
 /// What both ends report, for people and programs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub(crate) struct SoundingReport {
+pub struct SegmentsReport {
     /// `both ways`, `there only`, `back only`, `neither way`: which way segments of full size pass.
-    pub(crate) passes: &'static str,
+    pub passes: &'static str,
     #[serde(flatten)]
-    pub(crate) sounded: Sounded,
+    /// What both ends report.
+    pub segments: Segments,
 }
 
-impl SoundingReport {
-    pub(crate) fn new(sounded: &Sounded) -> Self {
-        let passes = match (sounded.there.is_whole(), sounded.back.is_whole()) {
+impl SegmentsReport {
+    /// The report of one connection.
+    pub fn new(segments: &Segments) -> Self {
+        let passes = match (segments.there.is_whole(), segments.back.is_whole()) {
             (true, true) => "both ways",
             (true, false) => "there only",
             (false, true) => "back only",
             (false, false) => "neither way",
         };
-        Self { passes, sounded: sounded.clone() }
+        Self { passes, segments: segments.clone() }
     }
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-pub(crate) mod tests {
+mod tests {
     use super::*;
-
-    pub(crate) fn devices() -> Devices {
-        Devices {
-            tunnels: Dual { v4: Some("flannel.1".parse().unwrap()), v6: None },
-            mtu: Some(1450),
-            ..Devices::default()
-        }
-    }
-
-    pub(crate) fn target(backend: &str) -> Target {
-        Target {
-            key: "10.1.7.0-24".into(),
-            subnets: vec!["10.1.7.0/24".parse().unwrap()],
-            public: Dual { v4: Some("192.0.2.7".parse().unwrap()), v6: None },
-            backend: backend.into(),
-            state: "in place".into(),
-        }
-    }
+    use crate::fixture::{devices, target};
 
     #[test]
     fn sizes_are_what_pods_send_and_what_that_takes_on_the_wire() {

@@ -6,10 +6,10 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
-use super::device::Devices;
-use super::echo::{Answer, Probe, echo};
-use super::peers::{Question, Target};
-use crate::sounding::{Sounding, sound};
+use crate::device::Devices;
+use crate::echo::{Answer, Probe, echo};
+use crate::path_probe::client::{PathProbe, probe};
+use crate::peers::{Question, Target};
 
 /// So long all echoes together are waited for.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -22,27 +22,29 @@ const PATHS: usize = 4;
 const PARTS: u32 = 16;
 
 /// What became of one question: the echoes as they were asked for, and what both ends report.
-pub(super) struct Asked {
-    pub(super) echoes: Vec<(Probe, Answer)>,
-    pub(super) sounding: Sounding,
+pub struct PeerAnswers {
+    /// The echoes, with their answers.
+    pub echoes: Vec<(Probe, Answer)>,
+    /// What the daemon there reports.
+    pub path: PathProbe,
     /// The largest echo that passes to it where full ones are lost, in bytes, if it was looked for.
-    pub(super) passes: Option<u16>,
+    pub passes: Option<u16>,
 }
 
 /// What became of all of them, and why nobody was asked for echoes, if so.
-pub(super) type AllAsked = (Vec<Asked>, Option<String>);
+pub type AllAnswers = (Vec<PeerAnswers>, Option<String>);
 
 /// Asks all questions at once, one answer for each, in order. With `bare` there are nodes that are reached without a tunnel: their
 /// daemons are asked at their public addresses, where the tunnel's address may be answered by nobody.
 ///
 /// # Errors
 /// Nobody can be asked, and this is why.
-pub(super) async fn ask(
+pub async fn ask(
     questions: &[(&Target, Vec<Question>)],
     devices: &Devices,
     bare: bool,
     port: u16,
-) -> Result<AllAsked, String> {
+) -> Result<AllAnswers, String> {
     let all = || questions.iter().flat_map(|(_, asked)| asked);
     let probes: Vec<Probe> = all().flat_map(Question::probes).collect();
     if probes.is_empty() {
@@ -50,14 +52,14 @@ pub(super) async fn ask(
     }
     let asked = probes.clone();
     let echoes = tokio::task::spawn_blocking(move || echoes(&asked, || echo(&asked, PATIENCE)));
-    let soundings: Vec<_> = all()
+    let probes_of_paths: Vec<_> = all()
         .map(|question| {
             let tunnel = question.tunnel.filter(|_| question.by_tunnel(devices));
             (tunnel, question.public.map(|(address, _)| address))
         })
         .map(|(tunnel, public)| {
             tokio::spawn(async move {
-                if port == 0 { None } else { Some(sound(tunnel, public, bare, port).await) }
+                if port == 0 { None } else { Some(probe(tunnel, public, bare, port).await) }
             })
         })
         .collect();
@@ -69,10 +71,10 @@ pub(super) async fn ask(
     let searched = passes.await.ok().flatten().unwrap_or_default();
     let mut echoes = all_echoes.into_iter();
     let mut found = Vec::new();
-    for (question, sounding) in all().zip(soundings) {
+    for (question, path) in all().zip(probes_of_paths) {
         let echoes = echoes.by_ref().take(question.probes().count()).collect();
-        let sounding = sounding.await.ok().flatten().unwrap_or_default();
-        found.push(Asked { echoes, sounding, passes: passes_to(question, &searched) });
+        let path = path.await.ok().flatten().unwrap_or_default();
+        found.push(PeerAnswers { echoes, path, passes: passes_to(question, &searched) });
     }
     Ok((found, mute))
 }
@@ -175,7 +177,7 @@ mod tests {
 
     #[test]
     fn what_passes_to_one_is_not_said_of_another() {
-        use super::super::peers::tests::{devices, target};
+        use crate::fixture::{devices, target};
 
         let of = |subnet: &str| {
             let target = Target { subnets: vec![subnet.parse().unwrap()], ..target("vxlan") };

@@ -1,7 +1,9 @@
-//! Commands that help, in the words of the place where flannel runs.
+//! Commands for findings and problems, in the words of the place where flannel runs.
 //!
-//! The one thing to know: hints and mends are written for a host with a unit of systemd and a registry of ours; where the leases
-//! are Kubernetes' own, neither is there, and whatever leaves the daemon or the doctor is put into its words here.
+//! Commands are written for a host with a systemd unit and a registry of its own. In Kubernetes
+//! neither exists, so [`localize`] replaces them before the daemon or the doctor shows them.
+
+use std::fmt::Display;
 
 use flannel_api::Finding;
 
@@ -27,13 +29,39 @@ const WORDS: [(&str, &str); 7] = [
     ("flannelctl config set FILE", "kubectl -n kube-flannel edit configmap kube-flannel-cfg"),
 ];
 
+/// The command that brings the directory of a store back.
+pub fn restore_directory(path: impl Display) -> String {
+    format!(
+        "mount {path} || ls -la {path} # it is to be what it was: in an empty one no lease is left, and every daemon stops"
+    )
+}
+
+/// The command that brings etcd back.
+pub fn restore_etcd(endpoints: &str) -> String {
+    let host = |endpoint: &str| {
+        let rest = endpoint.split_once("://").map_or(endpoint, |(_, rest)| rest);
+        rest.rsplit_once(':').map_or(rest, |(host, _)| host).to_owned()
+    };
+    let hosts: Vec<String> = endpoints.split(',').map(host).collect();
+    let each = if hosts.len() > 1 { ", where it does not run" } else { "" };
+    let hosts = hosts.join(", ");
+    format!(
+        "systemctl restart etcd # on {hosts}{each}; which answer: etcdctl --endpoints {endpoints} endpoint health"
+    )
+}
+
+/// The command that releases a lease. The key is quoted, because a key of both families contains `&`.
+pub fn release(key: impl Display) -> String {
+    format!("flannelctl lease release --force '{key}' # if that node is gone")
+}
+
 /// A store of this name is Kubernetes.
-pub(crate) fn is_kubernetes(store: Option<&str>) -> bool {
+pub fn is_kubernetes(store: Option<&str>) -> bool {
     store.is_some_and(|store| store.starts_with("kube:"))
 }
 
 /// A command as it is said where this store is.
-pub(crate) fn said(hint: String, store: Option<&str>) -> String {
+pub fn localize(hint: String, store: Option<&str>) -> String {
     if !is_kubernetes(store) {
         return hint;
     }
@@ -58,9 +86,9 @@ pub(crate) fn said(hint: String, store: Option<&str>) -> String {
 }
 
 /// What mends a finding as it is said where this store is.
-pub(crate) fn say(findings: &mut [Finding], store: Option<&str>) {
+pub fn localize_findings(findings: &mut [Finding], store: Option<&str>) {
     for finding in findings {
-        finding.mend = finding.mend.take().map(|mend| said(mend, store));
+        finding.mend = finding.mend.take().map(|mend| localize(mend, store));
     }
 }
 
@@ -89,9 +117,9 @@ mod tests {
             ),
             ("sysctl -w net.ipv4.ip_forward=1", "sysctl -w net.ipv4.ip_forward=1".to_owned()),
         ] {
-            assert_eq!(said(here.to_owned(), kube), there);
-            assert_eq!(said(here.to_owned(), Some("etcd:http://127.0.0.1:2379")), here);
-            assert_eq!(said(here.to_owned(), None), here);
+            assert_eq!(localize(here.to_owned(), kube), there);
+            assert_eq!(localize(here.to_owned(), Some("etcd:http://127.0.0.1:2379")), here);
+            assert_eq!(localize(here.to_owned(), None), here);
         }
     }
 }

@@ -7,7 +7,6 @@ use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use flannel_backends::Backends;
 use flannel_core::{Config, Dual, Family, KernelError, Lease, LeaseSet, LinkName, Subnet, Subnets};
 use flannel_firewall::{LegacyMemory, Programs, forward_drops};
 use flannel_netlink::NetlinkKernel;
@@ -17,19 +16,23 @@ use super::Facts;
 
 /// Which network is looked at.
 #[derive(Debug, Clone)]
-pub(crate) struct Scene {
-    pub(crate) config: Config,
+pub struct HostScene {
+    /// The network config.
+    pub config: Config,
+    /// The devices that the network may have.
+    pub links: Vec<LinkName>,
     /// The external interface.
-    pub(crate) uplink: LinkName,
+    pub uplink: LinkName,
     /// This node's lease; `None`: it has none.
-    pub(crate) own: Option<Subnets>,
-    pub(crate) public: Dual<std::net::IpAddr>,
+    pub own: Option<Subnets>,
+    /// The addresses that other nodes reach this one by.
+    pub public: Dual<std::net::IpAddr>,
     /// All leases.
-    pub(crate) leases: LeaseSet,
+    pub leases: LeaseSet,
 }
 
 /// Reads what can be read.
-pub(super) async fn read(scene: Scene, memory: &LegacyMemory) -> Facts {
+pub(super) async fn read(scene: HostScene, memory: &LegacyMemory) -> Facts {
     let networks = scene.config.pod_networks().collect();
     let programs = Programs::default();
     let drops = forward_drops(&programs, &networks, memory);
@@ -45,14 +48,9 @@ pub(super) async fn read(scene: Scene, memory: &LegacyMemory) -> Facts {
     facts
 }
 
-fn read_host(scene: &Scene) -> Facts {
-    let kind = &scene.config.backend.kind;
-    let links = Backends::default()
-        .find(kind)
-        .ok()
-        .and_then(|backend| Some(backend.owned(scene.uplink, &scene.config).ok()?.links));
+fn read_host(scene: &HostScene) -> Facts {
     let tunnels: Vec<LinkName> =
-        links.unwrap_or_default().into_iter().filter(|link| is_there(*link)).collect();
+        scene.links.iter().copied().filter(|link| is_there(*link)).collect();
     let own = scene.own.map(|own| own.iter().collect()).unwrap_or_default();
     let other = |lease: &&Arc<Lease>| Some(lease.subnets) != scene.own;
     let flag = |path: &str| sysctl::<u8>(path).map(|value| value != 0);

@@ -1,4 +1,4 @@
-//! The end that sounds: the doctor.
+//! The end that asks: the doctor.
 //!
 //! The one thing to know: it needs no privilege. The kernel sends from the tunnel's address, because the route to the peer
 //! goes through the tunnel; where it does not, the peer refuses, and is asked at its public address.
@@ -14,7 +14,9 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpStream, UdpSocket};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
-use super::{HELLO, LEAST, MOST, NOTICE, Nonce, QUESTION, Report, amount, fill, read_line, take};
+use super::protocol::{
+    Arrivals, HELLO, LEAST, MOST, NOTICE, Nonce, QUESTION, amount, fill, read_line, take,
+};
 
 /// Who does not take a connection for so long does not answer.
 const CONNECTING: Duration = Duration::from_secs(1);
@@ -37,19 +39,21 @@ const BETWEEN: Duration = Duration::from_millis(5);
 
 /// What was sent one way, and what of it the other end has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub(crate) struct Passage {
+pub struct Passage {
     /// In bytes.
-    pub(crate) sent: usize,
-    pub(crate) arrived: usize,
+    pub sent: usize,
+    /// Arrived, in bytes.
+    pub arrived: usize,
 }
 
 impl Passage {
-    pub(crate) fn is_whole(self) -> bool {
+    /// Whether all of it arrived.
+    pub fn is_whole(self) -> bool {
         self.arrived >= self.sent
     }
 }
 
-impl Report {
+impl Arrivals {
     /// Nobody has received more than was `sent`, nor heard a larger packet than was `announced`, nor sends back more than that.
     fn can_be(&self, sent: usize, announced: u16) -> bool {
         self.received <= sent
@@ -61,54 +65,55 @@ impl Report {
 
 /// What both ends report of a connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub(crate) struct Sounded {
+pub struct Segments {
     /// From here.
-    pub(crate) there: Passage,
-    pub(crate) back: Passage,
+    pub there: Passage,
+    /// To here.
+    pub back: Passage,
     /// How large the segments were that were sent there, in bytes.
-    pub(crate) segment: usize,
+    pub segment: usize,
     /// What pods there may send, in bytes.
-    pub(crate) mtu: u32,
+    pub mtu: u32,
     /// The largest packet that arrived there as a datagram, in bytes; 0: none.
-    pub(crate) heard: u16,
+    pub heard: u16,
 }
 
 /// What a peer's daemon reports, if it does.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub(crate) struct Sounding {
+pub struct PathProbe {
     /// The largest packet that it acknowledges beside the tunnel, in bytes; 0: none.
-    pub(crate) noticed: u16,
+    pub noticed: u16,
     /// `None`: it does not answer through the tunnel, or is none that understands.
-    pub(crate) segments: Option<Sounded>,
+    pub segments: Option<Segments>,
 }
 
-/// Sounds a node's daemon: behind its tunnel's address, and where that is refused or there is none, at its public one, if nodes
+/// Probes the path to a node's daemon: behind its tunnel's address, and where that is refused or there is none, at its public one, if nodes
 /// are reached without a tunnel (`bare`), which answer there. `full` is what pods here may send, in bytes.
-pub(crate) async fn sound(
+pub async fn probe(
     tunnel: Option<(IpAddr, u16)>,
     public: Option<IpAddr>,
     bare: bool,
     port: u16,
-) -> Sounding {
+) -> PathProbe {
     if let Some((to, full)) = tunnel
-        && let Some(sounding) = through_tunnel(SocketAddr::new(to, port), public, full).await
+        && let Some(probe) = through_tunnel(SocketAddr::new(to, port), public, full).await
     {
-        return sounding;
+        return probe;
     }
-    let Some(public) = public.filter(|_| bare) else { return Sounding::default() };
+    let Some(public) = public.filter(|_| bare) else { return PathProbe::default() };
     match timeout(CONNECTING, TcpStream::connect((public, port))).await {
         Ok(Ok(mut stream)) => {
             let segments = exchange(&mut stream, nonce(), 0).await.ok().flatten();
-            Sounding { noticed: 0, segments }
+            PathProbe { noticed: 0, segments }
         }
-        _ => Sounding::default(),
+        _ => PathProbe::default(),
     }
 }
 
 /// `None`: the connection is refused.
-async fn through_tunnel(to: SocketAddr, public: Option<IpAddr>, full: u16) -> Option<Sounding> {
+async fn through_tunnel(to: SocketAddr, public: Option<IpAddr>, full: u16) -> Option<PathProbe> {
     let any: SocketAddr = (Family::of(to.ip()).unspecified(), 0).into();
-    let Ok(inbox) = UdpSocket::bind(any).await else { return Some(Sounding::default()) };
+    let Ok(inbox) = UdpSocket::bind(any).await else { return Some(PathProbe::default()) };
     let nonce = nonce();
     // Before the report that tells what was heard.
     let _ = announce(to, full, &inbox, nonce).await;
@@ -122,7 +127,7 @@ async fn through_tunnel(to: SocketAddr, public: Option<IpAddr>, full: u16) -> Op
         Some(public) => notices(&inbox, public, full, nonce).await,
         None => 0,
     };
-    Some(Sounding { noticed, segments })
+    Some(PathProbe { noticed, segments })
 }
 
 /// Something that nobody else knows.
@@ -172,7 +177,7 @@ async fn exchange(
     stream: &mut TcpStream,
     nonce: Nonce,
     announced: u16,
-) -> io::Result<Option<Sounded>> {
+) -> io::Result<Option<Segments>> {
     let deadline = Instant::now() + PATIENCE;
     stream.set_nodelay(true)?;
     let segment = socket2::SockRef::from(&*stream).tcp_mss()? as usize;
@@ -191,11 +196,11 @@ async fn exchange(
         sleep(BETWEEN).await;
         fill(&mut writer, large).await?;
         // Whoever listens ends this.
-        std::future::pending::<io::Result<Option<Sounded>>>().await
+        std::future::pending::<io::Result<Option<Segments>>>().await
     };
     let hear = async {
         let Ok(line) = timeout_at(deadline, read_line(&mut reader)).await else { return Ok(None) };
-        let Ok(report) = serde_json::from_str::<Report>(&line?) else { return Ok(None) };
+        let Ok(report) = serde_json::from_str::<Arrivals>(&line?) else { return Ok(None) };
         // Who says what cannot be is none that understands.
         if !report.can_be(sent, announced) {
             return Ok(None);
@@ -210,7 +215,7 @@ async fn exchange(
         let there = Passage { sent, arrived: report.received };
         // Less than a segment of full size tells nothing of the way back.
         let told = !there.is_whole() && follows < segment;
-        Ok((!told).then_some(Sounded {
+        Ok((!told).then_some(Segments {
             there,
             back,
             segment,
@@ -220,7 +225,7 @@ async fn exchange(
     };
     tokio::select! {
         ended = send => ended,
-        sounded = hear => sounded,
+        segments = hear => segments,
     }
 }
 
@@ -232,7 +237,7 @@ mod tests {
 
     /// What the doctor makes of a daemon that says that so much was lost, sends so many bytes and goes away, or does not.
     async fn exchanged(lost: usize, bytes: usize, goes_away: bool) -> Option<Passage> {
-        exchanged_with(lost, bytes, goes_away, |_| ()).await.map(|sounded| sounded.back)
+        exchanged_with(lost, bytes, goes_away, |_| ()).await.map(|segments| segments.back)
     }
 
     /// The same of one that says something else.
@@ -240,8 +245,8 @@ mod tests {
         lost: usize,
         bytes: usize,
         goes_away: bool,
-        says: impl FnOnce(&mut Report),
-    ) -> Option<Sounded> {
+        says: impl FnOnce(&mut Arrivals),
+    ) -> Option<Segments> {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         // As on a link: the loopback's segments are so large that the small ones before them take long.
@@ -252,7 +257,7 @@ mod tests {
             let sent = hello.split(' ').nth(2).unwrap().parse().unwrap();
             take(&mut stream, sent, &mut 0).await.unwrap();
             let received = sent - lost;
-            let mut report = Report { version: 1, received, mtu: 1450, heard: 0, bytes: 100 };
+            let mut report = Arrivals { version: 1, received, mtu: 1450, heard: 0, bytes: 100 };
             says(&mut report);
             stream
                 .write_all((serde_json::to_string(&report).unwrap() + "\n").as_bytes())
@@ -281,19 +286,19 @@ mod tests {
     /// Whatever it says else, too.
     #[tokio::test]
     async fn a_daemon_that_says_what_cannot_be_is_not_believed() {
-        let sounded = |says: fn(&mut Report)| exchanged_with(0, 100, false, says);
+        let segments = |says: fn(&mut Arrivals)| exchanged_with(0, 100, false, says);
         assert_eq!(
-            sounded(|report| report.heard = 1450).await.map(|sounded| sounded.heard),
+            segments(|report| report.heard = 1450).await.map(|segments| segments.heard),
             Some(1450)
         );
         for says in [
-            (|report| report.received += 1) as fn(&mut Report),
+            (|report| report.received += 1) as fn(&mut Arrivals),
             |report| report.heard = 1451,
             |report| report.mtu = 0,
             |report| report.mtu = 65_536,
             |report| (report.received, report.bytes) = (99, 100),
         ] {
-            assert_eq!(sounded(says).await, None);
+            assert_eq!(segments(says).await, None);
         }
     }
 
@@ -316,10 +321,10 @@ mod tests {
         // Nobody is behind the tunnel's address, which is said at once.
         for tunnel in [None, Some((IpAddr::from([127, 0, 0, 2]), 1450))] {
             for bare in [false, true] {
-                let sounding = sound(tunnel, Some(address.ip()), bare, address.port());
+                let probe = probe(tunnel, Some(address.ip()), bare, address.port());
                 let asked = async {
-                    let sounded = tokio::select! {
-                        _ = sounding => None,
+                    let segments = tokio::select! {
+                        _ = probe => None,
                         () = sleep(PATIENCE) => None,
                         stream = async {
                             loop {
@@ -330,7 +335,7 @@ mod tests {
                             }
                         } => Some(stream),
                     };
-                    sounded.is_some()
+                    segments.is_some()
                 };
                 assert_eq!(asked.await, bare, "{tunnel:?}");
             }

@@ -7,23 +7,24 @@ use std::net::IpAddr;
 
 use flannel_api::Finding;
 
-use super::device::Devices;
-use super::echo::Answer;
-use super::mtu::{Fault, Narrow};
-use super::peers::Question;
-use crate::problems::release;
-use crate::sounding::{Sounded, Sounding};
+use crate::commands::release;
+use crate::device::Devices;
+use crate::echo::Answer;
+use crate::mtu::{Fault, Narrow};
+use crate::path_probe::client::{PathProbe, Segments};
+use crate::peers::Question;
 
 /// What there is to judge, of one peer in one family.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Answers {
+pub struct Answers {
     /// To echoes of small and full size.
-    pub(crate) tunnel: Option<[Answer; 2]>,
-    pub(crate) public: Option<[Answer; 2]>,
+    pub tunnel: Option<[Answer; 2]>,
+    /// Of the tunnel address; `None`: it was not asked.
+    pub public: Option<[Answer; 2]>,
     /// What the peer's daemon reports.
-    pub(crate) sounding: Sounding,
+    pub path: PathProbe,
     /// The largest echo that passes where full ones are lost, in bytes, if it was looked for.
-    pub(crate) passes: Option<u16>,
+    pub passes: Option<u16>,
 }
 
 /// A peer and what was asked of it.
@@ -40,12 +41,7 @@ struct Case<'a> {
 }
 
 /// Everything that is to be said of a peer in one family.
-pub(super) fn judge(
-    key: &str,
-    asked: &Question,
-    answers: &Answers,
-    devices: &Devices,
-) -> Vec<Fault> {
+pub fn diagnose(key: &str, asked: &Question, answers: &Answers, devices: &Devices) -> Vec<Fault> {
     let (address, full, [small, big]) =
         match (&asked.tunnel, &answers.tunnel, &asked.public, &answers.public) {
             (Some((address, full)), Some(answers), ..) => (*address, *full, answers),
@@ -60,22 +56,26 @@ pub(super) fn judge(
         ];
     }
     let mut found: Vec<Fault> = Vec::new();
-    let sounded = &answers.sounding.segments;
-    match (replied(small), replied(big), sounded) {
+    let segments = &answers.path.segments;
+    match (replied(small), replied(big), segments) {
         // Without echoes only what both ends report counts.
         _ if *small == Answer::NotAsked => {
-            found.extend(sounded.iter().filter_map(|sounded| case.lost(sounded)).map(Fault::from));
+            found.extend(
+                segments.iter().filter_map(|segments| case.lost(segments)).map(Fault::from),
+            );
         }
         (false, _, None) => found.push(case.silent().into()),
         // Who answers no echo, but its doctor's port, only answers no echoes.
-        (false, _, Some(sounded)) => found.extend(case.lost(sounded).map(Fault::from)),
+        (false, _, Some(segments)) => found.extend(case.lost(segments).map(Fault::from)),
         (true, false, _) => found.push(case.too_big(big)),
-        (true, true, sounded) => {
+        (true, true, segments) => {
             found.extend(case.cut_up());
-            found.extend(sounded.iter().filter_map(|sounded| case.lost(sounded)).map(Fault::from));
+            found.extend(
+                segments.iter().filter_map(|segments| case.lost(segments)).map(Fault::from),
+            );
         }
     }
-    found.extend(sounded.iter().filter_map(|sounded| case.unequal(sounded)));
+    found.extend(segments.iter().filter_map(|segments| case.unequal(segments)));
     found
 }
 
@@ -91,8 +91,8 @@ impl Case<'_> {
         let public_replies = answers.public.as_ref().is_some_and(|[small, _]| replied(small));
         if answers.tunnel.is_some() && public_replies {
             let port = self.devices.port().unwrap_or(8472);
-            let at = if answers.sounding.noticed > 0 { "here" } else { "on both hosts" };
-            let likely = match answers.sounding.noticed {
+            let at = if answers.path.noticed > 0 { "here" } else { "on both hosts" };
+            let likely = match answers.path.noticed {
                 0 => format!(
                     "UDP port {port} may be blocked here, on the way or there, or flannel is not well there"
                 ),
@@ -123,8 +123,8 @@ impl Case<'_> {
     /// What pods may send is lost.
     fn too_big(&self, answer: &Answer) -> Fault {
         let Self { key, address, full, answers, .. } = self;
-        let told = answers.sounding.segments.as_ref().map_or(0, |sounded| sounded.heard);
-        let heard = told.max(answers.sounding.noticed);
+        let told = answers.path.segments.as_ref().map_or(0, |segments| segments.heard);
+        let heard = told.max(answers.path.noticed);
         let what = match answer {
             Answer::TooBig(Some(most)) => format!("are too big: at most {most} pass"),
             Answer::TooBig(None) if self.own_device_is_less() => {
@@ -179,8 +179,8 @@ impl Case<'_> {
     }
 
     /// TCP suffers where echoes do not.
-    fn lost(&self, sounded: &Sounded) -> Option<Finding> {
-        let (which, at) = match (sounded.there.is_whole(), sounded.back.is_whole()) {
+    fn lost(&self, segments: &Segments) -> Option<Finding> {
+        let (which, at) = match (segments.there.is_whole(), segments.back.is_whole()) {
             (true, true) => return None,
             (false, true) => ("do not arrive there, while those from there arrive here", "here"),
             (true, false) => ("arrive there, while those from there do not arrive here", "there"),
@@ -200,7 +200,7 @@ impl Case<'_> {
         let text = format!(
             "TCP segments of {} bytes to {} of {} {which}: a firewall drops them, or checksums are left to a network card \
              that does them wrongly",
-            sounded.segment, self.address, self.key
+            segments.segment, self.address, self.key
         );
         Some(
             Finding::error("segments", text).with_command(format!("{mend}; else nft list ruleset")),
@@ -208,8 +208,8 @@ impl Case<'_> {
     }
 
     /// Pods of the two nodes are told different sizes.
-    fn unequal(&self, sounded: &Sounded) -> Option<Fault> {
-        let (here, there) = (u32::from(self.full), sounded.mtu);
+    fn unequal(&self, segments: &Segments) -> Option<Fault> {
+        let (here, there) = (u32::from(self.full), segments.mtu);
         if here == there {
             return None;
         }
@@ -249,14 +249,14 @@ mod tests {
 
     use flannel_core::{Dual, Family};
 
-    use super::super::mtu::settle;
-    use super::super::peers::tests::{devices, target};
     use super::*;
-    use crate::sounding::Passage;
+    use crate::fixture::{devices, target};
+    use crate::mtu::settle;
+    use crate::path_probe::client::Passage;
 
     /// What is said of one peer alone.
     fn told(question: &Question, answers: &Answers, devices: &Devices) -> Vec<Finding> {
-        settle(judge("10.1.7.0-24", question, answers, devices), devices, &[Family::V4])
+        settle(diagnose("10.1.7.0-24", question, answers, devices), devices, &[Family::V4])
     }
 
     #[test]
@@ -426,17 +426,17 @@ mod tests {
             ),
         ] {
             for (forth, back, expected) in [(0, 5592, here), (5592, 0, there)] {
-                let sounded = Sounded {
+                let segments = Segments {
                     there: passage(forth),
                     back: passage(back),
                     segment: 1398,
                     mtu: 1450,
                     heard: 1450,
                 };
-                let sounding = Sounding { noticed: 1450, segments: Some(sounded) };
+                let path = PathProbe { noticed: 1450, segments: Some(segments) };
                 let answers = Answers {
                     tunnel: question.tunnel.map(|_| [ok(), ok()]),
-                    sounding,
+                    path,
                     ..answers(ok(), None)
                 };
                 let mend = mend(question, answers, devices);
@@ -464,17 +464,17 @@ mod tests {
         // There the underlay takes 1350 bytes, the least that does, or 1400.
         for (there, mtu) in [(1280, 1350), (1330, 1400)] {
             for question in &questions {
-                let sounded = Sounded {
+                let segments = Segments {
                     there: passage,
                     back: passage,
                     segment: 1280,
                     mtu: there,
                     heard: 1430,
                 };
-                let sounding = Sounding { noticed: 0, segments: Some(sounded) };
+                let path = PathProbe { noticed: 0, segments: Some(segments) };
                 let both = || Some([ok(), ok()]);
-                let answers = Answers { tunnel: both(), public: both(), sounding, passes: None };
-                let faults = judge("10.1.7.0-24", question, &answers, &devices);
+                let answers = Answers { tunnel: both(), public: both(), path, passes: None };
+                let faults = diagnose("10.1.7.0-24", question, &answers, &devices);
                 let found = settle(faults, &devices, &Family::BOTH);
                 let patch =
                     format!("flannelctl config patch '{{\"Backend\": {{\"MTU\": {mtu}}}}}'");
@@ -498,7 +498,7 @@ mod tests {
                         ..Answers::default()
                     };
                     let found = settle(
-                        judge("10.1.7.0-24", question, &answers, &devices),
+                        diagnose("10.1.7.0-24", question, &answers, &devices),
                         &devices,
                         &Family::BOTH,
                     );
@@ -514,17 +514,13 @@ mod tests {
         let question = &target("vxlan").questions(&devices())[0];
         let ok = || Answer::Reply(Duration::from_millis(1));
         let passage = |arrived| Passage { sent: 5592, arrived };
-        let sounded = |there, back, mtu, heard| {
-            Some(Sounded { there: passage(there), back: passage(back), segment: 1398, mtu, heard })
+        let segments = |there, back, mtu, heard| {
+            Some(Segments { there: passage(there), back: passage(back), segment: 1398, mtu, heard })
         };
         let judge = |tunnel: [Answer; 2], segments, noticed| {
-            let sounding = Sounding { noticed, segments };
-            let answers = Answers {
-                tunnel: Some(tunnel),
-                public: Some([ok(), ok()]),
-                sounding,
-                passes: None,
-            };
+            let path = PathProbe { noticed, segments };
+            let answers =
+                Answers { tunnel: Some(tunnel), public: Some([ok(), ok()]), path, passes: None };
             let found = told(question, &answers, &devices());
             let line = |f: Finding| {
                 format!("{} {} {} | {}", f.severity, f.check, f.text, f.mend.unwrap_or_default())
@@ -532,16 +528,16 @@ mod tests {
             found.into_iter().map(line).collect::<Vec<_>>()
         };
         let none = || Answer::Nothing;
-        assert_eq!(judge([ok(), ok()], sounded(5592, 5592, 1450, 1450), 0), [""; 0]);
+        assert_eq!(judge([ok(), ok()], segments(5592, 5592, 1450, 1450), 0), [""; 0]);
         assert_eq!(judge([Answer::NotAsked, Answer::NotAsked], None, 0), [""; 0]);
         assert_eq!(
-            judge([none(), none()], sounded(5592, 5592, 1450, 1450), 0),
+            judge([none(), none()], segments(5592, 5592, 1450, 1450), 0),
             [""; 0],
             "only echoes are refused"
         );
         for (found, parts) in [
             (
-                judge([ok(), ok()], sounded(0, 5592, 1450, 1450), 0),
+                judge([ok(), ok()], segments(0, 5592, 1450, 1450), 0),
                 [
                     "error segments",
                     "do not arrive there, while those from there arrive here",
@@ -549,15 +545,15 @@ mod tests {
                 ],
             ),
             (
-                judge([ok(), ok()], sounded(5592, 4096, 1450, 1450), 0),
+                judge([ok(), ok()], segments(5592, 4096, 1450, 1450), 0),
                 ["error segments", "arrive there, while those from there do not", "off # there"],
             ),
             (
-                judge([none(), none()], sounded(0, 0, 1450, 64), 0),
+                judge([none(), none()], segments(0, 0, 1450, 64), 0),
                 ["error segments", "do not arrive there, and those", "off # on both"],
             ),
             (
-                judge([ok(), none()], sounded(0, 5592, 1450, 64), 0),
+                judge([ok(), none()], segments(0, 5592, 1450, 64), 0),
                 [
                     "error path-mtu",
                     "do not arrive there, while small ones do",
@@ -565,7 +561,7 @@ mod tests {
                 ],
             ),
             (
-                judge([ok(), none()], sounded(5592, 0, 1450, 1450), 0),
+                judge([ok(), none()], segments(5592, 0, 1450, 1450), 0),
                 [
                     "error path-mtu",
                     "arrive there, and are lost on the way back",
@@ -573,7 +569,7 @@ mod tests {
                 ],
             ),
             (
-                judge([ok(), Answer::TooBig(None)], sounded(5592, 5592, 1450, 1450), 1450),
+                judge([ok(), Answer::TooBig(None)], segments(5592, 5592, 1450, 1450), 1450),
                 ["error path-mtu", "are too big for the way, as this host knows", "\"MTU\": 1330"],
             ),
             (
@@ -585,11 +581,11 @@ mod tests {
                 ],
             ),
             (
-                judge([ok(), none()], sounded(5592, 5592, 1450, 0), 0),
+                judge([ok(), none()], segments(5592, 5592, 1450, 0), 0),
                 ["error path-mtu", "get no reply", "\"MTU\": 1330}}' # the MTU of the path"],
             ),
             (
-                judge([ok(), ok()], sounded(5592, 5592, 1350, 1450), 0),
+                judge([ok(), ok()], segments(5592, 5592, 1350, 1450), 0),
                 [
                     "warning mtu",
                     "pods here may send 1450 bytes, those of 10.1.7.0-24 1350",
@@ -605,7 +601,7 @@ mod tests {
                 ],
             ),
             (
-                judge([Answer::NotAsked, Answer::NotAsked], sounded(0, 5592, 1450, 1450), 0),
+                judge([Answer::NotAsked, Answer::NotAsked], segments(0, 5592, 1450, 1450), 0),
                 [
                     "error segments",
                     "do not arrive there, while those from there arrive here",

@@ -30,15 +30,16 @@ const MAGIC: &[u8; 8] = b"flannel?";
 
 /// One question.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Probe {
-    pub(crate) to: IpAddr,
+pub struct Probe {
+    /// The address.
+    pub to: IpAddr,
     /// The whole IP packet, in bytes.
-    pub(crate) size: u16,
+    pub size: u16,
 }
 
 /// What became of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Answer {
+pub enum Answer {
     /// It came back.
     Reply(Duration),
     /// Somebody on the way, or this host, takes only smaller ones: so many bytes, if that was said.
@@ -58,7 +59,7 @@ pub(crate) enum Answer {
 ///
 /// # Blocking
 /// Until all have answered, or `patience` is over for each group of 64 of a family.
-pub(crate) fn echo(probes: &[Probe], patience: Duration) -> io::Result<Vec<Answer>> {
+pub fn echo(probes: &[Probe], patience: Duration) -> io::Result<Vec<Answer>> {
     let mut answers = vec![Answer::Nothing; probes.len()];
     let of = |family| -> io::Result<Vec<(usize, Answer)>> {
         let ours = probes.iter().enumerate().filter(|(_, probe)| Family::of(probe.to) == family);

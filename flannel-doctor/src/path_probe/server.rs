@@ -1,4 +1,4 @@
-//! The end that is sounded: the daemon, where peers' packets arrive.
+//! The end that answers: the daemon, where packets of peers arrive.
 //!
 //! The one thing to know: on a tunnel it is bound to the tunnel's own address and device, and speaks only with the tunnel addresses of
 //! other nodes that are believed; where peers are reached without a tunnel, to the external interface, with its address and the one
@@ -20,11 +20,13 @@ use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
-use super::ear::Ear;
-use super::nodes::{By, Nodes};
-use super::{HELLO, LEAST, MOST, NOTICE, Nonce, QUESTION, Report, amount, fill, read_line, take};
+use super::heard::Heard;
+use super::nodes::{NodeAddress, Nodes};
+use super::protocol::{
+    Arrivals, HELLO, LEAST, MOST, NOTICE, Nonce, QUESTION, amount, fill, read_line, take,
+};
 
-/// So many are sounding at once; who comes then is refused.
+/// So many are probing at once; who comes then is refused.
 const AT_ONCE: usize = 8;
 /// … of them so many from one address.
 const SHARE: usize = 2;
@@ -43,47 +45,49 @@ const LEAVING: Duration = Duration::from_secs(4);
 
 /// Where it answers, and what it tells.
 #[derive(Debug, Clone)]
-pub(crate) struct Place {
-    pub(crate) port: u16,
+pub struct ServerConfig {
+    /// The port, TCP and UDP; 0: nothing is served.
+    pub port: u16,
     /// The tunnels, with the address of each.
-    pub(crate) tunnels: Dual<(LinkName, IpAddr)>,
+    pub tunnels: Dual<(LinkName, IpAddr)>,
     /// The external interface with its addresses, if packets of pods come there as they are.
-    pub(crate) bare: Dual<(LinkName, IpAddr)>,
+    pub bare: Dual<(LinkName, IpAddr)>,
     /// The addresses that peers are told, if they are others than those.
-    pub(crate) public: Dual<(LinkName, IpAddr)>,
+    pub public: Dual<(LinkName, IpAddr)>,
     /// What pods may send, in bytes.
-    pub(crate) mtu: u32,
-    pub(crate) views: watch::Receiver<View>,
+    pub mtu: u32,
+    /// The leases.
+    pub views: watch::Receiver<View>,
     /// Tells when something was done to a device.
-    pub(crate) status: watch::Receiver<Arc<Status>>,
+    pub status: watch::Receiver<Arc<Status>>,
 }
 
 /// What is known while it answers somewhere.
 #[derive(Debug)]
-struct Desk<'a> {
-    place: &'a Place,
-    by: By,
+struct Server<'a> {
+    config: &'a ServerConfig,
+    by: NodeAddress,
     nodes: Mutex<Nodes>,
-    ear: Ear,
+    heard: Heard,
 }
 
-impl<'a> Desk<'a> {
-    fn new(place: &'a Place, by: By) -> Self {
+impl<'a> Server<'a> {
+    fn new(config: &'a ServerConfig, by: NodeAddress) -> Self {
         Self {
-            place,
+            config,
             by,
-            nodes: Mutex::new(Nodes::new(by, place.views.clone())),
-            ear: Ear::default(),
+            nodes: Mutex::new(Nodes::new(by, config.views.clone())),
+            heard: Heard::default(),
         }
     }
 
     /// The lease of another node, by an address of its. One that nobody believes may name anybody as its node.
     fn other(&self, from: IpAddr) -> Option<Arc<Lease>> {
-        let Place { tunnels, bare, public, .. } = self.place;
+        let ServerConfig { tunnels, bare, public, .. } = self.config;
         if [tunnels, bare, public].into_iter().flat_map(Dual::values).any(|(_, own)| *own == from) {
             return None;
         }
-        let status = Arc::clone(&self.place.status.borrow());
+        let status = Arc::clone(&self.config.status.borrow());
         let mut nodes = self.nodes();
         let believed = |lease: &&Arc<Lease>| !status.disbelieved.contains_key(&lease.subnets);
         nodes.at(from).iter().find(believed).cloned()
@@ -98,42 +102,42 @@ impl<'a> Desk<'a> {
 ///
 /// # Cancel safety
 /// Dropping the future closes everything.
-pub(crate) async fn respond(place: Place) -> Infallible {
-    if place.port == 0 {
+pub async fn serve(config: ServerConfig) -> Infallible {
+    if config.port == 0 {
         return std::future::pending().await;
     }
-    let on = async |by: By, door: Option<(LinkName, IpAddr)>| match door {
-        Some((device, address)) => on_device(&Desk::new(&place, by), device, address).await,
+    let on = async |by: NodeAddress, door: Option<(LinkName, IpAddr)>| match door {
+        Some((device, address)) => on_device(&Server::new(&config, by), device, address).await,
         None => std::future::pending().await,
     };
-    let Place { tunnels, bare, public, .. } = &place;
+    let ServerConfig { tunnels, bare, public, .. } = &config;
     tokio::select! {
-        never = on(By::Tunnel, tunnels.v4) => never,
-        never = on(By::Tunnel, tunnels.v6) => never,
-        never = on(By::Public, bare.v4) => never,
-        never = on(By::Public, bare.v6) => never,
-        never = on(By::Public, public.v4) => never,
-        never = on(By::Public, public.v6) => never,
+        never = on(NodeAddress::Tunnel, tunnels.v4) => never,
+        never = on(NodeAddress::Tunnel, tunnels.v6) => never,
+        never = on(NodeAddress::Public, bare.v4) => never,
+        never = on(NodeAddress::Public, bare.v6) => never,
+        never = on(NodeAddress::Public, public.v4) => never,
+        never = on(NodeAddress::Public, public.v6) => never,
     }
 }
 
-async fn on_device(desk: &Desk<'_>, device: LinkName, address: IpAddr) -> Infallible {
-    let place = desk.place;
-    let mut status = place.status.clone();
+async fn on_device(server: &Server<'_>, device: LinkName, address: IpAddr) -> Infallible {
+    let config = server.config;
+    let mut status = config.status.clone();
     let mut told = None;
     loop {
-        match open(device, SocketAddr::new(address, place.port), desk.by) {
+        match open(device, SocketAddr::new(address, config.port), server.by) {
             Ok((listener, datagrams)) => tokio::select! {
-                never = accept(&listener, desk) => match never {},
-                never = listen(datagrams.as_ref(), desk) => match never {},
+                never = accept(&listener, server) => match never {},
+                never = listen(datagrams.as_ref(), server) => match never {},
                 () = lost(&listener, &mut status) => continue,
             },
             Err(error) if told != Some(error.kind()) => {
-                tracing::debug!("--doctor-port {}: {address} on {device}: {error}", place.port);
+                tracing::debug!("--doctor-port {}: {address} on {device}: {error}", config.port);
                 if error.kind() == io::ErrorKind::AddrInUse {
                     tracing::warn!(
                         "other nodes' doctors cannot ask this one: --doctor-port {}: {address}: {error}",
-                        place.port
+                        config.port
                     );
                 }
                 told = Some(error.kind());
@@ -155,7 +159,7 @@ async fn on_device(desk: &Desk<'_>, device: LinkName, address: IpAddr) -> Infall
 fn open(
     device: LinkName,
     address: SocketAddr,
-    by: By,
+    by: NodeAddress,
 ) -> io::Result<(TcpListener, Option<UdpSocket>)> {
     let bound = |kind, protocol| -> io::Result<Socket> {
         let socket = Socket::new(Domain::for_address(address), kind, Some(protocol))?;
@@ -175,7 +179,7 @@ fn open(
     let listener = bound(Type::STREAM, Protocol::TCP)?;
     listener.listen(AT_ONCE as i32)?;
     let listener = TcpListener::from_std(listener.into())?;
-    if by == By::Public {
+    if by == NodeAddress::Public {
         return Ok((listener, None));
     }
     let datagrams = bound(Type::DGRAM, Protocol::UDP)?;
@@ -192,31 +196,31 @@ async fn lost(listener: &TcpListener, status: &mut watch::Receiver<Arc<Status>>)
 }
 
 /// Notes who is heard, and says so beside the tunnel, since the way back through it may be the one that is lost.
-async fn listen(datagrams: Option<&UdpSocket>, desk: &Desk<'_>) -> Infallible {
+async fn listen(datagrams: Option<&UdpSocket>, server: &Server<'_>) -> Infallible {
     let Some(datagrams) = datagrams else {
         loop {
             sleep(IDLE).await;
-            desk.nodes().forget();
+            server.nodes().forget();
         }
     };
     let mut buffer = vec![0; usize::from(u16::MAX)];
     loop {
         match timeout(IDLE, datagrams.recv_from(&mut buffer)).await {
-            Ok(Ok((len, from))) => hear(&buffer[..len], from, desk).await,
+            Ok(Ok((len, from))) => hear(&buffer[..len], from, server).await,
             Ok(Err(_)) => {}
-            Err(_) => desk.nodes().forget(),
+            Err(_) => server.nodes().forget(),
         }
         sleep(PAUSE).await;
     }
 }
 
 /// What is no question of a node costs next to nothing.
-async fn hear(datagram: &[u8], from: SocketAddr, desk: &Desk<'_>) {
+async fn hear(datagram: &[u8], from: SocketAddr, server: &Server<'_>) {
     let Some((port, nonce)) = question(datagram) else { return };
-    let Some(lease) = desk.other(from.ip()) else { return };
+    let Some(lease) = server.other(from.ip()) else { return };
     let headers = if from.is_ipv4() { 28 } else { 48 };
     let size = u16::try_from(datagram.len() + headers).unwrap_or(u16::MAX);
-    if !desk.ear.note(from.ip(), nonce, size) {
+    if !server.heard.note(from.ip(), nonce, size) {
         return;
     }
     if let Some(public) = lease.attrs.public[Family::of(from.ip())] {
@@ -237,7 +241,7 @@ async fn notice(to: SocketAddr, nonce: Nonce, size: u16) -> io::Result<()> {
     socket.send_to(&[&NOTICE[..], &nonce, &size.to_be_bytes()].concat(), to).await.map(drop)
 }
 
-async fn accept(listener: &TcpListener, desk: &Desk<'_>) -> Infallible {
+async fn accept(listener: &TcpListener, server: &Server<'_>) -> Infallible {
     let mut clients = JoinSet::new();
     // Whose they are, until they end.
     let mut at_work: Vec<(IpAddr, AbortHandle)> = Vec::new();
@@ -248,12 +252,12 @@ async fn accept(listener: &TcpListener, desk: &Desk<'_>) -> Infallible {
         if let Ok((stream, from)) = accepted {
             let from = from.ip();
             let of_it = at_work.iter().filter(|(whose, _)| *whose == from).count();
-            if at_work.len() < AT_ONCE && of_it < SHARE && desk.other(from).is_some() {
-                let (mtu, ear) = (desk.place.mtu, desk.ear.clone());
+            if at_work.len() < AT_ONCE && of_it < SHARE && server.other(from).is_some() {
+                let (mtu, heard) = (server.config.mtu, server.heard.clone());
                 let client = clients.spawn(async move {
                     // Whatever goes wrong, the client tells.
-                    let _ =
-                        timeout(ASKING + PATIENCE + LEAVING, answer(stream, from, mtu, &ear)).await;
+                    let _ = timeout(ASKING + PATIENCE + LEAVING, answer(stream, from, mtu, &heard))
+                        .await;
                 });
                 at_work.push((from, client));
             } else {
@@ -273,7 +277,7 @@ fn announcement(hello: &str) -> Option<(usize, Nonce)> {
 }
 
 /// Takes what is sent, tells how much has come, and sends as much, at most a few segments.
-async fn answer(mut stream: TcpStream, from: IpAddr, mtu: u32, ear: &Ear) -> io::Result<()> {
+async fn answer(mut stream: TcpStream, from: IpAddr, mtu: u32, heard: &Heard) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let hello = timeout(ASKING, read_line(&mut stream)).await??;
     let Some((announced, nonce)) = announcement(&hello) else { return Ok(()) };
@@ -283,7 +287,7 @@ async fn answer(mut stream: TcpStream, from: IpAddr, mtu: u32, ear: &Ear) -> io:
         taken?;
     }
     let bytes = amount(&stream)?.min(received);
-    let report = Report { version: 1, received, mtu, heard: ear.heard(from, nonce), bytes };
+    let report = Arrivals { version: 1, received, mtu, heard: heard.heard(from, nonce), bytes };
     let line = serde_json::to_string(&report).map_err(io::Error::other)? + "\n";
     let (mut reader, mut writer) = stream.split();
     // Small, so that it arrives where large segments do not.
@@ -308,9 +312,9 @@ mod tests {
         let (told, status) = watch::channel(Arc::new(Status::default()));
         let views = subnets.watch_leases().await.unwrap();
         let [tunnels, bare, public] = Default::default();
-        let place = Place { port: 0, tunnels, bare, public, mtu: 1450, views, status };
-        let desk = Desk::new(&place, By::Tunnel);
-        let other = |n| desk.other(IpAddr::from([10, 1, n, 0])).is_some();
+        let config = ServerConfig { port: 0, tunnels, bare, public, mtu: 1450, views, status };
+        let server = Server::new(&config, NodeAddress::Tunnel);
+        let other = |n| server.other(IpAddr::from([10, 1, n, 0])).is_some();
         assert_eq!([7, 8, 9].map(other), [true, true, false]);
         let why = Disbelief::Rejected("its public address 127.0.0.1 is no host's address".into());
         told.send_modify(|status| {
@@ -327,7 +331,7 @@ mod tests {
             let address = listener.local_addr().unwrap();
             let daemon = async {
                 let (stream, from) = listener.accept().await.unwrap();
-                let _ = answer(stream, from.ip(), 1450, &Ear::default()).await;
+                let _ = answer(stream, from.ip(), 1450, &Heard::default()).await;
             };
             let client = async {
                 let mut stream = TcpStream::connect(address).await.unwrap();
@@ -337,7 +341,7 @@ mod tests {
                 let (mut reader, mut writer) = stream.split();
                 let send = fill(&mut writer, came);
                 let hear = async {
-                    let report: Report =
+                    let report: Arrivals =
                         serde_json::from_str(&read_line(&mut reader).await.unwrap()).unwrap();
                     assert_eq!(report.received, came.min(MOST));
                     assert!(
@@ -353,7 +357,7 @@ mod tests {
     }
 
     /// Nodes are known by their public addresses, and a socket can be bound to any of 127.0.0.0/8.
-    async fn desk_of(nodes: &[&str]) -> (FakeSubnets, Place) {
+    async fn desk_of(nodes: &[&str]) -> (FakeSubnets, ServerConfig) {
         let subnets = FakeSubnets::new("10.1.0.0/16");
         for (n, node) in nodes.iter().enumerate() {
             subnets.put(&format!("10.1.{}.0-24", n + 7), node);
@@ -361,8 +365,8 @@ mod tests {
         let (_, status) = watch::channel(Arc::new(Status::default()));
         let views = subnets.watch_leases().await.unwrap();
         let [tunnels, bare, public] = Default::default();
-        let place = Place { port: 0, tunnels, bare, public, mtu: 1450, views, status };
-        (subnets, place)
+        let config = ServerConfig { port: 0, tunnels, bare, public, mtu: 1450, views, status };
+        (subnets, config)
     }
 
     async fn connected(from: &str, to: SocketAddr) -> io::Result<TcpStream> {
@@ -379,8 +383,8 @@ mod tests {
 
     #[tokio::test]
     async fn no_node_takes_all_the_time_there_is_for_nodes() {
-        let (_subnets, place) = desk_of(&["127.0.0.7", "127.0.0.8"]).await;
-        let desk = Desk::new(&place, By::Public);
+        let (_subnets, config) = desk_of(&["127.0.0.7", "127.0.0.8"]).await;
+        let server = Server::new(&config, NodeAddress::Public);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let to = listener.local_addr().unwrap();
         let clients = async {
@@ -391,13 +395,13 @@ mod tests {
             let mut other = connected("127.0.0.8", to).await.unwrap();
             let hello = format!("{HELLO}10 00000000000000ff\n0123456789");
             tokio::io::AsyncWriteExt::write_all(&mut other, hello.as_bytes()).await.unwrap();
-            let report: Report =
+            let report: Arrivals =
                 serde_json::from_str(&read_line(&mut other).await.unwrap()).unwrap();
             assert_eq!(report.received, 10);
             drop(silent);
         };
         tokio::select! {
-            never = accept(&listener, &desk) => match never {},
+            never = accept(&listener, &server) => match never {},
             () = clients => {}
         }
     }
@@ -405,15 +409,15 @@ mod tests {
     /// A connection that is closed here first stays for a minute, as TIME_WAIT.
     #[tokio::test]
     async fn of_strangers_nothing_stays() {
-        let (_subnets, place) = desk_of(&["127.0.0.7"]).await;
-        let desk = Desk::new(&place, By::Public);
+        let (_subnets, config) = desk_of(&["127.0.0.7"]).await;
+        let server = Server::new(&config, NodeAddress::Public);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let to = listener.local_addr().unwrap();
         let stranger = async {
             assert_eq!(end(connected("127.0.0.9", to).await).await, io::ErrorKind::ConnectionReset);
         };
         tokio::select! {
-            never = accept(&listener, &desk) => match never {},
+            never = accept(&listener, &server) => match never {},
             () = stranger => {}
         }
     }
@@ -426,7 +430,8 @@ mod tests {
         let views = watch::channel(View::unknown()).1;
         let tunnels = Dual { v4: Some(("lo".parse().unwrap(), address.ip())), v6: None };
         let [bare, public] = Default::default();
-        let place = Place { port: address.port(), tunnels, bare, public, mtu: 1450, views, status };
+        let config =
+            ServerConfig { port: address.port(), tunnels, bare, public, mtu: 1450, views, status };
         let client = async {
             sleep(AGAIN / 2).await;
             drop(taken);
@@ -438,7 +443,7 @@ mod tests {
             }
         };
         tokio::select! {
-            never = respond(place) => match never {},
+            never = serve(config) => match never {},
             () = client => (),
         }
     }
