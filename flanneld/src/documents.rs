@@ -74,29 +74,6 @@ fn every_option_of_the_daemon_has_its_row_with_its_default() {
 }
 
 #[test]
-fn every_verb_and_option_of_flannelctl_is_there() {
-    let text = read("docs/configuration.md");
-    let text = text.split("## Options of flannelctl").nth(1).unwrap();
-    let mut all = vec![(String::new(), crate::ctl_command())];
-    while let Some((path, command)) = all.pop() {
-        for verb in command.get_subcommands() {
-            let path = format!("{path} {}", verb.get_name()).trim_start().to_owned();
-            if verb.get_subcommands().next().is_none() {
-                assert!(text.contains(&format!("`{path}")), "flannelctl {path}");
-                for arg in verb.get_arguments() {
-                    let flag = arg.get_long().map(|flag| format!("`--{flag}`"));
-                    let flag = flag.or_else(|| arg.get_short().map(|flag| format!("`-{flag}`")));
-                    let row = text.lines().find(|line| line.contains(&format!("`{path}"))).unwrap();
-                    let known = flag.as_ref().is_none_or(|flag| row.contains(flag.as_str()));
-                    assert!(known, "flannelctl {path}: {flag:?}: {row}");
-                }
-            }
-            all.push((path, verb.clone()));
-        }
-    }
-}
-
-#[test]
 fn every_field_of_the_network_config_is_there() {
     let text = read("docs/configuration.md");
     // What the code reads, by its own words.

@@ -6,7 +6,6 @@ mod changed_config;
 mod cli;
 mod config_validator;
 mod control;
-mod ctl;
 mod disk;
 #[cfg(test)]
 mod documents;
@@ -47,7 +46,6 @@ use observe::Observer;
 pub use capabilities::Capabilities;
 pub use cli::{NexthopObjects, Options};
 pub use control::ControlFlags;
-pub use ctl::{command as ctl_command, main as ctl};
 pub use error::Error;
 pub use firewall::FirewallFlags;
 #[cfg(feature = "etcd")]

@@ -8,22 +8,23 @@ use flannel_api::request;
 use flannel_doctor::why::{RouteInputs, diagnose, lookup};
 use serde_json::json;
 
-use super::offline::Known;
-use super::options::Global;
-use super::paper::{Ink, Paper};
-use super::{Failure, Result, Said, offline};
+use crate::error::{Error, Result};
+use crate::offline::Known;
+use crate::options::Global;
+use crate::terminal::{Style, Terminal};
+use crate::{Output, offline};
 
 /// Why packets for an address go where they go.
 pub(crate) async fn why(
     client: &Client,
     global: &Global,
-    paper: &Paper,
+    terminal: &Terminal,
     address: IpAddr,
-) -> Result<Said> {
+) -> Result<Output> {
     let (value, answer) = match client.ask("GET", &request::why(address)) {
         Ok(value) => {
             let wrong =
-                |error| Failure::Refused(format!("the daemon's answer is not understood: {error}"));
+                |error| Error::Refused(format!("the daemon's answer is not understood: {error}"));
             let answer: WhyReport = serde_json::from_value(value.clone()).map_err(wrong)?;
             (value, answer)
         }
@@ -33,7 +34,7 @@ pub(crate) async fn why(
         }
         Err(failure) => return Err(failure.into()),
     };
-    Ok(Said { text: page(&answer, paper), value, ok: answer.ok })
+    Ok(Output { text: page(&answer, terminal), value, ok: answer.ok })
 }
 
 async fn without_daemon(global: &Global, address: IpAddr) -> Result<WhyReport> {
@@ -59,26 +60,26 @@ async fn without_daemon(global: &Global, address: IpAddr) -> Result<WhyReport> {
     Ok(WhyReport { stale, ..why })
 }
 
-fn page(why: &WhyReport, paper: &Paper) -> String {
-    let (ink, word) = if why.ok { (Ink::Good, "ok") } else { (Ink::Bad, "problem") };
-    let mut out = paper.field(word, ink, &why.verdict);
+fn page(why: &WhyReport, terminal: &Terminal) -> String {
+    let (style, word) = if why.ok { (Style::Good, "ok") } else { (Style::Bad, "problem") };
+    let mut out = terminal.field(word, style, &why.verdict);
     if let Some(hint) = &why.hint {
-        out += &paper.command("try", hint);
+        out += &terminal.command("try", hint);
     }
     if let Some(stale) = &why.stale {
-        out += &paper.field("warning", Ink::Warning, stale);
+        out += &terminal.field("warning", Style::Warning, stale);
     }
     out.push('\n');
     let none = || "none".to_owned();
-    out += &paper.field("address", Ink::Bold, &why.address);
-    out += &paper.field("network", Ink::Bold, &why.network.clone().unwrap_or_else(none));
+    out += &terminal.field("address", Style::Bold, &why.address);
+    out += &terminal.field("network", Style::Bold, &why.network.clone().unwrap_or_else(none));
     let lease = match (&why.lease, &why.node) {
         (Some(lease), Some(node)) => format!("{lease} of {node}"),
         _ => none(),
     };
-    out += &paper.field("lease", Ink::Bold, &lease);
+    out += &terminal.field("lease", Style::Bold, &lease);
     if let Some(disbelief) = &why.disbelief {
-        out += &paper.field("", Ink::Bad, &format!("NOT BELIEVED: {disbelief}"));
+        out += &terminal.field("", Style::Bad, &format!("NOT BELIEVED: {disbelief}"));
     }
     for (n, wanted) in why.objects.iter().enumerate() {
         let error = wanted.error.as_ref().map(|error| format!(": {error}")).unwrap_or_default();
@@ -88,9 +89,9 @@ fn page(why: &WhyReport, paper: &Paper) -> String {
             wanted.state.to_uppercase()
         };
         let label = if n == 0 { "objects" } else { "" };
-        out += &paper.field(label, Ink::Bold, &format!("{}, {state}{error}", wanted.object));
+        out += &terminal.field(label, Style::Bold, &format!("{}, {state}{error}", wanted.object));
     }
-    out += &paper.field("kernel", Ink::Bold, &why.kernel);
+    out += &terminal.field("kernel", Style::Bold, &why.kernel);
     out
 }
 
@@ -99,7 +100,7 @@ mod tests {
     use flannel_api::ObjectReport;
 
     use super::*;
-    use crate::ctl::paper::tests::looks;
+    use crate::terminal::tests::looks;
 
     #[test]
     fn a_shadowed_peer_at_80_columns() {
@@ -145,9 +146,9 @@ objects    neigh 10.1.7.0 lladdr 0a:00:00:00:00:07 dev flannel.1, in place
            left on device (os error 28)
 kernel     via 192.0.2.99 dev eth0
 ";
-        let text = page(&why, &Paper { width: 80, colours: false });
+        let text = page(&why, &Terminal { width: 80, colours: false });
         assert_eq!(text, expected, "\n{text}");
-        looks("why_shadowed", |paper| page(&why, paper));
+        looks("why_shadowed", |terminal| page(&why, terminal));
     }
 
     #[test]
@@ -176,6 +177,6 @@ kernel     via 192.0.2.99 dev eth0
             kernel: "nowhere".into(),
             stale: None,
         };
-        looks("why_waits", |paper| page(&why, paper));
+        looks("why_waits", |terminal| page(&why, terminal));
     }
 }

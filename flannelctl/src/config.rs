@@ -6,32 +6,33 @@ use std::path::Path;
 
 use flannel_api::VERSION;
 use flannel_backends::Backends;
-use flannel_core::{Config, Error};
+use flannel_core::{Config, Error as CoreError};
 use flannel_subnet::{ConfigText, Registry};
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde::{Serialize, Serializer};
 use serde_json::json;
 use serde_json::value::RawValue;
 
-use super::options::{ConfigVerb, Global};
-use super::paper::{Ink, Paper};
-use super::{Failure, Result, Said};
+use crate::Output;
+use crate::error::{Error, Result};
+use crate::options::{ConfigVerb, Global};
+use crate::terminal::{Style, Terminal};
 
 /// Checks, or checks and writes.
 pub(crate) async fn config(
     global: &Global,
     backends: &Backends,
-    paper: &Paper,
+    terminal: &Terminal,
     verb: &ConfigVerb,
-) -> Result<Said> {
+) -> Result<Output> {
     match verb {
         ConfigVerb::Check { file: Some(file) } => {
             let text = read(file)?;
-            Ok(describe(&check(&text, backends)?, &text, "", paper))
+            Ok(describe(&check(&text, backends)?, &text, "", terminal))
         }
         ConfigVerb::Check { file: None } => {
             let text = global.open_registry().await?.config().await?;
-            Ok(describe(&check(&text, backends)?, &text, "", paper))
+            Ok(describe(&check(&text, backends)?, &text, "", terminal))
         }
         ConfigVerb::Set { file } => {
             let text = read(file)?;
@@ -39,16 +40,16 @@ pub(crate) async fn config(
             let registry = global.make_registry().await?;
             let seen = match registry.config().await {
                 Ok(seen) => Some(seen),
-                Err(Error::NoConfig { .. }) => None,
+                Err(CoreError::NoConfig { .. }) => None,
                 Err(error) => return Err(error.into()),
             };
-            write(&*registry, seen.as_ref(), text.text, (backends, paper)).await
+            write(&*registry, seen.as_ref(), text.text, (backends, terminal)).await
         }
         ConfigVerb::Patch { patch } => {
             let registry = global.open_registry().await?;
             let seen = registry.config().await?;
             let text = patched(&seen, patch, backends)?;
-            write(&*registry, Some(&seen), text, (backends, paper)).await
+            write(&*registry, Some(&seen), text, (backends, terminal)).await
         }
     }
 }
@@ -58,8 +59,8 @@ async fn write(
     registry: &dyn Registry,
     seen: Option<&ConfigText>,
     text: String,
-    (backends, paper): (&Backends, &Paper),
-) -> Result<Said> {
+    (backends, terminal): (&Backends, &Terminal),
+) -> Result<Output> {
     let text = ConfigText { location: registry.to_string(), text };
     let config = check(&text, backends)?;
     let said = match seen {
@@ -75,7 +76,7 @@ async fn write(
         true => format!("{said}; other pod networks are used from each daemon's next start on"),
         false => said.to_owned(),
     };
-    Ok(describe(&config, &text, &note, paper))
+    Ok(describe(&config, &text, &note, terminal))
 }
 
 /// A config with some fields changed.
@@ -84,7 +85,7 @@ async fn write(
 /// The patch is no JSON object, what it is for is none, or the config is wrong by it.
 fn patched(seen: &ConfigText, patch: &str, backends: &Backends) -> Result<String> {
     let wrong = |what: &str, why: &dyn Display| {
-        Failure::Refused(format!(
+        Error::Refused(format!(
             "{what} is no JSON object, such as {{\"Backend\": {{\"MTU\": 1400}}}}: {why}"
         ))
     };
@@ -95,9 +96,9 @@ fn patched(seen: &ConfigText, patch: &str, backends: &Backends) -> Result<String
     let text = serde_json::to_string(&config).map_err(|error| wrong("PATCH", &error))?;
     match (judge(&text, backends), judge(&seen.text, backends)) {
         (Err(error), Err(before)) if error == before => {
-            Err(Failure::Refused(format!("{}: {error}, with PATCH as without it", seen.location)))
+            Err(Error::Refused(format!("{}: {error}, with PATCH as without it", seen.location)))
         }
-        (Err(error), _) => Err(Failure::Refused(format!("PATCH: {error}"))),
+        (Err(error), _) => Err(Error::Refused(format!("PATCH: {error}"))),
         (Ok(_), _) => Ok(text),
     }
 }
@@ -177,14 +178,14 @@ fn read(file: &Path) -> Result<ConfigText> {
         false => std::fs::read_to_string(file).map(|content| text = content),
     };
     let location = file.display().to_string();
-    read.map_err(|error| Failure::Refused(format!("{location}: {error}")))?;
+    read.map_err(|error| Error::Refused(format!("{location}: {error}")))?;
     Ok(ConfigText { location, text })
 }
 
 /// As a daemon would, as far as that can be told without its node.
 fn check(text: &ConfigText, backends: &Backends) -> Result<Config> {
     judge(&text.text, backends)
-        .map_err(|error| Failure::Refused(format!("{}: {error}", text.location)))
+        .map_err(|error| Error::Refused(format!("{}: {error}", text.location)))
 }
 
 /// The config, then the backend's options and whether they do for the enabled families.
@@ -195,15 +196,15 @@ fn judge(text: &str, backends: &Backends) -> std::result::Result<Config, String>
     Ok(config)
 }
 
-fn describe(config: &Config, text: &ConfigText, done: &str, paper: &Paper) -> Said {
+fn describe(config: &Config, text: &ConfigText, done: &str, terminal: &Terminal) -> Output {
     let headline = if done.is_empty() { "it is right" } else { done };
-    let mut out = paper.field("ok", Ink::Good, &format!("{}: {headline}", text.location));
+    let mut out = terminal.field("ok", Style::Good, &format!("{}: {headline}", text.location));
     let mut networks = Vec::new();
     for (family, pod) in config.networks.iter() {
         let (from, to, count) = (pod.min, pod.max, pod.subnets());
-        out += &paper.field(
+        out += &terminal.field(
             &family.to_string(),
-            Ink::Bold,
+            Style::Bold,
             &format!("{}, cut into {count} subnets from {from} to {to}", pod.network),
         );
         networks.push(json!({
@@ -220,7 +221,7 @@ fn describe(config: &Config, text: &ConfigText, done: &str, paper: &Paper) -> Sa
     } else {
         ", since none is named (Go flannel takes udp then: name it)"
     };
-    out += &paper.field("backend", Ink::Bold, &format!("{}{implied}", config.backend.kind));
+    out += &terminal.field("backend", Style::Bold, &format!("{}{implied}", config.backend.kind));
     let value = json!({
         "version": VERSION,
         "location": text.location,
@@ -230,7 +231,7 @@ fn describe(config: &Config, text: &ConfigText, done: &str, paper: &Paper) -> Sa
         "backend_named": config.backend.explicit,
         "nftables": config.nftables,
     });
-    Said { text: out, value, ok: true }
+    Output { text: out, value, ok: true }
 }
 
 #[cfg(test)]

@@ -18,8 +18,9 @@ use flannel_options::RegistryUrl;
 use flannel_subnet::SubnetEnv;
 use serde_json::Value;
 
-use crate::ctl::options::Global;
-use crate::ctl::{Result, offline, status};
+use crate::error::Result;
+use crate::options::Global;
+use crate::{offline, status};
 
 /// So long a daemon may be at work before that is told as a fault.
 const MOMENT: Duration = Duration::from_secs(2);

@@ -1,6 +1,6 @@
-//! What text is written on: so wide, with colours or without.
+//! The terminal that text is written to: its width, and whether it has colours.
 //!
-//! The one thing to know: colours are for terminals only, and everything that a colour says a word says too.
+//! Colours are for terminals only. A word says everything that a colour says.
 
 use std::io::IsTerminal;
 
@@ -11,14 +11,14 @@ const NARROWEST: usize = 40;
 
 /// The width, and whether there are colours.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Paper {
+pub(crate) struct Terminal {
     pub(crate) width: usize,
     pub(crate) colours: bool,
 }
 
-/// What a word is like.
+/// The style of a word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Ink {
+pub(crate) enum Style {
     Plain,
     Bold,
     Good,
@@ -26,9 +26,9 @@ pub(crate) enum Ink {
     Bad,
 }
 
-impl Paper {
+impl Terminal {
     /// As standard output is: 80 columns if it does not say.
-    pub(crate) fn of_terminal() -> Self {
+    pub(crate) fn of_stdout() -> Self {
         let terminal = std::io::stdout().is_terminal();
         let size = terminal_size::terminal_size().map(|(width, _)| usize::from(width.0));
         let given = std::env::var("COLUMNS").ok().and_then(|text| text.parse().ok());
@@ -38,26 +38,26 @@ impl Paper {
         Self { width, colours: terminal && !unwanted }
     }
 
-    /// A text in an ink.
-    pub(crate) fn ink(&self, ink: Ink, text: &str) -> String {
-        let code = match ink {
+    /// A text in a style.
+    pub(crate) fn style(&self, style: Style, text: &str) -> String {
+        let code = match style {
             _ if !self.colours => return text.to_owned(),
-            Ink::Plain => return text.to_owned(),
-            Ink::Bold => "1",
-            Ink::Good => "32",
-            Ink::Warning => "33",
-            Ink::Bad => "1;31",
+            Style::Plain => return text.to_owned(),
+            Style::Bold => "1",
+            Style::Good => "32",
+            Style::Warning => "33",
+            Style::Bad => "1;31",
         };
         format!("\x1b[{code}m{text}\x1b[0m")
     }
 
     /// `label     text`, wrapped, the text below the text.
-    pub(crate) fn field(&self, label: &str, ink: Ink, text: &str) -> String {
+    pub(crate) fn field(&self, label: &str, style: Style, text: &str) -> String {
         let mut out = String::new();
         for (n, line) in self.wrap(text, LABEL).iter().enumerate() {
             let label = if n == 0 { label } else { "" };
             // Padded before it is coloured: codes have no width.
-            out += &self.ink(ink, &format!("{label:<LABEL$}"));
+            out += &self.style(style, &format!("{label:<LABEL$}"));
             out += line;
             out.push('\n');
         }
@@ -100,9 +100,9 @@ impl Paper {
         lines
     }
 
-    /// Rows below a head. A cell may have several lines; a row's ink is that of its last cell.
-    pub(crate) fn table(&self, head: &[&str], rows: &[(Ink, Vec<Vec<String>>)]) -> String {
-        let head_row = (Ink::Plain, head.iter().map(|text| vec![(*text).to_owned()]).collect());
+    /// Rows below a head. A cell may have several lines; a row's style is that of its last cell.
+    pub(crate) fn table(&self, head: &[&str], rows: &[(Style, Vec<Vec<String>>)]) -> String {
+        let head_row = (Style::Plain, head.iter().map(|text| vec![(*text).to_owned()]).collect());
         let all = || std::iter::once(&head_row).chain(rows);
         let width = |column: usize| {
             let lines = all().filter_map(|(_, row)| row.get(column)).flatten();
@@ -110,7 +110,7 @@ impl Paper {
         };
         let widths: Vec<usize> = (0..head.len()).map(width).collect();
         let mut out = String::new();
-        for (ink, row) in all() {
+        for (style, row) in all() {
             for n in 0..row.iter().map(Vec::len).max().unwrap_or(0) {
                 let mut line = String::new();
                 for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
@@ -118,7 +118,7 @@ impl Paper {
                     let gap = if column == 0 { "" } else { "  " };
                     line += &format!("{gap}{text:<width$}");
                 }
-                out += &self.ink(*ink, line.trim_end());
+                out += &self.style(*style, line.trim_end());
                 out.push('\n');
             }
         }
@@ -144,11 +144,11 @@ pub(crate) mod tests {
     use super::*;
 
     /// A page is, at 80 and 120 columns, what the files `pages/NAME_80.txt` and `pages/NAME_120.txt` say. To be looked at after
-    /// `UPDATE_PAGES=1` has written them anew. Nothing but a command or a table's row is wider than the paper.
-    pub(crate) fn looks(name: &str, page: impl Fn(&Paper) -> String) {
+    /// `UPDATE_PAGES=1` has written them anew. Nothing but a command or a table's row is wider than the terminal.
+    pub(crate) fn looks(name: &str, page: impl Fn(&Terminal) -> String) {
         for width in [80, 120] {
-            let text = page(&Paper { width, colours: false });
-            let file = format!("{}/src/ctl/pages/{name}_{width}.txt", env!("CARGO_MANIFEST_DIR"));
+            let text = page(&Terminal { width, colours: false });
+            let file = format!("{}/src/pages/{name}_{width}.txt", env!("CARGO_MANIFEST_DIR"));
             if std::env::var_os("UPDATE_PAGES").is_some() {
                 std::fs::write(&file, &text).unwrap();
             }
@@ -167,23 +167,23 @@ pub(crate) mod tests {
 
     #[test]
     fn text_is_wrapped_and_tables_are_aligned() {
-        let paper = Paper { width: 30, colours: false };
+        let terminal = Terminal { width: 30, colours: false };
         assert_eq!(
-            paper.field(
+            terminal.field(
                 "error",
-                Ink::Bad,
+                Style::Bad,
                 "one two three four five a-very-long-word-that-does-not-fit"
             ),
             "error      one two three four\n           five\n           a-very-long-word-that-does-not-fit\n"
         );
         let rows = [
-            (Ink::Plain, vec![vec!["a".to_owned(), "bcd".to_owned()], vec!["x".to_owned()]]),
-            (Ink::Plain, vec![vec![], vec!["yy".to_owned()]]),
+            (Style::Plain, vec![vec!["a".to_owned(), "bcd".to_owned()], vec!["x".to_owned()]]),
+            (Style::Plain, vec![vec![], vec!["yy".to_owned()]]),
         ];
-        assert_eq!(paper.table(&["H", "K"], &rows), "H    K\na    x\nbcd\n     yy\n");
-        let bright = Paper { width: 30, colours: true };
-        assert_eq!(bright.ink(Ink::Good, "x"), "\x1b[32mx\x1b[0m");
-        assert_eq!(bright.field("a", Ink::Plain, "b"), "a          b\n");
+        assert_eq!(terminal.table(&["H", "K"], &rows), "H    K\na    x\nbcd\n     yy\n");
+        let bright = Terminal { width: 30, colours: true };
+        assert_eq!(bright.style(Style::Good, "x"), "\x1b[32mx\x1b[0m");
+        assert_eq!(bright.field("a", Style::Plain, "b"), "a          b\n");
     }
 
     #[test]

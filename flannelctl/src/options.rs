@@ -9,6 +9,7 @@ use std::sync::Arc;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use flannel_core::{Subnet, Subnets};
 #[cfg(feature = "etcd")]
+use flannel_options::Error as OptionsError;
 use flannel_options::EtcdFlags;
 use flannel_options::RegistryUrl;
 use flannel_options::control;
@@ -16,9 +17,8 @@ use flannel_options::environment::{name_variable, variable};
 use flannel_options::go_flags::is_given;
 use flannel_subnet::Registry;
 
-use super::docker_opts::DockerFlags;
-use super::{Failure, Result};
-use crate::error::Error;
+use crate::docker_opts::DockerFlags;
+use crate::error::{Error, Result};
 
 /// What `flannelctl` is told.
 #[derive(Debug, Parser)]
@@ -106,9 +106,7 @@ impl Global {
     /// Opens the store, a new one if there is none.
     pub(crate) async fn make_registry(&self) -> Result<Arc<dyn Registry>> {
         let missing = || {
-            Failure::Refused(
-                "--registry names no store; for example dir:/etc/flannel/network".into(),
-            )
+            Error::Refused("--registry names no store; for example dir:/etc/flannel/network".into())
         };
         let url = self.registry.as_ref().ok_or_else(missing)?;
         #[cfg(feature = "etcd")]
@@ -331,11 +329,11 @@ impl Ctl {
     /// Parses a command line and the environment.
     ///
     /// # Errors
-    /// [`Error::Usage`], [`Error::Help`].
+    /// [`OptionsError::Usage`], [`OptionsError::Help`].
     pub(crate) fn parse_from(
         args: impl IntoIterator<Item = OsString>,
         env: impl Fn(&str) -> Option<OsString>,
-    ) -> Result<Self, Error> {
+    ) -> Result<Self, OptionsError> {
         let command = command();
         let mut args: Vec<OsString> = args.into_iter().collect();
         // What flanneld knows too comes from its variables: where things are, and what stands behind the verb.
@@ -366,14 +364,14 @@ impl Ctl {
                 args.push(given);
             }
         }
-        let usage = |text: String| Error::Usage(name_variable(text, &variables));
+        let usage = |text: String| OptionsError::Usage(name_variable(text, &variables));
         let matches =
             command.try_get_matches_from(args).map_err(|error| match error.use_stderr() {
                 true => usage(error.render().to_string()),
-                false => Error::Help(error.render().to_string()),
+                false => OptionsError::Help(error.render().to_string()),
             })?;
-        let options =
-            Self::from_arg_matches(&matches).map_err(|error| Error::Usage(error.to_string()))?;
+        let options = Self::from_arg_matches(&matches)
+            .map_err(|error| OptionsError::Usage(error.to_string()))?;
         #[cfg(feature = "etcd")]
         if options.global.registry == Some(RegistryUrl::Etcd) {
             options.global.etcd.check().map_err(|text| usage(format!("{text}\n")))?;
@@ -386,7 +384,7 @@ impl Ctl {
 mod tests {
     use super::*;
 
-    fn parse(args: &[&str], env: &[(&str, &str)]) -> Result<Ctl, Error> {
+    fn parse(args: &[&str], env: &[(&str, &str)]) -> Result<Ctl, OptionsError> {
         let args = std::iter::once("flannelctl").chain(args.iter().copied()).map(OsString::from);
         let find = |name: &str| {
             env.iter().find(|(n, _)| *n == name).map(|(_, value)| OsString::from(value))

@@ -7,9 +7,10 @@ use std::time::Duration;
 use flannel_api::Client;
 use flannel_backends::Backends;
 
-use super::options::Global;
-use super::paper::Paper;
-use super::{Result, Said, status};
+use crate::error::Result;
+use crate::options::Global;
+use crate::terminal::Terminal;
+use crate::{Output, status};
 
 /// To the top left, and everything below goes.
 const CLEAR: &str = "\x1b[H\x1b[2J";
@@ -19,20 +20,20 @@ pub(crate) async fn watch(
     client: &Client,
     global: &Global,
     backends: &Backends,
-    paper: &Paper,
+    terminal: &Terminal,
     interval: u64,
     live: bool,
-) -> Result<Said> {
+) -> Result<Output> {
     let mut shown = None;
     loop {
-        let said = status::status(client, global, backends, paper).await?;
+        let said = status::status(client, global, backends, terminal).await?;
         let state = essence(&said);
         if live || shown.as_ref() != Some(&state) {
             let text = screen(&said, live, global.json);
             let mut out = std::io::stdout();
             if out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_err() {
                 // Nobody reads on.
-                return Ok(Said { text: String::new(), ..said });
+                return Ok(Output { text: String::new(), ..said });
             }
             shown = Some(state);
         }
@@ -41,7 +42,7 @@ pub(crate) async fn watch(
 }
 
 /// One look: on a terminal in the place of the one before, else below it.
-fn screen(said: &Said, live: bool, json: bool) -> String {
+fn screen(said: &Output, live: bool, json: bool) -> String {
     match (live, json) {
         (true, _) => format!("{CLEAR}{}", said.text),
         (false, true) => format!("{}\n", said.value),
@@ -50,7 +51,7 @@ fn screen(said: &Said, live: bool, json: bool) -> String {
 }
 
 /// What of a status is news when it differs: not the time, nor what follows from it.
-fn essence(said: &Said) -> serde_json::Value {
+fn essence(said: &Output) -> serde_json::Value {
     let value = &said.value;
     let network = &value["network"];
     serde_json::json!([
@@ -71,26 +72,26 @@ fn essence(said: &Said) -> serde_json::Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ctl::paper::tests::looks;
+    use crate::terminal::tests::looks;
 
     #[test]
     fn a_screen_is_the_status_in_the_place_of_the_one_before() {
-        let said = |paper: &Paper| {
+        let said = |terminal: &Terminal| {
             let report = flannel_api::testing::status_report();
-            Said {
-                text: status::page(&report, paper),
+            Output {
+                text: status::page(&report, terminal),
                 value: serde_json::json!(report),
                 ok: report.ready,
             }
         };
-        looks("watch", |paper| {
-            let live = screen(&said(paper), true, false);
+        looks("watch", |terminal| {
+            let live = screen(&said(terminal), true, false);
             live.strip_prefix(CLEAR).unwrap().to_owned()
         });
-        let paper = Paper { width: 80, colours: false };
-        let below = screen(&said(&paper), false, false);
+        let terminal = Terminal { width: 80, colours: false };
+        let below = screen(&said(&terminal), false, false);
         assert!(below.starts_with("flanneld 0.1.0") && below.ends_with("\n\n"), "{below}");
-        let json = screen(&said(&paper), false, true);
+        let json = screen(&said(&terminal), false, true);
         assert_eq!((json.lines().count(), json.starts_with('{')), (1, true), "{json}");
     }
 
@@ -99,7 +100,7 @@ mod tests {
         let said = |change: fn(&mut flannel_api::StatusReport)| {
             let mut report = flannel_api::testing::status_report();
             change(&mut report);
-            Said { text: String::new(), value: serde_json::json!(report), ok: true }
+            Output { text: String::new(), value: serde_json::json!(report), ok: true }
         };
         let before = essence(&said(|_| {}));
         assert_eq!(essence(&said(|report| report.time += 60.0)), before);

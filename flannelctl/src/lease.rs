@@ -6,20 +6,25 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use flannel_api::VERSION;
-use flannel_core::{Config, Dual, Error, LeaseAttrs, Subnets, holder};
+use flannel_core::{Config, Dual, Error as CoreError, LeaseAttrs, Subnets, holder};
 use flannel_subnet::{Entry, Registry};
 use serde_json::{Value, json};
 
-use super::options::{Global, LeaseVerb};
-use super::paper::{Ink, Paper};
-use super::{Failure, Result, Said};
+use crate::Output;
+use crate::error::{Error, Result};
+use crate::options::{Global, LeaseVerb};
+use crate::terminal::{Style, Terminal};
 
 /// Lists, reserves or releases.
-pub(crate) async fn lease(global: &Global, paper: &Paper, verb: &LeaseVerb) -> Result<Said> {
+pub(crate) async fn lease(
+    global: &Global,
+    terminal: &Terminal,
+    verb: &LeaseVerb,
+) -> Result<Output> {
     let registry = global.open_registry().await?;
     let registry = &*registry;
     match verb {
-        LeaseVerb::List => list(registry, paper).await,
+        LeaseVerb::List => list(registry, terminal).await,
         LeaseVerb::Reserve { lease, public_ip, public_ipv6, backend_type } => {
             let public = Dual { v4: public_ip.map(IpAddr::V4), v6: public_ipv6.map(IpAddr::V6) };
             let backend_type = backend_type.clone().into();
@@ -30,17 +35,20 @@ pub(crate) async fn lease(global: &Global, paper: &Paper, verb: &LeaseVerb) -> R
     }
 }
 
-async fn list(registry: &dyn Registry, paper: &Paper) -> Result<Said> {
+async fn list(registry: &dyn Registry, terminal: &Terminal) -> Result<Output> {
     let mut listing = registry.list().await?;
     listing.entries.sort_by_key(|entry| entry.lease.subnets);
     let rows: Vec<_> = listing.entries.iter().map(row).collect();
-    let mut page = paper.table(&["SUBNET", "ADDRESS", "BACKEND", "HOLDER", "REVISION"], &rows);
+    let mut page = terminal.table(&["SUBNET", "ADDRESS", "BACKEND", "HOLDER", "REVISION"], &rows);
     let reserved = listing.entries.iter().filter(|entry| entry.mark.is_none()).count();
     page +=
         &format!("{} leases in {registry}, {reserved} of them reserved\n", listing.entries.len());
     for skipped in &listing.skipped {
-        page +=
-            &paper.field("skipped", Ink::Warning, &format!("{}: {}", skipped.key, skipped.reason));
+        page += &terminal.field(
+            "skipped",
+            Style::Warning,
+            &format!("{}: {}", skipped.key, skipped.reason),
+        );
     }
     let duplicates = duplicates(&listing.entries);
     for (address, keys) in &duplicates {
@@ -48,7 +56,7 @@ async fn list(registry: &dyn Registry, paper: &Paper) -> Result<Said> {
             "{address} is the public address of {}: each takes the other's packets",
             keys.join(" and ")
         );
-        page += &paper.field("duplicate", Ink::Warning, &text);
+        page += &terminal.field("duplicate", Style::Warning, &text);
     }
     let skipped: Vec<Value> = listing
         .skipped
@@ -63,7 +71,7 @@ async fn list(registry: &dyn Registry, paper: &Paper) -> Result<Said> {
     let value = json!({
         "version": VERSION, "store": registry.to_string(), "leases": leases, "skipped": skipped, "duplicates": duplicates,
     });
-    Ok(Said { text: page, value, ok: true })
+    Ok(Output { text: page, value, ok: true })
 }
 
 /// Public addresses that several leases have, with the keys of those.
@@ -77,7 +85,7 @@ fn duplicates(entries: &[Entry]) -> Vec<(IpAddr, Vec<String>)> {
     holders.into_iter().filter(|(_, keys)| keys.len() > 1).collect()
 }
 
-fn row(entry: &Entry) -> (Ink, Vec<Vec<String>>) {
+fn row(entry: &Entry) -> (Style, Vec<Vec<String>>) {
     let lease = &entry.lease;
     let backend = if lease.attrs.backend_type.is_empty() { "-" } else { &lease.attrs.backend_type };
     let holder = entry.mark.map_or_else(|| "reserved".to_owned(), |mark| mark.to_string());
@@ -88,7 +96,7 @@ fn row(entry: &Entry) -> (Ink, Vec<Vec<String>>) {
         vec![holder],
         vec![lease.revision.to_string()],
     ];
-    (Ink::Plain, cells)
+    (Style::Plain, cells)
 }
 
 fn value(entry: &Entry) -> Value {
@@ -104,21 +112,21 @@ fn value(entry: &Entry) -> Value {
     })
 }
 
-fn done(entry: &Entry, what: &str) -> Said {
+fn done(entry: &Entry, what: &str) -> Output {
     let text = format!("{} of {} {what}\n", entry.lease.subnets, holder(&entry.lease.attrs));
     let value = json!({ "version": VERSION, "lease": value(entry), "result": what });
-    Said { text, value, ok: true }
+    Output { text, value, ok: true }
 }
 
-async fn reserve(registry: &dyn Registry, subnets: &Subnets, attrs: &LeaseAttrs) -> Result<Said> {
+async fn reserve(registry: &dyn Registry, subnets: &Subnets, attrs: &LeaseAttrs) -> Result<Output> {
     if let Some(entry) = registry.entry(subnets).await? {
         let of = holder(&entry.lease.attrs);
         if entry.mark.is_none() {
-            return Err(Failure::Refused(format!("{subnets} is reserved already, for {of}")));
+            return Err(Error::Refused(format!("{subnets} is reserved already, for {of}")));
         }
         let (now, told) = (&entry.lease.attrs.public, &attrs.public);
         if !told.is_empty() && told != now {
-            return Err(Failure::Refused(format!(
+            return Err(Error::Refused(format!(
                 "{subnets} is held by {of}: release it first, or name no address"
             )));
         }
@@ -127,21 +135,18 @@ async fn reserve(registry: &dyn Registry, subnets: &Subnets, attrs: &LeaseAttrs)
         return Ok(done(&written, "never expires from now on"));
     }
     if attrs.public.is_empty() {
-        return Err(Failure::Refused(format!(
+        return Err(Error::Refused(format!(
             "{subnets} is free: --public-ip or --public-ipv6 is to say for which node it is reserved"
         )));
     }
     let text = registry.config().await?;
     let config = Config::parse(&text.text)
-        .map_err(|source| Error::Config { location: text.location, source })?;
+        .map_err(|source| CoreError::Config { location: text.location, source })?;
     check(&config, subnets)?;
     let others = registry.list().await?.entries;
     if let Some(other) = others.iter().find(|entry| entry.lease.subnets.overlaps(subnets)) {
         let of = holder(&other.lease.attrs);
-        return Err(Failure::Refused(format!(
-            "{subnets} overlaps {} of {of}",
-            other.lease.subnets
-        )));
+        return Err(Error::Refused(format!("{subnets} overlaps {} of {of}", other.lease.subnets)));
     }
     // Without a type it would look like a lease of Go flannel's udp.
     let mut attrs = attrs.clone();
@@ -155,7 +160,7 @@ async fn reserve(registry: &dyn Registry, subnets: &Subnets, attrs: &LeaseAttrs)
 /// A reservation that no node could take is a typing error.
 fn check(config: &Config, subnets: &Subnets) -> Result<()> {
     for (family, pod) in config.networks.iter() {
-        let wrong = |reason: String| Err(Failure::Refused(format!("{subnets}: {reason}")));
+        let wrong = |reason: String| Err(Error::Refused(format!("{subnets}: {reason}")));
         let Some(subnet) = subnets.family(family) else {
             return wrong(format!(
                 "the network config enables {family}, so that a lease needs a subnet of it"
@@ -174,11 +179,11 @@ fn check(config: &Config, subnets: &Subnets) -> Result<()> {
     Ok(())
 }
 
-async fn release(registry: &dyn Registry, subnets: &Subnets, force: bool) -> Result<Said> {
-    let none = || Failure::Refused(format!("{registry} has no lease {subnets}"));
+async fn release(registry: &dyn Registry, subnets: &Subnets, force: bool) -> Result<Output> {
+    let none = || Error::Refused(format!("{registry} has no lease {subnets}"));
     let entry = registry.entry(subnets).await?.ok_or_else(none)?;
     if entry.mark.is_some() && !force {
-        return Err(Failure::Refused(format!(
+        return Err(Error::Refused(format!(
             "{subnets} is held by {}: releasing it orders that node's daemon to stop; if that is meant, or the node is \
              gone for good, add --force",
             holder(&entry.lease.attrs)
@@ -195,7 +200,7 @@ mod tests {
     use flannel_subnet::{Mark, MemoryRegistry, Tenure};
 
     use super::*;
-    use crate::ctl::paper::tests::looks;
+    use crate::terminal::tests::looks;
 
     #[tokio::test]
     async fn leases_as_they_look() {
@@ -218,8 +223,8 @@ mod tests {
         }
         let mut pages = Vec::new();
         for width in [80, 120] {
-            pages.push(list(&registry, &Paper { width, colours: false }).await.unwrap().text);
+            pages.push(list(&registry, &Terminal { width, colours: false }).await.unwrap().text);
         }
-        looks("leases", |paper| pages[usize::from(paper.width == 120)].clone());
+        looks("leases", |terminal| pages[usize::from(terminal.width == 120)].clone());
     }
 }

@@ -5,17 +5,19 @@ use std::time::{Duration, SystemTime};
 
 use flannel_api::{Finding, PeerReport, VERSION, seconds};
 use flannel_backends::Backends;
-use flannel_core::{Config, Error, Kernel, Lease, LeaseSet, LinkName, Subnets};
+use flannel_core::{Config, Error as CoreError, Kernel, Lease, LeaseSet, LinkName, Subnets};
 use flannel_doctor::host::{HostScene, check_host};
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
+use flannel_options::state_dir;
 use flannel_subnet::{Cache, ConfigText, Registry, Saved, SubnetEnv};
 use serde_json::{Value, json};
 
-use super::options::Global;
-use super::paper::{Ink, Paper, span};
-use super::{Failure, Result, Said, status};
+use crate::error::{Error, Result};
+use crate::options::Global;
+use crate::terminal::{Style, Terminal, span};
+use crate::{Output, status};
 
 /// The state of a peer of which nobody knows.
 pub(crate) const UNKNOWN: &str = "not known";
@@ -31,11 +33,11 @@ pub(crate) async fn ask_store(
         let registry = global.open_registry().await?;
         // That there is no config yet is no reason not to look at the leases.
         let config = match registry.config().await {
-            Err(error) if !matches!(error, Error::NoConfig { .. }) => return Err(error.into()),
+            Err(error) if !matches!(error, CoreError::NoConfig { .. }) => return Err(error.into()),
             config => config,
         };
         let leases = registry.list().await?.entries.into_iter().map(|entry| entry.lease).collect();
-        Ok::<_, Failure>((config, leases))
+        Ok::<_, Error>((config, leases))
     };
     match tokio::time::timeout(PATIENCE, asked).await {
         Ok(asked) => asked.map_err(|error| error.to_string()),
@@ -84,7 +86,7 @@ pub(crate) fn store_name(global: &Global) -> String {
 
 /// The last good set of leases that a daemon kept; `None` if there is none that can be read.
 pub(crate) fn saved(global: &Global) -> Option<Saved> {
-    Cache::open(global.state_dir.join("leases")).load().ok()
+    Cache::open(state_dir::leases(&global.state_dir)).load().ok()
 }
 
 /// The subnets that the last daemon had here.
@@ -95,19 +97,19 @@ pub(crate) fn own_subnets(global: &Global) -> Option<Subnets> {
 /// What is left of the last daemon.
 pub(crate) async fn status(
     (global, backends): (&Global, &Backends),
-    paper: &Paper,
+    terminal: &Terminal,
     failure: &flannel_api::Error,
-) -> Said {
+) -> Output {
     let mut value = status::down(&failure.to_string());
-    let mut text = format!("flanneld  {}\n\n", paper.ink(Ink::Bad, "NOT RUNNING"));
-    text += &paper.field("error", Ink::Bad, &failure.to_string());
-    text += &paper.field(
+    let mut text = format!("flanneld  {}\n\n", terminal.style(Style::Bad, "NOT RUNNING"));
+    text += &terminal.field("error", Style::Bad, &failure.to_string());
+    text += &terminal.field(
         "",
-        Ink::Plain,
+        Style::Plain,
         "try: systemctl status flanneld; or --control-socket FILE, if it was started with another one",
     );
     let found = findings(global, backends).await;
-    text += &status::findings(&found, paper);
+    text += &status::findings(&found, terminal);
     value["findings"] = json!(found);
     text.push('\n');
     match SubnetEnv::read(&global.subnet_file) {
@@ -119,29 +121,33 @@ pub(crate) async fn status(
                 env.mtu,
                 global.subnet_file.display()
             );
-            text += &paper.field("last lease", Ink::Bold, &left);
+            text += &terminal.field("last lease", Style::Bold, &left);
             value["subnets"] = json!(subnets);
             value["mtu"] = json!(env.mtu);
         }
-        Err(error) => text += &paper.field("last lease", Ink::Bold, &format!("not known: {error}")),
+        Err(error) => {
+            text += &terminal.field("last lease", Style::Bold, &format!("not known: {error}"))
+        }
     }
-    match Cache::open(global.state_dir.join("leases")).load() {
+    match Cache::open(state_dir::leases(&global.state_dir)).load() {
         Ok(saved) => {
             let age =
                 SystemTime::now().duration_since(saved.written).unwrap_or_default().as_secs_f64();
             let kept = format!("{} of {}, kept {} ago", saved.leases.len(), saved.store, span(age));
-            text += &paper.field("leases", Ink::Bold, &kept);
+            text += &terminal.field("leases", Style::Bold, &kept);
             value["leases"] = json!(saved.leases.len());
             value["leases_kept"] = json!(seconds(saved.written));
         }
-        Err(error) => text += &paper.field("leases", Ink::Bold, &format!("none are kept: {error}")),
+        Err(error) => {
+            text += &terminal.field("leases", Style::Bold, &format!("none are kept: {error}"))
+        }
     }
-    text += &paper.field(
+    text += &terminal.field(
         "data path",
-        Ink::Bold,
+        Style::Bold,
         "stays as the daemon left it; flannelctl why ADDRESS asks the kernel",
     );
-    Said { text, value, ok: false }
+    Output { text, value, ok: false }
 }
 
 /// What about the host stands in the way of the network that the last daemon ran; nothing, if that is not known.
@@ -179,7 +185,7 @@ pub(crate) async fn peers(global: &Global) -> Result<Value> {
         reason: None,
         changed: None,
     };
-    let Known { leases, stale, .. } = Known::of(global).await.map_err(Failure::Refused)?;
+    let Known { leases, stale, .. } = Known::of(global).await.map_err(Error::Refused)?;
     let others = leases.iter().filter(|lease| Some(lease.subnets) != own);
     let peers: Vec<PeerReport> = others.map(|lease| peer(lease)).collect();
     Ok(json!({ "version": VERSION, "running": false, "peers": peers, "stale": stale }))
@@ -197,7 +203,7 @@ pub(crate) async fn config(global: &Global) -> Result<Config> {
             None => return Err(failure),
         },
     };
-    let wrong = |source| Error::Config { location: text.location.clone(), source };
+    let wrong = |source| CoreError::Config { location: text.location.clone(), source };
     Ok(Config::parse(&text.text).map_err(wrong)?)
 }
 

@@ -11,19 +11,20 @@ use flannel_doctor::peers::{AddressReport, EchoReport};
 use flannel_doctor::{Examination, FamilyReport, Layer, PeerReport, ProbeOptions, examine};
 use serde_json::json;
 
-use super::options::{DoctorFlags, Global};
-use super::paper::{Ink, Paper};
-use super::status::findings;
-use super::{Result, Said};
+use crate::Output;
+use crate::error::Result;
+use crate::options::{DoctorFlags, Global};
+use crate::status::findings;
+use crate::terminal::{Style, Terminal};
 
 /// `flannelctl doctor`.
 pub(crate) async fn doctor(
     client: &Client,
     global: &Global,
     backends: &Backends,
-    paper: &Paper,
+    terminal: &Terminal,
     flags: &DoctorFlags,
-) -> Result<Said> {
+) -> Result<Output> {
     let mut examination = Examination::default();
     let network = match client.ask("GET", request::FRESH_STATUS) {
         Ok(value) => network::with_daemon(client, &value, backends, &mut examination).await?,
@@ -40,35 +41,35 @@ pub(crate) async fn doctor(
     let value = json!({
         "version": VERSION, "ok": found.is_empty(), "findings": found, "layers": layers, "peers": peers,
     });
-    Ok(Said { text: page(&examination, &found, paper), value, ok: found.is_empty() })
+    Ok(Output { text: page(&examination, &found, terminal), value, ok: found.is_empty() })
 }
 
-fn page(examination: &Examination, found: &[Finding], paper: &Paper) -> String {
+fn page(examination: &Examination, found: &[Finding], terminal: &Terminal) -> String {
     let Examination { layers, peers, .. } = examination;
     let verdict = match (found.len(), found.iter().filter(|finding| finding.is_error()).count()) {
-        (0, _) => paper.ink(Ink::Good, "NOTHING IS WRONG"),
+        (0, _) => terminal.style(Style::Good, "NOTHING IS WRONG"),
         (all, errors) => {
             let count = |number: usize, word| {
                 format!("{number} {word}{}", if number == 1 { "" } else { "S" })
             };
-            paper.ink(
-                Ink::Bad,
+            terminal.style(
+                Style::Bad,
                 &format!("{}, {}", count(errors, "ERROR"), count(all - errors, "WARNING")),
             )
         }
     };
-    let mut out = format!("doctor     {verdict}\n\n{}", findings(found, paper));
+    let mut out = format!("doctor     {verdict}\n\n{}", findings(found, terminal));
     if !found.is_empty() {
         out.push('\n');
     }
     for Layer { layer, state, text } in layers {
-        let ink = match *state {
-            "ok" => Ink::Good,
-            "finding" => Ink::Bad,
-            _ => Ink::Warning,
+        let style = match *state {
+            "ok" => Style::Good,
+            "finding" => Style::Bad,
+            _ => Style::Warning,
         };
         let text = if *state == "not known" { format!("not known: {text}") } else { text.clone() };
-        out += &paper.field(layer, ink, &text);
+        out += &terminal.field(layer, style, &text);
     }
     if peers.is_empty() {
         return out;
@@ -93,10 +94,11 @@ fn page(examination: &Examination, found: &[Finding], paper: &Paper) -> String {
             each(&|echo| cell(echo.public.as_ref(), false)),
             each(&|echo| cell(echo.public.as_ref(), true)),
         ];
-        (Ink::Plain, cells)
+        (Style::Plain, cells)
     };
     let rows: Vec<_> = peers.iter().map(row).collect();
-    out + &paper.table(&["SUBNET", "TUNNEL", "FULL SIZE", "SEGMENTS", "PUBLIC", "FULL SIZE"], &rows)
+    out + &terminal
+        .table(&["SUBNET", "TUNNEL", "FULL SIZE", "SEGMENTS", "PUBLIC", "FULL SIZE"], &rows)
 }
 
 #[cfg(test)]
@@ -114,7 +116,7 @@ mod tests {
     use flannel_doctor::peers::{Question, Target};
 
     use super::*;
-    use crate::ctl::paper::tests::looks;
+    use crate::terminal::tests::looks;
 
     /// A host with vxlan.
     fn vxlan() -> Devices {
@@ -166,7 +168,7 @@ mod tests {
         examination.peers.push(report);
         examination.layer("peers", "1 asked", faults);
         let found = settle(examination.faults.clone(), &devices, &[Family::V4]);
-        looks("doctor", |paper| page(&examination, &found, paper));
+        looks("doctor", |terminal| page(&examination, &found, terminal));
     }
 
     #[test]
@@ -218,6 +220,6 @@ mod tests {
         examination.peers.push(report);
         examination.layer("peers", "1 asked", faults);
         assert_eq!(examination.faults, []);
-        looks("doctor_healthy", |paper| page(&examination, &[], paper));
+        looks("doctor_healthy", |terminal| page(&examination, &[], terminal));
     }
 }

@@ -15,7 +15,8 @@ use flannel_api::VERSION;
 use flannel_core::Subnet;
 use serde_json::json;
 
-use super::{Failure, Result, Said};
+use crate::Output;
+use crate::error::{Error, Result};
 
 /// Variables with this prefix are options for Docker, those in the environment too.
 const PREFIX: &str = "DOCKER_OPT_";
@@ -66,7 +67,7 @@ fn name(text: &str) -> std::result::Result<String, String> {
 type Variables = BTreeMap<String, String>;
 
 /// Writes the file, and warns if Docker will not be able to use the subnet.
-pub(crate) fn docker_opts(flags: &DockerFlags, subnet_file: &std::path::Path) -> Result<Said> {
+pub(crate) fn docker_opts(flags: &DockerFlags, subnet_file: &std::path::Path) -> Result<Output> {
     let path = flags.env_file.as_deref().unwrap_or(subnet_file);
     let mut variables: Variables = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
@@ -75,22 +76,22 @@ pub(crate) fn docker_opts(flags: &DockerFlags, subnet_file: &std::path::Path) ->
         Ok(text) => variables.extend(assignments(&text)),
         // What the environment says is all there is then.
         Err(error) if error.kind() == ErrorKind::NotFound => {}
-        Err(error) => return Err(Failure::Refused(format!("{}: {error}", path.display()))),
+        Err(error) => return Err(Error::Refused(format!("{}: {error}", path.display()))),
     }
     let text = options(flags, &variables)?;
     let file = flags.docker_file.display().to_string();
     fs::write(&flags.docker_file, &text)
-        .map_err(|error| Failure::Refused(format!("{file}: {error}")))?;
+        .map_err(|error| Error::Refused(format!("{file}: {error}")))?;
     let routes = fs::read_to_string("/proc/net/route").unwrap_or_default();
     if let Some(subnet) = variables.get("FLANNEL_SUBNET").and_then(|text| text.parse().ok())
         && let Some(route) = routed_away(&routes, subnet)
     {
-        return Err(Failure::Refused(format!(
+        return Err(Error::Refused(format!(
             "Your routing table already contains the subnet: {route}"
         )));
     }
     let value = json!({ "version": VERSION, "file": file, "variables": assignments(&text).collect::<Variables>() });
-    Ok(Said { text: String::new(), value, ok: true })
+    Ok(Output { text: String::new(), value, ok: true })
 }
 
 /// The text of the file.
@@ -113,7 +114,7 @@ fn options(flags: &DockerFlags, variables: &Variables) -> Result<String> {
         let dockers = match masq.as_str() {
             "true" => "false",
             "false" => "true",
-            _ => return Err(Failure::Refused(format!("Invalid value of FLANNEL_IPMASQ: {masq}"))),
+            _ => return Err(Error::Refused(format!("Invalid value of FLANNEL_IPMASQ: {masq}"))),
         };
         set("IPMASQ", format!("--ip-masq={dockers}"));
     }

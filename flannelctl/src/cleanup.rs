@@ -8,7 +8,9 @@ use std::path::Path;
 use flannel_api::Client;
 use flannel_api::VERSION;
 use flannel_backends::Backends;
-use flannel_core::{Cleanup, Config, LinkName, cleanup as remove, ready_for_go, remove_former};
+use flannel_core::{
+    Cleanup, Config, LinkName, Subnet, cleanup as remove, ready_for_go, remove_former,
+};
 use flannel_firewall::{Programs, leftovers};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
@@ -16,10 +18,9 @@ use flannel_options::state_dir;
 use flannel_subnet::Cache;
 use serde_json::json;
 
-use super::options::{CleanupFlags, Global};
-use super::{Failure, Result, Said, config, offline};
-use crate::error::Error;
-use crate::leftovers::old_networks::OldNetworks;
+use crate::error::{Error, Result};
+use crate::options::{CleanupFlags, Global};
+use crate::{Output, config, offline};
 
 /// Removes, or makes fit for Go flannel, or says what would be done.
 pub(crate) async fn cleanup(
@@ -27,13 +28,13 @@ pub(crate) async fn cleanup(
     global: &Global,
     backends: &Backends,
     flags: &CleanupFlags,
-) -> Result<Said> {
+) -> Result<Output> {
     let mut _alone = None;
     if !flags.dry_run {
         refuse_daemon(client)?;
         // A daemon may have no socket, or another one. Where none ever ran there is nothing to lock.
         let dir = &global.state_dir;
-        let unknown = |error| Failure::Refused(format!("--state-dir {}: {error}", dir.display()));
+        let unknown = |error| Error::Refused(format!("--state-dir {}: {error}", dir.display()));
         if dir.try_exists().map_err(unknown)? {
             _alone = Some(state_dir::lock(dir).await?);
         }
@@ -44,7 +45,7 @@ pub(crate) async fn cleanup(
     };
     let kernel = NetlinkKernel::open()?;
     let uplink = uplink(&kernel, &config, &flags.iface)?;
-    let owned = backends.find(&config.backend.kind).map_err(Error::from)?.owned(uplink, &config)?;
+    let owned = backends.find(&config.backend.kind)?.owned(uplink, &config)?;
     let work = if flags.for_go { ready_for_go } else { remove };
     let mut account = Account::default();
     account.kernel(&work(&kernel, &owned, flags.dry_run)?);
@@ -57,14 +58,14 @@ pub(crate) async fn cleanup(
                  ip link delete {name}"
             )
         }));
-        for former in OldNetworks::new(&global.state_dir).networks(&config) {
-            account.kernel(&remove_former(&kernel, &owned, former, flags.dry_run)?);
+        for old in old_networks(&global.state_dir, &config) {
+            account.kernel(&remove_former(&kernel, &owned, old, flags.dry_run)?);
         }
         account.firewall(flags.dry_run).await;
         // What is left can only be found by them: they go last, and only if nothing is.
         if account.failed.is_empty() {
             account.file(&global.subnet_file, flags.dry_run);
-            account.file(Cache::open(global.state_dir.join("leases")).path(), flags.dry_run);
+            account.file(Cache::open(state_dir::leases(&global.state_dir)).path(), flags.dry_run);
         }
     }
     Ok(account.said(flags.dry_run))
@@ -78,13 +79,20 @@ fn refuse_daemon(client: &Client) -> Result<()> {
     let socket = client.socket().unwrap_or(Path::new("")).display();
     match client.is_listening() {
         Ok(false) => Ok(()),
-        Ok(true) => Err(Failure::Refused(format!(
+        Ok(true) => Err(Error::Refused(format!(
             "flanneld is running (it listens at {socket}) and would put everything back: stop it first, or use --dry-run"
         ))),
-        Err(error) => Err(Failure::Refused(format!(
+        Err(error) => Err(Error::Refused(format!(
             "{socket}: {error}: whether flanneld runs is not known, and it must not"
         ))),
     }
+}
+
+/// The pod networks that this host has had, without those of the config.
+fn old_networks(state_dir: &Path, config: &Config) -> Vec<Subnet> {
+    let is_old = |network: &Subnet| config.pod_networks().all(|current| current != *network);
+    let recorded = state_dir::read_networks(&state_dir::networks(state_dir));
+    recorded.into_iter().filter(is_old).collect()
 }
 
 /// The name is one that flannel gives its tunnels: `flannel.1`, `flannel-v6.1`.
@@ -138,7 +146,7 @@ impl Account {
         }
     }
 
-    fn said(&self, dry_run: bool) -> Said {
+    fn said(&self, dry_run: bool) -> Output {
         let failed =
             self.failed.iter().map(|(change, error)| json!({ "change": change, "error": error }));
         let value = json!({
@@ -164,7 +172,7 @@ impl Account {
             (_, 0) => format!("{count} changes {verb}\n"),
             (_, failed) => format!("{count} changes {verb}, {failed} failed\n"),
         };
-        Said { text, value, ok: self.failed.is_empty() }
+        Output { text, value, ok: self.failed.is_empty() }
     }
 }
 
@@ -174,7 +182,7 @@ fn uplink(kernel: &NetlinkKernel, config: &Config, given: &[String]) -> Result<L
     let selectors = Selectors { iface, ..Selectors::default() };
     let chosen = kernel.external_interface(&selectors, config.networks.families());
     let chosen = chosen.map_err(|error| {
-        Failure::Refused(format!("{error} (--iface names the interface that the daemon used)"))
+        Error::Refused(format!("{error} (--iface names the interface that the daemon used)"))
     })?;
     Ok(chosen.name)
 }

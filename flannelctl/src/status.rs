@@ -8,32 +8,33 @@ use flannel_api::{
 use flannel_backends::Backends;
 use serde_json::{Value, json};
 
-use super::options::Global;
-use super::paper::{Ink, Paper, span};
-use super::{Failure, Result, Said, offline};
+use crate::error::{Error, Result};
+use crate::options::Global;
+use crate::terminal::{Style, Terminal, span};
+use crate::{Output, offline};
 
 /// `flannelctl status`.
 pub(crate) async fn status(
     client: &Client,
     global: &Global,
     backends: &Backends,
-    paper: &Paper,
-) -> Result<Said> {
+    terminal: &Terminal,
+) -> Result<Output> {
     match client.ask("GET", request::STATUS) {
         Ok(mut value) => {
             let report = report(&value)?;
             value["running"] = Value::Bool(true);
-            Ok(Said { text: page(&report, paper), value, ok: report.ready })
+            Ok(Output { text: page(&report, terminal), value, ok: report.ready })
         }
         Err(failure @ flannel_api::Error::NoDaemon { .. }) => {
-            Ok(offline::status((global, backends), paper, &failure).await)
+            Ok(offline::status((global, backends), terminal, &failure).await)
         }
         Err(failure) => Err(failure.into()),
     }
 }
 
 /// `flannelctl peers`.
-pub(crate) async fn peers(client: &Client, global: &Global, paper: &Paper) -> Result<Said> {
+pub(crate) async fn peers(client: &Client, global: &Global, terminal: &Terminal) -> Result<Output> {
     let value = match client.ask("GET", request::PEERS) {
         Ok(value) => value,
         Err(flannel_api::Error::NoDaemon { .. }) => offline::peers(global).await?,
@@ -43,16 +44,16 @@ pub(crate) async fn peers(client: &Client, global: &Global, paper: &Paper) -> Re
         serde_json::from_value(value["peers"].clone()).map_err(|error| skew(&error))?;
     let now = flannel_api::seconds(std::time::SystemTime::now());
     let stale =
-        value["stale"].as_str().map(|text| paper.field("warning", Ink::Warning, text) + "\n");
+        value["stale"].as_str().map(|text| terminal.field("warning", Style::Warning, text) + "\n");
     // Without a daemon nothing is known of states, which is no trouble by itself; that nobody answers is.
     let ok = stale.is_none()
         && peers.iter().all(|peer| peer.state == "in place" || peer.state == offline::UNKNOWN);
-    Ok(Said { text: stale.unwrap_or_default() + &peers_page(&peers, now, paper), value, ok })
+    Ok(Output { text: stale.unwrap_or_default() + &peers_page(&peers, now, terminal), value, ok })
 }
 
 /// All peers, and what is wrong with those that are not in place.
-fn peers_page(peers: &[PeerReport], now: f64, paper: &Paper) -> String {
-    let (table, reasons) = (peer_table(peers, now, paper), reasons(peers, paper));
+fn peers_page(peers: &[PeerReport], now: f64, terminal: &Terminal) -> String {
+    let (table, reasons) = (peer_table(peers, now, terminal), reasons(peers, terminal));
     if reasons.is_empty() { table } else { format!("{table}\n{reasons}") }
 }
 
@@ -61,64 +62,64 @@ pub(crate) fn report(value: &Value) -> Result<StatusReport> {
     serde_json::from_value(value.clone()).map_err(|error| skew(&error))
 }
 
-fn skew(error: &serde_json::Error) -> Failure {
-    Failure::Refused(format!(
+fn skew(error: &serde_json::Error) -> Error {
+    Error::Refused(format!(
         "the daemon's answer is not understood, is it older than this flannelctl? {error}"
     ))
 }
 
 /// The screen.
-pub(crate) fn page(report: &StatusReport, paper: &Paper) -> String {
+pub(crate) fn page(report: &StatusReport, terminal: &Terminal) -> String {
     let now = report.time;
-    let mut out = headline(report, paper);
+    let mut out = headline(report, terminal);
     for problem in &report.problems {
-        let ink = if problem.is_error() { Ink::Bad } else { Ink::Warning };
-        out += &paper.field(&problem.severity, ink, &problem.text);
+        let style = if problem.is_error() { Style::Bad } else { Style::Warning };
+        out += &terminal.field(&problem.severity, style, &problem.text);
         if let Some(hint) = &problem.hint {
-            out += &paper.command("try", hint);
+            out += &terminal.command("try", hint);
         }
     }
-    out += &findings(&report.findings, paper);
+    out += &findings(&report.findings, terminal);
     if !report.problems.is_empty() || !report.findings.is_empty() {
         out.push('\n');
     }
     if let Some(network) = &report.network {
-        out += &network_fields(network, paper);
+        out += &network_fields(network, terminal);
     }
     if let Some(store) = &report.store {
-        out += &paper.field("store", Ink::Bold, &store_line(store, now));
+        out += &terminal.field("store", Style::Bold, &store_line(store, now));
     }
     if let Some(network) = &report.network {
-        out += &kernel_fields(network, now, paper);
-        out += &peers_of(network, now, paper);
+        out += &kernel_fields(network, now, terminal);
+        out += &peers_of(network, now, terminal);
     }
     out
 }
 
 /// What preflight and doctor found, with the commands that mend it.
-pub(crate) fn findings(findings: &[Finding], paper: &Paper) -> String {
+pub(crate) fn findings(findings: &[Finding], terminal: &Terminal) -> String {
     let mut out = String::new();
     for finding in findings {
-        let ink = if finding.is_error() { Ink::Bad } else { Ink::Warning };
-        out += &paper.field(&finding.severity, ink, &finding.text);
+        let style = if finding.is_error() { Style::Bad } else { Style::Warning };
+        out += &terminal.field(&finding.severity, style, &finding.text);
         if let Some(mend) = &finding.mend {
-            out += &paper.command("mend", mend);
+            out += &terminal.command("mend", mend);
         }
     }
     out
 }
 
-fn headline(report: &StatusReport, paper: &Paper) -> String {
+fn headline(report: &StatusReport, terminal: &Terminal) -> String {
     let state = match report.ready {
-        true => paper.ink(Ink::Good, "READY"),
-        false => paper.ink(Ink::Bad, "NOT READY"),
+        true => terminal.style(Style::Good, "READY"),
+        false => terminal.style(Style::Bad, "NOT READY"),
     };
     let daemon = &report.daemon;
     let up = span(report.time - daemon.started);
     format!("flanneld {}  {state}  up {up}  pid {}\n\n", daemon.version, daemon.pid)
 }
 
-fn network_fields(network: &NetworkReport, paper: &Paper) -> String {
+fn network_fields(network: &NetworkReport, terminal: &Terminal) -> String {
     let lease = &network.lease;
     let term = match (lease.ownership.as_str(), lease.remaining) {
         ("held", Some(left)) => format!("held, {} left unless renewed", span(left)),
@@ -138,9 +139,9 @@ fn network_fields(network: &NetworkReport, paper: &Paper) -> String {
         interface.reason
     );
     let backend = format!("{}, pods may send {} bytes", network.backend, network.mtu);
-    paper.field("lease", Ink::Bold, &format!("{}, {term}", lease.subnets.join(", ")))
-        + &paper.field("interface", Ink::Bold, &chosen)
-        + &paper.field("backend", Ink::Bold, &backend)
+    terminal.field("lease", Style::Bold, &format!("{}, {term}", lease.subnets.join(", ")))
+        + &terminal.field("interface", Style::Bold, &chosen)
+        + &terminal.field("backend", Style::Bold, &backend)
 }
 
 fn store_line(store: &StoreReport, now: f64) -> String {
@@ -152,7 +153,7 @@ fn store_line(store: &StoreReport, now: f64) -> String {
     format!("{}, {answered}, {} of {} requests failed", store.name, store.failures, store.requests)
 }
 
-fn kernel_fields(network: &NetworkReport, now: f64, paper: &Paper) -> String {
+fn kernel_fields(network: &NetworkReport, now: f64, terminal: &Terminal) -> String {
     let state = match (network.failing.total, network.in_sync) {
         (0, true) => "all in place".to_owned(),
         (0, false) => "not all in place yet".to_owned(),
@@ -168,17 +169,17 @@ fn kernel_fields(network: &NetworkReport, now: f64, paper: &Paper) -> String {
         let (all, half) = (millis(latency.p99), millis(latency.p50));
         kernel += &format!("; changes within {half} (half) or {all} (99%)");
     }
-    let mut out = paper.field("kernel", Ink::Bold, &kernel);
+    let mut out = terminal.field("kernel", Style::Bold, &kernel);
     // The first one is told above, among the problems.
     for failure in network.failing.listed.iter().skip(1).take(4) {
         let FailureReport { change, error, since, tries, .. } = failure;
         let text = format!("{change}: {error}, since {}, tried {tries} times", span(now - since));
-        out += &paper.field("", Ink::Plain, &text);
+        out += &terminal.field("", Style::Plain, &text);
     }
     for (n, (pod_network, room)) in network.networks.iter().zip(&network.subnets).enumerate() {
         let text =
             format!("{pod_network}: {} of {} taken, {} free", room.used, room.total, room.free);
-        out += &paper.field(if n == 0 { "subnets" } else { "" }, Ink::Bold, &text);
+        out += &terminal.field(if n == 0 { "subnets" } else { "" }, Style::Bold, &text);
     }
     if let Some(last) = network.repairs.last.first() {
         let text = format!(
@@ -187,12 +188,12 @@ fn kernel_fields(network: &NetworkReport, now: f64, paper: &Paper) -> String {
             span(now - last.at),
             last.text
         );
-        out += &paper.field("repairs", Ink::Bold, &text);
+        out += &terminal.field("repairs", Style::Bold, &text);
     }
     out
 }
 
-fn peers_of(network: &NetworkReport, now: f64, paper: &Paper) -> String {
+fn peers_of(network: &NetworkReport, now: f64, terminal: &Terminal) -> String {
     let peers = &network.peers;
     let disbelieved = match network.disbelieved {
         0 => String::new(),
@@ -203,10 +204,10 @@ fn peers_of(network: &NetworkReport, now: f64, paper: &Paper) -> String {
         number => format!(", {number} pending"),
     };
     let mut out =
-        paper.field("peers", Ink::Bold, &format!("{}{disbelieved}{pending}", peers.total));
+        terminal.field("peers", Style::Bold, &format!("{}{disbelieved}{pending}", peers.total));
     if !peers.listed.is_empty() {
         out.push('\n');
-        out += &peer_table(&peers.listed, now, paper);
+        out += &peer_table(&peers.listed, now, terminal);
     }
     let more = peers.total - (peers.listed.len() as u64).min(peers.total);
     if more > 0 {
@@ -216,30 +217,30 @@ fn peers_of(network: &NetworkReport, now: f64, paper: &Paper) -> String {
 }
 
 /// One line for each peer, and one more for each further subnet.
-fn peer_table(peers: &[PeerReport], now: f64, paper: &Paper) -> String {
+fn peer_table(peers: &[PeerReport], now: f64, terminal: &Terminal) -> String {
     let row = |peer: &PeerReport| {
-        let ink = match peer.state.as_str() {
-            "in place" | offline::UNKNOWN => Ink::Plain,
-            "pending" => Ink::Warning,
-            _ => Ink::Bad,
+        let style = match peer.state.as_str() {
+            "in place" | offline::UNKNOWN => Style::Plain,
+            "pending" => Style::Warning,
+            _ => Style::Bad,
         };
         let backend = if peer.backend.is_empty() { "-" } else { &peer.backend };
         let changed =
             peer.changed.map_or_else(|| "-".to_owned(), |at| format!("{} ago", span(now - at)));
         let words = [backend.to_owned(), peer.state.clone(), changed].map(|word| vec![word]);
-        (ink, [peer.subnets.clone(), peer.public.clone()].into_iter().chain(words).collect())
+        (style, [peer.subnets.clone(), peer.public.clone()].into_iter().chain(words).collect())
     };
     let rows: Vec<_> = peers.iter().map(row).collect();
-    paper.table(&["SUBNET", "ADDRESS", "BACKEND", "STATE", "CHANGED"], &rows)
+    terminal.table(&["SUBNET", "ADDRESS", "BACKEND", "STATE", "CHANGED"], &rows)
 }
 
 /// What is wrong with each peer that is not in place.
-fn reasons(peers: &[PeerReport], paper: &Paper) -> String {
+fn reasons(peers: &[PeerReport], terminal: &Terminal) -> String {
     let wrong = peers.iter().filter_map(|peer| Some((peer, peer.reason.as_ref()?)));
     wrong
         .map(|(peer, reason)| {
             let text = format!("{} is {}: {reason}", peer.subnets.join(", "), peer.state);
-            paper.field("reason", Ink::Bad, &text)
+            terminal.field("reason", Style::Bad, &text)
         })
         .collect()
 }
@@ -254,7 +255,7 @@ pub(crate) mod tests {
     use flannel_api::testing::status_report as sample;
 
     use super::*;
-    use crate::ctl::paper::tests::looks;
+    use crate::terminal::tests::looks;
 
     fn healthy() -> StatusReport {
         let mut report = sample();
@@ -274,21 +275,21 @@ pub(crate) mod tests {
 
     #[test]
     fn trouble_at_80_columns() {
-        let text = page(&sample(), &Paper { width: 80, colours: false });
-        assert_eq!(text, include_str!("status_80.txt"), "\n{text}");
+        let text = page(&sample(), &Terminal { width: 80, colours: false });
+        assert_eq!(text, include_str!("pages/status_80.txt"), "\n{text}");
         assert!(text.lines().all(|line| line.chars().count() <= 80));
     }
 
     #[test]
     fn trouble_at_120_columns() {
-        let text = page(&sample(), &Paper { width: 120, colours: false });
-        assert_eq!(text, include_str!("status_120.txt"), "\n{text}");
+        let text = page(&sample(), &Terminal { width: 120, colours: false });
+        assert_eq!(text, include_str!("pages/status_120.txt"), "\n{text}");
     }
 
     #[test]
     fn a_healthy_node_at_80_columns() {
-        let text = page(&healthy(), &Paper { width: 80, colours: false });
-        assert_eq!(text, include_str!("status_healthy_80.txt"), "\n{text}");
+        let text = page(&healthy(), &Terminal { width: 80, colours: false });
+        assert_eq!(text, include_str!("pages/status_healthy_80.txt"), "\n{text}");
     }
 
     #[test]
@@ -312,7 +313,7 @@ pub(crate) mod tests {
         }
         assert_eq!(peers.len(), reasons.len());
         let now = sample().time;
-        looks("peers", |paper| peers_page(&peers, now, paper));
+        looks("peers", |terminal| peers_page(&peers, now, terminal));
     }
 
     #[test]
@@ -321,21 +322,21 @@ pub(crate) mod tests {
         report.ready = false;
         let network = report.network.as_mut().unwrap();
         (network.in_sync, network.pending, network.peers.total) = (false, 4_096, 9_000);
-        looks("status_arriving", |paper| page(&report, paper));
+        looks("status_arriving", |terminal| page(&report, terminal));
     }
 
     #[test]
     fn a_peer_that_is_only_new_is_believed() {
         let mut report = healthy();
         report.network.as_mut().unwrap().peers.total += 1;
-        let text = page(&report, &Paper { width: 80, colours: false });
+        let text = page(&report, &Terminal { width: 80, colours: false });
         assert!(!text.contains("NOT BELIEVED"), "{text}");
     }
 
     #[test]
     fn colours_change_nothing_but_colours() {
-        let plain = page(&sample(), &Paper { width: 80, colours: false });
-        let mut bright = page(&sample(), &Paper { width: 80, colours: true });
+        let plain = page(&sample(), &Terminal { width: 80, colours: false });
+        let mut bright = page(&sample(), &Terminal { width: 80, colours: true });
         assert!(bright.contains("\x1b[1;31mNOT READY\x1b[0m"));
         while let Some(start) = bright.find('\x1b') {
             let end = start + bright[start..].find('m').unwrap();
