@@ -12,4 +12,6 @@ pub mod state_dir;
 pub use error::Error;
 #[cfg(feature = "etcd")]
 pub use etcd::EtcdFlags;
-pub use registry::RegistryUrl;
+#[cfg(feature = "etcd")]
+pub use registry::open_etcd;
+pub use registry::{RegistryUrl, open_directory};

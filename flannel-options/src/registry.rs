@@ -15,8 +15,7 @@ use crate::Error;
 pub enum RegistryUrl {
     /// `dir:PATH`, `dir:PATH?assign=static`: a directory.
     Dir(DirLocation),
-    /// `etcd`: where [`EtcdFlags`](crate::EtcdFlags) say.
-    #[cfg(feature = "etcd")]
+    /// `etcd`: where the options of etcd say. Only parsed with the feature `etcd`.
     Etcd,
 }
 
@@ -43,32 +42,33 @@ impl fmt::Display for RegistryUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Dir(location) => location.fmt(f),
-            #[cfg(feature = "etcd")]
             Self::Etcd => f.write_str("etcd"),
         }
     }
 }
 
-impl RegistryUrl {
-    /// Opens the registry. A directory that does not exist is made.
-    ///
-    /// # Errors
-    /// The directory cannot be made, or the options of etcd are wrong.
-    pub async fn open_registry(
-        &self,
-        #[cfg(feature = "etcd")] etcd: EtcdOptions,
-    ) -> Result<Arc<dyn Registry>, Error> {
-        let failed = |source: flannel_core::Error| Error::Registry {
-            url: self.to_string(),
-            source: source.into(),
-        };
-        Ok(match self {
-            Self::Dir(location) => {
-                let opened = DirRegistry::open(location.path.clone(), location.options).await;
-                Arc::new(opened.map_err(failed)?)
-            }
-            #[cfg(feature = "etcd")]
-            Self::Etcd => Arc::new(EtcdRegistry::new(etcd).map_err(failed)?),
-        })
-    }
+/// Opens the registry in a directory, which is made if it does not exist.
+///
+/// # Errors
+/// It cannot be made.
+pub async fn open_directory(location: &DirLocation) -> Result<Arc<dyn Registry>, Error> {
+    let opened = DirRegistry::open(location.path.clone(), location.options).await;
+    let failed = |source: flannel_core::Error| Error::Registry {
+        url: location.to_string(),
+        source: source.into(),
+    };
+    Ok(Arc::new(opened.map_err(failed)?))
+}
+
+/// Opens the registry in etcd. Connects later.
+///
+/// # Errors
+/// The options are wrong.
+#[cfg(feature = "etcd")]
+pub fn open_etcd(options: EtcdOptions) -> Result<Arc<dyn Registry>, Error> {
+    let failed = |source: flannel_core::Error| Error::Registry {
+        url: "etcd".to_owned(),
+        source: source.into(),
+    };
+    Ok(Arc::new(EtcdRegistry::new(options).map_err(failed)?))
 }

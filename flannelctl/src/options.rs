@@ -9,12 +9,11 @@ use std::sync::Arc;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use flannel_core::{Subnet, Subnets};
 #[cfg(feature = "etcd")]
-use flannel_options::Error as OptionsError;
 use flannel_options::EtcdFlags;
-use flannel_options::RegistryUrl;
 use flannel_options::control;
 use flannel_options::environment::{name_variable, variable};
 use flannel_options::go_flags::is_given;
+use flannel_options::{Error as OptionsError, RegistryUrl, open_directory};
 use flannel_subnet::Registry;
 
 use crate::docker_opts::DockerFlags;
@@ -109,10 +108,13 @@ impl Global {
             Error::Refused("--registry names no store; for example dir:/etc/flannel/network".into())
         };
         let url = self.registry.as_ref().ok_or_else(missing)?;
-        #[cfg(feature = "etcd")]
-        let registry = url.open_registry(self.etcd.options()).await?;
-        #[cfg(not(feature = "etcd"))]
-        let registry = url.open_registry().await?;
+        let registry = match url {
+            RegistryUrl::Dir(location) => open_directory(location).await?,
+            #[cfg(feature = "etcd")]
+            RegistryUrl::Etcd => flannel_options::open_etcd(self.etcd.options())?,
+            #[cfg(not(feature = "etcd"))]
+            RegistryUrl::Etcd => return Err(Error::Refused("this build has no etcd".to_owned())),
+        };
         Ok(registry)
     }
 }

@@ -149,7 +149,6 @@ fn directories(options: &Options) -> BTreeSet<PathBuf> {
     match &options.registry {
         _ if options.kube.kube_subnet_mgr => {}
         RegistryUrl::Dir(location) => all.push(&location.path),
-        #[cfg(feature = "etcd")]
         RegistryUrl::Etcd => {}
     }
     let there = |path: &Path| {

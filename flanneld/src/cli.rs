@@ -13,7 +13,9 @@ use std::time::Duration;
 use clap::error::{ContextKind, ContextValue};
 use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches, Parser};
+use flannel_backends::Backends;
 use flannel_core::{Dual, Family};
+use flannel_netlink::iface::Selectors;
 #[cfg(feature = "etcd")]
 use flannel_options::EtcdFlags;
 use flannel_options::RegistryUrl;
@@ -21,6 +23,7 @@ use flannel_options::environment::{name_variable, variable};
 use flannel_options::go_flags::{go_bool, go_int, go_style, is_given};
 
 use crate::capabilities::Capabilities;
+use crate::config::{DaemonConfig, NexthopObjects, StoreConfig};
 use crate::control::ControlFlags;
 use crate::error::Error;
 use crate::firewall::FirewallFlags;
@@ -161,17 +164,6 @@ pub struct Options {
     without_effect: Vec<&'static str>,
 }
 
-/// `--nexthop-objects`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum NexthopObjects {
-    /// Where the kernel has them.
-    Auto,
-    /// Or else stop.
-    On,
-    /// Never; those that an earlier run left give way to plain routes.
-    Off,
-}
-
 impl Options {
     /// Parses a command line (`args[0]` is the program's name) and the environment.
     ///
@@ -251,6 +243,43 @@ impl Options {
         };
         let all: Vec<String> = self.without_effect.iter().map(flag).collect();
         (!all.is_empty()).then(|| format!("without effect here: {}", all.join(", ")))
+    }
+
+    /// The same as typed values, with these backends.
+    ///
+    /// # Errors
+    /// [`Error::Usage`]: the options of Kubernetes do not fit together.
+    pub fn config(&self, backends: Backends) -> Result<DaemonConfig, Error> {
+        let mut config = DaemonConfig::new(self.store()?);
+        config.backends = backends;
+        config.interface = Selectors {
+            iface: self.iface.clone(),
+            iface_regex: self.iface_regex.clone(),
+            can_reach: self.iface_can_reach,
+            public: self.public(),
+        };
+        config.renew_margin = self.renew_margin();
+        config.subnet_file.clone_from(&self.subnet_file);
+        config.state_dir.clone_from(&self.state_dir);
+        config.ip_blackhole_route = self.ip_blackhole_route;
+        config.nexthop_objects = self.nexthop_objects;
+        config.firewall = self.firewall.config();
+        config.control = self.control.config();
+        Ok(config)
+    }
+
+    fn store(&self) -> Result<StoreConfig, Error> {
+        #[cfg(feature = "kube")]
+        if self.kube.kube_subnet_mgr {
+            return self.kube.store();
+        }
+        Ok(match &self.registry {
+            RegistryUrl::Dir(location) => StoreConfig::Directory(location.clone()),
+            #[cfg(feature = "etcd")]
+            RegistryUrl::Etcd => StoreConfig::Etcd(self.etcd.options()),
+            #[cfg(not(feature = "etcd"))]
+            RegistryUrl::Etcd => return Err(Error::Usage("this build has no etcd".to_owned())),
+        })
     }
 
     /// The public addresses that were given.

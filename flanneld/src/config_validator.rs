@@ -1,6 +1,7 @@
-//! Where a network is to be built: whether a config fits, by which interface, and whether its firewall rules can be kept.
+//! Whether a network can be built from a config here: the backend, the external interface and the
+//! firewall rules.
 //!
-//! The one thing to know: a config is judged here before anything is given up for it, with the very checks by which a
+//! The daemon validates a config before it gives anything up for it, with the checks by which the
 //! network is built from it.
 
 use std::sync::Arc;
@@ -11,17 +12,17 @@ use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::{Selectors, worse};
 use tokio::sync::watch;
 
-use crate::cli::Options;
+use crate::config::{DaemonConfig, FirewallConfig};
 use crate::error::Error;
-use crate::firewall::FirewallFlags;
 use crate::uplink::Chosen;
 
-/// This node, and what is known of the others.
+/// Validates configs for this node.
 #[derive(Debug)]
 pub(crate) struct ConfigValidator {
     kernel: Arc<NetlinkKernel>,
     selectors: Selectors,
-    firewall: FirewallFlags,
+    firewall: FirewallConfig,
+    backends: Backends,
     views: watch::Receiver<View>,
     /// The interface of the network that runs, or ran last.
     used: Option<ExternalInterface>,
@@ -30,22 +31,19 @@ pub(crate) struct ConfigValidator {
 impl ConfigValidator {
     pub(crate) fn new(
         kernel: &Arc<NetlinkKernel>,
-        options: &Options,
+        config: &DaemonConfig,
         hints: &Hints,
         views: watch::Receiver<View>,
         used: Option<ExternalInterface>,
     ) -> Self {
-        let (prescribed, given) = (hints.public, options.public());
-        let selectors = Selectors {
-            iface: options.iface.clone(),
-            iface_regex: options.iface_regex.clone(),
-            can_reach: options.iface_can_reach,
-            public: Dual::from_fn(|family| prescribed[family].or(given[family])),
-        };
+        let (prescribed, given) = (hints.public, config.interface.public);
+        let public = Dual::from_fn(|family| prescribed[family].or(given[family]));
+        let selectors = Selectors { public, ..config.interface.clone() };
         Self {
             kernel: Arc::clone(kernel),
             selectors,
-            firewall: options.firewall.clone(),
+            firewall: config.firewall.clone(),
+            backends: config.backends.clone(),
             views,
             used,
         }
@@ -65,7 +63,7 @@ impl ConfigValidator {
         config: &Config,
         used: Option<&Config>,
     ) -> Result<Chosen, Error> {
-        let backend = Backends::default().find(&config.backend.kind)?;
+        let backend = self.backends.find(&config.backend.kind)?;
         let chosen = Chosen::choose(&self.kernel, self.selectors.clone(), config).await?;
         if let Some(reason) = self.used.as_ref().and_then(|used| worse(used, &chosen.iface)) {
             return Err(Error::UnfitInterface { name: chosen.iface.name, reason });

@@ -32,6 +32,7 @@ use serde_json::json;
 use socket2::{Domain, Socket, Type};
 use tokio::net::{TcpListener, UnixListener};
 
+use crate::config::{ControlConfig, ControlSocket};
 use crate::error::Error;
 use crate::http::{Listener, Request, Response, Site, serve};
 use crate::metrics;
@@ -95,9 +96,28 @@ fn group(text: &str) -> Result<u32, String> {
 }
 
 impl ControlFlags {
-    /// The control socket of a daemon with this subnet file; `None`: there is to be none.
-    fn socket(&self, subnet_file: &Path) -> Option<PathBuf> {
-        control::socket(self.control_socket.as_deref(), subnet_file)
+    /// The same as typed values.
+    pub(crate) fn config(&self) -> ControlConfig {
+        ControlConfig {
+            health: Some(SocketAddr::new(self.healthz_ip, self.healthz_port))
+                .filter(|address| address.port() != 0),
+            socket: match &self.control_socket {
+                None => ControlSocket::BesideSubnetFile,
+                Some(path) if path.as_os_str() == "off" => ControlSocket::Off,
+                Some(path) => ControlSocket::At(path.clone()),
+            },
+            group: self.control_group,
+            doctor_port: self.doctor_port,
+        }
+    }
+}
+
+/// The file of the control socket; `None`: there is to be none.
+fn socket(socket: &ControlSocket, subnet_file: &Path) -> Option<PathBuf> {
+    match socket {
+        ControlSocket::BesideSubnetFile => control::socket(None, subnet_file),
+        ControlSocket::At(path) => Some(path.clone()),
+        ControlSocket::Off => None,
     }
 }
 
@@ -124,13 +144,16 @@ impl Servers {
     ///
     /// # Errors
     /// An address or a socket that was asked for cannot be had. A control socket that nobody asked for is only missed.
-    pub(crate) async fn open(flags: &ControlFlags, subnet_file: &Path) -> Result<Self, Error> {
-        let health = match flags.healthz_port {
-            0 => None,
-            port => {
-                let address = SocketAddr::new(flags.healthz_ip, port);
+    pub(crate) async fn open(config: &ControlConfig, subnet_file: &Path) -> Result<Self, Error> {
+        let health = match config.health {
+            None => None,
+            Some(address) => {
                 let listener = listen(address).map_err(|error| Error::Listen {
-                    what: format!("--healthz-ip {} --healthz-port {port}", flags.healthz_ip),
+                    what: format!(
+                        "--healthz-ip {} --healthz-port {}",
+                        address.ip(),
+                        address.port()
+                    ),
                     reason: error.to_string(),
                 })?;
                 let bound = listener.local_addr().unwrap_or(address);
@@ -138,14 +161,14 @@ impl Servers {
                 Some(Listener::Tcp(listener))
             }
         };
-        let control = match flags.socket(subnet_file) {
+        let control = match socket(&config.socket, subnet_file) {
             None => None,
-            Some(path) => match open_socket(&path, flags.control_group) {
+            Some(path) => match open_socket(&path, config.group) {
                 Ok(listener) => Some((Listener::Unix(listener), SocketFile(path))),
                 Err(reason) => {
                     let what = format!("--control-socket {}", path.display());
                     let error = Error::Listen { what, reason };
-                    if flags.control_socket.is_some() {
+                    if config.socket != ControlSocket::BesideSubnetFile {
                         return Err(error);
                     }
                     tracing::warn!("flannelctl cannot ask this daemon: {error}");

@@ -7,12 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::{SubnetManager, Subnets};
-use flannel_options::RegistryUrl;
-#[cfg(feature = "etcd")]
-use flannel_subnet::EtcdOptions;
-use flannel_subnet::{Assign, AssignedManager, Identity, LocalManager, Mark, Ownership};
+use flannel_subnet::{Assign, AssignedManager, Identity, LocalManager, Mark, Ownership, Registry};
 
-use crate::cli::Options;
+use crate::config::StoreConfig;
 use crate::error::Error;
 #[cfg(feature = "kube")]
 use crate::kube::KubeStore;
@@ -24,8 +21,6 @@ pub(crate) struct Node {
     pub(crate) previous: Option<Subnets>,
     pub(crate) addresses: Vec<IpAddr>,
     pub(crate) renew_margin: Duration,
-    #[cfg(feature = "etcd")]
-    pub(crate) etcd: EtcdOptions,
     /// The file that the last good set of leases is kept in.
     pub(crate) cache: PathBuf,
 }
@@ -55,14 +50,28 @@ impl Store {
         Self { subnets, owner: Owner::Others }
     }
 
-    /// Opens the store that the options name.
-    pub(crate) async fn open(options: &Options, node: Node) -> Result<Self, Error> {
-        #[cfg(feature = "kube")]
-        if options.kube.kube_subnet_mgr {
-            let store = KubeStore::open(&options.kube).await?;
-            return Ok(Self { subnets: store.subnets(), owner: Owner::Kube(store) });
+    /// Opens the store.
+    pub(crate) async fn open(config: &StoreConfig, node: Node) -> Result<Self, Error> {
+        let registry: Arc<dyn Registry> = match config {
+            #[cfg(feature = "kube")]
+            StoreConfig::Kubernetes { options, set_condition } => {
+                let store = KubeStore::open(options.clone(), *set_condition).await?;
+                return Ok(Self { subnets: store.subnets(), owner: Owner::Kube(store) });
+            }
+            StoreConfig::Registry(registry) => Arc::clone(registry),
+            StoreConfig::Directory(location) => flannel_options::open_directory(location).await?,
+            #[cfg(feature = "etcd")]
+            StoreConfig::Etcd(options) => flannel_options::open_etcd(options.clone())?,
+        };
+        if matches!(config, StoreConfig::Directory(dir) if dir.options.assign == Assign::Static) {
+            let subnets = Arc::new(AssignedManager::new(registry, node.addresses));
+            return Ok(Self { subnets, owner: Owner::Others });
         }
-        open_registry(&options.registry, node).await
+        let identity =
+            Identity { mark: node.mark, previous: node.previous, local_addresses: node.addresses };
+        let manager = LocalManager::new(registry, identity).with_renew_margin(node.renew_margin);
+        let local = Arc::new(manager.with_cache(node.cache));
+        Ok(Self { subnets: Arc::clone(&local) as _, owner: Owner::Local(local) })
     }
 
     /// Whether the subnet is this node's. A lease that others wrote is, as long as the network runs.
@@ -113,21 +122,4 @@ impl Store {
             Owner::Kube(store) => store.tell(observer).await,
         }
     }
-}
-
-/// Opens the store on a registry.
-async fn open_registry(url: &RegistryUrl, node: Node) -> Result<Store, Error> {
-    #[cfg(feature = "etcd")]
-    let registry = url.open_registry(node.etcd).await?;
-    #[cfg(not(feature = "etcd"))]
-    let registry = url.open_registry().await?;
-    if matches!(url, RegistryUrl::Dir(location) if location.options.assign == Assign::Static) {
-        let subnets = Arc::new(AssignedManager::new(registry, node.addresses));
-        return Ok(Store { subnets, owner: Owner::Others });
-    }
-    let identity =
-        Identity { mark: node.mark, previous: node.previous, local_addresses: node.addresses };
-    let manager = LocalManager::new(registry, identity).with_renew_margin(node.renew_margin);
-    let local = Arc::new(manager.with_cache(node.cache));
-    Ok(Store { subnets: Arc::clone(&local) as _, owner: Owner::Local(local) })
 }

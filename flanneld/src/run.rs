@@ -20,7 +20,7 @@ use flannel_subnet::{Mark, SubnetEnv, SubnetEnvError};
 use tokio::sync::watch;
 
 use crate::changed_config;
-use crate::cli::{NexthopObjects, Options};
+use crate::config::{DaemonConfig, NexthopObjects};
 use crate::config_validator::ConfigValidator;
 use crate::control::Servers;
 use crate::disk::run_blocking_in_order;
@@ -44,57 +44,40 @@ const SECOND_THOUGHT: Duration = Duration::from_secs(10);
 /// So long the subnet file waits for firewall rules, whoever has locked them, and for the tunnel.
 const RULES: Duration = Duration::from_secs(5);
 
-/// Runs the daemon in the calling thread's network namespace. Ends only with an error.
-///
-/// # Errors
-/// Whatever makes it impossible to start or go on; see [`Error`]. Waited for, as long as it takes: a store that does
-/// not answer, a network config that is missing or wrong, and a subnet, if all are taken.
-///
-/// # Cancel safety
-/// Dropping the future stops the daemon; the data path stays in place and the next start adopts it.
-pub async fn run(options: &Options) -> Result<Infallible, Error> {
-    run_observed(options, &Observer::default()).await
-}
-
-/// [`run`], for one who looks on.
-pub(crate) async fn run_observed(
-    options: &Options,
-    observer: &Observer,
-) -> Result<Infallible, Error> {
+/// Runs the daemon: see [`Daemon::run`](crate::Daemon::run).
+pub(crate) async fn run(settings: &DaemonConfig, observer: &Observer) -> Result<Infallible, Error> {
     // First: whoever had it may have had the sockets too.
-    let _alone = state_dir::lock(&options.state_dir).await?;
-    let servers = Servers::open(&options.control, &options.subnet_file).await?;
+    let _alone = state_dir::lock(&settings.state_dir).await?;
+    let servers = Servers::open(&settings.control, &settings.subnet_file).await?;
     tokio::select! {
-        ended = run_networks(options, observer) => ended,
+        ended = run_networks(settings, observer) => ended,
         never = servers.serve(observer) => match never {},
     }
 }
 
 /// One network after the other.
-async fn run_networks(options: &Options, observer: &Observer) -> Result<Infallible, Error> {
-    let kernel = Arc::new(open_kernel(options)?);
-    let mark = state::mark(&options.state_dir)?;
-    let go_flannel = GoFlannel::find(&options.subnet_file, &options.state_dir)?;
+async fn run_networks(settings: &DaemonConfig, observer: &Observer) -> Result<Infallible, Error> {
+    let kernel = Arc::new(open_kernel(settings)?);
+    let mark = state::mark(&settings.state_dir)?;
+    let go_flannel = GoFlannel::find(&settings.subnet_file, &settings.state_dir)?;
     let node = Node {
         mark,
-        previous: previous_subnets(options),
-        addresses: addresses(&kernel, options)?,
-        renew_margin: options.renew_margin(),
-        #[cfg(feature = "etcd")]
-        etcd: options.etcd.options(),
-        cache: state_dir::leases(&options.state_dir),
+        previous: previous_subnets(settings),
+        addresses: addresses(&kernel, settings)?,
+        renew_margin: settings.renew_margin,
+        cache: state_dir::leases(&settings.state_dir),
     };
-    let store = Store::open(options, node).await?;
+    let store = Store::open(&settings.store, node).await?;
     observer.opened(store.clone());
     tokio::select! {
-        ended = follow_store(options, &kernel, &store, (mark, &go_flannel), observer) => ended,
+        ended = follow_store(settings, &kernel, &store, (mark, &go_flannel), observer) => ended,
         never = store.tell(observer) => match never {},
     }
 }
 
 /// Runs networks on an open store.
 async fn follow_store(
-    options: &Options,
+    settings: &DaemonConfig,
     kernel: &Arc<NetlinkKernel>,
     store: &Store,
     (mark, go_flannel): (Mark, &GoFlannel),
@@ -108,29 +91,30 @@ async fn follow_store(
     let mut last: Option<(Config, ExternalInterface)> = None;
     loop {
         let start = async || {
-            let started = start(options, kernel, store, state::identity(mark), last.as_ref()).await;
+            let started =
+                start(settings, kernel, store, state::identity(mark), last.as_ref()).await;
             started.inspect_err(|error| observer.waits_for(error.to_string()))
         };
         let build = async {
             if has_run {
                 tokio::time::sleep(REBUILD_PAUSE).await;
             }
-            let patience = Patience { has_run, refusals_pass: options.kube.kube_subnet_mgr };
+            let patience = Patience { has_run, refusals_pass: settings.store.refusals_pass() };
             patiently(subnets, patience, start).await
         };
         let ready = holding(subnets, held.as_ref(), build).await?;
         has_run = true;
         last = Some((ready.config.clone(), ready.chosen.iface.clone()));
         held = (!ready.lapsed).then(|| ready.network.handle().lease);
-        let reason = run_network(options, subnets, ready, go_flannel, observer).await?;
+        let reason = run_network(settings, subnets, ready, go_flannel, observer).await?;
         tracing::info!("building the network anew: {reason}");
     }
 }
 
 /// The kernel, and whether to use its nexthop objects.
-fn open_kernel(options: &Options) -> Result<NetlinkKernel, Error> {
+fn open_kernel(settings: &DaemonConfig) -> Result<NetlinkKernel, Error> {
     let kernel = NetlinkKernel::open()?;
-    match options.nexthop_objects {
+    match settings.nexthop_objects {
         NexthopObjects::Off => Ok(kernel.without_nexthops()),
         NexthopObjects::On if !kernel.nexthop_ids(&Owned::default())?.usable => {
             Err(Error::NoNexthopObjects)
@@ -157,12 +141,12 @@ struct Ready {
 
 impl Ready {
     /// The network as those see it who look on.
-    fn running(&self, rulebook: watch::Receiver<Rulebook>) -> Running {
+    fn running(&self, backends: &Backends, rulebook: watch::Receiver<Rulebook>) -> Running {
         Running {
             config: self.config.clone(),
             backend: self.backend.name(),
-            datapath: Backends::default().datapath(&self.config),
-            links: Backends::default().links(self.chosen.iface.name, &self.config),
+            datapath: backends.datapath(&self.config),
+            links: backends.links(self.chosen.iface.name, &self.config),
             iface: self.chosen.iface.clone(),
             kernel: Arc::clone(&self.chosen.kernel) as Arc<dyn Kernel>,
             handle: self.network.handle(),
@@ -176,7 +160,7 @@ impl Ready {
 
 /// Asks the store for everything that a network is built from, and builds it.
 async fn start(
-    options: &Options,
+    settings: &DaemonConfig,
     kernel: &Arc<NetlinkKernel>,
     store: &Store,
     identity: String,
@@ -190,14 +174,11 @@ async fn start(
     let views = subnets.watch_leases().await?;
     // Before anything that may end this start, and the next one, and the next.
     store
-        .begin(stands(
-            Arc::clone(kernel) as Arc<dyn Kernel>,
-            Backends::default().footprint(&stored),
-        ))
+        .begin(stands(Arc::clone(kernel) as Arc<dyn Kernel>, settings.backends.footprint(&stored)))
         .await?;
-    let validator = ConfigValidator::new(kernel, options, &hints, views.clone(), used);
+    let validator = ConfigValidator::new(kernel, settings, &hints, views.clone(), used);
     let (config, chosen) = validator.usable(stored, last).await?;
-    let backend = Backends::default().find(&config.backend.kind)?;
+    let backend = settings.backends.find(&config.backend.kind)?;
     let lapsed = hints.lapsed.is_some();
     let host = Host {
         iface: chosen.iface.clone(),
@@ -209,7 +190,7 @@ async fn start(
         identity,
     };
     let mut network = backend.register(&host, &config).await?;
-    if options.ip_blackhole_route
+    if settings.ip_blackhole_route
         && let Err(error) = network.drop_unused()
     {
         tracing::warn!("--ip-blackhole-route has no effect: {error}");
@@ -251,7 +232,7 @@ async fn stands(kernel: Arc<dyn Kernel>, owned: Owned) -> bool {
 
 /// One network, from its start until something it was built from changes: the reason.
 async fn run_network(
-    options: &Options,
+    settings: &DaemonConfig,
     subnets: &dyn SubnetManager,
     ready: Ready,
     go_flannel: &GoFlannel,
@@ -259,9 +240,9 @@ async fn run_network(
 ) -> Result<String, Error> {
     warn_if_stale(subnets, &ready.views.borrow());
     let (settled, rules) = watch::channel(false);
-    let (book, rulebook) = watch::channel(options.firewall.rulebook());
-    let running = ready.running(rulebook);
-    let responder = server::serve(running.probe_server(options.control.doctor_port));
+    let (book, rulebook) = watch::channel(settings.firewall.rulebook());
+    let running = ready.running(&settings.backends, rulebook);
+    let responder = server::serve(running.probe_server(settings.control.doctor_port));
     let _running = observer.running(running);
     let Ready { config, backend, network, views, lapsed, cached, first, chosen, validator } = ready;
     let handle = network.handle();
@@ -270,7 +251,7 @@ async fn run_network(
         if lapsed {
             return Ok(std::future::pending().await);
         }
-        options.firewall.keep(&config, &own, first, (settled, book)).await
+        settings.firewall.keep(&config, &own, first, (settled, book)).await
     };
     let looks = look_around(observer, rules.clone(), lapsed);
     let judge = async |to: &Config| validator.judge(to, Some(&config)).await.map(drop);
@@ -283,16 +264,16 @@ async fn run_network(
         if lapsed {
             return until_live(subnets, own, views.clone(), &judge_anew, observer).await;
         }
-        publish(options, &config, &handle, rules, (go_flannel, observer)).await?;
+        publish(settings, &config, &handle, rules, (go_flannel, observer)).await?;
         tracing::info!(
             lease = %own, backend = backend.name(), mtu = handle.mtu,
-            subnet_file = %options.subnet_file.display(), "running"
+            subnet_file = %settings.subnet_file.display(), "running"
         );
         hold(subnets, &handle.lease).await
     };
     let uplink = chosen.iface.name;
     let (kernel, owned) = (chosen.kernel.clone(), backend.owned(uplink, &config)?);
-    let old_networks = OldNetworks::new(&options.state_dir);
+    let old_networks = OldNetworks::new(&settings.state_dir);
     let recorded = old_networks.record(&config).await;
     tokio::select! {
         never = old_networks.clear(recorded, kernel.clone(), owned.clone(), handle.status.clone()) => match never {},
@@ -350,15 +331,15 @@ async fn until_live(
 /// Lets pods start: they do because of the subnet file, and find the rules and the tunnel there. What makes their bridge would otherwise
 /// have Linux take the tunnel's IPv6 address for the anycast address of the bridge's subnet, which no TCP connection is made to.
 async fn publish(
-    options: &Options,
+    settings: &DaemonConfig,
     config: &Config,
     handle: &NetworkHandle,
     rules: watch::Receiver<bool>,
     (go_flannel, observer): (&GoFlannel, &Observer),
 ) -> Result<(), Error> {
     rules_and_tunnel(rules, handle.status.clone()).await;
-    let env = subnet_env(options, config, handle);
-    let (path, go_flannel) = (options.subnet_file.clone(), go_flannel.clone());
+    let env = subnet_env(settings, config, handle);
+    let (path, go_flannel) = (settings.subnet_file.clone(), go_flannel.clone());
     run_blocking_in_order(move || env.write_atomic(&path).map(|()| go_flannel.wrote_subnet_file()))
         .await?;
     observer.subnet_file_written();
@@ -407,8 +388,8 @@ fn warn_if_stale(subnets: &dyn SubnetManager, view: &View) {
 }
 
 /// What the last run wrote; a file that cannot be read is as good as none, but said.
-fn previous_subnets(options: &Options) -> Option<Subnets> {
-    match SubnetEnv::read(&options.subnet_file) {
+fn previous_subnets(settings: &DaemonConfig) -> Option<Subnets> {
+    match SubnetEnv::read(&settings.subnet_file) {
         Ok(env) => env.previous(),
         Err(SubnetEnvError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => None,
         Err(error) => {
@@ -419,18 +400,18 @@ fn previous_subnets(options: &Options) -> Option<Subnets> {
 }
 
 /// The addresses by which a lease is known to be this host's.
-fn addresses(kernel: &NetlinkKernel, options: &Options) -> Result<Vec<IpAddr>, Error> {
+fn addresses(kernel: &NetlinkKernel, settings: &DaemonConfig) -> Result<Vec<IpAddr>, Error> {
     let interfaces = kernel.interfaces()?;
     let local = interfaces.iter().flat_map(|interface| &interface.addresses).map(|a| a.address);
-    Ok(options.public().values().copied().chain(local).collect())
+    Ok(settings.interface.public.values().copied().chain(local).collect())
 }
 
-fn subnet_env(options: &Options, config: &Config, handle: &NetworkHandle) -> SubnetEnv {
+fn subnet_env(settings: &DaemonConfig, config: &Config, handle: &NetworkHandle) -> SubnetEnv {
     SubnetEnv {
         networks: config.pod_networks().collect(),
         subnets: handle.lease.subnets.iter().collect(),
         mtu: handle.mtu,
-        ip_masq: options.firewall.ip_masq,
+        ip_masq: settings.firewall.masquerade,
     }
 }
 

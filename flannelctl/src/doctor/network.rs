@@ -172,6 +172,8 @@ fn store_mend(global: &Global) -> String {
         Some(RegistryUrl::Dir(location)) => restore_directory(location.path.display()),
         #[cfg(feature = "etcd")]
         Some(RegistryUrl::Etcd) => restore_etcd(&global.etcd.options().endpoints.join(",")),
+        #[cfg(not(feature = "etcd"))]
+        Some(RegistryUrl::Etcd) => "flannelctl --registry URL doctor".to_owned(),
         None => "flannelctl --registry URL doctor".to_owned(),
     }
 }

@@ -9,6 +9,7 @@ use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity, Prefix};
 use tokio::sync::OnceCell;
 
 use super::{KubeFlags, condition};
+use crate::config::StoreConfig;
 use crate::error::Error;
 use crate::observe::Observer;
 
@@ -27,6 +28,12 @@ impl KubeFlags {
         self.kube_annotation_prefix
             .parse()
             .map_err(|error| format!("--kube-annotation-prefix: {error}"))
+    }
+
+    /// The same as typed values.
+    pub(crate) fn store(&self) -> Result<StoreConfig, Error> {
+        let set_condition = self.set_node_network_unavailable;
+        Ok(StoreConfig::Kubernetes { options: self.options()?, set_condition })
     }
 
     fn options(&self) -> Result<KubeOptions, Error> {
@@ -49,10 +56,9 @@ impl KubeFlags {
 }
 
 impl KubeStore {
-    pub(crate) async fn open(flags: &KubeFlags) -> Result<Self, Error> {
-        let manager = KubeManager::open(flags.options()?).await;
+    pub(crate) async fn open(options: KubeOptions, tells: bool) -> Result<Self, Error> {
+        let manager = KubeManager::open(options).await;
         let manager = manager.map_err(|source| Error::Kube(Box::new(source)))?;
-        let tells = flags.set_node_network_unavailable;
         Ok(Self { manager: Arc::new(manager), tells, begun: Arc::default() })
     }
 
