@@ -50,7 +50,8 @@ pub fn restore_etcd(endpoints: &str) -> String {
     )
 }
 
-/// The command that releases a lease. The key is quoted, because a key of both families contains `&`.
+/// The command that releases a lease. The key is quoted, because a key of both families contains
+/// `&`.
 pub fn release(key: impl Display) -> String {
     format!("flannelctl lease release --force '{key}' # if that node is gone")
 }
@@ -85,7 +86,7 @@ pub fn localize(hint: String, store: Option<&str>) -> String {
     }
 }
 
-/// What mends a finding as it is said where this store is.
+/// Localizes the commands of findings.
 pub fn localize_findings(findings: &mut [Finding], store: Option<&str>) {
     for finding in findings {
         finding.mend = finding.mend.take().map(|mend| localize(mend, store));

@@ -1,6 +1,4 @@
-//! Devices, the tunnel's port and checksums: what this host has between its pods and the wire.
-//!
-//! The one thing to know: it judges what was read, as preflight does; what could not be read is told apart.
+//! Devices, the tunnel's port and checksums: what lies between the pods of this host and the wire.
 
 use std::fs;
 use std::path::Path;
@@ -41,7 +39,8 @@ pub struct Devices {
     pub takers: Vec<(u16, String, u32)>,
     /// The kernel's release.
     pub kernel: Option<[u32; 2]>,
-    /// Tunnels whose checksums are left to the hardware; only looked at on kernels where that matters.
+    /// Tunnels whose checksums are left to the hardware; only looked at on kernels where that
+    /// matters.
     pub offloaded: Option<Vec<LinkName>>,
     /// The daemon runs.
     pub daemon: bool,
@@ -215,8 +214,8 @@ fn offload(link: LinkName) -> Option<bool> {
     Some(line.starts_with("on"))
 }
 
-/// Programs with a socket on a UDP port. The kernel's own sockets are listed with those of programs, but no
-/// process has them.
+/// Programs with a socket on a UDP port. The kernel's own sockets are listed with those of
+/// programs, but no process has them.
 fn takers(port: u16) -> Vec<(u16, String, u32)> {
     let tables =
         ["udp", "udp6"].map(|file| fs::read_to_string(format!("/proc/thread-self/net/{file}")));

@@ -1,7 +1,7 @@
-//! What the answers of a peer say, if they say that something is wrong.
+//! Derives faults from the answers of a peer.
 //!
-//! The one thing to know: no reply is no reply, and not yet a fault of the peer; which one of several addresses and sizes
-//! is answered tells what is likely. Which way something is lost is said only where both ends report.
+//! No reply is not yet a fault of the peer. The addresses and sizes that are answered show the likely
+//! cause. A direction is reported only where both ends report.
 
 use std::net::IpAddr;
 
@@ -228,7 +228,8 @@ impl Case<'_> {
         self.asked.public.map_or(self.address, |(address, _)| address)
     }
 
-    /// A fault of a way by which pods' packets of at most `inner` bytes pass, or packets on the wire of at most `wire`.
+    /// A fault of a way by which pods' packets of at most `inner` bytes pass, or packets on the
+    /// wire of at most `wire`.
     fn narrow(&self, finding: Finding, inner: Option<u32>, wire: Option<u32>) -> Fault {
         let Question { tunnel, public, header, .. } = self.asked;
         let costs = match (tunnel, public) {
@@ -384,7 +385,8 @@ mod tests {
             "{mended}"
         );
 
-        // DirectRouting: by the external interface to this peer, and still it is the network config's to lower.
+        // DirectRouting: by the external interface to this peer, and still it is the network
+        // config's to lower.
         let direct_devices = uplink(devices().tunnels);
         let direct = target("vxlan").questions(&direct_devices).remove(0).direct(&direct_devices);
         assert_eq!((direct.device, direct.public.unwrap().1), (direct_devices.uplink, 1450));

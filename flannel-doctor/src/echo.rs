@@ -1,7 +1,7 @@
-//! ICMP echoes of an exact size that nobody may cut into pieces, to many addresses at once.
+//! ICMP echoes of an exact size that must not be fragmented, to many addresses at once.
 //!
-//! The one thing to know: the IP header is written here, since that is how a size and "don't fragment" are had of the kernel
-//! for both families alike; it takes `CAP_NET_RAW`.
+//! The IP header is written here, because the kernel offers an exact size and "don't fragment" for both
+//! families only this way. It needs `CAP_NET_RAW`.
 //!
 //! **Source**: RFC 792, 1191, 4443, 8201; linux `net/ipv4/raw.c: raw_send_hdrinc`, `net/ipv6/raw.c`.
 
@@ -217,7 +217,8 @@ fn packet(from: IpAddr, to: IpAddr, size: u16, id: u16, sequence: u16) -> Vec<u8
     icmp.extend(sequence.to_be_bytes());
     icmp.extend(MAGIC);
     icmp.resize(size - header, 0x66);
-    // The pseudo header: addresses, length, next header. First, since what is covered may have an odd number of bytes.
+    // The pseudo header: addresses, length, next header. First, since what is covered may have an
+    // odd number of bytes.
     let mut covered = match to.is_ipv6() {
         true => [
             bytes(from),
@@ -231,7 +232,8 @@ fn packet(from: IpAddr, to: IpAddr, size: u16, id: u16, sequence: u16) -> Vec<u8
     covered.extend(&icmp);
     icmp[2..4].copy_from_slice(&checksum(&covered).to_be_bytes());
     let mut packet = match to.is_ipv4() {
-        // Version, length, no TOS; identification 0; don't fragment. The kernel writes the checksum.
+        // Version, length, no TOS; identification 0; don't fragment. The kernel writes the
+        // checksum.
         true => {
             let mut head = vec![0x45, 0];
             head.extend((size as u16).to_be_bytes());

@@ -1,7 +1,7 @@
 //! What about this host may keep pods from reaching each other, though leases and objects are in order.
 //!
-//! The one thing to know: a finding is a judgement over [`Facts`], and what could not be read is no finding, but said to be
-//! not known. Findings are told and change nothing: neither the start nor readiness depends on them.
+//! Findings are derived from [`Facts`]. What could not be read is no finding, but reported as unread.
+//! Findings change nothing: neither the start nor readiness depends on them.
 
 mod read;
 
@@ -39,11 +39,14 @@ struct Facts {
     forwarding: Dual<bool>,
     /// `net.ipv4.conf.DEVICE.forwarding`.
     device_forwarding: BTreeMap<LinkName, bool>,
-    /// `net.ipv4.conf.DEVICE.rp_filter`, or that of `all` if it is stricter: 0 off, 1 strict, 2 loose.
+    /// `net.ipv4.conf.DEVICE.rp_filter`, or that of `all` if it is stricter: 0 off, 1 strict, 2
+    /// loose.
     rp_filter: BTreeMap<LinkName, u8>,
-    /// Whether bridged packets pass iptables (`net.bridge.bridge-nf-call-iptables`); without the module, no.
+    /// Whether bridged packets pass iptables (`net.bridge.bridge-nf-call-iptables`); without the
+    /// module, no.
     bridge_calls: Dual<bool>,
-    /// How many neighbours the kernel remembers at most (`gc_thresh3`); only the machine's own namespace knows.
+    /// How many neighbours the kernel remembers at most (`gc_thresh3`); only the machine's own
+    /// namespace knows.
     most_neighbours: Dual<u64>,
     /// Who drops forwarded packets unless a rule accepts them.
     drops: Vec<ForwardDrop>,
@@ -220,9 +223,9 @@ fn clashes(facts: &Facts) -> Vec<Finding> {
     found
 }
 
-/// Only peers whose public address is on the external interface's link take an entry that counts: the kernel asks for their
-/// MAC address, be it for pods' packets as they are or for those of a tunnel. All others share the router's. The permanent
-/// entries of the tunnel itself do not count.
+/// Only peers whose public address is on the external interface's link take an entry that counts:
+/// the kernel asks for their MAC address, be it for pods' packets as they are or for those of a
+/// tunnel. All others share the router's. The permanent entries of the tunnel itself do not count.
 ///
 /// **Source**: linux `net/core/neighbour.c: neigh_alloc` (5.0: permanent entries are exempt).
 fn neighbours(facts: &Facts) -> Vec<Finding> {

@@ -1,7 +1,6 @@
-//! Asking all peers at once: for echoes, and their daemons.
+//! Asks all peers at once: sends echoes, and probes the paths to their daemons.
 //!
-//! The one thing to know: echoes take a privilege and what the daemons report takes none, so that one of them goes without the
-//! other.
+//! Echoes need a privilege, path probes need none. Each works without the other.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -14,9 +13,10 @@ use crate::peers::{Question, Target};
 /// So long all echoes together are waited for.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// So long each step of a search is waited for: small echoes have come back, so that the rest would.
+/// So long each step of a search is waited for: small echoes have come back, so that the rest
+/// would.
 const SEARCHING: Duration = Duration::from_millis(600);
-/// So many paths are searched, for what mends them is one for all.
+/// At most so many paths are searched, because one remedy serves all.
 const PATHS: usize = 4;
 /// Into so many parts each step divides what is left.
 const PARTS: u32 = 16;
@@ -34,8 +34,9 @@ pub struct PeerAnswers {
 /// What became of all of them, and why nobody was asked for echoes, if so.
 pub type AllAnswers = (Vec<PeerAnswers>, Option<String>);
 
-/// Asks all questions at once, one answer for each, in order. With `bare` there are nodes that are reached without a tunnel: their
-/// daemons are asked at their public addresses, where the tunnel's address may be answered by nobody.
+/// Asks all questions at once, one answer for each, in order. With `bare` there are nodes that are
+/// reached without a tunnel: their daemons are asked at their public addresses, where the tunnel's
+/// address may be answered by nobody.
 ///
 /// # Errors
 /// Nobody can be asked, and this is why.
@@ -87,8 +88,9 @@ struct Path {
     lost: u16,
 }
 
-/// The paths by which small packets arrive and full ones do not, without a word of how many bytes do: a few. `counts` says how many
-/// echoes belong to each question; the first two are those that pods' packets are like.
+/// The paths by which small packets arrive and full ones do not, without a word of how many bytes
+/// do: a few. `counts` says how many echoes belong to each question; the first two are those that
+/// pods' packets are like.
 fn lossy(counts: impl Iterator<Item = usize>, echoes: &[(Probe, Answer)]) -> Vec<Path> {
     let mut rest = echoes;
     let path = |count: usize| {
@@ -104,7 +106,8 @@ fn lossy(counts: impl Iterator<Item = usize>, echoes: &[(Probe, Answer)]) -> Vec
     counts.filter_map(path).take(PATHS).collect()
 }
 
-/// What passes to whom a question is about, if it was looked for: what passes to others says nothing of it.
+/// What passes to whom a question is about, if it was looked for: what passes to others says
+/// nothing of it.
 fn passes_to(question: &Question, searched: &[Path]) -> Option<u16> {
     let asked = question.probes().next()?.to;
     searched.iter().find(|path| path.to == asked).map(|path| path.passes)

@@ -12,6 +12,7 @@ pub mod inputs;
 pub mod mtu;
 pub mod path_probe;
 pub mod peers;
+mod summary;
 pub mod why;
 
 pub use examine::{

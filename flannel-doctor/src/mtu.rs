@@ -1,8 +1,8 @@
-//! What is to be done about packets that are too large for some way: one thing, however many faults tell of it.
+//! One remedy for all packets that are too large for some path.
 //!
-//! The one thing to know: pods are told one size everywhere, so the narrowest of all ways decides, and it must do for
-//! every enabled family. With a tunnel it is the network config's to lower; without one pods get what the external
-//! interface takes.
+//! Pods use one size everywhere, so the narrowest of all paths decides. It must do for every enabled
+//! family. With a tunnel the network config sets it; without one pods get the size of the external
+//! interface.
 
 use std::net::IpAddr;
 
@@ -33,8 +33,8 @@ impl Fault {
     }
 }
 
-/// Something that takes less than pods send. `takes` is the `MTU` in the network config with which what they send
-/// passes, or without a tunnel that of the external interface; all in bytes.
+/// Something that takes less than pods send. `takes` is the `MTU` in the network config with which
+/// what they send passes, or without a tunnel that of the external interface; all in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Narrow {
     /// The way to an address; `None`: how little is not known.
@@ -67,7 +67,8 @@ pub fn narrowest(all: impl IntoIterator<Item = Narrow>) -> Option<Narrow> {
     all.into_iter().min_by_key(|narrow| narrow.takes().unwrap_or(u32::MAX))
 }
 
-/// The findings, with one mend for all that are about too large packets. `families` are those that the network has.
+/// The findings, with one mend for all that are about too large packets. `families` are those that
+/// the network has.
 pub fn settle(faults: Vec<Fault>, devices: &Devices, families: &[Family]) -> Vec<Finding> {
     let least = Least::new(devices, families);
     let all = || faults.iter().filter_map(|fault| fault.narrow);

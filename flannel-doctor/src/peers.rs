@@ -1,7 +1,7 @@
-//! What is asked of peers, and what became of it, for people and programs.
+//! The questions to a peer, and their answers for people and programs.
 //!
-//! The one thing to know: a packet of full size is what pods may send, through the tunnel; and what that takes on the
-//! wire, to the public address.
+//! A packet of full size through the tunnel is as large as pods may send. To the public address it is
+//! as large as that takes on the wire.
 
 use std::net::IpAddr;
 
@@ -35,7 +35,8 @@ pub struct Target {
 pub struct Question {
     /// The family.
     pub family: Family,
-    /// By which pods' packets go: this host's tunnel, or its external interface where there is none, or none is used.
+    /// By which pods' packets go: this host's tunnel, or its external interface where there is
+    /// none, or none is used.
     pub device: Option<LinkName>,
     /// What that takes, in bytes, where it could be read.
     pub takes: Option<u32>,
@@ -43,8 +44,8 @@ pub struct Question {
     pub tunnel: Option<(IpAddr, u16)>,
     /// Its public address, and what a full packet takes on the wire.
     pub public: Option<(IpAddr, u16)>,
-    /// How many bytes less than the network config's `MTU` pods are told, of either family: the largest header of the
-    /// tunnels, also where their packets to this peer need none.
+    /// How many bytes less than the network config's `MTU` pods are told, of either family: the
+    /// largest header of the tunnels, also where their packets to this peer need none.
     pub header: u32,
 }
 

@@ -1,7 +1,7 @@
-//! Why packets for one address go where they go: from the lease to the kernel's own answer.
+//! Why packets for one address take the way they take: from the lease to the kernel's own answer.
 //!
-//! The one thing to know: the verdict compares what the leases want with what the kernel says it would do, over all
-//! its tables, so that a route or rule of somebody else shows even where every object of ours is in place.
+//! The verdict compares what the leases ask for with what the kernel says it would do, over all its
+//! tables. So a route or rule of another program shows even if all objects of ours are in place.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -124,7 +124,8 @@ fn wanted_way(
     }
 }
 
-/// Takes away the route that counts for an address, where that is not the one that should; never the default route.
+/// Takes away the route that counts for an address, where that is not the one that should; never
+/// the default route.
 fn unshadow(address: IpAddr) -> String {
     let ip = if address.is_ipv4() { "ip" } else { "ip -6" };
     format!(

@@ -8,8 +8,8 @@
 use std::ffi::{OsStr, OsString};
 use std::ops::RangeInclusive;
 
-/// The same command line for clap: `-iface eth0` becomes `--iface=eth0`. `flags` are all that there are, `with_value`
-/// those that take a value; single letters that are no flag stay what they are.
+/// The same command line for clap: `-iface eth0` becomes `--iface=eth0`. `flags` are all that there
+/// are, `with_value` those that take a value; single letters that are no flag stay what they are.
 pub fn go_style(
     args: impl IntoIterator<Item = OsString>,
     flags: &[String],
@@ -66,8 +66,8 @@ pub fn go_bool(text: &str) -> Result<bool, String> {
     }
 }
 
-/// Reads a whole number within a range: decimal, or with the prefix `0x`, `0o`, `0` or `0b`, and underscores behind
-/// a prefix.
+/// Reads a whole number within a range: decimal, or with the prefix `0x`, `0o`, `0` or `0b`, and
+/// underscores behind a prefix.
 pub fn go_int(
     range: RangeInclusive<i64>,
 ) -> impl Fn(&str) -> Result<i64, String> + Clone + Send + Sync + 'static {

@@ -1,5 +1,5 @@
-//! `flannelctl cleanup`: takes back what a daemon put into the kernel, and its files but what is this host's memory
-//! (its mark, and which networks it had).
+//! `flannelctl cleanup`: takes back what a daemon put into the kernel, and its files but what is
+//! this host's memory (its mark, and which networks it had).
 
 use std::fs;
 use std::io::ErrorKind;
@@ -32,7 +32,8 @@ pub(crate) async fn cleanup(
     let mut _alone = None;
     if !flags.dry_run {
         refuse_daemon(client)?;
-        // A daemon may have no socket, or another one. Where none ever ran there is nothing to lock.
+        // A daemon may have no socket, or another one. Where none ever ran there is nothing to
+        // lock.
         let dir = &global.state_dir;
         let unknown = |error| Error::Refused(format!("--state-dir {}: {error}", dir.display()));
         if dir.try_exists().map_err(unknown)? {
@@ -76,7 +77,7 @@ pub(crate) async fn cleanup(
 /// # Errors
 /// One listens, or it cannot be known.
 fn refuse_daemon(client: &Client) -> Result<()> {
-    let socket = client.socket().unwrap_or(Path::new("")).display();
+    let socket = client.socket().unwrap_or_else(|| Path::new("")).display();
     match client.is_listening() {
         Ok(false) => Ok(()),
         Ok(true) => Err(Error::Refused(format!(

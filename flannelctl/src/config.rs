@@ -103,7 +103,7 @@ fn patched(seen: &ConfigText, patch: &str, backends: &Backends) -> Result<String
     }
 }
 
-/// **Source**: RFC 7396. Names are the same in any case, as whoever reads a network config takes them.
+/// **Source**: RFC 7396. Names are the same in any case, as for the reader of a network config.
 fn merge(into: &mut Members, patch: Members) -> serde_json::Result<()> {
     for (name, value) in patch.0 {
         let is_it = |(known, _): &(String, _)| known.eq_ignore_ascii_case(&name);

@@ -1,7 +1,7 @@
 //! `flannelctl docker-opts`: this host's subnet as options for the Docker daemon.
 //!
-//! The one thing to know: it stands in for Go flannel's `mk-docker-opts.sh`, whose flags and output it has to the byte;
-//! units read the file with `EnvironmentFile=`.
+//! It replaces Go flannel's `mk-docker-opts.sh`, with the same flags and the same output to the byte,
+//! because units read the file with `EnvironmentFile=`.
 //!
 //! **Source**: flannel `dist/mk-docker-opts.sh`.
 
@@ -133,7 +133,8 @@ fn options(flags: &DockerFlags, variables: &Variables) -> Result<String> {
     Ok(text)
 }
 
-/// The variables that a shell would have after reading the text, as far as it holds plain assignments.
+/// The variables that a shell would have after reading the text, as far as it holds plain
+/// assignments.
 fn assignments(text: &str) -> impl Iterator<Item = (String, String)> {
     let pair = |line: &str| {
         let line = line.trim();

@@ -1,7 +1,7 @@
-//! `flannelctl doctor`: everything between the store and the wire, looked at once.
+//! `flannelctl doctor`: examines everything between the store and the wire.
 //!
-//! The one thing to know: each layer is told as it is found, and only what is certainly wrong is a finding; what cannot be
-//! read is said to be not known. Without a daemon it goes as far as store, cache and kernel lead.
+//! Only what is certainly wrong is a finding. What cannot be read is reported as not known. Without a
+//! daemon it examines the store, the cache and the kernel.
 
 mod network;
 

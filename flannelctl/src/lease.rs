@@ -1,6 +1,6 @@
 //! `flannelctl lease`: the leases in the store, without a daemon.
 //!
-//! The one thing to know: every write is a compare-and-swap on what was shown or read, as the daemons' are.
+//! Every write is a compare-and-swap on what was read, as the daemon's writes are.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;

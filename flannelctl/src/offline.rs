@@ -50,7 +50,8 @@ pub(crate) async fn ask_store(
 pub(crate) struct Known {
     pub(crate) config: Option<Config>,
     pub(crate) leases: LeaseSet,
-    /// Why all this may be of yesterday, as a sentence without a full stop; `None`: the store says so.
+    /// Why all this may be of yesterday, as a sentence without a full stop; `None`: the store says
+    /// so.
     pub(crate) stale: Option<String>,
 }
 
@@ -150,7 +151,8 @@ pub(crate) async fn status(
     Output { text, value, ok: false }
 }
 
-/// What about the host stands in the way of the network that the last daemon ran; nothing, if that is not known.
+/// What about the host stands in the way of the network that the last daemon ran; nothing, if that
+/// is not known.
 async fn findings(global: &Global, backends: &Backends) -> Vec<Finding> {
     let Some(saved) = saved(global) else { return Vec::new() };
     let Some(config) = saved.config.and_then(|text| Config::parse(&text.text).ok()) else {

@@ -1,5 +1,7 @@
-//! The command line of `flannelctl`. The one thing to know: what says where things are is called as in flanneld, comes
-//! from the same environment variables, and may stand before or behind the verb.
+//! The command line of `flannelctl`.
+//!
+//! Options that flanneld has too have the same names, and come from the same environment variables. They
+//! may stand before or behind the verb.
 
 use std::ffi::OsString;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -83,8 +85,9 @@ impl Global {
         control::socket(self.control_socket.as_deref(), &self.subnet_file)
     }
 
-    /// Opens a store that is there. To look makes none: an empty one, made where a directory is not mounted, would
-    /// order every daemon of the machine to stop. A directory with nothing of a store in it is a bare mount point.
+    /// Opens a store that is there. To look makes none: an empty one, made where a directory is not
+    /// mounted, would order every daemon of the machine to stop. A directory with nothing of a
+    /// store in it is a bare mount point.
     pub(crate) async fn open_registry(&self) -> Result<Arc<dyn Registry>> {
         if let Some(RegistryUrl::Dir(location)) = &self.registry {
             let broken = |source: std::io::Error| flannel_core::Error::Store {
@@ -122,7 +125,8 @@ impl Global {
 /// What is to be done.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Verb {
-    /// How this node is, on one screen: its lease, interface, backend, store and peers, and first of all what is wrong
+    /// How this node is, on one screen: its lease, interface, backend, store and peers, and first
+    /// of all what is wrong
     #[command(
         long_about = "How this node is, on one screen: its lease, interface, backend, store and peers, and first \
         of all what is wrong. Exit status 1 if it is not ready. Without a daemon it says what the last one left."
@@ -164,7 +168,8 @@ pub(crate) enum Verb {
     Reload,
     /// Set what the daemon logs, until SIGHUP or reload
     Log {
-        /// As for flanneld --log: error, warn, info, debug, trace, or a filter such as info,flannel_core=debug
+        /// As for flanneld --log: error, warn, info, debug, trace, or a filter such as
+        /// info,flannel_core=debug
         #[arg(value_name = "FILTER")]
         filter: String,
     },
@@ -201,7 +206,8 @@ pub(crate) struct DoctorFlags {
     #[arg(long, value_name = "PORT", default_value = control::DOCTOR_PORT, value_parser = control::port)]
     pub(crate) doctor_port: u16,
 
-    /// The interface that the daemon uses, by name or address, if it does not run; if not given, the one with the default route
+    /// The interface that the daemon uses, by name or address, if it does not run; if not given,
+    /// the one with the default route
     #[arg(long, value_name = "NAME|ADDRESS")]
     pub(crate) iface: Vec<String>,
 }
@@ -218,16 +224,18 @@ pub(crate) struct CleanupFlags {
     #[arg(long)]
     pub(crate) dry_run: bool,
 
-    /// Remove only what Go flannel cannot handle: routes by nexthop objects become plain ones in place, the route of last
-    /// resort goes, no packet is lost
+    /// Remove only what Go flannel cannot handle: routes by nexthop objects become plain ones in
+    /// place, the route of last resort goes, no packet is lost
     #[arg(long)]
     pub(crate) for_go: bool,
 
-    /// The interface that the daemon used, by name or address; if not given, the one with the default route
+    /// The interface that the daemon used, by name or address; if not given, the one with the
+    /// default route
     #[arg(long, value_name = "NAME|ADDRESS")]
     pub(crate) iface: Vec<String>,
 
-    /// The network config that the daemon used, - for standard input; if not given, the one in the store
+    /// The network config that the daemon used, - for standard input; if not given, the one in the
+    /// store
     #[arg(long, value_name = "FILE")]
     pub(crate) net_config_path: Option<PathBuf>,
 }
@@ -275,7 +283,8 @@ pub(crate) enum LeaseVerb {
         exists, lets it never expire, which its node notices and goes on."
     )]
     Reserve {
-        /// The subnet, such as 10.1.5.0/24; a dual-stack lease is 10.1.5.0/24,fd00:1:0:5::/64 or the key's text
+        /// The subnet, such as 10.1.5.0/24; a dual-stack lease is 10.1.5.0/24,fd00:1:0:5::/64 or
+        /// the key's text
         #[arg(value_name = "SUBNET", value_parser = key)]
         lease: Subnets,
 
@@ -287,7 +296,8 @@ pub(crate) enum LeaseVerb {
         #[arg(long, value_name = "ADDRESS")]
         public_ipv6: Option<Ipv6Addr>,
 
-        /// The node's backend, such as vxlan, if not the network config's; its daemon fills in the rest
+        /// The node's backend, such as vxlan, if not the network config's; its daemon fills in the
+        /// rest
         #[arg(long, value_name = "TYPE", default_value = "")]
         backend_type: String,
     },
@@ -338,7 +348,8 @@ impl Ctl {
     ) -> Result<Self, OptionsError> {
         let command = command();
         let mut args: Vec<OsString> = args.into_iter().collect();
-        // What flanneld knows too comes from its variables: where things are, and what stands behind the verb.
+        // What flanneld knows too comes from its variables: where things are, and what stands
+        // behind the verb.
         let mut variables = Vec::new();
         let mut take = |arg: &clap::Arg, args: &[OsString]| {
             let flag = arg

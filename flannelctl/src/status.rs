@@ -1,4 +1,4 @@
-//! How a node is, on one screen. The one thing to know: what is wrong comes first, in words, with what would help.
+//! `flannelctl status` and `peers`. Problems come first, with the commands that help.
 
 use flannel_api::Client;
 use flannel_api::Finding;
@@ -45,7 +45,8 @@ pub(crate) async fn peers(client: &Client, global: &Global, terminal: &Terminal)
     let now = flannel_api::seconds(std::time::SystemTime::now());
     let stale =
         value["stale"].as_str().map(|text| terminal.field("warning", Style::Warning, text) + "\n");
-    // Without a daemon nothing is known of states, which is no trouble by itself; that nobody answers is.
+    // Without a daemon nothing is known of states, which is no trouble by itself; that nobody
+    // answers is.
     let ok = stale.is_none()
         && peers.iter().all(|peer| peer.state == "in place" || peer.state == offline::UNKNOWN);
     Ok(Output { text: stale.unwrap_or_default() + &peers_page(&peers, now, terminal), value, ok })
@@ -96,7 +97,7 @@ pub(crate) fn page(report: &StatusReport, terminal: &Terminal) -> String {
     out
 }
 
-/// What preflight and doctor found, with the commands that mend it.
+/// What preflight and doctor found, with the commands that repair it.
 pub(crate) fn findings(findings: &[Finding], terminal: &Terminal) -> String {
     let mut out = String::new();
     for finding in findings {

@@ -64,8 +64,9 @@ impl Terminal {
         out
     }
 
-    /// `mend: COMMAND` below a field's text: the command is not wrapped, so that it can be copied; what people should know, which
-    /// it has behind `#`, stands in lines of its own if the line has no room for it. A shell takes them too.
+    /// `mend: COMMAND` below a field's text: the command is not wrapped, so that it can be copied;
+    /// what people should know, which it has behind `#`, stands in lines of its own if the line has
+    /// no room for it. A shell takes them too.
     pub(crate) fn command(&self, word: &str, command: &str) -> String {
         let whole = format!("{:LABEL$}{word}: {command}\n", "");
         let Some((alone, remark)) =
@@ -81,7 +82,8 @@ impl Terminal {
         out
     }
 
-    /// Lines of words that leave `indent` columns free. A word that is longer than a line has one of its own.
+    /// Lines of words that leave `indent` columns free. A word that is longer than a line has one
+    /// of its own.
     pub(crate) fn wrap(&self, text: &str, indent: usize) -> Vec<String> {
         let width = self.width.saturating_sub(indent).max(1);
         let mut lines = vec![String::new()];
@@ -143,8 +145,9 @@ pub(crate) fn span(seconds: f64) -> String {
 pub(crate) mod tests {
     use super::*;
 
-    /// A page is, at 80 and 120 columns, what the files `pages/NAME_80.txt` and `pages/NAME_120.txt` say. To be looked at after
-    /// `UPDATE_PAGES=1` has written them anew. Nothing but a command or a table's row is wider than the terminal.
+    /// A page is, at 80 and 120 columns, what the files `pages/NAME_80.txt` and
+    /// `pages/NAME_120.txt` say. To be looked at after `UPDATE_PAGES=1` has written them anew.
+    /// Nothing but a command or a table's row is wider than the terminal.
     pub(crate) fn looks(name: &str, page: impl Fn(&Terminal) -> String) {
         for width in [80, 120] {
             let text = page(&Terminal { width, colours: false });

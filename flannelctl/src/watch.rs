@@ -1,5 +1,6 @@
-//! `flannelctl watch`: the status again and again. The one thing to know: the daemon is only asked; nothing waits for it
-//! and nothing is woken in it.
+//! `flannelctl watch`: the status again and again.
+//!
+//! It polls the daemon, so that nothing in the daemon is woken by changes.
 
 use std::io::Write;
 use std::time::Duration;

@@ -1,8 +1,8 @@
-//! Writing to a disk without keeping anybody waiting: one that is busy takes seconds for a file, and on the runtime's thread
-//! damage to a route is repaired within milliseconds.
+//! Writes to a disk without blocking the runtime: a busy disk takes seconds for a file, and a route is
+//! repaired within milliseconds.
 //!
-//! The one thing to know: what is written is written one after the other, in the order in which it was asked for, even if
-//! whoever asked has given up: an older content never takes the place of a newer one.
+//! Writes happen one after the other, in the order of the calls, even if a caller has given up. So old
+//! content never replaces new content.
 
 use std::panic::resume_unwind;
 

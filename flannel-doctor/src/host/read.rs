@@ -128,7 +128,8 @@ fn on_link(device: LinkName) -> Vec<Subnet> {
 
 const RTF_GATEWAY: u32 = 2;
 
-/// A line of `/proc/net/route`: device, destination, gateway, flags, three numbers, mask; addresses in the host's byte order.
+/// A line of `/proc/net/route`: device, destination, gateway, flags, three numbers, mask; addresses
+/// in the host's byte order.
 fn route_v4(line: &str, device: LinkName) -> Option<Subnet> {
     let fields: Vec<&str> = line.split_whitespace().collect();
     let number = |n: usize| u32::from_str_radix(fields.get(n)?, 16).ok();
@@ -138,7 +139,8 @@ fn route_v4(line: &str, device: LinkName) -> Option<Subnet> {
     Subnet::new(Ipv4Addr::from(number(1)?.to_ne_bytes()).into(), len).filter(|_| direct)
 }
 
-/// A line of `/proc/net/ipv6_route`: destination, its length, the same of a source, gateway, four numbers, device.
+/// A line of `/proc/net/ipv6_route`: destination, its length, the same of a source, gateway, four
+/// numbers, device.
 fn route_v6(line: &str, device: LinkName) -> Option<Subnet> {
     let fields: Vec<&str> = line.split_whitespace().collect();
     let address = |n: usize| u128::from_str_radix(fields.get(n)?, 16).ok();

@@ -1,7 +1,7 @@
 //! The end that asks: the doctor.
 //!
-//! The one thing to know: it needs no privilege. The kernel sends from the tunnel's address, because the route to the peer
-//! goes through the tunnel; where it does not, the peer refuses, and is asked at its public address.
+//! It needs no privilege. The kernel sends from the tunnel's address, because the route to the peer goes
+//! through the tunnel. Where it does not, the peer refuses, and is asked at its public address.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -54,7 +54,8 @@ impl Passage {
 }
 
 impl Arrivals {
-    /// Nobody has received more than was `sent`, nor heard a larger packet than was `announced`, nor sends back more than that.
+    /// Nobody has received more than was `sent`, nor heard a larger packet than was `announced`,
+    /// nor sends back more than that.
     fn can_be(&self, sent: usize, announced: u16) -> bool {
         self.received <= sent
             && self.bytes <= self.received
@@ -87,8 +88,9 @@ pub struct PathProbe {
     pub segments: Option<Segments>,
 }
 
-/// Probes the path to a node's daemon: behind its tunnel's address, and where that is refused or there is none, at its public one, if nodes
-/// are reached without a tunnel (`bare`), which answer there. `full` is what pods here may send, in bytes.
+/// Probes the path to a node's daemon: behind its tunnel's address, and where that is refused or
+/// there is none, at its public one, if nodes are reached without a tunnel (`bare`), which answer
+/// there. `full` is what pods here may send, in bytes.
 pub async fn probe(
     tunnel: Option<(IpAddr, u16)>,
     public: Option<IpAddr>,
@@ -119,7 +121,8 @@ async fn through_tunnel(to: SocketAddr, public: Option<IpAddr>, full: u16) -> Op
     let _ = announce(to, full, &inbox, nonce).await;
     let segments = match timeout(CONNECTING, TcpStream::connect(to)).await {
         Ok(Ok(mut stream)) => exchange(&mut stream, nonce, full.max(SMALL)).await.ok().flatten(),
-        // Said at once, by who has the address: it is no daemon of ours, or one to which no tunnel leads.
+        // Said at once, by who has the address: it is no daemon of ours, or one to which no tunnel
+        // leads.
         Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => return None,
         _ => None,
     };
@@ -147,15 +150,16 @@ async fn announce(to: SocketAddr, full: u16, inbox: &UdpSocket, nonce: Nonce) ->
         for size in [SMALL, full] {
             let mut datagram = [&QUESTION[..], &port.to_be_bytes(), &nonce].concat();
             datagram.resize(usize::from(size.saturating_sub(headers)).max(LEAST), b'f');
-            // One that is too large for this host's own device goes in pieces, and is put together there: so an echo that is
-            // too big here counts before what is heard there.
+            // One that is too large for this host's own device goes in pieces, and is put together
+            // there: so an echo that is too big here counts before what is heard there.
             let _ = socket.send(&datagram).await;
         }
     }
     Ok(())
 }
 
-/// The largest packet that was acknowledged, in bytes. Whatever else comes, this takes a moment at most.
+/// The largest packet that was acknowledged, in bytes. Whatever else comes, this takes a moment at
+/// most.
 async fn notices(inbox: &UdpSocket, public: IpAddr, full: u16, nonce: Nonce) -> u16 {
     let (mut largest, mut buffer, end) = (0, [0; 64], Instant::now() + MOMENT);
     while largest < full
@@ -181,8 +185,8 @@ async fn exchange(
     let deadline = Instant::now() + PATIENCE;
     stream.set_nodelay(true)?;
     let segment = socket2::SockRef::from(&*stream).tcp_mss()? as usize;
-    // The peer sends back what has come, and no more: so that it can send a segment of full size at least, though those from here
-    // are lost, as much comes first in small ones.
+    // The peer sends back what has come, and no more: so that it can send a segment of full size at
+    // least, though those from here are lost, as much comes first in small ones.
     let (small, large) = (2 * segment, amount(stream)?.min(MOST - 2 * segment));
     let sent = small + large;
     let (mut reader, mut writer) = stream.split();
@@ -195,7 +199,7 @@ async fn exchange(
         }
         sleep(BETWEEN).await;
         fill(&mut writer, large).await?;
-        // Whoever listens ends this.
+        // The server ends this.
         std::future::pending::<io::Result<Option<Segments>>>().await
     };
     let hear = async {
@@ -235,7 +239,8 @@ mod tests {
 
     use super::*;
 
-    /// What the doctor makes of a daemon that says that so much was lost, sends so many bytes and goes away, or does not.
+    /// What the doctor makes of a daemon that says that so much was lost, sends so many bytes and
+    /// goes away, or does not.
     async fn exchanged(lost: usize, bytes: usize, goes_away: bool) -> Option<Passage> {
         exchanged_with(lost, bytes, goes_away, |_| ()).await.map(|segments| segments.back)
     }
@@ -249,7 +254,8 @@ mod tests {
     ) -> Option<Segments> {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        // As on a link: the loopback's segments are so large that the small ones before them take long.
+        // As on a link: the loopback's segments are so large that the small ones before them take
+        // long.
         socket2::SockRef::from(&listener).set_tcp_mss(1398).unwrap();
         let daemon = async {
             let (mut stream, _) = listener.accept().await.unwrap();

@@ -1,7 +1,7 @@
 //! The packets of probes that arrived through the tunnel, and their sizes.
 //!
-//! The one thing to know: what was heard is of one probe, which its nonce tells from the one before, so that what a tunnel let
-//! through a moment ago is not told of now. It remembers the latest few, so that nobody can make it grow.
+//! The nonce tells the packets of one probe from those of the probe before. The number of probes that
+//! are remembered is bounded.
 
 use std::collections::VecDeque;
 use std::net::IpAddr;
@@ -33,8 +33,8 @@ struct Entry {
 }
 
 impl Heard {
-    /// A packet of `size` bytes came from there, of this probe; returns whether it counts, which too many in a second do
-    /// not.
+    /// A packet of `size` bytes came from there, of this probe; returns whether it counts, which
+    /// too many in a second do not.
     pub(super) fn note(&self, from: IpAddr, nonce: Nonce, size: u16) -> bool {
         let mut heard = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let lately = |heard: &&Entry| heard.from == from && heard.second.elapsed() < SECOND;

@@ -1,7 +1,7 @@
-//! Whose an address is: of a tunnel, or of a node.
+//! The leases by the addresses of their nodes.
 //!
-//! The one thing to know: whoever can send a packet makes this be asked, so an answer never walks over all leases: it costs a
-//! look-up, after what changed since the last question was taken in. While nobody asks, nothing is kept.
+//! Every packet that arrives makes the server ask here, so an answer never walks over all leases. It
+//! costs a look-up, plus the changes since the last question. While nobody asks, nothing is kept.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;

@@ -14,7 +14,8 @@ pub(super) const NOTICE: &[u8; 8] = b"flannel!";
 pub(super) type Nonce = [u8; 8];
 /// A question has at least so many bytes: more than its acknowledgement.
 pub(super) const LEAST: usize = QUESTION.len() + 2 + size_of::<Nonce>();
-/// What a connection begins with: the version of what follows, which is how many bytes and the nonce in hexadecimal.
+/// What a connection begins with: the version of what follows, which is how many bytes and the
+/// nonce in hexadecimal.
 pub(super) const HELLO: &str = "flannel 1 ";
 /// A first line has at most so many bytes.
 pub(super) const LINE: usize = 256;

@@ -1,11 +1,14 @@
 //! The end that answers: the daemon, where packets of peers arrive.
 //!
-//! The one thing to know: on a tunnel it is bound to the tunnel's own address and device, and speaks only with the tunnel addresses of
-//! other nodes that are believed; where peers are reached without a tunnel, to the external interface, with its address and the one
-//! that peers are told, and speaks only with the public addresses of those nodes, and by TCP alone. A source address is as certain as the network makes it, which tells nobody apart who can send
-//! into it; so what it sends is bounded. A datagram is answered by a smaller one, to the public address of that node's lease and nowhere else, ten
-//! times a second; on a connection, which nobody has in another's name without hearing the answers, it sends no more than it has received,
-//! at most 64 KiB, and a first line. It serves few at a time, of whom no node has all, and looks at a few hundred a second.
+//! On a tunnel it is bound to the address and device of the tunnel, and answers only the tunnel
+//! addresses of other nodes whose leases are accepted. Where peers are reached without a tunnel, it is
+//! bound to the external interface, with its address and the public one, and answers only the public
+//! addresses of those nodes, by TCP alone.
+//!
+//! A source address can be forged, so what it sends is bounded. A datagram is answered by a smaller one,
+//! only to the public address of that node's lease, ten times a second. On a connection it sends no more
+//! than it has received, at most 64 KiB, and a first line. It serves few clients at a time, none of which
+//! can take all places, and looks at a few hundred a second.
 
 use std::convert::Infallible;
 use std::io;
@@ -81,7 +84,8 @@ impl<'a> Server<'a> {
         }
     }
 
-    /// The lease of another node, by an address of its. One that nobody believes may name anybody as its node.
+    /// The lease of another node, by an address of its. One that nobody believes may name anybody
+    /// as its node.
     fn other(&self, from: IpAddr) -> Option<Arc<Lease>> {
         let ServerConfig { tunnels, bare, public, .. } = self.config;
         if [tunnels, bare, public].into_iter().flat_map(Dual::values).any(|(_, own)| *own == from) {
@@ -144,7 +148,8 @@ async fn on_device(server: &Server<'_>, device: LinkName, address: IpAddr) -> In
             }
             Err(_) => {}
         }
-        // A device that comes, or comes back, is told there; that a port is free again is told nowhere.
+        // A device that comes, or comes back, is told there; that a port is free again is told
+        // nowhere.
         tokio::select! {
             changed = status.changed() => if changed.is_err() {
                 return std::future::pending().await;
@@ -154,8 +159,8 @@ async fn on_device(server: &Server<'_>, device: LinkName, address: IpAddr) -> In
     }
 }
 
-/// Sockets that only this device reaches; no datagrams where there is nothing beside that they could be acknowledged by. The
-/// address may come later than they.
+/// Sockets that only this device reaches; no datagrams where there is nothing beside that they
+/// could be acknowledged by. The address may come later than they.
 fn open(
     device: LinkName,
     address: SocketAddr,
@@ -186,7 +191,8 @@ fn open(
     Ok((listener, Some(UdpSocket::from_std(datagrams.into())?)))
 }
 
-/// Waits until the device that a socket is bound to is gone. Another one of its name is not the same.
+/// Waits until the device that a socket is bound to is gone. Another one of its name is not the
+/// same.
 async fn lost(listener: &TcpListener, status: &mut watch::Receiver<Arc<Status>>) {
     while SockRef::from(listener).device().is_ok() {
         if status.changed().await.is_err() {
@@ -195,7 +201,8 @@ async fn lost(listener: &TcpListener, status: &mut watch::Receiver<Arc<Status>>)
     }
 }
 
-/// Notes who is heard, and says so beside the tunnel, since the way back through it may be the one that is lost.
+/// Notes who is heard, and says so beside the tunnel, since the way back through it may be the one
+/// that is lost.
 async fn listen(datagrams: Option<&UdpSocket>, server: &Server<'_>) -> Infallible {
     let Some(datagrams) = datagrams else {
         loop {
@@ -261,7 +268,8 @@ async fn accept(listener: &TcpListener, server: &Server<'_>) -> Infallible {
                 });
                 at_work.push((from, client));
             } else {
-                // Who is refused is not told why; reset, so that nothing of it stays here. If that fails, it ends all the same.
+                // Who is refused is not told why; reset, so that nothing of it stays here. If that
+                // fails, it ends all the same.
                 let _ = stream.set_zero_linger();
             }
         }

@@ -1,9 +1,9 @@
 //! Starting with another pod network than before: routes to the old subnets of peers stay on the
 //! external interface.
 //!
-//! The one thing to know: routes are known as ours by their protocol inside our pod networks, so which these have been is
-//! noted as a network starts, and forgotten when nothing of them is left. That it cannot be noted is no reason to end a
-//! network that runs.
+//! A route is ours if it has our protocol and lies inside our pod networks. So the pod networks are
+//! recorded as a network starts, and forgotten when nothing of them is left. An error of the record does
+//! not end a network that runs.
 
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};
@@ -44,7 +44,8 @@ impl OldNetworks {
         recorded
     }
 
-    /// Waits until the network is settled and removes what is left inside former networks; then waits for ever.
+    /// Waits until the network is settled and removes what is left inside former networks; then
+    /// waits for ever.
     pub(crate) async fn clear(
         &self,
         Recorded { former, current }: Recorded,
