@@ -322,7 +322,7 @@ mod tests {
             (
                 |d| {
                     (d.kernel, d.offloaded) =
-                        (Some([5, 4]), Some(vec!["flannel.1".parse().unwrap()]))
+                        (Some([5, 4]), Some(vec!["flannel.1".parse().unwrap()]));
                 },
                 "checksums of packets through flannel.1",
                 "ethtool -K flannel.1 tx-checksum-ip-generic off",

@@ -127,7 +127,7 @@ pub(crate) async fn status(
             value["mtu"] = json!(env.mtu);
         }
         Err(error) => {
-            text += &terminal.field("last lease", Style::Bold, &format!("not known: {error}"))
+            text += &terminal.field("last lease", Style::Bold, &format!("not known: {error}"));
         }
     }
     match Cache::open(state_dir::leases(&global.state_dir)).load() {
@@ -140,7 +140,7 @@ pub(crate) async fn status(
             value["leases_kept"] = json!(seconds(saved.written));
         }
         Err(error) => {
-            text += &terminal.field("leases", Style::Bold, &format!("none are kept: {error}"))
+            text += &terminal.field("leases", Style::Bold, &format!("none are kept: {error}"));
         }
     }
     text += &terminal.field(

@@ -188,7 +188,7 @@ async fn remove_leftovers() {
         match error.is_guess() {
             true => tracing::info!("{error}"),
             false => {
-                tracing::warn!("rules that an earlier run may have left are not removed: {error}")
+                tracing::warn!("rules that an earlier run may have left are not removed: {error}");
             }
         }
     }

@@ -96,7 +96,7 @@ mod tests {
     fn who_sends_without_end_is_heard_ten_times_a_second() {
         let peer = IpAddr::from([10, 1, 7, 0]);
         let shift = |heard_packets: &Heard, at| {
-            heard_packets.0.lock().unwrap().iter_mut().for_each(|heard| heard.second = at)
+            heard_packets.0.lock().unwrap().iter_mut().for_each(|heard| heard.second = at);
         };
         let counted = |heard_packets: &Heard, nonce: fn(u64) -> u64| {
             let counts = |n| {

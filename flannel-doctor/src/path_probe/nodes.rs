@@ -125,7 +125,7 @@ mod tests {
         nodes.forget();
         assert!(nodes.by_address.is_empty() && nodes.seen.is_empty());
         sender.send_modify(|view| {
-            drop(view.leases.remove(&"10.1.7.0-24&fd00:0:0:7::-64".parse().unwrap()))
+            drop(view.leases.remove(&"10.1.7.0-24&fd00:0:0:7::-64".parse().unwrap()));
         });
         assert_eq!(keys(nodes.at(address("10.1.7.0"))), ["10.1.7.0-25"]);
         sender.send_modify(|view| drop(view.leases.remove(&"10.1.7.0-25".parse().unwrap())));

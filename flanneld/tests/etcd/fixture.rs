@@ -114,7 +114,7 @@ impl Host {
             match fs::read_to_string(self.subnet_file()) {
                 Ok(text) => break text,
                 Err(error) => {
-                    assert!(begin.elapsed() < Duration::from_secs(20), "no subnet file: {error}")
+                    assert!(begin.elapsed() < Duration::from_secs(20), "no subnet file: {error}");
                 }
             }
             std::thread::yield_now();
