@@ -45,6 +45,11 @@ export PROMTOOL=${PROMTOOL:-$(command -v promtool || echo "$tools/promtool")}
 command -v cargo >/dev/null || { echo "test.sh: install Rust first: https://rustup.rs" >&2; exit 1; }
 export PATH="$PATH:/usr/sbin:/sbin"
 
+# Built with the workspace; without this, flanneld's tests would build it again by itself.
+target=${CARGO_TARGET_DIR:-target}
+FLANNELCTL=$(realpath -m "$target/debug/flannelctl")
+export FLANNELCTL
+
 # What hangs ends after an hour, with all that it started; on a terminal, where somebody can interrupt it, cargo alone.
 limit=(timeout --kill-after=10)
 if [ -t 0 ]; then limit+=(--foreground); fi
@@ -67,7 +72,7 @@ if [ "$(id -u)" = 0 ]; then
     for test in $netns_tests; do
         as_nobody "$dir/$(basename "$test")" --quiet
     done
-    cargo build -q -p flanneld
+    cargo build -q -p flanneld -p flannelctl
     daemon_tests=$(cargo test --no-run --message-format=json -p flanneld --test etcd --test control --test kube --test adopt --test storm --test interference 2>/dev/null |
         sed -n 's/.*"kind":\["test"\].*"executable":"\([^"]*\)".*/\1/p')
     cp "${CARGO_TARGET_DIR:-target}/debug/"{flanneld,flannelctl} "$PROMTOOL" "$dir"

@@ -28,7 +28,7 @@ export FLANNEL_COMMIT
 if ! [ -d "$(rustc --print sysroot)/lib/rustlib/$static" ]; then
     rustup target add "$static"
 fi
-cargo build --quiet --locked --profile "$profile" -p flanneld --bins
+cargo build --quiet --locked --profile "$profile" -p flanneld -p flannelctl --bins
 cargo build --quiet --locked --profile "$cni_profile" -p flannel-cni --bins --target "$static"
 
 mkdir -p "$root/opt/bin"

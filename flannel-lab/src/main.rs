@@ -14,6 +14,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use clap::Parser;
+use flannel_backends::Backends;
 use flannel_lab::{Error, Interrupter, Lab, Result, Signal};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
@@ -29,7 +30,10 @@ fn main() -> ExitCode {
         // How the lab starts its daemons.
         Some("daemon") => daemon(program, rest),
         // Inside a host: `lab ctl status` and the like.
-        Some("ctl") => flanneld::ctl(std::iter::once(program).chain(rest.into_iter().skip(1))),
+        Some("ctl") => {
+            let args = std::iter::once(program).chain(rest.into_iter().skip(1));
+            flannelctl::run(args, &Backends::default())
+        }
         // For tests: `lab enter PROGRAM ARGS…`.
         Some("enter") => match rest.split_at_checked(2) {
             Some((words, args)) => failed(&flannel_lab::enter_and_exec(&words[1], args)),

@@ -10,12 +10,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use caps::{CapSet, Capability, CapsHashSet, errors::CapsError};
+use flannel_options::RegistryUrl;
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, AtFlags};
 use nix::unistd::{AccessFlags, Gid, faccessat, getegid, geteuid, getgroups, setgroups};
 
 use crate::cli::Options;
-use crate::registry::RegistryUrl;
 
 /// `--capabilities`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -149,7 +149,6 @@ fn directories(options: &Options) -> BTreeSet<PathBuf> {
     match &options.registry {
         _ if options.kube.kube_subnet_mgr => {}
         RegistryUrl::Dir(location) => all.push(&location.path),
-        #[cfg(feature = "etcd")]
         RegistryUrl::Etcd => {}
     }
     let there = |path: &Path| {

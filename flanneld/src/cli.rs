@@ -13,19 +13,23 @@ use std::time::Duration;
 use clap::error::{ContextKind, ContextValue};
 use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches, Parser};
+use flannel_backends::Backends;
 use flannel_core::{Dual, Family};
+use flannel_netlink::iface::Selectors;
+#[cfg(feature = "etcd")]
+use flannel_options::EtcdFlags;
+use flannel_options::RegistryUrl;
+use flannel_options::environment::{name_variable, variable};
+use flannel_options::go_flags::{go_bool, go_int, go_style, is_given};
 
 use crate::capabilities::Capabilities;
+use crate::config::{DaemonConfig, NexthopObjects, StoreConfig};
 use crate::control::ControlFlags;
 use crate::error::Error;
-#[cfg(feature = "etcd")]
-use crate::etcd::EtcdFlags;
 use crate::firewall::FirewallFlags;
-use crate::go_flags::{go_bool, go_int, go_style, is_given};
 use crate::klog::KlogFlags;
 use crate::kube::KubeFlags;
 use crate::log_format::LogFormat;
-use crate::registry::RegistryUrl;
 
 /// What the daemon is told.
 #[derive(Debug, Clone, Parser)]
@@ -160,17 +164,6 @@ pub struct Options {
     without_effect: Vec<&'static str>,
 }
 
-/// `--nexthop-objects`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum NexthopObjects {
-    /// Where the kernel has them.
-    Auto,
-    /// Or else stop.
-    On,
-    /// Never; those that an earlier run left give way to plain routes.
-    Off,
-}
-
 impl Options {
     /// Parses a command line (`args[0]` is the program's name) and the environment.
     ///
@@ -195,7 +188,7 @@ impl Options {
             .iter()
             .any(|arg| ["--help", "-h", "--version", "-V"].iter().any(|ask| arg == ask));
         for flag in flags.iter().filter(|flag| !asks && !is_given(&given, flag)) {
-            let name = format!("FLANNELD_{}", flag.to_uppercase().replace(['-', '.'], "_"));
+            let name = variable(flag);
             if let Some(value) = env(&name).filter(|value| !value.is_empty()) {
                 let mut arg = OsString::from(format!("--{flag}="));
                 arg.push(&value);
@@ -204,7 +197,7 @@ impl Options {
                 args.insert(1.min(args.len()), arg);
             }
         }
-        let usage = |text: String| Error::Usage(with_variable(text, &variables));
+        let usage = |text: String| Error::Usage(name_variable(text, &variables));
         let matches =
             command.try_get_matches_from(args).map_err(|error| match error.use_stderr() {
                 true => usage(with_advice(&error)),
@@ -252,6 +245,43 @@ impl Options {
         (!all.is_empty()).then(|| format!("without effect here: {}", all.join(", ")))
     }
 
+    /// The same as typed values, with these backends.
+    ///
+    /// # Errors
+    /// [`Error::Usage`]: the options of Kubernetes do not fit together.
+    pub fn config(&self, backends: Backends) -> Result<DaemonConfig, Error> {
+        let mut config = DaemonConfig::new(self.store()?);
+        config.backends = backends;
+        config.interface = Selectors {
+            iface: self.iface.clone(),
+            iface_regex: self.iface_regex.clone(),
+            can_reach: self.iface_can_reach,
+            public: self.public(),
+        };
+        config.renew_margin = self.renew_margin();
+        config.subnet_file.clone_from(&self.subnet_file);
+        config.state_dir.clone_from(&self.state_dir);
+        config.ip_blackhole_route = self.ip_blackhole_route;
+        config.nexthop_objects = self.nexthop_objects;
+        config.firewall = self.firewall.config();
+        config.control = self.control.config();
+        Ok(config)
+    }
+
+    fn store(&self) -> Result<StoreConfig, Error> {
+        #[cfg(feature = "kube")]
+        if self.kube.kube_subnet_mgr {
+            return self.kube.store();
+        }
+        Ok(match &self.registry {
+            RegistryUrl::Dir(location) => StoreConfig::Directory(location.clone()),
+            #[cfg(feature = "etcd")]
+            RegistryUrl::Etcd => StoreConfig::Etcd(self.etcd.options()),
+            #[cfg(not(feature = "etcd"))]
+            RegistryUrl::Etcd => return Err(Error::Usage("this build has no etcd".to_owned())),
+        })
+    }
+
     /// The public addresses that were given.
     pub fn public(&self) -> Dual<IpAddr> {
         Dual::from_fn(|family| match family {
@@ -263,17 +293,6 @@ impl Options {
     /// How long before its end the lease is renewed.
     pub fn renew_margin(&self) -> Duration {
         Duration::from_secs(60 * self.subnet_lease_renew_margin.unsigned_abs())
-    }
-}
-
-/// What is wrong, and the variable that it comes from, if it does; `variables` are flags and their variables.
-pub(crate) fn with_variable(text: String, variables: &[(String, String)]) -> String {
-    let tells_of = |flag: &str| {
-        [" ", ":", "=", "["].iter().any(|end| text.contains(&format!("--{flag}{end}")))
-    };
-    match variables.iter().find(|(flag, _)| tells_of(flag)) {
-        Some((_, name)) => format!("{text}\n(the value comes from the environment: {name})\n"),
-        None => text,
     }
 }
 

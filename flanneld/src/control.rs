@@ -25,22 +25,22 @@ use std::sync::Arc;
 use std::{fs, io};
 
 use async_trait::async_trait;
+use flannel_api::VERSION;
+use flannel_options::control::{self, DOCTOR_PORT, port};
 use nix::errno::Errno;
 use serde_json::json;
 use socket2::{Domain, Socket, Type};
 use tokio::net::{TcpListener, UnixListener};
 
+use crate::config::{ControlConfig, ControlSocket};
 use crate::error::Error;
-use crate::go_flags::go_int;
 use crate::http::{Listener, Request, Response, Site, serve};
 use crate::metrics;
 use crate::observe::Observer;
 use crate::problems::problems;
-use crate::report::{Report, VERSION, peers};
+use crate::report::{peers, status_report};
 use crate::why::why;
 
-/// The name of the control socket in the directory of the subnet file.
-const SOCKET: &str = "flanneld.sock";
 const JSON: &str = "application/json";
 /// So many connections the kernel keeps until they are accepted.
 const BACKLOG: i32 = 1024;
@@ -69,14 +69,8 @@ pub struct ControlFlags {
 
     /// The port, TCP and UDP, on which the tunnel's address answers the doctors of other nodes and nobody else; without a tunnel
     /// the external interface's, TCP alone; 0: none
-    #[arg(long, value_name = "PORT", default_value = crate::sounding::PORT, value_parser = port)]
+    #[arg(long, value_name = "PORT", default_value = DOCTOR_PORT, value_parser = port)]
     pub doctor_port: u16,
-}
-
-/// **Source**: flannel `main.go`: what is not above 0 is nowhere.
-pub(crate) fn port(text: &str) -> Result<u16, String> {
-    let number = go_int(i64::MIN..=65_535)(text)?;
-    Ok(u16::try_from(number).unwrap_or(0))
 }
 
 /// A group's number, by its name or as it is.
@@ -102,18 +96,28 @@ fn group(text: &str) -> Result<u32, String> {
 }
 
 impl ControlFlags {
-    /// The control socket of a daemon with this subnet file; `None`: there is to be none.
-    fn socket(&self, subnet_file: &Path) -> Option<PathBuf> {
-        socket(self.control_socket.as_deref(), subnet_file)
+    /// The same as typed values.
+    pub(crate) fn config(&self) -> ControlConfig {
+        ControlConfig {
+            health: Some(SocketAddr::new(self.healthz_ip, self.healthz_port))
+                .filter(|address| address.port() != 0),
+            socket: match &self.control_socket {
+                None => ControlSocket::BesideSubnetFile,
+                Some(path) if path.as_os_str() == "off" => ControlSocket::Off,
+                Some(path) => ControlSocket::At(path.clone()),
+            },
+            group: self.control_group,
+            doctor_port: self.doctor_port,
+        }
     }
 }
 
-/// What `--control-socket` means, to the daemon and to those who ask it.
-pub(crate) fn socket(given: Option<&Path>, subnet_file: &Path) -> Option<PathBuf> {
-    match given {
-        Some(path) if path.as_os_str() == "off" => None,
-        Some(path) => Some(path.to_owned()),
-        None => Some(subnet_file.with_file_name(SOCKET)),
+/// The file of the control socket; `None`: there is to be none.
+fn socket(socket: &ControlSocket, subnet_file: &Path) -> Option<PathBuf> {
+    match socket {
+        ControlSocket::BesideSubnetFile => control::socket(None, subnet_file),
+        ControlSocket::At(path) => Some(path.clone()),
+        ControlSocket::Off => None,
     }
 }
 
@@ -140,13 +144,16 @@ impl Servers {
     ///
     /// # Errors
     /// An address or a socket that was asked for cannot be had. A control socket that nobody asked for is only missed.
-    pub(crate) async fn open(flags: &ControlFlags, subnet_file: &Path) -> Result<Self, Error> {
-        let health = match flags.healthz_port {
-            0 => None,
-            port => {
-                let address = SocketAddr::new(flags.healthz_ip, port);
+    pub(crate) async fn open(config: &ControlConfig, subnet_file: &Path) -> Result<Self, Error> {
+        let health = match config.health {
+            None => None,
+            Some(address) => {
                 let listener = listen(address).map_err(|error| Error::Listen {
-                    what: format!("--healthz-ip {} --healthz-port {port}", flags.healthz_ip),
+                    what: format!(
+                        "--healthz-ip {} --healthz-port {}",
+                        address.ip(),
+                        address.port()
+                    ),
                     reason: error.to_string(),
                 })?;
                 let bound = listener.local_addr().unwrap_or(address);
@@ -154,14 +161,14 @@ impl Servers {
                 Some(Listener::Tcp(listener))
             }
         };
-        let control = match flags.socket(subnet_file) {
+        let control = match socket(&config.socket, subnet_file) {
             None => None,
-            Some(path) => match open_socket(&path, flags.control_group) {
+            Some(path) => match open_socket(&path, config.group) {
                 Ok(listener) => Some((Listener::Unix(listener), SocketFile(path))),
                 Err(reason) => {
                     let what = format!("--control-socket {}", path.display());
                     let error = Error::Listen { what, reason };
-                    if flags.control_socket.is_some() {
+                    if config.socket != ControlSocket::BesideSubnetFile {
                         return Err(error);
                     }
                     tracing::warn!("flannelctl cannot ask this daemon: {error}");
@@ -312,7 +319,7 @@ impl Answers {
         match (request.method.as_str(), request.path.as_str()) {
             ("GET", "/v1/status") => {
                 let snapshot = self.observer.snapshot_of_peers().await;
-                let mut report = Report::of(&snapshot);
+                let mut report = status_report(&snapshot);
                 if let Some(network) = &snapshot.network {
                     if request.parameter("fresh").is_some_and(|fresh| fresh == "true") {
                         self.observer.forget().await;
@@ -380,11 +387,12 @@ fn refusal(status: u16, error: &str) -> Response {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::observe::tests::network;
     use flannel_core::Status;
     use flannel_netlink::testing::in_netns_async;
     use tokio::net::TcpStream;
+
+    use super::*;
+    use crate::observe::tests::network;
 
     async fn ask(site: &Answers, method: &str, target: &str) -> (u16, String) {
         let response = site.answer(&Request::new(method, target).by(Some(0))).await;

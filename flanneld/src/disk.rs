@@ -1,8 +1,8 @@
-//! Writing to a disk without keeping anybody waiting: one that is busy takes seconds for a file, and on the runtime's thread
-//! damage to a route is repaired within milliseconds.
+//! Writes to a disk without blocking the runtime: a busy disk takes seconds for a file, and a route is
+//! repaired within milliseconds.
 //!
-//! The one thing to know: what is written is written one after the other, in the order in which it was asked for, even if
-//! whoever asked has given up: an older content never takes the place of a newer one.
+//! Writes happen one after the other, in the order of the calls, even if a caller has given up. So old
+//! content never replaces new content.
 
 use std::panic::resume_unwind;
 
@@ -14,7 +14,9 @@ static TURN: Mutex<()> = Mutex::const_new(());
 ///
 /// # Cancel safety
 /// What has begun is done, before anything that is asked for later, unless the process ends.
-pub(crate) async fn aside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+pub(crate) async fn run_blocking_in_order<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> T {
     let turn = TURN.lock().await;
     let work = move || {
         let done = work();
@@ -43,7 +45,7 @@ mod tests {
         let (written, order) = channel();
         let older = written.clone();
         let (began, begin) = tokio::sync::oneshot::channel();
-        let first = tokio::spawn(aside(move || {
+        let first = tokio::spawn(run_blocking_in_order(move || {
             let _ = began.send(());
             busy.recv().unwrap();
             older.send("older").unwrap();
@@ -51,7 +53,7 @@ mod tests {
         begin.await.unwrap();
         // This thread goes on, and who asked first has given up.
         first.abort();
-        let second = tokio::spawn(aside(move || written.send("newer").unwrap()));
+        let second = tokio::spawn(run_blocking_in_order(move || written.send("newer").unwrap()));
         tokio::task::yield_now().await;
         assert!(!second.is_finished());
         disk.send(()).unwrap();

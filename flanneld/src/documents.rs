@@ -73,29 +73,6 @@ fn every_option_of_the_daemon_has_its_row_with_its_default() {
 }
 
 #[test]
-fn every_verb_and_option_of_flannelctl_is_there() {
-    let text = read("docs/configuration.md");
-    let text = text.split("## Options of flannelctl").nth(1).unwrap();
-    let mut all = vec![(String::new(), crate::ctl_command())];
-    while let Some((path, command)) = all.pop() {
-        for verb in command.get_subcommands() {
-            let path = format!("{path} {}", verb.get_name()).trim_start().to_owned();
-            if verb.get_subcommands().next().is_none() {
-                assert!(text.contains(&format!("`{path}")), "flannelctl {path}");
-                for arg in verb.get_arguments() {
-                    let flag = arg.get_long().map(|flag| format!("`--{flag}`"));
-                    let flag = flag.or_else(|| arg.get_short().map(|flag| format!("`-{flag}`")));
-                    let row = text.lines().find(|line| line.contains(&format!("`{path}"))).unwrap();
-                    let known = flag.as_ref().is_none_or(|flag| row.contains(flag.as_str()));
-                    assert!(known, "flannelctl {path}: {flag:?}: {row}");
-                }
-            }
-            all.push((path, verb.clone()));
-        }
-    }
-}
-
-#[test]
 fn every_field_of_the_network_config_is_there() {
     let text = read("docs/configuration.md");
     // What the code reads, by its own words.
@@ -128,7 +105,7 @@ fn every_field_of_the_network_config_is_there() {
             "docs/configuration.md does not tell of {field}"
         );
     }
-    for backend in crate::backends::all() {
+    for backend in flannel_backends::Backends::default().iter() {
         assert!(text.contains(&format!("**`{}`**", backend.kind())), "{}", backend.kind());
     }
 }
@@ -221,33 +198,4 @@ fn links_between_documents_lead_somewhere() {
             }
         }
     }
-}
-
-/// The names of all fields in a value.
-fn fields(value: &Value, into: &mut BTreeSet<String>) {
-    match value {
-        Value::Object(object) => {
-            for (name, value) in object {
-                // Families are no fields.
-                if !name.starts_with("IP") {
-                    into.insert(name.clone());
-                }
-                fields(value, into);
-            }
-        }
-        Value::Array(items) => items.iter().for_each(|item| fields(item, into)),
-        _ => {}
-    }
-}
-
-#[test]
-fn every_field_of_the_control_api_is_explained() {
-    let text = read("docs/api.md");
-    let mut all = BTreeSet::new();
-    fields(&serde_json::json!(crate::ctl::sample_report()), &mut all);
-    fields(&serde_json::json!(crate::why::sample()), &mut all);
-    assert!(all.len() > 60, "{all:?}");
-    let missing: Vec<_> =
-        all.iter().filter(|field| !text.contains(&format!("`{field}`"))).collect();
-    assert_eq!(missing, Vec::<&String>::new(), "not in docs/api.md");
 }

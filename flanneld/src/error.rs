@@ -40,15 +40,8 @@ pub enum Error {
         reason: String,
     },
     /// The config names a backend that does not exist.
-    #[error(
-        "network config: field Backend.Type: {kind:?} is not a backend of this build; it has {known}"
-    )]
-    UnknownBackend {
-        /// What the config says.
-        kind: String,
-        /// Those there are.
-        known: String,
-    },
+    #[error(transparent)]
+    UnknownBackend(#[from] flannel_backends::UnknownBackend),
     /// The config names no backend, and the cluster's leases show that Go flannel chose `udp`.
     #[error(
         "network config: it names no Backend, and {holder} holds {subnets} without a backend type: that node runs \
@@ -102,6 +95,18 @@ pub enum Error {
         /// How it ended.
         end: Box<LeaseEnd>,
     },
+}
+
+impl From<flannel_options::Error> for Error {
+    fn from(error: flannel_options::Error) -> Self {
+        match error {
+            flannel_options::Error::Help(text) => Self::Help(text),
+            flannel_options::Error::Usage(text) => Self::Usage(text),
+            flannel_options::Error::Registry { url, source } => Self::Registry { url, source },
+            flannel_options::Error::File { path, reason } => Self::File { path, reason },
+            other => Self::Usage(other.to_string()),
+        }
+    }
 }
 
 impl Error {

@@ -7,10 +7,11 @@ use std::time::Duration;
 
 use flannel_core::{Config, Subnets};
 use flannel_firewall::{Firewall, Mode, Options, Programs, Rules, Status, Wish, cleanup};
+use flannel_options::go_flags::{go_bool, go_int};
 use tokio::sync::watch;
 
+use crate::config::FirewallConfig;
 use crate::error::Error;
-use crate::go_flags::{go_bool, go_int};
 
 /// How the rules are, for who looks on.
 #[derive(Debug, Clone, Default)]
@@ -60,24 +61,31 @@ pub struct FirewallFlags {
 }
 
 impl FirewallFlags {
-    fn wish(&self) -> Wish {
-        Wish {
+    /// The same as typed values.
+    pub(crate) fn config(&self) -> FirewallConfig {
+        FirewallConfig {
             masquerade: self.ip_masq,
             fully_random: !self.ip_masq_fully_random_disable,
             forward: self.iptables_forward_rules,
+            forward_required: self.forward_rules_given,
+            resync: Duration::from_secs(self.iptables_resync.unsigned_abs()),
         }
+    }
+}
+
+impl FirewallConfig {
+    fn wish(&self) -> Wish {
+        let Self { masquerade, fully_random, forward, .. } = *self;
+        Wish { masquerade, fully_random, forward }
     }
 
     /// Whether there are to be rules.
     fn wanted(&self) -> bool {
-        self.ip_masq || self.iptables_forward_rules
+        self.masquerade || self.forward
     }
 
     fn options(&self) -> Options {
-        Options {
-            resync: Duration::from_secs(self.iptables_resync.unsigned_abs()),
-            ..Options::default()
-        }
+        Options { resync: self.resync, ..Options::default() }
     }
 
     /// Makes sure that rules can be kept here as `config` wants them, if the network built from `used` has them elsewhere.
@@ -91,7 +99,7 @@ impl FirewallFlags {
         Ok(())
     }
 
-    /// How the rules are before [`FirewallFlags::keep`].
+    /// How the rules are before [`FirewallConfig::keep`].
     pub(crate) fn rulebook(&self) -> Rulebook {
         if self.wanted() { Rulebook::Pending } else { Rulebook::Unwanted }
     }
@@ -123,7 +131,7 @@ impl FirewallFlags {
             watch::channel(Rules::new(&networks, &own.iter().collect(), self.wish())?);
         let firewall = match Firewall::open(mode(config), self.wish(), self.options()).await {
             Ok(firewall) => firewall,
-            Err(error) if first && self.ip_masq => return Err(error.into()),
+            Err(error) if first && self.masquerade => return Err(error.into()),
             Err(error) => self.open_later(config, error, &settled, &rulebook).await,
         };
         let status = firewall.status();
@@ -148,7 +156,7 @@ impl FirewallFlags {
             let why = error.to_string();
             if said.as_ref() != Some(&why) {
                 tracing::warn!("there are no firewall rules, which is tried again: {why}");
-                let asked = self.ip_masq || self.forward_rules_given;
+                let asked = self.masquerade || self.forward_required;
                 rulebook.send_replace(Rulebook::Missing { why: why.clone(), asked });
                 settled.send_replace(true);
                 said = Some(why);
@@ -180,7 +188,7 @@ async fn remove_leftovers() {
         match error.is_guess() {
             true => tracing::info!("{error}"),
             false => {
-                tracing::warn!("rules that an earlier run may have left are not removed: {error}")
+                tracing::warn!("rules that an earlier run may have left are not removed: {error}");
             }
         }
     }

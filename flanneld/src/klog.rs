@@ -2,7 +2,7 @@
 //!
 //! The one thing to know: `--log` says all of it better, and wins; `-v` is for command lines that exist already.
 
-use crate::go_flags::go_int;
+use flannel_options::go_flags::go_int;
 
 /// Go flannel's log flags.
 #[derive(Debug, Clone, clap::Args)]

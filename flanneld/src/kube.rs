@@ -9,7 +9,7 @@ mod store;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use crate::go_flags::go_bool;
+use flannel_options::go_flags::go_bool;
 
 /// What is needed to know of Kubernetes.
 #[derive(Debug, Clone, clap::Args)]

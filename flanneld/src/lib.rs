@@ -1,39 +1,33 @@
 #![doc = include_str!("../README.md")]
 
 mod allocator;
-mod backends;
 mod capabilities;
 mod changed_config;
 mod cli;
+mod config;
+mod config_validator;
 mod control;
-mod ctl;
+mod daemon;
 mod disk;
 #[cfg(test)]
 mod documents;
 mod error;
-#[cfg(feature = "etcd")]
-mod etcd;
 mod firewall;
-mod former;
-mod go_flags;
-mod hints;
 mod http;
 mod klog;
 mod kube;
+mod leftovers;
 mod log;
 mod log_format;
 mod metrics;
 mod notify;
 mod observe;
-mod predecessor;
 mod preflight;
 mod problems;
 mod readiness;
 mod registry;
 mod report;
 mod run;
-mod site;
-mod sounding;
 mod state;
 mod uplink;
 mod wait;
@@ -45,6 +39,7 @@ use std::io::Write;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use flannel_backends::Backends;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::filter::Targets;
 
@@ -52,31 +47,38 @@ use notify::Notifier;
 use observe::Observer;
 
 pub use capabilities::Capabilities;
-pub use cli::{NexthopObjects, Options};
+pub use cli::Options;
+pub use config::{
+    ControlConfig, ControlSocket, DaemonConfig, FirewallConfig, NexthopObjects, StoreConfig,
+};
 pub use control::ControlFlags;
-pub use ctl::{command as ctl_command, main as ctl};
+pub use daemon::Daemon;
 pub use error::Error;
-#[cfg(feature = "etcd")]
-pub use etcd::EtcdFlags;
 pub use firewall::FirewallFlags;
+#[cfg(feature = "etcd")]
+pub use flannel_options::EtcdFlags;
+pub use flannel_options::RegistryUrl;
 pub use klog::KlogFlags;
 pub use kube::KubeFlags;
 pub use log_format::LogFormat;
-pub use registry::RegistryUrl;
-pub use run::run;
 
 /// How long a stop waits for work in hand.
 const STOP: Duration = Duration::from_millis(800);
+
+/// The whole program with the backends of this build: see [`main_with`].
+pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    main_with(args, Backends::default())
+}
 
 /// The whole program: parses `args` (`args[0]` is the program's name) and the environment, logs to standard error,
 /// and runs until SIGINT or SIGTERM (exit code 0) or an error ([`Error::exit_code`]). SIGHUP makes it read again what may
 /// have changed. Tells systemd how it is, if `NOTIFY_SOCKET` is set.
 ///
 /// # Blocking
-/// It owns the process: a runtime, the signals and the log are set up here. An embedder calls [`run()`].
-pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+/// It owns the process: a runtime, the signals and the log are set up here. An embedder runs a [`Daemon`].
+pub fn main_with(args: impl IntoIterator<Item = OsString>, backends: Backends) -> ExitCode {
     allocator::set_up();
-    match start(args) {
+    match start(args, backends) {
         Ok(()) => ExitCode::SUCCESS,
         Err(Error::Help(text)) => {
             // Whoever reads it may stop to do so.
@@ -91,7 +93,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     }
 }
 
-fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
+fn start(args: impl IntoIterator<Item = OsString>, backends: Backends) -> Result<(), Error> {
     let options = Options::parse_from(args, |name| std::env::var_os(name))?;
     let filter = log_filter(options.log_filter()).map_err(Error::Usage)?;
     let (set_filter, given) =
@@ -105,6 +107,7 @@ fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
         let filter = log_filter(filter.unwrap_or(&given))?;
         set_filter(filter)
     })));
+    let daemon = Daemon::observed(options.config(backends)?, observer.clone());
     let no_socket =
         |error: std::io::Error| Error::Usage(format!("NOTIFY_SOCKET in the environment: {error}"));
     let notifier = Notifier::from_env(|name| std::env::var_os(name)).map_err(no_socket)?;
@@ -132,7 +135,7 @@ fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
             }
         };
         tokio::select! {
-            ended = run::run_observed(&options, &observer) => ended.map(|never| match never {}),
+            ended = daemon.run() => ended.map(|never| match never {}),
             _ = interrupt.recv() => Ok("SIGINT"),
             _ = terminate.recv() => Ok("SIGTERM"),
             never = reloads => match never {},

@@ -7,12 +7,13 @@ use std::collections::BTreeMap;
 use std::fmt::{Display, Write};
 use std::time::{Duration, SystemTime};
 
+use flannel_api::{Problem, seconds};
 use flannel_core::{Damage, Disbelief, Histogram, StoreStatus};
 
 use crate::firewall::Rulebook;
 use crate::observe::{NetworkSnapshot, Snapshot};
-use crate::problems::{Problem, problems};
-use crate::report::{seconds, subnets_used};
+use crate::problems::problems;
+use crate::report::subnets_used;
 
 /// What `Content-Type` says.
 pub(crate) const KIND: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -315,11 +316,12 @@ fn escaped(value: &dyn Display) -> String {
 
 #[cfg(test)]
 mod tests {
+    use flannel_core::{KernelError, ObjectKind, Ownership, Revision, Status};
+    use prometheus_parse::{Scrape, Value};
+
     use super::*;
     use crate::observe::Observer;
     use crate::observe::tests::network;
-    use flannel_core::{KernelError, ObjectKind, Ownership, Revision, Status};
-    use prometheus_parse::{Scrape, Value};
 
     fn scrape(text: &str) -> Scrape {
         Scrape::parse(text.lines().map(|line| Ok(line.to_owned()))).unwrap()

@@ -11,17 +11,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use flannel_core::{
-    Config, Dual, Error as CoreError, ExternalInterface, Kernel, NetworkHandle, Ownership, Status,
-    StoreStatus, SubnetManager, Subnets, View, Waiting,
+    Config, Datapath, Dual, Error as CoreError, ExternalInterface, Kernel, LinkName, NetworkHandle,
+    Ownership, Status, StoreStatus, SubnetManager, Subnets, View, Waiting,
 };
+use flannel_doctor::commands::localize_findings;
+use flannel_doctor::host::HostReport;
+use flannel_doctor::path_probe::server::ServerConfig;
 use flannel_firewall::LegacyMemory;
 use tokio::sync::watch;
 
-use crate::backends;
 use crate::firewall::Rulebook;
-use crate::hints;
-use crate::preflight::{self, Look};
-use crate::sounding::Place;
+use crate::preflight;
 
 /// Sets another log filter, or says why not; `None`: the one given at the start.
 pub(crate) type SetLog = dyn Fn(Option<&str>) -> Result<(), String> + Send + Sync;
@@ -73,6 +73,9 @@ struct Known {
 pub(crate) struct Running {
     pub(crate) config: Config,
     pub(crate) backend: &'static str,
+    pub(crate) datapath: Datapath,
+    /// The devices that it may have.
+    pub(crate) links: Vec<LinkName>,
     pub(crate) iface: ExternalInterface,
     pub(crate) kernel: Arc<dyn Kernel>,
     pub(crate) handle: NetworkHandle,
@@ -85,15 +88,15 @@ pub(crate) struct Running {
 
 impl Running {
     /// Where other nodes' doctors ask; with port 0, and without a tunnel or a lease, nowhere.
-    pub(crate) fn place(&self, port: u16) -> Place {
-        let devices = if self.lapsed { Dual::default() } else { backends::devices(&self.config) };
-        let bare = !self.lapsed && backends::datapath(&self.config).bare;
+    pub(crate) fn probe_server(&self, port: u16) -> ServerConfig {
+        let devices = if self.lapsed { Dual::default() } else { self.datapath.devices };
+        let bare = !self.lapsed && self.datapath.bare;
         let (own, iface) = (self.handle.lease.subnets, &self.iface);
         let at = |family, address: Option<IpAddr>| {
             own.family(family).filter(|_| bare)?;
             Some((iface.name, address?))
         };
-        Place {
+        ServerConfig {
             port,
             tunnels: Dual::from_fn(|family| Some((devices[family]?, own.family(family)?.base()))),
             bare: Dual::from_fn(|family| at(family, iface.address[family])),
@@ -312,10 +315,10 @@ impl Observer {
 
     /// What about this host stands in the way of the network. What takes a process is not looked at each time, unless it was
     /// [forgotten](Self::forget).
-    pub(crate) async fn look(&self, network: &NetworkSnapshot) -> Look {
-        let mut look = preflight::of_running(network, &self.0.legacy).await;
+    pub(crate) async fn look(&self, network: &NetworkSnapshot) -> HostReport {
+        let mut look = preflight::check(network, &self.0.legacy).await;
         let store = self.known().store.as_ref().map(|store| store.store_status().store);
-        hints::say(&mut look.findings, store.as_deref());
+        localize_findings(&mut look.findings, store.as_deref());
         look
     }
 
@@ -422,10 +425,11 @@ impl Drop for RunningGuard<'_> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 pub(crate) mod tests {
-    use super::*;
-
+    use flannel_backends::Backends;
     use flannel_core::testing::{FakeKernel, FakeSubnets};
     use flannel_route::{Host, JoinOptions};
+
+    use super::*;
 
     /// A network on fakes, with three peers and this status.
     pub(crate) async fn network(mut status: Status) -> (FakeSubnets, Running) {
@@ -442,8 +446,11 @@ pub(crate) mod tests {
         let views = subnets.watch_leases().await.unwrap();
         status.leases = views.borrow().leases.clone();
         let status = watch::channel(Arc::new(status)).1;
+        let config = subnets.network_config().await.unwrap();
         let running = Running {
-            config: subnets.network_config().await.unwrap(),
+            datapath: Backends::default().datapath(&config),
+            links: Vec::new(),
+            config,
             backend: "vxlan",
             iface: ExternalInterface {
                 name: "eth0".parse().unwrap(),
@@ -499,6 +506,7 @@ pub(crate) mod tests {
         subnets.put("10.1.3.0-24", "127.0.0.1");
         let config = r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan","DirectRouting":true}}"#;
         running.config = Config::parse(config).unwrap();
+        running.datapath = Backends::default().datapath(&running.config);
         running.iface.name = "lo".parse().unwrap();
         // Addresses of this process alone, and ports that the system gives nobody of its own accord.
         let [.., high, low] = std::process::id().to_be_bytes();
@@ -517,7 +525,7 @@ pub(crate) mod tests {
                 }
             };
             tokio::select! {
-                never = crate::sounding::respond(running.place(port)) => match never {},
+                never = flannel_doctor::path_probe::server::serve(running.probe_server(port)) => match never {},
                 () = peer => {}
             }
         }
@@ -534,7 +542,11 @@ pub(crate) mod tests {
         };
         // It takes questions, and answers none while it does not run.
         let busy = host
-            .join(backends::find("host-gw").unwrap(), &running.config, JoinOptions::default())
+            .join(
+                Backends::default().find("host-gw").unwrap(),
+                &running.config,
+                JoinOptions::default(),
+            )
             .await
             .unwrap();
         running.handle = busy.handle();

@@ -1,15 +1,14 @@
 //! What is wrong, in sentences. The one thing to know: readiness is the absence of errors in this list, so that whoever
 //! asks why a node is not ready gets the very reasons.
 
-use std::fmt::Display;
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use flannel_api::{Problem, SubnetsReport};
 use flannel_core::{Disbelief, Key, Lease, Loss, Ownership, StoreStatus, Subnets};
-use serde::{Deserialize, Serialize};
+use flannel_doctor::commands::{is_kubernetes, localize, release, restore_directory, restore_etcd};
 
 use crate::firewall::Rulebook;
-use crate::hints::{is_kubernetes, said};
 use crate::observe::{NetworkSnapshot, Snapshot};
 use crate::report::subnets_used;
 
@@ -20,35 +19,6 @@ const MOST: usize = 5;
 /// From this share on, in percent, a pod network is said to be nearly full.
 const NEARLY_FULL: u64 = 80;
 
-/// Something that is wrong, or worth knowing.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Problem {
-    /// `error`: the node is not ready; `warning`: it is.
-    pub(crate) severity: String,
-    /// A sentence without a full stop.
-    pub(crate) text: String,
-    /// The command that helps, or tells more: one that a shell takes, with what people should know behind `#`.
-    pub(crate) hint: Option<String>,
-}
-
-impl Problem {
-    pub(crate) fn is_error(&self) -> bool {
-        self.severity == "error"
-    }
-
-    fn error(text: impl Into<String>) -> Self {
-        Self { severity: "error".to_owned(), text: text.into(), hint: None }
-    }
-
-    fn warning(text: impl Into<String>) -> Self {
-        Self { severity: "warning".to_owned(), text: text.into(), hint: None }
-    }
-
-    fn hint(self, hint: impl Into<String>) -> Self {
-        Self { hint: Some(hint.into()), ..self }
-    }
-}
-
 /// Everything that is wrong, errors first.
 pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
     let mut found = Vec::new();
@@ -57,7 +27,7 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
             found.extend(of_lease(network, snapshot));
             if !snapshot.subnet_file && !network.running.lapsed {
                 let text = "the subnet file is not written yet: firewall rules come first";
-                found.push(Problem::error(text).hint(LOG));
+                found.push(Problem::error(text).with_hint(LOG));
             }
             found.extend(of_kernel(network));
             // Without a lease there are none, and before the subnet file they are what it waits for.
@@ -69,7 +39,7 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
         }
         None => {
             let reason = snapshot.waits_for.as_deref().unwrap_or("it has only just been started");
-            found.push(Problem::error(format!("no network runs: {reason}")).hint(LOG));
+            found.push(Problem::error(format!("no network runs: {reason}")).with_hint(LOG));
         }
     }
     if let Some(store) = &snapshot.store {
@@ -82,7 +52,7 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
             format!("the network config has other pod networks now ({})", networks.join(", "));
         found.push(
             Problem::warning(text)
-                .hint("systemctl restart flanneld # and the pods, which do not survive that"),
+                .with_hint("systemctl restart flanneld # and the pods, which do not survive that"),
         );
     }
     // A store that is away seems to hold none: whoever wrote one there would make it an empty one.
@@ -93,17 +63,17 @@ pub(crate) fn problems(snapshot: &Snapshot) -> Vec<Problem> {
         let text = format!(
             "the store's network config is not used, the last good one stays in force: {why}"
         );
-        found.push(Problem::warning(text).hint("flannelctl config set FILE"));
+        found.push(Problem::warning(text).with_hint("flannelctl config set FILE"));
     }
     if let (Some(why), Some(network)) = (&snapshot.unfit_interface, &snapshot.network) {
         let text =
             format!("the external interface is not what it was, everything stays as it is: {why}");
         let hint = format!("ip address show {}", network.running.iface.name);
-        found.push(Problem::warning(text).hint(hint));
+        found.push(Problem::warning(text).with_hint(hint));
     }
     let store = snapshot.store.as_ref().map(|store| store.store.as_str());
     for problem in &mut found {
-        problem.hint = problem.hint.take().map(|hint| said(hint, store));
+        problem.hint = problem.hint.take().map(|hint| localize(hint, store));
     }
     // Stable: the order above stays within each severity.
     found.sort_by_key(|problem| !problem.is_error());
@@ -132,7 +102,7 @@ fn of_lease(network: &NetworkSnapshot, snapshot: &Snapshot) -> Option<Problem> {
         let text = "it ran out, and none is asked for, since no network could be built";
         return Some(
             Problem::error(format!("this node does not hold its lease {lease}: {text}: {why}"))
-                .hint(LOG),
+                .with_hint(LOG),
         );
     }
     // Ages count on, and are no part of the text, which is what systemd and the log tell again when it changes.
@@ -152,7 +122,7 @@ fn of_lease(network: &NetworkSnapshot, snapshot: &Snapshot) -> Option<Problem> {
     let mend =
         snapshot.store.as_ref().map_or_else(|| LOG.to_owned(), |store| bring_back(&store.store));
     let joint = if mend.contains(" # ") { "; " } else { " # " };
-    Some(Problem::error(text).hint(format!(
+    Some(Problem::error(text).with_hint(format!(
         "{mend}{joint}{age}when the store answers, the node wins its lease back, or says who has it"
     )))
 }
@@ -160,31 +130,10 @@ fn of_lease(network: &NetworkSnapshot, snapshot: &Snapshot) -> Option<Problem> {
 /// What brings a store back, by its name.
 fn bring_back(store: &str) -> String {
     match store.split_once(':') {
-        Some(("dir", path)) => bring_back_dir(path.split('?').next().unwrap_or_default()),
-        Some(("etcd", endpoints)) => bring_back_etcd(endpoints),
+        Some(("dir", path)) => restore_directory(path.split('?').next().unwrap_or_default()),
+        Some(("etcd", endpoints)) => restore_etcd(endpoints),
         _ => LOG.to_owned(),
     }
-}
-
-/// The same of a directory.
-pub(crate) fn bring_back_dir(path: impl Display) -> String {
-    format!(
-        "mount {path} || ls -la {path} # it is to be what it was: in an empty one no lease is left, and every daemon stops"
-    )
-}
-
-/// The same of etcd.
-pub(crate) fn bring_back_etcd(endpoints: &str) -> String {
-    let host = |endpoint: &str| {
-        let rest = endpoint.split_once("://").map_or(endpoint, |(_, rest)| rest);
-        rest.rsplit_once(':').map_or(rest, |(host, _)| host).to_owned()
-    };
-    let hosts: Vec<String> = endpoints.split(',').map(host).collect();
-    let each = if hosts.len() > 1 { ", where it does not run" } else { "" };
-    let hosts = hosts.join(", ");
-    format!(
-        "systemctl restart etcd # on {hosts}{each}; which answer: etcdctl --endpoints {endpoints} endpoint health"
-    )
 }
 
 fn of_kernel(network: &NetworkSnapshot) -> Vec<Problem> {
@@ -192,7 +141,7 @@ fn of_kernel(network: &NetworkSnapshot) -> Vec<Problem> {
     let mut found = Vec::new();
     if let Some(error) = &status.kernel_error {
         found.push(
-            Problem::error(format!("the kernel cannot be read or watched: {error}")).hint(LOG),
+            Problem::error(format!("the kernel cannot be read or watched: {error}")).with_hint(LOG),
         );
     }
     if let Some((key, failure)) = status.failing.iter().next() {
@@ -201,7 +150,7 @@ fn of_kernel(network: &NetworkSnapshot) -> Vec<Problem> {
             more => format!(" (and {more} more)"),
         };
         let text = format!("the kernel refuses: {}: {}{others}", failure.change, failure.error);
-        found.push(Problem::error(text).hint(match (failure.error.errno, key) {
+        found.push(Problem::error(text).with_hint(match (failure.error.errno, key) {
             // EPERM
             (1, _) => {
                 "systemctl show -p CapabilityBoundingSet flanneld # it needs CAP_NET_ADMIN in this network namespace"
@@ -219,23 +168,23 @@ fn of_kernel(network: &NetworkSnapshot) -> Vec<Problem> {
                 "the leases are those of an earlier run, since the store has not listed them yet"
             }
         });
-        found.push(problem.hint("flannelctl watch"));
+        found.push(problem.with_hint("flannelctl watch"));
     }
     found
 }
 
 fn of_firewall(rulebook: &Rulebook) -> Vec<Problem> {
-    let yet = || Some(Problem::error("the firewall rules are not in place yet").hint(LOG));
+    let yet = || Some(Problem::error("the firewall rules are not in place yet").with_hint(LOG));
     let mut leftovers = Vec::new();
     let rules = match rulebook {
         Rulebook::Unwanted => None,
         Rulebook::Pending => yet(),
-        Rulebook::Missing { why, asked: true } => {
-            Some(Problem::error(format!("the firewall rules are not in place: {why}")).hint(LOG))
-        }
+        Rulebook::Missing { why, asked: true } => Some(
+            Problem::error(format!("the firewall rules are not in place: {why}")).with_hint(LOG),
+        ),
         // Nobody asked for them by name: many a host needs none.
         Rulebook::Missing { why, asked: false } => {
-            Some(Problem::warning(format!("there are no forward rules: {why}")).hint(LOG))
+            Some(Problem::warning(format!("there are no forward rules: {why}")).with_hint(LOG))
         }
         Rulebook::Kept(status) => {
             let status = status.borrow();
@@ -243,11 +192,11 @@ fn of_firewall(rulebook: &Rulebook) -> Vec<Problem> {
                 format!("rules that an earlier flannel may have left are not removed: {error}")
             };
             let certain = status.leftovers.iter().filter(|error| !error.is_guess());
-            leftovers.extend(certain.map(|error| Problem::warning(left(error)).hint(LOG)));
+            leftovers.extend(certain.map(|error| Problem::warning(left(error)).with_hint(LOG)));
             match status.failure.as_ref().and_then(|failure| failure.errors.first()) {
                 Some(error) => Some(
                     Problem::error(format!("the firewall rules are not in place: {error}"))
-                        .hint(LOG),
+                        .with_hint(LOG),
                 ),
                 None if status.in_place => None,
                 None => yet(),
@@ -261,7 +210,7 @@ fn of_leases(network: &NetworkSnapshot) -> Vec<Problem> {
     let status = &network.status;
     let not_believed = |(subnets, why): (&Subnets, &Disbelief)| {
         let problem = Problem::warning(format!("the lease {subnets} is not believed: {why}"));
-        problem.hint(match why {
+        problem.with_hint(match why {
             Disbelief::Overlaps { .. } | Disbelief::Contradicts { .. } => {
                 "systemctl stop flanneld # on the later of the two nodes: every node believes the earlier lease"
                     .to_owned()
@@ -274,17 +223,14 @@ fn of_leases(network: &NetworkSnapshot) -> Vec<Problem> {
     if let Some(more) = status.disbelieved.len().checked_sub(MOST + 1) {
         found.push(
             Problem::warning(format!("{} more leases are not believed", more + 1))
-                .hint("flannelctl peers"),
+                .with_hint("flannelctl peers"),
         );
     }
     let remarks = status.remarks.keys().take(MOST);
-    found.extend(remarks.map(|remark| Problem::warning(remark).hint(of_remark(remark, network))));
+    found.extend(
+        remarks.map(|remark| Problem::warning(remark).with_hint(of_remark(remark, network))),
+    );
     found
-}
-
-/// Lets go a lease. Quoted, since a shell cuts a key of both families in two.
-pub(crate) fn release(key: impl Display) -> String {
-    format!("flannelctl lease release --force '{key}' # if that node is gone")
 }
 
 /// One about a public address that nodes share is mended by letting go the youngest of the others.
@@ -310,13 +256,13 @@ fn of_room(network: &NetworkSnapshot, store: Option<&StoreStatus>) -> Vec<Proble
     let hint = format!(
         "flannelctl lease list # {lets_go} lets go those of nodes that are gone; or enlarge the network"
     );
-    let nearly = |room: &crate::report::SubnetsReport| {
+    let nearly = |room: &SubnetsReport| {
         room.used.saturating_mul(100) >= room.total.saturating_mul(NEARLY_FULL)
     };
-    let tell = |room: crate::report::SubnetsReport| {
-        let crate::report::SubnetsReport { family, total, used, free } = room;
+    let tell = |room: SubnetsReport| {
+        let SubnetsReport { family, total, used, free } = room;
         let text = format!("{used} of {total} {family} subnets are taken, {free} are free");
-        Problem::warning(text).hint(hint.as_str())
+        Problem::warning(text).with_hint(hint.as_str())
     };
     subnets_used(network, store).into_iter().filter(nearly).map(tell).collect()
 }
@@ -325,21 +271,22 @@ fn of_store(store: &StoreStatus) -> Vec<Problem> {
     let mut found = Vec::new();
     if let Some((error, _)) = &store.last_error {
         let problem = Problem::warning(format!("the store does not answer: {error}"));
-        found.push(problem.hint(bring_back(&store.store)));
+        found.push(problem.with_hint(bring_back(&store.store)));
     }
     for (key, reason) in store.skipped.iter().take(MOST) {
         let problem = Problem::warning(format!("{}: {key} is wrong: {reason}", store.store));
-        found.push(problem.hint("flannelctl lease list"));
+        found.push(problem.with_hint("flannelctl lease list"));
     }
     found
 }
 
 #[cfg(test)]
 mod tests {
+    use flannel_core::Status;
+
     use super::*;
     use crate::observe::Observer;
     use crate::observe::tests::network;
-    use flannel_core::Status;
 
     #[tokio::test]
     async fn rules_that_are_asked_for_and_not_in_place_make_a_node_not_ready() {

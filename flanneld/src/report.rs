@@ -1,250 +1,53 @@
-//! What the control socket tells, as JSON: the answer to `GET /v1/status`. Read by `flannelctl` and by scripts.
-//!
-//! The one thing to know: within one version of the API fields are added, never renamed, removed or given another
-//! meaning. Times are seconds since 1970, durations are seconds; what is not known is `null`.
+//! Fills in the answers of the control API: what `flannel-api` defines, from a [`Snapshot`].
 
 mod peers;
 
-use std::collections::BTreeMap;
-use std::net::IpAddr;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
-use flannel_core::{Family, Key, LinkName, Loss, Ownership, Status, StoreStatus, Subnet, Subnets};
-use serde::{Deserialize, Serialize};
+use flannel_api::{
+    Counted, DaemonReport, FailureReport, InterfaceReport, LatencyReport, LeaseReport,
+    NetworkReport, Problem, RepairReport, RepairsReport, StatusReport, StoreReport, SubnetsReport,
+    VERSION, rounded, seconds,
+};
+use flannel_core::{Family, Key, Loss, Ownership, Status, StoreStatus, Subnet, Subnets};
+use flannel_doctor::commands::is_kubernetes;
 
-use crate::backends;
-use crate::hints::is_kubernetes;
 use crate::observe::{NetworkSnapshot, Snapshot};
-use crate::preflight::Finding;
-use crate::problems::{Problem, problems};
+use crate::problems::problems;
 use peers::interesting_peers;
+
 pub(crate) use peers::peers;
 
-/// The version of the API, which its paths begin with.
-pub(crate) const VERSION: u32 = 1;
 /// Lists in a report have at most so many entries; their totals stand beside them.
 const MOST: usize = 20;
 
-/// How a daemon is.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Report {
-    /// Of the API.
-    pub(crate) version: u32,
-    /// When this was so.
-    pub(crate) time: f64,
-    pub(crate) daemon: DaemonReport,
-    /// No problem is an error.
-    pub(crate) ready: bool,
-    /// What is wrong, errors first.
-    pub(crate) problems: Vec<Problem>,
-    /// What about this host may keep pods from reaching each other, errors first; the node is ready all the same.
-    #[serde(default)]
-    pub(crate) findings: Vec<Finding>,
-    /// What could not be looked at, so that nothing is found there.
-    #[serde(default)]
-    pub(crate) unread: Vec<String>,
-    /// `null` while no network runs.
-    pub(crate) network: Option<NetworkReport>,
-    /// `null` before the registry was opened.
-    pub(crate) store: Option<StoreReport>,
-}
-
-/// The process.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct DaemonReport {
-    pub(crate) version: String,
-    pub(crate) pid: u32,
-    pub(crate) started: f64,
-}
-
-/// The network that runs.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct NetworkReport {
-    pub(crate) since: f64,
-    pub(crate) backend: String,
-    /// What pods may send, in bytes.
-    pub(crate) mtu: u32,
-    /// The pod networks.
-    pub(crate) networks: Vec<String>,
-    pub(crate) lease: OwnLease,
-    pub(crate) interface: InterfaceReport,
-    /// The tunnel device of each family, such as `flannel.1` of `IPv4`; none with a backend that needs none.
-    #[serde(default)]
-    pub(crate) devices: BTreeMap<String, String>,
-    /// Packets of pods go between some nodes as they are, without a tunnel.
-    #[serde(default)]
-    pub(crate) bare_routes: bool,
-    /// Everything that is wanted is in the kernel, by a complete, live set of leases.
-    pub(crate) in_sync: bool,
-    /// The leases come from the store, not from a cache.
-    pub(crate) live: bool,
-    /// Objects in the kernel that are wanted.
-    pub(crate) objects: u64,
-    pub(crate) failing: Counted<FailureReport>,
-    /// All there are but the own one; `listed` are those with trouble first, then those that changed last.
-    pub(crate) peers: Counted<PeerReport>,
-    /// Peers whose leases are believed.
-    pub(crate) believed: u64,
-    /// Peers whose leases are not; the others are new.
-    #[serde(default)]
-    pub(crate) disbelieved: u64,
-    /// Peers of which something waits; what fails of others is told by itself.
-    #[serde(default)]
-    pub(crate) pending: u64,
-    pub(crate) subnets: Vec<SubnetsReport>,
-    pub(crate) repairs: Repairs,
-    /// From a lease's arrival to the kernel's acknowledgement.
-    pub(crate) latency: Latency,
-}
-
-/// How many there are, and the most interesting of them.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Counted<T> {
-    pub(crate) total: u64,
-    pub(crate) listed: Vec<T>,
-}
-
-/// This node's lease.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct OwnLease {
-    /// Its key in the store.
-    pub(crate) key: String,
-    pub(crate) subnets: Vec<String>,
-    /// `held`, `reserved`, `lapsed` or `none`.
-    pub(crate) ownership: String,
-    /// How much longer it is ours unless renewed; `null` unless it is held.
-    pub(crate) remaining: Option<f64>,
-}
-
-/// The external interface.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct InterfaceReport {
-    pub(crate) name: String,
-    pub(crate) mtu: u32,
-    pub(crate) addresses: Vec<String>,
-    /// What peers are told.
-    pub(crate) public: Vec<String>,
-    /// Why it was chosen.
-    pub(crate) reason: String,
-}
-
-/// An object that the kernel refuses.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct FailureReport {
-    pub(crate) object: String,
-    pub(crate) change: String,
-    /// The key of the lease that it serves; `null`: this node's own.
-    pub(crate) peer: Option<String>,
-    pub(crate) errno: i32,
-    pub(crate) error: String,
-    pub(crate) since: f64,
-    pub(crate) tries: u32,
-}
-
-/// Another node.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct PeerReport {
-    pub(crate) key: String,
-    pub(crate) subnets: Vec<String>,
-    pub(crate) public: Vec<String>,
-    pub(crate) backend: String,
-    /// `in place`, `pending`, `failing` or `not believed`.
-    pub(crate) state: String,
-    /// Why it is not in place.
-    pub(crate) reason: Option<String>,
-    /// When its lease was seen to change; `null`: not since the network's start.
-    pub(crate) changed: Option<f64>,
-}
-
-/// How full a pod network is.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct SubnetsReport {
-    /// `IPv4` or `IPv6`.
-    pub(crate) family: String,
-    /// Between `SubnetMin` and `SubnetMax`; in Kubernetes as many of this node's size as the network has.
-    pub(crate) total: u64,
-    pub(crate) used: u64,
-    pub(crate) free: u64,
-}
-
-/// What others damaged, and was mended.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Repairs {
-    pub(crate) total: u64,
-    /// The last few, newest first.
-    pub(crate) last: Vec<RepairReport>,
-}
-
-/// One of them.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct RepairReport {
-    pub(crate) at: f64,
-    pub(crate) text: String,
-}
-
-/// Of the changes that leases asked for.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Latency {
-    pub(crate) count: u64,
-    /// Half of them took at most so long; `null` without any, or beyond what is measured.
-    pub(crate) p50: Option<f64>,
-    pub(crate) p99: Option<f64>,
-}
-
-/// The store of leases.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct StoreReport {
-    pub(crate) name: String,
-    /// When it last answered; `null`: not since the daemon's start.
-    pub(crate) answered: Option<f64>,
-    pub(crate) revision: Option<u64>,
-    pub(crate) requests: u64,
-    pub(crate) failures: u64,
-    /// Why it does not answer; `null`: it does.
-    pub(crate) error: Option<String>,
-    pub(crate) error_at: Option<f64>,
-    /// Entries in it that are no leases, and why.
-    pub(crate) skipped: Vec<(String, String)>,
-}
-
-impl Report {
-    /// What there is to say of a moment.
-    pub(crate) fn of(snapshot: &Snapshot) -> Self {
-        let problems = problems(snapshot);
-        Self {
-            version: VERSION,
-            time: seconds(snapshot.time),
-            daemon: DaemonReport {
-                version: env!("CARGO_PKG_VERSION").to_owned(),
-                pid: std::process::id(),
-                started: seconds(snapshot.started),
-            },
-            ready: !problems.iter().any(Problem::is_error),
-            problems,
-            findings: Vec::new(),
-            unread: Vec::new(),
-            network: snapshot.network.as_ref().map(|network| network_report(network, snapshot)),
-            store: snapshot.store.as_ref().map(|store| StoreReport {
-                name: store.store.clone(),
-                answered: store.confirmed.map(|(_, at)| seconds(at)),
-                revision: store.confirmed.map(|(revision, _)| revision.0),
-                requests: store.requests(),
-                failures: store.failures(),
-                error: store.last_error.as_ref().map(|(text, _)| text.clone()),
-                error_at: store.last_error.as_ref().map(|(_, at)| seconds(*at)),
-                skipped: store.skipped.iter().take(MOST).cloned().collect(),
-            }),
-        }
+/// The report of a moment.
+pub(crate) fn status_report(snapshot: &Snapshot) -> StatusReport {
+    let problems = problems(snapshot);
+    StatusReport {
+        version: VERSION,
+        time: seconds(snapshot.time),
+        daemon: DaemonReport {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            pid: std::process::id(),
+            started: seconds(snapshot.started),
+        },
+        ready: !problems.iter().any(Problem::is_error),
+        problems,
+        findings: Vec::new(),
+        unread: Vec::new(),
+        network: snapshot.network.as_ref().map(|network| network_report(network, snapshot)),
+        store: snapshot.store.as_ref().map(|store| StoreReport {
+            name: store.store.clone(),
+            answered: store.confirmed.map(|(_, at)| seconds(at)),
+            revision: store.confirmed.map(|(revision, _)| revision.0),
+            requests: store.requests(),
+            failures: store.failures(),
+            error: store.last_error.as_ref().map(|(text, _)| text.clone()),
+            error_at: store.last_error.as_ref().map(|(_, at)| seconds(*at)),
+            skipped: store.skipped.iter().take(MOST).cloned().collect(),
+        }),
     }
-}
-
-/// Seconds since 1970, to the millisecond.
-pub(crate) fn seconds(time: SystemTime) -> f64 {
-    rounded(time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default())
-}
-
-fn rounded(duration: Duration) -> f64 {
-    (duration.as_secs_f64() * 1000.0).round() / 1000.0
 }
 
 fn texts<T: ToString>(items: impl IntoIterator<Item = T>) -> Vec<String> {
@@ -273,11 +76,13 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
             public: texts(running.iface.public.values()),
             reason: running.iface.reason.clone(),
         },
-        devices: backends::devices(&running.config)
+        devices: running
+            .datapath
+            .devices
             .iter()
             .map(|(family, name)| (family.to_string(), name.to_string()))
             .collect(),
-        bare_routes: backends::datapath(&running.config).bare,
+        bare_routes: running.datapath.bare,
         in_sync: status.in_sync,
         live: status.live,
         objects: status.objects as u64,
@@ -287,7 +92,7 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
         disbelieved: status.disbelieved.len() as u64,
         pending,
         subnets: subnets_used(network, snapshot.store.as_ref()),
-        repairs: Repairs {
+        repairs: RepairsReport {
             total: status.repaired,
             last: status
                 .last_repairs
@@ -296,11 +101,15 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
                 .map(|repair| RepairReport { at: seconds(repair.at), text: repair.to_string() })
                 .collect(),
         },
-        latency: Latency { count: status.latency.count(), p50: quantile(0.5), p99: quantile(0.99) },
+        latency: LatencyReport {
+            count: status.latency.count(),
+            p50: quantile(0.5),
+            p99: quantile(0.99),
+        },
     }
 }
 
-fn own_lease(own: Subnets, lapsed: bool, snapshot: &Snapshot) -> OwnLease {
+fn own_lease(own: Subnets, lapsed: bool, snapshot: &Snapshot) -> LeaseReport {
     let remaining = snapshot.ownership.remaining(snapshot.time).filter(|_| !lapsed).map(rounded);
     let word = match &snapshot.ownership {
         _ if lapsed => "lapsed",
@@ -309,7 +118,7 @@ fn own_lease(own: Subnets, lapsed: bool, snapshot: &Snapshot) -> OwnLease {
         Ownership::Lost { why: Loss::Unconfirmed, .. } => "lapsed",
         _ => "none",
     };
-    OwnLease {
+    LeaseReport {
         key: own.to_string(),
         subnets: texts(own.iter()),
         ownership: word.to_owned(),
@@ -371,22 +180,15 @@ pub(crate) fn subnets_used(
     config.networks.iter().map(report).collect()
 }
 
-/// `192.0.2.254 dev eth0` and the like.
-pub(crate) fn way(gateway: Option<IpAddr>, link: Option<LinkName>) -> String {
-    match (gateway, link) {
-        (Some(gateway), Some(link)) => format!("via {gateway} dev {link}"),
-        (None, Some(link)) => format!("dev {link}"),
-        (_, None) => "nowhere".to_owned(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use flannel_core::{Lease, Wait, Waiting};
+
     use super::*;
     use crate::observe::Observer;
     use crate::observe::tests::network;
-    use flannel_core::{Lease, Wait, Waiting};
-    use std::sync::Arc;
 
     async fn snapshot(status: Status) -> Snapshot {
         let observer = Observer::default();
@@ -430,8 +232,9 @@ mod tests {
         let mut status = Status::default();
         (status.in_sync, status.settled, status.live) = (true, true, true);
         (status.peers, status.objects) = (3, 11);
-        let report = Report::of(&snapshot(status).await);
-        let again: Report = serde_json::from_str(&serde_json::to_string(&report).unwrap()).unwrap();
+        let report = status_report(&snapshot(status).await);
+        let again: StatusReport =
+            serde_json::from_str(&serde_json::to_string(&report).unwrap()).unwrap();
         assert_eq!(again, report);
         let network = report.network.unwrap();
         assert_eq!((network.peers.total, network.believed, network.objects), (3, 3, 11));
@@ -446,7 +249,7 @@ mod tests {
         for objects in [0, 11] {
             let mut status = Status::default();
             (status.live, status.objects) = (true, objects);
-            let report = Report::of(&snapshot(status).await);
+            let report = status_report(&snapshot(status).await);
             assert!(!report.ready);
             let peers = report.network.unwrap().peers.listed;
             assert!(
@@ -485,7 +288,7 @@ mod tests {
             states(&snapshot),
             texts.map(|(key, state, why)| (key.into(), state.into(), why.into()))
         );
-        let network = Report::of(&snapshot).network.unwrap();
+        let network = status_report(&snapshot).network.unwrap();
         let first: Vec<&str> = network.peers.listed.iter().map(|peer| peer.key.as_str()).collect();
         assert_eq!(
             (network.pending, first),
@@ -504,7 +307,7 @@ mod tests {
         let mut status = Status::default();
         (status.live, status.objects) = (true, 11);
         status.kernel_error = Some(flannel_core::KernelError::explained(105, "x"));
-        let report = Report::of(&snapshot(status).await).network.unwrap();
+        let report = status_report(&snapshot(status).await).network.unwrap();
         assert!(
             report.peers.listed.iter().all(|peer| peer.state == "pending" && peer.reason.is_some())
         );

@@ -8,31 +8,32 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use flannel_backends::Backends;
 use flannel_core::{
     Backend, Config, Ended, ExternalInterface, Kernel, Lease, Network, NetworkHandle, Origin,
     Owned, Status, SubnetManager, Subnets, View,
 };
+use flannel_doctor::path_probe::server;
 use flannel_netlink::NetlinkKernel;
+use flannel_options::state_dir;
 use flannel_route::{Host, JoinOptions};
 use flannel_subnet::{HolderId, SubnetEnv, SubnetEnvError};
 use tokio::sync::{OnceCell, watch};
 
-use crate::backends;
 use crate::changed_config;
-use crate::cli::{NexthopObjects, Options};
+use crate::config::{DaemonConfig, NexthopObjects};
+use crate::config_validator::ConfigValidator;
 use crate::control::Servers;
-use crate::disk::aside;
+use crate::disk::run_blocking_in_order;
 use crate::error::Error;
 use crate::firewall::Rulebook;
-use crate::former::Former;
+use crate::leftovers::go_flannel::GoFlannel;
+use crate::leftovers::old_networks::OldNetworks;
 use crate::log::log_status;
 use crate::observe::{Observer, Running};
-use crate::predecessor::Predecessor;
-use crate::preflight::Finding;
+use crate::preflight;
 use crate::readiness;
 use crate::registry::{self, Node};
-use crate::site::Site;
-use crate::sounding::respond;
 use crate::state;
 use crate::uplink::{Chosen, addresses_of};
 use crate::wait::{Patience, STORE_AGAIN, hold, holding, patiently};
@@ -44,60 +45,43 @@ const SECOND_THOUGHT: Duration = Duration::from_secs(10);
 /// So long the subnet file waits for firewall rules, whoever has locked them, and for the tunnel.
 const RULES: Duration = Duration::from_secs(5);
 
-/// Runs the daemon in the calling thread's network namespace. Ends only with an error.
-///
-/// # Errors
-/// Whatever makes it impossible to start or go on; see [`Error`]. Waited for, as long as it takes: a store that does
-/// not answer, a network config that is missing or wrong, and a subnet, if all are taken.
-///
-/// # Cancel safety
-/// Dropping the future stops the daemon; the data path stays in place and the next start adopts it.
-pub async fn run(options: &Options) -> Result<Infallible, Error> {
-    run_observed(options, &Observer::default()).await
-}
-
-/// [`run`], for one who looks on.
-pub(crate) async fn run_observed(
-    options: &Options,
-    observer: &Observer,
-) -> Result<Infallible, Error> {
+/// Runs the daemon: see [`Daemon::run`](crate::Daemon::run).
+pub(crate) async fn run(settings: &DaemonConfig, observer: &Observer) -> Result<Infallible, Error> {
     // First: whoever had it may have had the sockets too.
-    let _alone = state::lock(&options.state_dir).await?;
-    let servers = Servers::open(&options.control, &options.subnet_file).await?;
+    let _alone = state_dir::lock(&settings.state_dir).await?;
+    let servers = Servers::open(&settings.control, &settings.subnet_file).await?;
     tokio::select! {
-        ended = run_networks(options, observer) => ended,
+        ended = run_networks(settings, observer) => ended,
         never = servers.serve(observer) => match never {},
     }
 }
 
 /// One network after the other.
-async fn run_networks(options: &Options, observer: &Observer) -> Result<Infallible, Error> {
-    let kernel = Arc::new(open_kernel(options)?);
-    let holder = state::holder_id(&options.state_dir)?;
-    let predecessor = Predecessor::find(&options.subnet_file, &options.state_dir)?;
+async fn run_networks(settings: &DaemonConfig, observer: &Observer) -> Result<Infallible, Error> {
+    let kernel = Arc::new(open_kernel(settings)?);
+    let holder = state::holder_id(&settings.state_dir)?;
+    let go_flannel = GoFlannel::find(&settings.subnet_file, &settings.state_dir)?;
     let node = Node {
         holder,
-        previous: previous_subnets(options),
-        addresses: addresses(&kernel, options)?,
-        renew_margin: options.renew_margin(),
-        #[cfg(feature = "etcd")]
-        etcd: options.etcd.options(),
-        cache: options.state_dir.join("leases"),
+        previous: previous_subnets(settings),
+        addresses: addresses(&kernel, settings)?,
+        renew_margin: settings.renew_margin,
+        cache: state_dir::leases(&settings.state_dir),
     };
-    let subnets = registry::open(options, node).await?;
+    let subnets = registry::open(&settings.store, node).await?;
     observer.opened(Arc::clone(&subnets));
     tokio::select! {
-        ended = follow_store(options, &kernel, &subnets, (holder, &predecessor), observer) => ended,
+        ended = follow_store(settings, &kernel, &subnets, (holder, &go_flannel), observer) => ended,
         never = readiness::publish(&*subnets, observer) => match never {},
     }
 }
 
 /// Runs networks on an open store.
 async fn follow_store(
-    options: &Options,
+    settings: &DaemonConfig,
     kernel: &Arc<NetlinkKernel>,
     subnets: &Arc<dyn SubnetManager>,
-    (holder, predecessor): (HolderId, &Predecessor),
+    (holder, go_flannel): (HolderId, &GoFlannel),
     observer: &Observer,
 ) -> Result<Infallible, Error> {
     // Published before the first lease is asked for.
@@ -109,31 +93,37 @@ async fn follow_store(
     let mut last: Option<(Config, ExternalInterface)> = None;
     loop {
         let start = async || {
-            let started =
-                start(options, kernel, subnets, &announced, state::identity(holder), last.as_ref())
-                    .await;
+            let started = start(
+                settings,
+                kernel,
+                subnets,
+                &announced,
+                state::identity(holder),
+                last.as_ref(),
+            )
+            .await;
             started.inspect_err(|error| observer.waits_for(error.to_string()))
         };
         let build = async {
             if has_run {
                 tokio::time::sleep(REBUILD_PAUSE).await;
             }
-            let patience = Patience { has_run, refusals_pass: options.kube.kube_subnet_mgr };
+            let patience = Patience { has_run, refusals_pass: settings.store.refusals_pass() };
             patiently(&**subnets, patience, start).await
         };
         let ready = holding(&**subnets, held.as_ref(), build).await?;
         has_run = true;
         last = Some((ready.config.clone(), ready.chosen.iface.clone()));
         held = (!ready.lapsed).then(|| ready.network.handle().lease);
-        let reason = run_network(options, &**subnets, ready, predecessor, observer).await?;
+        let reason = run_network(settings, &**subnets, ready, go_flannel, observer).await?;
         tracing::info!("building the network anew: {reason}");
     }
 }
 
 /// The kernel, and whether to use its nexthop objects.
-fn open_kernel(options: &Options) -> Result<NetlinkKernel, Error> {
+fn open_kernel(settings: &DaemonConfig) -> Result<NetlinkKernel, Error> {
     let kernel = NetlinkKernel::open()?;
-    match options.nexthop_objects {
+    match settings.nexthop_objects {
         NexthopObjects::Off => Ok(kernel.without_nexthops()),
         NexthopObjects::On if !kernel.nexthop_ids(&Owned::default())?.usable => {
             Err(Error::NoNexthopObjects)
@@ -155,15 +145,17 @@ struct Ready {
     /// This daemon has built none before.
     first: bool,
     chosen: Chosen,
-    site: Site,
+    validator: ConfigValidator,
 }
 
 impl Ready {
     /// The network as those see it who look on.
-    fn running(&self, rulebook: watch::Receiver<Rulebook>) -> Running {
+    fn running(&self, backends: &Backends, rulebook: watch::Receiver<Rulebook>) -> Running {
         Running {
             config: self.config.clone(),
             backend: self.backend.kind(),
+            datapath: backends.datapath(&self.config),
+            links: backends.links(self.chosen.iface.name, &self.config),
             iface: self.chosen.iface.clone(),
             kernel: Arc::clone(&self.chosen.kernel) as Arc<dyn Kernel>,
             handle: self.network.handle(),
@@ -177,7 +169,7 @@ impl Ready {
 
 /// Asks the store for everything that a network is built from, and builds it.
 async fn start(
-    options: &Options,
+    settings: &DaemonConfig,
     kernel: &Arc<NetlinkKernel>,
     subnets: &Arc<dyn SubnetManager>,
     announced: &OnceCell<()>,
@@ -192,14 +184,14 @@ async fn start(
     // Before anything that may end this start, and the next one, and the next.
     announced
         .get_or_try_init(|| {
-            let in_place =
-                in_place(Arc::clone(kernel) as Arc<dyn Kernel>, backends::footprint(&stored));
+            let footprint = settings.backends.footprint(&stored);
+            let in_place = in_place(Arc::clone(kernel) as Arc<dyn Kernel>, footprint);
             readiness::announce(&**subnets, in_place)
         })
         .await?;
-    let site = Site::new(kernel, options, &hints, views.clone(), used);
-    let (config, chosen) = site.usable(stored, last).await?;
-    let backend = backends::find(&config.backend.kind)?;
+    let validator = ConfigValidator::new(kernel, settings, &hints, views.clone(), used);
+    let (config, chosen) = validator.usable(stored, last).await?;
+    let backend = settings.backends.find(&config.backend.kind)?;
     let lapsed = hints.lapsed.is_some();
     let host = Host {
         uplink: chosen.iface.clone(),
@@ -207,7 +199,7 @@ async fn start(
         subnets: Arc::clone(subnets),
         machine_id: identity,
     };
-    let drop_unused_addresses = options.ip_blackhole_route;
+    let drop_unused_addresses = settings.ip_blackhole_route;
     if drop_unused_addresses && !backend.footprint(&config, None)?.blackholes {
         let kind = backend.kind();
         tracing::warn!(
@@ -226,8 +218,8 @@ async fn start(
         iface.mtu
     );
     let first = last.is_none();
-    let site = site.using(&chosen.iface);
-    Ok(Ready { config, backend, network, views, lapsed, cached, first, chosen, site })
+    let validator = validator.using(&chosen.iface);
+    Ok(Ready { config, backend, network, views, lapsed, cached, first, chosen, validator })
 }
 
 /// The network config of the store; where that has no good one, the `last` one stays in force, which the store tells.
@@ -253,52 +245,52 @@ async fn in_place(kernel: Arc<dyn Kernel>, owned: Owned) -> bool {
 
 /// One network, from its start until something it was built from changes: the reason.
 async fn run_network(
-    options: &Options,
+    settings: &DaemonConfig,
     subnets: &dyn SubnetManager,
     ready: Ready,
-    predecessor: &Predecessor,
+    go_flannel: &GoFlannel,
     observer: &Observer,
 ) -> Result<String, Error> {
     warn_if_stale(subnets, &ready.views.borrow());
     let (settled, rules) = watch::channel(false);
-    let (book, rulebook) = watch::channel(options.firewall.rulebook());
-    let running = ready.running(rulebook);
-    let responder = respond(running.place(options.control.doctor_port));
+    let (book, rulebook) = watch::channel(settings.firewall.rulebook());
+    let running = ready.running(&settings.backends, rulebook);
+    let responder = server::serve(running.probe_server(settings.control.doctor_port));
     let _running = observer.running(running);
-    let Ready { config, backend, network, views, lapsed, cached, first, chosen, site } = ready;
+    let Ready { config, backend, network, views, lapsed, cached, first, chosen, validator } = ready;
     let handle = network.handle();
     let own = handle.lease.subnets;
     let firewall = async {
         if lapsed {
             return Ok(std::future::pending().await);
         }
-        options.firewall.keep(&config, &own, first, (settled, book)).await
+        settings.firewall.keep(&config, &own, first, (settled, book)).await
     };
     let looks = look_around(observer, rules.clone(), lapsed);
-    let judge = async |to: &Config| site.judge(to, Some(&config)).await.map(drop);
+    let judge = async |to: &Config| validator.judge(to, Some(&config)).await.map(drop);
     // What the next network would be built from may be another config, which waits for nothing else.
     let judge_anew = async || {
         let next = stored(subnets, Some(&config)).await?;
-        site.usable(next, Some(&config)).await.map(drop)
+        validator.usable(next, Some(&config)).await.map(drop)
     };
     let hold = async {
         if lapsed {
             return until_live(subnets, own, views.clone(), &judge_anew, observer).await;
         }
-        publish(options, &config, &handle, rules, (predecessor, observer)).await?;
+        publish(settings, &config, &handle, rules, (go_flannel, observer)).await?;
         tracing::info!(
             lease = %own, backend = backend.kind(), mtu = handle.mtu,
-            subnet_file = %options.subnet_file.display(), "running"
+            subnet_file = %settings.subnet_file.display(), "running"
         );
         hold(subnets, &handle.lease).await
     };
     let uplink = chosen.iface.name;
     let (kernel, owned) = (chosen.kernel.clone(), backend.footprint(&config, Some(uplink))?);
-    let former = Former::new(&options.state_dir);
-    let noted = former.note(&config).await;
+    let old_networks = OldNetworks::new(&settings.state_dir);
+    let recorded = old_networks.record(&config).await;
     tokio::select! {
-        never = former.clear(noted, kernel.clone(), owned.clone(), handle.status.clone()) => match never {},
-        never = predecessor.clear(kernel, (owned, &config), handle.status.clone()) => match never {},
+        never = old_networks.clear(recorded, kernel.clone(), owned.clone(), handle.status.clone()) => match never {},
+        never = go_flannel.clear(kernel, (owned, &config), handle.status.clone()) => match never {},
         ended = network.run(views.clone()) => match ended? {
             Ended::Rebuild(reason) => Ok(reason),
             ended => Err(Error::Stopped(format!("{ended:?}"))),
@@ -352,16 +344,17 @@ async fn until_live(
 /// Lets pods start: they do because of the subnet file, and find the rules and the tunnel there. What makes their bridge would otherwise
 /// have Linux take the tunnel's IPv6 address for the anycast address of the bridge's subnet, which no TCP connection is made to.
 async fn publish(
-    options: &Options,
+    settings: &DaemonConfig,
     config: &Config,
     handle: &NetworkHandle,
     rules: watch::Receiver<bool>,
-    (predecessor, observer): (&Predecessor, &Observer),
+    (go_flannel, observer): (&GoFlannel, &Observer),
 ) -> Result<(), Error> {
     rules_and_tunnel(rules, handle.status.clone()).await;
-    let env = subnet_env(options, config, handle);
-    let (path, predecessor) = (options.subnet_file.clone(), predecessor.clone());
-    aside(move || env.write_atomic(&path).map(|()| predecessor.wrote_subnet_file())).await?;
+    let env = subnet_env(settings, config, handle);
+    let (path, go_flannel) = (settings.subnet_file.clone(), go_flannel.clone());
+    run_blocking_in_order(move || env.write_atomic(&path).map(|()| go_flannel.wrote_subnet_file()))
+        .await?;
     observer.subnet_file_written();
     Ok(())
 }
@@ -389,7 +382,7 @@ async fn look_around(
         let _ = tokio::time::timeout(RULES, rules.wait_for(|settled| *settled)).await;
     }
     if let Some(network) = observer.snapshot().network {
-        observer.look(&network).await.findings.iter().for_each(Finding::log);
+        observer.look(&network).await.findings.iter().for_each(preflight::log);
     }
     std::future::pending().await
 }
@@ -408,8 +401,8 @@ fn warn_if_stale(subnets: &dyn SubnetManager, view: &View) {
 }
 
 /// What the last run wrote; a file that cannot be read is as good as none, but said.
-fn previous_subnets(options: &Options) -> Option<Subnets> {
-    match SubnetEnv::read(&options.subnet_file) {
+fn previous_subnets(settings: &DaemonConfig) -> Option<Subnets> {
+    match SubnetEnv::read(&settings.subnet_file) {
         Ok(env) => env.previous(),
         Err(SubnetEnvError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => None,
         Err(error) => {
@@ -420,32 +413,32 @@ fn previous_subnets(options: &Options) -> Option<Subnets> {
 }
 
 /// The addresses by which a lease is known to be this host's.
-fn addresses(kernel: &NetlinkKernel, options: &Options) -> Result<Vec<IpAddr>, Error> {
+fn addresses(kernel: &NetlinkKernel, settings: &DaemonConfig) -> Result<Vec<IpAddr>, Error> {
     let interfaces = kernel.interfaces()?;
     let local = interfaces.iter().flat_map(|interface| &interface.addresses).map(|a| a.address);
-    Ok(options.public().values().copied().chain(local).collect())
+    Ok(settings.interface.public.values().copied().chain(local).collect())
 }
 
-fn subnet_env(options: &Options, config: &Config, handle: &NetworkHandle) -> SubnetEnv {
+fn subnet_env(settings: &DaemonConfig, config: &Config, handle: &NetworkHandle) -> SubnetEnv {
     SubnetEnv {
         networks: config.pod_networks().collect(),
         subnets: handle.lease.subnets.iter().collect(),
         mtu: handle.mtu,
-        ip_masq: options.firewall.ip_masq,
+        ip_masq: settings.firewall.masquerade,
     }
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 mod tests {
-    use super::*;
-
     use flannel_core::testing::{FakeKernel, Operation};
     use tokio::time::Instant;
 
+    use super::*;
+
     #[tokio::test]
     async fn what_cannot_be_looked_at_counts_as_in_place() {
-        let owned = |text: &str| backends::footprint(&Config::parse(text).unwrap());
+        let owned = |text: &str| Backends::default().footprint(&Config::parse(text).unwrap());
         let vxlan = owned(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#);
         let kernel = FakeKernel::with_uplink("eth0");
         assert!(!in_place(Arc::new(kernel.clone()), vxlan.clone()).await);

@@ -118,7 +118,7 @@ async fn decide(
         if why != unfit {
             match &why {
                 Some(why) => {
-                    tracing::warn!("{name} is not what it was, everything stays as it is: {why}")
+                    tracing::warn!("{name} is not what it was, everything stays as it is: {why}");
                 }
                 None => tracing::info!("{name} is what it was again"),
             }

@@ -153,7 +153,7 @@ fn reason(error: &Error, patience: Patience) -> Option<Reason> {
         Error::Network(cause) => cause,
         Error::Interface(_)
         | Error::UnfitInterface { .. }
-        | Error::UnknownBackend { .. }
+        | Error::UnknownBackend(_)
         | Error::ImplicitUdp { .. }
         | Error::Firewall(_)
             if has_run =>
@@ -178,11 +178,13 @@ fn reason(error: &Error, patience: Patience) -> Option<Reason> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 mod tests {
-    use super::*;
     use std::cell::Cell;
 
+    use flannel_backends::UnknownBackend;
     use flannel_core::testing::FakeSubnets;
     use flannel_core::{Error as Cause, LeaseAttrs};
+
+    use super::*;
 
     const START: Patience = Patience { has_run: false, refusals_pass: false };
     const RUNS: Patience = Patience { has_run: true, refusals_pass: false };
@@ -222,7 +224,8 @@ mod tests {
         let unfit = || Error::UnfitInterface { name: "eth0".parse().unwrap(), reason: "no".into() };
         let too_small =
             || Cause::Backend { backend: "vxlan".into(), reason: "too small".into() }.into();
-        let unknown = || Error::UnknownBackend { kind: "a".into(), known: "b".into() };
+        let unknown =
+            || Error::UnknownBackend(UnknownBackend { kind: "a".into(), known: "b".into() });
         let subnets_of = "10.1.7.0-24".parse().unwrap();
         let implicit = || Error::ImplicitUdp { subnets: Box::new(subnets_of), holder: "a".into() };
         let no_rules = || flannel_firewall::Error::Leftovers { chains: "a".into() }.into();

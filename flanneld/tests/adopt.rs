@@ -187,7 +187,7 @@ async fn heard<T>(work: impl Future<Output = T>) -> (T, Vec<Report>) {
     let mut by_nexthop = ByNexthop::read();
     let mut take = |doubts| match doubts {
         Doubts::Objects(more, _) => {
-            more.into_iter().for_each(|report| by_nexthop.take(report, &mut reports))
+            more.into_iter().for_each(|report| by_nexthop.take(report, &mut reports));
         }
         Doubts::Link(_) => {}
         Doubts::Everything => panic!("messages were lost"),

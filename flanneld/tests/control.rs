@@ -16,8 +16,10 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 
 #[allow(dead_code, reason = "another test reads all at once")]
+mod programs;
 mod reader;
 mod running;
+use programs::flannelctl;
 use reader::Reader;
 use running::{Daemon, wait_until};
 
@@ -89,9 +91,7 @@ impl Place {
 
     /// Told no more than where files are.
     fn bare_ctl(&self, args: &[&str]) -> Command {
-        let program = std::env::var_os("FLANNELCTL")
-            .unwrap_or_else(|| env!("CARGO_BIN_EXE_flannelctl").into());
-        let mut command = Command::new(program);
+        let mut command = Command::new(flannelctl());
         command.args(self.common()).args(args).stdin(Stdio::null());
         command
     }

@@ -15,6 +15,7 @@ use nix::sys::signal::Signal;
 
 mod calls;
 #[allow(dead_code, reason = "another test reads line by line")]
+mod programs;
 mod reader;
 mod running;
 use reader::Reader;
@@ -1669,7 +1670,7 @@ fn routes_inside_an_earlier_pod_network_go_once_the_new_one_is_in_sync() {
         ip("route add 10.1.80.0/24 via 192.0.2.80 dev eth0 proto static");
 
         fs::write(place.registry().join("config"), earlier.replace("10.1.", "10.2.")).unwrap();
-        let mut cleanup = Command::new(env!("CARGO_BIN_EXE_flannelctl"));
+        let mut cleanup = Command::new(programs::flannelctl());
         cleanup.args(["cleanup", "--dry-run", "--iface=eth0", "--registry"]);
         cleanup
             .arg(format!("dir:{}", place.registry().display()))

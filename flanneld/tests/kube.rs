@@ -641,7 +641,7 @@ fn a_data_path_that_breaks_makes_the_condition_true_until_it_is_mended() {
         // The device takes nothing of IPv6 any more, and the kernel drops what it had.
         let switch = |value: &str| {
             host.netns.run(|| {
-                fs::write("/proc/sys/net/ipv6/conf/flannel-v6.1/disable_ipv6", value).unwrap()
+                fs::write("/proc/sys/net/ipv6/conf/flannel-v6.1/disable_ipv6", value).unwrap();
             });
         };
         switch("1");

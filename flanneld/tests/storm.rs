@@ -262,7 +262,7 @@ impl Setup {
 
 async fn in_sync(status: &mut watch::Receiver<Arc<Status>>, peers: usize) {
     let settled = async {
-        drop(status.wait_for(|status| status.in_sync && status.peers == peers).await.unwrap())
+        drop(status.wait_for(|status| status.in_sync && status.peers == peers).await.unwrap());
     };
     if tokio::time::timeout(PATIENCE, settled).await.is_err() {
         panic!("never in sync: {:#?}", status.borrow());

@@ -46,7 +46,7 @@ fn assets(dir: &Path) -> io::Result<usize> {
     let (completions, man) = (dir.join("completions"), dir.join("man"));
     fs::create_dir_all(&completions)?;
     fs::create_dir_all(&man)?;
-    for mut command in [flanneld::Options::command(), flanneld::ctl_command()] {
+    for mut command in [flanneld::Options::command(), flannelctl::command()] {
         let name = command.get_name().to_owned();
         for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
             generate_to(shell, &mut command, &name, &completions)?;

@@ -16,7 +16,7 @@ fn completions_and_man_pages_know_every_option_and_verb() {
     let read = |name: &str| {
         fs::read_to_string(dir.path().join(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
     };
-    for command in [flanneld::Options::command(), flanneld::ctl_command()] {
+    for command in [flanneld::Options::command(), flannelctl::command()] {
         let name = command.get_name();
         // roff wants its dashes escaped.
         let page = read(&format!("man/{name}.8")).replace('\\', "");

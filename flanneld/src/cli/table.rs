@@ -123,7 +123,7 @@ impl Flag {
         let mut forms = vec![vec![format!("-{name}={value}")], vec![format!("--{name}={value}")]];
         match self.kind {
             Switch if value == "true" => {
-                forms.extend([vec![format!("-{name}")], vec![format!("--{name}")]])
+                forms.extend([vec![format!("-{name}")], vec![format!("--{name}")]]);
             }
             Switch => {}
             _ => forms.extend(

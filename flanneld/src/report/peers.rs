@@ -7,10 +7,10 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::SystemTime;
 
+use flannel_api::{PeerReport, seconds};
 use flannel_core::{Dual, Key, Lease, LinkName, Status, Subnets, Wait, Waiting};
 
-use super::{PeerReport, seconds, texts};
-use crate::backends;
+use super::texts;
 use crate::observe::{NetworkSnapshot, Snapshot};
 
 /// A report lists so many.
@@ -82,8 +82,8 @@ impl<'a> Judge<'a> {
                     .or_insert_with(|| format!("{}: {}", failure.change, failure.error));
             }
         }
-        let tunnels = backends::devices(&running.config);
-        let direct = backends::datapath(&running.config).direct;
+        let tunnels = running.datapath.devices;
+        let direct = running.datapath.direct;
         let broken = |family| {
             let name: LinkName = tunnels[family].filter(|_| !direct)?;
             let failure = status.failing.get(&Key::Link(name))?;

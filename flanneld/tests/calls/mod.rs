@@ -69,9 +69,9 @@ fn calls_of(groups: &[&str]) -> BTreeSet<String> {
             .filter(|line| !line.is_empty() && !line.starts_with('#'))
         {
             if word.starts_with('@') {
-                groups.push(word.to_owned())
+                groups.push(word.to_owned());
             } else {
-                _ = all.insert(word.to_owned())
+                _ = all.insert(word.to_owned());
             }
         }
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant, SystemTime};
 use flannel_netlink::testing::in_netns_async;
 use flannel_subnet::Cache;
 
-use crate::ground::{Daemon, Host, delete, etcd_with_peers, peer_key, put_peer, switch, until};
+use crate::fixture::{Daemon, Host, delete, etcd_with_peers, peer_key, put_peer, switch, until};
 use crate::server::Etcd;
 use crate::witness::{Monitor, agrees, present, wanted};
 

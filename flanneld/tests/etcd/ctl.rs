@@ -9,14 +9,13 @@ use flannel_subnet::Cache;
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-use crate::ground::{CONFIG, Host, PREFIX, SWITCH, etcd_with_peers, peer_key, switch, until};
+use crate::fixture::{CONFIG, Host, PREFIX, SWITCH, etcd_with_peers, peer_key, switch, until};
+use crate::programs::flannelctl;
 use crate::server::Etcd;
 
 /// What a verb says on a host: its exit status, and all that it writes.
 fn ctl(host: &Host, etcd: &Etcd, args: &[&str]) -> (i32, String) {
-    let program =
-        std::env::var_os("FLANNELCTL").unwrap_or_else(|| env!("CARGO_BIN_EXE_flannelctl").into());
-    let mut command = Command::new(program);
+    let mut command = Command::new(flannelctl());
     command.args(args).stdin(Stdio::null()).env("FLANNELD_ETCD_ENDPOINTS", &etcd.endpoint);
     command
         .env("FLANNELD_SUBNET_FILE", host.subnet_file())

@@ -13,8 +13,10 @@ mod calls;
 #[allow(dead_code, reason = "shared with the registry's tests, which use more of it")]
 mod certificates;
 mod ctl;
-mod ground;
+mod fixture;
 mod outages;
+#[path = "../programs/mod.rs"]
+mod programs;
 mod refused;
 #[path = "../../../flannel-subnet-etcd/tests/etcd/server.rs"]
 #[allow(dead_code, reason = "shared with the registry's tests, which use more of it")]

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use flannel_netlink::testing::in_netns_async;
 use nix::sys::signal::Signal;
 
-use crate::ground::{
+use crate::fixture::{
     Daemon, Host, PREFIX, SWITCH, delete, etcd_with_peers, fill, peer_key, put_peer, switch, until,
 };
 use crate::server::Etcd;

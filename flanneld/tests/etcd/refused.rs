@@ -7,7 +7,7 @@ use flannel_netlink::testing::in_netns_async;
 use nix::sys::signal::Signal;
 
 use crate::certificates::Authority;
-use crate::ground::{Host, PREFIX, SWITCH, fill, start_on_switch, switch};
+use crate::fixture::{Host, PREFIX, SWITCH, fill, start_on_switch, switch};
 use crate::server::Etcd;
 use crate::witness::{Monitor, present};
 
@@ -132,7 +132,7 @@ fn an_authority_alone_makes_tls_and_a_wrong_one_ends_it() {
             &file(&ours.file),
             "put",
             &format!("{PREFIX}/config"),
-            crate::ground::CONFIG,
+            crate::fixture::CONFIG,
         ]);
         daemon.says("running").await;
         assert!(daemon.is_running());
@@ -175,7 +175,7 @@ fn sighup_reads_rotated_certificates() {
         let pair = ["--etcd-certfile", &file(&client.0), "--etcd-keyfile", &file(&client.1)];
         let mut daemon = start_on_switch(dir.path(), &[options, pair].concat());
         daemon.says("holds no network config yet").await;
-        put(&etcd, "config", crate::ground::CONFIG);
+        put(&etcd, "config", crate::fixture::CONFIG);
         daemon.says("running").await;
         daemon.signal(Signal::SIGHUP);
         daemon.says("SIGHUP: read again: the network config is unchanged").await;
@@ -195,7 +195,7 @@ fn sighup_reads_rotated_certificates() {
         second.sign_into(dir.path(), "client", 2090);
         daemon.signal(Signal::SIGHUP);
         let said = || daemon.said("SIGHUP: read again: the network config is unchanged") == 2;
-        crate::ground::until(60, said, || daemon.log()).await;
+        crate::fixture::until(60, said, || daemon.log()).await;
         // The watch goes on with them, too.
         let value = r#"{"PublicIP":"192.0.2.107","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"0a:00:00:00:00:6b"}}"#;
         put(&etcd, "subnets/10.1.107.0-24", value);

@@ -5,7 +5,7 @@ use nix::sys::signal::Signal;
 
 use crate::calls::{forbidden, of_ended, traced};
 use crate::certificates::Authority;
-use crate::ground::{CONFIG, Daemon, PREFIX, switch, until};
+use crate::fixture::{CONFIG, Daemon, PREFIX, switch, until};
 use crate::server::Etcd;
 
 /// By a host name, over TLS, through an outage: all that a daemon does on etcd.

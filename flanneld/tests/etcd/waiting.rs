@@ -2,7 +2,7 @@
 
 use flannel_netlink::testing::{in_netns_async, ip};
 
-use crate::ground::{
+use crate::fixture::{
     CONFIG, Host, PREFIX, SWITCH, delete, etcd_with_peers, fill, peer_key, start_on_switch, switch,
 };
 use crate::server::Etcd;

@@ -9,7 +9,7 @@ use etcd_client::GetOptions;
 use flannel_netlink::testing::{bridge, ip};
 use serde_json::Value;
 
-use crate::ground::{Daemon, Host, PREFIX, collect, mac, until};
+use crate::fixture::{Daemon, Host, PREFIX, collect, mac, until};
 use crate::server::Etcd;
 
 /// What one peer is in a kernel: a route, a neighbour, a forwarding entry.

@@ -1,0 +1,206 @@
+//! Asks the daemon over its control socket.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::IpAddr;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use crate::request;
+use crate::{LogReport, PeerReport, PeersReport, ReloadReport, StatusReport, VERSION, WhyReport};
+
+/// A daemon that does not answer for so long hangs.
+const TIMEOUT: Duration = Duration::from_secs(15);
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// No daemon answers at the socket.
+    #[error(
+        "flanneld does not answer{}: {reason}",
+        socket.as_ref().map(|path| format!(" at {}", path.display())).unwrap_or_default()
+    )]
+    NoDaemon {
+        /// The socket; `None`: the daemon has none.
+        socket: Option<PathBuf>,
+        /// What happened.
+        reason: String,
+    },
+    /// The socket may not be opened, so that it is not known whether a daemon runs.
+    #[error(
+        "{}: {source}: whether flanneld runs is not known; root and the group of flanneld's \
+         --control-group may ask it", socket.display()
+    )]
+    Denied {
+        /// The socket.
+        socket: PathBuf,
+        /// The error of the connection.
+        source: std::io::Error,
+    },
+    /// The daemon refuses the request.
+    #[error("{0}")]
+    Refused(String),
+    /// The daemon speaks another version of the API.
+    #[error(
+        "the daemon speaks version {} of the API, this program version {VERSION}",
+        daemon.map_or_else(|| "none".to_owned(), |version| version.to_string())
+    )]
+    Version {
+        /// The daemon's version; `None`: the answer names none.
+        daemon: Option<u64>,
+    },
+    /// The answer is not of the expected form.
+    #[error("the daemon's answer is not understood, is it older than this program? {0}")]
+    Answer(#[source] serde_json::Error),
+}
+
+/// A connection to a daemon. Each request opens the socket anew.
+#[derive(Debug, Clone)]
+pub struct Client {
+    socket: Option<PathBuf>,
+}
+
+impl Client {
+    /// Asks the daemon at this socket.
+    pub fn new(socket: impl Into<PathBuf>) -> Self {
+        Self { socket: Some(socket.into()) }
+    }
+
+    /// The same for a socket that may be off: without one each request is [`Error::NoDaemon`].
+    pub fn at(socket: Option<PathBuf>) -> Self {
+        Self { socket }
+    }
+
+    /// The socket.
+    pub fn socket(&self) -> Option<&Path> {
+        self.socket.as_deref()
+    }
+
+    /// How the daemon is.
+    ///
+    /// # Errors
+    /// [`Error`].
+    ///
+    /// # Blocking
+    /// Until the answer is there, for 15 s at most.
+    pub fn status(&self) -> Result<StatusReport, Error> {
+        self.read("GET", request::STATUS)
+    }
+
+    /// All other nodes.
+    ///
+    /// # Errors
+    /// [`Error`].
+    ///
+    /// # Blocking
+    /// As [`Client::status`].
+    pub fn peers(&self) -> Result<Vec<PeerReport>, Error> {
+        self.read::<PeersReport>("GET", request::PEERS).map(|report| report.peers)
+    }
+
+    /// Why packets for an address take the way they take.
+    ///
+    /// # Errors
+    /// [`Error`].
+    ///
+    /// # Blocking
+    /// As [`Client::status`].
+    pub fn why(&self, address: IpAddr) -> Result<WhyReport, Error> {
+        self.read("GET", &request::why(address))
+    }
+
+    /// Makes the daemon read its config and certificates again, as SIGHUP does.
+    ///
+    /// # Errors
+    /// [`Error`].
+    ///
+    /// # Blocking
+    /// As [`Client::status`].
+    pub fn reload(&self) -> Result<ReloadReport, Error> {
+        self.read("POST", request::RELOAD)
+    }
+
+    /// Sets the log filter until SIGHUP or a reload.
+    ///
+    /// # Errors
+    /// [`Error`].
+    ///
+    /// # Blocking
+    /// As [`Client::status`].
+    pub fn set_log(&self, filter: &str) -> Result<LogReport, Error> {
+        self.read("POST", &request::log(filter))
+    }
+
+    /// Sends a request and returns the JSON of the answer, with fields that this version of the
+    /// crate does not know.
+    ///
+    /// # Errors
+    /// [`Error`].
+    ///
+    /// # Blocking
+    /// As [`Client::status`].
+    pub fn ask(&self, method: &str, target: &str) -> Result<Value, Error> {
+        let gone = |reason: String| Error::NoDaemon { socket: self.socket.clone(), reason };
+        let answer =
+            self.exchange(method, target).map_err(|error| match (error.kind(), &self.socket) {
+                (ErrorKind::PermissionDenied, Some(socket)) => {
+                    Error::Denied { socket: socket.clone(), source: error }
+                }
+                _ => gone(error.to_string()),
+            })?;
+        let (head, body) =
+            answer.split_once("\r\n\r\n").ok_or_else(|| gone("half an answer".to_owned()))?;
+        let value: Value = serde_json::from_str(body)
+            .map_err(|_| gone(format!("that is no flanneld: {}", body.trim())))?;
+        if head.split(' ').nth(1) != Some("200") {
+            let error = value["error"].as_str().unwrap_or("it refuses without a reason");
+            return Err(Error::Refused(error.to_owned()));
+        }
+        match value["version"].as_u64() {
+            Some(version) if version == u64::from(VERSION) => Ok(value),
+            daemon => Err(Error::Version { daemon }),
+        }
+    }
+
+    /// Whether a daemon listens. The answer is certain: a socket that may not be opened is an error.
+    ///
+    /// # Errors
+    /// The socket cannot be opened for another reason than that nobody listens.
+    ///
+    /// # Blocking
+    /// Connects to the socket.
+    pub fn is_listening(&self) -> std::io::Result<bool> {
+        let Some(socket) = &self.socket else { return Ok(false) };
+        match UnixStream::connect(socket) {
+            Ok(_) => Ok(true),
+            Err(error) => match error.kind() {
+                ErrorKind::NotFound | ErrorKind::ConnectionRefused => Ok(false),
+                _ => Err(error),
+            },
+        }
+    }
+
+    fn read<T: DeserializeOwned>(&self, method: &str, target: &str) -> Result<T, Error> {
+        serde_json::from_value(self.ask(method, target)?).map_err(Error::Answer)
+    }
+
+    fn exchange(&self, method: &str, target: &str) -> std::io::Result<String> {
+        let socket = self.socket.as_ref().ok_or_else(|| {
+            std::io::Error::other("--control-socket is off, and so there is nobody to ask")
+        })?;
+        let mut stream = UnixStream::connect(socket)?;
+        stream.set_read_timeout(Some(TIMEOUT))?;
+        stream.set_write_timeout(Some(TIMEOUT))?;
+        write!(
+            stream,
+            "{method} {target} HTTP/1.1\r\nHost: flanneld\r\nConnection: close\r\n\r\n"
+        )?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        Ok(answer)
+    }
+}

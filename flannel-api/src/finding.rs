@@ -1,0 +1,40 @@
+//! One thing about a host that is wrong.
+
+use serde::{Deserialize, Serialize};
+
+/// Something about a host that loses packets of pods, with the command that repairs it.
+///
+/// A finding changes nothing: neither the start of the daemon nor readiness depends on it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Finding {
+    /// The check that found it, as one word for programs.
+    pub check: String,
+    /// `error`: packets are lost. `warning`: some may be.
+    pub severity: String,
+    /// A sentence without a full stop.
+    pub text: String,
+    /// The command that repairs it, for a shell. Remarks for people stand behind `#`.
+    pub mend: Option<String>,
+}
+
+impl Finding {
+    /// An error without a command.
+    pub fn error(check: &str, text: impl Into<String>) -> Self {
+        Self { check: check.into(), severity: "error".into(), text: text.into(), mend: None }
+    }
+
+    /// A warning without a command.
+    pub fn warning(check: &str, text: impl Into<String>) -> Self {
+        Self { severity: "warning".into(), ..Self::error(check, text) }
+    }
+
+    /// The same finding with the command that repairs it.
+    pub fn with_command(self, command: impl Into<String>) -> Self {
+        Self { mend: Some(command.into()), ..self }
+    }
+
+    /// Whether packets are lost.
+    pub fn is_error(&self) -> bool {
+        self.severity == "error"
+    }
+}

@@ -1,0 +1,87 @@
+#![doc = include_str!("../README.md")]
+//!
+//! # Requests
+//!
+//! | request | answer |
+//! |---|---|
+//! | `GET /healthz` | 200 while the daemon runs |
+//! | `GET /readyz` | 200, or 503 with the reasons |
+//! | `GET /metrics` | Prometheus' text format |
+//! | `GET /v1/status` | [`StatusReport`]; `?fresh=true` repeats the checks that start a process |
+//! | `GET /v1/peers` | [`PeersReport`] |
+//! | `GET /v1/why?address=A` | [`WhyReport`]: why packets for `A` take the way they take |
+//! | `POST /v1/reload` | [`ReloadReport`]; does what SIGHUP does |
+//! | `POST /v1/log?filter=F` | [`LogReport`]; sets `--log` until SIGHUP or a reload |
+//!
+//! The control socket serves all of them. The health port (TCP) serves the first three only. Each
+//! `POST` needs root or the user that the daemon runs as. An answer other than 200 is an
+//! [`ErrorReport`].
+//!
+//! # Versions
+//!
+//! Within one version of the API fields are added. No field is renamed, removed or given another
+//! meaning. Times are seconds since 1970, durations are seconds, `null` is "not known".
+
+mod client;
+mod finding;
+mod peer;
+mod problem;
+pub mod request;
+mod status;
+#[cfg(feature = "testing")]
+pub mod testing;
+mod why;
+
+use std::time::{Duration, SystemTime};
+
+use serde::{Deserialize, Serialize};
+
+pub use client::{Client, Error};
+pub use finding::Finding;
+pub use peer::{PeerReport, PeersReport};
+pub use problem::Problem;
+pub use status::{
+    Counted, DaemonReport, FailureReport, InterfaceReport, LatencyReport, LeaseReport,
+    NetworkReport, RepairReport, RepairsReport, StatusReport, StoreReport, SubnetsReport,
+};
+pub use why::{ObjectReport, WhyReport};
+
+/// The version of the API. Each path begins with it: `/v1/`.
+pub const VERSION: u32 = 1;
+
+/// A time as the API gives it: seconds since 1970, rounded to milliseconds.
+pub fn seconds(time: SystemTime) -> f64 {
+    rounded(time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default())
+}
+
+/// A duration as the API gives it: seconds, rounded to milliseconds.
+pub fn rounded(duration: Duration) -> f64 {
+    (duration.as_secs_f64() * 1000.0).round() / 1000.0
+}
+
+/// The answer to `POST /v1/reload`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReloadReport {
+    /// [`VERSION`].
+    pub version: u32,
+    /// The result, as a sentence without a full stop.
+    pub found: String,
+}
+
+/// The answer to `POST /v1/log`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LogReport {
+    /// [`VERSION`].
+    pub version: u32,
+    /// The log filter that is in force now.
+    pub filter: String,
+}
+
+/// The body of an answer other than 200.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ErrorReport {
+    /// [`VERSION`].
+    pub version: u32,
+    /// The reason, as a sentence without a full stop.
+    pub error: String,
+}

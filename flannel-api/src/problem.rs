@@ -1,0 +1,36 @@
+//! One reason why a node is not ready, or one warning.
+
+use serde::{Deserialize, Serialize};
+
+/// Something about the daemon that is wrong. The node is ready if and only if no problem is an error.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Problem {
+    /// `error`: the node is not ready. `warning`: it is.
+    pub severity: String,
+    /// A sentence without a full stop.
+    pub text: String,
+    /// The command that helps or shows more, for a shell. Remarks for people stand behind `#`.
+    pub hint: Option<String>,
+}
+
+impl Problem {
+    /// An error without a hint.
+    pub fn error(text: impl Into<String>) -> Self {
+        Self { severity: "error".to_owned(), text: text.into(), hint: None }
+    }
+
+    /// A warning without a hint.
+    pub fn warning(text: impl Into<String>) -> Self {
+        Self { severity: "warning".to_owned(), text: text.into(), hint: None }
+    }
+
+    /// The same problem with a hint.
+    pub fn with_hint(self, hint: impl Into<String>) -> Self {
+        Self { hint: Some(hint.into()), ..self }
+    }
+
+    /// Whether it makes the node not ready.
+    pub fn is_error(&self) -> bool {
+        self.severity == "error"
+    }
+}

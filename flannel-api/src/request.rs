@@ -1,0 +1,41 @@
+//! The targets of requests, for [`Client::ask`](crate::Client::ask).
+
+use std::net::IpAddr;
+
+/// `GET`: [`StatusReport`](crate::StatusReport).
+pub const STATUS: &str = "/v1/status";
+/// `GET`: the same. Checks that start a process are repeated, once a second at most.
+pub const FRESH_STATUS: &str = "/v1/status?fresh=true";
+/// `GET`: [`PeersReport`](crate::PeersReport).
+pub const PEERS: &str = "/v1/peers";
+/// `POST`: [`ReloadReport`](crate::ReloadReport).
+pub const RELOAD: &str = "/v1/reload";
+
+/// `GET`: [`WhyReport`](crate::WhyReport) of an address.
+pub fn why(address: IpAddr) -> String {
+    format!("/v1/why?address={}", encode(&address.to_string()))
+}
+
+/// `POST`: [`LogReport`](crate::LogReport) of a log filter.
+pub fn log(filter: &str) -> String {
+    format!("/v1/log?filter={}", encode(filter))
+}
+
+/// Percent encoding of a parameter's value.
+fn encode(text: &str) -> String {
+    let plain = |b: u8| b.is_ascii_alphanumeric() || b"-._~:".contains(&b);
+    text.bytes()
+        .map(|b| if plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parameters_are_percent_encoded() {
+        assert_eq!(log("a b&\u{e9}=%"), "/v1/log?filter=a%20b%26%C3%A9%3D%25");
+        assert_eq!(why("fd00::1".parse().unwrap()), "/v1/why?address=fd00::1");
+    }
+}

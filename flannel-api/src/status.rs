@@ -1,0 +1,209 @@
+//! How a daemon is: the answer to `GET /v1/status`.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Finding, PeerReport, Problem};
+
+/// The answer to `GET /v1/status`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StatusReport {
+    /// [`VERSION`](crate::VERSION).
+    pub version: u32,
+    /// When this was so.
+    pub time: f64,
+    /// The process.
+    pub daemon: DaemonReport,
+    /// No problem is an error.
+    pub ready: bool,
+    /// What is wrong, errors first.
+    pub problems: Vec<Problem>,
+    /// What about this host may lose packets of pods, errors first. Readiness does not depend on it.
+    #[serde(default)]
+    pub findings: Vec<Finding>,
+    /// What could not be read, so that there are no findings about it.
+    #[serde(default)]
+    pub unread: Vec<String>,
+    /// `null` while no network runs.
+    pub network: Option<NetworkReport>,
+    /// `null` before the store was opened.
+    pub store: Option<StoreReport>,
+}
+
+/// The process.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DaemonReport {
+    /// The program's version.
+    pub version: String,
+    /// The process id.
+    pub pid: u32,
+    /// When it started.
+    pub started: f64,
+}
+
+/// The network that runs.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct NetworkReport {
+    /// When it was built.
+    pub since: f64,
+    /// The type of its backend.
+    pub backend: String,
+    /// The largest packet that pods may send, in bytes.
+    pub mtu: u32,
+    /// The pod networks.
+    pub networks: Vec<String>,
+    /// This node's lease.
+    pub lease: LeaseReport,
+    /// The external interface.
+    pub interface: InterfaceReport,
+    /// The tunnel device of each family, such as `flannel.1` of `IPv4`; empty without tunnels.
+    #[serde(default)]
+    pub devices: BTreeMap<String, String>,
+    /// Packets of pods travel between some nodes without a tunnel.
+    #[serde(default)]
+    pub bare_routes: bool,
+    /// All desired objects are in the kernel, from a complete and live set of leases.
+    pub in_sync: bool,
+    /// The leases come from the store, not from a cache.
+    pub live: bool,
+    /// The number of desired objects in the kernel.
+    pub objects: u64,
+    /// The objects that the kernel refuses.
+    pub failing: Counted<FailureReport>,
+    /// All other nodes. `listed` begins with those in trouble; those that changed last follow.
+    pub peers: Counted<PeerReport>,
+    /// The number of peers whose leases are accepted.
+    pub believed: u64,
+    /// The number of peers whose leases are rejected.
+    #[serde(default)]
+    pub disbelieved: u64,
+    /// The number of peers whose objects are not all in the kernel yet. Failing peers do not count.
+    #[serde(default)]
+    pub pending: u64,
+    /// How full each pod network is.
+    pub subnets: Vec<SubnetsReport>,
+    /// What other programs damaged and the daemon repaired.
+    pub repairs: RepairsReport,
+    /// The time from a lease's arrival to the kernel's acknowledgement.
+    pub latency: LatencyReport,
+}
+
+/// A number of things, and the most interesting of them.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Counted<T> {
+    /// How many there are.
+    pub total: u64,
+    /// Some of them.
+    pub listed: Vec<T>,
+}
+
+/// This node's lease.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct LeaseReport {
+    /// Its key in the store.
+    pub key: String,
+    /// Its subnets.
+    pub subnets: Vec<String>,
+    /// `held`, `reserved`, `lapsed` or `none`.
+    pub ownership: String,
+    /// The time until it ends unless renewed; `null` unless it is held.
+    pub remaining: Option<f64>,
+}
+
+/// The external interface.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct InterfaceReport {
+    /// Its name.
+    pub name: String,
+    /// The largest packet that it takes, in bytes.
+    pub mtu: u32,
+    /// Its addresses.
+    pub addresses: Vec<String>,
+    /// The addresses that peers use.
+    pub public: Vec<String>,
+    /// Why it was chosen.
+    pub reason: String,
+}
+
+/// An object that the kernel refuses.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct FailureReport {
+    /// The object.
+    pub object: String,
+    /// The change that the kernel refuses.
+    pub change: String,
+    /// The key of the lease that asks for it; `null`: this node's own.
+    pub peer: Option<String>,
+    /// The kernel's error number.
+    pub errno: i32,
+    /// The kernel's error.
+    pub error: String,
+    /// When it was refused first.
+    pub since: f64,
+    /// The number of attempts.
+    pub tries: u32,
+}
+
+/// How full a pod network is.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SubnetsReport {
+    /// `IPv4` or `IPv6`.
+    pub family: String,
+    /// Subnets from `SubnetMin` to `SubnetMax`; in Kubernetes subnets of this node's size.
+    pub total: u64,
+    /// Subnets that nodes hold.
+    pub used: u64,
+    /// The others.
+    pub free: u64,
+}
+
+/// What other programs damaged and the daemon repaired.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RepairsReport {
+    /// The number of repairs since the network's start.
+    pub total: u64,
+    /// The last few, newest first.
+    pub last: Vec<RepairReport>,
+}
+
+/// One repair.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RepairReport {
+    /// When it was made.
+    pub at: f64,
+    /// What was repaired, and who had changed it.
+    pub text: String,
+}
+
+/// Latencies of the changes that leases asked for.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct LatencyReport {
+    /// The number of changes.
+    pub count: u64,
+    /// The median; `null` without changes, or beyond the range that is measured.
+    pub p50: Option<f64>,
+    /// The 99th percentile.
+    pub p99: Option<f64>,
+}
+
+/// The store of leases.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StoreReport {
+    /// Its name.
+    pub name: String,
+    /// When it answered last; `null`: not since the daemon's start.
+    pub answered: Option<f64>,
+    /// The revision of its last answer.
+    pub revision: Option<u64>,
+    /// The number of requests.
+    pub requests: u64,
+    /// The number of requests that failed.
+    pub failures: u64,
+    /// Why it does not answer; `null`: it does.
+    pub error: Option<String>,
+    /// When it failed last.
+    pub error_at: Option<f64>,
+    /// Entries in it that are no leases, with the reason.
+    pub skipped: Vec<(String, String)>,
+}

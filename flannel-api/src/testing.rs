@@ -1,0 +1,32 @@
+//! Answers with something in every field, for tests of programs that show them.
+
+use crate::{ObjectReport, StatusReport, WhyReport};
+
+/// A node in trouble.
+pub fn status_report() -> StatusReport {
+    serde_json::from_str(include_str!("status_sample.json")).unwrap_or_else(|error| {
+        unreachable!("the sample is checked by this crate's tests: {error}")
+    })
+}
+
+/// An address of a peer whose route is not in place yet.
+pub fn why_report() -> WhyReport {
+    WhyReport {
+        version: crate::VERSION,
+        address: "10.1.7.9".into(),
+        ok: false,
+        verdict: "it is so".into(),
+        hint: None,
+        network: None,
+        lease: None,
+        node: None,
+        disbelief: None,
+        objects: vec![ObjectReport {
+            object: "route".into(),
+            state: "pending".into(),
+            error: None,
+        }],
+        kernel: "nowhere".into(),
+        stale: None,
+    }
+}

@@ -1,0 +1,43 @@
+//! Why packets for one address take the way they take.
+
+use serde::{Deserialize, Serialize};
+
+/// The answer to `GET /v1/why?address=…`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct WhyReport {
+    /// [`VERSION`](crate::VERSION).
+    pub version: u32,
+    /// The address in question.
+    pub address: String,
+    /// Packets take the right way, as far as this host can tell.
+    pub ok: bool,
+    /// A sentence without a full stop.
+    pub verdict: String,
+    /// The command that helps, where one is known.
+    pub hint: Option<String>,
+    /// The pod network that contains the address.
+    pub network: Option<String>,
+    /// The key of the lease whose subnet contains the address.
+    pub lease: Option<String>,
+    /// The node that holds the lease.
+    pub node: Option<String>,
+    /// Why the lease is rejected.
+    pub disbelief: Option<String>,
+    /// The objects in the kernel that the lease asks for; empty without a daemon.
+    pub objects: Vec<ObjectReport>,
+    /// What the kernel does with a packet for the address.
+    pub kernel: String,
+    /// Why the leases may be out of date; only without a daemon, and if the store does not answer.
+    pub stale: Option<String>,
+}
+
+/// An object in the kernel and its state.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ObjectReport {
+    /// The object, as text.
+    pub object: String,
+    /// `in place`, `pending`, `failing` or `not wanted`.
+    pub state: String,
+    /// The kernel's error; only if it is failing.
+    pub error: Option<String>,
+}

@@ -1,0 +1,126 @@
+//! Commands for findings and problems, in the words of the place where flannel runs.
+//!
+//! Commands are written for a host with a systemd unit and a registry of its own. In Kubernetes
+//! neither exists, so [`localize`] replaces them before the daemon or the doctor shows them.
+
+use std::fmt::Display;
+
+use flannel_api::Finding;
+
+const NODES: &str = "kubectl get nodes -o custom-columns=N:.metadata.name,C:.spec.podCIDRs";
+
+/// What it is called on a host, and there.
+const WORDS: [(&str, &str); 7] = [
+    ("journalctl -u flanneld", "kubectl -n kube-flannel logs daemonset/kube-flannel-ds"),
+    (
+        "systemctl restart flanneld",
+        "kubectl -n kube-flannel rollout restart daemonset/kube-flannel-ds",
+    ),
+    (
+        "systemctl start flanneld",
+        "kubectl -n kube-flannel rollout restart daemonset/kube-flannel-ds",
+    ),
+    ("systemctl stop flanneld", NODES),
+    (
+        "systemctl show -p CapabilityBoundingSet flanneld",
+        "kubectl -n kube-flannel get daemonset kube-flannel-ds -o yaml",
+    ),
+    ("flannelctl lease list", NODES),
+    ("flannelctl config set FILE", "kubectl -n kube-flannel edit configmap kube-flannel-cfg"),
+];
+
+/// The command that brings the directory of a store back.
+pub fn restore_directory(path: impl Display) -> String {
+    format!(
+        "mount {path} || ls -la {path} # it is to be what it was: in an empty one no lease is left, and every daemon stops"
+    )
+}
+
+/// The command that brings etcd back.
+pub fn restore_etcd(endpoints: &str) -> String {
+    let host = |endpoint: &str| {
+        let rest = endpoint.split_once("://").map_or(endpoint, |(_, rest)| rest);
+        rest.rsplit_once(':').map_or(rest, |(host, _)| host).to_owned()
+    };
+    let hosts: Vec<String> = endpoints.split(',').map(host).collect();
+    let each = if hosts.len() > 1 { ", where it does not run" } else { "" };
+    let hosts = hosts.join(", ");
+    format!(
+        "systemctl restart etcd # on {hosts}{each}; which answer: etcdctl --endpoints {endpoints} endpoint health"
+    )
+}
+
+/// The command that releases a lease. The key is quoted, because a key of both families contains
+/// `&`.
+pub fn release(key: impl Display) -> String {
+    format!("flannelctl lease release --force '{key}' # if that node is gone")
+}
+
+/// A store of this name is Kubernetes.
+pub fn is_kubernetes(store: Option<&str>) -> bool {
+    store.is_some_and(|store| store.starts_with("kube:"))
+}
+
+/// A command as it is said where this store is.
+pub fn localize(hint: String, store: Option<&str>) -> String {
+    if !is_kubernetes(store) {
+        return hint;
+    }
+    let words = |hint: String, (here, there): (&str, &str)| hint.replace(here, there);
+    if let Some((before, rest)) = hint.split_once("flannelctl config patch '")
+        && let Some((patch, rest)) = rest.split_once('\'')
+    {
+        let rest = rest.strip_prefix(" # ").map(|rest| format!(": {rest}")).unwrap_or_default();
+        return format!(
+            "{before}kubectl -n kube-flannel edit configmap kube-flannel-cfg # with {patch} in it{rest}"
+        );
+    }
+    match hint.split_once("flannelctl lease release --force ") {
+        // A node that is deleted has no subnet any more.
+        Some((before, key)) => {
+            let rest =
+                key.split_once(" # ").map(|(_, rest)| format!(": {rest}")).unwrap_or_default();
+            format!("{before}{NODES} # then kubectl delete node{rest}")
+        }
+        None => WORDS.into_iter().fold(hint, words),
+    }
+}
+
+/// Localizes the commands of findings.
+pub fn localize_findings(findings: &mut [Finding], store: Option<&str>) {
+    for finding in findings {
+        finding.mend = finding.mend.take().map(|mend| localize(mend, store));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_helps_is_said_in_the_words_of_the_place() {
+        let kube = Some("kube:https://10.96.0.1:443");
+        for (here, there) in [
+            ("journalctl -u flanneld", "kubectl -n kube-flannel logs daemonset/kube-flannel-ds".to_owned()),
+            (
+                "kill 7 # or flannelctl config set FILE, with another \"Port\"",
+                "kill 7 # or kubectl -n kube-flannel edit configmap kube-flannel-cfg, with another \"Port\""
+                    .to_owned(),
+            ),
+            (
+                "flannelctl lease release --force '10.1.7.0-24' # if that node is gone",
+                format!("{NODES} # then kubectl delete node: if that node is gone"),
+            ),
+            (
+                "flannelctl config patch '{\"Backend\": {\"MTU\": 1400}}' # better known",
+                "kubectl -n kube-flannel edit configmap kube-flannel-cfg # with {\"Backend\": {\"MTU\": 1400}} in it: better known"
+                    .to_owned(),
+            ),
+            ("sysctl -w net.ipv4.ip_forward=1", "sysctl -w net.ipv4.ip_forward=1".to_owned()),
+        ] {
+            assert_eq!(localize(here.to_owned(), kube), there);
+            assert_eq!(localize(here.to_owned(), Some("etcd:http://127.0.0.1:2379")), here);
+            assert_eq!(localize(here.to_owned(), None), here);
+        }
+    }
+}

@@ -1,0 +1,252 @@
+//! One remedy for all packets that are too large for some path.
+//!
+//! Pods use one size everywhere, so the narrowest of all paths decides. It must do for every enabled
+//! family. With a tunnel the network config sets it; without one pods get the size of the external
+//! interface.
+
+use std::net::IpAddr;
+
+use flannel_api::Finding;
+use flannel_core::Family;
+
+use crate::device::Devices;
+
+/// Something that is wrong, and what takes too little, if that is it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fault {
+    /// What is wrong.
+    pub finding: Finding,
+    /// The narrow place, if that is what is wrong.
+    pub narrow: Option<Narrow>,
+}
+
+impl From<Finding> for Fault {
+    fn from(finding: Finding) -> Self {
+        Self { finding, narrow: None }
+    }
+}
+
+impl Fault {
+    /// A fault because of a narrow place.
+    pub fn new(finding: Finding, narrow: Narrow) -> Self {
+        Self { finding, narrow: Some(narrow) }
+    }
+}
+
+/// Something that takes less than pods send. `takes` is the `MTU` in the network config with which
+/// what they send passes, or without a tunnel that of the external interface; all in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Narrow {
+    /// The way to an address; `None`: how little is not known.
+    Way {
+        /// The address.
+        to: IpAddr,
+        /// See above.
+        takes: Option<u32>,
+    },
+    /// This host's external interface, of which full packets need so many.
+    Uplink {
+        /// What it takes.
+        takes: u32,
+        /// What full packets need.
+        needed: u32,
+    },
+}
+
+impl Narrow {
+    fn takes(self) -> Option<u32> {
+        match self {
+            Self::Way { takes, .. } => takes,
+            Self::Uplink { takes, .. } => Some(takes),
+        }
+    }
+}
+
+/// The narrowest; what is not known is narrower than nothing.
+pub fn narrowest(all: impl IntoIterator<Item = Narrow>) -> Option<Narrow> {
+    all.into_iter().min_by_key(|narrow| narrow.takes().unwrap_or(u32::MAX))
+}
+
+/// The findings, with one mend for all that are about too large packets. `families` are those that
+/// the network has.
+pub fn settle(faults: Vec<Fault>, devices: &Devices, families: &[Family]) -> Vec<Finding> {
+    let least = Least::new(devices, families);
+    let all = || faults.iter().filter_map(|fault| fault.narrow);
+    let unknown = all().any(|narrow| narrow.takes().is_none());
+    let mend = narrowest(all()).map(|narrow| mend(narrow, unknown, devices, &least));
+    let settled = |Fault { mut finding, narrow }| {
+        let Some(narrow) = narrow else { return finding };
+        if let Some(takes) = narrow.takes().filter(|takes| *takes < least.bytes) {
+            finding.text += &format!(": {takes} bytes are too few for {}", least.text);
+        }
+        finding.mend.clone_from(&mend);
+        finding
+    };
+    faults.into_iter().map(settled).collect()
+}
+
+/// With how little every family of the network can be.
+struct Least {
+    bytes: u32,
+    /// `IPv6 through the tunnel, which takes 1350`.
+    text: String,
+    /// What every path of the internet takes, with the tunnel.
+    every_path: u32,
+}
+
+impl Least {
+    fn new(devices: &Devices, families: &[Family]) -> Self {
+        let needs = |family: &Family| family.least_mtu() + devices.overhead(*family);
+        let family = families.iter().copied().max_by_key(needs).unwrap_or(Family::V4);
+        let (bytes, through) =
+            (needs(&family), if devices.tunnels.is_empty() { "" } else { " through the tunnel" });
+        // RFC 8200, section 5.
+        let every_path = Family::V6.least_mtu() + devices.overhead(family);
+        Self { bytes, text: format!("{family}{through}, which takes {bytes}"), every_path }
+    }
+}
+
+fn mend(narrow: Narrow, unknown: bool, devices: &Devices, least: &Least) -> String {
+    let uplink = devices.uplink.map_or_else(|| "DEVICE".to_owned(), |name| name.to_string());
+    let patch = |mtu: u32| format!("flannelctl config patch '{{\"Backend\": {{\"MTU\": {mtu}}}}}'");
+    let kept = |mtu: u32| {
+        format!(
+            "a reboot keeps it by the host's network settings only: mtu: {mtu} (netplan), MTUBytes={mtu} (networkd)"
+        )
+    };
+    match (narrow, devices.tunnels.is_empty()) {
+        (Narrow::Uplink { takes, needed }, _) if takes < least.bytes => {
+            format!(
+                "ip link set {uplink} mtu {needed} # {} at least; {}",
+                least.bytes,
+                kept(needed)
+            )
+        }
+        (Narrow::Way { to, takes: Some(takes) }, _) if takes < least.bytes => format!(
+            "tracepath -n {to} # the underlay is to be mended: the link that takes so little must take {} at least",
+            least.bytes
+        ),
+        (Narrow::Uplink { takes, needed }, false) => format!(
+            "{} # if {uplink} takes so little by mistake: ip link set {uplink} mtu {needed}; {}",
+            patch(takes),
+            kept(needed)
+        ),
+        (Narrow::Way { takes: Some(takes), .. }, false) if unknown => {
+            format!("{} # then ask again: of some ways it is not known what passes", patch(takes))
+        }
+        (Narrow::Way { takes: Some(takes), .. }, false) => patch(takes),
+        (Narrow::Way { takes: None, .. }, false) => {
+            format!("{} # the MTU of the path, if it is known, is better", patch(least.every_path))
+        }
+        (Narrow::Uplink { takes, needed }, true) => format!(
+            "systemctl restart flanneld # pods are told the {takes} bytes of {uplink} then; if it takes so little by \
+             mistake: ip link set {uplink} mtu {needed}; {}",
+            kept(needed)
+        ),
+        (Narrow::Way { to, takes: Some(takes) }, true) => format!(
+            "ip link set {uplink} mtu {takes} # on every node, unless the link that tracepath -n {to} shows can take \
+             more; {}",
+            kept(takes)
+        ),
+        (Narrow::Way { to, takes: None }, true) => format!(
+            "tracepath -n {to} # let the link that takes less take more, or every node's external interface take as \
+             little"
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::Dual;
+
+    use super::*;
+    use crate::fixture::no_devices;
+
+    const BOTH: [Family; 2] = Family::BOTH;
+
+    fn way(n: u8, takes: Option<u32>) -> Fault {
+        let to = IpAddr::from([192, 0, 2, n]);
+        Fault::new(Finding::error("path-mtu", format!("peer {n}")), Narrow::Way { to, takes })
+    }
+
+    fn devices(tunnels: Dual<&str>) -> Devices {
+        let tunnels = tunnels.map(|_, name| name.parse().unwrap());
+        Devices { tunnels, uplink: Some("eth0".parse().unwrap()), mtu: Some(1450), ..no_devices() }
+    }
+
+    fn mends(faults: Vec<Fault>, devices: &Devices, families: &[Family]) -> Vec<String> {
+        settle(faults, devices, families).into_iter().map(|f| f.mend.unwrap_or_default()).collect()
+    }
+
+    #[test]
+    fn many_narrow_ways_have_one_mend_that_does_for_all() {
+        let four = devices(Dual { v4: Some("flannel.1"), v6: None });
+        let patch =
+            |mtu: u32| format!("flannelctl config patch '{{\"Backend\": {{\"MTU\": {mtu}}}}}'");
+        let faults = || vec![way(7, Some(1400)), way(8, Some(1300)), way(9, Some(1450))];
+        assert_eq!(mends(faults(), &four, &[Family::V4]), vec![patch(1300); 3]);
+        // What is not known is told, and does not decide.
+        let some = [faults(), vec![way(10, None)]].concat();
+        let again =
+            format!("{} # then ask again: of some ways it is not known what passes", patch(1300));
+        assert_eq!(mends(some, &four, &[Family::V4]), vec![again; 4]);
+        let guess = " # the MTU of the path, if it is known, is better";
+        assert_eq!(mends(vec![way(7, None)], &four, &[Family::V4]), [patch(1330) + guess]);
+        let both = devices(Dual { v4: Some("flannel.1"), v6: Some("flannel-v6.1") });
+        assert_eq!(mends(vec![way(7, None)], &both, &BOTH), [patch(1350) + guess]);
+        // Others have their own.
+        let other = Finding::error("tunnel", "x").with_command("y");
+        assert_eq!(
+            mends(vec![other.into(), way(7, Some(1400))], &four, &[Family::V4]),
+            ["y".to_owned(), patch(1400)]
+        );
+    }
+
+    #[test]
+    fn nothing_is_made_smaller_than_the_families_need() {
+        let both = devices(Dual { v4: Some("flannel.1"), v6: Some("flannel-v6.1") });
+        let six = devices(Dual { v4: None, v6: Some("flannel-v6.1") });
+        let four = devices(Dual { v4: Some("flannel.1"), v6: None });
+        let bare = devices(Dual::default());
+        for (devices, families, least) in [
+            (&both, &BOTH[..], 1350),
+            (&six, &BOTH[1..], 1350),
+            (&four, &BOTH[..1], 118),
+            (&bare, &BOTH[..], 1280),
+        ] {
+            for takes in [least - 1, least] {
+                let found =
+                    settle(vec![way(7, Some(takes)), way(8, Some(1400))], devices, families);
+                let (text, mend) = (&found[0].text, found[0].mend.as_deref().unwrap());
+                assert_eq!(Some(mend), found[1].mend.as_deref());
+                assert_eq!(found[1].text, "peer 8");
+                let too_few = text.contains(&format!("{takes} bytes are too few for IPv"));
+                assert_eq!(too_few, takes < least, "{text}");
+                let names_the_underlay = format!("must take {least} at least");
+                assert_eq!(
+                    mend.starts_with("tracepath -n 192.0.2.7 #")
+                        && mend.ends_with(&names_the_underlay),
+                    too_few,
+                    "{mend}"
+                );
+                assert!(too_few || mend.contains(&takes.to_string()), "{mend}");
+            }
+        }
+        // This host's own interface.
+        let own = |takes| {
+            let narrow = Narrow::Uplink { takes, needed: 1500 };
+            mends(vec![Fault::new(Finding::error("mtu", "x"), narrow)], &both, &BOTH).remove(0)
+        };
+        assert!(
+            own(1349).starts_with("ip link set eth0 mtu 1500 # 1350 at least; a reboot"),
+            "{}",
+            own(1349)
+        );
+        assert!(
+            own(1350)
+                .starts_with("flannelctl config patch '{\"Backend\": {\"MTU\": 1350}}' # if eth0"),
+            "{}",
+            own(1350)
+        );
+    }
+}

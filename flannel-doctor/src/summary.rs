@@ -1,0 +1,103 @@
+//! Bounds the number of findings of one check.
+
+use std::collections::BTreeMap;
+
+use flannel_api::Finding;
+
+use crate::mtu::{Fault, narrowest};
+
+/// So many findings of one check are listed one by one.
+const MOST: usize = 5;
+
+/// Replaces faults of a check beyond the limit by one with their number. Among those that are too
+/// narrow the narrowest counts; for the others one line has all their commands.
+pub(crate) fn bounded(faults: Vec<Fault>) -> Vec<Fault> {
+    let mut kinds: BTreeMap<(String, bool), Vec<Fault>> = BTreeMap::new();
+    let (mut few, mut told) = (Vec::new(), BTreeMap::<String, usize>::new());
+    for fault in faults {
+        let check = &fault.finding.check;
+        let count = told.entry(check.clone()).or_default();
+        *count += 1;
+        match *count <= MOST {
+            true => few.push(fault),
+            false => {
+                kinds.entry((check.clone(), fault.narrow.is_some())).or_default().push(fault);
+            }
+        }
+    }
+    for ((check, _), more) in kinds {
+        let text = format!("the same of {} more peers: --json lists them", more.len());
+        let made = if more.iter().any(|fault| fault.finding.is_error()) {
+            Finding::error
+        } else {
+            Finding::warning
+        };
+        let mend = all_of(more.iter().filter_map(|fault| fault.finding.mend.as_deref()));
+        let narrow = narrowest(more.iter().filter_map(|fault| fault.narrow));
+        few.push(Fault { finding: Finding { mend, ..made(&check, text) }, narrow });
+    }
+    few
+}
+
+/// One line of commands that does what each of these does, every command and every remark once;
+/// `None` of none.
+fn all_of<'a>(mends: impl Iterator<Item = &'a str>) -> Option<String> {
+    let (mut commands, mut remarks) = (Vec::new(), Vec::new());
+    for mend in mends {
+        let (command, remark) =
+            mend.split_once(" # ").map_or((mend, None), |(c, remark)| (c, Some(remark)));
+        if !commands.contains(&command) {
+            commands.push(command);
+        }
+        remarks.extend(remark.filter(|remark| !remarks.contains(remark)));
+    }
+    let remark =
+        if remarks.is_empty() { String::new() } else { format!(" # {}", remarks.join("; ")) };
+    (!commands.is_empty()).then(|| commands.join("; ") + &remark)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::IpAddr;
+
+    use super::*;
+    use crate::mtu::Narrow;
+
+    #[test]
+    fn many_findings_of_a_kind_are_counted() {
+        let to = IpAddr::from([192, 0, 2, 7]);
+        let narrow = |n: u32| Narrow::Way { to, takes: Some(1409 - n) };
+        let all =
+            (0..9).map(|n| Fault::new(Finding::error("peer", format!("{n}")), narrow(n))).collect();
+        let found = bounded(all);
+        assert_eq!(found.len(), MOST + 1);
+        assert!(found[MOST].finding.text.starts_with("the same of 4 more peers"), "{found:?}");
+        assert_eq!(
+            found[MOST].narrow,
+            Some(narrow(8)),
+            "the narrowest of those that are not told counts too"
+        );
+        // What mends those that are told alone mends the others, too.
+        let fault = |n: u32, mend: String| {
+            Fault::from(Finding::error("peer", format!("{n}")).with_command(mend))
+        };
+        let mend_of = |all: Vec<Fault>| bounded(all).pop().unwrap().finding.mend;
+        let each = (0..8).map(|n| fault(n, format!("release '{n}' # if it is gone"))).collect();
+        assert_eq!(
+            mend_of(each).as_deref(),
+            Some("release '5'; release '6'; release '7' # if it is gone"),
+            "each lease is another's"
+        );
+        let same = (0..8).map(|n| fault(n, "iptables -I INPUT -j ACCEPT".into())).collect();
+        assert_eq!(mend_of(same).as_deref(), Some("iptables -I INPUT -j ACCEPT"));
+        // What is about sizes has its mend later; what is not keeps its own beside it.
+        let mixed = (0..9).map(|n| match n % 2 {
+            0 => fault(n, format!("x {n}")),
+            _ => Fault::new(Finding::warning("peer", format!("{n}")), narrow(n)),
+        });
+        let found = bounded(mixed.collect());
+        let [others, sizes] = &found[MOST..] else { panic!("{found:?}") };
+        assert_eq!((others.finding.mend.as_deref(), others.narrow), (Some("x 6; x 8"), None));
+        assert_eq!((sizes.narrow, sizes.finding.is_error()), (Some(narrow(7)), false));
+    }
+}

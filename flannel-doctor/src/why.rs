@@ -1,0 +1,344 @@
+//! Why packets for one address take the way they take: from the lease to the kernel's own answer.
+//!
+//! The verdict compares what the leases ask for with what the kernel says it would do, over all its
+//! tables. So a route or rule of another program shows even if all objects of ours are in place.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use flannel_api::{ObjectReport, VERSION, WhyReport};
+use flannel_core::{
+    Config, Kernel, KernelError, Lease, LinkName, Object, RouteAnswer, Standing, Via, holder,
+};
+
+/// Asks the kernel where it disturbs nobody.
+pub async fn lookup(kernel: Arc<dyn Kernel>, address: IpAddr) -> Result<RouteAnswer, KernelError> {
+    let answer = tokio::task::spawn_blocking(move || kernel.lookup(address)).await;
+    answer.unwrap_or_else(|_| Err(KernelError::explained(5, "the question was not carried out")))
+}
+
+/// What the network says of a peer.
+pub struct Explained {
+    /// The lease.
+    pub lease: Arc<Lease>,
+    /// Why the lease is not believed.
+    pub disbelief: Option<String>,
+    /// The objects that it asks for, with their states.
+    pub objects: Vec<(Object, Standing)>,
+}
+
+/// What is known of an address.
+pub struct RouteInputs<'a> {
+    /// It is a daemon that asks itself.
+    pub daemon: bool,
+    /// The network config.
+    pub config: Option<&'a Config>,
+    /// This node's lease.
+    pub own: Option<&'a Lease>,
+    /// The lease whose subnet holds the address, if the daemon cannot explain it.
+    pub lease: Option<&'a Lease>,
+    /// What the network says of the peer.
+    pub explanation: Option<Explained>,
+    /// What the kernel answers.
+    pub answer: Result<RouteAnswer, KernelError>,
+}
+
+impl Default for RouteInputs<'_> {
+    fn default() -> Self {
+        Self {
+            daemon: false,
+            config: None,
+            own: None,
+            lease: None,
+            explanation: None,
+            answer: Ok(RouteAnswer::nowhere()),
+        }
+    }
+}
+
+/// Puts it together.
+pub fn diagnose(address: IpAddr, facts: &RouteInputs<'_>) -> WhyReport {
+    let network =
+        facts.config.and_then(|config| config.pod_networks().find(|n| n.contains(address)));
+    let holds = |lease: &&Lease| lease.subnets.iter().any(|subnet| subnet.contains(address));
+    let own = facts.own.filter(holds);
+    let lease = own.or_else(|| facts.explanation.as_ref().map(|e| &*e.lease)).or(facts.lease);
+    let disbelief = facts.explanation.as_ref().and_then(|e| e.disbelief.clone());
+    let objects: Vec<ObjectReport> = facts
+        .explanation
+        .iter()
+        .flat_map(|e| &e.objects)
+        .map(|(object, how)| wanted(object, how))
+        .collect();
+    let (ok, verdict, hint) = verdict(address, facts, own.is_some(), network.is_some(), lease);
+    WhyReport {
+        version: VERSION,
+        address: address.to_string(),
+        ok,
+        verdict,
+        hint,
+        network: network.map(|network| network.to_string()),
+        lease: lease.map(|lease| lease.subnets.to_string()),
+        node: lease
+            .map(|lease| if own.is_some() { "this node".to_owned() } else { holder(&lease.attrs) }),
+        disbelief,
+        objects,
+        kernel: match &facts.answer {
+            Ok(answer) if answer.local => "it is an address of this host".to_owned(),
+            Ok(answer) => way(answer.gateway, answer.link),
+            Err(error) => format!("not known: {error}"),
+        },
+        stale: None,
+    }
+}
+
+fn wanted(object: &Object, how: &Standing) -> ObjectReport {
+    let (state, error) = match how {
+        Standing::InPlace => ("in place", None),
+        Standing::Failing(failure) => ("failing", Some(failure.error.to_string())),
+        Standing::Unwanted => ("not wanted", None),
+        _ => ("pending", None),
+    };
+    ObjectReport { object: object.to_string(), state: state.to_owned(), error }
+}
+
+/// Where the objects lead the address: the device and the gateway.
+fn wanted_way(
+    address: IpAddr,
+    objects: &[(Object, Standing)],
+) -> Option<(LinkName, Option<IpAddr>)> {
+    let route = objects.iter().find_map(|(object, _)| match object {
+        Object::Route(route) if route.dst.contains(address) => Some(route),
+        _ => None,
+    })?;
+    match route.via {
+        Via::Gateway { gateway, link, .. } => Some((link, Some(gateway))),
+        Via::Link(link) => Some((link, None)),
+        Via::Nexthop(id) => objects.iter().find_map(|(object, _)| match object {
+            Object::Nexthop(nexthop) if nexthop.id == id => {
+                Some((nexthop.link, Some(nexthop.gateway)))
+            }
+            _ => None,
+        }),
+        _ => None,
+    }
+}
+
+/// Takes away the route that counts for an address, where that is not the one that should; never
+/// the default route.
+fn unshadow(address: IpAddr) -> String {
+    let ip = if address.is_ipv4() { "ip" } else { "ip -6" };
+    format!(
+        "{ip} route del $({ip} route get fibmatch {address} | grep -v ^default) # if no rule leads there: {ip} rule"
+    )
+}
+
+/// `192.0.2.254 dev eth0` and the like.
+fn way(gateway: Option<IpAddr>, link: Option<LinkName>) -> String {
+    match (gateway, link) {
+        (Some(gateway), Some(link)) => format!("via {gateway} dev {link}"),
+        (None, Some(link)) => format!("dev {link}"),
+        (_, None) => "nowhere".to_owned(),
+    }
+}
+
+type Verdict = (bool, String, Option<String>);
+
+fn verdict(
+    address: IpAddr,
+    facts: &RouteInputs<'_>,
+    own: bool,
+    in_network: bool,
+    lease: Option<&Lease>,
+) -> Verdict {
+    let answer = match &facts.answer {
+        Ok(answer) => answer,
+        Err(error) => return (false, format!("the kernel could not be asked: {error}"), None),
+    };
+    if own {
+        let text =
+            if answer.local { "it is this node's own" } else { "it is in this node's own subnet" };
+        return (
+            true,
+            format!("{text}: flannel has nothing to do with it, the CNI plugin's bridge has"),
+            None,
+        );
+    }
+    let Some(lease) = lease else {
+        return match (facts.config, in_network) {
+            (Some(_), true) => (
+                false,
+                "no node holds a subnet with it".to_owned(),
+                Some("flannelctl lease list # does the node run that should hold it?".to_owned()),
+            ),
+            (Some(_), false) => (
+                false,
+                "it lies outside the pod networks: flannel leads nothing there".to_owned(),
+                None,
+            ),
+            (None, _) => (false, "nothing is known of it".to_owned(), None),
+        };
+    };
+    let Some(explanation) = &facts.explanation else {
+        let (text, hint) = match facts.daemon {
+            true => ("whose lease has come and waits for its turn", "flannelctl watch"),
+            false => {
+                ("and what the daemon wants for it cannot be asked", "systemctl start flanneld")
+            }
+        };
+        return (
+            false,
+            format!("it belongs to {}, {text}", holder(&lease.attrs)),
+            Some(hint.to_owned()),
+        );
+    };
+    of_peer(address, lease, explanation, answer)
+}
+
+/// What is to be said of a peer that the network knows.
+fn of_peer(
+    address: IpAddr,
+    lease: &Lease,
+    explanation: &Explained,
+    answer: &RouteAnswer,
+) -> Verdict {
+    if let Some(why) = &explanation.disbelief {
+        return (false, format!("its lease {} is not believed: {why}", lease.subnets), None);
+    }
+    let waits = |(_, how): &(Object, Standing)| matches!(how, Standing::Pending);
+    let watch = Some("flannelctl watch".to_owned());
+    if !explanation.objects.is_empty() && explanation.objects.iter().all(waits) {
+        let node = holder(&lease.attrs);
+        let text = format!(
+            "it belongs to {node}, of which nothing is known to be in place yet: it waits for its turn"
+        );
+        return (false, text, watch);
+    }
+    let bad = explanation.objects.iter().find(|(_, how)| !matches!(how, Standing::InPlace));
+    if let Some((object, how)) = bad {
+        let state = wanted(object, how);
+        let error = state.error.map(|error| format!(": {error}")).unwrap_or_default();
+        return (
+            false,
+            format!("{object} is {}{error}", state.state),
+            watch.filter(|_| *how == Standing::Pending),
+        );
+    }
+    match wanted_way(address, &explanation.objects) {
+        Some((link, gateway)) if answer.link != Some(link) || answer.gateway != gateway => {
+            let (is, should) = (way(answer.gateway, answer.link), way(gateway, Some(link)));
+            let text = format!(
+                "shadowed: packets go {is} instead of {should}, by a more specific route or a rule of others"
+            );
+            (false, text, Some(unshadow(address)))
+        }
+        Some((link, _)) => (
+            true,
+            format!("packets go by {link} to {}, everything is in place", holder(&lease.attrs)),
+            None,
+        ),
+        None => (true, "everything is in place".to_owned(), None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::{LeaseAttrs, MacAddr, Neigh, Revision, Route};
+
+    use super::*;
+
+    fn peer() -> Lease {
+        Lease {
+            subnets: "10.1.7.0-24".parse().unwrap(),
+            attrs: LeaseAttrs::from_json(r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan"}"#)
+                .unwrap(),
+            expires: None,
+            since: Revision(1),
+            revision: Revision(1),
+        }
+    }
+
+    fn route() -> Object {
+        let via = Via::Gateway {
+            gateway: "10.1.7.0".parse().unwrap(),
+            link: "flannel.1".parse().unwrap(),
+            onlink: true,
+        };
+        Route { dst: "10.1.7.0/24".parse().unwrap(), via, mtu: None }.into()
+    }
+
+    #[test]
+    fn each_layer_can_be_the_reason() {
+        let config = Config::parse(r#"{"Network":"10.1.0.0/16"}"#).unwrap();
+        let own = Lease { subnets: "10.1.5.0-24".parse().unwrap(), ..peer() };
+        let address: IpAddr = "10.1.7.9".parse().unwrap();
+        let right =
+            RouteAnswer::via("flannel.1".parse().unwrap(), Some("10.1.7.0".parse().unwrap()), None);
+        let wrong = RouteAnswer::via("eth1".parse().unwrap(), None, None);
+        let explain = |how: Standing, disbelief: Option<String>| Explained {
+            lease: Arc::new(peer()),
+            disbelief,
+            objects: vec![(route(), how)],
+        };
+        let ask = |address: IpAddr, explanation: Option<Explained>, answer: RouteAnswer| {
+            let facts = RouteInputs {
+                daemon: true,
+                config: Some(&config),
+                own: Some(&own),
+                lease: None,
+                explanation,
+                answer: Ok(answer),
+            };
+            diagnose(address, &facts)
+        };
+        let good = ask(address, Some(explain(Standing::InPlace, None)), right);
+        assert!(good.ok && good.verdict.starts_with("packets go by flannel.1"), "{good:?}");
+        assert_eq!(good.node.as_deref(), Some("192.0.2.7 (vxlan)"));
+        let shadowed = ask(address, Some(explain(Standing::InPlace, None)), wrong);
+        assert!(
+            !shadowed.ok
+                && shadowed.verdict.starts_with("shadowed: packets go dev eth1 instead of"),
+            "{shadowed:?}"
+        );
+        let pending = ask(address, Some(explain(Standing::Pending, None)), right);
+        assert!(pending.verdict.contains("nothing is known to be in place yet"), "{pending:?}");
+        assert_eq!(pending.hint.as_deref(), Some("flannelctl watch"));
+        assert_eq!((pending.objects.len(), pending.objects[0].state.as_str()), (1, "pending"));
+        let mut half = explain(Standing::InPlace, None);
+        half.objects.push((
+            Object::from(Neigh {
+                link: "flannel.1".parse().unwrap(),
+                address: [10, 1, 7, 0].into(),
+                mac: MacAddr([1; 6]),
+            }),
+            Standing::Pending,
+        ));
+        let half = ask(address, Some(half), right);
+        assert!(
+            half.verdict.starts_with("neigh ") && half.verdict.ends_with("is pending"),
+            "{half:?}"
+        );
+        let disbelieved =
+            ask(address, Some(explain(Standing::Unwanted, Some("another backend".into()))), right);
+        assert!(disbelieved.verdict.ends_with("not believed: another backend"), "{disbelieved:?}");
+        // The store has told of it, and the network is at others before it.
+        for (daemon, hint) in [(true, "flannelctl watch"), (false, "systemctl start flanneld")] {
+            let lease = peer();
+            let facts = RouteInputs {
+                daemon,
+                lease: Some(&lease),
+                answer: Ok(right),
+                ..RouteInputs::default()
+            };
+            let waits = diagnose(address, &facts);
+            assert_eq!((waits.ok, waits.hint.as_deref()), (false, Some(hint)), "{waits:?}");
+            assert_eq!(waits.verdict.contains("waits for its turn"), daemon, "{waits:?}");
+        }
+        let nobody = ask("10.1.99.1".parse().unwrap(), None, right);
+        assert!(nobody.verdict.starts_with("no node holds"), "{nobody:?}");
+        let outside = ask("10.9.9.9".parse().unwrap(), None, right);
+        assert!(outside.verdict.starts_with("it lies outside"), "{outside:?}");
+        let ours = ask("10.1.5.4".parse().unwrap(), None, right);
+        assert!(ours.ok && ours.node.as_deref() == Some("this node"), "{ours:?}");
+    }
+}

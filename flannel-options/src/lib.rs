@@ -1,0 +1,17 @@
+#![doc = include_str!("../README.md")]
+
+pub mod control;
+pub mod environment;
+mod error;
+#[cfg(feature = "etcd")]
+mod etcd;
+pub mod go_flags;
+mod registry;
+pub mod state_dir;
+
+pub use error::Error;
+#[cfg(feature = "etcd")]
+pub use etcd::EtcdFlags;
+#[cfg(feature = "etcd")]
+pub use registry::open_etcd;
+pub use registry::{RegistryUrl, open_directory};

@@ -1,0 +1,212 @@
+//! The state directory (`--state-dir`): the files that a host keeps over restarts, and its lock.
+//!
+//! Each file in it is text after a first line with the format's version. A file without that line is of the builds
+//! before there were versions, and holds the same text. A file of a newer version is neither used nor overwritten.
+
+use std::fs;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use flannel_core::Subnet;
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
+use tokio::time::{Instant, sleep};
+
+use crate::Error;
+
+/// How long [`lock`] waits for another process to let go.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// The pause between two attempts.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// The beginning of a state file's first line; the version follows.
+const HEADER: &str = "flannel-state ";
+/// The version that this build writes, and the newest that it reads.
+const VERSION: u32 = 1;
+
+/// A state file is of a version that this build cannot read. Found inside an [`io::Error`].
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "it is of version {version} of a newer build, this build reads version {VERSION}; it is not used and stays as it is"
+)]
+struct NewerVersion {
+    version: String,
+}
+
+/// Whether a state file could not be read or replaced because a newer build wrote it.
+pub fn is_newer(error: &io::Error) -> bool {
+    error.get_ref().is_some_and(|inner| inner.is::<NewerVersion>())
+}
+
+/// The file with the last complete set of leases.
+pub fn leases(dir: &Path) -> PathBuf {
+    dir.join("leases")
+}
+
+/// The file with the pod networks that this host has had.
+pub fn networks(dir: &Path) -> PathBuf {
+    dir.join("networks")
+}
+
+/// Reads the pod networks in a file of [`networks`], one on each line. Logs what cannot be read.
+///
+/// # Blocking
+/// Reads a file.
+pub fn read_networks(file: &Path) -> Vec<Subnet> {
+    let text = read(file).unwrap_or_else(|error| {
+        tracing::warn!(
+            "{}: {error} (see --state-dir): what other pod networks left on the external interface stays",
+            file.display()
+        );
+        None
+    });
+    let text = text.unwrap_or_default();
+    let network = |line: &str| {
+        let network = line.parse().ok();
+        if network.is_none() {
+            let path = file.display();
+            tracing::warn!(
+                "{path}: {line:?} is no network, such as \"10.1.0.0/16\", and is passed over"
+            );
+        }
+        network
+    };
+    text.lines().filter_map(network).collect()
+}
+
+/// The text of a state file without the line of its version; `None`: there is no such file.
+///
+/// # Errors
+/// The file system refused, or the file is of a newer version ([`is_newer`]).
+///
+/// # Blocking
+/// Reads a file.
+pub fn read(file: &Path) -> io::Result<Option<String>> {
+    let bytes = match fs::read(file) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        bytes => bytes?,
+    };
+    let text = String::from_utf8_lossy(&bytes).into_owned();
+    let Some(rest) = text.strip_prefix(HEADER) else { return Ok(Some(text)) };
+    let (version, text) = rest.split_once('\n').unwrap_or((rest, ""));
+    match version.parse::<u32>() {
+        Ok(..=VERSION) => Ok(Some(text.to_owned())),
+        _ => {
+            let newer = NewerVersion { version: version.to_owned() };
+            Err(io::Error::new(io::ErrorKind::InvalidData, newer))
+        }
+    }
+}
+
+/// Writes a state file anew: whole, or not at all.
+///
+/// # Errors
+/// The file system refused, or the file that is there is of a newer version ([`is_newer`]).
+///
+/// # Blocking
+/// Writes a file and waits for the disk.
+pub fn replace(file: &Path, text: &str) -> io::Result<()> {
+    match read(file) {
+        Err(error) if is_newer(&error) => return Err(error),
+        // It is replaced as a whole.
+        Ok(_) | Err(_) => {}
+    }
+    let temporary = file.with_extension("new");
+    let mut new = fs::File::create(&temporary)?;
+    new.write_all(format!("{HEADER}{VERSION}\n{text}").as_bytes())?;
+    new.sync_all()?;
+    fs::rename(&temporary, file)
+}
+
+/// Keeps the state directory for this process. The kernel releases it when the process ends.
+#[derive(Debug)]
+pub struct Lock {
+    _file: Flock<fs::File>,
+}
+
+/// Locks the state directory for one daemon, or for a cleanup. Waits up to 2 s: a child of a killed
+/// daemon holds the lock until it has started its program.
+///
+/// # Errors
+/// Another process holds the lock, or the file `lock` cannot be opened.
+pub async fn lock(dir: &Path) -> Result<Lock, Error> {
+    let path = dir.join("lock");
+    let end = Instant::now() + PATIENCE;
+    loop {
+        match try_lock(&path)? {
+            Some(lock) => return Ok(lock),
+            None if Instant::now() < end => sleep(PAUSE).await,
+            None => {
+                let reason = "another flanneld is running and holds this lock: stop it first, or name another --state-dir";
+                return Err(Error::File { path, reason: reason.to_owned() });
+            }
+        }
+    }
+}
+
+/// `None`: another process holds it.
+fn try_lock(path: &Path) -> Result<Option<Lock>, Error> {
+    let see = |error: io::Error| Error::File {
+        path: path.to_owned(),
+        reason: format!("{error} (see --state-dir)"),
+    };
+    path.parent().map_or(Ok(()), fs::create_dir_all).map_err(see)?;
+    let file =
+        fs::OpenOptions::new().create(true).truncate(false).write(true).open(path).map_err(see)?;
+    match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+        Ok(file) => Ok(Some(Lock { _file: file })),
+        Err((_, Errno::EWOULDBLOCK)) => Ok(None),
+        Err((_, errno)) => Err(see(errno.into())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn one_at_a_time_has_the_state_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = dir.path().join("new");
+        let first = lock(&state).await.unwrap();
+        let error = lock(&state).await.unwrap_err().to_string();
+        assert!(error.contains("new/lock: another flanneld is running"), "{error}");
+        drop(first);
+        lock(&state).await.unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_let_go_soon_is_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = lock(dir.path()).await.unwrap();
+        let let_go = async move {
+            sleep(PATIENCE / 2).await;
+            drop(first);
+        };
+        let (second, ()) = tokio::join!(lock(dir.path()), let_go);
+        let (_second, before) = (second.unwrap(), Instant::now());
+        assert!(lock(dir.path()).await.is_err() && before.elapsed() >= PATIENCE);
+    }
+
+    #[test]
+    fn a_state_file_of_any_known_version_is_read_and_of_a_newer_one_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        assert_eq!(read(&path).unwrap(), None);
+        // As builds wrote it before there were versions.
+        fs::write(&path, "10.1.0.0/16\n").unwrap();
+        assert_eq!(read(&path).unwrap().as_deref(), Some("10.1.0.0/16\n"));
+        replace(&path, "10.2.0.0/16\n").unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "flannel-state 1\n10.2.0.0/16\n");
+        assert_eq!(read(&path).unwrap().as_deref(), Some("10.2.0.0/16\n"));
+        for newer in ["flannel-state 2\n{}\n", "flannel-state 1.5\n", "flannel-state "] {
+            fs::write(&path, newer).unwrap();
+            let errors = [read(&path).map(drop), replace(&path, "text")];
+            for error in errors.map(Result::unwrap_err) {
+                assert!(is_newer(&error) && error.to_string().contains("newer build"), "{error}");
+            }
+            assert_eq!(fs::read_to_string(&path).unwrap(), newer);
+        }
+    }
+}

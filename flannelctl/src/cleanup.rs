@@ -1,0 +1,188 @@
+//! `flannelctl cleanup`: takes back what a daemon put into the kernel, and its files but what is
+//! this host's memory (its mark, and which networks it had).
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
+
+use flannel_api::Client;
+use flannel_api::VERSION;
+use flannel_backends::Backends;
+use flannel_core::{Config, LinkName, Subnet};
+use flannel_firewall::{Programs, leftovers};
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::iface::Selectors;
+use flannel_options::state_dir;
+use flannel_route::{Cleanup, cleanup as remove, ready_for_go, remove_former};
+use flannel_subnet::Cache;
+use serde_json::json;
+
+use crate::error::{Error, Result};
+use crate::options::{CleanupFlags, Global};
+use crate::{Output, config, offline};
+
+/// Removes, or makes fit for Go flannel, or says what would be done.
+pub(crate) async fn cleanup(
+    client: &Client,
+    global: &Global,
+    backends: &Backends,
+    flags: &CleanupFlags,
+) -> Result<Output> {
+    let mut _alone = None;
+    if !flags.dry_run {
+        refuse_daemon(client)?;
+        // A daemon may have no socket, or another one. Where none ever ran there is nothing to
+        // lock.
+        let dir = &global.state_dir;
+        let unknown = |error| Error::Refused(format!("--state-dir {}: {error}", dir.display()));
+        if dir.try_exists().map_err(unknown)? {
+            _alone = Some(state_dir::lock(dir).await?);
+        }
+    }
+    let config = match &flags.net_config_path {
+        Some(file) => config::of_file(file, backends)?,
+        None => offline::config(global).await?,
+    };
+    let kernel = NetlinkKernel::open()?;
+    let uplink = uplink(&kernel, &config, &flags.iface)?;
+    let owned = backends.find(&config.backend.kind)?.footprint(&config, Some(uplink))?;
+    let work = if flags.for_go { ready_for_go } else { remove };
+    let mut account = Account::default();
+    account.kernel(&work(&kernel, &owned, flags.dry_run)?);
+    if !flags.for_go {
+        let other = |name: &LinkName| is_tunnel(name.as_str()) && !owned.links.contains(name);
+        let facts = kernel.facts(&Selectors::default())?;
+        account.unknown.extend(facts.interfaces.iter().map(|interface| interface.name).filter(other).map(|name| {
+            format!(
+                "{name}, which is not of this network config: of an earlier one, or another flannel's; if no flannel needs it, \
+                 ip link delete {name}"
+            )
+        }));
+        for old in old_networks(&global.state_dir, &config) {
+            account.kernel(&remove_former(&kernel, &owned, old, flags.dry_run)?);
+        }
+        account.firewall(flags.dry_run).await;
+        // What is left can only be found by them: they go last, and only if nothing is.
+        if account.failed.is_empty() {
+            account.file(&global.subnet_file, flags.dry_run);
+            account.file(Cache::open(state_dir::leases(&global.state_dir)).path(), flags.dry_run);
+        }
+    }
+    Ok(account.said(flags.dry_run))
+}
+
+/// Makes sure that no daemon listens.
+///
+/// # Errors
+/// One listens, or it cannot be known.
+fn refuse_daemon(client: &Client) -> Result<()> {
+    let socket = client.socket().unwrap_or_else(|| Path::new("")).display();
+    match client.is_listening() {
+        Ok(false) => Ok(()),
+        Ok(true) => Err(Error::Refused(format!(
+            "flanneld is running (it listens at {socket}) and would put everything back: stop it first, or use --dry-run"
+        ))),
+        Err(error) => Err(Error::Refused(format!(
+            "{socket}: {error}: whether flanneld runs is not known, and it must not"
+        ))),
+    }
+}
+
+/// The pod networks that this host has had, without those of the config.
+fn old_networks(state_dir: &Path, config: &Config) -> Vec<Subnet> {
+    let is_old = |network: &Subnet| config.pod_networks().all(|current| current != *network);
+    let recorded = state_dir::read_networks(&state_dir::networks(state_dir));
+    recorded.into_iter().filter(is_old).collect()
+}
+
+/// The name is one that flannel gives its tunnels: `flannel.1`, `flannel-v6.1`.
+fn is_tunnel(name: &str) -> bool {
+    let vni = name.strip_prefix("flannel-v6.").or_else(|| name.strip_prefix("flannel."));
+    vni.is_some_and(|vni| vni.parse::<u32>().is_ok())
+}
+
+/// What was done, or would be, and what could not be.
+#[derive(Debug, Default)]
+struct Account {
+    done: Vec<String>,
+    failed: Vec<(String, String)>,
+    /// What nobody here can look at.
+    unknown: Vec<String>,
+}
+
+impl Account {
+    fn kernel(&mut self, report: &Cleanup) {
+        self.done.extend(report.done.iter().map(ToString::to_string));
+        let failed =
+            report.failed.iter().map(|(change, error)| (change.to_string(), error.to_string()));
+        self.failed.extend(failed);
+    }
+
+    /// The rules of every mode.
+    async fn firewall(&mut self, dry_run: bool) {
+        let programs = Programs::default();
+        let report = if dry_run {
+            leftovers(&programs).await
+        } else {
+            flannel_firewall::cleanup(&programs).await
+        };
+        self.done.extend(report.found.iter().map(|there| format!("delete {}", there.object)));
+        for error in report.failed {
+            match error.is_guess() {
+                true => self.unknown.push(error.to_string()),
+                false => self.failed.push(("delete firewall rules".to_owned(), error.to_string())),
+            }
+        }
+    }
+
+    fn file(&mut self, path: &Path, dry_run: bool) {
+        let change = format!("delete {}", path.display());
+        let removed =
+            if dry_run { fs::symlink_metadata(path).map(drop) } else { fs::remove_file(path) };
+        match removed {
+            Ok(()) => self.done.push(change),
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => self.failed.push((change, error.to_string())),
+        }
+    }
+
+    fn said(&self, dry_run: bool) -> Output {
+        let failed =
+            self.failed.iter().map(|(change, error)| json!({ "change": change, "error": error }));
+        let value = json!({
+            "version": VERSION,
+            "dry_run": dry_run,
+            "done": self.done,
+            "failed": failed.collect::<Vec<_>>(),
+            "unknown": self.unknown,
+        });
+        let mut text: String = self.done.iter().map(|change| format!("{change}\n")).collect();
+        for (change, error) in &self.failed {
+            text += &format!("FAILED: {change}: {error}\n");
+        }
+        for what in &self.unknown {
+            text += &format!("not known: {what}\n");
+        }
+        let (verb, count) = (if dry_run { "would be made" } else { "made" }, self.done.len());
+        text += &match (count, self.failed.len()) {
+            (0, 0) if !self.unknown.is_empty() => {
+                "nothing else of flannel's is there to change\n".to_owned()
+            }
+            (0, 0) => "nothing of flannel's is there to change\n".to_owned(),
+            (_, 0) => format!("{count} changes {verb}\n"),
+            (_, failed) => format!("{count} changes {verb}, {failed} failed\n"),
+        };
+        Output { text, value, ok: self.failed.is_empty() }
+    }
+}
+
+/// The interface that the daemon used, as far as it can be told: the one that it would choose now.
+fn uplink(kernel: &NetlinkKernel, config: &Config, given: &[String]) -> Result<LinkName> {
+    let iface = given.iter().filter(|name| !name.is_empty()).cloned().collect();
+    let selectors = Selectors { iface, ..Selectors::default() };
+    let chosen = kernel.external_interface(&selectors, config.networks.families());
+    let chosen = chosen.map_err(|error| {
+        Error::Refused(format!("{error} (--iface names the interface that the daemon used)"))
+    })?;
+    Ok(chosen.name)
+}

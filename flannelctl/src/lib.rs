@@ -1,0 +1,119 @@
+#![doc = include_str!("../README.md")]
+
+mod cleanup;
+mod config;
+mod docker_opts;
+mod doctor;
+mod error;
+mod lease;
+mod offline;
+mod options;
+mod status;
+mod terminal;
+mod watch;
+mod why;
+
+use std::ffi::OsString;
+use std::io::{IsTerminal, Write};
+use std::process::ExitCode;
+
+use flannel_api::{Client, VERSION, request};
+use flannel_backends::Backends;
+use serde_json::Value;
+
+use error::Result;
+use options::{Ctl, Verb};
+use terminal::Terminal;
+
+pub use options::command;
+
+/// The result of a verb.
+#[derive(Debug)]
+pub(crate) struct Output {
+    /// For people; ends with a line feed.
+    text: String,
+    /// For programs.
+    value: Value,
+    /// All is well.
+    ok: bool,
+}
+
+/// The whole program: parses `args` (`args[0]` is the program's name) and the environment, runs the
+/// verb, and returns the exit code: 0 if all is well, 1 if it is not or could not be done, 2 for
+/// wrong usage. `backends` are those that a network config may name.
+///
+/// # Blocking
+/// It owns the process: a runtime is set up here.
+pub fn run(args: impl IntoIterator<Item = OsString>, backends: &Backends) -> ExitCode {
+    let options = match Ctl::parse_from(args, |name| std::env::var_os(name)) {
+        Ok(options) => options,
+        Err(flannel_options::Error::Help(text)) => {
+            let _ = std::io::stdout().write_all(text.as_bytes());
+            return ExitCode::SUCCESS;
+        }
+        Err(error) => {
+            let _ = write!(std::io::stderr(), "{error}");
+            return ExitCode::from(error.exit_code());
+        }
+    };
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "flannelctl: the runtime: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let terminal = Terminal::of_stdout();
+    match runtime.block_on(carry_out(&options, backends, &terminal)) {
+        Ok(said) => {
+            show(&said, options.global.json);
+            if said.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        }
+        Err(failure) => {
+            if options.global.json {
+                let value = serde_json::json!({ "version": VERSION, "error": failure.to_string() });
+                let _ = writeln!(std::io::stdout(), "{value}");
+            } else {
+                let _ = writeln!(std::io::stderr(), "flannelctl: {failure}");
+            }
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn show(said: &Output, json: bool) {
+    let text = if json { format!("{}\n", said.value) } else { said.text.clone() };
+    let _ = std::io::stdout().write_all(text.as_bytes());
+}
+
+async fn carry_out(options: &Ctl, backends: &Backends, terminal: &Terminal) -> Result<Output> {
+    let global = &options.global;
+    let client = Client::at(global.socket());
+    match &options.verb {
+        Verb::Status => status::status(&client, global, backends, terminal).await,
+        Verb::Peers => status::peers(&client, global, terminal).await,
+        Verb::Why { address } => why::why(&client, global, terminal, *address).await,
+        Verb::Doctor(flags) => doctor::doctor(&client, global, backends, terminal, flags).await,
+        Verb::Watch { interval } => {
+            let live = std::io::stdout().is_terminal() && !global.json;
+            watch::watch(&client, global, backends, terminal, *interval, live).await
+        }
+        Verb::Reload => {
+            let value = client.ask("POST", request::RELOAD)?;
+            let text = format!("read again: {}\n", value["found"].as_str().unwrap_or_default());
+            Ok(Output { text, value, ok: true })
+        }
+        Verb::Log { filter } => {
+            let value = client.ask("POST", &request::log(filter))?;
+            Ok(Output {
+                text: format!("the log filter is {filter} now, until SIGHUP or reload\n"),
+                value,
+                ok: true,
+            })
+        }
+        Verb::Cleanup(flags) => cleanup::cleanup(&client, global, backends, flags).await,
+        Verb::DockerOpts(flags) => docker_opts::docker_opts(flags, &global.subnet_file),
+        Verb::Config(verb) => config::config(global, backends, terminal, verb).await,
+        Verb::Lease(verb) => lease::lease(global, terminal, verb).await,
+    }
+}

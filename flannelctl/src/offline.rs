@@ -1,0 +1,220 @@
+//! What can be said without a daemon: what the last one left behind, and what the store holds.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use flannel_api::{Finding, PeerReport, VERSION, seconds};
+use flannel_backends::Backends;
+use flannel_core::{Config, Error as CoreError, Kernel, Lease, LeaseSet, LinkName, Subnets};
+use flannel_doctor::host::{HostScene, check_host};
+use flannel_firewall::LegacyMemory;
+use flannel_netlink::NetlinkKernel;
+use flannel_netlink::iface::Selectors;
+use flannel_options::state_dir;
+use flannel_subnet::{Cache, ConfigText, Registry, Saved, SubnetEnv};
+use serde_json::{Value, json};
+
+use crate::error::{Error, Result};
+use crate::options::Global;
+use crate::terminal::{Style, Terminal, span};
+use crate::{Output, status};
+
+/// The state of a peer of which nobody knows.
+pub(crate) const UNKNOWN: &str = "not known";
+
+/// A store that does not answer for so long does not answer.
+const PATIENCE: Duration = Duration::from_secs(6);
+
+/// What the store says: the network config, if there is one, and the leases.
+pub(crate) async fn ask_store(
+    global: &Global,
+) -> Result<(flannel_core::Result<ConfigText>, LeaseSet), String> {
+    let asked = async {
+        let registry = global.open_registry().await?;
+        // That there is no config yet is no reason not to look at the leases.
+        let config = match registry.config().await {
+            Err(error) if !matches!(error, CoreError::NoConfig { .. }) => return Err(error.into()),
+            config => config,
+        };
+        let leases = registry.list().await?.entries.into_iter().map(|entry| entry.lease).collect();
+        Ok::<_, Error>((config, leases))
+    };
+    match tokio::time::timeout(PATIENCE, asked).await {
+        Ok(asked) => asked.map_err(|error| error.to_string()),
+        Err(_) => Err(format!("no answer for {} s", PATIENCE.as_secs())),
+    }
+}
+
+/// What is known of the cluster without a daemon.
+#[derive(Debug, Default)]
+pub(crate) struct Known {
+    pub(crate) config: Option<Config>,
+    pub(crate) leases: LeaseSet,
+    /// Why all this may be of yesterday, as a sentence without a full stop; `None`: the store says
+    /// so.
+    pub(crate) stale: Option<String>,
+}
+
+impl Known {
+    /// As the store says, or if it does not answer, as the last daemon kept it.
+    ///
+    /// # Errors
+    /// Neither is there; a sentence without a full stop.
+    pub(crate) async fn of(global: &Global) -> Result<Self, String> {
+        let parsed = |text: ConfigText| Config::parse(&text.text).ok();
+        let kept = saved(global);
+        let error = match ask_store(global).await {
+            Ok((config, leases)) => {
+                let config = config.ok().or_else(|| kept?.config).and_then(parsed);
+                return Ok(Self { config, leases, stale: None });
+            }
+            Err(error) => format!("{} does not answer: {error}", store_name(global)),
+        };
+        let Some(kept) = kept else {
+            return Err(format!("{error}; and no daemon has kept leases here"));
+        };
+        let age = SystemTime::now().duration_since(kept.written).unwrap_or_default().as_secs_f64();
+        let stale =
+            format!("{error}; the leases are those that the last daemon kept {} ago", span(age));
+        Ok(Self { config: kept.config.and_then(parsed), leases: kept.leases, stale: Some(stale) })
+    }
+}
+
+/// The store, as the options name it.
+pub(crate) fn store_name(global: &Global) -> String {
+    global.registry.as_ref().map_or_else(|| "--registry".to_owned(), ToString::to_string)
+}
+
+/// The last good set of leases that a daemon kept; `None` if there is none that can be read.
+pub(crate) fn saved(global: &Global) -> Option<Saved> {
+    Cache::open(state_dir::leases(&global.state_dir)).load().ok()
+}
+
+/// The subnets that the last daemon had here.
+pub(crate) fn own_subnets(global: &Global) -> Option<Subnets> {
+    SubnetEnv::read(&global.subnet_file).ok().and_then(|env| env.previous())
+}
+
+/// What is left of the last daemon.
+pub(crate) async fn status(
+    (global, backends): (&Global, &Backends),
+    terminal: &Terminal,
+    failure: &flannel_api::Error,
+) -> Output {
+    let mut value = status::down(&failure.to_string());
+    let mut text = format!("flanneld  {}\n\n", terminal.style(Style::Bad, "NOT RUNNING"));
+    text += &terminal.field("error", Style::Bad, &failure.to_string());
+    text += &terminal.field(
+        "",
+        Style::Plain,
+        "try: systemctl status flanneld; or --control-socket FILE, if it was started with another one",
+    );
+    let found = findings(global, backends).await;
+    text += &status::findings(&found, terminal);
+    value["findings"] = json!(found);
+    text.push('\n');
+    match SubnetEnv::read(&global.subnet_file) {
+        Ok(env) => {
+            let subnets: Vec<String> = env.subnets.values().map(ToString::to_string).collect();
+            let left = format!(
+                "{}, pods may send {} bytes, says {}",
+                subnets.join(", "),
+                env.mtu,
+                global.subnet_file.display()
+            );
+            text += &terminal.field("last lease", Style::Bold, &left);
+            value["subnets"] = json!(subnets);
+            value["mtu"] = json!(env.mtu);
+        }
+        Err(error) => {
+            text += &terminal.field("last lease", Style::Bold, &format!("not known: {error}"));
+        }
+    }
+    match Cache::open(state_dir::leases(&global.state_dir)).load() {
+        Ok(saved) => {
+            let age =
+                SystemTime::now().duration_since(saved.written).unwrap_or_default().as_secs_f64();
+            let kept = format!("{} of {}, kept {} ago", saved.leases.len(), saved.store, span(age));
+            text += &terminal.field("leases", Style::Bold, &kept);
+            value["leases"] = json!(saved.leases.len());
+            value["leases_kept"] = json!(seconds(saved.written));
+        }
+        Err(error) => {
+            text += &terminal.field("leases", Style::Bold, &format!("none are kept: {error}"));
+        }
+    }
+    text += &terminal.field(
+        "data path",
+        Style::Bold,
+        "stays as the daemon left it; flannelctl why ADDRESS asks the kernel",
+    );
+    Output { text, value, ok: false }
+}
+
+/// What about the host stands in the way of the network that the last daemon ran; nothing, if that
+/// is not known.
+async fn findings(global: &Global, backends: &Backends) -> Vec<Finding> {
+    let Some(saved) = saved(global) else { return Vec::new() };
+    let Some(config) = saved.config.and_then(|text| Config::parse(&text.text).ok()) else {
+        return Vec::new();
+    };
+    let Some(uplink) = uplink(&config, &[]) else { return Vec::new() };
+    let own = own_subnets(global);
+    let lease = own.and_then(|own| saved.leases.get(&own).cloned());
+    let public = lease.map(|lease| lease.attrs.public).unwrap_or_default();
+    let links = backends.links(uplink, &config);
+    let scene = HostScene { config, links, uplink, own, public, leases: saved.leases };
+    check_host(scene, &LegacyMemory::default()).await.findings
+}
+
+/// The interface that the daemon would choose, with these `--iface`.
+pub(crate) fn uplink(config: &Config, iface: &[String]) -> Option<LinkName> {
+    let iface = iface.iter().filter(|name| !name.is_empty()).cloned().collect();
+    let selectors = Selectors { iface, ..Selectors::default() };
+    let kernel = NetlinkKernel::open().ok()?;
+    kernel.external_interface(&selectors, config.networks.families()).ok().map(|chosen| chosen.name)
+}
+
+/// Every lease but the one that was this node's, as the store says or the last daemon knew.
+pub(crate) async fn peers(global: &Global) -> Result<Value> {
+    let own = own_subnets(global);
+    let peer = |lease: &Lease| PeerReport {
+        key: lease.subnets.to_string(),
+        subnets: lease.subnets.iter().map(|subnet| subnet.to_string()).collect(),
+        public: lease.attrs.public.values().map(ToString::to_string).collect(),
+        backend: lease.attrs.backend_type.to_string(),
+        state: UNKNOWN.to_owned(),
+        reason: None,
+        changed: None,
+    };
+    let Known { leases, stale, .. } = Known::of(global).await.map_err(Error::Refused)?;
+    let others = leases.iter().filter(|lease| Some(lease.subnets) != own);
+    let peers: Vec<PeerReport> = others.map(|lease| peer(lease)).collect();
+    Ok(json!({ "version": VERSION, "running": false, "peers": peers, "stale": stale }))
+}
+
+/// The network config in the store, or if that does not answer, as the last daemon saw it.
+///
+/// # Errors
+/// There is none, or it is wrong.
+pub(crate) async fn config(global: &Global) -> Result<Config> {
+    let text = match read_config(global).await {
+        Ok(text) => text,
+        Err(failure) => match saved(global).and_then(|saved| saved.config) {
+            Some(text) => text,
+            None => return Err(failure),
+        },
+    };
+    let wrong = |source| CoreError::Config { location: text.location.clone(), source };
+    Ok(Config::parse(&text.text).map_err(wrong)?)
+}
+
+async fn read_config(global: &Global) -> Result<ConfigText> {
+    let registry: Arc<dyn Registry> = global.open_registry().await?;
+    Ok(registry.config().await?)
+}
+
+/// The kernel of this network namespace.
+pub(crate) fn kernel() -> Result<Arc<dyn Kernel>> {
+    Ok(Arc::new(NetlinkKernel::open()?))
+}

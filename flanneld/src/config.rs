@@ -1,0 +1,165 @@
+//! What a daemon is told, as typed values.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use flannel_backends::Backends;
+use flannel_netlink::iface::Selectors;
+use flannel_subnet::{DirLocation, Registry};
+#[cfg(feature = "etcd")]
+use flannel_subnet_etcd::EtcdOptions;
+#[cfg(feature = "kube")]
+use flannel_subnet_kube::KubeOptions;
+
+/// What a [`Daemon`](crate::Daemon) is told.
+///
+/// [`DaemonConfig::new`] has the defaults of the command line. Each field corresponds to options of
+/// `flanneld`, which are named in parentheses.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct DaemonConfig {
+    /// Where leases are kept (`--registry`, `--etcd-…`, `--kube-…`).
+    pub store: StoreConfig,
+    /// The backends that the network config may name.
+    pub backends: Backends,
+    /// How the external interface is chosen (`--iface…`, `--public-ip`, `--public-ipv6`).
+    pub interface: Selectors,
+    /// How long before its end the lease is renewed (`--subnet-lease-renew-margin`).
+    pub renew_margin: Duration,
+    /// The file that tells CNI plugins about this host's subnet (`--subnet-file`).
+    pub subnet_file: PathBuf,
+    /// The directory for what the host remembers over restarts (`--state-dir`). One daemon at a time
+    /// uses it.
+    pub state_dir: PathBuf,
+    /// Drop packets to unused addresses of this host's subnet (`--ip-blackhole-route`).
+    pub ip_blackhole_route: bool,
+    /// Whether IPv4 routes go by nexthop objects (`--nexthop-objects`).
+    pub nexthop_objects: NexthopObjects,
+    /// The firewall rules.
+    pub firewall: FirewallConfig,
+    /// Where the daemon can be asked.
+    pub control: ControlConfig,
+}
+
+/// Where leases are kept.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum StoreConfig {
+    /// A directory.
+    Directory(DirLocation),
+    /// etcd.
+    #[cfg(feature = "etcd")]
+    Etcd(EtcdOptions),
+    /// Annotations of Kubernetes nodes.
+    #[cfg(feature = "kube")]
+    Kubernetes {
+        /// The API server and this node.
+        options: KubeOptions,
+    },
+    /// A registry of one's own.
+    Registry(Arc<dyn Registry>),
+}
+
+/// `--nexthop-objects`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum NexthopObjects {
+    /// Use them where the kernel has them.
+    Auto,
+    /// Use them, or else stop.
+    On,
+    /// Never use them. Those of an earlier run give way to plain routes.
+    Off,
+}
+
+/// The firewall rules of a daemon.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FirewallConfig {
+    /// Hide pod addresses from everything outside the pod network (`--ip-masq`).
+    pub masquerade: bool,
+    /// Choose source ports at random where masquerading changes them.
+    pub fully_random: bool,
+    /// Accept forwarded packets from and to pods (`--iptables-forward-rules`).
+    pub forward: bool,
+    /// A node whose forward rules cannot be made is not ready. Otherwise this is a warning.
+    pub forward_required: bool,
+    /// The period of checks (`--iptables-resync`).
+    pub resync: Duration,
+}
+
+impl Default for FirewallConfig {
+    fn default() -> Self {
+        Self {
+            masquerade: false,
+            fully_random: true,
+            forward: true,
+            forward_required: false,
+            resync: Duration::from_secs(5),
+        }
+    }
+}
+
+/// Where a daemon can be asked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ControlConfig {
+    /// Serves `/healthz`, `/readyz` and `/metrics` over TCP (`--healthz-ip`, `--healthz-port`). An
+    /// unspecified address serves both families.
+    pub health: Option<SocketAddr>,
+    /// The control socket (`--control-socket`).
+    pub socket: ControlSocket,
+    /// The group of the control socket (`--control-group`).
+    pub group: Option<u32>,
+    /// The port on which the doctors of other nodes are answered; 0: none (`--doctor-port`).
+    pub doctor_port: u16,
+}
+
+impl Default for ControlConfig {
+    fn default() -> Self {
+        Self { health: None, socket: ControlSocket::default(), group: None, doctor_port: 8473 }
+    }
+}
+
+/// The control socket.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum ControlSocket {
+    /// `flanneld.sock` beside the subnet file. The daemon goes on without it if it cannot be made.
+    #[default]
+    BesideSubnetFile,
+    /// This file.
+    At(PathBuf),
+    /// None.
+    Off,
+}
+
+impl DaemonConfig {
+    /// The defaults of the command line, with this store.
+    pub fn new(store: StoreConfig) -> Self {
+        Self {
+            store,
+            backends: Backends::default(),
+            interface: Selectors::default(),
+            renew_margin: Duration::from_secs(60 * 60),
+            subnet_file: "/run/flannel/subnet.env".into(),
+            state_dir: "/var/lib/flannel".into(),
+            ip_blackhole_route: false,
+            nexthop_objects: NexthopObjects::Auto,
+            firewall: FirewallConfig::default(),
+            control: ControlConfig::default(),
+        }
+    }
+}
+
+impl StoreConfig {
+    /// A refusal of the store may pass, so that a start waits: a Kubernetes cluster that boots may
+    /// answer before it knows who may do what.
+    pub(crate) fn refusals_pass(&self) -> bool {
+        #[cfg(feature = "kube")]
+        if matches!(self, Self::Kubernetes { .. }) {
+            return true;
+        }
+        false
+    }
+}

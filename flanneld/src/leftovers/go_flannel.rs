@@ -1,0 +1,216 @@
+//! Starting where Go flannel ran before: the routes that it left on the external interface.
+//!
+//! Go flannel marks its routes as every script does. So they are removed only on the first start over a
+//! subnet file that we did not write, and only once the kernel has accepted or refused everything that
+//! the leases ask for.
+
+use std::cell::Cell;
+use std::convert::Infallible;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use flannel_core::{Config, Dual, Kernel, Key, Owned, Status, Subnet};
+use flannel_options::state_dir::{self, is_newer};
+use flannel_route::remove_go_routes;
+use tokio::sync::watch;
+
+use super::is_settled;
+use crate::disk::run_blocking_in_order;
+use crate::error::Error;
+
+/// Knows whose subnet file there was at the start. Clones are of one.
+#[derive(Debug, Clone)]
+pub(crate) struct GoFlannel {
+    subnet_file: PathBuf,
+    /// Says which file we wrote.
+    record: PathBuf,
+    /// The file was somebody else's, and what they left may still be there.
+    left_routes: Arc<AtomicBool>,
+}
+
+impl GoFlannel {
+    /// Looks at the subnet file, before it is written.
+    ///
+    /// # Errors
+    /// What was recorded cannot be read.
+    pub(crate) fn find(subnet_file: &Path, state_dir: &Path) -> Result<Self, Error> {
+        let (subnet_file, record) = (subnet_file.to_owned(), state_dir.join("subnet-file"));
+        let there = identity(&subnet_file);
+        let ours = match state_dir::read(&record) {
+            Ok(text) => text,
+            // A newer build of ours ran here last, and not Go flannel.
+            Err(error) if is_newer(&error) => {
+                tracing::warn!("{}: {error}", record.display());
+                there.clone()
+            }
+            Err(error) => return Err(Error::File { path: record, reason: error.to_string() }),
+        };
+        let left_routes = Arc::new(AtomicBool::new(there.is_some() && there != ours));
+        Ok(Self { subnet_file, record, left_routes })
+    }
+
+    /// The subnet file has been written: it counts as ours from now on, unless there are routes to
+    /// remove first. In one go with that ([`run_blocking_in_order`]), or the next start takes our
+    /// own for Go flannel's.
+    pub(crate) fn wrote_subnet_file(&self) {
+        if !self.left_routes() {
+            self.note();
+        }
+    }
+
+    /// Waits until the network is settled and removes what Go flannel left, if it ran here before;
+    /// then waits for ever.
+    pub(crate) async fn clear(
+        &self,
+        kernel: Arc<dyn Kernel>,
+        (owned, config): (Owned, &Config),
+        mut status: watch::Receiver<Arc<Status>>,
+    ) -> Infallible {
+        let lens = config.networks.map(|_, network| network.subnet_len);
+        let settled = async { status.wait_for(is_settled).await.map(|status| Arc::clone(&status)) };
+        if self.left_routes()
+            && let Ok(status) = settled.await
+        {
+            let removal = move || remove(&*kernel, &owned, lens, &status);
+            match tokio::task::spawn_blocking(removal).await {
+                // What the kernel refused is tried again at the next start.
+                Ok(done) => self.left_routes.store(!done, Ordering::Relaxed),
+                Err(panic) => std::panic::resume_unwind(panic.into_panic()),
+            }
+            let this = self.clone();
+            run_blocking_in_order(move || this.wrote_subnet_file()).await;
+        }
+        std::future::pending().await
+    }
+
+    fn left_routes(&self) -> bool {
+        self.left_routes.load(Ordering::Relaxed)
+    }
+
+    fn note(&self) {
+        let text = identity(&self.subnet_file).unwrap_or_default();
+        if let Err(error) = state_dir::replace(&self.record, &text) {
+            tracing::warn!(
+                "{}: {error} (see --state-dir): the next start takes {} for Go flannel's",
+                self.record.display(),
+                self.subnet_file.display()
+            );
+        }
+    }
+}
+
+/// Removes the routes, but for those in whose place the kernel refused ours, and says so; false if
+/// something of them is left.
+fn remove(kernel: &dyn Kernel, owned: &Owned, lens: Dual<u8>, status: &Status) -> bool {
+    let spared = Cell::new(false);
+    let refused = |dst: &Subnet| {
+        let refused = status.failing.get(&Key::Route(*dst)).is_some();
+        spared.set(spared.get() || refused);
+        refused
+    };
+    match remove_go_routes(kernel, owned, lens, refused, false) {
+        Ok(report) => {
+            for change in &report.done {
+                tracing::info!(
+                    "left by Go flannel and wanted by no lease, removed: {}",
+                    change.object()
+                );
+            }
+            for (change, error) in &report.failed {
+                tracing::warn!(
+                    "left by Go flannel, but the kernel keeps it: {}: {error}",
+                    change.object()
+                );
+            }
+            report.failed.is_empty() && !spared.get()
+        }
+        Err(error) => {
+            tracing::warn!("what Go flannel left is not known, the kernel cannot be read: {error}");
+            false
+        }
+    }
+}
+
+/// What tells this very file from one that somebody else put in its place, even with the same
+/// content. `None` if there is none.
+fn identity(path: &Path) -> Option<String> {
+    let file = fs::metadata(path).ok()?;
+    let (inode, device, seconds, nanos) = (file.ino(), file.dev(), file.mtime(), file.mtime_nsec());
+    Some(format!("{} {device} {inode} {seconds}.{nanos:09}\n", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use flannel_core::testing::FakeKernel;
+    use flannel_core::{GO_ROUTE_PROTOCOL, Route, Via};
+
+    use super::*;
+
+    #[test]
+    fn only_a_subnet_file_of_somebody_else_has_a_predecessor() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, state) = (dir.path().join("subnet.env"), dir.path());
+        let find = || GoFlannel::find(&file, state).unwrap();
+        let first = find();
+        assert!(!first.left_routes(), "there is no file");
+        fs::write(&file, "A=1\n").unwrap();
+        assert!(find().left_routes(), "nobody recorded it");
+        first.wrote_subnet_file();
+        assert!(!find().left_routes(), "ours");
+        // As whoever writes it does: another file with the same content.
+        fs::write(dir.path().join("new"), "A=1\n").unwrap();
+        fs::rename(dir.path().join("new"), &file).unwrap();
+        let second = find();
+        assert!(second.left_routes(), "Go flannel ran meanwhile");
+        second.wrote_subnet_file();
+        assert!(find().left_routes(), "not before its routes are gone");
+    }
+
+    #[tokio::test]
+    async fn routes_go_only_when_the_network_is_settled_and_until_the_kernel_let_them() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("subnet.env");
+        fs::write(&file, "A=1\n").unwrap();
+        let config =
+            Config::parse(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#).unwrap();
+        let eth0 = "eth0".parse().unwrap();
+        let (networks, routes_on) = (config.pod_networks().collect(), [eth0].into());
+        let owned = Owned { networks, routes_on, ..Owned::default() };
+        let kernel = FakeKernel::with_uplink("eth0");
+        let via = Via::Gateway { gateway: [192, 0, 2, 66].into(), link: eth0, onlink: false };
+        let route = Route { dst: "10.1.66.0/24".parse().unwrap(), via, mtu: None };
+        kernel.foreign_put(route, GO_ROUTE_PROTOCOL);
+        for refused in [true, false] {
+            if refused {
+                kernel.fail(1, 1, |call| call.key.is_some());
+            }
+            let predecessor = GoFlannel::find(&file, dir.path()).unwrap();
+            let (sender, status) = watch::channel(Arc::new(Status::default()));
+            let there = || !kernel.dump().is_empty();
+            {
+                let clear =
+                    predecessor.clear(Arc::new(kernel.clone()), (owned.clone(), &config), status);
+                let mut clear = std::pin::pin!(clear);
+                let quiet = async { tokio::task::yield_now().await };
+                tokio::select! { biased; _ = &mut clear => unreachable!(), () = quiet => {} }
+                assert!(kernel.take_calls().is_empty() && there(), "not settled yet");
+                let mut settled = Status::default();
+                (settled.live, settled.settled) = (true, true);
+                sender.send_replace(Arc::new(settled));
+                let mut calls = 0;
+                let done = async {
+                    while calls < 2 || dir.path().join("subnet-file").exists() == refused {
+                        calls += kernel.take_calls().len();
+                        tokio::task::yield_now().await;
+                    }
+                };
+                tokio::select! { biased; _ = &mut clear => unreachable!(), () = done => {} }
+            }
+            assert_eq!((there(), predecessor.left_routes()), (refused, refused));
+        }
+        assert!(!GoFlannel::find(&file, dir.path()).unwrap().left_routes());
+    }
+}
