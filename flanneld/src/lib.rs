@@ -1,6 +1,5 @@
 #![doc = include_str!("../README.md")]
 
-mod allocator;
 mod capabilities;
 mod changed_config;
 mod cli;
@@ -77,7 +76,6 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
 /// # Blocking
 /// It owns the process: a runtime, the signals and the log are set up here. An embedder runs a [`Daemon`].
 pub fn main_with(args: impl IntoIterator<Item = OsString>, backends: Backends) -> ExitCode {
-    allocator::set_up();
     match start(args, backends) {
         Ok(()) => ExitCode::SUCCESS,
         Err(Error::Help(text)) => {
@@ -140,7 +138,6 @@ fn start(args: impl IntoIterator<Item = OsString>, backends: Backends) -> Result
             _ = terminate.recv() => Ok("SIGTERM"),
             never = reloads => match never {},
             never = informed => match never {},
-            never = allocator::give_back(&observer) => match never {},
         }
     });
     if let Some(notifier) = &notifier {
