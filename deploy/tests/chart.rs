@@ -1,69 +1,74 @@
-//! What the chart makes of its values.
+//! The chart, and the files that helm makes of it, as far as they can be checked without helm.
+//! `tests/helm.rs` checks the rest.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use clap::CommandFactory;
-use deploy::Chart;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+
 use flannel_core::{Config, Family};
-use proptest::prelude::*;
 use serde_json::{Value, json};
 
 mod objects;
-use objects::{file, known_to_the_api, manifest, of_kind, sorted};
+use objects::{container, dual_stack, file, known_to_the_api, manifest, of_kind};
 
-/// What the chart yields, all of it known to the API and read by those that it is for.
-fn rendered(values: &Value) -> Vec<Value> {
-    let chart = Chart::read(&file("chart/flannel")).unwrap();
-    let objects =
-        chart.render("kube-flannel", values).unwrap_or_else(|error| panic!("{values}: {error}"));
-    objects.iter().for_each(|object| known_to_the_api(object).unwrap());
-    let args = container(&objects, "kube-flannel")["args"].clone();
-    let args = args.as_array().unwrap().iter().map(|arg| arg.as_str().unwrap());
-    flanneld::Options::command()
-        .try_get_matches_from(std::iter::once("flanneld").chain(args))
-        .unwrap();
-    objects
+/// A file of the chart.
+fn read(name: &str) -> String {
+    fs::read_to_string(file("chart/flannel").join(name)).unwrap()
 }
 
-fn pod(objects: &[Value]) -> &Value {
-    &of_kind(objects, "DaemonSet")["spec"]["template"]["spec"]
+/// The one document of a YAML file of the chart.
+fn yaml(name: &str) -> Value {
+    let mut documents = deploy::documents(&read(name)).unwrap();
+    assert_eq!(documents.len(), 1, "{name}");
+    documents.remove(0)
 }
 
-fn container<'a>(objects: &'a [Value], name: &str) -> &'a Value {
-    let all = ["initContainers", "containers"].map(|kind| pod(objects)[kind].as_array().unwrap());
-    let mut found = all.into_iter().flatten().filter(|container| container["name"] == name);
-    found.next().unwrap_or_else(|| panic!("no container {name}"))
+/// The templates by their names.
+fn templates() -> BTreeMap<String, String> {
+    let names = fs::read_dir(file("chart/flannel/templates")).unwrap();
+    names
+        .map(|entry| {
+            let name = entry.unwrap().file_name().into_string().unwrap();
+            let text = read(&format!("templates/{name}"));
+            (name, text)
+        })
+        .collect()
 }
 
-/// The network config, as text.
-fn net_conf(objects: &[Value]) -> &str {
-    of_kind(objects, "ConfigMap")["data"]["net-conf.json"].as_str().unwrap()
+/// The paths of the values with a default. What goes to Kubernetes unchanged is one value.
+fn defaults() -> BTreeSet<String> {
+    let (mut names, mut open) = (BTreeSet::new(), vec![(String::new(), yaml("values.yaml"))]);
+    while let Some((path, value)) = open.pop() {
+        let unchanged = path.ends_with("Probe") || path.ends_with("resources");
+        match value {
+            Value::Object(fields) if !unchanged && !fields.is_empty() => {
+                let join = |name: &String| {
+                    if path.is_empty() { name.clone() } else { format!("{path}.{name}") }
+                };
+                open.extend(fields.iter().map(|(name, value)| (join(name), value.clone())));
+            }
+            _ => _ = names.insert(path),
+        }
+    }
+    names
 }
 
-/// The network config that these values make.
-fn config(values: &Value) -> Config {
-    let objects = rendered(values);
-    let text = net_conf(&objects);
-    Config::parse(text).unwrap_or_else(|error| panic!("{values}: {error}: {text}"))
-}
-
-/// `Backend` that these values make.
-fn backend(values: &Value) -> Value {
-    serde_json::from_str(&config(values).backend.options).unwrap()
-}
-
-#[test]
-fn the_defaults_are_the_plain_manifest() {
-    let mut plain = manifest();
-    // helm makes the namespace, or takes one that is there.
-    plain.retain(|object| object["kind"] != "Namespace");
-    assert_eq!(sorted(rendered(&json!({}))), sorted(plain));
+/// The paths of the values that `values.yaml` names in comments.
+fn optional() -> BTreeSet<String> {
+    let text = read("values.yaml");
+    let named = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("  # ")?.split_once(": ").map(|(name, _)| name));
+    named
+        .filter(|name| name.chars().all(char::is_alphanumeric) && *name != "wireguard")
+        .map(|name| format!("flannel.{name}"))
+        .collect()
 }
 
 #[test]
 fn the_chart_is_of_the_version_of_the_programs() {
-    let text = std::fs::read_to_string(file("chart/flannel/Chart.yaml")).unwrap();
-    let chart = deploy::documents(&text).unwrap().remove(0);
+    let chart = yaml("Chart.yaml");
     let version = env!("CARGO_PKG_VERSION");
     assert_eq!(
         (&chart["version"], &chart["appVersion"]),
@@ -71,300 +76,137 @@ fn the_chart_is_of_the_version_of_the_programs() {
     );
 }
 
-/// Those that are only named in comments too.
 #[test]
 fn every_value_is_in_the_documentation() {
-    let docs = std::fs::read_to_string(file("../docs/kubernetes.md")).unwrap();
-    let text = std::fs::read_to_string(file("chart/flannel/values.yaml")).unwrap();
-    let optional = text
-        .lines()
-        .filter_map(|line| line.strip_prefix("  # ")?.split_once(": ").map(|(name, _)| name));
-    let optional = optional
-        .filter(|name| name.chars().all(char::is_alphanumeric))
-        .map(|name| format!("flannel.{name}"));
-    let mut names: Vec<String> = optional.filter(|name| !name.ends_with("wireguard")).collect();
-    assert!(names.contains(&"flannel.psk".to_owned()), "{names:?}");
-    let mut open = vec![(String::new(), Chart::read(&file("chart/flannel")).unwrap().values)];
-    while let Some((path, value)) = open.pop() {
-        // What goes to Kubernetes as it is has one row.
-        match value {
-            Value::Object(fields)
-                if !path.ends_with("Probe")
-                    && !path.ends_with("resources")
-                    && !fields.is_empty() =>
-            {
-                let join = |name: &String| {
-                    if path.is_empty() { name.clone() } else { format!("{path}.{name}") }
-                };
-                open.extend(fields.iter().map(|(name, value)| (join(name), value.clone())));
-            }
-            _ => names.push(path),
-        }
-    }
-    for name in names {
+    let docs = fs::read_to_string(file("../docs/kubernetes.md")).unwrap();
+    assert!(optional().contains("flannel.psk") && defaults().contains("netpol.image.tag"));
+    for name in optional().union(&defaults()) {
         assert!(docs.contains(&format!("`{name}`")), "docs/kubernetes.md does not tell of {name}");
     }
 }
 
 #[test]
-fn families_are_those_that_have_a_network() {
-    for (v4, v6) in [(true, false), (false, true), (true, true)] {
-        let networks = json!({
-            "podCidr": if v4 { "10.42.0.0/16" } else { "" },
-            "podCidrv6": if v6 { "fd00:42::/56" } else { "" },
-        });
-        let config = config(&networks);
-        let network = |family| config.networks[family].map(|of| of.network.to_string());
-        assert_eq!(network(Family::V4), v4.then(|| "10.42.0.0/16".to_owned()));
-        assert_eq!(network(Family::V6), v6.then(|| "fd00:42::/56".to_owned()));
-    }
-    assert!(config(&json!({ "flannel": { "enableNFTables": true } })).nftables);
-}
-
-/// The chart hands over what is set under the names that backends have for it, and each takes what it knows: an unknown field of
-/// `Backend` is passed over, here and by Go flannel.
-#[test]
-fn every_field_of_a_backend_reaches_it() {
-    let fields = json!({
-        "backendPort": 4789, "backendPortv6": 51999, "mtu": 1400, "vni": 16777215, "GBP": true, "directRouting": true,
-        "macPrefix": "0E-2A", "psk": "a \"secret\"\nin \\ lines", "tunnelMode": "separate", "keepaliveInterval": 25,
-    });
-    let expected = json!({
-        "Port": 4789, "ListenPort": 4789, "ListenPortV6": 51999, "MTU": 1400, "VNI": 16777215, "GBP": true, "DirectRouting": true,
-        "MacPrefix": "0E-2A", "PSK": "a \"secret\"\nin \\ lines", "Mode": "separate", "PersistentKeepaliveInterval": 25,
-    });
-    for kind in ["vxlan", "wireguard", "udp", "host-gw", "ipip", "alloc"] {
-        let mut all = fields.clone();
-        all["backend"] = kind.into();
-        let mut everything = expected.clone();
-        everything["Type"] = kind.into();
-        assert_eq!(backend(&json!({ "flannel": all })), everything);
-        let nothing = backend(&json!({ "flannel": { "backend": kind } }));
-        assert_eq!(nothing, json!({ "Type": kind }), "nothing is set");
-    }
-    // One by one: where a field stands among others must not matter.
-    for (name, value) in fields.as_object().unwrap() {
-        let one = backend(&json!({ "flannel": { name: value } }));
-        let set: Vec<_> =
-            one.as_object().unwrap().iter().filter(|(field, _)| *field != "Type").collect();
-        let right = set.iter().all(|(field, value)| expected[field.as_str()] == **value);
-        assert!(set.len() == if name == "backendPort" { 2 } else { 1 } && right, "{one}");
-    }
-    let config = config(
-        &json!({ "flannel": { "backendPort": 4789, "vni": 7, "directRouting": true, "mtu": 1400 } }),
-    );
-    let options = flannel_backend_vxlan::Options::parse(&config.backend).unwrap();
-    assert_eq!(
-        (options.port, options.vni, options.direct_routing, options.mtu),
-        (4789, 7, true, Some(1400))
-    );
-}
-
-/// A port in quotes arrives as a text, which no backend takes, Go flannel's as little as ours; the refusal says which field it is.
-#[test]
-fn a_number_in_quotes_is_refused_by_name() {
-    for (value, field) in [("backendPort", "Port"), ("vni", "VNI"), ("mtu", "MTU")] {
-        let config = config(&json!({ "flannel": { value: "4789" } }));
-        let error = flannel_backend_vxlan::Options::parse(&config.backend).unwrap_err().to_string();
-        assert!(
-            error.contains(&format!("Backend.{field}")) && error.contains("\"4789\""),
-            "{error}"
-        );
-    }
-}
-
-/// `--set-string`, or quotes in a file of values. helm prints a port the same in both.
-#[test]
-fn a_port_in_quotes_is_that_port() {
-    for port in [json!(9000), json!("9000")] {
-        let objects = rendered(&json!({ "flannel": { "healthz": { "port": port }, "args": [] } }));
-        let main = container(&objects, "kube-flannel");
-        assert_eq!(main["args"], json!(["--healthz-port=9000"]));
-        assert_eq!(main["ports"][0]["containerPort"], 9000);
-    }
-    for off in [json!(0), json!("0")] {
-        let objects = rendered(&json!({ "flannel": { "healthz": { "port": off }, "args": [] } }));
-        let main = container(&objects, "kube-flannel");
-        assert_eq!(main["args"], json!(["--healthz-port=0"]));
-        for absent in ["ports", "livenessProbe", "readinessProbe"] {
-            assert!(main[absent].is_null(), "{off}: {absent}");
-        }
-    }
-}
-
-/// `--set-string netpol.enabled=false` would be a privileged container that nobody wants: any text is true to a template.
-#[test]
-fn what_is_true_or_false_is_no_text() {
-    let chart = Chart::read(&file("chart/flannel")).unwrap();
-    for (path, kind) in [
-        ("netpol.enabled", "netpol"),
-        ("flannel.skipCNIConfigInstallation", "flannel"),
-        ("flannel.enableNFTables", "flannel"),
-        ("flannel.directRouting", "flannel"),
-        ("flannel.GBP", "flannel"),
-    ] {
-        let name = path.split_once('.').unwrap().1;
-        for text in ["false", "true", "0", ""] {
-            let error = chart.render("kube-flannel", &json!({ kind: { name: text } })).unwrap_err();
-            assert_eq!(error, format!("{path}: {text:?} is not of type boolean"));
-        }
-        rendered(&json!({ kind: { name: false } }));
-        rendered(&json!({ kind: { name: true } }));
-    }
-}
-
-/// helm would ask for the image `flannel:2.0261121e+07`.
-#[test]
-fn a_tag_that_is_a_number_must_be_in_quotes() {
-    let chart = Chart::read(&file("chart/flannel")).unwrap();
-    let render = |tag: Value| {
-        chart.render("kube-flannel", &json!({ "flannel": { "image": { "tag": tag } } }))
-    };
-    let error = render(json!(20_261_121)).unwrap_err();
-    assert!(error.contains("flannel.image.tag") && error.contains("\"20261121\""), "{error}");
-    let objects = render(json!("20261121")).unwrap();
-    assert_eq!(container(&objects, "kube-flannel")["image"], "localhost/flannel:20261121");
+fn templates_use_exactly_the_values_that_there_are() {
+    let all = templates().into_values().collect::<String>();
+    let is_path = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '.';
+    let used: BTreeSet<String> = all
+        .split(".Values.")
+        .skip(1)
+        .map(|rest| rest.chars().take_while(|c| is_path(*c)).collect())
+        .collect();
+    assert_eq!(used, optional().union(&defaults()).cloned().collect());
 }
 
 #[test]
-fn what_the_pod_is_given_stands_where_it_belongs() {
-    let objects = rendered(&json!({
-        "global": { "imagePullSecrets": [{ "name": "a-secret" }] },
-        "flannel": {
-            "image": { "repository": "registry.example/flannel", "tag": "v9" },
-            "flannel_cni": { "image": { "repository": "registry.example/cni", "tag": "1.10" } },
-            "cniBinDir": "/var/lib/cni \"bin\"", "cniConfDir": "/etc/other\nnet.d",
-            "args": ["--ip-masq", "--iface-regex=^eth[0-9]+: \"x\"$", "--iface=#1"],
-            "resources": { "limits": { "memory": "128Mi" } },
-            "healthz": { "port": 9000, "livenessProbe": { "timeoutSeconds": 3 }, "readinessProbe": { "failureThreshold": 9 } },
-            "tolerations": [{ "key": "on", "operator": "Equal", "value": "yes" }],
-            "nodeSelector": { "eks.amazonaws.com/compute-type": "hybrid", "on": "true" },
-        },
-    }));
-    let spec = pod(&objects);
-    let main = container(&objects, "kube-flannel");
-    assert_eq!(spec["imagePullSecrets"], json!([{ "name": "a-secret" }]));
-    assert_eq!(main["image"], "registry.example/flannel:v9");
-    assert_eq!(container(&objects, "install-cni")["image"], main["image"]);
-    assert_eq!(container(&objects, "install-cni-plugin")["image"], "registry.example/cni:1.10");
-    let path = |name: &str| {
-        let volumes = spec["volumes"].as_array().unwrap();
-        volumes.iter().find(|volume| volume["name"] == name).unwrap()["hostPath"]["path"].clone()
-    };
-    assert_eq!(
-        (path("cni-plugin"), path("cni")),
-        (json!("/var/lib/cni \"bin\""), json!("/etc/other\nnet.d"))
-    );
-    assert_eq!(
-        main["args"],
-        json!([
-            "--ip-masq",
-            "--iface-regex=^eth[0-9]+: \"x\"$",
-            "--iface=#1",
-            "--healthz-port=9000"
-        ])
-    );
-    assert_eq!(
-        main["resources"],
-        json!({ "limits": { "memory": "128Mi" }, "requests": { "cpu": "100m", "memory": "50Mi" } })
-    );
-    assert_eq!(main["ports"][0]["containerPort"], 9000);
-    let probe = json!({ "httpGet": { "path": "/healthz", "port": "healthz" }, "initialDelaySeconds": 10, "periodSeconds": 30, "timeoutSeconds": 3 });
-    assert_eq!(main["livenessProbe"], probe);
-    assert_eq!(main["readinessProbe"]["failureThreshold"], 9);
-    assert_eq!(spec["tolerations"], json!([{ "key": "on", "operator": "Equal", "value": "yes" }]));
-    assert_eq!(
-        spec["nodeSelector"],
-        json!({ "eks.amazonaws.com/compute-type": "hybrid", "on": "true" })
-    );
-    assert_eq!(of_kind(&objects, "ConfigMap")["metadata"]["namespace"], "kube-flannel");
-}
-
-#[test]
-fn what_is_turned_off_is_not_there() {
-    let objects = rendered(&json!({ "flannel": {
-        "skipCNIConfigInstallation": true, "args": [], "tolerations": [], "resources": null,
-        "healthz": { "port": 0 },
-    } }));
-    let spec = pod(&objects);
-    assert_eq!(spec["initContainers"].as_array().unwrap().len(), 1);
-    assert!(
-        spec["tolerations"].is_null()
-            && spec["imagePullSecrets"].is_null()
-            && spec["nodeSelector"].is_null()
-    );
-    let main = container(&objects, "kube-flannel");
-    assert_eq!(main["args"], json!(["--healthz-port=0"]));
-    for absent in ["ports", "livenessProbe", "readinessProbe", "resources"] {
-        assert!(main[absent].is_null(), "{absent}");
-    }
-    let probes =
-        json!({ "flannel": { "healthz": { "livenessProbe": null, "readinessProbe": {} } } });
-    let main = container(&rendered(&probes), "kube-flannel").clone();
-    assert_eq!(
-        main["livenessProbe"],
-        json!({ "httpGet": { "path": "/healthz", "port": "healthz" } })
-    );
-    assert_eq!(main["readinessProbe"]["periodSeconds"], 10);
-}
-
-#[test]
-fn network_policies_come_with_what_they_need() {
-    let without = rendered(&json!({}));
-    let objects = rendered(
-        &json!({ "netpol": { "enabled": true, "args": ["--v=4: x"], "image": { "tag": "v2" } } }),
-    );
-    let netpol = container(&objects, "kube-network-policies");
-    assert_eq!(netpol["image"], "registry.k8s.io/networking/kube-network-policies:v2");
-    assert_eq!(netpol["args"], json!(["--v=4: x"]));
-    let rules =
-        |objects: &[Value]| of_kind(objects, "ClusterRole")["rules"].as_array().unwrap().len();
-    assert_eq!((rules(&without), rules(&objects)), (2, 5));
-    let volumes = |objects: &[Value]| pod(objects)["volumes"].as_array().unwrap().len();
-    assert_eq!((volumes(&without), volumes(&objects)), (6, 7));
-    // What flannel itself may do does not change.
-    assert_eq!(container(&without, "kube-flannel"), container(&objects, "kube-flannel"));
-}
-
-#[test]
-fn the_cni_config_is_handed_over_as_it_is() {
-    let conf = "{\n  \"name\": \"it's: \\\"x\\\" # {{ .Values }}\"\n}\n\n";
-    let objects = rendered(&json!({ "flannel": { "cniConf": conf } }));
-    assert_eq!(of_kind(&objects, "ConfigMap")["data"]["cni-conf.json"], conf);
-}
-
-/// A text without line breaks.
-fn line(text: &str) -> String {
-    text.replace(['\n', '\r'], " ")
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
-
-    /// Whatever a value holds, it is that value which arrives, and nothing around it changes. (Of control characters `quote` makes
-    /// something that JSON does not know, and an image's name is one line.)
-    #[test]
-    fn any_text_arrives_as_it_is(text in "[^\\p{C}\\p{Z}\u{10000}-\u{10ffff}]{0,24}", quotes in "[\"'\\\\\n\t\r{}:#&*!|>%@` -]{1,12}") {
-        for text in [text, quotes] {
-            let objects = Chart::read(&file("chart/flannel")).unwrap().render("kube-flannel", &json!({
-                "podCidr": format!("x{text}"),
-                "flannel": {
-                    "backend": "wireguard", "psk": text, "tunnelMode": text, "cniBinDir": text, "cniConf": text,
-                    "image": { "tag": line(&text) }, "nodeSelector": { "key": text }, "args": [text],
-                },
-            })).unwrap();
-            let net_conf: Value = serde_json::from_str(net_conf(&objects)).unwrap();
-            prop_assert_eq!(&net_conf["Network"], &json!(format!("x{text}")));
-            for field in ["PSK", "Mode"] {
-                let expected = if text.is_empty() { Value::Null } else { text.clone().into() };
-                prop_assert_eq!(&net_conf["Backend"][field], &expected);
+fn the_schema_names_values_that_there_are() {
+    let schema: Value = serde_json::from_str(&read("values.schema.json")).unwrap();
+    let known: BTreeSet<String> = optional().union(&defaults()).cloned().collect();
+    let (mut open, mut typed) = (vec![(String::new(), &schema)], 0);
+    while let Some((path, schema)) = open.pop() {
+        match schema["properties"].as_object() {
+            Some(fields) => open.extend(fields.iter().map(|(name, schema)| {
+                (format!("{path}.{name}").trim_start_matches('.').to_owned(), schema)
+            })),
+            None => {
+                assert!(known.contains(&path), "the schema names {path}");
+                typed += 1;
             }
-            prop_assert_eq!(&net_conf["Backend"]["Type"], "wireguard");
-            prop_assert_eq!(&of_kind(&objects, "ConfigMap")["data"]["cni-conf.json"], &json!(text));
-            let main = container(&objects, "kube-flannel");
-            prop_assert_eq!(&main["image"], &json!(format!("localhost/flannel:{}", line(&text))));
-            prop_assert_eq!(&main["args"], &json!([text, "--healthz-port=8081"]));
-            prop_assert_eq!(&pod(&objects)["nodeSelector"]["key"], &json!(text));
         }
     }
+    assert_eq!(typed, 9);
+}
+
+/// Each line of a template that does not depend on a value is in what helm made of it, in the same
+/// order.
+#[test]
+fn the_manifests_follow_the_templates() {
+    for (rendered, text) in [
+        ("kube-flannel.yml", include_str!("../kube-flannel.yml")),
+        ("rendered/dual-stack.yml", include_str!("rendered/dual-stack.yml")),
+    ] {
+        for (name, template) in templates() {
+            let source = format!("# Source: flannel/templates/{name}");
+            let documents = text.split("---\n").filter(|part| part.starts_with(&source));
+            let mut lines = documents.flat_map(|document| document.lines().skip(1));
+            let (mut depth, mut compared) = (0, 0);
+            // Comments are actions too.
+            let template = template.split_once("*/ -}}\n").map_or(&*template, |(_, rest)| rest);
+            for line in template.lines() {
+                match line.strip_prefix("{{- ").and_then(|action| action.split(' ').next()) {
+                    Some("if" | "with") => depth += 1,
+                    Some("end") => depth -= 1,
+                    _ => {}
+                }
+                if depth == 0 && !line.contains("{{") && line != "---" {
+                    assert!(
+                        lines.any(|rendered| rendered == line),
+                        "deploy/{rendered} lacks the line {line:?} of {name}: run \
+                         deploy/render-manifests.sh"
+                    );
+                    compared += 1;
+                }
+            }
+            assert!(depth == 0 && compared >= 5, "{name}: {compared} lines");
+        }
+    }
+}
+
+#[test]
+fn the_default_values_are_in_the_manifest() {
+    let (values, objects) = (yaml("values.yaml"), manifest());
+    let flannel = &values["flannel"];
+    let image = |values: &Value| {
+        let [repository, tag] = ["repository", "tag"].map(|name| values[name].as_str().unwrap());
+        format!("{repository}:{tag}")
+    };
+    let pod = &of_kind(&objects, "DaemonSet")["spec"]["template"]["spec"];
+    let main = container(&objects, "kube-flannel");
+    for (name, from) in [
+        ("kube-flannel", &flannel["image"]),
+        ("install-cni", &flannel["image"]),
+        ("install-cni-plugin", &flannel["flannel_cni"]["image"]),
+    ] {
+        assert_eq!(container(&objects, name)["image"], image(from), "{name}");
+    }
+    let port = &flannel["healthz"]["port"];
+    let mut args = flannel["args"].as_array().unwrap().clone();
+    args.push(format!("--healthz-port={port}").into());
+    assert_eq!((&main["args"], &main["ports"][0]["containerPort"]), (&args.into(), port));
+    for probe in ["livenessProbe", "readinessProbe"] {
+        for (name, value) in flannel["healthz"][probe].as_object().unwrap() {
+            assert_eq!(&main[probe][name], value, "{probe}.{name}");
+        }
+    }
+    assert_eq!(main["resources"], flannel["resources"]);
+    assert_eq!(pod["tolerations"], flannel["tolerations"]);
+    assert!(pod["nodeSelector"].is_null() && pod["imagePullSecrets"].is_null());
+    assert_eq!(pod["containers"].as_array().unwrap().len(), 1, "without network policies");
+    for (volume, value) in [("cni-plugin", "cniBinDir"), ("cni", "cniConfDir")] {
+        let volumes = pod["volumes"].as_array().unwrap();
+        let volume = volumes.iter().find(|known| known["name"] == volume).unwrap();
+        assert_eq!(volume["hostPath"]["path"], flannel[value]);
+    }
+    let data = &of_kind(&objects, "ConfigMap")["data"];
+    assert_eq!(data["cni-conf.json"], flannel["cniConf"]);
+    let net_conf: Value = serde_json::from_str(data["net-conf.json"].as_str().unwrap()).unwrap();
+    let expected = json!({
+        "Network": values["podCidr"],
+        "EnableNFTables": flannel["enableNFTables"],
+        "Backend": { "Type": flannel["backend"] },
+    });
+    assert_eq!(net_conf, expected);
+}
+
+#[test]
+fn the_chart_for_both_families_is_known_to_the_api_and_to_flanneld() {
+    let (values, objects) = (include_str!("rendered/dual-stack.values.yaml"), dual_stack());
+    let values = deploy::documents(values).unwrap().remove(0);
+    objects.iter().for_each(|object| known_to_the_api(object).unwrap());
+    let data = &of_kind(&objects, "ConfigMap")["data"];
+    let config = Config::parse(data["net-conf.json"].as_str().unwrap()).unwrap();
+    assert_eq!(config.networks[Family::V6].unwrap().network.to_string(), values["podCidrv6"]);
+    assert_eq!(config.networks.families().count(), 2);
+    assert_eq!(config.nftables, values["flannel"]["enableNFTables"]);
+    let options = flannel_backend_vxlan::Options::parse(&config.backend).unwrap();
+    assert_eq!(options.direct_routing, values["flannel"]["directRouting"]);
 }

@@ -11,7 +11,6 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use deploy::Chart;
 use flannel_core::Subnet;
 use flannel_lab::Namespace;
 use flannel_subnet_kube::testing::ApiServer;
@@ -21,7 +20,7 @@ mod container;
 mod objects;
 use container::{Api, NODE_NAME, Node, image, said};
 use flannel_lab::testing::as_root;
-use objects::{cleanup, file, manifest, of_kind};
+use objects::{cleanup, dual_stack, manifest, of_kind};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -332,13 +331,11 @@ fn a_tunnel_that_heeds_router_advertisements_is_told_of() {
     });
 }
 
-/// Values of a cluster of both families, with rules in nftables.
+/// With the values of a cluster of both families and rules in nftables.
 #[test]
 fn the_chart_is_all_that_a_node_needs() {
     as_root("the_chart_is_all_that_a_node_needs", || {
-        let values = json!({ "podCidrv6": "fd00:10:244::/48", "flannel": { "enableNFTables": true, "directRouting": true } });
-        let chart = Chart::read(&file("chart/flannel")).unwrap();
-        let cluster = Cluster::new(chart.render("kube-flannel", &values).unwrap());
+        let cluster = Cluster::new(dual_stack());
         cluster.install();
         let mut daemon = cluster.start();
         let env = cluster.subnet_env();

@@ -30,9 +30,9 @@ fn every_field_is_known_to_the_api() {
     let order = [
         "Namespace",
         "ServiceAccount",
+        "ConfigMap",
         "ClusterRole",
         "ClusterRoleBinding",
-        "ConfigMap",
         "DaemonSet",
     ];
     assert_eq!(kinds, order, "what is applied first is needed by what follows");
@@ -87,7 +87,7 @@ fn an_overlay_changes_image_and_network() {
     for name in ["kustomization.yaml", "kube-flannel.yml"] {
         fs::copy(file(name), base.join(name)).unwrap();
     }
-    // Older names of `resources` and `patches`, which Debian's kubectl 1.20 knows as well as new ones.
+    // JSON is YAML. Older names of `resources` and `patches`, which Debian's kubectl 1.20 knows as well as new ones.
     let kustomization = json!({
         "bases": ["../base"],
         "images": [{ "name": "localhost/flannel", "newName": "registry.example/flannel", "newTag": "v9" }],
@@ -96,8 +96,8 @@ fn an_overlay_changes_image_and_network() {
     let net_conf = r#"{"Network": "10.42.0.0/16", "Backend": {"Type": "host-gw"}}"#;
     let patch = json!({ "apiVersion": "v1", "kind": "ConfigMap",
         "metadata": { "name": "kube-flannel-cfg", "namespace": "kube-flannel" }, "data": { "net-conf.json": net_conf } });
-    fs::write(overlay.join("kustomization.yaml"), deploy::to_yaml(&kustomization)).unwrap();
-    fs::write(overlay.join("net-conf.yaml"), deploy::to_yaml(&patch)).unwrap();
+    fs::write(overlay.join("kustomization.yaml"), kustomization.to_string()).unwrap();
+    fs::write(overlay.join("net-conf.yaml"), patch.to_string()).unwrap();
 
     let objects = kustomized(&overlay);
     objects.iter().for_each(|object| known_to_the_api(object).unwrap());

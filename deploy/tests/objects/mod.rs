@@ -23,6 +23,19 @@ pub(crate) fn manifest() -> Vec<Value> {
     deploy::documents(include_str!("../../kube-flannel.yml")).unwrap()
 }
 
+/// The objects of the chart for both families, with rules in nftables.
+pub(crate) fn dual_stack() -> Vec<Value> {
+    deploy::documents(include_str!("../rendered/dual-stack.yml")).unwrap()
+}
+
+/// A container of the DaemonSet.
+pub(crate) fn container<'a>(objects: &'a [Value], name: &str) -> &'a Value {
+    let pod = &of_kind(objects, "DaemonSet")["spec"]["template"]["spec"];
+    let all = ["initContainers", "containers"].map(|kind| pod[kind].as_array().unwrap());
+    let mut found = all.into_iter().flatten().filter(|container| container["name"] == name);
+    found.next().unwrap_or_else(|| panic!("no container {name}"))
+}
+
 /// The objects that clean nodes up.
 pub(crate) fn cleanup() -> Vec<Value> {
     deploy::documents(include_str!("../../cleanup.yml")).unwrap()

@@ -1,0 +1,41 @@
+#!/bin/sh
+# Renders the chart with helm, which HELM names if it is not in the PATH:
+#
+#     DIR/kube-flannel.yml               the namespace, and the chart with its default values
+#     DIR/tests/rendered/dual-stack.yml  the chart with the values of dual-stack.values.yaml there
+#
+# DIR is this directory if it is not given. Run it after each change of the chart. `.ci/long` checks
+# that the two files are what it writes.
+set -eu
+[ $# -le 1 ] || { echo "usage: render-manifests.sh [DIR]" >&2; exit 2; }
+here=$(cd "$(dirname "$0")" && pwd)
+out=${1:-$here}
+helm=${HELM:-helm}
+if ! command -v "$helm" >/dev/null; then
+    echo "render-manifests.sh: helm is needed. Name it in HELM, or install it:" >&2
+    echo "    go install helm.sh/helm/v3/cmd/helm@v3.18.6" >&2
+    exit 1
+fi
+render() { "$helm" template flannel "$here/chart/flannel" --namespace kube-flannel "$@"; }
+
+mkdir -p "$out/tests/rendered"
+{
+    cat <<'END'
+# flannel on Kubernetes: kubectl apply -f kube-flannel.yml
+# docs/kubernetes.md explains each object and how to change it.
+# `docker build -t localhost/flannel:v0.1.0 .` builds the image.
+#
+# deploy/render-manifests.sh writes this file: change the chart, not this.
+---
+apiVersion: v1
+kind: Namespace
+metadata:
+  name: kube-flannel
+  labels:
+    k8s-app: flannel
+    # The pod uses the host's network and mounts directories of the host.
+    pod-security.kubernetes.io/enforce: privileged
+END
+    render
+} >"$out/kube-flannel.yml"
+render --values "$here/tests/rendered/dual-stack.values.yaml" >"$out/tests/rendered/dual-stack.yml"
