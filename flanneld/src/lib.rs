@@ -1,6 +1,5 @@
 #![doc = include_str!("../README.md")]
 
-mod allocator;
 mod backends;
 mod capabilities;
 mod changed_config;
@@ -75,7 +74,6 @@ const STOP: Duration = Duration::from_millis(800);
 /// # Blocking
 /// It owns the process: a runtime, the signals and the log are set up here. An embedder calls [`run()`].
 pub fn main(args: impl IntoIterator<Item = OsString>) -> ExitCode {
-    allocator::set_up();
     match start(args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(Error::Help(text)) => {
@@ -137,7 +135,6 @@ fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
             _ = terminate.recv() => Ok("SIGTERM"),
             never = reloads => match never {},
             never = informed => match never {},
-            never = allocator::give_back(&observer) => match never {},
         }
     });
     if let Some(notifier) = &notifier {
