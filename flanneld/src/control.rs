@@ -1,8 +1,9 @@
 //! Where the daemon can be asked: health and metrics over TCP, the same and the control API over a Unix socket.
 //!
-//! The one thing to know: reading verbs are `GET` and change nothing, writing verbs are `POST`; over TCP there are
-//! reading verbs only, and none that tells more than health and metrics. Whoever may open the socket may read, for which there is
-//! `--control-group`; only root and the daemon's own user may write, whatever the socket's mode, as the kernel tells who asks.
+//! Reading verbs are `GET` and change nothing. Writing verbs are `POST`. TCP has health and metrics
+//! only. Every user that may open the socket may read; `--control-group` is for that. Only root and
+//! the daemon's own user may write, whatever the mode of the socket: the kernel names the user of
+//! the client.
 //!
 //! | request | answer |
 //! |---|---|
@@ -25,6 +26,7 @@ use std::sync::Arc;
 use std::{fs, io};
 
 use async_trait::async_trait;
+use hyper::StatusCode;
 use nix::errno::Errno;
 use serde_json::json;
 use socket2::{Domain, Socket, Type};
@@ -269,17 +271,22 @@ impl Site for Answers {
     async fn answer(&self, request: &Request) -> Response {
         let verb = (request.method.as_str(), request.path.as_str());
         match verb {
-            ("GET", "/healthz") => Response::text(200, "flanneld is running"),
+            ("GET", "/healthz") => Response::text(StatusCode::OK, "flanneld is running"),
             ("GET", "/readyz") => self.ready(),
             ("GET", "/metrics") => {
                 let body = metrics::metrics(&self.observer.snapshot());
-                Response { status: 200, kind: metrics::KIND, body }
+                Response { status: StatusCode::OK, kind: metrics::KIND, body }
             }
             ("GET" | "POST", path) if self.control && path.starts_with("/v1/") => {
                 self.control(request).await
             }
-            ("GET" | "POST", path) => Response::text(404, format!("there is no {path} here\n")),
-            (method, _) => Response::text(405, format!("{method} is not understood here\n")),
+            ("GET" | "POST", path) => {
+                Response::text(StatusCode::NOT_FOUND, format!("there is no {path} here\n"))
+            }
+            (method, _) => Response::text(
+                StatusCode::METHOD_NOT_ALLOWED,
+                format!("{method} is not understood here\n"),
+            ),
         }
     }
 }
@@ -294,10 +301,11 @@ impl Answers {
         let errors = problems.iter().filter(|problem| problem.is_error());
         let reasons: Vec<&str> = errors.map(|problem| problem.text.as_str()).collect();
         match reasons.as_slice() {
-            [] => Response::text(200, "flanneld is ready"),
-            reasons => {
-                Response::text(503, format!("flanneld is not ready yet\n{}\n", reasons.join("\n")))
-            }
+            [] => Response::text(StatusCode::OK, "flanneld is ready"),
+            reasons => Response::text(
+                StatusCode::SERVICE_UNAVAILABLE,
+                format!("flanneld is not ready yet\n{}\n", reasons.join("\n")),
+            ),
         }
     }
 
@@ -307,7 +315,7 @@ impl Answers {
             let error = format!(
                 "what changes something is for root, and for user {own}, as whom flanneld runs"
             );
-            return refusal(403, &error);
+            return refusal(StatusCode::FORBIDDEN, &error);
         }
         match (request.method.as_str(), request.path.as_str()) {
             ("GET", "/v1/status") => {
@@ -331,14 +339,17 @@ impl Answers {
                 .map(|text| text.parse::<IpAddr>())
             {
                 Some(Ok(address)) => answer(&json!(why(&self.observer.snapshot(), address).await)),
-                _ => refusal(400, "address is to be an IP address, as in /v1/why?address=10.1.7.9"),
+                _ => refusal(
+                    StatusCode::BAD_REQUEST,
+                    "address is to be an IP address, as in /v1/why?address=10.1.7.9",
+                ),
             },
             ("POST", "/v1/reload") => match self.reloading.try_lock() {
                 Ok(_reloading) => {
                     answer(&json!({ "version": VERSION, "found": self.observer.reload().await }))
                 }
                 Err(_) => refusal(
-                    503,
+                    StatusCode::SERVICE_UNAVAILABLE,
                     "everything is being read again already, and the store has not answered yet",
                 ),
             },
@@ -348,17 +359,18 @@ impl Answers {
                         tracing::info!("the log filter is {filter} now, until SIGHUP");
                         answer(&json!({ "version": VERSION, "filter": filter }))
                     }
-                    Err(error) => refusal(400, &error),
+                    Err(error) => refusal(StatusCode::BAD_REQUEST, &error),
                 },
-                None => {
-                    refusal(400, "filter is to be what --log takes, as in /v1/log?filter=debug")
-                }
+                None => refusal(
+                    StatusCode::BAD_REQUEST,
+                    "filter is to be what --log takes, as in /v1/log?filter=debug",
+                ),
             },
             (method, path) => {
                 let error =
                     format!("this daemon has no {method} {path}; its API has version {VERSION}");
                 let body = json!({ "version": VERSION, "error": error }).to_string();
-                Response { status: 404, kind: JSON, body }
+                Response { status: StatusCode::NOT_FOUND, kind: JSON, body }
             }
         }
     }
@@ -370,10 +382,10 @@ fn may_write(uid: Option<u32>) -> bool {
 }
 
 fn answer(value: &serde_json::Value) -> Response {
-    Response { status: 200, kind: JSON, body: format!("{value}\n") }
+    Response { status: StatusCode::OK, kind: JSON, body: format!("{value}\n") }
 }
 
-fn refusal(status: u16, error: &str) -> Response {
+fn refusal(status: StatusCode, error: &str) -> Response {
     let body = format!("{}\n", json!({ "version": VERSION, "error": error }));
     Response { status, kind: JSON, body }
 }
@@ -388,7 +400,7 @@ mod tests {
 
     async fn ask(site: &Answers, method: &str, target: &str) -> (u16, String) {
         let response = site.answer(&Request::new(method, target).by(Some(0))).await;
-        (response.status, response.body)
+        (response.status.as_u16(), response.body)
     }
 
     #[tokio::test]
@@ -467,7 +479,7 @@ mod tests {
         let own = nix::unistd::geteuid().as_raw();
         for (uid, writes) in [(Some(0), 200), (Some(own), 200), (Some(own + 1), 403), (None, 403)] {
             let ask = async |method, target| {
-                site.answer(&Request::new(method, target).by(uid)).await.status
+                site.answer(&Request::new(method, target).by(uid)).await.status.as_u16()
             };
             assert_eq!(ask("GET", "/v1/status").await, 200, "{uid:?}");
             assert_eq!(ask("POST", "/v1/reload").await, writes, "{uid:?}");

@@ -1,8 +1,9 @@
-//! The smallest HTTP/1.1 server that Prometheus, a kubelet and `curl --unix-socket` are content with.
+//! HTTP/1.1 for Prometheus, a kubelet and `curl --unix-socket`: hyper, with limits.
 //!
-//! The one thing to know: one request for each connection, and everything is bounded: the bytes of a request, the
-//! time that one takes, and how many there are at once. Who has said nothing yet gives way to who comes, so that silence keeps
-//! nobody from an answer. A full HTTP library would be larger than all that it serves here.
+//! A connection carries one request. Every resource is bounded: the bytes of a request's head, the
+//! time for each step, and the number of connections. A connection that has not sent a request gives
+//! way to a new one, so that silent clients keep nobody from an answer. Bodies of requests are never
+//! read, because no verb takes one.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -11,27 +12,36 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use http_body_util::Full;
+use hyper::body::{Bytes, Incoming};
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::service::service_fn;
+use hyper::{Method, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
-/// A request may have so many bytes.
-const LONGEST: usize = 8 * 1024;
-/// A client has so long to ask.
-const ASKING: Duration = Duration::from_secs(5);
-/// So long an answer may take to be found.
-const ANSWERING: Duration = Duration::from_secs(10);
+/// The head of a request may have so many bytes. It is the least that hyper takes.
+const MAX_HEAD: usize = 8 * 1024;
+/// A client has so long to send the head of its request.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
+/// An answer may take so long to be found.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// A client has so long to take the answer.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// There are so many connections at once. For one more the oldest that has not asked yet ends; if all have, it waits.
-const MOST: usize = 64;
-/// Nobody is shut out before.
-const GRACE: Duration = Duration::from_millis(20);
-/// After a connection could not be accepted (no file descriptors are left, mostly).
-const PAUSE: Duration = Duration::from_millis(100);
+const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
+/// So many connections are open at once. For one more, the oldest without a request is closed. If
+/// all have sent one, the new connection waits. hyper needs some 13 KiB for each.
+const MAX_CONNECTIONS: usize = 16;
+/// No connection is closed for another one earlier than this. So 8,000 new connections a second are
+/// accepted at most.
+const GRACE: Duration = Duration::from_millis(2);
+/// The pause after a connection could not be accepted, mostly for want of file descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// What a client asks for.
+/// A request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Request {
     /// `GET`, `POST`; `HEAD` counts as `GET`.
@@ -39,7 +49,7 @@ pub(crate) struct Request {
     /// Without the query.
     pub(crate) path: String,
     query: String,
-    /// Who asks, as the kernel says; `None` over TCP.
+    /// The user of the client, from the kernel; `None` over TCP.
     pub(crate) uid: Option<u32>,
 }
 
@@ -60,6 +70,15 @@ impl Request {
         Self { uid, ..self }
     }
 
+    /// The request in hyper's form; `None`: its target is not a path.
+    fn of(request: &hyper::Request<Incoming>, uid: Option<u32>) -> Option<Self> {
+        let (method, target) = (request.method(), request.uri());
+        let method = if *method == Method::HEAD { &Method::GET } else { method };
+        let [method, path, query] =
+            [method.as_str(), target.path(), target.query().unwrap_or("")].map(str::to_owned);
+        path.starts_with('/').then_some(Self { method, path, query, uid })
+    }
+
     /// A parameter of the query, decoded.
     pub(crate) fn parameter(&self, name: &str) -> Option<String> {
         let pairs = self.query.split('&').map(|pair| pair.split_once('=').unwrap_or((pair, "")));
@@ -67,47 +86,39 @@ impl Request {
     }
 }
 
-/// What it gets.
+/// An answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Response {
-    pub(crate) status: u16,
+    pub(crate) status: StatusCode,
+    /// The `Content-Type`.
     pub(crate) kind: &'static str,
     pub(crate) body: String,
 }
 
 impl Response {
     /// Plain text.
-    pub(crate) fn text(status: u16, body: impl Into<String>) -> Self {
+    pub(crate) fn text(status: StatusCode, body: impl Into<String>) -> Self {
         Self { status, kind: "text/plain; charset=utf-8", body: body.into() }
-    }
-
-    fn head(&self) -> String {
-        let reason = match self.status {
-            200 => "OK",
-            400 => "Bad Request",
-            403 => "Forbidden",
-            404 => "Not Found",
-            405 => "Method Not Allowed",
-            503 => "Service Unavailable",
-            _ => "Error",
-        };
-        format!(
-            "HTTP/1.1 {} {reason}\r\nContent-Type: {}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
-            self.status,
-            self.kind,
-            self.body.len()
-        )
     }
 }
 
-/// Who answers.
+impl From<Response> for hyper::Response<Full<Bytes>> {
+    fn from(response: Response) -> Self {
+        let mut all = Self::new(Full::from(response.body));
+        *all.status_mut() = response.status;
+        all.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(response.kind));
+        all
+    }
+}
+
+/// What answers requests.
 #[async_trait]
 pub(crate) trait Site: Send + Sync {
     /// The answer to one request.
     async fn answer(&self, request: &Request) -> Response;
 }
 
-/// Where clients come from.
+/// A socket that accepts connections.
 #[derive(Debug)]
 pub(crate) enum Listener {
     Tcp(TcpListener),
@@ -118,7 +129,7 @@ trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
 
 impl Listener {
-    /// The next client, and over a Unix socket who it is.
+    /// The next connection, and over a Unix socket the user of the client.
     async fn accept(&self) -> std::io::Result<(Box<dyn Stream>, Option<u32>)> {
         match self {
             Self::Tcp(listener) => {
@@ -137,109 +148,123 @@ impl Listener {
 /// Serves for ever.
 ///
 /// # Cancel safety
-/// Dropping the future ends all connections.
+/// Dropping the future closes all connections.
 pub(crate) async fn serve(listener: Listener, site: Arc<dyn Site>) -> Infallible {
-    let (mut tasks, mut clients) = (JoinSet::new(), VecDeque::<Client>::new());
+    let mut connections = Connections::new();
     loop {
-        let (stream, uid) = match listener.accept().await {
-            Ok(accepted) => accepted,
+        match listener.accept().await {
+            Ok((stream, uid)) => connections.add(stream, uid, Arc::clone(&site)).await,
             Err(error) => {
                 tracing::debug!("a connection could not be accepted: {error}");
-                sleep(PAUSE).await;
-                continue;
+                sleep(ACCEPT_PAUSE).await;
             }
-        };
-        while tasks.try_join_next().is_some() {}
-        make_room(&mut tasks, &mut clients).await;
-        let asked = Arc::<AtomicBool>::default();
-        let task = tasks.spawn(exchange(stream, uid, Arc::clone(&asked), Arc::clone(&site)));
-        clients.push_back(Client { task, asked, since: Instant::now() });
+        }
     }
 }
 
-/// One connection, since when there is one, and whether it has said what it wants.
-struct Client {
+/// The open connections, at most [`MAX_CONNECTIONS`].
+struct Connections {
+    tasks: JoinSet<()>,
+    permits: Arc<Semaphore>,
+    /// Those that have not sent a request when last seen, the oldest first.
+    silent: VecDeque<Silent>,
+}
+
+/// A connection that may not have sent a request.
+struct Silent {
     task: AbortHandle,
     asked: Arc<AtomicBool>,
     since: Instant,
 }
 
-/// Makes sure that there is room for one more.
-async fn make_room(tasks: &mut JoinSet<()>, clients: &mut VecDeque<Client>) {
-    loop {
-        clients.retain(|client| !client.task.is_finished());
-        if clients.len() < MOST {
-            return;
-        }
-        match clients.iter().position(|client| !client.asked.load(Ordering::Relaxed)) {
-            // What it says may be here already, and nobody has read it yet.
-            Some(oldest) if clients[oldest].since.elapsed() < GRACE => {
-                sleep_until(clients[oldest].since + GRACE).await;
+impl Connections {
+    fn new() -> Self {
+        let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        Self { tasks: JoinSet::new(), permits, silent: VecDeque::new() }
+    }
+
+    /// Serves a connection, once there is room for it.
+    async fn add(&mut self, stream: Box<dyn Stream>, uid: Option<u32>, site: Arc<dyn Site>) {
+        let permit = self.permit().await;
+        let asked = Arc::<AtomicBool>::default();
+        let connection = connection(stream, uid, Arc::clone(&asked), site);
+        let task = self.tasks.spawn(async move {
+            connection.await;
+            drop(permit);
+        });
+        self.silent.push_back(Silent { task, asked, since: Instant::now() });
+    }
+
+    /// Makes room for one more.
+    async fn permit(&mut self) -> OwnedSemaphorePermit {
+        loop {
+            while self.tasks.try_join_next().is_some() {}
+            self.silent.retain(|connection| {
+                !connection.asked.load(Ordering::Relaxed) && !connection.task.is_finished()
+            });
+            if let Ok(permit) = Arc::clone(&self.permits).try_acquire_owned() {
+                return permit;
             }
-            Some(oldest) => {
-                if let Some(client) = clients.remove(oldest) {
-                    client.task.abort();
+            match self.silent.front() {
+                // Its request may be here already, though nothing has read it yet.
+                Some(oldest) if oldest.since.elapsed() < GRACE => {
+                    sleep_until(oldest.since + GRACE).await;
                 }
+                Some(oldest) => {
+                    oldest.task.abort();
+                    self.silent.pop_front();
+                    // The permit comes back with the end of the task.
+                    self.tasks.join_next().await;
+                }
+                None => _ = self.tasks.join_next().await,
             }
-            None => _ = tasks.join_next().await,
         }
     }
 }
 
-/// One request and its answer. That a client goes away, or takes too long, is its own affair.
-async fn exchange(
-    mut stream: Box<dyn Stream>,
+/// One request and its answer. A client that goes away, or is too slow, is not an error.
+async fn connection(
+    stream: Box<dyn Stream>,
     uid: Option<u32>,
     asked: Arc<AtomicBool>,
     site: Arc<dyn Site>,
 ) {
-    let Ok(Some(head)) = timeout(ASKING, read_head(&mut stream)).await else { return };
-    asked.store(true, Ordering::Relaxed);
-    let (response, head_only) = match parse(&head) {
-        Some((request, head_only)) => {
-            let late =
-                |_| Response::text(503, format!("there is no answer within {ANSWERING:?}\n"));
-            let request = Request { uid, ..request };
-            (timeout(ANSWERING, site.answer(&request)).await.unwrap_or_else(late), head_only)
-        }
-        None => (Response::text(400, "this is no HTTP request that is understood here\n"), false),
-    };
-    let write = async {
-        stream.write_all(response.head().as_bytes()).await?;
-        if !head_only {
-            stream.write_all(response.body.as_bytes()).await?;
-        }
-        stream.shutdown().await
-    };
-    let _ = timeout(PATIENCE, write).await;
-}
-
-/// Everything up to the empty line. `None`: the client went away, or says too much.
-async fn read_head(stream: &mut (dyn Stream + '_)) -> Option<String> {
-    let (mut head, mut buffer) = (Vec::new(), [0; 1024]);
-    while head.len() < LONGEST {
-        let len = stream.read(&mut buffer).await.ok().filter(|len| *len > 0)?;
-        head.extend_from_slice(&buffer[..len]);
-        if let Some(end) = head.windows(4).position(|four| four == b"\r\n\r\n") {
-            head.truncate(end);
-            return String::from_utf8(head).ok();
+    let answered = Notify::new();
+    let service = service_fn(async |request: hyper::Request<Incoming>| {
+        asked.store(true, Ordering::Relaxed);
+        let response = respond(&*site, &request, uid).await;
+        answered.notify_one();
+        Ok::<_, Infallible>(hyper::Response::from(response))
+    });
+    let connection = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_TIMEOUT)
+        .max_header_size(MAX_HEAD)
+        .max_buf_size(MAX_HEAD)
+        .keep_alive(false)
+        .title_case_headers(true)
+        .serve_connection(TokioIo::new(stream), service);
+    tokio::pin!(connection);
+    tokio::select! {
+        _ = &mut connection => {}
+        () = answered.notified() => {
+            let _ = timeout(WRITE_TIMEOUT, connection).await;
         }
     }
-    Some(String::new())
 }
 
-/// The request, and whether only the head of the answer is wanted.
-fn parse(head: &str) -> Option<(Request, bool)> {
-    let mut words = head.lines().next()?.split(' ');
-    let (method, target, version) = (words.next()?, words.next()?, words.next()?);
-    if words.next().is_some() || !version.starts_with("HTTP/1.") || !target.starts_with('/') {
-        return None;
-    }
-    let (path, query) = target.split_once('?').unwrap_or((target, ""));
-    let head_only = method == "HEAD";
-    let method = if head_only { "GET" } else { method };
-    let [method, path, query] = [method, path, query].map(str::to_owned);
-    Some((Request { method, path, query, uid: None }, head_only))
+async fn respond(
+    site: &dyn Site,
+    request: &hyper::Request<Incoming>,
+    uid: Option<u32>,
+) -> Response {
+    let Some(request) = Request::of(request, uid) else {
+        return Response::text(StatusCode::BAD_REQUEST, "the target of a request must be a path\n");
+    };
+    timeout(ANSWER_TIMEOUT, site.answer(&request)).await.unwrap_or_else(|_| {
+        let text = format!("there is no answer within {ANSWER_TIMEOUT:?}\n");
+        Response::text(StatusCode::SERVICE_UNAVAILABLE, text)
+    })
 }
 
 /// Undoes percent encoding; what is encoded wrongly stays as it is.
@@ -271,7 +296,7 @@ pub(crate) fn encode(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tokio::io::duplex;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
 
     struct Echo;
 
@@ -286,14 +311,18 @@ mod tests {
             if request.path == "/slow" {
                 sleep(SLOW).await;
             }
+            if request.path == "/large" {
+                return Response::text(StatusCode::OK, "x".repeat(1 << 20));
+            }
             let says = request.parameter("says").unwrap_or_default();
-            Response::text(200, format!("{} {} {says}", request.method, request.path))
+            Response::text(StatusCode::OK, format!("{} {} {says}", request.method, request.path))
         }
     }
 
     async fn ask(text: &str) -> String {
         let (mut client, server) = duplex(64 * 1024);
-        let server = tokio::spawn(exchange(Box::new(server), None, Arc::default(), Arc::new(Echo)));
+        let site = Arc::new(Echo);
+        let server = tokio::spawn(connection(Box::new(server), None, Arc::default(), site));
         client.write_all(text.as_bytes()).await.unwrap();
         let mut answer = String::new();
         client.read_to_string(&mut answer).await.unwrap();
@@ -305,6 +334,7 @@ mod tests {
     async fn requests_are_answered_once() {
         let answer = ask("GET /x?a=b&says=%C3%A9+%2 HTTP/1.1\r\nHost: y\r\n\r\nrest").await;
         assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
+        assert!(answer.contains("Connection: close\r\n"), "{answer}");
         assert!(
             answer.contains("Content-Length: 12\r\n")
                 && answer.ends_with("\r\n\r\nGET /x \u{e9}+%2"),
@@ -319,16 +349,64 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_no_request_or_too_much_is_refused_and_who_says_nothing_is_not_waited_for() {
-        for text in ["GET\r\n\r\n", "GET x HTTP/1.1\r\n\r\n", "GET / SPDY/3\r\n\r\n", "\r\n\r\n"] {
+    async fn what_is_no_request_or_too_large_is_refused() {
+        for text in ["GET\r\n\r\n", "GET x HTTP/1.1\r\n\r\n", "GET / SPDY/3\r\n\r\n"] {
             assert!(ask(text).await.starts_with("HTTP/1.1 400 "), "{text:?}");
         }
-        assert!(ask(&"x".repeat(LONGEST)).await.starts_with("HTTP/1.1 400 "));
+        let long = "x".repeat(MAX_HEAD);
+        for text in [
+            long.clone(),
+            format!("GET /{long} HTTP/1.1\r\n\r\n"),
+            format!("GET / HTTP/1.1\r\na: {long}\r\n\r\n"),
+        ] {
+            assert!(ask(&text).await.starts_with("HTTP/1.1 431 "), "{text:?}");
+        }
+        let many = "a: b\r\n".repeat(101);
+        let answer = ask(&format!("GET / HTTP/1.1\r\n{many}\r\n")).await;
+        assert!(answer.starts_with("HTTP/1.1 431 "), "{answer}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn each_step_has_a_time_limit() {
         let begin = Instant::now();
-        assert_eq!(ask("GET / HT").await, "");
-        assert_eq!(begin.elapsed(), ASKING);
+        for (n, text) in ["", "\r\n", "GET / HT"].into_iter().enumerate() {
+            assert_eq!(ask(text).await, "");
+            assert_eq!(begin.elapsed().as_secs(), HEAD_TIMEOUT.as_secs() * (n as u64 + 1));
+        }
+        let begin = Instant::now();
         assert!(ask("GET /never HTTP/1.1\r\n\r\n").await.starts_with("HTTP/1.1 503 "));
-        assert_eq!(begin.elapsed(), ASKING + ANSWERING);
+        assert_eq!(begin.elapsed().as_secs(), ANSWER_TIMEOUT.as_secs());
+    }
+
+    /// The answer does not fit into the pipe.
+    #[tokio::test(start_paused = true)]
+    async fn a_client_that_does_not_read_is_not_waited_for() {
+        let (mut client, server) = duplex(64);
+        let begin = Instant::now();
+        let request = b"GET /large HTTP/1.1\r\n\r\n";
+        let site = Arc::new(Echo);
+        let server = tokio::spawn(connection(Box::new(server), None, Arc::default(), site));
+        client.write_all(request).await.unwrap();
+        server.await.unwrap();
+        assert_eq!(begin.elapsed().as_secs(), WRITE_TIMEOUT.as_secs());
+    }
+
+    /// Its bytes stay where they are, in the kernel.
+    #[tokio::test]
+    async fn the_body_of_a_request_is_not_read() {
+        let (mut client, server) = duplex(16 * 1024);
+        let site = Arc::new(Echo);
+        let server = tokio::spawn(connection(Box::new(server), None, Arc::default(), site));
+        client.write_all(b"POST /x HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n").await.unwrap();
+        let mut sent = 0;
+        while client.write_all(&[b'x'; 1024]).await.is_ok() {
+            sent += 1024;
+        }
+        server.await.unwrap();
+        assert!(sent <= 32 * 1024, "{sent}");
+        let mut answer = String::new();
+        client.read_to_string(&mut answer).await.unwrap();
+        assert!(answer.starts_with("HTTP/1.1 200 ") && answer.ends_with("POST /x "), "{answer}");
     }
 
     /// Real connections, how long a request takes beside them, and how long all of it takes.
@@ -360,16 +438,16 @@ mod tests {
     #[tokio::test]
     async fn who_says_nothing_or_half_a_request_delays_nobody() {
         for others in ["", "GET /healthz HT"] {
-            let (took, _) = beside(others, 4 * MOST).await;
-            // Four times ASKING if each is waited for.
-            assert!(took < ASKING * 2, "{others:?}: {took:?}");
+            let (took, _) = beside(others, 4 * MAX_CONNECTIONS).await;
+            // Four times HEAD_TIMEOUT if each is waited for.
+            assert!(took < HEAD_TIMEOUT * 2, "{others:?}: {took:?}");
         }
     }
 
     #[tokio::test]
     async fn no_more_than_so_many_are_answered_at_once_and_none_is_lost() {
         // From the first on: on a slow machine some are over before the last has come.
-        let (_, took) = beside("GET /slow HTTP/1.1\r\n\r\n", MOST).await;
+        let (_, took) = beside("GET /slow HTTP/1.1\r\n\r\n", MAX_CONNECTIONS).await;
         assert!(took >= SLOW, "one of those that are being answered is over first: {took:?}");
     }
 }
