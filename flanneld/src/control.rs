@@ -9,7 +9,7 @@
 //! |---|---|
 //! | `GET /healthz` | 200 as long as the daemon turns |
 //! | `GET /readyz` | 200, or 503 and the reasons |
-//! | `GET /metrics` | Prometheus' text format |
+//! | `GET /metrics` | metrics for Prometheus, as OpenMetrics if `Accept` names it |
 //! | `GET /v1/status` | the whole picture, JSON; with `?fresh=true` nothing that takes a process is remembered from before |
 //! | `GET /v1/peers` | every peer, JSON |
 //! | `GET /v1/why?address=A` | why packets for A go where they go, JSON |
@@ -35,7 +35,7 @@ use tokio::net::{TcpListener, UnixListener};
 use crate::error::Error;
 use crate::go_flags::go_int;
 use crate::http::{Listener, Request, Response, Site, serve};
-use crate::metrics;
+use crate::metrics::{Format, metrics};
 use crate::observe::Observer;
 use crate::problems::problems;
 use crate::report::{Report, VERSION, peers};
@@ -274,8 +274,9 @@ impl Site for Answers {
             ("GET", "/healthz") => Response::text(StatusCode::OK, "flanneld is running"),
             ("GET", "/readyz") => self.ready(),
             ("GET", "/metrics") => {
-                let body = metrics::metrics(&self.observer.snapshot());
-                Response { status: StatusCode::OK, kind: metrics::KIND, body }
+                let format = Format::accepted(&request.accept);
+                let body = metrics(&self.observer.snapshot(), format);
+                Response { status: StatusCode::OK, kind: format.content_type(), body }
             }
             ("GET" | "POST", path) if self.control && path.starts_with("/v1/") => {
                 self.control(request).await

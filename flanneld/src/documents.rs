@@ -13,7 +13,7 @@ use flannel_core::{Damage, ObjectKind, Revision, Status, StoreStatus};
 use flannel_subnet::Ownership;
 use serde_json::Value;
 
-use crate::metrics::metrics;
+use crate::metrics::{Format, metrics};
 use crate::observe::Observer;
 use crate::observe::tests::network;
 
@@ -146,7 +146,7 @@ async fn exported() -> BTreeSet<String> {
         confirmed: Some((Revision(1), SystemTime::now())),
         ..StoreStatus::default()
     });
-    let text = metrics(&snapshot);
+    let text = metrics(&snapshot, Format::Text);
     let names = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
     names.map(str::to_owned).collect()
 }

@@ -14,7 +14,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use http_body_util::Full;
 use hyper::body::{Bytes, Incoming};
-use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::header::{ACCEPT, CONTENT_TYPE, HeaderValue};
 use hyper::service::service_fn;
 use hyper::{Method, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -49,6 +49,8 @@ pub(crate) struct Request {
     /// Without the query.
     pub(crate) path: String,
     query: String,
+    /// The header `Accept`; empty: the client accepts anything.
+    pub(crate) accept: String,
     /// The user of the client, from the kernel; `None` over TCP.
     pub(crate) uid: Option<u32>,
 }
@@ -61,6 +63,7 @@ impl Request {
             method: method.to_owned(),
             path: path.to_owned(),
             query: query.to_owned(),
+            accept: String::new(),
             uid: None,
         }
     }
@@ -74,9 +77,11 @@ impl Request {
     fn of(request: &hyper::Request<Incoming>, uid: Option<u32>) -> Option<Self> {
         let (method, target) = (request.method(), request.uri());
         let method = if *method == Method::HEAD { &Method::GET } else { method };
-        let [method, path, query] =
-            [method.as_str(), target.path(), target.query().unwrap_or("")].map(str::to_owned);
-        path.starts_with('/').then_some(Self { method, path, query, uid })
+        let accept = request.headers().get(ACCEPT).and_then(|value| value.to_str().ok());
+        let query = target.query().unwrap_or_default();
+        let [method, path, query, accept] =
+            [method.as_str(), target.path(), query, accept.unwrap_or_default()].map(str::to_owned);
+        path.starts_with('/').then_some(Self { method, path, query, accept, uid })
     }
 
     /// A parameter of the query, decoded.
@@ -311,6 +316,9 @@ mod tests {
             if request.path == "/slow" {
                 sleep(SLOW).await;
             }
+            if request.path == "/accept" {
+                return Response::text(StatusCode::OK, request.accept.clone());
+            }
             if request.path == "/large" {
                 return Response::text(StatusCode::OK, "x".repeat(1 << 20));
             }
@@ -345,6 +353,8 @@ mod tests {
             answer.contains("Content-Length: 7\r\n") && answer.ends_with("\r\n\r\n"),
             "{answer}"
         );
+        let answer = ask("GET /accept HTTP/1.1\r\naccept: a/b;q=0.5, */*\r\n\r\n").await;
+        assert!(answer.ends_with("\r\n\r\na/b;q=0.5, */*"), "{answer}");
         assert_eq!(decode(&encode("a b&\u{e9}=%")), "a b&\u{e9}=%");
     }
 

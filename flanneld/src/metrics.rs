@@ -1,32 +1,62 @@
-//! Metrics in Prometheus' text format, version 0.0.4.
+//! Metrics for Prometheus, as OpenMetrics or in its older text format 0.0.4.
 //!
-//! The one thing to know: names and labels are an interface. Counters that a network keeps begin again with each
-//! network (`flannel_networks_total` counts those), which `rate()` and `increase()` expect of counters.
+//! Names, types and labels are an interface: `metrics.golden` lists them. Counters of a network start
+//! again with each network, as `rate()` and `increase()` expect of counters; `flannel_networks_total`
+//! counts the networks. No label names a peer, so a page does not grow with the cluster.
 
 use std::collections::BTreeMap;
-use std::fmt::{Display, Write};
+use std::fmt;
 use std::time::{Duration, SystemTime};
 
 use flannel_core::{Damage, Disbelief, Histogram, StoreStatus};
 use flannel_subnet::Ownership;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, prometheus_text, text};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::registry::Registry;
 
 use crate::firewall::Rulebook;
 use crate::observe::{NetworkSnapshot, Snapshot};
 use crate::problems::{Problem, problems};
 use crate::report::{seconds, subnets_used};
 
-/// What `Content-Type` says.
-pub(crate) const KIND: &str = "text/plain; version=0.0.4; charset=utf-8";
+/// How a page is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Format {
+    /// Prometheus' text format, version 0.0.4, for clients that ask for nothing else.
+    Text,
+    /// OpenMetrics, version 1.0.0.
+    OpenMetrics,
+}
+
+impl Format {
+    /// What a client accepts, by its header `Accept`.
+    pub(crate) fn accepted(accept: &str) -> Self {
+        if accept.contains("application/openmetrics-text") { Self::OpenMetrics } else { Self::Text }
+    }
+
+    /// The `Content-Type`.
+    pub(crate) fn content_type(self) -> &'static str {
+        match self {
+            Self::Text => prometheus_text::CONTENT_TYPE,
+            Self::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
+        }
+    }
+}
 
 /// What objects are called.
 const KINDS: [&str; 6] = ["link", "address", "neigh", "fdb", "nexthop", "route"];
 
 /// Everything that is measured, at one moment.
-pub(crate) fn metrics(snapshot: &Snapshot) -> String {
+pub(crate) fn metrics(snapshot: &Snapshot, format: Format) -> String {
+    page(snapshot).encoded(format)
+}
+
+fn page(snapshot: &Snapshot) -> Page {
     let mut page = Page::default();
     let ready = !problems(snapshot).iter().any(Problem::is_error);
-    page.family("flannel_build_info", "gauge", "The version of flanneld, as a label");
-    page.sample("flannel_build_info", &[("version", &env!("CARGO_PKG_VERSION"))], 1);
+    let version = labels(&[("version", env!("CARGO_PKG_VERSION"))]);
+    page.add("flannel_build_info", "The version of flanneld, as a label", Samples::Info(version));
     page.gauge(
         "flannel_start_time_seconds",
         "When the daemon started, in seconds since 1970",
@@ -50,7 +80,7 @@ pub(crate) fn metrics(snapshot: &Snapshot) -> String {
         kernel(&mut page, network);
         firewall(&mut page, &network.running.rulebook.borrow());
     }
-    page.0
+    page
 }
 
 fn own_lease(page: &mut Page, snapshot: &Snapshot) {
@@ -81,22 +111,16 @@ fn store(page: &mut Page, snapshot: &Snapshot) {
             revision.0,
         );
     }
-    page.family(
+    page.counters(
         "flannel_store_requests_total",
-        "counter",
         "Requests sent to the store, by what was asked",
+        store.calls.iter().map(|(call, calls)| (labels(&[("call", call)]), calls.sent)),
     );
-    for (call, calls) in &store.calls {
-        page.sample("flannel_store_requests_total", &[("call", call)], calls.sent);
-    }
-    page.family(
+    page.counters(
         "flannel_store_request_failures_total",
-        "counter",
         "Requests to the store that failed, by what was asked",
+        store.calls.iter().map(|(call, calls)| (labels(&[("call", call)]), calls.failed)),
     );
-    for (call, calls) in &store.calls {
-        page.sample("flannel_store_request_failures_total", &[("call", call)], calls.failed);
-    }
     page.gauge(
         "flannel_store_skipped_entries",
         "Entries in the store that are no leases",
@@ -144,25 +168,26 @@ fn leases(page: &mut Page, network: &NetworkSnapshot, store: Option<&StoreStatus
     for why in status.disbelieved.values() {
         *reasons.entry(reason(why)).or_default() += 1;
     }
-    page.family("flannel_disbelieved_leases", "gauge", "Leases that are not believed, by why");
-    for (reason, count) in &reasons {
-        page.sample("flannel_disbelieved_leases", &[("reason", reason)], count);
-    }
+    page.gauges(
+        "flannel_disbelieved_leases",
+        "Leases that are not believed, by why",
+        reasons.iter().map(|(reason, count)| (labels(&[("reason", reason)]), *count)),
+    );
     let clash = |(reason, _): &(&&str, &u64)| {
         reason.starts_with("overlaps") || reason.starts_with("contradicts")
     };
     let conflicts: u64 = reasons.iter().filter(clash).map(|(_, count)| count).sum();
     page.gauge("flannel_conflicts", "Leases that clash with another one", conflicts);
-    page.family(
+    let rooms = subnets_used(network, store);
+    let counts = rooms.iter().flat_map(|room| {
+        let counts = [("total", room.total), ("used", room.used), ("free", room.free)];
+        counts.map(|(state, count)| (labels(&[("family", &room.family), ("state", state)]), count))
+    });
+    page.gauges(
         "flannel_subnets",
-        "gauge",
         "Subnets between SubnetMin and SubnetMax; in Kubernetes those of this node's size in the network",
+        counts,
     );
-    for room in subnets_used(network, store) {
-        for (state, count) in [("total", room.total), ("used", room.used), ("free", room.free)] {
-            page.sample("flannel_subnets", &[("family", &room.family), ("state", &state)], count);
-        }
-    }
 }
 
 /// Where no rules are asked for, all of them are in place.
@@ -210,26 +235,27 @@ fn kernel(page: &mut Page, network: &NetworkSnapshot) {
             *absent.entry(key.kind().to_string()).or_default() += 1;
         }
     }
-    page.family(
-        "flannel_objects",
-        "gauge",
-        "Objects that are wanted in the kernel, by kind and state; pending ones are not known to be in place",
-    );
     let known = status.settled && status.kernel_error.is_none();
-    for kind in KINDS {
+    let states = KINDS.into_iter().flat_map(|kind| {
         let count = |of: &BTreeMap<String, usize>| of.get(kind).copied().unwrap_or_default();
         let failing = count(&absent).min(count(&wanted));
         let others = count(&wanted) - failing;
         let (in_place, pending) = if known { (others, 0) } else { (0, others) };
-        for (state, count) in [("in place", in_place), ("pending", pending), ("failing", failing)] {
-            page.sample("flannel_objects", &[("object", &kind), ("state", &state)], count);
-        }
-    }
-    page.family("flannel_failing_objects", "gauge", "Objects that the kernel refuses, by kind");
-    for kind in KINDS {
-        let count = failing.get(kind).copied().unwrap_or_default();
-        page.sample("flannel_failing_objects", &[("object", &kind)], count);
-    }
+        let states = [("in place", in_place), ("pending", pending), ("failing", failing)];
+        states.map(|(state, count)| (labels(&[("object", kind), ("state", state)]), count))
+    });
+    page.gauges(
+        "flannel_objects",
+        "Objects that are wanted in the kernel, by kind and state; pending ones are not known to be in place",
+        states,
+    );
+    page.gauges(
+        "flannel_failing_objects",
+        "Objects that the kernel refuses, by kind",
+        KINDS.map(|kind| {
+            (labels(&[("object", kind)]), failing.get(kind).copied().unwrap_or_default())
+        }),
+    );
     page.counter(
         "flannel_changes_total",
         "Changes of the kernel that leases asked for",
@@ -240,24 +266,20 @@ fn kernel(page: &mut Page, network: &NetworkSnapshot) {
         "Objects put right after somebody else had changed them",
         status.repaired,
     );
-    page.family(
-        "flannel_external_mutations_total",
-        "counter",
-        "What others did to objects, as far as it was repaired",
-    );
-    for ((kind, damage), count) in &status.repairs {
+    let mutations = status.repairs.iter().map(|((kind, damage), count)| {
         let operation = match damage {
             Damage::Deletion => "delete",
             Damage::Modification => "modify",
             Damage::Addition => "add",
             _ => "other",
         };
-        page.sample(
-            "flannel_external_mutations_total",
-            &[("object", kind), ("operation", &operation)],
-            count,
-        );
-    }
+        (labels(&[("object", &kind.to_string()), ("operation", operation)]), *count)
+    });
+    page.counters(
+        "flannel_external_mutations_total",
+        "What others did to objects, as far as it was repaired",
+        mutations,
+    );
     page.histogram(
         "flannel_lease_to_kernel_seconds",
         "From a lease's arrival to the kernel's acknowledgement, for each object",
@@ -265,53 +287,159 @@ fn kernel(page: &mut Page, network: &NetworkSnapshot) {
     );
 }
 
-/// The text so far.
-#[derive(Default)]
-struct Page(String);
+/// Families of samples, in the order of the page.
+#[derive(Debug, Default)]
+struct Page(Vec<Family>);
 
-impl Page {
-    fn family(&mut self, name: &str, kind: &str, help: &str) {
-        // Writing into a string does not fail.
-        let _ = writeln!(self.0, "# HELP {name} {help}.\n# TYPE {name} {kind}");
-    }
+/// The samples of one name. The name is the one that queries use, `_total` and `_info` included.
+#[derive(Debug)]
+struct Family {
+    name: &'static str,
+    help: &'static str,
+    samples: Samples,
+}
 
-    fn sample(&mut self, name: &str, labels: &[(&str, &dyn Display)], value: impl Display) {
-        let labels: Vec<String> =
-            labels.iter().map(|(key, value)| format!("{key}=\"{}\"", escaped(value))).collect();
-        let labels =
-            if labels.is_empty() { String::new() } else { format!("{{{}}}", labels.join(",")) };
-        let _ = writeln!(self.0, "{name}{labels} {value}");
-    }
+#[derive(Debug)]
+enum Samples {
+    Gauges(Vec<(Labels, Number)>),
+    Counters(Vec<(Labels, u64)>),
+    /// A gauge with the value 1, whose labels tell something.
+    Info(Labels),
+    Histogram {
+        sum: f64,
+        count: u64,
+        /// The upper bound of each bucket, and the samples in it without those of smaller buckets.
+        buckets: Vec<(f64, u64)>,
+    },
+}
 
-    fn gauge(&mut self, name: &str, help: &str, value: impl Display) {
-        self.family(name, "gauge", help);
-        self.sample(name, &[], value);
-    }
+type Labels = Vec<(&'static str, String)>;
 
-    fn counter(&mut self, name: &str, help: &str, value: impl Display) {
-        self.family(name, "counter", help);
-        self.sample(name, &[], value);
-    }
+fn labels(labels: &[(&'static str, &str)]) -> Labels {
+    labels.iter().map(|(name, value)| (*name, (*value).to_owned())).collect()
+}
 
-    fn histogram(&mut self, name: &str, help: &str, histogram: &Histogram) {
-        self.family(name, "histogram", help);
-        let mut below = 0;
-        for (bound, count) in histogram.buckets() {
-            below += count;
-            let bound = if bound == Duration::MAX {
-                "+Inf".to_owned()
-            } else {
-                bound.as_secs_f64().to_string()
-            };
-            self.sample(&format!("{name}_bucket"), &[("le", &bound)], below);
-        }
-        self.sample(&format!("{name}_sum"), &[], histogram.sum().as_secs_f64());
-        self.sample(&format!("{name}_count"), &[], histogram.count());
+/// The value of a gauge.
+#[derive(Debug, Clone, Copy)]
+enum Number {
+    Whole(u64),
+    Real(f64),
+}
+
+impl From<u8> for Number {
+    fn from(number: u8) -> Self {
+        Self::Whole(number.into())
     }
 }
 
-fn escaped(value: &dyn Display) -> String {
-    value.to_string().replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+impl From<u64> for Number {
+    fn from(number: u64) -> Self {
+        Self::Whole(number)
+    }
+}
+
+impl From<usize> for Number {
+    fn from(number: usize) -> Self {
+        Self::Whole(number as u64)
+    }
+}
+
+impl From<f64> for Number {
+    fn from(number: f64) -> Self {
+        Self::Real(number)
+    }
+}
+
+impl Page {
+    fn add(&mut self, name: &'static str, help: &'static str, samples: Samples) {
+        self.0.push(Family { name, help, samples });
+    }
+
+    fn gauges<N: Into<Number>>(
+        &mut self,
+        name: &'static str,
+        help: &'static str,
+        samples: impl IntoIterator<Item = (Labels, N)>,
+    ) {
+        let samples = samples.into_iter().map(|(labels, value)| (labels, value.into())).collect();
+        self.add(name, help, Samples::Gauges(samples));
+    }
+
+    fn gauge(&mut self, name: &'static str, help: &'static str, value: impl Into<Number>) {
+        self.gauges(name, help, [(Labels::new(), value)]);
+    }
+
+    fn counters(
+        &mut self,
+        name: &'static str,
+        help: &'static str,
+        samples: impl IntoIterator<Item = (Labels, u64)>,
+    ) {
+        self.add(name, help, Samples::Counters(samples.into_iter().collect()));
+    }
+
+    fn counter(&mut self, name: &'static str, help: &'static str, value: u64) {
+        self.counters(name, help, [(Labels::new(), value)]);
+    }
+
+    fn histogram(&mut self, name: &'static str, help: &'static str, histogram: &Histogram) {
+        let seconds = |bound| match bound {
+            Duration::MAX => f64::INFINITY,
+            bound => bound.as_secs_f64(),
+        };
+        let buckets = histogram.buckets().map(|(bound, count)| (seconds(bound), count)).collect();
+        let (sum, count) = (histogram.sum().as_secs_f64(), histogram.count());
+        self.add(name, help, Samples::Histogram { sum, count, buckets });
+    }
+
+    fn encoded(self, format: Format) -> String {
+        let (mut registry, mut text) = (Registry::default(), String::new());
+        registry.register_collector(Box::new(self));
+        let written = match format {
+            Format::Text => prometheus_text::encode(&mut text, &registry),
+            Format::OpenMetrics => text::encode(&mut text, &registry),
+        };
+        // Only a writer that fails makes this fail, and a string does not.
+        written.unwrap_or_else(|error| unreachable!("{error}"));
+        text
+    }
+}
+
+impl Collector for Page {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|family| family.encode(&mut encoder))
+    }
+}
+
+impl Family {
+    fn encode(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        // The encoder adds these itself where the format wants them.
+        let (kind, suffix) = match &self.samples {
+            Samples::Gauges(_) => (MetricType::Gauge, ""),
+            Samples::Counters(_) => (MetricType::Counter, "_total"),
+            Samples::Info(_) => (MetricType::Info, "_info"),
+            Samples::Histogram { .. } => (MetricType::Histogram, ""),
+        };
+        let name = self.name.strip_suffix(suffix).unwrap_or(self.name);
+        let help = format!("{}.", self.help);
+        let mut metric = encoder.encode_descriptor(name, &help, None, kind)?;
+        match &self.samples {
+            Samples::Gauges(samples) => samples.iter().try_for_each(|(labels, value)| {
+                let mut sample = metric.encode_family(labels)?;
+                match value {
+                    Number::Whole(value) => sample.encode_gauge(value),
+                    Number::Real(value) => sample.encode_gauge(value),
+                }
+            }),
+            Samples::Counters(samples) => samples.iter().try_for_each(|(labels, value)| {
+                metric.encode_family(labels)?.encode_counter::<Labels, _, u64>(value, None)
+            }),
+            Samples::Info(labels) => metric.encode_info(labels),
+            Samples::Histogram { sum, count, buckets } => {
+                metric.encode_histogram::<Labels>(*sum, *count, buckets, None)
+            }
+        }
+    }
 }
 
 #[cfg(test)]
@@ -324,6 +452,97 @@ mod tests {
 
     fn scrape(text: &str) -> Scrape {
         Scrape::parse(text.lines().map(|line| Ok(line.to_owned()))).unwrap()
+    }
+
+    /// A snapshot with a sample in every family.
+    async fn full() -> (Observer, Snapshot) {
+        let mut status = Status::default();
+        for damage in [Damage::Deletion, Damage::Modification] {
+            status.repairs.insert((ObjectKind::Route, damage), 5);
+        }
+        status.latency.record(Duration::from_millis(7));
+        let observer = Observer::default();
+        let guard = observer.running(network(status).await.1);
+        let mut snapshot = observer.snapshot();
+        drop(guard);
+        snapshot.ownership = Ownership::For(Duration::from_secs(3600));
+        let calls = flannel_core::Calls { sent: 2, failed: 1 };
+        snapshot.store = Some(StoreStatus {
+            confirmed: Some((Revision(7), SystemTime::UNIX_EPOCH)),
+            calls: [("get", calls)].into(),
+            ..StoreStatus::default()
+        });
+        (observer, snapshot)
+    }
+
+    /// Name, type and labels of every family, sorted: what dashboards and alerts rely on.
+    #[tokio::test]
+    async fn names_types_and_labels_stay() {
+        let (_observer, snapshot) = full().await;
+        let text = metrics(&snapshot, Format::Text);
+        let mut families = BTreeMap::<&str, (&str, std::collections::BTreeSet<String>)>::new();
+        for line in text.lines() {
+            if let Some((name, kind)) = line.strip_prefix("# TYPE ").and_then(|l| l.split_once(' '))
+            {
+                families.insert(name, (kind, [].into()));
+            } else if let Some((name, rest)) = line.split_once('{') {
+                let name = name.strip_suffix("_bucket").unwrap_or(name);
+                let labels = rest.rsplit_once('}').unwrap().0.split("\",");
+                let names = labels.map(|label| label.split('=').next().unwrap());
+                families.get_mut(name).unwrap().1.insert(names.collect::<Vec<_>>().join(","));
+            }
+        }
+        let lines = families.into_iter().map(|(name, (kind, labels))| {
+            let labels: Vec<String> = labels.into_iter().collect();
+            format!("{name} {kind} {}", labels.join(" ")).trim_end().to_owned() + "\n"
+        });
+        assert_eq!(lines.collect::<String>(), include_str!("metrics.golden"));
+    }
+
+    #[tokio::test]
+    async fn openmetrics_is_for_clients_that_accept_it() {
+        let prometheus = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,\
+                          text/plain;version=0.0.4;q=0.3,*/*;q=0.2";
+        for (accept, format) in [
+            ("", Format::Text),
+            ("*/*", Format::Text),
+            ("text/plain;version=0.0.4", Format::Text),
+            ("application/openmetrics-text", Format::OpenMetrics),
+            (prometheus, Format::OpenMetrics),
+        ] {
+            assert_eq!(Format::accepted(accept), format, "{accept}");
+        }
+        let (_observer, snapshot) = full().await;
+        let text = metrics(&snapshot, Format::OpenMetrics);
+        for lines in [
+            "# TYPE flannel_build info\nflannel_build_info{version=",
+            "# TYPE flannel_networks counter\nflannel_networks_total 1\n",
+            "# TYPE flannel_leases gauge\nflannel_leases 4\n",
+            "flannel_lease_to_kernel_seconds_bucket{le=\"+Inf\"} 1\n",
+        ] {
+            assert!(text.contains(lines), "{lines}: {text}");
+        }
+        assert!(text.ends_with("\n# EOF\n"));
+        // The same series in both formats, apart from the bounds of buckets, which are canonical.
+        let series = |format| {
+            let text = metrics(&snapshot, format);
+            let lines = text.lines().filter(|line| !line.starts_with('#') && !line.contains("le="));
+            let mut series: Vec<String> =
+                lines.map(|line| line.rsplit_once(' ').unwrap().0.to_owned()).collect();
+            series.sort();
+            series
+        };
+        assert_eq!(series(Format::Text), series(Format::OpenMetrics));
+    }
+
+    /// What a label may hold is what a store calls its requests.
+    #[test]
+    fn labels_are_escaped() {
+        let mut page = Page::default();
+        page.gauges("a", "b \\ c", [(labels(&[("x", "a\"b\\c\nd")]), 1_u64)]);
+        let text = page.encoded(Format::Text);
+        let expected = "# HELP a b \\\\ c.\n# TYPE a gauge\na{x=\"a\\\"b\\\\c\\nd\"} 1\n";
+        assert_eq!(text, expected);
     }
 
     #[tokio::test]
@@ -341,7 +560,7 @@ mod tests {
         observer.subnet_file_written();
         let mut snapshot = observer.snapshot();
         snapshot.ownership = Ownership::For(Duration::from_secs(3600));
-        let text = metrics(&snapshot);
+        let text = metrics(&snapshot, Format::Text);
         let scraped = scrape(&text);
         let value = |name: &str, labels: &[(&str, &str)]| {
             let sample = scraped.samples.iter().find(|sample| {
@@ -394,7 +613,7 @@ mod tests {
             status.kernel_error = (!readable).then(|| KernelError::explained(105, "x"));
             let observer = Observer::default();
             let _guard = observer.running(network(status.clone()).await.1);
-            let scraped = scrape(&metrics(&observer.snapshot()));
+            let scraped = scrape(&metrics(&observer.snapshot(), Format::Text));
             let states = ["in place", "pending", "failing"].map(|state| {
                 let is = |sample: &&prometheus_parse::Sample| {
                     sample.metric == "flannel_objects"
@@ -426,7 +645,7 @@ mod tests {
             (status(answered, Some("gone")), 0),
         ] {
             snapshot.store = Some(store);
-            let text = metrics(&snapshot);
+            let text = metrics(&snapshot, Format::Text);
             assert!(text.contains(&format!("\nflannel_store_up {up}\n")), "{text}");
         }
     }
@@ -437,7 +656,7 @@ mod tests {
         let observer = Observer::default();
         let _guard = observer.running(network(Status::default()).await.1);
         let (mut family, mut seen) = (String::new(), std::collections::BTreeSet::new());
-        for line in metrics(&observer.snapshot()).lines() {
+        for line in metrics(&observer.snapshot(), Format::Text).lines() {
             if let Some(rest) = line.strip_prefix("# TYPE ") {
                 family = rest.split(' ').next().unwrap().to_owned();
                 assert!(seen.insert(family.clone()), "{family} twice");

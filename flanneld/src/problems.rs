@@ -356,7 +356,7 @@ mod tests {
         let seen = || {
             let mut snapshot = observer.snapshot();
             snapshot.ownership = Ownership::Reserved;
-            let metrics = crate::metrics::metrics(&snapshot);
+            let metrics = crate::metrics::metrics(&snapshot, crate::metrics::Format::Text);
             let told = problems(&snapshot)
                 .into_iter()
                 .map(|p| format!("{}: {}", p.severity, p.text))
