@@ -105,7 +105,7 @@ fn start(args: impl IntoIterator<Item = OsString>) -> Result<(), Error> {
     })));
     let no_socket =
         |error: std::io::Error| Error::Usage(format!("NOTIFY_SOCKET in the environment: {error}"));
-    let notifier = Notifier::from_env(|name| std::env::var_os(name)).map_err(no_socket)?;
+    let notifier = Notifier::from_env().map_err(no_socket)?;
     let failed = |error: std::io::Error| Error::File {
         path: "the runtime".into(),
         reason: error.to_string(),

@@ -1,8 +1,10 @@
-//! What systemd is told: ready, reloading, stopping, alive, and one line about how things are.
+//! Tells systemd that the daemon is ready, reloads, stops or is alive, and one line about its state.
 //!
-//! The one thing to know: without `NOTIFY_SOCKET` in the environment nothing of this exists.
+//! Without `NOTIFY_SOCKET` in the environment nothing is sent. The messages and the watchdog's limit
+//! come from the crate sd-notify. The socket is our own: sd-notify's would block the runtime while
+//! the supervisor does not read, and cannot send to abstract addresses (`@name`).
 //!
-//! **Source**: `sd_notify(3)`; flannel `main.go`, which says `READY=1` once the subnet file is written.
+//! **Source**: `sd_notify(3)`; flannel `main.go`, which sends `READY=1` once the subnet file is written.
 
 use std::convert::Infallible;
 use std::ffi::{OsStr, OsString};
@@ -14,6 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use nix::time::{ClockId, clock_gettime};
+use sd_notify::NotifyState;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use crate::observe::Observer;
@@ -38,32 +41,31 @@ pub(crate) struct Notifier {
 }
 
 impl Notifier {
-    /// As the environment says; `None` if nobody wants to be told.
+    /// For the environment of this process; `None`: nothing is to be sent.
     ///
     /// # Errors
-    /// `NOTIFY_SOCKET` is no address that a socket of this kind can send to.
-    pub(crate) fn from_env(env: impl Fn(&str) -> Option<OsString>) -> io::Result<Option<Self>> {
-        let Some(name) = env("NOTIFY_SOCKET").filter(|name| !name.is_empty()) else {
+    /// `NOTIFY_SOCKET` is not an address that a socket of this kind can send to.
+    pub(crate) fn from_env() -> io::Result<Option<Self>> {
+        Self::new(std::env::var_os("NOTIFY_SOCKET"), sd_notify::watchdog_enabled())
+    }
+
+    /// With the values of `NOTIFY_SOCKET` and the watchdog's limit.
+    fn new(socket: Option<OsString>, limit: Option<Duration>) -> io::Result<Option<Self>> {
+        let Some(name) = socket.filter(|name| !name.is_empty()) else {
             return Ok(None);
         };
         let address = address(&name)?;
         let socket = UnixDatagram::unbound()?;
         socket.set_nonblocking(true)?;
-        let number = |name| env(name).and_then(|text| text.to_str()?.parse::<u64>().ok());
-        let ours = number("WATCHDOG_PID").is_none_or(|pid| pid == u64::from(std::process::id()));
-        let limit =
-            number("WATCHDOG_USEC").filter(|micros| ours && *micros > 0).map(Duration::from_micros);
         // Half of what is allowed, as sd_watchdog_enabled(3) recommends.
-        Ok(Some(Self {
-            socket,
-            address,
-            alive: limit.map(|limit| limit / 2),
-            ready: AtomicBool::new(false),
-        }))
+        let alive = limit.filter(|limit| !limit.is_zero()).map(|limit| limit / 2);
+        Ok(Some(Self { socket, address, alive, ready: AtomicBool::new(false) }))
     }
 
-    /// Says something. A supervisor that does not listen is none of our troubles, but said.
-    fn say(&self, text: &str) {
+    /// Sends one message. A supervisor that does not listen is not an error, but logged.
+    fn send(&self, states: &[NotifyState<'_>]) {
+        let states: Vec<String> = states.iter().map(ToString::to_string).collect();
+        let text = states.join("\n");
         if let Err(error) = self.socket.send_to_addr(text.as_bytes(), &self.address) {
             tracing::debug!("systemd was not told {text:?}: {error}");
         }
@@ -81,19 +83,19 @@ impl Notifier {
                 self.ready.store(true, Ordering::Relaxed);
                 // In one message: whoever waits for the start is not shown what was said of it before.
                 said = line(&observer.snapshot());
-                self.say(&format!("READY=1\nSTATUS={said}"));
+                self.send(&[NotifyState::Ready, NotifyState::Status(&said)]);
                 (news, line_next) = (false, now + GAP);
             }
             if news && now >= line_next {
                 let text = line(&observer.snapshot());
                 if text != said {
-                    self.say(&format!("STATUS={text}"));
+                    self.send(&[NotifyState::Status(&text)]);
                     said = text;
                 }
                 (news, line_next) = (false, now + GAP);
             }
             if let Some(pause) = self.alive.filter(|_| now >= alive_next) {
-                self.say("WATCHDOG=1");
+                self.send(&[NotifyState::Watchdog]);
                 alive_next = now + pause;
             }
             tokio::select! {
@@ -108,7 +110,8 @@ impl Notifier {
 
     /// The daemon is about to stop.
     pub(crate) fn stopping(&self) {
-        self.say("STOPPING=1\nSTATUS=stopped; the data path stays in place");
+        let status = NotifyState::Status("stopped; the data path stays in place");
+        self.send(&[NotifyState::Stopping, status]);
     }
 }
 
@@ -116,9 +119,10 @@ impl Notifier {
 pub(crate) async fn reload(notifier: Option<&Notifier>, observer: &Observer) {
     let notifier = notifier.filter(|notifier| notifier.ready.load(Ordering::Relaxed));
     if let Some(notifier) = notifier {
+        // sd-notify's own reading of the clock overflows where seconds have 32 bits.
         let now = clock_gettime(ClockId::CLOCK_MONOTONIC)
-            .map_or(0, |now| Duration::from(now).as_micros());
-        notifier.say(&format!("RELOADING=1\nMONOTONIC_USEC={now}"));
+            .map_or(0, |now| Duration::from(now).as_micros() as i128);
+        notifier.send(&[NotifyState::Reloading, NotifyState::MonotonicUsec(now)]);
     }
     match timeout(RELOAD, observer.reload()).await {
         Ok(found) => tracing::info!("SIGHUP: read again: {found}"),
@@ -129,7 +133,7 @@ pub(crate) async fn reload(notifier: Option<&Notifier>, observer: &Observer) {
         }
     }
     if let Some(notifier) = notifier {
-        notifier.say("READY=1");
+        notifier.send(&[NotifyState::Ready]);
     }
 }
 
@@ -169,12 +173,8 @@ mod tests {
         let abstract_name = format!("@flannel-test-{}", std::process::id());
         for name in [dir.path().join("notify").to_str().unwrap(), &abstract_name] {
             let heard = listener(name);
-            let env = |variable: &str| match variable {
-                "NOTIFY_SOCKET" => Some(OsString::from(name)),
-                "WATCHDOG_USEC" => Some("3000000".into()),
-                _ => None,
-            };
-            let notifier = Notifier::from_env(env).unwrap().unwrap();
+            let limit = Some(Duration::from_secs(3));
+            let notifier = Notifier::new(Some(name.into()), limit).unwrap().unwrap();
             let observer = Observer::default();
             let story = async {
                 tokio::task::yield_now().await;
@@ -205,9 +205,7 @@ mod tests {
         let path = dir.path().join("notify");
         let heard = listener(path.to_str().unwrap());
         heard.set_nonblocking(true).unwrap();
-        let env =
-            |variable: &str| (variable == "NOTIFY_SOCKET").then(|| path.clone().into_os_string());
-        let notifier = Notifier::from_env(env).unwrap().unwrap();
+        let notifier = Notifier::new(Some(path.into()), None).unwrap().unwrap();
         let observer = Observer::default();
         let mut status = Status::default();
         (status.in_sync, status.live) = (true, true);
@@ -234,15 +232,25 @@ mod tests {
 
     #[test]
     fn nobody_is_told_where_nobody_asks_and_a_wrong_address_is_an_error() {
-        assert!(Notifier::from_env(|_| None).unwrap().is_none());
-        let error = Notifier::from_env(|_| Some("vsock:2:1".into())).unwrap_err().to_string();
+        for none in [None, Some("".into())] {
+            assert!(Notifier::new(none, None).unwrap().is_none());
+        }
+        let error = Notifier::new(Some("vsock:2:1".into()), None).unwrap_err().to_string();
         assert!(error.contains("\"vsock:2:1\""), "{error}");
-        let other = |name: &str| match name {
-            "NOTIFY_SOCKET" => Some("/nowhere".into()),
-            "WATCHDOG_USEC" => Some("1000".into()),
-            "WATCHDOG_PID" => Some("1".into()),
-            _ => None,
-        };
-        assert_eq!(Notifier::from_env(other).unwrap().unwrap().alive, None);
+        let zero = Notifier::new(Some("/nowhere".into()), Some(Duration::ZERO)).unwrap().unwrap();
+        assert_eq!(zero.alive, None);
+    }
+
+    /// systemd reads slowly, or not at all.
+    #[test]
+    fn a_supervisor_that_does_not_read_is_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("notify");
+        let heard = listener(path.to_str().unwrap());
+        let notifier = Notifier::new(Some(path.into()), None).unwrap().unwrap();
+        for _ in 0..10_000 {
+            notifier.send(&[NotifyState::Watchdog]);
+        }
+        assert_eq!(hear(&heard), "WATCHDOG=1");
     }
 }
