@@ -1,6 +1,6 @@
 //! What about this host may keep pods from reaching each other, though leases and objects are in order.
 //!
-//! Findings are derived from [`Facts`]. What could not be read is no finding, but reported as unread.
+//! Findings are derived from `Facts`. What could not be read is no finding, but reported as unread.
 //! Findings change nothing: neither the start nor readiness depends on them.
 
 mod read;
