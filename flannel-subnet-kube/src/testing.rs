@@ -276,7 +276,7 @@ async fn serve(
                     }
                 }
                 None => {
-                    _ = http.serve_connection(TokioIo::new(connection), serves(Vec::new())).await
+                    _ = http.serve_connection(TokioIo::new(connection), serves(Vec::new())).await;
                 }
             }
         });
