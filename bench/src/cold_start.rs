@@ -20,7 +20,7 @@ const ROUNDS: u32 = WAYS.len() as u32 + 1;
 /// What is over in ten milliseconds says little: of few peers there are so many altogether, in at most that many rounds.
 const MEASURED: u32 = 75_000;
 const MOST_ROUNDS: u32 = 2 * ROUNDS;
-const RATIO: f64 = 1.3;
+const RATIO: f64 = 1.5;
 /// Routes with a gateway each take time by the square of their number: beyond this they are not waited for.
 const CLASSIC_MOST: u32 = 30_000;
 /// For what is known to be slow and is written once.

@@ -8,8 +8,9 @@ use anyhow::Context;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::testing::FakeSubnets;
 use flannel_core::{
-    Backend, Kernel, LeaseSet, NetworkHandle, Origin, Revision, Status, SubnetManager, View,
+    Kernel, LeaseSet, NetworkHandle, Origin, Revision, Status, SubnetManager, View,
 };
+use flannel_route::JoinOptions;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::oneshot;
 
@@ -49,7 +50,7 @@ impl Engine {
         host.kernel = on(host.kernel);
         let network = runtime.block_on(async {
             let config = subnets.network_config().await?;
-            anyhow::Ok(VxlanBackend.register(&host, &config).await?)
+            anyhow::Ok(host.join(&VxlanBackend, &config, JoinOptions::default()).await?)
         })?;
         let handle = network.handle();
         let (stop, stopped) = oneshot::channel::<()>();

@@ -4,9 +4,10 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use anyhow::Context;
-use flannel_core::{Dual, ExternalInterface, Host, SubnetManager};
+use flannel_core::{Dual, ExternalInterface, SubnetManager};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, ip};
+use flannel_route::Host;
 
 use crate::cluster::{Families, device};
 use crate::floor::delete;
@@ -62,6 +63,6 @@ impl Ground {
             reason: "it is the only one".into(),
         };
         let kernel = Arc::new(NetlinkKernel::open_in(self.netns.path())?);
-        Ok(Host { iface, kernel, subnets, identity: String::new() })
+        Ok(Host { uplink: iface, kernel, subnets, machine_id: String::new() })
     }
 }

@@ -77,10 +77,6 @@ impl Kernel for Prompted {
         Ok(Box::new(Prompts(Arc::clone(&self.doubt))))
     }
 
-    fn beside(&self) -> Box<dyn FnMut() + Send> {
-        self.kernel.beside()
-    }
-
     fn process(&self, port: u32) -> Option<Process> {
         self.kernel.process(port)
     }

@@ -54,10 +54,6 @@ impl Kernel for Timed {
         self.kernel.changes()
     }
 
-    fn beside(&self) -> Box<dyn FnMut() + Send> {
-        self.kernel.beside()
-    }
-
     fn process(&self, port: u32) -> Option<Process> {
         self.kernel.process(port)
     }

@@ -2,8 +2,8 @@
 
 use async_trait::async_trait;
 use flannel_core::{
-    Backend, Blueprint, Config, Env, Error, ExternalInterface, Host, KernelNetwork, Lease,
-    LeaseAttrs, LinkName, Network, Object, Owned, Rejected, Result, Route, State, Via,
+    Backend, Blueprint, Built, Config, Datapath, Dual, Env, Error, ExternalInterface, Lease,
+    LeaseAttrs, LinkName, Node, Object, Owned, Prepared, Rejected, Result, Route, Via,
 };
 
 /// The backend type in leases.
@@ -17,18 +17,25 @@ pub struct HostGw;
 
 #[async_trait]
 impl Backend for HostGw {
-    fn name(&self) -> &'static str {
+    fn kind(&self) -> &'static str {
         TYPE
     }
 
-    fn owned(&self, uplink: LinkName, config: &Config) -> Result<Owned> {
-        let networks = config.pod_networks().collect();
-        // Those for the own subnets.
-        Ok(Owned { networks, routes_on: [uplink].into(), blackholes: true, ..Owned::default() })
+    fn datapath(&self, _: &Config) -> Result<Datapath> {
+        let mut datapath = Datapath::default();
+        datapath.bare = true;
+        Ok(datapath)
     }
 
-    fn check(&self, config: &Config, iface: Option<&ExternalInterface>) -> Result<()> {
-        let Some(iface) = iface else { return Ok(()) };
+    fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Owned> {
+        let networks = config.pod_networks().collect();
+        let routes_on = uplink.into_iter().collect();
+        // The blackholes of this node's own subnets.
+        Ok(Owned { networks, routes_on, blackholes: true, ..Owned::default() })
+    }
+
+    fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()> {
+        let Some(iface) = uplink else { return Ok(()) };
         for family in config.networks.families() {
             let (address, public) = (iface.address[family], iface.public[family]);
             let refuse = |reason| Error::Backend { backend: TYPE.into(), reason };
@@ -49,26 +56,23 @@ impl Backend for HostGw {
         Ok(())
     }
 
-    async fn register(&self, host: &Host, config: &Config) -> Result<Box<dyn Network>> {
-        self.check(config, Some(&host.iface))?;
-        let attrs = LeaseAttrs {
-            public: flannel_core::Dual::from_fn(|family| {
-                host.iface.address[family].filter(|_| config.networks[family].is_some())
+    async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
+        self.validate(config, Some(node.uplink))?;
+        let offer = LeaseAttrs {
+            public: Dual::from_fn(|family| {
+                node.uplink.address[family].filter(|_| config.networks[family].is_some())
             }),
             backend_type: TYPE.into(),
             ..LeaseAttrs::default()
         };
-        let lease = host.subnets.acquire_lease(&attrs).await?;
-        let uplink = host.iface.name;
-        let blueprint = Blueprint {
-            lease,
-            networks: config.pod_networks().collect(),
-            mtu: host.iface.mtu,
-            owned: self.owned(uplink, config)?,
-            base: State::default(),
-            plan: Box::new(move |lease, env, objects| plan(uplink, lease, env, objects)),
-        };
-        Ok(Box::new(KernelNetwork::new(host.kernel.clone(), blueprint)))
+        let (uplink, mtu) = (node.uplink.name, node.uplink.mtu);
+        let owned = self.footprint(config, Some(uplink))?;
+        Ok(Prepared::new(offer, move |_| {
+            let mut blueprint =
+                Blueprint::new(mtu, move |lease, env, objects| plan(uplink, lease, env, objects));
+            (blueprint.lease_type, blueprint.owned) = (Some(TYPE), owned);
+            Ok(Built::Kernel(blueprint))
+        }))
     }
 }
 
@@ -79,10 +83,6 @@ fn plan(
     env: &Env<'_>,
     objects: &mut Vec<Object>,
 ) -> Result<(), Rejected> {
-    if lease.attrs.backend_type != TYPE {
-        let theirs = &lease.attrs.backend_type;
-        return Err(Rejected(format!("its backend type is {theirs:?}, this node's is {TYPE:?}")));
-    }
     let mut far = None;
     for peer in lease.endpoints() {
         // What one family lacks is no reason to lose the other.

@@ -8,9 +8,10 @@ use std::sync::Arc;
 use flannel_backend_hostgw::HostGw;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{
-    Alloc, Backend, Change, Dual, ExternalInterface, Host, Kernel, LeaseAttrs, Owned, Subnet,
+    Alloc, Backend, Change, Dual, ExternalInterface, Kernel, LeaseAttrs, Owned, Subnet,
     SubnetManager,
 };
+use flannel_route::{Host, JoinOptions};
 
 const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"host-gw"}}"#;
 
@@ -20,7 +21,7 @@ fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
     let address: Dual<IpAddr> =
         ["192.0.2.1", "2001:db8::1"].into_iter().map(|a| a.parse::<IpAddr>().unwrap()).collect();
     Host {
-        iface: ExternalInterface {
+        uplink: ExternalInterface {
             name: "eth0".parse().unwrap(),
             mtu: 1500,
             address,
@@ -29,7 +30,7 @@ fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
         },
         kernel: Arc::new(kernel.clone()),
         subnets: Arc::new(subnets.clone()),
-        identity: String::new(),
+        machine_id: String::new(),
     }
 }
 
@@ -48,8 +49,8 @@ async fn a_route_for_every_peer_on_the_link() {
     subnets.put_attrs("10.1.8.0-24&fd00:1:0:8::-64", peer(&["198.51.100.8", "2001:db8::8"]));
     subnets.put_attrs("10.1.9.0-24", peer(&["192.0.2.9"]));
     subnets.put_attrs("10.1.10.0-24", peer(&["203.0.113.10"]));
-    let network = HostGw
-        .register(&host(&kernel, &subnets), &subnets.network_config().await.unwrap())
+    let network = host(&kernel, &subnets)
+        .join(&HostGw, &subnets.network_config().await.unwrap(), JoinOptions::default())
         .await
         .unwrap();
     let handle = network.handle();
@@ -103,10 +104,8 @@ async fn unused_addresses_of_the_own_subnets_are_dropped_while_that_is_wanted() 
     let dropped =
         || kernel.dump().into_iter().filter(|line| line.contains("blackhole")).collect::<Vec<_>>();
     for wanted in [true, false] {
-        let mut network = HostGw.register(&host(&kernel, &subnets), &config).await.unwrap();
-        if wanted {
-            network.drop_unused().unwrap();
-        }
+        let options = JoinOptions { drop_unused_addresses: wanted, ..JoinOptions::default() };
+        let network = host(&kernel, &subnets).join(&HostGw, &config, options).await.unwrap();
         let (handle, views) = (network.handle(), subnets.watch_leases().await.unwrap());
         let task = tokio::spawn(network.run(views));
         let mut status = handle.status.clone();
@@ -128,8 +127,8 @@ async fn unused_addresses_of_the_own_subnets_are_dropped_while_that_is_wanted() 
         }
         task.abort();
     }
-    let mut alloc = Alloc.register(&host(&kernel, &subnets), &config).await.unwrap();
-    assert!(alloc.drop_unused().unwrap_err().to_string().contains("leaves routes to others"));
+    let alloc = Alloc.footprint(&config, None).unwrap();
+    assert_eq!(alloc, Owned::default(), "it leaves routes to others");
 }
 
 #[tokio::test]
@@ -137,20 +136,20 @@ async fn a_public_address_that_is_not_the_interfaces_is_refused() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), FakeSubnets::with_config(DUAL));
     let config = subnets.network_config().await.unwrap();
     let mut nat = host(&kernel, &subnets);
-    nat.iface.public.v6 = Some("2001:db8:99::1".parse().unwrap());
-    let error = HostGw.register(&nat, &config).await.unwrap_err().to_string();
+    nat.uplink.public.v6 = Some("2001:db8:99::1".parse().unwrap());
+    let error = nat.join(&HostGw, &config, JoinOptions::default()).await.unwrap_err().to_string();
     assert!(error.contains("2001:db8:99::1 is not the address of eth0 (2001:db8::1)"), "{error}");
     let mut bare = host(&kernel, &subnets);
-    bare.iface.address.v4 = None;
-    let error = HostGw.register(&bare, &config).await.unwrap_err().to_string();
+    bare.uplink.address.v4 = None;
+    let error = bare.join(&HostGw, &config, JoinOptions::default()).await.unwrap_err().to_string();
     assert!(error.contains("eth0 has no IPv4 address"), "{error}");
-    for iface in [&nat.iface, &bare.iface] {
-        let refused = HostGw
-            .register(&Host { iface: iface.clone(), ..host(&kernel, &subnets) }, &config)
+    for iface in [&nat.uplink, &bare.uplink] {
+        let refused = Host { uplink: iface.clone(), ..host(&kernel, &subnets) }
+            .join(&HostGw, &config, JoinOptions::default())
             .await;
-        let judged = HostGw.check(&config, Some(iface)).unwrap_err();
+        let judged = HostGw.validate(&config, Some(iface)).unwrap_err();
         assert_eq!(judged.to_string(), refused.unwrap_err().to_string(), "before anything is done");
     }
-    HostGw.check(&config, Some(&host(&kernel, &subnets).iface)).unwrap();
-    HostGw.check(&config, None).unwrap();
+    HostGw.validate(&config, Some(&host(&kernel, &subnets).uplink)).unwrap();
+    HostGw.validate(&config, None).unwrap();
 }

@@ -4,13 +4,11 @@ mod mac;
 mod options;
 mod plan;
 
-use std::time::{Duration, SystemTime};
-
 use async_trait::async_trait;
 use flannel_core::{
-    Addr, Backend, Blueprint, Config, Dual, Error, ExternalInterface, Family, Host, KernelNetwork,
-    LeaseAttrs, Link, LinkKind, LinkName, MacAddr, Network, Object, Owned, Result, State, Vxlan,
-    live_view,
+    Addr, Backend, Blueprint, Built, Config, Datapath, Dual, Error, ExternalInterface, Family,
+    Inlet, LeaseAttrs, Link, LinkKind, LinkName, MacAddr, Node, NodeLease, Object, Owned, Prepared,
+    Result, State, Vxlan,
 };
 
 pub use options::Options;
@@ -28,70 +26,81 @@ pub struct VxlanBackend;
 
 #[async_trait]
 impl Backend for VxlanBackend {
-    fn name(&self) -> &'static str {
+    fn kind(&self) -> &'static str {
         plan::TYPE
     }
 
-    fn owned(&self, uplink: LinkName, config: &Config) -> Result<Owned> {
+    fn datapath(&self, config: &Config) -> Result<Datapath> {
+        let options = Options::parse(&config.backend).map_err(|error| refuse(error.to_string()))?;
+        let mut datapath = Datapath::default();
+        datapath.devices = self.devices(config)?;
+        datapath.overhead = config.networks.map(|family, _| overhead(family));
+        datapath.inlets = vec![Inlet::Udp(options.port)];
+        datapath.direct = options.direct_routing;
+        datapath.bare = options.direct_routing;
+        Ok(datapath)
+    }
+
+    fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Owned> {
         let vni = Options::parse(&config.backend).map_err(|error| refuse(error.to_string()))?.vni;
         Ok(Owned {
             // Both families': the device of one that was switched off must go.
             links: Family::BOTH.iter().filter_map(|f| device_name(*f, vni).ok()).collect(),
             networks: config.pod_networks().collect(),
             // Also without DirectRouting: its routes must go when it is switched off.
-            routes_on: [uplink].into(),
-            // Those for the own subnets.
+            routes_on: uplink.into_iter().collect(),
+            // The blackholes of this node's own subnets.
             blackholes: true,
             ..Owned::default()
         })
     }
 
-    fn check(&self, config: &Config, iface: Option<&ExternalInterface>) -> Result<()> {
+    fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()> {
         self.devices(config)?;
-        underlay(config, iface)?;
-        let Some(iface) = iface else { return Ok(()) };
+        underlay(config, uplink)?;
+        let Some(iface) = uplink else { return Ok(()) };
         match config.networks.families().find(|family| iface.address[*family].is_none()) {
             Some(family) => Err(lacks(iface.name, family)),
             None => Ok(()),
         }
     }
 
-    async fn register(&self, host: &Host, config: &Config) -> Result<Box<dyn Network>> {
-        self.check(config, Some(&host.iface))?;
+    async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
+        self.validate(config, Some(node.uplink))?;
         let options = Options::parse(&config.backend).map_err(|error| refuse(error.to_string()))?;
         let names = self.devices(config)?;
-        let underlay = underlay(config, Some(&host.iface))?.unwrap_or(host.iface.mtu);
-        let macs = choose_macs(host, &names, options.vni).await?;
+        let underlay = underlay(config, Some(node.uplink))?.unwrap_or(node.uplink.mtu);
+        let macs = choose_macs(node, &names, options.vni).await?;
         let links = names
-            .try_map(|family, name| device(host, (&options, underlay), family, *name, &macs))?;
+            .try_map(|family, name| device(node, (&options, underlay), family, *name, &macs))?;
         let mtu = links.values().map(|link| link.mtu).min();
         let mtu = mtu.ok_or_else(|| refuse("the network config enables no family".into()))?;
-
-        let attrs = LeaseAttrs {
-            public: host.iface.public,
+        let offer = LeaseAttrs {
+            public: node.uplink.public,
             backend_type: plan::TYPE.into(),
             backend_data: macs.map(|_, mac| plan::backend_data(options.vni, *mac).into()),
         };
-        let lease = host.subnets.acquire_lease(&attrs).await?;
-        let mut base: State = links.values().cloned().collect();
-        // A lease that has run out leads to the peers, but its subnets are not ours.
-        let ours = lease.expires.is_none_or(|end| SystemTime::now() < end);
-        for subnet in lease.subnets.iter().filter(|_| ours) {
-            let Some(link) = names[subnet.family()] else { continue };
-            base.insert(Addr { link, address: subnet.base(), len: subnet.family().bits() });
-        }
-        let direct = options.direct_routing.then_some(host.iface.name);
+        let owned = self.footprint(config, Some(node.uplink.name))?;
+        let direct = options.direct_routing.then_some(node.uplink.name);
         let plan = plan::Plan { devices: names, direct };
-        let blueprint = Blueprint {
-            lease,
-            networks: config.pod_networks().collect(),
-            mtu,
-            owned: self.owned(host.iface.name, config)?,
-            base,
-            plan: Box::new(move |lease, env, objects| plan.objects(lease, env, objects)),
-        };
-        Ok(Box::new(KernelNetwork::new(host.kernel.clone(), blueprint)))
+        Ok(Prepared::new(offer, move |lease| {
+            let mut blueprint =
+                Blueprint::new(mtu, move |lease, env, objects| plan.objects(lease, env, objects));
+            (blueprint.lease_type, blueprint.owned) = (Some(plan::TYPE), owned);
+            blueprint.base = base(&links, &names, lease);
+            Ok(Built::Kernel(blueprint))
+        }))
     }
+}
+
+/// The devices, and the addresses of a lease that this node holds.
+fn base(links: &Dual<Link>, names: &Dual<LinkName>, lease: &NodeLease) -> State {
+    let mut base: State = links.values().cloned().collect();
+    for subnet in lease.held().into_iter().flat_map(|lease| lease.subnets.iter()) {
+        let Some(link) = names[subnet.family()] else { continue };
+        base.insert(Addr { link, address: subnet.base(), len: subnet.family().bits() });
+    }
+    base
 }
 
 impl VxlanBackend {
@@ -104,9 +113,6 @@ impl VxlanBackend {
         config.networks.try_map(|family, _| device_name(family, vni))
     }
 }
-
-/// How long to wait for everybody's leases before a MAC address is chosen without them.
-const PATIENCE: Duration = Duration::from_secs(5);
 
 fn refuse(reason: String) -> Error {
     Error::Backend { backend: plan::TYPE.into(), reason }
@@ -167,13 +173,13 @@ fn lacks(name: LinkName, family: Family) -> Error {
 }
 
 fn device(
-    host: &Host,
+    node: &Node<'_>,
     (options, underlay): (&Options, u32),
     family: Family,
     name: LinkName,
     macs: &Dual<MacAddr>,
 ) -> Result<Link> {
-    let iface = &host.iface;
+    let iface = node.uplink;
     let (Some(local), Some(mac)) = (iface.address[family], macs[family]) else {
         return Err(lacks(iface.name, family));
     };
@@ -192,29 +198,27 @@ fn device(
 }
 
 /// A MAC address for each device: see [`mac`].
-async fn choose_macs(host: &Host, names: &Dual<LinkName>, vni: u32) -> Result<Dual<MacAddr>> {
+async fn choose_macs(node: &Node<'_>, names: &Dual<LinkName>, vni: u32) -> Result<Dual<MacAddr>> {
     let owned = Owned { links: names.values().copied().collect(), ..Owned::default() };
-    let there = host
-        .kernel
-        .snapshot(&owned)
-        .map_err(|source| Error::Kernel { object: "links".into(), source })?;
-    let devices = there.iter().filter_map(|object| match object {
+    let present = node.snapshot(owned).await?;
+    let devices = present.iter().filter_map(|object| match object {
         Object::Link(Link { name, kind: LinkKind::Vxlan(vxlan), .. }) => Some((*name, vxlan.mac)),
         _ => None,
     });
     let devices: Vec<_> = devices.collect();
-    let hints = host.subnets.hints().await?;
-    // Ours, though it may tell an address that this host has no more.
+    let hints = node.hints().await?;
+    // The lease is ours, although it may contain an address that this host no longer has.
     let own = hints.previous.filter(|_| hints.last_published.is_some());
     let last = hints.last_published.unwrap_or_default();
-    let view = live_view(&*host.subnets, PATIENCE).await?;
+    let view = node.leases().await?;
     let others = view.leases.iter().filter(|lease| Some(lease.subnets) != own);
-    let mut taken = mac::taken(others.map(|lease| &**lease), &host.iface.public);
+    let public = &node.uplink.public;
+    let mut taken = mac::taken(others.map(|lease| &**lease), public);
     let mut macs = Dual::default();
     for (family, name) in names.iter() {
         let device = devices.iter().find(|(device, _)| device == name).map(|(_, mac)| *mac);
-        let public = host.iface.public.map(|_, address| address.to_string());
-        let seed = format!("{} {:?} {:?} {vni} {family}", host.identity, public.v4, public.v6);
+        let public = public.map(|_, address| address.to_string());
+        let seed = format!("{} {:?} {:?} {vni} {family}", node.machine_id, public.v4, public.v6);
         let mac = mac::choose(mac::published(&last, family), device, &seed, &taken);
         taken.insert(mac);
         macs[family] = Some(mac);

@@ -28,12 +28,6 @@ impl Plan {
         env: &Env<'_>,
         out: &mut Vec<Object>,
     ) -> Result<(), Rejected> {
-        if lease.attrs.backend_type != TYPE {
-            let theirs = &lease.attrs.backend_type;
-            return Err(Rejected(format!(
-                "its backend type is {theirs:?}, this node's is {TYPE:?}"
-            )));
-        }
         let mut bad = None;
         for peer in lease.endpoints() {
             let Some(device) = self.devices[peer.subnet.family()] else { continue };

@@ -7,9 +7,10 @@ use std::sync::Arc;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{
-    Backend, Config, Dual, ExternalInterface, Hints, Host, LeaseAttrs, Link, LinkKind, MacAddr,
-    Network, Object, Result, SubnetManager, Vxlan,
+    Backend, Config, Dual, ExternalInterface, Hints, LeaseAttrs, Link, LinkKind, MacAddr, Network,
+    Object, Result, SubnetManager, Vxlan,
 };
+use flannel_route::{Host, JoinOptions};
 
 const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
 
@@ -21,7 +22,7 @@ fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
         .map(|a| a.parse::<std::net::IpAddr>().unwrap())
         .collect();
     Host {
-        iface: ExternalInterface {
+        uplink: ExternalInterface {
             name: "eth0".parse().unwrap(),
             mtu: 1500,
             address,
@@ -30,7 +31,7 @@ fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
         },
         kernel: Arc::new(kernel.clone()),
         subnets: Arc::new(subnets.clone()),
-        identity: "machine".into(),
+        machine_id: "machine".into(),
     }
 }
 
@@ -57,7 +58,9 @@ async fn dump(config: &str, prepare: impl FnOnce(&FakeKernel, &FakeSubnets)) -> 
 }
 
 async fn register(kernel: &FakeKernel, subnets: &FakeSubnets) -> Result<Box<dyn Network>> {
-    VxlanBackend.register(&host(kernel, subnets), &subnets.network_config().await?).await
+    host(kernel, subnets)
+        .join(&VxlanBackend, &subnets.network_config().await?, JoinOptions::default())
+        .await
 }
 
 fn without_macs(dump: &[String]) -> Vec<String> {
@@ -294,27 +297,28 @@ async fn what_does_not_fit_is_refused_with_the_reason() {
         let error = register(&kernel, &subnets).await.unwrap_err().to_string();
         assert!(error.contains(says), "{error}");
         // The same is said before anything is done, and without a node if only the config is wrong.
-        let (config, iface) = (Config::parse(config).unwrap(), host(&kernel, &subnets).iface);
-        assert_eq!(VxlanBackend.check(&config, Some(&iface)).unwrap_err().to_string(), error);
-        let anywhere = VxlanBackend.check(&config, None).map_err(|error| error.to_string());
+        let (config, iface) = (Config::parse(config).unwrap(), host(&kernel, &subnets).uplink);
+        assert_eq!(VxlanBackend.validate(&config, Some(&iface)).unwrap_err().to_string(), error);
+        let anywhere = VxlanBackend.validate(&config, None).map_err(|error| error.to_string());
         let fits_another = says.contains("the MTU of eth0");
         assert_eq!(anywhere, if fits_another { Ok(()) } else { Err(error) });
     }
     let subnets = FakeSubnets::with_config(DUAL);
     let mut host = host(&kernel, &subnets);
     let config = Config::parse(DUAL).unwrap();
-    let small = ExternalInterface { mtu: 1349, ..host.iface.clone() };
-    let error = VxlanBackend.check(&config, Some(&small)).unwrap_err().to_string();
+    let small = ExternalInterface { mtu: 1349, ..host.uplink.clone() };
+    let error = VxlanBackend.validate(&config, Some(&small)).unwrap_err().to_string();
     assert!(
         error.contains("the interface's MTU 1349 is too small for IPv6: at least 1350"),
         "{error}"
     );
-    for iface in [&ExternalInterface { mtu: 1350, ..small }, &host.iface] {
-        VxlanBackend.check(&config, Some(iface)).unwrap();
+    for iface in [&ExternalInterface { mtu: 1350, ..small }, &host.uplink] {
+        VxlanBackend.validate(&config, Some(iface)).unwrap();
     }
-    host.iface.address.v6 = None;
+    host.uplink.address.v6 = None;
     let config = subnets.network_config().await.unwrap();
-    let error = VxlanBackend.register(&host, &config).await.unwrap_err().to_string();
+    let error =
+        host.join(&VxlanBackend, &config, JoinOptions::default()).await.unwrap_err().to_string();
     assert!(error.contains("eth0 has no IPv6 address"), "{error}");
     assert!(
         kernel.state().iter().all(|object| !matches!(object, Object::Link(_))),

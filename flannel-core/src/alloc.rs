@@ -1,19 +1,16 @@
 //! The backend that only allocates: a lease and a subnet file, no routes.
 
-use std::sync::Arc;
-
 use async_trait::async_trait;
-use tokio::sync::watch;
 
+use crate::backend::{Backend, Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
 use crate::config::Config;
 use crate::error::Result;
 use crate::kernel::Owned;
-use crate::lease::{LeaseAttrs, View};
+use crate::lease::LeaseAttrs;
 use crate::name::LinkName;
-use crate::network::{Backend, Ended, ExternalInterface, Host, Network, NetworkHandle};
-use crate::status::Status;
 
-/// The backend `alloc`: gives this node a subnet and leaves connectivity to others.
+/// The backend `alloc`: gives this node a subnet and leaves connectivity to others. It accepts every lease and installs
+/// nothing.
 ///
 /// **Source**: flannel `pkg/backend/alloc/alloc.go`; its leases carry no backend type.
 #[derive(Debug, Clone, Copy, Default)]
@@ -21,7 +18,7 @@ pub struct Alloc;
 
 #[async_trait]
 impl Backend for Alloc {
-    fn name(&self) -> &'static str {
+    fn kind(&self) -> &'static str {
         "alloc"
     }
 
@@ -29,40 +26,21 @@ impl Backend for Alloc {
         ""
     }
 
-    fn owned(&self, _: LinkName, _: &Config) -> Result<Owned> {
-        Ok(Owned::default())
-    }
-
-    fn check(&self, _: &Config, _: Option<&ExternalInterface>) -> Result<()> {
+    fn validate(&self, _: &Config, _: Option<&ExternalInterface>) -> Result<()> {
         Ok(())
     }
 
-    async fn register(&self, host: &Host, _: &Config) -> Result<Box<dyn Network>> {
-        let attrs = LeaseAttrs { public: host.iface.public, ..LeaseAttrs::default() };
-        let lease = host.subnets.acquire_lease(&attrs).await?;
-        let status = Status { in_sync: true, own_in_place: true, live: true, ..Status::default() };
-        let (status, receiver) = watch::channel(Arc::new(status));
-        let handle = NetworkHandle::new(lease, host.iface.mtu, receiver);
-        Ok(Box::new(AllocNetwork { handle, _status: status }))
-    }
-}
-
-/// A network that does nothing.
-#[derive(Debug)]
-struct AllocNetwork {
-    handle: NetworkHandle,
-    /// Kept so that receivers stay open.
-    _status: watch::Sender<Arc<Status>>,
-}
-
-#[async_trait]
-impl Network for AllocNetwork {
-    fn handle(&self) -> NetworkHandle {
-        self.handle.clone()
+    fn datapath(&self, _: &Config) -> Result<Datapath> {
+        Ok(Datapath::default())
     }
 
-    async fn run(self: Box<Self>, mut views: watch::Receiver<View>) -> Result<Ended> {
-        while views.changed().await.is_ok() {}
-        Ok(Ended::ViewsClosed)
+    fn footprint(&self, _: &Config, _: Option<LinkName>) -> Result<Owned> {
+        Ok(Owned::default())
+    }
+
+    async fn prepare(&self, node: &Node<'_>, _: &Config) -> Result<Prepared> {
+        let offer = LeaseAttrs { public: node.uplink.public, ..LeaseAttrs::default() };
+        let mtu = node.uplink.mtu;
+        Ok(Prepared::new(offer, move |_| Ok(Built::Kernel(Blueprint::new(mtu, |_, _, _| Ok(()))))))
     }
 }

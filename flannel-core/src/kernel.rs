@@ -58,6 +58,18 @@ pub struct Owned {
 }
 
 impl Owned {
+    /// Adds what another network may touch. The nexthop ids and Go flannel's routes stay as they are.
+    pub fn merge(&mut self, other: Self) {
+        self.links.extend(other.links);
+        for network in other.networks {
+            if !self.networks.contains(&network) {
+                self.networks.push(network);
+            }
+        }
+        self.routes_on.extend(other.routes_on);
+        self.blackholes |= other.blackholes;
+    }
+
     /// An address read from the kernel is ours.
     pub fn owns_addr(&self, addr: &Addr) -> bool {
         let link_local = match addr.address {
@@ -219,7 +231,7 @@ impl RouteAnswer {
 
 /// A kernel's network tables: one network namespace.
 ///
-/// Every method but [`beside`](Self::beside) blocks (rtnetlink does its work inside `send`), so call it from a thread that may block.
+/// Every method blocks (rtnetlink does its work inside `send`), so call it from a thread that may block.
 /// Methods of one instance never overlap: a snapshot does not see half a batch.
 ///
 /// Implementations: `flannel_netlink::NetlinkKernel`, and `testing::FakeKernel` (feature `testing`). Both pass
@@ -282,12 +294,6 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     /// # Errors
     /// The kernel refused to let us listen.
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError>;
-
-    /// What another thread is to call before each time that it makes out what comes next while this one is in [`apply`](Self::apply): an
-    /// implementation may know how the two do not share a processor.
-    fn beside(&self) -> Box<dyn FnMut() + Send> {
-        Box::new(|| ())
-    }
 
     /// The process that has the netlink socket with this port id. `None`: there is none that could be told from others, or so many were
     /// asked for of late that it would cost too much.
@@ -401,18 +407,4 @@ pub trait Changes: Send {
     /// # Cancel safety
     /// Dropping the future loses nothing.
     async fn next(&mut self) -> Result<Doubts, KernelError>;
-
-    /// From now on, or no longer, only what concerns links and addresses is told: for whoever makes so many changes that
-    /// reading the kernel after them costs less than hearing of each. A kernel may tell everything all the same, which is
-    /// what happens unless this is overridden.
-    ///
-    /// # Errors
-    /// As in [`Changes::next`].
-    ///
-    /// # Blocking
-    /// No.
-    fn tell_of_links_only(&mut self, only: bool) -> Result<(), KernelError> {
-        let _ = only;
-        Ok(())
-    }
 }

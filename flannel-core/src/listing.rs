@@ -62,16 +62,19 @@ impl<K: Ord + Clone, V: Clone> Listing<K, V> {
         })
     }
 
-    pub(crate) fn insert(&mut self, key: K, value: V) -> Option<V> {
+    /// Adds an entry; the value that the key had before.
+    pub fn insert(&mut self, key: K, value: V) -> Option<V> {
         self.0.insert(key, value)
     }
 
-    pub(crate) fn remove(&mut self, key: &K) -> Option<V> {
+    /// Removes an entry: its value, if there was one.
+    pub fn remove(&mut self, key: &K) -> Option<V> {
         // Without a look first a copy would be made of what stays.
         if self.0.contains_key(key) { self.0.remove(key) } else { None }
     }
 
-    pub(crate) fn retain(&mut self, keep: impl Fn(&K) -> bool) {
+    /// Removes every entry whose key `keep` refuses.
+    pub fn retain(&mut self, keep: impl Fn(&K) -> bool) {
         let gone: Vec<K> = self.keys().filter(|key| !keep(key)).cloned().collect();
         gone.iter().for_each(|key| drop(self.remove(key)));
     }

@@ -1,4 +1,4 @@
-//! Backends and networks: what turns leases into connectivity on this host.
+//! Networks: they turn leases into connectivity on this host.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -7,120 +7,17 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use crate::address::{Dual, Subnet};
-use crate::config::Config;
-use crate::error::{Error, Result};
-use crate::kernel::{Kernel, Owned};
+use crate::address::Subnet;
+use crate::error::Result;
 use crate::lease::{Lease, Subnets, View};
-use crate::name::LinkName;
 use crate::state::Key;
 use crate::status::{Explanation, Status, Waiting};
-use crate::subnet::SubnetManager;
-
-/// This host, as a backend sees it.
-#[derive(Debug, Clone)]
-pub struct Host {
-    /// The interface that connects it with its peers.
-    pub iface: ExternalInterface,
-    /// Its kernel.
-    pub kernel: Arc<dyn Kernel>,
-    /// Where leases come from.
-    pub subnets: Arc<dyn SubnetManager>,
-    /// What tells this node from its clones, for values that must be stable and differ between nodes; for
-    /// example the text of `/etc/machine-id`. May be empty.
-    pub identity: String,
-}
-
-/// The interface that connects this host with its peers, and why it was chosen.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ExternalInterface {
-    /// Its name.
-    pub name: LinkName,
-    /// Its MTU in bytes.
-    pub mtu: u32,
-    /// Its address, per enabled family: the source of tunnel packets.
-    pub address: Dual<IpAddr>,
-    /// The address that peers are told; differs from `address` behind NAT.
-    pub public: Dual<IpAddr>,
-    /// Why this interface, as a sentence without a full stop: `it has the default route`.
-    pub reason: String,
-}
-
-/// Makes networks of one kind.
-///
-/// ```
-/// use async_trait::async_trait;
-/// use flannel_core::{Backend, Config, ExternalInterface, Host, LeaseAttrs, LinkName, Network, Owned, Result};
-///
-/// /// A backend that refuses.
-/// #[derive(Debug)]
-/// struct Nowhere;
-///
-/// #[async_trait]
-/// impl Backend for Nowhere {
-///     fn name(&self) -> &'static str {
-///         "nowhere"
-///     }
-///     fn owned(&self, _: LinkName, _: &Config) -> Result<Owned> {
-///         Ok(Owned::default())
-///     }
-///     fn check(&self, _: &Config, _: Option<&ExternalInterface>) -> Result<()> {
-///         Ok(())
-///     }
-///     async fn register(&self, _: &Host, _: &Config) -> Result<Box<dyn Network>> {
-///         Err(flannel_core::Error::Backend { backend: "nowhere".into(), reason: "it leads nowhere".into() })
-///     }
-/// }
-/// ```
-#[async_trait]
-pub trait Backend: fmt::Debug + Send + Sync {
-    /// The `Type` in the network config, in lower case.
-    fn name(&self) -> &'static str;
-
-    /// The backend type that its leases carry; empty for flannel's `udp` and `alloc`.
-    fn lease_type(&self) -> &'static str {
-        self.name()
-    }
-
-    /// What its network touches in a kernel whose external interface is `uplink`: for its own use, and for cleaning up
-    /// ([`cleanup`](crate::cleanup())) where nothing can be registered. Pure.
-    ///
-    /// # Errors
-    /// The config's backend options are wrong.
-    fn owned(&self, uplink: LinkName, config: &Config) -> Result<Owned>;
-
-    /// Judges whether a network can be built from `config`: on the node whose external interface is `iface`, or
-    /// without one as far as every node is alike. What this refuses [`Backend::register`] refuses too, in the same
-    /// words. Pure: a network that runs is given up for another config only after this was asked.
-    ///
-    /// # Errors
-    /// The config's backend options are wrong, or do not fit the enabled families or the interface.
-    fn check(&self, config: &Config, iface: Option<&ExternalInterface>) -> Result<()>;
-
-    /// Checks that the network can run here, and acquires this node's lease. Touches nothing in the kernel
-    /// but what the lease's attributes must tell truly (a device's MAC address).
-    ///
-    /// # Errors
-    /// The config's backend options are wrong, the host does not fit, or no lease can be had.
-    async fn register(&self, host: &Host, config: &Config) -> Result<Box<dyn Network>>;
-}
 
 /// A network that this node takes part in.
 #[async_trait]
 pub trait Network: fmt::Debug + Send {
     /// A handle that outlives [`Network::run`].
     fn handle(&self) -> NetworkHandle;
-
-    /// Drops packets for those addresses of this node's own subnets that nobody has, instead of sending them where other
-    /// routes lead; call it before [`Network::run`]. Without the call a network that owns blackholes
-    /// ([`Owned::blackholes`]) removes what an earlier one left.
-    ///
-    /// # Errors
-    /// It touches no routes.
-    fn drop_unused(&mut self) -> Result<()> {
-        let backend = self.handle().lease.attrs.backend_type.into_owned();
-        Err(Error::Backend { backend, reason: "it leaves routes to others".into() })
-    }
 
     /// Makes the kernel follow the views until something that the network was built from changes.
     ///
@@ -157,8 +54,9 @@ pub struct NetworkHandle {
     questions: Option<mpsc::Sender<Question>>,
 }
 
-/// What only the network itself can tell, and where the answer goes.
-pub(crate) enum Question {
+/// A question that only the running network can answer, and the channel for the answer.
+#[derive(Debug)]
+pub enum Question {
     /// Which peer an address belongs to.
     Explain(IpAddr, oneshot::Sender<Option<Explanation>>),
     /// Which peers wait.
@@ -171,7 +69,9 @@ impl NetworkHandle {
         Self { lease, mtu, status, questions: None }
     }
 
-    pub(crate) fn with_questions(mut self, questions: mpsc::Sender<Question>) -> Self {
+    /// The same handle of a network that answers the questions which arrive on the other end of `questions`.
+    #[must_use]
+    pub fn with_questions(mut self, questions: mpsc::Sender<Question>) -> Self {
         self.questions = Some(questions);
         self
     }

@@ -34,7 +34,7 @@ pub struct Env<'a> {
 }
 
 /// Says which link an address is on, if any; `None` if the kernel could not say.
-pub(crate) type Answer<'a> = dyn Fn(IpAddr) -> Option<Option<LinkName>> + 'a;
+pub type Answer<'a> = dyn Fn(IpAddr) -> Option<Option<LinkName>> + 'a;
 
 impl<'a> Env<'a> {
     /// An environment that answers with `on_link`: the link that an address is on, if any; `None` if that cannot
@@ -56,7 +56,7 @@ impl<'a> Env<'a> {
     }
 
     /// The addresses that were asked for with the answers, and the remarks.
-    pub(crate) fn into_parts(self) -> (BTreeMap<IpAddr, Option<Option<LinkName>>>, Vec<String>) {
+    pub fn into_parts(self) -> (BTreeMap<IpAddr, Option<Option<LinkName>>>, Vec<String>) {
         (self.asked.into_inner(), self.remarks.into_inner())
     }
 }

@@ -216,7 +216,7 @@ impl Object {
     }
 
     /// What kind of object it is.
-    pub(crate) fn kind(&self) -> ObjectKind {
+    pub fn kind(&self) -> ObjectKind {
         match self {
             Self::Link(_) => ObjectKind::Link,
             Self::Addr(_) => ObjectKind::Addr,
@@ -411,12 +411,12 @@ impl State {
     }
 
     /// What is there with this object's key is, if it is equal, just as described.
-    pub(crate) fn is_exact(&self, like: &Object) -> bool {
+    pub fn is_exact(&self, like: &Object) -> bool {
         self.inexact.is_empty() || !self.is_inexact(&like.key())
     }
 
     /// The routes: they are created last.
-    pub(crate) fn routes(&self) -> impl Iterator<Item = &Route> {
+    pub fn routes(&self) -> impl Iterator<Item = &Route> {
         let first = self.objects.partition_point(|object| !matches!(object, Object::Route(_)));
         self.objects[first..].iter().filter_map(|object| {
             let Object::Route(route) = object else { return None };
@@ -439,7 +439,8 @@ impl State {
         self.objects.binary_search_by(|object| object.key().cmp(key))
     }
 
-    pub(crate) fn finder(&self) -> Finder<'_> {
+    /// Finds many objects in about the order of their keys.
+    pub fn finder(&self) -> Finder<'_> {
         Finder { state: self, next: [0; 6] }
     }
 
@@ -492,7 +493,7 @@ impl State {
 
 /// Finds objects of a state for whoever asks for those of a kind in nearly the order that they have there: then it looks at
 /// one, else at the logarithm of their number.
-pub(crate) struct Finder<'a> {
+pub struct Finder<'a> {
     state: &'a State,
     /// For each kind, the place behind the one that was found last.
     next: [usize; 6],
@@ -500,7 +501,7 @@ pub(crate) struct Finder<'a> {
 
 impl<'a> Finder<'a> {
     /// The place of what has the key of this object, and what it is if it differs.
-    pub(crate) fn find(&mut self, like: &Object) -> Option<(usize, Option<&'a Object>)> {
+    pub fn find(&mut self, like: &Object) -> Option<(usize, Option<&'a Object>)> {
         let (objects, next) = (&self.state.objects, &mut self.next[like.kind() as usize]);
         if objects.get(*next) == Some(like) {
             *next += 1;
@@ -570,9 +571,23 @@ impl<O: Into<Object>> Extend<O> for State {
     }
 }
 
+impl Route {
+    /// The same route by the nexthop object with this id.
+    pub fn by_nexthop(&self, id: u32) -> Self {
+        Self { via: Via::Nexthop(id), ..*self }
+    }
+
+    /// The same route by the gateway of `nexthop`.
+    pub fn by_gateway_of(&self, nexthop: &Nexthop) -> Self {
+        let Nexthop { link, gateway, onlink, .. } = *nexthop;
+        Self { via: Via::Gateway { gateway, link, onlink }, ..*self }
+    }
+}
+
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
     use super::*;
+    use crate::testing::any_object;
     use proptest::prelude::*;
 
     fn name(n: u8) -> LinkName {
@@ -585,53 +600,6 @@ pub(crate) mod tests {
         } else {
             IpAddr::from([0xfd00, 0, 0, u16::from(n), 0, 0, 0, 0])
         }
-    }
-
-    pub(crate) fn any_object() -> impl Strategy<Value = Object> {
-        let n = || 0..8u8;
-        let mac = |n: u8| MacAddr::local([n; 6]);
-        prop_oneof![
-            (n(), any::<bool>(), 1..3u32).prop_map(move |(l, up, vni)| {
-                let vxlan = Vxlan {
-                    vni,
-                    port: 8472,
-                    mac: mac(l),
-                    local: Some(address(l)).filter(|_| up),
-                    lower: Some(name(l)).filter(|_| vni > 1),
-                    learning: up,
-                    gbp: vni > 1,
-                };
-                Link { name: name(l), mtu: 1450, up, kind: LinkKind::Vxlan(vxlan) }.into()
-            }),
-            (n(), n(), 30..33u8).prop_map(|(l, a, len)| Addr {
-                link: name(l),
-                address: address(a),
-                len
-            }
-            .into()),
-            (n(), n(), n()).prop_map(move |(l, a, m)| {
-                Neigh { link: name(l), address: address(a), mac: mac(m) }.into()
-            }),
-            (n(), n(), n()).prop_map(move |(l, m, a)| Fdb {
-                link: name(l),
-                mac: mac(m),
-                dst: address(a)
-            }
-            .into()),
-            (1..6u32, n(), n(), any::<bool>()).prop_map(|(id, l, a, onlink)| {
-                Nexthop { id, link: name(l), gateway: address(a), onlink }.into()
-            }),
-            (n(), n(), prop::option::of(1400..1402u32), 0..5u8).prop_map(|(a, l, mtu, kind)| {
-                let via = match kind {
-                    0 => Via::Gateway { gateway: address(a), link: name(l), onlink: true },
-                    1 => Via::Link(name(l)),
-                    2 => Via::Nexthop(u32::from(l) + 1),
-                    3 => Via::Blackhole,
-                    _ => Via::LastResort,
-                };
-                Route { dst: Subnet::new(address(a), 24).unwrap(), via, mtu }.into()
-            }),
-        ]
     }
 
     fn any_state() -> impl Strategy<Value = State> {

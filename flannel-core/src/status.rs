@@ -91,6 +91,13 @@ pub struct Failure {
     pub tries: u32,
 }
 
+impl Failure {
+    /// A failure of `change`, first seen now.
+    pub fn new(change: &crate::state::Change, peer: Option<Subnets>, error: KernelError) -> Self {
+        Self { change: change.to_string(), peer, error, since: SystemTime::now(), tries: 1 }
+    }
+}
+
 /// What somebody else had done to an object that had to be repaired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
@@ -171,6 +178,13 @@ pub struct Waiting {
     pub peers: BTreeMap<Subnets, Wait>,
 }
 
+impl Waiting {
+    /// These peers wait; with `all`, of no peer anything is known to be in place.
+    pub const fn new(all: bool, peers: BTreeMap<Subnets, Wait>) -> Self {
+        Self { all, peers }
+    }
+}
+
 /// What a peer waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -197,6 +211,17 @@ pub struct Explanation {
     /// What its plan wants in the kernel, and how that stands. Nothing of it is wanted of a lease that is not
     /// believed.
     pub objects: Vec<(Object, Standing)>,
+}
+
+impl Explanation {
+    /// An explanation of a lease that defines `objects`.
+    pub const fn new(
+        lease: Arc<Lease>,
+        disbelief: Option<Disbelief>,
+        objects: Vec<(Object, Standing)>,
+    ) -> Self {
+        Self { lease, disbelief, objects }
+    }
 }
 
 /// How one wanted object stands.

@@ -10,9 +10,10 @@ use std::time::{Duration, Instant};
 
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
-use flannel_core::{Backend, Config, Family, NexthopBlock, ready_for_go};
+use flannel_core::{Backend, Config, Family, NexthopBlock};
 use flannel_lab::{Builder, Host, Lab, Signal};
 use flannel_netlink::NetlinkKernel;
+use flannel_route::ready_for_go;
 use serde_json::{Value, json};
 
 mod stream;
@@ -124,7 +125,7 @@ fn host_gw_daemons_killed_and_upgraded_lose_no_packet() {
 
 /// Every host is made ready for Go flannel, and then ours comes back.
 fn to_go_flannel_and_back(backend: &dyn Backend) {
-    let lab = up(backend.name());
+    let lab = up(backend.kind());
     let traffic = Traffic::start(&lab);
     let config =
         Config::parse(&fs::read_to_string(lab.registry().join("config")).unwrap()).unwrap();
@@ -132,7 +133,7 @@ fn to_go_flannel_and_back(backend: &dyn Backend) {
         let said = host.log().unwrap().matches("in sync peers=2").count();
         host.stop_daemon(Signal::SIGTERM).unwrap().unwrap();
         let kernel = NetlinkKernel::open_in(host.namespace().path()).unwrap();
-        let mut owned = backend.owned("eth0".parse().unwrap(), &config).unwrap();
+        let mut owned = backend.footprint(&config, Some("eth0".parse().unwrap())).unwrap();
         owned.nexthops = NexthopBlock::choose(&kernel, &owned).unwrap().0;
         let nexthops = || ip(host, "nexthop show").lines().count();
         assert_eq!(nexthops(), 2);

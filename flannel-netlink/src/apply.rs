@@ -3,7 +3,7 @@
 //! The one thing to know: links and whatever must be looked at before it is changed are done one at a time, after
 //! all that stands before them in the list; everything else goes 128 to a `send`.
 
-mod taken;
+mod nexthop_conflict;
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, btree_map};
@@ -20,8 +20,8 @@ use crate::ask::{ENODEV, find_link};
 use crate::codec::addr::AddrMessage;
 use crate::codec::nexthop::NexthopMessage;
 use crate::codec::{addr, link, neigh, nexthop, route};
+use crate::foreign_routes::{Double, ForeignRoutes, Odd};
 use crate::namespace::Namespace;
-use crate::seen::{Double, Odd, Seen};
 use crate::socket::Socket;
 use crate::wire::Messages;
 
@@ -38,7 +38,7 @@ pub(crate) struct Writer<'a> {
     socket: &'a mut Socket,
     namespace: &'a Namespace,
     owned: &'a Owned,
-    seen: &'a Seen,
+    foreign: &'a ForeignRoutes,
     /// Routes say that they have no metrics.
     metrics: bool,
     results: Vec<Result<(), KernelError>>,
@@ -57,14 +57,14 @@ impl<'a> Writer<'a> {
         socket: &'a mut Socket,
         namespace: &'a Namespace,
         owned: &'a Owned,
-        seen: &'a Seen,
+        foreign: &'a ForeignRoutes,
     ) -> Self {
         Self {
             socket,
             namespace,
             owned,
-            seen,
-            metrics: seen.has_metrics(),
+            foreign,
+            metrics: foreign.has_metrics(),
             results: Vec::new(),
             requests: Messages::default(),
             pending: Vec::new(),
@@ -105,7 +105,7 @@ impl<'a> Writer<'a> {
             Object::Addr(addr) => return self.put_addr(n, addr, index),
             Object::Neigh(neigh) => neigh::put(requests, neigh, index),
             Object::Fdb(fdb) => {
-                if self.seen.take_in_the_way(index, fdb.mac) == Some(Odd::Led) {
+                if self.foreign.take_in_the_way(index, fdb.mac) == Some(Odd::Led) {
                     neigh::delete_any_fdb(requests, fdb.mac, index);
                     self.pending.push((n, true));
                 }
@@ -119,7 +119,7 @@ impl<'a> Writer<'a> {
                     self.delete_on_our_links(changes, n, &route.dst)?;
                     route::delete_any(&mut self.requests, &route.dst, ROUTE_PROTOCOL);
                     self.pending.push((n, true));
-                    self.seen.see_last_resort(route.dst);
+                    self.foreign.see_last_resort(route.dst);
                 } else {
                     self.delete_behind(n, route);
                 }
@@ -142,7 +142,7 @@ impl<'a> Writer<'a> {
         match object {
             Object::Addr(addr) => return self.delete_addr(n, addr, index),
             Object::Neigh(neigh) => neigh::delete(&mut self.requests, neigh, index),
-            Object::Fdb(fdb) if self.seen.take_in_the_way(index, fdb.mac).is_some() => {
+            Object::Fdb(fdb) if self.foreign.take_in_the_way(index, fdb.mac).is_some() => {
                 neigh::delete_any_fdb(&mut self.requests, fdb.mac, index);
             }
             Object::Fdb(fdb) => neigh::delete_fdb(&mut self.requests, fdb, index),
@@ -170,7 +170,7 @@ impl<'a> Writer<'a> {
     /// network's.
     fn delete_behind(&mut self, n: usize, route: &Route) {
         let inside = self.owned.networks.iter().any(|network| network.covers(&route.dst));
-        if self.owned.blackholes && inside && self.seen.may_have_last_resort(&route.dst) {
+        if self.owned.blackholes && inside && self.foreign.may_have_last_resort(&route.dst) {
             let behind = Route { via: Via::LastResort, mtu: None, ..*route };
             route::delete(&mut self.requests, &behind, 0, ROUTE_PROTOCOL);
             self.pending.push((n, true));
@@ -207,7 +207,7 @@ impl<'a> Writer<'a> {
 
     /// Those that stand beside a route which change `n` is about.
     fn delete_doubles(&mut self, n: usize, route: &Route, goes: impl Fn(&Double) -> bool) {
-        for double in self.seen.take_doubles(&route.dst).iter().filter(|double| goes(double)) {
+        for double in self.foreign.take_doubles(&route.dst).iter().filter(|double| goes(double)) {
             route::delete_told(&mut self.requests, &double.told);
             self.pending.push((n, true));
         }
@@ -246,7 +246,7 @@ impl<'a> Writer<'a> {
                     self.make_way(route).map_err(|_| error)
                 }
                 (Err(error), Change::Put(Object::Nexthop(_)))
-                    if taken::stands_in_the_way(&error) =>
+                    if nexthop_conflict::stands_in_the_way(&error) =>
                 {
                     taken.push(n);
                     Err(error)
@@ -611,7 +611,7 @@ mod tests {
         in_netns(|| {
             ip("link set lo up");
             let namespace = Namespace::current().unwrap();
-            let (mut socket, seen) = (Socket::open().unwrap(), Seen::default());
+            let (mut socket, foreign) = (Socket::open().unwrap(), ForeignRoutes::default());
             let networks = vec!["10.0.0.0/8".parse().unwrap()];
             let owned = Owned { blackholes: true, networks, ..Owned::default() };
             let route = |n: u8, via| {
@@ -623,12 +623,12 @@ mod tests {
             let routes: Vec<Change> = (0..BATCH).map(|n| route(n as u8, Via::Blackhole)).collect();
             let exchanges = |socket: &mut Socket, changes: &[Change]| {
                 let before = socket.exchanges;
-                let results = Writer::new(socket, &namespace, &owned, &seen).apply(changes);
+                let results = Writer::new(socket, &namespace, &owned, &foreign).apply(changes);
                 assert!(results.iter().all(Result::is_ok), "{results:?}");
                 socket.exchanges - before
             };
             assert_eq!(exchanges(&mut socket, &routes), 2, "nobody has looked");
-            crate::snapshot::snapshot(&mut socket, &owned, &seen).unwrap();
+            crate::snapshot::snapshot(&mut socket, &owned, &foreign).unwrap();
             assert_eq!(exchanges(&mut socket, &routes), 1, "a message for each");
             exchanges(&mut socket, &[route(7, Via::LastResort)]);
             assert_eq!(exchanges(&mut socket, &routes), 2, "one more");
@@ -653,11 +653,11 @@ mod tests {
                 gateway: [192, 0, 2, 2 + n as u8].into(),
                 onlink: false,
             };
-            let (owned, seen) = (Owned::default(), Seen::default());
+            let (owned, foreign) = (Owned::default(), ForeignRoutes::default());
             let there = || ip("nexthop show").lines().count();
             let mut apply = |changes: &[Change]| {
                 let before = socket.exchanges;
-                let results = Writer::new(&mut socket, &namespace, &owned, &seen).apply(changes);
+                let results = Writer::new(&mut socket, &namespace, &owned, &foreign).apply(changes);
                 (results, socket.exchanges - before)
             };
             let objects = || (0..200).map(|n| Object::Nexthop(nexthop(n)));

@@ -12,16 +12,14 @@ use neli::consts::rtnl::Rtm;
 use nix::sys::socket::SockProtocol;
 use socket2::{SockFilter, SockRef};
 
+use crate::event_decoder::EventDecoder;
+use crate::foreign_routes::ForeignRoutes;
 use crate::multicast::Multicast;
-use crate::news::News;
-use crate::seen::Seen;
 use crate::socket::Socket;
 
 /// `RTNLGRP_…`: LINK, NEIGH, IPV4_IFADDR, IPV4_ROUTE, IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE, IPV6_RULE, NEXTHOP (which kernels before 5.3
 /// do not know, and need not).
 const GROUPS: [u32; 9] = [1, 3, 5, 7, 8, 9, 11, 19, 32];
-/// Of them, LINK, IPV4_IFADDR and IPV6_IFADDR.
-const LINK_GROUPS: [u32; 3] = [1, 5, 9];
 /// Bytes for messages not yet read: some 10,000 of them. Without privilege the kernel gives less.
 const RECEIVE_BUFFER: usize = 8 << 20;
 /// No multicast message is longer.
@@ -33,7 +31,7 @@ const ENOBUFS: i32 = 105;
 /// Listens for multicast messages and says what is in doubt.
 pub(crate) struct Listener {
     socket: Multicast,
-    news: News,
+    events: EventDecoder,
     /// Messages were lost, and more will be until all that is there was read.
     lost: bool,
     buffer: Box<[u8]>,
@@ -41,15 +39,15 @@ pub(crate) struct Listener {
 
 impl Listener {
     /// Listens in the network namespace of the calling thread; changes by the socket with `port` are our own.
-    pub(crate) fn open(port: u32, seen: Seen) -> Result<Self, KernelError> {
+    pub(crate) fn open(port: u32, foreign: ForeignRoutes) -> Result<Self, KernelError> {
         let socket = Multicast::open(SockProtocol::NetlinkRoute, RECEIVE_BUFFER)?;
         // An overrun is less likely without our own messages in the buffer.
         if let Err(error) = SockRef::from(&socket).attach_filter(&without_own_messages(port)) {
             tracing::debug!(%error, "our own messages are not filtered in the kernel");
         }
         socket.hear(&GROUPS)?;
-        let news = News::new(Socket::open()?, port, seen)?;
-        Ok(Self { socket, news, lost: false, buffer: vec![0; MESSAGE].into() })
+        let events = EventDecoder::new(Socket::open()?, port, foreign)?;
+        Ok(Self { socket, events, lost: false, buffer: vec![0; MESSAGE].into() })
     }
 
     /// Takes in what is there, if it is not very much; true if that was all.
@@ -57,17 +55,17 @@ impl Listener {
         for _ in 0..AT_ONCE {
             match self.socket.read(&mut self.buffer) {
                 Ok(_) if self.lost => {}
-                Ok(len) => self.news.take_datagram(self.buffer.get(..len)),
+                Ok(len) => self.events.take_datagram(self.buffer.get(..len)),
                 // From here on the kernel drops what it has to tell, and does not say so again, until
                 // everything was read. Doubt that was told before then would be told too early.
                 Err(error) if error.raw_os_error() == Some(ENOBUFS) => {
                     self.lost = true;
-                    self.news.forget();
+                    self.events.forget();
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     if std::mem::take(&mut self.lost) {
-                        self.news.lost()?;
+                        self.events.lost()?;
                     }
                     return Ok(true);
                 }
@@ -82,17 +80,13 @@ impl Listener {
 impl Changes for Listener {
     async fn next(&mut self) -> Result<Doubts, KernelError> {
         loop {
-            if let Some(doubts) = self.news.pop() {
+            if let Some(doubts) = self.events.pop() {
                 return Ok(doubts);
             }
-            if self.read()? && self.news.is_empty() {
+            if self.read()? && self.events.is_empty() {
                 self.socket.readable().await?;
             }
         }
-    }
-
-    fn tell_of_links_only(&mut self, only: bool) -> Result<(), KernelError> {
-        Ok(self.socket.hear(if only { &LINK_GROUPS } else { &GROUPS })?)
     }
 }
 
@@ -129,7 +123,7 @@ mod tests {
     fn of_many_changes_some_are_handed_out_before_all_are_read() {
         const MANY: u32 = 5_000;
         in_netns(|| {
-            let mut listener = Listener::open(1, Seen::default()).unwrap();
+            let mut listener = Listener::open(1, ForeignRoutes::default()).unwrap();
             let theirs: Vec<Change> = (0..MANY)
                 .map(|n| Subnet::host((0x0a01_0000 + n).to_be_bytes().into()))
                 .map(|dst| Change::Put(Route { dst, via: Via::Blackhole, mtu: None }.into()))
@@ -141,7 +135,7 @@ mod tests {
             while !all {
                 all = listener.read().unwrap();
                 let mut part = 0;
-                while let Some(doubts) = listener.news.pop() {
+                while let Some(doubts) = listener.events.pop() {
                     let Doubts::Objects(reports, _) = doubts else {
                         // The buffer of an ordinary user holds fewer, which is a bound too.
                         let room = SockRef::from(&listener.socket).recv_buffer_size().unwrap();

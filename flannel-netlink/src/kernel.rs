@@ -10,13 +10,12 @@ use flannel_core::{
     Change, Changes, Kernel, KernelError, NexthopIds, Owned, Process, RouteAnswer, State,
 };
 
-use crate::apart::Here;
 use crate::apply::Writer;
 use crate::ask::lookup;
+use crate::changed_by::Processes;
 use crate::changes::Listener;
-use crate::culprit::Culprits;
+use crate::foreign_routes::ForeignRoutes;
 use crate::namespace::Namespace;
-use crate::seen::Seen;
 use crate::snapshot::{nexthop_ids, nexthop_users, snapshot};
 use crate::socket::Socket;
 
@@ -40,10 +39,8 @@ use crate::socket::Socket;
 pub struct NetlinkKernel {
     namespace: Namespace,
     socket: Mutex<Socket>,
-    culprits: Mutex<Culprits>,
-    seen: Seen,
-    /// Where changes are applied.
-    here: Here,
+    processes: Mutex<Processes>,
+    foreign: ForeignRoutes,
     port: u32,
     without_nexthops: bool,
 }
@@ -70,15 +67,14 @@ impl NetlinkKernel {
     }
 
     fn of(namespace: Namespace) -> Result<Self, KernelError> {
-        let (socket, culprits) = namespace.run(|| (Socket::open(), Culprits::here()))?;
-        let (socket, culprits) = (socket?, Mutex::new(culprits));
+        let (socket, processes) = namespace.run(|| (Socket::open(), Processes::here()))?;
+        let (socket, processes) = (socket?, Mutex::new(processes));
         let port = socket.port();
         Ok(Self {
             namespace,
             socket: Mutex::new(socket),
-            culprits,
-            seen: Seen::default(),
-            here: Here::default(),
+            processes,
+            foreign: ForeignRoutes::default(),
             port,
             without_nexthops: false,
         })
@@ -110,7 +106,7 @@ impl fmt::Debug for NetlinkKernel {
 
 impl Kernel for NetlinkKernel {
     fn snapshot(&self, owned: &Owned) -> Result<State, KernelError> {
-        snapshot(&mut self.lock(), owned, &self.seen)
+        snapshot(&mut self.lock(), owned, &self.foreign)
     }
 
     fn nexthop_ids(&self, owned: &Owned) -> Result<NexthopIds, KernelError> {
@@ -124,8 +120,7 @@ impl Kernel for NetlinkKernel {
 
     fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {
         let mut socket = self.lock();
-        self.here.note();
-        Writer::new(&mut socket, &self.namespace, owned, &self.seen).apply(changes)
+        Writer::new(&mut socket, &self.namespace, owned, &self.foreign).apply(changes)
     }
 
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
@@ -133,15 +128,10 @@ impl Kernel for NetlinkKernel {
     }
 
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError> {
-        Ok(Box::new(self.namespace.run(|| Listener::open(self.port, self.seen.clone()))??))
-    }
-
-    fn beside(&self) -> Box<dyn FnMut() + Send> {
-        self.here.note();
-        Box::new(self.here.beside())
+        Ok(Box::new(self.namespace.run(|| Listener::open(self.port, self.foreign.clone()))??))
     }
 
     fn process(&self, port: u32) -> Option<Process> {
-        self.culprits.lock().unwrap_or_else(PoisonError::into_inner).at(port)
+        self.processes.lock().unwrap_or_else(PoisonError::into_inner).at(port)
     }
 }

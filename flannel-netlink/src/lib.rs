@@ -1,20 +1,19 @@
 #![doc = include_str!("../README.md")]
 
-mod apart;
 mod apply;
 mod ask;
+mod changed_by;
 mod changes;
 mod codec;
-mod culprit;
 #[cfg(any(test, feature = "testing"))]
 mod decode;
+mod event_decoder;
+mod foreign_routes;
 pub mod iface;
 mod kernel;
 mod multicast;
 mod namespace;
 pub mod netfilter;
-mod news;
-mod seen;
 mod snapshot;
 mod socket;
 #[cfg(any(test, feature = "testing"))]

@@ -185,7 +185,7 @@ impl NetfilterSocket {
     /// Asks for one thing; `fill` adds the attributes that name it.
     ///
     /// # Errors
-    /// It is not there ([`KernelError::is_absent`]), may not be seen, or `read` cannot make sense of it.
+    /// It is not there ([`KernelError::is_absent`]), may not be foreign, or `read` cannot make sense of it.
     pub fn ask<T>(
         &mut self,
         kind: Kind,
@@ -198,7 +198,7 @@ impl NetfilterSocket {
     /// Reads a list: everything for which `read` is not `None`, in the kernel's order.
     ///
     /// # Errors
-    /// It may not be seen, or changes faster than it can be read.
+    /// It may not be foreign, or changes faster than it can be read.
     pub fn dump<T: Send>(
         &mut self,
         kind: Kind,

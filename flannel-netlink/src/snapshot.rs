@@ -9,11 +9,10 @@ use flannel_core::{
     Subnet, Via,
 };
 
-use crate::apart::Here;
 use crate::ask::{ENODEV, find_link, name_of};
 use crate::codec::route::RouteMessage;
 use crate::codec::{addr, neigh, nexthop, route};
-use crate::seen::{Double, Seen};
+use crate::foreign_routes::{Double, ForeignRoutes};
 use crate::socket::Socket;
 
 /// Kernels before 5.3 have no nexthop objects.
@@ -46,7 +45,7 @@ type Tables = Sender<Table>;
 pub(crate) fn snapshot(
     socket: &mut Socket,
     owned: &Owned,
-    seen: &Seen,
+    foreign: &ForeignRoutes,
 ) -> Result<State, KernelError> {
     let mut state = State::default();
     let (tables, to_sort) = channel::<Table>();
@@ -58,15 +57,11 @@ pub(crate) fn snapshot(
         }
     };
     std::thread::scope(|scope| {
-        let (mut apart, sort) = (Here::now().beside(), &mut sort);
-        let sorter = Builder::new().spawn_scoped(scope, move || {
-            apart();
-            sort();
-        });
+        let sorter = Builder::new().spawn_scoped(scope, &mut sort);
         if let Err(error) = sorter {
             tracing::debug!(%error, "tables are sorted when all are read");
         }
-        let read = read_tables(socket, owned, seen, &tables);
+        let read = read_tables(socket, owned, foreign, &tables);
         drop(tables);
         read
     })?;
@@ -78,7 +73,7 @@ pub(crate) fn snapshot(
 fn read_tables(
     socket: &mut Socket,
     owned: &Owned,
-    seen: &Seen,
+    foreign: &ForeignRoutes,
     tables: &Tables,
 ) -> Result<(), KernelError> {
     let mut names = Names::new();
@@ -94,7 +89,7 @@ fn read_tables(
             let inexact = (!found.is_exact()).then_some(Key::Link(*name)).into_iter().collect();
             tell(tables, Table { objects: vec![object.into()], inexact });
         }
-        read_link(socket, owned, seen, (found.index, *name), tables)?;
+        read_link(socket, owned, foreign, (found.index, *name), tables)?;
     }
     for name in owned.routes_on.difference(&owned.links) {
         if let Some(found) = present(find_link(socket, *name))? {
@@ -107,7 +102,7 @@ fn read_tables(
     }
     if !names.is_empty() || !owned.networks.is_empty() {
         for family in Family::BOTH {
-            read_routes(socket, owned, (&mut names, &nexthops), (family, seen), tables)?;
+            read_routes(socket, owned, (&mut names, &nexthops), (family, foreign), tables)?;
         }
     }
     Ok(())
@@ -176,12 +171,12 @@ pub(crate) fn nexthop_users(
             let found = route::read(message)?;
             Some((by(&found)?, found))
         })?;
-        let mut seen = BTreeSet::new();
+        let mut foreign = BTreeSet::new();
         for (id, found) in routes {
             let object = found.object(|_| None).map(Object::Route);
             let is_there = object.is_some_and(|object| there.get(&object.key()) == Some(&object));
             // Of several entries that are alike only the first is meant.
-            if !(is_there && seen.insert(found.dst)) {
+            if !(is_there && foreign.insert(found.dst)) {
                 users.insert(id, found.to_string());
             }
         }
@@ -200,7 +195,7 @@ fn present<T>(found: Result<T, KernelError>) -> Result<Option<T>, KernelError> {
 fn read_link(
     socket: &mut Socket,
     owned: &Owned,
-    seen: &Seen,
+    foreign: &ForeignRoutes,
     (index, name): (u32, LinkName),
     tables: &Tables,
 ) -> Result<(), KernelError> {
@@ -217,13 +212,13 @@ fn read_link(
         tables,
         Table { objects: addrs.into_iter().map(|(addr, _)| addr.into()).collect(), inexact },
     );
-    seen.look_anew(index);
+    foreign.look_anew(index);
     for request in [neigh::on(index), neigh::fdb_on(index)] {
         // Also of a dump that was begun anew: they are put again at worst.
         let mut inexact = Vec::new();
         let objects = socket.dump(request, |message| {
             let found = neigh::read(message).filter(|found| found.index == index)?;
-            seen.see_entry(&found);
+            foreign.see_entry(&found);
             let object = found.object(name).filter(|_| owned.owns_entry(name, found.stays))?;
             inexact.extend((!found.is_exact()).then(|| object.key()));
             Some(object)
@@ -283,10 +278,10 @@ fn read_routes(
     socket: &mut Socket,
     owned: &Owned,
     (names, nexthops): (&mut Names, &Nexthops),
-    (family, seen): (Family, &Seen),
+    (family, foreign): (Family, &ForeignRoutes),
     tables: &Tables,
 ) -> Result<(), KernelError> {
-    let mut ours = dump_routes(socket, owned, (names, nexthops), (family, seen))?;
+    let mut ours = dump_routes(socket, owned, (names, nexthops), (family, foreign))?;
     // Left on a device that is no longer the external interface: read once more, with its name.
     let unknown: BTreeSet<u32> =
         ours.iter().filter_map(|found| found.as_ref().err().copied()).collect();
@@ -294,9 +289,9 @@ fn read_routes(
         for index in unknown {
             learn_name(socket, owned, index, names)?;
         }
-        ours = dump_routes(socket, owned, (names, nexthops), (family, seen))?;
+        ours = dump_routes(socket, owned, (names, nexthops), (family, foreign))?;
     }
-    seen.see_all(family);
+    foreign.see_all(family);
     let (mut before, mut table) = (None, Table::default());
     for Ours { route, is_exact, hidden } in ours.into_iter().flatten() {
         let key = Key::Route(route.dst);
@@ -310,7 +305,7 @@ fn read_routes(
             // Somebody else's stands before it, and gives way when it is put.
             (None, Some(Hidden { told, first })) => {
                 if first.stands_in_the_way_of(&told) {
-                    seen.see_double(Double { told: first, is_ours: false });
+                    foreign.see_double(Double { told: first, is_ours: false });
                 }
                 before = Some(route);
                 table.inexact.push(key);
@@ -321,7 +316,7 @@ fn read_routes(
             // So does any other of ours. What cannot be told from ours stays until that goes.
             (Some(first), Some(Hidden { told, .. })) => {
                 if told.can_be_told_from(&route.via, &first.via) {
-                    seen.see_double(Double { told, is_ours: true });
+                    foreign.see_double(Double { told, is_ours: true });
                     table.inexact.push(key);
                 }
             }
@@ -377,13 +372,13 @@ fn dump_routes(
     socket: &mut Socket,
     owned: &Owned,
     (names, nexthops): (&Names, &Nexthops),
-    (family, seen): (Family, &Seen),
+    (family, foreign): (Family, &ForeignRoutes),
 ) -> Result<Vec<Found>, KernelError> {
     let inside = |dst: &Subnet| owned.networks.iter().any(|network| network.covers(dst));
     let mut last = Last::default();
     socket.dump(route::all(family), |message| {
         let found = route::read(message).filter(|found| found.main)?;
-        seen.see(&found);
+        foreign.see(&found);
         if !found.default_metric {
             return None;
         }

@@ -15,7 +15,6 @@ use neli::consts::socket::{Msg, NlFamily};
 use neli::socket::NlSocket;
 use neli::utils::Groups;
 
-use crate::apart::Here;
 use crate::wire::{EBADMSG, Message, Messages, messages, outcome};
 
 const EINTR: i32 = 4;
@@ -338,13 +337,10 @@ impl Socket {
         let took: Result<bool, KernelError> = std::thread::scope(|scope| {
             let (filled, to_take) = sync_channel::<(Box<[u8]>, usize)>(PARTS);
             let (emptied, to_fill) = sync_channel::<Box<[u8]>>(PARTS);
-            let here = Here::now();
-            let mut apart = here.beside();
             let taker = Builder::new().spawn_scoped(scope, {
                 let (emptied, take) = (emptied.clone(), &mut *take);
                 move || -> Result<bool, KernelError> {
                     for (part, len) in to_take {
-                        apart();
                         if take_each(&part[..len], take)? {
                             return Ok(true);
                         }
@@ -362,7 +358,6 @@ impl Socket {
             drop(emptied);
             let mut received = Ok(());
             for mut part in to_fill {
-                here.note();
                 let (len, end) = receive_part(socket, &mut part);
                 received = end;
                 if filled.send((part, len)).is_err() || received.is_err() {

@@ -275,25 +275,6 @@ fn a_link_whose_name_is_no_text_puts_nothing_else_in_doubt() {
 }
 
 #[test]
-fn whoever_wants_to_hear_of_links_only_hears_of_no_objects() {
-    in_netns_async(|| async {
-        let (kernel, other) = (uplink(), NetlinkKernel::open().unwrap());
-        let owned = Owned::default();
-        let put = |n| assert!(other.apply(&owned, &[Change::Put(neigh(n))])[0].is_ok());
-        let mut changes = kernel.changes().unwrap();
-        changes.tell_of_links_only(true).unwrap();
-        put(1);
-        ip("link add new0 type veth peer name new1");
-        let heard = until(&mut *changes, |doubts| *doubts == Doubts::Link(link("new0"))).await;
-        assert!(!heard.iter().any(tells(Report::Now(neigh(1)))), "{heard:?}");
-        changes.tell_of_links_only(false).unwrap();
-        put(2);
-        let heard = until(&mut *changes, tells(Report::Now(neigh(2)))).await;
-        assert!(!heard.iter().any(tells(Report::Now(neigh(1)))), "{heard:?}");
-    });
-}
-
-#[test]
 fn our_own_changes_are_not_told_however_many() {
     in_netns_async(|| async {
         let (kernel, other) = (uplink(), NetlinkKernel::open().unwrap());

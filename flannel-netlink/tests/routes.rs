@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 
 use flannel_core::{
     Change, Dual, Family, Kernel, Key, LinkName, Nexthop, NexthopBlock, Object, Owned, Route,
-    RouteAnswer, Subnet, Via, cleanup, ready_for_go,
+    RouteAnswer, Subnet, Via,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, in_netns, ip};
+use flannel_route::{cleanup, ready_for_go};
 use serde_json::Value;
 
 /// The two families' version of one scene.

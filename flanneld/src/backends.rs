@@ -2,7 +2,7 @@
 
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
-use flannel_core::{Alloc, Backend, Config, Dual, LinkName, Owned};
+use flannel_core::{Alloc, Backend, Config, Datapath, Dual, LinkName, Owned};
 
 use crate::error::Error;
 
@@ -13,40 +13,32 @@ pub(crate) fn all() -> [&'static dyn Backend; 3] {
 
 /// The backend that the network config names (in lower case).
 pub(crate) fn find(kind: &str) -> Result<&'static dyn Backend, Error> {
-    all().into_iter().find(|backend| backend.name() == kind).ok_or_else(|| {
-        let known: Vec<&str> = all().iter().map(|backend| backend.name()).collect();
+    all().into_iter().find(|backend| backend.kind() == kind).ok_or_else(|| {
+        let known: Vec<&str> = all().iter().map(|backend| backend.kind()).collect();
         Error::UnknownBackend { kind: kind.to_owned(), known: known.join(", ") }
     })
 }
 
+/// How packets travel between nodes; as with a backend without tunnel where the config is wrong.
+pub(crate) fn datapath(config: &Config) -> Datapath {
+    find(&config.backend.kind).and_then(|backend| Ok(backend.datapath(config)?)).unwrap_or_default()
+}
+
 /// The device through which each enabled family's packets go to peers; none with a backend that needs none.
 pub(crate) fn devices(config: &Config) -> Dual<LinkName> {
-    match config.backend.kind.as_str() {
-        kind if kind == VxlanBackend.name() => VxlanBackend.devices(config).unwrap_or_default(),
-        _ => Dual::default(),
-    }
+    datapath(config).devices
 }
 
-/// What a network has in the kernel, by whichever external interface, and as far as that is known of a backend whose options are wrong, or
-/// that there is not. Nothing with a backend that puts nothing there.
+/// What a network has in the kernel, by whichever external interface. Of a backend that is unknown or whose options are wrong:
+/// what may be inside the pod networks.
 pub(crate) fn footprint(config: &Config) -> Owned {
-    if config.backend.kind == Alloc.name() {
-        return Owned::default();
-    }
-    let links = devices(config).values().copied().collect();
-    Owned { links, networks: config.pod_networks().collect(), blackholes: true, ..Owned::default() }
-}
-
-/// Peers on the same link are reached without the tunnel.
-pub(crate) fn direct_routing(config: &Config) -> bool {
-    let options = || flannel_backend_vxlan::Options::parse(&config.backend);
-    config.backend.kind == VxlanBackend.name()
-        && options().is_ok_and(|options| options.direct_routing)
-}
-
-/// Packets of pods go between some nodes as they are, without a tunnel.
-pub(crate) fn has_bare_routes(config: &Config) -> bool {
-    config.backend.kind == HostGw.name() || direct_routing(config)
+    let footprint =
+        find(&config.backend.kind).and_then(|backend| Ok(backend.footprint(config, None)?));
+    footprint.unwrap_or_else(|_| Owned {
+        networks: config.pod_networks().collect(),
+        blackholes: true,
+        ..Owned::default()
+    })
 }
 
 #[cfg(test)]

@@ -129,7 +129,7 @@ fn every_field_of_the_network_config_is_there() {
         );
     }
     for backend in crate::backends::all() {
-        assert!(text.contains(&format!("**`{}`**", backend.name())), "{}", backend.name());
+        assert!(text.contains(&format!("**`{}`**", backend.kind())), "{}", backend.kind());
     }
 }
 

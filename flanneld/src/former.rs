@@ -9,7 +9,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use flannel_core::{Config, Kernel, Owned, Status, Subnet, remove_former};
+use flannel_core::{Config, Kernel, Owned, Status, Subnet};
+use flannel_route::remove_former;
 use tokio::sync::watch;
 
 use crate::disk::aside;

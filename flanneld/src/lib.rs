@@ -34,7 +34,6 @@ mod report;
 mod run;
 mod site;
 mod sounding;
-mod stale;
 mod state;
 mod uplink;
 mod wait;

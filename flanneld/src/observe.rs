@@ -87,7 +87,7 @@ impl Running {
     /// Where other nodes' doctors ask; with port 0, and without a tunnel or a lease, nowhere.
     pub(crate) fn place(&self, port: u16) -> Place {
         let devices = if self.lapsed { Dual::default() } else { backends::devices(&self.config) };
-        let bare = !self.lapsed && backends::has_bare_routes(&self.config);
+        let bare = !self.lapsed && backends::datapath(&self.config).bare;
         let (own, iface) = (self.handle.lease.subnets, &self.iface);
         let at = |family, address: Option<IpAddr>| {
             own.family(family).filter(|_| bare)?;
@@ -424,8 +424,8 @@ impl Drop for RunningGuard<'_> {
 pub(crate) mod tests {
     use super::*;
 
-    use flannel_core::Host;
     use flannel_core::testing::{FakeKernel, FakeSubnets};
+    use flannel_route::{Host, JoinOptions};
 
     /// A network on fakes, with three peers and this status.
     pub(crate) async fn network(mut status: Status) -> (FakeSubnets, Running) {
@@ -527,14 +527,16 @@ pub(crate) mod tests {
     async fn a_network_that_is_at_work_keeps_nobody_waiting() {
         let (subnets, mut running) = network(Status::default()).await;
         let host = Host {
-            iface: running.iface.clone(),
+            uplink: running.iface.clone(),
             kernel: Arc::clone(&running.kernel),
             subnets: Arc::new(subnets),
-            identity: String::new(),
+            machine_id: String::new(),
         };
         // It takes questions, and answers none while it does not run.
-        let busy =
-            backends::find("host-gw").unwrap().register(&host, &running.config).await.unwrap();
+        let busy = host
+            .join(backends::find("host-gw").unwrap(), &running.config, JoinOptions::default())
+            .await
+            .unwrap();
         running.handle = busy.handle();
         let views = running.views.clone();
         let observer = Observer::default();

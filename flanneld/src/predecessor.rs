@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use flannel_core::{Config, Dual, Kernel, Key, Owned, Status, Subnet, remove_go_routes};
+use flannel_core::{Config, Dual, Kernel, Key, Owned, Status, Subnet};
+use flannel_route::remove_go_routes;
 use tokio::sync::watch;
 
 use crate::disk::aside;

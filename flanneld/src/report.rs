@@ -277,7 +277,7 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
             .iter()
             .map(|(family, name)| (family.to_string(), name.to_string()))
             .collect(),
-        bare_routes: backends::has_bare_routes(&running.config),
+        bare_routes: backends::datapath(&running.config).bare,
         in_sync: status.in_sync,
         live: status.live,
         objects: status.objects as u64,

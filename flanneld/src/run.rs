@@ -9,10 +9,11 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use flannel_core::{
-    Backend, Config, Ended, ExternalInterface, Host, Kernel, Lease, Network, NetworkHandle, Origin,
+    Backend, Config, Ended, ExternalInterface, Kernel, Lease, Network, NetworkHandle, Origin,
     Owned, Status, SubnetManager, Subnets, View,
 };
 use flannel_netlink::NetlinkKernel;
+use flannel_route::{Host, JoinOptions};
 use flannel_subnet::{HolderId, SubnetEnv, SubnetEnvError};
 use tokio::sync::{OnceCell, watch};
 
@@ -32,7 +33,6 @@ use crate::readiness;
 use crate::registry::{self, Node};
 use crate::site::Site;
 use crate::sounding::respond;
-use crate::stale::StaleManager;
 use crate::state;
 use crate::uplink::{Chosen, addresses_of};
 use crate::wait::{Patience, STORE_AGAIN, hold, holding, patiently};
@@ -163,7 +163,7 @@ impl Ready {
     fn running(&self, rulebook: watch::Receiver<Rulebook>) -> Running {
         Running {
             config: self.config.clone(),
-            backend: self.backend.name(),
+            backend: self.backend.kind(),
             iface: self.chosen.iface.clone(),
             kernel: Arc::clone(&self.chosen.kernel) as Arc<dyn Kernel>,
             handle: self.network.handle(),
@@ -202,22 +202,22 @@ async fn start(
     let backend = backends::find(&config.backend.kind)?;
     let lapsed = hints.lapsed.is_some();
     let host = Host {
-        iface: chosen.iface.clone(),
+        uplink: chosen.iface.clone(),
         kernel: Arc::clone(kernel) as Arc<dyn Kernel>,
-        subnets: match hints.lapsed {
-            Some(lease) => Arc::new(StaleManager::new(Arc::clone(subnets), lease)),
-            None => Arc::clone(subnets),
-        },
-        identity,
+        subnets: Arc::clone(subnets),
+        machine_id: identity,
     };
-    let mut network = backend.register(&host, &config).await?;
-    if options.ip_blackhole_route
-        && let Err(error) = network.drop_unused()
-    {
-        tracing::warn!("--ip-blackhole-route has no effect: {error}");
+    let drop_unused_addresses = options.ip_blackhole_route;
+    if drop_unused_addresses && !backend.footprint(&config, None)?.blackholes {
+        let kind = backend.kind();
+        tracing::warn!(
+            "--ip-blackhole-route has no effect: backend {kind}: it leaves routes to others"
+        );
     }
-    tracing::info!(networks = ?config.pod_networks().collect::<Vec<_>>(), backend = backend.name(), "network config");
-    let iface = &host.iface;
+    let join = JoinOptions { lapsed: hints.lapsed, drop_unused_addresses };
+    let network = host.join(backend, &config, join).await?;
+    tracing::info!(networks = ?config.pod_networks().collect::<Vec<_>>(), backend = backend.kind(), "network config");
+    let iface = &host.uplink;
     tracing::info!(
         "external interface {}: {} ({}; MTU {})",
         iface.name,
@@ -287,13 +287,13 @@ async fn run_network(
         }
         publish(options, &config, &handle, rules, (predecessor, observer)).await?;
         tracing::info!(
-            lease = %own, backend = backend.name(), mtu = handle.mtu,
+            lease = %own, backend = backend.kind(), mtu = handle.mtu,
             subnet_file = %options.subnet_file.display(), "running"
         );
         hold(subnets, &handle.lease).await
     };
     let uplink = chosen.iface.name;
-    let (kernel, owned) = (chosen.kernel.clone(), backend.owned(uplink, &config)?);
+    let (kernel, owned) = (chosen.kernel.clone(), backend.footprint(&config, Some(uplink))?);
     let former = Former::new(&options.state_dir);
     let noted = former.note(&config).await;
     tokio::select! {

@@ -70,7 +70,7 @@ impl Site {
         if let Some(reason) = self.used.as_ref().and_then(|used| worse(used, &chosen.iface)) {
             return Err(Error::UnfitInterface { name: chosen.iface.name, reason });
         }
-        backend.check(config, Some(&chosen.iface))?;
+        backend.validate(config, Some(&chosen.iface))?;
         if !config.backend.explicit {
             refuse_implicit_udp(self.views.clone()).await?;
         }

@@ -14,19 +14,21 @@ use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::testing::FakeSubnets;
 use flannel_core::{
-    Backend, Dual, ExternalInterface, Host, Kernel, Key, LeaseAttrs, NexthopBlock, Object, Origin,
-    Report, Route, State, Status, Subnet, SubnetManager, Via, View, cleanup, ready_for_go,
+    Backend, Dual, ExternalInterface, Kernel, Key, LeaseAttrs, NexthopBlock, Object, Origin,
+    Report, Route, State, Status, Subnet, SubnetManager, Via, View,
 };
 use flannel_core::{Doubts, Nexthop};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{bridge, in_netns_async, ip};
+use flannel_route::{Host, JoinOptions};
+use flannel_route::{cleanup, ready_for_go};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 const PEERS: std::ops::Range<u8> = 2..12;
 
 fn config(backend: &dyn Backend, n: u8) -> String {
-    let kind = backend.name();
+    let kind = backend.kind();
     format!(
         r#"{{"Network":"10.{n}.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:{n}::/48","Backend":{{"Type":"{kind}"}}}}"#
     )
@@ -112,13 +114,13 @@ impl Run {
             reason: "it is the only one".into(),
         };
         let host = Host {
-            iface,
+            uplink: iface,
             kernel: kernel.clone(),
             subnets: Arc::new(subnets.clone()),
-            identity: "test".into(),
+            machine_id: "test".into(),
         };
         let config = subnets.network_config().await.unwrap();
-        let network = backend.register(&host, &config).await.unwrap();
+        let network = host.join(backend, &config, JoinOptions::default()).await.unwrap();
         let status = network.handle().status;
         let views = subnets.watch_leases().await.unwrap();
         if cached {
@@ -152,7 +154,8 @@ impl Run {
     }
 
     fn owned(&self) -> flannel_core::Owned {
-        let mut owned = self.backend.owned(self.uplink.parse().unwrap(), &self.config).unwrap();
+        let mut owned =
+            self.backend.footprint(&self.config, Some(self.uplink.parse().unwrap())).unwrap();
         owned.nexthops = NexthopBlock::choose(&*self.kernel, &owned).unwrap().0;
         owned
     }
@@ -310,11 +313,11 @@ fn a_peer_that_moves_is_one_message_to_the_kernel() {
             };
             let told: Vec<_> = reports.iter().filter(v4).collect();
             let expected = |r: &Report| match r {
-                Report::Now(Object::Nexthop(_)) => backend.name() == "host-gw",
-                Report::Now(Object::Fdb(_)) => backend.name() == "vxlan",
+                Report::Now(Object::Nexthop(_)) => backend.kind() == "host-gw",
+                Report::Now(Object::Fdb(_)) => backend.kind() == "vxlan",
                 _ => false,
             };
-            assert!(told.len() == 1 && expected(told[0]), "{}: {told:#?}", backend.name());
+            assert!(told.len() == 1 && expected(told[0]), "{}: {told:#?}", backend.kind());
             let (kernel, owned) = (run.kernel.clone(), run.owned());
             run.stop().await;
             let would = cleanup(&*kernel, &owned, true).unwrap();
@@ -343,7 +346,7 @@ fn every_start_adopts_what_is_there_and_no_live_peer_is_absent_for_a_moment() {
             assert_eq!((count(&wanted_plain), count(&want)), ((0, 20), (10, 20)));
             for (before, after) in [(true, true), (true, false), (false, false), (false, true)] {
                 let wanted = if after { &want } else { &wanted_plain };
-                let case = format!("{} {before} {after}", backend.name());
+                let case = format!("{} {before} {after}", backend.kind());
                 // What left the cluster while nobody ran.
                 let stale = leases(backend, 1);
                 put(&stale, backend, 1, 77, 77);
@@ -614,7 +617,7 @@ fn another_backend_leaves_nothing_of_the_first_and_no_live_peer_is_absent_for_a_
                 Run::start(backends[0], &stale, before).await.stop().await;
                 let subnets = leases(backends[1], 1);
                 let (run, reports) = heard(Run::start(backends[1], &subnets, after)).await;
-                let case = format!("{before} {after} {}", backends[1].name());
+                let case = format!("{before} {after} {}", backends[1].kind());
                 let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
                 assert_eq!(lost, [], "{case}");
                 let (nexthops, routes) = count(&run.state());

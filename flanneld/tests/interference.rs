@@ -12,11 +12,10 @@ use std::time::Duration;
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::testing::FakeSubnets;
-use flannel_core::{
-    Backend, Dual, ExternalInterface, Family, Host, LeaseAttrs, Status, SubnetManager,
-};
+use flannel_core::{Backend, Dual, ExternalInterface, Family, LeaseAttrs, Status, SubnetManager};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{bridge, in_netns_async, ip};
+use flannel_route::{Host, JoinOptions};
 use serde_json::Value;
 use tokio::sync::watch;
 
@@ -38,7 +37,7 @@ async fn start(backend: &'static dyn Backend) -> Witness {
     ip("link set eth0 up");
     let address: Dual<IpAddr> =
         ["192.0.2.1", "2001:db8::1"].iter().map(|a| a.parse::<IpAddr>().unwrap()).collect();
-    let subnets = FakeSubnets::with_config(&config(backend.name()));
+    let subnets = FakeSubnets::with_config(&config(backend.kind()));
     let data = |mac| Some(format!(r#"{{"VNI":1,"VtepMAC":"{mac}"}}"#).into());
     let peer = LeaseAttrs {
         public: ["192.0.2.7", "2001:db8::7"].iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
@@ -47,7 +46,7 @@ async fn start(backend: &'static dyn Backend) -> Witness {
     };
     subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer);
     let host = Host {
-        iface: ExternalInterface {
+        uplink: ExternalInterface {
             name: "eth0".parse().unwrap(),
             mtu: 1500,
             address,
@@ -56,10 +55,10 @@ async fn start(backend: &'static dyn Backend) -> Witness {
         },
         kernel: Arc::new(NetlinkKernel::open().unwrap()),
         subnets: Arc::new(subnets.clone()),
-        identity: "test".into(),
+        machine_id: "test".into(),
     };
     let config = subnets.network_config().await.unwrap();
-    let network = backend.register(&host, &config).await.unwrap();
+    let network = host.join(backend, &config, JoinOptions::default()).await.unwrap();
     let mut status = network.handle().status;
     let views = subnets.watch_leases().await.unwrap();
     tokio::spawn(async move {
@@ -70,7 +69,7 @@ async fn start(backend: &'static dyn Backend) -> Witness {
     if tokio::time::timeout(Duration::from_secs(60), settled).await.is_err() {
         panic!("never in sync: {:#?}", status.borrow());
     }
-    Witness::new(backend.name() == "vxlan", status)
+    Witness::new(backend.kind() == "vxlan", status)
 }
 
 /// What iproute2 sees when all is well.

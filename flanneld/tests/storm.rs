@@ -16,11 +16,12 @@ use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::testing::FakeSubnets;
 use flannel_core::{
-    Backend, Change, Damage, Dual, ExternalInterface, Family, Host, Kernel, LeaseAttrs, MacAddr,
-    Neigh, ObjectKind, Owned, Status, SubnetManager,
+    Backend, Change, Damage, Dual, ExternalInterface, Family, Kernel, LeaseAttrs, MacAddr, Neigh,
+    ObjectKind, Owned, Status, SubnetManager,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{bridge, in_netns_async, ip};
+use flannel_route::{Host, JoinOptions};
 use serde_json::Value;
 use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
@@ -181,7 +182,7 @@ impl Setup {
         let data = |family| Some(format!(r#"{{"VNI":1,"VtepMAC":"{}"}}"#, mac(family, n)).into());
         let attrs = LeaseAttrs {
             public: if self.direct { peer_public(n) } else { public(n) },
-            backend_type: self.backend.name().into(),
+            backend_type: self.backend.kind().into(),
             backend_data: Dual::from_fn(data),
         };
         subnets.put_attrs(&format!("10.1.{n}.0-24&fd00:1:0:{n:x}::-64"), attrs);
@@ -217,7 +218,7 @@ impl Setup {
         ] {
             ip(command);
         }
-        let (kind, direct) = (self.backend.name(), self.direct);
+        let (kind, direct) = (self.backend.kind(), self.direct);
         let config = format!(
             r#"{{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{{"Type":"{kind}","DirectRouting":{direct}}}}}"#
         );
@@ -225,7 +226,7 @@ impl Setup {
         (2..2 + PEERS).for_each(|n| self.put_peer(&subnets, n));
         let kernel = NetlinkKernel::open().unwrap();
         let host = Host {
-            iface: ExternalInterface {
+            uplink: ExternalInterface {
                 name: "eth0".parse().unwrap(),
                 mtu: 1500,
                 address: public(1),
@@ -234,10 +235,12 @@ impl Setup {
             },
             kernel: Arc::new(if self.nexthops { kernel } else { kernel.without_nexthops() }),
             subnets: Arc::new(subnets.clone()),
-            identity: "test".into(),
+            machine_id: "test".into(),
         };
-        let network =
-            self.backend.register(&host, &subnets.network_config().await.unwrap()).await.unwrap();
+        let network = host
+            .join(self.backend, &subnets.network_config().await.unwrap(), JoinOptions::default())
+            .await
+            .unwrap();
         let status = network.handle().status;
         let views = subnets.watch_leases().await.unwrap();
         tokio::spawn(async move {
@@ -334,7 +337,7 @@ impl Storm {
             setup,
             random: Random::new(),
             first: setup.first_nexthop(),
-            own: if setup.backend.name() == "vxlan" {
+            own: if setup.backend.kind() == "vxlan" {
                 DEVICES.map(address)
             } else {
                 Default::default()
@@ -351,7 +354,7 @@ impl Storm {
         while self.done < enough {
             let on_uplink = match self.setup {
                 Setup { direct: true, .. } => self.random.below(4) == 0,
-                setup => setup.backend.name() == "host-gw",
+                setup => setup.backend.kind() == "host-gw",
             };
             let (tool, text) = if on_uplink {
                 // All at once is rare.

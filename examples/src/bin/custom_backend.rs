@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use flannel_core::{
-    Backend, Blueprint, Config, Error, ExternalInterface, Host, KernelNetwork, LeaseAttrs,
-    LinkName, Network, Owned, Rejected, Result, Route, State, SubnetManager, Via,
+    Backend, Blueprint, Built, Config, Datapath, Error, ExternalInterface, LeaseAttrs, LinkName,
+    Node, Owned, Prepared, Result, Route, SubnetManager, Via,
 };
 use flannel_netlink::{NetlinkKernel, iface::Selectors};
+use flannel_route::{Host, JoinOptions};
 use flannel_subnet::{HolderId, Identity, LocalManager, MemoryRegistry, Registry};
 
 /// `{"Type": "hub", "Router": "192.0.2.254"}`.
@@ -17,46 +18,37 @@ struct Hub;
 
 #[async_trait]
 impl Backend for Hub {
-    fn name(&self) -> &'static str {
+    fn kind(&self) -> &'static str {
         "hub"
     }
 
-    fn owned(&self, uplink: LinkName, config: &Config) -> Result<Owned> {
-        let networks = config.pod_networks().collect();
-        Ok(Owned { networks, routes_on: [uplink].into(), ..Owned::default() })
-    }
-
-    fn check(&self, config: &Config, _: Option<&ExternalInterface>) -> Result<()> {
+    fn validate(&self, config: &Config, _: Option<&ExternalInterface>) -> Result<()> {
         router(config).map(drop)
     }
 
-    async fn register(&self, host: &Host, config: &Config) -> Result<Box<dyn Network>> {
-        let router = router(config)?;
-        let attrs = LeaseAttrs {
-            public: host.iface.public,
-            backend_type: "hub".into(),
-            ..LeaseAttrs::default()
-        };
-        let link = host.iface.name;
-        let blueprint = Blueprint {
-            lease: host.subnets.acquire_lease(&attrs).await?,
-            networks: config.pod_networks().collect(),
-            mtu: host.iface.mtu,
-            owned: self.owned(link, config)?,
-            base: State::default(),
-            plan: Box::new(move |peer, _env, objects| {
-                if peer.attrs.backend_type != "hub" {
-                    return Err(Rejected(format!(
-                        "its backend type is {:?}",
-                        peer.attrs.backend_type
-                    )));
-                }
-                let via = Via::Gateway { gateway: router, link, onlink: false };
+    fn datapath(&self, _: &Config) -> Result<Datapath> {
+        Ok(Datapath::default())
+    }
+
+    fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Owned> {
+        let (networks, routes_on) = (config.pod_networks().collect(), uplink.into_iter().collect());
+        Ok(Owned { networks, routes_on, ..Owned::default() })
+    }
+
+    async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
+        let (gateway, link, mtu) = (router(config)?, node.uplink.name, node.uplink.mtu);
+        let (public, owned) = (node.uplink.public, self.footprint(config, Some(link))?);
+        let offer =
+            LeaseAttrs { public, backend_type: self.kind().into(), ..LeaseAttrs::default() };
+        Ok(Prepared::new(offer, move |_| {
+            let mut blueprint = Blueprint::new(mtu, move |peer, _env, objects| {
+                let via = Via::Gateway { gateway, link, onlink: false };
                 objects.extend(peer.subnets.iter().map(|dst| Route { dst, via, mtu: None }.into()));
                 Ok(())
-            }),
-        };
-        Ok(Box::new(KernelNetwork::new(host.kernel.clone(), blueprint)))
+            });
+            (blueprint.lease_type, blueprint.owned) = (Some("hub"), owned);
+            Ok(Built::Kernel(blueprint))
+        }))
     }
 }
 
@@ -84,8 +76,10 @@ fn main() -> anyhow::Result<()> {
             &Selectors { iface: vec!["eth0".into()], ..Default::default() },
             [flannel_core::Family::V4],
         )?;
-        let host = Host { iface, kernel, subnets: subnets.clone(), identity: String::new() };
-        let network = Hub.register(&host, &subnets.network_config().await?).await?;
+        let host =
+            Host { uplink: iface, kernel, subnets: subnets.clone(), machine_id: String::new() };
+        let network =
+            host.join(&Hub, &subnets.network_config().await?, JoinOptions::default()).await?;
         let mut status = network.handle().status;
         tokio::select! {
             ended = network.run(subnets.watch_leases().await?) => anyhow::bail!("the network ended: {ended:?}"),

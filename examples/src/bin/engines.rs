@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use flannel_backend_vxlan::VxlanBackend;
-use flannel_core::{Backend, Family, Host, LeaseAttrs, SubnetManager};
+use flannel_core::{Family, LeaseAttrs, SubnetManager};
 use flannel_netlink::{NetlinkKernel, iface::Selectors};
+use flannel_route::{Host, JoinOptions};
 use flannel_subnet::{DirOptions, DirRegistry, HolderId, Identity, LocalManager, Registry};
 
 fn main() -> anyhow::Result<()> {
@@ -27,9 +28,11 @@ async fn embed() -> anyhow::Result<()> {
     let kernel = Arc::new(NetlinkKernel::open()?);
     let selectors = Selectors { iface: vec!["eth0".into()], ..Selectors::default() };
     let iface = kernel.external_interface(&selectors, [Family::V4])?;
-    let host = Host { iface, kernel, subnets: subnets.clone(), identity: "example".into() };
+    let host =
+        Host { uplink: iface, kernel, subnets: subnets.clone(), machine_id: "example".into() };
 
-    let network = VxlanBackend.register(&host, &subnets.network_config().await?).await?;
+    let network =
+        host.join(&VxlanBackend, &subnets.network_config().await?, JoinOptions::default()).await?;
     let handle = network.handle();
     let mut status = handle.status.clone();
     tokio::select! {

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use flannel_core::{
-    Blueprint, KernelNetwork, Lease, LeaseAttrs, LeaseSet, LinkName, Network, Origin, Owned,
-    Revision, Route, State, Via, View,
+    Blueprint, Lease, LeaseAttrs, LeaseSet, LinkName, Network, NodeLease, Origin, Owned, Revision,
+    Route, Via, View,
 };
 use flannel_netlink::NetlinkKernel;
+use flannel_route::KernelNetwork;
 use tokio::sync::watch;
 
 fn main() -> anyhow::Result<()> {
@@ -21,24 +22,18 @@ async fn embed() -> anyhow::Result<()> {
     let (_views, views) =
         watch::channel(View { leases, origin: Origin::Live { revision: Revision(1) } });
     let pods = "10.1.0.0/16".parse()?;
-    let network = KernelNetwork::new(
-        Arc::new(NetlinkKernel::open()?),
-        Blueprint {
-            lease: lease("10.1.1.0-24", "192.0.2.1")?,
-            networks: [pods].into_iter().collect(),
-            mtu: 1500,
-            owned: Owned { networks: vec![pods], routes_on: [eth0].into(), ..Owned::default() },
-            base: State::default(),
-            plan: Box::new(move |lease, _env, objects| {
-                for peer in lease.endpoints() {
-                    let Some(gateway) = peer.public else { continue };
-                    let via = Via::Gateway { gateway, link: eth0, onlink: false };
-                    objects.push(Route { dst: peer.subnet, via, mtu: None }.into());
-                }
-                Ok(())
-            }),
-        },
-    );
+    let mut blueprint = Blueprint::new(1500, move |lease, _env, objects| {
+        for peer in lease.endpoints() {
+            let Some(gateway) = peer.public else { continue };
+            let via = Via::Gateway { gateway, link: eth0, onlink: false };
+            objects.push(Route { dst: peer.subnet, via, mtu: None }.into());
+        }
+        Ok(())
+    });
+    blueprint.owned = Owned { networks: vec![pods], routes_on: [eth0].into(), ..Owned::default() };
+    let own = NodeLease::Held(lease("10.1.1.0-24", "192.0.2.1")?);
+    let kernel = Arc::new(NetlinkKernel::open()?);
+    let network = KernelNetwork::new(kernel, own, [pods].into_iter().collect(), vec![blueprint]);
     let mut status = network.handle().status;
     tokio::select! {
         ended = Box::new(network).run(views) => anyhow::bail!("the network ended: {ended:?}"),

@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::IpAddr;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
@@ -16,7 +15,7 @@ use crate::kernel::{
 };
 use crate::name::LinkName;
 use crate::nexthops::NexthopIds;
-use crate::state::{Change, Key, Link, LinkKind, Nexthop, Object, ObjectKind, Route, State, Via};
+use crate::state::{Change, Key, Link, LinkKind, Nexthop, Object, Route, State, Via};
 
 const ENOENT: i32 = 2;
 const EEXIST: i32 = 17;
@@ -309,9 +308,7 @@ impl Tables {
     /// Tells all listeners but the writer itself. Nobody is the writer of messages about links and fdb.
     fn tell(&mut self, writer: u32, doubts: &Doubts) {
         self.listeners.retain(|listener| {
-            let unheard = listener.port == writer
-                || listener.links_only.load(Ordering::Relaxed) && !is_about_links(doubts);
-            unheard || listener.sender.send(doubts.clone()).is_ok()
+            listener.port == writer || listener.sender.send(doubts.clone()).is_ok()
         });
     }
 
@@ -594,10 +591,8 @@ impl Kernel for FakeKernel {
         let mut tables = self.lock();
         tables.call(Operation::Listen, None)?;
         let (sender, receiver) = mpsc::unbounded_channel();
-        let links_only = Arc::<AtomicBool>::default();
-        let queue = Queue { receiver, links_only: Arc::clone(&links_only) };
-        tables.listeners.push(Listener { port: self.writer, sender, links_only });
-        Ok(Box::new(queue))
+        tables.listeners.push(Listener { port: self.writer, sender });
+        Ok(Box::new(Queue { receiver }))
     }
 
     fn process(&self, port: u32) -> Option<Process> {
@@ -610,34 +605,15 @@ impl Kernel for FakeKernel {
 struct Listener {
     port: u32,
     sender: mpsc::UnboundedSender<Doubts>,
-    links_only: Arc<AtomicBool>,
 }
 
 struct Queue {
     receiver: mpsc::UnboundedReceiver<Doubts>,
-    links_only: Arc<AtomicBool>,
-}
-
-fn is_about_links(doubts: &Doubts) -> bool {
-    let Doubts::Objects(reports, _) = doubts else { return true };
-    reports.iter().any(|report| match report {
-        Report::Now(object) | Report::Inexact(object) | Report::Double(object) => {
-            object.kind() == ObjectKind::Addr
-        }
-        Report::Gone(key) | Report::Other(key) | Report::Beside(key) => {
-            key.kind() == ObjectKind::Addr
-        }
-    })
 }
 
 #[async_trait]
 impl Changes for Queue {
     async fn next(&mut self) -> Result<Doubts, KernelError> {
         self.receiver.recv().await.ok_or(KernelError::new(ENOBUFS))
-    }
-
-    fn tell_of_links_only(&mut self, only: bool) -> Result<(), KernelError> {
-        self.links_only.store(only, Ordering::Relaxed);
-        Ok(())
     }
 }

@@ -401,13 +401,8 @@ async fn others_are_heard_and_we_are_not(ground: &Ground<'_>) {
         )
         .await;
     }
-    changes.tell_of_links_only(true).expect("a listener");
     assert!(ground.other.apply(&owned, &[Change::Delete(base[0].clone())])[0].is_ok());
     listen(&mut *changes, |doubts| matches!(doubts, Doubts::Link(name) if *name == link(1))).await;
-    changes.tell_of_links_only(false).expect("a listener");
-    let theirs = Object::from(Neigh { link: link(2), address: ip(Family::V6, 10), mac: mac(9) });
-    assert!(ground.other.apply(&owned, &puts(std::slice::from_ref(&theirs)))[0].is_ok());
-    listen(&mut *changes, |doubts| mentions(doubts, &theirs.key(), false)).await;
     clear(ground);
 }
 

@@ -6,7 +6,9 @@
 mod fake_kernel;
 mod fake_subnets;
 mod kernel_suite;
+mod objects;
 
 pub use fake_kernel::{Call, FakeKernel, Operation};
 pub use fake_subnets::FakeSubnets;
 pub use kernel_suite::{Ground, kernel_suite};
+pub use objects::any_object;

@@ -8,7 +8,7 @@ use neli::consts::rtnl::{Nda, Ntf, Nud, RtAddrFamily, Rtm, Rtn};
 use neli::rtnl::Ndmsg;
 
 use super::{af_of, family_of, put_flags};
-use crate::seen::Odd;
+use crate::foreign_routes::Odd;
 use crate::wire::{Message, Messages, ip_of, mac_of};
 
 /// `AF_BRIDGE`: forwarding entries, of bridges and vxlan devices.

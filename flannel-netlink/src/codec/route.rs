@@ -340,7 +340,7 @@ fn path(requests: &mut Messages, route: &Route, index: u32) {
     requests.ip(Rta::Dst, route.dst.base());
     match route.via {
         Via::Gateway { gateway, .. } => {
-            drop(requests.ip(Rta::Gateway, gateway).u32(Rta::Oif, index))
+            requests.ip(Rta::Gateway, gateway).u32(Rta::Oif, index);
         }
         Via::Link(_) => drop(requests.u32(Rta::Oif, index)),
         Via::Nexthop(id) => drop(requests.u32(RTA_NH_ID, id)),

@@ -94,9 +94,9 @@ impl NetlinkKernel {
                 now?
             };
             standing.send_if_modified(|told| {
-                let news = *told != now;
+                let events = *told != now;
                 *told = now;
-                news
+                events
             });
             bell.rung(|datagram| looker.is_concerned(datagram)).await?;
             // What comes until then is in the next look.
@@ -343,7 +343,7 @@ mod tests {
                 (selectors(None), watch::channel(Standing::Kept));
             tokio::select! {
                 ended = kernel.follow_interface(&chosen, &selectors, &[Family::V4], &standing) => panic!("{ended:?}"),
-                news = told.changed() => news.unwrap(),
+                events = told.changed() => events.unwrap(),
             }
             let told = told.borrow().clone();
             let Standing::Other { difference, .. } = told else { panic!("{told:?}") };

@@ -5,10 +5,12 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
-use flannel_core::{Cleanup, Config, LinkName, cleanup as remove, ready_for_go, remove_former};
+use flannel_core::{Config, LinkName};
 use flannel_firewall::{Programs, leftovers};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
+use flannel_route::cleanup as remove;
+use flannel_route::{Cleanup, ready_for_go, remove_former};
 use flannel_subnet::Cache;
 use serde_json::json;
 
@@ -42,7 +44,7 @@ pub(crate) async fn cleanup(
     };
     let kernel = NetlinkKernel::open()?;
     let uplink = uplink(&kernel, &config, &flags.iface)?;
-    let owned = backends::find(&config.backend.kind)?.owned(uplink, &config)?;
+    let owned = backends::find(&config.backend.kind)?.footprint(&config, Some(uplink))?;
     let work = if flags.for_go { ready_for_go } else { remove };
     let mut account = Account::default();
     account.kernel(&work(&kernel, &owned, flags.dry_run)?);

@@ -185,7 +185,7 @@ fn check(text: &ConfigText) -> Result<Config> {
 fn judge(text: &str) -> std::result::Result<Config, String> {
     let config = Config::parse(text).map_err(|error| error.to_string())?;
     let backend = backends::find(&config.backend.kind).map_err(|error| error.to_string())?;
-    backend.check(&config, None).map_err(|error| error.to_string())?;
+    backend.validate(&config, None).map_err(|error| error.to_string())?;
     Ok(config)
 }
 

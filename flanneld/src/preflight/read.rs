@@ -48,7 +48,7 @@ pub(super) async fn read(scene: Scene, memory: &LegacyMemory) -> Facts {
 fn read_host(scene: &Scene) -> Facts {
     let kind = &scene.config.backend.kind;
     let links = backends::find(kind)
-        .and_then(|backend| Ok(backend.owned(scene.uplink, &scene.config)?.links));
+        .and_then(|backend| Ok(backend.footprint(&scene.config, Some(scene.uplink))?.links));
     let tunnels: Vec<LinkName> =
         links.unwrap_or_default().into_iter().filter(|link| is_there(*link)).collect();
     let own = scene.own.map(|own| own.iter().collect()).unwrap_or_default();

@@ -83,7 +83,7 @@ impl<'a> Judge<'a> {
             }
         }
         let tunnels = backends::devices(&running.config);
-        let direct = backends::direct_routing(&running.config);
+        let direct = backends::datapath(&running.config).direct;
         let broken = |family| {
             let name: LinkName = tunnels[family].filter(|_| !direct)?;
             let failure = status.failing.get(&Key::Link(name))?;

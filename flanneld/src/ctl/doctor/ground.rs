@@ -241,7 +241,7 @@ async fn of_config(
         known: true,
         tunnels,
         uplink,
-        bare: backends::has_bare_routes(&config),
+        bare: backends::datapath(&config).bare,
         mtu: SubnetEnv::read(&global.subnet_file).ok().map(|env| env.mtu),
         targets: leases.iter().filter(|lease| !is_own(lease)).map(target).collect(),
     }

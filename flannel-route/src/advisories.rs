@@ -6,14 +6,14 @@ use std::net::IpAddr;
 
 use foldhash::{HashMap, HashMapExt, HashSet};
 
-use crate::address::Dual;
-use crate::lease::{Lease, Subnets};
-use crate::listing::Listing;
+use flannel_core::Dual;
+use flannel_core::Listing;
+use flannel_core::{Lease, Subnets};
 
 /// Public addresses that several nodes use, this one included (which is in order only behind some kinds of NAT), and
 /// what plans remarked.
 #[derive(Debug)]
-pub(crate) struct Remarks {
+pub(crate) struct Advisories {
     /// This node's own public addresses.
     own: Dual<IpAddr>,
     /// The public addresses that nodes have.
@@ -25,7 +25,7 @@ pub(crate) struct Remarks {
     listing: Listing<String>,
 }
 
-impl Remarks {
+impl Advisories {
     pub(crate) fn new(own: &Dual<IpAddr>) -> Self {
         let publics = own.values().copied().collect();
         Self {

@@ -1,7 +1,7 @@
-//! Which peer leases to believe, and the kernel objects that the believed ones define.
+//! Which peer leases to believe, and the kernel objects that the accepted ones define.
 //!
 //! The one thing to know: every node must believe the same leases, so of two that clash (overlapping subnets,
-//! or two definitions of one kernel object) the one with the smaller [`Lease::precedence`] is believed, on every
+//! or two definitions of one kernel object) the one with the smaller [`Lease::precedence`] is accepted, on every
 //! node alike. Only this node's own lease wins without that. Belief is recomputed for the leases that a
 //! change can touch, found through indexes: one change among 50,000 leases costs one lease.
 
@@ -9,22 +9,21 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use crate::address::{Dual, Subnet};
-use crate::error::holder;
-use crate::facts::Facts;
-use crate::lease::{Lease, Revision, Subnets};
-use crate::listing::Listing;
-use crate::name::LinkName;
-use crate::network::Disbelief;
-use crate::packed::Unpacked;
-use crate::plan::{Answer, Env, Plan, Rejected};
-use crate::remarks::Remarks;
-use crate::roster::{Aside, Id, Peer, Roster};
-use crate::state::{Key, Object, Route, Via};
+use crate::advisories::Advisories;
+use crate::link_lookups::LinkLookups;
+use crate::peer_index::{Extras, Id, Peer, PeerIndex};
+use flannel_core::Disbelief;
+use flannel_core::LinkName;
+use flannel_core::Listing;
+use flannel_core::holder;
+use flannel_core::{Answer, Env, Plan, Rejected};
+use flannel_core::{Dual, Subnet};
+use flannel_core::{Key, Object, Route, Via};
+use flannel_core::{Lease, Revision, Subnets};
 
 /// What leases are judged by.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Terms {
+pub(crate) struct AdmissionRules {
     /// The enabled pod networks.
     pub(crate) networks: Dual<Subnet>,
     /// This node's own subnets.
@@ -48,21 +47,55 @@ pub(crate) struct Delta {
 pub(crate) struct Changed {
     /// Objects of peers that were there before, or that several peers define, in the order of keys.
     pub(crate) deltas: Vec<Delta>,
-    /// Peers that are new, believed, and touch no other's objects: all that they define is to be put. Each is
-    /// `fresh` until [`Peers::take_fresh`].
+    /// Admission that are new, accepted, and touch no other's objects: all that they define is to be put. Each is
+    /// `fresh` until [`Admission::take_fresh`].
     pub(crate) fresh: Vec<Id>,
     /// What fresh peers defined that are gone or planned anew: nothing of it was put yet.
-    pub(crate) unput: Vec<Key>,
+    pub(crate) unapplied: Vec<Key>,
+}
+
+/// The plan for the leases of one backend type.
+pub(crate) struct OfferPlan {
+    /// The backend type; `None`: every one.
+    pub(crate) lease_type: Option<&'static str>,
+    pub(crate) plan: Box<Plan>,
+}
+
+impl OfferPlan {
+    /// Runs the first plan that understands the lease.
+    ///
+    /// # Errors
+    /// There is none, or it rejects the lease.
+    pub(crate) fn run(
+        plans: &[Self],
+        lease: &Lease,
+        env: &Env<'_>,
+        objects: &mut Vec<Object>,
+    ) -> Result<(), Rejected> {
+        let theirs = &lease.attrs.backend_type;
+        let understands = |plan: &&Self| plan.lease_type.is_none_or(|kind| kind == theirs);
+        match plans.iter().find(understands) {
+            Some(plan) => (plan.plan)(lease, env, objects),
+            None => {
+                let ours = plans.iter().filter_map(|plan| plan.lease_type);
+                let ours: Vec<_> = ours.map(|kind| format!("{kind:?}")).collect();
+                Err(Rejected(format!(
+                    "its backend type is {theirs:?}, this node's is {}",
+                    ours.join(" or ")
+                )))
+            }
+        }
+    }
 }
 
 /// All peers, and what they define.
-pub(crate) struct Peers {
-    terms: Terms,
-    plan: Box<Plan>,
-    roster: Roster,
-    facts: Facts,
+pub(crate) struct Admission {
+    terms: AdmissionRules,
+    plans: Vec<OfferPlan>,
+    index: PeerIndex,
+    lookups: LinkLookups,
     disbelieved: Listing<Subnets, Disbelief>,
-    remarks: Remarks,
+    remarks: Advisories,
     /// So many peers more are about to come.
     expected: usize,
 }
@@ -70,7 +103,7 @@ pub(crate) struct Peers {
 /// The work of one update.
 #[derive(Default)]
 struct Update {
-    /// Peers that are new, and whether others define one of their objects.
+    /// Admission that are new, and whether others define one of their objects.
     added: Vec<(Id, bool)>,
     /// Other peers whose belief must be recomputed.
     dirty: BTreeSet<Id>,
@@ -78,17 +111,17 @@ struct Update {
     touched: BTreeMap<Key, Option<Object>>,
     /// Slots of peers that went.
     vacated: Vec<Id>,
-    unput: Vec<Key>,
+    unapplied: Vec<Key>,
 }
 
-impl Peers {
-    pub(crate) fn new(terms: Terms, plan: Box<Plan>) -> Self {
-        let remarks = Remarks::new(&terms.public);
+impl Admission {
+    pub(crate) fn new(terms: AdmissionRules, plans: Vec<OfferPlan>) -> Self {
+        let remarks = Advisories::new(&terms.public);
         Self {
             terms,
-            plan,
-            roster: Roster::default(),
-            facts: Facts::default(),
+            plans,
+            index: PeerIndex::default(),
+            lookups: LinkLookups::default(),
             disbelieved: Listing::default(),
             remarks,
             expected: 0,
@@ -102,47 +135,53 @@ impl Peers {
 
     /// A lease for these subnets was taken in.
     pub(crate) fn contains(&self, subnets: &Subnets) -> bool {
-        self.roster.id(subnets).is_some()
+        self.index.id(subnets).is_some()
     }
 
-    /// The definition of an object, if a believed peer defines it.
+    /// The definition of an object, if a accepted peer defines it.
     pub(crate) fn object(&self, key: &Key) -> Option<Object> {
-        self.roster.claimants(key).find(|(_, peer, _)| peer.believed).map(|(.., object)| object)
+        self.index
+            .claimants(key)
+            .find(|(_, peer, _)| peer.accepted)
+            .map(|(.., object)| object.clone())
     }
 
     /// The same of a peer that is not fresh.
     pub(crate) fn settled_object(&self, key: &Key) -> Option<Object> {
-        let settled = |peer: &Peer| peer.believed && !peer.fresh;
-        self.roster.claimants(key).find(|(_, peer, _)| settled(peer)).map(|(.., object)| object)
+        let settled = |peer: &Peer| peer.accepted && !peer.fresh;
+        self.index
+            .claimants(key)
+            .find(|(_, peer, _)| settled(peer))
+            .map(|(.., object)| object.clone())
     }
 
-    /// All objects of believed peers, in no order. Those that several peers define come several times.
-    pub(crate) fn objects(&self) -> impl Iterator<Item = Object> {
-        self.roster.peers().filter(|peer| peer.believed).flat_map(|peer| &peer.objects)
+    /// All objects of accepted peers, in no order. Those that several peers define come several times.
+    pub(crate) fn objects(&self) -> impl Iterator<Item = &Object> {
+        self.index.peers().filter(|peer| peer.accepted).flat_map(|peer| peer.objects.iter())
     }
 
     /// The same without those of fresh peers.
-    pub(crate) fn settled_objects(&self) -> impl Iterator<Item = Object> {
-        let settled = self.roster.peers().filter(|peer| peer.believed && !peer.fresh);
-        settled.flat_map(|peer| &peer.objects)
+    pub(crate) fn settled_objects(&self) -> impl Iterator<Item = &Object> {
+        let settled = self.index.peers().filter(|peer| peer.accepted && !peer.fresh);
+        settled.flat_map(|peer| peer.objects.iter())
     }
 
     /// What a peer defines if it is fresh.
-    pub(crate) fn fresh_objects(&self, id: Id) -> Option<Unpacked<'_>> {
-        let peer = self.roster.peer(id).filter(|peer| peer.fresh && peer.believed)?;
-        Some(peer.objects.iter())
+    pub(crate) fn fresh_objects(&self, id: Id) -> Option<&[Object]> {
+        let peer = self.index.peer(id).filter(|peer| peer.fresh && peer.accepted)?;
+        Some(&peer.objects)
     }
 
     /// The same, and it is fresh no more.
-    pub(crate) fn take_fresh(&mut self, id: Id) -> Option<Unpacked<'_>> {
-        let peer = self.roster.peer_mut(id)?;
-        let fresh = std::mem::take(&mut peer.fresh) && peer.believed;
-        fresh.then(|| peer.objects.iter())
+    pub(crate) fn take_fresh(&mut self, id: Id) -> Option<&[Object]> {
+        let peer = self.index.peer_mut(id)?;
+        let fresh = std::mem::take(&mut peer.fresh) && peer.accepted;
+        fresh.then_some(&*peer.objects)
     }
 
     /// The lease of a peer that is fresh.
     pub(crate) fn fresh_lease(&self, id: Id) -> Option<&Lease> {
-        self.roster.peer(id).filter(|peer| peer.fresh && peer.believed).map(|peer| &*peer.lease)
+        self.index.peer(id).filter(|peer| peer.fresh && peer.accepted).map(|peer| &*peer.lease)
     }
 
     /// What a peer would define that was not taken in yet.
@@ -155,12 +194,12 @@ impl Peers {
         objects
     }
 
-    pub(crate) fn facts(&self) -> &Facts {
-        &self.facts
+    pub(crate) fn lookups(&self) -> &LinkLookups {
+        &self.lookups
     }
 
-    pub(crate) fn believed(&self) -> usize {
-        self.roster.len() - self.disbelieved.len()
+    pub(crate) fn accepted(&self) -> usize {
+        self.index.len() - self.disbelieved.len()
     }
 
     pub(crate) fn disbelieved(&self) -> &Listing<Subnets, Disbelief> {
@@ -173,33 +212,33 @@ impl Peers {
         self.remarks.listing()
     }
 
-    /// The believed peer that defines an object.
+    /// The accepted peer that defines an object.
     pub(crate) fn definer(&self, key: &Key) -> Option<Subnets> {
-        self.roster
+        self.index
             .claimants(key)
-            .find(|(_, peer, _)| peer.believed)
+            .find(|(_, peer, _)| peer.accepted)
             .map(|(_, peer, _)| peer.lease.subnets)
     }
 
     /// The routes by a nexthop object, which the plan that defines it defines too; `None` if none does.
     pub(crate) fn routes_by(&self, nexthop: &Key) -> Option<Vec<Key>> {
         let Key::Nexthop(wanted) = nexthop else { return None };
-        let by_it = |object: &Object| matches!(object, Object::Route(Route { via: Via::Nexthop(id), .. }) if id == wanted);
-        let mut claimants = self.roster.claimants(nexthop).peekable();
+        let by_it = |object: &&Object| matches!(object, Object::Route(Route { via: Via::Nexthop(id), .. }) if id == wanted);
+        let mut claimants = self.index.claimants(nexthop).peekable();
         claimants.peek()?;
-        let believed = claimants.filter(|(_, peer, _)| peer.believed);
+        let accepted = claimants.filter(|(_, peer, _)| peer.accepted);
         Some(
-            believed
+            accepted
                 .flat_map(|(_, peer, _)| peer.objects.iter().filter(by_it))
                 .map(|object| object.key())
                 .collect(),
         )
     }
 
-    /// The peer whose subnet holds `address`. A believed one comes before others, the longest prefix first.
+    /// The peer whose subnet holds `address`. A accepted one comes before others, the longest prefix first.
     pub(crate) fn holder_of(&self, address: IpAddr) -> Option<&Peer> {
-        let around = || self.roster.around(address);
-        around().find(|peer| peer.believed).or_else(|| around().next())
+        let around = || self.index.around(address);
+        around().find(|peer| peer.accepted).or_else(|| around().next())
     }
 
     /// Takes in changed leases (`None`: gone). This node's own lease is passed over.
@@ -211,7 +250,7 @@ impl Peers {
         let mut update = Update::default();
         let own = self.terms.own;
         for (subnets, lease) in changes.filter(|(subnets, _)| Some(*subnets) != own) {
-            let id = self.roster.id(&subnets);
+            let id = self.index.id(&subnets);
             let told = id.map(|id| self.remove(id, &mut update)).unwrap_or_default();
             if let Some(lease) = lease {
                 // Where the kernel cannot say, what it said last holds.
@@ -222,17 +261,17 @@ impl Peers {
         self.finish(update)
     }
 
-    /// Asks the facts about addresses inside `under` (`None`: all) again, and plans anew where one changed.
+    /// Asks the lookups about addresses inside `under` (`None`: all) again, and plans anew where one changed.
     pub(crate) fn recheck(&mut self, under: Option<Subnet>, on_link: &Answer<'_>) -> Changed {
-        let again = self.facts.recheck(under, on_link);
-        let peers = again.into_iter().filter_map(|id| self.roster.peer(id));
+        let again = self.lookups.recheck(under, on_link);
+        let peers = again.into_iter().filter_map(|id| self.index.peer(id));
         let leases: Vec<_> = peers.map(|peer| Arc::clone(&peer.lease)).collect();
         self.update(leases.iter().map(|lease| (lease.subnets, Some(lease))), on_link)
     }
 
     fn insert(&mut self, lease: Arc<Lease>, on_link: &Answer<'_>, update: &mut Update) {
-        let id = self.roster.next_id();
-        let on_link = |address| on_link(address).or_else(|| self.facts.told(&address));
+        let id = self.index.next_id();
+        let on_link = |address| on_link(address).or_else(|| self.lookups.told(&address));
         let env = Env::new(&on_link);
         let mut objects = Vec::new();
         let rejected = self.plan(&lease, &env, &mut objects).err();
@@ -241,44 +280,44 @@ impl Peers {
         }
         keep_first_of_each_key(&mut objects);
         if self.expected > 0 {
-            self.roster.reserve(std::mem::take(&mut self.expected), objects.len());
+            self.index.reserve(std::mem::take(&mut self.expected), objects.len());
         }
         let (asked, remarks) = env.into_parts();
         self.remarks.joined(&lease, remarks);
         for (address, told) in &asked {
-            self.facts.asked(*address, *told, id);
+            self.lookups.asked(*address, *told, id);
         }
-        let aside =
-            Aside { asked: asked.into_keys().collect(), rejected: rejected.map(|r| r.0.into()) };
+        let extras =
+            Extras { asked: asked.into_keys().collect(), rejected: rejected.map(|r| r.0.into()) };
         let peer = Peer {
             lease,
             objects: objects[..].into(),
-            aside: (aside != Aside::default()).then(|| Box::new(aside)),
-            believed: false,
+            extras: (extras != Extras::default()).then(|| Box::new(extras)),
+            accepted: false,
             fresh: false,
         };
-        let shared = self.roster.insert(id, peer, &objects);
+        let shared = self.index.insert(id, peer, &objects);
         update.added.push((id, shared));
     }
 
     /// Returns what its plan was told.
     fn remove(&mut self, id: Id, update: &mut Update) -> BTreeMap<IpAddr, Option<LinkName>> {
-        for (other, _) in self.roster.neighbours(id) {
+        for (other, _) in self.index.neighbours(id) {
             update.dirty.insert(other);
             self.touch_all(other, update);
         }
         self.touch_all(id, update);
         update.dirty.remove(&id);
-        let Some(peer) = self.roster.remove(id) else { return BTreeMap::new() };
+        let Some(peer) = self.index.remove(id) else { return BTreeMap::new() };
         if peer.fresh {
-            update.unput.extend(peer.objects.iter().map(|object| object.key()));
+            update.unapplied.extend(peer.objects.iter().map(|object| object.key()));
         }
         self.remarks.left(&peer.lease);
         let told =
-            peer.asked().iter().filter_map(|address| Some((*address, self.facts.told(address)?)));
+            peer.asked().iter().filter_map(|address| Some((*address, self.lookups.told(address)?)));
         let told = told.collect();
         for address in peer.asked() {
-            self.facts.forget(address, id);
+            self.lookups.forget(address, id);
         }
         self.disbelieved.remove(&peer.lease.subnets);
         update.vacated.push(id);
@@ -297,9 +336,9 @@ impl Peers {
             lease.subnets.iter().filter(|subnet| self.terms.networks[subnet.family()].is_some());
         let Some(subnets) = Subnets::new(enabled) else { return Ok(()) };
         if subnets == lease.subnets {
-            (self.plan)(lease, env, objects)?;
+            OfferPlan::run(&self.plans, lease, env, objects)?;
         } else {
-            (self.plan)(&Lease { subnets, ..lease.clone() }, env, objects)?;
+            OfferPlan::run(&self.plans, &Lease { subnets, ..lease.clone() }, env, objects)?;
         }
         let stray = objects.iter().find(|object| match object {
             Object::Route(route) => !subnets.iter().any(|subnet| subnet.covers(&route.dst)),
@@ -315,7 +354,7 @@ impl Peers {
         let added = std::mem::take(&mut update.added);
         for (id, shared) in &added {
             // Who came later may define one of its objects too: then that one shares it, and this one is its neighbour.
-            if *shared || !self.roster.overlapping(*id).is_empty() {
+            if *shared || !self.index.overlapping(*id).is_empty() {
                 update.dirty.insert(*id);
                 self.touch_all(*id, &mut update);
             }
@@ -324,7 +363,7 @@ impl Peers {
         let mut contested: Vec<Id> = Vec::new();
         while let Some(id) = open.pop() {
             contested.push(id);
-            for (other, _) in self.roster.neighbours(id) {
+            for (other, _) in self.index.neighbours(id) {
                 if update.dirty.insert(other) {
                     self.touch_all(other, &mut update);
                     open.push(other);
@@ -335,38 +374,38 @@ impl Peers {
             added.into_iter().map(|(id, _)| id).filter(|id| !update.dirty.contains(id)).collect();
         let fresh = self.judge_alone(alone, &mut update);
         self.judge_contested(contested);
-        self.roster.vacate(std::mem::take(&mut update.vacated));
+        self.index.vacate(std::mem::take(&mut update.vacated));
         let delta = |(key, before)| {
             let after = self.object(&key);
             (before != after).then_some(Delta { key, before, after })
         };
         let deltas = update.touched.into_iter().filter_map(delta).collect();
-        Changed { deltas, fresh, unput: update.unput }
+        Changed { deltas, fresh, unapplied: update.unapplied }
     }
 
     /// Judges new peers without neighbours; returns those that are fresh.
     fn judge_alone(&mut self, mut alone: Vec<Id>, update: &mut Update) -> Vec<Id> {
         alone.retain(|id| {
-            let is_touched = |object: Object| update.touched.contains_key(&object.key());
+            let is_touched = |object: &Object| update.touched.contains_key(&object.key());
             let mut objects =
-                self.roster.peer(*id).map(|peer| peer.objects.iter()).unwrap_or_default();
+                self.index.peer(*id).map(|peer| peer.objects.iter()).unwrap_or_default();
             let touched = !update.touched.is_empty() && objects.any(is_touched);
             if touched {
                 self.touch_all(*id, update);
             }
-            let believed = self.judge(*id, &BTreeSet::new());
-            match self.roster.peer_mut(*id) {
-                Some(peer) => peer.fresh = believed && !touched,
+            let accepted = self.judge(*id, &BTreeSet::new());
+            match self.index.peer_mut(*id) {
+                Some(peer) => peer.fresh = accepted && !touched,
                 None => return false,
             }
-            believed && !touched
+            accepted && !touched
         });
         alone
     }
 
     fn judge_contested(&mut self, mut contested: Vec<Id>) {
         contested.sort_by_cached_key(|id| {
-            self.roster
+            self.index
                 .peer(*id)
                 .map_or((Revision(0), String::new()), |peer| peer.lease.precedence())
         });
@@ -378,35 +417,32 @@ impl Peers {
         }
     }
 
-    /// Decides whether to believe a peer, given the believed ones among its neighbours.
+    /// Decides whether to believe a peer, given the accepted ones among its neighbours.
     fn judge(&mut self, id: Id, winners: &BTreeSet<Id>) -> bool {
-        let Some(peer) = self.roster.peer(id) else { return false };
+        let Some(peer) = self.index.peer(id) else { return false };
         let subnets = peer.lease.subnets;
         let verdict = self.objection(peer).or_else(|| {
             if winners.is_empty() {
                 return None;
             }
-            let (other, key) = self
-                .roster
-                .neighbours(id)
-                .into_iter()
-                .find(|(other, _)| winners.contains(other))?;
-            let other = &self.roster.peer(other)?.lease;
+            let (other, key) =
+                self.index.neighbours(id).into_iter().find(|(other, _)| winners.contains(other))?;
+            let other = &self.index.peer(other)?.lease;
             let (earlier, holder) = (other.subnets, holder(&other.attrs));
             Some(match key {
                 Some(key) => Disbelief::Contradicts { key, earlier, holder },
                 None => Disbelief::Overlaps { earlier, holder },
             })
         });
-        let believed = verdict.is_none();
+        let accepted = verdict.is_none();
         match verdict {
             Some(why) => drop(self.disbelieved.insert(subnets, why)),
             None => drop(self.disbelieved.remove(&subnets)),
         }
-        if let Some(peer) = self.roster.peer_mut(id) {
-            peer.believed = believed;
+        if let Some(peer) = self.index.peer_mut(id) {
+            peer.accepted = accepted;
         }
-        believed
+        accepted
     }
 
     /// What speaks against a peer whatever other peers say.
@@ -449,8 +485,8 @@ impl Peers {
     }
 
     fn touch_all(&self, id: Id, update: &mut Update) {
-        let Some(peer) = self.roster.peer(id) else { return };
-        for object in &peer.objects {
+        let Some(peer) = self.index.peer(id) else { return };
+        for object in peer.objects.iter() {
             self.touch(object.key(), update);
         }
     }
@@ -470,13 +506,21 @@ fn keep_first_of_each_key(objects: &mut Vec<Object>) {
     }
 }
 
+/// One plan for leases of every type.
+#[cfg(test)]
+pub(crate) fn every(
+    plan: impl Fn(&Lease, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejected> + Send + Sync + 'static,
+) -> Vec<OfferPlan> {
+    vec![OfferPlan { lease_type: None, plan: Box::new(plan) }]
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::lease::{LeaseAttrs, LeaseSet};
-    use crate::name::MacAddr;
-    use crate::plan::Rejected;
-    use crate::state::{Fdb, Route, Via};
+    use flannel_core::MacAddr;
+    use flannel_core::Rejected;
+    use flannel_core::{Fdb, Route, Via};
+    use flannel_core::{LeaseAttrs, LeaseSet};
     use proptest::prelude::*;
 
     /// A route to every subnet and a forwarding entry for the MAC address that the backend data holds.
@@ -514,34 +558,34 @@ mod tests {
         })
     }
 
-    fn peers(own: Option<&str>) -> Peers {
+    fn peers(own: Option<&str>) -> Admission {
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
         let own = own.map(|own| own.parse().unwrap());
-        Peers::new(Terms { networks, own, ..Terms::default() }, Box::new(plan))
+        Admission::new(AdmissionRules { networks, own, ..AdmissionRules::default() }, every(plan))
     }
 
     fn no_answer(_: IpAddr) -> Option<Option<LinkName>> {
         Some(None)
     }
 
-    fn put(peers: &mut Peers, lease: &Arc<Lease>) -> Vec<Delta> {
+    fn put(peers: &mut Admission, lease: &Arc<Lease>) -> Vec<Delta> {
         let changed = peers.update([(lease.subnets, Some(lease))].into_iter(), &no_answer);
         all(peers, changed)
     }
 
     /// All that changed, as deltas.
-    fn all(peers: &mut Peers, changed: Changed) -> Vec<Delta> {
+    fn all(peers: &mut Admission, changed: Changed) -> Vec<Delta> {
         let mut deltas = changed.deltas;
         for id in changed.fresh {
             let objects = peers.take_fresh(id).expect("fresh");
             let new =
                 |object: Object| Delta { key: object.key(), before: None, after: Some(object) };
-            deltas.extend(objects.map(new));
+            deltas.extend(objects.iter().cloned().map(new));
         }
         deltas
     }
 
-    fn why(peers: &Peers, lease: &Lease) -> String {
+    fn why(peers: &Admission, lease: &Lease) -> String {
         peers.disbelieved().get(&lease.subnets).map(ToString::to_string).unwrap_or_default()
     }
 
@@ -618,12 +662,12 @@ mod tests {
         let mut peers = peers(None);
         let (first, moved) = (lease("10.1.1.0-24", 1, 1, 1), lease("10.1.1.0-24", 1, 2, 1));
         let changed = peers.update([(first.subnets, Some(&first))].into_iter(), &no_answer);
-        assert_eq!((changed.deltas, changed.fresh.len(), changed.unput), (vec![], 1, vec![]));
+        assert_eq!((changed.deltas, changed.fresh.len(), changed.unapplied), (vec![], 1, vec![]));
         let changed = peers.update([(moved.subnets, Some(&moved))].into_iter(), &no_answer);
         assert_eq!((changed.deltas.len(), changed.fresh.len()), (1, 0), "the route is the same");
-        assert_eq!(changed.unput.len(), 2, "and was never put");
+        assert_eq!(changed.unapplied.len(), 2, "and was never put");
         let changed = peers.update([(first.subnets, Some(&first))].into_iter(), &no_answer);
-        assert_eq!((changed.deltas.len(), changed.unput), (1, vec![]));
+        assert_eq!((changed.deltas.len(), changed.unapplied), (1, vec![]));
     }
 
     #[test]
@@ -644,7 +688,7 @@ mod tests {
             );
         }
         put(&mut peers, &lease("10.1.9.0-24", 1, 1, 1));
-        assert_eq!(peers.roster.len(), 4, "the own lease is no peer");
+        assert_eq!(peers.index.len(), 4, "the own lease is no peer");
         assert_eq!(peers.objects().count(), 0);
         let mut bad = Arc::unwrap_or_clone(lease("10.1.3.0-24", 1, 1, 1));
         bad.attrs.backend_data.v4 = None;
@@ -687,7 +731,8 @@ mod tests {
             Ok(())
         });
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
-        let mut peers = Peers::new(Terms { networks, ..Terms::default() }, plan);
+        let mut peers =
+            Admission::new(AdmissionRules { networks, ..AdmissionRules::default() }, every(plan));
         let greedy = lease("10.1.1.0-24", 1, 1, 1);
         put(&mut peers, &greedy);
         assert!(why(&peers, &greedy).contains("route blackhole 10.1.0.0/16, outside its subnets"));
@@ -707,7 +752,8 @@ mod tests {
             Ok(())
         });
         let networks = ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
-        let mut peers = Peers::new(Terms { networks, ..Terms::default() }, plan);
+        let mut peers =
+            Admission::new(AdmissionRules { networks, ..AdmissionRules::default() }, every(plan));
         put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
         let mtus = peers.objects().map(|object| match object {
             Object::Route(route) => (route.dst, route.mtu),
@@ -724,19 +770,19 @@ mod tests {
         let mut peers = peers(None);
         let (one, other) = (lease("10.1.1.0-24", 1, 1, 1), lease("10.1.2.0-24", 1, 2, 2));
         put(&mut peers, &one);
-        let slot = peers.roster.id(&one.subnets);
+        let slot = peers.index.id(&one.subnets);
         let asked_about = Subnet::host([192, 0, 2, 1].into());
-        assert!(peers.facts().are_under(asked_about));
+        assert!(peers.lookups().are_under(asked_about));
         peers.update([(one.subnets, None)].into_iter(), &no_answer);
-        assert!(!peers.facts().are_under(asked_about), "nobody asks any more");
+        assert!(!peers.lookups().are_under(asked_about), "nobody asks any more");
         put(&mut peers, &other);
-        assert!(slot.is_some() && peers.roster.id(&other.subnets) == slot);
+        assert!(slot.is_some() && peers.index.id(&other.subnets) == slot);
     }
 
     #[test]
     fn shared_public_addresses_are_remarked() {
         let mut peers = peers(None);
-        peers.remarks = Remarks::new(&[IpAddr::from([192, 0, 2, 1])].into_iter().collect());
+        peers.remarks = Advisories::new(&[IpAddr::from([192, 0, 2, 1])].into_iter().collect());
         put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
         let own = "2 nodes share the public address 192.0.2.1, this one among them";
         assert_eq!(peers.remarks().keys().collect::<Vec<_>>(), [own]);
@@ -751,7 +797,7 @@ mod tests {
         let network: Subnet = "10.1.0.0/16".parse().unwrap();
         let mut sorted: Vec<_> = leases.iter().cloned().collect();
         sorted.sort_by_key(|lease| lease.precedence());
-        let mut believed: Vec<(Arc<Lease>, Vec<Object>)> = Vec::new();
+        let mut accepted: Vec<(Arc<Lease>, Vec<Object>)> = Vec::new();
         for lease in sorted {
             let mut objects = Vec::new();
             let planned = plan(&lease, &Env::new(&no_answer), &mut objects);
@@ -761,11 +807,11 @@ mod tests {
             };
             let inside = lease.subnets.iter().all(|s| network.covers(&s));
             let ours = own.is_some_and(|own| own.overlaps(&lease.subnets));
-            if planned.is_ok() && inside && !ours && !believed.iter().any(clash) {
-                believed.push((lease, objects));
+            if planned.is_ok() && inside && !ours && !accepted.iter().any(clash) {
+                accepted.push((lease, objects));
             }
         }
-        believed.into_iter().map(|(lease, _)| lease.subnets).collect()
+        accepted.into_iter().map(|(lease, _)| lease.subnets).collect()
     }
 
     proptest! {
@@ -790,10 +836,10 @@ mod tests {
                         None => drop(objects.remove(&delta.key)),
                     }
                 }
-                let believed: BTreeSet<Subnets> =
+                let accepted: BTreeSet<Subnets> =
                     leases.iter().map(|l| l.subnets).filter(|s| !peers.disbelieved().contains_key(s)).collect();
-                prop_assert_eq!(believed, model(&leases, peers.terms.own));
-                let defined: BTreeMap<Key, Object> = peers.objects().map(|o| (o.key(), o)).collect();
+                prop_assert_eq!(accepted, model(&leases, peers.terms.own));
+                let defined: BTreeMap<Key, Object> = peers.objects().map(|o| (o.key(), o.clone())).collect();
                 prop_assert_eq!(&defined, &objects);
             }
         }

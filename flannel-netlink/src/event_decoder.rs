@@ -10,28 +10,32 @@ use neli::consts::rtnl::{RtAddrFamily, Rtm, Rtprot};
 use crate::ask::{ENODEV, ask_name};
 use crate::codec::link::LinkMessage;
 use crate::codec::{addr, family_of, link, neigh, nexthop, route};
-use crate::seen::Seen;
+use crate::foreign_routes::ForeignRoutes;
 use crate::socket::Socket;
 use crate::wire::{EBADMSG, Message, messages};
 
 /// What was heard and not yet told.
-pub(crate) struct News {
+pub(crate) struct EventDecoder {
     /// For the names of links that no message told.
     requests: Socket,
     /// Whose changes are our own.
     port: u32,
-    seen: Seen,
+    foreign: ForeignRoutes,
     links: HashMap<u32, LinkMessage>,
     pending: VecDeque<Doubts>,
 }
 
-impl News {
+impl EventDecoder {
     /// Changes by the socket with `port` are our own; `requests` is another one, in the calling thread's namespace.
-    pub(crate) fn new(requests: Socket, port: u32, seen: Seen) -> Result<Self, KernelError> {
-        let mut news =
-            Self { requests, port, seen, links: HashMap::new(), pending: VecDeque::new() };
-        news.learn_names()?;
-        Ok(news)
+    pub(crate) fn new(
+        requests: Socket,
+        port: u32,
+        foreign: ForeignRoutes,
+    ) -> Result<Self, KernelError> {
+        let mut events =
+            Self { requests, port, foreign, links: HashMap::new(), pending: VecDeque::new() };
+        events.learn_names()?;
+        Ok(events)
     }
 
     /// The next doubt, in the order of messages.
@@ -62,7 +66,7 @@ impl News {
         }
     }
 
-    /// Drops what was not yet told; [`News::lost`] follows.
+    /// Drops what was not yet told; [`EventDecoder::lost`] follows.
     pub(crate) fn forget(&mut self) {
         self.pending.clear();
     }
@@ -143,7 +147,7 @@ impl News {
     ) -> Result<Option<Report>, KernelError> {
         let Some(found) = neigh::read(message) else { return Ok(None) };
         let Some(link) = self.name(found.index)? else { return Ok(None) };
-        self.seen.see_entry(&found);
+        self.foreign.see_entry(&found);
         let told = |key| report(key, found.object(link), deleted || found.failed);
         Ok(found.key(link).map(|key| exact(told(key), found.is_exact())))
     }
@@ -168,7 +172,7 @@ impl News {
         let key = Key::Route(found.dst);
         // A route with another metric or in another table is another entry, but it may change where packets go.
         if found.main {
-            self.seen.see(&found);
+            self.foreign.see(&found);
         }
         if !found.main || !found.default_metric {
             return Ok(Some(Report::Beside(key)));

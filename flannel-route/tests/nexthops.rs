@@ -7,9 +7,10 @@ use std::sync::Arc;
 
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{
-    Blueprint, Kernel, KernelNetwork, Key, Link, LinkKind, MacAddr, Network, Nexthop, Object,
-    Owned, Route, State, Status, SubnetManager, Via, Vxlan,
+    Blueprint, Kernel, Key, Link, LinkKind, MacAddr, Network, Nexthop, NodeLease, Object, Owned,
+    Route, State, Status, SubnetManager, Via, Vxlan,
 };
+use flannel_route::KernelNetwork;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
@@ -28,8 +29,7 @@ impl Run {
         let eth0 = "eth0".parse().unwrap();
         let config = subnets.network_config().await.unwrap();
         let blueprint = Blueprint {
-            lease: subnets.acquire_lease(&Default::default()).await.unwrap(),
-            networks: config.pod_networks().collect(),
+            lease_type: None,
             mtu: 1500,
             owned: Owned {
                 networks: config.pod_networks().collect(),
@@ -49,7 +49,10 @@ impl Run {
                 Ok(())
             }),
         };
-        let network = KernelNetwork::new(Arc::new(kernel.clone()), blueprint);
+        let lease = subnets.acquire_lease(&Default::default()).await.unwrap();
+        let networks = config.pod_networks().collect();
+        let kernel = Arc::new(kernel.clone());
+        let network = KernelNetwork::new(kernel, NodeLease::Held(lease), networks, vec![blueprint]);
         let status = network.handle().status;
         let views = subnets.watch_leases().await.unwrap();
         let task = tokio::spawn(async move { drop(Box::new(network).run(views).await) });
@@ -463,7 +466,7 @@ async fn of_a_former_pod_network_goes_what_is_not_inside_the_new_one() {
         ..Owned::default()
     };
     let remove = |former: &str, dry| {
-        flannel_core::remove_former(&kernel, &owned, former.parse().unwrap(), dry).unwrap()
+        flannel_route::remove_former(&kernel, &owned, former.parse().unwrap(), dry).unwrap()
     };
     let would = remove("10.1.0.0/16", true);
     assert_eq!(count(&kernel), (12, 14));
@@ -500,7 +503,7 @@ fn what_a_former_pod_network_left_goes_batch_by_batch() {
         ..Owned::default()
     };
     let report =
-        flannel_core::remove_former(&kernel, &owned, "10.1.0.0/16".parse().unwrap(), false)
+        flannel_route::remove_former(&kernel, &owned, "10.1.0.0/16".parse().unwrap(), false)
             .unwrap();
     assert_eq!((report.done.len(), report.failed.len(), kernel.largest_batch()), (300, 0, 128));
 }
@@ -515,18 +518,18 @@ async fn the_way_to_go_keeps_a_nexthop_whose_route_cannot_be_replaced() {
         ..Owned::default()
     };
     let (before, route, nexthop) = (kernel.state(), route_of(&kernel, 3), nexthop_of(&kernel, 3));
-    let would = flannel_core::ready_for_go(&kernel, &owned, true).unwrap();
+    let would = flannel_route::ready_for_go(&kernel, &owned, true).unwrap();
     assert_eq!((would.done.len(), kernel.state()), (10, before));
     let key = Key::Route(route.dst);
     kernel.fail(1, 105, move |call| call.key == Some(key));
-    let report = flannel_core::ready_for_go(&kernel, &owned, false).unwrap();
+    let report = flannel_route::ready_for_go(&kernel, &owned, false).unwrap();
     assert_eq!((report.done.len(), report.failed.len(), count(&kernel)), (8, 1, (1, 5)));
     assert_eq!((route_of(&kernel, 3), nexthop_of(&kernel, 3)), (route, nexthop));
-    let again = flannel_core::ready_for_go(&kernel, &owned, false).unwrap();
+    let again = flannel_route::ready_for_go(&kernel, &owned, false).unwrap();
     assert_eq!((again.done.len(), again.failed.len(), count(&kernel)), (2, 0, (0, 5)));
     kernel.foreign_put(Route { dst: "10.1.88.0/24".parse().unwrap(), ..route_of(&kernel, 4) }, 3);
     kernel.fail(1, 105, move |call| call.key == Some(key));
-    let report = flannel_core::cleanup(&kernel, &owned, false).unwrap();
+    let report = flannel_route::cleanup(&kernel, &owned, false).unwrap();
     assert_eq!(
         (report.done.len(), report.failed.len(), count(&kernel)),
         (4, 1, (0, 2)),
@@ -546,7 +549,7 @@ async fn what_else_goes_by_a_nexthop_does_not_go_with_it() {
     let nexthop = nexthop_of(&kernel, 4);
     let foreign = Route { dst: "10.99.0.0/24".parse().unwrap(), ..route_of(&kernel, 4) };
     kernel.foreign_put(foreign, 4);
-    for clean in [flannel_core::ready_for_go, flannel_core::cleanup] {
+    for clean in [flannel_route::ready_for_go, flannel_route::cleanup] {
         let would = clean(&kernel, &owned, true).unwrap();
         let report = clean(&kernel, &owned, false).unwrap();
         assert_eq!(report, would);
@@ -563,7 +566,7 @@ async fn what_else_goes_by_a_nexthop_does_not_go_with_it() {
         [Object::from(nexthop).to_string(), Object::from(foreign).to_string()]
     );
     kernel.foreign_delete(Key::Route(foreign.dst));
-    assert!(flannel_core::cleanup(&kernel, &owned, false).unwrap().failed.is_empty());
+    assert!(flannel_route::cleanup(&kernel, &owned, false).unwrap().failed.is_empty());
     assert_eq!(kernel.dump(), [""; 0]);
 }
 
@@ -587,7 +590,7 @@ fn what_else_goes_by_a_nexthop_on_our_own_device_goes_with_the_device() {
         Route { dst: "10.99.0.0/24".parse().unwrap(), via: Via::Nexthop(nexthop.id), mtu: None };
     kernel.foreign_put(route, 2);
     let owned = Owned { links: [link].into(), ..Owned::default() };
-    assert_eq!(flannel_core::cleanup(&kernel, &owned, false).unwrap().failed, []);
+    assert_eq!(flannel_route::cleanup(&kernel, &owned, false).unwrap().failed, []);
     assert_eq!(kernel.dump(), [""; 0]);
 }
 

@@ -4,12 +4,13 @@ use std::collections::BTreeMap;
 
 use tokio::time::Instant;
 
-use super::{Cause, Failed, Reconciler, Unread, expand};
-use crate::address::Subnet;
-use crate::kernel::{Kernel, KernelError};
-use crate::nexthops::{Ids, NexthopBlock, nexthop};
-use crate::state::{Change, Key, Object, ObjectKind, State};
-use crate::status::{Damage, Failure};
+use super::{Cause, Engine, Failed, Unread, expand};
+use crate::nexthops::{Ids, nexthop};
+use flannel_core::NexthopBlock;
+use flannel_core::Subnet;
+use flannel_core::{Change, Key, Object, ObjectKind, State};
+use flannel_core::{Damage, Failure};
+use flannel_core::{Kernel, KernelError};
 
 const EAGAIN: i32 = 11;
 
@@ -22,7 +23,7 @@ struct Comparison<'a> {
     nexthops: usize,
 }
 
-impl Reconciler {
+impl Engine {
     /// Chooses the ids of nexthop objects, once: before the first snapshot, which depends on them.
     fn choose_ids(&mut self, kernel: &dyn Kernel) -> Result<(), KernelError> {
         if self.reads.done > 0 {
@@ -74,7 +75,7 @@ impl Reconciler {
         links_put: &BTreeMap<Key, Option<Failure>>,
     ) -> bool {
         // What is there of leases that nobody looked at would seem to be nobody's.
-        self.take_all_coming(kernel);
+        self.take_all_unprocessed(kernel);
         let started = Instant::now();
         let actual = self.choose_ids(kernel).and_then(|()| kernel.snapshot(&self.owned));
         self.reads.tries += 1;
@@ -108,7 +109,7 @@ impl Reconciler {
             let gone = || gone.get(key).map(|(_, cause)| *cause);
             let failed = || failed.get(key).map(|failed| failed.cause);
             let known = put.get(key).copied().or_else(gone).or_else(failed);
-            known.unwrap_or(if first { Cause::Lease(None) } else { Cause::Doubt(damage) })
+            known.unwrap_or(if first { Cause::Lease(None) } else { Cause::Repair(damage) })
         };
         let Comparison { wrong, unwanted, nexthops } = self.compare(&actual);
         for object in unwanted {
@@ -131,7 +132,7 @@ impl Reconciler {
             self.release_ids();
         }
         let (put, gone) = (&self.put, &self.gone);
-        self.ledger.keep_failing(|k| {
+        self.stats.keep_failing(|k| {
             put.contains_key(k) || gone.contains_key(k) || links_put.contains_key(k)
         });
         self.suspects.retain(|key, _| put.contains_key(key) || gone.contains_key(key));
@@ -192,8 +193,8 @@ impl Reconciler {
         let detail = format!("the kernel did not take it over: it is now {is}");
         self.failed.insert(want.key(), Failed { cause, deletion: None });
         if let Some(before) = before {
-            self.ledger.fails_still(want.key(), before.clone());
+            self.stats.fails_still(want.key(), before.clone());
         }
-        self.ledger.failed(&Change::Put(want), None, KernelError::explained(EAGAIN, detail));
+        self.stats.failed(&Change::Put(want), None, KernelError::explained(EAGAIN, detail));
     }
 }

@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{
-    Blueprint, KernelNetwork, Key, Lease, LeaseAttrs, LeaseSet, LinkName, Network, NetworkHandle,
+    Blueprint, Key, Lease, LeaseAttrs, LeaseSet, LinkName, Network, NetworkHandle, NodeLease,
     Object, Origin, Owned, Revision, Route, State, Subnet, SubnetManager, Subnets, Via, View,
 };
+use flannel_route::KernelNetwork;
 use tokio::task::JoinHandle;
 
 const NETWORK: &str = "10.0.0.0/8";
@@ -36,8 +37,7 @@ fn pair(n: u8) -> [Lease; 2] {
 /// A network of routes by gateways on the uplink.
 fn network(kernel: &FakeKernel) -> KernelNetwork {
     let blueprint = Blueprint {
-        lease: lease("10.255.0.0/24", [203, 0, 113, 1].into(), 1),
-        networks: [NETWORK.parse::<Subnet>().unwrap()].into_iter().collect(),
+        lease_type: None,
         mtu: 1500,
         owned: Owned {
             networks: vec![NETWORK.parse().unwrap()],
@@ -54,7 +54,9 @@ fn network(kernel: &FakeKernel) -> KernelNetwork {
             Ok(())
         }),
     };
-    KernelNetwork::new(Arc::new(kernel.clone()), blueprint)
+    let lease = NodeLease::Held(lease("10.255.0.0/24", [203, 0, 113, 1].into(), 1));
+    let networks = [NETWORK.parse::<Subnet>().unwrap()].into_iter().collect();
+    KernelNetwork::new(Arc::new(kernel.clone()), lease, networks, vec![blueprint])
 }
 
 async fn in_sync(handle: &NetworkHandle, peers: usize) {

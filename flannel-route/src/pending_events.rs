@@ -1,19 +1,19 @@
-//! What was heard from the kernel and not taken in yet. The one thing to know: it is bounded, whatever happens: so many
+//! What was pending from the kernel and not taken in yet. The one thing to know: it is bounded, whatever happens: so many
 //! doubts that one snapshot is cheaper become one about everything.
 
 use std::collections::BTreeSet;
 
-use crate::kernel::Doubts;
-use crate::name::LinkName;
+use flannel_core::Doubts;
+use flannel_core::LinkName;
 
 /// More reports than this at once become doubt about everything, …
 const MOST_REPORTS: usize = 1 << 16;
 /// … and so do more links.
 const MOST_LINKS: usize = 1 << 10;
 
-/// Doubts that wait for the reconciler.
+/// Doubts that wait for the engine.
 #[derive(Debug, Default)]
-pub(crate) struct Heard {
+pub(crate) struct PendingEvents {
     everything: bool,
     links: BTreeSet<LinkName>,
     /// In the order of their messages; none once there were too many.
@@ -21,7 +21,7 @@ pub(crate) struct Heard {
     reports: usize,
 }
 
-impl Heard {
+impl PendingEvents {
     /// Notes a doubt.
     pub(crate) fn hear(&mut self, doubts: Doubts) {
         match doubts {
@@ -59,8 +59,8 @@ impl Heard {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernel::{Culprit, Report};
-    use crate::state::Key;
+    use flannel_core::Key;
+    use flannel_core::{Culprit, Report};
 
     fn objects(port: u32) -> Doubts {
         let gone = Report::Gone(Key::Nexthop(port));
@@ -73,48 +73,48 @@ mod tests {
 
     #[test]
     fn what_never_ends_is_bounded() {
-        let mut heard = Heard::default();
+        let mut pending = PendingEvents::default();
         for n in 0..300_000 {
-            heard.hear(link(n));
-            heard.hear(objects(n));
-            heard.hear(Doubts::Everything);
-            assert!(heard.links.len() <= MOST_LINKS && heard.objects.len() <= MOST_REPORTS);
+            pending.hear(link(n));
+            pending.hear(objects(n));
+            pending.hear(Doubts::Everything);
+            assert!(pending.links.len() <= MOST_LINKS && pending.objects.len() <= MOST_REPORTS);
         }
-        let taken = heard.take();
+        let taken = pending.take();
         assert!(taken.len() <= 1 + MOST_LINKS && taken[0] == Doubts::Everything, "{}", taken.len());
-        assert!(heard.is_empty() && heard.take().is_empty());
+        assert!(pending.is_empty() && pending.take().is_empty());
     }
 
     #[test]
     fn as_many_reports_as_may_be_are_kept() {
-        let mut heard = Heard::default();
+        let mut pending = PendingEvents::default();
         let most = u32::try_from(MOST_REPORTS).unwrap();
-        (0..most).for_each(|n| heard.hear(objects(n)));
-        assert!(!heard.everything && heard.objects.len() == MOST_REPORTS);
-        heard.hear(objects(most));
-        assert_eq!(heard.take(), [Doubts::Everything]);
+        (0..most).for_each(|n| pending.hear(objects(n)));
+        assert!(!pending.everything && pending.objects.len() == MOST_REPORTS);
+        pending.hear(objects(most));
+        assert_eq!(pending.take(), [Doubts::Everything]);
     }
 
     #[test]
     fn little_is_kept_as_it_came() {
-        let mut heard = Heard::default();
+        let mut pending = PendingEvents::default();
         for n in 0..1000 {
-            heard.hear(link(n % 10));
-            heard.hear(objects(2 - n % 3));
+            pending.hear(link(n % 10));
+            pending.hear(objects(2 - n % 3));
         }
-        assert!(!heard.is_empty());
-        let taken = heard.take();
+        assert!(!pending.is_empty());
+        let taken = pending.take();
         assert_eq!(taken.len(), 10 + 1000);
         assert_eq!(taken[9..13], [link(9), objects(2), objects(1), objects(0)]);
     }
 
     #[test]
     fn too_many_links_are_everything_and_those_known_before_stay() {
-        let mut heard = Heard::default();
+        let mut pending = PendingEvents::default();
         let most = u32::try_from(MOST_LINKS).unwrap();
-        (0..most).chain(0..most).for_each(|n| heard.hear(link(n)));
-        assert!(!heard.everything);
-        heard.hear(link(most));
-        assert!(heard.everything && heard.take().contains(&link(7)));
+        (0..most).chain(0..most).for_each(|n| pending.hear(link(n)));
+        assert!(!pending.everything);
+        pending.hear(link(most));
+        assert!(pending.everything && pending.take().contains(&link(7)));
     }
 }

@@ -3,18 +3,18 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
-use crate::histogram::Histogram;
-use crate::kernel::{Culprit, KernelError};
-use crate::lease::Subnets;
-use crate::listing::Listing;
-use crate::state::{Change, Key, Object, ObjectKind};
-use crate::status::{Damage, Failure, Repair, Status};
+use flannel_core::Histogram;
+use flannel_core::Listing;
+use flannel_core::Subnets;
+use flannel_core::{Change, Key, Object, ObjectKind};
+use flannel_core::{Culprit, KernelError};
+use flannel_core::{Damage, Failure, Repair, Status};
 
 /// The books of one network.
 #[derive(Debug, Default)]
-pub(crate) struct Ledger {
+pub(crate) struct ApplyStats {
     failing: Listing<Key, Failure>,
     /// Something failed that did not fail before.
     newly_failing: bool,
@@ -25,7 +25,7 @@ pub(crate) struct Ledger {
     latency: Histogram,
 }
 
-impl Ledger {
+impl ApplyStats {
     /// A change that leases asked for was made, and how long after they were there.
     pub(crate) fn applied(&mut self, after: Option<Duration>) {
         self.applied += 1;
@@ -47,22 +47,26 @@ impl Ledger {
         if self.last_repairs.len() == Status::LAST_REPAIRS {
             self.last_repairs.pop_front();
         }
-        let repair = Repair { peer, culprit, ..Repair::new(self.repaired, damage, object.clone()) };
+        let mut repair = Repair::new(self.repaired, damage, object.clone());
+        (repair.peer, repair.culprit) = (peer, culprit);
         self.last_repairs.push_back(Arc::new(repair));
     }
 
     /// The kernel refused.
     pub(crate) fn failed(&mut self, change: &Change, peer: Option<Subnets>, error: KernelError) {
         let key = change.object().key();
-        let (since, tries) = match self.failing.get(&key) {
-            Some(before) => (before.since, before.tries.saturating_add(1)),
+        let mut failure = Failure::new(change, peer, error);
+        match self.failing.get(&key) {
+            Some(before) => {
+                failure.since = before.since;
+                failure.tries = before.tries.saturating_add(1);
+            }
             None => {
                 self.newly_failing = true;
-                tracing::debug!(%change, %error, "the kernel refused");
-                (SystemTime::now(), 1)
+                tracing::debug!(%change, error = %failure.error, "the kernel refused");
             }
-        };
-        self.failing.insert(key, Failure { change: change.to_string(), peer, error, since, tries });
+        }
+        self.failing.insert(key, failure);
     }
 
     /// What was taken for done was not: it fails since `before`.

@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{
-    Addr, Blueprint, Damage, Dual, Family, Fdb, Kernel, KernelNetwork, Key, LeaseAttrs, Link,
-    LinkKind, LinkName, MacAddr, Neigh, Network, NetworkHandle, Nexthop, Object, ObjectKind,
-    Origin, Owned, ROUTE_PROTOCOL, Revision, Route, State, Subnet, SubnetManager, Via, View, Vxlan,
+    Addr, Blueprint, Damage, Dual, Family, Fdb, Kernel, Key, LeaseAttrs, Link, LinkKind, LinkName,
+    MacAddr, Neigh, Network, NetworkHandle, Nexthop, NodeLease, Object, ObjectKind, Origin, Owned,
+    ROUTE_PROTOCOL, Revision, Route, State, Subnet, SubnetManager, Via, View, Vxlan,
 };
+use flannel_route::KernelNetwork;
 
 const EINTR: i32 = 4;
 const CONFIG: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"test"}}"#;
@@ -164,8 +165,7 @@ impl World {
         let networks: Dual<Subnet> =
             subnets.network_config().await.unwrap().pod_networks().collect();
         let blueprint = Blueprint {
-            lease,
-            networks,
+            lease_type: None,
             mtu: 1430,
             owned: Owned {
                 links: Family::BOTH
@@ -189,7 +189,12 @@ impl World {
                 Ok(())
             }),
         };
-        let network = KernelNetwork::new(Arc::new(kernel.clone()), blueprint);
+        let network = KernelNetwork::new(
+            Arc::new(kernel.clone()),
+            NodeLease::Held(lease),
+            networks,
+            vec![blueprint],
+        );
         let handle = network.handle();
         let views = subnets.watch_leases().await.unwrap();
         let task = tokio::spawn(async move { drop(Box::new(network).run(views).await) });

@@ -20,7 +20,7 @@ const BUDGET: Duration = Duration::from_millis(50);
 const MOST_FILES: usize = 10_000;
 
 /// The processes behind the ports of one network namespace.
-pub(crate) struct Culprits {
+pub(crate) struct Processes {
     /// `/proc/net/netlink`, which stays that of the namespace it was opened in; `None` if there is none.
     sockets: Option<File>,
     since: Instant,
@@ -28,12 +28,12 @@ pub(crate) struct Culprits {
     known: HashMap<u32, Option<Process>>,
 }
 
-impl Culprits {
+impl Processes {
     /// Those in the network namespace of the calling thread.
     pub(crate) fn here() -> Self {
         let sockets = File::open("/proc/thread-self/net/netlink");
         let sockets =
-            sockets.inspect_err(|error| tracing::debug!(%error, "culprits will have no names"));
+            sockets.inspect_err(|error| tracing::debug!(%error, "processes will have no names"));
         Self {
             sockets: sockets.ok(),
             since: Instant::now(),
@@ -125,23 +125,23 @@ sk               Eth Pid        Groups   Rmem     Wmem     Dump  Locks    Drops 
 
     #[test]
     fn a_storm_of_ports_costs_few_looks() {
-        let mut culprits = Culprits::here();
+        let mut processes = Processes::here();
         for port in 1..10_000 {
-            culprits.at(port);
+            processes.at(port);
         }
-        assert!(culprits.known.len() <= MOST);
+        assert!(processes.known.len() <= MOST);
     }
 
     #[test]
     fn looks_that_take_long_are_few() {
-        let mut culprits = Culprits::here();
-        culprits.at(1);
-        culprits.spent = 2 * BUDGET;
-        let known = culprits.known.len();
-        (2..1_000).for_each(|port| assert_eq!(culprits.at(port), None));
-        assert_eq!(culprits.known.len(), known);
-        culprits.since -= 2 * FRESH;
-        culprits.at(2);
-        assert!(culprits.known.contains_key(&2) && culprits.spent <= BUDGET);
+        let mut processes = Processes::here();
+        processes.at(1);
+        processes.spent = 2 * BUDGET;
+        let known = processes.known.len();
+        (2..1_000).for_each(|port| assert_eq!(processes.at(port), None));
+        assert_eq!(processes.known.len(), known);
+        processes.since -= 2 * FRESH;
+        processes.at(2);
+        assert!(processes.known.contains_key(&2) && processes.spent <= BUDGET);
     }
 }

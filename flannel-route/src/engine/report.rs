@@ -4,16 +4,16 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use super::{Answers, Cause, Reads, Reconciler, Unread, expand};
-use crate::kernel::Kernel;
-use crate::lease::{Lease, Subnets};
-use crate::state::Object;
-use crate::status::{Explanation, Standing, Status, Wait, Waiting};
+use super::{Answers, Cause, Engine, Reads, Unread, expand};
+use flannel_core::Kernel;
+use flannel_core::Object;
+use flannel_core::{Explanation, Standing, Status, Wait, Waiting};
+use flannel_core::{Lease, Subnets};
 
-impl Reconciler {
+impl Engine {
     /// Something failed that did not fail when this was last asked.
     pub(crate) fn take_newly_failing(&mut self) -> bool {
-        self.ledger.take_newly_failing()
+        self.stats.take_newly_failing()
     }
 
     pub(crate) fn reads(&self) -> Reads {
@@ -26,7 +26,7 @@ impl Reconciler {
     }
 
     pub(crate) fn is_failing(&self) -> bool {
-        !self.ledger.failing().is_empty()
+        !self.stats.failing().is_empty()
             || self.kernel_error.is_some()
             || self.lookup_error.is_some()
     }
@@ -39,29 +39,27 @@ impl Reconciler {
 
     /// Costs nothing that grows with the number of peers.
     pub(crate) fn status(&self) -> Status {
-        let mut status = Status {
-            in_sync: self.live && !self.is_unsettled() && !self.is_failing(),
-            settled: !self.is_unsettled(),
-            own_in_place: self.is_own_in_place(),
-            live: self.live,
-            leases: self.leases.clone(),
-            peers: self.peers.believed(),
-            objects: self.base.len() + self.peer_objects.total(),
-            by_kind: self.peer_objects.by_kind(self.base.iter()),
-            disbelieved: self.peers.disbelieved().clone(),
-            kernel_error: self.kernel_error.clone().or_else(|| self.lookup_error.clone()),
-            remarks: self.peers.remarks().clone(),
-            ..Status::default()
-        };
-        self.ledger.copy_to(&mut status);
+        let mut status = Status::default();
+        status.in_sync = self.live && !self.is_unsettled() && !self.is_failing();
+        status.settled = !self.is_unsettled();
+        status.own_in_place = self.is_own_in_place();
+        status.live = self.live;
+        status.leases = self.leases.clone();
+        status.peers = self.peers.accepted();
+        status.objects = self.base.len() + self.peer_objects.total();
+        status.by_kind = self.peer_objects.by_kind(self.base.iter());
+        status.disbelieved = self.peers.disbelieved().clone();
+        status.kernel_error = self.kernel_error.clone().or_else(|| self.lookup_error.clone());
+        status.remarks = self.peers.remarks().clone();
+        self.stats.copy_to(&mut status);
         status
     }
 
     /// Which peers wait, and what for. Costs what waits.
     pub(crate) fn waiting(&self) -> Waiting {
-        let coming = self.coming.leases().iter().map(|lease| lease.subnets);
+        let unprocessed = self.unprocessed.leases().iter().map(|lease| lease.subnets);
         let fresh = self.fresh.iter().filter_map(|(id, _)| self.peers.fresh_lease(*id));
-        let mut peers: BTreeMap<Subnets, Wait> = coming
+        let mut peers: BTreeMap<Subnets, Wait> = unprocessed
             .chain(fresh.map(|lease| lease.subnets))
             .map(|subnets| (subnets, Wait::Turn))
             .collect();
@@ -71,23 +69,23 @@ impl Reconciler {
             let wait = match (link.filter(|link| self.missing_links.contains(link)), cause) {
                 (Some(link), _) => Wait::Link(link),
                 (None, Cause::Lease(_)) => Wait::Turn,
-                (None, Cause::Doubt(_)) => Wait::Repair,
+                (None, Cause::Repair(_)) => Wait::Repair,
             };
             peers.insert(peer, wait);
         }
-        Waiting { all: self.unread == Unread::Everything, peers }
+        Waiting::new(self.unread == Unread::Everything, peers)
     }
 
     /// The peer whose subnet holds `address`, and how what it wants stands.
     pub(crate) fn explain(&self, address: IpAddr, kernel: &dyn Kernel) -> Option<Explanation> {
         let Some(peer) = self.peers.holder_of(address) else {
-            return self.explain_coming(address, kernel);
+            return self.explain_unprocessed(address, kernel);
         };
         let standing = |object: &Object| {
             let key = object.key();
-            if !peer.believed {
+            if !peer.accepted {
                 Standing::Unwanted
-            } else if let Some(failure) = self.ledger.failing().get(&key) {
+            } else if let Some(failure) = self.stats.failing().get(&key) {
                 Standing::Failing(failure.clone())
             } else if peer.fresh || self.put.contains_key(&key) || self.unread == Unread::Everything
             {
@@ -102,16 +100,16 @@ impl Reconciler {
         });
         let objects = objects.into_iter().map(|(how, object)| (object, how)).collect();
         let disbelief = self.peers.disbelieved().get(&peer.lease.subnets).cloned();
-        Some(Explanation { lease: Arc::clone(&peer.lease), disbelief, objects })
+        Some(Explanation::new(Arc::clone(&peer.lease), disbelief, objects))
     }
     /// The same of a lease that nobody looked at yet: what its plan will make of it.
-    fn explain_coming(&self, address: IpAddr, kernel: &dyn Kernel) -> Option<Explanation> {
+    fn explain_unprocessed(&self, address: IpAddr, kernel: &dyn Kernel) -> Option<Explanation> {
         let holds =
             |lease: &&Arc<Lease>| lease.subnets.iter().any(|subnet| subnet.contains(address));
-        let lease = self.coming.leases().iter().find(holds)?;
+        let lease = self.unprocessed.leases().iter().find(holds)?;
         let (answers, mut objects) = (Answers::new(kernel), Vec::new());
         let foreseen = self.peers.foresee(lease, &|a| answers.on_link(a));
-        expand(foreseen, self.ids.as_ref(), |object| objects.push((object, Standing::Pending)));
-        Some(Explanation { lease: Arc::clone(lease), disbelief: None, objects })
+        expand(&foreseen, self.ids.as_ref(), |object| objects.push((object, Standing::Pending)));
+        Some(Explanation::new(Arc::clone(lease), None, objects))
     }
 }

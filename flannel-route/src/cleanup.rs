@@ -1,17 +1,17 @@
 //! Taking back what a network put into the kernel: all of it, or only what Go flannel could not handle.
 //!
 //! The one thing to know: no lease is needed. What is ours follows from the network config and the backend
-//! ([`Backend::owned`](crate::Backend::owned)), so a host that lost its lease can be cleaned as well. No network may
+//! ([`Backend::footprint`](flannel_core::Backend::footprint)), so a host that lost its lease can be cleaned as well. No network may
 //! run meanwhile: it would put everything back.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use crate::address::{Dual, Subnet};
-use crate::kernel::{Kernel, KernelError, Owned};
-use crate::nexthops::NexthopBlock;
-use crate::reconcile::BATCH;
-use crate::state::{Change, Key, Nexthop, Object, Route, State, Via};
+use crate::engine::BATCH;
+use flannel_core::NexthopBlock;
+use flannel_core::{Change, Key, Nexthop, Object, Route, State, Via};
+use flannel_core::{Dual, Subnet};
+use flannel_core::{Kernel, KernelError, Owned};
 
 /// Whoever else has the kernel waits for a batch, and takes its turn after it.
 const TURN: Duration = Duration::from_micros(200);
@@ -37,7 +37,8 @@ pub struct Cleanup {
 ///
 /// ```
 /// use flannel_core::testing::FakeKernel;
-/// use flannel_core::{Owned, ROUTE_PROTOCOL, Route, Via, cleanup};
+/// use flannel_core::{Owned, ROUTE_PROTOCOL, Route, Via};
+/// use flannel_route::cleanup;
 ///
 /// # fn main() -> Result<(), flannel_core::KernelError> {
 /// let kernel = FakeKernel::with_uplink("eth0");
@@ -200,7 +201,8 @@ pub fn ready_for_go(
 ///
 /// ```
 /// use flannel_core::testing::FakeKernel;
-/// use flannel_core::{Dual, GO_ROUTE_PROTOCOL, Owned, Route, Via, remove_go_routes};
+/// use flannel_core::{Dual, GO_ROUTE_PROTOCOL, Owned, Route, Via};
+/// use flannel_route::remove_go_routes;
 ///
 /// # fn main() -> Result<(), flannel_core::KernelError> {
 /// let kernel = FakeKernel::with_uplink("eth0");

@@ -3,17 +3,20 @@
 use std::collections::BTreeMap;
 use std::ops::Bound::{Excluded, Unbounded};
 use std::sync::Mutex;
+use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::arrive::ROUND;
-use super::{Cause, Failed, Reconciler, Unread};
-use crate::address::{Family, Subnet};
-use crate::kernel::{Kernel, KernelError};
-use crate::state::{Change, Key, Nexthop, Object, Route, Via};
-use crate::status::{Damage, Failure};
+use super::{Cause, Engine, Failed, Unread};
+use flannel_core::{Change, Key, Nexthop, Object, Route, Via};
+use flannel_core::{Damage, Failure};
+use flannel_core::{Family, Subnet};
+use flannel_core::{Kernel, KernelError};
 
-/// How many changes are handed to the kernel at once, but for those of [new peers](super::arrive::GROUP): a stop waits for them.
+/// A repair, a newer view or a question waits for a round at most, beside the batch in hand.
+const ROUND: Duration = Duration::from_millis(16);
+
+/// How many changes are handed to the kernel at once, but for those of [new peers](super::bulk::SLICE): a stop waits for them.
 /// Mostly it takes a millisecond; among thousands of routes without nexthop objects, or where nexthop objects go, a hundred.
 pub(crate) const BATCH: usize = 128;
 
@@ -39,11 +42,10 @@ impl Gate {
 #[derive(Debug)]
 pub(crate) struct Closed;
 
-impl Reconciler {
+impl Engine {
     /// Brings the kernel to what is wanted, as far as it lets us; what it refuses is in the status. Of new peers it
     /// puts so many as a round may take, and of everything else: while there [is more](Self::is_unfinished), nothing is deleted but what
-    /// leases took away. Unless it `may_read` the kernel, it does what can be done without; unless it `may_flood` it, a [flood](Self::is_flooded) of new
-    /// peers waits. Blocks.
+    /// leases took away. Unless it `may_read` the kernel, it does what can be done without. Blocks.
     ///
     /// # Errors
     /// [`Closed`]: the gate was closed before everything was done.
@@ -52,7 +54,6 @@ impl Reconciler {
         kernel: &dyn Kernel,
         gate: &Gate,
         mut may_read: bool,
-        may_flood: bool,
     ) -> Result<(), Closed> {
         self.unfinished = false;
         let mut links_put = BTreeMap::new();
@@ -69,7 +70,7 @@ impl Reconciler {
                 self.put_noted(kernel, gate, Instant::now() + ROUND, |key, cause| {
                     matches!(cause, Cause::Lease(_)) || (blind && !matches!(key, Key::Link(_)))
                 })?;
-                return self.put_fresh(kernel, gate, may_flood);
+                return self.put_new_peers(kernel, gate, Instant::now() + ROUND);
             }
             let links = self.put.keys().take_while(|key| matches!(key, Key::Link(_)));
             let links: Vec<Change> =
@@ -77,12 +78,12 @@ impl Reconciler {
             if links.is_empty() {
                 break;
             }
-            let failing = |key| self.ledger.failing().get(&key).cloned();
+            let failing = |key| self.stats.failing().get(&key).cloned();
             let keys = links.iter().map(|change| change.object().key());
             let before: Vec<(Key, Option<Failure>)> = keys.map(|key| (key, failing(key))).collect();
             self.apply(kernel, gate, &links)?;
             let taken =
-                before.into_iter().filter(|(key, _)| !self.ledger.failing().contains_key(key));
+                before.into_iter().filter(|(key, _)| !self.stats.failing().contains_key(key));
             let taken: Vec<_> = taken.collect();
             for (key, _) in &taken {
                 if let Key::Link(name) = key {
@@ -97,7 +98,7 @@ impl Reconciler {
         // However long reading took, something is done in each round.
         let end = Instant::now() + ROUND;
         self.put_noted(kernel, gate, end, |_, _| true)?;
-        self.put_fresh(kernel, gate, may_flood)?;
+        self.put_new_peers(kernel, gate, end)?;
         // Of those that were looked at meanwhile, not all were fresh.
         self.put_noted(kernel, gate, end, |_, _| true)?;
         if !self.live {
@@ -123,7 +124,7 @@ impl Reconciler {
 
     /// A route that is not put yet, or could not be, may still go by the nexthop object that it had, and would go with it.
     fn may_still_lead(&self, nexthop: &Nexthop) -> bool {
-        let (put, failing) = (&self.put, self.ledger.failing());
+        let (put, failing) = (&self.put, self.stats.failing());
         match self.ids.as_ref().and_then(|ids| ids.dst(nexthop.id)).map(Key::Route) {
             Some(route) => put.contains_key(&route) || failing.contains_key(&route),
             None => {
@@ -147,8 +148,8 @@ impl Reconciler {
     ) -> Result<(), Closed> {
         let turn = |key: &Key, cause: &Cause| match (key, cause) {
             (_, Cause::Lease(_)) => 0,
-            (Key::Route(_), Cause::Doubt(_)) => 2,
-            (_, Cause::Doubt(_)) => 1,
+            (Key::Route(_), Cause::Repair(_)) => 2,
+            (_, Cause::Repair(_)) => 1,
         };
         for now in 0..3 {
             let mut last = None;
@@ -174,12 +175,12 @@ impl Reconciler {
             let Some(object) = wanted.filter(|object| !self.lacks_link(object)) else { continue };
             if let (Cause::Lease(_), Object::Route(Route { via: Via::Nexthop(id), .. })) =
                 (cause, &object)
-                && let Some(Cause::Doubt(_)) = self.put.get(&Key::Nexthop(*id))
+                && let Some(Cause::Repair(_)) = self.put.get(&Key::Nexthop(*id))
             {
                 batch.extend(self.want(&Key::Nexthop(*id)).map(Change::Put));
             }
             match (cause, key) {
-                (Cause::Doubt(Damage::Modification), Key::Nexthop(id)) => {
+                (Cause::Repair(Damage::Modification), Key::Nexthop(id)) => {
                     batch.extend(self.around(*id, object).into_iter().flatten().map(Change::Put));
                 }
                 _ => batch.push(Change::Put(object)),
@@ -280,20 +281,20 @@ impl Reconciler {
                 let deletion = matches!(change, Change::Delete(_)).then(|| object.clone());
                 let peer = self.peer_of(&key);
                 self.failed.insert(key, Failed { cause, deletion });
-                self.ledger.failed(change, peer, error);
+                self.stats.failed(change, peer, error);
             }
             (Ok(()), cause) => {
-                self.ledger.clear(&key);
+                self.stats.clear(&key);
                 // Whatever comes after this, it was not they.
                 let suspect = self.suspects.remove(&key);
                 match cause {
                     None => {}
                     Some(Cause::Lease(arrived)) => {
-                        self.ledger
+                        self.stats
                             .applied(arrived.map(|arrived| now.saturating_duration_since(arrived)));
                     }
-                    Some(Cause::Doubt(damage)) => {
-                        self.ledger.repaired(object, damage, self.peer_of(&key), suspect);
+                    Some(Cause::Repair(damage)) => {
+                        self.stats.repaired(object, damage, self.peer_of(&key), suspect);
                     }
                 }
             }

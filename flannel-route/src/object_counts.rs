@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::state::{Object, ObjectKind};
+use flannel_core::{Object, ObjectKind};
 
 /// All kinds, in their order.
 const KINDS: [ObjectKind; 6] = [
@@ -16,9 +16,9 @@ const KINDS: [ObjectKind; 6] = [
 
 /// Counted one by one, as objects come and go.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Tally([usize; KINDS.len()]);
+pub(crate) struct ObjectCounts([usize; KINDS.len()]);
 
-impl Tally {
+impl ObjectCounts {
     pub(crate) fn add(&mut self, kind: ObjectKind) {
         self.0[kind as usize] += 1;
     }
@@ -50,7 +50,7 @@ mod tests {
     fn each_kind_has_its_place() {
         for (n, kind) in KINDS.into_iter().enumerate() {
             assert_eq!(kind as usize, n);
-            let mut tally = Tally::default();
+            let mut tally = ObjectCounts::default();
             tally.add(kind);
             tally.add(kind);
             tally.remove(kind);

@@ -1,7 +1,7 @@
-//! What was seen of the routes and forwarding entries that are there, as far as ours must be put differently because of it.
+//! What was foreign of the routes and forwarding entries that are there, as far as ours must be put differently because of it.
 //!
 //! The one thing to know: each precaution costs a fifth of the time that a route takes, and almost no host needs any of them. So
-//! they are taken where there is a reason. What is seen too late is found with the next snapshot, as a route that is not quite as
+//! they are taken where there is a reason. What is foreign too late is found with the next snapshot, as a route that is not quite as
 //! described, and put again.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,7 +19,7 @@ const MOST_DOUBLES: usize = 8;
 
 /// Clones are of one.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Seen(Arc<Mutex<Inner>>);
+pub(crate) struct ForeignRoutes(Arc<Mutex<Inner>>);
 
 #[derive(Debug, Default)]
 struct Inner {
@@ -54,7 +54,7 @@ pub(crate) struct Double {
     pub(crate) is_ours: bool,
 }
 
-impl Seen {
+impl ForeignRoutes {
     /// Takes note of a route in the main table that was read or told of.
     pub(crate) fn see(&self, route: &RouteMessage) {
         if route.has_metrics_by_nexthop() {
@@ -90,7 +90,7 @@ impl Seen {
         if doubles.is_empty() { Vec::new() } else { doubles.remove(dst).unwrap_or_default() }
     }
 
-    /// All routes of this family were seen; their doubles follow.
+    /// All routes of this family were foreign; their doubles follow.
     pub(crate) fn see_all(&self, family: Family) {
         let mut inner = self.lock();
         inner.read[family] = Some(());
@@ -159,22 +159,22 @@ mod tests {
 
     #[test]
     fn doubles_are_remembered_once_and_within_bounds() {
-        let (seen, dst) = (Seen::default(), |n| double(n).told.dst);
+        let (foreign, dst) = (ForeignRoutes::default(), |n| double(n).told.dst);
         for n in 0..2 * MOST as u16 {
-            seen.see_double(double(n));
+            foreign.see_double(double(n));
         }
-        (0..2 * MOST_DOUBLES).for_each(|_| seen.see_double(double(0)));
-        assert_eq!(seen.lock().doubles.len(), MOST, "no more destinations");
-        assert_eq!(seen.take_doubles(&dst(0)).len(), MOST_DOUBLES, "no more of one");
-        assert_eq!(seen.take_doubles(&dst(0)).len(), 0, "they were taken");
-        seen.see_all(Family::V6);
+        (0..2 * MOST_DOUBLES).for_each(|_| foreign.see_double(double(0)));
+        assert_eq!(foreign.lock().doubles.len(), MOST, "no more destinations");
+        assert_eq!(foreign.take_doubles(&dst(0)).len(), MOST_DOUBLES, "no more of one");
+        assert_eq!(foreign.take_doubles(&dst(0)).len(), 0, "they were taken");
+        foreign.see_all(Family::V6);
         assert_eq!(
-            seen.take_doubles(&dst(1)).len(),
+            foreign.take_doubles(&dst(1)).len(),
             1,
             "of the other family nothing is known anew"
         );
-        seen.see_all(Family::V4);
-        assert_eq!(seen.take_doubles(&dst(2)).len(), 0, "all were read since");
+        foreign.see_all(Family::V4);
+        assert_eq!(foreign.take_doubles(&dst(2)).len(), 0, "all were read since");
     }
 
     #[test]
@@ -191,49 +191,53 @@ mod tests {
             neigh::read(&message).unwrap()
         };
         let mac = |n: u16| MacAddr([2, 0, 0, 0, n.to_be_bytes()[0], n.to_be_bytes()[1]]);
-        let seen = Seen::default();
-        seen.see_entry(&entry(5, 1, false));
-        assert_eq!(seen.take_in_the_way(5, mac(1)), None, "it leads to an address");
+        let foreign = ForeignRoutes::default();
+        foreign.see_entry(&entry(5, 1, false));
+        assert_eq!(foreign.take_in_the_way(5, mac(1)), None, "it leads to an address");
         for (index, n) in [(5, 1), (5, 2), (6, 1), (6, 2)] {
-            seen.see_entry(&entry(index, n, true));
+            foreign.see_entry(&entry(index, n, true));
         }
-        assert_eq!(seen.take_in_the_way(5, mac(1)), Some(Odd::Led));
-        assert_eq!(seen.take_in_the_way(5, mac(1)), None, "only once");
-        seen.look_anew(5);
-        assert_eq!(seen.take_in_the_way(5, mac(2)), None, "it is not there any more");
+        assert_eq!(foreign.take_in_the_way(5, mac(1)), Some(Odd::Led));
+        assert_eq!(foreign.take_in_the_way(5, mac(1)), None, "only once");
+        foreign.look_anew(5);
+        assert_eq!(foreign.take_in_the_way(5, mac(2)), None, "it is not there any more");
         assert_eq!(
-            seen.take_in_the_way(6, mac(1)),
+            foreign.take_in_the_way(6, mac(1)),
             Some(Odd::Led),
             "that device was not looked at"
         );
         for n in 0..=MOST as u16 {
-            seen.see_entry(&entry(5, n, true));
-            assert!(seen.lock().in_the_way.len() <= MOST);
+            foreign.see_entry(&entry(5, n, true));
+            assert!(foreign.lock().in_the_way.len() <= MOST);
         }
         assert_eq!(
-            seen.take_in_the_way(5, mac(MOST as u16)),
+            foreign.take_in_the_way(5, mac(MOST as u16)),
             Some(Odd::Led),
             "the last one is remembered"
         );
-        assert_eq!(seen.take_in_the_way(5, mac(0)), Some(Odd::Alien), "of others it is not known");
+        assert_eq!(
+            foreign.take_in_the_way(5, mac(0)),
+            Some(Odd::Alien),
+            "of others it is not known"
+        );
     }
 
     #[test]
     fn a_last_resort_is_reckoned_with_where_one_was_seen_or_nobody_has_looked() {
-        let seen = Seen::default();
+        let foreign = ForeignRoutes::default();
         let dst = |n: u32| Subnet::new([10, (n >> 8) as u8, n as u8, 0].into(), 24).unwrap();
-        assert!(seen.may_have_last_resort(&dst(0)), "nobody has looked");
-        seen.see_last_resort(dst(0));
-        seen.see_all(Family::V4);
-        assert!(seen.may_have_last_resort(&dst(0)) && !seen.may_have_last_resort(&dst(1)));
+        assert!(foreign.may_have_last_resort(&dst(0)), "nobody has looked");
+        foreign.see_last_resort(dst(0));
+        foreign.see_all(Family::V4);
+        assert!(foreign.may_have_last_resort(&dst(0)) && !foreign.may_have_last_resort(&dst(1)));
         assert!(
-            seen.may_have_last_resort(&"fd00::/64".parse().unwrap()),
+            foreign.may_have_last_resort(&"fd00::/64".parse().unwrap()),
             "of the other family nobody has"
         );
         for n in 0..=2 * MOST as u32 {
-            seen.see_last_resort(dst(n));
+            foreign.see_last_resort(dst(n));
         }
-        assert!(seen.may_have_last_resort(&dst(3 * MOST as u32)), "there are too many");
-        assert_eq!(seen.lock().last_resorts.len(), MOST + 1, "nor are more remembered");
+        assert!(foreign.may_have_last_resort(&dst(3 * MOST as u32)), "there are too many");
+        assert_eq!(foreign.lock().last_resorts.len(), MOST + 1, "nor are more remembered");
     }
 }

@@ -9,13 +9,13 @@ use tokio::time::Instant;
 ///
 /// **Source**: the generic cell rate algorithm (ITU-T I.371).
 #[derive(Debug)]
-pub(crate) struct Pace {
+pub(crate) struct RateLimiter {
     gap: Duration,
     rest: Duration,
     next: Option<Instant>,
 }
 
-impl Pace {
+impl RateLimiter {
     pub(crate) const fn new(gap: Duration, rest: Duration) -> Self {
         Self { gap, rest, next: None }
     }
@@ -53,7 +53,7 @@ mod tests {
     #[test]
     fn what_never_ends_is_slowed_down_and_what_comes_rarely_is_not() {
         let (gap, rest) = (Duration::from_millis(10), Duration::from_millis(30));
-        let (mut pace, start) = (Pace::new(gap, rest), Instant::now());
+        let (mut pace, start) = (RateLimiter::new(gap, rest), Instant::now());
         let mut passed = 0;
         for ms in 0..1000 {
             let now = start + Duration::from_millis(ms);
@@ -73,7 +73,7 @@ mod tests {
     #[test]
     fn what_takes_long_does_so_at_once_after_a_rest_and_else_half_of_the_time() {
         let took = Duration::from_millis(5);
-        let mut pace = Pace::new(Duration::from_millis(1), Duration::from_millis(100));
+        let mut pace = RateLimiter::new(Duration::from_millis(1), Duration::from_millis(100));
         let mut now = Instant::now();
         let start = now;
         let mut waited = Vec::new();
@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn what_costs_much_waits_for_as_long() {
-        let mut pace = Pace::new(Duration::from_millis(10), Duration::from_millis(100));
+        let mut pace = RateLimiter::new(Duration::from_millis(10), Duration::from_millis(100));
         let now = Instant::now();
         pace.pass(now, Duration::from_secs(1));
         assert_eq!(pace.next(now), now + Duration::from_secs(1));

@@ -6,17 +6,16 @@
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
-use std::hash::{BuildHasher, Hasher};
+use std::hash::BuildHasher;
 use std::net::IpAddr;
 use std::sync::Arc;
 
 use foldhash::fast::RandomState;
 use hashbrown::HashTable;
 
-use crate::address::Subnet;
-use crate::lease::{Lease, Subnets};
-use crate::packed::Packed;
-use crate::state::{Key, Object};
+use flannel_core::Subnet;
+use flannel_core::{Key, Object};
+use flannel_core::{Lease, Subnets};
 
 /// A peer's slot: its own while it is there, another one's afterwards.
 pub(crate) type Id = u32;
@@ -25,16 +24,16 @@ pub(crate) type Id = u32;
 pub(crate) struct Peer {
     pub(crate) lease: Arc<Lease>,
     /// What its plan defines, one of each key; empty if the plan rejected it.
-    pub(crate) objects: Packed,
+    pub(crate) objects: Box<[Object]>,
     /// What few plans leave.
-    pub(crate) aside: Option<Box<Aside>>,
-    pub(crate) believed: bool,
+    pub(crate) extras: Option<Box<Extras>>,
+    pub(crate) accepted: bool,
     /// Nothing of it was put yet.
     pub(crate) fresh: bool,
 }
 
 #[derive(Debug, PartialEq, Eq, Default)]
-pub(crate) struct Aside {
+pub(crate) struct Extras {
     /// The addresses that the plan asked about.
     pub(crate) asked: Box<[IpAddr]>,
     /// Why the plan rejected the peer.
@@ -44,17 +43,17 @@ pub(crate) struct Aside {
 impl Peer {
     /// The addresses that its plan asked about.
     pub(crate) fn asked(&self) -> &[IpAddr] {
-        self.aside.as_ref().map_or(&[], |aside| &aside.asked)
+        self.extras.as_ref().map_or(&[], |extras| &extras.asked)
     }
 
     /// Why the plan rejected it.
     pub(crate) fn rejected(&self) -> Option<&str> {
-        self.aside.as_ref()?.rejected.as_deref()
+        self.extras.as_ref()?.rejected.as_deref()
     }
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Roster {
+pub(crate) struct PeerIndex {
     slots: Vec<Option<Peer>>,
     free: Vec<Id>,
     hasher: RandomState,
@@ -84,41 +83,11 @@ impl Claim {
     }
 }
 
-/// The hash of a key, of which all is given to the hasher at once.
 fn hash_of(hasher: &RandomState, key: &Key) -> u32 {
-    let mut bytes = [0; 40];
-    let (kind, link, address) = match key {
-        Key::Link(link) => (0, Some(link), None),
-        Key::Addr(link, address) => (1, Some(link), Some(*address)),
-        Key::Neigh(link, address) => (2, Some(link), Some(*address)),
-        Key::Fdb(link, mac) => {
-            bytes[8..14].copy_from_slice(&mac.0);
-            (3, Some(link), None)
-        }
-        Key::Nexthop(id) => {
-            bytes[8..12].copy_from_slice(&id.to_ne_bytes());
-            (4, None, None)
-        }
-        Key::Route(dst) => {
-            bytes[1] = dst.len();
-            (5, None, Some(dst.base()))
-        }
-    };
-    bytes[0] = kind;
-    match address {
-        Some(IpAddr::V4(address)) => bytes[8..12].copy_from_slice(&address.octets()),
-        Some(IpAddr::V6(address)) => bytes[8..24].copy_from_slice(&address.octets()),
-        None => {}
-    }
-    let name = link.map_or("", |link| link.as_str()).as_bytes();
-    bytes[24..24 + name.len()].copy_from_slice(name);
-    let used = if name.is_empty() { 24 } else { bytes.len() };
-    let mut hasher = hasher.build_hasher();
-    hasher.write(&bytes[..used]);
-    hasher.finish() as u32
+    hasher.hash_one(key) as u32
 }
 
-impl Roster {
+impl PeerIndex {
     /// How many peers there are.
     pub(crate) fn len(&self) -> usize {
         self.ids.len()
@@ -142,7 +111,7 @@ impl Roster {
     }
 
     /// All peers whose plans define this object, with their definitions.
-    pub(crate) fn claimants(&self, key: &Key) -> impl Iterator<Item = (Id, &Peer, Object)> {
+    pub(crate) fn claimants(&self, key: &Key) -> impl Iterator<Item = (Id, &Peer, &Object)> {
         let (key, hash) = (*key, hash_of(&self.hasher, key));
         let alike =
             self.claims.iter_hash(Claim::spread(hash)).filter(move |claim| claim.hash == hash);
@@ -172,7 +141,7 @@ impl Roster {
         })
     }
 
-    /// Puts a peer with these `objects` into a slot that [`Roster::next_id`] gave; says whether others define one of them.
+    /// Puts a peer with these `objects` into a slot that [`PeerIndex::next_id`] gave; says whether others define one of them.
     pub(crate) fn insert(&mut self, id: Id, peer: Peer, objects: &[Object]) -> bool {
         let subnets = peer.lease.subnets;
         let mut shared = false;
@@ -196,10 +165,10 @@ impl Roster {
         shared
     }
 
-    /// Takes a peer out. Its slot stays its own until [`Roster::vacate`].
+    /// Takes a peer out. Its slot stays its own until [`PeerIndex::vacate`].
     pub(crate) fn remove(&mut self, id: Id) -> Option<Peer> {
         let peer = self.slots[id as usize].take()?;
-        for object in &peer.objects {
+        for object in peer.objects.iter() {
             let claim = Claim { hash: hash_of(&self.hasher, &object.key()), id };
             if let Ok(entry) =
                 self.claims.find_entry(Claim::spread(claim.hash), |other| *other == claim)
@@ -238,7 +207,7 @@ impl Roster {
     pub(crate) fn neighbours(&self, id: Id) -> Vec<(Id, Option<Key>)> {
         let Some(peer) = self.peer(id) else { return Vec::new() };
         let mut found = self.overlapping(id);
-        for object in &peer.objects {
+        for object in peer.objects.iter() {
             let key = object.key();
             let others =
                 self.claimants(&key).filter(|(other, _, theirs)| *other != id && *theirs != object);

@@ -1,7 +1,7 @@
 //! When to do what: the clock and the task of a kernel network.
 //!
 //! The one thing to know: work is done in rounds, one at a time on a thread that may block, while this task goes on
-//! listening. What is rare is done at once; what never ends is slowed down ([`Pace`]), except for leases.
+//! listening. What is rare is done at once; what never ends is slowed down ([`RateLimiter`]), except for leases.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,14 +9,14 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep_until};
 
-use crate::error::Result;
-use crate::heard::Heard;
-use crate::kernel::{Changes, Doubts, Kernel, KernelError};
-use crate::lease::View;
-use crate::network::{Ended, Question};
-use crate::pace::Pace;
-use crate::reconcile::{Gate, Reads, Reconciler};
-use crate::status::Status;
+use crate::engine::{Engine, Gate, Reads};
+use crate::pending_events::PendingEvents;
+use crate::rate_limiter::RateLimiter;
+use flannel_core::Result;
+use flannel_core::Status;
+use flannel_core::View;
+use flannel_core::{Changes, Doubts, Kernel, KernelError};
+use flannel_core::{Ended, Question};
 
 /// With everything in order, the kernel is read once in this time, in case a message was never sent.
 const RESYNC: Duration = Duration::from_secs(300);
@@ -36,14 +36,10 @@ const RECHECK: Duration = Duration::from_secs(1);
 /// … unless the link that routes are on changed: then this often.
 const HURRY: Duration = Duration::from_millis(100);
 
-/// During a round what the kernel tells is heard this often: nothing would be done about it before the end, and the
-/// kernel works faster if it wakes nobody with every message. While only links are listened for, it is heard after the round: whoever wakes
-/// takes the processor of who writes.
-const HEAR: Duration = Duration::from_millis(20);
-/// So long only links are listened for while a flood of new peers is put; 65,000 take less on slow machines too, by nexthop
-/// objects, and are to be looked over once, not in their midst and at their end.
-const DEAF: Duration = Duration::from_secs(3);
-/// After a round no more doubts than this are heard before the next one begins.
+/// During a round what the kernel tells is pending this often: nothing would be done about it before the end, and the
+/// kernel works faster if it wakes nobody with every message.
+const HEAR: Duration = Duration::from_millis(4);
+/// After a round no more doubts than this are pending before the next one begins.
 const MOST_AT_ONCE: usize = 1 << 16;
 
 /// Nothing is written once this is dropped.
@@ -63,14 +59,6 @@ enum Listener {
 }
 
 impl Listener {
-    fn tell_of_links_only(&mut self, only: bool) {
-        if let Self::Open(changes) = self
-            && let Err(error) = changes.tell_of_links_only(only)
-        {
-            *self = Self::Closed(error);
-        }
-    }
-
     /// Waits for news; for ever if there is no ear.
     async fn next(&mut self) -> Doubts {
         let Self::Open(changes) = self else { return std::future::pending().await };
@@ -84,38 +72,25 @@ impl Listener {
     }
 }
 
-/// What a flood of new peers does to hearing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Flood {
-    None,
-    /// Since then only links are listened for.
-    Deaf(Instant),
-    /// It lasts too long for that.
-    Heard,
-}
-
-/// The one loop that owns the reconciler.
+/// The one loop that owns the engine.
 pub(crate) struct Driver {
     kernel: Arc<dyn Kernel>,
     /// Away while a blocking job has it.
-    reconciler: Option<Box<Reconciler>>,
+    engine: Option<Box<Engine>>,
     status: watch::Sender<Arc<Status>>,
     views: watch::Receiver<View>,
     /// Since when there is a view that was not taken in; `None` if there is none.
     arrived: Option<Instant>,
     questions: mpsc::Receiver<Question>,
     listener: Listener,
-    flood: Flood,
-    /// Something may have happened while only links were listened for, and the kernel was not read since.
-    unheard: bool,
-    heard: Heard,
+    pending: PendingEvents,
     reads: Reads,
     /// When to make sure that all is well.
     resync_next: Instant,
     /// When to do something about what fails; `None` if nothing does.
     retry_next: Option<Instant>,
-    read_pace: Pace,
-    repair_pace: Pace,
+    read_limiter: RateLimiter,
+    repair_limiter: RateLimiter,
     /// What failed is put again and, every other time, the kernel is read again.
     retry_by_reading: bool,
     retry_after: Duration,
@@ -123,7 +98,7 @@ pub(crate) struct Driver {
     hurry_next: Instant,
 }
 
-/// What a round of work is about, apart from what the reconciler knows.
+/// What a round of work is about, apart from what the engine knows.
 struct Round {
     view: Option<(View, Instant)>,
     doubts: Vec<Doubts>,
@@ -132,12 +107,11 @@ struct Round {
     may_read: bool,
     may_recheck: bool,
     may_hurry: bool,
-    may_flood: bool,
 }
 
 /// What came of it.
 struct Outcome {
-    reconciler: Box<Reconciler>,
+    engine: Box<Engine>,
     /// How long it took to ask again what plans had asked; `None` if that was not done.
     rechecked: Option<Duration>,
     listener: Option<std::result::Result<Box<dyn Changes>, KernelError>>,
@@ -145,56 +119,54 @@ struct Outcome {
 
 impl Round {
     /// Does the work. Blocks.
-    fn work(self, mut reconciler: Box<Reconciler>, kernel: &dyn Kernel, gate: &Gate) -> Outcome {
-        // Listen first, then read: what changes in between is heard.
+    fn work(self, mut engine: Box<Engine>, kernel: &dyn Kernel, gate: &Gate) -> Outcome {
+        // Listen first, then read: what changes in between is pending.
         let listener = self.listen.then(|| kernel.changes());
         if self.listen {
-            reconciler.doubt(&Doubts::Everything, kernel);
+            engine.invalidate(&Doubts::Everything, kernel);
         }
-        self.doubts.iter().for_each(|doubts| reconciler.doubt(doubts, kernel));
-        let urgent = self.may_hurry && reconciler.has_urgent_facts();
-        let recheck = urgent || self.may_recheck && reconciler.has_stale_facts();
+        self.doubts.iter().for_each(|doubts| engine.invalidate(doubts, kernel));
+        let urgent = self.may_hurry && engine.has_urgent_lookups();
+        let recheck = urgent || self.may_recheck && engine.has_stale_lookups();
         let rechecked = recheck.then(|| {
             let started = Instant::now();
-            reconciler.recheck_facts(kernel);
+            engine.recheck_lookups(kernel);
             started.elapsed()
         });
         if let Some((view, arrived)) = self.view {
-            reconciler.view(&view, arrived, kernel);
+            engine.view(&view, arrived, kernel);
         }
         if self.retry {
-            reconciler.retry();
+            engine.retry();
         }
         // Closed: the driver is gone, and nobody asks.
-        let _ = reconciler.settle(kernel, gate, self.may_read, self.may_flood);
-        Outcome { reconciler, rechecked, listener }
+        let _ = engine.settle(kernel, gate, self.may_read);
+        Outcome { engine, rechecked, listener }
     }
 }
 
 impl Driver {
     pub(crate) fn new(
         kernel: Arc<dyn Kernel>,
-        reconciler: Box<Reconciler>,
+        engine: Box<Engine>,
         status: watch::Sender<Arc<Status>>,
         views: watch::Receiver<View>,
         questions: mpsc::Receiver<Question>,
     ) -> Self {
         Self {
             kernel,
-            reconciler: Some(reconciler),
+            engine: Some(engine),
             status,
             views,
             arrived: Some(Instant::now()),
             questions,
             listener: Listener::Unopened,
-            flood: Flood::None,
-            unheard: false,
-            heard: Heard::default(),
+            pending: PendingEvents::default(),
             reads: Reads::default(),
             resync_next: Instant::now() + RESYNC,
             retry_next: None,
-            read_pace: Pace::new(READ_GAP, READ_REST),
-            repair_pace: Pace::new(REPAIR_GAP, REPAIR_REST),
+            read_limiter: RateLimiter::new(READ_GAP, READ_REST),
+            repair_limiter: RateLimiter::new(REPAIR_GAP, REPAIR_REST),
             retry_by_reading: false,
             retry_after: RETRY_FIRST,
             recheck_next: Instant::now(),
@@ -213,23 +185,22 @@ impl Driver {
         }
     }
 
-    /// Does all there is to do, listening meanwhile so that the kernel's messages do not pile up (of links alone there are few).
+    /// Does all there is to do, listening meanwhile so that the kernel's messages do not pile up.
     async fn work(&mut self, gate: &Arc<Gate>) {
         let round = self.round();
         let started = Instant::now();
         let repairs = !round.doubts.is_empty();
-        let deaf = self.is_deaf();
-        // The invariant: only this function takes the reconciler, and it puts it back before it returns.
-        let Some(reconciler) = self.reconciler.take() else { return };
+        // The invariant: only this function takes the engine, and it puts it back before it returns.
+        let Some(engine) = self.engine.take() else { return };
         let (kernel, gate) = (Arc::clone(&self.kernel), Arc::clone(gate));
-        let mut job = tokio::task::spawn_blocking(move || round.work(reconciler, &*kernel, &gate));
-        let Outcome { mut reconciler, rechecked, listener } = loop {
+        let mut job = tokio::task::spawn_blocking(move || round.work(engine, &*kernel, &gate));
+        let Outcome { mut engine, rechecked, listener } = loop {
             tokio::select! {
                 done = &mut job => match done {
                     Ok(done) => break done,
                     Err(panic) => std::panic::resume_unwind(panic.into_panic()),
                 },
-                () = tokio::time::sleep(HEAR), if !deaf => self.catch_up().await,
+                () = tokio::time::sleep(HEAR) => self.catch_up().await,
                 // A view that comes meanwhile has to wait; that counts.
                 Ok(()) = self.views.changed(), if self.arrived.is_none() => self.arrived = Some(Instant::now()),
             }
@@ -244,21 +215,19 @@ impl Driver {
             let after = |gap: Duration| now + gap.max(4 * took);
             (self.recheck_next, self.hurry_next) = (after(RECHECK), after(HURRY));
         }
-        let reads = reconciler.reads();
+        let reads = engine.reads();
         if reads.tries != self.reads.tries {
-            self.read_pace.pass(now, 4 * (reads.took - self.reads.took));
+            self.read_limiter.pass(now, 4 * (reads.took - self.reads.took));
         } else if repairs {
             // Most of what takes longer was no repair.
-            self.repair_pace.pass_after(now, (now - started).min(REPAIR_REST));
+            self.repair_limiter.pass_after(now, (now - started).min(REPAIR_REST));
         }
-        self.unheard &= deaf || reads.done == self.reads.done;
-        if reconciler.take_newly_failing() {
+        if engine.take_newly_failing() {
             (self.retry_after, self.retry_by_reading) = (RETRY_FIRST, false);
         }
-        self.schedule(&reconciler);
-        self.listen_as_needed(reconciler.is_flooded(), reconciler.has_fresh());
-        self.publish(&reconciler);
-        self.reconciler = Some(reconciler);
+        self.schedule(&engine);
+        self.publish(&engine);
+        self.engine = Some(engine);
         self.catch_up().await;
     }
 
@@ -268,7 +237,7 @@ impl Driver {
         for _ in 0..MOST_AT_ONCE {
             tokio::select! {
                 biased;
-                doubts = self.listener.next() => self.heard.hear(doubts),
+                doubts = self.listener.next() => self.pending.hear(doubts),
                 () = std::future::ready(()) => return,
             }
         }
@@ -288,61 +257,30 @@ impl Driver {
             Listener::Open(_) => false,
             Listener::Closed(_) => due,
         };
-        let refused =
-            self.reconciler.as_ref().is_some_and(|r| r.is_failing() && !r.is_unreadable());
+        let refused = self.engine.as_ref().is_some_and(|r| r.is_failing() && !r.is_unreadable());
         let retry = due && !resync && !listen && refused && !self.retry_by_reading;
         if due {
             self.retry_by_reading = retry;
         }
         if due && !retry {
-            self.heard.hear(Doubts::Everything);
+            self.pending.hear(Doubts::Everything);
         }
         // When nobody will send more, the last view still counts.
         let view =
             self.arrived.take().map(|arrived| (self.views.borrow_and_update().clone(), arrived));
-        let would_flood = |(view, _): &(View, Instant)| {
-            self.reconciler.as_ref().is_some_and(|r| r.would_flood(view))
-        };
-        if view.as_ref().is_some_and(would_flood) {
-            self.listen_as_needed(true, true);
-        }
         Round {
             view,
-            doubts: self.heard.take(),
+            doubts: self.pending.take(),
             listen,
             retry,
-            may_read: due || listen || self.read_pace.is_ready(now),
+            may_read: due || listen || self.read_limiter.is_ready(now),
             may_recheck: now >= self.recheck_next,
             may_hurry: now >= self.hurry_next,
-            may_flood: self.flood != Flood::None,
         }
     }
 
-    fn is_deaf(&self) -> bool {
-        matches!(self.flood, Flood::Deaf(_))
-    }
-
-    /// Hears less while a flood of new peers is put, and makes sure afterwards that nothing was missed.
-    fn listen_as_needed(&mut self, is_flooded: bool, has_fresh: bool) {
-        let (now, was_deaf) = (Instant::now(), self.is_deaf());
-        self.flood = match self.flood {
-            Flood::None if is_flooded => Flood::Deaf(now),
-            Flood::Deaf(_) | Flood::Heard if !has_fresh => Flood::None,
-            Flood::Deaf(since) if now - since >= DEAF => Flood::Heard,
-            flood => flood,
-        };
-        if self.is_deaf() != was_deaf {
-            self.listener.tell_of_links_only(!was_deaf);
-            if was_deaf {
-                self.resync_next = now;
-            }
-        }
-        self.unheard |= self.is_deaf();
-    }
-
-    fn publish(&self, reconciler: &Reconciler) {
-        let mut status = reconciler.status();
-        status.in_sync &= !self.unheard;
+    fn publish(&self, engine: &Engine) {
+        let mut status = engine.status();
         if let Listener::Closed(error) = &self.listener {
             status.in_sync = false;
             status.kernel_error.get_or_insert_with(|| error.clone());
@@ -357,14 +295,14 @@ impl Driver {
     }
 
     /// Decides when to read the kernel next: soon after a failure, else rarely.
-    fn schedule(&mut self, reconciler: &Reconciler) {
+    fn schedule(&mut self, engine: &Engine) {
         let now = Instant::now();
-        let read = reconciler.reads().done != self.reads.done;
-        self.reads = reconciler.reads();
+        let read = engine.reads().done != self.reads.done;
+        self.reads = engine.reads();
         if read {
             self.resync_next = now + RESYNC;
         }
-        if !reconciler.is_failing() && matches!(self.listener, Listener::Open(_)) {
+        if !engine.is_failing() && matches!(self.listener, Listener::Open(_)) {
             (self.retry_after, self.retry_next) = (RETRY_FIRST, None);
             return;
         }
@@ -379,7 +317,7 @@ impl Driver {
 
     /// Waits until there is something to do; false if there will be no more views.
     async fn wait(&mut self) -> bool {
-        if self.reconciler.as_ref().is_some_and(|reconciler| reconciler.is_unfinished()) {
+        if self.engine.as_ref().is_some_and(|engine| engine.is_unfinished()) {
             while let Ok(question) = self.questions.try_recv() {
                 self.answer(question);
             }
@@ -398,7 +336,7 @@ impl Driver {
                     Err(_) => return false,
                 },
                 Some(question) = self.questions.recv() => self.answer(question),
-                doubts = self.listener.next() => self.heard.hear(doubts),
+                doubts = self.listener.next() => self.pending.hear(doubts),
                 () = sleep_until(deadline) => break,
             }
         }
@@ -410,30 +348,30 @@ impl Driver {
         let now = Instant::now();
         let mut deadline =
             self.retry_next.map_or(self.resync_next, |next| next.min(self.resync_next));
-        if !self.heard.is_empty() {
-            deadline = deadline.min(self.repair_pace.next(now));
+        if !self.pending.is_empty() {
+            deadline = deadline.min(self.repair_limiter.next(now));
         }
-        let Some(reconciler) = &self.reconciler else { return deadline };
-        if reconciler.is_unread() && !reconciler.is_unreadable() {
-            deadline = deadline.min(self.read_pace.next(now));
+        let Some(engine) = &self.engine else { return deadline };
+        if engine.is_unread() && !engine.is_unreadable() {
+            deadline = deadline.min(self.read_limiter.next(now));
         }
-        if reconciler.has_urgent_facts() {
+        if engine.has_urgent_lookups() {
             deadline = deadline.min(self.hurry_next);
         }
-        if reconciler.has_stale_facts() {
+        if engine.has_stale_lookups() {
             deadline = deadline.min(self.recheck_next);
         }
         deadline
     }
 
     fn answer(&self, question: Question) {
-        let Some(reconciler) = &self.reconciler else { return };
+        let Some(engine) = &self.engine else { return };
         // Whoever asked may have gone.
         match question {
             Question::Explain(address, answer) => {
-                drop(answer.send(reconciler.explain(address, &*self.kernel)));
+                drop(answer.send(engine.explain(address, &*self.kernel)));
             }
-            Question::Waiting(answer) => drop(answer.send(reconciler.waiting())),
+            Question::Waiting(answer) => drop(answer.send(engine.waiting())),
         }
     }
 }

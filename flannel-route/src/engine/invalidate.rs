@@ -2,10 +2,10 @@
 
 use std::cell::OnceCell;
 
-use super::{Cause, Reconciler, Unread};
-use crate::kernel::{Culprit, Doubts, Kernel, ROUTE_PROTOCOL, Report};
-use crate::state::{Key, Object, Route, Via};
-use crate::status::Damage;
+use super::{Cause, Engine, Unread};
+use flannel_core::Damage;
+use flannel_core::{Culprit, Doubts, Kernel, ROUTE_PROTOCOL, Report};
+use flannel_core::{Key, Object, Route, Via};
 
 /// Whom to suspect of additions is remembered for so many of them; the wanted objects bound the rest.
 const MOST_SUSPECTS: usize = 1024;
@@ -21,44 +21,46 @@ impl Suspect<'_> {
     fn named(&self) -> Option<Culprit> {
         let said = self.said?;
         let named = || {
-            let process = said.process.clone().or_else(|| self.kernel.process(said.port));
-            Culprit { process, ..said.clone() }
+            let mut named = said.clone();
+            named.process = named.process.or_else(|| self.kernel.process(said.port));
+            named
         };
         Some(self.named.get_or_init(named).clone())
     }
 }
 
-impl Reconciler {
-    pub(crate) fn has_urgent_facts(&self) -> bool {
-        self.stale_facts.urgent
+impl Engine {
+    pub(crate) fn has_urgent_lookups(&self) -> bool {
+        self.stale_lookups.urgent
     }
 
-    pub(crate) fn has_stale_facts(&self) -> bool {
-        self.stale_facts.all || !self.stale_facts.under.is_empty()
+    pub(crate) fn has_stale_lookups(&self) -> bool {
+        self.stale_lookups.all || !self.stale_lookups.under.is_empty()
     }
 
     /// Takes in news from the kernel, and asks it who that was where it matters.
-    pub(crate) fn doubt(&mut self, doubts: &Doubts, kernel: &dyn Kernel) {
+    pub(crate) fn invalidate(&mut self, doubts: &Doubts, kernel: &dyn Kernel) {
         match doubts {
             Doubts::Everything => {
                 self.unread = Unread::Everything;
-                self.stale_facts.all = true;
+                self.stale_lookups.all = true;
             }
             Doubts::Link(name) => {
                 if self.owned.links.contains(name) || self.owned.routes_on.contains(name) {
                     self.unread = Unread::Everything;
                 }
-                self.stale_facts.urgent |= self.owned.routes_on.contains(name);
-                self.stale_facts.all |= self.stale_facts.urgent || self.answer_links.contains(name);
+                self.stale_lookups.urgent |= self.owned.routes_on.contains(name);
+                self.stale_lookups.all |=
+                    self.stale_lookups.urgent || self.answer_links.contains(name);
             }
             Doubts::Objects(reports, by) => {
                 let by = Suspect { said: by.as_ref(), kernel, named: OnceCell::new() };
-                reports.iter().for_each(|report| self.doubt_object(report, &by));
+                reports.iter().for_each(|report| self.invalidate_object(report, &by));
             }
         }
     }
 
-    fn doubt_object(&mut self, report: &Report, by: &Suspect<'_>) {
+    fn invalidate_object(&mut self, report: &Report, by: &Suspect<'_>) {
         let key = match report {
             Report::Now(object) | Report::Inexact(object) | Report::Double(object) => object.key(),
             Report::Other(key) | Report::Beside(key) | Report::Gone(key) => *key,
@@ -66,9 +68,9 @@ impl Reconciler {
         let concerned = self.owned.concerns(&key);
         if let Key::Route(dst) = key
             && !concerned
-            && self.peers.facts().are_under(dst)
+            && self.peers.lookups().are_under(dst)
         {
-            self.stale_facts.under.insert(dst);
+            self.stale_lookups.under.insert(dst);
         }
         let protocol = by.said.and_then(|by| by.protocol);
         // As we want it, but of a protocol that is not ours.
@@ -126,7 +128,7 @@ impl Reconciler {
     /// A wanted object is in doubt.
     fn suspect(&mut self, key: Key, damage: Damage, by: &Suspect<'_>) {
         let known = self.failed.remove(&key).map(|failed| failed.cause);
-        self.put.entry(key).or_insert_with(|| known.unwrap_or(Cause::Doubt(damage)));
+        self.put.entry(key).or_insert_with(|| known.unwrap_or(Cause::Repair(damage)));
         if let Some(by) = by.named() {
             self.suspects.insert(key, by);
         }

@@ -6,10 +6,10 @@
 //!
 //! No task in here: the driver ([`KernelNetwork`](crate::KernelNetwork)) says when.
 
-mod arrive;
-mod doubt;
-mod read;
-mod tell;
+mod bulk;
+mod invalidate;
+mod report;
+mod survey;
 mod write;
 
 use std::cell::RefCell;
@@ -20,19 +20,19 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use self::arrive::{Coming, FEW};
+use self::bulk::{SLICE, Unprocessed};
 pub(crate) use self::write::{BATCH, Gate};
-use crate::address::Subnet;
-use crate::admit::{Changed, Delta, Peers};
-use crate::kernel::{Culprit, Kernel, KernelError, Owned};
-use crate::lease::{Lease, LeaseSet, Origin, Subnets, View};
-use crate::ledger::Ledger;
-use crate::name::LinkName;
+use crate::admission::{Admission, Changed, Delta};
+use crate::apply_stats::ApplyStats;
 use crate::nexthops::{Ids, nexthop};
-use crate::roster::Id;
-use crate::state::{Key, Object, ObjectKind, Route, State, Via};
-use crate::status::Damage;
-use crate::tally::Tally;
+use crate::object_counts::ObjectCounts;
+use crate::peer_index::Id;
+use flannel_core::Damage;
+use flannel_core::LinkName;
+use flannel_core::Subnet;
+use flannel_core::{Culprit, Kernel, KernelError, Owned};
+use flannel_core::{Key, Object, ObjectKind, Route, State, Via};
+use flannel_core::{Lease, LeaseSet, Origin, Subnets, View};
 
 /// Why an object is to be put or deleted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,7 +40,7 @@ enum Cause {
     /// Leases, or answers to what plans ask; and when the leases were there, if it was they.
     Lease(Option<Instant>),
     /// It may not be as we put it: somebody else seems to have done this.
-    Doubt(Damage),
+    Repair(Damage),
 }
 
 /// What only a snapshot can tell.
@@ -70,17 +70,17 @@ struct Failed {
 
 /// Which answers that plans were given may no longer hold.
 #[derive(Debug, Default)]
-struct StaleFacts {
+struct StaleLookups {
     all: bool,
     /// The link that routes are on changed: answers cannot wait.
     urgent: bool,
     under: BTreeSet<Subnet>,
 }
 
-pub(crate) struct Reconciler {
+pub(crate) struct Engine {
     owned: Owned,
     base: State,
-    peers: Peers,
+    peers: Admission,
     /// The ids of nexthop objects that stand in for the gateways of peers' routes; `None` before the kernel was read,
     /// and if it has no such objects or we are to use none.
     ids: Option<Ids>,
@@ -89,12 +89,12 @@ pub(crate) struct Reconciler {
     /// Wanted objects that are not known to be in place, but for those that the kernel refused.
     put: BTreeMap<Key, Cause>,
     /// Leases of thousands of new peers, not yet looked at.
-    coming: Coming,
+    unprocessed: Unprocessed,
     /// New peers of which nothing was put yet, and when their leases were there. What they define is not in `put`.
     fresh: VecDeque<(Id, Option<Instant>)>,
     /// Objects of ours that are not wanted and not known to be gone, but for those that the kernel kept.
     gone: BTreeMap<Key, (Object, Cause)>,
-    /// What the kernel refused: not tried again until [`Reconciler::retry`] or a snapshot.
+    /// What the kernel refused: not tried again until [`Engine::retry`] or a snapshot.
     failed: BTreeMap<Key, Failed>,
     /// Who is said to have changed what is in doubt.
     suspects: BTreeMap<Key, Culprit>,
@@ -105,23 +105,23 @@ pub(crate) struct Reconciler {
     unfinished: bool,
     reads: Reads,
     /// The objects that peers add to `base`.
-    peer_objects: Tally,
-    stale_facts: StaleFacts,
+    peer_objects: ObjectCounts,
+    stale_lookups: StaleLookups,
     /// The links that lead to what plans asked about, directly or through a router; some may no longer do.
     answer_links: BTreeSet<LinkName>,
-    ledger: Ledger,
+    stats: ApplyStats,
     kernel_error: Option<KernelError>,
     lookup_error: Option<KernelError>,
 }
 
-impl Reconciler {
+impl Engine {
     /// Wants these blackholes too, whatever the peers; before the first round.
     pub(crate) fn want_blackholes(&mut self, objects: impl Iterator<Item = Object>) {
         self.owned.blackholes = true;
         self.base.extend(objects);
     }
 
-    pub(crate) fn new(owned: Owned, base: State, peers: Peers) -> Self {
+    pub(crate) fn new(owned: Owned, base: State, peers: Admission) -> Self {
         Self {
             owned,
             base,
@@ -130,7 +130,7 @@ impl Reconciler {
             leases: LeaseSet::default(),
             live: false,
             put: BTreeMap::new(),
-            coming: Coming::default(),
+            unprocessed: Unprocessed::default(),
             fresh: VecDeque::new(),
             gone: BTreeMap::new(),
             failed: BTreeMap::new(),
@@ -139,10 +139,10 @@ impl Reconciler {
             missing_links: BTreeSet::new(),
             unfinished: false,
             reads: Reads::default(),
-            peer_objects: Tally::default(),
-            stale_facts: StaleFacts::default(),
+            peer_objects: ObjectCounts::default(),
+            stale_lookups: StaleLookups::default(),
             answer_links: BTreeSet::new(),
-            ledger: Ledger::default(),
+            stats: ApplyStats::default(),
             kernel_error: None,
             lookup_error: None,
         }
@@ -150,16 +150,16 @@ impl Reconciler {
 
     /// Takes in a newer view, which was there at `arrived`. Asks `kernel` what plans ask.
     pub(crate) fn view(&mut self, view: &View, arrived: Instant, kernel: &dyn Kernel) {
-        self.take_all_coming(kernel);
+        self.take_all_unprocessed(kernel);
         self.peers.make_room(view.leases.len().saturating_sub(self.leases.len()));
         let leases = std::mem::replace(&mut self.leases, view.leases.clone());
         self.live = matches!(view.origin, Origin::Live { .. });
         let mut changes: Vec<_> = view.leases.changes_since(&leases).collect();
-        if changes.len() > FEW && !self.is_unread() {
+        if changes.len() > SLICE && !self.is_unread() {
             let is_new =
                 |change: &mut (Subnets, Option<&Arc<Lease>>)| !self.peers.contains(&change.0);
             let new = changes.extract_if(.., is_new).filter_map(|(_, lease)| lease.cloned());
-            self.coming = Coming::new(new.collect(), arrived);
+            self.unprocessed = Unprocessed::new(new.collect(), arrived);
         }
         self.take_in(changes.into_iter(), arrived, kernel);
     }
@@ -177,8 +177,8 @@ impl Reconciler {
     }
 
     /// Asks anew what plans asked, where the answer may have changed.
-    pub(crate) fn recheck_facts(&mut self, kernel: &dyn Kernel) {
-        let stale = std::mem::take(&mut self.stale_facts);
+    pub(crate) fn recheck_lookups(&mut self, kernel: &dyn Kernel) {
+        let stale = std::mem::take(&mut self.stale_lookups);
         let answers = Answers::new(kernel);
         let everything = stale.all.then_some(None);
         if stale.all {
@@ -204,7 +204,7 @@ impl Reconciler {
         self.take_answers(answers);
     }
 
-    /// There is work for [`Reconciler::settle`].
+    /// There is work for [`Engine::settle`].
     pub(crate) fn is_unsettled(&self) -> bool {
         self.is_unread()
             || !self.put.is_empty()
@@ -214,7 +214,7 @@ impl Reconciler {
 
     /// There are new peers of which nothing was put yet.
     pub(crate) fn has_fresh(&self) -> bool {
-        !self.fresh.is_empty() || self.coming.len() > 0
+        !self.fresh.is_empty() || self.unprocessed.len() > 0
     }
 
     /// There is more to do at once than a round may take. Before the first look at the kernel there is nothing to do.
@@ -251,7 +251,7 @@ impl Reconciler {
     fn take_answers(&mut self, answers: Answers<'_>) {
         self.answer_links.append(&mut answers.links.into_inner());
         if let Some(error) = answers.error.into_inner() {
-            self.stale_facts.all = true;
+            self.stale_lookups.all = true;
             self.lookup_error = Some(error);
         }
     }
@@ -280,7 +280,7 @@ impl Reconciler {
     }
 
     fn take(&mut self, changed: Changed, arrived: Option<Instant>) {
-        let Changed { deltas, fresh, unput } = changed;
+        let Changed { deltas, fresh, unapplied } = changed;
         for Delta { key, before, after } in deltas {
             let old = self.ids.as_ref().and_then(|ids| ids.of(&key));
             let gains = after.as_ref().is_some_and(|object| nexthop(object, 0).is_some());
@@ -302,7 +302,7 @@ impl Reconciler {
             );
         }
         self.take_fresh(fresh, arrived);
-        self.take_unput(unput, arrived);
+        self.take_unapplied(unapplied, arrived);
     }
 
     /// What peers define is to be put when it is their turn.
@@ -323,8 +323,8 @@ impl Reconciler {
     }
 
     /// What was about to be put is still to be put if it is wanted now.
-    fn take_unput(&mut self, unput: Vec<Key>, arrived: Option<Instant>) {
-        for key in unput {
+    fn take_unapplied(&mut self, unapplied: Vec<Key>, arrived: Option<Instant>) {
+        for key in unapplied {
             let nexthop = self.ids.as_ref().and_then(|ids| ids.of(&key)).map(Key::Nexthop);
             for key in nexthop.into_iter().chain([key]) {
                 if self.want(&key).is_some() {
@@ -361,7 +361,7 @@ impl Reconciler {
                     self.unread = self.unread.max(Unread::Additions);
                 }
                 self.put.remove(&key);
-                self.ledger.clear(&key);
+                self.stats.clear(&key);
                 self.gone.insert(key, (before, Cause::Lease(arrived)));
             }
             (None, None) => {}
@@ -410,28 +410,34 @@ fn by_nexthop(object: &Object, id: Option<u32>) -> Object {
 }
 
 /// What peers define as the kernel is to have it: each route by a gateway becomes one by its nexthop object.
-fn expand(
-    objects: impl IntoIterator<Item = Object>,
+fn expand<'a>(
+    objects: impl IntoIterator<Item = &'a Object>,
     ids: Option<&Ids>,
     mut each: impl FnMut(Object),
 ) {
     for object in objects {
-        let id = ids.and_then(|ids| ids.of_route(&object));
-        if let Some(nexthop) = id.and_then(|id| nexthop(&object, id)) {
+        let id = ids.and_then(|ids| ids.of_route(object));
+        if let Some(nexthop) = id.and_then(|id| nexthop(object, id)) {
             each(nexthop.into());
         }
-        each(by_nexthop(&object, id));
+        each(by_nexthop(object, id));
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::admit::Terms;
-    use crate::kernel::{Doubts, ROUTE_PROTOCOL, Report};
-    use crate::lease::{LeaseAttrs, Revision};
-    use crate::status::{Standing, Wait};
-    use crate::testing::{FakeKernel, Operation};
+    use crate::admission::AdmissionRules;
+    use flannel_core::testing::{FakeKernel, Operation};
+    use flannel_core::{Doubts, ROUTE_PROTOCOL, Report};
+    use flannel_core::{LeaseAttrs, Revision};
+    use flannel_core::{Standing, Wait};
+
+    fn culprit(protocol: u8) -> Culprit {
+        let mut culprit = Culprit::new(7);
+        culprit.protocol = Some(protocol);
+        culprit
+    }
 
     fn uplink() -> LinkName {
         "eth0".parse().unwrap()
@@ -462,10 +468,10 @@ mod tests {
         }
     }
 
-    /// Peers that are routes on the uplink: by a gateway, or if the public address is private by none, and with an MTU.
+    /// Admission that are routes on the uplink: by a gateway, or if the public address is private by none, and with an MTU.
     struct World {
         kernel: FakeKernel,
-        reconciler: Reconciler,
+        engine: Engine,
         leases: LeaseSet,
     }
 
@@ -475,8 +481,11 @@ mod tests {
         }
 
         fn of(network: Subnet) -> Self {
-            let terms = Terms { networks: [network].into_iter().collect(), ..Terms::default() };
-            let plan = |lease: &Lease, _: &crate::plan::Env<'_>, objects: &mut Vec<Object>| {
+            let terms = AdmissionRules {
+                networks: [network].into_iter().collect(),
+                ..AdmissionRules::default()
+            };
+            let plan = |lease: &Lease, _: &flannel_core::Env<'_>, objects: &mut Vec<Object>| {
                 for peer in lease.endpoints() {
                     let (dst, link) = (peer.subnet, uplink());
                     let route = match peer.public.unwrap() {
@@ -501,10 +510,10 @@ mod tests {
                 routes_on: [uplink()].into(),
                 ..Owned::default()
             };
-            let peers = Peers::new(terms, Box::new(plan));
+            let peers = Admission::new(terms, crate::admission::every(plan));
             let kernel = FakeKernel::with_uplink("eth0");
-            let reconciler = Reconciler::new(owned, State::default(), peers);
-            Self { kernel, reconciler, leases: LeaseSet::default() }
+            let engine = Engine::new(owned, State::default(), peers);
+            Self { kernel, engine, leases: LeaseSet::default() }
         }
 
         /// The same with peers, all in place.
@@ -526,24 +535,24 @@ mod tests {
                 leases: self.leases.clone(),
                 origin: Origin::Live { revision: Revision(1) },
             };
-            self.reconciler.view(&view, Instant::now(), &self.kernel);
+            self.engine.view(&view, Instant::now(), &self.kernel);
         }
 
         fn settle(&mut self) {
             self.settle_as_far_as(true);
             // A round ends by time, too.
-            while self.reconciler.has_fresh() {
+            while self.engine.has_fresh() {
                 self.settle_as_far_as(true);
             }
-            assert!(!self.reconciler.is_unsettled());
+            assert!(!self.engine.is_unsettled());
         }
 
         fn settle_as_far_as(&mut self, may_read: bool) {
-            self.reconciler.settle(&self.kernel, &Gate::default(), may_read, true).unwrap();
+            self.engine.settle(&self.kernel, &Gate::default(), may_read).unwrap();
         }
 
-        fn doubt(&mut self, doubts: &Doubts) {
-            self.reconciler.doubt(doubts, &self.kernel);
+        fn invalidate(&mut self, doubts: &Doubts) {
+            self.engine.invalidate(doubts, &self.kernel);
         }
 
         fn route(&self, n: u8) -> Option<Via> {
@@ -555,12 +564,12 @@ mod tests {
 
         /// The peers that wait.
         fn waiting(&self) -> Vec<(Subnets, Wait)> {
-            self.reconciler.waiting().peers.into_iter().collect()
+            self.engine.waiting().peers.into_iter().collect()
         }
 
         /// How what a peer wants stands.
         fn standings(&self, n: u8) -> Vec<Standing> {
-            let explained = self.reconciler.explain(dst(n).base(), &self.kernel).unwrap();
+            let explained = self.engine.explain(dst(n).base(), &self.kernel).unwrap();
             explained.objects.into_iter().map(|(_, standing)| standing).collect()
         }
     }
@@ -575,30 +584,29 @@ mod tests {
         assert_eq!(world.waiting(), [(Subnets::new([dst(7)]).unwrap(), Wait::Turn)]);
         world.settle();
         assert_eq!(world.standings(7), [InPlace, InPlace]);
-        world.doubt(&Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], None));
+        world.invalidate(&Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], None));
         assert_eq!(
             (world.standings(3), world.standings(2)),
             (vec![InPlace, Pending], vec![InPlace; 2])
         );
         assert_eq!(world.waiting(), [(Subnets::new([dst(3)]).unwrap(), Wait::Repair)]);
         world.settle();
-        world.doubt(&Doubts::Everything);
+        world.invalidate(&Doubts::Everything);
         assert_eq!(world.standings(2), [Pending, Pending]);
     }
 
     #[test]
     fn links_of_ours_and_under_our_routes_matter_and_others_do_not() {
-        let facts = |world: &World| {
-            (world.reconciler.has_stale_facts(), world.reconciler.has_urgent_facts())
-        };
+        let lookups =
+            |world: &World| (world.engine.has_stale_lookups(), world.engine.has_urgent_lookups());
         for (link, unread, stale) in
             [("cali1", false, false), ("flannel.1", true, false), ("eth0", true, true)]
         {
             let mut world = World::settled(2..5);
-            assert_eq!((world.reconciler.is_unread(), facts(&world)), (false, (false, false)));
-            world.doubt(&Doubts::Link(link.parse().unwrap()));
+            assert_eq!((world.engine.is_unread(), lookups(&world)), (false, (false, false)));
+            world.invalidate(&Doubts::Link(link.parse().unwrap()));
             assert_eq!(
-                (world.reconciler.is_unread(), facts(&world)),
+                (world.engine.is_unread(), lookups(&world)),
                 (unread, (stale, stale)),
                 "{link}"
             );
@@ -610,19 +618,19 @@ mod tests {
         let mut world = World::settled(2..5);
         let route = Route { dst: dst(7), via: Via::Link(uplink()), mtu: Some(1407) };
         world.kernel.foreign_put_inexact(route, ROUTE_PROTOCOL);
-        world.doubt(&Doubts::Everything);
+        world.invalidate(&Doubts::Everything);
         world.put(7, [192, 168, 0, 7]);
         world.settle();
-        let there = world.kernel.snapshot(&world.reconciler.owned).unwrap();
+        let there = world.kernel.snapshot(&world.engine.owned).unwrap();
         let key = Key::Route(dst(7));
         assert!(there.get(&key) == Some(&route.into()) && !there.is_inexact(&key), "{there:?}");
-        assert_eq!(world.reconciler.status().repaired, 0);
+        assert_eq!(world.engine.status().repaired, 0);
     }
 
     #[test]
     fn what_leases_brought_needs_no_look_at_the_kernel() {
         let mut world = World::settled(2..5);
-        world.doubt(&Doubts::Everything);
+        world.invalidate(&Doubts::Everything);
         world.put(3, [203, 0, 113, 3]);
         world.settle_as_far_as(false);
         let gateway = |via| match via {
@@ -641,17 +649,17 @@ mod tests {
         let mut world = World::settled(2..5);
         world.kernel.foreign_delete(Key::Route(dst(3)));
         world.kernel.fail(1, 105, |call| call.operation == Operation::Snapshot);
-        world.doubt(&Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], None));
-        world.doubt(&Doubts::Everything);
+        world.invalidate(&Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], None));
+        world.invalidate(&Doubts::Everything);
         world.settle_as_far_as(true);
-        assert!(world.reconciler.is_unreadable() && world.route(3).is_some());
+        assert!(world.engine.is_unreadable() && world.route(3).is_some());
     }
 
     #[test]
     fn of_each_object_of_many_new_peers_it_is_counted_how_long_it_took() {
-        const { assert!(250 > FEW, "they are put while others are made out") };
+        const { assert!(250 > SLICE, "they are put in several slices") };
         let world = World::settled(2..252);
-        assert_eq!(world.reconciler.status().latency.count(), 2 * 250);
+        assert_eq!(world.engine.status().latency.count(), 2 * 250);
     }
 
     #[test]
@@ -671,11 +679,11 @@ mod tests {
             world.leases.insert(Lease { subnets, attrs, ..lease(3, [198, 51, 100, 3]) });
             world.view();
             world.settle();
-            let by = Some(Culprit { protocol: Some(protocol), ..Culprit::new(7) });
+            let by = Some(culprit(protocol));
             let double = Route { dst, via: Via::Link(uplink()), mtu: None };
-            world.doubt(&Doubts::Objects(vec![Report::Double(double.into())], by));
-            assert_eq!(world.reconciler.is_unread(), unread, "{dst} of protocol {protocol}");
-            assert!(world.reconciler.is_unsettled(), "ours is put again");
+            world.invalidate(&Doubts::Objects(vec![Report::Double(double.into())], by));
+            assert_eq!(world.engine.is_unread(), unread, "{dst} of protocol {protocol}");
+            assert!(world.engine.is_unsettled(), "ours is put again");
         }
     }
 
@@ -690,9 +698,10 @@ mod tests {
         let nexthops: Vec<Key> = (2..200).map(|n| nexthop(&world, n)).collect();
         for (n, key) in (2..200).zip(&nexthops) {
             world.kernel.foreign_delete(*key);
-            let reason = if n == 199 { Cause::Lease(None) } else { Cause::Doubt(Damage::Deletion) };
-            world.reconciler.put.insert(*key, Cause::Doubt(Damage::Deletion));
-            world.reconciler.put.insert(Key::Route(dst(n)), reason);
+            let reason =
+                if n == 199 { Cause::Lease(None) } else { Cause::Repair(Damage::Deletion) };
+            world.engine.put.insert(*key, Cause::Repair(Damage::Deletion));
+            world.engine.put.insert(Key::Route(dst(n)), reason);
         }
         world.kernel.take_calls();
         world.settle();
@@ -703,21 +712,21 @@ mod tests {
         let expected =
             [*last, Key::Route(dst(199))].into_iter().chain(others.iter().copied()).chain(routes);
         assert_eq!(keys, expected.collect::<Vec<_>>());
-        assert!(world.reconciler.ledger.failing().is_empty());
+        assert!(world.engine.stats.failing().is_empty());
     }
 
     #[test]
     fn whom_to_suspect_of_additions_is_remembered_for_so_many_beside_what_is_wanted() {
         let mut world = World::settled(2..5);
-        let by = || Some(Culprit { protocol: Some(ROUTE_PROTOCOL), ..Culprit::new(7) });
-        world.doubt(&Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], by()));
+        let by = || Some(culprit(ROUTE_PROTOCOL));
+        world.invalidate(&Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], by()));
         let addition = |n: u16| {
             let [high, low] = n.to_be_bytes();
             let dst = Subnet::host([10, 1, 100 + high, low].into());
             Report::Now(Route { dst, ..by_gateway(0, [192, 0, 2, 9].into()) }.into())
         };
-        world.doubt(&Doubts::Objects((0..2000).map(addition).collect(), by()));
-        assert_eq!(world.reconciler.suspects.len(), 1024 + 1);
+        world.invalidate(&Doubts::Objects((0..2000).map(addition).collect(), by()));
+        assert_eq!(world.engine.suspects.len(), 1024 + 1);
     }
 
     #[test]
@@ -725,12 +734,12 @@ mod tests {
         let mut world = World::settled(2..5);
         let gone = |by| Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], by);
         world.put(3, [10, 9, 0, 3]);
-        world.doubt(&gone(Some(Culprit::new(7))));
+        world.invalidate(&gone(Some(Culprit::new(7))));
         world.settle();
-        assert_eq!(world.reconciler.status().repaired, 0, "the lease is why it was put");
-        world.doubt(&gone(None));
+        assert_eq!(world.engine.status().repaired, 0, "the lease is why it was put");
+        world.invalidate(&gone(None));
         world.settle();
-        let status = world.reconciler.status();
+        let status = world.engine.status();
         let repairs: Vec<_> =
             status.last_repairs.iter().map(|repair| repair.culprit.clone()).collect();
         assert_eq!(repairs, [None]);
@@ -739,13 +748,13 @@ mod tests {
     #[test]
     fn only_a_snapshot_tells_what_of_ours_came_besides_ours() {
         let mut world = World::settled(2..5);
-        let reads = |world: &World| world.reconciler.reads.done;
+        let reads = |world: &World| world.engine.reads.done;
         let before = reads(&world);
         let stranger = by_gateway(3, [192, 0, 2, 99].into());
         for (protocol, is_read) in [(4, false), (ROUTE_PROTOCOL, true)] {
             let mut by = Culprit::new(7);
             by.protocol = Some(protocol);
-            world.doubt(&Doubts::Objects(vec![Report::Double(stranger.into())], Some(by)));
+            world.invalidate(&Doubts::Objects(vec![Report::Double(stranger.into())], Some(by)));
             world.kernel.take_calls();
             world.settle();
             let calls = world.kernel.take_calls();
@@ -770,11 +779,11 @@ mod tests {
         // A route that needs no nexthop object gets no id when it changes.
         world.put(3, [10, 9, 0, 4]);
         world.settle();
-        assert_eq!(world.reconciler.ids.as_ref().unwrap().of(&Key::Route(dst(3))), None);
+        assert_eq!(world.engine.ids.as_ref().unwrap().of(&Key::Route(dst(3))), None);
         world.put(3, [198, 51, 100, 3]);
         world.settle();
         assert!(matches!(world.route(3), Some(Via::Nexthop(_))));
-        assert_eq!((world.kernel.state().len(), world.reconciler.status().objects), (6, 6));
+        assert_eq!((world.kernel.state().len(), world.engine.status().objects), (6, 6));
     }
 
     #[test]
@@ -784,21 +793,21 @@ mod tests {
         world.leases.remove(&Subnets::new([dst(3)]).unwrap());
         world.view();
         world.kernel.foreign_delete(Key::Nexthop(id));
-        world.doubt(&Doubts::Everything);
+        world.invalidate(&Doubts::Everything);
         world.settle();
-        assert_eq!(world.reconciler.ids.as_ref().unwrap().dst(id), None);
+        assert_eq!(world.engine.ids.as_ref().unwrap().dst(id), None);
     }
 
     #[test]
     fn a_new_peer_of_whom_something_is_there_is_no_repair() {
         let mut world = World::settled(2..5);
         world.kernel.foreign_put(by_gateway(7, [192, 0, 2, 9].into()), ROUTE_PROTOCOL);
-        world.doubt(&Doubts::Everything);
+        world.invalidate(&Doubts::Everything);
         world.put(7, [198, 51, 100, 7]);
         world.put(8, [198, 51, 100, 8]);
         world.settle();
         assert!(matches!(world.route(7), Some(Via::Nexthop(_))));
-        assert_eq!((world.kernel.state().len(), world.reconciler.status().repaired), (2 * 5, 0));
+        assert_eq!((world.kernel.state().len(), world.engine.status().repaired), (2 * 5, 0));
     }
 
     #[test]
@@ -820,7 +829,7 @@ mod tests {
         (10..100).for_each(|n| drop(world.leases.remove(&Subnets::new([dst(n)]).unwrap())));
         world.view();
         world.settle();
-        assert_eq!((world.kernel.state().len(), world.reconciler.status().peers), (2 * 8, 8));
+        assert_eq!((world.kernel.state().len(), world.engine.status().peers), (2 * 8, 8));
     }
 
     #[test]
@@ -829,65 +838,39 @@ mod tests {
         let mut world = World::settled(2..5);
         world.put(7, [198, 51, 100, 2]);
         world.settle();
-        let status = world.reconciler.status();
+        let status = world.engine.status();
         assert!(status.live && status.in_sync && status.kernel_error.is_none(), "{status:#?}");
         let remarks: Vec<_> = status.remarks.keys().collect();
         assert_eq!(remarks, ["2 nodes share the public address 198.51.100.2"]);
         world.kernel.fail(1, 105, |call| call.operation == Operation::Snapshot);
-        world.doubt(&Doubts::Everything);
+        world.invalidate(&Doubts::Everything);
         world.settle_as_far_as(true);
-        let status = world.reconciler.status();
+        let status = world.engine.status();
         assert!(!status.in_sync && !status.settled, "{status:#?}");
         assert_eq!(status.kernel_error.map(|error| error.errno), Some(105));
-    }
-
-    #[test]
-    fn a_flood_is_hundreds_of_new_peers_and_half_of_all() {
-        for (old, new, flooded) in
-            [(0, 511, false), (0, 512, true), (512, 512, true), (514, 512, false)]
-        {
-            let mut world = World::new();
-            let one = |n: u16| {
-                let dst =
-                    Subnet::new(IpAddr::from((u32::from(n) * 16 + 0x0a01_0000).to_be_bytes()), 28)
-                        .unwrap();
-                Lease { subnets: Subnets::new([dst]).unwrap(), ..lease(1, [198, 51, 100, 1]) }
-            };
-            (0..old).for_each(|n| world.leases.insert(one(n)));
-            world.view();
-            world.settle();
-            assert!(!world.reconciler.is_flooded(), "{old}");
-            (old..old + new).for_each(|n| world.leases.insert(one(n)));
-            world.view();
-            assert_eq!(world.reconciler.is_flooded(), flooded, "{new} beside {old}");
-        }
     }
 
     /// The route of the peer 3 is damaged, the peer 4 leaves, the peer 7 comes, and the kernel may not be read.
     fn unread(doubts: &Doubts) -> World {
         let mut world = World::settled(2..5);
-        world.doubt(doubts);
-        assert!(world.reconciler.is_unread());
+        world.invalidate(doubts);
+        assert!(world.engine.is_unread());
         world.kernel.foreign_delete(Key::Route(dst(3)));
-        world.doubt(&Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], None));
+        world.invalidate(&Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], None));
         world.leases.remove(&Subnets::new([dst(4)]).unwrap());
         world.put(7, [198, 51, 100, 7]);
         world.kernel.take_calls();
         world.settle_as_far_as(false);
         let calls = world.kernel.take_calls();
         assert!(calls.iter().all(|call| call.operation != Operation::Snapshot), "{calls:?}");
-        assert!(
-            world.reconciler.is_unread() && world.route(7).is_some(),
-            "{:#?}",
-            world.kernel.dump()
-        );
+        assert!(world.engine.is_unread() && world.route(7).is_some(), "{:#?}", world.kernel.dump());
         world
     }
 
     #[test]
     fn where_only_additions_are_in_doubt_all_is_done_without_a_look_at_the_kernel() {
         let stray = by_gateway(99, [192, 0, 2, 9].into());
-        let by = Some(Culprit { protocol: Some(ROUTE_PROTOCOL), ..Culprit::new(7) });
+        let by = Some(culprit(ROUTE_PROTOCOL));
         let world = unread(&Doubts::Objects(vec![Report::Now(stray.into())], by));
         assert!(world.route(3).is_some() && world.route(4).is_none(), "{:#?}", world.kernel.dump());
     }
@@ -905,7 +888,7 @@ mod tests {
         let mut world = World::new();
         let last_resort = |n| Route { dst: dst(n), via: Via::LastResort, mtu: None };
         world.kernel.foreign_put(last_resort(9), ROUTE_PROTOCOL);
-        world.reconciler.want_blackholes([last_resort(1).into()].into_iter());
+        world.engine.want_blackholes([last_resort(1).into()].into_iter());
         world.view();
         world.settle();
         assert_eq!((world.route(1), world.kernel.state().len()), (Some(Via::LastResort), 1));
@@ -918,7 +901,7 @@ mod tests {
         gate.close();
         world.put(3, [198, 51, 100, 3]);
         world.kernel.take_calls();
-        assert!(world.reconciler.settle(&world.kernel, &gate, true, true).is_err());
+        assert!(world.engine.settle(&world.kernel, &gate, true).is_err());
         assert_eq!((world.kernel.take_calls(), world.route(3)), (vec![], None));
     }
 }

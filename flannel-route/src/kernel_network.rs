@@ -1,0 +1,136 @@
+//! The only network that touches routes: leases in, kernel state out. host-gw, vxlan and the like are data to it.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use flannel_core::{
+    Blueprint, Dual, Ended, Env, Kernel, Network, NetworkHandle, NodeLease, Object, Owned,
+    Question, Result, Route, State, Status, Subnet, Via, View,
+};
+use tokio::sync::{mpsc, watch};
+
+use crate::admission::{Admission, AdmissionRules, OfferPlan};
+use crate::driver::Driver;
+use crate::engine::Engine;
+
+/// A [`Network`] that keeps a kernel equal to a [`Blueprint`] applied to the leases.
+///
+/// Everything blocking runs on one thread of the runtime's blocking pool at a time, so there is never more than
+/// one writer. When everything is in order it wakes up only for the kernel's and the store's news, and
+/// every five minutes to read the kernel once.
+///
+/// ```
+/// use std::sync::Arc;
+/// use flannel_core::testing::{FakeKernel, FakeSubnets};
+/// use flannel_core::{Blueprint, Network, NodeLease, Owned, Route, SubnetManager, Via};
+/// use flannel_route::KernelNetwork;
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> flannel_core::Result<()> {
+/// let (kernel, subnets) = (FakeKernel::with_uplink("eth0").without_nexthops(), FakeSubnets::new("10.1.0.0/16"));
+/// subnets.put("10.1.7.0-24", "192.0.2.7");
+/// let eth0 = "eth0".parse().unwrap();
+/// let mut blueprint = Blueprint::new(1500, move |lease, _env, objects| {
+///     for peer in lease.endpoints() {
+///         let Some(gateway) = peer.public else { continue };
+///         let via = Via::Gateway { gateway, link: eth0, onlink: false };
+///         objects.push(Route { dst: peer.subnet, via, mtu: None }.into());
+///     }
+///     Ok(())
+/// });
+/// blueprint.owned = Owned {
+///     networks: vec!["10.1.0.0/16".parse().unwrap()],
+///     routes_on: [eth0].into(),
+///     ..Owned::default()
+/// };
+/// let lease = NodeLease::Held(subnets.acquire_lease(&Default::default()).await?);
+/// let networks = subnets.network_config().await?.pod_networks().collect();
+/// let network = KernelNetwork::new(Arc::new(kernel.clone()), lease, networks, vec![blueprint]);
+/// let mut status = network.handle().status;
+/// tokio::select! {
+///     ended = Box::new(network).run(subnets.watch_leases().await?) => { ended?; }
+///     _ = status.wait_for(|status| status.in_sync) => {}
+/// }
+/// assert_eq!(kernel.dump(), ["route 10.1.7.0/24 via 192.0.2.7 dev eth0"]);
+/// # Ok(()) }
+/// ```
+pub struct KernelNetwork {
+    kernel: Arc<dyn Kernel>,
+    lease: NodeLease,
+    engine: Box<Engine>,
+    handle: NetworkHandle,
+    status: watch::Sender<Arc<Status>>,
+    questions: mpsc::Receiver<Question>,
+}
+
+impl std::fmt::Debug for KernelNetwork {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("KernelNetwork")
+            .field("lease", &self.handle.lease.subnets)
+            .finish_non_exhaustive()
+    }
+}
+
+impl KernelNetwork {
+    /// A network that will keep `kernel` equal to `blueprints`, once it runs. Touches nothing yet.
+    ///
+    /// `networks` are the enabled pod networks: a lease outside them is rejected. The first blueprint whose plan understands a
+    /// peer's lease defines that peer's objects; the base objects of all blueprints are put in place.
+    pub fn new(
+        kernel: Arc<dyn Kernel>,
+        lease: NodeLease,
+        networks: Dual<Subnet>,
+        blueprints: Vec<Blueprint>,
+    ) -> Self {
+        let mtu = blueprints.iter().map(|blueprint| blueprint.mtu).min().unwrap_or(0);
+        let (mut owned, mut base, mut plans) = (Owned::default(), State::default(), Vec::new());
+        for blueprint in blueprints {
+            owned.merge(blueprint.owned);
+            base.extend(blueprint.base.iter().cloned());
+            plans.push(OfferPlan { lease_type: blueprint.lease_type, plan: blueprint.plan });
+        }
+        let own = lease.lease();
+        // What the plan makes of our own lease is what peers must not define.
+        let mut own_objects = Vec::new();
+        let not_asked = |_| Some(None);
+        // A plan that rejects our own lease defines nothing of ours.
+        let _ = OfferPlan::run(&plans, own, &Env::new(&not_asked), &mut own_objects);
+        let reserved = base.iter().chain(&own_objects).map(Object::key).collect();
+        let terms =
+            AdmissionRules { networks, own: Some(own.subnets), public: own.attrs.public, reserved };
+        let (status, receiver) = watch::channel(Arc::new(Status::default()));
+        let (asked, questions) = mpsc::channel(1);
+        Self {
+            kernel,
+            handle: NetworkHandle::new(own.clone(), mtu, receiver).with_questions(asked),
+            lease,
+            engine: Box::new(Engine::new(owned, base, Admission::new(terms, plans))),
+            status,
+            questions,
+        }
+    }
+
+    /// Drops packets for those addresses of this node's own subnets that no pod has, instead of sending them where other
+    /// routes lead. Does nothing while the node's lease has lapsed.
+    ///
+    /// Without this option, a network whose footprint includes blackholes ([`Owned::blackholes`]) removes the routes of last
+    /// resort that an earlier network left.
+    #[must_use]
+    pub fn drop_unused_addresses(mut self) -> Self {
+        if let Some(lease) = self.lease.held() {
+            let route = |dst| Object::from(Route { dst, via: Via::LastResort, mtu: None });
+            self.engine.want_blackholes(lease.subnets.iter().map(route));
+        }
+        self
+    }
+}
+
+#[async_trait]
+impl Network for KernelNetwork {
+    fn handle(&self) -> NetworkHandle {
+        self.handle.clone()
+    }
+
+    async fn run(self: Box<Self>, views: watch::Receiver<View>) -> Result<Ended> {
+        Driver::new(self.kernel, self.engine, self.status, views, self.questions).run().await
+    }
+}
