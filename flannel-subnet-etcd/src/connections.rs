@@ -41,7 +41,7 @@ impl Connection {
         match &outcome {
             Ok(_) => *refusal = None,
             Err(failure) if failure.retry == Retry::OtherEndpoint => {
-                *refusal = Some(failure.clone())
+                *refusal = Some(failure.clone());
             }
             Err(failure) if failure.is_hanging_up() => {
                 return refusal.clone().map_or(outcome, Err);

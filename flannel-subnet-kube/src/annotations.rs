@@ -1,6 +1,6 @@
 //! The names of flannel's annotations, and what a lease's attributes look like in them.
 //!
-//! The one thing to know: values are compared as text, by Go flannel too, so that one thing is always written in one way, or in two where it
+//! Values are compared as text, by Go flannel too, so that one thing is always written in one way, or in two where it
 //! is to be noticed.
 //!
 //! **Source**: flannel `pkg/subnet/kube/annotations.go: newAnnotations`, `kube.go: AcquireLease`.

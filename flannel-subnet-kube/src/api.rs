@@ -1,6 +1,6 @@
 //! Requests to the API server, and what its refusals mean.
 //!
-//! The one thing to know: credentials are read anew as soon as they are refused, which is how a rotated token is noticed; and
+//! Credentials are read anew as soon as they are refused, which is how a rotated token is noticed; and
 //! everything that is asked is counted, for the status of the store.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

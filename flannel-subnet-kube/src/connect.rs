@@ -1,6 +1,6 @@
 //! How the API server is reached: addresses, credentials and certificates, from where Go flannel takes them.
 //!
-//! The one thing to know: kubeconfigs and service accounts are read by `kube`, connections are made here. A token in a file is
+//! Kubeconfigs and service accounts are read by `kube`, connections are made here. A token in a file is
 //! read for each request, so that it is always the latest; certificates are read again when they are refused.
 
 use std::path::{Path, PathBuf};

@@ -1,6 +1,6 @@
 //! All nodes, always the latest: listed once, watched from there, and listed again when changes were missed.
 //!
-//! The one thing to know: nothing is applied to the view before a list is complete, and a watch goes on from the last version that
+//! Nothing is applied to the view before a list is complete, and a watch goes on from the last version that
 //! came whole, whatever cut it.
 
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! Keeping the lease: what this node published stays published, and other PodCIDRs move it.
 //!
-//! The one thing to know: what looks different from what was published is judged by reading the node itself, since what is followed may
+//! What looks different from what was published is judged by reading the node itself, since what is followed may
 //! come late. A node that is gone may come back, and one whose PodCIDRs make no lease may get others: the network stays until then.
 
 use std::sync::{Arc, PoisonError};
@@ -19,7 +19,7 @@ use crate::shared::Shared;
 /// Whoever touches nothing for so long fights no more.
 const PEACE: Duration = Duration::from_secs(60);
 
-/// Two who both put back what they want must not do so at full speed.
+/// Two writers that restore contradicting values must not do so at full speed.
 struct Fight {
     pause: Pause,
     /// When something was last put back.

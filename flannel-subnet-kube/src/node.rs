@@ -1,6 +1,6 @@
 //! What flannel reads of a node: a few hundred of its twenty thousand bytes.
 //!
-//! The one thing to know: decoding is in two stages. The first ([`Wire`]) passes over the bytes once and points at what
+//! Decoding is in two stages. The first ([`Wire`]) passes over the bytes once and points at what
 //! matters, without copying anything; only for a node where that changed does the second ([`Node`]) make values of it.
 
 use std::borrow::Cow;

@@ -1,6 +1,6 @@
 //! All nodes, as the set of leases that they make.
 //!
-//! The one thing to know: a node is known by its name and by a fingerprint of what leases are made of, so that an event which
+//! A node is known by its name and by a fingerprint of what leases are made of, so that an event which
 //! changes nothing of that costs a look-up. Two nodes with one PodCIDR make one lease: that of the one created first.
 
 use std::collections::{BTreeMap, HashMap};

@@ -1,6 +1,6 @@
 //! This node: its name, its object as it is now, and what flannel writes to it.
 //!
-//! The one thing to know: it is read by asking for it alone, which is always the latest, and not from what is followed.
+//! It is read by asking for it alone, which is always the latest, and not from what is followed.
 
 use std::net::IpAddr;
 use std::sync::PoisonError;

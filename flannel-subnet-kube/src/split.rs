@@ -1,6 +1,6 @@
 //! A list cut into its items while it comes in, so that never more than one of them is in memory.
 //!
-//! The one thing to know: it follows brackets and strings only. What an item says, and whether it is right JSON, is found out by
+//! It follows brackets and strings only. What an item says, and whether it is right JSON, is found out by
 //! whoever gets its bytes.
 
 /// Cuts the text of `{"kind": …, "metadata": {…}, "items": [{…}, …]}`.

@@ -1,6 +1,6 @@
 //! An API server for tests: nodes and pods over HTTP, strict about what it is asked, with faults.
 //!
-//! The one thing to know: what a real API server would not do, or what a client of ours must not ask, is a *violation*: the request
+//! What a real API server would not do, or what a client of ours must not ask, is a *violation*: the request
 //! fails, and so does the test, at the latest when the server is dropped.
 
 mod answer;
@@ -276,7 +276,7 @@ async fn serve(
                     }
                 }
                 None => {
-                    _ = http.serve_connection(TokioIo::new(connection), serves(Vec::new())).await
+                    _ = http.serve_connection(TokioIo::new(connection), serves(Vec::new())).await;
                 }
             }
         });

@@ -1,6 +1,6 @@
 //! Which subnet a new lease gets: any free one, at random.
 //!
-//! The one thing to know: subnets are numbered, and what is taken is a sorted list of ranges of numbers. The
+//! Subnets are numbered, and what is taken is a sorted list of ranges of numbers. The
 //! cost is that of sorting what is taken, not of the network's size.
 //!
 //! **Source**: flannel `pkg/subnet/etcd/local_manager.go: allocateSubnet`. Different on purpose: it chooses among

@@ -1,6 +1,6 @@
 //! A node whose lease others write: a directory that configuration management copies to every host.
 //!
-//! The one thing to know: nothing is ever written here. The node finds its own entry by its addresses, and
+//! Nothing is ever written here. The node finds its own entry by its addresses, and
 //! either publishes exactly what that entry says or stops with the difference.
 
 use std::net::IpAddr;

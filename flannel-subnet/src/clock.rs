@@ -1,6 +1,6 @@
 //! The clocks that leases are counted by.
 //!
-//! The one thing to know: a right to a subnet is counted by boot time, which goes on while the machine is
+//! A right to a subnet is counted by boot time, which goes on while the machine is
 //! suspended and which nobody can set; wall time is for what machines or people read.
 
 use std::fmt;

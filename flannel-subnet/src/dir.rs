@@ -1,6 +1,6 @@
 //! A store in a directory: several daemons on one machine make one network with no server at all.
 //!
-//! The one thing to know: the directory mirrors etcd's tree (`config`, `subnets/<key>`), one JSON file per key,
+//! The directory mirrors etcd's tree (`config`, `subnets/<key>`), one JSON file per key,
 //! to be read and edited with any editor. What etcd does, the file system does: a lock on `.lock` and a rename
 //! make compare-and-swap, the revision is a hash of the content, renewal is the time of modification (which
 //! wakes nobody), and a file without `TTL` is a reservation.

@@ -1,6 +1,6 @@
 //! Going on without the store: what is kept on disk while it is there, and used while it is not.
 //!
-//! The one thing to know: the cache answers only until the store has answered for the first time. From then on
+//! The cache answers only until the store has answered for the first time. From then on
 //! the store's word counts, and what is known of it.
 
 use std::future::Future;

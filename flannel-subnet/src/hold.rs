@@ -269,7 +269,7 @@ impl LocalManager {
             return Ok(None);
         }
         tracing::warn!(subnets = %held_lease.subnets, "somebody changed this node's lease; putting it back");
-        // Two who both put back what they want must not do so at full speed.
+        // Two writers that restore contradicting values must not do so at full speed.
         tokio::time::sleep(Duration::from_millis(fastrand::u64(50..200))).await;
         let (sent, grant) = (self.clock.boottime(), self.grant(entry.holder.is_none()));
         match self.store.update(&held_lease.subnets, entry.lease.revision, wanted, grant).await {

@@ -1,6 +1,6 @@
 //! This node's lease, on any registry: found again, taken over, or newly allocated.
 //!
-//! The one thing to know: a node is known by its holder ID, then by its public address. What it finds of itself it
+//! A node is known by its holder ID, then by its public address. What it finds of itself it
 //! keeps; only a lease that no longer fits the network config is given up.
 
 use std::net::IpAddr;

@@ -1,6 +1,6 @@
 //! A store in memory, which behaves as etcd does: the fake for tests, and a network of one process.
 //!
-//! The one thing to know: as in etcd, a holder is a thing of its own that has a time to live, and keys
+//! As in etcd, a holder is a thing of its own that has a time to live, and keys
 //! hang on it. Deleting a key leaves its holder alive; when a holder's time is over, its keys go.
 
 mod state;

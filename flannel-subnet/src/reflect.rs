@@ -1,6 +1,6 @@
 //! Everybody's leases as a [`View`], kept up to date by listing once and watching from there.
 //!
-//! The one thing to know: values are compared, never events applied. Whatever goes wrong (a lost watch, a gap,
+//! Values are compared, never events applied. Whatever goes wrong (a lost watch, a gap,
 //! an outage, a store restored from a backup) ends in listing again, and until a list is complete the last
 //! view stays as it is.
 

@@ -1,6 +1,6 @@
 //! The store of leases, reduced to what the lease engine needs of it.
 //!
-//! The one thing to know: nothing is ever written blindly. A key is created only where there is none, and
+//! Nothing is ever written blindly. A key is created only where there is none, and
 //! replaced or deleted only at the revision that was read.
 
 use std::fmt;
@@ -40,7 +40,7 @@ impl fmt::Display for HolderId {
     }
 }
 
-/// A text is not a [`Mark`].
+/// A text is not a [`HolderId`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not a holder ID: 1 to 16 hexadecimal digits")]
 pub struct HolderIdError {

@@ -1,6 +1,6 @@
 //! `subnet.env`: what this host tells container runtimes and CNI plugins about its subnet.
 //!
-//! The one thing to know: others parse this file, so its bytes are Go flannel's.
+//! Others parse this file, so its bytes are Go flannel's.
 //!
 //! **Source**: flannel `pkg/subnet/subnet.go: WriteSubnetFile, ReadCIDRFromSubnetFile`; godotenv for the syntax.
 

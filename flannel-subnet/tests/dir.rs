@@ -443,7 +443,7 @@ async fn a_static_lease_ends_when_its_file_goes_moves_or_says_something_else() {
         match what {
             "gone" => fs::remove_file(subnets.join("10.1.1.0-24")).unwrap(),
             "moved" => {
-                fs::rename(subnets.join("10.1.1.0-24"), subnets.join("10.1.8.0-24")).unwrap()
+                fs::rename(subnets.join("10.1.1.0-24"), subnets.join("10.1.8.0-24")).unwrap();
             }
             _ => fs::write(subnets.join("10.1.1.0-24"), VALUE.replace(":1}", ":7}")).unwrap(),
         }

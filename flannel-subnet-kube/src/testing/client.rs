@@ -1,4 +1,4 @@
-//! Whose certificate a client of the test server shows. The one thing to know: the handshake takes any, and requests of those whom
+//! Whose certificate a client of the test server shows. The handshake takes any, and requests of those whom
 //! nobody knows are refused, which is how a real API server does it, unless the test wants the handshake to fail.
 
 use std::sync::Arc;

@@ -135,7 +135,7 @@ async fn cut(mut out: Out, mut last: Vec<u8>, how: Cut) {
         Cut::Clean => {}
         Cut::Gone => last.extend(error(StatusCode::GONE)),
         Cut::Error(code) => {
-            last.extend(error(StatusCode::from_u16(code).expect("a status that exists")))
+            last.extend(error(StatusCode::from_u16(code).expect("a status that exists")));
         }
         Cut::MidEvent => last.extend_from_slice(
             br#"{"type":"MODIFIED","object":{"metadata":{"name":"half","annotations":{"flannel.al"#,

@@ -135,7 +135,7 @@ async fn an_overwrite_that_is_no_address_is_reported_and_keeps_nothing_from_bein
         let skipped = || manager.store_status().skipped;
         for (text, public) in [("203.0.113.9", "203.0.113.9"), ("2001:db8::9", "192.0.2.1")] {
             fixture.server.modify("me", |node| {
-                node["metadata"]["annotations"] = json!({ overwrite.as_str(): text })
+                node["metadata"]["annotations"] = json!({ overwrite.as_str(): text });
             });
             let expected =
                 [("kube-subnet-manager", "true"), ("public-ip", public), ("backend-data", MAC)];
@@ -377,7 +377,7 @@ async fn what_somebody_removes_or_changes_is_put_back() {
     let story = async {
         for change in [
             |node: &mut Value| {
-                drop(node["metadata"].as_object_mut().unwrap().remove("annotations"))
+                drop(node["metadata"].as_object_mut().unwrap().remove("annotations"));
             },
             |node: &mut Value| {
                 node["metadata"]["annotations"]["flannel.alpha.coreos.com/public-ip"] =

@@ -45,7 +45,7 @@ async fn in_dual_stack_a_change_of_either_family_alone_is_a_change() {
         ("backend-type", "host-gw"),
     ] {
         fixture.server.modify("peer", |node| {
-            node["metadata"]["annotations"][format!("{PREFIX}{name}")] = json!(value)
+            node["metadata"]["annotations"][format!("{PREFIX}{name}")] = json!(value);
         });
         wait(views.changed()).await.unwrap();
         let view = views.borrow_and_update().clone();
@@ -61,7 +61,7 @@ async fn families_that_the_config_comes_to_enable_before_there_is_a_lease_count(
     fixture.server.put_node("me", blank(&["10.1.1.0/24", "fd00:0:0:1::/64"]));
     fixture.server.put_node("peer", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
     fixture.server.modify("peer", |node| {
-        node["spec"]["podCIDRs"] = json!(["10.1.2.0/24", "fd00:0:0:2::/64"])
+        node["spec"]["podCIDRs"] = json!(["10.1.2.0/24", "fd00:0:0:2::/64"]);
     });
     let (manager, views) = fixture.following().await;
     assert_eq!(leases(&views.borrow()), ["10.1.2.0-24 vxlan 192.0.2.2"]);

@@ -1,6 +1,6 @@
 //! One lease as a file: Go flannel's lease value, with `Mark` and `TTL` behind it.
 //!
-//! The one thing to know: a file without `TTL` is a reservation, so that the shortest file that a person can
+//! A file without `TTL` is a reservation, so that the shortest file that a person can
 //! write is one: `{"PublicIP": "192.0.2.7"}`.
 
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! What the directory held when last looked at, and what changed since.
 //!
-//! The one thing to know: inotify only names the files to read again. What is in them is compared with what is
+//! Inotify only names the files to read again. What is in them is compared with what is
 //! remembered, so it does not matter how often, or in which order, or how late one is reported. Everything here
 //! blocks, for as long as reading a few small files takes.
 

@@ -1,6 +1,6 @@
 //! Writing: under the one lock, after reading the file itself.
 //!
-//! The one thing to know: the lock is held by one writer of all processes, so what is read under it is true until
+//! The lock is held by one writer of all processes, so what is read under it is true until
 //! it is let go. Everything here but waiting for the lock blocks.
 
 use std::fs::{self, File, FileTimes, OpenOptions};

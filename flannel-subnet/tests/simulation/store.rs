@@ -1,6 +1,6 @@
 //! The one store of all nodes, and the stats that the invariants are checked by.
 //!
-//! The one thing to know: what takes a subnet from a node against the rules of leases (an operator who deletes
+//! What takes a subnet from a node against the rules of leases (an operator who deletes
 //! or overwrites its key) *robs* the node. It may call itself the owner until it notices; everybody else may not.
 
 use std::collections::{BTreeMap, BTreeSet};
