@@ -1,8 +1,9 @@
-//! Starting with another pod network than before: the routes to peers' old subnets on the external interface.
+//! Starting with another pod network than before: the routes to peers' old subnets on the external
+//! interface.
 //!
-//! The one thing to know: routes are known as ours by their protocol inside our pod networks, so which these have been is
-//! noted as a network starts, and forgotten when nothing of them is left. That it cannot be noted is no reason to end a
-//! network that runs.
+//! The one thing to know: routes are known as ours by their protocol inside our pod networks, so
+//! which these have been is noted as a network starts, and forgotten when nothing of them is left.
+//! That it cannot be noted is no reason to end a network that runs.
 
 use std::convert::Infallible;
 use std::io;
@@ -43,7 +44,8 @@ impl Former {
         noted
     }
 
-    /// Waits until the network is settled and removes what is left inside former networks; then waits for ever.
+    /// Waits until the network is settled and removes what is left inside former networks; then
+    /// waits for ever.
     pub(crate) async fn clear(
         &self,
         Noted { former, current }: Noted,

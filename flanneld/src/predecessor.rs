@@ -1,7 +1,8 @@
 //! Starting where Go flannel ran before: the routes that it left on the external interface.
 //!
-//! The one thing to know: Go flannel marks its routes as every script does, so they are taken for its own only on the
-//! first start over a subnet file that we did not write, and only once everything that the leases want is in place, or refused.
+//! The one thing to know: Go flannel marks its routes as every script does, so they are taken for
+//! its own only on the first start over a subnet file that we did not write, and only once
+//! everything that the leases want is in place, or refused.
 
 use std::cell::Cell;
 use std::convert::Infallible;
@@ -51,15 +52,17 @@ impl Predecessor {
         Ok(Self { subnet_file, record, left_routes })
     }
 
-    /// The subnet file has been written: it counts as ours from now on, unless there are routes to remove first. In one go with that
-    /// ([`aside`]), or the next start takes our own for Go flannel's.
+    /// The subnet file has been written: it counts as ours from now on, unless there are routes to
+    /// remove first. In one go with that ([`aside`]), or the next start takes our own for Go
+    /// flannel's.
     pub(crate) fn wrote_subnet_file(&self) {
         if !self.left_routes() {
             self.note();
         }
     }
 
-    /// Waits until the network is settled and removes what Go flannel left, if it ran here before; then waits for ever.
+    /// Waits until the network is settled and removes what Go flannel left, if it ran here before;
+    /// then waits for ever.
     pub(crate) async fn clear(
         &self,
         kernel: Arc<dyn Kernel>,
@@ -99,7 +102,8 @@ impl Predecessor {
     }
 }
 
-/// Removes the routes, but for those in whose place the kernel refused ours, and says so; false if something of them is left.
+/// Removes the routes, but for those in whose place the kernel refused ours, and says so; false if
+/// something of them is left.
 fn remove(kernel: &dyn Kernel, owned: &Owned, lens: Dual<u8>, status: &Status) -> bool {
     let spared = Cell::new(false);
     let refused = |dst: &Subnet| {
@@ -130,8 +134,8 @@ fn remove(kernel: &dyn Kernel, owned: &Owned, lens: Dual<u8>, status: &Status) -
     }
 }
 
-/// What tells this very file from one that somebody else put in its place, even with the same content. `None` if there
-/// is none.
+/// What tells this very file from one that somebody else put in its place, even with the same
+/// content. `None` if there is none.
 fn identity(path: &Path) -> Option<String> {
     let file = fs::metadata(path).ok()?;
     let (inode, device, seconds, nanos) = (file.ino(), file.dev(), file.mtime(), file.mtime_nsec());

@@ -1,8 +1,8 @@
 //! What this host remembers across restarts, such as the ID by which it knows its own leases.
 //!
-//! One process at a time has the state directory. Each file in it is text after a first line with the format's version.
-//! A file without that line is of the builds before there were versions, and holds the same text. A file of a newer
-//! version is neither used nor overwritten.
+//! One process at a time has the state directory. Each file in it is text after a first line with
+//! the format's version. A file without that line is of the builds before there were versions, and
+//! holds the same text. A file of a newer version is neither used nor overwritten.
 
 use std::fs;
 use std::io::{self, Write};
@@ -107,14 +107,16 @@ pub(crate) fn replace(path: &Path, text: &str) -> io::Result<()> {
     fs::rename(&temporary, path)
 }
 
-/// That nobody else has the state directory, as long as this is kept. The kernel lets go when the process ends, however.
+/// That nobody else has the state directory, as long as this is kept. The kernel lets go when the
+/// process ends, however.
 #[derive(Debug)]
 pub(crate) struct Lock {
     _file: Flock<fs::File>,
 }
 
-/// Takes the state directory for one daemon, or for cleaning up after it. Waits a little: a process that a killed daemon was
-/// about to start holds all that the daemon held, until it is a program of its own.
+/// Takes the state directory for one daemon, or for cleaning up after it. Waits a little: a process
+/// that a killed daemon was about to start holds all that the daemon held, until it is a program of
+/// its own.
 ///
 /// # Errors
 /// Somebody else has it, or the file `lock` in it cannot be had.
