@@ -88,7 +88,7 @@ fn spawn(process: &mut Process) -> io::Result<std::process::Child> {
     loop {
         match process.spawn() {
             Err(error) if error.kind() == io::ErrorKind::ExecutableFileBusy && tries < 50 => {
-                tries += 1
+                tries += 1;
             }
             done => return done,
         }

@@ -98,7 +98,7 @@ fn those_that_copy_at_once_do_not_disturb_each_other() {
         let copiers = sources.each_ref().map(|source| {
             let to = &to;
             scope.spawn(move || {
-                (0..20).for_each(|_| assert_eq!(run(&[source, to]), (Some(0), String::new())))
+                (0..20).for_each(|_| assert_eq!(run(&[source, to]), (Some(0), String::new())));
             })
         });
         while copiers.iter().any(|copier| !copier.is_finished()) {

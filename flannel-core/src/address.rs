@@ -380,7 +380,7 @@ impl Hash for Subnet {
     fn hash<H: Hasher>(&self, state: &mut H) {
         match self.base() {
             IpAddr::V4(base) => {
-                state.write_u64(u64::from(base.to_bits()) << 8 | u64::from(self.len()))
+                state.write_u64(u64::from(base.to_bits()) << 8 | u64::from(self.len()));
             }
             IpAddr::V6(base) => {
                 state.write_u128(base.to_bits());

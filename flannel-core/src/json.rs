@@ -163,7 +163,7 @@ pub fn compact(text: &str) -> String {
         escaped = in_string && c == '\\' && !escaped;
         match c {
             '<' | '>' | '&' | '\u{2028}' | '\u{2029}' => {
-                out.push_str(&format!("\\u{:04x}", u32::from(c)))
+                out.push_str(&format!("\\u{:04x}", u32::from(c)));
             }
             _ => out.push(c),
         }

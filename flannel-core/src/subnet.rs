@@ -1,4 +1,5 @@
-//! The trait of a subnet manager: it keeps a lease for this node and follows the leases of all nodes.
+//! The trait of a subnet manager: it keeps a lease for this node and follows the leases of all
+//! nodes.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -15,7 +16,8 @@ use crate::lease::{Lease, LeaseAttrs, Origin, Revision, Subnets, View};
 
 /// Gives this node its lease and shows everybody's. The lease engine's face.
 ///
-/// Implementations: `flannel_subnet::LocalManager` over any registry, `testing::FakeSubnets` (feature `testing`).
+/// Implementations: `flannel_subnet::LocalManager` over any registry, `testing::FakeSubnets`
+/// (feature `testing`).
 ///
 /// ```
 /// use flannel_core::{LeaseAttrs, Result, SubnetManager};
@@ -34,12 +36,13 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     /// The network config, parsed and checked.
     ///
     /// # Errors
-    /// [`Error::NoConfig`](crate::Error::NoConfig), [`Error::Config`](crate::Error::Config), or the store
-    /// does not answer.
+    /// [`Error::NoConfig`](crate::Error::NoConfig), [`Error::Config`](crate::Error::Config), or the
+    /// store does not answer.
     async fn network_config(&self) -> Result<Config>;
 
-    /// Waits until the store is known to hold another valid network config than `seen`: that one. Configs that are wrong, and
-    /// a store that does not answer, are waited out. Where configs do not change it waits for ever.
+    /// Waits until the store is known to hold another valid network config than `seen`: that one.
+    /// Configs that are wrong, and a store that does not answer, are waited out. Where configs do
+    /// not change it waits for ever.
     ///
     /// # Errors
     /// Waiting is of no use.
@@ -58,14 +61,16 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
         Ok(Hints::default())
     }
 
-    /// Gets this node a lease with these attributes: the one it has, the one it had before, or a free one.
+    /// Gets this node a lease with these attributes: the one it has, the one it had before, or a
+    /// free one.
     ///
     /// # Errors
-    /// [`Error::OutOfSubnets`](crate::Error::OutOfSubnets), [`Error::Taken`](crate::Error::Taken), or the
-    /// store does not answer. A lost race is not an error; the next subnet is tried.
+    /// [`Error::OutOfSubnets`](crate::Error::OutOfSubnets), [`Error::Taken`](crate::Error::Taken),
+    /// or the store does not answer. A lost race is not an error; the next subnet is tried.
     ///
     /// # Cancel safety
-    /// Dropped half-way, a lease may have been taken; the next call finds it again by the public address.
+    /// Dropped half-way, a lease may have been taken; the next call finds it again by the public
+    /// address.
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease>;
 
     /// Publishes other attributes for the lease that we hold.
@@ -74,7 +79,8 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     /// [`Error::Conflict`](crate::Error::Conflict) if somebody else wrote since `held` was read.
     async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> Result<Lease>;
 
-    /// Keeps the lease until it ends, which is what it returns. Failures to renew are retried inside.
+    /// Keeps the lease until it ends, which is what it returns. Failures to renew are retried
+    /// inside.
     ///
     /// # Errors
     /// The lease cannot be kept, and trying again will not help.
@@ -83,25 +89,28 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     /// Dropping stops renewing; the lease lives on until it expires.
     async fn hold_lease(&self, held: &Lease) -> Result<LeaseEnd>;
 
-    /// Everybody's leases, always the latest: bursts coalesce, nothing queues. The receiver may start with
-    /// [`View::unknown`] and stays valid for as long as the manager lives.
+    /// Everybody's leases, always the latest: bursts coalesce, nothing queues. The receiver may
+    /// start with [`View::unknown`] and stays valid for as long as the manager lives.
     ///
     /// # Errors
     /// Watching cannot even start.
     async fn watch_leases(&self) -> Result<watch::Receiver<View>>;
 
-    /// Whether this node owns its subnets, always the latest. The receiver stays valid for as long as the manager
-    /// lives. A manager whose leases expire updates it when the lease ends, without a request to the store.
+    /// Whether this node owns its subnets, always the latest. The receiver stays valid for as long
+    /// as the manager lives. A manager whose leases expire updates it when the lease ends, without
+    /// a request to the store.
     fn ownership(&self) -> watch::Receiver<Ownership>;
 
-    /// Whether [`SubnetManager::report`] publishes anything. If not, a caller need not find out the readiness.
+    /// Whether [`SubnetManager::report`] publishes anything. If not, a caller need not find out the
+    /// readiness.
     fn publishes_readiness(&self) -> bool {
         false
     }
 
-    /// Publishes how ready this node's network is, where the store has a place for it, and keeps it published until
-    /// the next report. [`Readiness::Starting`] is reported before the first [`SubnetManager::acquire_lease`] and
-    /// completes when it is published; the others return at once, and failures to publish them are retried inside.
+    /// Publishes how ready this node's network is, where the store has a place for it, and keeps it
+    /// published until the next report. [`Readiness::Starting`] is reported before the first
+    /// [`SubnetManager::acquire_lease`] and completes when it is published; the others return at
+    /// once, and failures to publish them are retried inside.
     ///
     /// # Errors
     /// The store does not answer, of [`Readiness::Starting`] only.
@@ -125,8 +134,8 @@ pub enum Ownership {
     NotAcquired,
     /// The subnets are this node's.
     Held {
-        /// Until then, unless the lease is renewed; `None`: without end. By wall clock, and updated when that is
-        /// set.
+        /// Until then, unless the lease is renewed; `None`: without end. By wall clock, and updated
+        /// when that is set.
         until: Option<SystemTime>,
     },
     /// The subnets are no longer this node's. Routes to peers stay, but this node is not ready.
@@ -144,7 +153,8 @@ impl Ownership {
         matches!(self, Self::Held { .. })
     }
 
-    /// How long the lease is held from `now` on unless it is renewed; `None` if it is not held or has no end.
+    /// How long the lease is held from `now` on unless it is renewed; `None` if it is not held or
+    /// has no end.
     pub fn remaining(&self, now: SystemTime) -> Option<Duration> {
         match self {
             Self::Held { until } => {
@@ -163,8 +173,8 @@ pub enum Loss {
     Unconfirmed,
     /// The lease ended, as [`SubnetManager::hold_lease`] returned.
     Ended(LeaseEnd),
-    /// The store does not grant the lease at present, with the reason as a sentence without a full stop. The lease
-    /// may come back.
+    /// The store does not grant the lease at present, with the reason as a sentence without a full
+    /// stop. The lease may come back.
     Withdrawn(String),
 }
 
@@ -186,8 +196,9 @@ pub enum Readiness {
     },
 }
 
-/// The lease set once it is live and complete; after `patience` (at least one is needed to start at all) the latest
-/// there is. Nobody waits for a store that has not answered so far where there is a set from an earlier run.
+/// The lease set once it is live and complete; after `patience` (at least one is needed to start at
+/// all) the latest there is. Nobody waits for a store that has not answered so far where there is a
+/// set from an earlier run.
 ///
 /// # Errors
 /// Watching cannot even start.
@@ -208,12 +219,14 @@ pub async fn live_view(subnets: &dyn SubnetManager, patience: Duration) -> Resul
 pub struct Hints {
     /// Public addresses that the store prescribes for this node; they override the command line.
     pub public: Dual<IpAddr>,
-    /// What this node published last, if the store still has it: a backend keeps its keys and MAC addresses.
+    /// What this node published last, if the store still has it: a backend keeps its keys and MAC
+    /// addresses.
     pub last_published: Option<LeaseAttrs>,
     /// The subnets that this node had before.
     pub previous: Option<Subnets>,
-    /// The lease that this node had until its time ran out, while the store cannot be asked whether it still
-    /// has it. It is not to be used; but peers can be reached by what was published with it.
+    /// The lease that this node had until its time ran out, while the store cannot be asked whether
+    /// it still has it. It is not to be used; but peers can be reached by what was published with
+    /// it.
     pub lapsed: Option<Lease>,
 }
 
@@ -270,8 +283,8 @@ pub struct StoreStatus {
     pub skipped: Vec<(String, String)>,
     /// The last failure, and when; `None` if there was none, or one since put right.
     pub last_error: Option<(String, SystemTime)>,
-    /// Why the network config that the store holds is not used, as far as this was noticed: it is wrong, or there is
-    /// none any more; `None` if it is right.
+    /// Why the network config that the store holds is not used, as far as this was noticed: it is
+    /// wrong, or there is none any more; `None` if it is right.
     pub wrong_config: Option<String>,
 }
 

@@ -167,7 +167,7 @@ async fn reconcile(
             Ok(()) => return Ok(script.deviations),
             // Somebody removed a rule that was to be deleted, perhaps.
             Err(error) if tries > 0 => {
-                tracing::debug!(%error, "tried again with what is there now")
+                tracing::debug!(%error, "tried again with what is there now");
             }
             Err(error) => return Err(error),
         }

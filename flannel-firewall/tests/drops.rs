@@ -21,7 +21,7 @@ async fn a_policy_is_seen_wherever_it_is_and_whether_our_rules_help(ground: Grou
         forward_drops(&ground.tools.programs(), &networks, &LegacyMemory::default()).await.found
     };
     let nft = |command: &str| {
-        assert!(Command::new("nft").arg(command).status().unwrap().success(), "{command}")
+        assert!(Command::new("nft").arg(command).status().unwrap().success(), "{command}");
     };
     assert_eq!(drops().await, []);
     let made = Command::new("nft")

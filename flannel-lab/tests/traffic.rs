@@ -119,7 +119,7 @@ fn vxlan_daemons_killed_and_upgraded_lose_no_packet() {
 #[test]
 fn host_gw_daemons_killed_and_upgraded_lose_no_packet() {
     as_root("host_gw_daemons_killed_and_upgraded_lose_no_packet", || {
-        killed_and_upgraded("host-gw")
+        killed_and_upgraded("host-gw");
     });
 }
 
@@ -152,14 +152,14 @@ fn to_go_flannel_and_back(backend: &dyn Backend) {
 #[test]
 fn vxlan_hosts_made_ready_for_go_flannel_lose_no_packet() {
     as_root("vxlan_hosts_made_ready_for_go_flannel_lose_no_packet", || {
-        to_go_flannel_and_back(&VxlanBackend)
+        to_go_flannel_and_back(&VxlanBackend);
     });
 }
 
 #[test]
 fn host_gw_hosts_made_ready_for_go_flannel_lose_no_packet() {
     as_root("host_gw_hosts_made_ready_for_go_flannel_lose_no_packet", || {
-        to_go_flannel_and_back(&HostGw)
+        to_go_flannel_and_back(&HostGw);
     });
 }
 

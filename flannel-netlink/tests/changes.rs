@@ -385,7 +385,7 @@ fn metrics_that_were_told_of_do_not_stay() {
             Nexthop { id: 9, link: link("up0"), gateway: address("192.0.2.9"), onlink: false };
         let ours = Route { dst: "10.1.2.0/24".parse().unwrap(), via: Via::Nexthop(9), mtu: None };
         let put = |object: Object| {
-            kernel.apply(&Owned::default(), &[Change::Put(object)]).remove(0).unwrap()
+            kernel.apply(&Owned::default(), &[Change::Put(object)]).remove(0).unwrap();
         };
         put(nexthop.into());
         let mut changes = kernel.changes().unwrap();
@@ -548,7 +548,7 @@ fn one_of_last_resort_does_not_stay_behind_ours_however_it_was_learned_of() {
         let networks = vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/48".parse().unwrap()];
         let owned = Owned { blackholes: true, networks, ..Owned::default() };
         let change = |kernel: &NetlinkKernel, change: Change| {
-            kernel.apply(&owned, &[change]).remove(0).unwrap()
+            kernel.apply(&owned, &[change]).remove(0).unwrap();
         };
         let mut changes = kernel.changes().unwrap();
         kernel.snapshot(&owned).unwrap();
@@ -572,7 +572,7 @@ fn one_of_last_resort_does_not_stay_behind_ours_however_it_was_learned_of() {
                 change(&other, Change::Put(last.clone()));
                 match learned {
                     Learned::Told => {
-                        drop(until(&mut *changes, tells(Report::Now(last.clone()))).await)
+                        drop(until(&mut *changes, tells(Report::Now(last.clone()))).await);
                     }
                     Learned::Read => {
                         assert_eq!(kernel.snapshot(&owned).unwrap().get(&last.key()), Some(&last));

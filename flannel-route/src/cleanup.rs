@@ -158,7 +158,7 @@ pub fn ready_for_go(
         };
         match there.get(&Key::Nexthop(id)) {
             Some(Object::Nexthop(nexthop)) => {
-                changes.push(Change::Put(route.by_gateway_of(nexthop).into()))
+                changes.push(Change::Put(route.by_gateway_of(nexthop).into()));
             }
             _ => {
                 let detail = format!(

@@ -312,7 +312,7 @@ impl Engine {
         }
         for id in &fresh {
             for object in self.peers.fresh_objects(*id).unwrap_or_default() {
-                let new = |ids: &mut Ids| ids.assign_to(&object);
+                let new = |ids: &mut Ids| ids.assign_to(object);
                 if self.ids.as_mut().and_then(new).is_some() {
                     self.peer_objects.add(ObjectKind::Nexthop);
                 }

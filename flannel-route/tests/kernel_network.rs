@@ -321,7 +321,7 @@ fn scenarios() -> Vec<(String, Step)> {
         let steps: [(&str, Damage); 4] = [
             ("deleted", |w, nexthop| w.kernel.foreign_delete(Key::Nexthop(nexthop.id))),
             ("changed", |w, nexthop| {
-                w.kernel.foreign_put(Nexthop { onlink: !nexthop.onlink, ..nexthop }, 3)
+                w.kernel.foreign_put(Nexthop { onlink: !nexthop.onlink, ..nexthop }, 3);
             }),
             ("taken by another protocol", |w, nexthop| w.kernel.foreign_put(nexthop, 3)),
             ("moved", |w, nexthop| {

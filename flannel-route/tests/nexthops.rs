@@ -297,7 +297,7 @@ async fn whatever_is_refused_first_or_from_then_on_is_put_or_gone_in_the_end() {
     let steps: [(Operation, Step); 3] = [
         (Create, |subnets| (10..14).for_each(|n| subnets.put(&key(n), &format!("192.0.2.{n}")))),
         (Replace, |subnets| {
-            (2..6).for_each(|n| subnets.put(&key(n), &format!("192.0.2.{}", n + 70)))
+            (2..6).for_each(|n| subnets.put(&key(n), &format!("192.0.2.{}", n + 70)));
         }),
         (Delete, |subnets| (2..6).for_each(|n| subnets.delete(&key(n)))),
     ];

@@ -49,7 +49,8 @@ impl Attempts {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends a request that is about `key` until it is answered, nothing can help, or patience is at an end.
+    /// Sends a request that is about `key` until it is answered, nothing can help, or patience is
+    /// at an end.
     pub(crate) async fn ask<T, F>(
         &self,
         key: &str,

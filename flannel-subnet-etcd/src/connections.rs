@@ -1,4 +1,5 @@
-//! One connection per endpoint, made when it is needed, and anew when the files of its certificates change.
+//! One connection per endpoint, made when it is needed, and anew when the files of its certificates
+//! change.
 
 use std::fs;
 use std::io;
@@ -15,8 +16,8 @@ use tokio::sync::Mutex;
 use crate::failure::{Failure, Retry, says};
 use crate::options::EtcdOptions;
 
-/// After so much silence the other side is asked whether it is there. etcd takes offence if it is asked more often
-/// than every 5 s, or while nothing is waited for.
+/// After so much silence the other side is asked whether it is there. etcd takes offence if it is
+/// asked more often than every 5 s, or while nothing is waited for.
 const SILENCE: Duration = Duration::from_millis(5500);
 
 /// How long it may take to say so.
@@ -34,8 +35,8 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    /// In TLS 1.3 the other side may hang up before what it says about our certificate is read: then it still
-    /// means what it said before.
+    /// In TLS 1.3 the other side may hang up before what it says about our certificate is read:
+    /// then it still means what it said before.
     pub(crate) fn interpret<T>(&self, outcome: Result<T, Failure>) -> Result<T, Failure> {
         let mut refusal = self.refusal.lock().unwrap_or_else(PoisonError::into_inner);
         match &outcome {

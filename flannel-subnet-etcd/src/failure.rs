@@ -89,8 +89,8 @@ impl From<Error> for Failure {
     }
 }
 
-/// What status is worth another attempt. etcd uses `Unknown` and `Internal` for what its own members say
-/// to each other.
+/// What status is worth another attempt. etcd uses `Unknown` and `Internal` for what its own
+/// members say to each other.
 fn retry(code: Code, message: &str) -> Retry {
     let says = |texts: &[&str]| texts.iter().any(|text| message.contains(text));
     match code {

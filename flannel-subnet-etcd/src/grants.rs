@@ -1,4 +1,5 @@
-//! etcd's own leases, which a holder's keys are attached to: granted when they are first needed, then renewed.
+//! etcd's own leases, which a holder's keys are attached to: granted when they are first needed,
+//! then renewed.
 
 use std::time::Duration;
 
@@ -10,8 +11,8 @@ use crate::failure::{self, Failure};
 use crate::store::Store;
 
 impl Store {
-    /// Makes sure that the etcd lease exists and has all its time before it. A later `known` is not needed:
-    /// time counts from before the write.
+    /// Makes sure that the etcd lease exists and has all its time before it. A later `known` is not
+    /// needed: time counts from before the write.
     pub(crate) async fn take_lease(&self, key: &str, grant: LeaseGrant) -> Result<i64> {
         let LeaseGrant { holder, ttl } = grant;
         let id = lease_id(holder).ok_or_else(|| Error::Refused {

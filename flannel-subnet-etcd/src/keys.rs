@@ -38,7 +38,8 @@ impl Keys {
     }
 }
 
-/// Joins and cleans, without a file system: `//` and `/./` are `/`, and `..` takes away what is before it.
+/// Joins and cleans, without a file system: `//` and `/./` are `/`, and `..` takes away what is
+/// before it.
 ///
 /// **Source**: Go `path.Join`, which flannel makes its keys with.
 fn join(prefix: &str, name: &str) -> String {

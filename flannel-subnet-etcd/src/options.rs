@@ -16,29 +16,34 @@ use std::time::Duration;
 /// ```
 #[derive(Clone, PartialEq, Eq)]
 pub struct EtcdOptions {
-    /// URLs such as `http://192.0.2.1:2379` or `https://etcd.example:2379`; at least one. Without a scheme it is
-    /// `https://` if a TLS file is named, else `http://`; what is empty does not count.
+    /// URLs such as `http://192.0.2.1:2379` or `https://etcd.example:2379`; at least one. Without a
+    /// scheme it is `https://` if a TLS file is named, else `http://`; what is empty does not
+    /// count.
     pub endpoints: Vec<String>,
     /// What all keys begin with, without `/config` and `/subnets`.
     pub prefix: String,
-    /// PEM certificates of those who may vouch for an `https://` endpoint; `None`: whom this system trusts.
+    /// PEM certificates of those who may vouch for an `https://` endpoint; `None`: whom this system
+    /// trusts.
     pub cafile: Option<PathBuf>,
     /// This node's PEM certificate for `https://` endpoints that ask for one; goes with `keyfile`.
     pub certfile: Option<PathBuf>,
     /// The PEM key of `certfile`.
     pub keyfile: Option<PathBuf>,
-    /// An etcd user; goes with `password`. Where etcd has no authentication enabled, they are not needed.
+    /// An etcd user; goes with `password`. Where etcd has no authentication enabled, they are not
+    /// needed.
     pub username: Option<String>,
     /// The user's password.
     pub password: Option<String>,
     /// How long one endpoint may take for one request until the next one is asked.
     pub request_timeout: Duration,
-    /// For how long a request is repeated until it counts as failed. The last attempt may end later.
+    /// For how long a request is repeated until it counts as failed. The last attempt may end
+    /// later.
     pub patience: Duration,
 }
 
 impl Default for EtcdOptions {
-    /// Go flannel's endpoints and prefix, no TLS files, no user; 5 s for a request, 20 s of patience.
+    /// Go flannel's endpoints and prefix, no TLS files, no user; 5 s for a request, 20 s of
+    /// patience.
     fn default() -> Self {
         Self {
             endpoints: vec!["http://127.0.0.1:4001".into(), "http://127.0.0.1:2379".into()],

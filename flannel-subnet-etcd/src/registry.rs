@@ -17,7 +17,8 @@ use crate::store::Store;
 use crate::transaction::{Outcome, absent, at_revision};
 use crate::watch::EtcdWatch;
 
-/// A registry in etcd (API version 3, tested from 3.4). Clones are the same registry, on the same connections.
+/// A registry in etcd (API version 3, tested from 3.4). Clones are the same registry, on the same
+/// connections.
 ///
 /// - **Endpoints**: one connection at a time, to an endpoint chosen at random and kept while it answers. A request
 ///   that gets no answer is repeated at the next endpoint, with growing random pauses, for as long as
@@ -39,8 +40,8 @@ impl EtcdRegistry {
     /// A registry on these endpoints. Nothing is connected yet: etcd may come later.
     ///
     /// # Errors
-    /// [`Error::Refused`]: an endpoint is no URL, a file cannot be read or holds no certificate or key, or of
-    /// two options that belong together one is missing.
+    /// [`Error::Refused`]: an endpoint is no URL, a file cannot be read or holds no certificate or
+    /// key, or of two options that belong together one is missing.
     ///
     /// # Blocking
     /// Reads the files of certificates and keys.

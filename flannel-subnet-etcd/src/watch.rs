@@ -10,7 +10,8 @@ use crate::failure::Failure;
 use crate::keys::{now, revision};
 use crate::store::LARGEST_ANSWER;
 
-/// A watch on one connection. What breaks the connection ends the watch, and whoever watches lists again.
+/// A watch on one connection. What breaks the connection ends the watch, and whoever watches lists
+/// again.
 pub(crate) struct EtcdWatch {
     stream: WatchStream,
     /// What all keys have in front.

@@ -1,4 +1,5 @@
-//! The node condition `NetworkUnavailable`, by which Kubernetes keeps pods away from a node without a network.
+//! The node condition `NetworkUnavailable`, by which Kubernetes keeps pods away from a node without
+//! a network.
 //!
 //! It says what was reported ([`Readiness`]), and is kept so whatever else writes it.
 //!
@@ -54,8 +55,8 @@ impl Wanted {
     }
 }
 
-/// Keeps this node's condition as it was reported last. Failures are repeated for ever, with one line in the log for each
-/// outage.
+/// Keeps this node's condition as it was reported last. Failures are repeated for ever, with one
+/// line in the log for each outage.
 pub(crate) async fn keep(shared: Arc<Shared>) {
     let mut readiness = shared.readiness.subscribe();
     let mut pause = Pause::new();
@@ -109,12 +110,12 @@ pub(crate) async fn keep(shared: Arc<Shared>) {
 }
 
 impl Shared {
-    /// Makes the condition true if it is false, and leaves one alone that is not there: this node starts without a
-    /// network, and an earlier boot may have left the condition.
+    /// Makes the condition true if it is false, and leaves one alone that is not there: this node
+    /// starts without a network, and an earlier boot may have left the condition.
     ///
     /// # Errors
-    /// The node cannot be read, or its status not be written. A refusal is none: it is reported when the condition is
-    /// written the next time, and is no reason to have no network.
+    /// The node cannot be read, or its status not be written. A refusal is none: it is reported
+    /// when the condition is written the next time, and is no reason to have no network.
     pub(crate) async fn withdraw_condition(&self) -> Result<()> {
         let wanted = Wanted::unavailable("flannel has only just been started");
         let withdraw = async || {

@@ -1,7 +1,8 @@
-//! All nodes, always the latest: listed once, watched from there, and listed again when changes were missed.
+//! All nodes, always the latest: listed once, watched from there, and listed again when changes
+//! were missed.
 //!
-//! Nothing is applied to the view before a list is complete, and a watch goes on from the last version that
-//! came whole, whatever cut it.
+//! Nothing is applied to the view before a list is complete, and a watch goes on from the last
+//! version that came whole, whatever cut it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,15 +20,19 @@ use crate::pause::Pause;
 
 /// So many nodes are asked for at once.
 pub(crate) const PAGE: u32 = 500;
-/// A watch that is silent for so long is begun anew, and nodes are listed if that one is silent, too. API servers send a bookmark every
-/// minute, but perhaps none while nothing happens in the cluster: silence alone says nothing of their store.
+/// A watch that is silent for so long is begun anew, and nodes are listed if that one is silent,
+/// too. API servers send a bookmark every minute, but perhaps none while nothing happens in the
+/// cluster: silence alone says nothing of their store.
 const SILENCE: Duration = Duration::from_secs(90);
-/// How long the server is asked to go on, in seconds: at random, so that nodes do not come back together.
+/// How long the server is asked to go on, in seconds: at random, so that nodes do not come back
+/// together.
 const WATCH: std::ops::Range<u32> = 300..600;
-/// After so many errors of the server in a row the version is not asked for again: it may be one that there never was.
+/// After so many errors of the server in a row the version is not asked for again: it may be one
+/// that there never was.
 const ERRORS: u32 = 3;
-/// A server's cache that is late for longer is not waited for: the list comes from the server's store. Only what the server itself says,
-/// or its silence, counts, and only if nothing else comes between: after an outage all nodes are back at once.
+/// A server's cache that is late for longer is not waited for: the list comes from the server's
+/// store. Only what the server itself says, or its silence, counts, and only if nothing else comes
+/// between: after an outage all nodes are back at once.
 pub(crate) const LATE: Duration = Duration::from_secs(10);
 /// A watch that ends sooner and brings nothing was of no use.
 const BRIEF: Duration = Duration::from_secs(1);
@@ -141,8 +146,8 @@ impl Following {
         }
     }
 
-    /// Watches until changes were missed, or may have been: versions go back when the server's store is restored from a copy, and
-    /// only a list shows. Returns what that list must be like.
+    /// Watches until changes were missed, or may have been: versions go back when the server's
+    /// store is restored from a copy, and only a list shows. Returns what that list must be like.
     async fn watch_from(
         &mut self,
         mut version: String,
@@ -159,7 +164,8 @@ impl Following {
                     return Least::Version(version);
                 }
                 Ok(Watched::Silent { useful }) => {
-                    // Mostly it is the connection that is dead. A list shows whether the server lives.
+                    // Mostly it is the connection that is dead. A list shows whether the server
+                    // lives.
                     if silent && !useful {
                         return Least::Version(version);
                     }

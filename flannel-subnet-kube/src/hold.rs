@@ -1,7 +1,8 @@
 //! Keeping the lease: what this node published stays published, and other PodCIDRs move it.
 //!
-//! What looks different from what was published is judged by reading the node itself, since what is followed may
-//! come late. A node that is gone may come back, and one whose PodCIDRs make no lease may get others: the network stays until then.
+//! What looks different from what was published is judged by reading the node itself, since what is
+//! followed may come late. A node that is gone may come back, and one whose PodCIDRs make no lease
+//! may get others: the network stays until then.
 
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, SystemTime};
@@ -27,7 +28,8 @@ struct Fight {
 }
 
 impl Fight {
-    /// Something is to be put back, whether or not that succeeds. Returns whether this is a new fight.
+    /// Something is to be put back, whether or not that succeeds. Returns whether this is a new
+    /// fight.
     fn begins(&mut self) -> bool {
         let new = self.last.is_none_or(|last| last.elapsed() >= PEACE);
         if new {
@@ -132,7 +134,8 @@ impl Shared {
         }
     }
 
-    /// Puts back what is missing of this node's annotations, and publishes what is to be published now.
+    /// Puts back what is missing of this node's annotations, and publishes what is to be published
+    /// now.
     async fn repair(&self, seen: &Node, held: &Lease, fight: &mut Fight) -> Result<()> {
         let missing = |node: &Node| missing(node, &wanted(&held.attrs, &node.values));
         if missing(seen).is_empty() {

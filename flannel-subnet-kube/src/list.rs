@@ -21,7 +21,8 @@ struct Page {
 }
 
 impl Following {
-    /// Lists all nodes: the version of the list. It may come from the server's cache, if that is not late, or not for long.
+    /// Lists all nodes: the version of the list. It may come from the server's cache, if that is
+    /// not late, or not for long.
     pub(crate) async fn list(&mut self, least: &Least) -> Result<String, Failure> {
         let waits = self.late.is_none_or(|(first, last)| last - first < LATE);
         // Whatever else comes of this list, the next one waits again.
@@ -45,7 +46,8 @@ impl Following {
             let path = format!("/api/v1/nodes?{query}");
             let call = Call { verb: "list", resource: "nodes", path, patch: None };
             let answer = self.api.send(&call).await;
-            // The version may be one that there never was. Older servers do not answer while their cache is not ready.
+            // The version may be one that there never was. Older servers do not answer while their
+            // cache is not ready.
             if least.is_some() && matches!(answer, Err(Failure::Late(_) | Failure::Silent(_))) {
                 let now = Instant::now();
                 self.late = Some((late.map_or(now, |(first, _)| first), now));
@@ -64,8 +66,9 @@ impl Following {
         }
     }
 
-    /// The version of this node, which is always the latest where it is asked for alone. A server's cache that is late by more would
-    /// make peers of those that went, and none of those that came. `None`: there is no such node.
+    /// The version of this node, which is always the latest where it is asked for alone. A server's
+    /// cache that is late by more would make peers of those that went, and none of those that came.
+    /// `None`: there is no such node.
     async fn own_version(&self) -> Result<Option<String>, Failure> {
         let path = format!("/api/v1/nodes/{}", self.own);
         let call = Call { verb: "get", resource: "nodes", path, patch: None };

@@ -1,10 +1,12 @@
-//! This node's lease and everybody's, as Kubernetes keeps them: subnets are PodCIDRs, attributes are annotations.
+//! This node's lease and everybody's, as Kubernetes keeps them: subnets are PodCIDRs, attributes
+//! are annotations.
 //!
-//! Kubernetes gives the subnets, and nothing expires. This node publishes how it is reached, keeps that published, and
-//! notices when it is given other subnets.
+//! Kubernetes gives the subnets, and nothing expires. This node publishes how it is reached, keeps
+//! that published, and notices when it is given other subnets.
 //!
 //! **Source**: flannel `pkg/subnet/kube/kube.go`. Different on purpose: a missing PodCIDR is waited for, another one moves
-//! the lease, any changed attribute of either family is a change, and annotations that somebody removed are put back.
+//! the lease, any changed attribute of either family is a change, and annotations that somebody
+//! removed are put back.
 
 use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Duration;
@@ -50,7 +52,8 @@ impl KubeManager {
     /// A manager that speaks to the API server which the options name. Nothing is asked yet.
     ///
     /// # Errors
-    /// [`Error::Refused`]: how to reach the API server is not known, or what is said of it is wrong.
+    /// [`Error::Refused`]: how to reach the API server is not known, or what is said of it is
+    /// wrong.
     ///
     /// # Blocking
     /// Reads a kubeconfig, certificates and tokens.
@@ -61,8 +64,9 @@ impl KubeManager {
 
 #[async_trait]
 impl SubnetManager for KubeManager {
-    /// Once a lease was acquired, the networks stay what they were: pods do not survive others. The first one is good for nothing
-    /// until the API server has answered. Views and leases are of the config that was last given out, whatever the file has come to say.
+    /// Once a lease was acquired, the networks stay what they were: pods do not survive others. The
+    /// first one is good for nothing until the API server has answered. Views and leases are of the
+    /// config that was last given out, whatever the file has come to say.
     async fn network_config(&self) -> Result<Config> {
         let config = self.shared.config_now().await?;
         *self.shared.given.lock().unwrap_or_else(PoisonError::into_inner) = Some(config.clone());
@@ -89,8 +93,9 @@ impl SubnetManager for KubeManager {
         }
     }
 
-    /// Addresses from the annotations `node-public-ip` and `node-public-ipv6`, and what this node published last. While no lease can be
-    /// made of this node, they are those of the one that it had.
+    /// Addresses from the annotations `node-public-ip` and `node-public-ipv6`, and what this node
+    /// published last. While no lease can be made of this node, they are those of the one that it
+    /// had.
     async fn hints(&self) -> Result<Hints> {
         let held = self.shared.held();
         let (public, lease) = match (self.shared.own_hints().await, &held) {
@@ -107,7 +112,8 @@ impl SubnetManager for KubeManager {
     }
 
     /// A lease that was acquired stays in force while none can be made of this node: mostly nobody
-    /// else gets its subnets soon, and what peers and pods are reached by is not given up. What ends that, [`SubnetManager::hold_lease`] finds out.
+    /// else gets its subnets soon, and what peers and pods are reached by is not given up. What
+    /// ends that, [`SubnetManager::hold_lease`] finds out.
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease> {
         let config = self.shared.config().await?;
         let held = match (self.shared.take(config, attrs).await, self.shared.held()) {
@@ -150,8 +156,8 @@ impl SubnetManager for KubeManager {
         self.shared.follow(|follower| follower.views.clone()).await
     }
 
-    /// Known while [`SubnetManager::hold_lease`] runs. The lease is lost when the node is gone, or has other PodCIDRs, or
-    /// none, or such as no lease can be made of.
+    /// Known while [`SubnetManager::hold_lease`] runs. The lease is lost when the node is gone, or
+    /// has other PodCIDRs, or none, or such as no lease can be made of.
     fn ownership(&self) -> watch::Receiver<Ownership> {
         self.shared.ownership.subscribe()
     }
@@ -160,8 +166,8 @@ impl SubnetManager for KubeManager {
         self.shared.options.node_condition
     }
 
-    /// Published as the node's condition `NetworkUnavailable`. On a start without a datapath in place, a condition that an
-    /// earlier boot left as false is made true.
+    /// Published as the node's condition `NetworkUnavailable`. On a start without a datapath in
+    /// place, a condition that an earlier boot left as false is made true.
     async fn report(&self, readiness: &Readiness) -> Result<()> {
         if !self.publishes_readiness() {
             return Ok(());

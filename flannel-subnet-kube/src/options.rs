@@ -9,7 +9,8 @@ use crate::annotations::Prefix;
 pub struct KubeOptions {
     /// The API server's URL, instead of what the kubeconfig says; `None`: as that says.
     pub api_url: Option<String>,
-    /// How to speak to the API server; `None`: with the URL alone, nothing else is needed; without it, what every pod is given.
+    /// How to speak to the API server; `None`: with the URL alone, nothing else is needed; without
+    /// it, what every pod is given.
     pub kubeconfig: Option<PathBuf>,
     /// What the names of annotations begin with.
     pub prefix: Prefix,

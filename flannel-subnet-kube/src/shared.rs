@@ -52,7 +52,8 @@ impl Shared {
     /// What speaks to the API server that the options name. Nothing is asked yet.
     ///
     /// # Errors
-    /// [`Error::Refused`]: how to reach the API server is not known, or what is said of it is wrong.
+    /// [`Error::Refused`]: how to reach the API server is not known, or what is said of it is
+    /// wrong.
     pub(crate) async fn open(options: KubeOptions) -> Result<Self> {
         let source =
             Source { url: options.api_url.clone(), kubeconfig: options.kubeconfig.clone() };
@@ -109,8 +110,8 @@ impl Shared {
         read
     }
 
-    /// All nodes, followed from the first call on, and anew if the config has come to enable other families before a lease was
-    /// acquired, or if they are followed no more.
+    /// All nodes, followed from the first call on, and anew if the config has come to enable other
+    /// families before a lease was acquired, or if they are followed no more.
     pub(crate) async fn follow<T>(&self, look: impl FnOnce(&Follower) -> T) -> Result<T> {
         let name = self.name().await?.to_owned();
         let config = self.settled().await?;

@@ -123,9 +123,9 @@ impl LocalManager {
         Ok(written.map(|entry| self.settle(entry, Some(LeaseTerm { sent, ttl: self.ttl }))).into())
     }
 
-    /// The key was free, but the store knows nothing of subnets: where a key names two, another key may name
-    /// one of them and have been created at the same time. Whoever came later sees the earlier one here, and
-    /// steps back: `None`, and the key is deleted again.
+    /// The key was free, but the store knows nothing of subnets: where a key names two, another key
+    /// may name one of them and have been created at the same time. Whoever came later sees the
+    /// earlier one here, and steps back: `None`, and the key is deleted again.
     pub(crate) async fn undisputed(&self, entry: Entry) -> Result<Option<Entry>> {
         let subnets = entry.lease.subnets;
         if subnets.iter().count() < 2 {
@@ -137,7 +137,8 @@ impl LocalManager {
         lost_race(self.store.delete(&subnets, entry.lease.revision).await.map(|()| None))
     }
 
-    /// Deletes what we hold besides `held`: a request that we had given up can have been carried out later.
+    /// Deletes what we hold besides `held`: a request that we had given up can have been carried
+    /// out later.
     pub(crate) async fn sweep(&self, held: &Subnets) -> Result<()> {
         let listing = self.store.list().await?;
         let ours = |entry: &&Entry| {

@@ -51,13 +51,13 @@ struct CacheWriter {
 }
 
 impl LocalManager {
-    /// Keeps the last good set of leases in this file, and starts from it while the store is out of reach: the
-    /// view begins with it, marked [`Origin::Cached`]; config, hints and the own lease come from it until the
-    /// store has answered once, the lease only while its end lies ahead by wall clock; afterwards it is a hint
-    /// ([`Hints::lapsed`](flannel_core::Hints::lapsed)).
+    /// Keeps the last good set of leases in this file, and starts from it while the store is out of
+    /// reach: the view begins with it, marked [`Origin::Cached`]; config, hints and the own lease
+    /// come from it until the store has answered once, the lease only while its end lies ahead by
+    /// wall clock; afterwards it is a hint ([`Hints::lapsed`](flannel_core::Hints::lapsed)).
     ///
-    /// The file is written when leases or the own lease have changed, at most every 5 seconds. A file that is
-    /// damaged, or of another store, is ignored with a warning that says why.
+    /// The file is written when leases or the own lease have changed, at most every 5 seconds. A
+    /// file that is damaged, or of another store, is ignored with a warning that says why.
     ///
     /// # Blocking
     /// Reads the file.
@@ -92,7 +92,8 @@ impl LocalManager {
         loaded.filter(|_| self.store.status().confirmed.is_none())
     }
 
-    /// The answer, or the failure, of a store that has to answer at once, since the cache can do so instead.
+    /// The answer, or the failure, of a store that has to answer at once, since the cache can do so
+    /// instead.
     pub(crate) async fn promptly<T>(
         &self,
         request: impl Future<Output = Result<T>> + Send,
@@ -146,7 +147,8 @@ impl LocalManager {
         (*holder == self.identity.holder).then(|| lease.clone())
     }
 
-    /// Takes up the lease from the cache. What it was published with is put right when the store is back.
+    /// Takes up the lease from the cache. What it was published with is put right when the store is
+    /// back.
     pub(crate) fn settle_cached(&self, lease: &Lease, attrs: &LeaseAttrs, error: &Error) -> Lease {
         let (boottime, wall) = (self.clock.boottime(), self.clock.wall());
         let term = lease.expires.map(|end| LeaseTerm {
@@ -193,7 +195,8 @@ impl LocalManager {
     }
 }
 
-/// The store has not said anything about what it was asked: it is out of reach, or refuses to speak with us.
+/// The store has not said anything about what it was asked: it is out of reach, or refuses to speak
+/// with us.
 pub(crate) fn unanswered(error: &Error) -> bool {
     matches!(error, Error::Store { .. } | Error::Refused { .. })
 }

@@ -1,8 +1,8 @@
 //! The lease that this node holds, and whether its subnets are this node's by now.
 //!
-//! A node owns its subnets until the last renewal that the store confirmed, counted from its *sending*, plus the
-//! time to live. The store began to count later, so it cannot forget the lease before. The time by which two clocks
-//! may drift apart meanwhile is taken off.
+//! A node owns its subnets until the last renewal that the store confirmed, counted from its
+//! *sending*, plus the time to live. The store began to count later, so it cannot forget the lease
+//! before. The time by which two clocks may drift apart meanwhile is taken off.
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
@@ -13,10 +13,12 @@ use tokio::sync::watch;
 use crate::clock::Clock;
 use crate::task::Task;
 
-/// Of the time to live, the part by which two clocks may drift apart: the kernel slews each by up to 500 ppm.
+/// Of the time to live, the part by which two clocks may drift apart: the kernel slews each by up
+/// to 500 ppm.
 const DRIFT: u32 = 1000;
 
-/// Times that differ by less are published as one: each is computed from two clocks, which are not read at once.
+/// Times that differ by less are published as one: each is computed from two clocks, which are not
+/// read at once.
 const TOLERANCE: Duration = Duration::from_secs(1);
 
 /// The lease that this node holds.
@@ -38,7 +40,8 @@ pub(crate) struct LeaseTerm {
 }
 
 impl LeaseTerm {
-    /// A thousandth early: if our clock is slow and the store's is fast, the store must still not be first.
+    /// A thousandth early: if our clock is slow and the store's is fast, the store must still not
+    /// be first.
     pub(crate) fn end(&self) -> Duration {
         self.sent.saturating_add(self.ttl - self.ttl / DRIFT)
     }
@@ -188,7 +191,8 @@ fn publish(published: &watch::Sender<Ownership>, now: Ownership) {
     });
 }
 
-/// Publishes the end of the lease when it comes, and the same end anew when somebody sets the clock.
+/// Publishes the end of the lease when it comes, and the same end anew when somebody sets the
+/// clock.
 async fn follow(
     mut state: watch::Receiver<State>,
     published: watch::Sender<Ownership>,
@@ -221,5 +225,81 @@ async fn follow(
             () = over => (),
             changed = state.changed() => if changed.is_err() { return },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    use std::sync::Mutex;
+
+    use async_trait::async_trait;
+    use tokio::sync::Notify;
+    use tokio::time::{Instant, sleep_until};
+
+    /// Tokio's time, with a wall clock that a test sets.
+    #[derive(Debug)]
+    struct SetClock {
+        start: Instant,
+        wall: Mutex<SystemTime>,
+        set: Notify,
+    }
+
+    impl SetClock {
+        fn set(&self, wall: SystemTime) {
+            *self.wall.lock().unwrap() = wall;
+            self.set.notify_waiters();
+        }
+    }
+
+    #[async_trait]
+    impl Clock for SetClock {
+        fn boottime(&self) -> Duration {
+            self.start.elapsed()
+        }
+
+        fn wall(&self) -> SystemTime {
+            *self.wall.lock().unwrap() + self.start.elapsed()
+        }
+
+        async fn sleep_until(&self, boottime: Duration) {
+            sleep_until(self.start + boottime).await;
+        }
+
+        async fn sleep_until_wall(&self, _: SystemTime) {
+            self.set.notified().await;
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_end_is_published_anew_when_somebody_sets_the_clock() {
+        let (epoch, year) = (SystemTime::UNIX_EPOCH, Duration::from_secs(365 * 86_400));
+        let ttl = Duration::from_secs(1000);
+        let (start, wall) = (Instant::now(), Mutex::new(epoch));
+        let clock = Arc::new(SetClock { start, wall, set: Notify::new() });
+        let holding = Holding::new(Arc::clone(&clock) as _);
+        let mut ownership = holding.ownership();
+        let term = Some(LeaseTerm { sent: Duration::ZERO, ttl });
+        let subnets = "10.1.5.0-24".parse().unwrap();
+        let (attrs, revision) = (LeaseAttrs::default(), Revision(1));
+        holding.set(HeldLease { subnets, attrs, revision, term });
+        let end = Duration::from_secs(999);
+        let held = |until| Ownership::Held { until: Some(until) };
+        assert_eq!(*ownership.borrow_and_update(), held(epoch + end));
+        tokio::task::yield_now().await;
+        // A machine without a clock of its own learns the time.
+        clock.set(epoch + 50 * year);
+        ownership.changed().await.unwrap();
+        assert_eq!(*ownership.borrow_and_update(), held(epoch + 50 * year + end));
+        assert_eq!(start.elapsed(), Duration::ZERO);
+        // The lease ends by boot time.
+        ownership.changed().await.unwrap();
+        let lost = Ownership::Lost { since: epoch + 50 * year + end, why: Loss::Unconfirmed };
+        let published = ownership.borrow_and_update().clone();
+        assert!(!published.is_held() && start.elapsed().abs_diff(end) < TOLERANCE, "{published:?}");
+        assert!(matches!((&published, &lost),
+            (Ownership::Lost { since: a, why: Loss::Unconfirmed }, Ownership::Lost { since: b, .. })
+                if a.duration_since(*b).unwrap_or_default() < TOLERANCE));
     }
 }

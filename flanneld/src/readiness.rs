@@ -1,9 +1,9 @@
-//! Whether the node is ready, as it is published where the store has a place for it: in Kubernetes the node's condition
-//! `NetworkUnavailable`.
+//! Whether the node is ready, as it is published where the store has a place for it: in Kubernetes
+//! the node's condition `NetworkUnavailable`.
 //!
-//! A lost lease is published at once. Anything else that makes the node not ready must last, because each peer that
-//! comes makes the kernel unequal to the leases for a moment, and Kubernetes takes the condition as an order to send no
-//! pods.
+//! A lost lease is published at once. Anything else that makes the node not ready must last,
+//! because each peer that comes makes the kernel unequal to the leases for a moment, and Kubernetes
+//! takes the condition as an order to send no pods.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -18,12 +18,14 @@ use crate::problems::problems;
 
 /// A network that is not in place for less counts as in place.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// So seldom is another reason published, or twice as often, at random: many nodes may have one trouble, whose words change all the time.
+/// So seldom is another reason published, or twice as often, at random: many nodes may have one
+/// trouble, whose words change all the time.
 const AGAIN: Duration = Duration::from_secs(120);
 /// After so long it is judged anew: not all that it depends on reports changes.
 const REFRESH: Duration = Duration::from_secs(5);
 
-/// Publishes that the daemon starts, unless the store has no place for that: then `in_place` is not asked.
+/// Publishes that the daemon starts, unless the store has no place for that: then `in_place` is not
+/// asked.
 ///
 /// # Errors
 /// The store does not answer.
@@ -38,7 +40,8 @@ pub(crate) async fn announce(
     Ok(())
 }
 
-/// Publishes how ready the node is, for as long as the daemon lives, if the store has a place for that.
+/// Publishes how ready the node is, for as long as the daemon lives, if the store has a place for
+/// that.
 pub(crate) async fn publish(subnets: &dyn SubnetManager, observer: &Observer) -> Infallible {
     if !subnets.publishes_readiness() {
         return std::future::pending().await;

@@ -13,7 +13,8 @@ use crate::error::{Error, Result};
 use crate::lease::{Lease, LeaseAttrs, LeaseSet, Origin, Revision, Subnets, View};
 use crate::subnet::{Hints, LeaseEnd, Loss, Ownership, Readiness, StoreStatus, SubnetManager};
 
-/// A subnet manager whose leases a test writes; `acquire_lease` gives the first subnet to this node.
+/// A subnet manager whose leases a test writes; `acquire_lease` gives the first subnet to this
+/// node.
 ///
 /// Clones are the same manager.
 #[derive(Debug, Clone)]

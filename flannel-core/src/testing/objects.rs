@@ -1,5 +1,7 @@
 //! Arbitrary kernel objects, for property tests.
 
+#![allow(clippy::unwrap_used, reason = "the values are constants that are known to be valid")]
+
 use std::net::IpAddr;
 
 use proptest::prelude::*;

@@ -266,7 +266,7 @@ impl Filled {
 /// Adds to `batch` what removes the table of a family.
 pub(crate) fn remove(batch: &mut Batch, family: Family) {
     batch.add(DELTABLE, protocol(family), Make::Nothing, |request| {
-        _ = request.text(TABLE, name(family))
+        _ = request.text(TABLE, name(family));
     });
 }
 

@@ -111,7 +111,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
                 }
                 // `rta_expires` of `struct rta_cacheinfo`: the kernel deletes it by itself.
                 Rta::Cacheinfo => {
-                    read.more |= value.get(8..).and_then(u32_of).is_some_and(|time| time != 0)
+                    read.more |= value.get(8..).and_then(u32_of).is_some_and(|time| time != 0);
                 }
                 _ => read.more = true,
             },

@@ -91,7 +91,7 @@ impl Engine {
             let Some((id, _)) = self.fresh.pop_front() else { break };
             let defined = self.peers.take_fresh(id).unwrap_or_default();
             expand(defined, self.ids.as_ref(), |object| {
-                objects[object.kind() as usize].push(object)
+                objects[object.kind() as usize].push(object);
             });
         }
         if self.fresh.is_empty() {

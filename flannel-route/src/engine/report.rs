@@ -96,7 +96,7 @@ impl Engine {
         };
         let mut objects = Vec::new();
         expand(&peer.objects, self.ids.as_ref(), |object| {
-            objects.push((standing(&object), object))
+            objects.push((standing(&object), object));
         });
         let objects = objects.into_iter().map(|(how, object)| (object, how)).collect();
         let disbelief = self.peers.disbelieved().get(&peer.lease.subnets).cloned();

@@ -47,7 +47,7 @@ impl Engine {
             return;
         }
         for object in self.peers.objects() {
-            if ids.assign_to(&object).is_some() {
+            if ids.assign_to(object).is_some() {
                 self.peer_objects.add(ObjectKind::Nexthop);
             }
         }
