@@ -8,7 +8,7 @@ use crate::daemon::{Daemon, program};
 use crate::report::Report;
 
 /// Up to so many peers, so many MiB.
-const RSS_MIB: [(u32, f64); 2] = [(5_000, 12.0), (50_000, 60.0)];
+const RSS_MIB: [(u32, f64); 2] = [(5_000, 14.0), (50_000, 64.0)];
 /// After the last object is in place.
 const REST: Duration = Duration::from_secs(5);
 
