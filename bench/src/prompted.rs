@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use flannel_core::{
-    Change, Changes, Doubts, Kernel, KernelError, NexthopIds, Owned, Process, RouteAnswer, State,
+    Change, Changes, Footprint, Invalidation, Kernel, KernelError, NexthopIds, Process,
+    RouteAnswer, State,
 };
 use tokio::sync::{Notify, mpsc};
 
@@ -51,22 +52,22 @@ impl Prompter {
 }
 
 impl Kernel for Prompted {
-    fn snapshot(&self, owned: &Owned) -> Result<State, KernelError> {
+    fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
         // Whoever waits for it may have gone.
         let _ = self.begun.send(());
-        self.kernel.snapshot(owned)
+        self.kernel.snapshot(footprint)
     }
 
-    fn nexthop_ids(&self, owned: &Owned) -> Result<NexthopIds, KernelError> {
-        self.kernel.nexthop_ids(owned)
+    fn nexthop_ids(&self, footprint: &Footprint) -> Result<NexthopIds, KernelError> {
+        self.kernel.nexthop_ids(footprint)
     }
 
     fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError> {
         self.kernel.nexthop_users(there)
     }
 
-    fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {
-        self.kernel.apply(owned, changes)
+    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+        self.kernel.apply(footprint, changes)
     }
 
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {
@@ -87,8 +88,8 @@ struct Prompts(Arc<Notify>);
 
 #[async_trait]
 impl Changes for Prompts {
-    async fn next(&mut self) -> Result<Doubts, KernelError> {
+    async fn next(&mut self) -> Result<Invalidation, KernelError> {
         self.0.notified().await;
-        Ok(Doubts::Everything)
+        Ok(Invalidation::Everything)
     }
 }

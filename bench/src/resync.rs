@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use flannel_core::{Family, NetworkHandle, Standing};
+use flannel_core::{Family, NetworkHandle, ObjectState};
 use tokio::runtime::{Builder, Runtime};
 
 use flannel_netlink::testing::ip;
@@ -131,7 +131,7 @@ impl Resync {
             .runtime
             .block_on(self.handle.explain(self.pod))
             .context("the peer is not known")?;
-        let in_place = told.objects.iter().all(|(_, standing)| *standing == Standing::InPlace);
+        let in_place = told.objects.iter().all(|(_, standing)| *standing == ObjectState::InPlace);
         ensure!(in_place && !told.objects.is_empty(), "not in place: {:?}", told.objects);
         Ok(())
     }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use flannel_core::{
-    Change, Changes, Kernel, KernelError, NexthopIds, Owned, Process, RouteAnswer, State,
+    Change, Changes, Footprint, Kernel, KernelError, NexthopIds, Process, RouteAnswer, State,
 };
 
 /// The kernel as it is. Clones are of one kernel.
@@ -28,20 +28,20 @@ impl Timed {
 }
 
 impl Kernel for Timed {
-    fn snapshot(&self, owned: &Owned) -> Result<State, KernelError> {
-        self.kernel.snapshot(owned)
+    fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
+        self.kernel.snapshot(footprint)
     }
 
-    fn nexthop_ids(&self, owned: &Owned) -> Result<NexthopIds, KernelError> {
-        self.kernel.nexthop_ids(owned)
+    fn nexthop_ids(&self, footprint: &Footprint) -> Result<NexthopIds, KernelError> {
+        self.kernel.nexthop_ids(footprint)
     }
 
     fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError> {
         self.kernel.nexthop_users(there)
     }
 
-    fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {
-        let results = self.kernel.apply(owned, changes);
+    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+        let results = self.kernel.apply(footprint, changes);
         *self.acknowledged.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
         results
     }

@@ -2,8 +2,8 @@
 
 use async_trait::async_trait;
 use flannel_core::{
-    Backend, Blueprint, Built, Config, Datapath, Dual, Env, Error, ExternalInterface, Lease,
-    LeaseAttrs, LinkName, Node, Object, Owned, Prepared, Rejected, Result, Route, Via,
+    Backend, Blueprint, Built, Config, Datapath, Dual, Env, Error, ExternalInterface, Footprint,
+    Lease, LeaseAttrs, LinkName, Node, Object, Prepared, Rejected, Result, Route, Via,
 };
 
 /// The backend type in leases.
@@ -27,11 +27,11 @@ impl Backend for HostGw {
         Ok(datapath)
     }
 
-    fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Owned> {
+    fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint> {
         let networks = config.pod_networks().collect();
         let routes_on = uplink.into_iter().collect();
         // The blackholes of this node's own subnets.
-        Ok(Owned { networks, routes_on, blackholes: true, ..Owned::default() })
+        Ok(Footprint { networks, routes_on, blackholes: true, ..Footprint::default() })
     }
 
     fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()> {
@@ -66,11 +66,11 @@ impl Backend for HostGw {
             ..LeaseAttrs::default()
         };
         let (uplink, mtu) = (node.uplink.name, node.uplink.mtu);
-        let owned = self.footprint(config, Some(uplink))?;
+        let footprint = self.footprint(config, Some(uplink))?;
         Ok(Prepared::new(offer, move |_| {
             let mut blueprint =
                 Blueprint::new(mtu, move |lease, env, objects| plan(uplink, lease, env, objects));
-            (blueprint.lease_type, blueprint.owned) = (Some(TYPE), owned);
+            (blueprint.lease_type, blueprint.footprint) = (Some(TYPE), footprint);
             Ok(Built::Kernel(blueprint))
         }))
     }

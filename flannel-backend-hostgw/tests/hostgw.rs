@@ -8,7 +8,7 @@ use std::sync::Arc;
 use flannel_backend_hostgw::HostGw;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{
-    Alloc, Backend, Change, Dual, ExternalInterface, Kernel, LeaseAttrs, Owned, Subnet,
+    Alloc, Backend, Change, Dual, ExternalInterface, Footprint, Kernel, LeaseAttrs, Subnet,
     SubnetManager,
 };
 use flannel_route::{Host, JoinOptions};
@@ -119,7 +119,7 @@ async fn unused_addresses_of_the_own_subnets_are_dropped_while_that_is_wanted() 
             // Somebody removes one; that a bridge's route comes and goes is none of our business.
             let route =
                 kernel.state().iter().find(|o| o.to_string().starts_with(v4)).unwrap().clone();
-            kernel.other().apply(&Owned::default(), &[Change::Delete(route)]);
+            kernel.other().apply(&Footprint::default(), &[Change::Delete(route)]);
             status.wait_for(|status| status.in_sync && status.repaired == 1).await.unwrap();
             assert_eq!(dropped().len(), 2);
         } else {
@@ -128,7 +128,7 @@ async fn unused_addresses_of_the_own_subnets_are_dropped_while_that_is_wanted() 
         task.abort();
     }
     let alloc = Alloc.footprint(&config, None).unwrap();
-    assert_eq!(alloc, Owned::default(), "it leaves routes to others");
+    assert_eq!(alloc, Footprint::default(), "it leaves routes to others");
 }
 
 #[tokio::test]

@@ -7,8 +7,8 @@ mod plan;
 use async_trait::async_trait;
 use flannel_core::{
     Addr, Backend, Blueprint, Built, Config, Datapath, Dual, Error, ExternalInterface, Family,
-    Inlet, LeaseAttrs, Link, LinkKind, LinkName, MacAddr, Node, NodeLease, Object, Owned, Prepared,
-    Result, State, Vxlan,
+    Footprint, Inlet, LeaseAttrs, Link, LinkKind, LinkName, MacAddr, Node, NodeLease, Object,
+    Prepared, Result, State, Vxlan,
 };
 
 pub use options::Options;
@@ -41,9 +41,9 @@ impl Backend for VxlanBackend {
         Ok(datapath)
     }
 
-    fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Owned> {
+    fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint> {
         let vni = Options::parse(&config.backend).map_err(|error| refuse(error.to_string()))?.vni;
-        Ok(Owned {
+        Ok(Footprint {
             // Both families': the device of one that was switched off must go.
             links: Family::BOTH.iter().filter_map(|f| device_name(*f, vni).ok()).collect(),
             networks: config.pod_networks().collect(),
@@ -51,7 +51,7 @@ impl Backend for VxlanBackend {
             routes_on: uplink.into_iter().collect(),
             // The blackholes of this node's own subnets.
             blackholes: true,
-            ..Owned::default()
+            ..Footprint::default()
         })
     }
 
@@ -80,13 +80,13 @@ impl Backend for VxlanBackend {
             backend_type: plan::TYPE.into(),
             backend_data: macs.map(|_, mac| plan::backend_data(options.vni, *mac).into()),
         };
-        let owned = self.footprint(config, Some(node.uplink.name))?;
+        let footprint = self.footprint(config, Some(node.uplink.name))?;
         let direct = options.direct_routing.then_some(node.uplink.name);
         let plan = plan::Plan { devices: names, direct };
         Ok(Prepared::new(offer, move |lease| {
             let mut blueprint =
                 Blueprint::new(mtu, move |lease, env, objects| plan.objects(lease, env, objects));
-            (blueprint.lease_type, blueprint.owned) = (Some(plan::TYPE), owned);
+            (blueprint.lease_type, blueprint.footprint) = (Some(plan::TYPE), footprint);
             blueprint.base = base(&links, &names, lease);
             Ok(Built::Kernel(blueprint))
         }))
@@ -199,8 +199,8 @@ fn device(
 
 /// A MAC address for each device: see [`mac`].
 async fn choose_macs(node: &Node<'_>, names: &Dual<LinkName>, vni: u32) -> Result<Dual<MacAddr>> {
-    let owned = Owned { links: names.values().copied().collect(), ..Owned::default() };
-    let present = node.snapshot(owned).await?;
+    let footprint = Footprint { links: names.values().copied().collect(), ..Footprint::default() };
+    let present = node.snapshot(footprint).await?;
     let devices = present.iter().filter_map(|object| match object {
         Object::Link(Link { name, kind: LinkKind::Vxlan(vxlan), .. }) => Some((*name, vxlan.mac)),
         _ => None,

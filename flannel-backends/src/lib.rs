@@ -2,7 +2,7 @@
 
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
-use flannel_core::{Alloc, Backend, Config, Datapath, Dual, LinkName, Owned};
+use flannel_core::{Alloc, Backend, Config, Datapath, Dual, Footprint, LinkName};
 
 /// The backends that a network config can name. [`Backends::default`] has those of this build.
 #[derive(Debug, Clone)]
@@ -76,13 +76,13 @@ impl Backends {
 
     /// What a network may have in the kernel, for any external interface. A network of an unknown
     /// backend, or of one whose options are wrong, may have anything in its pod networks.
-    pub fn footprint(&self, config: &Config) -> Owned {
+    pub fn footprint(&self, config: &Config) -> Footprint {
         let backend = self.find(&config.backend.kind).ok();
         let footprint = backend.and_then(|backend| backend.footprint(config, None).ok());
-        footprint.unwrap_or_else(|| Owned {
+        footprint.unwrap_or_else(|| Footprint {
             networks: config.pod_networks().collect(),
             blackholes: true,
-            ..Owned::default()
+            ..Footprint::default()
         })
     }
 }

@@ -5,7 +5,7 @@ use async_trait::async_trait;
 use crate::backend::{Backend, Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
 use crate::config::Config;
 use crate::error::Result;
-use crate::kernel::Owned;
+use crate::kernel::Footprint;
 use crate::lease::LeaseAttrs;
 use crate::name::LinkName;
 
@@ -34,8 +34,8 @@ impl Backend for Alloc {
         Ok(Datapath::default())
     }
 
-    fn footprint(&self, _: &Config, _: Option<LinkName>) -> Result<Owned> {
-        Ok(Owned::default())
+    fn footprint(&self, _: &Config, _: Option<LinkName>) -> Result<Footprint> {
+        Ok(Footprint::default())
     }
 
     async fn prepare(&self, node: &Node<'_>, _: &Config) -> Result<Prepared> {

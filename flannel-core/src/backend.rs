@@ -10,7 +10,7 @@ use async_trait::async_trait;
 use crate::address::Dual;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::kernel::{Kernel, Owned};
+use crate::kernel::{Footprint, Kernel};
 use crate::lease::{Lease, LeaseAttrs, View};
 use crate::name::LinkName;
 use crate::network::Network;
@@ -45,7 +45,7 @@ pub struct ExternalInterface {
 /// ```
 /// use async_trait::async_trait;
 /// use flannel_core::{
-///     Backend, Built, Config, Datapath, ExternalInterface, LeaseAttrs, LinkName, Node, Owned, Prepared, Result,
+///     Backend, Built, Config, Datapath, ExternalInterface, LeaseAttrs, LinkName, Node, Footprint, Prepared, Result,
 ///     Blueprint,
 /// };
 ///
@@ -64,8 +64,8 @@ pub struct ExternalInterface {
 ///     fn datapath(&self, _: &Config) -> Result<Datapath> {
 ///         Ok(Datapath::default())
 ///     }
-///     fn footprint(&self, _: &Config, _: Option<LinkName>) -> Result<Owned> {
-///         Ok(Owned::default())
+///     fn footprint(&self, _: &Config, _: Option<LinkName>) -> Result<Footprint> {
+///         Ok(Footprint::default())
 ///     }
 ///     async fn prepare(&self, node: &Node<'_>, _: &Config) -> Result<Prepared> {
 ///         let mtu = node.uplink.mtu;
@@ -104,7 +104,7 @@ pub trait Backend: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// The config's backend options are wrong.
-    fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Owned>;
+    fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint>;
 
     /// Prepares the network on this node: checks that it can run here, and chooses the attributes that the node publishes in
     /// its lease. Writes no kernel object.
@@ -190,7 +190,7 @@ impl<'a> Node<'a> {
     ///
     /// # Cancel safety
     /// Dropping the future loses nothing: the read ends on its own.
-    pub async fn snapshot(&self, footprint: Owned) -> Result<State> {
+    pub async fn snapshot(&self, footprint: Footprint) -> Result<State> {
         let kernel = Arc::clone(self.kernel);
         tokio::task::spawn_blocking(move || kernel.snapshot(&footprint))
             .await
@@ -269,7 +269,7 @@ pub struct Blueprint {
     /// The size of the largest packet that pods may send, in bytes.
     pub mtu: u32,
     /// The kernel objects that the network may touch.
-    pub owned: Owned,
+    pub footprint: Footprint,
     /// The objects that the network needs whatever the peers are: the device and its addresses.
     pub base: State,
     /// The objects that each peer adds.
@@ -292,7 +292,7 @@ impl Blueprint {
         Self {
             lease_type: None,
             mtu,
-            owned: Owned::default(),
+            footprint: Footprint::default(),
             base: State::default(),
             plan: Box::new(plan),
         }
@@ -304,7 +304,7 @@ impl fmt::Debug for Blueprint {
         f.debug_struct("Blueprint")
             .field("lease_type", &self.lease_type)
             .field("mtu", &self.mtu)
-            .field("owned", &self.owned)
+            .field("footprint", &self.footprint)
             .field("base", &self.base)
             .finish_non_exhaustive()
     }

@@ -1,6 +1,6 @@
 //! What is asked of a kernel, and which of its objects are ours to touch.
 //!
-//! The one thing to know: the methods of [`Kernel`] are all idempotent or read-only. Policy ([`Owned`]) is a
+//! The one thing to know: the methods of [`Kernel`] are all idempotent or read-only. Policy ([`Footprint`]) is a
 //! value decided here; implementations only carry it out.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -39,7 +39,7 @@ const PROTOCOL_KERNEL: u8 = 2;
 /// So a network finds what it left on another external interface, or with another backend. Several networks in one
 /// namespace need pod networks that do not overlap.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Owned {
+pub struct Footprint {
     /// Devices that this network makes.
     pub links: BTreeSet<LinkName>,
     /// The pod networks; bound what we may claim by route protocol alone.
@@ -57,7 +57,7 @@ pub struct Owned {
     pub go_routes: Option<Dual<u8>>,
 }
 
-impl Owned {
+impl Footprint {
     /// Adds what another network may touch. The nexthop ids and Go flannel's routes stay as they are.
     pub fn merge(&mut self, other: Self) {
         self.links.extend(other.links);
@@ -238,34 +238,34 @@ impl RouteAnswer {
 /// `testing::kernel_suite`.
 ///
 /// ```
-/// use flannel_core::{Addr, Change, Kernel, KernelError, Owned};
+/// use flannel_core::{Addr, Change, Kernel, KernelError, Footprint};
 ///
 /// /// Puts one address in place, and says whether anything had to be done.
-/// fn ensure(kernel: &dyn Kernel, owned: &Owned, addr: Addr) -> Result<bool, KernelError> {
-///     let there = kernel.snapshot(owned)?;
+/// fn ensure(kernel: &dyn Kernel, footprint: &Footprint, addr: Addr) -> Result<bool, KernelError> {
+///     let there = kernel.snapshot(footprint)?;
 ///     if there.iter().any(|object| *object == addr.into()) {
 ///         return Ok(false);
 ///     }
-///     kernel.apply(owned, &[Change::Put(addr.into())]).remove(0)?;
+///     kernel.apply(footprint, &[Change::Put(addr.into())]).remove(0)?;
 ///     Ok(true)
 /// }
 /// ```
 pub trait Kernel: fmt::Debug + Send + Sync {
-    /// Everything there is that `owned` claims; it is noted what is not quite as described
+    /// Everything there is that `footprint` claims; it is noted what is not quite as described
     /// ([`State::note_inexact`]).
     ///
     /// # Errors
     /// The kernel could not be read. A dump that changed under way is read again, unless it cannot have
     /// missed what stood all the while. Linux does not say so of IPv6 routes, neighbours and forwarding entries: of them some may be missed
     /// if others go and come meanwhile, until the next look.
-    fn snapshot(&self, owned: &Owned) -> Result<State, KernelError>;
+    fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError>;
 
-    /// What nexthop objects there are, told apart by whether they are what `owned` left, somebody else's, or neither for
+    /// What nexthop objects there are, told apart by whether they are what `footprint` left, somebody else's, or neither for
     /// certain: see [`NexthopIds`]. A kernel without nexthop objects has none, and they are not usable.
     ///
     /// # Errors
     /// The kernel could not be read.
-    fn nexthop_ids(&self, owned: &Owned) -> Result<NexthopIds, KernelError>;
+    fn nexthop_ids(&self, footprint: &Footprint) -> Result<NexthopIds, KernelError>;
 
     /// Who else uses the nexthop objects in `there`, by their ids and as text: a route that is not in `there` (of another
     /// table or metric, with a preferred source, …), or a group. The kernel deletes it with the object, without a word.
@@ -279,9 +279,9 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     /// `Put` creates or changes in place, keeping whatever the kernel can keep; a foreign object in its place
     /// is replaced, except for a foreign link, which fails with `EEXIST`. `Delete` deletes the object only
     /// as described (same device, same gateway), so that a foreign one that took its place stays; that it
-    /// is gone already is success. What was [noted](State::note_inexact) by a snapshot or [told](Report::Inexact) as not
+    /// is gone already is success. What was [noted](State::note_inexact) by a snapshot or [told](KernelEvent::Inexact) as not
     /// quite as described is so after a `Put`.
-    fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>>;
+    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>>;
 
     /// Where a packet for `dst` would go now, all routing tables considered.
     ///
@@ -305,10 +305,10 @@ pub trait Kernel: fmt::Debug + Send + Sync {
 /// News from the kernel: what may no longer be as we put it. Doubt is removed by putting the object again, or
 /// by a snapshot; never by trusting the message that raised it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Doubts {
+pub enum Invalidation {
     /// Single objects were changed or deleted, in this order, by somebody else, whom the kernel may name (or by
     /// ourselves, where it does not: links, forwarding entries, and neighbours that go).
-    Objects(Vec<Report>, Option<Culprit>),
+    Objects(Vec<KernelEvent>, Option<ChangedBy>),
     /// The device changed in some way: it and everything on it. The kernel deletes IPv4 routes and permanent
     /// neighbours of a device that goes down without a word about each, the neighbours when its MAC address
     /// changes, and the IPv4 routes with its last IPv4 address.
@@ -320,7 +320,7 @@ pub enum Doubts {
 /// Who changed something, as far as the kernel tells.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Culprit {
+pub struct ChangedBy {
     /// The port id of the netlink socket that asked for the change; not 0. Mostly the id of the process, but not
     /// always.
     pub port: u32,
@@ -359,15 +359,15 @@ impl fmt::Display for Process {
     }
 }
 
-impl Culprit {
-    /// A culprit of which only the port is known.
+impl ChangedBy {
+    /// An author of whom only the port is known.
     pub const fn new(port: u32) -> Self {
         Self { port, protocol: None, process: None }
     }
 }
 
 /// `ip (process 4711) with route protocol 3`, `probably ip (process 4711)`, or `the netlink socket with port id 4711`.
-impl fmt::Display for Culprit {
+impl fmt::Display for ChangedBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.process {
             Some(process) => process.fmt(f)?,
@@ -379,32 +379,32 @@ impl fmt::Display for Culprit {
 
 /// What one message said of one object.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Report {
+pub enum KernelEvent {
     /// It is there, like this.
-    Now(Object),
+    Present(Object),
     /// It is there, like this but for what no [`Object`] expresses ([`State::note_inexact`](crate::State::note_inexact)).
     Inexact(Object),
     /// It is there like this, or like this but for what no [`Object`] expresses, besides another entry with the same key; which of them
     /// takes effect, only a snapshot tells.
-    Double(Object),
+    Duplicate(Object),
     /// It is there, in a form that no [`Object`] expresses (a multipath route, a dynamic neighbour, …).
-    Other(Key),
+    Unrepresentable(Key),
     /// Not it, but another entry for the same, such as a route with another metric: it may decide where packets go.
-    Beside(Key),
+    Related(Key),
     /// It is gone.
-    Gone(Key),
+    Deleted(Key),
 }
 
-/// A stream of doubts.
+/// A stream of invalidations.
 #[async_trait]
 pub trait Changes: Send {
     /// Waits until somebody else changed something. What the kernel has told when this is called is there at once,
     /// without waiting.
     ///
     /// # Errors
-    /// The stream is broken for good. Lost messages are no error but [`Doubts::Everything`].
+    /// The stream is broken for good. Lost messages are no error but [`Invalidation::Everything`].
     ///
     /// # Cancel safety
     /// Dropping the future loses nothing.
-    async fn next(&mut self) -> Result<Doubts, KernelError>;
+    async fn next(&mut self) -> Result<Invalidation, KernelError>;
 }

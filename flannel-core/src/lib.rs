@@ -30,20 +30,20 @@ pub use error::{Error, Result, holder};
 pub use histogram::Histogram;
 pub use json::{FieldError, Fields, compact};
 pub use kernel::{
-    Changes, Culprit, Doubts, GO_ROUTE_PROTOCOL, Kernel, KernelError, Owned, Process,
-    ROUTE_PROTOCOL, Report, RouteAnswer,
+    ChangedBy, Changes, Footprint, GO_ROUTE_PROTOCOL, Invalidation, Kernel, KernelError,
+    KernelEvent, Process, ROUTE_PROTOCOL, RouteAnswer,
 };
 pub use lease::{Endpoint, KeyError, Lease, LeaseAttrs, LeaseSet, Origin, Revision, Subnets, View};
 pub use listing::Listing;
 pub use name::{LinkName, MacAddr};
-pub use network::{Disbelief, Ended, Network, NetworkHandle, Question};
+pub use network::{Ended, Network, NetworkHandle, Question, Rejection};
 pub use nexthops::{NexthopBlock, NexthopIds};
 pub use plan::{Answer, Env, Plan, Rejected};
 pub use state::{
     Addr, Change, Fdb, Finder, Key, Link, LinkKind, Neigh, Nexthop, Object, ObjectKind, Route,
     State, Via, Vxlan,
 };
-pub use status::{Damage, Explanation, Failure, Repair, Standing, Status, Wait, Waiting};
+pub use status::{Damage, Explanation, Failure, ObjectState, Repair, Status, Wait, Waiting};
 pub use subnet::{
     Calls, Hints, LeaseEnd, Loss, Ownership, Readiness, StoreStatus, SubnetManager, live_view,
 };

@@ -107,7 +107,7 @@ impl NetworkHandle {
 /// Why a lease is not believed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Disbelief {
+pub enum Rejection {
     /// A subnet lies outside the pod network.
     #[error("{subnet} lies outside the pod network {network}")]
     Outside {

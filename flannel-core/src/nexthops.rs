@@ -1,7 +1,7 @@
 //! The ids of nexthop objects: which block of them belongs to one network.
 
 use crate::address::Family;
-use crate::kernel::{Kernel, KernelError, Owned};
+use crate::kernel::{Footprint, Kernel, KernelError};
 
 /// The ids that one network takes for its nexthop objects: they are global in a network namespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -47,25 +47,26 @@ impl NexthopBlock {
     /// The kernel could not be read.
     pub fn choose(
         kernel: &dyn Kernel,
-        owned: &Owned,
+        footprint: &Footprint,
     ) -> Result<(Option<Self>, NexthopIds), KernelError> {
-        let there = kernel.nexthop_ids(owned)?;
+        let there = kernel.nexthop_ids(footprint)?;
         // By no pod network one block would be everybody's.
-        if !owned.networks.iter().any(|network| network.family() == Family::V4) {
+        if !footprint.networks.iter().any(|network| network.family() == Family::V4) {
             return Ok((None, there));
         }
         let held = |block: &Self, ids: &[u32]| ids.iter().filter(|id| block.contains(**id)).count();
         let left = |block: &Self| held(block, &there.ours) > held(block, &there.foreign);
         let free = |block: &Self| held(block, &there.foreign) == 0;
-        let chosen =
-            Self::candidates(owned).find(left).or_else(|| Self::candidates(owned).find(free));
+        let chosen = Self::candidates(footprint)
+            .find(left)
+            .or_else(|| Self::candidates(footprint).find(free));
         Ok((chosen, there))
     }
 
     /// By the pod network alone, not by devices: a network that gets another backend or another external interface
     /// is to find what it left with the first.
-    fn candidates(owned: &Owned) -> impl Iterator<Item = Self> {
-        let networks = owned.networks.iter().filter(|network| network.family() == Family::V4);
+    fn candidates(footprint: &Footprint) -> impl Iterator<Item = Self> {
+        let networks = footprint.networks.iter().filter(|network| network.family() == Family::V4);
         let words = networks.map(ToString::to_string);
         let hash = words.fold(FNV_BASIS, |hash, word| fnv(fnv(hash, word.as_bytes()), b"\n"));
         let block = move |n: u32| hash.wrapping_add(n.into()) as u32 % Self::BLOCKS;
@@ -92,16 +93,16 @@ mod tests {
         text.parse().unwrap()
     }
 
-    fn owned(network: &str, link: Option<&str>) -> Owned {
-        Owned {
+    fn footprint(network: &str, link: Option<&str>) -> Footprint {
+        Footprint {
             links: link.iter().map(|link| link.parse().unwrap()).collect(),
             networks: vec![subnet(network)],
-            ..Owned::default()
+            ..Footprint::default()
         }
     }
 
-    fn chosen(kernel: &FakeKernel, owned: &Owned) -> NexthopBlock {
-        NexthopBlock::choose(kernel, owned).unwrap().0.unwrap()
+    fn chosen(kernel: &FakeKernel, footprint: &Footprint) -> NexthopBlock {
+        NexthopBlock::choose(kernel, footprint).unwrap().0.unwrap()
     }
 
     fn put(kernel: &FakeKernel, id: u32, protocol: u8) {
@@ -117,19 +118,21 @@ mod tests {
     #[test]
     fn networks_have_blocks_of_their_own_and_find_them_again() {
         let kernel = FakeKernel::with_uplink("eth0");
-        let hostgw = owned("10.1.0.0/16", None);
+        let hostgw = footprint("10.1.0.0/16", None);
         let block = chosen(&kernel, &hostgw);
         let blocks: std::collections::BTreeSet<u32> = (0..100)
-            .map(|n| chosen(&kernel, &owned(&format!("10.{n}.0.0/16"), None)).first)
+            .map(|n| chosen(&kernel, &footprint(&format!("10.{n}.0.0/16"), None)).first)
             .collect();
         assert!(blocks.len() > 95 && blocks.contains(&block.first), "{blocks:?}");
         assert!(blocks.iter().all(|first| *first >= 1 << 30 && first % NexthopBlock::SIZE == 0));
-        let vxlan = owned("10.1.0.0/16", Some("flannel.1"));
+        let vxlan = footprint("10.1.0.0/16", Some("flannel.1"));
         assert_eq!(chosen(&kernel, &vxlan), block, "another backend finds what the first left");
-        let with_v6 =
-            Owned { networks: vec![subnet("10.1.0.0/16"), subnet("fd00::/48")], ..hostgw.clone() };
+        let with_v6 = Footprint {
+            networks: vec![subnet("10.1.0.0/16"), subnet("fd00::/48")],
+            ..hostgw.clone()
+        };
         assert_eq!(chosen(&kernel, &with_v6), block, "switching IPv6 on moves nothing");
-        let elsewhere = Owned { routes_on: ["eth7".parse().unwrap()].into(), ..hostgw };
+        let elsewhere = Footprint { routes_on: ["eth7".parse().unwrap()].into(), ..hostgw };
         assert_eq!(chosen(&kernel, &elsewhere), block, "nor does another external interface");
     }
 
@@ -138,22 +141,22 @@ mod tests {
     fn blocks_are_the_same_in_every_version() {
         let kernel = FakeKernel::with_uplink("eth0");
         let blocks =
-            ["10.1.0.0/16", "10.244.0.0/16"].map(|n| chosen(&kernel, &owned(n, None)).first);
+            ["10.1.0.0/16", "10.244.0.0/16"].map(|n| chosen(&kernel, &footprint(n, None)).first);
         assert_eq!(blocks, [1_888_616_448, 1_927_282_688]);
     }
 
     #[test]
     fn a_block_with_foreign_ids_is_passed_over_and_one_of_an_earlier_run_preferred() {
         let kernel = FakeKernel::with_uplink("eth0");
-        let owned = owned("10.1.0.0/16", None);
-        let first = chosen(&kernel, &owned);
+        let footprint = footprint("10.1.0.0/16", None);
+        let first = chosen(&kernel, &footprint);
         put(&kernel, first.first + 5, ROUTE_PROTOCOL);
-        assert_eq!(chosen(&kernel, &owned), first, "an earlier run's");
+        assert_eq!(chosen(&kernel, &footprint), first, "an earlier run's");
         let borrower =
             Route { dst: subnet("10.9.3.0/24"), via: Via::Nexthop(first.first + 5), mtu: None };
         kernel.foreign_put(borrower, 4);
         assert_eq!(
-            chosen(&kernel, &owned),
+            chosen(&kernel, &footprint),
             first,
             "a route of no network's makes it nobody else's"
         );
@@ -161,7 +164,7 @@ mod tests {
         let stranger =
             Route { dst: subnet("10.2.3.0/24"), via: Via::Nexthop(first.first + 5), mtu: None };
         kernel.foreign_put(stranger, ROUTE_PROTOCOL);
-        let second = chosen(&kernel, &owned);
+        let second = chosen(&kernel, &footprint);
         assert_eq!(
             second.first,
             NexthopBlock::LOWEST
@@ -171,22 +174,22 @@ mod tests {
         let left = Route { dst: subnet("10.1.3.0/24"), via: Via::Nexthop(second.first), mtu: None };
         kernel.foreign_delete(Key::Nexthop(first.first + 5));
         assert_eq!(
-            chosen(&kernel, &owned),
+            chosen(&kernel, &footprint),
             first,
             "without a route it may be another's that has just begun"
         );
         kernel.foreign_put(left, ROUTE_PROTOCOL);
-        assert_eq!(chosen(&kernel, &owned), second, "what was left there is found");
+        assert_eq!(chosen(&kernel, &footprint), second, "what was left there is found");
         put(&kernel, second.first + 1, 3);
-        assert_eq!(chosen(&kernel, &owned), first);
+        assert_eq!(chosen(&kernel, &footprint), first);
         put(&kernel, second.first + 2, ROUTE_PROTOCOL);
         kernel.foreign_put(
             Route { dst: subnet("10.1.4.0/24"), via: Via::Nexthop(second.first + 2), mtu: None },
             ROUTE_PROTOCOL,
         );
-        assert_eq!(chosen(&kernel, &owned), second, "one of many was taken");
+        assert_eq!(chosen(&kernel, &footprint), second, "one of many was taken");
         kernel.foreign_delete(Key::Nexthop(second.first + 2));
-        NexthopBlock::candidates(&owned).for_each(|block| put(&kernel, block.first + 9, 186));
-        assert_eq!(NexthopBlock::choose(&kernel, &owned).unwrap().0, None);
+        NexthopBlock::candidates(&footprint).for_each(|block| put(&kernel, block.first + 9, 186));
+        assert_eq!(NexthopBlock::choose(&kernel, &footprint).unwrap().0, None);
     }
 }

@@ -10,11 +10,11 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use crate::histogram::Histogram;
-use crate::kernel::{Culprit, KernelError};
+use crate::kernel::{ChangedBy, KernelError};
 use crate::lease::{Lease, LeaseSet, Subnets};
 use crate::listing::Listing;
 use crate::name::LinkName;
-use crate::network::Disbelief;
+use crate::network::Rejection;
 use crate::state::{Key, Object, ObjectKind};
 
 /// How far the kernel is what the leases say. Lists only what is wrong: an empty status is a good one.
@@ -38,7 +38,7 @@ pub struct Status {
     /// The same by their kind; kinds of which there are none are left out.
     pub by_kind: BTreeMap<ObjectKind, usize>,
     /// Leases that are not believed, and why.
-    pub disbelieved: Listing<Subnets, Disbelief>,
+    pub disbelieved: Listing<Subnets, Rejection>,
     /// Objects that the kernel refused, or that could not be deleted. Every other object is in place if `settled`, unless
     /// `kernel_error` says that this cannot be known.
     pub failing: Listing<Key, Failure>,
@@ -136,7 +136,7 @@ pub struct Repair {
     pub peer: Option<Subnets>,
     /// Who did it, as far as the kernel tells. It does not say of links and forwarding entries, nor of what it
     /// removed itself together with something else, nor when messages were lost.
-    pub culprit: Option<Culprit>,
+    pub changed_by: Option<ChangedBy>,
 }
 
 impl Repair {
@@ -148,7 +148,7 @@ impl Repair {
             damage,
             object: object.into(),
             peer: None,
-            culprit: None,
+            changed_by: None,
         }
     }
 }
@@ -161,8 +161,8 @@ impl fmt::Display for Repair {
         write!(f, "{verb} {}", self.object)?;
         self.peer.map_or(Ok(()), |peer| write!(f, " of the lease {peer}"))?;
         write!(f, ", {}", self.damage)?;
-        match &self.culprit {
-            Some(culprit) => write!(f, " by {culprit}"),
+        match &self.changed_by {
+            Some(changed_by) => write!(f, " by {changed_by}"),
             None => f.write_str(" by somebody that the kernel does not name"),
         }
     }
@@ -207,27 +207,27 @@ pub struct Explanation {
     /// The lease.
     pub lease: Arc<Lease>,
     /// Why it is not believed; `None` if it is.
-    pub disbelief: Option<Disbelief>,
+    pub rejection: Option<Rejection>,
     /// What its plan wants in the kernel, and how that stands. Nothing of it is wanted of a lease that is not
     /// believed.
-    pub objects: Vec<(Object, Standing)>,
+    pub objects: Vec<(Object, ObjectState)>,
 }
 
 impl Explanation {
     /// An explanation of a lease that defines `objects`.
     pub const fn new(
         lease: Arc<Lease>,
-        disbelief: Option<Disbelief>,
-        objects: Vec<(Object, Standing)>,
+        rejection: Option<Rejection>,
+        objects: Vec<(Object, ObjectState)>,
     ) -> Self {
-        Self { lease, disbelief, objects }
+        Self { lease, rejection, objects }
     }
 }
 
 /// How one wanted object stands.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Standing {
+pub enum ObjectState {
     /// It is in the kernel, as far as the kernel told.
     InPlace,
     /// It has not been put yet, or is in doubt.

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 use flannel_api::Finding;
-use flannel_core::{Dual, Family, Kernel, Link, LinkKind, LinkName, Object, Owned};
+use flannel_core::{Dual, Family, Footprint, Kernel, Link, LinkKind, LinkName, Object};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 
@@ -156,9 +156,13 @@ fn check_link(devices: &Devices, family: Family, link: &Link) -> Vec<Fault> {
 pub fn read(network: &Network) -> Devices {
     let Network { tunnels, uplink, mtu, daemon, .. } = *network;
     let kernel = NetlinkKernel::open();
-    let owned = Owned { links: tunnels.values().copied().collect(), ..Owned::default() };
-    let snapshot =
-        kernel.as_ref().ok().and_then(|kernel| kernel.snapshot(&owned).ok()).unwrap_or_default();
+    let footprint =
+        Footprint { links: tunnels.values().copied().collect(), ..Footprint::default() };
+    let snapshot = kernel
+        .as_ref()
+        .ok()
+        .and_then(|kernel| kernel.snapshot(&footprint).ok())
+        .unwrap_or_default();
     let links: Vec<Link> = snapshot
         .iter()
         .filter_map(

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use flannel_api::{ObjectReport, VERSION, WhyReport};
 use flannel_core::{
-    Config, Kernel, KernelError, Lease, LinkName, Object, RouteAnswer, Standing, Via, holder,
+    Config, Kernel, KernelError, Lease, LinkName, Object, ObjectState, RouteAnswer, Via, holder,
 };
 
 /// Asks the kernel where it disturbs nobody.
@@ -24,7 +24,7 @@ pub struct Explained {
     /// Why the lease is not believed.
     pub disbelief: Option<String>,
     /// The objects that it asks for, with their states.
-    pub objects: Vec<(Object, Standing)>,
+    pub objects: Vec<(Object, ObjectState)>,
 }
 
 /// What is known of an address.
@@ -92,11 +92,11 @@ pub fn diagnose(address: IpAddr, facts: &RouteInputs<'_>) -> WhyReport {
     }
 }
 
-fn wanted(object: &Object, how: &Standing) -> ObjectReport {
+fn wanted(object: &Object, how: &ObjectState) -> ObjectReport {
     let (state, error) = match how {
-        Standing::InPlace => ("in place", None),
-        Standing::Failing(failure) => ("failing", Some(failure.error.to_string())),
-        Standing::Unwanted => ("not wanted", None),
+        ObjectState::InPlace => ("in place", None),
+        ObjectState::Failing(failure) => ("failing", Some(failure.error.to_string())),
+        ObjectState::Unwanted => ("not wanted", None),
         _ => ("pending", None),
     };
     ObjectReport { object: object.to_string(), state: state.to_owned(), error }
@@ -105,7 +105,7 @@ fn wanted(object: &Object, how: &Standing) -> ObjectReport {
 /// Where the objects lead the address: the device and the gateway.
 fn wanted_way(
     address: IpAddr,
-    objects: &[(Object, Standing)],
+    objects: &[(Object, ObjectState)],
 ) -> Option<(LinkName, Option<IpAddr>)> {
     let route = objects.iter().find_map(|(object, _)| match object {
         Object::Route(route) if route.dst.contains(address) => Some(route),
@@ -205,7 +205,7 @@ fn of_peer(
     if let Some(why) = &explanation.disbelief {
         return (false, format!("its lease {} is not believed: {why}", lease.subnets), None);
     }
-    let waits = |(_, how): &(Object, Standing)| matches!(how, Standing::Pending);
+    let waits = |(_, how): &(Object, ObjectState)| matches!(how, ObjectState::Pending);
     let watch = Some("flannelctl watch".to_owned());
     if !explanation.objects.is_empty() && explanation.objects.iter().all(waits) {
         let node = holder(&lease.attrs);
@@ -214,14 +214,14 @@ fn of_peer(
         );
         return (false, text, watch);
     }
-    let bad = explanation.objects.iter().find(|(_, how)| !matches!(how, Standing::InPlace));
+    let bad = explanation.objects.iter().find(|(_, how)| !matches!(how, ObjectState::InPlace));
     if let Some((object, how)) = bad {
         let state = wanted(object, how);
         let error = state.error.map(|error| format!(": {error}")).unwrap_or_default();
         return (
             false,
             format!("{object} is {}{error}", state.state),
-            watch.filter(|_| *how == Standing::Pending),
+            watch.filter(|_| *how == ObjectState::Pending),
         );
     }
     match wanted_way(address, &explanation.objects) {
@@ -275,7 +275,7 @@ mod tests {
         let right =
             RouteAnswer::via("flannel.1".parse().unwrap(), Some("10.1.7.0".parse().unwrap()), None);
         let wrong = RouteAnswer::via("eth1".parse().unwrap(), None, None);
-        let explain = |how: Standing, disbelief: Option<String>| Explained {
+        let explain = |how: ObjectState, disbelief: Option<String>| Explained {
             lease: Arc::new(peer()),
             disbelief,
             objects: vec![(route(), how)],
@@ -291,35 +291,38 @@ mod tests {
             };
             diagnose(address, &facts)
         };
-        let good = ask(address, Some(explain(Standing::InPlace, None)), right);
+        let good = ask(address, Some(explain(ObjectState::InPlace, None)), right);
         assert!(good.ok && good.verdict.starts_with("packets go by flannel.1"), "{good:?}");
         assert_eq!(good.node.as_deref(), Some("192.0.2.7 (vxlan)"));
-        let shadowed = ask(address, Some(explain(Standing::InPlace, None)), wrong);
+        let shadowed = ask(address, Some(explain(ObjectState::InPlace, None)), wrong);
         assert!(
             !shadowed.ok
                 && shadowed.verdict.starts_with("shadowed: packets go dev eth1 instead of"),
             "{shadowed:?}"
         );
-        let pending = ask(address, Some(explain(Standing::Pending, None)), right);
+        let pending = ask(address, Some(explain(ObjectState::Pending, None)), right);
         assert!(pending.verdict.contains("nothing is known to be in place yet"), "{pending:?}");
         assert_eq!(pending.hint.as_deref(), Some("flannelctl watch"));
         assert_eq!((pending.objects.len(), pending.objects[0].state.as_str()), (1, "pending"));
-        let mut half = explain(Standing::InPlace, None);
+        let mut half = explain(ObjectState::InPlace, None);
         half.objects.push((
             Object::from(Neigh {
                 link: "flannel.1".parse().unwrap(),
                 address: [10, 1, 7, 0].into(),
                 mac: MacAddr([1; 6]),
             }),
-            Standing::Pending,
+            ObjectState::Pending,
         ));
         let half = ask(address, Some(half), right);
         assert!(
             half.verdict.starts_with("neigh ") && half.verdict.ends_with("is pending"),
             "{half:?}"
         );
-        let disbelieved =
-            ask(address, Some(explain(Standing::Unwanted, Some("another backend".into()))), right);
+        let disbelieved = ask(
+            address,
+            Some(explain(ObjectState::Unwanted, Some("another backend".into()))),
+            right,
+        );
         assert!(disbelieved.verdict.ends_with("not believed: another backend"), "{disbelieved:?}");
         // The store has told of it, and the network is at others before it.
         for (daemon, hint) in [(true, "flannelctl watch"), (false, "systemctl start flanneld")] {

@@ -133,11 +133,11 @@ fn to_go_flannel_and_back(backend: &dyn Backend) {
         let said = host.log().unwrap().matches("in sync peers=2").count();
         host.stop_daemon(Signal::SIGTERM).unwrap().unwrap();
         let kernel = NetlinkKernel::open_in(host.namespace().path()).unwrap();
-        let mut owned = backend.footprint(&config, Some("eth0".parse().unwrap())).unwrap();
-        owned.nexthops = NexthopBlock::choose(&kernel, &owned).unwrap().0;
+        let mut footprint = backend.footprint(&config, Some("eth0".parse().unwrap())).unwrap();
+        footprint.nexthops = NexthopBlock::choose(&kernel, &footprint).unwrap().0;
         let nexthops = || ip(host, "nexthop show").lines().count();
         assert_eq!(nexthops(), 2);
-        let report = ready_for_go(&kernel, &owned, false).unwrap();
+        let report = ready_for_go(&kernel, &footprint, false).unwrap();
         assert!(report.failed.is_empty() && nexthops() == 0, "{report:?}");
         traffic.flow();
         host.start_daemon().unwrap();

@@ -11,8 +11,8 @@ use std::path::Path;
 use std::{fs, io};
 
 use flannel_core::{
-    Addr, Change, GO_ROUTE_PROTOCOL, KernelError, Link, LinkKind, LinkName, Nexthop, Object, Owned,
-    ROUTE_PROTOCOL, Route, Subnet, Via, Vxlan,
+    Addr, Change, Footprint, GO_ROUTE_PROTOCOL, KernelError, Link, LinkKind, LinkName, Nexthop,
+    Object, ROUTE_PROTOCOL, Route, Subnet, Via, Vxlan,
 };
 use neli::consts::rtnl::Rtprot;
 
@@ -37,7 +37,7 @@ const EOPNOTSUPP: i32 = 95;
 pub(crate) struct Writer<'a> {
     socket: &'a mut Socket,
     namespace: &'a Namespace,
-    owned: &'a Owned,
+    footprint: &'a Footprint,
     foreign: &'a ForeignRoutes,
     /// Routes say that they have no metrics.
     metrics: bool,
@@ -56,13 +56,13 @@ impl<'a> Writer<'a> {
     pub(crate) fn new(
         socket: &'a mut Socket,
         namespace: &'a Namespace,
-        owned: &'a Owned,
+        footprint: &'a Footprint,
         foreign: &'a ForeignRoutes,
     ) -> Self {
         Self {
             socket,
             namespace,
-            owned,
+            footprint,
             foreign,
             metrics: foreign.has_metrics(),
             results: Vec::new(),
@@ -169,15 +169,15 @@ impl<'a> Writer<'a> {
     /// One of last resort of ours that may be behind a route which change `n` is about. Outside our pod networks it would be another
     /// network's.
     fn delete_behind(&mut self, n: usize, route: &Route) {
-        let inside = self.owned.networks.iter().any(|network| network.covers(&route.dst));
-        if self.owned.blackholes && inside && self.foreign.may_have_last_resort(&route.dst) {
+        let inside = self.footprint.networks.iter().any(|network| network.covers(&route.dst));
+        if self.footprint.blackholes && inside && self.foreign.may_have_last_resort(&route.dst) {
             let behind = Route { via: Via::LastResort, mtu: None, ..*route };
             route::delete(&mut self.requests, &behind, 0, ROUTE_PROTOCOL);
             self.pending.push((n, true));
         }
     }
 
-    /// What leads into a tunnel of ours is ours, whoever put it there (see [`Owned::owns_route`]), and would take the packets before one of
+    /// What leads into a tunnel of ours is ours, whoever put it there (see [`Footprint::owns_route`]), and would take the packets before one of
     /// last resort. That is put so seldom that the kernel is asked.
     fn delete_on_our_links(
         &mut self,
@@ -186,7 +186,7 @@ impl<'a> Writer<'a> {
         dst: &Subnet,
     ) -> Result<(), KernelError> {
         // One that is not there has no routes.
-        let links = self.owned.links.iter().filter_map(|link| self.index(*link).ok());
+        let links = self.footprint.links.iter().filter_map(|link| self.index(*link).ok());
         let links: Vec<u32> = links.collect();
         if links.is_empty() {
             return Ok(());
@@ -283,11 +283,13 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// The protocol that a route must have to be ours to delete; 0 is any. See [`Owned::owns_route`].
+    /// The protocol that a route must have to be ours to delete; 0 is any. See [`Footprint::owns_route`].
     fn protocol(&self, route: &Route) -> u8 {
         match route.via {
-            _ if self.owned.go_routes.is_some() => GO_ROUTE_PROTOCOL,
-            Via::Gateway { link, .. } | Via::Link(link) if self.owned.links.contains(&link) => 0,
+            _ if self.footprint.go_routes.is_some() => GO_ROUTE_PROTOCOL,
+            Via::Gateway { link, .. } | Via::Link(link) if self.footprint.links.contains(&link) => {
+                0
+            }
             // Nobody else has a reason to name an id of ours.
             Via::Nexthop(_) => 0,
             _ => ROUTE_PROTOCOL,
@@ -613,7 +615,7 @@ mod tests {
             let namespace = Namespace::current().unwrap();
             let (mut socket, foreign) = (Socket::open().unwrap(), ForeignRoutes::default());
             let networks = vec!["10.0.0.0/8".parse().unwrap()];
-            let owned = Owned { blackholes: true, networks, ..Owned::default() };
+            let footprint = Footprint { blackholes: true, networks, ..Footprint::default() };
             let route = |n: u8, via| {
                 Change::Put(
                     Route { dst: Subnet::new([10, 1, n, 0].into(), 24).unwrap(), via, mtu: None }
@@ -623,12 +625,12 @@ mod tests {
             let routes: Vec<Change> = (0..BATCH).map(|n| route(n as u8, Via::Blackhole)).collect();
             let exchanges = |socket: &mut Socket, changes: &[Change]| {
                 let before = socket.exchanges;
-                let results = Writer::new(socket, &namespace, &owned, &foreign).apply(changes);
+                let results = Writer::new(socket, &namespace, &footprint, &foreign).apply(changes);
                 assert!(results.iter().all(Result::is_ok), "{results:?}");
                 socket.exchanges - before
             };
             assert_eq!(exchanges(&mut socket, &routes), 2, "nobody has looked");
-            crate::snapshot::snapshot(&mut socket, &owned, &foreign).unwrap();
+            crate::snapshot::snapshot(&mut socket, &footprint, &foreign).unwrap();
             assert_eq!(exchanges(&mut socket, &routes), 1, "a message for each");
             exchanges(&mut socket, &[route(7, Via::LastResort)]);
             assert_eq!(exchanges(&mut socket, &routes), 2, "one more");
@@ -653,11 +655,12 @@ mod tests {
                 gateway: [192, 0, 2, 2 + n as u8].into(),
                 onlink: false,
             };
-            let (owned, foreign) = (Owned::default(), ForeignRoutes::default());
+            let (footprint, foreign) = (Footprint::default(), ForeignRoutes::default());
             let there = || ip("nexthop show").lines().count();
             let mut apply = |changes: &[Change]| {
                 let before = socket.exchanges;
-                let results = Writer::new(&mut socket, &namespace, &owned, &foreign).apply(changes);
+                let results =
+                    Writer::new(&mut socket, &namespace, &footprint, &foreign).apply(changes);
                 (results, socket.exchanges - before)
             };
             let objects = || (0..200).map(|n| Object::Nexthop(nexthop(n)));

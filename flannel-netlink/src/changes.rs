@@ -7,7 +7,7 @@
 use std::io;
 
 use async_trait::async_trait;
-use flannel_core::{Changes, Doubts, KernelError};
+use flannel_core::{Changes, Invalidation, KernelError};
 use neli::consts::rtnl::Rtm;
 use nix::sys::socket::SockProtocol;
 use socket2::{SockFilter, SockRef};
@@ -78,10 +78,10 @@ impl Listener {
 
 #[async_trait]
 impl Changes for Listener {
-    async fn next(&mut self) -> Result<Doubts, KernelError> {
+    async fn next(&mut self) -> Result<Invalidation, KernelError> {
         loop {
-            if let Some(doubts) = self.events.pop() {
-                return Ok(doubts);
+            if let Some(invalidation) = self.events.pop() {
+                return Ok(invalidation);
             }
             if self.read()? && self.events.is_empty() {
                 self.socket.readable().await?;
@@ -112,7 +112,7 @@ fn without_own_messages(port: u32) -> [SockFilter; 7] {
 
 #[cfg(test)]
 mod tests {
-    use flannel_core::{Change, Kernel, Owned, Route, Subnet, Via};
+    use flannel_core::{Change, Footprint, Kernel, Route, Subnet, Via};
 
     use super::*;
     use crate::NetlinkKernel;
@@ -128,20 +128,20 @@ mod tests {
                 .map(|n| Subnet::host((0x0a01_0000 + n).to_be_bytes().into()))
                 .map(|dst| Change::Put(Route { dst, via: Via::Blackhole, mtu: None }.into()))
                 .collect();
-            let owned = Owned { blackholes: true, ..Owned::default() };
+            let footprint = Footprint { blackholes: true, ..Footprint::default() };
             let other = NetlinkKernel::open().unwrap();
-            assert!(other.apply(&owned, &theirs).iter().all(Result::is_ok));
+            assert!(other.apply(&footprint, &theirs).iter().all(Result::is_ok));
             let (mut all, mut parts) = (false, Vec::new());
             while !all {
                 all = listener.read().unwrap();
                 let mut part = 0;
-                while let Some(doubts) = listener.events.pop() {
-                    let Doubts::Objects(reports, _) = doubts else {
+                while let Some(invalidation) = listener.events.pop() {
+                    let Invalidation::Objects(reports, _) = invalidation else {
                         // The buffer of an ordinary user holds fewer, which is a bound too.
                         let room = SockRef::from(&listener.socket).recv_buffer_size().unwrap();
                         return assert!(
-                            doubts == Doubts::Everything && room < RECEIVE_BUFFER,
-                            "{doubts:?}"
+                            invalidation == Invalidation::Everything && room < RECEIVE_BUFFER,
+                            "{invalidation:?}"
                         );
                     };
                     part += reports.len();

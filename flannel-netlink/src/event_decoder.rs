@@ -1,9 +1,11 @@
-//! From multicast messages to doubts. The one thing to know: a message names a link by its index, and names are
+//! From multicast messages to invalidations: a message names a link by its index, and names are
 //! learned from messages about links, which come in the same order as everything else.
 
 use std::collections::{HashMap, VecDeque};
 
-use flannel_core::{Culprit, Doubts, KernelError, Key, LinkName, Object, Report, Subnet};
+use flannel_core::{
+    ChangedBy, Invalidation, KernelError, KernelEvent, Key, LinkName, Object, Subnet,
+};
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{RtAddrFamily, Rtm, Rtprot};
 
@@ -22,7 +24,7 @@ pub(crate) struct EventDecoder {
     port: u32,
     foreign: ForeignRoutes,
     links: HashMap<u32, LinkMessage>,
-    pending: VecDeque<Doubts>,
+    pending: VecDeque<Invalidation>,
 }
 
 impl EventDecoder {
@@ -39,7 +41,7 @@ impl EventDecoder {
     }
 
     /// The next doubt, in the order of messages.
-    pub(crate) fn pop(&mut self) -> Option<Doubts> {
+    pub(crate) fn pop(&mut self) -> Option<Invalidation> {
         self.pending.pop_front()
     }
 
@@ -101,7 +103,7 @@ impl EventDecoder {
             _ => (None, None),
         };
         if let Some(report) = report {
-            self.report(report, culprit(message.port, protocol));
+            self.report(report, changed_by(message.port, protocol));
         }
         Ok(())
     }
@@ -126,7 +128,7 @@ impl EventDecoder {
         &mut self,
         message: &Message<'_>,
         deleted: bool,
-    ) -> Result<Option<Report>, KernelError> {
+    ) -> Result<Option<KernelEvent>, KernelError> {
         let Some(found) = addr::read(message) else { return Ok(None) };
         let Some(link) = self.name(found.index)? else { return Ok(None) };
         let object = Object::Addr(found.object(link));
@@ -135,8 +137,8 @@ impl EventDecoder {
             self.link(link);
         }
         Ok(Some(match deleted {
-            true => Report::Gone(object.key()),
-            false => exact(Report::Now(object), found.is_exact()),
+            true => KernelEvent::Deleted(object.key()),
+            false => exact(KernelEvent::Present(object), found.is_exact()),
         }))
     }
 
@@ -144,7 +146,7 @@ impl EventDecoder {
         &mut self,
         message: &Message<'_>,
         deleted: bool,
-    ) -> Result<Option<Report>, KernelError> {
+    ) -> Result<Option<KernelEvent>, KernelError> {
         let Some(found) = neigh::read(message) else { return Ok(None) };
         let Some(link) = self.name(found.index)? else { return Ok(None) };
         self.foreign.see_entry(&found);
@@ -156,7 +158,7 @@ impl EventDecoder {
         &mut self,
         message: &Message<'_>,
         deleted: bool,
-    ) -> Result<Option<Report>, KernelError> {
+    ) -> Result<Option<KernelEvent>, KernelError> {
         let Some(found) = nexthop::read(message) else { return Ok(None) };
         let link = if deleted || found.index == 0 { None } else { self.name(found.index)? };
         let object = link.and_then(|link| found.object(link)).map(Object::Nexthop);
@@ -167,7 +169,7 @@ impl EventDecoder {
         &mut self,
         message: &Message<'_>,
         deleted: bool,
-    ) -> Result<Option<Report>, KernelError> {
+    ) -> Result<Option<KernelEvent>, KernelError> {
         let Some(found) = route::read(message) else { return Ok(None) };
         let key = Key::Route(found.dst);
         // A route with another metric or in another table is another entry, but it may change where packets go.
@@ -175,7 +177,7 @@ impl EventDecoder {
             self.foreign.see(&found);
         }
         if !found.main || !found.default_metric {
-            return Ok(Some(Report::Beside(key)));
+            return Ok(Some(KernelEvent::Related(key)));
         }
         let link = if deleted || found.index == 0 { None } else { self.name(found.index)? };
         // The kernel's own, which it makes with a source address, are nobody's to remove.
@@ -185,7 +187,9 @@ impl EventDecoder {
         let is_double = message.flags.contains(NlmF::CREATE)
             && !message.flags.intersects(NlmF::EXCL | NlmF::REPLACE);
         Ok(Some(match exact(report(key, object, deleted), found.is_exact()) {
-            Report::Now(object) | Report::Inexact(object) if is_double => Report::Double(object),
+            KernelEvent::Present(object) | KernelEvent::Inexact(object) if is_double => {
+                KernelEvent::Duplicate(object)
+            }
             report => report,
         }))
     }
@@ -204,54 +208,56 @@ impl EventDecoder {
         Ok(None)
     }
 
-    fn report(&mut self, report: Report, culprit: Option<Culprit>) {
+    fn report(&mut self, report: KernelEvent, changed_by: Option<ChangedBy>) {
         match self.pending.back_mut() {
-            Some(Doubts::Objects(reports, last)) if *last == culprit => reports.push(report),
-            _ => self.pending.push_back(Doubts::Objects(vec![report], culprit)),
+            Some(Invalidation::Objects(reports, last)) if *last == changed_by => {
+                reports.push(report)
+            }
+            _ => self.pending.push_back(Invalidation::Objects(vec![report], changed_by)),
         }
     }
 
     fn link(&mut self, name: LinkName) {
-        let doubt = Doubts::Link(name);
+        let doubt = Invalidation::Link(name);
         if self.pending.back() != Some(&doubt) {
             self.pending.push_back(doubt);
         }
     }
 
-    /// Doubt about everything swallows all doubts before it.
+    /// An invalidation of everything replaces all that came before it.
     fn everything(&mut self) {
         self.pending.clear();
-        self.pending.push_back(Doubts::Everything);
+        self.pending.push_back(Invalidation::Everything);
     }
 }
 
 /// Whoever has the socket with this port; `None` if it is 0, which stands for the kernel and for nobody knows. `protocol` is
 /// that of what was put there.
-fn culprit(port: u32, protocol: Option<u8>) -> Option<Culprit> {
-    let mut culprit = Culprit::new(port);
-    culprit.protocol = protocol;
-    (port != 0).then_some(culprit)
+fn changed_by(port: u32, protocol: Option<u8>) -> Option<ChangedBy> {
+    let mut changed_by = ChangedBy::new(port);
+    changed_by.protocol = protocol;
+    (port != 0).then_some(changed_by)
 }
 
 /// A rule may lead any packet of its family elsewhere, as a default route in another table would.
-fn rule(message: &Message<'_>) -> Option<Report> {
+fn rule(message: &Message<'_>) -> Option<KernelEvent> {
     // `struct fib_rule_hdr` begins with the family, as others do.
     let family = family_of(RtAddrFamily::from(*message.payload.first()?))?;
-    Some(Report::Beside(Key::Route(Subnet::everything(family))))
+    Some(KernelEvent::Related(Key::Route(Subnet::everything(family))))
 }
 
 /// An object that says not all of what there is.
-fn exact(report: Report, is_exact: bool) -> Report {
+fn exact(report: KernelEvent, is_exact: bool) -> KernelEvent {
     match report {
-        Report::Now(object) if !is_exact => Report::Inexact(object),
+        KernelEvent::Present(object) if !is_exact => KernelEvent::Inexact(object),
         report => report,
     }
 }
 
-fn report(key: Key, object: Option<Object>, deleted: bool) -> Report {
+fn report(key: Key, object: Option<Object>, deleted: bool) -> KernelEvent {
     match object {
-        _ if deleted => Report::Gone(key),
-        Some(object) => Report::Now(object),
-        None => Report::Other(key),
+        _ if deleted => KernelEvent::Deleted(key),
+        Some(object) => KernelEvent::Present(object),
+        None => KernelEvent::Unrepresentable(key),
     }
 }

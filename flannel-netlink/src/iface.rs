@@ -11,4 +11,4 @@ mod follow;
 
 pub use choose::{Attempt, SelectError, Selectors, choose};
 pub use facts::{Address, DefaultRoute, Facts, Interface};
-pub use follow::{Standing, worse};
+pub use follow::{ObjectState, worse};

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use flannel_core::{
-    Change, Changes, Kernel, KernelError, NexthopIds, Owned, Process, RouteAnswer, State,
+    Change, Changes, Footprint, Kernel, KernelError, NexthopIds, Process, RouteAnswer, State,
 };
 
 use crate::apply::Writer;
@@ -25,13 +25,13 @@ use crate::socket::Socket;
 /// namespace. Several may be open at once, for the same namespace or for different ones.
 ///
 /// ```no_run
-/// use flannel_core::{Kernel, Owned};
+/// use flannel_core::{Kernel, Footprint};
 /// use flannel_netlink::NetlinkKernel;
 ///
 /// # fn main() -> Result<(), flannel_core::KernelError> {
 /// let kernel = NetlinkKernel::open()?;
-/// let owned = Owned { links: ["flannel.1".parse().unwrap()].into(), ..Owned::default() };
-/// for object in kernel.snapshot(&owned)?.iter() {
+/// let footprint = Footprint { links: ["flannel.1".parse().unwrap()].into(), ..Footprint::default() };
+/// for object in kernel.snapshot(&footprint)?.iter() {
 ///     println!("{object}");
 /// }
 /// # Ok(()) }
@@ -105,12 +105,12 @@ impl fmt::Debug for NetlinkKernel {
 }
 
 impl Kernel for NetlinkKernel {
-    fn snapshot(&self, owned: &Owned) -> Result<State, KernelError> {
-        snapshot(&mut self.lock(), owned, &self.foreign)
+    fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
+        snapshot(&mut self.lock(), footprint, &self.foreign)
     }
 
-    fn nexthop_ids(&self, owned: &Owned) -> Result<NexthopIds, KernelError> {
-        let ids = nexthop_ids(&mut self.lock(), owned)?;
+    fn nexthop_ids(&self, footprint: &Footprint) -> Result<NexthopIds, KernelError> {
+        let ids = nexthop_ids(&mut self.lock(), footprint)?;
         Ok(NexthopIds { usable: ids.usable && !self.without_nexthops, ..ids })
     }
 
@@ -118,9 +118,9 @@ impl Kernel for NetlinkKernel {
         nexthop_users(&mut self.lock(), there)
     }
 
-    fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
         let mut socket = self.lock();
-        Writer::new(&mut socket, &self.namespace, owned, &self.foreign).apply(changes)
+        Writer::new(&mut socket, &self.namespace, footprint, &self.foreign).apply(changes)
     }
 
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {

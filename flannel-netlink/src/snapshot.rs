@@ -5,8 +5,8 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread::Builder;
 
 use flannel_core::{
-    Family, KernelError, Key, LinkName, NexthopIds, Object, Owned, ROUTE_PROTOCOL, Route, State,
-    Subnet, Via,
+    Family, Footprint, KernelError, Key, LinkName, NexthopIds, Object, ROUTE_PROTOCOL, Route,
+    State, Subnet, Via,
 };
 
 use crate::ask::{ENODEV, find_link, name_of};
@@ -44,7 +44,7 @@ type Tables = Sender<Table>;
 /// Each table is sorted while the kernel makes out the next one.
 pub(crate) fn snapshot(
     socket: &mut Socket,
-    owned: &Owned,
+    footprint: &Footprint,
     foreign: &ForeignRoutes,
 ) -> Result<State, KernelError> {
     let mut state = State::default();
@@ -61,7 +61,7 @@ pub(crate) fn snapshot(
         if let Err(error) = sorter {
             tracing::debug!(%error, "tables are sorted when all are read");
         }
-        let read = read_tables(socket, owned, foreign, &tables);
+        let read = read_tables(socket, footprint, foreign, &tables);
         drop(tables);
         read
     })?;
@@ -72,12 +72,12 @@ pub(crate) fn snapshot(
 
 fn read_tables(
     socket: &mut Socket,
-    owned: &Owned,
+    footprint: &Footprint,
     foreign: &ForeignRoutes,
     tables: &Tables,
 ) -> Result<(), KernelError> {
     let mut names = Names::new();
-    for name in &owned.links {
+    for name in &footprint.links {
         let Some(found) = present(find_link(socket, *name))? else { continue };
         // A foreign device that has the name: nothing on it is ours.
         if !found.is_vxlan() {
@@ -89,20 +89,20 @@ fn read_tables(
             let inexact = (!found.is_exact()).then_some(Key::Link(*name)).into_iter().collect();
             tell(tables, Table { objects: vec![object.into()], inexact });
         }
-        read_link(socket, owned, foreign, (found.index, *name), tables)?;
+        read_link(socket, footprint, foreign, (found.index, *name), tables)?;
     }
-    for name in owned.routes_on.difference(&owned.links) {
+    for name in footprint.routes_on.difference(&footprint.links) {
         if let Some(found) = present(find_link(socket, *name))? {
             names.insert(found.index, *name);
         }
     }
     let mut nexthops = Nexthops::new();
-    if !names.is_empty() || owned.nexthops.is_some() {
-        nexthops = read_nexthops(socket, owned, &mut names, tables)?;
+    if !names.is_empty() || footprint.nexthops.is_some() {
+        nexthops = read_nexthops(socket, footprint, &mut names, tables)?;
     }
-    if !names.is_empty() || !owned.networks.is_empty() {
+    if !names.is_empty() || !footprint.networks.is_empty() {
         for family in Family::BOTH {
-            read_routes(socket, owned, (&mut names, &nexthops), (family, foreign), tables)?;
+            read_routes(socket, footprint, (&mut names, &nexthops), (family, foreign), tables)?;
         }
     }
     Ok(())
@@ -113,8 +113,11 @@ fn tell(tables: &Tables, table: impl Into<Table>) {
     let _ = tables.send(table.into());
 }
 
-/// All nexthop objects, told apart by whether `owned` explains them.
-pub(crate) fn nexthop_ids(socket: &mut Socket, owned: &Owned) -> Result<NexthopIds, KernelError> {
+/// All nexthop objects, told apart by whether `footprint` explains them.
+pub(crate) fn nexthop_ids(
+    socket: &mut Socket,
+    footprint: &Footprint,
+) -> Result<NexthopIds, KernelError> {
     let there = socket.dump_ordered(nexthop::all(), |message| {
         let found = nexthop::read(message)?;
         Some((found.id, found.protocol))
@@ -133,7 +136,7 @@ pub(crate) fn nexthop_ids(socket: &mut Socket, owned: &Owned) -> Result<NexthopI
             Some((found.nexthop?, found.dst))
         })?;
         for (id, dst) in routes {
-            let inside = owned.networks.iter().any(|network| network.covers(&dst));
+            let inside = footprint.networks.iter().any(|network| network.covers(&dst));
             if inside { &mut by_inside } else { &mut by_outside }.insert(id);
         }
     }
@@ -194,14 +197,14 @@ fn present<T>(found: Result<T, KernelError>) -> Result<Option<T>, KernelError> {
 /// Addresses, neighbours and forwarding entries of one link.
 fn read_link(
     socket: &mut Socket,
-    owned: &Owned,
+    footprint: &Footprint,
     foreign: &ForeignRoutes,
     (index, name): (u32, LinkName),
     tables: &Tables,
 ) -> Result<(), KernelError> {
     let addrs = socket.dump(addr::on(index), |message| {
         let found = addr::read(message).filter(|found| found.index == index)?;
-        Some((found.object(name), found.is_exact())).filter(|(addr, _)| owned.owns_addr(addr))
+        Some((found.object(name), found.is_exact())).filter(|(addr, _)| footprint.owns_addr(addr))
     })?;
     let inexact = addrs
         .iter()
@@ -219,7 +222,7 @@ fn read_link(
         let objects = socket.dump(request, |message| {
             let found = neigh::read(message).filter(|found| found.index == index)?;
             foreign.see_entry(&found);
-            let object = found.object(name).filter(|_| owned.owns_entry(name, found.stays))?;
+            let object = found.object(name).filter(|_| footprint.owns_entry(name, found.stays))?;
             inexact.extend((!found.is_exact()).then(|| object.key()));
             Some(object)
         })?;
@@ -230,7 +233,7 @@ fn read_link(
 
 fn read_nexthops(
     socket: &mut Socket,
-    owned: &Owned,
+    footprint: &Footprint,
     names: &mut Names,
     tables: &Tables,
 ) -> Result<Nexthops, KernelError> {
@@ -240,14 +243,15 @@ fn read_nexthops(
     };
     let (mut nexthops, mut ours) = (Nexthops::new(), Vec::new());
     for found in there {
-        let in_block = owned.nexthops.is_some_and(|block| block.contains(found.id));
+        let in_block = footprint.nexthops.is_some_and(|block| block.contains(found.id));
         // One of ours may be on a device that is no longer the external interface.
         if in_block && found.index != 0 {
-            learn_name(socket, owned, found.index, names)?;
+            learn_name(socket, footprint, found.index, names)?;
         }
         let Some(link) = names.get(&found.index).copied() else { continue };
         nexthops.push((found.id, link));
-        let object = found.object(link).filter(|o| owned.owns_nexthop(o.id, link, found.protocol));
+        let object =
+            found.object(link).filter(|o| footprint.owns_nexthop(o.id, link, found.protocol));
         ours.extend(object.map(Object::Nexthop));
     }
     tell(tables, ours);
@@ -262,12 +266,12 @@ fn device(nexthops: &[(u32, LinkName)], id: u32) -> Option<LinkName> {
 /// The name of a link of others; not that of a foreign device that has the name of one of ours.
 fn learn_name(
     socket: &mut Socket,
-    owned: &Owned,
+    footprint: &Footprint,
     index: u32,
     names: &mut Names,
 ) -> Result<(), KernelError> {
     if !names.contains_key(&index)
-        && let Some(name) = name_of(socket, index)?.filter(|name| !owned.links.contains(name))
+        && let Some(name) = name_of(socket, index)?.filter(|name| !footprint.links.contains(name))
     {
         names.insert(index, name);
     }
@@ -276,20 +280,20 @@ fn learn_name(
 
 fn read_routes(
     socket: &mut Socket,
-    owned: &Owned,
+    footprint: &Footprint,
     (names, nexthops): (&mut Names, &Nexthops),
     (family, foreign): (Family, &ForeignRoutes),
     tables: &Tables,
 ) -> Result<(), KernelError> {
-    let mut ours = dump_routes(socket, owned, (names, nexthops), (family, foreign))?;
+    let mut ours = dump_routes(socket, footprint, (names, nexthops), (family, foreign))?;
     // Left on a device that is no longer the external interface: read once more, with its name.
     let unknown: BTreeSet<u32> =
         ours.iter().filter_map(|found| found.as_ref().err().copied()).collect();
     if !unknown.is_empty() {
         for index in unknown {
-            learn_name(socket, owned, index, names)?;
+            learn_name(socket, footprint, index, names)?;
         }
-        ours = dump_routes(socket, owned, (names, nexthops), (family, foreign))?;
+        ours = dump_routes(socket, footprint, (names, nexthops), (family, foreign))?;
     }
     foreign.see_all(family);
     let (mut before, mut table) = (None, Table::default());
@@ -370,11 +374,11 @@ type Found = Result<Ours, u32>;
 /// Others' routes, of which there may be a million, are not kept for a moment.
 fn dump_routes(
     socket: &mut Socket,
-    owned: &Owned,
+    footprint: &Footprint,
     (names, nexthops): (&Names, &Nexthops),
     (family, foreign): (Family, &ForeignRoutes),
 ) -> Result<Vec<Found>, KernelError> {
-    let inside = |dst: &Subnet| owned.networks.iter().any(|network| network.covers(dst));
+    let inside = |dst: &Subnet| footprint.networks.iter().any(|network| network.covers(dst));
     let mut last = Last::default();
     socket.dump(route::all(family), |message| {
         let found = route::read(message).filter(|found| found.main)?;
@@ -391,8 +395,9 @@ fn dump_routes(
             unknown = name.is_none().then_some(index);
             name
         });
-        let left =
-            || owned.go_routes.is_none() && found.protocol == ROUTE_PROTOCOL && inside(&found.dst);
+        let left = || {
+            footprint.go_routes.is_none() && found.protocol == ROUTE_PROTOCOL && inside(&found.dst)
+        };
         if let Some(index) = unknown.filter(|_| left()) {
             return Some(Err(index));
         }
@@ -403,8 +408,8 @@ fn dump_routes(
             _ => None,
         };
         // Go flannel gives its routes nothing that ours have not.
-        let is_go_like = owned.go_routes.is_none() || found.is_exact();
-        if !is_go_like || !owned.owns_route(&route, by, found.protocol) {
+        let is_go_like = footprint.go_routes.is_none() || found.is_exact();
+        if !is_go_like || !footprint.owns_route(&route, by, found.protocol) {
             return None;
         }
         if hidden.is_some() {

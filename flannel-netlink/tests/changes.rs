@@ -9,8 +9,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use flannel_core::{
-    Addr, Change, Changes, Doubts, Kernel, Key, LinkName, MacAddr, Neigh, Nexthop, Object, Owned,
-    Process, Report, Route, RouteAnswer, State, Subnet, Via,
+    Addr, Change, Changes, Footprint, Invalidation, Kernel, KernelEvent, Key, LinkName, MacAddr,
+    Neigh, Nexthop, Object, Process, Route, RouteAnswer, State, Subnet, Via,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, bridge, in_netns_async, ip};
@@ -33,20 +33,23 @@ fn uplink() -> NetlinkKernel {
 }
 
 /// Listens until a doubt comes for which `wanted` is true; returns those before it.
-async fn until(changes: &mut dyn Changes, wanted: impl Fn(&Doubts) -> bool) -> Vec<Doubts> {
+async fn until(
+    changes: &mut dyn Changes,
+    wanted: impl Fn(&Invalidation) -> bool,
+) -> Vec<Invalidation> {
     let mut before = Vec::new();
     loop {
         let next = tokio::time::timeout(Duration::from_secs(60), changes.next()).await;
-        let doubts = next.unwrap_or_else(|_| panic!("not told; only {before:?}")).unwrap();
-        if wanted(&doubts) {
+        let invalidation = next.unwrap_or_else(|_| panic!("not told; only {before:?}")).unwrap();
+        if wanted(&invalidation) {
             return before;
         }
-        before.push(doubts);
+        before.push(invalidation);
     }
 }
 
-fn tells(report: Report) -> impl Fn(&Doubts) -> bool {
-    move |doubts| matches!(doubts, Doubts::Objects(reports, _) if reports.contains(&report))
+fn tells(report: KernelEvent) -> impl Fn(&Invalidation) -> bool {
+    move |invalidation| matches!(invalidation, Invalidation::Objects(reports, _) if reports.contains(&report))
 }
 
 fn neigh(n: u32) -> Object {
@@ -76,71 +79,76 @@ fn others_changes_are_told_object_by_object() {
         for (command, report) in [
             (
                 "neigh replace 10.1.0.9 lladdr 0a:00:00:00:00:09 dev up0 nud permanent",
-                Report::Now(Neigh { link: link("up0"), address: address("10.1.0.9"), mac }.into()),
+                KernelEvent::Present(
+                    Neigh { link: link("up0"), address: address("10.1.0.9"), mac }.into(),
+                ),
             ),
             (
                 "neigh replace 10.1.0.9 lladdr 0a:00:00:00:00:09 dev up0 nud stale",
-                Report::Other(Key::Neigh(link("up0"), address("10.1.0.9"))),
+                KernelEvent::Unrepresentable(Key::Neigh(link("up0"), address("10.1.0.9"))),
             ),
             (
                 "neigh del 10.1.0.9 dev up0",
-                Report::Gone(Key::Neigh(link("up0"), address("10.1.0.9"))),
+                KernelEvent::Deleted(Key::Neigh(link("up0"), address("10.1.0.9"))),
             ),
-            ("nexthop add id 9 via 192.0.2.9 dev up0", Report::Now(nexthop.into())),
+            ("nexthop add id 9 via 192.0.2.9 dev up0", KernelEvent::Present(nexthop.into())),
             (
                 "route add 10.1.2.0/24 nhid 9",
-                Report::Now(Route { dst, via: Via::Nexthop(9), mtu: None }.into()),
+                KernelEvent::Present(Route { dst, via: Via::Nexthop(9), mtu: None }.into()),
             ),
             (
                 "route replace 10.1.2.0/24 via 192.0.2.9 dev up0 mtu 1400",
-                Report::Now(Route { dst, via, mtu: Some(1400) }.into()),
+                KernelEvent::Present(Route { dst, via, mtu: Some(1400) }.into()),
             ),
             (
                 "route replace 10.1.2.0/24 nexthop via 192.0.2.9 dev up0 nexthop via 192.0.2.8 dev up0",
-                Report::Other(Key::Route(dst)),
+                KernelEvent::Unrepresentable(Key::Route(dst)),
             ),
             (
                 "route replace 10.1.2.0/24 via 192.0.2.9 dev up0 mtu 1400 src 192.0.2.1",
-                Report::Inexact(Route { dst, via, mtu: Some(1400) }.into()),
+                KernelEvent::Inexact(Route { dst, via, mtu: Some(1400) }.into()),
             ),
             (
                 "route replace 10.1.2.0/24 via 192.0.2.9 dev up0 proto 241 advmss 1000",
-                Report::Inexact(Route { dst, via, mtu: None }.into()),
+                KernelEvent::Inexact(Route { dst, via, mtu: None }.into()),
             ),
             // As the kernel makes them.
             (
                 "route replace 10.1.2.0/24 via 192.0.2.9 dev up0 proto kernel src 192.0.2.1",
-                Report::Other(Key::Route(dst)),
+                KernelEvent::Unrepresentable(Key::Route(dst)),
             ),
-            ("route del 10.1.2.0/24", Report::Gone(Key::Route(dst))),
-            ("route add 10.1.2.0/24 via 192.0.2.9 metric 70", Report::Beside(Key::Route(dst))),
+            ("route del 10.1.2.0/24", KernelEvent::Deleted(Key::Route(dst))),
+            (
+                "route add 10.1.2.0/24 via 192.0.2.9 metric 70",
+                KernelEvent::Related(Key::Route(dst)),
+            ),
             // Whatever may lead packets elsewhere.
             (
                 "route add 10.1.3.0/24 via 192.0.2.9 table 70",
-                Report::Beside(Key::Route("10.1.3.0/24".parse().unwrap())),
+                KernelEvent::Related(Key::Route("10.1.3.0/24".parse().unwrap())),
             ),
             (
                 "rule add to 198.51.100.0/24 table 70",
-                Report::Beside(Key::Route("0.0.0.0/0".parse().unwrap())),
+                KernelEvent::Related(Key::Route("0.0.0.0/0".parse().unwrap())),
             ),
             (
                 "-6 rule add from 2001:db8::1 table 70",
-                Report::Beside(Key::Route("::/0".parse().unwrap())),
+                KernelEvent::Related(Key::Route("::/0".parse().unwrap())),
             ),
-            ("nexthop del id 9", Report::Gone(Key::Nexthop(9))),
+            ("nexthop del id 9", KernelEvent::Deleted(Key::Nexthop(9))),
             (
                 "addr add 10.1.0.1/32 dev up0",
-                Report::Now(
+                KernelEvent::Present(
                     Addr { link: link("up0"), address: address("10.1.0.1"), len: 32 }.into(),
                 ),
             ),
             (
                 "addr del 10.1.0.1/32 dev up0",
-                Report::Gone(Key::Addr(link("up0"), address("10.1.0.1"))),
+                KernelEvent::Deleted(Key::Addr(link("up0"), address("10.1.0.1"))),
             ),
             (
                 "-6 route add fd00:1::/64 via 2001:db8::9",
-                Report::Now(
+                KernelEvent::Present(
                     Route {
                         dst: "fd00:1::/64".parse().unwrap(),
                         via: Via::Gateway {
@@ -163,11 +171,11 @@ fn others_changes_are_told_object_by_object() {
             mtu: None,
         };
         ip("-6 route change fd00:1::/64 via 2001:db8::9 dev up0 pref high");
-        until(changes, tells(Report::Inexact(unwanted.into()))).await;
+        until(changes, tells(KernelEvent::Inexact(unwanted.into()))).await;
         bridge("fdb add 0a:00:00:00:00:09 dev flannel.1 dst 192.0.2.9");
-        until(changes, tells(Report::Now(fdb.into()))).await;
+        until(changes, tells(KernelEvent::Present(fdb.into()))).await;
         bridge("fdb del 0a:00:00:00:00:09 dev flannel.1 dst 192.0.2.9");
-        until(changes, tells(Report::Gone(Key::Fdb(link("flannel.1"), mac)))).await;
+        until(changes, tells(KernelEvent::Deleted(Key::Fdb(link("flannel.1"), mac)))).await;
     });
 }
 
@@ -178,36 +186,44 @@ fn whoever_changes_something_is_named_if_it_still_lives() {
         let other = NetlinkKernel::open().unwrap();
         let kernel = uplink();
         let mut changes = kernel.changes().unwrap();
-        assert!(other.apply(&Owned::default(), &[Change::Put(route(9))])[0].is_ok());
-        let culprit = culprit(&mut *changes, Report::Now(route(9))).await.unwrap();
+        assert!(other.apply(&Footprint::default(), &[Change::Put(route(9))])[0].is_ok());
+        let changed_by = changed_by(&mut *changes, KernelEvent::Present(route(9))).await.unwrap();
         let name = std::fs::read_to_string("/proc/self/comm").unwrap();
         // That is looked up by whoever wants to know, and on a thread that may block.
-        assert_eq!(culprit.process, None);
-        let found = kernel.process(culprit.port).unwrap();
+        assert_eq!(changed_by.process, None);
+        let found = kernel.process(changed_by.port).unwrap();
         assert_eq!(found, Process::new(name.trim_end().into(), std::process::id()));
-        assert_eq!(culprit.port, found.id);
-        assert_eq!(culprit.protocol, Some(flannel_core::ROUTE_PROTOCOL));
+        assert_eq!(changed_by.port, found.id);
+        assert_eq!(changed_by.protocol, Some(flannel_core::ROUTE_PROTOCOL));
         // A second socket has another port, which is no process.
         let second = NetlinkKernel::open().unwrap();
-        assert!(second.apply(&Owned::default(), &[Change::Put(neigh(9))])[0].is_ok());
-        let culprit = self::culprit(&mut *changes, Report::Now(neigh(9))).await.unwrap();
-        assert_eq!((kernel.process(culprit.port), culprit.protocol), (None, None));
-        assert!(culprit.to_string().contains(&format!("port id {}", culprit.port)), "{culprit}");
+        assert!(second.apply(&Footprint::default(), &[Change::Put(neigh(9))])[0].is_ok());
+        let changed_by =
+            self::changed_by(&mut *changes, KernelEvent::Present(neigh(9))).await.unwrap();
+        assert_eq!((kernel.process(changed_by.port), changed_by.protocol), (None, None));
+        assert!(
+            changed_by.to_string().contains(&format!("port id {}", changed_by.port)),
+            "{changed_by}"
+        );
         ip("route del blackhole 10.1.0.9/32");
-        let culprit = self::culprit(&mut *changes, Report::Gone(route(9).key())).await.unwrap();
+        let changed_by =
+            self::changed_by(&mut *changes, KernelEvent::Deleted(route(9).key())).await.unwrap();
         assert_eq!(
-            culprit.protocol, None,
+            changed_by.protocol, None,
             "the protocol of what is gone says nothing of who deleted it"
         );
     });
 }
 
 /// Who is said to have done what is reported.
-async fn culprit(changes: &mut dyn Changes, report: Report) -> Option<flannel_core::Culprit> {
+async fn changed_by(
+    changes: &mut dyn Changes,
+    report: KernelEvent,
+) -> Option<flannel_core::ChangedBy> {
     loop {
-        let doubts =
+        let invalidation =
             tokio::time::timeout(Duration::from_secs(60), changes.next()).await.unwrap().unwrap();
-        if let Doubts::Objects(reports, by) = doubts
+        if let Invalidation::Objects(reports, by) = invalidation
             && reports.contains(&report)
         {
             return by;
@@ -230,17 +246,21 @@ fn whatever_befalls_a_link_puts_it_in_doubt() {
             "link del up0",
         ] {
             ip(command);
-            until(&mut *changes, |doubts| *doubts == Doubts::Link(link("up0"))).await;
+            until(&mut *changes, |invalidation| *invalidation == Invalidation::Link(link("up0")))
+                .await;
         }
         // A link that was not there when listening began, and a new name of one.
         ip("link add new0 type bridge");
-        until(&mut *changes, |doubts| *doubts == Doubts::Link(link("new0"))).await;
+        until(&mut *changes, |invalidation| *invalidation == Invalidation::Link(link("new0")))
+            .await;
         ip("link set new0 name old0");
-        let before = until(&mut *changes, |doubts| *doubts == Doubts::Link(link("old0"))).await;
-        assert!(before.contains(&Doubts::Link(link("new0"))), "{before:?}");
+        let before =
+            until(&mut *changes, |invalidation| *invalidation == Invalidation::Link(link("old0")))
+                .await;
+        assert!(before.contains(&Invalidation::Link(link("new0"))), "{before:?}");
         ip("addr add 192.0.2.7/32 dev old0");
         let there = Addr { link: link("old0"), address: address("192.0.2.7"), len: 32 };
-        until(&mut *changes, tells(Report::Now(there.into()))).await;
+        until(&mut *changes, tells(KernelEvent::Present(there.into()))).await;
     });
 }
 
@@ -262,14 +282,13 @@ fn a_link_whose_name_is_no_text_puts_nothing_else_in_doubt() {
         ip_of(&["route", "add", "198.51.100.0/24", "via", "192.0.3.9"]);
         ip("neigh add 192.0.2.77 lladdr 0a:00:00:00:00:09 dev up0 nud permanent");
         let mark = Key::Neigh(link("up0"), address("192.0.2.77"));
-        let is_mark =
-            |report: &Report| matches!(report, Report::Now(object) if object.key() == mark);
+        let is_mark = |report: &KernelEvent| matches!(report, KernelEvent::Present(object) if object.key() == mark);
         let before = until(
             &mut *changes,
-            |doubts| matches!(doubts, Doubts::Objects(reports, _) if reports.iter().any(is_mark)),
+            |invalidation| matches!(invalidation, Invalidation::Objects(reports, _) if reports.iter().any(is_mark)),
         );
         let before = before.await;
-        assert!(!before.contains(&Doubts::Everything), "{before:?}");
+        assert!(!before.contains(&Invalidation::Everything), "{before:?}");
         assert_eq!(kernel.lookup(address("198.51.100.1")).unwrap(), RouteAnswer::nowhere());
     });
 }
@@ -278,28 +297,30 @@ fn a_link_whose_name_is_no_text_puts_nothing_else_in_doubt() {
 fn our_own_changes_are_not_told_however_many() {
     in_netns_async(|| async {
         let (kernel, other) = (uplink(), NetlinkKernel::open().unwrap());
-        let owned = Owned { blackholes: true, ..Owned::default() };
+        let footprint = Footprint { blackholes: true, ..Footprint::default() };
         let mut changes = kernel.changes().unwrap();
         let ours: Vec<Change> =
             (0..50_000).flat_map(|n| [neigh(n), route(n)]).map(Change::Put).collect();
-        assert!(kernel.apply(&owned, &ours).iter().all(Result::is_ok));
-        assert!(other.apply(&owned, &[Change::Put(neigh(60_000))])[0].is_ok());
-        let before = until(&mut *changes, tells(Report::Now(neigh(60_000)))).await;
+        assert!(kernel.apply(&footprint, &ours).iter().all(Result::is_ok));
+        assert!(other.apply(&footprint, &[Change::Put(neigh(60_000))])[0].is_ok());
+        let before = until(&mut *changes, tells(KernelEvent::Present(neigh(60_000)))).await;
         // What the kernel does by itself meanwhile is about links and their own addresses.
-        let about_ours = |report: &Report| match report {
-            Report::Now(Object::Neigh(_) | Object::Route(_))
-            | Report::Inexact(_)
-            | Report::Double(_) => true,
-            Report::Gone(key) | Report::Other(key) | Report::Beside(key) => {
+        let about_ours = |report: &KernelEvent| match report {
+            KernelEvent::Present(Object::Neigh(_) | Object::Route(_))
+            | KernelEvent::Inexact(_)
+            | KernelEvent::Duplicate(_) => true,
+            KernelEvent::Deleted(key)
+            | KernelEvent::Unrepresentable(key)
+            | KernelEvent::Related(key) => {
                 matches!(key, Key::Neigh(..))
             }
-            Report::Now(_) => false,
+            KernelEvent::Present(_) => false,
         };
-        for doubts in before {
-            assert_ne!(doubts, Doubts::Everything);
+        for invalidation in before {
+            assert_ne!(invalidation, Invalidation::Everything);
             assert!(
-                !matches!(&doubts, Doubts::Objects(reports, _) if reports.iter().any(about_ours)),
-                "{doubts:?}"
+                !matches!(&invalidation, Invalidation::Objects(reports, _) if reports.iter().any(about_ours)),
+                "{invalidation:?}"
             );
         }
     });
@@ -309,25 +330,25 @@ fn our_own_changes_are_not_told_however_many() {
 fn messages_that_were_lost_put_everything_in_doubt() {
     in_netns_async(|| async {
         let (kernel, other) = (uplink(), NetlinkKernel::open().unwrap());
-        let owned = Owned::default();
+        let footprint = Footprint::default();
         let mut changes = kernel.changes().unwrap();
         // Until the buffer, however large, overflows.
         for round in 0.. {
             assert!(round < 100, "the listener's buffer has no end");
             let theirs: Vec<Change> =
                 (0..20_000).map(|n| Change::Put(neigh(n + round % 2))).collect();
-            assert!(other.apply(&owned, &theirs).iter().all(Result::is_ok));
+            assert!(other.apply(&footprint, &theirs).iter().all(Result::is_ok));
             let gone: Vec<Change> =
                 (0..20_000).map(|n| Change::Delete(neigh(n + round % 2))).collect();
-            assert!(other.apply(&owned, &gone).iter().all(Result::is_ok));
+            assert!(other.apply(&footprint, &gone).iter().all(Result::is_ok));
             if round >= 4 {
                 break;
             }
         }
-        until(&mut *changes, |doubts| *doubts == Doubts::Everything).await;
+        until(&mut *changes, |invalidation| *invalidation == Invalidation::Everything).await;
         // It goes on.
-        assert!(other.apply(&owned, &[Change::Put(neigh(70_000))])[0].is_ok());
-        until(&mut *changes, tells(Report::Now(neigh(70_000)))).await;
+        assert!(other.apply(&footprint, &[Change::Put(neigh(70_000))])[0].is_ok());
+        until(&mut *changes, tells(KernelEvent::Present(neigh(70_000)))).await;
     });
 }
 
@@ -339,21 +360,30 @@ fn one_process_manages_two_namespaces() {
             space.run(|| drop(uplink()));
             NetlinkKernel::open_in(space.path()).unwrap()
         });
-        let owned = Owned {
+        let footprint = Footprint {
             blackholes: true,
             networks: vec!["10.1.0.0/16".parse().unwrap()],
-            ..Owned::default()
+            ..Footprint::default()
         };
         let mut changes = kernels[1].changes().unwrap();
-        assert!(kernels[0].apply(&owned, &[Change::Put(route(1))])[0].is_ok());
-        assert!(kernels[1].apply(&owned, &[Change::Put(route(2))])[0].is_ok());
-        assert_eq!(kernels[0].snapshot(&owned).unwrap().iter().collect::<Vec<_>>(), [&route(1)]);
-        assert_eq!(kernels[1].snapshot(&owned).unwrap().iter().collect::<Vec<_>>(), [&route(2)]);
+        assert!(kernels[0].apply(&footprint, &[Change::Put(route(1))])[0].is_ok());
+        assert!(kernels[1].apply(&footprint, &[Change::Put(route(2))])[0].is_ok());
+        assert_eq!(
+            kernels[0].snapshot(&footprint).unwrap().iter().collect::<Vec<_>>(),
+            [&route(1)]
+        );
+        assert_eq!(
+            kernels[1].snapshot(&footprint).unwrap().iter().collect::<Vec<_>>(),
+            [&route(2)]
+        );
         // News come from the kernel's own namespace only, whichever thread asks.
         spaces[0].run(|| drop(ip("route add blackhole 10.1.0.8/32")));
         spaces[1].run(|| drop(ip("route add blackhole 10.1.0.9/32")));
-        let before = until(&mut *changes, tells(Report::Now(route(9)))).await;
-        assert!(!before.iter().any(|doubts| tells(Report::Now(route(8)))(doubts)), "{before:?}");
+        let before = until(&mut *changes, tells(KernelEvent::Present(route(9)))).await;
+        assert!(
+            !before.iter().any(|invalidation| tells(KernelEvent::Present(route(8)))(invalidation)),
+            "{before:?}"
+        );
     });
 }
 
@@ -372,7 +402,7 @@ fn listening_may_begin_outside_a_runtime() {
         let mut changes =
             std::thread::scope(|scope| scope.spawn(|| kernel.changes().unwrap()).join()).unwrap();
         ip("route add blackhole 10.1.0.9/32");
-        until(&mut *changes, tells(Report::Now(route(9)))).await;
+        until(&mut *changes, tells(KernelEvent::Present(route(9)))).await;
     });
 }
 
@@ -385,12 +415,12 @@ fn metrics_that_were_told_of_do_not_stay() {
             Nexthop { id: 9, link: link("up0"), gateway: address("192.0.2.9"), onlink: false };
         let ours = Route { dst: "10.1.2.0/24".parse().unwrap(), via: Via::Nexthop(9), mtu: None };
         let put = |object: Object| {
-            kernel.apply(&Owned::default(), &[Change::Put(object)]).remove(0).unwrap();
+            kernel.apply(&Footprint::default(), &[Change::Put(object)]).remove(0).unwrap();
         };
         put(nexthop.into());
         let mut changes = kernel.changes().unwrap();
         ip("route add 10.1.2.0/24 nhid 9 proto 241 advmss 1000");
-        until(&mut *changes, tells(Report::Inexact(ours.into()))).await;
+        until(&mut *changes, tells(KernelEvent::Inexact(ours.into()))).await;
         put(ours.into());
         let shown = ip("route show 10.1.2.0/24");
         assert!(shown.contains("nhid 9") && !shown.contains("advmss"), "{shown}");
@@ -405,8 +435,9 @@ fn nothing_of_ours_that_leads_elsewhere_stays_behind_ours() {
         ip("link set flannel.1 up");
         ip("nexthop add id 77 via 10.1.99.0 dev flannel.1 onlink");
         let networks = vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/48".parse().unwrap()];
-        let owned = Owned { links: [link("flannel.1")].into(), networks, ..Owned::default() };
-        let change = |change: Change| kernel.apply(&owned, &[change]).remove(0).unwrap();
+        let footprint =
+            Footprint { links: [link("flannel.1")].into(), networks, ..Footprint::default() };
+        let change = |change: Change| kernel.apply(&footprint, &[change]).remove(0).unwrap();
         change(Change::Put(
             Nexthop { id: 9, link: link("flannel.1"), gateway: address("10.1.7.0"), onlink: true }
                 .into(),
@@ -433,16 +464,15 @@ fn nothing_of_ours_that_leads_elsewhere_stays_behind_ours() {
             let ours = Object::from(Route { dst: dst.parse().unwrap(), via, mtu: None });
             let family = if dst.contains(':') { 6 } else { 4 };
             let shown = || ip(&format!("-{family} route show {dst}"));
-            let snapshot = || kernel.snapshot(&owned).unwrap();
+            let snapshot = || kernel.snapshot(&footprint).unwrap();
             for double in doubles {
                 change(Change::Put(ours.clone()));
                 let append = || ip(&format!("-{family} route append {dst} {double}"));
                 append();
-                let about =
-                    |report: &Report| matches!(report, Report::Double(o) if o.key() == ours.key());
+                let about = |report: &KernelEvent| matches!(report, KernelEvent::Duplicate(o) if o.key() == ours.key());
                 until(
                     &mut *changes,
-                    |doubts| matches!(doubts, Doubts::Objects(reports, _) if reports.iter().any(about)),
+                    |invalidation| matches!(invalidation, Invalidation::Objects(reports, _) if reports.iter().any(about)),
                 )
                 .await;
                 let there = snapshot();
@@ -483,7 +513,7 @@ fn nothing_of_ours_that_leads_elsewhere_stays_behind_ours() {
             Route { dst: "10.1.8.0/24".parse().unwrap(), via: gateway("10.1.8.0"), mtu: None };
         change(Change::Put(ours.into()));
         ip("route append 10.1.8.0/24 via 192.0.2.9 dev up0");
-        assert!(!kernel.snapshot(&owned).unwrap().is_inexact(&Key::Route(ours.dst)));
+        assert!(!kernel.snapshot(&footprint).unwrap().is_inexact(&Key::Route(ours.dst)));
         change(Change::Put(ours.into()));
         assert_eq!(ip("route show 10.1.8.0/24").lines().count(), 2);
     });
@@ -498,8 +528,9 @@ fn what_stands_before_ours_and_is_not_replaced_gives_way() {
         ip("link set far1 up");
         ip("link set up1 up");
         let networks = vec!["fd00:1::/48".parse().unwrap()];
-        let owned = Owned { networks, routes_on: [link("up0")].into(), ..Owned::default() };
-        let change = |change: Change| kernel.apply(&owned, &[change]).remove(0).unwrap();
+        let footprint =
+            Footprint { networks, routes_on: [link("up0")].into(), ..Footprint::default() };
+        let change = |change: Change| kernel.apply(&footprint, &[change]).remove(0).unwrap();
         let dst = "fd00:1:0:7::/64";
         let via =
             Via::Gateway { gateway: address("2001:db8::9"), link: link("up0"), onlink: false };
@@ -515,7 +546,7 @@ fn what_stands_before_ours_and_is_not_replaced_gives_way() {
                 both.starts_with(&format!("{dst} dev up1")) && both.lines().count() == 2,
                 "{both}"
             );
-            let there = kernel.snapshot(&owned).unwrap();
+            let there = kernel.snapshot(&footprint).unwrap();
             assert!(
                 there.get(&ours.key()) == Some(&ours) && there.is_inexact(&ours.key()),
                 "no effect: {there:?}"
@@ -531,7 +562,7 @@ fn what_stands_before_ours_and_is_not_replaced_gives_way() {
         change(Change::Delete(ours.clone()));
         let left = shown();
         assert!(left.contains("dev up1") && left.lines().count() == 1, "{left}");
-        assert_eq!(kernel.snapshot(&owned).unwrap(), State::default());
+        assert_eq!(kernel.snapshot(&footprint).unwrap(), State::default());
     });
 }
 
@@ -546,12 +577,12 @@ fn one_of_last_resort_does_not_stay_behind_ours_however_it_was_learned_of() {
     in_netns_async(|| async {
         let (kernel, other) = (uplink(), NetlinkKernel::open().unwrap());
         let networks = vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/48".parse().unwrap()];
-        let owned = Owned { blackholes: true, networks, ..Owned::default() };
+        let footprint = Footprint { blackholes: true, networks, ..Footprint::default() };
         let change = |kernel: &NetlinkKernel, change: Change| {
-            kernel.apply(&owned, &[change]).remove(0).unwrap();
+            kernel.apply(&footprint, &[change]).remove(0).unwrap();
         };
         let mut changes = kernel.changes().unwrap();
-        kernel.snapshot(&owned).unwrap();
+        kernel.snapshot(&footprint).unwrap();
         for (family, prefix, gateway) in [(4, "10.1", "192.0.2.9"), (6, "fd00:1", "2001:db8::9")] {
             for (n, learned) in
                 [Learned::Told, Learned::Read, Learned::TooLate].into_iter().enumerate()
@@ -572,16 +603,19 @@ fn one_of_last_resort_does_not_stay_behind_ours_however_it_was_learned_of() {
                 change(&other, Change::Put(last.clone()));
                 match learned {
                     Learned::Told => {
-                        drop(until(&mut *changes, tells(Report::Now(last.clone()))).await);
+                        drop(until(&mut *changes, tells(KernelEvent::Present(last.clone()))).await);
                     }
                     Learned::Read => {
-                        assert_eq!(kernel.snapshot(&owned).unwrap().get(&last.key()), Some(&last));
+                        assert_eq!(
+                            kernel.snapshot(&footprint).unwrap().get(&last.key()),
+                            Some(&last)
+                        );
                     }
                     Learned::TooLate => {}
                 }
                 change(&kernel, Change::Put(ours.clone()));
                 if learned == Learned::TooLate {
-                    let there = kernel.snapshot(&owned).unwrap();
+                    let there = kernel.snapshot(&footprint).unwrap();
                     assert_eq!(there.get(&ours.key()), Some(&ours), "{text}");
                     assert!(there.is_inexact(&ours.key()), "{text}: it is to be put again");
                     change(&kernel, Change::Put(ours.clone()));
@@ -596,7 +630,7 @@ fn one_of_last_resort_does_not_stay_behind_ours_however_it_was_learned_of() {
                     ip(&format!(
                         "-{family} route add blackhole {text} metric 4294967295 proto 241"
                     ));
-                    kernel.snapshot(&owned).unwrap();
+                    kernel.snapshot(&footprint).unwrap();
                 };
                 add_behind();
                 change(&kernel, Change::Delete(ours.clone()));
@@ -604,7 +638,7 @@ fn one_of_last_resort_does_not_stay_behind_ours_however_it_was_learned_of() {
                 // What another network keeps is not ours, whatever stood before it.
                 change(&kernel, Change::Put(ours.clone()));
                 add_behind();
-                let of_another = Owned { networks: Vec::new(), ..owned.clone() };
+                let of_another = Footprint { networks: Vec::new(), ..footprint.clone() };
                 kernel.apply(&of_another, &[Change::Delete(ours)]).remove(0).unwrap();
                 assert!(
                     shown().lines().count() == 1 && shown().contains("blackhole"),

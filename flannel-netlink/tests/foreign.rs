@@ -6,7 +6,7 @@
 
 use std::net::IpAddr;
 
-use flannel_core::{Change, Kernel, Object, Owned, Route, Subnet, Via};
+use flannel_core::{Change, Footprint, Kernel, Object, Route, Subnet, Via};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::in_netns;
 
@@ -28,22 +28,22 @@ fn memory(key: &str) -> u64 {
 fn others_routes_take_no_memory() {
     in_netns(|| {
         let kernel = NetlinkKernel::open().unwrap();
-        let owned = Owned {
+        let footprint = Footprint {
             networks: vec!["10.1.0.0/16".parse().unwrap()],
             routes_on: ["lo".parse().unwrap()].into(),
             blackholes: true,
-            ..Owned::default()
+            ..Footprint::default()
         };
         for from in (0..ROUTES).step_by(100) {
             let changes: Vec<_> = (from..from + 100).map(|n| Change::Put(route(n))).collect();
-            assert!(kernel.apply(&owned, &changes).iter().all(Result::is_ok));
+            assert!(kernel.apply(&footprint, &changes).iter().all(Result::is_ok));
         }
         let ours = Route { dst: "10.1.7.0/24".parse().unwrap(), via: Via::Blackhole, mtu: None };
-        assert!(kernel.apply(&owned, &[Change::Put(ours.into())])[0].is_ok());
+        assert!(kernel.apply(&footprint, &[Change::Put(ours.into())])[0].is_ok());
         // The highest mark falls to what there is.
         std::fs::write("/proc/self/clear_refs", "5").unwrap();
         let before = memory("VmRSS:");
-        let state = kernel.snapshot(&owned).unwrap();
+        let state = kernel.snapshot(&footprint).unwrap();
         let took = memory("VmHWM:").saturating_sub(before);
         assert_eq!(state.iter().collect::<Vec<_>>(), [&Object::from(ours)]);
         assert!(took < u64::from(ROUTES) * 8 / 1024, "{took} KiB for {ROUTES} routes of others");

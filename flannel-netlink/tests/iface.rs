@@ -4,7 +4,7 @@
 
 use flannel_core::{Dual, Family};
 use flannel_netlink::NetlinkKernel;
-use flannel_netlink::iface::{Selectors, Standing};
+use flannel_netlink::iface::{ObjectState, Selectors};
 use flannel_netlink::testing::{in_netns, in_netns_async, ip};
 use tokio::sync::watch;
 
@@ -81,10 +81,10 @@ async fn follow(
     kernel: &NetlinkKernel,
     selectors: &Selectors,
     families: &[Family],
-    script: impl AsyncFnOnce(watch::Receiver<Standing>),
+    script: impl AsyncFnOnce(watch::Receiver<ObjectState>),
 ) {
     let chosen = kernel.external_interface(selectors, families.iter().copied()).unwrap();
-    let (standing, told) = watch::channel(Standing::Lost("it was not looked at yet".into()));
+    let (standing, told) = watch::channel(ObjectState::Lost("it was not looked at yet".into()));
     let scene = async {
         tokio::select! {
             ended = kernel.follow_interface(&chosen, selectors, families, &standing) => panic!("{ended:?}"),
@@ -98,16 +98,16 @@ async fn follow(
 
 /// Waits until it is told so.
 async fn until(
-    told: &mut watch::Receiver<Standing>,
-    wanted: impl Fn(&Standing) -> bool,
-) -> Standing {
+    told: &mut watch::Receiver<ObjectState>,
+    wanted: impl Fn(&ObjectState) -> bool,
+) -> ObjectState {
     told.wait_for(wanted).await.unwrap().clone()
 }
 
 /// Another choice is possible: what is different.
-async fn other(told: &mut watch::Receiver<Standing>) -> String {
-    match until(told, |standing| matches!(standing, Standing::Other { .. })).await {
-        Standing::Other { difference, .. } => difference,
+async fn other(told: &mut watch::Receiver<ObjectState>) -> String {
+    match until(told, |standing| matches!(standing, ObjectState::Other { .. })).await {
+        ObjectState::Other { difference, .. } => difference,
         standing => panic!("{standing:?}"),
     }
 }
@@ -118,7 +118,7 @@ async fn waits_for(changes: &[&str]) -> String {
     let selectors = Selectors { iface: vec!["up1".into(), "up0".into()], ..Selectors::default() };
     let mut difference = String::new();
     follow(&kernel, &selectors, &Family::BOTH, async |mut told| {
-        until(&mut told, |standing| *standing == Standing::Kept).await;
+        until(&mut told, |standing| *standing == ObjectState::Kept).await;
         for change in changes {
             ip(change);
         }
@@ -176,12 +176,12 @@ fn a_link_local_address_takes_the_place_of_no_other_and_gives_way_to_one() {
         let kernel = host();
         ip("addr add 169.254.3.4/16 dev up1");
         let selectors = Selectors { iface: vec!["up1".into()], ..Selectors::default() };
-        let lost = |standing: &Standing| matches!(standing, Standing::Lost(why) if why.contains("link-local"));
+        let lost = |standing: &ObjectState| matches!(standing, ObjectState::Lost(why) if why.contains("link-local"));
         follow(&kernel, &selectors, &[Family::V4], async |mut told| {
             ip("addr del 192.0.3.1/24 dev up1");
             until(&mut told, lost).await;
             ip("addr add 192.0.3.1/24 dev up1");
-            until(&mut told, |standing| *standing == Standing::Kept).await;
+            until(&mut told, |standing| *standing == ObjectState::Kept).await;
             ip("addr del 192.0.3.1/24 dev up1");
             until(&mut told, lost).await;
             ip("addr add 192.0.3.9/24 dev up1");
@@ -195,7 +195,7 @@ fn a_link_local_address_takes_the_place_of_no_other_and_gives_way_to_one() {
         .await;
         // It is all there is.
         follow(&kernel, &selectors, &[Family::V4], async |mut told| {
-            until(&mut told, |standing| *standing == Standing::Kept).await;
+            until(&mut told, |standing| *standing == ObjectState::Kept).await;
             ip("addr add 192.0.3.9/24 dev up1");
             assert_eq!(
                 other(&mut told).await,
@@ -206,7 +206,7 @@ fn a_link_local_address_takes_the_place_of_no_other_and_gives_way_to_one() {
         // It is what was asked for.
         let asked = Selectors { iface: vec!["169.254.3.4".into()], ..Selectors::default() };
         follow(&kernel, &asked, &[Family::V4], async |mut told| {
-            until(&mut told, |standing| *standing == Standing::Kept).await;
+            until(&mut told, |standing| *standing == ObjectState::Kept).await;
             ip("link set up1 mtu 1350");
             assert_eq!(other(&mut told).await, "up1 has the MTU 1350 now, not 1401");
         })
@@ -225,7 +225,7 @@ fn a_choice_that_becomes_another_one_is_told_again() {
             assert_eq!(other(&mut told).await, "the external interface is up0 now, not up1");
             ip("link set up0 mtu 1350");
             let smaller =
-                |standing: &Standing| matches!(standing, Standing::Other { now, .. } if now.mtu == 1350);
+                |standing: &ObjectState| matches!(standing, ObjectState::Other { now, .. } if now.mtu == 1350);
             until(&mut told, smaller).await;
         })
         .await;

@@ -6,8 +6,8 @@ use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use flannel_core::{
-    Addr, Change, Family, Fdb, Kernel, KernelError, Link, LinkKind, LinkName, MacAddr, Neigh,
-    Nexthop, NexthopBlock, Object, Owned, Route, State, Via, Vxlan,
+    Addr, Change, Family, Fdb, Footprint, Kernel, KernelError, Link, LinkKind, LinkName, MacAddr,
+    Neigh, Nexthop, NexthopBlock, Object, Route, State, Via, Vxlan,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, bridge, in_netns, ip};
@@ -41,13 +41,13 @@ fn uplinks() -> NetlinkKernel {
     NetlinkKernel::open().unwrap()
 }
 
-fn owned() -> Owned {
-    Owned {
+fn footprint() -> Footprint {
+    Footprint {
         links: [name("flannel.1")].into(),
         networks: vec!["10.1.0.0/16".parse().unwrap(), "fd00:1::/32".parse().unwrap()],
         routes_on: [name("up0")].into(),
         blackholes: true,
-        ..Owned::default()
+        ..Footprint::default()
     }
 }
 
@@ -75,7 +75,7 @@ fn link(mtu: u32, up: bool, vxlan: Vxlan) -> Link {
 }
 
 fn apply(kernel: &NetlinkKernel, change: Change) -> Result<(), KernelError> {
-    kernel.apply(&owned(), &[change]).remove(0)
+    kernel.apply(&footprint(), &[change]).remove(0)
 }
 
 /// Puts it twice, and finds it in a snapshot.
@@ -85,7 +85,7 @@ fn put(kernel: &NetlinkKernel, object: impl Into<Object>) {
         apply(kernel, Change::Put(object.clone()))
             .unwrap_or_else(|error| panic!("put {object}: {error}"));
     }
-    let snapshot = kernel.snapshot(&owned()).unwrap();
+    let snapshot = kernel.snapshot(&footprint()).unwrap();
     assert_eq!(snapshot.get(&object.key()), Some(&object));
 }
 
@@ -96,7 +96,7 @@ fn delete(kernel: &NetlinkKernel, object: impl Into<Object>) {
         apply(kernel, Change::Delete(object.clone()))
             .unwrap_or_else(|error| panic!("delete {object}: {error}"));
     }
-    assert_eq!(kernel.snapshot(&owned()).unwrap().get(&object.key()), None);
+    assert_eq!(kernel.snapshot(&footprint()).unwrap().get(&object.key()), None);
 }
 
 /// By the tunnel.
@@ -177,7 +177,7 @@ fn a_device_changes(kernel: &NetlinkKernel, family: Family) {
     ] {
         put(kernel, changed.clone());
         assert_eq!(shown_link()["ifindex"], index, "{changed:?} in place");
-        let snapshot = kernel.snapshot(&owned()).unwrap();
+        let snapshot = kernel.snapshot(&footprint()).unwrap();
         assert!(snapshot.get(&Object::from(route).key()).is_some(), "{changed:?} keeps routes");
     }
     put(kernel, link(mtu(family), false, vxlan));
@@ -237,7 +237,7 @@ fn a_device_that_was_renamed_gets_its_name_back_and_keeps_what_is_on_it() {
             ip("link set flannel.1 name stray0");
             put(kernel, wanted.clone());
             assert_eq!(shown_link()["ifindex"], index);
-            let there = kernel.snapshot(&owned()).unwrap();
+            let there = kernel.snapshot(&footprint()).unwrap();
             assert!(there.get(&Object::from(route).key()).is_some(), "{there:?}");
             // Meanwhile something else was made in its place.
             ip("link set flannel.1 name stray0 mtu 1300");
@@ -275,13 +275,15 @@ fn a_foreign_device_of_that_name_stays() {
         );
         apply(&kernel, Change::Delete(device(Family::V4).0.into())).unwrap();
         assert_eq!(shown_link()["linkinfo"]["info_kind"], "bridge");
-        let owned =
-            Owned { nexthops: NexthopBlock::choose(&kernel, &owned()).unwrap().0, ..owned() };
-        let id = owned.nexthops.unwrap().first();
+        let footprint = Footprint {
+            nexthops: NexthopBlock::choose(&kernel, &footprint()).unwrap().0,
+            ..footprint()
+        };
+        let id = footprint.nexthops.unwrap().first();
         ip("route add 10.1.7.0/24 via 10.1.0.7 dev flannel.1 proto 241");
         ip("route add 10.1.8.0/24 via 10.1.0.7 dev flannel.1");
         ip(&format!("nexthop add id {id} via 10.1.0.9 dev flannel.1 proto 241"));
-        assert_eq!(kernel.snapshot(&owned).unwrap(), State::default(), "nothing on it is ours");
+        assert_eq!(kernel.snapshot(&footprint).unwrap(), State::default(), "nothing on it is ours");
     });
 }
 
@@ -415,10 +417,10 @@ fn what_no_object_expresses_is_noted_and_put_right() {
                     ("ip", args) => ip(args),
                     (_, args) => bridge(args),
                 };
-                let there = kernel.snapshot(&owned()).unwrap();
+                let there = kernel.snapshot(&footprint()).unwrap();
                 assert!(there.is_inexact(&object.key()), "{command}: {there:?}");
                 apply(kernel, Change::Put(object.clone())).unwrap();
-                let there = kernel.snapshot(&owned()).unwrap();
+                let there = kernel.snapshot(&footprint()).unwrap();
                 assert!(there.get(&object.key()) == Some(&object), "{command}: {there:?}");
                 assert!(!there.is_inexact(&object.key()), "{command}: {there:?}");
             }
@@ -435,7 +437,7 @@ fn both_lengths_in_one_call_end_with_the_last() {
             let addr = |len| {
                 Change::Put(Addr { link: name("flannel.1"), address: address(text), len }.into())
             };
-            let results = kernel.apply(&owned(), &[addr(len - 8), addr(len - 4), addr(len)]);
+            let results = kernel.apply(&footprint(), &[addr(len - 8), addr(len - 4), addr(len)]);
             assert_eq!(results, [Ok(()), Ok(()), Ok(())]);
             assert!(shown_addresses().ends_with(&[(text.to_owned(), u64::from(len))]));
         }
@@ -493,7 +495,7 @@ fn neighbours_and_forwarding_entries() {
             };
             diverted();
             let is_inexact = || {
-                let snapshot = kernel.snapshot(&owned()).unwrap();
+                let snapshot = kernel.snapshot(&footprint()).unwrap();
                 let found =
                     snapshot.iter().find(|object| matches!(object, Object::Fdb(_))).cloned();
                 found.filter(|found| snapshot.is_inexact(&found.key()))
@@ -538,7 +540,7 @@ fn neighbours_and_forwarding_entries() {
             {
                 bridge(&format!("fdb append {mac} dev flannel.1 dst {dst} self permanent"));
             }
-            let strangers = kernel.snapshot(&owned()).unwrap();
+            let strangers = kernel.snapshot(&footprint()).unwrap();
             let strangers = strangers.iter().filter(|object| matches!(object, Object::Fdb(_)));
             strangers.for_each(|object| apply(kernel, Change::Delete(object.clone())).unwrap());
             assert_eq!(shown().as_array().unwrap().len(), 0, "whole entries, wherever they lead");
@@ -568,11 +570,11 @@ fn tables_of_any_length_are_read_whole() {
             for (from, to) in [(0, 500), (500, 5_000)] {
                 let new: Vec<Object> = (from..to).map(object).collect();
                 let puts: Vec<Change> = new.iter().cloned().map(Change::Put).collect();
-                assert!(kernel.apply(&owned(), &puts).iter().all(Result::is_ok));
+                assert!(kernel.apply(&footprint(), &puts).iter().all(Result::is_ok));
                 want.extend(new);
                 // Twice: nothing of the first answer is taken for the second.
                 for _ in 0..2 {
-                    let there = kernel.snapshot(&owned()).unwrap();
+                    let there = kernel.snapshot(&footprint()).unwrap();
                     assert!(there == want, "{} of {}", there.len(), want.len());
                 }
             }
@@ -612,8 +614,8 @@ fn nexthops_are_read_however_often_others_change_theirs() {
     const COUNT: u32 = 4_000;
     in_netns(|| {
         let kernel = uplinks();
-        let block = NexthopBlock::choose(&kernel, &owned()).unwrap().0;
-        let owned = Owned { nexthops: block, ..owned() };
+        let block = NexthopBlock::choose(&kernel, &footprint()).unwrap().0;
+        let footprint = Footprint { nexthops: block, ..footprint() };
         let nexthop = |id: u32, last: u8| {
             Object::from(Nexthop {
                 id,
@@ -624,7 +626,7 @@ fn nexthops_are_read_however_often_others_change_theirs() {
         };
         let ids = (0..COUNT).map(|n| block.unwrap().first() + n);
         let ours: Vec<Change> = ids.map(|id| Change::Put(nexthop(id, 7))).collect();
-        kernel.apply(&owned, &ours).into_iter().for_each(Result::unwrap);
+        kernel.apply(&footprint, &ours).into_iter().for_each(Result::unwrap);
         let (over, theirs) = (AtomicBool::new(false), NetlinkKernel::open().unwrap());
         std::thread::scope(|scope| {
             let churn = scope.spawn(|| {
@@ -636,8 +638,9 @@ fn nexthops_are_read_however_often_others_change_theirs() {
                 }
                 changes
             });
-            let read: Vec<_> =
-                (0..20).map(|_| (kernel.snapshot(&owned), kernel.nexthop_ids(&owned))).collect();
+            let read: Vec<_> = (0..20)
+                .map(|_| (kernel.snapshot(&footprint), kernel.nexthop_ids(&footprint)))
+                .collect();
             over.store(true, Ordering::Relaxed);
             for (state, ids) in read {
                 let (state, ids) = (state.unwrap(), ids.unwrap());
@@ -666,7 +669,7 @@ fn learned_and_foreign_entries_are_not_ours() {
         ip("route add 10.9.0.0/24 via 192.0.2.9 dev up0 proto 241");
         ip("nexthop add id 5 via 192.0.2.9 dev up0");
         ip("nexthop add id 6 via 192.0.3.9 dev up1 proto 241");
-        let snapshot = kernel.snapshot(&owned()).unwrap();
+        let snapshot = kernel.snapshot(&footprint()).unwrap();
         assert_eq!(snapshot.iter().cloned().collect::<Vec<_>>(), [device(Family::V4).0.into()]);
         // Theirs by protocol: a deletion that describes it does not reach it.
         let theirs =
@@ -742,7 +745,7 @@ fn a_failure_in_the_middle_of_a_batch_is_that_ones_alone() {
         };
         let mut changes: Vec<Change> = (0..250).map(|n| route(n, n != 100)).collect();
         changes.insert(200, Change::Put(missing.into()));
-        let results = kernel.apply(&owned(), &changes);
+        let results = kernel.apply(&footprint(), &changes);
         assert_eq!(results.len(), 251);
         let failed: Vec<usize> = (0..251).filter(|n| results[*n].is_err()).collect();
         assert_eq!(failed, [100, 200]);

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use flannel_core::{
-    Change, Dual, Family, Kernel, Key, LinkName, Nexthop, NexthopBlock, Object, Owned, Route,
+    Change, Dual, Family, Footprint, Kernel, Key, LinkName, Nexthop, NexthopBlock, Object, Route,
     RouteAnswer, Subnet, Via,
 };
 use flannel_netlink::NetlinkKernel;
@@ -31,8 +31,8 @@ impl Scene {
         ip("link add tun0 type vxlan id 9 dstport 8472");
         ip("link set tun0 up");
         let kernel = NetlinkKernel::open().unwrap();
-        let owned = Owned { networks: networks(), ..Owned::default() };
-        let block = NexthopBlock::choose(&kernel, &owned).unwrap().0.unwrap();
+        let footprint = Footprint { networks: networks(), ..Footprint::default() };
+        let block = NexthopBlock::choose(&kernel, &footprint).unwrap().0.unwrap();
         let scene = Self { kernel, family, block };
         for id in [7, 8] {
             let gateway = scene.gateway(id);
@@ -42,14 +42,14 @@ impl Scene {
         scene
     }
 
-    fn owned(&self) -> Owned {
-        Owned {
+    fn footprint(&self) -> Footprint {
+        Footprint {
             links: ["tun0".parse().unwrap()].into(),
             networks: networks(),
             routes_on: [up()].into(),
             blackholes: true,
             nexthops: Some(self.block),
-            ..Owned::default()
+            ..Footprint::default()
         }
     }
 
@@ -90,7 +90,7 @@ impl Scene {
     }
 
     fn apply(&self, change: &Change) {
-        let result = self.kernel.apply(&self.owned(), std::slice::from_ref(change)).remove(0);
+        let result = self.kernel.apply(&self.footprint(), std::slice::from_ref(change)).remove(0);
         result.unwrap_or_else(|error| panic!("{change}: {error}"));
     }
 
@@ -100,7 +100,7 @@ impl Scene {
         let shown: Value =
             serde_json::from_str(&ip(&format!("-j {flag} route show {}", self.dst()))).unwrap();
         let found =
-            self.kernel.snapshot(&self.owned()).unwrap().get(&Key::Route(self.dst())).cloned();
+            self.kernel.snapshot(&self.footprint()).unwrap().get(&Key::Route(self.dst())).cloned();
         assert_eq!(
             shown.as_array().unwrap().len(),
             usize::from(found.is_some()),
@@ -111,7 +111,7 @@ impl Scene {
 
     /// What is found is not quite as described.
     fn is_inexact(&self) -> bool {
-        self.kernel.snapshot(&self.owned()).unwrap().is_inexact(&Key::Route(self.dst()))
+        self.kernel.snapshot(&self.footprint()).unwrap().is_inexact(&Key::Route(self.dst()))
     }
 
     fn foreign(&self, command: &str) {
@@ -196,7 +196,7 @@ fn a_route_takes_the_place_of_a_foreign_one() {
                     assert_eq!(
                         scene
                             .kernel
-                            .snapshot(&scene.owned())
+                            .snapshot(&scene.footprint())
                             .unwrap()
                             .get(&Key::Route(scene.dst())),
                         None
@@ -260,8 +260,9 @@ fn a_route_of_ours_with_more_is_found_and_put_right_or_deleted() {
                 scene.foreign(&format!("route add DST via FIVE dev up0{more}"));
                 let len =
                     Dual::from_fn(|family| (family == scene.family).then_some(scene.dst().len()));
-                let owned = Owned { go_routes: Some(len), blackholes: false, ..scene.owned() };
-                let found = scene.kernel.snapshot(&owned).unwrap();
+                let footprint =
+                    Footprint { go_routes: Some(len), blackholes: false, ..scene.footprint() };
+                let found = scene.kernel.snapshot(&footprint).unwrap();
                 assert_eq!(found.get(&Key::Route(scene.dst())).is_some(), is_found, "{more}");
                 scene.foreign("route del DST");
             }
@@ -294,7 +295,7 @@ fn hide(scene: &Scene, form: usize, foreign: &str) {
     }
     scene.foreign(foreign);
     scene.apply(&Change::Put(wanted.into()));
-    let found = scene.kernel.snapshot(&scene.owned()).unwrap();
+    let found = scene.kernel.snapshot(&scene.footprint()).unwrap();
     assert_eq!(
         found.get(&Key::Route(scene.dst())),
         Some(&wanted.into()),
@@ -328,11 +329,11 @@ fn step_aside(scene: &Scene, there: usize, foreign: &str) {
         scene.foreign(foreign);
     }
     let changes = [plain.into(), nexthop.into(), by_id.into()].map(Change::Put);
-    let results = scene.kernel.apply(&scene.owned(), &changes);
+    let results = scene.kernel.apply(&scene.footprint(), &changes);
     assert_eq!(results, [Ok(()), Ok(()), Ok(())], "{there} {foreign}");
     let shown = ip(&format!("-N route show {}", scene.dst()));
     assert_eq!(shown.matches("proto 241").count(), 1, "{there} {foreign}: {shown}");
-    let found = scene.kernel.snapshot(&scene.owned()).unwrap();
+    let found = scene.kernel.snapshot(&scene.footprint()).unwrap();
     assert_eq!(
         found.get(&Key::Route(scene.dst())),
         Some(&by_id.into()),
@@ -365,7 +366,8 @@ fn hide_a_step(scene: &Scene, case: usize, foreign: &[&str]) {
     for gateway in foreign {
         scene.foreign(&format!("route prepend DST via {gateway} dev up0"));
     }
-    let results = scene.kernel.apply(&scene.owned(), &[step.into(), last.into()].map(Change::Put));
+    let results =
+        scene.kernel.apply(&scene.footprint(), &[step.into(), last.into()].map(Change::Put));
     let arrives = last != nowhere;
     assert_eq!(
         results.iter().map(Result::is_ok).collect::<Vec<_>>(),
@@ -410,8 +412,8 @@ fn routes_survive_a_group_in_the_place_of_their_nexthop() {
                 Change::Put(sent.into()),
                 Change::Delete(left.into()),
             ];
-            assert_eq!(scene.kernel.apply(&scene.owned(), &changes), [Ok(()), Ok(()), Ok(())]);
-            let state = scene.kernel.snapshot(&scene.owned()).unwrap();
+            assert_eq!(scene.kernel.apply(&scene.footprint(), &changes), [Ok(()), Ok(()), Ok(())]);
+            let state = scene.kernel.snapshot(&scene.footprint()).unwrap();
             assert_eq!(state.get(&Key::Nexthop(id)), Some(&nexthop.into()));
             let routes = state.iter().filter(|object| matches!(object, Object::Route(_)));
             assert_eq!(routes.cloned().collect::<Vec<_>>(), [sent.into(), there.into()]);
@@ -419,7 +421,8 @@ fn routes_survive_a_group_in_the_place_of_their_nexthop() {
             ip(&format!("nexthop del id {id}"));
             ip(&format!("nexthop add id {id} group 77"));
             scene.foreign(&format!("route add DST nhid {id} proto 241"));
-            let refused = scene.kernel.apply(&scene.owned(), &[Change::Put(bad.into())]).remove(0);
+            let refused =
+                scene.kernel.apply(&scene.footprint(), &[Change::Put(bad.into())]).remove(0);
             let text = refused.unwrap_err().to_string();
             assert!(!text.contains("group"), "{text}");
             assert_eq!(
@@ -475,7 +478,7 @@ fn a_nexthop_that_leads_nowhere_leads_on_whatever_goes_by_it() {
             ip(&format!("{other} nhid {id}"));
             let nexthop = Nexthop { id, link: up(), gateway: scene.gateway(7), onlink: true };
             scene.apply(&Change::Put(nexthop.into()));
-            let state = scene.kernel.snapshot(&scene.owned()).unwrap();
+            let state = scene.kernel.snapshot(&scene.footprint()).unwrap();
             assert_eq!(state.get(&Key::Nexthop(id)), Some(&nexthop.into()));
             assert_eq!(scene.found(), Some(ours.into()));
         });
@@ -490,7 +493,10 @@ fn what_else_goes_by_a_nexthop_is_found_and_does_not_go_with_it() {
             let id = scene.id(7);
             let ours = Route { dst: scene.dst(), via: Via::Nexthop(id), mtu: None };
             let users = || {
-                scene.kernel.nexthop_users(&scene.kernel.snapshot(&scene.owned()).unwrap()).unwrap()
+                scene
+                    .kernel
+                    .nexthop_users(&scene.kernel.snapshot(&scene.footprint()).unwrap())
+                    .unwrap()
             };
             assert!(users().is_empty(), "no route at all");
             scene.apply(&Change::Put(ours.into()));
@@ -513,7 +519,7 @@ fn what_else_goes_by_a_nexthop_is_found_and_does_not_go_with_it() {
                     "{other}: {found:?}"
                 );
                 for clean in [ready_for_go, cleanup] {
-                    let report = clean(&scene.kernel, &scene.owned(), false).unwrap();
+                    let report = clean(&scene.kernel, &scene.footprint(), false).unwrap();
                     let [(Change::Delete(Object::Nexthop(kept)), why)] = &report.failed[..] else {
                         panic!("{other}: {report:#?}")
                     };
@@ -543,7 +549,7 @@ fn a_route_of_last_resort_stands_behind_others_and_replaces_ours() {
             let found = || {
                 scene
                     .kernel
-                    .snapshot(&scene.owned())
+                    .snapshot(&scene.footprint())
                     .unwrap()
                     .get(&Key::Route(scene.dst()))
                     .cloned()
@@ -642,11 +648,11 @@ fn five_thousand_routes_are_read_while_others_change() {
                 mtu: None,
             };
             let puts: Vec<Change> = (0..5000).map(|n| Change::Put(route(n).into())).collect();
-            let owned = Owned {
+            let footprint = Footprint {
                 networks: vec!["10.0.0.0/8".parse().unwrap(), "fd00::/16".parse().unwrap()],
-                ..scene.owned()
+                ..scene.footprint()
             };
-            assert!(scene.kernel.apply(&owned, &puts).iter().all(Result::is_ok));
+            assert!(scene.kernel.apply(&footprint, &puts).iter().all(Result::is_ok));
             let other = NetlinkKernel::open().unwrap();
             let flapping = [route(6000), route(6001)].map(Object::from);
             let stop = std::sync::atomic::AtomicBool::new(false);
@@ -654,14 +660,14 @@ fn five_thousand_routes_are_read_while_others_change() {
                 scope.spawn(|| {
                     while !stop.load(std::sync::atomic::Ordering::Relaxed) {
                         for object in &flapping {
-                            other.apply(&owned, &[Change::Put(object.clone())]);
-                            other.apply(&owned, &[Change::Delete(object.clone())]);
+                            other.apply(&footprint, &[Change::Put(object.clone())]);
+                            other.apply(&footprint, &[Change::Delete(object.clone())]);
                         }
                     }
                 });
                 for _ in 0..20 {
                     // A table that never rests may be more than the kernel can show; then that is what it says.
-                    match scene.kernel.snapshot(&owned) {
+                    match scene.kernel.snapshot(&footprint) {
                         Ok(found) => {
                             let steady = (0..5000)
                                 .filter(|n| found.get(&Key::Route(route(*n).dst)).is_some());
@@ -673,7 +679,7 @@ fn five_thousand_routes_are_read_while_others_change() {
                 stop.store(true, std::sync::atomic::Ordering::Relaxed);
             });
             assert_eq!(
-                scene.kernel.snapshot(&owned).unwrap().len(),
+                scene.kernel.snapshot(&footprint).unwrap().len(),
                 5000 + 3,
                 "routes, nexthops and the device"
             );

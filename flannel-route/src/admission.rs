@@ -12,9 +12,9 @@ use std::sync::Arc;
 use crate::advisories::Advisories;
 use crate::link_lookups::LinkLookups;
 use crate::peer_index::{Extras, Id, Peer, PeerIndex};
-use flannel_core::Disbelief;
 use flannel_core::LinkName;
 use flannel_core::Listing;
+use flannel_core::Rejection;
 use flannel_core::holder;
 use flannel_core::{Answer, Env, Plan, Rejected};
 use flannel_core::{Dual, Subnet};
@@ -94,7 +94,7 @@ pub(crate) struct Admission {
     plans: Vec<OfferPlan>,
     index: PeerIndex,
     lookups: LinkLookups,
-    disbelieved: Listing<Subnets, Disbelief>,
+    disbelieved: Listing<Subnets, Rejection>,
     remarks: Advisories,
     /// So many peers more are about to come.
     expected: usize,
@@ -202,7 +202,7 @@ impl Admission {
         self.index.len() - self.disbelieved.len()
     }
 
-    pub(crate) fn disbelieved(&self) -> &Listing<Subnets, Disbelief> {
+    pub(crate) fn disbelieved(&self) -> &Listing<Subnets, Rejection> {
         &self.disbelieved
     }
 
@@ -430,8 +430,8 @@ impl Admission {
             let other = &self.index.peer(other)?.lease;
             let (earlier, holder) = (other.subnets, holder(&other.attrs));
             Some(match key {
-                Some(key) => Disbelief::Contradicts { key, earlier, holder },
-                None => Disbelief::Overlaps { earlier, holder },
+                Some(key) => Rejection::Contradicts { key, earlier, holder },
+                None => Rejection::Overlaps { earlier, holder },
             })
         });
         let accepted = verdict.is_none();
@@ -446,37 +446,37 @@ impl Admission {
     }
 
     /// What speaks against a peer whatever other peers say.
-    fn objection(&self, peer: &Peer) -> Option<Disbelief> {
+    fn objection(&self, peer: &Peer) -> Option<Rejection> {
         let mut enabled = false;
         for subnet in peer.lease.subnets.iter() {
             let Some(network) = self.terms.networks[subnet.family()] else { continue };
             if !network.covers(&subnet) {
-                return Some(Disbelief::Outside { subnet, network });
+                return Some(Rejection::Outside { subnet, network });
             }
             enabled = true;
         }
         if !enabled {
-            return Some(Disbelief::NoEnabledFamily);
+            return Some(Rejection::NoEnabledFamily);
         }
         let unusable =
             |a: &&IpAddr| a.is_multicast() || a.is_loopback() || **a == IpAddr::from([255; 4]);
         if let Some(public) = peer.lease.attrs.public.values().find(unusable) {
-            return Some(Disbelief::Rejected(format!(
+            return Some(Rejection::Rejected(format!(
                 "its public address {public} is no host's address"
             )));
         }
         if let Some(own) = self.terms.own.filter(|own| own.overlaps(&peer.lease.subnets)) {
-            return Some(Disbelief::OverlapsOwn { own });
+            return Some(Rejection::OverlapsOwn { own });
         }
         if let Some(reason) = peer.rejected() {
-            return Some(Disbelief::Rejected(reason.to_string()));
+            return Some(Rejection::Rejected(reason.to_string()));
         }
         let reserved = peer
             .objects
             .iter()
             .map(|object| object.key())
             .find(|key| self.terms.reserved.contains(key));
-        reserved.map(|key| Disbelief::ContradictsOwn { key })
+        reserved.map(|key| Rejection::ContradictsOwn { key })
     }
 
     /// Remembers the present definition of an object, before anything changes it.

@@ -9,7 +9,7 @@ use flannel_core::Histogram;
 use flannel_core::Listing;
 use flannel_core::Subnets;
 use flannel_core::{Change, Key, Object, ObjectKind};
-use flannel_core::{Culprit, KernelError};
+use flannel_core::{ChangedBy, KernelError};
 use flannel_core::{Damage, Failure, Repair, Status};
 
 /// The books of one network.
@@ -40,7 +40,7 @@ impl ApplyStats {
         object: &Object,
         damage: Damage,
         peer: Option<Subnets>,
-        culprit: Option<Culprit>,
+        changed_by: Option<ChangedBy>,
     ) {
         self.repaired += 1;
         *self.repairs.entry((object.key().kind(), damage)).or_default() += 1;
@@ -48,7 +48,7 @@ impl ApplyStats {
             self.last_repairs.pop_front();
         }
         let mut repair = Repair::new(self.repaired, damage, object.clone());
-        (repair.peer, repair.culprit) = (peer, culprit);
+        (repair.peer, repair.changed_by) = (peer, changed_by);
         self.last_repairs.push_back(Arc::new(repair));
     }
 

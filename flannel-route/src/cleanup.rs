@@ -11,7 +11,7 @@ use crate::engine::BATCH;
 use flannel_core::NexthopBlock;
 use flannel_core::{Change, Key, Nexthop, Object, Route, State, Via};
 use flannel_core::{Dual, Subnet};
-use flannel_core::{Kernel, KernelError, Owned};
+use flannel_core::{Footprint, Kernel, KernelError};
 
 /// Whoever else has the kernel waits for a batch, and takes its turn after it.
 const TURN: Duration = Duration::from_micros(200);
@@ -28,7 +28,7 @@ pub struct Cleanup {
     pub failed: Vec<(Change, KernelError)>,
 }
 
-/// Removes everything that `owned` claims: routes, nexthop objects, forwarding entries, neighbours, addresses, devices.
+/// Removes everything that `footprint` claims: routes, nexthop objects, forwarding entries, neighbours, addresses, devices.
 ///
 /// Goes on after a failure. With `dry_run` nothing is changed, and `done` is what would be.
 ///
@@ -37,22 +37,22 @@ pub struct Cleanup {
 ///
 /// ```
 /// use flannel_core::testing::FakeKernel;
-/// use flannel_core::{Owned, ROUTE_PROTOCOL, Route, Via};
+/// use flannel_core::{Footprint, ROUTE_PROTOCOL, Route, Via};
 /// use flannel_route::cleanup;
 ///
 /// # fn main() -> Result<(), flannel_core::KernelError> {
 /// let kernel = FakeKernel::with_uplink("eth0");
 /// let via = Via::Gateway { gateway: [192, 0, 2, 7].into(), link: "eth0".parse().unwrap(), onlink: false };
 /// kernel.foreign_put(Route { dst: "10.1.7.0/24".parse().unwrap(), via, mtu: None }, ROUTE_PROTOCOL);
-/// let owned = Owned {
+/// let footprint = Footprint {
 ///     networks: vec!["10.1.0.0/16".parse().unwrap()],
 ///     routes_on: ["eth0".parse().unwrap()].into(),
-///     ..Owned::default()
+///     ..Footprint::default()
 /// };
-/// let would = cleanup(&kernel, &owned, true)?;
+/// let would = cleanup(&kernel, &footprint, true)?;
 /// assert_eq!(would.done[0].to_string(), "delete route 10.1.7.0/24 via 192.0.2.7 dev eth0");
 /// assert_eq!(kernel.dump().len(), 1);
-/// assert_eq!(cleanup(&kernel, &owned, false)?, would);
+/// assert_eq!(cleanup(&kernel, &footprint, false)?, would);
 /// assert!(kernel.dump().is_empty());
 /// # Ok(()) }
 /// ```
@@ -62,12 +62,16 @@ pub struct Cleanup {
 ///
 /// # Blocking
 /// As [`Kernel`]: some ten microseconds an object.
-pub fn cleanup(kernel: &dyn Kernel, owned: &Owned, dry_run: bool) -> Result<Cleanup, KernelError> {
-    remove(kernel, owned, |_| true, dry_run)
+pub fn cleanup(
+    kernel: &dyn Kernel,
+    footprint: &Footprint,
+    dry_run: bool,
+) -> Result<Cleanup, KernelError> {
+    remove(kernel, footprint, |_| true, dry_run)
 }
 
 /// Removes what a network left inside the pod network `former` that it no longer has: routes of our protocol, and the nexthop
-/// objects that it chose for that network. What lies inside the network that `owned` is of stays, even if `former` is around it.
+/// objects that it chose for that network. What lies inside the network that `footprint` is of stays, even if `former` is around it.
 ///
 /// No other network may have `former` now: its routes look the same. For the first start with another pod network, **while the
 /// network runs and is settled**. On devices of its own it removes what nobody wants anyway; this is for what it left on the
@@ -81,48 +85,50 @@ pub fn cleanup(kernel: &dyn Kernel, owned: &Owned, dry_run: bool) -> Result<Clea
 /// As [`Kernel`].
 pub fn remove_former(
     kernel: &dyn Kernel,
-    owned: &Owned,
+    footprint: &Footprint,
     former: Subnet,
     dry_run: bool,
 ) -> Result<Cleanup, KernelError> {
-    let then = Owned {
+    let then = Footprint {
         networks: vec![former],
-        routes_on: owned.routes_on.clone(),
+        routes_on: footprint.routes_on.clone(),
         blackholes: true,
-        ..Owned::default()
+        ..Footprint::default()
     };
-    let block = NexthopBlock::choose(kernel, owned)?.0;
+    let block = NexthopBlock::choose(kernel, footprint)?.0;
     let is_former = |object: &Object| match object {
-        Object::Route(route) => !owned.networks.iter().any(|network| network.covers(&route.dst)),
+        Object::Route(route) => {
+            !footprint.networks.iter().any(|network| network.covers(&route.dst))
+        }
         Object::Nexthop(nexthop) => {
             !block.is_some_and(|block| block.contains(nexthop.id))
-                && !owned.links.contains(&nexthop.link)
+                && !footprint.links.contains(&nexthop.link)
         }
         _ => false,
     };
     remove(kernel, &then, is_former, dry_run)
 }
 
-/// Removes those of the objects that `owned` claims which are `meant`.
+/// Removes those of the objects that `footprint` claims which are `meant`.
 fn remove(
     kernel: &dyn Kernel,
-    owned: &Owned,
+    footprint: &Footprint,
     meant: impl Fn(&Object) -> bool,
     dry_run: bool,
 ) -> Result<Cleanup, KernelError> {
-    let (owned, there) = read(kernel, owned)?;
+    let (footprint, there) = read(kernel, footprint)?;
     let users = kernel.nexthop_users(&there)?;
     let mut report = Cleanup::default();
     let mut changes = Vec::new();
     for object in there.iter().rev().filter(|object| meant(object)) {
         match object {
-            Object::Nexthop(nexthop) if !owned.links.contains(&nexthop.link) => {
+            Object::Nexthop(nexthop) if !footprint.links.contains(&nexthop.link) => {
                 report.unless_used(*nexthop, &users, &mut changes);
             }
             object => changes.push(Change::Delete(object.clone())),
         }
     }
-    report.carry_out(kernel, &owned, changes, dry_run);
+    report.carry_out(kernel, &footprint, changes, dry_run);
     Ok(report)
 }
 
@@ -141,10 +147,10 @@ fn remove(
 /// As [`Kernel`]. Plain IPv4 routes take quadratic time: 10,000 about a second, 50,000 about 40 seconds.
 pub fn ready_for_go(
     kernel: &dyn Kernel,
-    owned: &Owned,
+    footprint: &Footprint,
     dry_run: bool,
 ) -> Result<Cleanup, KernelError> {
-    let (owned, there) = read(kernel, owned)?;
+    let (footprint, there) = read(kernel, footprint)?;
     let users = kernel.nexthop_users(&there)?;
     let mut report = Cleanup::default();
     let mut changes = Vec::new();
@@ -170,7 +176,7 @@ pub fn ready_for_go(
             }
         }
     }
-    report.carry_out(kernel, &owned, changes, dry_run);
+    report.carry_out(kernel, &footprint, changes, dry_run);
     let failed = report.failed.iter().filter_map(|(change, _)| there.get(&change.object().key()));
     let needed: BTreeSet<u32> = failed
         .filter_map(|object| match object {
@@ -186,12 +192,12 @@ pub fn ready_for_go(
             report.unless_used(*nexthop, &users, &mut changes);
         }
     }
-    report.carry_out(kernel, &owned, changes, dry_run);
+    report.carry_out(kernel, &footprint, changes, dry_run);
     Ok(report)
 }
 
 /// Removes the routes that Go flannel left on the external interface (host-gw's, or vxlan's with `DirectRouting`): it
-/// marks them as every script does, so they are told by what they are. `owned` is the network's, `lens` the
+/// marks them as every script does, so they are told by what they are. `footprint` is the network's, `lens` the
 /// `SubnetLen` of each family; the route must have Go's protocol, a gateway, the default metric and a destination
 /// of exactly that length inside the pod networks.
 ///
@@ -201,7 +207,7 @@ pub fn ready_for_go(
 ///
 /// ```
 /// use flannel_core::testing::FakeKernel;
-/// use flannel_core::{Dual, GO_ROUTE_PROTOCOL, Owned, Route, Via};
+/// use flannel_core::{Dual, GO_ROUTE_PROTOCOL, Footprint, Route, Via};
 /// use flannel_route::remove_go_routes;
 ///
 /// # fn main() -> Result<(), flannel_core::KernelError> {
@@ -210,13 +216,13 @@ pub fn ready_for_go(
 /// for dst in ["10.1.7.0/24", "10.1.9.0/24", "10.1.8.0/25", "10.2.7.0/24"] {
 ///     kernel.foreign_put(Route { dst: dst.parse().unwrap(), via, mtu: None }, GO_ROUTE_PROTOCOL);
 /// }
-/// let owned = Owned {
+/// let footprint = Footprint {
 ///     networks: vec!["10.1.0.0/16".parse().unwrap()],
 ///     routes_on: ["eth0".parse().unwrap()].into(),
-///     ..Owned::default()
+///     ..Footprint::default()
 /// };
 /// let refused = "10.1.9.0/24".parse().unwrap();
-/// let removed = remove_go_routes(&kernel, &owned, Dual { v4: Some(24), v6: None }, |dst| *dst == refused, false)?;
+/// let removed = remove_go_routes(&kernel, &footprint, Dual { v4: Some(24), v6: None }, |dst| *dst == refused, false)?;
 /// assert_eq!(removed.done.len(), 1);
 /// assert_eq!(removed.done[0].to_string(), "delete route 10.1.7.0/24 via 192.0.2.7 dev eth0");
 /// assert_eq!(kernel.dump().len(), 3, "one leads where ours could not be put, the others are none that it would have made");
@@ -230,27 +236,28 @@ pub fn ready_for_go(
 /// As [`Kernel`].
 pub fn remove_go_routes(
     kernel: &dyn Kernel,
-    owned: &Owned,
+    footprint: &Footprint,
     lens: Dual<u8>,
     keeps: impl Fn(&Subnet) -> bool,
     dry_run: bool,
 ) -> Result<Cleanup, KernelError> {
-    let (networks, routes_on) = (owned.networks.clone(), owned.routes_on.clone());
-    let owned = Owned { networks, routes_on, go_routes: Some(lens), ..Owned::default() };
-    let there = kernel.snapshot(&owned)?;
+    let (networks, routes_on) = (footprint.networks.clone(), footprint.routes_on.clone());
+    let footprint =
+        Footprint { networks, routes_on, go_routes: Some(lens), ..Footprint::default() };
+    let there = kernel.snapshot(&footprint)?;
     let mut report = Cleanup::default();
     let kept = |object: &&Object| matches!(object, Object::Route(route) if keeps(&route.dst));
     let changes = there.iter().filter(|object| !kept(object)).cloned().map(Change::Delete);
-    report.carry_out(kernel, &owned, changes.collect(), dry_run);
+    report.carry_out(kernel, &footprint, changes.collect(), dry_run);
     Ok(report)
 }
 
-/// What is there, and `owned` with the ids that belong to it.
-fn read(kernel: &dyn Kernel, owned: &Owned) -> Result<(Owned, State), KernelError> {
-    let mut owned = owned.clone();
-    owned.nexthops = NexthopBlock::choose(kernel, &owned)?.0;
-    let there = kernel.snapshot(&owned)?;
-    Ok((owned, there))
+/// What is there, and `footprint` with the ids that belong to it.
+fn read(kernel: &dyn Kernel, footprint: &Footprint) -> Result<(Footprint, State), KernelError> {
+    let mut footprint = footprint.clone();
+    footprint.nexthops = NexthopBlock::choose(kernel, &footprint)?.0;
+    let there = kernel.snapshot(&footprint)?;
+    Ok((footprint, there))
 }
 
 impl Cleanup {
@@ -278,7 +285,7 @@ impl Cleanup {
     fn carry_out(
         &mut self,
         kernel: &dyn Kernel,
-        owned: &Owned,
+        footprint: &Footprint,
         changes: Vec<Change>,
         dry_run: bool,
     ) {
@@ -289,7 +296,7 @@ impl Cleanup {
             if n > 0 {
                 std::thread::sleep(TURN);
             }
-            for (change, result) in batch.iter().cloned().zip(kernel.apply(owned, batch)) {
+            for (change, result) in batch.iter().cloned().zip(kernel.apply(footprint, batch)) {
                 match result {
                     Ok(()) => self.done.push(change),
                     Err(error) => self.failed.push((change, error)),

@@ -15,7 +15,7 @@ use crate::rate_limiter::RateLimiter;
 use flannel_core::Result;
 use flannel_core::Status;
 use flannel_core::View;
-use flannel_core::{Changes, Doubts, Kernel, KernelError};
+use flannel_core::{Changes, Invalidation, Kernel, KernelError};
 use flannel_core::{Ended, Question};
 
 /// With everything in order, the kernel is read once in this time, in case a message was never sent.
@@ -39,7 +39,7 @@ const HURRY: Duration = Duration::from_millis(100);
 /// During a round what the kernel tells is pending this often: nothing would be done about it before the end, and the
 /// kernel works faster if it wakes nobody with every message.
 const HEAR: Duration = Duration::from_millis(4);
-/// After a round no more doubts than this are pending before the next one begins.
+/// After a round no more invalidations than this are taken in before the next one begins.
 const MOST_AT_ONCE: usize = 1 << 16;
 
 /// Nothing is written once this is dropped.
@@ -60,13 +60,13 @@ enum Listener {
 
 impl Listener {
     /// Waits for news; for ever if there is no ear.
-    async fn next(&mut self) -> Doubts {
+    async fn next(&mut self) -> Invalidation {
         let Self::Open(changes) = self else { return std::future::pending().await };
         match changes.next().await {
-            Ok(doubts) => doubts,
+            Ok(invalidation) => invalidation,
             Err(error) => {
                 *self = Self::Closed(error);
-                Doubts::Everything
+                Invalidation::Everything
             }
         }
     }
@@ -101,7 +101,7 @@ pub(crate) struct Driver {
 /// What a round of work is about, apart from what the engine knows.
 struct Round {
     view: Option<(View, Instant)>,
-    doubts: Vec<Doubts>,
+    invalidation: Vec<Invalidation>,
     listen: bool,
     retry: bool,
     may_read: bool,
@@ -123,9 +123,9 @@ impl Round {
         // Listen first, then read: what changes in between is pending.
         let listener = self.listen.then(|| kernel.changes());
         if self.listen {
-            engine.invalidate(&Doubts::Everything, kernel);
+            engine.invalidate(&Invalidation::Everything, kernel);
         }
-        self.doubts.iter().for_each(|doubts| engine.invalidate(doubts, kernel));
+        self.invalidation.iter().for_each(|invalidation| engine.invalidate(invalidation, kernel));
         let urgent = self.may_hurry && engine.has_urgent_lookups();
         let recheck = urgent || self.may_recheck && engine.has_stale_lookups();
         let rechecked = recheck.then(|| {
@@ -189,7 +189,7 @@ impl Driver {
     async fn work(&mut self, gate: &Arc<Gate>) {
         let round = self.round();
         let started = Instant::now();
-        let repairs = !round.doubts.is_empty();
+        let repairs = !round.invalidation.is_empty();
         // The invariant: only this function takes the engine, and it puts it back before it returns.
         let Some(engine) = self.engine.take() else { return };
         let (kernel, gate) = (Arc::clone(&self.kernel), Arc::clone(gate));
@@ -237,7 +237,7 @@ impl Driver {
         for _ in 0..MOST_AT_ONCE {
             tokio::select! {
                 biased;
-                doubts = self.listener.next() => self.pending.hear(doubts),
+                invalidation = self.listener.next() => self.pending.hear(invalidation),
                 () = std::future::ready(()) => return,
             }
         }
@@ -263,14 +263,14 @@ impl Driver {
             self.retry_by_reading = retry;
         }
         if due && !retry {
-            self.pending.hear(Doubts::Everything);
+            self.pending.hear(Invalidation::Everything);
         }
         // When nobody will send more, the last view still counts.
         let view =
             self.arrived.take().map(|arrived| (self.views.borrow_and_update().clone(), arrived));
         Round {
             view,
-            doubts: self.pending.take(),
+            invalidation: self.pending.take(),
             listen,
             retry,
             may_read: due || listen || self.read_limiter.is_ready(now),
@@ -336,7 +336,7 @@ impl Driver {
                     Err(_) => return false,
                 },
                 Some(question) = self.questions.recv() => self.answer(question),
-                doubts = self.listener.next() => self.pending.hear(doubts),
+                invalidation = self.listener.next() => self.pending.hear(invalidation),
                 () = sleep_until(deadline) => break,
             }
         }

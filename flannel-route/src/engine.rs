@@ -30,7 +30,7 @@ use crate::peer_index::Id;
 use flannel_core::Damage;
 use flannel_core::LinkName;
 use flannel_core::Subnet;
-use flannel_core::{Culprit, Kernel, KernelError, Owned};
+use flannel_core::{ChangedBy, Footprint, Kernel, KernelError};
 use flannel_core::{Key, Object, ObjectKind, Route, State, Via};
 use flannel_core::{Lease, LeaseSet, Origin, Subnets, View};
 
@@ -78,7 +78,7 @@ struct StaleLookups {
 }
 
 pub(crate) struct Engine {
-    owned: Owned,
+    footprint: Footprint,
     base: State,
     peers: Admission,
     /// The ids of nexthop objects that stand in for the gateways of peers' routes; `None` before the kernel was read,
@@ -97,7 +97,7 @@ pub(crate) struct Engine {
     /// What the kernel refused: not tried again until [`Engine::retry`] or a snapshot.
     failed: BTreeMap<Key, Failed>,
     /// Who is said to have changed what is in doubt.
-    suspects: BTreeMap<Key, Culprit>,
+    suspects: BTreeMap<Key, ChangedBy>,
     unread: Unread,
     /// Wanted links that are not there: nothing can be put on them.
     missing_links: BTreeSet<LinkName>,
@@ -117,13 +117,13 @@ pub(crate) struct Engine {
 impl Engine {
     /// Wants these blackholes too, whatever the peers; before the first round.
     pub(crate) fn want_blackholes(&mut self, objects: impl Iterator<Item = Object>) {
-        self.owned.blackholes = true;
+        self.footprint.blackholes = true;
         self.base.extend(objects);
     }
 
-    pub(crate) fn new(owned: Owned, base: State, peers: Admission) -> Self {
+    pub(crate) fn new(footprint: Footprint, base: State, peers: Admission) -> Self {
         Self {
-            owned,
+            footprint,
             base,
             peers,
             ids: None,
@@ -429,14 +429,14 @@ mod tests {
     use super::*;
     use crate::admission::AdmissionRules;
     use flannel_core::testing::{FakeKernel, Operation};
-    use flannel_core::{Doubts, ROUTE_PROTOCOL, Report};
+    use flannel_core::{Invalidation, KernelEvent, ROUTE_PROTOCOL};
     use flannel_core::{LeaseAttrs, Revision};
-    use flannel_core::{Standing, Wait};
+    use flannel_core::{ObjectState, Wait};
 
-    fn culprit(protocol: u8) -> Culprit {
-        let mut culprit = Culprit::new(7);
-        culprit.protocol = Some(protocol);
-        culprit
+    fn changed_by(protocol: u8) -> ChangedBy {
+        let mut changed_by = ChangedBy::new(7);
+        changed_by.protocol = Some(protocol);
+        changed_by
     }
 
     fn uplink() -> LinkName {
@@ -504,15 +504,15 @@ mod tests {
                 }
                 Ok(())
             };
-            let owned = Owned {
+            let footprint = Footprint {
                 links: ["flannel.1".parse().unwrap()].into(),
                 networks: vec![network],
                 routes_on: [uplink()].into(),
-                ..Owned::default()
+                ..Footprint::default()
             };
             let peers = Admission::new(terms, crate::admission::every(plan));
             let kernel = FakeKernel::with_uplink("eth0");
-            let engine = Engine::new(owned, State::default(), peers);
+            let engine = Engine::new(footprint, State::default(), peers);
             Self { kernel, engine, leases: LeaseSet::default() }
         }
 
@@ -551,8 +551,8 @@ mod tests {
             self.engine.settle(&self.kernel, &Gate::default(), may_read).unwrap();
         }
 
-        fn invalidate(&mut self, doubts: &Doubts) {
-            self.engine.invalidate(doubts, &self.kernel);
+        fn invalidate(&mut self, invalidation: &Invalidation) {
+            self.engine.invalidate(invalidation, &self.kernel);
         }
 
         fn route(&self, n: u8) -> Option<Via> {
@@ -568,7 +568,7 @@ mod tests {
         }
 
         /// How what a peer wants stands.
-        fn standings(&self, n: u8) -> Vec<Standing> {
+        fn standings(&self, n: u8) -> Vec<ObjectState> {
             let explained = self.engine.explain(dst(n).base(), &self.kernel).unwrap();
             explained.objects.into_iter().map(|(_, standing)| standing).collect()
         }
@@ -576,7 +576,7 @@ mod tests {
 
     #[test]
     fn what_is_new_or_in_doubt_is_pending_and_nothing_else_is() {
-        use Standing::{InPlace, Pending};
+        use ObjectState::{InPlace, Pending};
         let mut world = World::settled(2..5);
         assert_eq!(world.standings(2), [InPlace, InPlace]);
         world.put(7, [198, 51, 100, 7]);
@@ -584,14 +584,17 @@ mod tests {
         assert_eq!(world.waiting(), [(Subnets::new([dst(7)]).unwrap(), Wait::Turn)]);
         world.settle();
         assert_eq!(world.standings(7), [InPlace, InPlace]);
-        world.invalidate(&Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], None));
+        world.invalidate(&Invalidation::Objects(
+            vec![KernelEvent::Deleted(Key::Route(dst(3)))],
+            None,
+        ));
         assert_eq!(
             (world.standings(3), world.standings(2)),
             (vec![InPlace, Pending], vec![InPlace; 2])
         );
         assert_eq!(world.waiting(), [(Subnets::new([dst(3)]).unwrap(), Wait::Repair)]);
         world.settle();
-        world.invalidate(&Doubts::Everything);
+        world.invalidate(&Invalidation::Everything);
         assert_eq!(world.standings(2), [Pending, Pending]);
     }
 
@@ -604,7 +607,7 @@ mod tests {
         {
             let mut world = World::settled(2..5);
             assert_eq!((world.engine.is_unread(), lookups(&world)), (false, (false, false)));
-            world.invalidate(&Doubts::Link(link.parse().unwrap()));
+            world.invalidate(&Invalidation::Link(link.parse().unwrap()));
             assert_eq!(
                 (world.engine.is_unread(), lookups(&world)),
                 (unread, (stale, stale)),
@@ -618,10 +621,10 @@ mod tests {
         let mut world = World::settled(2..5);
         let route = Route { dst: dst(7), via: Via::Link(uplink()), mtu: Some(1407) };
         world.kernel.foreign_put_inexact(route, ROUTE_PROTOCOL);
-        world.invalidate(&Doubts::Everything);
+        world.invalidate(&Invalidation::Everything);
         world.put(7, [192, 168, 0, 7]);
         world.settle();
-        let there = world.kernel.snapshot(&world.engine.owned).unwrap();
+        let there = world.kernel.snapshot(&world.engine.footprint).unwrap();
         let key = Key::Route(dst(7));
         assert!(there.get(&key) == Some(&route.into()) && !there.is_inexact(&key), "{there:?}");
         assert_eq!(world.engine.status().repaired, 0);
@@ -630,7 +633,7 @@ mod tests {
     #[test]
     fn what_leases_brought_needs_no_look_at_the_kernel() {
         let mut world = World::settled(2..5);
-        world.invalidate(&Doubts::Everything);
+        world.invalidate(&Invalidation::Everything);
         world.put(3, [203, 0, 113, 3]);
         world.settle_as_far_as(false);
         let gateway = |via| match via {
@@ -649,8 +652,11 @@ mod tests {
         let mut world = World::settled(2..5);
         world.kernel.foreign_delete(Key::Route(dst(3)));
         world.kernel.fail(1, 105, |call| call.operation == Operation::Snapshot);
-        world.invalidate(&Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], None));
-        world.invalidate(&Doubts::Everything);
+        world.invalidate(&Invalidation::Objects(
+            vec![KernelEvent::Deleted(Key::Route(dst(3)))],
+            None,
+        ));
+        world.invalidate(&Invalidation::Everything);
         world.settle_as_far_as(true);
         assert!(world.engine.is_unreadable() && world.route(3).is_some());
     }
@@ -679,9 +685,12 @@ mod tests {
             world.leases.insert(Lease { subnets, attrs, ..lease(3, [198, 51, 100, 3]) });
             world.view();
             world.settle();
-            let by = Some(culprit(protocol));
+            let by = Some(changed_by(protocol));
             let double = Route { dst, via: Via::Link(uplink()), mtu: None };
-            world.invalidate(&Doubts::Objects(vec![Report::Double(double.into())], by));
+            world.invalidate(&Invalidation::Objects(
+                vec![KernelEvent::Duplicate(double.into())],
+                by,
+            ));
             assert_eq!(world.engine.is_unread(), unread, "{dst} of protocol {protocol}");
             assert!(world.engine.is_unsettled(), "ours is put again");
         }
@@ -718,30 +727,33 @@ mod tests {
     #[test]
     fn whom_to_suspect_of_additions_is_remembered_for_so_many_beside_what_is_wanted() {
         let mut world = World::settled(2..5);
-        let by = || Some(culprit(ROUTE_PROTOCOL));
-        world.invalidate(&Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], by()));
+        let by = || Some(changed_by(ROUTE_PROTOCOL));
+        world.invalidate(&Invalidation::Objects(
+            vec![KernelEvent::Deleted(Key::Route(dst(3)))],
+            by(),
+        ));
         let addition = |n: u16| {
             let [high, low] = n.to_be_bytes();
             let dst = Subnet::host([10, 1, 100 + high, low].into());
-            Report::Now(Route { dst, ..by_gateway(0, [192, 0, 2, 9].into()) }.into())
+            KernelEvent::Present(Route { dst, ..by_gateway(0, [192, 0, 2, 9].into()) }.into())
         };
-        world.invalidate(&Doubts::Objects((0..2000).map(addition).collect(), by()));
+        world.invalidate(&Invalidation::Objects((0..2000).map(addition).collect(), by()));
         assert_eq!(world.engine.suspects.len(), 1024 + 1);
     }
 
     #[test]
     fn whoever_damaged_what_a_lease_then_changed_is_not_named_for_later_damage() {
         let mut world = World::settled(2..5);
-        let gone = |by| Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], by);
+        let gone = |by| Invalidation::Objects(vec![KernelEvent::Deleted(Key::Route(dst(3)))], by);
         world.put(3, [10, 9, 0, 3]);
-        world.invalidate(&gone(Some(Culprit::new(7))));
+        world.invalidate(&gone(Some(ChangedBy::new(7))));
         world.settle();
         assert_eq!(world.engine.status().repaired, 0, "the lease is why it was put");
         world.invalidate(&gone(None));
         world.settle();
         let status = world.engine.status();
         let repairs: Vec<_> =
-            status.last_repairs.iter().map(|repair| repair.culprit.clone()).collect();
+            status.last_repairs.iter().map(|repair| repair.changed_by.clone()).collect();
         assert_eq!(repairs, [None]);
     }
 
@@ -752,9 +764,12 @@ mod tests {
         let before = reads(&world);
         let stranger = by_gateway(3, [192, 0, 2, 99].into());
         for (protocol, is_read) in [(4, false), (ROUTE_PROTOCOL, true)] {
-            let mut by = Culprit::new(7);
+            let mut by = ChangedBy::new(7);
             by.protocol = Some(protocol);
-            world.invalidate(&Doubts::Objects(vec![Report::Double(stranger.into())], Some(by)));
+            world.invalidate(&Invalidation::Objects(
+                vec![KernelEvent::Duplicate(stranger.into())],
+                Some(by),
+            ));
             world.kernel.take_calls();
             world.settle();
             let calls = world.kernel.take_calls();
@@ -775,7 +790,7 @@ mod tests {
         world.put(3, [10, 9, 0, 3]);
         world.settle();
         assert_eq!((world.route(3), world.kernel.state().len()), (Some(Via::Link(uplink())), 5));
-        assert_eq!(world.standings(3), [Standing::InPlace]);
+        assert_eq!(world.standings(3), [ObjectState::InPlace]);
         // A route that needs no nexthop object gets no id when it changes.
         world.put(3, [10, 9, 0, 4]);
         world.settle();
@@ -793,7 +808,7 @@ mod tests {
         world.leases.remove(&Subnets::new([dst(3)]).unwrap());
         world.view();
         world.kernel.foreign_delete(Key::Nexthop(id));
-        world.invalidate(&Doubts::Everything);
+        world.invalidate(&Invalidation::Everything);
         world.settle();
         assert_eq!(world.engine.ids.as_ref().unwrap().dst(id), None);
     }
@@ -802,7 +817,7 @@ mod tests {
     fn a_new_peer_of_whom_something_is_there_is_no_repair() {
         let mut world = World::settled(2..5);
         world.kernel.foreign_put(by_gateway(7, [192, 0, 2, 9].into()), ROUTE_PROTOCOL);
-        world.invalidate(&Doubts::Everything);
+        world.invalidate(&Invalidation::Everything);
         world.put(7, [198, 51, 100, 7]);
         world.put(8, [198, 51, 100, 8]);
         world.settle();
@@ -843,7 +858,7 @@ mod tests {
         let remarks: Vec<_> = status.remarks.keys().collect();
         assert_eq!(remarks, ["2 nodes share the public address 198.51.100.2"]);
         world.kernel.fail(1, 105, |call| call.operation == Operation::Snapshot);
-        world.invalidate(&Doubts::Everything);
+        world.invalidate(&Invalidation::Everything);
         world.settle_as_far_as(true);
         let status = world.engine.status();
         assert!(!status.in_sync && !status.settled, "{status:#?}");
@@ -851,12 +866,15 @@ mod tests {
     }
 
     /// The route of the peer 3 is damaged, the peer 4 leaves, the peer 7 comes, and the kernel may not be read.
-    fn unread(doubts: &Doubts) -> World {
+    fn unread(invalidation: &Invalidation) -> World {
         let mut world = World::settled(2..5);
-        world.invalidate(doubts);
+        world.invalidate(invalidation);
         assert!(world.engine.is_unread());
         world.kernel.foreign_delete(Key::Route(dst(3)));
-        world.invalidate(&Doubts::Objects(vec![Report::Gone(Key::Route(dst(3)))], None));
+        world.invalidate(&Invalidation::Objects(
+            vec![KernelEvent::Deleted(Key::Route(dst(3)))],
+            None,
+        ));
         world.leases.remove(&Subnets::new([dst(4)]).unwrap());
         world.put(7, [198, 51, 100, 7]);
         world.kernel.take_calls();
@@ -870,14 +888,14 @@ mod tests {
     #[test]
     fn where_only_additions_are_in_doubt_all_is_done_without_a_look_at_the_kernel() {
         let stray = by_gateway(99, [192, 0, 2, 9].into());
-        let by = Some(culprit(ROUTE_PROTOCOL));
-        let world = unread(&Doubts::Objects(vec![Report::Now(stray.into())], by));
+        let by = Some(changed_by(ROUTE_PROTOCOL));
+        let world = unread(&Invalidation::Objects(vec![KernelEvent::Present(stray.into())], by));
         assert!(world.route(3).is_some() && world.route(4).is_none(), "{:#?}", world.kernel.dump());
     }
 
     #[test]
     fn where_everything_is_in_doubt_only_what_leases_brought_is_put_without_a_look_at_the_kernel() {
-        let mut world = unread(&Doubts::Everything);
+        let mut world = unread(&Invalidation::Everything);
         assert!(world.route(3).is_none() && world.route(4).is_some(), "{:#?}", world.kernel.dump());
         world.settle();
         assert!(world.route(3).is_some() && world.route(4).is_none(), "{:#?}", world.kernel.dump());

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use flannel_core::{
-    Blueprint, Dual, Ended, Env, Kernel, Network, NetworkHandle, NodeLease, Object, Owned,
+    Blueprint, Dual, Ended, Env, Footprint, Kernel, Network, NetworkHandle, NodeLease, Object,
     Question, Result, Route, State, Status, Subnet, Via, View,
 };
 use tokio::sync::{mpsc, watch};
@@ -22,7 +22,7 @@ use crate::engine::Engine;
 /// ```
 /// use std::sync::Arc;
 /// use flannel_core::testing::{FakeKernel, FakeSubnets};
-/// use flannel_core::{Blueprint, Network, NodeLease, Owned, Route, SubnetManager, Via};
+/// use flannel_core::{Blueprint, Network, NodeLease, Footprint, Route, SubnetManager, Via};
 /// use flannel_route::KernelNetwork;
 ///
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> flannel_core::Result<()> {
@@ -37,10 +37,10 @@ use crate::engine::Engine;
 ///     }
 ///     Ok(())
 /// });
-/// blueprint.owned = Owned {
+/// blueprint.footprint = Footprint {
 ///     networks: vec!["10.1.0.0/16".parse().unwrap()],
 ///     routes_on: [eth0].into(),
-///     ..Owned::default()
+///     ..Footprint::default()
 /// };
 /// let lease = NodeLease::Held(subnets.acquire_lease(&Default::default()).await?);
 /// let networks = subnets.network_config().await?.pod_networks().collect();
@@ -82,9 +82,10 @@ impl KernelNetwork {
         blueprints: Vec<Blueprint>,
     ) -> Self {
         let mtu = blueprints.iter().map(|blueprint| blueprint.mtu).min().unwrap_or(0);
-        let (mut owned, mut base, mut plans) = (Owned::default(), State::default(), Vec::new());
+        let (mut footprint, mut base, mut plans) =
+            (Footprint::default(), State::default(), Vec::new());
         for blueprint in blueprints {
-            owned.merge(blueprint.owned);
+            footprint.merge(blueprint.footprint);
             base.extend(blueprint.base.iter().cloned());
             plans.push(OfferPlan { lease_type: blueprint.lease_type, plan: blueprint.plan });
         }
@@ -103,7 +104,7 @@ impl KernelNetwork {
             kernel,
             handle: NetworkHandle::new(own.clone(), mtu, receiver).with_questions(asked),
             lease,
-            engine: Box::new(Engine::new(owned, base, Admission::new(terms, plans))),
+            engine: Box::new(Engine::new(footprint, base, Admission::new(terms, plans))),
             status,
             questions,
         }
@@ -112,7 +113,7 @@ impl KernelNetwork {
     /// Drops packets for those addresses of this node's own subnets that no pod has, instead of sending them where other
     /// routes lead. Does nothing while the node's lease has lapsed.
     ///
-    /// Without this option, a network whose footprint includes blackholes ([`Owned::blackholes`]) removes the routes of last
+    /// Without this option, a network whose footprint includes blackholes ([`Footprint::blackholes`]) removes the routes of last
     /// resort that an earlier network left.
     #[must_use]
     pub fn drop_unused_addresses(mut self) -> Self {

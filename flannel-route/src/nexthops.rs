@@ -195,14 +195,14 @@ pub(crate) fn nexthop(object: &Object, id: u32) -> Option<Nexthop> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use flannel_core::Owned;
+    use flannel_core::Footprint;
     use flannel_core::testing::FakeKernel;
     use proptest::prelude::*;
 
     fn any_block() -> NexthopBlock {
         let networks = vec![subnet("10.1.0.0/16")];
-        let owned = Owned { networks, ..Owned::default() };
-        NexthopBlock::choose(&FakeKernel::with_uplink("eth0"), &owned).unwrap().0.unwrap()
+        let footprint = Footprint { networks, ..Footprint::default() };
+        NexthopBlock::choose(&FakeKernel::with_uplink("eth0"), &footprint).unwrap().0.unwrap()
     }
 
     fn subnet(text: &str) -> Subnet {

@@ -1,9 +1,9 @@
-//! What was pending from the kernel and not taken in yet. The one thing to know: it is bounded, whatever happens: so many
-//! doubts that one snapshot is cheaper become one about everything.
+//! Kernel events that the engine has not taken in yet. Their number is bounded: invalidations so many that one snapshot is
+//! cheaper become one of everything.
 
 use std::collections::BTreeSet;
 
-use flannel_core::Doubts;
+use flannel_core::Invalidation;
 use flannel_core::LinkName;
 
 /// More reports than this at once become doubt about everything, …
@@ -11,34 +11,34 @@ const MOST_REPORTS: usize = 1 << 16;
 /// … and so do more links.
 const MOST_LINKS: usize = 1 << 10;
 
-/// Doubts that wait for the engine.
+/// The invalidations that wait for the engine.
 #[derive(Debug, Default)]
 pub(crate) struct PendingEvents {
     everything: bool,
     links: BTreeSet<LinkName>,
     /// In the order of their messages; none once there were too many.
-    objects: Vec<Doubts>,
+    objects: Vec<Invalidation>,
     reports: usize,
 }
 
 impl PendingEvents {
     /// Notes a doubt.
-    pub(crate) fn hear(&mut self, doubts: Doubts) {
-        match doubts {
-            Doubts::Everything => self.everything = true,
-            Doubts::Link(name) => {
+    pub(crate) fn hear(&mut self, invalidation: Invalidation) {
+        match invalidation {
+            Invalidation::Everything => self.everything = true,
+            Invalidation::Link(name) => {
                 if self.links.len() < MOST_LINKS {
                     self.links.insert(name);
                 } else {
                     self.everything |= !self.links.contains(&name);
                 }
             }
-            Doubts::Objects(ref reports, _) => {
+            Invalidation::Objects(ref reports, _) => {
                 self.reports = self.reports.saturating_add(reports.len());
                 if self.reports > MOST_REPORTS {
                     (self.everything, self.objects) = (true, Vec::new());
-                } else if self.objects.last() != Some(&doubts) {
-                    self.objects.push(doubts);
+                } else if self.objects.last() != Some(&invalidation) {
+                    self.objects.push(invalidation);
                 }
             }
         }
@@ -49,10 +49,14 @@ impl PendingEvents {
     }
 
     /// All that was noted.
-    pub(crate) fn take(&mut self) -> Vec<Doubts> {
+    pub(crate) fn take(&mut self) -> Vec<Invalidation> {
         let Self { everything, links, objects, .. } = std::mem::take(self);
-        let everything = everything.then_some(Doubts::Everything);
-        everything.into_iter().chain(links.into_iter().map(Doubts::Link)).chain(objects).collect()
+        let everything = everything.then_some(Invalidation::Everything);
+        everything
+            .into_iter()
+            .chain(links.into_iter().map(Invalidation::Link))
+            .chain(objects)
+            .collect()
     }
 }
 
@@ -60,15 +64,15 @@ impl PendingEvents {
 mod tests {
     use super::*;
     use flannel_core::Key;
-    use flannel_core::{Culprit, Report};
+    use flannel_core::{ChangedBy, KernelEvent};
 
-    fn objects(port: u32) -> Doubts {
-        let gone = Report::Gone(Key::Nexthop(port));
-        Doubts::Objects(vec![gone], Some(Culprit::new(port)))
+    fn objects(port: u32) -> Invalidation {
+        let gone = KernelEvent::Deleted(Key::Nexthop(port));
+        Invalidation::Objects(vec![gone], Some(ChangedBy::new(port)))
     }
 
-    fn link(n: u32) -> Doubts {
-        Doubts::Link(format!("cali{n}").parse().unwrap())
+    fn link(n: u32) -> Invalidation {
+        Invalidation::Link(format!("cali{n}").parse().unwrap())
     }
 
     #[test]
@@ -77,11 +81,15 @@ mod tests {
         for n in 0..300_000 {
             pending.hear(link(n));
             pending.hear(objects(n));
-            pending.hear(Doubts::Everything);
+            pending.hear(Invalidation::Everything);
             assert!(pending.links.len() <= MOST_LINKS && pending.objects.len() <= MOST_REPORTS);
         }
         let taken = pending.take();
-        assert!(taken.len() <= 1 + MOST_LINKS && taken[0] == Doubts::Everything, "{}", taken.len());
+        assert!(
+            taken.len() <= 1 + MOST_LINKS && taken[0] == Invalidation::Everything,
+            "{}",
+            taken.len()
+        );
         assert!(pending.is_empty() && pending.take().is_empty());
     }
 
@@ -92,7 +100,7 @@ mod tests {
         (0..most).for_each(|n| pending.hear(objects(n)));
         assert!(!pending.everything && pending.objects.len() == MOST_REPORTS);
         pending.hear(objects(most));
-        assert_eq!(pending.take(), [Doubts::Everything]);
+        assert_eq!(pending.take(), [Invalidation::Everything]);
     }
 
     #[test]

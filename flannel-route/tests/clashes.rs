@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{
-    Blueprint, Key, Lease, LeaseAttrs, LeaseSet, LinkName, Network, NetworkHandle, NodeLease,
-    Object, Origin, Owned, Revision, Route, State, Subnet, SubnetManager, Subnets, Via, View,
+    Blueprint, Footprint, Key, Lease, LeaseAttrs, LeaseSet, LinkName, Network, NetworkHandle,
+    NodeLease, Object, Origin, Revision, Route, State, Subnet, SubnetManager, Subnets, Via, View,
 };
 use flannel_route::KernelNetwork;
 use tokio::task::JoinHandle;
@@ -39,10 +39,10 @@ fn network(kernel: &FakeKernel) -> KernelNetwork {
     let blueprint = Blueprint {
         lease_type: None,
         mtu: 1500,
-        owned: Owned {
+        footprint: Footprint {
             networks: vec![NETWORK.parse().unwrap()],
             routes_on: [uplink()].into(),
-            ..Owned::default()
+            ..Footprint::default()
         },
         base: State::default(),
         plan: Box::new(|lease, _, out| {

@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{
-    Addr, Blueprint, Damage, Dual, Family, Fdb, Kernel, Key, LeaseAttrs, Link, LinkKind, LinkName,
-    MacAddr, Neigh, Network, NetworkHandle, Nexthop, NodeLease, Object, ObjectKind, Origin, Owned,
-    ROUTE_PROTOCOL, Revision, Route, State, Subnet, SubnetManager, Via, View, Vxlan,
+    Addr, Blueprint, Damage, Dual, Family, Fdb, Footprint, Kernel, Key, LeaseAttrs, Link, LinkKind,
+    LinkName, MacAddr, Neigh, Network, NetworkHandle, Nexthop, NodeLease, Object, ObjectKind,
+    Origin, ROUTE_PROTOCOL, Revision, Route, State, Subnet, SubnetManager, Via, View, Vxlan,
 };
 use flannel_route::KernelNetwork;
 
@@ -167,7 +167,7 @@ impl World {
         let blueprint = Blueprint {
             lease_type: None,
             mtu: 1430,
-            owned: Owned {
+            footprint: Footprint {
                 links: Family::BOTH
                     .map(tunnel)
                     .into_iter()
@@ -176,7 +176,7 @@ impl World {
                 networks: networks.values().copied().collect(),
                 routes_on: [uplink()].into(),
                 blackholes: true,
-                ..Owned::default()
+                ..Footprint::default()
             },
             base: base(1),
             plan: Box::new(|lease, env, objects| {
@@ -853,7 +853,7 @@ async fn dropping_run_leaves_everything_and_writes_nothing_more() {
 #[tokio::test(start_paused = true)]
 async fn two_networks_on_one_kernel_leave_each_other_alone() {
     let mut world = settled_world().await;
-    let other = Owned { links: ["other.1".parse().unwrap()].into(), ..Owned::default() };
+    let other = Footprint { links: ["other.1".parse().unwrap()].into(), ..Footprint::default() };
     let Some(Object::Link(mut link)) = base(1).get(&Key::Link(tunnel(Family::V4))).cloned() else {
         panic!()
     };
@@ -981,7 +981,8 @@ async fn a_listener_that_breaks_again_and_again_keeps_no_core_busy() {
 #[tokio::test(start_paused = true)]
 async fn a_route_that_is_not_quite_as_wanted_is_put_again_be_it_heard_or_read() {
     let mut world = settled_world().await;
-    let owned = Owned { links: Family::BOTH.into_iter().map(tunnel).collect(), ..Owned::default() };
+    let footprint =
+        Footprint { links: Family::BOTH.into_iter().map(tunnel).collect(), ..Footprint::default() };
     let cases =
         Family::BOTH.into_iter().flat_map(|family| [4, ROUTE_PROTOCOL].map(|by| (family, by)));
     let cases = cases.flat_map(|(family, by)| [false, true].map(|lost| (family, by, lost)));
@@ -993,13 +994,13 @@ async fn a_route_that_is_not_quite_as_wanted_is_put_again_be_it_heard_or_read() 
         } else {
             world.kernel.foreign_put(route, protocol);
         }
-        let there = world.kernel.snapshot(&owned).unwrap();
+        let there = world.kernel.snapshot(&footprint).unwrap();
         assert!(there.get(&key) == Some(&route.into()) && there.is_inexact(&key));
         if lost {
             world.kernel.lose_messages();
         }
         let put_right = async {
-            while world.kernel.snapshot(&owned).unwrap().is_inexact(&key) {
+            while world.kernel.snapshot(&footprint).unwrap().is_inexact(&key) {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };

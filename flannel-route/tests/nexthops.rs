@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{
-    Blueprint, Kernel, Key, Link, LinkKind, MacAddr, Network, Nexthop, NodeLease, Object, Owned,
-    Route, State, Status, SubnetManager, Via, Vxlan,
+    Blueprint, Footprint, Kernel, Key, Link, LinkKind, MacAddr, Network, Nexthop, NodeLease,
+    Object, Route, State, Status, SubnetManager, Via, Vxlan,
 };
 use flannel_route::KernelNetwork;
 use tokio::sync::watch;
@@ -31,10 +31,10 @@ impl Run {
         let blueprint = Blueprint {
             lease_type: None,
             mtu: 1500,
-            owned: Owned {
+            footprint: Footprint {
                 networks: config.pod_networks().collect(),
                 routes_on: [eth0].into(),
-                ..Owned::default()
+                ..Footprint::default()
             },
             base: State::default(),
             plan: Box::new(move |lease, _env, objects: &mut Vec<Object>| {
@@ -460,13 +460,13 @@ async fn of_a_former_pod_network_goes_what_is_not_inside_the_new_one() {
     kernel.foreign_put(foreign, 3);
     let last = Route { dst: "10.1.1.0/24".parse().unwrap(), via: Via::LastResort, mtu: None };
     kernel.foreign_put(last, flannel_core::ROUTE_PROTOCOL);
-    let owned = Owned {
+    let footprint = Footprint {
         networks: vec!["10.2.0.0/16".parse().unwrap()],
         routes_on: ["eth0".parse().unwrap()].into(),
-        ..Owned::default()
+        ..Footprint::default()
     };
     let remove = |former: &str, dry| {
-        flannel_route::remove_former(&kernel, &owned, former.parse().unwrap(), dry).unwrap()
+        flannel_route::remove_former(&kernel, &footprint, former.parse().unwrap(), dry).unwrap()
     };
     let would = remove("10.1.0.0/16", true);
     assert_eq!(count(&kernel), (12, 14));
@@ -497,13 +497,13 @@ fn what_a_former_pod_network_left_goes_batch_by_batch() {
         let via = Via::Gateway { gateway: [192, 0, 2, 7].into(), link: eth0, onlink: false };
         kernel.foreign_put(Route { dst, via, mtu: None }, flannel_core::ROUTE_PROTOCOL);
     }
-    let owned = Owned {
+    let footprint = Footprint {
         networks: vec!["10.2.0.0/16".parse().unwrap()],
         routes_on: [eth0].into(),
-        ..Owned::default()
+        ..Footprint::default()
     };
     let report =
-        flannel_route::remove_former(&kernel, &owned, "10.1.0.0/16".parse().unwrap(), false)
+        flannel_route::remove_former(&kernel, &footprint, "10.1.0.0/16".parse().unwrap(), false)
             .unwrap();
     assert_eq!((report.done.len(), report.failed.len(), kernel.largest_batch()), (300, 0, 128));
 }
@@ -512,24 +512,24 @@ fn what_a_former_pod_network_left_goes_batch_by_batch() {
 async fn the_way_to_go_keeps_a_nexthop_whose_route_cannot_be_replaced() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     Run::start(&kernel, &subnets).await.stop().await;
-    let owned = Owned {
+    let footprint = Footprint {
         networks: vec!["10.1.0.0/16".parse().unwrap()],
         routes_on: ["eth0".parse().unwrap()].into(),
-        ..Owned::default()
+        ..Footprint::default()
     };
     let (before, route, nexthop) = (kernel.state(), route_of(&kernel, 3), nexthop_of(&kernel, 3));
-    let would = flannel_route::ready_for_go(&kernel, &owned, true).unwrap();
+    let would = flannel_route::ready_for_go(&kernel, &footprint, true).unwrap();
     assert_eq!((would.done.len(), kernel.state()), (10, before));
     let key = Key::Route(route.dst);
     kernel.fail(1, 105, move |call| call.key == Some(key));
-    let report = flannel_route::ready_for_go(&kernel, &owned, false).unwrap();
+    let report = flannel_route::ready_for_go(&kernel, &footprint, false).unwrap();
     assert_eq!((report.done.len(), report.failed.len(), count(&kernel)), (8, 1, (1, 5)));
     assert_eq!((route_of(&kernel, 3), nexthop_of(&kernel, 3)), (route, nexthop));
-    let again = flannel_route::ready_for_go(&kernel, &owned, false).unwrap();
+    let again = flannel_route::ready_for_go(&kernel, &footprint, false).unwrap();
     assert_eq!((again.done.len(), again.failed.len(), count(&kernel)), (2, 0, (0, 5)));
     kernel.foreign_put(Route { dst: "10.1.88.0/24".parse().unwrap(), ..route_of(&kernel, 4) }, 3);
     kernel.fail(1, 105, move |call| call.key == Some(key));
-    let report = flannel_route::cleanup(&kernel, &owned, false).unwrap();
+    let report = flannel_route::cleanup(&kernel, &footprint, false).unwrap();
     assert_eq!(
         (report.done.len(), report.failed.len(), count(&kernel)),
         (4, 1, (0, 2)),
@@ -541,17 +541,17 @@ async fn the_way_to_go_keeps_a_nexthop_whose_route_cannot_be_replaced() {
 async fn what_else_goes_by_a_nexthop_does_not_go_with_it() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     Run::start(&kernel, &subnets).await.stop().await;
-    let owned = Owned {
+    let footprint = Footprint {
         networks: vec!["10.1.0.0/16".parse().unwrap()],
         routes_on: ["eth0".parse().unwrap()].into(),
-        ..Owned::default()
+        ..Footprint::default()
     };
     let nexthop = nexthop_of(&kernel, 4);
     let foreign = Route { dst: "10.99.0.0/24".parse().unwrap(), ..route_of(&kernel, 4) };
     kernel.foreign_put(foreign, 4);
     for clean in [flannel_route::ready_for_go, flannel_route::cleanup] {
-        let would = clean(&kernel, &owned, true).unwrap();
-        let report = clean(&kernel, &owned, false).unwrap();
+        let would = clean(&kernel, &footprint, true).unwrap();
+        let report = clean(&kernel, &footprint, false).unwrap();
         assert_eq!(report, would);
         let [(change, error)] = &report.failed[..] else { panic!("{:#?}", report.failed) };
         assert_eq!(
@@ -566,7 +566,7 @@ async fn what_else_goes_by_a_nexthop_does_not_go_with_it() {
         [Object::from(nexthop).to_string(), Object::from(foreign).to_string()]
     );
     kernel.foreign_delete(Key::Route(foreign.dst));
-    assert!(flannel_route::cleanup(&kernel, &owned, false).unwrap().failed.is_empty());
+    assert!(flannel_route::cleanup(&kernel, &footprint, false).unwrap().failed.is_empty());
     assert_eq!(kernel.dump(), [""; 0]);
 }
 
@@ -589,8 +589,8 @@ fn what_else_goes_by_a_nexthop_on_our_own_device_goes_with_the_device() {
     let route =
         Route { dst: "10.99.0.0/24".parse().unwrap(), via: Via::Nexthop(nexthop.id), mtu: None };
     kernel.foreign_put(route, 2);
-    let owned = Owned { links: [link].into(), ..Owned::default() };
-    assert_eq!(flannel_route::cleanup(&kernel, &owned, false).unwrap().failed, []);
+    let footprint = Footprint { links: [link].into(), ..Footprint::default() };
+    assert_eq!(flannel_route::cleanup(&kernel, &footprint, false).unwrap().failed, []);
     assert_eq!(kernel.dump(), [""; 0]);
 }
 
@@ -624,19 +624,20 @@ async fn a_route_of_our_protocol_is_ours_on_every_device_and_no_other_costs_a_sn
 async fn what_is_as_wanted_but_no_longer_ours_is_made_ours_again() {
     let (kernel, subnets) = (FakeKernel::with_uplink("eth0"), peers());
     let mut run = Run::start(&kernel, &subnets).await;
-    let owned = Owned { networks: vec!["10.1.0.0/16".parse().unwrap()], ..Owned::default() };
-    let (block, _) = flannel_core::NexthopBlock::choose(&kernel, &owned).unwrap();
-    let owned = Owned { nexthops: block, ..owned };
-    let ours = kernel.snapshot(&owned).unwrap();
+    let footprint =
+        Footprint { networks: vec!["10.1.0.0/16".parse().unwrap()], ..Footprint::default() };
+    let (block, _) = flannel_core::NexthopBlock::choose(&kernel, &footprint).unwrap();
+    let footprint = Footprint { nexthops: block, ..footprint };
+    let ours = kernel.snapshot(&footprint).unwrap();
     assert_eq!(ours.len(), 2 * usize::from(PEERS));
     kernel.foreign_put(nexthop_of(&kernel, 4), 4);
     kernel.foreign_put(route_of(&kernel, 5), 4);
-    assert_eq!(kernel.snapshot(&owned).unwrap().len(), ours.len() - 2);
+    assert_eq!(kernel.snapshot(&footprint).unwrap().len(), ours.len() - 2);
     kernel.take_calls();
     run.settled().await;
     // A nexthop object that is there is put right between two steps of its route.
     assert_eq!(changes(&kernel).len(), 3 + 1);
-    assert_eq!(kernel.snapshot(&owned).unwrap(), ours);
+    assert_eq!(kernel.snapshot(&footprint).unwrap(), ours);
     kernel.take_calls();
     // As we put it ourselves: no reason to do anything.
     kernel.foreign_put(route_of(&kernel, 5), flannel_core::ROUTE_PROTOCOL);

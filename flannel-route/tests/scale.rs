@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
 use flannel_core::{
-    Addr, Blueprint, Change, Changes, Damage, Disbelief, Fdb, Kernel, KernelError, Key, Lease,
+    Addr, Blueprint, Change, Changes, Damage, Fdb, Footprint, Kernel, KernelError, Key, Lease,
     LeaseAttrs, LeaseSet, Link, LinkKind, LinkName, MacAddr, Neigh, Network, NetworkHandle,
-    Nexthop, NexthopIds, NodeLease, Object, ObjectKind, Origin, Owned, Process, Revision, Route,
-    RouteAnswer, Standing, State, Status, Subnet, Subnets, Via, View, Vxlan, Wait, Waiting,
+    Nexthop, NexthopIds, NodeLease, Object, ObjectKind, ObjectState, Origin, Process, Rejection,
+    Revision, Route, RouteAnswer, State, Status, Subnet, Subnets, Via, View, Vxlan, Wait, Waiting,
 };
 use flannel_route::KernelNetwork;
 use tokio::task::JoinHandle;
@@ -105,12 +105,12 @@ impl World {
         let blueprint = Blueprint {
             lease_type: None,
             mtu: 1450,
-            owned: Owned {
+            footprint: Footprint {
                 links: [tunnel()].into(),
                 networks: vec![NETWORK.parse().unwrap()],
                 routes_on: [uplink()].into(),
                 blackholes: true,
-                ..Owned::default()
+                ..Footprint::default()
             },
             base: base.into_iter().collect::<State>(),
             plan: Box::new(move |lease, env, out| {
@@ -143,7 +143,7 @@ impl World {
     async fn on(seen: Arc<dyn Kernel>, kernel: FakeKernel, peers: u16) -> Self {
         let world = Self::started(seen, kernel, peers).await;
         world.when(|status| status.in_sync && status.peers == usize::from(peers)).await;
-        // What the first round raised of doubts is settled too.
+        // The invalidations that the first round raised are settled too.
         tokio::time::sleep(Duration::from_secs(2)).await;
         world.kernel.take_calls();
         world.plans.store(0, Ordering::Relaxed);
@@ -286,8 +286,8 @@ async fn while_thousands_arrive_it_is_told_which_of_them_wait() {
     // What is to be put of one that nobody looked at yet is told all the same.
     assert_eq!(waits(PEERS), Some(Wait::Turn));
     let explained = world.handle.explain([10, 62, 128, 9].into()).await.unwrap();
-    assert_eq!((explained.lease.subnets, explained.disbelief), (key(PEERS), None));
-    let pending = objects(PEERS, public(PEERS)).map(|object| (object, Standing::Pending));
+    assert_eq!((explained.lease.subnets, explained.rejection), (key(PEERS), None));
+    let pending = objects(PEERS, public(PEERS)).map(|object| (object, ObjectState::Pending));
     assert_eq!(explained.objects, pending);
     world.when(|status| status.settled).await;
     assert_eq!(world.handle.waiting().await, Some(Waiting::default()));
@@ -343,9 +343,10 @@ async fn one_repair_among_thousands_costs_one_object_and_names_victim_and_culpri
             (&last.object, last.damage, last.peer, last.number),
             (object, what, Some(key(700)), number)
         );
-        let culprit = last.culprit.as_ref().map(|culprit| (culprit.port, culprit.protocol));
-        assert_eq!(culprit, by.then_some((FakeKernel::FOREIGN_PORT, protocol)), "{last}");
-        let process = last.culprit.as_ref().and_then(|culprit| culprit.process.clone());
+        let changed_by =
+            last.changed_by.as_ref().map(|changed_by| (changed_by.port, changed_by.protocol));
+        assert_eq!(changed_by, by.then_some((FakeKernel::FOREIGN_PORT, protocol)), "{last}");
+        let process = last.changed_by.as_ref().and_then(|changed_by| changed_by.process.clone());
         assert_eq!(process, by.then(|| Process::new("foreigner".into(), FakeKernel::FOREIGN_PORT)));
         let who = match (by, protocol) {
             (true, Some(protocol)) => {
@@ -378,7 +379,10 @@ async fn one_repair_among_thousands_costs_one_object_and_names_victim_and_culpri
         (last.damage, last.object.key(), last.peer),
         (Damage::Addition, Key::Neigh(tunnel(), address), None)
     );
-    assert_eq!(last.culprit.as_ref().map(|culprit| culprit.port), Some(FakeKernel::FOREIGN_PORT));
+    assert_eq!(
+        last.changed_by.as_ref().map(|changed_by| changed_by.port),
+        Some(FakeKernel::FOREIGN_PORT)
+    );
     assert_eq!(status.latency, world.status().latency);
     assert!(status.last_repairs.len() <= Status::LAST_REPAIRS);
     assert_eq!(status.repairs.values().sum::<u64>(), status.repaired);
@@ -527,24 +531,24 @@ impl Odd {
 }
 
 impl Kernel for Odd {
-    fn snapshot(&self, owned: &Owned) -> Result<State, KernelError> {
+    fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
         Self::pass(self.snapshot);
-        self.kernel.snapshot(owned)
+        self.kernel.snapshot(footprint)
     }
 
-    fn nexthop_ids(&self, owned: &Owned) -> Result<NexthopIds, KernelError> {
-        self.kernel.nexthop_ids(owned)
+    fn nexthop_ids(&self, footprint: &Footprint) -> Result<NexthopIds, KernelError> {
+        self.kernel.nexthop_ids(footprint)
     }
 
     fn nexthop_users(&self, there: &State) -> Result<BTreeMap<u32, String>, KernelError> {
         self.kernel.nexthop_users(there)
     }
 
-    fn apply(&self, owned: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+    fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
         Self::pass(self.apply * u32::try_from(changes.len()).unwrap());
         let one = |change: &Change| match change {
             Change::Put(Object::Link(_)) if self.keeps_links => vec![Ok(())],
-            change => self.kernel.apply(owned, std::slice::from_ref(change)),
+            change => self.kernel.apply(footprint, std::slice::from_ref(change)),
         };
         changes.iter().flat_map(one).collect()
     }
@@ -880,9 +884,9 @@ async fn a_peer_is_explained() {
     let mut world = World::new(20).await;
     let inside: IpAddr = [10, 0, 7, 99].into();
     let explained = world.handle.explain(inside).await.unwrap();
-    assert_eq!((explained.lease.subnets, explained.disbelief), (key(7), None));
+    assert_eq!((explained.lease.subnets, explained.rejection), (key(7), None));
     let expected: Vec<_> =
-        objects(7, public(7)).into_iter().map(|object| (object, Standing::InPlace)).collect();
+        objects(7, public(7)).into_iter().map(|object| (object, ObjectState::InPlace)).collect();
     assert_eq!(explained.objects, expected);
     assert_eq!(world.handle.explain([172, 16, 0, 1].into()).await, None);
     assert_eq!(world.handle.explain("fd00::1".parse().unwrap()).await, None);
@@ -894,8 +898,10 @@ async fn a_peer_is_explained() {
     let failing: Vec<&Key> = status.failing_of(&key(7)).map(|(key, _)| key).collect();
     assert_eq!((failing, status.failing_of(&key(8)).count()), (vec![&route], 0));
     let explained = world.handle.explain(inside).await.unwrap();
-    let refused =
-        explained.objects.iter().filter(|(_, standing)| matches!(standing, Standing::Failing(_)));
+    let refused = explained
+        .objects
+        .iter()
+        .filter(|(_, standing)| matches!(standing, ObjectState::Failing(_)));
     assert_eq!(refused.map(|(object, _)| object.key()).collect::<Vec<_>>(), [route]);
 
     // A lease inside of another's subnet is not believed: the address belongs to the one that is.
@@ -911,8 +917,8 @@ async fn a_peer_is_explained() {
     world.change(8, Some([127, 0, 0, 1].into()));
     world.when(|status| status.disbelieved.contains_key(&key(8))).await;
     let explained = world.handle.explain([10, 0, 8, 1].into()).await.unwrap();
-    assert!(matches!(explained.disbelief, Some(Disbelief::Rejected(_))), "{explained:?}");
-    assert!(explained.objects.iter().all(|(_, standing)| *standing == Standing::Unwanted));
+    assert!(matches!(explained.rejection, Some(Rejection::Rejected(_))), "{explained:?}");
+    assert!(explained.objects.iter().all(|(_, standing)| *standing == ObjectState::Unwanted));
 
     world.task.abort();
     let _ = (&mut world.task).await;

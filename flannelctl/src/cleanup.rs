@@ -45,12 +45,12 @@ pub(crate) async fn cleanup(
     };
     let kernel = NetlinkKernel::open()?;
     let uplink = uplink(&kernel, &config, &flags.iface)?;
-    let owned = backends.find(&config.backend.kind)?.footprint(&config, Some(uplink))?;
+    let footprint = backends.find(&config.backend.kind)?.footprint(&config, Some(uplink))?;
     let work = if flags.for_go { ready_for_go } else { remove };
     let mut account = Account::default();
-    account.kernel(&work(&kernel, &owned, flags.dry_run)?);
+    account.kernel(&work(&kernel, &footprint, flags.dry_run)?);
     if !flags.for_go {
-        let other = |name: &LinkName| is_tunnel(name.as_str()) && !owned.links.contains(name);
+        let other = |name: &LinkName| is_tunnel(name.as_str()) && !footprint.links.contains(name);
         let facts = kernel.facts(&Selectors::default())?;
         account.unknown.extend(facts.interfaces.iter().map(|interface| interface.name).filter(other).map(|name| {
             format!(
@@ -59,7 +59,7 @@ pub(crate) async fn cleanup(
             )
         }));
         for old in old_networks(&global.state_dir, &config) {
-            account.kernel(&remove_former(&kernel, &owned, old, flags.dry_run)?);
+            account.kernel(&remove_former(&kernel, &footprint, old, flags.dry_run)?);
         }
         account.firewall(flags.dry_run).await;
         // What is left can only be found by them: they go last, and only if nothing is.

@@ -241,7 +241,7 @@ impl Repairs {
 mod tests {
     use std::sync::Arc;
 
-    use flannel_core::{Disbelief, Listing, Neigh, Repair, Route, Subnets, Via};
+    use flannel_core::{Listing, Neigh, Rejection, Repair, Route, Subnets, Via};
 
     use super::*;
 
@@ -272,13 +272,13 @@ mod tests {
     #[test]
     fn thousands_of_bad_leases_and_remarks_have_few_lines_and_all_are_counted() {
         let (mut teller, start) = (Teller::default(), Instant::now());
-        let no = || Disbelief::Rejected("no".into());
+        let no = || Rejection::Rejected("no".into());
         let mut status = Status::default();
         status.disbelieved = (0..200).map(|n| (lease(n), no())).collect();
         status.remarks = (0..200).map(|n| (format!("remark {n:03}"), ())).collect();
         let lines = teller.lines(&Arc::new(status.clone()), start);
         let named = (0..5).map(|n| {
-            format!("the lease {} is not believed: {}", lease(n), Disbelief::Rejected("no".into()))
+            format!("the lease {} is not believed: {}", lease(n), Rejection::Rejected("no".into()))
         });
         let named = named.chain((0..5).map(|n| format!("remark {n:03}"))).map(Line::Warn);
         assert_eq!(lines, named.collect::<Vec<_>>());

@@ -9,7 +9,7 @@ use std::fmt;
 use std::time::{Duration, SystemTime};
 
 use flannel_api::{Problem, seconds};
-use flannel_core::{Damage, Disbelief, Histogram, StoreStatus};
+use flannel_core::{Damage, Histogram, Rejection, StoreStatus};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, prometheus_text, text};
 use prometheus_client::metrics::MetricType;
@@ -129,15 +129,15 @@ fn store(page: &mut Page, snapshot: &Snapshot) {
 }
 
 /// What a disbelief is called in a label.
-fn reason(why: &Disbelief) -> &'static str {
+fn reason(why: &Rejection) -> &'static str {
     match why {
-        Disbelief::Outside { .. } => "outside",
-        Disbelief::NoEnabledFamily => "no_enabled_family",
-        Disbelief::OverlapsOwn { .. } => "overlaps_own",
-        Disbelief::Overlaps { .. } => "overlaps",
-        Disbelief::Contradicts { .. } => "contradicts",
-        Disbelief::ContradictsOwn { .. } => "contradicts_own",
-        Disbelief::Rejected(_) => "rejected",
+        Rejection::Outside { .. } => "outside",
+        Rejection::NoEnabledFamily => "no_enabled_family",
+        Rejection::OverlapsOwn { .. } => "overlaps_own",
+        Rejection::Overlaps { .. } => "overlaps",
+        Rejection::Contradicts { .. } => "contradicts",
+        Rejection::ContradictsOwn { .. } => "contradicts_own",
+        Rejection::Rejected(_) => "rejected",
         _ => "other",
     }
 }

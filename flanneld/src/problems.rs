@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use flannel_api::{Problem, SubnetsReport};
-use flannel_core::{Disbelief, Key, Lease, Loss, Ownership, StoreStatus, Subnets};
+use flannel_core::{Key, Lease, Loss, Ownership, Rejection, StoreStatus, Subnets};
 use flannel_doctor::commands::{is_kubernetes, localize, release, restore_directory, restore_etcd};
 
 use crate::firewall::Rulebook;
@@ -208,14 +208,14 @@ fn of_firewall(rulebook: &Rulebook) -> Vec<Problem> {
 
 fn of_leases(network: &NetworkSnapshot) -> Vec<Problem> {
     let status = &network.status;
-    let not_believed = |(subnets, why): (&Subnets, &Disbelief)| {
+    let not_believed = |(subnets, why): (&Subnets, &Rejection)| {
         let problem = Problem::warning(format!("the lease {subnets} is not believed: {why}"));
         problem.with_hint(match why {
-            Disbelief::Overlaps { .. } | Disbelief::Contradicts { .. } => {
+            Rejection::Overlaps { .. } | Rejection::Contradicts { .. } => {
                 "systemctl stop flanneld # on the later of the two nodes: every node believes the earlier lease"
                     .to_owned()
             }
-            Disbelief::Rejected(_) => "flannelctl lease list # which backend does that node run?".to_owned(),
+            Rejection::Rejected(_) => "flannelctl lease list # which backend does that node run?".to_owned(),
             _ => release(subnets),
         })
     };

@@ -10,8 +10,8 @@ use std::time::{Duration, SystemTime};
 
 use flannel_backends::Backends;
 use flannel_core::{
-    Backend, Config, Ended, ExternalInterface, Kernel, Lease, Network, NetworkHandle, Origin,
-    Owned, Status, SubnetManager, Subnets, View,
+    Backend, Config, Ended, ExternalInterface, Footprint, Kernel, Lease, Network, NetworkHandle,
+    Origin, Status, SubnetManager, Subnets, View,
 };
 use flannel_doctor::path_probe::server;
 use flannel_netlink::NetlinkKernel;
@@ -125,7 +125,7 @@ fn open_kernel(settings: &DaemonConfig) -> Result<NetlinkKernel, Error> {
     let kernel = NetlinkKernel::open()?;
     match settings.nexthop_objects {
         NexthopObjects::Off => Ok(kernel.without_nexthops()),
-        NexthopObjects::On if !kernel.nexthop_ids(&Owned::default())?.usable => {
+        NexthopObjects::On if !kernel.nexthop_ids(&Footprint::default())?.usable => {
             Err(Error::NoNexthopObjects)
         }
         NexthopObjects::Auto | NexthopObjects::On => Ok(kernel),
@@ -233,10 +233,11 @@ async fn stored(subnets: &dyn SubnetManager, last: Option<&Config>) -> Result<Co
 }
 
 /// Whether anything of an earlier run's network is in the kernel. After a boot nothing is.
-async fn in_place(kernel: Arc<dyn Kernel>, owned: Owned) -> bool {
+async fn in_place(kernel: Arc<dyn Kernel>, footprint: Footprint) -> bool {
     let look = move || {
         // Whoever puts nothing there lacks nothing. A kernel that cannot be read has not been looked at.
-        owned == Owned::default() || !kernel.snapshot(&owned).is_ok_and(|there| there.is_empty())
+        footprint == Footprint::default()
+            || !kernel.snapshot(&footprint).is_ok_and(|there| there.is_empty())
     };
     tokio::task::spawn_blocking(look)
         .await
@@ -285,12 +286,12 @@ async fn run_network(
         hold(subnets, &handle.lease).await
     };
     let uplink = chosen.iface.name;
-    let (kernel, owned) = (chosen.kernel.clone(), backend.footprint(&config, Some(uplink))?);
+    let (kernel, footprint) = (chosen.kernel.clone(), backend.footprint(&config, Some(uplink))?);
     let old_networks = OldNetworks::new(&settings.state_dir);
     let recorded = old_networks.record(&config).await;
     tokio::select! {
-        never = old_networks.clear(recorded, kernel.clone(), owned.clone(), handle.status.clone()) => match never {},
-        never = go_flannel.clear(kernel, (owned, &config), handle.status.clone()) => match never {},
+        never = old_networks.clear(recorded, kernel.clone(), footprint.clone(), handle.status.clone()) => match never {},
+        never = go_flannel.clear(kernel, (footprint, &config), handle.status.clone()) => match never {},
         ended = network.run(views.clone()) => match ended? {
             Ended::Rebuild(reason) => Ok(reason),
             ended => Err(Error::Stopped(format!("{ended:?}"))),
@@ -438,8 +439,8 @@ mod tests {
 
     #[tokio::test]
     async fn what_cannot_be_looked_at_counts_as_in_place() {
-        let owned = |text: &str| Backends::default().footprint(&Config::parse(text).unwrap());
-        let vxlan = owned(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#);
+        let footprint = |text: &str| Backends::default().footprint(&Config::parse(text).unwrap());
+        let vxlan = footprint(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vxlan"}}"#);
         let kernel = FakeKernel::with_uplink("eth0");
         assert!(!in_place(Arc::new(kernel.clone()), vxlan.clone()).await);
         kernel.fail(1, 105, |call| call.operation == Operation::Snapshot);
@@ -448,14 +449,14 @@ mod tests {
         assert!(
             in_place(
                 Arc::new(kernel.clone()),
-                owned(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"alloc"}}"#)
+                footprint(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"alloc"}}"#)
             )
             .await
         );
         assert!(
             !in_place(
                 Arc::new(kernel),
-                owned(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vlxan"}}"#)
+                footprint(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"vlxan"}}"#)
             )
             .await
         );

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use flannel_core::{Config, ExternalInterface, Family, LinkName};
 use flannel_netlink::NetlinkKernel;
-use flannel_netlink::iface::{Selectors, Standing};
+use flannel_netlink::iface::{ObjectState, Selectors};
 use tokio::sync::watch;
 
 use crate::error::Error;
@@ -63,14 +63,14 @@ impl Chosen {
         judge: impl AsyncFn() -> Result<(), Error>,
         observer: &Observer,
     ) -> String {
-        let (standing, told) = watch::channel(Standing::Kept);
+        let (standing, told) = watch::channel(ObjectState::Kept);
         tokio::select! {
             never = self.follow(config, &standing) => match never {},
             reason = decide(self.iface.name, told, judge, observer) => reason,
         }
     }
 
-    async fn follow(&self, config: &Config, standing: &watch::Sender<Standing>) -> Infallible {
+    async fn follow(&self, config: &Config, standing: &watch::Sender<ObjectState>) -> Infallible {
         let families: Vec<_> = config.networks.families().collect();
         let mut said = false;
         loop {
@@ -93,7 +93,7 @@ impl Chosen {
 /// Waits until there is another choice, and the judge has nothing against it: what is different.
 async fn decide(
     name: LinkName,
-    mut told: watch::Receiver<Standing>,
+    mut told: watch::Receiver<ObjectState>,
     judge: impl AsyncFn() -> Result<(), Error>,
     observer: &Observer,
 ) -> String {
@@ -102,9 +102,9 @@ async fn decide(
         let standing = told.borrow_and_update().clone();
         let mut patience = SECOND_THOUGHT;
         let why = match standing {
-            Standing::Kept => None,
-            Standing::Lost(why) => Some(why),
-            Standing::Other { difference, .. } => match judge().await {
+            ObjectState::Kept => None,
+            ObjectState::Lost(why) => Some(why),
+            ObjectState::Other { difference, .. } => match judge().await {
                 Ok(()) => return difference,
                 Err(error) => {
                     // It is mostly reached by that very interface.
@@ -153,7 +153,7 @@ mod tests {
     /// No multiple of the time between two thoughts.
     const LONG: Duration = Duration::from_secs(3590);
 
-    fn smaller() -> Standing {
+    fn smaller() -> ObjectState {
         let iface = ExternalInterface {
             name: "eth0".parse().unwrap(),
             mtu: 1300,
@@ -161,7 +161,7 @@ mod tests {
             public: flannel_core::Dual::default(),
             reason: String::new(),
         };
-        Standing::Other {
+        ObjectState::Other {
             now: Box::new(iface),
             difference: "eth0 has the MTU 1300 now, not 1500".into(),
         }
@@ -169,7 +169,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn another_choice_that_is_refused_is_told_and_judged_again_until_nothing_is_in_its_way() {
-        let (standing, told) = watch::channel(Standing::Kept);
+        let (standing, told) = watch::channel(ObjectState::Kept);
         let (observer, judged) = (Observer::default(), Cell::new(0));
         let in_the_way = RefCell::new(Some("too small".to_owned()));
         let away = Cell::new(false);
@@ -200,9 +200,9 @@ mod tests {
             "{why}"
         );
         assert_eq!(judged.take(), 120, "every 30 s");
-        standing.send_replace(Standing::Lost("eth0 is gone".into()));
+        standing.send_replace(ObjectState::Lost("eth0 is gone".into()));
         assert_eq!((goes_on().await.as_deref(), judged.get()), (Some("eth0 is gone"), 0));
-        standing.send_replace(Standing::Kept);
+        standing.send_replace(ObjectState::Kept);
         assert_eq!(goes_on().await, None);
         standing.send_replace(smaller());
         assert!(goes_on().await.is_some());

@@ -19,7 +19,7 @@ pub(crate) async fn why(snapshot: &Snapshot, address: IpAddr) -> WhyReport {
     let own = &running.handle.lease;
     let explanation = running.handle.explain(address).await.map(|explanation| Explained {
         lease: explanation.lease,
-        disbelief: explanation.disbelief.map(|why| why.to_string()),
+        disbelief: explanation.rejection.map(|why| why.to_string()),
         objects: explanation.objects,
     });
     let kernel = Arc::clone(&running.kernel);

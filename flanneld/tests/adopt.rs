@@ -14,10 +14,10 @@ use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::testing::FakeSubnets;
 use flannel_core::{
-    Backend, Dual, ExternalInterface, Kernel, Key, LeaseAttrs, NexthopBlock, Object, Origin,
-    Report, Route, State, Status, Subnet, SubnetManager, Via, View,
+    Backend, Dual, ExternalInterface, Kernel, KernelEvent, Key, LeaseAttrs, NexthopBlock, Object,
+    Origin, Route, State, Status, Subnet, SubnetManager, Via, View,
 };
-use flannel_core::{Doubts, Nexthop};
+use flannel_core::{Invalidation, Nexthop};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{bridge, in_netns_async, ip};
 use flannel_route::{Host, JoinOptions};
@@ -153,15 +153,15 @@ impl Run {
         assert!(in_time.is_ok(), "{what}: {:#?}", text(&self.state()));
     }
 
-    fn owned(&self) -> flannel_core::Owned {
-        let mut owned =
+    fn footprint(&self) -> flannel_core::Footprint {
+        let mut footprint =
             self.backend.footprint(&self.config, Some(self.uplink.parse().unwrap())).unwrap();
-        owned.nexthops = NexthopBlock::choose(&*self.kernel, &owned).unwrap().0;
-        owned
+        footprint.nexthops = NexthopBlock::choose(&*self.kernel, &footprint).unwrap().0;
+        footprint
     }
 
     fn state(&self) -> State {
-        self.kernel.snapshot(&self.owned()).unwrap()
+        self.kernel.snapshot(&self.footprint()).unwrap()
     }
 
     async fn stop(self) {
@@ -180,17 +180,17 @@ fn count(state: &State) -> (usize, usize) {
 }
 
 /// Everything that was put and deleted in the namespace while `work` ran, by whomever.
-async fn heard<T>(work: impl Future<Output = T>) -> (T, Vec<Report>) {
+async fn heard<T>(work: impl Future<Output = T>) -> (T, Vec<KernelEvent>) {
     let ear = NetlinkKernel::open().unwrap();
     let mut changes = ear.changes().unwrap();
     let mut reports = Vec::new();
     let mut by_nexthop = ByNexthop::read();
     let mut take = |doubts| match doubts {
-        Doubts::Objects(more, _) => {
+        Invalidation::Objects(more, _) => {
             more.into_iter().for_each(|report| by_nexthop.take(report, &mut reports));
         }
-        Doubts::Link(_) => {}
-        Doubts::Everything => panic!("messages were lost"),
+        Invalidation::Link(_) => {}
+        Invalidation::Everything => panic!("messages were lost"),
     };
     let mut work = std::pin::pin!(work);
     let result = loop {
@@ -206,12 +206,14 @@ async fn heard<T>(work: impl Future<Output = T>) -> (T, Vec<Report>) {
     loop {
         let doubts = tokio::time::timeout(Duration::from_secs(20), changes.next()).await;
         let doubts = doubts.expect("the mark is told").unwrap();
-        let last = matches!(&doubts, Doubts::Objects(reports, _)
-            if reports.iter().any(|r| matches!(r, Report::Now(object) if object.key() == mark)));
+        let last = matches!(&doubts, Invalidation::Objects(reports, _)
+            if reports.iter().any(|r| matches!(r, KernelEvent::Present(object) if object.key() == mark)));
         take(doubts);
         if last {
             ip("neigh del 192.0.2.250 dev eth0");
-            reports.retain(|report| !matches!(report, Report::Now(object) if object.key() == mark));
+            reports.retain(
+                |report| !matches!(report, KernelEvent::Present(object) if object.key() == mark),
+            );
             return (result, reports);
         }
     }
@@ -230,20 +232,22 @@ impl ByNexthop {
     }
 
     /// Adds a report, and those that the kernel owes.
-    fn take(&mut self, report: Report, reports: &mut Vec<Report>) {
+    fn take(&mut self, report: KernelEvent, reports: &mut Vec<KernelEvent>) {
         match &report {
-            Report::Now(Object::Route(Route { dst, via: Via::Nexthop(id), .. }))
-            | Report::Inexact(Object::Route(Route { dst, via: Via::Nexthop(id), .. })) => {
+            KernelEvent::Present(Object::Route(Route { dst, via: Via::Nexthop(id), .. }))
+            | KernelEvent::Inexact(Object::Route(Route { dst, via: Via::Nexthop(id), .. })) => {
                 self.0.insert(*dst, *id);
             }
-            Report::Now(object) | Report::Inexact(object) => drop(self.forget(&object.key())),
-            Report::Other(key) | Report::Gone(key) => drop(self.forget(key)),
-            Report::Beside(_) | Report::Double(_) => {}
+            KernelEvent::Present(object) | KernelEvent::Inexact(object) => {
+                self.forget(&object.key());
+            }
+            KernelEvent::Unrepresentable(key) | KernelEvent::Deleted(key) => drop(self.forget(key)),
+            KernelEvent::Related(_) | KernelEvent::Duplicate(_) => {}
         }
-        let Report::Gone(Key::Nexthop(id)) = report else { return reports.push(report) };
+        let KernelEvent::Deleted(Key::Nexthop(id)) = report else { return reports.push(report) };
         reports.push(report);
         let orphans = self.0.iter().filter(|(_, by)| **by == id);
-        reports.extend(orphans.map(|(dst, _)| Report::Gone(Key::Route(*dst))));
+        reports.extend(orphans.map(|(dst, _)| KernelEvent::Deleted(Key::Route(*dst))));
         self.0.retain(|_, by| *by != id);
     }
 
@@ -252,9 +256,9 @@ impl ByNexthop {
     }
 }
 
-fn deleted(reports: &[Report]) -> Vec<Key> {
-    let gone = |report: &Report| match report {
-        Report::Gone(key) => Some(*key),
+fn deleted(reports: &[KernelEvent]) -> Vec<Key> {
+    let gone = |report: &KernelEvent| match report {
+        KernelEvent::Deleted(key) => Some(*key),
         _ => None,
     };
     reports.iter().filter_map(gone).collect()
@@ -296,33 +300,35 @@ fn a_peer_that_moves_is_one_message_to_the_kernel() {
                 run.until("moved", |state| state.iter().any(there)).await;
             };
             let ((), reports) = heard(moved).await;
-            let v4 = |report: &&Report| match report {
-                Report::Now(Object::Nexthop(_)) => true,
-                Report::Now(Object::Fdb(fdb)) => fdb.dst.is_ipv4(),
+            let v4 = |report: &&KernelEvent| match report {
+                KernelEvent::Present(Object::Nexthop(_)) => true,
+                KernelEvent::Present(Object::Fdb(fdb)) => fdb.dst.is_ipv4(),
                 // With a nexthop object the kernel tells of the routes by it; nobody asked for that.
-                Report::Now(Object::Route(Route { via: Via::Nexthop(_), .. })) => false,
-                Report::Now(Object::Route(route)) => route.dst.base().is_ipv4(),
-                Report::Now(Object::Neigh(neigh)) => {
+                KernelEvent::Present(Object::Route(Route { via: Via::Nexthop(_), .. })) => false,
+                KernelEvent::Present(Object::Route(route)) => route.dst.base().is_ipv4(),
+                KernelEvent::Present(Object::Neigh(neigh)) => {
                     of_live_peer(&Key::Neigh(neigh.link, neigh.address)) && neigh.address.is_ipv4()
                 }
                 // The kernel gives a new device a link-local route of its own when it likes.
-                Report::Beside(key) => of_live_peer(key),
-                Report::Double(object) => of_live_peer(&object.key()),
-                Report::Inexact(_) | Report::Other(_) | Report::Gone(_) => true,
-                Report::Now(_) => false,
+                KernelEvent::Related(key) => of_live_peer(key),
+                KernelEvent::Duplicate(object) => of_live_peer(&object.key()),
+                KernelEvent::Inexact(_)
+                | KernelEvent::Unrepresentable(_)
+                | KernelEvent::Deleted(_) => true,
+                KernelEvent::Present(_) => false,
             };
             let told: Vec<_> = reports.iter().filter(v4).collect();
-            let expected = |r: &Report| match r {
-                Report::Now(Object::Nexthop(_)) => backend.kind() == "host-gw",
-                Report::Now(Object::Fdb(_)) => backend.kind() == "vxlan",
+            let expected = |r: &KernelEvent| match r {
+                KernelEvent::Present(Object::Nexthop(_)) => backend.kind() == "host-gw",
+                KernelEvent::Present(Object::Fdb(_)) => backend.kind() == "vxlan",
                 _ => false,
             };
             assert!(told.len() == 1 && expected(told[0]), "{}: {told:#?}", backend.kind());
-            let (kernel, owned) = (run.kernel.clone(), run.owned());
+            let (kernel, footprint) = (run.kernel.clone(), run.footprint());
             run.stop().await;
-            let would = cleanup(&*kernel, &owned, true).unwrap();
-            assert_eq!(cleanup(&*kernel, &owned, false).unwrap(), would);
-            assert!(would.failed.is_empty() && kernel.snapshot(&owned).unwrap().is_empty());
+            let would = cleanup(&*kernel, &footprint, true).unwrap();
+            assert_eq!(cleanup(&*kernel, &footprint, false).unwrap(), would);
+            assert!(would.failed.is_empty() && kernel.snapshot(&footprint).unwrap().is_empty());
             assert_eq!(ip("nexthop show").trim(), "");
         }
     });
@@ -395,14 +401,14 @@ fn every_start_adopts_what_is_there_and_no_live_peer_is_absent_for_a_moment() {
             let (again, reports) = heard(Run::start(backend, &subnets, true)).await;
             assert_eq!(text(&again.state()), text(&want));
             assert_eq!(deleted(&reports), []);
-            let (kernel, owned) = (again.kernel.clone(), again.owned());
+            let (kernel, footprint) = (again.kernel.clone(), again.footprint());
             again.stop().await;
             assert_eq!(
-                text(&kernel.snapshot(&owned).unwrap()),
+                text(&kernel.snapshot(&footprint).unwrap()),
                 text(&want),
                 "stopping leaves everything"
             );
-            cleanup(&*kernel, &owned, false).unwrap();
+            cleanup(&*kernel, &footprint, false).unwrap();
         }
         let foreign = ip("route show root 10.1.0.0/16");
         assert!(
@@ -452,9 +458,9 @@ fn what_go_flannel_left_is_adopted() {
             assert!(deleted(&reports).contains(&Key::Route(stale.parse().unwrap())), "{stale}");
         }
         let adopted = run.state();
-        let (kernel, owned) = (run.kernel.clone(), run.owned());
+        let (kernel, footprint) = (run.kernel.clone(), run.footprint());
         run.stop().await;
-        cleanup(&*kernel, &owned, false).unwrap();
+        cleanup(&*kernel, &footprint, false).unwrap();
         let run = Run::start(&VxlanBackend, &subnets, true).await;
         let mac = |line: &String| !line.starts_with("link flannel");
         let lines = |state: &State| text(state).into_iter().filter(mac).collect::<Vec<_>>();
@@ -477,9 +483,9 @@ fn what_go_flannel_left_of_host_gw_is_adopted() {
         let lost: Vec<_> = deleted(&reports).into_iter().filter(of_live_peer).collect();
         assert_eq!(lost, []);
         let adopted = run.state();
-        let (kernel, owned) = (run.kernel.clone(), run.owned());
+        let (kernel, footprint) = (run.kernel.clone(), run.footprint());
         run.stop().await;
-        cleanup(&*kernel, &owned, false).unwrap();
+        cleanup(&*kernel, &footprint, false).unwrap();
         assert_eq!(
             ip("route show root 10.1.0.0/16").trim(),
             "",
@@ -497,9 +503,9 @@ fn the_way_to_go_flannel_loses_no_packet_and_leaves_routes_that_it_can_delete() 
         uplink();
         for backend in BACKENDS {
             let run = Run::start(backend, &leases(backend, 1), true).await;
-            let (kernel, owned) = (run.kernel.clone(), run.owned());
+            let (kernel, footprint) = (run.kernel.clone(), run.footprint());
             run.stop().await;
-            let way = async { ready_for_go(&*kernel, &owned, false).unwrap() };
+            let way = async { ready_for_go(&*kernel, &footprint, false).unwrap() };
             let (report, reports) = heard(way).await;
             assert!(report.failed.is_empty() && report.done.len() == 20, "{report:#?}");
             let gone = deleted(&reports);
@@ -507,7 +513,7 @@ fn the_way_to_go_flannel_loses_no_packet_and_leaves_routes_that_it_can_delete() 
                 gone.iter().all(|key| matches!(key, Key::Nexthop(_))) && gone.len() == 10,
                 "{gone:?}"
             );
-            let state = kernel.snapshot(&owned).unwrap();
+            let state = kernel.snapshot(&footprint).unwrap();
             assert_eq!(count(&state), (0, 20));
             for object in state.iter() {
                 let Object::Route(Route { dst, via: Via::Gateway { gateway, link, .. }, .. }) =
@@ -517,17 +523,21 @@ fn the_way_to_go_flannel_loses_no_packet_and_leaves_routes_that_it_can_delete() 
                 };
                 ip(&format!("route del {dst} via {gateway} dev {link}"));
             }
-            assert_eq!(count(&kernel.snapshot(&owned).unwrap()), (0, 0));
-            cleanup(&*kernel, &owned, false).unwrap();
+            assert_eq!(count(&kernel.snapshot(&footprint).unwrap()), (0, 0));
+            cleanup(&*kernel, &footprint, false).unwrap();
         }
     });
 }
 
 /// The keys of what was told of.
-fn told(reports: &[Report]) -> Vec<Key> {
-    let key = |report: &Report| match report {
-        Report::Now(object) | Report::Inexact(object) | Report::Double(object) => object.key(),
-        Report::Other(key) | Report::Gone(key) | Report::Beside(key) => *key,
+fn told(reports: &[KernelEvent]) -> Vec<Key> {
+    let key = |report: &KernelEvent| match report {
+        KernelEvent::Present(object)
+        | KernelEvent::Inexact(object)
+        | KernelEvent::Duplicate(object) => object.key(),
+        KernelEvent::Unrepresentable(key)
+        | KernelEvent::Deleted(key)
+        | KernelEvent::Related(key) => *key,
     };
     reports.iter().map(key).collect()
 }
@@ -551,7 +561,7 @@ fn networks_of_both_kinds_in_one_namespace_are_restarted_without_touching_each_o
                     [objects(before); 2],
                     "{case}"
                 );
-                let (theirs, owned) = (hostgw.state(), [vxlan.owned(), hostgw.owned()]);
+                let (theirs, footprint) = (hostgw.state(), [vxlan.footprint(), hostgw.footprint()]);
                 // Each is aborted wherever it is, and started in the other's presence.
                 let restart = async {
                     vxlan.stop().await;
@@ -588,11 +598,11 @@ fn networks_of_both_kinds_in_one_namespace_are_restarted_without_touching_each_o
                 let kernel = vxlan.kernel.clone();
                 let theirs = hostgw.state();
                 vxlan.stop().await;
-                cleanup(&*kernel, &owned[0], false).unwrap();
-                assert_eq!(count(&kernel.snapshot(&owned[0]).unwrap()), (0, 0), "{case}");
+                cleanup(&*kernel, &footprint[0], false).unwrap();
+                assert_eq!(count(&kernel.snapshot(&footprint[0]).unwrap()), (0, 0), "{case}");
                 assert_eq!(text(&hostgw.state()), text(&theirs), "{case}");
                 hostgw.stop().await;
-                cleanup(&*kernel, &owned[1], false).unwrap();
+                cleanup(&*kernel, &footprint[1], false).unwrap();
                 assert_eq!(left_by_flannel(), (0, 0), "{case}");
             }
         }

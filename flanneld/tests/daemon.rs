@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use flannel_core::{Change, Kernel, Owned, Route, Via};
+use flannel_core::{Change, Footprint, Kernel, Route, Via};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, bridge, in_netns, ip};
 use nix::sys::signal::Signal;
@@ -504,7 +504,7 @@ fn whoever_changes_a_route_is_named_as_far_as_is_known() {
                 let other = NetlinkKernel::open().unwrap();
                 let dst = "10.1.7.0/24".parse().unwrap();
                 let theirs = Change::Put(Route { dst, via: Via::Blackhole, mtu: None }.into());
-                assert!(other.apply(&Owned::default(), &[theirs])[0].is_ok());
+                assert!(other.apply(&Footprint::default(), &[theirs])[0].is_ok());
                 let name = fs::read_to_string("/proc/self/comm").unwrap();
                 let process = format!("{} (process {})", name.trim_end(), std::process::id());
                 daemon.wait_for_log(&format!("changed by {sure}{process} with route protocol 241"));

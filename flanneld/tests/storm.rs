@@ -16,8 +16,8 @@ use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::testing::FakeSubnets;
 use flannel_core::{
-    Backend, Change, Damage, Dual, ExternalInterface, Family, Kernel, LeaseAttrs, MacAddr, Neigh,
-    ObjectKind, Owned, Status, SubnetManager,
+    Backend, Change, Damage, Dual, ExternalInterface, Family, Footprint, Kernel, LeaseAttrs,
+    MacAddr, Neigh, ObjectKind, Status, SubnetManager,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{bridge, in_netns_async, ip};
@@ -843,14 +843,14 @@ async fn flood(setup: Setup, nexthops: usize) {
     // The runtime has one thread: while it is held, nobody reads, and the buffer overflows.
     for round in 0..3 {
         let flood: Vec<Change> = (0..60_000).map(|n| neigh(n + 60_000 * round)).collect();
-        assert!(other.apply(&Owned::default(), &flood[..20_000]).iter().all(Result::is_ok));
+        assert!(other.apply(&Footprint::default(), &flood[..20_000]).iter().all(Result::is_ok));
         // In the middle of it, where no message of it is seen.
         let victim = 7 + round as u8;
         ip(&format!("route del 10.1.{victim}.0/24"));
         ip(&format!("-6 route del fd00:1:0:{victim:x}::/64"));
         ip(&format!("route add 10.1.22{round}.0/24 dev flannel.1 src 192.0.2.1"));
         bridge(&format!("fdb del {} dev flannel.1", mac(Family::V4, victim)));
-        assert!(other.apply(&Owned::default(), &flood[20_000..]).iter().all(Result::is_ok));
+        assert!(other.apply(&Footprint::default(), &flood[20_000..]).iter().all(Result::is_ok));
         setup.put_peer(&subnets, LATE + round as u8);
         arrival(&format!("10.1.{}.0/24", u32::from(LATE) + round)).await;
     }

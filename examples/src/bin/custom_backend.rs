@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use flannel_core::{
-    Backend, Blueprint, Built, Config, Datapath, Error, ExternalInterface, LeaseAttrs, LinkName,
-    Node, Owned, Prepared, Result, Route, SubnetManager, Via,
+    Backend, Blueprint, Built, Config, Datapath, Error, ExternalInterface, Footprint, LeaseAttrs,
+    LinkName, Node, Prepared, Result, Route, SubnetManager, Via,
 };
 use flannel_netlink::{NetlinkKernel, iface::Selectors};
 use flannel_route::{Host, JoinOptions};
@@ -30,14 +30,14 @@ impl Backend for Hub {
         Ok(Datapath::default())
     }
 
-    fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Owned> {
+    fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint> {
         let (networks, routes_on) = (config.pod_networks().collect(), uplink.into_iter().collect());
-        Ok(Owned { networks, routes_on, ..Owned::default() })
+        Ok(Footprint { networks, routes_on, ..Footprint::default() })
     }
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
         let (gateway, link, mtu) = (router(config)?, node.uplink.name, node.uplink.mtu);
-        let (public, owned) = (node.uplink.public, self.footprint(config, Some(link))?);
+        let (public, footprint) = (node.uplink.public, self.footprint(config, Some(link))?);
         let offer =
             LeaseAttrs { public, backend_type: self.kind().into(), ..LeaseAttrs::default() };
         Ok(Prepared::new(offer, move |_| {
@@ -46,7 +46,7 @@ impl Backend for Hub {
                 objects.extend(peer.subnets.iter().map(|dst| Route { dst, via, mtu: None }.into()));
                 Ok(())
             });
-            (blueprint.lease_type, blueprint.owned) = (Some("hub"), owned);
+            (blueprint.lease_type, blueprint.footprint) = (Some("hub"), footprint);
             Ok(Built::Kernel(blueprint))
         }))
     }

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use flannel_core::{
-    Blueprint, Lease, LeaseAttrs, LeaseSet, LinkName, Network, NodeLease, Origin, Owned, Revision,
-    Route, Via, View,
+    Blueprint, Footprint, Lease, LeaseAttrs, LeaseSet, LinkName, Network, NodeLease, Origin,
+    Revision, Route, Via, View,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_route::KernelNetwork;
@@ -30,7 +30,8 @@ async fn embed() -> anyhow::Result<()> {
         }
         Ok(())
     });
-    blueprint.owned = Owned { networks: vec![pods], routes_on: [eth0].into(), ..Owned::default() };
+    blueprint.footprint =
+        Footprint { networks: vec![pods], routes_on: [eth0].into(), ..Footprint::default() };
     let own = NodeLease::Held(lease("10.1.1.0-24", "192.0.2.1")?);
     let kernel = Arc::new(NetlinkKernel::open()?);
     let network = KernelNetwork::new(kernel, own, [pods].into_iter().collect(), vec![blueprint]);

@@ -10,8 +10,8 @@ use tokio::sync::mpsc;
 
 use crate::address::Subnet;
 use crate::kernel::{
-    Changes, Culprit, Doubts, Kernel, KernelError, Owned, Process, ROUTE_PROTOCOL, Report,
-    RouteAnswer,
+    ChangedBy, Changes, Footprint, Invalidation, Kernel, KernelError, KernelEvent, Process,
+    ROUTE_PROTOCOL, RouteAnswer,
 };
 use crate::name::LinkName;
 use crate::nexthops::NexthopIds;
@@ -151,7 +151,7 @@ impl FakeKernel {
         let name = name.parse().expect("an interface name");
         let mut tables = self.lock();
         tables.foreign.insert(name, Foreign { up: true, on_link: on_link.to_vec() });
-        tables.tell(0, &Doubts::Link(name));
+        tables.tell(0, &Invalidation::Link(name));
     }
 
     /// Changes what is on a link of others, as an address change does.
@@ -160,10 +160,12 @@ impl FakeKernel {
         let name = name.parse().expect("an interface name");
         let Some(foreign) = tables.foreign.get_mut(&name) else { return };
         let old = std::mem::replace(&mut foreign.on_link, on_link.to_vec());
-        let routes =
-            old.into_iter().chain(on_link.iter().copied()).map(|s| Report::Other(Key::Route(s)));
+        let routes = old
+            .into_iter()
+            .chain(on_link.iter().copied())
+            .map(|s| KernelEvent::Unrepresentable(Key::Route(s)));
         let routes = routes.collect();
-        tables.tell(0, &Doubts::Objects(routes, None));
+        tables.tell(0, &Invalidation::Objects(routes, None));
     }
 
     /// Sets a link up or down, as an administrator does: down drops its IPv4 routes, nexthops and permanent
@@ -182,7 +184,7 @@ impl FakeKernel {
         if !up {
             tables.drop_by_down(name);
         }
-        tables.tell(0, &Doubts::Link(name));
+        tables.tell(0, &Invalidation::Link(name));
     }
 
     /// Deletes a link, ours or another's, with all that is on it.
@@ -191,7 +193,7 @@ impl FakeKernel {
         let name = name.parse().expect("an interface name");
         tables.foreign.remove(&name);
         tables.drop_link(name);
-        tables.tell(0, &Doubts::Link(name));
+        tables.tell(0, &Invalidation::Link(name));
     }
 
     /// Puts an object the way another process would, with this route protocol.
@@ -206,17 +208,20 @@ impl FakeKernel {
 
     fn foreign_entry(&self, entry: Entry) {
         let (object, key) = (entry.object.clone(), entry.object.key());
-        let doubts = match object {
-            Object::Link(link) => Doubts::Link(link.name),
+        let invalidation = match object {
+            Object::Link(link) => Invalidation::Link(link.name),
             _ => {
-                let report =
-                    if entry.inexact { Report::Inexact(object) } else { Report::Now(object) };
-                Doubts::Objects(vec![report], foreigner(&key, Some(entry.protocol)))
+                let report = if entry.inexact {
+                    KernelEvent::Inexact(object)
+                } else {
+                    KernelEvent::Present(object)
+                };
+                Invalidation::Objects(vec![report], foreigner(&key, Some(entry.protocol)))
             }
         };
         let mut tables = self.lock();
         tables.objects.insert(key, entry);
-        tables.tell(0, &doubts);
+        tables.tell(0, &invalidation);
     }
 
     /// Deletes an object the way another process would.
@@ -224,9 +229,12 @@ impl FakeKernel {
         let mut tables = self.lock();
         tables.objects.remove(&key);
         tables.drop_after(key);
-        tables.tell(0, &Doubts::Objects(vec![Report::Gone(key)], foreigner(&key, None)));
+        tables.tell(
+            0,
+            &Invalidation::Objects(vec![KernelEvent::Deleted(key)], foreigner(&key, None)),
+        );
         if let Key::Addr(link, IpAddr::V4(_)) = key {
-            tables.tell(0, &Doubts::Link(link));
+            tables.tell(0, &Invalidation::Link(link));
         }
     }
 
@@ -237,7 +245,7 @@ impl FakeKernel {
 
     /// Makes every listener lose its messages.
     pub fn lose_messages(&self) {
-        self.lock().tell(0, &Doubts::Everything);
+        self.lock().tell(0, &Invalidation::Everything);
     }
 
     /// Makes the next `times` calls that `matches` fail with `errno`.
@@ -284,10 +292,10 @@ impl FakeKernel {
 }
 
 /// What the kernel says of who changed an object: nothing of forwarding entries, and the protocol only of what has one.
-fn foreigner(key: &Key, protocol: Option<u8>) -> Option<Culprit> {
-    let mut culprit = Culprit::new(FakeKernel::FOREIGN_PORT);
-    culprit.protocol = protocol.filter(|_| matches!(key, Key::Route(_) | Key::Nexthop(_)));
-    (!matches!(key, Key::Link(_) | Key::Fdb(..))).then_some(culprit)
+fn foreigner(key: &Key, protocol: Option<u8>) -> Option<ChangedBy> {
+    let mut changed_by = ChangedBy::new(FakeKernel::FOREIGN_PORT);
+    changed_by.protocol = protocol.filter(|_| matches!(key, Key::Route(_) | Key::Nexthop(_)));
+    (!matches!(key, Key::Link(_) | Key::Fdb(..))).then_some(changed_by)
 }
 
 impl Tables {
@@ -306,9 +314,9 @@ impl Tables {
     }
 
     /// Tells all listeners but the writer itself. Nobody is the writer of messages about links and fdb.
-    fn tell(&mut self, writer: u32, doubts: &Doubts) {
+    fn tell(&mut self, writer: u32, invalidation: &Invalidation) {
         self.listeners.retain(|listener| {
-            listener.port == writer || listener.sender.send(doubts.clone()).is_ok()
+            listener.port == writer || listener.sender.send(invalidation.clone()).is_ok()
         });
     }
 
@@ -435,7 +443,10 @@ impl Tables {
         let old = self.objects.insert(key, entry);
         if old.is_none_or(|old| old.object != *object) {
             let teller = if matches!(object, Object::Fdb(_)) { 0 } else { writer };
-            self.tell(teller, &Doubts::Objects(vec![Report::Now(object.clone())], None));
+            self.tell(
+                teller,
+                &Invalidation::Objects(vec![KernelEvent::Present(object.clone())], None),
+            );
         }
         Ok(())
     }
@@ -464,7 +475,7 @@ impl Tables {
         if old.as_ref() != Some(&object) {
             self.objects
                 .insert(Key::Link(link.name), Entry { object, protocol: 0, inexact: false });
-            self.tell(0, &Doubts::Link(link.name));
+            self.tell(0, &Invalidation::Link(link.name));
         }
         Ok(())
     }
@@ -483,37 +494,37 @@ impl Tables {
         }
         if let Object::Link(link) = object {
             self.drop_link(link.name);
-            self.tell(0, &Doubts::Link(link.name));
+            self.tell(0, &Invalidation::Link(link.name));
             return Ok(());
         }
         self.objects.remove(&key);
         self.drop_after(key);
         let teller = if matches!(object, Object::Fdb(_)) { 0 } else { writer };
-        self.tell(teller, &Doubts::Objects(vec![Report::Gone(key)], None));
+        self.tell(teller, &Invalidation::Objects(vec![KernelEvent::Deleted(key)], None));
         Ok(())
     }
 
-    fn owned(&self, owned: &Owned, entry: &Entry) -> bool {
+    fn footprint(&self, footprint: &Footprint, entry: &Entry) -> bool {
         match &entry.object {
-            Object::Link(link) => owned.links.contains(&link.name),
-            Object::Addr(addr) => owned.owns_addr(addr),
-            Object::Neigh(neigh) => owned.owns_entry(neigh.link, true),
-            Object::Fdb(fdb) => owned.owns_entry(fdb.link, true),
+            Object::Link(link) => footprint.links.contains(&link.name),
+            Object::Addr(addr) => footprint.owns_addr(addr),
+            Object::Neigh(neigh) => footprint.owns_entry(neigh.link, true),
+            Object::Fdb(fdb) => footprint.owns_entry(fdb.link, true),
             Object::Nexthop(nexthop) => {
-                owned.owns_nexthop(nexthop.id, nexthop.link, entry.protocol)
+                footprint.owns_nexthop(nexthop.id, nexthop.link, entry.protocol)
             }
             Object::Route(route) => {
-                owned.owns_route(route, self.link_of(&entry.object), entry.protocol)
+                footprint.owns_route(route, self.link_of(&entry.object), entry.protocol)
             }
         }
     }
 }
 
 impl Kernel for FakeKernel {
-    fn snapshot(&self, owned: &Owned) -> Result<State, KernelError> {
+    fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
         let mut tables = self.lock();
         tables.call(Operation::Snapshot, None)?;
-        let ours = || tables.objects.values().filter(|entry| tables.owned(owned, entry));
+        let ours = || tables.objects.values().filter(|entry| tables.footprint(footprint, entry));
         let mut state: State = ours().map(|entry| entry.object.clone()).collect();
         for entry in ours().filter(|entry| entry.inexact || entry.protocol != ROUTE_PROTOCOL) {
             if let Object::Route(route) = &entry.object {
@@ -523,7 +534,7 @@ impl Kernel for FakeKernel {
         Ok(state)
     }
 
-    fn nexthop_ids(&self, owned: &Owned) -> Result<NexthopIds, KernelError> {
+    fn nexthop_ids(&self, footprint: &Footprint) -> Result<NexthopIds, KernelError> {
         let mut tables = self.lock();
         tables.call(Operation::NexthopIds, None)?;
         let mut there = NexthopIds {
@@ -534,7 +545,7 @@ impl Kernel for FakeKernel {
             Object::Route(Route { dst, via: Via::Nexthop(by), .. })
                 if *by == id && entry.protocol == ROUTE_PROTOCOL =>
             {
-                Some(owned.networks.iter().any(|network| network.covers(dst)))
+                Some(footprint.networks.iter().any(|network| network.covers(dst)))
             }
             _ => None,
         };
@@ -566,7 +577,7 @@ impl Kernel for FakeKernel {
         Ok(tables.objects.values().filter_map(user).collect())
     }
 
-    fn apply(&self, _: &Owned, changes: &[Change]) -> Vec<Result<(), KernelError>> {
+    fn apply(&self, _: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
         let mut tables = self.lock();
         tables.largest_batch = tables.largest_batch.max(changes.len());
         let one = |change: &Change| match change {
@@ -604,16 +615,16 @@ impl Kernel for FakeKernel {
 /// Somebody who is told what others than `port` change.
 struct Listener {
     port: u32,
-    sender: mpsc::UnboundedSender<Doubts>,
+    sender: mpsc::UnboundedSender<Invalidation>,
 }
 
 struct Queue {
-    receiver: mpsc::UnboundedReceiver<Doubts>,
+    receiver: mpsc::UnboundedReceiver<Invalidation>,
 }
 
 #[async_trait]
 impl Changes for Queue {
-    async fn next(&mut self) -> Result<Doubts, KernelError> {
+    async fn next(&mut self) -> Result<Invalidation, KernelError> {
         self.receiver.recv().await.ok_or(KernelError::new(ENOBUFS))
     }
 }

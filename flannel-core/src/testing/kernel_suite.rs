@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use crate::address::{Family, Subnet};
-use crate::kernel::{Doubts, Kernel, Owned, Report};
+use crate::kernel::{Footprint, Invalidation, Kernel, KernelEvent};
 use crate::name::{LinkName, MacAddr};
 use crate::nexthops::NexthopBlock;
 use crate::state::{
@@ -66,13 +66,13 @@ fn subnet(family: Family, n: u8) -> Subnet {
     Subnet::new(ip(family, n), len).expect("a subnet")
 }
 
-fn owned(uplink: LinkName) -> Owned {
-    Owned {
+fn footprint(uplink: LinkName) -> Footprint {
+    Footprint {
         links: [link(1), link(2)].into(),
         networks: vec!["10.1.0.0/16".parse().expect("v4"), "fd00:1::/32".parse().expect("v6")],
         routes_on: [uplink].into(),
         blackholes: true,
-        ..Owned::default()
+        ..Footprint::default()
     }
 }
 
@@ -113,7 +113,7 @@ fn puts(objects: &[Object]) -> Vec<Change> {
 }
 
 fn apply(ground: &Ground<'_>, changes: &[Change]) {
-    let results = ground.kernel.apply(&owned(ground.uplink), changes);
+    let results = ground.kernel.apply(&footprint(ground.uplink), changes);
     assert_eq!(results.len(), changes.len(), "one result for each change");
     for (change, result) in changes.iter().zip(results) {
         if let Err(error) = result {
@@ -123,7 +123,7 @@ fn apply(ground: &Ground<'_>, changes: &[Change]) {
 }
 
 fn snapshot(ground: &Ground<'_>) -> State {
-    ground.kernel.snapshot(&owned(ground.uplink)).expect("a snapshot")
+    ground.kernel.snapshot(&footprint(ground.uplink)).expect("a snapshot")
 }
 
 fn text(state: &State) -> Vec<String> {
@@ -204,7 +204,7 @@ fn a_failure_in_the_middle_stops_nothing(ground: &Ground<'_>) {
         |l: u8, n| Object::from(Neigh { link: link(l), address: ip(Family::V4, n), mac: mac(n) });
     let device: Object = device(Family::V4, 1, ground.uplink).into();
     let batch = puts(&[device.clone(), neigh(1, 1), neigh(2, 2), neigh(1, 3)]);
-    let results = ground.kernel.apply(&owned(ground.uplink), &batch);
+    let results = ground.kernel.apply(&footprint(ground.uplink), &batch);
     let ok: Vec<bool> = results.iter().map(Result::is_ok).collect();
     assert_eq!(ok, [true, true, false, true]);
     let error = results[2].as_ref().expect_err("no such link");
@@ -236,12 +236,12 @@ fn a_deletion_spares_what_took_the_place(ground: &Ground<'_>) {
 fn a_foreign_link_is_never_touched(ground: &Ground<'_>) {
     let mut device = device(Family::V4, 1, ground.uplink);
     device.name = ground.uplink;
-    let owned = Owned { links: [ground.uplink].into(), ..Owned::default() };
-    let result = ground.kernel.apply(&owned, &[Change::Put(device.into())]).remove(0);
+    let footprint = Footprint { links: [ground.uplink].into(), ..Footprint::default() };
+    let result = ground.kernel.apply(&footprint, &[Change::Put(device.into())]).remove(0);
     let error = result.expect_err("a foreign link in the way");
     assert_eq!(error.errno, 17, "EEXIST: {error}");
     assert!(error.to_string().contains(ground.uplink.as_str()), "{error}");
-    let found = ground.kernel.snapshot(&owned).expect("a snapshot");
+    let found = ground.kernel.snapshot(&footprint).expect("a snapshot");
     assert_eq!(
         found.get(&Key::Link(ground.uplink)),
         None,
@@ -288,7 +288,8 @@ fn routes_share_the_fate_of_their_nexthop(ground: &Ground<'_>) {
         let objects = [device.clone().into(), by.into(), Object::from(route)];
         let there = |object: &Object| snapshot(ground).get(&object.key()) == Some(object);
         apply(ground, &puts(&objects[..1]));
-        let refused = ground.kernel.apply(&owned(ground.uplink), &puts(&objects[2..])).remove(0);
+        let refused =
+            ground.kernel.apply(&footprint(ground.uplink), &puts(&objects[2..])).remove(0);
         assert_eq!(
             refused.map_err(|error| error.errno),
             Err(22),
@@ -309,20 +310,20 @@ fn routes_share_the_fate_of_their_nexthop(ground: &Ground<'_>) {
         apply(ground, &puts(&[down.into()]));
         assert!(!there(&objects[1]) && !there(&objects[2]), "both go with the link");
         apply(ground, &puts(&objects[..1]));
-        let result = ground.kernel.apply(&owned(ground.uplink), &puts(&objects[1..]));
+        let result = ground.kernel.apply(&footprint(ground.uplink), &puts(&objects[1..]));
         assert!(result.iter().all(Result::is_ok), "{result:?}");
         clear(ground);
     }
     let astray = nexthop(Family::V4, 9, ground.uplink, IpAddr::from([198, 51, 100, 9]));
-    let refused = ground.kernel.apply(&owned(ground.uplink), &puts(&[astray.into()])).remove(0);
+    let refused = ground.kernel.apply(&footprint(ground.uplink), &puts(&[astray.into()])).remove(0);
     assert!(refused.is_err(), "its gateway is not on the link");
 }
 
 fn nexthop_ids_are_told_apart(ground: &Ground<'_>) {
-    let mut owned = owned(ground.uplink);
-    let (chosen, there) = NexthopBlock::choose(ground.kernel, &owned).expect("ids");
+    let mut footprint = footprint(ground.uplink);
+    let (chosen, there) = NexthopBlock::choose(ground.kernel, &footprint).expect("ids");
     assert_eq!((there.usable, there.ours, there.foreign), (true, vec![], vec![]));
-    owned.nexthops = chosen;
+    footprint.nexthops = chosen;
     let id = chosen.expect("a block").first() + 5;
     let gateway = |n| peer(Family::V4, n);
     let on_uplink = |id, n| Nexthop { id, link: ground.uplink, gateway: gateway(n), onlink: false };
@@ -330,19 +331,19 @@ fn nexthop_ids_are_told_apart(ground: &Ground<'_>) {
     let by = |dst: Subnet, id| Object::from(Route { dst, via: Via::Nexthop(id), mtu: None });
     let elsewhere: Subnet = "10.99.0.0/24".parse().expect("a subnet");
     let objects = [inside.into(), outside.into(), by(subnet(Family::V4, 7), id), by(elsewhere, 77)];
-    for result in ground.kernel.apply(&owned, &puts(&objects)) {
+    for result in ground.kernel.apply(&footprint, &puts(&objects)) {
         result.expect("put");
     }
-    let found = ground.kernel.snapshot(&owned).expect("a snapshot");
+    let found = ground.kernel.snapshot(&footprint).expect("a snapshot");
     assert_eq!(
         text(&found),
         [objects[0].to_string(), objects[2].to_string()],
         "by id, inside the networks"
     );
-    let (again, there) = NexthopBlock::choose(ground.kernel, &owned).expect("ids");
+    let (again, there) = NexthopBlock::choose(ground.kernel, &footprint).expect("ids");
     assert_eq!((again, there.ours, there.foreign), (chosen, vec![id], vec![77]));
     let deletes: Vec<Change> = objects.iter().rev().cloned().map(Change::Delete).collect();
-    for result in ground.kernel.apply(&owned, &deletes) {
+    for result in ground.kernel.apply(&footprint, &deletes) {
         result.expect("deleted");
     }
 }
@@ -350,22 +351,22 @@ fn nexthop_ids_are_told_apart(ground: &Ground<'_>) {
 /// Collects what is told until `done`; fails if nothing more comes.
 async fn listen(
     changes: &mut dyn crate::kernel::Changes,
-    mut done: impl FnMut(&Doubts) -> bool,
-) -> Vec<Doubts> {
+    mut done: impl FnMut(&Invalidation) -> bool,
+) -> Vec<Invalidation> {
     let mut heard = Vec::new();
     loop {
         let next = tokio::time::timeout(std::time::Duration::from_secs(60), changes.next()).await;
-        let doubts = next.unwrap_or_else(|_| panic!("nothing more was told after {heard:?}"));
-        let doubts = doubts.expect("the stream goes on");
-        heard.push(doubts.clone());
-        if done(&doubts) {
+        let invalidation = next.unwrap_or_else(|_| panic!("nothing more was told after {heard:?}"));
+        let invalidation = invalidation.expect("the stream goes on");
+        heard.push(invalidation.clone());
+        if done(&invalidation) {
             return heard;
         }
     }
 }
 
 async fn others_are_heard_and_we_are_not(ground: &Ground<'_>) {
-    let owned = owned(ground.uplink);
+    let footprint = footprint(ground.uplink);
     let base = [device(Family::V4, 1, ground.uplink), device(Family::V6, 2, ground.uplink)]
         .map(Object::from);
     apply(ground, &puts(&base));
@@ -377,42 +378,47 @@ async fn others_are_heard_and_we_are_not(ground: &Ground<'_>) {
             objects.iter().filter(|o| !loud(o)).cloned().map(Change::Put).collect();
         apply(ground, &ours);
         for object in objects.iter().rev() {
-            let results = ground.other.apply(&owned, &[Change::Delete(object.clone())]);
+            let results = ground.other.apply(&footprint, &[Change::Delete(object.clone())]);
             assert!(results[0].is_ok(), "{object}: {:?}", results[0]);
         }
         let last = objects.first().expect("objects").key();
-        let heard = listen(&mut *changes, |doubts| mentions(doubts, &last, true)).await;
+        let heard = listen(&mut *changes, |invalidation| mentions(invalidation, &last, true)).await;
         for object in objects.iter().filter(|o| !loud(o)) {
-            let gone = heard.iter().any(|doubts| mentions(doubts, &object.key(), true));
+            let gone = heard.iter().any(|invalidation| mentions(invalidation, &object.key(), true));
             // The kernel deletes routes by a nexthop object with it, and says so only of some.
             let implied = matches!(object, Object::Route(Route { via: Via::Nexthop(_), .. }));
             assert!(gone || implied, "{object} was deleted by another: {heard:?}");
-            let here = heard.iter().any(|doubts| mentions(doubts, &object.key(), false));
+            let here =
+                heard.iter().any(|invalidation| mentions(invalidation, &object.key(), false));
             // The kernel finishes an IPv6 address by itself, later, and does not say for whom.
             let late = matches!(object, Object::Addr(addr) if addr.address.is_ipv6());
             assert!(!here || late, "{object} was put by ourselves: {heard:?}");
         }
         let theirs = Neigh { link: link(n), address: ip(family, 9), mac: mac(9) };
-        assert!(ground.other.apply(&owned, &[Change::Put(theirs.into())])[0].is_ok());
-        let want = Report::Now(theirs.into());
+        assert!(ground.other.apply(&footprint, &[Change::Put(theirs.into())])[0].is_ok());
+        let want = KernelEvent::Present(theirs.into());
         listen(
             &mut *changes,
-            |doubts| matches!(doubts, Doubts::Objects(reports, _) if reports.contains(&want)),
+            |invalidation| matches!(invalidation, Invalidation::Objects(reports, _) if reports.contains(&want)),
         )
         .await;
     }
-    assert!(ground.other.apply(&owned, &[Change::Delete(base[0].clone())])[0].is_ok());
-    listen(&mut *changes, |doubts| matches!(doubts, Doubts::Link(name) if *name == link(1))).await;
+    assert!(ground.other.apply(&footprint, &[Change::Delete(base[0].clone())])[0].is_ok());
+    listen(
+        &mut *changes,
+        |invalidation| matches!(invalidation, Invalidation::Link(name) if *name == link(1)),
+    )
+    .await;
     clear(ground);
 }
 
-fn mentions(doubts: &Doubts, key: &Key, gone: bool) -> bool {
-    let Doubts::Objects(reports, _) = doubts else { return false };
+fn mentions(invalidation: &Invalidation, key: &Key, gone: bool) -> bool {
+    let Invalidation::Objects(reports, _) = invalidation else { return false };
     reports.iter().any(|report| match report {
-        Report::Gone(k) => gone && k == key,
-        Report::Now(object) | Report::Inexact(object) | Report::Double(object) => {
-            !gone && object.key() == *key
-        }
-        Report::Other(k) | Report::Beside(k) => !gone && k == key,
+        KernelEvent::Deleted(k) => gone && k == key,
+        KernelEvent::Present(object)
+        | KernelEvent::Inexact(object)
+        | KernelEvent::Duplicate(object) => !gone && object.key() == *key,
+        KernelEvent::Unrepresentable(k) | KernelEvent::Related(k) => !gone && k == key,
     })
 }

@@ -308,7 +308,7 @@ async fn answer(mut stream: TcpStream, from: IpAddr, mtu: u32, heard: &Heard) ->
 #[cfg(test)]
 mod tests {
     use flannel_core::testing::FakeSubnets;
-    use flannel_core::{Disbelief, SubnetManager};
+    use flannel_core::{Rejection, SubnetManager};
 
     use super::*;
 
@@ -324,7 +324,7 @@ mod tests {
         let server = Server::new(&config, NodeAddress::Tunnel);
         let other = |n| server.other(IpAddr::from([10, 1, n, 0])).is_some();
         assert_eq!([7, 8, 9].map(other), [true, true, false]);
-        let why = Disbelief::Rejected("its public address 127.0.0.1 is no host's address".into());
+        let why = Rejection::Rejected("its public address 127.0.0.1 is no host's address".into());
         told.send_modify(|status| {
             Arc::make_mut(status).disbelieved =
                 [("10.1.7.0-24".parse().unwrap(), why)].into_iter().collect();

@@ -116,7 +116,8 @@ impl Writer<'_> {
             })?;
             for (found, link) in all {
                 let route = found.object(|_| None);
-                match route.filter(|route| self.owned.owns_route(route, Some(link), found.protocol))
+                match route
+                    .filter(|route| self.footprint.owns_route(route, Some(link), found.protocol))
                 {
                     Some(route) => ours.push(route),
                     None => tracing::warn!(

@@ -33,7 +33,7 @@ const RECEIVE_BUFFER: usize = 1 << 20;
 
 /// How the interface that was chosen stands.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum Standing {
+pub enum ObjectState {
     /// It has the addresses and the MTU that it was chosen with.
     #[default]
     Kept,
@@ -65,7 +65,7 @@ impl NetlinkKernel {
         chosen: &ExternalInterface,
         selectors: &Selectors,
         families: &[Family],
-        standing: &watch::Sender<Standing>,
+        standing: &watch::Sender<ObjectState>,
     ) -> Result<Infallible, KernelError> {
         // Listen before the first look, so that nothing is missed between the two.
         let (mut bell, socket) =
@@ -87,7 +87,7 @@ impl NetlinkKernel {
                 bell.socket().hear(if listen { &GROUPS_AND_ROUTES } else { &GROUPS })?;
             }
             let now = if kept {
-                Standing::Kept
+                ObjectState::Kept
             } else {
                 let (back, now) = blocking(looker, Looker::choose).await;
                 looker = back;
@@ -146,24 +146,24 @@ impl Looker {
     }
 
     /// How the interface stands beside the one that would be chosen now.
-    fn choose(&mut self) -> Result<Standing, KernelError> {
+    fn choose(&mut self) -> Result<ObjectState, KernelError> {
         let facts = facts(&mut self.socket, &self.selectors)?;
         let there = facts.interfaces.iter().find(|interface| interface.name == self.chosen.name);
         let kept = there.filter(|interface| is_kept(&self.chosen, interface));
         if kept.is_some_and(|interface| !has_better(&self.chosen, interface)) {
-            return Ok(Standing::Kept);
+            return Ok(ObjectState::Kept);
         }
         let now = match choose(&self.selectors, self.families.iter().copied(), &facts) {
             Err(SelectError::Kernel(error)) => return Err(error),
-            Err(_) if kept.is_some() => return Ok(Standing::Kept),
-            Err(error) => return Ok(Standing::Lost(error.to_string())),
+            Err(_) if kept.is_some() => return Ok(ObjectState::Kept),
+            Err(error) => return Ok(ObjectState::Lost(error.to_string())),
             Ok(now) => now,
         };
         Ok(match difference(&self.chosen, &now) {
-            None => Standing::Kept,
+            None => ObjectState::Kept,
             Some(difference) => match worse(&self.chosen, &now) {
-                Some(why) => Standing::Lost(why),
-                None => Standing::Other { now: Box::new(now), difference },
+                Some(why) => ObjectState::Lost(why),
+                None => ObjectState::Other { now: Box::new(now), difference },
             },
         })
     }
@@ -340,13 +340,13 @@ mod tests {
             is_locked.recv().unwrap();
             ip("link set up0 mtu 1400");
             let (selectors, (standing, mut told)) =
-                (selectors(None), watch::channel(Standing::Kept));
+                (selectors(None), watch::channel(ObjectState::Kept));
             tokio::select! {
                 ended = kernel.follow_interface(&chosen, &selectors, &[Family::V4], &standing) => panic!("{ended:?}"),
                 events = told.changed() => events.unwrap(),
             }
             let told = told.borrow().clone();
-            let Standing::Other { difference, .. } = told else { panic!("{told:?}") };
+            let ObjectState::Other { difference, .. } = told else { panic!("{told:?}") };
             assert_eq!(difference, "up0 has the MTU 1400 now, not 1500");
             let _ = done.send(());
             assert!(writer.join().unwrap(), "it was waited for");

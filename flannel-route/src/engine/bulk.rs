@@ -48,7 +48,7 @@ impl Engine {
         end: Instant,
     ) -> Result<(), Closed> {
         while let Some((changes, arrived)) = self.next_slice(kernel) {
-            let results = gate.pass(|| kernel.apply(&self.owned, &changes)).ok_or(Closed)?;
+            let results = gate.pass(|| kernel.apply(&self.footprint, &changes)).ok_or(Closed)?;
             let now = Instant::now();
             for (change, result) in changes.iter().zip(results) {
                 self.record(change, result, now, Some(Cause::Lease(arrived)));

@@ -4,7 +4,7 @@ use std::cell::OnceCell;
 
 use super::{Cause, Engine, Unread};
 use flannel_core::Damage;
-use flannel_core::{Culprit, Doubts, Kernel, ROUTE_PROTOCOL, Report};
+use flannel_core::{ChangedBy, Invalidation, Kernel, KernelEvent, ROUTE_PROTOCOL};
 use flannel_core::{Key, Object, Route, Via};
 
 /// Whom to suspect of additions is remembered for so many of them; the wanted objects bound the rest.
@@ -12,13 +12,13 @@ const MOST_SUSPECTS: usize = 1024;
 
 /// Who is said to have done something. Which process that is costs reading files, so only victims of ours make us ask.
 struct Suspect<'a> {
-    said: Option<&'a Culprit>,
+    said: Option<&'a ChangedBy>,
     kernel: &'a dyn Kernel,
-    named: OnceCell<Culprit>,
+    named: OnceCell<ChangedBy>,
 }
 
 impl Suspect<'_> {
-    fn named(&self) -> Option<Culprit> {
+    fn named(&self) -> Option<ChangedBy> {
         let said = self.said?;
         let named = || {
             let mut named = said.clone();
@@ -39,33 +39,37 @@ impl Engine {
     }
 
     /// Takes in news from the kernel, and asks it who that was where it matters.
-    pub(crate) fn invalidate(&mut self, doubts: &Doubts, kernel: &dyn Kernel) {
-        match doubts {
-            Doubts::Everything => {
+    pub(crate) fn invalidate(&mut self, invalidation: &Invalidation, kernel: &dyn Kernel) {
+        match invalidation {
+            Invalidation::Everything => {
                 self.unread = Unread::Everything;
                 self.stale_lookups.all = true;
             }
-            Doubts::Link(name) => {
-                if self.owned.links.contains(name) || self.owned.routes_on.contains(name) {
+            Invalidation::Link(name) => {
+                if self.footprint.links.contains(name) || self.footprint.routes_on.contains(name) {
                     self.unread = Unread::Everything;
                 }
-                self.stale_lookups.urgent |= self.owned.routes_on.contains(name);
+                self.stale_lookups.urgent |= self.footprint.routes_on.contains(name);
                 self.stale_lookups.all |=
                     self.stale_lookups.urgent || self.answer_links.contains(name);
             }
-            Doubts::Objects(reports, by) => {
+            Invalidation::Objects(reports, by) => {
                 let by = Suspect { said: by.as_ref(), kernel, named: OnceCell::new() };
                 reports.iter().for_each(|report| self.invalidate_object(report, &by));
             }
         }
     }
 
-    fn invalidate_object(&mut self, report: &Report, by: &Suspect<'_>) {
+    fn invalidate_object(&mut self, report: &KernelEvent, by: &Suspect<'_>) {
         let key = match report {
-            Report::Now(object) | Report::Inexact(object) | Report::Double(object) => object.key(),
-            Report::Other(key) | Report::Beside(key) | Report::Gone(key) => *key,
+            KernelEvent::Present(object)
+            | KernelEvent::Inexact(object)
+            | KernelEvent::Duplicate(object) => object.key(),
+            KernelEvent::Unrepresentable(key)
+            | KernelEvent::Related(key)
+            | KernelEvent::Deleted(key) => *key,
         };
-        let concerned = self.owned.concerns(&key);
+        let concerned = self.footprint.concerns(&key);
         if let Key::Route(dst) = key
             && !concerned
             && self.peers.lookups().are_under(dst)
@@ -76,16 +80,16 @@ impl Engine {
         // As we want it, but of a protocol that is not ours.
         let disowned = protocol.is_some_and(|protocol| protocol != ROUTE_PROTOCOL);
         match (self.want(&key), report) {
-            (_, Report::Beside(_)) => {}
+            (_, KernelEvent::Related(_)) => {}
             // Says what we want to hear: no reason for doubt (and none for trust: a doubt stays one).
-            (Some(want), Report::Now(object)) if want == *object && !disowned => {}
+            (Some(want), KernelEvent::Present(object)) if want == *object && !disowned => {}
             // A route of somebody else stands before it, or no longer does: so it shall be.
             (Some(Object::Route(Route { via: Via::LastResort, .. })), report) => {
-                if matches!(report, Report::Gone(_)) {
+                if matches!(report, KernelEvent::Deleted(_)) {
                     self.unread = Unread::Everything;
                 }
             }
-            (Some(_), Report::Gone(_)) => {
+            (Some(_), KernelEvent::Deleted(_)) => {
                 // Its routes went with it, without a word about each.
                 if let Key::Nexthop(id) = key {
                     let dst = self.ids.as_ref().and_then(|ids| ids.dst(id));
@@ -101,19 +105,22 @@ impl Engine {
                 }
                 self.suspect(key, Damage::Deletion, by);
             }
-            (Some(_), Report::Double(object)) => {
+            (Some(_), KernelEvent::Duplicate(object)) => {
                 // Of two IPv6 routes the kernel replaces that which is the more like ours, which may be the second.
                 let in_doubt = matches!(key, Key::Route(dst) if dst.base().is_ipv6());
-                if in_doubt || self.owned.may_own(object, protocol) {
+                if in_doubt || self.footprint.may_own(object, protocol) {
                     self.unread = self.unread.max(Unread::Additions);
                 }
                 self.suspect(key, Damage::Modification, by);
             }
             (Some(_), _) => self.suspect(key, Damage::Modification, by),
             // Ours to remove, if it is one that a snapshot shows as ours.
-            (None, Report::Now(object) | Report::Inexact(object) | Report::Double(object))
-                if concerned && self.owned.may_own(object, protocol) =>
-            {
+            (
+                None,
+                KernelEvent::Present(object)
+                | KernelEvent::Inexact(object)
+                | KernelEvent::Duplicate(object),
+            ) if concerned && self.footprint.may_own(object, protocol) => {
                 self.unread = self.unread.max(Unread::Additions);
                 if self.suspects.len() < MOST_SUSPECTS + self.put.len()
                     && let Some(by) = by.named()

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::{Answers, Cause, Engine, Reads, Unread, expand};
 use flannel_core::Kernel;
 use flannel_core::Object;
-use flannel_core::{Explanation, Standing, Status, Wait, Waiting};
+use flannel_core::{Explanation, ObjectState, Status, Wait, Waiting};
 use flannel_core::{Lease, Subnets};
 
 impl Engine {
@@ -84,14 +84,14 @@ impl Engine {
         let standing = |object: &Object| {
             let key = object.key();
             if !peer.accepted {
-                Standing::Unwanted
+                ObjectState::Unwanted
             } else if let Some(failure) = self.stats.failing().get(&key) {
-                Standing::Failing(failure.clone())
+                ObjectState::Failing(failure.clone())
             } else if peer.fresh || self.put.contains_key(&key) || self.unread == Unread::Everything
             {
-                Standing::Pending
+                ObjectState::Pending
             } else {
-                Standing::InPlace
+                ObjectState::InPlace
             }
         };
         let mut objects = Vec::new();
@@ -99,8 +99,8 @@ impl Engine {
             objects.push((standing(&object), object));
         });
         let objects = objects.into_iter().map(|(how, object)| (object, how)).collect();
-        let disbelief = self.peers.disbelieved().get(&peer.lease.subnets).cloned();
-        Some(Explanation::new(Arc::clone(&peer.lease), disbelief, objects))
+        let rejection = self.peers.disbelieved().get(&peer.lease.subnets).cloned();
+        Some(Explanation::new(Arc::clone(&peer.lease), rejection, objects))
     }
     /// The same of a lease that nobody looked at yet: what its plan will make of it.
     fn explain_unprocessed(&self, address: IpAddr, kernel: &dyn Kernel) -> Option<Explanation> {
@@ -109,7 +109,7 @@ impl Engine {
         let lease = self.unprocessed.leases().iter().find(holds)?;
         let (answers, mut objects) = (Answers::new(kernel), Vec::new());
         let foreseen = self.peers.foresee(lease, &|a| answers.on_link(a));
-        expand(&foreseen, self.ids.as_ref(), |object| objects.push((object, Standing::Pending)));
+        expand(&foreseen, self.ids.as_ref(), |object| objects.push((object, ObjectState::Pending)));
         Some(Explanation::new(Arc::clone(lease), None, objects))
     }
 }

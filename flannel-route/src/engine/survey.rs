@@ -29,8 +29,8 @@ impl Engine {
         if self.reads.done > 0 {
             return Ok(());
         }
-        let (block, there) = NexthopBlock::choose(kernel, &self.owned)?;
-        self.owned.nexthops = block;
+        let (block, there) = NexthopBlock::choose(kernel, &self.footprint)?;
+        self.footprint.nexthops = block;
         self.ids = block.filter(|_| there.usable).map(Ids::new);
         Ok(())
     }
@@ -77,7 +77,7 @@ impl Engine {
         // What is there of leases that nobody looked at would seem to be nobody's.
         self.take_all_unprocessed(kernel);
         let started = Instant::now();
-        let actual = self.choose_ids(kernel).and_then(|()| kernel.snapshot(&self.owned));
+        let actual = self.choose_ids(kernel).and_then(|()| kernel.snapshot(&self.footprint));
         self.reads.tries += 1;
         self.reads.took += started.elapsed();
         let actual = match actual {

@@ -244,7 +244,7 @@ impl Engine {
         gate: &Gate,
         changes: &[Change],
     ) -> Result<(), Closed> {
-        let results = gate.pass(|| kernel.apply(&self.owned, changes)).ok_or(Closed)?;
+        let results = gate.pass(|| kernel.apply(&self.footprint, changes)).ok_or(Closed)?;
         let now = Instant::now();
         for (change, result) in changes.iter().zip(results) {
             // A step on the way tells nothing of what is wanted; the one that is comes after it.

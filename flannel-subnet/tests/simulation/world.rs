@@ -420,10 +420,11 @@ impl World {
         if without > 0 && free > 0 {
             return Some(format!("{without} nodes have no subnet, while {free} are free"));
         }
-        let owned = |entry: &&Entry| {
+        let footprint = |entry: &&Entry| {
             owners.iter().flatten().any(|(subnets, _)| *subnets == entry.lease.subnets)
         };
-        let orphan = listing.entries.iter().find(|entry| entry.holder.is_some() && !owned(entry));
+        let orphan =
+            listing.entries.iter().find(|entry| entry.holder.is_some() && !footprint(entry));
         orphan.map(|entry| format!("nobody owns {entry:?}, but it stays"))
     }
 }

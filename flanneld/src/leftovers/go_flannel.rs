@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use flannel_core::{Config, Dual, Kernel, Key, Owned, Status, Subnet};
+use flannel_core::{Config, Dual, Footprint, Kernel, Key, Status, Subnet};
 use flannel_options::state_dir::{self, is_newer};
 use flannel_route::remove_go_routes;
 use tokio::sync::watch;
@@ -66,7 +66,7 @@ impl GoFlannel {
     pub(crate) async fn clear(
         &self,
         kernel: Arc<dyn Kernel>,
-        (owned, config): (Owned, &Config),
+        (footprint, config): (Footprint, &Config),
         mut status: watch::Receiver<Arc<Status>>,
     ) -> Infallible {
         let lens = config.networks.map(|_, network| network.subnet_len);
@@ -74,7 +74,7 @@ impl GoFlannel {
         if self.left_routes()
             && let Ok(status) = settled.await
         {
-            let removal = move || remove(&*kernel, &owned, lens, &status);
+            let removal = move || remove(&*kernel, &footprint, lens, &status);
             match tokio::task::spawn_blocking(removal).await {
                 // What the kernel refused is tried again at the next start.
                 Ok(done) => self.left_routes.store(!done, Ordering::Relaxed),
@@ -104,14 +104,14 @@ impl GoFlannel {
 
 /// Removes the routes, but for those in whose place the kernel refused ours, and says so; false if
 /// something of them is left.
-fn remove(kernel: &dyn Kernel, owned: &Owned, lens: Dual<u8>, status: &Status) -> bool {
+fn remove(kernel: &dyn Kernel, footprint: &Footprint, lens: Dual<u8>, status: &Status) -> bool {
     let spared = Cell::new(false);
     let refused = |dst: &Subnet| {
         let refused = status.failing.get(&Key::Route(*dst)).is_some();
         spared.set(spared.get() || refused);
         refused
     };
-    match remove_go_routes(kernel, owned, lens, refused, false) {
+    match remove_go_routes(kernel, footprint, lens, refused, false) {
         Ok(report) => {
             for change in &report.done {
                 tracing::info!(
@@ -178,7 +178,7 @@ mod tests {
             Config::parse(r#"{"Network":"10.1.0.0/16","Backend":{"Type":"host-gw"}}"#).unwrap();
         let eth0 = "eth0".parse().unwrap();
         let (networks, routes_on) = (config.pod_networks().collect(), [eth0].into());
-        let owned = Owned { networks, routes_on, ..Owned::default() };
+        let footprint = Footprint { networks, routes_on, ..Footprint::default() };
         let kernel = FakeKernel::with_uplink("eth0");
         let via = Via::Gateway { gateway: [192, 0, 2, 66].into(), link: eth0, onlink: false };
         let route = Route { dst: "10.1.66.0/24".parse().unwrap(), via, mtu: None };
@@ -191,8 +191,11 @@ mod tests {
             let (sender, status) = watch::channel(Arc::new(Status::default()));
             let there = || !kernel.dump().is_empty();
             {
-                let clear =
-                    predecessor.clear(Arc::new(kernel.clone()), (owned.clone(), &config), status);
+                let clear = predecessor.clear(
+                    Arc::new(kernel.clone()),
+                    (footprint.clone(), &config),
+                    status,
+                );
                 let mut clear = std::pin::pin!(clear);
                 let quiet = async { tokio::task::yield_now().await };
                 tokio::select! { biased; _ = &mut clear => unreachable!(), () = quiet => {} }

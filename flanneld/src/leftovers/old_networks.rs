@@ -9,7 +9,7 @@ use std::convert::Infallible;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use flannel_core::{Config, Kernel, Owned, Status, Subnet};
+use flannel_core::{Config, Footprint, Kernel, Status, Subnet};
 use flannel_options::state_dir;
 use flannel_route::remove_former;
 use tokio::sync::watch;
@@ -50,14 +50,14 @@ impl OldNetworks {
         &self,
         Recorded { former, current }: Recorded,
         kernel: Arc<dyn Kernel>,
-        owned: Owned,
+        footprint: Footprint,
         mut status: watch::Receiver<Arc<Status>>,
     ) -> Infallible {
         if !former.is_empty() && status.wait_for(is_settled).await.is_ok() {
             let removal = move || {
                 let kept: Vec<_> = former
                     .into_iter()
-                    .filter(|network| !remove(&*kernel, &owned, *network))
+                    .filter(|network| !remove(&*kernel, &footprint, *network))
                     .collect();
                 kept.is_empty()
             };
@@ -102,8 +102,8 @@ impl OldNetworks {
 }
 
 /// Removes what is left inside a network and says so; false if something of it stays.
-fn remove(kernel: &dyn Kernel, owned: &Owned, former: Subnet) -> bool {
-    match remove_former(kernel, owned, former, false) {
+fn remove(kernel: &dyn Kernel, footprint: &Footprint, former: Subnet) -> bool {
+    match remove_former(kernel, footprint, former, false) {
         Ok(report) => {
             for change in &report.done {
                 tracing::info!(
