@@ -53,7 +53,7 @@ pub struct Footprint {
     pub nexthops: Option<NexthopBlock>,
     /// `Some`: of routes, nothing but what Go flannel leaves on `routes_on`, in each family that has a `SubnetLen` here:
     /// those of its protocol, by a gateway, with a destination of exactly that length inside `networks`. For
-    /// [`remove_go_routes`](crate::remove_go_routes); `None` everywhere else.
+    /// `flannel_route::remove_go_routes`; `None` everywhere else.
     pub go_routes: Option<Dual<u8>>,
 }
 

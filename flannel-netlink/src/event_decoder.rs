@@ -211,7 +211,7 @@ impl EventDecoder {
     fn report(&mut self, report: KernelEvent, changed_by: Option<ChangedBy>) {
         match self.pending.back_mut() {
             Some(Invalidation::Objects(reports, last)) if *last == changed_by => {
-                reports.push(report)
+                reports.push(report);
             }
             _ => self.pending.push_back(Invalidation::Objects(vec![report], changed_by)),
         }
