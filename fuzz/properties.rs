@@ -5,7 +5,8 @@
 
 use std::path::Path;
 
-use flannel_core::{Config, LeaseAttrs, Subnets};
+use flannel_core::lease::LeaseAttrs;
+use flannel_core::{Config, Subnets};
 use flannel_subnet::SubnetEnv;
 
 /// A key that parses is what its text parses to, and is made of subnets that make up a key.

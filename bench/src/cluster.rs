@@ -3,7 +3,10 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use clap::ValueEnum;
-use flannel_core::{Dual, Family, Lease, LeaseAttrs, LeaseSet, MacAddr, Revision, Subnet, Subnets};
+use flannel_core::address::{Dual, Family};
+use flannel_core::lease::{LeaseAttrs, LeaseSet, Revision};
+use flannel_core::object::MacAddr;
+use flannel_core::{Lease, Subnet, Subnets};
 
 /// Which address families the pods have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use flannel_core::LeaseSet;
+use flannel_core::lease::LeaseSet;
 
 use crate::cluster::{Families, leases};
 use crate::engine::Engine;

@@ -3,7 +3,8 @@
 use std::fmt;
 
 use anyhow::Context;
-use flannel_core::{Family, MacAddr};
+use flannel_core::address::Family;
+use flannel_core::object::MacAddr;
 
 use crate::cluster::Peer;
 use crate::raw::{

@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use anyhow::Context;
 use flannel_backend_vxlan::VxlanBackend;
+use flannel_core::lease::{LeaseSet, Origin, Revision, View};
+use flannel_core::network::NetworkHandle;
+use flannel_core::status::Status;
 use flannel_core::testing::FakeSubnets;
-use flannel_core::{
-    Kernel, LeaseSet, NetworkHandle, Origin, Revision, Status, SubnetManager, View,
-};
+use flannel_core::{Kernel, SubnetManager};
 use flannel_route::JoinOptions;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::oneshot;

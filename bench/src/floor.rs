@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use flannel_core::{Dual, Family};
+use flannel_core::address::{Dual, Family};
 use flannel_netlink::testing::ip;
 
 use crate::cluster::{Families, Peer, device, peers};

@@ -4,7 +4,9 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use anyhow::Context;
-use flannel_core::{Dual, ExternalInterface, SubnetManager};
+use flannel_core::SubnetManager;
+use flannel_core::address::Dual;
+use flannel_core::backend::ExternalInterface;
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, ip};
 use flannel_route::Host;

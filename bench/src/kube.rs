@@ -4,7 +4,9 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use flannel_core::{Family, Origin, SubnetManager, View};
+use flannel_core::SubnetManager;
+use flannel_core::address::Family;
+use flannel_core::lease::{Origin, View};
 use flannel_subnet_kube::testing::ApiServer;
 use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
 use serde_json::{Value, json};

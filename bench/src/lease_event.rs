@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use etcd_client::WatchOptions;
-use flannel_core::{Origin, Subnets};
+use flannel_core::Subnets;
+use flannel_core::lease::Origin;
 use flannel_subnet::Reflector;
 use tokio::time::timeout;
 

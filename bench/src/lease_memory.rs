@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use etcd_client::{Client, Txn, TxnOp};
-use flannel_core::Origin;
+use flannel_core::lease::Origin;
 use flannel_subnet::Reflector;
 use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 

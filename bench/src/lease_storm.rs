@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use clap::ValueEnum;
-use flannel_core::{LeaseAttrs, SubnetManager, Subnets};
+use flannel_core::lease::LeaseAttrs;
+use flannel_core::{SubnetManager, Subnets};
 use flannel_subnet::{HolderId, Identity, LocalManager};
 use tokio::sync::Barrier;
 

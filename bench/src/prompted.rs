@@ -5,10 +5,11 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use flannel_core::{
-    Change, Changes, Footprint, Invalidation, Kernel, KernelError, NexthopIds, Process,
-    RouteAnswer, State,
+use flannel_core::Kernel;
+use flannel_core::kernel::{
+    Changes, Footprint, Invalidation, KernelError, NexthopIds, Process, RouteAnswer,
 };
+use flannel_core::object::{Change, State};
 use tokio::sync::{Notify, mpsc};
 
 /// The kernel as it is, but for [`Kernel::changes`].

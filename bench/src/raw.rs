@@ -8,7 +8,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use flannel_core::Family;
+use flannel_core::address::Family;
 use neli::consts::socket::{Msg, NlFamily};
 use neli::socket::NlSocket;
 use neli::utils::Groups;

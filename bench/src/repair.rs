@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use flannel_core::Family;
+use flannel_core::address::Family;
 
 use crate::cluster::{Families, Peer, device, leases};
 use crate::damage::{Damage, Victim};

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use flannel_core::{Family, NetworkHandle, ObjectState};
+use flannel_core::address::Family;
+use flannel_core::network::NetworkHandle;
+use flannel_core::status::ObjectState;
 use tokio::runtime::{Builder, Runtime};
 
 use flannel_netlink::testing::ip;

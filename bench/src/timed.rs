@@ -5,9 +5,9 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use flannel_core::{
-    Change, Changes, Footprint, Kernel, KernelError, NexthopIds, Process, RouteAnswer, State,
-};
+use flannel_core::Kernel;
+use flannel_core::kernel::{Changes, Footprint, KernelError, NexthopIds, Process, RouteAnswer};
+use flannel_core::object::{Change, State};
 
 /// The kernel as it is. Clones are of one kernel.
 #[derive(Debug, Clone)]

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use flannel_core::{Family, ROUTE_PROTOCOL};
+use flannel_core::address::Family;
+use flannel_core::kernel::ROUTE_PROTOCOL;
 use flannel_netlink::testing::{Netns, bridge, ip};
 use serde_json::{Value, json};
 

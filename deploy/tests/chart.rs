@@ -6,7 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 
-use flannel_core::{Config, Family};
+use flannel_core::Config;
+use flannel_core::address::Family;
 use serde_json::{Value, json};
 
 mod objects;

@@ -8,7 +8,8 @@ use std::io::Write;
 use std::process::{Command, Output};
 
 use clap::CommandFactory;
-use flannel_core::{Config, Family};
+use flannel_core::Config;
+use flannel_core::address::Family;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 

@@ -8,7 +8,8 @@ use std::path::Path;
 use std::process::Command;
 
 use clap::CommandFactory;
-use flannel_core::{Config, Family};
+use flannel_core::Config;
+use flannel_core::address::Family;
 use serde_json::{Value, json};
 
 mod objects;

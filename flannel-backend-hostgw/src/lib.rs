@@ -1,10 +1,14 @@
 #![doc = include_str!("../README.md")]
 
 use async_trait::async_trait;
-use flannel_core::{
-    Backend, Blueprint, Built, Config, Datapath, Dual, Env, Error, ExternalInterface, Footprint,
-    Lease, LeaseAttrs, LinkName, Node, Object, Prepared, Rejected, Result, Route, Via,
+use flannel_core::address::Dual;
+use flannel_core::backend::{
+    Blueprint, Built, Datapath, Env, ExternalInterface, Node, Prepared, Rejected,
 };
+use flannel_core::kernel::Footprint;
+use flannel_core::lease::LeaseAttrs;
+use flannel_core::object::{LinkName, Object, Route, Via};
+use flannel_core::{Backend, Config, Error, Lease, Result};
 
 /// The backend type in leases.
 const TYPE: &str = "host-gw";

@@ -6,11 +6,13 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use flannel_backend_hostgw::HostGw;
+use flannel_core::address::Dual;
+use flannel_core::backend::{Alloc, ExternalInterface};
+use flannel_core::kernel::Footprint;
+use flannel_core::lease::LeaseAttrs;
+use flannel_core::object::Change;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
-use flannel_core::{
-    Alloc, Backend, Change, Dual, ExternalInterface, Footprint, Kernel, LeaseAttrs, Subnet,
-    SubnetManager,
-};
+use flannel_core::{Backend, Kernel, Subnet, SubnetManager};
 use flannel_route::{Host, JoinOptions};
 
 const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"host-gw"}}"#;

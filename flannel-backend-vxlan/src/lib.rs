@@ -5,11 +5,14 @@ mod options;
 mod plan;
 
 use async_trait::async_trait;
-use flannel_core::{
-    Addr, Backend, Blueprint, Built, Config, Datapath, Dual, Error, ExternalInterface, Family,
-    Footprint, Inlet, LeaseAttrs, Link, LinkKind, LinkName, MacAddr, Node, NodeLease, Object,
-    Prepared, Result, State, Vxlan,
+use flannel_core::address::{Dual, Family};
+use flannel_core::backend::{
+    Blueprint, Built, Datapath, ExternalInterface, Inlet, Node, NodeLease, Prepared,
 };
+use flannel_core::kernel::Footprint;
+use flannel_core::lease::LeaseAttrs;
+use flannel_core::object::{Addr, Link, LinkKind, LinkName, MacAddr, Object, State, Vxlan};
+use flannel_core::{Backend, Config, Error, Result};
 
 pub use options::Options;
 

@@ -5,7 +5,10 @@
 
 use std::collections::BTreeSet;
 
-use flannel_core::{Dual, Family, Lease, LeaseAttrs, MacAddr};
+use flannel_core::Lease;
+use flannel_core::address::{Dual, Family};
+use flannel_core::lease::LeaseAttrs;
+use flannel_core::object::MacAddr;
 
 /// The VTEP's MAC address in the backend data of one family, if it can be read.
 pub(crate) fn published(attrs: &LeaseAttrs, family: Family) -> Option<MacAddr> {

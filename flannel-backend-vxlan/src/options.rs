@@ -1,6 +1,7 @@
 //! The options of the `Backend` object.
 
-use flannel_core::{BackendConfig, FieldError};
+use flannel_core::config::BackendConfig;
+use flannel_core::json::FieldError;
 
 /// The UDP port that flannel's vxlan uses: the kernel's default, not IANA's 4789.
 const DEFAULT_PORT: u16 = 8472;

@@ -5,10 +5,12 @@
 //!
 //! **Source**: flannel `pkg/backend/vxlan/vxlan_network.go: handleSubnetEvents`.
 
-use flannel_core::{
-    Dual, Endpoint, Env, Fdb, FieldError, Fields, Lease, LinkName, MacAddr, Neigh, Object,
-    Rejected, Route, Via,
-};
+use flannel_core::Lease;
+use flannel_core::address::Dual;
+use flannel_core::backend::{Env, Rejected};
+use flannel_core::json::{FieldError, Fields};
+use flannel_core::lease::Endpoint;
+use flannel_core::object::{Fdb, LinkName, MacAddr, Neigh, Object, Route, Via};
 
 /// The backend type in leases.
 pub(crate) const TYPE: &str = "vxlan";

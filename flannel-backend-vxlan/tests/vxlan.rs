@@ -5,11 +5,13 @@
 use std::sync::Arc;
 
 use flannel_backend_vxlan::VxlanBackend;
+use flannel_core::address::Dual;
+use flannel_core::backend::ExternalInterface;
+use flannel_core::lease::LeaseAttrs;
+use flannel_core::object::{Link, LinkKind, MacAddr, Object, Vxlan};
+use flannel_core::subnet::Hints;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
-use flannel_core::{
-    Backend, Config, Dual, ExternalInterface, Hints, LeaseAttrs, Link, LinkKind, MacAddr, Network,
-    Object, Result, SubnetManager, Vxlan,
-};
+use flannel_core::{Backend, Config, Network, Result, SubnetManager};
 use flannel_route::{Host, JoinOptions};
 
 const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;

@@ -2,7 +2,11 @@
 
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
-use flannel_core::{Alloc, Backend, Config, Datapath, Dual, Footprint, LinkName};
+use flannel_core::address::Dual;
+use flannel_core::backend::{Alloc, Datapath};
+use flannel_core::kernel::Footprint;
+use flannel_core::object::LinkName;
+use flannel_core::{Backend, Config};
 
 /// The backends that a network config can name. [`Backends::default`] has those of this build.
 #[derive(Debug, Clone)]

@@ -5,7 +5,8 @@
 
 use std::net::IpAddr;
 
-use flannel_core::{Subnet, compact};
+use flannel_core::Subnet;
+use flannel_core::json::compact;
 use serde_json::{Value, json};
 
 use crate::error::{Code, Error, Result};

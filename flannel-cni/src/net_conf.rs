@@ -5,7 +5,7 @@
 
 use std::path::PathBuf;
 
-use flannel_core::{FieldError, Fields};
+use flannel_core::json::{FieldError, Fields};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 

@@ -8,7 +8,8 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
-use flannel_core::{Dual, Family, Subnet};
+use flannel_core::Subnet;
+use flannel_core::address::{Dual, Family};
 
 use crate::error::{Code, Error, Result};
 

@@ -70,7 +70,7 @@ impl fmt::Display for Family {
 /// At most one `T` per address family.
 ///
 /// ```
-/// use flannel_core::{Dual, Family};
+/// use flannel_core::address::{Dual, Family};
 /// use std::net::IpAddr;
 ///
 /// let addresses: Dual<IpAddr> = ["192.0.2.1", "2001:db8::1"].iter().map(|a| a.parse::<IpAddr>().unwrap()).collect();

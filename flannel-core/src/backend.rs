@@ -1,5 +1,8 @@
 //! Backends: the pure description of a kind of network, and the part of it that one node prepares.
 
+mod alloc;
+mod plan;
+
 use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -7,15 +10,16 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
+pub use self::alloc::Alloc;
+pub use self::plan::{Answer, Env, Plan, Rejected};
 use crate::address::Dual;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::kernel::{Footprint, Kernel};
 use crate::lease::{Lease, LeaseAttrs, View};
-use crate::name::LinkName;
 use crate::network::Network;
-use crate::plan::Plan;
-use crate::state::State;
+use crate::object::LinkName;
+use crate::object::State;
 use crate::subnet::{Hints, SubnetManager, live_view};
 
 /// The time that [`Node::leases`] waits for a complete set of leases.
@@ -44,10 +48,11 @@ pub struct ExternalInterface {
 ///
 /// ```
 /// use async_trait::async_trait;
-/// use flannel_core::{
-///     Backend, Built, Config, Datapath, ExternalInterface, LeaseAttrs, LinkName, Node, Footprint, Prepared, Result,
-///     Blueprint,
-/// };
+/// use flannel_core::{Backend, Config, Result};
+/// use flannel_core::backend::{Built, Datapath, ExternalInterface, Node, Prepared, Blueprint};
+/// use flannel_core::kernel::Footprint;
+/// use flannel_core::lease::LeaseAttrs;
+/// use flannel_core::object::LinkName;
 ///
 /// /// A backend that accepts every peer and installs nothing.
 /// #[derive(Debug)]
@@ -280,11 +285,7 @@ impl Blueprint {
     /// A network without devices that touches nothing, except for the objects that `plan` adds for each peer.
     pub fn new(
         mtu: u32,
-        plan: impl Fn(
-            &Lease,
-            &crate::plan::Env<'_>,
-            &mut Vec<crate::state::Object>,
-        ) -> Result<(), crate::plan::Rejected>
+        plan: impl Fn(&Lease, &Env<'_>, &mut Vec<crate::object::Object>) -> Result<(), Rejected>
         + Send
         + Sync
         + 'static,

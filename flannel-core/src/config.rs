@@ -117,7 +117,7 @@ impl Config {
     /// ```
     /// let config = flannel_core::Config::parse(r#"{"Network": "10.3.0.0/16", "Backend": {"Type": "host-gw"}}"#)?;
     /// assert_eq!(config.networks.v4.unwrap().min.to_string(), "10.3.1.0/24");
-    /// # Ok::<(), flannel_core::FieldError>(())
+    /// # Ok::<(), flannel_core::json::FieldError>(())
     /// ```
     pub fn parse(text: &str) -> Result<Self, FieldError> {
         let fields = Fields::parse(text, "")?;

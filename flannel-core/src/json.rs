@@ -47,7 +47,7 @@ fn shorten(text: &str) -> String {
 /// error).
 ///
 /// ```
-/// let fields = flannel_core::Fields::parse(r#"{"network": "10.1.0.0/16", "Other": 1}"#, "").unwrap();
+/// let fields = flannel_core::json::Fields::parse(r#"{"network": "10.1.0.0/16", "Other": 1}"#, "").unwrap();
 /// assert_eq!(fields.take::<String>("Network", "a subnet").unwrap().unwrap(), "10.1.0.0/16");
 /// ```
 #[derive(Debug, Clone, Default)]

@@ -3,6 +3,8 @@
 //! The one thing to know: the methods of [`Kernel`] are all idempotent or read-only. Policy ([`Footprint`]) is a
 //! value decided here; implementations only carry it out.
 
+mod nexthops;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::IpAddr;
@@ -10,10 +12,10 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 
+pub use self::nexthops::{NexthopBlock, NexthopIds};
 use crate::address::{Dual, Subnet};
-use crate::name::LinkName;
-use crate::nexthops::{NexthopBlock, NexthopIds};
-use crate::state::{Addr, Change, Key, Object, Route, State, Via};
+use crate::object::LinkName;
+use crate::object::{Addr, Change, Key, Object, Route, State, Via};
 
 /// The route protocol that flannel's routes and nexthops carry (`ip route … proto 241`).
 ///
@@ -238,7 +240,9 @@ impl RouteAnswer {
 /// `testing::kernel_suite`.
 ///
 /// ```
-/// use flannel_core::{Addr, Change, Kernel, KernelError, Footprint};
+/// use flannel_core::Kernel;
+/// use flannel_core::kernel::{KernelError, Footprint};
+/// use flannel_core::object::{Addr, Change};
 ///
 /// /// Puts one address in place, and says whether anything had to be done.
 /// fn ensure(kernel: &dyn Kernel, footprint: &Footprint, addr: Addr) -> Result<bool, KernelError> {
@@ -382,7 +386,7 @@ impl fmt::Display for ChangedBy {
 pub enum KernelEvent {
     /// It is there, like this.
     Present(Object),
-    /// It is there, like this but for what no [`Object`] expresses ([`State::note_inexact`](crate::State::note_inexact)).
+    /// It is there, like this but for what no [`Object`] expresses ([`State::note_inexact`](crate::object::State::note_inexact)).
     Inexact(Object),
     /// It is there like this, or like this but for what no [`Object`] expresses, besides another entry with the same key; which of them
     /// takes effect, only a snapshot tells.

@@ -10,7 +10,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use crate::address::Subnet;
 use crate::error::Result;
 use crate::lease::{Lease, Subnets, View};
-use crate::state::Key;
+use crate::object::Key;
 use crate::status::{Explanation, Status, Waiting};
 
 /// A network that this node takes part in.

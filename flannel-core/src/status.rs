@@ -4,18 +4,21 @@
 //! changed; once it is settled, whatever is wanted and not listed is in place. It is published in a watch channel: the
 //! latest wins, and nothing queues for a reader that is slow.
 
+mod histogram;
+mod listing;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use crate::histogram::Histogram;
+pub use self::histogram::Histogram;
+pub use self::listing::Listing;
 use crate::kernel::{ChangedBy, KernelError};
 use crate::lease::{Lease, LeaseSet, Subnets};
-use crate::listing::Listing;
-use crate::name::LinkName;
 use crate::network::Rejection;
-use crate::state::{Key, Object, ObjectKind};
+use crate::object::LinkName;
+use crate::object::{Key, Object, ObjectKind};
 
 /// How far the kernel is what the leases say. Lists only what is wrong: an empty status is a good one.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -93,7 +96,7 @@ pub struct Failure {
 
 impl Failure {
     /// A failure of `change`, first seen now.
-    pub fn new(change: &crate::state::Change, peer: Option<Subnets>, error: KernelError) -> Self {
+    pub fn new(change: &crate::object::Change, peer: Option<Subnets>, error: KernelError) -> Self {
         Self { change: change.to_string(), peer, error, since: SystemTime::now(), tries: 1 }
     }
 }

@@ -20,7 +20,8 @@ use crate::lease::{Lease, LeaseAttrs, Origin, Revision, Subnets, View};
 /// (feature `testing`).
 ///
 /// ```
-/// use flannel_core::{LeaseAttrs, Result, SubnetManager};
+/// use flannel_core::{Result, SubnetManager};
+/// use flannel_core::lease::LeaseAttrs;
 ///
 /// /// Prints what every node holds, once.
 /// async fn print_leases(subnets: &dyn SubnetManager) -> Result<()> {

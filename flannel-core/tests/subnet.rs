@@ -4,8 +4,9 @@
 
 use std::time::{Duration, SystemTime};
 
+use flannel_core::lease::{Origin, View};
+use flannel_core::subnet::live_view;
 use flannel_core::testing::FakeSubnets;
-use flannel_core::{Origin, View, live_view};
 use tokio::time::Instant;
 
 #[tokio::test(start_paused = true)]

@@ -5,7 +5,10 @@ use std::path::Path;
 use std::process::Command;
 
 use flannel_api::Finding;
-use flannel_core::{Dual, Family, Footprint, Kernel, Link, LinkKind, LinkName, Object};
+use flannel_core::Kernel;
+use flannel_core::address::{Dual, Family};
+use flannel_core::kernel::Footprint;
+use flannel_core::object::{Link, LinkKind, LinkName, Object};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;
 
@@ -258,7 +261,7 @@ fn inodes(table: &str, port: u16) -> Vec<u64> {
 
 #[cfg(test)]
 mod tests {
-    use flannel_core::{MacAddr, Vxlan};
+    use flannel_core::object::{MacAddr, Vxlan};
 
     use super::*;
     use crate::fixture::no_devices;

@@ -248,7 +248,7 @@ impl Case<'_> {
 mod tests {
     use std::time::Duration;
 
-    use flannel_core::{Dual, Family};
+    use flannel_core::address::{Dual, Family};
 
     use super::*;
     use crate::fixture::{devices, target};
@@ -341,7 +341,7 @@ mod tests {
         assert_eq!(mend(&small, &refused(), &devices()), "ip link set flannel.1 mtu 1450");
     }
 
-    fn uplink(tunnels: Dual<flannel_core::LinkName>) -> Devices {
+    fn uplink(tunnels: Dual<flannel_core::object::LinkName>) -> Devices {
         Devices { tunnels, uplink: Some("eth0".parse().unwrap()), ..devices() }
     }
 

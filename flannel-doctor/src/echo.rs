@@ -9,7 +9,7 @@ use std::io::{self, ErrorKind, Read};
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::{Duration, Instant};
 
-use flannel_core::Family;
+use flannel_core::address::Family;
 use socket2::{Domain, Protocol, Socket, Type};
 
 /// How often an echo is asked for.

@@ -5,7 +5,9 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use flannel_api::{Client, Finding};
-use flannel_core::{Dual, Family, LinkName, RouteAnswer};
+use flannel_core::address::{Dual, Family};
+use flannel_core::kernel::RouteAnswer;
+use flannel_core::object::LinkName;
 use flannel_netlink::NetlinkKernel;
 use serde::Serialize;
 

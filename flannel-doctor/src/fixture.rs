@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
-use flannel_core::{Dual, Family};
+use flannel_core::address::{Dual, Family};
 
 use crate::device::Devices;
 use crate::peers::Target;

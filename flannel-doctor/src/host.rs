@@ -9,7 +9,9 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use flannel_api::Finding;
-use flannel_core::{Dual, Family, LinkName, Subnet, Subnets};
+use flannel_core::address::{Dual, Family};
+use flannel_core::object::LinkName;
+use flannel_core::{Subnet, Subnets};
 use flannel_firewall::{ForwardDrop, LegacyMemory};
 
 use crate::commands::release;

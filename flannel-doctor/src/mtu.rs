@@ -7,7 +7,7 @@
 use std::net::IpAddr;
 
 use flannel_api::Finding;
-use flannel_core::Family;
+use flannel_core::address::Family;
 
 use crate::device::Devices;
 
@@ -157,7 +157,7 @@ fn mend(narrow: Narrow, unknown: bool, devices: &Devices, least: &Least) -> Stri
 
 #[cfg(test)]
 mod tests {
-    use flannel_core::Dual;
+    use flannel_core::address::Dual;
 
     use super::*;
     use crate::fixture::no_devices;

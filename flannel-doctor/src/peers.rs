@@ -5,7 +5,9 @@
 
 use std::net::IpAddr;
 
-use flannel_core::{Dual, Family, LinkName, Subnet};
+use flannel_core::Subnet;
+use flannel_core::address::{Dual, Family};
+use flannel_core::object::LinkName;
 use serde::Serialize;
 
 use crate::device::Devices;

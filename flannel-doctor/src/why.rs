@@ -7,9 +7,11 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use flannel_api::{ObjectReport, VERSION, WhyReport};
-use flannel_core::{
-    Config, Kernel, KernelError, Lease, LinkName, Object, ObjectState, RouteAnswer, Via, holder,
-};
+use flannel_core::error::holder;
+use flannel_core::kernel::{KernelError, RouteAnswer};
+use flannel_core::object::{LinkName, Object, Via};
+use flannel_core::status::ObjectState;
+use flannel_core::{Config, Kernel, Lease};
 
 /// Asks the kernel where it disturbs nobody.
 pub async fn lookup(kernel: Arc<dyn Kernel>, address: IpAddr) -> Result<RouteAnswer, KernelError> {
@@ -243,7 +245,8 @@ fn of_peer(
 
 #[cfg(test)]
 mod tests {
-    use flannel_core::{LeaseAttrs, MacAddr, Neigh, Revision, Route};
+    use flannel_core::lease::{LeaseAttrs, Revision};
+    use flannel_core::object::{MacAddr, Neigh, Route};
 
     use super::*;
 

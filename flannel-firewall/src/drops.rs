@@ -8,7 +8,9 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::{Dual, Family, KernelError, Subnet};
+use flannel_core::Subnet;
+use flannel_core::address::{Dual, Family};
+use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::{Kind, Messages, NetfilterSocket};
 use tokio::sync::Mutex;
 use tokio::time::{Instant, timeout};

@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 use std::process::ExitStatus;
 
-use flannel_core::{Family, KernelError, Subnet};
+use flannel_core::Subnet;
+use flannel_core::address::Family;
+use flannel_core::kernel::KernelError;
 
 const EPERM: i32 = 1;
 const ENOENT: i32 = 2;

@@ -6,7 +6,7 @@
 pub(crate) mod program;
 pub(crate) mod script;
 
-use flannel_core::{Dual, Family};
+use flannel_core::address::{Dual, Family};
 
 use self::program::{Programs, Tool, Variant};
 use self::script::script;

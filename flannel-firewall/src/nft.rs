@@ -8,7 +8,8 @@ pub(crate) mod table;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use flannel_core::{Dual, Family, KernelError};
+use flannel_core::address::{Dual, Family};
+use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::{Batch, NetfilterEvents, NetfilterSocket, Refused};
 
 use self::table::{SUBSYSTEM, TABLE, Table, generation, name, protocol, remove, text_in, title};

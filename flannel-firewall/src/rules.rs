@@ -8,7 +8,8 @@
 use std::fmt;
 use std::net::{Ipv4Addr, Ipv6Addr};
 
-use flannel_core::{Dual, Family, Subnet};
+use flannel_core::Subnet;
+use flannel_core::address::{Dual, Family};
 
 use crate::error::Error;
 
@@ -37,7 +38,7 @@ impl Default for Wish {
 /// The rules of one network for each address family; by default none.
 ///
 /// ```
-/// use flannel_core::{Dual, Family};
+/// use flannel_core::address::{Dual, Family};
 /// use flannel_firewall::{Chain, Rules, Wish};
 ///
 /// let network = Dual { v4: Some("10.1.0.0/16".parse()?), v6: None };

@@ -8,7 +8,8 @@ mod ground;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use flannel_core::{Family, Subnet};
+use flannel_core::Subnet;
+use flannel_core::address::Family;
 use flannel_firewall::{LegacyMemory, forward_drops};
 use ground::{ALL, Ground, Kind, Place, Running, rules_of};
 
@@ -114,7 +115,7 @@ fn what_is_seen_is_told_though_not_all_can_be_seen() {
 async fn remembers_what_takes_a_process(
     ground: &Ground,
     kind: Kind,
-    networks: &flannel_core::Dual<Subnet>,
+    networks: &flannel_core::address::Dual<Subnet>,
 ) {
     let where_rules_are = if kind == Kind::Nftables { Kind::IptablesNft } else { kind };
     let policy = |word: &str| {

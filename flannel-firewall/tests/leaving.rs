@@ -9,7 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::process::Command;
 use std::time::Duration;
 
-use flannel_core::Family;
+use flannel_core::address::Family;
 use flannel_firewall::{Error, Firewall, Options, Programs, Wish, cleanup, leftovers};
 use ground::{ALL, Ground, Kind, Place, Running, rules_of, tools};
 
@@ -122,9 +122,10 @@ async fn a_steady_state_runs_no_needless_process(ground: Ground, kind: Kind) {
 fn only_the_families_with_rules_are_asked_for() {
     flannel_netlink::testing::in_netns_async(|| async {
         let ground = Ground::set();
-        let networks = flannel_core::Dual { v4: "10.1.0.0/16".parse().ok(), v6: None };
+        let networks = flannel_core::address::Dual { v4: "10.1.0.0/16".parse().ok(), v6: None };
         let rules =
-            flannel_firewall::Rules::new(&networks, &flannel_core::Dual::default(), ALL).unwrap();
+            flannel_firewall::Rules::new(&networks, &flannel_core::address::Dual::default(), ALL)
+                .unwrap();
         let mut running =
             Running::start(&ground, Kind::IptablesLegacy, rules, Duration::from_millis(50)).await;
         running.until(|status| status.alone && status.checks >= 2).await;
@@ -140,9 +141,10 @@ fn only_the_families_with_rules_are_asked_for() {
 fn a_family_that_is_not_wanted_any_more_is_emptied() {
     flannel_netlink::testing::in_netns_async(|| async {
         let ground = Ground::set();
-        let networks = flannel_core::Dual { v4: "10.1.0.0/16".parse().ok(), v6: None };
+        let networks = flannel_core::address::Dual { v4: "10.1.0.0/16".parse().ok(), v6: None };
         let only_v4 =
-            flannel_firewall::Rules::new(&networks, &flannel_core::Dual::default(), ALL).unwrap();
+            flannel_firewall::Rules::new(&networks, &flannel_core::address::Dual::default(), ALL)
+                .unwrap();
         for kind in Kind::ALL {
             for while_away in [true, false] {
                 let mut running =

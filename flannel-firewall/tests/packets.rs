@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use flannel_core::{Dual, Family};
+use flannel_core::address::{Dual, Family};
 use flannel_firewall::{Rules, Wish};
 use ground::tools::{MARKED_PORT, nft};
 use ground::{ALL, Ground, Kind, Place, Running, rules_of};

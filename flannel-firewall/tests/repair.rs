@@ -7,7 +7,7 @@ mod ground;
 
 use std::time::Duration;
 
-use flannel_core::Family;
+use flannel_core::address::Family;
 use flannel_firewall::Fault;
 use ground::tools::{nft, reorder_nft};
 use ground::{ALL, Ground, Kind, Place, Running, rules_of};

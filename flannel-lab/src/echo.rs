@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use flannel_core::Family;
+use flannel_core::address::Family;
 use nix::sys::socket::{
     AddressFamily, Shutdown, SockFlag, SockProtocol, SockType, getsockopt, shutdown, socket,
     sockopt,

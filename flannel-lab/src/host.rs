@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use flannel_core::Dual;
+use flannel_core::address::Dual;
 use nix::sys::signal::Signal;
 
 use crate::daemon::{self, Nursery, PARENT};

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use flannel_core::{Dual, Family, Subnet};
+use flannel_core::Subnet;
+use flannel_core::address::{Dual, Family};
 use nix::sys::signal::Signal;
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;

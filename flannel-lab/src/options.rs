@@ -3,7 +3,7 @@
 use std::fmt;
 
 use clap::{Parser, ValueEnum};
-use flannel_core::Family;
+use flannel_core::address::Family;
 use flannel_lab::MAX_HOSTS;
 
 /// A cluster on one machine: hosts, pods and a switch out of network namespaces, one flanneld for each host.

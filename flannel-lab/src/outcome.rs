@@ -4,7 +4,7 @@ use std::fmt;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use flannel_core::Family;
+use flannel_core::address::Family;
 use flannel_lab::{Error, Lab, Matrix, Result, Unreached};
 use serde::Serialize;
 

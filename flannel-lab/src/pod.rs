@@ -3,7 +3,8 @@
 
 use std::net::IpAddr;
 
-use flannel_core::{Dual, Family, Subnet};
+use flannel_core::Subnet;
+use flannel_core::address::{Dual, Family};
 
 use crate::echo::EchoServer;
 use crate::error::{Error, Result};

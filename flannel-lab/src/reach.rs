@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use flannel_core::Family;
+use flannel_core::address::Family;
 
 use crate::echo::{PingSocket, SMALL, Unreached, tcp_probe};
 use crate::error::{Error, Result};

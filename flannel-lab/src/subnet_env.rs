@@ -4,7 +4,8 @@
 use std::net::IpAddr;
 use std::path::Path;
 
-use flannel_core::{Dual, Family, Subnet};
+use flannel_core::Subnet;
+use flannel_core::address::{Dual, Family};
 
 use crate::error::{Error, Result};
 

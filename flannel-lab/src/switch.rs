@@ -4,7 +4,9 @@
 use std::fmt::Write;
 use std::net::IpAddr;
 
-use flannel_core::{Dual, Family, MacAddr, Subnet};
+use flannel_core::Subnet;
+use flannel_core::address::{Dual, Family};
+use flannel_core::object::MacAddr;
 
 use crate::error::Result;
 use crate::host::Host;

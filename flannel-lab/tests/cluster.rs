@@ -5,7 +5,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use flannel_core::Family;
+use flannel_core::address::Family;
 use flannel_lab::{Builder, Error, Lab, Signal};
 
 use flannel_lab::testing::as_root;

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use flannel_core::Family;
+use flannel_core::address::Family;
 use flannel_lab::{Builder, Host, Lab, Signal};
 use serde_json::Value;
 

@@ -4,7 +4,8 @@
 
 use std::time::{Duration, Instant};
 
-use flannel_core::{Dual, Family, Subnet};
+use flannel_core::Subnet;
+use flannel_core::address::{Dual, Family};
 use flannel_lab::{Host, Interrupter, Lab, Namespace, Pair, SubnetEnv, Unreached};
 
 use flannel_lab::testing::as_root;

@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
-use flannel_core::{Backend, Config, Family, NexthopBlock};
+use flannel_core::address::Family;
+use flannel_core::kernel::NexthopBlock;
+use flannel_core::{Backend, Config};
 use flannel_lab::{Builder, Host, Lab, Signal};
 use flannel_netlink::NetlinkKernel;
 use flannel_route::ready_for_go;

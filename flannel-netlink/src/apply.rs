@@ -10,9 +10,10 @@ use std::collections::{BTreeMap, HashMap, btree_map};
 use std::path::Path;
 use std::{fs, io};
 
-use flannel_core::{
-    Addr, Change, Footprint, GO_ROUTE_PROTOCOL, KernelError, Link, LinkKind, LinkName, Nexthop,
-    Object, ROUTE_PROTOCOL, Route, Subnet, Via, Vxlan,
+use flannel_core::Subnet;
+use flannel_core::kernel::{Footprint, GO_ROUTE_PROTOCOL, KernelError, ROUTE_PROTOCOL};
+use flannel_core::object::{
+    Addr, Change, Link, LinkKind, LinkName, Nexthop, Object, Route, Via, Vxlan,
 };
 use neli::consts::rtnl::Rtprot;
 

@@ -2,7 +2,8 @@
 
 use std::net::IpAddr;
 
-use flannel_core::{KernelError, LinkName, RouteAnswer};
+use flannel_core::kernel::{KernelError, RouteAnswer};
+use flannel_core::object::LinkName;
 use neli::consts::rtnl::Rtn;
 
 use crate::codec::link::LinkMessage;

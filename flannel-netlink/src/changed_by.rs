@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io::{self, Read, Seek};
 use std::time::{Duration, Instant};
 
-use flannel_core::Process;
+use flannel_core::kernel::Process;
 
 /// What was found out is believed for this long.
 const FRESH: Duration = Duration::from_secs(1);

@@ -7,7 +7,7 @@
 use std::io;
 
 use async_trait::async_trait;
-use flannel_core::{Changes, Invalidation, KernelError};
+use flannel_core::kernel::{Changes, Invalidation, KernelError};
 use neli::consts::rtnl::Rtm;
 use nix::sys::socket::SockProtocol;
 use socket2::{SockFilter, SockRef};
@@ -112,7 +112,9 @@ fn without_own_messages(port: u32) -> [SockFilter; 7] {
 
 #[cfg(test)]
 mod tests {
-    use flannel_core::{Change, Footprint, Kernel, Route, Subnet, Via};
+    use flannel_core::kernel::Footprint;
+    use flannel_core::object::{Change, Route, Via};
+    use flannel_core::{Kernel, Subnet};
 
     use super::*;
     use crate::NetlinkKernel;

@@ -11,7 +11,7 @@ pub(crate) mod route;
 
 use std::net::IpAddr;
 
-use flannel_core::Family;
+use flannel_core::address::Family;
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::RtAddrFamily;
 
@@ -50,9 +50,9 @@ mod tests {
     use std::io::Cursor;
     use std::net::Ipv4Addr;
 
-    use flannel_core::{
-        Addr, Fdb, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, Route, Subnet, Via,
-        Vxlan,
+    use flannel_core::Subnet;
+    use flannel_core::object::{
+        Addr, Fdb, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, Route, Via, Vxlan,
     };
     use neli::rtnl::{Ndmsg, Rtmsg};
     use neli::{FromBytesWithInput, Header, ToBytes};

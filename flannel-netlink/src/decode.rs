@@ -1,7 +1,7 @@
 //! Everything that is made of what the kernel sends, for the fuzz target and its corpus. The one thing to know: no bytes
 //! make a reader panic or loop, and an object that is read and written again is read the same.
 
-use flannel_core::{Link, LinkKind, LinkName, Object, Route};
+use flannel_core::object::{Link, LinkKind, LinkName, Object, Route};
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::Rtm;
 

@@ -3,9 +3,9 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use flannel_core::{
-    ChangedBy, Invalidation, KernelError, KernelEvent, Key, LinkName, Object, Subnet,
-};
+use flannel_core::Subnet;
+use flannel_core::kernel::{ChangedBy, Invalidation, KernelError, KernelEvent};
+use flannel_core::object::{Key, LinkName, Object};
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{RtAddrFamily, Rtm, Rtprot};
 

@@ -7,7 +7,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use flannel_core::{Dual, Family, MacAddr, ROUTE_PROTOCOL, Subnet};
+use flannel_core::Subnet;
+use flannel_core::address::{Dual, Family};
+use flannel_core::kernel::ROUTE_PROTOCOL;
+use flannel_core::object::MacAddr;
 
 use crate::codec::neigh::NeighMessage;
 use crate::codec::route::RouteMessage;

@@ -6,9 +6,9 @@ use std::net::IpAddr;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use flannel_core::{
-    Change, Changes, Footprint, Kernel, KernelError, NexthopIds, Process, RouteAnswer, State,
-};
+use flannel_core::Kernel;
+use flannel_core::kernel::{Changes, Footprint, KernelError, NexthopIds, Process, RouteAnswer};
+use flannel_core::object::{Change, State};
 
 use crate::apply::Writer;
 use crate::ask::lookup;
@@ -25,10 +25,11 @@ use crate::socket::Socket;
 /// namespace. Several may be open at once, for the same namespace or for different ones.
 ///
 /// ```no_run
-/// use flannel_core::{Kernel, Footprint};
+/// use flannel_core::Kernel;
+/// use flannel_core::kernel::Footprint;
 /// use flannel_netlink::NetlinkKernel;
 ///
-/// # fn main() -> Result<(), flannel_core::KernelError> {
+/// # fn main() -> Result<(), flannel_core::kernel::KernelError> {
 /// let kernel = NetlinkKernel::open()?;
 /// let footprint = Footprint { links: ["flannel.1".parse().unwrap()].into(), ..Footprint::default() };
 /// for object in kernel.snapshot(&footprint)?.iter() {

@@ -6,7 +6,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use flannel_core::KernelError;
+use flannel_core::kernel::KernelError;
 use nix::sched::{CloneFlags, setns};
 
 /// A network namespace, kept alive.

@@ -5,7 +5,7 @@
 //!
 //! **Source**: linux `net/netfilter/nfnetlink.c`.
 
-use flannel_core::KernelError;
+use flannel_core::kernel::KernelError;
 use neli::consts::nl::NlmF;
 use neli::consts::socket::NlFamily;
 use nix::sys::socket::SockProtocol;

@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::{Sender, channel};
 use std::thread::Builder;
 
-use flannel_core::{
-    Family, Footprint, KernelError, Key, LinkName, NexthopIds, Object, ROUTE_PROTOCOL, Route,
-    State, Subnet, Via,
-};
+use flannel_core::Subnet;
+use flannel_core::address::Family;
+use flannel_core::kernel::{Footprint, KernelError, NexthopIds, ROUTE_PROTOCOL};
+use flannel_core::object::{Key, LinkName, Object, Route, State, Via};
 
 use crate::ask::{ENODEV, find_link, name_of};
 use crate::codec::route::RouteMessage;

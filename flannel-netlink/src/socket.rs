@@ -9,7 +9,7 @@ use std::panic::resume_unwind;
 use std::sync::mpsc::sync_channel;
 use std::thread::Builder;
 
-use flannel_core::KernelError;
+use flannel_core::kernel::KernelError;
 use neli::consts::nl::NlmF;
 use neli::consts::socket::{Msg, NlFamily};
 use neli::socket::NlSocket;

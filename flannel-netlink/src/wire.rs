@@ -6,7 +6,8 @@
 use std::io::Cursor;
 use std::net::IpAddr;
 
-use flannel_core::{KernelError, MacAddr};
+use flannel_core::kernel::KernelError;
+use flannel_core::object::MacAddr;
 use neli::consts::nl::NlmF;
 use neli::{FromBytesWithInput, Header, ToBytes};
 

@@ -8,10 +8,11 @@ use std::os::unix::ffi::OsStrExt;
 use std::process::Command;
 use std::time::Duration;
 
-use flannel_core::{
-    Addr, Change, Changes, Footprint, Invalidation, Kernel, KernelEvent, Key, LinkName, MacAddr,
-    Neigh, Nexthop, Object, Process, Route, RouteAnswer, State, Subnet, Via,
+use flannel_core::kernel::{Changes, Footprint, Invalidation, KernelEvent, Process, RouteAnswer};
+use flannel_core::object::{
+    Addr, Change, Key, LinkName, MacAddr, Neigh, Nexthop, Object, Route, State, Via,
 };
+use flannel_core::{Kernel, Subnet};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, bridge, in_netns_async, ip};
 
@@ -75,7 +76,8 @@ fn others_changes_are_told_object_by_object() {
         let via = Via::Gateway { gateway: address("192.0.2.9"), link: link("up0"), onlink: false };
         let dst = "10.1.2.0/24".parse().unwrap();
         let mac: MacAddr = "0a:00:00:00:00:09".parse().unwrap();
-        let fdb = flannel_core::Fdb { link: link("flannel.1"), mac, dst: address("192.0.2.9") };
+        let fdb =
+            flannel_core::object::Fdb { link: link("flannel.1"), mac, dst: address("192.0.2.9") };
         for (command, report) in [
             (
                 "neigh replace 10.1.0.9 lladdr 0a:00:00:00:00:09 dev up0 nud permanent",
@@ -194,7 +196,7 @@ fn whoever_changes_something_is_named_if_it_still_lives() {
         let found = kernel.process(changed_by.port).unwrap();
         assert_eq!(found, Process::new(name.trim_end().into(), std::process::id()));
         assert_eq!(changed_by.port, found.id);
-        assert_eq!(changed_by.protocol, Some(flannel_core::ROUTE_PROTOCOL));
+        assert_eq!(changed_by.protocol, Some(flannel_core::kernel::ROUTE_PROTOCOL));
         // A second socket has another port, which is no process.
         let second = NetlinkKernel::open().unwrap();
         assert!(second.apply(&Footprint::default(), &[Change::Put(neigh(9))])[0].is_ok());
@@ -219,7 +221,7 @@ fn whoever_changes_something_is_named_if_it_still_lives() {
 async fn changed_by(
     changes: &mut dyn Changes,
     report: KernelEvent,
-) -> Option<flannel_core::ChangedBy> {
+) -> Option<flannel_core::kernel::ChangedBy> {
     loop {
         let invalidation =
             tokio::time::timeout(Duration::from_secs(60), changes.next()).await.unwrap().unwrap();

@@ -6,7 +6,9 @@
 
 use std::net::IpAddr;
 
-use flannel_core::{Change, Footprint, Kernel, Object, Route, Subnet, Via};
+use flannel_core::kernel::Footprint;
+use flannel_core::object::{Change, Object, Route, Via};
+use flannel_core::{Kernel, Subnet};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::in_netns;
 

@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
-use flannel_core::{Dual, Family};
+use flannel_core::address::{Dual, Family};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::{ObjectState, Selectors};
 use flannel_netlink::testing::{in_netns, in_netns_async, ip};

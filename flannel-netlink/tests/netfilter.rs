@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use flannel_core::KernelError;
+use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::{
     Batch, Kind, Make, NetfilterEvents, NetfilterSocket, Refused, Told,
 };

@@ -5,9 +5,12 @@
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use flannel_core::{
-    Addr, Change, Family, Fdb, Footprint, Kernel, KernelError, Link, LinkKind, LinkName, MacAddr,
-    Neigh, Nexthop, NexthopBlock, Object, Route, State, Via, Vxlan,
+use flannel_core::Kernel;
+use flannel_core::address::Family;
+use flannel_core::kernel::{Footprint, KernelError, NexthopBlock};
+use flannel_core::object::{
+    Addr, Change, Fdb, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, Route, State,
+    Via, Vxlan,
 };
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, bridge, in_netns, ip};

@@ -5,10 +5,10 @@
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use flannel_core::{
-    Change, Dual, Family, Footprint, Kernel, Key, LinkName, Nexthop, NexthopBlock, Object, Route,
-    RouteAnswer, Subnet, Via,
-};
+use flannel_core::address::{Dual, Family};
+use flannel_core::kernel::{Footprint, NexthopBlock, RouteAnswer};
+use flannel_core::object::{Change, Key, LinkName, Nexthop, Object, Route, Via};
+use flannel_core::{Kernel, Subnet};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, in_netns, ip};
 use flannel_route::{cleanup, ready_for_go};

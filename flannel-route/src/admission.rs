@@ -12,14 +12,16 @@ use std::sync::Arc;
 use crate::advisories::Advisories;
 use crate::link_lookups::LinkLookups;
 use crate::peer_index::{Extras, Id, Peer, PeerIndex};
-use flannel_core::LinkName;
-use flannel_core::Listing;
-use flannel_core::Rejection;
-use flannel_core::holder;
-use flannel_core::{Answer, Env, Plan, Rejected};
-use flannel_core::{Dual, Subnet};
-use flannel_core::{Key, Object, Route, Via};
-use flannel_core::{Lease, Revision, Subnets};
+use flannel_core::Subnet;
+use flannel_core::address::Dual;
+use flannel_core::backend::{Answer, Env, Plan, Rejected};
+use flannel_core::error::holder;
+use flannel_core::lease::Revision;
+use flannel_core::network::Rejection;
+use flannel_core::object::LinkName;
+use flannel_core::object::{Key, Object, Route, Via};
+use flannel_core::status::Listing;
+use flannel_core::{Lease, Subnets};
 
 /// What leases are judged by.
 #[derive(Debug, Clone, Default)]
@@ -517,10 +519,10 @@ pub(crate) fn every(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use flannel_core::MacAddr;
-    use flannel_core::Rejected;
-    use flannel_core::{Fdb, Route, Via};
-    use flannel_core::{LeaseAttrs, LeaseSet};
+    use flannel_core::backend::Rejected;
+    use flannel_core::lease::{LeaseAttrs, LeaseSet};
+    use flannel_core::object::MacAddr;
+    use flannel_core::object::{Fdb, Route, Via};
     use proptest::prelude::*;
 
     /// A route to every subnet and a forwarding entry for the MAC address that the backend data holds.

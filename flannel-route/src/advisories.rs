@@ -6,8 +6,8 @@ use std::net::IpAddr;
 
 use foldhash::{HashMap, HashMapExt, HashSet};
 
-use flannel_core::Dual;
-use flannel_core::Listing;
+use flannel_core::address::Dual;
+use flannel_core::status::Listing;
 use flannel_core::{Lease, Subnets};
 
 /// Public addresses that several nodes use, this one included (which is in order only behind some kinds of NAT), and

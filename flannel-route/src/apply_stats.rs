@@ -5,12 +5,12 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::Histogram;
-use flannel_core::Listing;
 use flannel_core::Subnets;
-use flannel_core::{Change, Key, Object, ObjectKind};
-use flannel_core::{ChangedBy, KernelError};
-use flannel_core::{Damage, Failure, Repair, Status};
+use flannel_core::kernel::{ChangedBy, KernelError};
+use flannel_core::object::{Change, Key, Object, ObjectKind};
+use flannel_core::status::Histogram;
+use flannel_core::status::Listing;
+use flannel_core::status::{Damage, Failure, Repair, Status};
 
 /// The books of one network.
 #[derive(Debug, Default)]

@@ -8,10 +8,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::engine::BATCH;
-use flannel_core::NexthopBlock;
-use flannel_core::{Change, Key, Nexthop, Object, Route, State, Via};
-use flannel_core::{Dual, Subnet};
-use flannel_core::{Footprint, Kernel, KernelError};
+use flannel_core::Kernel;
+use flannel_core::Subnet;
+use flannel_core::address::Dual;
+use flannel_core::kernel::NexthopBlock;
+use flannel_core::kernel::{Footprint, KernelError};
+use flannel_core::object::{Change, Key, Nexthop, Object, Route, State, Via};
 
 /// Whoever else has the kernel waits for a batch, and takes its turn after it.
 const TURN: Duration = Duration::from_micros(200);
@@ -37,10 +39,11 @@ pub struct Cleanup {
 ///
 /// ```
 /// use flannel_core::testing::FakeKernel;
-/// use flannel_core::{Footprint, ROUTE_PROTOCOL, Route, Via};
+/// use flannel_core::kernel::{Footprint, ROUTE_PROTOCOL};
+/// use flannel_core::object::{Route, Via};
 /// use flannel_route::cleanup;
 ///
-/// # fn main() -> Result<(), flannel_core::KernelError> {
+/// # fn main() -> Result<(), flannel_core::kernel::KernelError> {
 /// let kernel = FakeKernel::with_uplink("eth0");
 /// let via = Via::Gateway { gateway: [192, 0, 2, 7].into(), link: "eth0".parse().unwrap(), onlink: false };
 /// kernel.foreign_put(Route { dst: "10.1.7.0/24".parse().unwrap(), via, mtu: None }, ROUTE_PROTOCOL);
@@ -207,10 +210,12 @@ pub fn ready_for_go(
 ///
 /// ```
 /// use flannel_core::testing::FakeKernel;
-/// use flannel_core::{Dual, GO_ROUTE_PROTOCOL, Footprint, Route, Via};
+/// use flannel_core::address::Dual;
+/// use flannel_core::kernel::{GO_ROUTE_PROTOCOL, Footprint};
+/// use flannel_core::object::{Route, Via};
 /// use flannel_route::remove_go_routes;
 ///
-/// # fn main() -> Result<(), flannel_core::KernelError> {
+/// # fn main() -> Result<(), flannel_core::kernel::KernelError> {
 /// let kernel = FakeKernel::with_uplink("eth0");
 /// let via = Via::Gateway { gateway: [192, 0, 2, 7].into(), link: "eth0".parse().unwrap(), onlink: false };
 /// for dst in ["10.1.7.0/24", "10.1.9.0/24", "10.1.8.0/25", "10.2.7.0/24"] {

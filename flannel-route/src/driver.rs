@@ -12,11 +12,12 @@ use tokio::time::{Instant, sleep_until};
 use crate::engine::{Engine, Gate, Reads};
 use crate::pending_events::PendingEvents;
 use crate::rate_limiter::RateLimiter;
+use flannel_core::Kernel;
 use flannel_core::Result;
-use flannel_core::Status;
-use flannel_core::View;
-use flannel_core::{Changes, Invalidation, Kernel, KernelError};
-use flannel_core::{Ended, Question};
+use flannel_core::kernel::{Changes, Invalidation, KernelError};
+use flannel_core::lease::View;
+use flannel_core::network::{Ended, Question};
+use flannel_core::status::Status;
 
 /// With everything in order, the kernel is read once in this time, in case a message was never sent.
 const RESYNC: Duration = Duration::from_secs(300);

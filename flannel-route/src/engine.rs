@@ -27,12 +27,14 @@ use crate::apply_stats::ApplyStats;
 use crate::nexthops::{Ids, nexthop};
 use crate::object_counts::ObjectCounts;
 use crate::peer_index::Id;
-use flannel_core::Damage;
-use flannel_core::LinkName;
+use flannel_core::Kernel;
 use flannel_core::Subnet;
-use flannel_core::{ChangedBy, Footprint, Kernel, KernelError};
-use flannel_core::{Key, Object, ObjectKind, Route, State, Via};
-use flannel_core::{Lease, LeaseSet, Origin, Subnets, View};
+use flannel_core::kernel::{ChangedBy, Footprint, KernelError};
+use flannel_core::lease::{LeaseSet, Origin, View};
+use flannel_core::object::LinkName;
+use flannel_core::object::{Key, Object, ObjectKind, Route, State, Via};
+use flannel_core::status::Damage;
+use flannel_core::{Lease, Subnets};
 
 /// Why an object is to be put or deleted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -428,10 +430,10 @@ fn expand<'a>(
 mod tests {
     use super::*;
     use crate::admission::AdmissionRules;
+    use flannel_core::kernel::{Invalidation, KernelEvent, ROUTE_PROTOCOL};
+    use flannel_core::lease::{LeaseAttrs, Revision};
+    use flannel_core::status::{ObjectState, Wait};
     use flannel_core::testing::{FakeKernel, Operation};
-    use flannel_core::{Invalidation, KernelEvent, ROUTE_PROTOCOL};
-    use flannel_core::{LeaseAttrs, Revision};
-    use flannel_core::{ObjectState, Wait};
 
     fn changed_by(protocol: u8) -> ChangedBy {
         let mut changed_by = ChangedBy::new(7);
@@ -485,25 +487,26 @@ mod tests {
                 networks: [network].into_iter().collect(),
                 ..AdmissionRules::default()
             };
-            let plan = |lease: &Lease, _: &flannel_core::Env<'_>, objects: &mut Vec<Object>| {
-                for peer in lease.endpoints() {
-                    let (dst, link) = (peer.subnet, uplink());
-                    let route = match peer.public.unwrap() {
-                        IpAddr::V4(public) if public.is_private() => Route {
-                            dst,
-                            via: Via::Link(link),
-                            mtu: Some(1400 + u32::from(public.octets()[3])),
-                        },
-                        gateway => Route {
-                            dst,
-                            via: Via::Gateway { gateway, link, onlink: true },
-                            mtu: None,
-                        },
-                    };
-                    objects.push(route.into());
-                }
-                Ok(())
-            };
+            let plan =
+                |lease: &Lease, _: &flannel_core::backend::Env<'_>, objects: &mut Vec<Object>| {
+                    for peer in lease.endpoints() {
+                        let (dst, link) = (peer.subnet, uplink());
+                        let route = match peer.public.unwrap() {
+                            IpAddr::V4(public) if public.is_private() => Route {
+                                dst,
+                                via: Via::Link(link),
+                                mtu: Some(1400 + u32::from(public.octets()[3])),
+                            },
+                            gateway => Route {
+                                dst,
+                                via: Via::Gateway { gateway, link, onlink: true },
+                                mtu: None,
+                            },
+                        };
+                        objects.push(route.into());
+                    }
+                    Ok(())
+                };
             let footprint = Footprint {
                 links: ["flannel.1".parse().unwrap()].into(),
                 networks: vec![network],

@@ -2,10 +2,8 @@
 
 use std::sync::Arc;
 
-use flannel_core::{
-    Backend, Built, Config, ExternalInterface, Kernel, Lease, Network, Node, NodeLease, Result,
-    SubnetManager,
-};
+use flannel_core::backend::{Built, ExternalInterface, Node, NodeLease};
+use flannel_core::{Backend, Config, Kernel, Lease, Network, Result, SubnetManager};
 
 use crate::kernel_network::KernelNetwork;
 

@@ -3,10 +3,14 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use flannel_core::{
-    Blueprint, Dual, Ended, Env, Footprint, Kernel, Network, NetworkHandle, NodeLease, Object,
-    Question, Result, Route, State, Status, Subnet, Via, View,
-};
+use flannel_core::address::Dual;
+use flannel_core::backend::{Blueprint, Env, NodeLease};
+use flannel_core::kernel::Footprint;
+use flannel_core::lease::View;
+use flannel_core::network::{Ended, NetworkHandle, Question};
+use flannel_core::object::{Object, Route, State, Via};
+use flannel_core::status::Status;
+use flannel_core::{Kernel, Network, Result, Subnet};
 use tokio::sync::{mpsc, watch};
 
 use crate::admission::{Admission, AdmissionRules, OfferPlan};
@@ -22,7 +26,10 @@ use crate::engine::Engine;
 /// ```
 /// use std::sync::Arc;
 /// use flannel_core::testing::{FakeKernel, FakeSubnets};
-/// use flannel_core::{Blueprint, Network, NodeLease, Footprint, Route, SubnetManager, Via};
+/// use flannel_core::{Network, SubnetManager};
+/// use flannel_core::backend::{Blueprint, NodeLease};
+/// use flannel_core::kernel::Footprint;
+/// use flannel_core::object::{Route, Via};
 /// use flannel_route::KernelNetwork;
 ///
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> flannel_core::Result<()> {

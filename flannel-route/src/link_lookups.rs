@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use crate::peer_index::Id;
-use flannel_core::Answer;
-use flannel_core::LinkName;
 use flannel_core::Subnet;
+use flannel_core::backend::Answer;
+use flannel_core::object::LinkName;
 
 /// The lookups that peers' plans rely on.
 #[derive(Debug, Default)]

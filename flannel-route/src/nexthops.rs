@@ -8,7 +8,10 @@
 use std::hash::{BuildHasherDefault, Hasher};
 use std::net::{IpAddr, Ipv4Addr};
 
-use flannel_core::{Family, Key, Nexthop, NexthopBlock, Object, Route, State, Subnet, Via};
+use flannel_core::Subnet;
+use flannel_core::address::Family;
+use flannel_core::kernel::NexthopBlock;
+use flannel_core::object::{Key, Nexthop, Object, Route, State, Via};
 use foldhash::{HashMap, HashMapExt};
 
 /// Which id a destination has: as long as it is wanted, and until its object is gone.
@@ -195,7 +198,7 @@ pub(crate) fn nexthop(object: &Object, id: u32) -> Option<Nexthop> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use flannel_core::Footprint;
+    use flannel_core::kernel::Footprint;
     use flannel_core::testing::FakeKernel;
     use proptest::prelude::*;
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use flannel_core::{Object, ObjectKind};
+use flannel_core::object::{Object, ObjectKind};
 
 /// All kinds, in their order.
 const KINDS: [ObjectKind; 6] = [

@@ -14,7 +14,7 @@ use foldhash::fast::RandomState;
 use hashbrown::HashTable;
 
 use flannel_core::Subnet;
-use flannel_core::{Key, Object};
+use flannel_core::object::{Key, Object};
 use flannel_core::{Lease, Subnets};
 
 /// A peer's slot: its own while it is there, another one's afterwards.

@@ -3,8 +3,8 @@
 
 use std::collections::BTreeSet;
 
-use flannel_core::Invalidation;
-use flannel_core::LinkName;
+use flannel_core::kernel::Invalidation;
+use flannel_core::object::LinkName;
 
 /// More reports than this at once become doubt about everything, …
 const MOST_REPORTS: usize = 1 << 16;
@@ -63,8 +63,8 @@ impl PendingEvents {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use flannel_core::Key;
-    use flannel_core::{ChangedBy, KernelEvent};
+    use flannel_core::kernel::{ChangedBy, KernelEvent};
+    use flannel_core::object::Key;
 
     fn objects(port: u32) -> Invalidation {
         let gone = KernelEvent::Deleted(Key::Nexthop(port));

@@ -6,11 +6,13 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use flannel_core::backend::{Blueprint, NodeLease};
+use flannel_core::kernel::Footprint;
+use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, View};
+use flannel_core::network::NetworkHandle;
+use flannel_core::object::{Key, LinkName, Object, Route, State, Via};
 use flannel_core::testing::{FakeKernel, FakeSubnets};
-use flannel_core::{
-    Blueprint, Footprint, Key, Lease, LeaseAttrs, LeaseSet, LinkName, Network, NetworkHandle,
-    NodeLease, Object, Origin, Revision, Route, State, Subnet, SubnetManager, Subnets, Via, View,
-};
+use flannel_core::{Lease, Network, Subnet, SubnetManager, Subnets};
 use flannel_route::KernelNetwork;
 use tokio::task::JoinHandle;
 

@@ -7,12 +7,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
-use flannel_core::{
-    Addr, Blueprint, Damage, Dual, Family, Fdb, Footprint, Kernel, Key, LeaseAttrs, Link, LinkKind,
-    LinkName, MacAddr, Neigh, Network, NetworkHandle, Nexthop, NodeLease, Object, ObjectKind,
-    Origin, ROUTE_PROTOCOL, Revision, Route, State, Subnet, SubnetManager, Via, View, Vxlan,
+use flannel_core::address::{Dual, Family};
+use flannel_core::backend::{Blueprint, NodeLease};
+use flannel_core::kernel::{Footprint, ROUTE_PROTOCOL};
+use flannel_core::lease::{LeaseAttrs, Origin, Revision, View};
+use flannel_core::network::NetworkHandle;
+use flannel_core::object::{
+    Addr, Fdb, Key, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, ObjectKind, Route,
+    State, Via, Vxlan,
 };
+use flannel_core::status::Damage;
+use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
+use flannel_core::{Kernel, Network, Subnet, SubnetManager};
 use flannel_route::KernelNetwork;
 
 const EINTR: i32 = 4;
@@ -862,7 +868,10 @@ async fn two_networks_on_one_kernel_leave_each_other_alone() {
         Neigh { link: link.name, address: [10, 9, 0, 1].into(), mac: MacAddr::local([5; 6]) };
     for object in [Object::from(link), neigh.into()] {
         assert!(
-            world.kernel.other().apply(&other, &[flannel_core::Change::Put(object.clone())])[0]
+            world
+                .kernel
+                .other()
+                .apply(&other, &[flannel_core::object::Change::Put(object.clone())])[0]
                 .is_ok()
         );
         world.foreign.insert(object);

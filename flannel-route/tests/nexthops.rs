@@ -5,11 +5,14 @@
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 
-use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
-use flannel_core::{
-    Blueprint, Footprint, Kernel, Key, Link, LinkKind, MacAddr, Network, Nexthop, NodeLease,
-    Object, Route, State, Status, SubnetManager, Via, Vxlan,
+use flannel_core::backend::{Blueprint, NodeLease};
+use flannel_core::kernel::Footprint;
+use flannel_core::object::{
+    Key, Link, LinkKind, MacAddr, Nexthop, Object, Route, State, Via, Vxlan,
 };
+use flannel_core::status::Status;
+use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
+use flannel_core::{Kernel, Network, SubnetManager};
 use flannel_route::KernelNetwork;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
@@ -235,11 +238,11 @@ async fn ids_in_the_kernel_are_kept_whatever_they_are() {
     Run::start(&kernel, &subnets).await.stop().await;
     // Two peers' objects change places: as good as any other assignment.
     let (a, b) = (nexthop_of(&kernel, 3), nexthop_of(&kernel, 4));
-    kernel.foreign_put(Nexthop { id: b.id, ..a }, flannel_core::ROUTE_PROTOCOL);
-    kernel.foreign_put(Nexthop { id: a.id, ..b }, flannel_core::ROUTE_PROTOCOL);
+    kernel.foreign_put(Nexthop { id: b.id, ..a }, flannel_core::kernel::ROUTE_PROTOCOL);
+    kernel.foreign_put(Nexthop { id: a.id, ..b }, flannel_core::kernel::ROUTE_PROTOCOL);
     for (n, id) in [(3, b.id), (4, a.id)] {
         let route = Route { via: Via::Nexthop(id), ..route_of(&kernel, n) };
-        kernel.foreign_put(route, flannel_core::ROUTE_PROTOCOL);
+        kernel.foreign_put(route, flannel_core::kernel::ROUTE_PROTOCOL);
     }
     let state = kernel.state();
     kernel.take_calls();
@@ -254,9 +257,9 @@ async fn the_id_of_a_stale_route_is_not_given_away_before_the_route_is_gone() {
     // The stale route has the id that the peer 3 would get.
     let (own, stale) = (nexthop_of(&kernel, 3), "10.1.99.0/24".parse().unwrap());
     kernel.foreign_delete(Key::Nexthop(own.id));
-    kernel.foreign_put(own, flannel_core::ROUTE_PROTOCOL);
+    kernel.foreign_put(own, flannel_core::kernel::ROUTE_PROTOCOL);
     let route = Route { dst: stale, via: Via::Nexthop(own.id), mtu: None };
-    kernel.foreign_put(route, flannel_core::ROUTE_PROTOCOL);
+    kernel.foreign_put(route, flannel_core::kernel::ROUTE_PROTOCOL);
     kernel.take_calls();
     Run::start(&kernel, &subnets).await.stop().await;
     let calls = changes(&kernel);
@@ -274,9 +277,9 @@ async fn the_id_of_a_stale_route_that_came_later_is_not_given_away_either() {
     // The ids of neighbours are neighbours: this is the one that the peer 20 would get.
     let theirs = Nexthop { id: other.id + 17, ..other };
     kernel.fail(usize::MAX, 105, |call| call.operation == Operation::Delete);
-    kernel.foreign_put(theirs, flannel_core::ROUTE_PROTOCOL);
+    kernel.foreign_put(theirs, flannel_core::kernel::ROUTE_PROTOCOL);
     let route = Route { dst: stale, via: Via::Nexthop(theirs.id), mtu: None };
-    kernel.foreign_put(route, flannel_core::ROUTE_PROTOCOL);
+    kernel.foreign_put(route, flannel_core::kernel::ROUTE_PROTOCOL);
     // Read again and again meanwhile.
     tokio::time::sleep(std::time::Duration::from_secs(100)).await;
     subnets.put(&key(20), "192.0.2.20");
@@ -459,7 +462,7 @@ async fn of_a_former_pod_network_goes_what_is_not_inside_the_new_one() {
     let foreign = Route { dst: "10.1.99.0/24".parse().unwrap(), ..route_of(&kernel, 3) };
     kernel.foreign_put(foreign, 3);
     let last = Route { dst: "10.1.1.0/24".parse().unwrap(), via: Via::LastResort, mtu: None };
-    kernel.foreign_put(last, flannel_core::ROUTE_PROTOCOL);
+    kernel.foreign_put(last, flannel_core::kernel::ROUTE_PROTOCOL);
     let footprint = Footprint {
         networks: vec!["10.2.0.0/16".parse().unwrap()],
         routes_on: ["eth0".parse().unwrap()].into(),
@@ -495,7 +498,7 @@ fn what_a_former_pod_network_left_goes_batch_by_batch() {
         let [high, low] = n.to_be_bytes();
         let dst = format!("10.1.{low}.{}/25", high * 128).parse().unwrap();
         let via = Via::Gateway { gateway: [192, 0, 2, 7].into(), link: eth0, onlink: false };
-        kernel.foreign_put(Route { dst, via, mtu: None }, flannel_core::ROUTE_PROTOCOL);
+        kernel.foreign_put(Route { dst, via, mtu: None }, flannel_core::kernel::ROUTE_PROTOCOL);
     }
     let footprint = Footprint {
         networks: vec!["10.2.0.0/16".parse().unwrap()],
@@ -584,7 +587,7 @@ fn what_else_goes_by_a_nexthop_on_our_own_device_goes_with_the_device() {
     };
     let nexthop = Nexthop { id: 9, link, gateway: [10, 1, 3, 0].into(), onlink: true };
     kernel.foreign_put(Link { name: link, mtu: 1450, up: true, kind: LinkKind::Vxlan(vxlan) }, 0);
-    kernel.foreign_put(nexthop, flannel_core::ROUTE_PROTOCOL);
+    kernel.foreign_put(nexthop, flannel_core::kernel::ROUTE_PROTOCOL);
     // The kernel's own, as it makes one for every address: not ours to delete.
     let route =
         Route { dst: "10.99.0.0/24".parse().unwrap(), via: Via::Nexthop(nexthop.id), mtu: None };
@@ -626,7 +629,7 @@ async fn what_is_as_wanted_but_no_longer_ours_is_made_ours_again() {
     let mut run = Run::start(&kernel, &subnets).await;
     let footprint =
         Footprint { networks: vec!["10.1.0.0/16".parse().unwrap()], ..Footprint::default() };
-    let (block, _) = flannel_core::NexthopBlock::choose(&kernel, &footprint).unwrap();
+    let (block, _) = flannel_core::kernel::NexthopBlock::choose(&kernel, &footprint).unwrap();
     let footprint = Footprint { nexthops: block, ..footprint };
     let ours = kernel.snapshot(&footprint).unwrap();
     assert_eq!(ours.len(), 2 * usize::from(PEERS));
@@ -640,7 +643,7 @@ async fn what_is_as_wanted_but_no_longer_ours_is_made_ours_again() {
     assert_eq!(kernel.snapshot(&footprint).unwrap(), ours);
     kernel.take_calls();
     // As we put it ourselves: no reason to do anything.
-    kernel.foreign_put(route_of(&kernel, 5), flannel_core::ROUTE_PROTOCOL);
+    kernel.foreign_put(route_of(&kernel, 5), flannel_core::kernel::ROUTE_PROTOCOL);
     run.settled().await;
     assert_eq!(kernel.take_calls(), vec![]);
 }

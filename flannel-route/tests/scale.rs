@@ -9,13 +9,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
-use flannel_core::{
-    Addr, Blueprint, Change, Changes, Damage, Fdb, Footprint, Kernel, KernelError, Key, Lease,
-    LeaseAttrs, LeaseSet, Link, LinkKind, LinkName, MacAddr, Neigh, Network, NetworkHandle,
-    Nexthop, NexthopIds, NodeLease, Object, ObjectKind, ObjectState, Origin, Process, Rejection,
-    Revision, Route, RouteAnswer, State, Status, Subnet, Subnets, Via, View, Vxlan, Wait, Waiting,
+use flannel_core::backend::{Blueprint, NodeLease};
+use flannel_core::kernel::{Changes, Footprint, KernelError, NexthopIds, Process, RouteAnswer};
+use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, View};
+use flannel_core::network::{NetworkHandle, Rejection};
+use flannel_core::object::{
+    Addr, Change, Fdb, Key, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, ObjectKind,
+    Route, State, Via, Vxlan,
 };
+use flannel_core::status::{Damage, ObjectState, Status, Wait, Waiting};
+use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
+use flannel_core::{Kernel, Lease, Network, Subnet, Subnets};
 use flannel_route::KernelNetwork;
 use tokio::task::JoinHandle;
 

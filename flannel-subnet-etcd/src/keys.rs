@@ -1,7 +1,8 @@
 //! Which keys there are, and what is read from them.
 
 use etcd_client::KeyValue;
-use flannel_core::{KeyError, Lease, LeaseAttrs, Revision, Subnets};
+use flannel_core::lease::{KeyError, LeaseAttrs, Revision};
+use flannel_core::{Lease, Subnets};
 
 use flannel_subnet::{Entry, HolderId, Now};
 

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use etcd_client::{Compare, CompareOp, GetOptions, KeyValue, TxnOp, WatchOptions};
-use flannel_core::{Error, LeaseAttrs, Result, Revision, Subnets};
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::{Error, Result, Subnets};
 use flannel_subnet::{
     ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Skipped, Watch, config_conflict,
 };

@@ -1,7 +1,8 @@
 //! Writes: one transaction each, on the revision that was read.
 
 use etcd_client::{Compare, CompareOp, KeyValue, PutOptions, Txn, TxnOp, TxnOpResponse};
-use flannel_core::{Error, Lease, LeaseAttrs, Result, Revision, Subnets};
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::{Error, Lease, Result, Subnets};
 use flannel_subnet::{Entry, LeaseGrant};
 
 use crate::attempts::Answer;

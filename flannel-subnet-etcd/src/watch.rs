@@ -2,7 +2,8 @@
 
 use async_trait::async_trait;
 use etcd_client::{EventType, WatchOptions, WatchResponse, WatchStream};
-use flannel_core::{Error, Result, Revision};
+use flannel_core::lease::Revision;
+use flannel_core::{Error, Result};
 use flannel_subnet::{Batch, Event, Watch};
 
 use crate::attempts::Attempts;

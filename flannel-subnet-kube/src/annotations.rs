@@ -9,7 +9,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
-use flannel_core::{Dual, Family, LeaseAttrs};
+use flannel_core::address::{Dual, Family};
+use flannel_core::lease::LeaseAttrs;
 
 /// A node with exactly this value is flannel's.
 pub(crate) const MANAGED: &str = "kube-subnet-manager";
@@ -218,7 +219,7 @@ pub(crate) fn read(
             wrong.push(format!("annotation {prefix}{name}: {} is no JSON", shorten(text)));
             return None;
         }
-        Some(flannel_core::compact(text).into_boxed_str())
+        Some(flannel_core::json::compact(text).into_boxed_str())
     };
     let backend_data = Dual { v4: data(Family::V4), v6: data(Family::V6) };
     let backend_type = usual(text(BACKEND_TYPE));

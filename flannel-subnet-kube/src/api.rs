@@ -7,7 +7,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
-use flannel_core::{Error, Revision, StoreStatus};
+use flannel_core::Error;
+use flannel_core::lease::Revision;
+use flannel_core::subnet::StoreStatus;
 use http::{Method, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming as Body;

@@ -8,7 +8,8 @@
 
 use std::sync::Arc;
 
-use flannel_core::{Error, Readiness, Result};
+use flannel_core::subnet::Readiness;
+use flannel_core::{Error, Result};
 use k8s_openapi::api::core::v1::NodeCondition;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::{Origin, Revision, View};
+use flannel_core::lease::{Origin, Revision, View};
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep};
@@ -390,7 +390,9 @@ impl Lost {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 mod tests {
-    use flannel_core::{LeaseAttrs, Readiness, SubnetManager};
+    use flannel_core::SubnetManager;
+    use flannel_core::lease::LeaseAttrs;
+    use flannel_core::subnet::Readiness;
     use serde_json::json;
 
     use crate::testing::ApiServer;

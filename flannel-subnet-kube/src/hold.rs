@@ -7,7 +7,9 @@
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, SystemTime};
 
-use flannel_core::{Error, Family, Lease, LeaseEnd, Loss, Ownership, Result};
+use flannel_core::address::Family;
+use flannel_core::subnet::{LeaseEnd, Loss, Ownership};
+use flannel_core::{Error, Lease, Result};
 use tokio::time::{Instant, sleep};
 
 use crate::annotations::{Values, says, wanted};

@@ -1,6 +1,6 @@
 //! Lists of all nodes, page by page.
 
-use flannel_core::Revision;
+use flannel_core::lease::Revision;
 use hyper::body::Incoming as Body;
 use serde::Deserialize;
 use tokio::time::Instant;

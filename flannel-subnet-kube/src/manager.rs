@@ -12,10 +12,10 @@ use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use flannel_core::{
-    Config, Error, Family, Hints, Lease, LeaseAttrs, LeaseEnd, Ownership, Readiness, Result,
-    StoreStatus, SubnetManager, View,
-};
+use flannel_core::address::Family;
+use flannel_core::lease::{LeaseAttrs, View};
+use flannel_core::subnet::{Hints, LeaseEnd, Ownership, Readiness, StoreStatus};
+use flannel_core::{Config, Error, Lease, Result, SubnetManager};
 use tokio::sync::watch;
 
 use crate::condition;

@@ -7,7 +7,9 @@ use std::borrow::Cow;
 use std::fmt;
 use std::hash::{BuildHasher, Hasher};
 
-use flannel_core::{Dual, Family, Lease, Revision, Subnet, Subnets};
+use flannel_core::address::{Dual, Family};
+use flannel_core::lease::Revision;
+use flannel_core::{Lease, Subnet, Subnets};
 use serde::Deserialize;
 use serde::de::{Deserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;

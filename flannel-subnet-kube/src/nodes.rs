@@ -7,7 +7,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::hash::RandomState;
 use std::sync::Arc;
 
-use flannel_core::{Family, Lease, LeaseSet, Subnets};
+use flannel_core::address::Family;
+use flannel_core::lease::LeaseSet;
+use flannel_core::{Lease, Subnets};
 
 use crate::annotations::Prefix;
 use crate::node::Wire;

@@ -5,7 +5,9 @@
 use std::net::IpAddr;
 use std::sync::PoisonError;
 
-use flannel_core::{Config, Dual, Error, Family, Lease, LeaseAttrs, Result, Revision, Subnets};
+use flannel_core::address::{Dual, Family};
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::{Config, Error, Lease, Result, Subnets};
 use serde::Deserialize;
 use serde_json::json;
 

@@ -5,9 +5,10 @@ use std::net::IpAddr;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use flannel_core::{
-    Config, Dual, Error, Family, Lease, LeaseAttrs, Ownership, Readiness, Result, Revision,
-};
+use flannel_core::address::{Dual, Family};
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::subnet::{Ownership, Readiness};
+use flannel_core::{Config, Error, Lease, Result};
 use tokio::sync::{OnceCell, watch};
 
 use crate::annotations::Values;

@@ -3,7 +3,10 @@
 use std::sync::PoisonError;
 use std::time::Duration;
 
-use flannel_core::{Config, Dual, Error, Lease, LeaseAttrs, Result, Subnet, Subnets, holder};
+use flannel_core::address::Dual;
+use flannel_core::error::holder;
+use flannel_core::lease::LeaseAttrs;
+use flannel_core::{Config, Error, Lease, Result, Subnet, Subnets};
 
 use crate::allocate::allocate;
 use crate::backoff::Backoff;

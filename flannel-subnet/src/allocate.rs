@@ -7,7 +7,8 @@
 //! the first 100 free subnets, so that many nodes at once collide, and wraps around at the end of the
 //! address space.
 
-use flannel_core::{PodNetwork, Subnet};
+use flannel_core::Subnet;
+use flannel_core::config::PodNetwork;
 
 /// Picks uniformly at random among all subnets of `network` from its `min` to its `max` that overlap nothing in
 /// `taken`. Those that overlap something in `avoid` come only when there are no others. `None`: all are taken.
@@ -21,7 +22,7 @@ use flannel_core::{PodNetwork, Subnet};
 /// let taken = ["10.3.0.4/30".parse().unwrap(), "10.3.0.12/30".parse().unwrap()];
 /// let subnet = flannel_subnet::allocate(&network, &taken, &[], |n| n - 1);
 /// assert_eq!(subnet.unwrap().to_string(), "10.3.0.8/30");
-/// # Ok::<(), flannel_core::FieldError>(())
+/// # Ok::<(), flannel_core::json::FieldError>(())
 /// ```
 pub fn allocate(
     network: &PodNetwork,
@@ -90,7 +91,7 @@ mod tests {
     use std::net::IpAddr;
     use std::time::Duration;
 
-    use flannel_core::Family;
+    use flannel_core::address::Family;
     use nix::time::ClockId;
 
     /// As a config derives it, but for any addresses: no host has some of those at the end of the address space.

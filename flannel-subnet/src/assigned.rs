@@ -8,10 +8,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
 use async_trait::async_trait;
-use flannel_core::{
-    Config, Dual, Error, Family, Hints, Lease, LeaseAttrs, LeaseEnd, Loss, Origin, Ownership,
-    Result, StoreStatus, SubnetManager, Subnets, View,
-};
+use flannel_core::address::{Dual, Family};
+use flannel_core::lease::{LeaseAttrs, Origin, View};
+use flannel_core::subnet::{Hints, LeaseEnd, Loss, Ownership, StoreStatus};
+use flannel_core::{Config, Error, Lease, Result, SubnetManager, Subnets};
 use serde_json::Value;
 use tokio::sync::watch;
 

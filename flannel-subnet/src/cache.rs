@@ -13,7 +13,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use flannel_core::{Lease, LeaseAttrs, LeaseSet, Origin, Revision, View};
+use flannel_core::Lease;
+use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, View};
 use serde::{Deserialize, Serialize};
 
 use crate::atomic_file;
@@ -126,7 +127,9 @@ fn lease(line: &str) -> Result<Lease, String> {
     let number =
         |text: &str| text.parse().map(Revision).map_err(|_| format!("{text:?} is not a revision"));
     Ok(Lease {
-        subnets: subnets.parse().map_err(|error: flannel_core::KeyError| error.to_string())?,
+        subnets: subnets
+            .parse()
+            .map_err(|error: flannel_core::lease::KeyError| error.to_string())?,
         attrs: LeaseAttrs::from_json(value).map_err(|error| format!("{subnets}: {error}"))?,
         expires: None,
         since: number(since)?,

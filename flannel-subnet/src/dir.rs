@@ -24,7 +24,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
-use flannel_core::{Error, LeaseAttrs, Result, Revision, Subnets};
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::{Error, Result, Subnets};
 use nix::sys::inotify::{InitFlags, Inotify};
 use tokio::io::unix::AsyncFd;
 use tokio::sync::watch;

@@ -2,7 +2,10 @@
 
 use std::net::IpAddr;
 
-use flannel_core::{Config, Family, LeaseAttrs, Subnets, holder};
+use flannel_core::address::Family;
+use flannel_core::error::holder;
+use flannel_core::lease::LeaseAttrs;
+use flannel_core::{Config, Subnets};
 
 use crate::manager::Identity;
 use crate::registry::{Entry, Listing};

@@ -9,7 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use flannel_core::{Error, Lease, LeaseAttrs, LeaseEnd, Origin, Result, Revision, View};
+use flannel_core::lease::{LeaseAttrs, Origin, Revision, View};
+use flannel_core::subnet::LeaseEnd;
+use flannel_core::{Error, Lease, Result};
 use tokio::sync::{Notify, watch};
 
 use crate::cache::{Cache, Saved};
@@ -54,7 +56,7 @@ impl LocalManager {
     /// Keeps the last good set of leases in this file, and starts from it while the store is out of
     /// reach: the view begins with it, marked [`Origin::Cached`]; config, hints and the own lease
     /// come from it until the store has answered once, the lease only while its end lies ahead by
-    /// wall clock; afterwards it is a hint ([`Hints::lapsed`](flannel_core::Hints::lapsed)).
+    /// wall clock; afterwards it is a hint ([`Hints::lapsed`](flannel_core::subnet::Hints::lapsed)).
     ///
     /// The file is written when leases or the own lease have changed, at most every 5 seconds. A
     /// file that is damaged, or of another store, is ignored with a warning that says why.

@@ -4,9 +4,10 @@
 
 use std::time::Duration;
 
-use flannel_core::{
-    Error, Lease, LeaseEnd, LeaseSet, Origin, Result, Revision, Subnets, View, holder,
-};
+use flannel_core::error::holder;
+use flannel_core::lease::{LeaseSet, Origin, Revision, View};
+use flannel_core::subnet::LeaseEnd;
+use flannel_core::{Error, Lease, Result, Subnets};
 
 use crate::backoff::Backoff;
 use crate::holding::{HeldLease, LeaseTerm};

@@ -7,7 +7,9 @@
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
-use flannel_core::{LeaseAttrs, LeaseEnd, Loss, Ownership, Revision, Subnets};
+use flannel_core::Subnets;
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::subnet::{LeaseEnd, Loss, Ownership};
 use tokio::sync::watch;
 
 use crate::clock::Clock;

@@ -8,10 +8,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use flannel_core::{
-    Config, Dual, Hints, Lease, LeaseAttrs, LeaseEnd, Ownership, Result, StoreStatus,
-    SubnetManager, Subnets, View,
-};
+use flannel_core::address::Dual;
+use flannel_core::lease::{LeaseAttrs, View};
+use flannel_core::subnet::{Hints, LeaseEnd, Ownership, StoreStatus};
+use flannel_core::{Config, Lease, Result, SubnetManager, Subnets};
 use tokio::sync::watch;
 
 use crate::clock::{Clock, SystemClock};
@@ -38,7 +38,8 @@ pub struct Identity {
 /// The lease engine: gives this node its lease on any [`Registry`] and shows everybody's.
 ///
 /// ```
-/// use flannel_core::{LeaseAttrs, SubnetManager};
+/// use flannel_core::SubnetManager;
+/// use flannel_core::lease::LeaseAttrs;
 /// use flannel_subnet::{Identity, LocalManager, HolderId, MemoryRegistry};
 /// use std::sync::Arc;
 ///

@@ -11,7 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use flannel_core::{Error, LeaseAttrs, Result, Revision, Subnets};
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::{Error, Result, Subnets};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 

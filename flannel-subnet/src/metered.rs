@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use flannel_core::{LeaseAttrs, Result, Revision, StoreStatus, Subnets};
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::subnet::StoreStatus;
+use flannel_core::{Result, Subnets};
 
 use crate::clock::Clock;
 use crate::fallback::unanswered;

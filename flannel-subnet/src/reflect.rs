@@ -8,7 +8,8 @@ use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use flannel_core::{Error, Lease, LeaseSet, Origin, Result, Subnets, View};
+use flannel_core::lease::{LeaseSet, Origin, View};
+use flannel_core::{Error, Lease, Result, Subnets};
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
 

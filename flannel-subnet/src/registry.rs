@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use flannel_core::{Error, Lease, LeaseAttrs, Result, Revision, Subnets};
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::{Error, Lease, Result, Subnets};
 
 /// Identifies a holder of leases: two nodes with one public address have different IDs.
 ///

@@ -11,7 +11,8 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use flannel_core::{Dual, Family, Subnet, Subnets};
+use flannel_core::address::{Dual, Family};
+use flannel_core::{Subnet, Subnets};
 
 use crate::atomic_file;
 

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
-use flannel_core::{Error, LeaseAttrs, Subnets};
+use flannel_core::lease::LeaseAttrs;
+use flannel_core::{Error, Subnets};
 use tokio::time::Instant;
 
 use crate::clock::Clock;

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
-use flannel_core::{
-    Error, Lease, LeaseAttrs, LeaseEnd, Origin, Ownership, SubnetManager, Subnets, View,
-};
+use flannel_core::lease::{LeaseAttrs, Origin, View};
+use flannel_core::subnet::{LeaseEnd, Ownership};
+use flannel_core::{Error, Lease, SubnetManager, Subnets};
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
     Cache, Clock, HolderId, Identity, LeaseGrant, LocalManager, MemoryRegistry, Registry,

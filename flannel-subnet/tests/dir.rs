@@ -15,7 +15,9 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use flannel_core::{Error, LeaseAttrs, LeaseEnd, Origin, Revision, SubnetManager, Subnets, View};
+use flannel_core::lease::{LeaseAttrs, Origin, Revision, View};
+use flannel_core::subnet::LeaseEnd;
+use flannel_core::{Error, SubnetManager, Subnets};
 use flannel_subnet::{
     Assign, AssignedManager, DirLocation, DirOptions, DirRegistry, HolderId, Identity, LeaseGrant,
     LocalManager, Reflector, Registry,

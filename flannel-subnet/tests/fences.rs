@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
-use flannel_core::{
-    Error, LeaseAttrs, LeaseEnd, Loss, Ownership, Result, Revision, SubnetManager, Subnets,
-};
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::subnet::{LeaseEnd, Loss, Ownership};
+use flannel_core::{Error, Result, SubnetManager, Subnets};
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
     Clock, ConfigText, Entry, HolderId, Identity, LeaseGrant, Listing, LocalManager,

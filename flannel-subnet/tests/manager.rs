@@ -8,10 +8,10 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::{
-    Calls, Error, Family, Lease, LeaseAttrs, LeaseEnd, Loss, Origin, Ownership, SubnetManager,
-    Subnets,
-};
+use flannel_core::address::Family;
+use flannel_core::lease::{LeaseAttrs, Origin};
+use flannel_core::subnet::{Calls, LeaseEnd, Loss, Ownership};
+use flannel_core::{Error, Lease, SubnetManager, Subnets};
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
     Entry, HolderId, Identity, LeaseGrant, LocalManager, MemoryRegistry, Registry,

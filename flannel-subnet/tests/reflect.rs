@@ -5,7 +5,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::{LeaseAttrs, Origin, Subnets, View};
+use flannel_core::Subnets;
+use flannel_core::lease::{LeaseAttrs, Origin, View};
 use flannel_subnet::{MemoryRegistry, Reflector, Registry};
 use tokio::sync::watch;
 

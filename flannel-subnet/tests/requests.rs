@@ -7,7 +7,9 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use flannel_core::{Error, Lease, LeaseAttrs, LeaseEnd, Result, Revision, SubnetManager, Subnets};
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::subnet::LeaseEnd;
+use flannel_core::{Error, Lease, Result, SubnetManager, Subnets};
 use flannel_subnet::testing::TokioClock;
 use flannel_subnet::{
     Batch, Clock, ConfigText, Entry, HolderId, Identity, LeaseGrant, Listing, LocalManager,

@@ -106,7 +106,7 @@ mod tests {
     use std::net::IpAddr;
     use std::time::Duration;
 
-    use flannel_core::Family;
+    use flannel_core::address::Family;
     use flannel_doctor::device::Devices;
     use flannel_doctor::echo::Answer;
     use flannel_doctor::inputs::PeerAnswers;
@@ -142,7 +142,10 @@ mod tests {
             state: "in place".into(),
         };
         let devices = Devices {
-            tunnels: flannel_core::Dual { v4: Some("flannel.1".parse().unwrap()), v6: None },
+            tunnels: flannel_core::address::Dual {
+                v4: Some("flannel.1".parse().unwrap()),
+                v6: None,
+            },
             mtu: Some(1450),
             ..vxlan()
         };
@@ -197,7 +200,8 @@ mod tests {
             state: "in place".into(),
         };
         let device = |name: &str| Some(name.parse().unwrap());
-        let tunnels = flannel_core::Dual { v4: device("flannel.1"), v6: device("flannel-v6.1") };
+        let tunnels =
+            flannel_core::address::Dual { v4: device("flannel.1"), v6: device("flannel-v6.1") };
         let devices = Devices { tunnels, mtu: Some(1430), ..vxlan() };
         let questions = target.questions(&devices);
         let answered = |question: &Question| {

@@ -22,7 +22,7 @@ pub(crate) enum Error {
     Core(#[from] flannel_core::Error),
     /// The kernel cannot be reached.
     #[error("the kernel: {0}")]
-    Kernel(#[from] flannel_core::KernelError),
+    Kernel(#[from] flannel_core::kernel::KernelError),
 }
 
 pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;

@@ -6,7 +6,10 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use flannel_api::VERSION;
-use flannel_core::{Config, Dual, Error as CoreError, LeaseAttrs, Subnets, holder};
+use flannel_core::address::Dual;
+use flannel_core::error::holder;
+use flannel_core::lease::LeaseAttrs;
+use flannel_core::{Config, Error as CoreError, Subnets};
 use flannel_subnet::{Entry, Registry};
 use serde_json::{Value, json};
 

@@ -5,7 +5,9 @@ use std::time::{Duration, SystemTime};
 
 use flannel_api::{Finding, PeerReport, VERSION, seconds};
 use flannel_backends::Backends;
-use flannel_core::{Config, Error as CoreError, Kernel, Lease, LeaseSet, LinkName, Subnets};
+use flannel_core::lease::LeaseSet;
+use flannel_core::object::LinkName;
+use flannel_core::{Config, Error as CoreError, Kernel, Lease, Subnets};
 use flannel_doctor::host::{HostScene, check_host};
 use flannel_firewall::LegacyMemory;
 use flannel_netlink::NetlinkKernel;

@@ -14,7 +14,7 @@ use clap::error::{ContextKind, ContextValue};
 use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches, Parser};
 use flannel_backends::Backends;
-use flannel_core::{Dual, Family};
+use flannel_core::address::{Dual, Family};
 use flannel_netlink::iface::Selectors;
 #[cfg(feature = "etcd")]
 use flannel_options::EtcdFlags;

@@ -7,7 +7,12 @@
 use std::sync::Arc;
 
 use flannel_backends::Backends;
-use flannel_core::{Config, Dual, ExternalInterface, Hints, Origin, View, holder};
+use flannel_core::Config;
+use flannel_core::address::Dual;
+use flannel_core::backend::ExternalInterface;
+use flannel_core::error::holder;
+use flannel_core::lease::{Origin, View};
+use flannel_core::subnet::Hints;
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::{Selectors, worse};
 use tokio::sync::watch;

@@ -400,7 +400,7 @@ fn refusal(status: StatusCode, error: &str) -> Response {
 
 #[cfg(test)]
 mod tests {
-    use flannel_core::Status;
+    use flannel_core::status::Status;
     use flannel_netlink::testing::in_netns_async;
     use tokio::net::TcpStream;
 

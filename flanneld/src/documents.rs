@@ -9,7 +9,10 @@ use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
 use clap::CommandFactory;
-use flannel_core::{Damage, ObjectKind, Ownership, Revision, Status, StoreStatus};
+use flannel_core::lease::Revision;
+use flannel_core::object::ObjectKind;
+use flannel_core::status::{Damage, Status};
+use flannel_core::subnet::{Ownership, StoreStatus};
 use serde_json::Value;
 
 use crate::metrics::{Format, metrics};

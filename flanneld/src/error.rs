@@ -2,7 +2,8 @@
 
 use std::path::PathBuf;
 
-use flannel_core::{LeaseEnd, Subnets};
+use flannel_core::Subnets;
+use flannel_core::subnet::LeaseEnd;
 
 /// Why the daemon cannot start or go on.
 #[derive(Debug, thiserror::Error)]
@@ -27,7 +28,7 @@ pub enum Error {
     Kube(#[source] Box<flannel_core::Error>),
     /// The kernel cannot be reached.
     #[error("the kernel: {0}")]
-    Kernel(#[from] flannel_core::KernelError),
+    Kernel(#[from] flannel_core::kernel::KernelError),
     /// No interface fits.
     #[error(transparent)]
     Interface(#[from] flannel_netlink::iface::SelectError),
@@ -35,7 +36,7 @@ pub enum Error {
     #[error("external interface {name}: {reason}")]
     UnfitInterface {
         /// Its name.
-        name: flannel_core::LinkName,
+        name: flannel_core::object::LinkName,
         /// Why not.
         reason: String,
     },

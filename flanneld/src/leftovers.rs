@@ -5,7 +5,7 @@ pub(crate) mod old_networks;
 
 use std::sync::Arc;
 
-use flannel_core::Status;
+use flannel_core::status::Status;
 
 /// All objects that the leases of the store ask for are in the kernel, as far as it took them.
 fn is_settled(status: &Arc<Status>) -> bool {

@@ -7,7 +7,9 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::{Damage, Failure, KernelError, ObjectKind, Status};
+use flannel_core::kernel::KernelError;
+use flannel_core::object::ObjectKind;
+use flannel_core::status::{Damage, Failure, Status};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 
@@ -241,7 +243,10 @@ impl Repairs {
 mod tests {
     use std::sync::Arc;
 
-    use flannel_core::{Listing, Neigh, Rejection, Repair, Route, Subnets, Via};
+    use flannel_core::Subnets;
+    use flannel_core::network::Rejection;
+    use flannel_core::object::{Neigh, Route, Via};
+    use flannel_core::status::{Listing, Repair};
 
     use super::*;
 
@@ -344,7 +349,7 @@ mod tests {
         let (mut repairs, start) = (Repairs::default(), Instant::now());
         let none = Status::default();
         let mut now = damaged(&none, 20);
-        let mac = flannel_core::MacAddr::local([1; 6]);
+        let mac = flannel_core::object::MacAddr::local([1; 6]);
         let neigh =
             Neigh { link: "flannel.1".parse().unwrap(), address: [10, 1, 7, 0].into(), mac };
         now.repaired += 1;

@@ -9,7 +9,9 @@ use std::fmt;
 use std::time::{Duration, SystemTime};
 
 use flannel_api::{Problem, seconds};
-use flannel_core::{Damage, Histogram, Rejection, StoreStatus};
+use flannel_core::network::Rejection;
+use flannel_core::status::{Damage, Histogram};
+use flannel_core::subnet::StoreStatus;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, prometheus_text, text};
 use prometheus_client::metrics::MetricType;
@@ -444,7 +446,11 @@ impl Family {
 
 #[cfg(test)]
 mod tests {
-    use flannel_core::{KernelError, ObjectKind, Ownership, Revision, Status};
+    use flannel_core::kernel::KernelError;
+    use flannel_core::lease::Revision;
+    use flannel_core::object::ObjectKind;
+    use flannel_core::status::Status;
+    use flannel_core::subnet::Ownership;
     use prometheus_parse::{Scrape, Value};
 
     use super::*;
@@ -468,7 +474,7 @@ mod tests {
         drop(guard);
         let until = Some(snapshot.time + Duration::from_secs(3600));
         snapshot.ownership = Ownership::Held { until };
-        let calls = flannel_core::Calls { sent: 2, failed: 1 };
+        let calls = flannel_core::subnet::Calls { sent: 2, failed: 1 };
         snapshot.store = Some(StoreStatus {
             confirmed: Some((Revision(7), SystemTime::UNIX_EPOCH)),
             calls: [("get", calls)].into(),

@@ -155,7 +155,7 @@ fn address(name: &OsStr) -> io::Result<SocketAddr> {
 mod tests {
     use super::*;
     use crate::observe::tests::network;
-    use flannel_core::Status;
+    use flannel_core::status::Status;
 
     fn listener(name: &str) -> UnixDatagram {
         UnixDatagram::bind_addr(&address(OsStr::new(name)).unwrap()).unwrap()

@@ -10,10 +10,14 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
-use flannel_core::{
-    Config, Datapath, Dual, Error as CoreError, ExternalInterface, Kernel, LinkName, NetworkHandle,
-    Ownership, Status, StoreStatus, SubnetManager, Subnets, View, Waiting,
-};
+use flannel_core::address::Dual;
+use flannel_core::backend::{Datapath, ExternalInterface};
+use flannel_core::lease::View;
+use flannel_core::network::NetworkHandle;
+use flannel_core::object::LinkName;
+use flannel_core::status::{Status, Waiting};
+use flannel_core::subnet::{Ownership, StoreStatus};
+use flannel_core::{Config, Error as CoreError, Kernel, SubnetManager, Subnets};
 use flannel_doctor::commands::localize_findings;
 use flannel_doctor::host::HostReport;
 use flannel_doctor::path_probe::server::ServerConfig;
@@ -434,7 +438,7 @@ pub(crate) mod tests {
     /// A network on fakes, with three peers and this status.
     pub(crate) async fn network(mut status: Status) -> (FakeSubnets, Running) {
         let subnets = FakeSubnets::new("10.1.0.0/16");
-        let attrs = flannel_core::LeaseAttrs {
+        let attrs = flannel_core::lease::LeaseAttrs {
             public: ["192.0.2.1".parse().unwrap()].into_iter().collect(),
             backend_type: "vxlan".into(),
             ..Default::default()

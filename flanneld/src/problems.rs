@@ -5,7 +5,10 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use flannel_api::{Problem, SubnetsReport};
-use flannel_core::{Key, Lease, Loss, Ownership, Rejection, StoreStatus, Subnets};
+use flannel_core::network::Rejection;
+use flannel_core::object::Key;
+use flannel_core::subnet::{Loss, Ownership, StoreStatus};
+use flannel_core::{Lease, Subnets};
 use flannel_doctor::commands::{is_kubernetes, localize, release, restore_directory, restore_etcd};
 
 use crate::firewall::Rulebook;
@@ -282,7 +285,7 @@ fn of_store(store: &StoreStatus) -> Vec<Problem> {
 
 #[cfg(test)]
 mod tests {
-    use flannel_core::Status;
+    use flannel_core::status::Status;
 
     use super::*;
     use crate::observe::Observer;
@@ -331,7 +334,8 @@ mod tests {
             format!("warning: rules that an earlier flannel may have left are not removed: {left}");
         // An ordinary host may have other people's rules where nobody here can look.
         let tables = "filter".into();
-        let guess = flannel_firewall::Error::Unseen { family: flannel_core::Family::V4, tables };
+        let guess =
+            flannel_firewall::Error::Unseen { family: flannel_core::address::Family::V4, tables };
         status.send_modify(|status| {
             (status.in_place, status.failure) = (true, None);
             status.leftovers = vec![guess.into(), left.into()];

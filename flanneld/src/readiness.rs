@@ -8,7 +8,8 @@
 use std::convert::Infallible;
 use std::time::Duration;
 
-use flannel_core::{Loss, Ownership, Readiness, SubnetManager};
+use flannel_core::SubnetManager;
+use flannel_core::subnet::{Loss, Ownership, Readiness};
 use flannel_subnet::Backoff;
 use tokio::time::{Instant, sleep_until};
 
@@ -179,7 +180,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn firewall_rules_that_go_and_come_back_are_published_though_they_wake_nobody() {
         let observer = Observer::default();
-        let mut status = flannel_core::Status::default();
+        let mut status = flannel_core::status::Status::default();
         (status.in_sync, status.live) = (true, true);
         let (rules, rulebook) = watch::channel(Rulebook::Unwanted);
         let (subnets, mut running) = network(status).await;

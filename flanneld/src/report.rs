@@ -9,7 +9,11 @@ use flannel_api::{
     NetworkReport, Problem, RepairReport, RepairsReport, StatusReport, StoreReport, SubnetsReport,
     VERSION, rounded, seconds,
 };
-use flannel_core::{Family, Key, Loss, Ownership, Status, StoreStatus, Subnet, Subnets};
+use flannel_core::address::Family;
+use flannel_core::object::Key;
+use flannel_core::status::Status;
+use flannel_core::subnet::{Loss, Ownership, StoreStatus};
+use flannel_core::{Subnet, Subnets};
 use flannel_doctor::commands::is_kubernetes;
 
 use crate::observe::{NetworkSnapshot, Snapshot};
@@ -127,7 +131,7 @@ fn own_lease(own: Subnets, lapsed: bool, snapshot: &Snapshot) -> LeaseReport {
 }
 
 fn failures(status: &Status) -> Vec<FailureReport> {
-    let report = |(key, failure): (&Key, &flannel_core::Failure)| FailureReport {
+    let report = |(key, failure): (&Key, &flannel_core::status::Failure)| FailureReport {
         object: key.to_string(),
         change: failure.change.clone(),
         peer: failure.peer.map(|peer| peer.to_string()),
@@ -155,7 +159,7 @@ pub(crate) fn subnets_used(
     let own = running.handle.lease.subnets;
     let given = is_kubernetes(store.map(|store| store.store.as_str()));
     let config = &running.config;
-    let report = |(family, pod): (Family, &flannel_core::PodNetwork)| {
+    let report = |(family, pod): (Family, &flannel_core::config::PodNetwork)| {
         let own = own.family(family).filter(|_| given);
         // Of the own size: a node may have been given a smaller part or a larger one.
         let size = |subnet: Subnet| own.map_or(1.0, |own| parts(own, subnet));
@@ -184,7 +188,8 @@ pub(crate) fn subnets_used(
 mod tests {
     use std::sync::Arc;
 
-    use flannel_core::{Lease, Wait, Waiting};
+    use flannel_core::Lease;
+    use flannel_core::status::{Wait, Waiting};
 
     use super::*;
     use crate::observe::Observer;
@@ -306,7 +311,7 @@ mod tests {
     async fn nobody_is_in_place_in_a_kernel_that_cannot_be_read() {
         let mut status = Status::default();
         (status.live, status.objects) = (true, 11);
-        status.kernel_error = Some(flannel_core::KernelError::explained(105, "x"));
+        status.kernel_error = Some(flannel_core::kernel::KernelError::explained(105, "x"));
         let report = status_report(&snapshot(status).await).network.unwrap();
         assert!(
             report.peers.listed.iter().all(|peer| peer.state == "pending" && peer.reason.is_some())

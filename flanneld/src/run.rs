@@ -9,10 +9,12 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use flannel_backends::Backends;
-use flannel_core::{
-    Backend, Config, Ended, ExternalInterface, Footprint, Kernel, Lease, Network, NetworkHandle,
-    Origin, Status, SubnetManager, Subnets, View,
-};
+use flannel_core::backend::ExternalInterface;
+use flannel_core::kernel::Footprint;
+use flannel_core::lease::{Origin, View};
+use flannel_core::network::{Ended, NetworkHandle};
+use flannel_core::status::Status;
+use flannel_core::{Backend, Config, Kernel, Lease, Network, SubnetManager, Subnets};
 use flannel_doctor::path_probe::server;
 use flannel_netlink::NetlinkKernel;
 use flannel_options::state_dir;

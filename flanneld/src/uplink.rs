@@ -8,7 +8,10 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::{Config, ExternalInterface, Family, LinkName};
+use flannel_core::Config;
+use flannel_core::address::Family;
+use flannel_core::backend::ExternalInterface;
+use flannel_core::object::LinkName;
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::{ObjectState, Selectors};
 use tokio::sync::watch;
@@ -157,8 +160,8 @@ mod tests {
         let iface = ExternalInterface {
             name: "eth0".parse().unwrap(),
             mtu: 1300,
-            address: flannel_core::Dual::default(),
-            public: flannel_core::Dual::default(),
+            address: flannel_core::address::Dual::default(),
+            public: flannel_core::address::Dual::default(),
             reason: String::new(),
         };
         ObjectState::Other {

@@ -5,7 +5,8 @@
 use std::pin::pin;
 use std::time::Duration;
 
-use flannel_core::{Lease, LeaseEnd, SubnetManager};
+use flannel_core::subnet::LeaseEnd;
+use flannel_core::{Lease, SubnetManager};
 use flannel_subnet::Backoff;
 use tokio::time::{Instant, interval_at, sleep};
 
@@ -181,8 +182,9 @@ mod tests {
     use std::cell::Cell;
 
     use flannel_backends::UnknownBackend;
+    use flannel_core::Error as Cause;
+    use flannel_core::lease::LeaseAttrs;
     use flannel_core::testing::FakeSubnets;
-    use flannel_core::{Error as Cause, LeaseAttrs};
 
     use super::*;
 
@@ -200,11 +202,11 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn what_time_mends_is_waited_for_with_growing_pauses() {
         let subnets = FakeSubnets::new("10.1.0.0/16");
-        let family = flannel_core::Family::V4;
+        let family = flannel_core::address::Family::V4;
         for cause in [
             lost as fn() -> Cause,
             || Cause::NoConfig { location: "key".into() },
-            || Cause::OutOfSubnets { family: flannel_core::Family::V4, total: 1 },
+            || Cause::OutOfSubnets { family: flannel_core::address::Family::V4, total: 1 },
             || Cause::NotReady { store: "store".into(), reason: "no PodCIDR".into() },
         ] {
             let (begin, attempts) = (Instant::now(), Cell::new(0));
@@ -286,17 +288,17 @@ mod tests {
 
         async fn watch_leases(
             &self,
-        ) -> flannel_core::Result<tokio::sync::watch::Receiver<flannel_core::View>> {
+        ) -> flannel_core::Result<tokio::sync::watch::Receiver<flannel_core::lease::View>> {
             self.0.watch_leases().await
         }
 
-        fn ownership(&self) -> tokio::sync::watch::Receiver<flannel_core::Ownership> {
+        fn ownership(&self) -> tokio::sync::watch::Receiver<flannel_core::subnet::Ownership> {
             self.0.ownership()
         }
 
-        fn store_status(&self) -> flannel_core::StoreStatus {
+        fn store_status(&self) -> flannel_core::subnet::StoreStatus {
             let last_error = Some(("no".to_owned(), std::time::SystemTime::now()));
-            flannel_core::StoreStatus { last_error, ..self.0.store_status() }
+            flannel_core::subnet::StoreStatus { last_error, ..self.0.store_status() }
         }
     }
 

@@ -4,7 +4,8 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use flannel_api::WhyReport;
-use flannel_core::{KernelError, Lease};
+use flannel_core::Lease;
+use flannel_core::kernel::KernelError;
 use flannel_doctor::commands::localize;
 use flannel_doctor::why::{Explained, RouteInputs, diagnose, lookup};
 

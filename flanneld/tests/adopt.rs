@@ -12,12 +12,16 @@ use std::time::Duration;
 
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
+use flannel_core::address::Dual;
+use flannel_core::backend::ExternalInterface;
+use flannel_core::kernel::Invalidation;
+use flannel_core::kernel::{KernelEvent, NexthopBlock};
+use flannel_core::lease::{LeaseAttrs, Origin, View};
+use flannel_core::object::Nexthop;
+use flannel_core::object::{Key, Object, Route, State, Via};
+use flannel_core::status::Status;
 use flannel_core::testing::FakeSubnets;
-use flannel_core::{
-    Backend, Dual, ExternalInterface, Kernel, KernelEvent, Key, LeaseAttrs, NexthopBlock, Object,
-    Origin, Route, State, Status, Subnet, SubnetManager, Via, View,
-};
-use flannel_core::{Invalidation, Nexthop};
+use flannel_core::{Backend, Kernel, Subnet, SubnetManager};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{bridge, in_netns_async, ip};
 use flannel_route::{Host, JoinOptions};
@@ -153,7 +157,7 @@ impl Run {
         assert!(in_time.is_ok(), "{what}: {:#?}", text(&self.state()));
     }
 
-    fn footprint(&self) -> flannel_core::Footprint {
+    fn footprint(&self) -> flannel_core::kernel::Footprint {
         let mut footprint =
             self.backend.footprint(&self.config, Some(self.uplink.parse().unwrap())).unwrap();
         footprint.nexthops = NexthopBlock::choose(&*self.kernel, &footprint).unwrap().0;

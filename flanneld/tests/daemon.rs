@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use flannel_core::{Change, Footprint, Kernel, Route, Via};
+use flannel_core::Kernel;
+use flannel_core::kernel::Footprint;
+use flannel_core::object::{Change, Route, Via};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{Netns, bridge, in_netns, ip};
 use nix::sys::signal::Signal;

@@ -11,8 +11,12 @@ use std::time::Duration;
 
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
+use flannel_core::address::{Dual, Family};
+use flannel_core::backend::ExternalInterface;
+use flannel_core::lease::LeaseAttrs;
+use flannel_core::status::Status;
 use flannel_core::testing::FakeSubnets;
-use flannel_core::{Backend, Dual, ExternalInterface, Family, LeaseAttrs, Status, SubnetManager};
+use flannel_core::{Backend, SubnetManager};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{bridge, in_netns_async, ip};
 use flannel_route::{Host, JoinOptions};

@@ -14,11 +14,14 @@ use std::time::{Duration, Instant, SystemTime};
 
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
+use flannel_core::address::{Dual, Family};
+use flannel_core::backend::ExternalInterface;
+use flannel_core::kernel::Footprint;
+use flannel_core::lease::LeaseAttrs;
+use flannel_core::object::{Change, MacAddr, Neigh, ObjectKind};
+use flannel_core::status::{Damage, Status};
 use flannel_core::testing::FakeSubnets;
-use flannel_core::{
-    Backend, Change, Damage, Dual, ExternalInterface, Family, Footprint, Kernel, LeaseAttrs,
-    MacAddr, Neigh, ObjectKind, Status, SubnetManager,
-};
+use flannel_core::{Backend, Kernel, SubnetManager};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{bridge, in_netns_async, ip};
 use flannel_route::{Host, JoinOptions};

@@ -4,10 +4,11 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use flannel_core::{
-    Backend, Blueprint, Built, Config, Datapath, Error, ExternalInterface, Footprint, LeaseAttrs,
-    LinkName, Node, Prepared, Result, Route, SubnetManager, Via,
-};
+use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
+use flannel_core::kernel::Footprint;
+use flannel_core::lease::LeaseAttrs;
+use flannel_core::object::{LinkName, Route, Via};
+use flannel_core::{Backend, Config, Error, Result, SubnetManager};
 use flannel_netlink::{NetlinkKernel, iface::Selectors};
 use flannel_route::{Host, JoinOptions};
 use flannel_subnet::{HolderId, Identity, LocalManager, MemoryRegistry, Registry};
@@ -74,7 +75,7 @@ fn main() -> anyhow::Result<()> {
         let kernel = Arc::new(NetlinkKernel::open()?);
         let iface = kernel.external_interface(
             &Selectors { iface: vec!["eth0".into()], ..Default::default() },
-            [flannel_core::Family::V4],
+            [flannel_core::address::Family::V4],
         )?;
         let host =
             Host { uplink: iface, kernel, subnets: subnets.clone(), machine_id: String::new() };

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use flannel_backend_vxlan::VxlanBackend;
-use flannel_core::{Family, LeaseAttrs, SubnetManager};
+use flannel_core::SubnetManager;
+use flannel_core::address::Family;
+use flannel_core::lease::LeaseAttrs;
 use flannel_netlink::{NetlinkKernel, iface::Selectors};
 use flannel_route::{Host, JoinOptions};
 use flannel_subnet::{DirOptions, DirRegistry, HolderId, Identity, LocalManager, Registry};

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use flannel_core::{LeaseAttrs, Origin, SubnetManager};
+use flannel_core::SubnetManager;
+use flannel_core::lease::{LeaseAttrs, Origin};
 use flannel_subnet::{DirOptions, DirRegistry, HolderId, Identity, LocalManager};
 
 #[tokio::main(flavor = "current_thread")]
@@ -22,7 +23,7 @@ async fn main() -> anyhow::Result<()> {
     }
     for (node, own) in &nodes {
         let mut views = node.watch_leases().await?;
-        let both = |view: &flannel_core::View| {
+        let both = |view: &flannel_core::lease::View| {
             matches!(view.origin, Origin::Live { .. }) && view.leases.len() == 2
         };
         let view = views.wait_for(both).await?;

@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use flannel_core::{
-    Blueprint, Footprint, Lease, LeaseAttrs, LeaseSet, LinkName, Network, NodeLease, Origin,
-    Revision, Route, Via, View,
-};
+use flannel_core::backend::{Blueprint, NodeLease};
+use flannel_core::kernel::Footprint;
+use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, View};
+use flannel_core::object::{LinkName, Route, Via};
+use flannel_core::{Lease, Network};
 use flannel_netlink::NetlinkKernel;
 use flannel_route::KernelNetwork;
 use tokio::sync::watch;

@@ -9,13 +9,13 @@ use async_trait::async_trait;
 use tokio::sync::mpsc;
 
 use crate::address::Subnet;
+use crate::kernel::NexthopIds;
 use crate::kernel::{
     ChangedBy, Changes, Footprint, Invalidation, Kernel, KernelError, KernelEvent, Process,
     ROUTE_PROTOCOL, RouteAnswer,
 };
-use crate::name::LinkName;
-use crate::nexthops::NexthopIds;
-use crate::state::{Change, Key, Link, LinkKind, Nexthop, Object, Route, State, Via};
+use crate::object::LinkName;
+use crate::object::{Change, Key, Link, LinkKind, Nexthop, Object, Route, State, Via};
 
 const ENOENT: i32 = 2;
 const EEXIST: i32 = 17;

@@ -3,12 +3,12 @@
 use std::net::IpAddr;
 
 use crate::address::{Family, Subnet};
+use crate::kernel::NexthopBlock;
 use crate::kernel::{Footprint, Invalidation, Kernel, KernelEvent};
-use crate::name::{LinkName, MacAddr};
-use crate::nexthops::NexthopBlock;
-use crate::state::{
+use crate::object::{
     Addr, Change, Fdb, Key, Link, LinkKind, Neigh, Nexthop, Object, Route, State, Via, Vxlan,
 };
+use crate::object::{LinkName, MacAddr};
 
 /// Where the suite runs: an empty network namespace, or what passes for one.
 #[derive(Debug)]

@@ -7,8 +7,8 @@ use std::net::IpAddr;
 use proptest::prelude::*;
 
 use crate::address::Subnet;
-use crate::name::{LinkName, MacAddr};
-use crate::state::{Addr, Fdb, Link, LinkKind, Neigh, Nexthop, Object, Route, Via, Vxlan};
+use crate::object::{Addr, Fdb, Link, LinkKind, Neigh, Nexthop, Object, Route, Via, Vxlan};
+use crate::object::{LinkName, MacAddr};
 
 fn name(n: u8) -> LinkName {
     format!("flannel.{n}").parse().unwrap()

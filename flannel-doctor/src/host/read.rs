@@ -7,7 +7,11 @@ use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use flannel_core::{Config, Dual, Family, KernelError, Lease, LeaseSet, LinkName, Subnet, Subnets};
+use flannel_core::address::{Dual, Family};
+use flannel_core::kernel::KernelError;
+use flannel_core::lease::LeaseSet;
+use flannel_core::object::LinkName;
+use flannel_core::{Config, Lease, Subnet, Subnets};
 use flannel_firewall::{LegacyMemory, Programs, forward_drops};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::iface::Selectors;

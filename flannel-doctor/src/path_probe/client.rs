@@ -8,7 +8,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use flannel_core::Family;
+use flannel_core::address::Family;
 use serde::Serialize;
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpStream, UdpSocket};

@@ -8,7 +8,8 @@ use std::collections::btree_map::Entry;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use flannel_core::{Lease, LeaseSet, View};
+use flannel_core::Lease;
+use flannel_core::lease::{LeaseSet, View};
 use tokio::sync::watch;
 
 /// NodeAddress which of their addresses nodes are known.
@@ -82,7 +83,8 @@ impl Nodes {
 mod tests {
     use std::time::Duration;
 
-    use flannel_core::{LeaseAttrs, Origin, Revision, Subnet, Subnets};
+    use flannel_core::lease::{LeaseAttrs, Origin, Revision};
+    use flannel_core::{Subnet, Subnets};
     use nix::time::ClockId;
 
     use super::*;

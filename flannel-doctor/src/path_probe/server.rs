@@ -16,7 +16,11 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use flannel_core::{Dual, Family, Lease, LinkName, Status, View};
+use flannel_core::Lease;
+use flannel_core::address::{Dual, Family};
+use flannel_core::lease::View;
+use flannel_core::object::LinkName;
+use flannel_core::status::Status;
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::{TcpListener, TcpStream, UdpSocket};
 use tokio::sync::watch;
@@ -307,8 +311,9 @@ async fn answer(mut stream: TcpStream, from: IpAddr, mtu: u32, heard: &Heard) ->
 
 #[cfg(test)]
 mod tests {
+    use flannel_core::SubnetManager;
+    use flannel_core::network::Rejection;
     use flannel_core::testing::FakeSubnets;
-    use flannel_core::{Rejection, SubnetManager};
 
     use super::*;
 

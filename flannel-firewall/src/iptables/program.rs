@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
-use flannel_core::Family;
+use flannel_core::address::Family;
 use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
 

@@ -7,7 +7,7 @@
 
 use std::fmt::Write as _;
 
-use flannel_core::Family;
+use flannel_core::address::Family;
 
 use crate::rules::{Chain, Rule, Rules, Side, Verdict, Wish};
 use crate::status::{Deviation, Fault};

@@ -5,7 +5,8 @@
 //!
 //! **Source**: linux `include/uapi/linux/netfilter/nf_tables.h`.
 
-use flannel_core::{Family, Subnet};
+use flannel_core::Subnet;
+use flannel_core::address::Family;
 use flannel_netlink::netfilter::{Attributes, Messages};
 use std::net::IpAddr;
 

@@ -7,7 +7,8 @@
 
 use std::collections::BTreeMap;
 
-use flannel_core::{Family, KernelError};
+use flannel_core::address::Family;
+use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::{Batch, Kind, Make, Messages, NetfilterSocket};
 
 use super::expr::{self, Expr, find, number, number_in};

@@ -15,7 +15,8 @@ pub(crate) mod tools;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::time::Duration;
 
-use flannel_core::{Dual, Family, Subnet};
+use flannel_core::Subnet;
+use flannel_core::address::{Dual, Family};
 use flannel_firewall::{Firewall, Mode, Options, Rules, Status, Wish};
 use flannel_netlink::testing::{Netns, ip};
 use socket2::{Domain, Protocol, SockAddr, Socket, Type};

@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-use flannel_core::Family;
+use flannel_core::address::Family;
 use flannel_firewall::{Programs, Variant};
 
 use super::Kind;

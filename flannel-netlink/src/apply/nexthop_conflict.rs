@@ -6,7 +6,9 @@
 
 use std::collections::BTreeMap;
 
-use flannel_core::{Change, Family, KernelError, LinkName, Nexthop, Object, Route, Via};
+use flannel_core::address::Family;
+use flannel_core::kernel::KernelError;
+use flannel_core::object::{Change, LinkName, Nexthop, Object, Route, Via};
 
 use super::{BATCH, EINVAL, Writer, accept_absence};
 use crate::codec::{nexthop, route};

@@ -3,7 +3,7 @@
 
 use std::net::IpAddr;
 
-use flannel_core::{Addr, LinkName};
+use flannel_core::object::{Addr, LinkName};
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{Ifa, IfaF, RtAddrFamily, RtScope, Rtm};
 use neli::rtnl::{Ifaddrmsg, IfaddrmsgBuilder};

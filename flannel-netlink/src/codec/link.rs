@@ -3,7 +3,8 @@
 
 use std::net::IpAddr;
 
-use flannel_core::{Family, Link, LinkKind, LinkName, MacAddr, Vxlan};
+use flannel_core::address::Family;
+use flannel_core::object::{Link, LinkKind, LinkName, MacAddr, Vxlan};
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{Iff, Ifla, IflaInfo, RtAddrFamily, Rtm};
 use neli::rtnl::{Ifinfomsg, IfinfomsgBuilder};

@@ -2,7 +2,8 @@
 
 use std::net::IpAddr;
 
-use flannel_core::{Family, Fdb, Key, LinkName, MacAddr, Neigh, Object};
+use flannel_core::address::Family;
+use flannel_core::object::{Fdb, Key, LinkName, MacAddr, Neigh, Object};
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{Nda, Ntf, Nud, RtAddrFamily, Rtm, Rtn};
 use neli::rtnl::Ndmsg;

@@ -2,7 +2,8 @@
 
 use std::net::IpAddr;
 
-use flannel_core::{LinkName, Nexthop, ROUTE_PROTOCOL};
+use flannel_core::kernel::ROUTE_PROTOCOL;
+use flannel_core::object::{LinkName, Nexthop};
 use neli::consts::nl::NlmF;
 use neli::{FromBytesWithInput, Header, Size};
 

@@ -5,7 +5,10 @@
 use std::fmt;
 use std::net::IpAddr;
 
-use flannel_core::{Family, LinkName, ROUTE_PROTOCOL, Route, Subnet, Via};
+use flannel_core::Subnet;
+use flannel_core::address::Family;
+use flannel_core::kernel::ROUTE_PROTOCOL;
+use flannel_core::object::{LinkName, Route, Via};
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{RtScope, RtTable, Rta, Rtm, RtmF, Rtn};
 use neli::rtnl::Rtmsg;

@@ -3,7 +3,10 @@
 use std::fmt;
 use std::net::IpAddr;
 
-use flannel_core::{Dual, ExternalInterface, Family, KernelError, LinkName};
+use flannel_core::address::{Dual, Family};
+use flannel_core::backend::ExternalInterface;
+use flannel_core::kernel::KernelError;
+use flannel_core::object::LinkName;
 use regex_lite::Regex;
 
 use super::{Facts, Interface};
@@ -312,7 +315,7 @@ pub(super) fn is_link_local(address: IpAddr) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use flannel_core::RouteAnswer;
+    use flannel_core::kernel::RouteAnswer;
 
     use super::super::{Address, DefaultRoute};
     use super::*;

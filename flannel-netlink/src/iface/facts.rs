@@ -2,7 +2,10 @@
 
 use std::net::IpAddr;
 
-use flannel_core::{Dual, ExternalInterface, Family, KernelError, LinkName, RouteAnswer};
+use flannel_core::address::{Dual, Family};
+use flannel_core::backend::ExternalInterface;
+use flannel_core::kernel::{KernelError, RouteAnswer};
+use flannel_core::object::LinkName;
 
 use crate::NetlinkKernel;
 use crate::ask::{ENODEV, find_link, lookup, name_of};

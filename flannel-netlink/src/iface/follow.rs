@@ -8,7 +8,9 @@
 use std::convert::Infallible;
 use std::time::Duration;
 
-use flannel_core::{ExternalInterface, Family, KernelError, ROUTE_PROTOCOL};
+use flannel_core::address::Family;
+use flannel_core::backend::ExternalInterface;
+use flannel_core::kernel::{KernelError, ROUTE_PROTOCOL};
 use neli::consts::rtnl::Rtm;
 use nix::sys::socket::SockProtocol;
 use tokio::sync::watch;
@@ -247,7 +249,8 @@ mod tests {
     use std::sync::Arc;
     use std::sync::mpsc;
 
-    use flannel_core::{Addr, Dual, LinkName, Route, Via};
+    use flannel_core::address::Dual;
+    use flannel_core::object::{Addr, LinkName, Route, Via};
     use neli::consts::nl::NlmF;
 
     use super::*;
@@ -308,7 +311,7 @@ mod tests {
             for dst in ["198.51.100.0/24", "0.0.0.0/0", "203.0.113.0/24"] {
                 assert!(!far.is_concerned(Some(&told(dst))), "{dst}");
                 let mut by_boot = told(dst);
-                by_boot[16 + 5] = flannel_core::GO_ROUTE_PROTOCOL;
+                by_boot[16 + 5] = flannel_core::kernel::GO_ROUTE_PROTOCOL;
                 assert_eq!(far.is_concerned(Some(&by_boot)), dst != "203.0.113.0/24", "{dst}");
             }
             for (index, wanted) in [(7, true), (8, false)] {

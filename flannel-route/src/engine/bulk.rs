@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::write::{Closed, Gate};
 use super::{Cause, Engine, expand};
-use flannel_core::{Change, Object};
+use flannel_core::object::{Change, Object};
 use flannel_core::{Kernel, Lease};
 
 /// The number of new peers whose objects are put at once. Linux maps the per-CPU memory that forwarding entries need in

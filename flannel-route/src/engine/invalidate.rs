@@ -3,9 +3,10 @@
 use std::cell::OnceCell;
 
 use super::{Cause, Engine, Unread};
-use flannel_core::Damage;
-use flannel_core::{ChangedBy, Invalidation, Kernel, KernelEvent, ROUTE_PROTOCOL};
-use flannel_core::{Key, Object, Route, Via};
+use flannel_core::Kernel;
+use flannel_core::kernel::{ChangedBy, Invalidation, KernelEvent, ROUTE_PROTOCOL};
+use flannel_core::object::{Key, Object, Route, Via};
+use flannel_core::status::Damage;
 
 /// Whom to suspect of additions is remembered for so many of them; the wanted objects bound the rest.
 const MOST_SUSPECTS: usize = 1024;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use super::{Answers, Cause, Engine, Reads, Unread, expand};
 use flannel_core::Kernel;
-use flannel_core::Object;
-use flannel_core::{Explanation, ObjectState, Status, Wait, Waiting};
+use flannel_core::object::Object;
+use flannel_core::status::{Explanation, ObjectState, Status, Wait, Waiting};
 use flannel_core::{Lease, Subnets};
 
 impl Engine {

@@ -6,11 +6,12 @@ use tokio::time::Instant;
 
 use super::{Cause, Engine, Failed, Unread, expand};
 use crate::nexthops::{Ids, nexthop};
-use flannel_core::NexthopBlock;
+use flannel_core::Kernel;
 use flannel_core::Subnet;
-use flannel_core::{Change, Key, Object, ObjectKind, State};
-use flannel_core::{Damage, Failure};
-use flannel_core::{Kernel, KernelError};
+use flannel_core::kernel::KernelError;
+use flannel_core::kernel::NexthopBlock;
+use flannel_core::object::{Change, Key, Object, ObjectKind, State};
+use flannel_core::status::{Damage, Failure};
 
 const EAGAIN: i32 = 11;
 

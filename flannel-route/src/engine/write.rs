@@ -8,10 +8,12 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::{Cause, Engine, Failed, Unread};
-use flannel_core::{Change, Key, Nexthop, Object, Route, Via};
-use flannel_core::{Damage, Failure};
-use flannel_core::{Family, Subnet};
-use flannel_core::{Kernel, KernelError};
+use flannel_core::Kernel;
+use flannel_core::Subnet;
+use flannel_core::address::Family;
+use flannel_core::kernel::KernelError;
+use flannel_core::object::{Change, Key, Nexthop, Object, Route, Via};
+use flannel_core::status::{Damage, Failure};
 
 /// A repair, a newer view or a question waits for a round at most, beside the batch in hand.
 const ROUND: Duration = Duration::from_millis(16);

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use etcd_client::{EventType, GetOptions, WatchOptions};
-use flannel_core::{Error, Family, Lease, LeaseEnd, SubnetManager};
+use flannel_core::address::Family;
+use flannel_core::subnet::LeaseEnd;
+use flannel_core::{Error, Lease, SubnetManager};
 use flannel_subnet::{HolderId, Registry};
 use flannel_subnet_etcd::EtcdRegistry;
 

@@ -16,7 +16,8 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::{LeaseAttrs, Origin, SubnetManager, Subnets, View};
+use flannel_core::lease::{LeaseAttrs, Origin, View};
+use flannel_core::{SubnetManager, Subnets};
 use flannel_subnet::{HolderId, Identity, LeaseGrant, LocalManager, Reflector};
 use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 use tokio::sync::watch;
@@ -105,7 +106,7 @@ impl Peer {
 async fn hold(
     manager: &Arc<LocalManager>,
     addresses: &[&str],
-) -> (flannel_core::Lease, tokio::task::JoinHandle<flannel_core::LeaseEnd>) {
+) -> (flannel_core::Lease, tokio::task::JoinHandle<flannel_core::subnet::LeaseEnd>) {
     let lease = within(30, "a lease", manager.acquire_lease(&attrs(addresses))).await.unwrap();
     let mut views = manager.watch_leases().await.unwrap();
     let task = tokio::spawn({

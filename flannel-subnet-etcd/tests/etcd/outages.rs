@@ -4,7 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use flannel_core::{Error, Origin, SubnetManager};
+use flannel_core::lease::Origin;
+use flannel_core::{Error, SubnetManager};
 use flannel_subnet::{HolderId, LeaseGrant, Registry};
 use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 use tokio::io::copy_bidirectional;

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use etcd_client::{Permission, PermissionType};
-use flannel_core::{Error, Revision};
+use flannel_core::Error;
+use flannel_core::lease::Revision;
 use flannel_subnet::{HolderId, Registry};
 use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 

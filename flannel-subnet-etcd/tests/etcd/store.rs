@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use etcd_client::{GetOptions, PutOptions};
-use flannel_core::{Error, LeaseAttrs, Revision, SubnetManager};
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::{Error, SubnetManager};
 use flannel_subnet::testing::{Fixture, registry_suite};
 use flannel_subnet::{HolderId, LeaseGrant, Now, Registry};
 use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};

@@ -1,6 +1,8 @@
 //! The condition NetworkUnavailable: it says what was reported, whatever else writes it.
 
-use flannel_core::{Origin, Readiness, SubnetManager};
+use flannel_core::SubnetManager;
+use flannel_core::lease::Origin;
+use flannel_core::subnet::Readiness;
 use flannel_subnet_kube::{KubeManager, KubeOptions};
 use serde_json::json;
 

@@ -76,14 +76,14 @@ async fn what_comes_with_the_end_of_a_watch_is_shown() {
 /// The last watch is open: what it brings is shown.
 async fn watches(
     fixture: &Fixture,
-    views: &tokio::sync::watch::Receiver<flannel_core::View>,
+    views: &tokio::sync::watch::Receiver<flannel_core::lease::View>,
     n: u8,
 ) {
     put(fixture, n);
     sees(views, n).await;
 }
 
-async fn sees(views: &tokio::sync::watch::Receiver<flannel_core::View>, n: u8) {
+async fn sees(views: &tokio::sync::watch::Receiver<flannel_core::lease::View>, n: u8) {
     until(|| {
         views
             .borrow()

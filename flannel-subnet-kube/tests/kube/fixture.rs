@@ -4,7 +4,10 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use flannel_core::{Dual, LeaseAttrs, Loss, Ownership, SubnetManager, View};
+use flannel_core::SubnetManager;
+use flannel_core::address::Dual;
+use flannel_core::lease::{LeaseAttrs, View};
+use flannel_core::subnet::{Loss, Ownership};
 use flannel_subnet_kube::testing::ApiServer;
 use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
 use serde_json::{Value, json};
@@ -55,9 +58,11 @@ impl Fixture {
         }
         let manager = self.manager("me").await;
         let mut views = manager.watch_leases().await.unwrap();
-        wait(views.wait_for(|view| matches!(view.origin, flannel_core::Origin::Live { .. })))
-            .await
-            .unwrap();
+        wait(
+            views.wait_for(|view| matches!(view.origin, flannel_core::lease::Origin::Live { .. })),
+        )
+        .await
+        .unwrap();
         (manager, views)
     }
 }

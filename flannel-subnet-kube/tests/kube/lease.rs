@@ -1,6 +1,8 @@
 //! This node's lease: what is published, what it is moved by, and that it stays.
 
-use flannel_core::{Error, Family, Hints, LeaseEnd, SubnetManager, Subnets};
+use flannel_core::address::Family;
+use flannel_core::subnet::{Hints, LeaseEnd};
+use flannel_core::{Error, SubnetManager, Subnets};
 use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
 use serde_json::{Value, json};
 

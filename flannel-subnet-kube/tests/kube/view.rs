@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use flannel_core::{Origin, SubnetManager};
+use flannel_core::SubnetManager;
+use flannel_core::lease::Origin;
 use serde_json::json;
 
 use crate::fixture::{DUAL, Fixture, PREFIX, V4, blank, leases, peer, until, wait};

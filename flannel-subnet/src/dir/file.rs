@@ -6,7 +6,9 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use flannel_core::{FieldError, Fields, Lease, LeaseAttrs, Revision, Subnets};
+use flannel_core::json::{FieldError, Fields};
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::{Lease, Subnets};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 

@@ -12,7 +12,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use flannel_core::{KeyError, Revision, Subnets};
+use flannel_core::Subnets;
+use flannel_core::lease::{KeyError, Revision};
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, Inotify, InotifyEvent, WatchDescriptor};
 

@@ -7,7 +7,8 @@ use std::fs::{self, File, FileTimes, OpenOptions};
 use std::io;
 use std::time::{Duration, SystemTime};
 
-use flannel_core::{Error, LeaseAttrs, Result, Revision, Subnets};
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::{Error, Result, Subnets};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use flannel_core::{Error, KeyError, Lease, LeaseAttrs, Result, Revision, Subnets};
+use flannel_core::lease::{KeyError, LeaseAttrs, Revision};
+use flannel_core::{Error, Lease, Result, Subnets};
 use tokio::time::Instant;
 
 use crate::registry::{Entry, HolderId, LeaseGrant, Now};

@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::Duration;
 
-use flannel_core::{Error, Lease, LeaseAttrs, LeaseEnd, SubnetManager, Subnets, View};
+use flannel_core::lease::{LeaseAttrs, View};
+use flannel_core::subnet::LeaseEnd;
+use flannel_core::{Error, Lease, SubnetManager, Subnets};
 use flannel_subnet::{HolderId, Identity, LocalManager};
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;

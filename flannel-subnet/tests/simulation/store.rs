@@ -8,7 +8,9 @@ use std::net::{IpAddr, Ipv6Addr};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use flannel_core::{Config, Dual, Error, LeaseAttrs, Result, Revision, Subnet, Subnets};
+use flannel_core::address::Dual;
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::{Config, Error, Result, Subnet, Subnets};
 use flannel_subnet::{Entry, HolderId, LeaseGrant, MemoryRegistry, Registry};
 
 use crate::fault::{Counts, Fault};

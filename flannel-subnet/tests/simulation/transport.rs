@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use flannel_core::{Error, LeaseAttrs, Result, Revision, Subnets};
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::{Error, Result, Subnets};
 use flannel_subnet::{Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Watch};
 use tokio::sync::Notify;
 use tokio::time::sleep;

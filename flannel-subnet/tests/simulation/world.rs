@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::{LeaseAttrs, Origin, Revision, Subnet, Subnets};
+use flannel_core::lease::{LeaseAttrs, Origin, Revision};
+use flannel_core::{Subnet, Subnets};
 use flannel_subnet::{Entry, HolderId, LeaseGrant, Registry};
 use tokio::time::{Instant, sleep};
 

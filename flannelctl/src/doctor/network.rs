@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 use flannel_api::Client;
 use flannel_api::{Finding, PeerReport, Problem, StatusReport, StoreReport, request};
 use flannel_backends::Backends;
-use flannel_core::{Config, Dual, Family, Lease, LeaseSet, Subnets};
+use flannel_core::address::{Dual, Family};
+use flannel_core::lease::LeaseSet;
+use flannel_core::{Config, Lease, Subnets};
 use flannel_doctor::commands::restore_directory;
 #[cfg(feature = "etcd")]
 use flannel_doctor::commands::restore_etcd;

@@ -12,7 +12,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use flannel_core::{Config, Dual, Footprint, Kernel, Key, Status, Subnet};
+use flannel_core::address::Dual;
+use flannel_core::kernel::Footprint;
+use flannel_core::object::Key;
+use flannel_core::status::Status;
+use flannel_core::{Config, Kernel, Subnet};
 use flannel_options::state_dir::{self, is_newer};
 use flannel_route::remove_go_routes;
 use tokio::sync::watch;
@@ -144,8 +148,9 @@ fn identity(path: &Path) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use flannel_core::kernel::GO_ROUTE_PROTOCOL;
+    use flannel_core::object::{Route, Via};
     use flannel_core::testing::FakeKernel;
-    use flannel_core::{GO_ROUTE_PROTOCOL, Route, Via};
 
     use super::*;
 

@@ -9,7 +9,9 @@ use std::convert::Infallible;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use flannel_core::{Config, Footprint, Kernel, Status, Subnet};
+use flannel_core::kernel::Footprint;
+use flannel_core::status::Status;
+use flannel_core::{Config, Kernel, Subnet};
 use flannel_options::state_dir;
 use flannel_route::remove_former;
 use tokio::sync::watch;

@@ -8,7 +8,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::SystemTime;
 
 use flannel_api::{PeerReport, seconds};
-use flannel_core::{Dual, Key, Lease, LinkName, Status, Subnets, Wait, Waiting};
+use flannel_core::address::Dual;
+use flannel_core::object::{Key, LinkName};
+use flannel_core::status::{Status, Wait, Waiting};
+use flannel_core::{Lease, Subnets};
 
 use super::texts;
 use crate::observe::{NetworkSnapshot, Snapshot};

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use crate::lease::Lease;
-use crate::name::LinkName;
-use crate::state::Object;
+use crate::object::LinkName;
+use crate::object::Object;
 
 /// From one peer's lease to the kernel objects that reach it.
 ///

@@ -7,7 +7,7 @@ use crate::config::Config;
 use crate::error::Result;
 use crate::kernel::Footprint;
 use crate::lease::LeaseAttrs;
-use crate::name::LinkName;
+use crate::object::LinkName;
 
 /// The backend `alloc`: gives this node a subnet and leaves connectivity to others. It accepts every lease and installs
 /// nothing.

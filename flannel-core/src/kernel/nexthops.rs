@@ -86,7 +86,7 @@ mod tests {
     use super::*;
     use crate::address::Subnet;
     use crate::kernel::ROUTE_PROTOCOL;
-    use crate::state::{Key, Nexthop, Route, Via};
+    use crate::object::{Key, Nexthop, Route, Via};
     use crate::testing::FakeKernel;
 
     fn subnet(text: &str) -> Subnet {

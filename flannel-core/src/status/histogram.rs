@@ -7,7 +7,7 @@ use std::time::Duration;
 ///
 /// ```
 /// use std::time::Duration;
-/// use flannel_core::Histogram;
+/// use flannel_core::status::Histogram;
 ///
 /// let mut latency = Histogram::default();
 /// latency.record(Duration::from_micros(150));

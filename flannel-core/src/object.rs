@@ -3,13 +3,15 @@
 //! The one thing to know: an [`Object`]'s [`Key`] is what the kernel takes for its identity, and the order of
 //! keys is the order of creation (a route needs its nexthop, which needs its link). Deletion runs backwards.
 
+mod name;
+
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::net::IpAddr;
 
+pub use self::name::{LinkName, MacAddr};
 use crate::address::Subnet;
-use crate::name::{LinkName, MacAddr};
 
 /// One kernel object as we want it, or as it is.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
