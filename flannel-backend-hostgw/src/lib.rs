@@ -98,7 +98,7 @@ fn plan(
             let reason = format!(
                 "its public address {gateway} is not directly on the link {uplink}, which host-gw needs"
             );
-            env.remark(reason.clone());
+            env.advise(reason.clone());
             far = Some(reason);
         }
     }

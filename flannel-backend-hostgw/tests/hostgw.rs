@@ -71,10 +71,10 @@ async fn a_route_for_every_peer_on_the_link() {
     let farther =
         "its public address 203.0.113.10 is not directly on the link eth0, which host-gw needs";
     assert_eq!(
-        first.remarks.keys().cloned().collect::<Vec<_>>(),
+        first.advisories.keys().cloned().collect::<Vec<_>>(),
         [format!("the lease 10.1.10.0-24: {farther}"), format!("the lease {far}: {reason}")]
     );
-    assert_eq!(first.disbelieved[&"10.1.10.0-24".parse().unwrap()].to_string(), farther);
+    assert_eq!(first.rejected[&"10.1.10.0-24".parse().unwrap()].to_string(), farther);
     let near = [
         "route 10.1.7.0/24 via 192.0.2.7 dev eth0",
         "route 10.1.9.0/24 via 192.0.2.9 dev eth0",
@@ -87,7 +87,7 @@ async fn a_route_for_every_peer_on_the_link() {
     let on_link: Vec<Subnet> =
         ["192.0.2.0/24", "2001:db8::/64", "198.51.100.0/24"].map(|s| s.parse().unwrap()).into();
     kernel.set_on_link("eth0", &on_link);
-    status.wait_for(|status| status.in_sync && status.remarks.len() == 1).await.unwrap();
+    status.wait_for(|status| status.in_sync && status.advisories.len() == 1).await.unwrap();
     assert_eq!(kernel.dump().len(), 5);
 
     // A peer that moves is one route replaced.

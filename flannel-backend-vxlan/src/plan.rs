@@ -35,7 +35,7 @@ impl Plan {
             let Some(device) = self.devices[peer.subnet.family()] else { continue };
             // What one family lacks is no reason to lose the other.
             if let Err(error) = self.endpoint(device, &peer, env, out) {
-                env.remark(error.0.clone());
+                env.advise(error.0.clone());
                 bad = Some(error);
             }
         }

@@ -67,6 +67,12 @@ pub enum ObjectKind {
     Route,
 }
 
+impl ObjectKind {
+    /// All kinds, in the order of creation.
+    pub const ALL: [Self; 6] =
+        [Self::Link, Self::Addr, Self::Neigh, Self::Fdb, Self::Nexthop, Self::Route];
+}
+
 /// Its name as a key's text begins with it.
 impl fmt::Display for ObjectKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

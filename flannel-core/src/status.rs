@@ -34,21 +34,21 @@ pub struct Status {
     pub live: bool,
     /// The leases that this is about: of one that is newer nothing is said.
     pub leases: LeaseSet,
-    /// Peers that are believed.
+    /// Peers whose leases are accepted.
     pub peers: usize,
     /// Objects that are wanted.
     pub objects: usize,
     /// The same by their kind; kinds of which there are none are left out.
     pub by_kind: BTreeMap<ObjectKind, usize>,
-    /// Leases that are not believed, and why.
-    pub disbelieved: Listing<Subnets, Rejection>,
+    /// Leases that are rejected, with the reason.
+    pub rejected: Listing<Subnets, Rejection>,
     /// Objects that the kernel refused, or that could not be deleted. Every other object is in place if `settled`, unless
     /// `kernel_error` says that this cannot be known.
     pub failing: Listing<Key, Failure>,
     /// Why the kernel could not be read or watched; `None` if it can.
     pub kernel_error: Option<KernelError>,
     /// Things that are in order but worth knowing, such as a public address used by two peers: sentences.
-    pub remarks: Listing<String>,
+    pub advisories: Listing<String>,
     /// Changes applied so far because of leases.
     pub applied: u64,
     /// Objects put back or removed so far after somebody else changed, deleted or added them.

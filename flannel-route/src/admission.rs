@@ -1,9 +1,9 @@
-//! Which peer leases to believe, and the kernel objects that the accepted ones define.
+//! Admission: the peer leases that this node accepts, and the kernel objects that they define.
 //!
-//! The one thing to know: every node must believe the same leases, so of two that clash (overlapping subnets,
-//! or two definitions of one kernel object) the one with the smaller [`Lease::precedence`] is accepted, on every
-//! node alike. Only this node's own lease wins without that. Belief is recomputed for the leases that a
-//! change can touch, found through indexes: one change among 50,000 leases costs one lease.
+//! Every node must accept the same leases. Of two that clash (overlapping subnets, or two
+//! definitions of one kernel object) the one with the smaller [`Lease::precedence`] is accepted, on
+//! every node alike. Only this node's own lease wins without that rule. A change decides anew on the
+//! leases that it can touch, found through indexes: one change among 50,000 leases costs one lease.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -23,7 +23,7 @@ use flannel_core::object::{Key, Object, Route, Via};
 use flannel_core::status::Listing;
 use flannel_core::{Lease, Subnets};
 
-/// What leases are judged by.
+/// The rules by which leases are accepted.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct AdmissionRules {
     /// The enabled pod networks.
@@ -44,16 +44,13 @@ pub(crate) struct Delta {
     pub(crate) after: Option<Object>,
 }
 
-/// What an update changed.
+/// The result of an update.
 #[derive(Debug, Default)]
 pub(crate) struct Changed {
-    /// Objects of peers that were there before, or that several peers define, in the order of keys.
+    /// Objects whose definition changed, in the order of keys.
     pub(crate) deltas: Vec<Delta>,
-    /// Admission that are new, accepted, and touch no other's objects: all that they define is to be put. Each is
-    /// `fresh` until [`Admission::take_fresh`].
-    pub(crate) fresh: Vec<Id>,
-    /// What fresh peers defined that are gone or planned anew: nothing of it was put yet.
-    pub(crate) unapplied: Vec<Key>,
+    /// New, accepted peers whose objects no other peer defines. They are not in `deltas`.
+    pub(crate) added: Vec<Id>,
 }
 
 /// The plan for the leases of one backend type.
@@ -92,45 +89,44 @@ impl OfferPlan {
 
 /// All peers, and what they define.
 pub(crate) struct Admission {
-    terms: AdmissionRules,
+    rules: AdmissionRules,
     plans: Vec<OfferPlan>,
     index: PeerIndex,
     lookups: LinkLookups,
-    disbelieved: Listing<Subnets, Rejection>,
-    remarks: Advisories,
-    /// So many peers more are about to come.
+    rejected: Listing<Subnets, Rejection>,
+    advisories: Advisories,
+    /// The number of new peers in the next update, until room was made for them.
     expected: usize,
 }
 
 /// The work of one update.
 #[derive(Default)]
 struct Update {
-    /// Admission that are new, and whether others define one of their objects.
+    /// New peers, and whether others define one of their objects.
     added: Vec<(Id, bool)>,
-    /// Other peers whose belief must be recomputed.
+    /// Other peers that must be decided on anew.
     dirty: BTreeSet<Id>,
     /// Objects that may change, with their definition before the update.
     touched: BTreeMap<Key, Option<Object>>,
     /// Slots of peers that went.
     vacated: Vec<Id>,
-    unapplied: Vec<Key>,
 }
 
 impl Admission {
-    pub(crate) fn new(terms: AdmissionRules, plans: Vec<OfferPlan>) -> Self {
-        let remarks = Advisories::new(&terms.public);
+    pub(crate) fn new(rules: AdmissionRules, plans: Vec<OfferPlan>) -> Self {
+        let advisories = Advisories::new(&rules.public);
         Self {
-            terms,
+            rules,
             plans,
             index: PeerIndex::default(),
             lookups: LinkLookups::default(),
-            disbelieved: Listing::default(),
-            remarks,
+            rejected: Listing::default(),
+            advisories,
             expected: 0,
         }
     }
 
-    /// Makes room for so many peers more, once it is known how many objects one has.
+    /// Makes room for `more` peers, as soon as the number of objects of one is known.
     pub(crate) fn make_room(&mut self, more: usize) {
         self.expected = more;
     }
@@ -140,7 +136,7 @@ impl Admission {
         self.index.id(subnets).is_some()
     }
 
-    /// The definition of an object, if a accepted peer defines it.
+    /// The definition of an object by an accepted peer.
     pub(crate) fn object(&self, key: &Key) -> Option<Object> {
         self.index
             .claimants(key)
@@ -148,48 +144,21 @@ impl Admission {
             .map(|(.., object)| object.clone())
     }
 
-    /// The same of a peer that is not fresh.
-    pub(crate) fn settled_object(&self, key: &Key) -> Option<Object> {
-        let settled = |peer: &Peer| peer.accepted && !peer.fresh;
-        self.index
-            .claimants(key)
-            .find(|(_, peer, _)| settled(peer))
-            .map(|(.., object)| object.clone())
-    }
-
-    /// All objects of accepted peers, in no order. Those that several peers define come several times.
+    /// All objects of accepted peers, in the order of their slots. An object that several peers
+    /// define comes several times.
     pub(crate) fn objects(&self) -> impl Iterator<Item = &Object> {
         self.index.peers().filter(|peer| peer.accepted).flat_map(|peer| peer.objects.iter())
     }
 
-    /// The same without those of fresh peers.
-    pub(crate) fn settled_objects(&self) -> impl Iterator<Item = &Object> {
-        let settled = self.index.peers().filter(|peer| peer.accepted && !peer.fresh);
-        settled.flat_map(|peer| peer.objects.iter())
+    /// The objects of one peer; none if it is not accepted.
+    pub(crate) fn objects_of(&self, id: Id) -> &[Object] {
+        self.index.peer(id).filter(|peer| peer.accepted).map_or(&[], |peer| &peer.objects)
     }
 
-    /// What a peer defines if it is fresh.
-    pub(crate) fn fresh_objects(&self, id: Id) -> Option<&[Object]> {
-        let peer = self.index.peer(id).filter(|peer| peer.fresh && peer.accepted)?;
-        Some(&peer.objects)
-    }
-
-    /// The same, and it is fresh no more.
-    pub(crate) fn take_fresh(&mut self, id: Id) -> Option<&[Object]> {
-        let peer = self.index.peer_mut(id)?;
-        let fresh = std::mem::take(&mut peer.fresh) && peer.accepted;
-        fresh.then_some(&*peer.objects)
-    }
-
-    /// The lease of a peer that is fresh.
-    pub(crate) fn fresh_lease(&self, id: Id) -> Option<&Lease> {
-        self.index.peer(id).filter(|peer| peer.fresh && peer.accepted).map(|peer| &*peer.lease)
-    }
-
-    /// What a peer would define that was not taken in yet.
+    /// The objects that the plan of a lease defines that was not taken in yet.
     pub(crate) fn foresee(&self, lease: &Lease, on_link: &Answer<'_>) -> Vec<Object> {
         let mut objects = Vec::new();
-        // Why it is rejected is told when it is taken in.
+        // The rejection is reported when the lease is taken in.
         if self.plan(lease, &Env::new(on_link), &mut objects).is_err() {
             objects.clear();
         }
@@ -201,17 +170,17 @@ impl Admission {
     }
 
     pub(crate) fn accepted(&self) -> usize {
-        self.index.len() - self.disbelieved.len()
+        self.index.len() - self.rejected.len()
     }
 
-    pub(crate) fn disbelieved(&self) -> &Listing<Subnets, Rejection> {
-        &self.disbelieved
+    pub(crate) fn rejected(&self) -> &Listing<Subnets, Rejection> {
+        &self.rejected
     }
 
-    /// What is in order but worth knowing: public addresses that several nodes use, this one included (which is in
-    /// order only behind some kinds of NAT), and what plans remarked.
-    pub(crate) fn remarks(&self) -> &Listing<String> {
-        self.remarks.listing()
+    /// Sentences about leases that are in order but worth knowing: public addresses that several nodes
+    /// use, and the advisories of plans.
+    pub(crate) fn advisories(&self) -> &Listing<String> {
+        self.advisories.listing()
     }
 
     /// The accepted peer that defines an object.
@@ -237,7 +206,7 @@ impl Admission {
         )
     }
 
-    /// The peer whose subnet holds `address`. A accepted one comes before others, the longest prefix first.
+    /// The peer whose subnet holds `address`: an accepted one before others, the longest prefix first.
     pub(crate) fn holder_of(&self, address: IpAddr) -> Option<&Peer> {
         let around = || self.index.around(address);
         around().find(|peer| peer.accepted).or_else(|| around().next())
@@ -250,12 +219,12 @@ impl Admission {
         on_link: &Answer<'_>,
     ) -> Changed {
         let mut update = Update::default();
-        let own = self.terms.own;
+        let own = self.rules.own;
         for (subnets, lease) in changes.filter(|(subnets, _)| Some(*subnets) != own) {
             let id = self.index.id(&subnets);
             let told = id.map(|id| self.remove(id, &mut update)).unwrap_or_default();
             if let Some(lease) = lease {
-                // Where the kernel cannot say, what it said last holds.
+                // If the kernel cannot answer, its last answer holds.
                 let on_link = |address| on_link(address).or_else(|| told.get(&address).copied());
                 self.insert(Arc::clone(lease), &on_link, &mut update);
             }
@@ -263,12 +232,16 @@ impl Admission {
         self.finish(update)
     }
 
-    /// Asks the lookups about addresses inside `under` (`None`: all) again, and plans anew where one changed.
-    pub(crate) fn recheck(&mut self, under: Option<Subnet>, on_link: &Answer<'_>) -> Changed {
+    /// Asks the kernel again about addresses inside `under` (`None`: all). Returns the leases whose
+    /// plans have to run again, because an answer changed.
+    pub(crate) fn recheck(
+        &mut self,
+        under: Option<Subnet>,
+        on_link: &Answer<'_>,
+    ) -> Vec<Arc<Lease>> {
         let again = self.lookups.recheck(under, on_link);
         let peers = again.into_iter().filter_map(|id| self.index.peer(id));
-        let leases: Vec<_> = peers.map(|peer| Arc::clone(&peer.lease)).collect();
-        self.update(leases.iter().map(|lease| (lease.subnets, Some(lease))), on_link)
+        peers.map(|peer| Arc::clone(&peer.lease)).collect()
     }
 
     fn insert(&mut self, lease: Arc<Lease>, on_link: &Answer<'_>, update: &mut Update) {
@@ -285,7 +258,7 @@ impl Admission {
             self.index.reserve(std::mem::take(&mut self.expected), objects.len());
         }
         let (asked, remarks) = env.into_parts();
-        self.remarks.joined(&lease, remarks);
+        self.advisories.joined(&lease, remarks);
         for (address, told) in &asked {
             self.lookups.asked(*address, *told, id);
         }
@@ -296,7 +269,6 @@ impl Admission {
             objects: objects[..].into(),
             extras: (extras != Extras::default()).then(|| Box::new(extras)),
             accepted: false,
-            fresh: false,
         };
         let shared = self.index.insert(id, peer, &objects);
         update.added.push((id, shared));
@@ -311,23 +283,20 @@ impl Admission {
         self.touch_all(id, update);
         update.dirty.remove(&id);
         let Some(peer) = self.index.remove(id) else { return BTreeMap::new() };
-        if peer.fresh {
-            update.unapplied.extend(peer.objects.iter().map(|object| object.key()));
-        }
-        self.remarks.left(&peer.lease);
+        self.advisories.left(&peer.lease);
         let told =
             peer.asked().iter().filter_map(|address| Some((*address, self.lookups.told(address)?)));
         let told = told.collect();
         for address in peer.asked() {
             self.lookups.forget(address, id);
         }
-        self.disbelieved.remove(&peer.lease.subnets);
+        self.rejected.remove(&peer.lease.subnets);
         update.vacated.push(id);
         told
     }
 
-    /// What the plan makes of the part of a lease that is ours to believe: the enabled families. No plan may claim
-    /// a route outside of that.
+    /// Plans the part of a lease that can be accepted: the subnets of enabled families. No plan may
+    /// define a route outside them.
     fn plan(
         &self,
         lease: &Lease,
@@ -335,7 +304,7 @@ impl Admission {
         objects: &mut Vec<Object>,
     ) -> Result<(), Rejected> {
         let enabled =
-            lease.subnets.iter().filter(|subnet| self.terms.networks[subnet.family()].is_some());
+            lease.subnets.iter().filter(|subnet| self.rules.networks[subnet.family()].is_some());
         let Some(subnets) = Subnets::new(enabled) else { return Ok(()) };
         if subnets == lease.subnets {
             OfferPlan::run(&self.plans, lease, env, objects)?;
@@ -351,11 +320,12 @@ impl Admission {
         })
     }
 
-    /// Recomputes belief for the peers that are new or dirty and all that they can touch.
+    /// Decides on the peers that are new or dirty, and on all that they can touch.
     fn finish(&mut self, mut update: Update) -> Changed {
         let added = std::mem::take(&mut update.added);
         for (id, shared) in &added {
-            // Who came later may define one of its objects too: then that one shares it, and this one is its neighbour.
+            // A later new peer may define one of its objects too. Then that peer shares it, and
+            // this one is its neighbour.
             if *shared || !self.index.overlapping(*id).is_empty() {
                 update.dirty.insert(*id);
                 self.touch_all(*id, &mut update);
@@ -374,19 +344,20 @@ impl Admission {
         }
         let alone =
             added.into_iter().map(|(id, _)| id).filter(|id| !update.dirty.contains(id)).collect();
-        let fresh = self.judge_alone(alone, &mut update);
-        self.judge_contested(contested);
+        let added = self.decide_alone(alone, &mut update);
+        self.decide_contested(contested);
         self.index.vacate(std::mem::take(&mut update.vacated));
         let delta = |(key, before)| {
             let after = self.object(&key);
             (before != after).then_some(Delta { key, before, after })
         };
         let deltas = update.touched.into_iter().filter_map(delta).collect();
-        Changed { deltas, fresh, unapplied: update.unapplied }
+        Changed { deltas, added }
     }
 
-    /// Judges new peers without neighbours; returns those that are fresh.
-    fn judge_alone(&mut self, mut alone: Vec<Id>, update: &mut Update) -> Vec<Id> {
+    /// Decides on new peers without neighbours. Returns the accepted ones whose objects no other
+    /// peer defined before the update.
+    fn decide_alone(&mut self, mut alone: Vec<Id>, update: &mut Update) -> Vec<Id> {
         alone.retain(|id| {
             let is_touched = |object: &Object| update.touched.contains_key(&object.key());
             let mut objects =
@@ -395,17 +366,12 @@ impl Admission {
             if touched {
                 self.touch_all(*id, update);
             }
-            let accepted = self.judge(*id, &BTreeSet::new());
-            match self.index.peer_mut(*id) {
-                Some(peer) => peer.fresh = accepted && !touched,
-                None => return false,
-            }
-            accepted && !touched
+            self.decide(*id, &BTreeSet::new()) && !touched
         });
         alone
     }
 
-    fn judge_contested(&mut self, mut contested: Vec<Id>) {
+    fn decide_contested(&mut self, mut contested: Vec<Id>) {
         contested.sort_by_cached_key(|id| {
             self.index
                 .peer(*id)
@@ -413,14 +379,14 @@ impl Admission {
         });
         let mut winners = BTreeSet::new();
         for id in contested {
-            if self.judge(id, &winners) {
+            if self.decide(id, &winners) {
                 winners.insert(id);
             }
         }
     }
 
-    /// Decides whether to believe a peer, given the accepted ones among its neighbours.
-    fn judge(&mut self, id: Id, winners: &BTreeSet<Id>) -> bool {
+    /// Decides whether to accept a peer, given the accepted ones among its neighbours.
+    fn decide(&mut self, id: Id, winners: &BTreeSet<Id>) -> bool {
         let Some(peer) = self.index.peer(id) else { return false };
         let subnets = peer.lease.subnets;
         let verdict = self.objection(peer).or_else(|| {
@@ -438,8 +404,8 @@ impl Admission {
         });
         let accepted = verdict.is_none();
         match verdict {
-            Some(why) => drop(self.disbelieved.insert(subnets, why)),
-            None => drop(self.disbelieved.remove(&subnets)),
+            Some(why) => drop(self.rejected.insert(subnets, why)),
+            None => drop(self.rejected.remove(&subnets)),
         }
         if let Some(peer) = self.index.peer_mut(id) {
             peer.accepted = accepted;
@@ -447,11 +413,11 @@ impl Admission {
         accepted
     }
 
-    /// What speaks against a peer whatever other peers say.
+    /// The reason to reject a peer, whatever other peers say.
     fn objection(&self, peer: &Peer) -> Option<Rejection> {
         let mut enabled = false;
         for subnet in peer.lease.subnets.iter() {
-            let Some(network) = self.terms.networks[subnet.family()] else { continue };
+            let Some(network) = self.rules.networks[subnet.family()] else { continue };
             if !network.covers(&subnet) {
                 return Some(Rejection::Outside { subnet, network });
             }
@@ -467,7 +433,7 @@ impl Admission {
                 "its public address {public} is no host's address"
             )));
         }
-        if let Some(own) = self.terms.own.filter(|own| own.overlaps(&peer.lease.subnets)) {
+        if let Some(own) = self.rules.own.filter(|own| own.overlaps(&peer.lease.subnets)) {
             return Some(Rejection::OverlapsOwn { own });
         }
         if let Some(reason) = peer.rejected() {
@@ -477,7 +443,7 @@ impl Admission {
             .objects
             .iter()
             .map(|object| object.key())
-            .find(|key| self.terms.reserved.contains(key));
+            .find(|key| self.rules.reserved.contains(key));
         reserved.map(|key| Rejection::ContradictsOwn { key })
     }
 
@@ -576,10 +542,10 @@ mod tests {
     }
 
     /// All that changed, as deltas.
-    fn all(peers: &mut Admission, changed: Changed) -> Vec<Delta> {
+    fn all(peers: &Admission, changed: Changed) -> Vec<Delta> {
         let mut deltas = changed.deltas;
-        for id in changed.fresh {
-            let objects = peers.take_fresh(id).expect("fresh");
+        for id in changed.added {
+            let objects = peers.objects_of(id);
             let new =
                 |object: Object| Delta { key: object.key(), before: None, after: Some(object) };
             deltas.extend(objects.iter().cloned().map(new));
@@ -588,11 +554,11 @@ mod tests {
     }
 
     fn why(peers: &Admission, lease: &Lease) -> String {
-        peers.disbelieved().get(&lease.subnets).map(ToString::to_string).unwrap_or_default()
+        peers.rejected().get(&lease.subnets).map(ToString::to_string).unwrap_or_default()
     }
 
     #[test]
-    fn the_earlier_of_two_overlapping_leases_is_believed_whichever_comes_first() {
+    fn the_earlier_of_two_overlapping_leases_is_accepted_in_either_order() {
         let (early, late) = (lease("10.1.2.0-24", 5, 1, 1), lease("10.1.2.128-25", 9, 2, 2));
         for order in [[&early, &late], [&late, &early]] {
             let mut peers = peers(None);
@@ -609,7 +575,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_kept_out_by_one_that_is_itself_not_believed_is_believed() {
+    fn a_lease_is_accepted_if_the_one_that_overlaps_it_is_rejected() {
         let mut peers = peers(None);
         let (first, second, third) = (
             lease("10.1.0.0-23", 1, 1, 1),
@@ -646,30 +612,13 @@ mod tests {
     }
 
     #[test]
-    fn settled_is_what_is_neither_fresh_nor_disbelieved() {
-        let mut peers = peers(None);
-        let (early, clashing) = (lease("10.1.1.0-24", 1, 1, 7), lease("10.1.2.0-24", 2, 2, 7));
-        let [route, other] =
-            ["10.1.1.0/24", "10.1.2.0/24"].map(|dst| Key::Route(dst.parse().unwrap()));
-        let changed = peers.update([(early.subnets, Some(&early))].into_iter(), &no_answer);
-        assert!(peers.object(&route).is_some() && peers.settled_object(&route).is_none());
-        all(&mut peers, changed);
-        assert_eq!(peers.settled_object(&route), peers.object(&route));
-        put(&mut peers, &clashing);
-        assert!(peers.settled_object(&route).is_some() && peers.settled_object(&other).is_none());
-    }
-
-    #[test]
-    fn of_a_peer_that_changes_before_its_turn_everything_is_still_to_be_put() {
+    fn a_peer_that_moves_is_no_addition() {
         let mut peers = peers(None);
         let (first, moved) = (lease("10.1.1.0-24", 1, 1, 1), lease("10.1.1.0-24", 1, 2, 1));
         let changed = peers.update([(first.subnets, Some(&first))].into_iter(), &no_answer);
-        assert_eq!((changed.deltas, changed.fresh.len(), changed.unapplied), (vec![], 1, vec![]));
+        assert_eq!((changed.deltas, changed.added.len()), (vec![], 1));
         let changed = peers.update([(moved.subnets, Some(&moved))].into_iter(), &no_answer);
-        assert_eq!((changed.deltas.len(), changed.fresh.len()), (1, 0), "the route is the same");
-        assert_eq!(changed.unapplied.len(), 2, "and was never put");
-        let changed = peers.update([(first.subnets, Some(&first))].into_iter(), &no_answer);
-        assert_eq!((changed.deltas.len(), changed.unapplied), (1, vec![]));
+        assert_eq!((changed.deltas.len(), changed.added.len()), (1, 0), "the route is the same");
     }
 
     #[test]
@@ -705,14 +654,17 @@ mod tests {
         put(&mut peers, &lease("10.1.2.0-24", 1, 2, 2));
         let eth0: LinkName = "eth0".parse().unwrap();
         let one = |address: IpAddr| Some((address == IpAddr::from([192, 0, 2, 1])).then_some(eth0));
-        assert_eq!(
-            peers.recheck(Some("198.51.100.0/24".parse().unwrap()), &|_| panic!("asked")).deltas,
-            vec![]
-        );
-        let deltas = peers.recheck(Some("192.0.2.0/24".parse().unwrap()), &one).deltas;
+        let recheck = |peers: &mut Admission, under: Option<&str>, answer: &Answer<'_>| {
+            let leases = peers.recheck(under.map(|under| under.parse().unwrap()), answer);
+            let again = leases.iter().map(|lease| (lease.subnets, Some(lease)));
+            peers.update(again, answer).deltas
+        };
+        let elsewhere = recheck(&mut peers, Some("198.51.100.0/24"), &|_| panic!("asked"));
+        assert_eq!(elsewhere, vec![]);
+        let deltas = recheck(&mut peers, Some("192.0.2.0/24"), &one);
         assert_eq!(deltas.len(), 3, "one route changed, one fdb moved: {deltas:?}");
-        assert_eq!(peers.recheck(None, &one).deltas, vec![]);
-        assert_eq!(peers.recheck(None, &|_| None).deltas, vec![], "no answer is no news");
+        assert_eq!(recheck(&mut peers, None, &one), vec![]);
+        assert_eq!(recheck(&mut peers, None, &|_| None), vec![], "no answer changes nothing");
     }
 
     #[test]
@@ -782,19 +734,19 @@ mod tests {
     }
 
     #[test]
-    fn shared_public_addresses_are_remarked() {
+    fn shared_public_addresses_are_advisories() {
         let mut peers = peers(None);
-        peers.remarks = Advisories::new(&[IpAddr::from([192, 0, 2, 1])].into_iter().collect());
+        peers.advisories = Advisories::new(&[IpAddr::from([192, 0, 2, 1])].into_iter().collect());
         put(&mut peers, &lease("10.1.1.0-24", 1, 1, 1));
         let own = "2 nodes share the public address 192.0.2.1, this one among them";
-        assert_eq!(peers.remarks().keys().collect::<Vec<_>>(), [own]);
+        assert_eq!(peers.advisories().keys().collect::<Vec<_>>(), [own]);
         let mut loopback = Arc::unwrap_or_clone(lease("10.1.2.0-24", 1, 2, 2));
         loopback.attrs.public.v4 = Some([127, 0, 0, 1].into());
         put(&mut peers, &Arc::new(loopback.clone()));
         assert_eq!(why(&peers, &loopback), "its public address 127.0.0.1 is no host's address");
     }
 
-    /// The definition of belief, without any index.
+    /// The definition of acceptance, without any index.
     fn model(leases: &LeaseSet, own: Option<Subnets>) -> BTreeSet<Subnets> {
         let network: Subnet = "10.1.0.0/16".parse().unwrap();
         let mut sorted: Vec<_> = leases.iter().cloned().collect();
@@ -818,7 +770,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn belief_does_not_depend_on_the_order_of_events(
+        fn acceptance_does_not_depend_on_the_order_of_events(
             steps in prop::collection::vec((0..12u8, 23..27u8, 0..4u64, 0..5u8, 0..5u8, any::<bool>()), 1..60),
         ) {
             let own = "10.1.3.0-25";
@@ -827,11 +779,11 @@ mod tests {
             for (n, len, since, public, mac, there) in steps {
                 let base = Subnet::new(IpAddr::from([10, 1, n / 2, (n % 2) * 128]), len).unwrap();
                 let lease = lease(&format!("{}-{len}", base.base()), since, public, mac);
-                if Some(lease.subnets) == peers.terms.own { continue; }
+                if Some(lease.subnets) == peers.rules.own { continue; }
                 let old = leases.clone();
                 if there { leases.insert(lease); } else { leases.remove(&lease.subnets); }
                 let changed = peers.update(leases.changes_since(&old), &no_answer);
-                for delta in all(&mut peers, changed) {
+                for delta in all(&peers, changed) {
                     prop_assert_eq!(objects.get(&delta.key), delta.before.as_ref());
                     match delta.after {
                         Some(object) => drop(objects.insert(delta.key, object)),
@@ -839,8 +791,8 @@ mod tests {
                     }
                 }
                 let accepted: BTreeSet<Subnets> =
-                    leases.iter().map(|l| l.subnets).filter(|s| !peers.disbelieved().contains_key(s)).collect();
-                prop_assert_eq!(accepted, model(&leases, peers.terms.own));
+                    leases.iter().map(|l| l.subnets).filter(|s| !peers.rejected().contains_key(s)).collect();
+                prop_assert_eq!(accepted, model(&leases, peers.rules.own));
                 let defined: BTreeMap<Key, Object> = peers.objects().map(|o| (o.key(), o.clone())).collect();
                 prop_assert_eq!(&defined, &objects);
             }

@@ -1,292 +1,154 @@
-//! Makes the kernel equal to what is wanted, whatever state it finds.
+//! The engine: makes the kernel equal to the desired objects, whatever state it finds.
 //!
-//! The one thing to know: the kernel is taken to be what was last put there, except for what is *in doubt*. A
-//! doubt about one object is removed by putting the object again, a doubt about more by a snapshot. No message
-//! from the kernel is trusted to say how things are, only that they may have changed.
+//! An object without a row in the [table](table::Table) is taken to be in the kernel as desired. An
+//! event from the kernel invalidates objects; it never says how they are. A single invalid object is
+//! put again. More than that is read with a snapshot.
 //!
-//! No task in here: the driver ([`KernelNetwork`](crate::KernelNetwork)) says when.
+//! The engine has no task. The driver ([`KernelNetwork`](crate::KernelNetwork)) calls it.
 
-mod bulk;
+mod desired;
 mod invalidate;
+mod lookups;
+mod queue;
 mod report;
 mod survey;
+mod table;
 mod write;
 
-use std::cell::RefCell;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::time::Instant;
 
-use self::bulk::{SLICE, Unprocessed};
+use self::desired::{Desired, by_nexthop};
+use self::lookups::{Answers, StaleLookups};
+use self::queue::{Queue, SLICE};
+pub(crate) use self::survey::Reads;
+use self::survey::Survey;
+use self::table::{Actual, Cause, Row, Table};
 pub(crate) use self::write::{BATCH, Gate};
 use crate::admission::{Admission, Changed, Delta};
 use crate::apply_stats::ApplyStats;
-use crate::nexthops::{Ids, nexthop};
-use crate::object_counts::ObjectCounts;
-use crate::peer_index::Id;
-use flannel_core::Kernel;
-use flannel_core::Subnet;
-use flannel_core::kernel::{ChangedBy, Footprint, KernelError};
+use crate::nexthops::nexthop;
+use flannel_core::kernel::Footprint;
 use flannel_core::lease::{LeaseSet, Origin, View};
-use flannel_core::object::LinkName;
-use flannel_core::object::{Key, Object, ObjectKind, Route, State, Via};
-use flannel_core::status::Damage;
-use flannel_core::{Lease, Subnets};
-
-/// Why an object is to be put or deleted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Cause {
-    /// Leases, or answers to what plans ask; and when the leases were there, if it was they.
-    Lease(Option<Instant>),
-    /// It may not be as we put it: somebody else seems to have done this.
-    Repair(Damage),
-}
-
-/// What only a snapshot can tell.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Unread {
-    Nothing,
-    /// There may be objects that nobody wants; those that are wanted are known.
-    Additions,
-    Everything,
-}
-
-/// How often the kernel was read so far.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Reads {
-    pub(crate) done: u64,
-    pub(crate) tries: u64,
-    /// How long all tries took together.
-    pub(crate) took: Duration,
-}
-
-/// What failed: why it was tried, and what is to be deleted if it was a deletion.
-#[derive(Debug)]
-struct Failed {
-    cause: Cause,
-    deletion: Option<Object>,
-}
-
-/// Which answers that plans were given may no longer hold.
-#[derive(Debug, Default)]
-struct StaleLookups {
-    all: bool,
-    /// The link that routes are on changed: answers cannot wait.
-    urgent: bool,
-    under: BTreeSet<Subnet>,
-}
+use flannel_core::object::{Key, Object, State};
+use flannel_core::{Kernel, Lease, Subnets};
 
 pub(crate) struct Engine {
     footprint: Footprint,
-    base: State,
-    peers: Admission,
-    /// The ids of nexthop objects that stand in for the gateways of peers' routes; `None` before the kernel was read,
-    /// and if it has no such objects or we are to use none.
-    ids: Option<Ids>,
+    desired: Desired,
+    table: Table,
+    queue: Queue,
     leases: LeaseSet,
+    /// The leases are complete and come from the store: objects may be deleted.
     live: bool,
-    /// Wanted objects that are not known to be in place, but for those that the kernel refused.
-    put: BTreeMap<Key, Cause>,
-    /// Leases of thousands of new peers, not yet looked at.
-    unprocessed: Unprocessed,
-    /// New peers of which nothing was put yet, and when their leases were there. What they define is not in `put`.
-    fresh: VecDeque<(Id, Option<Instant>)>,
-    /// Objects of ours that are not wanted and not known to be gone, but for those that the kernel kept.
-    gone: BTreeMap<Key, (Object, Cause)>,
-    /// What the kernel refused: not tried again until [`Engine::retry`] or a snapshot.
-    failed: BTreeMap<Key, Failed>,
-    /// Who is said to have changed what is in doubt.
-    suspects: BTreeMap<Key, ChangedBy>,
-    unread: Unread,
-    /// Wanted links that are not there: nothing can be put on them.
-    missing_links: BTreeSet<LinkName>,
-    /// The last round ended before all was done that it could do.
-    unfinished: bool,
-    reads: Reads,
-    /// The objects that peers add to `base`.
-    peer_objects: ObjectCounts,
-    stale_lookups: StaleLookups,
-    /// The links that lead to what plans asked about, directly or through a router; some may no longer do.
-    answer_links: BTreeSet<LinkName>,
+    lookups: StaleLookups,
+    survey: Survey,
     stats: ApplyStats,
-    kernel_error: Option<KernelError>,
-    lookup_error: Option<KernelError>,
+    /// The last round ended before it had done all that it could do.
+    unfinished: bool,
 }
 
 impl Engine {
-    /// Wants these blackholes too, whatever the peers; before the first round.
-    pub(crate) fn want_blackholes(&mut self, objects: impl Iterator<Item = Object>) {
-        self.footprint.blackholes = true;
-        self.base.extend(objects);
-    }
-
     pub(crate) fn new(footprint: Footprint, base: State, peers: Admission) -> Self {
         Self {
             footprint,
-            base,
-            peers,
-            ids: None,
+            desired: Desired::new(base, peers),
+            table: Table::default(),
+            queue: Queue::default(),
             leases: LeaseSet::default(),
             live: false,
-            put: BTreeMap::new(),
-            unprocessed: Unprocessed::default(),
-            fresh: VecDeque::new(),
-            gone: BTreeMap::new(),
-            failed: BTreeMap::new(),
-            suspects: BTreeMap::new(),
-            unread: Unread::Everything,
-            missing_links: BTreeSet::new(),
-            unfinished: false,
-            reads: Reads::default(),
-            peer_objects: ObjectCounts::default(),
-            stale_lookups: StaleLookups::default(),
-            answer_links: BTreeSet::new(),
+            lookups: StaleLookups::default(),
+            survey: Survey::default(),
             stats: ApplyStats::default(),
-            kernel_error: None,
-            lookup_error: None,
+            unfinished: false,
         }
     }
 
-    /// Takes in a newer view, which was there at `arrived`. Asks `kernel` what plans ask.
+    /// Adds these blackholes to the node's own objects. To be called before the first round.
+    pub(crate) fn want_blackholes(&mut self, objects: impl Iterator<Item = Object>) {
+        self.footprint.blackholes = true;
+        self.desired.base.extend(objects);
+    }
+
+    /// Takes in a newer view, which arrived at `arrived`. New leases in large numbers are queued.
     pub(crate) fn view(&mut self, view: &View, arrived: Instant, kernel: &dyn Kernel) {
-        self.take_all_unprocessed(kernel);
-        self.peers.make_room(view.leases.len().saturating_sub(self.leases.len()));
+        let more = view.leases.len().saturating_sub(self.leases.len());
+        self.desired.peers.make_room(more);
         let leases = std::mem::replace(&mut self.leases, view.leases.clone());
         self.live = matches!(view.origin, Origin::Live { .. });
         let mut changes: Vec<_> = view.leases.changes_since(&leases).collect();
-        if changes.len() > SLICE && !self.is_unread() {
-            let is_new =
-                |change: &mut (Subnets, Option<&Arc<Lease>>)| !self.peers.contains(&change.0);
+        if changes.len() > SLICE {
+            let peers = &self.desired.peers;
+            let is_new = |change: &mut (Subnets, Option<&Arc<Lease>>)| !peers.contains(&change.0);
             let new = changes.extract_if(.., is_new).filter_map(|(_, lease)| lease.cloned());
-            self.unprocessed = Unprocessed::new(new.collect(), arrived);
+            self.queue.extend(new, arrived);
         }
-        self.take_in(changes.into_iter(), arrived, kernel);
-    }
-
-    fn take_in<'a>(
-        &mut self,
-        changes: impl Iterator<Item = (Subnets, Option<&'a Arc<Lease>>)>,
-        arrived: Instant,
-        kernel: &dyn Kernel,
-    ) {
         let answers = Answers::new(kernel);
-        let changed = self.peers.update(changes, &|a| answers.on_link(a));
-        self.take(changed, Some(arrived));
-        self.take_answers(answers);
+        let changed = self.desired.update(changes.into_iter(), &answers);
+        self.lookups.note(answers);
+        self.take_all(changed, Some(arrived));
     }
 
-    /// Asks anew what plans asked, where the answer may have changed.
+    /// Asks the kernel again the questions of plans whose answers may have changed.
     pub(crate) fn recheck_lookups(&mut self, kernel: &dyn Kernel) {
-        let stale = std::mem::take(&mut self.stale_lookups);
         let answers = Answers::new(kernel);
-        let everything = stale.all.then_some(None);
-        if stale.all {
-            self.answer_links.clear();
+        for under in self.lookups.take() {
+            let leases = self.desired.peers.recheck(under, &|a| answers.on_link(a));
+            let changes = leases.iter().map(|lease| (lease.subnets, Some(lease)));
+            let changed = self.desired.update(changes, &answers);
+            self.take_all(changed, None);
         }
-        // A subnet stands directly before those inside it.
-        let mut last: Option<Subnet> = None;
-        let parts = stale.under.into_iter().filter(|under| {
-            let new = !stale.all && last.is_none_or(|last| !last.covers(under));
-            if new {
-                last = Some(*under);
-            }
-            new
-        });
-        let parts = parts.map(Some);
-        for under in everything.into_iter().chain(parts) {
-            let changed = self.peers.recheck(under, &|a| answers.on_link(a));
-            self.take(changed, None);
-        }
-        if stale.all {
-            self.lookup_error = None;
-        }
-        self.take_answers(answers);
+        self.lookups.note(answers);
     }
 
     /// There is work for [`Engine::settle`].
     pub(crate) fn is_unsettled(&self) -> bool {
         self.is_unread()
-            || !self.put.is_empty()
-            || self.has_fresh()
-            || (self.live && !self.gone.is_empty())
+            || self.table.has_puts()
+            || self.has_queue()
+            || (self.live && self.table.has_deletions())
     }
 
-    /// There are new peers of which nothing was put yet.
-    pub(crate) fn has_fresh(&self) -> bool {
-        !self.fresh.is_empty() || self.unprocessed.len() > 0
+    /// Leases wait to be planned.
+    pub(crate) fn has_queue(&self) -> bool {
+        !self.queue.is_empty()
     }
 
-    /// There is more to do at once than a round may take. Before the first look at the kernel there is nothing to do.
+    /// A round ended before all was done. Before the first snapshot there is nothing to do.
     pub(crate) fn is_unfinished(&self) -> bool {
-        self.unfinished || (self.has_fresh() && self.reads.done > 0)
+        self.unfinished || (self.has_queue() && self.survey.reads.done > 0)
     }
 
     /// There is work that begins with a snapshot.
     pub(crate) fn is_unread(&self) -> bool {
-        self.unread > Unread::Nothing
+        self.survey.is_unread()
     }
 
-    /// What the kernel refused is to be tried again.
+    /// Changes that the kernel refused are due again.
     pub(crate) fn retry(&mut self) {
-        for (key, Failed { cause, deletion }) in std::mem::take(&mut self.failed) {
-            match deletion {
-                Some(object) => drop(self.gone.insert(key, (object, cause))),
-                None => drop(self.put.entry(key).or_insert(cause)),
-            }
+        self.table.retry();
+    }
+
+    /// Takes in changed definitions; objects of new peers get rows.
+    fn take_all(&mut self, changed: Changed, arrived: Option<Instant>) {
+        let Changed { deltas, added } = changed;
+        self.take_deltas(deltas, arrived);
+        let (desired, table) = (&self.desired, &mut self.table);
+        for id in added {
+            desired.each_of(id, |object| {
+                let key = object.key();
+                table.clear_failure(&key);
+                table.insert(key, Row::new(Actual::Unknown, Cause::Lease(arrived)));
+            });
         }
     }
 
-    /// The link that an object needs, directly or through its nexthop.
-    fn link_of(&self, object: &Object) -> Option<LinkName> {
-        match object {
-            Object::Route(Route { via: Via::Nexthop(id), .. }) => {
-                self.want(&Key::Nexthop(*id))?.link()
-            }
-            object => object.link(),
-        }
-    }
-
-    /// Notes which links the answers went by. What the kernel could not answer is asked again when it is read again.
-    fn take_answers(&mut self, answers: Answers<'_>) {
-        self.answer_links.append(&mut answers.links.into_inner());
-        if let Some(error) = answers.error.into_inner() {
-            self.stale_lookups.all = true;
-            self.lookup_error = Some(error);
-        }
-    }
-
-    fn want(&self, key: &Key) -> Option<Object> {
-        if let Some(object) = self.base.get(key) {
-            return Some(object.clone());
-        }
-        if let Key::Nexthop(id) = key
-            && let Some(nexthop) = self.nexthop(*id)
-        {
-            return Some(nexthop);
-        }
-        self.peers.object(key).map(|object| self.by_nexthop(&object))
-    }
-
-    /// The nexthop object with this id that a peer's route needs.
-    fn nexthop(&self, id: u32) -> Option<Object> {
-        let dst = self.ids.as_ref()?.dst(id)?;
-        Some(nexthop(&self.peers.object(&Key::Route(dst))?, id)?.into())
-    }
-
-    /// A peer's object as the kernel is to have it.
-    fn by_nexthop(&self, object: &Object) -> Object {
-        by_nexthop(object, self.ids.as_ref().and_then(|ids| ids.of(&object.key())))
-    }
-
-    fn take(&mut self, changed: Changed, arrived: Option<Instant>) {
-        let Changed { deltas, fresh, unapplied } = changed;
+    fn take_deltas(&mut self, deltas: Vec<Delta>, arrived: Option<Instant>) {
         for Delta { key, before, after } in deltas {
-            let old = self.ids.as_ref().and_then(|ids| ids.of(&key));
+            let old = self.desired.ids.as_ref().and_then(|ids| ids.of(&key));
             let gains = after.as_ref().is_some_and(|object| nexthop(object, 0).is_some());
-            let new = match (&mut self.ids, key) {
+            let new = match (&mut self.desired.ids, key) {
                 (Some(ids), Key::Route(dst)) if gains => ids.assign(dst),
                 _ => old,
             };
@@ -296,47 +158,13 @@ impl Engine {
             if let Some(id) = new {
                 self.replace(Key::Nexthop(id), part(&before, old), part(&after, new), arrived);
             }
-            self.replace(
-                key,
-                before.map(|o| by_nexthop(&o, old)),
-                after.map(|o| by_nexthop(&o, new)),
-                arrived,
-            );
-        }
-        self.take_fresh(fresh, arrived);
-        self.take_unapplied(unapplied, arrived);
-    }
-
-    /// What peers define is to be put when it is their turn.
-    fn take_fresh(&mut self, fresh: Vec<Id>, arrived: Option<Instant>) {
-        if let Some(ids) = &mut self.ids {
-            ids.reserve(fresh.len());
-        }
-        for id in &fresh {
-            for object in self.peers.fresh_objects(*id).unwrap_or_default() {
-                let new = |ids: &mut Ids| ids.assign_to(object);
-                if self.ids.as_mut().and_then(new).is_some() {
-                    self.peer_objects.add(ObjectKind::Nexthop);
-                }
-                self.peer_objects.add(object.kind());
-            }
-        }
-        self.fresh.extend(fresh.into_iter().map(|id| (id, arrived)));
-    }
-
-    /// What was about to be put is still to be put if it is wanted now.
-    fn take_unapplied(&mut self, unapplied: Vec<Key>, arrived: Option<Instant>) {
-        for key in unapplied {
-            let nexthop = self.ids.as_ref().and_then(|ids| ids.of(&key)).map(Key::Nexthop);
-            for key in nexthop.into_iter().chain([key]) {
-                if self.want(&key).is_some() {
-                    self.put.entry(key).or_insert(Cause::Lease(arrived));
-                }
-            }
+            let before = before.map(|object| by_nexthop(&object, old));
+            let after = after.map(|object| by_nexthop(&object, new));
+            self.replace(key, before, after, arrived);
         }
     }
 
-    /// The definition of an object changed, or seems so: a peer that moves keeps its route by the nexthop object.
+    /// Takes in a changed definition of one object.
     fn replace(
         &mut self,
         key: Key,
@@ -345,84 +173,25 @@ impl Engine {
         arrived: Option<Instant>,
     ) {
         if after.is_some() {
-            self.peer_objects.add(key.kind());
+            self.desired.counts.add(key.kind());
         }
         if before.is_some() {
-            self.peer_objects.remove(key.kind());
+            self.desired.counts.remove(key.kind());
         }
+        let cause = Cause::Lease(arrived);
         match (before, after) {
             (before, after) if before == after => {}
-            (_, Some(_)) => {
-                self.gone.remove(&key);
-                self.failed.remove(&key);
-                self.put.insert(key, Cause::Lease(arrived));
-            }
+            (_, Some(_)) => self.table.insert(key, Row::new(Actual::Unknown, cause)),
             (Some(before), None) => {
-                // What could not be put may be there in another form, which is not deleted for this one.
-                if self.failed.remove(&key).is_some() {
-                    self.unread = self.unread.max(Unread::Additions);
+                // The kernel may hold the refused object in another form, which `before` is not.
+                if self.table.remove(&key).is_some_and(|row| row.is_refused()) {
+                    self.survey.invalidate_additions();
                 }
-                self.put.remove(&key);
-                self.stats.clear(&key);
-                self.gone.insert(key, (before, Cause::Lease(arrived)));
+                self.table.clear_failure(&key);
+                self.table.insert(key, Row::new(Actual::Present(before), cause));
             }
             (None, None) => {}
         }
-    }
-
-    /// The peer that an object is of.
-    fn peer_of(&self, key: &Key) -> Option<Subnets> {
-        let dst = if let Key::Nexthop(id) = key {
-            self.ids.as_ref().and_then(|ids| ids.dst(*id))
-        } else {
-            None
-        };
-        self.peers.definer(&dst.map_or(*key, Key::Route))
-    }
-}
-
-/// A kernel's answers to what plans ask. What it cannot answer is asked again soon.
-struct Answers<'a> {
-    kernel: &'a dyn Kernel,
-    links: RefCell<BTreeSet<LinkName>>,
-    error: RefCell<Option<KernelError>>,
-}
-
-impl<'a> Answers<'a> {
-    fn new(kernel: &'a dyn Kernel) -> Self {
-        Self { kernel, links: RefCell::default(), error: RefCell::default() }
-    }
-
-    fn on_link(&self, address: IpAddr) -> Option<Option<LinkName>> {
-        let answer =
-            self.kernel.lookup(address).map_err(|error| self.error.replace(Some(error))).ok()?;
-        self.links.borrow_mut().extend(answer.link);
-        Some(answer.on_link())
-    }
-}
-
-/// A peer's object as the kernel is to have it: a route by a gateway becomes one by its nexthop object.
-fn by_nexthop(object: &Object, id: Option<u32>) -> Object {
-    match (object, id) {
-        (Object::Route(route), Some(id)) if nexthop(object, id).is_some() => {
-            route.by_nexthop(id).into()
-        }
-        _ => object.clone(),
-    }
-}
-
-/// What peers define as the kernel is to have it: each route by a gateway becomes one by its nexthop object.
-fn expand<'a>(
-    objects: impl IntoIterator<Item = &'a Object>,
-    ids: Option<&Ids>,
-    mut each: impl FnMut(Object),
-) {
-    for object in objects {
-        let id = ids.and_then(|ids| ids.of_route(object));
-        if let Some(nexthop) = id.and_then(|id| nexthop(object, id)) {
-            each(nexthop.into());
-        }
-        each(by_nexthop(object, id));
     }
 }
 
@@ -430,10 +199,15 @@ fn expand<'a>(
 mod tests {
     use super::*;
     use crate::admission::AdmissionRules;
+    use flannel_core::Subnet;
+    use flannel_core::kernel::ChangedBy;
     use flannel_core::kernel::{Invalidation, KernelEvent, ROUTE_PROTOCOL};
     use flannel_core::lease::{LeaseAttrs, Revision};
+    use flannel_core::object::{LinkName, Route, Via};
+    use flannel_core::status::Damage;
     use flannel_core::status::{ObjectState, Wait};
     use flannel_core::testing::{FakeKernel, Operation};
+    use std::net::IpAddr;
 
     fn changed_by(protocol: u8) -> ChangedBy {
         let mut changed_by = ChangedBy::new(7);
@@ -483,7 +257,7 @@ mod tests {
         }
 
         fn of(network: Subnet) -> Self {
-            let terms = AdmissionRules {
+            let rules = AdmissionRules {
                 networks: [network].into_iter().collect(),
                 ..AdmissionRules::default()
             };
@@ -513,7 +287,7 @@ mod tests {
                 routes_on: [uplink()].into(),
                 ..Footprint::default()
             };
-            let peers = Admission::new(terms, crate::admission::every(plan));
+            let peers = Admission::new(rules, crate::admission::every(plan));
             let kernel = FakeKernel::with_uplink("eth0");
             let engine = Engine::new(footprint, State::default(), peers);
             Self { kernel, engine, leases: LeaseSet::default() }
@@ -544,7 +318,7 @@ mod tests {
         fn settle(&mut self) {
             self.settle_as_far_as(true);
             // A round ends by time, too.
-            while self.engine.has_fresh() {
+            while self.engine.has_queue() {
                 self.settle_as_far_as(true);
             }
             assert!(!self.engine.is_unsettled());
@@ -712,8 +486,9 @@ mod tests {
             world.kernel.foreign_delete(*key);
             let reason =
                 if n == 199 { Cause::Lease(None) } else { Cause::Repair(Damage::Deletion) };
-            world.engine.put.insert(*key, Cause::Repair(Damage::Deletion));
-            world.engine.put.insert(Key::Route(dst(n)), reason);
+            let row = |cause| Row::new(Actual::Unknown, cause);
+            world.engine.table.insert(*key, row(Cause::Repair(Damage::Deletion)));
+            world.engine.table.insert(Key::Route(dst(n)), row(reason));
         }
         world.kernel.take_calls();
         world.settle();
@@ -724,7 +499,7 @@ mod tests {
         let expected =
             [*last, Key::Route(dst(199))].into_iter().chain(others.iter().copied()).chain(routes);
         assert_eq!(keys, expected.collect::<Vec<_>>());
-        assert!(world.engine.stats.failing().is_empty());
+        assert!(world.engine.table.failing().is_empty());
     }
 
     #[test]
@@ -741,7 +516,7 @@ mod tests {
             KernelEvent::Present(Route { dst, ..by_gateway(0, [192, 0, 2, 9].into()) }.into())
         };
         world.invalidate(&Invalidation::Objects((0..2000).map(addition).collect(), by()));
-        assert_eq!(world.engine.suspects.len(), 1024 + 1);
+        assert_eq!(world.engine.table.rows().len(), 1024 + 1);
     }
 
     #[test]
@@ -763,7 +538,7 @@ mod tests {
     #[test]
     fn only_a_snapshot_tells_what_of_ours_came_besides_ours() {
         let mut world = World::settled(2..5);
-        let reads = |world: &World| world.engine.reads.done;
+        let reads = |world: &World| world.engine.survey.reads.done;
         let before = reads(&world);
         let stranger = by_gateway(3, [192, 0, 2, 99].into());
         for (protocol, is_read) in [(4, false), (ROUTE_PROTOCOL, true)] {
@@ -797,7 +572,7 @@ mod tests {
         // A route that needs no nexthop object gets no id when it changes.
         world.put(3, [10, 9, 0, 4]);
         world.settle();
-        assert_eq!(world.engine.ids.as_ref().unwrap().of(&Key::Route(dst(3))), None);
+        assert_eq!(world.engine.desired.ids.as_ref().unwrap().of(&Key::Route(dst(3))), None);
         world.put(3, [198, 51, 100, 3]);
         world.settle();
         assert!(matches!(world.route(3), Some(Via::Nexthop(_))));
@@ -813,7 +588,7 @@ mod tests {
         world.kernel.foreign_delete(Key::Nexthop(id));
         world.invalidate(&Invalidation::Everything);
         world.settle();
-        assert_eq!(world.engine.ids.as_ref().unwrap().dst(id), None);
+        assert_eq!(world.engine.desired.ids.as_ref().unwrap().dst(id), None);
     }
 
     #[test]
@@ -858,7 +633,7 @@ mod tests {
         world.settle();
         let status = world.engine.status();
         assert!(status.live && status.in_sync && status.kernel_error.is_none(), "{status:#?}");
-        let remarks: Vec<_> = status.remarks.keys().collect();
+        let remarks: Vec<_> = status.advisories.keys().collect();
         assert_eq!(remarks, ["2 nodes share the public address 198.51.100.2"]);
         world.kernel.fail(1, 105, |call| call.operation == Operation::Snapshot);
         world.invalidate(&Invalidation::Everything);

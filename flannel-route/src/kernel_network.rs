@@ -103,7 +103,7 @@ impl KernelNetwork {
         // A plan that rejects our own lease defines nothing of ours.
         let _ = OfferPlan::run(&plans, own, &Env::new(&not_asked), &mut own_objects);
         let reserved = base.iter().chain(&own_objects).map(Object::key).collect();
-        let terms =
+        let rules =
             AdmissionRules { networks, own: Some(own.subnets), public: own.attrs.public, reserved };
         let (status, receiver) = watch::channel(Arc::new(Status::default()));
         let (asked, questions) = mpsc::channel(1);
@@ -111,7 +111,7 @@ impl KernelNetwork {
             kernel,
             handle: NetworkHandle::new(own.clone(), mtu, receiver).with_questions(asked),
             lease,
-            engine: Box::new(Engine::new(footprint, base, Admission::new(terms, plans))),
+            engine: Box::new(Engine::new(footprint, base, Admission::new(rules, plans))),
             status,
             questions,
         }

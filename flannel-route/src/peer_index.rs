@@ -28,8 +28,6 @@ pub(crate) struct Peer {
     /// What few plans leave.
     pub(crate) extras: Option<Box<Extras>>,
     pub(crate) accepted: bool,
-    /// Nothing of it was put yet.
-    pub(crate) fresh: bool,
 }
 
 #[derive(Debug, PartialEq, Eq, Default)]

@@ -916,10 +916,10 @@ async fn a_peer_is_explained() {
     };
     world.view.leases.insert(twin);
     world.change(9, None);
-    world.when(|status| status.disbelieved.len() == 1).await;
+    world.when(|status| status.rejected.len() == 1).await;
     assert_eq!(world.handle.explain([10, 0, 8, 200].into()).await.unwrap().lease.subnets, key(8));
     world.change(8, Some([127, 0, 0, 1].into()));
-    world.when(|status| status.disbelieved.contains_key(&key(8))).await;
+    world.when(|status| status.rejected.contains_key(&key(8))).await;
     let explained = world.handle.explain([10, 0, 8, 1].into()).await.unwrap();
     assert!(matches!(explained.rejection, Some(Rejection::Rejected(_))), "{explained:?}");
     assert!(explained.objects.iter().all(|(_, standing)| *standing == ObjectState::Unwanted));

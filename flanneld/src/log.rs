@@ -84,7 +84,7 @@ impl Teller {
             format!("not in sync: the kernel refused: {change}: {error}{}{others}", hint(error))
         };
         lines.extend(self.refusals.lines(at, refusal, text, "refusals").map(Line::Warn));
-        let leases = || now.disbelieved.changes_since(&said.disbelieved);
+        let leases = || now.rejected.changes_since(&said.rejected);
         let (news, rest) =
             (leases().filter_map(|(lease, _, why)| Some((lease, why?))), "leases are not believed");
         let text = |(lease, why): (&_, &_)| format!("the lease {lease} is not believed: {why}");
@@ -95,7 +95,7 @@ impl Teller {
             format!("the lease {lease}, which was not believed, is right now, or gone")
         };
         lines.extend(self.believed.lines(at, news, text, rest).map(Line::Info));
-        let news = now.remarks.changes_since(&said.remarks).filter(|(.., now)| now.is_some());
+        let news = now.advisories.changes_since(&said.advisories).filter(|(.., now)| now.is_some());
         let text = |(remark, ..): (&String, _, _)| remark.clone();
         lines.extend(self.remarks.lines(at, news, text, "remarks of that kind").map(Line::Warn));
         lines.extend(self.repairs.lines(now, &said, at).into_iter().map(Line::Info));
@@ -279,8 +279,8 @@ mod tests {
         let (mut teller, start) = (Teller::default(), Instant::now());
         let no = || Rejection::Rejected("no".into());
         let mut status = Status::default();
-        status.disbelieved = (0..200).map(|n| (lease(n), no())).collect();
-        status.remarks = (0..200).map(|n| (format!("remark {n:03}"), ())).collect();
+        status.rejected = (0..200).map(|n| (lease(n), no())).collect();
+        status.advisories = (0..200).map(|n| (format!("remark {n:03}"), ())).collect();
         let lines = teller.lines(&Arc::new(status.clone()), start);
         let named = (0..5).map(|n| {
             format!("the lease {} is not believed: {}", lease(n), Rejection::Rejected("no".into()))
@@ -288,7 +288,7 @@ mod tests {
         let named = named.chain((0..5).map(|n| format!("remark {n:03}"))).map(Line::Warn);
         assert_eq!(lines, named.collect::<Vec<_>>());
         assert_eq!(teller.next(), Some(start + WINDOW));
-        status.disbelieved = Listing::default();
+        status.rejected = Listing::default();
         let lines = teller.lines(&Arc::new(status.clone()), start + SYNC_GAP);
         assert_eq!(lines.len(), LINES);
         let lines = teller.lines(&Arc::new(status.clone()), start + WINDOW);
@@ -300,7 +300,7 @@ mod tests {
         assert_eq!(lines, rest);
         assert_eq!(teller.next(), None);
         // After a rest there is room again.
-        status.disbelieved = [(lease(7), no())].into_iter().collect();
+        status.rejected = [(lease(7), no())].into_iter().collect();
         assert_eq!(teller.lines(&Arc::new(status), start + 5 * WINDOW).len(), 1);
     }
 

@@ -167,7 +167,7 @@ fn leases(page: &mut Page, network: &NetworkSnapshot, store: Option<&StoreStatus
         "rejected",
     ];
     let mut reasons: BTreeMap<&str, u64> = known.map(|reason| (reason, 0)).into();
-    for why in status.disbelieved.values() {
+    for why in status.rejected.values() {
         *reasons.entry(reason(why)).or_default() += 1;
     }
     page.gauges(

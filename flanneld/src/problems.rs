@@ -222,14 +222,14 @@ fn of_leases(network: &NetworkSnapshot) -> Vec<Problem> {
             _ => release(subnets),
         })
     };
-    let mut found: Vec<Problem> = status.disbelieved.iter().take(MOST).map(not_believed).collect();
-    if let Some(more) = status.disbelieved.len().checked_sub(MOST + 1) {
+    let mut found: Vec<Problem> = status.rejected.iter().take(MOST).map(not_believed).collect();
+    if let Some(more) = status.rejected.len().checked_sub(MOST + 1) {
         found.push(
             Problem::warning(format!("{} more leases are not believed", more + 1))
                 .with_hint("flannelctl peers"),
         );
     }
-    let remarks = status.remarks.keys().take(MOST);
+    let remarks = status.advisories.keys().take(MOST);
     found.extend(
         remarks.map(|remark| Problem::warning(remark).with_hint(of_remark(remark, network))),
     );

@@ -93,7 +93,7 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
         failing: Counted { total: status.failing.len() as u64, listed: failures(status) },
         peers: Counted { total: all, listed: interesting },
         believed: status.peers as u64,
-        disbelieved: status.disbelieved.len() as u64,
+        disbelieved: status.rejected.len() as u64,
         pending,
         subnets: subnets_used(network, snapshot.store.as_ref()),
         repairs: RepairsReport {

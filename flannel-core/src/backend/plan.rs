@@ -30,7 +30,7 @@ impl From<crate::json::FieldError> for Rejected {
 pub struct Env<'a> {
     on_link: &'a Answer<'a>,
     asked: RefCell<BTreeMap<IpAddr, Option<Option<LinkName>>>>,
-    remarks: RefCell<Vec<String>>,
+    advisories: RefCell<Vec<String>>,
 }
 
 /// Says which link an address is on, if any; `None` if the kernel could not say.
@@ -40,12 +40,13 @@ impl<'a> Env<'a> {
     /// An environment that answers with `on_link`: the link that an address is on, if any; `None` if that cannot
     /// be said now.
     pub fn new(on_link: &'a Answer<'a>) -> Self {
-        Self { on_link, asked: RefCell::default(), remarks: RefCell::default() }
+        Self { on_link, asked: RefCell::default(), advisories: RefCell::default() }
     }
 
-    /// Notes something that does not stand in the way but is worth knowing: it ends up in the status.
-    pub fn remark(&self, remark: String) {
-        self.remarks.borrow_mut().push(remark);
+    /// Notes a sentence about the lease that is worth knowing, although the plan accepts it. It ends
+    /// up in the status.
+    pub fn advise(&self, advisory: String) {
+        self.advisories.borrow_mut().push(advisory);
     }
 
     /// The device by which packets reach `address` without a router; `None` if they need one, or cannot
@@ -55,9 +56,9 @@ impl<'a> Env<'a> {
         self.asked.borrow_mut().entry(address).or_insert_with(|| (self.on_link)(address)).flatten()
     }
 
-    /// The addresses that were asked for with the answers, and the remarks.
+    /// The addresses that were asked for with the answers, and the advisories.
     pub fn into_parts(self) -> (BTreeMap<IpAddr, Option<Option<LinkName>>>, Vec<String>) {
-        (self.asked.into_inner(), self.remarks.into_inner())
+        (self.asked.into_inner(), self.advisories.into_inner())
     }
 }
 

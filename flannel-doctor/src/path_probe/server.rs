@@ -97,7 +97,7 @@ impl<'a> Server<'a> {
         }
         let status = Arc::clone(&self.config.status.borrow());
         let mut nodes = self.nodes();
-        let believed = |lease: &&Arc<Lease>| !status.disbelieved.contains_key(&lease.subnets);
+        let believed = |lease: &&Arc<Lease>| !status.rejected.contains_key(&lease.subnets);
         nodes.at(from).iter().find(believed).cloned()
     }
 
@@ -331,7 +331,7 @@ mod tests {
         assert_eq!([7, 8, 9].map(other), [true, true, false]);
         let why = Rejection::Rejected("its public address 127.0.0.1 is no host's address".into());
         told.send_modify(|status| {
-            Arc::make_mut(status).disbelieved =
+            Arc::make_mut(status).rejected =
                 [("10.1.7.0-24".parse().unwrap(), why)].into_iter().collect();
         });
         assert_eq!([7, 8, 9].map(other), [false, true, false]);

@@ -1,17 +1,18 @@
-//! Doubting: what the kernel says has changed, and what that may mean for us.
+//! Invalidation: the effect of kernel events on the table.
 
 use std::cell::OnceCell;
 
-use super::{Cause, Engine, Unread};
+use super::Engine;
 use flannel_core::Kernel;
 use flannel_core::kernel::{ChangedBy, Invalidation, KernelEvent, ROUTE_PROTOCOL};
 use flannel_core::object::{Key, Object, Route, Via};
 use flannel_core::status::Damage;
 
-/// Whom to suspect of additions is remembered for so many of them; the wanted objects bound the rest.
+/// The authors of this many added objects are remembered. The desired objects bound the rest.
 const MOST_SUSPECTS: usize = 1024;
 
-/// Who is said to have done something. Which process that is costs reading files, so only victims of ours make us ask.
+/// The author of an event. The name of its process costs reading files, so it is read only if the
+/// event concerns an object of ours.
 struct Suspect<'a> {
     said: Option<&'a ChangedBy>,
     kernel: &'a dyn Kernel,
@@ -32,27 +33,26 @@ impl Suspect<'_> {
 
 impl Engine {
     pub(crate) fn has_urgent_lookups(&self) -> bool {
-        self.stale_lookups.urgent
+        self.lookups.is_urgent()
     }
 
     pub(crate) fn has_stale_lookups(&self) -> bool {
-        self.stale_lookups.all || !self.stale_lookups.under.is_empty()
+        self.lookups.is_any()
     }
 
-    /// Takes in news from the kernel, and asks it who that was where it matters.
+    /// Takes in an event.
     pub(crate) fn invalidate(&mut self, invalidation: &Invalidation, kernel: &dyn Kernel) {
         match invalidation {
             Invalidation::Everything => {
-                self.unread = Unread::Everything;
-                self.stale_lookups.all = true;
+                self.survey.invalidate_everything();
+                self.lookups.invalidate_all();
             }
             Invalidation::Link(name) => {
-                if self.footprint.links.contains(name) || self.footprint.routes_on.contains(name) {
-                    self.unread = Unread::Everything;
+                let carries_routes = self.footprint.routes_on.contains(name);
+                if carries_routes || self.footprint.links.contains(name) {
+                    self.survey.invalidate_everything();
                 }
-                self.stale_lookups.urgent |= self.footprint.routes_on.contains(name);
-                self.stale_lookups.all |=
-                    self.stale_lookups.urgent || self.answer_links.contains(name);
+                self.lookups.invalidate_link(*name, carries_routes);
             }
             Invalidation::Objects(reports, by) => {
                 let by = Suspect { said: by.as_ref(), kernel, named: OnceCell::new() };
@@ -73,72 +73,67 @@ impl Engine {
         let concerned = self.footprint.concerns(&key);
         if let Key::Route(dst) = key
             && !concerned
-            && self.peers.lookups().are_under(dst)
+            && self.desired.peers.lookups().are_under(dst)
         {
-            self.stale_lookups.under.insert(dst);
+            self.lookups.invalidate_under(dst);
         }
         let protocol = by.said.and_then(|by| by.protocol);
-        // As we want it, but of a protocol that is not ours.
+        // As desired, but of a protocol that is not ours.
         let disowned = protocol.is_some_and(|protocol| protocol != ROUTE_PROTOCOL);
-        match (self.want(&key), report) {
+        match (self.desired.object(&key), report) {
             (_, KernelEvent::Related(_)) => {}
-            // Says what we want to hear: no reason for doubt (and none for trust: a doubt stays one).
+            // An event that reports the desired object is ignored; an invalid object stays invalid.
             (Some(want), KernelEvent::Present(object)) if want == *object && !disowned => {}
-            // A route of somebody else stands before it, or no longer does: so it shall be.
+            // A foreign route before a route of last resort is in order.
             (Some(Object::Route(Route { via: Via::LastResort, .. })), report) => {
                 if matches!(report, KernelEvent::Deleted(_)) {
-                    self.unread = Unread::Everything;
+                    self.survey.invalidate_everything();
                 }
             }
             (Some(_), KernelEvent::Deleted(_)) => {
-                // Its routes went with it, without a word about each.
+                // The kernel deletes its routes with it, without an event for each.
                 if let Key::Nexthop(id) = key {
-                    let dst = self.ids.as_ref().and_then(|ids| ids.dst(id));
-                    // One that a plan defined has routes that the plan defined too.
-                    let routes =
-                        dst.map(|dst| vec![Key::Route(dst)]).or_else(|| self.peers.routes_by(&key));
-                    if routes.is_none() {
-                        self.unread = Unread::Everything;
-                    }
-                    for route in routes.into_iter().flatten() {
-                        self.suspect(route, Damage::Deletion, by);
+                    let route = self.desired.route_by(id).map(|route| vec![route]);
+                    // A plan that defines a nexthop object also defines its routes.
+                    match route.or_else(|| self.desired.peers.routes_by(&key)) {
+                        Some(routes) => routes
+                            .into_iter()
+                            .for_each(|route| self.suspect(route, Damage::Deletion, by)),
+                        None => self.survey.invalidate_everything(),
                     }
                 }
                 self.suspect(key, Damage::Deletion, by);
             }
             (Some(_), KernelEvent::Duplicate(object)) => {
-                // Of two IPv6 routes the kernel replaces that which is the more like ours, which may be the second.
+                // Of two IPv6 routes the kernel replaces the one that is more like ours, maybe the
+                // second one.
                 let in_doubt = matches!(key, Key::Route(dst) if dst.base().is_ipv6());
                 if in_doubt || self.footprint.may_own(object, protocol) {
-                    self.unread = self.unread.max(Unread::Additions);
+                    self.survey.invalidate_additions();
                 }
                 self.suspect(key, Damage::Modification, by);
             }
             (Some(_), _) => self.suspect(key, Damage::Modification, by),
-            // Ours to remove, if it is one that a snapshot shows as ours.
+            // To be deleted, if a snapshot shows it as ours.
             (
                 None,
                 KernelEvent::Present(object)
                 | KernelEvent::Inexact(object)
                 | KernelEvent::Duplicate(object),
             ) if concerned && self.footprint.may_own(object, protocol) => {
-                self.unread = self.unread.max(Unread::Additions);
-                if self.suspects.len() < MOST_SUSPECTS + self.put.len()
+                self.survey.invalidate_additions();
+                if self.table.has_room(MOST_SUSPECTS)
                     && let Some(by) = by.named()
                 {
-                    self.suspects.insert(key, by);
+                    self.table.suspect_addition(key, by);
                 }
             }
             (None, _) => {}
         }
     }
 
-    /// A wanted object is in doubt.
+    /// A desired object may have been damaged.
     fn suspect(&mut self, key: Key, damage: Damage, by: &Suspect<'_>) {
-        let known = self.failed.remove(&key).map(|failed| failed.cause);
-        self.put.entry(key).or_insert_with(|| known.unwrap_or(Cause::Repair(damage)));
-        if let Some(by) = by.named() {
-            self.suspects.insert(key, by);
-        }
+        self.table.invalidate(key, damage, by.named());
     }
 }

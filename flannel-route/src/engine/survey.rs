@@ -1,178 +1,194 @@
-//! Reading: a snapshot tells what is to be done, and which ids nexthop objects have.
+//! The survey: reads a snapshot of the kernel and rebuilds the table from it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::{Cause, Engine, Failed, Unread, expand};
-use crate::nexthops::{Ids, nexthop};
+use super::lookups::Answers;
+use super::table::{Actual, Row};
+use super::{Cause, Engine};
+use crate::admission::Changed;
+use crate::nexthops::Ids;
 use flannel_core::Kernel;
-use flannel_core::Subnet;
-use flannel_core::kernel::KernelError;
-use flannel_core::kernel::NexthopBlock;
-use flannel_core::object::{Change, Key, Object, ObjectKind, State};
+use flannel_core::kernel::{KernelError, NexthopBlock};
+use flannel_core::object::{Change, Key, LinkName, Object, State};
 use flannel_core::status::{Damage, Failure};
 
 const EAGAIN: i32 = 11;
 
-/// How what is there differs from what is wanted.
+/// The part of the kernel that only a snapshot can tell.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+enum Unread {
+    Nothing,
+    /// There may be objects that are not desired. The desired objects are known.
+    Additions,
+    #[default]
+    Everything,
+}
+
+/// The snapshots that were read so far.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Reads {
+    pub(crate) done: u64,
+    pub(crate) tries: u64,
+    /// The time that all tries took together.
+    pub(crate) took: Duration,
+}
+
+/// The result of the last snapshot, and the need for another one.
+#[derive(Debug, Default)]
+pub(super) struct Survey {
+    unread: Unread,
+    /// Desired links that are absent: no object can be put on them.
+    pub(super) missing_links: BTreeSet<LinkName>,
+    pub(super) reads: Reads,
+    /// Why the kernel could not be read.
+    pub(super) error: Option<KernelError>,
+}
+
+impl Survey {
+    pub(super) fn is_unread(&self) -> bool {
+        self.unread > Unread::Nothing
+    }
+
+    pub(super) fn is_everything_unread(&self) -> bool {
+        self.unread == Unread::Everything
+    }
+
+    pub(super) fn invalidate_additions(&mut self) {
+        self.unread = self.unread.max(Unread::Additions);
+    }
+
+    pub(super) fn invalidate_everything(&mut self) {
+        self.unread = Unread::Everything;
+    }
+}
+
+/// The differences between the kernel and the desired objects.
 struct Comparison<'a> {
-    /// What is wanted, and what is there instead; `None` if nothing is.
+    /// Desired objects, and the objects in their place; `None` if there is none.
     wrong: Vec<(Object, Option<Object>)>,
     unwanted: Vec<&'a Object>,
-    /// How many nexthop objects are wanted.
+    /// The number of desired nexthop objects.
     nexthops: usize,
 }
 
 impl Engine {
     /// Chooses the ids of nexthop objects, once: before the first snapshot, which depends on them.
     fn choose_ids(&mut self, kernel: &dyn Kernel) -> Result<(), KernelError> {
-        if self.reads.done > 0 {
+        if self.survey.reads.done > 0 {
             return Ok(());
         }
         let (block, there) = NexthopBlock::choose(kernel, &self.footprint)?;
         self.footprint.nexthops = block;
-        self.ids = block.filter(|_| there.usable).map(Ids::new);
+        self.desired.ids = block.filter(|_| there.usable).map(Ids::new);
         Ok(())
     }
 
-    /// Lets destinations keep the ids that they have in the kernel, and at first gives ids to those that have none.
-    fn adopt_ids(&mut self, actual: &State) {
-        let Some(ids) = &mut self.ids else { return };
-        let (first, peers) = (self.reads.done == 0, &self.peers);
-        let wanted = |dst: &Subnet| {
-            peers.object(&Key::Route(*dst)).is_some_and(|o| nexthop(&o, 0).is_some())
-        };
-        ids.adopt(actual, |dst| first || !wanted(dst));
-        if !first {
-            return;
-        }
-        for object in self.peers.objects() {
-            if ids.assign_to(object).is_some() {
-                self.peer_objects.add(ObjectKind::Nexthop);
+    /// Reads the kernel; `None` if it could not be read.
+    fn snapshot(&mut self, kernel: &dyn Kernel) -> Option<State> {
+        let started = Instant::now();
+        let actual = self.choose_ids(kernel).and_then(|()| kernel.snapshot(&self.footprint));
+        let survey = &mut self.survey;
+        survey.reads.tries += 1;
+        survey.reads.took += started.elapsed();
+        match actual {
+            Ok(actual) => {
+                (survey.error, survey.unread) = (None, Unread::Nothing);
+                let absent = |object: &Object| match object {
+                    Object::Link(link) => actual.get(&object.key()).is_none().then_some(link.name),
+                    _ => None,
+                };
+                survey.missing_links = self.desired.base.iter().filter_map(absent).collect();
+                Some(actual)
+            }
+            Err(error) => {
+                // The next try chooses them anew, from the objects that are there by then.
+                if survey.reads.done == 0 {
+                    self.desired.ids = None;
+                }
+                survey.error = Some(error);
+                None
             }
         }
     }
 
-    /// Forgets the ids of destinations that are neither wanted nor waiting to be deleted.
-    fn release_ids(&mut self) {
-        let Some(ids) = &mut self.ids else { return };
-        let (peers, gone, failed) = (&self.peers, &self.gone, &self.failed);
-        ids.retain(|id, dst| {
-            let route = Key::Route(*dst);
-            let wanted = peers.object(&route).is_some_and(|object| nexthop(&object, id).is_some());
-            let waits = |key: &Key| gone.contains_key(key) || failed.contains_key(key);
-            wanted || waits(&route) || waits(&Key::Nexthop(id))
-        });
-    }
-
-    /// Reads the kernel and finds out what is to be done; false if it could not be read.
+    /// Reads the kernel and rebuilds the table; false if it could not be read.
     ///
-    /// A link in `links_put` that still is not as wanted is one that the kernel keeps as it is: say so
-    /// instead of putting it for ever, and since when, if it failed before it was put.
+    /// A link in `links_put` that still is not as desired is one that the kernel keeps as it is. It
+    /// fails, since the time of the failure that it had before it was put.
     pub(super) fn read(
         &mut self,
         kernel: &dyn Kernel,
         links_put: &BTreeMap<Key, Option<Failure>>,
     ) -> bool {
-        // What is there of leases that nobody looked at would seem to be nobody's.
-        self.take_all_unprocessed(kernel);
-        let started = Instant::now();
-        let actual = self.choose_ids(kernel).and_then(|()| kernel.snapshot(&self.footprint));
-        self.reads.tries += 1;
-        self.reads.took += started.elapsed();
-        let actual = match actual {
-            Ok(actual) => actual,
-            Err(error) => {
-                // Chosen anew next time, when those of what is there by then are adopted and all are counted.
-                if self.reads.done == 0 {
-                    self.ids = None;
-                }
-                self.kernel_error = Some(error);
-                return false;
-            }
+        let Some(actual) = self.snapshot(kernel) else { return false };
+        // Objects that are there before the first change are those of a predecessor.
+        let first = self.survey.reads.done == 0;
+        self.survey.reads.done += 1;
+        self.desired.adopt_ids(&actual, first);
+        let mut comparison = self.compare(&actual);
+        if self.has_queue() && !comparison.unwanted.is_empty() {
+            // An object that no peer defines may be one that a lease in the queue will define.
+            self.plan_queue(kernel, &actual);
+            comparison = self.compare(&actual);
+        }
+        let Comparison { wrong, unwanted, nexthops } = comparison;
+        let mut before = self.table.take_rows();
+        let mut row = |key: &Key, actual, damage| {
+            let cause = if first { Cause::Lease(None) } else { Cause::Repair(damage) };
+            let before = before.remove(key);
+            let mut row = Row::new(actual, before.as_ref().map_or(cause, |row| row.cause));
+            row.changed_by = before.and_then(|row| row.changed_by);
+            row
         };
-        self.kernel_error = None;
-        self.unread = Unread::Nothing;
-        let absent = |object: &Object| match object {
-            Object::Link(link) => actual.get(&object.key()).is_none().then_some(link.name),
-            _ => None,
-        };
-        self.missing_links = self.base.iter().filter_map(absent).collect();
-        self.adopt_ids(&actual);
-        // What is there before anything was put is what a predecessor left.
-        let first = self.reads.done == 0;
-        self.reads.done += 1;
-        let (put, gone) = (std::mem::take(&mut self.put), std::mem::take(&mut self.gone));
-        let failed = std::mem::take(&mut self.failed);
-        let put = self.sort_out_fresh(&actual, put);
-        let cause = |key: &Key, damage| {
-            let gone = || gone.get(key).map(|(_, cause)| *cause);
-            let failed = || failed.get(key).map(|failed| failed.cause);
-            let known = put.get(key).copied().or_else(gone).or_else(failed);
-            known.unwrap_or(if first { Cause::Lease(None) } else { Cause::Repair(damage) })
-        };
-        let Comparison { wrong, unwanted, nexthops } = self.compare(&actual);
         for object in unwanted {
             let key = object.key();
-            self.gone.insert(key, (object.clone(), cause(&key, Damage::Addition)));
+            let row = row(&key, Actual::Present(object.clone()), Damage::Addition);
+            self.table.insert(key, row);
         }
         for (want, is) in wrong {
             let key = want.key();
             let damage = if is.is_some() { Damage::Modification } else { Damage::Deletion };
-            let cause = cause(&key, damage);
-            if let Some(before) = links_put.get(&key) {
-                let is = is.map_or_else(|| "absent".into(), |is| is.to_string());
-                self.ignored(want, &is, cause, before.as_ref());
-            } else {
-                self.put.insert(key, cause);
+            let row = row(&key, Actual::Unknown, damage);
+            match links_put.get(&key) {
+                Some(failed) => self.ignored(want, is, row, failed.as_ref()),
+                None => self.table.insert(key, row),
             }
         }
-        // Mostly each has a nexthop object that is wanted.
-        if !self.fresh.is_empty() || self.ids.as_ref().is_some_and(|ids| ids.len() != nexthops) {
-            self.release_ids();
+        // Usually each id is that of a desired nexthop object.
+        if self.desired.ids.as_ref().is_some_and(|ids| ids.len() != nexthops) {
+            self.desired.release_ids(self.table.rows());
         }
-        let (put, gone) = (&self.put, &self.gone);
-        self.stats.keep_failing(|k| {
-            put.contains_key(k) || gone.contains_key(k) || links_put.contains_key(k)
-        });
-        self.suspects.retain(|key, _| put.contains_key(key) || gone.contains_key(key));
+        self.table.keep_failing(|key| links_put.contains_key(key));
         true
     }
 
-    /// Of new peers only those stay fresh of which nothing is there. What others lack is noted in `put`.
-    fn sort_out_fresh(
-        &mut self,
-        actual: &State,
-        mut put: BTreeMap<Key, Cause>,
-    ) -> BTreeMap<Key, Cause> {
-        for (id, arrived) in std::mem::take(&mut self.fresh) {
-            let (mut some, mut lacking) = (false, Vec::new());
-            expand(self.peers.fresh_objects(id).unwrap_or_default(), self.ids.as_ref(), |object| {
-                let key = object.key();
-                let there = actual.get(&key);
-                some |= there.is_some();
-                if there != Some(&object) || !actual.is_exact(&object) {
-                    lacking.push(key);
-                }
-            });
-            if some {
-                self.peers.take_fresh(id);
-                put.extend(lacking.into_iter().map(|key| (key, Cause::Lease(arrived))));
-            } else {
-                self.fresh.push_back((id, arrived));
+    /// Plans all leases in the queue. Their objects that `actual` lacks get rows.
+    fn plan_queue(&mut self, kernel: &dyn Kernel, actual: &State) {
+        let answers = Answers::new(kernel);
+        while let Some((changed, arrived)) = self.plan_slice(&answers) {
+            let Changed { deltas, added } = changed;
+            self.take_deltas(deltas, Some(arrived));
+            let (desired, table) = (&self.desired, &mut self.table);
+            for id in added {
+                desired.each_of(id, |object| {
+                    let key = object.key();
+                    if actual.get(&key) != Some(&object) || !actual.is_exact(&object) {
+                        table.insert(key, Row::new(Actual::Unknown, Cause::Lease(Some(arrived))));
+                    }
+                });
             }
         }
-        put
+        self.lookups.note(answers);
     }
 
-    /// What is wanted, but for what fresh peers want, and is not there or not so; and what is there and not wanted. Goes through
-    /// the peers in the order of their slots, which mostly is that of what they put.
+    /// Compares all desired objects with `actual`.
     fn compare<'a>(&self, actual: &'a State) -> Comparison<'a> {
-        let (mut wrong, mut is_wanted, mut finder) =
-            (Vec::new(), vec![false; actual.len()], actual.finder());
-        let mut nexthops = 0;
-        let mut look = |want: Object| {
+        let (mut wrong, mut is_wanted) = (Vec::new(), vec![false; actual.len()]);
+        let (mut finder, mut nexthops) = (actual.finder(), 0);
+        self.desired.each(|want| {
             nexthops += usize::from(matches!(want, Object::Nexthop(_)));
             match finder.find(&want) {
                 Some((n, None)) if actual.is_exact(&want) => is_wanted[n] = true,
@@ -182,20 +198,19 @@ impl Engine {
                 }
                 None => wrong.push((want, None)),
             }
-        };
-        self.base.iter().cloned().for_each(&mut look);
-        expand(self.peers.settled_objects(), self.ids.as_ref(), look);
+        });
         let unwanted = actual.iter().zip(is_wanted).filter(|(_, is_wanted)| !is_wanted);
         Comparison { wrong, unwanted: unwanted.map(|(object, _)| object).collect(), nexthops }
     }
 
-    /// The kernel says nothing against a change of a link, and does not make it.
-    fn ignored(&mut self, want: Object, is: &str, cause: Cause, before: Option<&Failure>) {
+    /// The kernel accepted a change of a link, and did not make it.
+    fn ignored(&mut self, want: Object, is: Option<Object>, row: Row, before: Option<&Failure>) {
+        let is = is.map_or_else(|| "absent".into(), |is| is.to_string());
         let detail = format!("the kernel did not take it over: it is now {is}");
-        self.failed.insert(want.key(), Failed { cause, deletion: None });
         if let Some(before) = before {
-            self.stats.fails_still(want.key(), before.clone());
+            self.table.fails_still(want.key(), before.clone());
         }
-        self.stats.failed(&Change::Put(want), None, KernelError::explained(EAGAIN, detail));
+        let error = KernelError::explained(EAGAIN, detail);
+        self.table.refuse(&Change::Put(want), row.cause, row.changed_by, None, error);
     }
 }

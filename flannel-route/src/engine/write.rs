@@ -1,4 +1,4 @@
-//! Writing: what is in doubt or has changed goes to the kernel, batch by batch.
+//! Writes: changes that are due go to the kernel, batch by batch.
 
 use std::collections::BTreeMap;
 use std::ops::Bound::{Excluded, Unbounded};
@@ -7,13 +7,15 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::{Cause, Engine, Failed, Unread};
-use flannel_core::Kernel;
-use flannel_core::Subnet;
+use super::lookups::Answers;
+use super::table::Row;
+use super::{Actual, Cause, Engine};
+use crate::admission::Changed;
 use flannel_core::address::Family;
 use flannel_core::kernel::KernelError;
-use flannel_core::object::{Change, Key, Nexthop, Object, Route, Via};
+use flannel_core::object::{Change, Key, Nexthop, Object, ObjectKind, Route, Via};
 use flannel_core::status::{Damage, Failure};
+use flannel_core::{Kernel, Subnet};
 
 /// A repair, a newer view or a question waits for a round at most, beside the batch in hand.
 const ROUND: Duration = Duration::from_millis(16);
@@ -45,9 +47,9 @@ impl Gate {
 pub(crate) struct Closed;
 
 impl Engine {
-    /// Brings the kernel to what is wanted, as far as it lets us; what it refuses is in the status. Of new peers it
-    /// puts so many as a round may take, and of everything else: while there [is more](Self::is_unfinished), nothing is deleted but what
-    /// leases took away. Unless it `may_read` the kernel, it does what can be done without. Blocks.
+    /// Makes the kernel equal to the desired objects, as far as the kernel lets us. The status holds
+    /// the changes that it refuses. Ends after some [`ROUND`], even if [more](Self::is_unfinished)
+    /// is due. Reads the kernel only if it `may_read`. Blocks.
     ///
     /// # Errors
     /// [`Closed`]: the gate was closed before everything was done.
@@ -59,50 +61,26 @@ impl Engine {
     ) -> Result<(), Closed> {
         self.unfinished = false;
         let mut links_put = BTreeMap::new();
-        // A link that is put may take all that is on it with it, so the kernel is read again after each.
+        // A link that is put may take all objects on it with it: the kernel is read again after.
         while self.is_unsettled() {
             let known = !self.is_unread() || (may_read && self.read(kernel, &links_put));
-            if !known && self.unread == Unread::Everything {
-                // Which ids objects have, and what there is that live peers go by, only a first look tells.
-                if self.reads.done == 0 {
-                    return Ok(());
-                }
-                // What leases brought needs no look at the kernel first. What else is in doubt is put without one if there is none.
-                let blind = self.kernel_error.is_some();
-                self.put_noted(kernel, gate, Instant::now() + ROUND, |key, cause| {
-                    matches!(cause, Cause::Lease(_)) || (blind && !matches!(key, Key::Link(_)))
-                })?;
-                return self.put_new_peers(kernel, gate, Instant::now() + ROUND);
+            if !known && self.survey.is_everything_unread() {
+                return self.settle_unread(kernel, gate);
             }
-            let links = self.put.keys().take_while(|key| matches!(key, Key::Link(_)));
-            let links: Vec<Change> =
-                links.filter_map(|key| self.want(key)).map(Change::Put).collect();
-            if links.is_empty() {
+            let taken = self.put_links(kernel, gate)?;
+            if taken.is_empty() {
                 break;
             }
-            let failing = |key| self.stats.failing().get(&key).cloned();
-            let keys = links.iter().map(|change| change.object().key());
-            let before: Vec<(Key, Option<Failure>)> = keys.map(|key| (key, failing(key))).collect();
-            self.apply(kernel, gate, &links)?;
-            let taken =
-                before.into_iter().filter(|(key, _)| !self.stats.failing().contains_key(key));
-            let taken: Vec<_> = taken.collect();
-            for (key, _) in &taken {
-                if let Key::Link(name) = key {
-                    self.missing_links.remove(name);
-                }
-            }
-            if !taken.is_empty() {
-                (self.unread, may_read) = (Unread::Everything, true);
-            }
+            self.survey.invalidate_everything();
+            may_read = true;
             links_put.extend(taken);
         }
-        // However long reading took, something is done in each round.
+        // A round does something, however long the snapshot took.
         let end = Instant::now() + ROUND;
-        self.put_noted(kernel, gate, end, |_, _| true)?;
+        self.put_due(kernel, gate, end, |_, _| true)?;
         self.put_new_peers(kernel, gate, end)?;
-        // Of those that were looked at meanwhile, not all were fresh.
-        self.put_noted(kernel, gate, end, |_, _| true)?;
+        // A slice of new peers can change objects of other peers.
+        self.put_due(kernel, gate, end, |_, _| true)?;
         if !self.live {
             return Ok(());
         }
@@ -110,78 +88,173 @@ impl Engine {
             return self.delete_meanwhile(kernel, gate);
         }
         let mut last = None;
-        self.apply_while(kernel, gate, end, |this| this.next_gone(&mut last, |_| true))
+        self.apply_while(kernel, gate, end, |this| this.next_deletions(&mut last, |_| true))
     }
 
-    /// Repairs that do not end keep nobody who left: a batch of what leases took away goes, unless something is still to be put instead.
-    fn delete_meanwhile(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
-        let by_lease = |cause: &Cause| matches!(cause, Cause::Lease(_));
-        let is_due = |key: &Key| self.want(key).is_some_and(|object| !self.lacks_link(&object));
-        if self.has_fresh() || self.put.iter().any(|(key, cause)| by_lease(cause) && is_due(key)) {
+    /// Puts what can be put without a snapshot: changes of leases, and invalid objects if the kernel
+    /// cannot be read at all.
+    fn settle_unread(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
+        // Only a first snapshot tells the ids of objects, and the objects that serve peers now.
+        if self.survey.reads.done == 0 {
             return Ok(());
         }
-        let gone = self.next_gone(&mut None, by_lease);
-        if gone.is_empty() { Ok(()) } else { self.apply(kernel, gate, &gone) }
+        let blind = self.survey.error.is_some();
+        self.put_due(kernel, gate, Instant::now() + ROUND, |key, cause| {
+            matches!(cause, Cause::Lease(_)) || (blind && !matches!(key, Key::Link(_)))
+        })?;
+        self.put_new_peers(kernel, gate, Instant::now() + ROUND)
     }
 
-    /// A route that is not put yet, or could not be, may still go by the nexthop object that it had, and would go with it.
-    fn may_still_lead(&self, nexthop: &Nexthop) -> bool {
-        let (put, failing) = (&self.put, self.stats.failing());
-        match self.ids.as_ref().and_then(|ids| ids.dst(nexthop.id)).map(Key::Route) {
-            Some(route) => put.contains_key(&route) || failing.contains_key(&route),
+    /// Puts the links that are due: those that the kernel accepted, with their earlier failures.
+    fn put_links(
+        &mut self,
+        kernel: &dyn Kernel,
+        gate: &Gate,
+    ) -> Result<Vec<(Key, Option<Failure>)>, Closed> {
+        let is_link = |(key, _): &(&Key, &Row)| matches!(key, Key::Link(_));
+        let links = self.table.puts(..).take_while(is_link);
+        let links = links.filter_map(|(key, _)| self.desired.object(key)).map(Change::Put);
+        let links: Vec<Change> = links.collect();
+        let keys = links.iter().map(|change| change.object().key());
+        let mut taken: Vec<(Key, Option<Failure>)> =
+            keys.map(|key| (key, self.table.failing().get(&key).cloned())).collect();
+        if links.is_empty() {
+            return Ok(taken);
+        }
+        self.apply(kernel, gate, &links)?;
+        taken.retain(|(key, _)| !self.table.failing().contains_key(key));
+        for (key, _) in &taken {
+            if let Key::Link(name) = key {
+                self.survey.missing_links.remove(name);
+            }
+        }
+        Ok(taken)
+    }
+
+    /// Puts the objects of peers in the queue, slice by slice, until `end`; at least one slice.
+    fn put_new_peers(
+        &mut self,
+        kernel: &dyn Kernel,
+        gate: &Gate,
+        end: Instant,
+    ) -> Result<(), Closed> {
+        let answers = Answers::new(kernel);
+        while let Some((Changed { deltas, added }, arrived)) = self.plan_slice(&answers) {
+            self.take_deltas(deltas, Some(arrived));
+            let cause = Cause::Lease(Some(arrived));
+            // Sorted by kind: that is the order of creation.
+            let mut objects: [Vec<Object>; ObjectKind::ALL.len()] = Default::default();
+            for id in added {
+                self.desired.each_of(id, |object| objects[object.kind() as usize].push(object));
+            }
+            let mut changes = Vec::with_capacity(objects.iter().map(Vec::len).sum());
+            for object in objects.into_iter().flatten() {
+                // The object of a peer that left, or nothing.
+                self.table.remove(&object.key());
+                if self.lacks_link(&object) {
+                    self.table.insert(object.key(), Row::new(Actual::Unknown, cause));
+                } else {
+                    changes.push(Change::Put(object));
+                }
+            }
+            let results = gate.pass(|| kernel.apply(&self.footprint, &changes)).ok_or(Closed)?;
+            let now = Instant::now();
+            for (change, result) in changes.iter().zip(results) {
+                self.record(change, result, now, Some(cause));
+            }
+            if now >= end {
+                break;
+            }
+        }
+        self.lookups.note(answers);
+        Ok(())
+    }
+
+    /// Plans the next slice of the queue. Leases that went or were planned meanwhile are left out.
+    pub(super) fn plan_slice(&mut self, answers: &Answers<'_>) -> Option<(Changed, Instant)> {
+        let (slice, arrived) = self.queue.next()?;
+        let (leases, desired) = (&self.leases, &mut self.desired);
+        let due = slice.iter().filter(|lease| !desired.peers.contains(&lease.subnets));
+        let due: Vec<_> = due.filter_map(|lease| leases.get(&lease.subnets)).collect();
+        let changes = due.into_iter().map(|lease| (lease.subnets, Some(lease)));
+        Some((desired.update(changes, answers), arrived))
+    }
+
+    /// Repairs without end keep no object of a peer that left: one batch of those is deleted, unless
+    /// a lease still has an object to be put instead.
+    fn delete_meanwhile(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
+        let by_lease = |cause: Cause| matches!(cause, Cause::Lease(_));
+        let is_due =
+            |key: &Key| self.desired.object(key).is_some_and(|object| !self.lacks_link(&object));
+        let is_first = |(key, row): (&Key, &Row)| by_lease(row.cause) && is_due(key);
+        if self.has_queue() || self.table.puts(..).any(is_first) {
+            return Ok(());
+        }
+        let batch = self.next_deletions(&mut None, by_lease);
+        if batch.is_empty() { Ok(()) } else { self.apply(kernel, gate, &batch) }
+    }
+
+    /// A route that is not put yet, or could not be put, may still use the nexthop object that it
+    /// had. The kernel would delete the route with the nexthop object.
+    fn may_be_used(&self, nexthop: &Nexthop) -> bool {
+        let (table, failing) = (&self.table, self.table.failing());
+        match self.desired.route_by(nexthop.id) {
+            Some(route) => table.is_put(&route) || failing.contains_key(&route),
             None => {
                 let everything = Subnet::everything(Family::of(nexthop.gateway));
                 let routes = Key::Route(everything)..=Key::Route(Subnet::host(everything.last()));
-                put.range(routes.clone()).next().is_some()
+                table.puts(routes.clone()).next().is_some()
                     || failing.keys().any(|key| routes.contains(key))
             }
         }
     }
 
-    /// Puts what is noted and `meant`, as far as the links are there that it needs, until `end`. What leases brought does not wait for
-    /// what is in doubt, which may be all that there is; and of that the routes come last: they may take seconds if they are many
-    /// and have no nexthop objects, and are refused before those that they have are there.
-    fn put_noted(
+    /// Puts the due objects that are `meant` and whose links are there, until `end`. Changes of
+    /// leases come first, because repairs may never end. Routes are repaired last: without nexthop
+    /// objects they may take seconds, and without their nexthop objects the kernel refuses them.
+    fn put_due(
         &mut self,
         kernel: &dyn Kernel,
         gate: &Gate,
         end: Instant,
-        meant: impl Fn(&Key, &Cause) -> bool,
+        meant: impl Fn(&Key, Cause) -> bool,
     ) -> Result<(), Closed> {
-        let turn = |key: &Key, cause: &Cause| match (key, cause) {
+        let turn = |key: &Key, cause: Cause| match (key, cause) {
             (_, Cause::Lease(_)) => 0,
             (Key::Route(_), Cause::Repair(_)) => 2,
             (_, Cause::Repair(_)) => 1,
         };
         for now in 0..3 {
             let mut last = None;
-            let meant = |key: &Key, cause: &Cause| turn(key, cause) == now && meant(key, cause);
-            self.apply_while(kernel, gate, end, |this| this.next_noted(&mut last, meant))?;
+            let meant = |key: &Key, cause: Cause| turn(key, cause) == now && meant(key, cause);
+            self.apply_while(kernel, gate, end, |this| this.next_puts(&mut last, meant))?;
         }
         Ok(())
     }
 
-    /// The next batch of what is noted and `meant` after `last`; where it is the turn of a route, so it is of its nexthop object.
-    fn next_noted(
+    /// The next batch of objects to put after `last` that are `meant`. A route takes along its
+    /// nexthop object if that is due.
+    fn next_puts(
         &self,
         last: &mut Option<Key>,
-        meant: impl Fn(&Key, &Cause) -> bool,
+        meant: impl Fn(&Key, Cause) -> bool,
     ) -> Vec<Change> {
         let mut batch = Vec::new();
-        for (key, cause) in self.put.range((last.map_or(Unbounded, Excluded), Unbounded)) {
+        for (key, row) in self.table.puts((last.map_or(Unbounded, Excluded), Unbounded)) {
             if batch.len() >= BATCH {
                 break;
             }
             *last = Some(*key);
-            let wanted = meant(key, cause).then(|| self.want(key)).flatten();
+            let wanted = meant(key, row.cause).then(|| self.desired.object(key)).flatten();
             let Some(object) = wanted.filter(|object| !self.lacks_link(object)) else { continue };
             if let (Cause::Lease(_), Object::Route(Route { via: Via::Nexthop(id), .. })) =
-                (cause, &object)
-                && let Some(Cause::Repair(_)) = self.put.get(&Key::Nexthop(*id))
+                (row.cause, &object)
+                && let Some(nexthop) = self.table.get(&Key::Nexthop(*id)).filter(|row| row.is_put())
+                && matches!(nexthop.cause, Cause::Repair(_))
             {
-                batch.extend(self.want(&Key::Nexthop(*id)).map(Change::Put));
+                batch.extend(self.desired.object(&Key::Nexthop(*id)).map(Change::Put));
             }
-            match (cause, key) {
+            match (row.cause, key) {
                 (Cause::Repair(Damage::Modification), Key::Nexthop(id)) => {
                     batch.extend(self.around(*id, object).into_iter().flatten().map(Change::Put));
                 }
@@ -191,33 +264,36 @@ impl Engine {
         batch
     }
 
-    /// What puts a nexthop object right that is there: its route goes by the gateway itself meanwhile. Where it has a route, Linux goes
-    /// through its whole table for each replacement (`net.ipv4.nexthop_compat_mode`): three milliseconds where there are 50,000 routes.
+    /// The steps that repair a nexthop object in place: its route uses the gateway itself meanwhile.
+    /// Linux walks its whole table for each replacement of an object with a route
+    /// (`net.ipv4.nexthop_compat_mode`): three milliseconds with 50,000 routes.
     fn around(&self, id: u32, nexthop: Object) -> [Option<Object>; 3] {
-        let dst = self.ids.as_ref().and_then(|ids| ids.dst(id));
-        let plain = dst.and_then(|dst| self.peers.settled_object(&Key::Route(dst)));
-        let by_nexthop = plain.as_ref().and_then(|plain| self.want(&plain.key()));
+        let route = self.desired.route_by(id);
+        let plain = route.and_then(|route| self.desired.peers.object(&route));
+        let by_nexthop = plain.as_ref().and_then(|plain| self.desired.object(&plain.key()));
         [plain, Some(nexthop), by_nexthop]
     }
 
-    /// The next batch of what is to be deleted before `last` and `meant`: in the order opposite to that of creation.
-    fn next_gone(&self, last: &mut Option<Key>, meant: impl Fn(&Cause) -> bool) -> Vec<Change> {
-        let gone = self.gone.range((Unbounded, last.map_or(Unbounded, Excluded))).rev();
-        let leads = |object: &Object| matches!(object, Object::Nexthop(nexthop) if self.may_still_lead(nexthop));
-        let gone = gone.filter(|(_, (object, cause))| meant(cause) && !leads(object)).take(BATCH);
-        let batch: Vec<_> = gone.map(|(_, (object, _))| Change::Delete(object.clone())).collect();
+    /// The next batch of objects to delete before `last` that are `meant`, in the order opposite to
+    /// that of creation.
+    fn next_deletions(&self, last: &mut Option<Key>, meant: impl Fn(Cause) -> bool) -> Vec<Change> {
+        let is_used = |object: &Object| matches!(object, Object::Nexthop(nexthop) if self.may_be_used(nexthop));
+        let due = self.table.deletions((Unbounded, last.map_or(Unbounded, Excluded)));
+        let due = due.filter(|(_, object, cause)| meant(*cause) && !is_used(object)).take(BATCH);
+        let batch: Vec<_> = due.map(|(_, object, _)| Change::Delete(object.clone())).collect();
         *last = batch.last().map(|change| change.object().key());
         batch
     }
 
-    /// Without its link nothing can be put; one failure in the status says more than ten thousand.
-    pub(super) fn lacks_link(&self, object: &Object) -> bool {
-        !self.missing_links.is_empty()
-            && self.link_of(object).is_some_and(|link| self.missing_links.contains(&link))
+    /// No object can be put without its link. One failure in the status says more than ten thousand.
+    fn lacks_link(&self, object: &Object) -> bool {
+        let missing = &self.survey.missing_links;
+        !missing.is_empty()
+            && self.desired.link_of(object).is_some_and(|link| missing.contains(&link))
     }
 
-    /// Applies one batch after the other, as `next` makes them out, none but the first of which begins after `end`: then there is more to
-    /// do. What is not applied in this round is not even made out: there may be a thousand batches.
+    /// Applies the batches that `next` returns, one after the other. After `end` only the first one
+    /// begins. Batches of later rounds are not even computed: there may be a thousand.
     fn apply_while(
         &mut self,
         kernel: &dyn Kernel,
@@ -249,8 +325,9 @@ impl Engine {
         let results = gate.pass(|| kernel.apply(&self.footprint, changes)).ok_or(Closed)?;
         let now = Instant::now();
         for (change, result) in changes.iter().zip(results) {
-            // A step on the way tells nothing of what is wanted; the one that is comes after it.
-            let is_step = |object: &Object| self.want(&object.key()).as_ref() != Some(object);
+            // An intermediate step says nothing about the desired object, which comes after it.
+            let is_step =
+                |object: &Object| self.desired.object(&object.key()).as_ref() != Some(object);
             if !matches!(change, Change::Put(object) if is_step(object)) {
                 self.record(change, result, now, None);
             }
@@ -258,8 +335,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Notes what came of a change. `cause` is that of one that is noted nowhere; `None`: it went along with another one.
-    pub(super) fn record(
+    /// Records the result of a change. `cause` is that of an object without a row. `None`: the change
+    /// went along with another one.
+    fn record(
         &mut self,
         change: &Change,
         result: Result<(), KernelError>,
@@ -268,37 +346,28 @@ impl Engine {
     ) {
         let object = change.object();
         let key = object.key();
-        let put = self.put.remove(&key);
-        let gone = self.gone.remove(&key).map(|(_, cause)| cause);
-        let failed = self.failed.remove(&key).map(|failed| failed.cause);
-        let cause = put.or(gone).or(cause).or(failed);
+        let (known, changed_by) =
+            self.table.remove(&key).map(|row| (row.cause, row.changed_by)).unzip();
+        let (cause, changed_by) = (known.or(cause), changed_by.flatten());
         if let (Change::Delete(_), Ok(()), Key::Nexthop(id), Some(ids)) =
-            (change, &result, key, &mut self.ids)
+            (change, &result, key, &mut self.desired.ids)
         {
             ids.release(id);
         }
-        match (result, cause) {
-            (Err(error), cause) => {
-                let cause = cause.unwrap_or(Cause::Lease(None));
-                let deletion = matches!(change, Change::Delete(_)).then(|| object.clone());
-                let peer = self.peer_of(&key);
-                self.failed.insert(key, Failed { cause, deletion });
-                self.stats.failed(change, peer, error);
+        if let Err(error) = result {
+            let peer = self.desired.peer_of(&key);
+            let cause = cause.unwrap_or(Cause::Lease(None));
+            return self.table.refuse(change, cause, changed_by, peer, error);
+        }
+        self.table.clear_failure(&key);
+        match cause {
+            None => {}
+            Some(Cause::Lease(arrived)) => {
+                self.stats.applied(arrived.map(|arrived| now.saturating_duration_since(arrived)));
             }
-            (Ok(()), cause) => {
-                self.stats.clear(&key);
-                // Whatever comes after this, it was not they.
-                let suspect = self.suspects.remove(&key);
-                match cause {
-                    None => {}
-                    Some(Cause::Lease(arrived)) => {
-                        self.stats
-                            .applied(arrived.map(|arrived| now.saturating_duration_since(arrived)));
-                    }
-                    Some(Cause::Repair(damage)) => {
-                        self.stats.repaired(object, damage, self.peer_of(&key), suspect);
-                    }
-                }
+            Some(Cause::Repair(damage)) => {
+                let peer = self.desired.peer_of(&key);
+                self.stats.repaired(object, damage, peer, changed_by.map(|by| *by));
             }
         }
     }

@@ -103,7 +103,7 @@ impl<'a> Judge<'a> {
 
     /// The state, and why it is not `in place`.
     fn state(&self, subnets: &Subnets) -> (&'static str, Option<String>) {
-        if let Some(why) = self.status.disbelieved.get(subnets) {
+        if let Some(why) = self.status.rejected.get(subnets) {
             return ("not believed", Some(why.to_string()));
         }
         if let Some(why) = self.failing.get(subnets).or_else(|| self.broken_tunnel(subnets)) {
@@ -117,7 +117,7 @@ impl<'a> Judge<'a> {
 
     /// The same at the cost of no text.
     fn rank(&self, subnets: &Subnets) -> Rank {
-        if self.status.disbelieved.contains_key(subnets)
+        if self.status.rejected.contains_key(subnets)
             || self.failing.contains_key(subnets)
             || self.broken_tunnel(subnets).is_some()
         {

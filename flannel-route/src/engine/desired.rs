@@ -1,0 +1,163 @@
+//! The desired objects: this node's own, and those that accepted peers define.
+
+use super::lookups::Answers;
+use crate::admission::{Admission, Changed};
+use crate::nexthops::{Ids, nexthop};
+use crate::object_counts::ObjectCounts;
+use crate::peer_index::Id;
+use flannel_core::object::{Key, LinkName, Object, ObjectKind, Route, State, Via};
+use flannel_core::{Lease, Subnet, Subnets};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Every object that the kernel is to have. A route by a gateway is desired as a nexthop object and
+/// a route by its id where the kernel has nexthop objects.
+pub(super) struct Desired {
+    /// This node's own objects.
+    pub(super) base: State,
+    pub(super) peers: Admission,
+    /// The ids of nexthop objects. `None` before the first snapshot, and if the kernel has no
+    /// nexthop objects.
+    pub(super) ids: Option<Ids>,
+    /// The number of objects that peers add to `base`.
+    pub(super) counts: ObjectCounts,
+}
+
+impl Desired {
+    pub(super) fn new(base: State, peers: Admission) -> Self {
+        Self { base, peers, ids: None, counts: ObjectCounts::default() }
+    }
+
+    /// The desired object with this key.
+    pub(super) fn object(&self, key: &Key) -> Option<Object> {
+        if let Some(object) = self.base.get(key) {
+            return Some(object.clone());
+        }
+        if let Key::Nexthop(id) = key
+            && let Some(nexthop) = self.nexthop(*id)
+        {
+            return Some(nexthop);
+        }
+        let object = self.peers.object(key)?;
+        let id = self.ids.as_ref().and_then(|ids| ids.of(key));
+        Some(by_nexthop(&object, id))
+    }
+
+    /// The nexthop object with this id that a peer's route needs.
+    fn nexthop(&self, id: u32) -> Option<Object> {
+        let dst = self.ids.as_ref()?.dst(id)?;
+        Some(nexthop(&self.peers.object(&Key::Route(dst))?, id)?.into())
+    }
+
+    /// The route by the nexthop object with this id.
+    pub(super) fn route_by(&self, id: u32) -> Option<Key> {
+        self.ids.as_ref()?.dst(id).map(Key::Route)
+    }
+
+    /// The peer that defines an object.
+    pub(super) fn peer_of(&self, key: &Key) -> Option<Subnets> {
+        let route = match key {
+            Key::Nexthop(id) => self.route_by(*id),
+            _ => None,
+        };
+        self.peers.definer(&route.unwrap_or(*key))
+    }
+
+    /// The link that an object needs, directly or through its nexthop object.
+    pub(super) fn link_of(&self, object: &Object) -> Option<LinkName> {
+        match object {
+            Object::Route(Route { via: Via::Nexthop(id), .. }) => {
+                self.object(&Key::Nexthop(*id))?.link()
+            }
+            object => object.link(),
+        }
+    }
+
+    /// Takes in changed leases.
+    pub(super) fn update<'a>(
+        &mut self,
+        changes: impl Iterator<Item = (Subnets, Option<&'a Arc<Lease>>)>,
+        answers: &Answers<'_>,
+    ) -> Changed {
+        let changed = self.peers.update(changes, &|a| answers.on_link(a));
+        self.count_added(&changed.added);
+        changed
+    }
+
+    /// Gives ids to the routes of new peers, and counts their objects.
+    fn count_added(&mut self, added: &[Id]) {
+        if let Some(ids) = &mut self.ids {
+            ids.reserve(added.len());
+        }
+        for object in added.iter().flat_map(|id| self.peers.objects_of(*id)) {
+            if self.ids.as_mut().and_then(|ids| ids.assign_to(object)).is_some() {
+                self.counts.add(ObjectKind::Nexthop);
+            }
+            self.counts.add(object.kind());
+        }
+    }
+
+    /// The objects of one peer, as the kernel is to have them.
+    pub(super) fn each_of(&self, peer: Id, each: impl FnMut(Object)) {
+        self.expand(self.peers.objects_of(peer), each);
+    }
+
+    /// All objects, those of peers in the order of their slots. An object that several peers define
+    /// comes several times.
+    pub(super) fn each(&self, mut each: impl FnMut(Object)) {
+        self.base.iter().cloned().for_each(&mut each);
+        self.expand(self.peers.objects(), each);
+    }
+
+    /// The definitions of peers as the kernel is to have them.
+    pub(super) fn expand<'a>(
+        &self,
+        objects: impl IntoIterator<Item = &'a Object>,
+        mut each: impl FnMut(Object),
+    ) {
+        for object in objects {
+            let id = self.ids.as_ref().and_then(|ids| ids.of_route(object));
+            if let Some(nexthop) = id.and_then(|id| nexthop(object, id)) {
+                each(nexthop.into());
+            }
+            each(by_nexthop(object, id));
+        }
+    }
+
+    /// Lets destinations keep the ids that they have in the kernel. `first`: before this, no route
+    /// had an id; those of peers get theirs now.
+    pub(super) fn adopt_ids(&mut self, actual: &State, first: bool) {
+        let Some(ids) = &mut self.ids else { return };
+        let peers = &self.peers;
+        let wanted = |dst: &Subnet| {
+            peers.object(&Key::Route(*dst)).is_some_and(|o| nexthop(&o, 0).is_some())
+        };
+        ids.adopt(actual, |dst| first || !wanted(dst));
+        if first {
+            let assigned = self.peers.objects().filter_map(|object| ids.assign_to(object));
+            assigned.for_each(|_| self.counts.add(ObjectKind::Nexthop));
+        }
+    }
+
+    /// Forgets the ids of destinations that are not desired, unless their objects are still `kept`.
+    pub(super) fn release_ids<T>(&mut self, kept: &BTreeMap<Key, T>) {
+        let Some(ids) = &mut self.ids else { return };
+        let peers = &self.peers;
+        ids.retain(|id, dst| {
+            let route = Key::Route(*dst);
+            let wanted = peers.object(&route).is_some_and(|object| nexthop(&object, id).is_some());
+            wanted || kept.contains_key(&route) || kept.contains_key(&Key::Nexthop(id))
+        });
+    }
+}
+
+/// A peer's object as the kernel is to have it: a route by a gateway becomes one by its nexthop
+/// object.
+pub(super) fn by_nexthop(object: &Object, id: Option<u32>) -> Object {
+    match (object, id) {
+        (Object::Route(route), Some(id)) if nexthop(object, id).is_some() => {
+            route.by_nexthop(id).into()
+        }
+        _ => object.clone(),
+    }
+}

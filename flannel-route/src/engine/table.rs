@@ -1,0 +1,221 @@
+//! The table: one row for each object that is not known to be as desired.
+
+use std::collections::BTreeMap;
+use std::ops::RangeBounds;
+
+use tokio::time::Instant;
+
+use flannel_core::Subnets;
+use flannel_core::kernel::{ChangedBy, KernelError};
+use flannel_core::object::{Change, Key, Object};
+use flannel_core::status::{Damage, Failure, Listing};
+
+/// Why an object is put or deleted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Cause {
+    /// Leases, or answers to questions of plans; with the arrival of the leases, if it was they.
+    Lease(Option<Instant>),
+    /// Another process seems to have done this to the object.
+    Repair(Damage),
+}
+
+/// The object in the kernel.
+#[derive(Debug)]
+pub(super) enum Actual {
+    /// Not known. The desired object is put over it.
+    Unknown,
+    /// This object, which is not desired: it is deleted.
+    Present(Object),
+    /// An object that may have to be deleted; only a snapshot tells.
+    Suspected,
+}
+
+/// An object that is not known to be as desired.
+#[derive(Debug)]
+pub(super) struct Row {
+    pub(super) actual: Actual,
+    pub(super) cause: Cause,
+    /// The kernel refused the change. It is not tried again until [`Table::retry`].
+    refused: bool,
+    /// The process that is said to have changed the object.
+    pub(super) changed_by: Option<Box<ChangedBy>>,
+}
+
+impl Row {
+    pub(super) const fn new(actual: Actual, cause: Cause) -> Self {
+        Self { actual, cause, refused: false, changed_by: None }
+    }
+
+    /// The desired object is to be put.
+    pub(super) fn is_put(&self) -> bool {
+        !self.refused && matches!(self.actual, Actual::Unknown)
+    }
+
+    /// The object that is to be deleted.
+    pub(super) fn deletion(&self) -> Option<&Object> {
+        match &self.actual {
+            Actual::Present(object) if !self.refused => Some(object),
+            _ => None,
+        }
+    }
+
+    pub(super) const fn is_refused(&self) -> bool {
+        self.refused
+    }
+}
+
+/// The rows in the order of creation, and the errors of the kernel. An object without a row is as
+/// desired, as far as the kernel told.
+#[derive(Debug, Default)]
+pub(super) struct Table {
+    rows: BTreeMap<Key, Row>,
+    puts: usize,
+    deletions: usize,
+    /// Objects that fail, also while they are tried again.
+    failing: Listing<Key, Failure>,
+    newly_failing: bool,
+}
+
+impl Table {
+    pub(super) fn has_puts(&self) -> bool {
+        self.puts > 0
+    }
+
+    pub(super) fn has_deletions(&self) -> bool {
+        self.deletions > 0
+    }
+
+    /// There are fewer than `most` rows whose change is not due: suspected additions, mostly.
+    pub(super) fn has_room(&self, most: usize) -> bool {
+        self.rows.len() < most + self.puts + self.deletions
+    }
+
+    pub(super) fn get(&self, key: &Key) -> Option<&Row> {
+        self.rows.get(key)
+    }
+
+    /// The desired object with this key is to be put.
+    pub(super) fn is_put(&self, key: &Key) -> bool {
+        self.get(key).is_some_and(Row::is_put)
+    }
+
+    /// The objects that are to be put, in the order of creation.
+    pub(super) fn puts(&self, range: impl RangeBounds<Key>) -> impl Iterator<Item = (&Key, &Row)> {
+        let rows = self.has_puts().then(|| self.rows.range(range));
+        rows.into_iter().flatten().filter(|(_, row)| row.is_put())
+    }
+
+    /// The objects that are to be deleted, in the order of deletion.
+    pub(super) fn deletions(
+        &self,
+        range: impl RangeBounds<Key>,
+    ) -> impl Iterator<Item = (&Key, &Object, Cause)> {
+        let rows = self.has_deletions().then(|| self.rows.range(range).rev());
+        let rows = rows.into_iter().flatten();
+        rows.filter_map(|(key, row)| Some((key, row.deletion()?, row.cause)))
+    }
+
+    pub(super) fn insert(&mut self, key: Key, row: Row) {
+        self.remove(&key);
+        self.puts += usize::from(row.is_put());
+        self.deletions += usize::from(row.deletion().is_some());
+        self.rows.insert(key, row);
+    }
+
+    pub(super) fn remove(&mut self, key: &Key) -> Option<Row> {
+        let row = self.rows.remove(key)?;
+        self.puts -= usize::from(row.is_put());
+        self.deletions -= usize::from(row.deletion().is_some());
+        Some(row)
+    }
+
+    /// Takes all rows. The failures stay until [`Table::keep_failing`].
+    pub(super) fn take_rows(&mut self) -> BTreeMap<Key, Row> {
+        (self.puts, self.deletions) = (0, 0);
+        std::mem::take(&mut self.rows)
+    }
+
+    pub(super) fn rows(&self) -> &BTreeMap<Key, Row> {
+        &self.rows
+    }
+
+    /// Changes that the kernel refused are due again.
+    pub(super) fn retry(&mut self) {
+        for row in self.rows.values_mut().filter(|row| row.refused) {
+            row.refused = false;
+            self.puts += usize::from(row.is_put());
+            self.deletions += usize::from(row.deletion().is_some());
+        }
+    }
+
+    /// The desired object with this key may have been damaged.
+    pub(super) fn invalidate(&mut self, key: Key, damage: Damage, by: Option<ChangedBy>) {
+        let before = self.remove(&key);
+        let is_known = |row: &Row| row.refused || row.is_put();
+        let cause = before.as_ref().filter(|row| is_known(row)).map(|row| row.cause);
+        let mut row = Row::new(Actual::Unknown, cause.unwrap_or(Cause::Repair(damage)));
+        row.changed_by = by.map(Box::new).or_else(|| before?.changed_by);
+        self.insert(key, row);
+    }
+
+    /// Notes who added an object that may have to be deleted.
+    pub(super) fn suspect_addition(&mut self, key: Key, by: ChangedBy) {
+        let addition = || Row::new(Actual::Suspected, Cause::Repair(Damage::Addition));
+        let mut row = self.remove(&key).unwrap_or_else(addition);
+        row.changed_by = Some(Box::new(by));
+        self.insert(key, row);
+    }
+
+    /// The kernel refused a change that was due because of `cause`.
+    pub(super) fn refuse(
+        &mut self,
+        change: &Change,
+        cause: Cause,
+        changed_by: Option<Box<ChangedBy>>,
+        peer: Option<Subnets>,
+        error: KernelError,
+    ) {
+        let key = change.object().key();
+        let mut failure = Failure::new(change, peer, error);
+        match self.failing.get(&key) {
+            Some(before) => {
+                failure.since = before.since;
+                failure.tries = before.tries.saturating_add(1);
+            }
+            None => {
+                self.newly_failing = true;
+                tracing::debug!(%change, error = %failure.error, "the kernel refused");
+            }
+        }
+        self.failing.insert(key, failure);
+        let actual = match change {
+            Change::Put(_) => Actual::Unknown,
+            Change::Delete(object) => Actual::Present(object.clone()),
+        };
+        self.insert(key, Row { actual, cause, refused: true, changed_by });
+    }
+
+    pub(super) fn failing(&self) -> &Listing<Key, Failure> {
+        &self.failing
+    }
+
+    /// A change seemed to succeed and did not: it fails since `before`.
+    pub(super) fn fails_still(&mut self, key: Key, before: Failure) {
+        self.failing.insert(key, before);
+    }
+
+    /// The object does not fail any more, or is not desired any more.
+    pub(super) fn clear_failure(&mut self, key: &Key) {
+        self.failing.remove(key);
+    }
+
+    pub(super) fn keep_failing(&mut self, keep: impl Fn(&Key) -> bool) {
+        let rows = &self.rows;
+        self.failing.retain(|key| rows.contains_key(key) || keep(key));
+    }
+
+    /// Says whether an object failed that did not fail at the last call.
+    pub(super) fn take_newly_failing(&mut self) -> bool {
+        std::mem::take(&mut self.newly_failing)
+    }
+}
