@@ -4,7 +4,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use clap::ValueEnum;
 use flannel_core::address::{Dual, Family};
-use flannel_core::lease::{LeaseAttrs, LeaseSet, Revision};
+use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer, Revision};
 use flannel_core::object::MacAddr;
 use flannel_core::{Lease, Subnet, Subnets};
 
@@ -81,13 +81,13 @@ impl Peer {
         Lease {
             subnets: Subnets::new(families.iter().map(|family| self.subnet(family)))
                 .expect("a family"),
-            attrs: LeaseAttrs {
+            attrs: LeaseAttrs::from(Offer {
                 public: Dual::from_fn(|family| {
                     Some(self.public(family)).filter(|_| enabled(family))
                 }),
-                backend_type: "vxlan".into(),
-                backend_data: Dual::from_fn(|family| enabled(family).then(|| data(family))),
-            },
+                kind: "vxlan".into(),
+                data: Dual::from_fn(|family| enabled(family).then(|| data(family))),
+            }),
             expires: None,
             since: Revision(u64::from(self.0)),
             revision: Revision(u64::from(self.0)),

@@ -122,7 +122,9 @@ pub(crate) fn event(nodes: u32, events: u32) -> anyhow::Result<Report> {
             server.put_node(&name, node);
             let subnets = flannel_core::Subnets::new([peer.subnet(FAMILY)]).context("a subnet")?;
             let there = |view: &View| {
-                view.leases.get(&subnets).is_some_and(|lease| lease.attrs.public.v4 == public)
+                view.leases
+                    .get(&subnets)
+                    .is_some_and(|lease| lease.attrs.preferred.public.v4 == public)
             };
             tokio::time::timeout(PATIENCE, views.wait_for(there))
                 .await

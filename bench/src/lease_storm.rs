@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use clap::ValueEnum;
-use flannel_core::lease::LeaseAttrs;
+use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::{SubnetManager, Subnets};
 use flannel_subnet::{HolderId, Identity, LocalManager};
 use tokio::sync::Barrier;
@@ -66,11 +66,11 @@ async fn storm(nodes: u32, room: Room) -> anyhow::Result<Report> {
             };
             let manager = LocalManager::new(registry, identity);
             let public = IpAddr::from(Ipv4Addr::from(u32::from(Ipv4Addr::new(172, 16, 0, 1)) + n));
-            let attrs = LeaseAttrs {
+            let attrs = LeaseAttrs::from(Offer {
                 public: [public].into_iter().collect(),
-                backend_type: "vxlan".into(),
-                ..LeaseAttrs::default()
-            };
+                kind: "vxlan".into(),
+                ..Offer::default()
+            });
             barrier.wait().await;
             let begin = Instant::now();
             (manager.acquire_lease(&attrs).await, begin.elapsed())

@@ -6,9 +6,9 @@ use flannel_core::backend::{
     Blueprint, Built, Datapath, Env, ExternalInterface, Node, Prepared, Rejected,
 };
 use flannel_core::kernel::Footprint;
-use flannel_core::lease::LeaseAttrs;
+use flannel_core::lease::Offer;
 use flannel_core::object::{LinkName, Object, Route, Via};
-use flannel_core::{Backend, Config, Error, Lease, Result};
+use flannel_core::{Backend, Config, Error, Result, Subnets};
 
 /// The backend type in leases.
 const TYPE: &str = "host-gw";
@@ -62,18 +62,19 @@ impl Backend for HostGw {
 
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
         self.validate(config, Some(node.uplink))?;
-        let offer = LeaseAttrs {
+        let offer = Offer {
             public: Dual::from_fn(|family| {
                 node.uplink.address[family].filter(|_| config.networks[family].is_some())
             }),
-            backend_type: TYPE.into(),
-            ..LeaseAttrs::default()
+            kind: TYPE.into(),
+            ..Offer::default()
         };
         let (uplink, mtu) = (node.uplink.name, node.uplink.mtu);
         let footprint = self.footprint(config, Some(uplink))?;
         Ok(Prepared::new(offer, move |_| {
-            let mut blueprint =
-                Blueprint::new(mtu, move |lease, env, objects| plan(uplink, lease, env, objects));
+            let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
+                plan(uplink, subnets, offer, env, objects)
+            });
             (blueprint.lease_type, blueprint.footprint) = (Some(TYPE), footprint);
             Ok(Built::Kernel(blueprint))
         }))
@@ -83,12 +84,13 @@ impl Backend for HostGw {
 /// One route per family, if the peer is on the link.
 fn plan(
     uplink: LinkName,
-    lease: &Lease,
+    subnets: &Subnets,
+    offer: &Offer,
     env: &Env<'_>,
     objects: &mut Vec<Object>,
 ) -> Result<(), Rejected> {
     let mut far = None;
-    for peer in lease.endpoints() {
+    for peer in offer.endpoints(subnets) {
         // What one family lacks is no reason to lose the other.
         let Some(gateway) = peer.public else { continue };
         if env.on_link(gateway) == Some(uplink) {

@@ -9,7 +9,7 @@ use flannel_backend_hostgw::HostGw;
 use flannel_core::address::Dual;
 use flannel_core::backend::{Alloc, ExternalInterface};
 use flannel_core::kernel::Footprint;
-use flannel_core::lease::LeaseAttrs;
+use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::object::Change;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
 use flannel_core::{Backend, Kernel, Subnet, SubnetManager};
@@ -37,11 +37,11 @@ fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
 }
 
 fn peer(public: &[&str]) -> LeaseAttrs {
-    LeaseAttrs {
+    LeaseAttrs::from(Offer {
         public: public.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
-        backend_type: "host-gw".into(),
-        ..LeaseAttrs::default()
-    }
+        kind: "host-gw".into(),
+        ..Offer::default()
+    })
 }
 
 #[tokio::test]

@@ -10,7 +10,7 @@ use flannel_core::backend::{
     Blueprint, Built, Datapath, ExternalInterface, Inlet, Node, NodeLease, Prepared,
 };
 use flannel_core::kernel::Footprint;
-use flannel_core::lease::LeaseAttrs;
+use flannel_core::lease::Offer;
 use flannel_core::object::{Addr, Link, LinkKind, LinkName, MacAddr, Object, State, Vxlan};
 use flannel_core::{Backend, Config, Error, Result};
 
@@ -78,17 +78,18 @@ impl Backend for VxlanBackend {
             .try_map(|family, name| device(node, (&options, underlay), family, *name, &macs))?;
         let mtu = links.values().map(|link| link.mtu).min();
         let mtu = mtu.ok_or_else(|| refuse("the network config enables no family".into()))?;
-        let offer = LeaseAttrs {
+        let offer = Offer {
             public: node.uplink.public,
-            backend_type: plan::TYPE.into(),
-            backend_data: macs.map(|_, mac| plan::backend_data(options.vni, *mac).into()),
+            kind: plan::TYPE.into(),
+            data: macs.map(|_, mac| plan::backend_data(options.vni, *mac).into()),
         };
         let footprint = self.footprint(config, Some(node.uplink.name))?;
         let direct = options.direct_routing.then_some(node.uplink.name);
         let plan = plan::Plan { devices: names, direct };
         Ok(Prepared::new(offer, move |lease| {
-            let mut blueprint =
-                Blueprint::new(mtu, move |lease, env, objects| plan.objects(lease, env, objects));
+            let mut blueprint = Blueprint::new(mtu, move |subnets, offer, env, objects| {
+                plan.objects(subnets, offer, env, objects)
+            });
             (blueprint.lease_type, blueprint.footprint) = (Some(plan::TYPE), footprint);
             blueprint.base = base(&links, &names, lease);
             Ok(Built::Kernel(blueprint))

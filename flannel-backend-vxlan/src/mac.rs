@@ -12,7 +12,7 @@ use flannel_core::object::MacAddr;
 
 /// The VTEP's MAC address in the backend data of one family, if it can be read.
 pub(crate) fn published(attrs: &LeaseAttrs, family: Family) -> Option<MacAddr> {
-    crate::plan::vtep_mac(attrs.backend_data[family].as_deref()?).ok()
+    crate::plan::vtep_mac(attrs.preferred.data[family].as_deref()?).ok()
 }
 
 /// The MAC addresses that other nodes publish; a lease with one of our public addresses is our own.
@@ -21,7 +21,9 @@ pub(crate) fn taken<'a>(
     public: &Dual<std::net::IpAddr>,
 ) -> BTreeSet<MacAddr> {
     let ours = |lease: &Lease| {
-        public.values().any(|ours| lease.attrs.public.values().any(|theirs| ours == theirs))
+        public
+            .values()
+            .any(|ours| lease.attrs.preferred.public.values().any(|theirs| ours == theirs))
     };
     let macs = |lease: &'a Lease| {
         Family::BOTH.into_iter().filter_map(|family| published(&lease.attrs, family))

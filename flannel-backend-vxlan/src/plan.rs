@@ -5,11 +5,11 @@
 //!
 //! **Source**: flannel `pkg/backend/vxlan/vxlan_network.go: handleSubnetEvents`.
 
-use flannel_core::Lease;
+use flannel_core::Subnets;
 use flannel_core::address::Dual;
 use flannel_core::backend::{Env, Rejected};
 use flannel_core::json::{FieldError, Fields};
-use flannel_core::lease::Endpoint;
+use flannel_core::lease::{Endpoint, Offer};
 use flannel_core::object::{Fdb, LinkName, MacAddr, Neigh, Object, Route, Via};
 
 /// The backend type in leases.
@@ -26,12 +26,13 @@ pub(crate) struct Plan {
 impl Plan {
     pub(crate) fn objects(
         &self,
-        lease: &Lease,
+        subnets: &Subnets,
+        offer: &Offer,
         env: &Env<'_>,
         out: &mut Vec<Object>,
     ) -> Result<(), Rejected> {
         let mut bad = None;
-        for peer in lease.endpoints() {
+        for peer in offer.endpoints(subnets) {
             let Some(device) = self.devices[peer.subnet.family()] else { continue };
             // What one family lacks is no reason to lose the other.
             if let Err(error) = self.endpoint(device, &peer, env, out) {

@@ -7,11 +7,11 @@ use std::sync::Arc;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::address::Dual;
 use flannel_core::backend::ExternalInterface;
-use flannel_core::lease::LeaseAttrs;
+use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::object::{Link, LinkKind, MacAddr, Object, Vxlan};
 use flannel_core::subnet::Hints;
 use flannel_core::testing::{FakeKernel, FakeSubnets};
-use flannel_core::{Backend, Config, Network, Result, SubnetManager};
+use flannel_core::{Backend, Config, Result, SubnetManager};
 use flannel_route::{Host, JoinOptions};
 
 const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
@@ -39,11 +39,11 @@ fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
 
 fn peer(public: [&str; 2], macs: [&str; 2]) -> LeaseAttrs {
     let data = |mac: &str| Some(format!(r#"{{"VNI":1,"VtepMAC":"{mac}"}}"#).into());
-    LeaseAttrs {
+    LeaseAttrs::from(Offer {
         public: public.into_iter().map(|a| a.parse::<std::net::IpAddr>().unwrap()).collect(),
-        backend_type: "vxlan".into(),
-        backend_data: Dual { v4: data(macs[0]), v6: data(macs[1]) },
-    }
+        kind: "vxlan".into(),
+        data: Dual { v4: data(macs[0]), v6: data(macs[1]) },
+    })
 }
 
 /// Registers and runs until everything is in place; the kernel's objects as text.
@@ -59,7 +59,10 @@ async fn dump(config: &str, prepare: impl FnOnce(&FakeKernel, &FakeSubnets)) -> 
     kernel.dump()
 }
 
-async fn register(kernel: &FakeKernel, subnets: &FakeSubnets) -> Result<Box<dyn Network>> {
+async fn register(
+    kernel: &FakeKernel,
+    subnets: &FakeSubnets,
+) -> Result<flannel_route::HostNetwork> {
     host(kernel, subnets)
         .join(&VxlanBackend, &subnets.network_config().await?, JoinOptions::default())
         .await
@@ -150,7 +153,7 @@ async fn direct_routing_needs_no_tunnel_to_peers_on_the_link() {
 }
 
 fn both(attrs: &mut LeaseAttrs, data: &str) {
-    attrs.backend_data = Dual::from_fn(|_| Some(data.into()));
+    attrs.preferred.data = Dual::from_fn(|_| Some(data.into()));
 }
 
 #[tokio::test]
@@ -165,12 +168,12 @@ async fn a_bad_peer_disturbs_no_other_and_is_explained() {
     };
     let bad = [
         (
-            change(|a| a.backend_type = "host-gw".into()),
+            change(|a| a.preferred.kind = "host-gw".into()),
             r#"its backend type is "host-gw", this node's is "vxlan""#,
         ),
-        (change(|a| a.backend_type = "".into()), r#"its backend type is """#),
-        (change(|a| a.backend_data = Dual::default()), "no public address with backend data"),
-        (change(|a| a.public = Dual::default()), "no public address with backend data"),
+        (change(|a| a.preferred.kind = "".into()), r#"its backend type is """#),
+        (change(|a| a.preferred.data = Dual::default()), "no public address with backend data"),
+        (change(|a| a.preferred.public = Dual::default()), "no public address with backend data"),
         (change(|a| both(a, "[]")), "field BackendData: [] is not valid"),
         (change(|a| both(a, r#"{"VNI":1}"#)), "field BackendData.VtepMAC: nothing"),
         (change(|a| both(a, r#"{"VtepMAC":"ff:ff:ff:ff:ff:ff"}"#)), "ff:ff:ff:ff:ff:ff"),
@@ -201,7 +204,7 @@ async fn one_bad_family_of_a_peer_does_not_cost_the_other() {
     let objects = dump(DUAL, |_, subnets| {
         let mut attrs =
             peer(["198.51.100.7", "2001:db8:7::7"], ["0a:00:00:00:00:07", "0a:00:00:00:06:07"]);
-        attrs.backend_data.v6 = Some(r#"{"VtepMAC":"x"}"#.into());
+        attrs.preferred.data.v6 = Some(r#"{"VtepMAC":"x"}"#.into());
         subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", attrs);
     });
     assert_eq!(objects.await[4..].len(), 3);
@@ -212,7 +215,7 @@ async fn a_peer_that_published_one_family_is_reached_by_it() {
     let objects = dump(DUAL, |_, subnets| {
         let mut attrs =
             peer(["198.51.100.7", "2001:db8:7::7"], ["0a:00:00:00:00:07", "0a:00:00:00:06:07"]);
-        (attrs.public.v6, attrs.backend_data.v6) = (None, None);
+        (attrs.preferred.public.v6, attrs.preferred.data.v6) = (None, None);
         subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", attrs);
     });
     assert_eq!(objects.await[4..].len(), 3);
@@ -225,7 +228,7 @@ fn device(name: &str, mac: MacAddr, vni: u32) -> Link {
 }
 
 fn own_mac(attrs: &LeaseAttrs) -> String {
-    attrs.backend_data.v4.as_deref().unwrap().to_owned()
+    attrs.preferred.data.v4.as_deref().unwrap().to_owned()
 }
 
 #[tokio::test]

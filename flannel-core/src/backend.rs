@@ -16,7 +16,7 @@ use crate::address::Dual;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::kernel::{Footprint, Kernel};
-use crate::lease::{Lease, LeaseAttrs, View};
+use crate::lease::{Lease, Offer, Subnets, View};
 use crate::network::Network;
 use crate::object::LinkName;
 use crate::object::State;
@@ -51,7 +51,7 @@ pub struct ExternalInterface {
 /// use flannel_core::{Backend, Config, Result};
 /// use flannel_core::backend::{Built, Datapath, ExternalInterface, Node, Prepared, Blueprint};
 /// use flannel_core::kernel::Footprint;
-/// use flannel_core::lease::LeaseAttrs;
+/// use flannel_core::lease::{LeaseAttrs, Offer, Offer};
 /// use flannel_core::object::LinkName;
 ///
 /// /// A backend that accepts every peer and installs nothing.
@@ -74,8 +74,8 @@ pub struct ExternalInterface {
 ///     }
 ///     async fn prepare(&self, node: &Node<'_>, _: &Config) -> Result<Prepared> {
 ///         let mtu = node.uplink.mtu;
-///         let offer = LeaseAttrs { backend_type: "idle".into(), public: node.uplink.public, ..LeaseAttrs::default() };
-///         Ok(Prepared::new(offer, move |_| Ok(Built::Kernel(Blueprint::new(mtu, |_, _, _| Ok(()))))))
+///         let offer = Offer { kind: "idle".into(), public: node.uplink.public, ..Offer::default() };
+///         Ok(Prepared::new(offer, move |_| Ok(Built::Kernel(Blueprint::new(mtu, |_, _, _, _| Ok(()))))))
 ///     }
 /// }
 /// ```
@@ -209,16 +209,16 @@ pub type Build = Box<dyn FnOnce(&NodeLease) -> Result<Built> + Send>;
 
 /// A network that can be built as soon as this node has a lease.
 pub struct Prepared {
-    /// The attributes of the lease: how other nodes reach this one.
-    pub offer: LeaseAttrs,
+    /// How other nodes reach this one, to be published in its lease.
+    pub offer: Offer,
     /// Builds the network for that lease.
     pub build: Build,
 }
 
 impl Prepared {
-    /// A network that `build` makes for a lease with the attributes `offer`.
+    /// A network that `build` makes for a lease with `offer`.
     pub fn new(
-        offer: LeaseAttrs,
+        offer: Offer,
         build: impl FnOnce(&NodeLease) -> Result<Built> + Send + 'static,
     ) -> Self {
         Self { offer, build: Box::new(build) }
@@ -269,7 +269,7 @@ pub enum Built {
 
 /// All that makes one network of kernel objects differ from another. Data only: the route engine runs it.
 pub struct Blueprint {
-    /// The backend type of the leases that the plan understands; `None`: of all leases.
+    /// The backend type of the offers that the plan understands; `None`: of all offers.
     pub lease_type: Option<&'static str>,
     /// The size of the largest packet that pods may send, in bytes.
     pub mtu: u32,
@@ -285,7 +285,12 @@ impl Blueprint {
     /// A network without devices that touches nothing, except for the objects that `plan` adds for each peer.
     pub fn new(
         mtu: u32,
-        plan: impl Fn(&Lease, &Env<'_>, &mut Vec<crate::object::Object>) -> Result<(), Rejected>
+        plan: impl Fn(
+            &Subnets,
+            &Offer,
+            &Env<'_>,
+            &mut Vec<crate::object::Object>,
+        ) -> Result<(), Rejected>
         + Send
         + Sync
         + 'static,

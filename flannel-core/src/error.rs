@@ -105,10 +105,10 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Names the node behind a lease for a message: `192.0.2.7 (vxlan)`.
 pub fn holder(attrs: &LeaseAttrs) -> String {
-    let addresses: Vec<String> = attrs.public.values().map(ToString::to_string).collect();
+    let addresses: Vec<String> = attrs.preferred.public.values().map(ToString::to_string).collect();
     let addresses =
         if addresses.is_empty() { "an unknown node".to_owned() } else { addresses.join(", ") };
     let backend =
-        if attrs.backend_type.is_empty() { "no backend type" } else { &attrs.backend_type };
+        if attrs.preferred.kind.is_empty() { "no backend type" } else { &attrs.preferred.kind };
     format!("{addresses} ({backend})")
 }

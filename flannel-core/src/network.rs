@@ -9,25 +9,98 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::address::Subnet;
 use crate::error::Result;
-use crate::lease::{Lease, Subnets, View};
+use crate::lease::{Lease, LeaseSet, Subnets};
 use crate::object::Key;
-use crate::status::{Explanation, Status, Waiting};
+use crate::status::{Explanation, Listing, Status, Waiting};
 
-/// A network that this node takes part in.
+/// A network that is not made of kernel objects: it runs itself, with the peers that this node
+/// accepts. Networks of kernel objects are [blueprints](crate::backend::Blueprint).
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use async_trait::async_trait;
+/// use flannel_core::network::{AcceptedPeers, Ended, NetworkHandle};
+/// use flannel_core::{Network, Result};
+/// use tokio::sync::watch;
+///
+/// /// Prints the peers.
+/// #[derive(Debug)]
+/// struct Printer(NetworkHandle);
+///
+/// #[async_trait]
+/// impl Network for Printer {
+///     fn handle(&self) -> NetworkHandle {
+///         self.0.clone()
+///     }
+///
+///     async fn run(
+///         self: Box<Self>,
+///         mut peers: watch::Receiver<AcceptedPeers>,
+///     ) -> Result<Ended> {
+///         while peers.changed().await.is_ok() {
+///             for lease in peers.borrow_and_update().iter() {
+///                 println!("{} {:?}", lease.subnets, lease.attrs.preferred.public);
+///             }
+///         }
+///         Ok(Ended::ViewsClosed)
+///     }
+/// }
+/// ```
 #[async_trait]
 pub trait Network: fmt::Debug + Send {
     /// A handle that outlives [`Network::run`].
     fn handle(&self) -> NetworkHandle;
 
-    /// Makes the kernel follow the views until something that the network was built from changes.
+    /// Keeps the accepted peers reachable until something that the network was built from changes.
     ///
     /// # Errors
     /// The network cannot go on, and running it again as it is will not help.
     ///
     /// # Cancel safety
-    /// Dropping the future stops it: what is in the kernel stays there, and nothing is written after the
-    /// drop returned. The drop may block for one batch of changes (milliseconds).
-    async fn run(self: Box<Self>, views: watch::Receiver<View>) -> Result<Ended>;
+    /// Dropping the future stops the network. Connections that it made may stay.
+    async fn run(self: Box<Self>, peers: watch::Receiver<AcceptedPeers>) -> Result<Ended>;
+}
+
+/// The peers whose leases this node accepts. Cloning is O(1).
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct AcceptedPeers {
+    leases: LeaseSet,
+    rejected: Listing<Subnets, Rejection>,
+    own: Option<Subnets>,
+    complete: bool,
+}
+
+impl AcceptedPeers {
+    /// The leases in `leases`, without this node's `own` one and the `rejected` ones. `complete`:
+    /// see [`AcceptedPeers::is_complete`].
+    pub const fn new(
+        leases: LeaseSet,
+        rejected: Listing<Subnets, Rejection>,
+        own: Option<Subnets>,
+        complete: bool,
+    ) -> Self {
+        Self { leases, rejected, own, complete }
+    }
+
+    /// The peers' leases, in the order of their subnets.
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<Lease>> {
+        self.leases.iter().filter(|lease| self.is_accepted(&lease.subnets))
+    }
+
+    /// The lease of an accepted peer.
+    pub fn get(&self, subnets: &Subnets) -> Option<&Arc<Lease>> {
+        self.leases.get(subnets).filter(|lease| self.is_accepted(&lease.subnets))
+    }
+
+    /// The leases come from the store and are complete: a peer that is not here is gone.
+    pub const fn is_complete(&self) -> bool {
+        self.complete
+    }
+
+    fn is_accepted(&self, subnets: &Subnets) -> bool {
+        self.own != Some(*subnets) && !self.rejected.contains_key(subnets)
+    }
 }
 
 /// Why a network stopped without an error.
@@ -74,6 +147,13 @@ impl NetworkHandle {
     pub fn with_questions(mut self, questions: mpsc::Sender<Question>) -> Self {
         self.questions = Some(questions);
         self
+    }
+
+    /// The peers that the network accepts, by its latest status.
+    pub fn accepted_peers(&self) -> AcceptedPeers {
+        let status = Arc::clone(&self.status.borrow());
+        let (leases, rejected) = (status.leases.clone(), status.rejected.clone());
+        AcceptedPeers::new(leases, rejected, Some(self.lease.subnets), status.live)
     }
 
     /// The peer whose subnet holds `address`, what is wanted of the kernel for it, and how that stands. The believed one

@@ -27,7 +27,7 @@ use crate::lease::{Lease, LeaseAttrs, Origin, Revision, Subnets, View};
 /// async fn print_leases(subnets: &dyn SubnetManager) -> Result<()> {
 ///     let views = subnets.watch_leases().await?;
 ///     for lease in views.borrow().leases.iter() {
-///         println!("{} {:?}", lease.subnets, lease.attrs.public);
+///         println!("{} {:?}", lease.subnets, lease.attrs.preferred.public);
 ///     }
 ///     Ok(())
 /// }

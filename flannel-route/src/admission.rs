@@ -11,12 +11,12 @@ use std::sync::Arc;
 
 use crate::advisories::Advisories;
 use crate::link_lookups::LinkLookups;
-use crate::peer_index::{Extras, Id, Peer, PeerIndex};
+use crate::peer_index::{Claimant, Extras, Id, Peer, PeerIndex};
 use flannel_core::Subnet;
 use flannel_core::address::Dual;
 use flannel_core::backend::{Answer, Env, Plan, Rejected};
 use flannel_core::error::holder;
-use flannel_core::lease::Revision;
+use flannel_core::lease::{LeaseAttrs, Offer, Revision};
 use flannel_core::network::Rejection;
 use flannel_core::object::LinkName;
 use flannel_core::object::{Key, Object, Route, Via};
@@ -60,30 +60,60 @@ pub(crate) struct OfferPlan {
     pub(crate) plan: Box<Plan>,
 }
 
+/// The objects of one lease.
+#[derive(Debug, Default)]
+pub(crate) struct Planned {
+    /// First the objects of the chosen offer, then those of the other offers that a plan accepts.
+    pub(crate) objects: Vec<Object>,
+    /// The number of objects of the chosen offer. The kernel gets only these. All nodes must accept
+    /// the same leases, so the others are claims as well, whichever offer a node chooses.
+    pub(crate) chosen: usize,
+}
+
 impl OfferPlan {
-    /// Runs the first plan that understands the lease.
+    /// Runs every plan on the offers that it understands. The first offer that a plan accepts is
+    /// the chosen one.
     ///
     /// # Errors
-    /// There is none, or it rejects the lease.
+    /// No plan understands an offer, or accepts one.
     pub(crate) fn run(
         plans: &[Self],
-        lease: &Lease,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
         env: &Env<'_>,
-        objects: &mut Vec<Object>,
-    ) -> Result<(), Rejected> {
-        let theirs = &lease.attrs.backend_type;
-        let understands = |plan: &&Self| plan.lease_type.is_none_or(|kind| kind == theirs);
-        match plans.iter().find(understands) {
-            Some(plan) => (plan.plan)(lease, env, objects),
-            None => {
-                let ours = plans.iter().filter_map(|plan| plan.lease_type);
-                let ours: Vec<_> = ours.map(|kind| format!("{kind:?}")).collect();
-                Err(Rejected(format!(
-                    "its backend type is {theirs:?}, this node's is {}",
-                    ours.join(" or ")
-                )))
+    ) -> Result<Planned, Rejected> {
+        let (mut planned, mut accepted, mut rejected) = (Planned::default(), false, None);
+        for plan in plans {
+            let understands =
+                |offer: &&Offer| plan.lease_type.is_none_or(|kind| kind == offer.kind);
+            for offer in attrs.offers().filter(understands) {
+                let before = planned.objects.len();
+                match (plan.plan)(subnets, offer, env, &mut planned.objects) {
+                    Ok(()) => {
+                        keep_first_of_each_key(&mut planned.objects, before.max(1));
+                        if !std::mem::replace(&mut accepted, true) {
+                            planned.chosen = planned.objects.len();
+                        }
+                    }
+                    Err(error) => {
+                        planned.objects.truncate(before);
+                        rejected.get_or_insert(error);
+                    }
+                }
             }
         }
+        if accepted {
+            return Ok(planned);
+        }
+        Err(rejected.unwrap_or_else(|| {
+            let ours = plans.iter().filter_map(|plan| plan.lease_type);
+            let ours: Vec<_> = ours.map(|kind| format!("{kind:?}")).collect();
+            let theirs = &attrs.preferred.kind;
+            Rejected(format!(
+                "its backend type is {theirs:?}, this node's is {}",
+                ours.join(" or ")
+            ))
+        }))
     }
 }
 
@@ -138,31 +168,30 @@ impl Admission {
 
     /// The definition of an object by an accepted peer.
     pub(crate) fn object(&self, key: &Key) -> Option<Object> {
-        self.index
-            .claimants(key)
-            .find(|(_, peer, _)| peer.accepted)
-            .map(|(.., object)| object.clone())
+        self.definition(key).map(|claim| claim.object.clone())
+    }
+
+    fn definition(&self, key: &Key) -> Option<Claimant<'_>> {
+        self.index.claimants(key).find(|claim| claim.peer.accepted && claim.is_chosen)
     }
 
     /// All objects of accepted peers, in the order of their slots. An object that several peers
     /// define comes several times.
     pub(crate) fn objects(&self) -> impl Iterator<Item = &Object> {
-        self.index.peers().filter(|peer| peer.accepted).flat_map(|peer| peer.objects.iter())
+        self.index.peers().filter(|peer| peer.accepted).flat_map(|peer| peer.chosen())
     }
 
     /// The objects of one peer; none if it is not accepted.
     pub(crate) fn objects_of(&self, id: Id) -> &[Object] {
-        self.index.peer(id).filter(|peer| peer.accepted).map_or(&[], |peer| &peer.objects)
+        self.index.peer(id).filter(|peer| peer.accepted).map_or(&[], |peer| peer.chosen())
     }
 
     /// The objects that the plan of a lease defines that was not taken in yet.
     pub(crate) fn foresee(&self, lease: &Lease, on_link: &Answer<'_>) -> Vec<Object> {
-        let mut objects = Vec::new();
         // The rejection is reported when the lease is taken in.
-        if self.plan(lease, &Env::new(on_link), &mut objects).is_err() {
-            objects.clear();
-        }
-        objects
+        let mut planned = self.plan(lease, &Env::new(on_link)).unwrap_or_default();
+        planned.objects.truncate(planned.chosen);
+        planned.objects
     }
 
     pub(crate) fn lookups(&self) -> &LinkLookups {
@@ -185,25 +214,19 @@ impl Admission {
 
     /// The accepted peer that defines an object.
     pub(crate) fn definer(&self, key: &Key) -> Option<Subnets> {
-        self.index
-            .claimants(key)
-            .find(|(_, peer, _)| peer.accepted)
-            .map(|(_, peer, _)| peer.lease.subnets)
+        self.definition(key).map(|claim| claim.peer.lease.subnets)
     }
 
-    /// The routes by a nexthop object, which the plan that defines it defines too; `None` if none does.
+    /// The routes by a nexthop object, which the plan that defines it defines too; `None` if no plan
+    /// defines it.
     pub(crate) fn routes_by(&self, nexthop: &Key) -> Option<Vec<Key>> {
         let Key::Nexthop(wanted) = nexthop else { return None };
         let by_it = |object: &&Object| matches!(object, Object::Route(Route { via: Via::Nexthop(id), .. }) if id == wanted);
         let mut claimants = self.index.claimants(nexthop).peekable();
         claimants.peek()?;
-        let accepted = claimants.filter(|(_, peer, _)| peer.accepted);
-        Some(
-            accepted
-                .flat_map(|(_, peer, _)| peer.objects.iter().filter(by_it))
-                .map(|object| object.key())
-                .collect(),
-        )
+        let accepted = claimants.filter(|claim| claim.peer.accepted);
+        let routes = accepted.flat_map(|claim| claim.peer.chosen().iter().filter(by_it));
+        Some(routes.map(Object::key).collect())
     }
 
     /// The peer whose subnet holds `address`: an accepted one before others, the longest prefix first.
@@ -248,17 +271,16 @@ impl Admission {
         let id = self.index.next_id();
         let on_link = |address| on_link(address).or_else(|| self.lookups.told(&address));
         let env = Env::new(&on_link);
-        let mut objects = Vec::new();
-        let rejected = self.plan(&lease, &env, &mut objects).err();
-        if rejected.is_some() {
-            objects.clear();
-        }
-        keep_first_of_each_key(&mut objects);
+        let (planned, rejected) = match self.plan(&lease, &env) {
+            Ok(planned) => (planned, None),
+            Err(rejected) => (Planned::default(), Some(rejected)),
+        };
+        let Planned { objects, chosen } = planned;
         if self.expected > 0 {
             self.index.reserve(std::mem::take(&mut self.expected), objects.len());
         }
-        let (asked, remarks) = env.into_parts();
-        self.advisories.joined(&lease, remarks);
+        let (asked, advisories) = env.into_parts();
+        self.advisories.joined(&lease, advisories);
         for (address, told) in &asked {
             self.lookups.asked(*address, *told, id);
         }
@@ -268,6 +290,8 @@ impl Admission {
             lease,
             objects: objects[..].into(),
             extras: (extras != Extras::default()).then(|| Box::new(extras)),
+            // A plan defines a handful of objects.
+            chosen: chosen.try_into().unwrap_or(u16::MAX),
             accepted: false,
         };
         let shared = self.index.insert(id, peer, &objects);
@@ -297,27 +321,19 @@ impl Admission {
 
     /// Plans the part of a lease that can be accepted: the subnets of enabled families. No plan may
     /// define a route outside them.
-    fn plan(
-        &self,
-        lease: &Lease,
-        env: &Env<'_>,
-        objects: &mut Vec<Object>,
-    ) -> Result<(), Rejected> {
+    fn plan(&self, lease: &Lease, env: &Env<'_>) -> Result<Planned, Rejected> {
         let enabled =
             lease.subnets.iter().filter(|subnet| self.rules.networks[subnet.family()].is_some());
-        let Some(subnets) = Subnets::new(enabled) else { return Ok(()) };
-        if subnets == lease.subnets {
-            OfferPlan::run(&self.plans, lease, env, objects)?;
-        } else {
-            OfferPlan::run(&self.plans, &Lease { subnets, ..lease.clone() }, env, objects)?;
-        }
-        let stray = objects.iter().find(|object| match object {
+        let Some(subnets) = Subnets::new(enabled) else { return Ok(Planned::default()) };
+        let planned = OfferPlan::run(&self.plans, &subnets, &lease.attrs, env)?;
+        let is_stray = |object: &&Object| match object {
             Object::Route(route) => !subnets.iter().any(|subnet| subnet.covers(&route.dst)),
             _ => false,
-        });
-        stray.map_or(Ok(()), |route| {
-            Err(Rejected(format!("it would need the {route}, outside its subnets")))
-        })
+        };
+        match planned.objects.iter().find(is_stray) {
+            Some(route) => Err(Rejected(format!("it would need the {route}, outside its subnets"))),
+            None => Ok(planned),
+        }
     }
 
     /// Decides on the peers that are new or dirty, and on all that they can touch.
@@ -428,7 +444,8 @@ impl Admission {
         }
         let unusable =
             |a: &&IpAddr| a.is_multicast() || a.is_loopback() || **a == IpAddr::from([255; 4]);
-        if let Some(public) = peer.lease.attrs.public.values().find(unusable) {
+        let mut public = peer.lease.attrs.offers().flat_map(|offer| offer.public.values());
+        if let Some(public) = public.find(unusable) {
             return Some(Rejection::Rejected(format!(
                 "its public address {public} is no host's address"
             )));
@@ -460,9 +477,8 @@ impl Admission {
     }
 }
 
-/// Of several objects with one key the first counts.
-fn keep_first_of_each_key(objects: &mut Vec<Object>) {
-    let mut n = 1;
+/// Of several objects with one key the first counts. Looks at the objects from the `n`th on.
+fn keep_first_of_each_key(objects: &mut Vec<Object>, mut n: usize) {
     while n < objects.len() {
         let (before, rest) = objects.split_at(n);
         let key = rest[0].key();
@@ -477,7 +493,10 @@ fn keep_first_of_each_key(objects: &mut Vec<Object>) {
 /// One plan for leases of every type.
 #[cfg(test)]
 pub(crate) fn every(
-    plan: impl Fn(&Lease, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejected> + Send + Sync + 'static,
+    plan: impl Fn(&Subnets, &Offer, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejected>
+    + Send
+    + Sync
+    + 'static,
 ) -> Vec<OfferPlan> {
     vec![OfferPlan { lease_type: None, plan: Box::new(plan) }]
 }
@@ -486,15 +505,20 @@ pub(crate) fn every(
 mod tests {
     use super::*;
     use flannel_core::backend::Rejected;
-    use flannel_core::lease::{LeaseAttrs, LeaseSet};
+    use flannel_core::lease::LeaseSet;
     use flannel_core::object::MacAddr;
     use flannel_core::object::{Fdb, Route, Via};
     use proptest::prelude::*;
 
     /// A route to every subnet and a forwarding entry for the MAC address that the backend data holds.
-    fn plan(lease: &Lease, env: &Env<'_>, out: &mut Vec<Object>) -> Result<(), Rejected> {
+    fn plan(
+        subnets: &Subnets,
+        offer: &Offer,
+        env: &Env<'_>,
+        out: &mut Vec<Object>,
+    ) -> Result<(), Rejected> {
         let link = "flannel.1".parse().unwrap();
-        for endpoint in lease.endpoints() {
+        for endpoint in offer.endpoints(subnets) {
             let gateway = endpoint.subnet.base();
             let public = endpoint.public.ok_or_else(|| Rejected("no public address".into()))?;
             let link = env.on_link(public).unwrap_or(link);
@@ -508,14 +532,11 @@ mod tests {
     }
 
     fn lease(key: &str, since: u64, public: u8, mac: u8) -> Arc<Lease> {
-        let attrs = LeaseAttrs {
+        let attrs = LeaseAttrs::from(Offer {
             public: [IpAddr::from([192, 0, 2, public])].into_iter().collect(),
-            backend_type: "vxlan".into(),
-            backend_data: Dual {
-                v4: Some(format!("\"{}\"", MacAddr::local([mac; 6])).into()),
-                v6: None,
-            },
-        };
+            kind: "vxlan".into(),
+            data: Dual { v4: Some(format!("\"{}\"", MacAddr::local([mac; 6])).into()), v6: None },
+        });
         let subnets = key.parse().unwrap();
         Arc::new(Lease {
             subnets,
@@ -642,7 +663,7 @@ mod tests {
         assert_eq!(peers.index.len(), 4, "the own lease is no peer");
         assert_eq!(peers.objects().count(), 0);
         let mut bad = Arc::unwrap_or_clone(lease("10.1.3.0-24", 1, 1, 1));
-        bad.attrs.backend_data.v4 = None;
+        bad.attrs.preferred.data.v4 = None;
         put(&mut peers, &Arc::new(bad.clone()));
         assert_eq!(why(&peers, &bad), "no MAC address");
     }
@@ -679,7 +700,7 @@ mod tests {
 
     #[test]
     fn no_plan_may_claim_a_route_outside_its_lease() {
-        let plan: Box<Plan> = Box::new(|_, _, objects| {
+        let plan: Box<Plan> = Box::new(|_, _, _, objects| {
             let dst = "10.1.0.0/16".parse().unwrap();
             objects.push(Route { dst, via: Via::Blackhole, mtu: None }.into());
             Ok(())
@@ -695,7 +716,7 @@ mod tests {
     #[test]
     fn of_two_definitions_by_one_plan_the_first_counts() {
         let dst = |n: u8| Subnet::host([10, 1, 1, n].into());
-        let plan: Box<Plan> = Box::new(move |_, _, objects| {
+        let plan: Box<Plan> = Box::new(move |_, _, _, objects| {
             let route = |n, mtu| Object::from(Route { dst: dst(n), via: Via::Blackhole, mtu });
             objects.extend([
                 route(1, Some(1)),
@@ -741,9 +762,53 @@ mod tests {
         let own = "2 nodes share the public address 192.0.2.1, this one among them";
         assert_eq!(peers.advisories().keys().collect::<Vec<_>>(), [own]);
         let mut loopback = Arc::unwrap_or_clone(lease("10.1.2.0-24", 1, 2, 2));
-        loopback.attrs.public.v4 = Some([127, 0, 0, 1].into());
+        loopback.attrs.preferred.public.v4 = Some([127, 0, 0, 1].into());
         put(&mut peers, &Arc::new(loopback.clone()));
         assert_eq!(why(&peers, &loopback), "its public address 127.0.0.1 is no host's address");
+    }
+
+    /// A node that knows two backends, and one that knows the second only.
+    #[test]
+    fn all_nodes_accept_the_same_leases_whichever_offer_they_choose() {
+        let networks: Dual<Subnet> =
+            ["10.1.0.0/16".parse::<Subnet>().unwrap()].into_iter().collect();
+        let offer_plan = |kind: &'static str, link: &'static str| OfferPlan {
+            lease_type: Some(kind),
+            plan: Box::new(move |_, offer, _, out| {
+                let mac = offer.data.v4.as_deref().and_then(|mac| mac.parse().ok());
+                let mac = mac.ok_or_else(|| Rejected("no MAC address".into()))?;
+                let dst = [192, 0, 2, 1].into();
+                out.push(Fdb { link: link.parse().unwrap(), mac, dst }.into());
+                Ok(())
+            }),
+        };
+        let offer = |kind: &'static str, mac: u8, public: u8| Offer {
+            kind: kind.into(),
+            public: [IpAddr::from([192, 0, 2, public])].into_iter().collect(),
+            data: Dual { v4: Some(MacAddr::local([mac; 6]).to_string().into()), v6: None },
+        };
+        let both = |key, since, first: Offer, second: Offer| {
+            let attrs = LeaseAttrs { preferred: first, others: [second].into() };
+            Arc::new(Lease { attrs, ..Lease::clone(&lease(key, since, 1, 1)) })
+        };
+        let early = both("10.1.1.0-24", 1, offer("a", 1, 1), offer("b", 9, 1));
+        let late = both("10.1.2.0-24", 2, offer("a", 2, 2), offer("b", 3, 2));
+        let broken = both("10.1.3.0-24", 3, offer("x", 2, 3), offer("b", 4, 3));
+        for (plans, link) in [
+            (vec![offer_plan("a", "one"), offer_plan("b", "two")], "one"),
+            (vec![offer_plan("b", "two")], "two"),
+        ] {
+            let rules = AdmissionRules { networks, ..AdmissionRules::default() };
+            let mut peers = Admission::new(rules, plans);
+            [&late, &early, &broken].iter().for_each(|lease| drop(put(&mut peers, lease)));
+            assert_eq!(peers.rejected().len(), 0);
+            let links: Vec<_> = peers.objects().map(|object| object.link().unwrap()).collect();
+            assert_eq!(links[..2], [link.parse().unwrap(); 2], "the preferred plan");
+            assert_eq!(links.len(), 3, "one offer of each peer: {links:?}");
+            let fourth = both("10.1.4.0-24", 4, offer("a", 7, 4), offer("b", 9, 4));
+            put(&mut peers, &fourth);
+            assert_eq!(why(&peers, &fourth), "", "the same definition");
+        }
     }
 
     /// The definition of acceptance, without any index.
@@ -754,7 +819,8 @@ mod tests {
         let mut accepted: Vec<(Arc<Lease>, Vec<Object>)> = Vec::new();
         for lease in sorted {
             let mut objects = Vec::new();
-            let planned = plan(&lease, &Env::new(&no_answer), &mut objects);
+            let planned =
+                plan(&lease.subnets, &lease.attrs.preferred, &Env::new(&no_answer), &mut objects);
             let clash = |other: &(Arc<Lease>, Vec<Object>)| {
                 let contradicts = |a: &Object| other.1.iter().any(|b| a.key() == b.key() && a != b);
                 other.0.subnets.overlaps(&lease.subnets) || objects.iter().any(contradicts)

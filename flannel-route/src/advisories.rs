@@ -43,7 +43,7 @@ impl Advisories {
 
     /// A peer is there, of which its plan remarked something or nothing.
     pub(crate) fn joined(&mut self, lease: &Lease, remarks: Vec<String>) {
-        for address in lease.attrs.public.values() {
+        for address in lease.attrs.preferred.public.values() {
             self.count(*address, true);
         }
         if !remarks.is_empty() {
@@ -56,7 +56,7 @@ impl Advisories {
 
     /// A peer is gone.
     pub(crate) fn left(&mut self, lease: &Lease) {
-        for address in lease.attrs.public.values() {
+        for address in lease.attrs.preferred.public.values() {
             self.count(*address, false);
         }
         for remark in self.planned.remove(&lease.subnets).into_iter().flatten() {

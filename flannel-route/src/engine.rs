@@ -200,9 +200,10 @@ mod tests {
     use super::*;
     use crate::admission::AdmissionRules;
     use flannel_core::Subnet;
+    use flannel_core::backend::Env;
     use flannel_core::kernel::ChangedBy;
     use flannel_core::kernel::{Invalidation, KernelEvent, ROUTE_PROTOCOL};
-    use flannel_core::lease::{LeaseAttrs, Revision};
+    use flannel_core::lease::{LeaseAttrs, Offer, Revision};
     use flannel_core::object::{LinkName, Route, Via};
     use flannel_core::status::Damage;
     use flannel_core::status::{ObjectState, Wait};
@@ -232,8 +233,10 @@ mod tests {
     }
 
     fn lease(n: u8, public: [u8; 4]) -> Lease {
-        let attrs =
-            LeaseAttrs { public: [public.into()].into_iter().collect(), ..LeaseAttrs::default() };
+        let attrs = LeaseAttrs::from(Offer {
+            public: [public.into()].into_iter().collect(),
+            ..Offer::default()
+        });
         let subnets = Subnets::new([dst(n)]).unwrap();
         Lease {
             subnets,
@@ -262,8 +265,8 @@ mod tests {
                 ..AdmissionRules::default()
             };
             let plan =
-                |lease: &Lease, _: &flannel_core::backend::Env<'_>, objects: &mut Vec<Object>| {
-                    for peer in lease.endpoints() {
+                |subnets: &Subnets, offer: &Offer, _: &Env<'_>, objects: &mut Vec<Object>| {
+                    for peer in offer.endpoints(subnets) {
                         let (dst, link) = (peer.subnet, uplink());
                         let route = match peer.public.unwrap() {
                             IpAddr::V4(public) if public.is_private() => Route {
@@ -456,8 +459,10 @@ mod tests {
         for (network, dst, protocol, unread) in cases {
             let (mut world, dst) = (World::of(network.parse().unwrap()), dst.parse().unwrap());
             let public: [IpAddr; 2] = [[198, 51, 100, 3].into(), "2001:db8::3".parse().unwrap()];
-            let attrs =
-                LeaseAttrs { public: public.into_iter().collect(), ..LeaseAttrs::default() };
+            let attrs = LeaseAttrs::from(Offer {
+                public: public.into_iter().collect(),
+                ..Offer::default()
+            });
             let subnets = Subnets::new([dst]).unwrap();
             world.leases.insert(Lease { subnets, attrs, ..lease(3, [198, 51, 100, 3]) });
             world.view();

@@ -3,8 +3,10 @@
 use std::sync::Arc;
 
 use flannel_core::backend::{Built, ExternalInterface, Node, NodeLease};
-use flannel_core::{Backend, Config, Kernel, Lease, Network, Result, SubnetManager};
+use flannel_core::lease::LeaseAttrs;
+use flannel_core::{Backend, Config, Kernel, Lease, Result, SubnetManager};
 
+use crate::host_network::{CustomNetwork, HostNetwork};
 use crate::kernel_network::KernelNetwork;
 
 /// This host, ready to take part in networks.
@@ -44,24 +46,29 @@ impl Host {
         backend: &dyn Backend,
         config: &Config,
         options: JoinOptions,
-    ) -> Result<Box<dyn Network>> {
+    ) -> Result<HostNetwork> {
         let node = Node::new(&self.uplink, &self.machine_id, &self.kernel, &*self.subnets);
         let prepared = backend.prepare(&node, config).await?;
+        let attrs = LeaseAttrs::from(prepared.offer);
         let lease = match options.lapsed {
-            Some(lease) => NodeLease::Lapsed(Lease { attrs: prepared.offer, ..lease }),
-            None => NodeLease::Held(self.subnets.acquire_lease(&prepared.offer).await?),
+            Some(lease) => NodeLease::Lapsed(Lease { attrs, ..lease }),
+            None => NodeLease::Held(self.subnets.acquire_lease(&attrs).await?),
         };
+        let networks = config.pod_networks().collect();
         match (prepared.build)(&lease)? {
             Built::Kernel(blueprint) => {
-                let networks = config.pod_networks().collect();
                 let kernel = Arc::clone(&self.kernel);
-                let mut network = KernelNetwork::new(kernel, lease, networks, vec![blueprint]);
-                if options.drop_unused_addresses {
-                    network = network.drop_unused_addresses();
-                }
-                Ok(Box::new(network))
+                let network = KernelNetwork::new(kernel, lease, networks, vec![blueprint]);
+                Ok(HostNetwork::Kernel(match options.drop_unused_addresses {
+                    true => network.drop_unused_addresses(),
+                    false => network,
+                }))
             }
-            Built::Custom(network) => Ok(network),
+            Built::Custom(network) => {
+                let lease_type = backend.lease_type();
+                let network = CustomNetwork::new(network, lease.lease(), networks, lease_type);
+                Ok(HostNetwork::Custom(network))
+            }
         }
     }
 }

@@ -1,8 +1,7 @@
-//! The only network that touches routes: leases in, kernel state out. host-gw, vxlan and the like are data to it.
+//! Networks of kernel objects. Backends such as host-gw and vxlan are data to them.
 
 use std::sync::Arc;
 
-use async_trait::async_trait;
 use flannel_core::address::Dual;
 use flannel_core::backend::{Blueprint, Env, NodeLease};
 use flannel_core::kernel::Footprint;
@@ -10,14 +9,14 @@ use flannel_core::lease::View;
 use flannel_core::network::{Ended, NetworkHandle, Question};
 use flannel_core::object::{Object, Route, State, Via};
 use flannel_core::status::Status;
-use flannel_core::{Kernel, Network, Result, Subnet};
+use flannel_core::{Kernel, Result, Subnet};
 use tokio::sync::{mpsc, watch};
 
 use crate::admission::{Admission, AdmissionRules, OfferPlan};
 use crate::driver::Driver;
 use crate::engine::Engine;
 
-/// A [`Network`] that keeps a kernel equal to a [`Blueprint`] applied to the leases.
+/// A network that keeps a kernel equal to [`Blueprint`]s applied to the leases.
 ///
 /// Everything blocking runs on one thread of the runtime's blocking pool at a time, so there is never more than
 /// one writer. When everything is in order it wakes up only for the kernel's and the store's news, and
@@ -26,7 +25,7 @@ use crate::engine::Engine;
 /// ```
 /// use std::sync::Arc;
 /// use flannel_core::testing::{FakeKernel, FakeSubnets};
-/// use flannel_core::{Network, SubnetManager};
+/// use flannel_core::SubnetManager;
 /// use flannel_core::backend::{Blueprint, NodeLease};
 /// use flannel_core::kernel::Footprint;
 /// use flannel_core::object::{Route, Via};
@@ -36,8 +35,8 @@ use crate::engine::Engine;
 /// let (kernel, subnets) = (FakeKernel::with_uplink("eth0").without_nexthops(), FakeSubnets::new("10.1.0.0/16"));
 /// subnets.put("10.1.7.0-24", "192.0.2.7");
 /// let eth0 = "eth0".parse().unwrap();
-/// let mut blueprint = Blueprint::new(1500, move |lease, _env, objects| {
-///     for peer in lease.endpoints() {
+/// let mut blueprint = Blueprint::new(1500, move |subnets, offer, _env, objects| {
+///     for peer in offer.endpoints(subnets) {
 ///         let Some(gateway) = peer.public else { continue };
 ///         let via = Via::Gateway { gateway, link: eth0, onlink: false };
 ///         objects.push(Route { dst: peer.subnet, via, mtu: None }.into());
@@ -54,7 +53,7 @@ use crate::engine::Engine;
 /// let network = KernelNetwork::new(Arc::new(kernel.clone()), lease, networks, vec![blueprint]);
 /// let mut status = network.handle().status;
 /// tokio::select! {
-///     ended = Box::new(network).run(subnets.watch_leases().await?) => { ended?; }
+///     ended = network.run(subnets.watch_leases().await?) => { ended?; }
 ///     _ = status.wait_for(|status| status.in_sync) => {}
 /// }
 /// assert_eq!(kernel.dump(), ["route 10.1.7.0/24 via 192.0.2.7 dev eth0"]);
@@ -97,14 +96,18 @@ impl KernelNetwork {
             plans.push(OfferPlan { lease_type: blueprint.lease_type, plan: blueprint.plan });
         }
         let own = lease.lease();
-        // What the plan makes of our own lease is what peers must not define.
-        let mut own_objects = Vec::new();
+        // Peers must not define the objects that plans make of our own lease. A plan that rejects
+        // our own lease defines nothing of ours.
         let not_asked = |_| Some(None);
-        // A plan that rejects our own lease defines nothing of ours.
-        let _ = OfferPlan::run(&plans, own, &Env::new(&not_asked), &mut own_objects);
-        let reserved = base.iter().chain(&own_objects).map(Object::key).collect();
-        let rules =
-            AdmissionRules { networks, own: Some(own.subnets), public: own.attrs.public, reserved };
+        let env = Env::new(&not_asked);
+        let ours = OfferPlan::run(&plans, &own.subnets, &own.attrs, &env).unwrap_or_default();
+        let reserved = base.iter().chain(&ours.objects).map(Object::key).collect();
+        let rules = AdmissionRules {
+            networks,
+            own: Some(own.subnets),
+            public: own.attrs.preferred.public,
+            reserved,
+        };
         let (status, receiver) = watch::channel(Arc::new(Status::default()));
         let (asked, questions) = mpsc::channel(1);
         Self {
@@ -132,13 +135,21 @@ impl KernelNetwork {
     }
 }
 
-#[async_trait]
-impl Network for KernelNetwork {
-    fn handle(&self) -> NetworkHandle {
+impl KernelNetwork {
+    /// A handle that outlives [`KernelNetwork::run`].
+    pub fn handle(&self) -> NetworkHandle {
         self.handle.clone()
     }
 
-    async fn run(self: Box<Self>, views: watch::Receiver<View>) -> Result<Ended> {
+    /// Makes the kernel follow the views until something that the network was built from changes.
+    ///
+    /// # Errors
+    /// None at present: everything that the kernel refuses is in the status.
+    ///
+    /// # Cancel safety
+    /// Dropping the future stops it. The objects in the kernel stay there, and nothing is written
+    /// after the drop returned. The drop may block for one batch of changes (milliseconds).
+    pub async fn run(self, views: watch::Receiver<View>) -> Result<Ended> {
         Driver::new(self.kernel, self.engine, self.status, views, self.questions).run().await
     }
 }

@@ -23,10 +23,13 @@ pub(crate) type Id = u32;
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) lease: Arc<Lease>,
-    /// What its plan defines, one of each key; empty if the plan rejected it.
+    /// The objects that plans define, one of each key; first those of the chosen offer. Empty if no
+    /// plan accepted an offer.
     pub(crate) objects: Box<[Object]>,
     /// What few plans leave.
     pub(crate) extras: Option<Box<Extras>>,
+    /// The number of objects of the chosen offer.
+    pub(crate) chosen: u16,
     pub(crate) accepted: bool,
 }
 
@@ -39,6 +42,11 @@ pub(crate) struct Extras {
 }
 
 impl Peer {
+    /// The objects of the chosen offer, which the kernel gets.
+    pub(crate) fn chosen(&self) -> &[Object] {
+        &self.objects[..usize::from(self.chosen).min(self.objects.len())]
+    }
+
     /// The addresses that its plan asked about.
     pub(crate) fn asked(&self) -> &[IpAddr] {
         self.extras.as_ref().map_or(&[], |extras| &extras.asked)
@@ -63,6 +71,15 @@ pub(crate) struct PeerIndex {
     subnets: BTreeSet<(Subnet, Id)>,
     /// How many subnets there are of each length, so that a search for covering ones tries only those.
     lengths: BTreeMap<u8, usize>,
+}
+
+/// A peer that claims an object.
+pub(crate) struct Claimant<'a> {
+    pub(crate) id: Id,
+    pub(crate) peer: &'a Peer,
+    pub(crate) object: &'a Object,
+    /// The object is one of the chosen offer.
+    pub(crate) is_chosen: bool,
 }
 
 /// Somebody defines an object.
@@ -108,15 +125,16 @@ impl PeerIndex {
         self.ids.find(self.hasher.hash_one(subnets), is_it).copied()
     }
 
-    /// All peers whose plans define this object, with their definitions.
-    pub(crate) fn claimants(&self, key: &Key) -> impl Iterator<Item = (Id, &Peer, &Object)> {
+    /// All peers that claim an object, with their definitions.
+    pub(crate) fn claimants(&self, key: &Key) -> impl Iterator<Item = Claimant<'_>> {
         let (key, hash) = (*key, hash_of(&self.hasher, key));
         let alike =
             self.claims.iter_hash(Claim::spread(hash)).filter(move |claim| claim.hash == hash);
         alike.filter_map(move |claim| {
             let peer = self.peer(claim.id)?;
-            let object = peer.objects.iter().find(|object| object.key() == key)?;
-            Some((claim.id, peer, object))
+            let n = peer.objects.iter().position(|object| object.key() == key)?;
+            let is_chosen = n < usize::from(peer.chosen);
+            Some(Claimant { id: claim.id, peer, object: &peer.objects[n], is_chosen })
         })
     }
 
@@ -208,8 +226,8 @@ impl PeerIndex {
         for object in peer.objects.iter() {
             let key = object.key();
             let others =
-                self.claimants(&key).filter(|(other, _, theirs)| *other != id && *theirs != object);
-            found.extend(others.map(|(other, ..)| (other, Some(key))));
+                self.claimants(&key).filter(|claim| claim.id != id && claim.object != object);
+            found.extend(others.map(|claim| (claim.id, Some(key))));
         }
         found
     }

@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use flannel_core::backend::{Blueprint, NodeLease};
 use flannel_core::kernel::Footprint;
-use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, View};
+use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer, Origin, Revision, View};
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::{Key, LinkName, Object, Route, State, Via};
 use flannel_core::testing::{FakeKernel, FakeSubnets};
-use flannel_core::{Lease, Network, Subnet, SubnetManager, Subnets};
+use flannel_core::{Lease, Subnet, SubnetManager, Subnets};
 use flannel_route::KernelNetwork;
 use tokio::task::JoinHandle;
 
@@ -25,7 +25,8 @@ fn uplink() -> LinkName {
 }
 
 fn lease(subnet: &str, public: IpAddr, since: u64) -> Lease {
-    let attrs = LeaseAttrs { public: [public].into_iter().collect(), ..LeaseAttrs::default() };
+    let attrs =
+        LeaseAttrs::from(Offer { public: [public].into_iter().collect(), ..Offer::default() });
     let subnets = Subnets::new([subnet.parse::<Subnet>().unwrap()]).unwrap();
     Lease { subnets, attrs, expires: None, since: Revision(since), revision: Revision(since) }
 }
@@ -47,8 +48,8 @@ fn network(kernel: &FakeKernel) -> KernelNetwork {
             ..Footprint::default()
         },
         base: State::default(),
-        plan: Box::new(|lease, _, out| {
-            for peer in lease.endpoints() {
+        plan: Box::new(|subnets, offer, _, out| {
+            for peer in offer.endpoints(subnets) {
                 let gateway = peer.public.expect("a public address");
                 let via = Via::Gateway { gateway, link: uplink(), onlink: true };
                 out.push(Route { dst: peer.subnet, via, mtu: None }.into());
@@ -79,7 +80,7 @@ async fn start(kernel: &FakeKernel) -> (FakeSubnets, NetworkHandle, JoinHandle<(
     let views = subnets.watch_leases().await.unwrap();
     let network = network(kernel);
     let handle = network.handle();
-    let task = tokio::spawn(async move { drop(Box::new(network).run(views).await) });
+    let task = tokio::spawn(async move { drop(network.run(views).await) });
     in_sync(&handle, 0).await;
     (subnets, handle, task)
 }

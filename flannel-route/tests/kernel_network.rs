@@ -10,7 +10,7 @@ use std::time::Duration;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::{Blueprint, NodeLease};
 use flannel_core::kernel::{Footprint, ROUTE_PROTOCOL};
-use flannel_core::lease::{LeaseAttrs, Origin, Revision, View};
+use flannel_core::lease::{LeaseAttrs, Offer, Origin, Revision, View};
 use flannel_core::network::NetworkHandle;
 use flannel_core::object::{
     Addr, Fdb, Key, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, ObjectKind, Route,
@@ -18,7 +18,7 @@ use flannel_core::object::{
 };
 use flannel_core::status::Damage;
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
-use flannel_core::{Kernel, Network, Subnet, SubnetManager};
+use flannel_core::{Kernel, Subnet, SubnetManager};
 use flannel_route::KernelNetwork;
 
 const EINTR: i32 = 4;
@@ -136,11 +136,11 @@ impl Peer {
     }
 
     fn attrs(self) -> LeaseAttrs {
-        LeaseAttrs {
+        LeaseAttrs::from(Offer {
             public: Dual::from_fn(|family| Some(self.public(family))),
-            backend_type: "test".into(),
-            backend_data: Dual::from_fn(|family| Some(format!("\"{}\"", self.mac(family)).into())),
-        }
+            kind: "test".into(),
+            data: Dual::from_fn(|family| Some(format!("\"{}\"", self.mac(family)).into())),
+        })
     }
 
     fn objects(self) -> Vec<Object> {
@@ -166,7 +166,7 @@ impl World {
     }
 
     async fn on(kernel: FakeKernel, subnets: FakeSubnets) -> Self {
-        let attrs = LeaseAttrs { backend_type: "test".into(), ..LeaseAttrs::default() };
+        let attrs = LeaseAttrs::from(Offer { kind: "test".into(), ..Offer::default() });
         let lease = subnets.acquire_lease(&attrs).await.unwrap();
         let networks: Dual<Subnet> =
             subnets.network_config().await.unwrap().pod_networks().collect();
@@ -185,8 +185,8 @@ impl World {
                 ..Footprint::default()
             },
             base: base(1),
-            plan: Box::new(|lease, env, objects| {
-                for peer in lease.endpoints() {
+            plan: Box::new(|subnets, offer, env, objects| {
+                for peer in offer.endpoints(subnets) {
                     let (Some(public), Some(data)) = (peer.public, peer.data) else { continue };
                     let mac = data.trim_matches('"').parse().unwrap();
                     let direct = env.on_link(public) == Some(uplink());
@@ -203,7 +203,7 @@ impl World {
         );
         let handle = network.handle();
         let views = subnets.watch_leases().await.unwrap();
-        let task = tokio::spawn(async move { drop(Box::new(network).run(views).await) });
+        let task = tokio::spawn(async move { drop(network.run(views).await) });
         Self { kernel, subnets, handle, task, peers: Vec::new(), foreign: State::default() }
     }
 

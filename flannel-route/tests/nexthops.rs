@@ -12,7 +12,7 @@ use flannel_core::object::{
 };
 use flannel_core::status::Status;
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
-use flannel_core::{Kernel, Network, SubnetManager};
+use flannel_core::{Kernel, SubnetManager};
 use flannel_route::KernelNetwork;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
@@ -40,8 +40,8 @@ impl Run {
                 ..Footprint::default()
             },
             base: State::default(),
-            plan: Box::new(move |lease, _env, objects: &mut Vec<Object>| {
-                for peer in lease.endpoints() {
+            plan: Box::new(move |subnets, offer, _env, objects: &mut Vec<Object>| {
+                for peer in offer.endpoints(subnets) {
                     let Some(gateway) = peer.public else { continue };
                     let via = match gateway {
                         NO_GATEWAY => Via::Link(eth0),
@@ -58,7 +58,7 @@ impl Run {
         let network = KernelNetwork::new(kernel, NodeLease::Held(lease), networks, vec![blueprint]);
         let status = network.handle().status;
         let views = subnets.watch_leases().await.unwrap();
-        let task = tokio::spawn(async move { drop(Box::new(network).run(views).await) });
+        let task = tokio::spawn(async move { drop(network.run(views).await) });
         let mut run = Self { task, status };
         run.settled().await;
         run

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use flannel_core::backend::{Blueprint, NodeLease};
 use flannel_core::kernel::{Changes, Footprint, KernelError, NexthopIds, Process, RouteAnswer};
-use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, View};
+use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer, Origin, Revision, View};
 use flannel_core::network::{NetworkHandle, Rejection};
 use flannel_core::object::{
     Addr, Change, Fdb, Key, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, ObjectKind,
@@ -19,7 +19,7 @@ use flannel_core::object::{
 };
 use flannel_core::status::{Damage, ObjectState, Status, Wait, Waiting};
 use flannel_core::testing::{Call, FakeKernel, FakeSubnets, Operation};
-use flannel_core::{Kernel, Lease, Network, Subnet, Subnets};
+use flannel_core::{Kernel, Lease, Subnet, Subnets};
 use flannel_route::KernelNetwork;
 use tokio::task::JoinHandle;
 
@@ -61,7 +61,8 @@ fn objects(n: u16, public: IpAddr) -> [Object; 4] {
 }
 
 fn lease(n: u16, public: IpAddr, revision: u64) -> Lease {
-    let attrs = LeaseAttrs { public: [public].into_iter().collect(), ..LeaseAttrs::default() };
+    let attrs =
+        LeaseAttrs::from(Offer { public: [public].into_iter().collect(), ..Offer::default() });
     Lease {
         subnets: key(n),
         attrs,
@@ -117,9 +118,9 @@ impl World {
                 ..Footprint::default()
             },
             base: base.into_iter().collect::<State>(),
-            plan: Box::new(move |lease, env, out| {
+            plan: Box::new(move |subnets, offer, env, out| {
                 counter.fetch_add(1, Ordering::Relaxed);
-                for peer in lease.endpoints() {
+                for peer in offer.endpoints(subnets) {
                     let public = peer.public.expect("a public address");
                     let _ = env.on_link(public);
                     let octets: Vec<u8> = match peer.subnet.base() {
@@ -139,7 +140,7 @@ impl World {
         let view = View { leases, origin: Origin::Live { revision: Revision(1) } };
         subnets.set_view(view.clone());
         let views = flannel_core::SubnetManager::watch_leases(&subnets).await.unwrap();
-        let task = tokio::spawn(async move { drop(Box::new(network).run(views).await) });
+        let task = tokio::spawn(async move { drop(network.run(views).await) });
         Self { kernel, subnets, view, handle, plans, task }
     }
 

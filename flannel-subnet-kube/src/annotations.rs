@@ -10,7 +10,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use flannel_core::address::{Dual, Family};
-use flannel_core::lease::LeaseAttrs;
+use flannel_core::lease::{LeaseAttrs, Offer};
 
 /// A node with exactly this value is flannel's.
 pub(crate) const MANAGED: &str = "kube-subnet-manager";
@@ -135,10 +135,11 @@ pub(crate) fn wanted(attrs: &LeaseAttrs, there: &Values) -> Values {
     let mut values = Values::new();
     let mut put = |name: &str, value: &str| values.insert(name.into(), value.into());
     put(MANAGED, "true");
-    put(BACKEND_TYPE, &attrs.backend_type);
+    put(BACKEND_TYPE, &attrs.preferred.kind);
     for family in Family::BOTH {
-        let (data, public) = (attrs.backend_data[family].as_deref(), attrs.public[family]);
-        let written = match (family, &*attrs.backend_type) {
+        let (data, public) =
+            (attrs.preferred.data[family].as_deref(), attrs.preferred.public[family]);
+        let written = match (family, &*attrs.preferred.kind) {
             (_, "vxlan") => data.is_some(),
             (Family::V4, _) => true,
             (Family::V6, "wireguard") => data.is_some() && public.is_some(),
@@ -223,7 +224,7 @@ pub(crate) fn read(
     };
     let backend_data = Dual { v4: data(Family::V4), v6: data(Family::V6) };
     let backend_type = usual(text(BACKEND_TYPE));
-    (LeaseAttrs { public, backend_type, backend_data }, wrong)
+    (LeaseAttrs::from(Offer { public, kind: backend_type, data: backend_data }), wrong)
 }
 
 /// One annotation that holds an address; `None` if it is absent, empty or the address that means none.
@@ -282,11 +283,11 @@ mod tests {
     }
 
     fn attrs(kind: &'static str, public: &[&str], data: [Option<&str>; 2]) -> LeaseAttrs {
-        LeaseAttrs {
+        LeaseAttrs::from(Offer {
             public: public.iter().map(|a| a.parse::<std::net::IpAddr>().unwrap()).collect(),
-            backend_type: kind.into(),
-            backend_data: Dual { v4: data[0].map(Into::into), v6: data[1].map(Into::into) },
-        }
+            kind: kind.into(),
+            data: Dual { v4: data[0].map(Into::into), v6: data[1].map(Into::into) },
+        })
     }
 
     #[test]
@@ -370,8 +371,14 @@ mod tests {
         bad.insert("public-ip".into(), "2001:db8::7".into());
         bad.insert("backend-v6-data".into(), "{\"VNI".into());
         let (attrs, wrong) = read(&bad, &Family::BOTH, &prefix);
-        assert_eq!((attrs.public.v4, attrs.public.v6), (None, all.public.v6));
-        assert_eq!((attrs.backend_data.v4, attrs.backend_data.v6), (all.backend_data.v4, None));
+        assert_eq!(
+            (attrs.preferred.public.v4, attrs.preferred.public.v6),
+            (None, all.preferred.public.v6)
+        );
+        assert_eq!(
+            (attrs.preferred.data.v4, attrs.preferred.data.v6),
+            (all.preferred.data.v4, None)
+        );
         let expected = [
             r#"annotation flannel.alpha.coreos.com/public-ip: "2001:db8::7" is not valid, expected an IPv4 address such as 192.0.2.1"#,
             r#"annotation flannel.alpha.coreos.com/backend-v6-data: "{\"VNI" is no JSON"#,

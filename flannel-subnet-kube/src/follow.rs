@@ -391,7 +391,7 @@ impl Lost {
 #[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 mod tests {
     use flannel_core::SubnetManager;
-    use flannel_core::lease::LeaseAttrs;
+    use flannel_core::lease::{LeaseAttrs, Offer};
     use flannel_core::subnet::Readiness;
     use serde_json::json;
 
@@ -416,7 +416,7 @@ mod tests {
         .unwrap();
         let manager = KubeManager::open(options).await.unwrap();
         let public = ["192.0.2.1".parse::<std::net::IpAddr>().unwrap()].into_iter().collect();
-        let attrs = LeaseAttrs { public, backend_type: "vxlan".into(), ..LeaseAttrs::default() };
+        let attrs = LeaseAttrs::from(Offer { public, kind: "vxlan".into(), ..Offer::default() });
         let held = manager.acquire_lease(&attrs).await.unwrap();
         manager.report(&Readiness::Ready).await.unwrap();
         let story = async {

@@ -286,7 +286,7 @@ mod tests {
         let lease = lease.unwrap();
         assert_eq!((lease.subnets.to_string().as_str(), wrong.len()), ("10.1.5.0-24", 0));
         assert_eq!(
-            lease.attrs.backend_data.v4.as_deref(),
+            lease.attrs.preferred.data.v4.as_deref(),
             Some(r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:01"}"#)
         );
         assert_eq!((lease.since, lease.revision), (Revision(20_261_121_201_951), Revision(42)));

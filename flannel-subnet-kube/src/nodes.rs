@@ -185,8 +185,9 @@ mod tests {
     }
 
     fn held(nodes: &Nodes) -> Vec<String> {
-        let one =
-            |lease: &Arc<Lease>| format!("{} {}", lease.subnets, lease.attrs.public.v4.unwrap());
+        let one = |lease: &Arc<Lease>| {
+            format!("{} {}", lease.subnets, lease.attrs.preferred.public.v4.unwrap())
+        };
         nodes.leases().iter().map(one).collect()
     }
 

@@ -65,7 +65,9 @@ impl AssignedManager {
     /// The one entry whose public address is among `addresses`; `None` if there is none.
     async fn own(&self, addresses: &[IpAddr]) -> Result<Option<Entry>> {
         let listing = self.store.list().await?;
-        let mine = |entry: &Entry| entry.lease.attrs.public.values().any(|a| addresses.contains(a));
+        let mine = |entry: &Entry| {
+            entry.lease.attrs.preferred.public.values().any(|a| addresses.contains(a))
+        };
         let mut own = listing.entries.into_iter().filter(mine);
         let first = own.next();
         if let (Some(first), Some(second)) = (&first, own.next()) {
@@ -100,7 +102,7 @@ impl SubnetManager for AssignedManager {
     async fn hints(&self) -> Result<Hints> {
         let Some(own) = self.own(&self.local_addresses).await? else { return Ok(Hints::default()) };
         Ok(Hints {
-            public: own.lease.attrs.public,
+            public: own.lease.attrs.preferred.public,
             previous: Some(own.lease.subnets),
             last_published: Some(own.lease.attrs.clone()),
             lapsed: None,
@@ -109,7 +111,7 @@ impl SubnetManager for AssignedManager {
 
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease> {
         let attrs = as_stored(attrs);
-        let addresses: Vec<IpAddr> = attrs.public.values().copied().collect();
+        let addresses: Vec<IpAddr> = attrs.preferred.public.values().copied().collect();
         let Some(own) = self.own(&addresses).await? else {
             let addresses: Vec<String> = addresses.iter().map(ToString::to_string).collect();
             return Err(self.refused(format!(
@@ -172,20 +174,24 @@ impl SubnetManager for AssignedManager {
 }
 
 fn shares_address(one: &Lease, other: &Lease) -> bool {
-    one.attrs.public.values().any(|address| other.attrs.public.values().any(|a| a == address))
+    one.attrs
+        .preferred
+        .public
+        .values()
+        .any(|address| other.attrs.preferred.public.values().any(|a| a == address))
 }
 
 /// The first attribute that differs: its name, and both values as text.
 fn difference(written: &LeaseAttrs, ours: &LeaseAttrs) -> Option<(String, String, String)> {
     let address = |name: &str, family: Family| {
         let text = |a: Option<IpAddr>| a.map_or_else(|| "absent".to_owned(), |a| a.to_string());
-        let (theirs, ours) = (written.public[family], ours.public[family]);
+        let (theirs, ours) = (written.preferred.public[family], ours.preferred.public[family]);
         (theirs != ours).then(|| (name.to_owned(), text(theirs), text(ours)))
     };
     let kind = || {
         let text = |kind: &str| format!("{kind:?}");
-        (written.backend_type != ours.backend_type).then(|| {
-            ("BackendType".to_owned(), text(&written.backend_type), text(&ours.backend_type))
+        (written.preferred.kind != ours.preferred.kind).then(|| {
+            ("BackendType".to_owned(), text(&written.preferred.kind), text(&ours.preferred.kind))
         })
     };
     let data = |name: &str, family: Family| {
@@ -194,7 +200,7 @@ fn difference(written: &LeaseAttrs, ours: &LeaseAttrs) -> Option<(String, String
                 serde_json::from_str(text).unwrap_or_else(|_| Value::String(text.to_owned()))
             })
         };
-        json_difference(name, &parse(&written.backend_data), &parse(&ours.backend_data))
+        json_difference(name, &parse(&written.preferred.data), &parse(&ours.preferred.data))
     };
     address("PublicIP", Family::V4)
         .or_else(|| address("PublicIPv6", Family::V6))

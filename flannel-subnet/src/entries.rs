@@ -12,7 +12,7 @@ use crate::registry::{Entry, Listing};
 
 /// The address that distinguishes nodes: IPv4, or IPv6 where there is no IPv4.
 fn identifying(attrs: &LeaseAttrs, families: impl Iterator<Item = Family>) -> Option<IpAddr> {
-    families.filter_map(|family| attrs.public[family]).next()
+    families.filter_map(|family| attrs.preferred.public[family]).next()
 }
 
 /// The entry with our holder ID, else one with our public address; of several the one that we had before, else the
@@ -25,8 +25,9 @@ pub(crate) fn own_entry<'a>(
 ) -> Option<&'a Entry> {
     let address = identifying(attrs, config.networks.families());
     let same_address = |entry: &Entry| {
-        address
-            .is_some_and(|address| entry.lease.attrs.public[Family::of(address)] == Some(address))
+        address.is_some_and(|address| {
+            entry.lease.attrs.preferred.public[Family::of(address)] == Some(address)
+        })
     };
     let our_id = |entry: &Entry| entry.holder == Some(us.holder);
     let had_before = |entry: &Entry| Some(entry.lease.subnets) == us.previous;

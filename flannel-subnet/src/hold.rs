@@ -116,14 +116,15 @@ impl LocalManager {
     /// Another lease with our address has appeared.
     fn may_stray(&self, view: &View, seen: &mut LeaseSet) -> bool {
         let Origin::Live { .. } = view.origin else { return false };
-        let Some((subnets, public)) = self.holding.get().map(|t| (t.subnets, t.attrs.public))
+        let Some((subnets, public)) =
+            self.holding.get().map(|t| (t.subnets, t.attrs.preferred.public))
         else {
             return false;
         };
         let seen = std::mem::replace(seen, view.leases.clone());
         let mut new = view.leases.changes_since(&seen).filter_map(|(_, lease)| lease);
         !public.is_empty()
-            && new.any(|lease| lease.subnets != subnets && lease.attrs.public == public)
+            && new.any(|lease| lease.subnets != subnets && lease.attrs.preferred.public == public)
     }
 
     fn renewal(&self) -> Option<Duration> {
@@ -245,8 +246,8 @@ impl LocalManager {
     /// Judges the key that is there, by its holder ID and its attributes.
     async fn judge(&self, held_lease: &HeldLease, entry: Entry) -> Result<Option<LeaseEnd>> {
         let (now, wanted) = (&entry.lease.attrs, &held_lease.attrs);
-        let same_node = now.public == wanted.public;
-        let blank = now.backend_type.is_empty() && now.backend_data.is_empty();
+        let same_node = now.preferred.public == wanted.preferred.public;
+        let blank = now.preferred.kind.is_empty() && now.preferred.data.is_empty();
         let ours = match entry.holder {
             Some(holder) => holder == self.identity.holder && same_node,
             // Reservations have no holder ID. Two nodes with one public address differ by what they wrote.

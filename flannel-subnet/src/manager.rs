@@ -39,7 +39,7 @@ pub struct Identity {
 ///
 /// ```
 /// use flannel_core::SubnetManager;
-/// use flannel_core::lease::LeaseAttrs;
+/// use flannel_core::lease::{LeaseAttrs, Offer, Offer};
 /// use flannel_subnet::{Identity, LocalManager, HolderId, MemoryRegistry};
 /// use std::sync::Arc;
 ///
@@ -47,7 +47,7 @@ pub struct Identity {
 /// let registry = MemoryRegistry::with_config(r#"{"Network": "10.1.0.0/16"}"#);
 /// let identity = Identity { holder: HolderId::random(), previous: None, local_addresses: Vec::new() };
 /// let manager = LocalManager::new(Arc::new(registry), identity);
-/// let attrs = LeaseAttrs { public: ["192.0.2.1".parse().unwrap()].into_iter().collect(), ..Default::default() };
+/// let attrs = LeaseAttrs::from(Offer { public: ["192.0.2.1".parse().unwrap()].into_iter().collect(), ..Offer::default() });
 /// let lease = manager.acquire_lease(&attrs).await?;
 /// assert_eq!(manager.acquire_lease(&attrs).await?.subnets, lease.subnets);
 /// # Ok::<(), flannel_core::Error>(())
@@ -190,8 +190,9 @@ impl SubnetManager for LocalManager {
         };
         let Identity { holder, previous, local_addresses } = &self.identity;
         let by_holder = listing.entries.iter().find(|entry| entry.holder == Some(*holder));
-        let local =
-            |entry: &&Entry| entry.lease.attrs.public.values().any(|a| local_addresses.contains(a));
+        let local = |entry: &&Entry| {
+            entry.lease.attrs.preferred.public.values().any(|a| local_addresses.contains(a))
+        };
         let mut by_address = listing.entries.iter().filter(local);
         let by_address = by_address.next().filter(|_| by_address.next().is_none());
         let own = by_holder.or(by_address).map(|entry| &entry.lease);

@@ -146,7 +146,7 @@ async fn what_was_cached_is_reconciled_when_the_store_is_back() {
     let mut views = manager.watch_leases().await.unwrap();
     // This time with another VTEP.
     let mut other = attrs(1);
-    other.backend_data.v4 = Some(r#"{"VNI":2}"#.into());
+    other.preferred.data.v4 = Some(r#"{"VNI":2}"#.into());
     let held = manager.acquire_lease(&other).await.unwrap();
     assert_eq!(held.subnets, lease.subnets);
     let hold = tokio::spawn({
@@ -173,7 +173,7 @@ async fn other_attributes_than_the_cached_are_published_when_the_store_is_back()
     let lease = fixture.first_run().await;
     let manager = fixture.node(0);
     let mut other = attrs(1);
-    other.backend_data.v4 = Some(r#"{"VNI":2}"#.into());
+    other.preferred.data.v4 = Some(r#"{"VNI":2}"#.into());
     let held = manager.acquire_lease(&other).await.unwrap();
     fixture.registry.set_outage(false);
     let published = async {

@@ -15,7 +15,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use flannel_core::lease::{LeaseAttrs, Origin, Revision, View};
+use flannel_core::lease::{LeaseAttrs, Offer, Origin, Revision, View};
 use flannel_core::subnet::LeaseEnd;
 use flannel_core::{Error, SubnetManager, Subnets};
 use flannel_subnet::{
@@ -36,7 +36,10 @@ fn key(n: u8) -> Subnets {
 }
 
 fn attrs(address: &str) -> LeaseAttrs {
-    LeaseAttrs { public: [address.parse().unwrap()].into_iter().collect(), ..LeaseAttrs::default() }
+    LeaseAttrs::from(Offer {
+        public: [address.parse().unwrap()].into_iter().collect(),
+        ..Offer::default()
+    })
 }
 
 fn grant(holder: u64, ttl: Duration) -> Option<LeaseGrant> {
@@ -402,19 +405,19 @@ async fn a_static_directory_gives_every_node_what_is_written_there_and_is_never_
     let manager = assigned(dir.path(), "192.0.2.1").await;
     let hints = manager.hints().await.unwrap();
     let written = LeaseAttrs::from_json(VALUE).unwrap();
-    assert_eq!((hints.public, hints.previous), (written.public, Some(key(1))));
+    assert_eq!((hints.public, hints.previous), (written.preferred.public, Some(key(1))));
     assert_eq!(hints.last_published.as_ref(), Some(&written));
     let lease = manager.acquire_lease(&written).await.unwrap();
     assert_eq!((lease.subnets, lease.expires), (key(1), None));
 
     let mut ours = written.clone();
-    ours.backend_data.v4 = Some(r#"{"VNI":2}"#.into());
+    ours.preferred.data.v4 = Some(r#"{"VNI":2}"#.into());
     let error = manager.acquire_lease(&ours).await.unwrap_err().to_string();
     assert!(
         error.contains("subnets/10.1.1.0-24: BackendData.VNI is 1, but this host has 2"),
         "{error}"
     );
-    let kind = LeaseAttrs { backend_type: "host-gw".into(), ..written.clone() };
+    let kind = LeaseAttrs::from(Offer { kind: "host-gw".into(), ..written.clone().preferred });
     let error = manager.acquire_lease(&kind).await.unwrap_err().to_string();
     assert!(error.contains(r#"BackendType is "vxlan", but this host has "host-gw""#), "{error}");
     let error = manager.acquire_lease(&attrs("192.0.2.9")).await.unwrap_err().to_string();

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
-use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::lease::{LeaseAttrs, Offer, Revision};
 use flannel_core::subnet::{LeaseEnd, Loss, Ownership};
 use flannel_core::{Error, Result, SubnetManager, Subnets};
 use flannel_subnet::testing::TokioClock;
@@ -30,11 +30,11 @@ fn key(text: &str) -> Subnets {
 
 fn attrs(node: u64) -> LeaseAttrs {
     let addresses = [format!("192.0.2.{node}"), format!("2001:db8::{node}")];
-    LeaseAttrs {
+    LeaseAttrs::from(Offer {
         public: addresses.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
-        backend_type: "vxlan".into(),
-        ..LeaseAttrs::default()
-    }
+        kind: "vxlan".into(),
+        ..Offer::default()
+    })
 }
 
 fn grant(holder: u64) -> Option<LeaseGrant> {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flannel_core::address::Family;
-use flannel_core::lease::{LeaseAttrs, Origin};
+use flannel_core::lease::{LeaseAttrs, Offer, Origin};
 use flannel_core::subnet::{Calls, LeaseEnd, Loss, Ownership};
 use flannel_core::{Error, Lease, SubnetManager, Subnets};
 use flannel_subnet::testing::TokioClock;
@@ -30,17 +30,17 @@ fn key(text: &str) -> Subnets {
 }
 
 fn attrs(addresses: &[&str]) -> LeaseAttrs {
-    LeaseAttrs {
+    LeaseAttrs::from(Offer {
         public: addresses.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
-        backend_type: "vxlan".into(),
-        ..LeaseAttrs::default()
-    }
+        kind: "vxlan".into(),
+        ..Offer::default()
+    })
 }
 
 /// The same node with another VTEP.
 fn other_data(of: &LeaseAttrs) -> LeaseAttrs {
     let mut attrs = of.clone();
-    attrs.backend_data.v4 = Some(r#"{"VNI":2}"#.into());
+    attrs.preferred.data.v4 = Some(r#"{"VNI":2}"#.into());
     attrs
 }
 
@@ -484,7 +484,7 @@ async fn what_others_write_over_our_attributes_is_put_back_but_what_we_publish_s
 #[tokio::test(start_paused = true)]
 async fn a_reservation_stays_one() {
     let registry = MemoryRegistry::with_config(V4);
-    let reserved = LeaseAttrs { backend_type: "".into(), ..attrs(&["192.0.2.1"]) };
+    let reserved = LeaseAttrs::from(Offer { kind: "".into(), ..attrs(&["192.0.2.1"]).preferred });
     put(&registry, "10.1.5.0-24", &reserved, None).await;
     let us = attrs(&["192.0.2.1"]);
     let held = hold(node(&registry, 1), &us).await;

@@ -40,7 +40,8 @@ async fn leases_come_change_and_go() {
     put(&registry, 2).await;
     wait(&mut views, |view| view.leases.len() == 2).await;
     registry.put_raw("10.1.2.0-24", r#"{"PublicIP":"192.0.2.2"}"#, None);
-    wait(&mut views, |view| !view.leases.get(&key(2)).unwrap().attrs.public.is_empty()).await;
+    wait(&mut views, |view| !view.leases.get(&key(2)).unwrap().attrs.preferred.public.is_empty())
+        .await;
     registry.delete_key("10.1.1.0-24");
     wait(&mut views, |view| view.leases.len() == 1).await;
     assert_eq!(reflector.freed(), [key(1)]);

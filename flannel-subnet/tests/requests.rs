@@ -128,7 +128,7 @@ async fn a_lost_race_costs_one_request_more() {
         move |subnets, _, _| match lost.set(*subnets) {
             Ok(()) => {
                 let mut other = at(*subnets, 2);
-                Arc::make_mut(&mut other.lease).attrs.public =
+                Arc::make_mut(&mut other.lease).attrs.preferred.public =
                     ["192.0.2.2".parse::<std::net::IpAddr>().unwrap()].into_iter().collect();
                 Ok(Err(Listing { entries: vec![other], ..Listing::default() }))
             }

@@ -8,7 +8,7 @@ use std::net::IpAddr;
 use flannel_api::VERSION;
 use flannel_core::address::Dual;
 use flannel_core::error::holder;
-use flannel_core::lease::LeaseAttrs;
+use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::{Config, Error as CoreError, Subnets};
 use flannel_subnet::{Entry, Registry};
 use serde_json::{Value, json};
@@ -31,7 +31,7 @@ pub(crate) async fn lease(
         LeaseVerb::Reserve { lease, public_ip, public_ipv6, backend_type } => {
             let public = Dual { v4: public_ip.map(IpAddr::V4), v6: public_ipv6.map(IpAddr::V6) };
             let backend_type = backend_type.clone().into();
-            let attrs = LeaseAttrs { public, backend_type, ..LeaseAttrs::default() };
+            let attrs = LeaseAttrs::from(Offer { public, kind: backend_type, ..Offer::default() });
             reserve(registry, lease, &attrs).await
         }
         LeaseVerb::Release { lease, force } => release(registry, lease, *force).await,
@@ -81,7 +81,7 @@ async fn list(registry: &dyn Registry, terminal: &Terminal) -> Result<Output> {
 fn duplicates(entries: &[Entry]) -> Vec<(IpAddr, Vec<String>)> {
     let mut holders: BTreeMap<IpAddr, Vec<String>> = BTreeMap::new();
     for lease in entries.iter().map(|entry| &entry.lease) {
-        for address in lease.attrs.public.values() {
+        for address in lease.attrs.preferred.public.values() {
             holders.entry(*address).or_default().push(lease.subnets.to_string());
         }
     }
@@ -90,11 +90,12 @@ fn duplicates(entries: &[Entry]) -> Vec<(IpAddr, Vec<String>)> {
 
 fn row(entry: &Entry) -> (Style, Vec<Vec<String>>) {
     let lease = &entry.lease;
-    let backend = if lease.attrs.backend_type.is_empty() { "-" } else { &lease.attrs.backend_type };
+    let backend =
+        if lease.attrs.preferred.kind.is_empty() { "-" } else { &lease.attrs.preferred.kind };
     let holder = entry.holder.map_or_else(|| "reserved".to_owned(), |mark| mark.to_string());
     let cells = vec![
         lease.subnets.iter().map(|subnet| subnet.to_string()).collect(),
-        lease.attrs.public.values().map(ToString::to_string).collect(),
+        lease.attrs.preferred.public.values().map(ToString::to_string).collect(),
         vec![backend.to_owned()],
         vec![holder],
         vec![lease.revision.to_string()],
@@ -107,8 +108,8 @@ fn value(entry: &Entry) -> Value {
     json!({
         "key": lease.subnets.to_string(),
         "subnets": lease.subnets.iter().map(|subnet| subnet.to_string()).collect::<Vec<_>>(),
-        "public": lease.attrs.public.values().map(ToString::to_string).collect::<Vec<_>>(),
-        "backend": lease.attrs.backend_type,
+        "public": lease.attrs.preferred.public.values().map(ToString::to_string).collect::<Vec<_>>(),
+        "backend": lease.attrs.preferred.kind,
         "reserved": entry.holder.is_none(),
         "holder": entry.holder.map(|mark| mark.to_string()),
         "revision": lease.revision.0,
@@ -127,7 +128,7 @@ async fn reserve(registry: &dyn Registry, subnets: &Subnets, attrs: &LeaseAttrs)
         if entry.holder.is_none() {
             return Err(Error::Refused(format!("{subnets} is reserved already, for {of}")));
         }
-        let (now, told) = (&entry.lease.attrs.public, &attrs.public);
+        let (now, told) = (&entry.lease.attrs.preferred.public, &attrs.preferred.public);
         if !told.is_empty() && told != now {
             return Err(Error::Refused(format!(
                 "{subnets} is held by {of}: release it first, or name no address"
@@ -137,7 +138,7 @@ async fn reserve(registry: &dyn Registry, subnets: &Subnets, attrs: &LeaseAttrs)
             registry.update(subnets, entry.lease.revision, &entry.lease.attrs, None).await?;
         return Ok(done(&written, "never expires from now on"));
     }
-    if attrs.public.is_empty() {
+    if attrs.preferred.public.is_empty() {
         return Err(Error::Refused(format!(
             "{subnets} is free: --public-ip or --public-ipv6 is to say for which node it is reserved"
         )));
@@ -153,8 +154,8 @@ async fn reserve(registry: &dyn Registry, subnets: &Subnets, attrs: &LeaseAttrs)
     }
     // Without a type it would look like a lease of Go flannel's udp.
     let mut attrs = attrs.clone();
-    if attrs.backend_type.is_empty() {
-        attrs.backend_type = config.backend.kind.into();
+    if attrs.preferred.kind.is_empty() {
+        attrs.preferred.kind = config.backend.kind.into();
     }
     let written = registry.create(subnets, &attrs, None).await?;
     Ok(done(&written, "is reserved"))

@@ -163,7 +163,7 @@ async fn findings(global: &Global, backends: &Backends) -> Vec<Finding> {
     let Some(uplink) = uplink(&config, &[]) else { return Vec::new() };
     let own = own_subnets(global);
     let lease = own.and_then(|own| saved.leases.get(&own).cloned());
-    let public = lease.map(|lease| lease.attrs.public).unwrap_or_default();
+    let public = lease.map(|lease| lease.attrs.preferred.public).unwrap_or_default();
     let links = backends.links(uplink, &config);
     let scene = HostScene { config, links, uplink, own, public, leases: saved.leases };
     check_host(scene, &LegacyMemory::default()).await.findings
@@ -183,8 +183,8 @@ pub(crate) async fn peers(global: &Global) -> Result<Value> {
     let peer = |lease: &Lease| PeerReport {
         key: lease.subnets.to_string(),
         subnets: lease.subnets.iter().map(|subnet| subnet.to_string()).collect(),
-        public: lease.attrs.public.values().map(ToString::to_string).collect(),
-        backend: lease.attrs.backend_type.to_string(),
+        public: lease.attrs.preferred.public.values().map(ToString::to_string).collect(),
+        backend: lease.attrs.preferred.kind.to_string(),
         state: UNKNOWN.to_owned(),
         reason: None,
         changed: None,

@@ -108,7 +108,7 @@ async fn refuse_implicit_udp(mut views: watch::Receiver<View>) -> Result<(), Err
     let known = |view: &View| !matches!(view.origin, Origin::Cached { written: None });
     // A watch that is closed says nothing about other nodes.
     let Ok(view) = views.wait_for(known).await else { return Ok(()) };
-    match view.leases.iter().find(|lease| lease.attrs.backend_type.is_empty()) {
+    match view.leases.iter().find(|lease| lease.attrs.preferred.kind.is_empty()) {
         Some(lease) => {
             Err(Error::ImplicitUdp { subnets: lease.subnets.into(), holder: holder(&lease.attrs) })
         }

@@ -438,11 +438,11 @@ pub(crate) mod tests {
     /// A network on fakes, with three peers and this status.
     pub(crate) async fn network(mut status: Status) -> (FakeSubnets, Running) {
         let subnets = FakeSubnets::new("10.1.0.0/16");
-        let attrs = flannel_core::lease::LeaseAttrs {
+        let attrs = flannel_core::lease::LeaseAttrs::from(flannel_core::lease::Offer {
             public: ["192.0.2.1".parse().unwrap()].into_iter().collect(),
-            backend_type: "vxlan".into(),
-            ..Default::default()
-        };
+            kind: "vxlan".into(),
+            ..flannel_core::lease::Offer::default()
+        });
         let lease = subnets.acquire_lease(&attrs).await.unwrap();
         for n in [7, 8, 9] {
             subnets.put(&format!("10.1.{n}.0-24"), &format!("192.0.2.{n}"));

@@ -241,7 +241,8 @@ fn of_remark(remark: &str, network: &NetworkSnapshot) -> String {
     let address = remark.split([' ', ',']).find_map(|word| word.parse::<IpAddr>().ok());
     let own = network.running.handle.lease.subnets;
     let has_it = |lease: &&Arc<Lease>| {
-        lease.subnets != own && lease.attrs.public.values().any(|public| Some(*public) == address)
+        lease.subnets != own
+            && lease.attrs.preferred.public.values().any(|public| Some(*public) == address)
     };
     let youngest = network.view.leases.iter().filter(has_it).max_by_key(|lease| lease.since);
     match youngest {

@@ -278,7 +278,7 @@ mod tests {
         // Told after the status was.
         let mut changed =
             Lease::clone(network.view.leases.get(&"10.1.9.0-24".parse().unwrap()).unwrap());
-        changed.attrs.public.v4 = Some("192.0.2.99".parse().unwrap());
+        changed.attrs.preferred.public.v4 = Some("192.0.2.99".parse().unwrap());
         network.view.leases.insert(changed);
         let states = |snapshot: &Snapshot| -> Vec<(String, String, String)> {
             let all = peers(snapshot).into_iter();

@@ -14,11 +14,11 @@ use flannel_core::kernel::Footprint;
 use flannel_core::lease::{Origin, View};
 use flannel_core::network::{Ended, NetworkHandle};
 use flannel_core::status::Status;
-use flannel_core::{Backend, Config, Kernel, Lease, Network, SubnetManager, Subnets};
+use flannel_core::{Backend, Config, Kernel, Lease, SubnetManager, Subnets};
 use flannel_doctor::path_probe::server;
 use flannel_netlink::NetlinkKernel;
 use flannel_options::state_dir;
-use flannel_route::{Host, JoinOptions};
+use flannel_route::{Host, HostNetwork, JoinOptions};
 use flannel_subnet::{HolderId, SubnetEnv, SubnetEnvError};
 use tokio::sync::{OnceCell, watch};
 
@@ -138,7 +138,7 @@ fn open_kernel(settings: &DaemonConfig) -> Result<NetlinkKernel, Error> {
 struct Ready {
     config: Config,
     backend: &'static dyn Backend,
-    network: Box<dyn Network>,
+    network: HostNetwork,
     views: watch::Receiver<View>,
     /// It leads to the peers, but this node has no lease: its time ran out, and the store does not answer.
     lapsed: bool,

@@ -16,7 +16,7 @@ use flannel_core::address::Dual;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::kernel::Invalidation;
 use flannel_core::kernel::{KernelEvent, NexthopBlock};
-use flannel_core::lease::{LeaseAttrs, Origin, View};
+use flannel_core::lease::{LeaseAttrs, Offer, Origin, View};
 use flannel_core::object::Nexthop;
 use flannel_core::object::{Key, Object, Route, State, Via};
 use flannel_core::status::Status;
@@ -55,17 +55,17 @@ fn leases(backend: &dyn Backend, n: u8) -> FakeSubnets {
 
 fn put(subnets: &FakeSubnets, backend: &dyn Backend, n: u8, peer: u8, public: u8) {
     let data = |mac: String| Some(format!(r#"{{"VNI":1,"VtepMAC":"{mac}"}}"#).into());
-    let attrs = LeaseAttrs {
+    let attrs = LeaseAttrs::from(Offer {
         public: [format!("192.0.2.{public}"), format!("2001:db8::{public:x}")]
             .iter()
             .map(|a| a.parse::<IpAddr>().unwrap())
             .collect(),
-        backend_type: backend.lease_type().into(),
-        backend_data: Dual {
+        kind: backend.lease_type().into(),
+        data: Dual {
             v4: data(format!("0a:00:00:00:04:{peer:02x}")),
             v6: data(format!("0a:00:00:00:06:{peer:02x}")),
         },
-    };
+    });
     subnets.put_attrs(&key(n, peer), attrs);
 }
 

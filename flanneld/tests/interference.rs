@@ -13,7 +13,7 @@ use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::ExternalInterface;
-use flannel_core::lease::LeaseAttrs;
+use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::status::Status;
 use flannel_core::testing::FakeSubnets;
 use flannel_core::{Backend, SubnetManager};
@@ -43,11 +43,11 @@ async fn start(backend: &'static dyn Backend) -> Witness {
         ["192.0.2.1", "2001:db8::1"].iter().map(|a| a.parse::<IpAddr>().unwrap()).collect();
     let subnets = FakeSubnets::with_config(&config(backend.kind()));
     let data = |mac| Some(format!(r#"{{"VNI":1,"VtepMAC":"{mac}"}}"#).into());
-    let peer = LeaseAttrs {
+    let peer = LeaseAttrs::from(Offer {
         public: ["192.0.2.7", "2001:db8::7"].iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
-        backend_type: backend.lease_type().into(),
-        backend_data: Dual { v4: data("0a:00:00:00:04:07"), v6: data("0a:00:00:00:06:07") },
-    };
+        kind: backend.lease_type().into(),
+        data: Dual { v4: data("0a:00:00:00:04:07"), v6: data("0a:00:00:00:06:07") },
+    });
     subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer);
     let host = Host {
         uplink: ExternalInterface {

@@ -17,7 +17,7 @@ use flannel_backend_vxlan::VxlanBackend;
 use flannel_core::address::{Dual, Family};
 use flannel_core::backend::ExternalInterface;
 use flannel_core::kernel::Footprint;
-use flannel_core::lease::LeaseAttrs;
+use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::object::{Change, MacAddr, Neigh, ObjectKind};
 use flannel_core::status::{Damage, Status};
 use flannel_core::testing::FakeSubnets;
@@ -183,11 +183,11 @@ const HOST_GW: Setup = Setup { backend: &HostGw, nexthops: true, direct: false }
 impl Setup {
     fn put_peer(self, subnets: &FakeSubnets, n: u8) {
         let data = |family| Some(format!(r#"{{"VNI":1,"VtepMAC":"{}"}}"#, mac(family, n)).into());
-        let attrs = LeaseAttrs {
+        let attrs = LeaseAttrs::from(Offer {
             public: if self.direct { peer_public(n) } else { public(n) },
-            backend_type: self.backend.kind().into(),
-            backend_data: Dual::from_fn(data),
-        };
+            kind: self.backend.kind().into(),
+            data: Dual::from_fn(data),
+        });
         subnets.put_attrs(&format!("10.1.{n}.0-24&fd00:1:0:{n:x}::-64"), attrs);
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::Footprint;
-use flannel_core::lease::LeaseAttrs;
+use flannel_core::lease::{LeaseAttrs, Offer};
 use flannel_core::object::{LinkName, Route, Via};
 use flannel_core::{Backend, Config, Error, Result, SubnetManager};
 use flannel_netlink::{NetlinkKernel, iface::Selectors};
@@ -39,12 +39,11 @@ impl Backend for Hub {
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
         let (gateway, link, mtu) = (router(config)?, node.uplink.name, node.uplink.mtu);
         let (public, footprint) = (node.uplink.public, self.footprint(config, Some(link))?);
-        let offer =
-            LeaseAttrs { public, backend_type: self.kind().into(), ..LeaseAttrs::default() };
+        let offer = Offer { public, kind: self.kind().into(), ..Offer::default() };
         Ok(Prepared::new(offer, move |_| {
-            let mut blueprint = Blueprint::new(mtu, move |peer, _env, objects| {
+            let mut blueprint = Blueprint::new(mtu, move |subnets, _offer, _env, objects| {
                 let via = Via::Gateway { gateway, link, onlink: false };
-                objects.extend(peer.subnets.iter().map(|dst| Route { dst, via, mtu: None }.into()));
+                objects.extend(subnets.iter().map(|dst| Route { dst, via, mtu: None }.into()));
                 Ok(())
             });
             (blueprint.lease_type, blueprint.footprint) = (Some("hub"), footprint);
@@ -67,7 +66,7 @@ fn main() -> anyhow::Result<()> {
         let config =
             r#"{"Network": "10.1.0.0/16", "Backend": {"Type": "hub", "Router": "192.0.2.254"}}"#;
         let registry = Arc::new(MemoryRegistry::with_config(config));
-        let peer = LeaseAttrs { backend_type: "hub".into(), ..LeaseAttrs::default() };
+        let peer = LeaseAttrs::from(Offer { kind: "hub".into(), ..Offer::default() });
         registry.create(&"10.1.7.0-24".parse()?, &peer, None).await?;
         let identity =
             Identity { holder: HolderId::random(), previous: None, local_addresses: Vec::new() };

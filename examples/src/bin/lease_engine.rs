@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use flannel_core::SubnetManager;
-use flannel_core::lease::{LeaseAttrs, Origin};
+use flannel_core::lease::{LeaseAttrs, Offer, Origin};
 use flannel_subnet::{DirOptions, DirRegistry, HolderId, Identity, LocalManager};
 
 #[tokio::main(flavor = "current_thread")]
@@ -17,7 +17,8 @@ async fn main() -> anyhow::Result<()> {
             Identity { holder: HolderId::random(), previous: None, local_addresses: Vec::new() };
         let node = LocalManager::new(registry, identity);
         let public = [address.parse::<std::net::IpAddr>()?].into_iter().collect();
-        let lease = node.acquire_lease(&LeaseAttrs { public, ..LeaseAttrs::default() }).await?;
+        let lease =
+            node.acquire_lease(&LeaseAttrs::from(Offer { public, ..Offer::default() })).await?;
         println!("{address} has {}", lease.subnets);
         nodes.push((node, lease));
     }

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
+use flannel_core::Lease;
 use flannel_core::backend::{Blueprint, NodeLease};
 use flannel_core::kernel::Footprint;
-use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, View};
+use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer, Origin, Revision, View};
 use flannel_core::object::{LinkName, Route, Via};
-use flannel_core::{Lease, Network};
 use flannel_netlink::NetlinkKernel;
 use flannel_route::KernelNetwork;
 use tokio::sync::watch;
@@ -23,8 +23,8 @@ async fn embed() -> anyhow::Result<()> {
     let (_views, views) =
         watch::channel(View { leases, origin: Origin::Live { revision: Revision(1) } });
     let pods = "10.1.0.0/16".parse()?;
-    let mut blueprint = Blueprint::new(1500, move |lease, _env, objects| {
-        for peer in lease.endpoints() {
+    let mut blueprint = Blueprint::new(1500, move |subnets, offer, _env, objects| {
+        for peer in offer.endpoints(subnets) {
             let Some(gateway) = peer.public else { continue };
             let via = Via::Gateway { gateway, link: eth0, onlink: false };
             objects.push(Route { dst: peer.subnet, via, mtu: None }.into());
@@ -46,7 +46,7 @@ async fn embed() -> anyhow::Result<()> {
 
 fn lease(key: &str, public: &str) -> anyhow::Result<Lease> {
     let public = [public.parse::<std::net::IpAddr>()?].into_iter().collect();
-    let attrs = LeaseAttrs { public, ..LeaseAttrs::default() };
+    let attrs = LeaseAttrs::from(Offer { public, ..Offer::default() });
     Ok(Lease {
         subnets: key.parse()?,
         attrs,

@@ -6,7 +6,7 @@ use crate::backend::{Backend, Blueprint, Built, Datapath, ExternalInterface, Nod
 use crate::config::Config;
 use crate::error::Result;
 use crate::kernel::Footprint;
-use crate::lease::LeaseAttrs;
+use crate::lease::Offer;
 use crate::object::LinkName;
 
 /// The backend `alloc`: gives this node a subnet and leaves connectivity to others. It accepts every lease and installs
@@ -39,8 +39,10 @@ impl Backend for Alloc {
     }
 
     async fn prepare(&self, node: &Node<'_>, _: &Config) -> Result<Prepared> {
-        let offer = LeaseAttrs { public: node.uplink.public, ..LeaseAttrs::default() };
+        let offer = Offer { public: node.uplink.public, ..Offer::default() };
         let mtu = node.uplink.mtu;
-        Ok(Prepared::new(offer, move |_| Ok(Built::Kernel(Blueprint::new(mtu, |_, _, _| Ok(()))))))
+        Ok(Prepared::new(offer, move |_| {
+            Ok(Built::Kernel(Blueprint::new(mtu, |_, _, _, _| Ok(()))))
+        }))
     }
 }

@@ -1,21 +1,22 @@
-//! What a backend is, at heart: a pure function from one peer's lease to kernel objects.
+//! Plans: pure functions from an offer of one peer to kernel objects.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
-use crate::lease::Lease;
+use crate::lease::{Offer, Subnets};
 use crate::object::LinkName;
 use crate::object::Object;
 
-/// From one peer's lease to the kernel objects that reach it.
+/// From the subnets of a peer and one of its offers to the kernel objects that reach it.
 ///
-/// Pure: the same lease and the same answers from [`Env`] give the same objects. Called again when the lease
+/// Pure: the same offer and the same answers from [`Env`] give the same objects. Called again when the lease
 /// changes or an answer does, never otherwise. Called for this node's own lease too, to know which
 /// objects no peer may claim; those are not put into the kernel.
-pub type Plan = dyn Fn(&Lease, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejected> + Send + Sync;
+pub type Plan =
+    dyn Fn(&Subnets, &Offer, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejected> + Send + Sync;
 
-/// Why a plan cannot use a lease: its backend data are malformed, or it is for another backend.
+/// Why a plan cannot use an offer, for example because its backend data are malformed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Rejected(pub String);

@@ -10,7 +10,7 @@ use tokio::sync::watch;
 use crate::address::{Dual, Subnet};
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::lease::{Lease, LeaseAttrs, LeaseSet, Origin, Revision, Subnets, View};
+use crate::lease::{Lease, LeaseAttrs, LeaseSet, Offer, Origin, Revision, Subnets, View};
 use crate::subnet::{Hints, LeaseEnd, Loss, Ownership, Readiness, StoreStatus, SubnetManager};
 
 /// A subnet manager whose leases a test writes; `acquire_lease` gives the first subnet to this
@@ -62,7 +62,7 @@ impl FakeSubnets {
         let public: IpAddr = public.parse().expect("an IP address");
         self.put_attrs(
             key,
-            LeaseAttrs { public: [public].into_iter().collect(), ..LeaseAttrs::default() },
+            LeaseAttrs::from(Offer { public: [public].into_iter().collect(), ..Offer::default() }),
         );
     }
 

@@ -86,7 +86,7 @@ fn read_host(scene: &HostScene) -> Facts {
         .leases
         .iter()
         .filter(other)
-        .map(|lease| (lease.subnets, lease.attrs.public))
+        .map(|lease| (lease.subnets, lease.attrs.preferred.public))
         .collect();
     let most_neighbours = Dual {
         v4: sysctl("net/ipv4/neigh/default/gc_thresh3"),

@@ -25,7 +25,7 @@ impl NodeAddress {
     fn addresses(self, lease: &Lease) -> Vec<IpAddr> {
         match self {
             Self::Tunnel => lease.subnets.iter().map(|subnet| subnet.base()).collect(),
-            Self::Public => lease.attrs.public.values().copied().collect(),
+            Self::Public => lease.attrs.preferred.public.values().copied().collect(),
         }
     }
 }
@@ -143,7 +143,7 @@ mod tests {
         let put = |key: &str, public: [u8; 4]| {
             let mut lease =
                 Lease { subnets: key.parse().unwrap(), ..lease("10.1.7.0/24".parse().unwrap()) };
-            lease.attrs.public.v4 = Some(public.into());
+            lease.attrs.preferred.public.v4 = Some(public.into());
             sender.send_modify(|view| view.leases.insert(lease));
         };
         put("10.1.7.0-24", [192, 0, 2, 7]);

@@ -234,7 +234,7 @@ async fn hear(datagram: &[u8], from: SocketAddr, server: &Server<'_>) {
     if !server.heard.note(from.ip(), nonce, size) {
         return;
     }
-    if let Some(public) = lease.attrs.public[Family::of(from.ip())] {
+    if let Some(public) = lease.attrs.preferred.public[Family::of(from.ip())] {
         // That it does not arrive is nothing new to who gets none.
         let _ = notice(SocketAddr::new(public, port), nonce, size).await;
     }

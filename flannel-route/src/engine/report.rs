@@ -94,7 +94,7 @@ impl Engine {
             }
         };
         let mut objects = Vec::new();
-        self.desired.expand(peer.objects.iter(), |object| {
+        self.desired.expand(peer.chosen(), |object| {
             let state = state(&object);
             objects.push((object, state));
         });

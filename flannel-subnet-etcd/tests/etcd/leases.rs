@@ -106,7 +106,7 @@ async fn a_reservation_stays_one() {
     let (_etcd, registry) = with_config(V4).await;
     registry.create(&key("10.1.7.0-24"), &attrs(&US), None).await.unwrap();
     let mut changed = attrs(&US);
-    changed.backend_data.v4 = Some(r#"{"VNI":1}"#.into());
+    changed.preferred.data.v4 = Some(r#"{"VNI":1}"#.into());
     let manager = node(&registry, 1);
     let lease = manager.acquire_lease(&changed).await.unwrap();
     assert_eq!((lease.subnets, lease.expires), (key("10.1.7.0-24"), None));

@@ -16,7 +16,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::lease::{LeaseAttrs, Origin, View};
+use flannel_core::lease::{LeaseAttrs, Offer, Origin, View};
 use flannel_core::{SubnetManager, Subnets};
 use flannel_subnet::{HolderId, Identity, LeaseGrant, LocalManager, Reflector};
 use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
@@ -31,11 +31,11 @@ fn key(text: &str) -> Subnets {
 }
 
 fn attrs(addresses: &[&str]) -> LeaseAttrs {
-    LeaseAttrs {
+    LeaseAttrs::from(Offer {
         public: addresses.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
-        backend_type: "vxlan".into(),
-        ..LeaseAttrs::default()
-    }
+        kind: "vxlan".into(),
+        ..Offer::default()
+    })
 }
 
 fn grant(holder: u64) -> Option<LeaseGrant> {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use flannel_core::SubnetManager;
 use flannel_core::address::Dual;
-use flannel_core::lease::{LeaseAttrs, View};
+use flannel_core::lease::{LeaseAttrs, Offer, View};
 use flannel_core::subnet::{Loss, Ownership};
 use flannel_subnet_kube::testing::ApiServer;
 use flannel_subnet_kube::{KubeManager, KubeOptions, NodeIdentity};
@@ -115,11 +115,11 @@ pub(crate) fn peer(cidr: &str, public: &str, mac: &str) -> Value {
 }
 
 pub(crate) fn attrs(kind: &'static str, public: &[&str], data: [Option<&str>; 2]) -> LeaseAttrs {
-    LeaseAttrs {
+    LeaseAttrs::from(Offer {
         public: public.iter().map(|address| address.parse::<std::net::IpAddr>().unwrap()).collect(),
-        backend_type: kind.into(),
-        backend_data: Dual { v4: data[0].map(Into::into), v6: data[1].map(Into::into) },
-    }
+        kind: kind.into(),
+        data: Dual { v4: data[0].map(Into::into), v6: data[1].map(Into::into) },
+    })
 }
 
 pub(crate) const MAC: &str = r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:01"}"#;
@@ -134,8 +134,8 @@ pub(crate) fn leases(view: &View) -> Vec<String> {
         .iter()
         .map(|lease| {
             let public: Vec<String> =
-                lease.attrs.public.values().map(ToString::to_string).collect();
-            format!("{} {} {}", lease.subnets, lease.attrs.backend_type, public.join(" "))
+                lease.attrs.preferred.public.values().map(ToString::to_string).collect();
+            format!("{} {} {}", lease.subnets, lease.attrs.preferred.kind, public.join(" "))
         })
         .collect()
 }

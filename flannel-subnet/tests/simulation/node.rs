@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::Duration;
 
-use flannel_core::lease::{LeaseAttrs, View};
+use flannel_core::lease::{LeaseAttrs, Offer, View};
 use flannel_core::subnet::LeaseEnd;
 use flannel_core::{Error, Lease, SubnetManager, Subnets};
 use flannel_subnet::{HolderId, Identity, LocalManager};
@@ -95,11 +95,11 @@ impl Node {
     }
 
     fn attrs(&self) -> LeaseAttrs {
-        LeaseAttrs {
+        LeaseAttrs::from(Offer {
             public: addresses(self.id),
-            backend_type: "vxlan".into(),
-            ..LeaseAttrs::default()
-        }
+            kind: "vxlan".into(),
+            ..Offer::default()
+        })
     }
 
     /// As the service manager does: whenever the daemon ends, it is started again.
@@ -195,7 +195,8 @@ impl Node {
             loop {
                 self.publish.notified().await;
                 let mut attrs = self.attrs();
-                attrs.backend_data.v4 = Some(format!(r#"{{"VNI":{}}}"#, fastrand::u16(..)).into());
+                attrs.preferred.data.v4 =
+                    Some(format!(r#"{{"VNI":{}}}"#, fastrand::u16(..)).into());
                 match manager.publish(&held, &attrs).await {
                     Ok(lease) => held = lease,
                     Err(error) => return error,

@@ -169,7 +169,7 @@ impl Store {
         stats.deleted.insert((entry.lease.subnets, entry.lease.since));
         let holds = |run: &&Run| match entry.holder {
             Some(holder) => run.holder == holder,
-            None => addresses(run.node) == entry.lease.attrs.public,
+            None => addresses(run.node) == entry.lease.attrs.preferred.public,
         };
         let victims: Vec<Run> = stats.running.values().filter(holds).cloned().collect();
         for victim in victims {

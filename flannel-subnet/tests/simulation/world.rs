@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use flannel_core::lease::{LeaseAttrs, Origin, Revision};
+use flannel_core::lease::{LeaseAttrs, Offer, Origin, Revision};
 use flannel_core::{Subnet, Subnets};
 use flannel_subnet::{Entry, HolderId, LeaseGrant, Registry};
 use tokio::time::{Instant, sleep};
@@ -300,7 +300,7 @@ impl World {
                 self.reserved.push(subnets);
             }
             Fault::Overwritten => {
-                attrs.backend_data.v4 = Some(r#"{"VNI":0}"#.into());
+                attrs.preferred.data.v4 = Some(r#"{"VNI":0}"#.into());
                 self.store.operator_writes(
                     &subnets,
                     &attrs,
@@ -310,7 +310,7 @@ impl World {
             _ => {
                 let free = self.free().await;
                 let subnets = *free.first()?;
-                let foreign = LeaseAttrs { backend_type: "vxlan".into(), ..LeaseAttrs::default() };
+                let foreign = LeaseAttrs::from(Offer { kind: "vxlan".into(), ..Offer::default() });
                 let ttl = up_to(2 * TTL) + Duration::from_secs(1);
                 self.store.operator_writes(
                     &subnets,

@@ -193,7 +193,7 @@ async fn of_config(
     let public = leases
         .iter()
         .find(|lease| is_own(lease))
-        .map(|lease| lease.attrs.public)
+        .map(|lease| lease.attrs.preferred.public)
         .unwrap_or_default();
     match uplink {
         Some(uplink) => {
@@ -212,8 +212,8 @@ async fn of_config(
     let target = |lease: &std::sync::Arc<Lease>| Target {
         key: lease.subnets.to_string(),
         subnets: lease.subnets.iter().collect(),
-        public: lease.attrs.public,
-        backend: lease.attrs.backend_type.to_string(),
+        public: lease.attrs.preferred.public,
+        backend: lease.attrs.preferred.kind.to_string(),
         state: state(&lease.subnets).to_owned(),
     };
     Network {

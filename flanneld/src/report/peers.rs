@@ -166,8 +166,8 @@ impl<'a> Judge<'a> {
         PeerReport {
             key: subnets.to_string(),
             subnets: texts(subnets.iter()),
-            public: texts(lease.attrs.public.values()),
-            backend: lease.attrs.backend_type.to_string(),
+            public: texts(lease.attrs.preferred.public.values()),
+            backend: lease.attrs.preferred.kind.to_string(),
             state: state.to_owned(),
             reason,
             changed: self.changed.get(&subnets).map(|at| seconds(*at)),

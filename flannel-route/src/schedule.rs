@@ -1,0 +1,180 @@
+//! The schedule: when the kernel is read, repaired, retried and asked again.
+//!
+//! Snapshots and repairs are rate-limited. Changes that come from leases are not.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::engine::{Engine, Reads};
+use crate::rate_limiter::RateLimiter;
+
+/// With everything in order, the kernel is read once in this time, in case it never sent an event.
+const RESYNC: Duration = Duration::from_secs(300);
+/// After a failure, the kernel is read again: first after this time, then after twice that, and so
+/// on.
+const RETRY_FIRST: Duration = Duration::from_millis(100);
+const RETRY_LONGEST: Duration = Duration::from_secs(30);
+/// The kernel is read at most this often, and for no more than a fifth of the time, …
+const READ_GAP: Duration = Duration::from_millis(100);
+/// … but after a rest of this length as often as fits into it without waiting.
+const READ_REST: Duration = Duration::from_secs(1);
+/// Single objects are repaired at most this often, and for no more than half of the time, but after
+/// a rest as often as fits into half of it. With 50,000 routes, a damaged nexthop object makes the
+/// kernel work for milliseconds, and us wait.
+const REPAIR_GAP: Duration = Duration::from_millis(1);
+const REPAIR_REST: Duration = Duration::from_millis(100);
+/// Questions of plans are asked again at most this often, and for no more than a fifth of the time,
+/// …
+const RECHECK: Duration = Duration::from_secs(1);
+/// … unless the link that routes are on changed: then this often.
+const RECHECK_URGENT: Duration = Duration::from_millis(100);
+
+/// The state of the stream of kernel events.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Stream {
+    Unopened,
+    Open,
+    /// It broke, or could not be opened.
+    Broken,
+}
+
+/// What a round may do now.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Permits {
+    /// Open the stream of kernel events.
+    pub(crate) listen: bool,
+    /// Try the changes again that the kernel refused.
+    pub(crate) retry: bool,
+    /// Read the whole kernel, even if nothing is known to be wrong.
+    pub(crate) resync: bool,
+    /// Read the kernel if something is unread.
+    pub(crate) read: bool,
+    /// Ask stale questions of plans again.
+    pub(crate) recheck: bool,
+    /// Ask them if they are urgent.
+    pub(crate) recheck_urgent: bool,
+}
+
+/// What a round did.
+pub(crate) struct Done {
+    pub(crate) started: Instant,
+    /// It took in kernel events.
+    pub(crate) repairs: bool,
+    /// The time that the questions of plans took; `None` if they were not asked.
+    pub(crate) rechecked: Option<Duration>,
+    pub(crate) newly_failing: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct Schedule {
+    reads: Reads,
+    resync_next: Instant,
+    /// The time of the next retry; `None` if nothing fails.
+    retry_next: Option<Instant>,
+    retry_after: Duration,
+    /// A retry first tries the refused changes. Every other time it reads the kernel.
+    retry_by_reading: bool,
+    read_limiter: RateLimiter,
+    repair_limiter: RateLimiter,
+    recheck_next: Instant,
+    recheck_urgent_next: Instant,
+}
+
+impl Schedule {
+    pub(crate) fn new(now: Instant) -> Self {
+        Self {
+            reads: Reads::default(),
+            resync_next: now + RESYNC,
+            retry_next: None,
+            retry_after: RETRY_FIRST,
+            retry_by_reading: false,
+            read_limiter: RateLimiter::new(READ_GAP, READ_REST),
+            repair_limiter: RateLimiter::new(REPAIR_GAP, REPAIR_REST),
+            recheck_next: now,
+            recheck_urgent_next: now,
+        }
+    }
+
+    /// What the next round may do.
+    pub(crate) fn permits(&mut self, now: Instant, engine: &Engine, stream: Stream) -> Permits {
+        let resync = now >= self.resync_next;
+        if resync {
+            self.resync_next = now + RESYNC;
+        }
+        let due = resync || self.retry_next.is_some_and(|next| now >= next);
+        // A stream that broke is opened again at the rate of all that failed.
+        let listen = match stream {
+            Stream::Unopened => true,
+            Stream::Open => false,
+            Stream::Broken => due,
+        };
+        let refused = engine.is_failing() && !engine.is_unreadable();
+        let retry = due && !resync && !listen && refused && !self.retry_by_reading;
+        if due {
+            self.retry_by_reading = retry;
+        }
+        Permits {
+            listen,
+            retry,
+            resync: due && !retry,
+            read: due || listen || self.read_limiter.is_ready(now),
+            recheck: now >= self.recheck_next,
+            recheck_urgent: now >= self.recheck_urgent_next,
+        }
+    }
+
+    /// Takes note of a round: decides when to read the kernel next. Soon after a failure, else
+    /// rarely.
+    pub(crate) fn note(&mut self, now: Instant, done: &Done, engine: &Engine, stream: Stream) {
+        if let Some(took) = done.rechecked {
+            let after = |gap: Duration| now + gap.max(4 * took);
+            (self.recheck_next, self.recheck_urgent_next) = (after(RECHECK), after(RECHECK_URGENT));
+        }
+        let reads = engine.reads();
+        if reads.tries != self.reads.tries {
+            self.read_limiter.pass(now, 4 * (reads.took - self.reads.took));
+        } else if done.repairs {
+            // The time of a longer round was mostly not for repairs.
+            self.repair_limiter.pass_after(now, (now - done.started).min(REPAIR_REST));
+        }
+        if done.newly_failing {
+            (self.retry_after, self.retry_by_reading) = (RETRY_FIRST, false);
+        }
+        let read = reads.done != self.reads.done;
+        self.reads = reads;
+        if read {
+            self.resync_next = now + RESYNC;
+        }
+        if !engine.is_failing() && stream == Stream::Open {
+            (self.retry_after, self.retry_next) = (RETRY_FIRST, None);
+            return;
+        }
+        let next = now + self.retry_after;
+        if read || self.retry_next.is_none_or(|next| now >= next) {
+            self.retry_next = Some(next);
+            self.retry_after = (self.retry_after * 2).min(RETRY_LONGEST);
+        } else {
+            self.retry_next = self.retry_next.map(|before| before.min(next));
+        }
+    }
+
+    /// The time of the next round if nothing happens until then. `has_events`: kernel events wait.
+    pub(crate) fn deadline(&self, now: Instant, engine: &Engine, has_events: bool) -> Instant {
+        let mut deadline =
+            self.retry_next.map_or(self.resync_next, |next| next.min(self.resync_next));
+        if has_events {
+            deadline = deadline.min(self.repair_limiter.next(now));
+        }
+        if engine.is_unread() && !engine.is_unreadable() {
+            deadline = deadline.min(self.read_limiter.next(now));
+        }
+        if engine.has_urgent_lookups() {
+            deadline = deadline.min(self.recheck_urgent_next);
+        }
+        if engine.has_stale_lookups() {
+            deadline = deadline.min(self.recheck_next);
+        }
+        deadline
+    }
+}

@@ -1,0 +1,109 @@
+//! A network that runs itself gets the peers that this node accepts.
+
+use std::sync::{Arc, Mutex};
+
+use async_trait::async_trait;
+use flannel_core::backend::{Built, Datapath, ExternalInterface, Node, Prepared};
+use flannel_core::kernel::Footprint;
+use flannel_core::lease::{LeaseAttrs, Offer};
+use flannel_core::network::{AcceptedPeers, Ended, NetworkHandle};
+use flannel_core::object::LinkName;
+use flannel_core::status::Status;
+use flannel_core::testing::{FakeKernel, FakeSubnets};
+use flannel_core::{Backend, Config, Network, Result, SubnetManager};
+use flannel_route::{Host, JoinOptions};
+use tokio::sync::{mpsc, watch};
+
+/// A backend whose network reports the subnets of its peers.
+#[derive(Debug)]
+struct Reporter(Mutex<Option<mpsc::UnboundedSender<Vec<String>>>>);
+
+#[derive(Debug)]
+struct Reports {
+    handle: NetworkHandle,
+    sender: mpsc::UnboundedSender<Vec<String>>,
+}
+
+#[async_trait]
+impl Backend for Reporter {
+    fn kind(&self) -> &'static str {
+        "reporter"
+    }
+
+    fn validate(&self, _: &Config, _: Option<&ExternalInterface>) -> Result<()> {
+        Ok(())
+    }
+
+    fn datapath(&self, _: &Config) -> Result<Datapath> {
+        Ok(Datapath::default())
+    }
+
+    fn footprint(&self, _: &Config, _: Option<LinkName>) -> Result<Footprint> {
+        Ok(Footprint::default())
+    }
+
+    async fn prepare(&self, node: &Node<'_>, _: &Config) -> Result<Prepared> {
+        let sender = self.0.lock().unwrap().take().expect("prepared once");
+        let offer =
+            Offer { kind: "reporter".into(), public: node.uplink.public, ..Offer::default() };
+        Ok(Prepared::new(offer, move |lease| {
+            let (_, status) = watch::channel(Arc::new(Status::default()));
+            let handle = NetworkHandle::new(lease.lease().clone(), 1500, status);
+            Ok(Built::Custom(Box::new(Reports { handle, sender })))
+        }))
+    }
+}
+
+#[async_trait]
+impl Network for Reports {
+    fn handle(&self) -> NetworkHandle {
+        self.handle.clone()
+    }
+
+    async fn run(self: Box<Self>, mut peers: watch::Receiver<AcceptedPeers>) -> Result<Ended> {
+        loop {
+            let accepted = peers.borrow_and_update().clone();
+            let subnets = accepted.iter().map(|lease| lease.subnets.to_string()).collect();
+            let _ = self.sender.send(subnets);
+            if peers.changed().await.is_err() {
+                return Ok(Ended::ViewsClosed);
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_network_that_runs_itself_gets_the_accepted_peers() {
+    let subnets = FakeSubnets::new("10.1.0.0/16");
+    let attrs = |kind: &'static str, n: u8| {
+        let public = [[192, 0, 2, n].into()].into_iter().collect();
+        LeaseAttrs::from(Offer { kind: kind.into(), public, ..Offer::default() })
+    };
+    let address = [std::net::IpAddr::from([192, 0, 2, 1])].into_iter().collect();
+    let host = Host {
+        uplink: ExternalInterface {
+            name: "eth0".parse().unwrap(),
+            mtu: 1500,
+            address,
+            public: address,
+            reason: "the test says so".into(),
+        },
+        kernel: Arc::new(FakeKernel::with_uplink("eth0")),
+        subnets: Arc::new(subnets.clone()),
+        machine_id: String::new(),
+    };
+    let (sender, mut reports) = mpsc::unbounded_channel();
+    let backend = Reporter(Mutex::new(Some(sender)));
+    let config = subnets.network_config().await.unwrap();
+    let network = host.join(&backend, &config, JoinOptions::default()).await.unwrap();
+    let own = network.handle().lease.subnets;
+    subnets.put_attrs("10.1.7.0-24", attrs("reporter", 7));
+    subnets.put_attrs("10.1.8.0-24", attrs("vxlan", 8));
+    subnets.put_attrs("10.1.7.128-25", attrs("reporter", 9));
+    let views = subnets.watch_leases().await.unwrap();
+    let task = tokio::spawn(network.run(views));
+    assert_eq!(reports.recv().await.unwrap(), ["10.1.7.0-24"], "{own} is this node's own");
+    subnets.put_attrs("10.1.8.0-24", attrs("reporter", 8));
+    assert_eq!(reports.recv().await.unwrap(), ["10.1.7.0-24", "10.1.8.0-24"]);
+    task.abort();
+}
