@@ -51,7 +51,7 @@ pub struct ExternalInterface {
 /// use flannel_core::{Backend, Config, Result};
 /// use flannel_core::backend::{Built, Datapath, ExternalInterface, Node, Prepared, Blueprint};
 /// use flannel_core::kernel::Footprint;
-/// use flannel_core::lease::{LeaseAttrs, Offer, Offer};
+/// use flannel_core::lease::{LeaseAttrs, Offer};
 /// use flannel_core::object::LinkName;
 ///
 /// /// A backend that accepts every peer and installs nothing.

@@ -11,12 +11,13 @@ use std::sync::Arc;
 
 use crate::advisories::Advisories;
 use crate::link_lookups::LinkLookups;
+use crate::offer_plan::{OfferPlan, Planned};
 use crate::peer_index::{Claimant, Extras, Id, Peer, PeerIndex};
 use flannel_core::Subnet;
 use flannel_core::address::Dual;
-use flannel_core::backend::{Answer, Env, Plan, Rejected};
+use flannel_core::backend::{Answer, Env, Rejected};
 use flannel_core::error::holder;
-use flannel_core::lease::{LeaseAttrs, Offer, Revision};
+use flannel_core::lease::Revision;
 use flannel_core::network::Rejection;
 use flannel_core::object::LinkName;
 use flannel_core::object::{Key, Object, Route, Via};
@@ -51,70 +52,6 @@ pub(crate) struct Changed {
     pub(crate) deltas: Vec<Delta>,
     /// New, accepted peers whose objects no other peer defines. They are not in `deltas`.
     pub(crate) added: Vec<Id>,
-}
-
-/// The plan for the leases of one backend type.
-pub(crate) struct OfferPlan {
-    /// The backend type; `None`: every one.
-    pub(crate) lease_type: Option<&'static str>,
-    pub(crate) plan: Box<Plan>,
-}
-
-/// The objects of one lease.
-#[derive(Debug, Default)]
-pub(crate) struct Planned {
-    /// First the objects of the chosen offer, then those of the other offers that a plan accepts.
-    pub(crate) objects: Vec<Object>,
-    /// The number of objects of the chosen offer. The kernel gets only these. All nodes must accept
-    /// the same leases, so the others are claims as well, whichever offer a node chooses.
-    pub(crate) chosen: usize,
-}
-
-impl OfferPlan {
-    /// Runs every plan on the offers that it understands. The first offer that a plan accepts is
-    /// the chosen one.
-    ///
-    /// # Errors
-    /// No plan understands an offer, or accepts one.
-    pub(crate) fn run(
-        plans: &[Self],
-        subnets: &Subnets,
-        attrs: &LeaseAttrs,
-        env: &Env<'_>,
-    ) -> Result<Planned, Rejected> {
-        let (mut planned, mut accepted, mut rejected) = (Planned::default(), false, None);
-        for plan in plans {
-            let understands =
-                |offer: &&Offer| plan.lease_type.is_none_or(|kind| kind == offer.kind);
-            for offer in attrs.offers().filter(understands) {
-                let before = planned.objects.len();
-                match (plan.plan)(subnets, offer, env, &mut planned.objects) {
-                    Ok(()) => {
-                        keep_first_of_each_key(&mut planned.objects, before.max(1));
-                        if !std::mem::replace(&mut accepted, true) {
-                            planned.chosen = planned.objects.len();
-                        }
-                    }
-                    Err(error) => {
-                        planned.objects.truncate(before);
-                        rejected.get_or_insert(error);
-                    }
-                }
-            }
-        }
-        if accepted {
-            return Ok(planned);
-        }
-        Err(rejected.unwrap_or_else(|| {
-            let ours = plans.iter().filter_map(|plan| plan.lease_type);
-            let ours: Vec<_> = ours.map(|kind| format!("{kind:?}")).collect();
-            let theirs = &attrs.preferred.kind;
-            Rejected(format!(
-                "its backend type is {theirs:?}, this node's is {}",
-                ours.join(" or ")
-            ))
-        }))
-    }
 }
 
 /// All peers, and what they define.
@@ -477,23 +414,15 @@ impl Admission {
     }
 }
 
-/// Of several objects with one key the first counts. Looks at the objects from the `n`th on.
-fn keep_first_of_each_key(objects: &mut Vec<Object>, mut n: usize) {
-    while n < objects.len() {
-        let (before, rest) = objects.split_at(n);
-        let key = rest[0].key();
-        if before.iter().any(|object| object.key() == key) {
-            objects.remove(n);
-        } else {
-            n += 1;
-        }
-    }
-}
-
 /// One plan for leases of every type.
 #[cfg(test)]
 pub(crate) fn every(
-    plan: impl Fn(&Subnets, &Offer, &Env<'_>, &mut Vec<Object>) -> Result<(), Rejected>
+    plan: impl Fn(
+        &Subnets,
+        &flannel_core::lease::Offer,
+        &Env<'_>,
+        &mut Vec<Object>,
+    ) -> Result<(), Rejected>
     + Send
     + Sync
     + 'static,
@@ -504,8 +433,8 @@ pub(crate) fn every(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use flannel_core::backend::Rejected;
-    use flannel_core::lease::LeaseSet;
+    use flannel_core::backend::Plan;
+    use flannel_core::lease::{LeaseAttrs, LeaseSet, Offer};
     use flannel_core::object::MacAddr;
     use flannel_core::object::{Fdb, Route, Via};
     use proptest::prelude::*;

@@ -6,8 +6,9 @@ use flannel_core::network::{AcceptedPeers, Ended, NetworkHandle};
 use flannel_core::{Lease, Network, Result, Subnet, Subnets};
 use tokio::sync::watch;
 
-use crate::admission::{Admission, AdmissionRules, OfferPlan};
+use crate::admission::{Admission, AdmissionRules};
 use crate::kernel_network::KernelNetwork;
+use crate::offer_plan::OfferPlan;
 
 /// A network that this host has joined ([`Host::join`](crate::Host::join)).
 #[derive(Debug)]

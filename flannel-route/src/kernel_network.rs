@@ -12,9 +12,10 @@ use flannel_core::status::Status;
 use flannel_core::{Kernel, Result, Subnet};
 use tokio::sync::{mpsc, watch};
 
-use crate::admission::{Admission, AdmissionRules, OfferPlan};
+use crate::admission::{Admission, AdmissionRules};
 use crate::driver::Driver;
 use crate::engine::Engine;
+use crate::offer_plan::OfferPlan;
 
 /// A network that keeps a kernel equal to [`Blueprint`]s applied to the leases.
 ///

@@ -13,6 +13,7 @@ mod link_lookups;
 mod listener;
 mod nexthops;
 mod object_counts;
+mod offer_plan;
 mod peer_index;
 mod pending_events;
 mod rate_limiter;

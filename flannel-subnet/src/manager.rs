@@ -39,7 +39,7 @@ pub struct Identity {
 ///
 /// ```
 /// use flannel_core::SubnetManager;
-/// use flannel_core::lease::{LeaseAttrs, Offer, Offer};
+/// use flannel_core::lease::{LeaseAttrs, Offer};
 /// use flannel_subnet::{Identity, LocalManager, HolderId, MemoryRegistry};
 /// use std::sync::Arc;
 ///
