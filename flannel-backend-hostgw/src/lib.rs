@@ -13,7 +13,8 @@ use flannel_core::{Backend, Config, Error, Result, Subnets};
 /// The backend type in leases.
 const TYPE: &str = "host-gw";
 
-/// The backend `host-gw`: a route to every peer's subnet, through the peer itself. All nodes must share a link.
+/// The backend `host-gw`: a route to every peer's subnet, through the peer itself. All nodes must
+/// share a link.
 ///
 /// No options. **Source**: flannel `pkg/backend/hostgw/hostgw.go`, `pkg/backend/route_network.go`.
 #[derive(Debug, Clone, Copy, Default)]

@@ -16,14 +16,15 @@ use flannel_core::{Backend, Config, Error, Result};
 
 pub use options::Options;
 
-/// The backend `vxlan`: one tunnel device per family, and per peer a neighbour, a forwarding entry and a route.
+/// The backend `vxlan`: one tunnel device per family, and per peer a neighbour, a forwarding entry
+/// and a route.
 ///
-/// Options: [`Options`]. The MTU is the underlay's less 50 bytes for IPv4 and 70 for IPv6; what pods are told is
-/// the smallest over the enabled families.
+/// Options: [`Options`]. The MTU is the underlay's less 50 bytes for IPv4 and 70 for IPv6; what
+/// pods are told is the smallest over the enabled families.
 ///
-/// **Source**: flannel `pkg/backend/vxlan`. Different on purpose: IPv6 costs 70 bytes, not 50; the tunnel's
-/// source is the interface's address, not a public one that the host may not own; an existing device is changed in
-/// place where the kernel can.
+/// **Source**: flannel `pkg/backend/vxlan`. Different on purpose: IPv6 costs 70 bytes, not 50; the
+/// tunnel's source is the interface's address, not a public one that the host may not own; an
+/// existing device is changed in place where the kernel can.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct VxlanBackend;
 
@@ -144,8 +145,8 @@ pub const fn overhead(family: Family) -> u32 {
     }
 }
 
-/// What the network between the nodes takes, in bytes, as the config says or else the interface: enough for the
-/// tunnel of every enabled family. `None` if only an interface could tell.
+/// What the network between the nodes takes, in bytes, as the config says or else the interface:
+/// enough for the tunnel of every enabled family. `None` if only an interface could tell.
 fn underlay(config: &Config, iface: Option<&ExternalInterface>) -> Result<Option<u32>> {
     let options = Options::parse(&config.backend).map_err(|error| refuse(error.to_string()))?;
     let (field, underlay) = match (options.mtu, iface) {

@@ -1,7 +1,8 @@
 //! Which MAC address a VTEP takes: one that peers already know, and that no other node uses.
 //!
-//! The one thing to know: peers send frames to the MAC address that the lease names, so keeping it is worth more
-//! than anything; a device's address can be changed in place without anybody noticing.
+//! The one thing to know: peers send frames to the MAC address that the lease names, so keeping it
+//! is worth more than anything; a device's address can be changed in place without anybody
+//! noticing.
 
 use std::collections::BTreeSet;
 
@@ -31,8 +32,8 @@ pub(crate) fn taken<'a>(
     leases.filter(|lease| !ours(lease)).flat_map(macs).collect()
 }
 
-/// The first that no other node uses: what we published, what the device has, then addresses derived from
-/// `seed`, which is stable and differs between nodes.
+/// The first that no other node uses: what we published, what the device has, then addresses
+/// derived from `seed`, which is stable and differs between nodes.
 pub(crate) fn choose(
     published: Option<MacAddr>,
     device: Option<MacAddr>,
@@ -46,7 +47,8 @@ pub(crate) fn choose(
     candidates.next().expect("the derived addresses do not end, and differ")
 }
 
-/// FNV-1a: small, stable for ever, and good enough to tell nodes apart; clashes are resolved by the salt.
+/// FNV-1a: small, stable for ever, and good enough to tell nodes apart; clashes are resolved by the
+/// salt.
 fn derive(text: &str) -> MacAddr {
     let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)

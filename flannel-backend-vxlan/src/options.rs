@@ -8,11 +8,12 @@ const DEFAULT_PORT: u16 = 8472;
 
 /// What can be set for vxlan in the network config.
 ///
-/// **Source**: flannel `pkg/backend/vxlan/vxlan.go: RegisterNetwork`. `MacPrefix` and `Name` are for Windows and
-/// ignored.
+/// **Source**: flannel `pkg/backend/vxlan/vxlan.go: RegisterNetwork`. `MacPrefix` and `Name` are
+/// for Windows and ignored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// `VNI`: the network identifier, 1 to 16777215 (to 9999999 in fact, and to 9999 with IPv6, since device names are short); default 1.
+    /// `VNI`: the network identifier, 1 to 16777215 (to 9999999 in fact, and to 9999 with IPv6,
+    /// since device names are short); default 1.
     pub vni: u32,
     /// `Port`: the UDP port, the same on all nodes; 0 and default: 8472.
     pub port: u16,

@@ -1,7 +1,8 @@
-//! What each peer adds: a neighbour, a forwarding entry and a route; or with DirectRouting a route alone.
+//! What each peer adds: a neighbour, a forwarding entry and a route; or with DirectRouting a route
+//! alone.
 //!
-//! The gateway of every route is the peer's subnet base, an address that exists only as the permanent neighbour
-//! whose MAC address the forwarding entry leads to the peer's VTEP.
+//! The gateway of every route is the peer's subnet base, an address that exists only as the
+//! permanent neighbour whose MAC address the forwarding entry leads to the peer's VTEP.
 //!
 //! **Source**: flannel `pkg/backend/vxlan/vxlan_network.go: handleSubnetEvents`.
 
@@ -85,7 +86,8 @@ pub(crate) fn vtep_mac(data: &str) -> Result<MacAddr, FieldError> {
     if mac.is_unicast() { Ok(mac) } else { Err(fields.error("VtepMAC", &mac, expected)) }
 }
 
-/// The backend data that peers read: field order and form as Go flannel writes and, by text surgery, reads it.
+/// The backend data that peers read: field order and form as Go flannel writes and, by text
+/// surgery, reads it.
 pub(crate) fn backend_data(vni: u32, mac: MacAddr) -> String {
     format!(r#"{{"VNI":{vni},"VtepMAC":"{mac}"}}"#)
 }

@@ -16,7 +16,8 @@ use flannel_route::{Host, JoinOptions};
 
 const DUAL: &str = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
 
-/// Without nexthop objects, which the core puts in place of gateways: here it is about what backends plan.
+/// Without nexthop objects, which the core puts in place of gateways: here it is about what
+/// backends plan.
 fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
     kernel.use_nexthops(false);
     let address: Dual<std::net::IpAddr> = ["192.0.2.1", "2001:db8::1"]

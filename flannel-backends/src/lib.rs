@@ -55,15 +55,15 @@ impl Backends {
         })
     }
 
-    /// How packets of pods travel with this config. Of an unknown backend, or one whose options are wrong, nothing is known:
-    /// then it is the default.
+    /// How packets of pods travel with this config. Of an unknown backend, or one whose options are
+    /// wrong, nothing is known: then it is the default.
     pub fn datapath(&self, config: &Config) -> Datapath {
         let backend = self.find(&config.backend.kind).ok();
         backend.and_then(|backend| backend.datapath(config).ok()).unwrap_or_default()
     }
 
-    /// The header that the tunnel of a backend adds to each packet with default options, in bytes; empty without tunnels,
-    /// and for a backend that has no defaults.
+    /// The header that the tunnel of a backend adds to each packet with default options, in bytes;
+    /// empty without tunnels, and for a backend that has no defaults.
     pub fn overhead(&self, kind: &str) -> Dual<u32> {
         let config = format!(
             r#"{{"Network":"10.0.0.0/8","EnableIPv6":true,"IPv6Network":"fd00::/48","Backend":{{"Type":"{kind}"}}}}"#

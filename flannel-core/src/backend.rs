@@ -40,11 +40,12 @@ pub struct ExternalInterface {
     pub reason: String,
 }
 
-/// A kind of network, such as `vxlan`: it validates a network config, and describes the network that the config asks
-/// for.
+/// A kind of network, such as `vxlan`: it validates a network config, and describes the network
+/// that the config asks for.
 ///
-/// A backend holds no state and no connection. It neither acquires leases nor writes kernel objects: it says which
-/// attributes this node publishes ([`Prepared::offer`]) and which objects the kernel needs ([`Blueprint`]).
+/// A backend holds no state and no connection. It neither acquires leases nor writes kernel
+/// objects: it says which attributes this node publishes ([`Prepared::offer`]) and which objects
+/// the kernel needs ([`Blueprint`]).
 ///
 /// ```
 /// use async_trait::async_trait;
@@ -89,9 +90,10 @@ pub trait Backend: fmt::Debug + Send + Sync {
         self.kind()
     }
 
-    /// Judges whether a network can be built from `config` on the node whose external interface is `uplink`; without an
-    /// interface, as far as the answer is the same on every node. Pure. [`Backend::prepare`] refuses the same configs
-    /// with the same error. The daemon gives up a running network for another config only after this call succeeded.
+    /// Judges whether a network can be built from `config` on the node whose external interface is
+    /// `uplink`; without an interface, as far as the answer is the same on every node. Pure.
+    /// [`Backend::prepare`] refuses the same configs with the same error. The daemon gives up a
+    /// running network for another config only after this call succeeded.
     ///
     /// # Errors
     /// The config's backend options are wrong, or do not fit the enabled families or the interface.
@@ -103,24 +105,24 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// The config's backend options are wrong.
     fn datapath(&self, config: &Config) -> Result<Datapath>;
 
-    /// The kernel objects that its network may touch on a node whose external interface is `uplink`; `None`: the
-    /// interface is not known, and nothing on it is included. Used by the network, and by cleanup where no network can be
-    /// built. Pure.
+    /// The kernel objects that its network may touch on a node whose external interface is
+    /// `uplink`; `None`: the interface is not known, and nothing on it is included. Used by the
+    /// network, and by cleanup where no network can be built. Pure.
     ///
     /// # Errors
     /// The config's backend options are wrong.
     fn footprint(&self, config: &Config, uplink: Option<LinkName>) -> Result<Footprint>;
 
-    /// Prepares the network on this node: checks that it can run here, and chooses the attributes that the node publishes in
-    /// its lease. Writes no kernel object.
+    /// Prepares the network on this node: checks that it can run here, and chooses the attributes
+    /// that the node publishes in its lease. Writes no kernel object.
     ///
     /// # Errors
     /// [`Backend::validate`] refuses the config, the host does not fit, or the node cannot be read.
     async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared>;
 }
 
-/// How packets travel between the nodes of a network, as far as others than the backend need to know: firewall, status,
-/// doctor.
+/// How packets travel between the nodes of a network, as far as others than the backend need to
+/// know: firewall, status, doctor.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Datapath {
@@ -128,7 +130,8 @@ pub struct Datapath {
     pub devices: Dual<LinkName>,
     /// The bytes that the tunnel adds to a packet, per family of the packet; `None` or 0: none.
     pub overhead: Dual<u32>,
-    /// What other nodes send to this one besides pods' own packets: firewalls between nodes must let it pass.
+    /// What other nodes send to this one besides pods' own packets: firewalls between nodes must
+    /// let it pass.
     pub inlets: Vec<Inlet>,
     /// Packets of pods travel between some nodes as they are, without a tunnel.
     pub bare: bool,
@@ -153,8 +156,8 @@ pub enum Inlet {
 pub struct Node<'a> {
     /// The interface that connects it with its peers.
     pub uplink: &'a ExternalInterface,
-    /// A text that differs between nodes and is stable over restarts, for example `/etc/machine-id`: the seed of values
-    /// that must differ between nodes. May be empty.
+    /// A text that differs between nodes and is stable over restarts, for example
+    /// `/etc/machine-id`: the seed of values that must differ between nodes. May be empty.
     pub machine_id: &'a str,
     /// Its kernel, to read. [`Node::snapshot`] reads it outside the async thread.
     pub kernel: &'a Arc<dyn Kernel>,
@@ -180,7 +183,8 @@ impl<'a> Node<'a> {
         self.subnets.hints().await
     }
 
-    /// The leases of all nodes. Waits up to five seconds for a complete, live set, then returns the latest one.
+    /// The leases of all nodes. Waits up to five seconds for a complete, live set, then returns the
+    /// latest one.
     ///
     /// # Errors
     /// The leases cannot be watched.
@@ -236,8 +240,8 @@ impl fmt::Debug for Prepared {
 pub enum NodeLease {
     /// The node holds it.
     Held(Lease),
-    /// Its time ran out, and the store does not answer. Peers are still reached with it, but its subnets are not this node's:
-    /// no address and no route for them is installed.
+    /// Its time ran out, and the store does not answer. Peers are still reached with it, but its
+    /// subnets are not this node's: no address and no route for them is installed.
     Lapsed(Lease),
 }
 
@@ -267,7 +271,8 @@ pub enum Built {
     Custom(Box<dyn Network>),
 }
 
-/// All that makes one network of kernel objects differ from another. Data only: the route engine runs it.
+/// All that makes one network of kernel objects differ from another. Data only: the route engine
+/// runs it.
 pub struct Blueprint {
     /// The backend type of the offers that the plan understands; `None`: of all offers.
     pub lease_type: Option<&'static str>,
@@ -282,7 +287,8 @@ pub struct Blueprint {
 }
 
 impl Blueprint {
-    /// A network without devices that touches nothing, except for the objects that `plan` adds for each peer.
+    /// A network without devices that touches nothing, except for the objects that `plan` adds for
+    /// each peer.
     pub fn new(
         mtu: u32,
         plan: impl Fn(

@@ -5,7 +5,8 @@ use crate::json::FieldError;
 use crate::kernel::KernelError;
 use crate::lease::{KeyError, LeaseAttrs, Subnets};
 
-/// Why a store, a backend or a network cannot go on. Variants are what a caller can do something about.
+/// Why a store, a backend or a network cannot go on. Variants are what a caller can do something
+/// about.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -58,7 +59,8 @@ pub enum Error {
         /// The holder, as its attributes say.
         holder: String,
     },
-    /// The store does not hold yet what this node needs, and others must put it there: wait, then try again.
+    /// The store does not hold yet what this node needs, and others must put it there: wait, then
+    /// try again.
     #[error("{store}: {reason}")]
     NotReady {
         /// The store.

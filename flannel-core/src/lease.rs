@@ -247,7 +247,7 @@ struct Wire<'a> {
     backend_v6_data: Option<Box<RawValue>>,
     /// Not of Go flannel, which ignores fields that it does not know.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    other_offers: Vec<Wire<'a>>,
+    other_offers: Vec<Self>,
 }
 
 impl LeaseAttrs {

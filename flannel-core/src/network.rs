@@ -107,8 +107,8 @@ impl AcceptedPeers {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Ended {
-    /// Something it was built from changed: choose the interface, register and run again. What is in the
-    /// kernel stays and is adopted, so no packet is lost.
+    /// Something it was built from changed: choose the interface, register and run again. What is
+    /// in the kernel stays and is adopted, so no packet is lost.
     Rebuild(String),
     /// Nobody will send views any more.
     ViewsClosed,
@@ -142,7 +142,8 @@ impl NetworkHandle {
         Self { lease, mtu, status, questions: None }
     }
 
-    /// The same handle of a network that answers the questions which arrive on the other end of `questions`.
+    /// The same handle of a network that answers the questions which arrive on the other end of
+    /// `questions`.
     #[must_use]
     pub fn with_questions(mut self, questions: mpsc::Sender<Question>) -> Self {
         self.questions = Some(questions);
@@ -156,11 +157,11 @@ impl NetworkHandle {
         AcceptedPeers::new(leases, rejected, Some(self.lease.subnets), status.live)
     }
 
-    /// The peer whose subnet holds `address`, what is wanted of the kernel for it, and how that stands. The believed one
-    /// if several do.
+    /// The peer whose subnet holds `address`, what is wanted of the kernel for it, and how that
+    /// stands. The believed one if several do.
     ///
-    /// `None` if no peer has such a subnet, or the network does not run or explains nothing. Waits for the changes
-    /// in hand, which is longer than a moment only when all peers come at once.
+    /// `None` if no peer has such a subnet, or the network does not run or explains nothing. Waits
+    /// for the changes in hand, which is longer than a moment only when all peers come at once.
     ///
     /// # Cancel safety
     /// Dropping the future withdraws the question.
@@ -170,10 +171,11 @@ impl NetworkHandle {
         explanation.await.ok()?
     }
 
-    /// Which peers wait, and what for: what a status that is not settled leaves open. Costs what waits; a status never told
-    /// later than this answer says what has become of them.
+    /// Which peers wait, and what for: what a status that is not settled leaves open. Costs what
+    /// waits; a status never told later than this answer says what has become of them.
     ///
-    /// `None` if the network does not run or explains nothing. Waits for the changes in hand, as [`NetworkHandle::explain`] does.
+    /// `None` if the network does not run or explains nothing. Waits for the changes in hand, as
+    /// [`NetworkHandle::explain`] does.
     ///
     /// # Cancel safety
     /// Dropping the future withdraws the question.

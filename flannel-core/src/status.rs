@@ -1,8 +1,8 @@
 //! How far the kernel is what the leases say, as data.
 //!
-//! The one thing to know: a [`Status`] lists what is wrong and counts the rest, so that publishing one costs what
-//! changed; once it is settled, whatever is wanted and not listed is in place. It is published in a watch channel: the
-//! latest wins, and nothing queues for a reader that is slow.
+//! The one thing to know: a [`Status`] lists what is wrong and counts the rest, so that publishing
+//! one costs what changed; once it is settled, whatever is wanted and not listed is in place. It is
+//! published in a watch channel: the latest wins, and nothing queues for a reader that is slow.
 
 mod histogram;
 mod listing;
@@ -20,7 +20,8 @@ use crate::network::Rejection;
 use crate::object::LinkName;
 use crate::object::{Key, Object, ObjectKind};
 
-/// How far the kernel is what the leases say. Lists only what is wrong: an empty status is a good one.
+/// How far the kernel is what the leases say. Lists only what is wrong: an empty status is a good
+/// one.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Status {
@@ -28,7 +29,8 @@ pub struct Status {
     pub in_sync: bool,
     /// Nothing waits for its turn: every object that is wanted is in place, or listed as failing.
     pub settled: bool,
-    /// This node's own objects are in place: its devices, their addresses, its routes of last resort. Peers' may still wait for their turn.
+    /// This node's own objects are in place: its devices, their addresses, its routes of last
+    /// resort. Peers' may still wait for their turn.
     pub own_in_place: bool,
     /// The leases come from the store, not from a cache, and are complete.
     pub live: bool,
@@ -42,23 +44,25 @@ pub struct Status {
     pub by_kind: BTreeMap<ObjectKind, usize>,
     /// Leases that are rejected, with the reason.
     pub rejected: Listing<Subnets, Rejection>,
-    /// Objects that the kernel refused, or that could not be deleted. Every other object is in place if `settled`, unless
-    /// `kernel_error` says that this cannot be known.
+    /// Objects that the kernel refused, or that could not be deleted. Every other object is in
+    /// place if `settled`, unless `kernel_error` says that this cannot be known.
     pub failing: Listing<Key, Failure>,
     /// Why the kernel could not be read or watched; `None` if it can.
     pub kernel_error: Option<KernelError>,
-    /// Things that are in order but worth knowing, such as a public address used by two peers: sentences.
+    /// Things that are in order but worth knowing, such as a public address used by two peers:
+    /// sentences.
     pub advisories: Listing<String>,
     /// Changes applied so far because of leases.
     pub applied: u64,
     /// Objects put back or removed so far after somebody else changed, deleted or added them.
     pub repaired: u64,
-    /// The same, by the kind of the object and what had been done to it; at most one entry for each combination.
+    /// The same, by the kind of the object and what had been done to it; at most one entry for each
+    /// combination.
     pub repairs: BTreeMap<(ObjectKind, Damage), u64>,
     /// The last few repairs, oldest first; at most [`Status::LAST_REPAIRS`].
     pub last_repairs: Vec<Arc<Repair>>,
-    /// From the moment that a view of the leases was there to the moment that the kernel had acknowledged what it
-    /// changed: one entry for each object that a lease put or deleted.
+    /// From the moment that a view of the leases was there to the moment that the kernel had
+    /// acknowledged what it changed: one entry for each object that a lease put or deleted.
     pub latency: Histogram,
 }
 
@@ -137,8 +141,8 @@ pub struct Repair {
     pub object: Object,
     /// Whose object it is; `None` for this node's own, and for what nobody wants.
     pub peer: Option<Subnets>,
-    /// Who did it, as far as the kernel tells. It does not say of links and forwarding entries, nor of what it
-    /// removed itself together with something else, nor when messages were lost.
+    /// Who did it, as far as the kernel tells. It does not say of links and forwarding entries, nor
+    /// of what it removed itself together with something else, nor when messages were lost.
     pub changed_by: Option<ChangedBy>,
 }
 
@@ -156,8 +160,8 @@ impl Repair {
     }
 }
 
-/// A sentence without a full stop: `put back route 10.1.7.0/24 nhid 7 of the lease 10.1.7.0-24, deleted by ip (process
-/// 4711)`.
+/// A sentence without a full stop: `put back route 10.1.7.0/24 nhid 7 of the lease 10.1.7.0-24,
+/// deleted by ip (process 4711)`.
 impl fmt::Display for Repair {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let verb = if self.damage == Damage::Addition { "removed" } else { "put back" };
@@ -211,8 +215,8 @@ pub struct Explanation {
     pub lease: Arc<Lease>,
     /// Why it is not believed; `None` if it is.
     pub rejection: Option<Rejection>,
-    /// What its plan wants in the kernel, and how that stands. Nothing of it is wanted of a lease that is not
-    /// believed.
+    /// What its plan wants in the kernel, and how that stands. Nothing of it is wanted of a lease
+    /// that is not believed.
     pub objects: Vec<(Object, ObjectState)>,
 }
 

@@ -2,8 +2,9 @@
 //!
 //! Every node must accept the same leases. Of two that clash (overlapping subnets, or two
 //! definitions of one kernel object) the one with the smaller [`Lease::precedence`] is accepted, on
-//! every node alike. Only this node's own lease wins without that rule. A change decides anew on the
-//! leases that it can touch, found through indexes: one change among 50,000 leases costs one lease.
+//! every node alike. Only this node's own lease wins without that rule. A change decides anew on
+//! the leases that it can touch, found through indexes: one change among 50,000 leases costs one
+//! lease.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -143,8 +144,8 @@ impl Admission {
         &self.rejected
     }
 
-    /// Sentences about leases that are in order but worth knowing: public addresses that several nodes
-    /// use, and the advisories of plans.
+    /// Sentences about leases that are in order but worth knowing: public addresses that several
+    /// nodes use, and the advisories of plans.
     pub(crate) fn advisories(&self) -> &Listing<String> {
         self.advisories.listing()
     }
@@ -154,8 +155,8 @@ impl Admission {
         self.definition(key).map(|claim| claim.peer.lease.subnets)
     }
 
-    /// The routes by a nexthop object, which the plan that defines it defines too; `None` if no plan
-    /// defines it.
+    /// The routes by a nexthop object, which the plan that defines it defines too; `None` if no
+    /// plan defines it.
     pub(crate) fn routes_by(&self, nexthop: &Key) -> Option<Vec<Key>> {
         let Key::Nexthop(wanted) = nexthop else { return None };
         let by_it = |object: &&Object| matches!(object, Object::Route(Route { via: Via::Nexthop(id), .. }) if id == wanted);
@@ -166,7 +167,8 @@ impl Admission {
         Some(routes.map(Object::key).collect())
     }
 
-    /// The peer whose subnet holds `address`: an accepted one before others, the longest prefix first.
+    /// The peer whose subnet holds `address`: an accepted one before others, the longest prefix
+    /// first.
     pub(crate) fn holder_of(&self, address: IpAddr) -> Option<&Peer> {
         let around = || self.index.around(address);
         around().find(|peer| peer.accepted).or_else(|| around().next())
@@ -182,10 +184,10 @@ impl Admission {
         let own = self.rules.own;
         for (subnets, lease) in changes.filter(|(subnets, _)| Some(*subnets) != own) {
             let id = self.index.id(&subnets);
-            let told = id.map(|id| self.remove(id, &mut update)).unwrap_or_default();
+            let answers = id.map(|id| self.remove(id, &mut update)).unwrap_or_default();
             if let Some(lease) = lease {
                 // If the kernel cannot answer, its last answer holds.
-                let on_link = |address| on_link(address).or_else(|| told.get(&address).copied());
+                let on_link = |address| on_link(address).or_else(|| answers.get(&address).copied());
                 self.insert(Arc::clone(lease), &on_link, &mut update);
             }
         }
@@ -206,7 +208,7 @@ impl Admission {
 
     fn insert(&mut self, lease: Arc<Lease>, on_link: &Answer<'_>, update: &mut Update) {
         let id = self.index.next_id();
-        let on_link = |address| on_link(address).or_else(|| self.lookups.told(&address));
+        let on_link = |address| on_link(address).or_else(|| self.lookups.answer(&address));
         let env = Env::new(&on_link);
         let (planned, rejected) = match self.plan(&lease, &env) {
             Ok(planned) => (planned, None),
@@ -218,8 +220,8 @@ impl Admission {
         }
         let (asked, advisories) = env.into_parts();
         self.advisories.joined(&lease, advisories);
-        for (address, told) in &asked {
-            self.lookups.asked(*address, *told, id);
+        for (address, answer) in &asked {
+            self.lookups.asked(*address, *answer, id);
         }
         let extras =
             Extras { asked: asked.into_keys().collect(), rejected: rejected.map(|r| r.0.into()) };
@@ -235,7 +237,7 @@ impl Admission {
         update.added.push((id, shared));
     }
 
-    /// Returns what its plan was told.
+    /// Removes a peer. Returns the answers that its plan got.
     fn remove(&mut self, id: Id, update: &mut Update) -> BTreeMap<IpAddr, Option<LinkName>> {
         for (other, _) in self.index.neighbours(id) {
             update.dirty.insert(other);
@@ -245,15 +247,17 @@ impl Admission {
         update.dirty.remove(&id);
         let Some(peer) = self.index.remove(id) else { return BTreeMap::new() };
         self.advisories.left(&peer.lease);
-        let told =
-            peer.asked().iter().filter_map(|address| Some((*address, self.lookups.told(address)?)));
-        let told = told.collect();
+        let answers = peer
+            .asked()
+            .iter()
+            .filter_map(|address| Some((*address, self.lookups.answer(address)?)));
+        let answers = answers.collect();
         for address in peer.asked() {
             self.lookups.forget(address, id);
         }
         self.rejected.remove(&peer.lease.subnets);
         update.vacated.push(id);
-        told
+        answers
     }
 
     /// Plans the part of a lease that can be accepted: the subnets of enabled families. No plan may
@@ -439,7 +443,8 @@ mod tests {
     use flannel_core::object::{Fdb, Route, Via};
     use proptest::prelude::*;
 
-    /// A route to every subnet and a forwarding entry for the MAC address that the backend data holds.
+    /// A route to every subnet and a forwarding entry for the MAC address that the backend data
+    /// holds.
     fn plan(
         subnets: &Subnets,
         offer: &Offer,

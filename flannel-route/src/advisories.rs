@@ -1,5 +1,5 @@
-//! What is in order but worth knowing. The one thing to know: a remark stands as long as the leases that gave rise to
-//! it do.
+//! Advisories: sentences about leases that are in order but worth knowing. An advisory lasts as
+//! long as the leases that it is about.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -10,17 +10,17 @@ use flannel_core::address::Dual;
 use flannel_core::status::Listing;
 use flannel_core::{Lease, Subnets};
 
-/// Public addresses that several nodes use, this one included (which is in order only behind some kinds of NAT), and
-/// what plans remarked.
+/// Public addresses that several nodes use, this one included (in order only behind some kinds of
+/// NAT), and the advisories of plans.
 #[derive(Debug)]
 pub(crate) struct Advisories {
     /// This node's own public addresses.
     own: Dual<IpAddr>,
     /// The public addresses that nodes have.
     publics: HashSet<IpAddr>,
-    /// How many nodes have those that several have.
+    /// The number of nodes for each address that several nodes have.
     shared: HashMap<IpAddr, u32>,
-    /// What plans remarked.
+    /// The advisories of plans.
     planned: BTreeMap<Subnets, Vec<String>>,
     listing: Listing<String>,
 }
@@ -41,30 +41,30 @@ impl Advisories {
         &self.listing
     }
 
-    /// A peer is there, of which its plan remarked something or nothing.
-    pub(crate) fn joined(&mut self, lease: &Lease, remarks: Vec<String>) {
+    /// A peer joined, with the advisories of its plan.
+    pub(crate) fn joined(&mut self, lease: &Lease, advisories: Vec<String>) {
         for address in lease.attrs.preferred.public.values() {
             self.count(*address, true);
         }
-        if !remarks.is_empty() {
-            for remark in &remarks {
-                self.listing.insert(of_lease(lease.subnets, remark), ());
+        if !advisories.is_empty() {
+            for advisory in &advisories {
+                self.listing.insert(of_lease(lease.subnets, advisory), ());
             }
-            self.planned.insert(lease.subnets, remarks);
+            self.planned.insert(lease.subnets, advisories);
         }
     }
 
-    /// A peer is gone.
+    /// A peer left.
     pub(crate) fn left(&mut self, lease: &Lease) {
         for address in lease.attrs.preferred.public.values() {
             self.count(*address, false);
         }
-        for remark in self.planned.remove(&lease.subnets).into_iter().flatten() {
-            self.listing.remove(&of_lease(lease.subnets, &remark));
+        for advisory in self.planned.remove(&lease.subnets).into_iter().flatten() {
+            self.listing.remove(&of_lease(lease.subnets, &advisory));
         }
     }
 
-    /// Counts one more or one less node with a public address, and remarks on it if it is not alone.
+    /// Counts one more or one less node with a public address. Several nodes are an advisory.
     fn count(&mut self, address: IpAddr, more: bool) {
         let once = || u32::from(self.publics.contains(&address));
         let before = self.shared.get(&address).copied().unwrap_or_else(once);
@@ -76,16 +76,17 @@ impl Advisories {
         }
         let own = self.own.values().any(|own| *own == address);
         let own = if own { ", this one among them" } else { "" };
-        let remark = |count: u32| format!("{count} nodes share the public address {address}{own}");
+        let advisory =
+            |count: u32| format!("{count} nodes share the public address {address}{own}");
         if before > 1 {
-            self.listing.remove(&remark(before));
+            self.listing.remove(&advisory(before));
         }
         if now > 1 {
-            self.listing.insert(remark(now), ());
+            self.listing.insert(advisory(now), ());
         }
     }
 }
 
-fn of_lease(subnets: Subnets, remark: &str) -> String {
-    format!("the lease {subnets}: {remark}")
+fn of_lease(subnets: Subnets, advisory: &str) -> String {
+    format!("the lease {subnets}: {advisory}")
 }

@@ -1,8 +1,9 @@
-//! Taking back what a network put into the kernel: all of it, or only what Go flannel could not handle.
+//! Cleanup: removes the objects of a network from the kernel, all or only those that Go flannel
+//! cannot handle.
 //!
-//! The one thing to know: no lease is needed. What is ours follows from the network config and the backend
-//! ([`Backend::footprint`](flannel_core::Backend::footprint)), so a host that lost its lease can be cleaned as well. No network may
-//! run meanwhile: it would put everything back.
+//! No lease is needed. The objects follow from the network config and the backend
+//! ([`Backend::footprint`](flannel_core::Backend::footprint)), so a host without a lease can be
+//! cleaned too. No network may run meanwhile: it would restore them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -15,27 +16,29 @@ use flannel_core::kernel::NexthopBlock;
 use flannel_core::kernel::{Footprint, KernelError};
 use flannel_core::object::{Change, Key, Nexthop, Object, Route, State, Via};
 
-/// Whoever else has the kernel waits for a batch, and takes its turn after it.
+/// The pause after a batch, in which other users of the kernel handle get their turn.
 const TURN: Duration = Duration::from_micros(200);
 const EBUSY: i32 = 16;
 const EINVAL: i32 = 22;
 
-/// What was done, or with `dry_run` what would be.
+/// The changes of a cleanup. With `dry_run`, the changes that it would make.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cleanup {
-    /// The changes that were made, in order.
+    /// Changes that were made, in order.
     pub done: Vec<Change>,
-    /// The changes that the kernel refused, and those that were not asked for (with `EBUSY`): deletions of nexthop
-    /// objects with which a route or a group would go that is not ours to delete.
+    /// Changes that the kernel refused, and changes that were not tried (with `EBUSY`): the kernel
+    /// would delete a foreign route or group with a nexthop object.
     pub failed: Vec<(Change, KernelError)>,
 }
 
-/// Removes everything that `footprint` claims: routes, nexthop objects, forwarding entries, neighbours, addresses, devices.
+/// Removes everything that `footprint` claims: routes, nexthop objects, forwarding entries,
+/// neighbours, addresses, devices.
 ///
-/// Goes on after a failure. With `dry_run` nothing is changed, and `done` is what would be.
+/// Goes on after a failure. With `dry_run` nothing is changed, and `done` holds the changes that
+/// would be made.
 ///
-/// A nexthop object on the external interface stays if something else uses it ([`Kernel::nexthop_users`]). On a device
-/// that is removed it goes with the device, as all does that is on it.
+/// A nexthop object on the external interface stays if something else uses it
+/// ([`Kernel::nexthop_users`]). On a device that is removed, all objects go with the device.
 ///
 /// ```
 /// use flannel_core::testing::FakeKernel;
@@ -73,13 +76,15 @@ pub fn cleanup(
     remove(kernel, footprint, |_| true, dry_run)
 }
 
-/// Removes what a network left inside the pod network `former` that it no longer has: routes of our protocol, and the nexthop
-/// objects that it chose for that network. What lies inside the network that `footprint` is of stays, even if `former` is around it.
+/// Removes the objects that a network left inside its former pod network `former`: routes of our
+/// protocol, and the nexthop objects that it chose for that network. Objects inside the network of
+/// `footprint` stay, even if `former` covers it.
 ///
-/// No other network may have `former` now: its routes look the same. For the first start with another pod network, **while the
-/// network runs and is settled**. On devices of its own it removes what nobody wants anyway; this is for what it left on the
-/// external interface. A nexthop object stays if something else uses it, as in [`cleanup`]. With `dry_run` nothing is
-/// changed, and `done` is what would be.
+/// No other network may have `former` now: its routes look the same. For the first start with
+/// another pod network, **while the network runs and is settled**. On devices of its own it removes
+/// what nobody wants anyway; this is for what it left on the external interface. A nexthop object
+/// stays if something else uses it, as in [`cleanup`]. With `dry_run` nothing is changed, and
+/// `done` is what would be.
 ///
 /// # Errors
 /// The kernel could not be read; nothing was changed.
@@ -135,19 +140,21 @@ fn remove(
     Ok(report)
 }
 
-/// Makes the host ready for Go flannel, which knows no nexthop objects and fails to delete routes by them: each such
-/// route of ours becomes a plain one in place, then our nexthop objects are removed. A route of last resort
-/// ([`Via::LastResort`]) goes, since Go flannel makes its own elsewhere and would leave ours for ever. No packet is lost.
+/// Makes the host ready for Go flannel, which knows no nexthop objects and fails to delete routes
+/// by them: each such route of ours becomes a plain one in place, then our nexthop objects are
+/// removed. A route of last resort ([`Via::LastResort`]) goes, since Go flannel makes its own
+/// elsewhere and would leave ours for ever. No packet is lost.
 ///
-/// A nexthop object whose route could not be replaced stays, and so does one that something else uses
-/// ([`Kernel::nexthop_users`]), because the kernel would delete the route with it. With `dry_run` nothing is
-/// changed, and `done` is what would be.
+/// A nexthop object whose route could not be replaced stays, and so does one that something else
+/// uses ([`Kernel::nexthop_users`]), because the kernel would delete the route with it. With
+/// `dry_run` nothing is changed, and `done` is what would be.
 ///
 /// # Errors
 /// The kernel could not be read; nothing was changed.
 ///
 /// # Blocking
-/// As [`Kernel`]. Plain IPv4 routes take quadratic time: 10,000 about a second, 50,000 about 40 seconds.
+/// As [`Kernel`]. Plain IPv4 routes take quadratic time: 10,000 about a second, 50,000 about 40
+/// seconds.
 pub fn ready_for_go(
     kernel: &dyn Kernel,
     footprint: &Footprint,
@@ -199,14 +206,16 @@ pub fn ready_for_go(
     Ok(report)
 }
 
-/// Removes the routes that Go flannel left on the external interface (host-gw's, or vxlan's with `DirectRouting`): it
-/// marks them as every script does, so they are told by what they are. `footprint` is the network's, `lens` the
-/// `SubnetLen` of each family; the route must have Go's protocol, a gateway, the default metric and a destination
-/// of exactly that length inside the pod networks.
+/// Removes the routes that Go flannel left on the external interface (host-gw's, or vxlan's with
+/// `DirectRouting`): it marks them as every script does, so they are recognized by their
+/// attributes. `footprint` is the network's, `lens` the `SubnetLen` of each family; the route must
+/// have Go's protocol, a gateway, the default metric and a destination of exactly that length
+/// inside the pod networks.
 ///
-/// For the first start where Go flannel ran before, and **while the network runs and is settled**: whatever Go left on a
-/// wanted destination has been replaced by then, so what is still there is nobody's, but where the kernel refused the network's
-/// own route: such a destination `keeps` what it has. With `dry_run` nothing is changed, and `done` is what would be.
+/// For the first start where Go flannel ran before, and **while the network runs and is settled**:
+/// whatever Go left on a wanted destination has been replaced by then, so what is still there is
+/// nobody's, but where the kernel refused the network's own route: such a destination `keeps` what
+/// it has. With `dry_run` nothing is changed, and `done` is what would be.
 ///
 /// ```
 /// use flannel_core::testing::FakeKernel;

@@ -120,7 +120,8 @@ impl Driver {
 
     /// Does one round, and takes in the kernel's events meanwhile, so that they do not pile up.
     async fn work(&mut self, gate: &Arc<Gate>) {
-        // The invariant: only this function takes the engine, and it puts it back before it returns.
+        // The invariant: only this function takes the engine, and it puts it back before it
+        // returns.
         let Some(engine) = self.engine.take() else { return };
         let started = Instant::now();
         let round = self.round(started, &engine);

@@ -1,8 +1,8 @@
 //! The engine: makes the kernel equal to the desired objects, whatever state it finds.
 //!
 //! An object without a row in the [table](table::Table) is taken to be in the kernel as desired. An
-//! event from the kernel invalidates objects; it never says how they are. A single invalid object is
-//! put again. More than that is read with a snapshot.
+//! event from the kernel invalidates objects; it never says how they are. A single invalid object
+//! is put again. More than that is read with a snapshot.
 //!
 //! The engine has no task. The driver ([`KernelNetwork`](crate::KernelNetwork)) calls it.
 
@@ -247,7 +247,8 @@ mod tests {
         }
     }
 
-    /// Admission that are routes on the uplink: by a gateway, or if the public address is private by none, and with an MTU.
+    /// Peers with routes on the uplink: by a gateway, or for a private public address without one
+    /// and with an MTU.
     struct World {
         kernel: FakeKernel,
         engine: Engine,
@@ -631,8 +632,7 @@ mod tests {
     }
 
     #[test]
-    fn the_status_says_that_leases_are_live_what_is_worth_knowing_and_why_the_kernel_cannot_be_read()
-     {
+    fn the_status_has_live_advisories_and_the_error_of_the_kernel() {
         let mut world = World::settled(2..5);
         world.put(7, [198, 51, 100, 2]);
         world.settle();
@@ -648,7 +648,8 @@ mod tests {
         assert_eq!(status.kernel_error.map(|error| error.errno), Some(105));
     }
 
-    /// The route of the peer 3 is damaged, the peer 4 leaves, the peer 7 comes, and the kernel may not be read.
+    /// The route of the peer 3 is damaged, the peer 4 leaves, the peer 7 comes, and the kernel may
+    /// not be read.
     fn unread(invalidation: &Invalidation) -> World {
         let mut world = World::settled(2..5);
         world.invalidate(invalidation);

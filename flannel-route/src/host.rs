@@ -25,16 +25,18 @@ pub struct Host {
 /// Choices of [`Host::join`].
 #[derive(Debug, Clone, Default)]
 pub struct JoinOptions {
-    /// The lease that this node had until it expired, while the store does not answer: the network is built for it, and no
-    /// lease is acquired. `None`: the node acquires its lease.
+    /// The lease that this node had until it expired, while the store does not answer. The network
+    /// is built for it, and no lease is acquired. `None`: the node acquires its lease.
     pub lapsed: Option<Lease>,
-    /// See [`KernelNetwork::drop_unused_addresses`]. Has no effect on a network that is not made of kernel objects.
+    /// See [`KernelNetwork::drop_unused_addresses`]. Has no effect on a network that is not made of
+    /// kernel objects.
     pub drop_unused_addresses: bool,
 }
 
 impl Host {
-    /// Joins the network that `config` asks for: prepares the backend, acquires the node's lease with the attributes that the
-    /// backend offers, and builds the network for it. Writes nothing to the kernel until the network runs.
+    /// Joins the network of `config`: prepares the backend, acquires the node's lease with the
+    /// offer of the backend, and builds the network for it. Writes nothing to the kernel until the
+    /// network runs.
     ///
     /// # Errors
     /// The backend refuses the config or the host, or there is no lease to be had.

@@ -19,9 +19,9 @@ use crate::offer_plan::OfferPlan;
 
 /// A network that keeps a kernel equal to [`Blueprint`]s applied to the leases.
 ///
-/// Everything blocking runs on one thread of the runtime's blocking pool at a time, so there is never more than
-/// one writer. When everything is in order it wakes up only for the kernel's and the store's news, and
-/// every five minutes to read the kernel once.
+/// All blocking work runs on one thread of the runtime's blocking pool at a time, so there is only
+/// one writer. With everything in order, it wakes up only for events of the kernel and the store,
+/// and every five minutes to read the kernel once.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -80,8 +80,9 @@ impl std::fmt::Debug for KernelNetwork {
 impl KernelNetwork {
     /// A network that will keep `kernel` equal to `blueprints`, once it runs. Touches nothing yet.
     ///
-    /// `networks` are the enabled pod networks: a lease outside them is rejected. The first blueprint whose plan understands a
-    /// peer's lease defines that peer's objects; the base objects of all blueprints are put in place.
+    /// `networks` are the enabled pod networks: a lease outside them is rejected. The first
+    /// blueprint whose plan accepts an offer of a peer defines that peer's objects. The base
+    /// objects of all blueprints are put in place.
     pub fn new(
         kernel: Arc<dyn Kernel>,
         lease: NodeLease,
@@ -121,11 +122,11 @@ impl KernelNetwork {
         }
     }
 
-    /// Drops packets for those addresses of this node's own subnets that no pod has, instead of sending them where other
-    /// routes lead. Does nothing while the node's lease has lapsed.
+    /// Drops packets for those addresses of this node's own subnets that no pod has, instead of
+    /// following other routes. Does nothing while the node's lease has lapsed.
     ///
-    /// Without this option, a network whose footprint includes blackholes ([`Footprint::blackholes`]) removes the routes of last
-    /// resort that an earlier network left.
+    /// Without this option, a network whose footprint includes blackholes
+    /// ([`Footprint::blackholes`]) removes the routes of last resort that an earlier network left.
     #[must_use]
     pub fn drop_unused_addresses(mut self) -> Self {
         if let Some(lease) = self.lease.held() {

@@ -1,5 +1,5 @@
-//! What plans asked of the kernel, and what they were told. The one thing to know: a lookup is kept as long as a peer's
-//! plan relies on it, so that a changed answer plans those peers anew and no others.
+//! The questions of plans to the kernel, with the answers. A lookup is kept as long as a peer's
+//! plan relies on it, so that a changed answer plans only those peers again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -17,31 +17,31 @@ pub(crate) struct LinkLookups {
 
 #[derive(Debug, Default)]
 struct LinkLookup {
-    /// What all who asked were told; `None` if not all were told the same.
-    told: Option<Option<LinkName>>,
+    /// The answer that all peers got; `None` if not all got the same.
+    answer: Option<Option<LinkName>>,
     asked_by: BTreeSet<Id>,
 }
 
 impl LinkLookups {
-    /// Some plan asked about an address inside `subnet`.
+    /// A plan asked about an address inside `subnet`.
     pub(crate) fn are_under(&self, subnet: Subnet) -> bool {
         self.lookups.range(subnet.base()..=subnet.last()).next().is_some()
     }
 
-    /// What all who asked about an address were told; `None` if nobody asked, or not all were told the same.
-    pub(crate) fn told(&self, address: &IpAddr) -> Option<Option<LinkName>> {
-        self.lookups.get(address)?.told
+    /// The answer about an address; `None` if no plan asked, or not all plans got the same answer.
+    pub(crate) fn answer(&self, address: &IpAddr) -> Option<Option<LinkName>> {
+        self.lookups.get(address)?.answer
     }
 
     /// A peer's plan asked about an address.
-    pub(crate) fn asked(&mut self, address: IpAddr, told: Option<Option<LinkName>>, by: Id) {
+    pub(crate) fn asked(&mut self, address: IpAddr, answer: Option<Option<LinkName>>, by: Id) {
         let lookup = self.lookups.entry(address).or_default();
         let first = lookup.asked_by.is_empty();
-        lookup.told = told.filter(|told| first || lookup.told == Some(*told));
+        lookup.answer = answer.filter(|answer| first || lookup.answer == Some(*answer));
         lookup.asked_by.insert(by);
     }
 
-    /// A peer no longer relies on what is known of an address.
+    /// A peer no longer relies on the answer about an address.
     pub(crate) fn forget(&mut self, address: &IpAddr, by: Id) {
         let Some(lookup) = self.lookups.get_mut(address) else { return };
         lookup.asked_by.remove(&by);
@@ -50,7 +50,8 @@ impl LinkLookups {
         }
     }
 
-    /// Asks again about addresses inside `under` (`None`: all); the peers whose plans were told otherwise.
+    /// Asks again about addresses inside `under` (`None`: all). Returns the peers whose plans got
+    /// another answer.
     pub(crate) fn recheck(&mut self, under: Option<Subnet>, on_link: &Answer<'_>) -> BTreeSet<Id> {
         let mut again = BTreeSet::new();
         let lookups: Box<dyn Iterator<Item = (&IpAddr, &mut LinkLookup)>> = match under {
@@ -58,10 +59,10 @@ impl LinkLookups {
             None => Box::new(self.lookups.iter_mut()),
         };
         for (address, lookup) in lookups {
-            // Where the kernel cannot say, what it said last holds.
+            // If the kernel cannot answer, its last answer holds.
             let Some(now) = on_link(*address) else { continue };
-            if lookup.told != Some(now) {
-                lookup.told = Some(now);
+            if lookup.answer != Some(now) {
+                lookup.answer = Some(now);
                 again.extend(lookup.asked_by.iter().copied());
             }
         }
@@ -74,22 +75,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_was_told_what_holds_is_not_planned_anew() {
+    fn a_peer_with_the_right_answer_is_not_planned_again() {
         let address: IpAddr = [192, 0, 2, 7].into();
         let eth0: LinkName = "eth0".parse().unwrap();
         let on_eth0 = |_| Some(Some(eth0));
         let mut lookups = LinkLookups::default();
         lookups.asked(address, Some(Some(eth0)), 1);
         lookups.asked(address, Some(Some(eth0)), 2);
-        assert_eq!(lookups.told(&address), Some(Some(eth0)));
+        assert_eq!(lookups.answer(&address), Some(Some(eth0)));
         assert_eq!(lookups.recheck(None, &on_eth0), BTreeSet::new());
-        // One was told otherwise, or nothing: it is not known which.
-        for told in [Some(None), None] {
-            lookups.asked(address, told, 3);
-            assert_eq!(lookups.told(&address), None);
+        // One peer got another answer, or none: it is not known which peer.
+        for answer in [Some(None), None] {
+            lookups.asked(address, answer, 3);
+            assert_eq!(lookups.answer(&address), None);
             assert_eq!(lookups.recheck(None, &|_| None), BTreeSet::new(), "the kernel cannot say");
             assert_eq!(lookups.recheck(None, &on_eth0), BTreeSet::from([1, 2, 3]));
-            assert_eq!(lookups.told(&address), Some(Some(eth0)));
+            assert_eq!(lookups.answer(&address), Some(Some(eth0)));
         }
         for id in 1..=3 {
             assert!(lookups.are_under(Subnet::host(address)));

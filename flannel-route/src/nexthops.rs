@@ -1,9 +1,9 @@
-//! Nexthop objects for the routes to peers: the id that each destination has.
+//! Nexthop objects for the routes to peers: the id of each destination.
 //!
-//! Plans speak of gateways. Here "IPv4 route by a gateway" becomes "nexthop object with the gateway, route by its id",
-//! one object per destination. The kernel inserts such routes in linear time, where routes by distinct gateways take
-//! quadratic time. A gateway that moves is one replacement of one object. IPv6 is linear without them and keeps its
-//! plain routes.
+//! Plans define routes by gateways. Here an IPv4 route by a gateway becomes a nexthop object with
+//! the gateway and a route by its id, one object per destination. The kernel inserts such routes in
+//! linear time; routes by distinct gateways take quadratic time. A gateway that moves is one
+//! replacement of one object. IPv6 is linear without nexthop objects and keeps its plain routes.
 
 use std::hash::{BuildHasherDefault, Hasher};
 use std::net::{IpAddr, Ipv4Addr};
@@ -14,12 +14,13 @@ use flannel_core::kernel::NexthopBlock;
 use flannel_core::object::{Key, Nexthop, Object, Route, State, Via};
 use foldhash::{HashMap, HashMapExt};
 
-/// Which id a destination has: as long as it is wanted, and until its object is gone.
+/// The ids of destinations. A destination has an id while it is desired, and until its object is
+/// deleted.
 #[derive(Debug)]
 pub(crate) struct Ids {
     block: NexthopBlock,
     dsts: Dsts,
-    /// The ids of those few destinations that have not their [own](Ids::own).
+    /// The ids of the few destinations whose id is not their [own](Ids::own).
     strays: HashMap<Subnet, u32>,
 }
 
@@ -28,18 +29,18 @@ impl Ids {
         Self { block, dsts: Dsts::default(), strays: HashMap::new() }
     }
 
-    /// How many destinations have one.
+    /// The number of destinations with an id.
     pub(crate) fn len(&self) -> usize {
         self.dsts.v4.len() + self.dsts.v6.len()
     }
 
-    /// Makes room for so many destinations more.
+    /// Reserves room for `more` destinations.
     pub(crate) fn reserve(&mut self, more: usize) {
         self.dsts.v4.reserve(more);
     }
 
-    /// The destinations of routes in the kernel keep the ids that they have, wanted or not: until an unwanted route
-    /// is gone, nobody else may have its id.
+    /// Lets the destinations of routes in the kernel keep their ids, desired or not. Until an
+    /// unwanted route is deleted, no other destination may get its id.
     pub(crate) fn adopt(&mut self, actual: &State, may: impl Fn(&Subnet) -> bool) {
         for route in actual.routes() {
             if let Route { dst, via: Via::Nexthop(id), .. } = route
@@ -53,7 +54,7 @@ impl Ids {
         }
     }
 
-    /// The id of a destination, from now on if it has none; `None` if the block is full.
+    /// The id of a destination. Gives it one if it has none; `None` if the block is full.
     pub(crate) fn assign(&mut self, dst: Subnet) -> Option<u32> {
         if let Some(id) = self.id(&dst) {
             return Some(id);
@@ -67,7 +68,7 @@ impl Ids {
         Some(id)
     }
 
-    /// The id of a route by a gateway that nexthop objects help, from now on if it has none.
+    /// The same for the destination of a route that is put by a nexthop object.
     pub(crate) fn assign_to(&mut self, object: &Object) -> Option<u32> {
         nexthop(object, 0)?;
         let Object::Route(route) = object else { return None };
@@ -101,7 +102,8 @@ impl Ids {
         }
     }
 
-    /// Its number among the subnets of its length: neighbours in the pod network do not collide. `None` for IPv6.
+    /// The number of a destination among the subnets of its length: subnets of one pod network do
+    /// not collide. `None` for IPv6.
     fn own(&self, dst: &Subnet) -> Option<u32> {
         let IpAddr::V4(base) = dst.base() else { return None };
         let number = u32::from(base).checked_shr(u32::from(32 - dst.len())).unwrap_or(0);
@@ -121,15 +123,15 @@ impl Ids {
     }
 }
 
-/// The destinations by their ids. Nearly all are IPv4, which take 12 bytes here instead of 24.
+/// The destinations by their ids. Nearly all are IPv4; they take 12 bytes here instead of 24.
 #[derive(Debug, Default)]
 struct Dsts {
     v4: hashbrown::HashMap<u32, (u32, u8), BuildHasherDefault<InSequence>>,
-    /// Of what others made.
+    /// Destinations of routes that other programs made.
     v6: HashMap<u32, Subnet>,
 }
 
-/// Ids are numbers of subnets, asked for mostly one after the other: so they lie in the table.
+/// Ids are numbers of subnets and mostly looked up in sequence, so the table keeps that sequence.
 #[derive(Debug, Default)]
 struct InSequence(u64);
 
@@ -143,7 +145,7 @@ impl Hasher for InSequence {
     }
 
     fn write_u32(&mut self, id: u32) {
-        // The lower end says where to look, the upper one whether to look closer.
+        // A table uses the lower end as the place, and the upper end to skip other entries.
         self.0 = u64::from(id.wrapping_mul(0x9e37_79b9)) << 32 | u64::from(id);
     }
 }
@@ -153,7 +155,7 @@ impl Dsts {
         self.v4.get(&id).map(unpacked).or_else(|| self.v6.get(&id).copied())
     }
 
-    /// The id is that of this destination.
+    /// The id belongs to this destination.
     fn holds(&self, id: u32, dst: &Subnet) -> bool {
         match dst.base() {
             IpAddr::V4(base) => self.v4.get(&id) == Some(&(base.into(), dst.len())),
@@ -183,7 +185,7 @@ fn unpacked((base, len): &(u32, u8)) -> Subnet {
     Subnet::new(Ipv4Addr::from(*base).into(), *len).expect("it was taken from one")
 }
 
-/// The object that takes over a route's gateway; `None` if the route is none that nexthop objects help.
+/// The nexthop object with a route's gateway; `None` if the route is not put by a nexthop object.
 pub(crate) fn nexthop(object: &Object, id: u32) -> Option<Nexthop> {
     match object {
         Object::Route(Route { dst, via: Via::Gateway { gateway, link, onlink }, .. })

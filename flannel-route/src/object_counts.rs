@@ -1,4 +1,4 @@
-//! How many objects there are of each kind.
+//! The number of objects of each kind.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ const KINDS: [ObjectKind; 6] = [
     ObjectKind::Route,
 ];
 
-/// Counted one by one, as objects come and go.
+/// Counts objects one by one, as they come and go.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct ObjectCounts([usize; KINDS.len()]);
 
@@ -23,7 +23,7 @@ impl ObjectCounts {
         self.0[kind as usize] += 1;
     }
 
-    /// One that was added is gone.
+    /// An object that was added is gone.
     pub(crate) fn remove(&mut self, kind: ObjectKind) {
         self.0[kind as usize] -= 1;
     }
@@ -32,7 +32,7 @@ impl ObjectCounts {
         self.0.iter().sum()
     }
 
-    /// With further ones; kinds of which there are none are left out.
+    /// The counts with those of `more`. Kinds without objects are left out.
     pub(crate) fn by_kind<'a>(
         mut self,
         more: impl Iterator<Item = &'a Object>,

@@ -1,8 +1,7 @@
-//! The peers, and how to find them: by lease, by the subnets around and inside another, by the objects that their
-//! plans define.
+//! The index of peers: by lease, by subnets around and inside others, and by the objects of plans.
 //!
-//! The one thing to know: each peer's lease and objects are held once, in its slot. The indexes hold only numbers of
-//! slots and look there for what they are numbers of: a peer costs some hundred bytes, not a thousand.
+//! Each peer's lease and objects are held once, in its slot. The indexes hold only the numbers of
+//! slots and compare with the slots: a peer costs some hundred bytes, not a thousand.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,7 +16,7 @@ use flannel_core::Subnet;
 use flannel_core::object::{Key, Object};
 use flannel_core::{Lease, Subnets};
 
-/// A peer's slot: its own while it is there, another one's afterwards.
+/// The number of a peer's slot. After the peer is gone, another peer may get the slot.
 pub(crate) type Id = u32;
 
 #[derive(Debug)]
@@ -26,7 +25,7 @@ pub(crate) struct Peer {
     /// The objects that plans define, one of each key; first those of the chosen offer. Empty if no
     /// plan accepted an offer.
     pub(crate) objects: Box<[Object]>,
-    /// What few plans leave.
+    /// Most peers have none.
     pub(crate) extras: Option<Box<Extras>>,
     /// The number of objects of the chosen offer.
     pub(crate) chosen: u16,
@@ -67,9 +66,10 @@ pub(crate) struct PeerIndex {
     ids: HashTable<Id>,
     /// Every object of every peer, by its key.
     claims: HashTable<Claim>,
-    /// Every subnet of every peer: a subnet stands right before those inside it.
+    /// Every subnet of every peer. A subnet is sorted directly before the subnets inside it.
     subnets: BTreeSet<(Subnet, Id)>,
-    /// How many subnets there are of each length, so that a search for covering ones tries only those.
+    /// The number of subnets of each length: a search for covering subnets tries only these
+    /// lengths.
     lengths: BTreeMap<u8, usize>,
 }
 
@@ -82,17 +82,17 @@ pub(crate) struct Claimant<'a> {
     pub(crate) is_chosen: bool,
 }
 
-/// Somebody defines an object.
+/// The entry of a claim in the index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Claim {
-    /// Of the object's key: neither a growing table nor a search looks into the slots of others.
+    /// The hash of the object's key: a growing table and a search need not read other slots.
     hash: u32,
-    /// Who; which of its few objects it is, is found by looking at them.
+    /// The peer. Its few objects are searched for the key.
     id: Id,
 }
 
 impl Claim {
-    /// Both ends of a table's hash must differ: one says where to look, the other whether to look closer.
+    /// A table uses both ends of a hash: one as the place, the other to skip other entries.
     fn spread(hash: u32) -> u64 {
         u64::from(hash) << 32 | u64::from(hash)
     }
@@ -103,7 +103,7 @@ fn hash_of(hasher: &RandomState, key: &Key) -> u32 {
 }
 
 impl PeerIndex {
-    /// How many peers there are.
+    /// The number of peers.
     pub(crate) fn len(&self) -> usize {
         self.ids.len()
     }
@@ -138,7 +138,7 @@ impl PeerIndex {
         })
     }
 
-    /// Makes room for so many peers more, with so many objects each.
+    /// Reserves room for `peers` more peers with `objects` objects each.
     pub(crate) fn reserve(&mut self, peers: usize, objects: usize) {
         let Self { slots, hasher, ids, .. } = self;
         slots.reserve(peers.saturating_sub(self.free.len()));
@@ -157,7 +157,8 @@ impl PeerIndex {
         })
     }
 
-    /// Puts a peer with these `objects` into a slot that [`PeerIndex::next_id`] gave; says whether others define one of them.
+    /// Puts a peer with these `objects` into a slot from [`PeerIndex::next_id`]. Returns whether
+    /// another peer claims one of them.
     pub(crate) fn insert(&mut self, id: Id, peer: Peer, objects: &[Object]) -> bool {
         let subnets = peer.lease.subnets;
         let mut shared = false;
@@ -181,7 +182,7 @@ impl PeerIndex {
         shared
     }
 
-    /// Takes a peer out. Its slot stays its own until [`PeerIndex::vacate`].
+    /// Removes a peer. Its slot stays reserved until [`PeerIndex::vacate`].
     pub(crate) fn remove(&mut self, id: Id) -> Option<Peer> {
         let peer = self.slots[id as usize].take()?;
         for object in peer.objects.iter() {
@@ -204,7 +205,7 @@ impl PeerIndex {
         Some(peer)
     }
 
-    /// One subnet less is that long.
+    /// Counts one subnet of this length less.
     fn forget_length(&mut self, len: u8) {
         if let Entry::Occupied(mut count) = self.lengths.entry(len) {
             *count.get_mut() -= 1;
@@ -214,12 +215,13 @@ impl PeerIndex {
         }
     }
 
-    /// Others may have these slots.
+    /// New peers may get these slots.
     pub(crate) fn vacate(&mut self, mut ids: Vec<Id>) {
         self.free.append(&mut ids);
     }
 
-    /// The peers that clash with this one, and over which object (`None`: their subnets overlap).
+    /// The peers that clash with this one, with the object in dispute (`None`: their subnets
+    /// overlap).
     pub(crate) fn neighbours(&self, id: Id) -> Vec<(Id, Option<Key>)> {
         let Some(peer) = self.peer(id) else { return Vec::new() };
         let mut found = self.overlapping(id);

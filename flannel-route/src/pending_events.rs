@@ -1,12 +1,12 @@
-//! Kernel events that the engine has not taken in yet. Their number is bounded: invalidations so many that one snapshot is
-//! cheaper become one of everything.
+//! Kernel events that the engine has not taken in yet. Their number is bounded: so many that one
+//! snapshot is cheaper become an invalidation of everything.
 
 use std::collections::BTreeSet;
 
 use flannel_core::kernel::Invalidation;
 use flannel_core::object::LinkName;
 
-/// More reports than this at once become doubt about everything, …
+/// More reports than this at once invalidate everything, …
 const MOST_REPORTS: usize = 1 << 16;
 /// … and so do more links.
 const MOST_LINKS: usize = 1 << 10;
@@ -16,13 +16,13 @@ const MOST_LINKS: usize = 1 << 10;
 pub(crate) struct PendingEvents {
     everything: bool,
     links: BTreeSet<LinkName>,
-    /// In the order of their messages; none once there were too many.
+    /// In the order of their events; none after there were too many.
     objects: Vec<Invalidation>,
     reports: usize,
 }
 
 impl PendingEvents {
-    /// Notes a doubt.
+    /// Keeps an event.
     pub(crate) fn hear(&mut self, invalidation: Invalidation) {
         match invalidation {
             Invalidation::Everything => self.everything = true,
@@ -48,7 +48,7 @@ impl PendingEvents {
         !self.everything && self.links.is_empty() && self.objects.is_empty()
     }
 
-    /// All that was noted.
+    /// Takes all events.
     pub(crate) fn take(&mut self) -> Vec<Invalidation> {
         let Self { everything, links, objects, .. } = std::mem::take(self);
         let everything = everything.then_some(Invalidation::Everything);

@@ -1,11 +1,10 @@
-//! How often something may be done. The one thing to know: what comes rarely never waits; what never ends is slowed
-//! down to a steady pace.
+//! Rate limits. Rare events never wait; events without end are slowed down to a steady rate.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Lets one pass in every `gap`, and after a rest as many at once as fit into `rest`.
+/// Lets one event pass in every `gap`, and after a rest as many at once as fit into `rest`.
 ///
 /// **Source**: the generic cell rate algorithm (ITU-T I.371).
 #[derive(Debug)]
@@ -30,15 +29,16 @@ impl RateLimiter {
         self.next.map_or(now, |next| next.max(now))
     }
 
-    /// One passed, and the one after it waits for at least `cost`.
+    /// One event passed. The next one waits for at least `cost`.
     pub(crate) fn pass(&mut self, now: Instant, cost: Duration) {
         let rested = now.checked_sub(self.rest).unwrap_or(now);
         let next = self.next.map_or(rested, |next| next.max(rested)) + self.gap.max(cost);
         self.next = Some(if cost > self.gap { next.max(now + cost) } else { next });
     }
 
-    /// One passed, and it took so long. After a rest as many pass at once as fit into half of it; what never ends takes half of the time.
-    /// Even if others passed that did not ask, the next one waits no longer than a rest.
+    /// One event passed, and it took this time. After a rest, as many pass at once as fit into half
+    /// of it. Events without end take half of the time. Even after events that did not ask, the
+    /// next one waits no longer than a rest.
     pub(crate) fn pass_after(&mut self, now: Instant, took: Duration) {
         let rested = now.checked_sub(self.rest).unwrap_or(now);
         let next = self.next.map_or(rested, |next| next.max(rested)) + self.gap.max(2 * took);

@@ -1,4 +1,5 @@
-//! Thousands of new peers that clash with one another, where the kernel tells nobody of what was done for us.
+//! Thousands of new peers that clash with one another, where the kernel tells nobody of what was
+//! done for us.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 

@@ -43,7 +43,7 @@ impl Backend for Reporter {
     }
 
     async fn prepare(&self, node: &Node<'_>, _: &Config) -> Result<Prepared> {
-        let sender = self.0.lock().unwrap().take().expect("prepared once");
+        let sender = self.0.lock().expect("no test panics with it").take().expect("prepared once");
         let offer =
             Offer { kind: "reporter".into(), public: node.uplink.public, ..Offer::default() };
         Ok(Prepared::new(offer, move |lease| {

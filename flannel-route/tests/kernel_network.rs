@@ -1,4 +1,5 @@
-//! `KernelNetwork` on the fake kernel: every scenario, and every scenario with every kind of call failing once.
+//! `KernelNetwork` on the fake kernel: every scenario, and every scenario with every kind of call
+//! failing once.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -260,7 +261,8 @@ impl Drop for World {
     }
 }
 
-/// What the network makes of the plan's gateways, undone: each of its nexthop objects must serve one route.
+/// What the network makes of the plan's gateways, undone: each of its nexthop objects must serve
+/// one route.
 fn without_nexthops(state: &State) -> State {
     let mut state = state.clone();
     let ids = |object: &Object| match object {
@@ -631,8 +633,9 @@ async fn every_operation_on_every_kind_of_object_may_fail_in_every_way() {
                     fault.plant(&world.kernel, operation, key);
                     world.kernel.take_calls();
                     step(&mut world);
-                    // The first call failed, so there was a second; unless the fault said that what is to be deleted
-                    // is not there, which is a success, even if it is a lie: then something else may remove it.
+                    // The first call failed, so there was a second; unless the fault said that what
+                    // is to be deleted is not there, which is a success, even if it is a lie: then
+                    // something else may remove it.
                     let lied =
                         matches!((operation, fault), (Operation::Delete, Fault::Once(2 | 19)));
                     world.settled(&what).await;
@@ -759,7 +762,8 @@ async fn one_peer_costs_one_peer() {
     let calls = world.kernel.take_calls();
     let of = |operation| calls.iter().filter(|call| call.operation == operation).count();
     assert_eq!(of(Operation::Snapshot), 0, "{calls:?}");
-    // Its objects, and each forwarding entry once more at most: the kernel does not say who changed it.
+    // Its objects, and each forwarding entry once more at most: the kernel does not say who changed
+    // it.
     assert!(calls.len() <= Peer::new(9).objects().len() + 2 + 2, "{calls:?}");
 }
 
@@ -986,7 +990,8 @@ async fn a_listener_that_breaks_again_and_again_keeps_no_core_busy() {
     world.settled("listening again").await;
 }
 
-/// By another protocol on a device of ours, or with a preferred source, it is ours all the same: ours to put right.
+/// By another protocol on a device of ours, or with a preferred source, it is ours all the same:
+/// ours to put right.
 #[tokio::test(start_paused = true)]
 async fn a_route_that_is_not_quite_as_wanted_is_put_again_be_it_heard_or_read() {
     let mut world = settled_world().await;
@@ -1021,8 +1026,8 @@ async fn a_route_that_is_not_quite_as_wanted_is_put_again_be_it_heard_or_read() 
     assert_eq!((status.repaired, modified), (8, Some(&8)));
 }
 
-/// Routes inside the pod networks that nobody wants and that have a preferred source, metrics, …: those on the tunnel and
-/// those of our protocol are ours to remove, others' stay.
+/// Routes inside the pod networks that nobody wants and that have a preferred source, metrics, …:
+/// those on the tunnel and those of our protocol are ours to remove, others' stay.
 #[tokio::test(start_paused = true)]
 async fn an_unwanted_route_with_more_goes_be_it_heard_or_read_and_others_stay() {
     let mut world = settled_world().await;

@@ -1,5 +1,5 @@
-//! What it costs: one change among many costs one, what does not concern us costs nothing, and what never ends is slowed
-//! down and starves nobody.
+//! What it costs: one change among many costs one, what does not concern us costs nothing, and what
+//! never ends is slowed down and starves nobody.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -208,7 +208,8 @@ async fn one_peer_among_thousands_costs_one_peer() {
         let before = world.status();
         world.change(700, public);
         let done = world.when(|status| status.in_sync && status.applied > before.applied).await;
-        // Forwarding entries are heard of even if it was us; that must cost nothing but a look at what is wanted.
+        // Forwarding entries are heard of even if it was us; that must cost nothing but a look at
+        // what is wanted.
         tokio::time::sleep(Duration::from_secs(3)).await;
         let calls = world.kernel.take_calls();
         let [neigh, fdb, nexthop, route] = objects(700, other).map(|object| object.key());
@@ -459,7 +460,8 @@ async fn a_thousand_unrelated_route_changes_a_second_cause_no_look_ups() {
     let lookups = count(&calls, Operation::Lookup);
     assert!(under > 100 && lookups >= 2 * under && lookups <= 5 * under, "{lookups} of {under}");
     assert_eq!(lookups, calls.len());
-    // Under prefixes inside one another, each is asked for once. (The first change is not waited with.)
+    // Under prefixes inside one another, each is asked for once. (The first change is not waited
+    // with.)
     for len in [24, 24, 15, 16] {
         world.kernel.take_calls();
         let dst = Subnet::new([198, 18, 0, 0].into(), len).unwrap();
@@ -574,7 +576,8 @@ impl Kernel for Odd {
     }
 }
 
-/// Thousands of new peers, and what one of them wants first, damaged as soon as the first of them are there.
+/// Thousands of new peers, and what one of them wants first, damaged as soon as the first of them
+/// are there.
 async fn new_peers_with_damage(kernel: Odd) -> (World, Object) {
     const PEERS: u16 = 9_000;
     let fake = kernel.kernel.clone();
@@ -671,7 +674,8 @@ async fn what_leases_bring_comes_before_what_they_take_away() {
     }
 }
 
-/// It is more than a round takes: nothing is tried before what it needs, and a peer that moves meanwhile does not wait.
+/// It is more than a round takes: nothing is tried before what it needs, and a peer that moves
+/// meanwhile does not wait.
 #[tokio::test(start_paused = true)]
 async fn what_a_device_took_along_is_put_in_order_and_keeps_no_lease_waiting() {
     const PEERS: u16 = 4_000;
@@ -796,7 +800,8 @@ async fn a_device_that_the_kernel_keeps_as_it_is_or_does_not_make_is_said() {
     }
 }
 
-/// Damage of every kind to random peers, unwanted things, lost messages: as much as one likes, for ever.
+/// Damage of every kind to random peers, unwanted things, lost messages: as much as one likes, for
+/// ever.
 fn storm(kernel: FakeKernel) -> JoinHandle<()> {
     let mut random = 0x9e37_79b9_7f4a_7c15u64;
     let mut next = move |below: u64| {

@@ -9,8 +9,8 @@ use crate::kernel::Footprint;
 use crate::lease::Offer;
 use crate::object::LinkName;
 
-/// The backend `alloc`: gives this node a subnet and leaves connectivity to others. It accepts every lease and installs
-/// nothing.
+/// The backend `alloc`: gives this node a subnet and leaves connectivity to others. It accepts
+/// every lease and installs nothing.
 ///
 /// **Source**: flannel `pkg/backend/alloc/alloc.go`; its leases carry no backend type.
 #[derive(Debug, Clone, Copy, Default)]

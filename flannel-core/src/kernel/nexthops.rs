@@ -9,14 +9,17 @@ pub struct NexthopBlock {
     first: u32,
 }
 
-/// What nexthop objects there are in a network namespace, as far as a network must know to choose its ids.
+/// What nexthop objects there are in a network namespace, as far as a network must know to choose
+/// its ids.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NexthopIds {
     /// This kernel has nexthop objects, and nobody said not to use them.
     pub usable: bool,
-    /// Of our protocol, with routes of our protocol by them, all inside the network's pod networks: an earlier run's.
+    /// Of our protocol, with routes of our protocol by them, all inside the network's pod networks:
+    /// an earlier run's.
     pub ours: Vec<u32>,
-    /// Of another protocol, or with a route of our protocol by them elsewhere, which is another network's.
+    /// Of another protocol, or with a route of our protocol by them elsewhere, which is another
+    /// network's.
     pub foreign: Vec<u32>,
 }
 
@@ -39,9 +42,10 @@ impl NexthopBlock {
         id >= self.first && id - self.first < Self::SIZE
     }
 
-    /// The block that hash and circumstances give a network: of the first few, best one where an earlier run left more than others
-    /// have there (what is one of ours by its id and another's by its protocol was taken, and is taken back), else one without ids of
-    /// others. `None` if others are in all of them, and without an IPv4 pod network, which alone needs any.
+    /// The block that hash and circumstances give a network: of the first few, best one where an
+    /// earlier run left more than others have there (what is one of ours by its id and another's by
+    /// its protocol was taken, and is taken back), else one without ids of others. `None` if others
+    /// are in all of them, and without an IPv4 pod network, which alone needs any.
     ///
     /// # Errors
     /// The kernel could not be read.
@@ -63,8 +67,8 @@ impl NexthopBlock {
         Ok((chosen, there))
     }
 
-    /// By the pod network alone, not by devices: a network that gets another backend or another external interface
-    /// is to find what it left with the first.
+    /// By the pod network alone, not by devices: a network that gets another backend or another
+    /// external interface is to find what it left with the first.
     fn candidates(footprint: &Footprint) -> impl Iterator<Item = Self> {
         let networks = footprint.networks.iter().filter(|network| network.family() == Family::V4);
         let words = networks.map(ToString::to_string);

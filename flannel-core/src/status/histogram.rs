@@ -1,5 +1,5 @@
-//! How long things took, in a few numbers. The one thing to know: the buckets are fixed, so that histograms of different
-//! nodes and versions can be added up.
+//! How long things took, in a few numbers. The one thing to know: the buckets are fixed, so that
+//! histograms of different nodes and versions can be added up.
 
 use std::time::Duration;
 
@@ -23,7 +23,8 @@ pub struct Histogram {
 }
 
 impl Histogram {
-    /// The upper bounds of all buckets but the last, which has none. A duration equal to a bound is inside.
+    /// The upper bounds of all buckets but the last, which has none. A duration equal to a bound is
+    /// inside.
     pub const BOUNDS: [Duration; 16] = {
         const MICROS: [u64; 16] = [
             100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000,
@@ -54,12 +55,14 @@ impl Histogram {
         self.sum
     }
 
-    /// Each bucket's upper bound ([`Duration::MAX`] for the last) and how many it holds, not those below it.
+    /// Each bucket's upper bound ([`Duration::MAX`] for the last) and how many it holds, not those
+    /// below it.
     pub fn buckets(&self) -> impl Iterator<Item = (Duration, u64)> {
         Self::BOUNDS.into_iter().chain([Duration::MAX]).zip(self.counts)
     }
 
-    /// The upper bound of the bucket that holds the given share of all, 0 to 1; `None` if nothing was recorded.
+    /// The upper bound of the bucket that holds the given share of all, 0 to 1; `None` if nothing
+    /// was recorded.
     pub fn quantile(&self, share: f64) -> Option<Duration> {
         let wanted = (share.clamp(0.0, 1.0) * self.count() as f64).ceil().max(1.0);
         let mut seen = 0;

@@ -1,11 +1,11 @@
-//! What a status lists. The one thing to know: a copy shares what did not change with the original, so a status is
-//! published, compared and kept at the cost of what changed.
+//! What a status lists. The one thing to know: a copy shares what did not change with the original,
+//! so a status is published, compared and kept at the cost of what changed.
 
 use std::fmt;
 use std::ops::Index;
 
-/// A sorted list of what there is to say, by what it is said of. Cloning is O(1), comparing two versions of one listing
-/// costs what changed.
+/// A sorted list of what there is to say, by what it is said of. Cloning is O(1), comparing two
+/// versions of one listing costs what changed.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Listing<K: Ord, V = ()>(imbl::OrdMap<K, V>);
 
@@ -45,8 +45,8 @@ impl<K: Ord + Clone, V: Clone> Listing<K, V> {
         self.0.values()
     }
 
-    /// What is different from `older`: `(key, then, now)`, with `None` where nothing was or is said. Costs what
-    /// changed, if one was made from a clone of the other.
+    /// What is different from `older`: `(key, then, now)`, with `None` where nothing was or is
+    /// said. Costs what changed, if one was made from a clone of the other.
     pub fn changes_since<'a>(
         &'a self,
         older: &'a Self,

@@ -51,7 +51,7 @@ impl Engine {
         status.by_kind = counts.by_kind(self.desired.base.iter());
         status.rejected = peers.rejected().clone();
         status.failing = self.table.failing().clone();
-        status.kernel_error = self.survey.error.as_ref().or(self.lookups.error()).cloned();
+        status.kernel_error = self.survey.error.as_ref().or_else(|| self.lookups.error()).cloned();
         status.advisories = peers.advisories().clone();
         self.stats.copy_to(&mut status);
         status

@@ -17,11 +17,13 @@ use flannel_core::object::{Change, Key, Nexthop, Object, ObjectKind, Route, Via}
 use flannel_core::status::{Damage, Failure};
 use flannel_core::{Kernel, Subnet};
 
-/// A repair, a newer view or a question waits for a round at most, beside the batch in hand.
+/// The length of a round: a repair, a newer view or a question waits this long at most, and for the
+/// batch in hand.
 const ROUND: Duration = Duration::from_millis(16);
 
-/// How many changes are handed to the kernel at once, but for those of [new peers](super::bulk::SLICE): a stop waits for them.
-/// Mostly it takes a millisecond; among thousands of routes without nexthop objects, or where nexthop objects go, a hundred.
+/// The number of changes in a batch, except for those of [new peers](super::queue::SLICE). A stop
+/// waits for the batch in hand: mostly a millisecond; a hundred among thousands of routes without
+/// nexthop objects, or when nexthop objects are deleted.
 pub(crate) const BATCH: usize = 128;
 
 /// Lets batches through until it is closed; closing waits for the batch in hand.
@@ -47,9 +49,9 @@ impl Gate {
 pub(crate) struct Closed;
 
 impl Engine {
-    /// Makes the kernel equal to the desired objects, as far as the kernel lets us. The status holds
-    /// the changes that it refuses. Ends after some [`ROUND`], even if [more](Self::is_unfinished)
-    /// is due. Reads the kernel only if it `may_read`. Blocks.
+    /// Makes the kernel equal to the desired objects, as far as the kernel lets us. The status
+    /// holds the changes that it refuses. Ends after some [`ROUND`], even if
+    /// [more](Self::is_unfinished) is due. Reads the kernel only if it `may_read`. Blocks.
     ///
     /// # Errors
     /// [`Closed`]: the gate was closed before everything was done.
@@ -91,8 +93,8 @@ impl Engine {
         self.apply_while(kernel, gate, end, |this| this.next_deletions(&mut last, |_| true))
     }
 
-    /// Puts what can be put without a snapshot: changes of leases, and invalid objects if the kernel
-    /// cannot be read at all.
+    /// Puts what can be put without a snapshot: changes of leases, and invalid objects if the
+    /// kernel cannot be read at all.
     fn settle_unread(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
         // Only a first snapshot tells the ids of objects, and the objects that serve peers now.
         if self.survey.reads.done == 0 {
@@ -180,8 +182,8 @@ impl Engine {
         Some((desired.update(changes, answers), arrived))
     }
 
-    /// Repairs without end keep no object of a peer that left: one batch of those is deleted, unless
-    /// a lease still has an object to be put instead.
+    /// Repairs without end keep no object of a peer that left: one batch of those is deleted,
+    /// unless a lease still has an object to be put instead.
     fn delete_meanwhile(&mut self, kernel: &dyn Kernel, gate: &Gate) -> Result<(), Closed> {
         let by_lease = |cause: Cause| matches!(cause, Cause::Lease(_));
         let is_due =
@@ -264,8 +266,8 @@ impl Engine {
         batch
     }
 
-    /// The steps that repair a nexthop object in place: its route uses the gateway itself meanwhile.
-    /// Linux walks its whole table for each replacement of an object with a route
+    /// The steps that repair a nexthop object in place: its route uses the gateway itself
+    /// meanwhile. Linux walks its whole table for each replacement of an object with a route
     /// (`net.ipv4.nexthop_compat_mode`): three milliseconds with 50,000 routes.
     fn around(&self, id: u32, nexthop: Object) -> [Option<Object>; 3] {
         let route = self.desired.route_by(id);
@@ -285,7 +287,8 @@ impl Engine {
         batch
     }
 
-    /// No object can be put without its link. One failure in the status says more than ten thousand.
+    /// No object can be put without its link. One failure in the status says more than ten
+    /// thousand.
     fn lacks_link(&self, object: &Object) -> bool {
         let missing = &self.survey.missing_links;
         !missing.is_empty()
@@ -335,8 +338,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Records the result of a change. `cause` is that of an object without a row. `None`: the change
-    /// went along with another one.
+    /// Records the result of a change. `cause` is that of an object without a row. `None`: the
+    /// change went along with another one.
     fn record(
         &mut self,
         change: &Change,
