@@ -72,7 +72,8 @@ macro_rules! object_kinds {
         }
 
         impl ObjectKind {
-            /// All kinds in the order of creation, which is that of their numbers (`kind as usize`).
+            /// All kinds in the order of creation, which is that of their numbers (`kind as
+            /// usize`).
             pub const ALL: [Self; [$($kind::NAME),+].len()] = [$(Self::$kind),+];
 
             /// The name that the text of objects and keys of this kind begins with.
@@ -125,7 +126,8 @@ macro_rules! object_kinds {
             }
         }
 
-        /// Written the way `ip` and `bridge` write it, so that a message can be pasted into a shell.
+        /// Written the way `ip` and `bridge` write it, so that a message can be pasted into a
+        /// shell.
         impl fmt::Display for Object {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 match self {

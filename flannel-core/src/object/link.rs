@@ -40,7 +40,8 @@ impl fmt::Display for Link {
     }
 }
 
-/// The attributes of one link kind. `Display` writes them as the arguments of `ip link add … type KIND`.
+/// The attributes of one link kind. `Display` writes them as the arguments of `ip link add … type
+/// KIND`.
 trait LinkAttributes: fmt::Display {
     /// The kernel's name of the kind (`IFLA_INFO_KIND`).
     const NAME: &'static str;

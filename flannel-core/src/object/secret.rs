@@ -6,9 +6,9 @@ use serde::{Serialize, Serializer};
 
 /// A key or password inside an object, such as the private key of a tunnel device.
 ///
-/// `Debug`, `Display` and JSON show a placeholder instead of the bytes, and so does every value that
-/// contains a secret. Only [`Secret::expose`] gives the bytes. Two secrets are equal if their bytes
-/// are. There is no way back from the placeholder: a secret is not deserialized.
+/// `Debug`, `Display` and JSON show a placeholder instead of the bytes, and so does every value
+/// that contains a secret. Only [`Secret::expose`] gives the bytes. Two secrets are equal if their
+/// bytes are. There is no way back from the placeholder: a secret is not deserialized.
 ///
 /// ```
 /// use flannel_core::object::Secret;

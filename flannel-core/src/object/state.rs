@@ -29,10 +29,11 @@ impl State {
         }
     }
 
-    /// Marks the object with this key as inexact: in the kernel it has attributes that no [`Object`]
-    /// expresses. Examples are a route by another protocol than ours, with a preferred source, with
-    /// metrics other than an MTU, or with an end of its lifetime; an address whose lifetime ends; a
-    /// device with a TTL or without ARP. If the object is desired, it is put again.
+    /// Marks the object with this key as inexact: in the kernel it has attributes that no
+    /// [`Object`] expresses. Examples are a route by another protocol than ours, with a preferred
+    /// source, with metrics other than an MTU, or with an end of its lifetime; an address whose
+    /// lifetime ends; a device with a TTL or without ARP. If the object is desired, it is put
+    /// again.
     pub fn note_inexact(&mut self, key: Key) {
         self.inexact.insert(key);
     }
@@ -100,7 +101,8 @@ impl State {
     }
 
     /// The changes that turn `actual` into `self`: puts in the order of creation, then deletions in
-    /// the reverse order, so that a replacement is in place before the object that it replaces goes.
+    /// the reverse order, so that a replacement is in place before the object that it replaces
+    /// goes.
     ///
     /// Applying them to `actual` yields `self`; the diff of equal states is empty.
     pub fn diff(&self, actual: &Self) -> Vec<Change> {
@@ -123,8 +125,8 @@ impl State {
     }
 }
 
-/// Finds objects of a state. If the objects of a kind are asked for in nearly their order, it looks at
-/// one object each time, else at the logarithm of their number.
+/// Finds objects of a state. If the objects of a kind are asked for in nearly their order, it looks
+/// at one object each time, else at the logarithm of their number.
 pub struct Finder<'a> {
     state: &'a State,
     /// For each kind, the place behind the object that was found last.

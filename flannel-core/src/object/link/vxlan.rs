@@ -43,8 +43,8 @@ impl LinkAttributes for Vxlan {
         self.lower = None;
     }
 
-    /// **Source**: linux `drivers/net/vxlan/vxlan_core.c: vxlan_nl2conf`, which ignores a request to
-    /// have no lower device.
+    /// **Source**: linux `drivers/net/vxlan/vxlan_core.c: vxlan_nl2conf`, which ignores a request
+    /// to have no lower device.
     fn can_become(&self, to: &Self) -> bool {
         let family = |device: &Self| device.local.map(Family::of);
         let same = (self.vni, self.port, self.gbp) == (to.vni, to.port, to.gbp);
