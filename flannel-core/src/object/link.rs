@@ -1,7 +1,7 @@
 //! Network devices.
 //!
 //! Each link kind has a module below this one. To add one, write its module with an implementation
-//! of [`LinkAttributes`] and add it to the table of link kinds.
+//! of [`LinkAttributes`] and add a variant to [`LinkKind`].
 
 mod vxlan;
 
@@ -35,99 +35,56 @@ impl fmt::Display for Link {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { name, mtu, up, kind } = self;
         write!(f, "link {name} mtu {mtu} {}", if *up { "up" } else { "down" })?;
-        kind.mac().map_or(Ok(()), |mac| write!(f, " address {mac}"))?;
-        write!(f, " type {} {kind}", kind.name())
+        let attributes = kind.attributes();
+        attributes.mac().map_or(Ok(()), |mac| write!(f, " address {mac}"))?;
+        write!(f, " type {} {attributes}", attributes.kind())
     }
 }
 
-/// The attributes of one link kind. `Display` writes them as the arguments of `ip link add … type
-/// KIND`.
-trait LinkAttributes: fmt::Display {
+/// The kind of a device, with its attributes.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum LinkKind {
+    /// A vxlan device without multicast group.
+    Vxlan(Vxlan),
+}
+
+/// The attributes of one link kind. `Display` writes them as arguments of `ip link add type KIND`.
+pub trait LinkAttributes: fmt::Display {
     /// The kernel's name of the kind (`IFLA_INFO_KIND`).
-    const NAME: &'static str;
+    fn kind(&self) -> &'static str;
 
     /// The MAC address; `None` for devices without link layer addresses.
     fn mac(&self) -> Option<MacAddr>;
 
-    /// The device that outer packets leave by.
+    /// The device that outer packets leave by; `None`: the routing table decides.
     fn lower(&self) -> Option<LinkName>;
 
     /// Removes the lower device, as the kernel does when that is deleted.
     fn clear_lower(&mut self);
 
-    /// The kernel can change a device like `self` into one like `to`. Else it must be made anew.
-    fn can_become(&self, to: &Self) -> bool;
+    /// The kernel can change a device like this one into one like `to`. Else it must be made anew.
+    fn can_become(&self, to: &LinkKind) -> bool;
 }
 
-/// Defines [`LinkKind`]. A row is a link kind with its documentation.
-macro_rules! link_kinds {
-    ($($(#[$doc:meta])* $kind:ident;)+) => {
-        /// The kind of a device, with its attributes.
-        #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-        #[non_exhaustive]
-        pub enum LinkKind {
-            $($(#[$doc])* $kind($kind),)+
+impl LinkKind {
+    /// The attributes, as far as each kind has them.
+    pub fn attributes(&self) -> &dyn LinkAttributes {
+        match self {
+            Self::Vxlan(vxlan) => vxlan,
         }
+    }
 
-        impl LinkKind {
-            /// The kernel's name of the kind (`ip link show type NAME`).
-            pub fn name(&self) -> &'static str {
-                match self {
-                    $(Self::$kind(_) => $kind::NAME,)+
-                }
-            }
-
-            /// The MAC address; `None` for devices without link layer addresses.
-            pub fn mac(&self) -> Option<MacAddr> {
-                match self {
-                    $(Self::$kind(attributes) => attributes.mac(),)+
-                }
-            }
-
-            /// The device that outer packets leave by; `None`: the routing table decides.
-            pub fn lower(&self) -> Option<LinkName> {
-                match self {
-                    $(Self::$kind(attributes) => attributes.lower(),)+
-                }
-            }
-
-            /// Removes the lower device, as the kernel does when that is deleted.
-            pub fn clear_lower(&mut self) {
-                match self {
-                    $(Self::$kind(attributes) => attributes.clear_lower(),)+
-                }
-            }
-
-            /// The kernel can change a device like `self` into one like `to`. Else it must be made
-            /// anew.
-            pub fn can_become(&self, to: &Self) -> bool {
-                match (self, to) {
-                    $((Self::$kind(from), Self::$kind(to)) => from.can_become(to),)+
-                    #[allow(unreachable_patterns, reason = "as long as there is one kind")]
-                    _ => false,
-                }
-            }
+    /// The same, for changing them.
+    pub fn attributes_mut(&mut self) -> &mut dyn LinkAttributes {
+        match self {
+            Self::Vxlan(vxlan) => vxlan,
         }
-
-        impl fmt::Display for LinkKind {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                match self {
-                    $(Self::$kind(attributes) => fmt::Display::fmt(attributes, f),)+
-                }
-            }
-        }
-
-        $(
-            impl From<$kind> for LinkKind {
-                fn from(attributes: $kind) -> Self {
-                    Self::$kind(attributes)
-                }
-            }
-        )+
-    };
+    }
 }
 
-link_kinds! {
-    /// A vxlan device without multicast group.
-    Vxlan;
+impl From<Vxlan> for LinkKind {
+    fn from(vxlan: Vxlan) -> Self {
+        Self::Vxlan(vxlan)
+    }
 }

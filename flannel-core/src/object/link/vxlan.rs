@@ -3,7 +3,7 @@
 use std::fmt;
 use std::net::IpAddr;
 
-use super::LinkAttributes;
+use super::{LinkAttributes, LinkKind};
 use crate::address::Family;
 use crate::object::{LinkName, MacAddr};
 
@@ -29,7 +29,9 @@ pub struct Vxlan {
 }
 
 impl LinkAttributes for Vxlan {
-    const NAME: &'static str = "vxlan";
+    fn kind(&self) -> &'static str {
+        "vxlan"
+    }
 
     fn mac(&self) -> Option<MacAddr> {
         Some(self.mac)
@@ -45,7 +47,8 @@ impl LinkAttributes for Vxlan {
 
     /// **Source**: linux `drivers/net/vxlan/vxlan_core.c: vxlan_nl2conf`, which ignores a request
     /// to have no lower device.
-    fn can_become(&self, to: &Self) -> bool {
+    fn can_become(&self, to: &LinkKind) -> bool {
+        let LinkKind::Vxlan(to) = to;
         let family = |device: &Self| device.local.map(Family::of);
         let same = (self.vni, self.port, self.gbp) == (to.vni, to.port, to.gbp);
         let families = family(self).is_none() || family(to).is_none() || family(self) == family(to);
@@ -66,7 +69,6 @@ impl fmt::Display for Vxlan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::object::LinkKind;
 
     #[test]
     fn a_new_identity_needs_a_new_device() {
@@ -95,7 +97,7 @@ mod tests {
         for (possible, change) in changes {
             let mut to = device;
             change(&mut to);
-            assert_eq!(LinkKind::from(device).can_become(&to.into()), possible, "{to}");
+            assert_eq!(device.can_become(&to.into()), possible, "{to}");
         }
     }
 }

@@ -63,19 +63,21 @@ impl Rules for Link {
 
     fn check(&self, tables: &Tables) -> Result<(), KernelError> {
         if tables.foreign.contains_key(&self.name) {
-            let detail = format!("{} exists and is not a {} device", self.name, self.kind.name());
+            let kind = self.kind.attributes().kind();
+            let detail = format!("{} exists and is not a {kind} device", self.name);
             return Err(KernelError::explained(EEXIST, detail));
         }
-        self.kind.lower().map_or(Ok(()), |lower| tables.is_up(lower).map(drop))
+        self.kind.attributes().lower().map_or(Ok(()), |lower| tables.is_up(lower).map(drop))
     }
 
     fn before_replacing(&self, old: &Object, tables: &mut Tables) {
         let Object::Link(old) = old else { return };
-        if !old.kind.can_become(&self.kind) {
+        let (is, wanted) = (old.kind.attributes(), self.kind.attributes());
+        if !is.can_become(&self.kind) {
             tables.drop_link(self.name);
         } else if old.up && !self.up {
             tables.drop_by_down(self.name);
-        } else if old.kind.mac() != self.kind.mac() {
+        } else if is.mac() != wanted.mac() {
             let on_it = |key: &Key| matches!(key, Key::Neigh(link, _) if *link == self.name);
             tables.objects.retain(|key, _| !on_it(key));
         }

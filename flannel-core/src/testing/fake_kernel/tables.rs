@@ -110,9 +110,9 @@ impl Tables {
         self.drop_orphans();
         for entry in self.objects.values_mut() {
             if let Object::Link(link) = &mut entry.object
-                && link.kind.lower() == Some(name)
+                && link.kind.attributes().lower() == Some(name)
             {
-                link.kind.clear_lower();
+                link.kind.attributes_mut().clear_lower();
             }
         }
     }
