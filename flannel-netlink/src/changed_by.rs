@@ -1,6 +1,7 @@
-//! Who changed something. The one thing to know: the kernel names a socket by its port id, which is mostly but not always
-//! the id of a process, and that may be an id in another pid namespace. So it is looked up whether the process has the socket; where that is
-//! not allowed, as it is not for a daemon that has few capabilities and a process of root's, the process is only probable.
+//! Who changed something. The one thing to know: the kernel names a socket by its port id, which is
+//! mostly but not always the id of a process, and that may be an id in another pid namespace. So it
+//! is looked up whether the process has the socket; where that is not allowed, as it is not for a
+//! daemon that has few capabilities and a process of root's, the process is only probable.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -11,8 +12,8 @@ use flannel_core::kernel::Process;
 
 /// What was found out is believed for this long.
 const FRESH: Duration = Duration::from_secs(1);
-/// Within that time, no more processes than this are looked for: that takes reading files, and others may come and go by the
-/// thousand, …
+/// Within that time, no more processes than this are looked for: that takes reading files, and
+/// others may come and go by the thousand, …
 const MOST: usize = 20;
 /// … and none after so much time was spent, on a host with very many sockets.
 const BUDGET: Duration = Duration::from_millis(50);
@@ -21,7 +22,8 @@ const MOST_FILES: usize = 10_000;
 
 /// The processes behind the ports of one network namespace.
 pub(crate) struct Processes {
-    /// `/proc/net/netlink`, which stays that of the namespace it was opened in; `None` if there is none.
+    /// `/proc/net/netlink`, which stays that of the namespace it was opened in; `None` if there is
+    /// none.
     sockets: Option<File>,
     since: Instant,
     spent: Duration,

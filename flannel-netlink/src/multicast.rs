@@ -1,5 +1,6 @@
-//! Sockets for multicast messages. The one thing to know: messages wake only whoever waits for them. While the kernel
-//! works for us its messages come by the ten thousand, and waking somebody for each would cost more than the work.
+//! Sockets for multicast messages. The one thing to know: messages wake only whoever waits for
+//! them. While the kernel works for us its messages come by the ten thousand, and waking somebody
+//! for each would cost more than the work.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -26,7 +27,8 @@ pub(crate) struct Multicast {
     gate: Option<AsyncFd<Gate>>,
 }
 
-/// An epoll instance between the socket and the runtime, which lets events through only while somebody waits.
+/// An epoll instance between the socket and the runtime, which lets events through only while
+/// somebody waits.
 struct Gate(Epoll);
 
 impl AsRawFd for Gate {
@@ -36,8 +38,9 @@ impl AsRawFd for Gate {
 }
 
 impl Multicast {
-    /// Opens one in the network namespace of the calling thread, with room for `bytes` of messages not yet read:
-    /// beyond what `net.core.rmem_max` gives where that is permitted. It hears nothing yet.
+    /// Opens one in the network namespace of the calling thread, with room for `bytes` of messages
+    /// not yet read: beyond what `net.core.rmem_max` gives where that is permitted. It hears
+    /// nothing yet.
     pub(crate) fn open(protocol: SockProtocol, bytes: usize) -> io::Result<Self> {
         let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
         let socket = socket(AddressFamily::Netlink, SockType::Raw, flags, protocol)?;
@@ -49,14 +52,16 @@ impl Multicast {
         Ok(Self { socket, gate: None })
     }
 
-    /// Hears these groups, whose numbers are 1 to 32, and no others. Groups that the kernel does not know are silent.
+    /// Hears these groups, whose numbers are 1 to 32, and no others. Groups that the kernel does
+    /// not know are silent.
     pub(crate) fn hear(&self, groups: &[u32]) -> io::Result<()> {
         let groups = groups.iter().fold(0, |groups, group| groups | 1 << (group - 1));
         let port = getsockname::<NetlinkAddr>(self.socket.as_raw_fd())?.pid();
         Ok(bind(self.socket.as_raw_fd(), &NetlinkAddr::new(port, groups))?)
     }
 
-    /// Reads one datagram, and returns how long it is: longer than `buffer` if it did not fit. Never blocks.
+    /// Reads one datagram, and returns how long it is: longer than `buffer` if it did not fit.
+    /// Never blocks.
     pub(crate) fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
         Ok(recv(self.socket.as_raw_fd(), buffer, MsgFlags::MSG_TRUNC)?)
     }
@@ -82,8 +87,9 @@ impl AsFd for Multicast {
     }
 }
 
-// The successor is `unsafe` because not every type keeps its descriptor for itself. An epoll instance does: it owns the
-// descriptor, never changes it and closes it when dropped. Without unsafe code this is the way to say so.
+// The successor is `unsafe` because not every type keeps its descriptor for itself. An epoll
+// instance does: it owns the descriptor, never changes it and closes it when dropped. Without
+// unsafe code this is the way to say so.
 #[expect(
     deprecated,
     reason = "sound for what owns its descriptor; the successor needs unsafe code"
@@ -130,8 +136,8 @@ impl Bell {
         &self.socket
     }
 
-    /// Returns when a datagram came that `concerns` us, or when that cannot be excluded because messages were lost.
-    /// `None` is one that did not fit. Many at once are told once.
+    /// Returns when a datagram came that `concerns` us, or when that cannot be excluded because
+    /// messages were lost. `None` is one that did not fit. Many at once are told once.
     ///
     /// # Cancel safety
     /// Nothing is lost: what was read was judged in the same breath.

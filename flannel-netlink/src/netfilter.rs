@@ -1,7 +1,8 @@
-//! A connection to netfilter (`NETLINK_NETFILTER`): all-or-nothing batches, questions, dumps, and what others change.
+//! A connection to netfilter (`NETLINK_NETFILTER`): all-or-nothing batches, questions, dumps, and
+//! what others change.
 //!
-//! The one thing to know: this is the envelope only. What is in the messages (tables, chains, rules) is the caller's
-//! business, and numbers in them are big-endian.
+//! The one thing to know: this is the envelope only. What is in the messages (tables, chains,
+//! rules) is the caller's business, and numbers in them are big-endian.
 //!
 //! **Source**: linux `net/netfilter/nfnetlink.c`.
 
@@ -82,7 +83,8 @@ impl Batch {
         batch
     }
 
-    /// Adds a change; `fill` adds its attributes. At most some 200 fit, for each of them is answered.
+    /// Adds a change; `fill` adds its attributes. At most some 200 fit, for each of them is
+    /// answered.
     pub fn add(
         &mut self,
         number: u8,
@@ -115,7 +117,8 @@ impl Batch {
 /// A batch that the kernel refused as a whole.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
-    /// Which change it did not like, in the order of [`Batch::add`]; `None` if it did not look at them.
+    /// Which change it did not like, in the order of [`Batch::add`]; `None` if it did not look at
+    /// them.
     pub change: Option<usize>,
     /// Why.
     pub error: KernelError,
@@ -141,7 +144,8 @@ impl<'a> Told<'a> {
 /// A connection, in the network namespace of the thread that opened it.
 ///
 /// # Blocking
-/// The kernel does its work inside each call: microseconds, longer while somebody else commits a large ruleset.
+/// The kernel does its work inside each call: microseconds, longer while somebody else commits a
+/// large ruleset.
 pub struct NetfilterSocket(Socket);
 
 impl NetfilterSocket {
@@ -185,7 +189,8 @@ impl NetfilterSocket {
     /// Asks for one thing; `fill` adds the attributes that name it.
     ///
     /// # Errors
-    /// It is not there ([`KernelError::is_absent`]), may not be foreign, or `read` cannot make sense of it.
+    /// It is not there ([`KernelError::is_absent`]), may not be foreign, or `read` cannot make
+    /// sense of it.
     pub fn ask<T>(
         &mut self,
         kind: Kind,
@@ -229,8 +234,8 @@ pub struct NetfilterEvents {
 }
 
 impl NetfilterEvents {
-    /// Listens to `group` (`NFNLGRP_…`; 7 is nf_tables) in the network namespace of the calling thread, from now on;
-    /// changes by the socket with `own_port` are our own.
+    /// Listens to `group` (`NFNLGRP_…`; 7 is nf_tables) in the network namespace of the calling
+    /// thread, from now on; changes by the socket with `own_port` are our own.
     ///
     /// # Errors
     /// Listening takes `CAP_NET_ADMIN`.
@@ -240,8 +245,8 @@ impl NetfilterEvents {
         Ok(Self { bell: Bell::new(socket), own_port })
     }
 
-    /// Returns when somebody else changed something that `concerns` us, or when that cannot be excluded because
-    /// messages were lost. Many changes at once are told once.
+    /// Returns when somebody else changed something that `concerns` us, or when that cannot be
+    /// excluded because messages were lost. Many changes at once are told once.
     ///
     /// # Errors
     /// The socket broke; another call would fail too.

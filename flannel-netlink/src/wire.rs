@@ -1,7 +1,8 @@
 //! Netlink messages as bytes: written without an allocation each, read without a copy.
 //!
-//! The one thing to know: the fixed headers are neli's types; attributes are written to and read from the buffer
-//! directly, because neli makes a `Vec` of each, and there are hundreds of thousands of them.
+//! The one thing to know: the fixed headers are neli's types; attributes are written to and read
+//! from the buffer directly, because neli makes a `Vec` of each, and there are hundreds of
+//! thousands of them.
 
 use std::io::Cursor;
 use std::net::IpAddr;
@@ -36,6 +37,11 @@ impl Messages {
     /// How many there are.
     pub(crate) fn len(&self) -> usize {
         self.starts.len()
+    }
+
+    /// How many bytes there are.
+    pub(crate) fn size(&self) -> usize {
+        self.bytes.len()
     }
 
     pub(crate) fn clear(&mut self) {
@@ -99,8 +105,8 @@ impl Messages {
         self
     }
 
-    /// The messages from `from` to before `to`, ready to be sent: numbered from `sequence` on, and `last` set in the
-    /// flags of the last.
+    /// The messages from `from` to before `to`, ready to be sent: numbered from `sequence` on, and
+    /// `last` set in the flags of the last.
     pub(crate) fn ready(&mut self, from: usize, to: usize, sequence: u32, last: NlmF) -> &[u8] {
         let bytes = &mut self.bytes;
         let end_of = |n: usize, all: usize| self.starts.get(n + 1).copied().unwrap_or(all);
@@ -185,7 +191,8 @@ fn message(bytes: &[u8]) -> Option<(Message<'_>, usize)> {
     Some((message, len))
 }
 
-/// The errno in the payload of `NLMSG_ERROR` or `NLMSG_DONE`, with the kernel's explanation; errno 0 is success.
+/// The errno in the payload of `NLMSG_ERROR` or `NLMSG_DONE`, with the kernel's explanation; errno
+/// 0 is success.
 pub(crate) fn outcome(message: &Message<'_>, is_error: bool) -> Result<(), KernelError> {
     let errno = u32_at(message.payload, 0).map_or(0, u32::cast_signed);
     if errno == 0 {
@@ -209,7 +216,8 @@ pub(crate) fn outcome(message: &Message<'_>, is_error: bool) -> Result<(), Kerne
     })
 }
 
-/// The attributes of a message or in another attribute: type without flags, and value. A malformed one ends them.
+/// The attributes of a message or in another attribute: type without flags, and value. A malformed
+/// one ends them.
 #[derive(Debug, Clone, Copy)]
 pub struct Attributes<'a>(pub &'a [u8]);
 

@@ -2,19 +2,20 @@
 
 use std::net::IpAddr;
 
-use flannel_core::kernel::ROUTE_PROTOCOL;
-use flannel_core::object::{LinkName, Nexthop};
+use flannel_core::kernel::{KernelEvent, ROUTE_PROTOCOL};
+use flannel_core::object::{Key, LinkName, Nexthop, Object};
 use neli::consts::nl::NlmF;
 use neli::{FromBytesWithInput, Header, Size};
 
-use super::{af_of, put_flags};
-use crate::codec::route::ONLINK;
+use super::{EventMessage, af_of, event, put_flags};
 use crate::wire::{Message, Messages, ip_of, u32_of};
 
 pub(crate) const NEW: u16 = 104;
 pub(crate) const DELETE: u16 = 105;
 const GET: u16 = 106;
 
+/// `RTNH_F_ONLINK`: the gateway is on the link, whatever the routing table says.
+pub(super) const ONLINK: u32 = 4;
 /// `NHA_…` (linux `include/uapi/linux/nexthop.h`).
 const ID: u16 = 1;
 const GROUP: u16 = 2;
@@ -35,7 +36,7 @@ struct Nhmsg {
     attributes: neli::types::Buffer,
 }
 
-/// What a message says of a nexthop object.
+/// The content of a message about a nexthop object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NexthopMessage {
     pub(crate) id: u32,
@@ -70,7 +71,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NexthopMessage> {
     Some(read)
 }
 
-/// The id of a group and those of its members; `None` for what is no group.
+/// The id of a group and the ids of its members; `None` if it is no group.
 pub(crate) fn members(message: &Message<'_>) -> Option<(u32, Vec<u32>)> {
     let (_, attributes) = message.split::<Nhmsg>()?;
     let (mut id, mut members) = (0, None);
@@ -95,6 +96,21 @@ impl NexthopMessage {
             return None;
         }
         Some(Nexthop { id: self.id, link, gateway: self.gateway?, onlink: self.onlink })
+    }
+}
+
+impl EventMessage for NexthopMessage {
+    fn event_index(&self, is_deletion: bool) -> u32 {
+        if is_deletion { 0 } else { self.index }
+    }
+
+    fn event(&self, link: Option<LinkName>, is_deletion: bool, _: NlmF) -> Option<KernelEvent> {
+        let object = link.and_then(|link| self.object(link)).map(Object::Nexthop);
+        Some(event(Key::Nexthop(self.id), object, true, is_deletion))
+    }
+
+    fn protocol(&self) -> Option<u8> {
+        Some(self.protocol)
     }
 }
 

@@ -1,9 +1,10 @@
 //! When the choice of the interface holds no longer.
 //!
-//! The one thing to know: an interface stays chosen for as long as it has the addresses and the MTU that it was chosen
-//! with, even if the selectors would lead elsewhere by now: what works is not given up for what might. So as long as it
-//! has them nothing but itself is looked at, and no route. Link-local addresses are what is left when others are lost:
-//! none takes the place of another, and one that was chosen gives way to another.
+//! The one thing to know: an interface stays chosen for as long as it has the addresses and the MTU
+//! that it was chosen with, even if the selectors would lead elsewhere by now: what works is not
+//! given up for what might. So as long as it has them nothing but itself is looked at, and no
+//! route. Link-local addresses are what is left when others are lost: none takes the place of
+//! another, and one that was chosen gives way to another.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -39,7 +40,8 @@ pub enum ObjectState {
     /// It has the addresses and the MTU that it was chosen with.
     #[default]
     Kept,
-    /// It has lost an address it was chosen with, has another MTU or is gone, and another choice is possible.
+    /// It has lost an address it was chosen with, has another MTU or is gone, and another choice is
+    /// possible.
     Other {
         /// What would be chosen now: another interface, or the same as it is now.
         now: Box<ExternalInterface>,
@@ -51,11 +53,12 @@ pub enum ObjectState {
 }
 
 impl NetlinkKernel {
-    /// Follows the chosen interface, and tells how it stands whenever that changes. A link-local address is no other
-    /// choice, unless one was chosen; that one stands only as long as the interface has no other.
+    /// Follows the chosen interface, and tells how it stands whenever that changes. A link-local
+    /// address is no other choice, unless one was chosen; that one stands only as long as the
+    /// interface has no other.
     ///
-    /// Needs a tokio runtime with time and a thread that may block: the kernel is read there, through a socket that
-    /// nobody else waits for.
+    /// Needs a tokio runtime with time and a thread that may block: the kernel is read there,
+    /// through a socket that nobody else waits for.
     ///
     /// # Errors
     /// The kernel cannot be watched.
@@ -132,7 +135,8 @@ struct Looker {
     chosen: ExternalInterface,
     selectors: Selectors,
     families: Vec<Family>,
-    /// That of the chosen interface; `None` if it was not what it was chosen with, or had something better, when last looked at.
+    /// That of the chosen interface; `None` if it was not what it was chosen with, or had something
+    /// better, when last looked at.
     index: Option<u32>,
 }
 
@@ -215,7 +219,8 @@ fn has_better(chosen: &ExternalInterface, interface: &Interface) -> bool {
     chosen.address.iter().any(|(family, address)| is_link_local(*address) && better(family))
 }
 
-/// Why `now` is no choice in place of `chosen`, as a sentence without a full stop: a link-local address would take the place of another. `None` if none would.
+/// Why `now` is no choice in place of `chosen`, as a sentence without a full stop: a link-local
+/// address would take the place of another. `None` if none would.
 pub fn worse(chosen: &ExternalInterface, now: &ExternalInterface) -> Option<String> {
     // A family that the other config does not have had none.
     let had_better =
