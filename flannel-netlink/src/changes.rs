@@ -5,8 +5,6 @@
 //! links, forwarding entries, and neighbours that it removes; those are reported even if we changed
 //! them.
 
-use std::io;
-
 use async_trait::async_trait;
 use flannel_core::kernel::{Changes, Invalidation, KernelError};
 use neli::consts::rtnl::Rtm;
@@ -15,7 +13,7 @@ use socket2::{SockFilter, SockRef};
 
 use crate::event_decoder::EventDecoder;
 use crate::foreign_routes::ForeignRoutes;
-use crate::multicast::Multicast;
+use crate::multicast::{Multicast, Received};
 use crate::socket::Socket;
 
 /// `RTNLGRP_…`: LINK, NEIGH, IPV4_IFADDR, IPV4_ROUTE, IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE,
@@ -23,19 +21,11 @@ use crate::socket::Socket;
 const GROUPS: [u32; 9] = [1, 3, 5, 7, 8, 9, 11, 19, 32];
 /// Bytes for messages not yet read: some 10,000 of them. Without privilege the kernel gives less.
 const RECEIVE_BUFFER: usize = 8 << 20;
-/// No multicast message is longer.
-const MESSAGE: usize = 32 << 10;
-/// How many datagrams are read before their invalidations are handed out.
-const AT_ONCE: usize = 1024;
-const ENOBUFS: i32 = 105;
 
 /// Receives multicast messages and hands out invalidations.
 pub(crate) struct Listener {
     socket: Multicast,
     decoder: EventDecoder,
-    /// Messages were lost, and more will be until all messages that are there were read.
-    lost: bool,
-    buffer: Box<[u8]>,
 }
 
 impl Listener {
@@ -47,34 +37,20 @@ impl Listener {
         if let Err(error) = SockRef::from(&socket).attach_filter(&without_own_messages(port)) {
             tracing::debug!(%error, "our own messages are not filtered in the kernel");
         }
-        socket.hear(&GROUPS)?;
+        socket.join(&GROUPS)?;
         let decoder = EventDecoder::new(Socket::open()?, port, foreign)?;
-        Ok(Self { socket, decoder, lost: false, buffer: vec![0; MESSAGE].into() })
+        Ok(Self { socket, decoder })
     }
 
-    /// Reads the datagrams that are there, at most [`AT_ONCE`]; true if those were all.
+    /// Reads the datagrams that are there, if they are not very many; true if those were all.
     fn read(&mut self) -> Result<bool, KernelError> {
-        for _ in 0..AT_ONCE {
-            match self.socket.read(&mut self.buffer) {
-                Ok(_) if self.lost => {}
-                Ok(len) => self.decoder.take_datagram(self.buffer.get(..len)),
-                // From here on the kernel drops messages, without another error, until everything
-                // was read. An invalidation of everything before then would be too early.
-                Err(error) if error.raw_os_error() == Some(ENOBUFS) => {
-                    self.lost = true;
-                    self.decoder.forget();
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    if std::mem::take(&mut self.lost) {
-                        self.decoder.lost()?;
-                    }
-                    return Ok(true);
-                }
-                Err(error) => return Err(error.into()),
+        self.socket.receive(|received| {
+            match received {
+                Received::Datagram(datagram) => self.decoder.take_datagram(datagram),
+                Received::Lost => self.decoder.lost()?,
             }
-        }
-        Ok(false)
+            Ok(())
+        })
     }
 }
 

@@ -72,11 +72,6 @@ pub(crate) fn family_of(af: RtAddrFamily) -> Option<Family> {
     }
 }
 
-/// The kernel's interface index is an `int` in some messages.
-pub(crate) fn signed(index: u32) -> i32 {
-    index.cast_signed()
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::Cursor;
@@ -86,7 +81,7 @@ mod tests {
     use flannel_core::object::{
         Addr, Fdb, Link, LinkKind, LinkName, MacAddr, Neigh, Nexthop, Object, Route, Via, Vxlan,
     };
-    use neli::rtnl::{Ndmsg, Rtmsg};
+    use neli::rtnl::{Ifaddrmsg, Ifinfomsg, Ndmsg, Rtmsg};
     use neli::{FromBytesWithInput, Header, ToBytes};
     use proptest::prelude::*;
 
@@ -171,10 +166,9 @@ mod tests {
 
     /// The fixed header of the only message in `bytes`, as neli reads and writes it.
     fn again<H: Header + FromBytesWithInput<Input = usize> + ToBytes>(bytes: &[u8]) -> Vec<u8> {
-        let mut written = Cursor::new(Vec::new());
-        read(bytes, |message| message.split::<H>().map(|(header, _)| header))
-            .to_bytes(&mut written)
-            .unwrap();
+        let (header, mut written) = (&bytes[16..16 + H::header_size()], Cursor::new(Vec::new()));
+        let read = H::from_bytes_with_input(&mut Cursor::new(header), header.len()).unwrap();
+        read.to_bytes(&mut written).unwrap();
         written.into_inner()
     }
 
@@ -236,7 +230,22 @@ mod tests {
         }
 
         #[test]
-        fn fixed_headers_are_nelis(neigh in (any_ip(), any_mac()), fdb in (any_ip(), any_mac()), route in any_route()) {
+        fn fixed_headers_are_nelis(
+            link in any_link(),
+            addr in (any_ip(), 0..=32u8),
+            neigh in (any_ip(), any_mac()),
+            fdb in (any_ip(), any_mac()),
+            route in any_route(),
+        ) {
+            let codec = link::codec(&link.kind).unwrap();
+            let link = bytes(link::create(&link, codec, LOWER));
+            let up = bytes(link::set_up(INDEX, true));
+            for bytes in [link, up] {
+                prop_assert_eq!(again::<Ifinfomsg>(&bytes), &bytes[16..32]);
+            }
+            let addr = Addr { link: name(), address: addr.0, len: addr.1 };
+            let addr = written(|r| addr::put(r, &addr, INDEX));
+            prop_assert_eq!(again::<Ifaddrmsg>(&addr), &addr[16..24]);
             let neigh = written(|r| neigh::put(r, &Neigh { link: name(), address: neigh.0, mac: neigh.1 }, INDEX));
             let fdb = written(|r| fdb::put(r, &Fdb { link: name(), dst: fdb.0, mac: fdb.1 }, INDEX));
             let route = written(|r| route::put(r, &route, INDEX, true));

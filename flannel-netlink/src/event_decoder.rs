@@ -72,11 +72,6 @@ impl EventDecoder {
         }
     }
 
-    /// Drops all that was not yet handed out; [`EventDecoder::lost`] follows.
-    pub(crate) fn forget(&mut self) {
-        self.pending.clear();
-    }
-
     /// Messages were lost, perhaps some about links.
     pub(crate) fn lost(&mut self) -> Result<(), KernelError> {
         self.everything();

@@ -11,7 +11,7 @@ use neli::consts::nl::NlmF;
 use neli::consts::socket::NlFamily;
 use nix::sys::socket::SockProtocol;
 
-use crate::multicast::{Bell, Multicast};
+use crate::multicast::Multicast;
 use crate::socket::Socket;
 use crate::wire::{EBADMSG, messages};
 
@@ -228,7 +228,7 @@ fn request(kind: Kind, fill: impl FnOnce(&mut Messages)) -> Messages {
 
 /// Listens to what others change.
 pub struct NetfilterEvents {
-    bell: Bell,
+    socket: Multicast,
     /// Whose changes are our own.
     own_port: u32,
 }
@@ -241,8 +241,8 @@ impl NetfilterEvents {
     /// Listening takes `CAP_NET_ADMIN`.
     pub fn listen(group: u32, own_port: u32) -> Result<Self, KernelError> {
         let socket = Multicast::open(SockProtocol::NetlinkNetFilter, RECEIVE_BUFFER)?;
-        socket.hear(&[group])?;
-        Ok(Self { bell: Bell::new(socket), own_port })
+        socket.join(&[group])?;
+        Ok(Self { socket, own_port })
     }
 
     /// Returns when somebody else changed something that `concerns` us, or when that cannot be
@@ -257,7 +257,7 @@ impl NetfilterEvents {
         &mut self,
         concerns: impl Fn(&Told<'_>) -> bool,
     ) -> Result<(), KernelError> {
-        self.bell.rung(|datagram| concerning(datagram, self.own_port, &concerns)).await
+        self.socket.wait_for(|datagram| concerning(datagram, self.own_port, &concerns)).await
     }
 }
 

@@ -1,6 +1,8 @@
 //! Network namespaces for tests, for root and for an ordinary user alike.
 //!
-//! The one thing to know: a test that cannot have its namespace fails; it is never skipped.
+//! A test that cannot have its namespace fails; it is never skipped.
+
+mod decode;
 
 use std::any::type_name;
 use std::fs::File;
@@ -14,7 +16,7 @@ use std::thread;
 use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
-pub use crate::decode::decode;
+pub use self::decode::decode;
 
 /// Set in a process that [`in_netns`] started inside a user namespace.
 const INSIDE: &str = "FLANNEL_NETLINK_INSIDE_USER_NAMESPACE";
@@ -54,7 +56,7 @@ impl Netns {
     pub fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
         let inside = || {
             setns(&self.0, CloneFlags::CLONE_NEWNET)
-                .expect("whoever makes a namespace may enter it");
+                .expect("the process that made a namespace may enter it");
             work()
         };
         thread::scope(|scope| scope.spawn(inside).join())

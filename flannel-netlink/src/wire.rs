@@ -1,16 +1,13 @@
 //! Netlink messages as bytes: written without an allocation each, read without a copy.
 //!
-//! The one thing to know: the fixed headers are neli's types; attributes are written to and read
-//! from the buffer directly, because neli makes a `Vec` of each, and there are hundreds of
-//! thousands of them.
+//! Fixed headers and attributes are written to and read from the buffer directly, because neli makes a
+//! `Vec` of each attribute, and there are hundreds of thousands of them.
 
-use std::io::Cursor;
 use std::net::IpAddr;
 
 use flannel_core::kernel::KernelError;
 use flannel_core::object::MacAddr;
 use neli::consts::nl::NlmF;
-use neli::{FromBytesWithInput, Header, ToBytes};
 
 /// Bytes of `struct nlmsghdr`.
 const HEADER: usize = 16;
@@ -126,13 +123,6 @@ impl Messages {
     }
 }
 
-/// A fixed header as bytes.
-pub(crate) fn bytes_of(header: &impl ToBytes) -> Vec<u8> {
-    let mut bytes = Cursor::new(Vec::new());
-    header.to_bytes(&mut bytes).expect("a Vec takes all that is written");
-    bytes.into_inner()
-}
-
 /// A message that was received.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Message<'a> {
@@ -145,14 +135,9 @@ pub(crate) struct Message<'a> {
 }
 
 impl<'a> Message<'a> {
-    /// The fixed header and the attributes after it; `None` if it is too short for the header.
-    pub(crate) fn split<H: Header + FromBytesWithInput<Input = usize>>(
-        &self,
-    ) -> Option<(H, Attributes<'a>)> {
-        let size = H::header_size();
-        let rest = self.payload.get(size..)?;
-        let header =
-            H::from_bytes_with_input(&mut Cursor::new(&self.payload[..size]), size).ok()?;
+    /// The fixed header of `N` bytes and the attributes after it; `None` if it is too short.
+    pub(crate) fn split<const N: usize>(&self) -> Option<(&'a [u8; N], Attributes<'a>)> {
+        let (header, rest) = self.payload.split_first_chunk()?;
         Some((header, Attributes(rest)))
     }
 }
@@ -237,7 +222,8 @@ fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
-fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
+/// The number at a place in a header, in the machine's byte order.
+pub(crate) fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 

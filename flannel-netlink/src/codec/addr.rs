@@ -7,12 +7,13 @@ use std::net::IpAddr;
 use flannel_core::kernel::KernelEvent;
 use flannel_core::object::{Addr, LinkName, Object};
 use neli::consts::nl::NlmF;
-use neli::consts::rtnl::{Ifa, IfaF, RtAddrFamily, RtScope, Rtm};
-use neli::rtnl::{Ifaddrmsg, IfaddrmsgBuilder};
+use neli::consts::rtnl::{Ifa, RtAddrFamily, RtScope, Rtm};
 
 use super::{EventMessage, af_of, event, put_flags};
-use crate::wire::{Message, Messages, bytes_of, ip_of, u32_of};
+use crate::wire::{Message, Messages, ip_of, u32_of};
 
+/// Bytes of `struct ifaddrmsg`.
+const HEADER: usize = 8;
 /// `IFA_F_NODAD`: use the address at once, without asking the link whether another host has it.
 const NODAD: u32 = 0x02;
 /// `IFA_F_NOPREFIXROUTE`: no route to the others of its prefix.
@@ -36,8 +37,8 @@ pub(crate) struct AddrMessage {
 
 /// Reads `RTM_NEWADDR` and `RTM_DELADDR`.
 pub(crate) fn read(message: &Message<'_>) -> Option<AddrMessage> {
-    let (header, attributes) = message.split::<Ifaddrmsg>()?;
-    let (mut local, mut address, mut flags) = (None, None, u32::from(header.ifa_flags().bits()));
+    let (&[_, len, flags, scope, index @ ..], attributes) = message.split::<HEADER>()?;
+    let (mut local, mut address, mut flags) = (None, None, u32::from(flags));
     let mut passing = false;
     for (id, value) in attributes {
         match Ifa::from(id) {
@@ -52,12 +53,12 @@ pub(crate) fn read(message: &Message<'_>) -> Option<AddrMessage> {
     // On a point-to-point link IFA_ADDRESS is the other end.
     let own = local.or(address)?;
     Some(AddrMessage {
-        index: *header.ifa_index(),
+        index: u32::from_ne_bytes(index),
         address: own,
         far: address.filter(|address| *address != own),
-        len: *header.ifa_prefixlen(),
+        len,
         flags,
-        scope: *header.ifa_scope(),
+        scope: scope.into(),
         passing,
     })
 }
@@ -100,16 +101,10 @@ impl EventMessage for AddrMessage {
     }
 }
 
-fn header(family: RtAddrFamily, len: u8, index: u32) -> Vec<u8> {
-    let header = IfaddrmsgBuilder::default()
-        .ifa_family(family)
-        .ifa_prefixlen(len)
-        .ifa_flags(IfaF::empty())
-        .ifa_scope(RtScope::Universe)
-        .ifa_index(index)
-        .build()
-        .expect("all fields are set");
-    bytes_of(&header)
+/// `struct ifaddrmsg`, without flags.
+fn header(family: RtAddrFamily, len: u8, index: u32) -> [u8; HEADER] {
+    let [a, b, c, d] = index.to_ne_bytes();
+    [family.into(), len, 0, RtScope::Universe.into(), a, b, c, d]
 }
 
 pub(crate) fn put(requests: &mut Messages, addr: &Addr, index: u32) {

@@ -8,11 +8,11 @@ mod vxlan;
 use flannel_core::object::{Link, LinkKind, LinkName, MacAddr};
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{Iff, Ifla, IflaInfo, RtAddrFamily, Rtm};
-use neli::rtnl::{Ifinfomsg, IfinfomsgBuilder};
 
-use super::signed;
-use crate::wire::{Attributes, Message, Messages, bytes_of, mac_of, text_of, u32_of};
+use crate::wire::{Attributes, Message, Messages, mac_of, text_of, u32_at, u32_of};
 
+/// Bytes of `struct ifinfomsg`.
+const HEADER: usize = 16;
 const PROTO_DOWN_REASON_MASK: u16 = 1;
 const PROTO_DOWN_REASON_VALUE: u16 = 2;
 /// The kernel has it since 3.15.
@@ -85,7 +85,9 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
     if message.kind != u16::from(Rtm::Newlink) && message.kind != u16::from(Rtm::Dellink) {
         return None;
     }
-    let (header, attributes) = message.split::<Ifinfomsg>()?;
+    let (header, attributes) = message.split::<HEADER>()?;
+    let flags = u32_at(header, 8)?;
+    let has = |flag: Iff| flags & flag.bits() != 0;
     let (mut name, mut mtu, mut mac, mut kind_name, mut kind) =
         (None, 0, None, String::new(), KindMessage::Other);
     let (mut carrier_changes, mut enslaved, mut vrf, mut proto_down) = (0, false, false, false);
@@ -105,15 +107,15 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
         }
     }
     Some(LinkMessage {
-        index: header.ifi_index().cast_unsigned(),
+        index: u32_at(header, 4)?,
         name: name?,
         mtu,
-        up: header.ifi_flags().contains(Iff::UP),
-        arp: !header.ifi_flags().contains(Iff::NOARP),
+        up: has(Iff::UP),
+        arp: !has(Iff::NOARP),
         enslaved: enslaved && !vrf,
         proto_down,
         kind_name,
-        whole: *header.ifi_family() == RtAddrFamily::Unspecified,
+        whole: header[0] == u8::from(RtAddrFamily::Unspecified),
         carrier_changes,
         mac,
         kind,
@@ -185,21 +187,18 @@ impl LinkMessage {
     }
 }
 
-/// The flags in `change` go, but for `IFF_UP`, which is to be `up`.
-fn header(index: u32, change: Iff, up: bool) -> Vec<u8> {
-    let builder =
-        IfinfomsgBuilder::default().ifi_family(RtAddrFamily::Unspecified).ifi_index(signed(index));
+/// `struct ifinfomsg`. The flags in `change` are cleared, but for `IFF_UP`, which is to be `up`.
+fn header(index: u32, change: Iff, up: bool) -> [u8; HEADER] {
     let flags = if up { change & Iff::UP } else { Iff::empty() };
-    let header = builder
-        .ifi_flags(flags)
-        .ifi_change(change)
-        .build()
-        .expect("all fields that have no default are set");
-    bytes_of(&header)
+    let mut header = [0; HEADER];
+    header[4..8].copy_from_slice(&index.to_ne_bytes());
+    header[8..12].copy_from_slice(&flags.bits().to_ne_bytes());
+    header[12..].copy_from_slice(&change.bits().to_ne_bytes());
+    header
 }
 
 /// A header that only names a link.
-fn at(index: u32) -> Vec<u8> {
+fn at(index: u32) -> [u8; HEADER] {
     header(index, Iff::empty(), false)
 }
 

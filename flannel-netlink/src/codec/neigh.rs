@@ -7,7 +7,6 @@ use flannel_core::kernel::KernelEvent;
 use flannel_core::object::{Fdb, Key, LinkName, MacAddr, Neigh, Object};
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{Nda, Ntf, Nud, RtAddrFamily, Rtm, Rtn};
-use neli::rtnl::Ndmsg;
 
 use super::{EventMessage, af_of, event, family_of, put_flags};
 use crate::wire::{Message, Messages, ip_of, mac_of};
@@ -41,32 +40,34 @@ pub(crate) struct NeighMessage {
 const MARKS: u8 = 0x10 | 0x40 | 0x80;
 /// The kernel has it since 5.8.
 const NDA_NH_ID: u16 = 13;
-/// Where `struct ndmsg` has its flags; neli leaves out those that it does not know.
-const FLAGS: usize = 10;
+/// Bytes of `struct ndmsg`.
+const HEADER: usize = 12;
 
 /// Reads `RTM_NEWNEIGH` and `RTM_DELNEIGH`; `None` for the entries of bridges and other families.
 pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
-    let (header, attributes) = message.split::<Ndmsg>()?;
-    let fdb = *header.ndm_family() == BRIDGE;
-    if !fdb && family_of(*header.ndm_family()).is_none() {
+    let (&[family, _, _, _, a, b, c, d, e, f, flags, _], attributes) = message.split::<HEADER>()?;
+    let (family, state) = (family.into(), u16::from_ne_bytes([e, f]));
+    let (is_in, has) = (|bit: Nud| state & bit.bits() != 0, |bit: Ntf| flags & bit.bits() != 0);
+    let fdb = family == BRIDGE;
+    if !fdb && family_of(family).is_none() {
         return None;
     }
     // Proxy entries are a table of their own, and MASTER without SELF is the bridge's.
-    if header.ndm_flags().contains(Ntf::PROXY) || (fdb && !header.ndm_flags().contains(Ntf::SELF)) {
+    if has(Ntf::PROXY) || (fdb && !has(Ntf::SELF)) {
         return None;
     }
-    let permanent = header.ndm_state().contains(Nud::PERMANENT);
+    let permanent = is_in(Nud::PERMANENT);
     let mut read = NeighMessage {
-        index: header.ndm_index().cast_unsigned(),
-        stays: permanent || (fdb && header.ndm_state().contains(Nud::NOARP)),
+        index: u32::from_ne_bytes([a, b, c, d]),
+        stays: permanent || (fdb && is_in(Nud::NOARP)),
         permanent,
-        failed: header.ndm_state().contains(Nud::FAILED),
+        failed: is_in(Nud::FAILED),
         fdb,
         mac: None,
         dst: None,
         alien: false,
         by_nexthop: false,
-        marked: message.payload.get(FLAGS).is_some_and(|flags| flags & MARKS != 0),
+        marked: flags & MARKS != 0,
     };
     for (id, value) in attributes {
         match Nda::from(id) {
@@ -116,7 +117,7 @@ impl EventMessage for NeighMessage {
 
 /// `struct ndmsg`, written directly: there is one for every neighbour and forwarding entry, and
 /// neli's way takes longer than all the rest of the message.
-pub(super) fn header(family: RtAddrFamily, index: u32, state: Nud, flags: Ntf) -> [u8; 12] {
+pub(super) fn header(family: RtAddrFamily, index: u32, state: Nud, flags: Ntf) -> [u8; HEADER] {
     let ([a, b, c, d], [e, f]) = (index.to_ne_bytes(), state.bits().to_ne_bytes());
     [family.into(), 0, 0, 0, a, b, c, d, e, f, flags.bits(), Rtn::Unspec.into()]
 }

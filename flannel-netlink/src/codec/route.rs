@@ -14,8 +14,7 @@ use flannel_core::address::Family;
 use flannel_core::kernel::KernelEvent;
 use flannel_core::object::{Key, LinkName, Object, Route, Via};
 use neli::consts::nl::NlmF;
-use neli::consts::rtnl::{RtScope, RtTable, Rta, Rtm, RtmF, Rtn, Rtprot};
-use neli::rtnl::Rtmsg;
+use neli::consts::rtnl::{RtScope, Rta, Rtm, Rtn, Rtprot};
 
 pub(crate) use self::request::{
     add, all, delete, delete_any, delete_found, everywhere, is_known, lookup, only_with_mtu, put,
@@ -24,6 +23,10 @@ use super::nexthop::ONLINK;
 use super::{EventMessage, event, family_of};
 use crate::wire::{Attributes, Message, ip_of, u32_of};
 
+/// Bytes of `struct rtmsg`.
+const HEADER: usize = 12;
+/// `RTM_F_CLONED`: a cached route.
+const CLONED: u32 = 0x200;
 /// `RTAX_MTU` inside `RTA_METRICS`.
 const RTAX_MTU: u16 = 2;
 const RTA_VIA: u16 = 18;
@@ -71,25 +74,25 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
     if message.kind != u16::from(Rtm::Newroute) && message.kind != u16::from(Rtm::Delroute) {
         return None;
     }
-    let (header, attributes) = message.split::<Rtmsg>()?;
-    let family = family_of(*header.rtm_family())?;
-    let len = *header.rtm_dst_len();
+    let (&[family, len, src_len, tos, table, protocol, scope, kind, flags @ ..], attributes) =
+        message.split::<HEADER>()?;
+    let (family, flags) = (family_of(family.into())?, u32::from_ne_bytes(flags));
     let mut read = RouteMessage {
         dst: Subnet::new(family.unspecified(), len)?,
-        main: *header.rtm_table() == RtTable::Main,
+        main: u32::from(table) == MAIN,
         default_metric: true,
         last_resort: false,
-        protocol: (*header.rtm_protocol()).into(),
-        kind: *header.rtm_type(),
+        protocol,
+        kind: kind.into(),
         index: 0,
         gateway: None,
         source: None,
         multipath: false,
         nexthop: None,
-        scope: *header.rtm_scope(),
-        onlink: header.rtm_flags().bits() & ONLINK != 0,
+        scope: scope.into(),
+        onlink: flags & ONLINK != 0,
         mtu: None,
-        alien: header.rtm_flags().contains(RtmF::CLONED),
+        alien: flags & CLONED != 0,
         more: false,
     };
     let mut metric = 0;
@@ -129,7 +132,7 @@ pub(crate) fn read(message: &Message<'_>) -> Option<RouteMessage> {
     }
     read.last_resort = read.kind == Rtn::Blackhole && metric == LAST_RESORT;
     let is_default = metric == default_metric(family) || read.last_resort;
-    read.default_metric = is_default && *header.rtm_tos() == 0 && *header.rtm_src_len() == 0;
+    read.default_metric = is_default && tos == 0 && src_len == 0;
     Some(read)
 }
 

@@ -21,7 +21,7 @@ use super::facts::{facts, interface};
 use super::{Interface, SelectError, Selectors, choose};
 use crate::NetlinkKernel;
 use crate::codec::{addr, link, route};
-use crate::multicast::{Bell, Multicast};
+use crate::multicast::Multicast;
 use crate::socket::Socket;
 use crate::wire::{Message, messages};
 
@@ -73,8 +73,8 @@ impl NetlinkKernel {
         standing: &watch::Sender<ObjectState>,
     ) -> Result<Infallible, KernelError> {
         // Listen before the first look, so that nothing is missed between the two.
-        let (mut bell, socket) =
-            self.namespace().run(|| Ok::<_, KernelError>((bell()?, Socket::open()?)))??;
+        let (mut changes, socket) =
+            self.namespace().run(|| Ok::<_, KernelError>((changes()?, Socket::open()?)))??;
         let mut looker = Looker {
             socket,
             chosen: chosen.clone(),
@@ -89,7 +89,7 @@ impl NetlinkKernel {
             let kept = kept?;
             let listen = !kept && looker.depends_on_routes();
             if listen != std::mem::replace(&mut by_routes, listen) {
-                bell.socket().hear(if listen { &GROUPS_AND_ROUTES } else { &GROUPS })?;
+                changes.join(if listen { &GROUPS_AND_ROUTES } else { &GROUPS })?;
             }
             let now = if kept {
                 ObjectState::Kept
@@ -103,18 +103,18 @@ impl NetlinkKernel {
                 *told = now;
                 events
             });
-            bell.rung(|datagram| looker.is_concerned(datagram)).await?;
+            changes.wait_for(|datagram| looker.is_concerned(datagram)).await?;
             // What comes until then is in the next look.
-            let rest = async { while bell.rung(|_| true).await.is_ok() {} };
+            let rest = async { while changes.wait_for(|_| true).await.is_ok() {} };
             let _ = tokio::time::timeout(PAUSE, rest).await;
         }
     }
 }
 
-fn bell() -> Result<Bell, KernelError> {
+fn changes() -> Result<Multicast, KernelError> {
     let socket = Multicast::open(SockProtocol::NetlinkRoute, RECEIVE_BUFFER)?;
-    socket.hear(&GROUPS)?;
-    Ok(Bell::new(socket))
+    socket.join(&GROUPS)?;
+    Ok(socket)
 }
 
 /// Does `work` on a thread that may block.

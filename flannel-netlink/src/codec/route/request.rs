@@ -9,11 +9,13 @@ use flannel_core::object::{Route, Via};
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{RtScope, RtTable, Rta, Rtm, Rtn};
 
-use super::{IPV6_METRIC, LAST_RESORT, MAIN, ONLINK, RTA_NH_ID, RTAX_MTU, RouteMessage, scope_of};
+use super::{
+    HEADER, IPV6_METRIC, LAST_RESORT, MAIN, ONLINK, RTA_NH_ID, RTAX_MTU, RouteMessage, scope_of,
+};
 use crate::codec::{af, put_flags};
 use crate::wire::Messages;
 
-fn header(dst: &Subnet, via: Option<&Via>, protocol: u8, scope: RtScope) -> [u8; 12] {
+fn header(dst: &Subnet, via: Option<&Via>, protocol: u8, scope: RtScope) -> [u8; HEADER] {
     let kind = match via {
         Some(Via::Blackhole | Via::LastResort) => Rtn::Blackhole,
         Some(_) => Rtn::Unicast,
@@ -31,7 +33,7 @@ fn rtmsg(
     scope: RtScope,
     kind: Rtn,
     flags: u32,
-) -> [u8; 12] {
+) -> [u8; HEADER] {
     let [a, b, c, d] = flags.to_ne_bytes();
     let family = af(dst.family()).into();
     [family, dst.len(), 0, 0, table.into(), protocol, scope.into(), kind.into(), a, b, c, d]
