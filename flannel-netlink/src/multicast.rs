@@ -39,8 +39,8 @@ pub(crate) enum Received<'a> {
     Lost,
 }
 
-/// An epoll instance between the socket and the runtime, which lets events through only while a task
-/// waits.
+/// An epoll instance between the socket and the runtime, which lets events through only while a
+/// task waits.
 struct Gate(Epoll);
 
 impl AsRawFd for Gate {
@@ -74,8 +74,8 @@ impl Multicast {
 
     /// Gives the datagrams that are there to `take`, at most [`AT_ONCE`]; true if those were all.
     ///
-    /// After an overrun the kernel drops messages, without another error, until everything was read.
-    /// So `take` gets [`Received::Lost`] then, and nothing before.
+    /// After an overrun the kernel drops messages, without another error, until everything was
+    /// read. So `take` gets [`Received::Lost`] then, and nothing before.
     pub(crate) fn receive(
         &mut self,
         mut take: impl FnMut(Received<'_>) -> Result<(), KernelError>,
@@ -99,8 +99,8 @@ impl Multicast {
     }
 
     /// Returns when a datagram arrived that `concerns` the caller, or when that cannot be excluded
-    /// because messages were lost. `None` is a datagram that did not fit. Many datagrams at once count
-    /// as one.
+    /// because messages were lost. `None` is a datagram that did not fit. Many datagrams at once
+    /// count as one.
     ///
     /// # Cancel safety
     /// Nothing is lost: the datagrams are read and judged without waiting.

@@ -1,8 +1,8 @@
 //! A connection to netfilter (`NETLINK_NETFILTER`): all-or-nothing batches, questions, dumps, and
-//! what others change.
+//! changes by others.
 //!
-//! The one thing to know: this is the envelope only. What is in the messages (tables, chains,
-//! rules) is the caller's business, and numbers in them are big-endian.
+//! This is the envelope only. The messages (tables, chains, rules) are the caller's business, and
+//! numbers in them are big-endian.
 //!
 //! **Source**: linux `net/netfilter/nfnetlink.c`.
 
@@ -46,7 +46,7 @@ impl Kind {
     }
 }
 
-/// How a thing is to be made; the kernel refuses nothing for being there already unless told so.
+/// How a thing is to be made; the kernel refuses nothing for being there already unless asked to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Make {
     /// Nothing is made: a deletion.
@@ -124,16 +124,16 @@ pub struct Refused {
     pub error: KernelError,
 }
 
-/// What the kernel answers or tells.
+/// A message of the kernel: an answer, or a change.
 #[derive(Debug, Clone, Copy)]
-pub struct Told<'a> {
+pub struct NetfilterMessage<'a> {
     /// What it is about.
     pub kind: Kind,
     /// Its attributes.
     pub attributes: Attributes<'a>,
 }
 
-impl<'a> Told<'a> {
+impl<'a> NetfilterMessage<'a> {
     fn read(message: &crate::wire::Message<'a>) -> Option<Self> {
         let [subsystem, number] = message.kind.to_be_bytes();
         let kind = Kind { subsystem, number, family: *message.payload.first()? };
@@ -144,7 +144,7 @@ impl<'a> Told<'a> {
 /// A connection, in the network namespace of the thread that opened it.
 ///
 /// # Blocking
-/// The kernel does its work inside each call: microseconds, longer while somebody else commits a
+/// The kernel does its work inside each call: microseconds, longer while another program commits a
 /// large ruleset.
 pub struct NetfilterSocket(Socket);
 
@@ -195,9 +195,9 @@ impl NetfilterSocket {
         &mut self,
         kind: Kind,
         fill: impl FnOnce(&mut Messages),
-        read: impl Fn(&Told<'_>) -> Option<T>,
+        read: impl Fn(&NetfilterMessage<'_>) -> Option<T>,
     ) -> Result<T, KernelError> {
-        self.0.ask(request(kind, fill), |message| read(&Told::read(message)?))
+        self.0.ask(request(kind, fill), |message| read(&NetfilterMessage::read(message)?))
     }
 
     /// Reads a list: everything for which `read` is not `None`, in the kernel's order.
@@ -208,9 +208,9 @@ impl NetfilterSocket {
         &mut self,
         kind: Kind,
         fill: impl FnOnce(&mut Messages),
-        mut read: impl FnMut(&Told<'_>) -> Option<T> + Send,
+        mut read: impl FnMut(&NetfilterMessage<'_>) -> Option<T> + Send,
     ) -> Result<Vec<T>, KernelError> {
-        self.0.dump(request(kind, fill), |message| read(&Told::read(message)?))
+        self.0.dump(request(kind, fill), |message| read(&NetfilterMessage::read(message)?))
     }
 }
 
@@ -226,7 +226,7 @@ fn request(kind: Kind, fill: impl FnOnce(&mut Messages)) -> Messages {
     messages
 }
 
-/// Listens to what others change.
+/// Listens to changes by others.
 pub struct NetfilterEvents {
     socket: Multicast,
     /// Whose changes are our own.
@@ -245,31 +245,31 @@ impl NetfilterEvents {
         Ok(Self { socket, own_port })
     }
 
-    /// Returns when somebody else changed something that `concerns` us, or when that cannot be
-    /// excluded because messages were lost. Many changes at once are told once.
+    /// Returns when another program has made a change that `concerns` us, or when that cannot be
+    /// excluded because messages were lost. Many changes at once count as one.
     ///
     /// # Errors
     /// The socket broke; another call would fail too.
     ///
     /// # Cancel safety
-    /// Nothing is lost: what was read was judged in the same breath.
+    /// Nothing is lost: messages are read and judged without waiting.
     pub async fn changed(
         &mut self,
-        concerns: impl Fn(&Told<'_>) -> bool,
+        concerns: impl Fn(&NetfilterMessage<'_>) -> bool,
     ) -> Result<(), KernelError> {
         self.socket.wait_for(|datagram| concerning(datagram, self.own_port, &concerns)).await
     }
 }
 
-/// A datagram tells of somebody else's change that concerns us, or cannot be understood.
+/// A datagram has a change by another program that concerns us, or cannot be understood.
 fn concerning(
     datagram: Option<&[u8]>,
     own_port: u32,
-    concerns: impl Fn(&Told<'_>) -> bool,
+    concerns: impl Fn(&NetfilterMessage<'_>) -> bool,
 ) -> bool {
     let Some(datagram) = datagram else { return true };
     let by_others = |message: &crate::wire::Message<'_>| {
-        message.port != own_port && Told::read(message).as_ref().is_none_or(&concerns)
+        message.port != own_port && NetfilterMessage::read(message).as_ref().is_none_or(&concerns)
     };
     messages(datagram).any(|message| message.as_ref().map_or(true, by_others))
 }

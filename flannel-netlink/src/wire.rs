@@ -1,7 +1,7 @@
 //! Netlink messages as bytes: written without an allocation each, read without a copy.
 //!
-//! Fixed headers and attributes are written to and read from the buffer directly, because neli makes a
-//! `Vec` of each attribute, and there are hundreds of thousands of them.
+//! Fixed headers and attributes are written to and read from the buffer directly, because neli
+//! makes a `Vec` of each attribute, and there are hundreds of thousands of them.
 
 use std::net::IpAddr;
 
@@ -129,7 +129,7 @@ pub(crate) struct Message<'a> {
     pub(crate) kind: u16,
     pub(crate) flags: NlmF,
     pub(crate) sequence: u32,
-    /// The port of the socket that asked for what this tells of; 0 if the kernel does not say.
+    /// The port of the socket that asked for the change; 0 if the kernel names none.
     pub(crate) port: u32,
     pub(crate) payload: &'a [u8],
 }
@@ -232,7 +232,7 @@ pub(crate) fn u32_of(value: &[u8]) -> Option<u32> {
     u32_at(value, 0)
 }
 
-/// An IP address, of the family that its length tells.
+/// An IP address, of the family with its length.
 pub(crate) fn ip_of(value: &[u8]) -> Option<IpAddr> {
     let v4 = <[u8; 4]>::try_from(value).map(IpAddr::from);
     v4.or_else(|_| <[u8; 16]>::try_from(value).map(IpAddr::from)).ok()

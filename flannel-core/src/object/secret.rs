@@ -20,7 +20,7 @@ use serde::{Serialize, Serializer};
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct Secret(Box<[u8]>);
 
-/// What output shows of each secret. It tells neither the bytes nor their number.
+/// What output shows of each secret. It depends neither on the bytes nor on their number.
 const PLACEHOLDER: &str = "(secret)";
 
 impl Secret {

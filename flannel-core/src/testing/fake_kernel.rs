@@ -237,12 +237,12 @@ impl FakeKernel {
         self.lock().largest_batch
     }
 
-    /// All objects, whoever made them, as text.
+    /// All objects of all writers, as text.
     pub fn dump(&self) -> Vec<String> {
         self.lock().objects.values().map(|entry| entry.object.to_string()).collect()
     }
 
-    /// All objects, whoever made them.
+    /// All objects of all writers.
     pub fn state(&self) -> State {
         self.lock().objects.values().map(|entry| entry.object.clone()).collect()
     }
@@ -252,7 +252,7 @@ impl FakeKernel {
     }
 }
 
-/// Who changed an object, as far as the kernel tells: nothing for links and forwarding entries, and
+/// Who changed an object, as far as the kernel names it: nobody for links and forwarding entries, and
 /// the protocol only for objects that have one.
 fn foreigner(key: &Key, protocol: Option<u8>) -> Option<ChangedBy> {
     let mut changed_by = ChangedBy::new(FakeKernel::FOREIGN_PORT);

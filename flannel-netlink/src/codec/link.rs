@@ -173,7 +173,7 @@ impl LinkMessage {
         Some(Link { name: self.name, mtu: self.mtu, up: self.up, kind })
     }
 
-    /// It can become a device of this kind without being made anew, as far as can be told without
+    /// It can become a device of this kind without being made anew, as far as is known without
     /// trying.
     pub(crate) fn can_become(&self, to: &LinkKind) -> bool {
         // The answer depends on whether there is a lower device, not on its name.

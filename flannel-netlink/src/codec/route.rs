@@ -239,7 +239,7 @@ impl EventMessage for RouteMessage {
         // A route that the kernel made, with a source address, is not removable by others.
         let is_removable = self.is_exact() || self.protocol != u8::from(Rtprot::Kernel);
         let object = self.object(|_| link).filter(|_| is_removable).map(Object::Route);
-        // The flags tell an added route from the only one and from one that replaced another.
+        // An added route has other flags than the only one and one that replaced another.
         let is_added =
             flags.contains(NlmF::CREATE) && !flags.intersects(NlmF::EXCL | NlmF::REPLACE);
         Some(match event(key, object, self.is_exact(), is_deletion) {

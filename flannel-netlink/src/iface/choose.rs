@@ -21,7 +21,8 @@ pub struct Selectors {
     pub iface_regex: Vec<String>,
     /// An address that the interface must lead to (`--iface-can-reach`), tried last.
     pub can_reach: Option<IpAddr>,
-    /// What peers are told instead of the interface's own address (`--public-ip`, `--public-ipv6`).
+    /// The addresses for peers, instead of the interface's own address (`--public-ip`,
+    /// `--public-ipv6`).
     pub public: Dual<IpAddr>,
 }
 
@@ -496,8 +497,8 @@ mod tests {
                 "no external interface: public-ip 203.0.113.1: IPv4 is not enabled in the network config",
                 "no external interface: public-ip 203.0.113.1: no interface has the address 203.0.113.1",
             ),
-            // With another selector it only is what peers are told. IPv6 is kept even if it is not
-            // enabled.
+            // With another selector it is only the address for peers. IPv6 is kept even if it is
+            // not enabled.
             (
                 &["eth0"],
                 none,

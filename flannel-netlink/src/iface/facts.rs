@@ -1,4 +1,4 @@
-//! What the kernel says that bears on the choice.
+//! Reads the facts that the choice depends on.
 
 use std::net::IpAddr;
 
@@ -181,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn facts_are_read_while_somebody_else_writes() {
+    fn facts_are_read_while_another_thread_writes() {
         let kernel = NetlinkKernel::open().unwrap();
         let (sender, facts) = channel();
         std::thread::scope(|scope| {

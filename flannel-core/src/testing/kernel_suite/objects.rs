@@ -96,7 +96,7 @@ pub(super) fn a_foreign_link_is_never_touched(fixture: &Fixture<'_>) {
     device.name = fixture.uplink;
     let footprint = Footprint { links: [fixture.uplink].into(), ..Footprint::default() };
     let result = fixture.kernel.apply(&footprint, &[Change::Put(device.into())]).remove(0);
-    let error = result.expect_err("a foreign link in the way");
+    let error = result.expect_err("a foreign link has the name");
     assert_eq!(error.errno, 17, "EEXIST: {error}");
     assert!(error.to_string().contains(fixture.uplink.as_str()), "{error}");
     let found = fixture.kernel.snapshot(&footprint).expect("a snapshot");
