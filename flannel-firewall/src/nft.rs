@@ -67,7 +67,7 @@ impl Nft {
 
     /// Returns when somebody else touched a table of ours, or may have.
     pub(crate) async fn disturbed(&mut self) -> Result<(), Error> {
-        let concerns = |told: &flannel_netlink::netfilter::Told<'_>| {
+        let concerns = |told: &flannel_netlink::netfilter::NetfilterMessage<'_>| {
             let family =
                 Family::BOTH.into_iter().find(|family| protocol(*family) == told.kind.family);
             let table = || text_in(told.attributes.0, TABLE);

@@ -24,7 +24,8 @@ pub(crate) fn find_link(socket: &mut Socket, name: LinkName) -> Result<LinkMessa
     }
 }
 
-/// The name of the link with this index. `ENODEV`: there is none; [`EBADMSG`]: the name is no text, which none of ours is.
+/// The name of the link with this index. `ENODEV`: there is none; [`EBADMSG`]: its name is no text,
+/// so it is not ours.
 pub(crate) fn ask_name(socket: &mut Socket, index: u32) -> Result<LinkName, KernelError> {
     socket.ask(link::by_index(index), link::read).map(|link| link.name)
 }

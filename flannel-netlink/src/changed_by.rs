@@ -1,6 +1,9 @@
-//! Who changed something. The one thing to know: the kernel names a socket by its port id, which is mostly but not always
-//! the id of a process, and that may be an id in another pid namespace. So it is looked up whether the process has the socket; where that is
-//! not allowed, as it is not for a daemon that has few capabilities and a process of root's, the process is only probable.
+//! Finds the process that changed an object.
+//!
+//! The kernel names a socket by its port id, which is mostly but not always the id of a process,
+//! and that may be an id in another pid namespace. So the process must have the socket open. A
+//! daemon with few capabilities may not look at the files of root's processes: such a process is
+//! only probable.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -9,10 +12,10 @@ use std::time::{Duration, Instant};
 
 use flannel_core::kernel::Process;
 
-/// What was found out is believed for this long.
+/// Answers are kept for this long.
 const FRESH: Duration = Duration::from_secs(1);
-/// Within that time, no more processes than this are looked for: that takes reading files, and others may come and go by the
-/// thousand, …
+/// Within that time, no more processes than this are looked for: that takes reading files, and
+/// others may come and go by the thousand, …
 const MOST: usize = 20;
 /// … and none after so much time was spent, on a host with very many sockets.
 const BUDGET: Duration = Duration::from_millis(50);
@@ -21,7 +24,8 @@ const MOST_FILES: usize = 10_000;
 
 /// The processes behind the ports of one network namespace.
 pub(crate) struct Processes {
-    /// `/proc/net/netlink`, which stays that of the namespace it was opened in; `None` if there is none.
+    /// `/proc/net/netlink`, which stays that of the namespace it was opened in; `None` if there is
+    /// none.
     sockets: Option<File>,
     since: Instant,
     spent: Duration,
@@ -42,7 +46,7 @@ impl Processes {
         }
     }
 
-    /// Whoever has the socket with this port.
+    /// The process that has the socket with this port.
     pub(crate) fn at(&mut self, port: u32) -> Option<Process> {
         let now = Instant::now();
         if now - self.since > FRESH {
@@ -69,7 +73,7 @@ impl Processes {
             Ok(true) => true,
             Ok(false) => return None,
             Err(error) => {
-                tracing::debug!(%error, port, "no look at what files the process has open");
+                tracing::debug!(%error, port, "the open files of the process cannot be read");
                 // The first process of a container has this id there.
                 if port == 1 {
                     return None;
@@ -77,7 +81,7 @@ impl Processes {
                 false
             }
         };
-        // Of one that is not there neither can be read.
+        // Neither can be read of a process that is gone.
         let name = std::fs::read_to_string(format!("/proc/{port}/comm")).ok()?;
         let mut process = Process::new(name.trim_end().into(), port);
         process.is_certain = is_certain;
@@ -100,7 +104,7 @@ fn has_open(process: u32, file: &str) -> io::Result<bool> {
         match std::fs::read_link(entry?.path()) {
             Ok(target) if target.as_os_str() == file => return Ok(true),
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Err(error),
-            // Closed meanwhile is as good as not there.
+            // The file was closed meanwhile, or is another one.
             _ => {}
         }
     }

@@ -1,10 +1,9 @@
-//! What others change in the kernel: a multicast socket of its own.
+//! Changes by others in the kernel, over a multicast socket of its own.
 //!
-//! The one thing to know: the kernel names the socket that asked for a change of a route, address, neighbour or
-//! nexthop, so our own changes are left out (by a filter in the kernel, where that works). Of links, forwarding
-//! entries, and neighbours that go it does not say by whom they were changed; those are reported even if it was us.
-
-use std::io;
+//! The kernel names the socket that asked for a change of a route, address, neighbour or nexthop,
+//! so our own changes are left out (by a filter in the kernel, where that works). It names none for
+//! links, forwarding entries, and neighbours that it removes; those are reported even if we changed
+//! them.
 
 use async_trait::async_trait;
 use flannel_core::kernel::{Changes, Invalidation, KernelError};
@@ -14,65 +13,44 @@ use socket2::{SockFilter, SockRef};
 
 use crate::event_decoder::EventDecoder;
 use crate::foreign_routes::ForeignRoutes;
-use crate::multicast::Multicast;
+use crate::multicast::{Multicast, Received};
 use crate::socket::Socket;
 
-/// `RTNLGRP_…`: LINK, NEIGH, IPV4_IFADDR, IPV4_ROUTE, IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE, IPV6_RULE, NEXTHOP (which kernels before 5.3
-/// do not know, and need not).
+/// `RTNLGRP_…`: LINK, NEIGH, IPV4_IFADDR, IPV4_ROUTE, IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE,
+/// IPV6_RULE, NEXTHOP (which kernels before 5.3 do not know, and need not).
 const GROUPS: [u32; 9] = [1, 3, 5, 7, 8, 9, 11, 19, 32];
 /// Bytes for messages not yet read: some 10,000 of them. Without privilege the kernel gives less.
 const RECEIVE_BUFFER: usize = 8 << 20;
-/// No multicast message is longer.
-const MESSAGE: usize = 32 << 10;
-/// How many datagrams are read before those read are handed out.
-const AT_ONCE: usize = 1024;
-const ENOBUFS: i32 = 105;
 
-/// Listens for multicast messages and says what is in doubt.
+/// Receives multicast messages and hands out invalidations.
 pub(crate) struct Listener {
     socket: Multicast,
-    events: EventDecoder,
-    /// Messages were lost, and more will be until all that is there was read.
-    lost: bool,
-    buffer: Box<[u8]>,
+    decoder: EventDecoder,
 }
 
 impl Listener {
-    /// Listens in the network namespace of the calling thread; changes by the socket with `port` are our own.
+    /// Listens in the network namespace of the calling thread; changes by the socket with `port`
+    /// are our own.
     pub(crate) fn open(port: u32, foreign: ForeignRoutes) -> Result<Self, KernelError> {
         let socket = Multicast::open(SockProtocol::NetlinkRoute, RECEIVE_BUFFER)?;
         // An overrun is less likely without our own messages in the buffer.
         if let Err(error) = SockRef::from(&socket).attach_filter(&without_own_messages(port)) {
             tracing::debug!(%error, "our own messages are not filtered in the kernel");
         }
-        socket.hear(&GROUPS)?;
-        let events = EventDecoder::new(Socket::open()?, port, foreign)?;
-        Ok(Self { socket, events, lost: false, buffer: vec![0; MESSAGE].into() })
+        socket.join(&GROUPS)?;
+        let decoder = EventDecoder::new(Socket::open()?, port, foreign)?;
+        Ok(Self { socket, decoder })
     }
 
-    /// Takes in what is there, if it is not very much; true if that was all.
+    /// Reads the datagrams that are there, if they are not very many; true if those were all.
     fn read(&mut self) -> Result<bool, KernelError> {
-        for _ in 0..AT_ONCE {
-            match self.socket.read(&mut self.buffer) {
-                Ok(_) if self.lost => {}
-                Ok(len) => self.events.take_datagram(self.buffer.get(..len)),
-                // From here on the kernel drops what it has to tell, and does not say so again, until
-                // everything was read. Doubt that was told before then would be told too early.
-                Err(error) if error.raw_os_error() == Some(ENOBUFS) => {
-                    self.lost = true;
-                    self.events.forget();
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    if std::mem::take(&mut self.lost) {
-                        self.events.lost()?;
-                    }
-                    return Ok(true);
-                }
-                Err(error) => return Err(error.into()),
+        self.socket.receive(|received| {
+            match received {
+                Received::Datagram(datagram) => self.decoder.take_datagram(datagram),
+                Received::Lost => self.decoder.lost()?,
             }
-        }
-        Ok(false)
+            Ok(())
+        })
     }
 }
 
@@ -80,10 +58,10 @@ impl Listener {
 impl Changes for Listener {
     async fn next(&mut self) -> Result<Invalidation, KernelError> {
         loop {
-            if let Some(invalidation) = self.events.pop() {
+            if let Some(invalidation) = self.decoder.pop() {
                 return Ok(invalidation);
             }
-            if self.read()? && self.events.is_empty() {
+            if self.read()? && self.decoder.is_empty() {
                 self.socket.readable().await?;
             }
         }
@@ -120,7 +98,7 @@ mod tests {
     use crate::NetlinkKernel;
     use crate::testing::in_netns;
 
-    /// Whoever makes changes without end keeps nobody from hearing of them, and fills no memory.
+    /// A program that makes changes without end delays no invalidation, and fills no memory.
     #[test]
     fn of_many_changes_some_are_handed_out_before_all_are_read() {
         const MANY: u32 = 5_000;
@@ -137,8 +115,8 @@ mod tests {
             while !all {
                 all = listener.read().unwrap();
                 let mut part = 0;
-                while let Some(invalidation) = listener.events.pop() {
-                    let Invalidation::Objects(reports, _) = invalidation else {
+                while let Some(invalidation) = listener.decoder.pop() {
+                    let Invalidation::Objects(events, _) = invalidation else {
                         // The buffer of an ordinary user holds fewer, which is a bound too.
                         let room = SockRef::from(&listener.socket).recv_buffer_size().unwrap();
                         return assert!(
@@ -146,7 +124,7 @@ mod tests {
                             "{invalidation:?}"
                         );
                     };
-                    part += reports.len();
+                    part += events.len();
                 }
                 parts.push(part);
             }

@@ -1,7 +1,7 @@
 //! The choice of the interface that connects this host with its peers.
 //!
-//! The one thing to know: [`choose`](fn@choose) is a pure function of [`Facts`]; [`NetlinkKernel::facts`](crate::NetlinkKernel::facts)
-//! reads them.
+//! [`choose`](fn@choose) is a pure function of [`Facts`];
+//! [`NetlinkKernel::facts`](crate::NetlinkKernel::facts) reads them.
 //!
 //! **Source**: flannel `pkg/ipmatch/match.go: LookupExtIface`, without its panics.
 
@@ -11,4 +11,4 @@ mod follow;
 
 pub use choose::{Attempt, SelectError, Selectors, choose};
 pub use facts::{Address, DefaultRoute, Facts, Interface};
-pub use follow::{ObjectState, worse};
+pub use follow::{InterfaceState, worse};

@@ -21,8 +21,9 @@ use crate::socket::Socket;
 
 /// The network tables of one network namespace, over rtnetlink.
 ///
-/// Opening needs no privilege; changing anything needs `CAP_NET_ADMIN` in the user namespace that owns the network
-/// namespace. Several may be open at once, for the same namespace or for different ones.
+/// Opening needs no privilege; changing anything needs `CAP_NET_ADMIN` in the user namespace that
+/// owns the network namespace. Several may be open at once, for the same namespace or for different
+/// ones.
 ///
 /// ```no_run
 /// use flannel_core::Kernel;
@@ -31,7 +32,8 @@ use crate::socket::Socket;
 ///
 /// # fn main() -> Result<(), flannel_core::kernel::KernelError> {
 /// let kernel = NetlinkKernel::open()?;
-/// let footprint = Footprint { links: ["flannel.1".parse().unwrap()].into(), ..Footprint::default() };
+/// let footprint = Footprint { links: ["flannel.1".parse().unwrap()].into(), ..Footprint::default()
+/// };
 /// for object in kernel.snapshot(&footprint)?.iter() {
 ///     println!("{object}");
 /// }
@@ -81,7 +83,8 @@ impl NetlinkKernel {
         })
     }
 
-    /// Makes networks use no nexthop objects; those that an earlier run left give way to plain routes.
+    /// Makes networks use no nexthop objects; those that an earlier run left give way to plain
+    /// routes.
     pub fn without_nexthops(self) -> Self {
         Self { without_nexthops: true, ..self }
     }
@@ -90,7 +93,8 @@ impl NetlinkKernel {
         &self.namespace
     }
 
-    /// A panic while the lock was held leaves the socket usable: stale answers carry old sequence numbers.
+    /// A panic while the lock was held leaves the socket usable: stale answers carry old sequence
+    /// numbers.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Socket> {
         self.socket.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -121,7 +125,7 @@ impl Kernel for NetlinkKernel {
 
     fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>> {
         let mut socket = self.lock();
-        Writer::new(&mut socket, &self.namespace, footprint, &self.foreign).apply(changes)
+        Writer::new(&mut socket, &self.namespace, footprint, &self.foreign, changes).apply()
     }
 
     fn lookup(&self, dst: IpAddr) -> Result<RouteAnswer, KernelError> {

@@ -5,8 +5,6 @@ mod ask;
 mod changed_by;
 mod changes;
 mod codec;
-#[cfg(any(test, feature = "testing"))]
-mod decode;
 mod event_decoder;
 mod foreign_routes;
 pub mod iface;

@@ -1,5 +1,7 @@
-//! Sockets for multicast messages. The one thing to know: messages wake only whoever waits for them. While the kernel
-//! works for us its messages come by the ten thousand, and waking somebody for each would cost more than the work.
+//! Sockets for multicast messages.
+//!
+//! A message wakes a task only while that waits for one. While the kernel works for us its messages
+//! come by the ten thousand, and waking a task for each would cost more than the work.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -16,17 +18,29 @@ use tokio::io::unix::AsyncFd;
 const ENOBUFS: i32 = 105;
 /// No multicast message is longer.
 const MESSAGE: usize = 32 << 10;
-/// How many datagrams are read before the caller is told.
+/// How many datagrams are read before the caller goes on.
 const AT_ONCE: usize = 1024;
 
-/// A socket that hears what the kernel tells to groups.
+/// A socket that receives the messages of multicast groups.
 pub(crate) struct Multicast {
     socket: OwnedFd,
-    /// From the first wait on, on the runtime of whoever waits.
+    /// From the first wait on, on the runtime of the task that waits.
     gate: Option<AsyncFd<Gate>>,
+    /// Messages were lost, and more will be until all messages that are there were read.
+    lost: bool,
+    buffer: Box<[u8]>,
 }
 
-/// An epoll instance between the socket and the runtime, which lets events through only while somebody waits.
+/// What [`Multicast::receive`] reads.
+pub(crate) enum Received<'a> {
+    /// A datagram; `None` if it did not fit.
+    Datagram(Option<&'a [u8]>),
+    /// Messages were lost.
+    Lost,
+}
+
+/// An epoll instance between the socket and the runtime, which lets events through only while a
+/// task waits.
 struct Gate(Epoll);
 
 impl AsRawFd for Gate {
@@ -36,8 +50,9 @@ impl AsRawFd for Gate {
 }
 
 impl Multicast {
-    /// Opens one in the network namespace of the calling thread, with room for `bytes` of messages not yet read:
-    /// beyond what `net.core.rmem_max` gives where that is permitted. It hears nothing yet.
+    /// Opens one in the network namespace of the calling thread, with room for `bytes` of messages
+    /// not yet read: beyond what `net.core.rmem_max` gives where that is permitted. It is
+    /// in no group yet.
     pub(crate) fn open(protocol: SockProtocol, bytes: usize) -> io::Result<Self> {
         let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
         let socket = socket(AddressFamily::Netlink, SockType::Raw, flags, protocol)?;
@@ -46,19 +61,65 @@ impl Multicast {
             setsockopt(&socket, sockopt::RcvBuf, &bytes)?;
         }
         bind(socket.as_raw_fd(), &NetlinkAddr::new(0, 0))?;
-        Ok(Self { socket, gate: None })
+        Ok(Self { socket, gate: None, lost: false, buffer: vec![0; MESSAGE].into() })
     }
 
-    /// Hears these groups, whose numbers are 1 to 32, and no others. Groups that the kernel does not know are silent.
-    pub(crate) fn hear(&self, groups: &[u32]) -> io::Result<()> {
+    /// Joins these groups, whose numbers are 1 to 32, and leaves all others. Groups that the kernel
+    /// does not know are silent.
+    pub(crate) fn join(&self, groups: &[u32]) -> io::Result<()> {
         let groups = groups.iter().fold(0, |groups, group| groups | 1 << (group - 1));
         let port = getsockname::<NetlinkAddr>(self.socket.as_raw_fd())?.pid();
         Ok(bind(self.socket.as_raw_fd(), &NetlinkAddr::new(port, groups))?)
     }
 
-    /// Reads one datagram, and returns how long it is: longer than `buffer` if it did not fit. Never blocks.
-    pub(crate) fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
-        Ok(recv(self.socket.as_raw_fd(), buffer, MsgFlags::MSG_TRUNC)?)
+    /// Gives the datagrams that are there to `take`, at most [`AT_ONCE`]; true if those were all.
+    ///
+    /// After an overrun the kernel drops messages, without another error, until everything was
+    /// read. So `take` gets [`Received::Lost`] then, and nothing before.
+    pub(crate) fn receive(
+        &mut self,
+        mut take: impl FnMut(Received<'_>) -> Result<(), KernelError>,
+    ) -> Result<bool, KernelError> {
+        for _ in 0..AT_ONCE {
+            match read(&self.socket, &mut self.buffer) {
+                Ok(_) if self.lost => {}
+                Ok(len) => take(Received::Datagram(self.buffer.get(..len)))?,
+                Err(error) if error.raw_os_error() == Some(ENOBUFS) => self.lost = true,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if std::mem::take(&mut self.lost) {
+                        take(Received::Lost)?;
+                    }
+                    return Ok(true);
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(false)
+    }
+
+    /// Returns when a datagram arrived that `concerns` the caller, or when that cannot be excluded
+    /// because messages were lost. `None` is a datagram that did not fit. Many datagrams at once
+    /// count as one.
+    ///
+    /// # Cancel safety
+    /// Nothing is lost: the datagrams are read and judged without waiting.
+    pub(crate) async fn wait_for(
+        &mut self,
+        concerns: impl Fn(Option<&[u8]>) -> bool,
+    ) -> Result<(), KernelError> {
+        let mut is_concerned = false;
+        while !is_concerned {
+            self.readable().await?;
+            self.receive(|received| {
+                is_concerned |= match received {
+                    Received::Datagram(datagram) => concerns(datagram),
+                    Received::Lost => true,
+                };
+                Ok(())
+            })?;
+        }
+        Ok(())
     }
 
     /// Returns when there may be something to read.
@@ -76,14 +137,21 @@ impl Multicast {
     }
 }
 
+/// Reads one datagram, and returns how long it is: longer than `buffer` if it did not fit. Never
+/// blocks.
+fn read(socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<usize> {
+    Ok(recv(socket.as_raw_fd(), buffer, MsgFlags::MSG_TRUNC)?)
+}
+
 impl AsFd for Multicast {
     fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
         self.socket.as_fd()
     }
 }
 
-// The successor is `unsafe` because not every type keeps its descriptor for itself. An epoll instance does: it owns the
-// descriptor, never changes it and closes it when dropped. Without unsafe code this is the way to say so.
+// The successor is `unsafe` because not every type keeps its descriptor for itself. An epoll
+// instance does: it owns the descriptor, never changes it and closes it when dropped. Without
+// unsafe code this is the way to say so.
 #[expect(
     deprecated,
     reason = "sound for what owns its descriptor; the successor needs unsafe code"
@@ -93,7 +161,7 @@ fn gate() -> io::Result<AsyncFd<Gate>> {
     AsyncFd::with_interest(Gate(epoll), Interest::READABLE)
 }
 
-/// Events come through for as long as this lives; what is there to read already is one.
+/// Events come through for as long as this lives; a datagram that is there already is one.
 struct Open<'a> {
     epoll: &'a Epoll,
     socket: &'a OwnedFd,
@@ -113,53 +181,6 @@ impl Drop for Open<'_> {
     }
 }
 
-/// A socket on which nothing but that something happened is of interest.
-pub(crate) struct Bell {
-    socket: Multicast,
-    /// Messages were lost, and more will be until all that is there was read.
-    lost: bool,
-    buffer: Box<[u8]>,
-}
-
-impl Bell {
-    pub(crate) fn new(socket: Multicast) -> Self {
-        Self { socket, lost: false, buffer: vec![0; MESSAGE].into() }
-    }
-
-    pub(crate) fn socket(&self) -> &Multicast {
-        &self.socket
-    }
-
-    /// Returns when a datagram came that `concerns` us, or when that cannot be excluded because messages were lost.
-    /// `None` is one that did not fit. Many at once are told once.
-    ///
-    /// # Cancel safety
-    /// Nothing is lost: what was read was judged in the same breath.
-    pub(crate) async fn rung(
-        &mut self,
-        concerns: impl Fn(Option<&[u8]>) -> bool,
-    ) -> Result<(), KernelError> {
-        let mut told = false;
-        while !told {
-            self.socket.readable().await?;
-            for _ in 0..AT_ONCE {
-                match self.socket.read(&mut self.buffer) {
-                    Ok(len) => told |= !self.lost && concerns(self.buffer.get(..len)),
-                    // From here on the kernel drops what it has to tell until everything was read.
-                    Err(error) if error.raw_os_error() == Some(ENOBUFS) => self.lost = true,
-                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                        told |= std::mem::take(&mut self.lost);
-                        break;
-                    }
-                    Err(error) => return Err(error.into()),
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
@@ -173,32 +194,32 @@ mod tests {
     const LINK: [u32; 1] = [1];
 
     fn is_waking(multicast: &Multicast) -> bool {
-        let gate = multicast.gate.as_ref().expect("somebody waited before");
+        let gate = multicast.gate.as_ref().expect("a task waited before");
         gate.get_ref().0.wait(&mut [EpollEvent::empty()], 0_u16).unwrap() > 0
     }
 
     #[test]
-    fn messages_wake_only_whoever_waits() {
+    fn messages_wake_a_task_only_while_it_waits() {
         in_netns_async(|| async {
             let mut multicast = Multicast::open(SockProtocol::NetlinkRoute, 1 << 20).unwrap();
-            multicast.hear(&LINK).unwrap();
+            multicast.join(&LINK).unwrap();
             let a_while = Duration::from_millis(10);
             assert!(timeout(a_while, multicast.readable()).await.is_err(), "nothing happened yet");
             ip("link add near0 type veth peer name far0");
-            assert!(!is_waking(&multicast), "nobody waits any more");
+            assert!(!is_waking(&multicast), "no task waits any more");
             multicast.readable().await.unwrap();
             let mut buffer = vec![0; MESSAGE];
-            assert!(multicast.read(&mut buffer).unwrap() > 0, "but what was told is there");
-            while multicast.read(&mut buffer).is_ok() {}
+            assert!(read(&multicast.socket, &mut buffer).unwrap() > 0, "but the message is there");
+            while read(&multicast.socket, &mut buffer).is_ok() {}
             assert!(timeout(a_while, multicast.readable()).await.is_err(), "all was read");
-            let (told, ()) =
+            let (readable, ()) =
                 tokio::join!(multicast.readable(), async { drop(ip("link set near0 up")) });
-            told.unwrap();
-            multicast.hear(&[]).unwrap();
-            while multicast.read(&mut buffer).is_ok() {}
+            readable.unwrap();
+            multicast.join(&[]).unwrap();
+            while read(&multicast.socket, &mut buffer).is_ok() {}
             ip("link set far0 up");
-            let error = multicast.read(&mut buffer).unwrap_err();
-            assert_eq!(error.kind(), io::ErrorKind::WouldBlock, "it was told not to hear");
+            let error = read(&multicast.socket, &mut buffer).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::WouldBlock, "it left the group");
         });
     }
 }

@@ -1,5 +1,5 @@
-//! Network namespaces. The one thing to know: a socket stays in the namespace of the thread that opened it, so a
-//! short-lived thread inside the namespace is all it takes.
+//! Network namespaces. A socket stays in the namespace of the thread that opened it, so a
+//! short-lived thread inside the namespace is enough to open one there.
 
 use std::fs::File;
 use std::io;
@@ -28,12 +28,13 @@ impl Namespace {
         File::open(path).map(Self).map_err(explain)
     }
 
-    /// Runs `work` inside: on this thread if it is there already, else on one that goes there and ends.
+    /// Runs `work` inside: on this thread if it is there already, else on one that goes there and
+    /// ends.
     ///
     /// # Errors
     /// The namespace may not be entered (that takes `CAP_SYS_ADMIN`), or the file is not one.
     pub(crate) fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> Result<T, KernelError> {
-        // Whoever is there already may lack the right to enter.
+        // A thread that is there already may lack the right to enter.
         if self.is(&Self::current()?)? {
             return Ok(work());
         }

@@ -1,7 +1,8 @@
-//! A connection to netfilter (`NETLINK_NETFILTER`): all-or-nothing batches, questions, dumps, and what others change.
+//! A connection to netfilter (`NETLINK_NETFILTER`): all-or-nothing batches, questions, dumps, and
+//! changes by others.
 //!
-//! The one thing to know: this is the envelope only. What is in the messages (tables, chains, rules) is the caller's
-//! business, and numbers in them are big-endian.
+//! This is the envelope only. The messages (tables, chains, rules) are the caller's business, and
+//! numbers in them are big-endian.
 //!
 //! **Source**: linux `net/netfilter/nfnetlink.c`.
 
@@ -10,7 +11,7 @@ use neli::consts::nl::NlmF;
 use neli::consts::socket::NlFamily;
 use nix::sys::socket::SockProtocol;
 
-use crate::multicast::{Bell, Multicast};
+use crate::multicast::Multicast;
 use crate::socket::Socket;
 use crate::wire::{EBADMSG, messages};
 
@@ -45,7 +46,7 @@ impl Kind {
     }
 }
 
-/// How a thing is to be made; the kernel refuses nothing for being there already unless told so.
+/// How a thing is to be made; the kernel refuses nothing for being there already unless asked to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Make {
     /// Nothing is made: a deletion.
@@ -82,7 +83,8 @@ impl Batch {
         batch
     }
 
-    /// Adds a change; `fill` adds its attributes. At most some 200 fit, for each of them is answered.
+    /// Adds a change; `fill` adds its attributes. At most some 200 fit, for each of them is
+    /// answered.
     pub fn add(
         &mut self,
         number: u8,
@@ -115,22 +117,23 @@ impl Batch {
 /// A batch that the kernel refused as a whole.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
-    /// Which change it did not like, in the order of [`Batch::add`]; `None` if it did not look at them.
+    /// Which change it did not like, in the order of [`Batch::add`]; `None` if it did not look at
+    /// them.
     pub change: Option<usize>,
     /// Why.
     pub error: KernelError,
 }
 
-/// What the kernel answers or tells.
+/// A message of the kernel: an answer, or a change.
 #[derive(Debug, Clone, Copy)]
-pub struct Told<'a> {
+pub struct NetfilterMessage<'a> {
     /// What it is about.
     pub kind: Kind,
     /// Its attributes.
     pub attributes: Attributes<'a>,
 }
 
-impl<'a> Told<'a> {
+impl<'a> NetfilterMessage<'a> {
     fn read(message: &crate::wire::Message<'a>) -> Option<Self> {
         let [subsystem, number] = message.kind.to_be_bytes();
         let kind = Kind { subsystem, number, family: *message.payload.first()? };
@@ -141,7 +144,8 @@ impl<'a> Told<'a> {
 /// A connection, in the network namespace of the thread that opened it.
 ///
 /// # Blocking
-/// The kernel does its work inside each call: microseconds, longer while somebody else commits a large ruleset.
+/// The kernel does its work inside each call: microseconds, longer while another program commits a
+/// large ruleset.
 pub struct NetfilterSocket(Socket);
 
 impl NetfilterSocket {
@@ -185,14 +189,15 @@ impl NetfilterSocket {
     /// Asks for one thing; `fill` adds the attributes that name it.
     ///
     /// # Errors
-    /// It is not there ([`KernelError::is_absent`]), may not be foreign, or `read` cannot make sense of it.
+    /// It is not there ([`KernelError::is_absent`]), may not be foreign, or `read` cannot make
+    /// sense of it.
     pub fn ask<T>(
         &mut self,
         kind: Kind,
         fill: impl FnOnce(&mut Messages),
-        read: impl Fn(&Told<'_>) -> Option<T>,
+        read: impl Fn(&NetfilterMessage<'_>) -> Option<T>,
     ) -> Result<T, KernelError> {
-        self.0.ask(request(kind, fill), |message| read(&Told::read(message)?))
+        self.0.ask(request(kind, fill), |message| read(&NetfilterMessage::read(message)?))
     }
 
     /// Reads a list: everything for which `read` is not `None`, in the kernel's order.
@@ -203,9 +208,9 @@ impl NetfilterSocket {
         &mut self,
         kind: Kind,
         fill: impl FnOnce(&mut Messages),
-        mut read: impl FnMut(&Told<'_>) -> Option<T> + Send,
+        mut read: impl FnMut(&NetfilterMessage<'_>) -> Option<T> + Send,
     ) -> Result<Vec<T>, KernelError> {
-        self.0.dump(request(kind, fill), |message| read(&Told::read(message)?))
+        self.0.dump(request(kind, fill), |message| read(&NetfilterMessage::read(message)?))
     }
 }
 
@@ -221,50 +226,50 @@ fn request(kind: Kind, fill: impl FnOnce(&mut Messages)) -> Messages {
     messages
 }
 
-/// Listens to what others change.
+/// Listens to changes by others.
 pub struct NetfilterEvents {
-    bell: Bell,
+    socket: Multicast,
     /// Whose changes are our own.
     own_port: u32,
 }
 
 impl NetfilterEvents {
-    /// Listens to `group` (`NFNLGRP_…`; 7 is nf_tables) in the network namespace of the calling thread, from now on;
-    /// changes by the socket with `own_port` are our own.
+    /// Listens to `group` (`NFNLGRP_…`; 7 is nf_tables) in the network namespace of the calling
+    /// thread, from now on; changes by the socket with `own_port` are our own.
     ///
     /// # Errors
     /// Listening takes `CAP_NET_ADMIN`.
     pub fn listen(group: u32, own_port: u32) -> Result<Self, KernelError> {
         let socket = Multicast::open(SockProtocol::NetlinkNetFilter, RECEIVE_BUFFER)?;
-        socket.hear(&[group])?;
-        Ok(Self { bell: Bell::new(socket), own_port })
+        socket.join(&[group])?;
+        Ok(Self { socket, own_port })
     }
 
-    /// Returns when somebody else changed something that `concerns` us, or when that cannot be excluded because
-    /// messages were lost. Many changes at once are told once.
+    /// Returns when another program has made a change that `concerns` us, or when that cannot be
+    /// excluded because messages were lost. Many changes at once count as one.
     ///
     /// # Errors
     /// The socket broke; another call would fail too.
     ///
     /// # Cancel safety
-    /// Nothing is lost: what was read was judged in the same breath.
+    /// Nothing is lost: messages are read and judged without waiting.
     pub async fn changed(
         &mut self,
-        concerns: impl Fn(&Told<'_>) -> bool,
+        concerns: impl Fn(&NetfilterMessage<'_>) -> bool,
     ) -> Result<(), KernelError> {
-        self.bell.rung(|datagram| concerning(datagram, self.own_port, &concerns)).await
+        self.socket.wait_for(|datagram| concerning(datagram, self.own_port, &concerns)).await
     }
 }
 
-/// A datagram tells of somebody else's change that concerns us, or cannot be understood.
+/// A datagram has a change by another program that concerns us, or cannot be understood.
 fn concerning(
     datagram: Option<&[u8]>,
     own_port: u32,
-    concerns: impl Fn(&Told<'_>) -> bool,
+    concerns: impl Fn(&NetfilterMessage<'_>) -> bool,
 ) -> bool {
     let Some(datagram) = datagram else { return true };
     let by_others = |message: &crate::wire::Message<'_>| {
-        message.port != own_port && Told::read(message).as_ref().is_none_or(&concerns)
+        message.port != own_port && NetfilterMessage::read(message).as_ref().is_none_or(&concerns)
     };
     messages(datagram).any(|message| message.as_ref().map_or(true, by_others))
 }

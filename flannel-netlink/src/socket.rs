@@ -1,13 +1,13 @@
-//! The connection on which the kernel is asked and told: batched requests, strict dumps, and the kernel's own
-//! explanations.
+//! The connection on which the kernel is asked: batched requests, strict dumps, and the kernel's
+//! own explanations.
 //!
-//! The one thing to know: rtnetlink does its work inside `send`, so the answer is there when `send` returns. Nothing
-//! here ever waits for the kernel, and an answer that is not there is an error instead of a hang.
+//! rtnetlink does its work inside `send`, so the answer is there when `send` returns. Nothing here
+//! waits for the kernel, and a missing answer is an error instead of a hang.
+
+mod dump;
 
 use std::io;
-use std::panic::resume_unwind;
-use std::sync::mpsc::sync_channel;
-use std::thread::Builder;
+use std::ops::Range;
 
 use flannel_core::kernel::KernelError;
 use neli::consts::nl::NlmF;
@@ -19,22 +19,13 @@ use crate::wire::{EBADMSG, Message, Messages, messages, outcome};
 
 const EINTR: i32 = 4;
 const EAGAIN: i32 = 11;
-const EBUSY: i32 = 16;
 const EMSGSIZE: i32 = 90;
 const ENOBUFS: i32 = 105;
 
 /// The kernel fills at most 32 KiB at a time in a dump; answers and errors are far smaller.
 const RECEIVE_BUFFER: usize = 32 << 10;
-/// A table of so many datagrams at most is not worth a thread.
-const SHORT_TABLE: usize = 4;
-/// So much of a long table is received before another thread is woken, …
-const PART: usize = 256 << 10;
-/// … and so many parts before the first of them is read.
-const PARTS: usize = 3;
 /// How often a request is tried that fails for a passing reason.
 const TRIES: usize = 4;
-/// How often a dump is read that changes while it is read.
-const DUMP_TRIES: usize = 32;
 
 const ERROR: u16 = 2;
 const DONE: u16 = 3;
@@ -59,7 +50,8 @@ impl Socket {
     /// Opens one to any part of the kernel that does its work inside `send`.
     pub(crate) fn open_to(family: NlFamily) -> io::Result<Self> {
         let socket = NlSocket::connect(family, None, Groups::empty())?;
-        // Old kernels lack these: then errors are bare and dumps are not filtered, which the readers do anyway.
+        // Old kernels lack these: then errors are bare and dumps are not filtered, which the
+        // readers do anyway.
         for enabled in [socket.enable_ext_ack(true), socket.enable_strict_checking(true)] {
             if let Err(error) = enabled {
                 tracing::debug!(%error, "netlink without extended acknowledgements or strict checks");
@@ -81,18 +73,10 @@ impl Socket {
         self.port
     }
 
-    /// Sends all of `requests` at once and returns one result for each. What fails for a passing reason is tried again.
+    /// Sends all of `requests` at once and returns one result for each. A request that fails for a
+    /// passing reason is tried again.
     pub(crate) fn send(&mut self, requests: &mut Messages) -> Vec<Result<(), KernelError>> {
-        let mut results = self.exchange(requests, 0, requests.len());
-        for (n, result) in results.iter_mut().enumerate() {
-            for _ in 1..TRIES {
-                if !is_passing(result) {
-                    break;
-                }
-                *result = self.exchange(requests, n, n + 1).remove(0);
-            }
-        }
-        results
+        self.try_each(requests, Self::send_once)
     }
 
     /// Sends one request that has no answer but success or failure.
@@ -109,202 +93,134 @@ impl Socket {
         self.ask_each(&mut request, read).remove(0)
     }
 
-    /// Sends all of `requests` at once, each of which asks for one thing, and returns one answer for each. What fails for
-    /// a passing reason is asked again.
+    /// Sends all of `requests` at once, each of which asks for one thing, and returns one answer
+    /// for each. A request that fails for a passing reason is tried again.
     pub(crate) fn ask_each<T>(
         &mut self,
         requests: &mut Messages,
         read: impl Fn(&Message<'_>) -> Option<T>,
     ) -> Vec<Result<T, KernelError>> {
-        let mut answers = self.ask_once(requests, 0, requests.len(), &read);
-        for (n, answer) in answers.iter_mut().enumerate() {
-            for _ in 1..TRIES {
-                if !is_passing(answer) {
-                    break;
-                }
-                *answer = self.ask_once(requests, n, n + 1, &read).remove(0);
+        self.try_each(requests, |socket, requests, part| socket.ask_once(requests, part, &read))
+    }
+
+    /// Sends all of `batch` as it is, and returns the kernel's answer to each message: `None` for
+    /// those that it did not answer.
+    pub(crate) fn send_as_is(
+        &mut self,
+        batch: &mut Messages,
+    ) -> Result<Vec<Option<Result<(), KernelError>>>, KernelError> {
+        let all = 0..batch.len();
+        let mut results = vec![None; batch.len()];
+        let exchanged = self.exchange(batch, all, NlmF::empty(), |n, message| {
+            if message.kind == ERROR {
+                results[n] = Some(outcome(message, true));
             }
+            false
+        });
+        match exchanged {
+            // All answers were read.
+            Err(error) if error.errno == EBADMSG => Ok(results),
+            exchanged => exchanged.map(|()| results),
         }
-        answers
     }
 
-    /// Reads a table: everything for which `read` is not `None`, in the kernel's order.
-    pub(crate) fn dump<T: Send>(
-        &mut self,
-        request: Messages,
-        read: impl FnMut(&Message<'_>) -> Option<T> + Send,
-    ) -> Result<Vec<T>, KernelError> {
-        self.dump_until(request, read, |changed, _| !changed)
-    }
-
-    /// The same for a table that the kernel tells in the order of keys that are unique: even if it changes all the time, whatever is
-    /// there meanwhile is told once. What comes or goes is told or not. Kernels before 5.13 go on by count where they stopped, and may
-    /// leave out entries behind one that went: so a table that does not change is waited for, a little.
-    pub(crate) fn dump_ordered<T: Send>(
-        &mut self,
-        request: Messages,
-        read: impl FnMut(&Message<'_>) -> Option<T> + Send,
-    ) -> Result<Vec<T>, KernelError> {
-        self.dump_until(request, read, |changed, tried| !changed || tried >= TRIES)
-    }
-
-    /// `is_good` says whether to take it, given whether the table changed meanwhile, and how often it was read by now.
-    fn dump_until<T: Send>(
-        &mut self,
-        mut request: Messages,
-        mut read: impl FnMut(&Message<'_>) -> Option<T> + Send,
-        is_good: impl Fn(bool, usize) -> bool,
-    ) -> Result<Vec<T>, KernelError> {
-        for tried in 1..=DUMP_TRIES {
-            match self.dump_once(&mut request, &mut read) {
-                Ok((all, changed)) if is_good(changed, tried) => return Ok(all),
-                Ok(_) => {}
-                Err(error) if is_passing_error(&error) || error.errno == EBUSY => self.drain(),
-                Err(error) => return Err(error),
-            }
-        }
-        Err(KernelError::explained(
-            EAGAIN,
-            format!("a table changed {DUMP_TRIES} times while it was read"),
-        ))
-    }
-
-    /// Messages `from` to before `to`, with only the last one acknowledged: errors come without being asked for.
-    fn exchange(
+    /// Does all requests at once, then those again that failed for a passing reason.
+    fn try_each<T>(
         &mut self,
         requests: &mut Messages,
-        from: usize,
-        to: usize,
-    ) -> Vec<Result<(), KernelError>> {
-        let count = to - from;
-        let mut results = vec![Ok(()); count];
-        if count == 0 {
-            return results;
+        once: impl Fn(&mut Self, &mut Messages, Range<usize>) -> Vec<Result<T, KernelError>>,
+    ) -> Vec<Result<T, KernelError>> {
+        if requests.len() == 0 {
+            return Vec::new();
         }
-        let first = self.sequence;
-        self.sequence = first.wrapping_add(u32::try_from(count).expect("a batch is short"));
-        let sent = self.socket.send(requests.ready(from, to, first, NlmF::ACK), Msg::empty());
-        self.count_exchange();
-        let received = sent.map_err(KernelError::from).and_then(|_| {
-            self.receive_until(|message| {
-                let n = message.sequence.wrapping_sub(first) as usize;
-                if message.kind == ERROR && n < count {
-                    results[n] = outcome(message, true);
+        let mut results = once(self, requests, 0..requests.len());
+        for (n, result) in results.iter_mut().enumerate() {
+            for _ in 1..TRIES {
+                if !result.as_ref().is_err_and(is_passing) {
+                    break;
                 }
-                message.kind == ERROR && n + 1 == count
-            })
+                *result = once(self, requests, n..n + 1).remove(0);
+            }
+        }
+        results
+    }
+
+    /// Sends a part of `requests` with only the last one acknowledged: errors come without being
+    /// asked for.
+    fn send_once(
+        &mut self,
+        requests: &mut Messages,
+        part: Range<usize>,
+    ) -> Vec<Result<(), KernelError>> {
+        let count = part.len();
+        let mut results = vec![Ok(()); count];
+        let exchanged = self.exchange(requests, part, NlmF::ACK, |n, message| {
+            if message.kind == ERROR {
+                results[n] = outcome(message, true);
+            }
+            message.kind == ERROR && n + 1 == count
         });
-        match received {
+        match exchanged {
             Ok(()) => results,
             // Which of them failed is not known; all of them can be repeated.
             Err(error) => vec![Err(error); count],
         }
     }
 
-    /// Sends all of `batch` as it is, and returns what the kernel said of each message: `None` of those that it did not
-    /// mention.
-    pub(crate) fn send_as_is(
-        &mut self,
-        batch: &mut Messages,
-    ) -> Result<Vec<Option<Result<(), KernelError>>>, KernelError> {
-        let count = batch.len();
-        let first = self.sequence;
-        self.sequence = first.wrapping_add(u32::try_from(count).expect("a batch is short"));
-        self.socket.send(batch.ready(0, count, first, NlmF::empty()), Msg::empty())?;
-        let mut results = vec![None; count];
-        let received = self.receive_until(|message| {
-            let n = message.sequence.wrapping_sub(first) as usize;
-            if message.kind == ERROR && n < count {
-                results[n] = Some(outcome(message, true));
-            }
-            false
-        });
-        match received {
-            // All that there is was read; that is the end.
-            Err(error) if error.errno == EBADMSG => Ok(results),
-            received => received.map(|()| results),
-        }
-    }
-
-    /// Messages `from` to before `to`, each of which is answered by one message.
+    /// Sends a part of `requests`, each of which is answered by one message.
     fn ask_once<T>(
         &mut self,
         requests: &mut Messages,
-        from: usize,
-        to: usize,
+        part: Range<usize>,
         read: &impl Fn(&Message<'_>) -> Option<T>,
     ) -> Vec<Result<T, KernelError>> {
-        let count = to - from;
-        let all = |error: KernelError| (0..count).map(|_| Err(error.clone())).collect();
-        let mut answers: Vec<Result<T, KernelError>> =
-            all(KernelError::explained(EBADMSG, "the kernel's answer cannot be understood"));
-        let first = self.sequence;
-        self.sequence = first.wrapping_add(u32::try_from(count).expect("a batch is short"));
-        let sent = self.socket.send(requests.ready(from, to, first, NlmF::empty()), Msg::empty());
-        self.count_exchange();
-        let mut left = count;
-        let received = sent.map_err(KernelError::from).and_then(|_| {
-            self.receive_until(|message| {
-                let n = message.sequence.wrapping_sub(first) as usize;
-                if n >= count {
-                    return false;
+        let mut left = part.len();
+        let all = |error: KernelError| part.clone().map(|_| Err(error.clone())).collect();
+        let unreadable =
+            || KernelError::explained(EBADMSG, "the kernel's answer cannot be understood");
+        let mut answers: Vec<Result<T, KernelError>> = all(unreadable());
+        let exchanged = self.exchange(requests, part.clone(), NlmF::empty(), |n, message| {
+            match (message.kind, read(message)) {
+                (ERROR, _) => {
+                    answers[n] =
+                        Err(outcome(message, true).err().unwrap_or(KernelError::new(EBADMSG)));
                 }
-                match (message.kind, read(message)) {
-                    (ERROR, _) => {
-                        answers[n] =
-                            Err(outcome(message, true).err().unwrap_or(KernelError::new(EBADMSG)));
-                    }
-                    (_, Some(value)) => answers[n] = Ok(value),
-                    _ => {}
-                }
-                left -= 1;
-                left == 0
-            })
+                (_, Some(value)) => answers[n] = Ok(value),
+                _ => {}
+            }
+            left -= 1;
+            left == 0
         });
-        match received {
+        match exchanged {
             Ok(()) => answers,
             // Which of them got lost is not known; all of them can be repeated.
             Err(error) => all(error),
         }
     }
 
-    /// What was read, and whether the table changed meanwhile.
-    fn dump_once<T: Send>(
+    /// Sends a part of `requests` with these flags on the last, and gives each answer with the
+    /// number of its request to `take` until that returns true.
+    fn exchange(
         &mut self,
-        request: &mut Messages,
-        read: &mut (impl FnMut(&Message<'_>) -> Option<T> + Send),
-    ) -> Result<(Vec<T>, bool), KernelError> {
-        let sequence = self.sequence;
-        self.sequence = sequence.wrapping_add(1);
-        self.socket.send(request.ready(0, 1, sequence, NlmF::DUMP), Msg::empty())?;
-        let (mut all, mut changed, mut end) = (Vec::new(), false, Ok(()));
-        self.receive_table(|message| {
-            if message.sequence != sequence {
-                return false;
-            }
-            changed |= message.flags.contains(NlmF::DUMP_INTR);
-            match message.kind {
-                ERROR => end = outcome(message, true),
-                DONE => end = outcome(message, false),
-                _ => {
-                    all.extend(read(message));
-                    return false;
-                }
-            }
-            true
-        })?;
-        end.map(|()| (all, changed))
-    }
-
-    #[cfg_attr(not(test), allow(clippy::unused_self, reason = "only tests count"))]
-    fn count_exchange(&mut self) {
+        requests: &mut Messages,
+        part: Range<usize>,
+        last: NlmF,
+        mut take: impl FnMut(usize, &Message<'_>) -> bool,
+    ) -> Result<(), KernelError> {
+        let (first, count) = (self.sequence, part.len());
+        self.sequence = first.wrapping_add(u32::try_from(count).expect("a batch is short"));
         #[cfg(test)]
         {
             self.exchanges += 1;
         }
+        self.socket.send(requests.ready(part.start, part.end, first, last), Msg::empty())?;
+        self.receive_until(|message| {
+            let n = message.sequence.wrapping_sub(first) as usize;
+            n < count && take(n, message)
+        })
     }
 
-    /// Gives messages to `take` until it says that it was the last one.
+    /// Gives messages to `take` until it returns true.
     fn receive_until(
         &mut self,
         mut take: impl FnMut(&Message<'_>) -> bool,
@@ -313,7 +229,7 @@ impl Socket {
         Ok(())
     }
 
-    /// Gives the messages of one datagram to `take`; true if it said of one that it was the last.
+    /// Gives the messages of one datagram to `take`; true if that returned true.
     fn receive(
         &mut self,
         take: &mut impl FnMut(&Message<'_>) -> bool,
@@ -321,82 +237,10 @@ impl Socket {
         let len = receive_from(&self.socket, &mut self.buffer)?;
         take_each(&self.buffer[..len], take)
     }
-
-    /// The same as [`receive_until`](Self::receive_until), but another thread takes the parts of a long table: the kernel makes
-    /// out each part when it is asked for.
-    fn receive_table(
-        &mut self,
-        mut take: impl FnMut(&Message<'_>) -> bool + Send,
-    ) -> Result<(), KernelError> {
-        for _ in 0..SHORT_TABLE {
-            if self.receive(&mut take)? {
-                return Ok(());
-            }
-        }
-        let (socket, take) = (&self.socket, &mut take);
-        let took: Result<bool, KernelError> = std::thread::scope(|scope| {
-            let (filled, to_take) = sync_channel::<(Box<[u8]>, usize)>(PARTS);
-            let (emptied, to_fill) = sync_channel::<Box<[u8]>>(PARTS);
-            let taker = Builder::new().spawn_scoped(scope, {
-                let (emptied, take) = (emptied.clone(), &mut *take);
-                move || -> Result<bool, KernelError> {
-                    for (part, len) in to_take {
-                        if take_each(&part[..len], take)? {
-                            return Ok(true);
-                        }
-                        // Nobody fills it any more if this was the last that there is.
-                        let _ = emptied.send(part);
-                    }
-                    Ok(false)
-                }
-            });
-            let Ok(taker) = taker else { return Ok(false) };
-            for _ in 0..PARTS {
-                // There is room for all.
-                let _ = emptied.send(vec![0; PART].into());
-            }
-            drop(emptied);
-            let mut received = Ok(());
-            for mut part in to_fill {
-                let (len, end) = receive_part(socket, &mut part);
-                received = end;
-                if filled.send((part, len)).is_err() || received.is_err() {
-                    break;
-                }
-            }
-            drop(filled);
-            let took = taker.join().unwrap_or_else(|panic| resume_unwind(panic))?;
-            if took { Ok(true) } else { received.map(|()| false) }
-        });
-        // There are no threads any more: slowly, then.
-        if took? { Ok(()) } else { self.receive_until(take) }
-    }
-
-    /// Throws away what is left of an exchange that failed.
-    fn drain(&mut self) {
-        for _ in 0..TRIES {
-            if self.receive_until(|_| false).is_err_and(|error| error.errno == EBADMSG) {
-                break;
-            }
-        }
-    }
 }
 
-/// Fills `part` with whole datagrams as long as there is room for one more, and returns how many bytes there are; and what
-/// came instead of the next one, if there was none.
-fn receive_part(socket: &NlSocket, part: &mut [u8]) -> (usize, Result<(), KernelError>) {
-    let mut len = 0;
-    while let Some(room) = part.get_mut(len..).filter(|room| room.len() >= RECEIVE_BUFFER) {
-        match receive_from(socket, room) {
-            // Messages begin at multiples of four.
-            Ok(more) => len += more.next_multiple_of(4),
-            Err(error) => return (len, Err(error)),
-        }
-    }
-    (len, Ok(()))
-}
-
-/// Puts one datagram at the start of `buffer`, which is to be larger than any, and returns its length.
+/// Puts one datagram at the start of `buffer`, which must be larger than any, and returns its
+/// length.
 fn receive_from(socket: &NlSocket, buffer: &mut [u8]) -> Result<usize, KernelError> {
     loop {
         match socket.recv(&mut *buffer, Msg::DONTWAIT | Msg::TRUNC) {
@@ -416,7 +260,7 @@ fn receive_from(socket: &NlSocket, buffer: &mut [u8]) -> Result<usize, KernelErr
     }
 }
 
-/// Gives messages to `take` until it says that it was the last one.
+/// Gives messages to `take` until it returns true; returns whether it did.
 fn take_each(
     bytes: &[u8],
     take: &mut impl FnMut(&Message<'_>) -> bool,
@@ -429,11 +273,8 @@ fn take_each(
     Ok(false)
 }
 
-fn is_passing<T>(result: &Result<T, KernelError>) -> bool {
-    result.as_ref().is_err_and(is_passing_error)
-}
-
-fn is_passing_error(error: &KernelError) -> bool {
+/// The same request may succeed later.
+fn is_passing(error: &KernelError) -> bool {
     matches!(error.errno, EINTR | EAGAIN | ENOBUFS)
 }
 

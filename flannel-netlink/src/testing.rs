@@ -1,6 +1,8 @@
 //! Network namespaces for tests, for root and for an ordinary user alike.
 //!
-//! The one thing to know: a test that cannot have its namespace fails; it is never skipped.
+//! A test that cannot have its namespace fails; it is never skipped.
+
+mod decode;
 
 use std::any::type_name;
 use std::fs::File;
@@ -14,12 +16,13 @@ use std::thread;
 use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
-pub use crate::decode::decode;
+pub use self::decode::decode;
 
 /// Set in a process that [`in_netns`] started inside a user namespace.
 const INSIDE: &str = "FLANNEL_NETLINK_INSIDE_USER_NAMESPACE";
 
-/// A new, empty network namespace with `lo` up. It lives as long as this value and the processes and sockets in it.
+/// A new, empty network namespace with `lo` up. It lives as long as this value and the processes
+/// and sockets in it.
 #[derive(Debug)]
 pub struct Netns(File);
 
@@ -40,7 +43,8 @@ impl Netns {
         Ok(netns)
     }
 
-    /// A file that stands for it in this process, for [`NetlinkKernel::open_in`](crate::NetlinkKernel::open_in).
+    /// A file that stands for it in this process, for
+    /// [`NetlinkKernel::open_in`](crate::NetlinkKernel::open_in).
     pub fn path(&self) -> PathBuf {
         format!("/proc/self/fd/{}", self.0.as_raw_fd()).into()
     }
@@ -52,7 +56,7 @@ impl Netns {
     pub fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
         let inside = || {
             setns(&self.0, CloneFlags::CLONE_NEWNET)
-                .expect("whoever makes a namespace may enter it");
+                .expect("the process that made a namespace may enter it");
             work()
         };
         thread::scope(|scope| scope.spawn(inside).join())
@@ -62,9 +66,10 @@ impl Netns {
 
 /// Runs a test in a network namespace of its own with `lo` up.
 ///
-/// Root does so on a thread. An ordinary user may do so only in a user namespace, which a process with several threads
-/// cannot enter; then the test binary runs once more for this one test inside `unshare --user --map-root-user`. So
-/// call this straight from the test function, not through another one, and put nothing before or after it.
+/// Root does so on a thread. An ordinary user may do so only in a user namespace, which a process
+/// with several threads cannot enter; then the test binary runs once more for this one test inside
+/// `unshare --user --map-root-user`. So call this straight from the test function, not through
+/// another one, and put nothing before or after it.
 ///
 /// ```no_run
 /// fn a_test() {
@@ -89,7 +94,8 @@ pub fn in_netns<F: FnOnce() + Send + 'static>(test: F) {
     }
 }
 
-/// [`in_netns`] for asynchronous tests: `test` makes a future, which runs on a runtime of one thread inside.
+/// [`in_netns`] for asynchronous tests: `test` makes a future, which runs on a runtime of one
+/// thread inside.
 ///
 /// # Panics
 /// As [`in_netns`].
@@ -113,7 +119,8 @@ where
     }
 }
 
-/// The test harness names its threads after the tests, unless it uses only one; then the closure's path must do.
+/// The test harness names its threads after the tests, unless it uses only one; then the closure's
+/// path must do.
 fn test_name<F>() -> String {
     match thread::current().name() {
         Some(name) if name != "main" => name.to_owned(),
@@ -129,7 +136,8 @@ fn run_again_in_user_namespace(test: &str) {
     let mut command = Command::new("unshare");
     command.args(["--user", "--map-root-user", "--"]).arg(binary);
     command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(INSIDE, "1");
-    // Not pipes: they would be waited for as long as a process lives that a failed test has left behind.
+    // Not pipes: they would be waited for as long as a process lives that a failed test has left
+    // behind.
     let [out, err] = ["stdout", "stderr"].map(|name| {
         File::from(
             memfd_create(name, MFdFlags::MFD_CLOEXEC).expect("there is memory for what it prints"),
@@ -149,8 +157,8 @@ fn run_again_in_user_namespace(test: &str) {
     assert!(ran, "{test} failed in a user namespace ({status}):\n{stdout}\n{stderr}");
 }
 
-/// Runs `ip` of iproute2 in the calling thread's network namespace and returns what it prints; arguments are
-/// separated by white space.
+/// Runs `ip` of iproute2 in the calling thread's network namespace and returns what it prints;
+/// arguments are separated by white space.
 ///
 /// # Panics
 /// It fails, or is not there.

@@ -1,15 +1,13 @@
 //! Netlink messages as bytes: written without an allocation each, read without a copy.
 //!
-//! The one thing to know: the fixed headers are neli's types; attributes are written to and read from the buffer
-//! directly, because neli makes a `Vec` of each, and there are hundreds of thousands of them.
+//! Fixed headers and attributes are written to and read from the buffer directly, because neli
+//! makes a `Vec` of each attribute, and there are hundreds of thousands of them.
 
-use std::io::Cursor;
 use std::net::IpAddr;
 
 use flannel_core::kernel::KernelError;
 use flannel_core::object::MacAddr;
 use neli::consts::nl::NlmF;
-use neli::{FromBytesWithInput, Header, ToBytes};
 
 /// Bytes of `struct nlmsghdr`.
 const HEADER: usize = 16;
@@ -36,6 +34,11 @@ impl Messages {
     /// How many there are.
     pub(crate) fn len(&self) -> usize {
         self.starts.len()
+    }
+
+    /// How many bytes there are.
+    pub(crate) fn size(&self) -> usize {
+        self.bytes.len()
     }
 
     pub(crate) fn clear(&mut self) {
@@ -99,8 +102,8 @@ impl Messages {
         self
     }
 
-    /// The messages from `from` to before `to`, ready to be sent: numbered from `sequence` on, and `last` set in the
-    /// flags of the last.
+    /// The messages from `from` to before `to`, ready to be sent: numbered from `sequence` on, and
+    /// `last` set in the flags of the last.
     pub(crate) fn ready(&mut self, from: usize, to: usize, sequence: u32, last: NlmF) -> &[u8] {
         let bytes = &mut self.bytes;
         let end_of = |n: usize, all: usize| self.starts.get(n + 1).copied().unwrap_or(all);
@@ -120,33 +123,21 @@ impl Messages {
     }
 }
 
-/// A fixed header as bytes.
-pub(crate) fn bytes_of(header: &impl ToBytes) -> Vec<u8> {
-    let mut bytes = Cursor::new(Vec::new());
-    header.to_bytes(&mut bytes).expect("a Vec takes all that is written");
-    bytes.into_inner()
-}
-
 /// A message that was received.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Message<'a> {
     pub(crate) kind: u16,
     pub(crate) flags: NlmF,
     pub(crate) sequence: u32,
-    /// The port of the socket that asked for what this tells of; 0 if the kernel does not say.
+    /// The port of the socket that asked for the change; 0 if the kernel names none.
     pub(crate) port: u32,
     pub(crate) payload: &'a [u8],
 }
 
 impl<'a> Message<'a> {
-    /// The fixed header and the attributes after it; `None` if it is too short for the header.
-    pub(crate) fn split<H: Header + FromBytesWithInput<Input = usize>>(
-        &self,
-    ) -> Option<(H, Attributes<'a>)> {
-        let size = H::header_size();
-        let rest = self.payload.get(size..)?;
-        let header =
-            H::from_bytes_with_input(&mut Cursor::new(&self.payload[..size]), size).ok()?;
+    /// The fixed header of `N` bytes and the attributes after it; `None` if it is too short.
+    pub(crate) fn split<const N: usize>(&self) -> Option<(&'a [u8; N], Attributes<'a>)> {
+        let (header, rest) = self.payload.split_first_chunk()?;
         Some((header, Attributes(rest)))
     }
 }
@@ -185,7 +176,8 @@ fn message(bytes: &[u8]) -> Option<(Message<'_>, usize)> {
     Some((message, len))
 }
 
-/// The errno in the payload of `NLMSG_ERROR` or `NLMSG_DONE`, with the kernel's explanation; errno 0 is success.
+/// The errno in the payload of `NLMSG_ERROR` or `NLMSG_DONE`, with the kernel's explanation; errno
+/// 0 is success.
 pub(crate) fn outcome(message: &Message<'_>, is_error: bool) -> Result<(), KernelError> {
     let errno = u32_at(message.payload, 0).map_or(0, u32::cast_signed);
     if errno == 0 {
@@ -209,7 +201,8 @@ pub(crate) fn outcome(message: &Message<'_>, is_error: bool) -> Result<(), Kerne
     })
 }
 
-/// The attributes of a message or in another attribute: type without flags, and value. A malformed one ends them.
+/// The attributes of a message or in another attribute: type without flags, and value. A malformed
+/// one ends them.
 #[derive(Debug, Clone, Copy)]
 pub struct Attributes<'a>(pub &'a [u8]);
 
@@ -229,7 +222,8 @@ fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
-fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
+/// The number at a place in a header, in the machine's byte order.
+pub(crate) fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
@@ -238,7 +232,7 @@ pub(crate) fn u32_of(value: &[u8]) -> Option<u32> {
     u32_at(value, 0)
 }
 
-/// An IP address, of the family that its length tells.
+/// An IP address, of the family with its length.
 pub(crate) fn ip_of(value: &[u8]) -> Option<IpAddr> {
     let v4 = <[u8; 4]>::try_from(value).map(IpAddr::from);
     v4.or_else(|_| <[u8; 16]>::try_from(value).map(IpAddr::from)).ok()

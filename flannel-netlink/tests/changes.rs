@@ -1,4 +1,4 @@
-//! What others change is heard; what we change is not; what is lost is known to be lost.
+//! Changes by others are reported, changes of our own are not, and lost messages are noticed.
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
@@ -33,7 +33,7 @@ fn uplink() -> NetlinkKernel {
     NetlinkKernel::open().unwrap()
 }
 
-/// Listens until a doubt comes for which `wanted` is true; returns those before it.
+/// Listens until an invalidation comes for which `wanted` is true; returns those before it.
 async fn until(
     changes: &mut dyn Changes,
     wanted: impl Fn(&Invalidation) -> bool,
@@ -41,7 +41,8 @@ async fn until(
     let mut before = Vec::new();
     loop {
         let next = tokio::time::timeout(Duration::from_secs(60), changes.next()).await;
-        let invalidation = next.unwrap_or_else(|_| panic!("not told; only {before:?}")).unwrap();
+        let invalidation =
+            next.unwrap_or_else(|_| panic!("not reported; only {before:?}")).unwrap();
         if wanted(&invalidation) {
             return before;
         }
@@ -49,8 +50,8 @@ async fn until(
     }
 }
 
-fn tells(report: KernelEvent) -> impl Fn(&Invalidation) -> bool {
-    move |invalidation| matches!(invalidation, Invalidation::Objects(reports, _) if reports.contains(&report))
+fn reports(event: KernelEvent) -> impl Fn(&Invalidation) -> bool {
+    move |invalidation| matches!(invalidation, Invalidation::Objects(events, _) if events.contains(&event))
 }
 
 fn neigh(n: u32) -> Object {
@@ -64,7 +65,7 @@ fn route(n: u32) -> Object {
 }
 
 #[test]
-fn others_changes_are_told_object_by_object() {
+fn changes_by_others_are_reported_object_by_object() {
     in_netns_async(|| async {
         let kernel = uplink();
         ip("link add flannel.1 type vxlan id 1 dstport 8472");
@@ -165,7 +166,7 @@ fn others_changes_are_told_object_by_object() {
             ),
         ] {
             ip(command);
-            until(changes, tells(report)).await;
+            until(changes, reports(report)).await;
         }
         let unwanted = Route {
             dst: "fd00:1::/64".parse().unwrap(),
@@ -173,16 +174,16 @@ fn others_changes_are_told_object_by_object() {
             mtu: None,
         };
         ip("-6 route change fd00:1::/64 via 2001:db8::9 dev up0 pref high");
-        until(changes, tells(KernelEvent::Inexact(unwanted.into()))).await;
+        until(changes, reports(KernelEvent::Inexact(unwanted.into()))).await;
         bridge("fdb add 0a:00:00:00:00:09 dev flannel.1 dst 192.0.2.9");
-        until(changes, tells(KernelEvent::Present(fdb.into()))).await;
+        until(changes, reports(KernelEvent::Present(fdb.into()))).await;
         bridge("fdb del 0a:00:00:00:00:09 dev flannel.1 dst 192.0.2.9");
-        until(changes, tells(KernelEvent::Deleted(Key::Fdb(link("flannel.1"), mac)))).await;
+        until(changes, reports(KernelEvent::Deleted(Key::Fdb(link("flannel.1"), mac)))).await;
     });
 }
 
 #[test]
-fn whoever_changes_something_is_named_if_it_still_lives() {
+fn the_process_that_changes_something_is_named_if_it_still_lives() {
     in_netns_async(|| async {
         // The first socket of a process in a namespace gets the id of the process for its port.
         let other = NetlinkKernel::open().unwrap();
@@ -191,7 +192,7 @@ fn whoever_changes_something_is_named_if_it_still_lives() {
         assert!(other.apply(&Footprint::default(), &[Change::Put(route(9))])[0].is_ok());
         let changed_by = changed_by(&mut *changes, KernelEvent::Present(route(9))).await.unwrap();
         let name = std::fs::read_to_string("/proc/self/comm").unwrap();
-        // That is looked up by whoever wants to know, and on a thread that may block.
+        // The caller looks it up, on a thread that may block.
         assert_eq!(changed_by.process, None);
         let found = kernel.process(changed_by.port).unwrap();
         assert_eq!(found, Process::new(name.trim_end().into(), std::process::id()));
@@ -234,7 +235,7 @@ async fn changed_by(
 }
 
 #[test]
-fn whatever_befalls_a_link_puts_it_in_doubt() {
+fn any_change_of_a_link_invalidates_it() {
     in_netns_async(|| async {
         let kernel = uplink();
         let mut changes = kernel.changes().unwrap();
@@ -262,13 +263,13 @@ fn whatever_befalls_a_link_puts_it_in_doubt() {
         assert!(before.contains(&Invalidation::Link(link("new0"))), "{before:?}");
         ip("addr add 192.0.2.7/32 dev old0");
         let there = Addr { link: link("old0"), address: address("192.0.2.7"), len: 32 };
-        until(&mut *changes, tells(KernelEvent::Present(there.into()))).await;
+        until(&mut *changes, reports(KernelEvent::Present(there.into()))).await;
     });
 }
 
 /// The kernel takes almost any bytes for a name.
 #[test]
-fn a_link_whose_name_is_no_text_puts_nothing_else_in_doubt() {
+fn a_link_whose_name_is_no_text_invalidates_nothing_else() {
     in_netns_async(|| async {
         let kernel = uplink();
         let mut changes = kernel.changes().unwrap();
@@ -296,7 +297,7 @@ fn a_link_whose_name_is_no_text_puts_nothing_else_in_doubt() {
 }
 
 #[test]
-fn our_own_changes_are_not_told_however_many() {
+fn our_own_changes_are_not_reported_however_many() {
     in_netns_async(|| async {
         let (kernel, other) = (uplink(), NetlinkKernel::open().unwrap());
         let footprint = Footprint { blackholes: true, ..Footprint::default() };
@@ -305,7 +306,7 @@ fn our_own_changes_are_not_told_however_many() {
             (0..50_000).flat_map(|n| [neigh(n), route(n)]).map(Change::Put).collect();
         assert!(kernel.apply(&footprint, &ours).iter().all(Result::is_ok));
         assert!(other.apply(&footprint, &[Change::Put(neigh(60_000))])[0].is_ok());
-        let before = until(&mut *changes, tells(KernelEvent::Present(neigh(60_000)))).await;
+        let before = until(&mut *changes, reports(KernelEvent::Present(neigh(60_000)))).await;
         // What the kernel does by itself meanwhile is about links and their own addresses.
         let about_ours = |report: &KernelEvent| match report {
             KernelEvent::Present(Object::Neigh(_) | Object::Route(_))
@@ -329,7 +330,7 @@ fn our_own_changes_are_not_told_however_many() {
 }
 
 #[test]
-fn messages_that_were_lost_put_everything_in_doubt() {
+fn lost_messages_invalidate_everything() {
     in_netns_async(|| async {
         let (kernel, other) = (uplink(), NetlinkKernel::open().unwrap());
         let footprint = Footprint::default();
@@ -350,7 +351,7 @@ fn messages_that_were_lost_put_everything_in_doubt() {
         until(&mut *changes, |invalidation| *invalidation == Invalidation::Everything).await;
         // It goes on.
         assert!(other.apply(&footprint, &[Change::Put(neigh(70_000))])[0].is_ok());
-        until(&mut *changes, tells(KernelEvent::Present(neigh(70_000)))).await;
+        until(&mut *changes, reports(KernelEvent::Present(neigh(70_000)))).await;
     });
 }
 
@@ -381,9 +382,11 @@ fn one_process_manages_two_namespaces() {
         // News come from the kernel's own namespace only, whichever thread asks.
         spaces[0].run(|| drop(ip("route add blackhole 10.1.0.8/32")));
         spaces[1].run(|| drop(ip("route add blackhole 10.1.0.9/32")));
-        let before = until(&mut *changes, tells(KernelEvent::Present(route(9)))).await;
+        let before = until(&mut *changes, reports(KernelEvent::Present(route(9)))).await;
         assert!(
-            !before.iter().any(|invalidation| tells(KernelEvent::Present(route(8)))(invalidation)),
+            !before
+                .iter()
+                .any(|invalidation| reports(KernelEvent::Present(route(8)))(invalidation)),
             "{before:?}"
         );
     });
@@ -404,13 +407,13 @@ fn listening_may_begin_outside_a_runtime() {
         let mut changes =
             std::thread::scope(|scope| scope.spawn(|| kernel.changes().unwrap()).join()).unwrap();
         ip("route add blackhole 10.1.0.9/32");
-        until(&mut *changes, tells(KernelEvent::Present(route(9)))).await;
+        until(&mut *changes, reports(KernelEvent::Present(route(9)))).await;
     });
 }
 
-/// What only this kernel was told of is mended without a look at the table.
+/// An event that only this kernel received is repaired without a look at the table.
 #[test]
-fn metrics_that_were_told_of_do_not_stay() {
+fn reported_metrics_do_not_stay() {
     in_netns_async(|| async {
         let kernel = uplink();
         let nexthop =
@@ -422,7 +425,7 @@ fn metrics_that_were_told_of_do_not_stay() {
         put(nexthop.into());
         let mut changes = kernel.changes().unwrap();
         ip("route add 10.1.2.0/24 nhid 9 proto 241 advmss 1000");
-        until(&mut *changes, tells(KernelEvent::Inexact(ours.into()))).await;
+        until(&mut *changes, reports(KernelEvent::Inexact(ours.into()))).await;
         put(ours.into());
         let shown = ip("route show 10.1.2.0/24");
         assert!(shown.contains("nhid 9") && !shown.contains("advmss"), "{shown}");
@@ -460,7 +463,8 @@ fn nothing_of_ours_that_leads_elsewhere_stays_behind_ours() {
         for (dst, via, doubles) in [
             ("10.1.7.0/24", Via::Nexthop(9), &doubles_v4[..]),
             ("10.1.8.0/24", gateway("10.1.8.0"), &doubles_v4),
-            // A second gateway makes one route of both; what has none cannot be told from ours.
+            // A second gateway makes one route of both; a route without one is not distinct from
+            // ours.
             ("fd00:1:0:7::/64", gateway("fd00:1:0:7::"), &[]),
         ] {
             let ours = Object::from(Route { dst: dst.parse().unwrap(), via, mtu: None });
@@ -493,7 +497,8 @@ fn nothing_of_ours_that_leads_elsewhere_stays_behind_ours() {
                 change(Change::Delete(ours.clone()));
                 assert_eq!(shown(), "", "{dst} {double}");
             }
-            // One that cannot be told from ours leads the same way. Once it is the only one, it is what it is.
+            // A route that is not distinct from ours leads the same way. Once it is the only one,
+            // it stays.
             change(Change::Put(ours.clone()));
             let alike = match via {
                 Via::Nexthop(id) => format!("nhid {id} proto 241 advmss 900"),
@@ -523,7 +528,7 @@ fn nothing_of_ours_that_leads_elsewhere_stays_behind_ours() {
 
 /// The kernel replaces an IPv6 route by its like: with a gateway, or without.
 #[test]
-fn what_stands_before_ours_and_is_not_replaced_gives_way() {
+fn a_route_before_ours_that_is_not_replaced_gives_way() {
     in_netns_async(|| async {
         let kernel = uplink();
         ip("link add up1 type veth peer name far1");
@@ -605,7 +610,9 @@ fn one_of_last_resort_does_not_stay_behind_ours_however_it_was_learned_of() {
                 change(&other, Change::Put(last.clone()));
                 match learned {
                     Learned::Told => {
-                        drop(until(&mut *changes, tells(KernelEvent::Present(last.clone()))).await);
+                        drop(
+                            until(&mut *changes, reports(KernelEvent::Present(last.clone()))).await,
+                        );
                     }
                     Learned::Read => {
                         assert_eq!(

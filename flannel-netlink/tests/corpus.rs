@@ -17,7 +17,8 @@ fn netlink_message() {
     for path in files {
         let name = path.file_name().expect("a name").to_string_lossy().into_owned();
         let lines = decode(&fs::read(&path).expect("readable"));
-        // What a fuzzer has added has hexadecimal digits for a name, and is checked, but not listed.
+        // What a fuzzer has added has hexadecimal digits for a name, and is checked, but not
+        // listed.
         if !name.bytes().all(|b| b.is_ascii_hexdigit()) {
             read += &format!("{name}: {}\n", lines.join(", "));
         }

@@ -4,7 +4,7 @@
 
 use flannel_core::address::{Dual, Family};
 use flannel_netlink::NetlinkKernel;
-use flannel_netlink::iface::{ObjectState, Selectors};
+use flannel_netlink::iface::{InterfaceState, Selectors};
 use flannel_netlink::testing::{in_netns, in_netns_async, ip};
 use tokio::sync::watch;
 
@@ -76,39 +76,40 @@ fn deprecated_and_unready_addresses_do_not_count() {
     });
 }
 
-/// Follows the interface that was chosen on this host, until the script has seen all that it waits for.
+/// Follows the interface that was chosen on this host, until the script has seen all that it waits
+/// for.
 async fn follow(
     kernel: &NetlinkKernel,
     selectors: &Selectors,
     families: &[Family],
-    script: impl AsyncFnOnce(watch::Receiver<ObjectState>),
+    script: impl AsyncFnOnce(watch::Receiver<InterfaceState>),
 ) {
     let chosen = kernel.external_interface(selectors, families.iter().copied()).unwrap();
-    let (standing, told) = watch::channel(ObjectState::Lost("it was not looked at yet".into()));
+    let (state, states) = watch::channel(InterfaceState::Lost("it was not looked at yet".into()));
     let scene = async {
         tokio::select! {
-            ended = kernel.follow_interface(&chosen, selectors, families, &standing) => panic!("{ended:?}"),
-            () = script(told) => (),
+            ended = kernel.follow_interface(&chosen, selectors, families, &state) => panic!("{ended:?}"),
+            () = script(states) => (),
         }
     };
-    let standing = || standing.borrow().clone();
+    let state = || state.borrow().clone();
     let over = tokio::time::timeout(std::time::Duration::from_secs(20), scene).await;
-    assert!(over.is_ok(), "nothing ended it: {:?}", standing());
+    assert!(over.is_ok(), "nothing ended it: {:?}", state());
 }
 
-/// Waits until it is told so.
+/// Waits for such a state.
 async fn until(
-    told: &mut watch::Receiver<ObjectState>,
-    wanted: impl Fn(&ObjectState) -> bool,
-) -> ObjectState {
-    told.wait_for(wanted).await.unwrap().clone()
+    states: &mut watch::Receiver<InterfaceState>,
+    wanted: impl Fn(&InterfaceState) -> bool,
+) -> InterfaceState {
+    states.wait_for(wanted).await.unwrap().clone()
 }
 
 /// Another choice is possible: what is different.
-async fn other(told: &mut watch::Receiver<ObjectState>) -> String {
-    match until(told, |standing| matches!(standing, ObjectState::Other { .. })).await {
-        ObjectState::Other { difference, .. } => difference,
-        standing => panic!("{standing:?}"),
+async fn other(states: &mut watch::Receiver<InterfaceState>) -> String {
+    match until(states, |state| matches!(state, InterfaceState::Other { .. })).await {
+        InterfaceState::Other { difference, .. } => difference,
+        state => panic!("{state:?}"),
     }
 }
 
@@ -117,12 +118,12 @@ async fn waits_for(changes: &[&str]) -> String {
     let kernel = host();
     let selectors = Selectors { iface: vec!["up1".into(), "up0".into()], ..Selectors::default() };
     let mut difference = String::new();
-    follow(&kernel, &selectors, &Family::BOTH, async |mut told| {
-        until(&mut told, |standing| *standing == ObjectState::Kept).await;
+    follow(&kernel, &selectors, &Family::BOTH, async |mut states| {
+        until(&mut states, |state| *state == InterfaceState::Kept).await;
         for change in changes {
             ip(change);
         }
-        difference = other(&mut told).await;
+        difference = other(&mut states).await;
     })
     .await;
     difference
@@ -176,63 +177,64 @@ fn a_link_local_address_takes_the_place_of_no_other_and_gives_way_to_one() {
         let kernel = host();
         ip("addr add 169.254.3.4/16 dev up1");
         let selectors = Selectors { iface: vec!["up1".into()], ..Selectors::default() };
-        let lost = |standing: &ObjectState| matches!(standing, ObjectState::Lost(why) if why.contains("link-local"));
-        follow(&kernel, &selectors, &[Family::V4], async |mut told| {
+        let lost = |standing: &InterfaceState| matches!(standing, InterfaceState::Lost(why) if why.contains("link-local"));
+        follow(&kernel, &selectors, &[Family::V4], async |mut states| {
             ip("addr del 192.0.3.1/24 dev up1");
-            until(&mut told, lost).await;
+            until(&mut states, lost).await;
             ip("addr add 192.0.3.1/24 dev up1");
-            until(&mut told, |standing| *standing == ObjectState::Kept).await;
+            until(&mut states, |state| *state == InterfaceState::Kept).await;
             ip("addr del 192.0.3.1/24 dev up1");
-            until(&mut told, lost).await;
+            until(&mut states, lost).await;
             ip("addr add 192.0.3.9/24 dev up1");
             assert_eq!(
-                other(&mut told).await,
+                other(&mut states).await,
                 "up1 has the IPv4 address 192.0.3.9 now, not 192.0.3.1"
             );
             ip("addr del 192.0.3.9/24 dev up1");
-            until(&mut told, lost).await;
+            until(&mut states, lost).await;
         })
         .await;
         // It is all there is.
-        follow(&kernel, &selectors, &[Family::V4], async |mut told| {
-            until(&mut told, |standing| *standing == ObjectState::Kept).await;
+        follow(&kernel, &selectors, &[Family::V4], async |mut states| {
+            until(&mut states, |state| *state == InterfaceState::Kept).await;
             ip("addr add 192.0.3.9/24 dev up1");
             assert_eq!(
-                other(&mut told).await,
+                other(&mut states).await,
                 "up1 has the IPv4 address 192.0.3.9 now, not 169.254.3.4"
             );
         })
         .await;
         // It is what was asked for.
         let asked = Selectors { iface: vec!["169.254.3.4".into()], ..Selectors::default() };
-        follow(&kernel, &asked, &[Family::V4], async |mut told| {
-            until(&mut told, |standing| *standing == ObjectState::Kept).await;
+        follow(&kernel, &asked, &[Family::V4], async |mut states| {
+            until(&mut states, |state| *state == InterfaceState::Kept).await;
             ip("link set up1 mtu 1350");
-            assert_eq!(other(&mut told).await, "up1 has the MTU 1350 now, not 1401");
+            assert_eq!(other(&mut states).await, "up1 has the MTU 1350 now, not 1401");
         })
         .await;
     });
 }
 
 #[test]
-fn a_choice_that_becomes_another_one_is_told_again() {
+fn a_choice_that_becomes_another_one_is_reported_again() {
     in_netns_async(async || {
         let kernel = host();
         let selectors =
             Selectors { iface: vec!["up1".into(), "up0".into()], ..Selectors::default() };
-        follow(&kernel, &selectors, &Family::BOTH, async |mut told| {
+        follow(&kernel, &selectors, &Family::BOTH, async |mut states| {
             ip("link del up1");
-            assert_eq!(other(&mut told).await, "the external interface is up0 now, not up1");
+            assert_eq!(other(&mut states).await, "the external interface is up0 now, not up1");
             ip("link set up0 mtu 1350");
             let smaller =
-                |standing: &ObjectState| matches!(standing, ObjectState::Other { now, .. } if now.mtu == 1350);
-            until(&mut told, smaller).await;
+                |standing: &InterfaceState| matches!(standing, InterfaceState::Other { now, .. } if now.mtu == 1350);
+            until(&mut states, smaller).await;
         })
         .await;
     });
 }
 
-/// The groups of sockets that listen to rtnetlink in this namespace, as the bits of `/proc/net/netlink`.
+/// The groups of sockets that listen to rtnetlink in this namespace, as the bits of
+/// `/proc/net/netlink`.
 fn groups() -> Vec<u32> {
     let table = std::fs::read_to_string("/proc/thread-self/net/netlink").unwrap();
     let rows = table.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
@@ -250,7 +252,7 @@ fn routes_are_listened_to_only_while_the_choice_depends_on_them() {
     in_netns_async(async || {
         let kernel = host();
         let selectors = Selectors::default();
-        follow(&kernel, &selectors, &[Family::V4], async |mut told| {
+        follow(&kernel, &selectors, &[Family::V4], async |mut states| {
             let until = async |wanted: &[u32]| {
                 while groups() != wanted {
                     tokio::task::yield_now().await;
@@ -264,7 +266,7 @@ fn routes_are_listened_to_only_while_the_choice_depends_on_them() {
             ip("addr del 192.0.3.1/24 dev up1");
             until(&[LINKS_AND_ADDRESSES | ROUTES]).await;
             ip("route replace default via 192.0.4.9");
-            assert_eq!(other(&mut told).await, "the external interface is up2 now, not up1");
+            assert_eq!(other(&mut states).await, "the external interface is up2 now, not up1");
         })
         .await;
     });

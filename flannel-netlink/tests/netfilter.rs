@@ -1,4 +1,4 @@
-//! Batches happen whole or not at all; what others change is heard, what we change is not.
+//! Batches happen whole or not at all; changes by others are reported, changes of our own are not.
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use flannel_core::kernel::KernelError;
 use flannel_netlink::netfilter::{
-    Batch, Kind, Make, NetfilterEvents, NetfilterSocket, Refused, Told,
+    Batch, Kind, Make, NetfilterEvents, NetfilterMessage, NetfilterSocket, Refused,
 };
 use flannel_netlink::testing::in_netns_async;
 
-/// `NFNL_SUBSYS_NFTABLES`, `NFNLGRP_NFTABLES`, `NFPROTO_IPV4`; `NFT_MSG_…`; an attribute with a name is number 1.
+/// `NFNL_SUBSYS_NFTABLES`, `NFNLGRP_NFTABLES`, `NFPROTO_IPV4`; `NFT_MSG_…`; an attribute with a
+/// name is number 1.
 const NFTABLES: u8 = 10;
 const GROUP: u32 = 7;
 const IPV4: u8 = 2;
@@ -23,14 +24,16 @@ fn table(batch: &mut Batch, number: u8, make: Make, name: &str) {
     batch.add(number, IPV4, make, |request| _ = request.text(NAME, name));
 }
 
-fn name(told: &Told<'_>) -> Option<String> {
-    let (_, value) = told.attributes.into_iter().find(|(kind, _)| *kind == NAME)?;
+fn name(message: &NetfilterMessage<'_>) -> Option<String> {
+    let (_, value) = message.attributes.into_iter().find(|(kind, _)| *kind == NAME)?;
     Some(String::from_utf8_lossy(value).trim_end_matches('\0').to_owned())
 }
 
 fn tables(socket: &mut NetfilterSocket) -> Vec<String> {
     let kind = Kind { subsystem: NFTABLES, number: GETTABLE, family: IPV4 };
-    socket.dump(kind, |_| (), |told| (told.kind.number == NEWTABLE).then(|| name(told))?).unwrap()
+    socket
+        .dump(kind, |_| (), |message| (message.kind.number == NEWTABLE).then(|| name(message))?)
+        .unwrap()
 }
 
 fn make(socket: &mut NetfilterSocket, name: &str) {
@@ -87,12 +90,14 @@ fn a_subsystem_that_is_not_there_refuses_the_whole_batch() {
 }
 
 #[test]
-fn others_changes_are_heard_and_ours_are_not() {
+fn only_changes_by_others_are_reported() {
     in_netns_async(|| async {
         let (mut own, mut other) =
             (NetfilterSocket::open().unwrap(), NetfilterSocket::open().unwrap());
         let mut events = NetfilterEvents::listen(GROUP, own.port()).unwrap();
-        let concerns = |told: &Told<'_>| name(told).is_some_and(|name| name.starts_with("mine"));
+        let concerns = |message: &NetfilterMessage<'_>| {
+            name(message).is_some_and(|name| name.starts_with("mine"))
+        };
         make(&mut own, "mine");
         make(&mut other, "foreign");
         let silence =
@@ -107,7 +112,7 @@ fn others_changes_are_heard_and_ours_are_not() {
 }
 
 #[test]
-fn what_is_lost_is_told_as_change() {
+fn lost_messages_are_reported_as_a_change() {
     in_netns_async(|| async {
         let mut other = NetfilterSocket::open().unwrap();
         let mut events = NetfilterEvents::listen(GROUP, 0).unwrap();
@@ -115,7 +120,7 @@ fn what_is_lost_is_told_as_change() {
         for n in 0..5_000 {
             make(&mut other, &format!("table {n}"));
         }
-        let concerns_nothing = |_: &Told<'_>| false;
+        let concerns_nothing = |_: &NetfilterMessage<'_>| false;
         tokio::time::timeout(Duration::from_secs(10), events.changed(concerns_nothing))
             .await
             .unwrap()
@@ -123,6 +128,6 @@ fn what_is_lost_is_told_as_change() {
         let silence =
             tokio::time::timeout(Duration::from_millis(100), events.changed(concerns_nothing))
                 .await;
-        assert!(silence.is_err(), "it is told once");
+        assert!(silence.is_err(), "it is reported once");
     });
 }

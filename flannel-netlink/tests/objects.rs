@@ -1,4 +1,5 @@
-//! Every kind of object, as iproute2 sees it: created, each attribute changed in place, put again, deleted.
+//! Every kind of object, as iproute2 sees it: created, each attribute changed in place, put again,
+//! deleted.
 
 #![allow(clippy::unwrap_used, reason = "a test fails that way")]
 
@@ -315,7 +316,8 @@ fn addresses() {
             assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len - 8))]);
             put(&kernel, addr);
             assert_eq!(shown_addresses(), [(text.to_owned(), u64::from(len))]);
-            // With another end, or valid only on this host, it is another one. Routes on the device outlast the exchange.
+            // With another end, or valid only on this host, it is another one. Routes on the device
+            // outlast the exchange.
             let dst = if addr.address.is_ipv4() { "10.1.7.0/24" } else { "fd00:1:7::/64" };
             let delete_and = format!("addr del {text}/{len} dev flannel.1");
             let odd = match addr.address {

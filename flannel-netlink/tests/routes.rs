@@ -253,7 +253,7 @@ fn a_route_of_ours_with_more_is_found_and_put_right_or_deleted() {
                     }
                 }
             }
-            // Go flannel's have none of that: whoever made these, it was not Go flannel.
+            // Go flannel's have none of that: another program made these.
             let scope = (scene.family == Family::V4).then_some((" scope site", false));
             let more = [("", true), (" advmss 1000", false), (" src SOURCE", false)];
             for (more, is_found) in more.into_iter().chain(scope) {
@@ -303,7 +303,8 @@ fn hide(scene: &Scene, form: usize, foreign: &str) {
     );
 }
 
-/// As a nexthop object is put right, whatever else stands there. In IPv4, where there are nexthop objects.
+/// As a nexthop object is repaired, whichever routes are there. In IPv4, where there are nexthop
+/// objects.
 #[test]
 fn a_route_that_goes_by_the_gateway_on_its_way_ends_by_its_nexthop_object() {
     in_netns(|| {
@@ -341,8 +342,8 @@ fn step_aside(scene: &Scene, there: usize, foreign: &str) {
     );
 }
 
-/// What is there already, behind routes of others, goes if the last one could take the first one's place, and only then. IPv6 routes replace
-/// each other wherever they are.
+/// What is there already, behind routes of others, goes if the last one could take the first one's
+/// place, and only then. IPv6 routes replace each other wherever they are.
 #[test]
 fn a_hidden_step_goes_for_the_last_route_and_for_nothing_else() {
     in_netns(|| {
@@ -542,7 +543,7 @@ fn what_else_goes_by_a_nexthop_is_found_and_does_not_go_with_it() {
 }
 
 #[test]
-fn a_route_of_last_resort_stands_behind_others_and_replaces_ours() {
+fn a_route_of_last_resort_is_behind_others_and_replaces_ours() {
     in_netns(|| {
         in_both_families(|scene| {
             let last = Route { dst: scene.dst(), via: Via::LastResort, mtu: None };
@@ -566,12 +567,14 @@ fn a_route_of_last_resort_stands_behind_others_and_replaces_ours() {
                 scene.apply(&Change::Delete(form.into()));
                 assert_eq!(scene.found(), None, "nothing of ours is left behind it");
             }
-            // What leads into a tunnel of ours is an earlier run's, whoever put it there, and would keep others from standing before.
+            // A route into a tunnel of ours is an earlier run's, and would keep others from being
+            // before it.
             scene.foreign("route add DST via BASE dev tun0 onlink");
             scene.apply(&Change::Put(last.into()));
             assert_eq!(scene.found(), Some(last.into()), "alone");
             scene.apply(&Change::Delete(last.into()));
-            // Others' by another metric, and by a nexthop object; what they lead by is theirs or ours.
+            // Others' by another metric, and by a nexthop object; what they lead by is theirs or
+            // ours.
             let flag = if scene.family == Family::V4 { "-4" } else { "-6" };
             for theirs in ["via BASE dev tun0 onlink metric 50", "nhid 77"] {
                 ip(&format!("nexthop replace id 77 via {} dev up0", scene.gateway(5)));
@@ -666,7 +669,8 @@ fn five_thousand_routes_are_read_while_others_change() {
                     }
                 });
                 for _ in 0..20 {
-                    // A table that never rests may be more than the kernel can show; then that is what it says.
+                    // A table that never rests may be more than the kernel can show; then that is
+                    // what it says.
                     match scene.kernel.snapshot(&footprint) {
                         Ok(found) => {
                             let steady = (0..5000)

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use flannel_core::testing::{Ground, kernel_suite};
+use flannel_core::testing::{Fixture, kernel_suite};
 use flannel_netlink::NetlinkKernel;
 use flannel_netlink::testing::{in_netns_async, ip};
 
@@ -19,6 +19,6 @@ fn the_kernel_passes_the_suite() {
         let (kernel, other) =
             (Arc::new(NetlinkKernel::open().unwrap()), NetlinkKernel::open().unwrap());
         let uplink = "up0".parse().unwrap();
-        kernel_suite(&Ground { kernel: &*kernel, other: &other, uplink }).await;
+        kernel_suite(&Fixture { kernel: &*kernel, other: &other, uplink }).await;
     });
 }

@@ -4,19 +4,9 @@ use std::collections::BTreeMap;
 
 use flannel_core::object::{Object, ObjectKind};
 
-/// All kinds, in their order.
-const KINDS: [ObjectKind; 6] = [
-    ObjectKind::Link,
-    ObjectKind::Addr,
-    ObjectKind::Neigh,
-    ObjectKind::Fdb,
-    ObjectKind::Nexthop,
-    ObjectKind::Route,
-];
-
 /// Counts objects one by one, as they come and go.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct ObjectCounts([usize; KINDS.len()]);
+pub(crate) struct ObjectCounts([usize; ObjectKind::ALL.len()]);
 
 impl ObjectCounts {
     pub(crate) fn add(&mut self, kind: ObjectKind) {
@@ -38,7 +28,7 @@ impl ObjectCounts {
         more: impl Iterator<Item = &'a Object>,
     ) -> BTreeMap<ObjectKind, usize> {
         more.for_each(|object| self.add(object.kind()));
-        KINDS.into_iter().zip(self.0).filter(|(_, count)| *count > 0).collect()
+        ObjectKind::ALL.into_iter().zip(self.0).filter(|(_, count)| *count > 0).collect()
     }
 }
 
@@ -48,7 +38,7 @@ mod tests {
 
     #[test]
     fn each_kind_has_its_place() {
-        for (n, kind) in KINDS.into_iter().enumerate() {
+        for (n, kind) in ObjectKind::ALL.into_iter().enumerate() {
             assert_eq!(kind as usize, n);
             let mut tally = ObjectCounts::default();
             tally.add(kind);

@@ -13,7 +13,7 @@ use flannel_core::address::Family;
 use flannel_core::backend::ExternalInterface;
 use flannel_core::object::LinkName;
 use flannel_netlink::NetlinkKernel;
-use flannel_netlink::iface::{ObjectState, Selectors};
+use flannel_netlink::iface::{InterfaceState, Selectors};
 use tokio::sync::watch;
 
 use crate::error::Error;
@@ -66,14 +66,18 @@ impl Chosen {
         judge: impl AsyncFn() -> Result<(), Error>,
         observer: &Observer,
     ) -> String {
-        let (standing, told) = watch::channel(ObjectState::Kept);
+        let (standing, told) = watch::channel(InterfaceState::Kept);
         tokio::select! {
             never = self.follow(config, &standing) => match never {},
             reason = decide(self.iface.name, told, judge, observer) => reason,
         }
     }
 
-    async fn follow(&self, config: &Config, standing: &watch::Sender<ObjectState>) -> Infallible {
+    async fn follow(
+        &self,
+        config: &Config,
+        standing: &watch::Sender<InterfaceState>,
+    ) -> Infallible {
         let families: Vec<_> = config.networks.families().collect();
         let mut said = false;
         loop {
@@ -96,7 +100,7 @@ impl Chosen {
 /// Waits until there is another choice, and the judge has nothing against it: what is different.
 async fn decide(
     name: LinkName,
-    mut told: watch::Receiver<ObjectState>,
+    mut told: watch::Receiver<InterfaceState>,
     judge: impl AsyncFn() -> Result<(), Error>,
     observer: &Observer,
 ) -> String {
@@ -105,9 +109,9 @@ async fn decide(
         let standing = told.borrow_and_update().clone();
         let mut patience = SECOND_THOUGHT;
         let why = match standing {
-            ObjectState::Kept => None,
-            ObjectState::Lost(why) => Some(why),
-            ObjectState::Other { difference, .. } => match judge().await {
+            InterfaceState::Kept => None,
+            InterfaceState::Lost(why) => Some(why),
+            InterfaceState::Other { difference, .. } => match judge().await {
                 Ok(()) => return difference,
                 Err(error) => {
                     // It is mostly reached by that very interface.
@@ -156,7 +160,7 @@ mod tests {
     /// No multiple of the time between two thoughts.
     const LONG: Duration = Duration::from_secs(3590);
 
-    fn smaller() -> ObjectState {
+    fn smaller() -> InterfaceState {
         let iface = ExternalInterface {
             name: "eth0".parse().unwrap(),
             mtu: 1300,
@@ -164,7 +168,7 @@ mod tests {
             public: flannel_core::address::Dual::default(),
             reason: String::new(),
         };
-        ObjectState::Other {
+        InterfaceState::Other {
             now: Box::new(iface),
             difference: "eth0 has the MTU 1300 now, not 1500".into(),
         }
@@ -172,7 +176,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn another_choice_that_is_refused_is_told_and_judged_again_until_nothing_is_in_its_way() {
-        let (standing, told) = watch::channel(ObjectState::Kept);
+        let (standing, told) = watch::channel(InterfaceState::Kept);
         let (observer, judged) = (Observer::default(), Cell::new(0));
         let in_the_way = RefCell::new(Some("too small".to_owned()));
         let away = Cell::new(false);
@@ -203,9 +207,9 @@ mod tests {
             "{why}"
         );
         assert_eq!(judged.take(), 120, "every 30 s");
-        standing.send_replace(ObjectState::Lost("eth0 is gone".into()));
+        standing.send_replace(InterfaceState::Lost("eth0 is gone".into()));
         assert_eq!((goes_on().await.as_deref(), judged.get()), (Some("eth0 is gone"), 0));
-        standing.send_replace(ObjectState::Kept);
+        standing.send_replace(InterfaceState::Kept);
         assert_eq!(goes_on().await, None);
         standing.send_replace(smaller());
         assert!(goes_on().await.is_some());

@@ -1,6 +1,9 @@
 //! A kernel in memory that behaves like Linux where it matters, and fails on demand.
 
-use std::collections::{BTreeMap, BTreeSet};
+mod rules;
+mod tables;
+
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,69 +11,25 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use async_trait::async_trait;
 use tokio::sync::mpsc;
 
+use self::tables::{Entry, Fault, Foreign, Listener, Tables};
 use crate::address::Subnet;
-use crate::kernel::NexthopIds;
 use crate::kernel::{
-    ChangedBy, Changes, Footprint, Invalidation, Kernel, KernelError, KernelEvent, Process,
-    ROUTE_PROTOCOL, RouteAnswer,
+    ChangedBy, Changes, Footprint, Invalidation, Kernel, KernelError, KernelEvent, NexthopIds,
+    Process, ROUTE_PROTOCOL, RouteAnswer,
 };
-use crate::object::LinkName;
-use crate::object::{Change, Key, Link, LinkKind, Nexthop, Object, Route, State, Via};
+use crate::object::{Change, Key, LinkName, Nexthop, Object, Route, State, Via};
 
-const ENOENT: i32 = 2;
-const EEXIST: i32 = 17;
-const ENODEV: i32 = 19;
-const EINVAL: i32 = 22;
-const EOPNOTSUPP: i32 = 95;
-const ENETDOWN: i32 = 100;
-const ENETUNREACH: i32 = 101;
 const ENOBUFS: i32 = 105;
 
-/// A kernel in memory: it has Linux's rules for what needs what, what vanishes with what, and what is told to
-/// whom; and a fault can be planted in every call.
+/// A kernel in memory. It has Linux's rules: which object needs which, which vanishes with which,
+/// and who is notified of which change. A fault can be planted in every call.
 ///
-/// Clones are the same kernel and the same writer. [`FakeKernel::other`] is the same kernel seen by another
-/// process, whose changes are news to the first.
+/// Clones are the same kernel and the same writer. [`FakeKernel::other`] is the same kernel as
+/// another process uses it, whose changes the first is notified of.
 #[derive(Clone)]
 pub struct FakeKernel {
     writer: u32,
     tables: Arc<Mutex<Tables>>,
-}
-
-#[derive(Default)]
-struct Tables {
-    writers: u32,
-    /// Links of others: the name, up, and the subnet that is on the link.
-    foreign: BTreeMap<LinkName, Foreign>,
-    objects: BTreeMap<Key, Entry>,
-    listeners: Vec<Listener>,
-    faults: Vec<Fault>,
-    calls: Vec<Call>,
-    process_questions: usize,
-    largest_batch: usize,
-    without_nexthops: bool,
-    unwanted_nexthops: bool,
-}
-
-#[derive(Debug)]
-struct Foreign {
-    up: bool,
-    on_link: Vec<Subnet>,
-}
-
-#[derive(Debug, Clone)]
-struct Entry {
-    object: Object,
-    /// The route protocol, where there is one.
-    protocol: u8,
-    /// It has more than `object` expresses.
-    inexact: bool,
-}
-
-struct Fault {
-    matches: Box<dyn Fn(&Call) -> bool + Send>,
-    error: KernelError,
-    times: usize,
 }
 
 /// One call to the kernel, as faults see it.
@@ -114,10 +73,12 @@ impl Default for FakeKernel {
 }
 
 impl FakeKernel {
-    /// The port id that changes by [`FakeKernel::foreign_put`] and [`FakeKernel::foreign_delete`] are told with.
+    /// The port id that changes by [`FakeKernel::foreign_put`] and [`FakeKernel::foreign_delete`]
+    /// are reported with.
     pub const FOREIGN_PORT: u32 = 4711;
 
-    /// A kernel with one link of others that is up and has `192.0.2.0/24` and `2001:db8::/64` on it.
+    /// A kernel with one link of others that is up and has `192.0.2.0/24` and `2001:db8::/64` on
+    /// it.
     pub fn with_uplink(name: &str) -> Self {
         let kernel = Self::default();
         let on_link = ["192.0.2.0/24", "2001:db8::/64"].map(|s| s.parse().expect("a subnet"));
@@ -151,7 +112,7 @@ impl FakeKernel {
         let name = name.parse().expect("an interface name");
         let mut tables = self.lock();
         tables.foreign.insert(name, Foreign { up: true, on_link: on_link.to_vec() });
-        tables.tell(0, &Invalidation::Link(name));
+        tables.publish(0, &Invalidation::Link(name));
     }
 
     /// Changes what is on a link of others, as an address change does.
@@ -165,11 +126,11 @@ impl FakeKernel {
             .chain(on_link.iter().copied())
             .map(|s| KernelEvent::Unrepresentable(Key::Route(s)));
         let routes = routes.collect();
-        tables.tell(0, &Invalidation::Objects(routes, None));
+        tables.publish(0, &Invalidation::Objects(routes, None));
     }
 
-    /// Sets a link up or down, as an administrator does: down drops its IPv4 routes, nexthops and permanent
-    /// neighbours, and says so only by a message about the link.
+    /// Sets a link up or down, as an administrator does: down drops its IPv4 routes, nexthops and
+    /// permanent neighbours, and says so only by a message about the link.
     pub fn set_up(&self, name: &str, up: bool) {
         let mut tables = self.lock();
         let name: LinkName = name.parse().expect("an interface name");
@@ -184,7 +145,7 @@ impl FakeKernel {
         if !up {
             tables.drop_by_down(name);
         }
-        tables.tell(0, &Invalidation::Link(name));
+        tables.publish(0, &Invalidation::Link(name));
     }
 
     /// Deletes a link, ours or another's, with all that is on it.
@@ -193,7 +154,7 @@ impl FakeKernel {
         let name = name.parse().expect("an interface name");
         tables.foreign.remove(&name);
         tables.drop_link(name);
-        tables.tell(0, &Invalidation::Link(name));
+        tables.publish(0, &Invalidation::Link(name));
     }
 
     /// Puts an object the way another process would, with this route protocol.
@@ -221,7 +182,7 @@ impl FakeKernel {
         };
         let mut tables = self.lock();
         tables.objects.insert(key, entry);
-        tables.tell(0, &invalidation);
+        tables.publish(0, &invalidation);
     }
 
     /// Deletes an object the way another process would.
@@ -229,12 +190,12 @@ impl FakeKernel {
         let mut tables = self.lock();
         tables.objects.remove(&key);
         tables.drop_after(key);
-        tables.tell(
+        tables.publish(
             0,
             &Invalidation::Objects(vec![KernelEvent::Deleted(key)], foreigner(&key, None)),
         );
         if let Key::Addr(link, IpAddr::V4(_)) = key {
-            tables.tell(0, &Invalidation::Link(link));
+            tables.publish(0, &Invalidation::Link(link));
         }
     }
 
@@ -245,7 +206,7 @@ impl FakeKernel {
 
     /// Makes every listener lose its messages.
     pub fn lose_messages(&self) {
-        self.lock().tell(0, &Invalidation::Everything);
+        self.lock().publish(0, &Invalidation::Everything);
     }
 
     /// Makes the next `times` calls that `matches` fail with `errno`.
@@ -265,8 +226,8 @@ impl FakeKernel {
         std::mem::take(&mut self.lock().calls)
     }
 
-    /// How often [`Kernel::process`] was asked since the last time this was asked. It is asked of no table, and cannot fail,
-    /// so it is no [`Call`].
+    /// How often [`Kernel::process`] was asked since the last time this was asked. It is asked of
+    /// no table, and cannot fail, so it is no [`Call`].
     pub fn take_process_questions(&self) -> usize {
         std::mem::take(&mut self.lock().process_questions)
     }
@@ -276,12 +237,12 @@ impl FakeKernel {
         self.lock().largest_batch
     }
 
-    /// All objects, whoever made them, as text.
+    /// All objects of all writers, as text.
     pub fn dump(&self) -> Vec<String> {
         self.lock().objects.values().map(|entry| entry.object.to_string()).collect()
     }
 
-    /// All objects, whoever made them.
+    /// All objects of all writers.
     pub fn state(&self) -> State {
         self.lock().objects.values().map(|entry| entry.object.clone()).collect()
     }
@@ -291,240 +252,19 @@ impl FakeKernel {
     }
 }
 
-/// What the kernel says of who changed an object: nothing of forwarding entries, and the protocol only of what has one.
+/// Who changed an object, as far as the kernel names it: nobody for links and forwarding entries, and
+/// the protocol only for objects that have one.
 fn foreigner(key: &Key, protocol: Option<u8>) -> Option<ChangedBy> {
     let mut changed_by = ChangedBy::new(FakeKernel::FOREIGN_PORT);
     changed_by.protocol = protocol.filter(|_| matches!(key, Key::Route(_) | Key::Nexthop(_)));
     (!matches!(key, Key::Link(_) | Key::Fdb(..))).then_some(changed_by)
 }
 
-impl Tables {
-    /// Notes a call, and fails it if a fault says so.
-    fn call(&mut self, operation: Operation, key: Option<Key>) -> Result<(), KernelError> {
-        let call = Call { operation, key };
-        let fault = self.faults.iter_mut().find(|fault| fault.times > 0 && (fault.matches)(&call));
-        self.calls.push(call);
-        match fault {
-            Some(fault) => {
-                fault.times -= 1;
-                Err(fault.error.clone())
-            }
-            None => Ok(()),
-        }
-    }
-
-    /// Tells all listeners but the writer itself. Nobody is the writer of messages about links and fdb.
-    fn tell(&mut self, writer: u32, invalidation: &Invalidation) {
-        self.listeners.retain(|listener| {
-            listener.port == writer || listener.sender.send(invalidation.clone()).is_ok()
-        });
-    }
-
-    fn is_up(&self, name: LinkName) -> Result<bool, KernelError> {
-        if let Some(foreign) = self.foreign.get(&name) {
-            return Ok(foreign.up);
-        }
-        match self.objects.get(&Key::Link(name)) {
-            Some(Entry { object: Object::Link(link), .. }) => Ok(link.up),
-            _ => Err(KernelError::explained(ENODEV, format!("no interface named {name}"))),
-        }
-    }
-
-    fn drop_by_down(&mut self, name: LinkName) {
-        let dropped = |object: &Object| match object {
-            Object::Neigh(o) => o.link == name,
-            Object::Nexthop(o) => o.link == name,
-            Object::Route(o) => o.dst.base().is_ipv4() && object.link() == Some(name),
-            _ => false,
-        };
-        self.objects.retain(|_, entry| !dropped(&entry.object));
-        self.drop_orphans();
-    }
-
-    fn drop_link(&mut self, name: LinkName) {
-        self.objects.remove(&Key::Link(name));
-        self.objects.retain(|_, entry| entry.object.link() != Some(name));
-        self.drop_orphans();
-        for entry in self.objects.values_mut() {
-            if let Object::Link(Link { kind: LinkKind::Vxlan(vxlan), .. }) = &mut entry.object
-                && vxlan.lower == Some(name)
-            {
-                vxlan.lower = None;
-            }
-        }
-    }
-
-    /// What goes with an object that was deleted: routes by a nexthop object, and with the last IPv4 address of a
-    /// device all its IPv4 routes.
-    fn drop_after(&mut self, key: Key) {
-        if let Key::Nexthop(_) = key {
-            self.drop_orphans();
-        }
-        let Key::Addr(name, IpAddr::V4(_)) = key else { return };
-        let left = self
-            .objects
-            .keys()
-            .any(|key| matches!(key, Key::Addr(link, IpAddr::V4(_)) if *link == name));
-        if !left {
-            self.objects.retain(|key, entry| {
-                !matches!(key, Key::Route(dst) if dst.base().is_ipv4())
-                    || entry.object.link() != Some(name)
-            });
-        }
-    }
-
-    /// Routes by a nexthop object go with it.
-    fn drop_orphans(&mut self) {
-        let id = |key: &Key| if let Key::Nexthop(id) = key { Some(*id) } else { None };
-        let there: BTreeSet<u32> = self.objects.keys().filter_map(id).collect();
-        self.objects.retain(|_, entry| match &entry.object {
-            Object::Route(route) => !matches!(route.via, Via::Nexthop(id) if !there.contains(&id)),
-            _ => true,
-        });
-    }
-
-    /// The device that a route leaves by, itself or through its nexthop object.
-    fn link_of(&self, object: &Object) -> Option<LinkName> {
-        match object {
-            Object::Route(Route { via: Via::Nexthop(id), .. }) => {
-                self.objects.get(&Key::Nexthop(*id))?.object.link()
-            }
-            object => object.link(),
-        }
-    }
-
-    fn on_link(&self, address: IpAddr) -> Option<LinkName> {
-        let on = |foreign: &Foreign| {
-            foreign.up && foreign.on_link.iter().any(|subnet| subnet.contains(address))
-        };
-        self.foreign.iter().find(|(_, foreign)| on(foreign)).map(|(name, _)| *name)
-    }
-
-    fn put(&mut self, writer: u32, object: &Object) -> Result<(), KernelError> {
-        let key = object.key();
-        let operation =
-            if self.objects.contains_key(&key) { Operation::Replace } else { Operation::Create };
-        self.call(operation, Some(key))?;
-        if let Object::Link(link) = object {
-            return self.put_link(link);
-        }
-        if let Some(link) = object.link() {
-            let up = self.is_up(link)?;
-            if !up && matches!(object, Object::Nexthop(_) | Object::Route(_)) {
-                return Err(KernelError::explained(ENETDOWN, "Device for nexthop is not up"));
-            }
-        }
-        match object {
-            Object::Fdb(fdb) if self.foreign.contains_key(&fdb.link) => {
-                return Err(KernelError::new(EINVAL));
-            }
-            Object::Nexthop(_) if self.without_nexthops => {
-                return Err(KernelError::new(EOPNOTSUPP));
-            }
-            Object::Nexthop(Nexthop { gateway, link, onlink: false, .. })
-                if self.on_link(*gateway) != Some(*link) =>
-            {
-                return Err(KernelError::explained(EINVAL, "Nexthop has invalid gateway"));
-            }
-            Object::Route(route) => match route.via {
-                Via::Gateway { gateway, link, onlink: false }
-                    if self.on_link(gateway) != Some(link) =>
-                {
-                    return Err(KernelError::explained(ENETUNREACH, "Nexthop has invalid gateway"));
-                }
-                Via::Nexthop(id) if !self.objects.contains_key(&Key::Nexthop(id)) => {
-                    return Err(KernelError::explained(EINVAL, "Nexthop id does not exist"));
-                }
-                _ => {}
-            },
-            _ => {}
-        }
-        let entry = Entry { object: object.clone(), protocol: ROUTE_PROTOCOL, inexact: false };
-        let old = self.objects.insert(key, entry);
-        if old.is_none_or(|old| old.object != *object) {
-            let teller = if matches!(object, Object::Fdb(_)) { 0 } else { writer };
-            self.tell(
-                teller,
-                &Invalidation::Objects(vec![KernelEvent::Present(object.clone())], None),
-            );
-        }
-        Ok(())
-    }
-
-    fn put_link(&mut self, link: &Link) -> Result<(), KernelError> {
-        if self.foreign.contains_key(&link.name) {
-            let detail = format!("{} exists and is not a vxlan device", link.name);
-            return Err(KernelError::explained(EEXIST, detail));
-        }
-        let LinkKind::Vxlan(want) = &link.kind;
-        if let Some(lower) = want.lower {
-            self.is_up(lower)?;
-        }
-        let old = self.objects.get(&Key::Link(link.name)).map(|entry| entry.object.clone());
-        if let Some(Object::Link(Link { kind: LinkKind::Vxlan(is), up, .. })) = &old {
-            let lower_removed = is.lower.is_some() && want.lower.is_none();
-            if (is.vni, is.port, is.gbp) != (want.vni, want.port, want.gbp) || lower_removed {
-                self.drop_link(link.name);
-            } else if *up && !link.up {
-                self.drop_by_down(link.name);
-            } else if is.mac != want.mac {
-                self.objects.retain(|key, _| !matches!(key, Key::Neigh(on, _) if *on == link.name));
-            }
-        }
-        let object = Object::Link(link.clone());
-        if old.as_ref() != Some(&object) {
-            self.objects
-                .insert(Key::Link(link.name), Entry { object, protocol: 0, inexact: false });
-            self.tell(0, &Invalidation::Link(link.name));
-        }
-        Ok(())
-    }
-
-    fn delete(&mut self, writer: u32, object: &Object) -> Result<(), KernelError> {
-        let key = object.key();
-        self.call(Operation::Delete, Some(key))?;
-        // Only as described: what took its place by another link or gateway stays.
-        let same = |there: &Object| match (there, object) {
-            (Object::Route(a), Object::Route(b)) => a.via == b.via,
-            (Object::Nexthop(a), Object::Nexthop(b)) => a.link == b.link,
-            _ => true,
-        };
-        if !self.objects.get(&key).is_some_and(|entry| same(&entry.object)) {
-            return Err(KernelError::new(ENOENT));
-        }
-        if let Object::Link(link) = object {
-            self.drop_link(link.name);
-            self.tell(0, &Invalidation::Link(link.name));
-            return Ok(());
-        }
-        self.objects.remove(&key);
-        self.drop_after(key);
-        let teller = if matches!(object, Object::Fdb(_)) { 0 } else { writer };
-        self.tell(teller, &Invalidation::Objects(vec![KernelEvent::Deleted(key)], None));
-        Ok(())
-    }
-
-    fn footprint(&self, footprint: &Footprint, entry: &Entry) -> bool {
-        match &entry.object {
-            Object::Link(link) => footprint.links.contains(&link.name),
-            Object::Addr(addr) => footprint.owns_addr(addr),
-            Object::Neigh(neigh) => footprint.owns_entry(neigh.link, true),
-            Object::Fdb(fdb) => footprint.owns_entry(fdb.link, true),
-            Object::Nexthop(nexthop) => {
-                footprint.owns_nexthop(nexthop.id, nexthop.link, entry.protocol)
-            }
-            Object::Route(route) => {
-                footprint.owns_route(route, self.link_of(&entry.object), entry.protocol)
-            }
-        }
-    }
-}
-
 impl Kernel for FakeKernel {
     fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError> {
         let mut tables = self.lock();
         tables.call(Operation::Snapshot, None)?;
-        let ours = || tables.objects.values().filter(|entry| tables.footprint(footprint, entry));
+        let ours = || tables.objects.values().filter(|entry| tables.owns(footprint, entry));
         let mut state: State = ours().map(|entry| entry.object.clone()).collect();
         for entry in ours().filter(|entry| entry.inexact || entry.protocol != ROUTE_PROTOCOL) {
             if let Object::Route(route) = &entry.object {
@@ -610,12 +350,6 @@ impl Kernel for FakeKernel {
         self.lock().process_questions += 1;
         (port == Self::FOREIGN_PORT).then(|| Process::new("foreigner".into(), port))
     }
-}
-
-/// Somebody who is told what others than `port` change.
-struct Listener {
-    port: u32,
-    sender: mpsc::UnboundedSender<Invalidation>,
 }
 
 struct Queue {

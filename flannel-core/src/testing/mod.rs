@@ -10,5 +10,5 @@ mod objects;
 
 pub use fake_kernel::{Call, FakeKernel, Operation};
 pub use fake_subnets::FakeSubnets;
-pub use kernel_suite::{Ground, kernel_suite};
+pub use kernel_suite::{Fixture, kernel_suite};
 pub use objects::any_object;

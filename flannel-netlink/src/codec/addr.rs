@@ -1,22 +1,25 @@
-//! Addresses on links. The one thing to know: IPv4 takes address and prefix length for the identity, IPv6 only the
-//! address.
+//! Addresses on links.
+//!
+//! For IPv4 the address and the prefix length are the identity, for IPv6 only the address.
 
 use std::net::IpAddr;
 
-use flannel_core::object::{Addr, LinkName};
+use flannel_core::kernel::KernelEvent;
+use flannel_core::object::{Addr, LinkName, Object};
 use neli::consts::nl::NlmF;
-use neli::consts::rtnl::{Ifa, IfaF, RtAddrFamily, RtScope, Rtm};
-use neli::rtnl::{Ifaddrmsg, IfaddrmsgBuilder};
+use neli::consts::rtnl::{Ifa, RtAddrFamily, RtScope, Rtm};
 
-use super::{af_of, put_flags};
-use crate::wire::{Message, Messages, bytes_of, ip_of, u32_of};
+use super::{EventMessage, af_of, event, put_flags};
+use crate::wire::{Message, Messages, ip_of, u32_of};
 
-/// `IFA_F_NODAD`: use the address at once, without asking the link whether somebody else has it.
+/// Bytes of `struct ifaddrmsg`.
+const HEADER: usize = 8;
+/// `IFA_F_NODAD`: use the address at once, without asking the link whether another host has it.
 const NODAD: u32 = 0x02;
 /// `IFA_F_NOPREFIXROUTE`: no route to the others of its prefix.
 const NOPREFIXROUTE: u32 = 0x200;
 
-/// What a message says of an address.
+/// The content of a message about an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct AddrMessage {
     pub(crate) index: u32,
@@ -24,18 +27,18 @@ pub(crate) struct AddrMessage {
     pub(crate) len: u8,
     /// `IFA_F_…`.
     pub(crate) flags: u32,
-    /// How far it is valid. Of IPv6 the address itself says so.
+    /// Where it is valid; an IPv6 address implies that.
     scope: RtScope,
-    /// What is at the other end, if it is said to be there; for IPv4 a part of the identity.
+    /// The address of the other end, if it has one; for IPv4 a part of the identity.
     pub(crate) far: Option<IpAddr>,
-    /// The kernel gives it up by itself, or prefers others to it.
+    /// Its lifetime ends: the kernel removes it by itself, or prefers others to it.
     pub(crate) passing: bool,
 }
 
 /// Reads `RTM_NEWADDR` and `RTM_DELADDR`.
 pub(crate) fn read(message: &Message<'_>) -> Option<AddrMessage> {
-    let (header, attributes) = message.split::<Ifaddrmsg>()?;
-    let (mut local, mut address, mut flags) = (None, None, u32::from(header.ifa_flags().bits()));
+    let (&[_, len, flags, scope, index @ ..], attributes) = message.split::<HEADER>()?;
+    let (mut local, mut address, mut flags) = (None, None, u32::from(flags));
     let mut passing = false;
     for (id, value) in attributes {
         match Ifa::from(id) {
@@ -50,12 +53,12 @@ pub(crate) fn read(message: &Message<'_>) -> Option<AddrMessage> {
     // On a point-to-point link IFA_ADDRESS is the other end.
     let own = local.or(address)?;
     Some(AddrMessage {
-        index: *header.ifa_index(),
+        index: u32::from_ne_bytes(index),
         address: own,
         far: address.filter(|address| *address != own),
-        len: *header.ifa_prefixlen(),
+        len,
         flags,
-        scope: *header.ifa_scope(),
+        scope: scope.into(),
         passing,
     })
 }
@@ -87,23 +90,28 @@ impl AddrMessage {
     }
 }
 
-fn header(family: RtAddrFamily, len: u8, index: u32) -> Vec<u8> {
-    let header = IfaddrmsgBuilder::default()
-        .ifa_family(family)
-        .ifa_prefixlen(len)
-        .ifa_flags(IfaF::empty())
-        .ifa_scope(RtScope::Universe)
-        .ifa_index(index)
-        .build()
-        .expect("all fields are set");
-    bytes_of(&header)
+impl EventMessage for AddrMessage {
+    fn event_index(&self, _: bool) -> u32 {
+        self.index
+    }
+
+    fn event(&self, link: Option<LinkName>, is_deletion: bool, _: NlmF) -> Option<KernelEvent> {
+        let object = Object::from(self.object(link?));
+        Some(event(object.key(), Some(object), self.is_exact(), is_deletion))
+    }
+}
+
+/// `struct ifaddrmsg`, without flags.
+fn header(family: RtAddrFamily, len: u8, index: u32) -> [u8; HEADER] {
+    let [a, b, c, d] = index.to_ne_bytes();
+    [family.into(), len, 0, RtScope::Universe.into(), a, b, c, d]
 }
 
 pub(crate) fn put(requests: &mut Messages, addr: &Addr, index: u32) {
     put_as(requests, addr, index, if addr.address.is_ipv6() { NODAD } else { 0 });
 }
 
-/// Puts an IPv4 address that makes no route: for a while.
+/// Puts an IPv4 address that makes no route, as an intermediate step.
 pub(crate) fn put_step(requests: &mut Messages, addr: &Addr, index: u32) {
     put_as(requests, addr, index, NOPREFIXROUTE);
 }
@@ -119,13 +127,13 @@ fn put_as(requests: &mut Messages, addr: &Addr, index: u32, flags: u32) {
     }
 }
 
-/// Deletes what the kernel told of.
-pub(crate) fn delete(requests: &mut Messages, told: &AddrMessage) {
-    let header = header(af_of(told.address), told.len, told.index);
+/// Deletes an address that was read.
+pub(crate) fn delete(requests: &mut Messages, read: &AddrMessage) {
+    let header = header(af_of(read.address), read.len, read.index);
     requests
         .begin(Rtm::Deladdr, NlmF::empty(), &header)
-        .ip(Ifa::Local, told.address)
-        .ip(Ifa::Address, told.far.unwrap_or(told.address));
+        .ip(Ifa::Local, read.address)
+        .ip(Ifa::Address, read.far.unwrap_or(read.address));
 }
 
 /// Asks for all addresses on a link, or on all links if `index` is 0.

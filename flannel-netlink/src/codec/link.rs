@@ -1,58 +1,60 @@
-//! Links. The one thing to know: on a change the kernel refuses some attributes even if they are what they were, so
-//! only what differs is sent.
+//! Links.
+//!
+//! Each link kind has a module below this one. On a change the kernel refuses some attributes even
+//! if they are the present ones, so only attributes that differ are sent.
 
-use std::net::IpAddr;
+mod vxlan;
 
-use flannel_core::address::Family;
-use flannel_core::object::{Link, LinkKind, LinkName, MacAddr, Vxlan};
+use flannel_core::object::{Link, LinkKind, LinkName, MacAddr};
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{Iff, Ifla, IflaInfo, RtAddrFamily, Rtm};
-use neli::rtnl::{Ifinfomsg, IfinfomsgBuilder};
 
-use super::signed;
-use crate::wire::{Attributes, Message, Messages, bytes_of, ip_of, mac_of, text_of, u32_of};
+use crate::wire::{Attributes, Message, Messages, mac_of, text_of, u32_at, u32_of};
 
-/// `IFLA_VXLAN_…` (linux `include/uapi/linux/if_link.h`).
-mod vxlan {
-    pub(super) const ID: u16 = 1;
-    pub(super) const GROUP: u16 = 2;
-    pub(super) const LINK: u16 = 3;
-    pub(super) const LOCAL: u16 = 4;
-    pub(super) const TTL: u16 = 5;
-    pub(super) const TOS: u16 = 6;
-    pub(super) const LEARNING: u16 = 7;
-    pub(super) const LIMIT: u16 = 9;
-    pub(super) const PROXY: u16 = 11;
-    pub(super) const RSC: u16 = 12;
-    pub(super) const L2MISS: u16 = 13;
-    pub(super) const L3MISS: u16 = 14;
-    pub(super) const PORT: u16 = 15;
-    pub(super) const GROUP6: u16 = 16;
-    pub(super) const LOCAL6: u16 = 17;
-    pub(super) const UDP_ZERO_CSUM6_TX: u16 = 19;
-    pub(super) const UDP_ZERO_CSUM6_RX: u16 = 20;
-    pub(super) const REMCSUM_TX: u16 = 21;
-    pub(super) const REMCSUM_RX: u16 = 22;
-    pub(super) const GBP: u16 = 23;
-    pub(super) const COLLECT_METADATA: u16 = 25;
-    pub(super) const LABEL: u16 = 26;
-    pub(super) const GPE: u16 = 27;
-    pub(super) const TTL_INHERIT: u16 = 28;
-    pub(super) const DF: u16 = 29;
-    pub(super) const VNIFILTER: u16 = 30;
-}
-
-/// What the headers of outer packets can be told, and how the kernel is told that it fills them in by itself, as it does for
-/// flannel's devices.
-const OUTER: [(u16, &[u8]); 4] =
-    [(vxlan::TTL, &[0]), (vxlan::TOS, &[0]), (vxlan::DF, &[0]), (vxlan::LABEL, &[0; 4])];
-
+/// Bytes of `struct ifinfomsg`.
+const HEADER: usize = 16;
 const PROTO_DOWN_REASON_MASK: u16 = 1;
 const PROTO_DOWN_REASON_VALUE: u16 = 2;
 /// The kernel has it since 3.15.
 const IFLA_CARRIER_CHANGES: u16 = 35;
+const VRF: &str = "vrf";
 
-/// What a message says of a link.
+/// How rtnetlink writes and compares the attributes of one link kind. `lower` is the index of the
+/// lower device, 0 if there is none.
+pub(crate) trait LinkCodec {
+    /// Adds the attributes of a new device.
+    fn create(&self, data: &mut Messages, lower: u32);
+
+    /// Adds the attributes in which `is`, which can become such a device, differs.
+    fn change(&self, is: &LinkMessage, data: &mut Messages, lower: u32);
+
+    /// The device `is` belongs to the same network, though its other attributes may differ.
+    fn is_same_network(&self, is: &LinkMessage) -> bool;
+
+    /// The kernel makes no such device as long as `is` is there.
+    fn excludes(&self, is: &LinkMessage) -> bool;
+
+    /// The attributes that only one device can have, as text.
+    fn exclusive(&self) -> String;
+}
+
+/// The codec of a link kind; `None` if this version has none.
+pub(crate) fn codec(kind: &LinkKind) -> Option<&dyn LinkCodec> {
+    match kind {
+        LinkKind::Vxlan(vxlan) => Some(vxlan),
+        _ => None,
+    }
+}
+
+/// The attributes of one link kind in a message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum KindMessage {
+    Vxlan(vxlan::VxlanMessage),
+    /// None that ours have.
+    Other,
+}
+
+/// The content of a message about a link.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct LinkMessage {
     pub(crate) index: u32,
@@ -61,37 +63,21 @@ pub(crate) struct LinkMessage {
     pub(crate) up: bool,
     /// It asks for its neighbours' addresses, and answers.
     arp: bool,
-    /// It is a port of another device, a bridge for example, which gets all that comes in by it. A VRF is none: it has the host route
-    /// that, by another table, which may be meant.
+    /// It is a port of another device, such as a bridge, which gets all packets that come in by it.
+    /// A VRF is no such device: it has the host route by another table, which may be meant.
     enslaved: bool,
-    /// Somebody has taken its carrier.
+    /// Another program has taken its carrier.
     proto_down: bool,
     /// `IFLA_INFO_KIND`; empty for a device that no driver made on demand.
-    pub(crate) kind: String,
+    pub(crate) kind_name: String,
     /// The message is about the link itself, not about its part in a bridge.
     pub(crate) whole: bool,
-    /// How often the carrier came or went: with it the kernel drops nexthop objects on the link, and says no more of it
-    /// than this. A count, because two changes may come as one message, or as two that both tell the last state.
+    /// How often the carrier came or went: with it the kernel drops nexthop objects on the link,
+    /// and sends no other message about them. A count, because two changes may come as one message,
+    /// or as two messages that both have the last state.
     carrier_changes: u32,
     mac: Option<MacAddr>,
-    vxlan: VxlanMessage,
-}
-
-/// `IFLA_INFO_DATA` of a vxlan device.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-struct VxlanMessage {
-    vni: u32,
-    port: u16,
-    local: Option<IpAddr>,
-    /// The index of the lower device.
-    lower: u32,
-    learning: bool,
-    gbp: bool,
-    /// Which of [`OUTER`] somebody has set.
-    outer: [bool; OUTER.len()],
-    /// Has something that flannel's devices do not have and the kernel does not take away: a group, tunnel metadata from outside,
-    /// answers and questions in the place of the neighbour table, a limit to what it forwards to, checksums that other VTEPs refuse.
-    alien: bool,
+    kind: KindMessage,
 }
 
 /// Reads `RTM_NEWLINK` and `RTM_DELLINK`.
@@ -99,9 +85,11 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
     if message.kind != u16::from(Rtm::Newlink) && message.kind != u16::from(Rtm::Dellink) {
         return None;
     }
-    let (header, attributes) = message.split::<Ifinfomsg>()?;
-    let (mut name, mut mtu, mut mac, mut kind, mut data) =
-        (None, 0, None, String::new(), VxlanMessage::default());
+    let (header, attributes) = message.split::<HEADER>()?;
+    let flags = u32_at(header, 8)?;
+    let has = |flag: Iff| flags & flag.bits() != 0;
+    let (mut name, mut mtu, mut mac, mut kind_name, mut kind) =
+        (None, 0, None, String::new(), KindMessage::Other);
     let (mut carrier_changes, mut enslaved, mut vrf, mut proto_down) = (0, false, false, false);
     for (id, value) in attributes {
         if id == IFLA_CARRIER_CHANGES {
@@ -114,75 +102,39 @@ pub(crate) fn read(message: &Message<'_>) -> Option<LinkMessage> {
             Ifla::Address => mac = mac_of(value),
             Ifla::Master => enslaved = u32_of(value)? != 0,
             Ifla::ProtoDown => proto_down = is_set(value),
-            Ifla::Linkinfo => (kind, data, vrf) = read_info(value),
+            Ifla::Linkinfo => (kind_name, kind, vrf) = read_info(value),
             _ => {}
         }
     }
     Some(LinkMessage {
-        index: header.ifi_index().cast_unsigned(),
+        index: u32_at(header, 4)?,
         name: name?,
         mtu,
-        up: header.ifi_flags().contains(Iff::UP),
-        arp: !header.ifi_flags().contains(Iff::NOARP),
+        up: has(Iff::UP),
+        arp: !has(Iff::NOARP),
         enslaved: enslaved && !vrf,
         proto_down,
-        kind,
-        whole: *header.ifi_family() == RtAddrFamily::Unspecified,
+        kind_name,
+        whole: header[0] == u8::from(RtAddrFamily::Unspecified),
         carrier_changes,
         mac,
-        vxlan: data,
+        kind,
     })
 }
 
-/// The kind, what a vxlan device is, and whether it is in a VRF.
-fn read_info(info: &[u8]) -> (String, VxlanMessage, bool) {
+/// The name of the kind, its attributes, and whether the device is in a VRF.
+fn read_info(info: &[u8]) -> (String, KindMessage, bool) {
     let find = |wanted| {
         Attributes(info).find(|(id, _)| IflaInfo::from(*id) == wanted).map(|(_, value)| value)
     };
-    let kind = find(IflaInfo::Kind).and_then(text_of).unwrap_or_default();
-    let data = find(IflaInfo::Data).filter(|_| kind == VXLAN).unwrap_or_default();
+    let name = find(IflaInfo::Kind).and_then(text_of).unwrap_or_default();
+    let data = find(IflaInfo::Data).unwrap_or_default();
+    let kind = match name.as_str() {
+        "vxlan" => KindMessage::Vxlan(vxlan::read(data)),
+        _ => KindMessage::Other,
+    };
     let vrf = find(IflaInfo::SlaveKind).and_then(text_of).is_some_and(|kind| kind == VRF);
-    (kind, read_vxlan(data), vrf)
-}
-
-const VXLAN: &str = "vxlan";
-const VRF: &str = "vrf";
-
-fn read_vxlan(data: &[u8]) -> VxlanMessage {
-    let mut read = VxlanMessage::default();
-    // One without a value is a flag.
-    let flag = |value: &[u8]| value.is_empty() || is_set(value);
-    for (id, value) in Attributes(data) {
-        if let Some(place) = OUTER.iter().position(|(outer, _)| *outer == id) {
-            read.outer[place] = is_set(value);
-            continue;
-        }
-        match id {
-            vxlan::ID => read.vni = u32_of(value).unwrap_or_default(),
-            vxlan::PORT => read.port = value.try_into().map_or(0, u16::from_be_bytes),
-            vxlan::LOCAL | vxlan::LOCAL6 => {
-                read.local = ip_of(value).filter(|address| !address.is_unspecified());
-            }
-            vxlan::LINK => read.lower = u32_of(value).unwrap_or_default(),
-            vxlan::LEARNING => read.learning = flag(value),
-            vxlan::GBP => read.gbp = true,
-            vxlan::GROUP | vxlan::GROUP6 => read.alien = true,
-            vxlan::LIMIT
-            | vxlan::GPE
-            | vxlan::TTL_INHERIT
-            | vxlan::PROXY
-            | vxlan::RSC
-            | vxlan::L2MISS
-            | vxlan::L3MISS
-            | vxlan::UDP_ZERO_CSUM6_TX
-            | vxlan::REMCSUM_TX
-            | vxlan::REMCSUM_RX
-            | vxlan::COLLECT_METADATA
-            | vxlan::VNIFILTER => read.alien |= flag(value),
-            _ => {}
-        }
-    }
-    read
+    (name, kind, vrf)
 }
 
 fn is_set(value: &[u8]) -> bool {
@@ -190,106 +142,97 @@ fn is_set(value: &[u8]) -> bool {
 }
 
 impl LinkMessage {
-    pub(crate) fn is_vxlan(&self) -> bool {
-        self.kind == VXLAN
+    /// Its kind is one of ours.
+    pub(crate) fn is_known(&self) -> bool {
+        self.kind != KindMessage::Other
     }
 
-    /// The index of the device that a vxlan device's packets leave by; 0 if there is none.
+    /// The index of the device that outer packets leave by; 0 if there is none.
     pub(crate) fn lower(&self) -> u32 {
-        self.vxlan.lower
-    }
-
-    /// [`LinkMessage::object`] expresses all of it that says where packets go.
-    pub(crate) fn is_exact(&self) -> bool {
-        self.arp && !self.enslaved && !self.proto_down && !self.vxlan.outer.contains(&true)
-    }
-
-    /// The object, if there is one for such a link; `lower` is the name of [`LinkMessage::lower`].
-    pub(crate) fn object(&self, lower: Option<LinkName>) -> Option<Link> {
-        if !self.is_vxlan() || self.vxlan.alien {
-            return None;
+        match &self.kind {
+            KindMessage::Vxlan(vxlan) => vxlan.lower,
+            KindMessage::Other => 0,
         }
-        let VxlanMessage { vni, port, local, learning, gbp, .. } = self.vxlan;
-        let vxlan = Vxlan { vni, port, mac: self.mac?, local, lower, learning, gbp };
-        Some(Link { name: self.name, mtu: self.mtu, up: self.up, kind: LinkKind::Vxlan(vxlan) })
+    }
+
+    /// [`LinkMessage::object`] expresses all attributes that decide where packets go.
+    pub(crate) fn is_exact(&self) -> bool {
+        let is_exact = match &self.kind {
+            KindMessage::Vxlan(vxlan) => vxlan.is_exact(),
+            KindMessage::Other => true,
+        };
+        self.arp && !self.enslaved && !self.proto_down && is_exact
+    }
+
+    /// The object, if one expresses such a link; `lower` is the name of [`LinkMessage::lower`].
+    pub(crate) fn object(&self, lower: Option<LinkName>) -> Option<Link> {
+        let kind = match &self.kind {
+            KindMessage::Vxlan(vxlan) => vxlan.object(self.mac?, lower)?,
+            KindMessage::Other => return None,
+        };
+        Some(Link { name: self.name, mtu: self.mtu, up: self.up, kind })
+    }
+
+    /// It can become a device of this kind without being made anew, as far as is known without
+    /// trying.
+    pub(crate) fn can_become(&self, to: &LinkKind) -> bool {
+        // The answer depends on whether there is a lower device, not on its name.
+        let lower = (self.lower() != 0).then_some(self.name);
+        self.object(lower).is_some_and(|is| is.kind.attributes().can_become(to))
+    }
+
+    /// It has the MAC address of a device of this kind, if that has one.
+    pub(crate) fn has_mac_of(&self, kind: &LinkKind) -> bool {
+        kind.attributes().mac().is_none_or(|mac| self.mac == Some(mac))
     }
 }
 
-/// The flags in `change` go, but for `IFF_UP`, which is to be `up`.
-fn header(index: u32, change: Iff, up: bool) -> Vec<u8> {
-    let builder =
-        IfinfomsgBuilder::default().ifi_family(RtAddrFamily::Unspecified).ifi_index(signed(index));
+/// `struct ifinfomsg`. The flags in `change` are cleared, but for `IFF_UP`, which is to be `up`.
+fn header(index: u32, change: Iff, up: bool) -> [u8; HEADER] {
     let flags = if up { change & Iff::UP } else { Iff::empty() };
-    let header = builder
-        .ifi_flags(flags)
-        .ifi_change(change)
-        .build()
-        .expect("all fields that have no default are set");
-    bytes_of(&header)
+    let mut header = [0; HEADER];
+    header[4..8].copy_from_slice(&index.to_ne_bytes());
+    header[8..12].copy_from_slice(&flags.bits().to_ne_bytes());
+    header[12..].copy_from_slice(&change.bits().to_ne_bytes());
+    header
 }
 
-/// Nothing but which link.
-fn at(index: u32) -> Vec<u8> {
+/// A header that only names a link.
+fn at(index: u32) -> [u8; HEADER] {
     header(index, Iff::empty(), false)
 }
 
-/// Makes a vxlan device, not up yet; `lower` is the index of its lower device, 0 if it has none.
-///
-/// **Source**: the attributes are those of flannel `pkg/backend/vxlan/device.go: newVXLANDevice`.
-pub(crate) fn create(link: &Link, v: &Vxlan, lower: u32) -> Messages {
+/// Makes a device, not up yet.
+pub(crate) fn create(link: &Link, codec: &dyn LinkCodec, lower: u32) -> Messages {
+    let attributes = link.kind.attributes();
     let mut request = Messages::one(Rtm::Newlink, NlmF::CREATE | NlmF::EXCL, &at(0));
     request.text(Ifla::Ifname, link.name.as_str()).u32(Ifla::Mtu, link.mtu).u32(Ifla::Txqlen, 0);
-    request.attr(Ifla::Address, &v.mac.0).nest(Ifla::Linkinfo, |info| {
-        info.text(IflaInfo::Kind, VXLAN).nest(IflaInfo::Data, |data| {
-            data.u32(vxlan::ID, v.vni).attr(vxlan::PORT, &v.port.to_be_bytes());
-            if lower != 0 {
-                data.u32(vxlan::LINK, lower);
-            }
-            if let Some(local) = v.local {
-                put_local(data, local);
-            }
-            data.attr(vxlan::LEARNING, &[u8::from(v.learning)]);
-            if v.gbp {
-                data.attr(vxlan::GBP, &[]);
-            }
-            for off in [
-                vxlan::TTL,
-                vxlan::TOS,
-                vxlan::PROXY,
-                vxlan::RSC,
-                vxlan::L2MISS,
-                vxlan::L3MISS,
-                vxlan::UDP_ZERO_CSUM6_TX,
-                vxlan::UDP_ZERO_CSUM6_RX,
-            ] {
-                data.attr(off, &[0]);
-            }
-        });
+    if let Some(mac) = attributes.mac() {
+        request.attr(Ifla::Address, &mac.0);
+    }
+    request.nest(Ifla::Linkinfo, |info| {
+        info.text(IflaInfo::Kind, attributes.kind());
+        info.nest(IflaInfo::Data, |data| codec.create(data, lower));
     });
     request
 }
 
-fn put_local(data: &mut Messages, local: IpAddr) {
-    data.ip(if local.is_ipv4() { vxlan::LOCAL } else { vxlan::LOCAL6 }, local);
-}
-
-/// Turns the vxlan device `is` into `v`, sending only what differs: no message if nothing does. `lower` is the index of `v`'s lower
-/// device, 0 if it has none. Not in a message with [`change`]: the driver refuses an MTU beside its attributes.
-pub(crate) fn change_vxlan(is: &LinkMessage, v: &Vxlan, lower: u32) -> Messages {
-    let mut requests = Messages::default();
-    let outer = is.vxlan.outer.contains(&true);
-    if (is.vxlan.local, is.vxlan.lower, is.vxlan.learning, outer)
-        != (v.local, lower, v.learning, false)
-    {
-        requests.begin(Rtm::Newlink, NlmF::empty(), &at(is.index)).nest(Ifla::Linkinfo, |info| {
-            info.text(IflaInfo::Kind, VXLAN)
-                .nest(IflaInfo::Data, |data| change_data(data, &is.vxlan, v, lower));
+/// Turns the device `is` into one of this kind, sending only attributes that differ; no message if
+/// none does. Not in one message with [`change`]: the driver refuses an MTU beside its attributes.
+pub(crate) fn change_kind(is: &LinkMessage, codec: &dyn LinkCodec, lower: u32) -> Messages {
+    let mut request = Messages::one(Rtm::Newlink, NlmF::empty(), &at(is.index));
+    let mut differs = false;
+    request.nest(Ifla::Linkinfo, |info| {
+        info.text(IflaInfo::Kind, &is.kind_name).nest(IflaInfo::Data, |data| {
+            let before = data.size();
+            codec.change(is, data, lower);
+            differs = data.size() != before;
         });
-    }
-    requests
+    });
+    if differs { request } else { Messages::default() }
 }
 
-/// Takes it out of the device that it is a port of; no message if there is none.
+/// Removes it from the device that it is a port of; no message if there is none.
 pub(crate) fn release(is: &LinkMessage) -> Messages {
     let mut requests = Messages::default();
     if is.enslaved {
@@ -298,12 +241,13 @@ pub(crate) fn release(is: &LinkMessage) -> Messages {
     requests
 }
 
-/// Turns the device `is` into `want` in what is not the driver's, as [`change_vxlan`] does in what is.
-pub(crate) fn change(is: &LinkMessage, want: &Link, v: &Vxlan) -> Messages {
+/// Turns the device `is` into `want` in the attributes that all kinds have, as [`change_kind`] does
+/// in those of the kind.
+pub(crate) fn change(is: &LinkMessage, want: &Link) -> Messages {
     let mut requests = Messages::default();
-    if (is.mtu, is.up, is.mac, is.arp, is.proto_down)
-        != (want.mtu, want.up, Some(v.mac), true, false)
-    {
+    let mac = want.kind.attributes().mac().filter(|mac| is.mac != Some(*mac));
+    let is_common = (is.mtu, is.up, is.arp, is.proto_down) == (want.mtu, want.up, true, false);
+    if mac.is_some() || !is_common {
         let mut changed = Iff::empty();
         changed.set(Iff::UP, is.up != want.up);
         changed.set(Iff::NOARP, !is.arp);
@@ -311,11 +255,12 @@ pub(crate) fn change(is: &LinkMessage, want: &Link, v: &Vxlan) -> Messages {
         if is.mtu != want.mtu {
             requests.u32(Ifla::Mtu, want.mtu);
         }
-        if is.mac != Some(v.mac) {
-            requests.attr(Ifla::Address, &v.mac.0);
+        if let Some(mac) = mac {
+            requests.attr(Ifla::Address, &mac.0);
         }
         if is.proto_down {
-            // Nobody's reasons, or the kernel refuses: which ones, and then what they are. Before 5.9 there are none.
+            // The kernel refuses as long as there is a reason: the mask, then the values. Kernels
+            // before 5.9 have no reasons.
             requests.nest(Ifla::ProtoDownReason, |reason| {
                 reason.u32(PROTO_DOWN_REASON_MASK, u32::MAX).u32(PROTO_DOWN_REASON_VALUE, 0);
             });
@@ -323,57 +268,6 @@ pub(crate) fn change(is: &LinkMessage, want: &Link, v: &Vxlan) -> Messages {
         }
     }
     requests
-}
-
-fn change_data(data: &mut Messages, is: &VxlanMessage, v: &Vxlan, lower: u32) {
-    match (is.local, v.local) {
-        (old, Some(local)) if old != Some(local) => put_local(data, local),
-        (Some(old), None) => put_local(data, Family::of(old).unspecified()),
-        _ => {}
-    }
-    if is.lower != lower {
-        data.u32(vxlan::LINK, lower);
-    }
-    if is.learning != v.learning {
-        data.attr(vxlan::LEARNING, &[u8::from(v.learning)]);
-    }
-    for ((id, unset), _) in OUTER.iter().zip(is.outer).filter(|(_, is_set)| *is_set) {
-        data.attr(*id, unset);
-    }
-}
-
-/// The device `is` can become `v` without being made anew, as far as can be told without trying.
-pub(crate) fn is_changeable(is: &LinkMessage, v: &Vxlan) -> bool {
-    let same = (is.vxlan.vni, is.vxlan.port, is.vxlan.gbp) == (v.vni, v.port, v.gbp);
-    // The family of the outer packets is fixed when the device is made. Without an address it cannot be told.
-    let family = |local: Option<IpAddr>| local.map(Family::of);
-    let family =
-        family(is.vxlan.local) == family(v.local) || is.vxlan.local.is_none() || v.local.is_none();
-    // The kernel moves a device from one lower device to another, but a request to have none it ignores.
-    let lower = v.lower.is_some() || is.vxlan.lower == 0;
-    is.is_vxlan() && !is.vxlan.alien && same && family && lower
-}
-
-/// The device `is` is the one described, though MTU and the like may differ.
-pub(crate) fn is_same_device(is: &LinkMessage, link: &Link) -> bool {
-    match &link.kind {
-        LinkKind::Vxlan(v) => is.is_vxlan() && is.vxlan.vni == v.vni,
-        _ => false,
-    }
-}
-
-/// The device `is` cannot be there beside one like `v`. For outer packets of either family there may be one.
-///
-/// **Source**: linux `drivers/net/vxlan/vxlan_core.c: vxlan_vni_in_use`.
-pub(crate) fn is_in_the_way(is: &LinkMessage, v: &Vxlan) -> bool {
-    let family = |local: Option<IpAddr>| local.map_or(Family::V4, Family::of);
-    let same_family = family(is.vxlan.local) == family(v.local);
-    is.is_vxlan() && (is.vxlan.vni, is.vxlan.port) == (v.vni, v.port) && same_family
-}
-
-/// The device `is` is that VTEP, whatever its name: no other one has the MAC address.
-pub(crate) fn is_vtep(is: &LinkMessage, v: &Vxlan) -> bool {
-    is_in_the_way(is, v) && is.mac == Some(v.mac)
 }
 
 pub(crate) fn rename(index: u32, name: LinkName) -> Messages {
@@ -416,14 +310,14 @@ mod tests {
     #[test]
     fn a_bridge_takes_what_comes_in_and_a_vrf_does_not() {
         for (master, is_exact) in [("bridge", false), ("bond", false), ("vrf", true)] {
-            let mut told = Messages::one(Rtm::Newlink, NlmF::empty(), &at(7));
-            told.text(Ifla::Ifname, "flannel.1").u32(Ifla::Master, 9);
-            told.nest(Ifla::Linkinfo, |info| {
+            let mut request = Messages::one(Rtm::Newlink, NlmF::empty(), &at(7));
+            request.text(Ifla::Ifname, "flannel.1").u32(Ifla::Master, 9);
+            request.nest(Ifla::Linkinfo, |info| {
                 info.text(IflaInfo::SlaveKind, master);
             });
-            let count = told.len();
+            let count = request.len();
             let link =
-                read(&messages(told.ready(0, count, 0, NlmF::empty())).next().unwrap().unwrap());
+                read(&messages(request.ready(0, count, 0, NlmF::empty())).next().unwrap().unwrap());
             assert_eq!(link.unwrap().is_exact(), is_exact, "{master}");
         }
     }

@@ -1,38 +1,38 @@
-//! Neighbours and forwarding entries, which are one kind of message.
+//! Neighbours, and reading their messages, which are those of forwarding entries as well.
 
 use std::net::IpAddr;
 
 use flannel_core::address::Family;
+use flannel_core::kernel::KernelEvent;
 use flannel_core::object::{Fdb, Key, LinkName, MacAddr, Neigh, Object};
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::{Nda, Ntf, Nud, RtAddrFamily, Rtm, Rtn};
-use neli::rtnl::Ndmsg;
 
-use super::{af_of, family_of, put_flags};
-use crate::foreign_routes::Odd;
+use super::{EventMessage, af_of, event, family_of, put_flags};
 use crate::wire::{Message, Messages, ip_of, mac_of};
 
 /// `AF_BRIDGE`: forwarding entries, of bridges and vxlan devices.
-const BRIDGE: RtAddrFamily = RtAddrFamily::UnrecognizedConst(7);
+pub(super) const BRIDGE: RtAddrFamily = RtAddrFamily::UnrecognizedConst(7);
 
-/// What a message says of a neighbour or a forwarding entry.
+/// The content of a message about a neighbour or a forwarding entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NeighMessage {
     pub(crate) index: u32,
-    /// It was put there by hand and stays: a neighbour in the state that ours have, a forwarding entry also if it is static.
+    /// It does not age: a permanent neighbour, a permanent or static forwarding entry.
     pub(crate) stays: bool,
     /// In the state that ours have.
     permanent: bool,
-    /// It leads nowhere (any more): the kernel says so of an entry before it says that it is deleted.
-    pub(crate) failed: bool,
-    fdb: bool,
-    mac: Option<MacAddr>,
+    /// It leads nowhere: the kernel reports this state of an entry before it reports its deletion.
+    failed: bool,
+    pub(super) fdb: bool,
+    pub(super) mac: Option<MacAddr>,
     dst: Option<IpAddr>,
     /// Has something that flannel's entries do not have, such as a VNI or a UDP port of its own.
-    alien: bool,
-    /// It leads to nexthop objects instead of an address, and goes on doing so when it is put again.
-    by_nexthop: bool,
-    /// Marked as a router's, or as put there by a control plane; without that it would be the same entry.
+    pub(super) alien: bool,
+    /// It leads to nexthop objects instead of an address, and still does when it is put again.
+    pub(super) by_nexthop: bool,
+    /// It is marked as a router's, or as put there by a control plane, which is not a part of the
+    /// identity.
     marked: bool,
 }
 
@@ -40,32 +40,34 @@ pub(crate) struct NeighMessage {
 const MARKS: u8 = 0x10 | 0x40 | 0x80;
 /// The kernel has it since 5.8.
 const NDA_NH_ID: u16 = 13;
-/// Where `struct ndmsg` has its flags; neli leaves out those that it does not know.
-const FLAGS: usize = 10;
+/// Bytes of `struct ndmsg`.
+const HEADER: usize = 12;
 
 /// Reads `RTM_NEWNEIGH` and `RTM_DELNEIGH`; `None` for the entries of bridges and other families.
 pub(crate) fn read(message: &Message<'_>) -> Option<NeighMessage> {
-    let (header, attributes) = message.split::<Ndmsg>()?;
-    let fdb = *header.ndm_family() == BRIDGE;
-    if !fdb && family_of(*header.ndm_family()).is_none() {
+    let (&[family, _, _, _, a, b, c, d, e, f, flags, _], attributes) = message.split::<HEADER>()?;
+    let (family, state) = (family.into(), u16::from_ne_bytes([e, f]));
+    let (is_in, has) = (|bit: Nud| state & bit.bits() != 0, |bit: Ntf| flags & bit.bits() != 0);
+    let fdb = family == BRIDGE;
+    if !fdb && family_of(family).is_none() {
         return None;
     }
     // Proxy entries are a table of their own, and MASTER without SELF is the bridge's.
-    if header.ndm_flags().contains(Ntf::PROXY) || (fdb && !header.ndm_flags().contains(Ntf::SELF)) {
+    if has(Ntf::PROXY) || (fdb && !has(Ntf::SELF)) {
         return None;
     }
-    let permanent = header.ndm_state().contains(Nud::PERMANENT);
+    let permanent = is_in(Nud::PERMANENT);
     let mut read = NeighMessage {
-        index: header.ndm_index().cast_unsigned(),
-        stays: permanent || (fdb && header.ndm_state().contains(Nud::NOARP)),
+        index: u32::from_ne_bytes([a, b, c, d]),
+        stays: permanent || (fdb && is_in(Nud::NOARP)),
         permanent,
-        failed: header.ndm_state().contains(Nud::FAILED),
+        failed: is_in(Nud::FAILED),
         fdb,
         mac: None,
         dst: None,
         alien: false,
         by_nexthop: false,
-        marked: message.payload.get(FLAGS).is_some_and(|flags| flags & MARKS != 0),
+        marked: flags & MARKS != 0,
     };
     for (id, value) in attributes {
         match Nda::from(id) {
@@ -85,22 +87,13 @@ impl NeighMessage {
         self.permanent && !self.alien && !self.by_nexthop && !self.marked
     }
 
-    /// The MAC address of a forwarding entry that is put or deleted differently because of what it is.
-    pub(crate) fn odd(&self) -> Option<(MacAddr, Odd)> {
-        let odd = match (self.by_nexthop, self.alien) {
-            (true, _) => Odd::Led,
-            (false, true) => Odd::Alien,
-            (false, false) => return None,
-        };
-        self.mac.filter(|_| self.fdb).map(|mac| (mac, odd))
-    }
-
-    /// The key; `None` if it is nothing that an object could stand for.
+    /// The key; `None` if no object has such a key.
     pub(crate) fn key(&self, link: LinkName) -> Option<Key> {
         if self.fdb { Some(Key::Fdb(link, self.mac?)) } else { Some(Key::Neigh(link, self.dst?)) }
     }
 
-    /// The object, as far as one expresses it. A forwarding entry that leads to nexthop objects leads to no address.
+    /// The object, as far as one expresses it. A forwarding entry that leads to nexthop objects
+    /// leads to no address.
     pub(crate) fn object(&self, link: LinkName) -> Option<Object> {
         let mac = self.mac.filter(|_| self.stays)?;
         if self.fdb {
@@ -111,9 +104,20 @@ impl NeighMessage {
     }
 }
 
-/// `struct ndmsg`, written directly: there is one for every neighbour and forwarding entry, and neli's way takes longer than all the
-/// rest of the message.
-fn header(family: RtAddrFamily, index: u32, state: Nud, flags: Ntf) -> [u8; 12] {
+impl EventMessage for NeighMessage {
+    fn event_index(&self, _: bool) -> u32 {
+        self.index
+    }
+
+    fn event(&self, link: Option<LinkName>, is_deletion: bool, _: NlmF) -> Option<KernelEvent> {
+        let is_gone = is_deletion || self.failed;
+        Some(event(self.key(link?)?, self.object(link?), self.is_exact(), is_gone))
+    }
+}
+
+/// `struct ndmsg`, written directly: there is one for every neighbour and forwarding entry, and
+/// neli's way takes longer than all the rest of the message.
+pub(super) fn header(family: RtAddrFamily, index: u32, state: Nud, flags: Ntf) -> [u8; HEADER] {
     let ([a, b, c, d], [e, f]) = (index.to_ne_bytes(), state.bits().to_ne_bytes());
     [family.into(), 0, 0, 0, a, b, c, d, e, f, flags.bits(), Rtn::Unspec.into()]
 }
@@ -131,38 +135,10 @@ pub(crate) fn delete(requests: &mut Messages, neigh: &Neigh, index: u32) {
     requests.begin(Rtm::Delneigh, NlmF::empty(), &header).ip(Nda::Dst, neigh.address);
 }
 
-pub(crate) fn put_fdb(requests: &mut Messages, fdb: &Fdb, index: u32) {
-    let header = header(BRIDGE, index, Nud::PERMANENT, Ntf::SELF);
-    requests
-        .begin(Rtm::Newneigh, put_flags(), &header)
-        .attr(Nda::Lladdr, &fdb.mac.0)
-        .ip(Nda::Dst, fdb.dst);
-}
-
-pub(crate) fn delete_fdb(requests: &mut Messages, fdb: &Fdb, index: u32) {
-    delete_any_fdb(requests, fdb.mac, index);
-    // Frames to everybody or many may go to several VTEPs: all of them are one entry, and go together.
-    let many = fdb.mac.0 == [0; 6] || fdb.mac.0[0] & 1 == 1;
-    if !many {
-        requests.ip(Nda::Dst, fdb.dst);
-    }
-}
-
-/// Wherever it leads.
-pub(crate) fn delete_any_fdb(requests: &mut Messages, mac: MacAddr, index: u32) {
-    let header = header(BRIDGE, index, Nud::empty(), Ntf::SELF);
-    requests.begin(Rtm::Delneigh, NlmF::empty(), &header).attr(Nda::Lladdr, &mac.0);
-}
-
 /// Asks for all neighbours on a link.
 pub(crate) fn on(index: u32) -> Messages {
     let header = header(RtAddrFamily::Unspecified, 0, Nud::empty(), Ntf::empty());
     let mut request = Messages::one(Rtm::Getneigh, NlmF::empty(), &header);
     request.u32(Nda::Ifindex, index);
     request
-}
-
-/// Asks for all forwarding entries of a link.
-pub(crate) fn fdb_on(index: u32) -> Messages {
-    Messages::one(Rtm::Getneigh, NlmF::empty(), &header(BRIDGE, index, Nud::empty(), Ntf::empty()))
 }

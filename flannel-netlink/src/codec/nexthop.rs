@@ -1,41 +1,29 @@
-//! Nexthop objects (kernel 5.3 and later). neli has no message for them, so it is defined here.
+//! Nexthop objects (kernel 5.3 and later).
 
 use std::net::IpAddr;
 
-use flannel_core::kernel::ROUTE_PROTOCOL;
-use flannel_core::object::{LinkName, Nexthop};
+use flannel_core::kernel::{KernelEvent, ROUTE_PROTOCOL};
+use flannel_core::object::{Key, LinkName, Nexthop, Object};
 use neli::consts::nl::NlmF;
-use neli::{FromBytesWithInput, Header, Size};
 
-use super::{af_of, put_flags};
-use crate::codec::route::ONLINK;
+use super::{EventMessage, af_of, event, put_flags};
 use crate::wire::{Message, Messages, ip_of, u32_of};
 
 pub(crate) const NEW: u16 = 104;
 pub(crate) const DELETE: u16 = 105;
 const GET: u16 = 106;
 
+/// Bytes of `struct nhmsg`.
+const HEADER: usize = 8;
+/// `RTNH_F_ONLINK`: the gateway is on the link, whatever the routing table says.
+pub(super) const ONLINK: u32 = 4;
 /// `NHA_…` (linux `include/uapi/linux/nexthop.h`).
 const ID: u16 = 1;
 const GROUP: u16 = 2;
 const OIF: u16 = 5;
 const GATEWAY: u16 = 6;
 
-/// `struct nhmsg`.
-#[derive(Debug, Size, FromBytesWithInput, Header)]
-struct Nhmsg {
-    family: u8,
-    scope: u8,
-    protocol: u8,
-    reserved: u8,
-    flags: u32,
-    #[neli(
-        input = "input.checked_sub(Self::header_size()).ok_or(neli::err::DeError::InvalidInput(input))?"
-    )]
-    attributes: neli::types::Buffer,
-}
-
-/// What a message says of a nexthop object.
+/// The content of a message about a nexthop object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NexthopMessage {
     pub(crate) id: u32,
@@ -49,13 +37,13 @@ pub(crate) struct NexthopMessage {
 
 /// Reads `RTM_NEWNEXTHOP` and `RTM_DELNEXTHOP`.
 pub(crate) fn read(message: &Message<'_>) -> Option<NexthopMessage> {
-    let (header, attributes) = message.split::<Nhmsg>()?;
+    let (&[_, _, protocol, _, flags @ ..], attributes) = message.split::<HEADER>()?;
     let mut read = NexthopMessage {
         id: 0,
         index: 0,
-        protocol: header.protocol,
+        protocol,
         gateway: None,
-        onlink: header.flags & ONLINK != 0,
+        onlink: u32::from_ne_bytes(flags) & ONLINK != 0,
         alien: false,
     };
     for (kind, value) in attributes {
@@ -70,9 +58,9 @@ pub(crate) fn read(message: &Message<'_>) -> Option<NexthopMessage> {
     Some(read)
 }
 
-/// The id of a group and those of its members; `None` for what is no group.
+/// The id of a group and the ids of its members; `None` if it is no group.
 pub(crate) fn members(message: &Message<'_>) -> Option<(u32, Vec<u32>)> {
-    let (_, attributes) = message.split::<Nhmsg>()?;
+    let (_, attributes) = message.split::<HEADER>()?;
     let (mut id, mut members) = (0, None);
     for (kind, value) in attributes {
         match kind {
@@ -98,7 +86,23 @@ impl NexthopMessage {
     }
 }
 
-fn header(family: u8, protocol: u8, flags: u32) -> [u8; 8] {
+impl EventMessage for NexthopMessage {
+    fn event_index(&self, is_deletion: bool) -> u32 {
+        if is_deletion { 0 } else { self.index }
+    }
+
+    fn event(&self, link: Option<LinkName>, is_deletion: bool, _: NlmF) -> Option<KernelEvent> {
+        let object = link.and_then(|link| self.object(link)).map(Object::Nexthop);
+        Some(event(Key::Nexthop(self.id), object, true, is_deletion))
+    }
+
+    fn protocol(&self) -> Option<u8> {
+        Some(self.protocol)
+    }
+}
+
+/// `struct nhmsg`.
+fn header(family: u8, protocol: u8, flags: u32) -> [u8; HEADER] {
     let [a, b, c, d] = flags.to_ne_bytes();
     [family, 0, protocol, 0, a, b, c, d]
 }

@@ -11,8 +11,8 @@ use regex_lite::Regex;
 
 use super::{Facts, Interface};
 
-/// What the user said about the interface. With no selector at all the public address is one, and if there is none
-/// either, the default route decides.
+/// What the user said about the interface. With no selector at all the public address is one, and
+/// if there is none either, the default route decides.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Selectors {
     /// Names or addresses of interfaces (`--iface`), tried first, in this order.
@@ -21,7 +21,8 @@ pub struct Selectors {
     pub iface_regex: Vec<String>,
     /// An address that the interface must lead to (`--iface-can-reach`), tried last.
     pub can_reach: Option<IpAddr>,
-    /// What peers are told instead of the interface's own address (`--public-ip`, `--public-ipv6`).
+    /// The addresses for peers, instead of the interface's own address (`--public-ip`,
+    /// `--public-ipv6`).
     pub public: Dual<IpAddr>,
 }
 
@@ -85,19 +86,20 @@ struct Choice<'a> {
 
 /// Chooses the external interface of a network of these families.
 ///
-/// Order: each of [`Selectors::iface`], each of [`Selectors::iface_regex`], [`Selectors::can_reach`]; with none of
-/// these a public address (IPv4 before IPv6), which must then be on an interface; with no public address either,
-/// the default route. Of an interface's addresses the best is taken: global before link-local, permanent before
-/// expiring, lasting before temporary.
+/// Order: each of [`Selectors::iface`], each of [`Selectors::iface_regex`],
+/// [`Selectors::can_reach`]; with none of these a public address (IPv4 before IPv6), which must
+/// then be on an interface; with no public address either, the default route. Of an interface's
+/// addresses the best is taken: global before link-local, permanent before expiring, lasting before
+/// temporary.
 ///
-/// The public address is what was given, else the interface's; a given IPv6 one is kept even if IPv6 is not
-/// enabled.
+/// The public address is what was given, else the interface's; a given IPv6 one is kept even if
+/// IPv6 is not enabled.
 ///
 /// # Errors
 /// [`SelectError::NoneFits`] with what was tried and why each failed.
 ///
-/// **Source**: flannel `pkg/ipmatch/match.go: LookupExtIface`, `main.go: main`. Where Go flannel panics or takes an
-/// address of the wrong family, this is an error.
+/// **Source**: flannel `pkg/ipmatch/match.go: LookupExtIface`, `main.go: main`. Where Go flannel
+/// panics or takes an address of the wrong family, this is an error.
 pub fn choose(
     selectors: &Selectors,
     families: impl IntoIterator<Item = Family>,
@@ -155,8 +157,8 @@ impl<'a> Choice<'a> {
         }
     }
 
-    /// The first interface that has the address. With both families an IPv6 address that peers are told must be on
-    /// the same interface.
+    /// The first interface that has the address. With both families an IPv6 address that peers are
+    /// told must be on the same interface.
     fn by_address(&self, address: IpAddr) -> Result<Found<'a>, String> {
         let family = Family::of(address);
         if !self.families.contains(&family) {
@@ -192,7 +194,8 @@ impl<'a> Choice<'a> {
         self.with_best(interface, format!("it is named {name}"))
     }
 
-    /// The first interface with a matching address in every enabled family, else the first with a matching name.
+    /// The first interface with a matching address in every enabled family, else the first with a
+    /// matching name.
     fn by_regex(&self, text: &str) -> Result<Found<'a>, String> {
         let regex =
             Regex::new(text).map_err(|error| format!("not a regular expression: {error}"))?;
@@ -468,7 +471,8 @@ mod tests {
                 "no external interface: iface-regex wg: wg0 has no usable IPv6 address",
                 "no external interface: iface-regex wg: wg0 has no usable IPv6 address",
             ),
-            // A public address is a selector if there is no other, and then must be on an interface.
+            // A public address is a selector if there is no other, and then must be on an
+            // interface.
             (
                 none,
                 none,
@@ -493,7 +497,8 @@ mod tests {
                 "no external interface: public-ip 203.0.113.1: IPv4 is not enabled in the network config",
                 "no external interface: public-ip 203.0.113.1: no interface has the address 203.0.113.1",
             ),
-            // With another selector it only is what peers are told. IPv6 is kept even if it is not enabled.
+            // With another selector it is only the address for peers. IPv6 is kept even if it is
+            // not enabled.
             (
                 &["eth0"],
                 none,
@@ -510,7 +515,8 @@ mod tests {
                 "eth0 - 2001:db8::1 public - 2001:db8:ffff::1",
                 "eth0 192.0.2.1 2001:db8::1 public 192.0.2.1 2001:db8:ffff::1",
             ),
-            // With an address as selector and both families, a public IPv6 address must be on the same interface.
+            // With an address as selector and both families, a public IPv6 address must be on the
+            // same interface.
             (
                 &["198.51.100.1"],
                 none,

@@ -1,4 +1,4 @@
-//! What the kernel says that bears on the choice.
+//! Reads the facts that the choice depends on.
 
 use std::net::IpAddr;
 
@@ -28,7 +28,8 @@ const PERMANENT: u32 = 0x80;
 pub struct Facts {
     /// All interfaces, in the order of their indexes.
     pub interfaces: Vec<Interface>,
-    /// The first default route of each family in the main table; `None` too if the choice does not depend on it.
+    /// The first default route of each family in the main table; `None` too if the choice does not
+    /// depend on it.
     pub default: Dual<DefaultRoute>,
     /// Where packets for [`Selectors::can_reach`] go; `None` if there is no such selector.
     pub reach: Option<RouteAnswer>,
@@ -50,8 +51,8 @@ pub struct Interface {
 pub struct Address {
     /// The address.
     pub address: IpAddr,
-    /// It may serve hosts elsewhere now: neither deprecated, nor still to be checked for a duplicate, nor one, nor
-    /// of `scope host`.
+    /// It may serve hosts elsewhere now: neither deprecated, nor still to be checked for a
+    /// duplicate, nor one, nor of `scope host`.
     pub usable: bool,
     /// It does not expire.
     pub permanent: bool,
@@ -82,8 +83,8 @@ impl NetlinkKernel {
         choose(selectors, families, &self.facts(selectors)?)
     }
 
-    /// Reads what [`choose`](fn@choose) needs to know, through a socket of its own: a table may be long, and who
-    /// writes does not wait for it.
+    /// Reads what [`choose`](fn@choose) needs to know, through a socket of its own: a table may be
+    /// long, and who writes does not wait for it.
     ///
     /// # Errors
     /// The kernel cannot be read.
@@ -180,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn facts_are_read_while_somebody_else_writes() {
+    fn facts_are_read_while_another_thread_writes() {
         let kernel = NetlinkKernel::open().unwrap();
         let (sender, facts) = channel();
         std::thread::scope(|scope| {

@@ -1,9 +1,9 @@
-//! When the choice of the interface holds no longer.
+//! Follows the chosen interface.
 //!
-//! The one thing to know: an interface stays chosen for as long as it has the addresses and the MTU that it was chosen
-//! with, even if the selectors would lead elsewhere by now: what works is not given up for what might. So as long as it
-//! has them nothing but itself is looked at, and no route. Link-local addresses are what is left when others are lost:
-//! none takes the place of another, and one that was chosen gives way to another.
+//! An interface stays chosen for as long as it has the addresses and the MTU that it was chosen
+//! with, even if the selectors would choose another one by now, because a change interrupts what
+//! works. So as long as it has them, only the interface itself is read, and no route. A link-local
+//! address replaces no other address; one that was chosen gives way to another address.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -20,7 +20,7 @@ use super::facts::{facts, interface};
 use super::{Interface, SelectError, Selectors, choose};
 use crate::NetlinkKernel;
 use crate::codec::{addr, link, route};
-use crate::multicast::{Bell, Multicast};
+use crate::multicast::Multicast;
 use crate::socket::Socket;
 use crate::wire::{Message, messages};
 
@@ -33,13 +33,14 @@ const GROUPS_AND_ROUTES: [u32; 5] = [1, 5, 9, 7, 11];
 /// Bytes for messages not yet read.
 const RECEIVE_BUFFER: usize = 1 << 20;
 
-/// How the interface that was chosen stands.
+/// The state of the chosen interface.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum ObjectState {
+pub enum InterfaceState {
     /// It has the addresses and the MTU that it was chosen with.
     #[default]
     Kept,
-    /// It has lost an address it was chosen with, has another MTU or is gone, and another choice is possible.
+    /// It has lost an address it was chosen with, has another MTU or is gone, and another choice is
+    /// possible.
     Other {
         /// What would be chosen now: another interface, or the same as it is now.
         now: Box<ExternalInterface>,
@@ -51,11 +52,12 @@ pub enum ObjectState {
 }
 
 impl NetlinkKernel {
-    /// Follows the chosen interface, and tells how it stands whenever that changes. A link-local address is no other
-    /// choice, unless one was chosen; that one stands only as long as the interface has no other.
+    /// Follows the chosen interface, and publishes its state whenever that changes. A link-local
+    /// address is no other choice, unless one was chosen; that one is kept only as long as the
+    /// interface has no other address.
     ///
-    /// Needs a tokio runtime with time and a thread that may block: the kernel is read there, through a socket that
-    /// nobody else waits for.
+    /// Needs a tokio runtime with time and a thread that may block: the kernel is read there,
+    /// through a socket that nobody else waits for.
     ///
     /// # Errors
     /// The kernel cannot be watched.
@@ -67,12 +69,12 @@ impl NetlinkKernel {
         chosen: &ExternalInterface,
         selectors: &Selectors,
         families: &[Family],
-        standing: &watch::Sender<ObjectState>,
+        state: &watch::Sender<InterfaceState>,
     ) -> Result<Infallible, KernelError> {
         // Listen before the first look, so that nothing is missed between the two.
-        let (mut bell, socket) =
-            self.namespace().run(|| Ok::<_, KernelError>((bell()?, Socket::open()?)))??;
-        let mut looker = Looker {
+        let (mut changes, socket) =
+            self.namespace().run(|| Ok::<_, KernelError>((changes()?, Socket::open()?)))??;
+        let mut observer = Observer {
             socket,
             chosen: chosen.clone(),
             selectors: selectors.clone(),
@@ -81,91 +83,88 @@ impl NetlinkKernel {
         };
         let mut by_routes = false;
         loop {
-            let (back, kept) = blocking(looker, Looker::look).await;
-            looker = back;
+            let (back, kept) = blocking(observer, Observer::look).await;
+            observer = back;
             let kept = kept?;
-            let listen = !kept && looker.depends_on_routes();
+            let listen = !kept && observer.depends_on_routes();
             if listen != std::mem::replace(&mut by_routes, listen) {
-                bell.socket().hear(if listen { &GROUPS_AND_ROUTES } else { &GROUPS })?;
+                changes.join(if listen { &GROUPS_AND_ROUTES } else { &GROUPS })?;
             }
             let now = if kept {
-                ObjectState::Kept
+                InterfaceState::Kept
             } else {
-                let (back, now) = blocking(looker, Looker::choose).await;
-                looker = back;
+                let (back, now) = blocking(observer, Observer::choose).await;
+                observer = back;
                 now?
             };
-            standing.send_if_modified(|told| {
-                let events = *told != now;
-                *told = now;
-                events
-            });
-            bell.rung(|datagram| looker.is_concerned(datagram)).await?;
-            // What comes until then is in the next look.
-            let rest = async { while bell.rung(|_| true).await.is_ok() {} };
+            state.send_if_modified(|state| std::mem::replace(state, now) != *state);
+            changes.wait_for(|datagram| observer.is_concerned(datagram)).await?;
+            // The next look includes changes until then.
+            let rest = async { while changes.wait_for(|_| true).await.is_ok() {} };
             let _ = tokio::time::timeout(PAUSE, rest).await;
         }
     }
 }
 
-fn bell() -> Result<Bell, KernelError> {
+fn changes() -> Result<Multicast, KernelError> {
     let socket = Multicast::open(SockProtocol::NetlinkRoute, RECEIVE_BUFFER)?;
-    socket.hear(&GROUPS)?;
-    Ok(Bell::new(socket))
+    socket.join(&GROUPS)?;
+    Ok(socket)
 }
 
 /// Does `work` on a thread that may block.
 async fn blocking<T: Send + 'static>(
-    mut looker: Looker,
-    work: fn(&mut Looker) -> T,
-) -> (Looker, T) {
+    mut observer: Observer,
+    work: fn(&mut Observer) -> T,
+) -> (Observer, T) {
     let job = tokio::task::spawn_blocking(move || {
-        let done = work(&mut looker);
-        (looker, done)
+        let done = work(&mut observer);
+        (observer, done)
     });
     job.await.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
 }
 
-/// Whoever looks at the kernel, and what for.
-struct Looker {
+/// Compares the chosen interface with the kernel.
+struct Observer {
     socket: Socket,
     chosen: ExternalInterface,
     selectors: Selectors,
     families: Vec<Family>,
-    /// That of the chosen interface; `None` if it was not what it was chosen with, or had something better, when last looked at.
+    /// That of the chosen interface; `None` if it was not what it was chosen with, or had something
+    /// better, when last looked at.
     index: Option<u32>,
 }
 
-impl Looker {
+impl Observer {
     /// The interface is what it was when it was chosen, and nothing about it is better by now.
     fn look(&mut self) -> Result<bool, KernelError> {
         let found = interface(&mut self.socket, self.chosen.name)?;
-        let stands = |(_, interface): &(u32, Interface)| {
+        let stays = |(_, interface): &(u32, Interface)| {
             is_kept(&self.chosen, interface) && !has_better(&self.chosen, interface)
         };
-        self.index = found.filter(stands).map(|(index, _)| index);
+        self.index = found.filter(stays).map(|(index, _)| index);
         Ok(self.index.is_some())
     }
 
-    /// How the interface stands beside the one that would be chosen now.
-    fn choose(&mut self) -> Result<ObjectState, KernelError> {
+    /// The state of the interface, compared with the one that would be chosen now.
+    fn choose(&mut self) -> Result<InterfaceState, KernelError> {
         let facts = facts(&mut self.socket, &self.selectors)?;
         let there = facts.interfaces.iter().find(|interface| interface.name == self.chosen.name);
         let kept = there.filter(|interface| is_kept(&self.chosen, interface));
         if kept.is_some_and(|interface| !has_better(&self.chosen, interface)) {
-            return Ok(ObjectState::Kept);
+            return Ok(InterfaceState::Kept);
         }
         let now = match choose(&self.selectors, self.families.iter().copied(), &facts) {
             Err(SelectError::Kernel(error)) => return Err(error),
-            Err(_) if kept.is_some() => return Ok(ObjectState::Kept),
-            Err(error) => return Ok(ObjectState::Lost(error.to_string())),
+            Err(_) if kept.is_some() => return Ok(InterfaceState::Kept),
+            Err(error) => return Ok(InterfaceState::Lost(error.to_string())),
             Ok(now) => now,
         };
         Ok(match difference(&self.chosen, &now) {
-            None => ObjectState::Kept,
+            None => InterfaceState::Kept,
             Some(difference) => match worse(&self.chosen, &now) {
-                Some(why) => ObjectState::Lost(why),
-                None => ObjectState::Other { now: Box::new(now), difference },
+                Some(why) => InterfaceState::Lost(why),
+                None => InterfaceState::Other { now: Box::new(now), difference },
             },
         })
     }
@@ -174,14 +173,14 @@ impl Looker {
         self.selectors.by_default_route() || self.selectors.can_reach.is_some()
     }
 
-    /// A datagram tells of something that bears on the choice, or cannot be understood.
+    /// A datagram has a message that bears on the choice, or cannot be understood.
     fn is_concerned(&self, datagram: Option<&[u8]>) -> bool {
         let Some(datagram) = datagram else { return true };
         messages(datagram)
             .any(|message| message.as_ref().map_or(true, |message| self.bears_on(message)))
     }
 
-    /// While the interface is there only what happens to itself counts.
+    /// While the interface is there only changes of itself count.
     fn bears_on(&self, message: &Message<'_>) -> bool {
         let at = |index| self.index.is_none_or(|chosen| chosen == index);
         match Rtm::from(message.kind) {
@@ -215,7 +214,8 @@ fn has_better(chosen: &ExternalInterface, interface: &Interface) -> bool {
     chosen.address.iter().any(|(family, address)| is_link_local(*address) && better(family))
 }
 
-/// Why `now` is no choice in place of `chosen`, as a sentence without a full stop: a link-local address would take the place of another. `None` if none would.
+/// Why `now` is no choice in place of `chosen`, as a sentence without a full stop: a link-local
+/// address would take the place of another. `None` if none would.
 pub fn worse(chosen: &ExternalInterface, now: &ExternalInterface) -> Option<String> {
     // A family that the other config does not have had none.
     let had_better =
@@ -275,7 +275,7 @@ mod tests {
     }
 
     /// The chosen interface has index 7, or is not what it was.
-    fn looker(index: Option<u32>, selectors: Selectors) -> Looker {
+    fn observer(index: Option<u32>, selectors: Selectors) -> Observer {
         let chosen = ExternalInterface {
             name: up0(),
             mtu: 1500,
@@ -284,11 +284,11 @@ mod tests {
             reason: String::new(),
         };
         let socket = Socket::open().unwrap();
-        Looker { socket, chosen, selectors, families: vec![Family::V4], index }
+        Observer { socket, chosen, selectors, families: vec![Family::V4], index }
     }
 
-    /// What is told of a route, which is what is said to make it.
-    fn told(dst: &str) -> Vec<u8> {
+    /// The message about a route, which is the same as the request for it.
+    fn route_message(dst: &str) -> Vec<u8> {
         let mut messages = Messages::default();
         let via = Via::Gateway { gateway: [192, 0, 2, 9].into(), link: up0(), onlink: false };
         route::put(&mut messages, &Route { dst: dst.parse().unwrap(), via, mtu: None }, 7, false);
@@ -299,18 +299,18 @@ mod tests {
     fn only_routes_that_lead_elsewhere_are_looked_into_and_only_when_the_interface_is_lost() {
         in_netns(|| {
             let (kept, lost) =
-                (looker(Some(7), Selectors::default()), looker(None, Selectors::default()));
+                (observer(Some(7), Selectors::default()), observer(None, Selectors::default()));
             for (dst, wanted) in
                 [("0.0.0.0/0", true), ("10.1.7.0/24", false), ("192.0.2.0/24", false)]
             {
-                assert!(!kept.is_concerned(Some(&told(dst))), "{dst}");
-                assert_eq!(lost.is_concerned(Some(&told(dst))), wanted, "{dst}");
+                assert!(!kept.is_concerned(Some(&route_message(dst))), "{dst}");
+                assert_eq!(lost.is_concerned(Some(&route_message(dst))), wanted, "{dst}");
             }
-            let far = looker(None, selectors(Some("198.51.100.7")));
+            let far = observer(None, selectors(Some("198.51.100.7")));
             // All of these are of our own protocol.
             for dst in ["198.51.100.0/24", "0.0.0.0/0", "203.0.113.0/24"] {
-                assert!(!far.is_concerned(Some(&told(dst))), "{dst}");
-                let mut by_boot = told(dst);
+                assert!(!far.is_concerned(Some(&route_message(dst))), "{dst}");
+                let mut by_boot = route_message(dst);
                 by_boot[16 + 5] = flannel_core::kernel::GO_ROUTE_PROTOCOL;
                 assert_eq!(far.is_concerned(Some(&by_boot)), dst != "203.0.113.0/24", "{dst}");
             }
@@ -318,16 +318,16 @@ mod tests {
                 let mut messages = Messages::default();
                 let addr = Addr { link: up0(), address: [192, 0, 2, 1].into(), len: 24 };
                 addr::put(&mut messages, &addr, index);
-                let told = messages.ready(0, 1, 0, NlmF::empty()).to_vec();
-                assert_eq!(kept.is_concerned(Some(&told)), wanted);
-                assert!(lost.is_concerned(Some(&told)));
+                let message = messages.ready(0, 1, 0, NlmF::empty()).to_vec();
+                assert_eq!(kept.is_concerned(Some(&message)), wanted);
+                assert!(lost.is_concerned(Some(&message)));
             }
-            assert!(kept.is_concerned(None), "who knows what did not fit");
+            assert!(kept.is_concerned(None), "a datagram that did not fit may concern us");
         });
     }
 
     #[test]
-    fn nobody_waits_for_the_writer_of_routes() {
+    fn following_does_not_wait_for_the_writer_of_routes() {
         in_netns_async(async || {
             let (chosen, kernel) = (chosen(), Arc::new(NetlinkKernel::open().unwrap()));
             let (locked, is_locked) = mpsc::channel();
@@ -342,14 +342,14 @@ mod tests {
             });
             is_locked.recv().unwrap();
             ip("link set up0 mtu 1400");
-            let (selectors, (standing, mut told)) =
-                (selectors(None), watch::channel(ObjectState::Kept));
+            let (selectors, (state, mut states)) =
+                (selectors(None), watch::channel(InterfaceState::Kept));
             tokio::select! {
-                ended = kernel.follow_interface(&chosen, &selectors, &[Family::V4], &standing) => panic!("{ended:?}"),
-                events = told.changed() => events.unwrap(),
+                ended = kernel.follow_interface(&chosen, &selectors, &[Family::V4], &state) => panic!("{ended:?}"),
+                changed = states.changed() => changed.unwrap(),
             }
-            let told = told.borrow().clone();
-            let ObjectState::Other { difference, .. } = told else { panic!("{told:?}") };
+            let state = states.borrow().clone();
+            let InterfaceState::Other { difference, .. } = state else { panic!("{state:?}") };
             assert_eq!(difference, "up0 has the MTU 1400 now, not 1500");
             let _ = done.send(());
             assert!(writer.join().unwrap(), "it was waited for");

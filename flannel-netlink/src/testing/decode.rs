@@ -1,17 +1,17 @@
-//! Everything that is made of what the kernel sends, for the fuzz target and its corpus. The one thing to know: no bytes
-//! make a reader panic or loop, and an object that is read and written again is read the same.
+//! All readers of messages together, for the fuzz target and its corpus: no bytes make a reader
+//! panic or loop, and an object that is read and written again is read the same.
 
-use flannel_core::object::{Link, LinkKind, LinkName, Object, Route};
+use flannel_core::object::{Link, LinkName, Object, Route};
 use neli::consts::nl::NlmF;
 use neli::consts::rtnl::Rtm;
 
-use crate::codec::{addr, link, neigh, nexthop, route};
+use crate::codec::{addr, fdb, link, neigh, nexthop, route};
 use crate::wire::{Message, Messages, messages, outcome};
 
 /// Stands for every link.
 const INDEX: u32 = 7;
 
-/// What the messages in a datagram are read as: the objects as text, in their order, and for other messages
+/// Reads the messages in a datagram: the objects as text, in their order, and for other messages
 /// `-`; last, `cut short` if the last one is.
 ///
 /// # Panics
@@ -63,17 +63,17 @@ fn object(message: &Message<'_>) -> Option<Object> {
     }
 }
 
-/// What is read of what is written of an object.
+/// The object, written and read again.
 fn object_again(object: &Object) -> Option<Object> {
     let mut requests = Messages::default();
     match object {
         Object::Link(link) => {
-            let LinkKind::Vxlan(vxlan) = &link.kind else { return None };
-            requests = link::create(link, vxlan, vxlan.lower.map_or(0, |_| INDEX));
+            let lower = link.kind.attributes().lower().map_or(0, |_| INDEX);
+            requests = link::create(link, link::codec(&link.kind)?, lower);
         }
         Object::Addr(addr) => addr::put(&mut requests, addr, INDEX),
         Object::Neigh(neigh) => neigh::put(&mut requests, neigh, INDEX),
-        Object::Fdb(fdb) => neigh::put_fdb(&mut requests, fdb, INDEX),
+        Object::Fdb(fdb) => fdb::put(&mut requests, fdb, INDEX),
         Object::Nexthop(nexthop) => nexthop::put(&mut requests, nexthop, INDEX),
         Object::Route(route) => put_route(&mut requests, route),
         _ => return None,

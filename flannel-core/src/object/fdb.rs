@@ -1,0 +1,31 @@
+//! Forwarding entries of vxlan devices.
+
+use std::fmt;
+use std::net::IpAddr;
+
+use super::{LinkName, MacAddr, ObjectValue};
+
+/// A permanent forwarding entry: frames for `mac` go to the VTEP at `dst`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Fdb {
+    /// The vxlan device.
+    pub link: LinkName,
+    /// The inner destination.
+    pub mac: MacAddr,
+    /// The outer destination.
+    pub dst: IpAddr,
+}
+
+impl ObjectValue for Fdb {
+    const NAME: &'static str = "fdb";
+
+    fn device(&self) -> Option<LinkName> {
+        Some(self.link)
+    }
+}
+
+impl fmt::Display for Fdb {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "fdb {} dst {} dev {}", self.mac, self.dst, self.link)
+    }
+}

@@ -1,0 +1,103 @@
+//! Vxlan devices.
+
+use std::fmt;
+use std::net::IpAddr;
+
+use super::{LinkAttributes, LinkKind};
+use crate::address::Family;
+use crate::object::{LinkName, MacAddr};
+
+/// The attributes of a vxlan device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Vxlan {
+    /// VXLAN network identifier, 1 to 16777215. Another one needs a new device.
+    pub vni: u32,
+    /// UDP port; flannel's default is 8472. Another one needs a new device.
+    pub port: u16,
+    /// The MAC address.
+    pub mac: MacAddr,
+    /// Source address of the outer packets; `None`: the kernel chooses. Another family needs a new
+    /// device.
+    pub local: Option<IpAddr>,
+    /// The device that outer packets leave by; `None`: the routing table decides. `None` as well
+    /// when it has been deleted. To have none any more needs a new device.
+    pub lower: Option<LinkName>,
+    /// Learn forwarding entries from traffic.
+    pub learning: bool,
+    /// Group Based Policy extension. Another value needs a new device.
+    pub gbp: bool,
+}
+
+impl LinkAttributes for Vxlan {
+    fn kind(&self) -> &'static str {
+        "vxlan"
+    }
+
+    fn mac(&self) -> Option<MacAddr> {
+        Some(self.mac)
+    }
+
+    fn lower(&self) -> Option<LinkName> {
+        self.lower
+    }
+
+    fn clear_lower(&mut self) {
+        self.lower = None;
+    }
+
+    /// **Source**: linux `drivers/net/vxlan/vxlan_core.c: vxlan_nl2conf`, which ignores a request
+    /// to have no lower device.
+    fn can_become(&self, to: &LinkKind) -> bool {
+        let LinkKind::Vxlan(to) = to;
+        let family = |device: &Self| device.local.map(Family::of);
+        let same = (self.vni, self.port, self.gbp) == (to.vni, to.port, to.gbp);
+        let families = family(self).is_none() || family(to).is_none() || family(self) == family(to);
+        same && families && (to.lower.is_some() || self.lower.is_none())
+    }
+}
+
+impl fmt::Display for Vxlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "id {} dstport {}", self.vni, self.port)?;
+        self.local.map_or(Ok(()), |local| write!(f, " local {local}"))?;
+        self.lower.map_or(Ok(()), |lower| write!(f, " dev {lower}"))?;
+        f.write_str(if self.learning { " learning" } else { " nolearning" })?;
+        f.write_str(if self.gbp { " gbp" } else { "" })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_new_identity_needs_a_new_device() {
+        let address = |text: &str| Some(text.parse().unwrap());
+        let device = Vxlan {
+            vni: 1,
+            port: 8472,
+            mac: MacAddr::local([1; 6]),
+            local: address("192.0.2.1"),
+            lower: Some("eth0".parse().unwrap()),
+            learning: false,
+            gbp: false,
+        };
+        type Change = fn(&mut Vxlan);
+        let changes: [(bool, Change); 9] = [
+            (true, |_| {}),
+            (true, |to| to.mac = MacAddr::local([2; 6])),
+            (true, |to| to.learning = true),
+            (true, |to| to.lower = Some("eth1".parse().unwrap())),
+            (true, |to| to.local = None),
+            (false, |to| to.local = Some("2001:db8::1".parse().unwrap())),
+            (false, |to| to.lower = None),
+            (false, |to| to.vni = 2),
+            (false, |to| to.gbp = true),
+        ];
+        for (possible, change) in changes {
+            let mut to = device;
+            change(&mut to);
+            assert_eq!(device.can_become(&to.into()), possible, "{to}");
+        }
+    }
+}

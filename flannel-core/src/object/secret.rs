@@ -1,0 +1,85 @@
+//! Bytes that no output shows.
+
+use std::fmt;
+
+use serde::{Serialize, Serializer};
+
+/// A key or password inside an object, such as the private key of a tunnel device.
+///
+/// `Debug`, `Display` and JSON show a placeholder instead of the bytes, and so does every value
+/// that contains a secret. Only [`Secret::expose`] gives the bytes. Two secrets are equal if their
+/// bytes are. There is no way back from the placeholder: a secret is not deserialized.
+///
+/// ```
+/// use flannel_core::object::Secret;
+///
+/// let key = Secret::new(*b"correct horse");
+/// assert_eq!(format!("{key} {key:?}"), "(secret) (secret)");
+/// assert_eq!(key.expose(), b"correct horse");
+/// ```
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct Secret(Box<[u8]>);
+
+/// What output shows of each secret. It depends neither on the bytes nor on their number.
+const PLACEHOLDER: &str = "(secret)";
+
+impl Secret {
+    /// A secret of these bytes.
+    pub fn new(bytes: impl Into<Box<[u8]>>) -> Self {
+        Self(bytes.into())
+    }
+
+    /// The bytes themselves, for a message to the kernel or for a computation. Do not format them.
+    pub fn expose(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(PLACEHOLDER)
+    }
+}
+
+impl fmt::Display for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(PLACEHOLDER)
+    }
+}
+
+impl Serialize for Secret {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(PLACEHOLDER)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, Serialize)]
+    struct Device {
+        key: Secret,
+    }
+
+    #[test]
+    fn no_output_shows_the_bytes_or_their_number() {
+        for bytes in [&b""[..], b"hunter2", &[0xff; 32]] {
+            let device = Device { key: Secret::new(bytes) };
+            let json = serde_json::to_string(&device).unwrap();
+            assert_eq!(format!("{device:?}"), "Device { key: (secret) }");
+            assert_eq!(format!("{:#?}", device.key), "(secret)");
+            assert_eq!(format!("{:>5}", device.key), "(secret)");
+            assert_eq!(json, r#"{"key":"(secret)"}"#);
+            assert_eq!(device.key.expose(), bytes);
+        }
+    }
+
+    #[test]
+    fn secrets_are_compared_by_their_bytes() {
+        let secret = |bytes: &[u8]| Secret::new(bytes);
+        assert_eq!(secret(b"one"), secret(b"one").clone());
+        assert_ne!(secret(b"one"), secret(b"two"));
+        assert_ne!(secret(b"one"), secret(b"one1"));
+    }
+}

@@ -1,0 +1,180 @@
+//! Linux's rules for objects of each kind.
+
+use super::tables::Tables;
+use crate::kernel::{Footprint, KernelError};
+use crate::object::{Addr, Fdb, Key, Link, LinkName, Neigh, Nexthop, Object, Route, Via};
+
+const EEXIST: i32 = 17;
+const EINVAL: i32 = 22;
+const EOPNOTSUPP: i32 = 95;
+const ENETUNREACH: i32 = 101;
+
+/// The rules for one kind of object.
+pub(super) trait Rules {
+    /// A snapshot for this footprint shows the object, which has this protocol and leaves by
+    /// `link`.
+    fn is_owned_by(&self, footprint: &Footprint, link: Option<LinkName>, protocol: u8) -> bool;
+
+    /// The kernel refuses to put it.
+    fn check(&self, _tables: &Tables) -> Result<(), KernelError> {
+        Ok(())
+    }
+
+    /// Removes the objects that vanish when this one replaces `old`.
+    fn before_replacing(&self, _old: &Object, _tables: &mut Tables) {}
+
+    /// A deletion of the object deletes `there`, which has the same key. An object that took its
+    /// place, by another link or gateway, stays.
+    fn deletes(&self, _there: &Object) -> bool {
+        true
+    }
+
+    /// It cannot be put while its device is down.
+    fn needs_device_up(&self) -> bool {
+        false
+    }
+
+    /// It vanishes when its device goes down.
+    fn goes_when_device_is_down(&self) -> bool {
+        false
+    }
+
+    /// Messages about it name the writer, who is not notified of changes of its own.
+    fn names_writer(&self) -> bool {
+        true
+    }
+}
+
+pub(super) fn rules(object: &Object) -> &dyn Rules {
+    match object {
+        Object::Link(value) => value,
+        Object::Addr(value) => value,
+        Object::Neigh(value) => value,
+        Object::Fdb(value) => value,
+        Object::Nexthop(value) => value,
+        Object::Route(value) => value,
+    }
+}
+
+impl Rules for Link {
+    fn is_owned_by(&self, footprint: &Footprint, _: Option<LinkName>, _: u8) -> bool {
+        footprint.links.contains(&self.name)
+    }
+
+    fn check(&self, tables: &Tables) -> Result<(), KernelError> {
+        if tables.foreign.contains_key(&self.name) {
+            let kind = self.kind.attributes().kind();
+            let detail = format!("{} exists and is not a {kind} device", self.name);
+            return Err(KernelError::explained(EEXIST, detail));
+        }
+        self.kind.attributes().lower().map_or(Ok(()), |lower| tables.is_up(lower).map(drop))
+    }
+
+    fn before_replacing(&self, old: &Object, tables: &mut Tables) {
+        let Object::Link(old) = old else { return };
+        let (is, wanted) = (old.kind.attributes(), self.kind.attributes());
+        if !is.can_become(&self.kind) {
+            tables.drop_link(self.name);
+        } else if old.up && !self.up {
+            tables.drop_by_down(self.name);
+        } else if is.mac() != wanted.mac() {
+            let on_it = |key: &Key| matches!(key, Key::Neigh(link, _) if *link == self.name);
+            tables.objects.retain(|key, _| !on_it(key));
+        }
+    }
+
+    fn names_writer(&self) -> bool {
+        false
+    }
+}
+
+impl Rules for Addr {
+    fn is_owned_by(&self, footprint: &Footprint, _: Option<LinkName>, _: u8) -> bool {
+        footprint.owns_addr(self)
+    }
+}
+
+impl Rules for Neigh {
+    fn is_owned_by(&self, footprint: &Footprint, _: Option<LinkName>, _: u8) -> bool {
+        footprint.owns_entry(self.link, true)
+    }
+
+    fn goes_when_device_is_down(&self) -> bool {
+        true
+    }
+}
+
+impl Rules for Fdb {
+    fn is_owned_by(&self, footprint: &Footprint, _: Option<LinkName>, _: u8) -> bool {
+        footprint.owns_entry(self.link, true)
+    }
+
+    fn check(&self, tables: &Tables) -> Result<(), KernelError> {
+        let is_foreign = tables.foreign.contains_key(&self.link);
+        if is_foreign { Err(KernelError::new(EINVAL)) } else { Ok(()) }
+    }
+
+    fn names_writer(&self) -> bool {
+        false
+    }
+}
+
+impl Rules for Nexthop {
+    fn is_owned_by(&self, footprint: &Footprint, _: Option<LinkName>, protocol: u8) -> bool {
+        footprint.owns_nexthop(self.id, self.link, protocol)
+    }
+
+    fn check(&self, tables: &Tables) -> Result<(), KernelError> {
+        if tables.without_nexthops {
+            return Err(KernelError::new(EOPNOTSUPP));
+        }
+        if !self.onlink && tables.on_link(self.gateway) != Some(self.link) {
+            return Err(KernelError::explained(EINVAL, "Nexthop has invalid gateway"));
+        }
+        Ok(())
+    }
+
+    fn deletes(&self, there: &Object) -> bool {
+        matches!(there, Object::Nexthop(there) if there.link == self.link)
+    }
+
+    fn needs_device_up(&self) -> bool {
+        true
+    }
+
+    fn goes_when_device_is_down(&self) -> bool {
+        true
+    }
+}
+
+impl Rules for Route {
+    fn is_owned_by(&self, footprint: &Footprint, link: Option<LinkName>, protocol: u8) -> bool {
+        footprint.owns_route(self, link, protocol)
+    }
+
+    fn check(&self, tables: &Tables) -> Result<(), KernelError> {
+        match self.via {
+            Via::Gateway { gateway, link, onlink: false }
+                if tables.on_link(gateway) != Some(link) =>
+            {
+                Err(KernelError::explained(ENETUNREACH, "Nexthop has invalid gateway"))
+            }
+            Via::Nexthop(id) if !tables.objects.contains_key(&Key::Nexthop(id)) => {
+                Err(KernelError::explained(EINVAL, "Nexthop id does not exist"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn deletes(&self, there: &Object) -> bool {
+        matches!(there, Object::Route(there) if there.via == self.via)
+    }
+
+    fn needs_device_up(&self) -> bool {
+        true
+    }
+
+    fn goes_when_device_is_down(&self) -> bool {
+        self.dst.base().is_ipv4()
+    }
+}

@@ -1,0 +1,221 @@
+//! The tables of the fake kernel, and the rules that hold for objects of every kind.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use tokio::sync::mpsc;
+
+use super::rules::rules;
+use super::{Call, Operation};
+use crate::address::Subnet;
+use crate::kernel::{Footprint, Invalidation, KernelError, KernelEvent, ROUTE_PROTOCOL};
+use crate::object::{Key, LinkName, Object, Route, Via};
+
+const ENOENT: i32 = 2;
+const ENODEV: i32 = 19;
+const ENETDOWN: i32 = 100;
+
+/// The fake kernel's state, with its listeners and planted faults.
+#[derive(Default)]
+pub(super) struct Tables {
+    pub(super) writers: u32,
+    pub(super) foreign: BTreeMap<LinkName, Foreign>,
+    pub(super) objects: BTreeMap<Key, Entry>,
+    pub(super) listeners: Vec<Listener>,
+    pub(super) faults: Vec<Fault>,
+    pub(super) calls: Vec<Call>,
+    pub(super) process_questions: usize,
+    pub(super) largest_batch: usize,
+    pub(super) without_nexthops: bool,
+    pub(super) unwanted_nexthops: bool,
+}
+
+/// A link of others.
+#[derive(Debug)]
+pub(super) struct Foreign {
+    pub(super) up: bool,
+    pub(super) on_link: Vec<Subnet>,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct Entry {
+    pub(super) object: Object,
+    /// The route protocol, where there is one.
+    pub(super) protocol: u8,
+    /// It has more than `object` expresses.
+    pub(super) inexact: bool,
+}
+
+/// An error in the place of the next calls that match.
+pub(super) struct Fault {
+    pub(super) matches: Box<dyn Fn(&Call) -> bool + Send>,
+    pub(super) error: KernelError,
+    pub(super) times: usize,
+}
+
+/// Hears the changes of all writers but `port`.
+pub(super) struct Listener {
+    pub(super) port: u32,
+    pub(super) sender: mpsc::UnboundedSender<Invalidation>,
+}
+
+impl Tables {
+    /// Records a call, and fails it if a fault matches.
+    pub(super) fn call(
+        &mut self,
+        operation: Operation,
+        key: Option<Key>,
+    ) -> Result<(), KernelError> {
+        let call = Call { operation, key };
+        let fault = self.faults.iter_mut().find(|fault| fault.times > 0 && (fault.matches)(&call));
+        self.calls.push(call);
+        match fault {
+            Some(fault) => {
+                fault.times -= 1;
+                Err(fault.error.clone())
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Notifies all listeners but the writer itself; writer 0 is none of them.
+    pub(super) fn publish(&mut self, writer: u32, invalidation: &Invalidation) {
+        self.listeners.retain(|listener| {
+            listener.port == writer || listener.sender.send(invalidation.clone()).is_ok()
+        });
+    }
+
+    /// A link is up.
+    pub(super) fn is_up(&self, name: LinkName) -> Result<bool, KernelError> {
+        if let Some(foreign) = self.foreign.get(&name) {
+            return Ok(foreign.up);
+        }
+        match self.objects.get(&Key::Link(name)) {
+            Some(Entry { object: Object::Link(link), .. }) => Ok(link.up),
+            _ => Err(KernelError::explained(ENODEV, format!("no interface named {name}"))),
+        }
+    }
+
+    /// Removes the objects that vanish when a device goes down.
+    pub(super) fn drop_by_down(&mut self, name: LinkName) {
+        let dropped = |o: &Object| o.link() == Some(name) && rules(o).goes_when_device_is_down();
+        self.objects.retain(|_, entry| !dropped(&entry.object));
+        self.drop_orphans();
+    }
+
+    /// Removes a link of ours with all objects on it.
+    pub(super) fn drop_link(&mut self, name: LinkName) {
+        self.objects.remove(&Key::Link(name));
+        self.objects.retain(|_, entry| entry.object.link() != Some(name));
+        self.drop_orphans();
+        for entry in self.objects.values_mut() {
+            if let Object::Link(link) = &mut entry.object
+                && link.kind.attributes().lower() == Some(name)
+            {
+                link.kind.attributes_mut().clear_lower();
+            }
+        }
+    }
+
+    /// Removes the objects that go with a deleted one: routes by a nexthop object, and all IPv4
+    /// routes of a device with its last IPv4 address.
+    pub(super) fn drop_after(&mut self, key: Key) {
+        if let Key::Nexthop(_) = key {
+            self.drop_orphans();
+        }
+        let Key::Addr(name, IpAddr::V4(_)) = key else { return };
+        let left = self
+            .objects
+            .keys()
+            .any(|key| matches!(key, Key::Addr(link, IpAddr::V4(_)) if *link == name));
+        if !left {
+            self.objects.retain(|key, entry| {
+                !matches!(key, Key::Route(dst) if dst.base().is_ipv4())
+                    || entry.object.link() != Some(name)
+            });
+        }
+    }
+
+    /// Removes routes by nexthop objects that are gone.
+    pub(super) fn drop_orphans(&mut self) {
+        let id = |key: &Key| if let Key::Nexthop(id) = key { Some(*id) } else { None };
+        let there: BTreeSet<u32> = self.objects.keys().filter_map(id).collect();
+        self.objects.retain(|_, entry| match &entry.object {
+            Object::Route(route) => !matches!(route.via, Via::Nexthop(id) if !there.contains(&id)),
+            _ => true,
+        });
+    }
+
+    /// The device that a route leaves by, itself or through its nexthop object.
+    pub(super) fn link_of(&self, object: &Object) -> Option<LinkName> {
+        match object {
+            Object::Route(Route { via: Via::Nexthop(id), .. }) => {
+                self.objects.get(&Key::Nexthop(*id))?.object.link()
+            }
+            object => object.link(),
+        }
+    }
+
+    /// The foreign link that has a subnet with this address on it.
+    pub(super) fn on_link(&self, address: IpAddr) -> Option<LinkName> {
+        let on = |foreign: &Foreign| {
+            foreign.up && foreign.on_link.iter().any(|subnet| subnet.contains(address))
+        };
+        self.foreign.iter().find(|(_, foreign)| on(foreign)).map(|(name, _)| *name)
+    }
+
+    pub(super) fn put(&mut self, writer: u32, object: &Object) -> Result<(), KernelError> {
+        let key = object.key();
+        let operation =
+            if self.objects.contains_key(&key) { Operation::Replace } else { Operation::Create };
+        self.call(operation, Some(key))?;
+        let rules = rules(object);
+        if let Some(link) = object.link() {
+            let up = self.is_up(link)?;
+            if !up && rules.needs_device_up() {
+                return Err(KernelError::explained(ENETDOWN, "Device for nexthop is not up"));
+            }
+        }
+        rules.check(self)?;
+        let old = self.objects.get(&key).map(|entry| entry.object.clone());
+        if let Some(old) = &old {
+            rules.before_replacing(old, self);
+        }
+        let entry = Entry { object: object.clone(), protocol: ROUTE_PROTOCOL, inexact: false };
+        self.objects.insert(key, entry);
+        if old.as_ref() != Some(object) {
+            self.publish_event(writer, object, KernelEvent::Present(object.clone()));
+        }
+        Ok(())
+    }
+
+    pub(super) fn delete(&mut self, writer: u32, object: &Object) -> Result<(), KernelError> {
+        let key = object.key();
+        self.call(Operation::Delete, Some(key))?;
+        if !self.objects.get(&key).is_some_and(|there| rules(object).deletes(&there.object)) {
+            return Err(KernelError::new(ENOENT));
+        }
+        if let Key::Link(name) = key {
+            self.drop_link(name);
+        }
+        self.objects.remove(&key);
+        self.drop_after(key);
+        self.publish_event(writer, object, KernelEvent::Deleted(key));
+        Ok(())
+    }
+
+    /// Notifies the listeners of one event, as Linux does for objects of this kind.
+    fn publish_event(&mut self, writer: u32, object: &Object, event: KernelEvent) {
+        let invalidation = match object {
+            Object::Link(link) => Invalidation::Link(link.name),
+            _ => Invalidation::Objects(vec![event], None),
+        };
+        self.publish(if rules(object).names_writer() { writer } else { 0 }, &invalidation);
+    }
+
+    /// A snapshot shows the entry.
+    pub(super) fn owns(&self, footprint: &Footprint, entry: &Entry) -> bool {
+        let link = self.link_of(&entry.object);
+        rules(&entry.object).is_owned_by(footprint, link, entry.protocol)
+    }
+}

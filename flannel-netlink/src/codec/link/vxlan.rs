@@ -1,0 +1,187 @@
+//! Vxlan devices.
+
+use std::net::IpAddr;
+
+use flannel_core::address::Family;
+use flannel_core::object::{LinkKind, LinkName, MacAddr, Vxlan};
+
+use super::{KindMessage, LinkCodec, LinkMessage, is_set};
+use crate::wire::{Attributes, Messages, ip_of, u32_of};
+
+/// `IFLA_VXLAN_…` (linux `include/uapi/linux/if_link.h`).
+mod attr {
+    pub(super) const ID: u16 = 1;
+    pub(super) const GROUP: u16 = 2;
+    pub(super) const LINK: u16 = 3;
+    pub(super) const LOCAL: u16 = 4;
+    pub(super) const TTL: u16 = 5;
+    pub(super) const TOS: u16 = 6;
+    pub(super) const LEARNING: u16 = 7;
+    pub(super) const LIMIT: u16 = 9;
+    pub(super) const PROXY: u16 = 11;
+    pub(super) const RSC: u16 = 12;
+    pub(super) const L2MISS: u16 = 13;
+    pub(super) const L3MISS: u16 = 14;
+    pub(super) const PORT: u16 = 15;
+    pub(super) const GROUP6: u16 = 16;
+    pub(super) const LOCAL6: u16 = 17;
+    pub(super) const UDP_ZERO_CSUM6_TX: u16 = 19;
+    pub(super) const UDP_ZERO_CSUM6_RX: u16 = 20;
+    pub(super) const REMCSUM_TX: u16 = 21;
+    pub(super) const REMCSUM_RX: u16 = 22;
+    pub(super) const GBP: u16 = 23;
+    pub(super) const COLLECT_METADATA: u16 = 25;
+    pub(super) const LABEL: u16 = 26;
+    pub(super) const GPE: u16 = 27;
+    pub(super) const TTL_INHERIT: u16 = 28;
+    pub(super) const DF: u16 = 29;
+    pub(super) const VNIFILTER: u16 = 30;
+}
+
+/// Fields of outer packets, with the value at which the kernel fills them in by itself, as it does
+/// for flannel's devices.
+const OUTER: [(u16, &[u8]); 4] =
+    [(attr::TTL, &[0]), (attr::TOS, &[0]), (attr::DF, &[0]), (attr::LABEL, &[0; 4])];
+
+/// `IFLA_INFO_DATA` of a vxlan device.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct VxlanMessage {
+    vni: u32,
+    port: u16,
+    local: Option<IpAddr>,
+    /// The index of the lower device; 0 if there is none.
+    pub(super) lower: u32,
+    learning: bool,
+    gbp: bool,
+    /// The fields of [`OUTER`] that are set.
+    outer: [bool; OUTER.len()],
+    /// It has attributes that flannel's devices do not have and the kernel does not take away: a
+    /// group, tunnel metadata from outside, answers and questions in the place of the neighbour
+    /// table, a limit to the forwarding table, checksums that other VTEPs refuse.
+    alien: bool,
+}
+
+/// Reads `IFLA_INFO_DATA`.
+pub(super) fn read(data: &[u8]) -> VxlanMessage {
+    let mut read = VxlanMessage::default();
+    // An attribute without a value is a flag.
+    let flag = |value: &[u8]| value.is_empty() || is_set(value);
+    for (id, value) in Attributes(data) {
+        if let Some(place) = OUTER.iter().position(|(outer, _)| *outer == id) {
+            read.outer[place] = is_set(value);
+            continue;
+        }
+        match id {
+            attr::ID => read.vni = u32_of(value).unwrap_or_default(),
+            attr::PORT => read.port = value.try_into().map_or(0, u16::from_be_bytes),
+            attr::LOCAL | attr::LOCAL6 => {
+                read.local = ip_of(value).filter(|address| !address.is_unspecified());
+            }
+            attr::LINK => read.lower = u32_of(value).unwrap_or_default(),
+            attr::LEARNING => read.learning = flag(value),
+            attr::GBP => read.gbp = true,
+            attr::GROUP | attr::GROUP6 => read.alien = true,
+            attr::LIMIT
+            | attr::GPE
+            | attr::TTL_INHERIT
+            | attr::PROXY
+            | attr::RSC
+            | attr::L2MISS
+            | attr::L3MISS
+            | attr::UDP_ZERO_CSUM6_TX
+            | attr::REMCSUM_TX
+            | attr::REMCSUM_RX
+            | attr::COLLECT_METADATA
+            | attr::VNIFILTER => read.alien |= flag(value),
+            _ => {}
+        }
+    }
+    read
+}
+
+impl VxlanMessage {
+    /// [`VxlanMessage::object`] expresses all attributes that decide where packets go.
+    pub(super) fn is_exact(&self) -> bool {
+        !self.outer.contains(&true)
+    }
+
+    /// The attributes; `None` if the device has others that flannel's do not have.
+    pub(super) fn object(&self, mac: MacAddr, lower: Option<LinkName>) -> Option<LinkKind> {
+        let Self { vni, port, local, learning, gbp, .. } = *self;
+        (!self.alien).then(|| Vxlan { vni, port, mac, local, lower, learning, gbp }.into())
+    }
+}
+
+fn found(is: &LinkMessage) -> Option<&VxlanMessage> {
+    if let KindMessage::Vxlan(found) = &is.kind { Some(found) } else { None }
+}
+
+impl LinkCodec for Vxlan {
+    /// **Source**: the attributes are those of flannel
+    /// `pkg/backend/vxlan/device.go: newVXLANDevice`.
+    fn create(&self, data: &mut Messages, lower: u32) {
+        data.u32(attr::ID, self.vni).attr(attr::PORT, &self.port.to_be_bytes());
+        if lower != 0 {
+            data.u32(attr::LINK, lower);
+        }
+        if let Some(local) = self.local {
+            put_local(data, local);
+        }
+        data.attr(attr::LEARNING, &[u8::from(self.learning)]);
+        if self.gbp {
+            data.attr(attr::GBP, &[]);
+        }
+        for off in [
+            attr::TTL,
+            attr::TOS,
+            attr::PROXY,
+            attr::RSC,
+            attr::L2MISS,
+            attr::L3MISS,
+            attr::UDP_ZERO_CSUM6_TX,
+            attr::UDP_ZERO_CSUM6_RX,
+        ] {
+            data.attr(off, &[0]);
+        }
+    }
+
+    fn change(&self, is: &LinkMessage, data: &mut Messages, lower: u32) {
+        let Some(is) = found(is) else { return };
+        match (is.local, self.local) {
+            (old, Some(local)) if old != Some(local) => put_local(data, local),
+            (Some(old), None) => put_local(data, Family::of(old).unspecified()),
+            _ => {}
+        }
+        if is.lower != lower {
+            data.u32(attr::LINK, lower);
+        }
+        if is.learning != self.learning {
+            data.attr(attr::LEARNING, &[u8::from(self.learning)]);
+        }
+        for ((id, unset), _) in OUTER.iter().zip(is.outer).filter(|(_, is_set)| *is_set) {
+            data.attr(*id, unset);
+        }
+    }
+
+    fn is_same_network(&self, is: &LinkMessage) -> bool {
+        found(is).is_some_and(|is| is.vni == self.vni)
+    }
+
+    /// There may be one for outer packets of either family.
+    ///
+    /// **Source**: linux `drivers/net/vxlan/vxlan_core.c: vxlan_vni_in_use`.
+    fn excludes(&self, is: &LinkMessage) -> bool {
+        let family = |local: Option<IpAddr>| local.map_or(Family::V4, Family::of);
+        found(is).is_some_and(|is| {
+            (is.vni, is.port) == (self.vni, self.port) && family(is.local) == family(self.local)
+        })
+    }
+
+    fn exclusive(&self) -> String {
+        format!("the VNI {} and the UDP port {}", self.vni, self.port)
+    }
+}
+
+fn put_local(data: &mut Messages, local: IpAddr) {
+    data.ip(if local.is_ipv4() { attr::LOCAL } else { attr::LOCAL6 }, local);
+}

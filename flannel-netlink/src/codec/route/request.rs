@@ -1,0 +1,174 @@
+//! Requests about routes.
+
+use std::net::IpAddr;
+
+use flannel_core::Subnet;
+use flannel_core::address::Family;
+use flannel_core::kernel::ROUTE_PROTOCOL;
+use flannel_core::object::{Route, Via};
+use neli::consts::nl::NlmF;
+use neli::consts::rtnl::{RtScope, RtTable, Rta, Rtm, Rtn};
+
+use super::{
+    HEADER, IPV6_METRIC, LAST_RESORT, MAIN, ONLINK, RTA_NH_ID, RTAX_MTU, RouteMessage, scope_of,
+};
+use crate::codec::{af, put_flags};
+use crate::wire::Messages;
+
+fn header(dst: &Subnet, via: Option<&Via>, protocol: u8, scope: RtScope) -> [u8; HEADER] {
+    let kind = match via {
+        Some(Via::Blackhole | Via::LastResort) => Rtn::Blackhole,
+        Some(_) => Rtn::Unicast,
+        None => Rtn::Unspec,
+    };
+    let onlink = matches!(via, Some(Via::Gateway { onlink: true, .. }));
+    rtmsg(dst, RtTable::Main, protocol, scope, kind, if onlink { ONLINK } else { 0 })
+}
+
+/// `struct rtmsg`, without a source and a TOS; written directly as in `codec::neigh`.
+fn rtmsg(
+    dst: &Subnet,
+    table: RtTable,
+    protocol: u8,
+    scope: RtScope,
+    kind: Rtn,
+    flags: u32,
+) -> [u8; HEADER] {
+    let [a, b, c, d] = flags.to_ne_bytes();
+    let family = af(dst.family()).into();
+    [family, dst.len(), 0, 0, table.into(), protocol, scope.into(), kind.into(), a, b, c, d]
+}
+
+/// This version knows what the route does.
+pub(crate) fn is_known(route: &Route) -> bool {
+    matches!(
+        route.via,
+        Via::Gateway { .. } | Via::Link(_) | Via::Nexthop(_) | Via::Blackhole | Via::LastResort
+    )
+}
+
+/// `index` is that of the link, 0 for a route without one. `metrics`: the request has the metrics
+/// attribute ([`RouteMessage::has_metrics_by_nexthop`]).
+pub(crate) fn put(requests: &mut Messages, route: &Route, index: u32, metrics: bool) {
+    put_with(put_flags(), requests, route, index, metrics);
+}
+
+/// Puts it unless there is a route to this destination.
+pub(crate) fn add(requests: &mut Messages, route: &Route, index: u32) {
+    put_with(NlmF::CREATE | NlmF::EXCL, requests, route, index, false);
+}
+
+fn put_with(flags: NlmF, requests: &mut Messages, route: &Route, index: u32, metrics: bool) {
+    let scope = scope_of(route.dst.family(), matches!(route.via, Via::Link(_)));
+    requests.begin(
+        Rtm::Newroute,
+        flags,
+        &header(&route.dst, Some(&route.via), ROUTE_PROTOCOL, scope),
+    );
+    path(requests, route, index);
+    if route.mtu.is_some() || (metrics && matches!(route.via, Via::Nexthop(_))) {
+        requests.nest(Rta::Metrics, |metrics| {
+            if let Some(mtu) = route.mtu {
+                metrics.u32(RTAX_MTU, mtu);
+            }
+        });
+    }
+}
+
+/// `protocol` limits the deletion to routes of it; 0 is any.
+pub(crate) fn delete(requests: &mut Messages, route: &Route, index: u32, protocol: u8) {
+    let scope = match route.via {
+        Via::Link(_) if route.dst.family() == Family::V4 => RtScope::Link,
+        _ => RtScope::Nowhere,
+    };
+    requests.begin(
+        Rtm::Delroute,
+        NlmF::empty(),
+        &header(&route.dst, Some(&route.via), protocol, scope),
+    );
+    path(requests, route, index);
+}
+
+/// Limits a deletion to a route with this MTU. IPv6 ignores the limit.
+///
+/// **Source**: linux `net/ipv4/fib_semantics.c: fib_metrics_match`, where no MTU is 0.
+pub(crate) fn only_with_mtu(requests: &mut Messages, mtu: Option<u32>) {
+    requests.nest(Rta::Metrics, |metrics| {
+        metrics.u32(RTAX_MTU, mtu.unwrap_or(0));
+    });
+}
+
+/// Deletes a route that was read and is [distinct](RouteMessage::is_distinct_from) from the others
+/// to the same destination.
+pub(crate) fn delete_found(requests: &mut Messages, found: &RouteMessage) {
+    // A route by a nexthop object that drops packets is of type blackhole.
+    let kind = if found.nexthop.is_some() { Rtn::Unspec } else { found.kind };
+    let header = rtmsg(&found.dst, RtTable::Main, found.protocol, found.scope, kind, 0);
+    requests.begin(Rtm::Delroute, NlmF::empty(), &header).ip(Rta::Dst, found.dst.base());
+    if let Some(id) = found.nexthop {
+        requests.u32(RTA_NH_ID, id);
+    } else {
+        if let Some(gateway) = found.gateway {
+            requests.ip(Rta::Gateway, gateway);
+        }
+        if found.index != 0 {
+            requests.u32(Rta::Oif, found.index);
+        }
+    }
+    if found.dst.family() == Family::V6 {
+        requests.u32(Rta::Priority, IPV6_METRIC);
+    }
+}
+
+/// Deletes the first route to `dst`; an IPv6 route only with the default metric. `protocol` as for
+/// [`delete`].
+pub(crate) fn delete_any(requests: &mut Messages, dst: &Subnet, protocol: u8) {
+    requests.begin(Rtm::Delroute, NlmF::empty(), &header(dst, None, protocol, RtScope::Nowhere));
+    requests.ip(Rta::Dst, dst.base());
+    if dst.family() == Family::V6 {
+        requests.u32(Rta::Priority, IPV6_METRIC);
+    }
+}
+
+fn path(requests: &mut Messages, route: &Route, index: u32) {
+    requests.ip(Rta::Dst, route.dst.base());
+    match route.via {
+        Via::Gateway { gateway, .. } => {
+            requests.ip(Rta::Gateway, gateway).u32(Rta::Oif, index);
+        }
+        Via::Link(_) => drop(requests.u32(Rta::Oif, index)),
+        Via::Nexthop(id) => drop(requests.u32(RTA_NH_ID, id)),
+        // Blackholes.
+        _ => {}
+    }
+    match (route.via, route.dst.family()) {
+        (Via::LastResort, _) => drop(requests.u32(Rta::Priority, LAST_RESORT)),
+        (_, Family::V6) => drop(requests.u32(Rta::Priority, IPV6_METRIC)),
+        (_, Family::V4) => {}
+    }
+}
+
+/// Asks for all routes of a family in the main table.
+pub(crate) fn all(family: Family) -> Messages {
+    in_table(family, MAIN)
+}
+
+/// Asks for all routes of a family in all tables.
+pub(crate) fn everywhere(family: Family) -> Messages {
+    in_table(family, 0)
+}
+
+fn in_table(family: Family, table: u32) -> Messages {
+    let header = header(&Subnet::everything(family), None, 0, RtScope::Universe);
+    let mut request = Messages::one(Rtm::Getroute, NlmF::empty(), &header);
+    request.u32(Rta::Table, table);
+    request
+}
+
+/// Asks where packets for `dst` go.
+pub(crate) fn lookup(dst: IpAddr) -> Messages {
+    let header = rtmsg(&Subnet::host(dst), RtTable::Unspec, 0, RtScope::Universe, Rtn::Unspec, 0);
+    let mut request = Messages::one(Rtm::Getroute, NlmF::empty(), &header);
+    request.ip(Rta::Dst, dst);
+    request
+}
