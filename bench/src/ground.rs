@@ -65,6 +65,6 @@ impl Ground {
             reason: "it is the only one".into(),
         };
         let kernel = Arc::new(NetlinkKernel::open_in(self.netns.path())?);
-        Ok(Host { uplink: iface, kernel, subnets, machine_id: String::new() })
+        Ok(Host::new(iface, kernel, subnets))
     }
 }

@@ -23,18 +23,17 @@ fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
     kernel.use_nexthops(false);
     let address: Dual<IpAddr> =
         ["192.0.2.1", "2001:db8::1"].into_iter().map(|a| a.parse::<IpAddr>().unwrap()).collect();
-    Host {
-        uplink: ExternalInterface {
+    Host::new(
+        ExternalInterface {
             name: "eth0".parse().unwrap(),
             mtu: 1500,
             address,
             public: address,
             reason: "it has the default route".into(),
         },
-        kernel: Arc::new(kernel.clone()),
-        subnets: Arc::new(subnets.clone()),
-        machine_id: String::new(),
-    }
+        Arc::new(kernel.clone()),
+        Arc::new(subnets.clone()),
+    )
 }
 
 fn peer(public: &[&str]) -> LeaseAttrs {
@@ -147,9 +146,9 @@ async fn a_public_address_that_is_not_the_interfaces_is_refused() {
     let error = bare.join(&HostGw, &config, JoinOptions::default()).await.unwrap_err().to_string();
     assert!(error.contains("eth0 has no IPv4 address"), "{error}");
     for iface in [&nat.uplink, &bare.uplink] {
-        let refused = Host { uplink: iface.clone(), ..host(&kernel, &subnets) }
-            .join(&HostGw, &config, JoinOptions::default())
-            .await;
+        let mut this = host(&kernel, &subnets);
+        this.uplink = iface.clone();
+        let refused = this.join(&HostGw, &config, JoinOptions::default()).await;
         let judged = HostGw.validate(&config, Some(iface)).unwrap_err();
         assert_eq!(judged.to_string(), refused.unwrap_err().to_string(), "before anything is done");
     }

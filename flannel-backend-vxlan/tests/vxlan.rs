@@ -24,18 +24,18 @@ fn host(kernel: &FakeKernel, subnets: &FakeSubnets) -> Host {
         .into_iter()
         .map(|a| a.parse::<std::net::IpAddr>().unwrap())
         .collect();
-    Host {
-        uplink: ExternalInterface {
+    Host::new(
+        ExternalInterface {
             name: "eth0".parse().unwrap(),
             mtu: 1500,
             address,
             public: address,
             reason: "it has the default route".into(),
         },
-        kernel: Arc::new(kernel.clone()),
-        subnets: Arc::new(subnets.clone()),
-        machine_id: "machine".into(),
-    }
+        Arc::new(kernel.clone()),
+        Arc::new(subnets.clone()),
+    )
+    .with_machine_id("machine")
 }
 
 fn peer(public: [&str; 2], macs: [&str; 2]) -> LeaseAttrs {

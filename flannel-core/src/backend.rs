@@ -2,6 +2,7 @@
 
 mod alloc;
 mod plan;
+mod secrets;
 
 use std::fmt;
 use std::net::IpAddr;
@@ -12,6 +13,7 @@ use async_trait::async_trait;
 
 pub use self::alloc::Alloc;
 pub use self::plan::{Answer, Env, Plan, Rejected};
+pub use self::secrets::{MakeSecret, MemorySecrets, Secrets};
 use crate::address::Dual;
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -161,6 +163,8 @@ pub struct Node<'a> {
     pub machine_id: &'a str,
     /// Its kernel, to read. [`Node::snapshot`] reads it outside the async thread.
     pub kernel: &'a Arc<dyn Kernel>,
+    /// Its secrets.
+    pub secrets: &'a dyn Secrets,
     subnets: &'a dyn SubnetManager,
 }
 
@@ -170,9 +174,10 @@ impl<'a> Node<'a> {
         uplink: &'a ExternalInterface,
         machine_id: &'a str,
         kernel: &'a Arc<dyn Kernel>,
+        secrets: &'a dyn Secrets,
         subnets: &'a dyn SubnetManager,
     ) -> Self {
-        Self { uplink, machine_id, kernel, subnets }
+        Self { uplink, machine_id, kernel, secrets, subnets }
     }
 
     /// What the store knows of this node: its previous subnets and attributes.

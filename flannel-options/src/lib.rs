@@ -7,6 +7,7 @@ mod error;
 mod etcd;
 pub mod go_flags;
 mod registry;
+mod secrets;
 pub mod state_dir;
 
 pub use error::Error;
@@ -15,3 +16,4 @@ pub use etcd::EtcdFlags;
 #[cfg(feature = "etcd")]
 pub use registry::open_etcd;
 pub use registry::{RegistryUrl, open_directory};
+pub use secrets::FileSecrets;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use flannel_core::backend::{Built, ExternalInterface, Node, NodeLease};
+use flannel_core::backend::{Built, ExternalInterface, MemorySecrets, Node, NodeLease, Secrets};
 use flannel_core::lease::LeaseAttrs;
 use flannel_core::{Backend, Config, Kernel, Lease, Result, SubnetManager};
 
@@ -11,6 +11,7 @@ use crate::kernel_network::KernelNetwork;
 
 /// This host, ready to take part in networks.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Host {
     /// The interface that connects it with its peers.
     pub uplink: ExternalInterface,
@@ -20,6 +21,8 @@ pub struct Host {
     pub subnets: Arc<dyn SubnetManager>,
     /// See [`Node::machine_id`].
     pub machine_id: String,
+    /// The secrets that backends keep on this host.
+    pub secrets: Arc<dyn Secrets>,
 }
 
 /// Choices of [`Host::join`].
@@ -34,6 +37,28 @@ pub struct JoinOptions {
 }
 
 impl Host {
+    /// A host without a machine id, whose secrets live as long as this value and its clones.
+    pub fn new(
+        uplink: ExternalInterface,
+        kernel: Arc<dyn Kernel>,
+        subnets: Arc<dyn SubnetManager>,
+    ) -> Self {
+        let secrets = Arc::new(MemorySecrets::default());
+        Self { uplink, kernel, subnets, machine_id: String::new(), secrets }
+    }
+
+    /// The same host with this machine id. See [`Node::machine_id`].
+    #[must_use]
+    pub fn with_machine_id(self, machine_id: impl Into<String>) -> Self {
+        Self { machine_id: machine_id.into(), ..self }
+    }
+
+    /// The same host with secrets that last.
+    #[must_use]
+    pub fn with_secrets(self, secrets: Arc<dyn Secrets>) -> Self {
+        Self { secrets, ..self }
+    }
+
     /// Joins the network of `config`: prepares the backend, acquires the node's lease with the
     /// offer of the backend, and builds the network for it. Writes nothing to the kernel until the
     /// network runs.
@@ -49,7 +74,8 @@ impl Host {
         config: &Config,
         options: JoinOptions,
     ) -> Result<HostNetwork> {
-        let node = Node::new(&self.uplink, &self.machine_id, &self.kernel, &*self.subnets);
+        let node =
+            Node::new(&self.uplink, &self.machine_id, &self.kernel, &*self.secrets, &*self.subnets);
         let prepared = backend.prepare(&node, config).await?;
         let attrs = LeaseAttrs::from(prepared.offer);
         let lease = match options.lapsed {

@@ -80,18 +80,17 @@ async fn a_network_that_runs_itself_gets_the_accepted_peers() {
         LeaseAttrs::from(Offer { kind: kind.into(), public, ..Offer::default() })
     };
     let address = [std::net::IpAddr::from([192, 0, 2, 1])].into_iter().collect();
-    let host = Host {
-        uplink: ExternalInterface {
+    let host = Host::new(
+        ExternalInterface {
             name: "eth0".parse().unwrap(),
             mtu: 1500,
             address,
             public: address,
             reason: "the test says so".into(),
         },
-        kernel: Arc::new(FakeKernel::with_uplink("eth0")),
-        subnets: Arc::new(subnets.clone()),
-        machine_id: String::new(),
-    };
+        Arc::new(FakeKernel::with_uplink("eth0")),
+        Arc::new(subnets.clone()),
+    );
     let (sender, mut reports) = mpsc::unbounded_channel();
     let backend = Reporter(Mutex::new(Some(sender)));
     let config = subnets.network_config().await.unwrap();

@@ -538,12 +538,7 @@ pub(crate) mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_network_that_is_at_work_keeps_nobody_waiting() {
         let (subnets, mut running) = network(Status::default()).await;
-        let host = Host {
-            uplink: running.iface.clone(),
-            kernel: Arc::clone(&running.kernel),
-            subnets: Arc::new(subnets),
-            machine_id: String::new(),
-        };
+        let host = Host::new(running.iface.clone(), Arc::clone(&running.kernel), Arc::new(subnets));
         // It takes questions, and answers none while it does not run.
         let busy = host
             .join(

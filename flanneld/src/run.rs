@@ -17,7 +17,7 @@ use flannel_core::status::Status;
 use flannel_core::{Backend, Config, Kernel, Lease, SubnetManager, Subnets};
 use flannel_doctor::path_probe::server;
 use flannel_netlink::NetlinkKernel;
-use flannel_options::state_dir;
+use flannel_options::{FileSecrets, state_dir};
 use flannel_route::{Host, HostNetwork, JoinOptions};
 use flannel_subnet::{HolderId, SubnetEnv, SubnetEnvError};
 use tokio::sync::{OnceCell, watch};
@@ -195,12 +195,10 @@ async fn start(
     let (config, chosen) = validator.usable(stored, last).await?;
     let backend = settings.backends.find(&config.backend.kind)?;
     let lapsed = hints.lapsed.is_some();
-    let host = Host {
-        uplink: chosen.iface.clone(),
-        kernel: Arc::clone(kernel) as Arc<dyn Kernel>,
-        subnets: Arc::clone(subnets),
-        machine_id: identity,
-    };
+    let host =
+        Host::new(chosen.iface.clone(), Arc::clone(kernel) as Arc<dyn Kernel>, Arc::clone(subnets))
+            .with_machine_id(identity)
+            .with_secrets(Arc::new(FileSecrets::new(&settings.state_dir)));
     let drop_unused_addresses = settings.ip_blackhole_route;
     if drop_unused_addresses && !backend.footprint(&config, None)?.blackholes {
         let kind = backend.kind();

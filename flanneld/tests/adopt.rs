@@ -117,12 +117,8 @@ impl Run {
             public: address,
             reason: "it is the only one".into(),
         };
-        let host = Host {
-            uplink: iface,
-            kernel: kernel.clone(),
-            subnets: Arc::new(subnets.clone()),
-            machine_id: "test".into(),
-        };
+        let host =
+            Host::new(iface, kernel.clone(), Arc::new(subnets.clone())).with_machine_id("test");
         let config = subnets.network_config().await.unwrap();
         let network = host.join(backend, &config, JoinOptions::default()).await.unwrap();
         let status = network.handle().status;

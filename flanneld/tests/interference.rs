@@ -49,18 +49,18 @@ async fn start(backend: &'static dyn Backend) -> Witness {
         data: Dual { v4: data("0a:00:00:00:04:07"), v6: data("0a:00:00:00:06:07") },
     });
     subnets.put_attrs("10.1.7.0-24&fd00:1:0:7::-64", peer);
-    let host = Host {
-        uplink: ExternalInterface {
+    let host = Host::new(
+        ExternalInterface {
             name: "eth0".parse().unwrap(),
             mtu: 1500,
             address,
             public: address,
             reason: "it is the only one".into(),
         },
-        kernel: Arc::new(NetlinkKernel::open().unwrap()),
-        subnets: Arc::new(subnets.clone()),
-        machine_id: "test".into(),
-    };
+        Arc::new(NetlinkKernel::open().unwrap()),
+        Arc::new(subnets.clone()),
+    )
+    .with_machine_id("test");
     let config = subnets.network_config().await.unwrap();
     let network = host.join(backend, &config, JoinOptions::default()).await.unwrap();
     let mut status = network.handle().status;

@@ -228,18 +228,18 @@ impl Setup {
         let subnets = FakeSubnets::with_config(&config);
         (2..2 + PEERS).for_each(|n| self.put_peer(&subnets, n));
         let kernel = NetlinkKernel::open().unwrap();
-        let host = Host {
-            uplink: ExternalInterface {
+        let host = Host::new(
+            ExternalInterface {
                 name: "eth0".parse().unwrap(),
                 mtu: 1500,
                 address: public(1),
                 public: public(1),
                 reason: "it is the only one".into(),
             },
-            kernel: Arc::new(if self.nexthops { kernel } else { kernel.without_nexthops() }),
-            subnets: Arc::new(subnets.clone()),
-            machine_id: "test".into(),
-        };
+            Arc::new(if self.nexthops { kernel } else { kernel.without_nexthops() }),
+            Arc::new(subnets.clone()),
+        )
+        .with_machine_id("test");
         let network = host
             .join(self.backend, &subnets.network_config().await.unwrap(), JoinOptions::default())
             .await

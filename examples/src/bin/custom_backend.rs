@@ -76,8 +76,7 @@ fn main() -> anyhow::Result<()> {
             &Selectors { iface: vec!["eth0".into()], ..Default::default() },
             [flannel_core::address::Family::V4],
         )?;
-        let host =
-            Host { uplink: iface, kernel, subnets: subnets.clone(), machine_id: String::new() };
+        let host = Host::new(iface, kernel, subnets.clone());
         let network =
             host.join(&Hub, &subnets.network_config().await?, JoinOptions::default()).await?;
         let mut status = network.handle().status;

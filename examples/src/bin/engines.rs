@@ -30,8 +30,7 @@ async fn embed() -> anyhow::Result<()> {
     let kernel = Arc::new(NetlinkKernel::open()?);
     let selectors = Selectors { iface: vec!["eth0".into()], ..Selectors::default() };
     let iface = kernel.external_interface(&selectors, [Family::V4])?;
-    let host =
-        Host { uplink: iface, kernel, subnets: subnets.clone(), machine_id: "example".into() };
+    let host = Host::new(iface, kernel, subnets.clone()).with_machine_id("example");
 
     let network =
         host.join(&VxlanBackend, &subnets.network_config().await?, JoinOptions::default()).await?;
