@@ -1,6 +1,15 @@
-//! A sandbox for the examples, so that they touch nothing of the machine's own network.
+//! The backend and the registry that examples bring, and a sandbox for the examples, so that they touch nothing of
+//! the machine's own network.
+
+mod hub;
+mod printing;
+
+use std::process::{Child, Command, Stdio};
 
 use anyhow::Context;
+
+pub use hub::Hub;
+pub use printing::Printing;
 
 /// Runs an example in a network namespace of its own that has an uplink `eth0` with `192.0.2.1/24`; as root or as an
 /// ordinary user.
@@ -22,6 +31,42 @@ where
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         runtime.context("a runtime")?.block_on(example())
     })?
+}
+
+/// An etcd in the sandbox. It ends with this value.
+#[derive(Debug)]
+pub struct Etcd {
+    child: Child,
+    _dir: tempfile::TempDir,
+}
+
+impl Etcd {
+    /// Where it listens.
+    pub const ENDPOINT: &str = "http://127.0.0.1:2379";
+
+    /// Starts the program that `ETCD` names, or `etcd`.
+    ///
+    /// # Errors
+    /// There is no such program.
+    pub fn start() -> anyhow::Result<Self> {
+        let dir = tempfile::tempdir()?;
+        let program = std::env::var_os("ETCD").unwrap_or_else(|| "etcd".into());
+        let mut command = Command::new(program);
+        command.arg("--data-dir").arg(dir.path());
+        let (client, peer) = (Self::ENDPOINT, "http://127.0.0.1:2380");
+        command.args(["--listen-client-urls", client, "--advertise-client-urls", client]);
+        command.args(["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]);
+        command.args(["--initial-cluster", "default=http://127.0.0.1:2380"]);
+        let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+        Ok(Self { child: child.context("etcd is needed")?, _dir: dir })
+    }
+}
+
+impl Drop for Etcd {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
 }
 
 /// The code in the guide for embedding compiles.

@@ -49,6 +49,9 @@ pub struct NetworkReport {
     pub since: f64,
     /// The type of its backend.
     pub backend: String,
+    /// The backend type in the leases of its backend.
+    #[serde(default)]
+    pub lease_type: String,
     /// The largest packet that pods may send, in bytes.
     pub mtu: u32,
     /// The pod networks.
@@ -60,6 +63,9 @@ pub struct NetworkReport {
     /// The tunnel device of each family, such as `flannel.1` of `IPv4`; empty without tunnels.
     #[serde(default)]
     pub devices: BTreeMap<String, String>,
+    /// The bytes that the tunnel adds to a packet of each family; empty without tunnels.
+    #[serde(default)]
+    pub overhead: BTreeMap<String, u32>,
     /// Packets of pods travel between some nodes without a tunnel.
     #[serde(default)]
     pub bare_routes: bool,

@@ -2,7 +2,6 @@
 
 use flannel_backend_hostgw::HostGw;
 use flannel_backend_vxlan::VxlanBackend;
-use flannel_core::address::Dual;
 use flannel_core::backend::{Alloc, Datapath};
 use flannel_core::kernel::Footprint;
 use flannel_core::object::LinkName;
@@ -62,13 +61,10 @@ impl Backends {
         backend.and_then(|backend| backend.datapath(config).ok()).unwrap_or_default()
     }
 
-    /// The header that the tunnel of a backend adds to each packet with default options, in bytes;
-    /// empty without tunnels, and for a backend that has no defaults.
-    pub fn overhead(&self, kind: &str) -> Dual<u32> {
-        let config = format!(
-            r#"{{"Network":"10.0.0.0/8","EnableIPv6":true,"IPv6Network":"fd00::/48","Backend":{{"Type":"{kind}"}}}}"#
-        );
-        Config::parse(&config).map(|config| self.datapath(&config).overhead).unwrap_or_default()
+    /// The backend type in the leases of a network with this config. An unknown backend has its own.
+    pub fn lease_type<'a>(&'a self, config: &'a Config) -> &'a str {
+        let kind = &config.backend.kind;
+        self.find(kind).map_or(kind, |backend| backend.lease_type())
     }
 
     /// The devices that a network may have, those of families that are off included.

@@ -26,7 +26,7 @@ const EADDRINUSE: &str = "the kernel cannot receive what peers send";
 pub struct Devices {
     /// The tunnel of each enabled family; empty with a backend that needs none.
     pub tunnels: Dual<LinkName>,
-    /// The type of the backend that has them.
+    /// The backend type in the leases of the backend that has them.
     pub backend: String,
     /// The header that a tunnel of each family adds, in bytes.
     pub overheads: Dual<u32>,

@@ -109,7 +109,7 @@ pub struct Network {
     pub store: Option<String>,
     /// It is known which devices there should be.
     pub known: bool,
-    /// The type of this node's backend.
+    /// The backend type in the leases of this node's backend.
     pub backend: String,
     /// The tunnel device of each family; empty without tunnels.
     pub tunnels: Dual<LinkName>,

@@ -148,6 +148,15 @@ impl Host {
     /// It runs already, or could not be started. Options that it does not know end it at once, which
     /// [`Host::check_daemon`] tells.
     pub fn start_daemon_with(&self, options: &[&str]) -> Result<()> {
+        self.start_daemon_of(&self.program, options)
+    }
+
+    /// [`Host::start_daemon_with`] of another `program` than the lab's, such as one of another version. It is called as
+    /// [`Builder::program`](crate::Builder::program) says.
+    ///
+    /// # Errors
+    /// Those of [`Host::start_daemon_with`].
+    pub fn start_daemon_of(&self, program: &Path, options: &[&str]) -> Result<()> {
         let mut daemon = self.lock_daemon();
         if let Some(running) = daemon.as_mut()
             && matches!(running.try_wait(), Ok(None))
@@ -161,7 +170,7 @@ impl Host {
         let path = self.log_path();
         let log = File::options().create(true).append(true).open(&path);
         let log = log.map_err(Error::io(path.display().to_string()))?;
-        let mut command = Command::new(&self.program);
+        let mut command = Command::new(program);
         command.arg("daemon").args(["--iface", "eth0"]);
         command.arg("--registry").arg(format!("dir:{}", self.registry.display()));
         command.arg("--subnet-file").arg(self.subnet_file());

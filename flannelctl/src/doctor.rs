@@ -27,7 +27,7 @@ pub(crate) async fn doctor(
 ) -> Result<Output> {
     let mut examination = Examination::default();
     let network = match client.ask("GET", request::FRESH_STATUS) {
-        Ok(value) => network::with_daemon(client, &value, backends, &mut examination).await?,
+        Ok(value) => network::with_daemon(client, &value, &mut examination).await?,
         Err(failure @ flannel_api::Error::NoDaemon { .. }) => {
             let known = (global, backends);
             network::without_daemon(known, &flags.iface, &failure, &mut examination).await
@@ -106,7 +106,7 @@ mod tests {
     use std::net::IpAddr;
     use std::time::Duration;
 
-    use flannel_core::address::Family;
+    use flannel_core::address::{Dual, Family};
     use flannel_doctor::device::Devices;
     use flannel_doctor::echo::Answer;
     use flannel_doctor::inputs::PeerAnswers;
@@ -120,8 +120,8 @@ mod tests {
 
     /// A host with vxlan.
     fn vxlan() -> Devices {
-        let (backend, overheads) = ("vxlan".to_owned(), Backends::default().overhead("vxlan"));
-        Devices { backend, overheads, ..Devices::default() }
+        let overheads = Dual::from_fn(|family| Some(flannel_backend_vxlan::overhead(family)));
+        Devices { backend: "vxlan".into(), overheads, ..Devices::default() }
     }
 
     #[test]
@@ -142,10 +142,7 @@ mod tests {
             state: "in place".into(),
         };
         let devices = Devices {
-            tunnels: flannel_core::address::Dual {
-                v4: Some("flannel.1".parse().unwrap()),
-                v6: None,
-            },
+            tunnels: Dual { v4: Some("flannel.1".parse().unwrap()), v6: None },
             mtu: Some(1450),
             ..vxlan()
         };
@@ -200,8 +197,7 @@ mod tests {
             state: "in place".into(),
         };
         let device = |name: &str| Some(name.parse().unwrap());
-        let tunnels =
-            flannel_core::address::Dual { v4: device("flannel.1"), v6: device("flannel-v6.1") };
+        let tunnels = Dual { v4: device("flannel.1"), v6: device("flannel-v6.1") };
         let devices = Devices { tunnels, mtu: Some(1430), ..vxlan() };
         let questions = target.questions(&devices);
         let answered = |question: &Question| {

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use flannel_api::VERSION;
+use flannel_backends::Backends;
 use flannel_core::address::Dual;
 use flannel_core::error::holder;
 use flannel_core::lease::{LeaseAttrs, Offer};
@@ -21,6 +22,7 @@ use crate::terminal::{Style, Terminal};
 /// Lists, reserves or releases.
 pub(crate) async fn lease(
     global: &Global,
+    backends: &Backends,
     terminal: &Terminal,
     verb: &LeaseVerb,
 ) -> Result<Output> {
@@ -32,7 +34,7 @@ pub(crate) async fn lease(
             let public = Dual { v4: public_ip.map(IpAddr::V4), v6: public_ipv6.map(IpAddr::V6) };
             let backend_type = backend_type.clone().into();
             let attrs = LeaseAttrs::from(Offer { public, kind: backend_type, ..Offer::default() });
-            reserve(registry, lease, &attrs).await
+            reserve(registry, backends, lease, &attrs).await
         }
         LeaseVerb::Release { lease, force } => release(registry, lease, *force).await,
     }
@@ -122,7 +124,12 @@ fn done(entry: &Entry, what: &str) -> Output {
     Output { text, value, ok: true }
 }
 
-async fn reserve(registry: &dyn Registry, subnets: &Subnets, attrs: &LeaseAttrs) -> Result<Output> {
+async fn reserve(
+    registry: &dyn Registry,
+    backends: &Backends,
+    subnets: &Subnets,
+    attrs: &LeaseAttrs,
+) -> Result<Output> {
     if let Some(entry) = registry.entry(subnets).await? {
         let of = holder(&entry.lease.attrs);
         if entry.holder.is_none() {
@@ -155,7 +162,7 @@ async fn reserve(registry: &dyn Registry, subnets: &Subnets, attrs: &LeaseAttrs)
     // Without a type it would look like a lease of Go flannel's udp.
     let mut attrs = attrs.clone();
     if attrs.preferred.kind.is_empty() {
-        attrs.preferred.kind = config.backend.kind.into();
+        attrs.preferred.kind = backends.lease_type(&config).to_owned().into();
     }
     let written = registry.create(subnets, &attrs, None).await?;
     Ok(done(&written, "is reserved"))

@@ -114,6 +114,6 @@ async fn carry_out(options: &Ctl, backends: &Backends, terminal: &Terminal) -> R
         Verb::Cleanup(flags) => cleanup::cleanup(&client, global, backends, flags).await,
         Verb::DockerOpts(flags) => docker_opts::docker_opts(flags, &global.subnet_file),
         Verb::Config(verb) => config::config(global, backends, terminal, verb).await,
-        Verb::Lease(verb) => lease::lease(global, terminal, verb).await,
+        Verb::Lease(verb) => lease::lease(global, backends, terminal, verb).await,
     }
 }

@@ -70,6 +70,7 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
     NetworkReport {
         since: seconds(running.since),
         backend: running.backend.to_owned(),
+        lease_type: running.handle.lease.attrs.preferred.kind.to_string(),
         mtu: running.handle.mtu,
         networks: texts(running.config.pod_networks()),
         lease: own_lease(own, running.lapsed, snapshot),
@@ -85,6 +86,12 @@ fn network_report(network: &NetworkSnapshot, snapshot: &Snapshot) -> NetworkRepo
             .devices
             .iter()
             .map(|(family, name)| (family.to_string(), name.to_string()))
+            .collect(),
+        overhead: running
+            .datapath
+            .overhead
+            .iter()
+            .map(|(family, bytes)| (family.to_string(), *bytes))
             .collect(),
         bare_routes: running.datapath.bare,
         in_sync: status.in_sync,

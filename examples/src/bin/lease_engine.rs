@@ -1,22 +1,33 @@
-//! The lease engine alone: two nodes take their subnets from one directory, and each sees the other's. No kernel.
+//! The lease engine alone, on etcd: two nodes take their subnets, and each sees the other's. No kernel.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use flannel_core::SubnetManager;
-use flannel_core::lease::{LeaseAttrs, Offer, Origin};
-use flannel_subnet::{DirOptions, DirRegistry, HolderId, Identity, LocalManager};
+use flannel_core::lease::{LeaseAttrs, Offer, Origin, View};
+use flannel_subnet::{HolderId, Identity, LocalManager, Registry};
+use flannel_subnet_etcd::{EtcdOptions, EtcdRegistry};
 
-#[tokio::main(flavor = "current_thread")]
-async fn main() -> anyhow::Result<()> {
-    let dir = tempfile::tempdir()?;
-    std::fs::write(dir.path().join("config"), r#"{"Network": "10.1.0.0/16"}"#)?;
+fn main() -> anyhow::Result<()> {
+    examples::in_sandbox(two_nodes)
+}
+
+/// A connection to the etcd of the sandbox.
+fn connect() -> anyhow::Result<EtcdRegistry> {
+    let endpoints = vec![examples::Etcd::ENDPOINT.into()];
+    Ok(EtcdRegistry::new(EtcdOptions { endpoints, ..EtcdOptions::default() })?)
+}
+
+async fn two_nodes() -> anyhow::Result<()> {
+    let _etcd = examples::Etcd::start()?;
+    // Waits until etcd answers.
+    connect()?.write_config(None, r#"{"Network": "10.1.0.0/16"}"#).await?;
     let mut nodes = Vec::new();
     for address in ["192.0.2.1", "192.0.2.2"] {
-        let registry = Arc::new(DirRegistry::open(dir.path(), DirOptions::default()).await?);
         let identity =
             Identity { holder: HolderId::random(), previous: None, local_addresses: Vec::new() };
-        let node = LocalManager::new(registry, identity);
-        let public = [address.parse::<std::net::IpAddr>()?].into_iter().collect();
+        let node = LocalManager::new(Arc::new(connect()?), identity);
+        let public = [address.parse::<IpAddr>()?].into_iter().collect();
         let lease =
             node.acquire_lease(&LeaseAttrs::from(Offer { public, ..Offer::default() })).await?;
         println!("{address} has {}", lease.subnets);
@@ -24,8 +35,8 @@ async fn main() -> anyhow::Result<()> {
     }
     for (node, own) in &nodes {
         let mut views = node.watch_leases().await?;
-        let both = |view: &flannel_core::lease::View| {
-            matches!(view.origin, Origin::Live { .. }) && view.leases.len() == 2
+        let both = |view: &View| {
+            matches!(view.origin, Origin::Live { .. }) && view.leases.len() == nodes.len()
         };
         let view = views.wait_for(both).await?;
         let others: Vec<_> =

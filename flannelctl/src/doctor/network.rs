@@ -31,7 +31,6 @@ const MOMENT: Duration = Duration::from_secs(2);
 pub(super) async fn with_daemon(
     client: &Client,
     value: &Value,
-    backends: &Backends,
     examination: &mut Examination,
 ) -> Result<Network> {
     let report = settled(client, status::report(value)?).await?;
@@ -66,13 +65,14 @@ pub(super) async fn with_daemon(
     let peers = client.ask("GET", request::PEERS)?;
     let peers: Vec<PeerReport> = serde_json::from_value(peers["peers"].clone()).unwrap_or_default();
     let device = |family: Family| network.devices.get(&family.to_string())?.parse().ok();
+    let overhead = |family: Family| network.overhead.get(&family.to_string()).copied();
     Ok(Network {
         daemon: true,
         store: report.store.map(|store| store.name),
         known: true,
-        backend: network.backend.clone(),
+        backend: network.lease_type.clone(),
         tunnels: Dual::from_fn(device),
-        overheads: backends.overhead(&network.backend),
+        overheads: Dual::from_fn(overhead),
         uplink: network.interface.name.parse().ok(),
         bare: network.bare_routes,
         mtu: Some(network.mtu),
@@ -220,7 +220,7 @@ async fn of_config(
         daemon: false,
         store: None,
         known: true,
-        backend: config.backend.kind.clone(),
+        backend: backends.lease_type(&config).to_owned(),
         tunnels: datapath.devices,
         overheads: datapath.overhead,
         uplink,

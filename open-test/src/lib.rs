@@ -1,0 +1,184 @@
+//! A backend that no other crate of this project knows.
+//!
+//! It differs from all others in each point that another crate could take for granted: its name and
+//! the type in its leases differ, one of its options has no default, and one device carries both
+//! families, always over IPv4.
+
+use std::net::{IpAddr, Ipv4Addr};
+
+use async_trait::async_trait;
+use flannel_core::address::Family;
+use flannel_core::backend::{
+    Blueprint, Built, Datapath, Env, ExternalInterface, Inlet, Node, NodeLease, Prepared, Rejected,
+};
+use flannel_core::json::{FieldError, Fields};
+use flannel_core::kernel::Footprint;
+use flannel_core::lease::{LeaseAttrs, Offer};
+use flannel_core::object::{
+    Addr, Fdb, Link, LinkKind, LinkName, MacAddr, Neigh, Object, Route, State, Via, Vxlan,
+};
+use flannel_core::{Backend, Config, Error, Result, Subnets};
+
+/// The backend type in leases.
+const LEASE_TYPE: &str = "lane/1";
+
+/// The header that the device adds to each packet, in bytes, whatever the packet's family.
+const OVERHEAD: u32 = 50;
+
+/// The backend `lane`: a tunnel device for both families over IPv4. Peers derive the address of a
+/// node's device from the node's public address, so that a lease carries the number of its lane only.
+///
+/// Options: `Lane`, a number from 1 to 4094, which is required; `Port`, a UDP port, 6999 without it.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Lane;
+
+/// The options of the `Backend` object.
+#[derive(Debug, Clone, Copy)]
+struct Options {
+    lane: u32,
+    port: u16,
+    device: LinkName,
+}
+
+impl Options {
+    fn of(config: &Config) -> Result<Self> {
+        Self::parse(config).map_err(|error| refuse(error.to_string()))
+    }
+
+    fn parse(config: &Config) -> Result<Self, FieldError> {
+        let fields = config.backend.fields()?;
+        let lane = lane(&fields)?;
+        let expected = "a UDP port";
+        let port = fields.take("Port", expected)?.unwrap_or(6999);
+        let device = format!("lane{lane}").parse();
+        let device = device.map_err(|_| fields.error("Lane", &lane, "a shorter number"))?;
+        Ok(Self { lane, port, device })
+    }
+}
+
+/// The field `Lane`, of the config or of a lease.
+fn lane(fields: &Fields) -> Result<u32, FieldError> {
+    let expected = "a number from 1 to 4094";
+    match fields.take("Lane", expected)? {
+        Some(lane @ 1..=4094) => Ok(lane),
+        Some(lane) => Err(fields.error("Lane", &lane, expected)),
+        None => Err(fields.error("Lane", &"nothing", expected)),
+    }
+}
+
+fn refuse(reason: String) -> Error {
+    Error::Backend { backend: "lane".into(), reason }
+}
+
+/// The address of the device of the node that has this public address.
+fn mac(public: Ipv4Addr) -> MacAddr {
+    let [a, b, c, d] = public.octets();
+    MacAddr::local([0x1a, 0x4e, a, b, c, d])
+}
+
+#[async_trait]
+impl Backend for Lane {
+    fn kind(&self) -> &'static str {
+        "lane"
+    }
+
+    fn lease_type(&self) -> &'static str {
+        LEASE_TYPE
+    }
+
+    fn validate(&self, config: &Config, uplink: Option<&ExternalInterface>) -> Result<()> {
+        Options::of(config)?;
+        if config.networks.v4.is_none() {
+            return Err(refuse("EnableIPv4 is false: the tunnel's own packets are IPv4".into()));
+        }
+        match uplink {
+            Some(uplink) if uplink.address.v4.is_none() => {
+                Err(refuse(format!("{} has no IPv4 address", uplink.name)))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn datapath(&self, config: &Config) -> Result<Datapath> {
+        let options = Options::of(config)?;
+        let mut datapath = Datapath::default();
+        datapath.devices = config.networks.map(|_, _| options.device);
+        datapath.overhead = config.networks.map(|_, _| OVERHEAD);
+        datapath.inlets = vec![Inlet::Udp(options.port)];
+        Ok(datapath)
+    }
+
+    fn footprint(&self, config: &Config, _: Option<LinkName>) -> Result<Footprint> {
+        let links = [Options::of(config)?.device].into();
+        let networks = config.pod_networks().collect();
+        Ok(Footprint { links, networks, blackholes: true, ..Footprint::default() })
+    }
+
+    async fn prepare(&self, node: &Node<'_>, config: &Config) -> Result<Prepared> {
+        self.validate(config, Some(node.uplink))?;
+        let Options { lane, port, device } = Options::of(config)?;
+        let Some(IpAddr::V4(public)) = node.uplink.public.v4 else {
+            return Err(refuse("this node has no public IPv4 address".into()));
+        };
+        let mut offer = Offer { kind: LEASE_TYPE.into(), ..Offer::default() };
+        offer.public.v4 = Some(public.into());
+        offer.data.v4 = Some(format!(r#"{{"Lane":{lane}}}"#).into());
+        let mtu = node.uplink.mtu - OVERHEAD;
+        let tunnel = Vxlan {
+            vni: lane,
+            port,
+            mac: mac(public),
+            local: node.uplink.address.v4,
+            lower: Some(node.uplink.name),
+            learning: false,
+            gbp: false,
+        };
+        let link = Link { name: device, mtu, up: true, kind: LinkKind::Vxlan(tunnel) };
+        let footprint = self.footprint(config, Some(node.uplink.name))?;
+        Ok(Prepared::new(offer, move |lease| {
+            let mut blueprint = Blueprint::new(mtu, move |subnets, offer, _: &Env<'_>, objects| {
+                plan(lane, device, (subnets, offer), objects)
+            });
+            (blueprint.lease_type, blueprint.footprint) = (Some(LEASE_TYPE), footprint);
+            blueprint.base = base(link, lease);
+            Ok(Built::Kernel(blueprint))
+        }))
+    }
+}
+
+/// The device, with the first address of each subnet.
+fn base(link: Link, lease: &NodeLease) -> State {
+    let name = link.name;
+    let mut base: State = [link].into_iter().collect();
+    for subnet in lease.held().into_iter().flat_map(|lease| lease.subnets.iter()) {
+        base.insert(Addr { link: name, address: subnet.base(), len: subnet.family().bits() });
+    }
+    base
+}
+
+/// One forwarding entry for the peer; a neighbour and a route for each of its subnets.
+fn plan(
+    own: u32,
+    link: LinkName,
+    (subnets, offer): (&Subnets, &Offer),
+    objects: &mut Vec<Object>,
+) -> Result<(), Rejected> {
+    let Some(IpAddr::V4(public)) = offer.public[Family::V4] else {
+        return Err(Rejected("it has no public IPv4 address".into()));
+    };
+    let data = offer.data.v4.as_deref().unwrap_or("{}");
+    let lane = lane(&Fields::parse(data, "BackendData")?)?;
+    if lane != own {
+        return Err(Rejected(format!("it is on lane {lane}, this node on lane {own}")));
+    }
+    let mac = mac(public);
+    objects.push(Fdb { link, mac, dst: public.into() }.into());
+    for dst in subnets.iter() {
+        let gateway = dst.base();
+        objects.push(Neigh { link, address: gateway, mac }.into());
+        objects.push(
+            Route { dst, via: Via::Gateway { gateway, link, onlink: true }, mtu: None }.into(),
+        );
+    }
+    Ok(())
+}

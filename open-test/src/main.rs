@@ -1,0 +1,24 @@
+//! Both programs with one backend more: `lane-node daemon …` is `flanneld`, `lane-node ctl …` is `flannelctl`.
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use flannel_backends::Backends;
+use open_test::Lane;
+
+fn main() -> ExitCode {
+    let backends = Backends::default().with(&Lane);
+    let mut args: Vec<OsString> = std::env::args_os().collect();
+    let verb = if args.len() > 1 { args.remove(1) } else { OsString::new() };
+    if verb == "daemon" {
+        match flannel_lab::end_with_lab() {
+            Ok(()) => return flanneld::main_with(args, backends),
+            Err(error) => eprintln!("lane-node: {error}"),
+        }
+    } else if verb == "ctl" {
+        return flannelctl::run(args, &backends);
+    } else {
+        eprintln!("lane-node: expected daemon or ctl");
+    }
+    ExitCode::FAILURE
+}
