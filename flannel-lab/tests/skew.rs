@@ -17,6 +17,7 @@ use flannel_lab::testing::as_root;
 use flannel_lab::{Host, Lab, Signal};
 use serde_json::Value;
 
+#[allow(dead_code, reason = "the tests of traffic use the rest")]
 mod stream;
 use stream::Traffic;
 
