@@ -1,8 +1,8 @@
-//! What the directory held when last looked at, and what changed since.
+//! The last known content of the directory, and its latest changes.
 //!
-//! Inotify only names the files to read again. What is in them is compared with what is
-//! remembered, so it does not matter how often, or in which order, or how late one is reported. Everything here
-//! blocks, for as long as reading a few small files takes.
+//! Inotify only names the files to read again. Their content is compared with the last known one,
+//! so the number, the order and the delay of inotify's events do not matter. All functions block,
+//! for as long as reading a few small files takes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -13,33 +13,30 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use flannel_core::Subnets;
-use flannel_core::lease::{KeyError, Revision};
+use flannel_core::lease::Revision;
 use nix::errno::Errno;
 use nix::sys::inotify::{AddWatchFlags, Inotify, InotifyEvent, WatchDescriptor};
 
 use super::file::{LeaseFile, revision};
-use crate::registry::{Batch, Event, Listing, Now, Skipped};
+use crate::registry::history::History;
+use crate::registry::{Batch, Listing, Now, Skipped};
 
-/// How many changes are remembered for watches that lag behind.
-const HISTORY: usize = 8192;
 /// An editor that saves by renaming the old file away leaves a gap before it writes the new one.
 const GRACE: Duration = Duration::from_millis(100);
 
 pub(super) struct Mirror {
     root: PathBuf,
-    /// Files never expire: they are configuration.
+    /// The files are configuration and never expire.
     forever: bool,
     /// The last content of each file that could be read.
     good: BTreeMap<Subnets, LeaseFile>,
-    /// Why the present content of a file cannot be read. What was good stays in force until it expires or something
-    /// good takes its place.
+    /// The reason for which the present content of a file cannot be read. Its last readable content
+    /// stays in force until it expires or is replaced.
     bad: BTreeMap<String, String>,
-    /// When to look at a good file again.
+    /// When to read a good file again.
     due: BTreeMap<Subnets, SystemTime>,
-    /// Which key changed: the entry `i` is the change of revision `forgotten + 1 + i`.
-    history: Vec<String>,
-    forgotten: u64,
-    /// Grows with each change to the config file.
+    history: History,
+    /// The number of changes of the config file.
     pub(super) config_changes: u64,
     /// The watched directories; `None` if they must be watched anew and read completely.
     watched: Option<Watched>,
@@ -66,15 +63,14 @@ impl Mirror {
             good: BTreeMap::new(),
             bad: BTreeMap::new(),
             due: BTreeMap::new(),
-            history: Vec::new(),
-            forgotten: 0,
+            history: History::default(),
             config_changes: 0,
             watched: None,
         }
     }
 
-    /// Takes in all that happened. An error means that the directory cannot be watched or read, and that the
-    /// next call starts over.
+    /// Processes all events. After an error the directory cannot be watched or read, and the next
+    /// call starts over.
     pub(super) fn refresh(&mut self, inotify: &Inotify, now: SystemTime) -> io::Result<()> {
         let Some(watched) = self.watched else {
             return self.start(inotify, now);
@@ -99,7 +95,7 @@ impl Mirror {
                 } else if event.wd == watched.root && name == "subnets" {
                     self.watched = None;
                 } else if event.wd == watched.subnets && self.concerns(event.mask, &name) {
-                    // Only what was renamed away may be about to come back.
+                    // Only a file that was renamed away may come back soon.
                     *named.entry(name).or_default() =
                         event.mask.contains(AddWatchFlags::IN_MOVED_FROM);
                 }
@@ -121,12 +117,12 @@ impl Mirror {
         Ok(())
     }
 
-    /// An error means that the directory cannot be read, and that the next refresh starts over.
+    /// Checks that the directory can be read. After an error the next refresh starts over.
     pub(super) fn confirm(&mut self) -> io::Result<()> {
         fs::read_dir(self.subnets()).map(drop).inspect_err(|_| self.watched = None)
     }
 
-    /// A watched directory itself went away, or stopped being where it was.
+    /// A watched directory itself was deleted, moved or unmounted.
     fn lost(&self, watched: Watched, event: &InotifyEvent) -> bool {
         let gone = AddWatchFlags::IN_IGNORED
             | AddWatchFlags::IN_DELETE_SELF
@@ -135,8 +131,8 @@ impl Mirror {
         (event.wd == watched.root || event.wd == watched.subnets) && event.mask.intersects(gone)
     }
 
-    /// A file that was just created is read when its writer closes it, unless it is complete from the start:
-    /// a second name of another file.
+    /// A new file is read when its writer closes it. A new name of an existing file is read at
+    /// once.
     fn concerns(&self, mask: AddWatchFlags, name: &OsString) -> bool {
         if !mask.contains(AddWatchFlags::IN_CREATE) {
             return true;
@@ -145,13 +141,13 @@ impl Mirror {
         metadata.is_ok_and(|metadata| metadata.is_symlink() || metadata.nlink() > 1)
     }
 
-    /// When to look again although nothing happened; `None`: never.
+    /// When to refresh although no event came; `None`: never.
     pub(super) fn due(&self) -> Option<SystemTime> {
         self.due.values().min().copied()
     }
 
     pub(super) fn revision(&self) -> Revision {
-        Revision(self.forgotten + self.history.len() as u64)
+        self.history.revision()
     }
 
     pub(super) fn list(&self) -> Listing {
@@ -171,16 +167,9 @@ impl Mirror {
         self.good.get(subnets)
     }
 
-    /// What changed after `after`; `None` if that is no longer known.
+    /// The changes after `after`; `None` if they are not known.
     pub(super) fn changes(&self, after: Revision) -> Option<Batch> {
-        let revision = self.revision();
-        if after.0 < self.forgotten || after > revision {
-            return None;
-        }
-        let keys: BTreeSet<&String> =
-            self.history[(after.0 - self.forgotten) as usize..].iter().collect();
-        let event = |key: &String| Event { key: key.clone(), now: self.now(key) };
-        Some(Batch { events: keys.into_iter().map(event).collect(), revision })
+        self.history.since(after, |key| self.now(key))
     }
 
     fn now(&self, key: &str) -> Now {
@@ -195,10 +184,10 @@ impl Mirror {
         self.root.join("subnets")
     }
 
-    /// Watches first, then reads: nothing falls between the two.
+    /// Watches first, then reads, so that no change is missed between the two.
     fn start(&mut self, inotify: &Inotify, now: SystemTime) -> io::Result<()> {
         if let Some(old) = self.watched.take() {
-            // Fails for those that are gone.
+            // Fails for directories that are gone.
             let _ = (inotify.rm_watch(old.root), inotify.rm_watch(old.subnets));
         }
         let subnets = self.subnets();
@@ -214,20 +203,16 @@ impl Mirror {
             | AddWatchFlags::IN_MOVE_SELF
             | AddWatchFlags::IN_ONLYDIR;
         let watch = |path: &Path| {
-            let watched = inotify.add_watch(path, mask);
-            watched.map_err(|errno| {
-                io::Error::new(
-                    io::Error::from(errno).kind(),
-                    format!("{}: {errno}", path.display()),
-                )
+            inotify.add_watch(path, mask).map_err(|errno| {
+                let text = format!("{}: {errno}", path.display());
+                io::Error::new(io::Error::from(errno).kind(), text)
             })
         };
         let watched = Watched { root: watch(&self.root)?, subnets: watch(&subnets)? };
         self.read_all(now)?;
         if self.config_changes == 0 {
-            // The first time: nobody watched before.
-            self.forget(self.history.len());
-            self.history.shrink_to_fit();
+            // The first time: no watch exists.
+            self.history.forget();
         }
         self.config_changes += 1;
         self.watched = Some(watched);
@@ -245,7 +230,7 @@ impl Mirror {
         Ok(())
     }
 
-    /// Reads one file again and remembers what changed.
+    /// Reads one file again and notes the change.
     fn look(&mut self, name: &str, renamed: bool, now: SystemTime) {
         if passed_over(name) {
             return;
@@ -253,7 +238,7 @@ impl Mirror {
         let before = self.now(name);
         let held = name.parse().ok().filter(|subnets| self.good.contains_key(subnets));
         match (read(&self.subnets().join(name)), held) {
-            (Found::Gone, held @ Some(_)) if renamed => self.look_again(held, Some(now + GRACE)),
+            (Found::Gone, Some(held)) if renamed => _ = self.due.insert(held, now + GRACE),
             (Found::Gone, held) => {
                 self.bad.remove(name);
                 held.iter().for_each(|subnets| self.let_go(subnets));
@@ -261,30 +246,12 @@ impl Mirror {
             (Found::Text(text, modified), _) => self.take_in(name, &text, modified, now),
             (Found::Unreadable(reason), held) => {
                 self.bad.insert(name.to_owned(), reason);
-                self.look_again(held, None);
+                held.iter().for_each(|subnets| _ = self.due.remove(subnets));
             }
         }
         if self.now(name) != before {
-            self.history.push(name.to_owned());
-            if self.history.len() > HISTORY {
-                self.forget(HISTORY / 2);
-            }
+            self.history.push(name);
         }
-    }
-
-    /// Forgets the oldest changes.
-    fn forget(&mut self, changes: usize) {
-        self.history.drain(..changes);
-        self.forgotten += changes as u64;
-    }
-
-    /// Looks at a good file again then; `None`: not before it changes.
-    fn look_again(&mut self, file: Option<Subnets>, due: Option<SystemTime>) {
-        let Some(subnets) = file else { return };
-        match due {
-            Some(due) => self.due.insert(subnets, due),
-            None => self.due.remove(&subnets),
-        };
     }
 
     fn let_go(&mut self, subnets: &Subnets) {
@@ -292,40 +259,29 @@ impl Mirror {
         self.due.remove(subnets);
     }
 
-    /// A file has this text.
+    /// Notes the text of a file.
     fn take_in(&mut self, name: &str, text: &str, modified: SystemTime, now: SystemTime) {
         let known = name.parse().ok().and_then(|subnets| self.file(&subnets));
         let known = known
             .filter(|file| file.lease.revision == revision(text) && !self.bad.contains_key(name));
-        let parsed = known.cloned().map_or_else(|| parse(name, text, self.forever), Ok);
-        match parsed {
-            Ok(file) => {
+        match known.cloned().map_or_else(|| LeaseFile::read(name, text), Ok) {
+            Ok(mut file) => {
+                file.grant = file.grant.filter(|_| !self.forever);
                 self.bad.remove(name);
                 self.good.insert(file.lease.subnets, file);
             }
             Err(reason) => drop(self.bad.insert(name.to_owned(), reason)),
         }
         let Ok(subnets) = name.parse::<Subnets>() else { return };
-        let due = self.file(&subnets).and_then(|file| file.end(modified));
-        if due.is_some_and(|due| due <= now) {
-            self.let_go(&subnets);
-        } else {
-            self.look_again(Some(subnets), due);
+        match self.file(&subnets).and_then(|file| file.end(modified)) {
+            Some(end) if end <= now => self.let_go(&subnets),
+            Some(end) => _ = self.due.insert(subnets, end),
+            None => _ = self.due.remove(&subnets),
         }
     }
 }
 
-/// Reads a lease file's name and text. With `forever`, it never expires.
-pub(super) fn parse(name: &str, text: &str, forever: bool) -> Result<LeaseFile, String> {
-    let subnets: Subnets = name.parse().map_err(|error: KeyError| error.to_string())?;
-    let mut file = LeaseFile::parse(subnets, text).map_err(|error| error.to_string())?;
-    if forever {
-        file.grant = None;
-    }
-    Ok(file)
-}
-
-/// Files that editors and this program leave beside those that count.
+/// Files that editors and this program leave in the directory, and that are no keys.
 fn passed_over(name: &str) -> bool {
     name.starts_with('.') || name.ends_with('~')
 }

@@ -1,17 +1,17 @@
-//! One lease as a file: Go flannel's lease value, with `Mark` and `TTL` behind it.
+//! One lease as a file: Go flannel's lease value, followed by `Mark` (the holder ID) and `TTL`.
 //!
-//! A file without `TTL` is a reservation, so that the shortest file that a person can
-//! write is one: `{"PublicIP": "192.0.2.7"}`.
+//! A file without `TTL` is a reservation, such as `{"PublicIP": "192.0.2.7"}`.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use flannel_core::json::{FieldError, Fields};
-use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::lease::{KeyError, LeaseAttrs, Revision};
 use flannel_core::{Lease, Subnets};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
+use crate::files::fnv1a;
 use crate::registry::{Entry, HolderId, LeaseGrant};
 
 /// Go's lease value in Go's order, then ours.
@@ -39,24 +39,33 @@ pub(super) fn text(attrs: &LeaseAttrs, grant: Option<LeaseGrant>) -> String {
     let value = attrs.to_json();
     let mut wire: Wire<'_> = serde_json::from_str(&value).expect("a lease value has Go's fields");
     wire.holder = grant.map(|grant| grant.holder.to_string());
-    // Whole seconds, rounded up: nothing ends before its holder thinks so.
+    // Whole seconds, rounded up: a lease must not end before its holder expects it.
     wire.ttl =
         grant.map(|grant| (grant.ttl.as_secs() + u64::from(grant.ttl.subsec_nanos() > 0)).max(1));
     let text = serde_json::to_string_pretty(&wire);
     text.expect("a struct of strings, numbers and raw values serializes") + "\n"
 }
 
-/// A file that could be read: many of them are remembered.
+/// A file that could be read. Many of them are kept in memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct LeaseFile {
-    /// Its revision is that of the text.
+    /// Its revision is derived from the text.
     pub(super) lease: Arc<Lease>,
-    /// Who holds it, for how long; `None`: it never expires.
+    /// `None`: the lease never expires.
     pub(super) grant: Option<Box<LeaseGrant>>,
 }
 
 impl LeaseFile {
-    /// Reads a file's text.
+    /// Reads the name and the text of a file.
+    ///
+    /// # Errors
+    /// What is wrong with them, for a message.
+    pub(super) fn read(name: &str, text: &str) -> Result<Self, String> {
+        let subnets = name.parse().map_err(|error: KeyError| error.to_string())?;
+        Self::parse(subnets, text).map_err(|error| error.to_string())
+    }
+
+    /// Reads the text of a file.
     ///
     /// # Errors
     /// Which field is wrong.
@@ -66,7 +75,7 @@ impl LeaseFile {
         let ttl: Option<u64> =
             fields.take("TTL", "a number of seconds; no TTL: the lease never expires")?;
         let holder: Option<HolderId> = fields.parsed("Mark", "1 to 16 hexadecimal digits")?;
-        // What expires has a holder, even if nobody can be it.
+        // A lease that expires has a holder, even if no node can have its ID.
         let grant = |ttl| LeaseGrant {
             holder: holder.unwrap_or(HolderId(0)),
             ttl: Duration::from_secs(ttl),
@@ -84,19 +93,16 @@ impl LeaseFile {
         }
     }
 
-    /// When it expires, given when the file was modified; `None`: never.
+    /// When it expires if the file was modified at this time; `None`: never.
     pub(super) fn end(&self, modified: SystemTime) -> Option<SystemTime> {
-        // A time that no clock can reach is never.
+        // If no clock can reach the time, the lease never expires.
         modified.checked_add(self.grant.as_ref()?.ttl)
     }
 }
 
-/// The version of a content: FNV-1a, which every version of this program computes alike. Never 0.
+/// The revision of a text: a hash that every version of this program computes alike. Never 0.
 pub(super) fn revision(text: &str) -> Revision {
-    let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    });
-    Revision(hash.max(1))
+    Revision(fnv1a(text.as_bytes()).max(1))
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Replacing a file in one step: readers see the old content or the new, never half of it.
+//! Replacing a file in one step: readers see either the old content or the new one.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Write};
@@ -6,17 +6,16 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::SystemTime;
 
-/// Temporary files begin with a dot and have this in their name: they are no keys, and can be told from what
-/// others leave.
+/// The beginning of the names of temporary files. The dot says that they are no keys.
 pub(crate) const TEMPORARY: &str = ".flannel-tmp-";
 
 /// Writes `path` anew: a temporary file in the same directory, synced, then renamed over it.
 ///
-/// A new file gets `mode` whatever the umask is; an existing regular file keeps its own. With `modified`, that
-/// becomes the file's time of modification.
+/// A new file gets `mode` whatever the umask is; an existing regular file keeps its own. If
+/// `modified` is given, it becomes the file's time of modification.
 ///
 /// # Errors
-/// Whatever the file system says. The temporary file is gone then, and `path` is as it was.
+/// The file system refused. Then the temporary file is gone, and `path` is as it was.
 pub(crate) fn replace(
     path: &Path,
     content: &[u8],
@@ -41,7 +40,7 @@ pub(crate) fn replace(
     let mut file = OpenOptions::new().write(true).create_new(true).open(&temporary)?;
     let result = write(&mut file).and_then(|()| fs::rename(&temporary, path));
     if result.is_err() {
-        // What matters is the first failure.
+        // The first failure is reported.
         let _ = fs::remove_file(&temporary);
     }
     result

@@ -1,55 +1,57 @@
-//! The network config as it changes: what is wrong with it, that it is another one, and what stays all the same.
+//! The network config of a manager while the config in the store changes.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use flannel_core::{Config, Error, Result};
 
 use crate::backoff::Backoff;
 use crate::registry::{ConfigText, Registry};
+use crate::runtime::lock;
 
-/// What a manager knows of the store's network config.
+/// The network configs that a manager has read and used.
 #[derive(Debug, Default)]
-pub(crate) struct Configs {
-    /// What was last given out: what is built from it takes its lease from nothing else. `None` before that, and if it came
-    /// from a cache: the store knows better as soon as it answers.
-    given: Mutex<Option<Config>>,
-    /// What the lease was taken from.
+pub(super) struct Configs {
+    /// The config that was last handed out, unless it came from a cache. A network that is built
+    /// from it takes its lease from the same config.
+    handed_out: Mutex<Option<Config>>,
+    /// The config that the lease was taken from.
     used: Mutex<Option<Config>>,
-    /// What is wrong with the store's config.
+    /// What is wrong with the config in the store.
     wrong: Mutex<Option<String>>,
 }
 
 impl Configs {
-    /// Parses a config, and notes whether it is wrong. Once a lease was [taken](Self::used_for_lease), the networks stay what
-    /// they are for as long as the manager lives: pods do not survive others.
-    pub(crate) fn read(&self, text: &ConfigText) -> Result<Config> {
+    /// Parses a config, and notes whether it is wrong. After a lease was
+    /// [taken](Self::used_for_lease), the networks stay as they are for the life of the manager:
+    /// pods do not survive a change of them.
+    pub(super) fn read(&self, text: &ConfigText) -> Result<Config> {
         let mut config = self.parse(text)?;
-        if let Some(used) = self.used().as_ref() {
+        if let Some(used) = &*lock(&self.used) {
             config.networks = used.networks;
         }
         Ok(config)
     }
 
-    /// Gives out what was read; the second part is true if it comes from a cache.
-    pub(crate) fn give(&self, (config, cached): (Config, bool)) -> Config {
-        *self.given.lock().unwrap_or_else(PoisonError::into_inner) =
-            (!cached).then(|| config.clone());
+    /// Notes a config that is handed out; the second part is true if it comes from a cache.
+    pub(super) fn hand_out(&self, (config, cached): (Config, bool)) -> Config {
+        *lock(&self.handed_out) = (!cached).then(|| config.clone());
         config
     }
 
-    /// What a lease is to be taken from: what was last given out, or else what `read` finds. Only the networks of a config
-    /// matter to it, and those stay what they are: it does not take a right config to win the lease back. The second part
-    /// is true if it comes from a cache.
-    pub(crate) async fn for_lease(
+    /// The config to take a lease from: the last one that was handed out, else the result of
+    /// `read`. A lease depends only on the networks of a config, which stay as they are, so a wrong
+    /// config does not prevent that a lease is won back. The second part is true if the config
+    /// comes from a cache.
+    pub(super) async fn for_lease(
         &self,
         read: impl Future<Output = Result<(Config, bool)>>,
     ) -> Result<(Config, bool)> {
-        let given = self.given.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        if let Some(given) = given {
-            return Ok((given, false));
+        let handed_out = lock(&self.handed_out).clone();
+        if let Some(config) = handed_out {
+            return Ok((config, false));
         }
-        match (read.await, self.used().as_ref()) {
+        match (read.await, &*lock(&self.used)) {
             (Err(Error::Config { .. } | Error::NoConfig { .. }), Some(used)) => {
                 Ok((used.clone(), false))
             }
@@ -58,20 +60,20 @@ impl Configs {
     }
 
     /// A lease was taken from this config.
-    pub(crate) fn used_for_lease(&self, config: Config) {
-        *self.used() = Some(config);
+    pub(super) fn used_for_lease(&self, config: Config) {
+        *lock(&self.used) = Some(config);
     }
 
-    /// What is wrong with the store's config now.
-    pub(crate) fn wrong(&self) -> Option<String> {
-        self.wrong.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    /// What is wrong with the config in the store.
+    pub(super) fn wrong(&self) -> Option<String> {
+        lock(&self.wrong).clone()
     }
 
-    /// The next valid config of the store's that is not `seen`; `note` gets each valid one.
-    pub(crate) async fn another(
+    /// Waits for a valid config in the store that differs from `known`. `note` gets each valid one.
+    pub(super) async fn next_valid(
         &self,
         store: &dyn Registry,
-        seen: &Config,
+        known: &Config,
         note: impl Fn(&ConfigText),
     ) -> Result<Config> {
         let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
@@ -91,7 +93,7 @@ impl Configs {
             match text.as_ref().map(|text| (text, self.parse(text))) {
                 Some((text, Ok(config))) => {
                     note(text);
-                    if config != *seen {
+                    if config != *known {
                         return Ok(config);
                     }
                 }
@@ -118,10 +120,6 @@ impl Configs {
     }
 
     fn note_wrong(&self, error: Option<&Error>) {
-        *self.wrong.lock().unwrap_or_else(PoisonError::into_inner) = error.map(ToString::to_string);
-    }
-
-    fn used(&self) -> MutexGuard<'_, Option<Config>> {
-        self.used.lock().unwrap_or_else(PoisonError::into_inner)
+        *lock(&self.wrong) = error.map(ToString::to_string);
     }
 }

@@ -1,7 +1,7 @@
-//! Where a directory registry is: `dir:PATH?assign=static`, and whether its file system will do.
+//! The location of a directory registry, such as `dir:PATH?assign=static`, and its file system.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use flannel_core::{Error, Result};
@@ -13,18 +13,19 @@ pub enum Assign {
     /// Each node takes a free one for itself.
     #[default]
     Free,
-    /// Whoever writes the files: every node's file is there beforehand, and no node ever writes.
+    /// The author of the files does: each node's file exists beforehand, and no node ever writes.
     Static,
 }
 
-/// How to use a directory.
+/// The options of a directory registry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DirOptions {
     /// Who assigns subnets.
     pub assign: Assign,
 }
 
-/// A directory registry's place and options: `dir:/var/lib/flannel`, `dir:/etc/flannel/net?assign=static`.
+/// The place and options of a directory registry: `dir:/var/lib/flannel`,
+/// `dir:/etc/flannel/net?assign=static`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DirLocation {
     /// The directory.
@@ -39,7 +40,7 @@ pub struct DirLocation {
 pub struct LocationError {
     /// The text.
     pub text: String,
-    /// What is wrong, and what would be right.
+    /// What is wrong, and what is expected.
     pub reason: String,
 }
 
@@ -85,7 +86,7 @@ impl fmt::Display for DirLocation {
     }
 }
 
-/// File systems where changes that other machines make wake nobody here, and locks may not hold.
+/// File systems that do not report changes made by other machines, and on which locks may not hold.
 ///
 /// **Source**: linux `include/uapi/linux/magic.h`, and the file systems' own sources.
 const NETWORK_FILE_SYSTEMS: [(u32, &str); 18] = [
@@ -114,25 +115,40 @@ fn network_file_system(magic: u32) -> Option<&'static str> {
     NETWORK_FILE_SYSTEMS.iter().find(|(number, _)| *number == magic).map(|(_, name)| *name)
 }
 
-/// Refuses a directory on a network file system.
-///
-/// # Errors
-/// [`Error::Refused`], or the directory cannot be looked at.
-pub(super) fn check_file_system(path: &Path) -> Result<()> {
-    let store = || format!("dir:{}", path.display());
-    let statfs =
-        statfs(path).map_err(|errno| Error::Store { store: store(), source: errno.into() })?;
-    // The kernel's magic numbers have 32 bits; their type differs between C libraries.
-    match network_file_system(statfs.filesystem_type().0 as u32) {
-        None => Ok(()),
-        Some(name) => Err(Error::Refused {
-            store: store(),
-            reason: format!(
-                "it is on a network file system ({name}), where nobody is told of changes that other machines \
-                 make; use a directory on a local disk (with ?assign=static and a copy on every machine, if \
-                 there is more than one), or etcd"
-            ),
-        }),
+impl DirLocation {
+    /// An error about one file, given by its path below the directory; empty: the directory itself.
+    pub(super) fn error(
+        &self,
+        name: &str,
+        source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+    ) -> Error {
+        let path = if name.is_empty() { self.path.clone() } else { self.path.join(name) };
+        Error::Store { store: format!("dir:{}", path.display()), source: source.into() }
+    }
+
+    /// Refuses a directory that is on a network file system, or whose `subnets` is.
+    ///
+    /// # Errors
+    /// [`Error::Refused`], or the file system cannot be found out.
+    pub(super) fn check_file_system(&self) -> Result<()> {
+        for path in [self.path.clone(), self.path.join("subnets")] {
+            let store = || format!("dir:{}", path.display());
+            let statfs = statfs(&path)
+                .map_err(|errno| Error::Store { store: store(), source: errno.into() })?;
+            // The kernel's magic numbers have 32 bits; their type differs between C libraries.
+            if let Some(name) = network_file_system(statfs.filesystem_type().0 as u32) {
+                return Err(Error::Refused {
+                    store: store(),
+                    reason: format!(
+                        "it is on a network file system ({name}), where nobody is told of changes \
+                         that other machines make; use a directory on a local disk (with \
+                         ?assign=static and a copy on every machine, if there is more than one), \
+                         or etcd"
+                    ),
+                });
+            }
+        }
+        Ok(())
     }
 }
 
@@ -144,8 +160,8 @@ mod tests {
     fn locations_are_parsed_and_printed() {
         let location: DirLocation = "dir:/a/b?assign=static".parse().unwrap();
         assert_eq!(
-            (location.path.as_path(), location.options.assign),
-            (Path::new("/a/b"), Assign::Static)
+            (location.path.to_str(), location.options.assign),
+            (Some("/a/b"), Assign::Static)
         );
         assert_eq!(location.to_string(), "dir:/a/b?assign=static");
         assert_eq!("dir:x".parse::<DirLocation>().unwrap().to_string(), "dir:x");
@@ -171,8 +187,11 @@ mod tests {
         assert_eq!(network_file_system(0x6969), Some("NFS"));
         assert_eq!(network_file_system(0xff53_4d42), Some("CIFS"));
         assert_eq!(network_file_system(0xef53), None, "ext4");
-        check_file_system(Path::new("/proc")).unwrap();
-        let error = check_file_system(Path::new("/nowhere")).unwrap_err().to_string();
+        let check = |text: &str| text.parse::<DirLocation>().unwrap().check_file_system();
+        let local = tempfile::tempdir().unwrap();
+        std::fs::create_dir(local.path().join("subnets")).unwrap();
+        check(&format!("dir:{}", local.path().display())).unwrap();
+        let error = check("dir:/nowhere").unwrap_err().to_string();
         assert!(error.contains("dir:/nowhere"), "{error}");
     }
 }

@@ -1,30 +1,29 @@
-//! A node whose lease others write: a directory that configuration management copies to every host.
+//! A node whose lease is written by others, in a directory that is copied to every host.
 //!
-//! Nothing is ever written here. The node finds its own entry by its addresses, and
-//! either publishes exactly what that entry says or stops with the difference.
+//! The manager writes nothing. It finds its own entry by its addresses. If the node is to publish
+//! anything else than the entry says, it stops with the difference.
 
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
 
 use async_trait::async_trait;
-use flannel_core::address::{Dual, Family};
 use flannel_core::lease::{LeaseAttrs, Origin, View};
 use flannel_core::subnet::{Hints, LeaseEnd, Loss, Ownership, StoreStatus};
 use flannel_core::{Config, Error, Lease, Result, SubnetManager, Subnets};
 use serde_json::Value;
 use tokio::sync::watch;
 
+use super::configs::Configs;
+use super::listing::as_stored;
 use crate::clock::SystemClock;
-use crate::manager::as_stored;
-use crate::metered::Metered;
-use crate::reconfigure::Configs;
 use crate::reflect::Reflector;
-use crate::registry::{Entry, Registry};
+use crate::registry::{Entry, Metered, Registry};
+use crate::runtime::lock;
 
 /// Takes this node's lease from a registry in which every node's is written beforehand.
 ///
-/// Made for a [`DirRegistry`](crate::DirRegistry) with `assign=static`; it asks any registry only to read.
+/// Made for a [`DirRegistry`](crate::DirRegistry) with `assign=static`. It only reads a registry.
 #[derive(Debug)]
 pub struct AssignedManager {
     store: Arc<Metered>,
@@ -35,8 +34,8 @@ pub struct AssignedManager {
 }
 
 impl AssignedManager {
-    /// A manager for the node with these addresses (all that its host has, and the public address that it was
-    /// told to use, if any).
+    /// A manager for the node with these addresses: all addresses of its host, and the public
+    /// address from its options, if any.
     pub fn new(registry: Arc<dyn Registry>, local_addresses: Vec<IpAddr>) -> Self {
         let store = Arc::new(Metered::new(registry, Arc::new(SystemClock)));
         Self {
@@ -49,8 +48,8 @@ impl AssignedManager {
     }
 
     fn views(&self) -> watch::Receiver<View> {
-        let mut reflector = self.reflector.lock().unwrap_or_else(PoisonError::into_inner);
-        reflector.get_or_insert_with(|| Reflector::start(Arc::clone(&self.store) as _)).views()
+        let start = || Reflector::start(Arc::clone(&self.store) as _);
+        lock(&self.reflector).get_or_insert_with(start).views()
     }
 
     /// The config, which no cache holds.
@@ -77,7 +76,7 @@ impl AssignedManager {
         Ok(first)
     }
 
-    /// The first attribute in which the entry differs from what this node is about to publish.
+    /// Refuses the entry if an attribute differs from those that this node will publish.
     fn check(&self, subnets: &Subnets, written: &LeaseAttrs, ours: &LeaseAttrs) -> Result<()> {
         let Some((field, theirs, ours)) = difference(written, ours) else { return Ok(()) };
         Err(self.refused(format!(
@@ -89,14 +88,14 @@ impl AssignedManager {
 #[async_trait]
 impl SubnetManager for AssignedManager {
     async fn network_config(&self) -> Result<Config> {
-        self.read_config().await.map(|read| self.configs.give(read))
+        self.read_config().await.map(|read| self.configs.hand_out(read))
     }
 
-    async fn config_changed(&self, seen: &Config) -> Result<Config> {
-        self.configs.another(&*self.store, seen, |_| ()).await
+    async fn config_changed(&self, known: &Config) -> Result<Config> {
+        self.configs.next_valid(&*self.store, known, |_| ()).await
     }
 
-    /// The public addresses of this node's entry, and all that it is to publish.
+    /// The public addresses of this node's entry, and its attributes as published last.
     async fn hints(&self) -> Result<Hints> {
         let Some(own) = self.own(&self.local_addresses).await? else { return Ok(Hints::default()) };
         Ok(Hints {
@@ -124,14 +123,14 @@ impl SubnetManager for AssignedManager {
         Ok(Arc::unwrap_or_clone(own.lease))
     }
 
-    /// Nothing can be published but what is written already.
+    /// Accepts only attributes that the entry has already.
     async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> Result<Lease> {
         self.check(&held.subnets, &held.attrs, &as_stored(attrs))?;
         Ok(held.clone())
     }
 
     /// # Errors
-    /// What the entry says has become something else than this node published.
+    /// The entry was changed and differs from the attributes that this node published.
     async fn hold_lease(&self, held: &Lease) -> Result<LeaseEnd> {
         let mut views = self.views();
         loop {
@@ -152,7 +151,7 @@ impl SubnetManager for AssignedManager {
                 }
             }
             if views.changed().await.is_err() {
-                // The reflector is dropped with this manager only.
+                // The reflector lives as long as this manager.
                 std::future::pending::<()>().await;
             }
         }
@@ -177,50 +176,26 @@ fn shares_address(one: &Lease, other: &Lease) -> bool {
 
 /// The first attribute that differs: its name, and both values as text.
 fn difference(written: &LeaseAttrs, ours: &LeaseAttrs) -> Option<(String, String, String)> {
-    let address = |name: &str, family: Family| {
-        let text = |a: Option<IpAddr>| a.map_or_else(|| "absent".to_owned(), |a| a.to_string());
-        let (theirs, ours) = (written.public[family], ours.public[family]);
-        (theirs != ours).then(|| (name.to_owned(), text(theirs), text(ours)))
-    };
-    let kind = || {
-        let text = |kind: &str| format!("{kind:?}");
-        (written.backend_type != ours.backend_type).then(|| {
-            ("BackendType".to_owned(), text(&written.backend_type), text(&ours.backend_type))
-        })
-    };
-    let data = |name: &str, family: Family| {
-        let parse = |data: &Dual<Box<str>>| {
-            data[family].as_deref().map_or(Value::Null, |text| {
-                serde_json::from_str(text).unwrap_or_else(|_| Value::String(text.to_owned()))
-            })
-        };
-        json_difference(name, &parse(&written.backend_data), &parse(&ours.backend_data))
-    };
-    address("PublicIP", Family::V4)
-        .or_else(|| address("PublicIPv6", Family::V6))
-        .or_else(kind)
-        .or_else(|| data("BackendData", Family::V4))
-        .or_else(|| data("BackendV6Data", Family::V6))
+    let value = |attrs: &LeaseAttrs| serde_json::from_str(&attrs.to_json()).unwrap_or(Value::Null);
+    json_difference("", &value(written), &value(ours))
 }
 
-/// The same for JSON values: where both are objects, the first field that differs, names in any case.
-fn json_difference(name: &str, written: &Value, ours: &Value) -> Option<(String, String, String)> {
-    let text = |value: Option<&Value>| match value {
-        None | Some(Value::Null) => "absent".to_owned(),
-        Some(value) => value.to_string(),
+/// The first field that differs, if both values are objects. Names are compared in any case.
+fn json_difference(path: &str, written: &Value, ours: &Value) -> Option<(String, String, String)> {
+    let text = |value: &Value| match value {
+        Value::Null => "absent".to_owned(),
+        value => value.to_string(),
     };
     let (Value::Object(written), Value::Object(ours)) = (written, ours) else {
-        return (written != ours).then(|| (name.to_owned(), text(Some(written)), text(Some(ours))));
+        return (written != ours).then(|| (path.to_owned(), text(written), text(ours)));
     };
     let find = |object: &serde_json::Map<String, Value>, field: &str| {
-        object
-            .iter()
-            .find(|(name, _)| name.eq_ignore_ascii_case(field))
-            .map(|(_, value)| value.clone())
+        let found = object.iter().find(|(name, _)| name.eq_ignore_ascii_case(field));
+        found.map_or(Value::Null, |(_, value)| value.clone())
     };
     ours.keys().chain(written.keys()).find_map(|field| {
-        let (theirs, ours) = (find(written, field), find(ours, field));
-        (theirs != ours)
-            .then(|| (format!("{name}.{field}"), text(theirs.as_ref()), text(ours.as_ref())))
+        let dot = if path.is_empty() { "" } else { "." };
+        let path = format!("{path}{dot}{field}");
+        json_difference(&path, &find(written, field), &find(ours, field))
     })
 }

@@ -1,21 +1,21 @@
-//! A registry that keeps the stats on another: what was asked, what failed, what was skipped.
+//! A registry that counts the requests to another one, and keeps its failures and skipped keys.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::subnet::StoreStatus;
-use flannel_core::{Result, Subnets};
+use flannel_core::{Error, Result, Subnets};
 
-use crate::clock::Clock;
-use crate::fallback::unanswered;
-use crate::registry::{
+use super::{
     Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Now, Registry, Skipped, Watch,
 };
+use crate::clock::Clock;
+use crate::runtime::lock;
 
-/// What ends later is a failure of the same call.
+/// The call that counts the failure of a watch, be it at its beginning or later.
 const WATCH: &str = "watch";
 
 #[derive(Debug)]
@@ -37,7 +37,7 @@ impl Metered {
     }
 
     pub(crate) fn status(&self) -> StoreStatus {
-        let mut status = self.stats.lock().clone();
+        let mut status = lock(&self.stats.status).clone();
         if let Some(trouble) = self.registry.trouble() {
             status.last_error = Some((trouble, self.stats.clock.wall()));
         }
@@ -46,56 +46,50 @@ impl Metered {
 }
 
 impl StoreStats {
-    fn lock(&self) -> MutexGuard<'_, StoreStatus> {
-        self.status.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Counts one request and its outcome.
+    fn request<T>(&self, call: &'static str, result: Result<T>) -> Result<T> {
+        self.request_at(call, result, None)
     }
 
-    /// Enters one request. A conflict is an answer; who refuses to speak with us has confirmed nothing.
-    fn request<T>(
+    /// The same, if the answer shows at which revision the store is.
+    fn request_at<T>(
         &self,
         call: &'static str,
         result: Result<T>,
-        revision: impl Fn(&T) -> Option<Revision>,
+        revision: Option<Revision>,
     ) -> Result<T> {
-        self.lock().calls.entry(call).or_default().sent += 1;
-        self.outcome(call, &result, revision);
+        lock(&self.status).calls.entry(call).or_default().sent += 1;
+        self.outcome(call, result.as_ref().err(), revision);
         result
     }
 
-    fn outcome<T>(
-        &self,
-        call: &'static str,
-        result: &Result<T>,
-        revision: impl Fn(&T) -> Option<Revision>,
-    ) {
+    /// Notes an outcome. A conflict is an answer of the store; a refusal confirms nothing.
+    fn outcome(&self, call: &'static str, error: Option<&Error>, revision: Option<Revision>) {
         let now = self.clock.wall();
-        let mut status = self.lock();
-        let revision = match result {
-            Ok(answer) => revision(answer),
-            Err(error) if unanswered(error) => {
-                status.calls.entry(call).or_default().failed += 1;
-                status.last_error = result.as_ref().err().map(|error| (error.to_string(), now));
-                return;
-            }
-            Err(_) => None,
-        };
+        let mut status = lock(&self.status);
+        if let Some(error) = error.filter(|error| unanswered(error)) {
+            status.calls.entry(call).or_default().failed += 1;
+            status.last_error = Some((error.to_string(), now));
+            return;
+        }
         let known = revision.or_else(|| status.confirmed.map(|(revision, _)| revision));
         status.confirmed = Some((known.unwrap_or_default(), now));
         status.last_error = None;
     }
 
-    /// Replaces what is skipped, and logs what is new in it.
+    /// Keeps the skipped keys of a list, and logs the new ones.
     fn skip_all(&self, skipped: &[Skipped]) {
+        let mut status = lock(&self.status);
         let now: Vec<_> = skipped.iter().map(|s| (s.key.clone(), s.reason.clone())).collect();
-        let mut status = self.lock();
         for new in now.iter().filter(|new| !status.skipped.contains(new)) {
             warn(&status.store, new);
         }
         status.skipped = now;
     }
 
+    /// Keeps the skipped keys among changes, and logs the new ones.
     fn skip(&self, batch: &Batch) {
-        let mut status = self.lock();
+        let mut status = lock(&self.status);
         for event in &batch.events {
             let before = status.skipped.iter().position(|(key, _)| *key == event.key);
             let before = before.map(|place| status.skipped.remove(place));
@@ -108,6 +102,11 @@ impl StoreStats {
             }
         }
     }
+}
+
+/// The store has not answered the question: it is out of reach, or refuses to talk to this node.
+pub(crate) fn unanswered(error: &Error) -> bool {
+    matches!(error, Error::Store { .. } | Error::Refused { .. })
 }
 
 fn warn(store: &str, (key, reason): &(String, String)) {
@@ -123,27 +122,27 @@ impl fmt::Display for Metered {
 #[async_trait]
 impl Registry for Metered {
     async fn config(&self) -> Result<ConfigText> {
-        self.stats.request("config", self.registry.config().await, |_| None)
+        self.stats.request("config", self.registry.config().await)
     }
 
-    async fn write_config(&self, seen: Option<&ConfigText>, text: &str) -> Result<()> {
-        self.stats.request("write_config", self.registry.write_config(seen, text).await, |()| None)
+    async fn write_config(&self, known: Option<&ConfigText>, text: &str) -> Result<()> {
+        self.stats.request("write_config", self.registry.write_config(known, text).await)
     }
 
-    async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()> {
-        self.stats.request("watch_config", self.registry.config_changed(seen).await, |_| None)
+    async fn config_changed(&self, known: Option<ConfigText>) -> Result<()> {
+        self.stats.request("watch_config", self.registry.config_changed(known).await)
     }
 
     async fn list(&self) -> Result<Listing> {
-        let listing = self
-            .stats
-            .request("list", self.registry.list().await, |listing| Some(listing.revision))?;
+        let listed = self.registry.list().await;
+        let revision = listed.as_ref().ok().map(|listing| listing.revision);
+        let listing = self.stats.request_at("list", listed, revision)?;
         self.stats.skip_all(&listing.skipped);
         Ok(listing)
     }
 
     async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {
-        self.stats.request("get", self.registry.entry(subnets).await, |_| None)
+        self.stats.request("get", self.registry.entry(subnets).await)
     }
 
     async fn create(
@@ -152,7 +151,7 @@ impl Registry for Metered {
         attrs: &LeaseAttrs,
         grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        self.stats.request("create", self.registry.create(subnets, attrs, grant).await, |_| None)
+        self.stats.request("create", self.registry.create(subnets, attrs, grant).await)
     }
 
     async fn create_or_list(
@@ -162,10 +161,9 @@ impl Registry for Metered {
         grant: Option<LeaseGrant>,
     ) -> Result<Result<Entry, Listing>> {
         let outcome = self.registry.create_or_list(subnets, attrs, grant).await;
-        let listed = |outcome: &Result<Entry, Listing>| {
-            outcome.as_ref().err().map(|listing| listing.revision)
-        };
-        let outcome = self.stats.request("create", outcome, listed)?;
+        let listed = outcome.as_ref().ok().and_then(|outcome| outcome.as_ref().err());
+        let revision = listed.map(|listing| listing.revision);
+        let outcome = self.stats.request_at("create", outcome, revision)?;
         if let Err(listing) = &outcome {
             self.stats.skip_all(&listing.skipped);
         }
@@ -179,20 +177,20 @@ impl Registry for Metered {
         attrs: &LeaseAttrs,
         grant: Option<LeaseGrant>,
     ) -> Result<Entry> {
-        self.stats
-            .request("update", self.registry.update(subnets, at, attrs, grant).await, |_| None)
+        let updated = self.registry.update(subnets, at, attrs, grant).await;
+        self.stats.request("update", updated)
     }
 
     async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
-        self.stats.request("delete", self.registry.delete(subnets, at).await, |()| None)
+        self.stats.request("delete", self.registry.delete(subnets, at).await)
     }
 
     async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
-        self.stats.request("renew", self.registry.keep_alive(subnets, holder).await, |_| None)
+        self.stats.request("renew", self.registry.keep_alive(subnets, holder).await)
     }
 
     async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
-        let watch = self.stats.request(WATCH, self.registry.watch(after).await, |_| None)?;
+        let watch = self.stats.request(WATCH, self.registry.watch(after).await)?;
         Ok(Box::new(MeteredWatch { watch, stats: Arc::clone(&self.stats) }))
     }
 }
@@ -206,8 +204,9 @@ struct MeteredWatch {
 impl Watch for MeteredWatch {
     async fn next(&mut self) -> Result<Option<Batch>> {
         let batch = self.watch.next().await;
-        self.stats.outcome(WATCH, &batch, |batch| batch.as_ref().map(|batch| batch.revision));
-        if let Ok(Some(batch)) = &batch {
+        let changes = batch.as_ref().ok().and_then(Option::as_ref);
+        self.stats.outcome(WATCH, batch.as_ref().err(), changes.map(|batch| batch.revision));
+        if let Some(batch) = changes {
             self.stats.skip(batch);
         }
         batch

@@ -1,8 +1,9 @@
-//! `subnet.env`: what this host tells container runtimes and CNI plugins about its subnet.
+//! `subnet.env`: the file that shows this host's subnet to container runtimes and CNI plugins.
 //!
-//! Others parse this file, so its bytes are Go flannel's.
+//! Other programs parse this file, so its bytes are Go flannel's.
 //!
-//! **Source**: flannel `pkg/subnet/subnet.go: WriteSubnetFile, ReadCIDRFromSubnetFile`; godotenv for the syntax.
+//! **Source**: flannel `pkg/subnet/subnet.go: WriteSubnetFile, ReadCIDRFromSubnetFile`; godotenv
+//! for the syntax.
 
 use std::fmt;
 use std::fs::{self, DirBuilder};
@@ -14,7 +15,7 @@ use std::str::FromStr;
 use flannel_core::address::{Dual, Family};
 use flannel_core::{Subnet, Subnets};
 
-use crate::atomic_file;
+use super::atomic;
 
 /// The content of `subnet.env`. `Display` is the text of the file.
 ///
@@ -64,7 +65,7 @@ pub enum SubnetEnvError {
         key: String,
         /// What it held.
         value: String,
-        /// What would be right.
+        /// What is expected.
         expected: &'static str,
     },
     /// A key is missing.
@@ -102,13 +103,13 @@ impl fmt::Display for SubnetEnv {
 }
 
 impl SubnetEnv {
-    /// This host's subnets as the identity of a lease: what it may ask for again after a restart.
+    /// This host's subnets as the identity of a lease, which it may ask for again after a restart.
     pub fn previous(&self) -> Option<Subnets> {
         Subnets::new(self.subnets.values().copied())
     }
 
-    /// Writes the file in one step, its directory (mode 0755) too if need be. A new file has mode 0644 whatever
-    /// the umask is; an existing one keeps its own.
+    /// Writes the file in one step, and its directory (mode 0755) if it is missing. A new file has
+    /// mode 0644 whatever the umask is; an existing one keeps its own.
     ///
     /// # Errors
     /// [`SubnetEnvError::Io`].
@@ -120,17 +121,16 @@ impl SubnetEnv {
         if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
             DirBuilder::new().recursive(true).mode(0o755).create(parent).map_err(error)?;
         }
-        atomic_file::replace(path, self.to_string().as_bytes(), 0o644, None).map_err(error)
+        atomic::replace(path, self.to_string().as_bytes(), 0o644, None).map_err(error)
     }
 
-    /// Reads the file as a shell or dotenv reader would: quotes, `export`, comments and `KEY: value` are
-    /// accepted, unknown keys ignored, host bits masked, and the last of several lines with one key wins.
-    ///
-    /// Of a list of subnets with commas between them bad items are passed over; if not exactly one is left, the
-    /// family counts as absent.
+    /// Reads the file as a shell or dotenv reader would: quotes, `export`, comments and `KEY:
+    /// value` are accepted, unknown keys ignored, host bits masked, and the last of several lines
+    /// with one key wins. In a list of subnets, bad items are ignored; if not exactly one is left,
+    /// the family counts as absent.
     ///
     /// # Errors
-    /// Which file, line and key, what it held, and what would be right.
+    /// File, line, key, value, and what is expected.
     ///
     /// # Blocking
     /// Reads one small file.

@@ -1,11 +1,13 @@
-//! The last good set of leases on disk: what a node starts with while its store is out of reach.
+//! The last complete set of leases on disk, for a start while the store does not answer.
 //!
-//! A file that is damaged, of another store or of a newer version is ignored. Leases of peers from it may be put in
-//! place but delete nothing. Our own lease counts only while its end, by wall clock, lies ahead.
+//! A file that is damaged, of another store or of a newer version is ignored. Leases of peers from
+//! it create and replace objects but delete none. The own lease counts only while its end, by wall
+//! clock, lies ahead.
 //!
-//! The file is text. The first line names the format, its version and a checksum of the rest; the second is a
-//! JSON object about the whole; then follows one lease a line: key, `since`, revision, and the store's value.
-//! A later build reads this version. A file of a newer version is replaced as a whole once the store has answered.
+//! The file is text. The first line names the format, its version and a checksum of the rest. The
+//! second is a JSON object about the whole. Each other line is one lease: key, `since`, revision,
+//! and the store's value. Later builds read this version. A file of a newer version is replaced as
+//! a whole when the store has answered.
 
 use std::fmt::Write;
 use std::fs;
@@ -17,27 +19,27 @@ use flannel_core::Lease;
 use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, View};
 use serde::{Deserialize, Serialize};
 
-use crate::atomic_file;
+use super::{atomic, fnv1a};
 use crate::registry::{ConfigText, HolderId};
 
 const FORMAT: &str = "flannel-leases";
-/// The version that this build writes and reads. The name of a newer one is not known.
+/// The version that this build writes, and the only one that it reads.
 const VERSION: &str = "1";
 
-/// Where the last good set is kept.
+/// The file with the last complete set.
 #[derive(Debug, Clone)]
 pub struct Cache {
     path: PathBuf,
 }
 
-/// What is kept.
+/// The content of a cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Saved {
-    /// The store it came from, as the registry's `Display` names it.
+    /// The store that it came from, as `Display` of the registry.
     pub store: String,
     /// When it was written, by wall clock, in whole milliseconds.
     pub written: SystemTime,
-    /// Everybody's leases.
+    /// The leases of all nodes.
     pub leases: LeaseSet,
     /// The network config, if it is known.
     pub config: Option<ConfigText>,
@@ -46,13 +48,13 @@ pub struct Saved {
 }
 
 impl Saved {
-    /// The leases as what they are: of yesterday.
+    /// The leases as a view with the origin [`Origin::Cached`].
     pub fn view(&self) -> View {
         View { leases: self.leases.clone(), origin: Origin::Cached { written: Some(self.written) } }
     }
 
-    /// Our own lease, if it is still ours: held by `holder`, its end ahead of `now`, and `now` not before the
-    /// cache was written, since a clock that was set back says nothing about the time that has passed.
+    /// Our own lease, if it is still ours: held by `holder`, with its end ahead of `now`. If `now`
+    /// is before the writing of the cache, the clock was set back, and the lease does not count.
     pub fn own(&self, holder: HolderId, now: SystemTime) -> Option<&Lease> {
         let (lease, held_by) = self.own.as_ref()?;
         let in_force = lease.expires.is_none_or(|end| self.written <= now && now < end);
@@ -108,13 +110,6 @@ fn time(millis: u64) -> Option<SystemTime> {
     SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(millis))
 }
 
-/// FNV-1a: no change of a single byte goes unnoticed.
-fn checksum(text: &[u8]) -> u64 {
-    text.iter().fold(0xcbf2_9ce4_8422_2325, |sum, byte| {
-        (sum ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3)
-    })
-}
-
 fn line(lease: &Lease) -> String {
     format!("{} {} {} {}", lease.subnets, lease.since, lease.revision, lease.attrs.to_json())
 }
@@ -151,23 +146,23 @@ impl Cache {
     /// Replaces the file in one step, with mode 0600.
     ///
     /// # Errors
-    /// Whatever the file system says; the file is as it was then.
+    /// The file system refused; the file is as it was then.
     ///
     /// # Blocking
-    /// Writes and syncs a file of some hundred bytes a lease.
+    /// Writes and syncs a file of some hundred bytes for each lease.
     pub fn save(&self, saved: &Saved) -> Result<(), CacheError> {
         let io = |source| CacheError::Io { path: self.path.clone(), source };
         if let Some(dir) = self.path.parent() {
             fs::create_dir_all(dir).map_err(io)?;
         }
-        atomic_file::replace(&self.path, text(saved).as_bytes(), 0o600, None).map_err(io)
+        atomic::replace(&self.path, text(saved).as_bytes(), 0o600, None).map_err(io)
     }
 
-    /// Reads what was saved last.
+    /// Reads the file.
     ///
     /// # Errors
-    /// There is no file, it cannot be read, or it is not what [`Cache::save`] wrote: the message names the file
-    /// and what is wrong.
+    /// There is no file, it cannot be read, or [`Cache::save`] did not write it. The message names
+    /// the file and what is wrong.
     ///
     /// # Blocking
     /// Reads one file.
@@ -177,23 +172,21 @@ impl Cache {
         parse(&bytes).map_err(|reason| CacheError::Content { path: self.path.clone(), reason })
     }
 
-    /// What was saved last from `store`. Whatever else the file holds is ignored, with a warning that says why.
+    /// Reads the file if it is of `store`. Any other file is ignored, with a warning.
     ///
     /// # Blocking
     /// Reads one file.
     pub fn load_from(&self, store: &str) -> Option<Saved> {
-        match self.load() {
-            Ok(saved) if saved.store == store => Some(saved),
-            Ok(saved) => {
-                tracing::warn!(path = %self.path.display(), "the cache is ignored: it is of {}, not of {store}", saved.store);
-                None
+        let reason = match self.load() {
+            Ok(saved) if saved.store == store => return Some(saved),
+            Ok(saved) => format!("it is of {}, not of {store}", saved.store),
+            Err(CacheError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+                return None;
             }
-            Err(CacheError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => None,
-            Err(error) => {
-                tracing::warn!("the cache is ignored: {error}");
-                None
-            }
-        }
+            Err(error) => error.to_string(),
+        };
+        tracing::warn!(path = %self.path.display(), "the cache is ignored: {reason}");
+        None
     }
 }
 
@@ -217,7 +210,7 @@ fn text(saved: &Saved) -> String {
         let _ = write!(body, "\n{}", line(lease));
     }
     body.push('\n');
-    format!("{FORMAT} {VERSION} {:016x}\n{body}", checksum(body.as_bytes()))
+    format!("{FORMAT} {VERSION} {:016x}\n{body}", fnv1a(body.as_bytes()))
 }
 
 fn parse(bytes: &[u8]) -> Result<Saved, String> {
@@ -230,7 +223,7 @@ fn parse(bytes: &[u8]) -> Result<Saved, String> {
         return Err(format!("it is of version {version:?}, this build reads version {VERSION}"));
     }
     let [sum] = rest else { return Err(malformed()) };
-    if *sum != format!("{:016x}", checksum(body)) {
+    if *sum != format!("{:016x}", fnv1a(body)) {
         return Err(format!(
             "the checksum {sum:?} is not that of its content: the file is damaged"
         ));
@@ -355,7 +348,7 @@ mod tests {
         }
         let other_version = text(&saved(2)).replacen(" 1 ", " 2 ", 1);
         let resealed =
-            |body: &str| format!("{FORMAT} {VERSION} {:016x}\n{body}", checksum(body.as_bytes()));
+            |body: &str| format!("{FORMAT} {VERSION} {:016x}\n{body}", fnv1a(body.as_bytes()));
         for (bad, says) in [
             (other_version, "version \"2\", this build reads version 1"),
             (String::new(), "first line"),

@@ -1,8 +1,8 @@
-//! The lease that this node holds, and whether its subnets are this node's by now.
+//! The lease that this node holds, and whether its subnets are this node's now.
 //!
-//! A node owns its subnets until the last renewal that the store confirmed, counted from its
-//! *sending*, plus the time to live. The store began to count later, so it cannot forget the lease
-//! before. The time by which two clocks may drift apart meanwhile is taken off.
+//! The ownership ends one time to live after the last confirmed renewal was *sent*. The store began
+//! to count later, so it does not forget the lease before. The time by which two clocks may drift
+//! apart is taken off.
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
@@ -13,98 +13,100 @@ use flannel_core::subnet::{LeaseEnd, Loss, Ownership};
 use tokio::sync::watch;
 
 use crate::clock::Clock;
-use crate::task::Task;
+use crate::runtime::{Task, or_never};
 
-/// Of the time to live, the part by which two clocks may drift apart: the kernel slews each by up
-/// to 500 ppm.
+/// Two clocks may drift apart by one part in this many: the kernel slews each by up to 500 ppm.
 const DRIFT: u32 = 1000;
 
-/// Times that differ by less are published as one: each is computed from two clocks, which are not
-/// read at once.
+/// Ends that differ by less are published as one: each is computed from two clocks, which are not
+/// read at the same moment.
 const TOLERANCE: Duration = Duration::from_secs(1);
 
 /// The lease that this node holds.
 #[derive(Debug, Clone)]
-pub(crate) struct HeldLease {
-    pub(crate) subnets: Subnets,
-    pub(crate) attrs: LeaseAttrs,
-    pub(crate) revision: Revision,
+pub(super) struct HeldLease {
+    pub(super) subnets: Subnets,
+    pub(super) attrs: LeaseAttrs,
+    pub(super) revision: Revision,
     /// `None`: a reservation, which has no end.
-    pub(crate) term: Option<LeaseTerm>,
+    pub(super) term: Option<LeaseTerm>,
 }
 
 /// How long a lease is held, by boot time.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct LeaseTerm {
+pub(super) struct LeaseTerm {
     /// When the last confirmed write or renewal was sent.
-    pub(crate) sent: Duration,
-    pub(crate) ttl: Duration,
+    pub(super) sent: Duration,
+    pub(super) ttl: Duration,
 }
 
 impl LeaseTerm {
-    /// A thousandth early: if our clock is slow and the store's is fast, the store must still not
-    /// be first.
-    pub(crate) fn end(&self) -> Duration {
+    /// A thousandth early: even if our clock is slow and the store's is fast, the store's end must
+    /// not come first.
+    pub(super) fn end(&self) -> Duration {
         self.sent.saturating_add(self.ttl - self.ttl / DRIFT)
     }
 
     /// When to renew: `margin` before the end, but not within the first third.
-    pub(crate) fn renewal(&self, margin: Duration) -> Duration {
+    pub(super) fn renewal(&self, margin: Duration) -> Duration {
         self.sent.saturating_add(self.ttl.saturating_sub(margin).max(self.ttl / 3))
     }
 }
 
-/// What a manager knows of its own lease.
+/// The state of a manager's own lease.
 #[derive(Debug, Clone)]
-pub(crate) enum State {
+pub(super) enum State {
     NotAcquired,
     Held(HeldLease),
     Ended(SystemTime, LeaseEnd),
 }
 
-/// The lease of one manager. All changes of it go through here and are published.
+impl State {
+    fn lease(&self) -> Option<&HeldLease> {
+        match self {
+            Self::Held(lease) => Some(lease),
+            Self::NotAcquired | Self::Ended(..) => None,
+        }
+    }
+}
+
+/// The lease of one manager. Publishes each change of it.
 #[derive(Debug)]
-pub(crate) struct Holding {
+pub(super) struct Holding {
     state: watch::Sender<State>,
     ownership: watch::Sender<Ownership>,
     clock: Arc<dyn Clock>,
-    /// Follows the clock, from the first lease on.
+    /// Publishes the end of the lease when it comes. Runs from the first lease on.
     follower: OnceLock<Task>,
 }
 
 impl Holding {
-    pub(crate) fn new(clock: Arc<dyn Clock>) -> Self {
+    pub(super) fn new(clock: Arc<dyn Clock>) -> Self {
         let (state, ownership) = (State::NotAcquired, Ownership::NotAcquired);
         let (state, ownership) = (watch::channel(state).0, watch::channel(ownership).0);
         Self { state, ownership, clock, follower: OnceLock::new() }
     }
 
-    pub(crate) fn get(&self) -> Option<HeldLease> {
-        match &*self.state.borrow() {
-            State::Held(lease) => Some(lease.clone()),
-            State::NotAcquired | State::Ended(..) => None,
-        }
+    pub(super) fn get(&self) -> Option<HeldLease> {
+        self.state.borrow().lease().cloned()
     }
 
-    pub(crate) fn term(&self) -> Option<LeaseTerm> {
-        match &*self.state.borrow() {
-            State::Held(lease) => lease.term,
-            State::NotAcquired | State::Ended(..) => None,
-        }
+    pub(super) fn term(&self) -> Option<LeaseTerm> {
+        self.state.borrow().lease()?.term
     }
 
     /// The lease's time is over.
-    pub(crate) fn has_lapsed(&self) -> bool {
+    pub(super) fn has_lapsed(&self) -> bool {
         self.term().is_some_and(|term| remaining(term, &*self.clock).is_none())
     }
 
     /// How long the lease is held unless it is renewed; `None` if it is not held or has no end.
-    pub(crate) fn remaining(&self) -> Option<Duration> {
+    pub(super) fn remaining(&self) -> Option<Duration> {
         remaining(self.term()?, &*self.clock)
     }
 
     /// This is the lease from now on.
-    pub(crate) fn set(&self, lease: HeldLease) {
+    pub(super) fn set(&self, lease: HeldLease) {
         self.state.send_replace(State::Held(lease));
         self.publish();
         self.follower.get_or_init(|| {
@@ -113,8 +115,8 @@ impl Holding {
         });
     }
 
-    /// A renewal was confirmed. A write that was sent later counts instead.
-    pub(crate) fn renew(&self, term: LeaseTerm) {
+    /// Notes a confirmed renewal, unless a request that was sent later counts.
+    pub(super) fn renew(&self, term: LeaseTerm) {
         self.state.send_modify(|state| {
             if let State::Held(HeldLease { term: Some(old), .. }) = state
                 && old.sent <= term.sent
@@ -126,21 +128,21 @@ impl Holding {
     }
 
     /// The lease has ended.
-    pub(crate) fn end(&self, end: LeaseEnd) {
+    pub(super) fn end(&self, end: LeaseEnd) {
         self.state.send_replace(State::Ended(self.clock.wall(), end));
         self.publish();
     }
 
-    /// Whether the subnets are this node's right now.
-    pub(crate) fn ownership_now(&self) -> Ownership {
+    /// Whether the subnets are this node's now.
+    pub(super) fn ownership_now(&self) -> Ownership {
         ownership(&self.state.borrow(), &*self.clock)
     }
 
-    pub(crate) fn ownership(&self) -> watch::Receiver<Ownership> {
+    pub(super) fn ownership(&self) -> watch::Receiver<Ownership> {
         self.ownership.subscribe()
     }
 
-    pub(crate) fn subscribe(&self) -> watch::Receiver<State> {
+    pub(super) fn subscribe(&self) -> watch::Receiver<State> {
         self.state.subscribe()
     }
 
@@ -193,8 +195,8 @@ fn publish(published: &watch::Sender<Ownership>, now: Ownership) {
     });
 }
 
-/// Publishes the end of the lease when it comes, and the same end anew when somebody sets the
-/// clock.
+/// Publishes the end of the lease when it comes, and an end by another wall clock when somebody
+/// sets the clock.
 async fn follow(
     mut state: watch::Receiver<State>,
     published: watch::Sender<Ownership>,
@@ -203,28 +205,22 @@ async fn follow(
     loop {
         let (now, end) = {
             let state = state.borrow_and_update();
-            let end = match &*state {
-                State::Held(lease) => lease.term.map(|term| term.end()),
-                State::NotAcquired | State::Ended(..) => None,
-            };
-            (ownership(&state, &*clock), end)
+            let term = state.lease().and_then(|lease| lease.term);
+            (ownership(&state, &*clock), term.map(|term| term.end()))
         };
         let until = match &now {
             Ownership::Held { until } => *until,
             _ => None,
         };
         publish(&published, now);
-        let over = async {
-            match (end, until) {
-                (Some(end), Some(until)) => tokio::select! {
-                    () = clock.sleep_until(end) => (),
-                    () = clock.sleep_until_wall(until) => (),
-                },
-                _ => std::future::pending().await,
+        let over = end.zip(until).map(async |(end, until)| {
+            tokio::select! {
+                () = clock.sleep_until(end) => (),
+                () = clock.sleep_until_wall(until) => (),
             }
-        };
+        });
         tokio::select! {
-            () = over => (),
+            () = or_never(over) => (),
             changed = state.changed() => if changed.is_err() { return },
         }
     }
