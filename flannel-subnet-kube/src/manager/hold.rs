@@ -1,10 +1,10 @@
-//! Keeping the lease: what this node published stays published, and other PodCIDRs move it.
+//! Keeping the lease: its annotations stay published, and other PodCIDRs move it.
 //!
-//! What looks different from what was published is judged by reading the node itself, since what is
-//! followed may come late. A node that is gone may come back, and one whose PodCIDRs make no lease
-//! may get others: the network stays until then.
+//! The followed view can be late. If it shows a difference, the node itself is read and judged. A
+//! node that is gone may come back, and a node with unusable PodCIDRs may get others: the network
+//! stays until then.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use flannel_core::address::Family;
@@ -12,28 +12,29 @@ use flannel_core::subnet::{LeaseEnd, Loss, Ownership};
 use flannel_core::{Error, Lease, Result};
 use tokio::time::{Instant, sleep};
 
-use crate::annotations::{Values, says, wanted};
+use super::own::missing;
+use super::shared::Shared;
+use crate::api::pause::Pause;
 use crate::follow::Own;
 use crate::node::Node;
-use crate::own::missing;
-use crate::pause::Pause;
-use crate::shared::Shared;
+use crate::node::annotations::{Values, desired, has};
+use crate::runtime::lock;
 
-/// Whoever touches nothing for so long fights no more.
-const PEACE: Duration = Duration::from_secs(60);
+/// After this time without a foreign write, the next one is logged as a new conflict.
+const QUIET: Duration = Duration::from_secs(60);
 
-/// Two writers that restore contradicting values must not do so at full speed.
-struct Fight {
+/// A conflict with another writer of the annotations. Both writers restore their values, which must
+/// not happen at full speed.
+struct Conflict {
     pause: Pause,
-    /// When something was last put back.
+    /// When annotations were last restored.
     last: Option<Instant>,
 }
 
-impl Fight {
-    /// Something is to be put back, whether or not that succeeds. Returns whether this is a new
-    /// fight.
+impl Conflict {
+    /// Annotations will be restored. Returns whether this is a new conflict.
     fn begins(&mut self) -> bool {
-        let new = self.last.is_none_or(|last| last.elapsed() >= PEACE);
+        let new = self.last.is_none_or(|last| last.elapsed() >= QUIET);
         if new {
             self.pause.reset();
         }
@@ -41,7 +42,7 @@ impl Fight {
         new
     }
 
-    async fn goes_on(&mut self) {
+    async fn pause(&mut self) {
         sleep(self.pause.next()).await;
         self.last = Some(Instant::now());
     }
@@ -52,14 +53,14 @@ impl Shared {
     pub(crate) async fn hold(&self, held: &Lease) -> Result<LeaseEnd> {
         let mut own = self.follow_own().await?;
         let families: Vec<Family> = held.subnets.iter().map(|subnet| subnet.family()).collect();
-        let (mut pause, mut said) = (Pause::new(), false);
-        let mut fight = Fight { pause: Pause::new(), last: None };
+        let (mut pause, mut logged) = (Pause::new(), false);
+        let mut conflict = Conflict { pause: Pause::new(), last: None };
         loop {
-            let seen = own.borrow_and_update().clone();
-            match self.look(seen, held, &families, &mut fight).await {
+            let followed = own.borrow_and_update().clone();
+            match self.look(followed, held, &families, &mut conflict).await {
                 Ok(Some(end)) => return Ok(end),
                 Ok(None) => {
-                    (said, _) = (false, pause.reset());
+                    (logged, _) = (false, pause.reset());
                     if own.changed().await.is_err() {
                         // Nodes are followed anew.
                         sleep(pause.next()).await;
@@ -67,8 +68,12 @@ impl Shared {
                     }
                 }
                 Err(error) => {
-                    if !std::mem::replace(&mut said, true) {
-                        tracing::warn!(subnets = %held.subnets, "this node cannot be read, or its annotations not be put back, trying on: {error}");
+                    if !std::mem::replace(&mut logged, true) {
+                        tracing::warn!(
+                            subnets = %held.subnets,
+                            "this node cannot be read, or its annotations not be restored, trying \
+                             on: {error}"
+                        );
                     }
                     let pause = pause.next();
                     tokio::select! {
@@ -83,22 +88,22 @@ impl Shared {
         }
     }
 
-    /// Judges this node as it was seen, and puts back what is missing.
+    /// Judges this node as it was followed, and restores missing annotations.
     async fn look(
         &self,
-        seen: Own,
+        followed: Own,
         held: &Lease,
         families: &[Family],
-        fight: &mut Fight,
+        conflict: &mut Conflict,
     ) -> Result<Option<LeaseEnd>> {
-        let has = |own: &Own| match own {
+        let holds = |own: &Own| match own {
             Own::Here(node) => node.subnets(families) == Ok(Some(held.subnets)),
             _ => false,
         };
-        let now = match seen {
+        let now = match followed {
             Own::Unknown => return Ok(None),
-            seen if has(&seen) => seen,
-            seen => self.confirm(seen).await?,
+            followed if holds(&followed) => followed,
+            followed => self.confirm(followed).await?,
         };
         match &now {
             Own::Unknown => {}
@@ -107,10 +112,10 @@ impl Shared {
             Own::Here(node) => match node.subnets(families) {
                 Ok(Some(subnets)) if subnets == held.subnets => {
                     self.regain();
-                    self.repair(node, held, fight).await?;
+                    self.repair(node, held, conflict).await?;
                 }
                 Ok(None) => self.lose("it has no PodCIDR any more"),
-                // What no lease can be made of is no reason to give up what peers are reached by.
+                // Unusable PodCIDRs do not end the lease: peers stay reachable by it.
                 _ => match self.fitting(node, &self.settled().await?) {
                     Ok(to) => {
                         self.lose(&format!("its PodCIDRs make it {to}"));
@@ -123,48 +128,47 @@ impl Shared {
         Ok(None)
     }
 
-    /// This node as it is now, since what is followed may come late.
-    async fn confirm(&self, seen: Own) -> Result<Own> {
+    /// Reads this node, because the followed view can be late.
+    async fn confirm(&self, followed: Own) -> Result<Own> {
         match self.own_node().await {
             Ok((node, _)) => Ok(Own::Here(Arc::new(node))),
-            Err(Error::NotReady { reason, .. }) => Ok(match seen {
-                // The same, in fewer words.
-                Own::Gone | Own::Wrong(_) => seen,
+            Err(Error::NotReady { reason, .. }) => Ok(match followed {
+                // The same reason, in fewer words.
+                Own::Gone | Own::Wrong(_) => followed,
                 Own::Unknown | Own::Here(_) => Own::Wrong(reason),
             }),
             Err(error) => Err(error),
         }
     }
 
-    /// Puts back what is missing of this node's annotations, and publishes what is to be published
-    /// now.
-    async fn repair(&self, seen: &Node, held: &Lease, fight: &mut Fight) -> Result<()> {
-        let missing = |node: &Node| missing(node, &wanted(&held.attrs, &node.values));
-        if missing(seen).is_empty() {
+    /// Restores annotations that are missing or changed, and publishes new values.
+    async fn repair(&self, followed: &Node, held: &Lease, conflict: &mut Conflict) -> Result<()> {
+        let missing = |node: &Node| missing(node, &desired(&held.attrs, &node.values));
+        if missing(followed).is_empty() {
             return Ok(());
         }
-        // It may have been seen as it was before it was annotated.
+        // The followed view can be older than our own write.
         let (node, _) = self.own_node().await?;
-        let published = self.published.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        // Where nobody has touched what was published, it is the order that has changed.
+        let published = lock(&self.published).clone();
+        // If a published value is untouched, the value to publish has changed.
         let untouched =
-            |name: &str| published.get(name).is_some_and(|text| says(&node.values, name, text));
-        let (news, touched): (Values, Values) =
+            |name: &str| published.get(name).is_some_and(|text| has(&node.values, name, text));
+        let (new, touched): (Values, Values) =
             missing(&node).into_iter().partition(|(name, _)| untouched(name));
-        if !touched.is_empty() && fight.begins() {
+        if !touched.is_empty() && conflict.begins() {
             let names: Vec<&str> = touched.keys().map(|name| &**name).collect();
             tracing::warn!(
                 node = %node.name,
-                "somebody removed or changed what this node published ({}); putting it back",
+                "somebody removed or changed what this node published ({}); restoring it",
                 names.join(", ")
             );
         }
         self.annotate(&node, &held.attrs).await?;
-        for (name, value) in &news {
+        for (name, value) in &new {
             tracing::info!(node = %node.name, "the {name} to publish is now {value}");
         }
         if !touched.is_empty() {
-            fight.goes_on().await;
+            conflict.pause().await;
         }
         Ok(())
     }
@@ -200,20 +204,20 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_fight_becomes_slow_and_is_a_new_one_after_a_minute_of_peace() {
-        let mut fight = Fight { pause: Pause::new(), last: None };
+        let mut conflict = Conflict { pause: Pause::new(), last: None };
         for expected in [6, 6] {
             let begin = Instant::now();
-            assert!(fight.begins());
-            assert!(!fight.begins(), "what could not be put back is reported once, too");
-            fight.goes_on().await;
+            assert!(conflict.begins());
+            assert!(!conflict.begins(), "what could not be put back is reported once, too");
+            conflict.pause().await;
             let mut rounds = 1;
             while begin.elapsed() < Duration::from_secs(3) {
-                assert!(!fight.begins(), "it is reported once");
-                fight.goes_on().await;
+                assert!(!conflict.begins(), "it is reported once");
+                conflict.pause().await;
                 rounds += 1;
             }
             assert!((4..=expected + 1).contains(&rounds), "{rounds}");
-            sleep(PEACE).await;
+            sleep(QUIET).await;
         }
     }
 }

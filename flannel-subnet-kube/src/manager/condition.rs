@@ -1,10 +1,10 @@
 //! The node condition `NetworkUnavailable`, by which Kubernetes keeps pods away from a node without
 //! a network.
 //!
-//! It says what was reported ([`Readiness`]), and is kept so whatever else writes it.
+//! It shows the reported [`Readiness`], and is restored if another program writes it.
 //!
-//! **Source**: flannel `pkg/subnet/kube/kube.go: CompleteLease, setNodeNetworkUnavailableFalse`. Different on purpose: Go flannel writes it once, before
-//! peers can be reached, and never again.
+//! **Source**: flannel `pkg/subnet/kube/kube.go: CompleteLease, setNodeNetworkUnavailableFalse`.
+//! Different on purpose: Go flannel writes it once, before peers can be reached, and never again.
 
 use std::sync::Arc;
 
@@ -16,20 +16,20 @@ use k8s_openapi::jiff::Timestamp;
 use serde_json::json;
 use tokio::sync::watch;
 
+use super::shared::Shared;
+use crate::api::pause::Pause;
 use crate::follow::Own;
 use crate::node::{CONDITION, Node};
-use crate::pause::Pause;
-use crate::shared::Shared;
 
-/// What the condition is to say.
+/// The desired condition.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Wanted {
+struct Desired {
     status: &'static str,
     reason: &'static str,
     message: String,
 }
 
-impl Wanted {
+impl Desired {
     fn unavailable(message: &str) -> Self {
         Self { status: "True", reason: "FlannelIsDown", message: message.to_owned() }
     }
@@ -61,24 +61,24 @@ impl Wanted {
 pub(crate) async fn keep(shared: Arc<Shared>) {
     let mut readiness = shared.readiness.subscribe();
     let mut pause = Pause::new();
-    let mut said = false;
+    let mut logged = false;
     let mut own = shared.own_at_last().await;
     loop {
-        let wanted = readiness.borrow_and_update().as_ref().and_then(Wanted::of);
-        let seen = own.borrow_and_update().clone();
+        let desired = readiness.borrow_and_update().as_ref().and_then(Desired::of);
+        let followed = own.borrow_and_update().clone();
         let mut again = None;
-        if let (Some(wanted), Own::Here(node)) = (wanted, seen)
-            && !wanted.is_in(&node)
+        if let (Some(desired), Own::Here(node)) = (desired, followed)
+            && !desired.is_in(&node)
         {
-            match shared.write_condition(&wanted).await {
-                Ok(false) => said = false,
+            match shared.write_condition(&desired).await {
+                Ok(false) => logged = false,
                 Ok(true) => {
-                    said = false;
-                    // Two writers that contradict each other must not do so at full speed.
+                    logged = false;
+                    // Two writers of different values must not write at full speed.
                     tokio::time::sleep(pause.next()).await;
                 }
                 Err(error) => {
-                    if !std::mem::replace(&mut said, true) {
+                    if !std::mem::replace(&mut logged, true) {
                         tracing::warn!(
                             "this node's condition {CONDITION} cannot be set, trying on: {error}"
                         );
@@ -98,7 +98,7 @@ pub(crate) async fn keep(shared: Arc<Shared>) {
         tokio::select! {
             () = retry => {}
             changed = readiness.changed() => if changed.is_err() {
-                // Nobody will say more.
+                // The manager is gone, and no report will come.
                 std::future::pending::<()>().await;
             },
             // Nodes are followed anew.
@@ -111,18 +111,18 @@ pub(crate) async fn keep(shared: Arc<Shared>) {
 }
 
 impl Shared {
-    /// Makes the condition true if it is false, and leaves one alone that is not there: this node
-    /// starts without a network, and an earlier boot may have left the condition.
+    /// Makes the condition true if it is false, because this node starts without a network and an
+    /// earlier boot may have left the condition. An absent condition stays absent.
     ///
     /// # Errors
-    /// The node cannot be read, or its status not be written. A refusal is none: it is reported
-    /// when the condition is written the next time, and is no reason to have no network.
+    /// The node cannot be read, or its status not be written. A refusal is no error: it is reported
+    /// at the next write of the condition, and does not keep the node from having a network.
     pub(crate) async fn withdraw_condition(&self) -> Result<()> {
-        let wanted = Wanted::unavailable("flannel has only just been started");
+        let desired = Desired::unavailable("flannel has only just been started");
         let withdraw = async || {
             let (node, _) = self.own_node().await?;
             if node.condition.as_ref().is_some_and(|condition| condition.status == "False") {
-                self.write_condition(&wanted).await?;
+                self.write_condition(&desired).await?;
             }
             Ok(())
         };
@@ -132,26 +132,26 @@ impl Shared {
         }
     }
 
-    /// What is known of this node, once it can be known.
+    /// This node as it is followed, after the wait until it can be.
     pub(crate) async fn own_at_last(&self) -> watch::Receiver<Own> {
         let mut pause = Pause::new();
         loop {
             match self.follow_own().await {
                 Ok(own) => return own,
-                // Who asks for a lease gets the error.
+                // A request for a lease reports the error.
                 Err(_) => tokio::time::sleep(pause.next()).await,
             }
         }
     }
 
     /// Writes the condition unless the node has it already. Returns whether it had not.
-    async fn write_condition(&self, wanted: &Wanted) -> Result<bool> {
-        // It may have been seen as it was before it was written.
+    async fn write_condition(&self, desired: &Desired) -> Result<bool> {
+        // The followed view can be older than the last write.
         let (node, _) = self.own_node().await?;
-        if wanted.is_in(&node) {
+        if desired.is_in(&node) {
             return Ok(false);
         }
-        let Wanted { status, reason, message } = wanted;
+        let Desired { status, reason, message } = desired;
         let old = node.condition.as_ref().filter(|old| old.status == *status);
         let since = old.and_then(|old| old.since.as_ref()?.parse::<Timestamp>().ok()).map(Time);
         let now = Timestamp::from_second(Timestamp::now().as_second()).ok().map(Time);

@@ -1,7 +1,8 @@
-//! All nodes, as the set of leases that they make.
+//! All nodes, as a set of leases.
 //!
-//! A node is known by its name and by a fingerprint of what leases are made of, so that an event which
-//! changes nothing of that costs a look-up. Two nodes with one PodCIDR make one lease: that of the one created first.
+//! Each node has a fingerprint of the parts that its lease is made of, so an event that changes
+//! none of them costs one look-up. Of two nodes with one PodCIDR, the one created first has the
+//! lease.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::RandomState;
@@ -11,10 +12,10 @@ use flannel_core::address::Family;
 use flannel_core::lease::LeaseSet;
 use flannel_core::{Lease, Subnets};
 
-use crate::annotations::Prefix;
 use crate::node::Wire;
+use crate::node::prefix::Prefix;
 
-/// What nodes are read by.
+/// The options by which nodes are read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ReadOptions {
     pub(crate) prefix: Prefix,
@@ -22,18 +23,18 @@ pub(crate) struct ReadOptions {
     pub(crate) families: Vec<Family>,
 }
 
-/// Every node there is.
+/// All nodes.
 #[derive(Debug)]
 pub(crate) struct Nodes {
     read_options: ReadOptions,
     known: HashMap<Box<str>, Known>,
     leases: LeaseSet,
-    /// What is wrong, by node.
+    /// The problems of each node.
     wrong: BTreeMap<Box<str>, Vec<String>>,
-    /// Nodes whose PodCIDR is also that of a node which was there first.
+    /// Nodes whose PodCIDR belongs to an earlier node.
     shadowed: BTreeMap<Box<str>, Subnets>,
     hasher: RandomState,
-    /// How many lists were begun.
+    /// The number of lists so far.
     list: u32,
 }
 
@@ -62,7 +63,7 @@ impl Nodes {
         &self.leases
     }
 
-    /// What is wrong: nodes and reasons.
+    /// The problems: nodes and reasons.
     pub(crate) fn wrong(&self) -> Vec<(String, String)> {
         let own = self
             .wrong
@@ -84,14 +85,14 @@ impl Nodes {
         self.list += 1;
     }
 
-    /// The list is complete: what was not in it is gone.
+    /// The list is complete: nodes that are not in it are gone.
     pub(crate) fn complete(&mut self) {
         let gone = self.known.iter().filter(|(_, known)| known.list != self.list);
         let gone: Vec<Box<str>> = gone.map(|(name, _)| name.clone()).collect();
         gone.iter().for_each(|name| _ = self.remove(name));
     }
 
-    /// Takes in a node as it is now. Returns whether a lease, or what is wrong, may be different.
+    /// Puts a node in its latest form. Returns whether a lease or a problem may have changed.
     pub(crate) fn put(&mut self, wire: &Wire<'_>) -> bool {
         let fingerprint = wire.fingerprint(&self.read_options.prefix, &self.hasher);
         let name: &str = &wire.metadata.name;
@@ -124,7 +125,7 @@ impl Nodes {
         true
     }
 
-    /// A node had the lease `before` and has another one, or none, now.
+    /// Updates the set after the lease of a node changed from `before`.
     fn changed(&mut self, name: &str, before: Option<&Arc<Lease>>) {
         let now = self.known.get(name).and_then(|known| known.lease.clone());
         let shadowed = self.shadowed.remove(name);
@@ -144,7 +145,7 @@ impl Nodes {
         }
     }
 
-    /// Of all nodes with these subnets, the one that was there first has them.
+    /// Gives the lease to the node with these subnets that was created first.
     fn judge(&mut self, subnets: Subnets) {
         self.shadowed.retain(|_, other| *other != subnets);
         let mut claims = Vec::new();
@@ -229,7 +230,7 @@ mod tests {
             let wrong = nodes.wrong();
             assert_eq!(wrong[0].0, "node a");
             assert!(wrong.len() == 1 && wrong[0].1.contains("an earlier node holds"), "{wrong:?}");
-            // The one in the shadow changes, and comes to light when the other goes.
+            // The shadowed node changes, and gets the lease when the other node goes.
             put(&mut nodes, &node("a", "10.1.1.0/24", 7, "192.0.2.7"));
             assert_eq!(
                 (held(&nodes), nodes.wrong().len()),

@@ -1,18 +1,19 @@
-//! The names of flannel's annotations, and what a lease's attributes look like in them.
+//! The names of flannel's annotations, and the attributes of a lease in them.
 //!
-//! Values are compared as text, by Go flannel too, so that one thing is always written in one way, or in two where it
-//! is to be noticed.
+//! Values are compared as text, by Go flannel too. So each value has one form, and backend data has
+//! a second one, which makes Go flannel notice a change.
 //!
 //! **Source**: flannel `pkg/subnet/kube/annotations.go: newAnnotations`, `kube.go: AcquireLease`.
 
 use std::collections::BTreeMap;
-use std::fmt;
-use std::str::FromStr;
+use std::net::IpAddr;
 
 use flannel_core::address::{Dual, Family};
 use flannel_core::lease::LeaseAttrs;
 
-/// A node with exactly this value is flannel's.
+use super::prefix::Prefix;
+
+/// Flannel runs on a node if this annotation is "true".
 pub(crate) const MANAGED: &str = "kube-subnet-manager";
 pub(crate) const BACKEND_TYPE: &str = "backend-type";
 
@@ -20,15 +21,15 @@ pub(crate) const BACKEND_TYPE: &str = "backend-type";
 pub(crate) struct Names {
     /// The backend's data.
     pub(crate) data: &'static str,
-    /// Where peers send traffic.
+    /// The address to which peers send traffic.
     pub(crate) public: &'static str,
-    /// If it is set, what is published instead of the node's own address.
+    /// Set by a person: the address to publish instead of the node's own.
     pub(crate) overwrite: &'static str,
-    /// If it is set, the same as `--public-ip`.
+    /// Set by a person: the same as `--public-ip`.
     pub(crate) node: &'static str,
-    /// What stands for no address.
+    /// The text for "no address".
     none: &'static str,
-    /// What would be right, with its article.
+    /// The expected value, with its article.
     pub(crate) expected: &'static str,
 }
 
@@ -53,85 +54,16 @@ pub(crate) const fn names(family: Family) -> Names {
     }
 }
 
-/// What the names of all annotations begin with: `flannel.alpha.coreos.com/`, `example.com/net-`.
-///
-/// A domain name with at least one dot; behind a slash, lower-case letters, digits, `-` and `_`. A slash, and a `-`
-/// behind what follows it, are added where they are missing.
-///
-/// ```
-/// use flannel_subnet_kube::Prefix;
-///
-/// assert_eq!("example.com".parse::<Prefix>()?.to_string(), "example.com/");
-/// assert_eq!("example.com/net".parse::<Prefix>()?.to_string(), "example.com/net-");
-/// # Ok::<(), flannel_subnet_kube::PrefixError>(())
-/// ```
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Prefix(Box<str>);
-
-/// Why a text is not what the names of annotations can begin with.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "{text:?} is no prefix of annotations: right would be a domain name in lower case with a dot in it, perhaps with a slash and a word \
-     behind it, such as flannel.alpha.coreos.com or example.com/net"
-)]
-pub struct PrefixError {
-    /// The text.
-    pub text: String,
-}
-
-impl FromStr for Prefix {
-    type Err = PrefixError;
-    fn from_str(text: &str) -> Result<Self, PrefixError> {
-        let error = || PrefixError { text: text.to_owned() };
-        let (domain, word) = text.split_once('/').unwrap_or((text, ""));
-        let plain = |text: &str| {
-            text.bytes()
-                .all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-' || b == b'_')
-        };
-        let labels: Vec<&str> = domain.split('.').collect();
-        if labels.len() < 2
-            || labels.iter().any(|label| label.is_empty() || !plain(label))
-            || !plain(word)
-        {
-            return Err(error());
-        }
-        // A dash alone is no word.
-        if word == "-" {
-            return Err(error());
-        }
-        let dash = if word.is_empty() || word.ends_with('-') { "" } else { "-" };
-        Ok(Self(format!("{domain}/{word}{dash}").into()))
-    }
-}
-
-/// Go flannel's.
-impl Default for Prefix {
-    fn default() -> Self {
-        Self("flannel.alpha.coreos.com/".into())
-    }
-}
-
-impl fmt::Display for Prefix {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl Prefix {
-    /// What follows it in an annotation's name.
-    pub(crate) fn strip<'a>(&self, name: &'a str) -> Option<&'a str> {
-        name.strip_prefix(&*self.0)
-    }
-}
-
 /// The values of flannel's annotations, by their names without the prefix.
 pub(crate) type Values = BTreeMap<Box<str>, Box<str>>;
 
-/// What is to be written for these attributes on a node that has `there`: all that Go flannel writes, and nothing else.
+/// The annotations for these attributes on a node that has `present`: exactly those that Go flannel
+/// writes.
 ///
-/// The pair of IPv4 is always written, except by `vxlan` without IPv4; that of IPv6 by `vxlan` and `wireguard` if they have
-/// data for it, and by `host-gw` and `extension` if they have an address.
-pub(crate) fn wanted(attrs: &LeaseAttrs, there: &Values) -> Values {
+/// The pair of IPv4 is always written, except by `vxlan` without IPv4. The pair of IPv6 is written
+/// by `vxlan` and `wireguard` if they have data for it, and by `host-gw` and `extension` if they
+/// have an address.
+pub(crate) fn desired(attrs: &LeaseAttrs, present: &Values) -> Values {
     let mut values = Values::new();
     let mut put = |name: &str, value: &str| values.insert(name.into(), value.into());
     put(MANAGED, "true");
@@ -148,8 +80,9 @@ pub(crate) fn wanted(attrs: &LeaseAttrs, there: &Values) -> Values {
         if written {
             let names = names(family);
             let own = public.map_or_else(|| names.none.to_owned(), |address| address.to_string());
-            // One that is no address is no order.
-            let overwrite = there.get(names.overwrite).filter(|text| parse(text, family).is_some());
+            // A text that is no address is ignored.
+            let overwrite =
+                present.get(names.overwrite).filter(|text| parse(text, family).is_some());
             put(names.data, data.unwrap_or("null"));
             put(names.public, overwrite.map_or(&own, |text| text));
         }
@@ -157,45 +90,46 @@ pub(crate) fn wanted(attrs: &LeaseAttrs, there: &Values) -> Values {
     values
 }
 
-/// Whether an annotation that is there says this, in either of the two ways in which data is written; see [`reworded`].
-pub(crate) fn says(there: &Values, name: &str, wanted: &str) -> bool {
+/// Whether an annotation has this value, in either of the two forms of data; see [`reworded`].
+pub(crate) fn has(present: &Values, name: &str, desired: &str) -> bool {
     let is_data = Family::BOTH.iter().any(|family| names(*family).data == name);
-    there.get(name).is_some_and(|text| match text.strip_prefix(' ') {
-        Some(text) if is_data => text == wanted,
-        _ => **text == *wanted,
+    present.get(name).is_some_and(|text| match text.strip_prefix(' ') {
+        Some(text) if is_data => text == desired,
+        _ => **text == *desired,
     })
 }
 
-/// What else must be written so that Go flannel's nodes take notice: in dual stack they do only if texts of both families are others. If one
-/// has no news, its data is written in the other way, which for whoever reads it is the same: with or without a space before it.
+/// The annotation that must be written too, so that Go flannel's nodes notice the change.
 ///
-/// Behind the brace a space would be as good, but not within: Go flannel cuts its own MAC address out of this text.
+/// In dual stack Go flannel notices a change only if texts of both families change. If one family
+/// has no change, its data gets its other form, with or without a space in front, which has the
+/// same meaning. The space must not be behind the brace: Go flannel cuts its own MAC address out of
+/// the text.
 pub(crate) fn reworded(
-    wanted: &Values,
+    desired: &Values,
     missing: &Values,
-    there: &Values,
+    present: &Values,
 ) -> Option<(Box<str>, Box<str>)> {
     if missing.contains_key(BACKEND_TYPE) {
-        // It counts for both.
+        // It counts for both families.
         return None;
     }
-    let news = |family| {
+    let changes = |family| {
         let names = names(family);
         missing.contains_key(names.data) || missing.contains_key(names.public)
     };
-    let quiet = match (news(Family::V4), news(Family::V6)) {
+    let unchanged = match (changes(Family::V4), changes(Family::V6)) {
         (true, false) => Family::V6,
         (false, true) => Family::V4,
         _ => return None,
     };
-    let name = names(quiet).data;
-    let (data, text) = (wanted.get(name)?, there.get(name)?);
+    let name = names(unchanged).data;
+    let (data, text) = (desired.get(name)?, present.get(name)?);
     Some((name.into(), if text == data { format!(" {data}").into() } else { data.clone() }))
 }
 
-/// The attributes that the annotations hold, for these families, and what is wrong with them.
-///
-/// What one family lacks is no reason to lose the other.
+/// The attributes in the annotations, for these families, and what is wrong with them. An error of
+/// one family does not affect the other.
 pub(crate) fn read(
     values: &Values,
     families: &[Family],
@@ -226,13 +160,13 @@ pub(crate) fn read(
     (LeaseAttrs { public, backend_type, backend_data }, wrong)
 }
 
-/// One annotation that holds an address; `None` if it is absent, empty or the address that means none.
+/// The address in an annotation; `None` if it is absent, empty or unspecified.
 pub(crate) fn address(
     values: &Values,
     name: &str,
     family: Family,
     prefix: &Prefix,
-) -> Result<Option<std::net::IpAddr>, String> {
+) -> Result<Option<IpAddr>, String> {
     let Some(text) = values.get(name).filter(|text| !text.is_empty()) else { return Ok(None) };
     let address = parse(text, family).ok_or_else(|| {
         let expected = names(family).expected;
@@ -241,11 +175,11 @@ pub(crate) fn address(
     Ok(Some(address).filter(|address| !address.is_unspecified()))
 }
 
-fn parse(text: &str, family: Family) -> Option<std::net::IpAddr> {
+fn parse(text: &str, family: Family) -> Option<IpAddr> {
     text.parse().ok().filter(|address| Family::of(*address) == family)
 }
 
-/// What is wrong with the addresses of these families that are to be published instead of the node's own.
+/// What is wrong with the addresses that a person set to be published instead of the node's own.
 pub(crate) fn wrong_overwrites(
     values: &Values,
     families: &[Family],
@@ -256,7 +190,7 @@ pub(crate) fn wrong_overwrites(
         .filter_map(|family| address(values, names(*family).overwrite, *family, prefix).err())
 }
 
-/// For an error message.
+/// Quotes a text for an error message.
 fn shorten(text: &str) -> String {
     match text.char_indices().nth(120) {
         Some((end, _)) => format!("{:?}…", &text[..end]),
@@ -264,7 +198,7 @@ fn shorten(text: &str) -> String {
     }
 }
 
-/// Thousands of leases share a few names, which take no memory of their own.
+/// Borrows the usual names, which thousands of leases share.
 fn usual(name: &str) -> std::borrow::Cow<'static, str> {
     let usual = ["", "vxlan", "host-gw", "wireguard", "extension", "ipsec", "ipip"];
     match usual.into_iter().find(|usual| *usual == name) {
@@ -283,33 +217,10 @@ mod tests {
 
     fn attrs(kind: &'static str, public: &[&str], data: [Option<&str>; 2]) -> LeaseAttrs {
         LeaseAttrs {
-            public: public.iter().map(|a| a.parse::<std::net::IpAddr>().unwrap()).collect(),
+            public: public.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
             backend_type: kind.into(),
             backend_data: Dual { v4: data[0].map(Into::into), v6: data[1].map(Into::into) },
         }
-    }
-
-    #[test]
-    fn prefixes_are_gos() {
-        for (text, prefix) in [
-            ("flannel.alpha.coreos.com", "flannel.alpha.coreos.com/"),
-            ("flannel.alpha.coreos.com/", "flannel.alpha.coreos.com/"),
-            ("a.b/net", "a.b/net-"),
-            ("a.b/net-", "a.b/net-"),
-            ("a_1.b-2/x_y", "a_1.b-2/x_y-"),
-        ] {
-            assert_eq!(text.parse::<Prefix>().unwrap().to_string(), prefix);
-        }
-        for bad in [
-            "", "/", "coreos", "coreos/x", "a.b/c/d", "a.b/c/", "A.b", "a.b/C", "a..b", ".b",
-            "a.b/-", "a b.c",
-        ] {
-            assert!(
-                bad.parse::<Prefix>().unwrap_err().to_string().contains("example.com/net"),
-                "{bad}"
-            );
-        }
-        assert_eq!(Prefix::default(), "flannel.alpha.coreos.com".parse().unwrap());
     }
 
     #[test]
@@ -347,11 +258,11 @@ mod tests {
             (attrs("wireguard", &[V4, V6], [Some("{}"), None]), with("wireguard", &v4("{}"))),
             (attrs("", &[V4, V6], [None, None]), with("", &v4("null"))),
         ] {
-            assert_eq!(wanted(&attrs, &Values::new()), values(&expected), "{attrs:?}");
+            assert_eq!(desired(&attrs, &Values::new()), values(&expected), "{attrs:?}");
         }
         let there =
             values(&[("public-ip-overwrite", "198.51.100.7"), ("public-ipv6-overwrite", "")]);
-        let overwritten = wanted(&attrs("host-gw", &[V4, V6], [None, None]), &there);
+        let overwritten = desired(&attrs("host-gw", &[V4, V6], [None, None]), &there);
         assert_eq!(
             (&*overwritten["public-ip"], &*overwritten["public-ipv6"]),
             ("198.51.100.7", V6)
@@ -362,7 +273,7 @@ mod tests {
     fn what_is_written_is_read_again_and_what_is_wrong_is_named() {
         let all = attrs("vxlan", &["192.0.2.1", "2001:db8::1"], [Some("{\"a\":1}"), Some("{}")]);
         let prefix = Prefix::default();
-        let written = wanted(&all, &Values::new());
+        let written = desired(&all, &Values::new());
         assert_eq!(read(&written, &Family::BOTH, &prefix), (all.clone(), Vec::new()));
         let v4 = attrs("vxlan", &["192.0.2.1"], [Some("{\"a\":1}"), None]);
         assert_eq!(read(&written, &[Family::V4], &prefix), (v4, Vec::new()));

@@ -1,9 +1,9 @@
-//! What a manager knows of its node and of the network config, and how it finds that out.
+//! The state of a manager: its connection, its config, its lease, and the nodes that it follows.
 
 use std::io::ErrorKind;
 use std::net::IpAddr;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use flannel_core::address::{Dual, Family};
 use flannel_core::lease::{LeaseAttrs, Revision};
@@ -11,14 +11,13 @@ use flannel_core::subnet::{Ownership, Readiness};
 use flannel_core::{Config, Error, Lease, Result};
 use tokio::sync::{OnceCell, watch};
 
-use crate::annotations::Values;
-use crate::api::Api;
-use crate::connect::Source;
-use crate::follow::{Follower, Own};
-use crate::nodes::ReadOptions;
+use crate::api::{Api, Source};
+use crate::follow::{Follower, Own, ReadOptions};
+use crate::node::annotations::Values;
 use crate::options::KubeOptions;
+use crate::runtime::lock;
 
-/// What a [`KubeManager`](crate::KubeManager) and its tasks share.
+/// The state that a [`KubeManager`](crate::KubeManager) shares with its tasks.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) api: Arc<Api>,
@@ -26,16 +25,16 @@ pub(crate) struct Shared {
     /// This node's name.
     pub(crate) name: OnceCell<String>,
     pub(crate) follower: Mutex<Option<Follower>>,
-    /// The config that was last given out: what is built from it is built from nothing else.
-    pub(crate) given: Mutex<Option<Config>>,
+    /// The config that was last handed out. A lease and its views follow this one.
+    pub(crate) handed_out: Mutex<Option<Config>>,
     pub(crate) held: Mutex<Option<Held>>,
-    /// What this node's annotations were last made to say.
+    /// The annotations that this node wrote last.
     pub(crate) published: Mutex<Values>,
     /// What is wrong with the network config.
     pub(crate) wrong_config: Mutex<Option<String>>,
     /// Whether this node has its lease.
     pub(crate) ownership: watch::Sender<Ownership>,
-    /// What the node's condition is to report; `None`: the condition is left as it is.
+    /// The desired condition of the node; `None`: the condition stays as it is.
     pub(crate) readiness: watch::Sender<Option<Readiness>>,
 }
 
@@ -43,18 +42,17 @@ pub(crate) struct Shared {
 #[derive(Debug, Clone)]
 pub(crate) struct Held {
     pub(crate) lease: Lease,
-    /// What it was acquired from: its networks stay what they are.
+    /// The config that it was acquired from. Its networks stay as they are.
     pub(crate) config: Config,
     /// The addresses that the node prescribed.
     pub(crate) prescribed: Dual<IpAddr>,
 }
 
 impl Shared {
-    /// What speaks to the API server that the options name. Nothing is asked yet.
+    /// The state of a new manager. Sends no request.
     ///
     /// # Errors
-    /// [`Error::Refused`]: how to reach the API server is not known, or what is said of it is
-    /// wrong.
+    /// [`Error::Refused`]: the options do not lead to an API server, or a file is wrong.
     pub(crate) async fn open(options: KubeOptions) -> Result<Self> {
         let source =
             Source { url: options.api_url.clone(), kubeconfig: options.kubeconfig.clone() };
@@ -63,7 +61,7 @@ impl Shared {
             options,
             name: OnceCell::new(),
             follower: Mutex::default(),
-            given: Mutex::default(),
+            handed_out: Mutex::default(),
             held: Mutex::default(),
             published: Mutex::default(),
             wrong_config: Mutex::default(),
@@ -73,19 +71,19 @@ impl Shared {
     }
 
     pub(crate) fn held(&self) -> Option<Held> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.held).clone()
     }
 
-    /// The config that was last given out; without one, what it is now.
+    /// The config that was last handed out; before that, the present one.
     pub(crate) async fn config(&self) -> Result<Config> {
-        let given = self.given.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        match given {
-            Some(given) => Ok(given),
+        let handed_out = lock(&self.handed_out).clone();
+        match handed_out {
+            Some(config) => Ok(config),
             None => self.config_now().await,
         }
     }
 
-    /// The config whose networks count: that of the lease; before there is one, what was given out.
+    /// The config of the lease; before there is one, the config that was handed out.
     pub(crate) async fn settled(&self) -> Result<Config> {
         match self.held() {
             Some(held) => Ok(held.config),
@@ -107,16 +105,16 @@ impl Shared {
     pub(crate) fn read_config(&self) -> Result<Config> {
         let read = read_config(&self.options.net_config);
         let wrong = read.as_ref().err().map(ToString::to_string);
-        *self.wrong_config.lock().unwrap_or_else(PoisonError::into_inner) = wrong;
+        *lock(&self.wrong_config) = wrong;
         read
     }
 
-    /// All nodes, followed from the first call on, and anew if the config has come to enable other
-    /// families before a lease was acquired, or if they are followed no more.
+    /// The follower of all nodes. It is started by the first call. It is started anew if its task
+    /// has ended, or if the config enables other families and no lease was acquired.
     pub(crate) async fn follow<T>(&self, look: impl FnOnce(&Follower) -> T) -> Result<T> {
         let name = self.name().await?.to_owned();
         let config = self.settled().await?;
-        let mut follower = self.follower.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut follower = lock(&self.follower);
         let read_options = ReadOptions {
             prefix: self.options.prefix.clone(),
             families: config.networks.families().collect(),
@@ -150,7 +148,7 @@ impl Shared {
         Ok(Held { lease, config, prescribed })
     }
 
-    /// What is known of this node, always the latest.
+    /// This node as it is followed, always the latest.
     pub(crate) async fn follow_own(&self) -> Result<watch::Receiver<Own>> {
         self.follow(|follower| follower.own.clone()).await
     }

@@ -1,19 +1,19 @@
-//! A list cut into its items while it comes in, so that never more than one of them is in memory.
+//! A list, cut into its items while it arrives, so that only one item is in memory.
 //!
-//! It follows brackets and strings only. What an item says, and whether it is right JSON, is found out by
-//! whoever gets its bytes.
+//! It follows brackets and strings only. The receiver of an item finds out whether it is valid
+//! JSON.
 
 /// Cuts the text of `{"kind": …, "metadata": {…}, "items": [{…}, …]}`.
 #[derive(Debug, Default)]
 pub(crate) struct Splitter {
-    /// Of the value in hand: an item, the list's name for a value, or the value.
+    /// The bytes of the current value: an item, the name of a field, or its value.
     held: Vec<u8>,
     place: Place,
-    /// Brackets that are open in the value in hand.
+    /// The number of open brackets in the current value.
     depth: u32,
     in_string: bool,
     escaped: bool,
-    /// What the list says besides its items: `metadata`, as JSON text.
+    /// The field `metadata` of the list, as JSON text.
     metadata: Vec<u8>,
 }
 
@@ -45,7 +45,7 @@ enum Field {
 pub(crate) struct NoList;
 
 impl Splitter {
-    /// Takes in the next bytes. Hands out each item that is complete.
+    /// Reads the next bytes. Calls `item` for each complete item.
     pub(crate) fn feed<E>(
         &mut self,
         mut bytes: &[u8],
@@ -73,7 +73,7 @@ impl Splitter {
         Ok(Ok(()))
     }
 
-    /// The list's metadata, once it is complete.
+    /// The metadata of the complete list.
     pub(crate) fn end(self) -> Result<Vec<u8>, NoList> {
         if self.place == Place::After { Ok(self.metadata) } else { Err(NoList) }
     }
@@ -96,7 +96,7 @@ impl Splitter {
         Ok(())
     }
 
-    /// Where the value in hand ends, if it ends in these bytes.
+    /// Where the current value ends, if it ends in these bytes.
     fn end_of_value(&mut self, bytes: &[u8]) -> Option<usize> {
         for (place, &byte) in bytes.iter().enumerate() {
             if self.in_string {
@@ -114,7 +114,7 @@ impl Splitter {
             match byte {
                 b'"' => self.in_string = true,
                 b'{' | b'[' => self.depth += 1,
-                // A number or a word ends with what follows it.
+                // A number or a word ends before the next delimiter.
                 b',' | b'}' if self.depth == 0 => return Some(place),
                 b'}' | b']' => {
                     self.depth = self.depth.saturating_sub(1);

@@ -1,14 +1,14 @@
-//! Pauses between attempts: longer and longer, random, and as long as the server asks for.
+//! Pauses between attempts: growing, random, and as long as the server asks for.
 
 use std::time::Duration;
 
 use tokio::time::sleep;
 
-use crate::api::Failure;
+use super::Failure;
 
 const FIRST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(10);
-/// No server makes us wait longer.
+/// The longest pause that a server can ask for.
 const MOST: Duration = Duration::from_secs(60);
 
 #[derive(Debug)]
@@ -35,7 +35,7 @@ impl Pause {
     pub(crate) async fn after(&mut self, failure: &Failure) {
         let pause = self.next();
         let asked = match failure {
-            // Not all at the same moment.
+            // The random part keeps nodes from retrying at the same moment.
             Failure::Busy { after: Some(after), .. } => (*after).min(MOST) + pause,
             _ => pause,
         };

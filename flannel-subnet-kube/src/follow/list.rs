@@ -1,16 +1,34 @@
 //! Lists of all nodes, page by page.
 
+use std::time::Duration;
+
 use flannel_core::lease::Revision;
 use hyper::body::Incoming as Body;
 use serde::Deserialize;
 use tokio::time::Instant;
 
+use super::split::Splitter;
+use super::{Following, Own};
 use crate::api::{Call, Failure, PATIENCE, escape, part, read};
-use crate::follow::{Following, LATE, Least, Own, PAGE};
 use crate::node::Wire;
-use crate::split::Splitter;
 
-/// What a list says of itself.
+/// The number of nodes in one page.
+const PAGE: u32 = 500;
+/// If the server's cache is late for longer, the list comes from the server's store. Only the
+/// server's own answer or its silence counts, and only several times in a row: after an outage all
+/// nodes come back at once.
+const LATE: Duration = Duration::from_secs(10);
+
+/// How fresh a list must be. Both allow an answer from the server's cache: all nodes may ask at
+/// once.
+pub(super) enum Freshness {
+    /// No older than the last write of this node, whose version is requested first.
+    Own,
+    /// No older than this version.
+    Version(String),
+}
+
+/// The metadata of a page.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Page {
@@ -21,22 +39,22 @@ struct Page {
 }
 
 impl Following {
-    /// Lists all nodes: the version of the list. It may come from the server's cache, if that is
-    /// not late, or not for long.
-    pub(crate) async fn list(&mut self, least: &Least) -> Result<String, Failure> {
+    /// Lists all nodes, and returns the version of the list. The list may come from the server's
+    /// cache, unless that is late for too long.
+    pub(super) async fn list(&mut self, freshness: &Freshness) -> Result<String, Failure> {
         let waits = self.late.is_none_or(|(first, last)| last - first < LATE);
-        // Whatever else comes of this list, the next one waits again.
+        // Set again below if this list fails because of the cache.
         let late = self.late.take();
-        let least = match least {
-            Least::Own if waits => self.own_version().await?,
-            Least::Version(version) if waits => Some(version.clone()),
+        let oldest = match freshness {
+            Freshness::Own if waits => self.own_version().await?,
+            Freshness::Version(version) if waits => Some(version.clone()),
             _ => None,
         };
         self.nodes.begin();
         let (mut own, mut token) = (Own::Gone, String::new());
         loop {
-            let query = match (&least, &*token) {
-                // A limit would make the server ask its store.
+            let query = match (&oldest, &*token) {
+                // With a limit the server would read its store.
                 (Some(version), "") => {
                     format!("resourceVersion={}&resourceVersionMatch=NotOlderThan", escape(version))
                 }
@@ -46,9 +64,9 @@ impl Following {
             let path = format!("/api/v1/nodes?{query}");
             let call = Call { verb: "list", resource: "nodes", path, patch: None };
             let answer = self.api.send(&call).await;
-            // The version may be one that there never was. Older servers do not answer while their
-            // cache is not ready.
-            if least.is_some() && matches!(answer, Err(Failure::Late(_) | Failure::Silent(_))) {
+            // The version may never have existed. Older servers do not answer while their cache is
+            // not ready.
+            if oldest.is_some() && matches!(answer, Err(Failure::Late(_) | Failure::Silent(_))) {
                 let now = Instant::now();
                 self.late = Some((late.map_or(now, |(first, _)| first), now));
             }
@@ -66,9 +84,8 @@ impl Following {
         }
     }
 
-    /// The version of this node, which is always the latest where it is asked for alone. A server's
-    /// cache that is late by more would make peers of those that went, and none of those that came.
-    /// `None`: there is no such node.
+    /// The latest version of this node; `None`: there is no such node. A cache that is older could
+    /// still have nodes that are gone, and lack new ones.
     async fn own_version(&self) -> Result<Option<String>, Failure> {
         let path = format!("/api/v1/nodes/{}", self.own);
         let call = Call { verb: "get", resource: "nodes", path, patch: None };

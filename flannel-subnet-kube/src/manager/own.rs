@@ -1,9 +1,9 @@
-//! This node: its name, its object as it is now, and what flannel writes to it.
+//! This node: its name, its latest object, and the writes to it.
 //!
-//! It is read by asking for it alone, which is always the latest, and not from what is followed.
+//! The node is read with a request for it alone, which returns the latest version. The followed
+//! view can be older.
 
 use std::net::IpAddr;
-use std::sync::PoisonError;
 
 use flannel_core::address::{Dual, Family};
 use flannel_core::lease::{LeaseAttrs, Revision};
@@ -11,15 +11,17 @@ use flannel_core::{Config, Error, Lease, Result, Subnets};
 use serde::Deserialize;
 use serde_json::json;
 
-use crate::annotations::{Values, address, names, read, reworded, says, wanted, wrong_overwrites};
+use super::shared::Shared;
 use crate::api::Call;
-
+use crate::node::annotations::{
+    Values, address, desired, has, names, read, reworded, wrong_overwrites,
+};
 use crate::node::{Node, Wire};
 use crate::options::NodeIdentity;
-use crate::shared::Shared;
+use crate::runtime::lock;
 
 impl Shared {
-    /// This node's name; asks for the pod if that is what names it.
+    /// This node's name. If only the pod is known, the pod is read.
     pub(crate) async fn name(&self) -> Result<&str> {
         let name = self.name.get_or_try_init(async || match &self.options.identity {
             NodeIdentity::Node(name) => Ok(name.clone()),
@@ -45,7 +47,8 @@ impl Shared {
             .map_err(|error| self.strange(&call, &error))?;
         if pod.spec.node_name.is_empty() {
             let reason = format!(
-                "pod {namespace}/{name} is on no node: right would be POD_NAMESPACE and POD_NAME of this very pod"
+                "pod {namespace}/{name} is on no node: right would be POD_NAMESPACE and POD_NAME \
+                 of this very pod"
             );
             return Err(self.not_ready(reason));
         }
@@ -74,7 +77,8 @@ impl Shared {
         match self.api.ask(&call).await {
             Ok(bytes) => self.read_node(&call, &bytes),
             Err(Error::NotReady { .. }) => Err(self.not_ready(format!(
-                "there is no node {name:?}: right would be NODE_NAME as kubectl get nodes shows it, once the kubelet has registered it"
+                "there is no node {name:?}: right would be NODE_NAME as kubectl get nodes shows \
+                 it, once the kubelet has registered it"
             ))),
             Err(error) => Err(error),
         }
@@ -115,8 +119,9 @@ impl Shared {
         for family in &families {
             if subnets.and_then(|subnets| subnets.family(*family)).is_none() {
                 return Err(format!(
-                    "it has no {family} PodCIDR yet: right would be kube-controller-manager with --allocate-node-cidrs and a \
-                     --cluster-cidr in the pod network, or whatever else gives nodes their PodCIDRs here"
+                    "it has no {family} PodCIDR yet: right would be kube-controller-manager with \
+                     --allocate-node-cidrs and a --cluster-cidr in the pod network, or whatever \
+                     else gives nodes their PodCIDRs here"
                 ));
             }
         }
@@ -126,8 +131,8 @@ impl Shared {
             let network = config.networks[subnet.family()].map(|network| network.network);
             if let Some(network) = network.filter(|network| !network.covers(&subnet)) {
                 return Err(format!(
-                    "its PodCIDR {subnet} lies outside the pod network {network} of {}: right would be one network there and in \
-                     kube-controller-manager's --cluster-cidr",
+                    "its PodCIDR {subnet} lies outside the pod network {network} of {}: right \
+                     would be one network there and in kube-controller-manager's --cluster-cidr",
                     self.options.net_config.display()
                 ));
             }
@@ -144,8 +149,8 @@ impl Shared {
         Ok(Dual { v4: given(Family::V4)?, v6: given(Family::V6)? })
     }
 
-    /// What is to be published instead of this node's own addresses can be. A node of which nothing was published yet waits for that;
-    /// one of which something was goes on with the own ones, whoever published it.
+    /// Checks the addresses to publish instead of this node's own. If one is wrong, a node that has
+    /// published nothing waits, and any other node goes on with its own addresses.
     pub(crate) fn check_overwrites(&self, node: &Node, families: &[Family]) -> Result<()> {
         match wrong_overwrites(&node.values, families, &self.options.prefix).next() {
             Some(wrong) if !node.is_managed() => {
@@ -155,17 +160,18 @@ impl Shared {
         }
     }
 
-    /// Makes this node's annotations say how it is reached: the version since when they do, if they did not.
+    /// Writes the attributes to this node's annotations. Returns the new version if a write was
+    /// necessary.
     pub(crate) async fn annotate(
         &self,
         node: &Node,
         attrs: &LeaseAttrs,
     ) -> Result<Option<Revision>> {
-        let wanted = wanted(attrs, &node.values);
-        let mut missing = missing(node, &wanted);
+        let desired = desired(attrs, &node.values);
+        let mut missing = missing(node, &desired);
         let mut since = None;
         if !missing.is_empty() {
-            missing.extend(reworded(&wanted, &missing, &node.values));
+            missing.extend(reworded(&desired, &missing, &node.values));
             let prefix = &self.options.prefix;
             let annotations: serde_json::Map<String, serde_json::Value> = missing
                 .iter()
@@ -175,12 +181,12 @@ impl Shared {
                 self.patch(json!({ "metadata": { "annotations": annotations } })).await?;
             since = Some(revision);
         }
-        *self.published.lock().unwrap_or_else(PoisonError::into_inner) = wanted;
+        *lock(&self.published) = desired;
         Ok(since)
     }
 
-    /// The lease that a node has with these attributes, as peers would read it. Its addresses are the own ones, whatever is published
-    /// instead: that may be taken back.
+    /// The lease of a node with these attributes, as peers read it, but with the node's own
+    /// addresses: a person may withdraw those that are published instead.
     pub(crate) fn lease_of(
         &self,
         node: &Node,
@@ -189,14 +195,14 @@ impl Shared {
         revision: Revision,
     ) -> Lease {
         let families: Vec<Family> = subnets.iter().map(|subnet| subnet.family()).collect();
-        let (attrs, _) = read(&wanted(attrs, &Values::new()), &families, &self.options.prefix);
+        let (attrs, _) = read(&desired(attrs, &Values::new()), &families, &self.options.prefix);
         Lease { subnets, attrs, expires: None, since: Revision(node.created), revision }
     }
 }
 
-/// What of that a node's annotations do not say.
-pub(crate) fn missing(node: &Node, wanted: &Values) -> Values {
-    let mut missing = wanted.clone();
-    missing.retain(|name, value| !says(&node.values, name, value));
+/// The desired annotations that a node lacks.
+pub(super) fn missing(node: &Node, desired: &Values) -> Values {
+    let mut missing = desired.clone();
+    missing.retain(|name, value| !has(&node.values, name, value));
     missing
 }
