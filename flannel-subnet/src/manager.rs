@@ -220,7 +220,7 @@ impl SubnetManager for LocalManager {
             return self.acquire(&attrs).await;
         };
         match self.fallback.promptly(self.acquire(&attrs)).await {
-            Err(error) if unanswered(&error) => Ok(self.settle_cached(cached, attrs, &error)),
+            Err(error) if unanswered(&error) => Ok(self.settle_cached(&cached, &attrs, &error)),
             acquired => acquired,
         }
     }

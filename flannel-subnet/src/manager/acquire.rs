@@ -220,7 +220,7 @@ impl LocalManager {
 
     /// Notes the lease from the cache, with other attributes perhaps. They are published when the
     /// store is back.
-    pub(super) fn settle_cached(&self, cached: Lease, attrs: LeaseAttrs, error: &Error) -> Lease {
+    pub(super) fn settle_cached(&self, cached: &Lease, attrs: &LeaseAttrs, error: &Error) -> Lease {
         let (boottime, wall) = (self.clock.boottime(), self.clock.wall());
         let term = cached.expires.map(|end| LeaseTerm {
             sent: boottime,
@@ -232,9 +232,9 @@ impl LocalManager {
             "going on with the lease from the cache, which is still ours: {error}"
         );
         // With other attributes than before, any revision that the store shows must be checked.
-        let same = cached.attrs == attrs;
+        let same = cached.attrs == *attrs;
         let revision = if same { cached.revision } else { Revision::default() };
         self.holding.set(HeldLease { subnets, attrs: attrs.clone(), revision, term });
-        Lease { attrs, ..cached }
+        Lease { attrs: attrs.clone(), ..cached.clone() }
     }
 }
