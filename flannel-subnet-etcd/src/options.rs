@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_work_is_reported() {
+    fn wrong_options_are_reported() {
         let defaults = EtcdOptions::default;
         assert_eq!(defaults().checked(), Ok(defaults()));
         for (options, says) in [

@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fingerprint_sees_what_leases_are_made_of_and_nothing_else() {
+    fn the_fingerprint_covers_the_parts_of_a_lease_and_nothing_else() {
         let (hasher, prefix) = (RandomState::new(), Prefix::default());
         let print = |text: &str| {
             serde_json::from_str::<Wire<'_>>(text).unwrap().fingerprint(&prefix, &hasher)
@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_peer_lacks_is_reported() {
+    fn missing_annotations_of_a_peer_are_reported() {
         let both = Family::BOTH;
         assert_eq!(lease(&NODE.replace("\"true\"", "\"yes\""), &both), (None, Vec::new()));
         let says = |text: String, families: &[Family]| lease(&text, families).1.join("; ");

@@ -38,6 +38,7 @@ impl KubeOptions {
 
 /// How a daemon knows which node it runs on.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum NodeIdentity {
     /// By the node's name.
     Node(String),

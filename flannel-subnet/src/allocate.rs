@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn big_networks_cost_no_more_than_what_is_taken() {
+    fn big_networks_cost_no_more_than_the_occupied_subnets() {
         for (text, len) in [("10.0.0.0/8", 24), ("fd00::/48", 64)] {
             let network = network(text, len);
             let total = network.subnets();

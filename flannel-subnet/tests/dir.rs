@@ -114,7 +114,7 @@ async fn files_are_for_people_and_renewal_is_their_time() {
 }
 
 #[tokio::test]
-async fn what_expired_while_nobody_looked_is_gone_and_its_place_is_free() {
+async fn a_lease_that_expired_unobserved_is_gone_and_its_subnet_is_free() {
     let net = Net::new().await;
     net.registry.create(&key(5), &attrs("192.0.2.1"), grant(1, DAY)).await.unwrap();
     File::open(net.file(key(5))).unwrap().set_modified(SystemTime::now() - 2 * DAY).unwrap();
@@ -259,7 +259,7 @@ async fn a_storm_that_overflows_the_queue_loses_nothing() {
 }
 
 #[tokio::test]
-async fn what_the_first_look_found_is_listed_and_is_no_change() {
+async fn the_files_of_the_first_reading_are_listed_and_are_no_changes() {
     let net = Net::new().await;
     (1..=3).for_each(|n| fs::write(net.file(key(n)), "{}").unwrap());
     let again = net.again().await;
@@ -275,7 +275,7 @@ async fn what_the_first_look_found_is_listed_and_is_no_change() {
 }
 
 #[tokio::test]
-async fn what_a_dead_writer_left_is_cleaned_up_and_never_read() {
+async fn files_of_a_dead_writer_are_removed_and_never_read() {
     let net = Net::new().await;
     let leftover = net.file(".flannel-tmp-10.1.5.0-24-00112233");
     fs::write(&leftover, "{").unwrap();
@@ -397,7 +397,7 @@ async fn assigned(dir: &Path, address: &str) -> AssignedManager {
 }
 
 #[tokio::test]
-async fn a_static_directory_gives_every_node_what_is_written_there_and_is_never_written() {
+async fn a_static_directory_assigns_its_leases_and_is_never_written() {
     let dir = tempfile::tempdir().unwrap();
     let manager = assigned(dir.path(), "192.0.2.1").await;
     let hints = manager.hints().await.unwrap();
@@ -432,7 +432,7 @@ async fn a_static_directory_gives_every_node_what_is_written_there_and_is_never_
 }
 
 #[tokio::test]
-async fn a_static_lease_ends_when_its_file_goes_moves_or_says_something_else() {
+async fn a_static_lease_ends_when_its_file_is_deleted_moved_or_changed() {
     for (what, expected) in
         [("gone", "Deleted"), ("moved", "Moved"), ("changed", "BackendData.VNI is 7")]
     {

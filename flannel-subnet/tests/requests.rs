@@ -84,7 +84,7 @@ async fn a_restart_with_nothing_new_to_publish_renews_and_writes_nothing() {
 }
 
 #[tokio::test]
-async fn a_reservation_that_says_it_all_already_costs_no_request() {
+async fn an_equal_reservation_costs_no_request() {
     assert_eq!(acquire(store(vec![entry(None)])).await.expires, None);
 }
 
@@ -192,7 +192,7 @@ async fn a_renewal_looks_at_the_key_if_the_view_disagrees() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_was_no_owner_for_a_while_looks_at_the_key_before_it_is_one_again() {
+async fn a_node_that_lost_ownership_reads_the_key_before_it_owns_again() {
     let mut store = MockStore::new();
     let begin = tokio::time::Instant::now();
     store.expect_keep_alive().returning(move |_, _| match begin.elapsed() {

@@ -100,7 +100,7 @@ async fn a_repeated_request_takes_nobody_elses_doing_for_its_own() {
 }
 
 #[tokio::test]
-async fn what_was_carried_out_though_its_answer_was_lost_is_found_to_be_ours() {
+async fn a_write_whose_answer_was_lost_is_found_to_be_ours() {
     let etcd = Etcd::start().await;
     let direct = registry(&etcd.endpoints());
     let proxy = Proxy::of(&etcd).await;
@@ -213,7 +213,7 @@ async fn etcd_is_down(etcd: &Etcd) -> bool {
 
 /// `ETCD_PAUSE` says for how many seconds; 3 if it says nothing.
 #[tokio::test]
-async fn etcd_stands_still_for_a_while() {
+async fn etcd_is_frozen_for_a_while() {
     let pause = std::env::var("ETCD_PAUSE")
         .map_or(3, |seconds| seconds.parse().expect("ETCD_PAUSE in seconds"));
     let etcd = Etcd::start().await;
@@ -488,7 +488,7 @@ async fn an_etcd_restored_from_an_older_backup_is_compared_value_by_value() {
 }
 
 #[tokio::test]
-async fn what_is_not_renewed_during_an_outage_ends_and_the_holder_wins_it_back() {
+async fn a_lease_ends_in_an_outage_and_its_holder_wins_it_back() {
     let mut etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     let ttl = Duration::from_secs(2);

@@ -39,7 +39,7 @@ async fn suite(prefix: &str, clean: &str) {
 
 /// compat.md's facts about Go flannel: these bytes and no others.
 #[tokio::test]
-async fn what_is_stored_is_go_flannels_byte_for_byte() {
+async fn keys_and_values_are_go_flannels_byte_for_byte() {
     let etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     let golden = [
@@ -89,7 +89,7 @@ async fn what_is_stored_is_go_flannels_byte_for_byte() {
 }
 
 #[tokio::test]
-async fn what_go_writes_is_read() {
+async fn go_flannels_annotations_are_read() {
     let etcd = Etcd::start().await;
     let mut client = etcd.client().await;
     let lease = client.lease_grant(86_400, None).await.unwrap().id();
@@ -272,7 +272,7 @@ async fn futures_pending(
 }
 
 #[tokio::test]
-async fn events_say_who_holds_what() {
+async fn events_have_the_holder_of_each_key() {
     let etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     let mut watch = registry.watch(registry.list().await.unwrap().revision).await.unwrap();

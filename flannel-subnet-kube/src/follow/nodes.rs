@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_did_not_change_is_the_very_same_set() {
+    fn a_set_without_changes_is_shared() {
         let mut nodes = nodes();
         let text = node("a", "10.1.1.0/24", 1, "192.0.2.1");
         assert!(put(&mut nodes, &text));
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_complete_list_lacks_is_gone() {
+    fn nodes_that_a_complete_list_lacks_are_gone() {
         let mut nodes = nodes();
         nodes.begin();
         put(&mut nodes, &node("a", "10.1.1.0/24", 1, "192.0.2.1"));
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_nodes_with_one_pod_cidr_the_earlier_has_it_in_whatever_order_they_come() {
+    fn of_two_nodes_with_one_pod_cidr_the_earlier_one_has_it_in_any_order() {
         let (a, b) =
             (node("a", "10.1.1.0/24", 7, "192.0.2.1"), node("b", "10.1.1.0/24", 3, "192.0.2.2"));
         for order in [[&a, &b], [&b, &a]] {

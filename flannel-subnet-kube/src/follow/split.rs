@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn items_come_whole_however_the_bytes_come() {
+    fn items_are_complete_for_any_split_of_the_bytes() {
         let text = r#" {"kind":"NodeList", "n":12.5, "metadata":{"continue":"a]}\"","resourceVersion":"7"},
             "items":[{"a":"}\"]\\"}, {"b":[{}, [1]]},{}], "more":[{"x":"{"}],"last":true}"#;
         for chunk in 1..text.len() {
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_whole_list_is_reported() {
+    fn an_incomplete_list_is_reported() {
         for text in [
             "",
             "[]",
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn who_gets_an_item_may_stop_it() {
+    fn the_receiver_of_an_item_can_stop_the_list() {
         let outcome = Splitter::default().feed(br#"{"items":[{},{}]}"#, |_| Err("enough"));
         assert_eq!(outcome, Ok(Err("enough")));
     }

@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn every_backend_writes_what_go_writes() {
+    fn every_backend_writes_go_flannels_annotations() {
         const V4: &str = "192.0.2.1";
         const V6: &str = "2001:db8::1";
         let (mac4, mac6) = (
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_again_and_what_is_wrong_is_named() {
+    fn a_written_file_is_read_and_an_error_names_the_file() {
         let all = attrs("vxlan", &["192.0.2.1", "2001:db8::1"], [Some("{\"a\":1}"), Some("{}")]);
         let prefix = Prefix::default();
         let written = desired(&all, &Values::new());

@@ -192,7 +192,7 @@ impl ApiServer {
     ///
     /// # Panics
     /// `node` is no JSON object.
-    pub fn put_node_unseen(&self, name: &str, node: Value) {
+    pub fn put_node_without_event(&self, name: &str, node: Value) {
         let mut store = lock(&self.shared.store);
         store.delay();
         store.put(name, node);

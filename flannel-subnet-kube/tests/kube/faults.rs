@@ -38,7 +38,7 @@ async fn a_watch_that_is_cut_goes_on_where_it_was() {
 }
 
 #[tokio::test]
-async fn what_happened_behind_a_version_that_is_too_old_is_listed() {
+async fn a_version_that_is_too_old_leads_to_a_list() {
     let fixture = Fixture::new(V4);
     put(&fixture, 2);
     let (_manager, views) = fixture.following().await;
@@ -61,7 +61,7 @@ async fn what_happened_behind_a_version_that_is_too_old_is_listed() {
 }
 
 #[tokio::test]
-async fn what_comes_with_the_end_of_a_watch_is_shown() {
+async fn the_last_events_of_a_watch_are_published() {
     let fixture = Fixture::new(V4);
     let (_manager, views) = fixture.following().await;
     for (n, how) in (2..).zip([Cut::Error(500), Cut::Error(504), Cut::MidEvent, Cut::Clean]) {

@@ -18,7 +18,7 @@ fn annotations(fixture: &Fixture, node: &str) -> Value {
 }
 
 #[tokio::test]
-async fn a_lease_is_the_pod_cidr_and_what_go_flannel_writes() {
+async fn a_lease_is_the_pod_cidr_and_go_flannels_annotations() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("me", blank(&["10.1.5.0/24", "fd00:0:0:5::/64"]));
     let manager = fixture.manager("me").await;
@@ -91,7 +91,7 @@ async fn addresses_that_the_node_prescribes_are_hints_and_overwrites_are_publish
 }
 
 #[tokio::test]
-async fn an_overwrite_that_is_taken_away_is_published_no_longer() {
+async fn a_removed_overwrite_is_not_published_any_more() {
     let set = |fixture: &Fixture, overwrite: Option<&str>| {
         fixture.server.modify("me", |node| {
             node["metadata"]["annotations"][format!("{PREFIX}public-ip-overwrite")] =
@@ -128,7 +128,7 @@ async fn an_overwrite_that_is_taken_away_is_published_no_longer() {
 }
 
 #[tokio::test]
-async fn an_overwrite_that_is_no_address_is_reported_and_keeps_nothing_from_being_put_back() {
+async fn a_wrong_overwrite_is_reported_and_does_not_prevent_repairs() {
     let fixture = Fixture::new(V4);
     let (manager, _) = fixture.following().await;
     let held = manager.acquire_lease(&vxlan()).await.unwrap();
@@ -371,7 +371,7 @@ async fn pod_cidrs_from_which_no_lease_can_be_made_lose_it_and_do_not_move_it() 
 }
 
 #[tokio::test]
-async fn what_somebody_removes_or_changes_is_put_back() {
+async fn removed_or_changed_annotations_are_restored() {
     let fixture = Fixture::new(V4);
     let (manager, _) = fixture.following().await;
     let held = manager.acquire_lease(&vxlan()).await.unwrap();
@@ -520,7 +520,7 @@ async fn a_watch_that_comes_late_neither_loses_nor_moves_a_lease() {
         fixture.server.put_node("me", old);
         let (manager, views) = fixture.following().await;
         // Nobody who watches learns that, but whoever asks.
-        fixture.server.put_node_unseen("me", blank(&["10.1.1.0/24"]));
+        fixture.server.put_node_without_event("me", blank(&["10.1.1.0/24"]));
         let held = manager.acquire_lease(&vxlan()).await.unwrap();
         assert_eq!(held.subnets.to_string(), "10.1.1.0-24");
         let ownership = manager.ownership();

@@ -114,7 +114,7 @@ async fn heartbeats_wake_nobody() {
 }
 
 #[tokio::test]
-async fn of_thousands_what_went_meanwhile_is_gone() {
+async fn of_thousands_the_nodes_deleted_during_an_outage_are_gone() {
     let fixture = Fixture::new(V4);
     let many = |from: u32| {
         (from..from + 1201).map(|n| {
@@ -140,12 +140,12 @@ async fn of_thousands_what_went_meanwhile_is_gone() {
 
 /// As when a daemon starts anew and meets an API server that has not yet heard of the last nodes.
 #[tokio::test]
-async fn what_a_late_server_remembers_is_not_taken_for_what_is() {
+async fn the_state_of_a_late_server_is_not_used() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
     fixture.server.put_node("old", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
     let new = peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03");
-    fixture.server.put_node_unseen("new", new);
+    fixture.server.put_node_without_event("new", new);
     fixture.server.heartbeat("me");
     let manager = fixture.manager("me").await;
     let views = manager.watch_leases().await.unwrap();
@@ -165,7 +165,7 @@ async fn what_a_late_server_remembers_is_not_taken_for_what_is() {
 
 /// As when the server is cut off from its store's news, or its cache has got stuck.
 #[tokio::test]
-async fn a_server_that_stays_behind_is_asked_for_what_its_store_holds() {
+async fn a_server_with_a_late_cache_lists_from_its_store() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
     let many = (0..600).map(|n| {
@@ -173,7 +173,9 @@ async fn a_server_that_stays_behind_is_asked_for_what_its_store_holds() {
         (format!("node-{n}"), peer(&cidr, "192.0.2.9", "0a:00:00:00:00:02"))
     });
     fixture.server.fill(many);
-    fixture.server.put_node_unseen("new", peer("10.1.250.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
+    fixture
+        .server
+        .put_node_without_event("new", peer("10.1.250.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
     fixture.server.heartbeat("me");
     let manager = fixture.manager("me").await;
     let first = fixture.server.hold("NotOlderThan");
@@ -204,7 +206,9 @@ async fn without_a_node_of_its_own_the_first_list_is_the_latest() {
     fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
     let manager = fixture.manager("me").await;
     manager.network_config().await.unwrap();
-    fixture.server.put_node_unseen("new", peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
+    fixture
+        .server
+        .put_node_without_event("new", peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
     fixture.server.delete_node("me");
     let views = manager.watch_leases().await.unwrap();
     until(|| leases(&views.borrow()) == ["10.1.3.0-24 vxlan 192.0.2.3"]).await;

@@ -37,7 +37,7 @@ async fn no_api_server() {
 }
 
 #[tokio::test]
-async fn what_says_where_it_is_is_wrong() {
+async fn wrong_options_for_the_server_are_reported() {
     let fixture = Fixture::new(V4);
     let open = async |change: &dyn Fn(&mut KubeOptions)| {
         let mut options = fixture.options("me");
@@ -141,7 +141,7 @@ async fn a_certificate_of_another_ca() {
 }
 
 #[tokio::test]
-async fn forbidden_says_which_verb_on_which_resource() {
+async fn a_forbidden_request_is_reported_with_verb_and_resource() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
     let manager = fixture.manager("me").await;
@@ -257,7 +257,7 @@ async fn the_network_config() {
 }
 
 #[tokio::test]
-async fn a_name_is_what_the_identity_says() {
+async fn the_name_comes_from_the_identity() {
     let fixture = Fixture::new(V4);
     let pod = NodeIdentity::Pod { namespace: "a".into(), name: "b".into() };
     let manager =

@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_saved_is_loaded_by_the_store_it_is_of() {
+    fn a_cache_is_loaded_only_for_its_store() {
         let dir = tempfile::tempdir().unwrap();
         let cache = Cache::open(dir.path().join("new/leases"));
         assert!(matches!(cache.load(), Err(CacheError::Io { .. })));

@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_back() {
+    fn a_written_file_is_read_back() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("run/flannel/subnet.env");
         let missing = SubnetEnv::read(&path).unwrap_err();
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_what_people_and_shells_write() {
+    fn reads_the_syntax_of_people_and_shells() {
         let text = "# flannel\n\nexport FLANNEL_NETWORK=\"10.1.0.0/16\"\nFLANNEL_SUBNET: 10.1.5.77/24 # ours\n\
                     FLANNEL_MTU='1450'\nFLANNEL_IPMASQ = true\nOTHER=x=y\nFLANNEL_SUBNET=10.1.6.1/24\n\
                     FLANNEL_IPV6_NETWORK=fd00::/48,rubbish\nFLANNEL_IPV6_SUBNET=fd00::1/64,fd01::1/64\n";
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_name_file_line_key_value_and_what_would_be_right() {
+    fn errors_name_file_line_key_value_and_the_expected_value() {
         for (bad, says) in [
             (
                 "FLANNEL_SUBNET=10.1.5.1",

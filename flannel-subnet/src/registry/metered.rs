@@ -9,9 +9,7 @@ use flannel_core::lease::{LeaseAttrs, Revision};
 use flannel_core::subnet::StoreStatus;
 use flannel_core::{Error, Result, Subnets};
 
-use super::{
-    Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Now, Registry, Skipped, Watch,
-};
+use super::{Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Now, Registry, Watch};
 use crate::clock::Clock;
 use crate::runtime::lock;
 
@@ -77,40 +75,34 @@ impl StoreStats {
         status.last_error = None;
     }
 
-    /// Keeps the skipped keys of a list, and logs the new ones.
-    fn skip_all(&self, skipped: &[Skipped]) {
+    /// Replaces the skipped keys, and logs the new ones.
+    fn skip_all(&self, now: Vec<(String, String)>) {
         let mut status = lock(&self.status);
-        let now: Vec<_> = skipped.iter().map(|s| (s.key.clone(), s.reason.clone())).collect();
-        for new in now.iter().filter(|new| !status.skipped.contains(new)) {
-            warn(&status.store, new);
+        for (key, reason) in now.iter().filter(|new| !status.skipped.contains(new)) {
+            tracing::warn!(store = %status.store, %key, "skipped: {reason}");
         }
         status.skipped = now;
     }
 
-    /// Keeps the skipped keys among changes, and logs the new ones.
-    fn skip(&self, batch: &Batch) {
-        let mut status = lock(&self.status);
+    fn skip_listed(&self, Listing { skipped, .. }: &Listing) {
+        self.skip_all(skipped.iter().map(|s| (s.key.clone(), s.reason.clone())).collect());
+    }
+
+    fn skip_changed(&self, batch: &Batch) {
+        let mut skipped = lock(&self.status).skipped.clone();
         for event in &batch.events {
-            let before = status.skipped.iter().position(|(key, _)| *key == event.key);
-            let before = before.map(|place| status.skipped.remove(place));
+            skipped.retain(|(key, _)| *key != event.key);
             if let Now::Unreadable(reason) = &event.now {
-                let now = (event.key.clone(), reason.clone());
-                if before.as_ref() != Some(&now) {
-                    warn(&status.store, &now);
-                }
-                status.skipped.push(now);
+                skipped.push((event.key.clone(), reason.clone()));
             }
         }
+        self.skip_all(skipped);
     }
 }
 
 /// The store has not answered the question: it is out of reach, or refuses to talk to this node.
 pub(crate) fn unanswered(error: &Error) -> bool {
     matches!(error, Error::Store { .. } | Error::Refused { .. })
-}
-
-fn warn(store: &str, (key, reason): &(String, String)) {
-    tracing::warn!(%store, %key, "skipped: {reason}");
 }
 
 impl fmt::Display for Metered {
@@ -137,7 +129,7 @@ impl Registry for Metered {
         let listed = self.registry.list().await;
         let revision = listed.as_ref().ok().map(|listing| listing.revision);
         let listing = self.stats.request_at("list", listed, revision)?;
-        self.stats.skip_all(&listing.skipped);
+        self.stats.skip_listed(&listing);
         Ok(listing)
     }
 
@@ -165,7 +157,7 @@ impl Registry for Metered {
         let revision = listed.map(|listing| listing.revision);
         let outcome = self.stats.request_at("create", outcome, revision)?;
         if let Err(listing) = &outcome {
-            self.stats.skip_all(&listing.skipped);
+            self.stats.skip_listed(listing);
         }
         Ok(outcome)
     }
@@ -207,7 +199,7 @@ impl Watch for MeteredWatch {
         let changes = batch.as_ref().ok().and_then(Option::as_ref);
         self.stats.outcome(WATCH, batch.as_ref().err(), changes.map(|batch| batch.revision));
         if let Some(batch) = changes {
-            self.stats.skip(batch);
+            self.stats.skip_changed(batch);
         }
         batch
     }

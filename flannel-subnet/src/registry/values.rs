@@ -97,6 +97,7 @@ pub struct Event {
 
 /// The content of a key.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Now {
     /// A lease.
     Held(Entry),

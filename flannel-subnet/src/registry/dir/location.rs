@@ -9,6 +9,7 @@ use nix::sys::statfs::statfs;
 
 /// Who assigns subnets to nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Assign {
     /// Each node takes a free one for itself.
     #[default]

@@ -24,6 +24,7 @@ use crate::registry::{Batch, Listing, Now, Skipped};
 /// An editor that saves by renaming the old file away leaves a gap before it writes the new one.
 const GRACE: Duration = Duration::from_millis(100);
 
+#[derive(Default)]
 pub(super) struct Mirror {
     root: PathBuf,
     /// The files are configuration and never expire.
@@ -57,16 +58,7 @@ enum Found {
 
 impl Mirror {
     pub(super) fn new(root: PathBuf, forever: bool) -> Self {
-        Self {
-            root,
-            forever,
-            good: BTreeMap::new(),
-            bad: BTreeMap::new(),
-            due: BTreeMap::new(),
-            history: History::default(),
-            config_changes: 0,
-            watched: None,
-        }
+        Self { root, forever, ..Self::default() }
     }
 
     /// Processes all events. After an error the directory cannot be watched or read, and the next

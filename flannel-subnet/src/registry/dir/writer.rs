@@ -62,18 +62,6 @@ impl Shared {
         }
     }
 
-    /// Removes the temporary files of writers that died. Under the lock, no other writer is active.
-    pub(super) fn clean_up(&self) -> Result<()> {
-        let error = |error| self.location.error("subnets", error);
-        for entry in fs::read_dir(self.location.path.join("subnets")).map_err(error)? {
-            let entry = entry.map_err(error)?;
-            if entry.file_name().to_string_lossy().starts_with(TEMPORARY) {
-                fs::remove_file(entry.path()).map_err(error)?;
-            }
-        }
-        Ok(())
-    }
-
     /// The content of a key's file now; `None` if the file does not exist or has expired.
     pub(super) fn current(&self, subnets: &Subnets) -> Result<Option<Current>> {
         let read = || -> io::Result<_> {
@@ -92,12 +80,26 @@ impl Shared {
         Ok((!over).then(|| (file.lease.revision, file.grant.as_deref().copied())))
     }
 
-    /// Some other key in force shares an address with `subnets`.
+    /// The names in the directory of leases.
+    fn names(&self) -> Result<Vec<String>> {
+        let names = fs::read_dir(self.location.path.join("subnets")).and_then(|entries| {
+            entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
+        });
+        names.map_err(|error| self.location.error("subnets", error))
+    }
+
+    /// Removes the temporary files of writers that died. Under the lock, no other writer is active.
+    pub(super) fn clean_up(&self) -> Result<()> {
+        for name in self.names()?.iter().filter(|name| name.starts_with(TEMPORARY)) {
+            let removed = fs::remove_file(self.location.path.join("subnets").join(name));
+            removed.map_err(|error| self.location.error("subnets", error))?;
+        }
+        Ok(())
+    }
+
+    /// Whether another key in force overlaps `subnets`.
     pub(super) fn overlapped(&self, subnets: &Subnets) -> Result<bool> {
-        let error = |error| self.location.error("subnets", error);
-        for entry in fs::read_dir(self.location.path.join("subnets")).map_err(error)? {
-            let name = entry.map_err(error)?.file_name();
-            let Ok(other) = name.to_string_lossy().parse::<Subnets>() else { continue };
+        for other in self.names()?.iter().filter_map(|name| name.parse::<Subnets>().ok()) {
             if other != *subnets && other.overlaps(subnets) && self.current(&other)?.is_some() {
                 return Ok(true);
             }
