@@ -266,7 +266,7 @@ async fn the_files_of_the_first_reading_are_listed_and_are_no_changes() {
     let listing = again.list().await.unwrap();
     assert_eq!(listing.entries.len(), 3);
     let mut unlisted = again.watch(Revision(0)).await.unwrap();
-    assert_eq!(unlisted.next().await.unwrap(), None, "there is no history to be told");
+    assert_eq!(unlisted.next().await.unwrap(), None, "there is no history");
     fs::write(net.file(key(4)), "{}").unwrap();
     let mut watch = again.watch(listing.revision).await.unwrap();
     let batch = watch.next().await.unwrap().unwrap();
@@ -309,7 +309,7 @@ async fn a_lock_that_is_held_is_waited_for() {
 const SHARED: &str = "FLANNEL_TEST_SHARED_DIR";
 const FIRST: &str = "FLANNEL_TEST_FIRST_NODE";
 
-/// 3 processes (this program, told to be one of them) with 20 nodes each, and not one subnet more.
+/// 3 processes (this program with another argument) with 20 nodes each, and no subnet more.
 #[tokio::test]
 async fn many_processes_share_one_directory() {
     if let (Some(path), Ok(first)) = (std::env::var_os(SHARED), std::env::var(FIRST)) {

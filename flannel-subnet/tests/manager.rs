@@ -279,8 +279,8 @@ async fn an_unreadable_lease_is_restored_at_the_next_renewal() {
 async fn another_config_is_noticed_and_a_wrong_one_is_none() {
     let registry = MemoryRegistry::with_config(V4);
     let manager = node(&registry, 1);
-    let seen = manager.network_config().await.unwrap();
-    let changed = manager.config_changed(&seen);
+    let known = manager.network_config().await.unwrap();
+    let changed = manager.config_changed(&known);
     tokio::pin!(changed);
     for text in [Some("nonsense"), None, Some(V4)] {
         registry.set_config(text);
@@ -463,7 +463,7 @@ async fn foreign_attributes_are_replaced_and_published_ones_stay() {
     let stored = async || registry.entry(&subnets).await.unwrap().unwrap().lease.attrs.clone();
 
     registry.put_raw(&subnets.to_string(), &other_data(&us).to_json(), grant(1));
-    until(Duration::from_secs(1), "put back", async || stored().await == us).await;
+    until(Duration::from_secs(1), "restored", async || stored().await == us).await;
 
     let current = registry.entry(&subnets).await.unwrap().unwrap().lease;
     let lease = Lease { revision: current.revision, ..held.lease.clone() };

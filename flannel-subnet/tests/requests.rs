@@ -26,7 +26,7 @@ mock! {
     #[async_trait]
     impl Registry for Store {
         async fn config(&self) -> Result<ConfigText>;
-        async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()>;
+        async fn config_changed(&self, known: Option<ConfigText>) -> Result<()>;
         async fn list(&self) -> Result<Listing>;
         async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>>;
         async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, grant: Option<LeaseGrant>) -> Result<Entry>;
@@ -168,7 +168,7 @@ impl Watch for Silence {
     }
 }
 
-/// Holds the lease of `entry(Some(1))` on a store whose list said once that `listed` is all there is.
+/// Holds the lease of `entry(Some(1))` on a store whose list once returned only `listed`.
 async fn hold(mut store: MockStore, listed: Vec<Entry>) -> LeaseEnd {
     store.expect_fmt().returning(|f| f.write_str("mock"));
     store.expect_list().times(1).returning(move || {

@@ -154,10 +154,10 @@ async fn more_leases_than_fit_into_4_mib_are_one_request() {
     assert_eq!(registry.list().await.unwrap().entries.len(), 4800);
     // And so they come through a watch from the beginning.
     let mut watch = registry.watch(Revision(1)).await.unwrap();
-    let mut seen = 0;
+    let mut count = 0;
     within(30, "all changes", async {
-        while seen < 4800 {
-            seen += watch.next().await.unwrap().expect("no gap").events.len();
+        while count < 4800 {
+            count += watch.next().await.unwrap().expect("no gap").events.len();
         }
     })
     .await;
@@ -256,8 +256,8 @@ async fn the_config_is_named_and_its_deletion_is_a_change() {
     etcd.put(&format!("{PREFIX}/config"), "nonsense").await;
     let error = node(&registry, 1).network_config().await.unwrap_err().to_string();
     assert!(error.contains("/coreos.com/network/config"), "{error}");
-    let seen = registry.config().await.unwrap();
-    let changed = registry.config_changed(Some(seen));
+    let known = registry.config().await.unwrap();
+    let changed = registry.config_changed(Some(known));
     tokio::pin!(changed);
     assert!(futures_pending(&mut changed).await, "nothing has changed");
     etcd.client().await.delete(format!("{PREFIX}/config"), None).await.unwrap();

@@ -208,7 +208,10 @@ mod tests {
         for expected in [6, 6] {
             let begin = Instant::now();
             assert!(conflict.begins());
-            assert!(!conflict.begins(), "what could not be put back is reported once, too");
+            assert!(
+                !conflict.begins(),
+                "annotations that could not be restored are reported once, too"
+            );
             conflict.pause().await;
             let mut rounds = 1;
             while begin.elapsed() < Duration::from_secs(3) {

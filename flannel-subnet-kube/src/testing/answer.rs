@@ -287,7 +287,7 @@ fn patch(shared: &Shared, name: &str, request: &Parts, body: &Bytes) -> Answer {
             return missing("nodes", name);
         }
         let patched = store.patch(name, &patch);
-        // Whoever sees what it did finds it among the patches.
+        // A client that sees its effect finds it among the patches.
         if patched.is_ok() {
             lock(&shared.patches).push(patch.clone());
         }

@@ -68,7 +68,7 @@ pub(crate) struct Faults {
     pub(crate) no_cache: bool,
     /// Lists that may come from the cache are never answered.
     pub(crate) cache_blocks: bool,
-    /// What stands before the server answers with this status.
+    /// A proxy before the server answers with this status.
     pub(crate) proxy: Option<u16>,
     /// Verbs and resources that the account may not use.
     pub(crate) forbidden: BTreeSet<(String, String)>,

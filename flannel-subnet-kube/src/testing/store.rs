@@ -111,7 +111,7 @@ impl Store {
     pub(crate) fn forget(&mut self) {
         self.events.clear();
         self.lists.clear();
-        // A version that nobody has seen yet.
+        // A version that no client knows yet.
         self.version += 1;
         self.forgotten = self.version - 1;
     }

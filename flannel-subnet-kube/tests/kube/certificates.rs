@@ -1,4 +1,5 @@
-//! Who we are by a client certificate, in files and in the kubeconfig itself; and another one when that is known no more.
+//! Who we are by a client certificate, in files and in the kubeconfig itself; and another one when
+//! that is known no more.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -164,7 +165,8 @@ async fn none_where_the_handshake_wants_a_client_certificate_is_refused() {
     );
 }
 
-/// Who ends the handshake says why in a byte. That a certificate is at fault is reported only where that is what it says.
+/// Who ends the handshake says why in a byte. That a certificate is at fault is reported only where
+/// that is what it says.
 #[tokio::test]
 async fn a_tls_alert_is_reported_with_its_meaning() {
     let (fixture, ca) =
@@ -192,7 +194,8 @@ async fn a_tls_alert_is_reported_with_its_meaning() {
         let server = async {
             loop {
                 let (mut connection, _) = listener.accept().await.unwrap();
-                // Its greeting is read to the end: what is unread makes the end a reset, which may overtake the alert.
+                // Its greeting is read to the end: what is unread makes the end a reset, which may
+                // overtake the alert.
                 let mut head = [0; 5];
                 connection.read_exact(&mut head).await.unwrap();
                 let mut greeting = vec![0; usize::from(u16::from_be_bytes([head[3], head[4]]))];
@@ -215,7 +218,7 @@ async fn a_tls_alert_is_reported_with_its_meaning() {
     }
 }
 
-/// Whoever makes kubeconfigs from a template has such, and to client-go they are not there.
+/// Templates leave such fields, and client-go treats them as absent.
 #[tokio::test]
 async fn empty_fields_of_a_kubeconfig_count_as_absent() {
     let (fixture, clients) = (Fixture::new(V4), Authority::new());

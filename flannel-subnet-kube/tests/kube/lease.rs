@@ -288,7 +288,7 @@ async fn a_lease_stays_in_force_while_none_can_be_made_of_the_node() {
         let error = fixture.manager("me").await.acquire_lease(&others).await.unwrap_err();
         assert!(matches!(error, Error::NotReady { .. }), "{error:?}");
     }
-    // Whoever holds it publishes it once there is something to publish it on.
+    // The holder publishes it when the node exists.
     let kept = manager.acquire_lease(&others).await.unwrap();
     let story = async {
         fixture.server.put_node("me", node);
@@ -412,7 +412,8 @@ async fn removed_or_changed_annotations_are_restored() {
     assert!(patches <= 6, "{patches} patches");
 }
 
-/// Whether Go flannel takes notice of an update in dual stack: only if texts of both families are others.
+/// Whether Go flannel takes notice of an update in dual stack: only if texts of both families are
+/// others.
 fn go_notices(before: &Value, after: &Value) -> bool {
     let differ = |names: [&str; 3]| {
         names
@@ -446,7 +447,7 @@ async fn in_dual_stack_go_flannel_takes_notice_of_a_change_of_one_family() {
             held = manager.publish(&held, &wanted).await.unwrap();
             let after = annotations(&fixture, "me");
             assert!(go_notices(&before, &after), "{before} {after}");
-            // What is said is the same: to our own nodes, to Go's, and to one that takes over this node.
+            // All read the same: our own nodes, Go's, and one that takes over this node.
             assert_eq!(held.attrs, wanted);
             until(|| {
                 views.borrow().leases.get(&held.subnets).is_some_and(|lease| lease.attrs == wanted)
@@ -474,7 +475,7 @@ async fn in_dual_stack_go_flannel_takes_notice_of_a_change_of_one_family() {
             );
             before = after;
         }
-        // What somebody changed of one family is put back for Go's nodes, too.
+        // A foreign change of one family is reverted for Go's nodes, too.
         let story = async {
             fixture.server.modify("me", |node| {
                 node["metadata"]["annotations"]["flannel.alpha.coreos.com/public-ip"] =
@@ -519,7 +520,7 @@ async fn a_watch_that_comes_late_neither_loses_nor_moves_a_lease() {
     for old in [blank(&["10.1.9.0/24"]), blank(&[])] {
         fixture.server.put_node("me", old);
         let (manager, views) = fixture.following().await;
-        // Nobody who watches learns that, but whoever asks.
+        // A watch does not show that, but a request does.
         fixture.server.put_node_without_event("me", blank(&["10.1.1.0/24"]));
         let held = manager.acquire_lease(&vxlan()).await.unwrap();
         assert_eq!(held.subnets.to_string(), "10.1.1.0-24");

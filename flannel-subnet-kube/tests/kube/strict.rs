@@ -9,7 +9,7 @@ use crate::fixture::{PREFIX, blank};
 
 const STRATEGIC: &str = "application/strategic-merge-patch+json";
 
-/// Sends one request, byte by byte what is said here: the status of the answer.
+/// Sends exactly these bytes as one request, and returns the status of the answer.
 fn ask(server: &ApiServer, method: &str, path: &str, kind: &str, body: &str) -> u16 {
     let url = server.url();
     let mut connection = TcpStream::connect(url.strip_prefix("http://").unwrap()).unwrap();

@@ -163,7 +163,7 @@ async fn the_state_of_a_late_server_is_not_used() {
     assert_eq!(fixture.server.count("limit="), 0, "the server's store is spared");
 }
 
-/// As when the server is cut off from its store's news, or its cache has got stuck.
+/// As if the server got no changes from its store, or its cache was stuck.
 #[tokio::test]
 async fn a_server_with_a_late_cache_lists_from_its_store() {
     let fixture = Fixture::new(V4);
@@ -184,7 +184,8 @@ async fn a_server_with_a_late_cache_lists_from_its_store() {
     let second = fixture.server.hold("NotOlderThan");
     drop(first);
     until(|| second.is_there()).await;
-    // And it goes on to be, until its answer has come: the machine's slowness is no time that has passed.
+    // And it goes on to be, until its answer has come: the machine's slowness is no time that has
+    // passed.
     assert_eq!(fixture.server.count("limit="), 0, "it is waited for");
     tokio::time::pause();
     tokio::time::advance(Duration::from_secs(11)).await;
@@ -192,7 +193,7 @@ async fn a_server_with_a_late_cache_lists_from_its_store() {
     drop(second);
     until(|| views.borrow().leases.len() == 601).await;
     assert_eq!((fixture.server.count("limit=500"), fixture.server.count("continue=")), (2, 1));
-    // The watch goes on from there, once the server hears of news.
+    // The watch continues from there when the server gets changes.
     until(|| fixture.server.count("watch=") == 1).await;
     fixture.server.delete_node("new");
     fixture.server.show_all();

@@ -169,13 +169,13 @@ async fn a_forbidden_request_is_reported_with_verb_and_resource() {
     in_pod.hints().await.unwrap();
     fixture.server.forbid("list", "nodes");
     let views = manager.watch_leases().await.unwrap();
-    let told = |text: &str| {
+    let reported = |text: &str| {
         manager.store_status().last_error.is_some_and(|(error, _)| error.contains(text))
     };
-    until(|| told("the verb \"list\" on the resource \"nodes\"")).await;
+    until(|| reported("the verb \"list\" on the resource \"nodes\"")).await;
     fixture.server.permit_all();
     fixture.server.forbid("watch", "nodes");
-    until(|| told("the verb \"watch\" on the resource \"nodes\"")).await;
+    until(|| reported("the verb \"watch\" on the resource \"nodes\"")).await;
     fixture.server.permit_all();
     until(|| manager.store_status().last_error.is_none() && views.borrow().leases.is_empty()).await;
 }
@@ -246,7 +246,7 @@ async fn the_network_config() {
     let config = manager.network_config().await.unwrap();
     assert_eq!(manager.store_status().wrong_config, None);
     manager.acquire_lease(&vxlan()).await.unwrap();
-    // Pods do not survive other networks; another backend is news.
+    // Pods do not survive other networks; another backend is a change.
     fixture.write_config(r#"{"Network":"10.2.0.0/16","Backend":{"Type":"host-gw"}}"#);
     let changed = crate::fixture::wait(manager.config_changed(&config)).await.unwrap();
     assert_eq!(
