@@ -177,13 +177,17 @@ fn shares_address(one: &Lease, other: &Lease) -> bool {
 /// The first attribute that differs: its name, and both values as text.
 fn difference(written: &LeaseAttrs, ours: &LeaseAttrs) -> Option<(String, String, String)> {
     let value = |attrs: &LeaseAttrs| serde_json::from_str(&attrs.to_json()).unwrap_or(Value::Null);
-    json_difference("", &value(written), &value(ours))
+    let (written, ours) = (value(written), value(ours));
+    ["PublicIP", "PublicIPv6", "BackendType", "BackendData", "BackendV6Data"]
+        .into_iter()
+        .find_map(|field| json_difference(field, &written[field], &ours[field]))
 }
 
 /// The first field that differs, if both values are objects. Names are compared in any case.
 fn json_difference(path: &str, written: &Value, ours: &Value) -> Option<(String, String, String)> {
     let text = |value: &Value| match value {
         Value::Null => "absent".to_owned(),
+        value if value == "0.0.0.0" => "absent".to_owned(),
         value => value.to_string(),
     };
     let (Value::Object(written), Value::Object(ours)) = (written, ours) else {
@@ -194,8 +198,32 @@ fn json_difference(path: &str, written: &Value, ours: &Value) -> Option<(String,
         found.map_or(Value::Null, |(_, value)| value.clone())
     };
     ours.keys().chain(written.keys()).find_map(|field| {
-        let dot = if path.is_empty() { "" } else { "." };
-        let path = format!("{path}{dot}{field}");
-        json_difference(&path, &find(written, field), &find(ours, field))
+        json_difference(&format!("{path}.{field}"), &find(written, field), &find(ours, field))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_difference_is_the_one_that_a_person_looks_for() {
+        let attrs = |text| LeaseAttrs::from_json(text).unwrap();
+        let ours = attrs(r#"{"PublicIP":"192.0.2.7","BackendType":"host-gw"}"#);
+        for (written, expected) in [
+            (r#"{"PublicIP":"192.0.2.7","BackendType":"host-gw"}"#, None),
+            (
+                r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan","BackendData":{"VNI":1}}"#,
+                Some(("BackendType", r#""vxlan""#, r#""host-gw""#)),
+            ),
+            ("{}", Some(("PublicIP", "absent", r#""192.0.2.7""#))),
+            (
+                r#"{"PublicIP":"192.0.2.7","PublicIPv6":"fd00::7","BackendType":"host-gw"}"#,
+                Some(("PublicIPv6", r#""fd00::7""#, "absent")),
+            ),
+        ] {
+            let expected = expected.map(|(a, b, c)| (a.to_owned(), b.to_owned(), c.to_owned()));
+            assert_eq!(difference(&attrs(written), &ours), expected, "{written}");
+        }
+    }
 }
