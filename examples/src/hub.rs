@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use async_trait::async_trait;
 use flannel_core::backend::{Blueprint, Built, Datapath, ExternalInterface, Node, Prepared};
 use flannel_core::kernel::Footprint;
-use flannel_core::lease::{LeaseAttrs, Offer};
+use flannel_core::lease::Offer;
 use flannel_core::object::{LinkName, Route, Via};
 use flannel_core::{Backend, Config, Error, Result};
 

@@ -1,12 +1,12 @@
-//! The network config: which addresses the cluster's pods have, and which backend connects them.
+//! The network config: the pod addresses of the cluster, and the backend that connects them.
 //!
-//! The one thing to know: parsing, defaults and checks are one step. A [`Config`] that exists is valid, with
-//! every default filled in.
+//! Parsing, defaults and checks are one step: each [`Config`] is valid and complete.
 //!
-//! **Source**: flannel `pkg/subnet/config.go: ParseConfig, CheckNetworkConfig`. Different on purpose: the
-//! checks run for every store (Go runs them with etcd only), a missing `Backend` means `vxlan` as flannel
-//! documents (its code takes `udp`), `SubnetMin` may not exceed `SubnetMax`, an IPv4 subnet in `IPv6Network`
-//! is an error, and a config that enables no family is refused at once.
+//! **Source**: flannel `pkg/subnet/config.go: ParseConfig, CheckNetworkConfig`. Different on
+//! purpose: the checks run for every store (Go runs them with etcd only), a missing `Backend` means
+//! `vxlan` as flannel documents (its code takes `udp`), `SubnetMin` may not exceed `SubnetMax`, an
+//! IPv4 subnet in `IPv6Network` is an error, and a config that enables no family is refused at
+//! once.
 
 use std::net::IpAddr;
 
@@ -51,12 +51,12 @@ pub struct BackendConfig {
     pub kind: String,
     /// The whole object as JSON text, for the backend to read its own options from.
     pub options: String,
-    /// The config has a `Backend`. If not, `kind` is flannel's documented default, `vxlan`; but a cluster
-    /// of Go daemons runs `udp` then, which their leases show by an empty backend type.
+    /// The config has a `Backend`. If not, `kind` is flannel's documented default, `vxlan`. A
+    /// cluster of Go daemons runs `udp` then, and its leases have an empty backend type.
     pub explicit: bool,
 }
 
-/// Without the options: some backends' hold a secret.
+/// Without the options, which may hold a secret.
 impl std::fmt::Debug for BackendConfig {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("BackendConfig").field("kind", &self.kind).finish_non_exhaustive()
@@ -73,7 +73,7 @@ impl BackendConfig {
     }
 }
 
-/// How the two families' fields are called, and which limits hold.
+/// The names and limits of the fields of one family.
 struct Names {
     network: &'static str,
     len: &'static str,
@@ -112,10 +112,11 @@ impl Config {
     /// Reads, completes and checks a network config.
     ///
     /// # Errors
-    /// The first thing that is wrong: which field, what it held, and what would be right.
+    /// The first wrong field, its value, and the expected value.
     ///
     /// ```
-    /// let config = flannel_core::Config::parse(r#"{"Network": "10.3.0.0/16", "Backend": {"Type": "host-gw"}}"#)?;
+    /// let text = r#"{"Network": "10.3.0.0/16", "Backend": {"Type": "host-gw"}}"#;
+    /// let config = flannel_core::Config::parse(text)?;
     /// assert_eq!(config.networks.v4.unwrap().min.to_string(), "10.3.1.0/24");
     /// # Ok::<(), flannel_core::json::FieldError>(())
     /// ```
@@ -126,7 +127,7 @@ impl Config {
             Dual { v4: Some(flag("EnableIPv4", true)?), v6: Some(flag("EnableIPv6", false)?) };
         let mut networks = Dual::default();
         for family in Family::BOTH {
-            // A disabled family's fields are still read: a typing error is better found today.
+            // The fields of a disabled family are checked too, so that errors are found early.
             let network = pod_network(&fields, family, enabled[family] == Some(true))?;
             networks[family] = network;
         }

@@ -1,7 +1,7 @@
-//! JSON objects read the way Go's `encoding/json` reads them, with errors that name the field.
+//! JSON objects read as Go's `encoding/json` reads them, with errors that name the field.
 //!
-//! The one thing to know: Go matches field names without regard to case, ignores unknown ones, and lets the
-//! last duplicate win. Clusters rely on it, so every object that flannel reads goes through [`Fields`].
+//! Go matches field names without regard to case, ignores unknown ones, and uses the last
+//! duplicate. Clusters rely on it, so flannel reads every object through [`Fields`].
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,15 +9,16 @@ use std::fmt;
 use serde::de::{Deserialize, DeserializeOwned, Deserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
-/// What is wrong with one field: which one, what it held, and what would be right.
+/// The error of one field: its name, its value, and the expected value.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("field {field}: {value} is not valid, expected {expected}")]
 pub struct FieldError {
-    /// The field with its path, for example `Backend.VNI`; `(document)` if the text is no JSON object.
+    /// The field with its path, for example `Backend.VNI`; `(document)` if the text is no JSON
+    /// object.
     pub field: String,
-    /// What it held, as JSON text (shortened), or `nothing`.
+    /// Its value as JSON text (shortened), or `nothing`.
     pub value: String,
-    /// What would be right.
+    /// The expected value.
     pub expected: String,
 }
 
@@ -32,7 +33,7 @@ impl FieldError {
     }
 }
 
-/// The first 120 characters: an error message is no place for a whole document.
+/// The first 120 characters, because an error message must not hold a whole document.
 fn shorten(text: &str) -> String {
     match text.char_indices().nth(120) {
         Some((end, _)) => format!("{}…", &text[..end]),
@@ -43,8 +44,8 @@ fn shorten(text: &str) -> String {
 /// The fields of one JSON object, found without regard to case.
 ///
 /// **Source**: Go `encoding/json` (`Unmarshal`: "preferring exact matches but also accepting
-/// case-insensitive matches"; the last duplicate wins; unknown keys are ignored; text behind the value is an
-/// error).
+/// case-insensitive matches"; the last duplicate wins; unknown keys are ignored; text behind the
+/// value is an error).
 ///
 /// ```
 /// let fields = flannel_core::json::Fields::parse(r#"{"network": "10.1.0.0/16", "Other": 1}"#, "").unwrap();
@@ -57,7 +58,8 @@ pub struct Fields {
 }
 
 impl Fields {
-    /// Reads the object in `text`; `path` (such as `Backend`) goes in front of field names in errors.
+    /// Reads the object in `text`; `path` (such as `Backend`) goes in front of field names in
+    /// errors.
     ///
     /// # Errors
     /// `text` is not exactly one JSON object.
@@ -82,7 +84,7 @@ impl Fields {
         self.by_name.contains_key(&name.to_ascii_lowercase())
     }
 
-    /// The field's value; `None` if it is absent or `null`. `expected` says what would be right.
+    /// The field's value; `None` if it is absent or `null`. `expected` is for the error.
     ///
     /// # Errors
     /// The value is not a `T`.
@@ -97,7 +99,8 @@ impl Fields {
         self.raw(name).map(parse).transpose()
     }
 
-    /// The field's value, given as a JSON string and parsed with `FromStr`; `None` if absent or `null`.
+    /// The field's value, given as a JSON string and parsed with `FromStr`; `None` if absent or
+    /// `null`.
     ///
     /// # Errors
     /// The value is not a string, or the string is not a `T`.
@@ -144,12 +147,14 @@ impl<'de> Deserialize<'de> for Object {
     }
 }
 
-/// JSON text as Go writes it: no white space between tokens, and `<`, `>`, `&`, U+2028 and U+2029 escaped.
+/// JSON text as Go writes it: no white space between tokens, and `<`, `>`, `&`, U+2028 and U+2029
+/// escaped.
 ///
-/// Peers compare such texts byte for byte. `text` must be valid JSON; anything else comes back as it was,
-/// less its white space.
+/// Peers compare such texts byte for byte. `text` must be valid JSON; anything else comes back as
+/// it was, less its white space.
 ///
-/// **Source**: Go `encoding/json: compact` with `escape` set, which `Marshal` applies to raw messages.
+/// **Source**: Go `encoding/json: compact` with `escape` set, which `Marshal` applies to raw
+/// messages.
 pub fn compact(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let (mut in_string, mut escaped) = (false, false);

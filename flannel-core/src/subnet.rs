@@ -14,7 +14,7 @@ use crate::config::Config;
 use crate::error::Result;
 use crate::lease::{Lease, LeaseAttrs, Origin, Revision, Subnets, View};
 
-/// Gives this node its lease and shows everybody's. The lease engine's face.
+/// Gets this node its lease and shows the leases of all nodes.
 ///
 /// Implementations: `flannel_subnet::LocalManager` over any registry, `testing::FakeSubnets`
 /// (feature `testing`).
@@ -23,7 +23,7 @@ use crate::lease::{Lease, LeaseAttrs, Origin, Revision, Subnets, View};
 /// use flannel_core::{Result, SubnetManager};
 /// use flannel_core::lease::LeaseAttrs;
 ///
-/// /// Prints what every node holds, once.
+/// /// Prints the leases of all nodes, once.
 /// async fn print_leases(subnets: &dyn SubnetManager) -> Result<()> {
 ///     let views = subnets.watch_leases().await?;
 ///     for lease in views.borrow().leases.iter() {
@@ -41,23 +41,23 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     /// store does not answer.
     async fn network_config(&self) -> Result<Config>;
 
-    /// Waits until the store is known to hold another valid network config than `seen`: that one.
-    /// Configs that are wrong, and a store that does not answer, are waited out. Where configs do
-    /// not change it waits for ever.
+    /// Waits until the store holds a valid network config other than `known`, and returns it. Wrong
+    /// configs, and a store that does not answer, do not end the wait. If configs do not change, it
+    /// waits for ever.
     ///
     /// # Errors
-    /// Waiting is of no use.
+    /// Waiting cannot help.
     ///
     /// # Cancel safety
     /// Dropping the future loses nothing: the next call compares again.
-    async fn config_changed(&self, _seen: &Config) -> Result<Config> {
+    async fn config_changed(&self, _known: &Config) -> Result<Config> {
         std::future::pending().await
     }
 
-    /// What the store knows of this node, asked before the external interface is chosen.
+    /// The store's data about this node, before the external interface is chosen.
     ///
     /// # Errors
-    /// The store does not answer, or what it holds cannot be understood.
+    /// The store does not answer, or its content cannot be read.
     async fn hints(&self) -> Result<Hints> {
         Ok(Hints::default())
     }
@@ -70,28 +70,27 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
     /// or the store does not answer. A lost race is not an error; the next subnet is tried.
     ///
     /// # Cancel safety
-    /// Dropped half-way, a lease may have been taken; the next call finds it again by the public
-    /// address.
+    /// If the future is dropped, a lease may have been acquired. The next call finds it by the
+    /// public address.
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease>;
 
     /// Publishes other attributes for the lease that we hold.
     ///
     /// # Errors
-    /// [`Error::Conflict`](crate::Error::Conflict) if somebody else wrote since `held` was read.
+    /// [`Error::Conflict`](crate::Error::Conflict) if the lease was written after `held` was read.
     async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> Result<Lease>;
 
-    /// Keeps the lease until it ends, which is what it returns. Failures to renew are retried
-    /// inside.
+    /// Keeps the lease until it ends, and returns the reason. Failures to renew are retried inside.
     ///
     /// # Errors
-    /// The lease cannot be kept, and trying again will not help.
+    /// The lease cannot be kept, and another call cannot help.
     ///
     /// # Cancel safety
     /// Dropping stops renewing; the lease lives on until it expires.
     async fn hold_lease(&self, held: &Lease) -> Result<LeaseEnd>;
 
-    /// Everybody's leases, always the latest: bursts coalesce, nothing queues. The receiver may
-    /// start with [`View::unknown`] and stays valid for as long as the manager lives.
+    /// The leases of all nodes, always the latest: bursts coalesce, nothing queues. The receiver
+    /// may start with [`View::unknown`] and stays valid for as long as the manager lives.
     ///
     /// # Errors
     /// Watching cannot even start.
@@ -108,16 +107,16 @@ pub trait SubnetManager: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Publishes how ready this node's network is, where the store has a place for it, and keeps it
+    /// Publishes how ready this node's network is, if the store has a place for it, and keeps it
     /// published until the next report. [`Readiness::Starting`] is reported before the first
-    /// [`SubnetManager::acquire_lease`] and completes when it is published; the others return at
+    /// [`SubnetManager::acquire_lease`] and completes when it is published. The others return at
     /// once, and failures to publish them are retried inside.
     ///
     /// # Errors
-    /// The store does not answer, of [`Readiness::Starting`] only.
+    /// The store does not answer. Only for [`Readiness::Starting`].
     ///
     /// # Cancel safety
-    /// Dropped half-way, it may have been published.
+    /// If the future is dropped, it may have been published.
     async fn report(&self, _readiness: &Readiness) -> Result<()> {
         Ok(())
     }
@@ -135,13 +134,13 @@ pub enum Ownership {
     NotAcquired,
     /// The subnets are this node's.
     Held {
-        /// Until then, unless the lease is renewed; `None`: without end. By wall clock, and updated
-        /// when that is set.
+        /// The end, unless the lease is renewed; `None`: no end. By wall clock, and updated when
+        /// somebody sets the clock.
         until: Option<SystemTime>,
     },
     /// The subnets are no longer this node's. Routes to peers stay, but this node is not ready.
     Lost {
-        /// Since then.
+        /// When the ownership ended.
         since: SystemTime,
         /// The reason.
         why: Loss,
@@ -197,9 +196,8 @@ pub enum Readiness {
     },
 }
 
-/// The lease set once it is live and complete; after `patience` (at least one is needed to start at
-/// all) the latest there is. Nobody waits for a store that has not answered so far where there is a
-/// set from an earlier run.
+/// Waits for a live lease set, and after `patience` returns the latest one. If there is a set from
+/// an earlier run and the store has never answered, it does not wait.
 ///
 /// # Errors
 /// Watching cannot even start.
@@ -208,36 +206,35 @@ pub async fn live_view(subnets: &dyn SubnetManager, patience: Duration) -> Resul
     let from_before = matches!(views.borrow().origin, Origin::Cached { written: Some(_) });
     if !(from_before && subnets.store_status().confirmed.is_none()) {
         let live = views.wait_for(|view| matches!(view.origin, Origin::Live { .. }));
-        // Too late, or nobody will say more: what is known now must do.
+        // After a timeout, or if the manager is gone, the latest set is returned.
         let _ = tokio::time::timeout(patience, live).await;
     }
     let view = views.borrow().clone();
     Ok(view)
 }
 
-/// What the store knows of this node before its external interface is chosen.
+/// The store's data about this node, before its external interface is chosen.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Hints {
     /// Public addresses that the store prescribes for this node; they override the command line.
     pub public: Dual<IpAddr>,
-    /// What this node published last, if the store still has it: a backend keeps its keys and MAC
-    /// addresses.
+    /// The attributes that this node published last, if the store still has them. A backend keeps
+    /// its keys and MAC addresses.
     pub last_published: Option<LeaseAttrs>,
     /// The subnets that this node had before.
     pub previous: Option<Subnets>,
-    /// The lease that this node had until its time ran out, while the store cannot be asked whether
-    /// it still has it. It is not to be used; but peers can be reached by what was published with
-    /// it.
+    /// The lease that this node had until it expired, while the store does not answer. Its subnets
+    /// must not be used. Peers can be reached with the attributes that were published with it.
     pub lapsed: Option<Lease>,
 }
 
-/// Why a lease is no longer ours.
+/// The reason for which a lease is no longer ours.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LeaseEnd {
-    /// It could not be renewed in time and the store forgot it.
+    /// It was not renewed in time, and the store deleted it.
     Expired,
-    /// Somebody deleted it: the order to stop.
+    /// Somebody deleted it, which orders this node to stop.
     Deleted,
     /// Another node holds it now.
     Taken {
@@ -262,12 +259,12 @@ impl fmt::Display for LeaseEnd {
     }
 }
 
-/// How often a store was asked for one thing.
+/// The number of requests of one kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Calls {
     /// Requests sent.
     pub sent: u64,
-    /// Those that failed. Of a watch also what came to its end without having been asked for again.
+    /// Requests that failed. For watches, those that ended with an error later count too.
     pub failed: u64,
 }
 
@@ -278,14 +275,14 @@ pub struct StoreStatus {
     pub store: String,
     /// The last revision that the store confirmed, and when; `None` before the first.
     pub confirmed: Option<(Revision, SystemTime)>,
-    /// Requests sent so far, by what was asked, such as `list`, `watch` or `renew`.
+    /// Requests sent so far, by their kind, such as `list`, `watch` or `renew`.
     pub calls: BTreeMap<&'static str, Calls>,
     /// Entries in the store that are no leases and were skipped: key and reason.
     pub skipped: Vec<(String, String)>,
-    /// The last failure, and when; `None` if there was none, or one since put right.
+    /// The last failure, and when; `None` if there was none, or a request succeeded since then.
     pub last_error: Option<(String, SystemTime)>,
-    /// Why the network config that the store holds is not used, as far as this was noticed: it is
-    /// wrong, or there is none any more; `None` if it is right.
+    /// The reason for which the network config in the store is not used, as of the last reading: it
+    /// is wrong, or gone; `None` if it is used.
     pub wrong_config: Option<String>,
 }
 

@@ -1,7 +1,9 @@
 //! The state directory (`--state-dir`): the files that a host keeps over restarts, and its lock.
 //!
-//! Each file in it is text after a first line with the format's version. A file without that line is of the builds
-//! before there were versions, and holds the same text. A file of a newer version is neither used nor overwritten.
+//! The file `version` has the version of all files without a line of their own. They are plain text,
+//! as builds before there were versions read and write it. A build that changes the format of one
+//! file writes that version into the first line of the file. A file of a newer version is neither
+//! used nor overwritten.
 
 use std::fs;
 use std::io::{self, Write};
@@ -20,7 +22,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// The pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// The beginning of a state file's first line; the version follows.
+/// The beginning of the line with the version.
 const HEADER: &str = "flannel-state ";
 /// The version that this build writes, and the newest that it reads.
 const VERSION: u32 = 1;
@@ -75,7 +77,7 @@ pub fn read_networks(file: &Path) -> Vec<Subnet> {
     text.lines().filter_map(network).collect()
 }
 
-/// The text of a state file without the line of its version; `None`: there is no such file.
+/// The text of a state file without a line of its version; `None`: there is no such file.
 ///
 /// # Errors
 /// The file system refused, or the file is of a newer version ([`is_newer`]).
@@ -88,10 +90,27 @@ pub fn read(file: &Path) -> io::Result<Option<String>> {
         bytes => bytes?,
     };
     let text = String::from_utf8_lossy(&bytes).into_owned();
-    let Some(rest) = text.strip_prefix(HEADER) else { return Ok(Some(text)) };
-    let (version, text) = rest.split_once('\n').unwrap_or((rest, ""));
+    if text.starts_with(HEADER) {
+        return without_version(&text).map(|text| Some(text.to_owned()));
+    }
+    match fs::read_to_string(version_of(file)) {
+        Ok(version) => without_version(&version).map(|_| Some(text)),
+        // Written by a build before there were versions.
+        Err(_) => Ok(Some(text)),
+    }
+}
+
+/// The file with the version of the state files beside it.
+fn version_of(file: &Path) -> PathBuf {
+    file.with_file_name("version")
+}
+
+/// The text after the line with the version, if this build can read that version.
+fn without_version(text: &str) -> io::Result<&str> {
+    let (line, rest) = text.split_once('\n').unwrap_or((text, ""));
+    let version = line.strip_prefix(HEADER).unwrap_or(line);
     match version.parse::<u32>() {
-        Ok(..=VERSION) => Ok(Some(text.to_owned())),
+        Ok(..=VERSION) => Ok(rest),
         _ => {
             let newer = NewerVersion { version: version.to_owned() };
             Err(io::Error::new(io::ErrorKind::InvalidData, newer))
@@ -112,9 +131,17 @@ pub fn replace(file: &Path, text: &str) -> io::Result<()> {
         // It is replaced as a whole.
         Ok(_) | Err(_) => {}
     }
+    let version = version_of(file);
+    if !version.exists() {
+        write(&version, &format!("{HEADER}{VERSION}\n"))?;
+    }
+    write(file, text)
+}
+
+fn write(file: &Path, text: &str) -> io::Result<()> {
     let temporary = file.with_extension("new");
     let mut new = fs::File::create(&temporary)?;
-    new.write_all(format!("{HEADER}{VERSION}\n{text}").as_bytes())?;
+    new.write_all(text.as_bytes())?;
     new.sync_all()?;
     fs::rename(&temporary, file)
 }
@@ -198,8 +225,13 @@ mod tests {
         fs::write(&path, "10.1.0.0/16\n").unwrap();
         assert_eq!(read(&path).unwrap().as_deref(), Some("10.1.0.0/16\n"));
         replace(&path, "10.2.0.0/16\n").unwrap();
-        assert_eq!(fs::read_to_string(&path).unwrap(), "flannel-state 1\n10.2.0.0/16\n");
+        // As those builds read it.
+        assert_eq!(fs::read_to_string(&path).unwrap(), "10.2.0.0/16\n");
         assert_eq!(read(&path).unwrap().as_deref(), Some("10.2.0.0/16\n"));
+        let version = dir.path().join("version");
+        assert_eq!(fs::read_to_string(&version).unwrap(), "flannel-state 1\n");
+        fs::write(&path, "flannel-state 1\n10.3.0.0/16\n").unwrap();
+        assert_eq!(read(&path).unwrap().as_deref(), Some("10.3.0.0/16\n"));
         for newer in ["flannel-state 2\n{}\n", "flannel-state 1.5\n", "flannel-state "] {
             fs::write(&path, newer).unwrap();
             let errors = [read(&path).map(drop), replace(&path, "text")];
@@ -208,5 +240,9 @@ mod tests {
             }
             assert_eq!(fs::read_to_string(&path).unwrap(), newer);
         }
+        fs::write(&version, "flannel-state 2\n").unwrap();
+        fs::write(&path, "text").unwrap();
+        assert!(is_newer(&read(&path).unwrap_err()) && is_newer(&replace(&path, "x").unwrap_err()));
+        assert_eq!(fs::read_to_string(&path).unwrap(), "text");
     }
 }

@@ -1,4 +1,4 @@
-//! A request until it is answered: at one endpoint after the other, and with pauses.
+//! A request, repeated at one endpoint after the other, with pauses, until it is answered.
 
 use std::future::Future;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,17 +12,17 @@ use crate::failure::{Failure, Retry};
 use crate::options::EtcdOptions;
 use flannel_subnet::Backoff;
 
-/// An answer, perhaps not to the first attempt.
+/// An answer to a request.
 pub(crate) struct Answer<T> {
     pub(crate) value: T,
-    /// Earlier attempts got no answer: they may have been carried out or not.
+    /// Earlier attempts got no answer. They may have been carried out.
     pub(crate) repeated: bool,
 }
 
 /// Repeats requests.
 pub(crate) struct Attempts {
     connections: Connections,
-    /// Why no endpoint answers, since the last answer.
+    /// The reason for which no endpoint answers; `None` after an answer.
     failure: Mutex<Option<String>>,
 }
 
@@ -40,7 +40,7 @@ impl Attempts {
         self.connections.name(self.connections.current()).to_owned()
     }
 
-    /// Why requests are not answered at present.
+    /// The reason for which no endpoint answers at present.
     pub(crate) fn trouble(&self) -> Option<String> {
         self.note().clone()
     }
@@ -49,8 +49,8 @@ impl Attempts {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends a request that is about `key` until it is answered, nothing can help, or patience is
-    /// at an end.
+    /// Sends a request about `key` until it is answered, no endpoint can answer it, or
+    /// [`EtcdOptions::patience`] is over.
     pub(crate) async fn ask<T, F>(
         &self,
         key: &str,
@@ -86,7 +86,7 @@ impl Attempts {
             let hopeless =
                 all.clone().filter(|failure| failure.retry == Retry::OtherEndpoint).count()
                     == failures.len();
-            // Every endpoint gets its chance before anybody waits or gives up.
+            // Every endpoint is asked before the first pause, and before giving up.
             let all_asked = failures.iter().all(Option::is_some);
             if hopeless || (all_asked && begin.elapsed() >= self.options().patience) {
                 return Err(self.give_up(key, &failures, hopeless));
@@ -125,7 +125,7 @@ impl Attempts {
             .unwrap_or_else(|_| Err(Failure::later(format!("no answer within {within:?}"))))
     }
 
-    /// What is wrong with each endpoint.
+    /// The failure of each endpoint.
     fn each(&self, failures: &[Option<Failure>]) -> String {
         let each: Vec<String> = failures
             .iter()

@@ -16,11 +16,11 @@ use tokio::sync::Mutex;
 use crate::failure::{Failure, Retry, says};
 use crate::options::EtcdOptions;
 
-/// After so much silence the other side is asked whether it is there. etcd takes offence if it is
-/// asked more often than every 5 s, or while nothing is waited for.
+/// After this silence the other side is asked whether it exists. etcd ends the connection if it is
+/// asked more often than every 5 s, or while no request waits.
 const SILENCE: Duration = Duration::from_millis(5500);
 
-/// How long it may take to say so.
+/// The time limit of its reply.
 const REPLY: Duration = Duration::from_secs(4);
 
 /// A connection that can be used by many at once; tonic makes it anew when it breaks.
@@ -28,15 +28,15 @@ const REPLY: Duration = Duration::from_secs(4);
 pub(crate) struct Connection {
     pub(crate) client: Client,
     files: Files,
-    /// Which one it is, of all that there were.
+    /// The number of connections before it.
     number: usize,
-    /// What the other side said when it last refused us.
+    /// The last refusal of the other side.
     refusal: Arc<StdMutex<Option<Failure>>>,
 }
 
 impl Connection {
-    /// In TLS 1.3 the other side may hang up before what it says about our certificate is read:
-    /// then it still means what it said before.
+    /// In TLS 1.3 the other side may close the connection before its message about our certificate
+    /// is read. Then its last refusal still holds.
     pub(crate) fn interpret<T>(&self, outcome: Result<T, Failure>) -> Result<T, Failure> {
         let mut refusal = self.refusal.lock().unwrap_or_else(PoisonError::into_inner);
         match &outcome {
@@ -53,7 +53,7 @@ impl Connection {
     }
 }
 
-/// What the TLS files were when they were read: device, inode, size, time of modification.
+/// The TLS files as they were read: device, inode, size, time of modification.
 type Files = Vec<Option<(u64, u64, u64, i64, i64)>>;
 
 pub(crate) struct Connections {
@@ -61,8 +61,8 @@ pub(crate) struct Connections {
     endpoints: Vec<(String, Mutex<Option<Connection>>)>,
     current: AtomicUsize,
     made: AtomicUsize,
-    /// The files of which it was said that they cannot be used.
-    said: StdMutex<Option<Files>>,
+    /// The files whose failure is in the log.
+    logged: StdMutex<Option<Files>>,
 }
 
 impl Connections {
@@ -81,7 +81,7 @@ impl Connections {
             endpoints,
             current,
             made: AtomicUsize::new(0),
-            said: StdMutex::default(),
+            logged: StdMutex::default(),
         })
     }
 
@@ -89,7 +89,7 @@ impl Connections {
         self.endpoints.len()
     }
 
-    /// Which endpoint is in use.
+    /// The endpoint in use.
     pub(crate) fn current(&self) -> usize {
         self.current.load(Ordering::Relaxed)
     }
@@ -98,13 +98,13 @@ impl Connections {
         &self.endpoints[place].0
     }
 
-    /// Uses the endpoint after `place`, unless somebody has moved on already.
+    /// Uses the endpoint after `place`, unless another request has moved on already.
     pub(crate) fn move_on(&self, place: usize) {
         let next = (place + 1) % self.len();
         let _ = self.current.compare_exchange(place, next, Ordering::Relaxed, Ordering::Relaxed);
     }
 
-    /// The connection to an endpoint, made anew if the TLS files are no longer what they were.
+    /// The connection to an endpoint, made anew if the TLS files have changed.
     pub(crate) async fn connect(&self, place: usize) -> Result<Connection, Failure> {
         let (endpoint, slot) = &self.endpoints[place];
         let mut slot = slot.lock().await;
@@ -116,10 +116,9 @@ impl Connections {
         if let (Err(failure), Some(old)) = (&connected, slot.as_ref())
             && failure.retry == Retry::Never
         {
-            // Perhaps only one of the two files is replaced so far.
-            let said =
-                self.said.lock().unwrap_or_else(PoisonError::into_inner).replace(files.clone());
-            if said != Some(files) {
+            // Perhaps only one of the two files is replaced yet.
+            let mut logged = self.logged.lock().unwrap_or_else(PoisonError::into_inner);
+            if logged.replace(files.clone()) != Some(files) {
                 tracing::warn!(%endpoint, "the changed files are not used yet: {}", failure.text);
             }
             return Ok(old.clone());
@@ -130,7 +129,7 @@ impl Connections {
         Ok(connection)
     }
 
-    /// Drops a connection that is of no more use, unless it was replaced already.
+    /// Drops a broken connection, unless it was replaced already.
     pub(crate) async fn forget(&self, place: usize, connection: &Connection) {
         let mut slot = self.endpoints[place].1.lock().await;
         if slot.as_ref().is_some_and(|now| now.number == connection.number) {
@@ -174,7 +173,7 @@ fn is_tls(endpoint: &str) -> bool {
     endpoint.starts_with("https://")
 }
 
-/// What the files hold. rustls speaks TLS 1.2 and 1.3 and nothing older.
+/// The TLS options from the files. rustls supports TLS 1.2 and 1.3 only.
 fn tls(options: &EtcdOptions) -> Result<TlsOptions, String> {
     let read = |path: &Path| {
         fs::read(path)

@@ -1,15 +1,15 @@
-//! Why a request got no answer, and what can be done about it.
+//! The reason for which a request got no answer, and when it can be repeated.
 
 use etcd_client::Error;
 use tonic::Code;
 
 use crate::options::EtcdOptions;
 
-/// Why one attempt failed.
+/// The reason for which one attempt failed.
 #[derive(Debug, Clone)]
 pub(crate) struct Failure {
     pub(crate) retry: Retry,
-    /// What happened, for people.
+    /// The reason, for a message.
     pub(crate) text: String,
 }
 
@@ -89,12 +89,12 @@ impl From<Error> for Failure {
     }
 }
 
-/// What status is worth another attempt. etcd uses `Unknown` and `Internal` for what its own
-/// members say to each other.
+/// When to retry after a status. etcd uses `Unknown` and `Internal` for failures between its
+/// members.
 fn retry(code: Code, message: &str) -> Retry {
     let says = |texts: &[&str]| texts.iter().any(|text| message.contains(text));
     match code {
-        // What one member says of our user, all say.
+        // All members give the same answer about our user.
         _ if says(&[
             "etcdserver: permission denied",
             "authentication failed",
@@ -132,10 +132,10 @@ fn causes(error: &(dyn std::error::Error + 'static)) -> (String, String) {
     (chain, last)
 }
 
-/// The error of TLS, with an explanation that names whose certificate is meant.
+/// The error of TLS, with an explanation that says whose certificate is meant.
 fn certificates(chain: &str) -> Option<String> {
     let after = |what: &str| chain.find(what).map(|at| &chain[at..]);
-    if let Some(said) = after("invalid peer certificate") {
+    if let Some(text) = after("invalid peer certificate") {
         let explanations = [
             (
                 "UnknownIssuer",
@@ -145,22 +145,21 @@ fn certificates(chain: &str) -> Option<String> {
             ("not valid yet", "its certificate is not valid yet, or our clock is wrong"),
             ("not valid for name", "its certificate is for another name"),
         ];
-        let found =
-            explanations.iter().find(|(word, _)| said.contains(word)).map(|(_, text)| *text);
-        return Some(format!("{}: {said}", found.unwrap_or("its certificate is not acceptable")));
+        let found = explanations.iter().find(|(word, _)| text.contains(word)).map(|(_, why)| *why);
+        return Some(format!("{}: {text}", found.unwrap_or("its certificate is not acceptable")));
     }
-    if let Some(said) = after("received fatal alert") {
-        let explanation = if said.contains("xpired") {
+    if let Some(text) = after("received fatal alert") {
+        let explanation = if text.contains("xpired") {
             "it says that our certificate has expired"
-        } else if said.contains("ertificateRequired") {
+        } else if text.contains("ertificateRequired") {
             "it wants a certificate of ours, and we have none (certfile and keyfile)"
         } else {
             "it does not accept our certificate, or our TLS"
         };
-        return Some(format!("{explanation}: {said}"));
+        return Some(format!("{explanation}: {text}"));
     }
     after("InvalidContentType")
-        .map(|said| format!("it does not speak TLS; perhaps http:// is right: {said}"))
+        .map(|text| format!("it does not speak TLS; perhaps http:// is right: {text}"))
 }
 
 /// etcd answered with an error that contains `text`.

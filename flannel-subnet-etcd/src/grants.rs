@@ -1,5 +1,5 @@
-//! etcd's own leases, which a holder's keys are attached to: granted when they are first needed,
-//! then renewed.
+//! etcd's own leases, to which the keys of a holder are attached: granted at the first use, then
+//! renewed.
 
 use std::time::Duration;
 
@@ -11,8 +11,7 @@ use crate::failure::{self, Failure};
 use crate::store::Store;
 
 impl Store {
-    /// Makes sure that the etcd lease exists and has all its time before it. A later `known` is not
-    /// needed: time counts from before the write.
+    /// Grants or renews the etcd lease before a write, so that it has its whole time left.
     pub(crate) async fn take_lease(&self, key: &str, grant: LeaseGrant) -> Result<i64> {
         let LeaseGrant { holder, ttl } = grant;
         let id = lease_id(holder).ok_or_else(|| Error::Refused {
@@ -36,7 +35,8 @@ impl Store {
                     return Err(self.error(
                         key,
                         format!(
-                            "the etcd lease {holder} lives for {got:?} only, not for {ttl:?}: end it or wait"
+                            "the etcd lease {holder} lives for {got:?} only, not for {ttl:?}: end \
+                             it or wait"
                         ),
                     ));
                 }
@@ -44,7 +44,7 @@ impl Store {
                     *self.known() = Some(holder);
                     return Ok(id);
                 }
-                // Granting found it there, renewing found it gone: look again, the other way.
+                // A grant found that it exists, or a renewal that it does not: do the other one.
                 None => renew = !renew,
             }
         }
@@ -76,7 +76,7 @@ impl Store {
                     }
                     opened => opened?,
                 };
-            // The client keeps the first answer for itself.
+            // The client does not return the first answer.
             keeper.keep_alive().await?;
             let answer = answers.message().await?;
             let ttl = answer.ok_or_else(|| Failure::later("it ended the renewal"))?.ttl();

@@ -1,4 +1,4 @@
-//! Which keys there are, and what is read from them.
+//! The keys of the registry, and their values.
 
 use etcd_client::KeyValue;
 use flannel_core::lease::{KeyError, LeaseAttrs, Revision};
@@ -10,7 +10,7 @@ use flannel_subnet::{Entry, HolderId, Now};
 #[derive(Debug)]
 pub(crate) struct Keys {
     config: String,
-    /// With the `/` behind it: `<prefix>/subnetsX` is none of ours.
+    /// With the `/` at its end: `<prefix>/subnetsX` is another key.
     leases: String,
 }
 
@@ -23,7 +23,7 @@ impl Keys {
         &self.config
     }
 
-    /// What all keys of leases begin with.
+    /// The beginning of all keys of leases.
     pub(crate) fn leases(&self) -> &str {
         &self.leases
     }
@@ -32,14 +32,14 @@ impl Keys {
         format!("{}{subnets}", self.leases)
     }
 
-    /// A key without what all keys of leases have in front.
+    /// A key without the beginning that all keys of leases have.
     pub(crate) fn name(&self, key: &[u8]) -> String {
         String::from_utf8_lossy(key.strip_prefix(self.leases.as_bytes()).unwrap_or(key))
             .into_owned()
     }
 }
 
-/// Joins and cleans, without a file system: `//` and `/./` are `/`, and `..` takes away what is
+/// Joins and cleans, without a file system: `//` and `/./` become `/`, and `..` removes the part
 /// before it.
 ///
 /// **Source**: Go `path.Join`, which flannel makes its keys with.
@@ -56,7 +56,7 @@ fn join(prefix: &str, name: &str) -> String {
     format!("{}{}", if rooted { "/" } else { "" }, parts.join("/"))
 }
 
-/// The lease that a key (without what all have in front) and its value are, or why they are none.
+/// The lease of a key (without its common beginning) and its value, or why they are none.
 pub(crate) fn read(key: &str, kv: &KeyValue) -> Result<Entry, String> {
     let subnets: Subnets = key.parse().map_err(|error: KeyError| error.to_string())?;
     let value = kv.value_str().map_err(|_| "the value is not UTF-8 text".to_owned())?;
@@ -70,7 +70,7 @@ pub(crate) fn revision(revision: i64) -> Revision {
     Revision(revision.unsigned_abs())
 }
 
-/// What a key holds after a change.
+/// The content of a key after a change.
 pub(crate) fn now(key: &str, kv: Option<&KeyValue>) -> Now {
     match kv.map(|kv| read(key, kv)) {
         Some(Ok(entry)) => Now::Held(entry),

@@ -1,4 +1,4 @@
-//! Where etcd is and how to speak to it.
+//! The options of the connection to etcd.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -17,27 +17,23 @@ use std::time::Duration;
 #[derive(Clone, PartialEq, Eq)]
 pub struct EtcdOptions {
     /// URLs such as `http://192.0.2.1:2379` or `https://etcd.example:2379`; at least one. Without a
-    /// scheme it is `https://` if a TLS file is named, else `http://`; what is empty does not
-    /// count.
+    /// scheme it is `https://` if a TLS file is named, else `http://`. Empty ones are ignored.
     pub endpoints: Vec<String>,
-    /// What all keys begin with, without `/config` and `/subnets`.
+    /// The beginning of all keys, without `/config` and `/subnets`.
     pub prefix: String,
-    /// PEM certificates of those who may vouch for an `https://` endpoint; `None`: whom this system
-    /// trusts.
+    /// PEM certificates of the CAs of `https://` endpoints; `None`: the CAs of this system.
     pub cafile: Option<PathBuf>,
     /// This node's PEM certificate for `https://` endpoints that ask for one; goes with `keyfile`.
     pub certfile: Option<PathBuf>,
     /// The PEM key of `certfile`.
     pub keyfile: Option<PathBuf>,
-    /// An etcd user; goes with `password`. Where etcd has no authentication enabled, they are not
-    /// needed.
+    /// An etcd user; goes with `password`. Both are ignored if etcd has no authentication enabled.
     pub username: Option<String>,
     /// The user's password.
     pub password: Option<String>,
-    /// How long one endpoint may take for one request until the next one is asked.
+    /// The time limit of one request at one endpoint.
     pub request_timeout: Duration,
-    /// For how long a request is repeated until it counts as failed. The last attempt may end
-    /// later.
+    /// The time for which a request is repeated. The last attempt may end later.
     pub patience: Duration,
 }
 
@@ -75,35 +71,35 @@ impl fmt::Debug for EtcdOptions {
     }
 }
 
-/// Which options cannot work, whatever etcd says.
+/// An error of the options alone.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum EtcdOptionsError {
     /// There is no endpoint, or one is no URL.
     #[error("{0}")]
     Endpoints(String),
-    /// Of two options that belong together one is missing.
+    /// One of two options that belong together is missing.
     #[error("{has}: {value}is given without {lacks}; right would be both, or neither")]
     Half {
         /// The field that is there.
         has: &'static str,
-        /// What it is, and a blank; empty for a password.
+        /// Its value and a blank; empty for a password.
         value: String,
-        /// The field that is not.
+        /// The field that is missing.
         lacks: &'static str,
     },
 }
 
 impl EtcdOptions {
-    /// Whether all of it can work, as far as that is known without etcd and without reading a file.
+    /// Checks the options, without etcd and without reading a file.
     ///
     /// # Errors
-    /// An endpoint is no URL, or of two options that belong together one is missing.
+    /// An endpoint is no URL, or one of two options that belong together is missing.
     pub fn check(&self) -> Result<(), EtcdOptionsError> {
         self.clone().checked().map(drop)
     }
 
-    /// The same with endpoints in full, if all of it can work, whatever etcd says.
+    /// The checked options, with endpoints in full.
     pub(crate) fn checked(mut self) -> Result<Self, EtcdOptionsError> {
         let tls = [&self.cafile, &self.certfile, &self.keyfile].into_iter().any(Option::is_some);
         let endpoints = self.endpoints.iter().map(|endpoint| endpoint.trim());
@@ -137,7 +133,7 @@ impl EtcdOptions {
         Ok(self)
     }
 
-    /// Tells of endpoints that go without TLS though its files are named.
+    /// Warns of endpoints without TLS if TLS files are named.
     pub(crate) fn warn_of_plain(&self) {
         let tls = [&self.cafile, &self.certfile, &self.keyfile].into_iter().any(Option::is_some);
         let plain = self.endpoints.iter().filter(|endpoint| endpoint.starts_with("http://"));
@@ -151,7 +147,8 @@ impl EtcdOptions {
 fn url(endpoint: &str, tls: bool) -> Result<String, String> {
     if let Some((_, host)) = endpoint.rsplit_once('@') {
         return Err(format!(
-            "the endpoint at {host} holds a user name or password, which belong into options of their own"
+            "the endpoint at {host} holds a user name or password, which belong into options of \
+             their own"
         ));
     }
     let refuse = |why: &str| {
@@ -203,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_work_is_reported() {
+    fn wrong_options_are_reported() {
         let defaults = EtcdOptions::default;
         assert_eq!(defaults().checked(), Ok(defaults()));
         for (options, says) in [

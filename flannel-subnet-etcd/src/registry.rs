@@ -1,4 +1,4 @@
-//! The registry itself: which key a request is about, and what its answer means.
+//! The registry: the key of each request, and the meaning of its answer.
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,24 +21,28 @@ use crate::watch::EtcdWatch;
 /// A registry in etcd (API version 3, tested from 3.4). Clones are the same registry, on the same
 /// connections.
 ///
-/// - **Endpoints**: one connection at a time, to an endpoint chosen at random and kept while it answers. A request
-///   that gets no answer is repeated at the next endpoint, with growing random pauses, for as long as
-///   [`EtcdOptions::patience`] says: a killed leader or a dead endpoint costs time, but no failed request.
-/// - **Dead connections** (the peer is gone without a word) are noticed within 10 s while anything is waited for.
-/// - **TLS** 1.2 or newer where an endpoint says `https://`. The files are read again when they have changed, at
-///   the next request.
-/// - **Errors** that waiting does not repair (a wrong password, a missing permission, a certificate that is not
-///   accepted at any endpoint) come at once as [`Error::Refused`]; all others are [`Error::Store`].
-/// - **Fencing** counts on etcd's lessor. Before 3.4.31 and 3.5.13 a leader that was replaced without knowing it may still
-///   confirm a renewal: what it was frozen for must then be less than a thousandth of the time to live (86 s of a day),
-///   which ownership ends early by. An etcd restored from a backup knows nothing of what happened after it: until
-///   every holder has listed again, a subnet that was given away since then may have two.
-/// - Time to live is counted by etcd, in whole seconds and not below about twice its election timeout.
+/// - **Endpoints**: one connection at a time, to an endpoint chosen at random and kept while it
+///   answers. A request without an answer is repeated at the next endpoint, with growing random
+///   pauses, for [`EtcdOptions::patience`]. So a dead leader or endpoint costs time, but no failed
+///   request.
+/// - **Dead connections** (the peer is gone without a message) are noticed within 10 s while any
+///   request waits.
+/// - **TLS** 1.2 or newer if an endpoint begins with `https://`. If the files have changed, they
+///   are read again at the next request.
+/// - **Errors** that only a person can end (a wrong password, a missing permission, a certificate
+///   that no endpoint accepts) come at once as [`Error::Refused`]; all others are [`Error::Store`].
+/// - **Fencing** depends on etcd's lessor. Before 3.4.31 and 3.5.13 a leader that was replaced
+///   without knowing it may still confirm a renewal. The time for which it was frozen must then be
+///   less than a thousandth of the time to live (86 s of a day), by which ownership ends early. An
+///   etcd that was restored from a backup does not know later changes: until every holder has
+///   listed again, a subnet that was released since then may have two holders.
+/// - Time to live is counted by etcd, in whole seconds and not below about twice its election
+///   timeout.
 #[derive(Clone)]
 pub struct EtcdRegistry(Arc<Store>);
 
 impl EtcdRegistry {
-    /// A registry on these endpoints. Nothing is connected yet: etcd may come later.
+    /// A registry on these endpoints. It makes no connection: etcd may start later.
     ///
     /// # Errors
     /// [`Error::Refused`]: an endpoint is no URL, a file cannot be read or holds no certificate or
@@ -50,7 +54,7 @@ impl EtcdRegistry {
         Ok(Self(Arc::new(Store::new(options)?)))
     }
 
-    /// What these keys are, read at that revision.
+    /// The listing of these keys, read at that revision.
     fn listing(&self, kvs: Vec<KeyValue>, at: Revision) -> Listing {
         let mut listing = Listing { revision: at, ..Listing::default() };
         for kv in kvs {
@@ -92,17 +96,17 @@ impl Registry for EtcdRegistry {
         }
     }
 
-    async fn write_config(&self, seen: Option<&ConfigText>, text: &str) -> Result<()> {
+    async fn write_config(&self, known: Option<&ConfigText>, text: &str) -> Result<()> {
         let key = self.0.keys.config();
-        let compare = match seen {
-            Some(seen) => Compare::value(key, CompareOp::Equal, seen.text.as_str()),
+        let compare = match known {
+            Some(known) => Compare::value(key, CompareOp::Equal, known.text.as_str()),
             None => absent(key),
         };
         let put = TxnOp::put(key, text, None);
         let answer = self.0.transaction(key, compare, put, TxnOp::get(key, None)).await?;
         match answer.value {
             Outcome::Done(_) => Ok(()),
-            // By an earlier attempt, whose answer was lost.
+            // An earlier attempt succeeded, and its answer was lost.
             Outcome::Differs(kvs, _)
                 if answer.repeated
                     && kvs.first().is_some_and(|kv| kv.value() == text.as_bytes()) =>
@@ -113,14 +117,14 @@ impl Registry for EtcdRegistry {
         }
     }
 
-    async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()> {
+    async fn config_changed(&self, known: Option<ConfigText>) -> Result<()> {
         let key = self.0.keys.config();
         loop {
             let mut got = self.0.get(key, false).await?;
             let after = got.header().map_or(0, etcd_client::ResponseHeader::revision);
             let now =
                 got.take_kvs().pop().map(|kv| String::from_utf8_lossy(kv.value()).into_owned());
-            if now != seen.as_ref().map(|seen| seen.text.clone()) {
+            if now != known.as_ref().map(|known| known.text.clone()) {
                 return Ok(());
             }
             let options = WatchOptions::new();
@@ -184,7 +188,7 @@ impl Registry for EtcdRegistry {
         let answer = self.0.transaction(&key, at_revision(at)(&key), delete, get).await?;
         match answer.value {
             Outcome::Done(_) => Ok(()),
-            // By an earlier attempt, whose answer was lost.
+            // An earlier attempt succeeded, and its answer was lost.
             Outcome::Differs(kvs, _) if answer.repeated && kvs.is_empty() => Ok(()),
             Outcome::Differs(..) | Outcome::NoLease => Err(Error::Conflict { subnets: *subnets }),
         }

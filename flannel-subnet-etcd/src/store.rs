@@ -1,4 +1,4 @@
-//! One etcd and what is kept about it: the endpoints, the keys and the etcd lease in use.
+//! The state of a registry: its endpoints, its keys, and the etcd lease in use.
 
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,10 +12,10 @@ use crate::connections::{Connection, Connections};
 use crate::keys::Keys;
 use crate::options::EtcdOptions;
 
-/// Above what any network has: 4 MiB, the client's own limit, ends at 13,000 leases.
+/// The limit of an answer in bytes. The client's own limit of 4 MiB allows 13,000 leases.
 pub(crate) const LARGEST_ANSWER: usize = 1 << 30;
 
-/// What all clones of a registry share. `Display` is the store's name.
+/// The state that all clones of a registry share. `Display` is the name of the store.
 pub(crate) struct Store {
     pub(crate) attempts: Attempts,
     pub(crate) keys: Keys,
@@ -29,14 +29,14 @@ impl Store {
         let attempts = Attempts::new(Connections::new(options)?);
         let options = attempts.options();
         let mut name = format!("etcd:{}", options.endpoints.join(","));
-        // Another prefix is another store: what was cached of one is not the other's.
+        // Another prefix is another store: a cache of one must not be used for the other.
         if options.prefix != EtcdOptions::default().prefix {
             name += &format!(" (prefix {})", options.prefix);
         }
         Ok(Self { attempts, keys, name, known: Mutex::default() })
     }
 
-    /// The holder whose etcd lease is known to exist: it is renewed before it is used, not granted.
+    /// The holder whose etcd lease is known to exist, so that it is renewed and not granted.
     pub(crate) fn known(&self) -> MutexGuard<'_, Option<HolderId>> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -45,7 +45,7 @@ impl Store {
         Error::Store { store: format!("{self}: {key}"), source: reason.into().into() }
     }
 
-    /// One key, or with `prefix` all that begin with it.
+    /// Reads one key, or with `prefix` all keys that begin with it.
     pub(crate) async fn get(&self, key: &str, prefix: bool) -> Result<GetResponse> {
         let answer = self.attempts.ask(key, |connection| {
             let key = key.to_owned();

@@ -1,4 +1,4 @@
-//! Writes: one transaction each, on the revision that was read.
+//! Writes: one transaction each, compared with the revision that was read.
 
 use etcd_client::{Compare, CompareOp, KeyValue, PutOptions, Txn, TxnOp, TxnOpResponse};
 use flannel_core::lease::{LeaseAttrs, Revision};
@@ -10,11 +10,11 @@ use crate::failure::{self, Failure};
 use crate::keys::revision;
 use crate::store::{Store, kv};
 
-/// What became of a transaction.
+/// The outcome of a transaction.
 pub(crate) enum Outcome {
-    /// It was carried out, and this is the key now.
+    /// It was carried out. The key as it is now.
     Done(Option<KeyValue>),
-    /// The comparison failed, and this was read instead, at that revision of the store.
+    /// The comparison failed. The keys that were read instead, at that revision of the store.
     Differs(Vec<KeyValue>, Revision),
     /// The etcd lease that it names does not exist.
     NoLease,
@@ -57,7 +57,8 @@ impl Store {
         answer.await
     }
 
-    /// Writes a key for which `compare` holds; or else what `otherwise` reads, and when.
+    /// Writes a key if `compare` holds. If not, returns the keys that `otherwise` reads, with the
+    /// revision.
     pub(crate) async fn write(
         &self,
         subnets: &Subnets,
@@ -82,7 +83,7 @@ impl Store {
             let kv = match answer.value {
                 Outcome::Done(kv) => kv,
                 Outcome::Differs(kvs, now) => {
-                    // Carried out by an earlier attempt, whose answer was lost.
+                    // An earlier attempt succeeded, and its answer was lost.
                     let ours = |kv: &&KeyValue| {
                         repeated
                             && kv.key() == key.as_bytes()
@@ -95,7 +96,7 @@ impl Store {
                     }
                 }
                 Outcome::NoLease => {
-                    // It ran out between the two requests.
+                    // It expired between the two requests.
                     *self.known() = None;
                     continue;
                 }

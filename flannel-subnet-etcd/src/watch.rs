@@ -1,4 +1,4 @@
-//! Changes of keys as etcd sends them.
+//! The changes of keys that etcd sends.
 
 use async_trait::async_trait;
 use etcd_client::{EventType, WatchOptions, WatchResponse, WatchStream};
@@ -11,20 +11,19 @@ use crate::failure::Failure;
 use crate::keys::{now, revision};
 use crate::store::LARGEST_ANSWER;
 
-/// A watch on one connection. What breaks the connection ends the watch, and whoever watches lists
-/// again.
+/// A watch on one connection. It ends with the connection, and its user lists again.
 pub(crate) struct EtcdWatch {
     stream: WatchStream,
-    /// What all keys have in front.
+    /// The beginning of all keys.
     prefix: String,
     endpoint: String,
     after: Revision,
-    /// etcd has forgotten what came after `after`, or never knew it.
+    /// etcd does not know all changes after `after`.
     gap: bool,
 }
 
 impl EtcdWatch {
-    /// Watches `key` (or what `options` make of it) for changes after `after`.
+    /// Watches `key`, as `options` say, for changes after `after`.
     pub(crate) async fn open(
         attempts: &Attempts,
         key: &str,
@@ -51,7 +50,7 @@ impl EtcdWatch {
         });
         let (stream, created) = answer.await?.value;
         let known = created.header().map_or(0, etcd_client::ResponseHeader::revision);
-        // Restored from a backup that is older than what we have seen.
+        // etcd was restored from a backup that is older than `after`.
         let gap = created.canceled() || revision(known) < after;
         Ok(Self { stream, prefix: key.to_owned(), endpoint: attempts.endpoint(), after, gap })
     }
@@ -69,7 +68,7 @@ impl EtcdWatch {
         if response.canceled() || known < self.after {
             return None;
         }
-        // The header may be ahead of the events while etcd catches up; without events it confirms.
+        // The header may be ahead of the events while etcd catches up. Without events it counts.
         let last = response
             .events()
             .iter()

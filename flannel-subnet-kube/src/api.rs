@@ -1,7 +1,12 @@
-//! Requests to the API server, and what its refusals mean.
+//! Requests to the API server, and the meaning of its refusals.
 //!
-//! Credentials are read anew as soon as they are refused, which is how a rotated token is noticed; and
-//! everything that is asked is counted, for the status of the store.
+//! If credentials are refused, they are read again, because a token may have been rotated. Requests
+//! are counted for the status of the store.
+
+mod connection;
+pub(crate) mod kubeconfig;
+pub(crate) mod pause;
+mod tls;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
@@ -16,35 +21,37 @@ use hyper::body::Incoming as Body;
 use serde::Deserialize;
 use tokio::time::{sleep, timeout};
 
-use crate::connect::{Cause, Connection, Source, Unsent};
+pub(crate) use connection::Source;
+use connection::{Cause, Connection, Unsent};
 
-/// So long may the head of an answer take, and each part of its body.
+/// The time limit for the head of an answer, and for each part of its body.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
-/// So often is a request repeated that came too often.
+/// How often a request is repeated that the server answers with "too many requests".
 const REPEATS: u32 = 3;
-/// The longest pause before that, whatever the server asks for.
+/// The longest pause before a repetition, even if the server asks for a longer one.
 const LONGEST: Duration = Duration::from_secs(10);
-/// More of a refusal is not read.
+/// The largest part of a refusal that is read, in bytes.
 const REFUSAL: usize = 64 * 1024;
 
-/// Why there is no answer, by what is to be done about it.
+/// The reason for a missing answer, by what a caller can do about it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Failure {
-    /// The version that was asked for is too old: list again.
+    /// The requested version is too old: list again.
     Gone,
     /// There is no such object.
     NotFound(String),
-    /// Too much at once: later.
+    /// The server is overloaded: try again later.
     Busy { after: Option<Duration>, reason: String },
-    /// People must help, unless other credentials do.
+    /// Only a person can help, unless other credentials do.
     Refused(String),
-    /// People must help: this account may not do that.
+    /// Only a person can help: this account lacks a permission.
     Forbidden(String),
-    /// Somebody answers, but with an error that names no way out: try again.
+    /// The server or a proxy answers with another error: try again.
     Erred(String),
-    /// The server itself, and nobody who stands before it, cannot serve this, perhaps for the version that was asked for (400, 500, 504): try again.
+    /// The server itself, and no proxy, cannot serve this (400, 500, 504), perhaps because of the
+    /// requested version: try again.
     Late(String),
-    /// There is no answer, or no more of one, for so long.
+    /// Nothing came for this time.
     Silent(Duration),
     /// Anything else: try again.
     Failed(String),
@@ -66,7 +73,7 @@ impl std::fmt::Display for Failure {
     }
 }
 
-/// One request. `verb` and `resource` are what RBAC calls them.
+/// One request. `verb` and `resource` have RBAC's names.
 #[derive(Debug, Clone)]
 pub(crate) struct Call {
     pub(crate) verb: &'static str,
@@ -78,7 +85,7 @@ pub(crate) struct Call {
 
 /// The API server.
 pub(crate) struct Api {
-    /// `kube:` and its URL.
+    /// `kube:` and the URL.
     name: String,
     source: Source,
     current: Mutex<Current>,
@@ -88,7 +95,7 @@ pub(crate) struct Api {
 #[derive(Clone)]
 struct Current {
     connection: Connection,
-    /// How often it was made anew.
+    /// The number of connections before it.
     generation: u64,
 }
 
@@ -99,10 +106,10 @@ impl std::fmt::Debug for Api {
 }
 
 impl Api {
-    /// Reads the configuration; asks the server nothing yet.
+    /// Reads the configuration. Sends no request.
     ///
     /// # Errors
-    /// The configuration cannot be read, or not be used.
+    /// The configuration cannot be read or used.
     pub(crate) async fn open(source: Source) -> Result<Self, Error> {
         let refused = |reason| Error::Refused { store: "the Kubernetes API".to_owned(), reason };
         let connection = source.connection().await.map_err(refused)?;
@@ -128,7 +135,7 @@ impl Api {
         self.stats.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The server has said so much.
+    /// Notes that the server has answered, and the version in its answer.
     pub(crate) fn confirm(&self, revision: Option<Revision>) {
         let mut stats = self.stats();
         let known =
@@ -137,14 +144,14 @@ impl Api {
         stats.last_error = None;
     }
 
-    /// A request, or what was to follow its answer, has failed.
+    /// Notes that a request, or the stream after its answer, has failed.
     pub(crate) fn failed(&self, verb: &'static str, failure: &Failure) {
         let mut stats = self.stats();
         stats.calls.entry(verb).or_default().failed += 1;
         stats.last_error = Some((failure.to_string(), SystemTime::now()));
     }
 
-    /// What a failure of `call` is to our callers.
+    /// The error of the trait for a failure of `call`.
     pub(crate) fn error(&self, call: &Call, failure: Failure) -> Error {
         let (store, what) = (self.name.clone(), call.resource);
         match failure {
@@ -158,7 +165,7 @@ impl Api {
         }
     }
 
-    /// The whole answer to a request. What came too often is repeated.
+    /// The whole answer to a request. If the server is overloaded, the request is repeated.
     pub(crate) async fn ask(&self, call: &Call) -> Result<Bytes, Error> {
         let mut repeats = 0;
         let failure = loop {
@@ -184,7 +191,7 @@ impl Api {
         Err(self.error(call, failure))
     }
 
-    /// Sends one request and returns the answer if it is a good one, its body still to be read.
+    /// Sends one request and returns the head of a successful answer.
     pub(crate) async fn send(&self, call: &Call) -> Result<Response<Body>, Failure> {
         let mut current = self.current();
         let mut outcome = self.try_send(&current.connection, call).await;
@@ -198,7 +205,7 @@ impl Api {
         }
         match &outcome {
             Ok(_) => {}
-            // That a version is too old, or an object absent, is an answer.
+            // "Too old" and "not found" are answers.
             Err(Failure::Gone | Failure::NotFound(_)) => self.confirm(None),
             Err(failure) => self.failed(call.verb, failure),
         }
@@ -209,7 +216,7 @@ impl Api {
         self.current.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Reads credentials and certificates again, unless somebody has just done so.
+    /// Reads credentials and certificates again, unless another request has just done so.
     async fn renew(&self, used: &mut Current) -> Result<(), String> {
         let now = self.current();
         if now.generation != used.generation {
@@ -268,7 +275,7 @@ pub(crate) async fn part(body: &mut Body, patience: Duration) -> Result<Option<B
     }
 }
 
-/// An answer's body, of which no more than so many bytes matter.
+/// The body of an answer, up to `most` bytes.
 pub(crate) async fn read(answer: Response<Body>, most: usize) -> Result<Bytes, Failure> {
     let (mut body, mut all) = (answer.into_body(), Vec::new());
     while let Some(bytes) = part(&mut body, PATIENCE).await? {
@@ -280,25 +287,26 @@ pub(crate) async fn read(answer: Response<Body>, most: usize) -> Result<Bytes, F
     Ok(all.into())
 }
 
-/// No connection came about, or none that can be trusted.
+/// The failure of a request that was not sent.
 fn unreachable(Unsent { reason, cause }: Unsent) -> Failure {
     match cause {
-        Cause::Theirs => Failure::Refused(format!(
-            "the API server's certificate is not accepted ({reason}): right would be one that the CA of the kubeconfig or of the \
-             service account has signed for this address"
+        Cause::ServerCertificate => Failure::Refused(format!(
+            "the API server's certificate is not accepted ({reason}): right would be one that the \
+             CA of the kubeconfig or of the service account has signed for this address"
         )),
-        Cause::Ours => Failure::Refused(format!(
+        Cause::ClientCertificate => Failure::Refused(format!(
             "who we are is not accepted ({reason}): right would be a valid client certificate"
         )),
-        Cause::Terms => Failure::Refused(format!(
-            "the API server, or who stands before it, breaks off the TLS handshake and blames no certificate ({reason}): right would be one \
-             that speaks TLS 1.3, or 1.2 with ECDHE, under this name; in 1.2 that is also said to who shows no client certificate"
+        Cause::Handshake => Failure::Refused(format!(
+            "the API server, or who stands before it, breaks off the TLS handshake and blames no \
+             certificate ({reason}): right would be one that speaks TLS 1.3, or 1.2 with ECDHE, \
+             under this name; in 1.2 that is also said to who shows no client certificate"
         )),
         Cause::Other => Failure::Failed(reason),
     }
 }
 
-/// What the server itself says instead of what was asked for.
+/// The server's own description of an error.
 #[derive(Deserialize)]
 struct Status {
     #[serde(default)]
@@ -317,40 +325,56 @@ async fn refusal(call: &Call, answer: Response<Body>) -> Failure {
         .and_then(|value| value.to_str().ok()?.parse().ok());
     let after = seconds.map(Duration::from_secs);
     let bytes = read(answer, REFUSAL).await.unwrap_or_default();
-    let said = serde_json::from_slice::<Status>(&bytes).ok();
-    // A request that took the server too long is answered without a kind.
-    let is_own = |said: &Status| said.kind == "Status" || said.status == "Failure";
-    let own = said.as_ref().is_some_and(is_own);
-    let said =
-        said.map_or_else(|| String::from_utf8_lossy(&bytes).trim().to_owned(), |said| said.message);
+    let parsed = serde_json::from_slice::<Status>(&bytes).ok();
+    // The answer to a request that took the server too long has no kind.
+    let is_own = |parsed: &Status| parsed.kind == "Status" || parsed.status == "Failure";
+    let own = parsed.as_ref().is_some_and(is_own);
+    let message = parsed
+        .map_or_else(|| String::from_utf8_lossy(&bytes).trim().to_owned(), |parsed| parsed.message);
     let Call { verb, resource, .. } = call;
     match status {
         StatusCode::GONE => Failure::Gone,
-        StatusCode::NOT_FOUND => Failure::NotFound(said),
+        StatusCode::NOT_FOUND => Failure::NotFound(message),
         StatusCode::TOO_MANY_REQUESTS => {
-            Failure::Busy { after, reason: format!("too many requests (429): {said}") }
+            Failure::Busy { after, reason: format!("too many requests (429): {message}") }
         }
         StatusCode::SERVICE_UNAVAILABLE if after.is_some() => {
-            Failure::Busy { after, reason: format!("not available (503): {said}") }
+            Failure::Busy { after, reason: format!("not available (503): {message}") }
         }
         StatusCode::UNAUTHORIZED => Failure::Refused(format!(
-            "the API server does not know who we are (401, {said}): right would be a valid token or client certificate"
+            "the API server does not know who we are (401, {message}): right would be a valid \
+             token or client certificate"
         )),
         StatusCode::FORBIDDEN => Failure::Forbidden(format!(
-            "forbidden: this node's account needs the verb {verb:?} on the resource {resource:?} (403, {said})"
+            "forbidden: this node's account needs the verb {verb:?} on the resource {resource:?} \
+             (403, {message})"
         )),
         StatusCode::BAD_REQUEST
         | StatusCode::INTERNAL_SERVER_ERROR
         | StatusCode::GATEWAY_TIMEOUT
             if own =>
         {
-            Failure::Late(format!("{status}: {said}"))
+            Failure::Late(format!("{status}: {message}"))
         }
-        status => Failure::Erred(format!("{status}: {said}")),
+        status => Failure::Erred(format!("{status}: {message}")),
     }
 }
 
-/// What follows `=` in a query.
+/// An error with its causes. Causes that only repeat the text so far are left out.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let more = error.to_string();
+        if !text.contains(&more) {
+            text = format!("{text}: {more}");
+        }
+        cause = error.source();
+    }
+    text
+}
+
+/// Escapes a value in a query.
 pub(crate) fn escape(text: &str) -> String {
     let one = |byte: u8| match byte {
         b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => {

@@ -1,14 +1,18 @@
-//! This node's lease and everybody's, as Kubernetes keeps them: subnets are PodCIDRs, attributes
-//! are annotations.
+//! The subnet manager on Kubernetes: subnets are PodCIDRs, attributes are annotations of nodes.
 //!
-//! Kubernetes gives the subnets, and nothing expires. This node publishes how it is reached, keeps
-//! that published, and notices when it is given other subnets.
+//! Kubernetes assigns the subnets, and no lease expires. This node publishes its attributes, keeps
+//! them published, and notices when it gets other subnets.
 //!
-//! **Source**: flannel `pkg/subnet/kube/kube.go`. Different on purpose: a missing PodCIDR is waited for, another one moves
-//! the lease, any changed attribute of either family is a change, and annotations that somebody
-//! removed are put back.
+//! **Source**: flannel `pkg/subnet/kube/kube.go`. Different on purpose: a missing PodCIDR is waited
+//! for, another one moves the lease, any changed attribute of either family is a change, and
+//! removed annotations are restored.
 
-use std::sync::{Arc, OnceLock, PoisonError};
+mod condition;
+mod hold;
+mod own;
+mod shared;
+
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -18,12 +22,11 @@ use flannel_core::subnet::{Hints, LeaseEnd, Ownership, Readiness, StoreStatus};
 use flannel_core::{Config, Error, Lease, Result, SubnetManager};
 use tokio::sync::watch;
 
-use crate::condition;
 use crate::options::KubeOptions;
-use crate::shared::Shared;
-use crate::task::Task;
+use crate::runtime::{Task, lock};
+use shared::Shared;
 
-/// So often is the file with the network config looked at.
+/// How often the file with the network config is read.
 const CONFIG_PERIOD: Duration = Duration::from_secs(5);
 
 /// Leases as annotations of Kubernetes nodes, shared with Go flannel byte for byte.
@@ -44,16 +47,15 @@ const CONFIG_PERIOD: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct KubeManager {
     pub(crate) shared: Arc<Shared>,
-    /// Keeps the node's condition, from the first report on.
+    /// Keeps the node's condition, after the first report.
     condition: OnceLock<Task>,
 }
 
 impl KubeManager {
-    /// A manager that speaks to the API server which the options name. Nothing is asked yet.
+    /// A manager on the API server in the options. Sends no request.
     ///
     /// # Errors
-    /// [`Error::Refused`]: how to reach the API server is not known, or what is said of it is
-    /// wrong.
+    /// [`Error::Refused`]: the options do not lead to an API server, or a file is wrong.
     ///
     /// # Blocking
     /// Reads a kubeconfig, certificates and tokens.
@@ -64,28 +66,28 @@ impl KubeManager {
 
 #[async_trait]
 impl SubnetManager for KubeManager {
-    /// Once a lease was acquired, the networks stay what they were: pods do not survive others. The
-    /// first one is good for nothing until the API server has answered. Views and leases are of the
-    /// config that was last given out, whatever the file has come to say.
+    /// After a lease was acquired, the networks stay as they are: pods do not survive a change of
+    /// them. The first config is returned after the API server has answered. Views and leases
+    /// follow the config that was last handed out, not a later file.
     async fn network_config(&self) -> Result<Config> {
         let config = self.shared.config_now().await?;
-        *self.shared.given.lock().unwrap_or_else(PoisonError::into_inner) = Some(config.clone());
+        *lock(&self.shared.handed_out) = Some(config.clone());
         Ok(config)
     }
 
-    async fn config_changed(&self, seen: &Config) -> Result<Config> {
-        let mut said = None;
+    async fn config_changed(&self, known: &Config) -> Result<Config> {
+        let mut logged = None;
         loop {
             match self.shared.read_config() {
-                Ok(config) if config != *seen => return Ok(config),
-                Ok(_) => said = None,
+                Ok(config) if config != *known => return Ok(config),
+                Ok(_) => logged = None,
                 Err(error) => {
                     let text = error.to_string();
-                    if said.as_ref() != Some(&text) {
+                    if logged.as_ref() != Some(&text) {
                         tracing::warn!(
                             "the network config was changed, but is wrong and not used: {text}"
                         );
-                        said = Some(text);
+                        logged = Some(text);
                     }
                 }
             }
@@ -93,9 +95,8 @@ impl SubnetManager for KubeManager {
         }
     }
 
-    /// Addresses from the annotations `node-public-ip` and `node-public-ipv6`, and what this node
-    /// published last. While no lease can be made of this node, they are those of the one that it
-    /// had.
+    /// Addresses from the annotations `node-public-ip` and `node-public-ipv6`, and the attributes
+    /// that this node published last. While this node has no complete lease, those of its last one.
     async fn hints(&self) -> Result<Hints> {
         let held = self.shared.held();
         let (public, lease) = match (self.shared.own_hints().await, &held) {
@@ -111,26 +112,28 @@ impl SubnetManager for KubeManager {
         })
     }
 
-    /// A lease that was acquired stays in force while none can be made of this node: mostly nobody
-    /// else gets its subnets soon, and what peers and pods are reached by is not given up. What
-    /// ends that, [`SubnetManager::hold_lease`] finds out.
+    /// If the node has no complete lease, an earlier lease stays in force: mostly no other node
+    /// gets its subnets soon, and peers and pods stay reachable. [`SubnetManager::hold_lease`]
+    /// finds out when it ends.
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease> {
         let config = self.shared.config().await?;
         let held = match (self.shared.take(config, attrs).await, self.shared.held()) {
             (Err(Error::NotReady { reason, .. }), Some(held)) => {
                 tracing::warn!(
                     subnets = %held.lease.subnets, store = self.shared.api.name(),
-                    "the lease that this node had stays in force, since none can be acquired: {reason}"
+                    "the lease that this node had stays in force, since none can be acquired: \
+                     {reason}"
                 );
                 return Ok(Lease { attrs: attrs.clone(), ..held.lease });
             }
             (held, _) => held?,
         };
         let lease = held.lease.clone();
-        *self.shared.held.lock().unwrap_or_else(PoisonError::into_inner) = Some(held);
+        *lock(&self.shared.held) = Some(held);
         self.shared.ownership.send_replace(Ownership::Held { until: None });
         let node = self.shared.name().await?;
-        tracing::info!(subnets = %lease.subnets, %node, store = self.shared.api.name(), "lease acquired");
+        let (subnets, store) = (lease.subnets, self.shared.api.name());
+        tracing::info!(%subnets, %node, store, "lease acquired");
         Ok(lease)
     }
 
@@ -156,8 +159,8 @@ impl SubnetManager for KubeManager {
         self.shared.follow(|follower| follower.views.clone()).await
     }
 
-    /// Known while [`SubnetManager::hold_lease`] runs. The lease is lost when the node is gone, or
-    /// has other PodCIDRs, or none, or such as no lease can be made of.
+    /// Updated while [`SubnetManager::hold_lease`] runs. The lease is lost if the node is gone, or
+    /// has other PodCIDRs, none, or unusable ones.
     fn ownership(&self) -> watch::Receiver<Ownership> {
         self.shared.ownership.subscribe()
     }
@@ -189,8 +192,7 @@ impl SubnetManager for KubeManager {
     }
 
     fn store_status(&self) -> StoreStatus {
-        let wrong_config =
-            self.shared.wrong_config.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let wrong_config = lock(&self.shared.wrong_config).clone();
         StoreStatus { wrong_config, ..self.shared.api.status() }
     }
 }

@@ -1,7 +1,11 @@
-//! What flannel reads of a node: a few hundred of its twenty thousand bytes.
+//! The part of a node that flannel reads: a few hundred of its twenty thousand bytes.
 //!
-//! Decoding is in two stages. The first ([`Wire`]) passes over the bytes once and points at what
-//! matters, without copying anything; only for a node where that changed does the second ([`Node`]) make values of it.
+//! Decoding has two stages. The first ([`Wire`]) passes over the bytes once and points at the
+//! relevant parts, without a copy. The second ([`Node`]) makes values of them, and only if they
+//! have changed.
+
+pub(crate) mod annotations;
+pub(crate) mod prefix;
 
 use std::borrow::Cow;
 use std::fmt;
@@ -14,7 +18,8 @@ use serde::Deserialize;
 use serde::de::{Deserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
-use crate::annotations::{MANAGED, Prefix, Values, read};
+use annotations::{MANAGED, Values, read};
+use prefix::Prefix;
 
 /// The condition that reports to Kubernetes whether a node's network works.
 pub(crate) const CONDITION: &str = "NetworkUnavailable";
@@ -28,7 +33,7 @@ pub(crate) struct Event<'a> {
     pub(crate) object: Wire<'a>,
 }
 
-/// A node as the API server sends it, or the status that comes in its place when something went wrong.
+/// A node as the API server sends it, or the status that an error event has in its place.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct Wire<'a> {
@@ -38,7 +43,7 @@ pub(crate) struct Wire<'a> {
     spec: Spec<'a>,
     #[serde(borrow)]
     status: Option<&'a RawValue>,
-    /// Of a status that is no node's.
+    /// Of the status of an error event.
     pub(crate) code: u16,
     #[serde(borrow)]
     pub(crate) message: Cow<'a, str>,
@@ -67,7 +72,7 @@ struct Spec<'a> {
 }
 
 impl Wire<'_> {
-    /// A number that is another one if anything that leases are made of has changed. Allocates nothing.
+    /// A hash of all parts that a lease is made of. Allocates nothing.
     pub(crate) fn fingerprint(&self, prefix: &Prefix, hasher: &impl BuildHasher) -> u64 {
         let mut hasher = hasher.build_hasher();
         let mut add = |text: &str| {
@@ -76,7 +81,7 @@ impl Wire<'_> {
         };
         let raw = [self.metadata.creation_timestamp, self.spec.pod_cidr, self.spec.pod_cidrs];
         raw.into_iter().for_each(|raw| add(raw.map_or("", RawValue::get)));
-        // What is wrong with them is found when they are read.
+        // Errors are found when they are read.
         let _ = self.each_annotation(prefix, |name, value| {
             add(name);
             add(value.get());
@@ -112,10 +117,10 @@ impl Wire<'_> {
         serde_json::Deserializer::from_str(raw.get()).deserialize_map(Own(prefix, &mut each))
     }
 
-    /// The node in full.
+    /// Decodes the node.
     ///
     /// # Errors
-    /// What cannot be understood of it.
+    /// The part that cannot be decoded.
     pub(crate) fn node(&self, prefix: &Prefix) -> Result<Node, String> {
         fn text<'a, T: Deserialize<'a> + Default>(
             raw: Option<&'a RawValue>,
@@ -153,7 +158,7 @@ impl Wire<'_> {
         })
     }
 
-    /// How often the node was written so far, as far as the version shows.
+    /// The version of the node as a number.
     pub(crate) fn revision(&self) -> Revision {
         Revision(self.metadata.resource_version.parse().unwrap_or_default())
     }
@@ -163,7 +168,7 @@ impl Wire<'_> {
 #[derive(Deserialize)]
 struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
 
-/// `2026-11-21T20:19:51Z` as 20261121201951: all that is needed is the order.
+/// `2026-11-21T20:19:51Z` as 20261121201951, which has the same order.
 fn moment(text: &str) -> u64 {
     text.bytes()
         .filter(u8::is_ascii_digit)
@@ -186,12 +191,12 @@ pub(crate) struct Condition {
     pub(crate) status: String,
     pub(crate) reason: String,
     pub(crate) message: String,
-    /// When the status became what it is.
+    /// The time of the last change of `status`.
     #[serde(rename = "lastTransitionTime")]
     pub(crate) since: Option<String>,
 }
 
-/// What flannel knows of a node. Equal if nothing of that changed: versions and heartbeats are no part of it.
+/// A node, without its version and its heartbeats.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Node {
     pub(crate) name: Box<str>,
@@ -232,7 +237,7 @@ impl Node {
         self.values.get(MANAGED).is_some_and(|value| &**value == "true")
     }
 
-    /// Its lease, if flannel runs on it and it has subnets; and what is wrong with it.
+    /// Its lease, if flannel runs on it and it has subnets, and the problems that were found.
     pub(crate) fn lease(
         &self,
         revision: Revision,
@@ -298,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fingerprint_sees_what_leases_are_made_of_and_nothing_else() {
+    fn the_fingerprint_covers_the_parts_of_a_lease_and_nothing_else() {
         let (hasher, prefix) = (RandomState::new(), Prefix::default());
         let print = |text: &str| {
             serde_json::from_str::<Wire<'_>>(text).unwrap().fingerprint(&prefix, &hasher)
@@ -326,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_peer_lacks_is_reported() {
+    fn missing_annotations_of_a_peer_are_reported() {
         let both = Family::BOTH;
         assert_eq!(lease(&NODE.replace("\"true\"", "\"yes\""), &both), (None, Vec::new()));
         let says = |text: String, families: &[Family]| lease(&text, families).1.join("; ");

@@ -1,22 +1,22 @@
-//! Which API server, and which node this is.
+//! The options of a manager: its API server and its node.
 
 use std::path::PathBuf;
 
-use crate::annotations::Prefix;
+use crate::node::prefix::Prefix;
 
 /// The options of a [`KubeManager`](crate::KubeManager).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KubeOptions {
-    /// The API server's URL, instead of what the kubeconfig says; `None`: as that says.
+    /// The API server's URL, instead of that in the kubeconfig; `None`: that in the kubeconfig.
     pub api_url: Option<String>,
-    /// How to speak to the API server; `None`: with the URL alone, nothing else is needed; without
-    /// it, what every pod is given.
+    /// The credentials and certificates for the API server. `None`: with a URL, none are used;
+    /// without one, the service account of this pod.
     pub kubeconfig: Option<PathBuf>,
-    /// What the names of annotations begin with.
+    /// The beginning of the names of annotations.
     pub prefix: Prefix,
     /// The file with the network config.
     pub net_config: PathBuf,
-    /// Which node this is.
+    /// This node.
     pub identity: NodeIdentity,
     /// Whether the node's condition `NetworkUnavailable` reports the network's readiness.
     pub node_condition: bool,
@@ -38,6 +38,7 @@ impl KubeOptions {
 
 /// How a daemon knows which node it runs on.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum NodeIdentity {
     /// By the node's name.
     Node(String),

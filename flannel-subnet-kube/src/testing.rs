@@ -1,7 +1,7 @@
 //! An API server for tests: nodes and pods over HTTP, strict about what it is asked, with faults.
 //!
-//! What a real API server would not do, or what a client of ours must not ask, is a *violation*: the request
-//! fails, and so does the test, at the latest when the server is dropped.
+//! What a real API server would not do, or what a client of ours must not ask, is a *violation*:
+//! the request fails, and so does the test, at the latest when the server is dropped.
 
 mod answer;
 mod client;
@@ -75,8 +75,9 @@ impl ApiServer {
         Self::start(listener, None)
     }
 
-    /// A server that speaks TLS with this certificate, on the loopback interface. Both are PEM. It asks clients for a certificate,
-    /// and as a real one it does so without looking at it before there is a request.
+    /// A server that speaks TLS with this certificate, on the loopback interface. Both are PEM. It
+    /// asks clients for a certificate, and as a real one it does so without looking at it before
+    /// there is a request.
     ///
     /// # Panics
     /// Certificate or key cannot be used.
@@ -126,7 +127,8 @@ impl ApiServer {
         format!("{}://{}", self.scheme, self.address)
     }
 
-    /// Creates a node, or replaces it. `node` needs no more than what matters; a name and a creation time are added.
+    /// Creates a node, or replaces it. `node` needs no more than what matters; a name and a
+    /// creation time are added.
     ///
     /// # Panics
     /// `node` is no JSON object.
@@ -135,7 +137,8 @@ impl ApiServer {
         self.shared.changes.send_replace(version);
     }
 
-    /// Creates or replaces many nodes at once. Watches that are open learn only that they missed something.
+    /// Creates or replaces many nodes at once. Watches that are open learn only that they missed
+    /// something.
     pub fn fill(&self, nodes: impl IntoIterator<Item = (String, Value)>) {
         let mut store = lock(&self.shared.store);
         nodes.into_iter().for_each(|(name, node)| _ = store.put(&name, node));

@@ -1,20 +1,21 @@
-//! Which subnet a new lease gets: any free one, at random.
+//! The subnet of a new lease: any free one, at random.
 //!
-//! Subnets are numbered, and what is taken is a sorted list of ranges of numbers. The
-//! cost is that of sorting what is taken, not of the network's size.
+//! Subnets are numbered, and the occupied ones are a sorted list of ranges of numbers. The cost is
+//! that of sorting them, whatever the size of the network is.
 //!
-//! **Source**: flannel `pkg/subnet/etcd/local_manager.go: allocateSubnet`. Different on purpose: it chooses among
-//! the first 100 free subnets, so that many nodes at once collide, and wraps around at the end of the
-//! address space.
+//! **Source**: flannel `pkg/subnet/etcd/local_manager.go: allocateSubnet`. Different on purpose: it
+//! chooses among the first 100 free subnets, so that many nodes at once collide, and it wraps
+//! around at the end of the address space.
 
 use flannel_core::Subnet;
 use flannel_core::config::PodNetwork;
 
-/// Picks uniformly at random among all subnets of `network` from its `min` to its `max` that overlap nothing in
-/// `taken`. Those that overlap something in `avoid` come only when there are no others. `None`: all are taken.
+/// Picks uniformly at random among the subnets from `network.min` to `network.max` that overlap
+/// nothing in `occupied`; those that overlap something in `avoid` only if there are no others.
+/// `None`: none is free.
 ///
-/// `below(n)` returns a uniform random number less than `n`, which is at least 1. Subnets of the other family
-/// are passed over.
+/// `below(n)` returns a uniform random number less than `n`, which is at least 1. Subnets of the
+/// other family are ignored.
 ///
 /// ```
 /// let config = flannel_core::Config::parse(r#"{"Network": "10.3.0.0/28"}"#)?;
@@ -26,40 +27,41 @@ use flannel_core::config::PodNetwork;
 /// ```
 pub fn allocate(
     network: &PodNetwork,
-    taken: &[Subnet],
+    occupied: &[Subnet],
     avoid: &[Subnet],
     mut below: impl FnMut(u128) -> u128,
 ) -> Option<Subnet> {
-    let both = [taken, avoid].concat();
-    let place = pick(network, &both, &mut below).or_else(|| pick(network, taken, &mut below))?;
-    network.min.step(place)
+    let both = [occupied, avoid].concat();
+    let number =
+        pick(network, &both, &mut below).or_else(|| pick(network, occupied, &mut below))?;
+    network.min.step(number)
 }
 
 /// The number of a free subnet, counted from `network.min`.
 fn pick(
     network: &PodNetwork,
-    taken: &[Subnet],
+    occupied: &[Subnet],
     below: &mut dyn FnMut(u128) -> u128,
 ) -> Option<u128> {
     let total = network.subnets();
-    let ranges = occupied(network, taken);
-    let occupied: u128 = ranges.iter().map(|(first, last)| last - first + 1).sum();
-    let free = total.checked_sub(occupied).filter(|free| *free > 0)?;
-    let mut place = below(free);
+    let ranges = ranges(network, occupied);
+    let used: u128 = ranges.iter().map(|(first, last)| last - first + 1).sum();
+    let free = total.checked_sub(used).filter(|free| *free > 0)?;
+    let mut number = below(free);
     for (first, last) in ranges {
-        if place < first {
+        if number < first {
             break;
         }
-        place += last - first + 1;
+        number += last - first + 1;
     }
-    Some(place)
+    Some(number)
 }
 
-/// The numbers that are not free, as sorted ranges (both ends included) that do not touch each other twice.
-fn occupied(network: &PodNetwork, taken: &[Subnet]) -> Vec<(u128, u128)> {
+/// The numbers that are not free, as sorted ranges without overlaps. Both ends are included.
+fn ranges(network: &PodNetwork, occupied: &[Subnet]) -> Vec<(u128, u128)> {
     let highest = network.subnets() - 1;
     let mut ranges: Vec<_> =
-        taken.iter().filter_map(|subnet| range(network, highest, subnet)).collect();
+        occupied.iter().filter_map(|subnet| range(network, highest, subnet)).collect();
     ranges.sort_unstable();
     ranges.dedup_by(|next, kept| {
         let overlap = next.0 <= kept.1;
@@ -76,10 +78,11 @@ fn range(network: &PodNetwork, highest: u128, subnet: &Subnet) -> Option<(u128, 
     if subnet.family() != network.min.family() {
         return None;
     }
-    let place = |address| Subnet::new(address, network.subnet_len)?.steps_from(&network.min);
-    // Before min there are no numbers: what ends there overlaps nothing, what begins there begins at min.
-    let last = place(subnet.last())?;
-    let first = place(subnet.base()).unwrap_or(0);
+    let number = |address| Subnet::new(address, network.subnet_len)?.steps_from(&network.min);
+    // No number is before min. A subnet that ends there overlaps none; one that begins there
+    // overlaps the first.
+    let last = number(subnet.last())?;
+    let first = number(subnet.base()).unwrap_or(0);
     (first <= highest).then(|| (first, last.min(highest)))
 }
 
@@ -94,7 +97,8 @@ mod tests {
     use flannel_core::address::Family;
     use nix::time::ClockId;
 
-    /// As a config derives it, but for any addresses: no host has some of those at the end of the address space.
+    /// As a config derives it, but for any addresses: no host has some of those at the end of the
+    /// address space.
     fn network(network: &str, subnet_len: u8) -> PodNetwork {
         let network: Subnet = network.parse().unwrap();
         let first = Subnet::new(network.base(), subnet_len).unwrap();
@@ -150,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn big_networks_cost_no_more_than_what_is_taken() {
+    fn big_networks_cost_no_more_than_the_occupied_subnets() {
         for (text, len) in [("10.0.0.0/8", 24), ("fd00::/48", 64)] {
             let network = network(text, len);
             let total = network.subnets();
@@ -180,7 +184,8 @@ mod tests {
         }
     }
 
-    /// A network of 4 to 32 subnets anywhere, the ends of the address space included, with any min and max.
+    /// A network of 4 to 32 subnets anywhere, the ends of the address space included, with any min
+    /// and max.
     fn small_network() -> impl Strategy<Value = PodNetwork> {
         let place = prop_oneof![Just(0), Just(u128::MAX), any::<u128>()];
         let family = prop_oneof![Just(Family::V4), Just(Family::V6)];

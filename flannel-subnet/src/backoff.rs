@@ -1,5 +1,5 @@
-//! Pauses between attempts: each about twice as long as the one before, and random, so that nodes which
-//! failed together do not come back together.
+//! Pauses between attempts: each about twice as long as the last one, and random, so that nodes
+//! that failed together do not retry together.
 
 use std::time::Duration;
 

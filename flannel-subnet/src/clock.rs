@@ -1,7 +1,7 @@
 //! The clocks that leases are counted by.
 //!
-//! A right to a subnet is counted by boot time, which goes on while the machine is
-//! suspended and which nobody can set; wall time is for what machines or people read.
+//! The ownership of a subnet is counted by boot time, which goes on while the machine is suspended
+//! and which nobody can set. Wall time is for files and messages.
 
 use std::fmt;
 use std::io;
@@ -16,9 +16,9 @@ use nix::sys::timerfd::{
 use nix::time::{ClockId, clock_gettime};
 use tokio::io::unix::AsyncFd;
 
-use crate::async_fd::readable;
+use crate::runtime::readable;
 
-/// The time, and waiting for it. A parameter, so that tests can make time pass.
+/// The time, and waits for it. A parameter, so that tests can control time.
 #[async_trait]
 pub trait Clock: fmt::Debug + Send + Sync {
     /// Since the machine was started, suspended time included.

@@ -1,53 +1,65 @@
-//! This node's lease, on any registry: found again, taken over, or newly allocated.
+//! This node's lease on any registry: found again, taken over, or newly allocated, and then held.
 //!
-//! A node is known by its holder ID, then by its public address. What it finds of itself it
-//! keeps; only a lease that no longer fits the network config is given up.
+//! A node is known by its holder ID, then by its public address. It keeps its lease, unless the
+//! lease does not fit the network config any more.
+
+mod acquire;
+mod assigned;
+mod configs;
+mod fallback;
+mod hold;
+mod holding;
+mod listing;
 
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use flannel_core::address::Dual;
 use flannel_core::lease::{LeaseAttrs, View};
 use flannel_core::subnet::{Hints, LeaseEnd, Ownership, StoreStatus};
 use flannel_core::{Config, Lease, Result, SubnetManager, Subnets};
 use tokio::sync::watch;
 
 use crate::clock::{Clock, SystemClock};
-use crate::fallback::{Fallback, unanswered};
-use crate::holding::{HeldLease, Holding, LeaseTerm};
-use crate::metered::Metered;
-use crate::reconfigure::Configs;
 use crate::reflect::Reflector;
-use crate::registry::{Entry, HolderId, LeaseGrant, Registry};
-use crate::task::Task;
+use crate::registry::{HolderId, Metered, Registry, unanswered};
+use crate::runtime::{Task, lock};
+pub use assigned::AssignedManager;
+use configs::Configs;
+use fallback::Fallback;
+use holding::Holding;
+use listing::as_stored;
 
-/// What distinguishes a node from all others.
+/// The properties that distinguish a node from all others.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
     /// Chosen at random once ([`HolderId::random`]) and kept in the node's state directory.
     pub holder: HolderId,
-    /// What it had before, as its `subnet.env` says ([`SubnetEnv::previous`](crate::SubnetEnv::previous)).
+    /// The subnets that the node had before, as its `subnet.env` says
+    /// ([`SubnetEnv::previous`](crate::SubnetEnv::previous)).
     pub previous: Option<Subnets>,
-    /// All addresses of the host, and the public address that it was told to use, if any: before the external
-    /// interface is chosen, they are what [`SubnetManager::hints`] finds its lease by.
+    /// All addresses of the host, and the public address from its options, if any.
+    /// [`SubnetManager::hints`] finds the lease by them, before the external interface is chosen.
     pub local_addresses: Vec<IpAddr>,
 }
 
-/// The lease engine: gives this node its lease on any [`Registry`] and shows everybody's.
+/// The lease engine: gets this node its lease on any [`Registry`], and shows the leases of all.
 ///
 /// ```
 /// use flannel_core::SubnetManager;
 /// use flannel_core::lease::{LeaseAttrs, Offer};
-/// use flannel_subnet::{Identity, LocalManager, HolderId, MemoryRegistry};
+/// use flannel_subnet::{HolderId, Identity, LocalManager, MemoryRegistry};
 /// use std::sync::Arc;
 ///
 /// # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
 /// let registry = MemoryRegistry::with_config(r#"{"Network": "10.1.0.0/16"}"#);
-/// let identity = Identity { holder: HolderId::random(), previous: None, local_addresses: Vec::new() };
+/// let holder = HolderId::random();
+/// let identity = Identity { holder, previous: None, local_addresses: Vec::new() };
 /// let manager = LocalManager::new(Arc::new(registry), identity);
-/// let attrs = LeaseAttrs::from(Offer { public: ["192.0.2.1".parse().unwrap()].into_iter().collect(), ..Offer::default() });
+/// let public = ["192.0.2.1".parse().unwrap()].into_iter().collect();
+/// let attrs = LeaseAttrs::from(Offer { public, ..Offer::default() });
 /// let lease = manager.acquire_lease(&attrs).await?;
 /// assert_eq!(manager.acquire_lease(&attrs).await?.subnets, lease.subnets);
 /// # Ok::<(), flannel_core::Error>(())
@@ -55,21 +67,22 @@ pub struct Identity {
 /// ```
 #[derive(Debug)]
 pub struct LocalManager {
-    pub(crate) store: Arc<Metered>,
-    pub(crate) clock: Arc<dyn Clock>,
-    pub(crate) identity: Identity,
-    pub(crate) ttl: Duration,
-    pub(crate) margin: Duration,
-    pub(crate) holding: Arc<Holding>,
-    /// Held while our key is written or judged: what we publish must not look like somebody else's doing.
-    pub(crate) writing: tokio::sync::Mutex<()>,
-    pub(crate) reflector: Mutex<Option<(Reflector, Option<Task>)>>,
-    pub(crate) fallback: Option<Arc<Fallback>>,
-    pub(crate) configs: Configs,
+    store: Arc<Metered>,
+    clock: Arc<dyn Clock>,
+    identity: Identity,
+    ttl: Duration,
+    margin: Duration,
+    holding: Arc<Holding>,
+    /// Held while our key is written or judged: our own write must not look like another node's.
+    writing: tokio::sync::Mutex<()>,
+    reflector: Mutex<Option<(Reflector, Option<Task>)>>,
+    fallback: Arc<Fallback>,
+    configs: Configs,
 }
 
 impl LocalManager {
-    /// A manager with a time to live of 24 hours, renewed 60 minutes before its end, by Linux' own clocks.
+    /// A manager by Linux' own clocks. Leases live for 24 hours and are renewed 60 minutes before
+    /// their end.
     pub fn new(registry: Arc<dyn Registry>, identity: Identity) -> Self {
         Self::with_clock(registry, identity, Arc::new(SystemClock))
     }
@@ -80,8 +93,10 @@ impl LocalManager {
         identity: Identity,
         clock: Arc<dyn Clock>,
     ) -> Self {
+        let store = Arc::new(Metered::new(registry, Arc::clone(&clock)));
         Self {
-            store: Arc::new(Metered::new(registry, Arc::clone(&clock))),
+            fallback: Arc::new(Fallback::new(&store, &clock, identity.holder, None)),
+            store,
             identity,
             ttl: Duration::from_secs(24 * 60 * 60),
             margin: Duration::from_secs(60 * 60),
@@ -89,100 +104,96 @@ impl LocalManager {
             clock,
             writing: tokio::sync::Mutex::default(),
             reflector: Mutex::default(),
-            fallback: None,
             configs: Configs::default(),
         }
     }
 
-    /// How long a lease lives unless renewed; whole seconds, at least 1.
+    /// How long a lease lives unless it is renewed; whole seconds, at least 1.
     #[must_use]
     pub fn with_ttl(self, ttl: Duration) -> Self {
         Self { ttl, ..self }
     }
 
-    /// How long before a lease's end it is renewed. More than two thirds of the time to live count as that.
+    /// How long before its end a lease is renewed; at most two thirds of the time to live.
     #[must_use]
     pub fn with_renew_margin(self, margin: Duration) -> Self {
         Self { margin, ..self }
     }
 
-    /// Whether the subnets are this node's right now, by the clock itself and not as published last. Cheap; asks no
-    /// store.
+    /// Keeps the last complete set of leases in this file, and starts from it while the store does
+    /// not answer. The first view comes from the file, with the origin
+    /// [`Cached`](flannel_core::lease::Origin::Cached). Until the store has answered once, so do
+    /// the config, the hints and the own lease. The own lease counts while its end, by wall clock,
+    /// lies ahead; afterwards it is a hint ([`Hints::lapsed`]).
+    ///
+    /// The file is written when leases or the own lease have changed, at most every 5 seconds. If
+    /// it is damaged, or of another store, it is ignored with a warning.
+    ///
+    /// # Blocking
+    /// Reads the file.
+    #[must_use]
+    pub fn with_cache(self, path: impl Into<PathBuf>) -> Self {
+        let holder = self.identity.holder;
+        let fallback = Fallback::new(&self.store, &self.clock, holder, Some(path.into()));
+        Self { fallback: Arc::new(fallback), ..self }
+    }
+
+    /// Whether the subnets are this node's now, by the clock itself. Asks no store.
     pub fn ownership_now(&self) -> Ownership {
         self.holding.ownership_now()
     }
 
-    /// How long the lease is held from now on unless it is renewed, by boot time; `None` if it is not held or has no
-    /// end.
+    /// How long the lease is held from now on unless it is renewed, by boot time; `None` if it is
+    /// not held or has no end.
     pub fn remaining(&self) -> Option<Duration> {
         self.holding.remaining()
     }
 
-    /// What a lease is written with; `None` for a reservation, which stays one.
-    pub(crate) fn grant(&self, reserved: bool) -> Option<LeaseGrant> {
-        (!reserved).then_some(LeaseGrant { holder: self.identity.holder, ttl: self.ttl })
-    }
-
-    pub(crate) fn views(&self) -> watch::Receiver<View> {
-        let mut reflector = self.reflector.lock().unwrap_or_else(PoisonError::into_inner);
+    fn views(&self) -> watch::Receiver<View> {
         let begin = || {
-            let reflector = Reflector::start_from(self.first_view(), Arc::clone(&self.store) as _);
-            let cache_writer = self.keep(reflector.views());
+            let first = self.fallback.first_view();
+            let reflector = Reflector::start_from(first, Arc::clone(&self.store) as _);
+            let cache_writer = self.fallback.start_writer(reflector.views(), &self.holding);
             (reflector, cache_writer)
         };
-        reflector.get_or_insert_with(begin).0.views()
+        lock(&self.reflector).get_or_insert_with(begin).0.views()
     }
 
     /// The config, and whether it comes from the cache.
-    pub(crate) async fn read_config(&self) -> Result<(Config, bool)> {
-        let (text, cached) = self.config_text().await?;
+    async fn read_config(&self) -> Result<(Config, bool)> {
+        let (text, cached) = self.fallback.config_text().await?;
         let config = self.configs.read(&text)?;
         if !cached {
-            self.note_config(&text);
+            self.fallback.note_config(&text);
         }
         Ok((config, cached))
-    }
-
-    /// Remembers what was written or confirmed as ours.
-    pub(crate) fn settle(&self, entry: Entry, term: Option<LeaseTerm>) -> Lease {
-        let term = term.filter(|_| entry.holder.is_some());
-        let mut lease = Arc::unwrap_or_clone(entry.lease);
-        lease.expires = term.map(|term| {
-            let left = term.end().saturating_sub(self.clock.boottime());
-            self.clock.wall() + left
-        });
-        self.holding.set(HeldLease {
-            subnets: lease.subnets,
-            attrs: lease.attrs.clone(),
-            revision: lease.revision,
-            term,
-        });
-        lease
     }
 }
 
 #[async_trait]
 impl SubnetManager for LocalManager {
     async fn network_config(&self) -> Result<Config> {
-        self.read_config().await.map(|read| self.configs.give(read))
+        self.read_config().await.map(|read| self.configs.hand_out(read))
     }
 
-    async fn config_changed(&self, seen: &Config) -> Result<Config> {
-        self.configs.another(&*self.store, seen, |text| self.note_config(text)).await
+    async fn config_changed(&self, known: &Config) -> Result<Config> {
+        let note = |text: &_| self.fallback.note_config(text);
+        self.configs.next_valid(&*self.store, known, note).await
     }
 
-    /// Finds the lease by holder ID, else by public address if exactly one lease has one of this host's. Not by the
-    /// previous subnets: another node may have them by now, with keys and MAC addresses of its own.
+    /// Finds the lease by holder ID, else by public address if exactly one lease has an address of
+    /// this host. The previous subnets are not enough: another node may have them by now, with keys
+    /// and MAC addresses of its own.
     async fn hints(&self) -> Result<Hints> {
-        let listing = match self.remembered_lease() {
+        let listing = match self.fallback.own_lease() {
             None => self.store.list().await?,
-            Some(lease) => match self.promptly(self.store.list()).await {
+            Some(lease) => match self.fallback.promptly(self.store.list()).await {
                 Err(error) if unanswered(&error) => {
                     return Ok(Hints {
-                        public: Dual::default(),
                         last_published: Some(lease.attrs.clone()),
                         previous: Some(lease.subnets),
-                        lapsed: self.cached_lease().is_none().then_some(lease),
+                        lapsed: self.fallback.own_lease_in_force().is_none().then_some(lease),
+                        ..Hints::default()
                     });
                 }
                 listing => listing?,
@@ -190,25 +201,31 @@ impl SubnetManager for LocalManager {
         };
         let Identity { holder, previous, local_addresses } = &self.identity;
         let by_holder = listing.entries.iter().find(|entry| entry.holder == Some(*holder));
-        let local = |entry: &&Entry| {
-            entry.lease.attrs.preferred.public.values().any(|a| local_addresses.contains(a))
-        };
-        let mut by_address = listing.entries.iter().filter(local);
+        let mut by_address = listing.entries.iter().filter(|entry| {
+            entry
+                .lease
+                .attrs
+                .preferred
+                .public
+                .values()
+                .any(|address| local_addresses.contains(address))
+        });
         let by_address = by_address.next().filter(|_| by_address.next().is_none());
         let own = by_holder.or(by_address).map(|entry| &entry.lease);
         Ok(Hints {
-            public: Dual::default(),
             last_published: own.map(|lease| lease.attrs.clone()),
             previous: own.map(|lease| lease.subnets).or(*previous),
-            lapsed: None,
+            ..Hints::default()
         })
     }
 
     async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease> {
         let _writing = self.writing.lock().await;
         let attrs = as_stored(attrs);
-        let Some(cached) = self.cached_lease() else { return self.acquire(&attrs).await };
-        match self.promptly(self.acquire(&attrs)).await {
+        let Some(cached) = self.fallback.own_lease_in_force() else {
+            return self.acquire(&attrs).await;
+        };
+        match self.fallback.promptly(self.acquire(&attrs)).await {
             Err(error) if unanswered(&error) => Ok(self.settle_cached(&cached, &attrs, &error)),
             acquired => acquired,
         }
@@ -216,11 +233,8 @@ impl SubnetManager for LocalManager {
 
     async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> Result<Lease> {
         let _writing = self.writing.lock().await;
-        let sent = self.clock.boottime();
-        let grant = self.grant(held.expires.is_none());
-        let written =
-            self.store.update(&held.subnets, held.revision, &as_stored(attrs), grant).await?;
-        Ok(self.settle(written, Some(LeaseTerm { sent, ttl: self.ttl })))
+        let reserved = held.expires.is_none();
+        self.rewrite(&held.subnets, held.revision, &as_stored(attrs), reserved).await
     }
 
     async fn hold_lease(&self, held: &Lease) -> Result<LeaseEnd> {
@@ -238,9 +252,4 @@ impl SubnetManager for LocalManager {
     fn store_status(&self) -> StoreStatus {
         StoreStatus { wrong_config: self.configs.wrong(), ..self.store.status() }
     }
-}
-
-/// Attributes as they come back from a store, so that they can be compared.
-pub(crate) fn as_stored(attrs: &LeaseAttrs) -> LeaseAttrs {
-    LeaseAttrs::from_json(&attrs.to_json()).unwrap_or_else(|_| attrs.clone())
 }

@@ -1,25 +1,24 @@
-//! Everybody's leases as a [`View`], kept up to date by listing once and watching from there.
+//! The leases of all nodes as a [`View`], kept up to date by listing once and then watching.
 //!
-//! Values are compared, never events applied. Whatever goes wrong (a lost watch, a gap,
-//! an outage, a store restored from a backup) ends in listing again, and until a list is complete the last
-//! view stays as it is.
+//! After any failure (a lost watch, a gap, an outage, a store restored from a backup) the registry
+//! is listed again. Until the list is complete the last view stays as it is.
 
 use std::collections::{BTreeSet, VecDeque};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use flannel_core::lease::{LeaseSet, Origin, View};
 use flannel_core::{Error, Lease, Result, Subnets};
 use tokio::sync::watch;
-use tokio::task::AbortHandle;
 
 use crate::backoff::Backoff;
 use crate::registry::{Batch, Listing, Now, Registry};
+use crate::runtime::{Task, lock};
 
-/// How many subnets that were let go are remembered.
+/// How many released subnets are remembered.
 const FREED: usize = 1024;
 
-/// Follows a registry for as long as it lives.
+/// Follows a registry until it is dropped.
 ///
 /// ```
 /// use flannel_subnet::{MemoryRegistry, Reflector, Registry};
@@ -37,7 +36,7 @@ const FREED: usize = 1024;
 #[derive(Debug)]
 pub struct Reflector {
     shared: Arc<Shared>,
-    task: AbortHandle,
+    _task: Task,
 }
 
 #[derive(Debug)]
@@ -47,8 +46,8 @@ struct Shared {
 }
 
 impl Reflector {
-    /// Begins to follow, on the current tokio runtime. Failures are retried for ever, with one log line
-    /// when the store is lost and one when it is back.
+    /// Begins to follow, on the current tokio runtime. Failures are retried for ever, with one log
+    /// line when the store is lost and one when it answers again.
     ///
     /// # Panics
     /// There is no tokio runtime.
@@ -56,53 +55,51 @@ impl Reflector {
         Self::start_from(View::unknown(), registry)
     }
 
-    /// Like [`Reflector::start`], with a first view from elsewhere, such as a [`Cache`](crate::Cache).
+    /// Like [`Reflector::start`], with another first view, such as that of a
+    /// [`Cache`](crate::Cache).
     ///
     /// # Panics
     /// There is no tokio runtime.
     pub fn start_from(view: View, registry: Arc<dyn Registry>) -> Self {
         let freed = Mutex::default();
         let shared = Arc::new(Shared { views: watch::channel(view).0, freed });
-        let task = tokio::spawn(follow(registry, Arc::clone(&shared))).abort_handle();
-        Self { shared, task }
+        Self { _task: Task::spawn(follow(registry, Arc::clone(&shared))), shared }
     }
 
-    /// The latest view, always; bursts coalesce. [`View::unknown`], or what it was started from, until the first list is complete. It stays
-    /// valid when the reflector is dropped, and changes no more.
+    /// Always the latest view; bursts coalesce. Until the first list is complete it is the view
+    /// from which it was started. When the reflector is dropped, the receiver stays valid and the
+    /// view does not change any more.
     pub fn views(&self) -> watch::Receiver<View> {
         self.shared.views.subscribe()
     }
 
-    /// Subnets that were let go while it followed and that nobody has taken since, the latest 1024 of them.
+    /// The latest 1024 subnets that were released while it followed and that are still free.
     pub fn freed(&self) -> Vec<Subnets> {
         let views = self.shared.views.borrow();
-        let freed = self.shared.freed.lock().unwrap_or_else(PoisonError::into_inner);
+        let freed = lock(&self.shared.freed);
         freed.iter().filter(|subnets| views.leases.get(subnets).is_none()).copied().collect()
-    }
-}
-
-impl Drop for Reflector {
-    fn drop(&mut self) {
-        self.task.abort();
     }
 }
 
 async fn follow(registry: Arc<dyn Registry>, shared: Arc<Shared>) {
     let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(5));
-    // Leases from an earlier run are as those of a store that was lost.
+    // Leases from an earlier run count like those of a store that was lost.
     let mut lost = matches!(shared.views.borrow().origin, Origin::Cached { written: Some(_) });
-    let (mut said, mut refused) = (false, false);
+    let (mut logged, mut refused) = (false, false);
     loop {
         if let Err(error) = list_and_watch(&*registry, &shared, &mut backoff, &mut lost).await {
             if !lost {
-                (said, refused) = (false, false);
+                (logged, refused) = (false, false);
             }
-            // That people must help is news even in an outage.
+            // A refusal, which only a person can end, is logged even during an outage.
             let worse = matches!(error, Error::Refused { .. }) && !refused;
-            if !said || worse {
-                (lost, said, refused) = (true, true, worse);
+            if !logged || worse {
+                (lost, logged, refused) = (true, true, worse);
                 let leases = shared.views.borrow().leases.len();
-                tracing::warn!(store = %registry, "store lost, the last {leases} leases stay in force: {error}");
+                tracing::warn!(
+                    store = %registry,
+                    "store lost, the last {leases} leases stay in force: {error}"
+                );
             }
         } else {
             tracing::debug!(store = %registry, "changes were missed, listing again");
@@ -132,7 +129,7 @@ async fn list_and_watch(
 }
 
 impl Shared {
-    /// Makes the view equal to a complete list. A key that is there but cannot be read keeps its last value.
+    /// Makes the view equal to a complete list. A key that cannot be read keeps its last value.
     fn replace(&self, listing: &Listing) {
         let unreadable =
             listing.skipped.iter().filter_map(|skipped| skipped.key.parse::<Subnets>().ok());
@@ -159,7 +156,7 @@ impl Shared {
         });
     }
 
-    /// Changes the view, and wakes those who wait for it only if leases changed or have become live.
+    /// Changes the view. Wakes its receivers only if leases changed or became live.
     fn modify(&self, origin: Origin, change: impl FnOnce(&mut LeaseSet)) {
         self.views.send_if_modified(|view| {
             let before = view.leases.clone();
@@ -172,7 +169,7 @@ impl Shared {
 
     fn remove(&self, leases: &mut LeaseSet, subnets: &Subnets) {
         if leases.remove(subnets).is_some() {
-            let mut freed = self.freed.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut freed = lock(&self.freed);
             freed.retain(|other| other != subnets);
             freed.push_back(*subnets);
             if freed.len() > FREED {
@@ -182,7 +179,7 @@ impl Shared {
     }
 }
 
-/// Keeps the very same lease where the value is the same, so that comparing sets stays cheap.
+/// Inserts a lease, unless the set has an equal one: shared leases make comparing sets cheap.
 fn insert(leases: &mut LeaseSet, lease: &Arc<Lease>) {
     if leases.get(&lease.subnets).is_none_or(|old| old != lease) {
         leases.insert(Arc::clone(lease));

@@ -139,7 +139,7 @@ async fn without_the_store_everything_comes_from_the_cache_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_cached_is_reconciled_when_the_store_is_back() {
+async fn cached_leases_are_reconciled_when_the_store_is_back() {
     let fixture = Fixture::new();
     let lease = fixture.first_run().await;
     let manager = Arc::new(fixture.node(0));

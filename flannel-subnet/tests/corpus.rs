@@ -15,7 +15,8 @@ fn replay(target: &str, property: fn(&str) -> bool, accepted: &[&str]) {
         let path = file.expect("a file").path();
         let name = path.file_name().expect("a name").to_string_lossy().into_owned();
         let text = String::from_utf8_lossy(&fs::read(&path).expect("readable")).into_owned();
-        // What a fuzzer has added has hexadecimal digits for a name, and is checked, but not counted.
+        // What a fuzzer has added has hexadecimal digits for a name, and is checked, but not
+        // counted.
         if property(&text) && !name.bytes().all(|b| b.is_ascii_hexdigit()) {
             good.insert(name);
         }

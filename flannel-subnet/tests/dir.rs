@@ -117,7 +117,7 @@ async fn files_are_for_people_and_renewal_is_their_time() {
 }
 
 #[tokio::test]
-async fn what_expired_while_nobody_looked_is_gone_and_its_place_is_free() {
+async fn a_lease_that_expired_unobserved_is_gone_and_its_subnet_is_free() {
     let net = Net::new().await;
     net.registry.create(&key(5), &attrs("192.0.2.1"), grant(1, DAY)).await.unwrap();
     File::open(net.file(key(5))).unwrap().set_modified(SystemTime::now() - 2 * DAY).unwrap();
@@ -262,14 +262,14 @@ async fn a_storm_that_overflows_the_queue_loses_nothing() {
 }
 
 #[tokio::test]
-async fn what_the_first_look_found_is_listed_and_is_no_change() {
+async fn the_files_of_the_first_reading_are_listed_and_are_no_changes() {
     let net = Net::new().await;
     (1..=3).for_each(|n| fs::write(net.file(key(n)), "{}").unwrap());
     let again = net.again().await;
     let listing = again.list().await.unwrap();
     assert_eq!(listing.entries.len(), 3);
     let mut unlisted = again.watch(Revision(0)).await.unwrap();
-    assert_eq!(unlisted.next().await.unwrap(), None, "there is no history to be told");
+    assert_eq!(unlisted.next().await.unwrap(), None, "there is no history");
     fs::write(net.file(key(4)), "{}").unwrap();
     let mut watch = again.watch(listing.revision).await.unwrap();
     let batch = watch.next().await.unwrap().unwrap();
@@ -278,7 +278,7 @@ async fn what_the_first_look_found_is_listed_and_is_no_change() {
 }
 
 #[tokio::test]
-async fn what_a_dead_writer_left_is_cleaned_up_and_never_read() {
+async fn files_of_a_dead_writer_are_removed_and_never_read() {
     let net = Net::new().await;
     let leftover = net.file(".flannel-tmp-10.1.5.0-24-00112233");
     fs::write(&leftover, "{").unwrap();
@@ -312,7 +312,7 @@ async fn a_lock_that_is_held_is_waited_for() {
 const SHARED: &str = "FLANNEL_TEST_SHARED_DIR";
 const FIRST: &str = "FLANNEL_TEST_FIRST_NODE";
 
-/// 3 processes (this program, told to be one of them) with 20 nodes each, and not one subnet more.
+/// 3 processes (this program with another argument) with 20 nodes each, and no subnet more.
 #[tokio::test]
 async fn many_processes_share_one_directory() {
     if let (Some(path), Ok(first)) = (std::env::var_os(SHARED), std::env::var(FIRST)) {
@@ -400,7 +400,7 @@ async fn assigned(dir: &Path, address: &str) -> AssignedManager {
 }
 
 #[tokio::test]
-async fn a_static_directory_gives_every_node_what_is_written_there_and_is_never_written() {
+async fn a_static_directory_assigns_its_leases_and_is_never_written() {
     let dir = tempfile::tempdir().unwrap();
     let manager = assigned(dir.path(), "192.0.2.1").await;
     let hints = manager.hints().await.unwrap();
@@ -435,7 +435,7 @@ async fn a_static_directory_gives_every_node_what_is_written_there_and_is_never_
 }
 
 #[tokio::test]
-async fn a_static_lease_ends_when_its_file_goes_moves_or_says_something_else() {
+async fn a_static_lease_ends_when_its_file_is_deleted_moved_or_changed() {
     for (what, expected) in
         [("gone", "Deleted"), ("moved", "Moved"), ("changed", "BackendData.VNI is 7")]
     {

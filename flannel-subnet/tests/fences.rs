@@ -20,7 +20,8 @@ use flannel_subnet::{
 use tokio::time::sleep;
 
 const V4: &str = r#"{"Network":"10.1.0.0/16"}"#;
-/// Two subnets of IPv4, a hundred of IPv6: pairs that differ often have their IPv4 subnet in common.
+/// Two subnets of IPv4, a hundred of IPv6: pairs that differ often have their IPv4 subnet in
+/// common.
 const DUAL: &str = r#"{"Network":"10.1.0.0/16","SubnetMax":"10.1.2.0","EnableIPv6":true,"IPv6Network":"fd00:1::/48"}"#;
 const DAY: Duration = Duration::from_secs(86_400);
 
@@ -88,8 +89,8 @@ impl Registry for Astray {
     async fn config(&self) -> Result<ConfigText> {
         self.registry.config().await
     }
-    async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()> {
-        self.registry.config_changed(seen).await
+    async fn config_changed(&self, known: Option<ConfigText>) -> Result<()> {
+        self.registry.config_changed(known).await
     }
     async fn list(&self) -> Result<Listing> {
         self.registry.list().await

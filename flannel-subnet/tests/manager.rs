@@ -204,7 +204,7 @@ async fn as_many_nodes_as_subnets_at_once_all_get_one_and_the_next_gets_an_error
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_key_that_cannot_be_read_is_taken() {
+async fn an_unreadable_key_is_occupied() {
     let registry = MemoryRegistry::with_config(r#"{"Network":"10.1.0.0/26","SubnetLen":28}"#);
     registry.put_raw("10.1.0.16-28", "nonsense", None);
     registry.put_raw("nonsense", "{}", None);
@@ -260,7 +260,7 @@ async fn a_renewed_lease_lives_for_ever_and_wakes_nobody() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_that_somebody_made_unreadable_is_put_back_at_the_next_renewal() {
+async fn an_unreadable_lease_is_restored_at_the_next_renewal() {
     let registry = MemoryRegistry::with_config(V4);
     let held = hold(node(&registry, 1), &attrs(&["192.0.2.1"])).await;
     let key = held.lease.subnets;
@@ -279,8 +279,8 @@ async fn a_lease_that_somebody_made_unreadable_is_put_back_at_the_next_renewal()
 async fn another_config_is_noticed_and_a_wrong_one_is_none() {
     let registry = MemoryRegistry::with_config(V4);
     let manager = node(&registry, 1);
-    let seen = manager.network_config().await.unwrap();
-    let changed = manager.config_changed(&seen);
+    let known = manager.network_config().await.unwrap();
+    let changed = manager.config_changed(&known);
     tokio::pin!(changed);
     for text in [Some("nonsense"), None, Some(V4)] {
         registry.set_config(text);
@@ -297,7 +297,7 @@ async fn another_config_is_noticed_and_a_wrong_one_is_none() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_once_taken_is_taken_again_under_a_wrong_config_and_under_none() {
+async fn a_lease_is_acquired_again_under_a_wrong_config_and_under_none() {
     let registry = MemoryRegistry::with_config("nonsense");
     let manager = node(&registry, 1);
     manager.acquire_lease(&attrs(&["192.0.2.1"])).await.unwrap_err();
@@ -313,7 +313,7 @@ async fn a_lease_once_taken_is_taken_again_under_a_wrong_config_and_under_none()
 
 /// What is built from a config, and the lease for it, are of the same one.
 #[tokio::test(start_paused = true)]
-async fn a_lease_is_taken_from_the_config_that_was_given_out() {
+async fn a_lease_is_acquired_from_the_config_that_was_handed_out() {
     let registry = MemoryRegistry::with_config(V4);
     let manager = node(&registry, 1);
     let given = manager.network_config().await.unwrap();
@@ -455,7 +455,7 @@ async fn a_revoked_holder_wins_its_subnet_back_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_others_write_over_our_attributes_is_put_back_but_what_we_publish_stays() {
+async fn foreign_attributes_are_replaced_and_published_ones_stay() {
     let registry = MemoryRegistry::with_config(V4);
     let us = attrs(&["192.0.2.1"]);
     let held = hold(node(&registry, 1), &us).await;
@@ -463,7 +463,7 @@ async fn what_others_write_over_our_attributes_is_put_back_but_what_we_publish_s
     let stored = async || registry.entry(&subnets).await.unwrap().unwrap().lease.attrs.clone();
 
     registry.put_raw(&subnets.to_string(), &other_data(&us).to_json(), grant(1));
-    until(Duration::from_secs(1), "put back", async || stored().await == us).await;
+    until(Duration::from_secs(1), "restored", async || stored().await == us).await;
 
     let current = registry.entry(&subnets).await.unwrap().unwrap().lease;
     let lease = Lease { revision: current.revision, ..held.lease.clone() };
@@ -631,7 +631,7 @@ async fn another_manager_can_go_on_holding() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_we_publish_is_ours_even_if_the_watch_is_faster_than_the_reply() {
+async fn a_publication_is_ours_even_if_the_watch_is_faster_than_the_reply() {
     let registry = MemoryRegistry::with_config(V4);
     let us = attrs(&["192.0.2.1"]);
     let held = hold(node(&registry, 1), &us).await;

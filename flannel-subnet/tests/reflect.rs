@@ -64,7 +64,7 @@ async fn a_burst_is_one_change() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_outage_changes_nothing_and_what_happened_in_it_is_caught_up_with() {
+async fn an_outage_changes_nothing_and_its_changes_come_later() {
     let registry = MemoryRegistry::new();
     put(&registry, 1).await;
     put(&registry, 2).await;

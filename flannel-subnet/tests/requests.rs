@@ -26,7 +26,7 @@ mock! {
     #[async_trait]
     impl Registry for Store {
         async fn config(&self) -> Result<ConfigText>;
-        async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()>;
+        async fn config_changed(&self, known: Option<ConfigText>) -> Result<()>;
         async fn list(&self) -> Result<Listing>;
         async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>>;
         async fn create(&self, subnets: &Subnets, attrs: &LeaseAttrs, grant: Option<LeaseGrant>) -> Result<Entry>;
@@ -84,7 +84,7 @@ async fn a_restart_with_nothing_new_to_publish_renews_and_writes_nothing() {
 }
 
 #[tokio::test]
-async fn a_reservation_that_says_it_all_already_costs_no_request() {
+async fn an_equal_reservation_costs_no_request() {
     assert_eq!(acquire(store(vec![entry(None)])).await.expires, None);
 }
 
@@ -168,7 +168,7 @@ impl Watch for Silence {
     }
 }
 
-/// Holds the lease of `entry(Some(1))` on a store whose list said once that `listed` is all there is.
+/// Holds the lease of `entry(Some(1))` on a store whose list once returned only `listed`.
 async fn hold(mut store: MockStore, listed: Vec<Entry>) -> LeaseEnd {
     store.expect_fmt().returning(|f| f.write_str("mock"));
     store.expect_list().times(1).returning(move || {
@@ -192,7 +192,7 @@ async fn a_renewal_looks_at_the_key_if_the_view_disagrees() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_was_no_owner_for_a_while_looks_at_the_key_before_it_is_one_again() {
+async fn a_node_that_lost_ownership_reads_the_key_before_it_owns_again() {
     let mut store = MockStore::new();
     let begin = tokio::time::Instant::now();
     store.expect_keep_alive().returning(move |_, _| match begin.elapsed() {

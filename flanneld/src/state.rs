@@ -62,6 +62,18 @@ mod tests {
     }
 
     #[test]
+    fn builds_before_there_were_versions_read_the_holder_id() {
+        let dir = tempfile::tempdir().unwrap();
+        let holder = holder_id(dir.path()).unwrap();
+        // Their rule: the trimmed file is 1 to 16 hexadecimal digits, and nothing else.
+        let text = fs::read_to_string(dir.path().join("mark")).unwrap();
+        let digits = text.trim();
+        assert!((1..=16).contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_hexdigit()));
+        assert_eq!(u64::from_str_radix(digits, 16), Ok(holder.0));
+        assert_eq!(fs::read_to_string(dir.path().join("version")).unwrap(), "flannel-state 1\n");
+    }
+
+    #[test]
     fn a_holder_id_is_kept_and_a_broken_one_replaced() {
         let dir = tempfile::tempdir().unwrap();
         let state = dir.path().join("new");

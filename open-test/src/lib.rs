@@ -13,7 +13,7 @@ use flannel_core::backend::{
 };
 use flannel_core::json::{FieldError, Fields};
 use flannel_core::kernel::Footprint;
-use flannel_core::lease::{LeaseAttrs, Offer};
+use flannel_core::lease::Offer;
 use flannel_core::object::{
     Addr, Fdb, Link, LinkKind, LinkName, MacAddr, Neigh, Object, Route, State, Via, Vxlan,
 };

@@ -1,4 +1,4 @@
-//! A node's lease on etcd: created, used again, taken over, ended, and told from others'.
+//! A node's lease on etcd: created, used again, taken over, ended, and distinguished from others.
 
 use std::sync::Arc;
 

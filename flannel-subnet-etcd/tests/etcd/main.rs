@@ -1,5 +1,5 @@
-//! The registry in etcd, on real etcd processes that the tests start: `etcd` in the search path, or the program
-//! that `ETCD` names.
+//! The registry in etcd, on real etcd processes that the tests start: `etcd` in the search path, or
+//! the program that `ETCD` names.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 

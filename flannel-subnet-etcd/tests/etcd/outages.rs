@@ -90,7 +90,7 @@ async fn a_repeated_request_takes_nobody_elses_doing_for_its_own() {
         conflicts(repeating().delete(&held, stale).await.unwrap_err());
     }
     assert_eq!(other.entry(&held).await.unwrap(), Some(entry));
-    // Nor another key that looks like its own, when it is told of all.
+    // Nor another key that looks like its own, in a list of all.
     let own = other.create(&key("10.1.7.0-24"), &two, None).await.unwrap();
     for _ in 0..12 {
         let repeating = registry(&["http://127.0.0.1:1".to_owned(), etcd.endpoint.clone()]);
@@ -100,7 +100,7 @@ async fn a_repeated_request_takes_nobody_elses_doing_for_its_own() {
 }
 
 #[tokio::test]
-async fn what_was_carried_out_though_its_answer_was_lost_is_found_to_be_ours() {
+async fn a_write_whose_answer_was_lost_is_found_to_be_ours() {
     let etcd = Etcd::start().await;
     let direct = registry(&etcd.endpoints());
     let proxy = Proxy::of(&etcd).await;
@@ -213,7 +213,7 @@ async fn etcd_is_down(etcd: &Etcd) -> bool {
 
 /// `ETCD_PAUSE` says for how many seconds; 3 if it says nothing.
 #[tokio::test]
-async fn etcd_stands_still_for_a_while() {
+async fn etcd_is_frozen_for_a_while() {
     let pause = std::env::var("ETCD_PAUSE")
         .map_or(3, |seconds| seconds.parse().expect("ETCD_PAUSE in seconds"));
     let etcd = Etcd::start().await;
@@ -264,14 +264,15 @@ async fn etcd_stands_still_for_a_while() {
     held.abort();
 }
 
-/// A connection that is gone without a word, as a pulled cable leaves it: nothing comes, nothing ends.
+/// A connection that is gone without a word, as a pulled cable leaves it: nothing comes, nothing
+/// ends.
 #[tokio::test]
 async fn a_dead_connection_is_noticed_within_10_seconds() {
     let etcd = Etcd::start().await;
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let endpoint = format!("http://{}", listener.local_addr().unwrap());
     let to = etcd.endpoint.trim_start_matches("http://").to_owned();
-    // Forwards until it is told to say nothing more; new connections are fine again.
+    // Forwards until a signal, then nothing more; new connections work again.
     let (cut, is_cut) = tokio::sync::watch::channel(0u32);
     tokio::spawn(async move {
         while let Ok((mut near, _)) = listener.accept().await {
@@ -294,15 +295,17 @@ async fn a_dead_connection_is_noticed_within_10_seconds() {
     cut.send(1).unwrap();
     let begin = Instant::now();
     let error = within(30, "the end of the watch", watch.next()).await.unwrap_err();
-    // The program itself takes up to 9.5 s; without a limit of its own for a reply it would be more than 25 s.
+    // The program itself takes up to 9.5 s; without a limit of its own for a reply it would be more
+    // than 25 s.
     assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
     assert!(error.to_string().contains("/coreos.com/network/subnets"), "{error}");
     create(&registry, 1).await;
-    // While it is quiet, but well, nobody hangs up. A machine that stands still for longer than a reply may take does, but not twice.
+    // While etcd is quiet but alive, no connection is closed. A machine that freezes for longer
+    // than the limit of a reply may close one, but not two.
     let quiet = async || {
         let mut watch = registry.watch(registry.list().await.unwrap().revision).await.unwrap();
         match tokio::time::timeout(Duration::from_secs(25), watch.next()).await {
-            Ok(Ok(told)) => panic!("nothing has changed: {told:?}"),
+            Ok(Ok(batch)) => panic!("nothing has changed: {batch:?}"),
             Ok(Err(error)) => Some(error),
             Err(_) => None,
         }
@@ -480,7 +483,8 @@ async fn an_etcd_restored_from_an_older_backup_is_compared_value_by_value() {
         "{:?}",
         view.origin
     );
-    // Who lists just before and watches just after the restoration waits for a revision that may never come.
+    // Who lists just before and watches just after the restoration waits for a revision that may
+    // never come.
     let mut watch = registry.watch(ahead).await.unwrap();
     assert_eq!(within(20, "the gap", watch.next()).await.unwrap(), None);
     create(&registry, 7).await;
@@ -488,7 +492,7 @@ async fn an_etcd_restored_from_an_older_backup_is_compared_value_by_value() {
 }
 
 #[tokio::test]
-async fn what_is_not_renewed_during_an_outage_ends_and_the_holder_wins_it_back() {
+async fn a_lease_ends_in_an_outage_and_its_holder_wins_it_back() {
     let mut etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     let ttl = Duration::from_secs(2);

@@ -1,4 +1,4 @@
-//! Whom we trust, who trusts us, and what is said when they do not.
+//! Certificates and users on both sides, and the errors about them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -161,7 +161,8 @@ async fn files_that_hold_nothing_are_named_at_once() {
     }
 }
 
-/// A member with users: `root`, and `flannel` who may do what flannel does. Tokens live for a second.
+/// A member with users: `root`, and `flannel` who may do what flannel does. Tokens live for a
+/// second.
 async fn member_with_users() -> Etcd {
     let etcd = Etcd::spawn("http", &["--auth-token-ttl".into(), "1".into()]);
     etcd.ready().await;
@@ -236,7 +237,7 @@ async fn tokens_that_have_run_out_are_replaced() {
     let registry = EtcdRegistry::new(user(&etcd, "flannel", "right")).unwrap();
     let created =
         registry.create(&key("10.1.5.0-24"), &attrs(&["192.0.2.5"]), grant(5)).await.unwrap();
-    // A token is used up by time alone: another client's tells when.
+    // A token ends by time alone: another client's token shows when.
     let outlived = async || {
         let mut other = etcd.client_as(Some(("flannel", "right"))).await;
         let begin = Instant::now();

@@ -28,7 +28,8 @@ fn program(name: &str) -> PathBuf {
     std::env::var_os(&variable).map_or_else(|| name.into(), PathBuf::from)
 }
 
-/// A port that nobody has, and that the system gives no connection of its own accord: a member that was killed comes back to it.
+/// A port that nobody has, and that the system gives no connection of its own accord: a member that
+/// was killed comes back to it.
 fn free_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     loop {
@@ -41,8 +42,8 @@ fn free_port() -> u16 {
     }
 }
 
-/// In memory where there is room for many members, of which each takes 128 MiB for its log: no test is about the disk, which a
-/// member waits for with each write.
+/// In memory where there is room for many members, of which each takes 128 MiB for its log: no test
+/// is about the disk, which a member waits for with each write.
 fn dir_for_data() -> TempDir {
     let memory = Path::new("/dev/shm");
     let room = statvfs(memory).is_ok_and(|fs| fs.blocks_available() * fs.fragment_size() > 4 << 30);

@@ -39,7 +39,7 @@ async fn suite(prefix: &str, clean: &str) {
 
 /// compat.md's facts about Go flannel: these bytes and no others.
 #[tokio::test]
-async fn what_is_stored_is_go_flannels_byte_for_byte() {
+async fn keys_and_values_are_go_flannels_byte_for_byte() {
     let etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     let golden = [
@@ -89,7 +89,7 @@ async fn what_is_stored_is_go_flannels_byte_for_byte() {
 }
 
 #[tokio::test]
-async fn what_go_writes_is_read() {
+async fn go_flannels_annotations_are_read() {
     let etcd = Etcd::start().await;
     let mut client = etcd.client().await;
     let lease = client.lease_grant(86_400, None).await.unwrap().id();
@@ -154,10 +154,10 @@ async fn more_leases_than_fit_into_4_mib_are_one_request() {
     assert_eq!(registry.list().await.unwrap().entries.len(), 4800);
     // And so they come through a watch from the beginning.
     let mut watch = registry.watch(Revision(1)).await.unwrap();
-    let mut seen = 0;
+    let mut count = 0;
     within(30, "all changes", async {
-        while seen < 4800 {
-            seen += watch.next().await.unwrap().expect("no gap").events.len();
+        while count < 4800 {
+            count += watch.next().await.unwrap().expect("no gap").events.len();
         }
     })
     .await;
@@ -256,8 +256,8 @@ async fn the_config_is_named_and_its_deletion_is_a_change() {
     etcd.put(&format!("{PREFIX}/config"), "nonsense").await;
     let error = node(&registry, 1).network_config().await.unwrap_err().to_string();
     assert!(error.contains("/coreos.com/network/config"), "{error}");
-    let seen = registry.config().await.unwrap();
-    let changed = registry.config_changed(Some(seen));
+    let known = registry.config().await.unwrap();
+    let changed = registry.config_changed(Some(known));
     tokio::pin!(changed);
     assert!(futures_pending(&mut changed).await, "nothing has changed");
     etcd.client().await.delete(format!("{PREFIX}/config"), None).await.unwrap();
@@ -272,7 +272,7 @@ async fn futures_pending(
 }
 
 #[tokio::test]
-async fn events_say_who_holds_what() {
+async fn events_have_the_holder_of_each_key() {
     let etcd = Etcd::start().await;
     let registry = registry(&etcd.endpoints());
     let mut watch = registry.watch(registry.list().await.unwrap().revision).await.unwrap();

@@ -48,8 +48,8 @@ pub(crate) async fn answer(
 
 /// The answer; `None`: there is never one.
 ///
-/// Who learns that a request was counted can rely on it that faults that are made from then on do not concern it, and that a watch
-/// hears: to count it and to decide on it is one step.
+/// Who learns that a request was counted can rely on it that faults that are made from then on do
+/// not concern it, and that a watch hears: to count it and to decide on it is one step.
 fn decide(
     shared: &Arc<Shared>,
     client: &[CertificateDer<'_>],
@@ -136,7 +136,8 @@ fn refuse(shared: &Shared, client: &[CertificateDer<'_>], request: &Parts) -> Op
     forbidden.then(|| {
         let user = "system:serviceaccount:kube-flannel:flannel";
         let text = format!(
-            "{resource} is forbidden: User {user:?} cannot {verb} resource {resource:?} in API group \"\" at the cluster scope"
+            "{resource} is forbidden: User {user:?} cannot {verb} resource {resource:?} in API \
+             group \"\" at the cluster scope"
         );
         status(StatusCode::FORBIDDEN, &text)
     })
@@ -162,7 +163,8 @@ fn rbac(request: &Parts) -> (&'static str, &'static str) {
 fn list(shared: &Shared, query: &BTreeMap<String, String>) -> Answer {
     let refused = |text: &str| violation(shared, StatusCode::BAD_REQUEST, text);
     let get = |name: &str| query.get(name).map(String::as_str);
-    // The version that the answer must have; it comes from the server's cache then, which knows no pages.
+    // The version that the answer must have; it comes from the server's cache then, which knows no
+    // pages.
     let least = match (get("resourceVersion"), get("resourceVersionMatch")) {
         (Some(_), _) if get("continue").is_some() => {
             return refused("a list that goes on takes no resourceVersion");
@@ -285,7 +287,7 @@ fn patch(shared: &Shared, name: &str, request: &Parts, body: &Bytes) -> Answer {
             return missing("nodes", name);
         }
         let patched = store.patch(name, &patch);
-        // Whoever sees what it did finds it among the patches.
+        // A client that sees its effect finds it among the patches.
         if patched.is_ok() {
             lock(&shared.patches).push(patch.clone());
         }

@@ -1,5 +1,6 @@
-//! Whose certificate a client of the test server shows. The handshake takes any, and requests of those whom
-//! nobody knows are refused, which is how a real API server does it, unless the test wants the handshake to fail.
+//! Whose certificate a client of the test server shows. The handshake takes any, and requests of
+//! those whom nobody knows are refused, which is how a real API server does it, unless the test
+//! wants the handshake to fail.
 
 use std::sync::Arc;
 
@@ -11,7 +12,8 @@ use rustls::{CertificateError, DigitallySignedStruct, DistinguishedName, Error, 
 
 use super::{Shared, lock};
 
-/// Any client that has the key of its certificate, or has none; only those who are known, if the server refuses by alert.
+/// Any client that has the key of its certificate, or has none; only those who are known, if the
+/// server refuses by alert.
 #[derive(Debug)]
 pub(crate) struct Clients(pub(crate) Arc<Shared>);
 

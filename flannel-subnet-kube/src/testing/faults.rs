@@ -36,7 +36,8 @@ pub struct Held {
 }
 
 impl Held {
-    /// Whether there is such a request by now. Until then whoever asks has come no further than to it.
+    /// Whether there is such a request by now. Until then whoever asks has come no further than to
+    /// it.
     pub fn is_there(&self) -> bool {
         *self.is_there.borrow()
     }
@@ -67,7 +68,7 @@ pub(crate) struct Faults {
     pub(crate) no_cache: bool,
     /// Lists that may come from the cache are never answered.
     pub(crate) cache_blocks: bool,
-    /// What stands before the server answers with this status.
+    /// A proxy before the server answers with this status.
     pub(crate) proxy: Option<u16>,
     /// Verbs and resources that the account may not use.
     pub(crate) forbidden: BTreeSet<(String, String)>,
@@ -90,8 +91,9 @@ impl ApiServer {
         lock(&self.shared.faults).gone = count;
     }
 
-    /// The next request that contains this text is held until what is returned is dropped: counted and decided on only then. Who asks
-    /// can come no further meanwhile, however long a test takes to make what the answer is to meet. Only one is held.
+    /// The next request that contains this text is held until what is returned is dropped: counted
+    /// and decided on only then. Who asks can come no further meanwhile, however long a test takes
+    /// to make what the answer is to meet. Only one is held.
     pub fn hold(&self, text: &str) -> Held {
         let ((there, is_there), (keeps, opens)) = (watch::channel(false), watch::channel(()));
         lock(&self.shared.faults).gate =
@@ -109,17 +111,20 @@ impl ApiServer {
         lock(&self.shared.faults).cut_lists = count;
     }
 
-    /// Lists that the server's cache may answer are refused (504) from now on, or no longer, as if it came to no version that is asked for.
+    /// Lists that the server's cache may answer are refused (504) from now on, or no longer, as if
+    /// it came to no version that is asked for.
     pub fn fail_cached_lists(&self, fail: bool) {
         lock(&self.shared.faults).no_cache = fail;
     }
 
-    /// Lists that the server's cache may answer are not answered at all from now on, or no longer, as if it were not ready.
+    /// Lists that the server's cache may answer are not answered at all from now on, or no longer,
+    /// as if it were not ready.
     pub fn block_cached_lists(&self, block: bool) {
         lock(&self.shared.faults).cache_blocks = block;
     }
 
-    /// A load balancer before the server answers in its place from now on, with this status and a page of its own; `None`: no longer.
+    /// A load balancer before the server answers in its place from now on, with this status and a
+    /// page of its own; `None`: no longer.
     pub fn stand_before(&self, status: Option<u16>) {
         lock(&self.shared.faults).proxy = status;
     }
@@ -145,7 +150,8 @@ impl ApiServer {
         self.cut(Cut::Clean);
     }
 
-    /// Only clients with a certificate that this CA, in PEM, has signed are known from now on; watches that are open end.
+    /// Only clients with a certificate that this CA, in PEM, has signed are known from now on;
+    /// watches that are open end.
     ///
     /// # Panics
     /// It is no certificate.
@@ -160,7 +166,8 @@ impl ApiServer {
         self.cut(Cut::Clean);
     }
 
-    /// Clients who are not known are refused in the handshake from now on, as proxies do it, and not request by request.
+    /// Clients who are not known are refused in the handshake from now on, as proxies do it, and
+    /// not request by request.
     pub fn refuse_by_alert(&self) {
         lock(&self.shared.faults).by_alert = true;
     }
@@ -170,7 +177,8 @@ impl ApiServer {
         self.shared.cuts.send_modify(|(count, cut)| (*count, *cut) = (*count + 1, how));
     }
 
-    /// Creates a node, or replaces it, and ends the watches that are open in the same breath: they learn both at once.
+    /// Creates a node, or replaces it, and ends the watches that are open in the same breath: they
+    /// learn both at once.
     ///
     /// # Panics
     /// `node` is no JSON object.
@@ -179,12 +187,12 @@ impl ApiServer {
         self.cut(how);
     }
 
-    /// Creates a node, or replaces it; watches, and lists that need not be the latest, learn of that and of whatever follows only
-    /// [later](Self::show_all).
+    /// Creates a node, or replaces it; watches, and lists that need not be the latest, learn of
+    /// that and of whatever follows only [later](Self::show_all).
     ///
     /// # Panics
     /// `node` is no JSON object.
-    pub fn put_node_unseen(&self, name: &str, node: Value) {
+    pub fn put_node_without_event(&self, name: &str, node: Value) {
         let mut store = lock(&self.shared.store);
         store.delay();
         store.put(name, node);

@@ -19,9 +19,11 @@ pub(crate) struct Store {
     /// Versions up to this one are too old to watch from, or to go on listing at.
     pub(crate) forgotten: u64,
     pub(crate) events: VecDeque<(u64, Bytes)>,
-    /// What the server's cache knows, if that is late: watches and lists that it may answer see no more.
+    /// What the server's cache knows, if that is late: watches and lists that it may answer see no
+    /// more.
     pub(crate) late: Option<(Nodes, u64)>,
-    /// Lists that were begun: by token, the nodes as they were, the version, and the last name that was listed.
+    /// Lists that were begun: by token, the nodes as they were, the version, and the last name that
+    /// was listed.
     pub(crate) lists: HashMap<String, (Nodes, u64, String)>,
 }
 
@@ -109,7 +111,7 @@ impl Store {
     pub(crate) fn forget(&mut self) {
         self.events.clear();
         self.lists.clear();
-        // A version that nobody has seen yet.
+        // A version that no client knows yet.
         self.version += 1;
         self.forgotten = self.version - 1;
     }

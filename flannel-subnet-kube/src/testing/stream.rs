@@ -125,8 +125,8 @@ fn error(code: StatusCode) -> Bytes {
 fn since(shared: &Shared, at: u64) -> Vec<(u64, Bytes)> {
     let store = lock(&shared.store);
     let from = store.events.partition_point(|(version, _)| *version <= at);
-    let seen = store.late.as_ref().map_or(u64::MAX, |(_, version)| *version);
-    store.events.range(from..).take_while(|(version, _)| *version <= seen).cloned().collect()
+    let last = store.late.as_ref().map_or(u64::MAX, |(_, version)| *version);
+    store.events.range(from..).take_while(|(version, _)| *version <= last).cloned().collect()
 }
 
 /// Sends the last events and the end in one piece.

@@ -1,4 +1,5 @@
-//! Who we are by a client certificate, in files and in the kubeconfig itself; and another one when that is known no more.
+//! Who we are by a client certificate, in files and in the kubeconfig itself; and another one when
+//! that is known no more.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -71,7 +72,7 @@ fn write(fixture: &Fixture, of: &Authority) {
 }
 
 #[tokio::test]
-async fn a_client_certificate_says_who_we_are() {
+async fn a_client_certificate_identifies_the_node() {
     let (fixture, clients) = (Fixture::new(V4), Authority::new());
     let (server, ca) = server(&clients);
     let (certificate, key) = clients.sign();
@@ -164,9 +165,10 @@ async fn none_where_the_handshake_wants_a_client_certificate_is_refused() {
     );
 }
 
-/// Who ends the handshake says why in a byte. That a certificate is at fault is reported only where that is what it says.
+/// Who ends the handshake says why in a byte. That a certificate is at fault is reported only where
+/// that is what it says.
 #[tokio::test]
-async fn an_alert_is_reported_as_what_it_says() {
+async fn a_tls_alert_is_reported_with_its_meaning() {
     let (fixture, ca) =
         (Fixture::new(V4), rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap());
     let (ours, terms) =
@@ -192,7 +194,8 @@ async fn an_alert_is_reported_as_what_it_says() {
         let server = async {
             loop {
                 let (mut connection, _) = listener.accept().await.unwrap();
-                // Its greeting is read to the end: what is unread makes the end a reset, which may overtake the alert.
+                // Its greeting is read to the end: what is unread makes the end a reset, which may
+                // overtake the alert.
                 let mut head = [0; 5];
                 connection.read_exact(&mut head).await.unwrap();
                 let mut greeting = vec![0; usize::from(u16::from_be_bytes([head[3], head[4]]))];
@@ -215,9 +218,9 @@ async fn an_alert_is_reported_as_what_it_says() {
     }
 }
 
-/// Whoever makes kubeconfigs from a template has such, and to client-go they are not there.
+/// Templates leave such fields, and client-go treats them as absent.
 #[tokio::test]
-async fn what_is_empty_in_a_kubeconfig_is_not_there() {
+async fn empty_fields_of_a_kubeconfig_count_as_absent() {
     let (fixture, clients) = (Fixture::new(V4), Authority::new());
     let (server, ca) = server(&clients);
     write(&fixture, &clients);

@@ -49,7 +49,7 @@ async fn the_condition_follows_the_reports() {
 }
 
 #[tokio::test]
-async fn what_an_earlier_boot_said_is_withdrawn_and_nothing_else() {
+async fn only_the_condition_of_an_earlier_boot_is_withdrawn() {
     let fixture = Fixture::new(V4);
     let (manager, _views) = fixture.following().await;
     let condition = || fixture.server.condition("me", "NetworkUnavailable");

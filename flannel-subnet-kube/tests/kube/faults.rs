@@ -38,13 +38,14 @@ async fn a_watch_that_is_cut_goes_on_where_it_was() {
 }
 
 #[tokio::test]
-async fn what_happened_behind_a_version_that_is_too_old_is_listed() {
+async fn a_version_that_is_too_old_leads_to_a_list() {
     let fixture = Fixture::new(V4);
     put(&fixture, 2);
     let (_manager, views) = fixture.following().await;
     for how in [Cut::Gone, Cut::MidEvent] {
         until(|| fixture.server.count("watch=") > 0).await;
-        // The watch that is begun anew finds its version too old, or the one that is open reports so.
+        // The watch that is begun anew finds its version too old, or the one that is open reports
+        // so.
         fixture.server.refuse_watches(if how == Cut::Gone { 0 } else { 3 });
         let before = lists(&fixture);
         fixture.server.cut(how);
@@ -61,7 +62,7 @@ async fn what_happened_behind_a_version_that_is_too_old_is_listed() {
 }
 
 #[tokio::test]
-async fn what_comes_with_the_end_of_a_watch_is_shown() {
+async fn the_last_events_of_a_watch_are_published() {
     let fixture = Fixture::new(V4);
     let (_manager, views) = fixture.following().await;
     for (n, how) in (2..).zip([Cut::Error(500), Cut::Error(504), Cut::MidEvent, Cut::Clean]) {
@@ -153,8 +154,8 @@ async fn a_version_that_the_server_does_not_come_to_is_given_up() {
     assert_eq!(fixture.server.count("limit="), 2);
 }
 
-/// The next list that the server's cache is to answer, after this one: its answer waits, so that nothing else is asked, however slow
-/// the machine is.
+/// The next list that the server's cache is to answer, after this one: its answer waits, so that
+/// nothing else is asked, however slow the machine is.
 async fn again(fixture: &Fixture, held: Held) -> Held {
     until(|| held.is_there()).await;
     let next = fixture.server.hold("NotOlderThan");
@@ -175,7 +176,7 @@ async fn an_outage_however_long_leads_nobody_to_the_servers_store() {
         fixture.server.refuse_watches(1);
         fixture.server.fail_cached_lists(true);
         fixture.server.cut(Cut::Gone);
-        // What the server itself said before the outage does not count after it.
+        // An answer of the server from before the outage does not count after it.
         until(|| asked() > before).await;
         fixture.server.stand_before(Some(status));
         fixture.server.fail_cached_lists(false);

@@ -18,7 +18,7 @@ fn annotations(fixture: &Fixture, node: &str) -> Value {
 }
 
 #[tokio::test]
-async fn a_lease_is_the_pod_cidr_and_what_go_flannel_writes() {
+async fn a_lease_is_the_pod_cidr_and_go_flannels_annotations() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("me", blank(&["10.1.5.0/24", "fd00:0:0:5::/64"]));
     let manager = fixture.manager("me").await;
@@ -91,7 +91,7 @@ async fn addresses_that_the_node_prescribes_are_hints_and_overwrites_are_publish
 }
 
 #[tokio::test]
-async fn an_overwrite_that_is_taken_away_is_published_no_longer() {
+async fn a_removed_overwrite_is_not_published_any_more() {
     let set = |fixture: &Fixture, overwrite: Option<&str>| {
         fixture.server.modify("me", |node| {
             node["metadata"]["annotations"][format!("{PREFIX}public-ip-overwrite")] =
@@ -128,7 +128,7 @@ async fn an_overwrite_that_is_taken_away_is_published_no_longer() {
 }
 
 #[tokio::test]
-async fn an_overwrite_that_is_no_address_is_reported_and_keeps_nothing_from_being_put_back() {
+async fn a_wrong_overwrite_is_reported_and_does_not_prevent_repairs() {
     let fixture = Fixture::new(V4);
     let (manager, _) = fixture.following().await;
     let held = manager.acquire_lease(&vxlan()).await.unwrap();
@@ -288,7 +288,7 @@ async fn a_lease_stays_in_force_while_none_can_be_made_of_the_node() {
         let error = fixture.manager("me").await.acquire_lease(&others).await.unwrap_err();
         assert!(matches!(error, Error::NotReady { .. }), "{error:?}");
     }
-    // Whoever holds it publishes it once there is something to publish it on.
+    // The holder publishes it when the node exists.
     let kept = manager.acquire_lease(&others).await.unwrap();
     let story = async {
         fixture.server.put_node("me", node);
@@ -371,7 +371,7 @@ async fn pod_cidrs_from_which_no_lease_can_be_made_lose_it_and_do_not_move_it() 
 }
 
 #[tokio::test]
-async fn what_somebody_removes_or_changes_is_put_back() {
+async fn removed_or_changed_annotations_are_restored() {
     let fixture = Fixture::new(V4);
     let (manager, _) = fixture.following().await;
     let held = manager.acquire_lease(&vxlan()).await.unwrap();
@@ -412,7 +412,8 @@ async fn what_somebody_removes_or_changes_is_put_back() {
     assert!(patches <= 6, "{patches} patches");
 }
 
-/// Whether Go flannel takes notice of an update in dual stack: only if texts of both families are others.
+/// Whether Go flannel takes notice of an update in dual stack: only if texts of both families are
+/// others.
 fn go_notices(before: &Value, after: &Value) -> bool {
     let differ = |names: [&str; 3]| {
         names
@@ -446,7 +447,7 @@ async fn in_dual_stack_go_flannel_takes_notice_of_a_change_of_one_family() {
             held = manager.publish(&held, &wanted).await.unwrap();
             let after = annotations(&fixture, "me");
             assert!(go_notices(&before, &after), "{before} {after}");
-            // What is said is the same: to our own nodes, to Go's, and to one that takes over this node.
+            // All read the same: our own nodes, Go's, and one that takes over this node.
             assert_eq!(held.attrs, wanted);
             until(|| {
                 views.borrow().leases.get(&held.subnets).is_some_and(|lease| lease.attrs == wanted)
@@ -474,7 +475,7 @@ async fn in_dual_stack_go_flannel_takes_notice_of_a_change_of_one_family() {
             );
             before = after;
         }
-        // What somebody changed of one family is put back for Go's nodes, too.
+        // A foreign change of one family is reverted for Go's nodes, too.
         let story = async {
             fixture.server.modify("me", |node| {
                 node["metadata"]["annotations"]["flannel.alpha.coreos.com/public-ip"] =
@@ -519,8 +520,8 @@ async fn a_watch_that_comes_late_neither_loses_nor_moves_a_lease() {
     for old in [blank(&["10.1.9.0/24"]), blank(&[])] {
         fixture.server.put_node("me", old);
         let (manager, views) = fixture.following().await;
-        // Nobody who watches learns that, but whoever asks.
-        fixture.server.put_node_unseen("me", blank(&["10.1.1.0/24"]));
+        // A watch does not show that, but a request does.
+        fixture.server.put_node_without_event("me", blank(&["10.1.1.0/24"]));
         let held = manager.acquire_lease(&vxlan()).await.unwrap();
         assert_eq!(held.subnets.to_string(), "10.1.1.0-24");
         let ownership = manager.ownership();

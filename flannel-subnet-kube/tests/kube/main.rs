@@ -1,4 +1,5 @@
-//! The manager against a strict API server: what it publishes, what it reads, and what it does when things go wrong.
+//! The manager against a strict API server: what it publishes, what it reads, and what it does when
+//! things go wrong.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 

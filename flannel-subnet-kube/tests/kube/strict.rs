@@ -9,7 +9,7 @@ use crate::fixture::{PREFIX, blank};
 
 const STRATEGIC: &str = "application/strategic-merge-patch+json";
 
-/// Sends one request, byte by byte what is said here: the status of the answer.
+/// Sends exactly these bytes as one request, and returns the status of the answer.
 fn ask(server: &ApiServer, method: &str, path: &str, kind: &str, body: &str) -> u16 {
     let url = server.url();
     let mut connection = TcpStream::connect(url.strip_prefix("http://").unwrap()).unwrap();
@@ -25,7 +25,7 @@ fn ask(server: &ApiServer, method: &str, path: &str, kind: &str, body: &str) -> 
 }
 
 #[test]
-fn what_flannel_must_not_ask_is_refused_and_remembered() {
+fn a_request_that_flannel_must_not_send_is_refused_and_recorded() {
     let server = ApiServer::new();
     server.put_node("me", blank(&["10.1.1.0/24"]));
     let patch = format!(r#"{{"metadata":{{"annotations":{{"{PREFIX}backend-type":"vxlan"}}}}}}"#);

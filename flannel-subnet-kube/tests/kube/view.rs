@@ -114,7 +114,7 @@ async fn heartbeats_wake_nobody() {
 }
 
 #[tokio::test]
-async fn of_thousands_what_went_meanwhile_is_gone() {
+async fn of_thousands_the_nodes_deleted_during_an_outage_are_gone() {
     let fixture = Fixture::new(V4);
     let many = |from: u32| {
         (from..from + 1201).map(|n| {
@@ -140,12 +140,12 @@ async fn of_thousands_what_went_meanwhile_is_gone() {
 
 /// As when a daemon starts anew and meets an API server that has not yet heard of the last nodes.
 #[tokio::test]
-async fn what_a_late_server_remembers_is_not_taken_for_what_is() {
+async fn the_state_of_a_late_server_is_not_used() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
     fixture.server.put_node("old", peer("10.1.2.0/24", "192.0.2.2", "0a:00:00:00:00:02"));
     let new = peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03");
-    fixture.server.put_node_unseen("new", new);
+    fixture.server.put_node_without_event("new", new);
     fixture.server.heartbeat("me");
     let manager = fixture.manager("me").await;
     let views = manager.watch_leases().await.unwrap();
@@ -163,9 +163,9 @@ async fn what_a_late_server_remembers_is_not_taken_for_what_is() {
     assert_eq!(fixture.server.count("limit="), 0, "the server's store is spared");
 }
 
-/// As when the server is cut off from its store's news, or its cache has got stuck.
+/// As if the server got no changes from its store, or its cache was stuck.
 #[tokio::test]
-async fn a_server_that_stays_behind_is_asked_for_what_its_store_holds() {
+async fn a_server_with_a_late_cache_lists_from_its_store() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
     let many = (0..600).map(|n| {
@@ -173,7 +173,9 @@ async fn a_server_that_stays_behind_is_asked_for_what_its_store_holds() {
         (format!("node-{n}"), peer(&cidr, "192.0.2.9", "0a:00:00:00:00:02"))
     });
     fixture.server.fill(many);
-    fixture.server.put_node_unseen("new", peer("10.1.250.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
+    fixture
+        .server
+        .put_node_without_event("new", peer("10.1.250.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
     fixture.server.heartbeat("me");
     let manager = fixture.manager("me").await;
     let first = fixture.server.hold("NotOlderThan");
@@ -182,7 +184,8 @@ async fn a_server_that_stays_behind_is_asked_for_what_its_store_holds() {
     let second = fixture.server.hold("NotOlderThan");
     drop(first);
     until(|| second.is_there()).await;
-    // And it goes on to be, until its answer has come: the machine's slowness is no time that has passed.
+    // And it goes on to be, until its answer has come: the machine's slowness is no time that has
+    // passed.
     assert_eq!(fixture.server.count("limit="), 0, "it is waited for");
     tokio::time::pause();
     tokio::time::advance(Duration::from_secs(11)).await;
@@ -190,7 +193,7 @@ async fn a_server_that_stays_behind_is_asked_for_what_its_store_holds() {
     drop(second);
     until(|| views.borrow().leases.len() == 601).await;
     assert_eq!((fixture.server.count("limit=500"), fixture.server.count("continue=")), (2, 1));
-    // The watch goes on from there, once the server hears of news.
+    // The watch continues from there when the server gets changes.
     until(|| fixture.server.count("watch=") == 1).await;
     fixture.server.delete_node("new");
     fixture.server.show_all();
@@ -204,7 +207,9 @@ async fn without_a_node_of_its_own_the_first_list_is_the_latest() {
     fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
     let manager = fixture.manager("me").await;
     manager.network_config().await.unwrap();
-    fixture.server.put_node_unseen("new", peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
+    fixture
+        .server
+        .put_node_without_event("new", peer("10.1.3.0/24", "192.0.2.3", "0a:00:00:00:00:03"));
     fixture.server.delete_node("me");
     let views = manager.watch_leases().await.unwrap();
     until(|| leases(&views.borrow()) == ["10.1.3.0-24 vxlan 192.0.2.3"]).await;

@@ -37,7 +37,7 @@ async fn no_api_server() {
 }
 
 #[tokio::test]
-async fn what_says_where_it_is_is_wrong() {
+async fn wrong_options_for_the_server_are_reported() {
     let fixture = Fixture::new(V4);
     let open = async |change: &dyn Fn(&mut KubeOptions)| {
         let mut options = fixture.options("me");
@@ -141,7 +141,7 @@ async fn a_certificate_of_another_ca() {
 }
 
 #[tokio::test]
-async fn forbidden_says_which_verb_on_which_resource() {
+async fn a_forbidden_request_is_reported_with_verb_and_resource() {
     let fixture = Fixture::new(V4);
     fixture.server.put_node("me", blank(&["10.1.1.0/24"]));
     let manager = fixture.manager("me").await;
@@ -169,13 +169,13 @@ async fn forbidden_says_which_verb_on_which_resource() {
     in_pod.hints().await.unwrap();
     fixture.server.forbid("list", "nodes");
     let views = manager.watch_leases().await.unwrap();
-    let told = |text: &str| {
+    let reported = |text: &str| {
         manager.store_status().last_error.is_some_and(|(error, _)| error.contains(text))
     };
-    until(|| told("the verb \"list\" on the resource \"nodes\"")).await;
+    until(|| reported("the verb \"list\" on the resource \"nodes\"")).await;
     fixture.server.permit_all();
     fixture.server.forbid("watch", "nodes");
-    until(|| told("the verb \"watch\" on the resource \"nodes\"")).await;
+    until(|| reported("the verb \"watch\" on the resource \"nodes\"")).await;
     fixture.server.permit_all();
     until(|| manager.store_status().last_error.is_none() && views.borrow().leases.is_empty()).await;
 }
@@ -246,7 +246,7 @@ async fn the_network_config() {
     let config = manager.network_config().await.unwrap();
     assert_eq!(manager.store_status().wrong_config, None);
     manager.acquire_lease(&vxlan()).await.unwrap();
-    // Pods do not survive other networks; another backend is news.
+    // Pods do not survive other networks; another backend is a change.
     fixture.write_config(r#"{"Network":"10.2.0.0/16","Backend":{"Type":"host-gw"}}"#);
     let changed = crate::fixture::wait(manager.config_changed(&config)).await.unwrap();
     assert_eq!(
@@ -257,7 +257,7 @@ async fn the_network_config() {
 }
 
 #[tokio::test]
-async fn a_name_is_what_the_identity_says() {
+async fn the_name_comes_from_the_identity() {
     let fixture = Fixture::new(V4);
     let pod = NodeIdentity::Pod { namespace: "a".into(), name: "b".into() };
     let manager =

@@ -1,4 +1,5 @@
-//! A node's own clocks: boot time that runs a little fast or slow, and a time of day that people set.
+//! A node's own clocks: boot time that runs a little fast or slow, and a time of day that people
+//! set.
 
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};

@@ -1,12 +1,13 @@
 //! A deterministic simulation of many nodes on one store.
 //!
-//! Whatever happens (lost, late and repeated requests, crashes with and without state, partitions, suspended
-//! machines, clocks that jump and drift, a store that restarts, operators who delete, reserve and overwrite):
-//! no two nodes ever own overlapping subnets, a node that comes back gets its subnet back unless somebody else
-//! had it meanwhile, no lease ends without a reason, and once it is calm everybody who can get a subnet has one
-//! and all views equal the store.
+//! Whatever happens (lost, late and repeated requests, crashes with and without state, partitions,
+//! suspended machines, clocks that jump and drift, a store that restarts, operators who delete,
+//! reserve and overwrite): no two nodes ever own overlapping subnets, a node that comes back gets
+//! its subnet back unless somebody else had it meanwhile, no lease ends without a reason, and once
+//! it is calm everybody who can get a subnet has one and all views equal the store.
 //!
-//! `FLANNEL_SIM_SEEDS=n` runs that many seeds, `FLANNEL_SIM_SEED=n` one, and prints what happened in it.
+//! `FLANNEL_SIM_SEEDS=n` runs that many seeds, `FLANNEL_SIM_SEED=n` one, and prints what happened
+//! in it.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 

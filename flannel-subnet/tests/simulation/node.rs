@@ -1,4 +1,5 @@
-//! One node: a machine with clocks and a disk, and a daemon on it that is started again whenever it ends.
+//! One node: a machine with clocks and a disk, and a daemon on it that is started again whenever it
+//! ends.
 
 use std::future::Future;
 use std::pin::pin;
@@ -146,8 +147,9 @@ impl Node {
         self.hold(store, &run, &manager, lease.clone(), since).await;
     }
 
-    /// A node that comes back gets what it had, unless somebody else had it meanwhile; or, where that was deleted,
-    /// what the store holds under its holder ID: a late write of an earlier run. Returns since when it has the lease.
+    /// A node that comes back gets what it had, unless somebody else had it meanwhile; or, where
+    /// that was deleted, what the store holds under its holder ID: a late write of an earlier run.
+    /// Returns since when it has the lease.
     fn judge_acquired(
         &self,
         store: &SharedStore,
@@ -223,7 +225,8 @@ impl Node {
         stats.note(|| format!("{run:?} held {subnets} until {end:?}"));
         let justified = match end {
             Ok(LeaseEnd::Deleted) => stats.was_robbed(run, subnets),
-            // A reservation has no holder: a late write of our own there looks like somebody else's.
+            // A reservation has no holder: a late write of our own there looks like somebody
+            // else's.
             Ok(LeaseEnd::Taken { by }) if by.ends_with("as a reservation") => true,
             Ok(LeaseEnd::Taken { .. }) => stats.others_wrote(self.id, subnets, since),
             Ok(LeaseEnd::Expired) => true,

@@ -1,7 +1,8 @@
 //! The one store of all nodes, and the stats that the invariants are checked by.
 //!
-//! What takes a subnet from a node against the rules of leases (an operator who deletes
-//! or overwrites its key) *robs* the node. It may call itself the owner until it notices; everybody else may not.
+//! What takes a subnet from a node against the rules of leases (an operator who deletes or
+//! overwrites its key) *robs* the node. It may call itself the owner until it notices; everybody
+//! else may not.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv6Addr};
@@ -61,7 +62,7 @@ pub(crate) struct StoreStats {
     /// The run that each node is in, if any.
     pub(crate) running: BTreeMap<usize, Run>,
     robbed: BTreeSet<(usize, u64, Subnets)>,
-    /// The same, whatever was written since: a late write of its own does not undo what a node has seen.
+    /// The same, whatever was written later: a node's own late write does not undo its knowledge.
     ever_robbed: BTreeSet<(usize, u64, Subnets)>,
     /// What somebody deleted, by key and `since`: whatever else is gone has expired.
     deleted: BTreeSet<(Subnets, Revision)>,
@@ -141,7 +142,8 @@ impl Store {
         })
     }
 
-    /// How many subnets there are to hand out under the config that is in force at the end, the first.
+    /// How many subnets there are to hand out under the config that is in force at the end, the
+    /// first.
     pub(crate) fn network(&self) -> &Config {
         &self.parsed[0]
     }
@@ -163,7 +165,7 @@ impl Store {
         self.registry.entry(subnets).await.ok().flatten()
     }
 
-    /// Whoever has the lease is about to lose it by no fault of its own.
+    /// The holder of the lease will lose it without a fault of its own.
     fn rob(&self, entry: &Entry) {
         let mut stats = self.stats();
         stats.deleted.insert((entry.lease.subnets, entry.lease.since));
@@ -272,7 +274,8 @@ impl Store {
         if result.is_ok()
             && let Some(entry) = before
         {
-            // Only the node itself deletes at the right revision, if perhaps later than it would like to.
+            // Only the node itself deletes at the right revision, if perhaps later than it would
+            // like to.
             self.rob(&entry);
         } else if self.broken == Some(Broken::Delete)
             && matches!(result, Err(Error::Conflict { .. }))

@@ -179,8 +179,8 @@ impl Registry for Transport {
         self.call("config", TTL, |way| async move { way.store.registry.config().await }).await
     }
 
-    async fn config_changed(&self, seen: Option<ConfigText>) -> Result<()> {
-        self.store.registry.config_changed(seen).await
+    async fn config_changed(&self, known: Option<ConfigText>) -> Result<()> {
+        self.store.registry.config_changed(known).await
     }
 
     async fn list(&self) -> Result<Listing> {

@@ -36,7 +36,7 @@ pub(crate) fn simulate(seed: u64, broken: Option<Broken>, trace: bool) -> Outcom
         .build()
         .unwrap();
     runtime.block_on(async {
-        // From the first timer on, time stands at whole milliseconds of the runtime's own.
+        // From the first timer on, time is at whole milliseconds of the runtime's own.
         sleep(Duration::from_millis(1)).await;
         let store = Arc::new(Store::new(configs(), broken, trace));
         let mut world = World::new(store);
@@ -50,7 +50,8 @@ pub(crate) fn simulate(seed: u64, broken: Option<Broken>, trace: bool) -> Outcom
     })
 }
 
-/// Two networks that overlap, of about as many subnets as there are nodes: whatever is freed is taken at once.
+/// Two networks that overlap, of about as many subnets as there are nodes: whatever is freed is
+/// taken at once.
 fn configs() -> Vec<String> {
     let family = fastrand::u8(..3);
     let total = fastrand::usize(NODES - 3..NODES + 6);

@@ -1,0 +1,246 @@
+//! The attributes of a lease: the offers of its node, and their form in a store.
+
+use std::borrow::Cow;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use serde::Serialize;
+use serde_json::value::RawValue;
+
+use super::Subnets;
+use crate::address::{Dual, Subnet};
+use crate::json::{FieldError, Fields, compact};
+
+/// One way to reach a node: the backend that it offers, with the addresses and the data that the
+/// backend of a peer needs.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Offer {
+    /// The backend type, exactly: `vxlan`, `host-gw`, …; empty for `udp` and `alloc`.
+    pub kind: Cow<'static, str>,
+    /// The addresses that peers send traffic to, per family. The store writes an absent IPv4
+    /// address as `0.0.0.0`.
+    pub public: Dual<IpAddr>,
+    /// The backend's own data per family, as compact JSON text.
+    pub data: Dual<Box<str>>,
+}
+
+/// One family of a lease: the destination of packets for `subnet`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Endpoint<'a> {
+    /// The pod addresses.
+    pub subnet: Subnet,
+    /// The node's public address of the subnet's family, if it published one.
+    pub public: Option<IpAddr>,
+    /// The backend's data for this family (compact JSON), if any.
+    pub data: Option<&'a str>,
+}
+
+impl Offer {
+    /// One endpoint per family of `subnets`: no backend needs a second code path for IPv6.
+    pub fn endpoints<'a>(&'a self, subnets: &'a Subnets) -> impl Iterator<Item = Endpoint<'a>> {
+        subnets.iter().map(|subnet| Endpoint {
+            subnet,
+            public: self.public[subnet.family()],
+            data: self.data[subnet.family()].as_deref(),
+        })
+    }
+
+    /// The fields of this offer in a store's value.
+    fn wire(&self) -> Wire<'_> {
+        // Data that is not JSON is still published, as a string.
+        let raw = |data: &str| {
+            let text = || RawValue::from_string(serde_json::Value::from(data).to_string()).ok();
+            RawValue::from_string(compact(data)).ok().or_else(text)
+        };
+        Wire {
+            public_ip: match self.public.v4 {
+                Some(IpAddr::V4(address)) => address,
+                _ => Ipv4Addr::UNSPECIFIED,
+            },
+            public_ipv6: match self.public.v6 {
+                Some(IpAddr::V6(address)) => Some(address),
+                _ => None,
+            },
+            backend_type: &self.kind,
+            backend_data: self.data.v4.as_deref().and_then(raw),
+            backend_v6_data: self.data.v6.as_deref().and_then(raw),
+            other_offers: Vec::new(),
+        }
+    }
+
+    fn from_fields(fields: &Fields) -> Result<Self, FieldError> {
+        let expected = "an IPv4 address such as \"192.0.2.1\"";
+        if fields.has("PublicIP") && fields.raw("PublicIP").is_none() {
+            return Err(fields.error("PublicIP", &"null", expected));
+        }
+        let v4 = match fields.parsed("PublicIP", expected)? {
+            Some(IpAddr::V4(address)) => Some(address),
+            Some(IpAddr::V6(address)) => match address.to_ipv4_mapped() {
+                Some(address) => Some(address),
+                None => return Err(fields.error("PublicIP", &address, expected)),
+            },
+            None => None,
+        };
+        let v6: Option<IpAddr> =
+            fields.parsed("PublicIPv6", "an IPv6 address such as \"2001:db8::1\", or null")?;
+        let data = |name: &str| fields.raw(name).map(|raw| compact(raw.get()).into_boxed_str());
+        Ok(Self {
+            public: Dual {
+                v4: v4.filter(|a| !a.is_unspecified()).map(IpAddr::V4),
+                v6: v6.filter(|a| a.is_ipv6() && !a.is_unspecified()),
+            },
+            kind: backend_type(fields.take("BackendType", "a string")?.unwrap_or_default()),
+            data: Dual { v4: data("BackendData"), v6: data("BackendV6Data") },
+        })
+    }
+}
+
+/// The attributes of a lease: how peers reach its node. Equal only if every attribute is: any
+/// change is a change.
+///
+/// A node that is reached in one way publishes one offer. While a cluster moves from one backend to
+/// another, a node offers both. Go flannel reads only the preferred offer.
+///
+/// [`LeaseAttrs::to_json`] and [`LeaseAttrs::from_json`] are the value under the store's key, byte
+/// for byte.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct LeaseAttrs {
+    /// The offer in the fields that Go flannel knows.
+    pub preferred: Offer,
+    /// Further offers, in the order of preference. None: the value in the store is exactly Go
+    /// flannel's.
+    pub others: Box<[Offer]>,
+}
+
+/// Attributes with one offer.
+impl From<Offer> for LeaseAttrs {
+    fn from(preferred: Offer) -> Self {
+        Self { preferred, others: Box::default() }
+    }
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "PascalCase")]
+struct Wire<'a> {
+    #[serde(rename = "PublicIP")]
+    public_ip: Ipv4Addr,
+    #[serde(rename = "PublicIPv6")]
+    public_ipv6: Option<Ipv6Addr>,
+    #[serde(skip_serializing_if = "str::is_empty")]
+    backend_type: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    backend_data: Option<Box<RawValue>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    backend_v6_data: Option<Box<RawValue>>,
+    /// Not of Go flannel, which ignores fields that it does not know.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    other_offers: Vec<Self>,
+}
+
+impl LeaseAttrs {
+    /// The store's value: compact JSON, fields in Go's order, absent ones left out as Go leaves
+    /// them out.
+    ///
+    /// **Source**: flannel `pkg/lease/lease.go: LeaseAttrs`; Go `encoding/json`.
+    pub fn to_json(&self) -> String {
+        let mut wire = self.preferred.wire();
+        wire.other_offers = self.others.iter().map(Offer::wire).collect();
+        // Only maps with keys that are no strings, and I/O, can fail.
+        let text =
+            serde_json::to_string(&wire).expect("a struct of strings and addresses serializes");
+        compact(&text)
+    }
+
+    /// Reads the store's value: names in any case, unknown ones ignored, IPv4 as v4-mapped IPv6
+    /// accepted.
+    ///
+    /// # Errors
+    /// The text is no JSON object, or a field holds something else than it should (a `PublicIP` of
+    /// `null` included, as in Go).
+    pub fn from_json(text: &str) -> Result<Self, FieldError> {
+        let fields = Fields::parse(text, "")?;
+        let others = |raw: Vec<Box<RawValue>>| {
+            let offers = raw.iter().map(|raw| Fields::parse(raw.get(), "OtherOffers"));
+            offers.map(|fields| Offer::from_fields(&fields?)).collect()
+        };
+        let others = fields.take("OtherOffers", "a list of objects")?.map(others).transpose()?;
+        Ok(Self { preferred: Offer::from_fields(&fields)?, others: others.unwrap_or_default() })
+    }
+
+    /// All offers, in the order of preference.
+    pub fn offers(&self) -> impl Iterator<Item = &Offer> {
+        std::iter::once(&self.preferred).chain(&self.others)
+    }
+}
+
+/// Thousands of leases share a few names, which take no memory of their own.
+fn backend_type(name: String) -> Cow<'static, str> {
+    let usual = ["vxlan", "host-gw", "wireguard", "extension", "ipsec", "ipip"];
+    let usual = usual.into_iter().find(|usual| *usual == name);
+    usual.map_or(Cow::Owned(name), Cow::Borrowed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_are_the_stores() {
+        let golden = r#"{"PublicIP":"1.2.3.4","PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"aa:bb:cc:dd:ee:ff"}}"#;
+        let attrs = LeaseAttrs::from_json(golden).unwrap();
+        assert_eq!(attrs.preferred.kind, "vxlan");
+        assert_eq!(attrs.to_json(), golden);
+
+        let dual = r#"{"PublicIP":"1.2.3.4","PublicIPv6":"2001:db8::1","BackendType":"vxlan","BackendData":{"VNI":1},"BackendV6Data":{"VNI":1}}"#;
+        assert_eq!(LeaseAttrs::from_json(dual).unwrap().to_json(), dual);
+        assert_eq!(LeaseAttrs::default().to_json(), r#"{"PublicIP":"0.0.0.0","PublicIPv6":null}"#);
+        let mut odd = LeaseAttrs::default();
+        odd.preferred.data.v4 = Some("not \"JSON\"".into());
+        assert_eq!(
+            odd.to_json(),
+            r#"{"PublicIP":"0.0.0.0","PublicIPv6":null,"BackendData":"not \"JSON\""}"#
+        );
+        let raw = LeaseAttrs::from_json(
+            r#"{"PublicIP":"1.2.3.4","BackendType":"extension","BackendData":" a <b> & c "}"#,
+        );
+        assert_eq!(
+            raw.unwrap().to_json(),
+            r#"{"PublicIP":"1.2.3.4","PublicIPv6":null,"BackendType":"extension","BackendData":" a \u003cb\u003e \u0026 c "}"#
+        );
+    }
+
+    #[test]
+    fn further_offers_follow_the_fields_of_go() {
+        let text = r#"{"PublicIP":"1.2.3.4","PublicIPv6":null,"BackendType":"vxlan","OtherOffers":[{"PublicIP":"1.2.3.4","PublicIPv6":null,"BackendType":"host-gw"}]}"#;
+        let attrs = LeaseAttrs::from_json(text).unwrap();
+        let kinds: Vec<_> = attrs.offers().map(|offer| &*offer.kind).collect();
+        assert_eq!((kinds, attrs.to_json()), (vec!["vxlan", "host-gw"], text.to_owned()));
+        let only = LeaseAttrs::from(attrs.preferred);
+        assert!(!only.to_json().contains("OtherOffers"));
+        for (bad, field) in [
+            (r#"{"OtherOffers":{}}"#, "OtherOffers"),
+            (r#"{"OtherOffers":[7]}"#, "OtherOffers"),
+            (r#"{"OtherOffers":[{"PublicIP":7}]}"#, "OtherOffers.PublicIP"),
+        ] {
+            assert_eq!(LeaseAttrs::from_json(bad).unwrap_err().field, field, "{bad}");
+        }
+    }
+
+    #[test]
+    fn values_are_read_as_go_reads_them() {
+        let attrs =
+            LeaseAttrs::from_json(r#"{"publicip":"::ffff:1.2.3.4","PublicIPv6":null,"Extra":[1]}"#)
+                .unwrap();
+        assert_eq!(attrs.preferred.public.v4, Some("1.2.3.4".parse().unwrap()));
+        assert_eq!(LeaseAttrs::from_json("{}").unwrap(), LeaseAttrs::default());
+        for (bad, field) in [
+            (r#"{"PublicIP":null}"#, "PublicIP"),
+            (r#"{"PublicIP":"2001:db8::1"}"#, "PublicIP"),
+            (r#"{"PublicIP":7}"#, "PublicIP"),
+            (r#"{"PublicIPv6":"x"}"#, "PublicIPv6"),
+            (r#"{"BackendType":1}"#, "BackendType"),
+            ("nonsense", "(document)"),
+        ] {
+            assert_eq!(LeaseAttrs::from_json(bad).unwrap_err().field, field, "{bad}");
+        }
+    }
+}

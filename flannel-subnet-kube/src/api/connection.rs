@@ -1,0 +1,237 @@
+//! Connections to the API server, with the credentials of this node.
+//!
+//! A token in a file is read for each request, so that the latest one is used.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderValue, Request, Response, Uri, header};
+use http_body_util::Full;
+use hyper::body::Incoming;
+use hyper_rustls::{FixedServerNameResolver, HttpsConnector, HttpsConnectorBuilder};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use kube::Config;
+use kube::config::AuthInfo;
+use rustls::AlertDescription;
+use secrecy::ExposeSecret;
+
+use super::chain;
+use super::kubeconfig::from_kubeconfig;
+use super::tls::tls;
+
+/// After this time without data, TCP checks whether the other side still exists.
+const KEEPALIVE: Duration = Duration::from_secs(30);
+/// The time limit of the connection setup.
+const CONNECT: Duration = Duration::from_secs(5);
+
+/// The configuration from which connections are made.
+///
+/// **Source**: client-go `clientcmd.BuildConfigFromFlags`. Different on purpose: no proxy is used,
+/// not even one of the environment, and no program that makes credentials is run.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Source {
+    /// The URL of the API server, instead of that in the kubeconfig.
+    pub(crate) url: Option<String>,
+    /// Without it and the URL, the service account of this pod is used.
+    pub(crate) kubeconfig: Option<PathBuf>,
+}
+
+/// A client of the API server. Clones share their connections.
+#[derive(Clone)]
+pub(crate) struct Connection {
+    base: Uri,
+    client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
+    token: Option<Token>,
+}
+
+#[derive(Clone)]
+enum Token {
+    Fixed(HeaderValue),
+    File(PathBuf),
+}
+
+impl Source {
+    /// Reads all files anew.
+    ///
+    /// # Errors
+    /// The file or option, and what is wrong with it.
+    ///
+    /// # Blocking
+    /// Reads a few files.
+    pub(crate) async fn connection(&self) -> Result<Connection, String> {
+        let mut config = match (&self.kubeconfig, &self.url) {
+            (Some(path), _) => from_kubeconfig(path)
+                .await
+                .map_err(|error| format!("{}: {error}", path.display()))?,
+            (None, Some(_)) => Config::new(Uri::from_static("http://localhost")),
+            (None, None) => Config::incluster().map_err(|error| {
+                format!(
+                    "where the Kubernetes API is is not known: neither an URL nor a kubeconfig is \
+                     given, and this is no pod with a service account: {}",
+                    chain(&error)
+                )
+            })?,
+        };
+        if let Some(url) = &self.url {
+            let right = "right would be an URL such as https://192.0.2.1:6443";
+            let parsed: Uri =
+                url.parse().map_err(|error| format!("the URL {url:?}: {error}; {right}"))?;
+            if !matches!(parsed.scheme_str(), Some("http" | "https")) || parsed.host().is_none() {
+                return Err(format!("the URL {url:?}: {right}"));
+            }
+            config.cluster_url = parsed;
+        }
+        let mut http = HttpConnector::new();
+        http.enforce_http(false);
+        http.set_nodelay(true);
+        http.set_keepalive(Some(KEEPALIVE));
+        http.set_connect_timeout(Some(CONNECT));
+        let https = HttpsConnectorBuilder::new().with_tls_config(tls(&config)?).https_or_http();
+        let https = match &config.tls_server_name {
+            Some(name) => {
+                let parsed = name
+                    .clone()
+                    .try_into()
+                    .map_err(|error| format!("tls-server-name {name:?}: {error}"))?;
+                https.with_server_name_resolver(FixedServerNameResolver::new(parsed))
+            }
+            None => https,
+        };
+        let connector = https.enable_http1().wrap_connector(http);
+        let client = Client::builder(TokioExecutor::new()).build(connector);
+        Ok(Connection { base: config.cluster_url, client, token: token(&config.auth_info)? })
+    }
+}
+
+fn token(user: &AuthInfo) -> Result<Option<Token>, String> {
+    if let Some(path) = &user.token_file {
+        return Ok(Some(Token::File(path.into())));
+    }
+    let fixed = user.token.as_ref();
+    let fixed = fixed.map(|token| bearer(token.expose_secret()).map(Token::Fixed)).transpose();
+    fixed.map_err(|error| format!("its user's token: {error}"))
+}
+
+fn bearer(token: &str) -> Result<HeaderValue, String> {
+    let token = token.trim();
+    if token.is_empty() {
+        return Err("it is empty".to_owned());
+    }
+    let value = HeaderValue::try_from(format!("Bearer {token}"));
+    let mut value = value.map_err(|_| "it holds characters that no token has".to_owned())?;
+    value.set_sensitive(true);
+    Ok(value)
+}
+
+impl Connection {
+    /// The URL, without a slash at its end.
+    pub(crate) fn url(&self) -> String {
+        self.base.to_string().trim_end_matches('/').to_owned()
+    }
+
+    /// Sends a request for a path of the API.
+    ///
+    /// # Errors
+    /// There is no connection, or the token cannot be read.
+    pub(crate) async fn send(
+        &self,
+        mut request: Request<Full<Bytes>>,
+    ) -> Result<Response<Incoming>, Unsent> {
+        let other = |reason| Unsent { reason, cause: Cause::Other };
+        let uri = format!("{}{}", self.url(), request.uri()).parse::<Uri>();
+        *request.uri_mut() = uri.map_err(|error| other(error.to_string()))?;
+        let token = match &self.token {
+            None => None,
+            Some(Token::Fixed(value)) => Some(value.clone()),
+            Some(Token::File(path)) => {
+                let text = std::fs::read_to_string(path);
+                let bearer = text.map_err(|error| error.to_string()).and_then(|text| bearer(&text));
+                Some(
+                    bearer
+                        .map_err(|error| other(format!("the token {}: {error}", path.display())))?,
+                )
+            }
+        };
+        let headers = request.headers_mut();
+        token.map(|token| headers.insert(header::AUTHORIZATION, token));
+        let agent = concat!("flanneld/", env!("CARGO_PKG_VERSION"));
+        headers.insert(header::USER_AGENT, HeaderValue::from_static(agent));
+        let sent = self.client.request(request).await;
+        sent.map_err(|error| Unsent { reason: chain(&error), cause: Cause::of(&error) })
+    }
+}
+
+/// The reason for which a request has no answer.
+#[derive(Debug)]
+pub(crate) struct Unsent {
+    pub(crate) reason: String,
+    pub(crate) cause: Cause,
+}
+
+/// The certificate that is the reason, if one is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Cause {
+    /// This node does not accept the server's certificate.
+    ServerCertificate,
+    /// The server, or a proxy before it, does not accept this node's certificate, or wants one.
+    ClientCertificate,
+    /// The TLS handshake failed for another reason than a certificate.
+    Handshake,
+    Other,
+}
+
+impl Cause {
+    fn of(error: &(dyn std::error::Error + 'static)) -> Self {
+        let errors = std::iter::successors(Some(error), |error| {
+            // The error inside an I/O error is not its source.
+            let held = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
+            held.map(|held| held as _).or_else(|| error.source())
+        });
+        let mut of_tls = errors.filter_map(|error| error.downcast_ref::<rustls::Error>());
+        match of_tls.next() {
+            Some(rustls::Error::InvalidCertificate(_)) => Self::ServerCertificate,
+            Some(rustls::Error::AlertReceived(alert)) => Self::blamed_by(*alert),
+            _ => Self::Other,
+        }
+    }
+
+    /// The cause that the other side's alert names.
+    fn blamed_by(alert: AlertDescription) -> Self {
+        match alert {
+            AlertDescription::AccessDenied
+            | AlertDescription::BadCertificate
+            | AlertDescription::CertificateExpired
+            | AlertDescription::CertificateRequired
+            | AlertDescription::CertificateRevoked
+            | AlertDescription::CertificateUnknown
+            | AlertDescription::NoCertificate
+            | AlertDescription::UnknownCA
+            | AlertDescription::UnsupportedCertificate => Self::ClientCertificate,
+            AlertDescription::DecryptError
+            | AlertDescription::HandshakeFailure
+            | AlertDescription::IllegalParameter
+            | AlertDescription::InsufficientSecurity
+            | AlertDescription::MissingExtension
+            | AlertDescription::NoApplicationProtocol
+            | AlertDescription::ProtocolVersion
+            | AlertDescription::UnrecognisedName
+            | AlertDescription::UnsupportedExtension => Self::Handshake,
+            _ => Self::Other,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_blank_token_is_wrong() {
+        let read = |user: &str| token(&serde_json::from_str::<AuthInfo>(user).unwrap());
+        assert!(read(r#"{"token": " "}"#).is_err_and(|error| error.contains("token: it is empty")));
+        assert!(matches!(read(r#"{"token": "a"}"#), Ok(Some(Token::Fixed(_)))));
+    }
+}

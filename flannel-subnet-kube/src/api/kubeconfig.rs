@@ -1,0 +1,124 @@
+//! Kubeconfigs, read by `kube` and checked for entries that flannel does not use.
+
+use std::path::{Path, PathBuf};
+
+use kube::Config;
+use kube::config::{AuthInfo, KubeConfigOptions, Kubeconfig, KubeconfigError};
+use secrecy::{ExposeSecret, SecretString};
+
+use super::chain;
+
+/// The files that a kubeconfig names: certificates, keys and tokens, of all its clusters and users.
+/// None if it cannot be read: the connection reports the reason.
+///
+/// # Blocking
+/// Reads a file.
+pub fn credential_files(kubeconfig: &Path) -> Vec<PathBuf> {
+    let Ok(kubeconfig) = read(kubeconfig) else { return Vec::new() };
+    let clusters =
+        kubeconfig.clusters.into_iter().filter_map(|named| named.cluster?.certificate_authority);
+    let users = kubeconfig.auth_infos.into_iter().filter_map(|named| named.auth_info);
+    let of_user = |user: AuthInfo| [user.client_certificate, user.client_key, user.token_file];
+    clusters.chain(users.flat_map(of_user).flatten()).map(PathBuf::from).collect()
+}
+
+/// Reads a kubeconfig. Empty fields, which templates leave, count as absent.
+///
+/// **Source**: client-go, which treats both alike.
+fn read(path: &Path) -> Result<Kubeconfig, KubeconfigError> {
+    let mut kubeconfig = Kubeconfig::read_from(path)?;
+    // `read_from` makes an empty path absolute, too.
+    let nowhere = path.parent().map(|dir| dir.join(""));
+    let drop_empty = |fields: &mut [&mut Option<String>]| {
+        for field in fields {
+            field.take_if(|text| text.is_empty() || Some(Path::new(text)) == nowhere.as_deref());
+        }
+    };
+    for cluster in kubeconfig.clusters.iter_mut().filter_map(|named| named.cluster.as_mut()) {
+        drop_empty(&mut [
+            &mut cluster.certificate_authority,
+            &mut cluster.certificate_authority_data,
+            &mut cluster.proxy_url,
+            &mut cluster.tls_server_name,
+        ]);
+    }
+    for user in kubeconfig.auth_infos.iter_mut().filter_map(|named| named.auth_info.as_mut()) {
+        drop_empty(&mut [
+            &mut user.username,
+            &mut user.impersonate,
+            &mut user.token_file,
+            &mut user.client_certificate,
+            &mut user.client_certificate_data,
+            &mut user.client_key,
+        ]);
+        let is_empty = |secret: &mut SecretString| secret.expose_secret().is_empty();
+        user.token.take_if(is_empty);
+        user.client_key_data.take_if(is_empty);
+    }
+    Ok(kubeconfig)
+}
+
+pub(super) async fn from_kubeconfig(path: &Path) -> Result<Config, String> {
+    let kubeconfig = read(path).map_err(|error| chain(&error))?;
+    // Looked up here, because `Config` also has the proxies of the environment.
+    let context = kubeconfig
+        .contexts
+        .iter()
+        .find(|named| Some(&named.name) == kubeconfig.current_context.as_ref());
+    let cluster = context.and_then(|named| Some(&named.context.as_ref()?.cluster));
+    let used = kubeconfig.clusters.iter().find(|named| Some(&named.name) == cluster);
+    if used.and_then(|named| named.cluster.as_ref()?.proxy_url.as_ref()).is_some() {
+        return Err(
+            "its proxy-url cannot be used: give the URL by which the API server is reached \
+                    directly"
+                .to_owned(),
+        );
+    }
+    let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await;
+    let config = config.map_err(|error| chain(&error))?;
+    let AuthInfo { exec, auth_provider, username, impersonate, .. } = &config.auth_info;
+    let others = [
+        ("exec", exec.is_some()),
+        ("auth-provider", auth_provider.is_some()),
+        ("username", username.is_some()),
+        ("as", impersonate.is_some()),
+    ];
+    if let Some((other, _)) = others.iter().find(|(_, given)| *given) {
+        return Err(format!(
+            "its user has {other:?}, which cannot be used: right would be a token, a tokenFile or \
+             a client certificate"
+        ));
+    }
+    if config.accept_invalid_certs {
+        return Err(
+            "its insecure-skip-tls-verify cannot be used: right would be the certificate-authority"
+                .to_owned(),
+        );
+    }
+    Ok(config)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_files_of_a_kubeconfig_are_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kubeconfig");
+        let text = "apiVersion: v1\nkind: Config\ncurrent-context: a\n\
+                    clusters: [{name: a, cluster: {server: 'https://192.0.2.1', certificate-authority: ca.crt}}]\n\
+                    contexts: [{name: a, context: {cluster: a, user: a}}]\n\
+                    users:\n- name: a\n  user: {client-certificate: /tls/a.crt, client-key: /tls/a.key}\n\
+                    - name: b\n  user: {tokenFile: /tls/token, client-certificate: '', client-key: ''}\n";
+        std::fs::write(&path, text).unwrap();
+        let expected = [
+            dir.path().join("ca.crt"),
+            "/tls/a.crt".into(),
+            "/tls/a.key".into(),
+            "/tls/token".into(),
+        ];
+        assert_eq!(credential_files(&path), expected);
+        assert!(credential_files(&dir.path().join("none")).is_empty());
+    }
+}

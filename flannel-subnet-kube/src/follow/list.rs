@@ -1,0 +1,124 @@
+//! Lists of all nodes, page by page.
+
+use std::time::Duration;
+
+use flannel_core::lease::Revision;
+use hyper::body::Incoming as Body;
+use serde::Deserialize;
+use tokio::time::Instant;
+
+use super::split::Splitter;
+use super::{Following, Own};
+use crate::api::{Call, Failure, PATIENCE, escape, part, read};
+use crate::node::Wire;
+
+/// The number of nodes in one page.
+const PAGE: u32 = 500;
+/// If the server's cache is late for longer, the list comes from the server's store. Only the
+/// server's own answer or its silence counts, and only several times in a row: after an outage all
+/// nodes come back at once.
+const LATE: Duration = Duration::from_secs(10);
+
+/// How fresh a list must be. Both allow an answer from the server's cache: all nodes may ask at
+/// once.
+pub(super) enum Freshness {
+    /// No older than the last write of this node, whose version is requested first.
+    Own,
+    /// No older than this version.
+    Version(String),
+}
+
+/// The metadata of a page.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Page {
+    #[serde(default)]
+    resource_version: String,
+    #[serde(default, rename = "continue")]
+    next: String,
+}
+
+impl Following {
+    /// Lists all nodes, and returns the version of the list. The list may come from the server's
+    /// cache, unless that is late for too long.
+    pub(super) async fn list(&mut self, freshness: &Freshness) -> Result<String, Failure> {
+        let waits = self.late.is_none_or(|(first, last)| last - first < LATE);
+        // Set again below if this list fails because of the cache.
+        let late = self.late.take();
+        let oldest = match freshness {
+            Freshness::Own if waits => self.own_version().await?,
+            Freshness::Version(version) if waits => Some(version.clone()),
+            _ => None,
+        };
+        self.nodes.begin();
+        let (mut own, mut token) = (Own::Gone, String::new());
+        loop {
+            let query = match (&oldest, &*token) {
+                // With a limit the server would read its store.
+                (Some(version), "") => {
+                    format!("resourceVersion={}&resourceVersionMatch=NotOlderThan", escape(version))
+                }
+                (None, "") => format!("limit={PAGE}"),
+                (_, token) => format!("limit={PAGE}&continue={}", escape(token)),
+            };
+            let path = format!("/api/v1/nodes?{query}");
+            let call = Call { verb: "list", resource: "nodes", path, patch: None };
+            let answer = self.api.send(&call).await;
+            // The version may never have existed. Older servers do not answer while their cache is
+            // not ready.
+            if oldest.is_some() && matches!(answer, Err(Failure::Late(_) | Failure::Silent(_))) {
+                let now = Instant::now();
+                self.late = Some((late.map_or(now, |(first, _)| first), now));
+            }
+            let body = answer?.into_body();
+            let page = self.page(body, &mut own).await?;
+            if page.next.is_empty() {
+                self.nodes.complete();
+                self.own_node.send_if_modified(|now| std::mem::replace(now, own.clone()) != own);
+                let revision = Revision(page.resource_version.parse().unwrap_or_default());
+                self.api.confirm(Some(revision));
+                self.publish(revision);
+                return Ok(page.resource_version);
+            }
+            token = page.next;
+        }
+    }
+
+    /// The latest version of this node; `None`: there is no such node. A cache that is older could
+    /// still have nodes that are gone, and lack new ones.
+    async fn own_version(&self) -> Result<Option<String>, Failure> {
+        let path = format!("/api/v1/nodes/{}", self.own);
+        let call = Call { verb: "get", resource: "nodes", path, patch: None };
+        let answer = match self.api.send(&call).await {
+            Err(Failure::NotFound(_)) => return Ok(None),
+            answer => answer?,
+        };
+        let bytes = read(answer, usize::MAX).await?;
+        let wire: Wire<'_> = serde_json::from_slice(&bytes).map_err(|error| {
+            Failure::Failed(format!("get nodes: the answer cannot be read: {error}"))
+        })?;
+        Ok(Some(wire.metadata.resource_version.into_owned()).filter(|version| !version.is_empty()))
+    }
+
+    /// Reads one page, item by item.
+    async fn page(&mut self, mut body: Body, own: &mut Own) -> Result<Page, Failure> {
+        let no_list = || Failure::Failed("list nodes: the answer is no list".to_owned());
+        let mut splitter = Splitter::default();
+        while let Some(bytes) = part(&mut body, PATIENCE).await? {
+            let each = |item: &[u8]| {
+                let wire: Wire<'_> = serde_json::from_slice(item)?;
+                if wire.metadata.name == self.own {
+                    *own = self.read_options.own(&wire);
+                }
+                self.nodes.put(&wire);
+                Ok(())
+            };
+            let fed: Result<(), serde_json::Error> =
+                splitter.feed(&bytes, each).map_err(|_| no_list())?;
+            fed.map_err(|error| Failure::Failed(format!("list nodes: {error}")))?;
+        }
+        let metadata = splitter.end().map_err(|_| no_list())?;
+        let page: Page = serde_json::from_slice(&metadata).map_err(|_| no_list())?;
+        if page.resource_version.is_empty() { Err(no_list()) } else { Ok(page) }
+    }
+}

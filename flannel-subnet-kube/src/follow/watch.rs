@@ -1,0 +1,209 @@
+//! Watches of all nodes, one after the other, until a list is needed.
+
+use std::time::Duration;
+
+use flannel_core::lease::Revision;
+use tokio::time::{Instant, sleep};
+
+use super::list::Freshness;
+use super::outage::OutageLog;
+use super::{Following, Own};
+use crate::api::pause::Pause;
+use crate::api::{Call, Failure, escape, part};
+use crate::node::Event;
+
+/// After this silence a watch is begun anew, and after a second one the nodes are listed. API
+/// servers send a bookmark every minute, but perhaps none while nothing happens in the cluster, so
+/// silence alone is no failure.
+const SILENCE: Duration = Duration::from_secs(90);
+/// The requested length of a watch in seconds: random, so that nodes do not come back together.
+const WATCH: std::ops::Range<u32> = 300..600;
+/// After this number of server errors in a row the version is given up: it may never have existed.
+const ERRORS: u32 = 3;
+/// A watch that ends sooner without an event counts as failed.
+const BRIEF: Duration = Duration::from_secs(1);
+
+/// The end of a watch.
+enum Watched {
+    /// It can continue from the last version.
+    Cut { useful: bool },
+    /// Nothing came, not even a bookmark. It may continue.
+    Silent { useful: bool },
+    /// Changes may have been missed.
+    Gone,
+}
+
+impl Following {
+    /// Watches until changes may have been missed, and returns how fresh the next list must be. If
+    /// the server's store is restored from a copy, versions go back, which only a list shows.
+    pub(super) async fn watch_from(
+        &mut self,
+        mut version: String,
+        pause: &mut Pause,
+        outage: &mut OutageLog,
+    ) -> Freshness {
+        let (mut errors, mut silent) = (0, false);
+        loop {
+            let (begin, from) = (Instant::now(), version.clone());
+            match self.watch(&mut version, outage).await {
+                Ok(Watched::Gone) => {
+                    tracing::debug!(store = self.api.name(), "changes were missed, listing again");
+                    sleep(pause.next()).await;
+                    return Freshness::Version(version);
+                }
+                Ok(Watched::Silent { useful }) => {
+                    // Mostly the connection is dead. After a second silence a list shows whether
+                    // the server answers.
+                    if silent && !useful {
+                        return Freshness::Version(version);
+                    }
+                    (silent, errors) = (true, 0);
+                    pause.reset();
+                    sleep(pause.next()).await;
+                }
+                Ok(Watched::Cut { useful }) => {
+                    (silent, errors) = (silent && !useful, 0);
+                    if useful || begin.elapsed() > BRIEF {
+                        pause.reset();
+                    }
+                    sleep(pause.next()).await;
+                }
+                Err(Failure::Gone) => {
+                    sleep(pause.next()).await;
+                    return Freshness::Version(version);
+                }
+                Err(failure) => {
+                    outage.begins(self, &failure);
+                    pause.after(&failure).await;
+                    if version != from {
+                        (silent, errors) = (false, 0);
+                    }
+                    errors += u32::from(matches!(failure, Failure::Erred(_) | Failure::Late(_)));
+                    if errors >= ERRORS {
+                        return Freshness::Version(version);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Watches from `version` on, and moves it.
+    async fn watch(
+        &mut self,
+        version: &mut String,
+        outage: &mut OutageLog,
+    ) -> Result<Watched, Failure> {
+        let path = format!(
+            "/api/v1/nodes?watch=true&allowWatchBookmarks=true&timeoutSeconds={}&resourceVersion={}",
+            fastrand::u32(WATCH),
+            escape(version)
+        );
+        let call = Call { verb: "watch", resource: "nodes", path, patch: None };
+        let mut body = self.api.send(&call).await?.into_body();
+        self.api.confirm(None);
+        outage.ends(self);
+        let (mut held, mut useful) = (Vec::new(), false);
+        loop {
+            let bytes = match part(&mut body, SILENCE).await {
+                Ok(Some(bytes)) => bytes,
+                // An incomplete event comes again.
+                Ok(None) => return Ok(Watched::Cut { useful }),
+                Err(failure @ Failure::Silent(_)) => {
+                    tracing::debug!(store = self.api.name(), "watch nodes: {failure}");
+                    return Ok(Watched::Silent { useful });
+                }
+                Err(failure) => {
+                    tracing::debug!(store = self.api.name(), "watch nodes: {failure}");
+                    return Ok(Watched::Cut { useful });
+                }
+            };
+            let (mut changed, mut wrong) = (false, None);
+            let mut rest = &bytes[..];
+            while let Some(end) = rest.iter().position(|byte| *byte == b'\n') {
+                let (line, behind) = (&rest[..end], &rest[end + 1..]);
+                rest = behind;
+                let line = match held.is_empty() {
+                    true => line,
+                    false => {
+                        held.extend_from_slice(line);
+                        &held
+                    }
+                };
+                match self.event(line, version) {
+                    Ok(change) => changed |= change,
+                    Err(failure) => {
+                        wrong = Some(failure);
+                        break;
+                    }
+                }
+                held.clear();
+                useful = true;
+            }
+            held.extend_from_slice(rest);
+            let revision = Revision(version.parse().unwrap_or_default());
+            self.api.confirm(Some(revision));
+            match changed {
+                true => self.publish(revision),
+                false => self.unchanged(revision),
+            }
+            // Earlier events in the same part are published before.
+            if let Some(failure) = wrong {
+                return self.interrupted(failure);
+            }
+        }
+    }
+
+    /// Ends the watch because of an event.
+    fn interrupted(&self, failure: Failure) -> Result<Watched, Failure> {
+        match failure {
+            Failure::Gone => Ok(Watched::Gone),
+            failure => {
+                self.api.failed("watch", &failure);
+                Err(failure)
+            }
+        }
+    }
+
+    /// Applies one line of a watch. Returns whether a lease may have changed.
+    fn event(&mut self, line: &[u8], version: &mut String) -> Result<bool, Failure> {
+        if line.trim_ascii().is_empty() {
+            return Ok(false);
+        }
+        // Only a list can skip an event that cannot be read.
+        let Event { kind, object } = serde_json::from_slice(line).map_err(|error| {
+            tracing::warn!(
+                store = self.api.name(),
+                "an event of the watch cannot be read, listing again: {error}"
+            );
+            Failure::Gone
+        })?;
+        let changed = match &*kind {
+            "ADDED" | "MODIFIED" => {
+                if object.metadata.name == self.own {
+                    let own = self.read_options.own(&object);
+                    self.own_node
+                        .send_if_modified(|now| std::mem::replace(now, own.clone()) != own);
+                }
+                self.nodes.put(&object)
+            }
+            "DELETED" => {
+                if object.metadata.name == self.own {
+                    self.own_node
+                        .send_if_modified(|now| std::mem::replace(now, Own::Gone) != Own::Gone);
+                }
+                self.nodes.remove(&object.metadata.name)
+            }
+            "BOOKMARK" => false,
+            "ERROR" if object.code == 410 => return Err(Failure::Gone),
+            _ => {
+                return Err(Failure::Erred(format!(
+                    "the watch ended: {kind} {}: {}",
+                    object.code, object.message
+                )));
+            }
+        };
+        version.clear();
+        version.push_str(&object.metadata.resource_version);
+        Ok(changed)
+    }
+}

@@ -1,0 +1,226 @@
+//! Keeping the lease: its annotations stay published, and other PodCIDRs move it.
+//!
+//! The followed view can be late. If it shows a difference, the node itself is read and judged. A
+//! node that is gone may come back, and a node with unusable PodCIDRs may get others: the network
+//! stays until then.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use flannel_core::address::Family;
+use flannel_core::subnet::{LeaseEnd, Loss, Ownership};
+use flannel_core::{Error, Lease, Result};
+use tokio::time::{Instant, sleep};
+
+use super::own::missing;
+use super::shared::Shared;
+use crate::api::pause::Pause;
+use crate::follow::Own;
+use crate::node::Node;
+use crate::node::annotations::{Values, desired, has};
+use crate::runtime::lock;
+
+/// After this time without a foreign write, the next one is logged as a new conflict.
+const QUIET: Duration = Duration::from_secs(60);
+
+/// A conflict with another writer of the annotations. Both writers restore their values, which must
+/// not happen at full speed.
+struct Conflict {
+    pause: Pause,
+    /// When annotations were last restored.
+    last: Option<Instant>,
+}
+
+impl Conflict {
+    /// Annotations will be restored. Returns whether this is a new conflict.
+    fn begins(&mut self) -> bool {
+        let new = self.last.is_none_or(|last| last.elapsed() >= QUIET);
+        if new {
+            self.pause.reset();
+        }
+        self.last = Some(Instant::now());
+        new
+    }
+
+    async fn pause(&mut self) {
+        sleep(self.pause.next()).await;
+        self.last = Some(Instant::now());
+    }
+}
+
+impl Shared {
+    /// Watches this node until it has other subnets.
+    pub(crate) async fn hold(&self, held: &Lease) -> Result<LeaseEnd> {
+        let mut own = self.follow_own().await?;
+        let families: Vec<Family> = held.subnets.iter().map(|subnet| subnet.family()).collect();
+        let (mut pause, mut logged) = (Pause::new(), false);
+        let mut conflict = Conflict { pause: Pause::new(), last: None };
+        loop {
+            let followed = own.borrow_and_update().clone();
+            match self.look(followed, held, &families, &mut conflict).await {
+                Ok(Some(end)) => return Ok(end),
+                Ok(None) => {
+                    (logged, _) = (false, pause.reset());
+                    if own.changed().await.is_err() {
+                        // Nodes are followed anew.
+                        sleep(pause.next()).await;
+                        own = self.own_at_last().await;
+                    }
+                }
+                Err(error) => {
+                    if !std::mem::replace(&mut logged, true) {
+                        tracing::warn!(
+                            subnets = %held.subnets,
+                            "this node cannot be read, or its annotations not be restored, trying \
+                             on: {error}"
+                        );
+                    }
+                    let pause = pause.next();
+                    tokio::select! {
+                        () = sleep(pause) => {}
+                        changed = own.changed() => if changed.is_err() {
+                            sleep(pause).await;
+                            own = self.own_at_last().await;
+                        },
+                    }
+                }
+            }
+        }
+    }
+
+    /// Judges this node as it was followed, and restores missing annotations.
+    async fn look(
+        &self,
+        followed: Own,
+        held: &Lease,
+        families: &[Family],
+        conflict: &mut Conflict,
+    ) -> Result<Option<LeaseEnd>> {
+        let holds = |own: &Own| match own {
+            Own::Here(node) => node.subnets(families) == Ok(Some(held.subnets)),
+            _ => false,
+        };
+        let now = match followed {
+            Own::Unknown => return Ok(None),
+            followed if holds(&followed) => followed,
+            followed => self.confirm(followed).await?,
+        };
+        match &now {
+            Own::Unknown => {}
+            Own::Gone => self.lose("there is no such node any more"),
+            Own::Wrong(wrong) => self.lose(wrong),
+            Own::Here(node) => match node.subnets(families) {
+                Ok(Some(subnets)) if subnets == held.subnets => {
+                    self.regain();
+                    self.repair(node, held, conflict).await?;
+                }
+                Ok(None) => self.lose("it has no PodCIDR any more"),
+                // Unusable PodCIDRs do not end the lease: peers stay reachable by it.
+                _ => match self.fitting(node, &self.settled().await?) {
+                    Ok(to) => {
+                        self.lose(&format!("its PodCIDRs make it {to}"));
+                        return Ok(Some(LeaseEnd::Moved { to }));
+                    }
+                    Err(wrong) => self.lose(&wrong),
+                },
+            },
+        }
+        Ok(None)
+    }
+
+    /// Reads this node, because the followed view can be late.
+    async fn confirm(&self, followed: Own) -> Result<Own> {
+        match self.own_node().await {
+            Ok((node, _)) => Ok(Own::Here(Arc::new(node))),
+            Err(Error::NotReady { reason, .. }) => Ok(match followed {
+                // The same reason, in fewer words.
+                Own::Gone | Own::Wrong(_) => followed,
+                Own::Unknown | Own::Here(_) => Own::Wrong(reason),
+            }),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Restores annotations that are missing or changed, and publishes new values.
+    async fn repair(&self, followed: &Node, held: &Lease, conflict: &mut Conflict) -> Result<()> {
+        let missing = |node: &Node| missing(node, &desired(&held.attrs, &node.values));
+        if missing(followed).is_empty() {
+            return Ok(());
+        }
+        // The followed view can be older than our own write.
+        let (node, _) = self.own_node().await?;
+        let published = lock(&self.published).clone();
+        // If a published value is untouched, the value to publish has changed.
+        let untouched =
+            |name: &str| published.get(name).is_some_and(|text| has(&node.values, name, text));
+        let (new, touched): (Values, Values) =
+            missing(&node).into_iter().partition(|(name, _)| untouched(name));
+        if !touched.is_empty() && conflict.begins() {
+            let names: Vec<&str> = touched.keys().map(|name| &**name).collect();
+            tracing::warn!(
+                node = %node.name,
+                "somebody removed or changed what this node published ({}); restoring it",
+                names.join(", ")
+            );
+        }
+        self.annotate(&node, &held.attrs).await?;
+        for (name, value) in &new {
+            tracing::info!(node = %node.name, "the {name} to publish is now {value}");
+        }
+        if !touched.is_empty() {
+            conflict.pause().await;
+        }
+        Ok(())
+    }
+
+    fn lose(&self, reason: &str) {
+        let why = Loss::Withdrawn(reason.to_owned());
+        self.ownership.send_if_modified(|now| {
+            if matches!(now, Ownership::Lost { why: known, .. } if *known == why) {
+                return false;
+            }
+            tracing::warn!(store = self.api.name(), "this node's lease is lost: {reason}");
+            *now = Ownership::Lost { since: SystemTime::now(), why };
+            true
+        });
+    }
+
+    fn regain(&self) {
+        let mut was_lost = false;
+        self.ownership.send_if_modified(|now| {
+            was_lost = matches!(now, Ownership::Lost { .. });
+            let held = Ownership::Held { until: None };
+            std::mem::replace(now, held.clone()) != held
+        });
+        if was_lost {
+            tracing::info!(store = self.api.name(), "this node has its lease again");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_fight_becomes_slow_and_is_a_new_one_after_a_minute_of_peace() {
+        let mut conflict = Conflict { pause: Pause::new(), last: None };
+        for expected in [6, 6] {
+            let begin = Instant::now();
+            assert!(conflict.begins());
+            assert!(
+                !conflict.begins(),
+                "annotations that could not be restored are reported once, too"
+            );
+            conflict.pause().await;
+            let mut rounds = 1;
+            while begin.elapsed() < Duration::from_secs(3) {
+                assert!(!conflict.begins(), "it is reported once");
+                conflict.pause().await;
+                rounds += 1;
+            }
+            assert!((4..=expected + 1).contains(&rounds), "{rounds}");
+            sleep(QUIET).await;
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! The state of a manager: its connection, its config, its lease, and the nodes that it follows.
+
+use std::io::ErrorKind;
+use std::net::IpAddr;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use flannel_core::address::{Dual, Family};
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::subnet::{Ownership, Readiness};
+use flannel_core::{Config, Error, Lease, Result};
+use tokio::sync::{OnceCell, watch};
+
+use crate::api::{Api, Source};
+use crate::follow::{Follower, Own, ReadOptions};
+use crate::node::annotations::Values;
+use crate::options::KubeOptions;
+use crate::runtime::lock;
+
+/// The state that a [`KubeManager`](crate::KubeManager) shares with its tasks.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) api: Arc<Api>,
+    pub(crate) options: KubeOptions,
+    /// This node's name.
+    pub(crate) name: OnceCell<String>,
+    pub(crate) follower: Mutex<Option<Follower>>,
+    /// The config that was last handed out. A lease and its views follow this one.
+    pub(crate) handed_out: Mutex<Option<Config>>,
+    pub(crate) held: Mutex<Option<Held>>,
+    /// The annotations that this node wrote last.
+    pub(crate) published: Mutex<Values>,
+    /// What is wrong with the network config.
+    pub(crate) wrong_config: Mutex<Option<String>>,
+    /// Whether this node has its lease.
+    pub(crate) ownership: watch::Sender<Ownership>,
+    /// The desired condition of the node; `None`: the condition stays as it is.
+    pub(crate) readiness: watch::Sender<Option<Readiness>>,
+}
+
+/// The lease that was last acquired.
+#[derive(Debug, Clone)]
+pub(crate) struct Held {
+    pub(crate) lease: Lease,
+    /// The config that it was acquired from. Its networks stay as they are.
+    pub(crate) config: Config,
+    /// The addresses that the node prescribed.
+    pub(crate) prescribed: Dual<IpAddr>,
+}
+
+impl Shared {
+    /// The state of a new manager. Sends no request.
+    ///
+    /// # Errors
+    /// [`Error::Refused`]: the options do not lead to an API server, or a file is wrong.
+    pub(crate) async fn open(options: KubeOptions) -> Result<Self> {
+        let source =
+            Source { url: options.api_url.clone(), kubeconfig: options.kubeconfig.clone() };
+        Ok(Self {
+            api: Arc::new(Api::open(source).await?),
+            options,
+            name: OnceCell::new(),
+            follower: Mutex::default(),
+            handed_out: Mutex::default(),
+            held: Mutex::default(),
+            published: Mutex::default(),
+            wrong_config: Mutex::default(),
+            ownership: watch::channel(Ownership::NotAcquired).0,
+            readiness: watch::channel(None).0,
+        })
+    }
+
+    pub(crate) fn held(&self) -> Option<Held> {
+        lock(&self.held).clone()
+    }
+
+    /// The config that was last handed out; before that, the present one.
+    pub(crate) async fn config(&self) -> Result<Config> {
+        let handed_out = lock(&self.handed_out).clone();
+        match handed_out {
+            Some(config) => Ok(config),
+            None => self.config_now().await,
+        }
+    }
+
+    /// The config of the lease; before there is one, the config that was handed out.
+    pub(crate) async fn settled(&self) -> Result<Config> {
+        match self.held() {
+            Some(held) => Ok(held.config),
+            None => self.config().await,
+        }
+    }
+
+    pub(crate) async fn config_now(&self) -> Result<Config> {
+        if self.api.status().confirmed.is_none() {
+            self.own_node().await?;
+        }
+        let mut config = self.read_config()?;
+        if let Some(held) = self.held() {
+            config.networks = held.config.networks;
+        }
+        Ok(config)
+    }
+
+    pub(crate) fn read_config(&self) -> Result<Config> {
+        let read = read_config(&self.options.net_config);
+        let wrong = read.as_ref().err().map(ToString::to_string);
+        *lock(&self.wrong_config) = wrong;
+        read
+    }
+
+    /// The follower of all nodes. It is started by the first call. It is started anew if its task
+    /// has ended, or if the config enables other families and no lease was acquired.
+    pub(crate) async fn follow<T>(&self, look: impl FnOnce(&Follower) -> T) -> Result<T> {
+        let name = self.name().await?.to_owned();
+        let config = self.settled().await?;
+        let mut follower = lock(&self.follower);
+        let read_options = ReadOptions {
+            prefix: self.options.prefix.clone(),
+            families: config.networks.families().collect(),
+        };
+        if let Some(follower) = follower
+            .as_ref()
+            .filter(|follower| follower.read_options == read_options && follower.lives())
+        {
+            return Ok(look(follower));
+        }
+        Ok(look(follower.insert(Follower::start(Arc::clone(&self.api), read_options, name))))
+    }
+
+    /// The addresses that this node prescribes, and its lease, if it has one.
+    pub(crate) async fn own_hints(&self) -> Result<(Dual<IpAddr>, Option<Lease>)> {
+        let (node, _) = self.own_node().await?;
+        let families: Vec<Family> = self.config().await?.networks.families().collect();
+        let (lease, _) = node.lease(Revision::default(), &families, &self.options.prefix);
+        Ok((self.prescribed(&node)?, lease))
+    }
+
+    /// Makes a lease of this node as it is now.
+    pub(crate) async fn take(&self, config: Config, attrs: &LeaseAttrs) -> Result<Held> {
+        let (node, read) = self.own_node().await?;
+        let prescribed = self.prescribed(&node)?;
+        let subnets = self.subnets_of(&node, &config)?;
+        let families: Vec<Family> = config.networks.families().collect();
+        self.check_overwrites(&node, &families)?;
+        let written = self.annotate(&node, attrs).await?;
+        let lease = self.lease_of(&node, subnets, attrs, written.unwrap_or(read));
+        Ok(Held { lease, config, prescribed })
+    }
+
+    /// This node as it is followed, always the latest.
+    pub(crate) async fn follow_own(&self) -> Result<watch::Receiver<Own>> {
+        self.follow(|follower| follower.own.clone()).await
+    }
+}
+
+fn read_config(path: &Path) -> Result<Config> {
+    let location = path.display().to_string();
+    match std::fs::read_to_string(path) {
+        Ok(text) => Config::parse(&text).map_err(|source| Error::Config { location, source }),
+        Err(error) if error.kind() == ErrorKind::NotFound => Err(Error::NoConfig { location }),
+        Err(error) => Err(Error::Store { store: location, source: error.into() }),
+    }
+}

@@ -1,0 +1,299 @@
+//! The names of flannel's annotations, and the attributes of a lease in them.
+//!
+//! Values are compared as text, by Go flannel too. So each value has one form, and backend data has
+//! a second one, which makes Go flannel notice a change.
+//!
+//! **Source**: flannel `pkg/subnet/kube/annotations.go: newAnnotations`, `kube.go: AcquireLease`.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use flannel_core::address::{Dual, Family};
+use flannel_core::lease::{LeaseAttrs, Offer};
+
+use super::prefix::Prefix;
+
+/// Flannel runs on a node if this annotation is "true".
+pub(crate) const MANAGED: &str = "kube-subnet-manager";
+pub(crate) const BACKEND_TYPE: &str = "backend-type";
+
+/// The names of one family, without the prefix.
+pub(crate) struct Names {
+    /// The backend's data.
+    pub(crate) data: &'static str,
+    /// The address to which peers send traffic.
+    pub(crate) public: &'static str,
+    /// Set by a person: the address to publish instead of the node's own.
+    pub(crate) overwrite: &'static str,
+    /// Set by a person: the same as `--public-ip`.
+    pub(crate) node: &'static str,
+    /// The text for "no address".
+    none: &'static str,
+    /// The expected value, with its article.
+    pub(crate) expected: &'static str,
+}
+
+pub(crate) const fn names(family: Family) -> Names {
+    match family {
+        Family::V4 => Names {
+            data: "backend-data",
+            public: "public-ip",
+            overwrite: "public-ip-overwrite",
+            node: "node-public-ip",
+            none: "0.0.0.0",
+            expected: "an IPv4 address such as 192.0.2.1",
+        },
+        Family::V6 => Names {
+            data: "backend-v6-data",
+            public: "public-ipv6",
+            overwrite: "public-ipv6-overwrite",
+            node: "node-public-ipv6",
+            none: "::",
+            expected: "an IPv6 address such as 2001:db8::1",
+        },
+    }
+}
+
+/// The values of flannel's annotations, by their names without the prefix.
+pub(crate) type Values = BTreeMap<Box<str>, Box<str>>;
+
+/// The annotations for these attributes on a node that has `present`: exactly those that Go flannel
+/// writes.
+///
+/// The pair of IPv4 is always written, except by `vxlan` without IPv4. The pair of IPv6 is written
+/// by `vxlan` and `wireguard` if they have data for it, and by `host-gw` and `extension` if they
+/// have an address.
+pub(crate) fn desired(attrs: &LeaseAttrs, present: &Values) -> Values {
+    let mut values = Values::new();
+    let mut put = |name: &str, value: &str| values.insert(name.into(), value.into());
+    put(MANAGED, "true");
+    put(BACKEND_TYPE, &attrs.preferred.kind);
+    for family in Family::BOTH {
+        let (data, public) =
+            (attrs.preferred.data[family].as_deref(), attrs.preferred.public[family]);
+        let written = match (family, &*attrs.preferred.kind) {
+            (_, "vxlan") => data.is_some(),
+            (Family::V4, _) => true,
+            (Family::V6, "wireguard") => data.is_some() && public.is_some(),
+            (Family::V6, "host-gw" | "extension") => public.is_some(),
+            (Family::V6, _) => false,
+        };
+        if written {
+            let names = names(family);
+            let own = public.map_or_else(|| names.none.to_owned(), |address| address.to_string());
+            // A text that is no address is ignored.
+            let overwrite =
+                present.get(names.overwrite).filter(|text| parse(text, family).is_some());
+            put(names.data, data.unwrap_or("null"));
+            put(names.public, overwrite.map_or(&own, |text| text));
+        }
+    }
+    values
+}
+
+/// Whether an annotation has this value, in either of the two forms of data; see [`reworded`].
+pub(crate) fn has(present: &Values, name: &str, desired: &str) -> bool {
+    let is_data = Family::BOTH.iter().any(|family| names(*family).data == name);
+    present.get(name).is_some_and(|text| match text.strip_prefix(' ') {
+        Some(text) if is_data => text == desired,
+        _ => **text == *desired,
+    })
+}
+
+/// The annotation that must be written too, so that Go flannel's nodes notice the change.
+///
+/// In dual stack Go flannel notices a change only if texts of both families change. If one family
+/// has no change, its data gets its other form, with or without a space in front, which has the
+/// same meaning. The space must not be behind the brace: Go flannel cuts its own MAC address out of
+/// the text.
+pub(crate) fn reworded(
+    desired: &Values,
+    missing: &Values,
+    present: &Values,
+) -> Option<(Box<str>, Box<str>)> {
+    if missing.contains_key(BACKEND_TYPE) {
+        // It counts for both families.
+        return None;
+    }
+    let changes = |family| {
+        let names = names(family);
+        missing.contains_key(names.data) || missing.contains_key(names.public)
+    };
+    let unchanged = match (changes(Family::V4), changes(Family::V6)) {
+        (true, false) => Family::V6,
+        (false, true) => Family::V4,
+        _ => return None,
+    };
+    let name = names(unchanged).data;
+    let (data, text) = (desired.get(name)?, present.get(name)?);
+    Some((name.into(), if text == data { format!(" {data}").into() } else { data.clone() }))
+}
+
+/// The attributes in the annotations, for these families, and what is wrong with them. An error of
+/// one family does not affect the other.
+pub(crate) fn read(
+    values: &Values,
+    families: &[Family],
+    prefix: &Prefix,
+) -> (LeaseAttrs, Vec<String>) {
+    let mut wrong = Vec::new();
+    let text = |name: &str| values.get(name).map(|text| &**text).unwrap_or_default();
+    let enabled = |family| families.contains(&family);
+    let mut public = Dual::default();
+    for family in families {
+        match address(values, names(*family).public, *family, prefix) {
+            Ok(address) => public[*family] = address,
+            Err(reason) => wrong.push(reason),
+        }
+    }
+    let mut data = |family: Family| {
+        let name = names(family).data;
+        let text = Some(text(name).trim_ascii())
+            .filter(|text| enabled(family) && !["", "null"].contains(text))?;
+        if serde_json::from_str::<serde::de::IgnoredAny>(text).is_err() {
+            wrong.push(format!("annotation {prefix}{name}: {} is no JSON", shorten(text)));
+            return None;
+        }
+        Some(flannel_core::json::compact(text).into_boxed_str())
+    };
+    let backend_data = Dual { v4: data(Family::V4), v6: data(Family::V6) };
+    let backend_type = usual(text(BACKEND_TYPE));
+    (LeaseAttrs::from(Offer { public, kind: backend_type, data: backend_data }), wrong)
+}
+
+/// The address in an annotation; `None` if it is absent, empty or unspecified.
+pub(crate) fn address(
+    values: &Values,
+    name: &str,
+    family: Family,
+    prefix: &Prefix,
+) -> Result<Option<IpAddr>, String> {
+    let Some(text) = values.get(name).filter(|text| !text.is_empty()) else { return Ok(None) };
+    let address = parse(text, family).ok_or_else(|| {
+        let expected = names(family).expected;
+        format!("annotation {prefix}{name}: {} is not valid, expected {expected}", shorten(text))
+    })?;
+    Ok(Some(address).filter(|address| !address.is_unspecified()))
+}
+
+fn parse(text: &str, family: Family) -> Option<IpAddr> {
+    text.parse().ok().filter(|address| Family::of(*address) == family)
+}
+
+/// What is wrong with the addresses that a person set to be published instead of the node's own.
+pub(crate) fn wrong_overwrites(
+    values: &Values,
+    families: &[Family],
+    prefix: &Prefix,
+) -> impl Iterator<Item = String> {
+    families
+        .iter()
+        .filter_map(|family| address(values, names(*family).overwrite, *family, prefix).err())
+}
+
+/// Quotes a text for an error message.
+fn shorten(text: &str) -> String {
+    match text.char_indices().nth(120) {
+        Some((end, _)) => format!("{:?}…", &text[..end]),
+        None => format!("{text:?}"),
+    }
+}
+
+/// Borrows the usual names, which thousands of leases share.
+fn usual(name: &str) -> std::borrow::Cow<'static, str> {
+    let usual = ["", "vxlan", "host-gw", "wireguard", "extension", "ipsec", "ipip"];
+    match usual.into_iter().find(|usual| *usual == name) {
+        Some(usual) => usual.into(),
+        None => name.to_owned().into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values(list: &[(&str, &str)]) -> Values {
+        list.iter().map(|(name, value)| ((*name).into(), (*value).into())).collect()
+    }
+
+    fn attrs(kind: &'static str, public: &[&str], data: [Option<&str>; 2]) -> LeaseAttrs {
+        LeaseAttrs::from(Offer {
+            public: public.iter().map(|a| a.parse::<IpAddr>().unwrap()).collect(),
+            kind: kind.into(),
+            data: Dual { v4: data[0].map(Into::into), v6: data[1].map(Into::into) },
+        })
+    }
+
+    #[test]
+    fn every_backend_writes_go_flannels_annotations() {
+        const V4: &str = "192.0.2.1";
+        const V6: &str = "2001:db8::1";
+        let (mac4, mac6) = (
+            r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:01"}"#,
+            r#"{"VNI":1,"VtepMAC":"0a:00:00:00:00:02"}"#,
+        );
+        let head = |kind| vec![(MANAGED, "true"), (BACKEND_TYPE, kind)];
+        let v4 = |data| [("backend-data", data), ("public-ip", V4)];
+        let v6 = |data| [("backend-v6-data", data), ("public-ipv6", V6)];
+        let with =
+            |kind, rest: &[(&'static str, &'static str)]| [head(kind), rest.to_vec()].concat();
+        for (attrs, expected) in [
+            (attrs("vxlan", &[V4], [Some(mac4), None]), with("vxlan", &v4(mac4))),
+            (
+                attrs("vxlan", &[V4, V6], [Some(mac4), Some(mac6)]),
+                with("vxlan", &[v4(mac4), v6(mac6)].concat()),
+            ),
+            (attrs("vxlan", &[V6], [None, Some(mac6)]), with("vxlan", &v6(mac6))),
+            (attrs("host-gw", &[V4], [None, None]), with("host-gw", &v4("null"))),
+            (
+                attrs("host-gw", &[V4, V6], [None, None]),
+                with("host-gw", &[v4("null"), v6("null")].concat()),
+            ),
+            (
+                attrs("host-gw", &[V6], [None, None]),
+                with(
+                    "host-gw",
+                    &[[("backend-data", "null"), ("public-ip", "0.0.0.0")], v6("null")].concat(),
+                ),
+            ),
+            (attrs("wireguard", &[V4, V6], [Some("{}"), None]), with("wireguard", &v4("{}"))),
+            (attrs("", &[V4, V6], [None, None]), with("", &v4("null"))),
+        ] {
+            assert_eq!(desired(&attrs, &Values::new()), values(&expected), "{attrs:?}");
+        }
+        let there =
+            values(&[("public-ip-overwrite", "198.51.100.7"), ("public-ipv6-overwrite", "")]);
+        let overwritten = desired(&attrs("host-gw", &[V4, V6], [None, None]), &there);
+        assert_eq!(
+            (&*overwritten["public-ip"], &*overwritten["public-ipv6"]),
+            ("198.51.100.7", V6)
+        );
+    }
+
+    #[test]
+    fn a_written_file_is_read_and_an_error_names_the_file() {
+        let all = attrs("vxlan", &["192.0.2.1", "2001:db8::1"], [Some("{\"a\":1}"), Some("{}")]);
+        let prefix = Prefix::default();
+        let written = desired(&all, &Values::new());
+        assert_eq!(read(&written, &Family::BOTH, &prefix), (all.clone(), Vec::new()));
+        let v4 = attrs("vxlan", &["192.0.2.1"], [Some("{\"a\":1}"), None]);
+        assert_eq!(read(&written, &[Family::V4], &prefix), (v4, Vec::new()));
+        let mut bad = written;
+        bad.insert("public-ip".into(), "2001:db8::7".into());
+        bad.insert("backend-v6-data".into(), "{\"VNI".into());
+        let (attrs, wrong) = read(&bad, &Family::BOTH, &prefix);
+        assert_eq!(
+            (attrs.preferred.public.v4, attrs.preferred.public.v6),
+            (None, all.preferred.public.v6)
+        );
+        assert_eq!(
+            (attrs.preferred.data.v4, attrs.preferred.data.v6),
+            (all.preferred.data.v4, None)
+        );
+        let expected = [
+            r#"annotation flannel.alpha.coreos.com/public-ip: "2001:db8::7" is not valid, expected an IPv4 address such as 192.0.2.1"#,
+            r#"annotation flannel.alpha.coreos.com/backend-v6-data: "{\"VNI" is no JSON"#,
+        ];
+        assert_eq!(wrong, expected);
+    }
+}

@@ -1,0 +1,104 @@
+//! The beginning of the names of flannel's annotations.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// The beginning of the names of all annotations: `flannel.alpha.coreos.com/`, `example.com/net-`.
+///
+/// It is a domain name with at least one dot, a slash, and perhaps a word of lower-case letters,
+/// digits, `-` and `_`. The slash, and a `-` at the end of the word, are added if they are missing.
+///
+/// ```
+/// use flannel_subnet_kube::Prefix;
+///
+/// assert_eq!("example.com".parse::<Prefix>()?.to_string(), "example.com/");
+/// assert_eq!("example.com/net".parse::<Prefix>()?.to_string(), "example.com/net-");
+/// # Ok::<(), flannel_subnet_kube::PrefixError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Prefix(Box<str>);
+
+/// The error of a text that the names of annotations cannot begin with.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{text:?} is no prefix of annotations: right would be a domain name in lower case with a dot \
+     in it, perhaps with a slash and a word behind it, such as flannel.alpha.coreos.com or \
+     example.com/net"
+)]
+pub struct PrefixError {
+    /// The text.
+    pub text: String,
+}
+
+impl FromStr for Prefix {
+    type Err = PrefixError;
+    fn from_str(text: &str) -> Result<Self, PrefixError> {
+        let error = || PrefixError { text: text.to_owned() };
+        let (domain, word) = text.split_once('/').unwrap_or((text, ""));
+        let plain = |text: &str| {
+            text.bytes()
+                .all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-' || b == b'_')
+        };
+        let labels: Vec<&str> = domain.split('.').collect();
+        if labels.len() < 2
+            || labels.iter().any(|label| label.is_empty() || !plain(label))
+            || !plain(word)
+        {
+            return Err(error());
+        }
+        // A dash alone is no word.
+        if word == "-" {
+            return Err(error());
+        }
+        let dash = if word.is_empty() || word.ends_with('-') { "" } else { "-" };
+        Ok(Self(format!("{domain}/{word}{dash}").into()))
+    }
+}
+
+/// Go flannel's.
+impl Default for Prefix {
+    fn default() -> Self {
+        Self("flannel.alpha.coreos.com/".into())
+    }
+}
+
+impl fmt::Display for Prefix {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl Prefix {
+    /// The rest of an annotation's name.
+    pub(crate) fn strip<'a>(&self, name: &'a str) -> Option<&'a str> {
+        name.strip_prefix(&*self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prefixes_are_gos() {
+        for (text, prefix) in [
+            ("flannel.alpha.coreos.com", "flannel.alpha.coreos.com/"),
+            ("flannel.alpha.coreos.com/", "flannel.alpha.coreos.com/"),
+            ("a.b/net", "a.b/net-"),
+            ("a.b/net-", "a.b/net-"),
+            ("a_1.b-2/x_y", "a_1.b-2/x_y-"),
+        ] {
+            assert_eq!(text.parse::<Prefix>().unwrap().to_string(), prefix);
+        }
+        for bad in [
+            "", "/", "coreos", "coreos/x", "a.b/c/d", "a.b/c/", "A.b", "a.b/C", "a..b", ".b",
+            "a.b/-", "a b.c",
+        ] {
+            assert!(
+                bad.parse::<Prefix>().unwrap_err().to_string().contains("example.com/net"),
+                "{bad}"
+            );
+        }
+        assert_eq!(Prefix::default(), "flannel.alpha.coreos.com".parse().unwrap());
+    }
+}

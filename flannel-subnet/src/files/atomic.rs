@@ -1,0 +1,72 @@
+//! Replacing a file in one step: readers see either the old content or the new one.
+
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io::{self, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::time::SystemTime;
+
+/// The beginning of the names of temporary files. The dot says that they are no keys.
+pub(crate) const TEMPORARY: &str = ".flannel-tmp-";
+
+/// Writes `path` anew: a temporary file in the same directory, synced, then renamed over it.
+///
+/// A new file gets `mode` whatever the umask is; an existing regular file keeps its own. If
+/// `modified` is given, it becomes the file's time of modification.
+///
+/// # Errors
+/// The file system refused. Then the temporary file is gone, and `path` is as it was.
+pub(crate) fn replace(
+    path: &Path,
+    content: &[u8],
+    mode: u32,
+    modified: Option<SystemTime>,
+) -> io::Result<()> {
+    let name = path.file_name().ok_or_else(|| io::Error::other("not the name of a file"))?;
+    let mode = match fs::symlink_metadata(path) {
+        Ok(metadata) if metadata.is_file() => metadata.permissions().mode() & 0o7777,
+        _ => mode,
+    };
+    let temporary = format!("{TEMPORARY}{}-{:016x}", name.to_string_lossy(), fastrand::u64(..));
+    let temporary = path.with_file_name(temporary);
+    let write = |file: &mut File| {
+        file.write_all(content)?;
+        file.set_permissions(Permissions::from_mode(mode))?;
+        if let Some(modified) = modified {
+            file.set_modified(modified)?;
+        }
+        file.sync_all()
+    };
+    let mut file = OpenOptions::new().write(true).create_new(true).open(&temporary)?;
+    let result = write(&mut file).and_then(|()| fs::rename(&temporary, path));
+    if result.is_err() {
+        // The first failure is reported.
+        let _ = fs::remove_file(&temporary);
+    }
+    result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_new_file_has_its_mode_an_old_one_keeps_its_own_and_nothing_is_left_behind() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        let mode = || fs::metadata(&path).unwrap().permissions().mode() & 0o7777;
+        replace(&path, b"one", 0o644, None).unwrap();
+        assert_eq!((fs::read(&path).unwrap().as_slice(), mode()), (b"one".as_slice(), 0o644));
+        fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
+        let time = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000_000);
+        replace(&path, b"two", 0o644, Some(time)).unwrap();
+        assert_eq!((fs::read(&path).unwrap().as_slice(), mode()), (b"two".as_slice(), 0o600));
+        assert_eq!(fs::metadata(&path).unwrap().modified().unwrap(), time);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+
+        let blocked = dir.path().join("blocked");
+        fs::create_dir(&blocked).unwrap();
+        replace(&blocked, b"x", 0o644, None).unwrap_err();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+    }
+}

@@ -1,0 +1,401 @@
+//! The last complete set of leases on disk, for a start while the store does not answer.
+//!
+//! A file that is damaged, of another store or of a newer version is ignored. Leases of peers from
+//! it create and replace objects but delete none. The own lease counts only while its end, by wall
+//! clock, lies ahead.
+//!
+//! The file is text. The first line names the format, its version and a checksum of the rest. The
+//! second is a JSON object about the whole. Each other line is one lease: key, `since`, revision,
+//! and the store's value. Later builds read this version. A file of a newer version is replaced as
+//! a whole when the store has answered.
+
+use std::fmt::Write;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use flannel_core::Lease;
+use flannel_core::lease::{LeaseAttrs, LeaseSet, Origin, Revision, View};
+use serde::{Deserialize, Serialize};
+
+use super::{atomic, fnv1a};
+use crate::registry::{ConfigText, HolderId};
+
+const FORMAT: &str = "flannel-leases";
+/// The version that this build writes, and the only one that it reads.
+const VERSION: &str = "1";
+
+/// The file with the last complete set.
+#[derive(Debug, Clone)]
+pub struct Cache {
+    path: PathBuf,
+}
+
+/// The content of a cache.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Saved {
+    /// The store that it came from, as `Display` of the registry.
+    pub store: String,
+    /// When it was written, by wall clock, in whole milliseconds.
+    pub written: SystemTime,
+    /// The leases of all nodes.
+    pub leases: LeaseSet,
+    /// The network config, if it is known.
+    pub config: Option<ConfigText>,
+    /// Our own lease and the ID of its holder.
+    pub own: Option<(Lease, HolderId)>,
+}
+
+impl Saved {
+    /// The leases as a view with the origin [`Origin::Cached`].
+    pub fn view(&self) -> View {
+        View { leases: self.leases.clone(), origin: Origin::Cached { written: Some(self.written) } }
+    }
+
+    /// Our own lease, if it is still ours: held by `holder`, with its end ahead of `now`. If `now`
+    /// is before the writing of the cache, the clock was set back, and the lease does not count.
+    pub fn own(&self, holder: HolderId, now: SystemTime) -> Option<&Lease> {
+        let (lease, held_by) = self.own.as_ref()?;
+        let in_force = lease.expires.is_none_or(|end| self.written <= now && now < end);
+        (*held_by == holder && in_force).then_some(lease)
+    }
+}
+
+/// Why a cache is not used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CacheError {
+    /// The file system refused; `NotFound` if there is no cache yet.
+    #[error("{path}: {source}", path = path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What happened.
+        source: io::Error,
+    },
+    /// It is no cache, or a damaged one.
+    #[error("{path}: {reason}", path = path.display())]
+    Content {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+}
+
+#[derive(Serialize, Deserialize)]
+struct Whole {
+    store: String,
+    /// Milliseconds since 1970, as all times here.
+    written: u64,
+    config: Option<(String, String)>,
+    own: Option<Own>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Own {
+    lease: String,
+    #[serde(rename = "mark")]
+    holder: String,
+    expires: Option<u64>,
+}
+
+fn millis(time: SystemTime) -> u64 {
+    let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+fn time(millis: u64) -> Option<SystemTime> {
+    SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(millis))
+}
+
+fn line(lease: &Lease) -> String {
+    format!("{} {} {} {}", lease.subnets, lease.since, lease.revision, lease.attrs.to_json())
+}
+
+fn lease(line: &str) -> Result<Lease, String> {
+    let mut parts = line.splitn(4, ' ');
+    let mut part =
+        || parts.next().ok_or_else(|| format!("{line:?} is not a lease: KEY SINCE REVISION VALUE"));
+    let (subnets, since, revision, value) = (part()?, part()?, part()?, part()?);
+    let number =
+        |text: &str| text.parse().map(Revision).map_err(|_| format!("{text:?} is not a revision"));
+    Ok(Lease {
+        subnets: subnets
+            .parse()
+            .map_err(|error: flannel_core::lease::KeyError| error.to_string())?,
+        attrs: LeaseAttrs::from_json(value).map_err(|error| format!("{subnets}: {error}"))?,
+        expires: None,
+        since: number(since)?,
+        revision: number(revision)?,
+    })
+}
+
+impl Cache {
+    /// A cache in this file. Nothing is read or made yet.
+    pub fn open(path: impl Into<PathBuf>) -> Self {
+        Self { path: path.into() }
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Replaces the file in one step, with mode 0600.
+    ///
+    /// # Errors
+    /// The file system refused; the file is as it was then.
+    ///
+    /// # Blocking
+    /// Writes and syncs a file of some hundred bytes for each lease.
+    pub fn save(&self, saved: &Saved) -> Result<(), CacheError> {
+        let io = |source| CacheError::Io { path: self.path.clone(), source };
+        if let Some(dir) = self.path.parent() {
+            fs::create_dir_all(dir).map_err(io)?;
+        }
+        atomic::replace(&self.path, text(saved).as_bytes(), 0o600, None).map_err(io)
+    }
+
+    /// Reads the file.
+    ///
+    /// # Errors
+    /// There is no file, it cannot be read, or [`Cache::save`] did not write it. The message names
+    /// the file and what is wrong.
+    ///
+    /// # Blocking
+    /// Reads one file.
+    pub fn load(&self) -> Result<Saved, CacheError> {
+        let bytes = fs::read(&self.path)
+            .map_err(|source| CacheError::Io { path: self.path.clone(), source })?;
+        parse(&bytes).map_err(|reason| CacheError::Content { path: self.path.clone(), reason })
+    }
+
+    /// Reads the file if it is of `store`. Any other file is ignored, with a warning.
+    ///
+    /// # Blocking
+    /// Reads one file.
+    pub fn load_from(&self, store: &str) -> Option<Saved> {
+        let reason = match self.load() {
+            Ok(saved) if saved.store == store => return Some(saved),
+            Ok(saved) => format!("it is of {}, not of {store}", saved.store),
+            Err(CacheError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+                return None;
+            }
+            Err(error) => error.to_string(),
+        };
+        tracing::warn!(path = %self.path.display(), "the cache is ignored: {reason}");
+        None
+    }
+}
+
+fn text(saved: &Saved) -> String {
+    let own = saved.own.as_ref().map(|(lease, holder)| Own {
+        lease: line(lease),
+        holder: holder.to_string(),
+        expires: lease.expires.map(millis),
+    });
+    let whole = Whole {
+        store: saved.store.clone(),
+        written: millis(saved.written),
+        config: saved.config.clone().map(|config| (config.location, config.text)),
+        own,
+    };
+    // Only maps with keys that are no strings, and I/O, can fail.
+    let mut body =
+        serde_json::to_string(&whole).expect("a struct of strings and numbers serializes");
+    for lease in saved.leases.iter() {
+        // Writing to a string does not fail.
+        let _ = write!(body, "\n{}", line(lease));
+    }
+    body.push('\n');
+    format!("{FORMAT} {VERSION} {:016x}\n{body}", fnv1a(body.as_bytes()))
+}
+
+fn parse(bytes: &[u8]) -> Result<Saved, String> {
+    let end = bytes.iter().position(|byte| *byte == b'\n').ok_or("its first line does not end")?;
+    let (head, body) = (String::from_utf8_lossy(&bytes[..end]), &bytes[end + 1..]);
+    let malformed = || format!("its first line is not \"{FORMAT} VERSION CHECKSUM\"");
+    let parts: Vec<&str> = head.split(' ').collect();
+    let [FORMAT, version, rest @ ..] = &parts[..] else { return Err(malformed()) };
+    if *version != VERSION {
+        return Err(format!("it is of version {version:?}, this build reads version {VERSION}"));
+    }
+    let [sum] = rest else { return Err(malformed()) };
+    if *sum != format!("{:016x}", fnv1a(body)) {
+        return Err(format!(
+            "the checksum {sum:?} is not that of its content: the file is damaged"
+        ));
+    }
+    let body = std::str::from_utf8(body).map_err(|error| error.to_string())?;
+    let mut lines = body.lines();
+    let whole: Whole = serde_json::from_str(lines.next().unwrap_or_default())
+        .map_err(|error| format!("line 2: {error}"))?;
+    let instant = |millis| time(millis).ok_or_else(|| format!("{millis} is not a time"));
+    let own = match whole.own {
+        Some(own) => {
+            let expires = own.expires.map(instant).transpose()?;
+            let holder = own
+                .holder
+                .parse()
+                .map_err(|error: crate::registry::HolderIdError| error.to_string())?;
+            Some((Lease { expires, ..lease(&own.lease)? }, holder))
+        }
+        None => None,
+    };
+    Ok(Saved {
+        store: whole.store,
+        written: instant(whole.written)?,
+        leases: lines.map(lease).collect::<Result<_, _>>()?,
+        config: whole.config.map(|(location, text)| ConfigText { location, text }),
+        own,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    use flannel_core::Subnets;
+    use nix::time::ClockId;
+
+    fn at(secs: u64) -> SystemTime {
+        SystemTime::UNIX_EPOCH + Duration::from_secs(secs)
+    }
+
+    fn peer(n: u32) -> Lease {
+        let value = format!(
+            r#"{{"PublicIP":"192.{}.{}.7","PublicIPv6":"2001:db8::{n:x}","BackendType":"vxlan","BackendData":{{"VNI":1,"VtepMAC":"0a:00:00:00:00:07"}}}}"#,
+            n / 256 % 256,
+            n % 256
+        );
+        Lease {
+            subnets: Subnets::new([
+                format!("10.{}.{}.0/24", n / 256, n % 256).parse().unwrap(),
+                format!("fd00:0:0:{n:x}::/64").parse().unwrap(),
+            ])
+            .unwrap(),
+            attrs: LeaseAttrs::from_json(&value).unwrap(),
+            expires: None,
+            since: Revision(u64::from(n)),
+            revision: Revision(u64::MAX),
+        }
+    }
+
+    fn saved(peers: u32) -> Saved {
+        let config = ConfigText {
+            location: "file".into(),
+            text: "{\n\"Network\": \"10.0.0.0/8\" }\n".into(),
+        };
+        Saved {
+            store: "dir:/a b/\"c\"\n".into(),
+            written: at(1_000),
+            leases: (0..peers).map(peer).collect(),
+            config: Some(config),
+            own: Some((Lease { expires: Some(at(2_000)), ..peer(1) }, HolderId(7))),
+        }
+    }
+
+    #[test]
+    fn a_cache_is_loaded_only_for_its_store() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = Cache::open(dir.path().join("new/leases"));
+        assert!(matches!(cache.load(), Err(CacheError::Io { .. })));
+        assert_eq!(cache.load_from("any"), None);
+        for saved in [saved(3), Saved { own: None, config: None, ..saved(0) }] {
+            cache.save(&saved).unwrap();
+            assert_eq!(cache.load().unwrap(), saved);
+            assert_eq!(cache.load_from(&saved.store), Some(saved));
+            assert_eq!(cache.load_from("dir:/other"), None);
+        }
+        assert_eq!(fs::read_dir(dir.path().join("new")).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn our_lease_is_ours_while_its_end_lies_ahead() {
+        let saved = saved(0);
+        for (holder, now, ours) in [
+            (7, 1_000, true),
+            (7, 1_999, true),
+            (7, 2_000, false),
+            (7, 999, false),
+            (8, 1_500, false),
+        ] {
+            assert_eq!(saved.own(HolderId(holder), at(now)).is_some(), ours, "{holder} {now}");
+        }
+        let reservation = Saved { own: Some((peer(1), HolderId(7))), ..saved };
+        assert!(
+            reservation.own(HolderId(7), at(1)).is_some()
+                && reservation.own(HolderId(7), at(9_999)).is_some()
+        );
+    }
+
+    #[test]
+    fn no_damage_goes_unnoticed() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = Cache::open(dir.path().join("leases"));
+        let good = text(&saved(2)).into_bytes();
+        for end in 0..good.len() {
+            parse(&good[..end]).unwrap_err();
+        }
+        for place in 0..good.len() {
+            for bit in 0..8 {
+                let mut bad = good.clone();
+                bad[place] ^= 1 << bit;
+                parse(&bad).unwrap_err();
+            }
+        }
+        let other_version = text(&saved(2)).replacen(" 1 ", " 2 ", 1);
+        let resealed =
+            |body: &str| format!("{FORMAT} {VERSION} {:016x}\n{body}", fnv1a(body.as_bytes()));
+        for (bad, says) in [
+            (other_version, "version \"2\", this build reads version 1"),
+            (String::new(), "first line"),
+            ("{}\n".into(), "first line"),
+            (text(&saved(2)).replace("2001", "2002"), "damaged"),
+            (resealed("{}"), "line 2"),
+            (resealed(""), "line 2"),
+            (
+                resealed("{\"store\":\"s\",\"written\":1,\"config\":null,\"own\":null}\nx 1 2"),
+                "not a lease",
+            ),
+            (
+                resealed("{\"store\":\"s\",\"written\":1,\"config\":null,\"own\":null}\nx 1 2 {}"),
+                "\"x\" is not",
+            ),
+        ] {
+            fs::write(cache.path(), bad).unwrap();
+            let error = cache.load().unwrap_err().to_string();
+            assert!(error.contains(says) && error.contains("leases: "), "{error}");
+            assert_eq!(cache.load_from(&saved(2).store), None);
+        }
+    }
+
+    #[test]
+    fn a_cache_of_a_newer_version_is_ignored_and_stays_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = Cache::open(dir.path().join("leases"));
+        let newer = "flannel-leases 2 sha256:00\n{\"new\":true}\n";
+        for newer in [newer.to_owned(), text(&saved(2)).replacen(" 1 ", " 2 ", 1)] {
+            fs::write(cache.path(), &newer).unwrap();
+            assert_eq!(cache.load_from(&saved(2).store), None);
+            assert_eq!(fs::read_to_string(cache.path()).unwrap(), newer);
+        }
+        cache.save(&saved(2)).unwrap();
+        assert_eq!(cache.load_from(&saved(2).store), Some(saved(2)));
+    }
+
+    #[test]
+    fn ten_thousand_leases_load_at_once() {
+        let bytes = text(&saved(10_000)).into_bytes();
+        // Of this thread alone: others may have the processor for longer.
+        let computed = || Duration::from(ClockId::CLOCK_THREAD_CPUTIME_ID.now().unwrap());
+        let begin = computed();
+        let loaded = parse(&bytes).unwrap();
+        let took = computed() - begin;
+        let limit = Duration::from_millis(if cfg!(debug_assertions) { 1_500 } else { 100 });
+        assert!(took < limit, "{took:?}");
+        assert_eq!(loaded.leases.len(), 10_000);
+    }
+}

@@ -1,0 +1,336 @@
+//! `subnet.env`: the file that shows this host's subnet to container runtimes and CNI plugins.
+//!
+//! Other programs parse this file, so its bytes are Go flannel's.
+//!
+//! **Source**: flannel `pkg/subnet/subnet.go: WriteSubnetFile, ReadCIDRFromSubnetFile`; godotenv
+//! for the syntax.
+
+use std::fmt;
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use flannel_core::address::{Dual, Family};
+use flannel_core::{Subnet, Subnets};
+
+use super::atomic;
+
+/// The content of `subnet.env`. `Display` is the text of the file.
+///
+/// ```
+/// use flannel_subnet::SubnetEnv;
+///
+/// let env = SubnetEnv {
+///     networks: ["10.1.0.0/16".parse().unwrap()].into_iter().collect(),
+///     subnets: ["10.1.5.0/24".parse().unwrap()].into_iter().collect(),
+///     mtu: 1450,
+///     ip_masq: true,
+/// };
+/// assert!(env.to_string().contains("FLANNEL_SUBNET=10.1.5.1/24\n"));
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SubnetEnv {
+    /// The pod networks of the enabled families.
+    pub networks: Dual<Subnet>,
+    /// This host's subnets. The file shows them by their second address, which is the bridge's.
+    pub subnets: Dual<Subnet>,
+    /// For pods, in bytes.
+    pub mtu: u32,
+    /// Traffic that leaves the pod network is masqueraded by flannel.
+    pub ip_masq: bool,
+}
+
+/// Why a `subnet.env` cannot be read or written.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SubnetEnvError {
+    /// The file system refused; `NotFound` if there is no such file.
+    #[error("{path}: {source}", path = path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What happened.
+        source: io::Error,
+    },
+    /// One line is wrong.
+    #[error("{path}, line {line}: {key}: {value:?} is not {expected}", path = path.display())]
+    Line {
+        /// The file.
+        path: PathBuf,
+        /// Counted from 1.
+        line: usize,
+        /// The key; the whole line if it has none.
+        key: String,
+        /// What it held.
+        value: String,
+        /// What is expected.
+        expected: &'static str,
+    },
+    /// A key is missing.
+    #[error("{path}: {key} is missing", path = path.display())]
+    Missing {
+        /// The file.
+        path: PathBuf,
+        /// The key.
+        key: &'static str,
+    },
+}
+
+const fn keys(family: Family) -> (&'static str, &'static str) {
+    match family {
+        Family::V4 => ("FLANNEL_NETWORK", "FLANNEL_SUBNET"),
+        Family::V6 => ("FLANNEL_IPV6_NETWORK", "FLANNEL_IPV6_SUBNET"),
+    }
+}
+
+impl fmt::Display for SubnetEnv {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for family in Family::BOTH {
+            let (network_key, subnet_key) = keys(family);
+            if let Some(network) = self.networks[family] {
+                writeln!(f, "{network_key}={network}")?;
+            }
+            if let Some(subnet) = self.subnets[family] {
+                let host = subnet.nth(1).unwrap_or_else(|| subnet.base());
+                writeln!(f, "{subnet_key}={host}/{}", subnet.len())?;
+            }
+        }
+        writeln!(f, "FLANNEL_MTU={}", self.mtu)?;
+        writeln!(f, "FLANNEL_IPMASQ={}", self.ip_masq)
+    }
+}
+
+impl SubnetEnv {
+    /// This host's subnets as the identity of a lease, which it may ask for again after a restart.
+    pub fn previous(&self) -> Option<Subnets> {
+        Subnets::new(self.subnets.values().copied())
+    }
+
+    /// Writes the file in one step, and its directory (mode 0755) if it is missing. A new file has
+    /// mode 0644 whatever the umask is; an existing one keeps its own.
+    ///
+    /// # Errors
+    /// [`SubnetEnvError::Io`].
+    ///
+    /// # Blocking
+    /// Waits for the disk.
+    pub fn write_atomic(&self, path: &Path) -> Result<(), SubnetEnvError> {
+        let error = |source| SubnetEnvError::Io { path: path.to_owned(), source };
+        if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+            DirBuilder::new().recursive(true).mode(0o755).create(parent).map_err(error)?;
+        }
+        atomic::replace(path, self.to_string().as_bytes(), 0o644, None).map_err(error)
+    }
+
+    /// Reads the file as a shell or dotenv reader would: quotes, `export`, comments and `KEY:
+    /// value` are accepted, unknown keys ignored, host bits masked, and the last of several lines
+    /// with one key wins. In a list of subnets, bad items are ignored; if not exactly one is left,
+    /// the family counts as absent.
+    ///
+    /// # Errors
+    /// File, line, key, value, and what is expected.
+    ///
+    /// # Blocking
+    /// Reads one small file.
+    pub fn read(path: &Path) -> Result<Self, SubnetEnvError> {
+        let error = |source| SubnetEnvError::Io { path: path.to_owned(), source };
+        Self::parse(&fs::read_to_string(path).map_err(error)?, path)
+    }
+
+    /// Reads the text of a file, as [`SubnetEnv::read`] does; `path` is for messages.
+    ///
+    /// # Errors
+    /// As for [`SubnetEnv::read`].
+    pub fn parse(text: &str, path: &Path) -> Result<Self, SubnetEnvError> {
+        let mut env =
+            Self { networks: Dual::default(), subnets: Dual::default(), mtu: 0, ip_masq: false };
+        let (mut mtu, mut ip_masq) = (None, None);
+        for (number, text) in text.lines().enumerate() {
+            let line = Line { path, number: number + 1, text };
+            let Some((key, value)) = line.assignment()? else { continue };
+            for family in Family::BOTH {
+                let (network_key, subnet_key) = keys(family);
+                if key == network_key {
+                    env.networks[family] = line.subnet(key, &value, family)?;
+                } else if key == subnet_key {
+                    env.subnets[family] = line.subnet(key, &value, family)?;
+                }
+            }
+            match key {
+                "FLANNEL_MTU" => mtu = Some(line.parsed(key, &value, "a number of bytes")?),
+                "FLANNEL_IPMASQ" => ip_masq = Some(line.parsed(key, &value, "true or false")?),
+                _ => (),
+            }
+        }
+        let missing = |key| SubnetEnvError::Missing { path: path.to_owned(), key };
+        env.mtu = mtu.ok_or_else(|| missing("FLANNEL_MTU"))?;
+        env.ip_masq = ip_masq.ok_or_else(|| missing("FLANNEL_IPMASQ"))?;
+        Ok(env)
+    }
+}
+
+struct Line<'a> {
+    path: &'a Path,
+    number: usize,
+    text: &'a str,
+}
+
+impl<'a> Line<'a> {
+    fn error(&self, key: &str, value: &str, expected: &'static str) -> SubnetEnvError {
+        SubnetEnvError::Line {
+            path: self.path.to_owned(),
+            line: self.number,
+            key: key.to_owned(),
+            value: value.to_owned(),
+            expected,
+        }
+    }
+
+    /// Key and value; `None` for an empty line or a comment.
+    fn assignment(&self) -> Result<Option<(&'a str, String)>, SubnetEnvError> {
+        let text = self.text.trim();
+        if text.is_empty() || text.starts_with('#') {
+            return Ok(None);
+        }
+        let text = text.strip_prefix("export ").unwrap_or(text);
+        let Some((key, value)) = text.split_once(['=', ':']) else {
+            return Err(self.error(text, "", "an assignment such as FLANNEL_MTU=1450"));
+        };
+        let (key, value) = (key.trim(), value.trim());
+        for quote in ['"', '\''] {
+            let Some(quoted) = value.strip_prefix(quote) else { continue };
+            let Some((value, _)) = quoted.split_once(quote) else {
+                return Err(self.error(key, value, "a value whose quotes are closed"));
+            };
+            return Ok(Some((key, value.to_owned())));
+        }
+        let value = match value.find(" #") {
+            Some(comment) => &value[..comment],
+            None => value,
+        };
+        Ok(Some((key, value.trim_end().to_owned())))
+    }
+
+    fn parsed<T: FromStr>(
+        &self,
+        key: &str,
+        value: &str,
+        expected: &'static str,
+    ) -> Result<T, SubnetEnvError> {
+        value.parse().map_err(|_| self.error(key, value, expected))
+    }
+
+    fn subnet(
+        &self,
+        key: &str,
+        value: &str,
+        family: Family,
+    ) -> Result<Option<Subnet>, SubnetEnvError> {
+        let expected = match family {
+            Family::V4 => "an IPv4 subnet such as 10.1.5.1/24",
+            Family::V6 => "an IPv6 subnet such as fd00:0:0:5::1/64",
+        };
+        let mut items = value.split(',').map(|item| {
+            let subnet: Option<Subnet> = item.trim().parse().ok();
+            subnet.filter(|subnet| subnet.family() == family && !subnet.is_everything())
+        });
+        if !value.contains(',') {
+            let subnet = items.next().flatten();
+            return subnet.map(Some).ok_or_else(|| self.error(key, value, expected));
+        }
+        let mut good = items.flatten();
+        let first = good.next();
+        Ok(if good.next().is_none() { first } else { None })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    fn env(subnets: &[(&str, &str)]) -> SubnetEnv {
+        SubnetEnv {
+            networks: subnets
+                .iter()
+                .map(|(network, _)| network.parse::<Subnet>().unwrap())
+                .collect(),
+            subnets: subnets.iter().map(|(_, subnet)| subnet.parse::<Subnet>().unwrap()).collect(),
+            mtu: 1450,
+            ip_masq: true,
+        }
+    }
+
+    #[test]
+    fn the_bytes_are_those_of_go_flannel() {
+        let (v4, v6) = (("10.1.0.0/16", "10.1.5.0/24"), ("fd00::/48", "fd00:0:0:5::/64"));
+        let golden = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.5.1/24\nFLANNEL_IPV6_NETWORK=fd00::/48\n\
+                      FLANNEL_IPV6_SUBNET=fd00:0:0:5::1/64\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
+        assert_eq!(env(&[v4, v6]).to_string(), golden);
+        let lines: Vec<&str> = golden.lines().collect();
+        let v4_only = [lines[0], lines[1], lines[4], "FLANNEL_IPMASQ=false", ""].join("\n");
+        assert_eq!(SubnetEnv { ip_masq: false, ..env(&[v4]) }.to_string(), v4_only);
+        assert_eq!(env(&[v6]).to_string(), [lines[2], lines[3], lines[4], lines[5], ""].join("\n"));
+    }
+
+    #[test]
+    fn a_written_file_is_read_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run/flannel/subnet.env");
+        let missing = SubnetEnv::read(&path).unwrap_err();
+        assert!(
+            matches!(&missing, SubnetEnvError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
+        );
+        let env = env(&[("10.1.0.0/16", "10.1.5.0/24"), ("fd00::/48", "fd00:0:0:5::/64")]);
+        env.write_atomic(&path).unwrap();
+        assert_eq!(SubnetEnv::read(&path).unwrap(), env);
+        assert_eq!(env.previous().unwrap().to_string(), "10.1.5.0-24&fd00:0:0:5::-64");
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o644);
+        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn reads_the_syntax_of_people_and_shells() {
+        let text = "# flannel\n\nexport FLANNEL_NETWORK=\"10.1.0.0/16\"\nFLANNEL_SUBNET: 10.1.5.77/24 # ours\n\
+                    FLANNEL_MTU='1450'\nFLANNEL_IPMASQ = true\nOTHER=x=y\nFLANNEL_SUBNET=10.1.6.1/24\n\
+                    FLANNEL_IPV6_NETWORK=fd00::/48,rubbish\nFLANNEL_IPV6_SUBNET=fd00::1/64,fd01::1/64\n";
+        let mut expected = env(&[("10.1.0.0/16", "10.1.6.0/24")]);
+        expected.networks.v6 = Some("fd00::/48".parse().unwrap());
+        assert_eq!(SubnetEnv::parse(text, Path::new("x")).unwrap(), expected);
+    }
+
+    #[test]
+    fn errors_name_file_line_key_value_and_the_expected_value() {
+        for (bad, says) in [
+            (
+                "FLANNEL_SUBNET=10.1.5.1",
+                r#"line 1: FLANNEL_SUBNET: "10.1.5.1" is not an IPv4 subnet such as"#,
+            ),
+            (
+                "\nFLANNEL_SUBNET=fd00::1/64",
+                r#"line 2: FLANNEL_SUBNET: "fd00::1/64" is not an IPv4"#,
+            ),
+            ("FLANNEL_IPV6_SUBNET=10.1.5.1/24", r#""10.1.5.1/24" is not an IPv6 subnet"#),
+            ("FLANNEL_NETWORK=0.0.0.0/0", "FLANNEL_NETWORK"),
+            ("FLANNEL_MTU=big", r#"FLANNEL_MTU: "big" is not a number of bytes"#),
+            (
+                "FLANNEL_MTU=1450\nFLANNEL_IPMASQ=yes",
+                r#"line 2: FLANNEL_IPMASQ: "yes" is not true or false"#,
+            ),
+            ("FLANNEL_MTU=\"1450", "quotes are closed"),
+            ("nonsense", "an assignment such as FLANNEL_MTU=1450"),
+            ("FLANNEL_IPMASQ=true", "FLANNEL_MTU is missing"),
+            ("FLANNEL_MTU=1450", "FLANNEL_IPMASQ is missing"),
+        ] {
+            let error = SubnetEnv::parse(bad, Path::new("/run/flannel/subnet.env"))
+                .unwrap_err()
+                .to_string();
+            assert!(
+                error.starts_with("/run/flannel/subnet.env") && error.contains(says),
+                "{bad}: {error}"
+            );
+        }
+    }
+}

@@ -1,0 +1,240 @@
+//! Getting a lease: this node's own lease if the store has it, else a free one.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use flannel_core::address::Dual;
+use flannel_core::error::holder;
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::{Config, Error, Lease, Result, Subnet, Subnets};
+
+use super::LocalManager;
+use super::holding::{HeldLease, LeaseTerm};
+use super::listing::{earlier, fits, occupied, own_entry, unfit};
+use crate::allocate::allocate;
+use crate::backoff::Backoff;
+use crate::registry::{Entry, LeaseGrant, Listing, Registry};
+use crate::runtime::lock;
+
+/// The outcome of one attempt to get a lease.
+enum Attempt {
+    Acquired(Lease),
+    /// Another node took the subnets first. This is the content of the store since then.
+    Beaten(Listing),
+    /// The store has changed. Only another list shows how.
+    Lost,
+}
+
+impl From<Option<Lease>> for Attempt {
+    fn from(lease: Option<Lease>) -> Self {
+        lease.map_or(Self::Lost, Self::Acquired)
+    }
+}
+
+/// Turns a conflict into `None`: if another node was faster, the caller lists again.
+fn lost_race<T>(outcome: Result<Option<T>>) -> Result<Option<T>> {
+    match outcome {
+        Err(Error::Conflict { .. }) => Ok(None),
+        outcome => outcome,
+    }
+}
+
+impl LocalManager {
+    /// Repeats attempts until one succeeds, or fails for another reason than a lost race.
+    pub(super) async fn acquire(&self, attrs: &LeaseAttrs) -> Result<Lease> {
+        let (config, cached) = self.configs.for_lease(self.read_config()).await?;
+        let mut backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(500));
+        let mut listing = self.store.list().await?;
+        loop {
+            listing = match self.try_acquire(&config, attrs, &listing).await? {
+                Attempt::Acquired(lease) if !self.holding.has_lapsed() => {
+                    if !cached {
+                        self.configs.used_for_lease(config);
+                    }
+                    tracing::info!(subnets = %lease.subnets, store = %self.store, "lease acquired");
+                    return Ok(lease);
+                }
+                Attempt::Acquired(_) => {
+                    tracing::debug!("the store's answer came after the lease's end, trying again");
+                    self.store.list().await?
+                }
+                Attempt::Beaten(listing) => listing,
+                Attempt::Lost => {
+                    tracing::debug!("something has changed meanwhile, trying again");
+                    tokio::time::sleep(backoff.pause()).await;
+                    self.store.list().await?
+                }
+            };
+        }
+    }
+
+    /// One attempt, based on the content of the store a moment ago.
+    async fn try_acquire(
+        &self,
+        config: &Config,
+        attrs: &LeaseAttrs,
+        listing: &Listing,
+    ) -> Result<Attempt> {
+        if let Some(entry) = own_entry(listing, &self.identity, config, attrs) {
+            let subnets = entry.lease.subnets;
+            let Some(unfit) = unfit(config, listing, entry) else {
+                return lost_race(self.take_over(entry, attrs).await).map(Attempt::from);
+            };
+            if entry.holder.is_some() {
+                tracing::warn!(%subnets, "this node's lease {unfit} and is given up");
+                let deleted = self.store.delete(&subnets, entry.lease.revision).await;
+                return lost_race(deleted.map(|()| None)).map(Attempt::from);
+            }
+            tracing::warn!(%subnets, "this node's reservation {unfit} and is left alone");
+        }
+        self.take_new(config, listing, attrs).await
+    }
+
+    async fn take_over(&self, entry: &Entry, attrs: &LeaseAttrs) -> Result<Option<Lease>> {
+        let (subnets, reserved) = (entry.lease.subnets, entry.holder.is_none());
+        let ours = entry.holder == Some(self.identity.holder);
+        let sent = self.clock.boottime();
+        if entry.lease.attrs == *attrs && (ours || reserved) {
+            // Nothing to publish: a renewal is enough, and a reservation needs none.
+            let ttl = match reserved {
+                true => Some(self.ttl),
+                false => self.store.keep_alive(&subnets, self.identity.holder).await?,
+            };
+            return Ok(ttl.map(|ttl| self.settle(entry.clone(), LeaseTerm { sent, ttl })));
+        }
+        if let Some(id) = entry.holder.filter(|_| !ours) {
+            tracing::warn!(
+                %subnets, holder = %id,
+                "taking over the lease that {} has under our public address: this host lost its \
+                 state, or ran another flannel before, or two hosts have one address",
+                holder(&entry.lease.attrs)
+            );
+        }
+        self.rewrite(&subnets, entry.lease.revision, attrs, reserved).await.map(Some)
+    }
+
+    /// Takes the previous subnets if they are free, else any free ones.
+    async fn take_new(
+        &self,
+        config: &Config,
+        listing: &Listing,
+        attrs: &LeaseAttrs,
+    ) -> Result<Attempt> {
+        let all: Vec<Subnets> = occupied(listing).collect();
+        let free = |subnets: &Subnets| !all.iter().any(|other| other.overlaps(subnets));
+        let previous = self.identity.previous.filter(|subnets| fits(config, subnets));
+        let subnets = match previous.filter(free) {
+            Some(subnets) => subnets,
+            None => self.pick(config, &all)?,
+        };
+        let sent = self.clock.boottime();
+        let written = match self.store.create_or_list(&subnets, attrs, self.grant(false)).await? {
+            Ok(entry) => self.undisputed(entry).await?,
+            Err(now) if occupied(&now).any(|other| other.overlaps(&subnets)) => {
+                return Ok(Attempt::Beaten(now));
+            }
+            Err(_) => None,
+        };
+        let term = LeaseTerm { sent, ttl: self.ttl };
+        Ok(written.map(|entry| self.settle(entry, term)).into())
+    }
+
+    fn pick(&self, config: &Config, occupied: &[Subnets]) -> Result<Subnets> {
+        let occupied: Vec<Subnet> = occupied.iter().flat_map(Subnets::iter).collect();
+        // Subnets that were released lately, as far as this node knows.
+        let freed = lock(&self.reflector).as_ref().map(|(reflector, _)| reflector.freed());
+        let freed: Vec<Subnet> = freed.iter().flatten().flat_map(Subnets::iter).collect();
+        let subnets: Dual<Subnet> = config.networks.try_map(|family, network| {
+            let subnet = allocate(network, &occupied, &freed, |n| fastrand::u128(..n));
+            subnet.ok_or_else(|| Error::OutOfSubnets { family, total: network.subnets() })
+        })?;
+        let subnets = Subnets::new(subnets.values().copied());
+        Ok(subnets.expect("a checked config enables a family, and its subnets fit into a key"))
+    }
+
+    /// Checks a key that was just created. The store compares keys, not subnets: another key may
+    /// name one of its two subnets and have been created at the same time. The later of the two
+    /// nodes sees the earlier key here, deletes its own, and gets `None`.
+    pub(super) async fn undisputed(&self, entry: Entry) -> Result<Option<Entry>> {
+        let subnets = entry.lease.subnets;
+        if subnets.iter().count() < 2 {
+            return Ok(Some(entry));
+        }
+        let listing = self.store.list().await?;
+        let Some(other) = earlier(&listing, &entry) else { return Ok(Some(entry)) };
+        tracing::info!(
+            %subnets, other = %other.lease.subnets,
+            "another node was faster with one of the two, stepping back"
+        );
+        lost_race(self.store.delete(&subnets, entry.lease.revision).await.map(|()| None))
+    }
+
+    /// Deletes the leases that we hold besides `held`: a request that we had given up can have been
+    /// carried out later.
+    pub(super) async fn sweep(&self, held: &Subnets) -> Result<()> {
+        let listing = self.store.list().await?;
+        let ours = |entry: &&Entry| {
+            entry.holder == Some(self.identity.holder) && entry.lease.subnets != *held
+        };
+        for stray in listing.entries.iter().filter(ours) {
+            let subnets = stray.lease.subnets;
+            tracing::info!(
+                %subnets, %held,
+                "this node came to hold a second lease, which is given up"
+            );
+            lost_race(self.store.delete(&subnets, stray.lease.revision).await.map(Some))?;
+        }
+        Ok(())
+    }
+
+    /// Replaces our key at revision `at` with these attributes, and notes the lease.
+    pub(super) async fn rewrite(
+        &self,
+        subnets: &Subnets,
+        at: Revision,
+        attrs: &LeaseAttrs,
+        reserved: bool,
+    ) -> Result<Lease> {
+        let sent = self.clock.boottime();
+        let written = self.store.update(subnets, at, attrs, self.grant(reserved)).await?;
+        Ok(self.settle(written, LeaseTerm { sent, ttl: self.ttl }))
+    }
+
+    /// The grant to write a lease with; `None` for a reservation, which stays one.
+    pub(super) fn grant(&self, reserved: bool) -> Option<LeaseGrant> {
+        (!reserved).then_some(LeaseGrant { holder: self.identity.holder, ttl: self.ttl })
+    }
+
+    /// Notes a lease that was written or confirmed as ours. A reservation has no term.
+    pub(super) fn settle(&self, entry: Entry, term: LeaseTerm) -> Lease {
+        let term = entry.holder.map(|_| term);
+        let mut lease = Arc::unwrap_or_clone(entry.lease);
+        lease.expires = term.map(|term| {
+            let left = term.end().saturating_sub(self.clock.boottime());
+            self.clock.wall() + left
+        });
+        let Lease { subnets, revision, .. } = lease;
+        self.holding.set(HeldLease { subnets, attrs: lease.attrs.clone(), revision, term });
+        lease
+    }
+
+    /// Notes the lease from the cache, with other attributes perhaps. They are published when the
+    /// store is back.
+    pub(super) fn settle_cached(&self, cached: &Lease, attrs: &LeaseAttrs, error: &Error) -> Lease {
+        let (boottime, wall) = (self.clock.boottime(), self.clock.wall());
+        let term = cached.expires.map(|end| LeaseTerm {
+            sent: boottime,
+            ttl: end.duration_since(wall).unwrap_or_default(),
+        });
+        let subnets = cached.subnets;
+        tracing::warn!(
+            %subnets,
+            "going on with the lease from the cache, which is still ours: {error}"
+        );
+        // With other attributes than before, any revision that the store shows must be checked.
+        let same = cached.attrs == *attrs;
+        let revision = if same { cached.revision } else { Revision::default() };
+        self.holding.set(HeldLease { subnets, attrs: attrs.clone(), revision, term });
+        Lease { attrs: attrs.clone(), ..cached.clone() }
+    }
+}

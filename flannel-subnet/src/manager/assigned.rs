@@ -1,0 +1,235 @@
+//! A node whose lease is written by others, in a directory that is copied to every host.
+//!
+//! The manager writes nothing. It finds its own entry by its addresses. If the node is to publish
+//! anything else than the entry says, it stops with the difference.
+
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex};
+use std::time::SystemTime;
+
+use async_trait::async_trait;
+use flannel_core::lease::{LeaseAttrs, Origin, View};
+use flannel_core::subnet::{Hints, LeaseEnd, Loss, Ownership, StoreStatus};
+use flannel_core::{Config, Error, Lease, Result, SubnetManager, Subnets};
+use serde_json::Value;
+use tokio::sync::watch;
+
+use super::configs::Configs;
+use super::listing::as_stored;
+use crate::clock::SystemClock;
+use crate::reflect::Reflector;
+use crate::registry::{Entry, Metered, Registry};
+use crate::runtime::lock;
+
+/// Takes this node's lease from a registry in which every node's is written beforehand.
+///
+/// Made for a [`DirRegistry`](crate::DirRegistry) with `assign=static`. It only reads a registry.
+#[derive(Debug)]
+pub struct AssignedManager {
+    store: Arc<Metered>,
+    local_addresses: Vec<IpAddr>,
+    configs: Configs,
+    reflector: Mutex<Option<Reflector>>,
+    ownership: watch::Sender<Ownership>,
+}
+
+impl AssignedManager {
+    /// A manager for the node with these addresses: all addresses of its host, and the public
+    /// address from its options, if any.
+    pub fn new(registry: Arc<dyn Registry>, local_addresses: Vec<IpAddr>) -> Self {
+        let store = Arc::new(Metered::new(registry, Arc::new(SystemClock)));
+        Self {
+            store,
+            local_addresses,
+            configs: Configs::default(),
+            reflector: Mutex::default(),
+            ownership: watch::channel(Ownership::NotAcquired).0,
+        }
+    }
+
+    fn views(&self) -> watch::Receiver<View> {
+        let start = || Reflector::start(Arc::clone(&self.store) as _);
+        lock(&self.reflector).get_or_insert_with(start).views()
+    }
+
+    /// The config, which no cache holds.
+    async fn read_config(&self) -> Result<(Config, bool)> {
+        Ok((self.configs.read(&self.store.config().await?)?, false))
+    }
+
+    fn refused(&self, reason: String) -> Error {
+        Error::Refused { store: self.store.to_string(), reason }
+    }
+
+    /// The one entry whose public address is among `addresses`; `None` if there is none.
+    async fn own(&self, addresses: &[IpAddr]) -> Result<Option<Entry>> {
+        let listing = self.store.list().await?;
+        let mine = |entry: &Entry| {
+            entry.lease.attrs.preferred.public.values().any(|a| addresses.contains(a))
+        };
+        let mut own = listing.entries.into_iter().filter(mine);
+        let first = own.next();
+        if let (Some(first), Some(second)) = (&first, own.next()) {
+            return Err(self.refused(format!(
+                "{} and {} both have a public address of this host: delete one of them",
+                first.lease.subnets, second.lease.subnets
+            )));
+        }
+        Ok(first)
+    }
+
+    /// Refuses the entry if an attribute differs from those that this node will publish.
+    fn check(&self, subnets: &Subnets, written: &LeaseAttrs, ours: &LeaseAttrs) -> Result<()> {
+        let Some((field, theirs, ours)) = difference(written, ours) else { return Ok(()) };
+        Err(self.refused(format!(
+            "subnets/{subnets}: {field} is {theirs}, but this host has {ours}: correct one of them"
+        )))
+    }
+}
+
+#[async_trait]
+impl SubnetManager for AssignedManager {
+    async fn network_config(&self) -> Result<Config> {
+        self.read_config().await.map(|read| self.configs.hand_out(read))
+    }
+
+    async fn config_changed(&self, known: &Config) -> Result<Config> {
+        self.configs.next_valid(&*self.store, known, |_| ()).await
+    }
+
+    /// The public addresses of this node's entry, and its attributes as published last.
+    async fn hints(&self) -> Result<Hints> {
+        let Some(own) = self.own(&self.local_addresses).await? else { return Ok(Hints::default()) };
+        Ok(Hints {
+            public: own.lease.attrs.preferred.public,
+            previous: Some(own.lease.subnets),
+            last_published: Some(own.lease.attrs.clone()),
+            lapsed: None,
+        })
+    }
+
+    async fn acquire_lease(&self, attrs: &LeaseAttrs) -> Result<Lease> {
+        let attrs = as_stored(attrs);
+        let addresses: Vec<IpAddr> = attrs.preferred.public.values().copied().collect();
+        let Some(own) = self.own(&addresses).await? else {
+            let addresses: Vec<String> = addresses.iter().map(ToString::to_string).collect();
+            return Err(self.refused(format!(
+                "no file in subnets/ has this host's public address {}: write one, such as \
+                 subnets/10.1.5.0-24 with {{\"PublicIP\": \"{0}\"}}",
+                addresses.join(" or ")
+            )));
+        };
+        self.check(&own.lease.subnets, &own.lease.attrs, &attrs)?;
+        self.configs.used_for_lease(self.configs.for_lease(self.read_config()).await?.0);
+        self.ownership.send_replace(Ownership::Held { until: None });
+        Ok(Arc::unwrap_or_clone(own.lease))
+    }
+
+    /// Accepts only attributes that the entry has already.
+    async fn publish(&self, held: &Lease, attrs: &LeaseAttrs) -> Result<Lease> {
+        self.check(&held.subnets, &held.attrs, &as_stored(attrs))?;
+        Ok(held.clone())
+    }
+
+    /// # Errors
+    /// The entry was changed and differs from the attributes that this node published.
+    async fn hold_lease(&self, held: &Lease) -> Result<LeaseEnd> {
+        let mut views = self.views();
+        loop {
+            let view = views.borrow_and_update().clone();
+            if let Origin::Live { .. } = view.origin {
+                match view.leases.get(&held.subnets).filter(|lease| shares_address(lease, held)) {
+                    Some(lease) => self.check(&held.subnets, &lease.attrs, &held.attrs)?,
+                    None => {
+                        let moved = view.leases.iter().find(|lease| shares_address(lease, held));
+                        let end = match moved {
+                            Some(lease) => LeaseEnd::Moved { to: lease.subnets },
+                            None => LeaseEnd::Deleted,
+                        };
+                        let (since, why) = (SystemTime::now(), Loss::Ended(end.clone()));
+                        self.ownership.send_replace(Ownership::Lost { since, why });
+                        return Ok(end);
+                    }
+                }
+            }
+            if views.changed().await.is_err() {
+                // The reflector lives as long as this manager.
+                std::future::pending::<()>().await;
+            }
+        }
+    }
+
+    async fn watch_leases(&self) -> Result<watch::Receiver<View>> {
+        Ok(self.views())
+    }
+
+    fn ownership(&self) -> watch::Receiver<Ownership> {
+        self.ownership.subscribe()
+    }
+
+    fn store_status(&self) -> StoreStatus {
+        StoreStatus { wrong_config: self.configs.wrong(), ..self.store.status() }
+    }
+}
+
+fn shares_address(one: &Lease, other: &Lease) -> bool {
+    one.attrs
+        .preferred
+        .public
+        .values()
+        .any(|address| other.attrs.preferred.public.values().any(|a| a == address))
+}
+
+/// The first attribute that differs: its name, and both values as text.
+fn difference(written: &LeaseAttrs, ours: &LeaseAttrs) -> Option<(String, String, String)> {
+    let value = |attrs: &LeaseAttrs| serde_json::from_str(&attrs.to_json()).unwrap_or(Value::Null);
+    let (written, ours) = (value(written), value(ours));
+    ["PublicIP", "PublicIPv6", "BackendType", "BackendData", "BackendV6Data"]
+        .into_iter()
+        .find_map(|field| json_difference(field, &written[field], &ours[field]))
+}
+
+/// The first field that differs, if both values are objects. Names are compared in any case.
+fn json_difference(path: &str, written: &Value, ours: &Value) -> Option<(String, String, String)> {
+    let text = |value: &Value| match value {
+        Value::Null => "absent".to_owned(),
+        value if value == "0.0.0.0" => "absent".to_owned(),
+        value => value.to_string(),
+    };
+    let (Value::Object(written), Value::Object(ours)) = (written, ours) else {
+        return (written != ours).then(|| (path.to_owned(), text(written), text(ours)));
+    };
+    let find = |object: &serde_json::Map<String, Value>, field: &str| {
+        let found = object.iter().find(|(name, _)| name.eq_ignore_ascii_case(field));
+        found.map_or(Value::Null, |(_, value)| value.clone())
+    };
+    ours.keys().chain(written.keys()).find_map(|field| {
+        json_difference(&format!("{path}.{field}"), &find(written, field), &find(ours, field))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_difference_is_the_one_that_a_person_looks_for() {
+        let attrs = |text| LeaseAttrs::from_json(text).unwrap();
+        let ours = attrs(r#"{"PublicIP":"192.0.2.7","BackendType":"host-gw"}"#);
+        for (written, expected) in [
+            (r#"{"PublicIP":"192.0.2.7","BackendType":"host-gw"}"#, None),
+            (
+                r#"{"PublicIP":"192.0.2.7","BackendType":"vxlan","BackendData":{"VNI":1}}"#,
+                Some(("BackendType", r#""vxlan""#, r#""host-gw""#)),
+            ),
+            ("{}", Some(("PublicIP", "absent", r#""192.0.2.7""#))),
+            (
+                r#"{"PublicIP":"192.0.2.7","PublicIPv6":"fd00::7","BackendType":"host-gw"}"#,
+                Some(("PublicIPv6", r#""fd00::7""#, "absent")),
+            ),
+        ] {
+            let expected = expected.map(|(a, b, c)| (a.to_owned(), b.to_owned(), c.to_owned()));
+            assert_eq!(difference(&attrs(written), &ours), expected, "{written}");
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! The cache of a manager: written while the store answers, and used until it has answered once.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use flannel_core::lease::{Origin, View};
+use flannel_core::{Error, Lease, Result};
+use tokio::sync::{Notify, watch};
+
+use super::holding::{HeldLease, Holding, LeaseTerm};
+use crate::clock::Clock;
+use crate::files::cache::{Cache, Saved};
+use crate::registry::{ConfigText, HolderId, Metered, Registry, unanswered};
+use crate::runtime::{Task, lock};
+
+/// How long the store has to give its first answer before the cache answers instead.
+const PATIENCE: Duration = Duration::from_millis(25);
+
+/// The pause after each writing of the cache.
+const PAUSE: Duration = Duration::from_secs(5);
+
+/// The cache of one manager.
+#[derive(Debug)]
+pub(super) struct Fallback {
+    store: Arc<Metered>,
+    clock: Arc<dyn Clock>,
+    holder: HolderId,
+    /// `None`: the manager has no cache.
+    cache: Option<Cache>,
+    loaded: Option<Saved>,
+    /// The store had its chance to answer at once, and did not answer.
+    absent: AtomicBool,
+    /// The log says already that the config comes from the cache.
+    warned: AtomicBool,
+    /// The config to be saved.
+    config: Mutex<Option<ConfigText>>,
+    config_changed: Notify,
+    saving: Mutex<()>,
+}
+
+impl Fallback {
+    /// # Blocking
+    /// Reads the file at `path`, if there is one.
+    pub(super) fn new(
+        store: &Arc<Metered>,
+        clock: &Arc<dyn Clock>,
+        holder: HolderId,
+        path: Option<PathBuf>,
+    ) -> Self {
+        let cache = path.map(Cache::open);
+        let loaded = cache.as_ref().and_then(|cache| cache.load_from(&store.to_string()));
+        Self {
+            store: Arc::clone(store),
+            clock: Arc::clone(clock),
+            holder,
+            cache,
+            absent: AtomicBool::new(false),
+            warned: AtomicBool::new(false),
+            config: Mutex::new(loaded.as_ref().and_then(|saved| saved.config.clone())),
+            loaded,
+            config_changed: Notify::new(),
+            saving: Mutex::default(),
+        }
+    }
+
+    /// The first view of the manager.
+    pub(super) fn first_view(&self) -> View {
+        self.loaded.as_ref().map_or_else(View::unknown, Saved::view)
+    }
+
+    /// The content of the cache, until the store has answered.
+    fn cached(&self) -> Option<&Saved> {
+        self.loaded.as_ref().filter(|_| self.store.status().confirmed.is_none())
+    }
+
+    /// Our own lease from the cache, if it is still ours.
+    pub(super) fn own_lease_in_force(&self) -> Option<Lease> {
+        self.cached()?.own(self.holder, self.clock.wall()).cloned()
+    }
+
+    /// Our own lease from the cache, be it still ours or not.
+    pub(super) fn own_lease(&self) -> Option<Lease> {
+        let (lease, holder) = self.cached()?.own.as_ref()?;
+        (*holder == self.holder).then(|| lease.clone())
+    }
+
+    /// The result of a request to the store, which must come at once, because the cache can answer
+    /// instead.
+    pub(super) async fn promptly<T>(
+        &self,
+        request: impl Future<Output = Result<T>> + Send,
+    ) -> Result<T> {
+        let absent = self.absent.load(Ordering::Relaxed);
+        let patience = if absent { Duration::ZERO } else { PATIENCE };
+        let result = tokio::time::timeout(patience, request).await.unwrap_or_else(|_| {
+            let source = "no answer yet, going on from the cache".into();
+            Err(Error::Store { store: self.store.to_string(), source })
+        });
+        if result.as_ref().is_err_and(unanswered) {
+            self.absent.store(true, Ordering::Relaxed);
+        }
+        result
+    }
+
+    /// The config from the store, or until the store has answered once, from the cache. The second
+    /// part is true if it comes from the cache.
+    pub(super) async fn config_text(&self) -> Result<(ConfigText, bool)> {
+        let Some(cached) = self.cached().and_then(|saved| saved.config.clone()) else {
+            return Ok((self.store.config().await?, false));
+        };
+        match self.promptly(self.store.config()).await {
+            Err(error) if unanswered(&error) => {
+                if !self.warned.swap(true, Ordering::Relaxed) {
+                    tracing::warn!("the network config comes from the cache: {error}");
+                }
+                Ok((cached, true))
+            }
+            answer => answer.map(|config| (config, false)),
+        }
+    }
+
+    /// Notes the config, to be saved soon.
+    pub(super) fn note_config(&self, config: &ConfigText) {
+        *lock(&self.config) = Some(config.clone());
+        self.config_changed.notify_one();
+    }
+
+    /// Begins to write the cache whenever leases, the config or the own lease change.
+    pub(super) fn start_writer(
+        self: &Arc<Self>,
+        views: watch::Receiver<View>,
+        holding: &Arc<Holding>,
+    ) -> Option<Task> {
+        self.cache.as_ref()?;
+        Some(Task::spawn(Arc::clone(self).write(views, Arc::clone(holding))))
+    }
+
+    async fn write(self: Arc<Self>, mut views: watch::Receiver<View>, holding: Arc<Holding>) {
+        let mut lease = holding.subscribe();
+        // A view from the cache need not be written to it.
+        let live = |view: &View| matches!(view.origin, Origin::Live { .. });
+        if views.wait_for(live).await.is_err() {
+            return;
+        }
+        loop {
+            let (fallback, latest) = (Arc::clone(&self), views.clone());
+            let holding = Arc::clone(&holding);
+            // It fails only if the runtime ends.
+            let _ = tokio::task::spawn_blocking(move || fallback.save(&latest, &holding)).await;
+            tokio::time::sleep(PAUSE).await;
+            tokio::select! {
+                changed = views.changed() => if changed.is_err() { return },
+                () = self.config_changed.notified() => (),
+                // `holding` lives as long as this task.
+                _ = lease.changed() => (),
+            }
+        }
+    }
+
+    /// Writes the cache.
+    pub(super) fn save(&self, views: &watch::Receiver<View>, holding: &Holding) {
+        let Some(cache) = &self.cache else { return };
+        // Taken before the state is read: the last writer must have the latest state.
+        let _saving = lock(&self.saving);
+        let view = views.borrow().clone();
+        let now = self.clock.wall();
+        let written = match view.origin {
+            Origin::Live { .. } => Some(now),
+            Origin::Cached { written } => {
+                written.or_else(|| self.loaded.as_ref().map(|saved| saved.written))
+            }
+        };
+        let Some(written) = written else { return };
+        let own = holding.get().map(|HeldLease { subnets, attrs, revision, term }| {
+            let since = view.leases.get(&subnets).map_or(revision, |lease| lease.since);
+            let left = |term: LeaseTerm| term.end().saturating_sub(self.clock.boottime());
+            let expires = term.map(|term| now + left(term));
+            (Lease { subnets, attrs, expires, since, revision }, self.holder)
+        });
+        let (store, config) = (self.store.to_string(), lock(&self.config).clone());
+        let saved = Saved { store, written, leases: view.leases, config, own };
+        if let Err(error) = cache.save(&saved) {
+            tracing::warn!("the cache could not be written: {error}");
+        }
+    }
+}

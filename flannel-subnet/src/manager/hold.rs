@@ -1,0 +1,314 @@
+//! Keeping the lease, and noticing at once when it is no longer ours.
+//!
+//! If the view shows our key with another content than this node wrote, the key is read from the
+//! store and judged.
+
+use std::time::Duration;
+
+use flannel_core::error::holder;
+use flannel_core::lease::{LeaseSet, Origin, Revision, View};
+use flannel_core::subnet::LeaseEnd;
+use flannel_core::{Error, Lease, Result, Subnets};
+use tokio::sync::watch;
+
+use super::LocalManager;
+use super::holding::{HeldLease, LeaseTerm};
+use super::listing::as_stored;
+use crate::backoff::Backoff;
+use crate::registry::{Entry, Registry, Skipped};
+use crate::runtime::or_never;
+
+/// How the view shows our key, if it differs from the lease that we hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Difference {
+    Gone,
+    At(Revision),
+}
+
+impl LocalManager {
+    /// Renews and watches the lease, and judges differences, until the lease ends.
+    pub(super) async fn hold(&self, held: &Lease) -> Result<LeaseEnd> {
+        self.resume(held);
+        let mut views = self.views();
+        let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
+        let mut judged = None;
+        let mut again = None;
+        let (mut lapsed, mut refused) = (false, false);
+        let (mut searched, mut stray) = (LeaseSet::default(), false);
+        loop {
+            let view = views.borrow_and_update().clone();
+            let difference = self.difference(&view);
+            stray |= self.may_stray(&view, &mut searched);
+            let renewal = self.holding.term().map(|term| term.renewal(self.margin));
+            let due = again.or(renewal).is_some_and(|time| time <= self.clock.boottime());
+            // After a failure all work waits for the next attempt, a judgement too.
+            let outcome = if due {
+                let _writing = self.writing.lock().await;
+                self.renew_or_check().await
+            } else if again.is_none() && difference.is_some() && difference != judged {
+                let _writing = self.writing.lock().await;
+                self.check().await
+            } else if again.is_none() && stray {
+                let _writing = self.writing.lock().await;
+                // Another lease than `held` may have been acquired meanwhile.
+                let ours = self.holding.get().map_or(held.subnets, |held_lease| held_lease.subnets);
+                let swept = self.sweep(&ours).await;
+                stray = swept.is_err();
+                swept.map(|()| None)
+            } else {
+                judged = judged.filter(|_| difference.is_some());
+                self.wait(again.or(renewal), &mut views).await;
+                continue;
+            };
+            match outcome {
+                Ok(Some(end)) => {
+                    // In the cache too: no restart may find the lease there.
+                    self.holding.end(end.clone());
+                    self.fallback.save(&views, &self.holding);
+                    return Ok(end);
+                }
+                Ok(None) => {
+                    (judged, again, refused) = (difference, None, false);
+                    backoff.reset();
+                    if std::mem::take(&mut lapsed) {
+                        tracing::info!(
+                            subnets = %held.subnets,
+                            "the store confirms that the subnet is ours again"
+                        );
+                    }
+                }
+                Err(error) => {
+                    again = Some(self.again(&mut backoff));
+                    let subnets = held.subnets;
+                    tracing::debug!(%subnets, "cannot look after the lease yet: {error}");
+                    // The reflector logs that the store does not answer.
+                    if matches!(error, Error::Refused { .. })
+                        && !std::mem::replace(&mut refused, true)
+                    {
+                        tracing::warn!(
+                            %subnets,
+                            "the lease cannot be renewed, trying on: {error}"
+                        );
+                    }
+                    if self.holding.has_lapsed() && !std::mem::replace(&mut lapsed, true) {
+                        tracing::warn!(
+                            %subnets,
+                            "the lease could not be renewed in time, the subnet is no longer \
+                             ours: {error}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    /// Takes up a lease that an earlier manager acquired. It is renewed at once, because the time
+    /// of its last renewal is not known.
+    fn resume(&self, held: &Lease) {
+        if self.holding.get().is_none_or(|lease| lease.subnets != held.subnets) {
+            let sent = self.clock.boottime();
+            self.holding.set(HeldLease {
+                subnets: held.subnets,
+                attrs: as_stored(&held.attrs),
+                revision: held.revision,
+                term: held.expires.map(|_| LeaseTerm { sent, ttl: Duration::ZERO }),
+            });
+        }
+    }
+
+    fn difference(&self, view: &View) -> Option<Difference> {
+        let Origin::Live { .. } = view.origin else { return None };
+        let held = self.holding.get()?;
+        match view.leases.get(&held.subnets).map(|lease| lease.revision) {
+            None => Some(Difference::Gone),
+            Some(revision) => (revision != held.revision).then_some(Difference::At(revision)),
+        }
+    }
+
+    /// Another lease with our address has appeared since the view `searched`.
+    fn may_stray(&self, view: &View, searched: &mut LeaseSet) -> bool {
+        let Origin::Live { .. } = view.origin else { return false };
+        let Some(HeldLease { subnets, attrs, .. }) = self.holding.get() else { return false };
+        let searched = std::mem::replace(searched, view.leases.clone());
+        let mut new = view.leases.changes_since(&searched).filter_map(|(_, lease)| lease);
+        !attrs.preferred.public.is_empty()
+            && new.any(|lease| {
+                lease.subnets != subnets && lease.attrs.preferred.public == attrs.preferred.public
+            })
+    }
+
+    /// When to try again: after a pause, but not later than the moment when the lease ends.
+    fn again(&self, backoff: &mut Backoff) -> Duration {
+        let now = self.clock.boottime();
+        let again = now + backoff.pause();
+        match self.holding.term().map(|term| term.end()) {
+            Some(end) if end > now => again.min(end),
+            _ => again,
+        }
+    }
+
+    async fn wait(&self, until: Option<Duration>, views: &mut watch::Receiver<View>) {
+        tokio::select! {
+            biased;
+            () = or_never(until.map(|until| self.clock.sleep_until(until))) => (),
+            // The reflector lives as long as this manager.
+            _ = views.changed() => (),
+        }
+    }
+
+    async fn renew_or_check(&self) -> Result<Option<LeaseEnd>> {
+        let Some(held_lease) = self.holding.get() else {
+            return Ok(Some(LeaseEnd::Expired));
+        };
+        if held_lease.term.is_none() {
+            return self.check().await;
+        }
+        let sent = self.clock.boottime();
+        let kept = self.store.keep_alive(&held_lease.subnets, self.identity.holder).await?;
+        // The store knows the holder. The key may be gone all the same, or another node's, and the
+        // view, which would show it, may be old.
+        let end = self.check().await?;
+        let Some(ttl) = kept else {
+            if end.is_none() && self.holding.term().is_some_and(|term| term.sent < sent) {
+                let reason = "it has forgotten the lease's holder, but not its key";
+                return Err(self.unclear(&held_lease, reason));
+            }
+            return Ok(end);
+        };
+        if end.is_none() {
+            self.holding.renew(LeaseTerm { sent, ttl });
+            tracing::debug!(subnets = %held_lease.subnets, "lease renewed");
+        }
+        Ok(end)
+    }
+
+    fn unclear(&self, held_lease: &HeldLease, reason: &str) -> Error {
+        let store = format!("{}: {}", self.store, held_lease.subnets);
+        Error::Store { store, source: reason.into() }
+    }
+
+    /// Reads our key and judges it. `None`: the lease is still ours.
+    async fn check(&self) -> Result<Option<LeaseEnd>> {
+        let Some(held_lease) = self.holding.get() else {
+            return Ok(Some(LeaseEnd::Expired));
+        };
+        match self.store.entry(&held_lease.subnets).await {
+            Err(error) => return self.restore(&held_lease, error).await,
+            Ok(Some(entry)) => return self.judge(&held_lease, entry).await,
+            Ok(None) if held_lease.term.is_none() => return Ok(Some(LeaseEnd::Deleted)),
+            Ok(None) => {}
+        }
+        let sent = self.clock.boottime();
+        let kept = self.store.keep_alive(&held_lease.subnets, self.identity.holder).await?;
+        let Some(ttl) = kept else { return self.win_back(&held_lease).await };
+        match self.store.entry(&held_lease.subnets).await? {
+            // An earlier attempt to win it back was carried out just now.
+            Some(entry) => self.judge(&held_lease, entry).await,
+            // The store knew the holder at a time when the key was gone.
+            None if self.clock.boottime() < (LeaseTerm { sent, ttl }).end() => {
+                Ok(Some(LeaseEnd::Deleted))
+            }
+            None => {
+                let reason = "its answers took too long to show what became of the lease";
+                Err(self.unclear(&held_lease, reason))
+            }
+        }
+    }
+
+    /// Our key could not be read. If its value is the reason, the value is restored.
+    async fn restore(&self, held_lease: &HeldLease, error: Error) -> Result<Option<LeaseEnd>> {
+        let HeldLease { subnets, attrs, term, .. } = held_lease;
+        let listing = self.store.list().await?;
+        let ours =
+            |skipped: &&Skipped| skipped.key.parse().is_ok_and(|key: Subnets| key == *subnets);
+        let Some(unreadable) = listing.skipped.iter().find(ours) else { return Err(error) };
+        tracing::warn!(
+            %subnets, reason = unreadable.reason,
+            "somebody made this node's lease unreadable; restoring it"
+        );
+        match self.rewrite(subnets, unreadable.revision, attrs, term.is_none()).await {
+            Ok(_) => Ok(None),
+            // It was changed once more, and is checked again later.
+            Err(Error::Conflict { .. }) => Err(error),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Judges the content of our key by its holder ID and its attributes.
+    async fn judge(&self, held_lease: &HeldLease, entry: Entry) -> Result<Option<LeaseEnd>> {
+        let HeldLease { subnets, attrs: desired, revision, term } = held_lease;
+        let now = &entry.lease.attrs;
+        let same_node = now.preferred.public == desired.preferred.public;
+        let blank = now.preferred.kind.is_empty() && now.preferred.data.is_empty();
+        let ours = match entry.holder {
+            Some(holder) => holder == self.identity.holder && same_node,
+            // A reservation has no holder ID. Two nodes with one public address differ in the rest.
+            None => now == desired || (same_node && blank),
+        };
+        if !ours {
+            return Ok(Some(LeaseEnd::Taken { by: self.holder(&entry) }));
+        }
+        // It may be a late result of an attempt to create it whose answer was lost.
+        if entry.holder.is_some()
+            && entry.lease.revision != *revision
+            && self.undisputed(entry.clone()).await?.is_none()
+        {
+            return Ok(Some(disputed()));
+        }
+        if now == desired {
+            // A reservation that became a lease is renewed at once, to learn its time to live.
+            let sent = self.clock.boottime();
+            self.settle(entry, term.unwrap_or(LeaseTerm { sent, ttl: Duration::ZERO }));
+            return Ok(None);
+        }
+        tracing::warn!(%subnets, "somebody changed this node's lease; restoring it");
+        // Two writers that restore different values must not do so at full speed.
+        tokio::time::sleep(Duration::from_millis(fastrand::u64(50..200))).await;
+        let reserved = entry.holder.is_none();
+        match self.rewrite(subnets, entry.lease.revision, desired, reserved).await {
+            // After a conflict the view shows the next change, which is judged again.
+            Ok(_) | Err(Error::Conflict { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The key and its holder are gone from the store: nobody deleted the key, it expired.
+    async fn win_back(&self, held_lease: &HeldLease) -> Result<Option<LeaseEnd>> {
+        let HeldLease { subnets, attrs, .. } = held_lease;
+        let sent = self.clock.boottime();
+        match self.store.create(subnets, attrs, self.grant(false)).await {
+            Ok(entry) => {
+                let Some(entry) = self.undisputed(entry).await? else {
+                    return Ok(Some(disputed()));
+                };
+                self.settle(entry, LeaseTerm { sent, ttl: self.ttl });
+                tracing::warn!(%subnets, "the lease had expired; the same subnet was won back");
+                Ok(None)
+            }
+            // It may be a result of an earlier attempt whose answer was lost.
+            Err(Error::Conflict { .. }) => match self.store.entry(subnets).await? {
+                Some(entry) => self.judge(held_lease, entry).await,
+                None => Ok(Some(LeaseEnd::Expired)),
+            },
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Names another node for a message, so that two with one public address can be distinguished.
+    fn holder(&self, entry: &Entry) -> String {
+        let (node, our_id) = (holder(&entry.lease.attrs), self.identity.holder);
+        match entry.holder {
+            Some(id) if id == our_id => format!(
+                "{node} under our own holder ID {id} (was this host's state directory copied?)"
+            ),
+            Some(id) => format!("{node} under the holder ID {id}, while ours is {our_id}"),
+            None => format!("{node}, as a reservation"),
+        }
+    }
+}
+
+fn disputed() -> LeaseEnd {
+    LeaseEnd::Taken {
+        by: "a node that took one of the two subnets after the lease had expired".to_owned(),
+    }
+}

@@ -1,0 +1,303 @@
+//! The lease that this node holds, and whether its subnets are this node's now.
+//!
+//! The ownership ends one time to live after the last confirmed renewal was *sent*. The store began
+//! to count later, so it does not forget the lease before. The time by which two clocks may drift
+//! apart is taken off.
+
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, SystemTime};
+
+use flannel_core::Subnets;
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::subnet::{LeaseEnd, Loss, Ownership};
+use tokio::sync::watch;
+
+use crate::clock::Clock;
+use crate::runtime::{Task, or_never};
+
+/// Two clocks may drift apart by one part in this many: the kernel slews each by up to 500 ppm.
+const DRIFT: u32 = 1000;
+
+/// Ends that differ by less are published as one: each is computed from two clocks, which are not
+/// read at the same moment.
+const TOLERANCE: Duration = Duration::from_secs(1);
+
+/// The lease that this node holds.
+#[derive(Debug, Clone)]
+pub(super) struct HeldLease {
+    pub(super) subnets: Subnets,
+    pub(super) attrs: LeaseAttrs,
+    pub(super) revision: Revision,
+    /// `None`: a reservation, which has no end.
+    pub(super) term: Option<LeaseTerm>,
+}
+
+/// How long a lease is held, by boot time.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LeaseTerm {
+    /// When the last confirmed write or renewal was sent.
+    pub(super) sent: Duration,
+    pub(super) ttl: Duration,
+}
+
+impl LeaseTerm {
+    /// A thousandth early: even if our clock is slow and the store's is fast, the store's end must
+    /// not come first.
+    pub(super) fn end(&self) -> Duration {
+        self.sent.saturating_add(self.ttl - self.ttl / DRIFT)
+    }
+
+    /// When to renew: `margin` before the end, but not within the first third.
+    pub(super) fn renewal(&self, margin: Duration) -> Duration {
+        self.sent.saturating_add(self.ttl.saturating_sub(margin).max(self.ttl / 3))
+    }
+}
+
+/// The state of a manager's own lease.
+#[derive(Debug, Clone)]
+pub(super) enum State {
+    NotAcquired,
+    Held(HeldLease),
+    Ended(SystemTime, LeaseEnd),
+}
+
+impl State {
+    fn lease(&self) -> Option<&HeldLease> {
+        match self {
+            Self::Held(lease) => Some(lease),
+            Self::NotAcquired | Self::Ended(..) => None,
+        }
+    }
+}
+
+/// The lease of one manager. Publishes each change of it.
+#[derive(Debug)]
+pub(super) struct Holding {
+    state: watch::Sender<State>,
+    ownership: watch::Sender<Ownership>,
+    clock: Arc<dyn Clock>,
+    /// Publishes the end of the lease when it comes. Runs from the first lease on.
+    follower: OnceLock<Task>,
+}
+
+impl Holding {
+    pub(super) fn new(clock: Arc<dyn Clock>) -> Self {
+        let (state, ownership) = (State::NotAcquired, Ownership::NotAcquired);
+        let (state, ownership) = (watch::channel(state).0, watch::channel(ownership).0);
+        Self { state, ownership, clock, follower: OnceLock::new() }
+    }
+
+    pub(super) fn get(&self) -> Option<HeldLease> {
+        self.state.borrow().lease().cloned()
+    }
+
+    pub(super) fn term(&self) -> Option<LeaseTerm> {
+        self.state.borrow().lease()?.term
+    }
+
+    /// The lease's time is over.
+    pub(super) fn has_lapsed(&self) -> bool {
+        self.term().is_some_and(|term| remaining(term, &*self.clock).is_none())
+    }
+
+    /// How long the lease is held unless it is renewed; `None` if it is not held or has no end.
+    pub(super) fn remaining(&self) -> Option<Duration> {
+        remaining(self.term()?, &*self.clock)
+    }
+
+    /// This is the lease from now on.
+    pub(super) fn set(&self, lease: HeldLease) {
+        self.state.send_replace(State::Held(lease));
+        self.publish();
+        self.follower.get_or_init(|| {
+            let (state, ownership) = (self.state.subscribe(), self.ownership.clone());
+            Task::spawn(follow(state, ownership, Arc::clone(&self.clock)))
+        });
+    }
+
+    /// Notes a confirmed renewal, unless a request that was sent later counts.
+    pub(super) fn renew(&self, term: LeaseTerm) {
+        self.state.send_modify(|state| {
+            if let State::Held(HeldLease { term: Some(old), .. }) = state
+                && old.sent <= term.sent
+            {
+                *old = term;
+            }
+        });
+        self.publish();
+    }
+
+    /// The lease has ended.
+    pub(super) fn end(&self, end: LeaseEnd) {
+        self.state.send_replace(State::Ended(self.clock.wall(), end));
+        self.publish();
+    }
+
+    /// Whether the subnets are this node's now.
+    pub(super) fn ownership_now(&self) -> Ownership {
+        ownership(&self.state.borrow(), &*self.clock)
+    }
+
+    pub(super) fn ownership(&self) -> watch::Receiver<Ownership> {
+        self.ownership.subscribe()
+    }
+
+    pub(super) fn subscribe(&self) -> watch::Receiver<State> {
+        self.state.subscribe()
+    }
+
+    fn publish(&self) {
+        publish(&self.ownership, self.ownership_now());
+    }
+}
+
+fn ownership(state: &State, clock: &dyn Clock) -> Ownership {
+    let lease = match state {
+        State::NotAcquired => return Ownership::NotAcquired,
+        State::Ended(since, end) => {
+            return Ownership::Lost { since: *since, why: Loss::Ended(end.clone()) };
+        }
+        State::Held(lease) => lease,
+    };
+    let Some(term) = lease.term else { return Ownership::Held { until: None } };
+    let wall = clock.wall();
+    match remaining(term, clock) {
+        Some(left) => Ownership::Held { until: wall.checked_add(left) },
+        None => {
+            let ago = clock.boottime().saturating_sub(term.end());
+            Ownership::Lost { since: wall.checked_sub(ago).unwrap_or(wall), why: Loss::Unconfirmed }
+        }
+    }
+}
+
+fn remaining(term: LeaseTerm, clock: &dyn Clock) -> Option<Duration> {
+    term.end().checked_sub(clock.boottime()).filter(|left| !left.is_zero())
+}
+
+fn publish(published: &watch::Sender<Ownership>, now: Ownership) {
+    let near = |a: SystemTime, b: SystemTime| {
+        a.duration_since(b).or_else(|_| b.duration_since(a)).is_ok_and(|apart| apart < TOLERANCE)
+    };
+    published.send_if_modified(|old| {
+        let same = match (&*old, &now) {
+            (Ownership::Held { until: Some(a) }, Ownership::Held { until: Some(b) }) => {
+                near(*a, *b)
+            }
+            (Ownership::Lost { since: a, why: x }, Ownership::Lost { since: b, why: y }) => {
+                x == y && near(*a, *b)
+            }
+            (old, now) => old == now,
+        };
+        if !same {
+            *old = now;
+        }
+        !same
+    });
+}
+
+/// Publishes the end of the lease when it comes, and an end by another wall clock when somebody
+/// sets the clock.
+async fn follow(
+    mut state: watch::Receiver<State>,
+    published: watch::Sender<Ownership>,
+    clock: Arc<dyn Clock>,
+) {
+    loop {
+        let (now, end) = {
+            let state = state.borrow_and_update();
+            let term = state.lease().and_then(|lease| lease.term);
+            (ownership(&state, &*clock), term.map(|term| term.end()))
+        };
+        let until = match &now {
+            Ownership::Held { until } => *until,
+            _ => None,
+        };
+        publish(&published, now);
+        let over = end.zip(until).map(async |(end, until)| {
+            tokio::select! {
+                () = clock.sleep_until(end) => (),
+                () = clock.sleep_until_wall(until) => (),
+            }
+        });
+        tokio::select! {
+            () = or_never(over) => (),
+            changed = state.changed() => if changed.is_err() { return },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    use std::sync::Mutex;
+
+    use async_trait::async_trait;
+    use tokio::sync::Notify;
+    use tokio::time::{Instant, sleep_until};
+
+    /// Tokio's time, with a wall clock that a test sets.
+    #[derive(Debug)]
+    struct SetClock {
+        start: Instant,
+        wall: Mutex<SystemTime>,
+        set: Notify,
+    }
+
+    impl SetClock {
+        fn set(&self, wall: SystemTime) {
+            *self.wall.lock().unwrap() = wall;
+            self.set.notify_waiters();
+        }
+    }
+
+    #[async_trait]
+    impl Clock for SetClock {
+        fn boottime(&self) -> Duration {
+            self.start.elapsed()
+        }
+
+        fn wall(&self) -> SystemTime {
+            *self.wall.lock().unwrap() + self.start.elapsed()
+        }
+
+        async fn sleep_until(&self, boottime: Duration) {
+            sleep_until(self.start + boottime).await;
+        }
+
+        async fn sleep_until_wall(&self, _: SystemTime) {
+            self.set.notified().await;
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_end_is_published_anew_when_somebody_sets_the_clock() {
+        let (epoch, year) = (SystemTime::UNIX_EPOCH, Duration::from_secs(365 * 86_400));
+        let ttl = Duration::from_secs(1000);
+        let (start, wall) = (Instant::now(), Mutex::new(epoch));
+        let clock = Arc::new(SetClock { start, wall, set: Notify::new() });
+        let holding = Holding::new(Arc::clone(&clock) as _);
+        let mut ownership = holding.ownership();
+        let term = Some(LeaseTerm { sent: Duration::ZERO, ttl });
+        let subnets = "10.1.5.0-24".parse().unwrap();
+        let (attrs, revision) = (LeaseAttrs::default(), Revision(1));
+        holding.set(HeldLease { subnets, attrs, revision, term });
+        let end = Duration::from_secs(999);
+        let held = |until| Ownership::Held { until: Some(until) };
+        assert_eq!(*ownership.borrow_and_update(), held(epoch + end));
+        tokio::task::yield_now().await;
+        // A machine without a clock of its own learns the time.
+        clock.set(epoch + 50 * year);
+        ownership.changed().await.unwrap();
+        assert_eq!(*ownership.borrow_and_update(), held(epoch + 50 * year + end));
+        assert_eq!(start.elapsed(), Duration::ZERO);
+        // The lease ends by boot time.
+        ownership.changed().await.unwrap();
+        let lost = Ownership::Lost { since: epoch + 50 * year + end, why: Loss::Unconfirmed };
+        let published = ownership.borrow_and_update().clone();
+        assert!(!published.is_held() && start.elapsed().abs_diff(end) < TOLERANCE, "{published:?}");
+        assert!(matches!((&published, &lost),
+            (Ownership::Lost { since: a, why: Loss::Unconfirmed }, Ownership::Lost { since: b, .. })
+                if a.duration_since(*b).unwrap_or_default() < TOLERANCE));
+    }
+}

@@ -1,0 +1,315 @@
+//! A store in a directory: several daemons on one machine form one network without a server.
+//!
+//! The directory has the tree of etcd's keys (`config`, `subnets/<key>`), one JSON file for each
+//! key, which any editor can change. A lock on `.lock` and a rename make compare-and-swap. The
+//! revision is a hash of the content. A renewal sets the time of modification and wakes no watch.
+//!
+//! `since` is 0 for every lease, so of two leases that overlap the one with the smaller key text is
+//! accepted. Only a person can cause that: under the lock no node creates an overlapping lease.
+
+mod file;
+mod location;
+mod mirror;
+mod writer;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime};
+
+use async_trait::async_trait;
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::{Error, Result, Subnets};
+use nix::sys::inotify::{InitFlags, Inotify};
+use tokio::io::unix::AsyncFd;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use super::{Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Watch};
+use crate::clock::{Clock, SystemClock};
+use crate::runtime::{blocking, lock, or_never, readable};
+use file::LeaseFile;
+pub use location::{Assign, DirLocation, DirOptions, LocationError};
+use mirror::Mirror;
+
+/// After this time without a change, a watch checks that the directory can still be read, and
+/// confirms it with an empty batch.
+const CONFIRM_PERIOD: Duration = Duration::from_secs(60);
+
+/// A registry in a directory on a local file system. Clones are the same registry.
+///
+/// - If a file cannot be read, its last readable content stays in force and the file is reported as
+///   skipped: an editor may be at work. Files whose names begin with `.` or end with `~` are
+///   ignored.
+/// - A symbolic link is followed when it is read; changes behind it are not noticed. The directory
+///   may be replaced by renaming, but not by switching a symbolic link that leads to it.
+/// - Time to live is counted by wall clock, which all processes of a machine share. If the clock is
+///   set forward by more than a lease has left, that lease ends, and its holder wins it back or
+///   finds out who holds it now.
+#[derive(Clone)]
+pub struct DirRegistry(Arc<Shared>);
+
+struct Shared {
+    location: DirLocation,
+    inotify: AsyncFd<InotifyFd>,
+    mirror: Mutex<Mirror>,
+    /// Notified when the mirror changes.
+    changes: watch::Sender<()>,
+    /// The leases that this process wrote or renewed, with their ends. A file that is gone before
+    /// its end was deleted by somebody else.
+    held: Mutex<BTreeMap<Subnets, (HolderId, SystemTime)>>,
+}
+
+/// `Inotify` with the trait that `AsyncFd` needs.
+struct InotifyFd(Inotify);
+
+impl AsRawFd for InotifyFd {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_fd().as_raw_fd()
+    }
+}
+
+impl DirRegistry {
+    /// Opens a directory. If nodes choose their subnets, a missing directory is created (mode
+    /// 0755).
+    ///
+    /// # Errors
+    /// [`Error::Refused`] on a network file system; or the directory cannot be made, read or
+    /// watched.
+    ///
+    /// # Panics
+    /// There is no tokio runtime with I/O enabled.
+    pub async fn open(path: impl Into<PathBuf>, options: DirOptions) -> Result<Self> {
+        let location = DirLocation { path: path.into(), options };
+        let writes = location.options.assign == Assign::Free;
+        if writes {
+            let subnets = location.path.join("subnets");
+            let made = DirBuilder::new().recursive(true).mode(0o755).create(subnets);
+            made.map_err(|error| location.error("", error))?;
+        }
+        location.check_file_system()?;
+        let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC);
+        let inotify = inotify.map_err(io::Error::from).map(InotifyFd).and_then(readable);
+        let inotify = inotify.map_err(|error| location.error("", error))?;
+        let registry = Self(Arc::new(Shared {
+            mirror: Mutex::new(Mirror::new(location.path.clone(), !writes)),
+            location,
+            inotify,
+            changes: watch::channel(()).0,
+            held: Mutex::default(),
+        }));
+        registry.0.refresh().await?;
+        if writes {
+            registry.locked(Shared::clean_up).await?;
+        }
+        Ok(registry)
+    }
+
+    /// Does `work` on a thread of its own, while no other process and no other task writes.
+    async fn locked<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&Shared) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let shared = Arc::clone(&self.0);
+        let lock = shared.lock().await?;
+        blocking(move || {
+            let _lock = lock;
+            work(&shared)
+        })
+        .await
+    }
+}
+
+impl Shared {
+    fn path(&self, subnets: &Subnets) -> PathBuf {
+        self.location.path.join("subnets").join(subnets.to_string())
+    }
+
+    /// Brings the mirror up to date.
+    async fn refresh(self: &Arc<Self>) -> Result<()> {
+        let shared = Arc::clone(self);
+        blocking(move || {
+            let mut mirror = lock(&shared.mirror);
+            let before = (mirror.revision(), mirror.config_changes, mirror.due());
+            let done = mirror.refresh(&shared.inotify.get_ref().0, SystemClock.wall());
+            if (mirror.revision(), mirror.config_changes, mirror.due()) != before || done.is_err() {
+                shared.changes.send_replace(());
+            }
+            done.map_err(|error| shared.location.error("", error))
+        })
+        .await
+    }
+
+    /// Checks that the directory can still be read, which no event reports.
+    async fn confirm(self: &Arc<Self>) -> Result<()> {
+        let shared = Arc::clone(self);
+        blocking(move || {
+            let confirmed = lock(&shared.mirror).confirm();
+            confirmed.map_err(|error| shared.location.error("", error))
+        })
+        .await
+    }
+
+    /// Waits until the mirror may be out of date, or another task has brought it up to date.
+    async fn wait(&self, changes: &mut watch::Receiver<()>, due: Option<SystemTime>) {
+        tokio::select! {
+            ready = self.inotify.readable() => {
+                // After an error here, the mirror fails with the same error.
+                if let Ok(mut ready) = ready {
+                    ready.clear_ready();
+                }
+            }
+            _ = changes.changed() => (),
+            () = or_never(due.map(|due| SystemClock.sleep_until_wall(due))) => (),
+        }
+    }
+}
+
+impl fmt::Debug for DirRegistry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("DirRegistry").field(&self.0.location).finish()
+    }
+}
+
+impl fmt::Display for DirRegistry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.location.fmt(f)
+    }
+}
+
+#[async_trait]
+impl Registry for DirRegistry {
+    async fn config(&self) -> Result<ConfigText> {
+        let path = self.0.location.path.join("config");
+        let location = path.display().to_string();
+        match blocking(move || fs::read_to_string(path)).await {
+            Ok(text) => Ok(ConfigText { location, text }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Err(Error::NoConfig { location })
+            }
+            Err(error) => Err(self.0.location.error("config", error)),
+        }
+    }
+
+    async fn write_config(&self, known: Option<&ConfigText>, text: &str) -> Result<()> {
+        let (known, text) = (known.map(|known| known.text.clone()), text.to_owned());
+        self.locked(move |shared| shared.write_config(known.as_deref(), &text)).await
+    }
+
+    async fn config_changed(&self, known: Option<ConfigText>) -> Result<()> {
+        let mut changes = self.0.changes.subscribe();
+        loop {
+            self.0.refresh().await?;
+            changes.borrow_and_update();
+            match self.config().await {
+                Ok(now) if Some(&now.text) == known.as_ref().map(|known| &known.text) => (),
+                Err(Error::NoConfig { .. }) if known.is_none() => (),
+                Ok(_) | Err(Error::NoConfig { .. }) => return Ok(()),
+                Err(error) => return Err(error),
+            }
+            self.0.wait(&mut changes, None).await;
+        }
+    }
+
+    async fn list(&self) -> Result<Listing> {
+        self.0.refresh().await?;
+        Ok(lock(&self.0.mirror).list())
+    }
+
+    async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {
+        self.0.refresh().await?;
+        Ok(lock(&self.0.mirror).file(subnets).map(LeaseFile::entry))
+    }
+
+    /// Stricter than the trait: it also refuses a key that overlaps another one in force.
+    async fn create(
+        &self,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        grant: Option<LeaseGrant>,
+    ) -> Result<Entry> {
+        let (subnets, attrs) = (*subnets, attrs.clone());
+        self.locked(move |shared| {
+            if shared.current(&subnets)?.is_some() || shared.overlapped(&subnets)? {
+                return Err(Error::Conflict { subnets });
+            }
+            shared.write(&subnets, &attrs, grant)
+        })
+        .await
+    }
+
+    async fn update(
+        &self,
+        subnets: &Subnets,
+        at: Revision,
+        attrs: &LeaseAttrs,
+        grant: Option<LeaseGrant>,
+    ) -> Result<Entry> {
+        let (subnets, attrs) = (*subnets, attrs.clone());
+        self.locked(move |shared| {
+            shared.at(&subnets, at)?;
+            shared.write(&subnets, &attrs, grant)
+        })
+        .await
+    }
+
+    async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
+        let subnets = *subnets;
+        self.locked(move |shared| {
+            shared.at(&subnets, at)?;
+            let removed = fs::remove_file(shared.path(&subnets));
+            removed.map_err(|error| shared.location.error(&format!("subnets/{subnets}"), error))
+        })
+        .await
+    }
+
+    async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
+        let subnets = *subnets;
+        self.locked(move |shared| shared.renew(&subnets, holder)).await
+    }
+
+    async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
+        let (shared, changes) = (Arc::clone(&self.0), self.0.changes.subscribe());
+        Ok(Box::new(DirWatch { shared, changes, after, reported: Instant::now() }))
+    }
+}
+
+struct DirWatch {
+    shared: Arc<Shared>,
+    changes: watch::Receiver<()>,
+    after: Revision,
+    /// When the last batch was returned.
+    reported: Instant,
+}
+
+#[async_trait]
+impl Watch for DirWatch {
+    async fn next(&mut self) -> Result<Option<Batch>> {
+        loop {
+            self.shared.refresh().await?;
+            self.changes.borrow_and_update();
+            let due = {
+                let mirror = lock(&self.shared.mirror);
+                match mirror.changes(self.after) {
+                    Some(batch) if batch.events.is_empty() => mirror.due(),
+                    Some(batch) => {
+                        (self.after, self.reported) = (batch.revision, Instant::now());
+                        return Ok(Some(batch));
+                    }
+                    None => return Ok(None),
+                }
+            };
+            let wait = self.shared.wait(&mut self.changes, due);
+            if tokio::time::timeout_at(self.reported + CONFIRM_PERIOD, wait).await.is_err() {
+                self.shared.confirm().await?;
+                self.reported = Instant::now();
+                return Ok(Some(Batch { events: Vec::new(), revision: self.after }));
+            }
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! One lease as a file: Go flannel's lease value, followed by `Mark` (the holder ID) and `TTL`.
+//!
+//! A file without `TTL` is a reservation, such as `{"PublicIP": "192.0.2.7"}`.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use flannel_core::json::{FieldError, Fields};
+use flannel_core::lease::{KeyError, LeaseAttrs, Revision};
+use flannel_core::{Lease, Subnets};
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
+use crate::files::fnv1a;
+use crate::registry::{Entry, HolderId, LeaseGrant};
+
+/// Go's lease value in Go's order, then ours.
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Wire<'a> {
+    #[serde(rename = "PublicIP", borrow)]
+    public_ip: &'a RawValue,
+    #[serde(rename = "PublicIPv6", borrow)]
+    public_ipv6: &'a RawValue,
+    #[serde(borrow, default, skip_serializing_if = "Option::is_none")]
+    backend_type: Option<&'a RawValue>,
+    #[serde(borrow, default, skip_serializing_if = "Option::is_none")]
+    backend_data: Option<&'a RawValue>,
+    #[serde(borrow, default, skip_serializing_if = "Option::is_none")]
+    backend_v6_data: Option<&'a RawValue>,
+    #[serde(rename = "Mark", default, skip_serializing_if = "Option::is_none")]
+    holder: Option<String>,
+    #[serde(rename = "TTL", default, skip_serializing_if = "Option::is_none")]
+    ttl: Option<u64>,
+}
+
+/// The file's text.
+pub(super) fn text(attrs: &LeaseAttrs, grant: Option<LeaseGrant>) -> String {
+    let value = attrs.to_json();
+    let mut wire: Wire<'_> = serde_json::from_str(&value).expect("a lease value has Go's fields");
+    wire.holder = grant.map(|grant| grant.holder.to_string());
+    // Whole seconds, rounded up: a lease must not end before its holder expects it.
+    wire.ttl =
+        grant.map(|grant| (grant.ttl.as_secs() + u64::from(grant.ttl.subsec_nanos() > 0)).max(1));
+    let text = serde_json::to_string_pretty(&wire);
+    text.expect("a struct of strings, numbers and raw values serializes") + "\n"
+}
+
+/// A file that could be read. Many of them are kept in memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct LeaseFile {
+    /// Its revision is derived from the text.
+    pub(super) lease: Arc<Lease>,
+    /// `None`: the lease never expires.
+    pub(super) grant: Option<Box<LeaseGrant>>,
+}
+
+impl LeaseFile {
+    /// Reads the name and the text of a file.
+    ///
+    /// # Errors
+    /// What is wrong with them, for a message.
+    pub(super) fn read(name: &str, text: &str) -> Result<Self, String> {
+        let subnets = name.parse().map_err(|error: KeyError| error.to_string())?;
+        Self::parse(subnets, text).map_err(|error| error.to_string())
+    }
+
+    /// Reads the text of a file.
+    ///
+    /// # Errors
+    /// Which field is wrong.
+    pub(super) fn parse(subnets: Subnets, text: &str) -> Result<Self, FieldError> {
+        let attrs = LeaseAttrs::from_json(text)?;
+        let fields = Fields::parse(text, "")?;
+        let ttl: Option<u64> =
+            fields.take("TTL", "a number of seconds; no TTL: the lease never expires")?;
+        let holder: Option<HolderId> = fields.parsed("Mark", "1 to 16 hexadecimal digits")?;
+        // A lease that expires has a holder, even if no node can have its ID.
+        let grant = |ttl| LeaseGrant {
+            holder: holder.unwrap_or(HolderId(0)),
+            ttl: Duration::from_secs(ttl),
+        };
+        let lease =
+            Lease { subnets, attrs, expires: None, since: Revision(0), revision: revision(text) };
+        Ok(Self { lease: lease.into(), grant: ttl.map(grant).map(Box::new) })
+    }
+
+    /// The lease as a registry has it.
+    pub(super) fn entry(&self) -> Entry {
+        Entry {
+            lease: Arc::clone(&self.lease),
+            holder: self.grant.as_ref().map(|grant| grant.holder),
+        }
+    }
+
+    /// When it expires if the file was modified at this time; `None`: never.
+    pub(super) fn end(&self, modified: SystemTime) -> Option<SystemTime> {
+        // If no clock can reach the time, the lease never expires.
+        modified.checked_add(self.grant.as_ref()?.ttl)
+    }
+}
+
+/// The revision of a text: a hash that every version of this program computes alike. Never 0.
+pub(super) fn revision(text: &str) -> Revision {
+    Revision(fnv1a(text.as_bytes()).max(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GO: &str = r#"{"PublicIP":"192.0.2.7","PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"aa:bb:cc:dd:ee:ff"}}"#;
+
+    fn key() -> Subnets {
+        "10.1.5.0-24".parse().unwrap()
+    }
+
+    #[test]
+    fn the_bytes_of_a_lease_file() {
+        let attrs = LeaseAttrs::from_json(GO).unwrap();
+        let grant = LeaseGrant { holder: HolderId(0xbeef), ttl: Duration::from_millis(86_399_001) };
+        let golden = r#"{
+  "PublicIP": "192.0.2.7",
+  "PublicIPv6": null,
+  "BackendType": "vxlan",
+  "BackendData": {"VNI":1,"VtepMAC":"aa:bb:cc:dd:ee:ff"},
+  "Mark": "000000000000beef",
+  "TTL": 86400
+}
+"#;
+        let text = text(&attrs, Some(grant));
+        assert_eq!(text, golden);
+        let file = LeaseFile::parse(key(), &text).unwrap();
+        let grant = LeaseGrant { holder: HolderId(0xbeef), ttl: Duration::from_secs(86_400) };
+        assert_eq!(file.grant.as_deref(), Some(&grant));
+        assert_eq!(file.lease.attrs.to_json(), GO);
+        assert_eq!(
+            super::text(&LeaseAttrs::default(), None),
+            "{\n  \"PublicIP\": \"0.0.0.0\",\n  \"PublicIPv6\": null\n}\n"
+        );
+    }
+
+    #[test]
+    fn a_file_without_ttl_is_a_reservation() {
+        let file = LeaseFile::parse(
+            key(),
+            r#"{"publicip": "192.0.2.7", "Mark": "1", "Comment": "rack 4"}"#,
+        )
+        .unwrap();
+        assert_eq!((file.grant.as_deref(), file.end(SystemTime::now())), (None, None));
+        let file = LeaseFile::parse(key(), r#"{"PublicIP": "192.0.2.7", "TTL": 60}"#).unwrap();
+        assert_eq!(file.entry().holder, Some(HolderId(0)));
+    }
+
+    #[test]
+    fn errors_name_the_field() {
+        for (bad, field) in [
+            ("", "(document)"),
+            (r#"{"TTL":-1}"#, "TTL"),
+            (r#"{"TTL":"60"}"#, "TTL"),
+            (r#"{"Mark":"xyz"}"#, "Mark"),
+            (r#"{"PublicIP":"x"}"#, "PublicIP"),
+        ] {
+            assert_eq!(LeaseFile::parse(key(), bad).unwrap_err().field, field, "{bad}");
+        }
+    }
+
+    #[test]
+    fn revisions_are_fnv() {
+        assert_eq!(revision("foobar"), Revision(0x8594_4171_f739_67e8));
+    }
+}

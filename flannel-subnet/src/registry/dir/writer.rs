@@ -1,0 +1,171 @@
+//! Writes: each under the lock of the directory, after reading the file itself.
+//!
+//! Only one writer of all processes holds the lock, so a file does not change between its reading
+//! and its writing. All functions block, except the one that waits for the lock.
+
+use std::fs::{self, File, FileTimes, OpenOptions};
+use std::io;
+use std::time::{Duration, SystemTime};
+
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::{Error, Result, Subnets};
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
+
+use super::Shared;
+use super::file::{self, LeaseFile};
+use super::location::Assign;
+use crate::backoff::Backoff;
+use crate::clock::{Clock, SystemClock};
+use crate::files::atomic::{self, TEMPORARY};
+use crate::registry::{Entry, HolderId, LeaseGrant, config_conflict};
+use crate::runtime::lock;
+
+/// How long another process may hold the lock before this one gives up.
+const LOCK_PATIENCE: Duration = Duration::from_secs(10);
+
+/// A file that is in force: its revision, and its grant, which a reservation and an unreadable file
+/// have not.
+type Current = (Revision, Option<LeaseGrant>);
+
+impl Shared {
+    /// Takes the lock, which excludes other processes and other tasks of this one. Dropping the
+    /// future ends the wait.
+    pub(super) async fn lock(&self) -> Result<Flock<File>> {
+        if self.location.options.assign == Assign::Static {
+            return Err(Error::Refused {
+                store: self.location.to_string(),
+                reason: "with assign=static nothing is ever written there; write the file where \
+                         this directory comes from"
+                    .into(),
+            });
+        }
+        let path = self.location.path.join(".lock");
+        let begin = SystemClock.boottime();
+        let mut backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(20));
+        loop {
+            // Opened for reading if it exists: closing a file that was open for writing would wake
+            // every watch.
+            let file = File::open(&path)
+                .or_else(|_| OpenOptions::new().read(true).append(true).create(true).open(&path));
+            let file = file.map_err(|error| self.location.error(".lock", error))?;
+            match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+                Ok(lock) => return Ok(lock),
+                Err((_, Errno::EWOULDBLOCK | Errno::EINTR)) => (),
+                Err((_, errno)) => return Err(self.location.error(".lock", errno)),
+            }
+            if SystemClock.boottime().saturating_sub(begin) > LOCK_PATIENCE {
+                let reason = format!("held by another process for {LOCK_PATIENCE:?}");
+                return Err(self.location.error(".lock", reason));
+            }
+            tokio::time::sleep(backoff.pause()).await;
+        }
+    }
+
+    /// The content of a key's file now; `None` if the file does not exist or has expired.
+    pub(super) fn current(&self, subnets: &Subnets) -> Result<Option<Current>> {
+        let read = || -> io::Result<_> {
+            let path = self.path(subnets);
+            Ok((fs::metadata(&path)?.modified()?, fs::read_to_string(&path)?))
+        };
+        let (modified, text) = match read() {
+            Ok(read) => read,
+            Err(gone) if gone.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(other) => return Err(self.location.error(&format!("subnets/{subnets}"), other)),
+        };
+        let Ok(file) = LeaseFile::parse(*subnets, &text) else {
+            return Ok(Some((file::revision(&text), None)));
+        };
+        let over = file.end(modified).is_some_and(|end| end <= SystemClock.wall());
+        Ok((!over).then(|| (file.lease.revision, file.grant.as_deref().copied())))
+    }
+
+    /// The names in the directory of leases.
+    fn names(&self) -> Result<Vec<String>> {
+        let names = fs::read_dir(self.location.path.join("subnets")).and_then(|entries| {
+            entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
+        });
+        names.map_err(|error| self.location.error("subnets", error))
+    }
+
+    /// Removes the temporary files of writers that died. Under the lock, no other writer is active.
+    pub(super) fn clean_up(&self) -> Result<()> {
+        for name in self.names()?.iter().filter(|name| name.starts_with(TEMPORARY)) {
+            let removed = fs::remove_file(self.location.path.join("subnets").join(name));
+            removed.map_err(|error| self.location.error("subnets", error))?;
+        }
+        Ok(())
+    }
+
+    /// Whether another key in force overlaps `subnets`.
+    pub(super) fn overlapped(&self, subnets: &Subnets) -> Result<bool> {
+        for other in self.names()?.iter().filter_map(|name| name.parse::<Subnets>().ok()) {
+            if other != *subnets && other.overlaps(subnets) && self.current(&other)?.is_some() {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    pub(super) fn at(&self, subnets: &Subnets, at: Revision) -> Result<()> {
+        match self.current(subnets)? {
+            Some((revision, _)) if revision == at => Ok(()),
+            _ => Err(Error::Conflict { subnets: *subnets }),
+        }
+    }
+
+    pub(super) fn write(
+        &self,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        grant: Option<LeaseGrant>,
+    ) -> Result<Entry> {
+        let name = format!("subnets/{subnets}");
+        let (text, now) = (file::text(attrs, grant), SystemClock.wall());
+        atomic::replace(&self.path(subnets), text.as_bytes(), 0o644, Some(now))
+            .map_err(|error| self.location.error(&name, error))?;
+        let file = LeaseFile::parse(*subnets, &text);
+        let file = file.map_err(|source| Error::Lease { location: name, source })?;
+        let entry = file.entry();
+        self.hold(subnets, entry.holder, file.end(now));
+        Ok(entry)
+    }
+
+    pub(super) fn write_config(&self, known: Option<&str>, text: &str) -> Result<()> {
+        let path = self.location.path.join("config");
+        let error = |error| self.location.error("config", error);
+        let now = match fs::read_to_string(&path) {
+            Ok(now) => Some(now),
+            Err(gone) if gone.kind() == io::ErrorKind::NotFound => None,
+            Err(other) => return Err(error(other)),
+        };
+        if now.as_deref() != known {
+            return Err(config_conflict(&self.location));
+        }
+        atomic::replace(&path, text.as_bytes(), 0o644, None).map_err(error)
+    }
+
+    fn hold(&self, subnets: &Subnets, holder: Option<HolderId>, end: Option<SystemTime>) {
+        match holder.zip(end) {
+            Some(holding) => lock(&self.held).insert(*subnets, holding),
+            None => lock(&self.held).remove(subnets),
+        };
+    }
+
+    pub(super) fn renew(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
+        let now = SystemClock.wall();
+        let grant = self.current(subnets)?.and_then(|(_, grant)| grant);
+        if let Some(LeaseGrant { ttl, .. }) = grant.filter(|grant| grant.holder == holder) {
+            // Opened for reading, which is enough and wakes no watch. If only one of the times was
+            // set, inotify would report a modification.
+            let times = FileTimes::new().set_accessed(now).set_modified(now);
+            let renewed = File::open(self.path(subnets)).and_then(|file| file.set_times(times));
+            renewed.map_err(|error| self.location.error(&format!("subnets/{subnets}"), error))?;
+            self.hold(subnets, Some(holder), now.checked_add(ttl));
+            return Ok(Some(ttl));
+        }
+        let held = lock(&self.held).get(subnets).copied().filter(|(by, _)| *by == holder);
+        let left = held.and_then(|(_, end)| end.duration_since(now).ok());
+        Ok(left.filter(|left| !left.is_zero()))
+    }
+}

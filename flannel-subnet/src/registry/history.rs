@@ -1,0 +1,52 @@
+//! The latest changes of a store that has no history of its own.
+
+use std::collections::{BTreeSet, VecDeque};
+
+use flannel_core::lease::Revision;
+
+use super::{Batch, Event, Now};
+
+/// The number of changes that are kept for watches that lag behind.
+const LENGTH: usize = 16_384;
+
+/// The keys that changed lately. The revision is the number of changes so far.
+#[derive(Debug, Default)]
+pub(crate) struct History {
+    keys: VecDeque<String>,
+    /// The number of older changes, whose keys are not known any more.
+    forgotten: u64,
+}
+
+impl History {
+    pub(crate) fn revision(&self) -> Revision {
+        Revision(self.forgotten + self.keys.len() as u64)
+    }
+
+    /// Adds a change, and returns its revision.
+    pub(crate) fn push(&mut self, key: &str) -> Revision {
+        self.keys.push_back(key.to_owned());
+        if self.keys.len() > LENGTH {
+            self.keys.pop_front();
+            self.forgotten += 1;
+        }
+        self.revision()
+    }
+
+    /// Forgets the keys of all changes so far.
+    pub(crate) fn forget(&mut self) {
+        self.forgotten = self.revision().0;
+        self.keys = VecDeque::new();
+    }
+
+    /// The changes after `after`, with the content that each key has `now`; `None` if they are not
+    /// known.
+    pub(crate) fn since(&self, after: Revision, now: impl Fn(&str) -> Now) -> Option<Batch> {
+        let unchanged = usize::try_from(after.0.checked_sub(self.forgotten)?).ok()?;
+        if unchanged > self.keys.len() {
+            return None;
+        }
+        let keys: BTreeSet<&String> = self.keys.range(unchanged..).collect();
+        let event = |key: &String| Event { key: key.clone(), now: now(key) };
+        Some(Batch { events: keys.into_iter().map(event).collect(), revision: self.revision() })
+    }
+}

@@ -1,0 +1,201 @@
+//! A store in memory that behaves like etcd, for tests and for networks of one process.
+//!
+//! As in etcd, a holder exists apart from its keys and has a time to live. If a key is deleted, its
+//! holder stays. If a holder's time is over, its keys go.
+
+mod state;
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::{Error, Result, Subnets};
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep_until};
+
+use super::{
+    Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Registry, Watch, config_conflict,
+};
+use crate::runtime::{lock, or_never};
+use state::State;
+
+/// A registry in memory. Clones are the same registry. Its time is tokio's, which a test can pause.
+///
+/// With the feature `testing`, a test can write any key, delete keys, forget history, and make the
+/// store fail.
+#[derive(Debug, Clone, Default)]
+pub struct MemoryRegistry(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    /// Wakes the waiting calls after each change, in the order in which they began to wait.
+    changes: Notify,
+}
+
+impl MemoryRegistry {
+    /// An empty registry without a config.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// An empty registry with a config.
+    pub fn with_config(text: &str) -> Self {
+        let registry = Self::new();
+        registry.set_config(Some(text));
+        registry
+    }
+
+    /// Writes the network config, or deletes it (`None`).
+    pub fn set_config(&self, text: Option<&str>) {
+        self.change(|state| state.config = text.map(str::to_owned));
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        let mut state = lock(&self.0.state);
+        state.expire(Instant::now());
+        state
+    }
+
+    /// The state, unless there is an outage.
+    fn reach(&self) -> Result<MutexGuard<'_, State>> {
+        let state = self.lock();
+        if state.outage {
+            return Err(Error::Store { store: self.to_string(), source: "out of reach".into() });
+        }
+        Ok(state)
+    }
+
+    /// Changes the state, and wakes all waiting calls.
+    pub(crate) fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
+        let done = change(&mut self.lock());
+        self.0.changes.notify_waiters();
+        done
+    }
+
+    /// Carries out a request that writes.
+    async fn write<T>(&self, write: impl FnOnce(&mut State) -> Result<T>) -> Result<T> {
+        let written = self.reach().and_then(|mut state| write(&mut state));
+        self.0.changes.notify_waiters();
+        self.reply(written).await
+    }
+
+    async fn reply<T>(&self, result: Result<T>) -> Result<T> {
+        let delay = self.lock().delay;
+        if !delay.is_zero() {
+            tokio::time::sleep(delay).await;
+        }
+        result
+    }
+}
+
+impl fmt::Display for MemoryRegistry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("memory")
+    }
+}
+
+#[async_trait]
+impl Registry for MemoryRegistry {
+    async fn config(&self) -> Result<ConfigText> {
+        let location = "memory: config".to_owned();
+        match self.reach()?.config.clone() {
+            Some(text) => Ok(ConfigText { location, text }),
+            None => Err(Error::NoConfig { location }),
+        }
+    }
+
+    async fn write_config(&self, known: Option<&ConfigText>, text: &str) -> Result<()> {
+        self.write(|state| {
+            if state.config.as_ref() != known.map(|known| &known.text) {
+                return Err(config_conflict(self));
+            }
+            state.config = Some(text.to_owned());
+            Ok(())
+        })
+        .await
+    }
+
+    async fn config_changed(&self, known: Option<ConfigText>) -> Result<()> {
+        loop {
+            // Before the comparison: a change between the two wakes it.
+            let changed = self.0.changes.notified();
+            if self.reach()?.config.as_ref() != known.as_ref().map(|known| &known.text) {
+                return Ok(());
+            }
+            changed.await;
+        }
+    }
+
+    async fn list(&self) -> Result<Listing> {
+        self.reply(self.reach().map(|state| state.list())).await
+    }
+
+    async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {
+        self.reply(self.reach().and_then(|state| state.entry(subnets))).await
+    }
+
+    async fn create(
+        &self,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        grant: Option<LeaseGrant>,
+    ) -> Result<Entry> {
+        self.write(|state| state.write(subnets, None, attrs, grant)).await
+    }
+
+    async fn update(
+        &self,
+        subnets: &Subnets,
+        at: Revision,
+        attrs: &LeaseAttrs,
+        grant: Option<LeaseGrant>,
+    ) -> Result<Entry> {
+        self.write(|state| state.write(subnets, Some(at), attrs, grant)).await
+    }
+
+    async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
+        self.write(|state| state.delete(subnets, at)).await
+    }
+
+    async fn keep_alive(&self, _: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
+        self.reply(self.reach().map(|mut state| state.keep_alive(holder))).await
+    }
+
+    async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
+        drop(self.reach()?);
+        Ok(Box::new(MemoryWatch { registry: self.clone(), after }))
+    }
+}
+
+struct MemoryWatch {
+    registry: MemoryRegistry,
+    after: Revision,
+}
+
+#[async_trait]
+impl Watch for MemoryWatch {
+    async fn next(&mut self) -> Result<Option<Batch>> {
+        loop {
+            let changed = self.registry.0.changes.notified();
+            let end = {
+                let state = self.registry.reach()?;
+                match state.history.since(self.after, |key| state.read(key)) {
+                    Some(batch) if batch.events.is_empty() => state.next_end(),
+                    Some(batch) => {
+                        self.after = batch.revision;
+                        return Ok(Some(batch));
+                    }
+                    None => return Ok(None),
+                }
+            };
+            tokio::select! {
+                biased;
+                () = changed => (),
+                () = or_never(end.map(sleep_until)) => (),
+            }
+        }
+    }
+}

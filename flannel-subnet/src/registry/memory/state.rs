@@ -1,0 +1,152 @@
+//! The content of a store in memory, and the requests that read and write it.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use flannel_core::lease::{KeyError, LeaseAttrs, Revision};
+use flannel_core::{Error, Lease, Result, Subnets};
+use tokio::time::Instant;
+
+use crate::registry::history::History;
+use crate::registry::{Entry, HolderId, LeaseGrant, Listing, Now, Skipped};
+
+/// The content of a store, and the changes that led to it.
+#[derive(Debug, Default)]
+pub(crate) struct State {
+    pub(crate) config: Option<String>,
+    pub(crate) history: History,
+    pub(crate) outage: bool,
+    pub(crate) delay: Duration,
+    keys: BTreeMap<String, Stored>,
+    holders: BTreeMap<HolderId, Holder>,
+}
+
+#[derive(Debug)]
+struct Stored {
+    /// Key and value, or the reason for which they cannot be read.
+    content: Result<(Subnets, LeaseAttrs), String>,
+    holder: Option<HolderId>,
+    since: Revision,
+    revision: Revision,
+}
+
+#[derive(Debug)]
+struct Holder {
+    ttl: Duration,
+    end: Instant,
+}
+
+impl State {
+    /// Ends the holders whose time is over.
+    pub(crate) fn expire(&mut self, now: Instant) {
+        let over = self.holders.iter().filter(|(_, holder)| holder.end <= now);
+        for holder in over.map(|(holder, _)| *holder).collect::<Vec<_>>() {
+            self.end_holder(holder);
+        }
+    }
+
+    /// When the next holder's time is over.
+    pub(crate) fn next_end(&self) -> Option<Instant> {
+        self.holders.values().map(|holder| holder.end).min()
+    }
+
+    pub(crate) fn end_holder(&mut self, holder: HolderId) {
+        self.holders.remove(&holder);
+        let keys = self.keys.iter().filter(|(_, stored)| stored.holder == Some(holder));
+        for key in keys.map(|(key, _)| key.clone()).collect::<Vec<_>>() {
+            self.remove(&key);
+        }
+    }
+
+    pub(crate) fn put(&mut self, key: &str, value: &str, grant: Option<LeaseGrant>) {
+        let subnets = key.parse().map_err(|error: KeyError| error.to_string());
+        let content = subnets.and_then(|subnets| {
+            let attrs = LeaseAttrs::from_json(value).map_err(|error| error.to_string())?;
+            Ok((subnets, attrs))
+        });
+        let revision = self.history.push(key);
+        let since = self.keys.get(key).map_or(revision, |stored| stored.since);
+        let holder = grant.map(|grant| grant.holder);
+        self.keys.insert(key.to_owned(), Stored { content, holder, since, revision });
+        if let Some(LeaseGrant { holder, ttl }) = grant {
+            self.holders.insert(holder, Holder { ttl, end: Instant::now() + ttl });
+        }
+    }
+
+    pub(crate) fn remove(&mut self, key: &str) {
+        if self.keys.remove(key).is_some() {
+            self.history.push(key);
+        }
+    }
+
+    pub(crate) fn read(&self, key: &str) -> Now {
+        let Some(stored) = self.keys.get(key) else { return Now::Gone };
+        match stored.content.clone() {
+            Ok((subnets, attrs)) => {
+                let Stored { holder, since, revision, .. } = *stored;
+                let lease = Lease { subnets, attrs, expires: None, since, revision };
+                Now::Held(Entry { lease: lease.into(), holder })
+            }
+            Err(reason) => Now::Unreadable(reason),
+        }
+    }
+
+    pub(crate) fn list(&self) -> Listing {
+        let mut listing = Listing { revision: self.history.revision(), ..Listing::default() };
+        for (key, stored) in &self.keys {
+            match self.read(key) {
+                Now::Held(entry) => listing.entries.push(entry),
+                Now::Unreadable(reason) => {
+                    let (key, revision) = (key.clone(), stored.revision);
+                    listing.skipped.push(Skipped { key, reason, revision });
+                }
+                Now::Gone => (),
+            }
+        }
+        listing
+    }
+
+    pub(crate) fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {
+        match self.read(&subnets.to_string()) {
+            Now::Held(entry) => Ok(Some(entry)),
+            Now::Gone => Ok(None),
+            Now::Unreadable(reason) => {
+                Err(Error::Store { store: format!("memory: {subnets}"), source: reason.into() })
+            }
+        }
+    }
+
+    /// Writes a key that is at this revision (`None`: that does not exist).
+    pub(crate) fn write(
+        &mut self,
+        subnets: &Subnets,
+        at: Option<Revision>,
+        attrs: &LeaseAttrs,
+        grant: Option<LeaseGrant>,
+    ) -> Result<Entry> {
+        let key = self.key_at(subnets, at)?;
+        self.put(&key, &attrs.to_json(), grant);
+        self.entry(subnets)?.ok_or(Error::Conflict { subnets: *subnets })
+    }
+
+    pub(crate) fn delete(&mut self, subnets: &Subnets, at: Revision) -> Result<()> {
+        let key = self.key_at(subnets, Some(at))?;
+        self.remove(&key);
+        Ok(())
+    }
+
+    pub(crate) fn keep_alive(&mut self, holder: HolderId) -> Option<Duration> {
+        let holder = self.holders.get_mut(&holder)?;
+        holder.end = Instant::now() + holder.ttl;
+        Some(holder.ttl)
+    }
+
+    /// The key, if it is at this revision (`None`: if it does not exist).
+    fn key_at(&self, subnets: &Subnets, at: Option<Revision>) -> Result<String> {
+        let key = subnets.to_string();
+        if self.keys.get(&key).map(|stored| stored.revision) == at {
+            return Ok(key);
+        }
+        Err(Error::Conflict { subnets: *subnets })
+    }
+}

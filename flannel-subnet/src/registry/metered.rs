@@ -1,0 +1,206 @@
+//! A registry that counts the requests to another one, and keeps its failures and skipped keys.
+
+use std::fmt;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use flannel_core::lease::{LeaseAttrs, Revision};
+use flannel_core::subnet::StoreStatus;
+use flannel_core::{Error, Result, Subnets};
+
+use super::{Batch, ConfigText, Entry, HolderId, LeaseGrant, Listing, Now, Registry, Watch};
+use crate::clock::Clock;
+use crate::runtime::lock;
+
+/// The call that counts the failure of a watch, be it at its beginning or later.
+const WATCH: &str = "watch";
+
+#[derive(Debug)]
+pub(crate) struct Metered {
+    registry: Arc<dyn Registry>,
+    stats: Arc<StoreStats>,
+}
+
+#[derive(Debug)]
+struct StoreStats {
+    status: Mutex<StoreStatus>,
+    clock: Arc<dyn Clock>,
+}
+
+impl Metered {
+    pub(crate) fn new(registry: Arc<dyn Registry>, clock: Arc<dyn Clock>) -> Self {
+        let status = StoreStatus { store: registry.to_string(), ..StoreStatus::default() };
+        Self { registry, stats: Arc::new(StoreStats { status: Mutex::new(status), clock }) }
+    }
+
+    pub(crate) fn status(&self) -> StoreStatus {
+        let mut status = lock(&self.stats.status).clone();
+        if let Some(trouble) = self.registry.trouble() {
+            status.last_error = Some((trouble, self.stats.clock.wall()));
+        }
+        status
+    }
+}
+
+impl StoreStats {
+    /// Counts one request and its outcome.
+    fn request<T>(&self, call: &'static str, result: Result<T>) -> Result<T> {
+        self.request_at(call, result, None)
+    }
+
+    /// The same, if the answer shows at which revision the store is.
+    fn request_at<T>(
+        &self,
+        call: &'static str,
+        result: Result<T>,
+        revision: Option<Revision>,
+    ) -> Result<T> {
+        lock(&self.status).calls.entry(call).or_default().sent += 1;
+        self.outcome(call, result.as_ref().err(), revision);
+        result
+    }
+
+    /// Notes an outcome. A conflict is an answer of the store; a refusal confirms nothing.
+    fn outcome(&self, call: &'static str, error: Option<&Error>, revision: Option<Revision>) {
+        let now = self.clock.wall();
+        let mut status = lock(&self.status);
+        if let Some(error) = error.filter(|error| unanswered(error)) {
+            status.calls.entry(call).or_default().failed += 1;
+            status.last_error = Some((error.to_string(), now));
+            return;
+        }
+        let known = revision.or_else(|| status.confirmed.map(|(revision, _)| revision));
+        status.confirmed = Some((known.unwrap_or_default(), now));
+        status.last_error = None;
+    }
+
+    /// Replaces the skipped keys, and logs the new ones.
+    fn skip_all(&self, now: Vec<(String, String)>) {
+        let mut status = lock(&self.status);
+        for (key, reason) in now.iter().filter(|new| !status.skipped.contains(new)) {
+            tracing::warn!(store = %status.store, %key, "skipped: {reason}");
+        }
+        status.skipped = now;
+    }
+
+    fn skip_listed(&self, Listing { skipped, .. }: &Listing) {
+        self.skip_all(skipped.iter().map(|s| (s.key.clone(), s.reason.clone())).collect());
+    }
+
+    fn skip_changed(&self, batch: &Batch) {
+        let mut skipped = lock(&self.status).skipped.clone();
+        for event in &batch.events {
+            skipped.retain(|(key, _)| *key != event.key);
+            if let Now::Unreadable(reason) = &event.now {
+                skipped.push((event.key.clone(), reason.clone()));
+            }
+        }
+        self.skip_all(skipped);
+    }
+}
+
+/// The store has not answered the question: it is out of reach, or refuses to talk to this node.
+pub(crate) fn unanswered(error: &Error) -> bool {
+    matches!(error, Error::Store { .. } | Error::Refused { .. })
+}
+
+impl fmt::Display for Metered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.registry.fmt(f)
+    }
+}
+
+#[async_trait]
+impl Registry for Metered {
+    async fn config(&self) -> Result<ConfigText> {
+        self.stats.request("config", self.registry.config().await)
+    }
+
+    async fn write_config(&self, known: Option<&ConfigText>, text: &str) -> Result<()> {
+        self.stats.request("write_config", self.registry.write_config(known, text).await)
+    }
+
+    async fn config_changed(&self, known: Option<ConfigText>) -> Result<()> {
+        self.stats.request("watch_config", self.registry.config_changed(known).await)
+    }
+
+    async fn list(&self) -> Result<Listing> {
+        let listed = self.registry.list().await;
+        let revision = listed.as_ref().ok().map(|listing| listing.revision);
+        let listing = self.stats.request_at("list", listed, revision)?;
+        self.stats.skip_listed(&listing);
+        Ok(listing)
+    }
+
+    async fn entry(&self, subnets: &Subnets) -> Result<Option<Entry>> {
+        self.stats.request("get", self.registry.entry(subnets).await)
+    }
+
+    async fn create(
+        &self,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        grant: Option<LeaseGrant>,
+    ) -> Result<Entry> {
+        self.stats.request("create", self.registry.create(subnets, attrs, grant).await)
+    }
+
+    async fn create_or_list(
+        &self,
+        subnets: &Subnets,
+        attrs: &LeaseAttrs,
+        grant: Option<LeaseGrant>,
+    ) -> Result<Result<Entry, Listing>> {
+        let outcome = self.registry.create_or_list(subnets, attrs, grant).await;
+        let listed = outcome.as_ref().ok().and_then(|outcome| outcome.as_ref().err());
+        let revision = listed.map(|listing| listing.revision);
+        let outcome = self.stats.request_at("create", outcome, revision)?;
+        if let Err(listing) = &outcome {
+            self.stats.skip_listed(listing);
+        }
+        Ok(outcome)
+    }
+
+    async fn update(
+        &self,
+        subnets: &Subnets,
+        at: Revision,
+        attrs: &LeaseAttrs,
+        grant: Option<LeaseGrant>,
+    ) -> Result<Entry> {
+        let updated = self.registry.update(subnets, at, attrs, grant).await;
+        self.stats.request("update", updated)
+    }
+
+    async fn delete(&self, subnets: &Subnets, at: Revision) -> Result<()> {
+        self.stats.request("delete", self.registry.delete(subnets, at).await)
+    }
+
+    async fn keep_alive(&self, subnets: &Subnets, holder: HolderId) -> Result<Option<Duration>> {
+        self.stats.request("renew", self.registry.keep_alive(subnets, holder).await)
+    }
+
+    async fn watch(&self, after: Revision) -> Result<Box<dyn Watch>> {
+        let watch = self.stats.request(WATCH, self.registry.watch(after).await)?;
+        Ok(Box::new(MeteredWatch { watch, stats: Arc::clone(&self.stats) }))
+    }
+}
+
+struct MeteredWatch {
+    watch: Box<dyn Watch>,
+    stats: Arc<StoreStats>,
+}
+
+#[async_trait]
+impl Watch for MeteredWatch {
+    async fn next(&mut self) -> Result<Option<Batch>> {
+        let batch = self.watch.next().await;
+        let changes = batch.as_ref().ok().and_then(Option::as_ref);
+        self.stats.outcome(WATCH, batch.as_ref().err(), changes.map(|batch| batch.revision));
+        if let Some(batch) = changes {
+            self.stats.skip_changed(batch);
+        }
+        batch
+    }
+}

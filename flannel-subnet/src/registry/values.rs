@@ -1,0 +1,146 @@
+//! The values that a registry takes and returns.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use flannel_core::lease::Revision;
+use flannel_core::{Lease, Result};
+
+/// Identifies a holder of leases: two nodes with one public address have different IDs.
+///
+/// A node chooses its ID at random once and keeps it in its state directory. `Display` writes 16
+/// hexadecimal digits, `FromStr` reads 1 to 16. In etcd it is the ID of the store's lease.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct HolderId(pub u64);
+
+impl HolderId {
+    /// A new ID, from 1 to 2^63 - 1: etcd accepts no other as the ID of a lease.
+    pub fn random() -> Self {
+        Self(fastrand::u64(1..=i64::MAX as u64))
+    }
+}
+
+impl fmt::Display for HolderId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+/// The error of a text that is no [`HolderId`].
+pub use flannel_core::address::ParseError as HolderIdError;
+
+impl FromStr for HolderId {
+    type Err = HolderIdError;
+    fn from_str(text: &str) -> Result<Self, HolderIdError> {
+        let digits = (1..=16).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_hexdigit());
+        let holder = digits.then(|| u64::from_str_radix(text, 16).ok()).flatten();
+        holder.map(Self).ok_or_else(|| HolderIdError {
+            text: text.to_owned(),
+            expected: "a holder ID: 1 to 16 hexadecimal digits",
+        })
+    }
+}
+
+/// The holder of a key, and the time for which it holds the key unless it renews it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LeaseGrant {
+    /// The holder.
+    pub holder: HolderId,
+    /// How long the store keeps the key after a write or a renewal. Stores count whole seconds, at
+    /// least 1.
+    pub ttl: Duration,
+}
+
+/// A lease as a store holds it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    /// The lease; its `expires` is always `None`. Shared, so that a set of leases needs no copy.
+    pub lease: Arc<Lease>,
+    /// Its holder; `None` for a reservation, which never expires.
+    pub holder: Option<HolderId>,
+}
+
+/// A key that is no lease, or not a readable one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Skipped {
+    /// The key, without the prefix that all keys have.
+    pub key: String,
+    /// The reason.
+    pub reason: String,
+    /// The revision at which [`Registry::update`](crate::Registry::update) can replace it; 0 in a
+    /// store that keeps no revision of it.
+    pub revision: Revision,
+}
+
+/// The content of a store at one moment.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Listing {
+    /// The leases.
+    pub entries: Vec<Entry>,
+    /// The keys that were skipped. A store that remembers the last good value of an unreadable key
+    /// (a directory does) lists that key here and in `entries`.
+    pub skipped: Vec<Skipped>,
+    /// The moment, from which [`Registry::watch`](crate::Registry::watch) continues.
+    pub revision: Revision,
+}
+
+/// The change of one key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Event {
+    /// The key, without the prefix that all keys have.
+    pub key: String,
+    /// Its content now.
+    pub now: Now,
+}
+
+/// The content of a key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Now {
+    /// A lease.
+    Held(Entry),
+    /// A value that cannot be read, with the reason. The last readable value stays in force.
+    Unreadable(String),
+    /// The key does not exist.
+    Gone,
+}
+
+/// Changes in their order. Of several changes of one key, only the last is necessary.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Batch {
+    /// The changes; empty to confirm that nothing happened up to `revision`.
+    pub events: Vec<Event>,
+    /// The revision of the store after them.
+    pub revision: Revision,
+}
+
+/// The text of a network config, with its location.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConfigText {
+    /// The file or key, for messages.
+    pub location: String,
+    /// The text, not checked in any way.
+    pub text: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn holder_ids_are_hexadecimal() {
+        assert_eq!("ab".parse::<HolderId>().unwrap(), HolderId(0xab));
+        assert_eq!(HolderId(0xab).to_string(), "00000000000000ab");
+        for bad in ["", "+1", "0x1", "g", "00000000000000000"] {
+            let error = bad.parse::<HolderId>().unwrap_err().to_string();
+            assert!(
+                error.contains(&format!("{bad:?}")) && error.contains("hexadecimal"),
+                "{error}"
+            );
+        }
+        let (a, b) = (HolderId::random(), HolderId::random());
+        assert!(a != b && i64::try_from(a.0).is_ok_and(|a| a > 0));
+    }
+}

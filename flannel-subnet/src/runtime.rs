@@ -1,0 +1,68 @@
+//! Small additions to tokio and std: tasks, blocking work, descriptors, timers, and locks.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::task::AbortHandle;
+
+/// A task that ends when its owner drops it.
+#[derive(Debug)]
+pub(crate) struct Task(AbortHandle);
+
+impl Task {
+    /// Spawns a task on the current runtime.
+    ///
+    /// # Panics
+    /// There is no tokio runtime.
+    pub(crate) fn spawn(work: impl Future<Output = ()> + Send + 'static) -> Self {
+        Self(tokio::spawn(work).abort_handle())
+    }
+}
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// Runs `work`, which waits for the disk, on a thread of its own.
+pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(done) => done,
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            // The runtime is shutting down, and ends the caller too.
+            Err(_) => std::future::pending().await,
+        },
+    }
+}
+
+/// Waits for `event`; without one, for ever.
+pub(crate) async fn or_never(event: Option<impl Future<Output = ()>>) {
+    match event {
+        Some(event) => event.await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Locks a mutex whose data are valid even after a panic of a thread that held it.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Registers a descriptor with the current runtime, to wait until it is readable.
+///
+/// `inner` must own its descriptor, never change it, and close it only when it is dropped.
+///
+/// # Panics
+/// There is no tokio runtime with I/O enabled.
+#[expect(
+    deprecated,
+    reason = "sound for a type that owns its descriptor; the successor needs unsafe code"
+)]
+pub(crate) fn readable<T: AsRawFd>(inner: T) -> io::Result<AsyncFd<T>> {
+    AsyncFd::with_interest(inner, Interest::READABLE)
+}
