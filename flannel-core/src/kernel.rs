@@ -1,17 +1,18 @@
-//! What is asked of a kernel, and which of its objects are ours to touch.
+//! The trait for a kernel, and the rules for which of its objects are ours to touch.
 //!
-//! The one thing to know: the methods of [`Kernel`] are all idempotent or read-only. Policy
-//! ([`Footprint`]) is a value decided here; implementations only carry it out.
+//! The methods of [`Kernel`] are all idempotent or read-only. Policy ([`Footprint`]) is a value
+//! decided here; implementations only carry it out.
 
+mod changed_by;
 mod nexthops;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::IpAddr;
-use std::sync::Arc;
 
 use async_trait::async_trait;
 
+pub use self::changed_by::{ChangedBy, Process};
 pub use self::nexthops::{NexthopBlock, NexthopIds};
 use crate::address::{Dual, Subnet};
 use crate::object::LinkName;
@@ -51,7 +52,7 @@ pub struct Footprint {
     pub routes_on: BTreeSet<LinkName>,
     /// This network keeps blackhole routes inside `networks`.
     pub blackholes: bool,
-    /// The ids of its nexthop objects. Backends leave it `None`: whoever asks the kernel next
+    /// The ids of its nexthop objects. Backends leave it `None`: the route engine
     /// chooses a block ([`NexthopBlock::choose`]).
     pub nexthops: Option<NexthopBlock>,
     /// `Some`: of routes, nothing but what Go flannel leaves on `routes_on`, in each family that
@@ -115,8 +116,8 @@ impl Footprint {
         self.nexthops.is_some_and(|block| block.contains(id))
     }
 
-    /// An object that somebody put, and that [concerns](Self::concerns) us, may be one that a
-    /// snapshot shows as ours; `None`: its protocol is not known.
+    /// An object that another program put, and that [concerns](Self::concerns) us, may be one that
+    /// a snapshot shows as ours; `None`: its protocol is not known.
     pub fn may_own(&self, object: &Object, protocol: Option<u8>) -> bool {
         let may_be_ours = protocol.is_none_or(|protocol| protocol == ROUTE_PROTOCOL);
         match object {
@@ -260,27 +261,27 @@ impl RouteAnswer {
 /// }
 /// ```
 pub trait Kernel: fmt::Debug + Send + Sync {
-    /// Everything there is that `footprint` claims; it is noted what is not quite as described
-    /// ([`State::note_inexact`]).
+    /// All objects that `footprint` claims. Objects with attributes that no [`Object`] expresses
+    /// are marked ([`State::note_inexact`]).
     ///
     /// # Errors
-    /// The kernel could not be read. A dump that changed under way is read again, unless it cannot
-    /// have missed what stood all the while. Linux does not say so of IPv6 routes, neighbours and
-    /// forwarding entries: of them some may be missed if others go and come meanwhile, until the
-    /// next look.
+    /// The kernel could not be read. A dump that changed meanwhile is repeated, unless it cannot
+    /// have missed an object that was there all the time. Linux does not report such changes for
+    /// IPv6 routes, neighbours and forwarding entries: a snapshot may miss some of them if others
+    /// come and go meanwhile; the next snapshot finds them.
     fn snapshot(&self, footprint: &Footprint) -> Result<State, KernelError>;
 
-    /// What nexthop objects there are, told apart by whether they are what `footprint` left,
-    /// somebody else's, or neither for certain: see [`NexthopIds`]. A kernel without nexthop
-    /// objects has none, and they are not usable.
+    /// The ids of all nexthop objects, sorted by whether they were left by `footprint`, belong to
+    /// others, or neither is certain: see [`NexthopIds`]. A kernel without nexthop objects has
+    /// none, and they are not usable.
     ///
     /// # Errors
     /// The kernel could not be read.
     fn nexthop_ids(&self, footprint: &Footprint) -> Result<NexthopIds, KernelError>;
 
-    /// Who else uses the nexthop objects in `there`, by their ids and as text: a route that is not
+    /// The other users of the nexthop objects in `there`, by ids and as text: a route that is not
     /// in `there` (of another table or metric, with a preferred source, …), or a group. The kernel
-    /// deletes it with the object, without a word.
+    /// deletes it with the object, and sends no message about it.
     ///
     /// # Errors
     /// The kernel could not be read.
@@ -288,12 +289,12 @@ pub trait Kernel: fmt::Debug + Send + Sync {
 
     /// Applies `changes` in order and goes on after a failure; one result for each.
     ///
-    /// `Put` creates or changes in place, keeping whatever the kernel can keep; a foreign object in
-    /// its place is replaced, except for a foreign link, which fails with `EEXIST`. `Delete`
-    /// deletes the object only as described (same device, same gateway), so that a foreign one that
-    /// took its place stays; that it is gone already is success. What was
-    /// [noted](State::note_inexact) by a snapshot or [told](KernelEvent::Inexact) as not quite as
-    /// described is so after a `Put`.
+    /// `Put` creates the object or changes it in place, keeping as much as the kernel can keep. It
+    /// replaces a foreign object in its place, except for a foreign link, which fails with
+    /// `EEXIST`. After a `Put` an object that a snapshot or an event reported as inexact
+    /// ([`State::note_inexact`], [`KernelEvent::Inexact`]) is exact. `Delete` deletes the object
+    /// only as described (same device, same gateway), so that a foreign one that took its place
+    /// stays; an object that is gone already is a success.
     fn apply(&self, footprint: &Footprint, changes: &[Change]) -> Vec<Result<(), KernelError>>;
 
     /// Where a packet for `dst` would go now, all routing tables considered.
@@ -308,109 +309,45 @@ pub trait Kernel: fmt::Debug + Send + Sync {
     /// The kernel refused to let us listen.
     fn changes(&self) -> Result<Box<dyn Changes>, KernelError>;
 
-    /// The process that has the netlink socket with this port id. `None`: there is none that could
-    /// be told from others, or so many were asked for of late that it would cost too much.
+    /// The process that has the netlink socket with this port id. `None`: no single
+    /// process could be identified, or too many were looked up of late.
     fn process(&self, _port: u32) -> Option<Process> {
         None
     }
 }
 
-/// News from the kernel: what may no longer be as we put it. Doubt is removed by putting the object
-/// again, or by a snapshot; never by trusting the message that raised it.
+/// A report of objects that may no longer be as we put them. They are valid again after another put
+/// or a snapshot, never because of the message itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Invalidation {
-    /// Single objects were changed or deleted, in this order, by somebody else, whom the kernel may
-    /// name (or by ourselves, where it does not: links, forwarding entries, and neighbours that
-    /// go).
+    /// Single objects were changed or deleted, in this order, by another program, which the kernel
+    /// may name. Of links, forwarding entries, and neighbours that it removes, the kernel names no
+    /// author; those may be changes of our own.
     Objects(Vec<KernelEvent>, Option<ChangedBy>),
     /// The device changed in some way: it and everything on it. The kernel deletes IPv4 routes and
-    /// permanent neighbours of a device that goes down without a word about each, the neighbours
-    /// when its MAC address changes, and the IPv4 routes with its last IPv4 address.
+    /// permanent neighbours of a device that goes down without a message about each, the
+    /// neighbours when its MAC address changes, and the IPv4 routes with its last IPv4 address.
     Link(LinkName),
     /// Messages were lost.
     Everything,
 }
 
-/// Who changed something, as far as the kernel tells.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct ChangedBy {
-    /// The port id of the netlink socket that asked for the change; not 0. Mostly the id of the
-    /// process, but not always.
-    pub port: u32,
-    /// The protocol of the route or nexthop that was put there; `None` for other objects and for
-    /// deletions.
-    pub protocol: Option<u8>,
-    /// The process that has the socket, if it still lived when somebody asked
-    /// ([`Kernel::process`]).
-    pub process: Option<Process>,
-}
-
-/// Whoever has a netlink socket.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Process {
-    /// What it calls itself.
-    pub name: Arc<str>,
-    /// Its id.
-    pub id: u32,
-    /// It has the very socket open. Else nothing is known but that it lives, has the id that the
-    /// socket has for its port id (as the first socket of a process has), and that this process may
-    /// not look at what files it has open. It may as well be a process that has this id in another
-    /// pid namespace.
-    pub is_certain: bool,
-}
-
-impl Process {
-    /// One that has the very socket open.
-    pub const fn new(name: Arc<str>, id: u32) -> Self {
-        Self { name, id, is_certain: true }
-    }
-}
-
-/// `ip (process 4711)`, or `probably ip (process 4711)`.
-impl fmt::Display for Process {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { name, id, is_certain } = self;
-        write!(f, "{}{name} (process {id})", if *is_certain { "" } else { "probably " })
-    }
-}
-
-impl ChangedBy {
-    /// An author of whom only the port is known.
-    pub const fn new(port: u32) -> Self {
-        Self { port, protocol: None, process: None }
-    }
-}
-
-/// `ip (process 4711) with route protocol 3`, `probably ip (process 4711)`, or `the netlink socket
-/// with port id 4711`.
-impl fmt::Display for ChangedBy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.process {
-            Some(process) => process.fmt(f)?,
-            None => write!(f, "the netlink socket with port id {}", self.port)?,
-        }
-        self.protocol.map_or(Ok(()), |protocol| write!(f, " with route protocol {protocol}"))
-    }
-}
-
-/// What one message said of one object.
+/// The content of one message about one object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KernelEvent {
-    /// It is there, like this.
+    /// It is there, exactly like this.
     Present(Object),
-    /// It is there, like this but for what no [`Object`] expresses
-    /// ([`State::note_inexact`](crate::object::State::note_inexact)).
+    /// It is there, like this, with attributes that no [`Object`] expresses
+    /// ([`State::note_inexact`]).
     Inexact(Object),
-    /// It is there like this, or like this but for what no [`Object`] expresses, besides another
-    /// entry with the same key; which of them takes effect, only a snapshot tells.
+    /// It is there, exactly like this or inexact, beside another entry with the same key. Only a
+    /// snapshot shows which of them takes effect.
     Duplicate(Object),
     /// It is there, in a form that no [`Object`] expresses (a multipath route, a dynamic neighbour,
     /// …).
     Unrepresentable(Key),
-    /// Not it, but another entry for the same, such as a route with another metric: it may decide
-    /// where packets go.
+    /// Another entry for the same destination was changed, such as a route with another metric: it
+    /// may decide where packets go.
     Related(Key),
     /// It is gone.
     Deleted(Key),
@@ -419,8 +356,8 @@ pub enum KernelEvent {
 /// A stream of invalidations.
 #[async_trait]
 pub trait Changes: Send {
-    /// Waits until somebody else changed something. What the kernel has told when this is called is
-    /// there at once, without waiting.
+    /// Waits for a change by others. Messages that the kernel has sent before this call are
+    /// returned at once, without waiting.
     ///
     /// # Errors
     /// The stream is broken for good. Lost messages are no error but [`Invalidation::Everything`].
