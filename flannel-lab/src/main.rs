@@ -14,7 +14,6 @@ use std::task::Poll;
 use std::time::Duration;
 
 use clap::Parser;
-use flannel_backends::Backends;
 use flannel_lab::{Error, Interrupter, Lab, Result, Signal};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
@@ -32,7 +31,7 @@ fn main() -> ExitCode {
         // Inside a host: `lab ctl status` and the like.
         Some("ctl") => {
             let args = std::iter::once(program).chain(rest.into_iter().skip(1));
-            flannelctl::run(args, &Backends::default())
+            flannelctl::run(args, &flannel_backends::all())
         }
         // For tests: `lab enter PROGRAM ARGS…`.
         Some("enter") => match rest.split_at_checked(2) {

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use flannel_api::Client;
 use flannel_api::VERSION;
-use flannel_backends::Backends;
+use flannel_core::backend::Backends;
 use flannel_core::object::LinkName;
 use flannel_core::{Config, Subnet};
 use flannel_firewall::{Programs, leftovers};

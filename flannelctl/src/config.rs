@@ -5,7 +5,7 @@ use std::io::Read;
 use std::path::Path;
 
 use flannel_api::VERSION;
-use flannel_backends::Backends;
+use flannel_core::backend::Backends;
 use flannel_core::{Config, Error as CoreError};
 use flannel_subnet::{ConfigText, Registry};
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
@@ -239,7 +239,7 @@ mod tests {
     use super::*;
 
     fn patched(seen: &ConfigText, patch: &str) -> Result<String> {
-        super::patched(seen, patch, &Backends::default())
+        super::patched(seen, patch, &flannel_backends::all())
     }
 
     #[test]
@@ -326,7 +326,7 @@ mod tests {
         assert!(patched(&seen(dual), r#"{"Backend":{"MTU":1350}}"#).is_ok());
         let error = check(
             &seen(&dual.replace(r#""vxlan""#, r#""vxlan","MTU":1300"#)),
-            &Backends::default(),
+            &flannel_backends::all(),
         )
         .unwrap_err()
         .to_string();

@@ -6,7 +6,7 @@
 mod network;
 
 use flannel_api::{Client, Finding, VERSION, request};
-use flannel_backends::Backends;
+use flannel_core::backend::Backends;
 use flannel_doctor::peers::{AddressReport, EchoReport};
 use flannel_doctor::{Examination, FamilyReport, Layer, PeerReport, ProbeOptions, examine};
 use serde_json::json;
@@ -27,7 +27,7 @@ pub(crate) async fn doctor(
 ) -> Result<Output> {
     let mut examination = Examination::default();
     let network = match client.ask("GET", request::FRESH_STATUS) {
-        Ok(value) => network::with_daemon(client, &value, backends, &mut examination).await?,
+        Ok(value) => network::with_daemon(client, &value, &mut examination).await?,
         Err(failure @ flannel_api::Error::NoDaemon { .. }) => {
             let known = (global, backends);
             network::without_daemon(known, &flags.iface, &failure, &mut examination).await
@@ -106,6 +106,7 @@ mod tests {
     use std::net::IpAddr;
     use std::time::Duration;
 
+    use flannel_core::Config;
     use flannel_core::address::Family;
     use flannel_doctor::device::Devices;
     use flannel_doctor::echo::Answer;
@@ -120,8 +121,9 @@ mod tests {
 
     /// A host with vxlan.
     fn vxlan() -> Devices {
-        let (backend, overheads) = ("vxlan".to_owned(), Backends::default().overhead("vxlan"));
-        Devices { backend, overheads, ..Devices::default() }
+        let config = r#"{"Network":"10.1.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:1::/48","Backend":{"Type":"vxlan"}}"#;
+        let datapath = flannel_backends::all().datapath(&Config::parse(config).unwrap());
+        Devices { backend: "vxlan".to_owned(), datapath, ..Devices::default() }
     }
 
     #[test]
@@ -141,14 +143,8 @@ mod tests {
             backend: "vxlan".into(),
             state: "in place".into(),
         };
-        let devices = Devices {
-            tunnels: flannel_core::address::Dual {
-                v4: Some("flannel.1".parse().unwrap()),
-                v6: None,
-            },
-            mtu: Some(1450),
-            ..vxlan()
-        };
+        let mut devices = Devices { mtu: Some(1450), ..vxlan() };
+        devices.datapath.devices.v6 = None;
         let asked = target.questions(&devices);
         let answers = [
             Answer::Reply(Duration::from_micros(420)),
@@ -199,10 +195,7 @@ mod tests {
             backend: "vxlan".into(),
             state: "in place".into(),
         };
-        let device = |name: &str| Some(name.parse().unwrap());
-        let tunnels =
-            flannel_core::address::Dual { v4: device("flannel.1"), v6: device("flannel-v6.1") };
-        let devices = Devices { tunnels, mtu: Some(1430), ..vxlan() };
+        let devices = Devices { mtu: Some(1430), ..vxlan() };
         let questions = target.questions(&devices);
         let answered = |question: &Question| {
             let echoes = question

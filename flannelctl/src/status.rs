@@ -5,7 +5,7 @@ use flannel_api::Finding;
 use flannel_api::{
     FailureReport, NetworkReport, PeerReport, StatusReport, StoreReport, VERSION, request,
 };
-use flannel_backends::Backends;
+use flannel_core::backend::Backends;
 use serde_json::{Value, json};
 
 use crate::error::{Error, Result};

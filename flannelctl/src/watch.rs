@@ -6,7 +6,7 @@ use std::io::Write;
 use std::time::Duration;
 
 use flannel_api::Client;
-use flannel_backends::Backends;
+use flannel_core::backend::Backends;
 
 use crate::error::Result;
 use crate::options::Global;

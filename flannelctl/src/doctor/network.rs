@@ -2,10 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use flannel_api::Client;
-use flannel_api::{Finding, PeerReport, Problem, StatusReport, StoreReport, request};
-use flannel_backends::Backends;
+use flannel_api::{
+    Client, Finding, InletReport, NetworkReport, PeerReport, Problem, StatusReport, StoreReport,
+    request,
+};
 use flannel_core::address::{Dual, Family};
+use flannel_core::backend::{Backends, Datapath, Inlet};
 use flannel_core::lease::LeaseSet;
 use flannel_core::{Config, Lease, Subnets};
 use flannel_doctor::commands::restore_directory;
@@ -31,7 +33,6 @@ const MOMENT: Duration = Duration::from_secs(2);
 pub(super) async fn with_daemon(
     client: &Client,
     value: &Value,
-    backends: &Backends,
     examination: &mut Examination,
 ) -> Result<Network> {
     let report = settled(client, status::report(value)?).await?;
@@ -65,19 +66,32 @@ pub(super) async fn with_daemon(
     examination.host(HostReport { findings: report.findings, unread: report.unread });
     let peers = client.ask("GET", request::PEERS)?;
     let peers: Vec<PeerReport> = serde_json::from_value(peers["peers"].clone()).unwrap_or_default();
-    let device = |family: Family| network.devices.get(&family.to_string())?.parse().ok();
     Ok(Network {
         daemon: true,
         store: report.store.map(|store| store.name),
         known: true,
         backend: network.backend.clone(),
-        tunnels: Dual::from_fn(device),
-        overheads: backends.overhead(&network.backend),
+        datapath: datapath(&network),
         uplink: network.interface.name.parse().ok(),
-        bare: network.bare_routes,
         mtu: Some(network.mtu),
         targets: peers.iter().map(target).collect(),
     })
+}
+
+/// The data path that the daemon reports.
+fn datapath(network: &NetworkReport) -> Datapath {
+    let mut datapath = Datapath::default();
+    let device = |family: Family| network.devices.get(&family.to_string())?.parse().ok();
+    datapath.devices = Dual::from_fn(device);
+    datapath.overhead = Dual::from_fn(|family| network.overhead.get(&family.to_string()).copied());
+    let inlet = |inlet: &InletReport| match inlet {
+        InletReport::Udp(port) => Some(Inlet::Udp(*port)),
+        InletReport::Protocol(number) => Some(Inlet::Protocol(*number)),
+        _ => None,
+    };
+    datapath.inlets = network.inlets.iter().filter_map(inlet).collect();
+    datapath.bare = network.bare_routes;
+    datapath
 }
 
 /// The report when the daemon has done what it is at, or is at it for longer than a moment.
@@ -187,7 +201,6 @@ async fn of_config(
     examination: &mut Examination,
 ) -> Network {
     let own = offline::own_subnets(global);
-    let datapath = backends.datapath(&config);
     let uplink = offline::uplink(&config, iface);
     let is_own = |lease: &Lease| Some(lease.subnets) == own;
     let public = leases
@@ -221,10 +234,8 @@ async fn of_config(
         store: None,
         known: true,
         backend: config.backend.kind.clone(),
-        tunnels: datapath.devices,
-        overheads: datapath.overhead,
+        datapath: backends.datapath(&config),
         uplink,
-        bare: datapath.bare,
         mtu: SubnetEnv::read(&global.subnet_file).ok().map(|env| env.mtu),
         targets: leases.iter().filter(|lease| !is_own(lease)).map(target).collect(),
     }
